@@ -1,6 +1,5 @@
 """On emulated cards: quantised checkpoints have the texts of what they stand for, with drafts and without."""
 
-import os
 from pathlib import Path
 
 import pytest
@@ -16,9 +15,11 @@ from tests.full_tests.quantised_checkpoints import (
     texts_with_and_without_drafts,
 )
 from tests.full_tests.quantized import ask
+from tests.full_tests.test_refusals import refusal
 from tests.full_tests.tiny_models import save_deepseek_with_mtp
 from tests.models.formats import kernels
 from vllm_gaudi_spec.config import NATIVE, REFERENCE
+from vllm_gaudi_spec.environment import requested_device
 
 pytestmark = pytest.mark.emulated
 
@@ -37,11 +38,12 @@ def test_on_two_ranks(name: str, looping_llama: str, tmp_path: Path) -> None:
 @pytest.mark.slow
 @pytest.mark.parametrize(("name", "num_ranks"), [("awq", 1), ("gptq", 1), (PACKED, 1), (PACKED, 2)])
 def test_four_bits_stay_so(name: str, num_ranks: int, looping_llama: str, tmp_path: Path) -> None:
-    """The card's operator makes the weights of which reference kernels made the layers."""
-    if os.environ["VGS_DEVICE"] != "hpu-emulated":
-        pytest.skip("no operator for 4 bits on this card")
+    """The operator of a Gaudi makes the weights that reference kernels' layers have. An NPU has none."""
     quantised, _ = rewritten(looping_llama, name, tmp_path)
     in_bfloat16 = dict(dtype="bfloat16", tensor_parallel_size=num_ranks)
+    if requested_device() != "hpu-emulated":
+        assert "leave weight_kernels out" in refusal(quantised, **kernels(NATIVE), **in_bfloat16)
+        return
     found = texts_with_and_without_drafts(quantised, NATIVE, kept_as={torch.int32}, **in_bfloat16)
     with engine(quantised, **SIZES, **kernels(REFERENCE), **in_bfloat16) as llm:
         assert ask(llm, 4, detokenize=False) == found

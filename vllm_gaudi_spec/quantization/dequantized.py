@@ -77,34 +77,42 @@ def is_native(format: CheckpointFormat, dtype: torch.dtype, requested: str | Non
 
 
 def choose_kernels(vllm_config: VllmConfig, model: ModelConfig, backend: DeviceBackend) -> None:
-    """Give a model that would be dequantised back to vLLM's own method for its format, where that has kernels on this
-    device or the user asks for them."""
+    """Of a model that would be dequantised: with reference kernels if the user asks for them, with native kernels of
+    the device if it has some, else with vLLM's own if they run on it or the user asks for them."""
     requested = Options.from_vllm(vllm_config).weight_kernels
     if model.quantization != DEQUANTIZED:
         return
-    method = method_of(described(model))
     if requested == REFERENCE:
         _report_dequantised(model, "as weight_kernels asks")
-        return
-    try:
-        format = format_of(model)
-        if is_native(format, model.dtype, requested, backend.weights):
-            logger.info_once(
-                "%s: linear layers in %s stay %s; other quantised weights become %s while they are read.",
-                *(model.model, method, _HOW_THEY_STAY[str(format.native)], dtype_name(model.dtype)),
-            )
-            return
-        if requested == NATIVE and (inputs := native_inputs(format, backend.weights)):
-            raise UnsupportedConfigError(
-                f"{model.model} has quantized weights ({method}), whose native kernels take inputs in "
-                f"{' or '.join(inputs)}; use --dtype bfloat16, or leave weight_kernels out."
-            )
-    except UnknownFormatError:
-        logger.debug("The format of %s is left to vLLM.", model.model, exc_info=True)
+    elif not _stays_native(model, requested, backend.weights):
+        _choose_vllms(vllm_config, model, requested, backend.weights)
+
+
+def _stays_native(model: ModelConfig, requested: str | None, weights: Weights) -> bool:
+    if (format := format_if_read(model)) is None:
+        return False
+    method, inputs = method_of(described(model)), native_inputs(format, weights)
+    if is_native(format, model.dtype, requested, weights):
+        logger.info_once(
+            "%s: linear layers in %s stay %s; other quantised weights become %s while they are read.",
+            *(model.model, method, _HOW_THEY_STAY[str(format.native)], dtype_name(model.dtype)),
+        )
+        return True
+    if requested == NATIVE and inputs:
+        raise UnsupportedConfigError(
+            f"{model.model} has quantized weights ({method}), whose native kernels take inputs in "
+            f"{' or '.join(inputs)}; use --dtype bfloat16, or leave weight_kernels out."
+        )
+    return False
+
+
+def _choose_vllms(vllm_config: VllmConfig, model: ModelConfig, requested: str | None, weights: Weights) -> None:
+    """Give the model back to vLLM's own method for its format, or report why it is dequantised."""
+    method = method_of(described(model))
     is_target, quant_config = model is vllm_config.model_config, vllm_config.quant_config
     try:
         _leave_to_vllm(vllm_config, model)
-        reason = None if requested == NATIVE else backend.weights.missing_kernel(vllm_config, model)
+        reason = None if requested == NATIVE else weights.missing_kernel(vllm_config, model)
     # vLLM's own refusal of a format, or of one in this dtype, and what else a malformed description comes to.
     except (ValueError, LookupError, TypeError, AttributeError) as error:
         reason = in_one_line(error)
@@ -153,8 +161,8 @@ def format_of(model: ModelConfig) -> CheckpointFormat:
     return read_format(described(model))
 
 
-def format_left_to_vllm(model: ModelConfig) -> CheckpointFormat | None:
-    """Of a quantised checkpoint with kernels of vLLM's, if it could be dequantised too."""
+def format_if_read(model: ModelConfig) -> CheckpointFormat | None:
+    """Of a quantised checkpoint, whatever kernels it has; None of others, and where the format is vLLM's to check."""
     try:
         return format_of(model) if described(model) else None
     except UnknownFormatError:
@@ -173,7 +181,7 @@ def read_weights(
 ) -> Iterator[tuple[str, torch.Tensor]]:
     """The weights of `loaded`, of what its files hold."""
     if model.quantization != DEQUANTIZED:
-        format = format_left_to_vllm(model)
+        format = format_if_read(model)
         return iter(tensors) if format is None else checked(model.model, format, tensors)
     from vllm.config import get_current_vllm_config
 

@@ -13,7 +13,7 @@ from vllm_gaudi_spec.quantization.config import drafter_config, hostile_scales, 
 from vllm_gaudi_spec.quantization.dequantized import (
     DEQUANTIZED,
     described,
-    format_left_to_vllm,
+    format_if_read,
     format_of,
 )
 from vllm_gaudi_spec.quantization.formats import UnknownFormatError
@@ -37,7 +37,7 @@ def format_refusals(vllm_config: VllmConfig, backend: DeviceBackend) -> Iterator
         elif (reason := backend.weights.missing_kernel(vllm_config, model)) is not None:
             yield from _without_kernel(vllm_config, model, reason)
         # vLLM's own kernels need the same tensors, and vLLM does not look.
-        elif (format := format_left_to_vllm(model)) is not None:
+        elif (format := format_if_read(model)) is not None:
             yield from _misfits(model, format, load_format, damage_alone=True)
 
 
