@@ -131,6 +131,16 @@ def test_pickled_weights_are_refused(file: str, of_drafter: bool, tmp_path: Path
     engine_config(target, speculative)
 
 
+def test_weights_in_gguf_are_refused(tmp_path: Path) -> None:
+    engine_config(tmp_path, None)
+    (tmp_path / "model-Q4_K_M.gguf").write_bytes(b"GGUF")
+    with pytest.raises(UnsupportedConfigError, match=r"are in GGUF \(model-Q4_K_M\.gguf\), .*bfloat16") as refused:
+        engine_config(tmp_path, None)
+    assert len(str(refused.value).splitlines()) == 1
+    save_file({"weight": torch.ones(1)}, tmp_path / "model.safetensors")
+    engine_config(tmp_path, None)
+
+
 def test_loading_from_pickles_is_refused(tmp_path: Path) -> None:
     with pytest.raises(UnsupportedConfigError, match=r"format pt reads pickles; .*\.safetensors"):
         engine_config(tmp_path, None, load_format="pt")

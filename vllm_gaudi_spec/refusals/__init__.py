@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING
 
 from vllm_gaudi_spec.config import UnsupportedConfigError
 from vllm_gaudi_spec.refusals.features import adapter_refusals, feature_refusals
-from vllm_gaudi_spec.refusals.files import damage_refusals, pickle_refusals, weight_files
+from vllm_gaudi_spec.refusals.files import damage_refusals, other_file_refusals, weight_files
 from vllm_gaudi_spec.refusals.formats import format_refusals, quantization_refusals, weight_refusals
 from vllm_gaudi_spec.refusals.kv_scales import kv_scale_refusals
 from vllm_gaudi_spec.refusals.models import expert_refusals, model_refusals
@@ -33,7 +33,7 @@ def refuse_unsupported(vllm_config: VllmConfig, backend: DeviceBackend) -> None:
 
 # Only the first reason is shown. Damaged files come late, since each file is opened.
 _IN_ORDER: tuple[Callable[[VllmConfig, DeviceBackend], Iterator[str]], ...] = (
-    pickle_refusals,
+    other_file_refusals,
     model_refusals,
     feature_refusals,
     speculation_refusals,

@@ -1,4 +1,4 @@
-"""Refusals of weight files: pickles, and damaged ones."""
+"""Refusals of weight files: pickles, GGUF, and damaged ones."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING
 
 from safetensors import SafetensorError, safe_open
 
-from vllm_gaudi_spec.config import pickled_weights
+from vllm_gaudi_spec.config import OTHER_MODEL, pickled_weights
 from vllm_gaudi_spec.refusals.models import models_of
 
 if TYPE_CHECKING:
@@ -25,8 +25,9 @@ _PICKLE_FORMATS = ("pt", "npcache")
 _FALLING_BACK = ("auto", "hf")
 
 
-def pickle_refusals(vllm_config: VllmConfig, backend: DeviceBackend) -> Iterator[str]:
-    """The loader would refuse them too (`compat.refuse_pickled_weights`), but later and in the engine's process."""
+def other_file_refusals(vllm_config: VllmConfig, backend: DeviceBackend) -> Iterator[str]:
+    """The loader would refuse pickles too (`compat.refuse_pickled_weights`), but later and in the engine's process; of
+    GGUF it would say that there are no weights."""
     for model, load_format in models_of(vllm_config):
         if load_format in _PICKLE_FORMATS:
             yield f"Load format {load_format} reads pickles; give models with *.safetensors, and leave it out."
@@ -35,6 +36,8 @@ def pickle_refusals(vllm_config: VllmConfig, backend: DeviceBackend) -> Iterator
             continue
         if pickles := sorted(path.name for pattern in _PICKLES for path in folder.glob(pattern)):
             yield pickled_weights(model.model, pickles[0])
+        elif gguf := sorted(path.name for path in folder.glob("*.gguf")):
+            yield f"The weights of {model.model} are in GGUF ({gguf[0]}), which is not read; {OTHER_MODEL}."
 
 
 _CONSOLIDATED = "consolidated*.safetensors"
