@@ -224,13 +224,19 @@ def native_layers(model: nn.Module, format: CheckpointFormat) -> Callable[[str],
             for part in parts:
                 merged.setdefault(part, set()).add(whole)
 
+    def is_made_native(module: nn.Module) -> bool:
+        return isinstance(getattr(module, "quant_method", None), Fp8Linear | Uint4Linear)
+
     def stays(layer: str) -> bool:
         tensor = f"{layer}.weight" if mapper is None else mapper.map_name(f"{layer}.weight")
         path, _, name = str(tensor).removesuffix(".weight").rpartition(".")
-        names = (f"{path}.{name}".removeprefix(".") for name in (name, *merged.get(name, ())))
+        names = [f"{path}.{name}".removeprefix(".") for name in (name, *merged.get(name, ()))]
         found = next((modules[name] for name in names if name in modules), None)
-        if found is None:  # renamed by the model itself while it loads, as MTP heads are
-            return format.may_be_native(layer)
-        return isinstance(getattr(found, "quant_method", None), Fp8Linear | Uint4Linear)
+        if found is not None:
+            return is_made_native(found)
+        # Renamed by the model itself while it loads, as MTP heads are: as those whose names end alike.
+        ends = tuple("." + ".".join(name.split(".")[-2:]) for name in names)
+        alike = (module for other, module in modules.items() if other.endswith(ends))
+        return format.may_be_native(layer) and all(map(is_made_native, alike))
 
     return stays

@@ -115,6 +115,14 @@ def test_what_the_model_has_without_fp8_is_decoded() -> None:
     assert not keeps("model.language_model.output")
 
 
+def test_layers_that_a_model_renames_itself_go_by_those_of_their_end() -> None:
+    """As DeepSeek's layer for MTP, of which a rank's part may not fit."""
+    made = model(None, mtp_block=nn.ModuleDict({"self_attn": nn.ModuleDict({"o_proj": Layer(False)})}))
+    keeps = native_layers(made, read_format(FP8))
+    assert not keeps("model.layers.61.self_attn.o_proj")
+    assert keeps("model.layers.61.mlp.o_proj")
+
+
 def test_layers_that_a_model_renames_itself_go_by_the_format() -> None:
     keeps = native_layers(model(None, qkv_proj=Layer(True)), read_format(FP8))
     assert keeps("language_model.model.qkv_proj")
