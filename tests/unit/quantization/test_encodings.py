@@ -197,6 +197,8 @@ def rounding_of(weights: dict[str, Any], weight: torch.Tensor) -> dict[str, torc
         ("ct-w4a16", "weight_packed", lambda words: words.flatten(), "of 1 dimensions"),
         ("gptq", "qzeros", lambda words: words[:, 1:], "integers of 4 or 8 bits"),
         ("gptq-desc-act", "g_idx", lambda indices: indices[1:], "383 group indices for 384 inputs"),
+        ("gptq-desc-act", "qzeros", lambda words: words[1:], "scales or zero points of shape"),
+        ("ct-w4a16-asym", "weight_zero_point", lambda words: words[:, 1:], "scales or zero points of shape"),
         ("awq", "scales", lambda scale: scale[:, 1:], "scales or zero points of shape"),
         ("awq", "qzeros", None, "has no qzeros"),
     ],
