@@ -126,7 +126,7 @@ def measure(name: str, model: str, options: argparse.Namespace, kept: shared.Kep
     folder = checkpoint(model, name)
     sides: dict[str, Side] = {
         PLAIN: ("ours", model, {}),
-        HALF: ("ours", model, {"dtype": "bfloat16"}),
+        **({} if options.dtype == "bfloat16" else {HALF: ("ours", model, {"dtype": "bfloat16"})}),
         REFERENCE: ("ours", str(folder), kernels(REFERENCE)),
         NATIVE: ("ours", str(folder), kernels(NATIVE)),
         UPSTREAM: ("upstream", str(folder), {}),
