@@ -348,7 +348,7 @@ def _words(found: Grouped) -> Words:
 def _packed(values: torch.Tensor) -> torch.Tensor:
     """int32: 4-bit values, eight neighbours of a row in a word."""
     if not values.is_meta and bool((values > 15).any()):
-        raise EncodingError("has values or zero points beyond 4 bits, which config.json says it has")
+        raise EncodingError("has values or zero points beyond the 4 bits that config.json names")
     in_words = values.unflatten(1, (-1, 8))
     shifts = torch.arange(0, 32, 4, dtype=torch.int32, device=values.device)
     return (in_words << shifts).sum(-1, dtype=torch.int32)  # distinct bits, so that a sum is all of them
