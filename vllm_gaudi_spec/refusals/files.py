@@ -26,8 +26,8 @@ _FALLING_BACK = ("auto", "hf")
 
 
 def other_file_refusals(vllm_config: VllmConfig, backend: DeviceBackend) -> Iterator[str]:
-    """The loader would refuse pickles too (`compat.refuse_pickled_weights`), but later and in the engine's process. In a
-    folder of GGUF it would find no weights."""
+    """The loader would refuse pickles too (`compat.refuse_pickled_weights`), but later, in the engine's process. With
+    GGUF it would find no weights."""
     for model, load_format in models_of(vllm_config):
         if load_format in _PICKLE_FORMATS:
             yield f"Load format {load_format} reads pickles; give models with *.safetensors, and leave it out."
