@@ -295,6 +295,13 @@ def test_four_bits_are_kept_in_groups_in_order(described: dict[str, Any], is_nat
     assert (read_format(described).native == UINT4) == is_native
 
 
+def test_words_take_no_more_than_four_bits() -> None:
+    """Which a GPTQ checkpoint names, and its tensors show."""
+    parts, _ = FORMATS["gptq-int8"].weights(matrix())
+    with pytest.raises(EncodingError, match="beyond the 4 bits that config"):
+        read_format(FORMATS["gptq"].config).encoding_of(LAYER).words(parts)
+
+
 def test_layers_with_encodings_of_their_own() -> None:
     described = compressed("pack-quantized", CT_W4)
     described["config_groups"]["group_1"] = dict(
