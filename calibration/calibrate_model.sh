@@ -50,7 +50,7 @@ while [ $# -gt 0 ]; do
     case $1 in
         --out) out=$2 ;;
         --draft) draft=$2; measure+=("$1" "$2") ;;
-        --method | --num-speculative-tokens | --num-drafts | --tensor-parallel-size | --engine) measure+=("$1" "$2") ;;
+        --method | --num-speculative-tokens | --tensor-parallel-size | --engine) measure+=("$1" "$2") ;;
         --prompts | --limit) prompts+=("$1" "$2") ;;
         --card) card+=("$1" "$2") ;;
         --world-size) world+=("$1" "$2") ;;

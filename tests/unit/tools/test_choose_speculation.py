@@ -347,9 +347,9 @@ def test_the_largest_batch_of_the_server_is_measured_too() -> None:
         (["{model}", "--num-speculative-tokens", "17"], 2, "at most 16 drafts"),
         (["{model}", "--batches", "0"], 2, "0 is not a whole number of 1 or more"),
         (["{model}", "--max-num-seqs", "2"], 2, "less than a batch of 16"),
-        (["{model}", "--one-run"], 2, "are for --device"),
-        (["some/model", "--device", "gaudi2"], 1, "give its folder"),
-        (["{model}", "--device", "gaudi2"], 1, "an estimate needs the model's files"),
+        (["{model}", "--one-run"], 2, "are for --card"),
+        (["some/model", "--card", "gaudi2"], 1, "give its folder"),
+        (["{model}", "--card", "gaudi2"], 1, "an estimate needs the model's files"),
     ],
 )
 def test_refusals(options: list[str], status: int, words: str, tmp_path: Path) -> None:

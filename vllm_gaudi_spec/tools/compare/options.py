@@ -26,9 +26,9 @@ On the CPU their engines live side by side and take turns, prompt by prompt, so 
 all of them. They run one after the other on a card, which one process owns, where memory is too small, and with
 --do-profile; the table notes it.
 
-Without --model the target is the demo model, and --draft may be left out: its drafters are in demo/. For eagle3,
-medusa and mtp the demo has a tiny model of its own, with poor texts but high acceptance. With a model of your own and
-no --draft, `compare` leaves out what needs one; mtp drafts with the model itself.
+Without --model the target is the demo model, and --draft may be left out: its drafters come with this package. For
+eagle3, medusa and mtp the demo has a tiny model of its own, with poor texts but high acceptance. With a model of your
+own and no --draft, `compare` leaves out what needs one; mtp drafts with the model itself.
 
 A drafter of the demo model was trained on the fixed prompts. Where it is the only task, its report has a second
 acceptance rate, on prompts unlike those of its training.
