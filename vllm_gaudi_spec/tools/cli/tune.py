@@ -22,7 +22,7 @@ Examples:
   gaudi-spec tune MODEL --draft draft_model=DRAFTER --draft eagle=HEAD --batches 1 4 16
   gaudi-spec tune MODEL --draft draft_model=DRAFTER --card gaudi3
 
-For each drafter and k an engine, loaded anew, answers the prompts, which measures acceptance, and times its steps with
+For each drafter and k an engine of its own answers the prompts, which measures acceptance, and times its steps with
 drafts and without in turns, at each batch size. With --card no step is timed: costs are estimates for that card by the
 cost model of `gaudi-spec estimate`, and one engine per drafter measures acceptance. Nothing here was run on a Gaudi.
 
