@@ -234,7 +234,7 @@ def test_when_speculation_does_not_pay() -> None:
     assert "does not pay" in choice.conclusion(found, "m")
     written = found.as_json("m")
     assert (written["pays"], written["num_speculative_tokens"], written["speculative_config"]) == (False, 0, None)
-    assert [row["gain"] for row in written["by_batch"]] == [1.0, 1.0]
+    assert [row["speedup"] for row in written["by_batch"]] == [1.0, 1.0]
 
 
 def test_nothing_to_choose_from() -> None:

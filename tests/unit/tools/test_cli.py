@@ -450,7 +450,7 @@ def result_of(meter: counting.Meter) -> dict[str, Any]:
             "seed": 0,
             "max_model_len": 512,
             "max_num_seqs": 4,
-            "host_reads": 1,
+            "host_syncs": 1,
         },
         "traffic": {"requests": 3, "aborted": 1, "tokens": 20},
         "graphs": counting.graphs(meter.first, meter.last),
@@ -473,9 +473,9 @@ GOOD = tally(host_reads=1, upload_bytes=100, kv_bytes_read=50)
 def test_a_clean_run() -> None:
     result = result_after(report([GOOD] * 3, {READ: 3}), report([GOOD] * 6, {READ: 6}))
     mixed = result["phases"]["mixed"]
-    assert (mixed["steps"], mixed["host_reads"], mixed["most_reads_in_a_step"], mixed["compiles"]) == (6, 6, 1, 0)
+    assert (mixed["steps"], mixed["host_syncs"], mixed["max_syncs_in_a_step"], mixed["compiles"]) == (6, 6, 1, 0)
     assert (mixed["upload_bytes"], mixed["kv_bytes_read"]) == (600, 300)
-    assert mixed["read_lines"] == [{"count": 6, "what": READ[1], "where": READ[2]}]
+    assert mixed["sync_lines"] == [{"count": 6, "what": READ[1], "where": READ[2]}]
     assert (result["graphs"]["captured"], result["graphs"]["never_used"]) == (3, 1)
     assert result["graphs"]["by_name"]["Runner._forward"] == {"captured": 2, "never_used": 1}
     assert result["findings"] == []
@@ -493,7 +493,7 @@ def test_only_what_came_since_counts() -> None:
     steps = [tally(compiles=9, host_reads=4), GOOD, GOOD]
     result = result_after(report(steps, {READ: 6, ("graph capture", "g", "x.py:1 (f)"): 9}), first=warm)
     mixed = result["phases"]["mixed"]
-    assert (mixed["steps"], mixed["host_reads"], mixed["compiles"]) == (2, 2, 0)
+    assert (mixed["steps"], mixed["host_syncs"], mixed["compiles"]) == (2, 2, 0)
     assert result["findings"] == []
 
 
@@ -516,7 +516,7 @@ def test_a_second_sync_is_found_with_its_line() -> None:
 
 def test_syncs_after_the_last_step_are_counted() -> None:
     result = result_after(report([GOOD], {READ: 1}, after_steps=2))
-    assert result["phases"]["mixed"]["most_reads_in_a_step"] == 2
+    assert result["phases"]["mixed"]["max_syncs_in_a_step"] == 2
     assert len(result["findings"]) == 1
 
 
@@ -551,8 +551,8 @@ def test_what_another_card_captured_is_counted() -> None:
 def test_a_card_counts_less() -> None:
     result = result_after(real_report(4, 0), first=real_report(0, 0))
     mixed = result["phases"]["mixed"]
-    assert (mixed["steps"], mixed["compiles"], mixed["runner_reads"]) == (4, 0, 4)
-    assert mixed["host_reads"] is mixed["kv_bytes_read"] is result["graphs"]["captured"] is None
+    assert (mixed["steps"], mixed["compiles"], mixed["runner_syncs"]) == (4, 0, 4)
+    assert mixed["host_syncs"] is mixed["kv_bytes_read"] is result["graphs"]["captured"] is None
     assert result["findings"] == []
     assert "not counted on this device" in summary.table(result)
     assert "the runner makes at most 1 device-to-host sync per step" in summary.conclusion(result)
@@ -575,7 +575,7 @@ def card_and_emulated() -> tuple[dict[str, Any], dict[str, Any]]:
 def test_comparison_of_card_and_emulation() -> None:
     rows = verify_device.compare(*card_and_emulated())
     conclusions = {row.name: row.conclusion for row in rows}
-    assert conclusions["KV bytes read"] == conclusions["host reads, all"] == verify_device.NOT_COUNTED
+    assert conclusions["KV bytes read"] == conclusions["device-to-host syncs, all"] == verify_device.NOT_COUNTED
     assert {conclusion for conclusion in conclusions.values() if conclusion != verify_device.NOT_COUNTED} == {"equal"}
     assert verify_device.agrees(rows)
 
@@ -585,7 +585,7 @@ def test_a_difference_that_matters() -> None:
     card["phases"]["mixed"]["compiles"] = 2
     card["phases"]["mixed"]["steps"] += 1
     rows = {row.name: row for row in verify_device.compare(card, emulated)}
-    assert rows["programs compiled after warm-up"].conclusion == "DIFFERENT"
+    assert rows["graphs compiled after warm-up"].conclusion == "DIFFERENT"
     assert rows["steps"].conclusion == "different"
     assert not verify_device.agrees(list(rows.values()))
 
@@ -603,7 +603,7 @@ def test_markdown_for_the_documentation() -> None:
     rows = [
         verify_device.Row("steps", 1200, 1201, must_agree=False),
         verify_device.Row("KV bytes read", None, 5000, must_agree=False),
-        verify_device.Row("reads of results per step", 0.9, 0.9, must_agree=True),
+        verify_device.Row("device-to-host syncs of results per step", 0.9, 0.9, must_agree=True),
     ]
     failed = {"title": "ngram", "error": "graph-check on hpu ended with status 1: no memory"}
     record = {
@@ -621,7 +621,7 @@ def test_markdown_for_the_documentation() -> None:
     assert "| test_chunks | passed | 12 |" in lines
     assert "| steps | 1,200 | 1,201 | different |" in lines
     assert "| KV bytes read |  | 5,000 | not counted on the device |" in lines
-    assert "| reads of results per step | 0.9 | 0.9 | equal |" in lines
+    assert "| device-to-host syncs of results per step | 0.9 | 0.9 | equal |" in lines
     assert "graph-check, emulated card: 2 programs" in lines
     assert failed["error"] in lines
     rehearsed = verify_device.markdown(record | {"rehearsal": True})

@@ -71,7 +71,6 @@ def add_to(commands: Any) -> None:
     add("--seed", type=at_least(0), default=0, metavar="S", help="the same seed gives the same workload")
     add(
         "--host-syncs",
-        dest="host_reads",
         type=positive,
         default=1,
         metavar="N",

@@ -13,6 +13,7 @@ from vllm_gaudi_spec.tools.cli.output import fail, model_mistake
 from vllm_gaudi_spec.tools.io import output_files
 from vllm_gaudi_spec.tools.io.argument_types import json_object, positive
 from vllm_gaudi_spec.tools.io.command_line import add_shared
+from vllm_gaudi_spec.tools.io.prompts import SOURCES
 from vllm_gaudi_spec.tools.tune.drafters import HOW_TO_WRITE, Drafter
 
 DESCRIPTION = """\
@@ -51,7 +52,7 @@ def add_to(commands: Any) -> None:
         metavar="METHOD[=MODEL]",
         help=f"a drafter to try, can be repeated: {HOW_TO_WRITE} (default: ngram alone)",
     )
-    add("--prompts", metavar="SOURCE", help="a text or JSONL file, or a Hugging Face dataset (default: a built-in set)")
+    add_shared(add, "--prompts", metavar="SOURCE", help=f"{SOURCES} (default: a built-in set)")
     add("--limit", type=positive, metavar="N", help="use only the first N prompts (default: all)")
     add_shared(
         add,

@@ -9,7 +9,6 @@ from vllm_gaudi_spec.tools.compare.tasks import (
     COMPARE,
     COMPARED,
     DRAFTING,
-    OLD_NAMES,
     RULES,
     TASKS,
     demo_targets,
@@ -18,6 +17,7 @@ from vllm_gaudi_spec.tools.compare.tasks import (
 from vllm_gaudi_spec.tools.io import output_files
 from vllm_gaudi_spec.tools.io.argument_types import positive
 from vllm_gaudi_spec.tools.io.command_line import add_shared
+from vllm_gaudi_spec.tools.io.prompts import SOURCES
 
 DESCRIPTION = """\
 Several tasks are compared in one table with the baseline (no speculation); `compare` stands for baseline, ngram,
@@ -44,7 +44,6 @@ def add_to(parser: argparse.ArgumentParser, num_prompts: str = "default: as --ba
     add(
         "--task",
         nargs="+",
-        type=lambda name: OLD_NAMES.get(name, name),
         default=["baseline"],
         choices=[*TASKS, COMPARE],
         metavar="TASK",
@@ -69,7 +68,7 @@ def add_to(parser: argparse.ArgumentParser, num_prompts: str = "default: as --ba
     )
     add("--batch-size", type=positive, default=8, metavar="N", help="concurrency: requests that run together")
     add("--num-prompts", type=positive, metavar="N", help=f"how many of the eight fixed prompts ({num_prompts})")
-    add("--prompts", type=Path, metavar="FOLDER", help="every *.txt there is a prompt (default: the fixed ones)")
+    add_shared(add, "--prompts", metavar="SOURCE", help=f"{SOURCES} (default: the fixed ones)")
     add_shared(
         add,
         "--num-speculative-tokens",

@@ -14,6 +14,7 @@ SHARED = {
     "--draft": ("--draft-model",),
     "--num-speculative-tokens": ("--num-spec-tokens",),
     "--output-len": ("--osl",),
+    "--prompts": (),
     "--speculative-config": (),
 }
 

@@ -15,6 +15,7 @@ from vllm_gaudi_spec.devices import choose_device
 from vllm_gaudi_spec.environment import quant_config_path
 from vllm_gaudi_spec.quantization.fingerprint import fingerprint
 from vllm_gaudi_spec.tools.io import output_files
+from vllm_gaudi_spec.tools.io.prompts import load_prompts
 from vllm_gaudi_spec.tools.io.terminal import counting
 from vllm_gaudi_spec.tools.report import page, record
 from vllm_gaudi_spec.tools.tune import choice
@@ -23,7 +24,6 @@ from vllm_gaudi_spec.tools.tune.choice import Candidate
 from vllm_gaudi_spec.tools.tune.costs import StepCost
 from vllm_gaudi_spec.tools.tune.drafters import Drafter
 from vllm_gaudi_spec.tools.tune.folder import write_json
-from vllm_gaudi_spec.tools.tune.prompts import load_prompts
 from vllm_gaudi_spec.tools.tune.steps import exit_status
 
 Log = Callable[[str], None]
