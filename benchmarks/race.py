@@ -80,9 +80,16 @@ def race(server: Server, options: argparse.Namespace) -> tuple[Recorded, Recorde
         "logprobs": True,
         "top_logprobs": 0,
     }
+    plainly = body | {"vllm_xargs": {"num_speculative_tokens": 0}}
     turns: list[tuple[Recorded, Recorded]] = []
-    for _ in range(options.turns + 1):
-        turns.append((record(server, body | {"vllm_xargs": {"num_speculative_tokens": 0}}, 0), record(server, body, k)))
+    for turn in range(options.turns + 1):
+        # A salt keeps each request from the prefix that another one left, of which less can be used with drafts.
+        turns.append(
+            (
+                record(server, plainly | {"cache_salt": f"plain {turn}"}, 0),
+                record(server, body | {"cache_salt": f"drafts {turn}"}, k),
+            )
+        )
     found = tuple(median(list(kind)) for kind in zip(*turns[1:], strict=True))  # the first one warms up
     plain, drafted = found
     if plain.text != drafted.text:
