@@ -35,7 +35,7 @@ def parse_options() -> argparse.Namespace:
     parser = Parser(description=__doc__)
     add = parser.add_argument
     add("model", metavar="MODEL", help="Hugging Face id or folder")
-    add_shared(add, "--prompts", metavar="SOURCE", help=f"{SOURCES} (default: a built-in set)")
+    add("--prompts", metavar="SOURCE", help=f"{SOURCES} (default: a built-in set)")
     add("--limit", type=positive, default=8, metavar="N", help="the first N of them")
     add_shared(
         add,

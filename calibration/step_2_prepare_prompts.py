@@ -10,7 +10,7 @@ import sys
 from pathlib import Path
 
 from vllm_gaudi_spec.tools.io.argument_types import positive
-from vllm_gaudi_spec.tools.io.command_line import Parser, add_shared
+from vllm_gaudi_spec.tools.io.command_line import Parser
 from vllm_gaudi_spec.tools.io.prompts import SOURCES
 from vllm_gaudi_spec.tools.tune.folder import Folder
 from vllm_gaudi_spec.tools.tune.steps import exit_status, prepare_prompts
@@ -19,7 +19,7 @@ from vllm_gaudi_spec.tools.tune.steps import exit_status, prepare_prompts
 def main() -> int:
     parser = Parser(description=__doc__)
     parser.add_argument("--out", type=Path, required=True, help="the folder of this calibration")
-    add_shared(parser.add_argument, "--prompts", metavar="SOURCE", help=f"{SOURCES} (default: a built-in set)")
+    parser.add_argument("--prompts", metavar="SOURCE", help=f"{SOURCES} (default: a built-in set)")
     parser.add_argument(
         "--limit", type=positive, metavar="N", help="take the first N (default: all; 512 of a data set)"
     )

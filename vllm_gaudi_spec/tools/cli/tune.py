@@ -52,7 +52,7 @@ def add_to(commands: Any) -> None:
         metavar="METHOD[=MODEL]",
         help=f"a drafter to try, can be repeated: {HOW_TO_WRITE} (default: ngram alone)",
     )
-    add_shared(add, "--prompts", metavar="SOURCE", help=f"{SOURCES} (default: a built-in set)")
+    add("--prompts", metavar="SOURCE", help=f"{SOURCES} (default: a built-in set)")
     add("--limit", type=positive, metavar="N", help="use only the first N prompts (default: all)")
     add_shared(
         add,

@@ -68,7 +68,7 @@ def add_to(parser: argparse.ArgumentParser, num_prompts: str = "default: as --ba
     )
     add("--batch-size", type=positive, default=8, metavar="N", help="concurrency: requests that run together")
     add("--num-prompts", type=positive, metavar="N", help=f"how many of the eight fixed prompts ({num_prompts})")
-    add_shared(add, "--prompts", metavar="SOURCE", help=f"{SOURCES} (default: the fixed ones)")
+    add("--prompts", metavar="SOURCE", help=f"{SOURCES} (default: the fixed ones)")
     add_shared(
         add,
         "--num-speculative-tokens",

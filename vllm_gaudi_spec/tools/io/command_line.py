@@ -14,7 +14,6 @@ SHARED = {
     "--draft": ("--draft-model",),
     "--num-speculative-tokens": ("--num-spec-tokens",),
     "--output-len": ("--osl",),
-    "--prompts": (),
     "--speculative-config": (),
 }
 
