@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import argparse
 import json
 import subprocess
 import sys
@@ -335,6 +336,17 @@ def test_the_largest_batch_of_the_server_is_measured_too() -> None:
 
 
 # ---- the command -----------------------------------------------------------------------------------------
+
+
+def test_drafters_as_they_are_written() -> None:
+    assert Drafter.parse("org/small").config == {"method": "draft_model", "model": "org/small"}
+    assert Drafter.parse("eagle=org/head").config == {"method": "eagle", "model": "org/head"}
+    assert Drafter.parse("mtp").config == {"method": "mtp"}
+    lookup = {"prompt_lookup_min": 2, "prompt_lookup_max": 5}
+    assert Drafter.parse("ngram_gpu").config == {"method": "ngram_gpu", **lookup}
+    for text in ("eagle", "ngram=org/small", "suffix=", "=org/small=", "custom_class"):
+        with pytest.raises(argparse.ArgumentTypeError, match="is no drafter: write METHOD=MODEL"):
+            Drafter.parse(text)
 
 
 @pytest.mark.parametrize(
