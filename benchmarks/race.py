@@ -141,7 +141,9 @@ def column(name: str, title: str, recorded: Recorded, left: int) -> list[str]:
         ]
         svg.append(f'<text class="c" x="{left}" y="{TOP + number * LINE}" xml:space="preserve">{"".join(spans)}</text>')
     rate = recorded.num_tokens / recorded.seconds
-    done = f"{recorded.num_tokens} tokens in {recorded.seconds:.1f} s: {rate:.0f} tokens/s, {len(recorded.steps)} steps"
+    # Not the number of events: a busy machine puts several steps into one.
+    num_steps = recorded.num_tokens - recorded.num_drafts
+    done = f"{recorded.num_tokens} tokens in {recorded.seconds:.1f} s: {rate:.0f} tokens/s, {num_steps} steps"
     svg.append(
         f'<text class="s" x="{left}" y="64"><tspan class="{name}{len(recorded.steps) - 1}">{done}</tspan></text>'
     )
