@@ -41,7 +41,7 @@ def test_help_loads_nothing_heavy(command: str) -> None:
     )
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
     assert done.stdout.splitlines()[-1] == "[]"
-    for word in ("xit status",) if command != "completion" else ("source <(gaudi-spec completion bash)",):
+    for word in ("xit status",) if command != "completion" else ('eval "$(gaudi-spec completion bash)"',):
         assert word in done.stdout
     if command not in ("", "chat", "completion"):
         assert "--json" in done.stdout
@@ -325,8 +325,9 @@ def test_what_pip_is_named_for_is_required() -> None:
 def completed(*words: str) -> list[str]:
     """What bash offers for the last word."""
     quoted = " ".join(f"'{word}'" for word in words)
-    code = f"COMP_WORDS=({quoted}); COMP_CWORD={len(words) - 1}; _gaudi_spec; printf '%s\\n' \"${{COMPREPLY[@]}}\""
-    script = completion._bash(list(completion._commands(cli.make_parser())))
+    function = "_shtab_gaudi_spec"
+    code = f"COMP_WORDS=({quoted}); COMP_CWORD={len(words) - 1}; {function}; printf '%s\\n' \"${{COMPREPLY[@]}}\""
+    script = completion.script(cli.make_parser(), "bash")
     done = subprocess.run(["bash", "-c", f"{script}\n{code}"], capture_output=True, text=True, check=True)
     assert done.stderr == ""
     return done.stdout.split()
@@ -337,6 +338,7 @@ def test_bash_completes(tmp_path: Path) -> None:
     assert completed("gaudi-spec", "do") == ["doctor"]
     assert completed("gaudi-spec", "doctor", "--m") == ["--model", "--method", "--max-model-len", "--max-num-seqs"]
     assert completed("gaudi-spec", "graph-check", "--device", "h") == ["hpu-emulated", "hpu"]
+    assert completed("gaudi-spec", "estimate", "model", "--card", "gaudi3", "h") == ["h100", "h200"]
     assert completed("gaudi-spec", "completion", "f") == ["fish"]
     (tmp_path / "run.json").touch()
     assert completed("gaudi-spec", "report", "-o", f"{tmp_path}/r") == [f"{tmp_path}/run.json"]
@@ -347,10 +349,9 @@ def test_bash_completes(tmp_path: Path) -> None:
 def test_every_command_and_option_is_in_the_script(shell: str, capsys: pytest.CaptureFixture[str]) -> None:
     assert cli.main(["completion", shell]) == 0
     script = capsys.readouterr().out
-    for command in completion._commands(cli.make_parser()):
-        assert command.name in script
-        for option in command.options:
-            assert all(name.lstrip("-") in script for name in option.names)
+    for action in completion._actions(cli.make_parser()):
+        assert all(name.lstrip("-") in script for name in action.option_strings)
+    assert all(command in script for command in cli._COMMANDS)
     if found := shutil.which(shell):
         subprocess.run([found, "-n"], input=script, text=True, check=True)
 
