@@ -49,7 +49,7 @@ def chosen(model: str, options: argparse.Namespace, folder: Path) -> dict[int, i
     candidates = [found for found in answer["candidates"] if found["method"] == "draft_model"]
     choice = {}
     for index, batch in enumerate(options.batches):
-        speedups = {found["num_speculative_tokens"]: found["by_batch"][index]["gain"] for found in candidates}
+        speedups = {found["num_speculative_tokens"]: found["by_batch"][index]["speedup"] for found in candidates}
         best = max(speedups, key=lambda k: speedups[k])
         choice[batch] = best if speedups[best] > 1 else 0
     return choice

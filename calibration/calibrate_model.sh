@@ -13,7 +13,7 @@ FP8 scales for MODEL, a folder or a name on the Hugging Face hub, and for its dr
   --draft DRAFT             the drafter; without one only MODEL is calibrated
   --method NAME             how it drafts, in vLLM's words (default: draft_model)
   --num-speculative-tokens K  how many tokens it drafts (default: 3)
-  --prompts SOURCE          a .jsonl or .txt file, or a data set of Hugging Face (default: a built-in set)
+  --prompts SOURCE          a .jsonl or .txt file, a folder of .txt files, or a Hugging Face data set (default: a built-in set)
   --limit N                 take the first N prompts
   --chat                    ask each prompt in the chat template of MODEL
   --card gaudi2|gaudi3      which card the scales are for (default: the one that is there; without a Gaudi gaudi2)
@@ -50,7 +50,7 @@ while [ $# -gt 0 ]; do
     case $1 in
         --out) out=$2 ;;
         --draft) draft=$2; measure+=("$1" "$2") ;;
-        --method | --num-speculative-tokens | --num-drafts | --tensor-parallel-size | --engine) measure+=("$1" "$2") ;;
+        --method | --num-speculative-tokens | --tensor-parallel-size | --engine) measure+=("$1" "$2") ;;
         --prompts | --limit) prompts+=("$1" "$2") ;;
         --card) card+=("$1" "$2") ;;
         --world-size) world+=("$1" "$2") ;;

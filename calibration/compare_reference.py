@@ -22,9 +22,9 @@ from typing import Any
 from vllm_gaudi_spec.quantization.files import replace
 from vllm_gaudi_spec.tools.io.argument_types import json_object, positive
 from vllm_gaudi_spec.tools.io.command_line import Parser, add_shared
+from vllm_gaudi_spec.tools.io.prompts import SOURCES, load_prompts
 from vllm_gaudi_spec.tools.tune.beside_reference import Comparison, compare
 from vllm_gaudi_spec.tools.tune.child import run_module
-from vllm_gaudi_spec.tools.tune.prompts import load_prompts
 from vllm_gaudi_spec.tools.tune.steps import exit_status
 
 REFERENCE = "vllm_gaudi_spec.tools.tune.reference"
@@ -35,7 +35,7 @@ def parse_options() -> argparse.Namespace:
     parser = Parser(description=__doc__)
     add = parser.add_argument
     add("model", metavar="MODEL", help="Hugging Face id or folder")
-    add("--prompts", metavar="SOURCE", help="a JSONL file or a Hugging Face dataset (default: a built-in set)")
+    add("--prompts", metavar="SOURCE", help=f"{SOURCES} (default: a built-in set)")
     add("--limit", type=positive, default=8, metavar="N", help="the first N of them")
     add_shared(
         add,

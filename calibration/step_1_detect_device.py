@@ -7,7 +7,7 @@ card is the one that is named; without a name it is a Gaudi 2, whose range is th
 import sys
 from pathlib import Path
 
-from vllm_gaudi_spec.tools.io.command_line import Parser
+from vllm_gaudi_spec.tools.io.command_line import Parser, add_shared
 from vllm_gaudi_spec.tools.tune.folder import Folder
 from vllm_gaudi_spec.tools.tune.scales import CARDS
 from vllm_gaudi_spec.tools.tune.steps import detect_device, exit_status
@@ -16,7 +16,9 @@ from vllm_gaudi_spec.tools.tune.steps import detect_device, exit_status
 def main() -> int:
     parser = Parser(description=__doc__)
     parser.add_argument("--out", type=Path, required=True, help="the folder of this calibration")
-    parser.add_argument("--card", choices=CARDS, help="make scales for this card (default: the one that is there)")
+    add_shared(
+        parser.add_argument, "--card", choices=CARDS, help="make scales for this card (default: the one that is there)"
+    )
     options = parser.parse_args()
     return exit_status("step 1", lambda: detect_device(Folder(options.out), options.card))
 

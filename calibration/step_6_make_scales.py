@@ -17,7 +17,7 @@ def main() -> int:
     add = parser.add_argument
     add("--out", type=Path, required=True, help="the folder of this calibration")
     add("--scale-method", action="append", default=[], choices=SCALE_METHODS, help="may be repeated (default: all)")
-    add("--card", choices=CARDS, help="whose range they fill (default: what step 1 noted)")
+    add_shared(add, "--card", choices=CARDS, help="whose range they fill (default: what step 1 noted)")
     add("--exclude", action="append", default=[], metavar="REGEX", help="modules that stay in high precision")
     add("--model", help="make sure that the target's measurements are of this model")
     add_shared(add, "--draft", help="make sure that the drafter's measurements are of this model")

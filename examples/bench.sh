@@ -4,7 +4,8 @@
 #   examples/bench.sh
 #   MODEL=Qwen/Qwen3-1.7B SPECULATION='{"method": "suffix", "num_speculative_tokens": 4}' examples/bench.sh --max-model-len 4096
 #
-# PROMPTS is a folder of *.txt. Other arguments go to both servers. The output of these and of the benchmark is in .bench/example/.
+# PROMPTS is a folder of *.txt or a JSONL file. Other arguments go to both servers. The output of these and of the
+# benchmark is in .bench/example/.
 set -euo pipefail
 root=$(cd "$(dirname "$0")/.." && pwd)
 export PATH=$root/.venv/bin:$PATH VLLM_NO_USAGE_STATS=1 DO_NOT_TRACK=1
@@ -41,8 +42,8 @@ measure() {  # a name, and options of the server
 ! curl -s -o /dev/null "$url" || fail "something answers at $url already; set PORT to another"
 python - "${PROMPTS:-$root/tests/full_tests/prompts}" > "$work/prompts.json" << 'END'
 import json, pathlib, sys
-from vllm_gaudi_spec.tools.compare.prompts import prompts_in  # as those of `gaudi-spec demo --prompts`
-texts = prompts_in(pathlib.Path(sys.argv[1]))
+from vllm_gaudi_spec.tools.io.prompts import load_prompts  # as those of `gaudi-spec demo --prompts`
+texts = load_prompts(sys.argv[1])
 print(json.dumps([{"conversations": [{"value": text}, {"value": ""}]} for text in texts]))
 END
 measure plain "$@"

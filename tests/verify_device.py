@@ -169,18 +169,18 @@ def compare(card: dict[str, Any], emulated: dict[str, Any]) -> list[Row]:
     pairs = (
         ("step signatures in warm-up", ("graphs", "signatures"), True),
         # The card may make helper programs of its own while weights are loaded.
-        ("programs compiled until ready", ("graphs", "compiles_until_ready"), False),
-        ("programs compiled after warm-up", ("phases", "mixed", "compiles"), True),
-        ("programs compiled after warm-up, prompt log-probabilities", (*_PROMPTS, "compiles"), True),
+        ("graphs compiled until ready", ("graphs", "compiles_until_ready"), False),
+        ("graphs compiled after warm-up", ("phases", "mixed", "compiles"), True),
+        ("graphs compiled after warm-up, prompt log-probabilities", (*_PROMPTS, "compiles"), True),
         ("CPU fallbacks", ("phases", "mixed", "fallbacks"), True),
         ("steps", ("phases", "mixed", "steps"), False),
-        ("reads of results by the runner", ("phases", "mixed", "runner_reads"), False),
-        ("host reads, all", ("phases", "mixed", "host_reads"), False),
+        ("device-to-host syncs by the runner", ("phases", "mixed", "runner_syncs"), False),
+        ("device-to-host syncs, all", ("phases", "mixed", "host_syncs"), False),
         ("KV bytes read", ("phases", "mixed", "kv_bytes_read"), False),
     )
     rows = [Row(name, _at(card, path), _at(emulated, path), must) for name, path, must in pairs]
-    rates = (_reads_per_step(card), _reads_per_step(emulated))
-    return [*rows, Row("reads of results per step", *rates, must_agree=True)]
+    rates = (_syncs_per_step(card), _syncs_per_step(emulated))
+    return [*rows, Row("device-to-host syncs of results per step", *rates, must_agree=True)]
 
 
 _PROMPTS = ("phases", "prompt log-probabilities")
@@ -193,10 +193,10 @@ def _at(result: dict[str, Any], path: Sequence[str]) -> float | None:
     return value
 
 
-def _reads_per_step(result: dict[str, Any]) -> float:
+def _syncs_per_step(result: dict[str, Any]) -> float:
     mixed = result["phases"]["mixed"]
     # Steps in which nobody samples read nothing, and their share moves with the number of steps.
-    return float(round(mixed["runner_reads"] / max(mixed["steps"], 1), 1))
+    return float(round(mixed["runner_syncs"] / max(mixed["steps"], 1), 1))
 
 
 def agrees(rows: Sequence[Row]) -> bool:

@@ -2,10 +2,10 @@
 
 from pathlib import Path
 
-from vllm_gaudi_spec.tools.compare.prompts import prompts_in
+from vllm_gaudi_spec.tools.io.prompts import load_prompts
 
 FOLDER = Path(__file__).parent / "prompts"
 
 
 def repetitive_prompts() -> list[str]:
-    return prompts_in(FOLDER)
+    return load_prompts(str(FOLDER))

@@ -86,7 +86,7 @@ def test_estimates_for_a_card(looping_llama: str, cousin: str, tmp_path: Path) -
         looping_llama,
         "--draft",
         cousin,
-        "--device",
+        "--card",
         "gaudi3",
         "--output-len",
         "16",

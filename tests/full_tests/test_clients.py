@@ -15,14 +15,13 @@ from typing import Any
 import pytest
 
 from tests.full_tests.server import Server, end_with_parent
-from tests.support.processes import ROOT
+from tests.support.processes import ROOT, clients_python
 
 pytestmark = pytest.mark.slow
 
 DRAFTS = {"method": "draft_model", "model": str(ROOT / "demo" / "draft-same-vocab"), "num_speculative_tokens": 3}
 # A small model would fill JSON with blanks.
 COMPACT = ("--structured-outputs-config", json.dumps({"backend": "xgrammar", "disable_any_whitespace": True}))
-ENVIRONMENT = ROOT / ".verify" / "clients"
 PAGE = ROOT / "docs" / "clients.md"
 CITIES = [{"city": "Paris"}, {"city": "Rome"}]
 TOOLS = ("--enable-auto-tool-choice", "--tool-call-parser", "hermes")
@@ -30,10 +29,7 @@ TOOLS = ("--enable-auto-tool-choice", "--tool-call-parser", "hermes")
 
 @pytest.fixture(scope="module")
 def python() -> str:
-    """Of the clients' environment, which is made once."""
-    make = [sys.executable, str(ROOT / "requirements" / "environment.py"), "clients", str(ENVIRONMENT)]
-    subprocess.run(make, cwd=ROOT, check=True)
-    return str(ENVIRONMENT / "bin" / "python")
+    return clients_python()
 
 
 @pytest.fixture(scope="module")

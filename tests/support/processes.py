@@ -32,6 +32,14 @@ def run_tests(*tests: str, **environment: str) -> None:
         pytest.fail(f"{' '.join(tests)} {environment or ''}:\n{done.stdout}", pytrace=False)
 
 
+def clients_python() -> str:
+    """Of the environment of requirements/clients.txt, which is made once."""
+    folder = ROOT / ".verify" / "clients"
+    make = [sys.executable, str(ROOT / "requirements" / "environment.py"), "clients", str(folder)]
+    subprocess.run(make, cwd=ROOT, check=True)
+    return str(folder / "bin" / "python")
+
+
 def forget_bridge(patch: pytest.MonkeyPatch) -> None:
     """Tests of the emulated Gaudi leave its bridge to those that come after them in a process."""
     for name in [name for name in sys.modules if name.partition(".")[0] == "habana_frameworks"]:

@@ -46,7 +46,7 @@ def choice(**more: Any) -> dict[str, Any]:
             "tokens_per_step": length,
             "tokens_per_step_95": [length - 0.1, length + 0.1],
             "accepted_at": accepted,
-            "by_batch": [{"batch": batch, "gain": speedup} for batch, speedup in zip((1, 4), speedups, strict=True)],
+            "by_batch": [{"batch": batch, "speedup": speedup} for batch, speedup in zip((1, 4), speedups, strict=True)],
         }
 
     return {
@@ -56,8 +56,8 @@ def choice(**more: Any) -> dict[str, Any]:
         "costs": "costs: measured",
         "serve_arguments": ["vllm", "serve", "/models/target", "--speculative-config", '{"method": "ngram"}'],
         "by_batch": [
-            {"batch": 1, "method": "ngram", "num_speculative_tokens": 2, "gain": 1.5, "plain_tokens_per_s": 40.0},
-            {"batch": 4, "method": None, "num_speculative_tokens": 0, "gain": 1.0, "plain_tokens_per_s": 90.0},
+            {"batch": 1, "method": "ngram", "num_speculative_tokens": 2, "speedup": 1.5, "plain_tokens_per_s": 40.0},
+            {"batch": 4, "method": None, "num_speculative_tokens": 0, "speedup": 1.0, "plain_tokens_per_s": 90.0},
         ],
         "candidates": [
             candidate("ngram", 1, 1.2, 0.9),

@@ -94,7 +94,7 @@ MAY_IMPORT = {
     "demo": set(),
     # Nothing of the engine imports these.
     "tools": set(),
-    "tools.io": {"environment.cached_files", "tools.io"},
+    "tools.io": {"config", "environment.cached_files", "tools.io"},
     "tools.demo_model": {"environment", "versions"},
     "tools.estimate": {"tools.estimate", "config", "drafting.table", "emulator.cost", "emulator.counters", "recurrent"},
     "tools.tune": {
@@ -111,7 +111,7 @@ MAY_IMPORT = {
     "tools.live": {"tools.live", "scheduling.metrics"},
     # Looks into the parts that decide what can be served, and changes nothing.
     "tools.doctor": {
-        *("tools.doctor", "tools.io", "tools.tune.builtin_prompts", "tools.estimate.outline"),
+        *("tools.doctor", "tools.io", "tools.estimate.outline"),
         *("devices", "config", "environment", "integrations", "platforms"),
         "drafting.universal",
         *("quantization.config", "quantization.fingerprint", "refusals", "drafting.memory", "versions"),

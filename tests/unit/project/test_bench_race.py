@@ -22,7 +22,7 @@ STEPS = [
     race.Step(2.0, [Piece("is old", TARGET)]),
 ]
 PLAIN = race.Recorded([race.Step(0.1 * i, [Piece(c, TARGET)]) for i, c in enumerate("two words ", 1)], 9, 0)
-DRAFTED = race.Recorded(STEPS, 12, 7)
+DRAFTED = race.Recorded(STEPS, 12, 7)  # two steps came in one event
 
 
 def test_lines_are_wrapped_at_spaces_and_lose_nothing() -> None:
@@ -48,7 +48,7 @@ def test_each_step_is_seen_at_its_time() -> None:
         (step, pytest.approx(100 * seconds / whole, abs=0.01)) for step, seconds in enumerate((0.5, 1.0, 2.0))
     ]
     assert f"tspan {{ animation: {whole:.2f}s step-end infinite }}" in style
-    assert "12 tokens in 2.0 s: 6 tokens/s, 3 steps" in spans[-1].text
+    assert "12 tokens in 2.0 s: 6 tokens/s, 5 steps" in spans[-1].text
     assert "7 were accepted" in root.findtext(f"{SVG}desc", "")
 
 

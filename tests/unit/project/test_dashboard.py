@@ -6,12 +6,15 @@ from __future__ import annotations
 import itertools
 import json
 import re
+import subprocess
+from typing import Any
 
 import pytest
 from prometheus_client import Metric
 from prometheus_client.metrics_core import CounterMetricFamily, GaugeMetricFamily
 
 from tests.promql import DASHBOARD, PAGE, check, panels, queries_of_page, uses
+from tests.support.processes import clients_python
 from vllm_gaudi_spec.scheduling.metrics import (
     AUDIT_REASONS,
     AUDIT_RESULTS,
@@ -90,6 +93,41 @@ def test_no_panel_covers_another() -> None:
         assert not cells & taken
         assert place["x"] + place["w"] <= 24
         taken |= cells
+
+
+@pytest.mark.slow
+def test_grafanas_own_models_hold_all_of_it() -> None:
+    """Read by them and written again nothing is missing: a field that Grafana does not have would be."""
+    python = clients_python()
+
+    def read_again(board: dict[str, Any]) -> Any:
+        code = (
+            "import json, sys\n"
+            "from grafana_foundation_sdk.cog.encoder import JSONEncoder\n"
+            "from grafana_foundation_sdk.cog.plugins import register_default_plugins\n"
+            "from grafana_foundation_sdk.models.dashboard import Dashboard\n"
+            "register_default_plugins()\n"
+            "print(JSONEncoder().encode(Dashboard.from_json(json.load(sys.stdin))))\n"
+        )
+        return json.loads(subprocess.check_output([python, "-c", code], input=json.dumps(board), text=True))
+
+    board = json.loads(DASHBOARD.read_text())
+    assert missing(board, read_again(board)) == []
+    board["panels"][1]["options"]["legend"]["colour"] = "red"
+    board["panels"][1]["targets"][0]["expression"] = board["panels"][1]["targets"][0].pop("expr")
+    places = ["panels/1/options/legend/colour", "panels/1/targets/0/expression"]
+    assert missing(board, read_again(board)) == places
+
+
+def missing(wanted: Any, found: Any, place: str = "") -> list[str]:
+    """What is not there, or is another; more may be, for fields that have a default."""
+    if isinstance(wanted, dict) and isinstance(found, dict):
+        pairs = [(key, value, found.get(key)) for key, value in wanted.items()]
+    elif isinstance(wanted, list) and isinstance(found, list) and len(wanted) == len(found):
+        pairs = [(str(index), *both) for index, both in enumerate(zip(wanted, found, strict=True))]
+    else:
+        return [] if wanted == found else [place]
+    return [one for key, *both in pairs for one in missing(*both, f"{place}/{key}".lstrip("/"))]
 
 
 def test_the_page_has_queries() -> None:

@@ -5,7 +5,6 @@ from __future__ import annotations
 import json
 import re
 import subprocess
-import sys
 from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
@@ -14,6 +13,7 @@ import pytest
 import yaml
 
 from tests.pages import ROOT
+from tests.support.processes import clients_python
 
 FOLDER = ROOT / "examples" / "kubernetes"
 CARDS = {"server": set(), "gaudi": {"habana.ai/gaudi"}, "ascend": {"huawei.com/Ascend910"}}
@@ -145,9 +145,7 @@ def test_the_queue_is_a_metric_of_vllms() -> None:
 @pytest.mark.parametrize("folder", [*CARDS, MONITORING])
 def test_schemas_of_kubernetes(folder: str, tmp_path: Path) -> None:
     """Strictly: unknown keys are errors. Of the operator's PodMonitor no schema is published with them."""
-    environment = ROOT / ".verify" / "clients"
-    make = [sys.executable, str(ROOT / "requirements" / "environment.py"), "clients", str(environment)]
-    subprocess.run(make, check=True)
+    python = clients_python()
     code = (
         "import json, sys, kubernetes_validate as k\n"
         "for one in json.load(sys.stdin): k.validate(one, sys.argv[1], strict=True)\n"
@@ -156,7 +154,7 @@ def test_schemas_of_kubernetes(folder: str, tmp_path: Path) -> None:
     assert len(found) == (1 if folder == MONITORING else 3)
 
     def validate(manifests: list[dict[str, Any]]) -> subprocess.CompletedProcess[str]:
-        command = [str(environment / "bin" / "python"), "-c", code, KUBERNETES]
+        command = [python, "-c", code, KUBERNETES]
         return subprocess.run(command, input=json.dumps(manifests), capture_output=True, text=True, check=False)
 
     done = validate(found)

@@ -16,9 +16,6 @@ PROMPTS = ("builtin_prompts.py", "training_prompts.py")
 PACKAGE = sorted(path for path in (ROOT / "vllm_gaudi_spec").rglob("*.py") if path.name not in PROMPTS)
 PAGES = sorted([*ROOT.glob("*.md"), *(ROOT / "docs").rglob("*.md"), ROOT / "Makefile"])
 
-# A key of compare_reference's report.
-OLD_JSON_KEY = '"place"'
-
 
 class Word(NamedTuple):
     pattern: str
@@ -79,7 +76,7 @@ def test_words_that_are_searched_for(word: str, page: str) -> None:
 
 
 def found(text: str, words: list[Word]) -> Iterator[str]:
-    for number, line in enumerate(text.replace(OLD_JSON_KEY, "").split("\n"), 1):
+    for number, line in enumerate(text.split("\n"), 1):
         for word in words:
             if (hit := re.search(word.pattern, OF_OTHERS.sub("", line), re.IGNORECASE)) is not None:
                 yield f"{number}: {hit[0]!r}, say {word.instead}: {line.strip()[:90]}"

@@ -267,6 +267,9 @@ def test_prompts(run: Run, tmp_path: Path) -> None:
     assert run("step_2_prepare_prompts", "--out", folder.root, "--prompts", source)[0] == 0
     lines = [json.loads(line) for line in folder.prompts.read_text().splitlines()]
     assert lines == [{"prompt": "one"}, {"prompt": "two\nlines"}, {"prompt": "three"}]
+    (tmp_path / "a.txt").write_text("two\nlines\n\n")
+    assert run("step_2_prepare_prompts", "--out", folder.root, "--prompts", tmp_path)[0] == 0
+    assert json.loads(folder.prompts.read_text()) == {"prompt": "two\nlines\n"}, "the editor's line break is no text"
     assert run("step_2_prepare_prompts", "--out", folder.root, "--limit", 5)[0] == 0
     assert len(folder.prompts.read_text().splitlines()) == 5
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import argparse
 import json
 import subprocess
 import sys
@@ -234,7 +235,7 @@ def test_when_speculation_does_not_pay() -> None:
     assert "does not pay" in choice.conclusion(found, "m")
     written = found.as_json("m")
     assert (written["pays"], written["num_speculative_tokens"], written["speculative_config"]) == (False, 0, None)
-    assert [row["gain"] for row in written["by_batch"]] == [1.0, 1.0]
+    assert [row["speedup"] for row in written["by_batch"]] == [1.0, 1.0]
 
 
 def test_nothing_to_choose_from() -> None:
@@ -337,6 +338,17 @@ def test_the_largest_batch_of_the_server_is_measured_too() -> None:
 # ---- the command -----------------------------------------------------------------------------------------
 
 
+def test_drafters_as_they_are_written() -> None:
+    assert Drafter.parse("org/small").config == {"method": "draft_model", "model": "org/small"}
+    assert Drafter.parse("eagle=org/head").config == {"method": "eagle", "model": "org/head"}
+    assert Drafter.parse("mtp").config == {"method": "mtp"}
+    lookup = {"prompt_lookup_min": 2, "prompt_lookup_max": 5}
+    assert Drafter.parse("ngram_gpu").config == {"method": "ngram_gpu", **lookup}
+    for text in ("eagle", "ngram=org/small", "suffix=", "=org/small=", "custom_class"):
+        with pytest.raises(argparse.ArgumentTypeError, match="is no drafter: write METHOD=MODEL"):
+            Drafter.parse(text)
+
+
 @pytest.mark.parametrize(
     ("options", "status", "words"),
     [
@@ -347,9 +359,9 @@ def test_the_largest_batch_of_the_server_is_measured_too() -> None:
         (["{model}", "--num-speculative-tokens", "17"], 2, "at most 16 drafts"),
         (["{model}", "--batches", "0"], 2, "0 is not a whole number of 1 or more"),
         (["{model}", "--max-num-seqs", "2"], 2, "less than a batch of 16"),
-        (["{model}", "--one-run"], 2, "are for --device"),
-        (["some/model", "--device", "gaudi2"], 1, "give its folder"),
-        (["{model}", "--device", "gaudi2"], 1, "an estimate needs the model's files"),
+        (["{model}", "--one-run"], 2, "are for --card"),
+        (["some/model", "--card", "gaudi2"], 1, "give its folder"),
+        (["{model}", "--card", "gaudi2"], 1, "an estimate needs the model's files"),
     ],
 )
 def test_refusals(options: list[str], status: int, words: str, tmp_path: Path) -> None:

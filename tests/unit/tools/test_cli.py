@@ -41,7 +41,7 @@ def test_help_loads_nothing_heavy(command: str) -> None:
     )
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
     assert done.stdout.splitlines()[-1] == "[]"
-    for word in ("xit status",) if command != "completion" else ("source <(gaudi-spec completion bash)",):
+    for word in ("xit status",) if command != "completion" else ('eval "$(gaudi-spec completion bash)"',):
         assert word in done.stdout
     if command not in ("", "chat", "completion"):
         assert "--json" in done.stdout
@@ -325,8 +325,9 @@ def test_what_pip_is_named_for_is_required() -> None:
 def completed(*words: str) -> list[str]:
     """What bash offers for the last word."""
     quoted = " ".join(f"'{word}'" for word in words)
-    code = f"COMP_WORDS=({quoted}); COMP_CWORD={len(words) - 1}; _gaudi_spec; printf '%s\\n' \"${{COMPREPLY[@]}}\""
-    script = completion._bash(list(completion._commands(cli.make_parser())))
+    function = "_shtab_gaudi_spec"
+    code = f"COMP_WORDS=({quoted}); COMP_CWORD={len(words) - 1}; {function}; printf '%s\\n' \"${{COMPREPLY[@]}}\""
+    script = completion.script(cli.make_parser(), "bash")
     done = subprocess.run(["bash", "-c", f"{script}\n{code}"], capture_output=True, text=True, check=True)
     assert done.stderr == ""
     return done.stdout.split()
@@ -337,6 +338,7 @@ def test_bash_completes(tmp_path: Path) -> None:
     assert completed("gaudi-spec", "do") == ["doctor"]
     assert completed("gaudi-spec", "doctor", "--m") == ["--model", "--method", "--max-model-len", "--max-num-seqs"]
     assert completed("gaudi-spec", "graph-check", "--device", "h") == ["hpu-emulated", "hpu"]
+    assert completed("gaudi-spec", "estimate", "model", "--card", "gaudi3", "h") == ["h100", "h200"]
     assert completed("gaudi-spec", "completion", "f") == ["fish"]
     (tmp_path / "run.json").touch()
     assert completed("gaudi-spec", "report", "-o", f"{tmp_path}/r") == [f"{tmp_path}/run.json"]
@@ -347,10 +349,9 @@ def test_bash_completes(tmp_path: Path) -> None:
 def test_every_command_and_option_is_in_the_script(shell: str, capsys: pytest.CaptureFixture[str]) -> None:
     assert cli.main(["completion", shell]) == 0
     script = capsys.readouterr().out
-    for command in completion._commands(cli.make_parser()):
-        assert command.name in script
-        for option in command.options:
-            assert all(name.lstrip("-") in script for name in option.names)
+    for action in completion._actions(cli.make_parser()):
+        assert all(name.lstrip("-") in script for name in action.option_strings)
+    assert all(command in script for command in cli._COMMANDS)
     if found := shutil.which(shell):
         subprocess.run([found, "-n"], input=script, text=True, check=True)
 
@@ -450,7 +451,7 @@ def result_of(meter: counting.Meter) -> dict[str, Any]:
             "seed": 0,
             "max_model_len": 512,
             "max_num_seqs": 4,
-            "host_reads": 1,
+            "host_syncs": 1,
         },
         "traffic": {"requests": 3, "aborted": 1, "tokens": 20},
         "graphs": counting.graphs(meter.first, meter.last),
@@ -473,9 +474,9 @@ GOOD = tally(host_reads=1, upload_bytes=100, kv_bytes_read=50)
 def test_a_clean_run() -> None:
     result = result_after(report([GOOD] * 3, {READ: 3}), report([GOOD] * 6, {READ: 6}))
     mixed = result["phases"]["mixed"]
-    assert (mixed["steps"], mixed["host_reads"], mixed["most_reads_in_a_step"], mixed["compiles"]) == (6, 6, 1, 0)
+    assert (mixed["steps"], mixed["host_syncs"], mixed["max_syncs_in_a_step"], mixed["compiles"]) == (6, 6, 1, 0)
     assert (mixed["upload_bytes"], mixed["kv_bytes_read"]) == (600, 300)
-    assert mixed["read_lines"] == [{"count": 6, "what": READ[1], "where": READ[2]}]
+    assert mixed["sync_lines"] == [{"count": 6, "what": READ[1], "where": READ[2]}]
     assert (result["graphs"]["captured"], result["graphs"]["never_used"]) == (3, 1)
     assert result["graphs"]["by_name"]["Runner._forward"] == {"captured": 2, "never_used": 1}
     assert result["findings"] == []
@@ -493,7 +494,7 @@ def test_only_what_came_since_counts() -> None:
     steps = [tally(compiles=9, host_reads=4), GOOD, GOOD]
     result = result_after(report(steps, {READ: 6, ("graph capture", "g", "x.py:1 (f)"): 9}), first=warm)
     mixed = result["phases"]["mixed"]
-    assert (mixed["steps"], mixed["host_reads"], mixed["compiles"]) == (2, 2, 0)
+    assert (mixed["steps"], mixed["host_syncs"], mixed["compiles"]) == (2, 2, 0)
     assert result["findings"] == []
 
 
@@ -516,7 +517,7 @@ def test_a_second_sync_is_found_with_its_line() -> None:
 
 def test_syncs_after_the_last_step_are_counted() -> None:
     result = result_after(report([GOOD], {READ: 1}, after_steps=2))
-    assert result["phases"]["mixed"]["most_reads_in_a_step"] == 2
+    assert result["phases"]["mixed"]["max_syncs_in_a_step"] == 2
     assert len(result["findings"]) == 1
 
 
@@ -551,8 +552,8 @@ def test_what_another_card_captured_is_counted() -> None:
 def test_a_card_counts_less() -> None:
     result = result_after(real_report(4, 0), first=real_report(0, 0))
     mixed = result["phases"]["mixed"]
-    assert (mixed["steps"], mixed["compiles"], mixed["runner_reads"]) == (4, 0, 4)
-    assert mixed["host_reads"] is mixed["kv_bytes_read"] is result["graphs"]["captured"] is None
+    assert (mixed["steps"], mixed["compiles"], mixed["runner_syncs"]) == (4, 0, 4)
+    assert mixed["host_syncs"] is mixed["kv_bytes_read"] is result["graphs"]["captured"] is None
     assert result["findings"] == []
     assert "not counted on this device" in summary.table(result)
     assert "the runner makes at most 1 device-to-host sync per step" in summary.conclusion(result)
@@ -575,7 +576,7 @@ def card_and_emulated() -> tuple[dict[str, Any], dict[str, Any]]:
 def test_comparison_of_card_and_emulation() -> None:
     rows = verify_device.compare(*card_and_emulated())
     conclusions = {row.name: row.conclusion for row in rows}
-    assert conclusions["KV bytes read"] == conclusions["host reads, all"] == verify_device.NOT_COUNTED
+    assert conclusions["KV bytes read"] == conclusions["device-to-host syncs, all"] == verify_device.NOT_COUNTED
     assert {conclusion for conclusion in conclusions.values() if conclusion != verify_device.NOT_COUNTED} == {"equal"}
     assert verify_device.agrees(rows)
 
@@ -585,7 +586,7 @@ def test_a_difference_that_matters() -> None:
     card["phases"]["mixed"]["compiles"] = 2
     card["phases"]["mixed"]["steps"] += 1
     rows = {row.name: row for row in verify_device.compare(card, emulated)}
-    assert rows["programs compiled after warm-up"].conclusion == "DIFFERENT"
+    assert rows["graphs compiled after warm-up"].conclusion == "DIFFERENT"
     assert rows["steps"].conclusion == "different"
     assert not verify_device.agrees(list(rows.values()))
 
@@ -603,7 +604,7 @@ def test_markdown_for_the_documentation() -> None:
     rows = [
         verify_device.Row("steps", 1200, 1201, must_agree=False),
         verify_device.Row("KV bytes read", None, 5000, must_agree=False),
-        verify_device.Row("reads of results per step", 0.9, 0.9, must_agree=True),
+        verify_device.Row("device-to-host syncs of results per step", 0.9, 0.9, must_agree=True),
     ]
     failed = {"title": "ngram", "error": "graph-check on hpu ended with status 1: no memory"}
     record = {
@@ -621,7 +622,7 @@ def test_markdown_for_the_documentation() -> None:
     assert "| test_chunks | passed | 12 |" in lines
     assert "| steps | 1,200 | 1,201 | different |" in lines
     assert "| KV bytes read |  | 5,000 | not counted on the device |" in lines
-    assert "| reads of results per step | 0.9 | 0.9 | equal |" in lines
+    assert "| device-to-host syncs of results per step | 0.9 | 0.9 | equal |" in lines
     assert "graph-check, emulated card: 2 programs" in lines
     assert failed["error"] in lines
     rehearsed = verify_device.markdown(record | {"rehearsal": True})

@@ -171,7 +171,7 @@ def run(capsys: pytest.CaptureFixture[str], *words: str) -> tuple[int, str, str]
 def test_the_command(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     folder, drafter = model(tmp_path / "model"), model(tmp_path / "drafter")
     spec = {"method": "draft_model", "model": str(drafter), "num_speculative_tokens": 2}
-    words = [str(folder), "--cards", "gaudi3", "--batches", "4", "--speculative-config", json.dumps(spec)]
+    words = [str(folder), "--card", "gaudi3", "--batches", "4", "--speculative-config", json.dumps(spec)]
     status, out, _ = run(capsys, *words)
     assert status == 0
     assert "nothing was run on this card" in out
@@ -189,7 +189,7 @@ def test_the_command(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None
 
 def test_a_model_that_does_not_fit(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     folder = model(tmp_path / "model")
-    status, out, _ = run(capsys, str(folder), "--cards", "h100", "--batches", "100000", "--context", "100000")
+    status, out, _ = run(capsys, str(folder), "--card", "h100", "--batches", "100000", "--context", "100000")
     assert status == 0
     assert out.splitlines()[1].split()[-1] == "no"
 

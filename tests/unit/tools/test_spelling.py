@@ -22,6 +22,7 @@ COMMANDS = {
 }
 # What several commands take, and its one name.
 NAMES = {
+    "card": "--card",
     "num_spec_tokens": "--num-speculative-tokens",
     "num_drafts": "--num-speculative-tokens",
     "num_speculative_tokens": "--num-speculative-tokens",
@@ -144,9 +145,16 @@ def test_both_spellings_mean_the_same() -> None:
     # vllm-gaudi's script has these names.
     found = parser.parse_args(["demo", "--num_spec_tokens", "2", "--osl", "7", "--draft_model", "d"])
     assert (found.num_spec_tokens, found.osl, found.draft_model) == (2, 7, "d")
-    # And `tune` had these.
-    found = parser.parse_args(["tune", "m", "--num-drafts", "2", "--tokens", "7", "--speculative", "{}"])
-    assert (found.num_drafts, found.tokens, found.speculative) == ([2], 7, {})
+
+
+def test_a_command_has_a_suggestion_and_no_command_the_list(capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit):
+        cli.main(["self-test"])
+    assert capsys.readouterr().err.endswith("'completion'); did you mean selftest?\n")
+    with pytest.raises(SystemExit) as left:
+        cli.main([])
+    assert left.value.code == 2
+    assert "check this machine, and a model" in capsys.readouterr().err
 
 
 @pytest.mark.parametrize(
@@ -156,6 +164,8 @@ def test_both_spellings_mean_the_same() -> None:
         (["doctor", "--num-speculative-token-s=3"], "did you mean --num-speculative-tokens?"),
         (["doctor", "--zzz"], "unrecognized arguments: --zzz"),
         (["demo", "--batchsize", "2"], "did you mean --batch-size?"),
+        (["demo", "--task", "ngarm"], "'compare'); did you mean ngram?"),
+        (["estimate", "m", "--cards", "h100"], "did you mean --card?"),
     ],
 )
 def test_suggestions(words: list[str], ending: str, capsys: pytest.CaptureFixture[str]) -> None:

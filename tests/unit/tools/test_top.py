@@ -59,7 +59,7 @@ def rows(*texts: str, seconds: float = 4.0) -> dict[str, Row]:
 
 def test_samples_are_read() -> None:
     reading = Reading(
-        "# HELP a words\n# TYPE a counter\n"
+        "# HELP a words\n# TYPE a gauge\n"
         'a{x="1",y="a \\"b\\", {c}\\n\\\\"} 2 1700000000000\na{x="2",y=""} 3.5e+1\n\nb 4\nc{} NaN\nd +Inf\n',
         0.0,
     )
@@ -76,7 +76,7 @@ def test_samples_are_read() -> None:
 
 @pytest.mark.parametrize("text", ["<html>", "a{x=1} 2", 'a{x="1} 2', "a one", '{"a": 1}'])
 def test_what_is_no_sample_is_an_error(text: str) -> None:
-    with pytest.raises(NotMetrics, match="line 2 is no sample"):
+    with pytest.raises(NotMetrics):
         Reading(f"good 1\n{text}", 0.0)
 
 
@@ -252,7 +252,7 @@ def test_json(answers: Answers, monkeypatch: pytest.MonkeyPatch, capsys: pytest.
         (404, '{"detail":"Not Found"}', "/metrics: Not Found"),
         (500, "broken", "/metrics: 500 Internal Server Error"),
         (401, '{"error":"Unauthorized"}', "wants an API key"),
-        (200, "<html></html>", "is not in Prometheus' format: line 1 is no sample"),
+        (200, "<html></html>", "is not in Prometheus' format: invalid metric name"),
         (200, "go_threads 3", "has nothing of vLLM"),
     ],
 )

@@ -58,7 +58,11 @@ def make_parser() -> argparse.ArgumentParser:
 
 def main(argv: Sequence[str] | None = None) -> int:
     arguments = list(sys.argv[1:] if argv is None else argv)
-    options = make_parser().parse_args(arguments)
+    parser = make_parser()
+    if not arguments:
+        parser.print_help(sys.stderr)
+        parser.exit(output.USAGE)
+    options = parser.parse_args(arguments)
     verbose = getattr(options, "verbose", False)  # not every command has it
     return output.guarded(
         options.command, lambda: _COMMANDS[options.command].start(options, arguments), verbose=verbose

@@ -17,8 +17,9 @@ DESCRIPTION = """\
 Talk to a running server. Answers come as they are made, and on a terminal accepted drafts are green. The conversation
 so far goes along with each message; /clear forgets it, Ctrl-C stops an answer, Ctrl-D ends.
 
-gaudi-spec chat
-echo "Why is the sky blue?" | gaudi-spec chat http://127.0.0.1:8000
+Examples:
+  gaudi-spec chat
+  echo "Why is the sky blue?" | gaudi-spec chat http://127.0.0.1:8000
 
 green    accepted drafts: all tokens of a step but its last one
 plain    the target's own tokens: the last one of each step

@@ -190,7 +190,7 @@ def describe(llm: LLM, options: argparse.Namespace) -> dict[str, Any]:
         "model": options.model or "the demo model",
         "speculation": speculation,
         **{
-            name: getattr(options, name) for name in ("max_model_len", "max_num_seqs", "requests", "seed", "host_reads")
+            name: getattr(options, name) for name in ("max_model_len", "max_num_seqs", "requests", "seed", "host_syncs")
         },
         "speculative_config": spec_config,
         "additional_config": options.additional_config,

@@ -40,7 +40,7 @@ def _metric(device: dict[str, Any], name: str) -> int | None:
     return None if number is None else int(number)
 
 
-def recorded_reads(report: dict[str, Any]) -> int:
+def recorded_syncs(report: dict[str, Any]) -> int:
     """Device-to-host syncs that the runner counts."""
     return round(report["host_syncs_per_step"] * report["steps"])
 
@@ -69,13 +69,13 @@ class Phase:
     steps: int
     compiles: int | None
     compile_lines: list[Line] = field(default_factory=list)
-    runner_reads: int
+    runner_syncs: int
     """Device-to-host syncs that the runner counts, on every device."""
-    host_reads: int | None = None
-    most_reads_in_a_step: int | None = None
-    steps_by_reads: dict[int, int] = field(default_factory=dict)
+    host_syncs: int | None = None
+    max_syncs_in_a_step: int | None = None
+    steps_by_syncs: dict[int, int] = field(default_factory=dict)
     """Number of device-to-host syncs of a step -> number of such steps."""
-    read_lines: list[Line] = field(default_factory=list)
+    sync_lines: list[Line] = field(default_factory=list)
     dynamic_ops: int | None = None
     dynamic_lines: list[Line] = field(default_factory=list)
     fallbacks: int | None = None
@@ -97,7 +97,7 @@ def phase(meter: Meter) -> Phase:
         steps=last["steps"] - first["steps"],
         compiles=_less(total_compiles(last), total_compiles(first)),
         fallbacks=_less(total_fallbacks(last), total_fallbacks(first)),
-        runner_reads=recorded_reads(last) - recorded_reads(first),
+        runner_syncs=recorded_syncs(last) - recorded_syncs(first),
     )
     before, after = emulated(first), emulated(last)
     if before is None or after is None:
@@ -105,14 +105,14 @@ def phase(meter: Meter) -> Phase:
     amounts = {name: after["total"][name] - before["total"][name] for name in after["total"]}
     new = new_events(before["events"], after["events"])
     # What comes after the end of the last step, such as a drafter on the host, is in no step's record.
-    reads = [step["host_reads"] for step in meter.steps]
-    reads.append(amounts["host_reads"] - sum(reads))
+    syncs = [step["host_reads"] for step in meter.steps]
+    syncs.append(amounts["host_reads"] - sum(syncs))
     found.compiles = amounts["compiles"]
     found.compile_lines = lines(new, "compile after warm-up")
-    found.host_reads = amounts["host_reads"]
-    found.most_reads_in_a_step = max(reads)
-    found.steps_by_reads = dict(sorted(Counter(reads).items()))
-    found.read_lines = lines(new, "device-to-host sync")
+    found.host_syncs = amounts["host_reads"]
+    found.max_syncs_in_a_step = max(syncs)
+    found.steps_by_syncs = dict(sorted(Counter(syncs).items()))
+    found.sync_lines = lines(new, "device-to-host sync")
     found.dynamic_ops = amounts["dynamic_ops"]
     found.dynamic_lines = lines(new, "dynamic op")
     found.fallbacks = amounts["fallbacks"]

@@ -16,8 +16,9 @@ from vllm_gaudi_spec.tools.compare.tasks import COMPARE, tasks_of
 DESCRIPTION = f"""\
 Run the demo model with and without speculation, print one table, and write a report page with the texts.
 
-gaudi-spec demo
-gaudi-spec demo --task ngram suffix --batch-size 4
+Examples:
+  gaudi-spec demo
+  gaudi-spec demo --task ngram suffix --batch-size 4
 
 {comparison.DESCRIPTION}"""
 FOLDER = Path(".demo")

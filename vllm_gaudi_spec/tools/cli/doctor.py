@@ -20,8 +20,9 @@ Check this machine: versions, drivers, devices, plugins and environment variable
 process. With --model, also check whether the model, or the pair of target and drafter, can be served: refusals, overlap
 of the vocabularies, lengths, and memory for weights, KV and the drafter's KV region. Weights are not loaded.
 
-gaudi-spec doctor
-gaudi-spec doctor --model TARGET --draft DRAFTER --method universal_draft --num-speculative-tokens 4
+Examples:
+  gaudi-spec doctor
+  gaudi-spec doctor --model TARGET --draft DRAFTER --method universal_draft --num-speculative-tokens 4
 
 Exit status: 0 without problems (there may be warnings), 1 with problems, 2 for wrong options.
 """

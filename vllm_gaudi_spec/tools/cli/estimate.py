@@ -19,8 +19,9 @@ if TYPE_CHECKING:
 DESCRIPTION = """\
 Estimate how long decode steps, prompts and rounds of drafts take on a card that is not here, and if the model fits.
 
-gaudi-spec estimate MODEL
-gaudi-spec estimate MODEL --speculative-config '{"method": "eagle3", "model": "HEAD", "num_speculative_tokens": 4}'
+Examples:
+  gaudi-spec estimate MODEL --card gaudi3 --batches 1 16
+  gaudi-spec estimate MODEL --speculative-config '{"method": "eagle3", "model": "HEAD", "num_speculative_tokens": 4}'
 
 It reads the headers of the models' safetensors files; a folder with a config.json alone is taken as bfloat16. No engine
 is started. The cost model was fitted on an H200 and held against an H100; of a Gaudi nothing was measured, so its
@@ -40,7 +41,15 @@ def add_to(commands: Any) -> None:
     )
     add = parser.add_argument
     add("model", metavar="MODEL", help="folder of the target")
-    add("--cards", nargs="+", choices=CARDS, default=list(CARDS), metavar="CARD", help=f"of {', '.join(CARDS)}")
+    add_shared(
+        add,
+        "--card",
+        nargs="+",
+        choices=CARDS,
+        default=list(CARDS),
+        metavar="CARD",
+        help=f"which cards, of {', '.join(CARDS)}",
+    )
     add("--batches", type=positive, nargs="+", default=[1, 8, 32, 64], metavar="B", help="batch sizes (concurrency)")
     add("--context", type=positive, default=1024, metavar="N", help="tokens of KV per request")
     add("--prompt-len", type=positive, default=512, metavar="N", help="tokens of a prompt")
@@ -98,7 +107,7 @@ def _contradiction_in(spec: dict[str, Any]) -> str | None:
 def _rows(pair: Pair, options: argparse.Namespace) -> Iterator[dict[str, Any]]:
     from vllm_gaudi_spec.emulator.cost import CARDS, basis_of
 
-    for card in options.cards:
+    for card in options.card:
         for batch in options.batches:
             where = (batch, options.context, card)
             row = {
@@ -140,7 +149,7 @@ def _show(rows: list[dict[str, Any]], pair: Pair, options: argparse.Namespace) -
         lines.append([*line, f"{row['memory_bytes'] / 2**30:.1f}", "yes" if row["fits"] else "no"])
     print("\n".join(terminal.aligned(lines)))
     print()
-    for card in options.cards:
+    for card in options.card:
         print(f"{card}: {next(row['basis'] for row in rows if row['card'] == card)}")
     if pair.num_drafts:
         print("speedup: over no drafts, where each draft after accepted ones is accepted at that rate")

@@ -20,8 +20,10 @@ The workload has prompts of many lengths, batches that grow and shrink, all kind
 The default is an emulated Gaudi, which needs no card. Figures named "estimate" are computed from counted bytes and
 operations, not measured.
 
-gaudi-spec graph-check
-gaudi-spec graph-check --device ascend-emulated --speculative-config '{"method": "ngram", "num_speculative_tokens": 3}'
+Examples:
+  gaudi-spec graph-check
+  gaudi-spec graph-check MODEL --device ascend-emulated
+  gaudi-spec graph-check --speculative-config '{"method": "ngram", "num_speculative_tokens": 3}'
 
 Exit status: 0 when no step compiles after warm-up and none has more device-to-host syncs than allowed, 1 when one does
 or the model does not run, 2 for wrong options.
@@ -69,8 +71,6 @@ def add_to(commands: Any) -> None:
     add("--seed", type=at_least(0), default=0, metavar="S", help="the same seed gives the same workload")
     add(
         "--host-syncs",
-        "--host-reads",  # its old name, for one release
-        dest="host_reads",
         type=positive,
         default=1,
         metavar="N",

@@ -16,7 +16,7 @@ FINE, PROBLEMS, USAGE = 0, 1, 2
 """Exit statuses."""
 
 
-_REQUIRED = ("jinja2", "numpy", "rich")
+_REQUIRED = ("jinja2", "numpy", "prometheus_client", "rich", "shtab")
 """What pyproject.toml requires. Of other packages the name to import need not be the name to install."""
 
 

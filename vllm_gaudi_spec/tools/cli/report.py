@@ -18,9 +18,10 @@ device-to-host syncs, and the command that repeats the run. Several records are 
 of --batch-size, the speedup is drawn against concurrency. A choice.json of `gaudi-spec tune` is drawn as curves. The
 page is one file without scripts, and loads no other.
 
-gaudi-spec demo --batch-size 1 --json 1.json
-gaudi-spec demo --batch-size 4 --json 4.json
-gaudi-spec report 1.json 4.json
+Examples:
+  gaudi-spec demo --batch-size 1 --json 1.json
+  gaudi-spec demo --batch-size 4 --json 4.json
+  gaudi-spec report 1.json 4.json
 
 Exit status: 0 when the page is written, 2 when a record cannot be read or for wrong options.
 """

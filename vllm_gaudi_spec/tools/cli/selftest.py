@@ -16,8 +16,9 @@ sampling noise, attention over batches with padding, KV writes, copies to and fr
 engine on a card runs the same checks when it starts, and with several ranks those of collectives. No model is loaded.
 The command opens the card: end a server that uses it first.
 
-gaudi-spec selftest
-VGS_DEVICE=hpu-emulated gaudi-spec selftest --dtype float32
+Examples:
+  gaudi-spec selftest
+  VGS_DEVICE=hpu-emulated gaudi-spec selftest --dtype float32
 
 Exit status: 0 when no check fails, 1 when one does or the device does not start, 2 for wrong options.
 """

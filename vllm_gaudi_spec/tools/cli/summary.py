@@ -19,14 +19,14 @@ def findings(result: dict[str, Any]) -> list[str]:
     if unexpected := result["graphs"]["unexpected"]:
         found.append(f"{len(unexpected)} step signatures were not part of the warm-up: {', '.join(unexpected)}")
     mixed = result["phases"]["mixed"]
-    max_syncs = result["settings"]["host_reads"]
-    if above := sum(steps for reads, steps in mixed["steps_by_reads"].items() if reads > max_syncs):
+    max_syncs = result["settings"]["host_syncs"]
+    if above := sum(steps for syncs, steps in mixed["steps_by_syncs"].items() if syncs > max_syncs):
         found.append(
             f"{above} of {mixed['steps']} steps have more than {_syncs(max_syncs)}, one of them "
-            f"{mixed['most_reads_in_a_step']}{_at(mixed['read_lines'])}"
+            f"{mixed['max_syncs_in_a_step']}{_at(mixed['sync_lines'])}"
         )
-    elif mixed["host_reads"] is None and mixed["runner_reads"] > max_syncs * mixed["steps"]:
-        found.append(f"the runner made {_syncs(mixed['runner_reads'])} in {mixed['steps']} steps")
+    elif mixed["host_syncs"] is None and mixed["runner_syncs"] > max_syncs * mixed["steps"]:
+        found.append(f"the runner made {_syncs(mixed['runner_syncs'])} in {mixed['steps']} steps")
     return found
 
 
@@ -43,8 +43,8 @@ def _at(lines: Sequence[dict[str, Any]]) -> str:
 def conclusion(result: dict[str, Any]) -> str:
     if result["findings"]:
         return "\n".join(f"not clean: {line}" for line in result["findings"])
-    syncs = _syncs(result["settings"]["host_reads"])
-    if result["phases"]["mixed"]["host_reads"] is None:
+    syncs = _syncs(result["settings"]["host_syncs"])
+    if result["phases"]["mixed"]["host_syncs"] is None:
         return f"clean: nothing was compiled after warm-up, and the runner makes at most {syncs} per step"
     return f"clean: nothing was compiled after warm-up, and no step has more than {syncs}"
 
@@ -87,13 +87,13 @@ def _phase_rows(phase: dict[str, Any]) -> Iterator[tuple[str, str]]:
     yield "steps", str(steps)
     yield "compiles after warm-up", _count(phase["compiles"])
     yield from _source_lines(phase["compile_lines"])
-    if phase["host_reads"] is None:
-        per_step = phase["runner_reads"] / max(steps, 1)
+    if phase["host_syncs"] is None:
+        per_step = phase["runner_syncs"] / max(steps, 1)
         yield "device-to-host syncs per step", f"{per_step:.2f} by the runner; others are {_NOT_COUNTED}"
     else:
-        largest = f"{phase['most_reads_in_a_step']} at most"
-        yield "device-to-host syncs per step", f"{phase['host_reads'] / max(steps, 1):.2f}, {largest}"
-        yield from _source_lines(phase["read_lines"])
+        largest = f"{phase['max_syncs_in_a_step']} at most"
+        yield "device-to-host syncs per step", f"{phase['host_syncs'] / max(steps, 1):.2f}, {largest}"
+        yield from _source_lines(phase["sync_lines"])
     yield "dynamic ops", _count(phase["dynamic_ops"])
     yield from _source_lines(phase["dynamic_lines"])
     yield "CPU fallbacks", _count(phase["fallbacks"])

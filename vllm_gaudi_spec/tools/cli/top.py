@@ -22,8 +22,9 @@ DESCRIPTION = """\
 Show what a running server does, from its /metrics: tokens/s, queue and KV cache, acceptance by position, the numbers of
 drafts in use, why requests went without drafts, graphs compiled after warm-up, results of audits. Ctrl-C ends it.
 
-gaudi-spec top
-gaudi-spec top http://127.0.0.1:8000 --once
+Examples:
+  gaudi-spec top
+  gaudi-spec top http://127.0.0.1:8000 --once
 
 Figures are sums over the server's engines; KV cache usage is that of the fullest engine. With --once, with --json and
 in a pipe it reads twice, an interval apart, prints once and ends.

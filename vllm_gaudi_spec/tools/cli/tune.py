@@ -13,16 +13,19 @@ from vllm_gaudi_spec.tools.cli.output import fail, model_mistake
 from vllm_gaudi_spec.tools.io import output_files
 from vllm_gaudi_spec.tools.io.argument_types import json_object, positive
 from vllm_gaudi_spec.tools.io.command_line import add_shared
-from vllm_gaudi_spec.tools.tune.drafters import Drafter
+from vllm_gaudi_spec.tools.io.prompts import SOURCES
+from vllm_gaudi_spec.tools.tune.drafters import HOW_TO_WRITE, Drafter
 
 DESCRIPTION = """\
 Find the method, the number of drafts k and the schedule of k by batch size with the highest throughput.
 
-gaudi-spec tune MODEL --draft draft_model=DRAFTER --draft eagle=HEAD --batches 1 4 16
+Examples:
+  gaudi-spec tune MODEL --draft draft_model=DRAFTER --draft eagle=HEAD --batches 1 4 16
+  gaudi-spec tune MODEL --draft draft_model=DRAFTER --card gaudi3
 
-For each drafter and k an engine answers the prompts, which measures acceptance, and times its steps with drafts and
-without in turns, at each batch size. With --device gaudi2 or gaudi3 no step is timed: costs are estimates of
-the emulator's cost model, and one engine per drafter measures acceptance. Nothing here was run on a Gaudi.
+For each drafter and k an engine of its own answers the prompts, which measures acceptance, and times its steps with
+drafts and without in turns, at each batch size. With --card no step is timed: costs are estimates for that card by the
+cost model of `gaudi-spec estimate`, and one engine per drafter measures acceptance. Nothing here was run on a Gaudi.
 
 Written to --out: choice.json with the arguments for `vllm serve`, choice.html, and each engine's answers, which are
 kept: an interrupted command goes on where it was, and only what changed is measured again. ngram is always tried.
@@ -47,9 +50,9 @@ def add_to(commands: Any) -> None:
         action="append",
         default=[],
         metavar="METHOD[=MODEL]",
-        help="a drafter to try, as draft_model=FOLDER; can be repeated (default: ngram alone)",
+        help=f"a drafter to try, can be repeated: {HOW_TO_WRITE} (default: ngram alone)",
     )
-    add("--prompts", metavar="SOURCE", help="a text or JSONL file, or a Hugging Face dataset (default: a built-in set)")
+    add("--prompts", metavar="SOURCE", help=f"{SOURCES} (default: a built-in set)")
     add("--limit", type=positive, metavar="N", help="use only the first N prompts (default: all)")
     add_shared(
         add,
@@ -87,13 +90,13 @@ def add_to(commands: Any) -> None:
         metavar="N",
         help="measured turns with drafts and without, at each batch size",
     )
-    add("--device", choices=GAUDIS, help="estimate this card's costs instead of timing steps here")
-    add("--one-run", action="store_true", help="with --device: estimate smaller k from the run with the largest")
+    add_shared(add, "--card", choices=GAUDIS, help="estimate this card's costs instead of timing steps here")
+    add("--one-run", action="store_true", help="with --card: estimate smaller k from the run with the largest")
     add(
         "--context",
         type=positive,
         metavar="N",
-        help="with --device: tokens of KV per request (default: as the prompts)",
+        help="with --card: tokens of KV per request (default: as the prompts)",
     )
     add_shared(
         add,
@@ -102,7 +105,7 @@ def add_to(commands: Any) -> None:
         type=json_object,
         default={},
         metavar="JSON",
-        help="as for vllm serve, besides method, model and number of drafts: for all drafters",
+        help="as for vllm serve, for all drafters: without method, model and num_speculative_tokens",
     )
     add(
         "--engine",
@@ -131,8 +134,8 @@ def contradiction_in(options: argparse.Namespace) -> str | None:
         return f"--num-speculative-tokens: a step verifies at most {MAX_DRAFTS} drafts, not {max(options.num_drafts)}"
     if options.max_num_seqs and options.max_num_seqs < max(options.batches):
         return f"--max-num-seqs {options.max_num_seqs} is less than a batch of {max(options.batches)}"
-    if not options.device and (options.one_run or options.context):
-        return "--one-run and --context are for --device"
+    if not options.card and (options.one_run or options.context):
+        return "--one-run and --context are for --card"
     if options.tokens < 2:
         return "--output-len: the first token is the prompt's, so 2 at least"
     return None

@@ -29,5 +29,5 @@ def gsm8k_accuracy(setup: Setup, config: dict[str, Any] | None, limit: int | Non
     try:
         found = simple_evaluate(model="vllm", model_args=options, tasks=[TASK], limit=limit)
     except (OSError, ConnectionError) as error:
-        raise ValueError(f"GSM8K is not to be had here ({error}); leave out --accuracy_rate") from error
+        raise ValueError(f"GSM8K is not to be had here ({error}); leave out --accuracy-rate") from error
     return float(found["results"][TASK]["exact_match,flexible-extract"])

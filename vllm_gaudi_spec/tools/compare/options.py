@@ -9,7 +9,6 @@ from vllm_gaudi_spec.tools.compare.tasks import (
     COMPARE,
     COMPARED,
     DRAFTING,
-    OLD_NAMES,
     RULES,
     TASKS,
     demo_targets,
@@ -18,6 +17,7 @@ from vllm_gaudi_spec.tools.compare.tasks import (
 from vllm_gaudi_spec.tools.io import output_files
 from vllm_gaudi_spec.tools.io.argument_types import positive
 from vllm_gaudi_spec.tools.io.command_line import add_shared
+from vllm_gaudi_spec.tools.io.prompts import SOURCES
 
 DESCRIPTION = """\
 Several tasks are compared in one table with the baseline (no speculation); `compare` stands for baseline, ngram,
@@ -26,9 +26,9 @@ On the CPU their engines live side by side and take turns, prompt by prompt, so 
 all of them. They run one after the other on a card, which one process owns, where memory is too small, and with
 --do-profile; the table notes it.
 
-Without --model the target is the demo model, and --draft may be left out: its drafters are in demo/. For eagle3,
-medusa and mtp the demo has a tiny model of its own, with poor texts but high acceptance. With a model of your own and
-no --draft, `compare` leaves out what needs one; mtp drafts with the model itself.
+Without --model the target is the demo model, and --draft may be left out: its drafters come with this package. For
+eagle3, medusa and mtp the demo has a tiny model of its own, with poor texts but high acceptance. With a model of your
+own and no --draft, `compare` leaves out what needs one; mtp drafts with the model itself.
 
 A drafter of the demo model was trained on the fixed prompts. Where it is the only task, its report has a second
 acceptance rate, on prompts unlike those of its training.
@@ -44,7 +44,6 @@ def add_to(parser: argparse.ArgumentParser, num_prompts: str = "default: as --ba
     add(
         "--task",
         nargs="+",
-        type=lambda name: OLD_NAMES.get(name, name),
         default=["baseline"],
         choices=[*TASKS, COMPARE],
         metavar="TASK",
@@ -69,7 +68,7 @@ def add_to(parser: argparse.ArgumentParser, num_prompts: str = "default: as --ba
     )
     add("--batch-size", type=positive, default=8, metavar="N", help="concurrency: requests that run together")
     add("--num-prompts", type=positive, metavar="N", help=f"how many of the eight fixed prompts ({num_prompts})")
-    add("--prompts", type=Path, metavar="FOLDER", help="every *.txt there is a prompt (default: the fixed ones)")
+    add("--prompts", metavar="SOURCE", help=f"{SOURCES} (default: the fixed ones)")
     add_shared(
         add,
         "--num-speculative-tokens",

@@ -16,7 +16,6 @@ from vllm_gaudi_spec.devices.common import host_memory
 from vllm_gaudi_spec.environment import keep_engine_in_process, keeps_engine_in_process
 from vllm_gaudi_spec.tools.compare import options as command_line
 from vllm_gaudi_spec.tools.compare.console import show, show_several
-from vllm_gaudi_spec.tools.compare.prompts import prompts_in
 from vllm_gaudi_spec.tools.compare.tasks import (
     BASELINE,
     COMPARE,
@@ -34,6 +33,7 @@ from vllm_gaudi_spec.tools.compare.turns import why_not_together
 from vllm_gaudi_spec.tools.demo_model import demo_model_path
 from vllm_gaudi_spec.tools.io import output_files
 from vllm_gaudi_spec.tools.io.command_line import Parser
+from vllm_gaudi_spec.tools.io.prompts import load_prompts
 from vllm_gaudi_spec.tools.io.terminal import until_nobody_reads
 from vllm_gaudi_spec.tools.report import page, record
 
@@ -224,7 +224,7 @@ def setup_of(options: argparse.Namespace, device: str) -> Setup:
     return Setup(
         model=target_model(options),
         other_prompts=other_prompts(options),
-        prompts=prompts_in(options.prompts) if options.prompts else fixed_prompts(options),
+        prompts=load_prompts(options.prompts) if options.prompts else fixed_prompts(options),
         dtype=options.dtype or ("float32" if computes_on_the_host(device) else "auto"),
         **{name: getattr(options, name) for name in Setup.OPTIONS if name != "turns"},
         turns=1 if any(TASKS[name].remembers_answers for name in options.tasks) else options.turns,

@@ -76,8 +76,6 @@ TASKS = {
 }
 COMPARE = "compare"
 COMPARED = (BASELINE, "ngram", DRAFT_MODEL, UNIVERSAL_DRAFT)
-OLD_NAMES = {"universal": UNIVERSAL_DRAFT}
-"""Of tasks; accepted in 0.32.0.post1."""
 DEMO = Path(__file__).parents[2] / "demo"
 """Drafters of the demo model: in a checkout links to the folders of its demo/, in a wheel those folders."""
 

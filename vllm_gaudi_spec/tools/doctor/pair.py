@@ -28,7 +28,7 @@ from vllm_gaudi_spec.recurrent.table import num_layers_with_kv, num_pending, sta
 from vllm_gaudi_spec.refusals import weight_files
 from vllm_gaudi_spec.tools.doctor.findings import NOTE, OK, PROBLEM, WARNING, Finding
 from vllm_gaudi_spec.tools.estimate.outline import tensor_sizes
-from vllm_gaudi_spec.tools.tune.builtin_prompts import PROMPTS
+from vllm_gaudi_spec.tools.io.builtin_prompts import PROMPTS
 
 if TYPE_CHECKING:
     from vllm.config import ModelConfig, VllmConfig

@@ -13,7 +13,7 @@ from vllm_gaudi_spec.integrations.vllm_ascend import versions as vllm_ascend
 from vllm_gaudi_spec.tools.doctor.findings import NOTE, OK, PROBLEM, WARNING, Finding
 
 _PYTHONS = ((3, 11), (3, 12))
-_PACKAGES = ("vllm-gaudi-spec", "torch", "transformers", "tokenizers", "numpy", "rich", "jinja2")
+_PACKAGES = ("vllm-gaudi-spec", "torch", "transformers", "tokenizers", "numpy", "rich", "jinja2", "prometheus-client")
 _OF_CARDS = ("habana-torch-plugin", "torch-npu", "vllm-ascend", "vllm-gaudi", "triton")
 _PLATFORMS = "vllm.platform_plugins"
 _PROCESSORS = "vllm.logits_processors"

@@ -7,12 +7,14 @@ import difflib
 from collections.abc import Callable
 from typing import Any, NoReturn
 
-# What several commands take: its name, as vLLM has it where vLLM has one, and others that are understood.
+# What several commands take: its name, as vLLM has it where vLLM has one, and those of vllm-gaudi's script, which are
+# understood too.
 SHARED = {
+    "--card": (),
     "--draft": ("--draft-model",),
-    "--num-speculative-tokens": ("--num-spec-tokens", "--num-drafts"),
-    "--output-len": ("--osl", "--tokens"),
-    "--speculative-config": ("--speculative",),
+    "--num-speculative-tokens": ("--num-spec-tokens",),
+    "--output-len": ("--osl",),
+    "--speculative-config": (),
 }
 
 
@@ -52,6 +54,14 @@ class Parser(argparse.ArgumentParser):
 
     def parse_known_args(self, args: Any = None, namespace: Any = None) -> Any:  # the same
         return super().parse_known_args(None if args is None else list(map(with_dashes, args)), namespace)
+
+    def _check_value(self, action: argparse.Action, value: Any) -> None:
+        try:
+            super()._check_value(action, value)
+        except argparse.ArgumentError as error:
+            if close := difflib.get_close_matches(str(value), map(str, action.choices or ()), n=1):
+                error.message += f"; did you mean {close[0]}?"
+            raise
 
     def _chosen(self, found: argparse.Namespace) -> Parser:
         """The parser of the command, where this one has commands."""

@@ -81,7 +81,7 @@ def of_choice(choice: dict[str, Any]) -> list[Panel]:
     for number, row in enumerate(choice["by_batch"]):
         best = (row["method"], row["num_speculative_tokens"]) if row["method"] else None
         lines = {
-            name: [_point(one["num_speculative_tokens"], one["by_batch"][number]["gain"]) for one in several]
+            name: [_point(one["num_speculative_tokens"], one["by_batch"][number]["speedup"]) for one in several]
             for name, several in methods.items()
         }
         panels.append(Panel(f"Speedup at batch size {row['batch']}", "k", lines, even=1.0, best=best))

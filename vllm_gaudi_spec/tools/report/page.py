@@ -210,9 +210,9 @@ def _task(
         "drafted_steps": drafted_steps,
         "graphs": graphs["warmup"],
         "late_graphs": graphs["after_warmup"],
-        "late_programs": task["compiled_after_warmup"],
+        "late_compiles": task["compiled_after_warmup"],
         "steps": task["steps"],
-        "reads": task["host_syncs_per_step"],
+        "syncs": task["host_syncs_per_step"],
         "latencies": [_latency(task, latency, scales[latency]) for latency in _LATENCIES],
         "step": _step(task["step"]),
     }

@@ -168,7 +168,7 @@ CHOICE_SHAPE: dict[str, Any] = {
             "batch": int,
             "method": (str, _MAYBE),
             "num_speculative_tokens": int,
-            "gain": _NUMBER,
+            "speedup": _NUMBER,
             "plain_tokens_per_s": _NUMBER,
         }
     ],
@@ -179,7 +179,7 @@ CHOICE_SHAPE: dict[str, Any] = {
             "tokens_per_step": _NUMBER,
             "tokens_per_step_95": [_NUMBER],
             "accepted_at": [_NUMBER],
-            "by_batch": [{"gain": _NUMBER}],
+            "by_batch": [{"speedup": _NUMBER}],
         }
     ],
 }

@@ -46,11 +46,7 @@ class Comparison:
         return self.of - len(self.differences)
 
     def as_json(self) -> dict[str, Any]:
-        differences = [asdict(one) for one in self.differences]
-        for one in differences:
-            one["place"] = one.pop("position")
-        tied = sum(one.tied for one in self.differences)
-        return asdict(self) | {"differences": differences, "equal": self.equal, "tied": tied}
+        return asdict(self) | {"equal": self.equal, "tied": sum(one.tied for one in self.differences)}
 
 
 def compare(reference: dict[str, Any], ours: dict[str, Any]) -> Comparison:

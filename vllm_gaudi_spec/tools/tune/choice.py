@@ -111,7 +111,7 @@ class Choice:
             "plain_tokens_per_s": self.plain_tokens_per_s(batch),
             "method": best.name if best else None,
             "num_speculative_tokens": best.num_drafts if best else 0,
-            "gain": best.speedup(batch) if best else 1.0,
+            "speedup": best.speedup(batch) if best else 1.0,
         }
 
     def _one_candidate(self, candidate: Candidate) -> dict[str, Any]:
@@ -133,7 +133,7 @@ class Choice:
             "plain_ms": 1e3 * cost.plain_s,
             "verify_ms": 1e3 * cost.verify_s,
             "draft_ms": 1e3 * cost.draft_s,
-            "gain": speedup,
+            "speedup": speedup,
             "tokens_per_s": speedup * self.plain_tokens_per_s(batch),
         }
 

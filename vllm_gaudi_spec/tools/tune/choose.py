@@ -15,6 +15,7 @@ from vllm_gaudi_spec.devices import choose_device
 from vllm_gaudi_spec.environment import quant_config_path
 from vllm_gaudi_spec.quantization.fingerprint import fingerprint
 from vllm_gaudi_spec.tools.io import output_files
+from vllm_gaudi_spec.tools.io.prompts import load_prompts
 from vllm_gaudi_spec.tools.io.terminal import counting
 from vllm_gaudi_spec.tools.report import page, record
 from vllm_gaudi_spec.tools.tune import choice
@@ -23,7 +24,6 @@ from vllm_gaudi_spec.tools.tune.choice import Candidate
 from vllm_gaudi_spec.tools.tune.costs import StepCost
 from vllm_gaudi_spec.tools.tune.drafters import Drafter
 from vllm_gaudi_spec.tools.tune.folder import write_json
-from vllm_gaudi_spec.tools.tune.prompts import load_prompts
 from vllm_gaudi_spec.tools.tune.steps import exit_status
 
 Log = Callable[[str], None]
@@ -35,7 +35,7 @@ Log = Callable[[str], None]
 def candidates(options: argparse.Namespace, log: Log) -> list[Candidate]:
     prompts = load_prompts(options.prompts, options.limit)
     drafters = [*options.draft, *(drafter for drafter in [Drafter.parse("ngram")] if drafter not in options.draft)]
-    if options.device:
+    if options.card:
         for drafter in drafters:  # what cannot be estimated is refused before acceptance is measured
             estimate(drafter, 1, 1, options.context or 1, options)
         with counting("engines", len(drafters)) as more:
@@ -116,7 +116,7 @@ def estimate(drafter: Drafter, drafts: int, batch: int, context: int, options: a
 
     model = drafter.config.get("model")
     pair = Pair.of(Path(options.model), drafter.name, Path(model) if model else None, drafts)
-    part = (batch, context, options.device)
+    part = (batch, context, options.card)
     return StepCost(
         batch=batch, plain_s=pair.plain_s(*part), verify_s=pair.verify_s(*part), draft_s=pair.draft_s(*part)
     )
@@ -151,7 +151,7 @@ def config_of(drafter: Drafter, options: argparse.Namespace) -> dict[str, Any]:
 def check_estimates(options: argparse.Namespace) -> None:
     """Before an engine is started."""
     for model in (options.model, *(drafter.config["model"] for drafter in options.draft if "model" in drafter.config)):
-        if options.device and not Path(model).is_dir():
+        if options.card and not Path(model).is_dir():
             raise ValueError(f"an estimate reads the sizes of {model} from its files; give its folder")
 
 
@@ -160,8 +160,8 @@ def check_estimates(options: argparse.Namespace) -> None:
 
 def report(found: choice.Choice, options: argparse.Namespace) -> None:
     costs = (
-        f"costs: estimates for {options.device} of the emulator's cost model; nothing was run on a Gaudi"
-        if options.device
+        f"costs: estimates for {options.card} of the emulator's cost model; nothing was run on a Gaudi"
+        if options.card
         else f"costs: medians of steps timed on device {choose_device()}, {options.turns} turns with drafts and without"
     )
     head = {"format": record.CHOICE, "version": record.VERSION, "model": options.model, "costs": costs}

@@ -9,8 +9,9 @@ from typing import Any
 from vllm_gaudi_spec.config import UNIVERSAL_DRAFT
 from vllm_gaudi_spec.drafting.table import DRAFT_MODEL, METHODS
 
-_NGRAM = {"method": "ngram", "prompt_lookup_min": 2, "prompt_lookup_max": 5}
-_NEED_NO_MODEL = tuple(name for name, row in METHODS.items() if row.in_target or not row.has_model)
+_LOOKUP = {"prompt_lookup_min": 2, "prompt_lookup_max": 5}
+NAME_A_MODEL = (*(name for name, row in METHODS.items() if row.has_model or "model" in row.options), UNIVERSAL_DRAFT)
+NAME_NONE = tuple(name for name, row in METHODS.items() if row.in_target or name not in NAME_A_MODEL)
 
 
 @dataclass(frozen=True)
@@ -21,13 +22,15 @@ class Drafter:
     @classmethod
     def parse(cls, text: str) -> Drafter:
         method, _, path = text.rpartition("=")
-        if not method and text in _NEED_NO_MODEL:
-            return cls(text, _NGRAM if text == "ngram" else {"method": text})
+        if not method and text in NAME_NONE:
+            lookup = {name: length for name, length in _LOOKUP.items() if name in METHODS[text].options}
+            return cls(text, {"method": text, **lookup})
         method = method or DRAFT_MODEL
-        if method not in (*METHODS, UNIVERSAL_DRAFT) or not path:
-            methods = ", ".join(name for name in (*METHODS, UNIVERSAL_DRAFT) if name not in _NEED_NO_MODEL)
-            raise argparse.ArgumentTypeError(
-                f"{text!r} is no drafter: write METHOD=MODEL with one of {methods}; {' or '.join(_NEED_NO_MODEL)}; "
-                "or a model alone for draft_model"
-            )
+        if method not in NAME_A_MODEL or not path or path in NAME_A_MODEL:
+            raise argparse.ArgumentTypeError(f"{text!r} is no drafter: write {HOW_TO_WRITE}")
         return cls(method, {"method": method, "model": path})
+
+
+HOW_TO_WRITE = (
+    f"METHOD=MODEL with one of {', '.join(NAME_A_MODEL)}; or {', '.join(NAME_NONE)}; or a model alone for {DRAFT_MODEL}"
+)

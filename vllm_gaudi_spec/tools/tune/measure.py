@@ -17,11 +17,11 @@ from vllm_gaudi_spec.config import ADDITIONAL_CONFIG_KEY
 from vllm_gaudi_spec.quantization import files
 from vllm_gaudi_spec.quantization.files import QuantFilesError
 from vllm_gaudi_spec.quantization.fingerprint import fingerprint
+from vllm_gaudi_spec.tools.io.prompts import load_prompts
 from vllm_gaudi_spec.tools.io.terminal import counted
 from vllm_gaudi_spec.tools.tune import quant_configs
 from vllm_gaudi_spec.tools.tune.folder import DRAFT, TARGET, Folder, Role, fingerprint_of, read_json, write_json
 from vllm_gaudi_spec.tools.tune.options import engine_options
-from vllm_gaudi_spec.tools.tune.prompts import load_prompts
 from vllm_gaudi_spec.tools.tune.ranks import merge
 
 if TYPE_CHECKING:

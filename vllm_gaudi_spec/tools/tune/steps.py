@@ -17,10 +17,10 @@ from vllm_gaudi_spec.devices import describe_device, load_backend
 from vllm_gaudi_spec.quantization import files
 from vllm_gaudi_spec.quantization.files import Node, QuantFilesError, Record
 from vllm_gaudi_spec.quantization.fingerprint import fingerprint
+from vllm_gaudi_spec.tools.io.prompts import load_prompts
 from vllm_gaudi_spec.tools.tune import quant_configs
 from vllm_gaudi_spec.tools.tune.folder import Folder, read_json, write_json
 from vllm_gaudi_spec.tools.tune.postprocess import postprocess
-from vllm_gaudi_spec.tools.tune.prompts import load_prompts
 from vllm_gaudi_spec.tools.tune.ranks import expand, unify
 from vllm_gaudi_spec.tools.tune.scales import CARDS, SCALE_METHODS, make_scales
 

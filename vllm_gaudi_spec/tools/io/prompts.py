@@ -1,4 +1,4 @@
-"""Prompts to measure with: the built-in set, a file of the user's, or a data set of Hugging Face."""
+"""Prompts to measure with: the built-in set, a file or folder of the user's, or a data set of Hugging Face."""
 
 from __future__ import annotations
 
@@ -10,8 +10,9 @@ from pathlib import Path
 from typing import Any
 
 from vllm_gaudi_spec.config import in_one_line
-from vllm_gaudi_spec.tools.tune.builtin_prompts import PROMPTS
+from vllm_gaudi_spec.tools.io.builtin_prompts import PROMPTS
 
+SOURCES = "a JSONL file, a text file with a prompt on each line, a folder of text files, or a Hugging Face data set"
 _COLUMNS = ("prompt", "text", "question", "instruction", "content")
 _MAX_ROWS = 512
 """Of a data set without --limit: data sets can be of any size."""
@@ -20,15 +21,17 @@ _MAX_ROWS = 512
 def load_prompts(source: str | None = None, limit: int | None = None) -> list[str]:
     """Texts, in their order; ValueError names the mistake.
 
-    `source`: none for the built-in set; a .jsonl file with strings, or objects with a `prompt`, `text` or `question`,
-    on each line; a .txt file with a prompt on each line; else the name of a Hugging Face data set, `NAME` or
-    `NAME:SPLIT`, which the package `datasets` then downloads.
+    `source`: none for the built-in set; a folder whose *.txt files are a prompt each; a .jsonl file with strings, or
+    objects with a `prompt`, `text` or `question`, on each line; a .txt file with a prompt on each line; else the name
+    of a Hugging Face data set, `NAME` or `NAME:SPLIT`, which the package `datasets` then downloads.
     """
     if limit is not None and limit < 1:
         raise ValueError(f"the number of prompts has to be at least 1, not {limit}")
     if source is None:
         found: Iterable[str] = PROMPTS
-    elif Path(source).suffix in (".jsonl", ".txt") or Path(source).exists():
+    elif Path(source).is_dir():
+        found = (path.read_text().removesuffix("\n") for path in sorted(Path(source).glob("*.txt")))
+    elif source.startswith(("/", ".", "~")) or Path(source).suffix in (".jsonl", ".txt") or Path(source).exists():
         found = _from_file(Path(source))
     else:
         found = _from_hub(source, limit or _MAX_ROWS)
