@@ -206,3 +206,59 @@ def test_linear_layers_of_few_rows(dtype: torch.dtype, rows: int, outputs: int, 
     assert found.dtype == dtype
     close: dict[str, Any] = dict(atol=1e-4, rtol=1e-5) if dtype == torch.float32 else dict(atol=2e-2, rtol=1e-2)
     torch.testing.assert_close(found.double(), expected, **close)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, *HALF])
+@pytest.mark.parametrize(("rows", "outputs", "inputs"), [(1, 14, 96), (2, 260, 700), (2, 8, 1024)])
+@pytest.mark.parametrize("has_residual", [True, False])
+@pytest.mark.parametrize("gated", [True, False])
+def test_a_norm_within_a_linear_layer(
+    dtype: torch.dtype, rows: int, outputs: int, inputs: int, has_residual: bool, gated: bool
+) -> None:
+    from vllm.model_executor.layers.activation import SiluAndMul
+
+    from vllm_gaudi_spec.devices.cuda import kernels as cuda_kernels
+    from vllm_gaudi_spec.devices.cuda import linear as cuda_linear
+
+    x, residual = (torch.randn(rows, inputs, device=DEVICE).to(dtype) for _ in range(2))
+    norm_weight, bias = torch.randn(inputs, device=DEVICE).to(dtype), torch.randn(outputs, device=DEVICE).to(dtype)
+    weight = (torch.randn(outputs, inputs, device=DEVICE) / inputs**0.5).to(dtype)
+    normed, added = cuda_kernels.rms_norm(x, norm_weight, 1e-5), x
+    if has_residual:
+        normed, added = cuda_kernels.add_rms_norm(x, residual, norm_weight, 1e-5)
+    expected = torch.nn.functional.linear(normed.double(), weight.double(), bias.double())
+    unnormed = cuda_linear.Unnormed(x, residual if has_residual else None, norm_weight, 1e-5)
+    found = cuda_linear.linear(unnormed, weight, bias, gated=gated)
+    assert torch.equal(unnormed.added, added)
+    close: dict[str, Any] = dict(atol=1e-5, rtol=1e-5) if dtype == torch.float32 else dict(atol=3e-2, rtol=2e-2)
+    torch.testing.assert_close(found.double(), SiluAndMul.forward_native(expected) if gated else expected, **close)
+
+
+@pytest.mark.parametrize("dtype", HALF)
+@pytest.mark.parametrize("rows", [3, 16, 33, 64])
+@pytest.mark.parametrize(("outputs", "inputs"), [(130, 256), (192, 1280), (1000, 640)])
+@pytest.mark.parametrize("gated", [True, False])
+@pytest.mark.parametrize("has_bias", [True, False])
+def test_linear_layers_of_some_rows(
+    dtype: torch.dtype, rows: int, outputs: int, inputs: int, gated: bool, has_bias: bool
+) -> None:
+    """Whether instances share an output's inputs, twice: each call leaves its counters as it found them."""
+    from vllm.model_executor.layers.activation import SiluAndMul
+
+    from vllm_gaudi_spec.devices.cuda import linear as cuda_linear
+
+    if gated:
+        outputs = outputs // 64 * 64
+    x = torch.randn(rows, inputs + 8, device=DEVICE).to(dtype)[:, :inputs]
+    weight = (torch.randn(outputs, inputs + 16, device=DEVICE) / inputs**0.5).to(dtype)[:, :inputs]
+    bias = torch.randn(outputs, device=DEVICE).to(dtype) if has_bias else None
+    share = cuda_linear._Share.of(rows, weight, gated=gated)
+    assert share is not None
+    assert (share.splits > 1) == (inputs >= 1024 and not gated)
+    expected = torch.nn.functional.linear(*(None if one is None else one.double() for one in (x, weight, bias)))
+    if gated:
+        expected = SiluAndMul.forward_native(expected)
+    for _ in range(2):
+        found = cuda_linear.linear(x, weight, bias, gated=gated)
+        assert found.dtype == dtype
+        torch.testing.assert_close(found.double(), expected, atol=2e-2, rtol=1e-2)

@@ -1,12 +1,15 @@
-"""Linear layers of few rows: one Triton kernel that reads a weight once, where a library's kernels are slower.
+"""Linear layers of few rows: Triton kernels that read a weight once, where a library's kernels are slower.
 
-N outputs of K inputs. A step of few rows costs what it reads. An instance has a few outputs and all of their inputs,
-so nothing is added up between instances, and starts to read its weight while the kernel before it still runs.
+N outputs of K inputs, M rows. A step of few rows costs what it reads, and a kernel may start to read its weight while
+the kernel before it still runs. With one or two rows an instance has a few outputs and all of their inputs, and may
+compute the norm before the layer itself. With more rows the matrix units multiply; where that leaves few instances,
+several share an output's inputs, and the last of them adds up.
 """
 
 from __future__ import annotations
 
-from typing import NamedTuple
+from functools import cache
+from typing import Any, NamedTuple
 
 import torch
 import triton
@@ -15,10 +18,45 @@ from torch import nn
 from vllm.model_executor.layers.linear import UnquantizedLinearMethod
 from vllm.model_executor.layers.vocab_parallel_embedding import UnquantizedEmbeddingMethod
 
-from vllm_gaudi_spec.devices.cuda import launch
+from vllm_gaudi_spec.devices.cuda import kernels, launch
 
-MOST_ROWS = 2
-"""Up to so many rows it is the faster one."""
+FEW_ROWS = 2
+"""Up to so many rows the kernel without matrix units is the faster one,"""
+SOME_ROWS = 64
+"""and up to so many the other one, for layers that `_Share.of` takes."""
+MOST_NORMED = 1024
+"""Up to so many inputs an instance computes the norm itself; more are read too often."""
+
+
+class Unnormed:
+    """What a norm would make of `x`, or of its sum with a residual; a layer of this file computes it as it reads."""
+
+    def __init__(self, x: torch.Tensor, residual: torch.Tensor | None, weight_K: torch.Tensor, epsilon: float) -> None:
+        self.x = x.reshape(-1, x.shape[-1])
+        self.residual = None if residual is None else residual.reshape(self.x.shape)
+        self.weight_K = weight_K
+        self.epsilon = epsilon
+        self.added = self.x if residual is None else torch.empty_like(self.x)
+        """The sum, once the layer has run."""
+
+
+def linear(
+    x: torch.Tensor | Unnormed, weight_NK: torch.Tensor, bias_N: torch.Tensor | None = None, *, gated: bool = False
+) -> torch.Tensor:
+    """As `torch.nn.functional.linear`. `gated`: silu of the first half of the outputs times the second."""
+    if isinstance(x, Unnormed):
+        return few_rows(x, weight_NK, bias_N, gated=gated)
+    num_rows = x.numel() // x.shape[-1]
+    if weight_NK.stride(-1) == 1:
+        if 0 < num_rows <= FEW_ROWS:
+            return few_rows(x, weight_NK, bias_N, gated=gated)
+        if num_rows and (share := _Share.of(num_rows, weight_NK, gated=gated)) is not None:
+            return some_rows(x, weight_NK, bias_N, share, gated=gated)
+    out = nn.functional.linear(x, weight_NK, bias_N)
+    return kernels.silu_and_mul(out) if gated else out
+
+
+# --- one or two rows ---
 
 
 class _Tile(NamedTuple):
@@ -34,87 +72,316 @@ class _Tile(NamedTuple):
         return cls(8, 256, 4) if num_outputs >= 4096 else cls(2, 1024, 4)
 
 
-def linear(x: torch.Tensor, weight_NK: torch.Tensor, bias_N: torch.Tensor | None = None) -> torch.Tensor:
-    """As `torch.nn.functional.linear`."""
-    num_rows = x.numel() // x.shape[-1]
-    if not 0 < num_rows <= MOST_ROWS or weight_NK.stride(-1) != 1:
-        return nn.functional.linear(x, weight_NK, bias_N)
-    return few_rows(x, weight_NK, bias_N)
-
-
-def few_rows(x: torch.Tensor, weight_NK: torch.Tensor, bias_N: torch.Tensor | None) -> torch.Tensor:
-    x_MK = x.reshape(-1, x.shape[-1])
+def few_rows(
+    x: torch.Tensor | Unnormed, weight_NK: torch.Tensor, bias_N: torch.Tensor | None, *, gated: bool = False
+) -> torch.Tensor:
+    norm = x if isinstance(x, Unnormed) else None
+    rows = x.x if isinstance(x, Unnormed) else x
+    x_MK = rows.reshape(-1, rows.shape[-1])
+    residual_MK = x_MK if norm is None or norm.residual is None else norm.residual
     num_outputs, num_inputs = weight_NK.shape
     tile = _Tile.of(num_outputs, num_inputs)
+    num_outputs, outputs = (num_outputs // 2, max(tile.outputs // 2, 1)) if gated else (num_outputs, tile.outputs)
     out_MN = x_MK.new_empty(x_MK.shape[0], num_outputs)
-    _few_rows[(triton.cdiv(num_outputs, tile.outputs),)](
+    _few_rows[(triton.cdiv(num_outputs, outputs),)](
         x_MK,
+        residual_MK,
+        None if norm is None else norm.weight_K,
         weight_NK,
         bias_N,
         out_MN,
+        out_MN if norm is None else norm.added,
         num_outputs,
         num_inputs,
         x_MK.stride(0),
+        residual_MK.stride(0),
         weight_NK.stride(0),
+        0.0 if norm is None else norm.epsilon,
         ROWS=x_MK.shape[0],
         BIAS=bias_N is not None,
-        TILE_N=tile.outputs,
+        GATED=gated,
+        NORM=norm is not None,
+        ADDS=norm is not None and norm.residual is not None,
+        TILE_N=outputs,
         TILE_K=tile.inputs,
+        TILE_ALL=triton.next_power_of_2(num_inputs) if norm is not None else 1,
         num_warps=tile.num_warps,
         **launch.options(),
     )
-    return out_MN.view(*x.shape[:-1], num_outputs)
+    return out_MN.view(*rows.shape[:-1], num_outputs)
 
 
 @triton.jit
 def _few_rows(
     x_ptr,
+    residual_ptr,
+    norm_ptr,
     weight_ptr,
     bias_ptr,
     out_ptr,
+    added_ptr,
     num_outputs,
     num_inputs,
     x_stride,
+    residual_stride,
     weight_stride,
+    epsilon,
     ROWS: tl.constexpr,
     BIAS: tl.constexpr,
+    GATED: tl.constexpr,
+    NORM: tl.constexpr,
+    ADDS: tl.constexpr,
     TILE_N: tl.constexpr,
     TILE_K: tl.constexpr,
+    TILE_ALL: tl.constexpr,
     EARLY: tl.constexpr,
 ):
     launch.let_next_start(EARLY)
     output_N = tl.program_id(0) * TILE_N + tl.arange(0, TILE_N)
     input_K = tl.arange(0, TILE_K)
     used_N = output_N < num_outputs
+    dtype = out_ptr.dtype.element_ty
     at_NK = weight_ptr + output_N.to(tl.int64)[:, None] * weight_stride + input_K[None, :]
-    weight_NK = tl.load(at_NK, mask=used_N[:, None] & (input_K < num_inputs)[None, :], other=0.0)
+    # Of a gated layer, the second half of the outputs.
+    half = num_outputs.to(tl.int64) * weight_stride
+    used_NK = used_N[:, None] & (input_K < num_inputs)[None, :]
+    weight_NK = tl.load(at_NK, mask=used_NK, other=0.0)
+    weights = (weight_NK, tl.load(at_NK + half, mask=used_NK, other=0.0)) if GATED else (weight_NK,)
     launch.wait(EARLY)
-    sums = ()
-    for _ in tl.static_range(ROWS):
+    scales = ()
+    for row in tl.static_range(ROWS):
+        scale = 1.0
+        if NORM:
+            input_A = tl.arange(0, TILE_ALL)
+            used_A = input_A < num_inputs
+            x_A = tl.load(x_ptr + row * x_stride + input_A, mask=used_A, other=0.0).to(tl.float32)
+            if ADDS:
+                x_A += tl.load(residual_ptr + row * residual_stride + input_A, mask=used_A, other=0.0).to(tl.float32)
+                tl.store(added_ptr + row * num_inputs + input_A, x_A.to(dtype), mask=used_A & (tl.program_id(0) == 0))
+            scale = tl.rsqrt(tl.sum(x_A * x_A, 0) / num_inputs + epsilon)
         # Triton does not unpack tuples.
+        scales = scales + (scale,)  # type: ignore[assignment]  # noqa: RUF005
+    sums = ()
+    for _ in tl.static_range(ROWS * (2 if GATED else 1)):
         sums = sums + (tl.zeros((TILE_N, TILE_K), tl.float32),)  # type: ignore[assignment]  # noqa: RUF005
     for start in range(0, num_inputs, TILE_K):
+        used_K = start + input_K < num_inputs
         more = ()
         for row in tl.static_range(ROWS):
-            x_K = tl.load(x_ptr + row * x_stride + start + input_K, mask=start + input_K < num_inputs, other=0.0)
-            total_NK = sums[row] + weight_NK.to(tl.float32) * x_K.to(tl.float32)[None, :]
-            more = more + (total_NK,)  # type: ignore[assignment]  # noqa: RUF005
+            x_K = tl.load(x_ptr + row * x_stride + start + input_K, mask=used_K, other=0.0).to(tl.float32)
+            if NORM:
+                if ADDS:
+                    x_K += tl.load(residual_ptr + row * residual_stride + start + input_K, mask=used_K, other=0.0).to(
+                        tl.float32
+                    )
+                # Rounded where a norm of its own would be.
+                normed_K = (x_K * scales[row]).to(dtype) * tl.load(norm_ptr + start + input_K, mask=used_K, other=0.0)
+                x_K = normed_K.to(tl.float32)
+            for part in tl.static_range(2 if GATED else 1):
+                total_NK = sums[row * (2 if GATED else 1) + part] + weights[part].to(tl.float32) * x_K[None, :]
+                more = more + (total_NK,)  # type: ignore[assignment]  # noqa: RUF005
         sums = more
         # The next part; nothing after the last.
-        follows_K = start + TILE_K + input_K < num_inputs
-        weight_NK = tl.load(at_NK + start + TILE_K, mask=used_N[:, None] & follows_K[None, :], other=0.0)
+        follows_NK = used_N[:, None] & (start + TILE_K + input_K < num_inputs)[None, :]
+        weight_NK = tl.load(at_NK + start + TILE_K, mask=follows_NK, other=0.0)
+        weights = (
+            (weight_NK, tl.load(at_NK + half + start + TILE_K, mask=follows_NK, other=0.0)) if GATED else (weight_NK,)
+        )
     for row in tl.static_range(ROWS):
-        out_N = tl.sum(sums[row], 1)
+        out_N = tl.sum(sums[row * (2 if GATED else 1)], 1)
         if BIAS:
             out_N += tl.load(bias_ptr + output_N, mask=used_N, other=0.0).to(tl.float32)
-        tl.store(out_ptr + row * num_outputs + output_N, out_N.to(out_ptr.dtype.element_ty), mask=used_N)
+        out_N = out_N.to(dtype)
+        if GATED:
+            up_N = tl.sum(sums[row * 2 + 1], 1)
+            if BIAS:
+                up_N += tl.load(bias_ptr + num_outputs + output_N, mask=used_N, other=0.0).to(tl.float32)
+            out_N = kernels.gate(out_N) * up_N.to(dtype)
+        tl.store(out_ptr + row * num_outputs + output_N, out_N, mask=used_N)
+
+
+# --- more rows ---
+
+_TILE_N, _TILE_K = 64, 128
+_INSTANCES = 132
+"""Multiprocessors of an H100."""
+_MOST_TILES = 65536
+
+
+class _Share(NamedTuple):
+    """How many instances share an output's inputs, each with so many tiles of them."""
+
+    splits: int
+    tiles: int
+
+    @classmethod
+    def of(cls, num_rows: int, weight_NK: torch.Tensor, *, gated: bool) -> _Share | None:
+        """None where a library's kernel is the faster one, or has to be: by times of two models' layers on an H100."""
+        num_outputs, num_inputs = weight_NK.shape
+        num_tiles = triton.cdiv(num_outputs, _TILE_N)
+        if num_rows > SOME_ROWS or weight_NK.itemsize != 2 or num_inputs % _TILE_K or num_tiles > _MOST_TILES:
+            return None
+        if gated:
+            return None if num_outputs % _TILE_N else cls(1, num_inputs // _TILE_K)
+        if num_inputs > MOST_NORMED and num_outputs > 1024:
+            return None
+        steps = num_inputs // _TILE_K
+        tiles = triton.cdiv(steps, max(1, min(_INSTANCES // num_tiles, steps // 4)))
+        return cls(triton.cdiv(steps, tiles), tiles)
+
+
+@cache
+def _arrivals(device: torch.device) -> torch.Tensor:
+    """Counters of instances that arrived, by tile of outputs. Kernels of one stream share them, and leave zeros."""
+    if device.type == "cuda" and torch.cuda.is_current_stream_capturing():
+        raise RuntimeError("a linear layer of shared inputs has to run once before it is captured")
+    return torch.zeros(_MOST_TILES, dtype=torch.int32, device=device)
+
+
+def some_rows(
+    x: torch.Tensor, weight_NK: torch.Tensor, bias_N: torch.Tensor | None, share: _Share, *, gated: bool = False
+) -> torch.Tensor:
+    x_MK = x.reshape(-1, x.shape[-1])
+    (num_rows, num_inputs), num_outputs = x_MK.shape, weight_NK.shape[0]
+    num_tiles = triton.cdiv(num_outputs, _TILE_N)
+    out_MN = x_MK.new_empty(num_rows, num_outputs // 2 if gated else num_outputs)
+    parts, arrivals = out_MN, out_MN
+    if share.splits > 1:
+        parts = torch.empty(share.splits, num_rows, num_outputs, dtype=torch.float32, device=x.device)
+        arrivals = _arrivals(x.device)
+    tile_m = max(triton.next_power_of_2(num_rows), 16)
+    _some_rows[(num_tiles, share.splits)](
+        x_MK,
+        weight_NK,
+        bias_N,
+        out_MN,
+        parts,
+        arrivals,
+        num_rows,
+        out_MN.shape[1],
+        num_inputs,
+        x_MK.stride(0),
+        weight_NK.stride(0),
+        BIAS=bias_N is not None,
+        GATED=gated,
+        SPLITS=share.splits,
+        TILES=share.tiles,
+        # All of a small layer's instances run at once.
+        AHEAD=8 if num_tiles * share.splits <= 2 * _INSTANCES else 0,
+        TILE_M=tile_m,
+        TILE_N=_TILE_N,
+        TILE_K=_TILE_K,
+        # Two instances fit a multiprocessor.
+        STAGES=4 if tile_m <= 32 else 3,
+        num_warps=4,
+        **launch.options(),
+    )
+    return out_MN.view(*x.shape[:-1], out_MN.shape[1])
+
+
+@triton.jit(do_not_specialize=["num_rows"])
+def _some_rows(
+    x_ptr,
+    weight_ptr,
+    bias_ptr,
+    out_ptr,
+    parts_ptr,
+    arrivals_ptr,
+    num_rows,
+    num_outputs,
+    num_inputs,
+    x_stride,
+    weight_stride,
+    BIAS: tl.constexpr,
+    GATED: tl.constexpr,
+    SPLITS: tl.constexpr,
+    TILES: tl.constexpr,
+    AHEAD: tl.constexpr,
+    TILE_M: tl.constexpr,
+    TILE_N: tl.constexpr,
+    TILE_K: tl.constexpr,
+    STAGES: tl.constexpr,
+    EARLY: tl.constexpr,
+):
+    """Lanes of a tile after the last row or output do what the last one does, and store nothing."""
+    launch.let_next_start(EARLY)
+    lane_N = tl.arange(0, TILE_N)
+    row_M = tl.arange(0, TILE_M)
+    input_K = tl.arange(0, TILE_K)
+    if GATED:
+        # The first half of a tile has outputs, the second what they are multiplied with.
+        half: tl.constexpr = TILE_N // 2
+        output_N = tl.program_id(0) * half + lane_N % half + lane_N // half * num_outputs
+    else:
+        output_N = tl.minimum(tl.program_id(0) * TILE_N + lane_N, num_outputs - 1)
+    begin = tl.program_id(1) * TILES * TILE_K
+    end = tl.minimum(begin + TILES * TILE_K, num_inputs)
+    first_N = weight_ptr + output_N.to(tl.int64) * weight_stride + begin
+    if AHEAD > 0:
+        line_A = tl.minimum(tl.arange(0, AHEAD) * 64, end - begin - 1)
+        launch.fetch(first_N[:, None] + line_A[None, :], EARLY)
+    launch.wait(EARLY)
+    at_NK = first_N[:, None] + input_K[None, :]
+    at_KM = x_ptr + tl.minimum(row_M, num_rows - 1)[None, :] * x_stride + begin + input_K[:, None]
+    sums_NM = tl.zeros((TILE_N, TILE_M), tl.float32)
+    for start in tl.range(0, end - begin, TILE_K, num_stages=STAGES):
+        sums_NM = tl.dot(tl.load(at_NK + start), tl.load(at_KM + start), sums_NM)
+
+    used_M = row_M < num_rows
+    if SPLITS > 1:
+        used_NM = (tl.program_id(0) * TILE_N + lane_N < num_outputs)[:, None] & used_M[None, :]
+        part_NM = parts_ptr + row_M[None, :] * num_outputs + output_N[:, None]
+        size = num_rows * num_outputs
+        tl.store(part_NM + tl.program_id(1) * size, sums_NM, mask=used_NM)
+        # Other threads' parts are seen after their arrival, which a barrier brings after their stores.
+        tl.debug_barrier()
+        arrived = tl.atomic_add(arrivals_ptr + tl.program_id(0), 1, sem="acq_rel")
+        if arrived == SPLITS - 1:
+            tl.store(arrivals_ptr + tl.program_id(0), 0)
+            sums_NM = tl.zeros((TILE_N, TILE_M), tl.float32)
+            # In the same order whichever came last.
+            for split in tl.static_range(SPLITS):
+                sums_NM += tl.load(part_NM + split * size, mask=used_NM, other=0.0)
+            _put(sums_NM, bias_ptr, out_ptr, output_N, lane_N, row_M, used_M, num_outputs, BIAS, GATED, TILE_N, TILE_M)
+    else:
+        _put(sums_NM, bias_ptr, out_ptr, output_N, lane_N, row_M, used_M, num_outputs, BIAS, GATED, TILE_N, TILE_M)
+
+
+@triton.jit
+def _put(
+    sums_NM,
+    bias_ptr,
+    out_ptr,
+    output_N,
+    lane_N,
+    row_M,
+    used_M,
+    num_outputs,
+    BIAS: tl.constexpr,
+    GATED: tl.constexpr,
+    TILE_N: tl.constexpr,
+    TILE_M: tl.constexpr,
+):
+    dtype = out_ptr.dtype.element_ty
+    if BIAS:
+        sums_NM += tl.load(bias_ptr + output_N).to(tl.float32)[:, None]
+    out_NM = sums_NM.to(dtype)
+    if GATED:
+        half: tl.constexpr = TILE_N // 2
+        gate_HM, up_HM = tl.split(tl.permute(tl.reshape(out_NM, (2, half, TILE_M)), (1, 2, 0)))
+        output_H = tl.program_id(0) * half + tl.arange(0, half)
+        at_HM = out_ptr + row_M[None, :] * num_outputs + output_H[:, None]
+        tl.store(at_HM, kernels.gate(gate_HM) * up_HM, mask=used_M[None, :])
+    else:
+        used_N = tl.program_id(0) * TILE_N + lane_N < num_outputs
+        tl.store(out_ptr + row_M[None, :] * num_outputs + output_N[:, None], out_NM, used_N[:, None] & used_M[None, :])
 
 
 # --- vLLM's layers ---
 
 
-class _FewRowsLinear(UnquantizedLinearMethod):
-    def apply(self, layer: nn.Module, x: torch.Tensor, bias: torch.Tensor | None = None) -> torch.Tensor:
+class FewRowsLinear(UnquantizedLinearMethod):
+    def apply(self, layer: nn.Module, x: Any, bias: torch.Tensor | None = None) -> torch.Tensor:
         return linear(x, layer.weight, bias)
 
 
@@ -125,7 +392,7 @@ class _FewRowsEmbedding(UnquantizedEmbeddingMethod):
         return linear(x, layer.weight, bias)
 
 
-_METHODS = {UnquantizedLinearMethod: _FewRowsLinear, UnquantizedEmbeddingMethod: _FewRowsEmbedding}
+_METHODS = {UnquantizedLinearMethod: FewRowsLinear, UnquantizedEmbeddingMethod: _FewRowsEmbedding}
 
 
 def use_in(model: nn.Module) -> None:
