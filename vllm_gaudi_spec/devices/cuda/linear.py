@@ -2,13 +2,11 @@
 
 N outputs of K inputs, M rows. A step of few rows costs what it reads, and a kernel may start to read its weight while
 the kernel before it still runs. With one or two rows an instance has a few outputs and all of their inputs, and may
-compute the norm before the layer itself. With more rows the matrix units multiply; where that leaves few instances,
-several share an output's inputs, and the last of them adds up.
+compute the norm before the layer itself. With more rows the matrix units multiply.
 """
 
 from __future__ import annotations
 
-from functools import cache
 from typing import Any, NamedTuple
 
 import torch
@@ -23,9 +21,9 @@ from vllm_gaudi_spec.devices.cuda import kernels, launch
 FEW_ROWS = 2
 """Up to so many rows the kernel without matrix units is the faster one,"""
 SOME_ROWS = 64
-"""and up to so many the other one, for layers that `_Share.of` takes."""
+"""and up to so many the other one, for some layers."""
 MOST_NORMED = 1024
-"""Up to so many inputs an instance computes the norm itself; more are read too often."""
+"""Up to so many inputs an instance computes the norm itself, from what it has in registers."""
 
 
 class Unnormed:
@@ -50,8 +48,8 @@ def linear(
     if weight_NK.stride(-1) == 1:
         if 0 < num_rows <= FEW_ROWS:
             return few_rows(x, weight_NK, bias_N, gated=gated)
-        if num_rows and (share := _Share.of(num_rows, weight_NK, gated=gated)) is not None:
-            return some_rows(x, weight_NK, bias_N, share, gated=gated)
+        if 0 < num_rows <= SOME_ROWS and _takes_some(weight_NK, gated=gated):
+            return some_rows(x, weight_NK, bias_N, gated=gated)
     out = nn.functional.linear(x, weight_NK, bias_N)
     return kernels.silu_and_mul(out) if gated else out
 
@@ -65,11 +63,16 @@ class _Tile(NamedTuple):
     num_warps: int
 
     @classmethod
-    def of(cls, num_outputs: int, num_inputs: int) -> _Tile:
+    def of(cls, num_outputs: int, num_inputs: int, *, is_normed: bool, gated: bool) -> _Tile:
         """The fastest of ten for the layers of two models on an H100, or near it."""
+        if gated:
+            return _GATED if num_inputs <= 1024 else cls(1, 2048, 8)
         if num_inputs > 1024:
             return cls(2, 2048, 8)
-        return cls(8, 256, 4) if num_outputs >= 4096 else cls(2, 1024, 4)
+        return cls(8, 256, 4) if num_outputs >= 4096 and not is_normed else cls(2, 1024, 4)
+
+
+_GATED = _Tile(2, 1024, 4)
 
 
 def few_rows(
@@ -80,10 +83,10 @@ def few_rows(
     x_MK = rows.reshape(-1, rows.shape[-1])
     residual_MK = x_MK if norm is None or norm.residual is None else norm.residual
     num_outputs, num_inputs = weight_NK.shape
-    tile = _Tile.of(num_outputs, num_inputs)
-    num_outputs, outputs = (num_outputs // 2, max(tile.outputs // 2, 1)) if gated else (num_outputs, tile.outputs)
+    num_outputs = num_outputs // 2 if gated else num_outputs
+    tile = _Tile.of(num_outputs, num_inputs, is_normed=norm is not None, gated=gated)
     out_MN = x_MK.new_empty(x_MK.shape[0], num_outputs)
-    _few_rows[(triton.cdiv(num_outputs, outputs),)](
+    _few_rows[(triton.cdiv(num_outputs, tile.outputs),)](
         x_MK,
         residual_MK,
         None if norm is None else norm.weight_K,
@@ -102,9 +105,8 @@ def few_rows(
         GATED=gated,
         NORM=norm is not None,
         ADDS=norm is not None and norm.residual is not None,
-        TILE_N=outputs,
+        TILE_N=tile.outputs,
         TILE_K=tile.inputs,
-        TILE_ALL=triton.next_power_of_2(num_inputs) if norm is not None else 1,
         num_warps=tile.num_warps,
         **launch.options(),
     )
@@ -133,7 +135,6 @@ def _few_rows(
     ADDS: tl.constexpr,
     TILE_N: tl.constexpr,
     TILE_K: tl.constexpr,
-    TILE_ALL: tl.constexpr,
     EARLY: tl.constexpr,
 ):
     launch.let_next_start(EARLY)
@@ -148,52 +149,47 @@ def _few_rows(
     weight_NK = tl.load(at_NK, mask=used_NK, other=0.0)
     weights = (weight_NK, tl.load(at_NK + half, mask=used_NK, other=0.0)) if GATED else (weight_NK,)
     launch.wait(EARLY)
-    scales = ()
-    for row in tl.static_range(ROWS):
-        scale = 1.0
-        if NORM:
-            input_A = tl.arange(0, TILE_ALL)
-            used_A = input_A < num_inputs
-            x_A = tl.load(x_ptr + row * x_stride + input_A, mask=used_A, other=0.0).to(tl.float32)
-            if ADDS:
-                x_A += tl.load(residual_ptr + row * residual_stride + input_A, mask=used_A, other=0.0).to(tl.float32)
-                tl.store(added_ptr + row * num_inputs + input_A, x_A.to(dtype), mask=used_A & (tl.program_id(0) == 0))
-            scale = tl.rsqrt(tl.sum(x_A * x_A, 0) / num_inputs + epsilon)
-        # Triton does not unpack tuples.
-        scales = scales + (scale,)  # type: ignore[assignment]  # noqa: RUF005
+    parts: tl.constexpr = 2 if GATED else 1
     sums = ()
-    for _ in tl.static_range(ROWS * (2 if GATED else 1)):
-        sums = sums + (tl.zeros((TILE_N, TILE_K), tl.float32),)  # type: ignore[assignment]  # noqa: RUF005
-    for start in range(0, num_inputs, TILE_K):
-        used_K = start + input_K < num_inputs
-        more = ()
+    if NORM:
+        # All inputs fit the tile.
+        used_K = input_K < num_inputs
+        norm_K = tl.load(norm_ptr + input_K, mask=used_K, other=0.0)
         for row in tl.static_range(ROWS):
-            x_K = tl.load(x_ptr + row * x_stride + start + input_K, mask=used_K, other=0.0).to(tl.float32)
-            if NORM:
-                if ADDS:
-                    x_K += tl.load(residual_ptr + row * residual_stride + start + input_K, mask=used_K, other=0.0).to(
-                        tl.float32
-                    )
-                # Rounded where a norm of its own would be.
-                normed_K = (x_K * scales[row]).to(dtype) * tl.load(norm_ptr + start + input_K, mask=used_K, other=0.0)
-                x_K = normed_K.to(tl.float32)
-            for part in tl.static_range(2 if GATED else 1):
-                total_NK = sums[row * (2 if GATED else 1) + part] + weights[part].to(tl.float32) * x_K[None, :]
-                more = more + (total_NK,)  # type: ignore[assignment]  # noqa: RUF005
-        sums = more
-        # The next part; nothing after the last.
-        follows_NK = used_N[:, None] & (start + TILE_K + input_K < num_inputs)[None, :]
-        weight_NK = tl.load(at_NK + start + TILE_K, mask=follows_NK, other=0.0)
-        weights = (
-            (weight_NK, tl.load(at_NK + half + start + TILE_K, mask=follows_NK, other=0.0)) if GATED else (weight_NK,)
-        )
+            x_K = tl.load(x_ptr + row * x_stride + input_K, mask=used_K, other=0.0).to(tl.float32)
+            if ADDS:
+                x_K += tl.load(residual_ptr + row * residual_stride + input_K, mask=used_K, other=0.0).to(tl.float32)
+                tl.store(added_ptr + row * num_inputs + input_K, x_K.to(dtype), mask=used_K & (tl.program_id(0) == 0))
+            scale = tl.rsqrt(tl.sum(x_K * x_K, 0) / num_inputs + epsilon)
+            # Rounded where a norm of its own would be.
+            x_K = ((x_K * scale).to(dtype) * norm_K).to(tl.float32)
+            for part in tl.static_range(parts):
+                # Triton does not unpack tuples.
+                total_NK = weights[part].to(tl.float32) * x_K[None, :]
+                sums = sums + (total_NK,)  # type: ignore[assignment]  # noqa: RUF005
+    else:
+        for _ in tl.static_range(ROWS * parts):
+            sums = sums + (tl.zeros((TILE_N, TILE_K), tl.float32),)  # type: ignore[assignment]  # noqa: RUF005
+        for start in range(0, num_inputs, TILE_K):
+            more = ()
+            for row in tl.static_range(ROWS):
+                x_K = tl.load(x_ptr + row * x_stride + start + input_K, mask=start + input_K < num_inputs, other=0.0)
+                for part in tl.static_range(parts):
+                    total_NK = sums[row * parts + part] + weights[part].to(tl.float32) * x_K.to(tl.float32)[None, :]
+                    more = more + (total_NK,)  # type: ignore[assignment]  # noqa: RUF005
+            sums = more
+            # The next part; nothing after the last.
+            next_NK = at_NK + start + TILE_K
+            follows_NK = used_N[:, None] & (start + TILE_K + input_K < num_inputs)[None, :]
+            weight_NK = tl.load(next_NK, mask=follows_NK, other=0.0)
+            weights = (weight_NK, tl.load(next_NK + half, mask=follows_NK, other=0.0)) if GATED else (weight_NK,)
     for row in tl.static_range(ROWS):
-        out_N = tl.sum(sums[row * (2 if GATED else 1)], 1)
+        out_N = tl.sum(sums[row * parts], 1)
         if BIAS:
             out_N += tl.load(bias_ptr + output_N, mask=used_N, other=0.0).to(tl.float32)
         out_N = out_N.to(dtype)
         if GATED:
-            up_N = tl.sum(sums[row * 2 + 1], 1)
+            up_N = tl.sum(sums[row * parts + 1], 1)
             if BIAS:
                 up_N += tl.load(bias_ptr + num_outputs + output_N, mask=used_N, other=0.0).to(tl.float32)
             out_N = kernels.gate(out_N) * up_N.to(dtype)
@@ -203,60 +199,31 @@ def _few_rows(
 # --- more rows ---
 
 _TILE_N, _TILE_K = 64, 128
-_INSTANCES = 132
-"""Multiprocessors of an H100."""
-_MOST_TILES = 65536
+_AT_ONCE = 264
+"""Instances that an H100 has room for."""
 
 
-class _Share(NamedTuple):
-    """How many instances share an output's inputs, each with so many tiles of them."""
-
-    splits: int
-    tiles: int
-
-    @classmethod
-    def of(cls, num_rows: int, weight_NK: torch.Tensor, *, gated: bool) -> _Share | None:
-        """None where a library's kernel is the faster one, or has to be: by times of two models' layers on an H100."""
-        num_outputs, num_inputs = weight_NK.shape
-        num_tiles = triton.cdiv(num_outputs, _TILE_N)
-        if num_rows > SOME_ROWS or weight_NK.itemsize != 2 or num_inputs % _TILE_K or num_tiles > _MOST_TILES:
-            return None
-        if gated:
-            return None if num_outputs % _TILE_N else cls(1, num_inputs // _TILE_K)
-        if num_inputs > MOST_NORMED and num_outputs > 1024:
-            return None
-        steps = num_inputs // _TILE_K
-        tiles = triton.cdiv(steps, max(1, min(_INSTANCES // num_tiles, steps // 4)))
-        return cls(triton.cdiv(steps, tiles), tiles)
-
-
-@cache
-def _arrivals(device: torch.device) -> torch.Tensor:
-    """Counters of instances that arrived, by tile of outputs. Kernels of one stream share them, and leave zeros."""
-    if device.type == "cuda" and torch.cuda.is_current_stream_capturing():
-        raise RuntimeError("a linear layer of shared inputs has to run once before it is captured")
-    return torch.zeros(_MOST_TILES, dtype=torch.int32, device=device)
+def _takes_some(weight_NK: torch.Tensor, *, gated: bool) -> bool:
+    """By times of two models' layers on an H100. What has few outputs leaves too few instances."""
+    num_outputs, num_inputs = weight_NK.shape
+    if weight_NK.itemsize != 2 or num_inputs % _TILE_K:
+        return False
+    return num_outputs % _TILE_N == 0 if gated else num_inputs <= 1024 < num_outputs
 
 
 def some_rows(
-    x: torch.Tensor, weight_NK: torch.Tensor, bias_N: torch.Tensor | None, share: _Share, *, gated: bool = False
+    x: torch.Tensor, weight_NK: torch.Tensor, bias_N: torch.Tensor | None, *, gated: bool = False
 ) -> torch.Tensor:
     x_MK = x.reshape(-1, x.shape[-1])
     (num_rows, num_inputs), num_outputs = x_MK.shape, weight_NK.shape[0]
     num_tiles = triton.cdiv(num_outputs, _TILE_N)
     out_MN = x_MK.new_empty(num_rows, num_outputs // 2 if gated else num_outputs)
-    parts, arrivals = out_MN, out_MN
-    if share.splits > 1:
-        parts = torch.empty(share.splits, num_rows, num_outputs, dtype=torch.float32, device=x.device)
-        arrivals = _arrivals(x.device)
     tile_m = max(triton.next_power_of_2(num_rows), 16)
-    _some_rows[(num_tiles, share.splits)](
+    _some_rows[(num_tiles,)](
         x_MK,
         weight_NK,
         bias_N,
         out_MN,
-        parts,
-        arrivals,
         num_rows,
         out_MN.shape[1],
         num_inputs,
@@ -264,10 +231,8 @@ def some_rows(
         weight_NK.stride(0),
         BIAS=bias_N is not None,
         GATED=gated,
-        SPLITS=share.splits,
-        TILES=share.tiles,
-        # All of a small layer's instances run at once.
-        AHEAD=8 if num_tiles * share.splits <= 2 * _INSTANCES else 0,
+        # Worth it where all instances run at once.
+        AHEAD=8 if num_tiles <= _AT_ONCE else 0,
         TILE_M=tile_m,
         TILE_N=_TILE_N,
         TILE_K=_TILE_K,
@@ -285,8 +250,6 @@ def _some_rows(
     weight_ptr,
     bias_ptr,
     out_ptr,
-    parts_ptr,
-    arrivals_ptr,
     num_rows,
     num_outputs,
     num_inputs,
@@ -294,8 +257,6 @@ def _some_rows(
     weight_stride,
     BIAS: tl.constexpr,
     GATED: tl.constexpr,
-    SPLITS: tl.constexpr,
-    TILES: tl.constexpr,
     AHEAD: tl.constexpr,
     TILE_M: tl.constexpr,
     TILE_N: tl.constexpr,
@@ -303,78 +264,41 @@ def _some_rows(
     STAGES: tl.constexpr,
     EARLY: tl.constexpr,
 ):
-    """Lanes of a tile after the last row or output do what the last one does, and store nothing."""
     launch.let_next_start(EARLY)
     lane_N = tl.arange(0, TILE_N)
     row_M = tl.arange(0, TILE_M)
     input_K = tl.arange(0, TILE_K)
+    half: tl.constexpr = TILE_N // 2
     if GATED:
         # The first half of a tile has outputs, the second what they are multiplied with.
-        half: tl.constexpr = TILE_N // 2
         output_N = tl.program_id(0) * half + lane_N % half + lane_N // half * num_outputs
     else:
+        # Lanes after the last output do what it does, and store nothing.
         output_N = tl.minimum(tl.program_id(0) * TILE_N + lane_N, num_outputs - 1)
-    begin = tl.program_id(1) * TILES * TILE_K
-    end = tl.minimum(begin + TILES * TILE_K, num_inputs)
-    first_N = weight_ptr + output_N.to(tl.int64) * weight_stride + begin
+    first_N = weight_ptr + output_N.to(tl.int64) * weight_stride
     if AHEAD > 0:
-        line_A = tl.minimum(tl.arange(0, AHEAD) * 64, end - begin - 1)
+        line_A = tl.minimum(tl.arange(0, AHEAD) * 64, num_inputs - 1)
         launch.fetch(first_N[:, None] + line_A[None, :], EARLY)
     launch.wait(EARLY)
     at_NK = first_N[:, None] + input_K[None, :]
-    at_KM = x_ptr + tl.minimum(row_M, num_rows - 1)[None, :] * x_stride + begin + input_K[:, None]
-    sums_NM = tl.zeros((TILE_N, TILE_M), tl.float32)
-    for start in tl.range(0, end - begin, TILE_K, num_stages=STAGES):
-        sums_NM = tl.dot(tl.load(at_NK + start), tl.load(at_KM + start), sums_NM)
-
+    at_KM = x_ptr + row_M[None, :] * x_stride + input_K[:, None]
     used_M = row_M < num_rows
-    if SPLITS > 1:
-        used_NM = (tl.program_id(0) * TILE_N + lane_N < num_outputs)[:, None] & used_M[None, :]
-        part_NM = parts_ptr + row_M[None, :] * num_outputs + output_N[:, None]
-        size = num_rows * num_outputs
-        tl.store(part_NM + tl.program_id(1) * size, sums_NM, mask=used_NM)
-        # Other threads' parts are seen after their arrival, which a barrier brings after their stores.
-        tl.debug_barrier()
-        arrived = tl.atomic_add(arrivals_ptr + tl.program_id(0), 1, sem="acq_rel")
-        if arrived == SPLITS - 1:
-            tl.store(arrivals_ptr + tl.program_id(0), 0)
-            sums_NM = tl.zeros((TILE_N, TILE_M), tl.float32)
-            # In the same order whichever came last.
-            for split in tl.static_range(SPLITS):
-                sums_NM += tl.load(part_NM + split * size, mask=used_NM, other=0.0)
-            _put(sums_NM, bias_ptr, out_ptr, output_N, lane_N, row_M, used_M, num_outputs, BIAS, GATED, TILE_N, TILE_M)
-    else:
-        _put(sums_NM, bias_ptr, out_ptr, output_N, lane_N, row_M, used_M, num_outputs, BIAS, GATED, TILE_N, TILE_M)
-
-
-@triton.jit
-def _put(
-    sums_NM,
-    bias_ptr,
-    out_ptr,
-    output_N,
-    lane_N,
-    row_M,
-    used_M,
-    num_outputs,
-    BIAS: tl.constexpr,
-    GATED: tl.constexpr,
-    TILE_N: tl.constexpr,
-    TILE_M: tl.constexpr,
-):
-    dtype = out_ptr.dtype.element_ty
+    sums_NM = tl.zeros((TILE_N, TILE_M), tl.float32)
+    for start in tl.range(0, num_inputs, TILE_K, num_stages=STAGES):
+        x_KM = tl.load(at_KM + start, mask=used_M[None, :], other=0.0)
+        sums_NM = tl.dot(tl.load(at_NK + start), x_KM, sums_NM)
     if BIAS:
         sums_NM += tl.load(bias_ptr + output_N).to(tl.float32)[:, None]
-    out_NM = sums_NM.to(dtype)
+    out_NM = sums_NM.to(out_ptr.dtype.element_ty)
     if GATED:
-        half: tl.constexpr = TILE_N // 2
         gate_HM, up_HM = tl.split(tl.permute(tl.reshape(out_NM, (2, half, TILE_M)), (1, 2, 0)))
         output_H = tl.program_id(0) * half + tl.arange(0, half)
         at_HM = out_ptr + row_M[None, :] * num_outputs + output_H[:, None]
         tl.store(at_HM, kernels.gate(gate_HM) * up_HM, mask=used_M[None, :])
     else:
         used_N = tl.program_id(0) * TILE_N + lane_N < num_outputs
-        tl.store(out_ptr + row_M[None, :] * num_outputs + output_N[:, None], out_NM, used_N[:, None] & used_M[None, :])
+        at_NM = out_ptr + row_M[None, :] * num_outputs + output_N[:, None]
+        tl.store(at_NM, out_NM, mask=used_N[:, None] & used_M[None, :])
 
 
 # --- vLLM's layers ---
