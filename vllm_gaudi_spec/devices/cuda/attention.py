@@ -43,7 +43,8 @@ def attend(query_THD: torch.Tensor, kv: KVPair, call: AttentionCall, spec: Atten
     tile_m = min(max(triton.next_power_of_2(lanes), 16), 128 if tile_d <= 128 else 64)
     tile_n = _key_tile(spec.block_size, tile_d * keys.element_size())
     tiles = triton.cdiv(lanes, tile_m)
-    busy = _BUSY if tiles == 1 else _ONE_EACH
+    # Short heads leave an instance less to do.
+    busy = _BUSY * max(128 // tile_d, 1) if tiles == 1 else _ONE_EACH
     splits = _num_splits(busy, tiles * spec.num_kv_heads * call.num_rows, call.block_table_BW.shape[1], spec, tile_n)
     parts, maxima, sums = out_THD, out_THD, out_THD
     if splits > 1:

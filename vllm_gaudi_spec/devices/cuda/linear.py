@@ -2,11 +2,13 @@
 
 N outputs of K inputs, M rows. A step of few rows costs what it reads, and a kernel may start to read its weight while
 the kernel before it still runs. With one or two rows an instance has a few outputs and all of their inputs, and may
-compute the norm before the layer itself. With more rows the matrix units multiply.
+compute the norm before the layer itself. With more rows the matrix units multiply; where outputs are few, several
+instances share an output's inputs, and the last of them adds up.
 """
 
 from __future__ import annotations
 
+from functools import cache
 from typing import Any, NamedTuple
 
 import torch
@@ -48,8 +50,8 @@ def linear(
     if weight_NK.stride(-1) == 1:
         if 0 < num_rows <= FEW_ROWS:
             return few_rows(x, weight_NK, bias_N, gated=gated)
-        if 0 < num_rows <= SOME_ROWS and _takes_some(weight_NK, gated=gated):
-            return some_rows(x, weight_NK, bias_N, gated=gated)
+        if num_rows and (splits := _num_splits(num_rows, weight_NK, gated=gated)):
+            return some_rows(x, weight_NK, bias_N, splits, gated=gated)
     out = nn.functional.linear(x, weight_NK, bias_N)
     return kernels.silu_and_mul(out) if gated else out
 
@@ -203,27 +205,52 @@ _AT_ONCE = 264
 """Instances that an H100 has room for."""
 
 
-def _takes_some(weight_NK: torch.Tensor, *, gated: bool) -> bool:
-    """By times of two models' layers on an H100. What has few outputs leaves too few instances."""
+_MOST_TILES = 16
+"""Of outputs whose inputs are shared."""
+
+
+def _num_splits(num_rows: int, weight_NK: torch.Tensor, *, gated: bool) -> int:
+    """How many instances share an output's inputs; 0 where a library's kernel is the faster one, or has to be. By times
+    of two models' layers on an H100."""
     num_outputs, num_inputs = weight_NK.shape
-    if weight_NK.itemsize != 2 or num_inputs % _TILE_K:
-        return False
-    return num_outputs % _TILE_N == 0 if gated else num_inputs <= 1024 < num_outputs
+    if num_rows > SOME_ROWS or weight_NK.itemsize != 2 or num_inputs % _TILE_K:
+        return 0
+    if gated:
+        return 1 if num_outputs % _TILE_N == 0 else 0
+    if num_outputs > _MOST_TILES * _TILE_N:
+        return 1 if num_inputs <= 1024 else 0
+    if num_rows > 32:
+        return 0
+    return min(8 if num_rows <= 16 else 4, triton.cdiv(num_inputs, 1024))
+
+
+@cache
+def _arrivals(device: torch.device) -> torch.Tensor:
+    """Counters of instances that arrived, by tile of outputs. Kernels of one stream share them, and leave zeros."""
+    if device.type == "cuda" and torch.cuda.is_current_stream_capturing():
+        raise RuntimeError("a linear layer of shared inputs has to run once before it is captured")
+    return torch.zeros(_MOST_TILES, dtype=torch.int32, device=device)
 
 
 def some_rows(
-    x: torch.Tensor, weight_NK: torch.Tensor, bias_N: torch.Tensor | None, *, gated: bool = False
+    x: torch.Tensor, weight_NK: torch.Tensor, bias_N: torch.Tensor | None, splits: int = 1, *, gated: bool = False
 ) -> torch.Tensor:
     x_MK = x.reshape(-1, x.shape[-1])
     (num_rows, num_inputs), num_outputs = x_MK.shape, weight_NK.shape[0]
     num_tiles = triton.cdiv(num_outputs, _TILE_N)
     out_MN = x_MK.new_empty(num_rows, num_outputs // 2 if gated else num_outputs)
+    parts_SMN, arrivals = out_MN, out_MN
+    if splits > 1:
+        parts_SMN = torch.empty(splits, num_rows, num_outputs, dtype=torch.float32, device=x.device)
+        arrivals = _arrivals(x.device)
     tile_m = max(triton.next_power_of_2(num_rows), 16)
-    _some_rows[(num_tiles,)](
+    _some_rows[(num_tiles, splits)](
         x_MK,
         weight_NK,
         bias_N,
         out_MN,
+        parts_SMN,
+        arrivals,
         num_rows,
         out_MN.shape[1],
         num_inputs,
@@ -231,8 +258,9 @@ def some_rows(
         weight_NK.stride(0),
         BIAS=bias_N is not None,
         GATED=gated,
+        SPLITS=splits,
         # Worth it where all instances run at once.
-        AHEAD=8 if num_tiles <= _AT_ONCE else 0,
+        AHEAD=8 if num_tiles * splits <= _AT_ONCE else 0,
         TILE_M=tile_m,
         TILE_N=_TILE_N,
         TILE_K=_TILE_K,
@@ -250,6 +278,8 @@ def _some_rows(
     weight_ptr,
     bias_ptr,
     out_ptr,
+    parts_ptr,
+    arrivals_ptr,
     num_rows,
     num_outputs,
     num_inputs,
@@ -257,6 +287,7 @@ def _some_rows(
     weight_stride,
     BIAS: tl.constexpr,
     GATED: tl.constexpr,
+    SPLITS: tl.constexpr,
     AHEAD: tl.constexpr,
     TILE_M: tl.constexpr,
     TILE_N: tl.constexpr,
@@ -275,18 +306,36 @@ def _some_rows(
     else:
         # Lanes after the last output do what it does, and store nothing.
         output_N = tl.minimum(tl.program_id(0) * TILE_N + lane_N, num_outputs - 1)
+    share = tl.cdiv(num_inputs, SPLITS * TILE_K) * TILE_K
+    begin = tl.program_id(1) * share
+    end = tl.minimum(begin + share, num_inputs)
     first_N = weight_ptr + output_N.to(tl.int64) * weight_stride
     if AHEAD > 0:
-        line_A = tl.minimum(tl.arange(0, AHEAD) * 64, num_inputs - 1)
+        line_A = tl.minimum(begin + tl.arange(0, AHEAD) * 64, num_inputs - 1)
         launch.fetch(first_N[:, None] + line_A[None, :], EARLY)
     launch.wait(EARLY)
     at_NK = first_N[:, None] + input_K[None, :]
     at_KM = x_ptr + row_M[None, :] * x_stride + input_K[:, None]
     used_M = row_M < num_rows
     sums_NM = tl.zeros((TILE_N, TILE_M), tl.float32)
-    for start in tl.range(0, num_inputs, TILE_K, num_stages=STAGES):
+    for start in tl.range(begin, end, TILE_K, num_stages=STAGES):
         x_KM = tl.load(at_KM + start, mask=used_M[None, :], other=0.0)
         sums_NM = tl.dot(tl.load(at_NK + start), x_KM, sums_NM)
+    is_last = True
+    if SPLITS > 1:
+        used_NM = (tl.program_id(0) * TILE_N + lane_N < num_outputs)[:, None] & used_M[None, :]
+        part_NM = parts_ptr + row_M[None, :] * num_outputs + output_N[:, None]
+        size = num_rows * num_outputs
+        tl.store(part_NM + tl.program_id(1) * size, sums_NM, mask=used_NM)
+        # All threads' stores come before the arrival.
+        tl.debug_barrier()
+        is_last = tl.atomic_add(arrivals_ptr + tl.program_id(0), 1, sem="acq_rel") == SPLITS - 1
+        if is_last:
+            tl.store(arrivals_ptr + tl.program_id(0), 0)
+            sums_NM = tl.zeros((TILE_N, TILE_M), tl.float32)
+            # In the same order whichever came last.
+            for split in tl.static_range(SPLITS):
+                sums_NM += tl.load(part_NM + split * size, mask=used_NM, other=0.0)
     if BIAS:
         sums_NM += tl.load(bias_ptr + output_N).to(tl.float32)[:, None]
     out_NM = sums_NM.to(out_ptr.dtype.element_ty)
@@ -298,7 +347,7 @@ def _some_rows(
     else:
         used_N = tl.program_id(0) * TILE_N + lane_N < num_outputs
         at_NM = out_ptr + row_M[None, :] * num_outputs + output_N[:, None]
-        tl.store(at_NM, out_NM, mask=used_N[:, None] & used_M[None, :])
+        tl.store(at_NM, out_NM, mask=used_N[:, None] & used_M[None, :] & is_last)
 
 
 # --- vLLM's layers ---
