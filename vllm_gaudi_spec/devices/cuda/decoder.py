@@ -48,7 +48,8 @@ def _takes(layer: Any) -> bool:
     return (
         type(layer.self_attn).forward in _ATTENTIONS
         and type(layer.mlp).forward in _MLPS
-        and all(type(norm).forward_native is RMSNorm.forward_native and norm.has_weight for norm in norms)
+        # An EAGLE head's first layer has none before its attention.
+        and all(isinstance(norm, RMSNorm) and norm.has_weight for norm in norms)
         and all(norm.variance_size_override is None for norm in norms)
         and layer.input_layernorm.weight.shape[0] <= linear.MOST_NORMED
     )
