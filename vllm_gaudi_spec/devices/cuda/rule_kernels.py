@@ -437,9 +437,9 @@ def next_token_kernel(
 
 
 @triton.jit
-def sound_kernel(logits, stride, sound_out, vocab, CHUNK: tl.constexpr):
+def sound_kernel(logits, stride, sound_out, vocab, num_chunks, CHUNK: tl.constexpr):
     """Whether a chunk of a row has neither NaN nor plus infinity."""
     chunk, row = tl.program_id(0), tl.program_id(1)
     tokens = chunk * CHUNK + tl.arange(0, CHUNK)
     values = tl.load(logits + row.to(tl.int64) * stride + tokens, mask=tokens < vocab, other=0.0)
-    tl.store(sound_out + row * tl.num_programs(0) + chunk, tl.sum(values, 0) < float("inf"))
+    tl.store(sound_out + row * num_chunks + chunk, tl.sum(values, 0) < float("inf"))

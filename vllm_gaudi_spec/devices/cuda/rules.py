@@ -265,7 +265,7 @@ def are_sound(logits_BV: torch.Tensor) -> torch.Tensor:
     rows, vocab = logits_BV.shape
     chunks = triton.cdiv(vocab, _SOUND_CHUNK)
     sound_BN = torch.empty(rows, chunks, dtype=torch.bool, device=logits_BV.device)
-    kernels.sound_kernel[(chunks, rows)](logits_BV, logits_BV.stride(0), sound_BN, vocab, CHUNK=_SOUND_CHUNK)
+    kernels.sound_kernel[(chunks, rows)](logits_BV, logits_BV.stride(0), sound_BN, vocab, chunks, CHUNK=_SOUND_CHUNK)
     return sound_BN.all(-1)
 
 
