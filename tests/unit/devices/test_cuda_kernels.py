@@ -192,7 +192,9 @@ def test_gated_activation(shape: tuple[int, ...]) -> None:
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, *HALF])
-@pytest.mark.parametrize(("rows", "outputs", "inputs"), [(1, 7, 96), (2, 130, 1100), (1, 16, 2048), (2, 6, 5000)])
+@pytest.mark.parametrize(
+    ("rows", "outputs", "inputs"), [(1, 7, 96), (2, 130, 1100), (1, 16, 2048), (2, 6, 5000), (2, 1, 96)]
+)
 @pytest.mark.parametrize("has_bias", [True, False])
 def test_linear_layers_of_few_rows(dtype: torch.dtype, rows: int, outputs: int, inputs: int, has_bias: bool) -> None:
     """Weights and inputs may be parts of longer rows; what a tile does not hold is read in several parts."""
@@ -242,6 +244,7 @@ def test_a_norm_within_a_linear_layer(
         (128, 1280, True, 64, 1),
         (1090, 256, False, 33, 1),
         (130, 256, False, 3, 1),
+        (1, 256, False, 3, 1),
         (130, 2560, False, 16, 3),
         (1000, 9088, False, 20, 4),
         (130, 9088, False, 9, 8),

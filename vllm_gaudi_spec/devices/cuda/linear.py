@@ -146,7 +146,7 @@ def _few_rows(
     dtype = out_ptr.dtype.element_ty
     at_NK = weight_ptr + output_N.to(tl.int64)[:, None] * weight_stride + input_K[None, :]
     # Of a gated layer, the second half of the outputs.
-    half = num_outputs.to(tl.int64) * weight_stride
+    half = num_outputs * weight_stride
     used_NK = used_N[:, None] & (input_K < num_inputs)[None, :]
     weight_NK = tl.load(at_NK, mask=used_NK, other=0.0)
     weights = (weight_NK, tl.load(at_NK + half, mask=used_NK, other=0.0)) if GATED else (weight_NK,)
@@ -203,8 +203,6 @@ def _few_rows(
 _TILE_N, _TILE_K = 64, 128
 _AT_ONCE = 264
 """Instances that an H100 has room for."""
-
-
 _MOST_TILES = 16
 """Of outputs whose inputs are shared."""
 
