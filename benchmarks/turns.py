@@ -127,8 +127,10 @@ def _serve(
                 pipe.send(sum(int(metric.value) for metric in llm.get_metrics() if metric.name == asked))
                 continue
             batch, tokens, temperature, top_p = asked
-            params = shared.sampling(temperature, tokens, 0)
-            params.top_p = top_p
+            # Seeds of their own: with one for all, what is accepted at a position is one draw.
+            params = [shared.sampling(temperature, tokens, seed) for seed in range(batch)]
+            for one in params:
+                one.top_p = top_p
             requests = [{"prompt_token_ids": prompts[i % len(prompts)]} for i in range(batch)]
             started = time.perf_counter()
             outputs = llm.generate(requests, params, use_tqdm=False)

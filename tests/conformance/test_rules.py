@@ -67,6 +67,16 @@ def test_samples(backend: DeviceBackend, stream: Stream | None) -> None:
     assert int((found != expected).sum()) <= (0 if stream is None else MOST_DIFFERING)
 
 
+def test_sound_logits(backend: DeviceBackend) -> None:
+    logits = torch.randn(7, 5000)
+    for row, (position, value) in enumerate([(0, torch.nan), (4999, torch.nan), (4096, torch.inf), (7, -torch.inf)]):
+        logits[row, position] = value
+    logits[4] = -torch.inf
+    logits[5, :10], logits[5, 10:] = -torch.inf, torch.inf
+    found = backend.graphs.graph(backend.rules.are_sound)(backend.memory.upload(logits))
+    assert backend.memory.download(found).tolist() == [False, False, False, True, True, False, True]
+
+
 @pytest.mark.parametrize("names", [("top_p",), ("top_k",), ("min_p",), ("min_p", "top_k", "top_p")])
 def test_filters(backend: DeviceBackend, names: tuple[str, ...]) -> None:
     """In one graph, for rows of every kind: what a sort keeps."""

@@ -43,8 +43,7 @@ class DraftChoice:
         branch = self.branch(inputs)
 
         def choose(logits_BV: torch.Tensor, positions_B: torch.Tensor) -> Drafted:
-            # One pass finds NaN and plus infinity. All minus infinity is sound: nothing may be drafted.
-            sound_B = logits_BV.sum(-1) < torch.inf
+            sound_B = self._rules.are_sound(logits_BV)
             if branch.random:
                 logits_BV = restrict(self._rules, logits_BV[:, None], inputs, branch).squeeze(1)
             temperature_B, keys_B2 = inputs.floats["temperature"], inputs.keys_B2

@@ -115,7 +115,7 @@ def test_the_number_of_splits_does_not_follow_lengths() -> None:
         dtype=torch.bfloat16,
         block_size=64,
     )
-    assert [cuda_attention._num_splits(528, 8 * rows, 64, spec, 64) for rows in (1, 4, 8, 64)] == [32, 16, 8, 1]
+    assert [cuda_attention._num_splits(528, 8 * rows, 64, spec, 64) for rows in (1, 4, 8, 24)] == [32, 16, 8, 1]
     # A short table has nothing to split, and a window no more than it reaches.
     assert cuda_attention._num_splits(528, 8, 2, spec, 64) == 2
     assert cuda_attention._num_splits(528, 8, 64, dataclasses.replace(spec, sliding_window=256), 64) == 4
@@ -192,7 +192,9 @@ def test_gated_activation(shape: tuple[int, ...]) -> None:
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, *HALF])
-@pytest.mark.parametrize(("rows", "outputs", "inputs"), [(1, 7, 96), (2, 130, 1100), (1, 16, 2048), (2, 6, 5000)])
+@pytest.mark.parametrize(
+    ("rows", "outputs", "inputs"), [(1, 7, 96), (2, 130, 1100), (1, 16, 2048), (2, 6, 5000), (2, 1, 96)]
+)
 @pytest.mark.parametrize("has_bias", [True, False])
 def test_linear_layers_of_few_rows(dtype: torch.dtype, rows: int, outputs: int, inputs: int, has_bias: bool) -> None:
     """Weights and inputs may be parts of longer rows; what a tile does not hold is read in several parts."""
@@ -206,3 +208,64 @@ def test_linear_layers_of_few_rows(dtype: torch.dtype, rows: int, outputs: int, 
     assert found.dtype == dtype
     close: dict[str, Any] = dict(atol=1e-4, rtol=1e-5) if dtype == torch.float32 else dict(atol=2e-2, rtol=1e-2)
     torch.testing.assert_close(found.double(), expected, **close)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, *HALF])
+@pytest.mark.parametrize(("rows", "outputs", "inputs"), [(1, 14, 96), (2, 260, 700), (2, 8, 1024)])
+@pytest.mark.parametrize("has_residual", [True, False])
+@pytest.mark.parametrize("gated", [True, False])
+def test_a_norm_within_a_linear_layer(
+    dtype: torch.dtype, rows: int, outputs: int, inputs: int, has_residual: bool, gated: bool
+) -> None:
+    from vllm.model_executor.layers.activation import SiluAndMul
+
+    from vllm_gaudi_spec.devices.cuda import kernels as cuda_kernels
+    from vllm_gaudi_spec.devices.cuda import linear as cuda_linear
+
+    x, residual = (torch.randn(rows, inputs, device=DEVICE).to(dtype) for _ in range(2))
+    norm_weight, bias = torch.randn(inputs, device=DEVICE).to(dtype), torch.randn(outputs, device=DEVICE).to(dtype)
+    weight = (torch.randn(outputs, inputs, device=DEVICE) / inputs**0.5).to(dtype)
+    normed, added = cuda_kernels.rms_norm(x, norm_weight, 1e-5), x
+    if has_residual:
+        normed, added = cuda_kernels.add_rms_norm(x, residual, norm_weight, 1e-5)
+    expected = torch.nn.functional.linear(normed.double(), weight.double(), bias.double())
+    unnormed = cuda_linear.Unnormed(x, residual if has_residual else None, norm_weight, 1e-5)
+    found = cuda_linear.linear(unnormed, weight, bias, gated=gated)
+    assert torch.equal(unnormed.added, added)
+    close: dict[str, Any] = dict(atol=1e-5, rtol=1e-5) if dtype == torch.float32 else dict(atol=3e-2, rtol=2e-2)
+    torch.testing.assert_close(found.double(), SiluAndMul.forward_native(expected) if gated else expected, **close)
+
+
+@pytest.mark.parametrize("dtype", HALF)
+@pytest.mark.parametrize(
+    ("outputs", "inputs", "gated", "rows", "splits"),
+    [
+        (1088, 256, True, 3, 1),
+        (128, 1280, True, 64, 1),
+        (1090, 256, False, 33, 1),
+        (130, 256, False, 3, 1),
+        (1, 256, False, 3, 1),
+        (130, 2560, False, 16, 3),
+        (1000, 9088, False, 20, 4),
+        (130, 9088, False, 9, 8),
+    ],
+)
+@pytest.mark.parametrize("has_bias", [True, False])
+def test_linear_layers_of_some_rows(
+    dtype: torch.dtype, rows: int, outputs: int, inputs: int, gated: bool, splits: int, has_bias: bool
+) -> None:
+    """Twice: where instances share an output's inputs, a call leaves its counters as it found them."""
+    from vllm.model_executor.layers.activation import SiluAndMul
+
+    from vllm_gaudi_spec.devices.cuda import linear as cuda_linear
+
+    x = torch.randn(rows, inputs + 8, device=DEVICE).to(dtype)[:, :inputs]
+    weight = (torch.randn(outputs, inputs + 16, device=DEVICE) / inputs**0.5).to(dtype)[:, :inputs]
+    bias = torch.randn(outputs, device=DEVICE).to(dtype) if has_bias else None
+    assert cuda_linear._num_splits(rows, weight, gated=gated) == splits
+    expected = torch.nn.functional.linear(*(None if one is None else one.double() for one in (x, weight, bias)))
+    wanted = SiluAndMul.forward_native(expected) if gated else expected
+    for _ in range(2):
+        found = cuda_linear.linear(x, weight, bias, gated=gated)
+        assert found.dtype == dtype
+        torch.testing.assert_close(found.double(), wanted, atol=2e-2, rtol=1e-2)

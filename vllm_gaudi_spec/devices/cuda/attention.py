@@ -23,6 +23,8 @@ if TYPE_CHECKING:
 # Kernel instances that keep a large GPU busy: four for each of an H200's multiprocessors. More parts than these cost
 # more to put together than they gain.
 _BUSY = 528
+# From so many on, splitting them costs more than it gains.
+_FULL = 192
 # As many have a multiprocessor each. A tile of many lanes leaves much to put together, which takes longer than what it
 # gains beyond them.
 _ONE_EACH = 128
@@ -41,7 +43,8 @@ def attend(query_THD: torch.Tensor, kv: KVPair, call: AttentionCall, spec: Atten
     tile_m = min(max(triton.next_power_of_2(lanes), 16), 128 if tile_d <= 128 else 64)
     tile_n = _key_tile(spec.block_size, tile_d * keys.element_size())
     tiles = triton.cdiv(lanes, tile_m)
-    busy = _BUSY if tiles == 1 else _ONE_EACH
+    # Short heads leave an instance less to do.
+    busy = _BUSY * max(128 // tile_d, 1) if tiles == 1 else _ONE_EACH
     splits = _num_splits(busy, tiles * spec.num_kv_heads * call.num_rows, call.block_table_BW.shape[1], spec, tile_n)
     parts, maxima, sums = out_THD, out_THD, out_THD
     if splits > 1:
@@ -126,6 +129,8 @@ def _num_splits(busy: int, num_instances: int, width: int, spec: AttentionLayerS
     reach = width * spec.block_size
     if spec.sliding_window is not None:
         reach = min(reach, spec.sliding_window)
+    if num_instances >= _FULL:
+        return 1
     return max(1, min(busy // num_instances, triton.cdiv(reach, tile_n), _MOST_SPLITS))
 
 

@@ -57,7 +57,8 @@ class CudaWeights(StreamWeights):
         """Weights were loaded where they stay. float32 is to be what it is everywhere else."""
         torch.set_float32_matmul_precision("highest")
         torch.backends.cudnn.allow_tf32 = False
-        _linear().use_in(model)
+        for layers in _layers():
+            layers.use_in(model)
 
 
 class CudaAttention(PairAttention):
@@ -98,11 +99,11 @@ def _rules() -> Rules:
     return RULES
 
 
-def _linear() -> Any:
+def _layers() -> tuple[Any, ...]:
     """Imported late, as Triton is missing elsewhere."""
-    from vllm_gaudi_spec.devices.cuda import linear
+    from vllm_gaudi_spec.devices.cuda import decoder, linear
 
-    return linear
+    return linear, decoder
 
 
 def _kernels() -> Any:

@@ -173,8 +173,12 @@ def _silu_and_mul(x_ptr, out_ptr, x_stride, SIZE: tl.constexpr, TILE: tl.constex
     offset = tl.program_id(1) * TILE + tl.arange(0, TILE)
     used = offset < SIZE
     at = x_ptr + row * x_stride + offset
-    dtype = out_ptr.dtype.element_ty
-    gate = tl.load(at, mask=used, other=0.0).to(tl.float32)
-    # Rounded before it is multiplied, as vLLM's own is.
-    gate = (gate / (1.0 + tl.exp(-gate))).to(dtype)
-    tl.store(out_ptr + row * SIZE + offset, gate * tl.load(at + SIZE, mask=used, other=0.0), mask=used)
+    gated = gate(tl.load(at, mask=used, other=0.0))
+    tl.store(out_ptr + row * SIZE + offset, gated * tl.load(at + SIZE, mask=used, other=0.0), mask=used)
+
+
+@triton.jit
+def gate(x):
+    """silu, rounded before it is multiplied, as vLLM's own is."""
+    wide = x.to(tl.float32)
+    return (wide / (1.0 + tl.exp(-wide))).to(x.dtype)

@@ -41,3 +41,17 @@ def begin(EARLY: tl.constexpr):
     """Both, for kernels with nothing to do before."""
     let_next_start(EARLY)
     wait(EARLY)
+
+
+@triton.jit
+def fetch(pointers, EARLY: tl.constexpr):
+    """Begin to bring what is there into the cache: before `wait`, what no kernel writes."""
+    if EARLY:
+        tl.inline_asm_elementwise(
+            "prefetch.global.L2 [$1]; mov.u32 $0, 0;",
+            "=r,l",
+            [pointers.to(tl.uint64)],
+            dtype=tl.int32,
+            is_pure=False,
+            pack=1,
+        )

@@ -1,12 +1,15 @@
-"""Linear layers of few rows: one Triton kernel that reads a weight once, where a library's kernels are slower.
+"""Linear layers of few rows: Triton kernels that read a weight once, where a library's kernels are slower.
 
-N outputs of K inputs. A step of few rows costs what it reads. An instance has a few outputs and all of their inputs,
-so nothing is added up between instances, and starts to read its weight while the kernel before it still runs.
+N outputs of K inputs, M rows. A step of few rows costs what it reads, and a kernel may start to read its weight while
+the kernel before it still runs. With one or two rows an instance has a few outputs and all of their inputs, and may
+compute the norm before the layer itself. With more rows the matrix units multiply; where outputs are few, several
+instances share an output's inputs, and the last of them adds up.
 """
 
 from __future__ import annotations
 
-from typing import NamedTuple
+from functools import cache
+from typing import Any, NamedTuple
 
 import torch
 import triton
@@ -15,10 +18,45 @@ from torch import nn
 from vllm.model_executor.layers.linear import UnquantizedLinearMethod
 from vllm.model_executor.layers.vocab_parallel_embedding import UnquantizedEmbeddingMethod
 
-from vllm_gaudi_spec.devices.cuda import launch
+from vllm_gaudi_spec.devices.cuda import kernels, launch
 
-MOST_ROWS = 2
-"""Up to so many rows it is the faster one."""
+FEW_ROWS = 2
+"""Up to so many rows the kernel without matrix units is the faster one,"""
+SOME_ROWS = 64
+"""and up to so many the other one, for some layers."""
+MOST_NORMED = 1024
+"""Up to so many inputs an instance computes the norm itself, from what it has in registers."""
+
+
+class Unnormed:
+    """What a norm would make of `x`, or of its sum with a residual; a layer of this file computes it as it reads."""
+
+    def __init__(self, x: torch.Tensor, residual: torch.Tensor | None, weight_K: torch.Tensor, epsilon: float) -> None:
+        self.x = x.reshape(-1, x.shape[-1])
+        self.residual = None if residual is None else residual.reshape(self.x.shape)
+        self.weight_K = weight_K
+        self.epsilon = epsilon
+        self.added = self.x if residual is None else torch.empty_like(self.x)
+        """The sum, once the layer has run."""
+
+
+def linear(
+    x: torch.Tensor | Unnormed, weight_NK: torch.Tensor, bias_N: torch.Tensor | None = None, *, gated: bool = False
+) -> torch.Tensor:
+    """As `torch.nn.functional.linear`. `gated`: silu of the first half of the outputs times the second."""
+    if isinstance(x, Unnormed):
+        return few_rows(x, weight_NK, bias_N, gated=gated)
+    num_rows = x.numel() // x.shape[-1]
+    if weight_NK.stride(-1) == 1:
+        if 0 < num_rows <= FEW_ROWS:
+            return few_rows(x, weight_NK, bias_N, gated=gated)
+        if num_rows and (splits := _num_splits(num_rows, weight_NK, gated=gated)):
+            return some_rows(x, weight_NK, bias_N, splits, gated=gated)
+    out = nn.functional.linear(x, weight_NK, bias_N)
+    return kernels.silu_and_mul(out) if gated else out
+
+
+# --- one or two rows ---
 
 
 class _Tile(NamedTuple):
@@ -27,57 +65,76 @@ class _Tile(NamedTuple):
     num_warps: int
 
     @classmethod
-    def of(cls, num_outputs: int, num_inputs: int) -> _Tile:
+    def of(cls, num_outputs: int, num_inputs: int, *, is_normed: bool, gated: bool) -> _Tile:
         """The fastest of ten for the layers of two models on an H100, or near it."""
+        if gated:
+            return _GATED if num_inputs <= 1024 else cls(1, 2048, 8)
         if num_inputs > 1024:
             return cls(2, 2048, 8)
-        return cls(8, 256, 4) if num_outputs >= 4096 else cls(2, 1024, 4)
+        return cls(8, 256, 4) if num_outputs >= 4096 and not is_normed else cls(2, 1024, 4)
 
 
-def linear(x: torch.Tensor, weight_NK: torch.Tensor, bias_N: torch.Tensor | None = None) -> torch.Tensor:
-    """As `torch.nn.functional.linear`."""
-    num_rows = x.numel() // x.shape[-1]
-    if not 0 < num_rows <= MOST_ROWS or weight_NK.stride(-1) != 1:
-        return nn.functional.linear(x, weight_NK, bias_N)
-    return few_rows(x, weight_NK, bias_N)
+_GATED = _Tile(2, 1024, 4)
 
 
-def few_rows(x: torch.Tensor, weight_NK: torch.Tensor, bias_N: torch.Tensor | None) -> torch.Tensor:
-    x_MK = x.reshape(-1, x.shape[-1])
+def few_rows(
+    x: torch.Tensor | Unnormed, weight_NK: torch.Tensor, bias_N: torch.Tensor | None, *, gated: bool = False
+) -> torch.Tensor:
+    norm = x if isinstance(x, Unnormed) else None
+    rows = x.x if isinstance(x, Unnormed) else x
+    x_MK = rows.reshape(-1, rows.shape[-1])
+    residual_MK = x_MK if norm is None or norm.residual is None else norm.residual
     num_outputs, num_inputs = weight_NK.shape
-    tile = _Tile.of(num_outputs, num_inputs)
+    num_outputs = num_outputs // 2 if gated else num_outputs
+    tile = _Tile.of(num_outputs, num_inputs, is_normed=norm is not None, gated=gated)
     out_MN = x_MK.new_empty(x_MK.shape[0], num_outputs)
     _few_rows[(triton.cdiv(num_outputs, tile.outputs),)](
         x_MK,
+        residual_MK,
+        None if norm is None else norm.weight_K,
         weight_NK,
         bias_N,
         out_MN,
+        out_MN if norm is None else norm.added,
         num_outputs,
         num_inputs,
         x_MK.stride(0),
+        residual_MK.stride(0),
         weight_NK.stride(0),
+        0.0 if norm is None else norm.epsilon,
         ROWS=x_MK.shape[0],
         BIAS=bias_N is not None,
+        GATED=gated,
+        NORM=norm is not None,
+        ADDS=norm is not None and norm.residual is not None,
         TILE_N=tile.outputs,
         TILE_K=tile.inputs,
         num_warps=tile.num_warps,
         **launch.options(),
     )
-    return out_MN.view(*x.shape[:-1], num_outputs)
+    return out_MN.view(*rows.shape[:-1], num_outputs)
 
 
 @triton.jit
 def _few_rows(
     x_ptr,
+    residual_ptr,
+    norm_ptr,
     weight_ptr,
     bias_ptr,
     out_ptr,
+    added_ptr,
     num_outputs,
     num_inputs,
     x_stride,
+    residual_stride,
     weight_stride,
+    epsilon,
     ROWS: tl.constexpr,
     BIAS: tl.constexpr,
+    GATED: tl.constexpr,
+    NORM: tl.constexpr,
+    ADDS: tl.constexpr,
     TILE_N: tl.constexpr,
     TILE_K: tl.constexpr,
     EARLY: tl.constexpr,
@@ -86,35 +143,216 @@ def _few_rows(
     output_N = tl.program_id(0) * TILE_N + tl.arange(0, TILE_N)
     input_K = tl.arange(0, TILE_K)
     used_N = output_N < num_outputs
+    dtype = out_ptr.dtype.element_ty
     at_NK = weight_ptr + output_N.to(tl.int64)[:, None] * weight_stride + input_K[None, :]
-    weight_NK = tl.load(at_NK, mask=used_N[:, None] & (input_K < num_inputs)[None, :], other=0.0)
+    # Of a gated layer, the second half of the outputs.
+    half = num_outputs * weight_stride
+    used_NK = used_N[:, None] & (input_K < num_inputs)[None, :]
+    weight_NK = tl.load(at_NK, mask=used_NK, other=0.0)
+    weights = (weight_NK, tl.load(at_NK + half, mask=used_NK, other=0.0)) if GATED else (weight_NK,)
     launch.wait(EARLY)
+    parts: tl.constexpr = 2 if GATED else 1
     sums = ()
-    for _ in tl.static_range(ROWS):
-        # Triton does not unpack tuples.
-        sums = sums + (tl.zeros((TILE_N, TILE_K), tl.float32),)  # type: ignore[assignment]  # noqa: RUF005
-    for start in range(0, num_inputs, TILE_K):
-        more = ()
+    if NORM:
+        # All inputs fit the tile.
+        used_K = input_K < num_inputs
+        norm_K = tl.load(norm_ptr + input_K, mask=used_K, other=0.0)
         for row in tl.static_range(ROWS):
-            x_K = tl.load(x_ptr + row * x_stride + start + input_K, mask=start + input_K < num_inputs, other=0.0)
-            total_NK = sums[row] + weight_NK.to(tl.float32) * x_K.to(tl.float32)[None, :]
-            more = more + (total_NK,)  # type: ignore[assignment]  # noqa: RUF005
-        sums = more
-        # The next part; nothing after the last.
-        follows_K = start + TILE_K + input_K < num_inputs
-        weight_NK = tl.load(at_NK + start + TILE_K, mask=used_N[:, None] & follows_K[None, :], other=0.0)
+            x_K = tl.load(x_ptr + row * x_stride + input_K, mask=used_K, other=0.0).to(tl.float32)
+            if ADDS:
+                x_K += tl.load(residual_ptr + row * residual_stride + input_K, mask=used_K, other=0.0).to(tl.float32)
+                tl.store(added_ptr + row * num_inputs + input_K, x_K.to(dtype), mask=used_K & (tl.program_id(0) == 0))
+            scale = tl.rsqrt(tl.sum(x_K * x_K, 0) / num_inputs + epsilon)
+            # Rounded where a norm of its own would be.
+            x_K = ((x_K * scale).to(dtype) * norm_K).to(tl.float32)
+            for part in tl.static_range(parts):
+                # Triton does not unpack tuples.
+                total_NK = weights[part].to(tl.float32) * x_K[None, :]
+                sums = sums + (total_NK,)  # type: ignore[assignment]  # noqa: RUF005
+    else:
+        for _ in tl.static_range(ROWS * parts):
+            sums = sums + (tl.zeros((TILE_N, TILE_K), tl.float32),)  # type: ignore[assignment]  # noqa: RUF005
+        for start in range(0, num_inputs, TILE_K):
+            more = ()
+            for row in tl.static_range(ROWS):
+                x_K = tl.load(x_ptr + row * x_stride + start + input_K, mask=start + input_K < num_inputs, other=0.0)
+                for part in tl.static_range(parts):
+                    total_NK = sums[row * parts + part] + weights[part].to(tl.float32) * x_K.to(tl.float32)[None, :]
+                    more = more + (total_NK,)  # type: ignore[assignment]  # noqa: RUF005
+            sums = more
+            # The next part; nothing after the last.
+            next_NK = at_NK + start + TILE_K
+            follows_NK = used_N[:, None] & (start + TILE_K + input_K < num_inputs)[None, :]
+            weight_NK = tl.load(next_NK, mask=follows_NK, other=0.0)
+            weights = (weight_NK, tl.load(next_NK + half, mask=follows_NK, other=0.0)) if GATED else (weight_NK,)
     for row in tl.static_range(ROWS):
-        out_N = tl.sum(sums[row], 1)
+        out_N = tl.sum(sums[row * parts], 1)
         if BIAS:
             out_N += tl.load(bias_ptr + output_N, mask=used_N, other=0.0).to(tl.float32)
-        tl.store(out_ptr + row * num_outputs + output_N, out_N.to(out_ptr.dtype.element_ty), mask=used_N)
+        out_N = out_N.to(dtype)
+        if GATED:
+            up_N = tl.sum(sums[row * parts + 1], 1)
+            if BIAS:
+                up_N += tl.load(bias_ptr + num_outputs + output_N, mask=used_N, other=0.0).to(tl.float32)
+            out_N = kernels.gate(out_N) * up_N.to(dtype)
+        tl.store(out_ptr + row * num_outputs + output_N, out_N, mask=used_N)
+
+
+# --- more rows ---
+
+_TILE_N, _TILE_K = 64, 128
+_AT_ONCE = 264
+"""Instances that an H100 has room for."""
+_MOST_TILES = 16
+"""Of outputs whose inputs are shared."""
+
+
+def _num_splits(num_rows: int, weight_NK: torch.Tensor, *, gated: bool) -> int:
+    """How many instances share an output's inputs; 0 where a library's kernel is the faster one, or has to be. By times
+    of two models' layers on an H100."""
+    num_outputs, num_inputs = weight_NK.shape
+    if num_rows > SOME_ROWS or weight_NK.itemsize != 2 or num_inputs % _TILE_K:
+        return 0
+    if gated:
+        return 1 if num_outputs % _TILE_N == 0 else 0
+    if num_outputs > _MOST_TILES * _TILE_N:
+        return 1 if num_inputs <= 1024 else 0
+    if num_rows > 32:
+        return 0
+    return min(8 if num_rows <= 16 else 4, triton.cdiv(num_inputs, 1024))
+
+
+@cache
+def _arrivals(device: torch.device) -> torch.Tensor:
+    """Counters of instances that arrived, by tile of outputs. Kernels of one stream share them, and leave zeros."""
+    if device.type == "cuda" and torch.cuda.is_current_stream_capturing():
+        raise RuntimeError("a linear layer of shared inputs has to run once before it is captured")
+    return torch.zeros(_MOST_TILES, dtype=torch.int32, device=device)
+
+
+def some_rows(
+    x: torch.Tensor, weight_NK: torch.Tensor, bias_N: torch.Tensor | None, splits: int = 1, *, gated: bool = False
+) -> torch.Tensor:
+    x_MK = x.reshape(-1, x.shape[-1])
+    (num_rows, num_inputs), num_outputs = x_MK.shape, weight_NK.shape[0]
+    num_tiles = triton.cdiv(num_outputs, _TILE_N)
+    out_MN = x_MK.new_empty(num_rows, num_outputs // 2 if gated else num_outputs)
+    parts_SMN, arrivals = out_MN, out_MN
+    if splits > 1:
+        parts_SMN = torch.empty(splits, num_rows, num_outputs, dtype=torch.float32, device=x.device)
+        arrivals = _arrivals(x.device)
+    tile_m = max(triton.next_power_of_2(num_rows), 16)
+    _some_rows[(num_tiles, splits)](
+        x_MK,
+        weight_NK,
+        bias_N,
+        out_MN,
+        parts_SMN,
+        arrivals,
+        num_rows,
+        out_MN.shape[1],
+        num_inputs,
+        x_MK.stride(0),
+        weight_NK.stride(0),
+        BIAS=bias_N is not None,
+        GATED=gated,
+        SPLITS=splits,
+        # Worth it where all instances run at once.
+        AHEAD=8 if num_tiles * splits <= _AT_ONCE else 0,
+        TILE_M=tile_m,
+        TILE_N=_TILE_N,
+        TILE_K=_TILE_K,
+        # Two instances fit a multiprocessor.
+        STAGES=4 if tile_m <= 32 else 3,
+        num_warps=4,
+        **launch.options(),
+    )
+    return out_MN.view(*x.shape[:-1], out_MN.shape[1])
+
+
+@triton.jit(do_not_specialize=["num_rows"])
+def _some_rows(
+    x_ptr,
+    weight_ptr,
+    bias_ptr,
+    out_ptr,
+    parts_ptr,
+    arrivals_ptr,
+    num_rows,
+    num_outputs,
+    num_inputs,
+    x_stride,
+    weight_stride,
+    BIAS: tl.constexpr,
+    GATED: tl.constexpr,
+    SPLITS: tl.constexpr,
+    AHEAD: tl.constexpr,
+    TILE_M: tl.constexpr,
+    TILE_N: tl.constexpr,
+    TILE_K: tl.constexpr,
+    STAGES: tl.constexpr,
+    EARLY: tl.constexpr,
+):
+    launch.let_next_start(EARLY)
+    lane_N = tl.arange(0, TILE_N)
+    row_M = tl.arange(0, TILE_M)
+    input_K = tl.arange(0, TILE_K)
+    half: tl.constexpr = TILE_N // 2
+    if GATED:
+        # The first half of a tile has outputs, the second what they are multiplied with.
+        output_N = tl.program_id(0) * half + lane_N % half + lane_N // half * num_outputs
+    else:
+        # Lanes after the last output do what it does, and store nothing.
+        output_N = tl.minimum(tl.program_id(0) * TILE_N + lane_N, num_outputs - 1)
+    share = tl.cdiv(num_inputs, SPLITS * TILE_K) * TILE_K
+    begin = tl.program_id(1) * share
+    end = tl.minimum(begin + share, num_inputs)
+    first_N = weight_ptr + output_N.to(tl.int64) * weight_stride
+    if AHEAD > 0:
+        line_A = tl.minimum(begin + tl.arange(0, AHEAD) * 64, num_inputs - 1)
+        launch.fetch(first_N[:, None] + line_A[None, :], EARLY)
+    launch.wait(EARLY)
+    at_NK = first_N[:, None] + input_K[None, :]
+    at_KM = x_ptr + row_M[None, :] * x_stride + input_K[:, None]
+    used_M = row_M < num_rows
+    sums_NM = tl.zeros((TILE_N, TILE_M), tl.float32)
+    for start in tl.range(begin, end, TILE_K, num_stages=STAGES):
+        x_KM = tl.load(at_KM + start, mask=used_M[None, :], other=0.0)
+        sums_NM = tl.dot(tl.load(at_NK + start), x_KM, sums_NM)
+    is_last = True
+    if SPLITS > 1:
+        used_NM = (tl.program_id(0) * TILE_N + lane_N < num_outputs)[:, None] & used_M[None, :]
+        part_NM = parts_ptr + row_M[None, :] * num_outputs + output_N[:, None]
+        size = num_rows * num_outputs
+        tl.store(part_NM + tl.program_id(1) * size, sums_NM, mask=used_NM)
+        # All threads' stores come before the arrival.
+        tl.debug_barrier()
+        is_last = tl.atomic_add(arrivals_ptr + tl.program_id(0), 1, sem="acq_rel") == SPLITS - 1
+        if is_last:
+            tl.store(arrivals_ptr + tl.program_id(0), 0)
+            sums_NM = tl.zeros((TILE_N, TILE_M), tl.float32)
+            # In the same order whichever came last.
+            for split in tl.static_range(SPLITS):
+                sums_NM += tl.load(part_NM + split * size, mask=used_NM, other=0.0)
+    if BIAS:
+        sums_NM += tl.load(bias_ptr + output_N).to(tl.float32)[:, None]
+    out_NM = sums_NM.to(out_ptr.dtype.element_ty)
+    if GATED:
+        gate_HM, up_HM = tl.split(tl.permute(tl.reshape(out_NM, (2, half, TILE_M)), (1, 2, 0)))
+        output_H = tl.program_id(0) * half + tl.arange(0, half)
+        at_HM = out_ptr + row_M[None, :] * num_outputs + output_H[:, None]
+        tl.store(at_HM, kernels.gate(gate_HM) * up_HM, mask=used_M[None, :])
+    else:
+        used_N = tl.program_id(0) * TILE_N + lane_N < num_outputs
+        at_NM = out_ptr + row_M[None, :] * num_outputs + output_N[:, None]
+        tl.store(at_NM, out_NM, mask=used_N[:, None] & used_M[None, :] & is_last)
 
 
 # --- vLLM's layers ---
 
 
-class _FewRowsLinear(UnquantizedLinearMethod):
-    def apply(self, layer: nn.Module, x: torch.Tensor, bias: torch.Tensor | None = None) -> torch.Tensor:
+class FewRowsLinear(UnquantizedLinearMethod):
+    def apply(self, layer: nn.Module, x: Any, bias: torch.Tensor | None = None) -> torch.Tensor:
         return linear(x, layer.weight, bias)
 
 
@@ -125,7 +363,7 @@ class _FewRowsEmbedding(UnquantizedEmbeddingMethod):
         return linear(x, layer.weight, bias)
 
 
-_METHODS = {UnquantizedLinearMethod: _FewRowsLinear, UnquantizedEmbeddingMethod: _FewRowsEmbedding}
+_METHODS = {UnquantizedLinearMethod: FewRowsLinear, UnquantizedEmbeddingMethod: _FewRowsEmbedding}
 
 
 def use_in(model: nn.Module) -> None:

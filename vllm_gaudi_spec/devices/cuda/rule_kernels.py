@@ -431,3 +431,15 @@ def next_token_kernel(
         output_ids = tl.where((offsets == accepted) | (offsets == max_drafts), token, drafted)
         tl.store(tokens_out + b * (max_drafts + 1) + offsets, output_ids, mask=offsets <= max_drafts)
         tl.store(num_out + b, accepted + 1)
+
+
+# --- soundness ---
+
+
+@triton.jit
+def sound_kernel(logits, stride, sound_out, vocab, num_chunks, CHUNK: tl.constexpr):
+    """Whether a chunk of a row has neither NaN nor plus infinity."""
+    chunk, row = tl.program_id(0), tl.program_id(1)
+    tokens = chunk * CHUNK + tl.arange(0, CHUNK)
+    values = tl.load(logits + row.to(tl.int64) * stride + tokens, mask=tokens < vocab, other=0.0)
+    tl.store(sound_out + row * num_chunks + chunk, tl.sum(values, 0) < float("inf"))

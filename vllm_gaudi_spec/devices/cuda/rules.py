@@ -25,6 +25,8 @@ _SPAN = 256
 _WARPS = 2
 # Of an instance that filters a row, the fastest of eight tried on an H100: few rows have a multiprocessor each.
 _FILTER_CHUNK, _FILTER_WARPS = 8192, 16
+# Of a row of logits, what an instance looks at for numbers.
+_SOUND_CHUNK = 4096
 # Positions, chunks and bounds that any kernel has lanes for: fewer kernels to compile.
 _POSITIONS, _CHUNKS, _BOUNDS = 8, 256, 256
 
@@ -259,6 +261,14 @@ def block(*inputs: torch.Tensor) -> Verification:
     return _by_probs(True, *inputs)
 
 
+def are_sound(logits_BV: torch.Tensor) -> torch.Tensor:
+    rows, vocab = logits_BV.shape
+    chunks = triton.cdiv(vocab, _SOUND_CHUNK)
+    sound_BN = torch.empty(rows, chunks, dtype=torch.bool, device=logits_BV.device)
+    kernels.sound_kernel[(chunks, rows)](logits_BV, logits_BV.stride(0), sound_BN, vocab, chunks, CHUNK=_SOUND_CHUNK)
+    return sound_BN.all(-1)
+
+
 def filter_logits(
     logits_BQV: torch.Tensor,
     min_p_B: torch.Tensor | None,
@@ -292,6 +302,7 @@ def filter_logits(
 
 
 RULES = TORCH._replace(
+    are_sound=are_sound,
     filter_logits=filter_logits,
     sample_greedy=sample_greedy,
     sample_random=sample_random,

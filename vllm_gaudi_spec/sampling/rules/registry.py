@@ -24,7 +24,13 @@ def _modules_verify() -> dict[str, Callable[..., Verification]]:
     return {name: import_module(f"{__package__}.{name}").verify for name in RULES if name != STRICT}
 
 
+def _are_sound(logits_BV: torch.Tensor) -> torch.Tensor:
+    """bool [B]. One pass finds NaN and plus infinity. All minus infinity is sound: nothing may be sampled."""
+    return logits_BV.sum(-1) < torch.inf
+
+
 class Rules(NamedTuple):
+    are_sound: Callable[[torch.Tensor], torch.Tensor] = _are_sound
     filter_logits: Callable[..., torch.Tensor] = filters.filter_logits
     sample_greedy: Callable[..., torch.Tensor] = strict.sample_greedy
     sample_random: Callable[..., torch.Tensor] = strict.sample_random
