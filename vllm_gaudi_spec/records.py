@@ -25,7 +25,7 @@ if TYPE_CHECKING:
     from vllm.sampling_params import SamplingParams
     from vllm.v1.outputs import LogprobsTensors
 
-    from vllm_gaudi_spec.attention.metadata import Blocks
+    from vllm_gaudi_spec.attention.metadata import Blocks, MultimodalInputs
 
 # --- requests ---
 
@@ -104,6 +104,7 @@ class Rows(NamedTuple):
     host_2B: torch.Tensor
     """int32, as the host knows them: the position of each row's first token, and how many tokens it has."""
     blocks: Blocks
+    multimodal: MultimodalInputs | None = None
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

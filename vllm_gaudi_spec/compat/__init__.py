@@ -32,6 +32,7 @@ from vllm_gaudi_spec.compat.server import (
     leave_idle_work_at_shutdown,
     let_engine_finish,
 )
+from vllm_gaudi_spec.compat.torchvision import define_missing_operators
 
 # `apply`, and the patches that only some processes need, each called where it is needed.
 __all__ = [
@@ -41,6 +42,7 @@ __all__ = [
     "apply",
     "assign_cpu_experts",
     "choose_cpu_linears",
+    "define_missing_operators",
     "device_type_while_loading",
     "end_errors_with_their_message",
     "fail_with_the_engine",
