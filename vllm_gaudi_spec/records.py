@@ -104,7 +104,6 @@ class Rows(NamedTuple):
     host_2B: torch.Tensor
     """int32, as the host knows them: the position of each row's first token, and how many tokens it has."""
     blocks: Blocks
-    multimodal: MultimodalInputs | None = None
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -143,6 +142,7 @@ class Batch(Planned):
     """A planned batch whose rows are on the device."""
 
     uploaded: Rows
+    multimodal: MultimodalInputs | None = None
 
 
 class Listed(NamedTuple):

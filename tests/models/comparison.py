@@ -192,13 +192,15 @@ def _compare(found: Row, plain: Result, upstream: Result | None, reference: Resu
 
 
 def _faults_of_steps(result: Result) -> Iterator[str]:
-    """What no step may do, on any device: compile, or wait for the device a second time."""
+    """What no step may do, on any device: compile, wait for the device a second time, or go on without its drafter."""
     if (steps := result.get("steps")) is None:
         return
     if (compiled := steps["graphs"]["after_warmup"] + steps["device"].get("compiled_after_warmup", 0)) > 0:
         yield f"{compiled} shapes compiled after warm-up"
     if (syncs := steps["host_syncs_per_step"]) > 1:
         yield f"{syncs:.2f} device-to-host syncs a step"
+    if (faults := steps.get("drafter", {}).get("faults", 0)) > 0:
+        yield f"the drafter failed {faults} times"
 
 
 def _drafts(found: Row, variant: str, drafts: Result | None, plain: Result, reference: Result | None) -> str:

@@ -49,6 +49,7 @@ if TYPE_CHECKING:
     from vllm.v1.kv_cache_interface import KVCacheConfig, KVCacheSpec
     from vllm.v1.outputs import AsyncModelRunnerOutput, DraftTokenIds, ModelRunnerOutput
 
+    from vllm_gaudi_spec.attention.metadata import MultimodalInputs
     from vllm_gaudi_spec.devices.base import DeviceBackend
     from vllm_gaudi_spec.records import Drafts, Listed, SampleBatch, Verification
     from vllm_gaudi_spec.scheduling.outputs import DrafterStatus, SpecSchedulerOutput
@@ -292,7 +293,7 @@ class ModelRunner:
 
     def compute(self, batch: Batch) -> None:
         self.recorder.saw(batch.shape)
-        self._run_forward(batch.shape.phase, batch.shape.queries, batch.uploaded)
+        self._run_forward(batch.shape.phase, batch.shape.queries, batch.uploaded, batch.multimodal)
 
     def forward(self, batch: Batch) -> None:
         self.compute(batch)
@@ -392,14 +393,14 @@ class ModelRunner:
 
     # --- what runs on the device: see `Graphs.graph` ---
 
-    def _forward(self, phase: str, queries: int, rows: Rows) -> None:
+    def _forward(self, phase: str, queries: int, rows: Rows, multimodal: MultimodalInputs | None) -> None:
         located = locate(phase, rows, self.requests)
         inputs = build_inputs(queries, rows, located, self.requests)
         if (adapters_T := self.target.adapters_of(rows.rows_B, queries)) is not None:
             inputs = replace(inputs, adapters_T=adapters_T)
-        if rows.multimodal is not None:
-            rotary = rows.multimodal.rotary(inputs.positions_T)
-            inputs = replace(inputs, multimodal=rows.multimodal, rotary=rotary)
+        if multimodal is not None:
+            rotary = multimodal.rotary(inputs.positions_T)
+            inputs = replace(inputs, multimodal=multimodal, rotary=rotary)
         if self.target.states is not None:
             is_prompt = phase != DECODE
             inputs = replace(

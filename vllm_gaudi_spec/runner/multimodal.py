@@ -86,7 +86,7 @@ class Multimodal:
         else:
             embeddings, is_media_T = self._embeddings_of(batch)
             found = MultimodalInputs(embeddings, is_media_T, rotary_DT=self._rotary_of(batch))
-        return replace(batch, uploaded=batch.uploaded._replace(multimodal=found))
+        return replace(batch, multimodal=found)
 
     def _embeddings_of(self, batch: Batch) -> tuple[list[torch.Tensor], torch.Tensor | None]:
         """Encoders' outputs in the order of the batch's tokens, and which tokens they stand for."""
