@@ -26,6 +26,8 @@ TIE = 1e-3
 """Logits that are no further apart may be ordered either way by rounding."""
 ROUGH = 0.3
 """From this tolerance on, a reference rounds otherwise than the kernels do, so that many more may be ordered so."""
+PREEMPTED = "@preempted"
+"""At the end of the names of cases with little KV."""
 EQUAL, TIED, DIFFERS = "equal", "tied", "differs"
 
 
@@ -167,6 +169,8 @@ def row(case: str, results: dict[str, Result], reference: Result | None, toleran
         found.faults += [f"{fault}, {variant}" for fault in _faults_of_steps(result)]
         if damage := result.get("canary"):
             found.faults.append(f"canary, {variant}: {damage}")
+        if case.endswith(PREEMPTED) and result.get("preemptions") == 0:
+            found.faults.append(f"{variant}: no request was preempted")
         if result.get("guarded") == 0:
             found.faults.append(f"{variant}: no KV buffer was guarded")
     return found

@@ -85,8 +85,9 @@ def generate(job: dict[str, Any], ours: bool, result: dict[str, Any]) -> None:
     }
     if ours:
         result["steps"] = llm.collective_rpc("step_report")[0]
+    counts = {metric.name: metric.value for metric in llm.get_metrics() if hasattr(metric, "value")}
+    result["preemptions"] = int(counts.get("vllm:num_preemptions", 0))
     if job["variant"] in WITH_DRAFTS:
-        counts = {metric.name: metric.value for metric in llm.get_metrics() if hasattr(metric, "value")}
         for name in ("accepted", "draft"):
             result[name] = int(counts.get(f"vllm:spec_decode_num_{name}_tokens", 0))
     result["outcome"] = RUNS
