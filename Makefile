@@ -55,7 +55,7 @@ $(VENV)/.stamp: pyproject.toml requirements/cpu.txt requirements/torch.txt requi
 	@$(BIN)/python requirements/install.py cpu
 	@touch $@
 
-$(VENV)/.stamp-dev: $(VENV)/.stamp requirements/dev.txt
+$(VENV)/.stamp-dev: $(VENV)/.stamp requirements/dev.txt requirements/torchvision.txt
 	@$(BIN)/python requirements/install.py dev
 	@touch $@
 

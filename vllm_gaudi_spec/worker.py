@@ -257,7 +257,8 @@ class Worker(WorkerBase):
         self.backend.memory.synchronize()
 
     def reset_encoder_cache(self) -> None:
-        """A no-op: there is no encoder."""
+        """A no-op for models without encoders."""
+        self.model_runner.reset_encoder_cache()
 
     def shutdown(self) -> None:
         if getattr(self, "model_runner", None) is not None:

@@ -57,16 +57,8 @@ def binaries(tmp_path_factory: pytest.TempPathFactory) -> Path:
         assert done.returncode == 0, done.stderr
     made = folder / "env" / "bin"
     found = json.loads(output([str(made / "gaudi-spec"), "doctor", "--json"]).stdout)
-    problems = {
-        problem["about"]: problem["remedy"] for problem in found["findings"] if problem["severity"] == "problem"
-    }
-    # Without PyTorch's index, as behind a mirror of PyPI alone, the doctor names the one problem, and its remedy helps.
-    assert set(problems) == (set() if reachable else {"torchvision"}), problems
-    if problems:
-        remedy = "pip uninstall torchvision torchaudio torchcodec"
-        assert problems["torchvision"].startswith(remedy)
-        done = output([str(made / "python"), "-m", *remedy.split(), "--yes"])
-        assert done.returncode == 0, done.stderr
+    # Without PyTorch's index, as behind a mirror of PyPI alone, torchvision is of another build than torch.
+    assert not [finding for finding in found["findings"] if finding["severity"] == "problem"]
     return made
 
 

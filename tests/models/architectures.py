@@ -4,6 +4,7 @@ from dataclasses import dataclass, field, replace
 from typing import Any
 
 from tests.full_tests import tiny_models
+from tests.models.images import PROCESSORS
 
 WINDOW = 16
 
@@ -27,6 +28,8 @@ class Recipe:
     pooling: bool = False
     vision: bool = False
     """Whether its class cannot be imported without torchvision."""
+    images: str | None = None
+    """Of images.py: its processor. It is asked about images."""
     format: str | None = None
     """Of formats.py: what its weights are rounded to."""
     tolerance: float = 0.02
@@ -931,9 +934,23 @@ MULTIMODAL: dict[str, Recipe] = {
 # Classes that import nothing of torchvision.
 _WITHOUT_VISION = ("smolvlm", "qwen2-audio")
 MULTIMODAL = {name: replace(recipe, vision=name not in _WITHOUT_VISION) for name, recipe in MULTIMODAL.items()}
+MULTIMODAL |= {f"{name}-images": replace(MULTIMODAL[name], images=name) for name in PROCESSORS} | {
+    # Borders of chunks lie within images.
+    "qwen2.5-vl-images@chunks": replace(
+        MULTIMODAL["qwen2.5-vl"], images="qwen2.5-vl", engine=dict(max_num_batched_tokens=16)
+    ),
+    # Less KV than the prompts and answers take, so that a request waits, and its images are encoded again.
+    "qwen2.5-vl-images@preempted": replace(
+        MULTIMODAL["qwen2.5-vl"],
+        images="qwen2.5-vl",
+        engine=dict(num_gpu_blocks_override=7, enable_prefix_caching=False),
+    ),
+}
 # The same with every other modality switched off, by either of vLLM's options: what is left is a text model.
 MULTIMODAL |= {
-    f"{name}@text": replace(recipe, engine=recipe.engine | TEXT_ONLY) for name, recipe in MULTIMODAL.items()
+    f"{name}@text": replace(recipe, engine=recipe.engine | TEXT_ONLY)
+    for name, recipe in MULTIMODAL.items()
+    if recipe.images is None
 } | {
     f"{name}@limits": replace(MULTIMODAL[name], engine=dict(limit_mm_per_prompt=limits))
     for name, limits in {

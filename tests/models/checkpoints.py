@@ -10,6 +10,8 @@ import json
 import os
 import re
 import shutil
+import subprocess
+import sys
 from collections import Counter
 from collections.abc import Sequence
 from dataclasses import asdict
@@ -23,7 +25,7 @@ from torch import nn
 
 from tests.full_tests import tiny_models
 from tests.full_tests.prompts import random_prompts
-from tests.models import formats
+from tests.models import formats, images
 from tests.models.architectures import Recipe
 
 transformers.utils.logging.disable_progress_bar()
@@ -42,7 +44,7 @@ _STATE = ("A_log", "dt_bias", ".D")
 
 
 # What decides how it is made, as it was when this process began.
-_MADE_BY = b"".join(Path(name).read_bytes() for name in (__file__, formats.__file__))
+_MADE_BY = b"".join(Path(name).read_bytes() for name in (__file__, formats.__file__, images.__file__))
 _MADE_BY += f"{transformers.__version__} {torch.__version__}".encode()
 _NOT_MADE_BY = ("engine", "vision", "tolerance")
 
@@ -63,7 +65,11 @@ def make(case: str, recipe: Recipe, cache: Path) -> Path:
     torch.set_num_threads(1)  # the models are too small for more
     temporary = folder.parent.with_name(f"{folder.parent.name}.{os.getpid()}")
     try:
-        write(recipe, temporary / folder.name)
+        if recipe.images is not None:  # needs torchvision
+            made_by = [sys.executable, "-m", "tests.models.images", case, str(temporary / folder.name)]
+            subprocess.run(made_by, check=True, cwd=Path(__file__).parents[2])
+        else:
+            write(recipe, temporary / folder.name)
         for old in cache.glob(f"{folder.name}-????????????"):
             shutil.rmtree(old)
         os.replace(temporary, folder.parent)
@@ -87,8 +93,7 @@ def write(recipe: Recipe, folder: Path) -> None:
     if not recipe.pooling:
         answers = reference(model)
         (folder / REFERENCE).write_text(json.dumps(answers))
-        drafter(answers).save_pretrained(folder / DRAFTER)
-        tiny_models.byte_tokenizer().save_pretrained(folder / DRAFTER)
+        write_drafter(answers, folder, tiny_models.byte_tokenizer())
         rounding = None if recipe.format is None else formats.FORMATS[recipe.format].activations
         on_gaudi2 = formats.FP8_TOKENS_GAUDI2 if rounding is formats.FP8_TOKENS else None
         for name, rounds in ((ROUNDED, rounding), (ROUNDED_GAUDI2, on_gaudi2)):
@@ -160,6 +165,11 @@ def cycles(size: int) -> torch.Tensor:
     return following
 
 
+def write_drafter(answers: dict[str, Any], folder: Path, tokenizer: transformers.PreTrainedTokenizerFast) -> None:
+    drafter(answers).save_pretrained(folder / DRAFTER)
+    tokenizer.save_pretrained(folder / DRAFTER)
+
+
 @torch.no_grad()
 def drafter(answers: dict[str, Any]) -> transformers.PreTrainedModel:
     """A Llama that knows which token follows another in `answers`, where it mostly is the same one; what it attends to
@@ -196,16 +206,28 @@ NUM_NEXT = 8
 def reference(model: nn.Module, asked: Sequence[Sequence[int]] | None = None) -> dict[str, Any]:
     """Greedy tokens, each one's log-probability, how far its logit is above the next best, and which are next: their
     log-probabilities by token."""
-    found: dict[str, list[Any]] = {"prompts": [], "tokens": [], "logprobs": [], "margins": [], "next": []}
+    found = no_answers()
     for prompt in asked or prompts():
-        context, logprobs, margins, next_best = list(prompt), [], [], []
+        context, logits = list(prompt), []
         for _ in range(NUM_TOKENS):
-            logits_V = model(input_ids=torch.tensor([context]), use_cache=False).logits[0, -1].float()
-            best = logits_V.log_softmax(-1).topk(NUM_NEXT)
-            context.append(int(best.indices[0]))
-            logprobs.append(float(best.values[0]))
-            margins.append(float(best.values[0] - best.values[1]))
-            next_best.append(dict(zip(best.indices.tolist()[1:], best.values.tolist()[1:], strict=True)))
-        for name, value in zip(found, (prompt, context[len(prompt) :], logprobs, margins, next_best), strict=True):
-            found[name].append(value)
+            logits.append(model(input_ids=torch.tensor([context]), use_cache=False).logits[0, -1].float())
+            context.append(int(logits[-1].argmax()))
+        add_answer(found, prompt, logits)
     return found
+
+
+def no_answers() -> dict[str, list[Any]]:
+    return {"prompts": [], "tokens": [], "logprobs": [], "margins": [], "next": []}
+
+
+def add_answer(found: dict[str, list[Any]], prompt: Sequence[int], logits: list[torch.Tensor]) -> None:
+    """`logits`: of each token of a greedy answer."""
+    found["prompts"].append(list(prompt))
+    for name in ("tokens", "logprobs", "margins", "next"):
+        found[name].append([])
+    for logits_V in logits:
+        best = logits_V.log_softmax(-1).topk(NUM_NEXT)
+        found["tokens"][-1].append(int(best.indices[0]))
+        found["logprobs"][-1].append(float(best.values[0]))
+        found["margins"][-1].append(float(best.values[0] - best.values[1]))
+        found["next"][-1].append(dict(zip(best.indices.tolist()[1:], best.values.tolist()[1:], strict=True)))

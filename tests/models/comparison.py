@@ -26,6 +26,8 @@ TIE = 1e-3
 """Logits that are no further apart may be ordered either way by rounding."""
 ROUGH = 0.3
 """From this tolerance on, a reference rounds otherwise than the kernels do, so that many more may be ordered so."""
+PREEMPTED = "@preempted"
+"""At the end of the names of cases with little KV."""
 EQUAL, TIED, DIFFERS = "equal", "tied", "differs"
 
 
@@ -167,6 +169,8 @@ def row(case: str, results: dict[str, Result], reference: Result | None, toleran
         found.faults += [f"{fault}, {variant}" for fault in _faults_of_steps(result)]
         if damage := result.get("canary"):
             found.faults.append(f"canary, {variant}: {damage}")
+        if case.endswith(PREEMPTED) and result.get("preemptions") == 0:
+            found.faults.append(f"{variant}: no request was preempted")
         if result.get("guarded") == 0:
             found.faults.append(f"{variant}: no KV buffer was guarded")
     return found
@@ -192,13 +196,15 @@ def _compare(found: Row, plain: Result, upstream: Result | None, reference: Resu
 
 
 def _faults_of_steps(result: Result) -> Iterator[str]:
-    """What no step may do, on any device: compile, or wait for the device a second time."""
+    """What no step may do, on any device: compile, wait for the device a second time, or go on without its drafter."""
     if (steps := result.get("steps")) is None:
         return
     if (compiled := steps["graphs"]["after_warmup"] + steps["device"].get("compiled_after_warmup", 0)) > 0:
         yield f"{compiled} shapes compiled after warm-up"
     if (syncs := steps["host_syncs_per_step"]) > 1:
         yield f"{syncs:.2f} device-to-host syncs a step"
+    if (faults := steps.get("drafter", {}).get("faults", 0)) > 0:
+        yield f"the drafter failed {faults} times"
 
 
 def _drafts(found: Row, variant: str, drafts: Result | None, plain: Result, reference: Result | None) -> str:

@@ -16,7 +16,7 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
-from tests.models import vision
+from tests.models import images, vision
 
 RUNS, REFUSED, FAILS, CRASH, TIMEOUT = "runs", "refused", "fails", "crash", "timeout"
 SECONDS = 900
@@ -70,7 +70,10 @@ def generate(job: dict[str, Any], ours: bool, result: dict[str, Any]) -> None:
         result["outcome"] = RUNS
         return
     params = SamplingParams(temperature=0.0, max_tokens=job["num_tokens"], ignore_eos=True, logprobs=0)
-    outputs = llm.generate([{"prompt_token_ids": ids} for ids in job["prompts"]], params, use_tqdm=False)
+    requests = [{"prompt_token_ids": ids} for ids in job["prompts"]]
+    if job["images"] is not None:
+        requests = images.requests(images.PROCESSORS[job["images"]][0])
+    outputs = llm.generate(requests, params, use_tqdm=False)
     texts = [output.outputs[0] for output in outputs]
     result |= {
         "tokens": [list(text.token_ids) for text in texts],
@@ -82,8 +85,9 @@ def generate(job: dict[str, Any], ours: bool, result: dict[str, Any]) -> None:
     }
     if ours:
         result["steps"] = llm.collective_rpc("step_report")[0]
+    counts = {metric.name: metric.value for metric in llm.get_metrics() if hasattr(metric, "value")}
+    result["preemptions"] = int(counts.get("vllm:num_preemptions", 0))
     if job["variant"] in WITH_DRAFTS:
-        counts = {metric.name: metric.value for metric in llm.get_metrics() if hasattr(metric, "value")}
         for name in ("accepted", "draft"):
             result[name] = int(counts.get(f"vllm:spec_decode_num_{name}_tokens", 0))
     result["outcome"] = RUNS
@@ -209,8 +213,8 @@ def main() -> int:
     os.dup2(2, 1)
     side = jobs[0]["side"]
     print(f"{side}: importing vLLM for {len(jobs)} runs", file=sys.stderr, flush=True)
-    if jobs[0]["torchvision"]:
-        vision.make_importable(Path(jobs[0]["torchvision"]))
+    if jobs[0]["vision"]:
+        vision.make_importable()
     ours = import_vllm()
     assert ours == (side != "upstream"), f"the platform of {side} is not the one that was asked for"
     gc.collect()

@@ -13,7 +13,7 @@ from functools import cached_property
 from pathlib import Path
 from typing import Any
 
-from tests.models import checkpoints, comparison, vision
+from tests.models import checkpoints, comparison
 from tests.models.architectures import ARCHITECTURES, Recipe
 from tests.models.formats import FORMAT_CASES, kernels
 from tests.models.probe import DOCTOR, DRAFTS, MODEL_DRAFTS, PLAIN, TIMEOUT
@@ -62,8 +62,6 @@ class Run:
     def rows(self, device: str, with_upstream: bool) -> list[comparison.Row]:
         """One for each case; all that was found goes to DEVICE.json."""
         self.state.mkdir(parents=True, exist_ok=True)
-        if any(recipe.vision for recipe in self.cases.values()):
-            vision.install(self._torchvision)
         results = self._results(device, self.variants, tree_hash())
         if with_upstream:
             for case, found in self._results(UPSTREAM, UPSTREAMS, _UPSTREAM).items():
@@ -75,10 +73,6 @@ class Run:
         everything = {row.case: asdict(row) | {"results": results[row.case]} for row in rows}
         (self.state / f"{device}.json").write_text(json.dumps(everything, indent=1))
         return rows
-
-    @property
-    def _torchvision(self) -> Path:
-        return self.state / "torchvision"
 
     def _reference(self, case: str, device: str) -> dict[str, Any] | None:
         folder, name = self.folders[case], checkpoints.REFERENCE
@@ -101,7 +95,8 @@ class Run:
                 "drafter": str(self.folders[case] / checkpoints.DRAFTER),
                 "prompts": prompts,
                 "num_tokens": checkpoints.NUM_TOKENS,
-                "torchvision": str(self._torchvision) if recipe.vision else None,
+                "vision": recipe.vision or recipe.images is not None,
+                "images": recipe.images,
             }
             for case, recipe in self.cases.items()
             for variant in variants
@@ -129,7 +124,7 @@ class Run:
     def _probe(self, side: str, todo: list[dict[str, Any]]) -> Iterator[Result]:
         """What each job of one platform ends with. Those that need torchvision have a process without the others."""
         for needed in (False, True):
-            if part := [job for job in todo if bool(job["torchvision"]) == needed]:
+            if part := [job for job in todo if job["vision"] == needed]:
                 yield from self._probe_alike(side, part)
 
     def _probe_alike(self, side: str, todo: list[dict[str, Any]]) -> Iterator[Result]:

@@ -499,6 +499,42 @@ def test_a_scheduler_of_the_users_derives_from_ours(name: Any, tmp_path: Path) -
         engine_config(tmp_path, None, scheduler_cls="somebody.Scheduler")
 
 
+@pytest.mark.parametrize(
+    ("changed", "refused"),
+    [
+        ({}, None),
+        ({"traits.captures": True}, "Images, audio and video are not served on a device yet, only on a CPU"),
+        ({"model.is_mm_prefix_lm": True}, "see each other in both directions"),
+        ({"model.is_multimodal_raw_input_only_model": True}, "without tokens"),
+        ({"model.is_hybrid": True}, "beside recurrent layers"),
+        ({"parallel.data_parallel_size": 2}, "--data-parallel-size"),
+        ({"media.is_multimodal_pruning_enabled": lambda: True}, "--video-pruning-rate"),
+        ({"media.enable_mm_embeds": True}, "--enable-mm-embeds"),
+        ({"lora.enable_tower_connector_lora": True}, "--enable-tower-connector-lora"),
+    ],
+    ids=lambda value: next(iter(value), "images") if isinstance(value, dict) else "",
+)
+def test_images_that_would_not_work_are_refused(changed: dict[str, Any], refused: str | None) -> None:
+    media = SimpleNamespace(is_multimodal_pruning_enabled=lambda: False, enable_mm_embeds=False)
+    model = SimpleNamespace(
+        is_mm_prefix_lm=False,
+        is_multimodal_raw_input_only_model=False,
+        is_hybrid=False,
+        get_multimodal_config=lambda: media,
+    )
+    lora, parallel = SimpleNamespace(enable_tower_connector_lora=False), SimpleNamespace(data_parallel_size=1)
+    traits = SimpleNamespace(captures=False, name="a device")
+    parts = {"traits": traits, "model": model, "media": media, "lora": lora, "parallel": parallel}
+    for path, value in changed.items():
+        part, _, name = path.partition(".")
+        setattr(parts[part], name, value)
+    asked: Any = SimpleNamespace(model_config=model, lora_config=lora, parallel_config=parallel)
+    device: Any = SimpleNamespace(traits=traits)
+    found = list(refusals.models._multimodal_refusals(asked, device))
+    assert len(found) == (refused is not None)
+    assert refused is None or refused in found[0]
+
+
 @pytest.mark.parametrize("option", ["adaptive", "goodput"])
 def test_pacing_that_would_not_work_is_refused(option: str, tmp_path: Path) -> None:
     more = dict(additional_config={"gaudi_spec": {option: True}})

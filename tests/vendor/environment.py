@@ -46,9 +46,7 @@ def make_card(folder: Path) -> Path:
         info.mkdir()
         (info / "METADATA").write_text(f"Metadata-Version: 2.1\nName: {name}\nVersion: {version}\n")
         (info / "entry_points.txt").write_text(entry_points)
-    kept = OUT / "torchvision"
-    vision.install(kept)
-    (folder / "torchvision_files").symlink_to(kept)
+    (folder / "torchvision_files").symlink_to(vision.FOLDER)
     return folder
 
 

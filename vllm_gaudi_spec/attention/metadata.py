@@ -172,6 +172,29 @@ class StateCall:
 # --- a forward ---
 
 
+class MultimodalInputs(NamedTuple):
+    """What images, video and audio change of a forward's tokens. D: dimensions of a rotary position."""
+
+    embeddings: list[torch.Tensor] = []  # noqa: RUF012 - nobody changes it
+    """[n, H] of encoders, in the order of the tokens that they replace,"""
+    is_media_T: torch.Tensor | None = None
+    """bool: which those are; None where there are no embeddings."""
+    rotary_DT: torch.Tensor | None = None
+    """int64: positions for rotary embeddings, where any are not those of the tokens."""
+    offset_B: torch.Tensor | None = None
+    """int64, of a decode: the same as a difference, since all dimensions of a position are alike there."""
+
+    def rotary(self, positions_T: torch.Tensor) -> torch.Tensor | None:
+        if self.offset_B is None:
+            return self.rotary_DT
+        # Padding has position 0, and tables of rotary embeddings begin there.
+        return (positions_T.view(len(self.offset_B), -1) + self.offset_B[:, None]).flatten().clamp_(min=0)
+
+    def pack(self, index_T: torch.Tensor) -> MultimodalInputs:
+        """Of the real tokens alone, among which all those of media are."""
+        return self if self.is_media_T is None else self._replace(is_media_T=self.is_media_T.index_select(0, index_T))
+
+
 @dataclass(frozen=True, slots=True)
 class Inputs:
     """T = B * Q tokens, flat as vLLM's model classes take them."""
@@ -187,6 +210,10 @@ class Inputs:
     """int32: the slot of each token's LoRA adapter, where there are adapters."""
     states: StateCall | None = None
     """For models with recurrent layers."""
+    multimodal: MultimodalInputs | None = None
+    """For models that take images, video or audio."""
+    rotary: torch.Tensor | None = None
+    """int64 [T] or [D, T]: positions for rotary embeddings, where they are others."""
 
     def real_T(self) -> torch.Tensor:
         """bool [T]: which tokens are not padding."""
@@ -207,6 +234,8 @@ class Inputs:
             calls=tuple(replace(call, packed=packed, _plans={}) for call in self.calls),
             adapters_T=None if self.adapters_T is None else self.adapters_T.index_select(0, index_T),
             states=None if self.states is None else replace(self.states, packed=packed),
+            multimodal=None if self.multimodal is None else self.multimodal.pack(index_T),
+            rotary=None if self.rotary is None else self.rotary.index_select(-1, index_T),
         )
 
 

@@ -27,20 +27,24 @@ from vllm_gaudi_spec.compat.metrics import carry_metrics, list_metrics_of_ours
 from vllm_gaudi_spec.compat.ranks import assign_cpu_experts, ray_workers, tensor_parallel_group
 from vllm_gaudi_spec.compat.server import (
     answer_bad_adapters,
+    answer_huge_images,
     end_engines_with_their_server,
     fail_with_the_engine,
     leave_idle_work_at_shutdown,
     let_engine_finish,
 )
+from vllm_gaudi_spec.compat.torchvision import define_missing_operators
 
 # `apply`, and the patches that only some processes need, each called where it is needed.
 __all__ = [
     "answer_accelerator_calls",
     "answer_bad_adapters",
     "answer_for_vllm_distribution",
+    "answer_huge_images",
     "apply",
     "assign_cpu_experts",
     "choose_cpu_linears",
+    "define_missing_operators",
     "device_type_while_loading",
     "end_errors_with_their_message",
     "fail_with_the_engine",

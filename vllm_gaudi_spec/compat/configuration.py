@@ -195,11 +195,9 @@ def _raise_for_torchvision(original: Callable[..., Any], registry: Any, architec
     broken = [name for name in architectures if name in registry.models and _needs_torchvision(registry.models[name])]
     if not broken:
         return original(registry, architectures)
-    torch = installed("torch") or ""
-    way = f": pip install torch=={torch} torchvision --index-url https://download.pytorch.org/whl/cpu"
     raise UnsupportedConfigError(
-        f"vLLM's {broken[0]} imports torchvision, for text alone too, and it is not installed; install its build for "
-        f"torch {torch}{way if torch.endswith('+cpu') else ''}."
+        f"vLLM's {broken[0]} imports torchvision, for text alone too, and it is not installed; install the release for "
+        f"torch {installed('torch')}, of any build: pip install --no-deps torchvision."
     )
 
 

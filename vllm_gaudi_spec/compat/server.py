@@ -1,4 +1,4 @@
-"""How a server and its engine end, and its answers to bad adapters."""
+"""How a server and its engine end, and its answers to bad adapters and images."""
 
 from __future__ import annotations
 
@@ -137,3 +137,24 @@ async def _blame_adapter(original: Callable[..., Any], *args: Any, **named: Any)
     if REFUSED_ADAPTER not in message:
         return answer
     return create_error_response(message=message, err_type="BadRequestError", status_code=HTTPStatus.BAD_REQUEST)
+
+
+def answer_huge_images() -> None:
+    """In a server: answer status 400 to an image of more pixels than Pillow decodes, twice its MAX_IMAGE_PIXELS.
+
+    Reason: upstream has the same limit (VLLM_MAX_IMAGE_PIXELS) and answers 400 to what exceeds it, but Pillow looks
+    first, and of its errors that one is no OSError: the answer is 500.
+    Remove when: `ImageMediaIO.load_bytes` catches Pillow's DecompressionBombError.
+    """
+    from vllm.multimodal.media.image import ImageMediaIO
+
+    wrap(ImageMediaIO, "load_bytes", _refuse_huge)
+
+
+def _refuse_huge(original: Callable[..., Any], *args: Any, **named: Any) -> Any:
+    from PIL import Image
+
+    try:
+        return original(*args, **named)
+    except Image.DecompressionBombError as error:
+        raise ValueError(f"Failed to load image: {error}") from error

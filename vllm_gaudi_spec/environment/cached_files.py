@@ -10,7 +10,6 @@ from __future__ import annotations
 import os
 import secrets
 import stat
-import tempfile
 from pathlib import Path
 
 
@@ -60,17 +59,9 @@ def _open(path: Path) -> int:
 
 
 def write(path: Path, content: bytes) -> None:
-    """Writes a file in a folder of ours, which is made if it is missing. Several processes may do so at once: the file
-    appears whole or not at all, and replaces whatever had its name. It is not flushed to the disk."""
+    """Writes a file in a folder of ours, which is made if it is missing, for its owner alone."""
     own_folder(path.parent)
-    descriptor, scratch = tempfile.mkstemp(prefix=f".{path.name}-", dir=path.parent)
-    try:
-        with os.fdopen(descriptor, "wb") as file:
-            file.write(content)
-        os.replace(scratch, path)
-    except BaseException:
-        Path(scratch).unlink(missing_ok=True)
-        raise
+    replace(path, content, stat.S_IRUSR | stat.S_IWUSR)
 
 
 def stays_inside(path: Path) -> bool:
@@ -79,11 +70,13 @@ def stays_inside(path: Path) -> bool:
 
 
 def replace(path: Path, content: bytes, mode: int | None = None) -> None:
-    """Writes a file under a temporary name and renames it, so that it is never seen half written. It replaces whatever
-    has the name, a link too. `mode`: its permissions; None: those of the umask."""
+    """Writes a file under a temporary name and renames it, so that it is never seen half written, and several processes
+    may do so at once. It replaces whatever has the name, a link too. `mode`: its permissions; None: those of the
+    umask."""
     scratch = path.with_name(f".{path.name}-{secrets.token_hex(4)}")
+    descriptor = os.open(scratch, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o666 if mode is None else mode)
     try:
-        with scratch.open("xb") as file:
+        with os.fdopen(descriptor, "wb") as file:
             file.write(content)
             file.flush()
             if mode is not None:

@@ -31,15 +31,17 @@ def model_refusals(vllm_config: VllmConfig, backend: DeviceBackend) -> Iterator[
         yield from _refusals_of(model)
     if vllm_config.model_config.is_hybrid:
         yield from _state_refusals(vllm_config, backend)
+    if vllm_config.model_config.supports_multimodal_inputs:
+        for reason in _multimodal_refusals(vllm_config, backend):
+            yield f"{reason}; add --language-model-only to serve the text of {vllm_config.model_config.model} alone."
 
 
 def _refusals_of(model: ModelConfig) -> Iterator[str]:
     """`model`: a target, or a drafter, to which vLLM passes none of the options about modalities."""
     if model.runner_type not in ("generate", "draft"):
         yield f"{model.model} is run as a {model.runner_type} model; use --runner generate."
-    if model.supports_multimodal_inputs:
-        way_out = "" if model.runner_type == "draft" else "add --language-model-only to serve its text alone, or "
-        yield f"{model.model} takes images, audio or video; {way_out}use a text-only model."
+    if model.supports_multimodal_inputs and model.runner_type == "draft":
+        yield f"Drafter {model.model} takes images, audio or video; use a text-only model."
     if model.is_attention_free:
         yield f"{model.model} has no attention, which steps are planned by; use a model that has some."
     if model.is_hybrid and model.runner_type == "draft":
@@ -61,6 +63,27 @@ def _refusals_of(model: ModelConfig) -> Iterator[str]:
         yield f"{model.model} is an encoder-decoder model; use a decoder-only one."
     if model.use_mla and hasattr(model.hf_text_config, "index_topk"):
         yield f"{model.model} uses sparse MLA attention, which is not supported yet; use a model without it."
+
+
+def _multimodal_refusals(vllm_config: VllmConfig, backend: DeviceBackend) -> Iterator[str]:
+    model, lora_config = vllm_config.model_config, vllm_config.lora_config
+    media = model.get_multimodal_config()
+    if backend.traits.captures:
+        yield f"Images, audio and video are not served on {backend.traits.name} yet, only on a CPU"
+    if model.is_mm_prefix_lm:
+        yield "Tokens of images that see each other in both directions are not supported yet"
+    if model.is_multimodal_raw_input_only_model:
+        yield "A model that takes media without tokens is not supported"
+    if model.is_hybrid:
+        yield "Images, audio and video beside recurrent layers are not supported yet"
+    if vllm_config.parallel_config.data_parallel_size > 1:
+        yield "Images, audio and video are not supported with --data-parallel-size yet"
+    if media.is_multimodal_pruning_enabled():
+        yield "--video-pruning-rate is not supported"
+    if media.enable_mm_embeds:
+        yield "--enable-mm-embeds is not supported"
+    if lora_config is not None and lora_config.enable_tower_connector_lora:
+        yield "--enable-tower-connector-lora is not supported"
 
 
 def _state_refusals(vllm_config: VllmConfig, backend: DeviceBackend) -> Iterator[str]:

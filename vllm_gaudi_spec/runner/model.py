@@ -16,6 +16,7 @@ from vllm.logger import init_logger
 from vllm.model_executor.layers.attention_layer_base import AttentionLayerBase
 from vllm.model_executor.layers.mamba.abstract import MambaBase
 from vllm.model_executor.model_loader import get_model
+from vllm.model_executor.models.interfaces import requires_raw_input_tokens
 from vllm.v1.kv_cache_interface import AttentionSpec, ChunkedLocalAttentionSpec, FullAttentionSpec, SlidingWindowSpec
 
 from vllm_gaudi_spec import compat
@@ -257,14 +258,27 @@ class LoadedModel:
             compat.tensor_parallel_group(self.group),
             set_forward_context(metadata, self.vllm_config, num_tokens, on_each, slot_mapping=slots),
         ):
-            carried = () if carried_TH is None else (carried_TH,)
             with self.counting(inputs), self._adapting(inputs.adapters_T):
-                hidden = self._hidden_of(self.model(inputs.token_ids_T, inputs.positions_T, *carried), inputs)
+                hidden = self._hidden_of(self._call(inputs, carried_TH), inputs)
             if self._returns_hidden_states:
                 hidden = self._broadcast(hidden)
             if self.measuring is not None and self.measuring.reads_logits:
                 self._measure_logits(self.measuring, hidden.last, inputs.real_T())
             return hidden
+
+    def _call(self, inputs: Inputs, carried_TH: torch.Tensor | None) -> Any:
+        """vLLM's model class, by what it takes."""
+        tokens_T, media = inputs.token_ids_T, inputs.multimodal
+        positions = inputs.positions_T if inputs.rotary is None else inputs.rotary
+        if carried_TH is not None:
+            return self.model(tokens_T, positions, carried_TH)
+        if media is None or not media.embeddings:
+            return self.model(tokens_T, positions)
+        embeddings_TH = self.model.embed_input_ids(
+            tokens_T, multimodal_embeddings=media.embeddings, is_multimodal=media.is_media_T
+        )
+        raw_T = tokens_T if requires_raw_input_tokens(self.model) else None
+        return self.model(raw_T, positions, inputs_embeds=embeddings_TH)
 
     def counting(self, inputs: Inputs) -> AbstractContextManager[None]:
         """Around work on a forward's tokens where the model is measured: only real tokens count."""

@@ -30,6 +30,7 @@ from vllm_gaudi_spec.runner.graphs import (
 )
 from vllm_gaudi_spec.runner.kv_cache import KVCache
 from vllm_gaudi_spec.runner.model import LoadedModel
+from vllm_gaudi_spec.runner.multimodal import Multimodal
 from vllm_gaudi_spec.runner.report import Downloads, PromptLogprobs, Report, Reports, leave_out_scores
 from vllm_gaudi_spec.runner.requests import HiddenStateBuffer, Requests
 from vllm_gaudi_spec.runner.sample_shapes import SampleShapes
@@ -48,6 +49,7 @@ if TYPE_CHECKING:
     from vllm.v1.kv_cache_interface import KVCacheConfig, KVCacheSpec
     from vllm.v1.outputs import AsyncModelRunnerOutput, DraftTokenIds, ModelRunnerOutput
 
+    from vllm_gaudi_spec.attention.metadata import MultimodalInputs
     from vllm_gaudi_spec.devices.base import DeviceBackend
     from vllm_gaudi_spec.records import Drafts, Listed, SampleBatch, Verification
     from vllm_gaudi_spec.scheduling.outputs import DrafterStatus, SpecSchedulerOutput
@@ -137,6 +139,9 @@ class ModelRunner:
             max_context=self.shapes.max_context,
             seed=model.seed,
         )
+        self.multimodal: Multimodal | None = None
+        if model.supports_multimodal_inputs:
+            self.multimodal = Multimodal(model, self.target.model, self.backend)
         self.custom: CustomProcessors | None = None
         if profiled_blocks is None:
             self.custom = CustomProcessors.load(self.vllm_config, device, self.max_rows)
@@ -216,7 +221,7 @@ class ModelRunner:
         planned = self.lockstep.fit(self.pending) if self.lockstep else self.pending
         for batch in [make_batch(self.requests, one) for one in planned]:
             if batch.requests:
-                self.forward(batch)
+                self.forward(batch if self.multimodal is None else self.multimodal.add_to(batch))
             else:  # other ranks have something to compute here
                 self.compute(batch)
         return None
@@ -251,6 +256,8 @@ class ModelRunner:
     def apply(self, scheduled: SpecSchedulerOutput) -> None:
         self.requests.apply(scheduled)
         self.kv_cache.apply(scheduled)
+        if self.multimodal is not None:
+            self.multimodal.apply(scheduled, self.requests)
         if self.target.adapters is not None:
             self.target.adapters.apply(scheduled, self.requests)
         for request in self.requests.admitted:
@@ -286,7 +293,7 @@ class ModelRunner:
 
     def compute(self, batch: Batch) -> None:
         self.recorder.saw(batch.shape)
-        self._run_forward(batch.shape.phase, batch.shape.queries, batch.uploaded)
+        self._run_forward(batch.shape.phase, batch.shape.queries, batch.uploaded, batch.multimodal)
 
     def forward(self, batch: Batch) -> None:
         self.compute(batch)
@@ -386,11 +393,14 @@ class ModelRunner:
 
     # --- what runs on the device: see `Graphs.graph` ---
 
-    def _forward(self, phase: str, queries: int, rows: Rows) -> None:
+    def _forward(self, phase: str, queries: int, rows: Rows, multimodal: MultimodalInputs | None) -> None:
         located = locate(phase, rows, self.requests)
         inputs = build_inputs(queries, rows, located, self.requests)
         if (adapters_T := self.target.adapters_of(rows.rows_B, queries)) is not None:
             inputs = replace(inputs, adapters_T=adapters_T)
+        if multimodal is not None:
+            rotary = multimodal.rotary(inputs.positions_T)
+            inputs = replace(inputs, multimodal=multimodal, rotary=rotary)
         if self.target.states is not None:
             is_prompt = phase != DECODE
             inputs = replace(
@@ -443,6 +453,10 @@ class ModelRunner:
 
     def _drafts_after(self, rows_B: torch.Tensor) -> Drafts:
         return self.requests.drafts(rows_B, self.num_drafts)
+
+    def reset_encoder_cache(self) -> None:
+        if self.multimodal is not None:
+            self.multimodal.reset()
 
     # --- attributes for functions that users send to workers, by the names of vLLM's runner ---
 

@@ -39,7 +39,7 @@ def write_difference(
     try:
         folder = cached_files.own_folder(cache_folder()) / "audits"
         path = folder / f"difference-{time.strftime('%Y%m%d-%H%M%S')}-{os.getpid()}.json"
-        cached_files.write(path, text.encode())  # for this user alone: it is made by mkstemp
+        cached_files.write(path, text.encode())  # for this user alone
     except (OSError, RuntimeError) as error:  # the latter where the user has no home
         logger.warning("The difference that an audit found cannot be written: %s", error)
         return None

@@ -11,7 +11,6 @@ Expected:
 import json
 import os
 import shutil
-import tempfile
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
@@ -44,14 +43,16 @@ def cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 def full_disk(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     """A file can be made, as on a full disk, and nothing can be written to it: the kernel itself says so."""
     with monkeypatch.context() as patch:
-        made = tempfile.mkstemp
+        open_file = os.open
 
-        def mkstemp(*args: Any, **named: Any) -> tuple[int, str]:
-            descriptor, path = made(*args, **named)
+        def opened(path: Any, flags: int, *mode: int, **named: Any) -> int:
+            descriptor = open_file(path, flags, *mode, **named)
+            if not flags & os.O_EXCL:
+                return descriptor
             os.close(descriptor)
-            return os.open("/dev/full", os.O_WRONLY), path
+            return open_file("/dev/full", os.O_WRONLY)
 
-        patch.setattr(tempfile, "mkstemp", mkstemp)
+        patch.setattr(os, "open", opened)
         yield
 
 

@@ -84,10 +84,14 @@ def test_a_drafter_of_one_rank_fails(two_ranks: Server, one_rank_fails: Injected
     assert two_ranks.metric("vllm:spec_decode_num_accepted_tokens_total") > 0
     assert two_ranks.metric(f"{DRAFTER_FAULTS}_total") == 0
     one_rank_fails.arm()
+    faults = []
     for _ in range(2):
         assert texts(two_ranks, bodies(12)) == quiet
-        assert two_ranks.metric(f"{DRAFTER_FAULTS}_total") == MOST_IN_A_ROW
+        faults.append(two_ranks.metric(f"{DRAFTER_FAULTS}_total"))
         assert two_ranks.metric(f"{DRAFTER_SWITCHED_OFF}_total") == 1
+    # More where requests arrived one by one: the same request again, alone, does not count towards switching off.
+    assert MOST_IN_A_ROW <= faults[0] <= 2 * MOST_IN_A_ROW
+    assert faults[1] == faults[0], "it drafted although it was off"
     said = two_ranks.log.read_text()
     assert said.count("The drafter is switched off") == 1
     assert "injected: this rank fails" in said

@@ -159,7 +159,7 @@ def test_a_missing_torchvision_is_named(
     monkeypatch.setattr(configuration, "installed", builds.get)
     registry = _ModelRegistry({"Imaging": _LazyRegisteredModel("a_model_of_images", "Imaging")})
     if cause == "import torchvision" and not has_it:
-        advice = "imports torchvision, .*: pip install torch==2.13.0[+]cpu torchvision --index-url .*/whl/cpu.$"
+        advice = "imports torchvision, .* for torch 2.13.0[+]cpu, of any build: pip install --no-deps torchvision.$"
         with pytest.raises(config.UnsupportedConfigError, match=advice):
             registry._raise_for_unsupported(["Imaging"])
     else:

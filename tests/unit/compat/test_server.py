@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import inspect
+import io
 import os
 import subprocess
 import sys
@@ -14,11 +15,13 @@ from typing import Any
 
 import psutil
 import pytest
+from PIL import Image
 from vllm.entrypoints.launchers import launcher
 from vllm.entrypoints.launchers.api_server import entry
 from vllm.entrypoints.openai.models.serving import OpenAIServingModels
 from vllm.entrypoints.serve.lora.protocol import LoadLoRAAdapterRequest
 from vllm.exceptions import LoRAAdapterNotFoundError
+from vllm.multimodal.media.image import ImageMediaIO
 from vllm.utils.counter import AtomicCounter
 from vllm.v1.engine import core as engine_core
 from vllm.v1.engine.utils import CoreEngineProcManager
@@ -194,3 +197,16 @@ def test_upstream_still_blames_the_server_for_a_bad_adapter() -> None:
         assert "because" in answer.message
         assert asyncio.run(_load_adapter("no memory")).error.code == 500
         assert asyncio.run(_load_adapter(str(LoRAAdapterNotFoundError("name", "folder")))).error.code == 404
+
+
+def test_upstream_still_blames_the_server_for_a_huge_image() -> None:
+    written = io.BytesIO()
+    Image.new("1", (20_000, 20_000)).save(written, "png")
+    with pytest.MonkeyPatch.context() as patch:
+        load = ImageMediaIO.load_bytes
+        patch.setattr(ImageMediaIO, "load_bytes", getattr(load, "__wrapped__", load))
+        with pytest.raises(Image.DecompressionBombError):
+            ImageMediaIO().load_bytes(written.getvalue())
+        compat.answer_huge_images()
+        with pytest.raises(ValueError, match="400000000 pixels"):
+            ImageMediaIO().load_bytes(written.getvalue())

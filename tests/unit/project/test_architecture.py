@@ -95,7 +95,7 @@ MAY_IMPORT = {
     # Nothing of the engine imports these.
     "tools": set(),
     "tools.io": {"config", "environment.cached_files", "tools.io"},
-    "tools.demo_model": {"environment", "versions"},
+    "tools.demo_model": {"compat", "environment"},
     "tools.estimate": {"tools.estimate", "config", "drafting.table", "emulator.cost", "emulator.counters", "recurrent"},
     "tools.tune": {
         *("tools.tune", "tools.demo_model", "tools.estimate", "tools.io", "tools.report", "quantization", "devices"),

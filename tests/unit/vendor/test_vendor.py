@@ -167,7 +167,6 @@ def test_counts_are_those_of_the_emulator() -> None:
 
 
 def test_the_card_comes_with_torch(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(environment.vision, "install", lambda folder: None)
     card = environment.make_card(tmp_path / "card")
     points = (card / "habana_torch_plugin-1.24.0.400.dist-info" / "entry_points.txt").read_text()
     assert re.search(r"(?m)^\[torch.backends\]\n\w+ = emulated_card:load$", points)

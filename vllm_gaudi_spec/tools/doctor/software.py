@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import sys
 from collections.abc import Iterator
-from dataclasses import replace
 from importlib.metadata import EntryPoint, entry_points
 
 from vllm_gaudi_spec import devices, versions
@@ -45,9 +44,11 @@ def version_findings() -> Iterator[Finding]:
             yield Finding(OK, name, found)
         elif name != "vllm-gaudi-spec":  # reported by its entry points
             yield Finding(WARNING, name, "is not installed", "run `make setup`, or pip install it")
-    if (reason := versions.torchvision_mistake()) is not None:
-        guess = Finding.refusal("torchvision", reason)
-        yield guess if versions.broken_torchvision() else replace(guess, severity=WARNING)
+    if versions.is_torchvision_of_another_build():
+        found = versions.installed("torchvision")
+        yield Finding(
+            NOTE, "torchvision", f"{found}, of another build than torch: without its operators, as images need none"
+        )
     for name in _OF_CARDS:
         if (found := versions.installed(name)) is not None:
             yield Finding(NOTE, name, found)

@@ -1,0 +1,117 @@
+"""Images in prompts: answers are those of transformers, with drafts as without, and a bad image is a bad request.
+
+`make verify-models` has the same cases beside upstream's platform.
+"""
+
+import base64
+import io
+import os
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import pytest
+from PIL import Image
+
+from tests.full_tests.server import Server
+from tests.full_tests.test_bad_input import chat, check_alive, check_error
+from tests.models import vision
+from tests.models.comparison import Row
+from tests.models.images import SMALL, TALL, WIDE, picture
+from tests.models.probe import RUNS
+from tests.models.run import CASES, Run
+
+# Positions of Qwen's have three rows. Borders of chunks lie within its images.
+ALWAYS = "qwen2.5-vl-images@chunks"
+WITH_IMAGES = [case for case, recipe in CASES.items() if recipe.images is not None]
+
+
+@pytest.mark.parametrize(
+    "case", [case if case == ALWAYS else pytest.param(case, marks=pytest.mark.slow) for case in WITH_IMAGES]
+)
+def test_they_answer_as_transformers(case: str, tmp_path_factory: pytest.TempPathFactory) -> None:
+    (row,) = Run({case: CASES[case]}, tmp_path_factory.mktemp("models")).rows("cpu", with_upstream=False)
+    check(row)
+
+
+def check(row: Row) -> None:
+    assert not row.faults, row
+    assert row.ours == RUNS, row
+    assert row.reference.startswith("equal"), row
+    assert row.drafts.startswith("equal"), row
+    assert row.model_drafts.startswith("equal"), row
+    assert row.doctor == "fine", row
+
+
+# ---- over HTTP -------------------------------------------------------------------------------------------
+
+
+@pytest.fixture(scope="module")
+def asked(made: Callable[[str], str], tmp_path_factory: pytest.TempPathFactory) -> Iterator[Server]:
+    options = ["--max-model-len", "256", "--max-num-batched-tokens", "32", "--enable-prompt-tokens-details"]
+    drafts = ["--speculative-config", '{"method": "ngram", "num_speculative_tokens": 3}']
+    path = os.pathsep.join(filter(None, [os.environ.get("PYTHONPATH"), str(vision.FOLDER)]))
+    log = tmp_path_factory.mktemp("images") / "log"
+    server = Server(made("qwen2.5-vl-images"), log, *options, *drafts, environment={"PYTHONPATH": path})
+    try:
+        yield server
+    finally:
+        server.stop()
+
+
+def url(data: bytes) -> str:
+    return f"data:image/png;base64,{base64.b64encode(data).decode()}"
+
+
+def png(image: Image.Image) -> bytes:
+    written = io.BytesIO()
+    image.save(written, "png")
+    return written.getvalue()
+
+
+def question(*images: bytes, **more: Any) -> dict[str, Any]:
+    parts = [dict(type="image_url", image_url=dict(url=url(image))) for image in images]
+    text = dict(type="text", text="What do you see on these pictures, from the left to the right?")
+    return chat([*parts, text], max_tokens=12, temperature=0, ignore_eos=True, **more)
+
+
+def answer(server: Server, *images: bytes) -> tuple[str, int]:
+    """Its text, and how many tokens of the prompt were in the prefix cache."""
+    found = server.post("/v1/chat/completions", question(*images))
+    cached = (found["usage"]["prompt_tokens_details"] or {}).get("cached_tokens") or 0
+    return found["choices"][0]["message"]["content"], cached
+
+
+@pytest.mark.slow
+def test_the_same_image_again_is_in_the_prefix_cache_and_another_is_not(asked: Server) -> None:
+    wide, tall = png(picture(WIDE)), png(picture(TALL))
+    first, _ = answer(asked, wide, tall)
+    again, cached = answer(asked, wide, tall)
+    assert again == first
+    assert cached >= 16
+    other, num_shared = answer(asked, tall, wide)
+    assert other != first
+    assert num_shared < cached
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    ("image", "words"),
+    [
+        pytest.param(b"", ["image"], id="no bytes"),
+        pytest.param(b"GIF89a, or so it says", ["image"], id="no image"),
+        pytest.param(png(picture(SMALL))[:-40], ["image"], id="half of one"),
+        pytest.param(png(Image.new("L", (20_000, 1))), ["Failed to apply", "size=20000x1"], id="20,000 x 1"),
+        pytest.param(png(Image.new("1", (20_000, 20_000))), ["pixels"], id="a decompression bomb"),
+    ],
+)
+def test_a_bad_image_is_a_bad_request(image: bytes, words: list[str], asked: Server) -> None:
+    check_error(asked.client.post("/v1/chat/completions", json=dict(model="tiny") | question(image)), words)
+    check_alive(asked)
+
+
+@pytest.mark.slow
+def test_more_images_than_fit_in_a_prompt(asked: Server) -> None:
+    many = [png(picture((112, 112)))] * 40
+    response = asked.client.post("/v1/chat/completions", json=dict(model="tiny") | question(*many))
+    check_error(response, ["maximum", "256"])
+    check_alive(asked)

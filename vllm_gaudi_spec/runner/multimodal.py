@@ -1,0 +1,124 @@
+"""Images, video and audio in prompts: encoded when the scheduler says so, then merged into the prompt's embeddings.
+
+Encoders, their cache and the search for what a chunk needs are those of vLLM's newer runner. Drafters see tokens only.
+
+    D  dimensions of a multimodal rotary position
+"""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from typing import TYPE_CHECKING
+
+import numpy as np
+import torch
+from vllm.model_executor.models.interfaces import supports_mrope
+from vllm.v1.worker.gpu.mm.encoder_cache import EncoderCache
+from vllm.v1.worker.gpu.mm.encoder_runner import EncoderRunner
+
+from vllm_gaudi_spec.attention.metadata import MultimodalInputs
+from vllm_gaudi_spec.config import UnsupportedConfigError
+from vllm_gaudi_spec.records import DECODE
+
+if TYPE_CHECKING:
+    from torch import nn
+    from vllm.config import ModelConfig
+    from vllm.v1.core.sched.output import SchedulerOutput
+
+    from vllm_gaudi_spec.devices.base import DeviceBackend
+    from vllm_gaudi_spec.records import Batch
+    from vllm_gaudi_spec.runner.requests import Requests
+
+
+class Multimodal:
+    """What a target's prompts hold besides text."""
+
+    def __init__(self, model_config: ModelConfig, model: nn.Module, backend: DeviceBackend) -> None:
+        if getattr(model, "_has_oov_mm_tokens", False):
+            raise UnsupportedConfigError(
+                f"{model_config.model} marks images by tokens outside of its vocabulary, which is not supported; add "
+                "--language-model-only to serve its text alone."
+            )
+        self._model = model
+        self._upload = backend.memory.upload
+        self._cache = EncoderCache()
+        self._encoders = EncoderRunner(
+            model,
+            max_num_tokens=0,  # of a buffer for embeddings, which are merged in the forward here
+            hidden_size=0,
+            encoder_cache=self._cache,
+            dtype=model_config.dtype,
+            device=backend.traits.torch_device,
+        )
+        self._num_dims = model_config.mrope_num_dims if model_config.uses_mrope else 0
+        self._rotary_np: dict[str, np.ndarray] = {}
+        """int64 [D, L] of each prompt whose positions are not those of its tokens."""
+        self._offsets: dict[str, int] = {}
+        """And what is added to the position of a token after such a prompt."""
+
+    def apply(self, scheduled: SchedulerOutput, requests: Requests) -> None:
+        """Forget what ended, note what was admitted, and run the encoders that this step needs."""
+        for mm_hash in scheduled.free_encoder_mm_hashes:
+            self._cache.free_encoder_cache(mm_hash)
+        for req_id in requests.ended:
+            self._cache.remove_request(req_id)
+            self._rotary_np.pop(req_id, None)
+            self._offsets.pop(req_id, None)
+        for new in scheduled.scheduled_new_reqs:
+            self._cache.add_request(new.req_id, new.mm_features)
+            if self._num_dims and new.mm_features:
+                assert supports_mrope(self._model)
+                assert new.prompt_token_ids is not None
+                rotary_DL, offset = self._model.get_mrope_input_positions(new.prompt_token_ids, new.mm_features)
+                self._rotary_np[new.req_id], self._offsets[new.req_id] = rotary_DL.numpy(), int(offset)
+        mm_hashes, items = self._encoders.prepare_mm_inputs(scheduled.scheduled_encoder_inputs)
+        if items:
+            self._cache.encoder_outputs.update(zip(mm_hashes, self._encoders.execute_mm_encoder(items), strict=True))
+
+    def reset(self) -> None:
+        """Forget what was encoded: the weights are others, or about to be."""
+        self._cache.reset_encoder_cache()
+
+    def add_to(self, batch: Batch) -> Batch:
+        """With the embeddings and positions that its tokens do not tell."""
+        if batch.shape.phase == DECODE:
+            found = MultimodalInputs(offset_B=self._offsets_of(batch))
+        else:
+            embeddings, is_media_T = self._embeddings_of(batch)
+            found = MultimodalInputs(embeddings, is_media_T, rotary_DT=self._rotary_of(batch))
+        return replace(batch, multimodal=found)
+
+    def _embeddings_of(self, batch: Batch) -> tuple[list[torch.Tensor], torch.Tensor | None]:
+        """Encoders' outputs in the order of the batch's tokens, and which tokens they stand for."""
+        counts_np = np.array(batch.counts, dtype=np.int64)
+        embeddings, is_media_T = self._encoders.gather_mm_embeddings(
+            [request.req_id for request in batch.requests],
+            batch.shape.tokens,
+            counts_np,
+            np.arange(len(counts_np)) * batch.shape.queries,
+            np.array([len(request.all_token_ids) for request in batch.requests]),
+            np.array([request.num_computed for request in batch.requests]),
+        )
+        return embeddings, self._upload(is_media_T) if embeddings else None
+
+    def _rotary_of(self, batch: Batch) -> torch.Tensor | None:
+        if not any(request.req_id in self._rotary_np for request in batch.requests):
+            return None
+        rows, queries = batch.shape.rows, batch.shape.queries
+        rotary_np = np.zeros((self._num_dims, rows, queries), dtype=np.int64)
+        for row, (request, count) in enumerate(zip(batch.requests, batch.counts, strict=True)):
+            positions_np = np.arange(request.num_computed, request.num_computed + count)
+            # A resumed request has outputs among its tokens.
+            rotary_np[:, row, :count] = positions_np + self._offsets.get(request.req_id, 0)
+            if (prompt_np := self._rotary_np.get(request.req_id)) is not None:
+                part_np = prompt_np[:, request.num_computed : request.num_computed + count]
+                rotary_np[:, row, : part_np.shape[1]] = part_np
+        return self._upload(torch.from_numpy(rotary_np.reshape(self._num_dims, -1)))
+
+    def _offsets_of(self, batch: Batch) -> torch.Tensor | None:
+        offsets = [self._offsets.get(request.req_id, 0) for request in batch.requests]
+        if not any(offsets):
+            return None
+        offsets_np = np.zeros(batch.shape.rows, dtype=np.int64)
+        offsets_np[: len(offsets)] = offsets
+        return self._upload(torch.from_numpy(offsets_np))
