@@ -151,7 +151,7 @@ class Mamba2(RecurrentLayer, MambaMixer2):
 
 @ShortConv.register_oot
 class ShortConvolution(RecurrentLayer, ShortConv):
-    """Of LFM2, which is refused until it is compared as a whole."""
+    """Of LFM2."""
 
     def layer_shape(self) -> LayerShape:
         (dtype,) = self.get_state_dtype()

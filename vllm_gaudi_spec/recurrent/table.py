@@ -10,7 +10,7 @@ from vllm_gaudi_spec.recurrent.states import LayerShape
 if TYPE_CHECKING:
     from vllm.config import ModelConfig, ParallelConfig, VllmConfig
 
-_DELTA_NET, _MAMBA_2 = 2, 1
+_DELTA_NET, _MAMBA_2, _SHORT_CONVOLUTION = 2, 1, 0
 """How many numbers gate a token, in each head of the state."""
 SERVED = {
     "Qwen3NextForCausalLM": _DELTA_NET,
@@ -19,7 +19,10 @@ SERVED = {
     "Qwen3_5ForConditionalGeneration": _DELTA_NET,
     "FalconH1ForCausalLM": _MAMBA_2,
     "GraniteMoeHybridForCausalLM": _MAMBA_2,
+    "Lfm2ForCausalLM": _SHORT_CONVOLUTION,
+    "Lfm2MoeForCausalLM": _SHORT_CONVOLUTION,
     "NemotronHForCausalLM": _MAMBA_2,
+    "Zamba2ForCausalLM": _MAMBA_2,
 }
 """Those that were held against transformers as a whole."""
 CAPTURED = ("Qwen3NextForCausalLM",)
