@@ -73,7 +73,7 @@ MODELS = [
     (
         "MambaForCausalLM",
         lambda: MambaConfig(hidden_size=64, num_hidden_layers=2, vocab_size=400),
-        "no attention",
+        "of a kind that is not supported yet (MambaForCausalLM)",
     ),
     ("JambaForCausalLM", lambda: JambaConfig(**common()), "of a kind that is not supported yet (JambaForCausalLM)"),
     ("DeepseekV3ForCausalLM", deepseek, "sparse MLA"),
@@ -81,13 +81,13 @@ MODELS = [
     ("PanguProMoEV2ForCausalLM", lambda: LlamaConfig(**common()), "keys of attention sinks"),
     ("GptOssForCausalLM", lambda: GptOssConfig(**common(num_local_experts=4), swiglu_limit=5.0), "swiglu_limit 5.0"),
     ("Qwen2AudioForConditionalGeneration", qwen2_audio, "text-only"),
-    ("BertModel", lambda: BertConfig(hidden_size=64, num_hidden_layers=2, num_attention_heads=2), "generate"),
+    ("BertModel", lambda: BertConfig(hidden_size=64, num_hidden_layers=2, num_attention_heads=2), "decoder-only"),
 ]
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize(("architecture", "config", "words"), MODELS, ids=[model[0] for model in MODELS])
-def test_a24_v01_v05_v13_models(architecture: str, config: Any, words: str, tmp_path: Path) -> None:
+def test_a24_v01_v05_models(architecture: str, config: Any, words: str, tmp_path: Path) -> None:
     made = config()
     made.architectures = [architecture]
     made.save_pretrained(tmp_path)

@@ -242,12 +242,13 @@ def engine_config(folder: Path, speculative: dict[str, Any] | None, **options: A
     return EngineArgs(str(folder), speculative_config=speculative, **(defaults | options)).create_engine_config()
 
 
-def backend_of(device: str) -> Any:
+def backend_of(device: str, *, captures: bool = False) -> Any:
     """What refusals ask of it."""
     traits = DeviceTraits(
         name=device,
         mode="",
         torch_device=torch.device("cpu"),
+        captures=captures,
         takes_cpu_weights=device == "cpu",
         takes_quant_config=device in ("cpu", "hpu"),
         simulates_quantization=device == "cpu",
@@ -559,6 +560,26 @@ def test_quantisation_that_would_not_work_is_refused(
         return
     with pytest.raises(UnsupportedConfigError, match=message):
         refusals.refuse_unsupported(made, backend_of(device))
+
+
+@pytest.mark.parametrize(
+    ("captures", "options", "message"),
+    [
+        (False, {}, None),
+        (True, {}, "Pooling models are not served on hpu yet; set VGS_DEVICE=cpu"),
+        (False, {"hf_overrides": {"is_causal": False}}, r"tokens attend to those after them.*\(encoder_only\)"),
+    ],
+    ids=str,
+)
+def test_v13_pooling_models_that_are_not_served_are_refused(
+    captures: bool, options: dict[str, Any], message: str | None, tmp_path: Path
+) -> None:
+    backend = backend_of("hpu" if captures else "cpu", captures=captures)
+    if message is None:
+        refusals.refuse_unsupported(engine_config(tmp_path, None, runner="pooling", **options), backend)
+        return
+    with pytest.raises(UnsupportedConfigError, match=message):
+        refusals.refuse_unsupported(engine_config(tmp_path, None, runner="pooling", **options), backend)
 
 
 def test_what_is_left_of_an_earlier_measurement_does_not_stop_the_next(

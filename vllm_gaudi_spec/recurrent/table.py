@@ -43,8 +43,14 @@ def states_of(num_rows: int) -> str:
     return f"recurrent states of {num_rows} requests (--max-num-seqs)"
 
 
+def has_states(model: ModelConfig) -> bool:
+    return bool(model.is_hybrid or model.is_attention_free)
+
+
 def num_layers_with_kv(model: ModelConfig, parallel: ParallelConfig) -> int:
     """On one rank."""
+    if model.is_attention_free:
+        return 0
     if model.is_hybrid:
         return _count(model, parallel, _WITH_KV)
     # vLLM counts none where a checkpoint has an MTP layer and names no number of them.
@@ -54,9 +60,12 @@ def num_layers_with_kv(model: ModelConfig, parallel: ParallelConfig) -> int:
 def state_bytes(vllm_config: VllmConfig, num_rows: int, num_pending: int) -> int:
     """What a target's layers keep of so many requests, on one rank; 0 for targets without recurrent layers."""
     model = vllm_config.model_config
-    if not model.is_hybrid:
+    if not has_states(model):
         return 0
-    num_layers = _count(model, vllm_config.parallel_config, _WITH_STATE)
+    if model.is_attention_free:
+        num_layers = int(model.get_num_layers(vllm_config.parallel_config))
+    else:
+        num_layers = _count(model, vllm_config.parallel_config, _WITH_STATE)
     return num_rows * num_layers * _layer_shape(vllm_config).num_bytes(num_pending)
 
 
