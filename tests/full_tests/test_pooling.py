@@ -61,7 +61,7 @@ def check_embeddings(llm: LLM, expected: list[torch.Tensor]) -> None:
 def test_embeddings_in_chunks_and_from_the_prefix_cache(folder: Path) -> None:
     model = checkpoint("qwen3-embedding", folder)
     expected = states(model)
-    with engine(model, **BUSY) as llm:
+    with engine(model, **BUSY | dict(num_gpu_blocks_override=40)) as llm:
         check_embeddings(llm, expected)
         check_embeddings(llm, expected)
         assert counter(llm, "vllm:prefix_cache_hits") > 0

@@ -10,7 +10,7 @@ from vllm_gaudi_spec.recurrent.states import LayerShape
 if TYPE_CHECKING:
     from vllm.config import ModelConfig, ParallelConfig, VllmConfig
 
-_DELTA_NET, _MAMBA_2, _SHORT_CONVOLUTION = 2, 1, 0
+_DELTA_NET, _MAMBA_2, _MAMBA_1, _SHORT_CONVOLUTION = 2, 1, 0, 0
 """How many numbers gate a token, in each head of the state."""
 SERVED = {
     "Qwen3NextForCausalLM": _DELTA_NET,
@@ -18,9 +18,13 @@ SERVED = {
     "Qwen3_5MoeForCausalLM": _DELTA_NET,
     "Qwen3_5ForConditionalGeneration": _DELTA_NET,
     "FalconH1ForCausalLM": _MAMBA_2,
+    "FalconMambaForCausalLM": _MAMBA_1,
     "GraniteMoeHybridForCausalLM": _MAMBA_2,
+    "JambaForCausalLM": _MAMBA_1,
     "Lfm2ForCausalLM": _SHORT_CONVOLUTION,
     "Lfm2MoeForCausalLM": _SHORT_CONVOLUTION,
+    "Mamba2ForCausalLM": _MAMBA_2,
+    "MambaForCausalLM": _MAMBA_1,
     "NemotronHForCausalLM": _MAMBA_2,
     "Zamba2ForCausalLM": _MAMBA_2,
 }
