@@ -1002,9 +1002,6 @@ POOLING: dict[str, Recipe] = {
     "qwen3-generate-as-pooling": Recipe(
         architecture="Qwen3ForCausalLM", config=shape(), pooling="embed", engine=dict(runner="pooling")
     ),
-    "qwen2-embedding": Recipe(architecture="Qwen2Model", config=shape(), pooling="embed"),
-    "llama-embedding": Recipe(architecture="LlamaModel", config=shape(), pooling="embed"),
-    "mistral-embedding": Recipe(architecture="MistralModel", config=shape(sliding_window=WINDOW), pooling="embed"),
     "qwen3-classify": Recipe(
         architecture="Qwen3ForSequenceClassification", config=shape(num_labels=3, pad_token_id=1), pooling="classify"
     ),
