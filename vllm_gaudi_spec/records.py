@@ -22,6 +22,7 @@ if TYPE_CHECKING:
     import numpy as np
     import torch
     from vllm.lora.request import LoRARequest
+    from vllm.pooling_params import PoolingParams
     from vllm.sampling_params import SamplingParams
     from vllm.v1.outputs import LogprobsTensors
 
@@ -62,6 +63,8 @@ class Request:
     prompt_logprobs: list[PromptScores] = field(default_factory=list)
     """Those of the prompt chunks done so far."""
     lora: LoRARequest | None = None
+    pooling: PoolingParams | None = None
+    """What is made of its prompt in place of tokens; `params` are then those of nobody."""
 
     @property
     def num_prompt(self) -> int:

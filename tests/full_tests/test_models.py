@@ -3,6 +3,7 @@
 `make verify-models` does the same with all that there are, beside upstream's platform.
 """
 
+import json
 import os
 
 import pytest
@@ -21,7 +22,7 @@ SERVED = (
     "gemma3",
     "gemma4-shared-kv",
     "deepseek-v3",
-    "glm4-moe",
+    "qwen3-embedding",
     "phi3",
     "smolvlm@text",
 )
@@ -44,9 +45,22 @@ def test_it_answers_as_transformers(case: str, rows: dict[str, Row]) -> None:
 
 def test_some_drafts_are_accepted_and_some_are_not(rows: dict[str, Row]) -> None:
     """Else drafts on would be drafts off, or nothing but them."""
-    counts = [row.drafts.rpartition(", ")[2].split("/") for row in rows.values()]
+    counts = [row.drafts.rpartition(", ")[2].split("/") for row in rows.values() if row.drafts]
     accepted, drafted = (sum(int(pair[part]) for pair in counts) for part in (0, 1))
     assert drafted / 10 < accepted < drafted * 9 / 10, counts
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("case", ["qwen3.5-text@busy", "qwen3.5-moe-text@busy"])
+def test_states_of_preempted_requests(case: str, tmp_path_factory: pytest.TempPathFactory) -> None:
+    """With prompts in chunks. Their classes need torchvision, so they run apart from `test_recurrent`."""
+    run = Run({case: CASES[case]}, tmp_path_factory.mktemp("models"), (PLAIN, DRAFTS))
+    (row,) = run.rows("cpu", with_upstream=False)
+    assert not row.faults, row
+    assert row.reference.startswith("equal"), row
+    assert row.drafts.startswith("equal"), row
+    results = json.loads((run.state / "cpu.json").read_text())[case]["results"]
+    assert all(result["preemptions"] > 0 for result in results.values()), results
 
 
 @pytest.mark.slow

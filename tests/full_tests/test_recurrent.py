@@ -19,7 +19,7 @@ from vllm_gaudi_spec.recurrent import table
 
 CASE = "qwen3-next"
 """Its layers have a state and a convolution."""
-OTHERS = ("granite4-hybrid", "falcon-h1", "nemotron-h")
+OTHERS = ("granite4-hybrid", "falcon-h1", "nemotron-h", "zamba2", "lfm2", "lfm2-moe", "jamba")
 SIZES: dict[str, Any] = dict(max_num_seqs=8)
 # Prompts come in several chunks, and there is room for two of the longest requests.
 BUSY: dict[str, Any] = SIZES | dict(max_num_batched_tokens=64, block_size=32, num_gpu_blocks_override=17)

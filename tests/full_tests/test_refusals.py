@@ -8,9 +8,9 @@ from transformers import (
     BertConfig,
     DeepseekV3Config,
     GptOssConfig,
-    JambaConfig,
     LlamaConfig,
-    MambaConfig,
+    Mamba2Config,
+    OlmoHybridConfig,
     PreTrainedConfig,
     Qwen2AudioConfig,
     Qwen2AudioEncoderConfig,
@@ -70,28 +70,35 @@ def deepseek() -> PreTrainedConfig:
 
 # Architecture, its configuration, and words of the refusal. No weights: it comes before they are looked for.
 MODELS = [
-    (
-        "MambaForCausalLM",
-        lambda: MambaConfig(hidden_size=64, num_hidden_layers=2, vocab_size=400),
-        "no attention",
-    ),
-    ("JambaForCausalLM", lambda: JambaConfig(**common()), "of a kind that is not supported yet (JambaForCausalLM)"),
+    ("OlmoHybridForCausalLM", OlmoHybridConfig, "of a kind that is not supported yet (OlmoHybridForCausalLM)"),
     ("DeepseekV3ForCausalLM", deepseek, "sparse MLA"),
     ("Step1ForCausalLM", lambda: LlamaConfig(**common()), "ALiBi"),
     ("PanguProMoEV2ForCausalLM", lambda: LlamaConfig(**common()), "keys of attention sinks"),
     ("GptOssForCausalLM", lambda: GptOssConfig(**common(num_local_experts=4), swiglu_limit=5.0), "swiglu_limit 5.0"),
     ("Qwen2AudioForConditionalGeneration", qwen2_audio, "text-only"),
-    ("BertModel", lambda: BertConfig(hidden_size=64, num_hidden_layers=2, num_attention_heads=2), "generate"),
+    ("BertModel", lambda: BertConfig(hidden_size=64, num_hidden_layers=2, num_attention_heads=2), "decoder-only"),
 ]
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize(("architecture", "config", "words"), MODELS, ids=[model[0] for model in MODELS])
-def test_a24_v01_v05_v13_models(architecture: str, config: Any, words: str, tmp_path: Path) -> None:
+def test_a24_v01_v05_models(architecture: str, config: Any, words: str, tmp_path: Path) -> None:
     made = config()
     made.architectures = [architecture]
     made.save_pretrained(tmp_path)
     assert words in refusal(str(tmp_path), load_format="dummy")
+
+
+@pytest.mark.slow
+def test_the_prompts_of_models_without_kv_have_to_fit_into_a_step(tmp_path: Path) -> None:
+    """vLLM would wait for ever to schedule a longer one."""
+    made = Mamba2Config(
+        hidden_size=64, num_hidden_layers=2, vocab_size=400, num_heads=4, head_dim=32, state_size=8, n_groups=1
+    )
+    made.architectures = ["Mamba2ForCausalLM"]
+    made.save_pretrained(tmp_path)
+    words = refusal(str(tmp_path), load_format="dummy", max_num_batched_tokens=64)
+    assert "set --max-num-batched-tokens to 512 or more" in words
 
 
 def test_bad_request_is_the_callers_error(tiny_llama: str) -> None:

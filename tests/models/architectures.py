@@ -25,7 +25,8 @@ class Recipe:
     """Standard deviation of the embedding; it decides how much of the next token follows from the last one alone."""
     final_norm: float = 0.0
     """Added to the weight of the last norm: logits spread where a tied embedding is small."""
-    pooling: bool = False
+    pooling: str | None = None
+    """What a pooling model is asked for: `embed` or `classify`."""
     vision: bool = False
     """Whether its class cannot be imported without torchvision."""
     images: str | None = None
@@ -94,6 +95,8 @@ LLAMA3 = dict(
     high_freq_factor=4.0,
     original_max_position_embeddings=64,
 )
+# transformers cuts every step off at the least that it initialises, and vLLM does not: so low that none is cut off.
+LOW_STEPS = dict(time_step_min=1e-6, time_step_floor=1e-2)
 MAMBA = dict(mamba_n_heads=8, mamba_d_state=16, mamba_d_head=32, mamba_n_groups=1, mamba_chunk_size=16)
 LINEAR = dict(
     linear_conv_kernel_dim=4,
@@ -110,6 +113,10 @@ TEXT_ONLY = dict(language_model_only=True)
 def text(model_type: str, **overrides: Any) -> dict[str, Any]:
     """The text part of a configuration with several."""
     return dict(model_type=model_type, **shape(**overrides))
+
+
+def alias(architecture: str, made_by: str, config: dict[str, Any], **published: Any) -> Recipe:
+    return Recipe(architecture=made_by, config=config, published=dict(architectures=[architecture], **published))
 
 
 def gemma3n(**overrides: Any) -> dict[str, Any]:
@@ -618,6 +625,45 @@ TEXT: dict[str, Recipe] = {
         ),
     ),
     "hrm-text": Recipe(architecture="HrmTextForCausalLM", config=shape(num_key_value_heads=None)),
+    "granitemoe-swa": Recipe(
+        architecture="GraniteMoeSWAForCausalLM",
+        embedding=0.15,
+        config=shape(**SCALES, **LOCAL_EXPERTS, intermediate_size=64, sliding_window=WINDOW, layer_types=ALTERNATING),
+    ),
+    # Of these transformers has no class, but another one that computes the same and names weights alike.
+    "internlm3": alias("InternLM3ForCausalLM", "LlamaForCausalLM", shape(attention_bias=True, mlp_bias=True)),
+    "iquest-coder": alias("IQuestCoderForCausalLM", "LlamaForCausalLM", shape()),
+    "telechat3": alias("TeleChat3ForCausalLM", "LlamaForCausalLM", shape()),
+    "teleflm": alias("TeleFLMForCausalLM", "LlamaForCausalLM", shape(), use_mup=False),
+    "pangu-embedded": alias("PanguEmbeddedForCausalLM", "LlamaForCausalLM", shape(attention_bias=True)),
+    "solar": alias(
+        "SolarForCausalLM",
+        "LlamaForCausalLM",
+        shape(),
+        bskcn_1=[],
+        bskcn_2=[],
+        bskcn_3=[],
+        bskcn_4=[],
+        bskcn_tv=[0.9, 0.8],
+    ),
+    "mimo": alias("MiMoForCausalLM", "Qwen2ForCausalLM", shape()),
+    "orion": alias(
+        "OrionForCausalLM",
+        "StableLmForCausalLM",
+        shape(rope_parameters=dict(rope_type="default", rope_theta=10_000.0, partial_rotary_factor=1.0)),
+        rms_norm_eps=1e-5,
+    ),
+    "minicpm": replace(
+        alias(
+            "MiniCPMForCausalLM",
+            "GraniteForCausalLM",
+            shape(**SCALES | dict(attention_multiplier=32**-0.5)),
+            scale_emb=3.0,
+            scale_depth=0.5 * 2**0.5,
+            dim_model_base=256,
+        ),
+        embedding=0.15,
+    ),
 }
 
 # ---- with layers that keep a state -----------------------------------------------------------------------
@@ -666,6 +712,7 @@ STATEFUL: dict[str, Recipe] = {
             ssm_state_size=16,
             n_groups=2,
             chunk_size=16,
+            **LOW_STEPS,
         ),
         published=dict(hybrid_override_pattern="M*-", num_hidden_layers=3),
     ),
@@ -728,6 +775,7 @@ STATEFUL: dict[str, Recipe] = {
             use_mem_rope=True,
             head_dim=None,
             tie_word_embeddings=True,
+            **LOW_STEPS,
         ),
     ),
     "lfm2": Recipe(
@@ -766,6 +814,10 @@ STATEFUL: dict[str, Recipe] = {
         ),
     ),
 }
+
+# Prompts in chunks, and too few blocks of KV for all three at once: one is preempted, and its states are made anew.
+BUSY = dict(max_num_batched_tokens=32, num_gpu_blocks_override=8)
+STATEFUL |= {f"{name}@busy": replace(STATEFUL[name], engine=BUSY) for name in ("qwen3.5-text", "qwen3.5-moe-text")}
 
 # ---- with images or sound --------------------------------------------------------------------------------
 
@@ -963,11 +1015,22 @@ MULTIMODAL |= {
 # ---- pooling ---------------------------------------------------------------------------------------------
 
 POOLING: dict[str, Recipe] = {
-    "qwen3-embedding": Recipe(architecture="Qwen3Model", config=shape(), pooling=True),
+    "qwen3-embedding": Recipe(architecture="Qwen3Model", config=shape(), pooling="embed"),
     "qwen3-generate-as-pooling": Recipe(
-        architecture="Qwen3ForCausalLM", config=shape(), pooling=True, engine=dict(runner="pooling")
+        architecture="Qwen3ForCausalLM", config=shape(), pooling="embed", engine=dict(runner="pooling")
     ),
-    "qwen3-classify": Recipe(architecture="Qwen3ForSequenceClassification", config=shape(num_labels=3), pooling=True),
+    "qwen3-classify": Recipe(
+        architecture="Qwen3ForSequenceClassification", config=shape(num_labels=3, pad_token_id=1), pooling="classify"
+    ),
+    "llama-classify": Recipe(
+        architecture="LlamaForSequenceClassification", config=shape(num_labels=3, pad_token_id=1), pooling="classify"
+    ),
+    "gpt2-classify": Recipe(
+        architecture="GPT2ForSequenceClassification",
+        config=dict(vocab_size=400, n_positions=512, n_embd=128, n_layer=2, n_head=4, bos_token_id=0, eos_token_id=1)
+        | dict(num_labels=3, pad_token_id=1),
+        pooling="classify",
+    ),
     "bert": Recipe(
         architecture="BertModel",
         config=dict(
@@ -978,7 +1041,7 @@ POOLING: dict[str, Recipe] = {
             intermediate_size=256,
             pad_token_id=1,
         ),
-        pooling=True,
+        pooling="embed",
     ),
     "modernbert": Recipe(
         architecture="ModernBertModel",
@@ -994,7 +1057,7 @@ POOLING: dict[str, Recipe] = {
             cls_token_id=0,
             sep_token_id=1,
         ),
-        pooling=True,
+        pooling="embed",
     ),
 }
 

@@ -90,7 +90,9 @@ def write(recipe: Recipe, folder: Path) -> None:
     if recipe.published:
         path = folder / "config.json"
         path.write_text(json.dumps(json.loads(path.read_text()) | recipe.published, indent=1))
-    if not recipe.pooling:
+    if recipe.pooling is not None:
+        (folder / REFERENCE).write_text(json.dumps({"vectors": pooled(model, recipe)}))
+    else:
         answers = reference(model)
         (folder / REFERENCE).write_text(json.dumps(answers))
         write_drafter(answers, folder, tiny_models.byte_tokenizer())
@@ -196,6 +198,21 @@ def drafter(answers: dict[str, Any]) -> transformers.PreTrainedModel:
 
 def prompts(vocab: int = tiny_models.VOCAB) -> list[list[int]]:
     return random_prompts(PROMPT_LENGTHS, vocab, seed=SEED)
+
+
+@torch.no_grad()
+def pooled(model: transformers.PreTrainedModel, recipe: Recipe) -> list[list[float]]:
+    """Of each prompt: the probabilities of classes, or the state that vLLM takes for the text, made of length 1."""
+    found = []
+    for prompt in prompts():
+        ids = torch.tensor([prompt])
+        if recipe.pooling == "classify":
+            found.append(model(input_ids=ids).logits[0].softmax(-1).tolist())
+            continue
+        states_TH = model.base_model(input_ids=ids).last_hidden_state[0]
+        chosen_H = states_TH[0 if "Bert" in recipe.architecture else -1]
+        found.append(torch.nn.functional.normalize(chosen_H, dim=-1).tolist())
+    return found
 
 
 NUM_NEXT = 8

@@ -28,6 +28,8 @@ ROUGH = 0.3
 """From this tolerance on, a reference rounds otherwise than the kernels do, so that many more may be ordered so."""
 PREEMPTED = "@preempted"
 """At the end of the names of cases with little KV."""
+POOLED = 1e-4
+"""How far a number of an embedding, or the probability of a class, may be off."""
 EQUAL, TIED, DIFFERS = "equal", "tied", "differs"
 
 
@@ -59,6 +61,8 @@ def first_difference(some: list[int], others: list[int]) -> int | None:
 
 def equality(found: Result, reference: Result, tolerance: float) -> Equality:
     """Of all prompts: tokens, and the log-probabilities of those up to the first that differs."""
+    if "vectors" in found:
+        return same_vectors(found, reference)
     where: list[str] = []
     kind, worst = EQUAL, 0.0
     tie = tolerance if tolerance >= ROUGH else TIE
@@ -80,6 +84,16 @@ def equality(found: Result, reference: Result, tolerance: float) -> Equality:
         return Equality(EQUAL, f"equal ({worst:.0e})")
     label = "equal but for ties" if kind == TIED else "differs"
     return Equality(kind, f"{label} at {', '.join(where)}")
+
+
+def same_vectors(found: Result, reference: Result) -> Equality:
+    """Of pooling models."""
+    pairs = zip(found["vectors"], reference["vectors"], strict=True)
+    off = [abs(one - other) for some, others in pairs for one, other in zip(some, others, strict=True)]
+    worst = max(math.inf if math.isnan(value) else value for value in off)
+    if worst > POOLED:
+        return Equality(DIFFERS, f"numbers differ by {worst:.2g}")
+    return Equality(EQUAL, f"equal ({worst:.0e})")
 
 
 def wins_tie(found: Result, reference: Result, prompt: int, at: int, tie: float, tolerance: float) -> bool:
@@ -149,7 +163,7 @@ def row(case: str, results: dict[str, Result], reference: Result | None, toleran
     excuse = None
     if plain["outcome"] == RUNS:
         found.cause = "runs"
-        if "tokens" in plain:
+        if "tokens" in plain or "vectors" in plain:
             _compare(found, plain, upstream if upstream_runs else None, reference, tolerance)
     elif alike(plain, upstream):
         excuse = found.cause = "fails in vLLM, upstream alike"

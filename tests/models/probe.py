@@ -65,9 +65,15 @@ def generate(job: dict[str, Any], ours: bool, result: dict[str, Any]) -> None:
         backend = load_backend()
         backend.memory.allocate_kv = canaries.watching(backend.memory.allocate_kv)
     llm = LLM(**engine_arguments(job, ours))
-    if job["pooling"]:
-        llm.encode([{"prompt_token_ids": ids} for ids in job["prompts"]], use_tqdm=False)
-        result["outcome"] = RUNS
+    if job["pooling"] is not None:
+        ask = llm.classify if job["pooling"] == "classify" else llm.embed
+        outputs = [
+            output.outputs for output in ask([{"prompt_token_ids": ids} for ids in job["prompts"]], use_tqdm=False)
+        ]
+        result["vectors"] = [one.probs if job["pooling"] == "classify" else one.embedding for one in outputs]
+        result |= {"canary": canaries.damage(), "guarded": len(canaries.buffers), "outcome": RUNS}
+        if ours:
+            result["steps"] = llm.collective_rpc("step_report")[0]
         return
     params = SamplingParams(temperature=0.0, max_tokens=job["num_tokens"], ignore_eos=True, logprobs=0)
     requests = [{"prompt_token_ids": ids} for ids in job["prompts"]]
@@ -81,12 +87,13 @@ def generate(job: dict[str, Any], ours: bool, result: dict[str, Any]) -> None:
             [at[token].logprob for token, at in zip(text.token_ids, text.logprobs, strict=True)] for text in texts
         ],
         "canary": canaries.damage(),
-        "guarded": len(canaries.buffers),
     }
+    if not llm.model_config.is_attention_free:
+        result["guarded"] = len(canaries.buffers)
     if ours:
         result["steps"] = llm.collective_rpc("step_report")[0]
     counts = {metric.name: metric.value for metric in llm.get_metrics() if hasattr(metric, "value")}
-    result["preemptions"] = int(counts.get("vllm:num_preemptions", 0))
+    result["preemptions"] = int(counts["vllm:num_preemptions"])
     if job["variant"] in WITH_DRAFTS:
         for name in ("accepted", "draft"):
             result[name] = int(counts.get(f"vllm:spec_decode_num_{name}_tokens", 0))

@@ -252,12 +252,13 @@ def engine_config(folder: Path, speculative: dict[str, Any] | None, **options: A
     return EngineArgs(str(folder), speculative_config=speculative, **(defaults | options)).create_engine_config()
 
 
-def backend_of(device: str) -> Any:
+def backend_of(device: str, *, captures: bool = False) -> Any:
     """What refusals ask of it."""
     traits = DeviceTraits(
         name=device,
         mode="",
         torch_device=torch.device("cpu"),
+        captures=captures,
         takes_cpu_weights=device == "cpu",
         takes_quant_config=device in ("cpu", "hpu"),
         simulates_quantization=device == "cpu",
@@ -506,6 +507,7 @@ def test_a_scheduler_of_the_users_derives_from_ours(name: Any, tmp_path: Path) -
         ({"traits.captures": True}, "Images, audio and video are not served on a device yet, only on a CPU"),
         ({"model.is_mm_prefix_lm": True}, "see each other in both directions"),
         ({"model.is_multimodal_raw_input_only_model": True}, "without tokens"),
+        ({"model.runner_type": "pooling"}, "for pooling models"),
         ({"model.is_hybrid": True}, "beside recurrent layers"),
         ({"parallel.data_parallel_size": 2}, "--data-parallel-size"),
         ({"media.is_multimodal_pruning_enabled": lambda: True}, "--video-pruning-rate"),
@@ -520,6 +522,7 @@ def test_images_that_would_not_work_are_refused(changed: dict[str, Any], refused
         is_mm_prefix_lm=False,
         is_multimodal_raw_input_only_model=False,
         is_hybrid=False,
+        runner_type="generate",
         get_multimodal_config=lambda: media,
     )
     lora, parallel = SimpleNamespace(enable_tower_connector_lora=False), SimpleNamespace(data_parallel_size=1)
@@ -605,6 +608,26 @@ def test_quantisation_that_would_not_work_is_refused(
         return
     with pytest.raises(UnsupportedConfigError, match=message):
         refusals.refuse_unsupported(made, backend_of(device))
+
+
+@pytest.mark.parametrize(
+    ("captures", "options", "message"),
+    [
+        (False, {}, None),
+        (True, {}, "Pooling models are not served on hpu yet; set VGS_DEVICE=cpu"),
+        (False, {"hf_overrides": {"is_causal": False}}, r"tokens attend to those after them.*\(encoder_only\)"),
+    ],
+    ids=str,
+)
+def test_v13_pooling_models_that_are_not_served_are_refused(
+    captures: bool, options: dict[str, Any], message: str | None, tmp_path: Path
+) -> None:
+    backend = backend_of("hpu" if captures else "cpu", captures=captures)
+    if message is None:
+        refusals.refuse_unsupported(engine_config(tmp_path, None, runner="pooling", **options), backend)
+        return
+    with pytest.raises(UnsupportedConfigError, match=message):
+        refusals.refuse_unsupported(engine_config(tmp_path, None, runner="pooling", **options), backend)
 
 
 def test_what_is_left_of_an_earlier_measurement_does_not_stop_the_next(

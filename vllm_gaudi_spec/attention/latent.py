@@ -13,7 +13,6 @@ import torch
 from torch import nn
 from vllm.model_executor.layers.attention.mla_attention import MLAAttention
 from vllm.model_executor.layers.mla import MultiHeadLatentAttentionWrapper
-from vllm.model_executor.layers.rotary_embedding.base import RotaryEmbedding
 
 from vllm_gaudi_spec.attention.backend import RectangleAttentionBackend, RectangleAttentionImpl, attend_layer
 
@@ -87,30 +86,11 @@ def _by_head(x_THI: torch.Tensor, weight_HIO: torch.Tensor) -> torch.Tensor:
     return torch.bmm(x_THI.transpose(0, 1), weight_HIO).transpose(0, 1)
 
 
-class _FlatRotary(nn.Module):
-    """vLLM's CPU kernel takes heads side by side in contiguous rows, and does not check strides."""
-
-    def __init__(self, rotary: RotaryEmbedding) -> None:
-        super().__init__()
-        self.rotary = rotary
-
-    def forward(
-        self, positions: torch.Tensor, query_THR: torch.Tensor, key_T1R: torch.Tensor
-    ) -> tuple[torch.Tensor, torch.Tensor]:
-        query, key = self.rotary(positions, query_THR.flatten(1).contiguous(), key_T1R.flatten(1).contiguous())
-        return query.view(query_THR.shape), key.view(key_T1R.shape)
-
-
 @MultiHeadLatentAttentionWrapper.register_oot
 class LatentAttentionWrapper(MultiHeadLatentAttentionWrapper):
     """vLLM's work around its layer: projections, norms, rotary embedding."""
 
     rotary_emb: nn.Module | None
-
-    def __init__(self, *args: Any, **kwargs: Any) -> None:
-        super().__init__(*args, **kwargs)
-        if isinstance(self.rotary_emb, RotaryEmbedding):
-            self.rotary_emb = _FlatRotary(self.rotary_emb)
 
     def forward(
         self, positions: torch.Tensor, hidden_states: torch.Tensor, llama_4_scaling: torch.Tensor | None = None

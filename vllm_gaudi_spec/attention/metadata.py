@@ -215,9 +215,17 @@ class Inputs:
     rotary: torch.Tensor | None = None
     """int64 [T] or [D, T]: positions for rotary embeddings, where they are others."""
 
+    @property
+    def call(self) -> AttentionCall | StateCall:
+        """Any: all are of one rectangle. Models without attention have that of states."""
+        if self.calls:
+            return self.calls[0]
+        assert self.states is not None
+        return self.states
+
     def real_T(self) -> torch.Tensor:
         """bool [T]: which tokens are not padding."""
-        call = self.calls[0]
+        call = self.call
         if call.packed is not None:
             return torch.ones_like(self.token_ids_T, dtype=torch.bool)
         offsets_Q = torch.arange(call.num_queries, dtype=torch.int32, device=self.num_real_B.device)

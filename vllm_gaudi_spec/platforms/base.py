@@ -24,6 +24,7 @@ from vllm_gaudi_spec.environment import DEVICE, choose_start_method, skip_warmup
 from vllm_gaudi_spec.platforms.dropped_flags import accept_dropped_flags
 from vllm_gaudi_spec.quantization.dequantized import choose_kernels, read_weights, use_device
 from vllm_gaudi_spec.quantization.kv_scheme import choose_kv_dtype, drop_scales_set_aside
+from vllm_gaudi_spec.recurrent.table import has_states
 from vllm_gaudi_spec.refusals import installed_logits_processors, refuse_unsupported, unsupported_request
 from vllm_gaudi_spec.refusals.models import models_of
 from vllm_gaudi_spec.runner.shapes import Shapes
@@ -157,6 +158,8 @@ class SpecPlatform(Platform):
         from vllm.sampling_params import SamplingParams
 
         if not isinstance(params, SamplingParams):
+            if params.late_interaction_params is not None:
+                raise VLLMValidationError("scores of late interaction are not computed; use token_embed.")
             return
         salt = processed_inputs.get("cache_salt")
         if reason := unsupported_request(params, fixed_tables=load_backend().traits.captures, cache_salt=salt):
@@ -281,7 +284,7 @@ def _keep_states_by_request(vllm_config: VllmConfig) -> None:
     """Switches the prefix cache off where layers keep recurrent state: vLLM's, which caches states at borders of
     blocks, needs them in blocks of KV memory, and there is one state for each request here."""
     model, cache = vllm_config.model_config, vllm_config.cache_config
-    if model is None or not model.is_hybrid:
+    if model is None or not has_states(model):
         return
     if cache.enable_prefix_caching:
         logger.info("Recurrent states are kept by request, not by prefix: prefix caching is off.")
@@ -319,6 +322,8 @@ def _on_this_device(runtime_env: Any) -> dict[str, Any]:
 
 def _why_one_by_one(vllm_config: VllmConfig, speculation: Speculation | None) -> str | None:
     """Why steps are scheduled one by one, each after the host has read the one before it; None if they are not."""
+    if vllm_config.model_config.runner_type == "pooling":
+        return "a pooler works on the host"
     if speculation is None:
         if vllm_config.model_config.logits_processors or installed_logits_processors():
             return "custom logits processors read a request's tokens on the host"

@@ -62,7 +62,7 @@ class CpuSpecPlatform(SpecPlatform, CpuPlatform):
         """Each worker calls it before it loads a model."""
         super().import_ir_kernels()
         from vllm_gaudi_spec.devices.cpu import linear as cpu_linear
-        from vllm_gaudi_spec.devices.cpu import norms as cpu_norms  # noqa: F401  (registers them)
+        from vllm_gaudi_spec.devices.cpu import norms, rotary  # noqa: F401  (registers them)
 
         compat.choose_cpu_linears(cpu_linear.pack)
         compat.assign_cpu_experts()

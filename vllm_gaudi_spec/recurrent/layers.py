@@ -12,11 +12,12 @@ import torch
 from torch.nn import functional as F
 from vllm.forward_context import get_forward_context
 from vllm.model_executor.layers.mamba.gdn.qwen_gdn_linear_attn import QwenGatedDeltaNetAttention
+from vllm.model_executor.layers.mamba.mamba_mixer import MambaMixer
 from vllm.model_executor.layers.mamba.mamba_mixer2 import MambaMixer2
 from vllm.model_executor.layers.mamba.short_conv import ShortConv
 
 from vllm_gaudi_spec.attention.metadata import StateCall
-from vllm_gaudi_spec.recurrent.scans import scan
+from vllm_gaudi_spec.recurrent.scans import scan, scan_each
 from vllm_gaudi_spec.recurrent.states import LayerShape, LayerState
 
 
@@ -149,9 +150,40 @@ class Mamba2(RecurrentLayer, MambaMixer2):
         return (out_BQHV + value_BQHV * self.D.float()[:, None]).flatten(2), state
 
 
+@MambaMixer.register_oot
+class Mamba1(RecurrentLayer, MambaMixer):
+    """Of Jamba and the first Mambas. Its gates are made of what was convolved."""
+
+    def layer_shape(self) -> LayerShape:
+        dtypes = self.get_state_dtype()
+        return LayerShape(
+            num_channels=self.A.shape[0],
+            num_taps=self.conv_kernel_size,
+            num_gates=0,
+            state=tuple(self.A.shape),
+            dtype=dtypes[0],
+            state_dtype=dtypes[-1],
+        )
+
+    def forward(self, hidden_states: torch.Tensor, output: torch.Tensor) -> None:
+        inputs, gate = self.in_proj(hidden_states)[0].chunk(2, dim=-1)
+        no_gates = inputs.new_empty(inputs.shape[0], 0)
+        output.copy_(self.out_proj(self.follow(inputs, no_gates, self.conv1d) * F.silu(gate))[0])
+
+    def recur(
+        self, convolved_BQC: torch.Tensor, gates_BQG: torch.Tensor, is_real_BQ: torch.Tensor, state: torch.Tensor
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        value_BQC = _real(F.silu(convolved_BQC), is_real_BQ)
+        step_CT, key_TK, query_TK = self._ssm_transform(value_BQC.flatten(0, 1).to(self.conv1d.weight.dtype))
+        step_TC, key, query = step_CT.T.float() + self.dt_proj.bias.float(), key_TK.float(), query_TK.float()
+        step, key, query = (tensor.unflatten(0, is_real_BQ.shape) for tensor in (F.softplus(step_TC), key, query))
+        out_BQC, state = scan_each(query, key, value_BQC, _real(step, is_real_BQ), self.A, state)
+        return out_BQC + value_BQC * self.D.float(), state
+
+
 @ShortConv.register_oot
 class ShortConvolution(RecurrentLayer, ShortConv):
-    """Of LFM2, which is refused until it is compared as a whole."""
+    """Of LFM2."""
 
     def layer_shape(self) -> LayerShape:
         (dtype,) = self.get_state_dtype()

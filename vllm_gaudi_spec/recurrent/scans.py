@@ -79,6 +79,51 @@ def scan(
     return out_BQHV.narrow(1, 0, num_queries), state_BHKV
 
 
+_SHORT_CHUNK = 16
+"""The same where a position takes C x K numbers a row."""
+
+
+def scan_each(
+    query_BQK: torch.Tensor,
+    key_BQK: torch.Tensor,
+    value_BQC: torch.Tensor,
+    step_BQC: torch.Tensor,
+    rate_CK: torch.Tensor,
+    state_BCK: torch.Tensor,
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """[B, Q, C], what each position reads, and the state after the last; all in float32. Each number of the state has a
+    decay of its own: at a position it is multiplied by exp(step x rate), then step x value x key is added, then the
+    query reads it. A position whose step is 0 leaves the state as it was.
+    """
+    num_queries = query_BQK.shape[1]
+    length = min(_SHORT_CHUNK, 1 << (num_queries - 1).bit_length())
+    missing = -num_queries % length
+    query, key, value, step = (
+        F.pad(tensor, (0, 0, 0, missing)) if missing else tensor
+        for tensor in (query_BQK, key_BQK, value_BQC * step_BQC, step_BQC)
+    )
+    outputs = []
+    for begin in range(0, query.shape[1], length):
+        queries, keys, values, steps = (tensor.narrow(1, begin, length) for tensor in (query, key, value, step))
+        kept_BLCK = (steps.unsqueeze(-1) * rate_CK).exp()
+        added_BLCK = values.unsqueeze(-1) * keys.unsqueeze(2)
+        # Each position takes in the ones before it, of twice as many at a time.
+        reach = 1
+        while reach < length:
+            added_BLCK = added_BLCK + kept_BLCK * _later(added_BLCK, reach, 0.0)
+            kept_BLCK = kept_BLCK * _later(kept_BLCK, reach, 1.0)
+            reach *= 2
+        states_BLCK = added_BLCK + kept_BLCK * state_BCK.unsqueeze(1)
+        outputs.append((states_BLCK * queries.unsqueeze(2)).sum(-1))
+        state_BCK = states_BLCK[:, -1]
+    return torch.cat(outputs, dim=1).narrow(1, 0, num_queries), state_BCK
+
+
+def _later(tensor_BLCK: torch.Tensor, positions: int, first: float) -> torch.Tensor:
+    length = tensor_BLCK.shape[1]
+    return F.pad(tensor_BLCK, (0, 0, 0, 0, positions, 0), value=first).narrow(1, 0, length)
+
+
 def _inverse_of_unit(strict_LL: torch.Tensor) -> torch.Tensor:
     """The inverse of I + a strictly lower triangular matrix [..., L, L], L a power of two.
 

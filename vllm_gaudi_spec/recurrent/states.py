@@ -27,7 +27,7 @@ class LayerShape(NamedTuple):
     """Of the convolution."""
     num_taps: int
     num_gates: int
-    """Of a token, besides what is convolved; 0 for a layer that is its convolution alone."""
+    """Of a token, besides what is convolved; 0 for a layer that makes them of that, or has none."""
     state: tuple[int, ...]
     """Empty for such a layer."""
     dtype: torch.dtype

@@ -10,7 +10,7 @@ from vllm_gaudi_spec.recurrent.states import LayerShape
 if TYPE_CHECKING:
     from vllm.config import ModelConfig, ParallelConfig, VllmConfig
 
-_DELTA_NET, _MAMBA_2 = 2, 1
+_DELTA_NET, _MAMBA_2, _MAMBA_1, _SHORT_CONVOLUTION = 2, 1, 0, 0
 """How many numbers gate a token, in each head of the state."""
 SERVED = {
     "Qwen3NextForCausalLM": _DELTA_NET,
@@ -18,8 +18,15 @@ SERVED = {
     "Qwen3_5MoeForCausalLM": _DELTA_NET,
     "Qwen3_5ForConditionalGeneration": _DELTA_NET,
     "FalconH1ForCausalLM": _MAMBA_2,
+    "FalconMambaForCausalLM": _MAMBA_1,
     "GraniteMoeHybridForCausalLM": _MAMBA_2,
+    "JambaForCausalLM": _MAMBA_1,
+    "Lfm2ForCausalLM": _SHORT_CONVOLUTION,
+    "Lfm2MoeForCausalLM": _SHORT_CONVOLUTION,
+    "Mamba2ForCausalLM": _MAMBA_2,
+    "MambaForCausalLM": _MAMBA_1,
     "NemotronHForCausalLM": _MAMBA_2,
+    "Zamba2ForCausalLM": _MAMBA_2,
 }
 """Those that were held against transformers as a whole."""
 CAPTURED = ("Qwen3NextForCausalLM",)
@@ -40,8 +47,14 @@ def states_of(num_rows: int) -> str:
     return f"recurrent states of {num_rows} requests (--max-num-seqs)"
 
 
+def has_states(model: ModelConfig) -> bool:
+    return bool(model.is_hybrid or model.is_attention_free)
+
+
 def num_layers_with_kv(model: ModelConfig, parallel: ParallelConfig) -> int:
     """On one rank."""
+    if model.is_attention_free:
+        return 0
     if model.is_hybrid:
         return _count(model, parallel, _WITH_KV)
     # vLLM counts none where a checkpoint has an MTP layer and names no number of them.
@@ -51,9 +64,12 @@ def num_layers_with_kv(model: ModelConfig, parallel: ParallelConfig) -> int:
 def state_bytes(vllm_config: VllmConfig, num_rows: int, num_pending: int) -> int:
     """What a target's layers keep of so many requests, on one rank; 0 for targets without recurrent layers."""
     model = vllm_config.model_config
-    if not model.is_hybrid:
+    if not has_states(model):
         return 0
-    num_layers = _count(model, vllm_config.parallel_config, _WITH_STATE)
+    if model.is_attention_free:
+        num_layers = int(model.get_num_layers(vllm_config.parallel_config))
+    else:
+        num_layers = _count(model, vllm_config.parallel_config, _WITH_STATE)
     return num_rows * num_layers * _layer_shape(vllm_config).num_bytes(num_pending)
 
 

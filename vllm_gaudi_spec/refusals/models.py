@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING
 from vllm_gaudi_spec.config import ranks_in_step
 from vllm_gaudi_spec.drafting.table import has_model
 from vllm_gaudi_spec.quantization.config import target_config
-from vllm_gaudi_spec.recurrent.table import CAPTURED
+from vllm_gaudi_spec.recurrent.table import CAPTURED, has_states
 from vllm_gaudi_spec.recurrent.table import SERVED as RECURRENT
 
 if TYPE_CHECKING:
@@ -29,24 +29,22 @@ def models_of(vllm_config: VllmConfig) -> list[tuple[ModelConfig, str]]:
 def model_refusals(vllm_config: VllmConfig, backend: DeviceBackend) -> Iterator[str]:
     for model, _ in models_of(vllm_config):
         yield from _refusals_of(model)
-    if vllm_config.model_config.is_hybrid:
+    if has_states(vllm_config.model_config):
         yield from _state_refusals(vllm_config, backend)
     if vllm_config.model_config.supports_multimodal_inputs:
         for reason in _multimodal_refusals(vllm_config, backend):
             yield f"{reason}; add --language-model-only to serve the text of {vllm_config.model_config.model} alone."
+    if vllm_config.model_config.runner_type == "pooling":
+        yield from _pooling_refusals(vllm_config, backend)
 
 
 def _refusals_of(model: ModelConfig) -> Iterator[str]:
     """`model`: a target, or a drafter, to which vLLM passes none of the options about modalities."""
-    if model.runner_type not in ("generate", "draft"):
-        yield f"{model.model} is run as a {model.runner_type} model; use --runner generate."
     if model.supports_multimodal_inputs and model.runner_type == "draft":
         yield f"Drafter {model.model} takes images, audio or video; use a text-only model."
-    if model.is_attention_free:
-        yield f"{model.model} has no attention, which steps are planned by; use a model that has some."
-    if model.is_hybrid and model.runner_type == "draft":
+    if has_states(model) and model.runner_type == "draft":
         yield f"Drafter {model.model} keeps recurrent state, which only targets may; use one with attention only."
-    if model.is_hybrid and not any(name in RECURRENT for name in model.architectures):
+    if has_states(model) and not any(name in RECURRENT for name in model.architectures):
         yield (
             f"{model.model} keeps recurrent state of a kind that is not supported yet ({model.architecture}); use a "
             f"model with attention only, or one of {', '.join(RECURRENT)}."
@@ -74,6 +72,8 @@ def _multimodal_refusals(vllm_config: VllmConfig, backend: DeviceBackend) -> Ite
         yield "Tokens of images that see each other in both directions are not supported yet"
     if model.is_multimodal_raw_input_only_model:
         yield "A model that takes media without tokens is not supported"
+    if model.runner_type == "pooling":
+        yield "Images, audio and video are not supported for pooling models yet"
     if model.is_hybrid:
         yield "Images, audio and video beside recurrent layers are not supported yet"
     if vllm_config.parallel_config.data_parallel_size > 1:
@@ -86,6 +86,25 @@ def _multimodal_refusals(vllm_config: VllmConfig, backend: DeviceBackend) -> Ite
         yield "--enable-tower-connector-lora is not supported"
 
 
+def _pooling_refusals(vllm_config: VllmConfig, backend: DeviceBackend) -> Iterator[str]:
+    model = vllm_config.model_config
+    if model.attn_type != "decoder":
+        yield (
+            f"{model.model} is a pooling model whose tokens attend to those after them, or that is more than a decoder "
+            f"({model.attn_type}), which is not supported; use a decoder-only one, such as Qwen3-Embedding."
+        )
+    if backend.traits.captures:
+        yield f"Pooling models are not served on {backend.traits.name} yet; set VGS_DEVICE=cpu."
+    if vllm_config.speculative_config is not None:
+        yield "A pooling model generates no tokens to draft; leave out --speculative-config."
+    if vllm_config.lora_config is not None:
+        yield "LoRA adapters are not supported for pooling models yet; leave out --enable-lora."
+    if target_config() is not None:
+        yield "QUANT_CONFIG is not supported for pooling models yet; unset it."
+    if ranks_in_step(vllm_config) > 1:
+        yield "Pooling models whose experts data-parallel ranks share are not supported; use --data-parallel-size 1."
+
+
 def _state_refusals(vllm_config: VllmConfig, backend: DeviceBackend) -> Iterator[str]:
     """Of options, for targets that keep recurrent state."""
     name, cache = vllm_config.model_config.model, vllm_config.cache_config
@@ -94,6 +113,12 @@ def _state_refusals(vllm_config: VllmConfig, backend: DeviceBackend) -> Iterator
         yield (
             f"{name} has recurrent layers, which are not served on {traits.name} in mode {traits.mode} yet (only those "
             "of Qwen3-Next are, on a Gaudi in lazy mode); set VGS_DEVICE=cpu."
+        )
+    scheduler = vllm_config.scheduler_config
+    if model.is_attention_free and scheduler.max_num_batched_tokens < model.max_model_len:
+        yield (
+            f"{name} has no KV, and vLLM computes the prompts of such models in one step; set --max-num-batched-tokens "
+            f"to {model.max_model_len} or more, or lower --max-model-len."
         )
     if vllm_config.lora_config is not None:
         yield f"{name} has recurrent layers, for which LoRA adapters are not supported yet; leave out --enable-lora."

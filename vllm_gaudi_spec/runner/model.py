@@ -28,6 +28,7 @@ from vllm_gaudi_spec.devices.base import size_text
 from vllm_gaudi_spec.quantization.kv_cache import quantize_kv
 from vllm_gaudi_spec.records import Hidden
 from vllm_gaudi_spec.recurrent.states import RecurrentStates
+from vllm_gaudi_spec.recurrent.table import has_states
 
 if TYPE_CHECKING:
     from torch import nn
@@ -93,7 +94,7 @@ class LoadedModel:
         self.set_outputs(_logits_only)
         compat.make_mla_layers(latent.LatentAttention)
         compat.return_attention_outputs(RectangleAttentionImpl, attend_layer)
-        if (model_config or vllm_config.model_config).is_hybrid:
+        if has_states(model_config or vllm_config.model_config):
             importlib.import_module(_RECURRENT_LAYERS)  # takes a second, and most models have none
         others = set(get_layers_from_vllm_config(vllm_config, AttentionLayerBase))
         loads_on = (load_config or vllm_config.load_config).device
@@ -226,7 +227,7 @@ class LoadedModel:
         """[T, H]; KV of all real tokens is written. `carried_TH`: for heads, the states that they read."""
         # Ranks in lockstep compute the same number of tokens; no rank knows how many of another's are real.
         packs = self._packs and not self._is_in_step
-        packed = Packed.of(inputs.num_real_B, inputs.calls[0].num_queries) if packs else None
+        packed = Packed.of(inputs.num_real_B, inputs.call.num_queries) if packs else None
         hidden = self._run_packed(inputs, carried_TH, packed)
         if inputs.states is not None:
             assert self.states is not None

@@ -31,6 +31,7 @@ from vllm_gaudi_spec.runner.graphs import (
 from vllm_gaudi_spec.runner.kv_cache import KVCache
 from vllm_gaudi_spec.runner.model import LoadedModel
 from vllm_gaudi_spec.runner.multimodal import Multimodal
+from vllm_gaudi_spec.runner.pooling import Pooling
 from vllm_gaudi_spec.runner.report import Downloads, PromptLogprobs, Report, Reports, leave_out_scores
 from vllm_gaudi_spec.runner.requests import HiddenStateBuffer, Requests
 from vllm_gaudi_spec.runner.sample_shapes import SampleShapes
@@ -122,7 +123,7 @@ class ModelRunner:
             self.options,
             self.backend,
             self.num_drafts,
-            block_size=min(self.kv_cache.block_sizes),
+            block_size=min(self.kv_cache.block_sizes, default=None),
             num_blocks=profiled_blocks or self.kv_cache.num_blocks,
         )
         self.target.bind_kv(self.kv_cache.by_layer, self.kv_cache.layer_groups)
@@ -173,6 +174,9 @@ class ModelRunner:
             device=device,
             carried_size=self.target.carried_size,
         )
+        self.pooling: Pooling | None = None
+        if model.runner_type == "pooling":
+            self.pooling = Pooling(self.target.model, self.hidden_states)
         downloads = Downloads(self.backend, overlap=self.async_scheduling)
         self.prompt_logprobs = PromptLogprobs(
             self.target, self.hidden_states.chunk_TH, self.sampling, self.backend, downloads
@@ -224,7 +228,14 @@ class ModelRunner:
                 self.forward(batch if self.multimodal is None else self.multimodal.add_to(batch))
             else:  # other ranks have something to compute here
                 self.compute(batch)
-        return None
+        return None if self.pooling is None else self.pool(self.pooling)
+
+    def pool(self, pooling: Pooling) -> ModelRunnerOutput:
+        pending, self.pending = self.pending, []
+        self.recorder.step_done()
+        output = pooling.report(pending, self.recorder.worked(self.backend))
+        self.backend.graphs.step_done()
+        return output
 
     def execute_dummy_batch(self) -> None:
         """Take part in a step of other ranks without requests of this rank."""
@@ -260,6 +271,9 @@ class ModelRunner:
             self.multimodal.apply(scheduled, self.requests)
         if self.target.adapters is not None:
             self.target.adapters.apply(scheduled, self.requests)
+        if self.pooling is not None:
+            self.pooling.apply(self.requests)
+            return
         for request in self.requests.admitted:
             self.sampling.admit(request)
         if self.drafting is not None:
@@ -297,6 +311,9 @@ class ModelRunner:
 
     def forward(self, batch: Batch) -> None:
         self.compute(batch)
+        if self.pooling is not None:
+            self.pooling.pool(batch)
+            return
         self.prompt_logprobs.collect(batch, self.recorder.saw)
         if self.drafting is not None:
             with self.observed_drafting():

@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING, NamedTuple
 
 import numpy as np
 import torch
+from vllm.sampling_params import SamplingParams
 
 from vllm_gaudi_spec.attention.metadata import Blocks
 from vllm_gaudi_spec.records import DECODE, FAULTY, NO_ROW, PREFILL, UNVERIFIED, Drafts, Request
@@ -109,20 +110,21 @@ class Requests:
 
     def _apply_new(self, new: NewRequestData) -> None:
         assert new.prompt_token_ids is not None
-        assert new.sampling_params is not None
+        params = new.sampling_params or SamplingParams()
         # A request of `by_id` may come as a new one: resumed under the V2 contract, or the next turn of a session with
         # a longer prompt and other parameters. It keeps its noise unless it has another seed.
         request = self.by_id.get(new.req_id)
-        if request is None or request.params.seed != new.sampling_params.seed:
-            seed_words = self._seed_words(new)
+        if request is None or request.params.seed != params.seed:
+            seed_words = self._seed_words(new.req_id, params.seed)
         else:
             seed_words = request.seed_words
         if request is None:
             request = Request(
-                req_id=new.req_id, params=new.sampling_params, seed_words=seed_words, prompt=list(new.prompt_token_ids)
+                req_id=new.req_id, params=params, seed_words=seed_words, prompt=list(new.prompt_token_ids)
             )
             self.by_id[new.req_id] = request
-        request.params, request.seed_words, request.lora = new.sampling_params, seed_words, new.lora_request
+        request.params, request.seed_words, request.lora = params, seed_words, new.lora_request
+        request.pooling = new.pooling_params
         request.prompt = list(new.prompt_token_ids)
         self._give_row(request, list(new.prefill_token_ids or new.prompt_token_ids), new.num_computed_tokens)
         self._append_blocks(request.row, new.block_ids)
@@ -138,11 +140,9 @@ class Requests:
             if new_blocks is not None:
                 self._append_blocks(request.row, new_blocks)
 
-    def _seed_words(self, new: NewRequestData) -> tuple[int, int]:
-        assert new.sampling_params is not None
+    def _seed_words(self, req_id: str, seed: int | None) -> tuple[int, int]:
         self._num_seen += 1
-        seed = new.sampling_params.seed
-        return fold_seed(fresh_seed(self._seed, self._num_seen, new.req_id) if seed is None else seed)
+        return fold_seed(fresh_seed(self._seed, self._num_seen, req_id) if seed is None else seed)
 
     def _give_row(self, request: Request, token_ids: list[int], num_computed: int) -> None:
         self._free_row(request)

@@ -40,6 +40,7 @@ if TYPE_CHECKING:
     from vllm_gaudi_spec.runner.graphs import StepRecorder
     from vllm_gaudi_spec.runner.kv_cache import KVCache
     from vllm_gaudi_spec.runner.model import LoadedModel
+    from vllm_gaudi_spec.runner.pooling import Pooling
     from vllm_gaudi_spec.runner.report import PromptLogprobs
     from vllm_gaudi_spec.runner.requests import Requests
     from vllm_gaudi_spec.runner.sample_shapes import SampleShapes
@@ -72,6 +73,7 @@ class Runner(Protocol):
     target: LoadedModel
     drafter: LoadedModel | None
     drafting: Drafting | None
+    pooling: Pooling | None
     shows_progress: bool
 
     def compute(self, batch: Batch) -> None: ...
@@ -83,10 +85,13 @@ class Runner(Protocol):
 def jobs(runner: Runner) -> Iterator[Job]:
     """Jobs for every step signature that the configuration can reach, forwards from the largest on."""
     yield Job("states", partial(_touch_states, runner))
-    yield from runner.prompt_logprobs.jobs(runner.recorder.saw)
+    if runner.pooling is None:  # else there are no logits
+        yield from runner.prompt_logprobs.jobs(runner.recorder.saw)
     for shape in runner.shapes.all():
         kind = "decodes" if shape.phase == DECODE else PROMPT_CHUNKS
         yield Job(kind, partial(_forward, runner, shape), (shape,), shape.tokens, size=shape)
+    if runner.pooling is not None:
+        return
     for of_pass, branch in runner.sample_shapes.every(sorted(runner.sampling.branches())):
         yield _sampling_pass(runner, of_pass, branch)
     if runner.drafting is not None:

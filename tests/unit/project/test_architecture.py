@@ -22,7 +22,7 @@ MAY_IMPORT = {
     },
     "platforms": {
         *("platforms", "devices", "config", "environment", "compat", "quantization.dequantized"),
-        *("quantization.kv_scheme", "refusals"),
+        *("quantization.kv_scheme", "recurrent.table", "refusals"),
         *("runner.shapes", "versions"),
     },
     "worker": {
@@ -169,6 +169,7 @@ ROOMS: dict[str, dict[str, Set[str]]] = {
         "sample_shapes": {"shapes"},
         "data_parallel": {"shapes"},
         "report": {"graphs", "model"},
+        "pooling": {"requests"},
         # Not the model runner: warm-up names the parts that it runs.
         "warmup": {
             *(
@@ -177,6 +178,7 @@ ROOMS: dict[str, dict[str, Set[str]]] = {
                 "kv_cache",
                 "memory",
                 "model",
+                "pooling",
                 "report",
                 "requests",
                 "sample_shapes",

@@ -9,7 +9,8 @@ from typing import Any
 import pytest
 import torch
 from torch import nn
-from transformers import Lfm2Config, NemotronHConfig, Qwen3NextConfig
+from transformers import JambaConfig, Lfm2Config, NemotronHConfig, Qwen3NextConfig
+from transformers.models.jamba.modeling_jamba import JambaMambaMixer
 from transformers.models.lfm2.modeling_lfm2 import Lfm2ShortConv
 from transformers.models.nemotron_h.modeling_nemotron_h import NemotronHMamba2Mixer
 from transformers.models.qwen3_next.modeling_qwen3_next import Qwen3NextGatedDeltaNet
@@ -21,11 +22,12 @@ from vllm.distributed.parallel_state import (
 )
 from vllm.forward_context import set_forward_context
 from vllm.model_executor.layers.mamba.gdn.qwen_gdn_linear_attn import QwenGatedDeltaNetAttention
+from vllm.model_executor.layers.mamba.mamba_mixer import MambaMixer
 from vllm.model_executor.layers.mamba.mamba_mixer2 import MambaMixer2
 from vllm.model_executor.layers.mamba.short_conv import ShortConv
 from vllm.utils.network_utils import get_distributed_init_method, get_open_port
 
-from vllm_gaudi_spec.recurrent.layers import GatedDeltaNet, Mamba2, ShortConvolution
+from vllm_gaudi_spec.recurrent.layers import GatedDeltaNet, Mamba1, Mamba2, ShortConvolution
 from vllm_gaudi_spec.recurrent.states import RecurrentStates
 
 HIDDEN, NAME = 32, "model.layers.0.mixer"
@@ -79,6 +81,25 @@ def mamba_2(config: VllmConfig) -> tuple[nn.Module, Any]:
     return theirs, ours
 
 
+def mamba_1(config: VllmConfig) -> tuple[nn.Module, Any]:
+    sizes = JambaConfig(hidden_size=HIDDEN, mamba_d_state=6, mamba_d_conv=4, mamba_expand=2, mamba_dt_rank=5)
+    ours = MambaMixer(
+        hidden_size=HIDDEN,
+        ssm_state_size=6,
+        conv_kernel_size=4,
+        intermediate_size=2 * HIDDEN,
+        time_step_rank=5,
+        use_conv_bias=True,
+        use_bias=False,
+        use_rms_norm=True,
+        rms_norm_eps=sizes.rms_norm_eps,
+        model_config=config.model_config,
+        cache_config=config.cache_config,
+        prefix=NAME,
+    )
+    return JambaMambaMixer(sizes, layer_idx=0), ours
+
+
 def short_convolution(config: VllmConfig) -> tuple[nn.Module, Any]:
     sizes = Lfm2Config(hidden_size=HIDDEN, conv_L_cache=3, conv_bias=True)
     ours = ShortConv(sizes, HIDDEN, 0, config.model_config, config.cache_config, prefix=NAME)
@@ -87,6 +108,7 @@ def short_convolution(config: VllmConfig) -> tuple[nn.Module, Any]:
 
 KINDS: list[tuple[type, Callable[[VllmConfig], tuple[nn.Module, Any]]]] = [
     (GatedDeltaNet, gated_delta_net),
+    (Mamba1, mamba_1),
     (Mamba2, mamba_2),
     (ShortConvolution, short_convolution),
 ]
@@ -133,7 +155,7 @@ def test_prompts_and_verify_steps_are_those_of_transformers(
             is_prompt=is_prompt,
         )
         with set_forward_context({NAME: call}, config, 2 * queries):
-            if kind is ShortConvolution:
+            if kind in (Mamba1, ShortConvolution):
                 out = torch.empty_like(hidden)
                 ours(hidden, out)
             else:

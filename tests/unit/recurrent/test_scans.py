@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 
-from vllm_gaudi_spec.recurrent.scans import convolve, scan
+from vllm_gaudi_spec.recurrent.scans import convolve, scan, scan_each
 
 ROWS, HEADS, KEY, VALUE = 2, 3, 8, 5
 
@@ -40,6 +40,23 @@ def test_chunks_are_the_recurrence(length: int, has_beta: bool) -> None:
     expected_out, expected = token_by_token(query, key, value, decay, state, beta)
     out, after = scan(query, key, value, decay, state, beta)
     torch.testing.assert_close(out, expected_out, atol=1e-5, rtol=1e-5)
+    torch.testing.assert_close(after, expected, atol=1e-5, rtol=1e-5)
+
+
+@pytest.mark.parametrize("length", [1, 2, 3, 7, 16, 17, 50])
+def test_each_number_decays_by_itself(length: int) -> None:
+    torch.manual_seed(length)
+    channels = 4
+    query, key = torch.randn(2, ROWS, length, KEY).unbind(0)
+    value, step = torch.randn(ROWS, length, channels), torch.rand(ROWS, length, channels)
+    rate, state = -torch.rand(channels, KEY) * 3, torch.randn(ROWS, channels, KEY)
+    expected, expected_out = state, []
+    for at in range(length):
+        expected = expected * (step[:, at, :, None] * rate).exp()
+        expected = expected + (step * value)[:, at, :, None] * key[:, at, None]
+        expected_out.append((expected * query[:, at, None]).sum(-1))
+    out, after = scan_each(query, key, value, step, rate, state)
+    torch.testing.assert_close(out, torch.stack(expected_out, 1), atol=1e-5, rtol=1e-5)
     torch.testing.assert_close(after, expected, atol=1e-5, rtol=1e-5)
 
 

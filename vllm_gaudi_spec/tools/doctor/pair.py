@@ -154,6 +154,9 @@ def _memory(vllm_config: VllmConfig, speculation: Speculation | None) -> Iterato
     if cache <= 0 < sum(beside.values()):
         yield Finding.refusal("memory", f"{text}: {NO_ROOM_FOR_KV}")
         return
+    if not a_token:
+        yield Finding(OK, "memory", f"{text}; there is no KV")
+        return
     tokens = max(cache, 0) // a_token
     text += f"; the KV cache gets {max(cache, 0) / _GIB:.2f} GiB, room for {tokens} tokens at {a_token / 1024:.0f} KiB"
     longest = model.max_model_len
@@ -208,9 +211,11 @@ def _kv_bytes(model: ModelConfig, vllm_config: VllmConfig) -> int:
     """Of one token in all layers with attention, on one rank. Latent attention keeps one vector where others keep keys
     and values."""
     parallel = vllm_config.parallel_config
+    if not (num_layers := num_layers_with_kv(model, parallel)):
+        return 0
     vectors = model.get_num_kv_heads(parallel) * (1 if model.use_mla else 2)
     width = 1 if vllm_config.cache_config.cache_dtype == FP8_KV else model.dtype.itemsize
-    return int(num_layers_with_kv(model, parallel) * vectors * model.get_head_size() * width)
+    return int(num_layers * vectors * model.get_head_size() * width)
 
 
 def _room_for_kv(vllm_config: VllmConfig, weights: int, drafting: int) -> int | None:

@@ -1,0 +1,37 @@
+"""Rotary embeddings on the CPU, for queries in every form in which vLLM's models pass them."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from vllm.config import VllmConfig, set_current_vllm_config
+from vllm.model_executor.layers.rotary_embedding.base import RotaryEmbedding
+
+from vllm_gaudi_spec.devices.cpu import rotary  # noqa: F401  (registers it)
+
+TOKENS, HEADS, KV_HEADS, SIZE = 7, 4, 2, 16
+
+
+def heads_of(form: str, num_heads: int) -> torch.Tensor:
+    torch.manual_seed(num_heads)
+    rows = torch.randn(TOKENS, num_heads * SIZE + 8)[:, : num_heads * SIZE]  # a part of what a matrix returns
+    if form == "side by side":
+        return rows
+    if form == "apart":
+        return rows.unflatten(1, (num_heads, SIZE))
+    return torch.randn(TOKENS, num_heads, SIZE + 4)[..., 4:]
+
+
+@pytest.mark.parametrize("is_neox_style", [True, False])
+@pytest.mark.parametrize("form", ["side by side", "apart", "parts of heads"])
+def test_each_head_is_turned_by_its_tokens_position(form: str, is_neox_style: bool) -> None:
+    with set_current_vllm_config(VllmConfig()):
+        layer = RotaryEmbedding(SIZE, SIZE, 64, 10_000.0, is_neox_style, torch.float32)
+    positions = torch.arange(TOKENS) + 20
+    query, key = heads_of(form, HEADS), heads_of(form, KV_HEADS)
+    expected = layer.forward_native(positions, query.clone(), key.clone())
+    for found, wanted in zip(layer.forward_cpu(positions, query, key), expected, strict=True):
+        torch.testing.assert_close(found, wanted)
+    alone, none = layer.forward_cpu(positions, heads_of(form, HEADS), None)
+    torch.testing.assert_close(alone, expected[0])
+    assert none is None

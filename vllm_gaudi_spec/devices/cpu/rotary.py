@@ -1,0 +1,27 @@
+"""vLLM's C++ rotary embedding for the CPU, with heads side by side. Importing this registers it.
+
+The kernel (csrc/cpu/pos_encoding.cpp of vLLM 0.32) takes the size of the last dimension for all heads of a token, and
+the stride before it for the distance between tokens. Given queries [T, H, D], as LFM2 passes them, it turns other
+numbers by other positions, without an error; and upstream's CPU platform answers with the text of another model.
+"""
+
+from __future__ import annotations
+
+import torch
+from vllm.model_executor.layers.rotary_embedding.base import RotaryEmbedding
+
+from vllm_gaudi_spec.devices.common import layers
+
+
+class _SideBySide:
+    """Stands before a class of vLLM's that turns queries and keys as `RotaryEmbedding` does."""
+
+    def forward_cpu(
+        self: RotaryEmbedding, positions: torch.Tensor, query: torch.Tensor, key: torch.Tensor | None = None
+    ) -> tuple[torch.Tensor, torch.Tensor | None]:
+        flat_query, flat_key = query.flatten(1), None if key is None else key.flatten(1)
+        RotaryEmbedding.forward_cpu(self, positions, flat_query, flat_key)
+        return flat_query.view(query.shape), None if flat_key is None or key is None else flat_key.view(key.shape)
+
+
+layers.register_rotary_class("Cpu", _SideBySide, RotaryEmbedding)

@@ -1,0 +1,95 @@
+"""Pooling models: what vLLM's pooler makes of a prompt's hidden states, in place of sampled tokens.
+
+A pooler is a module of vLLM's with lists of requests and work on the host, so it is never captured.
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+import numpy as np
+import torch
+from vllm.v1.pool.metadata import PoolingMetadata, PoolingStates
+
+from vllm_gaudi_spec.records import DECODE
+from vllm_gaudi_spec.scheduling.outputs import CountedOutput
+
+if TYPE_CHECKING:
+    from torch import nn
+    from vllm.pooling_params import PoolingParams
+
+    from vllm_gaudi_spec.records import Batch, Planned, Request, WorkerCounts
+    from vllm_gaudi_spec.runner.requests import HiddenStateBuffer, Requests
+
+TASKS = ("embed", "classify", "token_embed", "token_classify")
+
+
+def tasks_of(model: nn.Module) -> tuple[str, ...]:
+    return tuple(sorted(model.pooler.get_supported_tasks().intersection(TASKS)))
+
+
+class Pooling:
+    def __init__(self, model: nn.Module, hidden_states: HiddenStateBuffer) -> None:
+        self._pooler = model.pooler
+        self._hidden_states = hidden_states
+        self._states: dict[str, PoolingStates] = {}
+        """By request: what its prompt chunks so far leave for the last one, where all states are returned."""
+        self._pooled: dict[str, torch.Tensor] = {}
+        """Of requests whose prompt ended in this step."""
+
+    def apply(self, requests: Requests) -> None:
+        for req_id in requests.ended:
+            self._states.pop(req_id, None)
+        for request in requests.admitted:
+            params = _params_of(request)
+            self._pooler.get_pooling_updates(params.task).apply(params)
+            self._states[request.req_id] = PoolingStates()
+
+    def pool(self, batch: Batch) -> None:
+        """After the batch's forward, whose states the next one overwrites."""
+        states_TH = self._states_of(batch)
+        metadata = PoolingMetadata(
+            prompt_lens=torch.tensor([request.num_prompt for request in batch.requests]),
+            prompt_token_ids=None,
+            prompt_token_ids_cpu=_padded([request.prompt for request in batch.requests]),
+            pooling_params=[_params_of(request) for request in batch.requests],
+            pooling_states=[self._states[request.req_id] for request in batch.requests],
+        )
+        counts_np = np.array(batch.counts)
+        ends = torch.tensor([request.num_computed for request in batch.requests]) + torch.from_numpy(counts_np)
+        metadata.build_pooling_cursor(counts_np, ends, states_TH.device)
+        pooled = self._pooler(hidden_states=states_TH, pooling_metadata=metadata)
+        for request, finishes, output in zip(batch.requests, batch.finishes, pooled, strict=True):
+            if finishes:
+                self._pooled[request.req_id] = output
+
+    def _states_of(self, batch: Batch) -> torch.Tensor:
+        """[T, H] of the batch's real tokens."""
+        if batch.shape.phase == DECODE:  # prompts with one token left
+            return self._hidden_states.take(batch.uploaded.rows_B, 1).hidden_NH[: len(batch.requests)]
+        begins = range(0, batch.shape.tokens, batch.shape.queries)
+        parts = [self._hidden_states.chunk_TH.narrow(0, *part) for part in zip(begins, batch.counts, strict=False)]
+        return torch.cat(parts)
+
+    def report(self, pending: list[Planned], worked: WorkerCounts | None) -> CountedOutput:
+        pooled, self._pooled = self._pooled, {}
+        names = [request.req_id for batch in pending for request in batch.requests]
+        return CountedOutput(
+            req_ids=names,
+            req_id_to_index={name: index for index, name in enumerate(names)},
+            pooler_output=[pooled.get(name) for name in names],
+            worked=worked,
+        )
+
+
+def _params_of(request: Request) -> PoolingParams:
+    assert request.pooling is not None  # an engine either generates or pools
+    return request.pooling
+
+
+def _padded(prompts: list[list[int]]) -> torch.Tensor:
+    """For poolers that look at tokens."""
+    padded_np = np.zeros((len(prompts), max(map(len, prompts))), dtype=np.int64)
+    for row_np, prompt in zip(padded_np, prompts, strict=True):
+        row_np[: len(prompt)] = prompt
+    return torch.from_numpy(padded_np)
