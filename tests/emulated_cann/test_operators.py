@@ -220,6 +220,50 @@ PAGES: dict[str, tuple[Callable[[], Any], str]] = {
         ),
         "block_size 64",
     ),
+    "larger blocks": (
+        lambda: attention(
+            key=lambda: torch.zeros(6, 640, 64).npu(),
+            value=lambda: torch.zeros(6, 640, 64).npu(),
+            atten_mask=lambda: torch.zeros(2, 1, 2, 1280, dtype=torch.bool).npu(),
+            block_size=640,
+        ),
+        "block_size 640",
+    ),
+    "larger heads": (
+        lambda: attention(
+            query=lambda: torch.zeros(2, 2, 4, 528).npu(),
+            key=lambda: torch.zeros(6, 128, 1056).npu(),
+            value=lambda: torch.zeros(6, 128, 1056).npu(),
+        ),
+        "head size 528",
+    ),
+    "more heads to a key than 64": (
+        lambda: attention(query=lambda: torch.zeros(2, 2, 130, 32).npu(), num_heads=130),
+        "130 heads over 2",
+    ),
+    "more heads than 256": (
+        lambda: attention(
+            query=lambda: torch.zeros(2, 2, 260, 32).npu(),
+            key=lambda: torch.zeros(6, 128, 130 * 32).npu(),
+            value=lambda: torch.zeros(6, 128, 130 * 32).npu(),
+            num_heads=260,
+            num_key_value_heads=130,
+        ),
+        "260 heads over 130",
+    ),
+    "a table of large numbers": (
+        lambda: attention(block_table=lambda: torch.tensor([[1, 2], [3, 4]]).npu()),
+        "block_table",
+    ),
+    "one query over more keys than 262,144": (
+        lambda: attention(
+            query=lambda: torch.zeros(2, 1, 4, 32).npu(),
+            atten_mask=lambda: torch.zeros(2, 1, 1, 2049 * 128, dtype=torch.bool).npu(),
+            block_table=lambda: torch.ones(2, 2049, dtype=torch.int32).npu(),
+        ),
+        "262144 keys at most",
+    ),
+    "a compressed mask of its own size": (lambda: attention(sparse_mode=3), "a mask of 2048 x 2048"),
 }
 """Calls that the operators' pages refuse, and in which words."""
 

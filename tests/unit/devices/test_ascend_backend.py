@@ -495,6 +495,43 @@ def test_npu_g23_codes_in_messages(text: str, codes: list[int]) -> None:
     assert all(errors.CODES[code].remedy for code in codes)
 
 
+class CardMemory:
+    """`torch.npu` of a card with 1,000 bytes. A run takes 300 from torch's allocator, which keeps them, and CANN 50."""
+
+    def __init__(self) -> None:
+        self.allocated, self.peak, self.cached, self.of_cann = 100, 700, 200, 0
+
+    def mem_get_info(self) -> tuple[int, int]:
+        return 1000 - self.allocated - self.cached - self.of_cann, 1000
+
+    def memory_allocated(self) -> int:
+        return self.allocated
+
+    def max_memory_allocated(self) -> int:
+        return self.peak
+
+    def reset_peak_memory_stats(self) -> None:
+        self.peak = self.allocated
+
+    def empty_cache(self) -> None:
+        self.cached = 0
+
+    def synchronize(self) -> None: ...
+
+    def run(self) -> None:
+        self.peak, self.cached, self.of_cann = 400, max(self.cached, 300), 50
+
+
+def test_npu_m03_the_peak_is_read_before_memory_is_given_back() -> None:
+    """Twice the same: what the first run left in the allocator's cache is taken again by the second."""
+    card = CardMemory()
+    memory = ascend.AscendMemory(card, torch.device("cpu"), Graphs())
+    assert memory.peak_of(card.run) == 350
+    card.of_cann = 0
+    assert memory.peak_of(card.run) == 350
+    assert memory.peak_of(lambda: None) == 0
+
+
 @pytest.mark.parametrize(
     ("text", "asked"),
     [
