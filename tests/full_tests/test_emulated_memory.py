@@ -17,8 +17,7 @@ from tests.full_tests.speculation import ngram
 from tests.full_tests.tiny_models import VOCAB
 from vllm_gaudi_spec import emulator, worker
 from vllm_gaudi_spec.config import UnsupportedConfigError
-from vllm_gaudi_spec.devices import load_backend
-from vllm_gaudi_spec.devices.common import stream_device
+from vllm_gaudi_spec.devices import choose_device, load_backend
 from vllm_gaudi_spec.runner import profile
 from vllm_gaudi_spec.runner.graphs import DRAFTERS_READS, DRAFTS
 from vllm_gaudi_spec.runner.model_runner import ModelRunner
@@ -86,10 +85,10 @@ def test_r01_the_largest_steps_run_before_the_kv_cache_is_sized(
 
 
 @pytest.mark.slow
+@pytest.mark.skipif(choose_device() == "ascend-emulated", reason="an NPU's reserve for graphs cannot be set to nothing")
 def test_l29_r08_memory_that_ends_in_warm_up(looping_llama: str, card: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     """Each start names a smaller value, with what is known by then of what graphs keep, until one serves."""
     monkeypatch.setenv("VLLM_GRAPH_RESERVED_MEM", "0")
-    monkeypatch.setattr(stream_device, "_GRAPH_RESERVE", 0)
     shares = [1.0]
     while (words := served_with(looping_llama, card, monkeypatch, shares[-1])) is not None:
         found = re.search(r"in warm-up at \d+ of \d+ runs, .*; lower --gpu-memory-utilization (.*) -> (.*)\.$", words)
