@@ -1,4 +1,4 @@
-"""On emulated cards: two ranks, whose collectives stand in captured programs. `hccl` is gloo there.
+"""On emulated cards: two ranks, whose collectives stand in captured programs. `hccl` is gloo, but not below torch_npu.
 
 Runs with VGS_DEVICE=hpu-emulated or ascend-emulated in a process of its own, like test_emulated.py.
 """
