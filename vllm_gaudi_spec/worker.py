@@ -279,16 +279,19 @@ class Worker(WorkerBase):
 
 
 def _at_exit(reference: weakref.ref[Worker]) -> None:
-    """Registered after a card's software, and so called before its exit function. torch_npu's takes the groups of ranks
-    away, and an engine in the caller's process, which vLLM ends later than that, would fail to leave them."""
-    if (worker := reference()) is not None:
+    """Registered after a card's software, and so called before its exit function.
+
+    In a process of vLLM's own the engine has ended by then. vLLM kills one that takes more than five seconds, and
+    Python would look through all that was loaded once more; vLLM leaves that out where ROCm is. An engine in the
+    caller's process is ended later, when torch_npu's exit function has taken the groups of ranks away, and would fail
+    to leave them.
+    """
+    if multiprocessing.parent_process() is not None:
+        gc.freeze()
+    elif (worker := reference()) is not None:
         worker.shutdown()
         destroy_model_parallel()
         destroy_distributed_environment()
-    if multiprocessing.parent_process() is not None:
-        # vLLM kills an engine that takes more than five seconds to end, and Python would look through all that was
-        # loaded once more. vLLM does the same where ROCm is. Files of a caller's process are left to it.
-        gc.freeze()
 
 
 class ModelWeights:
