@@ -177,7 +177,8 @@ verify-torch-npu: export VGS_TORCH_NPU := $(CURDIR)/$(TORCH_NPU)
 verify-torch-npu: $(VENV)/.stamp-dev $(TORCH_NPU)/.stamp  ## test the emulated NPU with Huawei's own torch_npu on top (needs g++; ARGS=)
 	@$(BIN)/pytest tests/emulated_cann
 	@$(BIN)/pytest tests/conformance
-	@$(BIN)/pytest -n 2 --dist loadfile tests/full_tests -m "not slow and (every_card or ascend)" --durations=5 -v $(ARGS)
+	@$(BIN)/pytest -n 2 --dist loadfile tests/full_tests -m "not slow and (every_card or ascend) or torch_npu" \
+		--durations=5 -v $(ARGS)
 
 .PHONY: verify-vendor
 verify-vendor: $(VENV)/.stamp-dev  ## test vllm-gaudi on the emulated Gaudi, and its worker beside ours (VENDOR=checkout, ARGS=)

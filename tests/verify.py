@@ -27,7 +27,7 @@ GAUDI, COMPILED, NPU = "hpu-emulated", "hpu-emulated, compiled", "ascend-emulate
 # Full tests whose files' names begin so need devices of their own; the first that fits counts.
 DEVICES = {
     "test_emulated_fp8": (GAUDI,),
-    "test_emulated_memory": (GAUDI,),
+    "test_emulated_memory": (GAUDI, NPU),
     "test_vendor_torch": (GAUDI,),
     "test_emulated": (GAUDI, COMPILED, NPU),
     "test_ascend": (NPU,),

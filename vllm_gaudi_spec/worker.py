@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+import atexit
 import gc
+import multiprocessing
 import time
+import weakref
 from collections.abc import Callable, Iterable, Iterator
 from copy import copy
 from pathlib import Path
@@ -13,7 +16,13 @@ import torch
 from torch import nn
 from vllm.config import set_current_vllm_config
 from vllm.config.utils import update_config
-from vllm.distributed import ensure_model_parallel_initialized, get_tp_group, init_distributed_environment
+from vllm.distributed import (
+    destroy_distributed_environment,
+    destroy_model_parallel,
+    ensure_model_parallel_initialized,
+    get_tp_group,
+    init_distributed_environment,
+)
 from vllm.logger import init_logger
 from vllm.model_executor.model_loader import ShardedStateLoader, get_model_loader
 from vllm.model_executor.model_loader.reload import finalize_layerwise_reload
@@ -71,6 +80,7 @@ class Worker(WorkerBase):
 
     def init_device(self) -> None:
         self.backend = load_backend()
+        atexit.register(_at_exit, weakref.ref(self))
         parallel = self.parallel_config
         # vLLM calls `set_device` again in each thread that waits for results.
         card = self.current_platform.card_of(self.local_rank, parallel.assigned_physical_gpu_ids)
@@ -270,6 +280,22 @@ class Worker(WorkerBase):
             clear_layer_kv_caches(self.compilation_config.static_forward_context.values())
             del self.model_runner
             gc.collect()
+
+
+def _at_exit(reference: weakref.ref[Worker]) -> None:
+    """Registered after a card's software, and so called before its exit function.
+
+    In a process of vLLM's own the engine has ended by then. vLLM kills one that takes more than five seconds, and
+    Python would look through all that was loaded once more; vLLM leaves that out where ROCm is. An engine in the
+    caller's process is ended later, when torch_npu's exit function has taken the groups of ranks away, and would fail
+    to leave them.
+    """
+    if multiprocessing.parent_process() is not None:
+        gc.freeze()
+    elif (worker := reference()) is not None:
+        worker.shutdown()
+        destroy_model_parallel()
+        destroy_distributed_environment()
 
 
 class ModelWeights:

@@ -5,6 +5,8 @@ from __future__ import annotations
 import json
 import os
 import socket
+import subprocess
+import sys
 from collections.abc import Callable
 from datetime import timedelta
 from pathlib import Path
@@ -146,6 +148,41 @@ def test_npu_n01_ranks_that_disagree(tmp_path: Path) -> None:
     for found in ranks(other_sizes, 2, tmp_path):
         assert "HcclAllReduce of 2 Float" in found
         assert "HcclAllReduce of 3 Float" in found
+
+
+AT_EXIT = """
+import atexit, torch, weakref
+from vllm.config import VllmConfig, set_current_vllm_config
+from vllm.distributed import parallel_state
+
+class Engine: ...
+
+engine = Engine()  # vLLM's, in the caller's process: Python ends it after what is imported from here on
+weakref.finalize(engine, lambda: (parallel_state.destroy_model_parallel(), print("vLLM")))
+
+from vllm_gaudi_spec import worker
+from vllm_gaudi_spec.devices import load_backend
+
+load_backend()
+torch.npu.set_device(0)
+with set_current_vllm_config(VllmConfig()):
+    parallel_state.init_distributed_environment(1, 0, "file://FILE", 0, "hccl")
+    parallel_state.initialize_model_parallel(1)
+
+class Worker:
+    def shutdown(self):
+        print("worker")
+
+own = Worker()
+atexit.register(worker._at_exit, weakref.ref(own))
+"""
+
+
+def test_groups_are_left_before_torch_npu_takes_them_away(tmp_path: Path) -> None:
+    script = AT_EXIT.replace("FILE", str(tmp_path / "ranks"))
+    done = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, check=True, timeout=300)
+    assert done.stdout.split()[-2:] == ["worker", "vLLM"]
+    assert "Error" not in done.stderr
 
 
 def groups_of_a_worker(rank: int, size: int) -> list[str]:

@@ -103,8 +103,9 @@ def test_swiglu(npu: Any) -> None:
     torch.testing.assert_close(torch_npu.npu_swiglu(A.npu(), -1).cpu(), torch.nn.functional.silu(A[:, :2]) * A[:, 2:])
 
 
-def test_kv_writes_and_paged_attention(npu: Any) -> None:
-    """Two rows of one query over keys that lie in blocks, behind a mask, with the bound of one row cut."""
+def test_kv_writes_and_paged_attention(card: Any, npu: Any) -> None:
+    """Two rows of one query over keys that lie in blocks, behind a mask, with the bound of one row cut. What they read
+    is counted in blocks: three of one row, and one of the other."""
     import torch_npu
 
     torch.manual_seed(0)
@@ -117,6 +118,7 @@ def test_kv_writes_and_paged_attention(npu: Any) -> None:
     lengths, table = [300, 40], torch.tensor([[1, 2, 3], [1, 0, 0]], dtype=torch.int32)
     hidden = torch.zeros(2, 1, 1, 3 * block, dtype=torch.bool)
     hidden[0, ..., 250:] = True
+    before = card.counts().kv_bytes_read
     out, _ = torch_npu.npu_fused_infer_attention_score(
         query.npu(),
         keys.flatten(2),
@@ -135,6 +137,7 @@ def test_kv_writes_and_paged_attention(npu: Any) -> None:
         scores = torch.einsum("hd,khd->hk", query[row, 0], new_keys[:seen]) * 0.25
         expected = torch.einsum("hk,khd->hd", scores.softmax(-1), new_values[:seen])
         torch.testing.assert_close(out[row, 0].cpu(), expected)
+    assert card.counts().kv_bytes_read - before == 4 * 2 * block * heads * size * 4
 
 
 def attention(**changes: Any) -> Any:
@@ -217,6 +220,50 @@ PAGES: dict[str, tuple[Callable[[], Any], str]] = {
         ),
         "block_size 64",
     ),
+    "larger blocks": (
+        lambda: attention(
+            key=lambda: torch.zeros(6, 640, 64).npu(),
+            value=lambda: torch.zeros(6, 640, 64).npu(),
+            atten_mask=lambda: torch.zeros(2, 1, 2, 1280, dtype=torch.bool).npu(),
+            block_size=640,
+        ),
+        "block_size 640",
+    ),
+    "larger heads": (
+        lambda: attention(
+            query=lambda: torch.zeros(2, 2, 4, 528).npu(),
+            key=lambda: torch.zeros(6, 128, 1056).npu(),
+            value=lambda: torch.zeros(6, 128, 1056).npu(),
+        ),
+        "head size 528",
+    ),
+    "more heads to a key than 64": (
+        lambda: attention(query=lambda: torch.zeros(2, 2, 130, 32).npu(), num_heads=130),
+        "130 heads over 2",
+    ),
+    "more heads than 256": (
+        lambda: attention(
+            query=lambda: torch.zeros(2, 2, 260, 32).npu(),
+            key=lambda: torch.zeros(6, 128, 130 * 32).npu(),
+            value=lambda: torch.zeros(6, 128, 130 * 32).npu(),
+            num_heads=260,
+            num_key_value_heads=130,
+        ),
+        "260 heads over 130",
+    ),
+    "a table of large numbers": (
+        lambda: attention(block_table=lambda: torch.tensor([[1, 2], [3, 4]]).npu()),
+        "block_table",
+    ),
+    "one query over more keys than 262,144": (
+        lambda: attention(
+            query=lambda: torch.zeros(2, 1, 4, 32).npu(),
+            atten_mask=lambda: torch.zeros(2, 1, 1, 2049 * 128, dtype=torch.bool).npu(),
+            block_table=lambda: torch.ones(2, 2049, dtype=torch.int32).npu(),
+        ),
+        "262144 keys at most",
+    ),
+    "a compressed mask of its own size": (lambda: attention(sparse_mode=3), "a mask of 2048 x 2048"),
 }
 """Calls that the operators' pages refuse, and in which words."""
 
@@ -254,3 +301,14 @@ def test_npu_v09_names_that_the_backend_uses_are_in_the_package(npu: Any) -> Non
     ):
         assert [name for name in names if not hasattr(owner, name)] == []
     assert hasattr(torch_npu.npu_fused_infer_attention_score, "out")
+
+
+def test_what_torch_npu_runs_on_the_host_is_counted(card: Any, npu: Any) -> None:
+    """By the function of torch through which all of these go, with the line that asked for it."""
+    before = card.counters.total.fallbacks
+    found = torch.special.i0(A.npu())
+    torch.testing.assert_close(found.cpu(), torch.special.i0(A))
+    assert card.counters.total.fallbacks == before + 1
+    (event,) = [event for event in card.counters.events if "i0" in event.what]
+    assert (event.kind, event.what) == ("CPU fallback", "aten::i0.out")
+    assert "test_operators.py" in event.where

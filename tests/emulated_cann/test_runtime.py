@@ -86,6 +86,10 @@ def test_a_captured_graph_computes_when_it_runs(npu: Any, card: Any) -> None:
     after = card.counts()
     assert (after.captures - before.captures, after.replays - before.replays) == (1, 1)
     assert after.replayed - before.replayed >= 3
+    newest, number = card.graphs[-1], len(card.graphs)
+    assert (newest.ops, newest.replays, number) == (after.replayed - before.replayed, 1, after.captures)
+    del graph
+    assert len(card.graphs) == number
 
 
 def test_one_download_is_one_wait(npu: Any, card: Any) -> None:

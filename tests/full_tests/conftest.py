@@ -11,6 +11,20 @@ from tests.full_tests import adapters, tiny_models
 from tests.full_tests.engines import engine
 from tests.full_tests.server import Server
 from tests.full_tests.workload import Answer, Plain, Request, mixed_requests, run_together, without_drafts
+from vllm_gaudi_spec.environment import cache_folder
+
+
+@pytest.fixture(scope="module")
+def own_cache(tmp_path_factory: pytest.TempPathFactory) -> Iterator[None]:
+    """A cache folder of the module's own, in which its engines find nothing of others but the emulated CANN: ranks
+    would compile it once more."""
+    compiled = cache_folder() / "cann"
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv("XDG_CACHE_HOME", str(tmp_path_factory.mktemp("cache")))
+        cache_folder().mkdir(parents=True)
+        if compiled.is_dir():
+            (cache_folder() / "cann").symlink_to(compiled)
+        yield
 
 
 @pytest.fixture(scope="session")

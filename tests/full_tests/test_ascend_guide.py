@@ -4,7 +4,7 @@ Runs with VGS_DEVICE=ascend-emulated in a process of its own. The table in docs/
 """
 
 import json
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from functools import cache
 from pathlib import Path
 from typing import Any
@@ -30,11 +30,8 @@ ALONE: dict[str, Any] = dict(draft_tensor_parallel_size=1, **PADDED)
 
 
 @pytest.fixture(scope="module", autouse=True)
-def own_cache(tmp_path_factory: pytest.TempPathFactory) -> Iterator[None]:
+def on_the_emulated_npu(own_cache: None) -> None:
     assert describe_device() == {"device": "ascend-emulated", "mode": "captured"}
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setenv("XDG_CACHE_HOME", str(tmp_path_factory.mktemp("cache")))
-        yield
 
 
 @pytest.fixture(scope="module")

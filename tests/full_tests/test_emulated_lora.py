@@ -18,14 +18,14 @@ from tests.full_tests.ranks import ranks_agree
 from tests.full_tests.speculation import accepted, ngram, speculating
 from tests.full_tests.tiny_models import VOCAB
 
-pytestmark = pytest.mark.emulated
+pytestmark = [pytest.mark.emulated, pytest.mark.usefixtures("own_cache")]
 
 # Few rows and chunks: each size is a program, or several.
 SIZES: dict[str, Any] = dict(max_num_seqs=3, max_model_len=256, max_num_batched_tokens=128)
 
 
-def test_nothing_is_compiled_for_adapters(looping_llama: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
+@pytest.mark.torch_npu
+def test_nothing_is_compiled_for_adapters(looping_llama: str, tmp_path: Path) -> None:
     made = [
         adapters.make(looping_llama, tmp_path / "a", 1, rank=4),
         adapters.make(looping_llama, tmp_path / "b", 2, rank=8),
@@ -49,10 +49,9 @@ def test_nothing_is_compiled_for_adapters(looping_llama: str, tmp_path: Path, mo
 
 
 @pytest.mark.slow
-def test_two_cards(looping_llama: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_two_cards(looping_llama: str, tmp_path: Path) -> None:
     """Each rank has its part of an adapter, and adds up its part of sums: texts are held against the merged model's,
     where ties are known."""
-    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
     made = [adapters.make(looping_llama, tmp_path / name, number) for number, name in ((1, "a"), (2, "b"))]
     jobs = [job for adapter in (*made, None) for job in greedy(random_prompts([5, 60], VOCAB), adapter)]
     with engine(looping_llama, **LORA, **SIZES, tensor_parallel_size=2) as llm:

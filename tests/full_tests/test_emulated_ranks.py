@@ -1,9 +1,9 @@
-"""On emulated cards: two ranks, whose collectives stand in captured programs. `hccl` is gloo there.
+"""On emulated cards: two ranks, whose collectives stand in captured programs. `hccl` is gloo, but not below torch_npu.
 
 Runs with VGS_DEVICE=hpu-emulated or ascend-emulated in a process of its own, like test_emulated.py.
 """
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from typing import Any
 
 import pytest
@@ -30,29 +30,27 @@ from vllm_gaudi_spec.self_test.run import COLLECTIVES
 
 __all__ = ["deepseek", "even", "looping", "said", "setup_of"]  # fixtures
 
-pytestmark = [pytest.mark.emulated, pytest.mark.slow]
+pytestmark = [pytest.mark.emulated, pytest.mark.slow, pytest.mark.usefixtures("own_cache")]
 
 # Few rows and short contexts: each size is a program.
 SIZES: dict[str, Any] = dict(max_num_seqs=3, max_model_len=256, max_num_batched_tokens=64)
+MEASURED = SIZES | dict(kv_cache_memory_bytes=None, num_gpu_blocks_override=40)
 FEW = Work.of(random_prompts([3, 33, 90], VOCAB))
-
-
-@pytest.fixture(scope="module", autouse=True)
-def own_cache(tmp_path_factory: pytest.TempPathFactory) -> Iterator[None]:
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setenv("XDG_CACHE_HOME", str(tmp_path_factory.mktemp("cache")))
-        yield
 
 
 def self_test_of_collectives(worker: Any) -> bool:
     return bool(worker.self_test.passed(COLLECTIVES))
 
 
-@pytest.mark.parametrize("method", ["draft_model", "universal_draft, slem", "eagle", "medusa"])
+UNIVERSAL = pytest.param("universal_draft, slem", marks=pytest.mark.torch_npu)
+
+
+@pytest.mark.parametrize("method", ["draft_model", UNIVERSAL, "eagle", "medusa"])
 def test_a_whole_drafter_on_each_card(method: str, setup_of: Callable[[str], Setup], said: Said) -> None:
+    """Memory is measured too: the largest steps, with their collectives, run on both before there is a KV cache."""
     given = setup_of(method)._replace(work=FEW)
     drafter = given.drafter | dict(draft_tensor_parallel_size=1)
-    with speculating(given.target, drafter, tensor_parallel_size=2, **SIZES, **given.options) as llm:
+    with speculating(given.target, drafter, tensor_parallel_size=2, **MEASURED, **given.options) as llm:
         outputs = generate(llm, *FEW)
         ranks_agree(llm, 2)
         assert llm.collective_rpc(self_test_of_collectives) == [True] * 2

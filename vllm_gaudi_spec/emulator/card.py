@@ -6,7 +6,7 @@ import logging
 import os
 import threading
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any, NoReturn, Protocol
 
 import torch
@@ -195,6 +195,11 @@ class Device:
     @property
     def memory_limit(self) -> int:
         return self.model.memory
+
+    @memory_limit.setter
+    def memory_limit(self, value: int) -> None:
+        """For tests: a card of less memory."""
+        self.model = replace(self.model, memory=value)
 
     @property
     def e4m3_max(self) -> float:

@@ -25,7 +25,7 @@ from vllm_gaudi_spec.devices.ascend import backend as ascend
 from vllm_gaudi_spec.devices.ascend import device as ascend_device
 from vllm_gaudi_spec.devices.ascend import errors, graphs
 from vllm_gaudi_spec.devices.ascend.graphs import Bounds, HostLengthsOperation, NpuCaptures
-from vllm_gaudi_spec.devices.base import Memory
+from vllm_gaudi_spec.devices.base import Graphs, Memory
 from vllm_gaudi_spec.devices.common.stream_graphs import Graphed
 from vllm_gaudi_spec.records import DECODE, PREFILL, Planned, Shape
 from vllm_gaudi_spec.runner.batch import make_batch
@@ -493,6 +493,59 @@ def test_npu_s09_g23_errors_in_captures_are_explained(monkeypatch: pytest.Monkey
 def test_npu_g23_codes_in_messages(text: str, codes: list[int]) -> None:
     assert errors.codes_in(text) == codes
     assert all(errors.CODES[code].remedy for code in codes)
+
+
+class CardMemory:
+    """`torch.npu` of a card with 1,000 bytes. A run takes 300 from torch's allocator, which keeps them, and CANN 50."""
+
+    def __init__(self) -> None:
+        self.allocated, self.peak, self.cached, self.of_cann = 100, 700, 200, 0
+
+    def mem_get_info(self) -> tuple[int, int]:
+        return 1000 - self.allocated - self.cached - self.of_cann, 1000
+
+    def memory_allocated(self) -> int:
+        return self.allocated
+
+    def max_memory_allocated(self) -> int:
+        return self.peak
+
+    def reset_peak_memory_stats(self) -> None:
+        self.peak = self.allocated
+
+    def empty_cache(self) -> None:
+        self.cached = 0
+
+    def synchronize(self) -> None: ...
+
+    def run(self) -> None:
+        self.peak, self.cached, self.of_cann = 400, max(self.cached, 300), 50
+
+
+def test_npu_m03_the_peak_is_read_before_memory_is_given_back() -> None:
+    """Twice the same: what the first run left in the allocator's cache is taken again by the second."""
+    card = CardMemory()
+    memory = ascend.AscendMemory(card, torch.device("cpu"), Graphs())
+    assert memory.peak_of(card.run) == 350
+    card.of_cann = 0
+    assert memory.peak_of(card.run) == 350
+    assert memory.peak_of(lambda: None) == 0
+
+
+@pytest.mark.parametrize(
+    ("text", "asked"),
+    [
+        ("NPU out of memory. Tried to allocate 100.00 GiB (NPU 0; 60.97 GiB total capacity; 0 bytes", 100 << 30),
+        ("NPU out of memory. NPUWorkspaceAllocator tried to allocate 1.50 MiB(NPU 0; 60.97 GiB total", 3 << 19),
+        ("NPU out of memory. Tried to allocate more than 1EB memory.", 0),
+        ("NPU function error: call aclnnMm failed, error code is 207018", 0),
+        ("NPU function error: call aclnnMm failed, error code is 561002", None),
+    ],
+)
+def test_how_much_was_asked_for(text: str, asked: int | None) -> None:
+    """In the words of torch_npu 2.13.0's allocators; of CANN there is a code alone."""
+    memory = ascend.AscendMemory(None, torch.device("cpu"), Graphs())
+    assert memory.bytes_asked(RuntimeError(text)) == asked
 
 
 # --- what the runner reports of rows ---

@@ -5,6 +5,8 @@ Never run on an NPU so far: the emulated device of `vllm_gaudi_spec/emulator/` r
 
 from __future__ import annotations
 
+import re
+from collections.abc import Callable
 from functools import cached_property
 from typing import TYPE_CHECKING, Any, NamedTuple
 
@@ -16,6 +18,7 @@ from vllm_gaudi_spec.attention import padded
 from vllm_gaudi_spec.attention.metadata import AttentionCall, AttentionLayerSpec
 from vllm_gaudi_spec.attention.operations import PLAIN, Operations
 from vllm_gaudi_spec.devices.ascend import attention as ascend_attention
+from vllm_gaudi_spec.devices.ascend import errors
 from vllm_gaudi_spec.devices.ascend.device import usable_torch_npu
 from vllm_gaudi_spec.devices.ascend.graphs import HostLengthsOperation, NpuCaptures
 from vllm_gaudi_spec.devices.base import DeviceBackend, DeviceTraits, Graphs, Memory, Weights
@@ -77,7 +80,32 @@ def traits_of(name: str, torch_device: torch.device) -> DeviceTraits:
     )
 
 
+# As torch_npu writes it (NPUCachingAllocator.cpp, NPUWorkspaceAllocator.cpp).
+_OUT_OF_MEMORY = re.compile(r"NPU out of memory\.(?:.*?ried to allocate (\d+(?:\.\d+)?) (bytes|[KMG]iB))?")
+_UNITS = {"bytes": 1, "KiB": 2**10, "MiB": 2**20, "GiB": 2**30}
+
+
 class AscendMemory(StreamMemory):
+    measures_peak = True
+
+    def peak_of(self, run: Callable[[], object]) -> int:
+        # Workspaces of operators, and what CANN takes for itself, are not torch_npu's: they show in what is free.
+        self.synchronize()
+        self._runtime.empty_cache()
+        allocated, free = self._runtime.memory_allocated(), self.free_bytes()
+        self._runtime.reset_peak_memory_stats()
+        run()
+        self.synchronize()
+        peak = int(self._runtime.max_memory_allocated()) - int(allocated)
+        return max(peak, free - self.free_bytes(), 0)
+
+    def bytes_asked(self, error: RuntimeError) -> int | None:
+        text = str(error)
+        if (found := _OUT_OF_MEMORY.search(text)) is not None:
+            amount, unit = found.groups()
+            return 0 if amount is None else int(float(amount) * _UNITS[unit])
+        return 0 if errors.NO_MEMORY & set(errors.codes_in(text)) else None
+
     def allocate_kv(self, kv_cache_config: KVCacheConfig, layout: KVCacheLayout) -> dict[str, KVPair]:
         by_layer = super().allocate_kv(kv_cache_config, layout)
         for size in {pair.block_size for pair in by_layer.values()}:

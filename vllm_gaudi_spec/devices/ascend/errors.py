@@ -74,6 +74,8 @@ CODES = {
     ),
 }
 
+NO_MEMORY = frozenset({207001, 207018})
+
 
 def codes_in(text: str) -> list[int]:
     """Those that are explained here, as a message has them, each once."""

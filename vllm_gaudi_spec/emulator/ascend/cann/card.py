@@ -5,6 +5,7 @@ from __future__ import annotations
 import ctypes
 from typing import NamedTuple
 
+from vllm_gaudi_spec.emulator.card import GraphRecord
 from vllm_gaudi_spec.emulator.counters import Counters, Tally
 
 
@@ -27,27 +28,46 @@ class Counts(NamedTuple):
     memory: int
     graphs: int
     collectives: int
+    kv_bytes_read: int
+    """By the fused attention."""
 
 
 class Card:
     generation = "Ascend910B3"
     lazy = False
-    # The runtime knows no names of graphs.
-    graphs: tuple[()] = ()
     graph_recipes: tuple[()] = ()
+    # It is torch_npu's allocator that knows whose its memory is.
     graph_bytes = 0
 
     def __init__(self, library: ctypes.CDLL) -> None:
         self._library = library
         self._counters = Counters()
+        # Kept here: what C calls must not be collected.
+        self._on_fallback = ctypes.CFUNCTYPE(None, ctypes.c_char_p)(self._fallback)
+        library.vgs_cann_on_fallback(self._on_fallback)
         self._seen = self.counts()
         self.sealed = False
         self._compile_only = False
+
+    def _fallback(self, operation: bytes) -> None:
+        """torch_npu runs an operation on the host. Those few that it copies to the host by itself are not among them:
+        they are downloads, and wait."""
+        self._counters.step.fallbacks += 1
+        self._counters.event("CPU fallback", operation.decode())
 
     def counts(self) -> Counts:
         amounts = (ctypes.c_uint64 * len(Counts._fields))()
         self._library.vgs_cann_counters(amounts)
         return Counts(*amounts)
+
+    @property
+    def graphs(self) -> list[GraphRecord]:
+        """Every graph that was captured, also those that are gone."""
+        number = self._library.vgs_cann_graphs(None, ctypes.c_uint64(0))
+        amounts = (ctypes.c_uint64 * (2 * number))()
+        self._library.vgs_cann_graphs(amounts, ctypes.c_uint64(number))
+        pairs = zip(amounts[::2], amounts[1::2], strict=True)
+        return [GraphRecord("NPUGraph", "", "", ops, 0, replays=replays) for ops, replays in pairs]
 
     @property
     def counters(self) -> Counters:
@@ -67,6 +87,7 @@ class Card:
                 upload_bytes=since.upload_bytes,
                 download_bytes=since.download_bytes,
                 collectives=since.collectives,
+                kv_bytes_read=since.kv_bytes_read,
                 late_compiles=since.captures if self.sealed else 0,
             )
         )
@@ -93,6 +114,15 @@ class Card:
     @property
     def in_use(self) -> int:
         return self.counts().memory
+
+    @property
+    def memory_limit(self) -> int:
+        return self.mem_get_info()[1]
+
+    @memory_limit.setter
+    def memory_limit(self, value: int) -> None:
+        """For tests: a card of less memory."""
+        self._library.vgs_cann_limit_memory(ctypes.c_uint64(value))
 
     @property
     def graphs_held(self) -> int:

@@ -119,7 +119,7 @@ struct Attention {
 
   void run() {
     const at::Tensor by_row = table.to(at::kLong);
-    int64_t start = 0;
+    int64_t start = 0, blocks_read = 0;
     for (int64_t row = 0; row < rows(); ++row) {
       const int64_t count = tnd() ? (*query_lengths)[row] - start : queries(), length = (*key_lengths)[row];
       at::Tensor part, target;
@@ -136,9 +136,11 @@ struct Attention {
         continue;
       }
       const at::Tensor blocks = by_row[row].narrow(0, 0, (length + block - 1) / block);
+      blocks_read += blocks.numel();
       TORCH_CHECK(blocks.min().item<int64_t>() >= 0 && blocks.max().item<int64_t>() < keys[0].size(0), "a block outside");
       target.copy_(row_of(part, taken(keys[0], blocks, length), taken(values[0], blocks, length), hidden(row, count, length)));
     }
+    cann::count_kv_read(2 * blocks_read * keys[0][0].nbytes());
   }
 
   // [keys, KV heads, head size]

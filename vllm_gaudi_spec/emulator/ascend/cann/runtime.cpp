@@ -43,7 +43,12 @@ const char* const kName = "Ascend910B3";
 // What the card was made to do, in the order in which `card.py` names it.
 struct Counters {
   uint64_t launches, replays, replayed, captures, uploads, upload_bytes, downloads, download_bytes, syncs, task_updates,
-      memory, graphs, collectives;
+      memory, graphs, collectives, kv_bytes_read;
+};
+
+// Of a graph that was captured, also when it is gone.
+struct GraphCounts {
+  uint64_t tasks = 0, replays = 0;
 };
 
 struct Stream;
@@ -75,6 +80,7 @@ struct Graph {
   uint32_t id;
   std::vector<Node> nodes;
   uint64_t collectives = 0;
+  GraphCounts* counts = nullptr;
   // While it is captured:
   Stream* origin = nullptr;
   std::set<Stream*> streams;
@@ -111,11 +117,13 @@ struct Card {
   std::map<aclrtTaskGrp, std::weak_ptr<Group>> groups;
   Stream default_stream{};
   Counters counts{};
+  std::deque<GraphCounts> captured;
   std::string fault;  // of an operator that failed: every later wait reports it
   int device = -1;
   int32_t next_stream = 1;
   uint32_t next_graph = 1;
   bool started = false;
+  size_t limit = kMemory;
   bool computes = true;  // else operators do nothing, and only sizes are right
 };
 
@@ -269,7 +277,7 @@ aclError allocate(void** address, size_t size) {
   std::unique_lock<std::mutex> lock(card().mutex);
   Counters& counts = card().counts;
   if (size == 0) return refuse(ACL_ERROR_RT_PARAM_INVALID, "aclrtMalloc of nothing");
-  if (counts.memory + size > kMemory || (*address = map_memory(rounded(size))) == nullptr)
+  if (counts.memory + size > card().limit || (*address = map_memory(rounded(size))) == nullptr)
     return refuse(ACL_ERROR_RT_MEMORY_ALLOCATION, "aclrtMalloc: no memory for " + std::to_string(size) + " bytes");
   std::memset(*address, 0xFF, size);
   card().memory[*address] = size;
@@ -367,10 +375,15 @@ aclError submit_for_ranks(aclrtStream handle, const std::string& name, Work work
 aclError take_memory(const char* name, size_t size) {
   std::lock_guard<std::mutex> lock(card().mutex);
   if (const aclError error = refuse_in_capture(name)) return error;
-  REFUSE_IF(card().counts.memory + size > kMemory, ACL_ERROR_RT_MEMORY_ALLOCATION,
+  REFUSE_IF(card().counts.memory + size > card().limit, ACL_ERROR_RT_MEMORY_ALLOCATION,
             std::string(name) + ": no memory for " + std::to_string(size) + " bytes");
   card().counts.memory += size;
   return ACL_SUCCESS;
+}
+
+void count_kv_read(uint64_t bytes) {
+  std::lock_guard<std::mutex> lock(card().mutex);
+  card().counts.kv_bytes_read += bytes;
 }
 
 void release_memory(size_t size) {
@@ -389,6 +402,23 @@ void vgs_cann_counters(uint64_t* to) {
   std::lock_guard<std::mutex> lock(card().mutex);
   card().counts.graphs = card().graphs.size();
   std::memcpy(to, &card().counts, sizeof(Counters));
+}
+
+// (tasks, replays) of every graph that was captured, in that order, as many as there is room for; how many there are.
+uint64_t vgs_cann_graphs(uint64_t* to, uint64_t room) {
+  std::lock_guard<std::mutex> lock(card().mutex);
+  const auto& captured = card().captured;
+  for (uint64_t i = 0; i < std::min<uint64_t>(room, captured.size()); ++i) {
+    to[2 * i] = captured[i].tasks;
+    to[2 * i + 1] = captured[i].replays;
+  }
+  return captured.size();
+}
+
+// For tests: a card of less memory.
+void vgs_cann_limit_memory(uint64_t limit) {
+  std::lock_guard<std::mutex> lock(card().mutex);
+  card().limit = limit;
 }
 
 // For tests: refusals whose reason has these words are switched off, none if there are no words.
@@ -569,8 +599,8 @@ aclError aclrtPointerGetAttributes(const void* address, aclrtPtrAttributes* attr
 
 aclError aclrtGetMemInfo(aclrtMemAttr, size_t* free, size_t* total) {
   std::lock_guard<std::mutex> lock(card().mutex);
-  *total = kMemory;
-  *free = kMemory - card().counts.memory;
+  *total = card().limit;
+  *free = card().limit - std::min<size_t>(card().limit, card().counts.memory);
   return ACL_SUCCESS;
 }
 
@@ -769,6 +799,7 @@ aclError aclmdlRICaptureEnd(aclrtStream handle, aclmdlRI* model) {
             "aclmdlRICaptureEnd: a stream was not joined again");
   REFUSE_IF(graph->open != nullptr, ACL_ERROR_STREAM_TASK_GROUP_STATUS, "a task group was not ended");
   ++card().counts.captures;
+  graph->counts = &card().captured.emplace_back(GraphCounts{graph->nodes.size(), 0});
   return ACL_SUCCESS;
 }
 
@@ -802,6 +833,7 @@ aclError aclmdlRIExecuteAsync(aclmdlRI model, aclrtStream handle) {
             "aclmdlRIExecuteAsync while it, or the stream, is captured");
   ++card().counts.replays;
   card().counts.replayed += graph->nodes.size();
+  ++graph->counts->replays;
   card().counts.collectives += graph->collectives;
   push(stream, [graph = card().graphs[graph]] {
     for (const Node& node : graph->nodes) {

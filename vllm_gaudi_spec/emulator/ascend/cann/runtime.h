@@ -23,6 +23,9 @@ aclError submit_for_ranks(aclrtStream stream, const std::string& name, Work work
 aclError take_memory(const char* name, size_t size);
 void release_memory(size_t size);
 
+// What an operator reads of paged keys and values, when it runs.
+void count_kv_read(uint64_t bytes);
+
 // Remembers why, for aclGetRecentErrMsg, and returns the code.
 aclError refuse(aclError code, const std::string& why);
 
