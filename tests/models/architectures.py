@@ -992,7 +992,7 @@ MULTIMODAL |= {f"{name}-images": replace(MULTIMODAL[name], images=name) for name
         MULTIMODAL["qwen2.5-vl"], images="qwen2.5-vl", engine=dict(max_num_batched_tokens=16)
     ),
     # Less KV than the prompts and answers take, so that a request waits, and its images are encoded again.
-    "qwen2.5-vl-images@preempted": replace(
+    "qwen2.5-vl-images@busy": replace(
         MULTIMODAL["qwen2.5-vl"],
         images="qwen2.5-vl",
         engine=dict(num_gpu_blocks_override=7, enable_prefix_caching=False),

@@ -26,7 +26,7 @@ TIE = 1e-3
 """Logits that are no further apart may be ordered either way by rounding."""
 ROUGH = 0.3
 """From this tolerance on, a reference rounds otherwise than the kernels do, so that many more may be ordered so."""
-PREEMPTED = "@preempted"
+BUSY = "@busy"
 """At the end of the names of cases with little KV."""
 POOLED = 1e-4
 """How far a number of an embedding, or the probability of a class, may be off."""
@@ -183,7 +183,7 @@ def row(case: str, results: dict[str, Result], reference: Result | None, toleran
         found.faults += [f"{fault}, {variant}" for fault in _faults_of_steps(result)]
         if damage := result.get("canary"):
             found.faults.append(f"canary, {variant}: {damage}")
-        if case.endswith(PREEMPTED) and result.get("preemptions") == 0:
+        if case.endswith(BUSY) and result.get("preemptions") == 0:
             found.faults.append(f"{variant}: no request was preempted")
         if result.get("guarded") == 0:
             found.faults.append(f"{variant}: no KV buffer was guarded")
