@@ -512,7 +512,7 @@ def test_a_scheduler_of_the_users_derives_from_ours(name: Any, tmp_path: Path) -
         ({"parallel.data_parallel_size": 2}, "--data-parallel-size"),
         ({"media.is_multimodal_pruning_enabled": lambda: True}, "--video-pruning-rate"),
         ({"media.enable_mm_embeds": True}, "--enable-mm-embeds"),
-        ({"lora.enable_tower_connector_lora": True}, "--enable-tower-connector-lora"),
+        ({"asked.lora_config": object()}, "LoRA"),
     ],
     ids=lambda value: next(iter(value), "images") if isinstance(value, dict) else "",
 )
@@ -525,13 +525,12 @@ def test_images_that_would_not_work_are_refused(changed: dict[str, Any], refused
         runner_type="generate",
         get_multimodal_config=lambda: media,
     )
-    lora, parallel = SimpleNamespace(enable_tower_connector_lora=False), SimpleNamespace(data_parallel_size=1)
-    traits = SimpleNamespace(captures=False, name="a device")
-    parts = {"traits": traits, "model": model, "media": media, "lora": lora, "parallel": parallel}
+    parallel, traits = SimpleNamespace(data_parallel_size=1), SimpleNamespace(captures=False, name="a device")
+    asked: Any = SimpleNamespace(model_config=model, lora_config=None, parallel_config=parallel)
+    parts = {"traits": traits, "model": model, "media": media, "asked": asked, "parallel": parallel}
     for path, value in changed.items():
         part, _, name = path.partition(".")
         setattr(parts[part], name, value)
-    asked: Any = SimpleNamespace(model_config=model, lora_config=lora, parallel_config=parallel)
     device: Any = SimpleNamespace(traits=traits)
     found = list(refusals.models._multimodal_refusals(asked, device))
     assert len(found) == (refused is not None)

@@ -64,7 +64,7 @@ def _refusals_of(model: ModelConfig) -> Iterator[str]:
 
 
 def _multimodal_refusals(vllm_config: VllmConfig, backend: DeviceBackend) -> Iterator[str]:
-    model, lora_config = vllm_config.model_config, vllm_config.lora_config
+    model = vllm_config.model_config
     media = model.get_multimodal_config()
     if backend.traits.captures:
         yield f"Images, audio and video are not served on {backend.traits.name} yet, only on a CPU"
@@ -82,8 +82,8 @@ def _multimodal_refusals(vllm_config: VllmConfig, backend: DeviceBackend) -> Ite
         yield "--video-pruning-rate is not supported"
     if media.enable_mm_embeds:
         yield "--enable-mm-embeds is not supported"
-    if lora_config is not None and lora_config.enable_tower_connector_lora:
-        yield "--enable-tower-connector-lora is not supported"
+    if vllm_config.lora_config is not None:
+        yield "LoRA adapters are not supported beside images, audio and video yet"
 
 
 def _pooling_refusals(vllm_config: VllmConfig, backend: DeviceBackend) -> Iterator[str]:

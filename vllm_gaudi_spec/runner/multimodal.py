@@ -80,8 +80,10 @@ class Multimodal:
         self._cache.reset_encoder_cache()
 
     def add_to(self, batch: Batch) -> Batch:
-        """With the embeddings and positions that its tokens do not tell."""
-        if batch.shape.phase == DECODE:
+        """With the embeddings and positions that its tokens do not tell. The last token of a prompt may come as a
+        decode, and be one of an image."""
+        newest = batch.requests[0]  # the others of a decode are like it
+        if batch.shape.phase == DECODE and newest.num_computed >= len(newest.all_token_ids):
             found = MultimodalInputs(offset_B=self._offsets_of(batch))
         else:
             embeddings, is_media_T = self._embeddings_of(batch)

@@ -1,0 +1,118 @@
+"""What a batch's tokens do not tell where prompts hold images: embeddings at their places, and rotary positions."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+from vllm.multimodal.inputs import MultiModalFeatureSpec, PlaceholderRange
+
+from tests.support.fakes import HostBackend, cached, new_request, step
+from vllm_gaudi_spec.attention.metadata import MultimodalInputs
+from vllm_gaudi_spec.config import UnsupportedConfigError
+from vllm_gaudi_spec.records import DECODE, PREFILL, Batch, Planned, Shape
+from vllm_gaudi_spec.runner.batch import make_batch
+from vllm_gaudi_spec.runner.multimodal import Multimodal
+from vllm_gaudi_spec.runner.requests import Requests
+
+BEGIN, LENGTH = 2, 4
+PROMPT = [7, 8, 0, 0, 0, 0]
+"""Ends with an image of four tokens."""
+OFFSET = -2
+
+
+class Model:
+    """Rows of an image of 2 x 2 tokens have positions of their own."""
+
+    supports_mrope = True
+    _has_oov_mm_tokens = False
+
+    def get_mrope_input_positions(self, tokens: list[int], features: list[Any]) -> tuple[torch.Tensor, int]:
+        return torch.tensor([[0, 1, 2, 2, 2, 2], [0, 1, 2, 2, 3, 3], [0, 1, 2, 3, 2, 3]]), OFFSET
+
+
+CONFIG: Any = SimpleNamespace(model="tiny", dtype=torch.float32, uses_mrope=True, mrope_num_dims=3)
+
+
+@pytest.fixture
+def requests() -> Requests:
+    return Requests(HostBackend(), max_rows=3, max_len=64, block_sizes=[16], max_context=64, seed=0)  # type: ignore[arg-type]
+
+
+@pytest.fixture
+def multimodal(requests: Requests) -> Multimodal:
+    made = Multimodal(CONFIG, Model(), HostBackend())  # type: ignore[arg-type]
+    made._cache.encoder_outputs["an image"] = torch.arange(LENGTH)[:, None] + torch.full((1, 2), 10.0)
+    place = PlaceholderRange(offset=BEGIN, length=LENGTH)
+    image = MultiModalFeatureSpec(data=None, modality="image", identifier="an image", mm_position=place)
+    with_image = replace(new_request("image", PROMPT, [4]), mm_features=[image])
+    scheduled = step({"text": 3, "image": 6}, new=[new_request("text", [5, 6, 7], [3]), with_image])
+    requests.apply(scheduled)
+    made.apply(scheduled, requests)
+    return made
+
+
+def batch(requests: Requests, phase: str, queries: int, counts: dict[str, int], computed: int) -> Batch:
+    members = [requests.by_id[name] for name in counts]
+    requests.by_id["image"].num_computed = computed
+    shape = Shape(phase, len(members), queries, 16)
+    planned = Planned(shape=shape, requests=members, counts=list(counts.values()), finishes=[True] * len(members))
+    return make_batch(requests, planned)
+
+
+def found(multimodal: Multimodal, asked: Batch) -> MultimodalInputs:
+    inputs = multimodal.add_to(asked).multimodal
+    assert inputs is not None
+    return inputs
+
+
+def test_a_chunk_takes_its_part_of_an_image(requests: Requests, multimodal: Multimodal) -> None:
+    inputs = found(multimodal, batch(requests, PREFILL, 4, {"text": 3, "image": 3}, computed=1))
+    assert torch.cat(inputs.embeddings)[:, 0].tolist() == [10, 11]
+    assert inputs.is_media_T is not None
+    assert inputs.is_media_T.nonzero().flatten().tolist() == [5, 6], "of the second row"
+    assert inputs.rotary_DT is not None
+    assert inputs.rotary_DT.view(3, 2, 4)[:, 0, :3].tolist() == [[0, 1, 2]] * 3, "text counts its tokens"
+    assert inputs.rotary_DT.view(3, 2, 4)[:, 1, :3].tolist() == [[1, 2, 2], [1, 2, 2], [1, 2, 3]]
+
+
+def test_the_last_token_of_a_prompt_may_be_of_an_image(requests: Requests, multimodal: Multimodal) -> None:
+    """It comes as a decode: where a chunk or the prefix cache leaves one token."""
+    inputs = found(multimodal, batch(requests, DECODE, 1, {"image": 1}, computed=5))
+    assert torch.cat(inputs.embeddings)[:, 0].tolist() == [13]
+    assert inputs.is_media_T is not None
+    assert inputs.is_media_T.tolist() == [True]
+    assert inputs.rotary_DT is not None
+    assert inputs.rotary_DT.flatten().tolist() == [2, 3, 3]
+
+
+def test_decodes_add_one_number(requests: Requests, multimodal: Multimodal) -> None:
+    requests.by_id["text"].num_computed = 3
+    inputs = found(multimodal, batch(requests, DECODE, 2, {"text": 2, "image": 2}, computed=6))
+    assert not inputs.embeddings
+    rotary = inputs.rotary(torch.tensor([3, 4, 6, 0]))
+    assert rotary is not None
+    assert rotary.tolist() == [3, 4, 4, 0], "padding stays at 0"
+    inputs = found(multimodal, batch(requests, DECODE, 2, {"text": 2}, computed=6))
+    assert inputs.rotary(torch.tensor([3, 4])) is None
+
+
+def test_nothing_is_left_of_a_request(requests: Requests, multimodal: Multimodal) -> None:
+    scheduled = step({"text": 1}, running=cached({"text": 3}), finished={"image"})
+    scheduled.free_encoder_mm_hashes.append("an image")
+    requests.apply(scheduled)
+    multimodal.apply(scheduled, requests)
+    assert not multimodal._cache.encoder_outputs
+    assert set(multimodal._cache.mm_features) == {"text"}
+    assert not multimodal._rotary_np
+    assert not multimodal._offsets
+
+
+def test_placeholders_outside_of_the_vocabulary_are_refused() -> None:
+    model = Model()
+    model._has_oov_mm_tokens = True
+    with pytest.raises(UnsupportedConfigError, match="add --language-model-only"):
+        Multimodal(CONFIG, model, HostBackend())  # type: ignore[arg-type]
