@@ -147,7 +147,7 @@ soak: $(VENV)/.stamp-dev  ## minutes of mixed load through a server, then a chec
 	@$(BIN)/python -m tests.full_tests.soak --seconds $(SECONDS) $(ARGS)
 
 .PHONY: verify
-verify: $(VENV)/.stamp-dev  ## every test but those on torch_npu, hours; continues where it was interrupted (ARGS=--fresh starts over)
+verify: $(VENV)/.stamp-dev  ## every test but those on torch_npu and on GPUs, hours; continues where it was interrupted (ARGS=--fresh starts over)
 	@$(BIN)/python tests/verify.py $(ARGS)
 
 .PHONY: verify-models

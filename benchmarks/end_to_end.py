@@ -139,7 +139,7 @@ def measure(options: argparse.Namespace) -> list[dict[str, Any]]:
                 rows.append(
                     {"batch": batch, "rate": rate, **figures(plain, drafted), "plain": plain, "drafted": drafted}
                 )
-                common.log(f"batch {batch}, rate {rate}: {rows[-1]['gain']:.2f} of {rows[-1]['ideal_gain']:.2f}")
+                common.log(f"batch {batch}, rate {rate}: {rows[-1]['speedup']:.2f} of {rows[-1]['ideal_speedup']:.2f}")
     return rows
 
 
@@ -153,12 +153,12 @@ def figures(plain: dict[str, Any], drafted: dict[str, Any]) -> dict[str, float]:
     return {
         "plain_tok_s": plain["tok_s"],
         "drafted_tok_s": drafted["tok_s"],
-        "gain": gain,
+        "speedup": gain,
         "tokens_per_step": drafted["tokens_per_step"],
         "plain_ms": 1e3 * plain_s,
         "verify_ms": 1e3 * (whole_s - draft_s),
         "draft_ms": 1e3 * draft_s,
-        "ideal_gain": ideal,
+        "ideal_speedup": ideal,
         "of_ideal": gain / ideal,
         "step_ms": 1e3 * drafted["step_s"],
         "idle_by_clock": 1 - whole_s / drafted["step_s"],
@@ -171,8 +171,8 @@ def figures(plain: dict[str, Any], drafted: dict[str, Any]) -> dict[str, float]:
 
 
 def show(rows: list[dict[str, Any]], options: argparse.Namespace) -> None:
-    names = ["batch", "rate", "plain_tok_s", "drafted_tok_s", "gain", "tokens_per_step", "plain_ms", "verify_ms"]
-    names += ["draft_ms", "ideal_gain", "of_ideal", "step_ms", "idle_by_clock", "host_ms", "host_over_device"]
+    names = ["batch", "rate", "plain_tok_s", "drafted_tok_s", "speedup", "tokens_per_step", "plain_ms", "verify_ms"]
+    names += ["draft_ms", "ideal_speedup", "of_ideal", "step_ms", "idle_by_clock", "host_ms", "host_over_device"]
     header = [name.replace("_tok_s", " tokens/s").replace("_", " ") for name in names]
     lines = [[_text(name, row[name]) for name in names] for row in rows]
     common.log(f"\n{options.size} dummy weights, k = {options.k}, prompts of {options.prompt} tokens; asked: {ASKED}")

@@ -90,7 +90,7 @@ def figures(turns: dict[str, dict[str, Any]], k: int) -> dict[str, Any]:
     return {
         "plain_tok_s": turns["plain"]["tok_s"],
         "drafted_tok_s": turns["drafted"]["tok_s"],
-        "gain": turns["drafted"]["tok_s"] / turns["plain"]["tok_s"],
+        "speedup": turns["drafted"]["tok_s"] / turns["plain"]["tok_s"],
         "tokens_per_step": vars(length),
         "accepted_at": [vars(rate) for rate in rates.positions()],
     }
@@ -103,7 +103,7 @@ def show(rows: list[dict[str, Any]], dtype: str) -> None:
         "k",
         "plain tokens/s",
         "drafted tokens/s",
-        "gain",
+        "speedup",
         "tokens a step",
         "accepted at 1, 2, ...",
     ]
@@ -114,7 +114,7 @@ def show(rows: list[dict[str, Any]], dtype: str) -> None:
             str(row["k"]),
             f"{row['plain_tok_s']:.0f}",
             f"{row['drafted_tok_s']:.0f}",
-            f"{row['gain']:.2f}",
+            f"{row['speedup']:.2f}",
             str(shared.Estimate(**row["tokens_per_step"])),
             ", ".join(f"{rate['value']:.2f}" for rate in row["accepted_at"]),
         ]

@@ -142,7 +142,7 @@ def figures(turns: dict[str, list[Any]], k: int) -> dict[str, float]:
     return {
         "plain_tok_s": speeds["plain"],
         "drafted_tok_s": speeds["drafted"],
-        "gain": gain,
+        "speedup": gain,
         "gain_low": low,
         "gain_high": high,
         "tokens_per_step": length.value,

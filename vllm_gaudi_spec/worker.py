@@ -285,17 +285,20 @@ class Worker(WorkerBase):
 def _at_exit(reference: weakref.ref[Worker]) -> None:
     """Registered after a card's software, and so called before its exit function.
 
-    In a process of vLLM's own the engine has ended by then. vLLM kills one that takes more than five seconds, and
-    Python would look through all that was loaded once more; vLLM leaves that out where ROCm is. An engine in the
-    caller's process is ended later, when torch_npu's exit function has taken the groups of ranks away, and would fail
-    to leave them.
+    In a process of vLLM's own the engine has ended by then. An engine in the caller's process is ended later, when
+    torch_npu's exit function has taken the groups of ranks away, and would fail to leave them. vLLM kills a child
+    process that takes more than five seconds to end, in which Python would look through all that was loaded once more;
+    vLLM leaves that out where ROCm is.
     """
+    worker = reference()
+    if worker is not None and getattr(worker, "model_runner", None) is not None:  # vLLM has not ended it
+        try:
+            worker.shutdown()
+        finally:
+            destroy_model_parallel()
+            destroy_distributed_environment()
     if multiprocessing.parent_process() is not None:
         gc.freeze()
-    elif (worker := reference()) is not None:
-        worker.shutdown()
-        destroy_model_parallel()
-        destroy_distributed_environment()
 
 
 class ModelWeights:
@@ -399,6 +402,8 @@ class ModelWeights:
             yield f"{method} does not work with QUANT_CONFIG; unset it."
         if model.quantization is not None:
             yield f"{method} is for weights in the model's dtype, and those of {model.model} are {model.quantization}."
+        if method == "reload_weights" and model.supports_multimodal_inputs:
+            yield f"{method} does not work with images, whose embeddings are kept; add --language-model-only."
         if model.is_moe:
             yield f"{method} does not work with experts, which {model.model} has; use a model without them."
         if model.use_mla:

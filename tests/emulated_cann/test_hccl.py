@@ -170,6 +170,8 @@ with set_current_vllm_config(VllmConfig()):
     parallel_state.initialize_model_parallel(1)
 
 class Worker:
+    model_runner = "not ended yet"
+
     def shutdown(self):
         print("worker")
 

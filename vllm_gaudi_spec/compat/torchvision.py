@@ -6,8 +6,6 @@ import sys
 from importlib.util import find_spec
 from pathlib import Path
 
-from vllm_gaudi_spec import versions
-
 # Its Python registers shapes for these two, whether its C++ has loaded or not.
 _SCHEMAS = {
     "nms": "(Tensor dets, Tensor scores, float iou_threshold) -> Tensor",
@@ -25,10 +23,7 @@ def define_missing_operators() -> None:
     Remove when: that import passes (torchvision/_meta_registrations.py asks whether the operators are there), or PyPI's
     build is one for CPUs.
     """
-    if "torchvision" in sys.modules or not versions.is_torchvision_of_another_build():
-        return
-    spec = find_spec("torchvision")
-    if spec is None or spec.origin is None:
+    if "torchvision" in sys.modules or (spec := find_spec("torchvision")) is None or spec.origin is None:
         return
     import torch
 

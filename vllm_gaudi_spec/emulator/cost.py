@@ -2,7 +2,8 @@
 
 A step is bounded by memory or by arithmetic, and near the crossing by both; a kernel, a launch and a wait take a fixed
 time each. The shares of a card's peaks and the time of a kernel were fitted on half of the cells measured on an H200
-(docs/performance.md). They predict the other half of those cells to within 9 %, and all of an H100's to within 13 %.
+(docs/performance.md, cells of 2026-11-22). They predict the other half of those cells to within 9 %, and all of an
+H100's to within 13 %; kernels that came later are faster than that at few rows.
 On a Gaudi nothing was measured: its figures are predictions, good for comparing two programs on one card.
 """
 

@@ -40,6 +40,11 @@ def model_refusals(vllm_config: VllmConfig, backend: DeviceBackend) -> Iterator[
 
 def _refusals_of(model: ModelConfig) -> Iterator[str]:
     """`model`: a target, or a drafter, to which vLLM passes none of the options about modalities."""
+    if any(name in _EMBEDDINGS_ONLY for name in model.architectures):
+        yield (
+            f"vLLM's {model.architecture} takes embeddings in place of tokens, which is not supported; use another "
+            "model."
+        )
     if model.supports_multimodal_inputs and model.runner_type == "draft":
         yield f"Drafter {model.model} takes images, audio or video; use a text-only model."
     if has_states(model) and model.runner_type == "draft":
@@ -80,6 +85,10 @@ def _multimodal_refusals(vllm_config: VllmConfig, backend: DeviceBackend) -> Ite
         yield "Images, audio and video are not supported with --data-parallel-size yet"
     if media.is_multimodal_pruning_enabled():
         yield "--video-pruning-rate is not supported"
+    if media.mm_encoder_only:
+        yield "--mm-encoder-only is not supported"
+    if target_config() is not None:
+        yield "QUANT_CONFIG is not supported beside images, audio and video yet"
     if media.enable_mm_embeds:
         yield "--enable-mm-embeds is not supported"
     if vllm_config.lora_config is not None:
@@ -90,8 +99,8 @@ def _pooling_refusals(vllm_config: VllmConfig, backend: DeviceBackend) -> Iterat
     model = vllm_config.model_config
     if model.attn_type != "decoder":
         yield (
-            f"{model.model} is a pooling model whose tokens attend to those after them, or that is more than a decoder "
-            f"({model.attn_type}), which is not supported; use a decoder-only one, such as Qwen3-Embedding."
+            f"{model.model} is a pooling model of the type {model.attn_type}, which is not supported; use a "
+            "decoder-only one, such as Qwen3-Embedding."
         )
     if backend.traits.captures:
         yield f"Pooling models are not served on {backend.traits.name} yet; set VGS_DEVICE=cpu."
@@ -128,6 +137,8 @@ def _state_refusals(vllm_config: VllmConfig, backend: DeviceBackend) -> Iterator
         yield "Recurrent layers are computed without the kernels of ReplaySSM; leave out --use-replayssm."
 
 
+# Classes of vLLM that take no tokens, not even where there is text alone.
+_EMBEDDINGS_ONLY = ("Gemma3nForConditionalGeneration", "VoxtralRealtimeGeneration")
 # Classes of vLLM that pass slopes to their layers, of which the scores follow from distances.
 _SLOPES = ("BloomForCausalLM", "FalconForCausalLM")
 # From the square root of distances; `uses_alibi` does not have it.

@@ -1,4 +1,4 @@
-"""Images, video and audio in prompts: encoded when the scheduler says so, then merged into the prompt's embeddings.
+"""Images, video and audio in prompts: encoded in the step that the scheduler names, then merged into embeddings.
 
 Encoders, their cache and the search for what a chunk needs are those of vLLM's newer runner. Drafters see tokens only.
 
@@ -80,7 +80,7 @@ class Multimodal:
         self._cache.reset_encoder_cache()
 
     def add_to(self, batch: Batch) -> Batch:
-        """With the embeddings and positions that its tokens do not tell. The last token of a prompt may come as a
+        """With embeddings and positions, where they are not those of its tokens. The last of a prompt may come as a
         decode, and be one of an image."""
         newest = batch.requests[0]  # the others of a decode are like it
         if batch.shape.phase == DECODE and newest.num_computed >= len(newest.all_token_ids):

@@ -48,10 +48,11 @@ class Pooling:
     def pool(self, batch: Batch) -> None:
         """After the batch's forward, whose states the next one overwrites."""
         states_TH = self._states_of(batch)
+        looks = any(_params_of(request).requires_token_ids for request in batch.requests)
         metadata = PoolingMetadata(
             prompt_lens=torch.tensor([request.num_prompt for request in batch.requests]),
             prompt_token_ids=None,
-            prompt_token_ids_cpu=_padded([request.prompt for request in batch.requests]),
+            prompt_token_ids_cpu=_padded([request.prompt for request in batch.requests]) if looks else None,
             pooling_params=[_params_of(request) for request in batch.requests],
             pooling_states=[self._states[request.req_id] for request in batch.requests],
         )

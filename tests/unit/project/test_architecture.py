@@ -169,6 +169,7 @@ ROOMS: dict[str, dict[str, Set[str]]] = {
         "sample_shapes": {"shapes"},
         "data_parallel": {"shapes"},
         "report": {"graphs", "model"},
+        "multimodal": {"requests"},
         "pooling": {"requests"},
         # Not the model runner: warm-up names the parts that it runs.
         "warmup": {
@@ -178,6 +179,7 @@ ROOMS: dict[str, dict[str, Set[str]]] = {
                 "kv_cache",
                 "memory",
                 "model",
+                "multimodal",
                 "pooling",
                 "report",
                 "requests",

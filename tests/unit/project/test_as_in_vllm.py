@@ -71,8 +71,8 @@ def warnings(monkeypatch: pytest.MonkeyPatch) -> list[str]:
     return found
 
 
-# vLLM reports itself that it does not compile; a CPU captures nothing, and a text model has no images.
-QUIET = ("--enforce-eager", "--compilation-config", "--limit-mm-per-prompt")
+# vLLM reports itself that it does not compile; a CPU captures nothing.
+QUIET = ("--enforce-eager", "--compilation-config")
 
 
 @pytest.mark.parametrize("row", WITH_FLAGS, ids=lambda row: " ".join(row.flags)[:60])

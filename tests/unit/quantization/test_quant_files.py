@@ -128,7 +128,7 @@ def test_a_write_that_fails_leaves_what_was_there(prefix: Path, monkeypatch: pyt
         raise PermissionError(13, "Permission denied")
 
     with monkeypatch.context() as patched:
-        patched.setattr(Path, "open", refuse)
+        patched.setattr(os, "open", refuse)
         with pytest.raises(QuantFilesError, match="cannot be written: Permission denied"):
             files.write(prefix, expand(measured(1), 2)[0])
     with monkeypatch.context() as patched:

@@ -87,17 +87,26 @@ _UNITS = {"bytes": 1, "KiB": 2**10, "MiB": 2**20, "GiB": 2**30}
 
 class AscendMemory(StreamMemory):
     measures_peak = True
+    _of_cann: int | None = None
+    """What is not torch_npu's, before the first run that is measured."""
 
     def peak_of(self, run: Callable[[], object]) -> int:
-        # Workspaces of operators, and what CANN takes for itself, are not torch_npu's: they show in what is free.
+        # Workspaces of operators, and what CANN takes for itself, show in what is free. CANN keeps them: what one run
+        # made it take is there beside the next one's tensors.
         self.synchronize()
         self._runtime.empty_cache()
-        allocated, free = self._runtime.memory_allocated(), self.free_bytes()
+        if self._of_cann is None:
+            self._of_cann = self._not_of_torch()
+        allocated = int(self._runtime.memory_allocated())
         self._runtime.reset_peak_memory_stats()
         run()
         self.synchronize()
-        peak = int(self._runtime.max_memory_allocated()) - int(allocated)
-        return max(peak, free - self.free_bytes(), 0)
+        of_torch = max(int(self._runtime.max_memory_allocated()), int(self._runtime.memory_reserved())) - allocated
+        return max(of_torch + self._not_of_torch() - self._of_cann, 0)
+
+    def _not_of_torch(self) -> int:
+        free, total = self._runtime.mem_get_info()
+        return int(total - free - self._runtime.memory_reserved())
 
     def bytes_asked(self, error: RuntimeError) -> int | None:
         text = str(error)

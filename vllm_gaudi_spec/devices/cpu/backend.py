@@ -39,6 +39,10 @@ _KERNEL_HEAD_SIZES = frozenset({32, 64, 80, 96, 112, 128, 160, 192, 224, 256, 51
 
 def make_backend() -> DeviceBackend:
     has_kernel = hasattr(torch.ops._C, "cpu_attention_with_kv_cache")
+    if torch.cpu._is_amx_tile_supported():
+        # Linux gives tiles to a process that asks, as oneDNN does for its first product. vLLM's attention in bfloat16
+        # does not ask: where it came first, the process was ended by SIGILL.
+        torch.cpu._init_amx()
     traits = DeviceTraits(
         name="cpu",
         mode="eager",

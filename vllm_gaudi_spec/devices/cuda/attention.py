@@ -23,8 +23,8 @@ if TYPE_CHECKING:
 # Kernel instances that keep a large GPU busy: four for each of an H200's multiprocessors. More parts than these cost
 # more to put together than they gain.
 _BUSY = 528
-# From so many on, splitting them costs more than it gains.
-_FULL = 192
+# From so many on, and over contexts as short as were measured, splitting them costs more than it gains.
+_FULL, _SHORT = 192, 1024
 # As many have a multiprocessor each. A tile of many lanes leaves much to put together, which takes longer than what it
 # gains beyond them.
 _ONE_EACH = 128
@@ -129,7 +129,7 @@ def _num_splits(busy: int, num_instances: int, width: int, spec: AttentionLayerS
     reach = width * spec.block_size
     if spec.sliding_window is not None:
         reach = min(reach, spec.sliding_window)
-    if num_instances >= _FULL:
+    if num_instances >= _FULL and reach <= _SHORT:
         return 1
     return max(1, min(busy // num_instances, triton.cdiv(reach, tile_n), _MOST_SPLITS))
 

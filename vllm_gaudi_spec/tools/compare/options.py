@@ -67,7 +67,12 @@ def add_to(parser: argparse.ArgumentParser, num_prompts: str = "default: as --ba
         help="tokens to generate per prompt, past any end token",
     )
     add("--batch-size", type=positive, default=8, metavar="N", help="concurrency: requests that run together")
-    add("--num-prompts", type=positive, metavar="N", help=f"how many of the eight fixed prompts ({num_prompts})")
+    add(
+        "--num-prompts",
+        type=positive,
+        metavar="N",
+        help=f"how many prompts, of the eight fixed ones or of --prompts ({num_prompts})",
+    )
     add("--prompts", metavar="SOURCE", help=f"{SOURCES} (default: the fixed ones)")
     add_shared(
         add,
@@ -151,8 +156,6 @@ def contradiction_in_tasks(options: argparse.Namespace) -> str | None:
             return f"task {names} drafts nothing; leave out --acceptance and --assert-accept-rate"
     if not options.model and len(demo_targets(options)) > 1:
         return f"the demo has no target for {names} together; run one at a time, or give --model"
-    if options.prompts and options.num_prompts:
-        return "--num-prompts is for the fixed prompts; leave it out with --prompts"
     if len(options.tasks) > 1 and options.accuracy_rate is not None:
         return "--accuracy-rate is for a single task"
     if options.limit and options.accuracy_rate is None:

@@ -224,7 +224,7 @@ def setup_of(options: argparse.Namespace, device: str) -> Setup:
     return Setup(
         model=target_model(options),
         other_prompts=other_prompts(options),
-        prompts=load_prompts(options.prompts) if options.prompts else fixed_prompts(options),
+        prompts=load_prompts(options.prompts, options.num_prompts) if options.prompts else fixed_prompts(options),
         dtype=options.dtype or ("float32" if computes_on_the_host(device) else "auto"),
         **{name: getattr(options, name) for name in Setup.OPTIONS if name != "turns"},
         turns=1 if any(TASKS[name].remembers_answers for name in options.tasks) else options.turns,

@@ -10,8 +10,11 @@ from vllm_gaudi_spec.config import UNIVERSAL_DRAFT
 from vllm_gaudi_spec.drafting.table import DRAFT_MODEL, METHODS
 
 _LOOKUP = {"prompt_lookup_min": 2, "prompt_lookup_max": 5}
-NAME_A_MODEL = (*(name for name, row in METHODS.items() if row.has_model or "model" in row.options), UNIVERSAL_DRAFT)
-NAME_NONE = tuple(name for name, row in METHODS.items() if row.in_target or name not in NAME_A_MODEL)
+NAME_A_MODEL = (
+    *(name for name, row in METHODS.items() if (row.has_model and not row.in_target) or "model" in row.options),
+    UNIVERSAL_DRAFT,
+)
+NAME_NONE = tuple(name for name in METHODS if name not in NAME_A_MODEL)
 
 
 @dataclass(frozen=True)

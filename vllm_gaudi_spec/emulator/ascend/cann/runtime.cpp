@@ -831,6 +831,7 @@ aclError aclmdlRIExecuteAsync(aclmdlRI model, aclrtStream handle) {
   Stream* stream = stream_of(handle);
   REFUSE_IF(card().capturing.count(graph) != 0 || stream->capture != nullptr, ACL_ERROR_RT_MODEL_CAPTURED,
             "aclmdlRIExecuteAsync while it, or the stream, is captured");
+  REFUSE_IF(graph->counts == nullptr, ACL_ERROR_RT_PARAM_INVALID, "aclmdlRIExecuteAsync of a capture that failed");
   ++card().counts.replays;
   card().counts.replayed += graph->nodes.size();
   ++graph->counts->replays;
