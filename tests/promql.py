@@ -63,7 +63,7 @@ def queries_of_variables() -> list[Use]:
     found = []
     for variable in json.loads(DASHBOARD.read_text())["templating"]["list"]:
         if variable["type"] == "query":
-            asked = re.fullmatch(r"label_values\((.+), (\w+)\)", variable["query"]["query"])
+            asked = re.fullmatch(r"label_values\((.+), (\w+)\)", variable["query"])
             assert asked, variable["query"]
             (use,) = uses(asked[1])
             assert not use.function, "of a series, not of what is computed from it"
