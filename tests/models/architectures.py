@@ -987,10 +987,11 @@ MULTIMODAL: dict[str, Recipe] = {
 _WITHOUT_VISION = ("smolvlm", "qwen2-audio")
 MULTIMODAL = {name: replace(recipe, vision=name not in _WITHOUT_VISION) for name, recipe in MULTIMODAL.items()}
 MULTIMODAL |= {f"{name}-images": replace(MULTIMODAL[name], images=name) for name in PROCESSORS} | {
-    # Borders of chunks lie within images.
-    "qwen2.5-vl-images@chunks": replace(
-        MULTIMODAL["qwen2.5-vl"], images="qwen2.5-vl", engine=dict(max_num_batched_tokens=16)
-    ),
+    # Borders of chunks lie within images. Qwen3-VL adds to states of image tokens in its first layers too.
+    **{
+        f"{name}-images@chunks": replace(MULTIMODAL[name], images=name, engine=dict(max_num_batched_tokens=16))
+        for name in ("qwen2.5-vl", "qwen3-vl", "mistral3")
+    },
     # Less KV than the prompts and answers take, so that a request waits, and its images are encoded again.
     "qwen2.5-vl-images@busy": replace(
         MULTIMODAL["qwen2.5-vl"],
