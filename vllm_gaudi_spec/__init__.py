@@ -29,7 +29,7 @@ def platform_plugin() -> str | None:
             return None
         compat.end_errors_with_their_message()
         return REFUSING_PLATFORM
-    compat.define_missing_operators()
+    compat.admit_domain_libraries_of_other_builds()
     if other_platform_plugins():
         compat.end_errors_with_their_message()  # vLLM may refuse to choose, without advice
     compat.answer_for_vllm_distribution()

@@ -1,7 +1,7 @@
 """torchvision, in a folder of its own: only tests of multimodal models have it on their path, as it makes every start
 longer. `requirements/install.py dev` fills the folder.
 
-The file is made for CUDA, as is what users of PyPI get; see `compat.define_missing_operators`.
+The file is made for CUDA, as is what users of PyPI get; see `compat.admit_domain_libraries_of_other_builds`.
 """
 
 import sys
@@ -15,5 +15,5 @@ FOLDER = Path(sys.prefix) / "torchvision"
 def make_importable(folder: Path = FOLDER) -> None:
     """Before transformers or vLLM is imported."""
     sys.path.append(str(folder))
-    compat.define_missing_operators()
+    compat.admit_domain_libraries_of_other_builds()
     import torchvision  # noqa: F401

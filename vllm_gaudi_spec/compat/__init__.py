@@ -15,6 +15,7 @@ from vllm_gaudi_spec.compat.configuration import (
     widen_speculative_options,
 )
 from vllm_gaudi_spec.compat.distribution import answer_for_vllm_distribution
+from vllm_gaudi_spec.compat.domain_libraries import admit_domain_libraries_of_other_builds
 from vllm_gaudi_spec.compat.loading import (
     answer_accelerator_calls,
     choose_cpu_linears,
@@ -33,10 +34,10 @@ from vllm_gaudi_spec.compat.server import (
     leave_idle_work_at_shutdown,
     let_engine_finish,
 )
-from vllm_gaudi_spec.compat.torchvision import define_missing_operators
 
 # `apply`, and the patches that only some processes need, each called where it is needed.
 __all__ = [
+    "admit_domain_libraries_of_other_builds",
     "answer_accelerator_calls",
     "answer_bad_adapters",
     "answer_for_vllm_distribution",
@@ -44,7 +45,6 @@ __all__ = [
     "apply",
     "assign_cpu_experts",
     "choose_cpu_linears",
-    "define_missing_operators",
     "device_type_while_loading",
     "end_errors_with_their_message",
     "fail_with_the_engine",

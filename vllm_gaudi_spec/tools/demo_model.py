@@ -24,7 +24,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
 
-from vllm_gaudi_spec.compat import define_missing_operators
+from vllm_gaudi_spec.compat import admit_domain_libraries_of_other_builds
 from vllm_gaudi_spec.environment import cache_folder, cached_files
 
 NAME = "smollm2-135m-instruct"
@@ -56,7 +56,7 @@ def demo_model_path(cache: Path | None = None, *, wheel: Path | None = None, ver
         with exclusive(cache):
             remove_leftovers(cache)
             if damaged_files(folder, checksums=verify):
-                define_missing_operators()  # transformers imports torchvision where it is installed
+                admit_domain_libraries_of_other_builds()  # transformers imports torchvision where it is installed
                 build(folder, wheel or fetch_wheel(cache))
     return str(folder)
 

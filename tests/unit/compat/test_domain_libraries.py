@@ -1,0 +1,53 @@
+"""torchvision and torchaudio of other builds than torch: the import of the one passes once two schemas are defined, and
+the other counts as missing."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from tests.models import vision
+
+ADMITTED = "from vllm_gaudi_spec import compat; compat.admit_domain_libraries_of_other_builds()"
+IMPORT = f"""
+import sys; sys.path.append({str(vision.FOLDER)!r})
+{{first}}
+import torch, torchvision.transforms.v2.functional as functional
+print(functional.resize(torch.zeros(3, 5, 7), [2, 2]).shape)
+"""
+
+
+@pytest.mark.parametrize(
+    ("first", "imports"),
+    [
+        (
+            "import torch",
+            False,
+        ),  # fails when torchvision asks for its operators: then `compat/domain_libraries.py` can go
+        (ADMITTED, True),
+    ],
+    ids=["alone", "with schemas"],
+)
+def test_its_import(first: str, imports: bool) -> None:
+    command = [sys.executable, "-c", IMPORT.format(first=first)]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=300, check=False)
+    assert done.stdout == ("torch.Size([3, 2, 2])\n" if imports else ""), done.stderr
+    assert imports or "operator torchvision::nms does not exist" in done.stderr
+
+
+@pytest.mark.parametrize("first", ["import torch", ADMITTED])
+def test_a_torchaudio_that_cannot_be_loaded_counts_as_missing(first: str, tmp_path: Path) -> None:
+    (tmp_path / "torchaudio" / "lib").mkdir(parents=True)
+    (tmp_path / "torchaudio" / "__init__.py").touch()
+    (tmp_path / "torchaudio" / "lib" / "libtorchaudio.abi3.so").write_text("not for this torch")
+    code = f"""
+import sys; sys.path.append({str(tmp_path)!r})
+{first}
+from importlib.util import find_spec
+print(find_spec("torchaudio") is None)
+"""
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=300, check=True)
+    assert done.stdout.strip() == str(first == ADMITTED)
