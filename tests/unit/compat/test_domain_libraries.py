@@ -1,5 +1,5 @@
-"""torchvision and torchaudio of other builds than torch: the import of the one passes once two schemas are defined, and
-the other counts as missing."""
+"""torchvision, torchaudio and torchcodec of other builds than torch: the first can be imported once two schemas are
+defined, and the others count as missing."""
 
 from __future__ import annotations
 
@@ -38,16 +38,18 @@ def test_its_import(first: str, imports: bool) -> None:
     assert imports or "operator torchvision::nms does not exist" in done.stderr
 
 
+@pytest.mark.parametrize("library", ["torchaudio/lib/libtorchaudio.abi3.so", "torchcodec/libtorchcodec_image.so"])
 @pytest.mark.parametrize("first", ["import torch", ADMITTED])
-def test_a_torchaudio_that_cannot_be_loaded_counts_as_missing(first: str, tmp_path: Path) -> None:
-    (tmp_path / "torchaudio" / "lib").mkdir(parents=True)
-    (tmp_path / "torchaudio" / "__init__.py").touch()
-    (tmp_path / "torchaudio" / "lib" / "libtorchaudio.abi3.so").write_text("not for this torch")
+def test_what_cannot_be_loaded_counts_as_missing(library: str, first: str, tmp_path: Path) -> None:
+    package = library.partition("/")[0]
+    (tmp_path / library).parent.mkdir(parents=True)
+    (tmp_path / package / "__init__.py").touch()
+    (tmp_path / library).write_text("not for this torch")
     code = f"""
 import sys; sys.path.append({str(tmp_path)!r})
 {first}
 from importlib.util import find_spec
-print(find_spec("torchaudio") is None)
+print(find_spec("{package}") is None)
 """
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=300, check=True)
     assert done.stdout.strip() == str(first == ADMITTED)
