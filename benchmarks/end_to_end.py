@@ -146,20 +146,20 @@ def measure(options: argparse.Namespace) -> list[dict[str, Any]]:
 def figures(plain: dict[str, Any], drafted: dict[str, Any]) -> dict[str, float]:
     plain_s, whole_s = sum(plain["device_s"].values()), sum(drafted["device_s"].values())
     draft_s = drafted["device_s"].get("draft", 0.0)
-    gain = drafted["tok_s"] / plain["tok_s"]
+    speedup = drafted["tok_s"] / plain["tok_s"]
     # Both by the clock for plain steps, or a device that waits in these would look like speed of those with drafts.
     ideal = drafted["tokens_per_step"] * plain["step_s"] / whole_s
     host_s = sum(drafted["host_s"].values())
     return {
         "plain_tok_s": plain["tok_s"],
         "drafted_tok_s": drafted["tok_s"],
-        "speedup": gain,
+        "speedup": speedup,
         "tokens_per_step": drafted["tokens_per_step"],
         "plain_ms": 1e3 * plain_s,
         "verify_ms": 1e3 * (whole_s - draft_s),
         "draft_ms": 1e3 * draft_s,
         "ideal_speedup": ideal,
-        "of_ideal": gain / ideal,
+        "of_ideal": speedup / ideal,
         "step_ms": 1e3 * drafted["step_s"],
         "idle_by_clock": 1 - whole_s / drafted["step_s"],
         "host_ms": 1e3 * host_s,

@@ -131,30 +131,30 @@ def measure(options: argparse.Namespace) -> dict[str, Any]:
 def figures(turns: dict[str, list[Any]], k: int) -> dict[str, float]:
     plain, drafted = turns["plain"], turns["drafted"]
     speeds = {name: tokens_per_s(asked) for name, asked in turns.items()}
-    low, high = gain_interval(plain, drafted)
+    low, high = speedup_interval(plain, drafted)
     plain_step = median(step["seconds"] for asked in plain for step in asked["steps"])
     # The last steps of a request may have no room for drafts.
     steps = [step for asked in drafted for step in asked["steps"] if step["draft"]]
     draft = median(step["draft"] for step in steps)
     verify = median(step["seconds"] - step["draft"] for step in steps)
     length = shared.Rates([request for asked in drafted for request in asked["requests"]], k).tokens_per_step()
-    gain, bound = speeds["drafted"] / speeds["plain"], length.value * plain_step / (verify + draft)
+    speedup, bound = speeds["drafted"] / speeds["plain"], length.value * plain_step / (verify + draft)
     return {
         "plain_tok_s": speeds["plain"],
         "drafted_tok_s": speeds["drafted"],
-        "speedup": gain,
-        "gain_low": low,
-        "gain_high": high,
+        "speedup": speedup,
+        "speedup_low": low,
+        "speedup_high": high,
         "tokens_per_step": length.value,
         "plain_step_ms": 1e3 * plain_step,
         "verify_ms": 1e3 * verify,
         "draft_ms": 1e3 * draft,
         "bound": bound,
-        "gain_over_bound": gain / bound,
+        "speedup_over_bound": speedup / bound,
     }
 
 
-def gain_interval(plain: list[Any], drafted: list[Any]) -> tuple[float, float]:
+def speedup_interval(plain: list[Any], drafted: list[Any]) -> tuple[float, float]:
     """95 %, a bootstrap over prompts; both turns of a prompt generate equally many tokens."""
     seconds_TN = np.array([[asked["seconds"] for asked in turn] for turn in (plain, drafted)])
     num = seconds_TN.shape[1]

@@ -410,7 +410,7 @@ class ModelRunner:
 
     # --- what runs on the device: see `Graphs.graph` ---
 
-    def _forward(self, phase: str, queries: int, rows: Rows, multimodal: MultimodalInputs | None) -> None:
+    def _forward(self, phase: str, queries: int, rows: Rows, multimodal: MultimodalInputs | None = None) -> None:
         located = locate(phase, rows, self.requests)
         inputs = build_inputs(queries, rows, located, self.requests)
         if (adapters_T := self.target.adapters_of(rows.rows_B, queries)) is not None:

@@ -94,7 +94,7 @@ def test_ideal_is_what_the_programs_alone_would_give() -> None:
         "host_s": {"apply": 0.001, "report": 0.003},
     }
     found = end_to_end.figures(plain, drafted)
-    assert found["ideal_gain"] == pytest.approx(2.4 * 12.5 / 16)
+    assert found["ideal_speedup"] == pytest.approx(2.4 * 12.5 / 16)
     assert found["of_ideal"] == pytest.approx(0.8), "as much as the device is busy"
     assert found["idle_by_clock"] == pytest.approx(0.2)
     assert found["host_over_device"] == pytest.approx(0.25)
@@ -116,5 +116,5 @@ def test_real_weights_are_counted_as_their_requests_were() -> None:
     requests = [{"tokens": 30, "steps": 10, "accepted": [2] * 10}, {"tokens": 10, "steps": 10, "accepted": [0] * 10}]
     turns = {"plain": {"requests": [], "tok_s": 50.0}, "drafted": {"requests": requests, "tok_s": 75.0}}
     found = SimpleNamespace(**real_weights.figures(turns, k=2))
-    assert (found.gain, found.tokens_per_step["value"]) == (1.5, 2.0)
+    assert (found.speedup, found.tokens_per_step["value"]) == (1.5, 2.0)
     assert [place["value"] for place in found.accepted_at] == [0.5, 0.5]
