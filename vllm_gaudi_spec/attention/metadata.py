@@ -5,7 +5,7 @@ vLLM's model classes take the tokens, our attention backend the rest, by vLLM's 
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any, NamedTuple
 
@@ -175,7 +175,7 @@ class StateCall:
 class MultimodalInputs(NamedTuple):
     """What images, video and audio change of a forward's tokens. D: dimensions of a rotary position."""
 
-    embeddings: list[torch.Tensor] = []  # noqa: RUF012 - nobody changes it
+    embeddings: Sequence[torch.Tensor] = ()
     """[n, H] of encoders, in the order of the tokens that they replace,"""
     is_media_T: torch.Tensor | None = None
     """bool: which those are; None where there are no embeddings."""
@@ -217,7 +217,7 @@ class Inputs:
 
     @property
     def call(self) -> AttentionCall | StateCall:
-        """Any: all are of one rectangle. Models without attention have that of states."""
+        """The rectangle, which is the same in all calls. Models without attention have that of their states."""
         if self.calls:
             return self.calls[0]
         assert self.states is not None
