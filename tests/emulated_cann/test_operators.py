@@ -51,6 +51,8 @@ OPERATORS: dict[str, Callable[[Callable[[torch.Tensor], torch.Tensor]], torch.Te
     "casts": lambda to: to(A).to(torch.float16).to(torch.int64).to(torch.bfloat16),
     "views": lambda to: to(A).T[1:].contiguous() + to(B).t()[1:],
     "functions": lambda to: to(B).abs().log() + to(A).exp().log1p() + to(A).tanh() + to(A).sigmoid() + to(A).neg(),
+    "norm": lambda to: torch.nn.functional.normalize(to(A), dim=-1) + torch.linalg.vector_norm(to(A), dim=-1)[:, None],
+    "softplus": lambda to: torch.nn.functional.softplus(to(A)),
     "repeat": lambda to: to(A).repeat(2, 1),
 }
 

@@ -44,6 +44,14 @@ class Acl:
         finally:
             self._library.vgs_cann_allow(b"")
 
+    @contextmanager
+    def without_computing(self) -> Iterator[None]:
+        self._library.vgs_cann_compute(ctypes.c_bool(False))
+        try:
+            yield
+        finally:
+            self._library.vgs_cann_compute(ctypes.c_bool(True))
+
     def made(self, name: str, *arguments: Any) -> ctypes.c_void_p:
         found = ctypes.c_void_p()
         self(name, ctypes.byref(found), *arguments)
@@ -59,6 +67,12 @@ class Acl:
         """One operation."""
         size = ctypes.c_size_t(64)
         self("aclrtMemsetAsync", self.room, size, value, size, stream)
+
+    def poll(self, event: ctypes.c_void_p) -> None:
+        status = ctypes.c_int(0)
+        while not status.value:
+            self("aclrtQueryEventStatus", event, ctypes.byref(status))
+            time.sleep(0.001)
 
     def begin(self, mode: int = RELAXED) -> ctypes.c_void_p:
         """A stream that is captured."""
@@ -94,6 +108,13 @@ class Acl:
 
     def all_reduce(self, stream: ctypes.c_void_p, dtype: int = HCCL_FLOAT32) -> None:
         self("HcclAllReduce", self.room, self.room, ctypes.c_uint64(8), dtype, HCCL_SUM, self.ranks(), stream)
+
+    def update(self, stream: ctypes.c_void_p, group: ctypes.c_void_p) -> None:
+        self("aclmdlRICaptureTaskUpdateBegin", stream, group)
+        try:
+            self.fill(stream)
+        finally:
+            self("aclmdlRICaptureTaskUpdateEnd", stream)
 
     def group(self) -> tuple[ctypes.c_void_p, ctypes.c_void_p]:
         """A graph, and its group of one operation."""
@@ -143,6 +164,38 @@ def update_on_a_captured_stream(acl: Acl) -> None:
     _, group = acl.group()
     with acl.capturing() as stream:
         acl("aclmdlRICaptureTaskUpdateBegin", stream, group)
+
+
+def update_beside_a_run(acl: Acl) -> None:
+    graph, group = acl.group()
+    acl("aclmdlRIExecuteAsync", graph, acl.stream())
+    acl.update(acl.stream(), group)
+
+
+def update_after_what_came_before_a_run(acl: Acl) -> None:
+    graph, group = acl.group()
+    runs, updates, event = acl.stream(), acl.stream(), acl.event()
+    acl("aclrtRecordEvent", event, runs)
+    acl("aclmdlRIExecuteAsync", graph, runs)
+    acl("aclrtStreamWaitEvent", updates, event)
+    acl.update(updates, group)
+
+
+def run_beside_an_update(acl: Acl) -> None:
+    graph, group = acl.group()
+    acl.update(acl.stream(), group)
+    acl("aclmdlRIExecuteAsync", graph, acl.stream())
+
+
+def run_without_memory(acl: Acl) -> None:
+    size = ctypes.c_size_t(64)
+    memory = acl.made("aclrtMalloc", size, 0)
+    with acl.without_computing():  # what the graph runs would end the process
+        stream = acl.begin()
+        acl("aclrtMemsetAsync", memory, size, 0, size, stream)
+        graph = acl.end(stream)
+    acl("aclrtFree", memory)
+    acl("aclmdlRIExecuteAsync", graph, acl.stream())
 
 
 def no_join(acl: Acl) -> None:
@@ -291,6 +344,13 @@ REFUSED: dict[str, tuple[Callable[[Acl], Any], str]] = {
     "an update of other tasks": (update_of_other_tasks, "a task update is not of the tasks of its group"),
     "an update in another": (update_in_an_update, "a task update in another"),
     "an update on a captured stream": (update_on_a_captured_stream, "a task update on a captured stream"),
+    "an update beside a run": (update_beside_a_run, "did not wait for the last run of its graph"),
+    "an update after what came before a run": (
+        update_after_what_came_before_a_run,
+        "did not wait for the last run of its graph",
+    ),
+    "a run beside an update": (run_beside_an_update, "did not wait for the last update of its tasks"),
+    "a run whose memory is gone": (run_without_memory, "memory that memsetAsync uses was given back"),
     "a stream that is not joined": (no_join, "a stream was not joined again"),
     "a join that comes too early": (join_before_the_last_operation, "a stream was not joined again"),
     "a join to what is not joined": (join_to_a_stream_that_is_not_joined, "a stream was not joined again"),
@@ -419,6 +479,32 @@ def test_impossible(case: str, acl: Acl) -> None:
     run, words = IMPOSSIBLE[case]
     with pytest.raises(Refused, match=words):
         run(acl)
+
+
+WAITS: dict[str, Callable[[Acl, ctypes.c_void_p, ctypes.c_void_p, ctypes.c_void_p], Any]] = {
+    "by an event": lambda acl, runs, updates, event: acl("aclrtStreamWaitEvent", updates, event),
+    "by a stream between": lambda acl, runs, updates, event: (
+        acl("aclrtStreamWaitEvent", (between := acl.stream()), event),
+        acl.wait(updates, between),
+    ),
+    "on the host, for the event": lambda acl, runs, updates, event: acl("aclrtSynchronizeEvent", event),
+    "on the host, for the stream": lambda acl, runs, updates, event: acl("aclrtSynchronizeStream", runs),
+    "on the host, for the card": lambda acl, runs, updates, event: acl("aclrtSynchronizeDevice"),
+    "by polls": lambda acl, runs, updates, event: acl.poll(event),
+}
+
+
+@pytest.mark.parametrize("wait", WAITS)
+def test_an_update_that_waited_for_the_run_and_a_run_that_waited_for_the_update(wait: str, acl: Acl) -> None:
+    graph, group = acl.group()
+    runs, updates, event = acl.stream(), acl.stream(), acl.event()
+    acl("aclmdlRIExecuteAsync", graph, runs)
+    acl("aclrtRecordEvent", event, runs)
+    WAITS[wait](acl, runs, updates, event)
+    acl.update(updates, group)
+    acl("aclrtRecordEvent", event, updates)
+    WAITS[wait](acl, updates, runs, event)
+    acl("aclmdlRIExecuteAsync", graph, runs)
 
 
 def test_a_stream_that_is_joined(acl: Acl) -> None:

@@ -155,7 +155,8 @@ at::ScalarType dtype_of(HcclDataType type) {
 
 using Run = std::function<void(Communicator&, const std::string& what, size_t bytes)>;
 
-HcclResult start(const char* name, uint64_t count, HcclDataType type, HcclComm comm, aclrtStream stream, Run run) {
+HcclResult start(const char* name, Addresses addresses, uint64_t count, HcclDataType type, HcclComm comm,
+                 aclrtStream stream, Run run) {
   at::ScalarType dtype;
   try {
     dtype = dtype_of(type);
@@ -164,7 +165,7 @@ HcclResult start(const char* name, uint64_t count, HcclDataType type, HcclComm c
   }
   const size_t bytes = count * c10::elementSize(dtype);
   const std::string what = std::string(name) + " of " + std::to_string(count) + " " + c10::toString(dtype);
-  const aclError error = submit_for_ranks(stream, name, [run, what, bytes, communicator = of(comm)] {
+  const aclError error = submit_for_ranks(stream, name, addresses, [run, what, bytes, communicator = of(comm)] {
     const c10::InferenceMode guard;
     run(*communicator, what, bytes);
   });
@@ -258,7 +259,8 @@ HcclResult HcclGetCommAsyncError(HcclComm, HcclResult* error) {
 HcclResult HcclAllReduce(void* from, void* to, uint64_t count, HcclDataType type, HcclReduceOp op, HcclComm comm,
                          aclrtStream stream) {
   if (const auto refusal = why_not_reduced("HcclAllReduce", type, op)) return *refusal;
-  return start("HcclAllReduce", count, type, comm, stream, [=](Communicator& ranks, const std::string& what, size_t size) {
+  const Addresses used{from, to};
+  return start("HcclAllReduce", used, count, type, comm, stream, [=](Communicator& ranks, const std::string& what, size_t size) {
     ranks.exchange(what + " by " + std::to_string(op), from, size, [&](size_t offset, size_t bytes) {
       ranks.reduce(static_cast<char*>(to) + offset, bytes, dtype_of(type), op);
     });
@@ -269,7 +271,7 @@ HcclResult HcclReduceScatter(void* from, void* to, uint64_t count, HcclDataType 
                              aclrtStream stream) {
   const char* const name = "HcclReduceScatter";
   if (const auto refusal = why_not_reduced(name, type, op)) return *refusal;
-  return start(name, count, type, comm, stream, [=](Communicator& ranks, const std::string& what, size_t size) {
+  return start(name, {from, to}, count, type, comm, stream, [=](Communicator& ranks, const std::string& what, size_t size) {
     for (uint32_t target = 0; target < ranks.size; ++target) {
       const char* const part = static_cast<char*>(from) + target * size;
       ranks.exchange(what + " by " + std::to_string(op), part, size, [&](size_t offset, size_t bytes) {
@@ -280,7 +282,8 @@ HcclResult HcclReduceScatter(void* from, void* to, uint64_t count, HcclDataType 
 }
 
 HcclResult HcclAllGather(void* from, void* to, uint64_t count, HcclDataType type, HcclComm comm, aclrtStream stream) {
-  return start("HcclAllGather", count, type, comm, stream, [=](Communicator& ranks, const std::string& what, size_t size) {
+  const Addresses used{from, to};
+  return start("HcclAllGather", used, count, type, comm, stream, [=](Communicator& ranks, const std::string& what, size_t size) {
     ranks.exchange(what, from, size, [&](size_t offset, size_t bytes) {
       for (uint32_t rank = 0; rank < ranks.size; ++rank)
         std::memcpy(static_cast<char*>(to) + rank * size + offset, ranks.piece(rank), bytes);
@@ -290,7 +293,7 @@ HcclResult HcclAllGather(void* from, void* to, uint64_t count, HcclDataType type
 
 HcclResult HcclBroadcast(void* at, uint64_t count, HcclDataType type, uint32_t root, HcclComm comm, aclrtStream stream) {
   if (root >= of(comm)->size) return refused(HCCL_E_PARA, "HcclBroadcast from rank " + std::to_string(root));
-  return start("HcclBroadcast", count, type, comm, stream, [=](Communicator& ranks, const std::string& what, size_t size) {
+  return start("HcclBroadcast", {at}, count, type, comm, stream, [=](Communicator& ranks, const std::string& what, size_t size) {
     const bool sends = ranks.rank == root;
     ranks.exchange(what + " from rank " + std::to_string(root), sends ? at : nullptr, size, [&](size_t offset, size_t bytes) {
       if (!sends) std::memcpy(static_cast<char*>(at) + offset, ranks.piece(root), bytes);

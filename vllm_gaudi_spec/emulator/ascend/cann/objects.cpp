@@ -9,6 +9,8 @@ constexpr int kBadParameter = 561002;  // ACLNN_ERR_INNER_TILING_ERROR, which th
 
 }  // namespace
 
+thread_local Addresses taken_addresses;
+
 at::ScalarType dtype_of(aclDataType type) {
   switch (type) {
     case ACL_FLOAT: return at::kFloat;
@@ -28,7 +30,9 @@ at::ScalarType dtype_of(aclDataType type) {
 int plan(const char* name, uint64_t workspace, uint64_t* size, aclOpExecutor** executor,
          const std::function<Work()>& make) {
   try {
-    *executor = new aclOpExecutor{name, workspace, make()};
+    taken_addresses.clear();
+    const Work work = make();
+    *executor = new aclOpExecutor{name, workspace, taken_addresses, work};
     *size = workspace;
     return ACL_SUCCESS;
   } catch (const c10::Error& error) {
@@ -44,7 +48,8 @@ int launch(const void* workspace, uint64_t size, aclOpExecutor* executor, aclrtS
             own->name + ": a workspace of " + std::to_string(size) + " bytes where " + std::to_string(own->workspace) +
                 " are needed");
   // What fails on the card says which operator it was.
-  return submit(stream, own->name, [name = own->name, work = std::move(own->work)] {
+  if (workspace != nullptr) own->addresses.push_back(workspace);
+  return submit(stream, own->name, own->addresses, [name = own->name, work = std::move(own->work)] {
     const c10::InferenceMode guard;
     try {
       work();

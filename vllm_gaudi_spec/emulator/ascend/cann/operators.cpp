@@ -99,6 +99,7 @@ UNARY(Sign, at::sign)
 UNARY(Relu, at::relu)
 UNARY(Silu, at::silu)
 UNARY(Erf, at::erf)
+OPERATOR(Softplus, (TENSOR(a), SCALAR(beta), SCALAR(threshold), TENSOR(out)), put(out, at::softplus(a, beta, threshold)))
 OPERATOR(IsFinite, (TENSOR(a), TENSOR(out)), put(out, at::isfinite(a)))
 OPERATOR(Gelu, (TENSOR(a), TENSOR(out)), put(out, at::gelu(a)))
 OPERATOR(GeluV2, (TENSOR(a), INT(approximate), TENSOR(out)),
@@ -147,6 +148,9 @@ OPERATOR(Mean, (TENSOR(a), INTS(list), BOOL(keep), DTYPE(type), TENSOR(out)),
          put(out, at::mean(a, dims(list), keep, type)))
 OPERATOR(MeanV2, (TENSOR(a), INTS(list), BOOL(keep), BOOL(none), TENSOR(out)),
          put(out, at::mean(a, dims(list), keep)))
+OPERATOR(Norm, (TENSOR(a), SCALAR(p), INTS(list), BOOL(keep), TENSOR(out)), put(out, at::norm(a, p, dims(list), keep)))
+OPERATOR(LinalgVectorNorm, (TENSOR(a), SCALAR(p), INTS(list), BOOL(keep), DTYPE(type), TENSOR(out)),
+         put(out, at::linalg_vector_norm(a, p, dims(list), keep, type)))
 OPERATOR(Cumsum, (TENSOR(a), INT(dim), DTYPE(type), TENSOR(out)), put(out, at::cumsum(a, dim, type)))
 OPERATOR(Cumprod, (TENSOR(a), SCALAR(dim), DTYPE(type), TENSOR(out)), put(out, at::cumprod(a, dim.toLong(), type)))
 OPERATOR(LogSumExp, (TENSOR(a), INTS(list), BOOL(keep), TENSOR(out)), put(out, at::logsumexp(a, dims(list), keep)))

@@ -40,6 +40,7 @@ struct aclScalarList {
 struct aclOpExecutor {
   std::string name;
   uint64_t workspace;
+  cann::Addresses addresses;
   cann::Work work;
 };
 
@@ -47,13 +48,23 @@ namespace cann {
 
 at::ScalarType dtype_of(aclDataType type);
 
+// Of the operator that is being planned.
+extern thread_local Addresses taken_addresses;
+
 // Of arguments, before they end with the call that plans an operator.
-inline at::Tensor take(const aclTensor* raw) { return raw == nullptr ? at::Tensor() : raw->tensor; }
+inline at::Tensor take(const aclTensor* raw) {
+  if (raw == nullptr) return {};
+  taken_addresses.push_back(raw->tensor.const_data_ptr());
+  return raw->tensor;
+}
 inline std::optional<at::Scalar> take(const aclScalar* raw) {
   return raw == nullptr ? std::nullopt : std::optional<at::Scalar>(raw->scalar);
 }
 inline std::vector<at::Tensor> take(const aclTensorList* raw) {
-  return raw == nullptr ? std::vector<at::Tensor>() : raw->tensors;
+  if (raw == nullptr) return {};
+  for (const at::Tensor& tensor : raw->tensors)
+    if (tensor.defined()) taken_addresses.push_back(tensor.const_data_ptr());
+  return raw->tensors;
 }
 inline std::optional<std::vector<int64_t>> take(const aclIntArray* raw) {
   return raw == nullptr ? std::nullopt : std::optional<std::vector<int64_t>>(raw->values);

@@ -4,6 +4,9 @@
 // streams and by events: an event that is missing between two streams, or a pinned buffer that is used again too early,
 // is a wrong result here. A captured graph runs in the order of its calls: there a missing event is not seen, but for
 // one that a stream never joins again. New memory is full of ones (NaN in floating point).
+//
+// Graphs keep addresses. A run after memory was given back that its tasks use is refused, and so are a task update and a
+// run of its graph where neither stream waited for the other: a card would do both at once.
 
 #include "runtime.h"
 
@@ -53,6 +56,9 @@ struct GraphCounts {
 
 struct Stream;
 
+// What comes before something: of each stream, how much of its work.
+using Past = std::map<Stream*, uint64_t>;
+
 // A place in a stream's queue; in a capture, the number of its operations so far.
 struct Mark {
   Stream* stream = nullptr;
@@ -68,12 +74,15 @@ struct Task {
 struct Group {
   std::vector<std::string> names;
   std::vector<Work> works;
+  std::vector<Addresses> addresses;
+  Mark ran, updated;  // its graph's last run, and its own last update
 };
 
 struct Node {
   std::string name;
   Work run;
   std::shared_ptr<Group> group;
+  Addresses addresses;
 };
 
 struct Graph {
@@ -81,6 +90,7 @@ struct Graph {
   std::vector<Node> nodes;
   uint64_t collectives = 0;
   GraphCounts* counts = nullptr;
+  std::string lost;  // one of its tasks whose memory was given back
   // While it is captured:
   Stream* origin = nullptr;
   std::set<Stream*> streams;
@@ -95,14 +105,17 @@ struct Stream {
   int32_t id;
   std::deque<Task> tasks;
   uint64_t submitted = 0, done = 0;
+  Past past;  // what its next work comes after, of other streams
   Graph* capture = nullptr;
   std::shared_ptr<Group> updating;
   std::vector<std::string> names;  // of the update so far
   std::vector<Work> works;
+  std::vector<Addresses> addresses;
 };
 
 struct Event {
   Mark mark;
+  Past past;
   Graph* captured = nullptr;
 };
 
@@ -118,6 +131,7 @@ struct Card {
   Stream default_stream{};
   Counters counts{};
   std::deque<GraphCounts> captured;
+  Past waited;  // what the host waited for: all that it asks for from then on comes after
   std::string fault;  // of an operator that failed: every later wait reports it
   int device = -1;
   int32_t next_stream = 1;
@@ -135,6 +149,24 @@ Card& card() {
 thread_local std::string recent_error;
 std::string allowed;  // words of the refusals that are switched off
 thread_local aclmdlRICaptureMode thread_mode = ACL_MODEL_RI_CAPTURE_MODE_GLOBAL;
+
+void merge(Past& into, const Past& other) {
+  for (const auto& [stream, position] : other) into[stream] = std::max(into[stream], position);
+}
+
+void host_waited_for(Stream* stream, uint64_t position, const Past& past) {
+  merge(card().waited, past);
+  merge(card().waited, {{stream, position}});
+}
+
+// Whether what is put into a stream now comes after that.
+bool follows(Stream* stream, const Mark& mark) {
+  const auto has = [&](const Past& past) {
+    const auto found = past.find(mark.stream);
+    return found != past.end() && found->second >= mark.position;
+  };
+  return mark.stream == nullptr || mark.stream == stream || has(stream->past) || has(card().waited);
+}
 
 // Runs a stream up to a position, and before it what that waits for. Called with the lock held, on the card's thread.
 void advance(Stream* stream, uint64_t position, std::unique_lock<std::mutex>& lock) {
@@ -191,12 +223,20 @@ aclError wait_for(const Mark& mark, std::unique_lock<std::mutex>& lock) {
   return fault();
 }
 
+aclError wait_for_stream(Stream* stream, std::unique_lock<std::mutex>& lock) {
+  const uint64_t position = stream->submitted;
+  const Past past = stream->past;
+  const aclError error = wait_for({stream, position, nullptr}, lock);
+  host_waited_for(stream, position, past);
+  return error;
+}
+
 aclError wait_for_all(std::unique_lock<std::mutex>& lock) {
   std::vector<Stream*> streams{&card().default_stream};
   for (auto& [id, stream] : card().streams) streams.push_back(stream);
   aclError error = ACL_SUCCESS;
   for (Stream* stream : streams) {
-    const aclError now = wait_for({stream, stream->submitted, nullptr}, lock);
+    const aclError now = wait_for_stream(stream, lock);
     error = error == ACL_SUCCESS ? now : error;
   }
   return error;
@@ -235,11 +275,12 @@ aclError refuse_in_capture(const char* name) {
   return ACL_SUCCESS;
 }
 
-aclError add(Stream* stream, const std::string& name, Work work) {
+aclError add(Stream* stream, const std::string& name, Addresses addresses, Work work) {
   if (!card().computes) work = [] {};
   if (stream->updating != nullptr) {
     stream->names.push_back(name);
     stream->works.push_back(std::move(work));
+    stream->addresses.push_back(std::move(addresses));
   } else if (stream->capture != nullptr) {
     Graph& graph = *stream->capture;
     ++graph.operations;
@@ -247,8 +288,9 @@ aclError add(Stream* stream, const std::string& name, Work work) {
     if (graph.open != nullptr) {
       graph.open->names.push_back(name);
       graph.open->works.push_back(std::move(work));
+      graph.open->addresses.push_back(std::move(addresses));
     } else {
-      graph.nodes.push_back({name, std::move(work), nullptr});
+      graph.nodes.push_back({name, std::move(work), nullptr, std::move(addresses)});
     }
   } else {
     ++card().counts.launches;
@@ -265,6 +307,22 @@ bool within(const std::map<const void*, size_t>& regions, const void* address) {
 }
 
 bool on_card(const void* address) { return within(card().memory, address); }
+
+// Memory is given back: graphs that use it are of no use from now on.
+void lose(const char* start, size_t size) {
+  const auto uses = [&](const Addresses& addresses) {
+    return std::any_of(addresses.begin(), addresses.end(), [&](const void* address) {
+      return address >= start && address < start + size;
+    });
+  };
+  for (auto& [key, graph] : card().graphs)
+    for (const Node& node : graph->nodes) {
+      if (uses(node.addresses)) graph->lost = node.name;
+      if (node.group == nullptr) continue;
+      for (size_t i = 0; i < node.group->addresses.size(); ++i)
+        if (uses(node.group->addresses[i])) graph->lost = node.group->names[i];
+    }
+}
 
 void* map_memory(size_t size) {
   void* found = mmap(nullptr, size, PROT_READ | PROT_WRITE, MAP_PRIVATE | MAP_ANONYMOUS | MAP_NORESERVE, -1, 0);
@@ -303,10 +361,10 @@ aclError copy_async(void* to, size_t room, const void* from, size_t size, aclrtS
   REFUSE_IF(paged && stream->capture != nullptr, ACL_ERROR_RT_CAPTURE_MODE_BLOCK_ASYNC,
             "a captured copy of host memory that is not page-locked");
   count_copy(to, from, size);
-  const aclError error = add(stream, "memcpyAsync", [=] { std::memcpy(to, from, size); });
+  const aclError error = add(stream, "memcpyAsync", {to, from}, [=] { std::memcpy(to, from, size); });
   if (error != ACL_SUCCESS || !paged) return error;
   ++card().counts.syncs;
-  return wait_for({stream, stream->submitted, nullptr}, lock);
+  return wait_for_stream(stream, lock);
 }
 
 // For one of the calls that block.
@@ -320,7 +378,7 @@ aclError blocking(const char* name, const std::function<aclError(std::unique_loc
 aclError synchronize(Stream* stream, const char* name) {
   return blocking(name, [=](auto& lock) -> aclError {
     REFUSE_IF(stream->capture != nullptr, ACL_ERROR_RT_STREAM_CAPTURED, std::string(name) + ": it is captured");
-    return wait_for({stream, stream->submitted, nullptr}, lock);
+    return wait_for_stream(stream, lock);
   });
 }
 
@@ -328,7 +386,7 @@ aclError destroy_stream(aclrtStream handle) {
   std::unique_lock<std::mutex> lock(card().mutex);
   Stream* stream = stream_of(handle);
   REFUSE_IF(stream->capture != nullptr, ACL_ERROR_RT_STREAM_CAPTURED, "aclrtDestroyStream: it is captured");
-  const aclError error = wait_for({stream, stream->submitted, nullptr}, lock);
+  const aclError error = wait_for_stream(stream, lock);
   card().streams.erase(stream->id);  // the queue itself stays: events point to it
   return error;
 }
@@ -352,22 +410,22 @@ aclError refuse(aclError code, const std::string& why) {
   return code;
 }
 
-aclError submit(aclrtStream stream, const std::string& name, Work work) {
+aclError submit(aclrtStream stream, const std::string& name, Addresses addresses, Work work) {
   std::lock_guard<std::mutex> lock(card().mutex);
-  return add(stream_of(stream), name, std::move(work));
+  return add(stream_of(stream), name, std::move(addresses), std::move(work));
 }
 
-aclError submit_for_ranks(aclrtStream handle, const std::string& name, Work work) {
+aclError submit_for_ranks(aclrtStream handle, const std::string& name, Addresses addresses, Work work) {
   std::lock_guard<std::mutex> lock(card().mutex);
   Stream* stream = stream_of(handle);
   REFUSE_IF(stream->updating != nullptr, ACL_ERROR_STREAM_TASK_GROUP_STATUS, name + " in a task update");
   if (stream->capture != nullptr) {
     REFUSE_IF(stream->capture->open != nullptr, ACL_ERROR_STREAM_TASK_GROUP_STATUS, name + " in a task group");
     ++stream->capture->collectives;
-    return add(stream, name, std::move(work));
+    return add(stream, name, std::move(addresses), std::move(work));
   }
   ++card().counts.collectives;
-  const aclError error = add(stream, name, std::move(work));
+  const aclError error = add(stream, name, std::move(addresses), std::move(work));
   want({stream, stream->submitted, nullptr});
   return error;
 }
@@ -560,6 +618,7 @@ aclError aclrtFree(void* address) {
   const auto found = card().memory.find(address);
   if (found == card().memory.end()) return refuse(ACL_ERROR_RT_PARAM_INVALID, "aclrtFree of what was not allocated");
   wait_for_all(lock);
+  lose(static_cast<const char*>(address), found->second);
   munmap(address, rounded(found->second));
   card().counts.memory -= found->second;
   card().memory.erase(found);
@@ -634,7 +693,7 @@ aclError aclrtMemset(void* at, size_t room, int32_t value, size_t size) {
 
 aclError aclrtMemsetAsync(void* at, size_t room, int32_t value, size_t size, aclrtStream stream) {
   REFUSE_IF(size > room, ACL_ERROR_RT_PARAM_INVALID, "aclrtMemsetAsync of more bytes than there is room for");
-  return submit(stream, "memsetAsync", [=] { std::memset(at, value, size); });
+  return submit(stream, "memsetAsync", {at}, [=] { std::memset(at, value, size); });
 }
 
 // ---- streams and events ----
@@ -671,7 +730,9 @@ aclError aclrtStreamQuery(aclrtStream handle, aclrtStreamStatus* status) {
   std::lock_guard<std::mutex> lock(card().mutex);
   Stream* stream = stream_of(handle);
   REFUSE_IF(stream->capture != nullptr, ACL_ERROR_RT_STREAM_CAPTURED, "aclrtStreamQuery: it is captured");
-  *status = stream->done < stream->submitted ? ACL_STREAM_STATUS_NOT_READY : ACL_STREAM_STATUS_COMPLETE;
+  const bool done = stream->done >= stream->submitted;
+  *status = done ? ACL_STREAM_STATUS_COMPLETE : ACL_STREAM_STATUS_NOT_READY;
+  if (done) host_waited_for(stream, stream->submitted, stream->past);
   nudge(stream);
   return fault();
 }
@@ -696,6 +757,7 @@ aclError aclrtRecordEvent(aclrtEvent handle, aclrtStream stream_handle) {
   auto time = std::make_shared<Clock::time_point>();
   event->mark = push(stream, [time] { *time = Clock::now(); });
   event->mark.time = time;
+  event->past = stream->past;
   return fault();
 }
 
@@ -720,7 +782,11 @@ aclError aclrtStreamWaitEvent(aclrtStream stream_handle, aclrtEvent handle) {
   }
   REFUSE_IF(stream->capture != nullptr && event->mark.stream != nullptr, ACL_ERROR_RT_CAPTURE_DEPENDENCY,
             "aclrtStreamWaitEvent: captured work waits for what is outside");
-  if (event->mark.stream != nullptr) push(stream, nullptr, event->mark);
+  if (event->mark.stream != nullptr) {
+    push(stream, nullptr, event->mark);
+    merge(stream->past, event->past);
+    merge(stream->past, {{event->mark.stream, event->mark.position}});
+  }
   return fault();
 }
 
@@ -731,7 +797,11 @@ aclError aclrtSynchronizeEvent(aclrtEvent handle) {
   if (const aclError error = refuse_in_capture("aclrtSynchronizeEvent")) return error;
   ++card().counts.syncs;
   const Mark mark = event->mark;  // while this waits others may record the event again, or destroy it
-  return mark.stream == nullptr ? ACL_SUCCESS : wait_for(mark, lock);
+  const Past past = event->past;
+  if (mark.stream == nullptr) return ACL_SUCCESS;
+  const aclError error = wait_for(mark, lock);
+  host_waited_for(mark.stream, mark.position, past);
+  return error;
 }
 
 aclError aclrtQueryEventStatus(aclrtEvent handle, aclrtEventRecordedStatus* status) {
@@ -742,6 +812,7 @@ aclError aclrtQueryEventStatus(aclrtEvent handle, aclrtEventRecordedStatus* stat
   const bool done = mark.stream == nullptr || mark.stream->done >= mark.position;
   *status = done ? ACL_EVENT_RECORDED_STATUS_COMPLETE : ACL_EVENT_RECORDED_STATUS_NOT_READY;
   if (!done) nudge(mark.stream);
+  if (done && mark.stream != nullptr) host_waited_for(mark.stream, mark.position, event->past);
   return fault();
 }
 
@@ -832,11 +903,16 @@ aclError aclmdlRIExecuteAsync(aclmdlRI model, aclrtStream handle) {
   REFUSE_IF(card().capturing.count(graph) != 0 || stream->capture != nullptr, ACL_ERROR_RT_MODEL_CAPTURED,
             "aclmdlRIExecuteAsync while it, or the stream, is captured");
   REFUSE_IF(graph->counts == nullptr, ACL_ERROR_RT_PARAM_INVALID, "aclmdlRIExecuteAsync of a capture that failed");
+  REFUSE_IF(!graph->lost.empty(), ACL_ERROR_RT_AICORE_EXCEPTION,
+            "aclmdlRIExecuteAsync: memory that " + graph->lost + " uses was given back");
+  for (const Node& node : graph->nodes)
+    REFUSE_IF(node.group != nullptr && !follows(stream, node.group->updated), ACL_ERROR_RT_MODEL_EXECUTE,
+              "aclmdlRIExecuteAsync on a stream that did not wait for the last update of its tasks");
   ++card().counts.replays;
   card().counts.replayed += graph->nodes.size();
   ++graph->counts->replays;
   card().counts.collectives += graph->collectives;
-  push(stream, [graph = card().graphs[graph]] {
+  const Mark run = push(stream, [graph = card().graphs[graph]] {
     for (const Node& node : graph->nodes) {
       if (node.group == nullptr) {
         node.run();
@@ -845,7 +921,9 @@ aclError aclmdlRIExecuteAsync(aclmdlRI model, aclrtStream handle) {
       }
     }
   });
-  if (graph->collectives != 0) want({stream, stream->submitted, nullptr});
+  for (const Node& node : graph->nodes)
+    if (node.group != nullptr) node.group->ran = run;
+  if (graph->collectives != 0) want(run);
   return fault();
 }
 
@@ -866,7 +944,7 @@ aclError aclmdlRICaptureTaskGrpBegin(aclrtStream handle) {
   if (graph == nullptr) return refuse(ACL_ERROR_RT_STREAM_NOT_CAPTURED, "a task group on a stream that is not captured");
   REFUSE_IF(graph->open != nullptr, ACL_ERROR_STREAM_TASK_GROUP_STATUS, "a task group in another");
   graph->open = std::make_shared<Group>();
-  graph->nodes.push_back({"task group", nullptr, graph->open});
+  graph->nodes.push_back({"task group", nullptr, graph->open, {}});
   return ACL_SUCCESS;
 }
 
@@ -889,9 +967,12 @@ aclError aclmdlRICaptureTaskUpdateBegin(aclrtStream handle, aclrtTaskGrp group) 
   const auto found = card().groups.find(group);
   std::shared_ptr<Group> live = found == card().groups.end() ? nullptr : found->second.lock();
   if (live == nullptr) return refuse(ACL_ERROR_RT_PARAM_INVALID, "a task update of a group that is gone");
+  REFUSE_IF(!follows(stream, live->ran), ACL_ERROR_RT_MODEL_UPDATE_FAILED,
+            "a task update on a stream that did not wait for the last run of its graph");
   stream->updating = std::move(live);
   stream->names.clear();
   stream->works.clear();
+  stream->addresses.clear();
   return ACL_SUCCESS;
 }
 
@@ -904,7 +985,8 @@ aclError aclmdlRICaptureTaskUpdateEnd(aclrtStream handle) {
   REFUSE_IF(stream->names != group->names, ACL_ERROR_RT_MODEL_UPDATE_FAILED,
             "a task update is not of the tasks of its group");
   ++card().counts.task_updates;
-  push(stream, [group, works = std::move(stream->works)] { group->works = works; });
+  group->updated = push(stream, [group, works = std::move(stream->works)] { group->works = works; });
+  group->addresses = std::move(stream->addresses);
   return fault();
 }
 

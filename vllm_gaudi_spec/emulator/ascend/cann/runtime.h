@@ -4,6 +4,7 @@
 #include <cstdint>
 #include <functional>
 #include <string>
+#include <vector>
 
 #include "acl/acl.h"
 #include "acl/acl_rt.h"
@@ -12,12 +13,15 @@ namespace cann {
 
 using Work = std::function<void()>;
 
+// Where work reads and writes.
+using Addresses = std::vector<const void*>;
+
 // Puts work into a stream: it runs when somebody waits for it, is recorded while the stream is captured, or replaces
 // recorded work during a task update. Returns an error of the documentation, ACL_SUCCESS otherwise.
-aclError submit(aclrtStream stream, const std::string& name, Work work);
+aclError submit(aclrtStream stream, const std::string& name, Addresses addresses, Work work);
 
 // The same for a collective. Other ranks wait for it, so it begins by itself, with all that it depends on.
-aclError submit_for_ranks(aclrtStream stream, const std::string& name, Work work);
+aclError submit_for_ranks(aclrtStream stream, const std::string& name, Addresses addresses, Work work);
 
 // Memory of the card that CANN keeps for itself.
 aclError take_memory(const char* name, size_t size);
