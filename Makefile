@@ -55,7 +55,7 @@ $(VENV)/.stamp: pyproject.toml requirements/cpu.txt requirements/torch.txt requi
 	@$(BIN)/python requirements/install.py cpu
 	@touch $@
 
-$(VENV)/.stamp-dev: $(VENV)/.stamp requirements/dev.txt requirements/torchvision.txt
+$(VENV)/.stamp-dev: $(VENV)/.stamp requirements/dev.txt requirements/torchvision.txt requirements/torch-npu.txt
 	@$(BIN)/python requirements/install.py dev
 	@touch $@
 
@@ -138,7 +138,8 @@ test: $(VENV)/.stamp-dev  ## unit tests and one full test per promise
 	@$(ON_GAUDI) $(BIN)/pytest -n 2 --dist loadfile tests/full_tests -m "not slow and emulated" --durations=5 -v
 	@echo "[4/5] the emulated Gaudi in compiled mode"
 	@$(ON_GAUDI) PT_HPU_LAZY_MODE=0 $(BIN)/pytest tests/full_tests/test_emulated_tasks.py -m "not slow" -v
-	@echo "[5/5] the emulated Ascend NPU"
+	@echo "[5/5] the emulated Ascend NPU: Huawei's torch_npu over an emulated CANN"
+	@$(ON_ASCEND) $(BIN)/pytest -n 2 --dist loadfile tests/emulated_cann -m "not slow" --durations=5
 	@$(ON_ASCEND) $(BIN)/pytest -n 2 --dist loadfile tests/full_tests -m "not slow and (every_card or ascend)" --durations=5 -v
 
 .PHONY: soak
@@ -147,7 +148,7 @@ soak: $(VENV)/.stamp-dev  ## minutes of mixed load through a server, then a chec
 	@$(BIN)/python -m tests.full_tests.soak --seconds $(SECONDS) $(ARGS)
 
 .PHONY: verify
-verify: $(VENV)/.stamp-dev  ## every test but those on torch_npu and on GPUs, hours; continues where it was interrupted (ARGS=--fresh starts over)
+verify: $(VENV)/.stamp-dev  ## every test but those on GPUs, hours; continues where it was interrupted (ARGS=--fresh starts over)
 	@$(BIN)/python tests/verify.py $(ARGS)
 
 .PHONY: verify-models
@@ -163,22 +164,6 @@ verify-torch211:  ## test the emulated Gaudi on torch 2.11, as in Gaudi's images
 	@'$(PYTHON)' -c 'import sys, torch; v = torch.__version__; sys.exit(v[:5] != "2.11." and f"error: torch {v}, not 2.11")'
 	@$(ON_GAUDI) '$(PYTHON)' -m pytest tests/conformance
 	@$(ON_GAUDI) '$(PYTHON)' -m pytest -n 2 --dist loadfile tests/full_tests -m emulated --durations=5 -v $(ARGS)
-
-# In a folder of its own: where torch_npu is installed, `import torch` opens it, and fails without a card's software.
-TORCH_NPU := $(VENV)/torch-npu
-$(TORCH_NPU)/.stamp: $(VENV)/.stamp requirements/torch-npu.txt
-	@rm -rf $(TORCH_NPU)
-	@$(BIN)/pip install --quiet --no-deps --require-hashes --target $(TORCH_NPU) -r requirements/torch-npu.txt
-	@touch $@
-
-.PHONY: verify-torch-npu
-verify-torch-npu: export VGS_DEVICE := ascend-emulated
-verify-torch-npu: export VGS_TORCH_NPU := $(CURDIR)/$(TORCH_NPU)
-verify-torch-npu: $(VENV)/.stamp-dev $(TORCH_NPU)/.stamp  ## test the emulated NPU with Huawei's own torch_npu on top (needs g++; ARGS=)
-	@$(BIN)/pytest tests/emulated_cann
-	@$(BIN)/pytest tests/conformance
-	@$(BIN)/pytest -n 2 --dist loadfile tests/full_tests -m "not slow and (every_card or ascend) or torch_npu" \
-		--durations=5 -v $(ARGS)
 
 .PHONY: verify-vendor
 verify-vendor: $(VENV)/.stamp-dev  ## test vllm-gaudi on the emulated Gaudi, and its worker beside ours (VENDOR=checkout, ARGS=)

@@ -193,11 +193,12 @@ def install_beside_the_card(name: str) -> None:
 
 def install_dev(interrupted: bool) -> None:
     options = ["--ignore-installed"] if interrupted else []
-    install_lock("[1/2] requirements/dev.txt: tests and linters", "dev", *options)
-    folder = str(Path(sys.prefix) / "torchvision")  # for tests of multimodal models alone: tests/models/vision.py
-    install_lock(
-        "[2/2] requirements/torchvision.txt, in a folder of its own", "torchvision", "--upgrade", "--target", folder
-    )
+    install_lock("[1/3] requirements/dev.txt: tests and linters", "dev", *options)
+    # The first is for tests of multimodal models alone (tests/models/vision.py), the second for the emulated NPU: where
+    # it is installed, `import torch` opens it, and fails without a card's software.
+    for step, name in (("[2/3]", "torchvision"), ("[3/3]", "torch-npu")):
+        folder = str(Path(sys.prefix) / name)
+        install_lock(f"{step} requirements/{name}.txt, in a folder of its own", name, "--upgrade", "--target", folder)
 
 
 def install_clients() -> None:

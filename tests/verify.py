@@ -1,7 +1,7 @@
 """Run every test, a file at a time, and go on where an earlier run stopped: `make verify`.
 
-Not among them are those below software of others, which is not installed for it: `make verify-torch-npu` (the tests of
-tests/emulated_cann), `make verify-vendor`, `make verify-optimum`.
+Not among them are those below software of others, which is not installed for it: `make verify-vendor`, `make
+verify-optimum`.
 
 Each file is a pytest process of its own with its result in .verify/. A file that passed is not run again as
 long as the checkout is what it was then; --fresh runs all of them. A table of all files ends it.
@@ -33,6 +33,7 @@ DEVICES = {
     "test_ascend": (NPU,),
     "test_cuda": ("cuda",),
 }
+FOLDERS = {"emulated_cann": (NPU,)}
 # Tests of these folders run beside other releases, in an environment of their own: see requirements/environment.py.
 OTHER_RELEASES = {"integrations": "vllm-ascend"}
 
@@ -109,14 +110,14 @@ def sources() -> list[Path]:
 
 def all_jobs() -> list[Job]:
     """Unit tests first: they are quick, and what they find explains what follows."""
-    folders = ("unit", *OTHER_RELEASES, "full_tests")
+    folders = ("unit", *FOLDERS, *OTHER_RELEASES, "full_tests")
     files = [file for folder in folders for file in sorted((ROOT / "tests" / folder).rglob("test_*.py"))]
     return [Job(file, device) for file in files for device in devices(file)]
 
 
 def devices(file: Path) -> tuple[str | None, ...]:
     if file.parent.name != "full_tests":
-        return (None,)
+        return FOLDERS.get(file.parent.name, (None,))
     return next((found for begin, found in DEVICES.items() if file.name.startswith(begin)), (None,))
 
 

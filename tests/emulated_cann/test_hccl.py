@@ -68,7 +68,7 @@ def collectives(rank: int, size: int) -> dict[str, Any]:
     return found
 
 
-@pytest.mark.parametrize("size", [2, 4])
+@pytest.mark.parametrize("size", [2, pytest.param(4, marks=pytest.mark.slow)])
 def test_collectives(size: int, tmp_path: Path) -> None:
     everybody = sum(range(size))
     for rank, found in enumerate(ranks(collectives, size, tmp_path)):
@@ -213,5 +213,6 @@ def groups_of_a_worker(rank: int, size: int) -> list[str]:
     return found
 
 
+@pytest.mark.slow  # a worker's start, which engines with several ranks have too
 def test_groups_of_a_worker(tmp_path: Path) -> None:
     assert ranks(groups_of_a_worker, 2, tmp_path) == [["all_reduce and all_gather of 2 ranks", "[0.0]", "3"]] * 2

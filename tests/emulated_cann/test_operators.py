@@ -9,6 +9,7 @@ from typing import Any
 import pytest
 import torch
 
+from tests.emulated_cann.test_runtime import run_python
 from vllm_gaudi_spec.emulator.ascend.cann.build import LIBRARY
 
 A = torch.tensor([[1.5, -2.0, 3.0, 0.25], [0.5, 4.0, -1.0, 2.0]])
@@ -204,6 +205,7 @@ PAGES: dict[str, tuple[Callable[[], Any], str]] = {
         "inner_precise 2",
     ),
     "a length for a row alone": (lambda: attention(actual_seq_lengths_kv=[130, 256, 1]), "an entry for a row"),
+    "a length below zero": (lambda: attention(actual_seq_lengths_kv=[130, -1]), "-1 keys in a table"),
     "a head of any size": (
         lambda: attention(
             query=lambda: torch.zeros(2, 2, 4, 24).npu(),
@@ -283,6 +285,157 @@ def test_npu_v04_a17_calls_that_the_pages_refuse(case: str, npu: Any) -> None:
         npu.synchronize()
     finally:
         library.vgs_cann_allow(b"")
+
+
+def slots(*numbers: int) -> None:
+    """As many tokens, in a cache of four blocks of 128."""
+    import torch_npu
+
+    tokens, cache = torch.ones(len(numbers), 2, 16, device="npu"), torch.zeros(4, 128, 2, 16, device="npu")
+    where = torch.tensor(numbers).npu()
+    torch_npu.npu_scatter_pa_kv_cache(tokens, tokens, cache, cache.clone(), where, cache_mode="Norm")
+    torch.npu.synchronize()
+
+
+def test_npu_a24_two_tokens_for_one_slot() -> None:
+    """Padding goes to the first block, and may be more than that has slots. What fails on the card ends the process."""
+    out = run_python(
+        "from vllm_gaudi_spec.devices.ascend import device\n"
+        "from tests.emulated_cann.test_operators import slots\n"
+        "slots(*range(128), 127)\n"
+        "print('padding')\n"
+        "try:\n"
+        "    slots(128, 300, 128)\n"
+        "except RuntimeError as error:\n"
+        "    print('raised', 'two tokens for one slot' in str(error))\n"
+        "import os; os._exit(0)\n"
+    )
+    assert out.splitlines()[-2:] == ["padding", "raised True"], out
+
+
+def test_npu_v06_the_backend_finds_that_blocks_are_added_up(npu: Any) -> None:
+    import torch_npu
+
+    from vllm_gaudi_spec.devices.ascend.attention import adds_up_blocks
+
+    assert all(adds_up_blocks(torch_npu, torch.device("npu"), num_queries) for num_queries in (1, 2))
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float16, torch.bfloat16])
+@pytest.mark.parametrize("layout", ["BSND", "BNSD"])
+@pytest.mark.parametrize("queries", [1, 4])
+def test_paged_with_a_mask_and_lengths(npu: Any, dtype: torch.dtype, layout: str, queries: int) -> None:
+    """Our own way: rows in a rectangle, keys in blocks that lie anywhere, a mask that says what each query sees, and
+    lengths. What is nobody's is NaN."""
+    heads, kv_heads, size, lengths = 4, 2, 32, [130, 5, 256]
+    keys, values = torch.full((2, 8, 128, kv_heads, size), torch.nan, dtype=dtype)
+    table = torch.tensor([[6, 2, 0], [4, 0, 0], [1, 7, 0]], dtype=torch.int32)
+    rows = [torch.randn(2, length, kv_heads, size, dtype=dtype) for length in lengths]
+    for row, new in enumerate(rows):
+        for position in range(lengths[row]):
+            block = int(table[row, position // 128])
+            keys[block, position % 128], values[block, position % 128] = new[0, position], new[1, position]
+    query = torch.randn(3, queries, heads, size, dtype=dtype)
+    hidden = torch.rand(3, 1, queries, 3 * 128) < 0.4
+    hidden[..., 0] = False
+    given = query.transpose(1, 2).contiguous() if layout == "BNSD" else query
+    out, _ = attention_of(given, keys, values, table, hidden, lengths, layout)
+    found = out.cpu().transpose(1, 2) if layout == "BNSD" else out.cpu()
+    for row, length in enumerate(lengths):
+        key, value = (each.double().repeat_interleave(heads // kv_heads, 1) for each in rows[row])
+        scores = torch.einsum("qhd,khd->hqk", query[row].double(), key) * 0.2
+        weights = scores.masked_fill(hidden[row, :, :, :length], -torch.inf).softmax(-1)
+        expected = torch.einsum("hqk,khd->qhd", weights, value)
+        tolerance = {torch.float32: 1e-5, torch.float16: 2e-3, torch.bfloat16: 2e-2}[dtype]
+        torch.testing.assert_close(found[row].double(), expected, rtol=tolerance, atol=tolerance)
+
+
+def attention_of(
+    query: torch.Tensor,
+    keys: torch.Tensor,
+    values: torch.Tensor,
+    table: torch.Tensor,
+    hidden: torch.Tensor,
+    lengths: list[int],
+    layout: str,
+) -> Any:
+    import torch_npu
+
+    return torch_npu.npu_fused_infer_attention_score(
+        query.npu(),
+        keys.flatten(2).npu(),
+        values.flatten(2).npu(),
+        atten_mask=hidden.npu(),
+        block_table=table.npu(),
+        actual_seq_lengths_kv=lengths,
+        input_layout=layout,
+        block_size=128,
+        num_heads=4,
+        num_key_value_heads=2,
+        scale=0.2,
+        sparse_mode=0,
+    )
+
+
+@pytest.mark.parametrize(("mode", "pre", "following"), [(3, 0, 0), (4, 3, 0), (4, 2, 1)])
+def test_compressed_masks(npu: Any, mode: int, pre: int, following: int) -> None:
+    """In layout TND, with rows of their own numbers of queries."""
+    import torch_npu
+
+    heads, size, queries, lengths = 2, 16, [2, 4], [9, 140]
+    pages, table = torch.randn(4, 128, heads, size), torch.tensor([[1, 0], [2, 3]], dtype=torch.int32)
+    query = torch.randn(sum(queries), heads, size)
+    out, _ = torch_npu.npu_fused_infer_attention_score(
+        query.npu(),
+        pages.flatten(2).npu(),
+        pages.flatten(2).npu(),
+        atten_mask=torch.ones(2048, 2048, dtype=torch.bool).triu(1).npu(),
+        sparse_mode=mode,
+        pre_tokens=pre,
+        next_tokens=following,
+        actual_seq_lengths=[2, 6],
+        actual_seq_lengths_kv=lengths,
+        block_table=table.npu(),
+        block_size=128,
+        input_layout="TND",
+        num_heads=heads,
+        num_key_value_heads=heads,
+        scale=0.2,
+    )
+    start = 0
+    for row, length in enumerate(lengths):
+        keys = pages[table[row].long()].flatten(0, 1)[:length]
+        part, line, column = (
+            query[start : start + queries[row]],
+            torch.arange(queries[row])[:, None],
+            torch.arange(length),
+        )
+        last = line + length - queries[row]
+        seen = column <= last if mode == 3 else (column <= last + following) & (column >= last - pre)
+        weights = (torch.einsum("qhd,khd->hqk", part, keys) * 0.2).masked_fill(~seen, -torch.inf).softmax(-1)
+        expected = torch.einsum("hqk,khd->qhd", weights, keys)
+        torch.testing.assert_close(out[start : start + queries[row]].cpu(), expected, rtol=1e-5, atol=1e-5)
+        start += queries[row]
+
+
+def test_rows_that_see_nothing(npu: Any) -> None:
+    keys = torch.randn(6, 128, 2, 32)
+    hidden = torch.zeros(2, 1, 2, 256, dtype=torch.bool)
+    hidden[0, 0, 1] = True
+    given: dict[str, Any] = dict(
+        query=lambda: torch.ones(2, 2, 4, 32).npu(),
+        key=lambda: keys.flatten(2).npu(),
+        value=lambda: keys.flatten(2).npu(),
+        atten_mask=lambda: hidden.npu(),
+        actual_seq_lengths_kv=[130, 0],
+    )
+    out = attention(**given)[0].cpu()
+    mean = torch.cat([keys[1], keys[2][:2]]).mean(0)
+    torch.testing.assert_close(out[0, 1, ::2], mean)
+    assert not out[1].any()  # no keys at all
+    corrected = attention(**given, inner_precise=2)[0].cpu()
+    assert not corrected[0, 1].any()
+    assert torch.equal(corrected[0, 0], out[0, 0])
 
 
 def test_what_the_pages_allow(npu: Any) -> None:

@@ -139,7 +139,7 @@ def test_what_a_capture_refuses(case: str) -> None:
     assert out.strip().splitlines()[-1] == "refused", out
 
 
-def test_an_operator_that_fails_says_its_name_and_nobody_waits_for_ever() -> None:
+def test_an_operator_that_fails_raises_its_name_and_nobody_waits_for_ever() -> None:
     out = run_python(
         "import torch\n"
         "from vllm_gaudi_spec.devices.ascend import device\n"

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any
@@ -116,6 +117,15 @@ def test_an_update_computes_nothing(card: Any, attention: Attention) -> None:
         before.task_updates + 1,
     )
     assert not attention.result.cpu().any()
+
+
+def test_what_updates_name_is_not_kept(attention: Attention) -> None:
+    """It is known by its place: the graph's memory can be shared."""
+    gc.collect()
+    in_use = torch.npu.memory_allocated()
+    attention.kept.clear()
+    gc.collect()
+    assert torch.npu.memory_allocated() == in_use
 
 
 WAITS: dict[str, Callable[[Attention], Any]] = {

@@ -8,7 +8,7 @@ from vllm import SamplingParams, TokensPrompt
 
 from tests.full_tests.speculation import accepted, ngram, speculating
 
-pytestmark = [pytest.mark.ascend, pytest.mark.slow, pytest.mark.torch_npu]
+pytestmark = [pytest.mark.ascend, pytest.mark.slow]
 
 NUM_ROWS, NUM_BLOCKS = 6, 12
 PREFIX = [3 + 7 * index % 40 for index in range(300)]

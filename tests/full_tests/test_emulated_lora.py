@@ -24,7 +24,6 @@ pytestmark = [pytest.mark.emulated, pytest.mark.usefixtures("own_cache")]
 SIZES: dict[str, Any] = dict(max_num_seqs=3, max_model_len=256, max_num_batched_tokens=128)
 
 
-@pytest.mark.torch_npu
 def test_nothing_is_compiled_for_adapters(looping_llama: str, tmp_path: Path) -> None:
     made = [
         adapters.make(looping_llama, tmp_path / "a", 1, rank=4),

@@ -1,4 +1,4 @@
-"""On emulated cards: two ranks, whose collectives stand in captured programs. `hccl` is gloo, but not below torch_npu.
+"""On emulated cards: two ranks, whose collectives stand in captured programs. A Gaudi's `hccl` is gloo.
 
 Runs with VGS_DEVICE=hpu-emulated or ascend-emulated in a process of its own, like test_emulated.py.
 """
@@ -42,10 +42,7 @@ def self_test_of_collectives(worker: Any) -> bool:
     return bool(worker.self_test.passed(COLLECTIVES))
 
 
-UNIVERSAL = pytest.param("universal_draft, slem", marks=pytest.mark.torch_npu)
-
-
-@pytest.mark.parametrize("method", ["draft_model", UNIVERSAL, "eagle", "medusa"])
+@pytest.mark.parametrize("method", ["draft_model", "universal_draft, slem", "eagle", "medusa"])
 def test_a_whole_drafter_on_each_card(method: str, setup_of: Callable[[str], Setup], said: Said) -> None:
     """Memory is measured too: the largest steps, with their collectives, run on both before there is a KV cache."""
     given = setup_of(method)._replace(work=FEW)

@@ -4,7 +4,8 @@
     emulator.install(generation="gaudi2", lazy=True)
 
 From then on the process has `torch.hpu`, tensors on `torch.device("hpu")` and a `habana_frameworks` package. A process
-has one card. What only a Gaudi has stands in `gaudi/`.
+has one card. What only a Gaudi has stands in `gaudi/`. An Ascend NPU is emulated below the software of its vendor and
+has nothing of this but the report: `ascend/`.
 """
 
 from __future__ import annotations
@@ -18,7 +19,7 @@ if TYPE_CHECKING:
     import torch
 
     from vllm_gaudi_spec.emulator.ascend.cann.card import Card
-    from vllm_gaudi_spec.emulator.card import Device, Model
+    from vllm_gaudi_spec.emulator.card import Device
 
 _under_torch_npu: Card | None = None
 """The card below the vendor's own torch_npu, where that runs."""
@@ -28,6 +29,7 @@ __all__ = ["counted", "device", "install", "install_npu", "tag_kv"]
 
 def install(generation: str = "gaudi2", lazy: bool = True) -> None:
     """Change torch in this process so that it has a Gaudi. A second call may only ask for the same one."""
+    from vllm_gaudi_spec.emulator.card import DEVICE
     from vllm_gaudi_spec.emulator.gaudi import (
         accelerator,
         experts,
@@ -42,8 +44,14 @@ def install(generation: str = "gaudi2", lazy: bool = True) -> None:
 
     if generation not in MODELS:
         raise ValueError(f"generation is one of {', '.join(MODELS)}, not {generation!r}")
-    if not _configured(MODELS[generation], lazy):
+    if DEVICE.installed:
+        if (DEVICE.model, DEVICE.lazy) != (MODELS[generation], lazy):
+            raise RuntimeError(
+                f"this process already has a {DEVICE.generation} with lazy={DEVICE.lazy}; {generation} with "
+                f"lazy={lazy} needs a process of its own"
+            )
         return
+    DEVICE.configure(MODELS[generation], lazy)
     fused.register()
     experts.register()
     recomputing.register()
@@ -55,53 +63,18 @@ def install(generation: str = "gaudi2", lazy: bool = True) -> None:
     torch_parts.install()
 
 
-def install_npu(torch_npu: Path | None = None, cache: Path | None = None) -> None:
+def install_npu(torch_npu: Path, cache: Path) -> None:
     """Change torch in this process so that it has an Ascend NPU. A second call does nothing. `torch_npu`: a folder with
-    the vendor's own, which then runs over an emulated CANN that is compiled into `cache`."""
-    import torch
-
-    from vllm_gaudi_spec.emulator.card import DEVICE
-
+    Huawei's own, which then runs over an emulated CANN that is compiled into `cache`."""
     global _under_torch_npu
-    if torch_npu is not None:
-        assert cache is not None, "it is compiled into a folder"
-        if _under_torch_npu is None:
-            from vllm_gaudi_spec.emulator.ascend import cann
+    if _under_torch_npu is None:
+        from vllm_gaudi_spec.emulator.ascend import cann
 
-            _under_torch_npu = cann.install(torch_npu, cache)
-        return
-    if not DEVICE.installed:
-        torch.utils.rename_privateuse1_backend("npu")
-    from vllm_gaudi_spec.emulator.ascend import fused, host
-    from vllm_gaudi_spec.emulator.ascend import torch_npu as stand_in
-    from vllm_gaudi_spec.emulator.ascend.models import ASCEND_910B
-
-    if not _configured(ASCEND_910B, lazy=False):
-        return
-    fused.register()
-    module = stand_in.make_npu_module()
-    stand_in.enter_modules(module)
-    _enter(module)
-    host.install()
-
-
-def _configured(model: Model, lazy: bool) -> bool:
-    """Whether the card still has to be put in place."""
-    from vllm_gaudi_spec.emulator.card import DEVICE
-
-    if not DEVICE.installed:
-        DEVICE.configure(model, lazy)
-        return True
-    if (DEVICE.model, DEVICE.lazy) != (model, lazy):
-        raise RuntimeError(
-            f"this process already has a {DEVICE.generation} with lazy={DEVICE.lazy}; {model.name} with "
-            f"lazy={lazy} needs a process of its own"
-        )
-    return False
+        _under_torch_npu = cann.install(torch_npu, cache)
 
 
 def _enter(module: ModuleType) -> None:
-    """What every card needs of torch."""
+    """What a card needs of torch."""
     import os
 
     import torch
@@ -127,7 +100,7 @@ def counted() -> Device | Card:
 
 
 def device() -> Device:
-    """The process's card: settings, counters and reports."""
+    """The process's Gaudi: settings, counters and reports."""
     from vllm_gaudi_spec.emulator.card import DEVICE
 
     return DEVICE

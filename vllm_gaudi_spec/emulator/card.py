@@ -42,8 +42,6 @@ class Model:
     """The words of its software, for `nbytes` or `mib`."""
     e4m3_max: float
     """Values above it do not exist in float8_e4m3 on the card; torch's own type goes to 448."""
-    float64_on_host: bool
-    """Whether float64 is computed elsewhere, and slowly; else it is computed on the card, as float32."""
     lacks_dtypes: frozenset[torch.dtype]
     lacks: Callable[[str, str], bool]
     """Whether it has no kernel for an operation, by the names of its packet and of its overload."""
@@ -51,8 +49,6 @@ class Model:
     """Why an index below zero is refused."""
     counts_from_the_end: bool
     """Whether index -1 is the last row, and so on; it is counted."""
-    dies_without_memory: bool
-    """Whether a process is of no use once memory ended."""
     downloads_late: bool
     """Whether an event does not cover a download into memory that is not pinned."""
     queue: Callable[[Device], Queue]
@@ -225,7 +221,7 @@ class Device:
     def out_of_memory(self, what: str) -> NoReturn:
         """No process goes on after it on a Gaudi: vllm-gaudi merged and reverted a warm-up that tried (pull requests
         993 and 1078)."""
-        if self.hostile and self.model.dies_without_memory:
+        if self.hostile:
             self.blocked = f"this process ran out of memory before: {what}"
         raise torch.OutOfMemoryError(f"emulated {self.generation}: {what}")
 
@@ -282,16 +278,14 @@ class Device:
 
     # -- refusals and counted costs --
 
-    def host_read(self, what: str, nbytes: int = 0, waits: bool = True) -> None:
-        """A value goes to the host: cuts the pending graph, and waits for it unless it is fetched later."""
+    def host_read(self, what: str, nbytes: int = 0) -> None:
+        """A value goes to the host: cuts the pending graph."""
         self.refuse_in_capture(f"{what} reads a value on the host")
         step = self.counters.step
         step.host_reads += 1
         step.download_bytes += nbytes
         self.counters.event("device-to-host sync", what)
         self.implicit_marker(what)
-        if waits:
-            self.queue.waited()
 
     def dynamic(self, what: str) -> None:
         """The size of a result depends on values: it is read back on the host."""

@@ -1,4 +1,4 @@
-"""The collective backend `hccl` (Habana's and Huawei's have one name): gloo, on the values of the device tensors."""
+"""The collective backend `hccl` of a Gaudi: gloo, on the values of the device tensors."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ def _collective(info: OpInfo, args: Sequence[Any], kwargs: dict[str, Any]) -> An
         raise DeviceRefusal(device.blocked)
     if device.capture is not None:
         device.capture.check_collective(name)
-    if device.where.type == "hpu" and device.hostile:
+    if device.hostile:
         _check_on_a_gaudi(info, name, args)
     device.counters.step.collectives += 1
     device.implicit_marker(name)

@@ -53,7 +53,7 @@ def _upload(target: DeviceTensor, host: torch.Tensor) -> None:
 def copy_(info: OpInfo, args: Sequence[Any], kwargs: dict[str, Any]) -> Any:
     target, source = args[0], args[1]
     if not isinstance(target, DeviceTensor):
-        DEVICE.host_read("copy to the host", source.inner.nbytes, waits=len(args) < 3 or not args[2])
+        DEVICE.host_read("copy to the host", source.inner.nbytes)
         if DEVICE.compile_only:
             return garbage(target)
         if len(args) > 2 and args[2] and not target.is_pinned():
@@ -88,7 +88,7 @@ def _to_copy(info: OpInfo, args: Sequence[Any], kwargs: dict[str, Any]) -> Any:
     dtype = kwargs.get("dtype")
     if where is not None and torch.device(where).type != DEVICE.where.type:
         waits = not kwargs.get("non_blocking")
-        result = download("copy to the host", tensor, waits=waits)
+        result = download("copy to the host", tensor)
         if dtype is not None:
             result = result.to(dtype)
         # torch 2.11 may give it pinned memory here or not: its C++ was not read.

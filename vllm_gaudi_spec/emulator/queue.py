@@ -48,9 +48,6 @@ class Queue:
     def is_pending(self, tensor: QueuedTensor) -> bool:
         return False
 
-    def waited(self) -> None:
-        """The host waited for what was issued on the current stream."""
-
     def flush(self, cause: str) -> bool:
         """False when nothing was pending."""
         return False

@@ -1,5 +1,4 @@
-"""What `torch.hpu` and `torch.npu` have in common. Work is done when a call returns, so that streams and events only
-count."""
+"""What `torch.hpu` has as any accelerator. Work is done when a call returns, so that streams and events only count."""
 
 from __future__ import annotations
 

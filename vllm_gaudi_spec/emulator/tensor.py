@@ -236,7 +236,7 @@ def execute(info: OpInfo, args: Sequence[Any], kwargs: dict[str, Any], run: Call
         for item in results:
             if item.dtype is torch.int64:
                 check_range(item.inner, info.name)
-    if computes and (not compile_only or device.model.float64_on_host):
+    if computes and not compile_only:
         for item in new:
             if item.dtype is torch.float64:
                 wide(item, info.name)
@@ -388,11 +388,8 @@ def check_range(values: torch.Tensor, what: str) -> None:
 
 
 def wide(tensor: DeviceTensor, what: str) -> None:
-    """A float64 result: has the precision of the card, and cost what it costs there."""
+    """A float64 result: has the precision of the card."""
     DEVICE.counters.step.float64_ops += 1
-    if DEVICE.model.float64_on_host:
-        DEVICE.fallback(f"{what} in float64")
-        return
     DEVICE.counters.event("float64 computed as float32", what)
     kernels.through_float32(tensor.inner)
     if DEVICE.capture is not None:
@@ -426,8 +423,8 @@ def _account(info: OpInfo, args: Sequence[Any], kwargs: dict[str, Any], call: Op
         step.flops += info.flops(args, kwargs, results[0])
 
 
-def download(what: str, tensor: DeviceTensor, waits: bool = True) -> torch.Tensor:
-    DEVICE.host_read(what, tensor.inner.nbytes, waits)
+def download(what: str, tensor: DeviceTensor) -> torch.Tensor:
+    DEVICE.host_read(what, tensor.inner.nbytes)
     if DEVICE.compile_only:
         return garbage(torch.empty(tensor.shape, dtype=tensor.dtype))
     return real(tensor).clone()

@@ -71,8 +71,8 @@ EMULATOR = Variable(
 )
 TORCH_NPU = Variable(
     "VGS_TORCH_NPU",
-    "none",
-    "a folder with torch_npu: ascend-emulated runs it over an emulated CANN, in place of a stand-in for torch_npu",
+    "torch-npu in the Python environment",
+    "the folder with Huawei's torch_npu, which ascend-emulated runs over an emulated CANN",
 )
 TRUST_DRAFT_CODE = Variable(
     "VGS_TRUST_DRAFT_CODE", "0", "1 lets --trust-remote-code hold for the drafter's folder as well"
@@ -374,15 +374,15 @@ def hccl_expands_on_vector_cores() -> bool:
     return (HCCL_EXPANSION.value or "").upper() == "AIV"
 
 
-def torch_npu_folder() -> Path | None:
-    """Where the vendor's own torch_npu is, for the emulated NPU."""
-    return Path(TORCH_NPU.value).absolute() if TORCH_NPU.value else None
+def torch_npu_folder() -> Path:
+    """Where the vendor's own torch_npu is, for the emulated NPU. Not among the other packages: where it is installed,
+    `import torch` opens it, and fails without a card's software."""
+    return Path(TORCH_NPU.value).absolute() if TORCH_NPU.value else Path(sys.prefix, "torch-npu")
 
 
 def set_torch_npu_defaults() -> None:
     """Children get this process's path: theirs would import torch_npu with torch, before its libraries are there."""
-    if TORCH_NPU.value:
-        os.environ["TORCH_DEVICE_BACKEND_AUTOLOAD"] = "0"
+    os.environ["TORCH_DEVICE_BACKEND_AUTOLOAD"] = "0"
 
 
 def api_key() -> str | None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+import shutil
 import sys
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -27,6 +28,7 @@ from vllm_gaudi_spec.devices.ascend import errors, graphs
 from vllm_gaudi_spec.devices.ascend.graphs import Bounds, HostLengthsOperation, NpuCaptures
 from vllm_gaudi_spec.devices.base import Graphs, Memory
 from vllm_gaudi_spec.devices.common.stream_graphs import Graphed
+from vllm_gaudi_spec.emulator.ascend import cann
 from vllm_gaudi_spec.records import DECODE, PREFILL, Planned, Shape
 from vllm_gaudi_spec.runner.batch import make_batch
 from vllm_gaudi_spec.runner.requests import Requests
@@ -97,6 +99,19 @@ def test_without_torch_npu_the_refusal_names_what_to_do(monkeypatch: pytest.Monk
     monkeypatch.setitem(sys.modules, "torch_npu", None)
     with pytest.raises(UnsupportedConfigError, match=r"needs torch_npu and CANN.*set VGS_DEVICE to ascend-emulated"):
         ascend.make_backend()
+
+
+def test_the_emulated_one_names_what_it_needs(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """torch_npu, and a compiler of C++ for what is below it."""
+    with pytest.raises(UnsupportedConfigError, match=rf"which is not in {tmp_path}; pip install --no-deps --target "):
+        cann.install(tmp_path, tmp_path / "cache")
+    header = tmp_path / "torch_npu" / "include" / "acl" / "acl_rt.h"
+    header.parent.mkdir(parents=True)
+    header.touch()
+    monkeypatch.setattr(shutil, "which", lambda name: None)
+    with pytest.raises(UnsupportedConfigError, match=r"needs g\+\+: apt install g\+\+"):
+        cann.install(tmp_path, tmp_path / "cache")
+    assert "torch_npu" not in sys.modules
 
 
 # --- what it refuses ---

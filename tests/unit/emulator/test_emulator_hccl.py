@@ -1,4 +1,4 @@
-"""Collectives of the emulated cards, over gloo."""
+"""Collectives of the emulated Gaudi, over gloo."""
 
 from __future__ import annotations
 
@@ -13,27 +13,23 @@ import torch.multiprocessing as mp
 from vllm_gaudi_spec import emulator
 
 
-def work(rank: int, world: int, path: str, device: str) -> None:
+def work(rank: int, world: int, path: str) -> None:
     torch.set_num_threads(1)
-    if device == "hpu":
-        emulator.install()
-    else:
-        emulator.install_npu()
-        torch.npu.set_device(rank)
+    emulator.install()
     card = emulator.device()
     dist.init_process_group("hccl", rank=rank, world_size=world, init_method=f"file://{path}")
     try:
         with torch.inference_mode():
-            if device == "hpu":
-                what_a_gaudi_refuses(card, world)
-                through_our_communicator(rank, world)
-            collectives(rank, world, device)
-            inside_an_hpu_graph(card, world) if device == "hpu" else inside_an_npu_graph(world)
+            what_a_gaudi_refuses(card, world)
+            through_our_communicator(rank, world)
+            collectives(rank, world)
+            inside_an_hpu_graph(card, world)
     finally:
         dist.destroy_process_group()
 
 
-def collectives(rank: int, world: int, device: str) -> None:
+def collectives(rank: int, world: int) -> None:
+    device = "hpu"
     x = torch.full((world,), float(rank + 1)).to(device)
     every = [float(other + 1) for other in range(world)]
     total = x.clone()
@@ -129,26 +125,6 @@ def inside_an_hpu_graph(card: Any, world: int) -> None:
     assert card.counters.implicit_markers == before + 1
 
 
-def inside_an_npu_graph(world: int) -> None:
-    x = torch.zeros(1, device="npu")
-    assert x.device.index == torch.npu.current_device() == dist.get_rank()
-    graph = torch.npu.NPUGraph()
-    with torch.npu.graph(graph):
-        y = x + 1
-        dist.all_reduce(y)
-        y = y * 2
-    for value in (0, 1):
-        x.fill_(value)
-        graph.replay()
-        assert y.item() == 2.0 * world * (value + 1)
-    graph.reset()  # as above
-
-
 @pytest.mark.parametrize("world", [1, 2])
 def test_l11_n01_n02_n03_n04_n05_n07_collectives_of_gaudis(tmp_path: Path, world: int) -> None:
-    mp.spawn(work, (world, str(tmp_path / "store"), "hpu"), nprocs=world)
-
-
-@pytest.mark.parametrize(("device", "world"), [("npu", 2)])
-def test_collectives(tmp_path: Path, device: str, world: int) -> None:
-    mp.spawn(work, (world, str(tmp_path / "store"), device), nprocs=world)
+    mp.spawn(work, (world, str(tmp_path / "store")), nprocs=world)

@@ -41,8 +41,13 @@ def test_full_tests_run_where_they_belong(file: Path) -> None:
             assert (environment["VGS_DEVICE"], environment["PT_HPU_LAZY_MODE"]) == (device, "0" if mode else "1")
 
 
+def test_those_of_the_emulated_cann_run_there() -> None:
+    assert {job.device for job in JOBS if job.file.parent.name == "emulated_cann"} == {"ascend-emulated"}
+
+
 def test_all_others_run_on_the_device_that_is_chosen() -> None:
-    assert {job.device for job in JOBS if job.file not in FULL_TESTS} == {None}
+    named = {*FULL_TESTS, *(verify.ROOT / "tests" / "emulated_cann").glob("test_*.py")}
+    assert {job.device for job in JOBS if job.file not in named} == {None}
 
 
 def test_what_runs_beside_other_releases_has_a_python_and_an_environment_of_its_own(

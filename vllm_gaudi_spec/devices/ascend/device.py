@@ -70,9 +70,9 @@ def torch_npu() -> Any:
         ) from error
 
 
-if choose_device() == "ascend-emulated":
-    environment.set_torch_npu_defaults()
-    emulator.install_npu(environment.torch_npu_folder(), environment.cache_folder())
 # Where it is missing or broken, the backend refuses when it is made.
 with suppress(UnsupportedConfigError):
+    if choose_device() == "ascend-emulated":
+        environment.set_torch_npu_defaults()
+        emulator.install_npu(environment.torch_npu_folder(), environment.cache_folder())
     torch_npu()

@@ -8,7 +8,7 @@ import torch
 
 from vllm_gaudi_spec import emulator, environment
 
-# Before the import: the emulator puts a `torch_npu` in place. The platform has done so where there is one.
+# Before the import: the emulator puts CANN in place. The platform has done so where there is one.
 environment.set_torch_npu_defaults()
 emulator.install_npu(environment.torch_npu_folder(), environment.cache_folder())
 

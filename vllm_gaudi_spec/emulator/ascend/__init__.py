@@ -1,1 +1,1 @@
-"""What is Ascend's own: NPU graphs with their task groups, streams, and torch_npu with its fused operations."""
+"""An emulated CANN: what is below Huawei's own torch_npu."""

@@ -41,14 +41,12 @@ def _model(name: str, memory: int, e4m3_max: float) -> Model:
         # As in the calibration guide of vllm-gaudi, for a tensor.
         out_of_memory="[Rank:0] FATAL ERROR :: MODULE:PT_DEVMEM Allocation failed for size::{nbytes} ({mib})MB",
         e4m3_max=e4m3_max,
-        float64_on_host=False,
         lacks_dtypes=_NO_DTYPES,
         lacks=_lacks,
         negative_index="negative indices are disabled on this device",
         # A card takes them: vllm-gaudi pads with -1 in every step. In our own code one is a mistake: tests/vendor alone
         # lets them pass.
         counts_from_the_end=False,
-        dies_without_memory=True,
         downloads_late=True,
         queue=LazyGraph,
     )

@@ -131,7 +131,7 @@ struct Attention {
       }
       start += count;
       if (count == 0) continue;
-      if (length == 0) {
+      if (length <= 0) {
         target.zero_();
         continue;
       }
