@@ -198,6 +198,18 @@ def run_without_memory(acl: Acl) -> None:
     acl("aclmdlRIExecuteAsync", graph, acl.stream())
 
 
+def run_without_memory_of_an_update(acl: Acl) -> None:
+    graph, group = acl.group()
+    size, stream = ctypes.c_size_t(64), acl.stream()
+    memory = acl.made("aclrtMalloc", size, 0)
+    with acl.without_computing():
+        acl("aclmdlRICaptureTaskUpdateBegin", stream, group)
+        acl("aclrtMemsetAsync", memory, size, 0, size, stream)
+        acl("aclmdlRICaptureTaskUpdateEnd", stream)
+    acl("aclrtFree", memory)
+    acl("aclmdlRIExecuteAsync", graph, stream)
+
+
 def no_join(acl: Acl) -> None:
     with acl.capturing() as stream:
         side = acl.stream()
@@ -351,6 +363,10 @@ REFUSED: dict[str, tuple[Callable[[Acl], Any], str]] = {
     ),
     "a run beside an update": (run_beside_an_update, "did not wait for the last update of its tasks"),
     "a run whose memory is gone": (run_without_memory, "memory that memsetAsync uses was given back"),
+    "a run whose update's memory is gone": (
+        run_without_memory_of_an_update,
+        "memory that memsetAsync uses was given back",
+    ),
     "a stream that is not joined": (no_join, "a stream was not joined again"),
     "a join that comes too early": (join_before_the_last_operation, "a stream was not joined again"),
     "a join to what is not joined": (join_to_a_stream_that_is_not_joined, "a stream was not joined again"),

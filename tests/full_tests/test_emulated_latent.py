@@ -1,4 +1,4 @@
-"""On the emulated Gaudi: latent attention and experts say what transformers says, with all programs made in warm-up."""
+"""On emulated cards: latent attention and experts say what transformers says, with all programs made in warm-up."""
 
 from collections.abc import Callable
 from typing import Any
@@ -26,7 +26,7 @@ SIZES: dict[str, Any] = dict(max_num_seqs=4, max_model_len=512, max_num_batched_
     ],
 )
 def test_greedy_tokens_are_those_of_transformers(family: str, tiny: Callable[[str], str]) -> None:
-    assert describe_device()["device"] == "hpu-emulated"
+    assert describe_device()["device"].endswith("-emulated")
     # Within a block, over a block's end, and in two chunks of which the second reads the first; the last two share it.
     prompts = random_prompts([5, 120, 300], VOCAB)
     prompts.append(prompts[-1][:290] + prompts[0])

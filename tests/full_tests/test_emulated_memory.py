@@ -31,9 +31,9 @@ SIZES: dict[str, Any] = dict(max_num_seqs=2, max_model_len=256, max_num_batched_
 
 @pytest.fixture
 def card(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Iterator[Any]:
+    load_backend()  # puts the card in place, from the cache of before: what is below torch_npu is compiled into it
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
     monkeypatch.setenv("VGS_SELF_TEST", "0")  # which wants more memory than this
-    load_backend()  # puts the card in place
     yield emulator.counted()
     # An engine that did not start leaves its groups of ranks, and the next one may need others.
     destroy_model_parallel()
