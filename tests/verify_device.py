@@ -256,7 +256,10 @@ def number(value: float | None) -> str:
 
 
 def environment(device: str) -> dict[str, str]:
-    return {**os.environ, "VGS_DEVICE": device, "PT_HPU_LAZY_MODE": "1"}
+    found = {**os.environ, "VGS_DEVICE": device, "PT_HPU_LAZY_MODE": "1"}
+    if device.endswith("-emulated"):  # on a card's machine torch would open the card
+        found["TORCH_DEVICE_BACKEND_AUTOLOAD"] = "0"
+    return found
 
 
 def run_test(name: str, device: str, log: Path) -> dict[str, Any]:

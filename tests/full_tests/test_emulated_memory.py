@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 from vllm.distributed import destroy_distributed_environment, destroy_model_parallel
 
 from tests.full_tests.captured import captured, programs_are_the_manifest
@@ -45,7 +46,10 @@ def start(model: str, **options: Any) -> Any:
 
 
 def shrink(card: Any, monkeypatch: pytest.MonkeyPatch, num_bytes: int) -> None:
-    """To what is in use, and so much more. Each start is one of a new process, which nothing ended yet."""
+    """To what is in use, and so much more. Each start is one of a new process, which nothing ended yet, and whose
+    allocator keeps nothing."""
+    gc.collect()
+    getattr(torch, load_backend().traits.torch_device.type).empty_cache()
     monkeypatch.setattr(card, "blocked", None, raising=False)
     monkeypatch.setattr(card, "memory_limit", card.in_use + card.graph_bytes + num_bytes)
 

@@ -10,6 +10,7 @@ import platform
 import sys
 from collections.abc import Callable
 from importlib.metadata import version
+from importlib.util import find_spec
 from pathlib import Path
 from typing import NamedTuple
 
@@ -375,9 +376,14 @@ def hccl_expands_on_vector_cores() -> bool:
 
 
 def torch_npu_folder() -> Path:
-    """Where the vendor's own torch_npu is, for the emulated NPU. Not among the other packages: where it is installed,
-    `import torch` opens it, and fails without a card's software."""
-    return Path(TORCH_NPU.value).absolute() if TORCH_NPU.value else Path(sys.prefix, "torch-npu")
+    """Where the vendor's own torch_npu is, for the emulated NPU. Not among the other packages, but on a card's machine:
+    where it is installed, `import torch` opens it, and fails without a card's software."""
+    if TORCH_NPU.value:
+        return Path(TORCH_NPU.value).absolute()
+    installed = find_spec("torch_npu")  # which imports nothing
+    if installed is not None and installed.origin is not None:
+        return Path(installed.origin).parents[1]
+    return Path(sys.prefix, "torch-npu")
 
 
 def set_torch_npu_defaults() -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib
 import re
 import shutil
 import sys
@@ -18,7 +19,7 @@ import torch
 
 from tests.support.fakes import HostBackend, cached, new_request, step
 from tests.unit.test_config import backend_of, engine_config, here
-from vllm_gaudi_spec import devices, refusals
+from vllm_gaudi_spec import devices, environment, refusals
 from vllm_gaudi_spec.attention.metadata import AttentionCall, AttentionLayerSpec, rectangle
 from vllm_gaudi_spec.config import Options, UnsupportedConfigError
 from vllm_gaudi_spec.devices.ascend import attention as ascend_attention
@@ -112,6 +113,19 @@ def test_the_emulated_one_names_what_it_needs(tmp_path: Path, monkeypatch: pytes
     with pytest.raises(UnsupportedConfigError, match=r"needs g\+\+: apt install g\+\+"):
         cann.install(tmp_path, tmp_path / "cache")
     assert "torch_npu" not in sys.modules
+
+
+def test_where_the_emulated_one_finds_torch_npu(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """On a card's machine, the one that is installed."""
+    monkeypatch.delenv("VGS_TORCH_NPU", raising=False)
+    monkeypatch.setattr(sys, "path", [str(tmp_path)])
+    assert environment.torch_npu_folder() == Path(sys.prefix, "torch-npu")
+    (tmp_path / "torch_npu").mkdir()
+    (tmp_path / "torch_npu" / "__init__.py").touch()
+    importlib.invalidate_caches()
+    assert environment.torch_npu_folder() == tmp_path
+    monkeypatch.setenv("VGS_TORCH_NPU", "/elsewhere")
+    assert environment.torch_npu_folder() == Path("/elsewhere")
 
 
 # --- what it refuses ---
