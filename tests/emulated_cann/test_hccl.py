@@ -180,6 +180,7 @@ atexit.register(worker._at_exit, weakref.ref(own))
 """
 
 
+@pytest.mark.slow  # half a minute, of which vLLM's imports are most
 def test_groups_are_left_before_torch_npu_takes_them_away(tmp_path: Path) -> None:
     script = AT_EXIT.replace("FILE", str(tmp_path / "ranks"))
     done = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, check=True, timeout=300)
