@@ -130,15 +130,14 @@ browser: $(VENV)/.stamp  ## find a Chromium, or install one through apt (root): 
 
 .PHONY: test
 test: $(VENV)/.stamp-dev  ## unit tests and one full test per promise
-	@echo "[1/5] unit tests"
+	@echo "[1/4] unit tests"
 	@$(BIN)/pytest -n auto -m "not slow" tests/unit
-	@echo "[2/5] full tests: real engines, two at a time; the tests of a file share theirs"
+	@echo "[2/4] full tests: real engines, two at a time; the tests of a file share theirs"
 	@$(BIN)/pytest -n 2 --dist loadfile tests/full_tests -m "not slow and not emulated and not ascend and not cuda" --durations=10 -v
-	@echo "[3/5] the emulated Gaudi"
-	@$(ON_GAUDI) $(BIN)/pytest -n 2 --dist loadfile tests/full_tests -m "not slow and emulated" --durations=5 -v
-	@echo "[4/5] the emulated Gaudi in compiled mode"
-	@$(ON_GAUDI) PT_HPU_LAZY_MODE=0 $(BIN)/pytest tests/full_tests/test_emulated_tasks.py -m "not slow" -v
-	@echo "[5/5] the emulated Ascend NPU: Huawei's torch_npu over an emulated CANN"
+	@echo "[3/4] the emulated Gaudi"
+	@$(ON_GAUDI) $(BIN)/pytest -n 2 --dist loadfile --no-loadscope-reorder tests/full_tests -m "not slow and emulated" \
+		--durations=5 -v
+	@echo "[4/4] the emulated Ascend NPU: Huawei's torch_npu over an emulated CANN"
 	@$(ON_ASCEND) $(BIN)/pytest -n 2 --dist loadfile tests/emulated_cann -m "not slow" --durations=5
 	@$(ON_ASCEND) $(BIN)/pytest -n 2 --dist loadfile tests/full_tests -m "not slow and (every_card or ascend)" --durations=5 -v
 

@@ -7,7 +7,9 @@ only where this script made it: a folder with anything else in it stays, and the
 """
 
 import argparse
+import fcntl
 import hashlib
+import os
 import shutil
 import subprocess
 import sys
@@ -37,23 +39,30 @@ def main() -> int:
     parser.add_argument("what", choices=["card", "clients", "docs", "vllm-ascend", "vllm-gaudi", "optimum-habana"])
     parser.add_argument("folder", type=Path)
     options = parser.parse_args()
-    stamp, wanted = options.folder / "made-of", contents(options.what)
+    options.folder.parent.mkdir(parents=True, exist_ok=True)
+    # Held until this process ends: two that make the same one would remove each other's work.
+    fcntl.flock(os.open(options.folder.parent, os.O_RDONLY), fcntl.LOCK_EX)
+    return make(options.what, options.folder)
+
+
+def make(what: str, folder: Path) -> int:
+    stamp, wanted = folder / "made-of", contents(what)
     if stamp.is_file() and stamp.read_text() == wanted:
         return 0
-    if not stamp.is_file() and options.folder.exists() and not is_empty_folder(options.folder):
+    if not stamp.is_file() and folder.exists() and not is_empty_folder(folder):
         print(
-            f"error: {options.folder} was not made by this script, so it stays; name another folder, or remove it",
+            f"error: {folder} was not made by this script, so it stays; name another folder, or remove it",
             file=sys.stderr,
         )
         return 2
-    shutil.rmtree(options.folder, ignore_errors=True)
-    print(f"{options.folder}: an environment for {options.what}, once; needs a package index", flush=True)
+    shutil.rmtree(folder, ignore_errors=True)
+    print(f"{folder}: an environment for {what}, once; needs a package index", flush=True)
     # First of all, so that what an interrupted run leaves is known as this script's.
-    options.folder.mkdir(parents=True)
+    folder.mkdir(parents=True)
     stamp.write_text("unfinished")
-    subprocess.run([sys.executable, "-m", "venv", *ON_TOP.get(options.what, []), str(options.folder)], check=True)
-    python = str(options.folder / "bin" / "python")
-    status = subprocess.run([python, str(HERE / "install.py"), options.what], check=False).returncode
+    subprocess.run([sys.executable, "-m", "venv", *ON_TOP.get(what, []), str(folder)], check=True)
+    python = str(folder / "bin" / "python")
+    status = subprocess.run([python, str(HERE / "install.py"), what], check=False).returncode
     if status == 0:
         stamp.write_text(wanted)
     return status

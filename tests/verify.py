@@ -26,6 +26,7 @@ SECONDS_PER_TEST = 3600
 GAUDI, COMPILED, NPU = "hpu-emulated", "hpu-emulated, compiled", "ascend-emulated"
 # Full tests whose files' names begin so need devices of their own; the first that fits counts.
 DEVICES = {
+    "test_emulated_compiled": (GAUDI,),
     "test_emulated_fp8": (GAUDI,),
     "test_emulated_memory": (GAUDI, NPU),
     "test_emulated_recurrent": (GAUDI,),

@@ -12,7 +12,7 @@ from vllm_gaudi_spec.tools.report import record
 
 pytestmark = pytest.mark.emulated
 
-# Its demo model is tiny: seconds in lazy mode, two minutes in compiled mode.
+# Its demo model is tiny: seconds.
 QUICK = ("medusa",)
 
 
@@ -21,11 +21,17 @@ QUICK = ("medusa",)
     [pytest.param(task, marks=() if task in QUICK else pytest.mark.slow) for task in TASKS],
 )
 def test_a_task(task: str, tmp_path: Path) -> None:
+    check_task(task, tmp_path)
+
+
+def check_task(task: str, tmp_path: Path, **variables: str) -> None:
+    """`variables`: of the script's environment."""
     file = tmp_path / "report.json"
     status, said = script(
         *("--task", task, "--osl", "24", "--batch_size", "2", "--num_spec_tokens", "3", "--num_warmups", "0"),
         *(("--run_base",) if task != "baseline" else ()),
         *("--json", str(file)),
+        **variables,
     )
     assert status == 0, said
     assert record.read(file)["device"]["device"] == requested_device()

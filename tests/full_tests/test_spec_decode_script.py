@@ -34,11 +34,12 @@ REPORTED = {
 }
 
 
-def script(*options: str) -> tuple[int, str]:
-    """Exit status, and all that was printed."""
+def script(*options: str, **variables: str) -> tuple[int, str]:
+    """Exit status, and all that was printed. `variables`: of the environment, in place of this process's."""
     command = [sys.executable, str(SCRIPT), *options]
     # The engine in its own process, as users have it.
     environment = {name: value for name, value in os.environ.items() if name != "VLLM_ENABLE_V1_MULTIPROCESSING"}
+    environment |= variables
     done = subprocess.run(
         command, env=environment, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True, timeout=500
     )

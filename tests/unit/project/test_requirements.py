@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import ast
+import fcntl
 import inspect
+import os
 import re
 import shutil
 import subprocess
@@ -82,7 +84,7 @@ def test_nobody_else_installs_without_a_hash(path: str) -> None:
         assert "--require-hashes" in command or "--editable" in command, command.strip()
 
 
-def make_environment(folder: Path) -> subprocess.CompletedProcess[str]:
+def command_to_make(folder: Path) -> list[str]:
     """With an interpreter that makes and installs nothing."""
     script = ROOT / "requirements" / "environment.py"
     code = (
@@ -90,8 +92,11 @@ def make_environment(folder: Path) -> subprocess.CompletedProcess[str]:
         "subprocess.run = lambda *_, **__: subprocess.CompletedProcess([], 3);"
         f"runpy.run_path({str(script)!r}, run_name='__main__')"
     )
-    command = [sys.executable, "-c", code, "-", "card", str(folder)]
-    return subprocess.run(command, capture_output=True, text=True, check=False)
+    return [sys.executable, "-c", code, "-", "card", str(folder)]
+
+
+def make_environment(folder: Path) -> subprocess.CompletedProcess[str]:
+    return subprocess.run(command_to_make(folder), capture_output=True, text=True, check=False)
 
 
 def test_an_environment_is_never_made_over_somebodys_folder(tmp_path: Path) -> None:
@@ -110,6 +115,18 @@ def test_an_environment_is_made_in_an_empty_folder_and_over_an_older_one(tmp_pat
         assert make_environment(folder).returncode == 3
         assert [path.name for path in folder.iterdir()] == ["made-of"], "known as ours when it is interrupted"
         (folder / "old.txt").touch()
+
+
+def test_an_environment_is_made_by_one_process_at_a_time(tmp_path: Path) -> None:
+    folder = tmp_path / "environment"
+    other = os.open(tmp_path, os.O_RDONLY)
+    fcntl.flock(other, fcntl.LOCK_EX)
+    with subprocess.Popen(command_to_make(folder), stdout=subprocess.DEVNULL) as waiting:
+        with pytest.raises(subprocess.TimeoutExpired):
+            waiting.wait(timeout=1)
+        assert not folder.exists()
+        os.close(other)
+        assert waiting.wait(timeout=60) == 3
 
 
 def test_the_makefile_does_not_touch_a_cards_environment(tmp_path: Path) -> None:
