@@ -110,9 +110,9 @@ class Packed(NamedTuple):
 
 
 class Spans(NamedTuple):
-    """Positions whose tokens see each other in both directions, as those of an image do for some models: whatever a
-    mask says, a query of one sees all keys of it. None is longer than a window, and keys of the whole are written
-    when its queries attend."""
+    """Positions whose tokens see each other in both directions, as those of an image do for some models: a query of
+    one sees all its keys, later ones too. None is longer than a window, and all keys are written before its queries
+    attend."""
 
     rows_S: torch.Tensor
     """int64: the row of the batch."""
