@@ -878,8 +878,8 @@ MULTIMODAL: dict[str, Recipe] = {
                 query_pre_attn_scalar=32,
                 tie_word_embeddings=True,
             ),
-            vision_config=dict(**VISION, model_type="siglip_vision_model", image_size=28, patch_size=14),
-            mm_tokens_per_image=4,
+            vision_config=dict(**VISION, model_type="siglip_vision_model", image_size=42, patch_size=14),
+            mm_tokens_per_image=9,
             image_token_index=300,
             boi_token_index=301,
             eoi_token_index=302,
@@ -987,10 +987,11 @@ MULTIMODAL: dict[str, Recipe] = {
 _WITHOUT_VISION = ("smolvlm", "qwen2-audio")
 MULTIMODAL = {name: replace(recipe, vision=name not in _WITHOUT_VISION) for name, recipe in MULTIMODAL.items()}
 MULTIMODAL |= {f"{name}-images": replace(MULTIMODAL[name], images=name) for name in PROCESSORS} | {
-    # Borders of chunks lie within images. Qwen3-VL adds to states of image tokens in its first layers too.
+    # Borders of chunks lie within images, but for those of Gemma, of which a chunk has all or nothing. Qwen3-VL adds to
+    # states of image tokens in its first layers too.
     **{
         f"{name}-images@chunks": replace(MULTIMODAL[name], images=name, engine=dict(max_num_batched_tokens=16))
-        for name in ("qwen2.5-vl", "qwen3-vl", "mistral3")
+        for name in ("qwen2.5-vl", "qwen3-vl", "mistral3", "gemma3-mm")
     },
     # Less KV than the prompts and answers take, so that a request waits, and its images are encoded again.
     "qwen2.5-vl-images@busy": replace(

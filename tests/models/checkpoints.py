@@ -95,7 +95,7 @@ def write(recipe: Recipe, folder: Path) -> None:
     else:
         answers = reference(model)
         (folder / REFERENCE).write_text(json.dumps(answers))
-        write_drafter(answers, folder, tiny_models.byte_tokenizer())
+        write_drafter(answers, folder)
         rounding = None if recipe.format is None else formats.FORMATS[recipe.format].activations
         on_gaudi2 = formats.FP8_TOKENS_GAUDI2 if rounding is formats.FP8_TOKENS else None
         for name, rounds in ((ROUNDED, rounding), (ROUNDED_GAUDI2, on_gaudi2)):
@@ -167,9 +167,10 @@ def cycles(size: int) -> torch.Tensor:
     return following
 
 
-def write_drafter(answers: dict[str, Any], folder: Path, tokenizer: transformers.PreTrainedTokenizerFast) -> None:
+def write_drafter(answers: dict[str, Any], folder: Path) -> None:
     drafter(answers).save_pretrained(folder / DRAFTER)
-    tokenizer.save_pretrained(folder / DRAFTER)
+    # As programs load the target's: the classes of some models add tokens to what its file has.
+    transformers.AutoTokenizer.from_pretrained(folder).save_pretrained(folder / DRAFTER)
 
 
 @torch.no_grad()

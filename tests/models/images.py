@@ -98,23 +98,45 @@ def _pixtral(tokenizer: PreTrainedTokenizerFast) -> ProcessorMixin:
     )
 
 
-def _internvl(tokenizer: PreTrainedTokenizerFast) -> ProcessorMixin:
+def _with_names(tokenizer: PreTrainedTokenizerFast, named: dict[str, str]) -> PreTrainedTokenizerFast:
+    """One whose attributes name special tokens, as processors ask for them."""
     import transformers
 
-    tokenizer.add_special_tokens({"additional_special_tokens": ["<IMG_CONTEXT>", "<img>", "</img>", "<video>"]})
-    named = dict(start_image="<img>", end_image="</img>", context_image="<IMG_CONTEXT>", video="<video>")
-    tokenizer = transformers.PreTrainedTokenizerFast(
+    return transformers.PreTrainedTokenizerFast(
         tokenizer_object=tokenizer.backend_tokenizer,
         bos_token=tokenizer.bos_token,
         eos_token=tokenizer.eos_token,
         chat_template=tokenizer.chat_template,
         extra_special_tokens={f"{name}_token": word for name, word in named.items()},
     )
+
+
+def _internvl(tokenizer: PreTrainedTokenizerFast) -> ProcessorMixin:
+    import transformers
+
+    tokenizer.add_special_tokens({"additional_special_tokens": ["<IMG_CONTEXT>", "<img>", "</img>", "<video>"]})
+    named = dict(start_image="<img>", end_image="</img>", context_image="<IMG_CONTEXT>", video="<video>")
+    tokenizer = _with_names(tokenizer, named)
     return transformers.InternVLProcessor(
         image_processor=transformers.GotOcr2ImageProcessor(size={"height": 28, "width": 28}, crop_to_patches=False),
         video_processor=transformers.InternVLVideoProcessor(size={"height": 28, "width": 28}),
         tokenizer=tokenizer,
         image_seq_length=1,
+    )
+
+
+def _gemma3(tokenizer: PreTrainedTokenizerFast) -> ProcessorMixin:
+    import transformers
+
+    named = dict(image="<image_soft_token>", boi="<start_of_image>", eoi="<end_of_image>")
+    tokenizer.add_special_tokens({"additional_special_tokens": list(named.values())})
+    # The words around an image end in line breaks, which vLLM joins to those of the text, by the tokens of Gemma's own.
+    tokenizer.add_tokens(["\n" * count for count in range(1, 5)])
+    tokenizer = _with_names(tokenizer, named)
+    return transformers.Gemma3Processor(
+        image_processor=transformers.Gemma3ImageProcessor(size={"height": 42, "width": 42}),
+        tokenizer=tokenizer,
+        image_seq_length=9,
     )
 
 
@@ -126,9 +148,11 @@ PROCESSORS: dict[str, tuple[str, Callable[[PreTrainedTokenizerFast], ProcessorMi
     "llava": ("<image>", _llava),
     "mistral3": ("[IMG]", _pixtral),
     "internvl": ("<IMG_CONTEXT>", _internvl),
+    "gemma3-mm": ("<start_of_image>", _gemma3),
 }
 """By model: what stands for an image in a prompt, and its processor."""
-PUBLISHED_NAMES = {"llava": (r"^(model\.)?vision_tower\.", "vision_tower.vision_model.")}
+_TOWER = (r"^(model\.)?vision_tower\.", "vision_tower.vision_model.")
+PUBLISHED_NAMES = {"llava": _TOWER, "gemma3-mm": _TOWER}
 """Weights whose names transformers changes when it reads a published checkpoint, and keeps when it writes."""
 FIRST_SPECIAL = 300
 """The first of the tokens that the recipes' configurations name."""
@@ -162,7 +186,7 @@ def make(case: str, folder: Path) -> None:
     processor.save_pretrained(folder)
     answers = reference(model, processor, words)
     (folder / checkpoints.REFERENCE).write_text(json.dumps(answers))
-    checkpoints.write_drafter(answers, folder, tokenizer)
+    checkpoints.write_drafter(answers, folder)
 
 
 def reference(model: Any, processor: Any, words: str) -> dict[str, Any]:

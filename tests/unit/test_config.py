@@ -505,7 +505,8 @@ def test_a_scheduler_of_the_users_derives_from_ours(name: Any, tmp_path: Path) -
     [
         ({}, None),
         ({"traits.captures": True}, "Images, audio and video are not served on a device yet, only on a CPU"),
-        ({"model.is_mm_prefix_lm": True}, "see each other in both directions"),
+        ({"model.is_mm_prefix_lm": True}, "see each other in both directions are supported for gemma3"),
+        ({"model.is_mm_prefix_lm": True, "model.hf_config": SimpleNamespace(model_type="gemma3")}, None),
         ({"model.is_multimodal_raw_input_only_model": True}, "without tokens"),
         ({"model.runner_type": "pooling"}, "for pooling models"),
         ({"model.is_hybrid": True}, "beside recurrent layers"),
@@ -524,6 +525,7 @@ def test_images_that_would_not_work_are_refused(changed: dict[str, Any], refused
         is_multimodal_raw_input_only_model=False,
         is_hybrid=False,
         runner_type="generate",
+        hf_config=SimpleNamespace(model_type="paligemma"),
         get_multimodal_config=lambda: media,
     )
     parallel, traits = SimpleNamespace(data_parallel_size=1), SimpleNamespace(captures=False, name="a device")

@@ -109,6 +109,19 @@ class Packed(NamedTuple):
         return states.new_zeros(num_positions, *states.shape[1:]).index_copy_(0, self.index_T, states)
 
 
+class Spans(NamedTuple):
+    """Positions whose tokens see each other in both directions, as those of an image do for some models: a query of
+    one sees all its keys, later ones too. None is longer than a window, and all keys are written before its queries
+    attend."""
+
+    rows_S: torch.Tensor
+    """int64: the row of the batch."""
+    firsts_S: torch.Tensor
+    """int32: the position of the first token, which may have been computed earlier,"""
+    lasts_S: torch.Tensor
+    """and of the last."""
+
+
 @dataclass(slots=True, kw_only=True)
 class AttentionCall:
     """A rectangle of B rows with Q queries each over paged KV; prefill and decode alike.
@@ -130,6 +143,8 @@ class AttentionCall:
     host_lengths_B: torch.Tensor | None = None
     """int32, on the host, for backends that need it: an upper bound of the keys that a row's queries see. `starts_B`
     has the exact numbers."""
+    spans: Spans | None = None
+    """Of prompts alone: a decode's tokens are text."""
     _plans: dict[Any, Any] = field(default_factory=dict)
 
     def plan(self, key: Any, build: Callable[[], Any]) -> Any:
@@ -183,6 +198,8 @@ class MultimodalInputs(NamedTuple):
     """int64: positions for rotary embeddings, where any are not those of the tokens."""
     offset_B: torch.Tensor | None = None
     """int64, of a decode: the same as a difference, since all dimensions of a position are alike there."""
+    spans: Spans | None = None
+    """For models whose images are seen in both directions."""
 
     def rotary(self, positions_T: torch.Tensor) -> torch.Tensor | None:
         if self.offset_B is None:
@@ -230,6 +247,12 @@ class Inputs:
             return torch.ones_like(self.token_ids_T, dtype=torch.bool)
         offsets_Q = torch.arange(call.num_queries, dtype=torch.int32, device=self.num_real_B.device)
         return (offsets_Q < self.num_real_B[:, None]).flatten()
+
+    def with_media(self, multimodal: MultimodalInputs) -> Inputs:
+        calls = self.calls
+        if multimodal.spans is not None:
+            calls = tuple(replace(call, spans=multimodal.spans, _plans={}) for call in calls)
+        return replace(self, multimodal=multimodal, rotary=multimodal.rotary(self.positions_T), calls=calls)
 
     def pack(self, packed: Packed) -> Inputs:
         """Of the real tokens alone."""

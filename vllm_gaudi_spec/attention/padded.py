@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import torch
 
-from vllm_gaudi_spec.attention.metadata import AttentionCall, AttentionLayerSpec
+from vllm_gaudi_spec.attention.metadata import AttentionCall, AttentionLayerSpec, Spans
 from vllm_gaudi_spec.attention.operations import PLAIN, Matmul, Operations, VLLMKVCache
 
 # The score of a key that a query may not read. Finite, since inf - inf is nan where a query sees no key at all.
@@ -65,7 +65,18 @@ def gather_rows(blocks_NSKD: torch.Tensor, table_BW: torch.Tensor, cache: VLLMKV
 
 def visible(call: AttentionCall, spec: AttentionLayerSpec) -> torch.Tensor:
     """bool [B, Q, W * S]: which keys of its table a query may read."""
-    return in_reach(_key_positions(call, spec), query_positions(call.starts_B, call.num_queries), spec)
+    keys, queries = _key_positions(call, spec), query_positions(call.starts_B, call.num_queries)
+    seen = in_reach(keys, queries, spec)
+    return seen if call.spans is None else seen | _share_a_span(keys, queries, call.spans)
+
+
+def _share_a_span(key_pos: torch.Tensor, query_pos: torch.Tensor, spans: Spans) -> torch.Tensor:
+    """bool [B, Q, keys]"""
+    firsts, lasts = spans.firsts_S[:, None, None], spans.lasts_S[:, None, None]
+    queries = query_pos.index_select(0, spans.rows_S)
+    both_SQK = (queries >= firsts) & (queries <= lasts) & (key_pos >= firsts) & (key_pos <= lasts)
+    count = torch.zeros(len(query_pos), *both_SQK.shape[1:], dtype=torch.int32, device=key_pos.device)
+    return count.index_add_(0, spans.rows_S, both_SQK.int()) > 0
 
 
 def _distances(call: AttentionCall, spec: AttentionLayerSpec) -> torch.Tensor:

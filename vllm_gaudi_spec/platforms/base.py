@@ -94,6 +94,7 @@ class SpecPlatform(Platform):
                 choose_kernels(vllm_config, model, load_backend())
         refuse_unsupported(vllm_config, load_backend())
         _keep_states_by_request(vllm_config)
+        _keep_images_whole(vllm_config)
         _warn_of_unused_options(vllm_config)
         # Mistakes in options and variables stop the front end, not the engine.
         options = Options.from_vllm(vllm_config)
@@ -291,6 +292,16 @@ def _keep_states_by_request(vllm_config: VllmConfig) -> None:
     cache.enable_prefix_caching = False
     cache.mamba_cache_mode = "none"
     cache.mamba_block_size = model.max_model_len  # as vLLM has it without prefix caching
+
+
+def _keep_images_whole(vllm_config: VllmConfig) -> None:
+    """Where tokens of an image see each other in both directions, none is computed before the last one's key is there.
+    vLLM leaves this to its platforms."""
+    model, scheduler = vllm_config.model_config, vllm_config.scheduler_config
+    if model is None or not model.is_mm_prefix_lm or scheduler.disable_chunked_mm_input:
+        return
+    logger.info("Images see themselves in both directions: no chunk of a prompt ends within one.")
+    scheduler.disable_chunked_mm_input = True
 
 
 def _keep_kv_of_each_kind_apart(vllm_config: VllmConfig) -> None:

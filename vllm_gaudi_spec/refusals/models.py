@@ -17,6 +17,10 @@ if TYPE_CHECKING:
     from vllm_gaudi_spec.devices.base import DeviceBackend
 
 
+_SEEN_BOTH_WAYS = ("gemma3",)
+"""`model_type` of models whose images see themselves in both directions, and that were compared."""
+
+
 def models_of(vllm_config: VllmConfig) -> list[tuple[ModelConfig, str]]:
     """The target and the drafter, and the --load-format of each."""
     spec_config, load = vllm_config.speculative_config, vllm_config.load_config
@@ -73,8 +77,8 @@ def _multimodal_refusals(vllm_config: VllmConfig, backend: DeviceBackend) -> Ite
     media = model.get_multimodal_config()
     if backend.traits.captures:
         yield f"Images, audio and video are not served on {backend.traits.name} yet, only on a CPU"
-    if model.is_mm_prefix_lm:
-        yield "Tokens of images that see each other in both directions are not supported yet"
+    if model.is_mm_prefix_lm and model.hf_config.model_type not in _SEEN_BOTH_WAYS:
+        yield f"Tokens of images that see each other in both directions are supported for {', '.join(_SEEN_BOTH_WAYS)}"
     if model.is_multimodal_raw_input_only_model:
         yield "A model that takes media without tokens is not supported"
     if model.runner_type == "pooling":

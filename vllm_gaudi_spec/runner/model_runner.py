@@ -416,8 +416,7 @@ class ModelRunner:
         if (adapters_T := self.target.adapters_of(rows.rows_B, queries)) is not None:
             inputs = replace(inputs, adapters_T=adapters_T)
         if multimodal is not None:
-            rotary = multimodal.rotary(inputs.positions_T)
-            inputs = replace(inputs, multimodal=multimodal, rotary=rotary)
+            inputs = inputs.with_media(multimodal)
         if self.target.states is not None:
             is_prompt = phase != DECODE
             inputs = replace(

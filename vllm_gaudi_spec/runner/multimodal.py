@@ -13,10 +13,11 @@ from typing import TYPE_CHECKING
 import numpy as np
 import torch
 from vllm.model_executor.models.interfaces import supports_mrope
+from vllm.v1.worker.gpu.attn_utils import compute_mm_prefix_ranges
 from vllm.v1.worker.gpu.mm.encoder_cache import EncoderCache
 from vllm.v1.worker.gpu.mm.encoder_runner import EncoderRunner
 
-from vllm_gaudi_spec.attention.metadata import MultimodalInputs
+from vllm_gaudi_spec.attention.metadata import MultimodalInputs, Spans
 from vllm_gaudi_spec.config import UnsupportedConfigError
 from vllm_gaudi_spec.records import DECODE
 
@@ -50,6 +51,8 @@ class Multimodal:
             dtype=model_config.dtype,
             device=backend.traits.torch_device,
         )
+        self._sees_both_ways = model_config.is_mm_prefix_lm
+        self._sliding_window = model_config.get_sliding_window()
         self._num_dims = model_config.mrope_num_dims if model_config.uses_mrope else 0
         self._rotary_np: dict[str, np.ndarray] = {}
         """int64 [D, L] of each prompt whose positions are not those of its tokens."""
@@ -87,7 +90,9 @@ class Multimodal:
             found = MultimodalInputs(offset_B=self._offsets_of(batch))
         else:
             embeddings, is_media_T = self._embeddings_of(batch)
-            found = MultimodalInputs(embeddings, is_media_T, rotary_DT=self._rotary_of(batch))
+            found = MultimodalInputs(
+                embeddings, is_media_T, rotary_DT=self._rotary_of(batch), spans=self._spans_of(batch)
+            )
         return replace(batch, multimodal=found)
 
     def _embeddings_of(self, batch: Batch) -> tuple[list[torch.Tensor], torch.Tensor | None]:
@@ -102,6 +107,27 @@ class Multimodal:
             np.array([request.num_computed for request in batch.requests]),
         )
         return embeddings, self._upload(is_media_T) if embeddings else None
+
+    def _spans_of(self, batch: Batch) -> Spans | None:
+        """Images of which the chunks hold a part: their end, since the scheduler does not end a chunk within one."""
+        if not self._sees_both_ways:
+            return None
+        images = compute_mm_prefix_ranges(
+            [request.req_id for request in batch.requests], self._cache.mm_features, self._sliding_window
+        )
+        found = [
+            # One whose beginning was found in the prefix cache may be cut once more.
+            (row, first, min(last, end - 1))
+            for row, (request, count) in enumerate(zip(batch.requests, batch.counts, strict=True))
+            for first, last in images[row]
+            if first < (end := request.num_computed + count) and last >= request.num_computed
+        ]
+        if not found:
+            return None
+        rows_np, firsts_np, lasts_np = np.array(found, dtype=np.int32).T
+        rows_S = torch.from_numpy(rows_np.astype(np.int64))
+        firsts_S, lasts_S = torch.from_numpy(firsts_np.copy()), torch.from_numpy(lasts_np.copy())
+        return Spans(self._upload(rows_S), self._upload(firsts_S), self._upload(lasts_S))
 
     def _rotary_of(self, batch: Batch) -> torch.Tensor | None:
         if not any(request.req_id in self._rotary_np for request in batch.requests):

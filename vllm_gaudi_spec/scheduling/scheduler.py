@@ -32,6 +32,7 @@ from vllm_gaudi_spec.scheduling.metrics import StepMetrics
 from vllm_gaudi_spec.scheduling.outputs import CountedOutput, Pace, SpecSchedulerOutput, SpeculativeOutput
 
 if TYPE_CHECKING:
+    from vllm.multimodal.inputs import MultiModalFeatureSpec
     from vllm.v1.core.sched.output import SchedulerOutput
     from vllm.v1.metrics.stats import SchedulerStats
     from vllm.v1.outputs import ModelRunnerOutput
@@ -103,6 +104,14 @@ class _Speculating(Scheduler):
             self._skip_drafts(scheduled, metrics.REQUEST)
         self._pace(scheduled)
         return scheduled
+
+    def _try_schedule_encoder_inputs(
+        self, request: Request, num_computed_tokens: int, num_new_tokens: int, *args: Any, **named: Any
+    ) -> tuple[list[int], int, int, list[int], list[int]]:
+        """vLLM's --disable-chunked-mm-input cuts an image that a chunk begins with all the same."""
+        if self.vllm_config.model_config.is_mm_prefix_lm:
+            num_new_tokens = before_a_part(request.mm_features, num_computed_tokens, num_new_tokens)
+        return super()._try_schedule_encoder_inputs(request, num_computed_tokens, num_new_tokens, *args, **named)
 
     def _apply_health(self, scheduled: SpecSchedulerOutput) -> None:
         if self._health.is_off:
@@ -314,6 +323,17 @@ class SpecScheduler(_Speculating):
 
 class SpecAsyncScheduler(_Speculating, AsyncScheduler):
     """With async scheduling."""
+
+
+def before_a_part(features: list[MultiModalFeatureSpec], num_computed: int, num_new: int) -> int:
+    """How many of a request's new tokens come before the first image of which they hold a part; 0 where a chunk would
+    begin with one: the request then waits for a step that has room for the whole."""
+    end = num_computed + num_new
+    for feature in features:
+        for first, last in feature.mm_position.extract_embeds_range():
+            if num_computed <= last and first < end <= last:
+                return max(0, first - num_computed)
+    return num_new
 
 
 def _only_decodes(scheduled: SchedulerOutput) -> bool:

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 import torch
 
 
@@ -17,12 +19,16 @@ def attend_one(
     chunk: int | None = None,
     sinks_H: torch.Tensor | None = None,
     slopes_H: torch.Tensor | None = None,
+    span: tuple[int, int] | None = None,
 ) -> torch.Tensor:
-    """float64 [H, D]."""
+    """float64 [H, D]. `span`: its first and its last position, all of which the query sees besides."""
     first = 0 if window is None else max(0, position - window + 1)
     if chunk is not None:
         first = max(first, position // chunk * chunk)
-    keys, values = keys_SKD[first : position + 1].double(), values_SKD[first : position + 1].double()
+    seen = range(first, position + 1)
+    if span is not None and span[0] <= position <= span[1]:
+        seen = range(min(first, span[0]), span[1] + 1)
+    keys, values = keys_SKD[seen.start : seen.stop].double(), values_SKD[seen.start : seen.stop].double()
     group = query_HD.shape[0] // keys.shape[1]
     out = []
     for head, query in enumerate(query_HD.double()):
@@ -30,7 +36,7 @@ def attend_one(
         if soft_cap:
             scores = soft_cap * torch.tanh(scores / soft_cap)
         if slopes_H is not None:
-            scores = scores + slopes_H[head].double() * (torch.arange(first, position + 1) - position)
+            scores = scores + slopes_H[head].double() * (torch.arange(seen.start, seen.stop) - position)
         total = scores.logsumexp(0)
         if sinks_H is not None:
             total = torch.logaddexp(total, sinks_H[head].double())
@@ -51,6 +57,7 @@ def attend_row(
     chunk: int | None = None,
     sinks_H: torch.Tensor | None = None,
     slopes_H: torch.Tensor | None = None,
+    spans: Sequence[tuple[int, int]] = (),
 ) -> torch.Tensor:
     """float64 [Q, H, D] of queries from `start` on. `blocks`: index in the row -> block; one missing holds nan."""
     missing = torch.full_like(keys_NSKD[0], torch.nan)
@@ -72,6 +79,7 @@ def attend_row(
             chunk=chunk,
             sinks_H=sinks_H,
             slopes_H=slopes_H,
+            span=next((span for span in spans if span[0] <= position <= span[1]), None),
         )
         out.append(found)
     return torch.stack(out)

@@ -34,7 +34,14 @@ class Model:
         return torch.tensor([[0, 1, 2, 2, 2, 2], [0, 1, 2, 2, 3, 3], [0, 1, 2, 3, 2, 3]]), OFFSET
 
 
-CONFIG: Any = SimpleNamespace(model="tiny", dtype=torch.float32, uses_mrope=True, mrope_num_dims=3)
+CONFIG: Any = SimpleNamespace(
+    model="tiny",
+    dtype=torch.float32,
+    uses_mrope=True,
+    mrope_num_dims=3,
+    is_mm_prefix_lm=False,
+    get_sliding_window=lambda: None,
+)
 
 
 @pytest.fixture
@@ -109,6 +116,20 @@ def test_nothing_is_left_of_a_request(requests: Requests, multimodal: Multimodal
     assert set(multimodal._cache.mm_features) == {"text"}
     assert not multimodal._rotary_np
     assert not multimodal._offsets
+
+
+def test_an_image_that_sees_itself_in_both_directions(requests: Requests, multimodal: Multimodal) -> None:
+    assert found(multimodal, batch(requests, PREFILL, 4, {"text": 3, "image": 3}, computed=1)).spans is None
+    multimodal._sees_both_ways = True
+    spans = found(multimodal, batch(requests, PREFILL, 8, {"text": 3, "image": 6}, computed=0)).spans
+    assert spans is not None
+    assert [part.tolist() for part in spans] == [[1], [2], [5]]
+    spans = found(multimodal, batch(requests, PREFILL, 4, {"image": 2}, computed=3)).spans
+    assert spans is not None
+    assert [part.tolist() for part in spans] == [[0], [2], [4]], "no key is read that is not written"
+    assert found(multimodal, batch(requests, PREFILL, 4, {"image": 2}, computed=0)).spans is None, "before it"
+    multimodal._sliding_window = LENGTH - 1
+    assert found(multimodal, batch(requests, PREFILL, 8, {"image": 6}, computed=0)).spans is None, "as in vLLM"
 
 
 def test_placeholders_outside_of_the_vocabulary_are_refused() -> None:

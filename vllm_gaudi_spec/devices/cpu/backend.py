@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager
 from functools import partial
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
 from torch import nn
@@ -113,26 +113,14 @@ class CpuAttention(Attention):
         operations: Operations = PLAIN,
     ) -> torch.Tensor:
         keys, values = _kernel_views(kv_cache)
-        query_starts, key_ends = call.plan("rows", lambda: _ragged(call))
-        schedule = call.plan((spec, "schedule"), lambda: _schedule(query_starts, key_ends, spec))
-        out_THD = query_THD.new_empty(query_THD.shape)
-        vllm_ops.cpu_attention_with_kv_cache(
-            query=query_THD,
-            key_cache=keys,
-            value_cache=values,
-            output=out_THD,
-            query_start_loc=query_starts,
-            seq_lens=key_ends,
-            scale=spec.scale,
-            causal=True,
-            alibi_slopes=spec.slopes_H,
-            sliding_window=_window(spec),
-            block_table=call.block_table_BW,
-            softcap=spec.logits_soft_cap,
-            scheduler_metadata=schedule,
-            s_aux=_kernel_sinks(spec),
-        )
-        return out_THD
+        rows = call.plan("rows", lambda: _rows(call))
+        attended_THD = _attend(query_THD, keys, values, rows, call, spec)
+        if call.spans is not None:
+            # Once more as rows of their own, of which each query sees all keys.
+            index_T, spans = call.plan("spans", lambda: _rows_of_spans(call, rows.query_starts))
+            found = _attend(query_THD.index_select(0, index_T), keys, values, spans, call, spec)
+            attended_THD.index_copy_(0, index_T, found)
+        return attended_THD
 
 
 class CpuWeights(Weights):
@@ -164,25 +152,80 @@ def _kernel_views(kv_cache: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
     return keys, values
 
 
-def _ragged(call: AttentionCall) -> tuple[torch.Tensor, torch.Tensor]:
-    """The rows as the kernel wants them: where each one's queries begin, and its keys' end. Some may have none."""
+class _Rows(NamedTuple):
+    """As the kernel takes them, int32. Some may have no queries."""
+
+    query_starts: torch.Tensor
+    """Where each one's queries begin, and where the last one's end."""
+    key_ends: torch.Tensor
+    tables: torch.Tensor
+    is_causal: bool = True
+    """Else each query sees all keys, of those after it as many as of those before it where there is a window."""
+
+
+def _rows(call: AttentionCall) -> _Rows:
     if call.packed is None:
         starts = torch.arange(call.num_rows + 1, dtype=torch.int32) * call.num_queries
-        return starts, call.starts_B + call.num_queries
+        return _Rows(starts, call.starts_B + call.num_queries, call.block_table_BW)
     counts_B = call.packed.num_real_B
-    return torch.cat((counts_B.new_zeros(1), counts_B.cumsum(0, dtype=torch.int32))), call.starts_B + counts_B
+    return _Rows(_starts(counts_B), call.starts_B + counts_B, call.block_table_BW)
 
 
-def _schedule(query_starts: torch.Tensor, key_ends: torch.Tensor, spec: AttentionLayerSpec) -> torch.Tensor:
+def _rows_of_spans(call: AttentionCall, query_starts: torch.Tensor) -> tuple[torch.Tensor, _Rows]:
+    """int64: which queries are a span's, and the spans as rows of them alone."""
+    assert call.spans is not None
+    rows_S, firsts_S, lasts_S = call.spans
+    first_queries_S = torch.maximum(firsts_S, call.starts_B.index_select(0, rows_S))
+    counts_S = lasts_S + 1 - first_queries_S
+    starts = _starts(counts_S)
+    offsets_S = query_starts.index_select(0, rows_S) + first_queries_S - call.starts_B.index_select(0, rows_S)
+    index_T = torch.arange(int(starts[-1])) + (offsets_S - starts[:-1]).repeat_interleave(counts_S)
+    return index_T, _Rows(starts, lasts_S + 1, call.block_table_BW.index_select(0, rows_S), is_causal=False)
+
+
+def _starts(counts: torch.Tensor) -> torch.Tensor:
+    return torch.cat((counts.new_zeros(1), counts.cumsum(0, dtype=torch.int32)))
+
+
+def _attend(
+    query_THD: torch.Tensor,
+    keys: torch.Tensor,
+    values: torch.Tensor,
+    rows: _Rows,
+    call: AttentionCall,
+    spec: AttentionLayerSpec,
+) -> torch.Tensor:
+    schedule = call.plan((spec, "schedule", rows.is_causal), lambda: _schedule(rows, spec))
+    out_THD = query_THD.new_empty(query_THD.shape)
+    vllm_ops.cpu_attention_with_kv_cache(
+        query=query_THD,
+        key_cache=keys,
+        value_cache=values,
+        output=out_THD,
+        query_start_loc=rows.query_starts,
+        seq_lens=rows.key_ends,
+        scale=spec.scale,
+        causal=rows.is_causal,
+        alibi_slopes=spec.slopes_H,
+        sliding_window=_window(spec),
+        block_table=rows.tables,
+        softcap=spec.logits_soft_cap,
+        scheduler_metadata=schedule,
+        s_aux=_kernel_sinks(spec),
+    )
+    return out_THD
+
+
+def _schedule(rows: _Rows, spec: AttentionLayerSpec) -> torch.Tensor:
     return vllm_ops.cpu_attn_get_scheduler_metadata(
-        num_reqs=len(key_ends),
+        num_reqs=len(rows.key_ends),
         num_heads=spec.num_heads,
         num_kv_heads=spec.num_kv_heads,
         head_dim=spec.head_size,
-        seq_lens=key_ends,
+        seq_lens=rows.key_ends,
         dtype=spec.dtype,
-        query_start_loc=query_starts,
-        causal=True,
+        query_start_loc=rows.query_starts,
+        causal=rows.is_causal,
         sliding_window_size=_window(spec),
         isa=_instruction_set(spec),
         enable_kv_split=envs.VLLM_CPU_ATTN_SPLIT_KV,

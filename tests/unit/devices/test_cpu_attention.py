@@ -1,0 +1,74 @@
+"""Images whose tokens see each other in both directions: the kernel and plain torch against dense attention."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import pytest
+import torch
+
+from tests.support.reference.attention import attend_row
+from vllm_gaudi_spec.attention.metadata import AttentionCall, AttentionLayerSpec, Packed, Spans
+from vllm_gaudi_spec.devices.common import torch_ops
+from vllm_gaudi_spec.devices.cpu.backend import make_backend
+
+HEADS, KV_HEADS, SIZE, BLOCK = 4, 2, 64, 32
+QUERIES = 16
+STARTS, REAL = [0, 40], [16, 11]
+SPANS = [[(2, 6), (7, 14)], [(35, 45)]]
+"""By row: two images side by side, and one that began before the chunk."""
+ATTENTION = make_backend().attention
+FORMS = [torch_ops] + [ATTENTION] * hasattr(torch.ops._C, "cpu_attention_with_kv_cache")
+
+
+def spec(window: int | None) -> AttentionLayerSpec:
+    return AttentionLayerSpec(
+        num_heads=HEADS,
+        num_kv_heads=KV_HEADS,
+        head_size=SIZE,
+        scale=SIZE**-0.5,
+        sliding_window=window,
+        logits_soft_cap=0.0,
+        dtype=torch.float32,
+        block_size=BLOCK,
+    )
+
+
+@pytest.mark.parametrize("is_packed", [False, True])
+@pytest.mark.parametrize("window", [None, 12])
+@pytest.mark.parametrize("form", FORMS, ids=lambda form: "torch" if form is torch_ops else "kernel")
+def test_tokens_of_an_image_see_all_of_it(form: object, window: int | None, is_packed: bool) -> None:
+    torch.manual_seed(0)
+    layer = spec(window)
+    keys, values = torch.randn(2, 5 * BLOCK, KV_HEADS, SIZE)
+    cache = torch.zeros(5, KV_HEADS, BLOCK, 2 * SIZE)
+    form.write_kv(keys, values, cache, torch.arange(5 * BLOCK), layer)  # type: ignore[attr-defined]
+    rows, firsts, lasts = zip(*[(row, *span) for row, spans in enumerate(SPANS) for span in spans], strict=True)
+    call = AttentionCall(
+        num_rows=2,
+        num_queries=QUERIES,
+        starts_B=torch.tensor(STARTS, dtype=torch.int32),
+        block_table_BW=torch.tensor([[2, 0], [4, 3]], dtype=torch.int32),
+        spans=Spans(torch.tensor(rows), torch.tensor(firsts).int(), torch.tensor(lasts).int()),
+    )
+    query = torch.randn(2, QUERIES, HEADS, SIZE)
+    given = query.flatten(0, 1)
+    if is_packed:
+        packed = Packed.of(torch.tensor(REAL, dtype=torch.int32), QUERIES)
+        assert packed is not None
+        call, given = replace(call, packed=packed), given.index_select(0, packed.index_T)
+    found = form.attend(given, cache, call, layer)  # type: ignore[attr-defined]
+    found_by_row = found.split(REAL) if is_packed else found.unflatten(0, (2, QUERIES))
+    for row, blocks in enumerate([{0: 2}, {0: 4, 1: 3}]):
+        expected = attend_row(
+            query[row, : REAL[row]],
+            keys.view(5, BLOCK, KV_HEADS, SIZE),
+            values.view(5, BLOCK, KV_HEADS, SIZE),
+            blocks,
+            STARTS[row],
+            scale=layer.scale,
+            window=window,
+            soft_cap=0.0,
+            spans=SPANS[row],
+        )
+        torch.testing.assert_close(found_by_row[row][: REAL[row]].double(), expected, atol=2e-5, rtol=0)

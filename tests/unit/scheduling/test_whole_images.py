@@ -1,0 +1,54 @@
+"""Where tokens of an image see each other in both directions, no chunk of a prompt ends within one."""
+
+from __future__ import annotations
+
+import inspect
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+from vllm.multimodal.inputs import PlaceholderRange
+from vllm.v1.core.sched.scheduler import Scheduler
+
+from vllm_gaudi_spec.scheduling.scheduler import SpecScheduler, before_a_part
+
+IMAGES: Any = [SimpleNamespace(mm_position=PlaceholderRange(offset=offset, length=5)) for offset in (4, 9)]
+"""Of positions 4 to 8 and 9 to 13."""
+
+
+@pytest.mark.parametrize(
+    ("num_computed", "num_new", "expected"),
+    [
+        (0, 4, 4),  # text
+        (0, 6, 4),  # up to the first
+        (0, 9, 9),  # the whole of it
+        (0, 12, 9),
+        (0, 20, 20),
+        (4, 3, 0),  # it would begin with a part
+        (4, 5, 5),
+        (6, 2, 0),  # the rest of one, of which the prefix cache had the beginning
+        (6, 3, 3),
+        (14, 3, 3),  # after both
+    ],
+)
+def test_a_chunk_ends_before_an_image_or_after_it(num_computed: int, num_new: int, expected: int) -> None:
+    assert before_a_part(IMAGES, num_computed, num_new) == expected
+
+
+def test_vllm_still_asks_there_how_long_a_chunk_may_be() -> None:
+    parameters = list(inspect.signature(Scheduler._try_schedule_encoder_inputs).parameters)
+    assert parameters[:4] == ["self", "request", "num_computed_tokens", "num_new_tokens"]
+    assert SpecScheduler._try_schedule_encoder_inputs is not Scheduler._try_schedule_encoder_inputs
+    assert inspect.getsource(Scheduler.schedule).count("self._try_schedule_encoder_inputs(") == 2
+
+
+def test_only_such_models_wait(monkeypatch: pytest.MonkeyPatch) -> None:
+    asked: list[int] = []
+    monkeypatch.setattr(Scheduler, "_try_schedule_encoder_inputs", lambda _, __, ___, num_new: asked.append(num_new))
+    model = SimpleNamespace(is_mm_prefix_lm=False)
+    scheduler: Any = SimpleNamespace(vllm_config=SimpleNamespace(model_config=model))
+    scheduler = type("_", (SpecScheduler,), {"__init__": lambda self: vars(self).update(vars(scheduler))})()
+    request: Any = SimpleNamespace(mm_features=IMAGES)
+    for model.is_mm_prefix_lm in (False, True):
+        scheduler._try_schedule_encoder_inputs(request, 0, 6)
+    assert asked == [6, 4]
