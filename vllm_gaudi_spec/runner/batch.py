@@ -152,8 +152,8 @@ def _fits(group: list[tuple[Request, int]], request: Request, num_tokens: int, s
     """Whether a request may share the rectangle of the ones before it: of its kind, and of a length like theirs."""
     if _is_last_token(group[0][0]) or _is_last_token(request):
         return _is_last_token(group[0][0]) and _is_last_token(request)
-    longest = max(num_tokens, *(count for _, count in group))
-    return len(group) < shapes.prefill_rows_at(longest) and shapes.share_chunk(longest, num_tokens)
+    counts = [num_tokens, *(count for _, count in group)]
+    return len(group) < shapes.prefill_rows_at(max(counts)) and shapes.share_chunk(max(counts), min(counts))
 
 
 def _prefill_batch(group: list[tuple[Request, int]], shapes: Shapes) -> Planned:

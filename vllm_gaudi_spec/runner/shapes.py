@@ -44,6 +44,8 @@ class Shapes:
     """As `--max-num-seqs` allows; more than the last of `decode_rows` where the user's list is shorter."""
     longest_chunk: int
     """As `--max-num-batched-tokens` allows; the same for `prefill_queries`."""
+    max_prefill_tokens: int
+    """The most tokens of prompt chunks that share a forward, padding included. A single chunk may be longer."""
     buckets: Buckets
     """How the lists were made."""
     cold: ColdSizes = field(default_factory=ColdSizes, compare=False, repr=False)
@@ -106,6 +108,8 @@ class Shapes:
             block_size=size,
             most_rows=most_rows,
             longest_chunk=longest_chunk,
+            # Elsewhere a longer forward is no faster than two, and takes more memory.
+            max_prefill_tokens=scheduler.max_num_batched_tokens if backend.traits.captures else prefill[-1],
             buckets=buckets,
             computes_padding=backend.traits.captures,
         )
@@ -197,13 +201,18 @@ class Shapes:
         return (wider == 0 or large.phase == PREFILL) and large.context >= small.context
 
     def prefill_rows_at(self, queries: int) -> int:
-        """How many chunks of this bucket may share a step without exceeding the longest single one."""
+        """How many chunks of this bucket may share a forward."""
         bucket = self.fit_queries(queries)
-        return max(rows for rows in self.prefill_rows if rows == 1 or rows * bucket <= self.prefill_queries[-1])
+        return max(rows for rows in self.prefill_rows if rows == 1 or rows * bucket <= self.max_prefill_tokens)
 
-    def share_chunk(self, longest: int, num_tokens: int) -> bool:
+    @property
+    def largest_prefill(self) -> int:
+        """Tokens of the largest rectangle of prompt chunks, also if it is made late."""
+        return max(self.longest_chunk, *(shape.tokens for shape in self.prefills()))
+
+    def share_chunk(self, longest: int, shortest: int) -> bool:
         """Whether chunks of these lengths may be rows of one rectangle."""
-        return not self.computes_padding or self.fit_queries(longest) == self.fit_queries(num_tokens)
+        return not self.computes_padding or self.fit_queries(longest) == self.fit_queries(shortest)
 
     def split_rows(self, num_rows: int, longest: int) -> list[int]:
         """How many of so many chunks each rectangle has, so that none is padding for a large part."""

@@ -143,6 +143,16 @@ def test_what_exceeds_a_short_list_has_one_size_that_is_made_late(caplog: pytest
         chosen.fit_rows(65)  # more than --max-num-seqs
 
 
+def test_chunks_of_many_prompts_fill_a_step_where_graphs_make_them_cheap() -> None:
+    lists: dict[str, Any] = dict(prefill_buckets=(64, 512), prefill_rows=(1, 2, 4, 8, 16), max_tokens=4096, max_len=512)
+    captured, eager = shapes(**lists, captures=True), shapes(**lists)
+    assert [captured.prefill_rows_at(length) for length in (64, 512)] == [16, 8]
+    assert [eager.prefill_rows_at(length) for length in (64, 512)] == [8, 1], "no more than in the longest chunk"
+    assert captured.largest_prefill == 8 * 512, "as many hidden states are kept"
+    assert eager.largest_prefill == 512
+    assert {shape.rows for shape in captured.prefills() if shape.queries == 512} == {1, 2, 4, 8}
+
+
 def test_a_device_may_verify_fewer_drafts() -> None:
     assert shapes(drafts=8).decode_queries == (1, 9)
     with pytest.raises(UnsupportedConfigError, match=r"small verifies at most 8 drafts .* set num_speculative_tokens"):
