@@ -144,7 +144,7 @@ class AttentionCall:
     """int32, on the host, for backends that need it: an upper bound of the keys that a row's queries see. `starts_B`
     has the exact numbers."""
     spans: Spans | None = None
-    """Of prompts alone: a decode's tokens are text."""
+    """Of prompt chunks alone: a decode may have the last token of an image, which sees no later one."""
     _plans: dict[Any, Any] = field(default_factory=dict)
 
     def plan(self, key: Any, build: Callable[[], Any]) -> Any:

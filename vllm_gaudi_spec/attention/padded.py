@@ -71,12 +71,19 @@ def visible(call: AttentionCall, spec: AttentionLayerSpec) -> torch.Tensor:
 
 
 def _share_a_span(key_pos: torch.Tensor, query_pos: torch.Tensor, spans: Spans) -> torch.Tensor:
-    """bool [B, Q, keys]"""
-    firsts, lasts = spans.firsts_S[:, None, None], spans.lasts_S[:, None, None]
-    queries = query_pos.index_select(0, spans.rows_S)
-    both_SQK = (queries >= firsts) & (queries <= lasts) & (key_pos >= firsts) & (key_pos <= lasts)
-    count = torch.zeros(len(query_pos), *both_SQK.shape[1:], dtype=torch.int32, device=key_pos.device)
-    return count.index_add_(0, spans.rows_S, both_SQK.int()) > 0
+    """bool [B, Q, keys]: spans of a row do not overlap, so the last position of one tells it from the others."""
+
+    def ends(positions: torch.Tensor) -> torch.Tensor:
+        """int32 [B, positions]: the last position of each one's span, -1 where there is none."""
+        found = torch.full(positions.shape, -1, dtype=torch.int32, device=positions.device)
+        of_span = positions.index_select(0, spans.rows_S)
+        inside = (of_span >= spans.firsts_S[:, None]) & (of_span <= spans.lasts_S[:, None])
+        last = torch.where(inside, spans.lasts_S[:, None], -1)
+        return found.index_reduce_(0, spans.rows_S, last, "amax")
+
+    of_queries = ends(query_pos[..., 0])
+    of_keys = ends(key_pos.expand(len(query_pos), -1))
+    return (of_queries[..., None] == of_keys[:, None]) & (of_queries[..., None] >= 0)
 
 
 def _distances(call: AttentionCall, spec: AttentionLayerSpec) -> torch.Tensor:

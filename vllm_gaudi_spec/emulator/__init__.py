@@ -44,6 +44,8 @@ def install(generation: str = "gaudi2", lazy: bool = True) -> None:
 
     if generation not in MODELS:
         raise ValueError(f"generation is one of {', '.join(MODELS)}, not {generation!r}")
+    if _under_torch_npu is not None:
+        raise RuntimeError(f"this process already has an Ascend NPU; {generation} needs a process of its own")
     if DEVICE.installed:
         if (DEVICE.model, DEVICE.lazy) != (MODELS[generation], lazy):
             raise RuntimeError(
@@ -66,7 +68,11 @@ def install(generation: str = "gaudi2", lazy: bool = True) -> None:
 def install_npu(torch_npu: Path, cache: Path) -> None:
     """Change torch in this process so that it has an Ascend NPU. A second call does nothing. `torch_npu`: a folder with
     Huawei's own, which then runs over an emulated CANN that is compiled into `cache`."""
+    from vllm_gaudi_spec.emulator.card import DEVICE
+
     global _under_torch_npu
+    if DEVICE.installed:
+        raise RuntimeError(f"this process already has a {DEVICE.generation}; an NPU needs a process of its own")
     if _under_torch_npu is None:
         from vllm_gaudi_spec.emulator.ascend import cann
 

@@ -296,12 +296,22 @@ def _keep_states_by_request(vllm_config: VllmConfig) -> None:
 
 def _keep_images_whole(vllm_config: VllmConfig) -> None:
     """Where tokens of an image see each other in both directions, none is computed before the last one's key is there.
-    vLLM leaves this to its platforms."""
+    vLLM leaves this to its platforms; its option makes it check at the start that a step has room for an image."""
     model, scheduler = vllm_config.model_config, vllm_config.scheduler_config
-    if model is None or not model.is_mm_prefix_lm or scheduler.disable_chunked_mm_input:
+    if model is None or not model.is_mm_prefix_lm:
         return
-    logger.info("Images see themselves in both directions: no chunk of a prompt ends within one.")
-    scheduler.disable_chunked_mm_input = True
+    if not scheduler.disable_chunked_mm_input:
+        logger.info("Images see themselves in both directions: no chunk of a prompt ends within one.")
+        scheduler.disable_chunked_mm_input = True
+    if scheduler.long_prefill_token_threshold:
+        logger.warning("--long-prefill-token-threshold is ignored: a chunk that has no room for an image never has.")
+        scheduler.long_prefill_token_threshold = 0
+    fewer, room = scheduler.max_num_scheduled_tokens, scheduler.max_num_batched_tokens
+    if fewer is not None and fewer < room:
+        raise UnsupportedConfigError(
+            f"--max-num-scheduled-tokens {fewer} may leave no room for an image of {model.model}, which is not "
+            "computed in parts; leave it out."
+        )
 
 
 def _keep_kv_of_each_kind_apart(vllm_config: VllmConfig) -> None:

@@ -109,21 +109,24 @@ class Multimodal:
         return embeddings, self._upload(is_media_T) if embeddings else None
 
     def _spans_of(self, batch: Batch) -> Spans | None:
-        """Images of which the chunks hold a part: their end, since the scheduler does not end a chunk within one."""
-        if not self._sees_both_ways:
-            return None
+        """Images of which the chunks hold a part: the end of one, since the scheduler ends no chunk within an image;
+        the prefix cache may have its beginning."""
+        if not self._sees_both_ways or batch.shape.phase == DECODE:
+            return None  # the last token of an image sees what it would see anyway
         images = compute_mm_prefix_ranges(
             [request.req_id for request in batch.requests], self._cache.mm_features, self._sliding_window
         )
         found = [
-            # One whose beginning was found in the prefix cache may be cut once more.
-            (row, first, min(last, end - 1))
+            (row, first, last)
             for row, (request, count) in enumerate(zip(batch.requests, batch.counts, strict=True))
             for first, last in images[row]
-            if first < (end := request.num_computed + count) and last >= request.num_computed
+            if first < request.num_computed + count and last >= request.num_computed
         ]
         if not found:
             return None
+        for row, _, last in found:
+            # Else its first tokens would be computed, and kept, as if the image ended there.
+            assert last < batch.requests[row].num_computed + batch.counts[row], "a chunk ends within an image"
         rows_np, firsts_np, lasts_np = np.array(found, dtype=np.int32).T
         rows_S = torch.from_numpy(rows_np.astype(np.int64))
         firsts_S, lasts_S = torch.from_numpy(firsts_np.copy()), torch.from_numpy(lasts_np.copy())

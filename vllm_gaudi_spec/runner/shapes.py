@@ -109,7 +109,7 @@ class Shapes:
             most_rows=most_rows,
             longest_chunk=longest_chunk,
             # Elsewhere a longer forward is no faster than two, and takes more memory.
-            max_prefill_tokens=scheduler.max_num_batched_tokens if backend.traits.captures else prefill[-1],
+            max_prefill_tokens=max(prefill[-1], scheduler.max_num_batched_tokens if backend.traits.captures else 0),
             buckets=buckets,
             computes_padding=backend.traits.captures,
         )
@@ -203,6 +203,8 @@ class Shapes:
     def prefill_rows_at(self, queries: int) -> int:
         """How many chunks of this bucket may share a forward."""
         bucket = self.fit_queries(queries)
+        if bucket > self.prefill_queries[-1]:
+            return 1  # made late, and larger than what memory was measured with
         return max(rows for rows in self.prefill_rows if rows == 1 or rows * bucket <= self.max_prefill_tokens)
 
     @property

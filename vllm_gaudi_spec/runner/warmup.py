@@ -14,7 +14,7 @@ from vllm.logger import init_logger
 
 from vllm_gaudi_spec import environment
 from vllm_gaudi_spec.environment import cached_files
-from vllm_gaudi_spec.records import DECODE, Shape, WarmUpWork
+from vllm_gaudi_spec.records import DECODE, PREFILL, Shape, WarmUpWork
 from vllm_gaudi_spec.runner.batch import make_batch, make_padding, padding_of
 from vllm_gaudi_spec.runner.graphs import (
     DRAFTERS_READS,
@@ -181,7 +181,14 @@ def split(runner: Runner, chosen: list[Job]) -> tuple[list[Job], list[Job]]:
             shapes.append(job.size)
         elif job.size is not None:
             passes.append(cast("tuple[SampleShape, Branch]", job.size))
-    needed = {None, *_largest(shapes, runner.shapes.holds), *_largest(passes, holds)}
+    # A lone prompt does not wait for the rectangle of many.
+    single = [shape for shape in shapes if shape.phase == PREFILL and shape.rows == 1]
+    needed = {
+        None,
+        *_largest(shapes, runner.shapes.holds),
+        *_largest(single, runner.shapes.holds),
+        *_largest(passes, holds),
+    }
     postponed = [job for job in chosen if job.size not in needed]
     return [job for job in chosen if job.size in needed], sorted(postponed, key=lambda job: job.num_tokens)
 

@@ -124,9 +124,12 @@ def test_an_image_that_sees_itself_in_both_directions(requests: Requests, multim
     spans = found(multimodal, batch(requests, PREFILL, 8, {"text": 3, "image": 6}, computed=0)).spans
     assert spans is not None
     assert [part.tolist() for part in spans] == [[1], [2], [5]]
-    spans = found(multimodal, batch(requests, PREFILL, 4, {"image": 2}, computed=3)).spans
+    spans = found(multimodal, batch(requests, PREFILL, 4, {"image": 3}, computed=3)).spans
     assert spans is not None
-    assert [part.tolist() for part in spans] == [[0], [2], [4]], "no key is read that is not written"
+    assert [part.tolist() for part in spans] == [[0], [2], [5]], "its beginning was in the prefix cache"
+    assert found(multimodal, batch(requests, DECODE, 1, {"image": 1}, computed=5)).spans is None
+    with pytest.raises(AssertionError, match="ends within an image"):
+        multimodal.add_to(batch(requests, PREFILL, 4, {"image": 2}, computed=3))
     assert found(multimodal, batch(requests, PREFILL, 4, {"image": 2}, computed=0)).spans is None, "before it"
     multimodal._sliding_window = LENGTH - 1
     assert found(multimodal, batch(requests, PREFILL, 8, {"image": 6}, computed=0)).spans is None, "as in vLLM"

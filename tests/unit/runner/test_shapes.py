@@ -151,6 +151,11 @@ def test_chunks_of_many_prompts_fill_a_step_where_graphs_make_them_cheap() -> No
     assert captured.largest_prefill == 8 * 512, "as many hidden states are kept"
     assert eager.largest_prefill == 512
     assert {shape.rows for shape in captured.prefills() if shape.queries == 512} == {1, 2, 4, 8}
+    short = shapes(**lists | dict(prefill_buckets=(64,)), captures=True)
+    assert short.prefill_rows_at(300) == 1, "beyond the list, made late"
+    assert short.largest_prefill == 1024
+    small = shapes(**lists | dict(max_tokens=300, max_len=300), captures=True)
+    assert small.prefill_rows_at(64) == 8, "as many as in the longest bucket"
 
 
 def test_a_device_may_verify_fewer_drafts() -> None:

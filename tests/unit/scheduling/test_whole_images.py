@@ -10,6 +10,8 @@ import pytest
 from vllm.multimodal.inputs import PlaceholderRange
 from vllm.v1.core.sched.scheduler import Scheduler
 
+from vllm_gaudi_spec.config import UnsupportedConfigError
+from vllm_gaudi_spec.platforms.base import _keep_images_whole
 from vllm_gaudi_spec.scheduling.scheduler import SpecScheduler, before_a_part
 
 IMAGES: Any = [SimpleNamespace(mm_position=PlaceholderRange(offset=offset, length=5)) for offset in (4, 9)]
@@ -52,3 +54,24 @@ def test_only_such_models_wait(monkeypatch: pytest.MonkeyPatch) -> None:
     for model.is_mm_prefix_lm in (False, True):
         scheduler._try_schedule_encoder_inputs(request, 0, 6)
     assert asked == [6, 4]
+
+
+@pytest.mark.parametrize("both_ways", [True, False])
+def test_the_configuration_leaves_room_for_an_image(both_ways: bool) -> None:
+    scheduler = SimpleNamespace(
+        disable_chunked_mm_input=False,
+        long_prefill_token_threshold=64,
+        max_num_scheduled_tokens=None,
+        max_num_batched_tokens=512,
+    )
+    model = SimpleNamespace(model="tiny", is_mm_prefix_lm=both_ways)
+    config: Any = SimpleNamespace(model_config=model, scheduler_config=scheduler)
+    _keep_images_whole(config)
+    assert scheduler.disable_chunked_mm_input is both_ways
+    assert scheduler.long_prefill_token_threshold == (0 if both_ways else 64)
+    scheduler.max_num_scheduled_tokens = 100
+    if both_ways:
+        with pytest.raises(UnsupportedConfigError, match="may leave no room for an image"):
+            _keep_images_whole(config)
+    else:
+        _keep_images_whole(config)

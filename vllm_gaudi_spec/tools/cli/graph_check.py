@@ -103,4 +103,6 @@ def command(options: argparse.Namespace, arguments: Sequence[str]) -> list[str]:
     """The same command in the environment that the check needs."""
     level = "INFO" if options.verbose else "WARNING"
     values = {**ENVIRONMENT, DEVICE.name: options.device, "VLLM_LOGGING_LEVEL": level}
+    if options.device.endswith("-emulated"):  # on a card's machine torch would open the card
+        values["TORCH_DEVICE_BACKEND_AUTOLOAD"] = "0"
     return python("vllm_gaudi_spec.tools.cli.check_engine", values, [*arguments])

@@ -4,8 +4,11 @@ from __future__ import annotations
 
 import ctypes
 import importlib
+import platform
 import sys
 from pathlib import Path
+
+import torch
 
 from vllm_gaudi_spec.config import UnsupportedConfigError
 from vllm_gaudi_spec.emulator.ascend.cann import build
@@ -14,15 +17,25 @@ from vllm_gaudi_spec.emulator.ascend.cann.card import Card
 
 def install(folder: Path, cache: Path) -> Card:
     """Make `import torch_npu` work: from `folder`, over the emulated CANN."""
+    if "torch_npu" in sys.modules:  # over a card's own CANN, which would stay in place
+        raise UnsupportedConfigError(
+            "torch has opened torch_npu before the emulated CANN was there; set TORCH_DEVICE_BACKEND_AUTOLOAD=0."
+        )
     if not (folder / "torch_npu").is_dir():
         raise UnsupportedConfigError(
-            f"ascend-emulated runs Huawei's torch_npu, which is not in {folder}; pip install --no-deps --target "
-            f"{folder} torch-npu==2.13.0, or name its folder in VGS_TORCH_NPU."
+            f"ascend-emulated runs Huawei's torch_npu, which is not in {folder}; {sys.executable} -m pip install --no-deps "
+            f"--target {folder} torch-npu==2.13.0, or name its folder in VGS_TORCH_NPU."
         )
     libraries = build.build(folder / "torch_npu", cache / "cann")
     # Found by their names from here on; nothing has to stand in LD_LIBRARY_PATH.
     loaded = [ctypes.CDLL(str(libraries / name), mode=ctypes.RTLD_GLOBAL) for name in (build.LIBRARY, *build.NAMES)]
     if str(folder) not in sys.path:
         sys.path.append(str(folder))
-    importlib.import_module("torch_npu")
+    try:
+        importlib.import_module("torch_npu")
+    except (ImportError, OSError) as error:
+        raise UnsupportedConfigError(
+            f"torch_npu in {folder} does not load ({error}): it has to be made for Python {sys.version_info[0]}."
+            f"{sys.version_info[1]}, torch {torch.__version__} and {platform.machine()}."
+        ) from error
     return Card(loaded[0])

@@ -34,7 +34,10 @@ def build(torch_npu: Path, cache: Path) -> Path:
     """The folder of the libraries, in `cache`. `torch_npu` is the package's own folder, which has CANN's headers."""
     headers = torch_npu / "include"
     if not (headers / "acl" / "acl_rt.h").is_file():
-        raise UnsupportedConfigError(f"{torch_npu} has no include/acl: it is no folder of torch_npu")
+        raise UnsupportedConfigError(
+            f"{torch_npu} has no include/acl, so it is not torch_npu as Huawei publishes it; name another folder in "
+            "VGS_TORCH_NPU."
+        )
     shared = [*sorted(_SOURCES.glob("*.h")), *sorted(headers.glob("acl/*.h"))]
     sources = {source: _hash([source, *shared]) for source in sorted(_SOURCES.glob("*.cpp"))}
     folder = cache / _hash([], *sources.values(), *NAMES)
@@ -94,4 +97,7 @@ def _run(command: list[str]) -> None:
     done = subprocess.run(command, capture_output=True, text=True, check=False)
     if done.returncode:
         errors = [line for line in done.stderr.splitlines() if "error" in line or "undefined" in line]
-        raise RuntimeError("compiling the emulated CANN failed:\n" + "\n".join(errors[:20] or [done.stderr[-2000:]]))
+        raise UnsupportedConfigError(
+            "compiling the emulated CANN failed; it needs a g++ with C++20, and the headers of torch_npu 2.13.0:\n"
+            + "\n".join(errors[:20] or [done.stderr[-2000:]])
+        )
