@@ -23,8 +23,8 @@ def install(folder: Path, cache: Path) -> Card:
         )
     if not (folder / "torch_npu").is_dir():
         raise UnsupportedConfigError(
-            f"ascend-emulated runs Huawei's torch_npu, which is not in {folder}; {sys.executable} -m pip install --no-deps "
-            f"--target {folder} torch-npu==2.13.0, or name its folder in VGS_TORCH_NPU."
+            f"ascend-emulated runs Huawei's torch_npu, which is not in {folder}; {sys.executable} -m pip install "
+            f"--no-deps --target {folder} torch-npu==2.13.0, or name its folder in VGS_TORCH_NPU."
         )
     libraries = build.build(folder / "torch_npu", cache / "cann")
     # Found by their names from here on; nothing has to stand in LD_LIBRARY_PATH.
