@@ -14,7 +14,9 @@ from tests.support.fakes import HostBackend
 from vllm_gaudi_spec.config import Options, UnsupportedConfigError
 from vllm_gaudi_spec.devices.base import DeviceTraits
 from vllm_gaudi_spec.records import DECODE
+from vllm_gaudi_spec.runner.graphs import Job
 from vllm_gaudi_spec.runner.shapes import Shapes
+from vllm_gaudi_spec.runner.warmup import split
 
 
 def shapes(
@@ -156,6 +158,16 @@ def test_chunks_of_many_prompts_fill_a_step_where_graphs_make_them_cheap() -> No
     assert short.largest_prefill == 1024
     small = shapes(**lists | dict(max_tokens=300, max_len=300), captures=True)
     assert small.prefill_rows_at(64) == 8, "as many as in the longest bucket"
+
+
+def test_a_lone_prompt_does_not_wait_for_the_rectangle_of_many() -> None:
+    """While graphs are made in the background it would be padded to all of it."""
+    chosen = shapes(prefill_buckets=(64, 512), prefill_rows=(1, 2, 4, 8), max_tokens=4096, max_len=512, captures=True)
+    jobs = [Job("prompt chunks", list, (shape,), shape.tokens, size=shape) for shape in chosen.prefills()]
+    runner: Any = SimpleNamespace(shapes=chosen)
+    needed, postponed = split(runner, jobs)
+    assert {(job.size.rows, job.size.queries) for job in needed} == {(8, 512), (1, 512)}  # type: ignore[attr-defined]
+    assert len(needed) + len(postponed) == len(jobs)
 
 
 def test_a_device_may_verify_fewer_drafts() -> None:
