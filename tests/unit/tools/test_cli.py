@@ -21,7 +21,17 @@ from tests.support import records
 from tests.support.processes import ROOT
 from vllm_gaudi_spec import devices, versions
 from vllm_gaudi_spec.tools import cli
-from vllm_gaudi_spec.tools.cli import check_engine, completion, counting, demo, graph_check, summary, workload
+from vllm_gaudi_spec.tools.cli import (
+    check_device,
+    check_engine,
+    completion,
+    counting,
+    demo,
+    graph_check,
+    summary,
+    workload,
+)
+from vllm_gaudi_spec.tools.tune import steps
 
 LIMITS = workload.Limits(vocab=300, max_model_len=512, max_num_seqs=4)
 WORDS = tuple(range(3, 200))
@@ -299,6 +309,26 @@ def test_verbose_shows_who_wants_what_is_missing(monkeypatch: pytest.MonkeyPatch
         check_engine.open_engine(cli.make_parser().parse_args(["graph-check"]))
     with pytest.raises(ModuleNotFoundError):
         check_engine.open_engine(cli.make_parser().parse_args(["graph-check", "--verbose"]))
+
+
+def test_verbose_shows_where_a_command_failed(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    def fail(*_: object) -> None:
+        raise ValueError("deep inside")
+
+    for command, module, words in (("graph-check", check_engine, ["some/model"]), ("selftest", check_device, [])):
+        monkeypatch.setattr(module, "check", fail)
+        options = cli.make_parser().parse_args([command, *words])
+        assert module.checked(options) != 0
+        assert "deep inside" in capsys.readouterr().err
+        options.verbose = True
+        with pytest.raises(ValueError, match=r"^deep inside$"):
+            module.checked(options)
+    assert steps.exit_status("tune", fail) == 1
+    assert capsys.readouterr().err == "tune: error: deep inside\n"
+    with pytest.raises(ValueError, match=r"^deep inside$"):
+        steps.exit_status("tune", fail, verbose=True)
 
 
 def test_verbose_shows_where_an_engine_was_refused(monkeypatch: pytest.MonkeyPatch) -> None:
