@@ -71,7 +71,7 @@ def visible(call: AttentionCall, spec: AttentionLayerSpec) -> torch.Tensor:
 
 
 def _share_a_span(key_pos: torch.Tensor, query_pos: torch.Tensor, spans: Spans) -> torch.Tensor:
-    """bool [B, Q, keys]: spans of a row do not overlap, so the last position of one tells it from the others."""
+    """bool [B, Q, keys]: spans of a row do not overlap, so its last position marks one."""
 
     def ends(positions: torch.Tensor) -> torch.Tensor:
         """int32 [B, positions]: the last position of each one's span, -1 where there is none."""
