@@ -1,4 +1,4 @@
-"""Task groups through torch_npu, as the backend uses them: fused attention that is told new lengths between runs."""
+"""Task groups through torch_npu, as the backend uses them: fused attention that gets new lengths between runs."""
 
 from __future__ import annotations
 

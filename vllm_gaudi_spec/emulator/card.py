@@ -60,8 +60,6 @@ class Recording(Protocol):
 
     what: str
     """For messages."""
-    computes: bool
-    """Whether operations run while they are recorded."""
 
     def record(self, operation: Any) -> None: ...
 
@@ -163,11 +161,8 @@ class Device:
 
     @property
     def compile_only(self) -> bool:
-        """Whether the calling thread makes graphs and computes nothing."""
-        if self._compile_only:
-            return True
-        capture = self.capture
-        return capture is not None and not capture.computes
+        """Whether graphs are made and nothing is computed."""
+        return self._compile_only
 
     @compile_only.setter
     def compile_only(self, value: bool) -> None:

@@ -78,8 +78,6 @@ class Capture:
 
     what = "graph capture"
     """What goes on, for messages."""
-    computes = True
-    """Whether operations run while they are recorded."""
 
     def __init__(self, name: str, track_results: bool = False) -> None:
         self.name = name

@@ -168,7 +168,7 @@ class ModelRunner:
         self.hidden_states = HiddenStateBuffer(
             num_rows=self.max_rows + 1,
             num_queries=1 + self.num_drafts,
-            longest_chunk=self.shapes.largest_prefill,
+            max_chunk_tokens=self.shapes.largest_prefill,
             hidden_size=model.get_hidden_size(),
             dtype=model.dtype,
             device=device,

@@ -127,10 +127,8 @@ class Multimodal:
         for row, _, last in found:
             # Else its first tokens would be computed, and kept, as if the image ended there.
             assert last < batch.requests[row].num_computed + batch.counts[row], "a chunk ends within an image"
-        rows_np, firsts_np, lasts_np = np.array(found, dtype=np.int32).T
-        rows_S = torch.from_numpy(rows_np.astype(np.int64))
-        firsts_S, lasts_S = torch.from_numpy(firsts_np.copy()), torch.from_numpy(lasts_np.copy())
-        return Spans(self._upload(rows_S), self._upload(firsts_S), self._upload(lasts_S))
+        rows_S, firsts_S, lasts_S = torch.tensor(found, dtype=torch.int32).T.contiguous().unbind(0)
+        return Spans(self._upload(rows_S.long()), self._upload(firsts_S), self._upload(lasts_S))
 
     def _rotary_of(self, batch: Batch) -> torch.Tensor | None:
         if not any(request.req_id in self._rotary_np for request in batch.requests):

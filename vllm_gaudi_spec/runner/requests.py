@@ -334,7 +334,7 @@ class HiddenStateBuffer:
         *,
         num_rows: int,
         num_queries: int,
-        longest_chunk: int,
+        max_chunk_tokens: int,
         hidden_size: int,
         dtype: torch.dtype,
         device: torch.device,
@@ -345,7 +345,7 @@ class HiddenStateBuffer:
         self._num_queries = num_queries
         self._hidden_NH = torch.zeros(num_rows * num_queries, hidden_size, dtype=dtype, device=device)
         """N = R * Q: one flat tensor, changed as a whole."""
-        self.chunk_TH = torch.zeros(longest_chunk, hidden_size, dtype=dtype, device=device)
+        self.chunk_TH = torch.zeros(max_chunk_tokens, hidden_size, dtype=dtype, device=device)
         """All states of the newest prompt chunk, for the scores of its tokens."""
         self._carried_NH, self._carried_chunk_TH = self._hidden_NH, self.chunk_TH
         if carried_size is not None:

@@ -74,7 +74,7 @@ class HeadRows(Rows):
         self.hidden_states = HiddenStateBuffer(
             num_rows=5,
             num_queries=1 + self.num_drafts,
-            longest_chunk=256,
+            max_chunk_tokens=256,
             hidden_size=1,
             dtype=torch.float32,
             device=torch.device("cpu"),
@@ -252,7 +252,7 @@ class MedusaRows(HeadRows):
         self.hidden_states = HiddenStateBuffer(
             num_rows=5,
             num_queries=1 + self.num_drafts,
-            longest_chunk=256,
+            max_chunk_tokens=256,
             hidden_size=1,
             dtype=torch.float32,
             device=torch.device("cpu"),
@@ -291,7 +291,7 @@ def test_a_target_may_carry_other_states_than_those_of_its_logits() -> None:
     hidden_states = HiddenStateBuffer(
         num_rows=3,
         num_queries=2,
-        longest_chunk=8,
+        max_chunk_tokens=8,
         hidden_size=1,
         dtype=torch.float32,
         device=torch.device("cpu"),

@@ -29,19 +29,18 @@ def work(rank: int, world: int, path: str) -> None:
 
 
 def collectives(rank: int, world: int) -> None:
-    device = "hpu"
-    x = torch.full((world,), float(rank + 1)).to(device)
+    x = torch.full((world,), float(rank + 1)).to("hpu")
     every = [float(other + 1) for other in range(world)]
     total = x.clone()
     dist.all_reduce(total)
     assert total.tolist() == [sum(every)] * world
-    flat = torch.empty(world * world, device=device)
+    flat = torch.empty(world * world, device="hpu")
     dist.all_gather_into_tensor(flat, x)
     assert flat.view(world, world)[:, 0].tolist() == every
-    parts = [torch.empty(world, device=device) for _ in range(world)]
+    parts = [torch.empty(world, device="hpu") for _ in range(world)]
     dist.all_gather(parts, x)
     assert [part[0].item() for part in parts] == every
-    own = torch.empty(1, device=device)
+    own = torch.empty(1, device="hpu")
     dist.reduce_scatter_tensor(own, x)
     assert own.item() == sum(every)
     sent = x.clone()
@@ -52,7 +51,7 @@ def collectives(rank: int, world: int) -> None:
         if rank == 0:
             dist.send(x, 1)
         elif rank == 1:
-            got = torch.zeros(world, device=device)
+            got = torch.zeros(world, device="hpu")
             dist.recv(got, 0)
             assert got[0].item() == 1.0
 
