@@ -144,7 +144,8 @@ class Device:
         self.sealed = False
         self.graph_reserve: int | None = None
         self.allow_fallbacks = True
-        self._compile_only = False
+        self.compile_only = False
+        """Whether graphs are made and nothing is computed."""
         self.bridge_flags: dict[str, Any] = {}
         self.generator = torch.Generator()
         self.generator.manual_seed(0)
@@ -158,15 +159,6 @@ class Device:
     @capture.setter
     def capture(self, capture: Recording | None) -> None:
         self._recording.capture = capture
-
-    @property
-    def compile_only(self) -> bool:
-        """Whether graphs are made and nothing is computed."""
-        return self._compile_only
-
-    @compile_only.setter
-    def compile_only(self, value: bool) -> None:
-        self._compile_only = value
 
     def choose(self, index: int) -> None:
         """Which of those that it sees the process uses, once and for all."""
