@@ -157,6 +157,53 @@ def test_an_operator_that_fails_raises_its_name_and_nobody_waits_for_ever() -> N
     assert raised[0] == "raised True", out
 
 
+AFTER_A_FAILURE = """
+import os, time, torch
+from vllm_gaudi_spec.devices.ascend.emulated import make_backend
+memory = make_backend().memory
+rows, ones = torch.zeros(4, 2, device="npu"), torch.ones(4, device="npu")
+assert memory.download(ones).tolist() == [1.0] * 4
+rows.index_select(0, torch.tensor([9], device="npu"))
+{failure}
+for attempt in range(3):
+    began = time.monotonic()
+    try:
+        wait = memory.start_download(ones * 9)
+        print("read", wait().tolist())
+    except RuntimeError as error:
+        print("raised", time.monotonic() - began < 20)
+os._exit(0)
+"""
+FAILURES = {
+    "seen first by the download": "",
+    # The card has failed, and torch_npu's queue learns of it by a launch before the copy, after the copy was queued.
+    "seen first by a launch": """
+stream = torch.npu.current_stream()
+try:
+    while True: stream.query(); time.sleep(0.001)
+except RuntimeError: pass
+ones.add_(1)
+""",
+    # As after a step that raised, whose engine goes on to wait for the one before it.
+    "raised elsewhere": """
+stream = torch.npu.current_stream()
+try:
+    while True: stream.query(); time.sleep(0.001)
+except RuntimeError: pass
+try:
+    while True: ones.add_(1); time.sleep(0.001)
+except RuntimeError: pass
+""",
+}
+
+
+@pytest.mark.parametrize("failure", FAILURES)
+def test_a_download_after_an_operator_that_failed_raises(failure: str) -> None:
+    """torch_npu by itself returns from the wait with whatever the memory held, or never."""
+    out = run_python(AFTER_A_FAILURE.format(failure=FAILURES[failure]))
+    assert [line for line in out.splitlines() if line.startswith(("raised", "read"))] == ["raised True"] * 3, out
+
+
 def test_an_operator_that_is_not_there_raises_its_name() -> None:
     """And the process ends as usual."""
     out = run_python(

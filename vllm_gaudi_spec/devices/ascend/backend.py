@@ -18,7 +18,7 @@ from vllm_gaudi_spec.attention import padded
 from vllm_gaudi_spec.attention.metadata import AttentionCall, AttentionLayerSpec
 from vllm_gaudi_spec.attention.operations import PLAIN, Operations
 from vllm_gaudi_spec.devices.ascend import attention as ascend_attention
-from vllm_gaudi_spec.devices.ascend import errors
+from vllm_gaudi_spec.devices.ascend import downloads, errors
 from vllm_gaudi_spec.devices.ascend.device import usable_torch_npu
 from vllm_gaudi_spec.devices.ascend.graphs import HostLengthsOperation, NpuCaptures
 from vllm_gaudi_spec.devices.base import DeviceBackend, DeviceTraits, Graphs, Memory, Weights
@@ -89,6 +89,23 @@ class AscendMemory(StreamMemory):
     measures_peak = True
     _of_cann: int | None = None
     """What is not torch_npu's, before the first run that is measured."""
+    _fault: RuntimeError | None = None
+    """What ended a download: torch_npu raises an error once, and takes no work from then on."""
+
+    def _host_buffer(self, tensor: torch.Tensor) -> torch.Tensor:
+        if self._fault is not None:
+            raise self._fault
+        return downloads.mark(super()._host_buffer(tensor))
+
+    def _wait_for(self, done: Any, host: torch.Tensor) -> torch.Tensor:
+        if self._fault is not None:
+            raise self._fault
+        try:
+            downloads.wait_for(done, host, self._runtime)
+        except RuntimeError as error:
+            self._fault = error
+            raise
+        return host
 
     def peak_of(self, run: Callable[[], object]) -> int:
         # Workspaces of operators, and what CANN takes for itself, show in what is free. CANN keeps them: what one run

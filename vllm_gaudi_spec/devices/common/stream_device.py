@@ -83,11 +83,18 @@ class StreamMemory(PairMemory):
         self.num_host_syncs += 1
         # Between two graphs: the next one overwrites the tensor after this. A stream beside them would want a copy
         # of it, which takes the device as long, and costs the host more.
-        host = torch.empty(tensor.shape, dtype=tensor.dtype, pin_memory=True)
+        host = self._host_buffer(tensor)
         host.copy_(tensor, non_blocking=True)
         done = self._runtime.Event()
         done.record()
-        return partial(_wait_for, done, host)
+        return partial(self._wait_for, done, host)
+
+    def _host_buffer(self, tensor: torch.Tensor) -> torch.Tensor:
+        return torch.empty(tensor.shape, dtype=tensor.dtype, pin_memory=True)
+
+    def _wait_for(self, done: Any, host: torch.Tensor) -> torch.Tensor:
+        done.synchronize()
+        return host
 
     def synchronize(self) -> None:
         self._runtime.synchronize()
@@ -100,8 +107,3 @@ class StreamWeights(Weights):
     def weights_changed(self, model: nn.Module) -> None:
         """Nothing is made of weights: graphs read them where they are."""
         self._memory.synchronize()
-
-
-def _wait_for(done: Any, host: torch.Tensor) -> torch.Tensor:
-    done.synchronize()
-    return host

@@ -1,0 +1,50 @@
+"""Waiting for a copy to the host that may never have been made.
+
+torch_npu hands its work to CANN from a queue of its own. Once an operator has failed it drops what is in the queue and
+what comes after, events too, and raises that error a single time, to whichever call comes first. Waiting for an event
+that was dropped either returns at once, as if the copy were there, or never does (NPUEvent::synchronize in NPUEvent.cpp
+and Repository::ReadQueue in NPUQueue.cpp, Ascend/pytorch 9e73e708a).
+"""
+
+from __future__ import annotations
+
+import time
+from typing import Any
+
+import torch
+
+_MARK = 0xA5
+_MARKED_BYTES = 64
+"""As many as tell it from numbers: a copy is made as a whole or not at all."""
+_PATIENCE_S = 1.0
+_POLL_S = 2e-5
+
+_DROPPED = (
+    "torch_npu dropped a copy to the host: an operator failed before it, whose error is further up in the log. The "
+    "engine has to be started again."
+)
+
+
+def mark(host: torch.Tensor) -> torch.Tensor:
+    """Pinned memory is used again and again, so without a mark it would hold an older step's tokens."""
+    _first_bytes(host).fill_(_MARK)
+    return host
+
+
+def wait_for(done: Any, host: torch.Tensor, runtime: Any) -> None:
+    """`done` was recorded after the copy to `host`."""
+    # Polled, since the call that waits may not return.
+    deadline = time.monotonic() + _PATIENCE_S
+    while not done.query():
+        if time.monotonic() > deadline:
+            # After this the event has happened, or never will.
+            runtime.synchronize()
+            if not done.query():
+                raise RuntimeError(_DROPPED)
+        time.sleep(_POLL_S)
+    if host.numel() > 0 and bool((_first_bytes(host) == _MARK).all()):
+        raise RuntimeError(_DROPPED)
+
+
+def _first_bytes(host: torch.Tensor) -> torch.Tensor:
+    return host.view(-1).view(torch.uint8)[:_MARKED_BYTES]
