@@ -187,6 +187,15 @@ def run_beside_an_update(acl: Acl) -> None:
     acl("aclmdlRIExecuteAsync", graph, acl.stream())
 
 
+def run_during_an_update(acl: Acl) -> None:
+    graph, group = acl.group()
+    updates = acl.stream()
+    acl("aclmdlRICaptureTaskUpdateBegin", updates, group)
+    acl.fill(updates)
+    acl("aclmdlRIExecuteAsync", graph, acl.stream())
+    acl("aclmdlRICaptureTaskUpdateEnd", updates)
+
+
 def run_without_memory(acl: Acl) -> None:
     size = ctypes.c_size_t(64)
     memory = acl.made("aclrtMalloc", size, 0)
@@ -198,15 +207,20 @@ def run_without_memory(acl: Acl) -> None:
     acl("aclmdlRIExecuteAsync", graph, acl.stream())
 
 
-def run_without_memory_of_an_update(acl: Acl) -> None:
-    graph, group = acl.group()
-    size, stream = ctypes.c_size_t(64), acl.stream()
+def update_to_memory_that_goes(acl: Acl, stream: ctypes.c_void_p, group: ctypes.c_void_p) -> None:
+    size = ctypes.c_size_t(64)
     memory = acl.made("aclrtMalloc", size, 0)
     with acl.without_computing():
         acl("aclmdlRICaptureTaskUpdateBegin", stream, group)
         acl("aclrtMemsetAsync", memory, size, 0, size, stream)
         acl("aclmdlRICaptureTaskUpdateEnd", stream)
     acl("aclrtFree", memory)
+
+
+def run_without_memory_of_an_update(acl: Acl) -> None:
+    graph, group = acl.group()
+    stream = acl.stream()
+    update_to_memory_that_goes(acl, stream, group)
     acl("aclmdlRIExecuteAsync", graph, stream)
 
 
@@ -362,6 +376,7 @@ REFUSED: dict[str, tuple[Callable[[Acl], Any], str]] = {
         "did not wait for the last run of its graph",
     ),
     "a run beside an update": (run_beside_an_update, "did not wait for the last update of its tasks"),
+    "a run during an update": (run_during_an_update, "its graph ran during a task update"),
     "a run whose memory is gone": (run_without_memory, "memory that memsetAsync uses was given back"),
     "a run whose update's memory is gone": (
         run_without_memory_of_an_update,
@@ -521,6 +536,15 @@ def test_an_update_that_waited_for_the_run_and_a_run_that_waited_for_the_update(
     acl("aclrtRecordEvent", event, updates)
     WAITS[wait](acl, updates, runs, event)
     acl("aclmdlRIExecuteAsync", graph, runs)
+
+
+def test_an_update_to_memory_that_stays(acl: Acl) -> None:
+    """It replaces what was given back."""
+    graph, group = acl.group()
+    stream = acl.stream()
+    update_to_memory_that_goes(acl, stream, group)
+    acl.update(stream, group)
+    acl("aclmdlRIExecuteAsync", graph, stream)
 
 
 def test_a_stream_that_is_joined(acl: Acl) -> None:

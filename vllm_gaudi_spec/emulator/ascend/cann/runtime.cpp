@@ -75,6 +75,7 @@ struct Group {
   std::vector<std::string> names;
   std::vector<Work> works;
   std::vector<Addresses> addresses;
+  std::string lost;   // one of its tasks whose memory was given back, until an update names other memory
   Mark ran, updated;  // its graph's last run, and its own last update
 };
 
@@ -108,6 +109,7 @@ struct Stream {
   Past past;  // what its next work comes after, of other streams
   Graph* capture = nullptr;
   std::shared_ptr<Group> updating;
+  Mark ran;  // the last run of its graph when the update began
   std::vector<std::string> names;  // of the update so far
   std::vector<Work> works;
   std::vector<Addresses> addresses;
@@ -320,7 +322,7 @@ void lose(const char* start, size_t size) {
       if (uses(node.addresses)) graph->lost = node.name;
       if (node.group == nullptr) continue;
       for (size_t i = 0; i < node.group->addresses.size(); ++i)
-        if (uses(node.group->addresses[i])) graph->lost = node.group->names[i];
+        if (uses(node.group->addresses[i])) node.group->lost = node.group->names[i];
     }
 }
 
@@ -905,9 +907,13 @@ aclError aclmdlRIExecuteAsync(aclmdlRI model, aclrtStream handle) {
   REFUSE_IF(graph->counts == nullptr, ACL_ERROR_RT_PARAM_INVALID, "aclmdlRIExecuteAsync of a capture that failed");
   REFUSE_IF(!graph->lost.empty(), ACL_ERROR_RT_AICORE_EXCEPTION,
             "aclmdlRIExecuteAsync: memory that " + graph->lost + " uses was given back");
-  for (const Node& node : graph->nodes)
-    REFUSE_IF(node.group != nullptr && !follows(stream, node.group->updated), ACL_ERROR_RT_MODEL_EXECUTE,
+  for (const Node& node : graph->nodes) {
+    if (node.group == nullptr) continue;
+    REFUSE_IF(!node.group->lost.empty(), ACL_ERROR_RT_AICORE_EXCEPTION,
+              "aclmdlRIExecuteAsync: memory that " + node.group->lost + " uses was given back");
+    REFUSE_IF(!follows(stream, node.group->updated), ACL_ERROR_RT_MODEL_EXECUTE,
               "aclmdlRIExecuteAsync on a stream that did not wait for the last update of its tasks");
+  }
   ++card().counts.replays;
   card().counts.replayed += graph->nodes.size();
   ++graph->counts->replays;
@@ -969,6 +975,7 @@ aclError aclmdlRICaptureTaskUpdateBegin(aclrtStream handle, aclrtTaskGrp group) 
   if (live == nullptr) return refuse(ACL_ERROR_RT_PARAM_INVALID, "a task update of a group that is gone");
   REFUSE_IF(!follows(stream, live->ran), ACL_ERROR_RT_MODEL_UPDATE_FAILED,
             "a task update on a stream that did not wait for the last run of its graph");
+  stream->ran = live->ran;
   stream->updating = std::move(live);
   stream->names.clear();
   stream->works.clear();
@@ -984,9 +991,12 @@ aclError aclmdlRICaptureTaskUpdateEnd(aclrtStream handle) {
   if (group == nullptr) return refuse(ACL_ERROR_STREAM_TASK_GROUP_STATUS, "the end of a task update that did not begin");
   REFUSE_IF(stream->names != group->names, ACL_ERROR_RT_MODEL_UPDATE_FAILED,
             "a task update is not of the tasks of its group");
+  REFUSE_IF(group->ran.stream != stream->ran.stream || group->ran.position != stream->ran.position,
+            ACL_ERROR_RT_MODEL_UPDATE_FAILED, "its graph ran during a task update");
   ++card().counts.task_updates;
   group->updated = push(stream, [group, works = std::move(stream->works)] { group->works = works; });
   group->addresses = std::move(stream->addresses);
+  group->lost.clear();
   return fault();
 }
 
