@@ -14,7 +14,7 @@ from tests.support.reference.attention import attend_one
 from vllm_gaudi_spec.attention.metadata import AttentionLayerSpec, Blocks, rectangle
 from vllm_gaudi_spec.attention.operations import PLAIN, Operations
 from vllm_gaudi_spec.devices.common import torch_ops
-from vllm_gaudi_spec.runner.requests import host_lengths
+from vllm_gaudi_spec.runner.requests import host_counts, host_lengths
 
 if TYPE_CHECKING:
     from vllm_gaudi_spec.devices.base import DeviceBackend
@@ -194,7 +194,8 @@ class Texts:
         # The host knows of a decode what it may come to have at most.
         ends = [start + (queries if decode else count) for start, count in zip(starts, real, strict=True)]
         lengths_B = host_lengths(backend, rows, ends, table.shape[1] * size)
-        return Blocks((backend.memory.upload(table),), (size,), listed, lengths_B)
+        counts_B = None if lengths_B is None or decode else host_counts(rows, real)
+        return Blocks((backend.memory.upload(table),), (size,), listed, lengths_B, counts_B)
 
     def _compare(
         self, out_BQHD: torch.Tensor, query: torch.Tensor, starts: list[int], real: list[int], members: list[int]

@@ -143,6 +143,8 @@ class AttentionCall:
     host_lengths_B: torch.Tensor | None = None
     """int32, on the host, for backends that need it: an upper bound of the keys that a row's queries see. `starts_B`
     has the exact numbers."""
+    host_counts_B: torch.Tensor | None = None
+    """The same of prompt chunks: how many queries of a row are real. Then `host_lengths_B` is exact."""
     spans: Spans | None = None
     """Of prompt chunks alone: a decode may have the last token of an image, which sees no later one."""
     _plans: dict[Any, Any] = field(default_factory=dict)
@@ -282,6 +284,8 @@ class Blocks(NamedTuple):
     lengths_B: torch.Tensor | None = None
     """int32, on the host: an upper bound of each row's tokens of KV when the graph that reads this ends, whatever is in
     flight; for devices that read tables and need it."""
+    counts_B: torch.Tensor | None = None
+    """int32, on the host, with those of prompt chunks: how many tokens each row has, and then those are exact."""
 
 
 def rectangle(
@@ -317,6 +321,7 @@ def rectangle(
                 block_table_BW=table,
                 flat=FlatBlocks(*blocks.flat[group].unbind(0)) if blocks.flat else None,
                 host_lengths_B=blocks.lengths_B,
+                host_counts_B=blocks.counts_B,
             )
         )
     tokens_BQ = torch.where(real_BQ, tokens_BQ, 0)
@@ -336,12 +341,13 @@ def columns(inputs: Inputs) -> list[Inputs]:
     tokens, starts, positions = turned(inputs.token_ids_T).unbind(0), starts_QB.unbind(0), starts_QB.long().unbind(0)
     num_real = turned(inputs.real_T()).unbind(0)
     slots = [turned(slots_T).long().unbind(0) for slots_T in inputs.slots]
+    singles = [replace(call, num_queries=1, host_counts_B=None) for call in inputs.calls]
     return [
         Inputs(
             tokens[query],
             positions[query],
             tuple(of_group[query] for of_group in slots),
-            tuple(replace(call, num_queries=1, starts_B=starts[query], _plans={}) for call in inputs.calls),
+            tuple(replace(call, starts_B=starts[query], _plans={}) for call in singles),
             num_real[query],
         )
         for query in range(queries)

@@ -102,6 +102,11 @@ TASK_QUEUE = Variable("TASK_QUEUE_ENABLE", "1", "on an NPU: 2 is refused, since 
 NPU_ALLOCATOR = Variable(
     "PYTORCH_NPU_ALLOC_CONF", "none", "on an NPU: pin_memory_expandable_segments is refused, for the same reason"
 )
+PROMPT_MASKS = Variable(
+    "VGS_NPU_PROMPT_MASKS",
+    "compressed",
+    "on an NPU: the form of attention for prompts; dense is that of decodes, with a mask of each query and key",
+)
 LAUNCH_BLOCKING = Variable("ASCEND_LAUNCH_BLOCKING", "0", "on an NPU: 1 is refused, for the same reason")
 HCCL_EXPANSION = Variable(
     "HCCL_OP_EXPANSION_MODE", "chosen by HCCL", "on several NPUs: AIV is refused, with which captures failed or hung"
@@ -145,6 +150,7 @@ VARIABLES = (
     TASK_QUEUE,
     NPU_ALLOCATOR,
     LAUNCH_BLOCKING,
+    PROMPT_MASKS,
     HCCL_EXPANSION,
     CANN_HOME,
     Variable("CUDA_VISIBLE_DEVICES", "all", "which GPUs this process may open"),
@@ -204,6 +210,13 @@ def warms_up_in_background() -> bool:
     if when not in ("before", "background"):
         raise UnsupportedConfigError(f"{WARMUP.name}={when} is unknown; use before or background.")
     return when == "background"
+
+
+def compresses_prompt_masks() -> bool:
+    form = PROMPT_MASKS.value_or_default
+    if form not in ("compressed", "dense"):
+        raise UnsupportedConfigError(f"{PROMPT_MASKS.name}={form} is unknown; use compressed or dense.")
+    return form == "compressed"
 
 
 def runs_self_test() -> bool:

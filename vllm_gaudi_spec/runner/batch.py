@@ -58,7 +58,7 @@ def make_batch(requests: Requests, planned: Planned) -> Batch:
         blocks = requests.decode_blocks(rows_np, ends, shape.context)
     else:
         ends = [start + count for start, count in zip(starts, counts, strict=True)]
-        blocks = requests.blocks(rows_np, ends, shape.context)
+        blocks = requests.blocks(rows_np, ends, shape.context, counts)
     upload = requests.backend.memory.upload
     return Batch(
         shape=shape,

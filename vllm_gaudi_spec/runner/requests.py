@@ -186,14 +186,18 @@ class Requests:
             table[row, begin : begin + len(ids)] = ids
             counts[row] += len(ids)
 
-    def blocks(self, rows_np: np.ndarray, ends: Sequence[int], context: int) -> Blocks:
-        """The rows' block tables, on the device, wide enough for `context` tokens. The first rows end at `ends`."""
+    def blocks(
+        self, rows_np: np.ndarray, ends: Sequence[int], context: int, counts: Sequence[int] | None = None
+    ) -> Blocks:
+        """The rows' block tables, on the device, wide enough for `context` tokens. The first rows end at `ends`; of
+        prompt chunks, which end there exactly, after `counts` tokens."""
         tables = (
             self._upload(table[rows_np, : -(-context // size)])
             for table, size in zip(self.tables_np, self.block_sizes, strict=True)
         )
         lengths_B = host_lengths(self.backend, len(rows_np), ends, context)
-        return Blocks(tuple(tables), tuple(self.block_sizes), lengths_B=lengths_B)
+        counts_B = None if lengths_B is None or counts is None else host_counts(len(rows_np), counts)
+        return Blocks(tuple(tables), tuple(self.block_sizes), lengths_B=lengths_B, counts_B=counts_B)
 
     def decode_blocks(self, rows_np: np.ndarray, ends: Sequence[int], context: int) -> Blocks:
         """The blocks of a decode whose first rows have `ends` tokens; `context` as `Shapes` counts it for decodes."""
@@ -301,6 +305,13 @@ def host_lengths(backend: DeviceBackend, num_rows: int, ends: Sequence[int], con
     lengths_np = np.ones(num_rows, dtype=np.int32)
     lengths_np[: len(ends)] = np.clip(ends, 1, context)
     return torch.from_numpy(lengths_np)
+
+
+def host_counts(num_rows: int, counts: Sequence[int]) -> torch.Tensor:
+    """For `Blocks.counts_B`: rows of padding have none."""
+    counts_np = np.zeros(num_rows, dtype=np.int32)
+    counts_np[: len(counts)] = counts
+    return torch.from_numpy(counts_np)
 
 
 # --- hidden states ---

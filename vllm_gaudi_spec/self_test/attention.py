@@ -25,7 +25,7 @@ from vllm_gaudi_spec.config import E4M3_MAX
 from vllm_gaudi_spec.devices.common import torch_ops
 from vllm_gaudi_spec.quantization.fp8 import to_e4m3
 from vllm_gaudi_spec.quantization.layers import KV_DTYPE, Fp8Cache, kv_range
-from vllm_gaudi_spec.runner.requests import host_lengths
+from vllm_gaudi_spec.runner.requests import host_counts, host_lengths
 from vllm_gaudi_spec.self_test.subject import Failed, NotChecked, Subject, random
 
 if TYPE_CHECKING:
@@ -50,15 +50,25 @@ _TOLERANCE = {torch.float32: 1e-3, torch.float16: 1e-2, torch.bfloat16: 5e-2}
 
 
 def check_decode(subject: Subject) -> str:
-    """One query a row, and prompt chunks."""
-    block, chunk = subject.backend.traits.block_size, subject.backend.traits.smallest_prefill
+    """One query a row."""
+    block = subject.backend.traits.block_size
     ends = [0, block - 2, block + 3, 2 * block - 1]
     decodes = _attend(subject, "decodes", ends, [1] * len(ends), 1, decode=True)
-    long = _attend_long(subject, "long decodes", 1)
-    rows = min(2, max(subject.backend.traits.prefill_rows))
-    starts, real = [block + 3, 5][:rows], [chunk - 5, chunk // 2][:rows]
-    prompts = _attend(subject, "prompt chunks", starts, real, chunk, decode=False)
-    return f"{decodes}, {prompts}, {long}"
+    return f"{decodes}, {_attend_long(subject, 'long decodes', 1)}"
+
+
+def check_prompts(subject: Subject) -> str:
+    """Chunks that begin and end within blocks, whole ones and such with padding; and under a window."""
+    block, chunk = subject.backend.traits.block_size, subject.backend.traits.smallest_prefill
+    num_rows = min(2, max(subject.backend.traits.prefill_rows))
+    for starts, real in (([block + 3, 5], [chunk - 5, chunk // 2]), ([0, 4 * block], [chunk, 1])):
+        form = _attend(subject, "prompt chunks", starts[:num_rows], real[:num_rows], chunk, decode=False)
+    starts, real = [_WINDOW + block - 1, _WINDOW][:num_rows], [chunk - 1, chunk][:num_rows]
+    lengths = [start + count for start, count in zip(starts, real, strict=True)]
+    rows = _Rows(subject, lengths, chunk, decode=False, window=_WINDOW)
+    rows.hide([start - _WINDOW + 1 for start in starts])
+    rows.check(f"prompt chunks under a window of {_WINDOW}", starts, real)
+    return f"{form}, with a window too"
 
 
 def check_verify(subject: Subject) -> str:
@@ -253,12 +263,15 @@ class _Layer:
         queries: int,
         table_BW: torch.Tensor,
         flat: torch.Tensor | None = None,
+        counts: list[int] | None = None,
     ) -> torch.Tensor:
-        """On the host, in float64. Calls of one shape are one graph."""
+        """On the host, in float64. Calls of one shape are one graph. `counts`: of prompt chunks, whose queries after
+        them are padding."""
         memory = self.backend.memory
-        # The host knows of a row how far it may reach at most.
-        ends = [start + queries for start in starts]
+        # Of a decode the host knows how far it may reach at most.
+        ends = [start + count for start, count in zip(starts, counts or [queries] * len(starts), strict=True)]
         lengths_B = host_lengths(self.backend, len(starts), ends, table_BW.shape[1] * self.spec.block_size)
+        counts_B = None if lengths_B is None or counts is None else host_counts(len(starts), counts)
         shape = len(starts), queries, tuple(table_BW.shape), None if flat is None else tuple(flat.shape)
         if shape not in self.graphs:
             self.graphs[shape] = self._graph_of(len(starts), queries)
@@ -267,6 +280,7 @@ class _Layer:
             memory.upload(table_BW),
             None if flat is None else memory.upload(flat),
             lengths_B,
+            counts_B,
             memory.upload(query_THD.to(self.spec.dtype)),
         )
         return memory.download(found).double()
@@ -277,6 +291,7 @@ class _Layer:
             table_BW: torch.Tensor,
             flat: torch.Tensor | None,
             lengths_B: torch.Tensor | None,
+            counts_B: torch.Tensor | None,
             query_THD: torch.Tensor,
         ) -> torch.Tensor:
             call = AttentionCall(
@@ -286,6 +301,7 @@ class _Layer:
                 block_table_BW=table_BW,
                 flat=None if flat is None else FlatBlocks(*flat.unbind(0)),
                 host_lengths_B=lengths_B,
+                host_counts_B=counts_B,
             )
             attended: torch.Tensor = self.operations.attend(query_THD, self.kv_cache, call, self.spec, self._parts)
             return attended
@@ -326,7 +342,7 @@ class _Rows:
     ) -> None:
         traits = subject.backend.traits
         block = traits.block_size
-        self._subject, self._queries, self._window = subject, queries, window
+        self._subject, self._queries, self._window, self._decode = subject, queries, window, decode
         rows = len(lengths) + 1
         num_shared = min(lengths) // block if shares_prefix else 0
         self._table_BW = torch.zeros(rows, -(-(max(lengths) + queries) // block), dtype=torch.int32)
@@ -367,12 +383,13 @@ class _Rows:
     def write(self, keys_SKD: torch.Tensor, values_SKD: torch.Tensor) -> None:
         self._layer.write(keys_SKD, values_SKD, torch.arange(len(keys_SKD)))
 
-    def attend(self, starts: list[int]) -> tuple[torch.Tensor, torch.Tensor]:
-        """The queries, and what they get; those of padding as well."""
+    def attend(self, starts: list[int], real: list[int] | None = None) -> tuple[torch.Tensor, torch.Tensor]:
+        """The queries, and what they get; those of padding as well. `real`: how many of a prompt chunk are none."""
         rows, queries = len(starts) + 1, self._queries
         query_BQHD = random((rows, queries, _HEADS, _HEAD_SIZE), 30, self._subject.dtype)
         query_THD = query_BQHD.flatten(0, 1)
-        found = self._layer.attend(query_THD, [*starts, 0], queries, self._table_BW, self._flat)
+        counts = None if self._decode or real is None else [*real, 0]
+        found = self._layer.attend(query_THD, [*starts, 0], queries, self._table_BW, self._flat, counts)
         return query_BQHD, found.unflatten(0, (rows, queries))
 
     def forget_graphs(self) -> None:
@@ -385,7 +402,7 @@ class _Rows:
             later = slots_L[start + count :]
             keys_SKD[later], values_SKD[later] = self._huge_SKD[later], self._huge_values_SKD[later]
         self.write(keys_SKD, values_SKD)
-        query_BQHD, found_BQHD = self.attend(starts)
+        query_BQHD, found_BQHD = self.attend(starts, real)
         dtype = self._subject.dtype
         for row, (start, count) in enumerate(zip(starts, real, strict=True)):
             slots_L = self._slots[row][: start + count]

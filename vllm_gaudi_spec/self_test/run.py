@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING, NamedTuple
 
 import torch
 
+from vllm_gaudi_spec import environment
 from vllm_gaudi_spec.config import in_one_line
 from vllm_gaudi_spec.devices import load_backend
 from vllm_gaudi_spec.self_test import attention, copies, graphs, memory, noise, ranks
@@ -52,6 +53,7 @@ HASH = "hash"
 NOISE = "noise"
 KV_WRITES = "KV writes"
 ATTENTION = "attention"
+PROMPT_ATTENTION = "prompt attention"
 VERIFY_ATTENTION = "verify attention"
 REPLAYED_ATTENTION = "replayed attention"
 FP8_KV = "KV in FP8"
@@ -67,6 +69,11 @@ CHECKS = (
     Check(NOISE, noise.check_noise, _GREEDY_ONLY),
     Check(KV_WRITES, attention.check_writes, _NOTHING_TO_SWITCH_OFF),
     Check(ATTENTION, attention.check_decode, _NOTHING_TO_SWITCH_OFF),
+    Check(
+        PROMPT_ATTENTION,
+        attention.check_prompts,
+        f"on an NPU set {environment.PROMPT_MASKS.name}=dense; on another card {_NOTHING_TO_SWITCH_OFF}",
+    ),
     Check(VERIFY_ATTENTION, attention.check_verify, "leave out --speculative-config", SPECULATION),
     Check(REPLAYED_ATTENTION, attention.check_replays, _NOTHING_TO_SWITCH_OFF),
     Check(FP8_KV, attention.check_fp8_kv, "leave out --kv-cache-dtype", KV_IN_FP8),

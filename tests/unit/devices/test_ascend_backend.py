@@ -26,7 +26,8 @@ from vllm_gaudi_spec.devices.ascend import attention as ascend_attention
 from vllm_gaudi_spec.devices.ascend import backend as ascend
 from vllm_gaudi_spec.devices.ascend import device as ascend_device
 from vllm_gaudi_spec.devices.ascend import errors, graphs
-from vllm_gaudi_spec.devices.ascend.graphs import Bounds, HostLengthsOperation, NpuCaptures
+from vllm_gaudi_spec.devices.ascend.attention import Bounds
+from vllm_gaudi_spec.devices.ascend.graphs import HostLengthsOperation, NpuCaptures
 from vllm_gaudi_spec.devices.base import Graphs, Memory
 from vllm_gaudi_spec.devices.common.stream_graphs import Graphed
 from vllm_gaudi_spec.emulator.ascend import cann
@@ -295,7 +296,7 @@ def test_a_single_query_over_the_longest_contexts_is_not_for_it() -> None:
 
 class Issued(NamedTuple):
     arguments: dict[str, Any]
-    bounds: Bounds
+    bounds: Any
     out: list[torch.Tensor]
 
 
@@ -333,14 +334,114 @@ def test_npu_a04_rows_that_may_have_more_blocks_together_than_there_are() -> Non
     (whole,) = issued(11, rows=5, width=5)
     assert (whole.bounds.rows, whole.bounds.longest) == (slice(0, 5), 640)
     parts = issued(11, rows=5, width=5, adds_up_blocks=True)
-    assert [len(part.bounds.longest_of_all()) for part in parts] == [2, 2, 1]
-    for part in parts:
-        assert sum(part.bounds.longest_of_all()) <= 11 * 128
-        num = len(part.bounds.longest_of_all())
+    longest = [part.bounds.longest_of_all()["actual_seq_lengths_kv"] for part in parts]
+    assert [len(lengths) for lengths in longest] == [2, 2, 1]
+    for part, lengths in zip(parts, longest, strict=True):
+        assert sum(lengths) <= 11 * 128
+        num = len(lengths)
         shapes = [part.arguments[name].shape[0] for name in ("query", "atten_mask", "block_table")]
         assert [*shapes, part.out[0].shape[0]] == [num] * 4
     (narrow,) = issued(3, rows=1, width=5, adds_up_blocks=True)
     assert narrow.bounds.longest == 3 * 128, "no row has more keys than there are"
+
+
+def chunks(num_queries: int = 8, **changes: Any) -> AttentionCall:
+    """A prompt chunk of 5 tokens after 200, a whole one of `num_queries`, and a row of padding."""
+    lengths = torch.tensor([205, num_queries, 1], dtype=torch.int32)
+    given: dict[str, Any] = dict(
+        num_rows=3,
+        num_queries=num_queries,
+        starts_B=torch.tensor([200, 0, 0], dtype=torch.int32),
+        block_table_BW=torch.tensor([[1, 2], [3, 0], [0, 0]], dtype=torch.int32),
+        host_lengths_B=lengths,
+        host_counts_B=torch.tensor([5, num_queries, 0], dtype=torch.int32),
+    )
+    return AttentionCall(**(given | changes))
+
+
+@pytest.mark.parametrize(
+    ("call", "changes", "taken"),
+    [
+        (chunks(), {}, True),
+        (chunks(), dict(sliding_window=100), True),
+        (chunks(), dict(head_size=512), False),
+        (chunks(), dict(attention_chunk=64), False),
+        (chunks(num_queries=1), {}, False),
+        # A decode: of its lengths there are bounds.
+        (chunks(host_counts_B=None), {}, False),
+    ],
+    ids=str,
+)
+def test_calls_that_take_compressed_masks(call: AttentionCall, changes: dict[str, Any], taken: bool) -> None:
+    assert ascend_attention.takes_compressed_masks(layer(**changes), call) is taken
+
+
+def issued_chunks(num_blocks: int = 8, *, adds_up_blocks: bool = False, **changes: Any) -> list[Issued]:
+    found: list[Issued] = []
+    captures = cast(Any, SimpleNamespace(issue=lambda fused, *given: found.append(Issued(*given))))
+    blocks = torch.zeros(num_blocks, 128, 2, 64)
+    cache = cast(Any, SimpleNamespace(blocks=lambda: (blocks, blocks)))
+    ascend_attention.attend(
+        cast(Any, None),
+        captures,
+        torch.zeros(24, 8, 64),
+        cache,
+        chunks(),
+        layer(**changes),
+        adds_up_blocks=adds_up_blocks,
+        mask=torch.zeros(1),
+    )
+    return found
+
+
+def test_npu_a06_a07_a22_chunks_and_their_padding_are_rows() -> None:
+    """All queries are some row's, also those of padding, and none is without keys."""
+    (one,) = issued_chunks()
+    assert one.bounds.now() == {
+        "actual_seq_lengths": [5, 8, 16, 16, 16, 24],
+        "actual_seq_lengths_kv": [205, 1, 8, 1, 1, 1],
+    }
+    assert one.bounds.longest_of_all() == {
+        "actual_seq_lengths": [8, 8, 16, 16, 24, 24],
+        "actual_seq_lengths_kv": [256, 1] * 3,
+    }
+    assert one.arguments["query"].shape == one.out[0].shape == (24, 8, 64)
+    assert one.arguments["block_table"].tolist() == [[1, 2], [1, 2], [3, 0], [3, 0], [0, 0], [0, 0]]
+
+
+def test_npu_a12_windows_of_chunks() -> None:
+    """The last 100 keys, a query's own included."""
+    (whole,), (window,) = issued_chunks(), issued_chunks(sliding_window=100)
+    forms = [
+        tuple(part.arguments[name] for name in ("input_layout", "sparse_mode", "pre_tokens", "next_tokens"))
+        for part in (whole, window)
+    ]
+    assert forms == [("TND", 3, 2**31 - 1, 2**31 - 1), ("TND", 4, 99, 0)]
+
+
+def test_npu_a04_chunks_that_may_have_more_blocks_together_than_there_are() -> None:
+    """Their padding has a block too."""
+    parts = issued_chunks(7, adds_up_blocks=True)
+    assert [part.bounds.rows for part in parts] == [slice(0, 2), slice(2, 3)]
+    assert [len(part.arguments["query"]) for part in parts] == [len(part.out[0]) for part in parts] == [16, 8]
+    assert [len(part.arguments["block_table"]) for part in parts] == [4, 2]
+    assert parts[1].bounds.now() == {"actual_seq_lengths": [0, 8], "actual_seq_lengths_kv": [1, 1]}
+
+
+def test_prompts_can_have_dense_masks(monkeypatch: pytest.MonkeyPatch) -> None:
+    card = cast(Any, SimpleNamespace(torch_npu=None, torch_device=torch.device("cpu"), captures=None))
+
+    def mask() -> torch.Tensor | None:
+        return ascend.AscendAttention(card, ascend.FUSED_DTYPES)._compressed_mask
+
+    found = mask()
+    assert found is not None
+    assert torch.equal(found, torch.ones(2048, 2048, dtype=torch.int8).triu(1))
+    monkeypatch.setenv("VGS_NPU_PROMPT_MASKS", "dense")
+    assert mask() is None
+    monkeypatch.setenv("VGS_NPU_PROMPT_MASKS", "exact")
+    with pytest.raises(UnsupportedConfigError, match=r"VGS_NPU_PROMPT_MASKS=exact is unknown; use compressed or dense"):
+        mask()
 
 
 def fused(refusal: str | None) -> Any:
@@ -364,7 +465,7 @@ def test_npu_v06_the_card_is_asked_whether_it_adds_up_blocks() -> None:
 def test_kv_writes_of_dtypes_that_the_operation_does_not_take(dtype: torch.dtype, by_the_operation: bool) -> None:
     calls: list[str] = []
     scatter = SimpleNamespace(npu_scatter_pa_kv_cache=lambda *given, **named: calls.append("operation"))
-    card = cast(Any, SimpleNamespace(torch_npu=scatter, captures=None))
+    card = cast(Any, SimpleNamespace(torch_npu=scatter, torch_device=None, captures=None))
     blocks = torch.zeros(2, 128, 2, 64, dtype=dtype)
     cache = SimpleNamespace(blocks=lambda: (blocks, blocks), write=lambda *given: calls.append("torch"))
     token = torch.zeros(1, 2, 64, dtype=dtype)
@@ -435,17 +536,19 @@ def test_npu_g08_h02_bounds_are_updated_before_a_run_where_a_row_needs_another_b
     runtime = PlayedRuntime()
     captures = NpuCaptures(runtime, torch.device("cpu"))
 
-    def run(query: torch.Tensor, lengths: list[int], workspace: torch.Tensor, out: list[torch.Tensor]) -> None:
-        runtime.asked.append(lengths)
+    def run(
+        query: torch.Tensor, actual_seq_lengths_kv: list[int], workspace: torch.Tensor, out: list[torch.Tensor]
+    ) -> None:
+        runtime.asked.append(actual_seq_lengths_kv)
         out[0].copy_(query)
 
     workspaces = []
 
-    def workspace(query: torch.Tensor, lengths: list[int]) -> torch.Tensor:
-        workspaces.append(lengths)
+    def workspace(query: torch.Tensor, actual_seq_lengths_kv: list[int]) -> torch.Tensor:
+        workspaces.append(actual_seq_lengths_kv)
         return torch.empty(0)
 
-    operation = HostLengthsOperation(run, workspace, "lengths")
+    operation = HostLengthsOperation(run, workspace)
 
     def step(query: torch.Tensor, lengths_B: torch.Tensor) -> torch.Tensor:
         out, bounds = torch.empty_like(query), Bounds(lengths_B, slice(0, 2), 128, 300)

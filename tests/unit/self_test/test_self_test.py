@@ -42,7 +42,7 @@ def test_a_card_that_is_right_passes(dtype: torch.dtype) -> None:
     assert not result.failed, result.failed
     assert statuses(result, NOT_CHECKED) == NEEDS_RANKS | HAS_NOT
     result.refuse(EVERY_FEATURE)
-    assert result.summary().startswith("11 checks passed in ")
+    assert result.summary().startswith("12 checks passed in ")
     assert result.summary().endswith("; collectives not checked: there is one rank")
     assert all(result.passed(check.name) == (check.name not in NEEDS_RANKS | HAS_NOT) for check in CHECKS)
 
@@ -275,6 +275,14 @@ def nothing_after_512_keys(num_queries: int) -> DeviceBackend:
     return make_card(attention=Sees(change))
 
 
+def prompts_have_no_window() -> DeviceBackend:
+    return windows(32, None)
+
+
+def prompts_see_padding() -> DeviceBackend:
+    return seeing_too_much(32)
+
+
 def long_decodes_end_after_512_keys() -> DeviceBackend:
     return nothing_after_512_keys(1)
 
@@ -403,6 +411,12 @@ FAULTS: dict[Callable[[], DeviceBackend], tuple[str, str, str]] = {
         "long decodes under a window of 300 are up to",
         "VGS_DEVICE=cpu",
     ),
+    prompts_have_no_window: (
+        run.PROMPT_ATTENTION,
+        "prompt chunks under a window of 300 are up to",
+        "VGS_NPU_PROMPT_MASKS=dense",
+    ),
+    prompts_see_padding: (run.PROMPT_ATTENTION, "prompt chunks are up to", "VGS_NPU_PROMPT_MASKS=dense"),
     verify_steps_have_no_window: (run.VERIFY_ATTENTION, "under a window of 300 are up to", "--speculative-config"),
     verify_steps_lose_a_shared_prefix: (
         run.VERIFY_ATTENTION,

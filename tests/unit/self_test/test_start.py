@@ -74,7 +74,7 @@ def start(
 
 def test_one_line_where_all_is_well(monkeypatch: pytest.MonkeyPatch, lines: list[tuple[int, str]]) -> None:
     worker, given = start(monkeypatch)
-    assert lines == [(logging.INFO, "Self-test of the card: 13 checks passed in 3.2 s.")]
+    assert lines == [(logging.INFO, "Self-test of the card: 14 checks passed in 3.5 s.")]
     assert given == [torch.bfloat16, None]
     assert worker.self_test is not None
     assert worker.self_test.passed(run.DOWNLOADS)
@@ -115,7 +115,7 @@ def test_the_advice_lets_it_start(
     assert not lines
     start(monkeypatch, failing, **switched_off)
     assert lines == [
-        (logging.INFO, "Self-test of the card: 12 checks passed in 3.2 s."),
+        (logging.INFO, "Self-test of the card: 13 checks passed in 3.5 s."),
         (logging.WARNING, f"Self-test of the card: {message} (not needed by this configuration)."),
     ]
 

@@ -1,19 +1,22 @@
 """The NPU's fused attention over paged KV, for prompt chunks, decodes and verify steps alike.
 
-A mask holds which keys a query sees; it is made on the device once for all layers of a kind. The lengths that the
-operation takes on the host are bounds, after which it reads nothing. Its compressed masks (layout TND, sparse modes 3
-and 4) would need exact lengths, which the host knows only after it waited for the step before.
+Of prompt chunks the host knows all lengths: they take the form that others use, layout TND with exact lengths and one
+small mask for causal attention or a window. Of decodes it would know them after it waited for the step before. There a
+mask made on the device holds which keys a query sees, and the lengths on the host are bounds, after which nothing is
+read.
 """
 
 from __future__ import annotations
 
-from typing import Any
+from collections.abc import Iterator
+from dataclasses import dataclass
+from typing import Any, NamedTuple
 
 import torch
 
 from vllm_gaudi_spec.attention import padded
 from vllm_gaudi_spec.attention.metadata import AttentionCall, AttentionLayerSpec
-from vllm_gaudi_spec.devices.ascend.graphs import Bounds, HostLengthsOperation, NpuCaptures
+from vllm_gaudi_spec.devices.ascend.graphs import HostLengths, HostLengthsOperation, NpuCaptures
 from vllm_gaudi_spec.devices.common.kv_pair import KVPair
 
 # What the operation's documentation allows with paged KV, in layout BSND.
@@ -23,6 +26,11 @@ _MOST_GROUP = 64
 _MOST_HEADS = 256
 _MOST_KV_WIDTH = 65535
 _MOST_KEYS_OF_ONE_QUERY = 262_144
+# In TND: vllm-ascend keeps 512 from it on these cards.
+_MOST_COMPRESSED_HEAD_SIZE = 256
+_COMPRESSED_MASK = 2048
+_CAUSAL, _WINDOW = 3, 4
+"""Values of `sparse_mode`. Both count from the ends of a row's queries and keys."""
 _EVERYTHING = 2**31 - 1
 # In the error of a call that CANN does not take.
 _REFUSED = "aclnnFusedInferAttentionScore"
@@ -31,13 +39,62 @@ _REFUSED = "aclnnFusedInferAttentionScore"
 _CORRECTS_EMPTY_ROWS = 2
 
 
+@dataclass(frozen=True, slots=True)
+class Bounds:
+    """Of rows that decode: how many keys they have at most."""
+
+    lengths_B: torch.Tensor
+    """The graph's argument, on the host."""
+    rows: slice
+    step: int
+    """They are rounded up to its multiples, so that most steps have those of the step before and need no update."""
+    longest: int
+    """Never more."""
+
+    def now(self) -> dict[str, list[int]]:
+        lengths = self.lengths_B[self.rows].tolist()
+        return {"actual_seq_lengths_kv": [min(-(-length // self.step) * self.step, self.longest) for length in lengths]}
+
+    def longest_of_all(self) -> dict[str, list[int]]:
+        return {"actual_seq_lengths_kv": [self.longest] * len(self.lengths_B[self.rows])}
+
+
+@dataclass(frozen=True, slots=True)
+class ChunkLengths:
+    """Of prompt chunks: their queries and keys. Each is followed by a row of its padding, since all queries of the call
+    have to be some row's; that one has a single key, as vllm-ascend's padding does."""
+
+    lengths_B: torch.Tensor
+    counts_B: torch.Tensor
+    """The graph's arguments, on the host."""
+    rows: slice
+    num_queries: int
+    """Of a row of the rectangle, padding included."""
+    longest: int
+
+    def now(self) -> dict[str, list[int]]:
+        return self._of(self.counts_B[self.rows].tolist(), self.lengths_B[self.rows].tolist())
+
+    def longest_of_all(self) -> dict[str, list[int]]:
+        rows = len(self.lengths_B[self.rows])
+        return self._of([self.num_queries] * rows, [self.longest] * rows)
+
+    def _of(self, counts: list[int], lengths: list[int]) -> dict[str, list[int]]:
+        ends, keys = [], []
+        for row, (count, length) in enumerate(zip(counts, lengths, strict=True)):
+            start = row * self.num_queries
+            ends += [start + count, start + self.num_queries]
+            keys += [length, 1]
+        return {"actual_seq_lengths": ends, "actual_seq_lengths_kv": keys}
+
+
 def fused_operation(torch_npu: Any) -> HostLengthsOperation | None:
     """None on builds that do not have it."""
     attention = getattr(torch_npu, "npu_fused_infer_attention_score", None)
     workspace = getattr(torch_npu, "_npu_fused_infer_attention_score_get_max_workspace", None)
     if attention is None or workspace is None:
         return None
-    return HostLengthsOperation(attention.out, workspace, "actual_seq_lengths_kv")
+    return HostLengthsOperation(attention.out, workspace)
 
 
 def takes_blocks(block_size: int) -> bool:
@@ -62,6 +119,29 @@ def takes(spec: AttentionLayerSpec, num_queries: int, num_keys: int, dtypes: fro
     )
 
 
+def takes_compressed_masks(spec: AttentionLayerSpec, call: AttentionCall) -> bool:
+    """Of what the operation takes: prompt chunks, whose mask is none but causal attention or a window."""
+    return (
+        call.host_counts_B is not None
+        and call.num_queries > 1
+        and spec.attention_chunk is None
+        and spec.head_size <= _MOST_COMPRESSED_HEAD_SIZE
+    )
+
+
+def compressed_mask(device: torch.device) -> torch.Tensor:
+    """int8: the part of any causal mask that the operation wants to see."""
+    return torch.ones(_COMPRESSED_MASK, _COMPRESSED_MASK, dtype=torch.int8, device=device).triu(1)
+
+
+class _Part(NamedTuple):
+    """One run of the operation, for some rows."""
+
+    arguments: dict[str, Any]
+    lengths: HostLengths
+    out: torch.Tensor
+
+
 def attend(
     fused: HostLengthsOperation,
     captures: NpuCaptures,
@@ -71,52 +151,116 @@ def attend(
     spec: AttentionLayerSpec,
     *,
     adds_up_blocks: bool,
+    mask: torch.Tensor | None = None,
 ) -> torch.Tensor:
-    """`adds_up_blocks`: as `adds_up_blocks` below found it."""
-    assert call.host_lengths_B is not None, "the runner knows how long rows may be"
+    """`adds_up_blocks`: as `adds_up_blocks` below found it. `mask`: the compressed one, for calls that take it."""
     keys, values = kv_cache.blocks()
     assert values is not None
-    rectangle = call.num_rows, call.num_queries, spec.num_heads, spec.head_size
-    query = query_THD.contiguous().view(rectangle)
-    mask = call.plan(("hidden", spec.mask_key), lambda: ~padded.visible(call, spec)[:, None])
-    arguments = dict(
+    shared = dict(
         key=keys.flatten(2),
         value=values.flatten(2),
-        input_layout="BSND",
         block_size=spec.block_size,
         num_heads=spec.num_heads,
         num_key_value_heads=spec.num_kv_heads,
         scale=spec.scale,
-        sparse_mode=0,
-        # The mask holds all. Under other defaults keys after the first 512 would not be read (an open report).
-        pre_tokens=_EVERYTHING,
-        next_tokens=_EVERYTHING,
         inner_precise=_CORRECTS_EMPTY_ROWS if call.num_queries > 1 else 0,
     )
-    num_blocks = keys.shape[0]
-    out_THD = query_THD.new_empty(query_THD.shape)
-    out_BQHD, sums = out_THD.view(rectangle), _no_sums(out_THD)
-    for bounds in call.plan(
-        ("bounds", spec.block_size, num_blocks), lambda: _bounds(call, spec, num_blocks, adds_up_blocks)
-    ):
-        rows = bounds.rows
-        parts = dict(query=query[rows], atten_mask=mask[rows], block_table=call.block_table_BW[rows])
-        captures.issue(fused, arguments | parts, bounds, [out_BQHD[rows], sums])
+    query_THD, out_THD = query_THD.contiguous(), query_THD.new_empty(query_THD.shape)
+    if mask is None:
+        parts = _under_dense_mask(query_THD, out_THD, call, spec, keys.shape[0], adds_up_blocks)
+    else:
+        parts = _under_compressed_mask(query_THD, out_THD, call, spec, mask, keys.shape[0], adds_up_blocks)
+    sums = _no_sums(out_THD)
+    for part in parts:
+        captures.issue(fused, shared | part.arguments, part.lengths, [part.out, sums])
     return out_THD
 
 
+def _under_dense_mask(
+    query_THD: torch.Tensor,
+    out_THD: torch.Tensor,
+    call: AttentionCall,
+    spec: AttentionLayerSpec,
+    num_blocks: int,
+    adds_up_blocks: bool,
+) -> Iterator[_Part]:
+    rectangle = call.num_rows, call.num_queries, spec.num_heads, spec.head_size
+    query, out = query_THD.view(rectangle), out_THD.view(rectangle)
+    mask = call.plan(("hidden", spec.mask_key), lambda: ~padded.visible(call, spec)[:, None])
+    for bounds in call.plan(
+        ("bounds", spec.block_size, num_blocks), lambda: _bounds(call, spec, num_blocks, adds_up_blocks)
+    ):
+        arguments = dict(
+            query=query[bounds.rows],
+            atten_mask=mask[bounds.rows],
+            block_table=call.block_table_BW[bounds.rows],
+            input_layout="BSND",
+            sparse_mode=0,
+            # The mask holds all. Under other defaults keys after the first 512 would not be read (an open report).
+            pre_tokens=_EVERYTHING,
+            next_tokens=_EVERYTHING,
+        )
+        yield _Part(arguments, bounds, out[bounds.rows])
+
+
+def _under_compressed_mask(
+    query_THD: torch.Tensor,
+    out_THD: torch.Tensor,
+    call: AttentionCall,
+    spec: AttentionLayerSpec,
+    mask: torch.Tensor,
+    num_blocks: int,
+    adds_up_blocks: bool,
+) -> Iterator[_Part]:
+    window, queries = spec.sliding_window, call.num_queries
+    # A row, and its padding.
+    table = call.plan("twice", lambda: torch.stack([call.block_table_BW] * 2, 1).flatten(0, 1))
+    for lengths in call.plan(
+        ("chunks", spec.block_size, num_blocks), lambda: _chunk_lengths(call, spec, num_blocks, adds_up_blocks)
+    ):
+        rows = lengths.rows
+        tokens = slice(rows.start * queries, rows.stop * queries)
+        arguments = dict(
+            query=query_THD[tokens],
+            atten_mask=mask,
+            block_table=table[2 * rows.start : 2 * rows.stop],
+            input_layout="TND",
+            sparse_mode=_CAUSAL if window is None else _WINDOW,
+            pre_tokens=_EVERYTHING if window is None else window - 1,
+            next_tokens=_EVERYTHING if window is None else 0,
+        )
+        yield _Part(arguments, lengths, out_THD[tokens])
+
+
 def _bounds(call: AttentionCall, spec: AttentionLayerSpec, num_blocks: int, adds_up_blocks: bool) -> list[Bounds]:
-    """For each run of the operation: all rows in one, or as few rows as cannot have too many blocks together."""
+    assert call.host_lengths_B is not None, "the runner knows how long rows may be"
+    longest, parts = _runs(call, spec, num_blocks, adds_up_blocks, num_padding=0)
+    return [Bounds(call.host_lengths_B, rows, spec.block_size, longest) for rows in parts]
+
+
+def _chunk_lengths(
+    call: AttentionCall, spec: AttentionLayerSpec, num_blocks: int, adds_up_blocks: bool
+) -> list[ChunkLengths]:
     assert call.host_lengths_B is not None
+    assert call.host_counts_B is not None
+    longest, parts = _runs(call, spec, num_blocks, adds_up_blocks, num_padding=1)
+    return [ChunkLengths(call.host_lengths_B, call.host_counts_B, rows, call.num_queries, longest) for rows in parts]
+
+
+def _runs(
+    call: AttentionCall, spec: AttentionLayerSpec, num_blocks: int, adds_up_blocks: bool, num_padding: int
+) -> tuple[int, list[slice]]:
+    """How many keys a row has at most; and for each run of the operation its rows: all, or as few as cannot have too
+    many blocks together, each with so many of padding."""
     width = call.block_table_BW.shape[1]
     longest = width * spec.block_size
     at_once = call.num_rows
     if adds_up_blocks:
         # No row's queries see more keys than there are blocks for.
         longest = min(longest, num_blocks * spec.block_size)
-        at_once = min(at_once, max(num_blocks // width, 1))
+        at_once = min(at_once, max(num_blocks // (width + num_padding), 1))
     starts = range(0, call.num_rows, at_once)
-    return [Bounds(call.host_lengths_B, slice(start, start + at_once), spec.block_size, longest) for start in starts]
+    return longest, [slice(start, min(start + at_once, call.num_rows)) for start in starts]
 
 
 def adds_up_blocks(torch_npu: Any, device: torch.device, num_queries: int) -> bool:

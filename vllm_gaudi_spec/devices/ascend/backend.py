@@ -14,6 +14,7 @@ import torch
 from torch import nn
 from vllm.logger import init_logger
 
+from vllm_gaudi_spec import environment
 from vllm_gaudi_spec.attention import padded
 from vllm_gaudi_spec.attention.metadata import AttentionCall, AttentionLayerSpec
 from vllm_gaudi_spec.attention.operations import PLAIN, Operations
@@ -157,6 +158,7 @@ class AscendWeights(StreamWeights):
 class AscendAttention(PairAttention):
     def __init__(self, card: Card, fused_dtypes: frozenset[torch.dtype]) -> None:
         self._torch_npu = card.torch_npu
+        self._torch_device = card.torch_device
         self._captures = card.captures
         self._adds_up: dict[int, bool] = {}
         self.fused_dtypes = fused_dtypes
@@ -164,6 +166,13 @@ class AscendAttention(PairAttention):
     @cached_property
     def _fused(self) -> HostLengthsOperation | None:
         return ascend_attention.fused_operation(self._torch_npu)
+
+    @cached_property
+    def _compressed_mask(self) -> torch.Tensor | None:
+        """Made in a run that is not captured, and kept for all graphs. None: prompt chunks have dense masks too."""
+        if not environment.compresses_prompt_masks():
+            return None
+        return ascend_attention.compressed_mask(self._torch_device)
 
     def _adds_up_blocks(self, num_queries: int, device: torch.device) -> bool:
         """Asked outside of captures: functions run before they are captured. One query a row is a form of its own."""
@@ -209,7 +218,8 @@ class AscendAttention(PairAttention):
         num_keys = ascend_attention.num_keys(call, spec)
         if self._fused is not None and ascend_attention.takes(spec, call.num_queries, num_keys, self.fused_dtypes):
             adds_up_blocks = self._adds_up_blocks(call.num_queries, query_THD.device)
+            mask = self._compressed_mask if ascend_attention.takes_compressed_masks(spec, call) else None
             return ascend_attention.attend(
-                self._fused, self._captures, query_THD, kv_cache, call, spec, adds_up_blocks=adds_up_blocks
+                self._fused, self._captures, query_THD, kv_cache, call, spec, adds_up_blocks=adds_up_blocks, mask=mask
             )
         return padded.attend(query_THD, *kv_cache.blocks(), call, spec, operations)

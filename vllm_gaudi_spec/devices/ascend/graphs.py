@@ -10,8 +10,7 @@ from __future__ import annotations
 import importlib
 from collections.abc import Callable
 from contextlib import AbstractContextManager
-from dataclasses import dataclass
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, Protocol
 
 import torch
 from vllm.logger import init_logger
@@ -30,27 +29,14 @@ class HostLengthsOperation(NamedTuple):
     run: Callable[..., Any]
     workspace: Callable[..., torch.Tensor]
     """What that form needs besides, by the operation's arguments."""
-    lengths: str
-    """The argument that is a list on the host."""
 
 
-@dataclass(frozen=True, slots=True)
-class Bounds:
-    """Of some rows of a graph, how many keys they have at most."""
+class HostLengths(Protocol):
+    """Of some rows of a graph: the arguments that are lists on the host, by their names."""
 
-    lengths_B: torch.Tensor
-    """The graph's argument, on the host."""
-    rows: slice
-    step: int
-    """They are rounded up to its multiples, so that most steps have those of the step before and need no update."""
-    longest: int
-    """Never more."""
+    def now(self) -> dict[str, list[int]]: ...
 
-    def now(self) -> list[int]:
-        return [min(-(-length // self.step) * self.step, self.longest) for length in self.lengths_B[self.rows].tolist()]
-
-    def longest_of_all(self) -> list[int]:
-        return [self.longest] * len(self.lengths_B[self.rows])
+    def longest_of_all(self) -> dict[str, list[int]]: ...
 
 
 class _Task(NamedTuple):
@@ -58,7 +44,7 @@ class _Task(NamedTuple):
 
     operation: HostLengthsOperation
     arguments: dict[str, Any]
-    bounds: Bounds
+    lengths: HostLengths
     handle: Any
 
 
@@ -102,13 +88,13 @@ class NpuCaptures(Captures):
         self,
         operation: HostLengthsOperation,
         arguments: dict[str, Any],
-        bounds: Bounds,
+        lengths: HostLengths,
         out: list[torch.Tensor],
     ) -> None:
         """Run `operation` into `out`."""
-        arguments_now = arguments | {operation.lengths: bounds.now()}
+        arguments_now = arguments | lengths.now()
         # Enough for all lengths that the recorded operation will get.
-        workspace = operation.workspace(**arguments, **{operation.lengths: bounds.longest_of_all()})
+        workspace = operation.workspace(**arguments, **lengths.longest_of_all())
         outputs = {"workspace": workspace, "out": out}
         if self._tasks is None:
             operation.run(**arguments_now, **outputs)
@@ -119,7 +105,7 @@ class NpuCaptures(Captures):
         handle = self._runtime.graph_task_group_end(stream)
         # Kept for updates is where things lie: were it the tensors, no memory of the graph could be shared.
         references = {name: _weak_reference(value) for name, value in (arguments | outputs).items()}
-        self._tasks.append(_Task(operation, references, bounds, handle))
+        self._tasks.append(_Task(operation, references, lengths, handle))
 
 
 class _Updated:
@@ -131,28 +117,28 @@ class _Updated:
         self._runtime = runtime
         self._updates = updates
         self._written, self._done = runtime.Event(), runtime.Event()
-        self._bounds = list({id(task.bounds): task.bounds for task in tasks}.values())
-        self._recorded = self._bounds_now()
+        self._lengths = list({id(task.lengths): task.lengths for task in tasks}.values())
+        self._recorded = self._lengths_now()
         """What the graph's tasks have, as lists."""
 
     def replay(self) -> None:
-        now = self._bounds_now()
+        now = self._lengths_now()
         if now != self._recorded:
             self._update(now)
             self._recorded = now
         self._graph.replay()
         self._done.record()
 
-    def _bounds_now(self) -> dict[int, list[int]]:
-        return {id(bounds): bounds.now() for bounds in self._bounds}
+    def _lengths_now(self) -> dict[int, dict[str, list[int]]]:
+        return {id(lengths): lengths.now() for lengths in self._lengths}
 
-    def _update(self, now: dict[int, list[int]]) -> None:
+    def _update(self, now: dict[int, dict[str, list[int]]]) -> None:
         runtime, updates = self._runtime, self._updates
         updates.wait_event(self._done)
         with runtime.stream(updates):
-            for operation, arguments, bounds, handle in self._tasks:
+            for operation, arguments, lengths, handle in self._tasks:
                 runtime.graph_task_update_begin(updates, handle)
-                operation.run(**arguments, **{operation.lengths: now[id(bounds)]})
+                operation.run(**arguments, **now[id(lengths)])
                 runtime.graph_task_update_end(updates)
             self._written.record(updates)
         runtime.current_stream().wait_event(self._written)

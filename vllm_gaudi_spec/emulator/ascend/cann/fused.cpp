@@ -68,6 +68,9 @@ struct Attention {
   int64_t kv() const { return kv_heads == 0 ? heads : kv_heads; }
   int64_t rows() const { return table.size(0); }
   int64_t queries() const { return query.size(layout == "BNSD" ? 2 : 1); }
+  int64_t count_of(int64_t row) const {
+    return tnd() ? (*query_lengths)[row] - (row == 0 ? 0 : (*query_lengths)[row - 1]) : queries();
+  }
   bool single() const { return !tnd() && queries() == 1; }
 
   void check() const {
@@ -89,7 +92,7 @@ struct Attention {
     RULE(key_lengths && int64_t(key_lengths->size()) == rows(), "actual_seq_lengths_kv has an entry for a row");
     int64_t used = 0;
     for (const int64_t length : *key_lengths) {
-      RULE(length >= 0 && length <= table.size(1) * block, length, " keys in a table for ", table.size(1) * block);
+      RULE(length <= table.size(1) * block, length, " keys in a table for ", table.size(1) * block);
       used += (length + block - 1) / block;
     }
     RULE(used <= keys[0].size(0), "rows of ", used, " blocks together, and there are ", keys[0].size(0));
@@ -100,6 +103,8 @@ struct Attention {
       RULE(query.size(0) == rows() && !query_lengths, "lengths of queries are not emulated here");
     }
     RULE(!single() || table.size(1) * block <= 262144, "one query a row: 262144 keys at most");
+    for (int64_t row = 0; row < rows(); ++row)  // refused late, in the kernel (InternLM/lmdeploy #4316)
+      RULE((*key_lengths)[row] > 0 || count_of(row) == 0, "a row of queries without keys");
     check_mask();
   }
 
@@ -121,7 +126,7 @@ struct Attention {
     const at::Tensor by_row = table.to(at::kLong);
     int64_t start = 0, blocks_read = 0;
     for (int64_t row = 0; row < rows(); ++row) {
-      const int64_t count = tnd() ? (*query_lengths)[row] - start : queries(), length = (*key_lengths)[row];
+      const int64_t count = count_of(row), length = (*key_lengths)[row];
       at::Tensor part, target;
       if (tnd()) {
         part = query.narrow(0, start, count), target = out.narrow(0, start, count);
