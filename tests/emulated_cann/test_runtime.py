@@ -92,6 +92,22 @@ def test_a_captured_graph_computes_when_it_runs(npu: Any, card: Any) -> None:
     assert len(card.graphs) == number
 
 
+def test_what_is_launched_can_be_traced(npu: Any, card: Any) -> None:
+    value, result = torch.ones(4, device="npu"), torch.zeros(4, device="npu")
+    graph = graph_of(npu, lambda: result.copy_(value * 2))
+    npu.synchronize()  # torch_npu hands work over from a thread of its own
+    with card.tracing() as lines:
+        value.add_(1)
+        graph.replay()
+        npu.synchronize()
+    assert lines == ["aclnnInplaceAdds", "graph", "  aclnnMuls", "  aclnnInplaceCopy"]
+    graph.replay()
+    npu.synchronize()
+    with card.tracing() as lines:
+        npu.synchronize()
+    assert not lines
+
+
 def test_one_download_is_one_wait(npu: Any, card: Any) -> None:
     value = torch.ones(4, device="npu")
     npu.synchronize()

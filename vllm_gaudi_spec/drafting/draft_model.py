@@ -215,8 +215,8 @@ class DraftModelKVSync(DrafterKVSync):
             [request for request, _ in following], [request.num_computed + count for request, count in following]
         )
         rows_B, host_2B, blocks = batch.uploaded
-        # A row with a gap before its chunk reads both when it catches up.
-        return Read(batch.shape, rows_B, host_2B, blocks)
+        # A row with a gap before its chunk reads both when it catches up: the device knows how much that is.
+        return Read(batch.shape, rows_B, host_2B, blocks._replace(counts_B=None))
 
     def _start_rows(self, requests: list[Request]) -> None:
         """Not at admission: a row may share blocks that are written in this very step, by one that came before it."""

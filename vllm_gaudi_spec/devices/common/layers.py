@@ -3,14 +3,17 @@
 from __future__ import annotations
 
 import importlib
-from collections.abc import Callable
+from collections.abc import Callable, Hashable
 from typing import Any, Protocol
 
 import torch
 from vllm import ir
+from vllm.forward_context import get_forward_context, is_forward_context_available
 from vllm.logger import init_logger
 from vllm.model_executor.layers.rotary_embedding.base import RotaryEmbedding, RotaryEmbeddingBase
 from vllm.model_executor.layers.rotary_embedding.deepseek_scaling_rope import DeepseekScalingRotaryEmbedding
+
+from vllm_gaudi_spec.attention.metadata import AttentionCall
 
 logger = init_logger(__name__)
 
@@ -97,12 +100,11 @@ def _turning(turn: Turn) -> type:
         def forward_oot(
             self: RotaryEmbeddingBase, positions: torch.Tensor, query: torch.Tensor, key: torch.Tensor | None = None
         ) -> tuple[torch.Tensor, torch.Tensor | None]:
-            table = self._match_cos_sin_cache_dtype(query)
-            cos, sin = table.index_select(0, positions.flatten()).unsqueeze(1).chunk(2, dim=-1)
-            if self.is_neox_style:
-                cos, sin = torch.cat((cos, cos), -1), torch.cat((sin, sin), -1)
-            else:
-                cos, sin = (part.unsqueeze(-1).expand(*part.shape, 2).flatten(-2) for part in (cos, sin))
+            # With the positions, so that no others come to have their id.
+            cos, sin, _ = _once_a_forward(
+                ("rotary", id(self), id(positions), query.dtype),
+                lambda: (*_tables(self, positions, query), positions),
+            )
 
             def all_heads(heads: torch.Tensor) -> torch.Tensor:
                 split = heads.view(cos.shape[0], -1, self.head_size)
@@ -114,6 +116,26 @@ def _turning(turn: Turn) -> type:
             return all_heads(query), None if key is None else all_heads(key)
 
     return _Turning
+
+
+def _tables(
+    rotary: RotaryEmbeddingBase, positions: torch.Tensor, query: torch.Tensor
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """cos and sin of each number of a head, [T, 1, R]."""
+    table = rotary._match_cos_sin_cache_dtype(query)
+    cos, sin = table.index_select(0, positions.flatten()).unsqueeze(1).chunk(2, dim=-1)
+    if rotary.is_neox_style:
+        return torch.cat((cos, cos), -1), torch.cat((sin, sin), -1)
+    cos, sin = (part.unsqueeze(-1).expand(*part.shape, 2).flatten(-2) for part in (cos, sin))
+    return cos, sin
+
+
+def _once_a_forward(key: Hashable, build: Callable[[], Any]) -> Any:
+    """What all layers of a forward need alike: a few small operations a layer are a tenth of a step's launches."""
+    metadata = get_forward_context().attn_metadata if is_forward_context_available() else None
+    calls = metadata.values() if isinstance(metadata, dict) else ()
+    call = next((call for call in calls if isinstance(call, AttentionCall)), None)
+    return build() if call is None else call.plan(key, build)
 
 
 def register_rotary(prefix: str, turn: Turn) -> None:

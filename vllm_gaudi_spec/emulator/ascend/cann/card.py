@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import ctypes
+from collections.abc import Iterator
+from contextlib import contextmanager
 from typing import NamedTuple
 
 from vllm_gaudi_spec.emulator.card import GraphRecord
@@ -59,6 +61,21 @@ class Card:
         amounts = (ctypes.c_uint64 * len(Counts._fields))()
         self._library.vgs_cann_counters(amounts)
         return Counts(*amounts)
+
+    @contextmanager
+    def tracing(self) -> Iterator[list[str]]:
+        """What is launched in the block, in its order: a line for each operator and each graph, and after a graph one
+        for each operator in it, indented."""
+        lines: list[str] = []
+        self._library.vgs_cann_trace(ctypes.c_bool(True))
+        try:
+            yield lines
+        finally:
+            self._library.vgs_cann_trace(ctypes.c_bool(False))
+            size = self._library.vgs_cann_traced(None, ctypes.c_uint64(0))
+            text = ctypes.create_string_buffer(size)
+            self._library.vgs_cann_traced(text, ctypes.c_uint64(size))
+            lines += text.raw.decode().splitlines()
 
     @property
     def graphs(self) -> list[GraphRecord]:

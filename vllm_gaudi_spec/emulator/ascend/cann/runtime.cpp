@@ -140,6 +140,8 @@ struct Card {
   uint32_t next_graph = 1;
   bool started = false;
   size_t limit = kMemory;
+  bool traces = false;
+  std::string trace;     // a line for each graph and each operator, while it is asked for
   bool computes = true;  // else operators do nothing, and only sizes are right
 };
 
@@ -277,6 +279,10 @@ aclError refuse_in_capture(const char* name) {
   return ACL_SUCCESS;
 }
 
+void note(const std::string& line) {
+  if (card().traces) card().trace += line + "\n";
+}
+
 aclError add(Stream* stream, const std::string& name, Addresses addresses, Work work) {
   if (!card().computes) work = [] {};
   if (stream->updating != nullptr) {
@@ -296,6 +302,7 @@ aclError add(Stream* stream, const std::string& name, Addresses addresses, Work 
     }
   } else {
     ++card().counts.launches;
+    note(name);
     push(stream, std::move(work));
   }
   return fault();
@@ -462,6 +469,20 @@ void vgs_cann_counters(uint64_t* to) {
   std::lock_guard<std::mutex> lock(card().mutex);
   card().counts.graphs = card().graphs.size();
   std::memcpy(to, &card().counts, sizeof(Counters));
+}
+
+// From here on, what is launched; or no longer.
+void vgs_cann_trace(bool on) {
+  std::lock_guard<std::mutex> lock(card().mutex);
+  card().traces = on;
+  if (on) card().trace.clear();
+}
+
+// As much of it as there is room for; how much there is.
+uint64_t vgs_cann_traced(char* to, uint64_t room) {
+  std::lock_guard<std::mutex> lock(card().mutex);
+  std::memcpy(to, card().trace.data(), std::min<uint64_t>(room, card().trace.size()));
+  return card().trace.size();
 }
 
 // (tasks, replays) of every graph that was captured, in that order, as many as there is room for; how many there are.
@@ -917,6 +938,12 @@ aclError aclmdlRIExecuteAsync(aclmdlRI model, aclrtStream handle) {
   ++card().counts.replays;
   card().counts.replayed += graph->nodes.size();
   ++graph->counts->replays;
+  note("graph");
+  for (const Node& node : graph->nodes) {
+    if (node.group == nullptr) note("  " + node.name);
+    if (node.group != nullptr)
+      for (const std::string& name : node.group->names) note("  " + name);
+  }
   card().counts.collectives += graph->collectives;
   const Mark run = push(stream, [graph = card().graphs[graph]] {
     for (const Node& node : graph->nodes) {

@@ -1,0 +1,96 @@
+"""Tables of rotary embeddings are looked up once a forward, for all layers that turn by them."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from types import SimpleNamespace
+from typing import Any, cast
+
+import pytest
+import torch
+from vllm.config import VllmConfig, set_current_vllm_config
+from vllm.forward_context import set_forward_context
+from vllm.model_executor.layers.rotary_embedding.base import RotaryEmbedding
+
+from vllm_gaudi_spec.attention.metadata import AttentionCall
+from vllm_gaudi_spec.devices.common import layers
+
+HEAD, LENGTH = 8, 64
+
+
+@pytest.fixture
+def config() -> Iterator[VllmConfig]:
+    config = VllmConfig()
+    with set_current_vllm_config(config):
+        yield config
+
+
+@pytest.fixture(params=[True, False], ids=["halves", "pairs"])
+def halves(request: Any) -> bool:
+    return cast(bool, request.param)
+
+
+@pytest.fixture
+def given() -> list[tuple[torch.Tensor, torch.Tensor]]:
+    """The tables that each call of the kernel got."""
+    return []
+
+
+@pytest.fixture
+def rotary(config: VllmConfig, halves: bool, given: list[Any]) -> Any:
+    def turn(heads: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor, *, halves: bool) -> torch.Tensor:
+        given.append((cos, sin))
+        if halves:
+            turned = torch.cat((-heads[..., HEAD // 2 :], heads[..., : HEAD // 2]), -1)
+        else:
+            turned = torch.stack((-heads[..., 1::2], heads[..., ::2]), -1).flatten(-2)
+        return heads * cos + turned * sin
+
+    cls = type("Rotary", (layers._turning(turn), RotaryEmbedding), {})
+    return cls(HEAD, HEAD, LENGTH, 10000.0, halves, torch.float32)
+
+
+def call() -> AttentionCall:
+    zeros = torch.zeros(1, dtype=torch.int32)
+    return AttentionCall(num_rows=1, num_queries=3, starts_B=zeros, block_table_BW=zeros[:, None])
+
+
+def turned(rotary: Any, positions: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    torch.manual_seed(0)
+    query, key = torch.randn(3, 2 * HEAD), torch.randn(3, HEAD)
+    found = rotary.forward_oot(positions, query, key)
+    expected = rotary.forward_native(positions, query.clone(), key.clone())
+    for ours, theirs in zip(found, expected, strict=True):
+        torch.testing.assert_close(ours, theirs)
+    return cast(tuple[torch.Tensor, torch.Tensor], found)
+
+
+def test_layers_of_a_forward_share_them(rotary: Any, given: list[Any], config: VllmConfig) -> None:
+    positions = torch.tensor([3, 9, 0])
+    with set_forward_context({"layer": call()}, config, 3):
+        turned(rotary, positions)
+        turned(rotary, positions)
+    assert len({id(cos) for cos, _ in given}) == len({id(sin) for _, sin in given}) == 1
+    assert len(given) == 4
+
+
+def test_other_positions_have_their_own(rotary: Any, config: VllmConfig) -> None:
+    """Also those that come to lie where others did."""
+    with set_forward_context({"layer": call()}, config, 3):
+        for start in range(20):
+            turned(rotary, torch.arange(start, start + 3))
+
+
+def test_the_next_forward_has_its_own(rotary: Any, config: VllmConfig) -> None:
+    """A buffer may hold other positions by then."""
+    positions = torch.tensor([3, 9, 0])
+    for _ in range(3):
+        with set_forward_context({"layer": call()}, config, 3):
+            turned(rotary, positions)
+        positions += 5
+
+
+def test_without_attention(rotary: Any, config: VllmConfig) -> None:
+    turned(rotary, torch.tensor([3, 9, 0]))
+    with set_forward_context({"layer": cast(Any, SimpleNamespace())}, config, 3):
+        turned(rotary, torch.tensor([3, 9, 0]))
