@@ -58,7 +58,10 @@ def trace_of_a_step(model: str, speculative_config: dict[str, Any] | None) -> di
         with card.tracing() as lines:
             engine.step()
         after = card.counts()
-        waits = {"copies to the host": after.downloads - before.downloads, "calls that wait": after.syncs - before.syncs}
+        waits = {
+            "copies to the host": after.downloads - before.downloads,
+            "calls that wait": after.syncs - before.syncs,
+        }
         return {"waits": waits, **count(lines)}
     finally:
         llm.llm_engine.engine_core.shutdown()
