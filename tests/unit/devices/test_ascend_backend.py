@@ -531,7 +531,13 @@ def test_npu_g08_h02_bounds_are_updated_before_a_run_where_a_row_needs_another_b
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     """On a stream of their own, after the graph's last run, and before the graph may pass."""
-    torch_npu = SimpleNamespace(_C=SimpleNamespace(_weak_ref_tensor=torch.Tensor.detach))
+    kept: list[int] = []
+
+    def place_of(tensor: torch.Tensor) -> torch.Tensor:
+        kept.append(id(found := tensor.detach()))
+        return found
+
+    torch_npu = SimpleNamespace(_C=SimpleNamespace(_weak_ref_tensor=place_of))
     monkeypatch.setitem(sys.modules, "torch_npu", cast(Any, torch_npu))
     runtime = PlayedRuntime()
     captures = NpuCaptures(runtime, torch.device("cpu"))
@@ -539,6 +545,8 @@ def test_npu_g08_h02_bounds_are_updated_before_a_run_where_a_row_needs_another_b
     def run(
         query: torch.Tensor, actual_seq_lengths_kv: list[int], workspace: torch.Tensor, out: list[torch.Tensor]
     ) -> None:
+        is_update = ("graph_task_update_begin", runtime.current_stream(), "handle") in runtime.asked[-1:]
+        assert all((id(tensor) in kept) == is_update for tensor in (query, workspace, *out)), "places, not tensors"
         runtime.asked.append(actual_seq_lengths_kv)
         out[0].copy_(query)
 
