@@ -90,7 +90,7 @@ def free_of_models(runner: Any) -> None:
     runner.hidden_states = type(runner.hidden_states)(
         num_rows=runner.max_rows + 1,
         num_queries=1 + NUM_DRAFTS,
-        longest_chunk=1,
+        max_chunk_tokens=1,
         hidden_size=FreeModel.HIDDEN,
         dtype=torch.float32,
         device=runner.backend.traits.torch_device,

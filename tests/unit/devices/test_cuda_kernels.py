@@ -80,8 +80,16 @@ def test_prompt_chunks(splits: None, window: int | None, starts: list[int]) -> N
     check(make_scene(starts, 96, real=real, window=window, head_size=32))
 
 
-def test_soft_cap(splits: None) -> None:
-    check(make_scene([5, 90], 3, soft_cap=5.0, query_size=8.0))
+@pytest.mark.parametrize("block_size", [16, 64])
+@pytest.mark.parametrize("starts", [[0], [5, 130]])
+def test_prompt_chunks_of_long_heads(splits: None, starts: list[int], block_size: int) -> None:
+    """Tiles of 64 lanes, which take the keys that all of their lanes see apart from the others."""
+    check(make_scene(starts, 70, real=[70, 33][: len(starts)], block_size=block_size, heads=4, head_size=128))
+
+
+@pytest.mark.parametrize("queries", [3, 70])
+def test_soft_cap(splits: None, queries: int) -> None:
+    check(make_scene([5, 90], queries, soft_cap=5.0, query_size=8.0, head_size=128))
 
 
 @pytest.mark.parametrize("dtype", HALF)

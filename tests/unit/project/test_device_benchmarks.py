@@ -114,7 +114,12 @@ def test_growth_along_an_axis() -> None:
 
 def test_real_weights_are_counted_as_their_requests_were() -> None:
     requests = [{"tokens": 30, "steps": 10, "accepted": [2] * 10}, {"tokens": 10, "steps": 10, "accepted": [0] * 10}]
-    turns = {"plain": {"requests": [], "tok_s": 50.0}, "drafted": {"requests": requests, "tok_s": 75.0}}
+    turns = [
+        {"plain": {"requests": [], "seconds": 3.0 * slow}, "drafted": {"requests": requests, "seconds": 2.0 * slow}}
+        for slow in (1.0, 7.0, 2.0)
+    ]
     found = SimpleNamespace(**real_weights.figures(turns, k=2))
-    assert (found.speedup, found.tokens_per_step["value"]) == (1.5, 2.0)
+    # A slow turn is slow for both, so the interval is a point.
+    assert found.speedup == pytest.approx((1.5, 1.5, 1.5))
+    assert (found.plain_tok_s, found.drafted_tok_s, found.tokens_per_step["value"]) == (42 / 6, 42 / 4, 2.0)
     assert [place["value"] for place in found.accepted_at] == [0.5, 0.5]

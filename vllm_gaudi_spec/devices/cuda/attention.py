@@ -46,6 +46,12 @@ def attend(query_THD: torch.Tensor, kv: KVPair, call: AttentionCall, spec: Atten
     # Short heads leave an instance less to do.
     busy = _BUSY * max(128 // tile_d, 1) if tiles == 1 else _ONE_EACH
     splits = _num_splits(busy, tiles * spec.num_kv_heads * call.num_rows, call.block_table_BW.shape[1], spec, tile_n)
+    # Of a prompt's tiles most have many keys that all of their lanes see. Measured for heads of 128 alone.
+    has_open_keys = tiles > 1 and splits == 1 and spec.sliding_window is None and spec.head_size == 128
+    if has_open_keys:
+        # So that two instances share a multiprocessor: one multiplies while the other takes its exponentials.
+        tile_m = 64
+        tiles = triton.cdiv(lanes, tile_m)
     parts, maxima, sums = out_THD, out_THD, out_THD
     if splits > 1:
         shape = (*out_THD.shape[:2], splits)
@@ -76,6 +82,7 @@ def attend(query_THD: torch.Tensor, kv: KVPair, call: AttentionCall, spec: Atten
         WINDOW=spec.sliding_window or 0,
         CAPPED=spec.logits_soft_cap > 0,
         IS_SPLIT=splits > 1,
+        OPEN=has_open_keys,
         TILE_M=tile_m,
         TILE_N=tile_n,
         TILE_D=tile_d,
@@ -160,6 +167,7 @@ def _attend_tile(
     WINDOW: tl.constexpr,
     CAPPED: tl.constexpr,
     IS_SPLIT: tl.constexpr,
+    OPEN: tl.constexpr,
     TILE_M: tl.constexpr,
     TILE_N: tl.constexpr,
     TILE_D: tl.constexpr,
@@ -168,6 +176,9 @@ def _attend_tile(
     launch.wait(EARLY)
     tile = tl.program_id(0) // splits
     split = tl.program_id(0) % splits
+    if OPEN:
+        # The longest first, so that none is left to begin when the others end.
+        tile = tl.cdiv(queries * GROUP, TILE_M) - 1 - tile
     head = tl.program_id(1)
     row = tl.program_id(2)
     start = tl.load(starts_ptr + row)
@@ -196,37 +207,60 @@ def _attend_tile(
     low = begin + split * share
     high = tl.minimum(low + share, end)
 
-    max_M = tl.full((TILE_M,), _LOWEST, dtype=tl.float32)
-    sum_M = tl.zeros((TILE_M,), dtype=tl.float32)
-    total_MD = tl.zeros((TILE_M, TILE_D), dtype=tl.float32)
-    inside_N = tl.arange(0, TILE_N)
-    for first in range(low, high, TILE_N):
-        block = tl.load(table_ptr + row * table_stride + first // BLOCK_SIZE).to(tl.int64)
-        slot_N = block * BLOCK_SIZE + first % BLOCK_SIZE + inside_N
-        offset_ND = (slot_N[:, None] * KV_HEADS + head) * HEAD_SIZE + dim_D[None, :]
-        position_N = first + inside_N
-        exists_N = position_N < end
-        if HEAD_SIZE == TILE_D:
-            exists_ND = exists_N[:, None]
-        else:
-            exists_ND = exists_N[:, None] & (dim_D < HEAD_SIZE)[None, :]
-        keys_ND = tl.load(keys_ptr + offset_ND, mask=exists_ND, other=0.0)
-        values_ND = tl.load(values_ptr + offset_ND, mask=exists_ND, other=0.0)
-        score_MN = tl.dot(query_MD, tl.trans(keys_ND), input_precision="ieee") * scale
-        if CAPPED:
-            # tanh, without the library that only GPUs have.
-            score_MN = soft_cap * (1.0 - 2.0 / (tl.exp(2.0 * score_MN / soft_cap) + 1.0))
-        seen_MN = (position_N[None, :] <= position_M[:, None]) & exists_N[None, :]
-        if WINDOW > 0:
-            seen_MN = seen_MN & (position_N[None, :] > position_M[:, None] - WINDOW)
-        score_MN = tl.where(seen_MN, score_MN * _LOG2_E, _LOWEST)
-        new_max_M = tl.maximum(max_M, tl.max(score_MN, 1))
-        weight_MN = tl.exp2(score_MN - new_max_M[:, None])
-        rescale_M = tl.exp2(max_M - new_max_M)
-        sum_M = sum_M * rescale_M + tl.sum(weight_MN, 1)
-        total_MD = total_MD * rescale_M[:, None]
-        total_MD = tl.dot(weight_MN.to(values_ND.dtype), values_ND, total_MD, input_precision="ieee")
-        max_M = new_max_M
+    state = (
+        tl.full((TILE_M,), _LOWEST, dtype=tl.float32),
+        tl.zeros((TILE_M,), dtype=tl.float32),
+        tl.zeros((TILE_M, TILE_D), dtype=tl.float32),
+    )
+    first_masked = low
+    if OPEN:
+        # Whole tiles of keys that every lane sees: positions need no comparison.
+        first_masked = tl.maximum(low, tl.minimum(high, (start + tile * TILE_M // GROUP + 1) // TILE_N * TILE_N))
+        for first in range(low, first_masked, TILE_N):
+            state = _take_keys(
+                state,
+                query_MD,
+                position_M,
+                first,
+                end,
+                table_ptr + row * table_stride,
+                keys_ptr,
+                values_ptr,
+                head,
+                scale,
+                soft_cap,
+                KV_HEADS,
+                HEAD_SIZE,
+                BLOCK_SIZE,
+                0,
+                CAPPED,
+                False,
+                TILE_N,
+                TILE_D,
+            )
+    for first in range(first_masked, high, TILE_N):
+        state = _take_keys(
+            state,
+            query_MD,
+            position_M,
+            first,
+            end,
+            table_ptr + row * table_stride,
+            keys_ptr,
+            values_ptr,
+            head,
+            scale,
+            soft_cap,
+            KV_HEADS,
+            HEAD_SIZE,
+            BLOCK_SIZE,
+            WINDOW,
+            CAPPED,
+            True,
+            TILE_N,
+            TILE_D,
+        )
+    max_M, sum_M, total_MD = state
 
     # Not before: instances of the next kernel would hold multiprocessors that those of this one need.
     launch.let_next_start(EARLY)
@@ -239,6 +273,67 @@ def _attend_tile(
         tl.store(parts_ptr + part_M[:, None] * TILE_D + dim_D[None, :], total_MD, mask=used_M[:, None])
         tl.store(maxima_ptr + part_M, max_M, mask=used_M)
         tl.store(sums_ptr + part_M, sum_M, mask=used_M)
+
+
+@triton.jit
+def _take_keys(
+    state,
+    query_MD,
+    position_M,
+    first,
+    end,
+    table_ptr,
+    keys_ptr,
+    values_ptr,
+    head,
+    scale,
+    soft_cap,
+    KV_HEADS: tl.constexpr,
+    HEAD_SIZE: tl.constexpr,
+    BLOCK_SIZE: tl.constexpr,
+    WINDOW: tl.constexpr,
+    CAPPED: tl.constexpr,
+    MASKED: tl.constexpr,
+    TILE_N: tl.constexpr,
+    TILE_D: tl.constexpr,
+):
+    """A tile of keys into the softmax so far. Not masked: all lanes see all of its keys, and heads fill their tile."""
+    max_M, sum_M, total_MD = state
+    dim_D = tl.arange(0, TILE_D)
+    inside_N = tl.arange(0, TILE_N)
+    position_N = first + inside_N
+    exists_N = position_N < end
+    block = tl.load(table_ptr + first // BLOCK_SIZE).to(tl.int64)
+    slot_N = block * BLOCK_SIZE + first % BLOCK_SIZE + inside_N
+    offset_ND = (slot_N[:, None] * KV_HEADS + head) * HEAD_SIZE + dim_D[None, :]
+    if MASKED:
+        if HEAD_SIZE == TILE_D:
+            exists_ND = exists_N[:, None]
+        else:
+            exists_ND = exists_N[:, None] & (dim_D < HEAD_SIZE)[None, :]
+        keys_ND = tl.load(keys_ptr + offset_ND, mask=exists_ND, other=0.0)
+        values_ND = tl.load(values_ptr + offset_ND, mask=exists_ND, other=0.0)
+    else:
+        keys_ND = tl.load(keys_ptr + offset_ND)
+        values_ND = tl.load(values_ptr + offset_ND)
+    score_MN = tl.dot(query_MD, tl.trans(keys_ND), input_precision="ieee")
+    if CAPPED:
+        # tanh, without the library that only GPUs have.
+        score_MN = soft_cap * (1.0 - 2.0 / (tl.exp(2.0 * (score_MN * scale) / soft_cap) + 1.0)) * _LOG2_E
+    else:
+        score_MN = score_MN * (scale * _LOG2_E)
+    if MASKED:
+        seen_MN = (position_N[None, :] <= position_M[:, None]) & exists_N[None, :]
+        if WINDOW > 0:
+            seen_MN = seen_MN & (position_N[None, :] > position_M[:, None] - WINDOW)
+        score_MN = tl.where(seen_MN, score_MN, _LOWEST)
+    new_max_M = tl.maximum(max_M, tl.max(score_MN, 1))
+    weight_MN = tl.exp2(score_MN - new_max_M[:, None])
+    rescale_M = tl.exp2(max_M - new_max_M)
+    sum_M = sum_M * rescale_M + tl.sum(weight_MN, 1)
+    total_MD = total_MD * rescale_M[:, None]
+    total_MD = tl.dot(weight_MN.to(values_ND.dtype), values_ND, total_MD, input_precision="ieee")
+    return new_max_M, sum_M, total_MD
 
 
 @triton.jit(do_not_specialize=["splits"])
