@@ -58,11 +58,11 @@ def trace_of_a_step(model: str, speculative_config: dict[str, Any] | None) -> di
         with card.tracing() as lines:
             engine.step()
         after = card.counts()
-        waits = {
+        reads = {
             "copies to the host": after.downloads - before.downloads,
-            "calls that wait": after.syncs - before.syncs,
+            "device-to-host syncs besides": after.syncs - before.syncs,
         }
-        return {"waits": waits, **count(lines)}
+        return {"reads": reads, **count(lines)}
     finally:
         llm.llm_engine.engine_core.shutdown()
 
@@ -76,8 +76,8 @@ def count(lines: list[str]) -> dict[str, Any]:
 def table(found: dict[str, dict[str, Any]]) -> str:
     methods = list(found)
     lines = [f"| operator | {' | '.join(methods)} |", "| --- |" + " --- |" * len(methods)]
-    for name in found[methods[0]]["waits"]:
-        lines.append(row(name, [found[method]["waits"][name] for method in methods]))
+    for name in found[methods[0]]["reads"]:
+        lines.append(row(name, [found[method]["reads"][name] for method in methods]))
     lines.append(row("graphs launched", [found[method]["graphs"] for method in methods]))
     for where, what in (("outside", "outside of graphs"), ("inside", "in graphs")):
         lines.append(row(f"operators {what}", [sum(found[method][where].values()) for method in methods]))

@@ -154,7 +154,8 @@ def test_nobody_sees_what_padding_writes(backend: DeviceBackend) -> None:
     assert before.shape[0] == 2
 
 
-def test_layers_of_one_call(backend: DeviceBackend) -> None:
+@pytest.mark.parametrize("decode", [True, False], ids=["verify steps", "prompt chunks"])
+def test_layers_of_one_call(backend: DeviceBackend, decode: bool) -> None:
     """What they derive from it is shared by those alike, and by no others."""
     kinds = {
         "full": Kind(),
@@ -187,7 +188,7 @@ def test_layers_of_one_call(backend: DeviceBackend) -> None:
         # The layer's own step goes through all of them: with its inputs, its own result is right.
         index = list(each).index(name)
         found.layer.step = lambda *given, index=index: together(*given)[index]
-        seen[name] = found.step(ends, [queries, 2], queries, decode=True)
+        seen[name] = found.step(ends, [queries, 2], queries, decode=decode)
     assert not torch.equal(seen["full"], seen["soft"])
     assert torch.equal(seen["full"][1, :2], seen["full again"][1, :2])
 

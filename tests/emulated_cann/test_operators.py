@@ -268,6 +268,10 @@ PAGES: dict[str, tuple[Callable[[], Any], str]] = {
         ),
         "262144 keys at most",
     ),
+    "a compressed mask of what comes before": (
+        lambda: attention(sparse_mode=3, atten_mask=lambda: torch.ones(2048, 2048, dtype=torch.bool).tril().npu()),
+        "that does not hide what comes later",
+    ),
     "a compressed mask of its own size": (lambda: attention(sparse_mode=3), "a mask of 2048 x 2048"),
 }
 """Calls that the operators' pages refuse, and in which words."""
@@ -317,9 +321,10 @@ def test_npu_a24_two_tokens_for_one_slot() -> None:
 def test_npu_v06_the_backend_finds_that_blocks_are_added_up(npu: Any) -> None:
     import torch_npu
 
-    from vllm_gaudi_spec.devices.ascend.attention import adds_up_blocks
+    from vllm_gaudi_spec.devices.ascend.attention import adds_up_blocks, compressed_mask
 
     assert all(adds_up_blocks(torch_npu, torch.device("npu"), num_queries) for num_queries in (1, 2))
+    assert adds_up_blocks(torch_npu, torch.device("npu"), 2, compressed_mask(torch.device("npu")))
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float16, torch.bfloat16])

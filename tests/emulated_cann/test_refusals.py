@@ -207,20 +207,34 @@ def run_without_memory(acl: Acl) -> None:
     acl("aclmdlRIExecuteAsync", graph, acl.stream())
 
 
-def update_to_memory_that_goes(acl: Acl, stream: ctypes.c_void_p, group: ctypes.c_void_p) -> None:
+def write_in_an_update(acl: Acl, stream: ctypes.c_void_p, group: ctypes.c_void_p, memory: ctypes.c_void_p) -> None:
     size = ctypes.c_size_t(64)
-    memory = acl.made("aclrtMalloc", size, 0)
+    acl("aclmdlRICaptureTaskUpdateBegin", stream, group)
+    acl("aclrtMemsetAsync", memory, size, 0, size, stream)
+    acl("aclmdlRICaptureTaskUpdateEnd", stream)
+
+
+def update_to_memory_that_goes(acl: Acl, stream: ctypes.c_void_p, group: ctypes.c_void_p) -> ctypes.c_void_p:
+    memory: ctypes.c_void_p = acl.made("aclrtMalloc", ctypes.c_size_t(64), 0)
     with acl.without_computing():
-        acl("aclmdlRICaptureTaskUpdateBegin", stream, group)
-        acl("aclrtMemsetAsync", memory, size, 0, size, stream)
-        acl("aclmdlRICaptureTaskUpdateEnd", stream)
+        write_in_an_update(acl, stream, group, memory)
     acl("aclrtFree", memory)
+    return memory
 
 
 def run_without_memory_of_an_update(acl: Acl) -> None:
     graph, group = acl.group()
     stream = acl.stream()
     update_to_memory_that_goes(acl, stream, group)
+    acl("aclmdlRIExecuteAsync", graph, stream)
+
+
+def run_after_an_update_to_memory_that_is_gone(acl: Acl) -> None:
+    graph, group = acl.group()
+    stream = acl.stream()
+    memory = update_to_memory_that_goes(acl, stream, group)
+    with acl.without_computing():
+        write_in_an_update(acl, stream, group, memory)
     acl("aclmdlRIExecuteAsync", graph, stream)
 
 
@@ -380,6 +394,10 @@ REFUSED: dict[str, tuple[Callable[[Acl], Any], str]] = {
     "a run whose memory is gone": (run_without_memory, "memory that memsetAsync uses was given back"),
     "a run whose update's memory is gone": (
         run_without_memory_of_an_update,
+        "memory that memsetAsync uses was given back",
+    ),
+    "a run after an update to memory that is gone": (
+        run_after_an_update_to_memory_that_is_gone,
         "memory that memsetAsync uses was given back",
     ),
     "a stream that is not joined": (no_join, "a stream was not joined again"),

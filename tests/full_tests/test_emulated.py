@@ -210,7 +210,8 @@ def reads(llm: LLM, most: int) -> None:
         # By its own count too: what an operation copies to the host by itself would be seen there alone.
         served = card["steps"][-steps["steps"] :]
         assert sum(step["host_reads"] for step in served) <= most * len(served)
-        assert sum(step["syncs"] for step in served) <= most * len(served)
+        # Its results are polled for, so nothing waits in a step, unless one took seconds.
+        assert sum(step["syncs"] for step in served) <= len(served) // 8
 
 
 def passed_its_self_test(llm: LLM) -> None:

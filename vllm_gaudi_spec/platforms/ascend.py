@@ -10,7 +10,7 @@ from vllm.platforms.interface import set_assigned_physical_gpu_ids
 from vllm_gaudi_spec.config import UnsupportedConfigError
 from vllm_gaudi_spec.devices import load_backend
 from vllm_gaudi_spec.devices.ascend import device as ascend_device  # noqa: F401  (the first gives torch the device)
-from vllm_gaudi_spec.environment import HCCL_EXPANSION, hccl_expands_on_vector_cores
+from vllm_gaudi_spec.environment import HCCL_EXPANSION, compresses_prompt_masks, hccl_expands_on_vector_cores
 from vllm_gaudi_spec.platforms.base import CapturingPlatform
 
 if TYPE_CHECKING:
@@ -45,6 +45,7 @@ class AscendSpecPlatform(CapturingPlatform):
                 f"{HCCL_EXPANSION.name}={HCCL_EXPANSION.value} with several ranks: collectives of that mode beside "
                 "tasks that are updated failed in captures, or hung (vllm-ascend 13688); unset it."
             )
+        compresses_prompt_masks()  # refuses what it does not know
         super().check_and_update_config(vllm_config)
 
     @classmethod

@@ -62,8 +62,10 @@ def check_prompts(subject: Subject) -> str:
     block, chunk = subject.backend.traits.block_size, subject.backend.traits.smallest_prefill
     num_rows = min(2, max(subject.backend.traits.prefill_rows))
     for starts, real in (([block + 3, 5], [chunk - 5, chunk // 2]), ([0, 4 * block], [chunk, 1])):
-        form = _attend(subject, "prompt chunks", starts[:num_rows], real[:num_rows], chunk, decode=False)
-    starts, real = [_WINDOW + block - 1, _WINDOW][:num_rows], [chunk - 1, chunk][:num_rows]
+        _attend(subject, "prompt chunks", starts[:num_rows], real[:num_rows], chunk, decode=False)
+    # An NPU's mask has 2,048 queries and keys, whatever there is.
+    starts, real = [2048 + block - 1, _WINDOW][:num_rows], [chunk - 1, chunk][:num_rows]
+    form = _attend(subject, "long prompt chunks", starts, real, chunk, decode=False)
     lengths = [start + count for start, count in zip(starts, real, strict=True)]
     rows = _Rows(subject, lengths, chunk, decode=False, window=_WINDOW)
     rows.hide([start - _WINDOW + 1 for start in starts])
@@ -384,7 +386,7 @@ class _Rows:
         self._layer.write(keys_SKD, values_SKD, torch.arange(len(keys_SKD)))
 
     def attend(self, starts: list[int], real: list[int] | None = None) -> tuple[torch.Tensor, torch.Tensor]:
-        """The queries, and what they get; those of padding as well. `real`: how many of a prompt chunk are none."""
+        """The queries, and what they get; those of padding as well. `real`: of prompt chunks, how many are not."""
         rows, queries = len(starts) + 1, self._queries
         query_BQHD = random((rows, queries, _HEADS, _HEAD_SIZE), 30, self._subject.dtype)
         query_THD = query_BQHD.flatten(0, 1)

@@ -33,7 +33,8 @@ def test_padding_may_extend_past_the_block_table() -> None:
 def test_the_positions_of_a_rectangle_one_after_another_are_rectangles_of_one() -> None:
     tokens_BQ = torch.arange(1, 10, dtype=torch.int32).view(3, 3)
     starts_B, num_real_B = torch.tensor([5, 0, 3], dtype=torch.int32), torch.tensor([2, 3, -1], dtype=torch.int32)
-    blocks = Blocks((torch.tensor([[7, 3], [9, 2], [5, 6]], dtype=torch.int32),), (4,))
+    lengths = torch.ones(3, dtype=torch.int32)
+    blocks = Blocks((torch.tensor([[7, 3], [9, 2], [5, 6]], dtype=torch.int32),), (4,), (), lengths, lengths)
     inputs = rectangle(tokens_BQ, starts_B, num_real_B, blocks)
     with NoPermutedInt64():
         made = columns(inputs)
@@ -57,3 +58,4 @@ def test_the_positions_of_a_rectangle_one_after_another_are_rectangles_of_one() 
         assert (pads < 4).all(), "padding belongs in the pad block"
         assert len(pads.unique()) == len(pads)
         assert (column.calls[0].num_rows, column.calls[0].num_queries) == (3, 1)
+        assert column.calls[0].host_counts_B is None, "those of the rectangle"

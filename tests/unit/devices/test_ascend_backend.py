@@ -20,7 +20,7 @@ import torch
 from tests.support.fakes import HostBackend, cached, new_request, step
 from tests.unit.test_config import backend_of, engine_config, here
 from vllm_gaudi_spec import devices, environment, refusals
-from vllm_gaudi_spec.attention.metadata import AttentionCall, AttentionLayerSpec, rectangle
+from vllm_gaudi_spec.attention.metadata import AttentionCall, AttentionLayerSpec, Spans, rectangle
 from vllm_gaudi_spec.config import Options, UnsupportedConfigError
 from vllm_gaudi_spec.devices.ascend import attention as ascend_attention
 from vllm_gaudi_spec.devices.ascend import backend as ascend
@@ -296,7 +296,7 @@ def test_a_single_query_over_the_longest_contexts_is_not_for_it() -> None:
 
 class Issued(NamedTuple):
     arguments: dict[str, Any]
-    bounds: Any
+    lengths: Any
     out: list[torch.Tensor]
 
 
@@ -318,7 +318,7 @@ def issued(num_blocks: int, *, rows: int = 1, width: int = 1, adds_up_blocks: bo
             cast(Any, None), captures, torch.zeros(rows, 8, 64), cache, call, layer(), adds_up_blocks=adds_up_blocks
         )
     first, second = found[: len(found) // 2], found[len(found) // 2 :]
-    assert all(one.bounds is other.bounds for one, other in zip(first, second, strict=True)), "layers share them"
+    assert all(one.lengths is other.lengths for one, other in zip(first, second, strict=True)), "layers share them"
     return first
 
 
@@ -332,9 +332,9 @@ def test_npu_a01_the_order_of_queries_and_keys_is_left_to_the_mask() -> None:
 def test_npu_a04_rows_that_may_have_more_blocks_together_than_there_are() -> None:
     """As with shared prefixes. A run takes as many rows as cannot."""
     (whole,) = issued(11, rows=5, width=5)
-    assert (whole.bounds.rows, whole.bounds.longest) == (slice(0, 5), 640)
+    assert (whole.lengths.rows, whole.lengths.longest) == (slice(0, 5), 640)
     parts = issued(11, rows=5, width=5, adds_up_blocks=True)
-    longest = [part.bounds.longest_of_all()["actual_seq_lengths_kv"] for part in parts]
+    longest = [part.lengths.arguments_of_longest()["actual_seq_lengths_kv"] for part in parts]
     assert [len(lengths) for lengths in longest] == [2, 2, 1]
     for part, lengths in zip(parts, longest, strict=True):
         assert sum(lengths) <= 11 * 128
@@ -342,7 +342,7 @@ def test_npu_a04_rows_that_may_have_more_blocks_together_than_there_are() -> Non
         shapes = [part.arguments[name].shape[0] for name in ("query", "atten_mask", "block_table")]
         assert [*shapes, part.out[0].shape[0]] == [num] * 4
     (narrow,) = issued(3, rows=1, width=5, adds_up_blocks=True)
-    assert narrow.bounds.longest == 3 * 128, "no row has more keys than there are"
+    assert narrow.lengths.longest == 3 * 128, "no row has more keys than there are"
 
 
 def chunks(num_queries: int = 8, **changes: Any) -> AttentionCall:
@@ -369,6 +369,8 @@ def chunks(num_queries: int = 8, **changes: Any) -> AttentionCall:
         (chunks(num_queries=1), {}, False),
         # A decode: of its lengths there are bounds.
         (chunks(host_counts_B=None), {}, False),
+        # Images that are seen in both directions.
+        (chunks(spans=Spans(*[torch.zeros(1, dtype=torch.int64)] * 3)), {}, False),
     ],
     ids=str,
 )
@@ -397,11 +399,11 @@ def issued_chunks(num_blocks: int = 8, *, adds_up_blocks: bool = False, **change
 def test_npu_a06_a07_a22_chunks_and_their_padding_are_rows() -> None:
     """All queries are some row's, also those of padding, and none is without keys."""
     (one,) = issued_chunks()
-    assert one.bounds.now() == {
+    assert one.lengths.arguments_now() == {
         "actual_seq_lengths": [5, 8, 16, 16, 16, 24],
         "actual_seq_lengths_kv": [205, 1, 8, 1, 1, 1],
     }
-    assert one.bounds.longest_of_all() == {
+    assert one.lengths.arguments_of_longest() == {
         "actual_seq_lengths": [8, 8, 16, 16, 24, 24],
         "actual_seq_lengths_kv": [256, 1] * 3,
     }
@@ -422,10 +424,12 @@ def test_npu_a12_windows_of_chunks() -> None:
 def test_npu_a04_chunks_that_may_have_more_blocks_together_than_there_are() -> None:
     """Their padding has a block too."""
     parts = issued_chunks(7, adds_up_blocks=True)
-    assert [part.bounds.rows for part in parts] == [slice(0, 2), slice(2, 3)]
+    assert [part.lengths.rows for part in parts] == [slice(0, 2), slice(2, 3)]
     assert [len(part.arguments["query"]) for part in parts] == [len(part.out[0]) for part in parts] == [16, 8]
     assert [len(part.arguments["block_table"]) for part in parts] == [4, 2]
-    assert parts[1].bounds.now() == {"actual_seq_lengths": [0, 8], "actual_seq_lengths_kv": [1, 1]}
+    assert parts[1].lengths.arguments_now() == {"actual_seq_lengths": [0, 8], "actual_seq_lengths_kv": [1, 1]}
+    for part in issued_chunks(2, adds_up_blocks=True):
+        assert sum(part.lengths.arguments_of_longest()["actual_seq_lengths_kv"]) <= 2 * 128, "no more than there are"
 
 
 def test_prompts_can_have_dense_masks(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -457,6 +461,7 @@ def test_npu_v06_the_card_is_asked_whether_it_adds_up_blocks() -> None:
     refusal = "call aclnnFusedInferAttentionScoreV3 failed, error code is 561002"
     assert ascend_attention.adds_up_blocks(fused(refusal), host, 2)
     assert not ascend_attention.adds_up_blocks(fused(None), host, 2)
+    assert ascend_attention.adds_up_blocks(fused(refusal), host, 2, torch.zeros(1))
     with pytest.raises(RuntimeError, match="507011"):
         ascend_attention.adds_up_blocks(fused("507011"), host, 1)
 
@@ -747,6 +752,8 @@ def test_bounds_of_a_batch(shape: Shape, computed: list[int], counts: list[int],
     assert blocks.lengths_B is not None
     assert (blocks.lengths_B.dtype, blocks.lengths_B.device.type) == (torch.int32, "cpu")
     assert blocks.lengths_B.tolist() == lengths
+    exact = None if blocks.counts_B is None else blocks.counts_B.tolist()
+    assert exact == (None if shape.phase == DECODE else counts + [0] * (shape.rows - 2))
 
 
 def test_padding_looks_at_one_key() -> None:

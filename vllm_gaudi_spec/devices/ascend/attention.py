@@ -27,7 +27,7 @@ _MOST_HEADS = 256
 _MOST_KV_WIDTH = 65535
 _MOST_KEYS_OF_ONE_QUERY = 262_144
 # In TND: vllm-ascend keeps 512 from it on these cards.
-_MOST_COMPRESSED_HEAD_SIZE = 256
+_MAX_COMPRESSED_HEAD_SIZE = 256
 _COMPRESSED_MASK = 2048
 _CAUSAL, _WINDOW = 3, 4
 """Values of `sparse_mode`. Both count from the ends of a row's queries and keys."""
@@ -51,18 +51,19 @@ class Bounds:
     longest: int
     """Never more."""
 
-    def now(self) -> dict[str, list[int]]:
+    def arguments_now(self) -> dict[str, list[int]]:
         lengths = self.lengths_B[self.rows].tolist()
         return {"actual_seq_lengths_kv": [min(-(-length // self.step) * self.step, self.longest) for length in lengths]}
 
-    def longest_of_all(self) -> dict[str, list[int]]:
+    def arguments_of_longest(self) -> dict[str, list[int]]:
         return {"actual_seq_lengths_kv": [self.longest] * len(self.lengths_B[self.rows])}
 
 
 @dataclass(frozen=True, slots=True)
 class ChunkLengths:
     """Of prompt chunks: their queries and keys. Each is followed by a row of its padding, since all queries of the call
-    have to be some row's; that one has a single key, as vllm-ascend's padding does."""
+    have to be some row's. That one has a single key, as the row that vllm-ascend adds (attention_v1.py at 182b75ea84):
+    the page wants as many as queries, but more blocks might be too many together."""
 
     lengths_B: torch.Tensor
     counts_B: torch.Tensor
@@ -72,11 +73,12 @@ class ChunkLengths:
     """Of a row of the rectangle, padding included."""
     longest: int
 
-    def now(self) -> dict[str, list[int]]:
+    def arguments_now(self) -> dict[str, list[int]]:
         return self._of(self.counts_B[self.rows].tolist(), self.lengths_B[self.rows].tolist())
 
-    def longest_of_all(self) -> dict[str, list[int]]:
+    def arguments_of_longest(self) -> dict[str, list[int]]:
         rows = len(self.lengths_B[self.rows])
+        # A workspace grows with the queries, which are as many in each call.
         return self._of([self.num_queries] * rows, [self.longest] * rows)
 
     def _of(self, counts: list[int], lengths: list[int]) -> dict[str, list[int]]:
@@ -125,7 +127,8 @@ def takes_compressed_masks(spec: AttentionLayerSpec, call: AttentionCall) -> boo
         call.host_counts_B is not None
         and call.num_queries > 1
         and spec.attention_chunk is None
-        and spec.head_size <= _MOST_COMPRESSED_HEAD_SIZE
+        and call.spans is None
+        and spec.head_size <= _MAX_COMPRESSED_HEAD_SIZE
     )
 
 
@@ -234,7 +237,7 @@ def _under_compressed_mask(
 
 def _bounds(call: AttentionCall, spec: AttentionLayerSpec, num_blocks: int, adds_up_blocks: bool) -> list[Bounds]:
     assert call.host_lengths_B is not None, "the runner knows how long rows may be"
-    longest, parts = _runs(call, spec, num_blocks, adds_up_blocks, num_padding=0)
+    longest, parts = _runs(call, spec, num_blocks, adds_up_blocks, of_padding=0)
     return [Bounds(call.host_lengths_B, rows, spec.block_size, longest) for rows in parts]
 
 
@@ -243,33 +246,38 @@ def _chunk_lengths(
 ) -> list[ChunkLengths]:
     assert call.host_lengths_B is not None
     assert call.host_counts_B is not None
-    longest, parts = _runs(call, spec, num_blocks, adds_up_blocks, num_padding=1)
+    longest, parts = _runs(call, spec, num_blocks, adds_up_blocks, of_padding=1)
     return [ChunkLengths(call.host_lengths_B, call.host_counts_B, rows, call.num_queries, longest) for rows in parts]
 
 
 def _runs(
-    call: AttentionCall, spec: AttentionLayerSpec, num_blocks: int, adds_up_blocks: bool, num_padding: int
+    call: AttentionCall, spec: AttentionLayerSpec, num_blocks: int, adds_up_blocks: bool, of_padding: int
 ) -> tuple[int, list[slice]]:
     """How many keys a row has at most; and for each run of the operation its rows: all, or as few as cannot have too
-    many blocks together, each with so many of padding."""
+    many blocks together, each with so many `of_padding`."""
     width = call.block_table_BW.shape[1]
     longest = width * spec.block_size
     at_once = call.num_rows
     if adds_up_blocks:
         # No row's queries see more keys than there are blocks for.
-        longest = min(longest, num_blocks * spec.block_size)
-        at_once = min(at_once, max(num_blocks // (width + num_padding), 1))
+        longest = min(longest, (num_blocks - of_padding) * spec.block_size)
+        at_once = min(at_once, max(num_blocks // (width + of_padding), 1))
     starts = range(0, call.num_rows, at_once)
     return longest, [slice(start, min(start + at_once, call.num_rows)) for start in starts]
 
 
-def adds_up_blocks(torch_npu: Any, device: torch.device, num_queries: int) -> bool:
+def adds_up_blocks(torch_npu: Any, device: torch.device, num_queries: int, mask: torch.Tensor | None = None) -> bool:
     """Whether the operation refuses rows that have more blocks together than there are, as rows do that share a prefix.
 
     Its page does. The sources of CANN 8.5 check it for several queries a row, and in those of 2026 no check was found.
-    So the card is asked: two rows of the one block that there is.
+    So the card is asked, for each form: two rows of the one block that there is. `mask`: the compressed one.
     """
     query = torch.zeros(2, num_queries, 1, 128, dtype=torch.float16, device=device)
+    form: dict[str, Any] = dict(input_layout="BSND")
+    if mask is not None:
+        query = query.flatten(0, 1)
+        lengths = [num_queries, 2 * num_queries]
+        form = dict(input_layout="TND", sparse_mode=_CAUSAL, atten_mask=mask, actual_seq_lengths=lengths)
     keys = torch.zeros(1, 128, 128, dtype=torch.float16, device=device)
     try:
         torch_npu.npu_fused_infer_attention_score(
@@ -278,12 +286,12 @@ def adds_up_blocks(torch_npu: Any, device: torch.device, num_queries: int) -> bo
             keys,
             block_table=torch.zeros(2, 1, dtype=torch.int32, device=device),
             actual_seq_lengths_kv=[128, 128],
-            input_layout="BSND",
             block_size=128,
             num_heads=1,
             num_key_value_heads=1,
             pre_tokens=_EVERYTHING,
             next_tokens=_EVERYTHING,
+            **form,
         )
     except RuntimeError as error:
         if _REFUSED not in str(error):

@@ -18,6 +18,7 @@ from vllm_gaudi_spec import environment
 from vllm_gaudi_spec.attention import padded
 from vllm_gaudi_spec.attention.metadata import AttentionCall, AttentionLayerSpec
 from vllm_gaudi_spec.attention.operations import PLAIN, Operations
+from vllm_gaudi_spec.config import in_one_line
 from vllm_gaudi_spec.devices.ascend import attention as ascend_attention
 from vllm_gaudi_spec.devices.ascend import downloads, errors
 from vllm_gaudi_spec.devices.ascend.device import usable_torch_npu
@@ -94,19 +95,21 @@ class AscendMemory(StreamMemory):
     """What ended a download: torch_npu raises an error once, and takes no work from then on."""
 
     def _host_buffer(self, tensor: torch.Tensor) -> torch.Tensor:
-        if self._fault is not None:
-            raise self._fault
+        self._refuse_after_a_fault()
         return downloads.mark(super()._host_buffer(tensor))
 
     def _wait_for(self, done: Any, host: torch.Tensor) -> torch.Tensor:
-        if self._fault is not None:
-            raise self._fault
+        self._refuse_after_a_fault()
         try:
             downloads.wait_for(done, host, self._runtime)
         except RuntimeError as error:
             self._fault = error
             raise
         return host
+
+    def _refuse_after_a_fault(self) -> None:
+        if self._fault is not None:
+            raise RuntimeError(f"the NPU has failed before: {in_one_line(self._fault)}") from self._fault
 
     def peak_of(self, run: Callable[[], object]) -> int:
         # Workspaces of operators, and what CANN takes for itself, show in what is free. CANN keeps them: what one run
@@ -160,7 +163,7 @@ class AscendAttention(PairAttention):
         self._torch_npu = card.torch_npu
         self._torch_device = card.torch_device
         self._captures = card.captures
-        self._adds_up: dict[int, bool] = {}
+        self._adds_up: dict[tuple[int, bool], bool] = {}
         self.fused_dtypes = fused_dtypes
 
     @cached_property
@@ -174,11 +177,11 @@ class AscendAttention(PairAttention):
             return None
         return ascend_attention.compressed_mask(self._torch_device)
 
-    def _adds_up_blocks(self, num_queries: int, device: torch.device) -> bool:
+    def _adds_up_blocks(self, num_queries: int, mask: torch.Tensor | None) -> bool:
         """Asked outside of captures: functions run before they are captured. One query a row is a form of its own."""
-        form = min(num_queries, 2)
+        form = min(num_queries, 2), mask is not None
         if form not in self._adds_up:
-            self._adds_up[form] = ascend_attention.adds_up_blocks(self._torch_npu, device, form)
+            self._adds_up[form] = ascend_attention.adds_up_blocks(self._torch_npu, self._torch_device, form[0], mask)
             if self._adds_up[form]:
                 logger.info_once(
                     "The fused attention of this CANN adds up the blocks of all rows: where these might be more than "
@@ -217,8 +220,8 @@ class AscendAttention(PairAttention):
     ) -> torch.Tensor:
         num_keys = ascend_attention.num_keys(call, spec)
         if self._fused is not None and ascend_attention.takes(spec, call.num_queries, num_keys, self.fused_dtypes):
-            adds_up_blocks = self._adds_up_blocks(call.num_queries, query_THD.device)
             mask = self._compressed_mask if ascend_attention.takes_compressed_masks(spec, call) else None
+            adds_up_blocks = self._adds_up_blocks(call.num_queries, mask)
             return ascend_attention.attend(
                 self._fused, self._captures, query_THD, kv_cache, call, spec, adds_up_blocks=adds_up_blocks, mask=mask
             )

@@ -15,9 +15,10 @@ import torch
 
 _MARK = 0xA5
 _MARKED_BYTES = 64
-"""As many as tell it from numbers: a copy is made as a whole or not at all."""
-_PATIENCE_S = 1.0
+"""A copy is made as a whole or not at all. No token, count or flag has these bytes, and no 16 numbers."""
+_TIMEOUT_S = 10.0
 _POLL_S = 2e-5
+"""A sleep of 60 to 100 microseconds, by Linux."""
 
 _DROPPED = (
     "torch_npu dropped a copy to the host: an operator failed before it, whose error is further up in the log. The "
@@ -34,7 +35,7 @@ def mark(host: torch.Tensor) -> torch.Tensor:
 def wait_for(done: Any, host: torch.Tensor, runtime: Any) -> None:
     """`done` was recorded after the copy to `host`."""
     # Polled, since the call that waits may not return.
-    deadline = time.monotonic() + _PATIENCE_S
+    deadline = time.monotonic() + _TIMEOUT_S
     while not done.query():
         if time.monotonic() > deadline:
             # After this the event has happened, or never will.

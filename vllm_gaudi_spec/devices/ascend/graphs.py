@@ -34,9 +34,9 @@ class HostLengthsOperation(NamedTuple):
 class HostLengths(Protocol):
     """Of some rows of a graph: the arguments that are lists on the host, by their names."""
 
-    def now(self) -> dict[str, list[int]]: ...
+    def arguments_now(self) -> dict[str, list[int]]: ...
 
-    def longest_of_all(self) -> dict[str, list[int]]: ...
+    def arguments_of_longest(self) -> dict[str, list[int]]: ...
 
 
 class _Task(NamedTuple):
@@ -92,16 +92,16 @@ class NpuCaptures(Captures):
         out: list[torch.Tensor],
     ) -> None:
         """Run `operation` into `out`."""
-        arguments_now = arguments | lengths.now()
+        with_lengths = arguments | lengths.arguments_now()
         # Enough for all lengths that the recorded operation will get.
-        workspace = operation.workspace(**arguments, **lengths.longest_of_all())
+        workspace = operation.workspace(**arguments, **lengths.arguments_of_longest())
         outputs = {"workspace": workspace, "out": out}
         if self._tasks is None:
-            operation.run(**arguments_now, **outputs)
+            operation.run(**with_lengths, **outputs)
             return
         stream = self._runtime.current_stream()
         self._runtime.graph_task_group_begin(stream)
-        operation.run(**arguments_now, **outputs)
+        operation.run(**with_lengths, **outputs)
         handle = self._runtime.graph_task_group_end(stream)
         # Kept for updates is where things lie: were it the tensors, no memory of the graph could be shared.
         references = {name: _weak_reference(value) for name, value in (arguments | outputs).items()}
@@ -130,7 +130,7 @@ class _Updated:
         self._done.record()
 
     def _lengths_now(self) -> dict[int, dict[str, list[int]]]:
-        return {id(lengths): lengths.now() for lengths in self._lengths}
+        return {id(lengths): lengths.arguments_now() for lengths in self._lengths}
 
     def _update(self, now: dict[int, dict[str, list[int]]]) -> None:
         runtime, updates = self._runtime, self._updates

@@ -99,6 +99,8 @@ struct Attention {
     if (tnd()) {
       RULE(query_lengths && int64_t(query_lengths->size()) == rows() && query_lengths->back() == query.size(0),
                   "actual_seq_lengths ends with the number of queries");
+      if (!query_lengths || int64_t(query_lengths->size()) != rows()) return check_mask();
+      RULE(std::is_sorted(query_lengths->begin(), query_lengths->end()), "actual_seq_lengths falls");
     } else {
       RULE(query.size(0) == rows() && !query_lengths, "lengths of queries are not emulated here");
     }
@@ -111,6 +113,13 @@ struct Attention {
   void check_mask() const {
     if (sparse != 0) {
       RULE(mask.defined() && mask.numel() == kCompressedMask * kCompressedMask, "a mask of 2048 x 2048");
+      if (!mask.defined() || mask.numel() != kCompressedMask * kCompressedMask) return;
+      RULE(mask.scalar_type() == at::kBool || mask.scalar_type() == at::kChar || mask.scalar_type() == at::kByte,
+           "a compressed mask is ", mask.scalar_type());
+      const at::Tensor lines = mask.flatten();
+      const auto hides = [&](int64_t at) { return lines[at].to(at::kBool).item<bool>(); };
+      // Three of its numbers tell which half hides.
+      RULE(hides(1) && !hides(0) && !hides(kCompressedMask), "a compressed mask that does not hide what comes later");
       return;
     }
     if (!mask.defined()) return;

@@ -109,7 +109,7 @@ struct Stream {
   Past past;  // what its next work comes after, of other streams
   Graph* capture = nullptr;
   std::shared_ptr<Group> updating;
-  Mark ran;  // the last run of its graph when the update began
+  Mark ran_before_update;
   std::vector<std::string> names;  // of the update so far
   std::vector<Work> works;
   std::vector<Addresses> addresses;
@@ -126,7 +126,7 @@ struct Card {
   std::condition_variable wanted_changed, progress;
   std::deque<Mark> wanted;
   std::map<int32_t, Stream*> streams;
-  std::map<const void*, size_t> memory, pinned;
+  std::map<const void*, size_t> memory, pinned, given_back;
   std::map<Graph*, std::shared_ptr<Graph>> graphs;
   std::set<Graph*> capturing;
   std::map<aclrtTaskGrp, std::weak_ptr<Group>> groups;
@@ -317,6 +317,10 @@ bool within(const std::map<const void*, size_t>& regions, const void* address) {
 
 bool on_card(const void* address) { return within(card().memory, address); }
 
+bool is_gone(const void* address) {
+  return within(card().given_back, address) && !on_card(address) && !within(card().pinned, address);
+}
+
 // Memory is given back: graphs that use it are of no use from now on.
 void lose(const char* start, size_t size) {
   const auto uses = [&](const Addresses& addresses) {
@@ -481,8 +485,10 @@ void vgs_cann_trace(bool on) {
 // As much of it as there is room for; how much there is.
 uint64_t vgs_cann_traced(char* to, uint64_t room) {
   std::lock_guard<std::mutex> lock(card().mutex);
-  std::memcpy(to, card().trace.data(), std::min<uint64_t>(room, card().trace.size()));
-  return card().trace.size();
+  const uint64_t size = card().trace.size();
+  std::memcpy(to, card().trace.data(), std::min(room, size));
+  if (room >= size) card().trace = {};
+  return size;
 }
 
 // (tasks, replays) of every graph that was captured, in that order, as many as there is room for; how many there are.
@@ -644,6 +650,7 @@ aclError aclrtFree(void* address) {
   lose(static_cast<const char*>(address), found->second);
   munmap(address, rounded(found->second));
   card().counts.memory -= found->second;
+  card().given_back[address] = std::max(card().given_back[address], found->second);
   card().memory.erase(found);
   return ACL_SUCCESS;
 }
@@ -1002,7 +1009,7 @@ aclError aclmdlRICaptureTaskUpdateBegin(aclrtStream handle, aclrtTaskGrp group) 
   if (live == nullptr) return refuse(ACL_ERROR_RT_PARAM_INVALID, "a task update of a group that is gone");
   REFUSE_IF(!follows(stream, live->ran), ACL_ERROR_RT_MODEL_UPDATE_FAILED,
             "a task update on a stream that did not wait for the last run of its graph");
-  stream->ran = live->ran;
+  stream->ran_before_update = live->ran;
   stream->updating = std::move(live);
   stream->names.clear();
   stream->works.clear();
@@ -1018,12 +1025,15 @@ aclError aclmdlRICaptureTaskUpdateEnd(aclrtStream handle) {
   if (group == nullptr) return refuse(ACL_ERROR_STREAM_TASK_GROUP_STATUS, "the end of a task update that did not begin");
   REFUSE_IF(stream->names != group->names, ACL_ERROR_RT_MODEL_UPDATE_FAILED,
             "a task update is not of the tasks of its group");
-  REFUSE_IF(group->ran.stream != stream->ran.stream || group->ran.position != stream->ran.position,
+  const Mark& before = stream->ran_before_update;
+  REFUSE_IF(group->ran.stream != before.stream || group->ran.position != before.position,
             ACL_ERROR_RT_MODEL_UPDATE_FAILED, "its graph ran during a task update");
   ++card().counts.task_updates;
   group->updated = push(stream, [group, works = std::move(stream->works)] { group->works = works; });
   group->addresses = std::move(stream->addresses);
   group->lost.clear();
+  for (size_t i = 0; i < group->addresses.size(); ++i)
+    if (std::any_of(group->addresses[i].begin(), group->addresses[i].end(), is_gone)) group->lost = group->names[i];
   return fault();
 }
 
