@@ -106,6 +106,22 @@ def test_swiglu(npu: Any) -> None:
     torch.testing.assert_close(torch_npu.npu_swiglu(A.npu(), -1).cpu(), torch.nn.functional.silu(A[:, :2]) * A[:, 2:])
 
 
+def test_products_in_groups(npu: Any) -> None:
+    import torch_npu
+
+    torch.manual_seed(0)
+    rows, matrices, counts = torch.randn(5, 8), torch.randn(3, 4, 8), torch.tensor([2, 0, 3])
+    (found,) = torch_npu.npu_grouped_matmul(
+        [rows.npu()],
+        [matrices.npu().transpose(1, 2)],
+        group_list=counts.npu(),
+        split_item=2,
+        group_type=0,
+        group_list_type=1,
+    )
+    torch.testing.assert_close(found.cpu(), torch.cat([rows[:2] @ matrices[0].T, rows[2:] @ matrices[2].T]))
+
+
 def test_kv_writes_and_paged_attention(card: Any, npu: Any) -> None:
     """Two rows of one query over keys that lie in blocks, behind a mask, with the bound of one row cut. What they read
     is counted in blocks: three of one row, and one of the other."""

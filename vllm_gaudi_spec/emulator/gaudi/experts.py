@@ -7,6 +7,7 @@ Left out is what nobody's numbers show: the forms with biases and in MXFP4 (gpt-
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from functools import partial
 
 import torch
 import torch.nn.functional as F
@@ -27,7 +28,12 @@ mixture_of_experts.fp8_fused_weights(Tensor hidden_states, Tensor expert_routing
  bool permuted_weights, str activation, int experts_min, int experts_max,
  Tensor[]? d_scale_intermediate_hidden_states=None, int chunk_size=0, int total_experts=0) -> Tensor
 """
-_ACTIVATIONS: dict[str, Callable[[torch.Tensor], torch.Tensor]] = {"silu": F.silu, "gelu": F.gelu, "relu": F.relu}
+# The card's gelu is the tanh form (vllm-gaudi v0.26.0, ops/hpu_fused_moe.py).
+_ACTIVATIONS: dict[str, Callable[[torch.Tensor], torch.Tensor]] = {
+    "silu": F.silu,
+    "gelu": partial(F.gelu, approximate="tanh"),
+    "relu": F.relu,
+}
 
 Weights = Sequence[torch.Tensor]
 
