@@ -106,11 +106,13 @@ def test_swiglu(npu: Any) -> None:
     torch.testing.assert_close(torch_npu.npu_swiglu(A.npu(), -1).cpu(), torch.nn.functional.silu(A[:, :2]) * A[:, 2:])
 
 
-def test_products_in_groups(npu: Any) -> None:
+GROUPS = torch.randn(5, 8), torch.randn(3, 4, 8)
+
+
+def in_groups(counts: torch.Tensor) -> torch.Tensor:
     import torch_npu
 
-    torch.manual_seed(0)
-    rows, matrices, counts = torch.randn(5, 8), torch.randn(3, 4, 8), torch.tensor([2, 0, 3])
+    rows, matrices = GROUPS
     (found,) = torch_npu.npu_grouped_matmul(
         [rows.npu()],
         [matrices.npu().transpose(1, 2)],
@@ -119,6 +121,13 @@ def test_products_in_groups(npu: Any) -> None:
         group_type=0,
         group_list_type=1,
     )
+    result: torch.Tensor = found
+    return result
+
+
+def test_products_in_groups(npu: Any) -> None:
+    rows, matrices = GROUPS
+    found = in_groups(torch.tensor([2, 0, 3]))
     torch.testing.assert_close(found.cpu(), torch.cat([rows[:2] @ matrices[0].T, rows[2:] @ matrices[2].T]))
 
 
@@ -283,6 +292,7 @@ PAGES: dict[str, tuple[Callable[[], Any], str]] = {
         ),
         "262144 keys at most",
     ),
+    "groups by int32": (lambda: in_groups(torch.tensor([2, 0, 3], dtype=torch.int32)), "group_list"),
     "a compressed mask of its own size": (lambda: attention(sparse_mode=3), "a mask of 2048 x 2048"),
 }
 """Calls that the operators' pages refuse, and in which words."""
