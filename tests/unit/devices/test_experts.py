@@ -113,6 +113,14 @@ def best_by_sigmoid(
     return scores.sigmoid(), ids.int()
 
 
+def some_logits() -> torch.Tensor:
+    """The first two tokens choose experts of their own."""
+    logits = torch.randn(7, EXPERTS)
+    logits[0, 4:] += 6.0
+    logits[1, 2:4] += 6.0
+    return logits
+
+
 class Model:
     """A layer, and what vLLM calls with it: of all experts, or of one rank's."""
 
@@ -169,9 +177,9 @@ def test_experts(local: tuple[int, int] | None, weighs_inputs: bool, routing: st
         ),
     }[routing]
     model = Model(local, apply_router_weight_on_input=weighs_inputs, **options)
-    x, logits = torch.randn(7, HIDDEN), torch.randn(7, EXPERTS)
+    x, logits = torch.randn(7, HIDDEN), some_logits()
     found = model.run(form, x, logits)
-    # Of so few tokens not all experts are chosen.
+    # Two tokens do not choose all experts.
     torch.testing.assert_close(model.run(form, x[:2], logits[:2]), found[:2], atol=1e-4, rtol=1e-4)
     for token, row in enumerate(logits):
         if routing == "its own":
@@ -195,7 +203,7 @@ def test_experts(local: tuple[int, int] | None, weighs_inputs: bool, routing: st
 def test_experts_of_gpt_oss(local: tuple[int, int] | None, form: str) -> None:
     """Biases, and gates that alternate with what they open or close, clamped on one side."""
     model = Model(local, has_bias=True, activation=MoEActivation.SWIGLUOAI, routed_scaling_factor=1.0)
-    x, logits = torch.randn(7, HIDDEN) * 2, torch.randn(7, EXPERTS)
+    x, logits = torch.randn(7, HIDDEN) * 2, some_logits()
     found = model.run(form, x, logits)
     torch.testing.assert_close(model.run(form, x[:2], logits[:2]), found[:2], atol=1e-4, rtol=1e-4)
     clamped = 0
