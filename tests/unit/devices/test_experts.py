@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from functools import partial
-from types import SimpleNamespace
+from types import ModuleType, SimpleNamespace
 from typing import Any
 
 import pytest
@@ -13,8 +13,10 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from vllm.model_executor.layers.fused_moe.activation import MoEActivation
 
 from vllm_gaudi_spec.config import UnsupportedConfigError
+from vllm_gaudi_spec.devices.ascend import experts as ascend_experts
 from vllm_gaudi_spec.devices.common import experts
 from vllm_gaudi_spec.devices.common.experts import Call, Form, Fused
+from vllm_gaudi_spec.devices.cuda import experts as cuda_experts
 from vllm_gaudi_spec.devices.hpu import experts as hpu_experts
 from vllm_gaudi_spec.emulator.gaudi.experts import fused_weights
 
@@ -73,14 +75,21 @@ def gaudis(call: Call) -> torch.Tensor:
             x, table, router, given.pop("w12"), given.pop("w3"), given.pop("permuted_weights"), **given
         )
 
-    return gaudis_with(mixture).run(call)
+    return fused_of(hpu_experts, mixture).run(call)
 
 
-def gaudis_with(mixture: Callable[..., torch.Tensor]) -> Fused:
+def npu_grouped_matmul(rows: Any, matrices: Any, **how: Any) -> list[torch.Tensor]:
+    """With groups that are sizes of rows, in one tensor, as tests/emulated_cann has it."""
+    counts = how.pop("group_list")
+    assert how == dict(split_item=2, group_type=0, group_list_type=1)
+    return [by_counts(rows[0], matrices[0], counts)]
+
+
+def fused_of(device: ModuleType, kernel: Callable[..., Any] = torch.nn.functional.grouped_mm) -> Fused:
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(hpu_experts, "find_kernel", lambda module, name: mixture)
-        fused = hpu_experts.fused()
-    assert fused is not None
+        patch.setattr(device, "find_kernel", lambda module, name: kernel)
+        fused = device.fused()
+    assert isinstance(fused, Fused)
     return fused
 
 
@@ -96,7 +105,8 @@ FORMS: dict[str, Form] = {
     "in slices": in_slices,
     "gathered": experts.gathered,
     "grouped": partial(experts.grouped, by_counts),
-    "torch's": partial(experts.grouped, lambda x, w, n: torch.nn.functional.grouped_mm(x, w, offs=n.cumsum(0).int())),
+    "CUDA's": lambda call: fused_of(cuda_experts).run(call),
+    "NPU's": lambda call: fused_of(ascend_experts, npu_grouped_matmul).run(call),
     "Gaudi's": gaudis,
 }
 PLAIN = [name for name in FORMS if name != "Gaudi's"]
@@ -242,7 +252,7 @@ def test_m01_m02_gaudis_operator_gets_ids_of_this_rank(local: tuple[int, int] | 
     for name in ("w13_weight", "w2_weight"):
         setattr(model.layer, name, getattr(model.layer, name).bfloat16())
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(experts, "form_of", lambda call, fused: gaudis_with(mixture).run)
+        patch.setattr(experts, "form_of", lambda call, fused: fused_of(hpu_experts, mixture).run)
         experts.Experts.apply_monolithic(model.method, model.layer, x, logits)
     table = seen["expert_routing_table"]
     assert table.dtype == torch.int64
@@ -294,6 +304,20 @@ def test_m03_what_gaudis_operator_takes() -> None:
     assert not hpu_experts._takes(call._replace(b13_EJ=torch.zeros(8, 32)))
     assert not hpu_experts._takes(call._replace(weighs_inputs=True))
     assert not hpu_experts._takes(call._replace(activation=MoEActivation.SWIGLUOAI))
+
+
+def test_what_grouped_products_take() -> None:
+    """CUDA's is not captured but in bfloat16 on a card; NPU's has a number of groups."""
+    call = call_of(2048, 128, 2)
+    assert not cuda_experts._takes(call)
+    assert ascend_experts._takes(call)
+    assert not ascend_experts._takes(call_of(2048, 129, 2))
+
+
+@pytest.mark.parametrize("device", [ascend_experts, cuda_experts, hpu_experts])
+def test_a_release_without_the_operator(device: ModuleType, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(device, "find_kernel", lambda module, name: None)
+    assert device.fused() is None
 
 
 class Largest(TorchDispatchMode):

@@ -13,7 +13,7 @@ import torch
 import torch.nn.functional as F
 
 from vllm_gaudi_spec.emulator import kernels
-from vllm_gaudi_spec.emulator.card import DEVICE
+from vllm_gaudi_spec.emulator.card import DEVICE, DeviceRefusal
 from vllm_gaudi_spec.emulator.gaudi.fused import define
 
 # Newer releases than 1.19 take the last two; neither changes a number.
@@ -55,10 +55,20 @@ def _turned(weight: torch.Tensor, permuted: bool) -> torch.Tensor:
     return weight.t() if permuted else weight
 
 
+def _check(x: torch.Tensor, table: torch.Tensor, router: torch.Tensor) -> None:
+    """Others do not compile (vllm-gaudi v0.26.0, ops/hpu_fused_moe.py)."""
+    if DEVICE.installed and DEVICE.hostile and (table.dtype != torch.int64 or router.dtype != x.dtype):
+        raise DeviceRefusal(
+            f"hpu::mixture_of_experts of {x.dtype} with ids in {table.dtype} and router weights in {router.dtype}; "
+            "it takes int64 and the dtype of the hidden states"
+        )
+
+
 def mixture_of_experts(
     x: torch.Tensor, table: torch.Tensor, router: torch.Tensor, w1: Weights, w2: Weights, w3: Weights, permuted: bool,
     activation: str, experts_min: int, experts_max: int,
 ) -> torch.Tensor:  # fmt: skip
+    _check(x, table, router)
     act = _ACTIVATIONS[activation]
 
     def expert(x: torch.Tensor, index: int) -> torch.Tensor:
@@ -72,6 +82,7 @@ def fused_weights(
     x: torch.Tensor, table: torch.Tensor, router: torch.Tensor, w12: Weights, w3: Weights, permuted: bool,
     activation: str, experts_min: int, experts_max: int, chunk_size: int = 0, total_experts: int = 0,
 ) -> torch.Tensor:  # fmt: skip
+    _check(x, table, router)
     act = _ACTIVATIONS[activation]
 
     def expert(x: torch.Tensor, index: int) -> torch.Tensor:
