@@ -199,7 +199,7 @@ def measure(
         turns += 1
         for name, run in runs.items():
             seconds[name] = min(seconds[name], run())
-    names = {experts.dense: "dense", experts.gathered: "gathered"}
+    names: dict[Form, str] = {experts.dense: "dense", experts.gathered: "gathered"}
     return {
         "tokens": tokens,
         "ms": {name: 1000 * value for name, value in seconds.items()},
