@@ -172,7 +172,7 @@ def form_of(call: Call, fused: Fused | None) -> Form:
     # Where a rank has as few experts as a token chooses, the operator computes no less.
     if fused and num_tokens >= fused.min_tokens and call.top_k < num_experts and fused.takes(call):
         return fused.run
-    return gathered if num_tokens * call.top_k * _COST_OF_GATHERING <= num_experts else dense
+    return gathered if num_tokens * call.top_k * _COST_OF_GATHERING < num_experts else dense
 
 
 # --- vLLM's layers ---
