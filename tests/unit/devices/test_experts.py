@@ -278,8 +278,8 @@ def call_of(tokens: int, num_experts: int, top_k: int, **options: Any) -> Call:
     ("tokens", "num_experts", "top_k", "with_operator", "without"),
     [
         (1, 32, 4, "gathered", "gathered"),
-        (7, 128, 8, "gathered", "gathered"),
-        (8, 128, 8, "dense", "dense"),
+        (5, 128, 8, "gathered", "gathered"),
+        (6, 128, 8, "dense", "dense"),
         (63, 32, 4, "dense", "dense"),
         (64, 32, 4, "fused", "dense"),
         (64, 1024, 4, "fused", "gathered"),

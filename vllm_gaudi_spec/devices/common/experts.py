@@ -101,8 +101,8 @@ Form = Callable[[Call], torch.Tensor]
 # Tokens times experts whose products are there at once. vllm-gaudi's go up to twice as many, 512 times 32: larger ones
 # do not compile on a Gaudi (v0.26.0, ops/hpu_fused_moe.py).
 _ROWS_AT_ONCE = 8192
-# What a gathered weight costs, beside one that is used where it lies, as it was measured on a CPU.
-_COST_OF_GATHERING = 2
+# What a gathered weight costs, beside one that is used where it lies: it is read, written and read again.
+_COST_OF_GATHERING = 3
 
 
 def dense(call: Call) -> torch.Tensor:
