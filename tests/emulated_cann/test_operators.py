@@ -106,6 +106,31 @@ def test_swiglu(npu: Any) -> None:
     torch.testing.assert_close(torch_npu.npu_swiglu(A.npu(), -1).cpu(), torch.nn.functional.silu(A[:, :2]) * A[:, 2:])
 
 
+GROUPS = torch.randn(5, 8), torch.randn(3, 4, 8)
+
+
+def in_groups(counts: torch.Tensor) -> torch.Tensor:
+    import torch_npu
+
+    rows, matrices = GROUPS
+    (found,) = torch_npu.npu_grouped_matmul(
+        [rows.npu()],
+        [matrices.npu().transpose(1, 2)],
+        group_list=counts.npu(),
+        split_item=2,
+        group_type=0,
+        group_list_type=1,
+    )
+    result: torch.Tensor = found
+    return result
+
+
+def test_products_in_groups(npu: Any) -> None:
+    rows, matrices = GROUPS
+    found = in_groups(torch.tensor([2, 0, 3]))
+    torch.testing.assert_close(found.cpu(), torch.cat([rows[:2] @ matrices[0].T, rows[2:] @ matrices[2].T]))
+
+
 def test_kv_writes_and_paged_attention(card: Any, npu: Any) -> None:
     """Two rows of one query over keys that lie in blocks, behind a mask, with the bound of one row cut. What they read
     is counted in blocks: three of one row, and one of the other."""
@@ -272,6 +297,7 @@ PAGES: dict[str, tuple[Callable[[], Any], str]] = {
         lambda: attention(sparse_mode=3, atten_mask=lambda: torch.ones(2048, 2048, dtype=torch.bool).tril().npu()),
         "that does not hide what comes later",
     ),
+    "groups by int32": (lambda: in_groups(torch.tensor([2, 0, 3], dtype=torch.int32)), "group_list"),
     "a compressed mask of its own size": (lambda: attention(sparse_mode=3), "a mask of 2048 x 2048"),
 }
 """Calls that the operators' pages refuse, and in which words."""

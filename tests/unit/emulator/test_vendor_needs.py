@@ -18,6 +18,7 @@ from safetensors.torch import save_file
 
 from tests.unit.emulator.test_emulator import hpu, ids
 from tests.unit.emulator.test_emulator_graphs import graph
+from vllm_gaudi_spec.emulator.card import DeviceRefusal
 from vllm_gaudi_spec.quantization.fp8 import to_e4m3
 
 
@@ -212,6 +213,23 @@ def test_a_mixture_of_experts(card: Any) -> None:
     arguments["w3"] = [weight.t().contiguous().to("hpu") for weight in w3]
     apart = torch.ops.hpu.mixture_of_experts(**arguments, **turned, permuted_weights=False)
     torch.testing.assert_close(apart.cpu(), expected)
+
+
+@pytest.mark.parametrize(("ids", "weights"), [(torch.int32, torch.float32), (torch.int64, torch.bfloat16)])
+def test_m01_dtypes_that_a_mixture_does_not_take(ids: torch.dtype, weights: torch.dtype, card: Any) -> None:
+    (w12, w3), (table, router) = _experts(2), (torch.tensor([[0, 1]]), torch.rand(1, 2))
+    with pytest.raises(DeviceRefusal, match="it takes int64 and the dtype of the hidden states"):
+        torch.ops.hpu.mixture_of_experts(
+            hidden_states=torch.randn(1, 8).to("hpu"),
+            expert_routing_table=table.to(ids).to("hpu"),
+            router_weights=router.to(weights).to("hpu"),
+            w12=[weight.to("hpu") for weight in w12],
+            w3=[weight.to("hpu") for weight in w3],
+            permuted_weights=True,
+            activation="silu",
+            experts_min=0,
+            experts_max=1,
+        )
 
 
 def test_a_mixture_of_fp8_experts(card: Any) -> None:

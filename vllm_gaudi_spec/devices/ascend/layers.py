@@ -6,7 +6,8 @@ from __future__ import annotations
 import torch
 from vllm.model_executor.layers.activation import SiluAndMul
 
-from vllm_gaudi_spec.devices.common import dense_experts, layers  # noqa: F401
+from vllm_gaudi_spec.devices.ascend import experts as ascend_experts
+from vllm_gaudi_spec.devices.common import experts, layers
 
 PROVIDER = "vgs_ascend"
 
@@ -50,3 +51,6 @@ if _swiglu is not None:
         def forward_oot(self, x: torch.Tensor) -> torch.Tensor:
             gated: torch.Tensor = _swiglu(x, -1)
             return gated
+
+
+experts.register(ascend_experts.fused())

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-import importlib
+import pkgutil
 from collections.abc import Callable, Hashable
 from typing import Any, Protocol
 
@@ -20,7 +20,7 @@ logger = init_logger(__name__)
 
 def find_kernel(module: str, name: str) -> Any:
     """A kernel of the device's software; None, logged once, where this build has none."""
-    kernel = getattr(importlib.import_module(module), name, None)
+    kernel = getattr(pkgutil.resolve_name(module), name, None)
     if kernel is None:
         logger.info("This build of %s has no %s; plain torch operations serve.", module.partition(".")[0], name)
     return kernel

@@ -6,7 +6,8 @@ import torch
 from vllm.model_executor.layers.activation import SiluAndMul
 from vllm.model_executor.layers.rotary_embedding.base import RotaryEmbedding
 
-from vllm_gaudi_spec.devices.common import dense_experts, layers  # noqa: F401
+from vllm_gaudi_spec.devices.common import experts, layers
+from vllm_gaudi_spec.devices.cuda import experts as cuda_experts
 from vllm_gaudi_spec.devices.cuda import kernels as cuda_kernels
 
 PROVIDER = "vgs_cuda"
@@ -52,3 +53,6 @@ layers.register_rotary_class("Cuda", _TurnsInPlace, RotaryEmbedding)
 class CudaSiluAndMul(SiluAndMul):
     def forward_oot(self, x: torch.Tensor) -> torch.Tensor:
         return cuda_kernels.silu_and_mul(x)
+
+
+experts.register(cuda_experts.fused())

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import torch
 
-from vllm_gaudi_spec.devices.common import dense_experts, layers  # noqa: F401
+from vllm_gaudi_spec.devices.common import experts, layers
+from vllm_gaudi_spec.devices.hpu import experts as hpu_experts
 
 PROVIDER = "vgs_hpu"
 
@@ -43,3 +44,6 @@ def _turn(heads_THR: torch.Tensor, cos_T1R: torch.Tensor, sin_T1R: torch.Tensor,
 
 if _rotate is not None and _modes is not None:
     layers.register_rotary("Hpu", _turn)
+
+
+experts.register(hpu_experts.fused())

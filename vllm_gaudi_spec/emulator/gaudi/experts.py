@@ -7,12 +7,13 @@ Left out is what nobody's numbers show: the forms with biases and in MXFP4 (gpt-
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from functools import partial
 
 import torch
 import torch.nn.functional as F
 
 from vllm_gaudi_spec.emulator import kernels
-from vllm_gaudi_spec.emulator.card import DEVICE
+from vllm_gaudi_spec.emulator.card import DEVICE, DeviceRefusal
 from vllm_gaudi_spec.emulator.gaudi.fused import define
 
 # Newer releases than 1.19 take the last two; neither changes a number.
@@ -27,7 +28,12 @@ mixture_of_experts.fp8_fused_weights(Tensor hidden_states, Tensor expert_routing
  bool permuted_weights, str activation, int experts_min, int experts_max,
  Tensor[]? d_scale_intermediate_hidden_states=None, int chunk_size=0, int total_experts=0) -> Tensor
 """
-_ACTIVATIONS: dict[str, Callable[[torch.Tensor], torch.Tensor]] = {"silu": F.silu, "gelu": F.gelu, "relu": F.relu}
+# The card's gelu is the tanh form (vllm-gaudi v0.26.0, ops/hpu_fused_moe.py).
+_ACTIVATIONS: dict[str, Callable[[torch.Tensor], torch.Tensor]] = {
+    "silu": F.silu,
+    "gelu": partial(F.gelu, approximate="tanh"),
+    "relu": F.relu,
+}
 
 Weights = Sequence[torch.Tensor]
 
@@ -49,10 +55,20 @@ def _turned(weight: torch.Tensor, permuted: bool) -> torch.Tensor:
     return weight.t() if permuted else weight
 
 
+def _check(x: torch.Tensor, table: torch.Tensor, router: torch.Tensor) -> None:
+    """Others do not compile (vllm-gaudi v0.26.0, ops/hpu_fused_moe.py)."""
+    if DEVICE.installed and DEVICE.hostile and (table.dtype != torch.int64 or router.dtype != x.dtype):
+        raise DeviceRefusal(
+            f"hpu::mixture_of_experts of {x.dtype} with ids in {table.dtype} and router weights in {router.dtype}; "
+            "it takes int64 and the dtype of the hidden states"
+        )
+
+
 def mixture_of_experts(
     x: torch.Tensor, table: torch.Tensor, router: torch.Tensor, w1: Weights, w2: Weights, w3: Weights, permuted: bool,
     activation: str, experts_min: int, experts_max: int,
 ) -> torch.Tensor:  # fmt: skip
+    _check(x, table, router)
     act = _ACTIVATIONS[activation]
 
     def expert(x: torch.Tensor, index: int) -> torch.Tensor:
@@ -66,6 +82,7 @@ def fused_weights(
     x: torch.Tensor, table: torch.Tensor, router: torch.Tensor, w12: Weights, w3: Weights, permuted: bool,
     activation: str, experts_min: int, experts_max: int, chunk_size: int = 0, total_experts: int = 0,
 ) -> torch.Tensor:  # fmt: skip
+    _check(x, table, router)
     act = _ACTIVATIONS[activation]
 
     def expert(x: torch.Tensor, index: int) -> torch.Tensor:

@@ -185,6 +185,17 @@ struct Attention {
   }
 };
 
+// Rows in groups, the first group times the first matrix, and so on.
+void multiply_groups(at::Tensor& out, const at::Tensor& rows, const at::Tensor& matrices, const at::Tensor& counts) {
+  int64_t start = 0;
+  for (int64_t group = 0; group < counts.numel(); ++group) {
+    const int64_t count = counts[group].item<int64_t>();
+    TORCH_CHECK(count >= 0 && start + count <= rows.size(0), "groups of more rows than there are");
+    out.narrow(0, start, count).copy_(at::matmul(rows.narrow(0, start, count), matrices[group]));
+    start += count;
+  }
+}
+
 // It grows with the queries; what the real one asks for is not published.
 uint64_t attention_workspace(const aclTensor* query) { return query->tensor.numel() * 4 + 4096; }
 
@@ -230,6 +241,18 @@ CHECKED_OPERATOR(SwiGlu, (TENSOR(a), INT(dim), TENSOR(out)), 0, {
   const auto parts = a.chunk(2, dim);
   put(out, at::silu(parts[0].to(at::kFloat)) * parts[1].to(at::kFloat));
 })
+
+// Of its forms that of experts: one tensor of rows, one of matrices, groups by their sizes. Where CANN has V5, torch_npu
+// calls that, with a list for tuning more.
+CHECKED_OPERATOR(GroupedMatmulV4, (TENSORS(rows), TENSORS(matrices), TENSORS(bias), TENSORS(scale), TENSORS(offset),
+                 TENSORS(q1), TENSORS(q2), TENSORS(row_scale), TENSOR(groups), TENSORS(a1), TENSORS(a2), TENSORS(a3),
+                 INT(split), INT(type), INT(list_type), INT(activation), TENSORS(out), TENSORS(o1), TENSORS(o2)), 0, {
+  TORCH_CHECK(rows.size() == 1 && matrices.size() == 1 && out.size() == 1 && bias.empty() && scale.empty() &&
+                  row_scale.empty() && q1.empty() && split >= 2 && type == 0 && list_type == 1 && activation == 0,
+              "a form that is not emulated");
+  RULE(is_float(rows[0]) && matrices[0].scalar_type() == rows[0].scalar_type(), "one dtype for both");
+  RULE(groups.scalar_type() == at::kLong && groups.dim() == 1 && groups.size(0) == matrices[0].size(0), "group_list");
+}, multiply_groups(out[0], rows[0], matrices[0], groups))
 
 CHECKED_OPERATOR(ScatterPaKvCache, (TENSOR(key), TENSOR(keys), TENSOR(slots), TENSOR(value), TENSOR(values),
                  TENSOR(lengths), TENSOR(offsets), TENSOR(ends), TEXT(mode), TEXT(scatter), INTS(strides), INTS(starts)), 0, {

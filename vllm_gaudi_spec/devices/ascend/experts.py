@@ -1,0 +1,31 @@
+"""The NPU's grouped product for experts."""
+
+from __future__ import annotations
+
+from functools import partial
+
+import torch
+
+from vllm_gaudi_spec.devices.common.experts import Call, Fused, grouped
+from vllm_gaudi_spec.devices.common.layers import find_kernel
+
+# A page of CANN's operators has this number of groups for aclnnGroupedMatmulV5.
+_MAX_EXPERTS = 128
+
+
+def fused() -> Fused | None:
+    matmul = find_kernel("torch_npu", "npu_grouped_matmul")
+
+    def product(rows: torch.Tensor, matrices: torch.Tensor, counts_E: torch.Tensor) -> torch.Tensor:
+        """As vllm-ascend calls it (ops/fused_moe/moe_mlp.py, unquant_apply_mlp): one tensor of rows, grouped by rows,
+        by the size of each group."""
+        result: torch.Tensor = matmul(
+            [rows], [matrices], group_list=counts_E, split_item=2, group_type=0, group_list_type=1
+        )[0]
+        return result
+
+    return None if matmul is None else Fused(partial(grouped, product), _takes, 1)
+
+
+def _takes(call: Call) -> bool:
+    return len(call.w13_EJH) <= _MAX_EXPERTS
