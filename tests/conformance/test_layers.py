@@ -83,7 +83,7 @@ def test_gated_activation(backend: DeviceBackend) -> None:
 
 
 @pytest.mark.parametrize("soft_cap", [None, 2.0])
-def test_scaled_logits(backend: DeviceBackend, soft_cap: float | None) -> None:
+def test_l06_scaled_logits(backend: DeviceBackend, soft_cap: float | None) -> None:
     """Without the padding of the vocabulary, which makes them a view; no graph of a Gaudi updates one in place."""
     from vllm.model_executor.layers.logits_processor import LogitsProcessor
 

@@ -54,7 +54,7 @@ if _rotate is not None and _modes is not None:
 @LogitsProcessor.register_oot
 class HpuLogitsProcessor(LogitsProcessor):
     """Granite, Cohere and others scale their logits. vLLM does so in place, in a view that leaves the padding of the
-    vocabulary out, and a captured graph has no update through views."""
+    vocabulary out, and a captured graph has no update through views (lesson L06)."""
 
     def forward(
         self,
