@@ -86,8 +86,8 @@ IMAGES = _prompts(Picture(WIDE), Picture(TALL), Picture(SMALL))
 # Where the seconds of a clip take more positions than its width and height, what follows it has others in vLLM (behind
 # the last second, as transformers 4 had it) than in transformers 5 (behind the width or height).
 VIDEOS = _prompts(Clip(WIDE, 4, fps=4), Clip(TALL, 2, fps=4), Picture(SMALL))
-# Of five frames the last stands for a sixth.
-VIDEOS[2] = (VIDEOS[2][0], [Clip(TALL, 2, fps=4), Picture(SMALL), Clip(WIDE, 5, fps=8)])
+# Of three frames the last stands for a fourth.
+VIDEOS[2] = (VIDEOS[2][0], [Clip(TALL, 2, fps=4), Picture(SMALL), Clip(WIDE, 3, fps=8)])
 SOUNDS = _prompts(Sound(5_000), Sound(8_000), Sound(3_000))
 
 
@@ -129,7 +129,7 @@ def for_processor(items: Sequence[Item]) -> dict[str, Any]:
         named["images"] = found[IMAGE]
     if VIDEO in found:
         named["videos"] = [frames for frames, _ in found[VIDEO]]
-        named["video_metadata"] = [known for _, known in found[VIDEO]]
+        named |= dict(video_metadata=[known for _, known in found[VIDEO]], do_sample_frames=False)
     if AUDIO in found:
         named |= dict(audio=found[AUDIO], sampling_rate=SAMPLING_RATE)
     return named
@@ -147,10 +147,10 @@ def _qwen(kind: str, patch_size: int) -> Callable[[PreTrainedTokenizerFast], Pro
         )
         video = "Qwen3VL" if kind == "Qwen3VL" else "Qwen2VL"
         side = 2 * patch_size
-        pixels = dict(min_pixels=2 * side * side, max_pixels=16 * side * side)
+        pixels = dict(shortest_edge=2 * side * side, longest_edge=16 * side * side)
         return getattr(transformers, f"{kind}Processor")(
-            image_processor=transformers.Qwen2VLImageProcessor(patch_size=patch_size, **pixels),
-            video_processor=getattr(transformers, f"{video}VideoProcessor")(patch_size=patch_size, **pixels),
+            image_processor=transformers.Qwen2VLImageProcessor(patch_size=patch_size, size=pixels),
+            video_processor=getattr(transformers, f"{video}VideoProcessor")(patch_size=patch_size, size=pixels),
             tokenizer=tokenizer,
         )
 
@@ -252,6 +252,7 @@ ASKED: dict[str, Asked] = {
     "gemma3-mm-images": Asked({IMAGE: "<start_of_image>"}, _gemma3),
     "qwen2-vl-video": Asked(_QWEN, _qwen("Qwen2VL", 14), VIDEOS),
     "qwen2.5-vl-video": Asked(_QWEN, _qwen("Qwen2_5_VL", 14), VIDEOS),
+    "qwen3-vl-video": Asked(_QWEN, _qwen("Qwen3VL", 16), VIDEOS),
     "qwen2-audio-sound": Asked({AUDIO: "<|audio_bos|><|AUDIO|><|audio_eos|>"}, _qwen_audio, SOUNDS),
 }
 """By case: the name of a model of architectures.py, and what it is asked about."""
