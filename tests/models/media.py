@@ -147,10 +147,13 @@ def _qwen(kind: str, patch_size: int) -> Callable[[PreTrainedTokenizerFast], Pro
         )
         video = "Qwen3VL" if kind == "Qwen3VL" else "Qwen2VL"
         side = 2 * patch_size
+        # vLLM brings colours into range in the model: alike for images and video, as published checkpoints have them.
+        half = dict(image_mean=[0.5] * 3, image_std=[0.5] * 3) if kind == "Qwen3VL" else {}
         pixels = dict(shortest_edge=2 * side * side, longest_edge=16 * side * side)
+        of_both: dict[str, Any] = dict(patch_size=patch_size, size=pixels, **half)
         return getattr(transformers, f"{kind}Processor")(
-            image_processor=transformers.Qwen2VLImageProcessor(patch_size=patch_size, size=pixels),
-            video_processor=getattr(transformers, f"{video}VideoProcessor")(patch_size=patch_size, size=pixels),
+            image_processor=transformers.Qwen2VLImageProcessor(**of_both),
+            video_processor=getattr(transformers, f"{video}VideoProcessor")(**of_both),
             tokenizer=tokenizer,
         )
 
@@ -257,8 +260,10 @@ ASKED: dict[str, Asked] = {
 }
 """By case: the name of a model of architectures.py, and what it is asked about."""
 _TOWER = (r"^(model\.)?vision_tower\.", "vision_tower.vision_model.")
-PUBLISHED_NAMES = {"llava-images": _TOWER, "gemma3-mm-images": _TOWER}
-"""Weights whose names transformers changes when it reads a published checkpoint, and keeps when it writes."""
+_TEXT = (r"^language_model\.model\.model\.", "language_model.model.")
+PUBLISHED_NAMES = {"llava-images": _TOWER, "gemma3-mm-images": _TOWER, "qwen2-audio-sound": _TEXT}
+"""Weights whose names transformers changes when it reads a published checkpoint, and does not change back when it
+writes."""
 FIRST_SPECIAL = 300
 """The first of the tokens that the recipes' configurations name."""
 
