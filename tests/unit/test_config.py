@@ -639,8 +639,17 @@ def test_l06_models_that_write_through_views_are_refused_where_no_graph_takes_it
     refusals.refuse_unsupported(made, backend)
     backend.traits = dataclasses.replace(backend.traits, mode="lazy", updates_views=False)
     refusals.refuse_unsupported(engine_config(tmp_path, None), backend)
-    with pytest.raises(UnsupportedConfigError, match=r"graphs of hpu in mode lazy do not take; set PT_HPU_LAZY_MODE=0"):
+    with pytest.raises(
+        UnsupportedConfigError, match=r"graphs of hpu in mode lazy do not take; .*set PT_HPU_LAZY_MODE=0"
+    ):
         refusals.refuse_unsupported(made, backend)
+    made = engine_config(tmp_path, None, hf_overrides={"architectures": ["Gemma3nForCausalLM"]})
+    for mode in ("lazy", "compiled"):
+        backend.traits = dataclasses.replace(backend.traits, mode=mode, updates_views=mode == "compiled")
+        with pytest.raises(
+            UnsupportedConfigError, match=rf"graphs of hpu in mode {mode} do not take; use another model\.$"
+        ):
+            refusals.refuse_unsupported(made, backend)
 
 
 def test_what_is_left_of_an_earlier_measurement_does_not_stop_the_next(
