@@ -1,8 +1,9 @@
-"""Norms, rotary embedding and activation as a model on this platform has them, against vLLM's plain ones."""
+"""Norms, rotary embedding, activation and logits as a model on this platform has them, against vLLM's plain ones."""
 
 from __future__ import annotations
 
 from collections.abc import Iterator
+from types import SimpleNamespace
 from typing import TYPE_CHECKING
 
 import pytest
@@ -79,3 +80,21 @@ def test_gated_activation(backend: DeviceBackend) -> None:
         gated = run(backend.memory.upload(x.clone()))
     assert called.names == of_layer(backend, "gate")
     torch.testing.assert_close(backend.memory.download(gated), layer.forward_native(x), **CLOSE)
+
+
+@pytest.mark.parametrize("soft_cap", [None, 2.0])
+def test_l06_scaled_logits(backend: DeviceBackend, soft_cap: float | None) -> None:
+    """Without the padding of the vocabulary, which makes them a view; no graph of a Gaudi updates one in place."""
+    from vllm.model_executor.layers.logits_processor import LogitsProcessor
+
+    weight_VH, hidden = torch.randn(64, 16), torch.randn(3, 16)
+    expected = torch.nn.functional.linear(hidden, weight_VH)[:, :50]
+    if soft_cap is not None:
+        expected = soft_cap * torch.tanh(expected / soft_cap)
+    weight = backend.memory.upload(weight_VH.clone())
+    apply = SimpleNamespace(apply=lambda head, x, bias: torch.nn.functional.linear(x, weight))
+    head = SimpleNamespace(quant_method=apply, tp_size=1)
+    layer = LogitsProcessor(64, 50, scale=0.25, soft_cap=soft_cap)
+    run = backend.graphs.graph(lambda x: layer(head, x))
+    scaled = backend.memory.download(run(backend.memory.upload(hidden.clone())))
+    torch.testing.assert_close(scaled, expected * 0.25, **CLOSE)

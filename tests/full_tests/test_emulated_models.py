@@ -1,4 +1,5 @@
-"""On emulated cards: layers that share KV, of two head sizes, answer as transformers does and write in it alone."""
+"""On emulated cards: layers that share KV, of two head sizes, and scaled logits answer as transformers does, and write
+in the KV cache alone."""
 
 import os
 
@@ -10,7 +11,9 @@ from tests.models.run import CASES, Run
 pytestmark = [pytest.mark.emulated, pytest.mark.every_card]
 
 
-@pytest.mark.parametrize("case", ["gemma4-shared-kv", pytest.param("mistral4", marks=pytest.mark.slow)])
+@pytest.mark.parametrize(
+    "case", ["gemma4-shared-kv", *(pytest.param(case, marks=pytest.mark.slow) for case in ("mistral4", "granite"))]
+)
 def test_it_answers_as_transformers(case: str, tmp_path_factory: pytest.TempPathFactory) -> None:
     run = Run({case: CASES[case]}, tmp_path_factory.mktemp("models"), (PLAIN, DRAFTS, DOCTOR))
     (row,) = run.rows(os.environ["VGS_DEVICE"], with_upstream=False)

@@ -1,4 +1,5 @@
-"""Images in prompts: answers are those of transformers, with drafts as without, and a bad image is a bad request.
+"""Images, video and sound in prompts: answers are those of transformers, with drafts as without, and a bad image is a
+bad request.
 
 `make verify-models` has the same cases beside upstream's platform.
 """
@@ -16,17 +17,17 @@ from tests.full_tests.server import Server
 from tests.full_tests.test_bad_input import chat, check_alive, check_error
 from tests.models import vision
 from tests.models.comparison import Row
-from tests.models.images import SMALL, TALL, WIDE, picture
+from tests.models.media import SMALL, TALL, WIDE, picture
 from tests.models.probe import RUNS
 from tests.models.run import CASES, Run
 
 # Positions of Qwen's have three rows. Borders of chunks lie within its images.
 ALWAYS = "qwen2.5-vl-images@chunks"
-WITH_IMAGES = [case for case, recipe in CASES.items() if recipe.images is not None]
+WITH_MEDIA = [case for case, recipe in CASES.items() if recipe.media is not None]
 
 
 @pytest.mark.parametrize(
-    "case", [case if case == ALWAYS else pytest.param(case, marks=pytest.mark.slow) for case in WITH_IMAGES]
+    "case", [case if case == ALWAYS else pytest.param(case, marks=pytest.mark.slow) for case in WITH_MEDIA]
 )
 def test_they_answer_as_transformers(case: str, tmp_path_factory: pytest.TempPathFactory) -> None:
     (row,) = Run({case: CASES[case]}, tmp_path_factory.mktemp("models")).rows("cpu", with_upstream=False)

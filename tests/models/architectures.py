@@ -4,7 +4,7 @@ from dataclasses import dataclass, field, replace
 from typing import Any
 
 from tests.full_tests import tiny_models
-from tests.models.images import PROCESSORS
+from tests.models.media import ASKED
 
 WINDOW = 16
 
@@ -29,8 +29,8 @@ class Recipe:
     """What a pooling model is asked for: `embed` or `classify`."""
     vision: bool = False
     """Whether its class cannot be imported without torchvision."""
-    images: str | None = None
-    """Of images.py: its processor. It is asked about images."""
+    media: str | None = None
+    """Of media.py: its processor, and the images, video or sound that it is asked about."""
     format: str | None = None
     """Of formats.py: what its weights are rounded to."""
     tolerance: float = 0.02
@@ -976,7 +976,7 @@ MULTIMODAL: dict[str, Recipe] = {
                 encoder_layers=1,
                 encoder_attention_heads=2,
                 encoder_ffn_dim=64,
-                max_source_positions=16,
+                max_source_positions=1500,  # of 30 seconds: vLLM takes no other number
                 num_mel_bins=16,
             ),
             audio_token_index=300,
@@ -986,17 +986,19 @@ MULTIMODAL: dict[str, Recipe] = {
 # Classes that import nothing of torchvision.
 _WITHOUT_VISION = ("smolvlm", "qwen2-audio")
 MULTIMODAL = {name: replace(recipe, vision=name not in _WITHOUT_VISION) for name, recipe in MULTIMODAL.items()}
-MULTIMODAL |= {f"{name}-images": replace(MULTIMODAL[name], images=name) for name in PROCESSORS} | {
+MULTIMODAL |= {name: replace(MULTIMODAL[name.rpartition("-")[0]], media=name) for name in ASKED} | {
     # Borders of chunks lie within images, but for those of Gemma, of which a chunk has all or nothing. Qwen3-VL adds to
     # states of image tokens in its first layers too.
     **{
-        f"{name}-images@chunks": replace(MULTIMODAL[name], images=name, engine=dict(max_num_batched_tokens=16))
+        f"{name}-images@chunks": replace(
+            MULTIMODAL[name], media=f"{name}-images", engine=dict(max_num_batched_tokens=16)
+        )
         for name in ("qwen2.5-vl", "qwen3-vl", "mistral3", "gemma3-mm")
     },
     # Less KV than the prompts and answers take, so that a request waits, and its images are encoded again.
     "qwen2.5-vl-images@busy": replace(
         MULTIMODAL["qwen2.5-vl"],
-        images="qwen2.5-vl",
+        media="qwen2.5-vl-images",
         engine=dict(num_gpu_blocks_override=7, enable_prefix_caching=False),
     ),
 }
@@ -1004,7 +1006,7 @@ MULTIMODAL |= {f"{name}-images": replace(MULTIMODAL[name], images=name) for name
 MULTIMODAL |= {
     f"{name}@text": replace(recipe, engine=recipe.engine | TEXT_ONLY)
     for name, recipe in MULTIMODAL.items()
-    if recipe.images is None
+    if recipe.media is None
 } | {
     f"{name}@limits": replace(MULTIMODAL[name], engine=dict(limit_mm_per_prompt=limits))
     for name, limits in {

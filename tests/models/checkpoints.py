@@ -25,7 +25,7 @@ from torch import nn
 
 from tests.full_tests import tiny_models
 from tests.full_tests.prompts import random_prompts
-from tests.models import formats, images
+from tests.models import formats, media
 from tests.models.architectures import Recipe
 
 transformers.utils.logging.disable_progress_bar()
@@ -44,7 +44,7 @@ _STATE = ("A_log", "dt_bias", ".D")
 
 
 # What decides how it is made, as it was when this process began.
-_MADE_BY = b"".join(Path(name).read_bytes() for name in (__file__, formats.__file__, images.__file__))
+_MADE_BY = b"".join(Path(name).read_bytes() for name in (__file__, formats.__file__, media.__file__))
 _MADE_BY += f"{transformers.__version__} {torch.__version__}".encode()
 _NOT_MADE_BY = ("engine", "vision", "tolerance")
 
@@ -65,8 +65,8 @@ def make(case: str, recipe: Recipe, cache: Path) -> Path:
     torch.set_num_threads(1)  # the models are too small for more
     temporary = folder.parent.with_name(f"{folder.parent.name}.{os.getpid()}")
     try:
-        if recipe.images is not None:  # needs torchvision
-            made_by = [sys.executable, "-m", "tests.models.images", case, str(temporary / folder.name)]
+        if recipe.media is not None:  # needs torchvision
+            made_by = [sys.executable, "-m", "tests.models.media", case, str(temporary / folder.name)]
             subprocess.run(made_by, check=True, cwd=Path(__file__).parents[2])
         else:
             write(recipe, temporary / folder.name)

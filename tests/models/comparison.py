@@ -48,6 +48,7 @@ class Row:
     reference: str = ""
     drafts: str = ""
     model_drafts: str = ""
+    steps: str = ""
     upstream: str = ""
     doctor: str = ""
     cause: str = ""
@@ -178,6 +179,7 @@ def row(case: str, results: dict[str, Result], reference: Result | None, toleran
         _drafts(found, variant, results.get(variant), plain, reference) for variant in WITH_DRAFTS
     )
     _doctor(found, results.get(DOCTOR), plain, excused=excuse is not None and plain["outcome"] != FAILS)
+    found.steps = _steps([results[variant] for variant in (PLAIN, *WITH_DRAFTS) if variant in results])
     for variant in (PLAIN, *WITH_DRAFTS):
         result = results.get(variant, {})
         found.faults += [f"{fault}, {variant}" for fault in _faults_of_steps(result)]
@@ -209,11 +211,25 @@ def _compare(found: Row, plain: Result, upstream: Result | None, reference: Resu
         found.faults.append("wrong answer")
 
 
+def _num_compiled(steps: dict[str, Any]) -> int:
+    """After warm-up: by our own count of shapes, and by the device's where it has one."""
+    return steps["graphs"]["after_warmup"] + steps["device"].get("compiled_after_warmup", 0)
+
+
+def _steps(results: list[Result]) -> str:
+    """What was compiled after warm-up in all runs, and device-to-host syncs a step in that with the most."""
+    found = [result["steps"] for result in results if "steps" in result]
+    if not found:
+        return ""
+    syncs = max(steps["host_syncs_per_step"] for steps in found)
+    return f"{sum(map(_num_compiled, found))}, {syncs:.2f}"
+
+
 def _faults_of_steps(result: Result) -> Iterator[str]:
     """What no step may do, on any device: compile, wait for the device a second time, or go on without its drafter."""
     if (steps := result.get("steps")) is None:
         return
-    if (compiled := steps["graphs"]["after_warmup"] + steps["device"].get("compiled_after_warmup", 0)) > 0:
+    if (compiled := _num_compiled(steps)) > 0:
         yield f"{compiled} shapes compiled after warm-up"
     if (syncs := steps["host_syncs_per_step"]) > 1:
         yield f"{syncs:.2f} device-to-host syncs a step"
@@ -252,11 +268,11 @@ def _cause(case: str, result: Result) -> str:
 
 # ---- tables ----------------------------------------------------------------------------------------------
 
-COLUMNS = ("model", "ours", "reference", DRAFTS, MODEL_DRAFTS, "upstream", "doctor")
+COLUMNS = ("model", "ours", "reference", DRAFTS, MODEL_DRAFTS, "compiled, syncs a step", "upstream", "doctor")
 
 
 def cells(one: Row, limit: int | None = None) -> tuple[str, ...]:
-    texts = (one.case, one.ours, one.reference, one.drafts, one.model_drafts, one.upstream, one.doctor)
+    texts = (one.case, one.ours, one.reference, one.drafts, one.model_drafts, one.steps, one.upstream, one.doctor)
     if one.faults:
         texts = (f"{one.case} (!)", *texts[1:])
     return tuple(text if limit is None or len(text) <= limit else f"{text[: limit - 1]}…" for text in texts)

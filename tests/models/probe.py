@@ -16,7 +16,7 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
-from tests.models import images, vision
+from tests.models import media, vision
 
 RUNS, REFUSED, FAILS, CRASH, TIMEOUT = "runs", "refused", "fails", "crash", "timeout"
 SECONDS = 900
@@ -77,8 +77,8 @@ def generate(job: dict[str, Any], ours: bool, result: dict[str, Any]) -> None:
         return
     params = SamplingParams(temperature=0.0, max_tokens=job["num_tokens"], ignore_eos=True, logprobs=0)
     requests = [{"prompt_token_ids": ids} for ids in job["prompts"]]
-    if job["images"] is not None:
-        requests = images.requests(images.PROCESSORS[job["images"]][0])
+    if job["media"] is not None:
+        requests = media.requests(media.ASKED[job["media"]])
     outputs = llm.generate(requests, params, use_tqdm=False)
     texts = [output.outputs[0] for output in outputs]
     result |= {

@@ -95,8 +95,8 @@ class Run:
                 "drafter": str(self.folders[case] / checkpoints.DRAFTER),
                 "prompts": prompts,
                 "num_tokens": checkpoints.NUM_TOKENS,
-                "vision": recipe.vision or recipe.images is not None,
-                "images": recipe.images,
+                "vision": recipe.vision or recipe.media is not None,
+                "media": recipe.media,
             }
             for case, recipe in self.cases.items()
             for variant in variants

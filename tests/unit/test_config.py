@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import json
 import os
 import subprocess
@@ -630,6 +631,25 @@ def test_v13_pooling_models_that_are_not_served_are_refused(
         return
     with pytest.raises(UnsupportedConfigError, match=message):
         refusals.refuse_unsupported(engine_config(tmp_path, None, runner="pooling", **options), backend)
+
+
+def test_l06_models_that_write_through_views_are_refused_where_no_graph_takes_it(tmp_path: Path) -> None:
+    made = engine_config(tmp_path, None, hf_overrides={"architectures": ["MiniCPM3ForCausalLM"]})
+    backend = backend_of("hpu", captures=True)
+    refusals.refuse_unsupported(made, backend)
+    backend.traits = dataclasses.replace(backend.traits, mode="lazy", updates_views=False)
+    refusals.refuse_unsupported(engine_config(tmp_path, None), backend)
+    with pytest.raises(
+        UnsupportedConfigError, match=r"graphs of hpu in mode lazy do not take; .*set PT_HPU_LAZY_MODE=0"
+    ):
+        refusals.refuse_unsupported(made, backend)
+    made = engine_config(tmp_path, None, hf_overrides={"architectures": ["Gemma3nForCausalLM"]})
+    for mode in ("lazy", "compiled"):
+        backend.traits = dataclasses.replace(backend.traits, mode=mode, updates_views=mode == "compiled")
+        with pytest.raises(
+            UnsupportedConfigError, match=rf"graphs of hpu in mode {mode} do not take; use another model\.$"
+        ):
+            refusals.refuse_unsupported(made, backend)
 
 
 def test_what_is_left_of_an_earlier_measurement_does_not_stop_the_next(

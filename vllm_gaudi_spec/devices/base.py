@@ -47,6 +47,9 @@ class DeviceTraits:
     """True when each shape of a step, and each branch of it, is a graph of its own that warm-up has to make: then
     branches are few, and a number that changes from step to step is a tensor. False where shapes may follow values,
     which are read without a wait: then models compute no padding."""
+    updates_views: bool = True
+    """False when no graph takes a layer that changes a tensor through a view, as some of vLLM's models do
+    (lesson L06)."""
     compiles: bool = False
     """True when each of those graphs is compiled, which takes seconds to minutes: then sampling passes share few."""
     block_size: int = 128

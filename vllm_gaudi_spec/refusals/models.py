@@ -33,6 +33,21 @@ def models_of(vllm_config: VllmConfig) -> list[tuple[ModelConfig, str]]:
 def model_refusals(vllm_config: VllmConfig, backend: DeviceBackend) -> Iterator[str]:
     for model, _ in models_of(vllm_config):
         yield from _refusals_of(model)
+        if not backend.traits.updates_views and any(name in _UPDATE_VIEWS for name in model.architectures):
+            yield (
+                f"{model.model} ({model.architecture}) has layers that change tensors through views, which graphs of "
+                f"{backend.traits.name} in mode {backend.traits.mode} do not take; use another model"
+                + (
+                    "."
+                    if any(name in _MAKE_ON_HOST for name in model.architectures)
+                    else ", or set PT_HPU_LAZY_MODE=0."
+                )
+            )
+        if backend.traits.mode == "compiled" and any(name in _MAKE_ON_HOST for name in model.architectures):
+            yield (
+                f"{model.model} ({model.architecture}) has layers that make tensors on the host, which graphs of "
+                f"{backend.traits.name} in mode compiled do not take; use another model."
+            )
     if has_states(vllm_config.model_config):
         yield from _state_refusals(vllm_config, backend)
     if vllm_config.model_config.supports_multimodal_inputs:
@@ -147,6 +162,10 @@ _EMBEDDINGS_ONLY = ("Gemma3nForConditionalGeneration", "VoxtralRealtimeGeneratio
 _SLOPES = ("BloomForCausalLM", "FalconForCausalLM")
 # From the square root of distances; `uses_alibi` does not have it.
 _SLOPES_OF_ROOTS = ("Step1ForCausalLM",)
+# Classes of vLLM whose layers assign to parts of tensors: of keys, and of the predictions of AltUp.
+_UPDATE_VIEWS = ("MiniCPM3ForCausalLM", "Gemma3nForCausalLM")
+# Classes of vLLM whose layers make tensors on the host, which no compiled graph may.
+_MAKE_ON_HOST = ("Gemma3nForCausalLM",)
 _SINK_KEYS = ("PanguProMoEV2ForCausalLM",)
 
 

@@ -112,6 +112,14 @@ def test_what_no_step_may_do_is_a_fault(graphs: int, device: dict[str, int], syn
     assert row(RUNS, **{"model drafts": RUNS | {"steps": steps}}).faults == faults
 
 
+def test_the_table_has_what_was_compiled_and_the_most_syncs() -> None:
+    steps = {"graphs": {"after_warmup": 0}, "device": {"compiled_after_warmup": 0}, "host_syncs_per_step": 1.0}
+    drafting = {"graphs": {"after_warmup": 1}, "device": {"compiled_after_warmup": 2}, "host_syncs_per_step": 1.25}
+    assert "0, 1.00" in comparison.cells(row(RUNS | {"steps": steps}))
+    assert "3, 1.25" in comparison.cells(row(RUNS | {"steps": steps}, drafts=RUNS | {"steps": drafting}))
+    assert len(comparison.cells(row(RUNS))) == len(comparison.COLUMNS)
+
+
 def test_drafts_that_change_the_text_are_a_fault() -> None:
     assert row(RUNS, drafts=changed(RUNS, 0, 1)).faults == ["drafts change the text"]
     assert row(RUNS, **{"model drafts": changed(RUNS, 0, 1)}).faults == ["model drafts change the text"]

@@ -51,6 +51,7 @@ TRAITS = DeviceTraits(
     mode="lazy",
     torch_device=torch.device("hpu"),
     captures=True,
+    updates_views=False,
     compiles=True,
     flat_decode=True,
     takes_quant_config=True,
@@ -85,7 +86,7 @@ def make_backend() -> DeviceBackend:
 
 def assemble(bridge: Bridge, traits: DeviceTraits, graphs: Graphs, memory: Memory, weights: Weights) -> DeviceBackend:
     if not gaudi_is_lazy():
-        traits = replace(traits, mode="compiled")
+        traits = replace(traits, mode="compiled", updates_views=True)
     return DeviceBackend(traits=traits, graphs=graphs, memory=memory, attention=HpuAttention(bridge), weights=weights)
 
 

@@ -1,8 +1,11 @@
-"""Gaudi's fused norms and rotary embeddings, and experts, in place of vLLM's layers. Importing this registers them."""
+"""Gaudi's fused norms and rotary embeddings, experts, and scaled logits, in place of vLLM's layers. Importing this
+registers them."""
 
 from __future__ import annotations
 
 import torch
+from torch import nn
+from vllm.model_executor.layers.logits_processor import LogitsProcessor
 
 from vllm_gaudi_spec.devices.common import experts, layers
 from vllm_gaudi_spec.devices.hpu import experts as hpu_experts
@@ -47,3 +50,30 @@ if _rotate is not None and _modes is not None:
 
 
 experts.register(hpu_experts.fused())
+
+
+# --- logits ---
+
+
+@LogitsProcessor.register_oot
+class HpuLogitsProcessor(LogitsProcessor):
+    """Granite, Cohere and others scale their logits. vLLM does so in place, in a view that leaves the padding of the
+    vocabulary out, and a captured graph has no update through views (lesson L06)."""
+
+    def forward(
+        self,
+        lm_head: nn.Module,
+        hidden_states: torch.Tensor,
+        embedding_bias: torch.Tensor | None = None,
+        skip_gather: bool = False,
+    ) -> torch.Tensor | None:
+        # No `super()`: with LoRA `self` is a wrapper of another class.
+        if self.logits_as_input:
+            logits = hidden_states
+        else:
+            logits = self._get_logits(hidden_states, lm_head, embedding_bias, skip_gather)
+        if logits is None:  # of a rank that gathers none
+            return None
+        if self.soft_cap is not None:
+            logits = torch.tanh(logits / self.soft_cap) * self.soft_cap
+        return logits if self.scale == 1.0 else logits * self.scale
