@@ -144,8 +144,8 @@ class AttentionCall:
     """int32, on the host, for backends that need it: an upper bound of the keys that a row's queries see. `starts_B`
     has the exact numbers."""
     host_counts_B: torch.Tensor | None = None
-    """The same of prompt chunks: of how many queries a row's chunk is, after which `host_lengths_B` is exact. A head may
-    read less of it, beginning after as many keys."""
+    """The same of prompt chunks: of how many queries a row's chunk is. Then `host_lengths_B` is exact. A head may read
+    less of a chunk, which begins after as many keys."""
     spans: Spans | None = None
     """Of prompt chunks alone: a decode may have the last token of an image, which sees no later one."""
     _plans: dict[Any, Any] = field(default_factory=dict)
