@@ -293,9 +293,9 @@ PAGES: dict[str, tuple[Callable[[], Any], str]] = {
         ),
         "262144 keys at most",
     ),
-    "a compressed mask of what comes before": (
-        lambda: attention(sparse_mode=3, atten_mask=lambda: torch.ones(2048, 2048, dtype=torch.bool).tril().npu()),
-        "that does not hide what comes later",
+    "a compressed mask of numbers": (
+        lambda: attention(sparse_mode=3, atten_mask=lambda: torch.ones(2048, 2048).triu(1).npu()),
+        "a compressed mask is",
     ),
     "groups by int32": (lambda: in_groups(torch.tensor([2, 0, 3], dtype=torch.int32)), "group_list"),
     "a compressed mask of its own size": (lambda: attention(sparse_mode=3), "a mask of 2048 x 2048"),

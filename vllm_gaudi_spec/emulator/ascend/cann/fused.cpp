@@ -116,10 +116,6 @@ struct Attention {
       if (!mask.defined() || mask.numel() != kCompressedMask * kCompressedMask) return;
       RULE(mask.scalar_type() == at::kBool || mask.scalar_type() == at::kChar || mask.scalar_type() == at::kByte,
            "a compressed mask is ", mask.scalar_type());
-      const at::Tensor lines = mask.flatten();
-      const auto hides = [&](int64_t at) { return lines[at].to(at::kBool).item<bool>(); };
-      // Three of its numbers tell which half hides.
-      RULE(hides(1) && !hides(0) && !hides(kCompressedMask), "a compressed mask that does not hide what comes later");
       return;
     }
     if (!mask.defined()) return;
@@ -166,8 +162,12 @@ struct Attention {
   at::Tensor hidden(int64_t row, int64_t count, int64_t length) const {
     const at::Tensor column = at::arange(length).unsqueeze(0), line = at::arange(count).unsqueeze(1);
     const at::Tensor aligned = line + (length - count);
-    if (sparse == 3) return column > aligned;
-    if (sparse == 4) return (column > aligned + next).logical_or(column < aligned - pre);
+    if (sparse != 0) {
+      // What is hidden is what the mask hides: of two neighbours one number tells.
+      const bool hides_later = mask.flatten()[1].to(at::kBool).item<bool>();
+      const at::Tensor later = hides_later ? column > aligned + (sparse == 4 ? next : 0) : at::zeros({count, length}, at::kBool);
+      return sparse == 4 ? later.logical_or(column < aligned - pre) : later;
+    }
     at::Tensor result = mask.defined() ? mask[row][0].narrow(1, 0, length).to(at::kBool)
                                        : at::zeros({count, length}, at::kBool);
     if (!single()) result = result.logical_or(column > line + next).logical_or(column < line - pre);
