@@ -83,15 +83,15 @@ def _prompts(one: Item, other: Item, third: Item) -> list[Prompt]:
 
 
 IMAGES = _prompts(Picture(WIDE), Picture(TALL), Picture(SMALL))
-# Where the seconds of a clip take more positions than its width and height, what follows it has others in vLLM (behind
-# the last second, as transformers 4 had it) than in transformers 5 (behind the width or height).
-VIDEOS = _prompts(Clip(WIDE, 4, fps=4), Clip(TALL, 2, fps=4), Picture(SMALL))
+# Where the seconds of a clip take more positions than its width and height, what follows it has others in vLLM (after
+# the last second, as transformers 4 had it) than in transformers 5 (after the width or height).
+VIDEOS = _prompts(Clip(WIDE, 4, fps=4), Clip(TALL, 2, fps=4), Clip(SMALL, 2, fps=4))
 # Of three frames the last stands for a fourth.
 VIDEOS[2] = (VIDEOS[2][0], [Clip(TALL, 2, fps=4), Picture(SMALL), Clip(WIDE, 3, fps=8)])
 SOUNDS = _prompts(Sound(5_000), Sound(8_000), Sound(3_000))
 
 
-class Asked(NamedTuple):
+class Question(NamedTuple):
     """A model and what it is asked."""
 
     words: dict[str, str]
@@ -113,7 +113,7 @@ def _by_modality(items: Sequence[Item]) -> dict[str, list[Any]]:
     return dict(found)
 
 
-def requests(asked: Asked) -> list[dict[str, Any]]:
+def requests(asked: Question) -> list[dict[str, Any]]:
     """As vLLM takes them."""
     return [
         {"prompt": asked.text(prompt)} | ({"multi_modal_data": _by_modality(prompt[1])} if prompt[1] else {})
@@ -245,18 +245,18 @@ _QWEN = {
     IMAGE: "<|vision_start|><|image_pad|><|vision_end|>",
     VIDEO: "<|vision_start|><|video_pad|><|vision_end|>",
 }
-ASKED: dict[str, Asked] = {
-    "qwen2-vl-images": Asked(_QWEN, _qwen("Qwen2VL", 14)),
-    "qwen2.5-vl-images": Asked(_QWEN, _qwen("Qwen2_5_VL", 14)),
-    "qwen3-vl-images": Asked(_QWEN, _qwen("Qwen3VL", 16)),
-    "llava-images": Asked({IMAGE: "<image>"}, _llava),
-    "mistral3-images": Asked({IMAGE: "[IMG]"}, _pixtral),
-    "internvl-images": Asked({IMAGE: "<IMG_CONTEXT>"}, _internvl),
-    "gemma3-mm-images": Asked({IMAGE: "<start_of_image>"}, _gemma3),
-    "qwen2-vl-video": Asked(_QWEN, _qwen("Qwen2VL", 14), VIDEOS),
-    "qwen2.5-vl-video": Asked(_QWEN, _qwen("Qwen2_5_VL", 14), VIDEOS),
-    "qwen3-vl-video": Asked(_QWEN, _qwen("Qwen3VL", 16), VIDEOS),
-    "qwen2-audio-sound": Asked({AUDIO: "<|audio_bos|><|AUDIO|><|audio_eos|>"}, _qwen_audio, SOUNDS),
+ASKED: dict[str, Question] = {
+    "qwen2-vl-images": Question(_QWEN, _qwen("Qwen2VL", 14)),
+    "qwen2.5-vl-images": Question(_QWEN, _qwen("Qwen2_5_VL", 14)),
+    "qwen3-vl-images": Question(_QWEN, _qwen("Qwen3VL", 16)),
+    "llava-images": Question({IMAGE: "<image>"}, _llava),
+    "mistral3-images": Question({IMAGE: "[IMG]"}, _pixtral),
+    "internvl-images": Question({IMAGE: "<IMG_CONTEXT>"}, _internvl),
+    "gemma3-mm-images": Question({IMAGE: "<start_of_image>"}, _gemma3),
+    "qwen2-vl-video": Question(_QWEN, _qwen("Qwen2VL", 14), VIDEOS),
+    "qwen2.5-vl-video": Question(_QWEN, _qwen("Qwen2_5_VL", 14), VIDEOS),
+    "qwen3-vl-video": Question(_QWEN, _qwen("Qwen3VL", 16), VIDEOS),
+    "qwen2-audio-sound": Question({AUDIO: "<|audio_bos|><|AUDIO|><|audio_eos|>"}, _qwen_audio, SOUNDS),
 }
 """By case: the name of a model of architectures.py, and what it is asked about."""
 _TOWER = (r"^(model\.)?vision_tower\.", "vision_tower.vision_model.")
@@ -299,7 +299,7 @@ def make(case: str, folder: Path) -> None:
     checkpoints.write_drafter(answers, folder)
 
 
-def reference(model: Any, processor: Any, asked: Asked) -> dict[str, Any]:
+def reference(model: Any, processor: Any, asked: Question) -> dict[str, Any]:
     """As `checkpoints.reference` of prompts of text alone."""
     import torch
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from functools import partial
 from types import ModuleType, SimpleNamespace
-from typing import Any
+from typing import Any, cast
 
 import pytest
 import torch
@@ -306,10 +306,85 @@ def test_m03_what_gaudis_operator_takes() -> None:
     assert not hpu_experts._takes(call._replace(activation=MoEActivation.SWIGLUOAI))
 
 
+@pytest.mark.parametrize(
+    ("dtype", "capability", "width", "taken"),
+    [
+        (torch.bfloat16, (9, 0), 16, True),
+        (torch.bfloat16, (10, 0), 16, True),
+        (torch.bfloat16, (12, 0), 16, False),
+        (torch.bfloat16, (8, 0), 16, False),
+        (torch.float16, (9, 0), 16, False),
+        (torch.bfloat16, (9, 0), 12, False),
+    ],
+)
+def test_what_cudas_grouped_product_takes(
+    dtype: torch.dtype, capability: tuple[int, int], width: int, taken: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """What it does not take it computes after a read on the host, which no captured graph may have."""
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: capability)
+    x = cast(Any, SimpleNamespace(dtype=dtype, device="cuda", is_cuda=True))
+    call = call_of(8, 4, 2)._replace(x_TH=x, w13_EJH=torch.zeros(4, 16, width), w2_EHI=torch.zeros(4, width, 8))
+    assert cuda_experts._takes(call) is taken
+
+
+@pytest.mark.parametrize("first", range(EXPERTS - TOP_K + 1))
+@pytest.mark.parametrize("form", ["dense", "gathered"])
+def test_a_row_that_is_not_a_number_is_no_others(form: str, first: int) -> None:
+    model = Model(None)
+    # Fewer are gathered than there are.
+    x, logits = torch.randn(2, HIDDEN), torch.zeros(2, EXPERTS)
+    logits[0, first : first + TOP_K] = torch.tensor([5.0, 4.0])
+    expected = model.run("dense", x, logits)
+    logits[1] = torch.nan
+    torch.testing.assert_close(model.run(form, x, logits)[0], expected[0], atol=1e-4, rtol=1e-4)
+
+
+@pytest.mark.parametrize("form", ["dense", "gathered", "grouped"])
+@pytest.mark.parametrize("weighs_inputs", [False, True])
+def test_an_expert_beyond_float16_counts_for_those_alone_that_chose_it(form: str, weighs_inputs: bool) -> None:
+    call = call_of(2, 4, 1)
+    w13, w2 = torch.full((4, 8, 4), 0.5, dtype=torch.float16), torch.ones(4, 4, 4, dtype=torch.float16)
+    w13[3] = 200.0
+    weights = torch.tensor([[1.0, 0, 0, 0], [0, 0, 0, 0]], dtype=torch.float16)
+    call = call._replace(
+        x_TH=torch.ones(2, 4, dtype=torch.float16),
+        weights_TE=weights,
+        w13_EJH=w13,
+        w2_EHI=w2,
+        b13_EJ=None,
+        b2_EH=None,
+        weighs_inputs=weighs_inputs,
+    )
+    found = FORMS[form](call)
+    assert found.isfinite().all()
+    assert found[0].any()
+    assert not found[1].any()
+
+
+def test_more_tokens_than_are_computed_at_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    model = Model(None)
+    x, logits = torch.randn(7, HIDDEN), some_logits()
+    expected = model.run("dense", x, logits)
+    monkeypatch.setattr(experts, "_ROWS_AT_ONCE", 3)
+    torch.testing.assert_close(model.run("dense", x, logits), expected, atol=1e-4, rtol=1e-4)
+
+
+def test_more_weights_than_are_gathered_at_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    model = Model(None)
+    x, logits = torch.randn(2, HIDDEN), some_logits()[:2]
+    expected = model.run("dense", x, logits)
+    monkeypatch.setattr(experts, "_GATHERED_BYTES_AT_ONCE", 1)
+    torch.testing.assert_close(model.run("gathered", x, logits), expected, atol=1e-4, rtol=1e-4)
+
+
+def test_scores_of_nothing() -> None:
+    weights = experts.route(torch.full((1, 4), -200.0), top_k=2, scoring="sigmoid", renormalize=True)
+    assert weights.isfinite().all()
+
+
 def test_what_grouped_products_take() -> None:
-    """CUDA's is not captured but in bfloat16 on a card; NPU's has a number of groups."""
+    """An NPU's has a number of groups."""
     call = call_of(2048, 128, 2)
-    assert not cuda_experts._takes(call)
     assert ascend_experts._takes(call)
     assert not ascend_experts._takes(call_of(2048, 129, 2))
 

@@ -87,7 +87,9 @@ class Call(NamedTuple):
         if bias is not None:
             products = products + bias
         # As if the inputs were weighed: the products are linear, and an input of zero comes out zero.
-        return activate(products * weights) if self.weighs_inputs else activate(products) * weights
+        inner = activate(products * weights) if self.weighs_inputs else activate(products) * weights
+        # Where float16 ends, an expert that nobody chose would count: infinity times 0 is NaN.
+        return inner.masked_fill(weights == 0, 0.0) if inner.dtype == torch.float16 else inner
 
     def chosen(self) -> tuple[torch.Tensor, torch.Tensor]:
         """int64 and weights [T, K]: K experts of this rank for each token, all that it chose among them. The others, of
@@ -101,6 +103,7 @@ Form = Callable[[Call], torch.Tensor]
 # Tokens times experts whose products are there at once. vllm-gaudi's go up to twice as many, 512 times 32: larger ones
 # do not compile on a Gaudi (v0.26.0, ops/hpu_fused_moe.py).
 _ROWS_AT_ONCE = 8192
+_GATHERED_BYTES_AT_ONCE = 256 << 20
 # What a gathered weight costs, beside one that is used where it lies: it is read, written and read again.
 _COST_OF_GATHERING = 3
 
@@ -108,7 +111,10 @@ _COST_OF_GATHERING = 3
 def dense(call: Call) -> torch.Tensor:
     """Some experts after the others, so that memory does not grow with all of them times all tokens."""
     num_tokens, num_experts = call.weights_TE.shape
-    size = min(max(_ROWS_AT_ONCE // num_tokens, 1), num_experts)
+    if num_tokens > _ROWS_AT_ONCE:
+        some_tokens = zip(call.x_TH.split(_ROWS_AT_ONCE), call.weights_TE.split(_ROWS_AT_ONCE), strict=True)
+        return torch.cat([dense(call._replace(x_TH=x, weights_TE=weights)) for x, weights in some_tokens])
+    size = min(max(_ROWS_AT_ONCE // max(num_tokens, 1), 1), num_experts)
     total = None
     for first in range(0, num_experts, size):
         some = call.of_experts(partial(_narrow, first, min(size, num_experts - first)))
@@ -130,8 +136,16 @@ def _narrow(first: int, count: int, tensor: torch.Tensor, dim: int) -> torch.Ten
 def gathered(call: Call) -> torch.Tensor:
     num_tokens, num_experts = call.weights_TE.shape
     count = min(num_tokens * call.top_k, num_experts)
-    ids_S = call.weights_TE.abs().amax(0).topk(count).indices
-    return dense(call.of_experts(lambda part, dim: part.index_select(dim, ids_S)))
+    # NaN, which is not itself, in one row must not choose for the others.
+    is_chosen_TE = (call.weights_TE != 0) & (call.weights_TE == call.weights_TE)
+    ids_S = is_chosen_TE.float().amax(0).topk(count).indices
+    size = max(_GATHERED_BYTES_AT_ONCE // (call.w13_EJH[0].nbytes + call.w2_EHI[0].nbytes), 1)
+    parts = [dense(call.of_experts(partial(_select, some_S))) for some_S in ids_S.split(size)]
+    return parts[0] if len(parts) == 1 else torch.stack(parts).sum(0)
+
+
+def _select(ids_S: torch.Tensor, tensor: torch.Tensor, dim: int) -> torch.Tensor:
+    return tensor.index_select(dim, ids_S)
 
 
 GroupedProduct = Callable[[torch.Tensor, torch.Tensor, torch.Tensor], torch.Tensor]
@@ -167,7 +181,7 @@ class Fused(NamedTuple):
 
 
 def form_of(call: Call, fused: Fused | None) -> Form:
-    """The fastest: docs/performance.md has what was measured."""
+    """docs/performance.md has what was measured, and of which devices."""
     num_tokens, num_experts = call.weights_TE.shape
     # Where a rank has as few experts as a token chooses, the operator computes no less.
     if fused and num_tokens >= fused.min_tokens and call.top_k < num_experts and fused.takes(call):
@@ -223,6 +237,14 @@ class Experts(UnquantizedFusedMoEMethod):
             # An expert that is not chosen would not come out zero.
             (self.moe.has_bias and layer.apply_router_weight_on_input, "biases and weighted inputs"),
             (layer.activation not in _ACTIVATIONS, f"activation {layer.activation.value}"),
+            (
+                self.moe.swiglu_limit is not None and layer.activation != MoEActivation.SWIGLUOAI,
+                f"activation {layer.activation.value} and a limit",
+            ),
+            (
+                layer.custom_routing_function is None and layer.scoring_func not in _SCORINGS,
+                f"scores by {layer.scoring_func}",
+            ),
         ):
             if is_unsupported:
                 raise UnsupportedConfigError(f"{layer.layer_name}: experts with {what} are not supported.")
@@ -284,6 +306,14 @@ def _local_experts(expert_map: torch.Tensor | None) -> tuple[int, int] | None:
     return ids[0], len(ids)
 
 
+_SCORINGS: dict[str, Activation] = {
+    "softmax": partial(torch.softmax, dim=-1),
+    "sigmoid": torch.sigmoid,
+}
+# For scores that are all 0.
+_TINY = 1e-20
+
+
 def route(
     logits_TE: torch.Tensor,
     *,
@@ -299,7 +329,7 @@ def route(
     Of several groups of experts the best are chosen first: by their best expert, or with a bias by their best two.
     """
     logits_TE = logits_TE.float()
-    scores_TE = logits_TE.sigmoid() if scoring == "sigmoid" else logits_TE.softmax(-1)
+    scores_TE = _SCORINGS[scoring](logits_TE)
     biased_TE = scores_TE if bias_E is None else scores_TE + bias_E
     if top_groups < num_groups:
         groups_TGE = biased_TE.unflatten(-1, (num_groups, -1))
@@ -307,7 +337,7 @@ def route(
         open_TG = _chosen(group_scores_TG, top_groups)
         biased_TE = torch.where(open_TG.unsqueeze(-1), groups_TGE, float("-inf")).flatten(1)
     weights_TE = torch.where(_chosen(biased_TE, top_k), scores_TE, 0.0)
-    return weights_TE / weights_TE.sum(-1, keepdim=True) if renormalize else weights_TE
+    return weights_TE / weights_TE.sum(-1, keepdim=True).clamp(min=_TINY) if renormalize else weights_TE
 
 
 def _chosen(scores: torch.Tensor, count: int) -> torch.Tensor:

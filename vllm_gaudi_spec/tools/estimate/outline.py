@@ -102,7 +102,8 @@ class Outline:
         return self.layers * _KERNELS_OF_A_LAYER + _KERNELS_OF_A_STEP
 
     def tally(self, batch: int, queries: int, context: int, *, borrowed: int = 0) -> Tally:
-        """Of one forward of [batch, queries] tokens and its logits. All experts see all tokens, as on a Gaudi here.
+        """Of one forward of [batch, queries] tokens and its logits. All experts see all tokens: an upper bound, since
+        prompts, and few tokens among many experts, are computed with less.
         `borrowed`: weights of an output matrix that is another model's."""
         tokens = batch * queries
         kv = batch * context * self.kv_bytes
