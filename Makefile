@@ -150,6 +150,10 @@ soak: $(VENV)/.stamp-dev  ## minutes of mixed load through a server, then a chec
 verify: $(VENV)/.stamp-dev  ## every test but those on GPUs, hours; continues where it was interrupted (ARGS=--fresh starts over)
 	@$(BIN)/python tests/verify.py $(ARGS)
 
+.PHONY: verify-vllm-ascend
+verify-vllm-ascend: $(VENV)/.stamp-dev  ## test universal_draft beside vllm-ascend: its classes, and its engines over the emulated CANN (ARGS=)
+	@$(BIN)/python tests/verify.py integrations $(ARGS)
+
 .PHONY: verify-models
 verify-models: $(VENV)/.stamp-dev  ## compare tiny checkpoints of every architecture and format with transformers and vLLM's CPU platform (ARGS=NAME, --device)
 	@$(BIN)/python -m tests.models $(ARGS)

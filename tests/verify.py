@@ -65,6 +65,8 @@ class Job:
         if self.other_release:  # whose platform it is, and which plugins there are, is what is tested there
             for name in ("VGS_DEVICE", "VLLM_PLUGINS"):
                 found.pop(name, None)
+            # Huawei's own torch_npu, for an engine over the emulated CANN, is installed beside this environment alone.
+            found.setdefault("VGS_TORCH_NPU", str(Path(sys.prefix, "torch-npu")))
         if self.device:
             device, _, mode = self.device.partition(", ")
             found |= {"VGS_DEVICE": device, "PT_HPU_LAZY_MODE": "0" if mode else "1"}

@@ -55,6 +55,14 @@ OPERATORS: dict[str, Callable[[Callable[[torch.Tensor], torch.Tensor]], torch.Te
     "norm": lambda to: torch.nn.functional.normalize(to(A), dim=-1) + torch.linalg.vector_norm(to(A), dim=-1)[:, None],
     "softplus": lambda to: torch.nn.functional.softplus(to(A)),
     "repeat": lambda to: to(A).repeat(2, 1),
+    "repeat_interleave": lambda to: to(A).flatten().repeat_interleave(to(I).flatten()),
+    "repeat_interleave of rows": lambda to: to(A).repeat_interleave(to(torch.tensor([2, 0])), 0),
+    "nan_to_num": lambda to: (to(A) / to(M)).nan_to_num(5, posinf=6, neginf=7),
+    "nonzero": lambda to: to(M).nonzero(),
+    "where alone": lambda to: torch.stack(torch.where(to(M))),
+    "read by a mask": lambda to: to(A)[to(M)],
+    "written by a mask": lambda to: to(A).clone().index_put_((to(M),), to(A)[to(M)] + 1),
+    "a mask of nothing": lambda to: to(A).clone().index_put_((to(A) > 9,), to(A)[to(A) > 9]),
 }
 
 
@@ -448,6 +456,33 @@ def test_compressed_masks(npu: Any, mode: int, pre: int, following: int) -> None
         expected = torch.einsum("hqk,khd->qhd", weights, keys)
         torch.testing.assert_close(out[start : start + queries[row]].cpu(), expected, rtol=1e-5, atol=1e-5)
         start += queries[row]
+
+
+def test_keys_as_they_came(npu: Any) -> None:
+    """Without blocks, rows one behind the other: a prompt that has read nothing before."""
+    import torch_npu
+
+    query, key, value = (torch.randn(7, heads, 32) for heads in (4, 2, 2))
+    ends = [3, 4, 7]
+    out, _ = torch_npu.npu_fused_infer_attention_score(
+        query.npu(),
+        key.npu(),
+        value.npu(),
+        atten_mask=torch.ones(2048, 2048, dtype=torch.bool).triu(1).npu(),
+        sparse_mode=3,
+        actual_seq_lengths=ends,
+        actual_seq_lengths_kv=ends,
+        input_layout="TND",
+        num_heads=4,
+        num_key_value_heads=2,
+        scale=0.2,
+    )
+    for start, end in zip([0, *ends], ends, strict=False):
+        keys, values = (it[start:end].repeat_interleave(2, 1) for it in (key, value))
+        hidden = torch.ones(end - start, end - start, dtype=torch.bool).triu(1)
+        scores = torch.einsum("qhd,khd->hqk", query[start:end], keys) * 0.2
+        expected = torch.einsum("hqk,khd->qhd", scores.masked_fill(hidden, -torch.inf).softmax(-1), values)
+        torch.testing.assert_close(out[start:end].cpu(), expected, rtol=1e-5, atol=1e-5)
 
 
 def test_rows_that_see_nothing(npu: Any) -> None:

@@ -48,7 +48,8 @@ else:
 
 @pytest.fixture(scope="session")
 def folders(tmp_path_factory: pytest.TempPathFactory) -> dict[str, str]:
-    """A target and a drafter with other tokens."""
+    """A target, a drafter with other tokens, and a twin of the target with other ids."""
     from tests.integrations import models
 
-    return {name: models.save(name, tmp_path_factory.mktemp(name)) for name in models.SIZES}
+    saved = {name: models.save(name, tmp_path_factory.mktemp(name)) for name in models.SIZES}
+    return saved | {"twin": models.save_twin(saved["target"], tmp_path_factory.mktemp("twin"))}

@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import json
 from pathlib import Path
 
+import torch
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
-from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedTokenizerFast, set_seed
+from transformers import AutoTokenizer, LlamaConfig, LlamaForCausalLM, PreTrainedTokenizerFast, set_seed
 
 # What they learn their tokens from.
 TEXTS = {
@@ -54,4 +56,27 @@ def save(name: str, folder: Path, padding: int = PADDING) -> str:
     )
     LlamaForCausalLM(shape).save_pretrained(folder)
     tokenizer(name).save_pretrained(folder)
+    return str(folder)
+
+
+def save_twin(of: str, folder: Path) -> str:
+    """The saved model again, with other ids for the same tokens: all that it drafts is accepted."""
+    content = json.loads(AutoTokenizer.from_pretrained(of).backend_tokenizer.to_str())
+    vocabulary = content["model"]["vocab"]
+    last = len(vocabulary) - 1
+    content["model"]["vocab"] = {token: last - number for token, number in vocabulary.items()}
+    for token in content["added_tokens"]:
+        token["id"] = last - token["id"]
+    bos, end = SPECIAL["target"][0]
+    made = PreTrainedTokenizerFast(
+        tokenizer_object=Tokenizer.from_str(json.dumps(content)), bos_token=bos, eos_token=end
+    )
+    made.save_pretrained(folder)
+    model = LlamaForCausalLM.from_pretrained(of)
+    with torch.no_grad():
+        for rows in (model.model.embed_tokens.weight, model.lm_head.weight):
+            rows[: last + 1] = rows[: last + 1].flip(0)
+    model.config.bos_token_id, model.config.eos_token_id = made.bos_token_id, made.eos_token_id
+    model.generation_config.bos_token_id, model.generation_config.eos_token_id = made.bos_token_id, made.eos_token_id
+    model.save_pretrained(folder)
     return str(folder)

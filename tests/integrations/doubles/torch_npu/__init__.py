@@ -12,6 +12,7 @@ import sys
 import types
 from typing import Any
 
+import compiled
 import torch
 
 
@@ -121,46 +122,8 @@ def npu_fused_infer_attention_score(
     return torch.cat(outs), None
 
 
-_ascend = torch.library.Library("_C_ascend", "DEF")
-_ascend.define(
-    "npu_copy_and_expand_eagle_inputs(Tensor target_token_ids, Tensor target_positions, Tensor next_token_ids, "
-    "Tensor query_start_loc, Tensor query_end_loc, int padding_token_id, int parallel_drafting_token_id, "
-    "int num_padding_slots_per_request, bool shift_input_ids, int total_draft_tokens) "
-    "-> (Tensor, Tensor, Tensor, Tensor, Tensor, Tensor)"
-)
-
-
-@torch.library.impl(_ascend, "npu_copy_and_expand_eagle_inputs", "CPU")
-def _copy_and_expand(
-    tokens: torch.Tensor,
-    positions: torch.Tensor,
-    following: torch.Tensor,
-    starts: torch.Tensor,
-    ends: torch.Tensor,
-    padding: int,
-    parallel_token: int,
-    num_slots: int,
-    shifted: bool,
-    size: int,
-) -> tuple[torch.Tensor, ...]:
-    """What a draft model reads: each row's tokens up to its last accepted one, the token that follows, then padding."""
-    assert tokens.dtype == positions.dtype == following.dtype == torch.int32
-    assert num_slots == 1
-    assert not shifted
-    ids, places, rejected, last = [], [], [], []
-    for row, (start, behind) in enumerate(zip(starts[:-1].tolist(), starts[1:].tolist(), strict=True)):
-        read = tokens[start : ends[row] + 1].tolist()
-        refused = behind - start - len(read)
-        ids += [*read, int(following[row]), *[padding] * refused]
-        last.append(len(places) + len(read))
-        places += [*range(int(positions[start]), int(positions[start]) + len(read) + 1), *[0] * refused]
-        rejected += [0] * (len(read) + 1) + [1] * refused
-    assert len(ids) == size
-    made = (torch.tensor(values, dtype=torch.int32) for values in (ids, places))
-    flags = torch.tensor(rejected, dtype=torch.int8)
-    unused = torch.zeros(len(tokens), dtype=torch.int32)
-    return *made, flags, torch.zeros_like(flags), torch.tensor(last, dtype=torch.int32), unused
-
+# The operator with its double; it is on the path beside this package.
+compiled.define("CPU")
 
 # There is nothing to copy from host memory to.
 torch.Tensor.pin_memory = lambda self, device=None: self

@@ -23,7 +23,7 @@ LIBRARY = "libvgs_cann.so"
 # Linked by torch_npu, then opened by it on first use.
 NAMES = (
     *("libascendcl.so", "libacl_op_compiler.so", "libge_runner.so", "libgraph.so", "libhccl.so"),
-    *("libacl_tdt_channel.so", "libruntime.so", "libopapi.so", "libnnopbase.so"),
+    *("libacl_tdt_channel.so", "libruntime.so", "libopapi.so", "libnnopbase.so", "libatb.so"),
 )
 _SOURCES = Path(__file__).parent
 # Operators are one line each, and many: what ATen does is compiled already.

@@ -66,48 +66,67 @@ struct Attention {
 
   bool tnd() const { return layout == "TND"; }
   int64_t kv() const { return kv_heads == 0 ? heads : kv_heads; }
-  int64_t rows() const { return table.size(0); }
+  // Keys in blocks, else one row behind the other as they came: TND only.
+  bool paged() const { return table.defined(); }
+  int64_t rows() const { return paged() ? table.size(0) : int64_t(query_lengths->size()); }
   int64_t queries() const { return query.size(layout == "BNSD" ? 2 : 1); }
-  int64_t count_of(int64_t row) const {
-    return tnd() ? (*query_lengths)[row] - (row == 0 ? 0 : (*query_lengths)[row - 1]) : queries();
+  static int64_t step(const std::vector<int64_t>& sums, int64_t row) {
+    return sums[row] - (row == 0 ? 0 : sums[row - 1]);
   }
+  int64_t count_of(int64_t row) const { return tnd() ? step(*query_lengths, row) : queries(); }
+  int64_t length_of(int64_t row) const { return paged() ? (*key_lengths)[row] : step(*key_lengths, row); }
   bool single() const { return !tnd() && queries() == 1; }
 
   void check() const {
     const auto type = query.scalar_type();
     RULE(layout == "BSND" || layout == "BNSD" || tnd(), "input_layout ", layout, " is not emulated");
-    RULE(keys.size() == 1 && values.size() == 1 && table.defined(), "only paged keys are emulated");
+    RULE(keys.size() == 1 && values.size() == 1 && (paged() || tnd()), "only paged keys are emulated, and TND");
+    RULE(!tnd() || query_lengths, "TND has actual_seq_lengths");
     RULE(is_float(query) && keys[0].scalar_type() == type && values[0].scalar_type() == type, "dtypes");
     RULE(out.scalar_type() == type && out.sizes() == query.sizes(), "the result has not the form of the query");
     RULE(query.is_contiguous() && keys[0].is_contiguous() && values[0].is_contiguous(), "not contiguous");
     RULE(sparse == 0 || sparse == 3 || sparse == 4, "sparse_mode ", sparse, " is not emulated");
     RULE(inner >= 0 && inner < (single() ? 2 : 4), "inner_precise ", inner);
     RULE(kv() > 0 && heads % kv() == 0 && heads / kv() <= 64 && heads <= 256, heads, " heads over ", kv());
-    RULE(table.scalar_type() == at::kInt && table.dim() == 2 && table.is_contiguous(), "block_table");
     const int64_t size = query.size(-1);
     RULE(size % 16 == 0 && size <= 512 && kv() * size <= 65535, "head size ", size);
+    RULE(key_lengths && int64_t(key_lengths->size()) == rows(), "actual_seq_lengths_kv has an entry for a row");
+    if (paged())
+      check_pages(size);
+    else
+      check_keys(size);
+    if (tnd()) {
+      RULE(int64_t(query_lengths->size()) == rows() && query_lengths->back() == query.size(0),
+                  "actual_seq_lengths ends with the number of queries");
+      if (int64_t(query_lengths->size()) != rows()) return check_mask();
+      RULE(std::is_sorted(query_lengths->begin(), query_lengths->end()), "actual_seq_lengths falls");
+    } else {
+      RULE(query.size(0) == rows() && !query_lengths, "lengths of queries are not emulated here");
+    }
+    for (int64_t row = 0; row < rows(); ++row)  // refused late, in the kernel (InternLM/lmdeploy #4316)
+      RULE(length_of(row) > 0 || count_of(row) == 0, "a row of queries without keys");
+    check_mask();
+  }
+
+  void check_keys(int64_t size) const {
+    for (const at::Tensor& it : {keys[0], values[0]})
+      RULE(it.dim() == 3 && it.size(1) == kv() && it.size(2) == size, "keys are [", it.sizes(), "]");
+    RULE(key_lengths->back() == keys[0].size(0) && values[0].size(0) == keys[0].size(0),
+                "actual_seq_lengths_kv ends with the number of keys");
+  }
+
+  void check_pages(int64_t size) const {
+    RULE(table.scalar_type() == at::kInt && table.dim() == 2 && table.is_contiguous(), "block_table");
     RULE(keys[0].dim() == 3 && keys[0].size(1) == block && keys[0].size(2) == kv() * size, "paged keys are [",
                 keys[0].sizes(), "]");
     RULE(block % 128 == 0 && block <= 512, "block_size ", block);
-    RULE(key_lengths && int64_t(key_lengths->size()) == rows(), "actual_seq_lengths_kv has an entry for a row");
     int64_t used = 0;
     for (const int64_t length : *key_lengths) {
       RULE(length <= table.size(1) * block, length, " keys in a table for ", table.size(1) * block);
       used += (length + block - 1) / block;
     }
     RULE(used <= keys[0].size(0), "rows of ", used, " blocks together, and there are ", keys[0].size(0));
-    if (tnd()) {
-      RULE(query_lengths && int64_t(query_lengths->size()) == rows() && query_lengths->back() == query.size(0),
-                  "actual_seq_lengths ends with the number of queries");
-      if (!query_lengths || int64_t(query_lengths->size()) != rows()) return check_mask();
-      RULE(std::is_sorted(query_lengths->begin(), query_lengths->end()), "actual_seq_lengths falls");
-    } else {
-      RULE(query.size(0) == rows() && !query_lengths, "lengths of queries are not emulated here");
-    }
     RULE(!single() || table.size(1) * block <= 262144, "one query a row: 262144 keys at most");
-    for (int64_t row = 0; row < rows(); ++row)  // refused late, in the kernel (InternLM/lmdeploy #4316)
-      RULE((*key_lengths)[row] > 0 || count_of(row) == 0, "a row of queries without keys");
-    check_mask();
   }
 
   void check_mask() const {
@@ -128,10 +147,10 @@ struct Attention {
   }
 
   void run() {
-    const at::Tensor by_row = table.to(at::kLong);
-    int64_t start = 0, blocks_read = 0;
+    const at::Tensor by_row = paged() ? table.to(at::kLong) : at::Tensor();
+    int64_t start = 0, first_key = 0, blocks_read = 0;
     for (int64_t row = 0; row < rows(); ++row) {
-      const int64_t count = count_of(row), length = (*key_lengths)[row];
+      const int64_t count = count_of(row), length = length_of(row);
       at::Tensor part, target;
       if (tnd()) {
         part = query.narrow(0, start, count), target = out.narrow(0, start, count);
@@ -140,9 +159,16 @@ struct Attention {
         if (layout == "BNSD") part = part.transpose(0, 1), target = target.transpose(0, 1);
       }
       start += count;
+      const int64_t begin = first_key;
+      first_key += length;
       if (count == 0) continue;
       if (length <= 0) {
         target.zero_();
+        continue;
+      }
+      if (!paged()) {
+        const at::Tensor key = keys[0].narrow(0, begin, length).to(at::kFloat);
+        target.copy_(row_of(part, key, values[0].narrow(0, begin, length).to(at::kFloat), hidden(row, count, length)));
         continue;
       }
       const at::Tensor blocks = by_row[row].narrow(0, 0, (length + block - 1) / block);

@@ -28,9 +28,59 @@ std::optional<at::Tensor> maybe(const at::Tensor& tensor) {
   return tensor.defined() ? std::optional<at::Tensor>(tensor) : std::nullopt;
 }
 
+// torch_npu passes an empty index for a dimension that has none. So does an index of no entries look like, whose call
+// has nothing to do.
+c10::List<std::optional<at::Tensor>> given(const std::vector<at::Tensor>& indices) {
+  c10::List<std::optional<at::Tensor>> list;
+  for (const at::Tensor& index : indices) list.push_back(index.defined() && index.numel() ? maybe(index) : std::nullopt);
+  return list;
+}
+
+bool given_any(const std::vector<at::Tensor>& indices) {
+  return std::any_of(indices.begin(), indices.end(), [](const at::Tensor& it) { return it.defined() && it.numel(); });
+}
+
+// The result has as many entries as were found, which whoever waits for it then reads from its handle (`aclGetViewShape`).
+int find(const char* name, const aclTensor* of, const aclTensor* to, uint64_t* size, aclOpExecutor** executor, bool rows) {
+  return cann::plan(name, 0, size, executor, [&] {
+    const at::Tensor a = cann::take(of), out = cann::take(to);
+    TORCH_CHECK(out.scalar_type() == at::kLong && out.is_contiguous() && out.numel() == a.numel() * a.dim(), "out");
+    return [a, out, handle = const_cast<aclTensor*>(to), rows] {
+      const at::Tensor found = rows ? at::nonzero(a) : at::nonzero(a).t();
+      handle->tensor = out.flatten().narrow(0, 0, found.numel()).view(found.sizes());
+      handle->tensor.copy_(found);
+    };
+  });
+}
+
 }  // namespace
 
 using cann::put;
+
+extern "C" {
+
+int aclnnNonzeroGetWorkspaceSize(const aclTensor* a, const aclTensor* out, uint64_t* size, aclOpExecutor** executor) {
+  return find("aclnnNonzero", a, out, size, executor, true);
+}
+int aclnnNonzeroV2GetWorkspaceSize(const aclTensor* a, const aclTensor* out, uint64_t* size, aclOpExecutor** executor) {
+  return find("aclnnNonzeroV2", a, out, size, executor, false);
+}
+int aclnnNonzero(void* workspace, uint64_t size, aclOpExecutor* executor, aclrtStream stream) {
+  return cann::launch(workspace, size, executor, stream);
+}
+int aclnnNonzeroV2(void* workspace, uint64_t size, aclOpExecutor* executor, aclrtStream stream) {
+  return cann::launch(workspace, size, executor, stream);
+}
+
+// The caller deletes the sizes.
+int aclGetViewShape(const aclTensor* tensor, int64_t** sizes, uint64_t* num_sizes) {
+  *num_sizes = tensor->tensor.dim();
+  *sizes = new int64_t[*num_sizes];
+  std::copy_n(tensor->tensor.sizes().begin(), *num_sizes, *sizes);
+  return ACL_SUCCESS;
+}
+
+}  // extern "C"
 
 #define UNARY(NAME, FUNCTION)                                                 \
   OPERATOR(NAME, (TENSOR(a), TENSOR(out)), put(out, FUNCTION(a)))             \
@@ -100,6 +150,8 @@ UNARY(Relu, at::relu)
 UNARY(Silu, at::silu)
 UNARY(Erf, at::erf)
 OPERATOR(Softplus, (TENSOR(a), SCALAR(beta), SCALAR(threshold), TENSOR(out)), put(out, at::softplus(a, beta, threshold)))
+OPERATOR(NanToNum, (TENSOR(a), FLOAT(nan), FLOAT(high), FLOAT(low), TENSOR(out)), put(out, at::nan_to_num(a, nan, high, low)))
+OPERATOR(InplaceNanToNum, (TENSOR(a), FLOAT(nan), FLOAT(high), FLOAT(low)), a.nan_to_num_(nan, high, low))
 OPERATOR(IsFinite, (TENSOR(a), TENSOR(out)), put(out, at::isfinite(a)))
 OPERATOR(Gelu, (TENSOR(a), TENSOR(out)), put(out, at::gelu(a)))
 OPERATOR(GeluV2, (TENSOR(a), INT(approximate), TENSOR(out)),
@@ -177,6 +229,10 @@ OPERATOR(RepeatInterleaveInt, (TENSOR(a), INT(times), INT(size), TENSOR(out)),
          put(out, at::repeat_interleave(a.flatten(), times)))
 OPERATOR(RepeatInterleaveIntWithDim, (TENSOR(a), INT(times), INT(dim), INT(size), TENSOR(out)),
          put(out, at::repeat_interleave(a, times, dim)))
+OPERATOR(RepeatInterleave, (TENSOR(a), TENSOR(times), INT(size), TENSOR(out)),
+         put(out, at::repeat_interleave(a.flatten(), times)))
+OPERATOR(RepeatInterleaveWithDim, (TENSOR(a), TENSOR(times), INT(dim), INT(size), TENSOR(out)),
+         put(out, at::repeat_interleave(a, times, dim)))
 OPERATOR(Roll, (TENSOR(a), INTS(shifts), INTS(list), TENSOR(out)), put(out, at::roll(a, *shifts, dims(list))))
 OPERATOR(Flip, (TENSOR(a), INTS(list), TENSOR(out)), put(out, at::flip(a, dims(list))))
 OPERATOR(Tril, (TENSOR(a), INT(diagonal), TENSOR(out)), put(out, at::tril(a, diagonal)))
@@ -187,14 +243,10 @@ OPERATOR(Embedding, (TENSOR(weight), TENSOR(index), TENSOR(out)), put(out, at::e
 OPERATOR(Gather, (TENSOR(a), INT(dim), TENSOR(index), TENSOR(out)), put(out, at::gather(a, dim, index)))
 OPERATOR(IndexSelect, (TENSOR(a), INT(dim), TENSOR(index), TENSOR(out)), put(out, at::index_select(a, dim, index)))
 OPERATOR(Index, (TENSOR(a), TENSORS(indices), TENSOR(out)), {
-  c10::List<std::optional<at::Tensor>> list;
-  for (const at::Tensor& index : indices) list.push_back(index.defined() && index.numel() ? maybe(index) : std::nullopt);
-  put(out, at::index(a, list));
+  if (out.numel()) put(out, at::index(a, given(indices)));
 })
 OPERATOR(IndexPutImpl, (TENSOR(a), TENSORS(indices), TENSOR(values), BOOL(accumulate), BOOL(unsafe)), {
-  c10::List<std::optional<at::Tensor>> list;
-  for (const at::Tensor& index : indices) list.push_back(index.defined() && index.numel() ? maybe(index) : std::nullopt);
-  a.index_put_(list, values, accumulate);
+  if (values.numel() && given_any(indices)) a.index_put_(given(indices), values, accumulate);
 })
 OPERATOR(InplaceIndexCopy, (TENSOR(a), INT(dim), TENSOR(index), TENSOR(source)), a.index_copy_(dim, index, source))
 OPERATOR(InplaceIndexFill, (TENSOR(a), INT(dim), TENSOR(index), SCALAR(value)), a.index_fill_(dim, index, value))

@@ -93,6 +93,7 @@ int launch(const void* workspace, uint64_t size, aclOpExecutor* executor, aclrtS
 #define RAW_INT8(name) int8_t name##_raw,
 #define RAW_BOOL(name) bool name##_raw,
 #define RAW_DOUBLE(name) double name##_raw,
+#define RAW_FLOAT(name) float name##_raw,
 
 #define TAKE_TENSOR(name) name = cann::take(name##_raw),
 #define TAKE_SCALAR(name) name = cann::take(name##_raw).value(),
@@ -105,6 +106,7 @@ int launch(const void* workspace, uint64_t size, aclOpExecutor* executor, aclrtS
 #define TAKE_INT8(name) name = name##_raw,
 #define TAKE_BOOL(name) name = name##_raw,
 #define TAKE_DOUBLE(name) name = name##_raw,
+#define TAKE_FLOAT(name) name = name##_raw,
 
 // EACH(prefix, a, b, ...) is prefix##a prefix##b ...
 #define PARENS ()
