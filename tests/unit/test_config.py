@@ -31,7 +31,7 @@ from vllm_gaudi_spec.config import Options, Speculation, UnsupportedConfigError,
 from vllm_gaudi_spec.devices.base import DeviceTraits
 from vllm_gaudi_spec.drafting.table import METHODS
 from vllm_gaudi_spec.platforms import base as platform
-from vllm_gaudi_spec.refusals import drafters, speculation, unsupported_request
+from vllm_gaudi_spec.refusals import drafters, models, speculation, unsupported_request
 from vllm_gaudi_spec.scheduling.scheduler import SpecScheduler
 
 
@@ -638,6 +638,9 @@ def test_l06_models_that_write_through_views_are_refused_where_no_graph_takes_it
     backend = backend_of("hpu", captures=True)
     refusals.refuse_unsupported(made, backend)
     backend.traits = dataclasses.replace(backend.traits, mode="lazy", updates_views=False)
+    for latent in (True, False):
+        deepseek: Any = SimpleNamespace(architectures=["DeepseekV3ForCausalLM"], is_deepseek_mla=True, use_mla=latent)
+        assert models._updates_views(deepseek) is not latent
     refusals.refuse_unsupported(engine_config(tmp_path, None), backend)
     with pytest.raises(
         UnsupportedConfigError, match=r"graphs of hpu in mode lazy do not take; .*set PT_HPU_LAZY_MODE=0"

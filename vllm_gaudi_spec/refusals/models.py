@@ -33,7 +33,7 @@ def models_of(vllm_config: VllmConfig) -> list[tuple[ModelConfig, str]]:
 def model_refusals(vllm_config: VllmConfig, backend: DeviceBackend) -> Iterator[str]:
     for model, _ in models_of(vllm_config):
         yield from _refusals_of(model)
-        if not backend.traits.updates_views and any(name in _UPDATE_VIEWS for name in model.architectures):
+        if not backend.traits.updates_views and _updates_views(model):
             yield (
                 f"{model.model} ({model.architecture}) has layers that change tensors through views, which graphs of "
                 f"{backend.traits.name} in mode {backend.traits.mode} do not take; use another model"
@@ -55,6 +55,11 @@ def model_refusals(vllm_config: VllmConfig, backend: DeviceBackend) -> Iterator[
             yield f"{reason}; add --language-model-only to serve the text of {vllm_config.model_config.model} alone."
     if vllm_config.model_config.runner_type == "pooling":
         yield from _pooling_refusals(vllm_config, backend)
+
+
+def _updates_views(model: ModelConfig) -> bool:
+    # DeepSeek's attention without latent KV (VLLM_MLA_DISABLE) does so as well.
+    return any(name in _UPDATE_VIEWS for name in model.architectures) or (model.is_deepseek_mla and not model.use_mla)
 
 
 def _refusals_of(model: ModelConfig) -> Iterator[str]:
