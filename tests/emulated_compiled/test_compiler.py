@@ -171,7 +171,7 @@ def test_c16_booleans_are_made_in_the_graph(card: Any, regions: RegionCompiler) 
 
 
 def test_results_lie_as_they_were_traced(card: Any, regions: RegionCompiler) -> None:
-    """Torch says of a Gaudi that what elementwise operations return is contiguous, so a reshape is traced as a view."""
+    """Torch traces results of elementwise operations on a Gaudi as contiguous, and so a reshape of one as a view."""
     values = torch.arange(96.0).view(1, 3, 32)
 
     def turn(x: torch.Tensor) -> torch.Tensor:
