@@ -170,6 +170,21 @@ def test_c16_booleans_are_made_in_the_graph(card: Any, regions: RegionCompiler) 
     assert [one.dtype for one in found] == [torch.bool] * 5 + [torch.float32]
 
 
+def test_results_lie_as_they_were_traced(card: Any, regions: RegionCompiler) -> None:
+    """Torch traces results of elementwise operations on a Gaudi as contiguous, and so a reshape of one as a view."""
+    values = torch.arange(96.0).view(1, 3, 32)
+
+    def turn(x: torch.Tensor) -> torch.Tensor:
+        heads = x[..., :16].view(1, 3, 2, 8).transpose(1, 2)
+        turned = heads * 2 + torch.cat((-heads[..., 4:], heads[..., :4]), dim=-1)
+        return turned.reshape(1, -1, 8) + 1
+
+    run = regions.compiled(turn)
+    for factor in (1, 3):
+        assert run((values * factor).to("hpu")).tolist() == turn(values * factor).tolist()
+    assert regions.compiled(lambda x: x.mT * 2)(values.to("hpu")).is_contiguous()
+
+
 def test_c23_a_collective_in_a_region_is_refused(card: Any) -> None:
     graph = fx.Graph()
     x = graph.placeholder("x")

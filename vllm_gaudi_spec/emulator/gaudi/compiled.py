@@ -9,7 +9,7 @@ caches.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
@@ -22,7 +22,7 @@ from vllm_gaudi_spec.emulator.counters import Tally
 from vllm_gaudi_spec.emulator.ops import names
 from vllm_gaudi_spec.emulator.program import Capture, Program, count_replay
 from vllm_gaudi_spec.emulator.source import here
-from vllm_gaudi_spec.emulator.tensor import DeviceTensor, real
+from vllm_gaudi_spec.emulator.tensor import DeviceTensor, execute, info_of, real
 
 aten = torch.ops.aten
 
@@ -74,6 +74,8 @@ def _compile(module: fx.GraphModule, examples: Sequence[Any]) -> Any:
         if node.op == "call_function" and isinstance(node.target, torch._ops.OpOverload):
             _check(node)
     _write_in_place(module.graph)
+    for node in module.graph.nodes:
+        _lay_out(node)
     module.recompile()
     region = _Region(module)
 
@@ -98,6 +100,39 @@ def _write_in_place(graph: fx.Graph) -> None:
             node.target = aten.index_copy_.default
             back[0].replace_all_uses_with(node)
             graph.erase_node(back[0])
+
+
+def _lay_out(node: fx.Node) -> None:
+    """What an operation makes lies in memory as in the trace, by which the graph's views are chosen. Torch's trace has
+    contiguous results of elementwise operations on a Gaudi (_subclasses/fake_impls.py, is_noncontiguous_supported),
+    and its kernels for a CPU keep the order of their operands' dimensions."""
+    traced = node.meta.get("val")
+    if not isinstance(node.target, torch._ops.OpOverload) or not isinstance(traced, torch.Tensor):
+        return
+    info = info_of(node.target)
+    operands = [item.meta.get("val") for item in node.all_input_nodes]
+    if info.handler is not None or info.decompose or not info.fresh or all(map(_is_dense, (traced, *operands))):
+        return
+    run = _laid_out(info.run, traced.stride())
+
+    def laid_out(*args: Any, **kwargs: Any) -> Any:
+        return execute(info, args, kwargs, run)
+
+    node.target = laid_out
+
+
+def _is_dense(value: Any) -> bool:
+    return not isinstance(value, torch.Tensor) or value.is_contiguous()
+
+
+def _laid_out(run: Callable[..., Any], stride: Sequence[int]) -> Callable[..., Any]:
+    def kernel(*args: Any, **kwargs: Any) -> Any:
+        made = run(*args, **kwargs)
+        if made.stride() == stride:
+            return made
+        return torch.empty_strided(made.shape, stride, dtype=made.dtype, device=made.device).copy_(made)
+
+    return kernel
 
 
 def _check(node: fx.Node) -> None:
