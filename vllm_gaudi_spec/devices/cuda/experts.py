@@ -11,6 +11,12 @@ from vllm_gaudi_spec.devices.common.layers import find_kernel
 
 _WITH_KERNEL = (9, 10)
 """Major versions of the compute capability (torch 2.11 and 2.13, GroupedBlas.cpp)."""
+# Measured on an H100 (docs/performance.md, Experts). Sorting and putting back take as long as reading so many bytes of
+# weights, and the products of so many tokens with every expert as long as reading these once more.
+_BYTES_OF_SORTING = 270e6
+_TOKENS_OF_READING = 400
+_FEWEST_BYTES = 400e6
+"""Of a layer that was measured: smaller ones count as it does."""
 
 
 def fused() -> Fused | None:
@@ -20,7 +26,19 @@ def fused() -> Fused | None:
         result: torch.Tensor = grouped_mm(rows, matrices, offs=counts_E.cumsum(0).int())
         return result
 
-    return None if grouped_mm is None else Fused(partial(grouped, product), _takes, 1)
+    return None if grouped_mm is None else Fused(partial(grouped, product), _serves, 1)
+
+
+def _serves(call: Call) -> bool:
+    return _takes(call) and _is_faster(call)
+
+
+def _is_faster(call: Call) -> bool:
+    """Than every expert for every token. It reads the chosen experts alone: nearly all, where many tokens choose."""
+    num_tokens, num_experts = call.weights_TE.shape
+    sorting = _BYTES_OF_SORTING / max(call.w13_EJH.nbytes + call.w2_EHI.nbytes, _FEWEST_BYTES)
+    reading = 1 - (1 - call.top_k / num_experts) ** num_tokens
+    return sorting + reading < 1 + num_tokens / _TOKENS_OF_READING
 
 
 def _takes(call: Call) -> bool:
