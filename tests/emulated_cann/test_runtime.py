@@ -92,6 +92,19 @@ def test_a_captured_graph_computes_when_it_runs(npu: Any, card: Any) -> None:
     assert len(card.graphs) == number
 
 
+def test_copies_are_made_where_nothing_is_computed(npu: Any, card: Any) -> None:
+    """As while memory is measured: whoever waits for a copy looks for it."""
+    value = torch.full((4,), 3.0, device="npu")
+    npu.synchronize()
+    card.compile_only = True
+    try:
+        value.add_(1)
+        found = value.cpu()
+    finally:
+        card.compile_only = False
+    assert found.tolist() == [3.0] * 4
+
+
 def test_what_is_launched_can_be_traced(npu: Any, card: Any) -> None:
     value, result = torch.ones(4, device="npu"), torch.zeros(4, device="npu")
     graph = graph_of(npu, lambda: result.copy_(value * 2))
