@@ -61,8 +61,8 @@ class Bounds:
 
 @dataclass(frozen=True, slots=True)
 class ChunkLengths:
-    """Of prompt chunks: their queries and keys. Each is followed by a row of its padding, since all queries of the call
-    have to be some row's. That one has a single key, as the row that vllm-ascend adds (attention_v1.py at 182b75ea84):
+    """Of prompt chunks: their queries and keys. After each comes a row of its padding, since all queries of a call have
+    to be some row's. That one has a single key, as the row that vllm-ascend adds (attention_v1.py at 182b75ea84):
     the page wants as many as queries, but more blocks might be too many together."""
 
     lengths_B: torch.Tensor
