@@ -31,6 +31,7 @@ from vllm_gaudi_spec.devices.common import experts
 from vllm_gaudi_spec.devices.common.experts import Call, Form, Fused
 from vllm_gaudi_spec.devices.cuda import experts as cuda_experts
 from vllm_gaudi_spec.emulator.gaudi.experts import fused_weights
+from vllm_gaudi_spec.tools.io.command_line import Parser
 
 TOLERANCE = {torch.float32: 1e-3, torch.bfloat16: 5e-2}
 """As a share of the largest result."""
@@ -44,13 +45,19 @@ class Shape(NamedTuple):
 
 
 def parse_options() -> argparse.Namespace:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--device", default="cpu", choices=("cpu", "cuda"))
-    parser.add_argument("--dtype", default="float32", choices=("float32", "bfloat16"))
+    parser = Parser(description=__doc__)
+    parser.add_argument("--device", default="cpu", choices=("cpu", "cuda"), help="where they are computed")
+    parser.add_argument("--dtype", default="float32", choices=("float32", "bfloat16"), help="of weights and states")
     parser.add_argument(
-        "--shape", action="append", metavar="E,K,H,I", type=lambda text: Shape(*map(int, text.split(",")))
+        "--shape",
+        action="append",
+        metavar="E,K,H,I",
+        type=lambda text: Shape(*map(int, text.split(","))),
+        help="of a layer, as often as wanted (default: two)",
     )
-    parser.add_argument("--tokens", nargs="+", type=int, default=[1, 8, 64, 512, 2048])
+    parser.add_argument(
+        "--tokens", nargs="+", type=int, default=[1, 8, 64, 512, 2048], metavar="T", help="of a forward"
+    )
     parser.add_argument("--threads", type=int, default=torch.get_num_threads(), help="of the CPU")
     parser.add_argument("--repeats", type=int, default=7, help="at least")
     parser.add_argument("--seconds", type=float, default=1.0, help="for each form and number of tokens, at least")

@@ -66,6 +66,7 @@ def test_what_runs_beside_other_releases_has_a_python_and_an_environment_of_its_
     beside = [job for job in JOBS if job.file.parent == verify.ROOT / "tests" / "integrations"]
     assert {job.file.name for job in beside} == {
         "test_doubles.py",
+        "test_vllm_ascend_engine.py",
         "test_vllm_ascend_patches.py",
         "test_vllm_ascend_proposer.py",
     }

@@ -59,7 +59,7 @@ def test_all_is_well(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixt
     assert checked(monkeypatch, result(None)) == 0
     lines = capsys.readouterr().out.splitlines()
     assert lines[0] == f"passed       {run.CHECKS[0].name:<17} as measured"
-    assert lines[-1] == "hpu, mode lazy, bfloat16: 13 checks passed in 3.2 s"
+    assert lines[-1] == "hpu, mode lazy, bfloat16: 14 checks passed in 3.5 s"
 
 
 def test_a_failed_check(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
@@ -103,4 +103,4 @@ def test_on_the_cpu(tmp_path: Path) -> None:
     assert done.returncode == 0, done.stderr
     found = json.loads(done.stdout)
     assert (found["device"], found["passed"]) == ("cpu", True)
-    assert sum(check["status"] == "passed" for check in found["checks"]) == 10
+    assert sum(check["status"] == "passed" for check in found["checks"]) == 11
