@@ -98,6 +98,13 @@ def test_options_that_it_can_not_heed_are_refused(folders: dict[str, str], optio
         configuration(folders["target"], folders["drafter"], speculative=option)
 
 
+def test_the_second_model_runner_is_refused(folders: dict[str, str], monkeypatch: pytest.MonkeyPatch) -> None:
+    """vllm-ascend falls back to the first where vLLM is 0.23, with a warning."""
+    monkeypatch.setenv("VLLM_USE_V2_MODEL_RUNNER", "1")
+    with pytest.raises(UnsupportedConfigError, match="unset VLLM_USE_V2_MODEL_RUNNER"):
+        configuration(folders["target"], folders["drafter"])
+
+
 def test_a_head_is_no_drafter_of_its_own(folders: dict[str, str], tmp_path: Any) -> None:
     head = tmp_path / "some-eagle-head"
     head.symlink_to(folders["drafter"])

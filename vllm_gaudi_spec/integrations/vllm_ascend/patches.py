@@ -8,6 +8,8 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Any
 
+from vllm import envs
+
 from vllm_gaudi_spec.compat.patching import raise_unchanged, widen, wrap
 from vllm_gaudi_spec.config import ADDITIONAL_CONFIG_KEY, IS_UNIVERSAL, UNIVERSAL_DRAFT, UnsupportedConfigError
 
@@ -41,6 +43,10 @@ def _note_universal_draft(original: Callable[..., None], config: Any) -> None:
     if config.method != UNIVERSAL_DRAFT:
         original(config)
         return
+    if envs.VLLM_USE_V2_MODEL_RUNNER:
+        raise UnsupportedConfigError(
+            f"Method {UNIVERSAL_DRAFT} on vllm-ascend needs its first model runner: unset VLLM_USE_V2_MODEL_RUNNER."
+        )
     for name, only in _ONLY.items():
         if getattr(config, name) != only:
             raise UnsupportedConfigError(
