@@ -8,8 +8,6 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Any
 
-from vllm import envs
-
 from vllm_gaudi_spec.compat.patching import raise_unchanged, widen, wrap
 from vllm_gaudi_spec.config import ADDITIONAL_CONFIG_KEY, IS_UNIVERSAL, UNIVERSAL_DRAFT, UnsupportedConfigError
 
@@ -43,6 +41,8 @@ def _note_universal_draft(original: Callable[..., None], config: Any) -> None:
     if config.method != UNIVERSAL_DRAFT:
         original(config)
         return
+    from vllm import envs
+
     if envs.VLLM_USE_V2_MODEL_RUNNER:
         raise UnsupportedConfigError(
             f"Method {UNIVERSAL_DRAFT} on vllm-ascend needs its first model runner: unset VLLM_USE_V2_MODEL_RUNNER."
