@@ -9,7 +9,6 @@ from __future__ import annotations
 import importlib.util
 import os
 import sys
-import types
 from pathlib import Path
 
 import pytest
@@ -29,13 +28,9 @@ def prepare() -> None:
     from vllm.plugins import load_general_plugins
 
     load_general_plugins()
-    # Image processors take torchvision for granted, whose builds do not go with torch's for a CPU. No image comes here.
-    for name in ("", ".transforms", ".transforms.v2", ".transforms.v2.functional"):
-        parent, _, last = f"torchvision{name}".rpartition(".")
-        module = sys.modules[f"torchvision{name}"] = types.ModuleType(f"torchvision{name}")
-        module.__path__ = []
-        if parent:
-            setattr(sys.modules[parent], last, module)
+    import without_images
+
+    without_images.replace_torchvision()
     # The worker's module imports all others in the order in which they can be, its patches of vLLM included.
     import vllm_ascend.worker.worker  # noqa: F401
 

@@ -14,7 +14,7 @@ from vllm_gaudi_spec.recurrent.table import SERVED as RECURRENT
 if TYPE_CHECKING:
     from vllm.config import ModelConfig, VllmConfig
 
-    from vllm_gaudi_spec.devices.base import DeviceBackend
+    from vllm_gaudi_spec.devices.base import DeviceBackend, DeviceTraits
 
 
 _SEEN_BOTH_WAYS = ("gemma3",)
@@ -33,21 +33,7 @@ def models_of(vllm_config: VllmConfig) -> list[tuple[ModelConfig, str]]:
 def model_refusals(vllm_config: VllmConfig, backend: DeviceBackend) -> Iterator[str]:
     for model, _ in models_of(vllm_config):
         yield from _refusals_of(model)
-        if not backend.traits.updates_views and _updates_views(model):
-            yield (
-                f"{model.model} ({model.architecture}) has layers that change tensors through views, which graphs of "
-                f"{backend.traits.name} in mode {backend.traits.mode} do not take; use another model"
-                + (
-                    "."
-                    if any(name in _MAKE_ON_HOST for name in model.architectures)
-                    else ", or set PT_HPU_LAZY_MODE=0."
-                )
-            )
-        if backend.traits.mode == "compiled" and any(name in _MAKE_ON_HOST for name in model.architectures):
-            yield (
-                f"{model.model} ({model.architecture}) has layers that make tensors on the host, which graphs of "
-                f"{backend.traits.name} in mode compiled do not take; use another model."
-            )
+        yield from _graph_refusals(model, backend.traits)
     if has_states(vllm_config.model_config):
         yield from _state_refusals(vllm_config, backend)
     if vllm_config.model_config.supports_multimodal_inputs:
@@ -55,6 +41,23 @@ def model_refusals(vllm_config: VllmConfig, backend: DeviceBackend) -> Iterator[
             yield f"{reason}; add --language-model-only to serve the text of {vllm_config.model_config.model} alone."
     if vllm_config.model_config.runner_type == "pooling":
         yield from _pooling_refusals(vllm_config, backend)
+
+
+def _graph_refusals(model: ModelConfig, traits: DeviceTraits) -> Iterator[str]:
+    """Layers that no graph of the device takes."""
+    makes_on_host = any(name in _MAKE_ON_HOST for name in model.architectures)
+    if not traits.updates_views and _updates_views(model):
+        what = "change tensors through views"
+    elif traits.mode == "compiled" and makes_on_host:
+        what = "make tensors on the host"
+    else:
+        return
+    # What is made on the host is refused in the other mode.
+    remedy = "use another model" + ("" if makes_on_host else ", or set PT_HPU_LAZY_MODE=0")
+    yield (
+        f"{model.model} ({model.architecture}) has layers that {what}, which graphs of {traits.name} in mode "
+        f"{traits.mode} do not take; {remedy}."
+    )
 
 
 def _updates_views(model: ModelConfig) -> bool:

@@ -37,9 +37,9 @@ def copy_and_expand(
     assert num_slots == 1
     assert not shifted
     ids, places, rejected, last = [], [], [], []
-    for row, (start, behind) in enumerate(zip(starts[:-1].tolist(), starts[1:].tolist(), strict=True)):
+    for row, (start, end) in enumerate(zip(starts[:-1].tolist(), starts[1:].tolist(), strict=True)):
         read = tokens[start : ends[row] + 1].tolist()
-        refused = behind - start - len(read)
+        refused = end - start - len(read)
         ids += [*read, int(following[row]), *[padding] * refused]
         last.append(len(places) + len(read))
         places += [*range(int(positions[start]), int(positions[start]) + len(read) + 1), *[0] * refused]
@@ -53,7 +53,7 @@ def copy_and_expand(
 
 
 class SlotMapping:
-    """vLLM's `_compute_slot_mapping_kernel`: the slot of each token, and behind them the number for none."""
+    """vLLM's `_compute_slot_mapping_kernel`: the slot of each token, and after them the number for none."""
 
     def __getitem__(self, grid: tuple[int]) -> Any:
         return self._run

@@ -5,7 +5,6 @@ from __future__ import annotations
 
 import json
 import sys
-import types
 from typing import Any
 
 import transformers  # noqa: F401  before torchvision is replaced, which it looks for
@@ -14,14 +13,10 @@ from vllm.plugins import load_general_plugins
 
 def prepare() -> None:
     load_general_plugins()
-    # Image processors take torchvision for granted, whose builds do not go with torch's for a CPU. No image comes here.
-    for name in ("", ".transforms", ".transforms.v2", ".transforms.v2.functional"):
-        parent, _, last = f"torchvision{name}".rpartition(".")
-        module = sys.modules[f"torchvision{name}"] = types.ModuleType(f"torchvision{name}")
-        module.__path__ = []
-        if parent:
-            setattr(sys.modules[parent], last, module)
     import compiled
+    import without_images
+
+    without_images.replace_torchvision()
     import vllm_ascend.worker.worker  # noqa: F401  all others, in the order in which they can be
     from vllm_ascend.worker import block_table
 

@@ -21,11 +21,11 @@ from vllm_gaudi_spec.devices.common.kv_pair import KVPair
 
 # What the operation's documentation allows with paged KV, in layout BSND.
 _BLOCK_SIZES = range(128, 513, 128)
-_MOST_HEAD_SIZE = 512
-_MOST_GROUP = 64
-_MOST_HEADS = 256
-_MOST_KV_WIDTH = 65535
-_MOST_KEYS_OF_ONE_QUERY = 262_144
+_MAX_HEAD_SIZE = 512
+_MAX_GROUP = 64
+_MAX_HEADS = 256
+_MAX_KV_WIDTH = 65535
+_MAX_KEYS_OF_ONE_QUERY = 262_144
 # In TND: vllm-ascend keeps 512 from it on these cards.
 _MAX_COMPRESSED_HEAD_SIZE = 256
 _COMPRESSED_MASK = 2048
@@ -112,12 +112,12 @@ def takes(spec: AttentionLayerSpec, num_queries: int, num_keys: int, dtypes: fro
         and not spec.layer_operations
         and spec.has_plain_scores
         and takes_blocks(spec.block_size)
-        and spec.num_heads <= _MOST_HEADS
-        and (num_queries > 1 or num_keys <= _MOST_KEYS_OF_ONE_QUERY)
+        and spec.num_heads <= _MAX_HEADS
+        and (num_queries > 1 or num_keys <= _MAX_KEYS_OF_ONE_QUERY)
         and spec.head_size % 16 == 0
-        and spec.head_size <= _MOST_HEAD_SIZE
-        and spec.num_heads // spec.num_kv_heads <= _MOST_GROUP
-        and spec.num_kv_heads * spec.head_size <= _MOST_KV_WIDTH
+        and spec.head_size <= _MAX_HEAD_SIZE
+        and spec.num_heads // spec.num_kv_heads <= _MAX_GROUP
+        and spec.num_kv_heads * spec.head_size <= _MAX_KV_WIDTH
     )
 
 

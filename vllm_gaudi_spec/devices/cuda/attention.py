@@ -47,8 +47,8 @@ def attend(query_THD: torch.Tensor, kv: KVPair, call: AttentionCall, spec: Atten
     busy = _BUSY * max(128 // tile_d, 1) if tiles == 1 else _ONE_EACH
     splits = _num_splits(busy, tiles * spec.num_kv_heads * call.num_rows, call.block_table_BW.shape[1], spec, tile_n)
     # Of a prompt's tiles most have many keys that all of their lanes see. Measured for heads of 128 alone.
-    has_open_keys = tiles > 1 and splits == 1 and spec.sliding_window is None and spec.head_size == 128
-    if has_open_keys:
+    has_unmasked_keys = tiles > 1 and splits == 1 and spec.sliding_window is None and spec.head_size == 128
+    if has_unmasked_keys:
         # So that two instances share a multiprocessor: one multiplies while the other takes its exponentials.
         tile_m = 64
         tiles = triton.cdiv(lanes, tile_m)
@@ -82,7 +82,7 @@ def attend(query_THD: torch.Tensor, kv: KVPair, call: AttentionCall, spec: Atten
         WINDOW=spec.sliding_window or 0,
         CAPPED=spec.logits_soft_cap > 0,
         IS_SPLIT=splits > 1,
-        OPEN=has_open_keys,
+        UNMASKED=has_unmasked_keys,
         TILE_M=tile_m,
         TILE_N=tile_n,
         TILE_D=tile_d,
@@ -167,7 +167,7 @@ def _attend_tile(
     WINDOW: tl.constexpr,
     CAPPED: tl.constexpr,
     IS_SPLIT: tl.constexpr,
-    OPEN: tl.constexpr,
+    UNMASKED: tl.constexpr,
     TILE_M: tl.constexpr,
     TILE_N: tl.constexpr,
     TILE_D: tl.constexpr,
@@ -176,7 +176,7 @@ def _attend_tile(
     launch.wait(EARLY)
     tile = tl.program_id(0) // splits
     split = tl.program_id(0) % splits
-    if OPEN:
+    if UNMASKED:
         # The longest first, so that none is left to begin when the others end.
         tile = tl.cdiv(queries * GROUP, TILE_M) - 1 - tile
     head = tl.program_id(1)
@@ -213,7 +213,7 @@ def _attend_tile(
         tl.zeros((TILE_M, TILE_D), dtype=tl.float32),
     )
     first_masked = low
-    if OPEN:
+    if UNMASKED:
         # Whole tiles of keys that every lane sees: positions need no comparison.
         first_masked = tl.maximum(low, tl.minimum(high, (start + tile * TILE_M // GROUP + 1) // TILE_N * TILE_N))
         for first in range(low, first_masked, TILE_N):
