@@ -26,11 +26,12 @@ SERVED = {
     "Mamba2ForCausalLM": _MAMBA_2,
     "MambaForCausalLM": _MAMBA_1,
     "NemotronHForCausalLM": _MAMBA_2,
+    "OlmoHybridForCausalLM": _DELTA_NET,
     "Zamba2ForCausalLM": _MAMBA_2,
 }
 """Those that were held against transformers as a whole."""
-CAPTURED = ("Qwen3NextForCausalLM",)
-"""Those whose forward was captured in HPU graphs too. Granite 4's changes a view in place."""
+GRAPH_MODES = ("lazy", "compiled")
+"""Modes of devices, a Gaudi's, in which each of them was held against transformers in graphs too."""
 
 # Types of layers, as configurations name them. A hybrid one has both.
 _WITH_STATE = ("linear_attention", "mamba", "conv", "hybrid")

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING
 from vllm_gaudi_spec.config import ranks_in_step
 from vllm_gaudi_spec.drafting.table import has_model
 from vllm_gaudi_spec.quantization.config import target_config
-from vllm_gaudi_spec.recurrent.table import CAPTURED, has_states
+from vllm_gaudi_spec.recurrent.table import GRAPH_MODES, has_states
 from vllm_gaudi_spec.recurrent.table import SERVED as RECURRENT
 
 if TYPE_CHECKING:
@@ -145,10 +145,10 @@ def _state_refusals(vllm_config: VllmConfig, backend: DeviceBackend) -> Iterator
     """Of options, for targets that keep recurrent state."""
     name, cache = vllm_config.model_config.model, vllm_config.cache_config
     traits, model = backend.traits, vllm_config.model_config
-    if traits.captures and not (traits.mode == "lazy" and any(one in CAPTURED for one in model.architectures)):
+    if traits.captures and traits.mode not in GRAPH_MODES:
         yield (
-            f"{name} has recurrent layers, which are not served on {traits.name} in mode {traits.mode} yet (only those "
-            "of Qwen3-Next are, on a Gaudi in lazy mode); set VGS_DEVICE=cpu."
+            f"{name} has recurrent layers, which are not served on {traits.name} yet, only on a Gaudi and a CPU; set "
+            "VGS_DEVICE=cpu."
         )
     scheduler = vllm_config.scheduler_config
     if model.is_attention_free and scheduler.max_num_batched_tokens < model.max_model_len:
