@@ -23,6 +23,26 @@ def build_olmo_layers_without_triton() -> None:
     wrap(olmo_gdn_linear_attn, "set_triton_allocator", do_nothing)
 
 
+def load_olmo_norms_by_their_published_names() -> None:
+    """Let OLMo hybrid load the norms of its recurrent layers as transformers writes them.
+
+    Reason: transformers saves them under the names of OLMo-core (`conversion_mapping.py`, "olmo_hybrid"), and vLLM has
+    those of transformers' modules alone: such a checkpoint ends with "There is no module or parameter named".
+    Remove when: the mapper of `OlmoHybridModel` has both names.
+    """
+    from vllm.model_executor.models.olmo_hybrid import OlmoHybridModel
+    from vllm.model_executor.models.utils import WeightsMapper
+
+    # Idempotent: the same names again.
+    OlmoHybridModel.hf_to_vllm_mapper |= WeightsMapper(orig_to_new_substr=_OLMO_NORMS)
+
+
+_OLMO_NORMS = {
+    ".attention_layer_norm.": ".input_layernorm.",
+    ".feedforward_layer_norm.": ".post_attention_layernorm.",
+}
+
+
 def scale_falcon_gates_in_new_tensors() -> None:
     """Let the MLPs of Falcon-H1 multiply their gates into a new tensor.
 
