@@ -25,11 +25,7 @@ from vllm_gaudi_spec.compat.loading import (
 )
 from vllm_gaudi_spec.compat.messages import end_errors_with_their_message, quiet_our_scheduler, share_vllm_logging
 from vllm_gaudi_spec.compat.metrics import carry_metrics, list_metrics_of_ours
-from vllm_gaudi_spec.compat.models import (
-    build_olmo_layers_without_triton,
-    load_olmo_norms_by_their_published_names,
-    scale_falcon_gates_in_new_tensors,
-)
+from vllm_gaudi_spec.compat.models import scale_falcon_gates_in_new_tensors
 from vllm_gaudi_spec.compat.ranks import assign_cpu_experts, ray_workers, tensor_parallel_group
 from vllm_gaudi_spec.compat.server import (
     answer_bad_adapters,
@@ -49,12 +45,10 @@ __all__ = [
     "answer_huge_images",
     "apply",
     "assign_cpu_experts",
-    "build_olmo_layers_without_triton",
     "choose_cpu_linears",
     "device_type_while_loading",
     "end_errors_with_their_message",
     "fail_with_the_engine",
-    "load_olmo_norms_by_their_published_names",
     "make_mla_layers",
     "ray_workers",
     "read_weights",

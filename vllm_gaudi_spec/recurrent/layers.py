@@ -6,13 +6,11 @@ between is `LayerState.follow`. Letters as in `scans.py`; D heads of keys, S siz
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from typing import Any
 
 import torch
 from torch.nn import functional as F
 from vllm.forward_context import get_forward_context
-from vllm.model_executor.layers.mamba.gdn.olmo_gdn_linear_attn import OlmoHybridGatedDeltaNetAttention
 from vllm.model_executor.layers.mamba.gdn.qwen_gdn_linear_attn import QwenGatedDeltaNetAttention
 from vllm.model_executor.layers.mamba.mamba_mixer import MambaMixer
 from vllm.model_executor.layers.mamba.mamba_mixer2 import MambaMixer2
@@ -59,23 +57,10 @@ def _heads(tensor: torch.Tensor, groups: int, num_heads: int) -> torch.Tensor:
     return tensor.expand(*tensor.shape[:-2], num_heads // groups, -1).flatten(2, 3)
 
 
-class DeltaNet(RecurrentLayer):
-    """The parts of a gated delta net that its classes in vLLM name alike."""
-
-    num_k_heads: int
-    num_v_heads: int
-    head_k_dim: int
-    head_v_dim: int
-    key_dim: int
-    value_dim: int
-    conv_dim: int
-    conv_kernel_size: int
-    tp_size: int
-    A_log: torch.Tensor
-    dt_bias: torch.Tensor
-    get_state_dtype: Callable[[], tuple[torch.dtype, ...]]
-    allow_neg_eigval = False
-    """Whether the delta rule may overshoot: beta is up to 2."""
+# The class of vLLM's registry is the one whose name its models call.
+@QwenGatedDeltaNetAttention.register_oot
+class GatedDeltaNet(RecurrentLayer, QwenGatedDeltaNetAttention):
+    """Of Qwen3-Next, and of the text of Qwen3.5."""
 
     def layer_shape(self) -> LayerShape:
         dtypes = self.get_state_dtype()
@@ -89,31 +74,6 @@ class DeltaNet(RecurrentLayer):
             state_dtype=dtypes[1],
         )
 
-    def recur(
-        self, convolved_BQC: torch.Tensor, gates_BQG: torch.Tensor | None, is_real_BQ: torch.Tensor, state: torch.Tensor
-    ) -> tuple[torch.Tensor, torch.Tensor]:
-        assert gates_BQG is not None
-        groups, num_heads = self.num_k_heads // self.tp_size, self.num_v_heads // self.tp_size
-        key_size, value_size = self.key_dim // self.tp_size, self.value_dim // self.tp_size
-        query, key, value = _real(F.silu(convolved_BQC), is_real_BQ).split([key_size, key_size, value_size], dim=-1)
-        b_BQH, a_BQH = gates_BQG.float().chunk(2, dim=-1)
-        decay_BQH = -self.A_log.float().exp() * F.softplus(a_BQH + self.dt_bias.float())
-        beta_BQH = b_BQH.sigmoid() * (2.0 if self.allow_neg_eigval else 1.0)
-        return scan(
-            _normed(_heads(query, groups, num_heads)) * self.head_k_dim**-0.5,
-            _normed(_heads(key, groups, num_heads)),
-            _heads(value, num_heads, num_heads),
-            _real(decay_BQH, is_real_BQ),
-            state,
-            _real(beta_BQH, is_real_BQ),
-        )
-
-
-# The class of vLLM's registry is the one whose name its models call.
-@QwenGatedDeltaNetAttention.register_oot
-class GatedDeltaNet(DeltaNet, QwenGatedDeltaNetAttention):
-    """Of Qwen3-Next, and of the text of Qwen3.5."""
-
     def forward(self, hidden_states: torch.Tensor) -> torch.Tensor:
         qkvz, _ = self.in_proj_qkvz(hidden_states)
         ba, _ = self.in_proj_ba(hidden_states)
@@ -126,18 +86,23 @@ class GatedDeltaNet(DeltaNet, QwenGatedDeltaNetAttention):
             b, a = self.split_ba(ba)
         return self._output_projection(self.follow(qkv, torch.cat((b, a), dim=-1), self.conv1d), gate)
 
-
-@OlmoHybridGatedDeltaNetAttention.register_oot
-class OlmoDeltaNet(DeltaNet, OlmoHybridGatedDeltaNetAttention):
-    """Of OLMo hybrid."""
-
-    def forward(self, hidden_states: torch.Tensor, output: torch.Tensor) -> None:
-        sizes = [self.conv_dim // self.tp_size, self.value_dim // self.tp_size]
-        qkv, gate = self.in_proj_qkvg(hidden_states)[0].split(sizes, dim=-1)
-        gates = torch.cat((self.b_proj(hidden_states)[0], self.a_proj(hidden_states)[0]), dim=-1)
-        out_THV = self.follow(qkv, gates, self.conv1d)
-        normed = self.o_norm(out_THV.flatten(0, 1), gate.reshape(-1, self.head_v_dim))
-        output.copy_(self.o_proj(normed.view(*out_THV.shape).flatten(1))[0])
+    def recur(
+        self, convolved_BQC: torch.Tensor, gates_BQG: torch.Tensor | None, is_real_BQ: torch.Tensor, state: torch.Tensor
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        assert gates_BQG is not None
+        groups, num_heads = self.num_k_heads // self.tp_size, self.num_v_heads // self.tp_size
+        key_size, value_size = self.key_dim // self.tp_size, self.value_dim // self.tp_size
+        query, key, value = _real(F.silu(convolved_BQC), is_real_BQ).split([key_size, key_size, value_size], dim=-1)
+        b_BQH, a_BQH = gates_BQG.float().chunk(2, dim=-1)
+        decay_BQH = -self.A_log.float().exp() * F.softplus(a_BQH + self.dt_bias.float())
+        return scan(
+            _normed(_heads(query, groups, num_heads)) * self.head_k_dim**-0.5,
+            _normed(_heads(key, groups, num_heads)),
+            _heads(value, num_heads, num_heads),
+            _real(decay_BQH, is_real_BQ),
+            state,
+            _real(b_BQH.sigmoid(), is_real_BQ),
+        )
 
 
 def _normed(tensor: torch.Tensor) -> torch.Tensor:

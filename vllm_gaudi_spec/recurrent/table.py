@@ -26,12 +26,31 @@ SERVED = {
     "Mamba2ForCausalLM": _MAMBA_2,
     "MambaForCausalLM": _MAMBA_1,
     "NemotronHForCausalLM": _MAMBA_2,
-    "OlmoHybridForCausalLM": _DELTA_NET,
     "Zamba2ForCausalLM": _MAMBA_2,
 }
 """Those that were held against transformers as a whole."""
-GRAPH_MODES = ("lazy", "compiled")
-"""Modes of devices, a Gaudi's, in which each of them was held against transformers in graphs too."""
+CAPTURED: dict[tuple[str, str], tuple[str, ...]] = {
+    ("hpu", "lazy"): tuple(SERVED),
+    ("hpu", "compiled"): (
+        "FalconH1ForCausalLM",
+        "GraniteMoeHybridForCausalLM",
+        "JambaForCausalLM",
+        "Lfm2ForCausalLM",
+        "MambaForCausalLM",
+        "NemotronHForCausalLM",
+        "Qwen3NextForCausalLM",
+        "Qwen3_5ForCausalLM",
+        "Zamba2ForCausalLM",
+    ),
+    ("npu", "captured"): (
+        "FalconH1ForCausalLM",
+        "GraniteMoeHybridForCausalLM",
+        "Lfm2ForCausalLM",
+        "MambaForCausalLM",
+        "Qwen3NextForCausalLM",
+    ),
+}
+"""Of a device that captures graphs and its mode: those that were held against transformers in such graphs too."""
 
 # Types of layers, as configurations name them. A hybrid one has both.
 _WITH_STATE = ("linear_attention", "mamba", "conv", "hybrid")

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING
 from vllm_gaudi_spec.config import ranks_in_step
 from vllm_gaudi_spec.drafting.table import has_model
 from vllm_gaudi_spec.quantization.config import target_config
-from vllm_gaudi_spec.recurrent.table import GRAPH_MODES, has_states
+from vllm_gaudi_spec.recurrent.table import CAPTURED, has_states
 from vllm_gaudi_spec.recurrent.table import SERVED as RECURRENT
 
 if TYPE_CHECKING:
@@ -145,9 +145,11 @@ def _state_refusals(vllm_config: VllmConfig, backend: DeviceBackend) -> Iterator
     """Of options, for targets that keep recurrent state."""
     name, cache = vllm_config.model_config.model, vllm_config.cache_config
     traits, model = backend.traits, vllm_config.model_config
-    if traits.captures and traits.mode not in GRAPH_MODES:
+    compared = CAPTURED.get((traits.torch_device.type, traits.mode), ())
+    if traits.captures and not any(one in compared for one in model.architectures):
+        only = f" (only those of {', '.join(compared)})" if compared else ""
         yield (
-            f"{name} has recurrent layers, which are not served on {traits.name} yet, only on a Gaudi and a CPU; set "
+            f"{name} has recurrent layers, which were not compared on {traits.name} in mode {traits.mode} yet{only}; set "
             "VGS_DEVICE=cpu."
         )
     scheduler = vllm_config.scheduler_config

@@ -66,13 +66,6 @@ def _logits_only(output: torch.Tensor, inputs: Inputs) -> Hidden:
     return Hidden(output)
 
 
-def _prepare_recurrent_models() -> None:
-    importlib.import_module(_RECURRENT_LAYERS)  # takes a second, and most models have none
-    compat.build_olmo_layers_without_triton()
-    compat.load_olmo_norms_by_their_published_names()
-    compat.scale_falcon_gates_in_new_tensors()
-
-
 class LoadedModel:
     def __init__(
         self,
@@ -102,7 +95,8 @@ class LoadedModel:
         compat.make_mla_layers(latent.LatentAttention)
         compat.return_attention_outputs(RectangleAttentionImpl, attend_layer)
         if has_states(model_config or vllm_config.model_config):
-            _prepare_recurrent_models()
+            importlib.import_module(_RECURRENT_LAYERS)  # takes a second, and most models have none
+            compat.scale_falcon_gates_in_new_tensors()
         others = set(get_layers_from_vllm_config(vllm_config, AttentionLayerBase))
         loads_on = (load_config or vllm_config.load_config).device
         with compat.tensor_parallel_group(self.group):

@@ -9,11 +9,10 @@ from typing import Any
 import pytest
 import torch
 from torch import nn
-from transformers import JambaConfig, Lfm2Config, NemotronHConfig, OlmoHybridConfig, Qwen3NextConfig
+from transformers import JambaConfig, Lfm2Config, NemotronHConfig, Qwen3NextConfig
 from transformers.models.jamba.modeling_jamba import JambaMambaMixer
 from transformers.models.lfm2.modeling_lfm2 import Lfm2ShortConv
 from transformers.models.nemotron_h.modeling_nemotron_h import NemotronHMamba2Mixer
-from transformers.models.olmo_hybrid.modeling_olmo_hybrid import OlmoHybridGatedDeltaNet
 from transformers.models.qwen3_next.modeling_qwen3_next import Qwen3NextGatedDeltaNet
 from vllm.config import CacheConfig, DeviceConfig, VllmConfig, set_current_vllm_config
 from vllm.distributed.parallel_state import (
@@ -22,15 +21,13 @@ from vllm.distributed.parallel_state import (
     initialize_model_parallel,
 )
 from vllm.forward_context import set_forward_context
-from vllm.model_executor.layers.mamba.gdn.olmo_gdn_linear_attn import OlmoHybridGatedDeltaNetAttention
 from vllm.model_executor.layers.mamba.gdn.qwen_gdn_linear_attn import QwenGatedDeltaNetAttention
 from vllm.model_executor.layers.mamba.mamba_mixer import MambaMixer
 from vllm.model_executor.layers.mamba.mamba_mixer2 import MambaMixer2
 from vllm.model_executor.layers.mamba.short_conv import ShortConv
 from vllm.utils.network_utils import get_distributed_init_method, get_open_port
 
-from vllm_gaudi_spec import compat
-from vllm_gaudi_spec.recurrent.layers import GatedDeltaNet, Mamba1, Mamba2, OlmoDeltaNet, ShortConvolution
+from vllm_gaudi_spec.recurrent.layers import GatedDeltaNet, Mamba1, Mamba2, ShortConvolution
 from vllm_gaudi_spec.recurrent.states import RecurrentStates
 
 HIDDEN, NAME = 32, "model.layers.0.mixer"
@@ -62,23 +59,6 @@ def gated_delta_net(config: VllmConfig) -> tuple[nn.Module, Any]:
     return Qwen3NextGatedDeltaNet(sizes, layer_idx=0), QwenGatedDeltaNetAttention(
         sizes, config, prefix=NAME, gqa_interleaved_layout=True
     )
-
-
-def olmo_delta_net(config: VllmConfig) -> tuple[nn.Module, Any]:
-    compat.build_olmo_layers_without_triton()
-    sizes = OlmoHybridConfig(
-        hidden_size=HIDDEN,
-        linear_num_key_heads=4,
-        linear_num_value_heads=4,
-        linear_key_head_dim=8,
-        linear_value_head_dim=6,
-        linear_conv_kernel_dim=4,
-        linear_allow_neg_eigval=True,
-        layer_types=["linear_attention", "full_attention"],
-        num_hidden_layers=2,
-    )
-    ours = OlmoHybridGatedDeltaNetAttention(sizes, config, prefix=NAME)
-    return OlmoHybridGatedDeltaNet(sizes, layer_idx=0), ours
 
 
 def mamba_2(config: VllmConfig) -> tuple[nn.Module, Any]:
@@ -130,28 +110,10 @@ KINDS: list[tuple[type, Callable[[VllmConfig], tuple[nn.Module, Any]]]] = [
     (GatedDeltaNet, gated_delta_net),
     (Mamba1, mamba_1),
     (Mamba2, mamba_2),
-    (OlmoDeltaNet, olmo_delta_net),
     (ShortConvolution, short_convolution),
 ]
 # Of vLLM's names, those that its models rename when they load a checkpoint.
 RENAMED = {"A_log": "A"}
-# Its models merge these.
-MERGED = {f"{part}_proj.weight": ("in_proj_qkvg.weight", index) for index, part in enumerate("qkvg")}
-
-
-def load(ours: nn.Module, name: str, weight: torch.Tensor) -> None:
-    """As vLLM's models do, from a checkpoint."""
-    parameters = dict(ours.named_parameters())
-    if name not in parameters and name in MERGED:
-        merged, index = MERGED[name]
-        parameters[merged].weight_loader(parameters[merged], weight, index)
-        return
-    found = parameters[name if name in parameters else RENAMED[name]]
-    if isinstance(ours, OlmoDeltaNet) and name == "conv1d.weight":
-        for index, part in enumerate(weight.split([ours.key_dim, ours.key_dim, ours.value_dim])):
-            found.weight_loader(found, part, index)
-        return
-    getattr(found, "weight_loader", lambda own, loaded: own.copy_(loaded.view_as(own)))(found, weight)
 
 
 @pytest.mark.parametrize(("kind", "make"), KINDS)
@@ -164,9 +126,11 @@ def test_prompts_and_verify_steps_are_those_of_transformers(
     config.compilation_config.static_forward_context.clear()
     theirs, ours = make(config)
     assert type(ours) is kind, "registered out of tree"
+    parameters = dict(ours.named_parameters())
     for name, weight in theirs.named_parameters():
         weight.copy_(torch.randn_like(weight) * (weight.shape[-1] ** -0.5 if weight.dim() > 1 else 0.5))
-        load(ours, name, weight)
+        found = parameters[name if name in parameters else RENAMED[name]]
+        getattr(found, "weight_loader", lambda own, loaded: own.copy_(loaded.view_as(own)))(found, weight)
     for module in ours.modules():
         if hasattr(module, "quant_method"):
             module.quant_method.process_weights_after_loading(module)
@@ -191,7 +155,7 @@ def test_prompts_and_verify_steps_are_those_of_transformers(
             is_prompt=is_prompt,
         )
         with set_forward_context({NAME: call}, config, 2 * queries):
-            if kind in (Mamba1, OlmoDeltaNet, ShortConvolution):
+            if kind in (Mamba1, ShortConvolution):
                 out = torch.empty_like(hidden)
                 ours(hidden, out)
             else:
