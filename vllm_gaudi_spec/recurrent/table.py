@@ -36,10 +36,12 @@ CAPTURED: dict[tuple[str, str], tuple[str, ...]] = {
         "GraniteMoeHybridForCausalLM",
         "JambaForCausalLM",
         "Lfm2ForCausalLM",
+        "Lfm2MoeForCausalLM",
         "MambaForCausalLM",
         "NemotronHForCausalLM",
         "Qwen3NextForCausalLM",
         "Qwen3_5ForCausalLM",
+        "Qwen3_5MoeForCausalLM",
         "Zamba2ForCausalLM",
     ),
     ("npu", "captured"): (

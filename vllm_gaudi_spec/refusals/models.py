@@ -149,8 +149,8 @@ def _state_refusals(vllm_config: VllmConfig, backend: DeviceBackend) -> Iterator
     if traits.captures and not any(one in compared for one in model.architectures):
         only = f" (only those of {', '.join(compared)})" if compared else ""
         yield (
-            f"{name} has recurrent layers, which were not compared on {traits.name} in mode {traits.mode} yet{only}; set "
-            "VGS_DEVICE=cpu."
+            f"{name} has recurrent layers, which were not compared on {traits.name} in mode {traits.mode} yet{only}; "
+            "set VGS_DEVICE=cpu."
         )
     scheduler = vllm_config.scheduler_config
     if model.is_attention_free and scheduler.max_num_batched_tokens < model.max_model_len:
