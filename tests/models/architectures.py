@@ -816,7 +816,7 @@ STATEFUL: dict[str, Recipe] = {
 }
 
 # Chunked prompts, and fewer KV blocks than three requests take: one is preempted, and its states are computed again.
-BUSY = dict(max_num_batched_tokens=32, num_gpu_blocks_override=8)
+BUSY = dict(max_num_batched_tokens=32, block_size=32, num_gpu_blocks_override=8)
 STATEFUL |= {f"{name}@busy": replace(STATEFUL[name], engine=BUSY) for name in ("qwen3.5-text", "qwen3.5-moe-text")}
 
 # ---- with images or sound --------------------------------------------------------------------------------

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING
 import torch
 from torch.nn import functional as F
 
-from vllm_gaudi_spec.recurrent.scans import scan
+from vllm_gaudi_spec.recurrent.scans import scan, scan_each
 from vllm_gaudi_spec.recurrent.states import LayerShape, RecurrentStates
 
 if TYPE_CHECKING:
@@ -16,14 +16,24 @@ if TYPE_CHECKING:
 
 TAPS, HEADS, KEY, VALUE, ROWS = 4, 2, 4, 3, 3
 PAD_ROW = ROWS
-CHANNELS, GATES = HEADS * (2 * KEY + VALUE), 2 * HEADS
-GATED_DELTA, MAMBA_2, CONVOLUTION = "gated delta net", "Mamba 2", "short convolution"
-KINDS = [GATED_DELTA, MAMBA_2, CONVOLUTION]
+CHANNELS = HEADS * (2 * KEY + VALUE)
+GATED_DELTA, MAMBA_1, MAMBA_2, CONVOLUTION = "gated delta net", "Mamba 1", "Mamba 2", "short convolution"
+GATES = {GATED_DELTA: 2 * HEADS, MAMBA_1: 0, MAMBA_2: 2 * HEADS, CONVOLUTION: 0}
+STATES: dict[str, tuple[int, ...]] = {
+    GATED_DELTA: (HEADS, KEY, VALUE),
+    MAMBA_1: (CHANNELS, KEY),
+    MAMBA_2: (HEADS, KEY, VALUE),
+    CONVOLUTION: (),
+}
+KINDS = list(STATES)
 
 
 def recur(
-    kind: str, convolved: torch.Tensor, gates: torch.Tensor, is_real: torch.Tensor, state: torch.Tensor
+    kind: str, convolved: torch.Tensor, gates: torch.Tensor | None, is_real: torch.Tensor, state: torch.Tensor
 ) -> tuple[torch.Tensor, torch.Tensor]:
+    if kind == MAMBA_1:
+        return _recur_each(convolved, is_real, state)
+    assert gates is not None
     convolved = torch.where(is_real[..., None], F.silu(convolved), 0.0)
     query, key, value = (
         part.unflatten(-1, (HEADS, -1)) for part in convolved.split([HEADS * KEY, HEADS * KEY, HEADS * VALUE], -1)
@@ -32,6 +42,17 @@ def recur(
     if kind == MAMBA_2:
         return scan(query, key, value * one[..., None], -one, state)
     return scan(query, F.normalize(key, dim=-1), value, -one, state, other)
+
+
+def _recur_each(
+    convolved: torch.Tensor, is_real: torch.Tensor, state: torch.Tensor
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """What gates a token is made of it."""
+    value = torch.where(is_real[..., None], F.silu(convolved), 0.0)
+    step = torch.where(is_real[..., None], F.softplus(convolved), 0.0)
+    query, key, _ = value.split([KEY, KEY, CHANNELS - 2 * KEY], -1)
+    rate = -torch.arange(1, KEY + 1, dtype=torch.float32, device=state.device).expand(CHANNELS, KEY)
+    return scan_each(query, key, value, step, rate, state)
 
 
 def _as_it_is(tensor: torch.Tensor) -> torch.Tensor:
@@ -47,13 +68,12 @@ class Layer:
         device = backend.traits.torch_device if backend is not None else torch.device("cpu")
         self._upload = backend.memory.upload if backend is not None else _as_it_is
         self._download = backend.memory.download if backend is not None else _as_it_is
-        has_state = kind != CONVOLUTION
         self.num_pending = num_drafts + 1 if num_drafts else 0
         shape = LayerShape(
             num_channels=CHANNELS,
             num_taps=TAPS,
-            num_gates=GATES if has_state else 0,
-            state=(HEADS, KEY, VALUE) if has_state else (),
+            num_gates=GATES[kind],
+            state=STATES[kind],
             dtype=torch.float32,
             state_dtype=torch.float32,
         )

@@ -655,6 +655,35 @@ def test_l06_models_that_write_through_views_are_refused_where_no_graph_takes_it
             refusals.refuse_unsupported(made, backend)
 
 
+@pytest.mark.parametrize(
+    ("device", "mode", "architecture", "refused"),
+    [
+        ("cpu", "eager", "Zamba2ForCausalLM", False),
+        ("hpu", "lazy", "Zamba2ForCausalLM", False),
+        ("hpu", "compiled", "NemotronHForCausalLM", False),
+        ("hpu", "compiled", "Mamba2ForCausalLM", True),
+        ("npu", "captured", "Qwen3NextForCausalLM", False),
+        ("npu", "captured", "NemotronHForCausalLM", True),
+        ("cuda", "captured", "Qwen3NextForCausalLM", True),
+    ],
+)
+def test_recurrent_layers_are_refused_where_no_graph_of_them_was_compared(
+    device: str, mode: str, architecture: str, refused: bool
+) -> None:
+    backend = backend_of(device, captures=mode != "eager")
+    at = SimpleNamespace(type=device)  # torch knows no NPU here
+    backend.traits = dataclasses.replace(backend.traits, mode=mode, torch_device=at)
+    made: Any = SimpleNamespace(
+        model_config=SimpleNamespace(model="m", architectures=[architecture], is_attention_free=False),
+        cache_config=SimpleNamespace(use_replayssm=False),
+        scheduler_config=None,
+        lora_config=None,
+    )
+    found = list(models._state_refusals(made, backend))
+    assert len(found) == refused
+    assert all("m has recurrent layers, which were not compared on" in line for line in found)
+
+
 def test_what_is_left_of_an_earlier_measurement_does_not_stop_the_next(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -25,6 +25,7 @@ from vllm_gaudi_spec.compat.loading import (
 )
 from vllm_gaudi_spec.compat.messages import end_errors_with_their_message, quiet_our_scheduler, share_vllm_logging
 from vllm_gaudi_spec.compat.metrics import carry_metrics, list_metrics_of_ours
+from vllm_gaudi_spec.compat.models import scale_falcon_gates_in_new_tensors
 from vllm_gaudi_spec.compat.ranks import assign_cpu_experts, ray_workers, tensor_parallel_group
 from vllm_gaudi_spec.compat.server import (
     answer_bad_adapters,
@@ -52,6 +53,7 @@ __all__ = [
     "ray_workers",
     "read_weights",
     "return_attention_outputs",
+    "scale_falcon_gates_in_new_tensors",
     "tensor_parallel_group",
 ]
 

@@ -32,7 +32,7 @@ class RecurrentLayer:
         raise NotImplementedError
 
     def recur(
-        self, convolved_BQC: torch.Tensor, gates_BQG: torch.Tensor, is_real_BQ: torch.Tensor, state: torch.Tensor
+        self, convolved_BQC: torch.Tensor, gates_BQG: torch.Tensor | None, is_real_BQ: torch.Tensor, state: torch.Tensor
     ) -> tuple[torch.Tensor, torch.Tensor]:
         """As `Recurrence`; never called for a layer without a state."""
         raise NotImplementedError
@@ -87,8 +87,9 @@ class GatedDeltaNet(RecurrentLayer, QwenGatedDeltaNetAttention):
         return self._output_projection(self.follow(qkv, torch.cat((b, a), dim=-1), self.conv1d), gate)
 
     def recur(
-        self, convolved_BQC: torch.Tensor, gates_BQG: torch.Tensor, is_real_BQ: torch.Tensor, state: torch.Tensor
+        self, convolved_BQC: torch.Tensor, gates_BQG: torch.Tensor | None, is_real_BQ: torch.Tensor, state: torch.Tensor
     ) -> tuple[torch.Tensor, torch.Tensor]:
+        assert gates_BQG is not None
         groups, num_heads = self.num_k_heads // self.tp_size, self.num_v_heads // self.tp_size
         key_size, value_size = self.key_dim // self.tp_size, self.value_dim // self.tp_size
         query, key, value = _real(F.silu(convolved_BQC), is_real_BQ).split([key_size, key_size, value_size], dim=-1)
@@ -134,8 +135,9 @@ class Mamba2(RecurrentLayer, MambaMixer2):
         return output
 
     def recur(
-        self, convolved_BQC: torch.Tensor, gates_BQG: torch.Tensor, is_real_BQ: torch.Tensor, state: torch.Tensor
+        self, convolved_BQC: torch.Tensor, gates_BQG: torch.Tensor | None, is_real_BQ: torch.Tensor, state: torch.Tensor
     ) -> tuple[torch.Tensor, torch.Tensor]:
+        assert gates_BQG is not None
         groups, num_heads = self.n_groups // self.tp_size, self.tped_dt_size
         value, key, query = self.split_hidden_states_B_C_fn(_real(F.silu(convolved_BQC), is_real_BQ))
         value_BQHV = _heads(value, num_heads, num_heads)
@@ -167,11 +169,10 @@ class Mamba1(RecurrentLayer, MambaMixer):
 
     def forward(self, hidden_states: torch.Tensor, output: torch.Tensor) -> None:
         inputs, gate = self.in_proj(hidden_states)[0].chunk(2, dim=-1)
-        no_gates = inputs.new_empty(inputs.shape[0], 0)
-        output.copy_(self.out_proj(self.follow(inputs, no_gates, self.conv1d) * F.silu(gate))[0])
+        output.copy_(self.out_proj(self.follow(inputs, None, self.conv1d) * F.silu(gate))[0])
 
     def recur(
-        self, convolved_BQC: torch.Tensor, gates_BQG: torch.Tensor, is_real_BQ: torch.Tensor, state: torch.Tensor
+        self, convolved_BQC: torch.Tensor, gates_BQG: torch.Tensor | None, is_real_BQ: torch.Tensor, state: torch.Tensor
     ) -> tuple[torch.Tensor, torch.Tensor]:
         value_BQC = _real(F.silu(convolved_BQC), is_real_BQ)
         step_CT, key_TK, query_TK = self._ssm_transform(value_BQC.flatten(0, 1).to(self.conv1d.weight.dtype))

@@ -41,11 +41,11 @@ class LayerShape(NamedTuple):
 
 
 Recurrence = Callable[
-    [torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor],
+    [torch.Tensor, torch.Tensor | None, torch.Tensor, torch.Tensor],
     tuple[torch.Tensor, torch.Tensor],
 ]
-"""From what was convolved [B, Q, C], the gates [B, Q, G], which positions count [B, Q] and the state before them, to
-the outputs [B, Q, ...] and the state after those that count."""
+"""From what was convolved [B, Q, C], the gates [B, Q, G] or None, which positions count [B, Q] and the state before
+them, to the outputs [B, Q, ...] and the state after those that count."""
 
 
 class LayerState:
@@ -58,11 +58,12 @@ class LayerState:
         self.inputs_RWC = torch.zeros(num_rows, width, shape.num_channels, dtype=shape.dtype, device=device)
         """Of the convolution: those before a row's position, and the pending ones after it."""
         self.gates_RPG: torch.Tensor | None = None
-        """Of the pending tokens,"""
+        """Of the pending tokens, for a layer that does not make them of its inputs,"""
         self.state: torch.Tensor | None = None
         """and the state before them; None for a layer that is its convolution alone."""
-        if shape.state:
+        if shape.num_gates:
             self.gates_RPG = torch.zeros(num_rows, num_pending, shape.num_gates, dtype=shape.dtype, device=device)
+        if shape.state:
             self.state = torch.zeros(num_rows, *shape.state, dtype=shape.state_dtype, device=device)
 
     def follow(
@@ -80,7 +81,6 @@ class LayerState:
         before_BWC = _from(inputs_BWC, call.num_pending_B, self._num_before)
         out_BQ = convolve(before_BWC, inputs_BQC, weight_CW, bias_C)
         if self.state is not None:
-            assert gates_BQG is not None
             state = self._state_before(call, inputs_BWC, weight_CW, bias_C, recurrence)
             out_BQ, after = recurrence(out_BQ, gates_BQG, _first(call.num_real_B, call.num_queries), state)
             self._keep(call, gates_BQG, after if call.commits else state)
@@ -100,20 +100,19 @@ class LayerState:
     ) -> torch.Tensor:
         """The rows' states before a rectangle: with the pending tokens that were accepted."""
         assert self.state is not None
-        assert self.gates_RPG is not None
         state = _unless(call.starts_B == 0, self.state.index_select(0, call.rows_B).float())
         if not self._num_pending:
             return state
         before_BWC, pending_BPC = inputs_BWC.split([self._num_before, self._num_pending], dim=1)
         convolved_BPC = convolve(before_BWC, pending_BPC, weight_CW, bias_C)
-        gates_BPG = self.gates_RPG.index_select(0, call.rows_B)
+        gates_BPG = None if self.gates_RPG is None else self.gates_RPG.index_select(0, call.rows_B)
         return recurrence(convolved_BPC, gates_BPG, _first(call.num_pending_B, self._num_pending), state)[1]
 
-    def _keep(self, call: StateCall, gates_BQG: torch.Tensor, state: torch.Tensor) -> None:
+    def _keep(self, call: StateCall, gates_BQG: torch.Tensor | None, state: torch.Tensor) -> None:
         assert self.state is not None
-        assert self.gates_RPG is not None
         _write(self.state, call.rows_B, state)
-        if not call.commits:
+        if self.gates_RPG is not None and not call.commits:
+            assert gates_BQG is not None
             _write(self.gates_RPG, call.rows_B, _widened(gates_BQG, self._num_pending))
 
 

@@ -29,8 +29,30 @@ SERVED = {
     "Zamba2ForCausalLM": _MAMBA_2,
 }
 """Those that were held against transformers as a whole."""
-CAPTURED = ("Qwen3NextForCausalLM",)
-"""Those whose forward was captured in HPU graphs too. Granite 4's changes a view in place."""
+CAPTURED: dict[tuple[str, str], tuple[str, ...]] = {
+    ("hpu", "lazy"): tuple(SERVED),
+    ("hpu", "compiled"): (
+        "FalconH1ForCausalLM",
+        "GraniteMoeHybridForCausalLM",
+        "JambaForCausalLM",
+        "Lfm2ForCausalLM",
+        "Lfm2MoeForCausalLM",
+        "MambaForCausalLM",
+        "NemotronHForCausalLM",
+        "Qwen3NextForCausalLM",
+        "Qwen3_5ForCausalLM",
+        "Qwen3_5MoeForCausalLM",
+        "Zamba2ForCausalLM",
+    ),
+    ("npu", "captured"): (
+        "FalconH1ForCausalLM",
+        "GraniteMoeHybridForCausalLM",
+        "Lfm2ForCausalLM",
+        "MambaForCausalLM",
+        "Qwen3NextForCausalLM",
+    ),
+}
+"""Of a device that captures graphs and its mode: those that were held against transformers in such graphs too."""
 
 # Types of layers, as configurations name them. A hybrid one has both.
 _WITH_STATE = ("linear_attention", "mamba", "conv", "hybrid")

@@ -145,10 +145,12 @@ def _state_refusals(vllm_config: VllmConfig, backend: DeviceBackend) -> Iterator
     """Of options, for targets that keep recurrent state."""
     name, cache = vllm_config.model_config.model, vllm_config.cache_config
     traits, model = backend.traits, vllm_config.model_config
-    if traits.captures and not (traits.mode == "lazy" and any(one in CAPTURED for one in model.architectures)):
+    compared = CAPTURED.get((traits.torch_device.type, traits.mode), ())
+    if traits.captures and not any(one in compared for one in model.architectures):
+        only = f" (only those of {', '.join(compared)})" if compared else ""
         yield (
-            f"{name} has recurrent layers, which are not served on {traits.name} in mode {traits.mode} yet (only those "
-            "of Qwen3-Next are, on a Gaudi in lazy mode); set VGS_DEVICE=cpu."
+            f"{name} has recurrent layers, which were not compared on {traits.name} in mode {traits.mode} yet{only}; "
+            "set VGS_DEVICE=cpu."
         )
     scheduler = vllm_config.scheduler_config
     if model.is_attention_free and scheduler.max_num_batched_tokens < model.max_model_len:

@@ -96,6 +96,7 @@ class LoadedModel:
         compat.return_attention_outputs(RectangleAttentionImpl, attend_layer)
         if has_states(model_config or vllm_config.model_config):
             importlib.import_module(_RECURRENT_LAYERS)  # takes a second, and most models have none
+            compat.scale_falcon_gates_in_new_tensors()
         others = set(get_layers_from_vllm_config(vllm_config, AttentionLayerBase))
         loads_on = (load_config or vllm_config.load_config).device
         with compat.tensor_parallel_group(self.group):

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from itertools import product
+from random import Random
 
 import pytest
 import torch
@@ -11,14 +12,11 @@ from tests.support.recurrence import (
     CHANNELS,
     GATED_DELTA,
     GATES,
-    HEADS,
-    KEY,
     KINDS,
-    MAMBA_2,
     PAD_ROW,
     ROWS,
+    STATES,
     TAPS,
-    VALUE,
     Layer,
     part,
     sequential,
@@ -83,6 +81,51 @@ def test_v06_a_prompt_in_chunks_beside_others(kind: str, num_drafts: int) -> Non
 
 
 @pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("num_drafts", [1, 3, 5])
+def test_rows_that_accept_other_numbers_beside_each_other(kind: str, num_drafts: int) -> None:
+    """Prompts come in chunks between verify steps, and one request is preempted: its text so far is a prompt again,
+    in a row that another one had."""
+    layer, random, width = Layer(kind, num_drafts), Random(num_drafts), num_drafts + 1
+    texts = [layer.text(length) for length in (48, 40, 44)]
+    expected = [sequential(kind, text) for text in texts]
+    prompts, rows, at = [9, 14, 3], [0, 1, 2], [0, 0, 0]
+
+    def read(requests: list[int], counts: list[int], guessed: int, columns: int, *, is_prompt: bool) -> None:
+        """`guessed`: tokens of a row; those after its count are wrong."""
+        some = [part(texts[one], at[one], at[one] + count) for one, count in zip(requests, counts, strict=True)]
+        noise = [layer.text(max(guessed - count, 0)) for count in counts]
+        both = [(torch.cat((a, c)), torch.cat((b, d))) for (a, b), (c, d) in zip(some, noise, strict=True)]
+        out = layer.read(
+            [*(rows[one] for one in requests), PAD_ROW],
+            [*(at[one] for one in requests), 0],
+            [*both, layer.text(0)],
+            columns,
+            is_prompt=is_prompt,
+        )
+        for one, count, found in zip(requests, counts, out, strict=False):
+            wanted = expected[one][0][at[one] : at[one] + count]
+            torch.testing.assert_close(found[:count], wanted, atol=1e-5, rtol=1e-5)
+            at[one] += count
+
+    for step in range(60):
+        if step == 12:
+            rows[0], rows[2] = rows[2], rows[0]
+            prompts[0], prompts[2], at[0], at[2] = at[0], at[2], 0, 0
+        if chunks := [one for one in range(3) if at[one] < prompts[one]]:
+            one = random.choice(chunks)
+            read([one], [min(4, prompts[one] - at[one])], 0, 4, is_prompt=True)
+        decoding = [one for one in range(3) if prompts[one] <= at[one] < len(texts[one][0])]
+        random.shuffle(decoding)
+        counts = [min(random.randint(1, width), len(texts[one][0]) - at[one]) for one in decoding]
+        read(decoding, counts, width, width, is_prompt=False)
+    for one in range(3):
+        assert at[one] == len(texts[one][0])
+        layer.read([rows[one]], [at[one]], [layer.text(0)], 4, is_prompt=True)
+        for found, wanted in zip(layer.kept(rows[one]), expected[one][1], strict=True):
+            torch.testing.assert_close(found, wanted, atol=1e-5, rtol=1e-5)
+
+
+@pytest.mark.parametrize("kind", KINDS)
 def test_v05_padding_changes_nobodys_state(kind: str) -> None:
     layer = Layer(kind, 3)
     for row in range(ROWS):
@@ -110,20 +153,20 @@ def test_a_row_starts_anew_with_its_next_request(kind: str) -> None:
         torch.testing.assert_close(out[0], expected[at : at + 1], atol=1e-5, rtol=1e-5)
 
 
-@pytest.mark.parametrize("kind", [GATED_DELTA, MAMBA_2])
+@pytest.mark.parametrize("kind", [kind for kind in KINDS if STATES[kind]])
 def test_rejected_drafts_that_are_no_numbers_spoil_nothing(kind: str) -> None:
     layer = Layer(kind, 1)
     text = layer.text(4)
     expected, _ = sequential(kind, text)
     layer.read([0], [0], [part(text, 0, 2)], 2, is_prompt=True)
-    wrong = torch.full((1, CHANNELS), float("nan")), torch.full((1, GATES), float("nan"))
+    wrong = torch.full((1, CHANNELS), float("nan")), torch.full((1, GATES[kind]), float("nan"))
     layer.read([0], [2], [(torch.cat((text[0][2:3], wrong[0])), torch.cat((text[1][2:3], wrong[1])))], 2)
     out = layer.read([0], [3], [part(text, 3, 4)], 1)
     torch.testing.assert_close(out[0], expected[3:4], atol=1e-5, rtol=1e-5)
 
 
 def test_memory_is_counted_as_it_is_taken() -> None:
-    shape = LayerShape(CHANNELS, TAPS, GATES, (HEADS, KEY, VALUE), torch.bfloat16, torch.float32)
+    shape = LayerShape(CHANNELS, TAPS, GATES[GATED_DELTA], STATES[GATED_DELTA], torch.bfloat16, torch.float32)
     states = RecurrentStates([("layer", shape)], num_rows=5, num_pending=4, device=torch.device("cpu"))
     layer = states.by_layer["layer"]
     tensors = [value for value in vars(layer).values() if isinstance(value, torch.Tensor)]
