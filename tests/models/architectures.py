@@ -129,7 +129,7 @@ def gemma3n(**overrides: Any) -> dict[str, Any]:
         hidden_size_per_layer_input=16,
         laurel_rank=8,
         altup_num_inputs=2,
-        activation_sparsity_pattern=[0.0] * 4,
+        activation_sparsity_pattern=[0.9, 0.9, 0.0, 0.0],
         intermediate_size=[256] * 4,
         tie_word_embeddings=True,
     )
@@ -292,6 +292,11 @@ TEXT: dict[str, Recipe] = {
         architecture="DeepseekV3ForCausalLM",
         config=shape(num_hidden_layers=3, **LATENT, **ROUTED, norm_topk_prob=True, rope_parameters=YARN),
         published=dict(topk_method="noaux_tc", scoring_func="sigmoid"),
+    ),
+    "kimi-k2": Recipe(
+        architecture="DeepseekV3ForCausalLM",
+        config=shape(num_hidden_layers=3, **LATENT, **ROUTED | ONE_GROUP, norm_topk_prob=True, rope_parameters=YARN),
+        published=dict(model_type="kimi_k2", topk_method="noaux_tc", scoring_func="sigmoid"),
     ),
     "deepseek-v32": Recipe(
         architecture="DeepseekV32ForCausalLM",
