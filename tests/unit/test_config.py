@@ -673,6 +673,15 @@ def test_images_of_gemma3n_are_refused() -> None:
         )
 
 
+def test_gemma3n_without_its_package_is_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(models, "_PACKAGES", {"LlamaForCausalLM": "no_package_of_this_name"})
+    line = r"\(LlamaForCausalLM\) needs the package no_package_of_this_name, for text too; run `pip install no_pack"
+    with pytest.raises(UnsupportedConfigError, match=line):
+        refusals.refuse_unsupported(engine_config(tmp_path, None), backend_of("cpu"))
+    monkeypatch.setattr(models, "_PACKAGES", {"LlamaForCausalLM": "torch"})
+    refusals.refuse_unsupported(engine_config(tmp_path, None), backend_of("cpu"))
+
+
 def test_what_is_left_of_an_earlier_measurement_does_not_stop_the_next(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib.util
 from collections.abc import Iterator
 from typing import TYPE_CHECKING
 
@@ -61,6 +62,9 @@ def _refusals_of(model: ModelConfig) -> Iterator[str]:
             f"vLLM's {model.architecture} takes embeddings in place of tokens, which is not supported; use another "
             "model."
         )
+    for name in model.architectures:
+        if (package := _PACKAGES.get(name)) is not None and importlib.util.find_spec(package) is None:
+            yield f"{model.model} ({name}) needs the package {package}, for text too; run `pip install {package}`."
     if model.supports_multimodal_inputs and model.runner_type == "draft":
         yield f"Drafter {model.model} takes images, audio or video; use a text-only model."
     if has_states(model) and model.runner_type == "draft":
@@ -157,6 +161,8 @@ def _state_refusals(vllm_config: VllmConfig, backend: DeviceBackend) -> Iterator
 
 # Classes of vLLM that take no tokens, not even where there is text alone.
 _EMBEDDINGS_ONLY = ("VoxtralRealtimeGeneration",)
+# By class of vLLM, what its towers need, which are constructed where text alone is served too.
+_PACKAGES = {"Gemma3nForConditionalGeneration": "timm"}
 # Classes of vLLM whose text is served, and whose images and sound were never compared.
 _TEXT_ONLY = ("Gemma3nForConditionalGeneration",)
 # Classes of vLLM that pass slopes to their layers, of which the scores follow from distances.
