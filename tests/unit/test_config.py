@@ -644,12 +644,30 @@ def test_l06_models_that_write_through_views_are_refused_where_no_graph_takes_it
         model: Any = SimpleNamespace(
             model="M", architecture=architecture, is_deepseek_mla=is_deepseek, use_mla=is_deepseek and use_mla
         )
+        model.using_transformers_backend = lambda: False
         found = list(models._graph_refusals(model, traits))
         assert len(found) == (is_deepseek and not use_mla and mode == "lazy")
         for line in found:
             assert line.endswith(
                 "which graphs of hpu in mode lazy do not take; leave VLLM_MLA_DISABLE unset, or set PT_HPU_LAZY_MODE=0."
             )
+
+
+@pytest.mark.parametrize("is_moe", [True, False])
+@pytest.mark.parametrize("backend_is_transformers", [True, False])
+def test_l06_experts_of_the_transformers_backend_are_refused(is_moe: bool, backend_is_transformers: bool) -> None:
+    model: Any = SimpleNamespace(
+        model="M",
+        architecture="A",
+        is_deepseek_mla=False,
+        is_moe=is_moe,
+        using_transformers_backend=lambda: backend_is_transformers,
+    )
+    traits = dataclasses.replace(backend_of("hpu", captures=True).traits, mode="lazy", updates_views=False)
+    found = list(models._graph_refusals(model, traits))
+    assert len(found) == (is_moe and backend_is_transformers)
+    assert all(line.endswith("set PT_HPU_LAZY_MODE=0.") for line in found)
+    assert not list(models._graph_refusals(model, dataclasses.replace(traits, updates_views=True)))
 
 
 def test_images_of_gemma3n_are_refused() -> None:

@@ -46,13 +46,19 @@ def model_refusals(vllm_config: VllmConfig, backend: DeviceBackend) -> Iterator[
 
 def _graph_refusals(model: ModelConfig, traits: DeviceTraits) -> Iterator[str]:
     """Layers that no graph of the device takes."""
-    if traits.updates_views or not model.is_deepseek_mla or model.use_mla:
+    if traits.updates_views:
         return
-    yield (
-        f"{model.model} ({model.architecture}) without latent attention has layers that change tensors through views, "
-        f"which graphs of {traits.name} in mode {traits.mode} do not take; leave VLLM_MLA_DISABLE unset, or set "
-        "PT_HPU_LAZY_MODE=0."
-    )
+    graphs = f"which graphs of {traits.name} in mode {traits.mode} do not take"
+    if model.is_deepseek_mla and not model.use_mla:
+        yield (
+            f"{model.model} ({model.architecture}) without latent attention has layers that change tensors through "
+            f"views, {graphs}; leave VLLM_MLA_DISABLE unset, or set PT_HPU_LAZY_MODE=0."
+        )
+    if model.using_transformers_backend() and model.is_moe:
+        yield (
+            f"{model.model} ({model.architecture}) has experts of vLLM's transformers backend, whose operator changes "
+            f"a view, {graphs}; set PT_HPU_LAZY_MODE=0."
+        )
 
 
 def _refusals_of(model: ModelConfig) -> Iterator[str]:
