@@ -19,6 +19,8 @@ class Recipe:
     """Keyword arguments of its configuration class."""
     published: dict[str, Any] = field(default_factory=dict)
     """What the config.json of published checkpoints has and the configuration class does not write."""
+    renamed: tuple[tuple[str, str], ...] = ()
+    """Patterns of names of weights, and what published checkpoints have there. Weights of one name are joined."""
     engine: dict[str, Any] = field(default_factory=dict)
     """Arguments of `LLM`."""
     embedding: float | None = None
@@ -129,7 +131,7 @@ def gemma3n(**overrides: Any) -> dict[str, Any]:
         hidden_size_per_layer_input=16,
         laurel_rank=8,
         altup_num_inputs=2,
-        activation_sparsity_pattern=[0.0] * 4,
+        activation_sparsity_pattern=[0.9, 0.9, 0.0, 0.0],
         intermediate_size=[256] * 4,
         tie_word_embeddings=True,
     )
@@ -269,6 +271,35 @@ TEXT: dict[str, Recipe] = {
         architecture="FlexOlmoForCausalLM", config=shape(num_experts=4, num_experts_per_tok=2, intermediate_size=64)
     ),
     "glm": Recipe(architecture="GlmForCausalLM", config=shape()),
+    # What GLM-4 was before transformers had a class of it, and ChatGLM 2 and 3.
+    "chatglm": Recipe(
+        architecture="GlmForCausalLM",
+        config=shape(rms_norm_eps=1e-5),
+        published=dict(
+            architectures=["ChatGLMModel"],
+            model_type="chatglm",
+            num_layers=2,
+            padded_vocab_size=tiny_models.VOCAB,
+            ffn_hidden_size=256,
+            kv_channels=32,
+            seq_length=4096,
+            layernorm_epsilon=1e-5,
+            add_qkv_bias=True,
+            multi_query_attention=True,
+            multi_query_group_num=2,
+            original_rope=True,
+        ),
+        renamed=(
+            (r"^model\.embed_tokens", "transformer.embedding.word_embeddings"),
+            (r"^model\.norm", "transformer.encoder.final_layernorm"),
+            (r"^model\.layers", "transformer.encoder.layers"),
+            (r"^lm_head", "transformer.output_layer"),
+            (r"self_attn\.[qkv]_proj", "self_attention.query_key_value"),
+            (r"self_attn\.o_proj", "self_attention.dense"),
+            (r"gate_up_proj", "dense_h_to_4h"),
+            (r"down_proj", "dense_4h_to_h"),
+        ),
+    ),
     "glm4": Recipe(architecture="Glm4ForCausalLM", config=shape()),
     "glm4-moe": Recipe(
         architecture="Glm4MoeForCausalLM", config=shape(num_hidden_layers=3, **ROUTED, use_qk_norm=True)
@@ -292,6 +323,11 @@ TEXT: dict[str, Recipe] = {
         architecture="DeepseekV3ForCausalLM",
         config=shape(num_hidden_layers=3, **LATENT, **ROUTED, norm_topk_prob=True, rope_parameters=YARN),
         published=dict(topk_method="noaux_tc", scoring_func="sigmoid"),
+    ),
+    "kimi-k2": Recipe(
+        architecture="DeepseekV3ForCausalLM",
+        config=shape(num_hidden_layers=3, **LATENT, **ROUTED | ONE_GROUP, norm_topk_prob=True, rope_parameters=YARN),
+        published=dict(model_type="kimi_k2", topk_method="noaux_tc", scoring_func="sigmoid"),
     ),
     "deepseek-v32": Recipe(
         architecture="DeepseekV32ForCausalLM",

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import itertools
 import json
 import os
 import subprocess
@@ -633,26 +634,70 @@ def test_v13_pooling_models_that_are_not_served_are_refused(
         refusals.refuse_unsupported(engine_config(tmp_path, None, runner="pooling", **options), backend)
 
 
-def test_l06_models_that_write_through_views_are_refused_where_no_graph_takes_it(tmp_path: Path) -> None:
-    made = engine_config(tmp_path, None, hf_overrides={"architectures": ["MiniCPM3ForCausalLM"]})
-    backend = backend_of("hpu", captures=True)
-    refusals.refuse_unsupported(made, backend)
-    backend.traits = dataclasses.replace(backend.traits, mode="lazy", updates_views=False)
-    for latent in (True, False):
-        deepseek: Any = SimpleNamespace(architectures=["DeepseekV3ForCausalLM"], is_deepseek_mla=True, use_mla=latent)
-        assert models._updates_views(deepseek) is not latent
-    refusals.refuse_unsupported(engine_config(tmp_path, None), backend)
-    with pytest.raises(
-        UnsupportedConfigError, match=r"graphs of hpu in mode lazy do not take; .*set PT_HPU_LAZY_MODE=0"
-    ):
-        refusals.refuse_unsupported(made, backend)
-    made = engine_config(tmp_path, None, hf_overrides={"architectures": ["Gemma3nForCausalLM"]})
-    for mode in ("lazy", "compiled"):
-        backend.traits = dataclasses.replace(backend.traits, mode=mode, updates_views=mode == "compiled")
-        with pytest.raises(
-            UnsupportedConfigError, match=rf"graphs of hpu in mode {mode} do not take; use another model\.$"
-        ):
-            refusals.refuse_unsupported(made, backend)
+@pytest.mark.parametrize("architecture", ["MiniCPM3ForCausalLM", "Gemma3nForCausalLM", "DeepseekV3ForCausalLM"])
+def test_l06_models_that_write_through_views_are_refused_where_no_graph_takes_it(architecture: str) -> None:
+    """DeepSeek's attention without latent KV does; MiniCPM3 and Gemma 3n are patched."""
+    is_deepseek = architecture.startswith("Deepseek")
+    for mode, use_mla in itertools.product(("lazy", "compiled"), (True, False)):
+        backend = backend_of("hpu", captures=True)
+        traits = dataclasses.replace(backend.traits, mode=mode, updates_views=mode == "compiled")
+        model: Any = SimpleNamespace(
+            model="M", architecture=architecture, is_deepseek_mla=is_deepseek, use_mla=is_deepseek and use_mla
+        )
+        model.using_transformers_backend = lambda: False
+        found = list(models._graph_refusals(model, traits))
+        assert len(found) == (is_deepseek and not use_mla and mode == "lazy")
+        for line in found:
+            assert line.endswith(
+                "which graphs of hpu in mode lazy do not take; leave VLLM_MLA_DISABLE unset, or set PT_HPU_LAZY_MODE=0."
+            )
+
+
+@pytest.mark.parametrize("is_moe", [True, False])
+@pytest.mark.parametrize("backend_is_transformers", [True, False])
+def test_l06_experts_of_the_transformers_backend_are_refused(is_moe: bool, backend_is_transformers: bool) -> None:
+    model: Any = SimpleNamespace(
+        model="M",
+        architecture="A",
+        is_deepseek_mla=False,
+        is_moe=is_moe,
+        using_transformers_backend=lambda: backend_is_transformers,
+    )
+    traits = dataclasses.replace(backend_of("hpu", captures=True).traits, mode="lazy", updates_views=False)
+    found = list(models._graph_refusals(model, traits))
+    assert len(found) == (is_moe and backend_is_transformers)
+    assert all(line.endswith("set PT_HPU_LAZY_MODE=0.") for line in found)
+    assert not list(models._graph_refusals(model, dataclasses.replace(traits, updates_views=True)))
+
+
+def test_images_of_gemma3n_are_refused() -> None:
+    media = SimpleNamespace(is_multimodal_pruning_enabled=lambda: False, mm_encoder_only=False, enable_mm_embeds=False)
+    for architecture in ("Gemma3nForConditionalGeneration", "Qwen3VLForConditionalGeneration"):
+        model = SimpleNamespace(
+            architecture=architecture,
+            architectures=[architecture],
+            runner_type="generate",
+            get_multimodal_config=lambda: media,
+            **dict.fromkeys(("is_mm_prefix_lm", "is_multimodal_raw_input_only_model", "is_hybrid"), False),
+        )
+        made: Any = SimpleNamespace(
+            model_config=model, parallel_config=SimpleNamespace(data_parallel_size=1), lora_config=None
+        )
+        found = list(models._multimodal_refusals(made, backend_of("cpu")))
+        assert found == (
+            ["Images, audio and video of Gemma3nForConditionalGeneration are not supported yet"]
+            if architecture.startswith("Gemma3n")
+            else []
+        )
+
+
+def test_gemma3n_without_its_package_is_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(models, "_PACKAGES", {"LlamaForCausalLM": "no_package_of_this_name"})
+    line = r"\(LlamaForCausalLM\) needs the package no_package_of_this_name, for text too; run `pip install no_pack"
+    with pytest.raises(UnsupportedConfigError, match=line):
+        refusals.refuse_unsupported(engine_config(tmp_path, None), backend_of("cpu"))
+    monkeypatch.setattr(models, "_PACKAGES", {"LlamaForCausalLM": "torch"})
+    refusals.refuse_unsupported(engine_config(tmp_path, None), backend_of("cpu"))
 
 
 @pytest.mark.parametrize(

@@ -3,6 +3,8 @@
 tests/unit/compat/ fails when upstream changes what one of these patches.
 """
 
+from collections.abc import Iterable
+
 from vllm_gaudi_spec.compat.attention import make_mla_layers, return_attention_outputs
 from vllm_gaudi_spec.compat.configuration import (
     admit_min_p_and_logit_bias,
@@ -35,6 +37,12 @@ from vllm_gaudi_spec.compat.server import (
     leave_idle_work_at_shutdown,
     let_engine_finish,
 )
+from vllm_gaudi_spec.compat.views import (
+    add_to_states_of_gemma3n,
+    embed_tokens_by_layer_in_gemma3n,
+    join_keys_of_minicpm3,
+    take_tokens_in_gemma3n,
+)
 
 # `apply`, and the patches that only some processes need, each called where it is needed.
 __all__ = [
@@ -44,6 +52,7 @@ __all__ = [
     "answer_for_vllm_distribution",
     "answer_huge_images",
     "apply",
+    "apply_to_models",
     "assign_cpu_experts",
     "choose_cpu_linears",
     "device_type_while_loading",
@@ -76,3 +85,18 @@ def apply() -> None:
     read_inc_from_quant_config()
     carry_metrics()
     list_metrics_of_ours()
+
+
+_GEMMA3N = (add_to_states_of_gemma3n, embed_tokens_by_layer_in_gemma3n)
+_BY_ARCHITECTURE = {
+    "MiniCPM3ForCausalLM": (join_keys_of_minicpm3,),
+    "Gemma3nForCausalLM": _GEMMA3N,
+    "Gemma3nForConditionalGeneration": (*_GEMMA3N, take_tokens_in_gemma3n),
+}
+
+
+def apply_to_models(architectures: Iterable[str]) -> None:
+    """Applies the patches of these models' classes, which are imported for it. Idempotent."""
+    for name in architectures:
+        for patch in _BY_ARCHITECTURE.get(name, ()):
+            patch()

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib.util
 from collections.abc import Iterator
 from typing import TYPE_CHECKING
 
@@ -45,24 +46,19 @@ def model_refusals(vllm_config: VllmConfig, backend: DeviceBackend) -> Iterator[
 
 def _graph_refusals(model: ModelConfig, traits: DeviceTraits) -> Iterator[str]:
     """Layers that no graph of the device takes."""
-    makes_on_host = any(name in _MAKE_ON_HOST for name in model.architectures)
-    if not traits.updates_views and _updates_views(model):
-        what = "change tensors through views"
-    elif traits.mode == "compiled" and makes_on_host:
-        what = "make tensors on the host"
-    else:
+    if traits.updates_views:
         return
-    # What is made on the host is refused in the other mode.
-    remedy = "use another model" + ("" if makes_on_host else ", or set PT_HPU_LAZY_MODE=0")
-    yield (
-        f"{model.model} ({model.architecture}) has layers that {what}, which graphs of {traits.name} in mode "
-        f"{traits.mode} do not take; {remedy}."
-    )
-
-
-def _updates_views(model: ModelConfig) -> bool:
-    # DeepSeek's attention without latent KV (VLLM_MLA_DISABLE) does so as well.
-    return any(name in _UPDATE_VIEWS for name in model.architectures) or (model.is_deepseek_mla and not model.use_mla)
+    graphs = f"which graphs of {traits.name} in mode {traits.mode} do not take"
+    if model.is_deepseek_mla and not model.use_mla:
+        yield (
+            f"{model.model} ({model.architecture}) without latent attention has layers that change tensors through "
+            f"views, {graphs}; leave VLLM_MLA_DISABLE unset, or set PT_HPU_LAZY_MODE=0."
+        )
+    if model.using_transformers_backend() and model.is_moe:
+        yield (
+            f"{model.model} ({model.architecture}) has experts of vLLM's transformers backend, whose operator changes "
+            f"a view, {graphs}; set PT_HPU_LAZY_MODE=0."
+        )
 
 
 def _refusals_of(model: ModelConfig) -> Iterator[str]:
@@ -72,6 +68,9 @@ def _refusals_of(model: ModelConfig) -> Iterator[str]:
             f"vLLM's {model.architecture} takes embeddings in place of tokens, which is not supported; use another "
             "model."
         )
+    for name in model.architectures:
+        if (package := _PACKAGES.get(name)) is not None and importlib.util.find_spec(package) is None:
+            yield f"{model.model} ({name}) needs the package {package}, for text too; run `pip install {package}`."
     if model.supports_multimodal_inputs and model.runner_type == "draft":
         yield f"Drafter {model.model} takes images, audio or video; use a text-only model."
     if has_states(model) and model.runner_type == "draft":
@@ -102,6 +101,8 @@ def _multimodal_refusals(vllm_config: VllmConfig, backend: DeviceBackend) -> Ite
         yield f"Images, audio and video are not served on {backend.traits.name} yet, only on a CPU"
     if model.is_mm_prefix_lm and model.hf_config.model_type not in _SEEN_BOTH_WAYS:
         yield f"Tokens of images that see each other in both directions are supported for {', '.join(_SEEN_BOTH_WAYS)}"
+    if any(name in _TEXT_ONLY for name in model.architectures):
+        yield f"Images, audio and video of {model.architecture} are not supported yet"
     if model.is_multimodal_raw_input_only_model:
         yield "A model that takes media without tokens is not supported"
     if model.runner_type == "pooling":
@@ -167,15 +168,15 @@ def _state_refusals(vllm_config: VllmConfig, backend: DeviceBackend) -> Iterator
 
 
 # Classes of vLLM that take no tokens, not even where there is text alone.
-_EMBEDDINGS_ONLY = ("Gemma3nForConditionalGeneration", "VoxtralRealtimeGeneration")
+_EMBEDDINGS_ONLY = ("VoxtralRealtimeGeneration",)
+# By class of vLLM, what its towers need, which are constructed where text alone is served too.
+_PACKAGES = {"Gemma3nForConditionalGeneration": "timm"}
+# Classes of vLLM whose text is served, and whose images and sound were never compared.
+_TEXT_ONLY = ("Gemma3nForConditionalGeneration",)
 # Classes of vLLM that pass slopes to their layers, of which the scores follow from distances.
 _SLOPES = ("BloomForCausalLM", "FalconForCausalLM")
 # From the square root of distances; `uses_alibi` does not have it.
 _SLOPES_OF_ROOTS = ("Step1ForCausalLM",)
-# Classes of vLLM whose layers assign to parts of tensors: of keys, and of the predictions of AltUp.
-_UPDATE_VIEWS = ("MiniCPM3ForCausalLM", "Gemma3nForCausalLM")
-# Classes of vLLM whose layers make tensors on the host, which no compiled graph may.
-_MAKE_ON_HOST = ("Gemma3nForCausalLM",)
 _SINK_KEYS = ("PanguProMoEV2ForCausalLM",)
 
 

@@ -94,6 +94,7 @@ class LoadedModel:
         self.set_outputs(_logits_only)
         compat.make_mla_layers(latent.LatentAttention)
         compat.return_attention_outputs(RectangleAttentionImpl, attend_layer)
+        compat.apply_to_models((model_config or vllm_config.model_config).architectures)
         if has_states(model_config or vllm_config.model_config):
             importlib.import_module(_RECURRENT_LAYERS)  # takes a second, and most models have none
             compat.scale_falcon_gates_in_new_tensors()

@@ -96,6 +96,10 @@ def differences(name: str, original: Callable[..., Any], wrapper: Callable[..., 
     takes_names = any(parameter.kind is parameter.VAR_KEYWORD for parameter in own)
     by_position = [parameter for parameter in own if parameter.kind is parameter.POSITIONAL_OR_KEYWORD][1:]
     for index, theirs in enumerate(inspect.signature(original).parameters.values()):
+        if theirs.kind is theirs.VAR_KEYWORD:
+            if not takes_names:
+                yield f"{name}: any by name"
+            continue
         mine = by_position[index] if index < len(by_position) else None
         has_name = theirs.kind is theirs.POSITIONAL_OR_KEYWORD and theirs.name != "self"
         if mine is None and not takes_more:

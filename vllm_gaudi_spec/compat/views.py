@@ -1,0 +1,178 @@
+"""Layers of vLLM's models that no graph takes: they change tensors through views, or make some on the host.
+
+N heads, D size of a key, A inputs of AltUp; T tokens and H hidden size as everywhere.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import TYPE_CHECKING, Any
+
+from vllm_gaudi_spec.compat.patching import wrap
+
+if TYPE_CHECKING:
+    import torch
+
+Original = Callable[..., "torch.Tensor"]
+
+
+def join_keys_of_minicpm3() -> None:
+    """Let MiniCPM3 join the parts of its queries and keys into new tensors.
+
+    Reason: vLLM's layer assigns the parts to slices, and HPU graphs do not support in-place writes through views
+    (lesson L06).
+    Remove when: upstream's layer assigns to no slice.
+    """
+    from vllm.model_executor.models.minicpm3 import MiniCPM3Attention
+
+    wrap(MiniCPM3Attention, "forward", _attend)
+
+
+def _attend(original: Original, layer: Any, positions: torch.Tensor, hidden_states: torch.Tensor) -> torch.Tensor:
+    import torch
+
+    num_heads, size, value_size = layer.num_local_heads, layer.qk_head_dim, layer.v_head_dim
+    plain_size, rotary_size = layer.qk_nope_head_dim, layer.qk_rope_head_dim
+    query, _ = layer.q_b_proj(layer.q_a_layernorm(layer.q_a_proj(hidden_states)[0]))
+    query_plain, query_rotary = query.view(-1, num_heads, size).split([plain_size, rotary_size], dim=-1)
+    latent, key_rotary = layer.kv_a_proj_with_mqa(hidden_states)[0].split([layer.kv_lora_rank, rotary_size], dim=-1)
+    both, _ = layer.kv_b_proj(layer.kv_a_layernorm(latent))
+    key_plain, value = both.view(-1, num_heads, plain_size + value_size).split([plain_size, value_size], dim=-1)
+    query_rotary, key_rotary = layer.rotary_emb(positions, query_rotary.flatten(1), key_rotary.contiguous())
+    key_rotary = key_rotary.view(-1, 1, rotary_size).expand(-1, num_heads, -1)
+    query_TND = torch.cat((query_plain, query_rotary.view(-1, num_heads, rotary_size)), dim=-1)
+    key_TND = torch.cat((key_plain, key_rotary), dim=-1)
+    value_TND = torch.nn.functional.pad(value, [0, size - value_size])
+    attended = layer.attn(query_TND.flatten(1), key_TND.flatten(1), value_TND.flatten(1))
+    output, _ = layer.o_proj(attended.view(-1, num_heads, size)[..., :value_size].flatten(1))
+    return output
+
+
+def add_to_states_of_gemma3n() -> None:
+    """Let Gemma 3n make new tensors of its states, and divide by numbers.
+
+    Reason: vLLM's layers add to the states of AltUp through views (lesson L06), and divide by tensors that they make on
+    the host, which no compiled graph may.
+    Remove when: upstream's layers do neither.
+    """
+    from vllm.model_executor.models import gemma3n
+
+    wrap(gemma3n.Gemma3nAltUp, "predict", _predict)
+    wrap(gemma3n.Gemma3nDecoderLayer, "forward", _decode)
+    wrap(gemma3n.Gemma3nSelfDecoder, "altup_embed", _spread)
+    wrap(gemma3n.Gemma3nTextModel, "altup_unembed", _gather)
+
+
+def _predict(original: Original, altup: Any, hidden_states: torch.Tensor) -> torch.Tensor:
+    """[A, T, H], of the same."""
+    modalities_TA = altup._compute_router_modalities(hidden_states[altup.altup_active_idx])
+    coefficients_TAA = altup.prediction_coefs(modalities_TA).view(-1, altup.altup_num_inputs, altup.altup_num_inputs)
+    change_THA = hidden_states.permute(1, 2, 0) @ coefficients_TAA.transpose(1, 2)
+    return (change_THA.permute(2, 0, 1) + hidden_states).contiguous()
+
+
+def _decode(
+    original: Original,
+    layer: Any,
+    positions: torch.Tensor,
+    hidden_states: torch.Tensor,
+    per_layer_input: torch.Tensor,
+    **named: Any,
+) -> torch.Tensor:
+    """[A, T, H], of the same."""
+    import torch
+
+    predictions_ATH = layer.altup.predict(hidden_states)
+    active_TH = predictions_ATH[layer.altup_active_idx]
+    normed_TH = layer.input_layernorm(active_TH)
+    attended_TH = layer.self_attn(positions=positions, hidden_states=normed_TH, **named)
+    attended_TH = layer.post_attention_layernorm(attended_TH) + active_TH
+    attended_TH = (attended_TH + layer.laurel(normed_TH)) / 2**0.5
+    mlp_TH = layer.post_feedforward_layernorm(layer.mlp(layer.pre_feedforward_layernorm(attended_TH)))
+    corrected_ATH = layer.altup.correct(predictions_ATH, attended_TH + mlp_TH)
+    first_TH = layer.altup.scale_corrected_output(corrected_ATH[layer.altup_active_idx])
+    gated = layer.act_fn(layer.per_layer_input_gate(first_TH)) * per_layer_input
+    added_TH = layer.post_per_layer_input_norm(layer.per_layer_projection(gated))
+    return torch.cat((corrected_ATH[:1], corrected_ATH[1:] + added_TH))
+
+
+def _spread(original: Original, decoder: Any, hidden_states_0: torch.Tensor) -> torch.Tensor:
+    """[T, H, A]: the embedding and its projections, scaled to its size."""
+    import torch
+
+    others = [_scaled(project(hidden_states_0), hidden_states_0) for project in decoder.altup_projections]
+    return torch.stack((hidden_states_0, *others), dim=-1)
+
+
+def _gather(original: Original, model: Any, hidden_states: torch.Tensor) -> torch.Tensor:
+    """[T, H] of [T, H, A]."""
+    import torch
+
+    first_TH, *others = hidden_states.unbind(-1)
+    projected = [project(other) for project, other in zip(model.altup_unembed_projections, others, strict=True)]
+    return torch.stack((first_TH, *(_scaled(states, first_TH) for states in projected)), dim=-1).mean(dim=-1)
+
+
+def _scaled(states_TH: torch.Tensor, like_TH: torch.Tensor) -> torch.Tensor:
+    return states_TH * (_magnitude(like_TH) / _magnitude(states_TH))
+
+
+def _magnitude(states_TH: torch.Tensor) -> torch.Tensor:
+    magnitude: torch.Tensor = (states_TH**2).mean(dim=-1, keepdim=True) ** 0.5
+    return magnitude
+
+
+def embed_tokens_by_layer_in_gemma3n() -> None:
+    """Let Gemma 3n compute the embeddings of its layers from the tokens that it gets.
+
+    Reason: vLLM's text model leaves them out unless its caller has them, and generates other text then. The class of
+    published checkpoints takes no tokens at all: it reads what a call before has written through a view.
+    Remove when: upstream's models do so.
+    """
+    from vllm.model_executor.models import gemma3n
+
+    wrap(gemma3n.Gemma3nTextModel, "forward", _embed_by_layer)
+
+
+def take_tokens_in_gemma3n() -> None:
+    """Let the class of published checkpoints of Gemma 3n take tokens where there is text alone.
+
+    Reason: as above.
+    Remove when: it does.
+    """
+    from vllm.model_executor.models import gemma3n_mm
+
+    wrap(gemma3n_mm.Gemma3nForConditionalGeneration, "forward", _take_tokens)
+
+
+def _embed_by_layer(
+    original: Original,
+    model: Any,
+    input_ids: torch.Tensor | None,
+    positions: torch.Tensor,
+    per_layer_inputs: torch.Tensor | None = None,
+    *more: Any,
+    **named: Any,
+) -> torch.Tensor:
+    if per_layer_inputs is None and input_ids is not None:
+        decoder, config = model.self_decoder, model.config
+        # The last ids have no embedding. Not a `where`, which is compiled wrongly on integers (lesson C17).
+        ids_T = input_ids * (input_ids < config.vocab_size_per_layer_input)
+        embeddings = decoder.embed_tokens_per_layer(ids_T) * decoder.embed_scale_per_layer
+        per_layer_inputs = embeddings.view(-1, config.num_hidden_layers, config.hidden_size_per_layer_input)
+    return original(model, input_ids, positions, per_layer_inputs, *more, **named)
+
+
+def _take_tokens(
+    original: Original,
+    model: Any,
+    input_ids: torch.Tensor | None,
+    positions: torch.Tensor,
+    intermediate_tensors: Any = None,
+    inputs_embeds: torch.Tensor | None = None,
+    **named: Any,
+) -> torch.Tensor:
+    if inputs_embeds is None and intermediate_tensors is None:
+        states: torch.Tensor = model.language_model(input_ids, positions, **named)
+        return states
+    return original(model, input_ids, positions, intermediate_tensors, inputs_embeds, **named)
