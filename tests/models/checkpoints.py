@@ -26,7 +26,7 @@ from torch import nn
 
 from tests.full_tests import tiny_models
 from tests.full_tests.prompts import random_prompts
-from tests.models import formats, media
+from tests.models import formats, media, processors
 from tests.models.architectures import Recipe
 
 transformers.utils.logging.disable_progress_bar()
@@ -45,7 +45,9 @@ _STATE = ("A_log", "dt_bias", ".D")
 
 
 # What decides how it is made, as it was when this process began.
-_MADE_BY = b"".join(Path(name).read_bytes() for name in (__file__, formats.__file__, media.__file__))
+_MADE_BY = b"".join(
+    Path(name).read_bytes() for name in (__file__, formats.__file__, media.__file__, processors.__file__)
+)
 _MADE_BY += f"{transformers.__version__} {torch.__version__}".encode()
 _NOT_MADE_BY = ("engine", "vision", "tolerance")
 

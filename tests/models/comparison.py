@@ -28,6 +28,8 @@ ROUGH = 0.3
 """From this tolerance on, a reference rounds otherwise than the kernels do, so that many more may be ordered so."""
 BUSY = "@busy"
 """At the end of the names of cases with little KV."""
+AGAIN = "@again"
+"""And of those that are asked a second time."""
 POOLED = 1e-4
 """How far a number of an embedding, or the probability of a class, may be off."""
 EQUAL, TIED, DIFFERS = "equal", "tied", "differs"
@@ -187,6 +189,8 @@ def row(case: str, results: dict[str, Result], reference: Result | None, toleran
             found.faults.append(f"canary, {variant}: {damage}")
         if case.endswith(BUSY) and result.get("preemptions") == 0:
             found.faults.append(f"{variant}: no request was preempted")
+        if case.endswith(AGAIN) and "cached" in result:
+            found.faults += [f"{fault}, {variant}" for fault in _faults_of_caching(result)]
         if result.get("guarded") == 0:
             found.faults.append(f"{variant}: no KV buffer was guarded")
     return found
@@ -235,6 +239,17 @@ def _faults_of_steps(result: Result) -> Iterator[str]:
         yield f"{syncs:.2f} device-to-host syncs a step"
     if (faults := steps.get("drafter", {}).get("faults", 0)) > 0:
         yield f"the drafter failed {faults} times"
+
+
+def _faults_of_caching(result: Result) -> Iterator[str]:
+    """Of prompts that begin with less text than a block holds, then an item."""
+    before, after = result["cached"]
+    if any(before):
+        yield f"blocks of other items were taken: {before}"
+    if not all(after):
+        yield f"a prompt was not in the prefix cache: {after}"
+    if not result["same_again"]:
+        yield "another answer the second time"
 
 
 def _drafts(found: Row, variant: str, drafts: Result | None, plain: Result, reference: Result | None) -> str:

@@ -18,6 +18,8 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 import numpy as np
 from PIL import Image
 
+from tests.models import processors
+
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerFast, ProcessorMixin
 
@@ -27,9 +29,9 @@ IMAGE, VIDEO, AUDIO = "image", "video", "audio"
 """As vLLM names them."""
 
 
-def picture(size: Size) -> Image.Image:
+def picture(size: Size, seed: int = 0) -> Image.Image:
     width, height = size
-    return Image.fromarray(_noise((height, width, 3), seed=width * 1000 + height))
+    return Image.fromarray(_noise((height, width, 3), seed=width * 1000 + height + seed))
 
 
 def _noise(shape: tuple[int, ...], seed: int) -> np.ndarray:
@@ -40,8 +42,8 @@ class Picture(NamedTuple):
     size: Size
     modality: str = IMAGE
 
-    def made(self) -> Image.Image:
-        return picture(self.size)
+    def made(self, seed: int) -> Image.Image:
+        return picture(self.size, seed)
 
 
 class Clip(NamedTuple):
@@ -50,10 +52,10 @@ class Clip(NamedTuple):
     fps: float
     modality: str = VIDEO
 
-    def made(self) -> tuple[np.ndarray, dict[str, Any]]:
+    def made(self, seed: int) -> tuple[np.ndarray, dict[str, Any]]:
         """With what vLLM and transformers want to know of a video."""
         width, height = self.size
-        frames_THWC = _noise((self.frames, height, width, 3), seed=width * self.frames)
+        frames_THWC = _noise((self.frames, height, width, 3), seed=width * self.frames + seed)
         known = dict(fps=self.fps, duration=self.frames / self.fps, total_num_frames=self.frames)
         return frames_THWC, known | dict(frames_indices=list(range(self.frames)), video_backend="opencv")
 
@@ -62,11 +64,10 @@ class Sound(NamedTuple):
     samples: int
     modality: str = AUDIO
 
-    def made(self) -> np.ndarray:
-        return np.random.default_rng(self.samples).standard_normal(self.samples).astype(np.float32)
+    def made(self, seed: int) -> np.ndarray:
+        return np.random.default_rng(self.samples + seed).standard_normal(self.samples).astype(np.float32)
 
 
-SAMPLING_RATE = 16_000
 Item = Picture | Clip | Sound
 Prompt = tuple[str, list[Item]]
 MARK = "<an item>"
@@ -106,17 +107,21 @@ class Question(NamedTuple):
         return text
 
 
-def _by_modality(items: Sequence[Item]) -> dict[str, list[Any]]:
+def _by_modality(items: Sequence[Item], seed: int = 0) -> dict[str, list[Any]]:
     found: dict[str, list[Any]] = defaultdict(list)
     for item in items:
-        found[item.modality].append(item.made())
+        found[item.modality].append(item.made(seed))
     return dict(found)
 
 
-def requests(asked: Question) -> list[dict[str, Any]]:
+OTHER = 1_000_000
+"""A seed of items of the same sizes that are not those which transformers was asked about."""
+
+
+def requests(asked: Question, seed: int = 0) -> list[dict[str, Any]]:
     """As vLLM takes them."""
     return [
-        {"prompt": asked.text(prompt)} | ({"multi_modal_data": _by_modality(prompt[1])} if prompt[1] else {})
+        {"prompt": asked.text(prompt)} | ({"multi_modal_data": _by_modality(prompt[1], seed)} if prompt[1] else {})
         for prompt in asked.prompts
     ]
 
@@ -131,132 +136,46 @@ def for_processor(items: Sequence[Item]) -> dict[str, Any]:
         named["videos"] = [frames for frames, _ in found[VIDEO]]
         named |= dict(video_metadata=[known for _, known in found[VIDEO]], do_sample_frames=False)
     if AUDIO in found:
-        named |= dict(audio=found[AUDIO], sampling_rate=SAMPLING_RATE)
+        named |= dict(audio=found[AUDIO], sampling_rate=processors.SAMPLING_RATE)
     return named
 
 
-# ---- processors ------------------------------------------------------------------------------------------
+# ---- what is asked ----------------------------------------------------------------------------------------
 
-
-def _qwen(kind: str, patch_size: int) -> Callable[[PreTrainedTokenizerFast], ProcessorMixin]:
-    def make(tokenizer: PreTrainedTokenizerFast) -> ProcessorMixin:
-        import transformers
-
-        tokenizer.add_special_tokens(
-            {"additional_special_tokens": ["<|image_pad|>", "<|video_pad|>", "<|vision_start|>", "<|vision_end|>"]}
-        )
-        video = "Qwen3VL" if kind == "Qwen3VL" else "Qwen2VL"
-        side = 2 * patch_size
-        # vLLM brings colours into range in the model: alike for images and video, as published checkpoints have them.
-        half = dict(image_mean=[0.5] * 3, image_std=[0.5] * 3) if kind == "Qwen3VL" else {}
-        pixels = dict(shortest_edge=2 * side * side, longest_edge=16 * side * side)
-        of_both: dict[str, Any] = dict(patch_size=patch_size, size=pixels, **half)
-        return getattr(transformers, f"{kind}Processor")(
-            image_processor=transformers.Qwen2VLImageProcessor(**of_both),
-            video_processor=getattr(transformers, f"{video}VideoProcessor")(**of_both),
-            tokenizer=tokenizer,
-        )
-
-    return make
-
-
-def _llava(tokenizer: PreTrainedTokenizerFast) -> ProcessorMixin:
-    import transformers
-
-    tokenizer.add_special_tokens({"additional_special_tokens": ["<image>"]})
-    return transformers.LlavaProcessor(
-        image_processor=transformers.CLIPImageProcessor(
-            size={"shortest_edge": 28}, crop_size=dict(height=28, width=28)
-        ),
-        tokenizer=tokenizer,
-        patch_size=14,
-        vision_feature_select_strategy="default",
-        num_additional_image_tokens=1,
-    )
-
-
-def _pixtral(tokenizer: PreTrainedTokenizerFast) -> ProcessorMixin:
-    import transformers
-
-    tokenizer.add_special_tokens({"additional_special_tokens": ["[IMG]", "[IMG_BREAK]", "[IMG_END]"]})
-    return transformers.PixtralProcessor(
-        image_processor=transformers.PixtralImageProcessor(
-            size={"longest_edge": 84}, patch_size={"height": 14, "width": 14}
-        ),
-        tokenizer=tokenizer,
-        patch_size=14,
-        spatial_merge_size=2,
-    )
-
-
-def _with_names(tokenizer: PreTrainedTokenizerFast, named: dict[str, str]) -> PreTrainedTokenizerFast:
-    """One whose attributes name special tokens, as processors ask for them."""
-    import transformers
-
-    return transformers.PreTrainedTokenizerFast(
-        tokenizer_object=tokenizer.backend_tokenizer,
-        bos_token=tokenizer.bos_token,
-        eos_token=tokenizer.eos_token,
-        chat_template=tokenizer.chat_template,
-        extra_special_tokens={f"{name}_token": word for name, word in named.items()},
-    )
-
-
-def _internvl(tokenizer: PreTrainedTokenizerFast) -> ProcessorMixin:
-    import transformers
-
-    tokenizer.add_special_tokens({"additional_special_tokens": ["<IMG_CONTEXT>", "<img>", "</img>", "<video>"]})
-    named = dict(start_image="<img>", end_image="</img>", context_image="<IMG_CONTEXT>", video="<video>")
-    tokenizer = _with_names(tokenizer, named)
-    return transformers.InternVLProcessor(
-        image_processor=transformers.GotOcr2ImageProcessor(size={"height": 28, "width": 28}, crop_to_patches=False),
-        video_processor=transformers.InternVLVideoProcessor(size={"height": 28, "width": 28}),
-        tokenizer=tokenizer,
-        image_seq_length=1,
-    )
-
-
-def _gemma3(tokenizer: PreTrainedTokenizerFast) -> ProcessorMixin:
-    import transformers
-
-    named = dict(image="<image_soft_token>", boi="<start_of_image>", eoi="<end_of_image>")
-    tokenizer.add_special_tokens({"additional_special_tokens": list(named.values())})
-    # The words around an image end in line breaks, which vLLM joins to those of the text, by the tokens of Gemma's own.
-    tokenizer.add_tokens(["\n" * count for count in range(1, 5)])
-    tokenizer = _with_names(tokenizer, named)
-    return transformers.Gemma3Processor(
-        image_processor=transformers.Gemma3ImageProcessor(size={"height": 42, "width": 42}),
-        tokenizer=tokenizer,
-        image_seq_length=9,
-    )
-
-
-def _qwen_audio(tokenizer: PreTrainedTokenizerFast) -> ProcessorMixin:
-    import transformers
-
-    tokenizer.add_special_tokens({"additional_special_tokens": ["<|AUDIO|>", "<|audio_bos|>", "<|audio_eos|>"]})
-    return transformers.Qwen2AudioProcessor(
-        feature_extractor=transformers.WhisperFeatureExtractor(feature_size=16, sampling_rate=SAMPLING_RATE),
-        tokenizer=tokenizer,
-    )
-
-
-_QWEN = {
+_QWEN_WORDS = {
     IMAGE: "<|vision_start|><|image_pad|><|vision_end|>",
     VIDEO: "<|vision_start|><|video_pad|><|vision_end|>",
 }
+_OMNI_WORDS = {
+    IMAGE: "<|vision_bos|><|IMAGE|><|vision_eos|>",
+    VIDEO: "<|vision_bos|><|VIDEO|><|vision_eos|>",
+    AUDIO: "<|audio_bos|><|AUDIO|><|audio_eos|>",
+}
 ASKED: dict[str, Question] = {
-    "qwen2-vl-images": Question(_QWEN, _qwen("Qwen2VL", 14)),
-    "qwen2.5-vl-images": Question(_QWEN, _qwen("Qwen2_5_VL", 14)),
-    "qwen3-vl-images": Question(_QWEN, _qwen("Qwen3VL", 16)),
-    "llava-images": Question({IMAGE: "<image>"}, _llava),
-    "mistral3-images": Question({IMAGE: "[IMG]"}, _pixtral),
-    "internvl-images": Question({IMAGE: "<IMG_CONTEXT>"}, _internvl),
-    "gemma3-mm-images": Question({IMAGE: "<start_of_image>"}, _gemma3),
-    "qwen2-vl-video": Question(_QWEN, _qwen("Qwen2VL", 14), VIDEOS),
-    "qwen2.5-vl-video": Question(_QWEN, _qwen("Qwen2_5_VL", 14), VIDEOS),
-    "qwen3-vl-video": Question(_QWEN, _qwen("Qwen3VL", 16), VIDEOS),
-    "qwen2-audio-sound": Question({AUDIO: "<|audio_bos|><|AUDIO|><|audio_eos|>"}, _qwen_audio, SOUNDS),
+    "qwen2-vl-images": Question(_QWEN_WORDS, processors.qwen("Qwen2VL", 14)),
+    "qwen2.5-vl-images": Question(_QWEN_WORDS, processors.qwen("Qwen2_5_VL", 14)),
+    "qwen3-vl-images": Question(_QWEN_WORDS, processors.qwen("Qwen3VL", 16)),
+    "llava-images": Question({IMAGE: "<image>"}, processors.llava),
+    "mistral3-images": Question({IMAGE: "[IMG]"}, processors.pixtral(2, longest=84)),
+    "internvl-images": Question({IMAGE: "<IMG_CONTEXT>"}, processors.internvl),
+    "gemma3-mm-images": Question({IMAGE: "<start_of_image>"}, processors.gemma3),
+    "pixtral-images": Question({IMAGE: "[IMG]"}, processors.pixtral(1, longest=42)),
+    "idefics3-images": Question({IMAGE: "<image>"}, processors.idefics3),
+    "llama4-mm-images": Question({IMAGE: "<|image|>"}, processors.llama4),
+    "llava-next-images": Question({IMAGE: "<image>"}, processors.llava_next),
+    "llava-onevision-images": Question({IMAGE: "<image>"}, processors.llava_onevision),
+    "glm4v-images": Question({IMAGE: "<|begin_of_image|><|image|><|end_of_image|>"}, processors.glm4v),
+    "glm4v-moe-images": Question({IMAGE: "<|begin_of_image|><|image|><|end_of_image|>"}, processors.glm4v),
+    "cohere2-vision-images": Question({IMAGE: "<image>"}, processors.cohere2),
+    "gemma4-mm-images": Question({IMAGE: "<image>"}, processors.gemma4),
+    "qwen3-vl-moe-images": Question(_QWEN_WORDS, processors.qwen("Qwen3VL", 16)),
+    "qwen3.5-mm-images": Question(_QWEN_WORDS, processors.qwen("Qwen3VL", 16)),
+    "qwen2.5-omni-images": Question(_OMNI_WORDS, processors.qwen_omni),
+    "qwen2.5-omni-sound": Question(_OMNI_WORDS, processors.qwen_omni, SOUNDS),
+    "qwen2-vl-video": Question(_QWEN_WORDS, processors.qwen("Qwen2VL", 14), VIDEOS),
+    "qwen2.5-vl-video": Question(_QWEN_WORDS, processors.qwen("Qwen2_5_VL", 14), VIDEOS),
+    "qwen3-vl-video": Question(_QWEN_WORDS, processors.qwen("Qwen3VL", 16), VIDEOS),
+    "qwen2-audio-sound": Question({AUDIO: "<|audio_bos|><|AUDIO|><|audio_eos|>"}, processors.qwen_audio, SOUNDS),
 }
 """By case: the name of a model of architectures.py, and what it is asked about."""
 _TOWER = (r"^(model\.)?vision_tower\.", "vision_tower.vision_model.")
@@ -310,7 +229,7 @@ def reference(model: Any, processor: Any, asked: Question) -> dict[str, Any]:
         inputs = processor(text=[asked.text(prompt)], **for_processor(prompt[1]), return_tensors="pt")
         with torch.no_grad():
             made = model.generate(
-                **inputs,
+                **{name: _in_float32(value) for name, value in inputs.items()},
                 do_sample=False,
                 max_new_tokens=checkpoints.NUM_TOKENS,
                 min_new_tokens=checkpoints.NUM_TOKENS,
@@ -319,6 +238,11 @@ def reference(model: Any, processor: Any, asked: Question) -> dict[str, Any]:
             )
         checkpoints.add_answer(found, inputs["input_ids"][0].tolist(), [logits[0] for logits in made.logits])
     return found
+
+
+def _in_float32(value: Any) -> Any:
+    """Some processors round colours to bfloat16, which vLLM makes the model's dtype again."""
+    return value.float() if hasattr(value, "is_floating_point") and value.is_floating_point() else value
 
 
 def main() -> int:

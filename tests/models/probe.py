@@ -66,9 +66,9 @@ def generate(job: dict[str, Any], ours: bool, result: dict[str, Any]) -> None:
         backend.memory.allocate_kv = canaries.watching(backend.memory.allocate_kv)
     llm = LLM(**engine_arguments(job, ours))
     if job["pooling"] is not None:
-        ask = llm.classify if job["pooling"] == "classify" else llm.embed
+        pool = llm.classify if job["pooling"] == "classify" else llm.embed
         outputs = [
-            output.outputs for output in ask([{"prompt_token_ids": ids} for ids in job["prompts"]], use_tqdm=False)
+            output.outputs for output in pool([{"prompt_token_ids": ids} for ids in job["prompts"]], use_tqdm=False)
         ]
         result["vectors"] = [one.probs if job["pooling"] == "classify" else one.embedding for one in outputs]
         result |= {"canary": canaries.damage(), "guarded": len(canaries.buffers), "outcome": RUNS}
@@ -76,10 +76,13 @@ def generate(job: dict[str, Any], ours: bool, result: dict[str, Any]) -> None:
             result["steps"] = llm.collective_rpc("step_report")[0]
         return
     params = SamplingParams(temperature=0.0, max_tokens=job["num_tokens"], ignore_eos=True, logprobs=0)
-    requests = [{"prompt_token_ids": ids} for ids in job["prompts"]]
-    if job["media"] is not None:
-        requests = media.requests(media.ASKED[job["media"]])
-    outputs = llm.generate(requests, params, use_tqdm=False)
+    ask = partial(llm.generate, sampling_params=params, use_tqdm=False)
+    if job["again"]:
+        outputs = ask_again(ask, media.ASKED[job["media"]], result)
+    elif job["media"] is not None:
+        outputs = ask(media.requests(media.ASKED[job["media"]]))
+    else:
+        outputs = ask([{"prompt_token_ids": ids} for ids in job["prompts"]])
     texts = [output.outputs[0] for output in outputs]
     result |= {
         "tokens": [list(text.token_ids) for text in texts],
@@ -98,6 +101,20 @@ def generate(job: dict[str, Any], ours: bool, result: dict[str, Any]) -> None:
         for name in ("accepted", "draft"):
             result[name] = int(counts.get(f"vllm:spec_decode_num_{name}_tokens", 0))
     result["outcome"] = RUNS
+
+
+def ask_again(ask: Callable[[list[dict[str, Any]]], list[Any]], asked: media.Question, result: dict[str, Any]) -> Any:
+    """What is answered where the prompts are in the prefix cache; noted is how much of those with items was, before and
+    after they were asked: the same tokens with other items were there all along."""
+    ask(media.requests(asked, media.OTHER))
+    rounds = [ask(media.requests(asked)) for _ in range(2)]
+    result["cached"] = [
+        [output.num_cached_tokens for output, (_, items) in zip(outputs, asked.prompts, strict=True) if items]
+        for outputs in rounds
+    ]
+    first, second = ([list(output.outputs[0].token_ids) for output in outputs] for outputs in rounds)
+    result["same_again"] = first == second
+    return rounds[-1]
 
 
 def doctor(job: dict[str, Any]) -> dict[str, Any]:

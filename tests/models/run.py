@@ -97,6 +97,7 @@ class Run:
                 "num_tokens": checkpoints.NUM_TOKENS,
                 "vision": recipe.vision or recipe.media is not None,
                 "media": recipe.media,
+                "again": case.endswith(comparison.AGAIN),
             }
             for case, recipe in self.cases.items()
             for variant in variants

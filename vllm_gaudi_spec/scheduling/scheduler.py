@@ -86,9 +86,24 @@ class _Speculating(Scheduler):
         if self._audits is not None and request.client_index != AUDITOR:
             self._abort_audits(self._audits.interrupt())
             self._audits.on_added(request)
+        if self.vllm_config.model_config.is_mm_prefix_lm:
+            self._warn_of_long_waits(request)
         super().add_request(request)
         if request.spec_decode_metrics is not None:  # --per-request-spec-decode-metrics
             request.spec_decode_metrics = RequestDrafts.new(self.num_spec_tokens)
+
+    def _warn_of_long_waits(self, request: Request) -> None:
+        """Of a request that has a whole image in one chunk: running decodes go first, and may leave no room for it."""
+        most = max((feature.mm_position.length for feature in request.mm_features), default=0)
+        decodes = (self.max_num_running_reqs - 1) * (1 + self.num_spec_tokens)
+        if most and decodes + most > self.max_num_scheduled_tokens:
+            logger.warning_once(
+                "An image of %d tokens is computed in one step, and the decodes of %d other requests may leave no room "
+                "for it until some of them end; set --max-num-batched-tokens to %d, or lower --max-num-seqs.",
+                most,
+                self.max_num_running_reqs - 1,
+                decodes + most,
+            )
 
     # --- while a step is scheduled ---
 

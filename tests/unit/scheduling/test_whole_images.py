@@ -12,6 +12,7 @@ from vllm.v1.core.sched.scheduler import Scheduler
 
 from vllm_gaudi_spec.config import UnsupportedConfigError
 from vllm_gaudi_spec.platforms.base import _keep_images_whole
+from vllm_gaudi_spec.scheduling import scheduler as module
 from vllm_gaudi_spec.scheduling.scheduler import SpecScheduler, before_a_part
 
 IMAGES: Any = [SimpleNamespace(mm_position=PlaceholderRange(offset=offset, length=5)) for offset in (4, 9)]
@@ -54,6 +55,26 @@ def test_only_such_models_wait(monkeypatch: pytest.MonkeyPatch) -> None:
     for model.is_mm_prefix_lm in (False, True):
         scheduler._try_schedule_encoder_inputs(request, 0, 6)
     assert asked == [6, 4]
+
+
+@pytest.mark.parametrize(
+    ("max_requests", "num_drafts", "expected"),
+    [(4, 1, None), (4, 2, "set --max-num-batched-tokens to 14"), (8, 0, None), (9, 0, "decodes of 8 other requests")],
+)
+def test_a_warning_where_decodes_may_leave_no_room(
+    max_requests: int, num_drafts: int, expected: str | None, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    warned: list[str] = []
+    monkeypatch.setattr(module.logger, "warning_once", lambda text, *values: warned.append(text % values))
+    scheduler: Any = SimpleNamespace(
+        max_num_running_reqs=max_requests, num_spec_tokens=num_drafts, max_num_scheduled_tokens=12
+    )
+    SpecScheduler._warn_of_long_waits(scheduler, SimpleNamespace(mm_features=[]))
+    assert not warned, "text"
+    SpecScheduler._warn_of_long_waits(scheduler, SimpleNamespace(mm_features=IMAGES))
+    assert len(warned) == (expected is not None)
+    if expected is not None:
+        assert expected in warned[0]
 
 
 @pytest.mark.parametrize("both_ways", [True, False])

@@ -1,0 +1,241 @@
+"""Tiny processors of transformers, as published checkpoints have them: from texts and items to what a model reads.
+
+Each takes a tokenizer of bytes and gives it the special tokens that its model's configuration names, from
+`media.FIRST_SPECIAL` on. transformers is imported in them, since it decides at its import whether there is torchvision.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedTokenizerFast, ProcessorMixin
+
+SAMPLING_RATE = 16_000
+
+
+def qwen(kind: str, patch_size: int) -> Callable[[PreTrainedTokenizerFast], ProcessorMixin]:
+    def make(tokenizer: PreTrainedTokenizerFast) -> ProcessorMixin:
+        import transformers
+
+        tokenizer.add_special_tokens(
+            {"additional_special_tokens": ["<|image_pad|>", "<|video_pad|>", "<|vision_start|>", "<|vision_end|>"]}
+        )
+        video = "Qwen3VL" if kind == "Qwen3VL" else "Qwen2VL"
+        side = 2 * patch_size
+        # vLLM brings colours into range in the model: alike for images and video, as published checkpoints have them.
+        half = dict(image_mean=[0.5] * 3, image_std=[0.5] * 3) if kind == "Qwen3VL" else {}
+        pixels = dict(shortest_edge=2 * side * side, longest_edge=16 * side * side)
+        of_both: dict[str, Any] = dict(patch_size=patch_size, size=pixels, **half)
+        return getattr(transformers, f"{kind}Processor")(
+            image_processor=transformers.Qwen2VLImageProcessor(**of_both),
+            video_processor=getattr(transformers, f"{video}VideoProcessor")(**of_both),
+            tokenizer=tokenizer,
+        )
+
+    return make
+
+
+def llava(tokenizer: PreTrainedTokenizerFast) -> ProcessorMixin:
+    import transformers
+
+    tokenizer.add_special_tokens({"additional_special_tokens": ["<image>"]})
+    return transformers.LlavaProcessor(
+        image_processor=transformers.CLIPImageProcessor(
+            size={"shortest_edge": 28}, crop_size=dict(height=28, width=28)
+        ),
+        tokenizer=tokenizer,
+        patch_size=14,
+        vision_feature_select_strategy="default",
+        num_additional_image_tokens=1,
+    )
+
+
+def pixtral(merge: int, longest: int) -> Callable[[PreTrainedTokenizerFast], ProcessorMixin]:
+    """`merge`: patches in a token's width and height; Mistral 3 has two."""
+
+    def make(tokenizer: PreTrainedTokenizerFast) -> ProcessorMixin:
+        import transformers
+
+        tokenizer.add_special_tokens({"additional_special_tokens": ["[IMG]", "[IMG_BREAK]", "[IMG_END]"]})
+        return transformers.PixtralProcessor(
+            image_processor=transformers.PixtralImageProcessor(
+                size={"longest_edge": longest}, patch_size={"height": 14, "width": 14}
+            ),
+            tokenizer=tokenizer,
+            patch_size=14,
+            spatial_merge_size=merge,
+        )
+
+    return make
+
+
+def _with_names(tokenizer: PreTrainedTokenizerFast, named: dict[str, str]) -> PreTrainedTokenizerFast:
+    """One whose attributes name special tokens, as processors ask for them."""
+    import transformers
+
+    return transformers.PreTrainedTokenizerFast(
+        tokenizer_object=tokenizer.backend_tokenizer,
+        bos_token=tokenizer.bos_token,
+        pad_token=tokenizer.eos_token,
+        eos_token=tokenizer.eos_token,
+        chat_template=tokenizer.chat_template,
+        extra_special_tokens={f"{name}_token": word for name, word in named.items()},
+    )
+
+
+def internvl(tokenizer: PreTrainedTokenizerFast) -> ProcessorMixin:
+    import transformers
+
+    tokenizer.add_special_tokens({"additional_special_tokens": ["<IMG_CONTEXT>", "<img>", "</img>", "<video>"]})
+    named = dict(start_image="<img>", end_image="</img>", context_image="<IMG_CONTEXT>", video="<video>")
+    tokenizer = _with_names(tokenizer, named)
+    return transformers.InternVLProcessor(
+        image_processor=transformers.GotOcr2ImageProcessor(size={"height": 28, "width": 28}, crop_to_patches=False),
+        video_processor=transformers.InternVLVideoProcessor(size={"height": 28, "width": 28}),
+        tokenizer=tokenizer,
+        image_seq_length=1,
+    )
+
+
+def gemma3(tokenizer: PreTrainedTokenizerFast) -> ProcessorMixin:
+    import transformers
+
+    named = dict(image="<image_soft_token>", boi="<start_of_image>", eoi="<end_of_image>")
+    tokenizer.add_special_tokens({"additional_special_tokens": list(named.values())})
+    # The words around an image end in line breaks, which vLLM joins to those of the text, by the tokens of Gemma's own.
+    tokenizer.add_tokens(["\n" * count for count in range(1, 5)])
+    tokenizer = _with_names(tokenizer, named)
+    return transformers.Gemma3Processor(
+        image_processor=transformers.Gemma3ImageProcessor(size={"height": 42, "width": 42}),
+        tokenizer=tokenizer,
+        image_seq_length=9,
+    )
+
+
+def qwen_audio(tokenizer: PreTrainedTokenizerFast) -> ProcessorMixin:
+    import transformers
+
+    tokenizer.add_special_tokens({"additional_special_tokens": ["<|AUDIO|>", "<|audio_bos|>", "<|audio_eos|>"]})
+    return transformers.Qwen2AudioProcessor(
+        feature_extractor=transformers.WhisperFeatureExtractor(feature_size=16, sampling_rate=SAMPLING_RATE),
+        tokenizer=tokenizer,
+    )
+
+
+def idefics3(tokenizer: PreTrainedTokenizerFast) -> ProcessorMixin:
+    """With images in one part each: the words for the parts of a split one are long."""
+    import transformers
+
+    words = ["<image>", "<fake_token_around_image>", "<global-img>", "<end_of_utterance>"]
+    tokenizer.add_special_tokens({"additional_special_tokens": words})
+    return transformers.Idefics3Processor(
+        image_processor=transformers.Idefics3ImageProcessor(
+            size={"longest_edge": 56}, max_image_size={"longest_edge": 56}, do_image_splitting=False
+        ),
+        tokenizer=tokenizer,
+        image_seq_len=4,
+    )
+
+
+def llama4(tokenizer: PreTrainedTokenizerFast) -> ProcessorMixin:
+    import transformers
+
+    words = ["<|patch|>", "<|image_start|>", "<|image_end|>", "<|image|>", "<|tile_x_separator|>"]
+    tokenizer.add_special_tokens({"additional_special_tokens": [*words, "<|tile_y_separator|>"]})
+    return transformers.Llama4Processor(
+        image_processor=transformers.Llama4ImageProcessor(size={"height": 28, "width": 28}, max_patches=4),
+        tokenizer=tokenizer,
+        patch_size=14,
+        pixel_shuffle_ratio=0.5,
+    )
+
+
+def llava_next(tokenizer: PreTrainedTokenizerFast) -> ProcessorMixin:
+    import transformers
+
+    tokenizer.add_special_tokens({"additional_special_tokens": ["<image>"]})
+    return transformers.LlavaNextProcessor(
+        image_processor=transformers.LlavaNextImageProcessor(
+            size={"shortest_edge": 28}, crop_size=dict(height=28, width=28), image_grid_pinpoints=GRID
+        ),
+        tokenizer=tokenizer,
+        patch_size=14,
+        vision_feature_select_strategy="default",
+        num_additional_image_tokens=1,
+    )
+
+
+GRID = [[28, 56], [56, 28]]
+"""Of the parts into which models that take images in parts split them."""
+
+
+def llava_onevision(tokenizer: PreTrainedTokenizerFast) -> ProcessorMixin:
+    import transformers
+
+    tokenizer.add_special_tokens({"additional_special_tokens": ["<image>", "<video>"]})
+    size = {"height": 28, "width": 28}
+    return transformers.LlavaOnevisionProcessor(
+        image_processor=transformers.LlavaOnevisionImageProcessor(size=size, image_grid_pinpoints=GRID),
+        video_processor=transformers.LlavaOnevisionVideoProcessor(size=size),
+        tokenizer=tokenizer,
+        num_image_tokens=4,
+        vision_feature_select_strategy="full",
+        vision_aspect_ratio="anyres_max_9",
+    )
+
+
+def glm4v(tokenizer: PreTrainedTokenizerFast) -> ProcessorMixin:
+    import transformers
+
+    words = ["<|image|>", "<|video|>", "<|begin_of_image|>", "<|end_of_image|>", "<|begin_of_video|>"]
+    tokenizer.add_special_tokens({"additional_special_tokens": [*words, "<|end_of_video|>"]})
+    size = dict(shortest_edge=28 * 28, longest_edge=16 * 28 * 28)
+    return transformers.Glm4vProcessor(
+        image_processor=transformers.Glm4vImageProcessor(size=size),
+        video_processor=transformers.Glm4vVideoProcessor(size=size),
+        tokenizer=tokenizer,
+    )
+
+
+def cohere2(tokenizer: PreTrainedTokenizerFast) -> ProcessorMixin:
+    import transformers
+
+    named = dict(image="<image>", boi="<boi>", eoi="<eoi>", img_line_break="<line>")
+    tokenizer.add_special_tokens({"additional_special_tokens": list(named.values())})
+    return transformers.Cohere2VisionProcessor(
+        image_processor=transformers.Cohere2VisionImageProcessor(
+            size={"height": 28, "width": 28}, patch_size=2, max_patches=2
+        ),
+        tokenizer=_with_names(tokenizer, named),
+    )
+
+
+def gemma4(tokenizer: PreTrainedTokenizerFast) -> ProcessorMixin:
+    import transformers
+
+    named = dict(image="<image>", boi="<boi>", eoi="<eoi>", audio="<audio>", boa="<boa>", eoa="<eoa>")
+    tokenizer.add_special_tokens({"additional_special_tokens": [*named.values(), "<|video|>"]})
+    return transformers.Gemma4Processor(
+        feature_extractor=transformers.Gemma4AudioFeatureExtractor(),
+        image_processor=transformers.Gemma4ImageProcessor(max_soft_tokens=70),
+        video_processor=transformers.Gemma4VideoProcessor(max_soft_tokens=70),
+        tokenizer=_with_names(tokenizer, named),
+        image_seq_length=70,
+    )
+
+
+def qwen_omni(tokenizer: PreTrainedTokenizerFast) -> ProcessorMixin:
+    import transformers
+
+    named = dict(image="<|IMAGE|>", video="<|VIDEO|>", vision_bos="<|vision_bos|>", vision_eos="<|vision_eos|>")
+    named |= dict(audio="<|AUDIO|>", audio_bos="<|audio_bos|>", audio_eos="<|audio_eos|>")
+    tokenizer.add_special_tokens({"additional_special_tokens": list(named.values())})
+    of_both: dict[str, Any] = dict(patch_size=14, size=dict(shortest_edge=2 * 28 * 28, longest_edge=16 * 28 * 28))
+    return transformers.Qwen2_5OmniProcessor(
+        image_processor=transformers.Qwen2VLImageProcessor(**of_both),
+        video_processor=transformers.Qwen2VLVideoProcessor(**of_both),
+        feature_extractor=transformers.WhisperFeatureExtractor(feature_size=16, sampling_rate=SAMPLING_RATE),
+        tokenizer=_with_names(tokenizer, named),
+    )
