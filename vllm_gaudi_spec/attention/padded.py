@@ -116,8 +116,8 @@ def query_positions(starts: torch.Tensor, num_queries: int) -> torch.Tensor:
 
 
 def in_reach(key_pos: torch.Tensor, query_pos: torch.Tensor, spec: AttentionLayerSpec) -> torch.Tensor:
-    """A query sees the keys up to its own: under a window the last ones, with chunks those of its chunk. In a layer that
-    is not causal it sees as many of the later ones, which end where the row does."""
+    """A query sees the keys up to its own: under a window the last ones, with chunks those of its chunk. In a layer
+    that is not causal it sees as many of the later ones, which end where the row does."""
     last = query_pos if spec.is_causal else query_pos + (spec.sliding_window or _NO_WINDOW) - 1
     seen = key_pos <= last
     if spec.sliding_window is not None:
