@@ -18,7 +18,6 @@ if TYPE_CHECKING:
     from vllm.v1.kv_cache_interface import FullAttentionSpec, KVCacheSpec
 
     from vllm_gaudi_spec.devices.base import DeviceBackend
-    from vllm_gaudi_spec.runner.shapes import Shapes
 
 
 class KVCache:
@@ -48,12 +47,12 @@ class KVCache:
         self._copy_blocks([(0, 0)])
 
 
-def of_one_forward(specs: dict[str, FullAttentionSpec], shapes: Shapes) -> KVCacheConfig:
+def of_one_forward(specs: dict[str, FullAttentionSpec], *, max_tokens: int, max_rows: int) -> KVCacheConfig:
     """Of an encoder, whose prompts are computed whole: nothing of its KV is read after the layer that wrote it, so all
     layers write to the same memory, which has room for the largest forward and for the pad block."""
     (spec,) = set(specs.values())
     # A row's last block may hold a single token.
-    num_blocks = 1 + shapes.largest_prefill // spec.block_size + max(shapes.most_rows, *shapes.prefill_rows)
+    num_blocks = 1 + max_tokens // spec.block_size + max_rows
     size = num_blocks * spec.page_size_bytes
     return KVCacheConfig(
         num_blocks=num_blocks,

@@ -118,8 +118,9 @@ class ModelRunner:
         model = self.vllm_config.model_config
         device = self.backend.traits.torch_device
         if encodes := self.target.encoder_kv_spec(self.backend.traits.block_size):
-            largest = Shapes.from_config(self.vllm_config, self.options, self.backend, 0)
-            kv_cache_config = of_one_forward(encodes, largest)
+            shapes = Shapes.from_config(self.vllm_config, self.options, self.backend, 0)
+            max_rows = max(shapes.most_rows, *shapes.prefill_rows)
+            kv_cache_config = of_one_forward(encodes, max_tokens=shapes.largest_prefill, max_rows=max_rows)
         self.kv_cache = KVCache(kv_cache_config, self.vllm_config, self.backend)
         self.shapes = Shapes.from_config(
             self.vllm_config,

@@ -62,9 +62,9 @@ class Requests:
         self._seed = seed
         self._num_seen = 0
         self._keeps_kv = keeps_kv
-        kept = block_sizes if keeps_kv else []
-        self.tables_np = [np.zeros((max_rows + 1, -(-max_context // size)), dtype=np.int32) for size in kept]
-        self.num_blocks = [np.zeros(max_rows + 1, dtype=np.int64) for _ in kept]
+        sizes = block_sizes if keeps_kv else []
+        self.tables_np = [np.zeros((max_rows + 1, -(-max_context // size)), dtype=np.int32) for size in sizes]
+        self.num_blocks = [np.zeros(max_rows + 1, dtype=np.int64) for _ in sizes]
         # Flat: devices that capture steps change a tensor only as a whole, not through a view.
         self.max_len = max_len
         self._history = torch.zeros((max_rows + 1) * max_len, dtype=torch.int32, device=backend.traits.torch_device)
