@@ -1049,7 +1049,6 @@ POOLING: dict[str, Recipe] = {
         | dict(num_labels=3, pad_token_id=1),
         pooling="classify",
     ),
-    "qwen2-both-ways": Recipe(architecture="Qwen2Model", config=shape(is_causal=False), pooling="embed"),
     "gemma3-both-ways": Recipe(
         architecture="Gemma3TextModel",
         **SMALL_EMBEDDING,
@@ -1069,7 +1068,6 @@ POOLING: dict[str, Recipe] = {
     "roberta-classify": Recipe(
         architecture="RobertaForSequenceClassification", config=ENCODER | dict(num_labels=3), pooling="classify"
     ),
-    "xlm-roberta": Recipe(architecture="XLMRobertaModel", config=ENCODER, pooling="embed"),
     "xlm-roberta-classify": Recipe(
         architecture="XLMRobertaForSequenceClassification", config=ENCODER | dict(num_labels=3), pooling="classify"
     ),

@@ -18,6 +18,7 @@ from vllm_gaudi_spec.scheduling.outputs import CountedOutput
 
 if TYPE_CHECKING:
     from torch import nn
+    from vllm.config import ModelConfig
     from vllm.pooling_params import PoolingParams
 
     from vllm_gaudi_spec.devices.base import Memory
@@ -30,6 +31,13 @@ _SECOND_TEXT = "compressed_token_type_ids"
 
 def tasks_of(model: nn.Module) -> tuple[str, ...]:
     return tuple(sorted(model.pooler.get_supported_tasks().intersection(TASKS)))
+
+
+def states_of(model: nn.Module, config: ModelConfig) -> tuple[int, torch.dtype]:
+    """Size and dtype of what a forward gives for a token: vLLM's classes that classify tokens make the classes there."""
+    if config.architecture.endswith("ForTokenClassification") and hasattr(model, "num_labels"):
+        return model.num_labels, config.head_dtype
+    return config.get_hidden_size(), config.dtype
 
 
 class Pooling:
