@@ -31,7 +31,7 @@ from vllm_gaudi_spec.runner.graphs import (
 from vllm_gaudi_spec.runner.kv_cache import KVCache, of_one_forward
 from vllm_gaudi_spec.runner.model import LoadedModel
 from vllm_gaudi_spec.runner.multimodal import Multimodal
-from vllm_gaudi_spec.runner.pooling import Pooling, states_of
+from vllm_gaudi_spec.runner.pooling import Pooling, output_of
 from vllm_gaudi_spec.runner.report import Downloads, PromptLogprobs, Report, Reports, leave_out_scores
 from vllm_gaudi_spec.runner.requests import HiddenStateBuffer, Requests
 from vllm_gaudi_spec.runner.sample_shapes import SampleShapes
@@ -170,7 +170,7 @@ class ModelRunner:
         if ranks_in_step(self.vllm_config) > 1:
             # One decode, and at most a chunk of each request.
             self.lockstep = DataParallelLockstep(self.shapes, max_forwards=1 + self.max_rows)
-        states_size, states_dtype = states_of(self.target.model, model)
+        states_size, states_dtype = output_of(self.target.model, model)
         self.hidden_states = HiddenStateBuffer(
             num_rows=self.max_rows + 1,
             num_queries=1 + self.num_drafts,

@@ -33,8 +33,8 @@ def tasks_of(model: nn.Module) -> tuple[str, ...]:
     return tuple(sorted(model.pooler.get_supported_tasks().intersection(TASKS)))
 
 
-def states_of(model: nn.Module, config: ModelConfig) -> tuple[int, torch.dtype]:
-    """Size and dtype of what a forward gives for a token: vLLM's classes that classify tokens make the classes there."""
+def output_of(model: nn.Module, config: ModelConfig) -> tuple[int, torch.dtype]:
+    """Size and dtype of what a forward gives for a token: vLLM's classes that classify tokens do so there."""
     if config.architecture.endswith("ForTokenClassification") and hasattr(model, "num_labels"):
         return model.num_labels, config.head_dtype
     return config.get_hidden_size(), config.dtype
