@@ -146,6 +146,8 @@ class Batch(Planned):
 
     uploaded: Rows
     multimodal: MultimodalInputs | None = None
+    token_types_T: torch.Tensor | None = None
+    """int32 [B * Q]: which of two texts a token is of, where a request has two."""
 
 
 class Listed(NamedTuple):

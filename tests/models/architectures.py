@@ -28,7 +28,7 @@ class Recipe:
     final_norm: float = 0.0
     """Added to the weight of the last norm: logits spread where a tied embedding is small."""
     pooling: str | None = None
-    """What a pooling model is asked for: `embed` or `classify`."""
+    """What a pooling model is asked for: `embed`, `classify` or `token_classify`."""
     vision: bool = False
     """Whether its class cannot be imported without torchvision."""
     media: str | None = None
@@ -1211,6 +1211,20 @@ MULTIMODAL |= {
 
 # ---- pooling ---------------------------------------------------------------------------------------------
 
+ENCODER = dict(
+    vocab_size=400,
+    hidden_size=128,
+    num_hidden_layers=2,
+    num_attention_heads=4,
+    intermediate_size=256,
+    max_position_embeddings=512,
+    pad_token_id=1,
+)
+# The prompts are longer than the window of its second layer.
+MODERN_ENCODER = ENCODER | dict(
+    bos_token_id=0, eos_token_id=1, cls_token_id=0, sep_token_id=1, local_attention=WINDOW, num_hidden_layers=4
+)
+
 POOLING: dict[str, Recipe] = {
     "qwen3-embedding": Recipe(architecture="Qwen3Model", config=shape(), pooling="embed"),
     "qwen3-generate-as-pooling": Recipe(
@@ -1228,33 +1242,43 @@ POOLING: dict[str, Recipe] = {
         | dict(num_labels=3, pad_token_id=1),
         pooling="classify",
     ),
-    "bert": Recipe(
-        architecture="BertModel",
-        config=dict(
-            vocab_size=400,
-            hidden_size=128,
-            num_hidden_layers=2,
-            num_attention_heads=4,
-            intermediate_size=256,
-            pad_token_id=1,
+    "gemma3-both-ways": Recipe(
+        architecture="Gemma3TextModel",
+        **SMALL_EMBEDDING,
+        config=shape(
+            layer_types=ALTERNATING, sliding_window=WINDOW, query_pre_attn_scalar=32, use_bidirectional_attention=True
         ),
         pooling="embed",
     ),
-    "modernbert": Recipe(
-        architecture="ModernBertModel",
-        config=dict(
-            vocab_size=400,
-            hidden_size=128,
-            num_hidden_layers=2,
-            num_attention_heads=4,
-            intermediate_size=256,
-            pad_token_id=1,
-            bos_token_id=0,
-            eos_token_id=1,
-            cls_token_id=0,
-            sep_token_id=1,
-        ),
-        pooling="embed",
+    "bert": Recipe(architecture="BertModel", config=ENCODER, pooling="embed"),
+    "bert-classify": Recipe(
+        architecture="BertForSequenceClassification", config=ENCODER | dict(num_labels=3), pooling="classify"
+    ),
+    "bert-tokens": Recipe(
+        architecture="BertForTokenClassification", config=ENCODER | dict(num_labels=3), pooling="token_classify"
+    ),
+    "roberta": Recipe(architecture="RobertaModel", config=ENCODER, pooling="embed"),
+    "roberta-classify": Recipe(
+        architecture="RobertaForSequenceClassification", config=ENCODER | dict(num_labels=3), pooling="classify"
+    ),
+    "xlm-roberta-classify": Recipe(
+        architecture="XLMRobertaForSequenceClassification", config=ENCODER | dict(num_labels=3), pooling="classify"
+    ),
+    "xlm-roberta-tokens": Recipe(
+        architecture="XLMRobertaForTokenClassification",
+        config=ENCODER | dict(num_labels=3),
+        pooling="token_classify",
+    ),
+    "modernbert": Recipe(architecture="ModernBertModel", config=MODERN_ENCODER, pooling="embed"),
+    "modernbert-classify": Recipe(
+        architecture="ModernBertForSequenceClassification",
+        config=MODERN_ENCODER | dict(num_labels=3),
+        pooling="classify",
+    ),
+    "modernbert-tokens": Recipe(
+        architecture="ModernBertForTokenClassification",
+        config=MODERN_ENCODER | dict(num_labels=3),
+        pooling="token_classify",
     ),
 }
 

@@ -222,11 +222,11 @@ def pooled(model: transformers.PreTrainedModel, recipe: Recipe) -> list[list[flo
     found = []
     for prompt in prompts():
         ids = torch.tensor([prompt])
-        if recipe.pooling == "classify":
-            found.append(model(input_ids=ids).logits[0].softmax(-1).tolist())
+        if recipe.pooling in ("classify", "token_classify"):
+            found.append(model(input_ids=ids).logits[0].softmax(-1).flatten().tolist())
             continue
         states_TH = model.base_model(input_ids=ids).last_hidden_state[0]
-        chosen_H = states_TH[0 if "Bert" in recipe.architecture else -1]
+        chosen_H = states_TH[0 if "bert" in recipe.architecture.lower() else -1]
         found.append(torch.nn.functional.normalize(chosen_H, dim=-1).tolist())
     return found
 

@@ -66,11 +66,9 @@ def generate(job: dict[str, Any], ours: bool, result: dict[str, Any]) -> None:
         backend.memory.allocate_kv = canaries.watching(backend.memory.allocate_kv)
     llm = LLM(**engine_arguments(job, ours))
     if job["pooling"] is not None:
-        pool = llm.classify if job["pooling"] == "classify" else llm.embed
-        outputs = [
-            output.outputs for output in pool([{"prompt_token_ids": ids} for ids in job["prompts"]], use_tqdm=False)
-        ]
-        result["vectors"] = [one.probs if job["pooling"] == "classify" else one.embedding for one in outputs]
+        asked = [{"prompt_token_ids": ids} for ids in job["prompts"]]
+        found = llm.encode(asked, pooling_task=job["pooling"], use_tqdm=False)
+        result["vectors"] = [output.outputs.data.flatten().tolist() for output in found]
         result |= {"canary": canaries.damage(), "guarded": len(canaries.buffers), "outcome": RUNS}
         if ours:
             result["steps"] = llm.collective_rpc("step_report")[0]

@@ -103,8 +103,9 @@ class RectangleAttentionImpl(AttentionImpl, nn.Module):
         sinks: torch.Tensor | None = None,
     ) -> None:
         nn.Module.__init__(self)
-        if attn_type != AttentionType.DECODER:
+        if attn_type not in (AttentionType.DECODER, AttentionType.ENCODER_ONLY):
             raise UnsupportedConfigError(f"attention of type {attn_type} is not supported; use a decoder-only model.")
+        self.is_causal = attn_type == AttentionType.DECODER
         self.num_heads = num_heads
         self.head_size = head_size
         self.scale = float(scale)
@@ -171,6 +172,7 @@ class RectangleAttentionImpl(AttentionImpl, nn.Module):
             block_size=found.block_size,
             value_size=self.value_size,
             attention_chunk=getattr(layer, "attention_chunk_size", None),
+            is_causal=self.is_causal,
             layer_operations=self.layer_operations,
             kv_dtype=self.kv_dtype,
             model_type=self.model_type,

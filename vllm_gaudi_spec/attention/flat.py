@@ -52,6 +52,7 @@ def attend(
     flat = call.flat
     assert flat is not None, "the call lists no blocks"
     assert call.spans is None, "of prompts, which are not listed"
+    assert spec.is_causal, "of prompts that are computed whole, which are not listed"
     plan = call.plan(("flat", spec.mask_key), lambda: _plan(call, spec))
     query = group_queries(query_THD, call, spec)
     sums: _Sums | None = None

@@ -46,6 +46,8 @@ class AttentionLayerSpec:
     """For a layer that stores no values: how many of a key's first numbers are its value."""
     attention_chunk: int | None = None
     """Queries see keys of their own chunk only: chunks have so many positions."""
+    is_causal: bool = True
+    """Else, as in an encoder, a query sees the keys after its own too: under a window as many as of those before it."""
     layer_operations: bool = False
     """Its matmuls, softmax and caches are modules of the layer, which no fused kernel would call."""
     kv_dtype: torch.dtype | None = None
@@ -67,9 +69,9 @@ class AttentionLayerSpec:
         return self.head_size if self.value_size is None else self.value_size
 
     @property
-    def mask_key(self) -> tuple[int | None, int | None, int]:
+    def mask_key(self) -> tuple[int | None, int | None, int, bool]:
         """Layers with the same key have the same mask."""
-        return self.sliding_window, self.attention_chunk, self.block_size
+        return self.sliding_window, self.attention_chunk, self.block_size, self.is_causal
 
 
 @dataclass(frozen=True, slots=True)
@@ -126,8 +128,9 @@ class Spans(NamedTuple):
 class AttentionCall:
     """A rectangle of B rows with Q queries each over paged KV; prefill and decode alike.
 
-    Query q of row b is at position starts_B[b] + q and sees the keys 0 .. that position. Queries after a row's real
-    ones are padding: their results are never used, and their keys go to the pad block.
+    Query q of row b is at position starts_B[b] + q and sees the keys 0 .. that position, in a layer that is not causal
+    those of all the row's real queries. Queries after a row's real ones are padding: their results are never used, and
+    their keys go to the pad block.
     """
 
     num_rows: int
@@ -136,6 +139,8 @@ class AttentionCall:
     """int32: position of the first query of each row."""
     block_table_BW: torch.Tensor
     """int32: the row's blocks; block 0 is the pad block."""
+    num_real_B: torch.Tensor | None = None
+    """int32: how many of each row's queries are not padding. Causal layers need not know."""
     packed: Packed | None = None
     """Where queries are real ones only, row after row: their indices."""
     flat: FlatBlocks | None = None
@@ -234,6 +239,8 @@ class Inputs:
     """For models that take images, video or audio."""
     rotary: torch.Tensor | None = None
     """int64 [T] or [D, T]: positions for rotary embeddings, where they are others."""
+    token_types_T: torch.Tensor | None = None
+    """int32: which of two texts a token is of, for models that compare texts."""
 
     @property
     def call(self) -> AttentionCall | StateCall:
@@ -270,6 +277,7 @@ class Inputs:
             states=None if self.states is None else replace(self.states, packed=packed),
             multimodal=None if self.multimodal is None else self.multimodal.pack(index_T),
             rotary=None if self.rotary is None else self.rotary.index_select(-1, index_T),
+            token_types_T=None if self.token_types_T is None else self.token_types_T.index_select(0, index_T),
         )
 
 
@@ -320,6 +328,7 @@ def rectangle(
                 num_queries=queries,
                 starts_B=starts_B,
                 block_table_BW=table,
+                num_real_B=num_real_B,
                 flat=FlatBlocks(*blocks.flat[group].unbind(0)) if blocks.flat else None,
                 host_lengths_B=blocks.lengths_B,
                 host_counts_B=blocks.counts_B,
@@ -348,7 +357,7 @@ def columns(inputs: Inputs) -> list[Inputs]:
             tokens[query],
             positions[query],
             tuple(of_group[query] for of_group in slots),
-            tuple(replace(call, starts_B=starts[query], _plans={}) for call in singles),
+            tuple(replace(call, starts_B=starts[query], num_real_B=num_real[query], _plans={}) for call in singles),
             num_real[query],
         )
         for query in range(queries)

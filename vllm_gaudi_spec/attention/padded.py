@@ -13,6 +13,7 @@ from vllm_gaudi_spec.attention.operations import PLAIN, Matmul, Operations, VLLM
 
 # The score of a key that a query may not read. Finite, since inf - inf is nan where a query sees no key at all.
 LOWEST = torch.finfo(torch.float32).min
+_NO_WINDOW = 1 << 30  # positions are int32
 
 
 def attend(
@@ -67,6 +68,10 @@ def visible(call: AttentionCall, spec: AttentionLayerSpec) -> torch.Tensor:
     """bool [B, Q, W * S]: which keys of its table a query may read."""
     keys, queries = _key_positions(call, spec), query_positions(call.starts_B, call.num_queries)
     seen = in_reach(keys, queries, spec)
+    if not spec.is_causal:
+        assert call.num_real_B is not None
+        # Keys of padding are in the pad block, and those of other prompts may be in what follows a row's last key.
+        seen = seen & (keys < (call.starts_B + call.num_real_B)[:, None, None])
     return seen if call.spans is None else seen | _share_a_span(keys, queries, call.spans)
 
 
@@ -111,8 +116,10 @@ def query_positions(starts: torch.Tensor, num_queries: int) -> torch.Tensor:
 
 
 def in_reach(key_pos: torch.Tensor, query_pos: torch.Tensor, spec: AttentionLayerSpec) -> torch.Tensor:
-    """A query sees the keys up to its own: under a window the last ones, with chunks those of its chunk."""
-    seen = key_pos <= query_pos
+    """A query sees the keys up to its own: under a window the last ones, with chunks those of its chunk. In a layer
+    that is not causal it sees as many of the later ones, which end where the row does."""
+    last = query_pos if spec.is_causal else query_pos + (spec.sliding_window or _NO_WINDOW) - 1
+    seen = key_pos <= last
     if spec.sliding_window is not None:
         seen = seen & (key_pos > query_pos - spec.sliding_window)
     if spec.attention_chunk is not None:

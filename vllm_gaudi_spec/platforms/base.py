@@ -159,8 +159,6 @@ class SpecPlatform(Platform):
         from vllm.sampling_params import SamplingParams
 
         if not isinstance(params, SamplingParams):
-            if params.late_interaction_params is not None:
-                raise VLLMValidationError("scores of late interaction are not computed; use token_embed.")
             return
         salt = processed_inputs.get("cache_salt")
         if reason := unsupported_request(params, fixed_tables=load_backend().traits.captures, cache_salt=salt):

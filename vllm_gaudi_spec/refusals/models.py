@@ -125,10 +125,10 @@ def _multimodal_refusals(vllm_config: VllmConfig, backend: DeviceBackend) -> Ite
 
 def _pooling_refusals(vllm_config: VllmConfig, backend: DeviceBackend) -> Iterator[str]:
     model = vllm_config.model_config
-    if model.attn_type != "decoder":
+    if model.attn_type not in ("decoder", "encoder_only"):
         yield (
-            f"{model.model} is a pooling model of the type {model.attn_type}, which is not supported; use a "
-            "decoder-only one, such as Qwen3-Embedding."
+            f"{model.model} is a pooling model of the type {model.attn_type}, which is not supported; use one with "
+            "attention alone, such as Qwen3-Embedding."
         )
     if backend.traits.captures:
         yield f"Pooling models are not served on {backend.traits.name} yet; set VGS_DEVICE=cpu."

@@ -4,12 +4,18 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
-from vllm.v1.kv_cache_interface import SlidingWindowSpec, UniformTypeKVCacheSpecs
+from vllm.v1.kv_cache_interface import (
+    KVCacheConfig,
+    KVCacheGroupSpec,
+    KVCacheTensor,
+    SlidingWindowSpec,
+    UniformTypeKVCacheSpecs,
+)
 
 if TYPE_CHECKING:
     from vllm.config import VllmConfig
     from vllm.v1.core.sched.output import SchedulerOutput
-    from vllm.v1.kv_cache_interface import KVCacheConfig, KVCacheSpec
+    from vllm.v1.kv_cache_interface import FullAttentionSpec, KVCacheSpec
 
     from vllm_gaudi_spec.devices.base import DeviceBackend
 
@@ -39,6 +45,23 @@ class KVCache:
     def warm_up(self) -> None:
         """Run what a copy runs, on the pad block."""
         self._copy_blocks([(0, 0)])
+
+
+def of_one_forward(specs: dict[str, FullAttentionSpec], *, max_tokens: int, max_rows: int) -> KVCacheConfig:
+    """Of an encoder, whose prompts are computed whole: nothing of its KV is read after the layer that wrote it, so all
+    layers write to the same memory, which has room for the largest forward and for the pad block."""
+    (spec,) = set(specs.values())
+    # A row's last block may hold a single token.
+    num_blocks = 1 + max_tokens // spec.block_size + max_rows
+    size = num_blocks * spec.page_size_bytes
+    return KVCacheConfig(
+        num_blocks=num_blocks,
+        kv_cache_tensors=[
+            KVCacheTensor(size=size, layers=[name], layer_stride=size, block_stride=spec.page_size_bytes)
+            for name in specs
+        ],
+        kv_cache_groups=[KVCacheGroupSpec(list(specs), spec)],
+    )
 
 
 def _of_a_layer(spec: KVCacheSpec) -> KVCacheSpec:

@@ -17,6 +17,7 @@ from vllm.model_executor.layers.attention_layer_base import AttentionLayerBase
 from vllm.model_executor.layers.mamba.abstract import MambaBase
 from vllm.model_executor.model_loader import get_model
 from vllm.model_executor.models.interfaces import requires_raw_input_tokens
+from vllm.v1.attention.backend import AttentionType
 from vllm.v1.kv_cache_interface import AttentionSpec, ChunkedLocalAttentionSpec, FullAttentionSpec, SlidingWindowSpec
 
 from vllm_gaudi_spec import compat
@@ -122,6 +123,22 @@ class LoadedModel:
                     f"{name} is a {kind}, whose recurrence is not supported; use another model."
                 )
         self._layers = {name: layer for name, layer in layers.items() if name not in self._recurrent}
+        self._encoding = {
+            name: layer
+            for name, layer in self._layers.items()
+            if getattr(layer, "attn_type", None) == AttentionType.ENCODER_ONLY
+        }
+        """Layers whose queries see later keys too."""
+        if self._encoding and (model_config or vllm_config.model_config).attn_type != AttentionType.ENCODER_ONLY:
+            raise UnsupportedConfigError(
+                f"{vllm_config.model_config.model} sees later tokens, which only pooling models may; use --runner "
+                "pooling, or a model that generates."
+            )
+        if self._encoding and (len(self._encoding) < len(self._layers) or self._recurrent):
+            raise UnsupportedConfigError(
+                f"Some layers of {vllm_config.model_config.model} see later tokens and others do not, which is not "
+                "supported; use another model."
+            )
         self.states: RecurrentStates | None = None
         self._kv_owners = {
             name: getattr(layer, "kv_sharing_target_layer_name", None) or name for name, layer in self._layers.items()
@@ -162,6 +179,8 @@ class LoadedModel:
         """The KV cache spec of each attention layer; a layer that reads another's KV has none and is left out."""
         specs: dict[str, KVCacheSpec] = {}
         for name, layer in self._layers.items():
+            if name in self._encoding:
+                continue
             if self._kv_owners[name] != name:
                 continue  # vLLM's layer returns a spec all the same
             spec = layer.get_kv_cache_spec(self.vllm_config)
@@ -175,6 +194,19 @@ class LoadedModel:
                 spec = replace(spec, dtype=kv_dtype)
             specs[name] = layer.get_attn_backend().customize_spec(spec)
         return specs
+
+    def encoder_kv_spec(self, block_size: int) -> dict[str, FullAttentionSpec]:
+        """For layers whose queries see later keys: what a forward keeps until the layer has attended, in blocks of so
+        many tokens. Empty for decoders."""
+        return {
+            name: FullAttentionSpec(
+                block_size=block_size,
+                num_kv_heads=layer.num_kv_heads,
+                head_size=layer.head_size,
+                dtype=layer.impl.dtype,
+            )
+            for name, layer in self._encoding.items()
+        }
 
     def kv_cache_spec_of_drafter(self) -> dict[str, KVCacheSpec]:
         """The same without sliding windows. vLLM frees blocks outside a window and gives them to other requests without
@@ -273,6 +305,8 @@ class LoadedModel:
         """vLLM's model class, by what it takes."""
         tokens_T, media = inputs.token_ids_T, inputs.multimodal
         positions = inputs.positions_T if inputs.rotary is None else inputs.rotary
+        if inputs.token_types_T is not None:
+            return self.model(tokens_T, positions, token_type_ids=inputs.token_types_T)
         if carried_TH is not None:
             return self.model(tokens_T, positions, carried_TH)
         if media is None or not media.embeddings:

@@ -28,10 +28,10 @@ from vllm_gaudi_spec.runner.graphs import (
     report_signature,
     sizes_of_report,
 )
-from vllm_gaudi_spec.runner.kv_cache import KVCache
+from vllm_gaudi_spec.runner.kv_cache import KVCache, of_one_forward
 from vllm_gaudi_spec.runner.model import LoadedModel
 from vllm_gaudi_spec.runner.multimodal import Multimodal
-from vllm_gaudi_spec.runner.pooling import Pooling
+from vllm_gaudi_spec.runner.pooling import Pooling, output_of
 from vllm_gaudi_spec.runner.report import Downloads, PromptLogprobs, Report, Reports, leave_out_scores
 from vllm_gaudi_spec.runner.requests import HiddenStateBuffer, Requests
 from vllm_gaudi_spec.runner.sample_shapes import SampleShapes
@@ -117,6 +117,10 @@ class ModelRunner:
         not in it, and no processor of a user's is made."""
         model = self.vllm_config.model_config
         device = self.backend.traits.torch_device
+        if encodes := self.target.encoder_kv_spec(self.backend.traits.block_size):
+            shapes = Shapes.from_config(self.vllm_config, self.options, self.backend, 0)
+            max_rows = max(shapes.most_rows, *shapes.prefill_rows)
+            kv_cache_config = of_one_forward(encodes, max_tokens=shapes.largest_prefill, max_rows=max_rows)
         self.kv_cache = KVCache(kv_cache_config, self.vllm_config, self.backend)
         self.shapes = Shapes.from_config(
             self.vllm_config,
@@ -139,6 +143,7 @@ class ModelRunner:
             in_flight=3 * (1 + self.num_drafts),
             max_context=self.shapes.max_context,
             seed=model.seed,
+            keeps_kv=not encodes,
         )
         self.multimodal: Multimodal | None = None
         if model.supports_multimodal_inputs:
@@ -165,18 +170,19 @@ class ModelRunner:
         if ranks_in_step(self.vllm_config) > 1:
             # One decode, and at most a chunk of each request.
             self.lockstep = DataParallelLockstep(self.shapes, max_forwards=1 + self.max_rows)
+        states_size, states_dtype = output_of(self.target.model, model)
         self.hidden_states = HiddenStateBuffer(
             num_rows=self.max_rows + 1,
             num_queries=1 + self.num_drafts,
             max_chunk_tokens=self.shapes.largest_prefill,
-            hidden_size=model.get_hidden_size(),
-            dtype=model.dtype,
+            hidden_size=states_size,
+            dtype=states_dtype,
             device=device,
             carried_size=self.target.carried_size,
         )
         self.pooling: Pooling | None = None
         if model.runner_type == "pooling":
-            self.pooling = Pooling(self.target.model, self.hidden_states)
+            self.pooling = Pooling(self.target.model, self.hidden_states, self.backend.memory)
         downloads = Downloads(self.backend, overlap=self.async_scheduling)
         self.prompt_logprobs = PromptLogprobs(
             self.target, self.hidden_states.chunk_TH, self.sampling, self.backend, downloads
@@ -225,7 +231,8 @@ class ModelRunner:
         planned = self.lockstep.fit(self.pending) if self.lockstep else self.pending
         for batch in [make_batch(self.requests, one) for one in planned]:
             if batch.requests:
-                self.forward(batch if self.multimodal is None else self.multimodal.add_to(batch))
+                beside_tokens = self.multimodal or self.pooling
+                self.forward(batch if beside_tokens is None else beside_tokens.add_to(batch))
             else:  # other ranks have something to compute here
                 self.compute(batch)
         return None if self.pooling is None else self.pool(self.pooling)
@@ -307,7 +314,7 @@ class ModelRunner:
 
     def compute(self, batch: Batch) -> None:
         self.recorder.saw(batch.shape)
-        self._run_forward(batch.shape.phase, batch.shape.queries, batch.uploaded, batch.multimodal)
+        self._run_forward(batch.shape.phase, batch.shape.queries, batch.uploaded, batch.multimodal, batch.token_types_T)
 
     def forward(self, batch: Batch) -> None:
         self.compute(batch)
@@ -410,9 +417,18 @@ class ModelRunner:
 
     # --- what runs on the device: see `Graphs.graph` ---
 
-    def _forward(self, phase: str, queries: int, rows: Rows, multimodal: MultimodalInputs | None = None) -> None:
+    def _forward(
+        self,
+        phase: str,
+        queries: int,
+        rows: Rows,
+        multimodal: MultimodalInputs | None = None,
+        token_types_T: torch.Tensor | None = None,
+    ) -> None:
         located = locate(phase, rows, self.requests)
         inputs = build_inputs(queries, rows, located, self.requests)
+        if token_types_T is not None:
+            inputs = replace(inputs, token_types_T=token_types_T)
         if (adapters_T := self.target.adapters_of(rows.rows_B, queries)) is not None:
             inputs = replace(inputs, adapters_T=adapters_T)
         if multimodal is not None:
@@ -469,6 +485,11 @@ class ModelRunner:
 
     def _drafts_after(self, rows_B: torch.Tensor) -> Drafts:
         return self.requests.drafts(rows_B, self.num_drafts)
+
+    def release_late_interaction_query_cache(self, query_keys: list[str]) -> None:
+        """Called by vLLM's worker class: texts that ended before all others were compared with them."""
+        if self.pooling is not None:
+            self.pooling.comparisons.release_queries(query_keys)
 
     def reset_encoder_cache(self) -> None:
         if self.multimodal is not None:

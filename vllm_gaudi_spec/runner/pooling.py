@@ -5,10 +5,12 @@ A pooler is a module of vLLM's with lists of requests and work on the host, so i
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import TYPE_CHECKING
 
 import numpy as np
 import torch
+from vllm.v1.pool.late_interaction_runner import LateInteractionRunner
 from vllm.v1.pool.metadata import PoolingMetadata, PoolingStates
 
 from vllm_gaudi_spec.records import DECODE
@@ -16,22 +18,35 @@ from vllm_gaudi_spec.scheduling.outputs import CountedOutput
 
 if TYPE_CHECKING:
     from torch import nn
+    from vllm.config import ModelConfig
     from vllm.pooling_params import PoolingParams
 
+    from vllm_gaudi_spec.devices.base import Memory
     from vllm_gaudi_spec.records import Batch, Planned, Request, WorkerCounts
     from vllm_gaudi_spec.runner.requests import HiddenStateBuffer, Requests
 
 TASKS = ("embed", "classify", "token_embed", "token_classify")
+_SECOND_TEXT = "compressed_token_type_ids"
 
 
 def tasks_of(model: nn.Module) -> tuple[str, ...]:
     return tuple(sorted(model.pooler.get_supported_tasks().intersection(TASKS)))
 
 
+def output_of(model: nn.Module, config: ModelConfig) -> tuple[int, torch.dtype]:
+    """Size and dtype of what a forward gives for a token: vLLM's classes that classify tokens do so there."""
+    if config.architecture.endswith("ForTokenClassification") and hasattr(model, "num_labels"):
+        return model.num_labels, config.head_dtype
+    return config.get_hidden_size(), config.dtype
+
+
 class Pooling:
-    def __init__(self, model: nn.Module, hidden_states: HiddenStateBuffer) -> None:
+    def __init__(self, model: nn.Module, hidden_states: HiddenStateBuffer, memory: Memory) -> None:
         self._pooler = model.pooler
         self._hidden_states = hidden_states
+        self._memory = memory
+        self.comparisons = LateInteractionRunner(enable_flash=False)
+        """Token embeddings of texts that others are compared with, until the last of those has come."""
         self._states: dict[str, PoolingStates] = {}
         """By request: what its prompt chunks so far leave for the last one, where all states are returned."""
         self._pooled: dict[str, torch.Tensor] = {}
@@ -40,10 +55,23 @@ class Pooling:
     def apply(self, requests: Requests) -> None:
         for req_id in requests.ended:
             self._states.pop(req_id, None)
+        self.comparisons.on_requests_finished(requests.ended)
         for request in requests.admitted:
             params = _params_of(request)
             self._pooler.get_pooling_updates(params.task).apply(params)
+            self.comparisons.register_request(request.req_id, params)
             self._states[request.req_id] = PoolingStates()
+
+    def add_to(self, batch: Batch) -> Batch:
+        """With the types of tokens, where a request has two texts. vLLM sends the position where the second begins."""
+        firsts = [(_params_of(request).extra_kwargs or {}).get(_SECOND_TEXT) for request in batch.requests]
+        if all(first is None for first in firsts):
+            return batch
+        types_np = np.zeros((batch.shape.rows, batch.shape.queries), dtype=np.int32)
+        for row_np, request, first in zip(types_np, batch.requests, firsts, strict=False):  # the others are padding
+            if first is not None:
+                row_np[max(first - request.num_computed, 0) :] = 1
+        return replace(batch, token_types_T=self._memory.upload(torch.from_numpy(types_np.reshape(-1))))
 
     def pool(self, batch: Batch) -> None:
         """After the batch's forward, whose states the next one overwrites."""
@@ -59,7 +87,12 @@ class Pooling:
         counts_np = np.array(batch.counts)
         ends = torch.tensor([request.num_computed for request in batch.requests]) + torch.from_numpy(counts_np)
         metadata.build_pooling_cursor(counts_np, ends, states_TH.device)
-        pooled = self._pooler(hidden_states=states_TH, pooling_metadata=metadata)
+        pooled = self.comparisons.postprocess_pooler_output(
+            self._pooler(hidden_states=states_TH, pooling_metadata=metadata),
+            metadata.pooling_params,
+            [request.req_id for request in batch.requests],
+            batch.finishes,
+        )
         for request, finishes, output in zip(batch.requests, batch.finishes, pooled, strict=True):
             if finishes:
                 self._pooled[request.req_id] = output

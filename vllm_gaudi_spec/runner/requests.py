@@ -39,8 +39,10 @@ class Requests:
         seed: int,
         windows: Sequence[int | None] | None = None,
         in_flight: int = 0,
+        keeps_kv: bool = True,
     ) -> None:
         """`windows`: the sliding window of each KV cache group's layers; None: no window.
+        `keeps_kv`: False for encoders, whose KV is for one forward: the scheduler gives their requests no blocks.
         `in_flight`: the host's count of a row's tokens may be too high by this many, those of a step included."""
         self.backend = backend
         self._windows = list(windows or [None] * len(block_sizes))
@@ -59,8 +61,10 @@ class Requests:
         self._free_rows = list(range(max_rows - 1, -1, -1))
         self._seed = seed
         self._num_seen = 0
-        self.tables_np = [np.zeros((max_rows + 1, -(-max_context // size)), dtype=np.int32) for size in block_sizes]
-        self.num_blocks = [np.zeros(max_rows + 1, dtype=np.int64) for _ in block_sizes]
+        self._keeps_kv = keeps_kv
+        sizes = block_sizes if keeps_kv else []
+        self.tables_np = [np.zeros((max_rows + 1, -(-max_context // size)), dtype=np.int32) for size in sizes]
+        self.num_blocks = [np.zeros(max_rows + 1, dtype=np.int64) for _ in sizes]
         # Flat: devices that capture steps change a tensor only as a whole, not through a view.
         self.max_len = max_len
         self._history = torch.zeros((max_rows + 1) * max_len, dtype=torch.int32, device=backend.traits.torch_device)
@@ -191,10 +195,14 @@ class Requests:
     ) -> Blocks:
         """The rows' block tables, on the device, wide enough for `context` tokens. The first rows end at `ends`; of
         prompt chunks, which end there exactly, after `counts` tokens."""
-        tables = (
-            self._upload(table[rows_np, : -(-context // size)])
-            for table, size in zip(self.tables_np, self.block_sizes, strict=True)
-        )
+        if self._keeps_kv:
+            tables_np = [
+                table[rows_np, : -(-context // size)]
+                for table, size in zip(self.tables_np, self.block_sizes, strict=True)
+            ]
+        else:
+            tables_np = [_in_turn(len(rows_np), ends, context, size) for size in self.block_sizes]
+        tables = map(self._upload, tables_np)
         lengths_B = host_lengths(self.backend, len(rows_np), ends, context)
         counts_B = None if lengths_B is None or counts is None else host_counts(len(rows_np), counts)
         return Blocks(tuple(tables), tuple(self.block_sizes), lengths_B=lengths_B, counts_B=counts_B)
@@ -280,6 +288,15 @@ class Requests:
 
     def _upload(self, array: np.ndarray) -> torch.Tensor:
         return self.backend.memory.upload(torch.from_numpy(array))
+
+
+def _in_turn(num_rows: int, ends: Sequence[int], context: int, block_size: int) -> np.ndarray:
+    """int32 [B, W]: blocks of memory that no row keeps, one row's after another's from block 1 on."""
+    counts_np = np.zeros(num_rows, dtype=np.int32)
+    counts_np[: len(ends)] = -(-np.asarray(ends, dtype=np.int32) // block_size)
+    first_np = 1 + counts_np.cumsum(dtype=np.int32) - counts_np
+    offsets_np = np.arange(-(-context // block_size), dtype=np.int32)
+    return np.where(offsets_np < counts_np[:, None], first_np[:, None] + offsets_np, 0)
 
 
 def _listed(table_np: np.ndarray, begin_np: np.ndarray, end_np: np.ndarray, size: int) -> np.ndarray:

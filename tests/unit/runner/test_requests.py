@@ -301,3 +301,18 @@ def test_ended_requests_are_told_in_one_order_on_every_rank() -> None:
     requests.apply(step(dict.fromkeys(names, 2), new=new))
     requests.apply(step({}, finished=set(names)))
     assert requests.ended == sorted(names)
+
+
+def test_rows_of_one_forward_have_blocks_one_after_another() -> None:
+    """Where no KV is kept, as for encoders; the scheduler gives such requests no blocks."""
+    requests = Requests(
+        HostBackend(),  # type: ignore[arg-type]
+        max_rows=3,
+        max_len=64,
+        block_sizes=[16],
+        max_context=64,
+        seed=0,
+        keeps_kv=False,
+    )
+    (table_BW,) = requests.blocks(np.array([0, 1, 2, 3]), [33, 1, 16], 64).tables
+    assert table_BW.tolist() == [[1, 2, 3, 0], [4, 0, 0, 0], [5, 0, 0, 0], [0, 0, 0, 0]]

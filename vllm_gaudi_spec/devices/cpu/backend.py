@@ -113,7 +113,7 @@ class CpuAttention(Attention):
         operations: Operations = PLAIN,
     ) -> torch.Tensor:
         keys, values = _kernel_views(kv_cache)
-        rows = call.plan("rows", lambda: _rows(call))
+        rows = call.plan(("rows", spec.is_causal), lambda: _rows(call, spec))
         attended_THD = _attend(query_THD, keys, values, rows, call, spec)
         if call.spans is not None:
             # Once more as rows of their own, of which each query sees all keys.
@@ -163,12 +163,12 @@ class _Rows(NamedTuple):
     """Else each query sees all keys, of those after it as many as of those before it where there is a window."""
 
 
-def _rows(call: AttentionCall) -> _Rows:
-    if call.packed is None:
+def _rows(call: AttentionCall, spec: AttentionLayerSpec) -> _Rows:
+    if call.packed is None:  # all tokens are real, or none is
         starts = torch.arange(call.num_rows + 1, dtype=torch.int32) * call.num_queries
-        return _Rows(starts, call.starts_B + call.num_queries, call.block_table_BW)
+        return _Rows(starts, call.starts_B + call.num_queries, call.block_table_BW, spec.is_causal)
     counts_B = call.packed.num_real_B
-    return _Rows(_starts(counts_B), call.starts_B + counts_B, call.block_table_BW)
+    return _Rows(_starts(counts_B), call.starts_B + counts_B, call.block_table_BW, spec.is_causal)
 
 
 def _rows_of_spans(call: AttentionCall, query_starts: torch.Tensor) -> tuple[torch.Tensor, _Rows]:
