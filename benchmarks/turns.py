@@ -70,9 +70,19 @@ class Engine:
         self.texts: list[list[int]] = []
         """Tokens of the last turn, by request."""
 
-    def turn(self, batch: int, tokens: int, temperature: float = 0.0, top_p: float = 1.0) -> float:
-        """Seconds for so many requests of so many tokens, past any end token."""
-        self._pipe.send((batch, tokens, temperature, top_p))
+    def turn(
+        self,
+        batch: int,
+        tokens: int,
+        temperature: float = 0.0,
+        top_p: float = 1.0,
+        *,
+        prompt: int | None = None,
+        forget: bool = False,
+    ) -> float:
+        """Seconds for so many requests of so many tokens, past any end token. `prompt`: random prompts of that length,
+        and not those that the engine has. `forget`: none of them is in the prefix cache."""
+        self._pipe.send((batch, tokens, temperature, top_p, prompt, forget))
         seconds, self.texts = self._answer()
         return float(seconds)
 
@@ -126,12 +136,15 @@ def _serve(
             if isinstance(asked, str):
                 pipe.send(sum(int(metric.value) for metric in llm.get_metrics() if metric.name == asked))
                 continue
-            batch, tokens, temperature, top_p = asked
+            batch, tokens, temperature, top_p, length, forget = asked
             # Seeds of their own: with one for all, what is accepted at a position is one draw.
             params = [shared.sampling(temperature, tokens, seed) for seed in range(batch)]
             for one in params:
                 one.top_p = top_p
-            requests = [{"prompt_token_ids": prompts[i % len(prompts)]} for i in range(batch)]
+            chosen = prompts if length is None else shared.random_prompts(length, batch)
+            requests = [{"prompt_token_ids": chosen[i % len(chosen)]} for i in range(batch)]
+            if forget and not llm.reset_prefix_cache():
+                raise RuntimeError("the prefix cache is in use")
             started = time.perf_counter()
             outputs = llm.generate(requests, params, use_tqdm=False)
             seconds = time.perf_counter() - started
