@@ -9,7 +9,7 @@ import time
 from collections.abc import Callable, Iterator
 from multiprocessing.connection import Connection
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 import common
 import numpy as np
@@ -20,6 +20,8 @@ from vllm_gaudi_spec.tools.io.command_line import Parser, add_shared
 # 0.975 quantiles of Student's t by degrees of freedom; beyond, that of the normal distribution is near.
 _T = (12.71, 4.30, 3.18, 2.78, 2.57, 2.45, 2.36, 2.31, 2.26, 2.23, 2.20, 2.18, 2.16, 2.14)
 _PATIENCE_S = 900
+Asked = TypeVar("Asked")
+Answer = TypeVar("Answer")
 Turn = dict[str, float]
 """Seconds of neighbouring turns, by engine."""
 
@@ -151,7 +153,7 @@ def _serve(
             pipe.send((seconds, [list(output.outputs[0].token_ids) for output in outputs]))
 
 
-def take(engines: dict[str, Engine], count: int, ask: Callable[[Engine], float]) -> list[Turn]:
+def take(engines: dict[str, Asked], count: int, ask: Callable[[Asked], Answer]) -> list[dict[str, Answer]]:
     """So many turns of each, in changing order."""
     return [
         {name: ask(engines[name]) for name in (engines if number % 2 else reversed(engines))} for number in range(count)

@@ -86,9 +86,7 @@ def measure(size: str, options: argparse.Namespace) -> list[dict[str, Any]]:
             log = f"upstream_shapes-{size}-{platform}"
             more = NO_RESERVE if options.all_cores and platform == "upstream" else {}
             eager = platform == "upstream"
-            engines[platform] = Engine(
-                log, model, QUIET | environment | more, longest, enforce_eager=eager, **settings
-            )
+            engines[platform] = Engine(log, model, QUIET | environment | more, longest, enforce_eager=eager, **settings)
             common.check_platform(platform, engines[platform].platform)
         prompts = [measure_prompt(engines, prompt, options) for prompt in options.prompts]
         decodes = [measure_decode(engines, *cell, options) for cell in cells_of(options)]
