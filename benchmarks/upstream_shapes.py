@@ -1,7 +1,7 @@
 """This platform beside upstream's CPU platform where models, contexts and prompts are longer than the demo's.
 
 python benchmarks/upstream_shapes.py --json .bench/upstream_shapes.json
-python benchmarks/upstream_shapes.py --sizes tiny --contexts 64 --batches 1 2 --prompts 128    # a try
+python benchmarks/upstream_shapes.py --sizes tiny --contexts 128 --batches 1 2 --prompts 128    # a try
 
 Models have the given shape and random weights of bfloat16, served in float32 without drafts. Both engines live side by
 side, each in processes of its own, and take turns; upstream's runs eagerly. Decoding: tokens after the first, behind
@@ -40,7 +40,12 @@ def parse_options() -> argparse.Namespace:
     parser = Parser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--sizes", nargs="+", choices=SIZES, default=["0.5b"], metavar="S", help=f"of {SIZES}")
     parser.add_argument(
-        "--contexts", type=int, nargs="+", default=[256, 2048, 8192], metavar="N", help="tokens before those counted"
+        "--contexts",
+        type=int,
+        nargs="+",
+        default=[256, 2048, 8192],
+        metavar="N",
+        help=f"tokens before those counted, in {BLOCK}s",
     )
     parser.add_argument("--batches", type=int, nargs="+", default=[1, 4, 8, 16, 32], metavar="B", help="batch sizes")
     parser.add_argument(
@@ -54,7 +59,10 @@ def parse_options() -> argparse.Namespace:
     common.add_output_len(parser, 17)
     parser.add_argument("--turns", type=int, default=4, metavar="N", help="measured turns of each engine and cell")
     common.add_json(parser)
-    return parser.parse_args()
+    options = parser.parse_args()
+    if any(context % BLOCK for context in options.contexts):
+        parser.error(f"--contexts: multiples of {BLOCK}, which the prefix cache has whole")
+    return options
 
 
 # ---- measuring -----------------------------------------------------------------------------------------
@@ -68,7 +76,7 @@ def cells_of(options: argparse.Namespace) -> list[tuple[int, int, str]]:
 
 
 def measure(size: str, options: argparse.Namespace) -> list[dict[str, Any]]:
-    longest = max(*options.contexts, *options.prompts, 0) + options.tokens
+    longest = max(*options.contexts, *options.prompts, 0) + 1 + options.tokens
     num_rows = max(options.batches)
     # What each request adds to its context starts a block of its own.
     num_tokens = options.most_tokens + num_rows * (options.tokens + 2 * BLOCK) + longest
@@ -102,7 +110,8 @@ def measure_decode(
     engines: dict[str, Engine], context: int, batch: int, how: str, options: argparse.Namespace
 ) -> dict[str, Any]:
     def turns(tokens: int, count: int) -> list[Turn]:
-        return take(engines, count, lambda engine: engine.turn(batch, tokens, *SAMPLING[how], prompt=context))
+        # The cache has whole blocks, and never a prompt's last token.
+        return take(engines, count, lambda engine: engine.turn(batch, tokens, *SAMPLING[how], prompt=context + 1))
 
     turns(2, 1)  # reads what of the contexts is not cached yet
     first = turns(1, 2)
