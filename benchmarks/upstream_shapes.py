@@ -4,7 +4,7 @@ python benchmarks/upstream_shapes.py --json .bench/upstream_shapes.json
 python benchmarks/upstream_shapes.py --sizes tiny --contexts 128 --batches 1 2 --prompts 128    # a try
 
 Models have the given shape and random weights of bfloat16, served in float32 without drafts. Both engines live side by
-side, each in processes of its own, and take turns; upstream's runs eagerly. Decoding: tokens after the first, behind
+side, each in processes of its own, and take turns; upstream's runs eagerly. Decoding: tokens after the first, after
 contexts that the prefix cache has. Prompts: the time to the first token of one request that no cache knows. Servers
 are benchmarks/upstream_server.py.
 """
@@ -103,7 +103,7 @@ def measure(size: str, options: argparse.Namespace) -> list[dict[str, Any]]:
 
 def measure_prompt(engines: dict[str, Engine], prompt: int, options: argparse.Namespace) -> dict[str, Any]:
     turns = take(engines, options.turns + 1, lambda engine: engine.turn(1, 1, prompt=prompt, forget=True))[1:]
-    return row_of(f"first token behind a prompt of {prompt}", 1, "greedy", turns)
+    return row_of(f"first token after a prompt of {prompt}", 1, "greedy", turns)
 
 
 def measure_decode(
@@ -118,7 +118,7 @@ def measure_decode(
     before = {name: median(turn[name] for turn in first) for name in engines}
     whole = turns(options.tokens, options.turns)
     steps = [{name: (turn[name] - before[name]) / (options.tokens - 1) for name in engines} for turn in whole]
-    return row_of(f"a token behind a context of {context}", batch, how, steps)
+    return row_of(f"a token after a context of {context}", batch, how, steps)
 
 
 def row_of(what: str, batch: int, how: str, turns: list[Turn]) -> dict[str, Any]:
