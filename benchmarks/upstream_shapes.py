@@ -4,9 +4,9 @@ python benchmarks/upstream_shapes.py --json .bench/upstream_shapes.json
 python benchmarks/upstream_shapes.py --sizes tiny --contexts 128 --batches 1 2 --prompts 128    # a try
 
 Models have the given shape and random weights of bfloat16, served in float32 without drafts. Both engines live side by
-side, each in processes of its own, and take turns; upstream's runs eagerly. Decoding: tokens after the first, after
-contexts that the prefix cache has. Prompts: the time to the first token of one request that no cache knows. Servers
-are benchmarks/upstream_server.py.
+side, each in processes of its own, and take turns; upstream's runs eagerly. Decode steps come after contexts that the
+prefix cache has. Prompts are timed to the first token of one request that no cache knows. Servers are
+benchmarks/upstream_server.py.
 """
 
 from __future__ import annotations
