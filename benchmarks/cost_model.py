@@ -5,6 +5,11 @@ python benchmarks/cost_model.py --json .bench/cost_model.json
 cost_cells.json holds milliseconds measured on 2026-11-22 on two GPUs with dummy weights, an 8B-shaped Llama and a
 0.5B-shaped drafter: of an H200 the tables of docs/performance.md, of an H100 throughput and prompts of 512 tokens.
 Every other cell of the H200 is fitted; the rest of them, and all of the H100, are predicted.
+
+python benchmarks/cost_model.py --measured .bench/verify.json .bench/end_to_end.json .bench/cuda_upstream.json
+
+takes the cells of a card from reports of those benchmarks (8b, this platform) in place of the older ones, writes them
+down, and fits that card instead.
 """
 
 from __future__ import annotations
@@ -29,6 +34,7 @@ from vllm_gaudi_spec.tools.io.command_line import Parser
 
 CELLS = Path(__file__).with_name("cost_cells.json")
 FITTED_CARD = "h200"
+CARD_NAMES = {"NVIDIA H100 80GB HBM3": "h100", "NVIDIA H200": "h200"}
 CONSTANTS = ("MEMORY_SHARE", "MATRIX_SHARE", "KERNEL_SECONDS")
 PROMPT = 512
 
@@ -77,11 +83,62 @@ def outline(size: str) -> Outline:
     )
 
 
-def cells() -> tuple[list[Cell], list[Cell]]:
+def every_cell() -> list[Cell]:
+    return [Cell(**cell) for cell in json.loads(CELLS.read_text())]
+
+
+def cells(fitted_card: str = FITTED_CARD) -> tuple[list[Cell], list[Cell]]:
     """Those that are fitted, and those that are held out."""
-    every = [Cell(**cell) for cell in json.loads(CELLS.read_text())]
-    on_fitted = [cell for cell in every if cell.card == FITTED_CARD]
-    return on_fitted[::2], on_fitted[1::2] + [cell for cell in every if cell.card != FITTED_CARD]
+    every = every_cell()
+    on_fitted = [cell for cell in every if cell.card == fitted_card]
+    return on_fitted[::2], on_fitted[1::2] + [cell for cell in every if cell.card != fitted_card]
+
+
+# ---- from reports --------------------------------------------------------------------------------------
+
+
+def cells_of(report: dict[str, Any]) -> list[Cell]:
+    """What a report of verify.py, end_to_end.py or cuda_upstream.py measured."""
+    if report["size"] != "8b":
+        raise RuntimeError(f"a report of size {report['size']}; the cells are of 8b")
+    name = report["machine"].get("accelerator")
+    if name not in CARD_NAMES:
+        raise RuntimeError(f"a report of {name}; there are figures of {', '.join(CARD_NAMES)}")
+    card, found = CARD_NAMES[name], {}
+    for row in report["rows"]:
+        for cell in _cells_of_row(card, row, report):
+            found.setdefault(cell[:-1], cell)  # several rows repeat a plain step
+    return list(found.values())
+
+
+def _cells_of_row(card: str, row: dict[str, Any], report: dict[str, Any]) -> Iterator[Cell]:
+    if "verify_ratio" in row:
+        yield Cell(card, "plain", row["batch"], row["context"], 0, round(row["plain_ms"], 3))
+        yield Cell(card, "verify", row["batch"], row["context"], row["k"], round(row["verify_ms"], 3))
+    elif "draft_ms" in row:
+        # Programs are run again alone after half of the steps.
+        context = report["prompt"] + round(row["tokens_per_step"] * report["steps"] / 2)
+        yield Cell(card, "draft", row["batch"], context, report["k"], round(row["draft_ms"], 3))
+    elif row["method"] == "no speculation" and row["prompt"] == PROMPT:
+        for cell in row["cells"]:
+            if cell["sampling"] == "greedy":
+                ms = round(cell["prompt_ms"]["ours"], 1)
+                yield Cell(card, "prompt and 16 tokens", cell["batch"], PROMPT + 8, 0, ms)
+
+
+def take_measured(paths: list[Path]) -> str:
+    """Write the cells of these reports in place of the card's older ones; returns the card."""
+    new = [cell for path in paths for cell in cells_of(json.loads(path.read_text()))]
+    cards = {cell.card for cell in new}
+    if len(cards) != 1:
+        raise RuntimeError(f"reports of {', '.join(sorted(cards)) or 'no cells'}; give those of one card")
+    every = [cell for cell in every_cell() if cell.card not in cards] + new
+    lines = ",\n".join(f"  {json.dumps(cell._asdict())}" for cell in every)
+    CELLS.write_text(f"[\n{lines}\n]\n")
+    return cards.pop()
+
+
+# ---- the fit -------------------------------------------------------------------------------------------
 
 
 def fit(fitted: list[Cell]) -> dict[str, float]:
@@ -109,10 +166,13 @@ def rows_of(held_out: list[Cell]) -> Iterator[dict[str, Any]]:
 
 
 def main() -> int:
-    parser: argparse.ArgumentParser = Parser(description=__doc__)
+    parser: argparse.ArgumentParser = Parser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument(
+        "--measured", type=Path, nargs="+", metavar="FILE", help="reports to take the cells of a card from"
+    )
     common.add_json(parser)
     options = parser.parse_args()
-    fitted, held_out = cells()
+    fitted, held_out = cells(take_measured(options.measured) if options.measured else FITTED_CARD)
     constants, rows = fit(fitted), list(rows_of(held_out))
     for name, value in constants.items():
         common.log(f"{name}: {value:.3g} fitted on {len(fitted)} cells, {getattr(cost, name):.3g} in use")

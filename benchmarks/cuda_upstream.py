@@ -210,7 +210,7 @@ def show(rows: list[dict[str, Any]], options: argparse.Namespace) -> None:
 def measure_all(options: argparse.Namespace) -> None:
     rows = [measure(method, prompt, options) for prompt in options.prompts for method in options.methods]
     show(rows, options)
-    machine = common.describe_machine() | {"upstream": len(engines_here()) > 1}
+    machine = dummy.describe_machine() | {"upstream": len(engines_here()) > 1}
     settings = ("size", "drafts", "rate", "tokens", "turns", "prompts")
     common.write_rows(options, settings, rows, machine=machine)
 

@@ -29,6 +29,15 @@ SIZES: dict[str, dict[str, int]] = {
         intermediate_size=14336,
         vocab_size=128256,
     ),
+    "1.5b": dict(
+        hidden_size=1536,
+        num_hidden_layers=28,
+        num_attention_heads=12,
+        num_key_value_heads=2,
+        head_dim=128,
+        intermediate_size=8960,
+        vocab_size=128256,
+    ),
     "0.5b": dict(
         hidden_size=896,
         num_hidden_layers=24,
@@ -90,6 +99,15 @@ def write_model(folder: Path, size: str, words: Iterable[str] = (), **changes: A
     names = {"unk_token": "<unk>", "bos_token": "<s>", "eos_token": "</s>"}
     (made / "tokenizer_config.json").write_text(json.dumps({"tokenizer_class": "PreTrainedTokenizerFast", **names}))
     return str(made)
+
+
+def write_weights(model: str) -> None:
+    """Random ones in bfloat16, as most checkpoints have them. Those of vLLM's `dummy` loader are random in the dtype
+    that is served, which is another thing where that is float32: the CPU keeps copies of what fits float16."""
+    from transformers import AutoConfig, AutoModelForCausalLM
+
+    torch.manual_seed(0)
+    AutoModelForCausalLM.from_config(AutoConfig.from_pretrained(model), dtype=torch.bfloat16).save_pretrained(model)
 
 
 def weight_bytes(shape: dict[str, int], dtype: torch.dtype) -> int:

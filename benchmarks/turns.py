@@ -9,7 +9,7 @@ import time
 from collections.abc import Callable, Iterator
 from multiprocessing.connection import Connection
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 import common
 import numpy as np
@@ -20,6 +20,8 @@ from vllm_gaudi_spec.tools.io.command_line import Parser, add_shared
 # 0.975 quantiles of Student's t by degrees of freedom; beyond, that of the normal distribution is near.
 _T = (12.71, 4.30, 3.18, 2.78, 2.57, 2.45, 2.36, 2.31, 2.26, 2.23, 2.20, 2.18, 2.16, 2.14)
 _PATIENCE_S = 900
+Asked = TypeVar("Asked")
+Answer = TypeVar("Answer")
 Turn = dict[str, float]
 """Seconds of neighbouring turns, by engine."""
 
@@ -70,9 +72,19 @@ class Engine:
         self.texts: list[list[int]] = []
         """Tokens of the last turn, by request."""
 
-    def turn(self, batch: int, tokens: int, temperature: float = 0.0, top_p: float = 1.0) -> float:
-        """Seconds for so many requests of so many tokens, past any end token."""
-        self._pipe.send((batch, tokens, temperature, top_p))
+    def turn(
+        self,
+        batch: int,
+        tokens: int,
+        temperature: float = 0.0,
+        top_p: float = 1.0,
+        *,
+        prompt: int | None = None,
+        forget: bool = False,
+    ) -> float:
+        """Seconds for so many requests of so many tokens, past any end token. `prompt`: random prompts of that length,
+        and not those that the engine has. `forget`: none of them is in the prefix cache."""
+        self._pipe.send((batch, tokens, temperature, top_p, prompt, forget))
         seconds, self.texts = self._answer()
         return float(seconds)
 
@@ -126,19 +138,22 @@ def _serve(
             if isinstance(asked, str):
                 pipe.send(sum(int(metric.value) for metric in llm.get_metrics() if metric.name == asked))
                 continue
-            batch, tokens, temperature, top_p = asked
+            batch, tokens, temperature, top_p, length, forget = asked
             # Seeds of their own: with one for all, what is accepted at a position is one draw.
             params = [shared.sampling(temperature, tokens, seed) for seed in range(batch)]
             for one in params:
                 one.top_p = top_p
-            requests = [{"prompt_token_ids": prompts[i % len(prompts)]} for i in range(batch)]
+            chosen = prompts if length is None else shared.random_prompts(length, batch)
+            requests = [{"prompt_token_ids": chosen[i % len(chosen)]} for i in range(batch)]
+            if forget and not llm.reset_prefix_cache():
+                raise RuntimeError("the prefix cache is in use")
             started = time.perf_counter()
             outputs = llm.generate(requests, params, use_tqdm=False)
             seconds = time.perf_counter() - started
             pipe.send((seconds, [list(output.outputs[0].token_ids) for output in outputs]))
 
 
-def take(engines: dict[str, Engine], count: int, ask: Callable[[Engine], float]) -> list[Turn]:
+def take(engines: dict[str, Asked], count: int, ask: Callable[[Asked], Answer]) -> list[dict[str, Answer]]:
     """So many turns of each, in changing order."""
     return [
         {name: ask(engines[name]) for name in (engines if number % 2 else reversed(engines))} for number in range(count)

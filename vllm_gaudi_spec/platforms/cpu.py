@@ -61,8 +61,8 @@ class CpuSpecPlatform(SpecPlatform, CpuPlatform):
     def import_ir_kernels(cls) -> None:
         """Each worker calls it before it loads a model."""
         super().import_ir_kernels()
+        from vllm_gaudi_spec.devices.cpu import activations, norms, rotary  # noqa: F401  (registers them)
         from vllm_gaudi_spec.devices.cpu import linear as cpu_linear
-        from vllm_gaudi_spec.devices.cpu import norms, rotary  # noqa: F401  (registers them)
 
         compat.choose_cpu_linears(cpu_linear.pack)
         compat.assign_cpu_experts()

@@ -1,0 +1,21 @@
+"""The gated activation on the CPU has the bits of vLLM's own, and leaves its input alone."""
+
+from __future__ import annotations
+
+import torch
+from vllm.config import VllmConfig, set_current_vllm_config
+from vllm.model_executor.layers.activation import SiluAndMul
+
+from vllm_gaudi_spec.devices.cpu.activations import CpuSiluAndMul
+
+
+def test_the_same_bits() -> None:
+    with set_current_vllm_config(VllmConfig()):
+        layer = SiluAndMul()
+    assert isinstance(layer, CpuSiluAndMul)
+    torch.manual_seed(0)
+    for shape in ((1, 12), (33, 2 * 77), (2, 5, 64)):
+        x = torch.randn(shape) * 4
+        before = x.clone()
+        assert torch.equal(layer.forward_cpu(x), SiluAndMul.forward_native(before))
+        assert torch.equal(x, before)
