@@ -18,7 +18,7 @@ from vllm.v1.attention.backend import (
 )
 from vllm.v1.kv_cache_interface import KVCacheLayout
 
-from vllm_gaudi_spec.attention.metadata import AttentionCall, AttentionLayerSpec
+from vllm_gaudi_spec.attention.metadata import AttentionCall, AttentionLayerSpec, FreshKV
 from vllm_gaudi_spec.attention.operations import PLAIN, Matmul, Operations, Softmax, VLLMKVCache
 from vllm_gaudi_spec.config import FP8_KV, UnsupportedConfigError
 from vllm_gaudi_spec.devices import load_backend
@@ -207,7 +207,8 @@ class RectangleAttentionImpl(AttentionImpl, nn.Module):
             raise RuntimeError("attention returns its output; see compat.return_attention_outputs")
         if self.only_real is not None:
             query = self.only_real(query)
-        attended: torch.Tensor = self._ops.attend(query, kv_cache, attn_metadata, self.spec, self._operations)
+        fresh = None if key is None or value is None else FreshKV(key, value)
+        attended: torch.Tensor = self._ops.attend(query, kv_cache, attn_metadata, self.spec, self._operations, fresh)
         return attended
 
 

@@ -1,4 +1,5 @@
-"""Paged attention on a GPU: one Triton kernel for decodes, verify steps and prompt chunks.
+"""Paged attention on a GPU: one Triton kernel for decodes, verify steps and prompt chunks. Where a chunk's own keys are
+the most there is, cuDNN attends over those, and the kernel goes on with the cached ones.
 
 B rows of Q queries; H query heads in K groups of G, one a KV head; D head size; T = B * Q. The Q * G queries of a row
 that meet one KV head are the lanes of a tile, so each key is read once for all of them. Keys are split over kernel
@@ -17,7 +18,7 @@ import triton.language as tl
 from vllm_gaudi_spec.devices.cuda import launch
 
 if TYPE_CHECKING:
-    from vllm_gaudi_spec.attention.metadata import AttentionCall, AttentionLayerSpec
+    from vllm_gaudi_spec.attention.metadata import AttentionCall, AttentionLayerSpec, FreshKV
     from vllm_gaudi_spec.devices.common.kv_pair import KVPair
 
 # Kernel instances that keep a large GPU busy: four for each of an H200's multiprocessors. More parts than these cost
@@ -35,8 +36,9 @@ _LOG2_E = tl.constexpr(1.4426950408889634)
 _LOWEST = tl.constexpr(-1e30)
 
 
-def attend(query_THD: torch.Tensor, kv: KVPair, call: AttentionCall, spec: AttentionLayerSpec) -> torch.Tensor:
-    out_THD = query_THD.new_empty(query_THD.shape)
+def attend(
+    query_THD: torch.Tensor, kv: KVPair, call: AttentionCall, spec: AttentionLayerSpec, fresh: FreshKV | None = None
+) -> torch.Tensor:
     keys, values = kv.tensors()
     group, tile_d = spec.num_heads // spec.num_kv_heads, triton.next_power_of_2(spec.head_size)
     lanes = call.num_queries * group
@@ -46,8 +48,10 @@ def attend(query_THD: torch.Tensor, kv: KVPair, call: AttentionCall, spec: Atten
     # Short heads leave an instance less to do.
     busy = _BUSY * max(128 // tile_d, 1) if tiles == 1 else _ONE_EACH
     splits = _num_splits(busy, tiles * spec.num_kv_heads * call.num_rows, call.block_table_BW.shape[1], spec, tile_n)
-    # Of a prompt's tiles most have many keys that all of their lanes see. Measured for heads of 128 alone.
-    has_unmasked_keys = tiles > 1 and splits == 1 and spec.sliding_window is None and spec.head_size == 128
+    # Of a prompt's tiles most have many keys that all of their lanes see. Measured for heads of 64 and 128 alone.
+    has_unmasked_keys = tiles > 1 and splits == 1 and spec.sliding_window is None and spec.head_size in (64, 128)
+    attended = attend_fresh(query_THD, fresh, call, spec) if has_unmasked_keys and fresh is not None else None
+    out_THD, log_sums = (query_THD.new_empty(query_THD.shape), query_THD) if attended is None else attended
     if has_unmasked_keys:
         # So that two instances share a multiprocessor: one multiplies while the other takes its exponentials.
         tile_m = 64
@@ -68,6 +72,7 @@ def attend(query_THD: torch.Tensor, kv: KVPair, call: AttentionCall, spec: Atten
         parts,
         maxima,
         sums,
+        log_sums,
         spec.scale,
         spec.logits_soft_cap,
         query_THD.stride(0),
@@ -83,6 +88,7 @@ def attend(query_THD: torch.Tensor, kv: KVPair, call: AttentionCall, spec: Atten
         CAPPED=spec.logits_soft_cap > 0,
         IS_SPLIT=splits > 1,
         UNMASKED=has_unmasked_keys,
+        CACHED_ONLY=attended is not None,
         TILE_M=tile_m,
         TILE_N=tile_n,
         TILE_D=tile_d,
@@ -105,6 +111,21 @@ def attend(query_THD: torch.Tensor, kv: KVPair, call: AttentionCall, spec: Atten
             **launch.options(),
         )
     return out_THD
+
+
+def attend_fresh(
+    query_THD: torch.Tensor, fresh: FreshKV, call: AttentionCall, spec: AttentionLayerSpec
+) -> tuple[torch.Tensor, torch.Tensor] | None:
+    """Attention over the call's own keys alone, [T, H, D], and what it has divided by, as logarithms, float32 [B, H, Q,
+    1]. None where cuDNN does not take it."""
+    by_row = [tensor.unflatten(0, (call.num_rows, -1)).transpose(1, 2) for tensor in (query_THD, *fresh)]
+    given = torch.backends.cuda.SDPAParams(*by_row, None, 0.0, True, True)
+    if spec.logits_soft_cap or not torch.backends.cuda.can_use_cudnn_attention(given):
+        return None
+    attended, log_sums, *_ = torch.ops.aten._scaled_dot_product_cudnn_attention(
+        *by_row, attn_bias=None, compute_log_sumexp=True, is_causal=True, scale=spec.scale
+    )
+    return attended.transpose(1, 2).flatten(0, 1), log_sums.contiguous()
 
 
 def write_kv(key_TKD: torch.Tensor, value_TKD: torch.Tensor, kv: KVPair, slots_T: torch.Tensor) -> None:
@@ -153,6 +174,7 @@ def _attend_tile(
     parts_ptr,
     maxima_ptr,
     sums_ptr,
+    log_sums_ptr,
     scale,
     soft_cap,
     query_stride,
@@ -168,6 +190,7 @@ def _attend_tile(
     CAPPED: tl.constexpr,
     IS_SPLIT: tl.constexpr,
     UNMASKED: tl.constexpr,
+    CACHED_ONLY: tl.constexpr,
     TILE_M: tl.constexpr,
     TILE_N: tl.constexpr,
     TILE_D: tl.constexpr,
@@ -187,6 +210,9 @@ def _attend_tile(
     offset_M = lane_M // GROUP
     head_M = head * GROUP + lane_M % GROUP
     used_M = lane_M < queries * GROUP
+    if CACHED_ONLY:
+        # Without such keys there is nothing to do.
+        used_M = used_M & (start > 0)
     token_M = (row * queries + offset_M).to(tl.int64)
     position_M = start + offset_M
     dim_D = tl.arange(0, TILE_D)
@@ -199,7 +225,7 @@ def _attend_tile(
 
     # The keys that any lane of the tile sees, and of those the share of this split, in whole tiles.
     last = tl.minimum((tile * TILE_M + TILE_M - 1) // GROUP, queries - 1)
-    end = start + last + 1
+    end = start if CACHED_ONLY else start + last + 1
     begin = 0
     if WINDOW > 0:
         begin = tl.maximum(start + tile * TILE_M // GROUP - WINDOW + 1, 0) // TILE_N * TILE_N
@@ -207,15 +233,24 @@ def _attend_tile(
     low = begin + split * share
     high = tl.minimum(low + share, end)
 
-    state = (
-        tl.full((TILE_M,), _LOWEST, dtype=tl.float32),
-        tl.zeros((TILE_M,), dtype=tl.float32),
-        tl.zeros((TILE_M, TILE_D), dtype=tl.float32),
-    )
+    out_MD = out_ptr + token_M[:, None] * out_stride + head_M[:, None] * HEAD_SIZE + dim_D[None, :]
+    if CACHED_ONLY:
+        log_sum_M = log_sums_ptr + (row * (KV_HEADS * GROUP) + head_M) * queries + offset_M
+        state = (
+            tl.load(log_sum_M, mask=used_M, other=0.0) * _LOG2_E,
+            tl.full((TILE_M,), 1.0, dtype=tl.float32),
+            tl.load(out_MD, mask=used_MD, other=0.0).to(tl.float32),
+        )
+    else:
+        state = (
+            tl.full((TILE_M,), _LOWEST, dtype=tl.float32),
+            tl.zeros((TILE_M,), dtype=tl.float32),
+            tl.zeros((TILE_M, TILE_D), dtype=tl.float32),
+        )
     first_masked = low
     if UNMASKED:
         # Whole tiles of keys that every lane sees: positions need no comparison.
-        first_masked = tl.maximum(low, tl.minimum(high, (start + tile * TILE_M // GROUP + 1) // TILE_N * TILE_N))
+        first_masked = tl.maximum(low, tl.minimum(high, start + tile * TILE_M // GROUP + 1) // TILE_N * TILE_N)
         for first in range(low, first_masked, TILE_N):
             state = _take_keys(
                 state,
@@ -266,7 +301,6 @@ def _attend_tile(
     launch.let_next_start(EARLY)
     if not IS_SPLIT:
         result_MD = total_MD / sum_M[:, None]
-        out_MD = out_ptr + token_M[:, None] * out_stride + head_M[:, None] * HEAD_SIZE + dim_D[None, :]
         tl.store(out_MD, result_MD.to(out_ptr.dtype.element_ty), mask=used_MD)
     else:
         part_M = (token_M * (KV_HEADS * GROUP) + head_M) * splits + split
