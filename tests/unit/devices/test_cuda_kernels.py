@@ -129,6 +129,7 @@ def test_a_chunks_own_keys_are_not_read_from_the_cache(
     from vllm_gaudi_spec.devices.cuda import attention as cuda_attention
 
     monkeypatch.setattr(cuda_attention, "_ONE_EACH", 1)
+    monkeypatch.setattr(cuda_attention, "_is_long", lambda call, spec: True)
     monkeypatch.setattr(cuda_attention, "attend_fresh", by_torch)
     real = [70, 33, 70][: len(starts)]
     scene = make_scene(starts, 70, real=real, heads=6, head_size=head_size, block_size=16)
@@ -147,6 +148,7 @@ def test_cudnn_attends_over_a_chunks_own_keys(
     from vllm_gaudi_spec.devices.cuda import attention as cuda_attention
 
     monkeypatch.setattr(cuda_attention, "_ONE_EACH", 1)
+    monkeypatch.setattr(cuda_attention, "_is_long", lambda call, spec: True)
     real = [300, 33, 256]
     scene = make_scene([5, 130, 0], 300, real=real, heads=8, head_size=head_size, dtype=dtype)
     poisoned, fresh = with_fresh(scene)

@@ -50,7 +50,8 @@ def attend(
     splits = _num_splits(busy, tiles * spec.num_kv_heads * call.num_rows, call.block_table_BW.shape[1], spec, tile_n)
     # Of a prompt's tiles most have many keys that all of their lanes see. Measured for heads of 64 and 128 alone.
     has_unmasked_keys = tiles > 1 and splits == 1 and spec.sliding_window is None and spec.head_size in (64, 128)
-    attended = attend_fresh(query_THD, fresh, call, spec) if has_unmasked_keys and fresh is not None else None
+    takes_fresh = fresh is not None and has_unmasked_keys and _is_long(call, spec)
+    attended = attend_fresh(query_THD, fresh, call, spec) if takes_fresh else None
     out_THD, log_sums = (query_THD.new_empty(query_THD.shape), query_THD) if attended is None else attended
     if has_unmasked_keys:
         # So that two instances share a multiprocessor: one multiplies while the other takes its exponentials.
@@ -111,6 +112,11 @@ def attend(
             **launch.options(),
         )
     return out_THD
+
+
+def _is_long(call: AttentionCall, spec: AttentionLayerSpec) -> bool:
+    """Whether cuDNN gains more than a second kernel costs. With heads of 64 it gains little, and only beyond 2,048."""
+    return spec.head_size == 128 and call.num_queries >= 256 and call.num_rows * call.num_queries >= 2048
 
 
 def attend_fresh(
