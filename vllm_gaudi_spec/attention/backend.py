@@ -150,6 +150,17 @@ class RectangleAttentionImpl(AttentionImpl, nn.Module):
     def _operations(self) -> Operations:
         return self if self.layer_operations or self.kv_dtype is not None else PLAIN
 
+    @property
+    def is_plain(self) -> bool:
+        """Whether nothing but the device's kernel has to see what the layer writes and reads: its KV is its own and of
+        its dtype, and it is not calibrated."""
+        return (
+            self._operations is PLAIN
+            and self._ops is not torch_ops
+            and self.only_real is None
+            and self.kv_sharing_target_layer_name is None
+        )
+
     def bind(self, layer: Any, kv_cache: Any) -> None:
         """Choose the kernel for a layer and its KV cache, which have to agree: kernels take dtype and shape from the
         layer, and would write past the end of a cache that differs."""

@@ -194,11 +194,11 @@ def test_the_number_of_splits_does_not_follow_lengths() -> None:
         dtype=torch.bfloat16,
         block_size=64,
     )
-    assert [cuda_attention._num_splits(528, 8 * rows, 64, spec, 64) for rows in (1, 4, 8, 24)] == [32, 16, 8, 2]
-    assert [cuda_attention._num_splits(528, 8 * rows, 16, spec, 64) for rows in (8, 24)] == [8, 1]
+    assert [cuda_attention.num_splits(528, 8 * rows, 64, spec, 64) for rows in (1, 4, 8, 24)] == [32, 16, 8, 2]
+    assert [cuda_attention.num_splits(528, 8 * rows, 16, spec, 64) for rows in (8, 24)] == [8, 1]
     # A short table has nothing to split, and a window no more than it reaches.
-    assert cuda_attention._num_splits(528, 8, 2, spec, 64) == 2
-    assert cuda_attention._num_splits(528, 8, 64, dataclasses.replace(spec, sliding_window=256), 64) == 4
+    assert cuda_attention.num_splits(528, 8, 2, spec, 64) == 2
+    assert cuda_attention.num_splits(528, 8, 64, dataclasses.replace(spec, sliding_window=256), 64) == 4
 
 
 def test_keys_and_values_are_written_where_they_belong() -> None:

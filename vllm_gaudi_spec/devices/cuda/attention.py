@@ -33,7 +33,7 @@ _MOST_SPLITS = 32
 _KEY_TILE_BYTES = 16 << 10
 _LOG2_E = tl.constexpr(1.4426950408889634)
 # The score of a key that a query may not read. Finite: inf - inf is nan where a tile has nothing for a query.
-_LOWEST = tl.constexpr(-1e30)
+LOWEST = tl.constexpr(-1e30)
 
 
 def attend(
@@ -43,11 +43,11 @@ def attend(
     group, tile_d = spec.num_heads // spec.num_kv_heads, triton.next_power_of_2(spec.head_size)
     lanes = call.num_queries * group
     tile_m = min(max(triton.next_power_of_2(lanes), 16), 128 if tile_d <= 128 else 64)
-    tile_n = _key_tile(spec.block_size, tile_d * keys.element_size())
+    tile_n = key_tile(spec.block_size, tile_d * keys.element_size())
     tiles = triton.cdiv(lanes, tile_m)
     # Short heads leave an instance less to do.
     busy = _BUSY * max(128 // tile_d, 1) if tiles == 1 else _ONE_EACH
-    splits = _num_splits(busy, tiles * spec.num_kv_heads * call.num_rows, call.block_table_BW.shape[1], spec, tile_n)
+    splits = num_splits(busy, tiles * spec.num_kv_heads * call.num_rows, call.block_table_BW.shape[1], spec, tile_n)
     # Of a prompt's tiles most have many keys that all of their lanes see. Measured for heads of 64 and 128 alone.
     has_unmasked_keys = tiles > 1 and splits == 1 and spec.sliding_window is None and spec.head_size in (64, 128)
     takes_fresh = fresh is not None and has_unmasked_keys and _is_long(call, spec)
@@ -151,15 +151,15 @@ def write_kv(key_TKD: torch.Tensor, value_TKD: torch.Tensor, kv: KVPair, slots_T
     )
 
 
-def _key_tile(block_size: int, key_bytes: int) -> int:
+def key_tile(block_size: int, key_bytes: int, tile_bytes: int = _KEY_TILE_BYTES) -> int:
     """Keys read at once: a part of one block, so that they lie at one distance from each other."""
     tile = 64
-    while block_size % tile or (tile > 16 and tile * key_bytes > _KEY_TILE_BYTES):
+    while block_size % tile or (tile > 16 and tile * key_bytes > tile_bytes):
         tile //= 2
     return tile
 
 
-def _num_splits(busy: int, num_instances: int, width: int, spec: AttentionLayerSpec, tile_n: int) -> int:
+def num_splits(busy: int, num_instances: int, width: int, spec: AttentionLayerSpec, tile_n: int) -> int:
     reach = width * spec.block_size
     if spec.sliding_window is not None:
         reach = min(reach, spec.sliding_window)
@@ -249,7 +249,7 @@ def _attend_tile(
         )
     else:
         state = (
-            tl.full((TILE_M,), _LOWEST, dtype=tl.float32),
+            tl.full((TILE_M,), LOWEST, dtype=tl.float32),
             tl.zeros((TILE_M,), dtype=tl.float32),
             tl.zeros((TILE_M, TILE_D), dtype=tl.float32),
         )
@@ -258,7 +258,7 @@ def _attend_tile(
         # Whole tiles of keys that every lane sees: positions need no comparison.
         first_masked = tl.maximum(low, tl.minimum(high, start + tile * TILE_M // GROUP + 1) // TILE_N * TILE_N)
         for first in range(low, first_masked, TILE_N):
-            state = _take_keys(
+            state = take_keys(
                 state,
                 query_MD,
                 position_M,
@@ -280,7 +280,7 @@ def _attend_tile(
                 TILE_D,
             )
     for first in range(first_masked, high, TILE_N):
-        state = _take_keys(
+        state = take_keys(
             state,
             query_MD,
             position_M,
@@ -316,7 +316,7 @@ def _attend_tile(
 
 
 @triton.jit
-def _take_keys(
+def take_keys(
     state,
     query_MD,
     position_M,
@@ -338,11 +338,37 @@ def _take_keys(
     TILE_D: tl.constexpr,
 ):
     """A tile of keys into the softmax so far. Not masked: all lanes see all of its keys, and heads fill their tile."""
-    max_M, sum_M, total_MD = state
+    position_N = first + tl.arange(0, TILE_N)
+    exists_N = position_N < end
+    keys_ND, values_ND = load_keys(
+        first, exists_N, table_ptr, keys_ptr, values_ptr, head, KV_HEADS, HEAD_SIZE, BLOCK_SIZE, MASKED, TILE_N, TILE_D
+    )
+    seen_MN = exists_N[None, :]
+    if MASKED:
+        seen_MN = (position_N[None, :] <= position_M[:, None]) & exists_N[None, :]
+        if WINDOW > 0:
+            seen_MN = seen_MN & (position_N[None, :] > position_M[:, None] - WINDOW)
+    return take(state, query_MD, keys_ND, values_ND, seen_MN, scale, soft_cap, CAPPED, MASKED)
+
+
+@triton.jit
+def load_keys(
+    first,
+    exists_N,
+    table_ptr,
+    keys_ptr,
+    values_ptr,
+    head,
+    KV_HEADS: tl.constexpr,
+    HEAD_SIZE: tl.constexpr,
+    BLOCK_SIZE: tl.constexpr,
+    MASKED: tl.constexpr,
+    TILE_N: tl.constexpr,
+    TILE_D: tl.constexpr,
+):
+    """Keys and values of a tile, which lies in one block."""
     dim_D = tl.arange(0, TILE_D)
     inside_N = tl.arange(0, TILE_N)
-    position_N = first + inside_N
-    exists_N = position_N < end
     block = tl.load(table_ptr + first // BLOCK_SIZE).to(tl.int64)
     slot_N = block * BLOCK_SIZE + first % BLOCK_SIZE + inside_N
     offset_ND = (slot_N[:, None] * KV_HEADS + head) * HEAD_SIZE + dim_D[None, :]
@@ -356,6 +382,23 @@ def _take_keys(
     else:
         keys_ND = tl.load(keys_ptr + offset_ND)
         values_ND = tl.load(values_ptr + offset_ND)
+    return keys_ND, values_ND
+
+
+@triton.jit
+def take(
+    state,
+    query_MD,
+    keys_ND,
+    values_ND,
+    seen_MN,
+    scale,
+    soft_cap,
+    CAPPED: tl.constexpr,
+    MASKED: tl.constexpr,
+):
+    """Keys and values into the softmax so far: of each lane, the highest score, the sum of weights, and of values."""
+    max_M, sum_M, total_MD = state
     score_MN = tl.dot(query_MD, tl.trans(keys_ND), input_precision="ieee")
     if CAPPED:
         # tanh, without the library that only GPUs have.
@@ -363,10 +406,7 @@ def _take_keys(
     else:
         score_MN = score_MN * (scale * _LOG2_E)
     if MASKED:
-        seen_MN = (position_N[None, :] <= position_M[:, None]) & exists_N[None, :]
-        if WINDOW > 0:
-            seen_MN = seen_MN & (position_N[None, :] > position_M[:, None] - WINDOW)
-        score_MN = tl.where(seen_MN, score_MN, _LOWEST)
+        score_MN = tl.where(seen_MN, score_MN, LOWEST)
     new_max_M = tl.maximum(max_M, tl.max(score_MN, 1))
     weight_MN = tl.exp2(score_MN - new_max_M[:, None])
     rescale_M = tl.exp2(max_M - new_max_M)
@@ -397,7 +437,7 @@ def _combine(
     dim_D = tl.arange(0, TILE_D)
     used_S = split_S < splits
     part_S = (token * HEADS + head) * splits + split_S
-    max_S = tl.load(maxima_ptr + part_S, mask=used_S, other=_LOWEST)
+    max_S = tl.load(maxima_ptr + part_S, mask=used_S, other=LOWEST)
     # A split without keys of a query has the lowest maximum: it weighs nothing beside one that has some.
     weight_S = tl.exp2(max_S - tl.max(max_S, 0))
     sum_S = tl.load(sums_ptr + part_S, mask=used_S, other=0.0)
