@@ -31,16 +31,14 @@ SETTINGS = ("size", "batches", "k", "context", "repeats")
 def parse_options() -> argparse.Namespace:
     parser = shared.parser_of(__doc__)
     parser.add_argument(
-        "--size", choices=dummy.DRAFTERS, default="8b", help="size of the target, and so of the drafter"
+        "--size", choices=dummy.DRAFTERS, default="8b", help="size of the target; the drafter's follows"
     )
     parser.add_argument("--batches", type=int, nargs="+", default=[1, 8, 32, 64], metavar="B", help="batch sizes")
     parser.add_argument("--k", type=int, default=4, metavar="K", help="drafts of a round")
     parser.add_argument("--context", type=int, default=512, metavar="N", help="tokens of each prompt")
     parser.add_argument("--repeats", type=int, default=50, metavar="N", help="rounds that are timed in a turn")
     parser.add_argument("--turns", type=int, default=3, metavar="N", help="engines of each checkout and form")
-    parser.add_argument(
-        "--beside", type=Path, metavar="FOLDER", help="another checkout, measured in turns with this one"
-    )
+    parser.add_argument("--beside", type=Path, metavar="FOLDER", help="another checkout, in turns with this one")
     parser.add_argument("--forms", action="store_true", help="also in the other forms of short heads")
     common.add_json(parser)
     return parser.parse_args()

@@ -42,12 +42,14 @@ class Form(NamedTuple):
 
 
 FORMS = {
-    "as before": Form(8 << 10, 4, 1056),
-    "two warps": Form(8 << 10, 2, 1056),
-    "short tiles": Form(4 << 10, 2, 2112),
+    "many parts": Form(8 << 10, 4, 1056),
+    # Instances of 128 threads with 128 registers each: an H100 has room for so many at a time.
+    "at once": Form(8 << 10, 4, 528),
+    "two warps": Form(8 << 10, 2, 528),
+    "short tiles": Form(4 << 10, 2, 1056),
 }
-"""For heads of 64 and less; to be measured."""
-SHORT_HEADS = FORMS["as before"]
+"""For heads of 64 and less. None was measured: `benchmarks/draft_round.py --forms` compares them."""
+SHORT_HEADS = FORMS["many parts"]
 LONG_HEADS = Form(16 << 10, 4, 528)
 
 
@@ -196,7 +198,23 @@ def _attend(
     split = tl.program_id(0)
     head = tl.program_id(1)
     row = tl.program_id(2)
+    dim_D = tl.arange(0, TILE_D)
+    lane_M = tl.arange(0, TILE_M)
+    offset_M = lane_M // GROUP
+    head_M = head * GROUP + lane_M % GROUP
+    used_M = lane_M < queries * GROUP
+    token_M = (row * queries + offset_M).to(tl.int64)
+    # The last split has the fewest earlier keys, and takes the new ones.
+    offset_Q = tl.arange(0, TILE_Q)
+    used_Q = (offset_Q < queries) & (split == splits - 1)
+    token_Q = (row * queries + offset_Q).to(tl.int64)
+    # First what does not depend on what is read, so that one latency serves all of it.
     start = tl.load(starts_ptr + row)
+    position_M = tl.load(positions_ptr + token_M, mask=used_M, other=0)
+    position_Q = tl.load(positions_ptr + token_Q, mask=used_Q, other=0)
+    slot_Q = tl.load(slots_ptr + token_Q, mask=used_Q, other=0)
+    cos_MD, sin_MD = _angles(position_M, used_M, rotary_ptr, HALF, TILE_D)
+    cos_QD, sin_QD = _angles(position_Q, used_Q, rotary_ptr, HALF, TILE_D)
 
     # The earlier keys that any lane sees, and of those the share of this split, in whole tiles.
     begin = 0
@@ -221,20 +239,6 @@ def _attend(
         TILE_N,
         TILE_D,
     )
-
-    dim_D = tl.arange(0, TILE_D)
-    lane_M = tl.arange(0, TILE_M)
-    offset_M = lane_M // GROUP
-    head_M = head * GROUP + lane_M % GROUP
-    used_M = lane_M < queries * GROUP
-    token_M = (row * queries + offset_M).to(tl.int64)
-    cos_MD, sin_MD = _angles(token_M, used_M, positions_ptr, rotary_ptr, HALF, TILE_D)
-    # The last split has the fewest earlier keys, and takes the new ones.
-    offset_Q = tl.arange(0, TILE_Q)
-    used_Q = (offset_Q < queries) & (split == splits - 1)
-    token_Q = (row * queries + offset_Q).to(tl.int64)
-    cos_QD, sin_QD = _angles(token_Q, used_Q, positions_ptr, rotary_ptr, HALF, TILE_D)
-    slot_Q = tl.load(slots_ptr + token_Q, mask=used_Q, other=0)
 
     launch.wait(EARLY)
     query_M = query_ptr + token_M * query_stride + head_M * HEAD_SIZE
@@ -320,10 +324,9 @@ def _attend(
 
 
 @triton.jit
-def _angles(token_X, used_X, positions_ptr, rotary_ptr, HALF: tl.constexpr, TILE_D: tl.constexpr):
-    """Cosines and sines of tokens; of numbers that do not turn, 1 and 0."""
+def _angles(position_X, used_X, rotary_ptr, HALF: tl.constexpr, TILE_D: tl.constexpr):
+    """Cosines and sines; of numbers that do not turn, 1 and 0."""
     dim_D = tl.arange(0, TILE_D)
-    position_X = tl.load(positions_ptr + token_X, mask=used_X, other=0)
     entry_XD = rotary_ptr + position_X[:, None] * (2 * HALF) + dim_D[None, :] % HALF
     turns_XD = used_X[:, None] & (dim_D < 2 * HALF)[None, :]
     cos_XD = tl.load(entry_XD, mask=turns_XD, other=1.0)
