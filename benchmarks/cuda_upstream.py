@@ -44,6 +44,8 @@ FEWER_WORDS = 32000
 """Vocabulary of a drafter with another one than the target's: a part of its words, under other ids."""
 SAMPLING = {"greedy": (0.0, 1.0), "sampled": (0.7, 0.9)}
 """Temperature and top-p."""
+STEP_TOKENS = 16384
+"""Of a step, in every engine: the default of upstream offline on a GPU of this size; here it is 8,192."""
 FIRST = 16
 """Tokens of the turns whose whole time is reported as that of prompts."""
 
@@ -114,6 +116,7 @@ def configure(method: str, prompt: int, options: argparse.Namespace, folder: Pat
     """A model, and the options of every engine."""
     length = prompt + options.tokens + options.drafts + 1
     settings: dict[str, Any] = {"max_model_len": length, "max_num_seqs": max(options.batches)}
+    settings["max_num_batched_tokens"] = max(STEP_TOKENS, length)
     if options.size == DEMO:
         if method not in upstream.METHODS:
             raise RuntimeError(f"the demo model has no weights for {method}: leave --size {DEMO}, or name --methods")

@@ -18,7 +18,7 @@ from vllm.v1.attention.backend import (
 )
 from vllm.v1.kv_cache_interface import KVCacheLayout
 
-from vllm_gaudi_spec.attention.metadata import AttentionCall, AttentionLayerSpec
+from vllm_gaudi_spec.attention.metadata import AttentionCall, AttentionLayerSpec, FreshKV
 from vllm_gaudi_spec.attention.operations import PLAIN, Matmul, Operations, Softmax, VLLMKVCache
 from vllm_gaudi_spec.config import FP8_KV, UnsupportedConfigError
 from vllm_gaudi_spec.devices import load_backend
@@ -151,6 +151,17 @@ class RectangleAttentionImpl(AttentionImpl, nn.Module):
     def _operations(self) -> Operations:
         return self if self.layer_operations or self.kv_dtype is not None else PLAIN
 
+    @property
+    def is_plain(self) -> bool:
+        """Whether nothing but the device's kernel has to see what the layer writes and reads: its KV is its own and of
+        its dtype, and it is not calibrated."""
+        return (
+            self._operations is PLAIN
+            and self._ops is not torch_ops
+            and self.only_real is None
+            and self.kv_sharing_target_layer_name is None
+        )
+
     def bind(self, layer: Any, kv_cache: Any) -> None:
         """Choose the kernel for a layer and its KV cache, which have to agree: kernels take dtype and shape from the
         layer, and would write past the end of a cache that differs."""
@@ -209,7 +220,8 @@ class RectangleAttentionImpl(AttentionImpl, nn.Module):
             raise RuntimeError("attention returns its output; see compat.return_attention_outputs")
         if self.only_real is not None:
             query = self.only_real(query)
-        attended: torch.Tensor = self._ops.attend(query, kv_cache, attn_metadata, self.spec, self._operations)
+        fresh = None if key is None or value is None else FreshKV(key, value)
+        attended: torch.Tensor = self._ops.attend(query, kv_cache, attn_metadata, self.spec, self._operations, fresh)
         return attended
 
 

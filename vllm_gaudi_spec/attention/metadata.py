@@ -111,6 +111,14 @@ class Packed(NamedTuple):
         return states.new_zeros(num_positions, *states.shape[1:]).index_copy_(0, self.index_T, states)
 
 
+class FreshKV(NamedTuple):
+    """Keys and values of a call's own tokens, which its caches hold as well: a kernel may read them here, where they
+    lie side by side."""
+
+    keys_TKD: torch.Tensor
+    values_TKD: torch.Tensor
+
+
 class Spans(NamedTuple):
     """Positions whose tokens see each other in both directions, as those of an image do for some models: a query of
     one sees all its keys, later ones too. None is longer than a window, and all keys are written before its queries

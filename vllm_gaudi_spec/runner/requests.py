@@ -26,6 +26,9 @@ if TYPE_CHECKING:
     from vllm_gaudi_spec.records import Hidden, Verification
     from vllm_gaudi_spec.scheduling.outputs import SpecSchedulerOutput
 
+_ROWS_AT_ONCE = 8
+"""Many requests that come in one step are written in groups of so many, and the rest one by one."""
+
 
 class Requests:
     def __init__(
@@ -71,7 +74,7 @@ class Requests:
         self.computed_R = torch.zeros(max_rows + 1, dtype=torch.int32, device=backend.traits.torch_device)
         self.num_drafts_R = torch.zeros(max_rows + 1, dtype=torch.int32, device=backend.traits.torch_device)
         """How many drafts follow a row's last token, to be verified; or `FAULTY`."""
-        self._write_row = backend.graphs.graph(self._start_row)
+        self._write_rows = backend.graphs.graph(self._start_rows)
 
     @property
     def history_RM(self) -> torch.Tensor:
@@ -101,6 +104,7 @@ class Requests:
         for new in scheduled.scheduled_new_reqs:
             self._apply_new(new)
         self._apply_cached(scheduled.scheduled_cached_reqs)
+        self._write_admitted()
         self.max_drafts = scheduled.max_drafts
 
     def running(self, req_id: str) -> Request | None:
@@ -157,26 +161,39 @@ class Requests:
         for table, counts in zip(self.tables_np, self.num_blocks, strict=True):
             table[row] = 0
             counts[row] = 0
-        tokens_np = np.zeros(self.max_len, dtype=np.int32)
-        tokens_np[: len(token_ids)] = token_ids
-        self._write_row(
-            self._upload(np.array([row])),
-            self._upload(tokens_np),
-            self._upload(np.array([num_computed], dtype=np.int32)),
-        )
         self.admitted.append(request)
 
-    def warm_up(self) -> None:
-        """Run what an admission runs, on the pad row."""
-        one = np.zeros(1, dtype=np.int32)
-        rows = self._upload(np.array([self.pad_row]))
-        self._write_row(rows, self._upload(np.zeros(self.max_len, dtype=np.int32)), self._upload(one))
+    def _write_admitted(self) -> None:
+        """As many rows at once as there are, of the two numbers that graphs are made for."""
+        left = self.admitted
+        while left:
+            num_rows = _ROWS_AT_ONCE if len(left) >= _ROWS_AT_ONCE else 1
+            together, left = left[:num_rows], left[num_rows:]
+            tokens_NM = np.zeros((num_rows, self.max_len), dtype=np.int32)
+            for tokens_M, request in zip(tokens_NM, together, strict=True):
+                tokens_M[: len(request.all_token_ids)] = request.all_token_ids
+            rows = [request.row for request in together]
+            self._write(rows, tokens_NM, [request.num_computed for request in together])
 
-    def _start_row(self, row_1: torch.Tensor, tokens_M: torch.Tensor, num_computed_1: torch.Tensor) -> None:
-        offsets_M = torch.arange(self.max_len, dtype=torch.int32, device=row_1.device)
-        self._history.index_copy_(0, row_1 * self.max_len + offsets_M, tokens_M)
-        self.computed_R.index_copy_(0, row_1, num_computed_1)
-        self._drop_drafts(row_1)
+    def _write(self, rows: list[int], tokens_NM: np.ndarray, num_computed: list[int]) -> None:
+        self._write_rows(
+            self._upload(np.array(rows)),
+            self._upload(tokens_NM.reshape(-1)),
+            self._upload(np.array(num_computed, dtype=np.int32)),
+        )
+
+    def warm_up(self) -> None:
+        """Run what admissions run, on the pad row."""
+        for num_rows in (1, _ROWS_AT_ONCE)[: 1 if self.pad_row < _ROWS_AT_ONCE else 2]:
+            tokens_NM = np.zeros((num_rows, self.max_len), dtype=np.int32)
+            self._write([self.pad_row] * num_rows, tokens_NM, [0] * num_rows)
+
+    def _start_rows(self, rows_N: torch.Tensor, tokens: torch.Tensor, num_computed_N: torch.Tensor) -> None:
+        """`tokens`: int32 [N * M]."""
+        offsets_M = torch.arange(self.max_len, dtype=torch.int32, device=rows_N.device)
+        self._history.index_copy_(0, (rows_N[:, None] * self.max_len + offsets_M).flatten(), tokens)
+        self.computed_R.index_copy_(0, rows_N, num_computed_N)
+        self._drop_drafts(rows_N)
 
     def _free_row(self, request: Request) -> None:
         if request.row != NO_ROW:

@@ -6,6 +6,7 @@ On a GPU, and without one where TRITON_INTERPRET=1 has Triton play it.
 from __future__ import annotations
 
 from collections.abc import Iterator
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -21,7 +22,11 @@ from vllm.model_executor.layers.layernorm import RMSNorm
 from vllm.model_executor.layers.linear import QKVParallelLinear, RowParallelLinear
 from vllm.model_executor.models.llama import LlamaAttention, LlamaDecoderLayer, LlamaMLP
 from vllm.model_executor.models.qwen2 import Qwen2Attention, Qwen2DecoderLayer, Qwen2MLP
+from vllm.model_executor.models.qwen3 import Qwen3Attention
 from vllm.utils.network_utils import get_distributed_init_method, get_open_port
+
+from vllm_gaudi_spec.attention.metadata import AttentionCall, AttentionLayerSpec
+from vllm_gaudi_spec.devices.common.kv_pair import KVPair
 
 pytestmark = pytest.mark.cuda
 
@@ -90,3 +95,82 @@ def test_a_layer(classes: Any, rows: int, is_first: bool, monkeypatch: pytest.Mo
     for found, wanted in zip(run(), expected, strict=True):
         torch.testing.assert_close(found, wanted, atol=1e-5, rtol=1e-4)
     assert called.count("Unnormed") == (2 if rows <= linear.FEW_ROWS else 0)
+
+
+class AttentionLayer(nn.Module):
+    """vLLM's, as far as a model's attention knows it: it writes, and then attends."""
+
+    layer_name = "layer"
+
+    def __init__(self, call: AttentionCall, slots_T: torch.Tensor, *, is_plain: bool) -> None:
+        super().__init__()
+        spec = AttentionLayerSpec(
+            num_heads=HEADS,
+            num_kv_heads=2,
+            head_size=SIZE,
+            scale=0.25,
+            sliding_window=None,
+            logits_soft_cap=0.0,
+            dtype=torch.float32,
+            block_size=16,
+        )
+        self.impl = SimpleNamespace(is_plain=is_plain, spec=spec, has_written=False)
+        self.kv_cache = KVPair(*torch.randn(2, 112, 2, SIZE, device=DEVICE).unbind(0), 16)
+        self.call, self.slots_T = call, slots_T
+        self.calls = 0
+
+    def forward(self, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor) -> torch.Tensor:
+        from vllm_gaudi_spec.devices.cuda import attention
+
+        self.calls += 1
+        query, key, value = (states.unflatten(-1, (-1, SIZE)) for states in (query, key, value))
+        attention.write_kv(key, value, self.kv_cache, self.slots_T)
+        return attention.attend(query, self.kv_cache, self.call, self.impl.spec).flatten(1)
+
+
+@torch.inference_mode()
+@pytest.mark.parametrize("attention_class", [LlamaAttention, Qwen2Attention, Qwen3Attention])
+@pytest.mark.parametrize(("queries", "is_plain"), [(1, True), (4, True), (1, False), (40, True)])
+def test_attention(
+    attention_class: type[nn.Module], queries: int, is_plain: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Where the kernel takes a call, the layer of attention is not called, and its KV is written all the same."""
+    from vllm.model_executor.layers.rotary_embedding.base import RotaryEmbedding
+
+    from vllm_gaudi_spec.devices.cuda import decoder, linear
+    from vllm_gaudi_spec.devices.cuda.layers import TurnsInPlace
+
+    class Rotary(TurnsInPlace, RotaryEmbedding):
+        def forward(self, *args: Any) -> Any:
+            return self.forward_oot(*args)
+
+    starts = torch.tensor([3, 18], dtype=torch.int32, device=DEVICE)[: 1 if queries > 16 else 2]
+    table = torch.tensor([[1, 4, 3], [2, 5, 6]], dtype=torch.int32, device=DEVICE)[: len(starts)]
+    call = AttentionCall(num_rows=len(starts), num_queries=queries, starts_B=starts, block_table_BW=table)
+    positions_BQ = starts[:, None].long() + torch.arange(queries, device=DEVICE)
+    slots_T = (table.gather(1, positions_BQ // 16).long() * 16 + positions_BQ % 16).flatten()
+    attention = make_layer(LlamaDecoderLayer, attention_class, LlamaMLP).self_attn
+    attention.rotary_emb = Rotary(SIZE, SIZE, 64, 10000.0, True, torch.float32).to(DEVICE)
+    attention.head_dim, attention.num_heads, attention.num_kv_heads = SIZE, HEADS, 2
+    if attention_class is Qwen3Attention:
+        attention.q_norm, attention.k_norm = RMSNorm(SIZE).to(DEVICE), RMSNorm(SIZE).to(DEVICE)
+        attention.q_norm.weight.data.normal_()
+    attention.attn = layer = AttentionLayer(call, slots_T, is_plain=is_plain)
+    context = SimpleNamespace(attn_metadata={"layer": call}, slot_mapping={"layer": slots_T})
+    monkeypatch.setattr(decoder, "get_forward_context", lambda: context)
+    hidden = torch.randn(len(slots_T), HIDDEN, device=DEVICE)
+    before = [stored.clone() for stored in layer.kv_cache.tensors()]
+
+    linear.use_in(attention)
+    expected = attention(positions=positions_BQ.flatten(), hidden_states=hidden)
+    written = [stored.clone() for stored in layer.kv_cache.tensors()]
+    for stored, one in zip(layer.kv_cache.tensors(), before, strict=True):
+        stored.copy_(one)
+    decoder.use_in(attention)
+    found = attention(positions=positions_BQ.flatten(), hidden_states=hidden)
+    torch.testing.assert_close(found, expected, atol=1e-5, rtol=1e-4)
+    for stored, wanted in zip(layer.kv_cache.tensors(), written, strict=True):
+        torch.testing.assert_close(stored, wanted, atol=1e-5, rtol=1e-4)
+    is_fused = is_plain and queries <= 16
+    assert layer.calls == (1 if is_fused else 2)
+    assert layer.impl.has_written == is_fused

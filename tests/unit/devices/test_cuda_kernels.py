@@ -6,13 +6,14 @@ They run on a GPU, and without one where TRITON_INTERPRET=1 has Triton play it.
 from __future__ import annotations
 
 import dataclasses
+import functools
 from typing import Any
 
 import pytest
 import torch
 
 from tests.unit.attention.test_paged_attention import TOLERANCE, Scene, make_scene
-from vllm_gaudi_spec.attention.metadata import AttentionCall, AttentionLayerSpec
+from vllm_gaudi_spec.attention.metadata import AttentionCall, AttentionLayerSpec, FreshKV
 from vllm_gaudi_spec.devices.common.kv_pair import KVPair
 
 pytestmark = pytest.mark.cuda
@@ -28,6 +29,7 @@ def by_kernel(
     values: torch.Tensor,
     call: AttentionCall,
     spec: AttentionLayerSpec,
+    fresh: FreshKV | None = None,
 ) -> torch.Tensor:
     from vllm_gaudi_spec.devices.cuda import attention as cuda_attention
 
@@ -38,7 +40,9 @@ def by_kernel(
     there = dataclasses.replace(
         call, starts_B=call.starts_B.to(DEVICE), block_table_BW=call.block_table_BW.to(DEVICE), flat=None
     )
-    return cuda_attention.attend(projected.to(DEVICE)[:, 1:-1], kv, there, spec).cpu()
+    if fresh is not None:
+        fresh = FreshKV(*(tensor.to(DEVICE) for tensor in fresh))
+    return cuda_attention.attend(projected.to(DEVICE)[:, 1:-1], kv, there, spec, fresh).cpu()
 
 
 def check(scene: Scene) -> None:
@@ -87,6 +91,73 @@ def test_prompt_chunks_of_long_heads(splits: None, starts: list[int], block_size
     check(make_scene(starts, 70, real=[70, 33][: len(starts)], block_size=block_size, heads=4, head_size=128))
 
 
+def with_fresh(scene: Scene) -> tuple[Scene, FreshKV]:
+    """The scene with nan in the cache where the call's own tokens are, and their keys and values beside it."""
+    call, size = scene.call, scene.spec.block_size
+    position_BQ = call.starts_B[:, None] + torch.arange(call.num_queries)
+    block_BQ = call.block_table_BW.gather(1, (position_BQ // size).clamp(max=call.block_table_BW.shape[1] - 1).long())
+    kept, fresh = [], []
+    assert scene.values is not None
+    for stored in (scene.keys, scene.values):
+        stored = stored.clone()
+        fresh.append(stored[block_BQ, position_BQ % size].flatten(0, 1).nan_to_num())
+        for row, (start, real) in enumerate(zip(scene.starts, scene.real, strict=True)):
+            stored[block_BQ[row, :real], torch.arange(start, start + real) % size] = torch.nan
+        kept.append(stored)
+    return dataclasses.replace(scene, keys=kept[0], values=kept[1]), FreshKV(*fresh)
+
+
+def by_torch(
+    query_THD: torch.Tensor, fresh: FreshKV, call: AttentionCall, spec: AttentionLayerSpec
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """In place of cuDNN, which only a GPU has."""
+    query, keys, values = (
+        tensor.unflatten(0, (call.num_rows, -1)).transpose(1, 2).float() for tensor in (query_THD, *fresh)
+    )
+    keys, values = (tensor.repeat_interleave(query.shape[1] // tensor.shape[1], 1) for tensor in (keys, values))
+    seen_QQ = torch.ones(2 * (call.num_queries,), dtype=torch.bool, device=query.device).tril()
+    scores = (query @ keys.mT * spec.scale).masked_fill(~seen_QQ, -torch.inf)
+    attended = (scores.softmax(-1) @ values).to(query_THD.dtype)
+    return attended.transpose(1, 2).flatten(0, 1), scores.logsumexp(-1, keepdim=True)
+
+
+@pytest.mark.parametrize("head_size", [64, 128])
+@pytest.mark.parametrize("starts", [[0], [5, 130, 0]])
+def test_a_chunks_own_keys_are_not_read_from_the_cache(
+    monkeypatch: pytest.MonkeyPatch, starts: list[int], head_size: int
+) -> None:
+    from vllm_gaudi_spec.devices.cuda import attention as cuda_attention
+
+    monkeypatch.setattr(cuda_attention, "_ONE_EACH", 1)
+    monkeypatch.setattr(cuda_attention, "_is_long", lambda call, spec: True)
+    monkeypatch.setattr(cuda_attention, "attend_fresh", by_torch)
+    real = [70, 33, 70][: len(starts)]
+    scene = make_scene(starts, 70, real=real, heads=6, head_size=head_size, block_size=16)
+    poisoned, fresh = with_fresh(scene)
+    found = poisoned.attend(functools.partial(by_kernel, fresh=fresh))
+    for row, expected in enumerate(scene.dense()):
+        torch.testing.assert_close(found[row, : real[row]].double(), expected, atol=1e-5, rtol=1e-5)
+
+
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="cuDNN needs a GPU")
+@pytest.mark.parametrize("dtype", HALF)
+@pytest.mark.parametrize("head_size", [64, 128])
+def test_cudnn_attends_over_a_chunks_own_keys(
+    monkeypatch: pytest.MonkeyPatch, dtype: torch.dtype, head_size: int
+) -> None:
+    from vllm_gaudi_spec.devices.cuda import attention as cuda_attention
+
+    monkeypatch.setattr(cuda_attention, "_ONE_EACH", 1)
+    monkeypatch.setattr(cuda_attention, "_is_long", lambda call, spec: True)
+    real = [300, 33, 256]
+    scene = make_scene([5, 130, 0], 300, real=real, heads=8, head_size=head_size, dtype=dtype)
+    poisoned, fresh = with_fresh(scene)
+    found = poisoned.attend(functools.partial(by_kernel, fresh=fresh))
+    atol, rtol = TOLERANCE[torch.bfloat16]
+    for row, expected in enumerate(scene.dense()):
+        torch.testing.assert_close(found[row, : real[row]].double(), expected, atol=atol, rtol=rtol)
+
+
 @pytest.mark.parametrize("queries", [3, 70])
 def test_soft_cap(splits: None, queries: int) -> None:
     check(make_scene([5, 90], queries, soft_cap=5.0, query_size=8.0, head_size=128))
@@ -123,11 +194,11 @@ def test_the_number_of_splits_does_not_follow_lengths() -> None:
         dtype=torch.bfloat16,
         block_size=64,
     )
-    assert [cuda_attention._num_splits(528, 8 * rows, 64, spec, 64) for rows in (1, 4, 8, 24)] == [32, 16, 8, 2]
-    assert [cuda_attention._num_splits(528, 8 * rows, 16, spec, 64) for rows in (8, 24)] == [8, 1]
+    assert [cuda_attention.num_splits(528, 8 * rows, 64, spec, 64) for rows in (1, 4, 8, 24)] == [32, 16, 8, 2]
+    assert [cuda_attention.num_splits(528, 8 * rows, 16, spec, 64) for rows in (8, 24)] == [8, 1]
     # A short table has nothing to split, and a window no more than it reaches.
-    assert cuda_attention._num_splits(528, 8, 2, spec, 64) == 2
-    assert cuda_attention._num_splits(528, 8, 64, dataclasses.replace(spec, sliding_window=256), 64) == 4
+    assert cuda_attention.num_splits(528, 8, 2, spec, 64) == 2
+    assert cuda_attention.num_splits(528, 8, 64, dataclasses.replace(spec, sliding_window=256), 64) == 4
 
 
 def test_keys_and_values_are_written_where_they_belong() -> None:

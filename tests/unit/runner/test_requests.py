@@ -46,6 +46,30 @@ def test_an_id_may_finish_and_come_back_in_one_step(requests: Requests) -> None:
     assert table(requests, "a") == [3, 0, 0, 0]
 
 
+def test_many_that_come_at_once_are_written_together() -> None:
+    backend = HostBackend()
+    shapes: list[int] = []
+
+    def graph(function: Any) -> Any:
+        def run(rows_N: torch.Tensor, *tensors: torch.Tensor) -> None:
+            shapes.append(len(rows_N))
+            function(rows_N, *tensors)
+
+        return run
+
+    backend.graphs.graph = graph
+    requests = Requests(backend, max_rows=20, max_len=64, block_sizes=[16], max_context=64, seed=0)  # type: ignore[arg-type]
+    requests.warm_up()
+    assert shapes == [1, 8]
+    requests.num_drafts_R[:] = 3
+    names = [f"request-{number}" for number in range(19)]
+    requests.apply(step({}, new=[new_request(name, [5, number], [number + 1]) for number, name in enumerate(names)]))
+    assert shapes[2:] == [8, 8, 1, 1, 1]
+    for number, name in enumerate(names):
+        assert history(requests, name, 3) == [5, number, 0]
+        assert requests.num_drafts_R[requests.by_id[name].row] == 0, "drafts of the row's last request are dropped"
+
+
 class Forwards(set[str]):
     """Sets of texts have another order in each process."""
 

@@ -15,7 +15,7 @@ from vllm.logger import init_logger
 from vllm.v1.kv_cache_interface import KVCacheConfig, KVCacheLayout
 from vllm.v1.worker.utils import allocate_kv_cache
 
-from vllm_gaudi_spec.attention.metadata import AttentionCall, AttentionLayerSpec, KVShape
+from vllm_gaudi_spec.attention.metadata import AttentionCall, AttentionLayerSpec, FreshKV, KVShape
 from vllm_gaudi_spec.attention.operations import PLAIN, Operations
 from vllm_gaudi_spec.devices.base import Attention, DeviceBackend, DeviceTraits, Memory, Weights
 from vllm_gaudi_spec.devices.common import host_memory, torch_ops
@@ -111,6 +111,7 @@ class CpuAttention(Attention):
         call: AttentionCall,
         spec: AttentionLayerSpec,
         operations: Operations = PLAIN,
+        fresh: FreshKV | None = None,
     ) -> torch.Tensor:
         keys, values = _kernel_views(kv_cache)
         rows = call.plan(("rows", spec.is_causal), lambda: _rows(call, spec))

@@ -1,4 +1,5 @@
-"""Paged attention on a GPU: one Triton kernel for decodes, verify steps and prompt chunks.
+"""Paged attention on a GPU: one Triton kernel for decodes, verify steps and prompt chunks. Where a chunk's own keys are
+the most there is, cuDNN attends over those, and the kernel goes on with the cached ones.
 
 B rows of Q queries; H query heads in K groups of G, one a KV head; D head size; T = B * Q. The Q * G queries of a row
 that meet one KV head are the lanes of a tile, so each key is read once for all of them. Keys are split over kernel
@@ -17,7 +18,7 @@ import triton.language as tl
 from vllm_gaudi_spec.devices.cuda import launch
 
 if TYPE_CHECKING:
-    from vllm_gaudi_spec.attention.metadata import AttentionCall, AttentionLayerSpec
+    from vllm_gaudi_spec.attention.metadata import AttentionCall, AttentionLayerSpec, FreshKV
     from vllm_gaudi_spec.devices.common.kv_pair import KVPair
 
 # Kernel instances that keep a large GPU busy: four for each of an H200's multiprocessors. More parts than these cost
@@ -32,22 +33,26 @@ _MOST_SPLITS = 32
 _KEY_TILE_BYTES = 16 << 10
 _LOG2_E = tl.constexpr(1.4426950408889634)
 # The score of a key that a query may not read. Finite: inf - inf is nan where a tile has nothing for a query.
-_LOWEST = tl.constexpr(-1e30)
+LOWEST = tl.constexpr(-1e30)
 
 
-def attend(query_THD: torch.Tensor, kv: KVPair, call: AttentionCall, spec: AttentionLayerSpec) -> torch.Tensor:
-    out_THD = query_THD.new_empty(query_THD.shape)
+def attend(
+    query_THD: torch.Tensor, kv: KVPair, call: AttentionCall, spec: AttentionLayerSpec, fresh: FreshKV | None = None
+) -> torch.Tensor:
     keys, values = kv.tensors()
     group, tile_d = spec.num_heads // spec.num_kv_heads, triton.next_power_of_2(spec.head_size)
     lanes = call.num_queries * group
     tile_m = min(max(triton.next_power_of_2(lanes), 16), 128 if tile_d <= 128 else 64)
-    tile_n = _key_tile(spec.block_size, tile_d * keys.element_size())
+    tile_n = key_tile(spec.block_size, tile_d * keys.element_size())
     tiles = triton.cdiv(lanes, tile_m)
     # Short heads leave an instance less to do.
     busy = _BUSY * max(128 // tile_d, 1) if tiles == 1 else _ONE_EACH
-    splits = _num_splits(busy, tiles * spec.num_kv_heads * call.num_rows, call.block_table_BW.shape[1], spec, tile_n)
-    # Of a prompt's tiles most have many keys that all of their lanes see. Measured for heads of 128 alone.
-    has_unmasked_keys = tiles > 1 and splits == 1 and spec.sliding_window is None and spec.head_size == 128
+    splits = num_splits(busy, tiles * spec.num_kv_heads * call.num_rows, call.block_table_BW.shape[1], spec, tile_n)
+    # Of a prompt's tiles most have many keys that all of their lanes see. Measured for heads of 64 and 128 alone.
+    has_unmasked_keys = tiles > 1 and splits == 1 and spec.sliding_window is None and spec.head_size in (64, 128)
+    takes_fresh = fresh is not None and has_unmasked_keys and _is_long(call, spec)
+    attended = attend_fresh(query_THD, fresh, call, spec) if takes_fresh else None
+    out_THD, log_sums = (query_THD.new_empty(query_THD.shape), query_THD) if attended is None else attended
     if has_unmasked_keys:
         # So that two instances share a multiprocessor: one multiplies while the other takes its exponentials.
         tile_m = 64
@@ -68,6 +73,7 @@ def attend(query_THD: torch.Tensor, kv: KVPair, call: AttentionCall, spec: Atten
         parts,
         maxima,
         sums,
+        log_sums,
         spec.scale,
         spec.logits_soft_cap,
         query_THD.stride(0),
@@ -83,6 +89,7 @@ def attend(query_THD: torch.Tensor, kv: KVPair, call: AttentionCall, spec: Atten
         CAPPED=spec.logits_soft_cap > 0,
         IS_SPLIT=splits > 1,
         UNMASKED=has_unmasked_keys,
+        CACHED_ONLY=attended is not None,
         TILE_M=tile_m,
         TILE_N=tile_n,
         TILE_D=tile_d,
@@ -107,6 +114,26 @@ def attend(query_THD: torch.Tensor, kv: KVPair, call: AttentionCall, spec: Atten
     return out_THD
 
 
+def _is_long(call: AttentionCall, spec: AttentionLayerSpec) -> bool:
+    """Whether cuDNN gains more than a second kernel costs. With heads of 64 it gains little, and only beyond 2,048."""
+    return spec.head_size == 128 and call.num_queries >= 256 and call.num_rows * call.num_queries >= 2048
+
+
+def attend_fresh(
+    query_THD: torch.Tensor, fresh: FreshKV, call: AttentionCall, spec: AttentionLayerSpec
+) -> tuple[torch.Tensor, torch.Tensor] | None:
+    """Attention over the call's own keys alone, [T, H, D], and what it has divided by, as logarithms, float32 [B, H, Q,
+    1]. None where cuDNN does not take it."""
+    by_row = [tensor.unflatten(0, (call.num_rows, -1)).transpose(1, 2) for tensor in (query_THD, *fresh)]
+    given = torch.backends.cuda.SDPAParams(*by_row, None, 0.0, True, True)
+    if spec.logits_soft_cap or not torch.backends.cuda.can_use_cudnn_attention(given):
+        return None
+    attended, log_sums, *_ = torch.ops.aten._scaled_dot_product_cudnn_attention(
+        *by_row, attn_bias=None, compute_log_sumexp=True, is_causal=True, scale=spec.scale
+    )
+    return attended.transpose(1, 2).flatten(0, 1), log_sums.contiguous()
+
+
 def write_kv(key_TKD: torch.Tensor, value_TKD: torch.Tensor, kv: KVPair, slots_T: torch.Tensor) -> None:
     keys, values = kv.tensors()
     size = keys.shape[1] * keys.shape[2]
@@ -124,15 +151,15 @@ def write_kv(key_TKD: torch.Tensor, value_TKD: torch.Tensor, kv: KVPair, slots_T
     )
 
 
-def _key_tile(block_size: int, key_bytes: int) -> int:
+def key_tile(block_size: int, key_bytes: int, tile_bytes: int = _KEY_TILE_BYTES) -> int:
     """Keys read at once: a part of one block, so that they lie at one distance from each other."""
     tile = 64
-    while block_size % tile or (tile > 16 and tile * key_bytes > _KEY_TILE_BYTES):
+    while block_size % tile or (tile > 16 and tile * key_bytes > tile_bytes):
         tile //= 2
     return tile
 
 
-def _num_splits(busy: int, num_instances: int, width: int, spec: AttentionLayerSpec, tile_n: int) -> int:
+def num_splits(busy: int, num_instances: int, width: int, spec: AttentionLayerSpec, tile_n: int) -> int:
     reach = width * spec.block_size
     if spec.sliding_window is not None:
         reach = min(reach, spec.sliding_window)
@@ -153,6 +180,7 @@ def _attend_tile(
     parts_ptr,
     maxima_ptr,
     sums_ptr,
+    log_sums_ptr,
     scale,
     soft_cap,
     query_stride,
@@ -168,6 +196,7 @@ def _attend_tile(
     CAPPED: tl.constexpr,
     IS_SPLIT: tl.constexpr,
     UNMASKED: tl.constexpr,
+    CACHED_ONLY: tl.constexpr,
     TILE_M: tl.constexpr,
     TILE_N: tl.constexpr,
     TILE_D: tl.constexpr,
@@ -187,6 +216,9 @@ def _attend_tile(
     offset_M = lane_M // GROUP
     head_M = head * GROUP + lane_M % GROUP
     used_M = lane_M < queries * GROUP
+    if CACHED_ONLY:
+        # Without such keys there is nothing to do.
+        used_M = used_M & (start > 0)
     token_M = (row * queries + offset_M).to(tl.int64)
     position_M = start + offset_M
     dim_D = tl.arange(0, TILE_D)
@@ -199,7 +231,7 @@ def _attend_tile(
 
     # The keys that any lane of the tile sees, and of those the share of this split, in whole tiles.
     last = tl.minimum((tile * TILE_M + TILE_M - 1) // GROUP, queries - 1)
-    end = start + last + 1
+    end = start if CACHED_ONLY else start + last + 1
     begin = 0
     if WINDOW > 0:
         begin = tl.maximum(start + tile * TILE_M // GROUP - WINDOW + 1, 0) // TILE_N * TILE_N
@@ -207,17 +239,26 @@ def _attend_tile(
     low = begin + split * share
     high = tl.minimum(low + share, end)
 
-    state = (
-        tl.full((TILE_M,), _LOWEST, dtype=tl.float32),
-        tl.zeros((TILE_M,), dtype=tl.float32),
-        tl.zeros((TILE_M, TILE_D), dtype=tl.float32),
-    )
+    out_MD = out_ptr + token_M[:, None] * out_stride + head_M[:, None] * HEAD_SIZE + dim_D[None, :]
+    if CACHED_ONLY:
+        log_sum_M = log_sums_ptr + (row * (KV_HEADS * GROUP) + head_M) * queries + offset_M
+        state = (
+            tl.load(log_sum_M, mask=used_M, other=0.0) * _LOG2_E,
+            tl.full((TILE_M,), 1.0, dtype=tl.float32),
+            tl.load(out_MD, mask=used_MD, other=0.0).to(tl.float32),
+        )
+    else:
+        state = (
+            tl.full((TILE_M,), LOWEST, dtype=tl.float32),
+            tl.zeros((TILE_M,), dtype=tl.float32),
+            tl.zeros((TILE_M, TILE_D), dtype=tl.float32),
+        )
     first_masked = low
     if UNMASKED:
         # Whole tiles of keys that every lane sees: positions need no comparison.
-        first_masked = tl.maximum(low, tl.minimum(high, (start + tile * TILE_M // GROUP + 1) // TILE_N * TILE_N))
+        first_masked = tl.maximum(low, tl.minimum(high, start + tile * TILE_M // GROUP + 1) // TILE_N * TILE_N)
         for first in range(low, first_masked, TILE_N):
-            state = _take_keys(
+            state = take_keys(
                 state,
                 query_MD,
                 position_M,
@@ -239,7 +280,7 @@ def _attend_tile(
                 TILE_D,
             )
     for first in range(first_masked, high, TILE_N):
-        state = _take_keys(
+        state = take_keys(
             state,
             query_MD,
             position_M,
@@ -266,7 +307,6 @@ def _attend_tile(
     launch.let_next_start(EARLY)
     if not IS_SPLIT:
         result_MD = total_MD / sum_M[:, None]
-        out_MD = out_ptr + token_M[:, None] * out_stride + head_M[:, None] * HEAD_SIZE + dim_D[None, :]
         tl.store(out_MD, result_MD.to(out_ptr.dtype.element_ty), mask=used_MD)
     else:
         part_M = (token_M * (KV_HEADS * GROUP) + head_M) * splits + split
@@ -276,7 +316,7 @@ def _attend_tile(
 
 
 @triton.jit
-def _take_keys(
+def take_keys(
     state,
     query_MD,
     position_M,
@@ -298,11 +338,37 @@ def _take_keys(
     TILE_D: tl.constexpr,
 ):
     """A tile of keys into the softmax so far. Not masked: all lanes see all of its keys, and heads fill their tile."""
-    max_M, sum_M, total_MD = state
+    position_N = first + tl.arange(0, TILE_N)
+    exists_N = position_N < end
+    keys_ND, values_ND = load_keys(
+        first, exists_N, table_ptr, keys_ptr, values_ptr, head, KV_HEADS, HEAD_SIZE, BLOCK_SIZE, MASKED, TILE_N, TILE_D
+    )
+    seen_MN = exists_N[None, :]
+    if MASKED:
+        seen_MN = (position_N[None, :] <= position_M[:, None]) & exists_N[None, :]
+        if WINDOW > 0:
+            seen_MN = seen_MN & (position_N[None, :] > position_M[:, None] - WINDOW)
+    return take(state, query_MD, keys_ND, values_ND, seen_MN, scale, soft_cap, CAPPED, MASKED)
+
+
+@triton.jit
+def load_keys(
+    first,
+    exists_N,
+    table_ptr,
+    keys_ptr,
+    values_ptr,
+    head,
+    KV_HEADS: tl.constexpr,
+    HEAD_SIZE: tl.constexpr,
+    BLOCK_SIZE: tl.constexpr,
+    MASKED: tl.constexpr,
+    TILE_N: tl.constexpr,
+    TILE_D: tl.constexpr,
+):
+    """Keys and values of a tile, which lies in one block."""
     dim_D = tl.arange(0, TILE_D)
     inside_N = tl.arange(0, TILE_N)
-    position_N = first + inside_N
-    exists_N = position_N < end
     block = tl.load(table_ptr + first // BLOCK_SIZE).to(tl.int64)
     slot_N = block * BLOCK_SIZE + first % BLOCK_SIZE + inside_N
     offset_ND = (slot_N[:, None] * KV_HEADS + head) * HEAD_SIZE + dim_D[None, :]
@@ -316,6 +382,23 @@ def _take_keys(
     else:
         keys_ND = tl.load(keys_ptr + offset_ND)
         values_ND = tl.load(values_ptr + offset_ND)
+    return keys_ND, values_ND
+
+
+@triton.jit
+def take(
+    state,
+    query_MD,
+    keys_ND,
+    values_ND,
+    seen_MN,
+    scale,
+    soft_cap,
+    CAPPED: tl.constexpr,
+    MASKED: tl.constexpr,
+):
+    """Keys and values into the softmax so far: of each lane, the highest score, the sum of weights, and of values."""
+    max_M, sum_M, total_MD = state
     score_MN = tl.dot(query_MD, tl.trans(keys_ND), input_precision="ieee")
     if CAPPED:
         # tanh, without the library that only GPUs have.
@@ -323,10 +406,7 @@ def _take_keys(
     else:
         score_MN = score_MN * (scale * _LOG2_E)
     if MASKED:
-        seen_MN = (position_N[None, :] <= position_M[:, None]) & exists_N[None, :]
-        if WINDOW > 0:
-            seen_MN = seen_MN & (position_N[None, :] > position_M[:, None] - WINDOW)
-        score_MN = tl.where(seen_MN, score_MN, _LOWEST)
+        score_MN = tl.where(seen_MN, score_MN, LOWEST)
     new_max_M = tl.maximum(max_M, tl.max(score_MN, 1))
     weight_MN = tl.exp2(score_MN - new_max_M[:, None])
     rescale_M = tl.exp2(max_M - new_max_M)
@@ -357,7 +437,7 @@ def _combine(
     dim_D = tl.arange(0, TILE_D)
     used_S = split_S < splits
     part_S = (token * HEADS + head) * splits + split_S
-    max_S = tl.load(maxima_ptr + part_S, mask=used_S, other=_LOWEST)
+    max_S = tl.load(maxima_ptr + part_S, mask=used_S, other=LOWEST)
     # A split without keys of a query has the lowest maximum: it weighs nothing beside one that has some.
     weight_S = tl.exp2(max_S - tl.max(max_S, 0))
     sum_S = tl.load(sums_ptr + part_S, mask=used_S, other=0.0)

@@ -9,7 +9,7 @@ import torch
 from torch import nn
 
 from vllm_gaudi_spec.attention import padded
-from vllm_gaudi_spec.attention.metadata import AttentionCall, AttentionLayerSpec
+from vllm_gaudi_spec.attention.metadata import AttentionCall, AttentionLayerSpec, FreshKV
 from vllm_gaudi_spec.attention.operations import PLAIN, Operations
 from vllm_gaudi_spec.config import UnsupportedConfigError
 from vllm_gaudi_spec.devices.base import DeviceBackend, DeviceTraits
@@ -83,12 +83,13 @@ class CudaAttention(PairAttention):
         call: AttentionCall,
         spec: AttentionLayerSpec,
         operations: Operations = PLAIN,
+        fresh: FreshKV | None = None,
     ) -> torch.Tensor:
         has_more = spec.attention_chunk is not None or spec.sinks_H is not None or spec.slopes_H is not None
         if kv_cache.values is None or has_more:
             # Latent keys are too long for the kernel's tiles, and it knows no chunks, sinks and slopes.
             return padded.attend(query_THD, *kv_cache.blocks(), call, spec)
-        attended: torch.Tensor = _kernels().attend(query_THD, kv_cache, call, spec)
+        attended: torch.Tensor = _kernels().attend(query_THD, kv_cache, call, spec, fresh)
         return attended
 
 

@@ -1,5 +1,5 @@
-"""Decoder layers of Llama's form in fewer kernels: a norm within the linear layer that reads it, and the gated
-activation within the one before it.
+"""Decoder layers of Llama's form in fewer kernels: a norm within the linear layer that reads it, the gated activation
+within the one before it, and rotary embedding and KV write within attention.
 
 A layer that is known by its class's forward is run as that forward runs it, save that what its attention and its MLP
 get may not be normed yet: both hand it to a linear layer first, and use it for nothing else.
@@ -11,6 +11,7 @@ from functools import partial
 from typing import TYPE_CHECKING, Any
 
 from torch import nn
+from vllm.forward_context import get_forward_context
 from vllm.model_executor.layers.activation import SiluAndMul
 from vllm.model_executor.layers.layernorm import RMSNorm
 from vllm.model_executor.layers.linear import MergedColumnParallelLinear, QKVParallelLinear
@@ -18,7 +19,8 @@ from vllm.model_executor.models.llama import LlamaAttention, LlamaDecoderLayer, 
 from vllm.model_executor.models.qwen2 import Qwen2Attention, Qwen2DecoderLayer, Qwen2MLP
 from vllm.model_executor.models.qwen3 import Qwen3Attention, Qwen3DecoderLayer
 
-from vllm_gaudi_spec.devices.cuda import linear
+from vllm_gaudi_spec.devices.cuda import few_queries, linear
+from vllm_gaudi_spec.devices.cuda.layers import TurnsInPlace
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -38,8 +40,14 @@ def use_in(model: nn.Module) -> None:
         forward = type(module).forward
         if forward in _MLPS and isinstance(module.act_fn, SiluAndMul):
             module.forward = partial(_mlp, module, module.forward)
+        elif forward in _ATTENTIONS and _turns_halves(module.rotary_emb):
+            module.forward = partial(_attention, module, module.forward)
         elif forward in _LAYERS and _takes(module):
             module.forward = partial(_layer, module, module.forward)
+
+
+def _turns_halves(rotary: Any) -> bool:
+    return isinstance(rotary, TurnsInPlace) and bool(rotary.is_neox_style)  # type: ignore[attr-defined]
 
 
 def _takes(layer: Any) -> bool:
@@ -74,6 +82,31 @@ def _layer(
     attended = layer.self_attn(positions=positions, hidden_states=first)
     second = _unnormed(attended, first.added, layer.post_attention_layernorm)
     return layer.mlp(second), second.added
+
+
+def _attention(
+    attention: Any,
+    original: Callable[..., torch.Tensor],
+    positions: torch.Tensor,
+    hidden_states: torch.Tensor | linear.Unnormed,
+) -> torch.Tensor:
+    layer, rotary, context = attention.attn, attention.rotary_emb, get_forward_context()
+    call = context.attn_metadata[layer.layer_name]
+    if not layer.impl.is_plain or not few_queries.takes(call, layer.impl.spec):
+        return original(positions=positions, hidden_states=hidden_states)
+    sizes = [attention.q_size, attention.kv_size, attention.kv_size]
+    query, key, value = attention.qkv_proj(hidden_states)[0].split(sizes, dim=-1)
+    if (norm := getattr(attention, "q_norm", None)) is not None:
+        query, key = (
+            normed(states.unflatten(-1, (-1, attention.head_dim))).flatten(-2)
+            for normed, states in ((norm, query), (attention.k_norm, key))
+        )
+    projected = few_queries.Projected(query, key, value, context.slot_mapping[layer.layer_name])
+    turning = few_queries.Rotary(positions, rotary._match_cos_sin_cache_dtype(query), rotary.rotary_dim)
+    attended = few_queries.attend(projected, turning, layer.kv_cache, call, layer.impl.spec)
+    layer.impl.has_written = True
+    output: torch.Tensor = attention.o_proj(attended)[0]
+    return output
 
 
 def _mlp(mlp: Any, original: Callable[..., torch.Tensor], x: torch.Tensor | linear.Unnormed) -> torch.Tensor:

@@ -28,7 +28,7 @@ def _add_norm(
 layers.register_norms(PROVIDER, _norm, _add_norm, available=True)
 
 
-class _TurnsInPlace:
+class TurnsInPlace:
     """Stands before a class of vLLM's that turns queries and keys as `RotaryEmbedding` does."""
 
     def forward_oot(
@@ -46,7 +46,7 @@ class _TurnsInPlace:
         return query, key
 
 
-layers.register_rotary_class("Cuda", _TurnsInPlace, RotaryEmbedding)
+layers.register_rotary_class("Cuda", TurnsInPlace, RotaryEmbedding)
 
 
 @SiluAndMul.register_oot

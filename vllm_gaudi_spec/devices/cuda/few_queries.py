@@ -1,0 +1,405 @@
+"""A layer's attention in one Triton kernel where rows have few queries: decodes, verify steps and drafts.
+
+It turns queries and keys, writes keys and values, attends, and puts together the parts that several instances made.
+What a row's queries see of earlier keys comes from the cache; new keys come from the projection, so that no instance
+waits for another's write. An instance reads its first keys before the kernel ahead has ended: they are from an earlier
+forward, and between two forwards there are kernels that do not start early, such as the lookup of embeddings. The same
+is true of whatever the call is described by. As in `attention`: B rows of Q queries, H heads in K groups of G, one a KV
+head; D head size; T = B * Q; the Q * G queries of a row that meet one KV head are the lanes of a tile.
+"""
+
+from __future__ import annotations
+
+from functools import cache
+from typing import TYPE_CHECKING, NamedTuple
+
+import torch
+import triton
+import triton.language as tl
+
+from vllm_gaudi_spec.devices.cuda import attention, launch
+
+if TYPE_CHECKING:
+    from vllm_gaudi_spec.attention.metadata import AttentionCall, AttentionLayerSpec
+    from vllm_gaudi_spec.devices.common.kv_pair import KVPair
+
+MOST_QUERIES, MOST_LANES = 16, 64
+"""Of a row: its new keys are one tile, and so are its lanes."""
+_MOST_ARRIVALS = 4096
+"""Rows by KV heads of which the keys are split: with as many there is nothing to split."""
+_COMBINED = 8192
+"""Numbers of parts that are put together at once."""
+
+
+class Form(NamedTuple):
+    """How an instance works."""
+
+    key_tile_bytes: int
+    """Of keys that it reads at once, as far as a block has them."""
+    num_warps: int
+    instances: int
+    """So many are made of few rows, by splitting their keys."""
+
+
+FORMS = {
+    "many parts": Form(8 << 10, 4, 1056),
+    # Instances of 128 threads with 128 registers each: an H100 has room for so many at a time.
+    "at once": Form(8 << 10, 4, 528),
+    "two warps": Form(8 << 10, 2, 528),
+    "short tiles": Form(4 << 10, 2, 1056),
+}
+"""For heads of 64 and less. None was measured: `benchmarks/draft_round.py --forms` compares them."""
+SHORT_HEADS = FORMS["many parts"]
+LONG_HEADS = Form(16 << 10, 4, 528)
+
+
+class Projected(NamedTuple):
+    """What a projection made of a forward's tokens; a token's numbers lie together, heads one after another."""
+
+    query_TH: torch.Tensor
+    key_TK: torch.Tensor
+    value_TK: torch.Tensor
+    slots_T: torch.Tensor
+
+
+class Rotary(NamedTuple):
+    """The first `dim` numbers of a head turn; halves belong together. `table`: [positions, cosines and sines]."""
+
+    positions_T: torch.Tensor
+    table: torch.Tensor
+    dim: int
+
+
+def takes(call: AttentionCall, spec: AttentionLayerSpec) -> bool:
+    lanes = call.num_queries * (spec.num_heads // spec.num_kv_heads)
+    if spec.value_size is not None or spec.attention_chunk is not None:
+        return False
+    if spec.sinks_H is not None or spec.slopes_H is not None or call.spans is not None:
+        return False
+    return call.num_queries <= MOST_QUERIES and lanes <= MOST_LANES
+
+
+@cache
+def _arrivals(device: torch.device) -> torch.Tensor:
+    """Counters of instances that arrived, by row and KV head. Kernels of one stream share them, and leave zeros."""
+    if device.type == "cuda" and torch.cuda.is_current_stream_capturing():
+        raise RuntimeError("attention of split keys has to run once before it is captured")
+    return torch.zeros(_MOST_ARRIVALS, dtype=torch.int32, device=device)
+
+
+def attend(
+    projected: Projected, rotary: Rotary, kv: KVPair, call: AttentionCall, spec: AttentionLayerSpec
+) -> torch.Tensor:
+    """[T, H * D]. Keys and values are in the cache then."""
+    query_TH, key_TK, value_TK, slots_T = projected
+    keys, values = kv.tensors()
+    out_TH = query_TH.new_empty(query_TH.shape)
+    group, tile_d = spec.num_heads // spec.num_kv_heads, triton.next_power_of_2(spec.head_size)
+    form = SHORT_HEADS if tile_d <= 64 else LONG_HEADS
+    lanes = call.num_queries * group
+    tile_n = attention.key_tile(spec.block_size, tile_d * keys.element_size(), form.key_tile_bytes)
+    width = call.block_table_BW.shape[1]
+    splits = attention.num_splits(form.instances, spec.num_kv_heads * call.num_rows, width, spec, tile_n)
+    parts, maxima, sums, arrivals = out_TH, out_TH, out_TH, out_TH
+    if splits > 1:
+        shape = (len(query_TH), spec.num_heads, splits)
+        parts = torch.empty((*shape, tile_d), dtype=torch.float32, device=out_TH.device)
+        maxima, sums = torch.empty((2, *shape), dtype=torch.float32, device=out_TH.device).unbind(0)
+        arrivals = _arrivals(out_TH.device)
+    tile_l = triton.next_power_of_2(lanes)
+    _attend[(splits, spec.num_kv_heads, call.num_rows)](
+        query_TH,
+        key_TK,
+        value_TK,
+        slots_T,
+        rotary.positions_T,
+        rotary.table,
+        keys,
+        values,
+        call.block_table_BW,
+        call.starts_B,
+        out_TH,
+        parts,
+        maxima,
+        sums,
+        arrivals,
+        spec.scale,
+        spec.logits_soft_cap,
+        query_TH.stride(0),
+        key_TK.stride(0),
+        value_TK.stride(0),
+        call.block_table_BW.stride(0),
+        call.num_queries,
+        splits,
+        GROUP=group,
+        KV_HEADS=spec.num_kv_heads,
+        HEAD_SIZE=spec.head_size,
+        HALF=rotary.dim // 2,
+        BLOCK_SIZE=spec.block_size,
+        WINDOW=spec.sliding_window or 0,
+        CAPPED=spec.logits_soft_cap > 0,
+        IS_SPLIT=splits > 1,
+        TILE_M=max(tile_l, 16),
+        TILE_L=tile_l,
+        TILE_Q=MOST_QUERIES,
+        TILE_N=tile_n,
+        TILE_D=tile_d,
+        TILE_S=min(max(_COMBINED // (tile_l * tile_d), 1), 32),
+        num_warps=form.num_warps,
+        num_stages=2,
+        **launch.options(),
+    )
+    return out_TH
+
+
+# What differs from instance to instance is no constant: one compilation serves all batch sizes.
+@triton.jit(do_not_specialize=["queries", "splits"])
+def _attend(
+    query_ptr,
+    key_ptr,
+    value_ptr,
+    slots_ptr,
+    positions_ptr,
+    rotary_ptr,
+    keys_ptr,
+    values_ptr,
+    table_ptr,
+    starts_ptr,
+    out_ptr,
+    parts_ptr,
+    maxima_ptr,
+    sums_ptr,
+    arrivals_ptr,
+    scale,
+    soft_cap,
+    query_stride,
+    key_stride,
+    value_stride,
+    table_stride,
+    queries,
+    splits,
+    GROUP: tl.constexpr,
+    KV_HEADS: tl.constexpr,
+    HEAD_SIZE: tl.constexpr,
+    HALF: tl.constexpr,
+    BLOCK_SIZE: tl.constexpr,
+    WINDOW: tl.constexpr,
+    CAPPED: tl.constexpr,
+    IS_SPLIT: tl.constexpr,
+    TILE_M: tl.constexpr,
+    TILE_L: tl.constexpr,
+    TILE_Q: tl.constexpr,
+    TILE_N: tl.constexpr,
+    TILE_D: tl.constexpr,
+    TILE_S: tl.constexpr,
+    EARLY: tl.constexpr,
+):
+    launch.let_next_start(EARLY)
+    split = tl.program_id(0)
+    head = tl.program_id(1)
+    row = tl.program_id(2)
+    dim_D = tl.arange(0, TILE_D)
+    lane_M = tl.arange(0, TILE_M)
+    offset_M = lane_M // GROUP
+    head_M = head * GROUP + lane_M % GROUP
+    used_M = lane_M < queries * GROUP
+    token_M = (row * queries + offset_M).to(tl.int64)
+    # The last split has the fewest earlier keys, and takes the new ones.
+    offset_Q = tl.arange(0, TILE_Q)
+    used_Q = (offset_Q < queries) & (split == splits - 1)
+    token_Q = (row * queries + offset_Q).to(tl.int64)
+    # First what does not depend on what is read, so that one latency serves all of it.
+    start = tl.load(starts_ptr + row)
+    position_M = tl.load(positions_ptr + token_M, mask=used_M, other=0)
+    position_Q = tl.load(positions_ptr + token_Q, mask=used_Q, other=0)
+    slot_Q = tl.load(slots_ptr + token_Q, mask=used_Q, other=0)
+    cos_MD, sin_MD = _angles(position_M, used_M, rotary_ptr, HALF, TILE_D)
+    cos_QD, sin_QD = _angles(position_Q, used_Q, rotary_ptr, HALF, TILE_D)
+
+    # The earlier keys that any lane sees, and of those the share of this split, in whole tiles.
+    begin = 0
+    if WINDOW > 0:
+        begin = tl.maximum(start - WINDOW + 1, 0) // TILE_N * TILE_N
+    share = tl.cdiv(tl.cdiv(start - begin, TILE_N), splits) * TILE_N
+    low = begin + split * share
+    high = tl.minimum(low + share, start)
+    exists_N = low + tl.arange(0, TILE_N) < high
+    keys_ND, values_ND = attention.load_keys(
+        # A share may begin where there are no more keys, and its row's blocks end.
+        tl.where(low < high, low, 0),
+        exists_N,
+        table_ptr + row * table_stride,
+        keys_ptr,
+        values_ptr,
+        head,
+        KV_HEADS,
+        HEAD_SIZE,
+        BLOCK_SIZE,
+        True,
+        TILE_N,
+        TILE_D,
+    )
+
+    launch.wait(EARLY)
+    query_M = query_ptr + token_M * query_stride + head_M * HEAD_SIZE
+    query_MD = _turned(query_M, used_M, cos_MD, sin_MD, HEAD_SIZE, HALF, TILE_D)
+    state = (
+        tl.full((TILE_M,), attention.LOWEST, dtype=tl.float32),
+        tl.zeros((TILE_M,), dtype=tl.float32),
+        tl.zeros((TILE_M, TILE_D), dtype=tl.float32),
+    )
+    seen_MN = exists_N[None, :]
+    if WINDOW > 0:
+        seen_MN = seen_MN & ((low + tl.arange(0, TILE_N))[None, :] > (start + offset_M)[:, None] - WINDOW)
+    state = attention.take(state, query_MD, keys_ND, values_ND, seen_MN, scale, soft_cap, CAPPED, True)
+    for first in range(low + TILE_N, high, TILE_N):
+        state = attention.take_keys(
+            state,
+            query_MD,
+            start + offset_M,
+            first,
+            high,
+            table_ptr + row * table_stride,
+            keys_ptr,
+            values_ptr,
+            head,
+            scale,
+            soft_cap,
+            KV_HEADS,
+            HEAD_SIZE,
+            BLOCK_SIZE,
+            WINDOW,
+            CAPPED,
+            True,
+            TILE_N,
+            TILE_D,
+        )
+    if split == splits - 1:
+        used_QD = used_Q[:, None] & (dim_D < HEAD_SIZE)[None, :]
+        key_QD = _turned(
+            key_ptr + token_Q * key_stride + head * HEAD_SIZE, used_Q, cos_QD, sin_QD, HEAD_SIZE, HALF, TILE_D
+        )
+        value_QD = value_ptr + token_Q[:, None] * value_stride + head * HEAD_SIZE + dim_D[None, :]
+        value_QD = tl.load(value_QD, mask=used_QD, other=0.0)
+        stored_QD = (slot_Q[:, None] * KV_HEADS + head) * HEAD_SIZE + dim_D[None, :]
+        tl.store(keys_ptr + stored_QD, key_QD, mask=used_QD)
+        tl.store(values_ptr + stored_QD, value_QD, mask=used_QD)
+        seen_MQ = used_Q[None, :] & (offset_Q[None, :] <= offset_M[:, None])
+        if WINDOW > 0:
+            seen_MQ = seen_MQ & (offset_Q[None, :] > offset_M[:, None] - WINDOW)
+        state = attention.take(state, query_MD, key_QD, value_QD, seen_MQ, scale, soft_cap, CAPPED, True)
+    max_M, sum_M, total_MD = state
+
+    if not IS_SPLIT:
+        result_MD = total_MD / sum_M[:, None]
+        out_MD = out_ptr + (token_M * (KV_HEADS * GROUP) + head_M)[:, None] * HEAD_SIZE + dim_D[None, :]
+        used_MD = used_M[:, None] & (dim_D < HEAD_SIZE)[None, :]
+        tl.store(out_MD, result_MD.to(out_ptr.dtype.element_ty), mask=used_MD)
+    else:
+        part_M = (token_M * (KV_HEADS * GROUP) + head_M) * splits + split
+        tl.store(parts_ptr + part_M[:, None] * TILE_D + dim_D[None, :], total_MD, mask=used_M[:, None])
+        tl.store(maxima_ptr + part_M, max_M, mask=used_M)
+        tl.store(sums_ptr + part_M, sum_M, mask=used_M)
+        # All threads' stores come before the arrival.
+        tl.debug_barrier()
+        arrivals = arrivals_ptr + row * KV_HEADS + head
+        if tl.atomic_add(arrivals, 1, sem="acq_rel") == splits - 1:
+            tl.store(arrivals, 0)
+            _combine(
+                parts_ptr,
+                maxima_ptr,
+                sums_ptr,
+                out_ptr,
+                row,
+                head,
+                queries,
+                splits,
+                GROUP,
+                KV_HEADS,
+                HEAD_SIZE,
+                TILE_L,
+                TILE_S,
+                TILE_D,
+            )
+
+
+@triton.jit
+def _angles(position_X, used_X, rotary_ptr, HALF: tl.constexpr, TILE_D: tl.constexpr):
+    """Cosines and sines; of numbers that do not turn, 1 and 0."""
+    dim_D = tl.arange(0, TILE_D)
+    entry_XD = rotary_ptr + position_X[:, None] * (2 * HALF) + dim_D[None, :] % HALF
+    turns_XD = used_X[:, None] & (dim_D < 2 * HALF)[None, :]
+    cos_XD = tl.load(entry_XD, mask=turns_XD, other=1.0)
+    sin_XD = tl.load(entry_XD + HALF, mask=turns_XD, other=0.0)
+    return cos_XD, sin_XD
+
+
+@triton.jit
+def _turned(
+    at_X,
+    used_X,
+    cos_XD,
+    sin_XD,
+    HEAD_SIZE: tl.constexpr,
+    HALF: tl.constexpr,
+    TILE_D: tl.constexpr,
+):
+    """Heads from `at_X` on, turned. Each number is read beside the one that it turns with."""
+    dim_D = tl.arange(0, TILE_D)
+    other_D = tl.where(dim_D < HALF, dim_D + HALF, tl.where(dim_D < 2 * HALF, dim_D - HALF, dim_D))
+    used_XD = used_X[:, None] & (dim_D < HEAD_SIZE)[None, :]
+    x_XD = tl.load(at_X[:, None] + dim_D[None, :], mask=used_XD, other=0.0)
+    other_XD = tl.load(at_X[:, None] + other_D[None, :], mask=used_XD, other=0.0).to(tl.float32)
+    other_XD = tl.where(dim_D[None, :] < HALF, -other_XD, other_XD)
+    return (x_XD.to(tl.float32) * cos_XD.to(tl.float32) + other_XD * sin_XD.to(tl.float32)).to(x_XD.dtype)
+
+
+@triton.jit
+def _combine(
+    parts_ptr,
+    maxima_ptr,
+    sums_ptr,
+    out_ptr,
+    row,
+    head,
+    queries,
+    splits,
+    GROUP: tl.constexpr,
+    KV_HEADS: tl.constexpr,
+    HEAD_SIZE: tl.constexpr,
+    TILE_L: tl.constexpr,
+    TILE_S: tl.constexpr,
+    TILE_D: tl.constexpr,
+):
+    """Parts of a row and a KV head, in the same order whichever instance came last. They are read from where the other
+    instances' stores are seen, which is not this multiprocessor's own cache."""
+    dim_D = tl.arange(0, TILE_D)
+    lane_L = tl.arange(0, TILE_L)
+    used_L = lane_L < queries * GROUP
+    token_L = (row * queries + lane_L // GROUP).to(tl.int64)
+    result_L = token_L * (KV_HEADS * GROUP) + head * GROUP + lane_L % GROUP
+    max_L = tl.full((TILE_L,), attention.LOWEST, dtype=tl.float32)
+    sum_L = tl.zeros((TILE_L,), dtype=tl.float32)
+    total_LD = tl.zeros((TILE_L, TILE_D), dtype=tl.float32)
+    for first in range(0, splits, TILE_S):
+        split_S = first + tl.arange(0, TILE_S)
+        used_LS = used_L[:, None] & (split_S < splits)[None, :]
+        part_LS = result_L[:, None] * splits + split_S[None, :]
+        max_LS = tl.load(maxima_ptr + part_LS, mask=used_LS, other=attention.LOWEST, cache_modifier=".cg")
+        sum_LS = tl.load(sums_ptr + part_LS, mask=used_LS, other=0.0, cache_modifier=".cg")
+        parts_LSD = tl.load(
+            parts_ptr + part_LS[:, :, None] * TILE_D + dim_D[None, None, :],
+            mask=used_LS[:, :, None],
+            other=0.0,
+            cache_modifier=".cg",
+        )
+        new_max_L = tl.maximum(max_L, tl.max(max_LS, 1))
+        # A split without keys of a query has the lowest maximum: it weighs nothing beside one that has some.
+        weight_LS = tl.exp2(max_LS - new_max_L[:, None])
+        rescale_L = tl.exp2(max_L - new_max_L)
+        sum_L = sum_L * rescale_L + tl.sum(sum_LS * weight_LS, 1)
+        total_LD = total_LD * rescale_L[:, None] + tl.sum(parts_LSD * weight_LS[:, :, None], 1)
+        max_L = new_max_L
+    out_LD = out_ptr + result_L[:, None] * HEAD_SIZE + dim_D[None, :]
+    used_LD = used_L[:, None] & (dim_D < HEAD_SIZE)[None, :]
+    tl.store(out_LD, (total_LD / sum_L[:, None]).to(out_ptr.dtype.element_ty), mask=used_LD)
