@@ -73,7 +73,8 @@ LATENT: dict[str, Any] = dict(
     qk_rope_head_dim=16,
     v_head_dim=20,
 )
-SPARSE = dict(index_topk=32, index_head_dim=32, index_n_heads=2)
+# Many heads: where all of them are below zero, keys have equal scores, of which any may be selected.
+SPARSE = dict(index_topk=16, index_head_dim=32, index_n_heads=8)
 # Multipliers of Granite and its kin, each away from one.
 SCALES = dict(embedding_multiplier=3.0, residual_multiplier=0.5, logits_scaling=0.5, attention_multiplier=0.1)
 YARN = dict(

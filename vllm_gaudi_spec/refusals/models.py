@@ -91,8 +91,11 @@ def _refusals_of(model: ModelConfig) -> Iterator[str]:
     yield from _gate_refusals(model)
     if model.is_encoder_decoder:
         yield f"{model.model} is an encoder-decoder model; use a decoder-only one."
-    if model.use_mla and hasattr(model.hf_text_config, "index_topk"):
-        yield f"{model.model} uses sparse MLA attention, which is not supported yet; use a model without it."
+    if hasattr(model.hf_text_config, "index_topk") and not _selects_keys(model):
+        yield (
+            f"{model.model} selects keys by an indexer (index_topk), which is supported for vLLM's "
+            f"{', '.join(_SPARSE)} alone; use one of these, with --model-impl auto and without VLLM_MLA_DISABLE."
+        )
 
 
 def _multimodal_refusals(vllm_config: VllmConfig, backend: DeviceBackend) -> Iterator[str]:
@@ -174,7 +177,16 @@ _SLOPES_OF_ROOTS = ("Step1ForCausalLM",)
 _UPDATE_VIEWS = ("MiniCPM3ForCausalLM", "Gemma3nForCausalLM")
 # Classes of vLLM whose layers make tensors on the host, which no compiled graph may.
 _MAKE_ON_HOST = ("Gemma3nForCausalLM",)
+# Classes of vLLM whose indexers are those of DeepSeek-V3.2: of models, then of the layers that draft for them.
+_SPARSE = ("DeepseekV32ForCausalLM", "GlmMoeDsaForCausalLM", "DeepseekV3ForCausalLM")
+_SPARSE_LAYERS = ("DeepseekV32MTPModel", "DeepSeekMTPModel")
 _SINK_KEYS = ("PanguProMoEV2ForCausalLM",)
+
+
+def _selects_keys(model: ModelConfig) -> bool:
+    """Whether latent attention here does, and reads no key that the model's indexers left out."""
+    served = any(name in _SPARSE + _SPARSE_LAYERS for name in model.architectures)
+    return served and model.use_mla and not model.using_transformers_backend()
 
 
 def _has_other_slopes(model: ModelConfig) -> bool:
