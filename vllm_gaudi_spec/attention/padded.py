@@ -58,7 +58,9 @@ def attend(
     return by_token(torch.where(sees_any, result, 0), spec)
 
 
-def _selection(keys: torch.Tensor, seen_BQ: torch.Tensor, call: AttentionCall, spec: AttentionLayerSpec) -> torch.Tensor:
+def _selection(
+    keys: torch.Tensor, seen_BQ: torch.Tensor, call: AttentionCall, spec: AttentionLayerSpec
+) -> torch.Tensor:
     """bool [B, Q, W * S]: which keys of its table a query selects, or those it sees where a table has no more."""
     assert spec.num_selected is not None
     if seen_BQ.shape[-1] <= spec.num_selected:

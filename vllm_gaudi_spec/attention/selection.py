@@ -1,4 +1,4 @@
-"""The keys that a layer of sparse attention selects: those that its indexer scores highest, as a mask over dense attention.
+"""The keys that a layer of sparse attention selects: those that its indexer scores highest, as a mask over dense ones.
 
 I heads of an indexer, R numbers each; B rows of Q queries, and keys as padded.py and flat.py have them. Shapes are
 static, and no value is read on the host.

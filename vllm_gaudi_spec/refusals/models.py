@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 from typing import TYPE_CHECKING
 
-from vllm_gaudi_spec.config import ranks_in_step
+from vllm_gaudi_spec.config import FP8_KV, ranks_in_step
 from vllm_gaudi_spec.drafting.table import has_model
 from vllm_gaudi_spec.quantization.config import target_config
 from vllm_gaudi_spec.recurrent.table import CAPTURED, has_states
@@ -34,6 +34,7 @@ def model_refusals(vllm_config: VllmConfig, backend: DeviceBackend) -> Iterator[
     for model, _ in models_of(vllm_config):
         yield from _refusals_of(model)
         yield from _graph_refusals(model, backend.traits)
+    yield from _selection_refusals(vllm_config)
     if has_states(vllm_config.model_config):
         yield from _state_refusals(vllm_config, backend)
     if vllm_config.model_config.supports_multimodal_inputs:
@@ -96,6 +97,17 @@ def _refusals_of(model: ModelConfig) -> Iterator[str]:
             f"{model.model} selects keys by an indexer (index_topk), which is supported for vLLM's "
             f"{', '.join(_SPARSE)} alone; use one of these, with --model-impl auto and without VLLM_MLA_DISABLE."
         )
+
+
+def _selection_refusals(vllm_config: VllmConfig) -> Iterator[str]:
+    """Of options, for models that select keys: an indexer's key is in the row of the latent one."""
+    model = vllm_config.model_config
+    if not hasattr(model.hf_text_config, "index_topk"):
+        return
+    if vllm_config.cache_config.cache_dtype == FP8_KV:
+        yield f"{model.model} keeps keys of an indexer, for which FP8 has no scale; use --kv-cache-dtype auto."
+    if target_config() is not None:
+        yield f"{model.model} selects keys by an indexer, for which QUANT_CONFIG is not supported yet; unset it."
 
 
 def _multimodal_refusals(vllm_config: VllmConfig, backend: DeviceBackend) -> Iterator[str]:
