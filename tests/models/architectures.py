@@ -75,7 +75,8 @@ LATENT: dict[str, Any] = dict(
     qk_rope_head_dim=16,
     v_head_dim=20,
 )
-SPARSE = dict(index_topk=32, index_head_dim=32, index_n_heads=2)
+# Many heads: where all of them are below zero, keys have equal scores, of which transformers selects any.
+SPARSE = dict(index_topk=16, index_head_dim=32, index_n_heads=16)
 # Multipliers of Granite and its kin, each away from one.
 SCALES = dict(embedding_multiplier=3.0, residual_multiplier=0.5, logits_scaling=0.5, attention_multiplier=0.1)
 YARN = dict(
@@ -337,7 +338,18 @@ TEXT: dict[str, Recipe] = {
     "glm-moe-dsa": Recipe(
         architecture="GlmMoeDsaForCausalLM",
         config=shape(num_hidden_layers=3, **LATENT, **ROUTED | ONE_GROUP, **SPARSE),
-        published=dict(topk_method="noaux_tc", scoring_func="sigmoid"),
+        published=dict(topk_method="noaux_tc", scoring_func="sigmoid", indexer_rope_interleave=True),
+    ),
+    # The second layer reads what the first selected.
+    "glm-moe-dsa-shared": Recipe(
+        architecture="GlmMoeDsaForCausalLM",
+        config=shape(num_hidden_layers=3, **LATENT, **ROUTED | ONE_GROUP, **SPARSE, index_topk_pattern="FSF"),
+        published=dict(
+            topk_method="noaux_tc",
+            scoring_func="sigmoid",
+            indexer_rope_interleave=True,
+            index_topk_pattern="FSF",
+        ),
     ),
     "mistral4": Recipe(
         architecture="Mistral4ForCausalLM",

@@ -634,6 +634,20 @@ def test_v13_pooling_models_that_are_not_served_are_refused(
         refusals.refuse_unsupported(engine_config(tmp_path, None, runner="pooling", **options), backend)
 
 
+def test_a24_models_that_select_keys(tmp_path: Path) -> None:
+    """Of classes whose indexers were compared, and without what has no form for an indexer's key."""
+
+    def make(architecture: str, **options: Any) -> VllmConfig:
+        latent = dict(model_type="deepseek_v3", kv_lora_rank=16, index_topk=8, architectures=[architecture])
+        return engine_config(tmp_path, None, hf_overrides=latent, **options)
+
+    make("DeepseekV32ForCausalLM")
+    with pytest.raises(UnsupportedConfigError, match=r"selects keys by an indexer \(index_topk\), which is supported"):
+        make("DeepseekV2ForCausalLM")
+    with pytest.raises(UnsupportedConfigError, match="use --kv-cache-dtype auto"):
+        make("DeepseekV32ForCausalLM", kv_cache_dtype="fp8")
+
+
 @pytest.mark.parametrize("architecture", ["MiniCPM3ForCausalLM", "Gemma3nForCausalLM", "DeepseekV3ForCausalLM"])
 def test_l06_models_that_write_through_views_are_refused_where_no_graph_takes_it(architecture: str) -> None:
     """DeepSeek's attention without latent KV does; MiniCPM3 and Gemma 3n are patched."""

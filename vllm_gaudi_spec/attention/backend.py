@@ -18,7 +18,7 @@ from vllm.v1.attention.backend import (
 )
 from vllm.v1.kv_cache_interface import KVCacheLayout
 
-from vllm_gaudi_spec.attention.metadata import AttentionCall, AttentionLayerSpec, FreshKV
+from vllm_gaudi_spec.attention.metadata import AttentionCall, AttentionLayerSpec, FreshKV, IndexQueries
 from vllm_gaudi_spec.attention.operations import PLAIN, Matmul, Operations, Softmax, VLLMKVCache
 from vllm_gaudi_spec.config import FP8_KV, UnsupportedConfigError
 from vllm_gaudi_spec.devices import load_backend
@@ -80,6 +80,8 @@ class RectangleAttentionBackend(AttentionBackend):
 
 class RectangleAttentionImpl(AttentionImpl, nn.Module):
     value_size: int | None = None
+    num_selected: int | None = None
+    index_size = 0
     """As in `AttentionLayerSpec`."""
     layer_operations = False
     kv_dtype: torch.dtype | None = None
@@ -182,6 +184,8 @@ class RectangleAttentionImpl(AttentionImpl, nn.Module):
             dtype=self.dtype,
             block_size=found.block_size,
             value_size=self.value_size,
+            num_selected=self.num_selected,
+            index_size=self.index_size,
             attention_chunk=getattr(layer, "attention_chunk_size", None),
             is_causal=self.is_causal,
             layer_operations=self.layer_operations,
@@ -226,13 +230,18 @@ class RectangleAttentionImpl(AttentionImpl, nn.Module):
 
 
 def attend_layer(
-    layer: Any, query_THD: torch.Tensor, key_TKD: torch.Tensor | None, value_TKD: torch.Tensor | None
+    layer: Any,
+    query_THD: torch.Tensor,
+    key_TKD: torch.Tensor | None,
+    value_TKD: torch.Tensor | None,
+    index: IndexQueries | None = None,
 ) -> torch.Tensor:
-    """[T, H, output size] of a layer, whose KV is written before. Without a key: KV that another layer has written."""
+    """[T, H, output size] of a layer, whose KV is written before. Without a key: KV that another layer has written.
+    `index`: of a layer that selects keys by scores of its own."""
     context = get_forward_context()
     if key_TKD is not None and layer.impl.kv_sharing_target_layer_name is None:
         slots_T = context.slot_mapping[layer.layer_name]
         layer.impl.do_kv_cache_update(layer, key_TKD, value_TKD, layer.kv_cache, slots_T)
-    call = context.attn_metadata[layer.layer_name]
+    call = context.attn_metadata[layer.layer_name].with_index(index)
     attended: torch.Tensor = layer.impl.forward(layer, query_THD, key_TKD, value_TKD, layer.kv_cache, call)
     return attended

@@ -7,7 +7,8 @@ read in slices, of which each row keeps its maximum and its sums so far: what a 
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, replace
 
 import torch
 
@@ -23,6 +24,7 @@ from vllm_gaudi_spec.attention.padded import (
     score,
     weigh,
 )
+from vllm_gaudi_spec.attention.selection import index_scores, queries_by_row, select
 
 
 @dataclass(frozen=True, slots=True)
@@ -55,11 +57,20 @@ def attend(
     assert spec.is_causal, "of prompts that are computed whole, which are not listed"
     plan = call.plan(("flat", spec.mask_key), lambda: _plan(call, spec))
     query = group_queries(query_THD, call, spec)
-    sums: _Sums | None = None
     num_entries = len(flat.ids_N)
-    for begin in range(0, num_entries, SLICE):
-        entries = range(begin, min(begin + SLICE, num_entries))
-        found = _attend_slice(query, keys_NSKD, values_NSKD, entries, plan, sums, call, spec, operations)
+    slices = [range(begin, min(begin + SLICE, num_entries)) for begin in range(0, num_entries, SLICE)]
+
+    def fetch(entries: range) -> torch.Tensor:
+        return operations.k_cache.fetch_from_cache(keys_NSKD, _cut(flat.ids_N, entries)).transpose(1, 2)
+
+    if spec.num_selected is not None:
+        if len(slices) == 1:
+            keys = fetch(slices[0])
+            fetch = lambda entries: keys  # noqa: E731
+        plan = _with_selection(plan, fetch, slices, call, spec)
+    sums: _Sums | None = None
+    for entries in slices:
+        found = _attend_slice(query, fetch(entries), values_NSKD, entries, plan, sums, call, spec, operations)
         sums = found if sums is None else found.plus(sums)
     assert sums is not None
     group = spec.num_heads // spec.num_kv_heads
@@ -99,7 +110,7 @@ class _Sums:
 
 def _attend_slice(
     query: torch.Tensor,
-    keys_NSKD: torch.Tensor,
+    keys: torch.Tensor,
     values_NSKD: torch.Tensor | None,
     entries: range,
     plan: _Plan,
@@ -112,8 +123,6 @@ def _attend_slice(
     assert flat is not None
     ids_N, rows_N = _cut(flat.ids_N, entries), _cut(flat.rows_N, entries)
     owned_N1 = _cut(plan.owned_N1, entries)
-    # [N, S, K, D] -> [N, K, S, D]
-    keys = operations.k_cache.fetch_from_cache(keys_NSKD, ids_N).transpose(1, 2)
     values = keys
     if values_NSKD is not None:
         values = operations.v_cache.fetch_from_cache(values_NSKD, ids_N).transpose(1, 2)
@@ -139,6 +148,41 @@ def _attend_slice(
     parts = weigh(exp * rescale_NL.view(*scores.shape[:-1], 1), values, spec, operations.matmul_av).flatten(1)
     total = _cut(_one_hot(call, parts.dtype), entries, dim=1) @ parts
     return _Sums(row_max, total, _cut(_one_hot(call, torch.float32), entries, dim=1) @ (sums_NL * rescale_NL))
+
+
+def _with_selection(
+    plan: _Plan,
+    fetch: Callable[[range], torch.Tensor],
+    slices: Sequence[range],
+    call: AttentionCall,
+    spec: AttentionLayerSpec,
+) -> _Plan:
+    """The plan with selected keys alone. Scores of entries are put where their keys are in their rows, selected from,
+    and what is selected is taken back."""
+    assert spec.num_selected is not None
+    flat = call.flat
+    assert flat is not None
+    width = call.block_table_BW.shape[1]
+    if width * spec.block_size <= spec.num_selected:
+        return plan
+    if spec.index_size:
+        # Padding has a place of its own after all rows.
+        num_places = call.num_rows * width
+        places_N = torch.where(plan.owned_N1[:, 0], plan.readers_N * width + flat.index_N, num_places)
+        query, weights = queries_by_row(call)
+        shape = (num_places + 1, call.num_queries, spec.block_size)
+        scores = torch.full(shape, LOWEST, dtype=torch.float32, device=query.device)
+        for entries in slices:
+            readers_N = _cut(plan.readers_N, entries)
+            of_entries = (query.index_select(0, readers_N), weights.index_select(0, readers_N), fetch(entries)[:, 0])
+            found = torch.where(_cut(plan.seen, entries)[:, 0, 0], index_scores(*of_entries, spec), LOWEST)
+            scores = scores.index_reduce_(0, _cut(places_N, entries), found, "amax")
+        by_row = scores[:-1].unflatten(0, (call.num_rows, width)).transpose(1, 2)
+        selected = select(by_row.flatten(2), spec.num_selected).unflatten(-1, (width, spec.block_size))
+        selected = torch.nn.functional.pad(selected.transpose(1, 2).flatten(0, 1), (0, 0, 0, 0, 0, 1))
+        call.keep_selection(selected.index_select(0, places_N)[:, None, None])
+    assert call.selection is not None, "no layer before it has an indexer"
+    return replace(plan, seen=plan.seen & call.selection)
 
 
 def _cut(tensor: torch.Tensor, entries: range, dim: int = 0) -> torch.Tensor:

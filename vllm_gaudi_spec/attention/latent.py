@@ -7,14 +7,24 @@ module replaces vLLM's wrapper; `compat.make_mla_layers` does it for the layer.
 
 from __future__ import annotations
 
-from typing import Any
+from dataclasses import replace
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
 from torch import nn
+from vllm.config import get_current_vllm_config
+from vllm.forward_context import get_forward_context
 from vllm.model_executor.layers.attention.mla_attention import MLAAttention
 from vllm.model_executor.layers.mla import MultiHeadLatentAttentionWrapper
+from vllm.v1.kv_cache_interface import MLAAttentionSpec
 
 from vllm_gaudi_spec.attention.backend import RectangleAttentionBackend, RectangleAttentionImpl, attend_layer
+from vllm_gaudi_spec.attention.metadata import IndexQueries
+
+if TYPE_CHECKING:
+    from vllm.config import VllmConfig
+    from vllm.model_executor.models.deepseek_v2 import Indexer
+    from vllm.v1.kv_cache_interface import KVCacheSpec
 
 
 class LatentAttentionBackend(RectangleAttentionBackend):
@@ -38,11 +48,20 @@ class LatentAttentionImpl(RectangleAttentionImpl):
         qk_head_dim: int,
         v_head_dim: int,
         kv_b_proj: nn.Module,
-        indexer: object | None,
+        indexer: Indexer | None,
+        topk_indices_buffer: torch.Tensor | None = None,
+        index_group_builder: object | None = None,
         **common: Any,
     ) -> None:
+        """`topk_indices_buffer`: of layers with sparse attention. Its size alone is of use: what is selected here is a
+        mask, which the layers of one forward share without a buffer."""
         super().__init__(**common)
         self.value_size = kv_lora_rank
+        if topk_indices_buffer is not None:
+            self.num_selected = topk_indices_buffer.shape[-1]
+        if indexer is not None:
+            self.index_size = indexer.head_dim
+            self.head_size += self.index_size
 
 
 class NoPrefill:
@@ -56,8 +75,28 @@ class NoPrefill:
         return "no separate"
 
 
+class Index(NamedTuple):
+    """What an indexer makes of tokens."""
+
+    key_TR: torch.Tensor
+    queries: IndexQueries | None
+    """None where no row can be so long that a layer selects from its keys."""
+
+
 class LatentAttention(MLAAttention):
-    """vLLM's layer, with its weights and its entry among the layers that keep KV, called as the others are."""
+    """vLLM's layer, with its weights and its entry among the layers that keep KV, called as the others are.
+
+    With sparse attention a token's row holds the indexer's key as well, after the latent numbers: both are written and
+    read together, and blocks, prefixes and drafts need not know of it.
+    """
+
+    impl: LatentAttentionImpl
+
+    def get_kv_cache_spec(self, vllm_config: VllmConfig) -> KVCacheSpec:
+        spec = super().get_kv_cache_spec(vllm_config)
+        # vLLM makes groups of layers that share a selection, for tables that are not used here.
+        groups = dict(is_index_group_leader=False) if isinstance(spec, MLAAttentionSpec) else {}
+        return replace(spec, head_size=self.impl.head_size, **groups)
 
     def bind_kv_cache(self, kv_cache: Any) -> None:
         self.kv_cache = kv_cache
@@ -74,11 +113,18 @@ class LatentAttention(MLAAttention):
         k_pe: torch.Tensor,
         output_shape: torch.Size | None = None,
         q_dcp_replicated: torch.Tensor | None = None,
+        index: Index | None = None,
     ) -> torch.Tensor:
-        latent_T1D = torch.cat((kv_c_normed.unsqueeze(1), k_pe), dim=-1)
         nope_THN, rope_THR = q.split((self.qk_nope_head_dim, self.qk_rope_head_dim), dim=-1)
-        query_THD = torch.cat((_by_head(nope_THN, self.W_UK_T), rope_THR), dim=-1)
-        return _by_head(attend_layer(self, query_THD, latent_T1D, None), self.W_UV).flatten(1)
+        row, query = [kv_c_normed.unsqueeze(1), k_pe], [_by_head(nope_THN, self.W_UK_T), rope_THR]
+        if index is not None:
+            row.append(index.key_TR.unsqueeze(1))
+            # Multiplied by zero: taking the other numbers out of the rows would copy them all.
+            query.append(rope_THR.new_zeros(*rope_THR.shape[:-1], self.impl.index_size))
+        attended_THR = attend_layer(
+            self, torch.cat(query, dim=-1), torch.cat(row, dim=-1), None, index and index.queries
+        )
+        return _by_head(attended_THR, self.W_UV).flatten(1)
 
 
 def _by_head(x_THI: torch.Tensor, weight_HIO: torch.Tensor) -> torch.Tensor:
@@ -91,18 +137,29 @@ class LatentAttentionWrapper(MultiHeadLatentAttentionWrapper):
     """vLLM's work around its layer: projections, norms, rotary embedding."""
 
     rotary_emb: nn.Module | None
+    mla_attn: LatentAttention
+
+    def __init__(self, *args: Any, **named: Any) -> None:
+        super().__init__(*args, **named)
+        if self.indexer is not None:
+            _leave_to_rows(self.indexer)
+            self.topk_indices_buffer = None
 
     def forward(
         self, positions: torch.Tensor, hidden_states: torch.Tensor, llama_4_scaling: torch.Tensor | None = None
     ) -> torch.Tensor:
         """vLLM's writes rotated and scaled queries into views, which a captured graph on a Gaudi does not take."""
+        index: Index | None = None
         latent_size = self.kv_lora_rank + self.qk_rope_head_dim
         if self.q_lora_rank is None:
             latent = self.kv_a_proj_with_mqa(hidden_states)[0]
             query = self.q_proj(hidden_states)[0]
         else:
             query, latent = self.fused_qkv_a_proj(hidden_states)[0].split((self.q_lora_rank, latent_size), dim=-1)
-            query = self.q_b_proj(self.q_a_layernorm(query))[0]
+            query = self.q_a_layernorm(query)
+            if self.indexer is not None:
+                index = self._index(hidden_states, query, positions)
+            query = self.q_b_proj(query)[0]
         compressed, key = latent.split((self.kv_lora_rank, self.qk_rope_head_dim), dim=-1)
         query_THD, key_T1R = query.view(-1, self.num_heads, self.qk_head_dim), key.unsqueeze(1)
         if self.rotary_emb is not None:
@@ -111,8 +168,33 @@ class LatentAttentionWrapper(MultiHeadLatentAttentionWrapper):
             query_THD = torch.cat((nope_THN, rope_THR), dim=-1)
         if llama_4_scaling is not None:
             query_THD = query_THD * llama_4_scaling
-        attended = self.mla_attn(query_THD, self.kv_a_layernorm(compressed), key_T1R)
+        attended = self.mla_attn(query_THD, self.kv_a_layernorm(compressed), key_T1R, index=index)
         if self.g_proj is not None:
             attended = attended * self.g_proj(hidden_states)[0].sigmoid()
         output: torch.Tensor = self.o_proj(attended)[0]
         return output
+
+    def _index(self, hidden_TH: torch.Tensor, compressed_query: torch.Tensor, positions: torch.Tensor) -> Index:
+        """As transformers has it, in the model's dtype: vLLM's kernels round queries and keys to FP8."""
+        indexer = self.indexer
+        rope_size, head_size, num_heads = indexer.rope_dim, indexer.head_dim, indexer.n_head
+        key_TR, weights_TI = indexer.wk_weights_proj(hidden_TH)[0].split((head_size, num_heads), dim=-1)
+        query_TIR = indexer.wq_b(compressed_query)[0].view(-1, num_heads, head_size)
+        sizes = (rope_size, head_size - rope_size)
+        key_rope, key_rest = indexer.k_norm(key_TR).unsqueeze(1).split(sizes, dim=-1)
+        query_rope, query_rest = query_TIR.split(sizes, dim=-1)
+        query_rope, key_rope = self.indexer_rope_emb(positions, query_rope, key_rope)
+        key_TR = torch.cat((key_rope.view(key_rest.shape[0], 1, rope_size), key_rest), dim=-1).squeeze(1)
+        call = get_forward_context().attn_metadata[self.mla_attn.layer_name]
+        if call.block_table_BW.shape[1] * self.mla_attn.impl.spec.block_size <= indexer.topk_tokens:
+            return Index(key_TR, None)
+        query_TIR = torch.cat((query_rope.view(-1, num_heads, rope_size), query_rest), dim=-1)
+        scale = indexer.softmax_scale * indexer.n_head_scale
+        return Index(key_TR, IndexQueries(query_TIR, weights_TI.float() * scale))
+
+
+def _leave_to_rows(indexer: Indexer) -> None:
+    """Take away the cache of an indexer, its kernel and the buffer for it: its keys are in the rows of its layer."""
+    del get_current_vllm_config().compilation_config.static_forward_context[indexer.k_cache.prefix]
+    del indexer.k_cache, indexer.indexer_op
+    indexer.topk_indices_buffer = None

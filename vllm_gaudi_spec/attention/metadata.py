@@ -44,6 +44,10 @@ class AttentionLayerSpec:
     block_size: int
     value_size: int | None = None
     """For a layer that stores no values: how many of a key's first numbers are its value."""
+    num_selected: int | None = None
+    """A query reads only so many of the keys that it sees: those that an indexer scores highest. None: all."""
+    index_size: int = 0
+    """How many of a key's last numbers are the indexer's. 0: the layer reads what the layer before it selected."""
     attention_chunk: int | None = None
     """Queries see keys of their own chunk only: chunks have so many positions."""
     is_causal: bool = True
@@ -132,6 +136,18 @@ class Spans(NamedTuple):
     """and of the last."""
 
 
+class IndexQueries(NamedTuple):
+    """A layer's own scores of keys, by which it selects some. I heads of R numbers each, which all score one key: a
+    score is the sum of the heads' products, those above zero alone, each by its weight."""
+
+    query_TIR: torch.Tensor
+    weights_TI: torch.Tensor
+    """float32."""
+
+    def spread(self, packed: Packed, num_positions: int) -> IndexQueries:
+        return IndexQueries(*(packed.spread(tensor, num_positions) for tensor in self))
+
+
 @dataclass(slots=True, kw_only=True)
 class AttentionCall:
     """A rectangle of B rows with Q queries each over paged KV; prefill and decode alike.
@@ -161,6 +177,8 @@ class AttentionCall:
     less of a chunk, which begins after as many keys."""
     spans: Spans | None = None
     """Of prompt chunks alone: a decode may have the last token of an image, which sees no later one."""
+    index: IndexQueries | None = None
+    """Of a layer that selects keys; a forward's call has none."""
     _plans: dict[Any, Any] = field(default_factory=dict)
 
     def plan(self, key: Any, build: Callable[[], Any]) -> Any:
@@ -168,6 +186,18 @@ class AttentionCall:
         if key not in self._plans:
             self._plans[key] = build()
         return self._plans[key]
+
+    def with_index(self, index: IndexQueries | None) -> AttentionCall:
+        """The same call, with the same plans, for a layer that selects keys."""
+        return self if index is self.index else replace(self, index=index)
+
+    @property
+    def selection(self) -> torch.Tensor | None:
+        """What the last layer with an indexer selected, in the form that attends; for the layers after it."""
+        return self._plans.get("selection")
+
+    def keep_selection(self, selection: torch.Tensor) -> None:
+        self._plans["selection"] = selection
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -10,6 +10,7 @@ import torch
 
 from vllm_gaudi_spec.attention.metadata import AttentionCall, AttentionLayerSpec, Spans
 from vllm_gaudi_spec.attention.operations import PLAIN, Matmul, Operations, VLLMKVCache
+from vllm_gaudi_spec.attention.selection import index_scores, queries_by_row, select
 
 # The score of a key that a query may not read. Finite, since inf - inf is nan where a query sees no key at all.
 LOWEST = torch.finfo(torch.float32).min
@@ -37,6 +38,8 @@ def attend(
     seen, sees_any = call.plan(("padded", spec.mask_key), build)
     keys = gather_rows(keys_NSKD, call.block_table_BW, operations.k_cache)
     values = keys if values_NSKD is None else gather_rows(values_NSKD, call.block_table_BW, operations.v_cache)
+    if spec.num_selected is not None:
+        seen = seen & _selection(keys, seen[:, 0, 0], call, spec)[:, None, None]
     scores = score(group_queries(query_THD, call, spec), keys, call, spec, operations.matmul_qk)
     if spec.slopes_H is not None:
         # [B, 1, 1, Q, keys]
@@ -54,6 +57,20 @@ def attend(
         weights = weights[..., :num_keys]
     result = weigh(weights, values, spec, operations.matmul_av)
     return by_token(torch.where(sees_any, result, 0), spec)
+
+
+def _selection(
+    keys: torch.Tensor, seen_BQ: torch.Tensor, call: AttentionCall, spec: AttentionLayerSpec
+) -> torch.Tensor:
+    """bool [B, Q, W * S]: which keys of its table a query selects, or those it sees where a table has no more."""
+    assert spec.num_selected is not None
+    if seen_BQ.shape[-1] <= spec.num_selected:
+        return seen_BQ
+    if spec.index_size:
+        scores = index_scores(*queries_by_row(call), keys.squeeze(1), spec)
+        call.keep_selection(select(torch.where(seen_BQ, scores, LOWEST), spec.num_selected))
+    assert call.selection is not None, "no layer before it has an indexer"
+    return call.selection
 
 
 def gather_rows(blocks_NSKD: torch.Tensor, table_BW: torch.Tensor, cache: VLLMKVCache = PLAIN.k_cache) -> torch.Tensor:

@@ -6,7 +6,7 @@ import importlib.util
 from collections.abc import Iterator
 from typing import TYPE_CHECKING
 
-from vllm_gaudi_spec.config import ranks_in_step
+from vllm_gaudi_spec.config import FP8_KV, ranks_in_step
 from vllm_gaudi_spec.drafting.table import has_model
 from vllm_gaudi_spec.quantization.config import target_config
 from vllm_gaudi_spec.recurrent.table import CAPTURED, has_states
@@ -35,6 +35,7 @@ def model_refusals(vllm_config: VllmConfig, backend: DeviceBackend) -> Iterator[
     for model, _ in models_of(vllm_config):
         yield from _refusals_of(model)
         yield from _graph_refusals(model, backend.traits)
+    yield from _selection_refusals(vllm_config)
     if has_states(vllm_config.model_config):
         yield from _state_refusals(vllm_config, backend)
     if vllm_config.model_config.supports_multimodal_inputs:
@@ -90,8 +91,22 @@ def _refusals_of(model: ModelConfig) -> Iterator[str]:
     yield from _gate_refusals(model)
     if model.is_encoder_decoder:
         yield f"{model.model} is an encoder-decoder model; use a decoder-only one."
-    if model.use_mla and hasattr(model.hf_text_config, "index_topk"):
-        yield f"{model.model} uses sparse MLA attention, which is not supported yet; use a model without it."
+    if hasattr(model.hf_text_config, "index_topk") and not _selects_keys(model):
+        yield (
+            f"{model.model} selects keys by an indexer (index_topk), which is supported for vLLM's "
+            f"{', '.join(_SPARSE)} alone; use one of these, with --model-impl auto and without VLLM_MLA_DISABLE."
+        )
+
+
+def _selection_refusals(vllm_config: VllmConfig) -> Iterator[str]:
+    """Of options, for models that select keys: an indexer's key is in the row of the latent one."""
+    model = vllm_config.model_config
+    if not hasattr(model.hf_text_config, "index_topk"):
+        return
+    if vllm_config.cache_config.cache_dtype == FP8_KV:
+        yield f"{model.model} keeps keys of an indexer, for which FP8 has no scale; use --kv-cache-dtype auto."
+    if target_config() is not None:
+        yield f"{model.model} selects keys by an indexer, for which QUANT_CONFIG is not supported yet; unset it."
 
 
 def _multimodal_refusals(vllm_config: VllmConfig, backend: DeviceBackend) -> Iterator[str]:
@@ -177,7 +192,15 @@ _TEXT_ONLY = ("Gemma3nForConditionalGeneration",)
 _SLOPES = ("BloomForCausalLM", "FalconForCausalLM")
 # From the square root of distances; `uses_alibi` does not have it.
 _SLOPES_OF_ROOTS = ("Step1ForCausalLM",)
+# Classes of vLLM whose indexers are those of DeepSeek-V3.2, of models that were compared. Layers that draft for them were not.
+_SPARSE = ("DeepseekV32ForCausalLM", "GlmMoeDsaForCausalLM", "DeepseekV3ForCausalLM")
 _SINK_KEYS = ("PanguProMoEV2ForCausalLM",)
+
+
+def _selects_keys(model: ModelConfig) -> bool:
+    """Whether latent attention here does, and reads no key that the model's indexers left out."""
+    served = any(name in _SPARSE for name in model.architectures)
+    return served and model.use_mla and not model.using_transformers_backend()
 
 
 def _has_other_slopes(model: ModelConfig) -> bool:

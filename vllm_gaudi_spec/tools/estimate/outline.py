@@ -74,7 +74,8 @@ class Outline:
         latent = config.get("kv_lora_rank")
         kv_values = 2 * (config.get("num_key_value_heads") or heads) * head_size
         if latent:
-            kv_values = latent + config["qk_rope_head_dim"]
+            # Beside it the key of an indexer, in every layer: those that share a selection are few.
+            kv_values = latent + config["qk_rope_head_dim"] + config.get("index_head_dim", 0)
         stored = dict(_stored(folder, "*.safetensors")) or _described(folder)
         has_head = any("lm_head" in name for name in stored)
         read = [one for name, one in stored.items() if not (has_head and "embed_tokens" in name)]
