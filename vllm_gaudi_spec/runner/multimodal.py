@@ -20,7 +20,7 @@ from vllm.v1.worker.gpu.mm.encoder_runner import EncoderRunner
 from vllm_gaudi_spec.attention.metadata import MultimodalInputs, Spans
 from vllm_gaudi_spec.config import UnsupportedConfigError
 from vllm_gaudi_spec.records import DECODE
-from vllm_gaudi_spec.runner.media_store import Item
+from vllm_gaudi_spec.runner.encoders import Item
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
