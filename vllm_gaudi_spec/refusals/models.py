@@ -107,9 +107,13 @@ def _refusals_of(model: ModelConfig) -> Iterator[str]:
 def _multimodal_refusals(vllm_config: VllmConfig, backend: DeviceBackend) -> Iterator[str]:
     model = vllm_config.model_config
     media = model.get_multimodal_config()
-    if backend.traits.captures and not any(name in _CAPTURED_MEDIA for name in model.architectures):
+    if backend.traits.captures and not backend.traits.captures_encoders:
+        yield f"Images, audio and video are not served on {backend.traits.name} yet"
+    elif backend.traits.captures and not any(name in _CAPTURED_MEDIA for name in model.architectures):
         served = ", ".join(_CAPTURED_MEDIA)
-        yield f"Images, audio and video are served on {backend.traits.name} for {served} only, so far"
+        yield f"Images, audio and video are served on {backend.traits.name} for {served} only"
+    if backend.traits.captures and vllm_config.parallel_config.tensor_parallel_size > 1:
+        yield f"Images, audio and video are not supported on {backend.traits.name} with --tensor-parallel-size yet"
     if model.is_mm_prefix_lm and model.hf_config.model_type not in _SEEN_BOTH_WAYS:
         yield f"Tokens of images that see each other in both directions are supported for {', '.join(_SEEN_BOTH_WAYS)}"
     if model.is_multimodal_raw_input_only_model:

@@ -9,7 +9,7 @@ late.
 from __future__ import annotations
 
 import copy
-from collections.abc import Hashable, Iterator, Sequence
+from collections.abc import Hashable, Iterator
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
@@ -80,31 +80,31 @@ class WholeItems:
 
 
 class Tiles(WholeItems):
-    """Encoders that cut an image into tiles of one size, each of which is encoded by itself: padded by tiles."""
+    """Encoders that cut an image into tiles of one size, each of which is encoded by itself: padded by tiles. A frame
+    of a clip is a tile, so the sizes of both are one list."""
 
-    _NAMES = {IMAGE: ("pixel_values", "image_num_patches"), VIDEO: ("pixel_values_videos", "video_num_patches")}
+    _PIXELS = {IMAGE: "pixel_values", VIDEO: "pixel_values_videos"}
 
     def listed(self, largest: Item) -> Iterator[Encoding]:
         pixels = self._pixels_of(largest)
-        self._sizes[largest.modality] = sizes = geometric(1, len(pixels), 2.0)
+        sizes = geometric(1, len(pixels), 2.0)
+        self._sizes[IMAGE] = max(self._sizes.get(IMAGE, ()), sizes, key=len)
         for num_tiles in sizes:
             yield self._padded(largest, pixels[: min(num_tiles, len(pixels))], num_tiles)
 
     def encoding(self, item: Item) -> Encoding:
         pixels = self._pixels_of(item)
-        return self._padded(item, pixels, self._fit(item.modality, len(pixels)))
+        return self._padded(item, pixels, self._fit(IMAGE, len(pixels)))
 
     def _pixels_of(self, item: Item) -> torch.Tensor:
-        return _inputs_of(item)[self._NAMES[item.modality][0]]
+        return _inputs_of(item)[self._PIXELS[item.modality]]
 
     def _padded(self, item: Item, pixels: torch.Tensor, num_tiles: int) -> Encoding:
         rows_of_tile = item.num_rows // len(self._pixels_of(item))
-        inputs = {self._NAMES[item.modality][0]: _with_rows(pixels, num_tiles)}
-        return Encoding(item.modality, rows_of_tile * num_tiles, inputs)
+        return Encoding(IMAGE, rows_of_tile * num_tiles, {"pixel_values": _with_rows(pixels, num_tiles)})
 
     def run(self, modality: str, inputs: dict[str, torch.Tensor]) -> torch.Tensor:
-        pixels, count = self._NAMES[modality]
-        known = {count: torch.tensor([len(inputs[pixels])]), f"{modality}_token_id": torch.tensor(0)}
+        known = {"image_num_patches": torch.tensor([len(inputs["pixel_values"])]), "image_token_id": torch.tensor(0)}
         return super().run(modality, inputs | known)
 
 
@@ -204,12 +204,13 @@ class Encoders:
         """Tokens of items that vLLM's scheduler keeps at most."""
         self.width = vllm_config.model_config.get_inputs_embeds_size()
         self.dtype = vllm_config.model_config.dtype
-        self.listed: Sequence[Encoding] = []
+        listed: dict[Hashable, Encoding] = {}
         for modality in budget.mm_max_toks_per_item:
             made = budget.processor.get_dummy_mm_inputs({modality: 1}, cache=None)
             (place,) = made["mm_placeholders"][modality]
             largest = Item(modality, made["mm_kwargs"][modality][0], place.get_num_embeds())
-            self.listed = [*self.listed, *form.listed(largest)]
+            listed |= {one.signature: one for one in form.listed(largest)}
+        self.listed = tuple(listed.values())
         self.encoding, self.run = form.encoding, form.run
 
     @property

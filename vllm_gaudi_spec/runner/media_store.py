@@ -16,7 +16,7 @@ import numpy as np
 import torch
 from vllm.multimodal.utils import get_mm_features_in_window
 
-from vllm_gaudi_spec.runner.graphs import Job
+from vllm_gaudi_spec.runner.graphs import ENCODERS, Job
 
 if TYPE_CHECKING:
     from vllm.multimodal.inputs import MultiModalFeatureSpec
@@ -51,7 +51,7 @@ class MediaStore:
 
     def jobs(self) -> Iterator[Job]:
         for encoding in self._encoders.listed:
-            yield Job("encoders", partial(self._run, encoding), (encoding.signature,), encoding.num_rows)
+            yield Job(ENCODERS, partial(self._run, encoding), (encoding.signature,), encoding.num_rows)
 
     def encode(self, mm_hash: str, item: Item) -> None:
         """A no-op for what is in the store."""

@@ -51,6 +51,7 @@ TRAITS = DeviceTraits(
     mode="lazy",
     torch_device=torch.device("hpu"),
     captures=True,
+    captures_encoders=True,
     updates_views=False,
     compiles=True,
     flat_decode=True,
