@@ -512,7 +512,9 @@ def test_a_scheduler_of_the_users_derives_from_ours(name: Any, tmp_path: Path) -
         ),
         (
             {
-                **{"traits.captures": True, "traits.captures_encoders": True, "parallel.tensor_parallel_size": 2},
+                "traits.captures": True,
+                "traits.captures_encoders": True,
+                "parallel.tensor_parallel_size": 2,
                 "model.architectures": ["LlavaForConditionalGeneration"],
             },
             "not supported on a device with --tensor-parallel-size",

@@ -1,6 +1,6 @@
 """Attention of image and audio encoders where steps are captured. Importing this registers it in place of vLLM's.
 
-    S  tokens of an encoder, of all its sequences        E  sequences
+S  tokens of an encoder, of all its sequences        E  sequences
 """
 
 from __future__ import annotations

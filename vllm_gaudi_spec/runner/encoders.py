@@ -26,6 +26,7 @@ if TYPE_CHECKING:
 
 IMAGE, VIDEO = "image", "video"
 """As vLLM names them."""
+_PIXELS = {IMAGE: "pixel_values", VIDEO: "pixel_values_videos"}
 
 
 class Item(NamedTuple):
@@ -83,8 +84,6 @@ class Tiles(WholeItems):
     """Encoders that cut an image into tiles of one size, each of which is encoded by itself: padded by tiles. A frame
     of a clip is a tile, so the sizes of both are one list."""
 
-    _PIXELS = {IMAGE: "pixel_values", VIDEO: "pixel_values_videos"}
-
     def listed(self, largest: Item) -> Iterator[Encoding]:
         pixels = self._pixels_of(largest)
         sizes = geometric(1, len(pixels), 2.0)
@@ -97,7 +96,7 @@ class Tiles(WholeItems):
         return self._padded(item, pixels, self._fit(IMAGE, len(pixels)))
 
     def _pixels_of(self, item: Item) -> torch.Tensor:
-        return _inputs_of(item)[self._PIXELS[item.modality]]
+        return _inputs_of(item)[_PIXELS[item.modality]]
 
     def _padded(self, item: Item, pixels: torch.Tensor, num_tiles: int) -> Encoding:
         rows_of_tile = item.num_rows // len(self._pixels_of(item))
@@ -112,7 +111,6 @@ class Patches(WholeItems):
     """Encoders of Qwen-VL, which take images of any size by their patches, and clips by those of all frames: padded by
     patches. What follows from the grid of patches is computed on the host, by vLLM's class."""
 
-    _PIXELS = {IMAGE: "pixel_values", VIDEO: "pixel_values_videos"}
     _SMALLEST = 64
     """Tokens of an image of 224 x 224, from which on vLLM's own CUDA graphs of encoders are sized."""
 
@@ -130,7 +128,7 @@ class Patches(WholeItems):
         self._sizes[largest.modality] = sizes
         for num_rows in sizes:
             grid = [1, self._side, num_rows * self._side]
-            example = _inputs_of(largest)[self._PIXELS[largest.modality]]
+            example = _inputs_of(largest)[_PIXELS[largest.modality]]
             pixels = example.new_zeros(num_rows * self._merged, *example.shape[1:])
             yield self._padded(largest.modality, pixels, grid, num_rows)
 
@@ -142,7 +140,7 @@ class Patches(WholeItems):
     def encoding(self, item: Item) -> Encoding:
         inputs, num_rows = _inputs_of(item), self._fit(item.modality, item.num_rows)
         grid = inputs[f"{item.modality}_grid_thw"].flatten().tolist()
-        return self._padded(item.modality, inputs[self._PIXELS[item.modality]], grid, num_rows)
+        return self._padded(item.modality, inputs[_PIXELS[item.modality]], grid, num_rows)
 
     def _padded(self, modality: str, pixels: torch.Tensor, grid: list[int], num_rows: int) -> Encoding:
         num_patches = num_rows * self._merged

@@ -29,6 +29,8 @@ if TYPE_CHECKING:
 NO_MEDIA = 0
 """In place of the row of a token that is none of an image. Row 0 and those of other pads are never read."""
 
+_NO_ROWS = np.empty(0, dtype=np.int64)
+
 
 class MediaStore:
     def __init__(self, encoders: Encoders, backend: DeviceBackend, recorder: StepRecorder) -> None:
@@ -61,7 +63,7 @@ class MediaStore:
         self._rows_np[mm_hash], self._free_np = np.split(self._free_np, [item.num_rows])
         self._run(self._encoders.encoding(item), self._rows_np[mm_hash])
 
-    def _run(self, encoding: Encoding, rows_np: np.ndarray = np.empty(0, dtype=np.int64)) -> None:
+    def _run(self, encoding: Encoding, rows_np: np.ndarray = _NO_ROWS) -> None:
         """`rows_np`: where the outputs go; those of padding, which come after them, go where nothing is read. Without
         any it is warm-up, where all are."""
         self._recorder.saw(encoding.signature)

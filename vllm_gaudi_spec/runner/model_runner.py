@@ -149,10 +149,8 @@ class ModelRunner:
         )
         self.multimodal: Multimodal | None = None
         if model.supports_multimodal_inputs:
-            store = None
-            if self.encoders is not None:
-                store = MediaStore(self.encoders, self.backend, self.recorder)
-                self.target.media_SH = store.rows_SH
+            store = None if self.encoders is None else MediaStore(self.encoders, self.backend, self.recorder)
+            self.target.media_SH = None if store is None else store.rows_SH
             self.multimodal = Multimodal(model, self.target.model, self.backend, store)
         self.custom: CustomProcessors | None = None
         if profiled_blocks is None:

@@ -276,10 +276,11 @@ def _touch_states(runner: Runner) -> None:
 
 
 def _forward(runner: Runner, shape: Shape) -> None:
-    batch, multimodal = make_batch(runner.requests, padding_of(shape)), runner.multimodal
+    batch = make_batch(runner.requests, padding_of(shape))
     # Elsewhere what a batch has of images depends on its requests, of which padding has none.
-    has_media = multimodal is not None and multimodal.store is not None
-    runner.compute(multimodal.add_to(batch) if has_media else batch)
+    if runner.multimodal is not None and runner.multimodal.store is not None:
+        batch = runner.multimodal.add_to(batch)
+    runner.compute(batch)
 
 
 def _sampling_pass(runner: Runner, shape: SampleShape, branch: Branch) -> Job:

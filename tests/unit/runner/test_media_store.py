@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import replace
+from itertools import pairwise
 from types import SimpleNamespace
 from typing import Any
 
@@ -15,7 +16,7 @@ from vllm_gaudi_spec.attention.encoders import MaskedEncoderAttention, sequences
 from vllm_gaudi_spec.records import DECODE, PREFILL, Batch, Planned, Shape
 from vllm_gaudi_spec.refusals.models import _CAPTURED_MEDIA
 from vllm_gaudi_spec.runner.batch import make_batch, plan_batches
-from vllm_gaudi_spec.runner.encoders import FORMS, Encoding, Item, Patches, Tiles, WholeItems
+from vllm_gaudi_spec.runner.encoders import FORMS, Encoding, Item, Tiles, WholeItems
 from vllm_gaudi_spec.runner.graphs import StepRecorder
 from vllm_gaudi_spec.runner.media_store import NO_MEDIA, MediaStore
 from vllm_gaudi_spec.runner.multimodal import Multimodal
@@ -124,7 +125,7 @@ def test_what_prompt_chunks_and_decodes_take_is_always_of_one_form(requests: Req
         for counts in ({}, {"text": 1}, {"text": 1, "image": 1}):
             inputs = multimodal.add_to(batch(requests, phase, queries, counts, 0)).multimodal
             assert inputs is not None
-            forms.add(tuple(None if part is None or part == () else part.shape for part in inputs))
+            forms.add(tuple(part.shape if isinstance(part, torch.Tensor) else part for part in inputs))
         assert len(forms) == 1
 
 
@@ -135,7 +136,7 @@ def test_rows_are_those_of_one_image_until_it_is_freed(requests: Requests, store
     assert rows[:3] == rows[6:], "the same image once"
     assert len(set(rows)) == 6
     assert min(rows) >= NUM_PADS, "what padding writes is not read"
-    item = Item("image", None, 3)  # type: ignore[arg-type]
+    item = Item("image", None, 3)
     with pytest.raises(AssertionError, match="than it has room for"):
         store.encode("three", item)
     store.free("one")
@@ -144,7 +145,9 @@ def test_rows_are_those_of_one_image_until_it_is_freed(requests: Requests, store
     assert sorted(store._free_np.tolist()) == list(range(NUM_PADS, NUM_PADS + NUM_KEPT))
 
 
-def test_the_last_token_of_a_prompt_comes_as_a_chunk_where_it_is_of_an_image(requests: Requests, store: MediaStore) -> None:
+def test_the_last_token_of_a_prompt_comes_as_a_chunk_where_it_is_of_an_image(
+    requests: Requests, store: MediaStore
+) -> None:
     shapes: Any = SimpleNamespace(
         prefill_rows_at=lambda queries: 4,
         share_chunk=lambda longest, shortest: True,
@@ -168,7 +171,7 @@ def test_warm_up_runs_what_is_listed_and_late_sizes_are_counted() -> None:
     (job,) = store.jobs()
     recorder.expect(job.signatures)
     job.run()
-    store.encode("one", Item("image", None, 2))  # type: ignore[arg-type]
+    store.encode("one", Item("image", None, 2))
     assert not recorder.unexpected
     store._run(Encoding("image", 8, {"pixels": torch.zeros(8, 1)}))
     assert len(recorder.unexpected) == 1
@@ -203,9 +206,9 @@ def test_tiles_are_padded(monkeypatch: pytest.MonkeyPatch) -> None:
     pixels = torch.arange(3.0)[:, None, None, None].expand(-1, 3, 2, 2)
     monkeypatch.setattr("vllm_gaudi_spec.runner.encoders._inputs_of", lambda asked: {"pixel_values": asked.data})
     form = Tiles(Tower())
-    listed = list(form.listed(Item("image", pixels.repeat(2, 1, 1, 1), 12)))  # type: ignore[arg-type]
+    listed = list(form.listed(Item("image", pixels.repeat(2, 1, 1, 1), 12)))
     assert [len(one.inputs["pixel_values"]) for one in listed] == [1, 2, 4, 6]
-    found = form.encoding(Item("image", pixels, 6))  # type: ignore[arg-type]
+    found = form.encoding(Item("image", pixels, 6))
     assert found.num_rows == 8
     assert form.run("image", found.inputs).flatten().tolist() == [0, 0, 1, 1, 2, 2, 0, 0]
 
@@ -218,7 +221,7 @@ def test_sequences_and_what_is_after_the_last() -> None:
 
 
 @pytest.mark.parametrize("ends", [None, [0, 3, 7], [0, 3, 6, 6]])
-def test_attention_within_sequences(ends: list[int] | None) -> None:
+def test_v01_attention_within_sequences(ends: list[int] | None) -> None:
     torch.manual_seed(0)
     query, key, value = torch.randn(3, 1, 7, 4, 8).unbind(0)
     kv_heads = 2
@@ -229,7 +232,7 @@ def test_attention_within_sequences(ends: list[int] | None) -> None:
     layer.num_queries_per_kv = 2
     found = layer.forward_oot(query, key, value, None if ends is None else torch.tensor(ends))
     borders = sorted({*(ends or [0]), 7})
-    for begin, end in zip(borders, borders[1:], strict=False):
+    for begin, end in pairwise(borders):
         parts = (part[:, begin:end].transpose(1, 2) for part in (query, key, value))
         expected = torch.nn.functional.scaled_dot_product_attention(*parts, scale=0.3, enable_gqa=True).transpose(1, 2)
         torch.testing.assert_close(found[:, begin:end], expected)
