@@ -505,7 +505,7 @@ def test_a_scheduler_of_the_users_derives_from_ours(name: Any, tmp_path: Path) -
     ("changed", "refused"),
     [
         ({}, None),
-        ({"traits.captures": True}, "Images, audio and video are not served on a device yet"),
+        ({"traits.captures": True}, "Images, audio and video are not served on a device in mode captured yet"),
         (
             {"traits.captures": True, "traits.captures_encoders": True},
             "Images, audio and video are served on a device for InternVLForConditionalGeneration",
@@ -544,7 +544,7 @@ def test_images_that_would_not_work_are_refused(changed: dict[str, Any], refused
         get_multimodal_config=lambda: media,
     )
     parallel = SimpleNamespace(data_parallel_size=1, tensor_parallel_size=1)
-    traits = SimpleNamespace(captures=False, captures_encoders=False, name="a device")
+    traits = SimpleNamespace(captures=False, captures_encoders=False, name="a device", mode="captured")
     asked: Any = SimpleNamespace(model_config=model, lora_config=None, parallel_config=parallel)
     parts = {"traits": traits, "model": model, "media": media, "asked": asked, "parallel": parallel}
     for path, value in changed.items():

@@ -108,7 +108,7 @@ def _multimodal_refusals(vllm_config: VllmConfig, backend: DeviceBackend) -> Ite
     model = vllm_config.model_config
     media = model.get_multimodal_config()
     if backend.traits.captures and not backend.traits.captures_encoders:
-        yield f"Images, audio and video are not served on {backend.traits.name} yet"
+        yield f"Images, audio and video are not served on {backend.traits.name} in mode {backend.traits.mode} yet"
     elif backend.traits.captures and not any(name in _CAPTURED_MEDIA for name in model.architectures):
         served = ", ".join(_CAPTURED_MEDIA)
         yield f"Images, audio and video are served on {backend.traits.name} for {served} only"
