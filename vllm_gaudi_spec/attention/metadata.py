@@ -190,6 +190,10 @@ class StateCall:
 # --- a forward ---
 
 
+NO_MEDIA = 0
+"""In place of the row of a token that is none of an image. Row 0 and those of other pads are never read."""
+
+
 class MultimodalInputs(NamedTuple):
     """What images, video and audio change of a forward's tokens. D: dimensions of a rotary position."""
 

@@ -16,6 +16,7 @@ import numpy as np
 import torch
 from vllm.multimodal.utils import get_mm_features_in_window
 
+from vllm_gaudi_spec.attention.metadata import NO_MEDIA
 from vllm_gaudi_spec.runner.graphs import ENCODERS, Job
 
 if TYPE_CHECKING:
@@ -26,8 +27,6 @@ if TYPE_CHECKING:
     from vllm_gaudi_spec.runner.encoders import Encoders, Encoding, Item
     from vllm_gaudi_spec.runner.graphs import StepRecorder
 
-NO_MEDIA = 0
-"""In place of the row of a token that is none of an image. Row 0 and those of other pads are never read."""
 
 _NO_ROWS = np.empty(0, dtype=np.int64)
 

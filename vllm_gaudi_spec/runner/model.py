@@ -22,14 +22,13 @@ from vllm.v1.kv_cache_interface import AttentionSpec, ChunkedLocalAttentionSpec,
 from vllm_gaudi_spec import compat
 from vllm_gaudi_spec.attention import latent
 from vllm_gaudi_spec.attention.backend import RectangleAttentionImpl, attend_layer
-from vllm_gaudi_spec.attention.metadata import Packed
+from vllm_gaudi_spec.attention.metadata import NO_MEDIA, Packed
 from vllm_gaudi_spec.config import UnsupportedConfigError, ranks_in_step
 from vllm_gaudi_spec.devices.base import size_text
 from vllm_gaudi_spec.quantization.kv_cache import quantize_kv
 from vllm_gaudi_spec.records import Hidden
 from vllm_gaudi_spec.recurrent.states import RecurrentStates
 from vllm_gaudi_spec.recurrent.table import has_states
-from vllm_gaudi_spec.runner.media_store import NO_MEDIA
 
 if TYPE_CHECKING:
     from torch import nn

@@ -13,12 +13,13 @@ from vllm.multimodal.inputs import MultiModalFeatureSpec, PlaceholderRange
 
 from tests.support.fakes import HostBackend, new_request, step
 from vllm_gaudi_spec.attention.encoders import MaskedEncoderAttention, sequences
+from vllm_gaudi_spec.attention.metadata import NO_MEDIA
 from vllm_gaudi_spec.records import DECODE, PREFILL, Batch, Planned, Shape
 from vllm_gaudi_spec.refusals.models import _CAPTURED_MEDIA
 from vllm_gaudi_spec.runner.batch import make_batch, plan_batches
 from vllm_gaudi_spec.runner.encoders import FORMS, Encoding, Item, Tiles, WholeItems
 from vllm_gaudi_spec.runner.graphs import StepRecorder
-from vllm_gaudi_spec.runner.media_store import NO_MEDIA, MediaStore
+from vllm_gaudi_spec.runner.media_store import MediaStore
 from vllm_gaudi_spec.runner.multimodal import Multimodal
 from vllm_gaudi_spec.runner.requests import Requests
 
