@@ -65,6 +65,8 @@ class Request:
     lora: LoRARequest | None = None
     pooling: PoolingParams | None = None
     """What is made of its prompt in place of tokens; `params` are then those of nobody."""
+    media_end: int = 0
+    """Where steps are captured: the position after the last image, which only prompt chunks compute."""
 
     @property
     def num_prompt(self) -> int:

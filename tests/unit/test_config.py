@@ -506,7 +506,20 @@ def test_a_scheduler_of_the_users_derives_from_ours(name: Any, tmp_path: Path) -
     ("changed", "refused"),
     [
         ({}, None),
-        ({"traits.captures": True}, "Images, audio and video are not served on a device yet, only on a CPU"),
+        ({"traits.captures": True}, "Images, audio and video are not served on a device in mode captured yet"),
+        (
+            {"traits.captures": True, "traits.captures_encoders": True},
+            "Images, audio and video are served on a device for InternVLForConditionalGeneration",
+        ),
+        (
+            {
+                "traits.captures": True,
+                "traits.captures_encoders": True,
+                "parallel.tensor_parallel_size": 2,
+                "model.architectures": ["LlavaForConditionalGeneration"],
+            },
+            "not supported on a device with --tensor-parallel-size",
+        ),
         ({"model.is_mm_prefix_lm": True}, "see each other in both directions are supported for gemma3"),
         ({"model.is_mm_prefix_lm": True, "model.hf_config": SimpleNamespace(model_type="gemma3")}, None),
         ({"model.is_multimodal_raw_input_only_model": True}, "without tokens"),
@@ -523,6 +536,7 @@ def test_a_scheduler_of_the_users_derives_from_ours(name: Any, tmp_path: Path) -
 def test_images_that_would_not_work_are_refused(changed: dict[str, Any], refused: str | None) -> None:
     media = SimpleNamespace(is_multimodal_pruning_enabled=lambda: False, enable_mm_embeds=False, mm_encoder_only=False)
     model = SimpleNamespace(
+        architectures=["PaliGemmaForConditionalGeneration"],
         is_mm_prefix_lm=False,
         is_multimodal_raw_input_only_model=False,
         is_hybrid=False,
@@ -530,7 +544,8 @@ def test_images_that_would_not_work_are_refused(changed: dict[str, Any], refused
         hf_config=SimpleNamespace(model_type="paligemma"),
         get_multimodal_config=lambda: media,
     )
-    parallel, traits = SimpleNamespace(data_parallel_size=1), SimpleNamespace(captures=False, name="a device")
+    parallel = SimpleNamespace(data_parallel_size=1, tensor_parallel_size=1)
+    traits = SimpleNamespace(captures=False, captures_encoders=False, name="a device", mode="captured")
     asked: Any = SimpleNamespace(model_config=model, lora_config=None, parallel_config=parallel)
     parts = {"traits": traits, "model": model, "media": media, "asked": asked, "parallel": parallel}
     for path, value in changed.items():

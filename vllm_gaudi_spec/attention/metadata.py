@@ -233,6 +233,10 @@ class StateCall:
 # --- a forward ---
 
 
+NO_MEDIA = 0
+"""In place of the row of a token that is none of an image. Row 0 and those of other pads are never read."""
+
+
 class MultimodalInputs(NamedTuple):
     """What images, video and audio change of a forward's tokens. D: dimensions of a rotary position."""
 
@@ -240,6 +244,8 @@ class MultimodalInputs(NamedTuple):
     """[n, H] of encoders, in the order of the tokens that they replace,"""
     is_media_T: torch.Tensor | None = None
     """bool: which those are; None where there are no embeddings."""
+    rows_T: torch.Tensor | None = None
+    """int64: in place of both, where steps are captured: each token's row in the store of encoders' outputs."""
     rotary_DT: torch.Tensor | None = None
     """int64: positions for rotary embeddings, where any are not those of the tokens."""
     offset_B: torch.Tensor | None = None
@@ -251,7 +257,7 @@ class MultimodalInputs(NamedTuple):
         if self.offset_B is None:
             return self.rotary_DT
         # Padding has position 0, and tables of rotary embeddings begin there.
-        return (positions_T.view(len(self.offset_B), -1) + self.offset_B[:, None]).flatten().clamp_(min=0)
+        return (positions_T.view(len(self.offset_B), -1) + self.offset_B[:, None]).flatten().clamp(min=0)
 
     def pack(self, index_T: torch.Tensor) -> MultimodalInputs:
         """Of the real tokens alone, among which all those of media are."""

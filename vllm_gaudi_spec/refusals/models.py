@@ -22,6 +22,15 @@ _SEEN_BOTH_WAYS = ("gemma3",)
 """`model_type` of models whose images see themselves in both directions, and that were compared."""
 
 
+_CAPTURED_MEDIA = (
+    "InternVLForConditionalGeneration",
+    "LlavaForConditionalGeneration",
+    "Qwen2VLForConditionalGeneration",
+    "Qwen2_5_VLForConditionalGeneration",
+)
+"""Whose encoders were compared in graphs."""
+
+
 def models_of(vllm_config: VllmConfig) -> list[tuple[ModelConfig, str]]:
     """The target and the drafter, and the --load-format of each."""
     spec_config, load = vllm_config.speculative_config, vllm_config.load_config
@@ -112,8 +121,13 @@ def _selection_refusals(vllm_config: VllmConfig) -> Iterator[str]:
 def _multimodal_refusals(vllm_config: VllmConfig, backend: DeviceBackend) -> Iterator[str]:
     model = vllm_config.model_config
     media = model.get_multimodal_config()
-    if backend.traits.captures:
-        yield f"Images, audio and video are not served on {backend.traits.name} yet, only on a CPU"
+    if backend.traits.captures and not backend.traits.captures_encoders:
+        yield f"Images, audio and video are not served on {backend.traits.name} in mode {backend.traits.mode} yet"
+    elif backend.traits.captures and not any(name in _CAPTURED_MEDIA for name in model.architectures):
+        served = ", ".join(_CAPTURED_MEDIA)
+        yield f"Images, audio and video are served on {backend.traits.name} for {served} only"
+    if backend.traits.captures and vllm_config.parallel_config.tensor_parallel_size > 1:
+        yield f"Images, audio and video are not supported on {backend.traits.name} with --tensor-parallel-size yet"
     if model.is_mm_prefix_lm and model.hf_config.model_type not in _SEEN_BOTH_WAYS:
         yield f"Tokens of images that see each other in both directions are supported for {', '.join(_SEEN_BOTH_WAYS)}"
     if any(name in _TEXT_ONLY for name in model.architectures):

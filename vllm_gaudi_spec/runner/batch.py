@@ -128,14 +128,16 @@ def plan_batches(
         request = requests.by_id[req_id]
         if request.num_computed >= len(request.all_token_ids):
             running.append(request)
-        elif groups and _fits(groups[-1], request, num_tokens, shapes):
+            continue
+        # One that was just admitted may have placeholders of drafts, which are padding.
+        num_tokens = min(num_tokens, len(request.all_token_ids) - request.num_computed)
+        if groups and _fits(groups[-1], request, num_tokens, shapes):
             groups[-1].append((request, num_tokens))
         else:
             groups.append([(request, num_tokens)])
     batches = [_decode_batch(running, shapes, num_drafts)] if running else []
     for group in groups:
         if _is_last_token(group[0][0]):
-            # It was just admitted, so its other scheduled tokens are padding.
             batches.append(_decode_batch([request for request, _ in group], shapes, {}))
         else:
             chunks = iter(group)
@@ -145,7 +147,8 @@ def plan_batches(
 
 
 def _is_last_token(request: Request) -> bool:
-    return request.num_computed == len(request.all_token_ids) - 1
+    num_tokens = len(request.all_token_ids)
+    return request.num_computed == num_tokens - 1 and request.media_end != num_tokens
 
 
 def _fits(group: list[tuple[Request, int]], request: Request, num_tokens: int, shapes: Shapes) -> bool:

@@ -31,6 +31,8 @@ _ASK_EVERY = 16
 DRAFTS, PROMPT_LOGPROBS = "rounds of drafts", "prompt logprobs"
 PROMPT_CHUNKS, DRAFTERS_READS = "prompt chunks", "drafter's reads"
 """Kinds of jobs that are as large as `--max-num-batched-tokens` allows."""
+ENCODERS = "encoders"
+"""Of images: as large as the model's processor makes them."""
 
 
 class Job(NamedTuple):

@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING
 from vllm_gaudi_spec.config import UnsupportedConfigError
 from vllm_gaudi_spec.devices.base import size_text
 from vllm_gaudi_spec.environment import WARMUP
-from vllm_gaudi_spec.runner.graphs import DRAFTERS_READS, PROMPT_CHUNKS, PROMPT_LOGPROBS
+from vllm_gaudi_spec.runner.graphs import DRAFTERS_READS, ENCODERS, PROMPT_CHUNKS, PROMPT_LOGPROBS
 from vllm_gaudi_spec.sampling.params import USUAL_LOGPROBS
 
 if TYPE_CHECKING:
@@ -110,6 +110,8 @@ def lower(vllm_config: VllmConfig, kind: str, kv_bytes: int, missing: int) -> st
         return f"--gpu-memory-utilization {cache.gpu_memory_utilization:g} -> {percent / 100:g}"
     if kind == PROMPT_LOGPROBS:
         return _lower_prompt_logprobs(vllm_config)
+    if kind == ENCODERS:
+        return "the size of images, by --mm-processor-kwargs (for Qwen-VL max_pixels)"
     if kind not in (PROMPT_CHUNKS, DRAFTERS_READS) and scheduler.max_num_seqs > 1:
         return f"--max-num-seqs {scheduler.max_num_seqs} -> {scheduler.max_num_seqs // 2}"
     return f"--max-num-batched-tokens {scheduler.max_num_batched_tokens} -> {scheduler.max_num_batched_tokens // 2}"

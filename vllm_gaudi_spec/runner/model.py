@@ -23,7 +23,7 @@ from vllm.v1.kv_cache_interface import AttentionSpec, ChunkedLocalAttentionSpec,
 from vllm_gaudi_spec import compat
 from vllm_gaudi_spec.attention import latent
 from vllm_gaudi_spec.attention.backend import RectangleAttentionImpl, attend_layer
-from vllm_gaudi_spec.attention.metadata import Packed
+from vllm_gaudi_spec.attention.metadata import NO_MEDIA, Packed
 from vllm_gaudi_spec.config import UnsupportedConfigError, ranks_in_step
 from vllm_gaudi_spec.devices.base import size_text
 from vllm_gaudi_spec.quantization.kv_cache import quantize_kv
@@ -46,6 +46,7 @@ if TYPE_CHECKING:
 logger = init_logger(__name__)
 
 _RECURRENT_LAYERS = "vllm_gaudi_spec.recurrent.layers"
+_ENCODERS = "vllm_gaudi_spec.attention.encoders"
 
 # Rows of logits at a time, where those of all tokens are measured.
 _MEASURED_LOGITS = 64
@@ -99,6 +100,8 @@ class LoadedModel:
         if has_states(model_config or vllm_config.model_config):
             importlib.import_module(_RECURRENT_LAYERS)  # takes a second, and most models have none
             compat.scale_falcon_gates_in_new_tensors()
+        if backend.traits.captures and (model_config or vllm_config.model_config).supports_multimodal_inputs:
+            importlib.import_module(_ENCODERS)
         others = set(get_layers_from_vllm_config(vllm_config, AttentionLayerBase))
         loads_on = (load_config or vllm_config.load_config).device
         with compat.tensor_parallel_group(self.group):
@@ -140,6 +143,8 @@ class LoadedModel:
                 "supported; use another model."
             )
         self.states: RecurrentStates | None = None
+        self.media_SH: torch.Tensor | None = None
+        """The rows of the `MediaStore`, where there is one."""
         self._kv_owners = {
             name: getattr(layer, "kv_sharing_target_layer_name", None) or name for name, layer in self._layers.items()
         }
@@ -309,13 +314,22 @@ class LoadedModel:
             return self.model(tokens_T, positions, token_type_ids=inputs.token_types_T)
         if carried_TH is not None:
             return self.model(tokens_T, positions, carried_TH)
-        if media is None or not media.embeddings:
+        if media is None or not (media.embeddings or media.rows_T is not None):
             return self.model(tokens_T, positions)
-        embeddings_TH = self.model.embed_input_ids(
-            tokens_T, multimodal_embeddings=media.embeddings, is_multimodal=media.is_media_T
-        )
+        if media.rows_T is None:
+            embeddings_TH = self.model.embed_input_ids(
+                tokens_T, multimodal_embeddings=media.embeddings, is_multimodal=media.is_media_T
+            )
+        else:
+            embeddings_TH = self._with_media(self.model.embed_input_ids(tokens_T), media.rows_T)
         raw_T = tokens_T if requires_raw_input_tokens(self.model) else None
         return self.model(raw_T, positions, inputs_embeds=embeddings_TH)
+
+    def _with_media(self, text_TH: torch.Tensor, rows_T: torch.Tensor) -> torch.Tensor:
+        """What vLLM's classes merge by a mask, whose number of tokens no graph knows."""
+        assert self.media_SH is not None
+        is_media_T1 = (rows_T != NO_MEDIA).unsqueeze(1)
+        return torch.where(is_media_T1, self.media_SH.index_select(0, rows_T), text_TH)
 
     def counting(self, inputs: Inputs) -> AbstractContextManager[None]:
         """Around work on a forward's tokens where the model is measured: only real tokens count."""

@@ -21,6 +21,7 @@ from vllm_gaudi_spec.records import DECODE, Batch, Planned, Request, Rows, Sampl
 from vllm_gaudi_spec.recurrent.table import num_pending, states_of
 from vllm_gaudi_spec.runner.batch import build_inputs, locate, make_batch, make_sample_batch, plan_batches
 from vllm_gaudi_spec.runner.data_parallel import DataParallelLockstep
+from vllm_gaudi_spec.runner.encoders import Encoders
 from vllm_gaudi_spec.runner.graphs import (
     StepObserver,
     StepRecorder,
@@ -29,6 +30,7 @@ from vllm_gaudi_spec.runner.graphs import (
     sizes_of_report,
 )
 from vllm_gaudi_spec.runner.kv_cache import KVCache, of_one_forward
+from vllm_gaudi_spec.runner.media_store import MediaStore
 from vllm_gaudi_spec.runner.model import LoadedModel
 from vllm_gaudi_spec.runner.multimodal import Multimodal
 from vllm_gaudi_spec.runner.pooling import Pooling, output_of
@@ -84,6 +86,9 @@ class ModelRunner:
         self.target = LoadedModel(self.vllm_config, self.backend, quantization=quantization)
         if self.speculation is not None:
             self.drafter = load_drafter(self.speculation, self.vllm_config, self.backend, self.target)
+        self.encoders: Encoders | None = None
+        if self.vllm_config.model_config.supports_multimodal_inputs and self.backend.traits.captures:
+            self.encoders = Encoders(self.vllm_config, self.target.model)
         if self.vllm_config.lora_config is not None:  # last: a head shares the target's layers without adapters
             self.target.adapters = Adapters(self.vllm_config, self.target.model, self.backend)
 
@@ -98,6 +103,8 @@ class ModelRunner:
         speculation, taken = self.speculation, {}
         if num_bytes := self.target.state_bytes(self.max_rows + 1, num_pending(self.num_drafts)):
             taken[states_of(self.max_rows)] = num_bytes
+        if self.encoders is not None:
+            taken["outputs of image encoders"] = self.encoders.num_bytes
         if self.drafter is None or speculation is None:
             return taken
         kv_region_block = block_of(self.drafter.kv_cache_spec()) if speculation.retokenizes else None
@@ -147,7 +154,9 @@ class ModelRunner:
         )
         self.multimodal: Multimodal | None = None
         if model.supports_multimodal_inputs:
-            self.multimodal = Multimodal(model, self.target.model, self.backend)
+            store = None if self.encoders is None else MediaStore(self.encoders, self.backend, self.recorder)
+            self.target.media_SH = None if store is None else store.rows_SH
+            self.multimodal = Multimodal(model, self.target.model, self.backend, store)
         self.custom: CustomProcessors | None = None
         if profiled_blocks is None:
             self.custom = CustomProcessors.load(self.vllm_config, device, self.max_rows)

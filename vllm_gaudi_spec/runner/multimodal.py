@@ -20,21 +20,29 @@ from vllm.v1.worker.gpu.mm.encoder_runner import EncoderRunner
 from vllm_gaudi_spec.attention.metadata import MultimodalInputs, Spans
 from vllm_gaudi_spec.config import UnsupportedConfigError
 from vllm_gaudi_spec.records import DECODE
+from vllm_gaudi_spec.runner.encoders import Item
 
 if TYPE_CHECKING:
+    from collections.abc import Sequence
+
     from torch import nn
     from vllm.config import ModelConfig
+    from vllm.multimodal.inputs import MultiModalFeatureSpec
     from vllm.v1.core.sched.output import SchedulerOutput
 
     from vllm_gaudi_spec.devices.base import DeviceBackend
     from vllm_gaudi_spec.records import Batch
+    from vllm_gaudi_spec.runner.media_store import MediaStore
     from vllm_gaudi_spec.runner.requests import Requests
 
 
 class Multimodal:
     """What a target's prompts hold besides text."""
 
-    def __init__(self, model_config: ModelConfig, model: nn.Module, backend: DeviceBackend) -> None:
+    def __init__(
+        self, model_config: ModelConfig, model: nn.Module, backend: DeviceBackend, store: MediaStore | None = None
+    ) -> None:
+        """`store`: where steps are captured."""
         if getattr(model, "_has_oov_mm_tokens", False):
             raise UnsupportedConfigError(
                 f"{model_config.model} marks images by tokens outside of its vocabulary, which is not supported; add "
@@ -42,6 +50,7 @@ class Multimodal:
             )
         self._model = model
         self._upload = backend.memory.upload
+        self.store = store
         self._cache = EncoderCache()
         self._encoders = EncoderRunner(
             model,
@@ -63,37 +72,64 @@ class Multimodal:
         """Forget what ended, note what was admitted, and run the encoders that this step needs."""
         for mm_hash in scheduled.free_encoder_mm_hashes:
             self._cache.free_encoder_cache(mm_hash)
+            if self.store is not None:
+                self.store.free(mm_hash)
         for req_id in requests.ended:
             self._cache.remove_request(req_id)
             self._rotary_np.pop(req_id, None)
             self._offsets.pop(req_id, None)
         for new in scheduled.scheduled_new_reqs:
             self._cache.add_request(new.req_id, new.mm_features)
+            if self.store is not None:
+                requests.by_id[new.req_id].media_end = _end_of(new.mm_features)
             if self._num_dims and new.mm_features:
                 assert supports_mrope(self._model)
                 assert new.prompt_token_ids is not None
                 rotary_DL, offset = self._model.get_mrope_input_positions(new.prompt_token_ids, new.mm_features)
                 self._rotary_np[new.req_id], self._offsets[new.req_id] = rotary_DL.numpy(), int(offset)
+        if self.store is not None:
+            self._fill(self.store, scheduled.scheduled_encoder_inputs)
+            return
         mm_hashes, items = self._encoders.prepare_mm_inputs(scheduled.scheduled_encoder_inputs)
         if items:
             self._cache.encoder_outputs.update(zip(mm_hashes, self._encoders.execute_mm_encoder(items), strict=True))
 
+    def _fill(self, store: MediaStore, inputs: dict[str, list[int]]) -> None:
+        for req_id, indices in inputs.items():
+            for feature in (self._cache.mm_features[req_id][index] for index in indices):
+                if feature.data is not None:
+                    item = Item(feature.modality, feature.data, feature.mm_position.get_num_embeds())
+                    store.encode(feature.identifier, item)
+
     def reset(self) -> None:
         """Forget what was encoded: the weights are others, or about to be."""
         self._cache.reset_encoder_cache()
+        if self.store is not None:
+            self.store.reset()
 
     def add_to(self, batch: Batch) -> Batch:
         """With embeddings and positions, where they are not those of its tokens. The last of a prompt may come as a
         decode, and be one of an image."""
+        if self.store is not None:
+            return replace(batch, multimodal=self._captured(self.store, batch))
         newest = batch.requests[0]  # the others of a decode are like it
         if batch.shape.phase == DECODE and newest.num_computed >= len(newest.all_token_ids):
-            found = MultimodalInputs(offset_B=self._offsets_of(batch))
+            found = MultimodalInputs(offset_B=self._offsets_of(batch) if self._has_offsets(batch) else None)
         else:
             embeddings, is_media_T = self._embeddings_of(batch)
-            found = MultimodalInputs(
-                embeddings, is_media_T, rotary_DT=self._rotary_of(batch), spans=self._spans_of(batch)
-            )
+            rotary_DT = self._rotary_of(batch) if self._has_rotary(batch) else None
+            found = MultimodalInputs(embeddings, is_media_T, rotary_DT=rotary_DT, spans=self._spans_of(batch))
         return replace(batch, multimodal=found)
+
+    def _captured(self, store: MediaStore, batch: Batch) -> MultimodalInputs:
+        """One form for each phase, whatever is in the batch: a graph for text alone would be another to compile, and
+        saves no more than a choice between two rows of each token."""
+        if batch.shape.phase == DECODE:  # the last token of a prompt has the positions of what follows it
+            return MultimodalInputs(offset_B=self._offsets_of(batch) if self._num_dims else None)
+        return MultimodalInputs(
+            rows_T=store.rows_of(batch, self._cache.mm_features),
+            rotary_DT=self._rotary_of(batch) if self._num_dims else None,
+        )
 
     def _embeddings_of(self, batch: Batch) -> tuple[list[torch.Tensor], torch.Tensor | None]:
         """Encoders' outputs in the order of the batch's tokens, and which tokens they stand for."""
@@ -130,9 +166,10 @@ class Multimodal:
         rows_S, firsts_S, lasts_S = torch.tensor(found, dtype=torch.int32).T.contiguous().unbind(0)
         return Spans(self._upload(rows_S.long()), self._upload(firsts_S), self._upload(lasts_S))
 
-    def _rotary_of(self, batch: Batch) -> torch.Tensor | None:
-        if not any(request.req_id in self._rotary_np for request in batch.requests):
-            return None
+    def _has_rotary(self, batch: Batch) -> bool:
+        return any(request.req_id in self._rotary_np for request in batch.requests)
+
+    def _rotary_of(self, batch: Batch) -> torch.Tensor:
         rows, queries = batch.shape.rows, batch.shape.queries
         rotary_np = np.zeros((self._num_dims, rows, queries), dtype=np.int64)
         for row, (request, count) in enumerate(zip(batch.requests, batch.counts, strict=True)):
@@ -144,10 +181,14 @@ class Multimodal:
                 rotary_np[:, row, : part_np.shape[1]] = part_np
         return self._upload(torch.from_numpy(rotary_np.reshape(self._num_dims, -1)))
 
-    def _offsets_of(self, batch: Batch) -> torch.Tensor | None:
-        offsets = [self._offsets.get(request.req_id, 0) for request in batch.requests]
-        if not any(offsets):
-            return None
+    def _has_offsets(self, batch: Batch) -> bool:
+        return any(self._offsets.get(request.req_id, 0) for request in batch.requests)
+
+    def _offsets_of(self, batch: Batch) -> torch.Tensor:
         offsets_np = np.zeros(batch.shape.rows, dtype=np.int64)
-        offsets_np[: len(offsets)] = offsets
+        offsets_np[: len(batch.requests)] = [self._offsets.get(request.req_id, 0) for request in batch.requests]
         return self._upload(torch.from_numpy(offsets_np))
+
+
+def _end_of(features: Sequence[MultiModalFeatureSpec]) -> int:
+    return max((feature.mm_position.offset + feature.mm_position.length for feature in features), default=0)

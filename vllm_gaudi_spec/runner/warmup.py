@@ -40,6 +40,7 @@ if TYPE_CHECKING:
     from vllm_gaudi_spec.runner.graphs import StepRecorder
     from vllm_gaudi_spec.runner.kv_cache import KVCache
     from vllm_gaudi_spec.runner.model import LoadedModel
+    from vllm_gaudi_spec.runner.multimodal import Multimodal
     from vllm_gaudi_spec.runner.pooling import Pooling
     from vllm_gaudi_spec.runner.report import PromptLogprobs
     from vllm_gaudi_spec.runner.requests import Requests
@@ -74,6 +75,7 @@ class Runner(Protocol):
     drafter: LoadedModel | None
     drafting: Drafting | None
     pooling: Pooling | None
+    multimodal: Multimodal | None
     shows_progress: bool
 
     def compute(self, batch: Batch) -> None: ...
@@ -87,6 +89,8 @@ def jobs(runner: Runner) -> Iterator[Job]:
     yield Job("states", partial(_touch_states, runner))
     if runner.pooling is None:  # else there are no logits
         yield from runner.prompt_logprobs.jobs(runner.recorder.saw)
+    if runner.multimodal is not None and runner.multimodal.store is not None:
+        yield from runner.multimodal.store.jobs()
     for shape in runner.shapes.all():
         kind = "decodes" if shape.phase == DECODE else PROMPT_CHUNKS
         yield Job(kind, partial(_forward, runner, shape), (shape,), shape.tokens, size=shape)
@@ -272,7 +276,11 @@ def _touch_states(runner: Runner) -> None:
 
 
 def _forward(runner: Runner, shape: Shape) -> None:
-    runner.compute(make_batch(runner.requests, padding_of(shape)))
+    batch = make_batch(runner.requests, padding_of(shape))
+    # Elsewhere what a batch has of images depends on its requests, of which padding has none.
+    if runner.multimodal is not None and runner.multimodal.store is not None:
+        batch = runner.multimodal.add_to(batch)
+    runner.compute(batch)
 
 
 def _sampling_pass(runner: Runner, shape: SampleShape, branch: Branch) -> Job:

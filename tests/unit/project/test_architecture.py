@@ -169,7 +169,9 @@ ROOMS: dict[str, dict[str, Set[str]]] = {
         "sample_shapes": {"shapes"},
         "data_parallel": {"shapes"},
         "report": {"graphs", "model"},
-        "multimodal": {"requests"},
+        "encoders": {"shapes"},
+        "media_store": {"encoders", "graphs"},
+        "multimodal": {"encoders", "media_store", "requests"},
         "pooling": {"requests"},
         # Not the model runner: warm-up names the parts that it runs.
         "warmup": {

@@ -1,0 +1,239 @@
+"""Images where steps are captured: each token of a prompt chunk gets the number of a row of encoders' outputs."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from itertools import pairwise
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+from vllm.multimodal.inputs import MultiModalFeatureSpec, PlaceholderRange
+
+from tests.support.fakes import HostBackend, new_request, step
+from vllm_gaudi_spec.attention.encoders import MaskedEncoderAttention, sequences
+from vllm_gaudi_spec.attention.metadata import NO_MEDIA
+from vllm_gaudi_spec.records import DECODE, PREFILL, Batch, Planned, Shape
+from vllm_gaudi_spec.refusals.models import _CAPTURED_MEDIA
+from vllm_gaudi_spec.runner.batch import make_batch, plan_batches
+from vllm_gaudi_spec.runner.encoders import FORMS, Encoding, Item, Tiles, WholeItems
+from vllm_gaudi_spec.runner.graphs import StepRecorder
+from vllm_gaudi_spec.runner.media_store import MediaStore
+from vllm_gaudi_spec.runner.multimodal import Multimodal
+from vllm_gaudi_spec.runner.requests import Requests
+
+NUM_PADS, NUM_KEPT, WIDTH = 4, 8, 2
+PROMPT = [7, 8, 0, 0, 0, 9]
+"""With an image of three tokens, from the third on."""
+
+
+class Padding:
+    """Encoders of a model that pads each item to four rows. A row is the number of its token, from 1 on."""
+
+    num_pads, num_kept, width, dtype = NUM_PADS, NUM_KEPT, WIDTH, torch.float32
+    listed = (Encoding("image", NUM_PADS, {"pixels": torch.zeros(NUM_PADS, 1)}),)
+
+    def encoding(self, item: Item) -> Encoding:
+        pixels = torch.zeros(NUM_PADS, 1)
+        pixels[: item.num_rows, 0] = torch.arange(item.num_rows) + 1
+        return Encoding(item.modality, NUM_PADS, {"pixels": pixels})
+
+    def run(self, modality: str, inputs: dict[str, torch.Tensor]) -> torch.Tensor:
+        return inputs["pixels"].expand(-1, WIDTH)
+
+
+CONFIG: Any = SimpleNamespace(
+    model="tiny",
+    dtype=torch.float32,
+    uses_mrope=True,
+    mrope_num_dims=3,
+    is_mm_prefix_lm=False,
+    get_sliding_window=lambda: None,
+)
+
+
+class Model:
+    supports_mrope = True
+    _has_oov_mm_tokens = False
+
+    def get_mrope_input_positions(self, tokens: list[int], features: list[Any]) -> tuple[torch.Tensor, int]:
+        return torch.arange(len(tokens)).expand(3, -1), -2
+
+
+@pytest.fixture
+def requests() -> Requests:
+    return Requests(HostBackend(), max_rows=3, max_len=64, block_sizes=[16], max_context=64, seed=0)  # type: ignore[arg-type]
+
+
+@pytest.fixture
+def store() -> MediaStore:
+    return MediaStore(Padding(), HostBackend(), StepRecorder())  # type: ignore[arg-type]
+
+
+def image(name: str, offset: int, length: int, is_embed: list[bool] | None = None) -> MultiModalFeatureSpec:
+    place = PlaceholderRange(offset, length, None if is_embed is None else torch.tensor(is_embed))
+    data: Any = object()
+    return MultiModalFeatureSpec(data=data, modality="image", identifier=name, mm_position=place)
+
+
+def admit(
+    requests: Requests, store: MediaStore, images: list[MultiModalFeatureSpec], prompt: list[int] = PROMPT
+) -> Multimodal:
+    multimodal = Multimodal(CONFIG, Model(), HostBackend(), store)  # type: ignore[arg-type]
+    asked = replace(new_request("image", prompt, [4]), mm_features=images)
+    scheduled = step({"text": 3, "image": len(prompt)}, new=[new_request("text", [5, 6, 7], [3]), asked])
+    scheduled.scheduled_encoder_inputs["image"] = list(range(len(images)))
+    requests.apply(scheduled)
+    multimodal.apply(scheduled, requests)
+    return multimodal
+
+
+def batch(requests: Requests, phase: str, queries: int, counts: dict[str, int], computed: int) -> Batch:
+    members = [requests.by_id[name] for name in counts]
+    requests.by_id["image"].num_computed = computed
+    shape = Shape(phase, 2, queries, 16)
+    planned = Planned(shape=shape, requests=members, counts=list(counts.values()), finishes=[True] * len(members))
+    return make_batch(requests, planned)
+
+
+def merged(store: MediaStore, multimodal: Multimodal, asked: Batch) -> list[int]:
+    """For each token of a rectangle the number of the token of an image, from 1 on; 0 for text."""
+    inputs = multimodal.add_to(asked).multimodal
+    assert inputs is not None
+    assert inputs.rows_T is not None
+    found = store.rows_SH.index_select(0, inputs.rows_T)[:, 0]
+    return [int(value) for value in torch.where(inputs.rows_T == NO_MEDIA, 0, found)]
+
+
+def test_a_chunk_reads_its_part_of_an_image(requests: Requests, store: MediaStore) -> None:
+    multimodal = admit(requests, store, [image("one", 2, 3)])
+    assert merged(store, multimodal, batch(requests, PREFILL, 4, {"text": 3, "image": 4}, 0)) == [0] * 6 + [1, 2]
+    assert merged(store, multimodal, batch(requests, PREFILL, 4, {"text": 3, "image": 2}, 4)) == [0] * 4 + [3, 0, 0, 0]
+
+
+def test_words_around_an_image_are_text(requests: Requests, store: MediaStore) -> None:
+    multimodal = admit(requests, store, [image("one", 1, 4, [False, True, True, False])])
+    assert merged(store, multimodal, batch(requests, PREFILL, 6, {"image": 6}, 0))[:6] == [0, 0, 1, 2, 0, 0]
+    assert merged(store, multimodal, batch(requests, PREFILL, 6, {"image": 3}, 3))[:3] == [2, 0, 0]
+
+
+def test_what_prompt_chunks_and_decodes_take_is_always_of_one_form(requests: Requests, store: MediaStore) -> None:
+    """Else there would be graphs that warm-up does not list."""
+    multimodal = admit(requests, store, [image("one", 2, 3)])
+    for phase, queries in ((PREFILL, 4), (DECODE, 2)):
+        forms = set()
+        for counts in ({}, {"text": 1}, {"text": 1, "image": 1}):
+            inputs = multimodal.add_to(batch(requests, phase, queries, counts, 0)).multimodal
+            assert inputs is not None
+            forms.add(tuple(part.shape if isinstance(part, torch.Tensor) else part for part in inputs))
+        assert len(forms) == 1
+
+
+def test_rows_are_those_of_one_image_until_it_is_freed(requests: Requests, store: MediaStore) -> None:
+    multimodal = admit(requests, store, [image("one", 0, 3), image("two", 3, 3), image("one", 6, 3)], [0] * 9)
+    assert merged(store, multimodal, batch(requests, PREFILL, 9, {"image": 9}, 0))[:9] == [1, 2, 3] * 3
+    rows = multimodal.add_to(batch(requests, PREFILL, 9, {"image": 9}, 0)).multimodal.rows_T[:9].tolist()  # type: ignore[union-attr,index]
+    assert rows[:3] == rows[6:], "the same image once"
+    assert len(set(rows)) == 6
+    assert min(rows) >= NUM_PADS, "what padding writes is not read"
+    item = Item("image", None, 3)
+    with pytest.raises(AssertionError, match="than it has room for"):
+        store.encode("three", item)
+    store.free("one")
+    store.encode("three", item)
+    store.reset()
+    assert sorted(store._free_np.tolist()) == list(range(NUM_PADS, NUM_PADS + NUM_KEPT))
+
+
+def test_the_last_token_of_a_prompt_comes_as_a_chunk_where_it_is_of_an_image(
+    requests: Requests, store: MediaStore
+) -> None:
+    shapes: Any = SimpleNamespace(
+        prefill_rows_at=lambda queries: 4,
+        share_chunk=lambda longest, shortest: True,
+        split_rows=lambda num_rows, longest: [num_rows],
+        prefill=lambda num_rows, longest, end: Shape(PREFILL, num_rows, longest, 16),
+        decode=lambda queries, ends: Shape(DECODE, len(ends), queries, 16),
+        decode_queries=(1, 3),
+    )
+    for images, phase in (([image("one", 3, 3)], PREFILL), ([image("one", 2, 3)], DECODE)):
+        requests = Requests(HostBackend(), max_rows=3, max_len=64, block_sizes=[16], max_context=64, seed=0)  # type: ignore[arg-type]
+        admit(requests, store, images)
+        requests.by_id["image"].num_computed = len(PROMPT) - 1
+        (planned,) = plan_batches(step({"image": 3}), requests, shapes, {})
+        assert planned.shape.phase == phase
+        assert planned.counts == [1]
+
+
+def test_warm_up_runs_what_is_listed_and_late_sizes_are_counted() -> None:
+    recorder = StepRecorder()
+    store = MediaStore(Padding(), HostBackend(), recorder)  # type: ignore[arg-type]
+    (job,) = store.jobs()
+    recorder.expect(job.signatures)
+    job.run()
+    store.encode("one", Item("image", None, 2))
+    assert not recorder.unexpected
+    store._run(Encoding("image", 8, {"pixels": torch.zeros(8, 1)}))
+    assert len(recorder.unexpected) == 1
+
+
+# ---- forms -----------------------------------------------------------------------------------------------
+
+
+def test_what_is_not_refused_has_a_form() -> None:
+    assert set(_CAPTURED_MEDIA) == set(FORMS)
+
+
+def test_sizes_that_are_padded_to() -> None:
+    form = WholeItems(None)
+    form._sizes["image"] = (64, 128, 192)
+    assert [form._fit("image", size) for size in (1, 64, 65, 192, 193, 400)] == [64, 64, 128, 192, 384, 768]
+
+
+def item(num_rows: int, **parts: torch.Tensor) -> Item:
+    from vllm.multimodal.inputs import MultiModalBatchedField, MultiModalFieldElem, MultiModalKwargsItem
+
+    field = MultiModalBatchedField()
+    return Item("image", MultiModalKwargsItem({k: MultiModalFieldElem(v, field) for k, v in parts.items()}), num_rows)
+
+
+def test_tiles_are_padded(monkeypatch: pytest.MonkeyPatch) -> None:
+    class Tower:
+        def embed_multimodal(self, **named: torch.Tensor) -> tuple[torch.Tensor, ...]:
+            assert named["image_num_patches"].tolist() == [4]
+            return (named["pixel_values"].mean((1, 2, 3))[:, None, None].expand(-1, 2, 1).flatten(0, 1),)
+
+    pixels = torch.arange(3.0)[:, None, None, None].expand(-1, 3, 2, 2)
+    monkeypatch.setattr("vllm_gaudi_spec.runner.encoders._inputs_of", lambda asked: {"pixel_values": asked.data})
+    form = Tiles(Tower())
+    listed = list(form.listed(Item("image", pixels.repeat(2, 1, 1, 1), 12)))
+    assert [len(one.inputs["pixel_values"]) for one in listed] == [1, 2, 4, 6]
+    found = form.encoding(Item("image", pixels, 6))
+    assert found.num_rows == 8
+    assert form.run("image", found.inputs).flatten().tolist() == [0, 0, 1, 1, 2, 2, 0, 0]
+
+
+# ---- attention -------------------------------------------------------------------------------------------
+
+
+def test_sequences_and_what_is_after_the_last() -> None:
+    assert sequences(torch.tensor([0, 2, 5, 5, 5]), 7).tolist() == [0, 0, 1, 1, 1, 4, 4]
+
+
+@pytest.mark.parametrize("ends", [None, [0, 3, 7], [0, 3, 6, 6]])
+def test_v01_attention_within_sequences(ends: list[int] | None) -> None:
+    torch.manual_seed(0)
+    query, key, value = torch.randn(3, 1, 7, 4, 8).unbind(0)
+    kv_heads = 2
+    key, value = key[:, :, :kv_heads], value[:, :, :kv_heads]
+    layer: Any = MaskedEncoderAttention.__new__(MaskedEncoderAttention)
+    torch.nn.Module.__init__(layer)
+    layer.num_heads, layer.num_kv_heads, layer.head_size, layer.scale = 4, kv_heads, 8, 0.3
+    layer.num_queries_per_kv = 2
+    found = layer.forward_oot(query, key, value, None if ends is None else torch.tensor(ends))
+    borders = sorted({*(ends or [0]), 7})
+    for begin, end in pairwise(borders):
+        parts = (part[:, begin:end].transpose(1, 2) for part in (query, key, value))
+        expected = torch.nn.functional.scaled_dot_product_attention(*parts, scale=0.3, enable_gqa=True).transpose(1, 2)
+        torch.testing.assert_close(found[:, begin:end], expected)

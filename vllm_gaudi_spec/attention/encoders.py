@@ -1,0 +1,46 @@
+"""Attention of image and audio encoders where steps are captured. Importing this registers it in place of vLLM's.
+
+S  tokens of an encoder, of all its sequences        E  sequences
+"""
+
+from __future__ import annotations
+
+import torch
+from vllm.model_executor.layers.attention.mm_encoder_attention import MMEncoderAttention
+
+
+@MMEncoderAttention.register_oot
+class MaskedEncoderAttention(MMEncoderAttention):
+    """vLLM's cuts its tokens at the ends of sequences, which it reads on the host: a graph would wait for that, and
+    have their lengths in its shapes. Here all see all, and a mask leaves other sequences out."""
+
+    def forward_oot(
+        self,
+        query: torch.Tensor,
+        key: torch.Tensor,
+        value: torch.Tensor,
+        cu_seqlens: torch.Tensor | None = None,
+        max_seqlen: torch.Tensor | None = None,
+        sequence_lengths: torch.Tensor | None = None,
+    ) -> torch.Tensor:
+        batch, num_queries = query.shape[:2]
+        parts = self.view_qkv_to_4d(query, key, value, batch, num_queries, key.shape[1])
+        query_BHSD, key_BHSD, value_BHSD = (part.transpose(1, 2) for part in parts)
+        if self.num_queries_per_kv > 1:
+            key_BHSD, value_BHSD = (
+                part.repeat_interleave(self.num_queries_per_kv, dim=1) for part in (key_BHSD, value_BHSD)
+            )
+        scores_BHSS = torch.matmul(query_BHSD * self.scale, key_BHSD.transpose(2, 3)).float()
+        if cu_seqlens is not None:
+            sequence_S = sequences(cu_seqlens, num_queries)
+            scores_BHSS = scores_BHSS.masked_fill(sequence_S[:, None] != sequence_S, -torch.inf)
+        weights_BHSS = torch.softmax(scores_BHSS, dim=-1).to(value_BHSD.dtype)
+        output = torch.matmul(weights_BHSS, value_BHSD).transpose(1, 2)
+        # In the shape that it was given.
+        return output.reshape(batch, num_queries, -1) if query.dim() != 4 else output.contiguous()
+
+
+def sequences(ends_E: torch.Tensor, num_tokens: int) -> torch.Tensor:
+    """int32 [S]: which sequence a token is of. `ends_E`: 0, and the end of each; those after the last are one more."""
+    tokens_S = torch.arange(num_tokens, dtype=torch.int32, device=ends_E.device)
+    return (tokens_S[:, None] >= ends_E[1:].int()).int().sum(dim=1, dtype=torch.int32)

@@ -1,0 +1,222 @@
+"""Encoders of images, video and sound where steps are captured: one item at a time, in one of a few listed shapes.
+
+Which shapes depends on the model's class (`FORMS`). What no list has is computed all the same, in a graph that is made
+late.
+
+    N  rows of an encoder's output: tokens of the prompt        P  patches
+"""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Hashable, Iterator
+from typing import TYPE_CHECKING, Any, NamedTuple
+
+import torch
+from vllm.multimodal import MULTIMODAL_REGISTRY
+from vllm.multimodal.encoder_budget import MultiModalBudget
+from vllm.multimodal.utils import group_and_batch_mm_kwargs
+
+from vllm_gaudi_spec.runner.shapes import geometric
+
+if TYPE_CHECKING:
+    from torch import nn
+    from vllm.config import VllmConfig
+    from vllm.multimodal.inputs import MultiModalKwargsItem
+
+IMAGE, VIDEO = "image", "video"
+"""As vLLM names them."""
+_PIXELS = {IMAGE: "pixel_values", VIDEO: "pixel_values_videos"}
+
+
+class Item(NamedTuple):
+    """An image, a clip or a sound."""
+
+    modality: str
+    data: MultiModalKwargsItem
+    num_rows: int
+    """Tokens that it stands for."""
+
+
+class Encoding(NamedTuple):
+    """What an encoder takes of one item."""
+
+    modality: str
+    num_rows: int
+    """N: those of the item, and then what padding has."""
+    inputs: dict[str, torch.Tensor]
+    """On the host."""
+
+    @property
+    def signature(self) -> Hashable:
+        return ("encoder", self.modality, *((name, tuple(value.shape)) for name, value in self.inputs.items()))
+
+
+class WholeItems:
+    """Encoders of one size, such as those that scale each image to the same square."""
+
+    def __init__(self, model: Any) -> None:
+        self._model = model
+        self._sizes: dict[str, tuple[int, ...]] = {}
+        """By modality, those that are made in warm-up; of encoders that are padded."""
+
+    def _fit(self, modality: str, size: int) -> int:
+        """The size to pad to: a listed one, or twice the last or more, which is made late."""
+        fitting = next((listed for listed in self._sizes[modality] if listed >= size), self._sizes[modality][-1])
+        while fitting < size:
+            fitting *= 2
+        return fitting
+
+    def listed(self, largest: Item) -> Iterator[Encoding]:
+        """Of each size that is made in warm-up, an example."""
+        yield self.encoding(largest)
+
+    def encoding(self, item: Item) -> Encoding:
+        return Encoding(item.modality, item.num_rows, _inputs_of(item))
+
+    def run(self, modality: str, inputs: dict[str, torch.Tensor]) -> torch.Tensor:
+        """[N, H]. In a graph: it reads no value of a tensor."""
+        outputs = [output.flatten(0, -2) for output in self._model.embed_multimodal(**inputs)]
+        return outputs[0] if len(outputs) == 1 else torch.cat(outputs)
+
+
+class Tiles(WholeItems):
+    """Encoders that cut an image into tiles of one size, each of which is encoded by itself: padded by tiles. A frame
+    of a clip is a tile, so the sizes of both are one list."""
+
+    def listed(self, largest: Item) -> Iterator[Encoding]:
+        pixels = self._pixels_of(largest)
+        sizes = geometric(1, len(pixels), 2.0)
+        self._sizes[IMAGE] = max(self._sizes.get(IMAGE, ()), sizes, key=len)
+        for num_tiles in sizes:
+            yield self._padded(largest, pixels[: min(num_tiles, len(pixels))], num_tiles)
+
+    def encoding(self, item: Item) -> Encoding:
+        pixels = self._pixels_of(item)
+        return self._padded(item, pixels, self._fit(IMAGE, len(pixels)))
+
+    def _pixels_of(self, item: Item) -> torch.Tensor:
+        return _inputs_of(item)[_PIXELS[item.modality]]
+
+    def _padded(self, item: Item, pixels: torch.Tensor, num_tiles: int) -> Encoding:
+        rows_of_tile = item.num_rows // len(self._pixels_of(item))
+        return Encoding(IMAGE, rows_of_tile * num_tiles, {"pixel_values": _with_rows(pixels, num_tiles)})
+
+    def run(self, modality: str, inputs: dict[str, torch.Tensor]) -> torch.Tensor:
+        known = {"image_num_patches": torch.tensor([len(inputs["pixel_values"])]), "image_token_id": torch.tensor(0)}
+        return super().run(modality, inputs | known)
+
+
+class Patches(WholeItems):
+    """Encoders of Qwen-VL, which take images of any size by their patches, and clips by those of all frames: padded by
+    patches. What follows from the grid of patches is computed on the host, by vLLM's class."""
+
+    _SMALLEST = 64
+    """Tokens of an image of 224 x 224, from which on vLLM's own CUDA graphs of encoders are sized."""
+
+    def __init__(self, model: Any) -> None:
+        super().__init__(model)
+        visual = model.visual
+        self._merged: int = visual.spatial_merge_size**2
+        self._on_host: Any = copy.copy(visual)
+        self._on_host._modules = dict(visual._modules)
+        for name in ("rotary_pos_emb", "patch_embed"):  # the latter names the device
+            self._on_host._modules[name] = _copy_on_host(getattr(visual, name))
+
+    def listed(self, largest: Item) -> Iterator[Encoding]:
+        sizes = geometric(min(self._SMALLEST, largest.num_rows), largest.num_rows, 2.0)
+        self._sizes[largest.modality] = sizes
+        for num_rows in sizes:
+            grid = [1, self._side, num_rows * self._side]
+            example = _inputs_of(largest)[_PIXELS[largest.modality]]
+            pixels = example.new_zeros(num_rows * self._merged, *example.shape[1:])
+            yield self._padded(largest.modality, pixels, grid, num_rows)
+
+    @property
+    def _side(self) -> int:
+        """Patches in a row of those that become one token."""
+        return int(self._merged**0.5)
+
+    def encoding(self, item: Item) -> Encoding:
+        inputs, num_rows = _inputs_of(item), self._fit(item.modality, item.num_rows)
+        grid = inputs[f"{item.modality}_grid_thw"].flatten().tolist()
+        return self._padded(item.modality, inputs[_PIXELS[item.modality]], grid, num_rows)
+
+    def _padded(self, modality: str, pixels: torch.Tensor, grid: list[int], num_rows: int) -> Encoding:
+        num_patches = num_rows * self._merged
+        found = self._on_host.prepare_encoder_metadata([grid], device=torch.device("cpu"))
+        inputs = {"pixels": _with_rows(pixels, num_patches)}
+        for name, value in sorted(found.items()):
+            if name.startswith("cu_"):
+                # As many as there can be; the patches after the last are a sequence of their own.
+                inputs[name] = _with_rows(value, num_rows + 1, fill=int(value[-1]))
+            elif name in ("window_index", "reverse_indices"):
+                inputs[name] = torch.cat((value, torch.arange(len(value), num_rows)))
+            elif name in ("rotary_pos_emb_cos", "rotary_pos_emb_sin"):
+                inputs[name] = _with_rows(value, num_patches)
+        return Encoding(modality, num_rows, inputs)
+
+    def run(self, modality: str, inputs: dict[str, torch.Tensor]) -> torch.Tensor:
+        # Lengths on the host, which other kernels of attention want.
+        unused = dict.fromkeys(("max_seqlen", "max_seqlen_full", "max_seqlen_window"))
+        known = unused | {name: value for name, value in inputs.items() if name != "pixels"}
+        found: torch.Tensor = self._model.visual(inputs["pixels"], None, encoder_metadata=known)
+        return found
+
+
+FORMS: dict[str, type[WholeItems]] = {
+    "InternVLForConditionalGeneration": Tiles,
+    "LlavaForConditionalGeneration": WholeItems,
+    "Qwen2VLForConditionalGeneration": Patches,
+    "Qwen2_5_VLForConditionalGeneration": Patches,
+}
+"""By architecture. Others are refused at start-up."""
+
+
+def _inputs_of(item: Item) -> dict[str, torch.Tensor]:
+    ((_, _, named),) = group_and_batch_mm_kwargs([(item.modality, item.data)])
+    return {name: value for name, value in sorted(named.items()) if isinstance(value, torch.Tensor)}
+
+
+def _with_rows(tensor: torch.Tensor, num_rows: int, fill: int = 0) -> torch.Tensor:
+    return torch.cat((tensor, tensor.new_full((num_rows - len(tensor), *tensor.shape[1:]), fill)))
+
+
+def _copy_on_host(module: nn.Module) -> nn.Module:
+    """With tensors of its own; whatever else it has is shared."""
+    made = copy.copy(module)
+    for kind in ("_parameters", "_buffers"):
+        tensors: dict[str, Any] = getattr(module, kind)
+        setattr(made, kind, {name: None if value is None else value.cpu() for name, value in tensors.items()})
+    made._modules = {name: _copy_on_host(part) for name, part in module._modules.items() if part is not None}
+    return made
+
+
+class Encoders:
+    """Those of a model, and all sizes that are known before the first request."""
+
+    def __init__(self, vllm_config: VllmConfig, model: nn.Module) -> None:
+        form = next(FORMS[name] for name in vllm_config.model_config.architectures if name in FORMS)(model)
+        budget = MultiModalBudget(vllm_config, MULTIMODAL_REGISTRY, enable_cache=False)
+        self.num_kept = budget.encoder_cache_size
+        """Tokens of items that vLLM's scheduler keeps at most."""
+        self.width = vllm_config.model_config.get_inputs_embeds_size()
+        self.dtype = vllm_config.model_config.dtype
+        listed: dict[Hashable, Encoding] = {}
+        for modality in budget.mm_max_toks_per_item:
+            made = budget.processor.get_dummy_mm_inputs({modality: 1}, cache=None)
+            (place,) = made["mm_placeholders"][modality]
+            largest = Item(modality, made["mm_kwargs"][modality][0], place.get_num_embeds())
+            listed |= {one.signature: one for one in form.listed(largest)}
+        self.listed = tuple(listed.values())
+        self.encoding, self.run = form.encoding, form.run
+
+    @property
+    def num_pads(self) -> int:
+        """Rows that padding needs, and warm-up."""
+        return max(encoding.num_rows for encoding in self.listed)
+
+    @property
+    def num_bytes(self) -> int:
+        """Of the outputs that are kept."""
+        return (self.num_pads + self.num_kept) * self.width * self.dtype.itemsize

@@ -1,0 +1,110 @@
+"""What encoders make of images on devices that capture: a row of one tensor for each token, which prompt chunks read.
+
+Rows are numbered as KV slots are: the host says which of them an image has, and a prompt chunk gets one number for each
+of its tokens, so that its graph knows nothing of images.
+
+    S  rows of the store        N  rows of an encoder's output
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from functools import partial
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+import torch
+from vllm.multimodal.utils import get_mm_features_in_window
+
+from vllm_gaudi_spec.attention.metadata import NO_MEDIA
+from vllm_gaudi_spec.runner.graphs import ENCODERS, Job
+
+if TYPE_CHECKING:
+    from vllm.multimodal.inputs import MultiModalFeatureSpec
+
+    from vllm_gaudi_spec.devices.base import DeviceBackend
+    from vllm_gaudi_spec.records import Batch
+    from vllm_gaudi_spec.runner.encoders import Encoders, Encoding, Item
+    from vllm_gaudi_spec.runner.graphs import StepRecorder
+
+
+_NO_ROWS = np.empty(0, dtype=np.int64)
+
+
+class MediaStore:
+    def __init__(self, encoders: Encoders, backend: DeviceBackend, recorder: StepRecorder) -> None:
+        self._encoders = encoders
+        self._recorder = recorder
+        self._upload = backend.memory.upload
+        self._pads_np = np.arange(encoders.num_pads, dtype=np.int64)
+        self._free_np = np.arange(encoders.num_kept, dtype=np.int64) + encoders.num_pads
+        self.rows_SH = torch.zeros(
+            encoders.num_pads + encoders.num_kept,
+            encoders.width,
+            dtype=encoders.dtype,
+            device=backend.traits.torch_device,
+        )
+        self._rows_np: dict[str, np.ndarray] = {}
+        """int64: the rows of each item, by its hash."""
+        self._run_encode = backend.graphs.graph(self._encode)
+
+    # --- encoders ---
+
+    def jobs(self) -> Iterator[Job]:
+        for encoding in self._encoders.listed:
+            yield Job(ENCODERS, partial(self._run, encoding), (encoding.signature,), encoding.num_rows)
+
+    def encode(self, mm_hash: str, item: Item) -> None:
+        """A no-op for what is in the store."""
+        if mm_hash in self._rows_np:
+            return
+        assert item.num_rows <= len(self._free_np), "vLLM's scheduler keeps more tokens of images than it has room for"
+        self._rows_np[mm_hash], self._free_np = np.split(self._free_np, [item.num_rows])
+        self._run(self._encoders.encoding(item), self._rows_np[mm_hash])
+
+    def _run(self, encoding: Encoding, rows_np: np.ndarray = _NO_ROWS) -> None:
+        """`rows_np`: where the outputs go; those of padding, which come after them, go where nothing is read. Without
+        any it is warm-up, where all are."""
+        self._recorder.saw(encoding.signature)
+        pads_np = np.resize(self._pads_np, encoding.num_rows - len(rows_np))
+        rows_N = self._upload(torch.from_numpy(np.concatenate((rows_np, pads_np))))
+        names, tensors = tuple(encoding.inputs), tuple(map(self._upload, encoding.inputs.values()))
+        self._run_encode(encoding.modality, names, tensors, rows_N)
+
+    def _encode(
+        self, modality: str, names: tuple[str, ...], tensors: tuple[torch.Tensor, ...], rows_N: torch.Tensor
+    ) -> None:
+        found_NH = self._encoders.run(modality, dict(zip(names, tensors, strict=True)))
+        self.rows_SH.index_copy_(0, rows_N, found_NH.to(self.rows_SH.dtype))
+
+    def free(self, mm_hash: str) -> None:
+        if (rows_np := self._rows_np.pop(mm_hash, None)) is not None:
+            self._free_np = np.concatenate((self._free_np, rows_np))
+
+    def reset(self) -> None:
+        for mm_hash in list(self._rows_np):
+            self.free(mm_hash)
+
+    # --- prompt chunks ---
+
+    def rows_of(self, batch: Batch, features: dict[str, list[MultiModalFeatureSpec]]) -> torch.Tensor:
+        """int64 [T]: the row of each token of a rectangle, or `NO_MEDIA`. `features`: by request."""
+        rows_np = np.full(batch.shape.tokens, NO_MEDIA, dtype=np.int64)
+        for row, (request, count) in enumerate(zip(batch.requests, batch.counts, strict=True)):
+            chunk_np = rows_np[row * batch.shape.queries :][:count]
+            self._put(chunk_np, request.num_computed, features[request.req_id])
+        return self._upload(torch.from_numpy(rows_np))
+
+    def _put(self, chunk_np: np.ndarray, start: int, features: Sequence[MultiModalFeatureSpec]) -> None:
+        """`chunk_np`: of tokens from position `start` on."""
+        end = start + len(chunk_np)
+        begin, stop = get_mm_features_in_window(list(features), start=start, end=end)
+        for feature in features[begin:stop]:
+            place = feature.mm_position
+            first, last = max(start - place.offset, 0), min(end - place.offset, place.length)
+            used = slice(*place.get_embeds_indices_in_range(first, last))
+            if used.start == used.stop:  # of the words around an image alone
+                continue
+            part_np = chunk_np[place.offset + first - start : place.offset + last - start]
+            is_media: Any = slice(None) if place.is_embed is None else place.is_embed[first:last].numpy()
+            part_np[is_media] = self._rows_np[feature.identifier][used]
