@@ -4,7 +4,7 @@ VGS_DEVICE=cuda python benchmarks/draft_round.py --json .bench/draft_round.json
 VGS_DEVICE=cuda python benchmarks/draft_round.py --beside ../before      # another checkout of the package, in turns
 
 Random weights, a draft model of k drafts, prompts of 512. A turn is an engine in a process of its own, of which the
-graph that a step replays is timed. `--forms` times the kernel for rows of few queries in each of its forms.
+graph that a step replays is timed.
 """
 
 from __future__ import annotations
@@ -37,9 +37,8 @@ def parse_options() -> argparse.Namespace:
     parser.add_argument("--k", type=int, default=4, metavar="K", help="drafts of a round")
     parser.add_argument("--context", type=int, default=512, metavar="N", help="tokens of each prompt")
     parser.add_argument("--repeats", type=int, default=50, metavar="N", help="rounds that are timed in a turn")
-    parser.add_argument("--turns", type=int, default=3, metavar="N", help="engines of each checkout and form")
+    parser.add_argument("--turns", type=int, default=3, metavar="N", help="engines of each checkout")
     parser.add_argument("--beside", type=Path, metavar="FOLDER", help="another checkout, in turns with this one")
-    parser.add_argument("--forms", action="store_true", help="also in the other forms of short heads")
     common.add_json(parser)
     return parser.parse_args()
 
@@ -49,10 +48,6 @@ def parse_options() -> argparse.Namespace:
 
 def measure(options: argparse.Namespace) -> dict[str, Any]:
     """Seconds of a round by batch size, and of reading the weights k times."""
-    if options.part != "default":
-        from vllm_gaudi_spec.devices.cuda import few_queries
-
-        few_queries.SHORT_HEADS = few_queries.FORMS[options.part]
     drafter, most = dummy.DRAFTERS[options.size], max(options.batches)
     length = options.context + 64
     per_token = sum(dummy.kv_bytes(dummy.SIZES[size], torch.bfloat16) for size in (options.size, drafter))
@@ -109,24 +104,18 @@ def read_seconds(drafter: str, times: int, repeats: int) -> float:
 
 def measure_all(options: argparse.Namespace) -> None:
     common.warn_if_busy()
-    forms = ["default"]
-    if options.forms:
-        from vllm_gaudi_spec.devices.cuda import few_queries
-
-        forms = list(few_queries.FORMS)
-    sides = [(form, common.ROOT) for form in forms] + [("beside", options.beside)] * (options.beside is not None)
+    sides = [("here", common.ROOT)] + [("beside", options.beside)] * (options.beside is not None)
     turns: dict[str, list[Any]] = {name: [] for name, _ in sides}
     for number in range(options.turns):
         for name, checkout in sides[:: -1 if number % 2 else 1]:
             started = time.perf_counter()
-            part = "default" if name == "beside" else name
             environment = {
                 **shared.IN_PROCESS,
                 "VGS_DEVICE": os.environ["VGS_DEVICE"],
                 "PYTHONPATH": f"{checkout.resolve()}:{os.environ.get('PYTHONPATH', '')}",
             }
-            words = ["--part", part, *shared.cli(options, *SETTINGS)]
-            log_name = f"draft_round-{name.replace(' ', '-')}"
+            words = ["--part", name, *shared.cli(options, *SETTINGS)]
+            log_name = f"draft_round-{name}"
             turns[name].append(
                 common.run_part(Path(__file__), words, log_name=log_name, environment=environment, seconds=300)
             )

@@ -206,7 +206,8 @@ _TEXT_ONLY = ("Gemma3nForConditionalGeneration",)
 _SLOPES = ("BloomForCausalLM", "FalconForCausalLM")
 # From the square root of distances; `uses_alibi` does not have it.
 _SLOPES_OF_ROOTS = ("Step1ForCausalLM",)
-# Classes of vLLM whose indexers are those of DeepSeek-V3.2, of models that were compared. Layers that draft for them were not.
+# Classes of vLLM whose indexers are those of DeepSeek-V3.2, of models that were compared;
+# layers that draft for them were not.
 _SPARSE = ("DeepseekV32ForCausalLM", "GlmMoeDsaForCausalLM", "DeepseekV3ForCausalLM")
 _SINK_KEYS = ("PanguProMoEV2ForCausalLM",)
 

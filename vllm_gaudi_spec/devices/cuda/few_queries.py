@@ -41,15 +41,9 @@ class Form(NamedTuple):
     """So many are made of few rows, by splitting their keys."""
 
 
-FORMS = {
-    "many parts": Form(8 << 10, 4, 1056),
-    # Instances of 128 threads with 128 registers each: an H100 has room for so many at a time.
-    "at once": Form(8 << 10, 4, 528),
-    "two warps": Form(8 << 10, 2, 528),
-    "short tiles": Form(4 << 10, 2, 1056),
-}
-"""For heads of 64 and less. None was measured: `benchmarks/draft_round.py --forms` compares them."""
-SHORT_HEADS = FORMS["many parts"]
+# Instances of 128 threads with 128 registers each: an H100 has room for 528 at a time.
+SHORT_HEADS = Form(8 << 10, 4, 528)
+"""For heads of 64 and less. Twice as many parts, half as many warps and half as long tiles were slower."""
 LONG_HEADS = Form(16 << 10, 4, 528)
 
 
