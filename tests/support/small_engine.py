@@ -72,6 +72,9 @@ class Reads:
     def kv_cache_spec(self) -> dict[str, KVCacheSpec]:
         return dict.fromkeys(self.layer_names, _SPEC)
 
+    def encoder_kv_spec(self, block_size: int) -> dict[str, KVCacheSpec]:
+        return {}
+
     def bind_kv(self, caches: dict[str, torch.Tensor], groups: list[list[str]]) -> None:
         (name,) = self.layer_names
         self._kv = caches[name]

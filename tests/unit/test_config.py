@@ -656,7 +656,11 @@ def test_a24_models_that_select_keys(tmp_path: Path) -> None:
         latent = dict(model_type="deepseek_v3", kv_lora_rank=16, index_topk=8, architectures=[architecture])
         return engine_config(tmp_path, None, hf_overrides=latent, **options)
 
-    make("DeepseekV32ForCausalLM")
+    made = make("DeepseekV32ForCausalLM")
+    for device in ("cpu", "npu", "cuda"):
+        backend = backend_of(device)
+        backend.traits = dataclasses.replace(backend.traits, torch_device=SimpleNamespace(type=device))
+        assert bool(list(models._selection_refusals(made, backend))) is (device != "cpu")
     with pytest.raises(UnsupportedConfigError, match=r"selects keys by an indexer \(index_topk\), which is supported"):
         make("DeepseekV2ForCausalLM")
     with pytest.raises(UnsupportedConfigError, match="use --kv-cache-dtype auto"):

@@ -166,21 +166,21 @@ def _with_selection(
     if width * spec.block_size <= spec.num_selected:
         return plan
     if spec.index_size:
-        # Padding has a place of its own after all rows.
-        num_places = call.num_rows * width
-        places_N = torch.where(plan.owned_N1[:, 0], plan.readers_N * width + flat.index_N, num_places)
+        # Padding has a block of its own after those of all rows.
+        num_blocks = call.num_rows * width
+        blocks_N = torch.where(plan.owned_N1[:, 0], plan.readers_N * width + flat.index_N, num_blocks)
         query, weights = queries_by_row(call)
-        shape = (num_places + 1, call.num_queries, spec.block_size)
+        shape = (num_blocks + 1, call.num_queries, spec.block_size)
         scores = torch.full(shape, LOWEST, dtype=torch.float32, device=query.device)
         for entries in slices:
             readers_N = _cut(plan.readers_N, entries)
             of_entries = (query.index_select(0, readers_N), weights.index_select(0, readers_N), fetch(entries)[:, 0])
             found = torch.where(_cut(plan.seen, entries)[:, 0, 0], index_scores(*of_entries, spec), LOWEST)
-            scores = scores.index_reduce_(0, _cut(places_N, entries), found, "amax")
+            scores = scores.index_reduce_(0, _cut(blocks_N, entries), found, "amax")
         by_row = scores[:-1].unflatten(0, (call.num_rows, width)).transpose(1, 2)
         selected = select(by_row.flatten(2), spec.num_selected).unflatten(-1, (width, spec.block_size))
         selected = torch.nn.functional.pad(selected.transpose(1, 2).flatten(0, 1), (0, 0, 0, 0, 0, 1))
-        call.keep_selection(selected.index_select(0, places_N)[:, None, None])
+        call.keep_selection(selected.index_select(0, blocks_N)[:, None, None])
     assert call.selection is not None, "no layer before it has an indexer"
     return replace(plan, seen=plan.seen & call.selection)
 

@@ -44,7 +44,7 @@ def model_refusals(vllm_config: VllmConfig, backend: DeviceBackend) -> Iterator[
     for model, _ in models_of(vllm_config):
         yield from _refusals_of(model)
         yield from _graph_refusals(model, backend.traits)
-    yield from _selection_refusals(vllm_config)
+    yield from _selection_refusals(vllm_config, backend)
     if has_states(vllm_config.model_config):
         yield from _state_refusals(vllm_config, backend)
     if vllm_config.model_config.supports_multimodal_inputs:
@@ -107,11 +107,16 @@ def _refusals_of(model: ModelConfig) -> Iterator[str]:
         )
 
 
-def _selection_refusals(vllm_config: VllmConfig) -> Iterator[str]:
+def _selection_refusals(vllm_config: VllmConfig, backend: DeviceBackend) -> Iterator[str]:
     """Of options, for models that select keys: an indexer's key is in the row of the latent one."""
     model = vllm_config.model_config
     if not hasattr(model.hf_text_config, "index_topk"):
         return
+    if backend.traits.torch_device.type not in ("cpu", "hpu"):
+        yield (
+            f"{model.model} selects keys by an indexer, which was not compared on {backend.traits.name} yet; set "
+            "VGS_DEVICE=cpu."
+        )
     if vllm_config.cache_config.cache_dtype == FP8_KV:
         yield f"{model.model} keeps keys of an indexer, for which FP8 has no scale; use --kv-cache-dtype auto."
     if target_config() is not None:

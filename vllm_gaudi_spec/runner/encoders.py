@@ -103,8 +103,8 @@ class Tiles(WholeItems):
         return Encoding(IMAGE, rows_of_tile * num_tiles, {"pixel_values": _with_rows(pixels, num_tiles)})
 
     def run(self, modality: str, inputs: dict[str, torch.Tensor]) -> torch.Tensor:
-        known = {"image_num_patches": torch.tensor([len(inputs["pixel_values"])]), "image_token_id": torch.tensor(0)}
-        return super().run(modality, inputs | known)
+        counts = {"image_num_patches": torch.tensor([len(inputs["pixel_values"])]), "image_token_id": torch.tensor(0)}
+        return super().run(modality, inputs | counts)
 
 
 class Patches(WholeItems):
@@ -159,8 +159,8 @@ class Patches(WholeItems):
     def run(self, modality: str, inputs: dict[str, torch.Tensor]) -> torch.Tensor:
         # Lengths on the host, which other kernels of attention want.
         unused = dict.fromkeys(("max_seqlen", "max_seqlen_full", "max_seqlen_window"))
-        known = unused | {name: value for name, value in inputs.items() if name != "pixels"}
-        found: torch.Tensor = self._model.visual(inputs["pixels"], None, encoder_metadata=known)
+        metadata = unused | {name: value for name, value in inputs.items() if name != "pixels"}
+        found: torch.Tensor = self._model.visual(inputs["pixels"], None, encoder_metadata=metadata)
         return found
 
 
@@ -193,7 +193,7 @@ def _copy_on_host(module: nn.Module) -> nn.Module:
 
 
 class Encoders:
-    """Those of a model, and all sizes that are known before the first request."""
+    """Those of a model, and all sizes that are listed before the first request."""
 
     def __init__(self, vllm_config: VllmConfig, model: nn.Module) -> None:
         form = next(FORMS[name] for name in vllm_config.model_config.architectures if name in FORMS)(model)
@@ -205,8 +205,8 @@ class Encoders:
         listed: dict[Hashable, Encoding] = {}
         for modality in budget.mm_max_toks_per_item:
             made = budget.processor.get_dummy_mm_inputs({modality: 1}, cache=None)
-            (place,) = made["mm_placeholders"][modality]
-            largest = Item(modality, made["mm_kwargs"][modality][0], place.get_num_embeds())
+            (position,) = made["mm_placeholders"][modality]
+            largest = Item(modality, made["mm_kwargs"][modality][0], position.get_num_embeds())
             listed |= {one.signature: one for one in form.listed(largest)}
         self.listed = tuple(listed.values())
         self.encoding, self.run = form.encoding, form.run

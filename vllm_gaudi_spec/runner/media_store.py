@@ -1,7 +1,7 @@
 """What encoders make of images on devices that capture: a row of one tensor for each token, which prompt chunks read.
 
-Rows are numbered as KV slots are: the host says which of them an image has, and a prompt chunk gets one number for each
-of its tokens, so that its graph knows nothing of images.
+Rows are numbered as KV slots are: the host decides which of them an image has, and a prompt chunk gets one number for
+each of its tokens, so that its graph knows nothing of images.
 
     S  rows of the store        N  rows of an encoder's output
 """
@@ -100,11 +100,11 @@ class MediaStore:
         end = start + len(chunk_np)
         begin, stop = get_mm_features_in_window(list(features), start=start, end=end)
         for feature in features[begin:stop]:
-            place = feature.mm_position
-            first, last = max(start - place.offset, 0), min(end - place.offset, place.length)
-            used = slice(*place.get_embeds_indices_in_range(first, last))
+            span = feature.mm_position
+            first, last = max(start - span.offset, 0), min(end - span.offset, span.length)
+            used = slice(*span.get_embeds_indices_in_range(first, last))
             if used.start == used.stop:  # of the words around an image alone
                 continue
-            part_np = chunk_np[place.offset + first - start : place.offset + last - start]
-            is_media: Any = slice(None) if place.is_embed is None else place.is_embed[first:last].numpy()
+            part_np = chunk_np[span.offset + first - start : span.offset + last - start]
+            is_media: Any = slice(None) if span.is_embed is None else span.is_embed[first:last].numpy()
             part_np[is_media] = self._rows_np[feature.identifier][used]

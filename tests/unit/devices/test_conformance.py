@@ -23,6 +23,8 @@ IN_REGIONS = (
     "test_attention.py::test_contexts_at_the_ends_of_blocks[latent-4]",
     "test_kv.py::test_o14_blocks_are_copied_in_all_layers[keys and values]",
     "test_rules.py::test_samples[None]",
+    "test_selection.py::test_a24_selected_keys[4-padded]",
+    "test_selection.py::test_a24_selected_keys[4-flat]",
     "test_states.py::test_prompts_and_verify_steps[Mamba 2]",
 )
 

@@ -50,8 +50,9 @@ def attend(
     splits = num_splits(busy, tiles * spec.num_kv_heads * call.num_rows, call.block_table_BW.shape[1], spec, tile_n)
     # Of a prompt's tiles most have many keys that all of their lanes see. Measured for heads of 64 and 128 alone.
     has_unmasked_keys = tiles > 1 and splits == 1 and spec.sliding_window is None and spec.head_size in (64, 128)
-    takes_fresh = fresh is not None and has_unmasked_keys and _is_long(call, spec)
-    attended = attend_fresh(query_THD, fresh, call, spec) if takes_fresh else None
+    attended = None
+    if fresh is not None and has_unmasked_keys and _is_long(call, spec):
+        attended = attend_fresh(query_THD, fresh, call, spec)
     out_THD, log_sums = (query_THD.new_empty(query_THD.shape), query_THD) if attended is None else attended
     if has_unmasked_keys:
         # So that two instances share a multiprocessor: one multiplies while the other takes its exponentials.
@@ -125,8 +126,8 @@ def attend_fresh(
     """Attention over the call's own keys alone, [T, H, D], and what it has divided by, as logarithms, float32 [B, H, Q,
     1]. None where cuDNN does not take it."""
     by_row = [tensor.unflatten(0, (call.num_rows, -1)).transpose(1, 2) for tensor in (query_THD, *fresh)]
-    given = torch.backends.cuda.SDPAParams(*by_row, None, 0.0, True, True)
-    if spec.logits_soft_cap or not torch.backends.cuda.can_use_cudnn_attention(given):
+    params = torch.backends.cuda.SDPAParams(*by_row, None, 0.0, True, True)
+    if spec.logits_soft_cap or not torch.backends.cuda.can_use_cudnn_attention(params):
         return None
     attended, log_sums, *_ = torch.ops.aten._scaled_dot_product_cudnn_attention(
         *by_row, attn_bias=None, compute_log_sumexp=True, is_causal=True, scale=spec.scale
