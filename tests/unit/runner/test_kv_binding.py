@@ -42,6 +42,7 @@ def cache(dtype: torch.dtype = torch.float32, *, heads: int = HEADS, size: int =
 def loaded(layers: list[Any]) -> Any:
     model: Any = LoadedModel.__new__(LoadedModel)
     model._layers = {one.layer_name: one for one in layers}
+    model._encoding = {}
     model._kv_owners = {one.layer_name: one.kv_sharing_target_layer_name or one.layer_name for one in layers}
     return model
 
