@@ -224,7 +224,8 @@ class RectangleAttentionImpl(AttentionImpl, nn.Module):
             raise RuntimeError("attention returns its output; see compat.return_attention_outputs")
         if self.only_real is not None:
             query = self.only_real(query)
-        fresh = None if key is None or value is None else FreshKV(key, value)
+        is_own = self.kv_sharing_target_layer_name is None  # else the layer's keys are in no cache
+        fresh = FreshKV(key, value) if is_own and key is not None and value is not None else None
         attended: torch.Tensor = self._ops.attend(query, kv_cache, attn_metadata, self.spec, self._operations, fresh)
         return attended
 

@@ -86,8 +86,9 @@ class CudaAttention(PairAttention):
         fresh: FreshKV | None = None,
     ) -> torch.Tensor:
         has_more = spec.attention_chunk is not None or spec.sinks_H is not None or spec.slopes_H is not None
+        has_more = has_more or not spec.is_causal or call.spans is not None
         if kv_cache.values is None or has_more:
-            # Latent keys are too long for the kernel's tiles, and it knows no chunks, sinks and slopes.
+            # Latent keys are too long for the kernel's tiles, and it knows no chunks, sinks, slopes and later keys.
             return padded.attend(query_THD, *kv_cache.blocks(), call, spec)
         attended: torch.Tensor = _kernels().attend(query_THD, kv_cache, call, spec, fresh)
         return attended
