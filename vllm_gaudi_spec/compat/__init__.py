@@ -28,7 +28,7 @@ from vllm_gaudi_spec.compat.metrics import carry_metrics, list_metrics_of_ours
 from vllm_gaudi_spec.compat.ranks import assign_cpu_experts, ray_workers, tensor_parallel_group
 from vllm_gaudi_spec.compat.server import (
     answer_bad_adapters,
-    answer_huge_images,
+    answer_bad_media,
     end_engines_with_their_server,
     fail_with_the_engine,
     leave_idle_work_at_shutdown,
@@ -40,8 +40,8 @@ __all__ = [
     "admit_domain_libraries_of_other_builds",
     "answer_accelerator_calls",
     "answer_bad_adapters",
+    "answer_bad_media",
     "answer_for_vllm_distribution",
-    "answer_huge_images",
     "apply",
     "assign_cpu_experts",
     "choose_cpu_linears",

@@ -1,4 +1,4 @@
-"""How a server and its engine end, and its answers to bad adapters and images."""
+"""How a server and its engine end, and its answers to bad adapters, images, video and sound."""
 
 from __future__ import annotations
 
@@ -10,6 +10,8 @@ import time
 from collections.abc import Callable
 from http import HTTPStatus
 from typing import Any
+
+import numpy as np
 
 from vllm_gaudi_spec.compat.patching import wrap
 from vllm_gaudi_spec.config import REFUSED_ADAPTER
@@ -139,22 +141,33 @@ async def _blame_adapter(original: Callable[..., Any], *args: Any, **named: Any)
     return create_error_response(message=message, err_type="BadRequestError", status_code=HTTPStatus.BAD_REQUEST)
 
 
-def answer_huge_images() -> None:
-    """In a server: answer status 400 to an image of more pixels than Pillow decodes, twice its MAX_IMAGE_PIXELS.
+def answer_bad_media() -> None:
+    """In a server: answer status 400 to images, video and sound that cannot be decoded.
 
-    Reason: upstream has the same limit (VLLM_MAX_IMAGE_PIXELS) and answers 400 to what exceeds it, but Pillow looks
-    first, and of its errors that one is no OSError: the answer is 500.
-    Remove when: `ImageMediaIO.load_bytes` catches Pillow's DecompressionBombError.
+    Reason: upstream answers 400 to a ValueError. Pillow raises another error for an image of more pixels than twice its
+    MAX_IMAGE_PIXELS, before upstream looks at its own limit (VLLM_MAX_IMAGE_PIXELS); libsndfile raises its own for a
+    damaged header; and of a video of one frame Qwen's loader takes every 0th: the answer is 500. Refused besides are
+    videos and sounds with nothing in them, and sounds of samples that are not finite, whose states would not be either.
+    Remove when: `load_bytes` of `ImageMediaIO`, `VideoMediaIO` and `AudioMediaIO` raises a ValueError for these.
     """
-    from vllm.multimodal.media.image import ImageMediaIO
+    from vllm.multimodal.media import AudioMediaIO, ImageMediaIO, VideoMediaIO
 
-    wrap(ImageMediaIO, "load_bytes", _refuse_huge)
+    for loader in (ImageMediaIO, VideoMediaIO, AudioMediaIO):
+        wrap(loader, "load_bytes", _refuse_bad_media)
 
 
-def _refuse_huge(original: Callable[..., Any], *args: Any, **named: Any) -> Any:
+def _refuse_bad_media(original: Callable[..., Any], *args: Any, **named: Any) -> Any:
     from PIL import Image
 
     try:
-        return original(*args, **named)
-    except Image.DecompressionBombError as error:
-        raise ValueError(f"Failed to load image: {error}") from error
+        loaded = original(*args, **named)
+    # Errors of libsndfile are RuntimeErrors.
+    except (Image.DecompressionBombError, ArithmeticError, RuntimeError) as error:
+        raise ValueError(f"Failed to load media: {error}") from error
+    media = getattr(loaded, "media", loaded)
+    if isinstance(media, tuple):  # frames and what is known of them, or samples and their rate
+        if not len(media[0]):
+            raise ValueError("Failed to load media: there is no frame, and no sample, in it.")
+        if isinstance(media[0], np.ndarray) and media[0].dtype.kind == "f" and not np.isfinite(media[0]).all():
+            raise ValueError("Failed to load media: a sound has samples that are not finite.")
+    return loaded

@@ -78,7 +78,7 @@ class SpecPlatform(Platform):
         if parser is not None:
             compat.end_errors_with_their_message()
             compat.answer_bad_adapters()
-            compat.answer_huge_images()
+            compat.answer_bad_media()
             compat.fail_with_the_engine()
             accept_dropped_flags(parser)
         refuse_unknown_device()

@@ -13,6 +13,7 @@ from collections import defaultdict
 from types import SimpleNamespace
 from typing import Any
 
+import numpy as np
 import psutil
 import pytest
 from PIL import Image
@@ -21,11 +22,12 @@ from vllm.entrypoints.launchers.api_server import entry
 from vllm.entrypoints.openai.models.serving import OpenAIServingModels
 from vllm.entrypoints.serve.lora.protocol import LoadLoRAAdapterRequest
 from vllm.exceptions import LoRAAdapterNotFoundError
-from vllm.multimodal.media.image import ImageMediaIO
+from vllm.multimodal.media import AudioMediaIO, ImageMediaIO, VideoMediaIO
 from vllm.utils.counter import AtomicCounter
 from vllm.v1.engine import core as engine_core
 from vllm.v1.engine.utils import CoreEngineProcManager
 
+from tests.support.videos import video
 from vllm_gaudi_spec import compat, config
 from vllm_gaudi_spec.compat import server
 
@@ -199,14 +201,55 @@ def test_upstream_still_blames_the_server_for_a_bad_adapter() -> None:
         assert asyncio.run(_load_adapter(str(LoRAAdapterNotFoundError("name", "folder")))).error.code == 404
 
 
-def test_upstream_still_blames_the_server_for_a_huge_image() -> None:
+def huge_image() -> bytes:
     written = io.BytesIO()
     Image.new("1", (20_000, 20_000)).save(written, "png")
+    return written.getvalue()
+
+
+@pytest.mark.parametrize(
+    ("loader", "data", "error", "words"),
+    [
+        (ImageMediaIO(), huge_image(), Image.DecompressionBombError, "400000000 pixels"),
+        (VideoMediaIO(ImageMediaIO(), video_backend="qwen2_vl"), video(frames=1), ZeroDivisionError, "by zero"),
+    ],
+    ids=["a huge image", "a video of one frame"],
+)
+def test_upstream_still_blames_the_server(loader: Any, data: bytes, error: type[Exception], words: str) -> None:
     with pytest.MonkeyPatch.context() as patch:
-        load = ImageMediaIO.load_bytes
-        patch.setattr(ImageMediaIO, "load_bytes", getattr(load, "__wrapped__", load))
-        with pytest.raises(Image.DecompressionBombError):
-            ImageMediaIO().load_bytes(written.getvalue())
-        compat.answer_huge_images()
-        with pytest.raises(ValueError, match="400000000 pixels"):
-            ImageMediaIO().load_bytes(written.getvalue())
+        load = type(loader).load_bytes
+        patch.setattr(type(loader), "load_bytes", getattr(load, "__wrapped__", load))
+        with pytest.raises(error):
+            loader.load_bytes(data)
+        for other in (ImageMediaIO, VideoMediaIO, AudioMediaIO):
+            patch.setattr(other, "load_bytes", getattr(other.load_bytes, "__wrapped__", other.load_bytes))
+        compat.answer_bad_media()
+        with pytest.raises(ValueError, match=words):
+            loader.load_bytes(data)
+
+
+def test_a_video_of_which_no_frame_decodes_is_a_bad_request() -> None:
+    compat.answer_bad_media()
+    with pytest.raises(ValueError, match="no frame"):
+        VideoMediaIO(ImageMediaIO()).load_bytes(video(frames=1))
+    assert len(VideoMediaIO(ImageMediaIO()).load_bytes(video()).media[0]) == 4
+
+
+def test_bad_sounds_are_bad_requests(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Without libsndfile, which raises RuntimeErrors; `make test` does not have it."""
+
+    def load(_: Any, data: bytes) -> tuple[np.ndarray, float]:
+        if data == b"RIFF":
+            raise RuntimeError("Error in WAV file. No 'data' chunk marker.")
+        return np.frombuffer(data, np.float32), 16_000.0
+
+    monkeypatch.setattr(AudioMediaIO, "load_bytes", load)
+    compat.answer_bad_media()
+    with pytest.raises(ValueError, match="No 'data' chunk"):
+        AudioMediaIO().load_bytes(b"RIFF")
+    with pytest.raises(ValueError, match="no sample"):
+        AudioMediaIO().load_bytes(b"")
+    with pytest.raises(ValueError, match="not finite"):
+        AudioMediaIO().load_bytes(np.array([1.0, np.inf], np.float32).tobytes())
+    sound, _ = AudioMediaIO().load_bytes(np.array([1.0, 2.0], np.float32).tobytes())
+    assert sound.tolist() == [1.0, 2.0]

@@ -1,0 +1,20 @@
+"""Video as files have it."""
+
+from pathlib import Path
+from tempfile import TemporaryDirectory
+
+import cv2
+import numpy as np
+
+
+def video(width: int = 84, height: int = 56, frames: int = 4, fps: int = 4) -> bytes:
+    """An AVI of noise, each frame a JPEG. `frames`: of 0 or 1 there is none in it that decodes."""
+    noise = np.random.default_rng(width * frames)
+    with TemporaryDirectory() as folder:
+        path = Path(folder) / "video.avi"
+        writer = cv2.VideoWriter(str(path), cv2.VideoWriter.fourcc(*"MJPG"), fps, (width, height))
+        assert writer.isOpened()
+        for _ in range(frames):
+            writer.write(noise.integers(0, 256, (height, width, 3), dtype=np.uint8))
+        writer.release()
+        return path.read_bytes()
