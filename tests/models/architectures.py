@@ -951,7 +951,7 @@ MULTIMODAL: dict[str, Recipe] = {
         config=dict(
             text_config=dict(model_type="gemma4_text", **gemma4()),
             vision_config=dict(
-                **VISION, num_key_value_heads=2, head_dim=16, model_type="gemma4_vision", position_embedding_size=64
+                **VISION, num_key_value_heads=2, head_dim=16, model_type="gemma4_vision", position_embedding_size=16
             ),
             audio_config=None,
             image_token_id=300,
@@ -980,18 +980,6 @@ MULTIMODAL: dict[str, Recipe] = {
             image_token_id=300,
         ),
     ),
-    # The name of Pixtral as transformers has it.
-    "pixtral": Recipe(
-        architecture="LlavaForConditionalGeneration",
-        config=dict(
-            text_config=text("mistral"),
-            vision_config=dict(**VISION, head_dim=16, model_type="pixtral", image_size=84, patch_size=14),
-            image_token_index=300,
-            image_token_id=300,
-            vision_feature_layer=-1,
-            vision_feature_select_strategy="full",
-        ),
-    ),
     "idefics3": Recipe(
         architecture="Idefics3ForConditionalGeneration",
         config=dict(
@@ -1001,100 +989,9 @@ MULTIMODAL: dict[str, Recipe] = {
             pad_token_id=1,
         ),
     ),
-    "llava-next": Recipe(
-        architecture="LlavaNextForConditionalGeneration",
-        config=dict(
-            text_config=text("llama"),
-            vision_config=dict(
-                **VISION, model_type="clip_vision_model", image_size=28, patch_size=14, projection_dim=32
-            ),
-            image_token_index=300,
-            image_token_id=300,
-            vision_feature_layer=-1,
-            image_grid_pinpoints=[[28, 56], [56, 28]],
-        ),
-    ),
-    "llava-onevision": Recipe(
-        architecture="LlavaOnevisionForConditionalGeneration",
-        config=dict(
-            text_config=text("qwen2"),
-            vision_config=dict(**VISION, model_type="siglip_vision_model", image_size=28, patch_size=14),
-            image_token_index=300,
-            video_token_index=301,
-            image_grid_pinpoints=[[28, 56], [56, 28]],
-        ),
-    ),
     "glm4v": Recipe(
         architecture="Glm4vForConditionalGeneration",
         config=dict(text_config=text("glm4v_text", rope_parameters=GLM_MROPE), vision_config=GLM_VISION, **GLM_IDS),
-    ),
-    "glm4v-moe": Recipe(
-        architecture="Glm4vMoeForConditionalGeneration",
-        config=dict(
-            text_config=text("glm4v_moe_text", num_hidden_layers=3, **ROUTED, rope_parameters=GLM_MROPE),
-            vision_config=GLM_VISION,
-            **GLM_IDS,
-        ),
-    ),
-    "cohere2-vision": Recipe(
-        architecture="Cohere2VisionForConditionalGeneration",
-        **SMALL_EMBEDDING,
-        config=dict(
-            text_config=text("cohere2", tie_word_embeddings=True, layer_types=ALTERNATING, sliding_window=WINDOW),
-            vision_config=dict(**VISION, model_type="siglip_vision_model", image_size=28, patch_size=7),
-            image_token_id=300,
-            alignment_intermediate_size=128,
-        ),
-    ),
-    "qwen3-vl-moe": Recipe(
-        architecture="Qwen3VLMoeForConditionalGeneration",
-        config=dict(
-            text_config=text(
-                "qwen3_vl_moe_text",
-                **EXPERTS,
-                norm_topk_prob=True,
-                rope_parameters=MROPE | dict(mrope_interleaved=True),
-            ),
-            vision_config=dict(
-                depth=1,
-                hidden_size=32,
-                intermediate_size=64,
-                num_heads=2,
-                out_hidden_size=128,
-                deepstack_visual_indexes=[0],
-                num_position_embeddings=16,
-            ),
-            **QWEN_IDS,
-        ),
-    ),
-    "qwen2.5-omni": Recipe(
-        architecture="Qwen2_5OmniThinkerForConditionalGeneration",
-        config=dict(
-            text_config=text("qwen2_5_omni_text", rope_parameters=MROPE),
-            vision_config=dict(
-                depth=1,
-                hidden_size=32,
-                intermediate_size=64,
-                num_heads=2,
-                out_hidden_size=128,
-                fullatt_block_indexes=[0],
-            ),
-            audio_config=dict(
-                d_model=32,
-                encoder_layers=1,
-                encoder_attention_heads=2,
-                encoder_ffn_dim=64,
-                num_mel_bins=16,
-                output_dim=128,
-            ),
-            image_token_index=300,
-            video_token_index=301,
-            vision_start_token_id=302,
-            vision_end_token_id=303,
-            audio_token_index=304,
-            audio_start_token_id=305,
-            audio_end_token_id=306,
-        ),
     ),
     "internvl": Recipe(
         architecture="InternVLForConditionalGeneration",
@@ -1164,10 +1061,6 @@ MULTIMODAL: dict[str, Recipe] = {
 _WITHOUT_VISION = ("smolvlm", "qwen2-audio")
 MULTIMODAL = {name: replace(recipe, vision=name not in _WITHOUT_VISION) for name, recipe in MULTIMODAL.items()}
 MULTIMODAL |= {name: replace(MULTIMODAL[name.rpartition("-")[0]], media=name) for name in ASKED}
-# An image of Gemma 4 has 70 tokens at least.
-MULTIMODAL["gemma4-mm-images"] = replace(
-    MULTIMODAL["gemma4-mm-images"], engine=dict(max_model_len=320, num_gpu_blocks_override=200)
-)
 
 
 def otherwise(suffix: str, *names: str, **engine: Any) -> dict[str, Recipe]:
@@ -1181,7 +1074,7 @@ MULTIMODAL |= (
     otherwise(
         "@chunks",
         *("qwen2.5-vl-images", "qwen3-vl-images", "mistral3-images", "gemma3-mm-images"),
-        *("llama4-mm-images", "glm4v-images", "idefics3-images"),
+        "idefics3-images",
         *("qwen2-vl-video", "qwen2.5-vl-video", "qwen3-vl-video", "qwen2-audio-sound"),
         max_num_batched_tokens=16,
     )
@@ -1205,6 +1098,7 @@ MULTIMODAL |= (
         "@again",
         *("qwen2.5-vl-images", "gemma3-mm-images", "qwen3-vl-video", "qwen2-audio-sound"),
         num_gpu_blocks_override=100,
+        block_size=16,
     )
 )
 # The same with every other modality switched off, by either of vLLM's options: what is left is a text model.

@@ -52,23 +52,18 @@ def llava(tokenizer: PreTrainedTokenizerFast) -> ProcessorMixin:
     )
 
 
-def pixtral(merge: int, longest: int) -> Callable[[PreTrainedTokenizerFast], ProcessorMixin]:
-    """`merge`: patches in a token's width and height; Mistral 3 has two."""
+def pixtral(tokenizer: PreTrainedTokenizerFast) -> ProcessorMixin:
+    import transformers
 
-    def make(tokenizer: PreTrainedTokenizerFast) -> ProcessorMixin:
-        import transformers
-
-        tokenizer.add_special_tokens({"additional_special_tokens": ["[IMG]", "[IMG_BREAK]", "[IMG_END]"]})
-        return transformers.PixtralProcessor(
-            image_processor=transformers.PixtralImageProcessor(
-                size={"longest_edge": longest}, patch_size={"height": 14, "width": 14}
-            ),
-            tokenizer=tokenizer,
-            patch_size=14,
-            spatial_merge_size=merge,
-        )
-
-    return make
+    tokenizer.add_special_tokens({"additional_special_tokens": ["[IMG]", "[IMG_BREAK]", "[IMG_END]"]})
+    return transformers.PixtralProcessor(
+        image_processor=transformers.PixtralImageProcessor(
+            size={"longest_edge": 84}, patch_size={"height": 14, "width": 14}
+        ),
+        tokenizer=tokenizer,
+        patch_size=14,
+        spatial_merge_size=2,
+    )
 
 
 def _with_names(tokenizer: PreTrainedTokenizerFast, named: dict[str, str]) -> PreTrainedTokenizerFast:
@@ -78,7 +73,6 @@ def _with_names(tokenizer: PreTrainedTokenizerFast, named: dict[str, str]) -> Pr
     return transformers.PreTrainedTokenizerFast(
         tokenizer_object=tokenizer.backend_tokenizer,
         bos_token=tokenizer.bos_token,
-        pad_token=tokenizer.eos_token,
         eos_token=tokenizer.eos_token,
         chat_template=tokenizer.chat_template,
         extra_special_tokens={f"{name}_token": word for name, word in named.items()},
@@ -152,40 +146,6 @@ def llama4(tokenizer: PreTrainedTokenizerFast) -> ProcessorMixin:
     )
 
 
-def llava_next(tokenizer: PreTrainedTokenizerFast) -> ProcessorMixin:
-    import transformers
-
-    tokenizer.add_special_tokens({"additional_special_tokens": ["<image>"]})
-    return transformers.LlavaNextProcessor(
-        image_processor=transformers.LlavaNextImageProcessor(
-            size={"shortest_edge": 28}, crop_size=dict(height=28, width=28), image_grid_pinpoints=GRID
-        ),
-        tokenizer=tokenizer,
-        patch_size=14,
-        vision_feature_select_strategy="default",
-        num_additional_image_tokens=1,
-    )
-
-
-GRID = [[28, 56], [56, 28]]
-"""Of the parts into which models that take images in parts split them."""
-
-
-def llava_onevision(tokenizer: PreTrainedTokenizerFast) -> ProcessorMixin:
-    import transformers
-
-    tokenizer.add_special_tokens({"additional_special_tokens": ["<image>", "<video>"]})
-    size = {"height": 28, "width": 28}
-    return transformers.LlavaOnevisionProcessor(
-        image_processor=transformers.LlavaOnevisionImageProcessor(size=size, image_grid_pinpoints=GRID),
-        video_processor=transformers.LlavaOnevisionVideoProcessor(size=size),
-        tokenizer=tokenizer,
-        num_image_tokens=4,
-        vision_feature_select_strategy="full",
-        vision_aspect_ratio="anyres_max_9",
-    )
-
-
 def glm4v(tokenizer: PreTrainedTokenizerFast) -> ProcessorMixin:
     import transformers
 
@@ -196,46 +156,4 @@ def glm4v(tokenizer: PreTrainedTokenizerFast) -> ProcessorMixin:
         image_processor=transformers.Glm4vImageProcessor(size=size),
         video_processor=transformers.Glm4vVideoProcessor(size=size),
         tokenizer=tokenizer,
-    )
-
-
-def cohere2(tokenizer: PreTrainedTokenizerFast) -> ProcessorMixin:
-    import transformers
-
-    named = dict(image="<image>", boi="<boi>", eoi="<eoi>", img_line_break="<line>")
-    tokenizer.add_special_tokens({"additional_special_tokens": list(named.values())})
-    return transformers.Cohere2VisionProcessor(
-        image_processor=transformers.Cohere2VisionImageProcessor(
-            size={"height": 28, "width": 28}, patch_size=2, max_patches=2
-        ),
-        tokenizer=_with_names(tokenizer, named),
-    )
-
-
-def gemma4(tokenizer: PreTrainedTokenizerFast) -> ProcessorMixin:
-    import transformers
-
-    named = dict(image="<image>", boi="<boi>", eoi="<eoi>", audio="<audio>", boa="<boa>", eoa="<eoa>")
-    tokenizer.add_special_tokens({"additional_special_tokens": [*named.values(), "<|video|>"]})
-    return transformers.Gemma4Processor(
-        feature_extractor=transformers.Gemma4AudioFeatureExtractor(),
-        image_processor=transformers.Gemma4ImageProcessor(max_soft_tokens=70),
-        video_processor=transformers.Gemma4VideoProcessor(max_soft_tokens=70),
-        tokenizer=_with_names(tokenizer, named),
-        image_seq_length=70,
-    )
-
-
-def qwen_omni(tokenizer: PreTrainedTokenizerFast) -> ProcessorMixin:
-    import transformers
-
-    named = dict(image="<|IMAGE|>", video="<|VIDEO|>", vision_bos="<|vision_bos|>", vision_eos="<|vision_eos|>")
-    named |= dict(audio="<|AUDIO|>", audio_bos="<|audio_bos|>", audio_eos="<|audio_eos|>")
-    tokenizer.add_special_tokens({"additional_special_tokens": list(named.values())})
-    of_both: dict[str, Any] = dict(patch_size=14, size=dict(shortest_edge=2 * 28 * 28, longest_edge=16 * 28 * 28))
-    return transformers.Qwen2_5OmniProcessor(
-        image_processor=transformers.Qwen2VLImageProcessor(**of_both),
-        video_processor=transformers.Qwen2VLVideoProcessor(**of_both),
-        feature_extractor=transformers.WhisperFeatureExtractor(feature_size=16, sampling_rate=SAMPLING_RATE),
-        tokenizer=_with_names(tokenizer, named),
     )

@@ -147,13 +147,18 @@ def answer_bad_media() -> None:
     Reason: upstream answers 400 to a ValueError. Pillow raises another error for an image of more pixels than twice its
     MAX_IMAGE_PIXELS, before upstream looks at its own limit (VLLM_MAX_IMAGE_PIXELS); libsndfile raises its own for a
     damaged header; and of a video of one frame Qwen's loader takes every 0th: the answer is 500. Refused besides are
-    videos and sounds with nothing in them, and sounds of samples that are not finite, whose states would not be either.
+    videos and sounds with nothing in them, and sounds of samples so large, or not finite, that their states would not
+    be finite.
     Remove when: `load_bytes` of `ImageMediaIO`, `VideoMediaIO` and `AudioMediaIO` raises a ValueError for these.
     """
     from vllm.multimodal.media import AudioMediaIO, ImageMediaIO, VideoMediaIO
 
     for loader in (ImageMediaIO, VideoMediaIO, AudioMediaIO):
         wrap(loader, "load_bytes", _refuse_bad_media)
+
+
+# Full scale is 1. The squares of much larger samples overflow, and what is computed of them is no number.
+_LOUDEST = 1000.0
 
 
 def _refuse_bad_media(original: Callable[..., Any], *args: Any, **named: Any) -> Any:
@@ -168,6 +173,6 @@ def _refuse_bad_media(original: Callable[..., Any], *args: Any, **named: Any) ->
     if isinstance(media, tuple):  # frames and what is known of them, or samples and their rate
         if not len(media[0]):
             raise ValueError("Failed to load media: there is no frame, and no sample, in it.")
-        if isinstance(media[0], np.ndarray) and media[0].dtype.kind == "f" and not np.isfinite(media[0]).all():
-            raise ValueError("Failed to load media: a sound has samples that are not finite.")
+        if isinstance(media[0], np.ndarray) and media[0].dtype.kind == "f" and not (abs(media[0]) <= _LOUDEST).all():
+            raise ValueError(f"Failed to load media: a sound has samples beyond {_LOUDEST:.0f}, or not finite.")
     return loaded
