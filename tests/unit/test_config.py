@@ -520,6 +520,16 @@ def test_a_scheduler_of_the_users_derives_from_ours(name: Any, tmp_path: Path) -
             },
             "not supported on a device with --tensor-parallel-size",
         ),
+        (
+            {
+                "traits.captures": True,
+                "traits.captures_encoders": True,
+                "model.architectures": ["LlavaForConditionalGeneration"],
+                "model.hf_config": SimpleNamespace(vision_config=SimpleNamespace(model_type="pixtral")),
+                "model.model": "m",
+            },
+            "Images of m keep their sizes",
+        ),
         ({"model.is_mm_prefix_lm": True}, "see each other in both directions are supported for gemma3"),
         ({"model.is_mm_prefix_lm": True, "model.hf_config": SimpleNamespace(model_type="gemma3")}, None),
         ({"model.is_multimodal_raw_input_only_model": True}, "without tokens"),
@@ -647,6 +657,28 @@ def test_v13_pooling_models_that_are_not_served_are_refused(
         return
     with pytest.raises(UnsupportedConfigError, match=message):
         refusals.refuse_unsupported(engine_config(tmp_path, None, runner="pooling", **options), backend)
+
+
+@pytest.mark.parametrize(
+    ("changed", "option"),
+    [
+        ({}, None),
+        ({"long_prefill_token_threshold": 64}, "--long-prefill-token-threshold"),
+        ({"max_num_scheduled_tokens": 511}, "--max-num-scheduled-tokens"),
+        ({"max_num_scheduled_tokens": 512}, None),
+        ({"max_num_batched_tokens": 511}, "set --max-num-batched-tokens to 512 or more"),
+    ],
+    ids=str,
+)
+def test_prompts_of_encoders_are_not_cut(changed: dict[str, Any], option: str | None) -> None:
+    scheduler = dict(long_prefill_token_threshold=0, max_num_scheduled_tokens=None, max_num_batched_tokens=512)
+    made: Any = SimpleNamespace(
+        model_config=SimpleNamespace(model="m", max_model_len=512),
+        scheduler_config=SimpleNamespace(**(scheduler | changed)),
+    )
+    found = list(models._whole_prompt_refusals(made))
+    assert len(found) == (option is not None)
+    assert option is None or option in found[0]
 
 
 def test_a24_models_that_select_keys(tmp_path: Path) -> None:

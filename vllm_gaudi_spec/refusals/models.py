@@ -131,6 +131,8 @@ def _multimodal_refusals(vllm_config: VllmConfig, backend: DeviceBackend) -> Ite
     elif backend.traits.captures and not any(name in _CAPTURED_MEDIA for name in model.architectures):
         served = ", ".join(_CAPTURED_MEDIA)
         yield f"Images, audio and video are served on {backend.traits.name} for {served} only"
+    elif backend.traits.captures and _keeps_sizes_of_images(model):
+        yield f"Images of {model.model} keep their sizes (Pixtral), of which {backend.traits.name} would compile each"
     if backend.traits.captures and vllm_config.parallel_config.tensor_parallel_size > 1:
         yield f"Images, audio and video are not supported on {backend.traits.name} with --tensor-parallel-size yet"
     if model.is_mm_prefix_lm and model.hf_config.model_type not in _SEEN_BOTH_WAYS:
@@ -157,6 +159,26 @@ def _multimodal_refusals(vllm_config: VllmConfig, backend: DeviceBackend) -> Ite
         yield "LoRA adapters are not supported beside images, audio and video yet"
 
 
+def _keeps_sizes_of_images(model: ModelConfig) -> bool:
+    """Of Llava's class are also models with Pixtral's encoder."""
+    return getattr(getattr(model.hf_config, "vision_config", None), "model_type", "") == "pixtral"
+
+
+def _whole_prompt_refusals(vllm_config: VllmConfig) -> Iterator[str]:
+    """Of options that cut prompts, of which each token sees all others, or let one wait for ever."""
+    name, scheduler = vllm_config.model_config.model, vllm_config.scheduler_config
+    if scheduler.long_prefill_token_threshold:
+        yield f"{name} computes a prompt in one step; leave out --long-prefill-token-threshold."
+    longest = vllm_config.model_config.max_model_len
+    if (scheduler.max_num_scheduled_tokens or longest) < longest:
+        yield f"{name} computes a prompt in one step; leave out --max-num-scheduled-tokens."
+    if scheduler.max_num_batched_tokens < longest:
+        yield (
+            f"{name} computes a prompt in one step; set --max-num-batched-tokens to {longest} or more, or lower "
+            "--max-model-len."
+        )
+
+
 def _pooling_refusals(vllm_config: VllmConfig, backend: DeviceBackend) -> Iterator[str]:
     model = vllm_config.model_config
     if model.attn_type not in ("decoder", "encoder_only"):
@@ -166,6 +188,8 @@ def _pooling_refusals(vllm_config: VllmConfig, backend: DeviceBackend) -> Iterat
         )
     if backend.traits.captures:
         yield f"Pooling models are not served on {backend.traits.name} yet; set VGS_DEVICE=cpu."
+    if model.attn_type == "encoder_only":
+        yield from _whole_prompt_refusals(vllm_config)
     if vllm_config.speculative_config is not None:
         yield "A pooling model generates no tokens to draft; leave out --speculative-config."
     if vllm_config.lora_config is not None:

@@ -127,7 +127,8 @@ class Patches(WholeItems):
         sizes = geometric(min(self._SMALLEST, largest.num_rows), largest.num_rows, 2.0)
         self._sizes[largest.modality] = sizes
         for num_rows in sizes:
-            grid = [1, self._side, num_rows * self._side]
+            # As many images as tokens: one strip of them would be longer than vLLM's tables of positions.
+            grid = [num_rows, self._side, self._side]
             example = _inputs_of(largest)[_PIXELS[largest.modality]]
             pixels = example.new_zeros(num_rows * self._merged, *example.shape[1:])
             yield self._padded(largest.modality, pixels, grid, num_rows)
