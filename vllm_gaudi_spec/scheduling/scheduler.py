@@ -94,15 +94,15 @@ class _Speculating(Scheduler):
 
     def _warn_of_long_waits(self, request: Request) -> None:
         """Of a request that has a whole image in one chunk: running decodes go first, and may leave no room for it."""
-        most = max((feature.mm_position.length for feature in request.mm_features), default=0)
+        largest = max((feature.mm_position.length for feature in request.mm_features), default=0)
         decodes = (self.max_num_running_reqs - 1) * (1 + self.num_spec_tokens)
-        if most and decodes + most > self.max_num_scheduled_tokens:
+        if largest and decodes + largest > self.max_num_scheduled_tokens:
             logger.warning_once(
                 "An image of %d tokens is computed in one step, and the decodes of %d other requests may leave no room "
                 "for it until some of them end; set --max-num-batched-tokens to %d, or lower --max-num-seqs.",
-                most,
+                largest,
                 self.max_num_running_reqs - 1,
-                decodes + most,
+                decodes + largest,
             )
 
     # --- while a step is scheduled ---
