@@ -15,7 +15,7 @@ from vllm_gaudi_spec.attention.metadata import MultimodalInputs
 from vllm_gaudi_spec.config import UnsupportedConfigError
 from vllm_gaudi_spec.records import DECODE, PREFILL, Batch, Planned, Shape
 from vllm_gaudi_spec.runner.batch import make_batch
-from vllm_gaudi_spec.runner.multimodal import Multimodal
+from vllm_gaudi_spec.runner.multimodal import Multimodal, finite
 from vllm_gaudi_spec.runner.requests import Requests
 
 BEGIN, LENGTH = 2, 4
@@ -140,3 +140,8 @@ def test_placeholders_outside_of_the_vocabulary_are_refused() -> None:
     model._has_oov_mm_tokens = True
     with pytest.raises(UnsupportedConfigError, match="add --language-model-only"):
         Multimodal(CONFIG, model, HostBackend())  # type: ignore[arg-type]
+
+
+def test_encoders_leave_nothing_in_kv_that_is_no_number() -> None:
+    output = torch.tensor([[1.0, torch.nan], [torch.inf, -torch.inf]])
+    assert finite(output).tolist() == [[1.0, 0.0], [0.0, 0.0]]
