@@ -27,7 +27,6 @@ from vllm_gaudi_spec.compat.loading import (
 )
 from vllm_gaudi_spec.compat.messages import end_errors_with_their_message, quiet_our_scheduler, share_vllm_logging
 from vllm_gaudi_spec.compat.metrics import carry_metrics, list_metrics_of_ours
-from vllm_gaudi_spec.compat.models import scale_falcon_gates_in_new_tensors
 from vllm_gaudi_spec.compat.ranks import assign_cpu_experts, ray_workers, tensor_parallel_group
 from vllm_gaudi_spec.compat.server import (
     answer_bad_adapters,
@@ -41,6 +40,7 @@ from vllm_gaudi_spec.compat.views import (
     add_to_states_of_gemma3n,
     embed_tokens_by_layer_in_gemma3n,
     join_keys_of_minicpm3,
+    scale_gates_of_falcon_h1,
     take_tokens_in_gemma3n,
 )
 
@@ -62,7 +62,6 @@ __all__ = [
     "ray_workers",
     "read_weights",
     "return_attention_outputs",
-    "scale_falcon_gates_in_new_tensors",
     "tensor_parallel_group",
 ]
 
@@ -89,6 +88,7 @@ def apply() -> None:
 
 _GEMMA3N = (add_to_states_of_gemma3n, embed_tokens_by_layer_in_gemma3n)
 _BY_ARCHITECTURE = {
+    "FalconH1ForCausalLM": (scale_gates_of_falcon_h1,),
     "MiniCPM3ForCausalLM": (join_keys_of_minicpm3,),
     "Gemma3nForCausalLM": _GEMMA3N,
     "Gemma3nForConditionalGeneration": (*_GEMMA3N, take_tokens_in_gemma3n),

@@ -176,3 +176,23 @@ def _take_tokens(
         states: torch.Tensor = model.language_model(input_ids, positions, **named)
         return states
     return original(model, input_ids, positions, intermediate_tensors, inputs_embeds, **named)
+
+
+def scale_gates_of_falcon_h1() -> None:
+    """Let the MLPs of Falcon-H1 multiply their gates into a new tensor.
+
+    Reason: vLLM's multiplies half of a tensor in place, through a view (lesson L06).
+    Remove when: `FalconH1MLP.forward` updates no view.
+    """
+    from vllm.model_executor.models.falcon_h1 import FalconH1MLP
+
+    wrap(FalconH1MLP, "forward", _scale_gates)
+
+
+def _scale_gates(original: Original, mlp: Any, x: torch.Tensor) -> torch.Tensor:
+    import torch
+
+    gate, up = mlp.gate_up_proj(x)[0].chunk(2, dim=-1)
+    scaled = torch.cat((gate * mlp.gate_multiplier, up), dim=-1)
+    output: torch.Tensor = mlp.down_proj(mlp.act_fn(scaled))[0] * mlp.down_multiplier
+    return output

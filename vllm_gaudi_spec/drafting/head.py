@@ -36,7 +36,8 @@ if TYPE_CHECKING:
     from vllm_gaudi_spec.drafting.vocabulary import Translation
     from vllm_gaudi_spec.records import Batch, DraftRequest, Drafts, Request, SampleBatch, Shape
     from vllm_gaudi_spec.runner.graphs import StepRecorder
-    from vllm_gaudi_spec.runner.requests import HiddenStateBuffer, Requests
+    from vllm_gaudi_spec.runner.hidden_states import HiddenStateBuffer
+    from vllm_gaudi_spec.runner.requests import Requests
     from vllm_gaudi_spec.runner.shapes import Shapes
     from vllm_gaudi_spec.scheduling.limits import LengthSplit
 

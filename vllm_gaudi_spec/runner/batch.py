@@ -14,7 +14,7 @@ import torch
 
 from vllm_gaudi_spec.attention.metadata import Inputs, rectangle
 from vllm_gaudi_spec.records import DECODE, Batch, Listed, Planned, Rows, SampleBatch, SampleShape
-from vllm_gaudi_spec.runner.requests import Located
+from vllm_gaudi_spec.runner.hidden_states import Located
 
 if TYPE_CHECKING:
     from collections.abc import Sequence

@@ -99,7 +99,6 @@ class LoadedModel:
         compat.apply_to_models((model_config or vllm_config.model_config).architectures)
         if has_states(model_config or vllm_config.model_config):
             importlib.import_module(_RECURRENT_LAYERS)  # takes a second, and most models have none
-            compat.scale_falcon_gates_in_new_tensors()
         if backend.traits.captures and (model_config or vllm_config.model_config).supports_multimodal_inputs:
             importlib.import_module(_ENCODERS)
         others = set(get_layers_from_vllm_config(vllm_config, AttentionLayerBase))

@@ -29,13 +29,14 @@ from vllm_gaudi_spec.runner.graphs import (
     report_signature,
     sizes_of_report,
 )
+from vllm_gaudi_spec.runner.hidden_states import HiddenStateBuffer
 from vllm_gaudi_spec.runner.kv_cache import KVCache, of_one_forward
 from vllm_gaudi_spec.runner.media_store import MediaStore
 from vllm_gaudi_spec.runner.model import LoadedModel
 from vllm_gaudi_spec.runner.multimodal import Multimodal
 from vllm_gaudi_spec.runner.pooling import Pooling, output_of
 from vllm_gaudi_spec.runner.report import Downloads, PromptLogprobs, Report, Reports, leave_out_scores
-from vllm_gaudi_spec.runner.requests import HiddenStateBuffer, Requests
+from vllm_gaudi_spec.runner.requests import Requests
 from vllm_gaudi_spec.runner.sample_shapes import SampleShapes
 from vllm_gaudi_spec.runner.shapes import Shapes
 from vllm_gaudi_spec.runner.warmup import warm_up

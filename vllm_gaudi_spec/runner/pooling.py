@@ -23,7 +23,8 @@ if TYPE_CHECKING:
 
     from vllm_gaudi_spec.devices.base import Memory
     from vllm_gaudi_spec.records import Batch, Planned, Request, WorkerCounts
-    from vllm_gaudi_spec.runner.requests import HiddenStateBuffer, Requests
+    from vllm_gaudi_spec.runner.hidden_states import HiddenStateBuffer
+    from vllm_gaudi_spec.runner.requests import Requests
 
 TASKS = ("embed", "classify", "token_embed", "token_classify")
 _SECOND_TEXT = "compressed_token_type_ids"

@@ -1,29 +1,29 @@
 """State that lasts from step to step: one row per running request.
 
-The device holds what changes with every token (the token history, how much of it has KV, and the hidden states that
-are sampled from), so that no work between two steps waits for the host. The host holds the scheduler's part: block
-tables and parameters.
+The device holds what changes with every token (the token history, how much of it has KV), so that no work between two
+steps waits for the host. The host holds the scheduler's part: block tables and parameters. The states that are sampled
+from are in hidden_states.py.
 Row `pad_row` belongs to no request: padding reads and writes there.
 """
 
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import TYPE_CHECKING, NamedTuple
+from typing import TYPE_CHECKING
 
 import numpy as np
 import torch
 from vllm.sampling_params import SamplingParams
 
 from vllm_gaudi_spec.attention.metadata import Blocks
-from vllm_gaudi_spec.records import DECODE, FAULTY, NO_ROW, PREFILL, UNVERIFIED, Drafts, Request
+from vllm_gaudi_spec.records import FAULTY, NO_ROW, UNVERIFIED, Drafts, Request
 from vllm_gaudi_spec.sampling.noise import fold_seed, fresh_seed
 
 if TYPE_CHECKING:
     from vllm.v1.core.sched.output import CachedRequestData, NewRequestData
 
     from vllm_gaudi_spec.devices.base import DeviceBackend
-    from vllm_gaudi_spec.records import Hidden, Verification
+    from vllm_gaudi_spec.records import Verification
     from vllm_gaudi_spec.scheduling.outputs import SpecSchedulerOutput
 
 _ROWS_AT_ONCE = 8
@@ -346,130 +346,3 @@ def host_counts(num_rows: int, counts: Sequence[int]) -> torch.Tensor:
     counts_np = np.zeros(num_rows, dtype=np.int32)
     counts_np[: len(counts)] = counts
     return torch.from_numpy(counts_np)
-
-
-# --- hidden states ---
-
-
-class Located(NamedTuple):
-    """Where a rectangle begins in the request state, and how much of it is real."""
-
-    starts_B: torch.Tensor
-    """int32: position of each row's first token."""
-    num_real_B: torch.Tensor
-    """int32: how many of the Q tokens are real."""
-
-
-class SampledStates(NamedTuple):
-    hidden_NH: torch.Tensor
-    """N = B * Q rows, or those that are listed."""
-    positions_BQ: torch.Tensor
-    num_drafts_B: torch.Tensor
-    """int32: drafts in the forward."""
-
-
-class HiddenStateBuffer:
-    """By row: hidden states that tokens are sampled from, the position of the first, and the number of drafts.
-
-    Forwards leave them here, so that sampling is one pass of its own shape, whatever the rectangles of the step.
-    """
-
-    def __init__(
-        self,
-        *,
-        num_rows: int,
-        num_queries: int,
-        max_chunk_tokens: int,
-        hidden_size: int,
-        dtype: torch.dtype,
-        device: torch.device,
-        carried_size: int | None = None,
-    ) -> None:
-        """`carried_size`: of the states that heads read, where they are not those that logits are made of."""
-        self.dtype = dtype
-        self._num_queries = num_queries
-        self._hidden_NH = torch.zeros(num_rows * num_queries, hidden_size, dtype=dtype, device=device)
-        """N = R * Q: one flat tensor, changed as a whole."""
-        self.chunk_TH = torch.zeros(max_chunk_tokens, hidden_size, dtype=dtype, device=device)
-        """All states of the newest prompt chunk, for the scores of its tokens."""
-        self._carried_NH, self._carried_chunk_TH = self._hidden_NH, self.chunk_TH
-        if carried_size is not None:
-            self._carried_NH, self._carried_chunk_TH = (
-                torch.zeros(tensor.shape[0], carried_size, dtype=dtype, device=device)
-                for tensor in (self._hidden_NH, self.chunk_TH)
-            )
-        self._first_R = torch.zeros(num_rows, dtype=torch.int32, device=device)
-        self._num_drafts_R = torch.zeros(num_rows, dtype=torch.int32, device=device)
-
-    def put(self, phase: str, queries: int, rows_B: torch.Tensor, located: Located, hidden: Hidden) -> None:
-        """`hidden`: of all T tokens."""
-        index_BQ, positions_BQ = _sampled_positions(phase, queries, located)
-        chosen_N, index_N = index_BQ.flatten(), self._index(rows_B, index_BQ.shape[1])
-        for states_TH, rows_NH, chunk_TH in self._destinations(hidden):
-            rows_NH.index_copy_(0, index_N, states_TH.index_select(0, chosen_N))
-            if phase == PREFILL:
-                offsets_T = torch.arange(states_TH.shape[0], dtype=torch.int64, device=rows_B.device)
-                chunk_TH.index_copy_(0, offsets_T, states_TH)
-        self._first_R.index_copy_(0, rows_B, positions_BQ.select(1, 0))
-        if phase == DECODE:
-            num_drafts_B = (located.num_real_B - 1).clamp(min=0)
-        else:
-            num_drafts_B = torch.zeros_like(located.num_real_B)
-        self._num_drafts_R.index_copy_(0, rows_B, num_drafts_B)
-
-    def take(self, rows_B: torch.Tensor, num_queries: int, index_2N: torch.Tensor | None = None) -> SampledStates:
-        """`index_2N`: as a batch lists its positions; None: all of each row."""
-        offsets_Q = torch.arange(num_queries, dtype=torch.int32, device=rows_B.device)
-        if index_2N is None:
-            index_N = self._index(rows_B, num_queries)
-        else:
-            row_N, query_N = index_2N.unbind(0)
-            index_N = rows_B.index_select(0, row_N) * self._num_queries + query_N
-        return SampledStates(
-            self._hidden_NH.index_select(0, index_N),
-            self._first_R.index_select(0, rows_B)[:, None] + offsets_Q,
-            self._num_drafts_R.index_select(0, rows_B),
-        )
-
-    # --- what heads read ---
-
-    def _destinations(self, hidden: Hidden) -> list[tuple[torch.Tensor, torch.Tensor, torch.Tensor]]:
-        """Each kind of states, and its tensors for rows and for chunks."""
-        pairs = [(hidden.last, self._hidden_NH, self.chunk_TH)]
-        if self._carried_NH is not self._hidden_NH:
-            assert hidden.carried is not None
-            pairs.append((hidden.carried, self._carried_NH, self._carried_chunk_TH))
-        return pairs
-
-    def first(self, rows_B: torch.Tensor) -> torch.Tensor:
-        """int32 [B]: position of each row's first state."""
-        return self._first_R.index_select(0, rows_B)
-
-    def carried(self, rows_B: torch.Tensor, num_queries: int) -> torch.Tensor:
-        """[B * Q, H], from the first of each row on."""
-        return self._carried_NH.index_select(0, self._index(rows_B, num_queries))
-
-    def chunk(self, num_tokens: int) -> torch.Tensor:
-        """[T, H] of the newest prompt chunk."""
-        return self._carried_chunk_TH.narrow(0, 0, num_tokens)
-
-    def last_accepted(self, rows_B: torch.Tensor, lengths_B: torch.Tensor) -> torch.Tensor:
-        """[B, H]: the states of the last accepted tokens, from which the last of `lengths_B` tokens were sampled."""
-        offset_B = (lengths_B - 2 - self.first(rows_B)).clamp(min=0, max=self._num_queries - 1)
-        return self._hidden_NH.index_select(0, rows_B * self._num_queries + offset_B)
-
-    def _index(self, rows_B: torch.Tensor, num_queries: int) -> torch.Tensor:
-        offsets_Q = torch.arange(num_queries, dtype=torch.int64, device=rows_B.device)
-        return (rows_B[:, None] * self._num_queries + offsets_Q).flatten()
-
-
-def _sampled_positions(phase: str, queries: int, located: Located) -> tuple[torch.Tensor, torch.Tensor]:
-    """Where tokens are sampled, [B, Q]: indices in the flat rectangle, and positions. All tokens of a decode, the last
-    one of a prompt chunk."""
-    rows, device = located.starts_B.shape[0], located.starts_B.device
-    row_B = torch.arange(rows, dtype=torch.int32, device=device)
-    if phase == DECODE:
-        offsets_BQ = torch.arange(queries, dtype=torch.int32, device=device).expand(rows, -1)
-    else:
-        offsets_BQ = (located.num_real_B - 1).clamp(min=0)[:, None]
-    return row_B[:, None] * queries + offsets_BQ, located.starts_B[:, None] + offsets_BQ

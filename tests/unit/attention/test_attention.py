@@ -12,6 +12,16 @@ from vllm_gaudi_spec.attention.metadata import AttentionCall, AttentionLayerSpec
 from vllm_gaudi_spec.devices.common import torch_ops
 
 CONTEXTS = [0, 1, 31, 32, 70]
+SPEC = AttentionLayerSpec(
+    num_heads=4,
+    num_kv_heads=2,
+    head_size=32,
+    scale=0.2,
+    sliding_window=None,
+    logits_soft_cap=0.0,
+    dtype=torch.float32,
+    block_size=32,
+)
 
 
 @pytest.mark.parametrize(("heads", "kv_heads"), [(4, 4), (6, 2), (4, 1)])
@@ -72,19 +82,9 @@ def test_rectangle_equals_dense(
 def test_without_its_padding_a_rectangle_says_the_same() -> None:
     """Some rows of it are short, one has no query at all."""
     generator = torch.Generator().manual_seed(0)
-    spec = AttentionLayerSpec(
-        num_heads=4,
-        num_kv_heads=2,
-        head_size=32,
-        scale=0.2,
-        sliding_window=None,
-        logits_soft_cap=0.0,
-        dtype=torch.float32,
-        block_size=32,
-    )
     kv = torch.randn(2, 5 * 32, 2, 32, generator=generator)
     cache = torch.zeros(5, 2, 32, 64)
-    torch_ops.write_kv(*kv, cache, torch.arange(5 * 32), spec)
+    torch_ops.write_kv(*kv, cache, torch.arange(5 * 32), SPEC)
     whole = AttentionCall(
         num_rows=4,
         num_queries=3,
@@ -92,12 +92,12 @@ def test_without_its_padding_a_rectangle_says_the_same() -> None:
         block_table_BW=torch.tensor([[1, 2], [0, 0], [3, 0], [4, 2]], dtype=torch.int32),
     )
     query = torch.randn(12, 4, 32, generator=generator)
-    expected = torch_ops.attend(query, cache, whole, spec)
+    expected = torch_ops.attend(query, cache, whole, SPEC)
     counts_B = torch.tensor([2, 0, 3, 1], dtype=torch.int32)
     kept = Packed.of(counts_B, 3)
     assert kept is not None
     assert kept.index_T.tolist() == [0, 1, 6, 7, 8, 9]
-    out = torch_ops.attend(query[kept.index_T], cache, replace(whole, packed=kept, _plans={}), spec)
+    out = torch_ops.attend(query[kept.index_T], cache, replace(whole, packed=kept, _plans={}), SPEC)
     assert out.shape == (6, 4, 32)
     assert torch.allclose(out, expected[kept.index_T], atol=1e-6)
     assert torch.equal(kept.spread(out, 12)[kept.index_T], out)
@@ -113,17 +113,7 @@ def test_nothing_is_packed_where_all_or_nothing_is_real(counts: list[int]) -> No
 def test_where_layers_are_not_causal_a_query_sees_all_keys_of_its_row(window: int | None) -> None:
     """In a batch of prompts of other lengths, whose blocks lie one after another, after another batch left its own."""
     generator = torch.Generator().manual_seed(0)
-    spec = AttentionLayerSpec(
-        num_heads=4,
-        num_kv_heads=2,
-        head_size=32,
-        scale=0.2,
-        sliding_window=window,
-        logits_soft_cap=0.0,
-        dtype=torch.float32,
-        block_size=16,
-        is_causal=False,
-    )
+    spec = replace(SPEC, sliding_window=window, block_size=16, is_causal=False)
     counts_B = torch.tensor([20, 3, 16], dtype=torch.int32)
     tables = torch.tensor([[1, 2], [3, 0], [4, 0]], dtype=torch.int32)
     cache = 9 * torch.randn(5, 2, 16, 64, generator=generator)

@@ -9,8 +9,10 @@ from typing import Any
 
 import pytest
 import torch
+from torch.nn import functional
 from torch.utils._python_dispatch import TorchDispatchMode
 from vllm.model_executor.models import gemma3n
+from vllm.model_executor.models.falcon_h1 import FalconH1MLP
 from vllm.model_executor.models.minicpm3 import MiniCPM3Attention
 
 from vllm_gaudi_spec.compat import views
@@ -230,3 +232,27 @@ def test_published_gemma3n_takes_tokens() -> None:
     named: Any = views._take_tokens(theirs, model, None, tokens, inputs_embeds=embeddings)
     assert named["inputs_embeds"] is embeddings
     assert torch.equal(named["per_layer_inputs"], embeddings)
+
+
+def mlp_of_falcon(wide: int = 8) -> SimpleNamespace:
+    torch.manual_seed(0)
+    gate_up, down = linear(HIDDEN, 2 * wide), linear(wide, HIDDEN)
+    return SimpleNamespace(
+        gate_up_proj=paired(gate_up),
+        down_proj=paired(down),
+        act_fn=lambda x: functional.silu(x[:, :wide]) * x[:, wide:],
+        intermediate_size=wide,
+        tp_size=1,
+        gate_multiplier=0.3,
+        down_multiplier=0.7,
+    )
+
+
+def test_l06_gates_of_falcon_h1_are_scaled_as_vllm_does_but_not_in_place() -> None:
+    theirs = original(FalconH1MLP, "forward")
+    layer, x = mlp_of_falcon(), torch.randn(NUM_TOKENS, HIDDEN)
+    expected, writes = outcome(theirs, layer, x)
+    found, ours = outcome(views._scale_gates, theirs, layer, x)
+    assert writes, "vLLM changes no tensor in place any more"
+    assert not ours
+    assert torch.equal(found, expected)

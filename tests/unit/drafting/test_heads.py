@@ -28,8 +28,8 @@ from vllm_gaudi_spec.drafting.on_device import DeviceDrafting
 from vllm_gaudi_spec.drafting.vocabulary import FewerTokens, SameTokens
 from vllm_gaudi_spec.records import DECODE, PREFILL, Batch, Hidden
 from vllm_gaudi_spec.runner.batch import locate
+from vllm_gaudi_spec.runner.hidden_states import HiddenStateBuffer, Located
 from vllm_gaudi_spec.runner.model import LoadedModel
-from vllm_gaudi_spec.runner.requests import HiddenStateBuffer, Located
 
 NOBODYS = 89.0  # the state of what is no real token
 

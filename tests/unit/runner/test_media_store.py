@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import replace
+from functools import partial
 from itertools import pairwise
 from types import SimpleNamespace
 from typing import Any
@@ -11,17 +12,21 @@ import pytest
 import torch
 from vllm.multimodal.inputs import MultiModalFeatureSpec, PlaceholderRange
 
+from tests.support import media
 from tests.support.fakes import HostBackend, new_request, step
+from tests.support.media import CONFIG
 from vllm_gaudi_spec.attention.encoders import MaskedEncoderAttention, sequences
 from vllm_gaudi_spec.attention.metadata import NO_MEDIA
-from vllm_gaudi_spec.records import DECODE, PREFILL, Batch, Planned, Shape
+from vllm_gaudi_spec.records import DECODE, PREFILL, Batch, Shape
 from vllm_gaudi_spec.refusals.models import _CAPTURED_MEDIA
-from vllm_gaudi_spec.runner.batch import make_batch, plan_batches
+from vllm_gaudi_spec.runner.batch import plan_batches
 from vllm_gaudi_spec.runner.encoders import FORMS, Encoding, Item, Tiles, WholeItems
 from vllm_gaudi_spec.runner.graphs import StepRecorder
 from vllm_gaudi_spec.runner.media_store import MediaStore
 from vllm_gaudi_spec.runner.multimodal import Multimodal
 from vllm_gaudi_spec.runner.requests import Requests
+
+batch = partial(media.batch, num_rows=2)
 
 NUM_PADS, NUM_KEPT, WIDTH = 4, 8, 2
 PROMPT = [7, 8, 0, 0, 0, 9]
@@ -41,16 +46,6 @@ class Padding:
 
     def run(self, modality: str, inputs: dict[str, torch.Tensor]) -> torch.Tensor:
         return inputs["pixels"].expand(-1, WIDTH)
-
-
-CONFIG: Any = SimpleNamespace(
-    model="tiny",
-    dtype=torch.float32,
-    uses_mrope=True,
-    mrope_num_dims=3,
-    is_mm_prefix_lm=False,
-    get_sliding_window=lambda: None,
-)
 
 
 class Model:
@@ -87,14 +82,6 @@ def admit(
     requests.apply(scheduled)
     multimodal.apply(scheduled, requests)
     return multimodal
-
-
-def batch(requests: Requests, phase: str, queries: int, counts: dict[str, int], computed: int) -> Batch:
-    members = [requests.by_id[name] for name in counts]
-    requests.by_id["image"].num_computed = computed
-    shape = Shape(phase, 2, queries, 16)
-    planned = Planned(shape=shape, requests=members, counts=list(counts.values()), finishes=[True] * len(members))
-    return make_batch(requests, planned)
 
 
 def merged(store: MediaStore, multimodal: Multimodal, asked: Batch) -> list[int]:

@@ -11,11 +11,11 @@ import torch
 from vllm.multimodal.inputs import MultiModalFeatureSpec, PlaceholderRange
 
 from tests.support.fakes import HostBackend, cached, new_request, step
+from tests.support.media import CONFIG, batch
 from vllm_gaudi_spec.attention.metadata import MultimodalInputs
 from vllm_gaudi_spec.config import UnsupportedConfigError
-from vllm_gaudi_spec.records import DECODE, PREFILL, Batch, Planned, Shape
-from vllm_gaudi_spec.runner.batch import make_batch
-from vllm_gaudi_spec.runner.multimodal import Multimodal, finite
+from vllm_gaudi_spec.records import DECODE, PREFILL, Batch
+from vllm_gaudi_spec.runner.multimodal import Multimodal
 from vllm_gaudi_spec.runner.requests import Requests
 
 BEGIN, LENGTH = 2, 4
@@ -34,16 +34,6 @@ class Model:
         return torch.tensor([[0, 1, 2, 2, 2, 2], [0, 1, 2, 2, 3, 3], [0, 1, 2, 3, 2, 3]]), OFFSET
 
 
-CONFIG: Any = SimpleNamespace(
-    model="tiny",
-    dtype=torch.float32,
-    uses_mrope=True,
-    mrope_num_dims=3,
-    is_mm_prefix_lm=False,
-    get_sliding_window=lambda: None,
-)
-
-
 @pytest.fixture
 def requests() -> Requests:
     return Requests(HostBackend(), max_rows=3, max_len=64, block_sizes=[16], max_context=64, seed=0)  # type: ignore[arg-type]
@@ -60,14 +50,6 @@ def multimodal(requests: Requests) -> Multimodal:
     requests.apply(scheduled)
     made.apply(scheduled, requests)
     return made
-
-
-def batch(requests: Requests, phase: str, queries: int, counts: dict[str, int], computed: int) -> Batch:
-    members = [requests.by_id[name] for name in counts]
-    requests.by_id["image"].num_computed = computed
-    shape = Shape(phase, len(members), queries, 16)
-    planned = Planned(shape=shape, requests=members, counts=list(counts.values()), finishes=[True] * len(members))
-    return make_batch(requests, planned)
 
 
 def found(multimodal: Multimodal, asked: Batch) -> MultimodalInputs:
@@ -142,6 +124,11 @@ def test_placeholders_outside_of_the_vocabulary_are_refused() -> None:
         Multimodal(CONFIG, model, HostBackend())  # type: ignore[arg-type]
 
 
-def test_encoders_leave_nothing_in_kv_that_is_no_number() -> None:
+def test_encoders_leave_nothing_in_kv_that_is_no_number(requests: Requests, multimodal: Multimodal) -> None:
     output = torch.tensor([[1.0, torch.nan], [torch.inf, -torch.inf]])
-    assert finite(output).tolist() == [[1.0, 0.0], [0.0, 0.0]]
+    encoders: Any = SimpleNamespace(
+        prepare_mm_inputs=lambda inputs: (["another"], ["an item"]), execute_mm_encoder=lambda items: [output]
+    )
+    multimodal._encoders = encoders
+    multimodal.apply(step({"text": 1}, running=cached({"text": 3})), requests)
+    assert multimodal._cache.encoder_outputs["another"].tolist() == [[1.0, 0.0], [0.0, 0.0]]

@@ -1,0 +1,33 @@
+"""For the runner's bookkeeping of images: a model's configuration, and batches with a request that has some."""
+
+from __future__ import annotations
+
+from types import SimpleNamespace
+from typing import Any
+
+import torch
+
+from vllm_gaudi_spec.records import Batch, Planned, Shape
+from vllm_gaudi_spec.runner.batch import make_batch
+from vllm_gaudi_spec.runner.requests import Requests
+
+CONFIG: Any = SimpleNamespace(
+    model="tiny",
+    dtype=torch.float32,
+    uses_mrope=True,
+    mrope_num_dims=3,
+    is_mm_prefix_lm=False,
+    get_sliding_window=lambda: None,
+)
+
+
+def batch(
+    requests: Requests, phase: str, queries: int, counts: dict[str, int], computed: int, num_rows: int | None = None
+) -> Batch:
+    """`counts`: tokens of each request. That with the image has `computed` before them. Without `num_rows` no row is
+    padding."""
+    members = [requests.by_id[name] for name in counts]
+    requests.by_id["image"].num_computed = computed
+    shape = Shape(phase, num_rows or len(members), queries, 16)
+    planned = Planned(shape=shape, requests=members, counts=list(counts.values()), finishes=[True] * len(members))
+    return make_batch(requests, planned)
