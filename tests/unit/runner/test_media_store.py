@@ -20,7 +20,7 @@ from vllm_gaudi_spec.attention.metadata import NO_MEDIA
 from vllm_gaudi_spec.records import DECODE, PREFILL, Batch, Shape
 from vllm_gaudi_spec.refusals.models import _CAPTURED_MEDIA
 from vllm_gaudi_spec.runner.batch import plan_batches
-from vllm_gaudi_spec.runner.encoders import FORMS, Encoding, Item, Tiles, WholeItems
+from vllm_gaudi_spec.runner.encoders import FORMS, Encoding, Item, Patches, Tiles, WholeItems
 from vllm_gaudi_spec.runner.graphs import StepRecorder
 from vllm_gaudi_spec.runner.media_store import MediaStore
 from vllm_gaudi_spec.runner.multimodal import Multimodal
@@ -199,6 +199,34 @@ def test_tiles_are_padded(monkeypatch: pytest.MonkeyPatch) -> None:
     found = form.encoding(Item("image", pixels, 6))
     assert found.num_rows == 8
     assert form.run("image", found.inputs).flatten().tolist() == [0, 0, 1, 1, 2, 2, 0, 0]
+
+
+def test_patches_of_warm_up_stay_within_the_tables_of_positions(monkeypatch: pytest.MonkeyPatch) -> None:
+    """vLLM's have 8,192 rows, and an example may have more patches than that: in one strip they would not fit."""
+
+    class Tower(torch.nn.Module):
+        spatial_merge_size = 2
+
+        def __init__(self) -> None:
+            super().__init__()
+            self.rotary_pos_emb, self.patch_embed = torch.nn.Identity(), torch.nn.Identity()
+
+        def prepare_encoder_metadata(self, grids: list[list[int]], device: torch.device) -> dict[str, torch.Tensor]:
+            ((frames, height, width),) = grids
+            assert max(height, width) <= 8192
+            ends = torch.arange(0, frames * height * width + 1, height * width)
+            return {"rotary_pos_emb_cos": torch.zeros(int(ends[-1]), 1), "cu_seqlens": ends}
+
+    pixels = {"pixel_values": torch.zeros(4 * 16_384, 1)}
+    monkeypatch.setattr("vllm_gaudi_spec.runner.encoders._inputs_of", lambda asked: pixels)
+    listed = list(Patches(SimpleNamespace(visual=Tower())).listed(Item("image", None, 16_384)))
+    for one in listed:
+        assert {name: len(value) for name, value in one.inputs.items()} == {
+            "pixels": 4 * one.num_rows,
+            "rotary_pos_emb_cos": 4 * one.num_rows,
+            "cu_seqlens": one.num_rows + 1,
+        }
+    assert [one.num_rows for one in listed][-1] == 16_384
 
 
 # ---- attention -------------------------------------------------------------------------------------------
