@@ -162,17 +162,17 @@ ROOMS: dict[str, dict[str, Set[str]]] = {
         "load": {"*"},
     },
     "runner": {
-        **dict.fromkeys(("__init__", "graphs", "kv_cache", "model", "requests"), frozenset()),
+        **dict.fromkeys(("__init__", "graphs", "hidden_states", "kv_cache", "model", "requests"), frozenset()),
         "shapes": {"graphs"},
         "memory": {"graphs"},
-        "batch": {"requests", "shapes"},
+        "batch": {"hidden_states", "requests", "shapes"},
         "sample_shapes": {"shapes"},
         "data_parallel": {"shapes"},
         "report": {"graphs", "model"},
         "encoders": {"shapes"},
         "media_store": {"encoders", "graphs"},
         "multimodal": {"encoders", "media_store", "requests"},
-        "pooling": {"requests"},
+        "pooling": {"hidden_states", "requests"},
         # Not the model runner: warm-up names the parts that it runs.
         "warmup": {
             *(
