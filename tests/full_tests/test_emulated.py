@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 from vllm import LLM
 
-from tests.full_tests import never_wrong, rule_models
+from tests.full_tests import never_wrong, poison, rule_models
 from tests.full_tests.captured import Reference, captured, programs_are_the_manifest, signatures
 from tests.full_tests.engines import SMALL_KV, counter, engine, preemptions
 from tests.full_tests.heads import METHODS, head, target
@@ -129,17 +129,21 @@ def test_probabilistic_drafts_run(looping_llama: str, cousin: str, requests: lis
 @pytest.mark.every_card
 def test_a_head_that_is_never_wrong(tmp_path: Path) -> None:
     """Over blocks and contexts of all sizes, past its own limit, and through blocks that the prefix cache shares: were
-    one slot not listed, a draft would be wrong."""
+    one slot not listed, a draft would be wrong. Nor where what is no number was in each block before."""
     model = str(rule_models.make_target(tmp_path / "target"))
+    poison.poison(model, float("nan"))
     config = dict(method="eagle3", model=str(rule_models.make_eagle3(tmp_path / "head")), num_speculative_tokens=5)
     buckets = dict(prefill_buckets=[24, 64], batch_buckets=[1, 3], block_buckets=[1, 2, 6])
     before = captured()
-    options = never_wrong.SIZES | dict(additional_config=dict(gaudi_spec=buckets))
+    few_blocks = dict(kv_cache_memory_bytes=4 << 20)
+    options = never_wrong.SIZES | few_blocks | dict(additional_config=dict(gaudi_spec=buckets))
     with speculating(model, config | never_wrong.LIMIT, **options) as llm:
         captures_the_manifest(llm, before)
         passed_its_self_test(llm)
         for _ in range(2):
             never_wrong.ask(llm)
+        poison.fill(llm)
+        never_wrong.ask(llm)
         reads_once(llm)
 
 
