@@ -289,8 +289,8 @@ class SmallEngine:
         self.counts = Counter[tuple[str, str]]()
         """Our metrics, by name and value of the label."""
         self.num_steps = self.num_preempted = self.num_accepted = self.num_verified = 0
-        self.num_loaded = self.num_saved = 0
-        """Snapshots of states."""
+        self.num_loaded = self.num_resumed = 0
+        """Requests that started from a snapshot, and those of them that were preempted before."""
         self._in_flight: deque[tuple[SpecSchedulerOutput, Any, dict[str, Held]]] = deque()
         self._depth = 2 if variant.overlap else 1
 
@@ -364,7 +364,7 @@ class SmallEngine:
         self.num_steps += 1
         self.num_preempted += len(scheduled.preempted_req_ids or ())
         self.num_loaded += len(scheduled.state_loads)
-        self.num_saved += len(scheduled.state_saves)
+        self.num_resumed += sum(name in self.held for name in scheduled.state_loads)
         self._observe_schedule(scheduled)
         result = self.runner.execute_model(scheduled)
         self._check_rows()
