@@ -123,7 +123,7 @@ BEGIN = random_prompts([70], tiny_models.VOCAB, seed=1)[0]
 def test_a_common_beginning_is_computed_once(
     case: str, slots: int | None, options: dict[str, Any], models: Models
 ) -> None:
-    """The first two prompts compute it, the second leaves a snapshot of its state where both went on otherwise. With two
+    """The first two prompts compute it; the second leaves a snapshot where both went on otherwise. With two
     slots and little KV states are given away, and requests preempted, while others start from them."""
     prompts = [[*BEGIN, *tail] for tail in random_prompts([30, 33, 58, 26, 3, 90, 41, 17], tiny_models.VOCAB, seed=2)]
     ask: dict[str, Any] = dict(temperature=0, max_tokens=24, ignore_eos=True)

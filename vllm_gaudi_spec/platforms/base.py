@@ -285,6 +285,8 @@ def _keep_states_by_request(vllm_config: VllmConfig) -> None:
     model, cache = vllm_config.model_config, vllm_config.cache_config
     if model is None or not has_states(model):
         return
+    if cache.mamba_cache_mode == "all":
+        logger.warning("--mamba-cache-mode has no effect here: snapshots of states are kept by state_snapshots.")
     cache.mamba_cache_mode = "none"
     cache.mamba_block_size = model.max_model_len  # as vLLM has it without prefix caching
 

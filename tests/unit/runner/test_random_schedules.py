@@ -152,7 +152,7 @@ VARIANTS = [
     Variant("suffix", v2=True, adaptive=True),
     Variant(RETOKENIZE),
     Variant(num_snapshots=2),
-    Variant("ngram_gpu", overlap=True, backend=CapturingBackend, num_snapshots=3),
+    Variant("ngram_gpu", overlap=True, backend=CapturingBackend, num_snapshots=6),
     Variant("draft_model", overlap=True, v2=True, num_snapshots=60),
 ]
 
@@ -189,9 +189,7 @@ def test_h10_h11_what_schedules_consist_of(variant: Variant, folder: Path) -> No
     if variant.method is not None:
         assert engine.num_verified > 0
     if variant.num_snapshots:
-        assert engine.num_loaded > engine.num_resumed
-    if variant.num_snapshots > NUM_ASKED:
-        assert engine.num_resumed > 0
+        assert engine.num_loaded >= engine.num_resumed > 0
 
 
 @pytest.mark.parametrize("variant", [v for v in VARIANTS if v.method == "draft_model"], ids=str)

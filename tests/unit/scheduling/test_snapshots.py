@@ -4,6 +4,7 @@ makes of both."""
 from __future__ import annotations
 
 import inspect
+from itertools import product
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -19,6 +20,9 @@ from vllm.v1.request import Request
 
 from tests.support.schedulers import answer, scheduler_of
 from vllm_gaudi_spec import compat
+from vllm_gaudi_spec.config import Options, UnsupportedConfigError
+from vllm_gaudi_spec.platforms.base import _keep_states_by_request
+from vllm_gaudi_spec.recurrent.table import num_snapshots
 from vllm_gaudi_spec.scheduling.outputs import SpecSchedulerOutput
 from vllm_gaudi_spec.scheduling.scheduler import SpecAsyncScheduler, SpecScheduler, _keeps_all
 from vllm_gaudi_spec.scheduling.snapshots import Snapshots
@@ -142,6 +146,46 @@ def test_with_a_head_the_last_border_is_a_block_earlier() -> None:
     request: Any = SimpleNamespace(num_tokens=40, shared_prefix_boundary=0)
     assert table(1, drops_a_block=True).cut(request, 0, 40) == 16
     assert table(1, drops_a_block=True).cut(request, 16, 24) == 24
+
+
+# --- how many ---
+
+
+@pytest.mark.parametrize(
+    ("has_states", "is_on", "max_seqs", "requested", "expected"),
+    [
+        (True, True, 8, None, 8),
+        (True, True, 256, None, 32),
+        (True, True, 8, 100, 100),
+        (True, False, 8, 100, 0),
+        (False, True, 8, None, 0),
+    ],
+)
+def test_as_many_as_requests_or_as_asked_for(
+    has_states: bool, is_on: bool, max_seqs: int, requested: int | None, expected: int
+) -> None:
+    config: Any = SimpleNamespace(
+        model_config=SimpleNamespace(is_hybrid=has_states, is_attention_free=False),
+        cache_config=SimpleNamespace(enable_prefix_caching=is_on),
+        scheduler_config=SimpleNamespace(max_num_seqs=max_seqs),
+    )
+    assert num_snapshots(config, requested) == expected
+
+
+def test_none_is_no_number_of_them() -> None:
+    config: Any = SimpleNamespace(additional_config={"gaudi_spec": {"state_snapshots": 0}})
+    with pytest.raises(UnsupportedConfigError, match="state_snapshots must be 1 or more"):
+        Options.from_vllm(config)
+
+
+def test_vllms_own_caching_of_states_is_off() -> None:
+    """The prefix cache is as vLLM has it."""
+    model = SimpleNamespace(is_hybrid=True, is_attention_free=False, max_model_len=512)
+    for is_on, mode in product((True, False), ("align", "all", "none")):
+        cache = SimpleNamespace(enable_prefix_caching=is_on, mamba_cache_mode=mode, mamba_block_size=16)
+        config: Any = SimpleNamespace(model_config=model, cache_config=cache)
+        _keep_states_by_request(config)
+        assert (cache.enable_prefix_caching, cache.mamba_cache_mode, cache.mamba_block_size) == (is_on, "none", 512)
 
 
 # --- in vLLM's scheduler ---
