@@ -111,6 +111,8 @@ class Options:
     """Requests whose drafts are seldom accepted draft less."""
     goodput: bool = False
     """Batches draft only while that is faster than decoding without drafts."""
+    state_snapshots: int | None = None
+    """For models with recurrent layers: how many of their states the prefix cache keeps."""
     audit_every: int = 0
     """One in so many requests is decoded again without drafts in idle steps, and compared; 0: none."""
     cpu_weights: str | None = None
@@ -252,6 +254,7 @@ _READ: dict[str, Callable[[str, Any], Any]] = {
     "adaptive": _switch,
     "goodput": _switch,
     "audit_every": _count,
+    "state_snapshots": _positive,
     "cpu_weights": _one_of(FLOAT32, FLOAT16, INT8),
     "weight_kernels": _one_of(REFERENCE, NATIVE),
     "draft_quant_config": _text,

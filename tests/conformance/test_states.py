@@ -8,7 +8,7 @@ import pytest
 import torch
 
 from tests.conformance.graphs import compiled
-from tests.support.recurrence import KINDS, PAD_ROW, Layer, part, sequential
+from tests.support.recurrence import KINDS, PAD_ROW, SLOT, Layer, part, sequential
 
 if TYPE_CHECKING:
     from vllm_gaudi_spec.devices.base import DeviceBackend
@@ -35,4 +35,21 @@ def test_prompts_and_verify_steps(kind: str, backend: DeviceBackend) -> None:
         read(count, num_drafts + 1, num_drafts + 1 - count, is_prompt=False)
         at += count
         made = made or compiled(backend)
+    assert compiled(backend) == made
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_snapshots(kind: str, backend: DeviceBackend) -> None:
+    """One graph for a copy to a slot and back, whatever the rows are."""
+    layer = Layer(kind, 3, backend)
+    text, other = layer.text(20), layer.text(20)
+    expected, _ = sequential(kind, text)
+    layer.read([0], [0], [part(text, 0, 8)], 8, is_prompt=True)
+    layer.copy(0, SLOT)
+    made = compiled(backend)
+    for row in (1, 2):
+        layer.read([row], [0], [part(other, 0, 6)], 8, is_prompt=True)
+        layer.copy(SLOT, row)
+        out = layer.read([row], [8], [part(text, 8, 14)], 8, is_prompt=True)
+        torch.testing.assert_close(out[0, :6], expected[8:14], atol=1e-5, rtol=1e-5)
     assert compiled(backend) == made

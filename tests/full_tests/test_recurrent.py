@@ -11,6 +11,7 @@ from vllm import SamplingParams
 
 from tests.full_tests import drafters, tiny_models
 from tests.full_tests.engines import counter, engine, first_tokens, generate, preemptions
+from tests.full_tests.prompts import random_prompts
 from tests.full_tests.speculation import accepted, custom, ngram, speculating
 from tests.full_tests.workload import Answer, Request, check_same, mixed_requests, run_together
 from tests.models import checkpoints
@@ -75,7 +76,8 @@ def sizes_are_as_reckoned(runner: Any, num_drafts: int) -> None:
     """By `gaudi-spec doctor`, which builds no layer."""
     taken, config = sum(runner.bytes_beside_kv().values()), runner.vllm_config
     assert taken == sum(map(size_of, runner.target.states.by_layer.values()))
-    assert taken == table.state_bytes(config, SIZES["max_num_seqs"] + 1, table.num_pending(num_drafts))
+    rows = SIZES["max_num_seqs"] + 1 + table.num_snapshots(config, None)
+    assert taken == table.state_bytes(config, rows, table.num_pending(num_drafts))
     num_layers = table.num_layers_with_kv(config.model_config, config.parallel_config)
     assert num_layers == len(runner.target.kv_cache_spec())
 
@@ -104,7 +106,42 @@ def test_drafts_change_nothing(case: str, num_drafts: int, models: Models, reque
         assert preemptions(llm) > 0
         runner = llm.llm_engine.engine_core.engine_core.model_executor.driver_worker.worker.model_runner
         sizes_are_as_reckoned(runner, num_drafts)
-        assert counter(llm, "vllm:prefix_cache_queries") == 0, "states are not cached by prefix"
+
+
+BEGIN = random_prompts([70], tiny_models.VOCAB, seed=1)[0]
+"""Of every prompt: two blocks, and a part of a third."""
+
+
+@pytest.mark.parametrize(
+    ("case", "slots", "options"),
+    [
+        (CASE, None, dict(block_size=32)),
+        pytest.param(CASE, 2, BUSY | dict(num_gpu_blocks_override=14), marks=pytest.mark.slow),
+        *(pytest.param(case, None, dict(block_size=32), marks=pytest.mark.slow) for case in OTHERS),
+    ],
+)
+def test_a_common_beginning_is_computed_once(
+    case: str, slots: int | None, options: dict[str, Any], models: Models
+) -> None:
+    """The first two prompts compute it; the second leaves a snapshot where both went on otherwise. With two
+    slots and little KV states are given away, and requests preempted, while others start from them."""
+    prompts = [[*BEGIN, *tail] for tail in random_prompts([30, 33, 58, 26, 3, 90, 41, 17], tiny_models.VOCAB, seed=2)]
+    ask: dict[str, Any] = dict(temperature=0, max_tokens=24, ignore_eos=True)
+    kept = {"additional_config": {"gaudi_spec": {"state_snapshots": slots}}} if slots else {}
+    with speculating(models.path(case), ngram(3, lookup=(1, 3)), **SIZES | options | kept) as llm:
+        anew = generate(llm, prompts, SamplingParams(**ask, skip_reading_prefix_cache=True))
+        assert not any(output.num_cached_tokens for output in anew)
+        assert llm.reset_prefix_cache()
+        outputs = [generate(llm, [prompt], SamplingParams(**ask))[0] for prompt in prompts[:3]]
+        assert [output.num_cached_tokens for output in outputs] == [0, 0, 64]
+        outputs += generate(llm, prompts, SamplingParams(**ask))
+        assert first_tokens(outputs) == first_tokens([*anew[:3], *anew])
+        assert 0 < accepted(llm) < counter(llm, "vllm:spec_decode_num_draft_tokens")
+        if slots is None:
+            assert min(output.num_cached_tokens for output in outputs[3:]) >= 64
+        else:
+            assert preemptions(llm) > 0
+            assert sum(output.num_cached_tokens >= 64 for output in outputs[3:]) > 2
 
 
 @pytest.mark.slow

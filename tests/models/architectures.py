@@ -5,6 +5,7 @@ from typing import Any
 
 from tests.full_tests import tiny_models
 from tests.models.media import ASKED
+from vllm_gaudi_spec.recurrent.table import SERVED
 
 WINDOW = 16
 
@@ -866,6 +867,13 @@ STATEFUL: dict[str, Recipe] = {
 # Chunked prompts, and fewer KV blocks than three requests take: one is preempted, and its states are computed again.
 BUSY = dict(max_num_batched_tokens=32, block_size=32, num_gpu_blocks_override=8)
 STATEFUL |= {f"{name}@busy": replace(STATEFUL[name], engine=BUSY) for name in ("qwen3.5-text", "qwen3.5-moe-text")}
+# The prompts are asked twice. vLLM's default for models without attention is no prefix cache.
+CACHED = dict(enable_prefix_caching=True, block_size=16)
+STATEFUL |= {
+    f"{name}@again": replace(recipe, engine=recipe.engine | CACHED)
+    for name, recipe in (TEXT | STATEFUL).items()
+    if recipe.architecture in SERVED and "@" not in name
+}
 
 # ---- with images or sound --------------------------------------------------------------------------------
 

@@ -242,10 +242,10 @@ def _faults_of_steps(result: Result) -> Iterator[str]:
 
 
 def _faults_of_caching(result: Result) -> Iterator[str]:
-    """Of prompts that begin with less text than a block holds, then an item."""
+    """Of prompts that begin with less text than a block holds, then an item; or of text, longer than a block."""
     before, after = result["cached"]
     if any(before):
-        yield f"blocks of other items were taken: {before}"
+        yield f"blocks of other prompts were taken: {before}"
     if not all(after):
         yield f"a prompt was not in the prefix cache: {after}"
     if not result["same_again"]:

@@ -13,6 +13,7 @@ import time
 import traceback
 from collections.abc import Callable
 from functools import partial
+from itertools import compress
 from pathlib import Path
 from typing import Any
 
@@ -75,12 +76,14 @@ def generate(job: dict[str, Any], ours: bool, result: dict[str, Any]) -> None:
         return
     params = SamplingParams(temperature=0.0, max_tokens=job["num_tokens"], ignore_eos=True, logprobs=0)
     ask = partial(llm.generate, sampling_params=params, use_tqdm=False)
-    if job["again"]:
-        outputs = ask_again(ask, media.ASKED[job["media"]], result)
-    elif job["media"] is not None:
-        outputs = ask(media.requests(media.ASKED[job["media"]]))
+    if job["media"] is not None:
+        asked = media.ASKED[job["media"]]
+        prompts, others = media.requests(asked), media.requests(asked, media.OTHER)
+        is_cached = [bool(items) for _, items in asked.prompts]
     else:
-        outputs = ask([{"prompt_token_ids": ids} for ids in job["prompts"]])
+        prompts, others = [{"prompt_token_ids": ids} for ids in job["prompts"]], []
+        is_cached = [len(ids) > job["engine"].get("block_size", MAX_LEN) for ids in job["prompts"]]
+    outputs = ask_again(ask, prompts, others, is_cached, result) if job["again"] else ask(prompts)
     texts = [output.outputs[0] for output in outputs]
     result |= {
         "tokens": [list(text.token_ids) for text in texts],
@@ -101,15 +104,19 @@ def generate(job: dict[str, Any], ours: bool, result: dict[str, Any]) -> None:
     result["outcome"] = RUNS
 
 
-def ask_again(ask: Callable[[list[dict[str, Any]]], list[Any]], asked: media.Question, result: dict[str, Any]) -> Any:
-    """What is answered where the prompts are in the prefix cache; noted is how much of those with items was, before and
-    after they were asked: the same tokens with other items were there all along."""
-    ask(media.requests(asked, media.OTHER))
-    rounds = [ask(media.requests(asked)) for _ in range(2)]
-    result["cached"] = [
-        [output.num_cached_tokens for output, (_, items) in zip(outputs, asked.prompts, strict=True) if items]
-        for outputs in rounds
-    ]
+def ask_again(
+    ask: Callable[[list[dict[str, Any]]], list[Any]],
+    prompts: list[dict[str, Any]],
+    others: list[dict[str, Any]],
+    is_cached: list[bool],
+    result: dict[str, Any],
+) -> Any:
+    """What is answered where the prompts are in the prefix cache; noted is how much of those with `is_cached` was,
+    before and after they were asked. `others`: the same tokens with other items, which are there all along."""
+    if others:
+        ask(others)
+    rounds = [ask(prompts) for _ in range(2)]
+    result["cached"] = [[output.num_cached_tokens for output in compress(outputs, is_cached)] for outputs in rounds]
     first, second = ([list(output.outputs[0].token_ids) for output in outputs] for outputs in rounds)
     result["same_again"] = first == second
     return rounds[-1]

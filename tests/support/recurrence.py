@@ -16,6 +16,8 @@ if TYPE_CHECKING:
 
 TAPS, HEADS, KEY, VALUE, ROWS = 4, 2, 4, 3, 3
 PAD_ROW = ROWS
+SLOT = PAD_ROW + 1
+"""A row for a snapshot."""
 CHANNELS = HEADS * (2 * KEY + VALUE)
 GATED_DELTA, MAMBA_1, MAMBA_2, CONVOLUTION = "gated delta net", "Mamba 1", "Mamba 2", "short convolution"
 GATES = {GATED_DELTA: 2 * HEADS, MAMBA_1: 0, MAMBA_2: 2 * HEADS, CONVOLUTION: 0}
@@ -79,12 +81,13 @@ class Layer:
         )
         self.num_gates = shape.num_gates
         self.states = RecurrentStates(
-            [("layer", shape)], num_rows=ROWS + 1, num_pending=self.num_pending, device=device
+            [("layer", shape)], num_rows=SLOT + 1, num_pending=self.num_pending, device=device
         )
         self.layer = self.states.by_layer["layer"]
         self.weight, self.bias = torch.randn(CHANNELS, TAPS).to(device), torch.randn(CHANNELS).to(device)
         self.recurrence = partial(recur, kind)
         self._run = backend.graphs.graph(self._forward) if backend is not None else self._forward
+        self._run_copy = backend.graphs.graph(self.states.copy_rows) if backend is not None else self.states.copy_rows
 
     def text(self, length: int) -> tuple[torch.Tensor, torch.Tensor]:
         """What a layer gets of so many tokens: inputs and gates."""
@@ -127,6 +130,9 @@ class Layer:
         out = self.layer.follow(call, inputs, gates, self.weight, self.bias, self.recurrence)
         self.states.advance(call)
         return out
+
+    def copy(self, source: int, target: int) -> None:
+        self._run_copy(self._upload(torch.tensor([source])), self._upload(torch.tensor([target])))
 
     def kept(self, row: int) -> list[torch.Tensor]:
         """The state, and the inputs before its position."""

@@ -23,12 +23,17 @@ def drafter(**options: Any) -> SpeculativeConfig:
     return SpeculativeConfig(method="ngram", num_speculative_tokens=3, **options)
 
 
-def scheduler_of(kind: type[Scheduler], folder: Path, **options: Any) -> Scheduler:
+_SPEC = FullAttentionSpec(block_size=16, num_kv_heads=1, head_size=8, dtype=torch.float32)
+_GROUPS = [KVCacheGroupSpec(["layer"], _SPEC)]
+
+
+def scheduler_of(
+    kind: type[Scheduler], folder: Path, groups: list[KVCacheGroupSpec] = _GROUPS, **options: Any
+) -> Scheduler:
     speculative = dict(method="ngram", num_speculative_tokens=NUM_DRAFTS) | options.pop("speculative", {})
     made = engine_config(folder, speculative, per_request_spec_decode_metrics="detailed", **options)
     made.cache_config.num_gpu_blocks = 32
-    spec = FullAttentionSpec(block_size=16, num_kv_heads=1, head_size=8, dtype=torch.float32)
-    kv_cache = KVCacheConfig(32, [], [KVCacheGroupSpec(["layer"], spec)])
+    kv_cache = KVCacheConfig(32, [], groups)
     return kind(made, kv_cache, StructuredOutputManager(made), block_size=16, log_stats=True)
 
 

@@ -34,6 +34,7 @@ from vllm_gaudi_spec import compat
 from vllm_gaudi_spec.attention.metadata import Inputs
 from vllm_gaudi_spec.devices.common.torch_ops import copy_blocks
 from vllm_gaudi_spec.records import Hidden
+from vllm_gaudi_spec.recurrent.states import LayerShape, RecurrentStates
 from vllm_gaudi_spec.runner.model_runner import ModelRunner
 from vllm_gaudi_spec.runner.warmup import manifest
 from vllm_gaudi_spec.scheduling.outputs import SpecSchedulerOutput
@@ -80,7 +81,7 @@ class Reads:
         self._kv = caches[name]
         self._group = next(index for index, names in enumerate(groups) if name in names)
 
-    def make_states(self, num_rows: int, num_pending: int, device: torch.device) -> None:
+    def make_states(self, num_rows: int, num_snapshots: int, num_pending: int, device: torch.device) -> None:
         """A no-op: it keeps none."""
 
     def check_kv_is_written(self) -> None:
@@ -102,6 +103,41 @@ class Reads:
 
     def logits(self, hidden: torch.Tensor, adapters_N: torch.Tensor | None = None) -> torch.Tensor:
         return _logits(hidden[:, 0].long())
+
+
+class Remembers(Reads):
+    """The same target with a recurrent layer besides, whose state is the sum over the text. Where that is not the sum
+    over the blocks of KV, the next token is another."""
+
+    states: RecurrentStates | None = None
+
+    def state_bytes(self, num_rows: int, num_pending: int) -> int:
+        return num_rows
+
+    def make_states(self, num_rows: int, num_snapshots: int, num_pending: int, device: torch.device) -> None:
+        shape = LayerShape(1, 2, num_gates=0, state=(1,), dtype=torch.float32, state_dtype=torch.float32)
+        self.states = RecurrentStates(
+            [("sum", shape)], num_rows=num_rows + num_snapshots, num_pending=num_pending, device=device
+        )
+
+    def forward(self, inputs: Inputs, carried_TH: torch.Tensor | None = None) -> Hidden:
+        assert self.states is not None
+        assert inputs.states is not None
+        hidden, call = super().forward(inputs, carried_TH), inputs.states
+        numbers_BQ1 = call.by_row(_number(inputs.token_ids_T, inputs.positions_T).float()).unsqueeze(-1)
+        only_itself = torch.tensor([[0.0, 1.0]])
+        sums_BQ1 = self.states.by_layer["sum"].follow(call, numbers_BQ1, None, only_itself, None, _add_up)
+        self.states.advance(call)
+        is_same_T = hidden.last[:, 0] == call.flat(sums_BQ1)[:, 0]
+        return Hidden(torch.where(is_same_T[:, None], hidden.last, hidden.last + 1))
+
+
+def _add_up(
+    numbers_BQ1: torch.Tensor, gates: torch.Tensor | None, is_real_BQ: torch.Tensor, state_B1: torch.Tensor
+) -> tuple[torch.Tensor, torch.Tensor]:
+    real_BQ1 = torch.where(is_real_BQ[..., None], numbers_BQ1, 0.0).long()
+    sums_BQ1 = ((state_B1.long()[:, None] + real_BQ1.cumsum(1)) % _HASHED).float()
+    return sums_BQ1, sums_BQ1[:, -1]
 
 
 def _number(tokens: torch.Tensor, positions: torch.Tensor) -> torch.Tensor:
@@ -184,6 +220,8 @@ class Variant:
     backend: type[HostBackend] = HostBackend
     adaptive: bool = False
     audit_every: int = 0
+    num_snapshots: int = 0
+    """Of the states of a target that has some; 0: it has none."""
     short_lists: bool = False
     """Whether bucket lists of the user end before the largest batch and the longest chunk."""
 
@@ -191,7 +229,8 @@ class Variant:
         parts = [self.method or "plain", "overlapping" if self.overlap else "one by one", "V2" if self.v2 else "V1"]
         traits = self.backend.traits
         graphs = "compiled" if traits.compiles else "captured" if traits.captures else ""
-        return ", ".join([*parts, *([graphs] if graphs else []), *(["paced"] * self.adaptive)])
+        states = [f"{self.num_snapshots} snapshots"] if self.num_snapshots else []
+        return ", ".join([*parts, *([graphs] if graphs else []), *(["paced"] * self.adaptive), *states])
 
 
 RETOKENIZE, STANDARD = "retokenize", "standard"
@@ -233,7 +272,11 @@ class SmallEngine:
         self.scheduler = scheduler_class(self.vllm_config, kv_cache, structured, block_size=BLOCK, log_stats=True)
         self.scheduler.use_v2_model_runner = variant.v2
         self.runner = ModelRunner(self.vllm_config, _small_backend(variant.backend), shows_progress=False)
-        self.runner.target = Reads(_TARGET, self.vllm_config)  # type: ignore[assignment]
+        target = Remembers if variant.num_snapshots else Reads
+        self.runner.target = target(_TARGET, self.vllm_config)  # type: ignore[assignment]
+        if variant.num_snapshots:
+            self.scheduler.keep_snapshots(variant.num_snapshots)
+            self.runner.num_snapshots = variant.num_snapshots
         has_model = variant.method in ("draft_model", RETOKENIZE, STANDARD)
         self.runner.drafter = Reads(_DRAFTER, self.vllm_config) if has_model else None  # type: ignore[assignment]
         with torch.inference_mode():
@@ -246,6 +289,8 @@ class SmallEngine:
         self.counts = Counter[tuple[str, str]]()
         """Our metrics, by name and value of the label."""
         self.num_steps = self.num_preempted = self.num_accepted = self.num_verified = 0
+        self.num_loaded = self.num_resumed = 0
+        """Requests that started from a snapshot, and those of them that were preempted before."""
         self._in_flight: deque[tuple[SpecSchedulerOutput, Any, dict[str, Held]]] = deque()
         self._depth = 2 if variant.overlap else 1
 
@@ -318,6 +363,8 @@ class SmallEngine:
     def _execute(self, scheduled: SpecSchedulerOutput) -> ModelRunnerOutput | AsyncModelRunnerOutput:
         self.num_steps += 1
         self.num_preempted += len(scheduled.preempted_req_ids or ())
+        self.num_loaded += len(scheduled.state_loads)
+        self.num_resumed += sum(name in self.held for name in scheduled.state_loads)
         self._observe_schedule(scheduled)
         result = self.runner.execute_model(scheduled)
         self._check_rows()

@@ -23,7 +23,7 @@ if TYPE_CHECKING:
 
 NO_ROOM_FOR_KV = (
     "drafting or recurrent states leave no memory for the KV cache; lower --max-num-seqs, num_speculative_tokens in "
-    "--speculative-config or universal_kv_len in additional_config.gaudi_spec."
+    "--speculative-config, or universal_kv_len or state_snapshots in additional_config.gaudi_spec."
 )
 _FLOAT32_BYTES = 4
 

@@ -280,14 +280,13 @@ def _warn_of_unused_options(vllm_config: VllmConfig) -> None:
 
 
 def _keep_states_by_request(vllm_config: VllmConfig) -> None:
-    """Switches the prefix cache off where layers keep recurrent state: vLLM's, which caches states at borders of
-    blocks, needs them in blocks of KV memory, and there is one state for each request here."""
+    """Switches vLLM's own caching of recurrent states off, which needs them in blocks of KV memory. Here there is one
+    for each request, and the scheduler's `Snapshots` are those of the prefix cache."""
     model, cache = vllm_config.model_config, vllm_config.cache_config
     if model is None or not has_states(model):
         return
-    if cache.enable_prefix_caching:
-        logger.info("Recurrent states are kept by request, not by prefix: prefix caching is off.")
-    cache.enable_prefix_caching = False
+    if cache.mamba_cache_mode == "all":
+        logger.warning("--mamba-cache-mode has no effect here: snapshots of states are kept by state_snapshots.")
     cache.mamba_cache_mode = "none"
     cache.mamba_block_size = model.max_model_len  # as vLLM has it without prefix caching
 

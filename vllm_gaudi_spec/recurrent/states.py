@@ -66,6 +66,12 @@ class LayerState:
         if shape.state:
             self.state = torch.zeros(num_rows, *shape.state, dtype=shape.state_dtype, device=device)
 
+    def copy_rows(self, sources_N: torch.Tensor, targets_N: torch.Tensor) -> None:
+        """Without gates: they are of pending tokens, and a state is copied where none is pending."""
+        for tensor in (self.inputs_RWC, self.state):
+            if tensor is not None:
+                _write(tensor, targets_N, tensor.index_select(0, sources_N))
+
     def follow(
         self,
         call: StateCall,
@@ -122,7 +128,8 @@ class RecurrentStates:
     def __init__(
         self, layers: Sequence[tuple[str, LayerShape]], *, num_rows: int, num_pending: int, device: torch.device
     ) -> None:
-        """`num_rows`: the pad row included. Its state is that of nobody, so padding may write there."""
+        """`num_rows`: the pad row included, whose state is that of nobody, so padding may write there; and rows of no
+        request, which keep snapshots."""
         self.by_layer = {name: LayerState(shape, num_rows, num_pending, device) for name, shape in layers}
         self._num_pending = num_pending
         self._positions_R = torch.zeros(num_rows, dtype=torch.int32, device=device)
@@ -151,6 +158,12 @@ class RecurrentStates:
         """After all layers have read the rectangle."""
         positions_B = call.starts_B + call.num_real_B if call.commits else call.starts_B
         self._positions_R.index_copy_(0, call.rows_B, positions_B.int())
+
+    def copy_rows(self, sources_N: torch.Tensor, targets_N: torch.Tensor) -> None:
+        """Of rows whose newest forward was a prompt chunk, or that are such copies: their states have read all."""
+        for layer in self.by_layer.values():
+            layer.copy_rows(sources_N, targets_N)
+        self._positions_R.index_copy_(0, targets_N, self._positions_R.index_select(0, sources_N))
 
 
 def _unless(is_first_B: torch.Tensor, tensor: torch.Tensor) -> torch.Tensor:

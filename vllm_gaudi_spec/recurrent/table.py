@@ -69,6 +69,22 @@ def states_of(num_rows: int) -> str:
     return f"recurrent states of {num_rows} requests (--max-num-seqs)"
 
 
+def snapshots_of(num_slots: int) -> str:
+    return f"{num_slots} snapshots of recurrent states (state_snapshots)"
+
+
+_MOST_SNAPSHOTS = 32
+"""Without a choice: as many as requests, up to here. For large models a state is 75 MB and more."""
+
+
+def num_snapshots(vllm_config: VllmConfig, requested: int | None) -> int:
+    """How many states are kept for the prefix cache; 0 without one. `requested`: by the option `state_snapshots`."""
+    model = vllm_config.model_config
+    if model is None or not (has_states(model) and vllm_config.cache_config.enable_prefix_caching):
+        return 0
+    return requested or min(vllm_config.scheduler_config.max_num_seqs, _MOST_SNAPSHOTS)
+
+
 def has_states(model: ModelConfig) -> bool:
     return bool(model.is_hybrid or model.is_attention_free)
 

@@ -238,21 +238,23 @@ class LoadedModel:
         """What recurrent layers keep of so many requests; 0 for models without any."""
         return num_rows * sum(layer.layer_shape().num_bytes(num_pending) for layer in self._recurrent.values())
 
-    def make_states(self, num_rows: int, num_pending: int, device: torch.device) -> None:
-        """A no-op for models without recurrent layers. `num_rows`: the pad row included. `num_pending`: the most tokens
-        of a row whose acceptance is not decided when a forward ends."""
+    def make_states(self, num_rows: int, num_snapshots: int, num_pending: int, device: torch.device) -> None:
+        """A no-op for models without recurrent layers. `num_rows`: the pad row included; snapshots have rows after it.
+        `num_pending`: the most tokens of a row whose acceptance is not decided when a forward ends."""
         if not self._recurrent:
             return
         shapes = [(name, layer.layer_shape()) for name, layer in self._recurrent.items()]
-        self.states = RecurrentStates(shapes, num_rows=num_rows, num_pending=num_pending, device=device)
+        every = num_rows + num_snapshots
+        self.states = RecurrentStates(shapes, num_rows=every, num_pending=num_pending, device=device)
         for name, layer in self._recurrent.items():
             layer.state = self.states.by_layer[name]
         logger.info(
-            "Recurrent states of %d layers: %s a request, %s for %d rows.",
+            "Recurrent states of %d layers: %s a request, %s for %d rows and %d snapshots (state_snapshots).",
             len(shapes),
             size_text(self.state_bytes(1, num_pending)),
-            size_text(self.state_bytes(num_rows, num_pending)),
+            size_text(self.state_bytes(every, num_pending)),
             num_rows,
+            num_snapshots,
         )
 
     def check_kv_is_written(self) -> None:

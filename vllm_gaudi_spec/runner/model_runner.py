@@ -18,7 +18,7 @@ from vllm_gaudi_spec.drafting.models import kv_beside_target, load_drafter
 from vllm_gaudi_spec.lora.adapters import Adapters
 from vllm_gaudi_spec.quantization.models import Quantization
 from vllm_gaudi_spec.records import DECODE, Batch, Planned, Request, Rows, SampleShape, StepResult
-from vllm_gaudi_spec.recurrent.table import num_pending, states_of
+from vllm_gaudi_spec.recurrent.table import num_pending, num_snapshots, snapshots_of, states_of
 from vllm_gaudi_spec.runner.batch import build_inputs, locate, make_batch, make_sample_batch, plan_batches
 from vllm_gaudi_spec.runner.data_parallel import DataParallelLockstep
 from vllm_gaudi_spec.runner.encoders import Encoders
@@ -39,6 +39,7 @@ from vllm_gaudi_spec.runner.report import Downloads, PromptLogprobs, Report, Rep
 from vllm_gaudi_spec.runner.requests import Requests
 from vllm_gaudi_spec.runner.sample_shapes import SampleShapes
 from vllm_gaudi_spec.runner.shapes import Shapes
+from vllm_gaudi_spec.runner.snapshots import SnapshotRows
 from vllm_gaudi_spec.runner.warmup import warm_up
 from vllm_gaudi_spec.sampling.custom_processors import CustomProcessors
 from vllm_gaudi_spec.sampling.params import Branch, Grammar, Sampling, SamplingInputs, read_grammars
@@ -71,6 +72,7 @@ class ModelRunner:
         self.max_rows = vllm_config.scheduler_config.max_num_seqs
         self.speculation = Speculation.from_vllm(vllm_config)
         self.num_drafts = self.speculation.num_drafts if self.speculation else 0
+        self.num_snapshots = num_snapshots(vllm_config, self.options.state_snapshots)
         self.rule = choose_rule(self.speculation, backend)
         self.async_scheduling = vllm_config.scheduler_config.async_scheduling
         self.observer: StepObserver | None = None
@@ -104,6 +106,8 @@ class ModelRunner:
         speculation, taken = self.speculation, {}
         if num_bytes := self.target.state_bytes(self.max_rows + 1, num_pending(self.num_drafts)):
             taken[states_of(self.max_rows)] = num_bytes
+        if num_bytes := self.target.state_bytes(self.num_snapshots, num_pending(self.num_drafts)):
+            taken[snapshots_of(self.num_snapshots)] = num_bytes
         if self.encoders is not None:
             taken["outputs of image encoders"] = self.encoders.num_bytes
         if self.drafter is None or speculation is None:
@@ -139,7 +143,7 @@ class ModelRunner:
             num_blocks=profiled_blocks or self.kv_cache.num_blocks,
         )
         self.target.bind_kv(self.kv_cache.by_layer, self.kv_cache.layer_groups)
-        self.target.make_states(self.max_rows + 1, num_pending(self.num_drafts), device)
+        self.target.make_states(self.max_rows + 1, self.num_snapshots, num_pending(self.num_drafts), device)
         if self.drafter is not None and not self._has_kv_region:
             self.drafter.bind_kv(self.kv_cache.by_layer, self.kv_cache.layer_groups)
         self.requests = Requests(
@@ -153,6 +157,9 @@ class ModelRunner:
             seed=model.seed,
             keeps_kv=not encodes,
         )
+        self.snapshots: SnapshotRows | None = None
+        if self.num_snapshots and self.target.states is not None:
+            self.snapshots = SnapshotRows(self.target.states, self.requests, self.backend)
         self.multimodal: Multimodal | None = None
         if model.supports_multimodal_inputs:
             store = None if self.encoders is None else MediaStore(self.encoders, self.backend, self.recorder)
@@ -245,6 +252,8 @@ class ModelRunner:
                 self.forward(batch if beside_tokens is None else beside_tokens.add_to(batch))
             else:  # other ranks have something to compute here
                 self.compute(batch)
+        if self.snapshots is not None:
+            self.snapshots.save(scheduled.state_saves)
         return None if self.pooling is None else self.pool(self.pooling)
 
     def pool(self, pooling: Pooling) -> ModelRunnerOutput:
@@ -286,6 +295,8 @@ class ModelRunner:
         self.kv_cache.apply(scheduled)
         if self.multimodal is not None:
             self.multimodal.apply(scheduled, self.requests)
+        if self.snapshots is not None:
+            self.snapshots.load(scheduled.state_loads)
         if self.target.adapters is not None:
             self.target.adapters.apply(scheduled, self.requests)
         if self.pooling is not None:

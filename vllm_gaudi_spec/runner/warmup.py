@@ -46,6 +46,7 @@ if TYPE_CHECKING:
     from vllm_gaudi_spec.runner.requests import Requests
     from vllm_gaudi_spec.runner.sample_shapes import SampleShapes
     from vllm_gaudi_spec.runner.shapes import Shapes
+    from vllm_gaudi_spec.runner.snapshots import SnapshotRows
     from vllm_gaudi_spec.sampling.params import Sampling, SamplingInputs
 
 logger = init_logger(__name__)
@@ -67,6 +68,7 @@ class Runner(Protocol):
     recorder: StepRecorder
     requests: Requests
     kv_cache: KVCache
+    snapshots: SnapshotRows | None
     shapes: Shapes
     sample_shapes: SampleShapes
     sampling: Sampling
@@ -271,6 +273,8 @@ def _done(runner: Runner) -> None:
 def _touch_states(runner: Runner) -> None:
     runner.requests.warm_up()
     runner.kv_cache.warm_up()
+    if runner.snapshots is not None:
+        runner.snapshots.warm_up()
     if runner.target.adapters is not None:
         runner.target.adapters.warm_up()
 

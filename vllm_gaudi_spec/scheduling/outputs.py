@@ -47,6 +47,10 @@ class SpecSchedulerOutput(SchedulerOutput):
     """None if it is unchanged."""
     skip_reason: str = metrics.LOAD
     """Why no request drafts after this step, if `num_spec_tokens_to_schedule` is 0: one of `metrics.REASONS`."""
+    state_loads: dict[str, int] = field(default_factory=dict)
+    """By request that starts from a snapshot of a recurrent state: its slot, to be read before the step's forwards."""
+    state_saves: dict[str, int] = field(default_factory=dict)
+    """By request whose recurrent state is to be kept: the slot to be written after them."""
     warms_up: bool = False
     """Whether nobody waits for this step, so that the worker can go on with its warm-up. It computes nothing then."""
     pace: Pace | None = None

@@ -15,12 +15,14 @@ from vllm.v1.core.sched.async_scheduler import AsyncScheduler
 from vllm.v1.core.sched.interface import PauseState
 from vllm.v1.core.sched.scheduler import Scheduler
 from vllm.v1.engine import EngineCoreOutputs
+from vllm.v1.kv_cache_interface import FullAttentionSpec, UniformTypeKVCacheSpecs
 from vllm.v1.metrics.stats import RequestSpecDecodeMetrics
 from vllm.v1.request import RequestStatus
 
 from vllm_gaudi_spec.config import Options, Speculation
 from vllm_gaudi_spec.devices import load_backend
 from vllm_gaudi_spec.environment import warms_up_in_background
+from vllm_gaudi_spec.recurrent.table import num_snapshots
 from vllm_gaudi_spec.runner.shapes import Shapes
 from vllm_gaudi_spec.scheduling import metrics
 from vllm_gaudi_spec.scheduling.audits import AUDITOR, Audits, is_audit
@@ -30,10 +32,14 @@ from vllm_gaudi_spec.scheduling.health import DrafterHealth
 from vllm_gaudi_spec.scheduling.lengths import Lengths
 from vllm_gaudi_spec.scheduling.metrics import StepMetrics
 from vllm_gaudi_spec.scheduling.outputs import CountedOutput, Pace, SpecSchedulerOutput, SpeculativeOutput
+from vllm_gaudi_spec.scheduling.snapshots import Snapshots
 
 if TYPE_CHECKING:
+    from vllm.config import VllmConfig
     from vllm.multimodal.inputs import MultiModalFeatureSpec
+    from vllm.v1.core.kv_cache_manager import KVCacheBlocks
     from vllm.v1.core.sched.output import SchedulerOutput
+    from vllm.v1.kv_cache_interface import KVCacheConfig, KVCacheSpec
     from vllm.v1.metrics.stats import SchedulerStats
     from vllm.v1.outputs import ModelRunnerOutput
     from vllm.v1.request import Request
@@ -57,8 +63,13 @@ class RequestDrafts(RequestSpecDecodeMetrics):
 class _Speculating(Scheduler):
     """Mixin before one of vLLM's schedulers."""
 
-    def __init__(self, *args: Any, **kwargs: Any) -> None:
-        super().__init__(*args, **kwargs)
+    def __init__(self, vllm_config: VllmConfig, kv_cache_config: KVCacheConfig, *args: Any, **kwargs: Any) -> None:
+        caches_prefixes = vllm_config.cache_config.enable_prefix_caching
+        # vLLM's manager has no lookup for models without any KV, whose prefixes are found by their snapshots alone.
+        vllm_config.cache_config.enable_prefix_caching = caches_prefixes and bool(kv_cache_config.kv_cache_groups)
+        super().__init__(vllm_config, kv_cache_config, *args, **kwargs)
+        vllm_config.cache_config.enable_prefix_caching = caches_prefixes
+        self.kv_cache_manager.enable_caching = caches_prefixes
         options = Options.from_vllm(self.vllm_config)
         speculation = Speculation.from_vllm(self.vllm_config)
         self.step_metrics = StepMetrics()
@@ -74,6 +85,11 @@ class _Speculating(Scheduler):
         self._audits: Audits | None = None
         if options.audit_every and speculation is not None:
             self._audits = Audits(options.audit_every, self.vllm_config, speculation, self.step_metrics)
+        self._snapshots: Snapshots | None = None
+        self._starts: dict[str, int] = {}
+        """By request that was looked up while a step is scheduled: the tokens of its snapshot."""
+        if num_slots := num_snapshots(self.vllm_config, options.state_snapshots):
+            self.keep_snapshots(num_slots)
         self._is_warm = not warms_up_in_background()
         """Whether the worker's warm-up is done, as far as it has reported."""
         self._is_shut_down = False
@@ -81,6 +97,16 @@ class _Speculating(Scheduler):
         """Whether the newest paced step is to draft."""
         self._last: tuple[float, Pace | None] = (0.0, None)
         """The end of the newest step, and its pace."""
+
+    def keep_snapshots(self, num_slots: int) -> None:
+        """Of recurrent states, for the prefix cache."""
+        self._snapshots = Snapshots(
+            num_slots,
+            block_size=self.block_size,
+            hash_size=self.hash_block_size,
+            drops_a_block=self.use_eagle_block_drop,
+        )
+        self.need_mamba_block_aligned_split = True  # now vLLM asks `_mamba_block_aligned_split`
 
     def add_request(self, request: Request) -> None:
         if self._audits is not None and request.client_index != AUDITOR:
@@ -112,8 +138,11 @@ class _Speculating(Scheduler):
         if self._audits is not None and not warms_up and self._is_idle():
             for request in self._audits.start(self.max_num_running_reqs):
                 self.add_request(request)
+        self._starts.clear()
         scheduled = SpecSchedulerOutput(**vars(super().schedule(throttle_prefills)))
         scheduled.warms_up = warms_up
+        if self._snapshots is not None:
+            self._copy_states(self._snapshots, scheduled)
         self._apply_health(scheduled)
         if self._audits is not None and is_audit(scheduled.num_scheduled_tokens):
             self._skip_drafts(scheduled, metrics.REQUEST)
@@ -127,6 +156,43 @@ class _Speculating(Scheduler):
         if self.vllm_config.model_config.is_mm_prefix_lm:
             num_new_tokens = before_a_part(request.mm_features, num_computed_tokens, num_new_tokens)
         return super()._try_schedule_encoder_inputs(request, num_computed_tokens, num_new_tokens, *args, **named)
+
+    def _get_local_prefix_cache_hit(self, request: Request) -> tuple[KVCacheBlocks, int, int, bool]:
+        """What vLLM finds in the prefix cache, cut to where a snapshot of recurrent states is."""
+        blocks, num_found, boundary, diverged = super()._get_local_prefix_cache_hit(request)
+        if self._snapshots is None or not self.kv_cache_manager.prefix_cache_lookup_enabled(request):
+            return blocks, num_found, boundary, diverged
+        groups = self.kv_cache_config.kv_cache_groups
+        num_cut = self._snapshots.longest(request, num_found if groups else request.num_tokens - 1)
+        if groups and num_cut < num_found:
+            # A sliding window may have left the blocks before an earlier border.
+            if not all(_keeps_all(group.kv_cache_spec) for group in groups):
+                num_cut = 0
+            blocks, boundary = self.kv_cache_manager.truncate_computed_blocks(blocks, num_cut), num_found
+        self._starts[request.request_id] = num_cut
+        return blocks, num_cut, boundary, diverged
+
+    def _mamba_block_aligned_split(
+        self,
+        request: Request,
+        num_new_tokens: int,
+        num_new_local_computed_tokens: int = 0,
+        num_external_computed_tokens: int = 0,
+    ) -> int:
+        """vLLM asks it where states are cached by prefix. Its own answer is for states in blocks of KV memory."""
+        assert self._snapshots is not None
+        start = request.num_computed_tokens + num_new_local_computed_tokens + num_external_computed_tokens
+        return self._snapshots.cut(request, start, num_new_tokens)
+
+    def _copy_states(self, snapshots: Snapshots, scheduled: SpecSchedulerOutput) -> None:
+        for req_id in scheduled.num_scheduled_tokens:
+            if num_tokens := self._starts.get(req_id):
+                scheduled.state_loads[req_id] = snapshots.use(self.requests[req_id], num_tokens)
+        for req_id, num_tokens in scheduled.num_scheduled_tokens.items():
+            request = self.requests[req_id]
+            end = request.num_computed_tokens  # vLLM counts a step's tokens as soon as it is scheduled
+            if (slot := snapshots.keep(request, end - num_tokens, end)) is not None:
+                scheduled.state_saves[req_id] = slot
 
     def _apply_health(self, scheduled: SpecSchedulerOutput) -> None:
         if self._health.is_off:
@@ -292,7 +358,10 @@ class _Speculating(Scheduler):
     def reset_prefix_cache(self, *args: Any, **kwargs: Any) -> bool:
         """Called after a change of weights; and blocks of audits would keep it from resetting."""
         self._drop_audits()
-        return super().reset_prefix_cache(*args, **kwargs)
+        is_reset = super().reset_prefix_cache(*args, **kwargs)
+        if is_reset and self._snapshots is not None:
+            self._snapshots.clear()
+        return is_reset
 
     def get_request_counts(self) -> tuple[int, int]:
         """Of clients, for whom audits are not there: there are none while an audit runs."""
@@ -349,6 +418,12 @@ def before_a_part(features: list[MultiModalFeatureSpec], num_computed: int, num_
             if num_computed <= last and first < end <= last:
                 return max(0, first - num_computed)
     return num_new
+
+
+def _keeps_all(spec: KVCacheSpec) -> bool:
+    """Whether layers keep the KV of all tokens of a request."""
+    specs = spec.kv_cache_specs.values() if isinstance(spec, UniformTypeKVCacheSpecs) else (spec,)
+    return all(isinstance(one, FullAttentionSpec) for one in specs)
 
 
 def _only_decodes(scheduled: SchedulerOutput) -> bool:

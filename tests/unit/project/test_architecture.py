@@ -35,7 +35,8 @@ MAY_IMPORT = {
         *("quantization.fp8", "quantization.layers"),
     },
     "scheduling": {
-        *("devices", "config", "environment", "records", "runner.shapes", "sampling.noise", "scheduling", "versions"),
+        *("devices", "config", "environment", "records", "recurrent.table", "runner.shapes", "sampling.noise"),
+        *("scheduling", "versions"),
     },
     "runner": {
         "drafting",
@@ -173,6 +174,7 @@ ROOMS: dict[str, dict[str, Set[str]]] = {
         "media_store": {"encoders", "graphs"},
         "multimodal": {"encoders", "media_store", "requests"},
         "pooling": {"hidden_states", "requests"},
+        "snapshots": {"requests"},
         # Not the model runner: warm-up names the parts that it runs.
         "warmup": {
             *(
@@ -187,6 +189,7 @@ ROOMS: dict[str, dict[str, Set[str]]] = {
                 "requests",
                 "sample_shapes",
                 "shapes",
+                "snapshots",
             ),
         },
         "profile": {"graphs", "memory", "model_runner", "warmup"},

@@ -15,6 +15,7 @@ from tests.support.recurrence import (
     KINDS,
     PAD_ROW,
     ROWS,
+    SLOT,
     STATES,
     TAPS,
     Layer,
@@ -163,6 +164,28 @@ def test_rejected_drafts_that_are_no_numbers_spoil_nothing(kind: str) -> None:
     layer.read([0], [2], [(torch.cat((text[0][2:3], wrong[0])), torch.cat((text[1][2:3], wrong[1])))], 2)
     out = layer.read([0], [3], [part(text, 3, 4)], 1)
     torch.testing.assert_close(out[0], expected[3:4], atol=1e-5, rtol=1e-5)
+
+
+@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("num_drafts", [0, 3])
+def test_a_row_goes_on_from_a_snapshot_of_another(kind: str, num_drafts: int) -> None:
+    """The row had drafts of its last request pending, and what a snapshot was made of goes on too, otherwise."""
+    layer = Layer(kind, num_drafts)
+    text, other = layer.text(20), layer.text(12)
+    expected, _ = sequential(kind, text)
+    layer.read([0], [0], [part(text, 0, 9)], 16, is_prompt=True)
+    layer.copy(0, SLOT)
+    layer.read([0], [9], [part(other, 0, 8)], 8, is_prompt=True)
+    layer.read([2], [0], [part(other, 0, 6)], 8, is_prompt=True)
+    layer.read([2], [6], [part(other, 6, 10 if num_drafts else 7)], 4 if num_drafts else 1)
+    layer.copy(SLOT, 2)
+    out = layer.read([2], [9], [part(text, 9, 15)], 8, is_prompt=True)
+    torch.testing.assert_close(out[0, :6], expected[9:15], atol=1e-5, rtol=1e-5)
+    layer.copy(SLOT, 1)  # and again, where a decode is next
+    out = layer.read([1, PAD_ROW], [9, 0], [part(text, 9, 10), layer.text(0)], num_drafts + 1)
+    torch.testing.assert_close(out[0, :1], expected[9:10], atol=1e-5, rtol=1e-5)
+    out = layer.read([1], [10], [part(text, 10, 11)], num_drafts + 1)
+    torch.testing.assert_close(out[0, :1], expected[10:11], atol=1e-5, rtol=1e-5)
 
 
 def test_memory_is_counted_as_it_is_taken() -> None:

@@ -151,6 +151,9 @@ VARIANTS = [
     Variant("custom_class"),
     Variant("suffix", v2=True, adaptive=True),
     Variant(RETOKENIZE),
+    Variant(num_snapshots=2),
+    Variant("ngram_gpu", overlap=True, backend=CapturingBackend, num_snapshots=6),
+    Variant("draft_model", overlap=True, v2=True, num_snapshots=60),
 ]
 
 
@@ -185,6 +188,8 @@ def test_h10_h11_what_schedules_consist_of(variant: Variant, folder: Path) -> No
     assert engine.num_preempted > 0
     if variant.method is not None:
         assert engine.num_verified > 0
+    if variant.num_snapshots:
+        assert engine.num_loaded >= engine.num_resumed > 0
 
 
 @pytest.mark.parametrize("variant", [v for v in VARIANTS if v.method == "draft_model"], ids=str)

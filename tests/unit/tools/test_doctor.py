@@ -256,8 +256,15 @@ def test_a_hybrid_has_kv_in_some_layers_and_states_in_the_others(tmp_path: Path)
         assert _kv_bytes(made.model_config, made) == 2 * 2 * 32 * 4, "of one layer"
         channels, state = 2 * 4 * 16 + 8 * 16, 8 * 16 * 16
         numbers = (3 + num_pending) * channels + num_pending * 2 * 8 + state
-        expected = {"recurrent states of 4 requests (--max-num-seqs)": 5 * 3 * 4 * numbers}
+        expected = {
+            "recurrent states of 4 requests (--max-num-seqs)": 5 * 3 * 4 * numbers,
+            "4 snapshots of recurrent states (state_snapshots)": 4 * 3 * 4 * numbers,
+        }
         assert _states(made, Speculation.from_vllm(made)) == expected
+        made.additional_config = {"gaudi_spec": {"state_snapshots": 7}}
+        assert sum(_states(made, Speculation.from_vllm(made)).values()) == (5 + 7) * 3 * 4 * numbers
+        made.cache_config.enable_prefix_caching = False
+        assert sum(_states(made, Speculation.from_vllm(made)).values()) == 5 * 3 * 4 * numbers
 
 
 def test_batches_are_those_of_the_server() -> None:

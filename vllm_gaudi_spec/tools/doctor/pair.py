@@ -13,6 +13,7 @@ from vllm_gaudi_spec.config import (
     FLOAT32,
     FP8_KV,
     INT8,
+    Options,
     Speculation,
     UnsupportedConfigError,
     in_one_line,
@@ -24,7 +25,14 @@ from vllm_gaudi_spec.drafting.universal.pairs import ENOUGH, Pair, same_tokens
 from vllm_gaudi_spec.environment import cache_folder
 from vllm_gaudi_spec.quantization.config import cpu_weights_of
 from vllm_gaudi_spec.quantization.fingerprint import folder_of
-from vllm_gaudi_spec.recurrent.table import num_layers_with_kv, num_pending, state_bytes, states_of
+from vllm_gaudi_spec.recurrent.table import (
+    num_layers_with_kv,
+    num_pending,
+    num_snapshots,
+    snapshots_of,
+    state_bytes,
+    states_of,
+)
 from vllm_gaudi_spec.refusals import weight_files
 from vllm_gaudi_spec.tools.doctor.findings import NOTE, OK, PROBLEM, WARNING, Finding
 from vllm_gaudi_spec.tools.estimate.outline import tensor_sizes
@@ -203,8 +211,11 @@ def _drafting(vllm_config: VllmConfig, speculation: Speculation | None, drafter:
 def _states(vllm_config: VllmConfig, speculation: Speculation | None) -> dict[str, int]:
     """What recurrent layers keep of requests."""
     rows = vllm_config.scheduler_config.max_num_seqs
-    num_bytes = state_bytes(vllm_config, rows + 1, num_pending(speculation.num_drafts if speculation else 0))
-    return {states_of(rows): num_bytes} if num_bytes else {}
+    slots = num_snapshots(vllm_config, Options.from_vllm(vllm_config).state_snapshots)
+    pending = num_pending(speculation.num_drafts if speculation else 0)
+    sizes = {states_of(rows): rows + 1, snapshots_of(slots): slots}
+    found = {name: state_bytes(vllm_config, count, pending) for name, count in sizes.items()}
+    return {name: num_bytes for name, num_bytes in found.items() if num_bytes}
 
 
 def _kv_bytes(model: ModelConfig, vllm_config: VllmConfig) -> int:

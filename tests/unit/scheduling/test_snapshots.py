@@ -1,0 +1,317 @@
+"""Which prefix has a snapshot of its recurrent state, where prompts' chunks end for that, and what vLLM's scheduler
+makes of both."""
+
+from __future__ import annotations
+
+import inspect
+from itertools import product
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+from vllm import SamplingParams
+from vllm.utils.hashing import sha256
+from vllm.v1.core.kv_cache_utils import get_request_block_hasher, init_none_hash
+from vllm.v1.core.sched.scheduler import Scheduler
+from vllm.v1.kv_cache_interface import FullAttentionSpec, SlidingWindowSpec
+from vllm.v1.request import Request
+
+from tests.support.schedulers import answer, scheduler_of
+from vllm_gaudi_spec import compat
+from vllm_gaudi_spec.config import Options, UnsupportedConfigError
+from vllm_gaudi_spec.platforms.base import _keep_states_by_request
+from vllm_gaudi_spec.recurrent.table import num_snapshots
+from vllm_gaudi_spec.scheduling.outputs import SpecSchedulerOutput
+from vllm_gaudi_spec.scheduling.scheduler import SpecAsyncScheduler, SpecScheduler, _keeps_all
+from vllm_gaudi_spec.scheduling.snapshots import Snapshots
+
+BLOCK = 16
+
+
+def prompt(text: str, junction: int = 0) -> Any:
+    """A letter is a block of tokens; one more token follows, for which a prompt is always computed."""
+    hashes = [text[: end + 1] for end in range(len(text))]
+    return SimpleNamespace(num_tokens=BLOCK * len(text) + 1, block_hashes=hashes, shared_prefix_boundary=junction)
+
+
+def table(num_slots: int, **options: Any) -> Snapshots:
+    return Snapshots(num_slots, block_size=BLOCK, hash_size=BLOCK, **options)
+
+
+def kept(snapshots: Snapshots, text: str) -> int | None:
+    """The slot of a prompt's state before its last token."""
+    return snapshots.keep(prompt(text), 0, BLOCK * len(text))
+
+
+# --- the table ---
+
+
+def test_a_hit_is_cut_to_the_longest_border_with_a_snapshot() -> None:
+    snapshots = table(4)
+    kept(snapshots, "ab")
+    kept(snapshots, "abcd")
+    for num_found, expected in ((5 * BLOCK, 4), (4 * BLOCK, 4), (4 * BLOCK - 1, 2), (2 * BLOCK, 2), (BLOCK, 0), (0, 0)):
+        assert snapshots.longest(prompt("abcde"), num_found) == expected * BLOCK
+    assert snapshots.longest(prompt("abxde"), 5 * BLOCK) == 2 * BLOCK, "another prompt from the third block on"
+    assert snapshots.longest(prompt("xbcde"), 5 * BLOCK) == 0
+
+
+def test_a_border_has_one_slot() -> None:
+    snapshots = table(4)
+    slot = kept(snapshots, "ab")
+    assert kept(snapshots, "ab") is None, "the state is there"
+    assert snapshots.use(prompt("abc"), 2 * BLOCK) == slot
+    assert len(snapshots) == 1
+
+
+def test_the_slot_that_was_used_least_recently_is_given_away() -> None:
+    snapshots = table(3)
+    slots = {text: kept(snapshots, text) for text in "abc"}
+    assert len(set(slots.values())) == 3
+    snapshots.use(prompt("a"), BLOCK)
+    assert kept(snapshots, "d") == slots["b"]
+    assert kept(snapshots, "e") == slots["c"]
+    found = {text: snapshots.longest(prompt(text), BLOCK) for text in "abcde"}
+    assert found == {"a": BLOCK, "b": 0, "c": 0, "d": BLOCK, "e": BLOCK}
+
+
+def test_no_slot_is_written_that_the_same_step_reads() -> None:
+    """It would be right all the same, since reads come first; but a request of the next step may want it."""
+    snapshots = table(2)
+    first, second = kept(snapshots, "a"), kept(snapshots, "b")
+    assert snapshots.use(prompt("a"), BLOCK) == first
+    assert kept(snapshots, "c") == second
+
+
+def test_where_chunks_of_a_long_prompt_happen_to_end_takes_one_slot_at_most() -> None:
+    snapshots, long = table(3), prompt("abcdefgh")
+    kept(snapshots, "x")
+    slots = [snapshots.keep(long, BLOCK * at, BLOCK * (at + 1)) for at in range(7)]
+    assert snapshots.longest(prompt("x"), BLOCK) == BLOCK
+    assert len(set(slots)) == 2
+    assert snapshots.longest(long, 7 * BLOCK) == 7 * BLOCK, "the newest of them"
+    snapshots.use(long, 7 * BLOCK)
+    kept(snapshots, "y")
+    assert snapshots.longest(long, 7 * BLOCK) == 7 * BLOCK, "once used it is as good as others"
+
+
+def test_what_is_not_kept() -> None:
+    snapshots, one = table(4), prompt("ab")
+    assert snapshots.keep(one, 0, BLOCK + 3) is None, "no border"
+    assert snapshots.keep(one, 2 * BLOCK, 2 * BLOCK + 1) is None, "the last token is decoded"
+    exact = SimpleNamespace(num_tokens=2 * BLOCK, block_hashes=one.block_hashes, shared_prefix_boundary=0)
+    assert snapshots.keep(exact, 2 * BLOCK - 1, 2 * BLOCK) is None, "and so is it where it ends a block"
+    assert len(snapshots) == 0
+    assert snapshots.keep(exact, BLOCK, 2 * BLOCK) is not None, "the whole prompt, for the next turn of a chat"
+
+
+def test_all_slots_are_free_after_a_reset() -> None:
+    snapshots = table(2)
+    slots = {kept(snapshots, "a"), kept(snapshots, "b")}
+    snapshots.clear()
+    assert snapshots.longest(prompt("a"), BLOCK) == 0
+    assert {kept(snapshots, "c"), kept(snapshots, "d")} == slots
+
+
+# --- where a chunk ends ---
+
+
+@pytest.mark.parametrize(
+    ("start", "num_new", "num_tokens", "junction", "expected"),
+    [
+        (0, 40, 40, 0, 32),  # the last border
+        (32, 8, 40, 0, 8),
+        (0, 48, 48, 0, 32),  # a prompt computes its last token at least, so it may not start from its end
+        (0, 10, 10, 0, 10),
+        (0, 16, 16, 0, 16),
+        (0, 30, 100, 0, 16),  # a border before the end of the budget
+        (16, 9, 100, 0, 9),  # none within it
+        (20, 30, 100, 0, 28),
+        (0, 90, 100, 32, 32),  # where another prompt went on otherwise
+        (32, 68, 100, 32, 64),
+        (0, 90, 100, 37, 32),
+        (99, 1, 100, 0, 1),  # a decode
+        (99, 4, 100, 0, 4),  # with placeholders of drafts
+        (120, 4, 100, 0, 4),
+    ],
+)
+def test_a_chunk_ends_at_a_border(start: int, num_new: int, num_tokens: int, junction: int, expected: int) -> None:
+    request: Any = SimpleNamespace(num_tokens=num_tokens, shared_prefix_boundary=junction)
+    assert table(1).cut(request, start, num_new) == expected
+
+
+def test_with_a_head_the_last_border_is_a_block_earlier() -> None:
+    request: Any = SimpleNamespace(num_tokens=40, shared_prefix_boundary=0)
+    assert table(1, drops_a_block=True).cut(request, 0, 40) == 16
+    assert table(1, drops_a_block=True).cut(request, 16, 24) == 24
+
+
+# --- how many ---
+
+
+@pytest.mark.parametrize(
+    ("has_states", "is_on", "max_seqs", "requested", "expected"),
+    [
+        (True, True, 8, None, 8),
+        (True, True, 256, None, 32),
+        (True, True, 8, 100, 100),
+        (True, False, 8, 100, 0),
+        (False, True, 8, None, 0),
+    ],
+)
+def test_as_many_as_requests_or_as_asked_for(
+    has_states: bool, is_on: bool, max_seqs: int, requested: int | None, expected: int
+) -> None:
+    config: Any = SimpleNamespace(
+        model_config=SimpleNamespace(is_hybrid=has_states, is_attention_free=False),
+        cache_config=SimpleNamespace(enable_prefix_caching=is_on),
+        scheduler_config=SimpleNamespace(max_num_seqs=max_seqs),
+    )
+    assert num_snapshots(config, requested) == expected
+
+
+def test_none_is_no_number_of_them() -> None:
+    config: Any = SimpleNamespace(additional_config={"gaudi_spec": {"state_snapshots": 0}})
+    with pytest.raises(UnsupportedConfigError, match="state_snapshots must be 1 or more"):
+        Options.from_vllm(config)
+
+
+def test_vllms_own_caching_of_states_is_off() -> None:
+    """The prefix cache is as vLLM has it."""
+    model = SimpleNamespace(is_hybrid=True, is_attention_free=False, max_model_len=512)
+    for is_on, mode in product((True, False), ("align", "all", "none")):
+        cache = SimpleNamespace(enable_prefix_caching=is_on, mamba_cache_mode=mode, mamba_block_size=16)
+        config: Any = SimpleNamespace(model_config=model, cache_config=cache)
+        _keep_states_by_request(config)
+        assert (cache.enable_prefix_caching, cache.mamba_cache_mode, cache.mamba_block_size) == (is_on, "none", 512)
+
+
+# --- in vLLM's scheduler ---
+
+
+def test_vllm_still_asks_there() -> None:
+    parameters = list(inspect.signature(Scheduler._mamba_block_aligned_split).parameters)
+    assert parameters == list(inspect.signature(SpecScheduler._mamba_block_aligned_split).parameters)
+    source = inspect.getsource(Scheduler.schedule)
+    assert source.count("self._mamba_block_aligned_split(") == 2
+    assert source.count("if self.need_mamba_block_aligned_split:") == 2
+    assert source.count("self._get_local_prefix_cache_hit(request)") == 1
+    assert "request.shared_prefix_boundary,\n" in source
+    assert "aligned_split" not in inspect.getsource(Scheduler._update_after_schedule)
+
+
+def test_only_layers_that_keep_all_kv_can_be_cut() -> None:
+    """`truncate_computed_blocks` slices."""
+    common: Any = dict(block_size=BLOCK, num_kv_heads=1, head_size=8, dtype=torch.float32)
+    assert _keeps_all(FullAttentionSpec(**common))
+    assert not _keeps_all(SlidingWindowSpec(**common, sliding_window=32))
+
+
+SYSTEM = list(range(2, 2 + 5 * BLOCK))
+
+
+class Engine:
+    """A scheduler with some slots, and a worker that says 1."""
+
+    def __init__(self, kind: type[SpecScheduler], folder: Path, num_slots: int = 8, **options: Any) -> None:
+        compat.apply()
+        init_none_hash(sha256)
+        self.scheduler: Any = scheduler_of(kind, folder, max_num_batched_tokens=512, max_num_seqs=4, **options)
+        self.scheduler.keep_snapshots(num_slots)
+        self.content: dict[int, tuple[int, ...]] = {}
+        """By slot: the tokens whose state it has."""
+        self.num_asked = self.num_found = 0
+        """Tokens, in vLLM's metrics of the prefix cache."""
+
+    def run(self, name: str, tokens: list[int]) -> tuple[int, list[int]]:
+        """How many of its tokens are not computed, and where chunks end."""
+        hasher = get_request_block_hasher(BLOCK, sha256)
+        request = Request(name, tokens, SamplingParams(max_tokens=1), None, block_hasher=hasher)
+        self.scheduler.add_request(request)
+        ends, starts = [], []
+        while name in self.scheduler.requests:
+            scheduled: SpecSchedulerOutput = self.scheduler.schedule()
+            if count := scheduled.num_scheduled_tokens.get(name):
+                ends.append(request.num_computed_tokens)
+                starts.append(ends[-1] - count)
+                self.check_copies(scheduled, tokens, name, starts[-1], ends[-1])
+            new = {req_id: [1] if ends[-1] >= len(tokens) else [] for req_id in scheduled.num_scheduled_tokens}
+            stats = self.scheduler.update_from_output(scheduled, answer(new, {}))[0].scheduler_stats
+            self.num_asked += stats.prefix_cache_stats.queries
+            self.num_found += stats.prefix_cache_stats.hits
+        return starts[0], ends
+
+    def check_copies(self, scheduled: SpecSchedulerOutput, tokens: list[int], name: str, start: int, end: int) -> None:
+        if (slot := scheduled.state_loads.get(name)) is not None:
+            assert self.content[slot] == tuple(tokens[:start]), "a request starts from the state of its own text"
+        elif start:
+            assert end - start < len(tokens), "what it goes on from is its row's"
+        if (slot := scheduled.state_saves.get(name)) is not None:
+            self.content[slot] = tuple(tokens[:end])
+
+
+@pytest.mark.parametrize("kind", [SpecScheduler, SpecAsyncScheduler])
+def test_the_second_prompt_leaves_what_the_third_starts_from(kind: Any, tmp_path: Path) -> None:
+    """They begin alike, and go on otherwise."""
+    engine = Engine(kind, tmp_path)
+    first, second, third = ([*SYSTEM, *[200 + at] * 40] for at in range(3))
+    assert engine.run("1", first) == (0, [112, 120])
+    assert engine.run("2", second) == (0, [80, 112, 120])
+    assert engine.run("3", third) == (80, [112, 120])
+    assert engine.run("1 again", first) == (112, [120])
+    assert (engine.num_asked, engine.num_found) == (4 * 120, 80 + 112), "what was found and not used is no hit"
+
+
+def test_the_next_turn_of_a_chat_starts_from_the_last_prompt(tmp_path: Path) -> None:
+    engine = Engine(SpecScheduler, tmp_path)
+    engine.run("1", [*SYSTEM, 200, 201])
+    assert engine.run("2", [*SYSTEM, 200, 201, 1, *[202] * 40])[0] == 80
+
+
+def test_a_slot_that_was_given_away_is_no_hit(tmp_path: Path) -> None:
+    engine = Engine(SpecScheduler, tmp_path, num_slots=1)
+    engine.run("1", [*SYSTEM, 200])
+    engine.run("2", [*SYSTEM[::-1], 200])
+    assert engine.run("1 again", [*SYSTEM, 200])[0] == 0
+    assert engine.run("1 once more", [*SYSTEM, 200])[0] == 80
+
+
+def test_blocks_that_were_given_away_are_no_hit_either(tmp_path: Path) -> None:
+    """There are 31 blocks of KV."""
+    engine = Engine(SpecScheduler, tmp_path)
+    engine.run("1", [*SYSTEM, 200])
+    engine.run("2", list(range(480)))
+    assert engine.run("1 again", [*SYSTEM, 200])[0] < 80
+
+
+def test_a_reset_forgets_the_states(tmp_path: Path) -> None:
+    engine = Engine(SpecScheduler, tmp_path)
+    engine.run("1", [*SYSTEM, 200])
+    assert engine.scheduler.reset_prefix_cache()
+    assert engine.run("1 again", [*SYSTEM, 200])[0] == 0
+
+
+def test_a_request_that_may_not_read_the_cache_starts_anew(tmp_path: Path) -> None:
+    """As one that wants log-probabilities of its prompt."""
+    engine = Engine(SpecScheduler, tmp_path)
+    engine.run("1", [*SYSTEM, 200])
+    request = Request("2", [*SYSTEM, 200], SamplingParams(max_tokens=1, prompt_logprobs=1), None)
+    assert engine.scheduler._get_local_prefix_cache_hit(request)[1] == 0
+
+
+@pytest.mark.parametrize("kind", [SpecScheduler, SpecAsyncScheduler])
+def test_models_without_kv_are_found_by_their_snapshots(kind: Any, tmp_path: Path) -> None:
+    engine = Engine(kind, tmp_path, groups=[])
+    assert engine.run("1", [*SYSTEM, 200])[0] == 0
+    assert engine.run("1 again", [*SYSTEM, 200])[0] == 80
+    assert engine.run("2", [*SYSTEM[:40], *[200] * 60])[0] == 0
+
+
+def test_without_states_nothing_changes(tmp_path: Path) -> None:
+    compat.apply()
+    scheduler: Any = scheduler_of(SpecScheduler, tmp_path)
+    assert scheduler._snapshots is None
+    assert not scheduler.need_mamba_block_aligned_split
+    assert scheduler.kv_cache_manager.enable_caching == scheduler.cache_config.enable_prefix_caching
