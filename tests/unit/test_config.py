@@ -790,6 +790,8 @@ def test_parts_of_kimi_k3_are_refused(
     [
         ("cpu", "eager", "Zamba2ForCausalLM", False),
         ("hpu", "lazy", "Zamba2ForCausalLM", False),
+        ("hpu", "lazy", "KimiLinearForCausalLM", False),
+        ("hpu", "lazy", "NemotronHPuzzleForCausalLM", True),
         ("hpu", "compiled", "NemotronHForCausalLM", False),
         ("hpu", "compiled", "Mamba2ForCausalLM", True),
         ("npu", "captured", "Qwen3NextForCausalLM", False),
