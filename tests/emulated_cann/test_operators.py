@@ -32,6 +32,7 @@ OPERATORS: dict[str, Callable[[Callable[[torch.Tensor], torch.Tensor]], torch.Te
     "clamp both": lambda to: to(A).clamp(-1, 1),
     "where": lambda to: torch.where(to(M), to(A), 0),
     "reductions": lambda to: torch.stack([to(A).amax(-1), to(A).amin(-1), to(A).sum(-1), to(A).logsumexp(-1)]),
+    "std": lambda to: to(A).std(-1) + to(A).std(-1, unbiased=False) + to(A).std(),
     "argmax": lambda to: to(A).argmax(-1),
     "any all": lambda to: torch.stack([to(M).any(-1), to(M).all(-1)]),
     "cumsum": lambda to: to(A).cumsum(-1),

@@ -21,7 +21,8 @@ class Recipe:
     published: dict[str, Any] = field(default_factory=dict)
     """What the config.json of published checkpoints has and the configuration class does not write."""
     renamed: tuple[tuple[str, str], ...] = ()
-    """Patterns of names of weights, and what published checkpoints have there. Weights of one name are joined."""
+    """Patterns of names of weights as transformers writes them, and what published checkpoints have there. Those of one
+    name are joined."""
     engine: dict[str, Any] = field(default_factory=dict)
     """Arguments of `LLM`."""
     embedding: float | None = None
@@ -573,7 +574,8 @@ TEXT: dict[str, Recipe] = {
             prefix_dense_intermediate_size=128,
             mlp_layer_types=["dense", "sparse", "sparse", "sparse"],
         ),
-        published=dict(first_k_dense_replace=1),
+        # vLLM's window has one token more than the configuration says.
+        published=dict(first_k_dense_replace=1, sliding_window=WINDOW - 1),
     ),
     "stablelm": Recipe(
         architecture="StableLmForCausalLM",
@@ -644,7 +646,12 @@ TEXT: dict[str, Recipe] = {
     ),
     "minimax-m2": Recipe(
         architecture="MiniMaxM2ForCausalLM",
-        config=shape(**LOCAL_EXPERTS, intermediate_size=64, use_qk_norm=True),
+        config=shape(
+            **LOCAL_EXPERTS,
+            intermediate_size=64,
+            use_qk_norm=True,
+            rope_parameters=dict(rope_type="default", rope_theta=10_000.0, partial_rotary_factor=0.5),
+        ),
         published=dict(rotary_dim=16, use_qk_norm=True, scoring_func="sigmoid", use_routing_bias=True),
     ),
     "laguna": Recipe(
@@ -717,6 +724,17 @@ TEXT: dict[str, Recipe] = {
 
 # ---- with layers that keep a state -----------------------------------------------------------------------
 
+NEMOTRON_H = shape(
+    num_hidden_layers=None,
+    layers_block_type=["mamba", "attention", "mlp"],
+    mamba_num_heads=8,
+    mamba_head_dim=32,
+    ssm_state_size=16,
+    n_groups=2,
+    chunk_size=16,
+    **LOW_STEPS,
+)
+NEMOTRON_H_PUBLISHED: dict[str, Any] = dict(hybrid_override_pattern="M*-", num_hidden_layers=3)
 STATEFUL: dict[str, Recipe] = {
     "qwen3-next": Recipe(
         architecture="Qwen3NextForCausalLM", config=shape(**EXPERTS, **LINEAR, shared_expert_intermediate_size=64)
@@ -751,19 +769,12 @@ STATEFUL: dict[str, Recipe] = {
             ),
         ),
     ),
-    "nemotron-h": Recipe(
+    "nemotron-h": Recipe(architecture="NemotronHForCausalLM", config=NEMOTRON_H, published=NEMOTRON_H_PUBLISHED),
+    # With blocks that are alike.
+    "nemotron-h-puzzle": Recipe(
         architecture="NemotronHForCausalLM",
-        config=shape(
-            num_hidden_layers=None,
-            layers_block_type=["mamba", "attention", "mlp"],
-            mamba_num_heads=8,
-            mamba_head_dim=32,
-            ssm_state_size=16,
-            n_groups=2,
-            chunk_size=16,
-            **LOW_STEPS,
-        ),
-        published=dict(hybrid_override_pattern="M*-", num_hidden_layers=3),
+        config=NEMOTRON_H,
+        published=NEMOTRON_H_PUBLISHED | dict(architectures=["NemotronHPuzzleForCausalLM"]),
     ),
     "falcon-h1": Recipe(
         architecture="FalconH1ForCausalLM",
@@ -847,20 +858,35 @@ STATEFUL: dict[str, Recipe] = {
     ),
     "olmo-hybrid": Recipe(
         architecture="OlmoHybridForCausalLM",
-        config=shape(**LINEAR | dict(linear_num_value_heads=4)),
+        config=shape(**LINEAR | dict(linear_num_value_heads=4), linear_allow_neg_eigval=True),
+        renamed=(
+            ("attention_layer_norm", "input_layernorm"),
+            (r"\.feedforward_layer_norm", ".post_attention_layernorm"),
+        ),
     ),
     "kimi-linear": Recipe(
         architecture="KimiLinearForCausalLM",
         config=shape(
             **LATENT | dict(q_lora_rank=None),
+            num_hidden_layers=3,
             num_local_experts=4,
             num_experts_per_tok=2,
             moe_intermediate_size=32,
-            layer_types=["linear_attention", "full_attention"],
+            layer_types=["linear_attention", "full_attention", "linear_attention"],
             linear_head_dim=16,
             linear_num_heads=4,
-            mlp_layer_types=["dense", "sparse"],
+            mlp_layer_types=["dense", "sparse", "sparse"],
         ),
+        published=dict(
+            layer_types=None,
+            linear_attn_config=dict(
+                kda_layers=[1, 3], full_attn_layers=[2], head_dim=16, num_heads=4, short_conv_kernel_size=4
+            ),
+            mla_use_nope=True,
+            first_k_dense_replace=1,
+            moe_router_activation_func="sigmoid",
+        ),
+        renamed=((r"(layers\.0\.)block_sparse_moe", r"\1mlp"),),
     ),
 }
 
@@ -1149,6 +1175,13 @@ POOLING: dict[str, Recipe] = {
     ),
     "llama-classify": Recipe(
         architecture="LlamaForSequenceClassification", config=shape(num_labels=3, pad_token_id=1), pooling="classify"
+    ),
+    "jamba-classify": Recipe(
+        architecture="JambaForSequenceClassification",
+        config=STATEFUL["jamba"].config | dict(num_labels=3),
+        pooling="classify",
+        # vLLM gives what the probabilities are made of, unless it is asked for these.
+        engine=dict(pooler_config=dict(use_activation=True)),
     ),
     "gpt2-classify": Recipe(
         architecture="GPT2ForSequenceClassification",

@@ -21,7 +21,7 @@ from typing import Any
 
 import torch
 import transformers
-from safetensors.torch import save_file
+from safetensors.torch import load_file, save_file
 from torch import nn
 
 from tests.full_tests import tiny_models
@@ -86,7 +86,7 @@ def write(recipe: Recipe, folder: Path) -> None:
     folder.mkdir(parents=True)
     model.save_pretrained(folder)
     if recipe.renamed:
-        rename(model, recipe.renamed, folder)
+        rename(recipe.renamed, folder)
     tiny_models.byte_tokenizer().save_pretrained(folder)
     if recipe.format is not None:
         plain = folder.parent / "plain"
@@ -109,10 +109,10 @@ def write(recipe: Recipe, folder: Path) -> None:
                     (folder / name).write_text(json.dumps(reference(model)))
 
 
-def rename(model: nn.Module, patterns: Sequence[tuple[str, str]], folder: Path) -> None:
+def rename(patterns: Sequence[tuple[str, str]], folder: Path) -> None:
     """Writes the weights again, by other names; those that get the same one are joined."""
     found: dict[str, torch.Tensor] = {}
-    for name, tensor in model.state_dict().items():
+    for name, tensor in load_file(folder / "model.safetensors").items():
         for pattern, theirs in patterns:
             name = re.sub(pattern, theirs, name)
         found[name] = torch.cat((found[name], tensor)) if name in found else tensor

@@ -766,10 +766,32 @@ def test_gemma3n_without_its_package_is_refused(tmp_path: Path, monkeypatch: pyt
 
 
 @pytest.mark.parametrize(
+    ("parts", "attn_res_block_size", "named"),
+    [
+        ({}, None, None),
+        (dict(use_full_rank_gate=True), None, "use_full_rank_gate"),
+        (dict(gate_lower_bound=-5.0), None, "gate_lower_bound"),
+        ({}, 4, "attn_res_block_size"),
+    ],
+)
+def test_parts_of_kimi_k3_are_refused(
+    parts: dict[str, Any], attn_res_block_size: int | None, named: str | None
+) -> None:
+    """Its text shares class and configuration with Kimi Linear."""
+    config = SimpleNamespace(linear_attn_config=parts, attn_res_block_size=attn_res_block_size)
+    model: Any = SimpleNamespace(model="m", architectures=["KimiLinearForCausalLM"], hf_text_config=config)
+    found = list(models._kimi_refusals(model))
+    assert len(found) == (named is not None)
+    assert all(f"m has {named}, as Kimi K3" in line for line in found)
+
+
+@pytest.mark.parametrize(
     ("device", "mode", "architecture", "refused"),
     [
         ("cpu", "eager", "Zamba2ForCausalLM", False),
         ("hpu", "lazy", "Zamba2ForCausalLM", False),
+        ("hpu", "lazy", "KimiLinearForCausalLM", False),
+        ("hpu", "lazy", "NemotronHPuzzleForCausalLM", True),
         ("hpu", "compiled", "NemotronHForCausalLM", False),
         ("hpu", "compiled", "Mamba2ForCausalLM", True),
         ("npu", "captured", "Qwen3NextForCausalLM", False),

@@ -18,12 +18,16 @@ from vllm_gaudi_spec.compat.configuration import (
 )
 from vllm_gaudi_spec.compat.distribution import answer_for_vllm_distribution
 from vllm_gaudi_spec.compat.domain_libraries import admit_domain_libraries_of_other_builds
+from vllm_gaudi_spec.compat.experts import score_cpu_experts_by_sigmoid
 from vllm_gaudi_spec.compat.loading import (
     answer_accelerator_calls,
     choose_cpu_linears,
+    construct_olmo_hybrid_without_triton,
     device_type_while_loading,
+    load_convolutions_of_olmo_hybrid,
     read_weights,
     refuse_pickled_weights,
+    take_kimi_linear_of_plain_layers,
 )
 from vllm_gaudi_spec.compat.messages import end_errors_with_their_message, quiet_our_scheduler, share_vllm_logging
 from vllm_gaudi_spec.compat.metrics import carry_metrics, list_metrics_of_ours
@@ -62,6 +66,7 @@ __all__ = [
     "ray_workers",
     "read_weights",
     "return_attention_outputs",
+    "score_cpu_experts_by_sigmoid",
     "tensor_parallel_group",
 ]
 
@@ -89,9 +94,11 @@ def apply() -> None:
 _GEMMA3N = (add_to_states_of_gemma3n, embed_tokens_by_layer_in_gemma3n)
 _BY_ARCHITECTURE = {
     "FalconH1ForCausalLM": (scale_gates_of_falcon_h1,),
+    "KimiLinearForCausalLM": (take_kimi_linear_of_plain_layers,),
     "MiniCPM3ForCausalLM": (join_keys_of_minicpm3,),
     "Gemma3nForCausalLM": _GEMMA3N,
     "Gemma3nForConditionalGeneration": (*_GEMMA3N, take_tokens_in_gemma3n),
+    "OlmoHybridForCausalLM": (construct_olmo_hybrid_without_triton, load_convolutions_of_olmo_hybrid),
 }
 
 

@@ -116,3 +116,48 @@ def choose_cpu_linears(choose: Callable[..., None]) -> None:
     from vllm.model_executor.layers import utils
 
     wrap(utils, "dispatch_cpu_unquantized_gemm", choose)
+
+
+def take_kimi_linear_of_plain_layers() -> None:
+    """Let vLLM load the class of Kimi Linear that it has for ROCm.
+
+    Reason: vLLM has two. The other one, for every platform but ROCm and TPU, is made of CUDA streams and of an
+    attention layer around CUDA kernels. This one has layers that a platform can replace.
+    Remove when: the class that upstream takes for an out-of-tree platform uses `MLAAttention`.
+    """
+    from vllm.models import kimi_k3
+    from vllm.models.kimi_k3.amd.linear import KimiLinearForCausalLM
+
+    kimi_k3.KimiLinearForCausalLM = KimiLinearForCausalLM
+
+
+def construct_olmo_hybrid_without_triton() -> None:
+    """Let the recurrent layers of OLMo Hybrid be constructed where there is no Triton.
+
+    Reason: their constructor sets Triton's allocator for kernels that do not run here, and ends with an AttributeError.
+    Remove when: upstream sets it where it calls them.
+    """
+    from vllm.model_executor.layers.mamba.gdn import olmo_gdn_linear_attn
+
+    wrap(olmo_gdn_linear_attn, "set_triton_allocator", do_nothing)
+
+
+def load_convolutions_of_olmo_hybrid() -> None:
+    """Let OLMo Hybrid's loader know which of a layer's three convolutions a weight is.
+
+    Reason: upstream notes it on the tensor, where its linear layers look. A convolution's parameter has a loader of its
+    own, which takes it as an argument that it is not given, and ends with a TypeError.
+    Remove when: `AutoWeightsLoader` passes it to parameters, or that loader looks at the tensor.
+    """
+    from vllm.model_executor.layers.mamba.gdn import olmo_gdn_linear_attn
+
+    wrap(olmo_gdn_linear_attn, "_make_fused_conv1d_weight_loader", _looking_at_the_tensor)
+
+
+def _looking_at_the_tensor(original: Callable[..., Any], *sizes: Any) -> Callable[..., None]:
+    load = original(*sizes)
+
+    def weight_loader(parameter: Any, weight: Any, shard: int | None = None) -> None:
+        load(parameter, weight, weight.shard_id if shard is None else shard)
+
+    return weight_loader

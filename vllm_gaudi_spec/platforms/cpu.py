@@ -58,6 +58,11 @@ class CpuSpecPlatform(SpecPlatform, CpuPlatform):
         return "vllm_gaudi_spec.devices.cpu.communicator.CpuSpecCommunicator"
 
     @classmethod
+    def register_triton_kernel_overrides(cls) -> None:
+        """A no-op: those are kernels of vLLM's runner and sampler, which are not used here. Looking for them in every
+        module ends with an AttributeError where one has llvmlite's functions, as Kimi Linear's class brings."""
+
+    @classmethod
     def import_ir_kernels(cls) -> None:
         """Each worker calls it before it loads a model."""
         super().import_ir_kernels()
@@ -66,6 +71,7 @@ class CpuSpecPlatform(SpecPlatform, CpuPlatform):
 
         compat.choose_cpu_linears(cpu_linear.pack)
         compat.assign_cpu_experts()
+        compat.score_cpu_experts_by_sigmoid()
 
     @classmethod
     def get_default_ir_op_priority(cls, vllm_config: VllmConfig) -> IrOpPriorityConfig:

@@ -6,11 +6,14 @@ between is `LayerState.follow`. Letters as in `scans.py`; D heads of keys, S siz
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any
 
 import torch
 from torch.nn import functional as F
 from vllm.forward_context import get_forward_context
+from vllm.model_executor.layers.mamba.gdn.kimi_gdn_linear_attn import KimiGatedDeltaNetAttention
+from vllm.model_executor.layers.mamba.gdn.olmo_gdn_linear_attn import OlmoHybridGatedDeltaNetAttention
 from vllm.model_executor.layers.mamba.gdn.qwen_gdn_linear_attn import QwenGatedDeltaNetAttention
 from vllm.model_executor.layers.mamba.mamba_mixer import MambaMixer
 from vllm.model_executor.layers.mamba.mamba_mixer2 import MambaMixer2
@@ -58,10 +61,23 @@ def _heads(tensor: torch.Tensor, groups: int, num_heads: int) -> torch.Tensor:
     return tensor.expand(*tensor.shape[:-2], num_heads // groups, -1).flatten(2, 3)
 
 
-# The class of vLLM's registry is the one whose name its models call.
-@QwenGatedDeltaNetAttention.register_oot
-class GatedDeltaNet(RecurrentLayer, QwenGatedDeltaNetAttention):
-    """Of Qwen3-Next, and of the text of Qwen3.5."""
+class DeltaNet(RecurrentLayer):
+    """Gated delta nets of one decay for each head."""
+
+    conv_dim: int
+    conv_kernel_size: int
+    num_k_heads: int
+    num_v_heads: int
+    head_k_dim: int
+    head_v_dim: int
+    key_dim: int
+    value_dim: int
+    tp_size: int
+    A_log: torch.Tensor
+    dt_bias: torch.Tensor
+    get_state_dtype: Callable[[], tuple[torch.dtype, ...]]
+    allow_neg_eigval = False
+    """Whether a value may be taken away from twice, so that what a key read changes its sign."""
 
     def layer_shape(self) -> LayerShape:
         dtypes = self.get_state_dtype()
@@ -75,6 +91,31 @@ class GatedDeltaNet(RecurrentLayer, QwenGatedDeltaNetAttention):
             state_dtype=dtypes[1],
         )
 
+    def recur(
+        self, convolved_BQC: torch.Tensor, gates_BQG: torch.Tensor | None, is_real_BQ: torch.Tensor, state: torch.Tensor
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        assert gates_BQG is not None
+        groups, num_heads = self.num_k_heads // self.tp_size, self.num_v_heads // self.tp_size
+        key_size, value_size = self.key_dim // self.tp_size, self.value_dim // self.tp_size
+        query, key, value = _real(F.silu(convolved_BQC), is_real_BQ).split([key_size, key_size, value_size], dim=-1)
+        b_BQH, a_BQH = gates_BQG.float().chunk(2, dim=-1)
+        decay_BQH = -self.A_log.float().exp() * F.softplus(a_BQH + self.dt_bias.float())
+        beta_BQH = b_BQH.sigmoid() * 2 if self.allow_neg_eigval else b_BQH.sigmoid()
+        return scan(
+            _normed(_heads(query, groups, num_heads)) * self.head_k_dim**-0.5,
+            _normed(_heads(key, groups, num_heads)),
+            _heads(value, num_heads, num_heads),
+            _real(decay_BQH, is_real_BQ).unsqueeze(-1),
+            state,
+            _real(beta_BQH, is_real_BQ),
+        )
+
+
+# The class of vLLM's registry is the one whose name its models call.
+@QwenGatedDeltaNetAttention.register_oot
+class GatedDeltaNet(DeltaNet, QwenGatedDeltaNetAttention):
+    """Of Qwen3-Next, and of the text of Qwen3.5."""
+
     def forward(self, hidden_states: torch.Tensor) -> torch.Tensor:
         qkvz, _ = self.in_proj_qkvz(hidden_states)
         ba, _ = self.in_proj_ba(hidden_states)
@@ -87,20 +128,61 @@ class GatedDeltaNet(RecurrentLayer, QwenGatedDeltaNetAttention):
             b, a = self.split_ba(ba)
         return self._output_projection(self.follow(qkv, torch.cat((b, a), dim=-1), self.conv1d), gate)
 
+
+@OlmoHybridGatedDeltaNetAttention.register_oot
+class OlmoDeltaNet(DeltaNet, OlmoHybridGatedDeltaNetAttention):
+    """Of OLMo Hybrid."""
+
+    def forward(self, hidden_states: torch.Tensor, output: torch.Tensor) -> None:
+        sizes = [self.conv_dim // self.tp_size, self.value_dim // self.tp_size]
+        qkv, gate = self.in_proj_qkvg(hidden_states)[0].split(sizes, dim=-1)
+        gates = torch.cat((self.b_proj(hidden_states)[0], self.a_proj(hidden_states)[0]), dim=-1)
+        read_THV = self.follow(qkv, gates, self.conv1d)
+        normed_THV = self.o_norm(read_THV, gate.unflatten(-1, (-1, self.head_v_dim)))
+        output.copy_(self.o_proj(normed_THV.flatten(1))[0])
+
+
+@KimiGatedDeltaNetAttention.register_oot
+class KimiDeltaAttention(RecurrentLayer, KimiGatedDeltaNetAttention):
+    """Of Kimi Linear: each number of a key has a decay of its own."""
+
+    def layer_shape(self) -> LayerShape:
+        dtypes = self.get_state_dtype()
+        num_heads, size = self.local_num_heads, self.head_dim
+        return LayerShape(
+            num_channels=3 * self.local_projection_size,
+            num_taps=self.conv_size,
+            num_gates=num_heads * (1 + size),
+            state=(num_heads, size, size),
+            dtype=dtypes[0],
+            state_dtype=dtypes[1],
+        )
+
+    def forward(self, hidden_states: torch.Tensor, positions: torch.Tensor) -> torch.Tensor:
+        """Positions are in the states."""
+        sizes = [3 * self.local_projection_size, self.local_num_heads, self.head_dim]
+        qkv, beta, decay = self.in_proj_qkvgfab(hidden_states)[0].split(sizes, dim=-1)
+        gates = torch.cat((beta, self.f_b_proj(decay)[0]), dim=-1)
+        gate = self.g_b_proj(self.g_a_proj(hidden_states)[0])[0]
+        normed_THV = self.o_norm(self.follow(qkv, gates, self.conv1d), gate.unflatten(-1, (-1, self.head_dim)))
+        output: torch.Tensor = self.o_proj(normed_THV.flatten(1))[0]
+        return output
+
     def recur(
         self, convolved_BQC: torch.Tensor, gates_BQG: torch.Tensor | None, is_real_BQ: torch.Tensor, state: torch.Tensor
     ) -> tuple[torch.Tensor, torch.Tensor]:
         assert gates_BQG is not None
-        groups, num_heads = self.num_k_heads // self.tp_size, self.num_v_heads // self.tp_size
-        key_size, value_size = self.key_dim // self.tp_size, self.value_dim // self.tp_size
-        query, key, value = _real(F.silu(convolved_BQC), is_real_BQ).split([key_size, key_size, value_size], dim=-1)
-        b_BQH, a_BQH = gates_BQG.float().chunk(2, dim=-1)
-        decay_BQH = -self.A_log.float().exp() * F.softplus(a_BQH + self.dt_bias.float())
+        num_heads = self.local_num_heads
+        query, key, value = (
+            part.unflatten(-1, (num_heads, -1)) for part in _real(F.silu(convolved_BQC), is_real_BQ).chunk(3, dim=-1)
+        )
+        b_BQH, a_BQC = gates_BQG.float().split([num_heads, self.local_projection_size], dim=-1)
+        steps_BQHK = F.softplus(a_BQC + self.dt_bias.float()).unflatten(-1, (num_heads, -1))
         return scan(
-            _normed(_heads(query, groups, num_heads)) * self.head_k_dim**-0.5,
-            _normed(_heads(key, groups, num_heads)),
-            _heads(value, num_heads, num_heads),
-            _real(decay_BQH, is_real_BQ),
+            _normed(query) * self.head_dim**-0.5,
+            _normed(key),
+            value,
+            _real(-self.A_log.float().exp().unsqueeze(-1) * steps_BQHK, is_real_BQ),
             state,
             _real(b_BQH.sigmoid(), is_real_BQ),
         )
@@ -147,7 +229,7 @@ class Mamba2(RecurrentLayer, MambaMixer2):
             _heads(query, groups, num_heads),
             _heads(key, groups, num_heads),
             value_BQHV * step_BQH.unsqueeze(-1),
-            step_BQH * self.A.float(),
+            (step_BQH * self.A.float()).unsqueeze(-1),
             state,
         )
         return (out_BQHV + value_BQHV * self.D.float()[:, None]).flatten(2), state

@@ -2,9 +2,12 @@
 
 B  rows      Q  positions         C  channels of a convolution     W  its taps     L  positions of a chunk
 H  heads     K  size of a key     V  size of a value               G  gates of a token     N  chunks
+D  decays of a head
 """
 
 from __future__ import annotations
+
+from collections.abc import Callable
 
 import torch
 from torch.nn import functional as F
@@ -30,15 +33,16 @@ def scan(
     query_BQHK: torch.Tensor,
     key_BQHK: torch.Tensor,
     value_BQHV: torch.Tensor,
-    decay_BQH: torch.Tensor,
+    decay_BQHD: torch.Tensor,
     state_BHKV: torch.Tensor,
     beta_BQH: torch.Tensor | None = None,
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """[B, Q, H, V], what each position reads of the state, and the state after the last; all in float32.
 
-    At a position the state is multiplied by exp(decay), then key x value is added to it, then the query reads it.
-    With `beta` the delta rule decides what is added: beta times what the value is off from what the key reads. A
-    position of decay 0 whose value, or beta, is 0 leaves the state as it was.
+    At a position the state is multiplied by exp(decay), then key x value is added to it, then the query reads it. D is
+    1, or K where each number of a key decays by itself. With `beta` the delta rule decides what is added: beta times
+    what the value is off from what the key reads. A position of decay 0 whose value, or beta, is 0 leaves the state as
+    it was.
     """
     num_queries = query_BQHK.shape[1]
     length = min(_CHUNK, 1 << (num_queries - 1).bit_length())
@@ -50,33 +54,73 @@ def scan(
         return padded.unflatten(1, (-1, length)).transpose(2, 3).contiguous()
 
     query, key, value = chunked(query_BQHK), chunked(key_BQHK), chunked(value_BQHV)
-    # Decay since the chunk began, and between two of its positions.
-    since_BNHL = chunked(decay_BQH).cumsum(-1)
-    is_before = torch.ones(length, length, dtype=torch.bool, device=query.device).tril()
-    between = torch.where(is_before, since_BNHL.unsqueeze(-1) - since_BNHL.unsqueeze(-2), 0.0)
-    between_BNHLL = torch.where(is_before, between.exp(), 0.0)
-    kept_BNHL1 = since_BNHL.exp().unsqueeze(-1)
+    since_BNHLD = chunked(decay_BQHD).cumsum(-2)
+    """Decay since the chunk began."""
+    products = _decayed_once(since_BNHLD) if since_BNHLD.shape[-1] == 1 else _decayed_by_number(since_BNHLD)
+    kept_BNHLD = since_BNHLD.exp()
     read = None
     if beta_BQH is not None:
         # Within a chunk each value depends on those before it: a triangular system, solved for all at once.
         beta_BNHL1 = chunked(beta_BQH).unsqueeze(-1)
         scaled = key * beta_BNHL1
-        solved = _inverse_of_unit((scaled @ key.transpose(-1, -2) * between_BNHLL).tril(-1))
-        value, read = solved @ (value * beta_BNHL1), solved @ (scaled * kept_BNHL1)
-    weights_BNHLL = query @ key.transpose(-1, -2) * between_BNHLL
-    query = query * kept_BNHL1
-    last_BNH1 = since_BNHL[..., -1:]
-    added_BNHKL = (key * (last_BNH1 - since_BNHL).exp().unsqueeze(-1)).transpose(-1, -2)
-    kept_BNH11 = last_BNH1.exp().unsqueeze(-1)
+        solved = _inverse_of_unit(products(scaled, key).tril(-1))
+        value, read = solved @ (value * beta_BNHL1), solved @ (scaled * kept_BNHLD)
+    weights_BNHLL = products(query, key)
+    query = query * kept_BNHLD
+    last_BNH1D = since_BNHLD[..., -1:, :]
+    added_BNHKL = (key * (last_BNH1D - since_BNHLD).exp()).transpose(-1, -2)
+    kept_BNHD1 = last_BNH1D.exp().transpose(-1, -2)
     outputs = []
     for chunk in range(query.shape[1]):
         values = value[:, chunk]
         if read is not None:
             values = values - read[:, chunk] @ state_BHKV
         outputs.append(query[:, chunk] @ state_BHKV + weights_BNHLL[:, chunk] @ values)
-        state_BHKV = state_BHKV * kept_BNH11[:, chunk] + added_BNHKL[:, chunk] @ values
+        state_BHKV = state_BHKV * kept_BNHD1[:, chunk] + added_BNHKL[:, chunk] @ values
     out_BQHV = torch.stack(outputs, dim=1).transpose(2, 3).flatten(1, 2)
     return out_BQHV.narrow(1, 0, num_queries), state_BHKV
+
+
+Products = Callable[[torch.Tensor, torch.Tensor], torch.Tensor]
+"""From two tensors [B, N, H, L, K] to [B, N, H, L, L]: of each position of the first with each of the second that is
+not after it, the product of what decay leaves in between; else 0."""
+
+
+def _decayed_once(since_BNHL1: torch.Tensor) -> Products:
+    """One decay for all numbers of a key."""
+    length = since_BNHL1.shape[-2]
+    is_before = torch.ones(length, length, dtype=torch.bool, device=since_BNHL1.device).tril()
+    between_BNHLL = torch.where(is_before, since_BNHL1 - since_BNHL1.transpose(-1, -2), 0.0)
+    between_BNHLL = torch.where(is_before, between_BNHLL.exp(), 0.0)
+    return lambda left, right: left @ right.transpose(-1, -2) * between_BNHLL
+
+
+def _decayed_by_number(since_BNHLK: torch.Tensor) -> Products:
+    """A decay for each. L x L x K of them would be too many, and exp(since) times exp(-since) overflows: so blocks on
+    the diagonal double in size, and what is below them decays to where its first half ends, and from there."""
+
+    def products(left_BNHLK: torch.Tensor, right_BNHLK: torch.Tensor) -> torch.Tensor:
+        found = (left_BNHLK * right_BNHLK).sum(-1, keepdim=True).unsqueeze(-1)  # [..., blocks, size, size]
+        size = 1
+        while size < left_BNHLK.shape[-2]:
+            since, left, right = (
+                tensor.unflatten(-2, (-1, 2, size)) for tensor in (since_BNHLK, left_BNHLK, right_BNHLK)
+            )
+            border = since[..., 0, -1:, :]
+            after = left[..., 1, :, :] * (since[..., 1, :, :] - border).exp()
+            before = right[..., 0, :, :] * (border - since[..., 0, :, :]).exp()
+            first, second = found.unflatten(-3, (-1, 2)).unbind(-3)
+            found = _joined(first, after @ before.transpose(-1, -2), second)
+            size *= 2
+        return found.squeeze(-3)
+
+    return products
+
+
+def _joined(first: torch.Tensor, below: torch.Tensor, second: torch.Tensor) -> torch.Tensor:
+    """Blocks of a lower triangular matrix."""
+    top = torch.cat((first, torch.zeros_like(first)), dim=-1)
+    return torch.cat((top, torch.cat((below, second), dim=-1)), dim=-2)
 
 
 _SHORT_CHUNK = 16
@@ -137,8 +181,6 @@ def _inverse_of_unit(strict_LL: torch.Tensor) -> torch.Tensor:
         pairs = strict_LL.unflatten(-2, (-1, 2, size)).unflatten(-1, (-1, 2, size))
         below = pairs[..., 1, :, :, 0, :].diagonal(dim1=-4, dim2=-2).movedim(-1, -3)
         first, second = inverse.unflatten(-3, (-1, 2)).unbind(-3)
-        below = -(second @ below @ first)
-        top = torch.cat((first, torch.zeros_like(first)), dim=-1)
-        inverse = torch.cat((top, torch.cat((below, second), dim=-1)), dim=-2)
+        inverse = _joined(first, -(second @ below @ first), second)
         size *= 2
     return inverse.squeeze(-3)

@@ -3,15 +3,27 @@
 from __future__ import annotations
 
 from copy import copy
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 from vllm_gaudi_spec.recurrent.states import LayerShape
 
 if TYPE_CHECKING:
     from vllm.config import ModelConfig, ParallelConfig, VllmConfig
 
-_DELTA_NET, _MAMBA_2, _MAMBA_1, _SHORT_CONVOLUTION = 2, 1, 0, 0
-"""How many numbers gate a token, in each head of the state."""
+
+class Gates(NamedTuple):
+    """How many numbers gate a token in a layer, for each head of its state."""
+
+    of_head: int = 0
+    of_key: int = 0
+    """And for each number of a head's key."""
+
+    def of_state(self, state: tuple[int, ...]) -> int:
+        """`state`: heads, numbers of a key, and of a value; empty for a layer that is its convolution alone."""
+        return state[0] * (self.of_head + self.of_key * state[1]) if state else 0
+
+
+_DELTA_NET, _KIMI_DELTA, _MAMBA_2, _MAMBA_1, _SHORT_CONVOLUTION = Gates(2), Gates(1, 1), Gates(1), Gates(), Gates()
 SERVED = {
     "Qwen3NextForCausalLM": _DELTA_NET,
     "Qwen3_5ForCausalLM": _DELTA_NET,
@@ -21,16 +33,21 @@ SERVED = {
     "FalconMambaForCausalLM": _MAMBA_1,
     "GraniteMoeHybridForCausalLM": _MAMBA_2,
     "JambaForCausalLM": _MAMBA_1,
+    "JambaForSequenceClassification": _MAMBA_1,
+    "KimiLinearForCausalLM": _KIMI_DELTA,
     "Lfm2ForCausalLM": _SHORT_CONVOLUTION,
     "Lfm2MoeForCausalLM": _SHORT_CONVOLUTION,
     "Mamba2ForCausalLM": _MAMBA_2,
     "MambaForCausalLM": _MAMBA_1,
     "NemotronHForCausalLM": _MAMBA_2,
+    "NemotronHPuzzleForCausalLM": _MAMBA_2,
+    "OlmoHybridForCausalLM": _DELTA_NET,
     "Zamba2ForCausalLM": _MAMBA_2,
 }
-"""Those that were held against transformers as a whole."""
+"""Those that were held against transformers as a whole, on the CPU."""
+_ON_THE_CPU_ALONE = ("JambaForSequenceClassification", "NemotronHPuzzleForCausalLM")
 CAPTURED: dict[tuple[str, str], tuple[str, ...]] = {
-    ("hpu", "lazy"): tuple(SERVED),
+    ("hpu", "lazy"): tuple(name for name in SERVED if name not in _ON_THE_CPU_ALONE),
     ("hpu", "compiled"): (
         "FalconH1ForCausalLM",
         "GraniteMoeHybridForCausalLM",
@@ -113,9 +130,16 @@ def state_bytes(vllm_config: VllmConfig, num_rows: int, num_pending: int) -> int
 
 def _count(model: ModelConfig, parallel: ParallelConfig, kinds: tuple[str, ...]) -> int:
     config = model.hf_text_config
-    types = getattr(config, "layers_block_type", None) or config.layer_types
+    types = getattr(config, "layers_block_type", None) or getattr(config, "layer_types", None) or _kimi_types(config)
     start, end = model.get_layers_start_end_indices(parallel)
     return sum(kind in kinds for kind in types[start:end])
+
+
+def _kimi_types(config: Any) -> list[str]:
+    """vLLM's configuration of Kimi Linear has numbers of layers, the first of which is 1."""
+    recurrent = config.linear_attn_config["kda_layers"]
+    numbers = range(1, config.num_hidden_layers + 1)
+    return ["linear_attention" if number in recurrent else "full_attention" for number in numbers]
 
 
 def _layer_shape(vllm_config: VllmConfig) -> LayerShape:
@@ -135,7 +159,7 @@ def _layer_shape(vllm_config: VllmConfig) -> LayerShape:
     return LayerShape(
         num_channels=num_channels,
         num_taps=num_before + 1,
-        num_gates=SERVED[architecture] * (state[0] if state else 0),
+        num_gates=SERVED[architecture].of_state(state),
         state=state,
         dtype=dtypes[0],
         state_dtype=dtypes[-1],

@@ -98,6 +98,7 @@ def _refusals_of(model: ModelConfig) -> Iterator[str]:
     if any(name in _SINK_KEYS for name in model.architectures):
         yield f"{model.model} keeps keys of attention sinks, which is not supported; use a model without them."
     yield from _gate_refusals(model)
+    yield from _kimi_refusals(model)
     if model.is_encoder_decoder:
         yield f"{model.model} is an encoder-decoder model; use a decoder-only one."
     if hasattr(model.hf_text_config, "index_topk") and not _selects_keys(model):
@@ -181,7 +182,7 @@ def _whole_prompt_refusals(vllm_config: VllmConfig) -> Iterator[str]:
 
 def _pooling_refusals(vllm_config: VllmConfig, backend: DeviceBackend) -> Iterator[str]:
     model = vllm_config.model_config
-    if model.attn_type not in ("decoder", "encoder_only"):
+    if model.attn_type not in ("decoder", "encoder_only") and model.architecture not in RECURRENT:
         yield (
             f"{model.model} is a pooling model of the type {model.attn_type}, which is not supported; use one with "
             "attention alone, such as Qwen3-Embedding."
@@ -263,6 +264,20 @@ def _gate_refusals(model: ModelConfig) -> Iterator[str]:
     for name, fixed in _GATE.items():
         if (found := getattr(model.hf_text_config, name, fixed)) != fixed:
             yield f"{model.model} has {name} {found}, where vLLM's experts have {fixed}; use another model."
+
+
+def _kimi_refusals(model: ModelConfig) -> Iterator[str]:
+    """Of parts that checkpoints of Kimi K3 have, whose class shares vLLM's configuration with Kimi Linear."""
+    if "KimiLinearForCausalLM" not in model.architectures:
+        return
+    config = model.hf_text_config
+    parts = config.linear_attn_config or {}
+    found = [name for name in ("use_full_rank_gate", "gate_lower_bound") if parts.get(name)]
+    if found or config.attn_res_block_size is not None:
+        yield (
+            f"{model.model} has {(found or ['attn_res_block_size'])[0]}, as Kimi K3, which is not supported; use Kimi "
+            "Linear."
+        )
 
 
 def expert_refusals(vllm_config: VllmConfig, backend: DeviceBackend) -> Iterator[str]:

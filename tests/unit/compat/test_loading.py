@@ -158,3 +158,71 @@ def test_s16_the_platform_is_on_the_host_while_a_model_is_loaded_there(
             )
         assert current_platform.device_type == "hpu"
     assert found == ["cpu", "hpu"]
+
+
+def test_kimi_linear_is_still_made_of_kernels() -> None:
+    """Fails when upstream's class for other platforms than ROCm has layers that can be replaced."""
+    from vllm.model_executor.layers.attention.mla_attention import MLAAttention
+    from vllm.model_executor.layers.mla import MultiHeadLatentAttentionWrapper
+    from vllm.models import kimi_k3
+    from vllm.models.kimi_k3.amd import linear
+    from vllm.models.kimi_k3.nvidia import mla, model
+
+    assert "torch.cuda.Stream()" in inspect.getsource(model.KimiLinearModel.__init__)
+    assert not issubclass(mla.MultiHeadLatentAttention, MLAAttention)
+    assert issubclass(linear.KimiK3MultiHeadLatentAttentionWrapper, MultiHeadLatentAttentionWrapper)
+    compat.apply_to_models(["KimiLinearForCausalLM"])
+    assert kimi_k3.KimiLinearForCausalLM is linear.KimiLinearForCausalLM
+
+
+def test_olmo_hybrid_still_sets_the_allocator_of_triton(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Fails when its constructor calls nothing of Triton's: then the patch can go."""
+    from vllm.model_executor.layers.mamba.gdn import olmo_gdn_linear_attn
+
+    assert "set_triton_allocator" in inspect.getsource(olmo_gdn_linear_attn.OlmoHybridGatedDeltaNetAttention.__init__)
+    original = inspect.unwrap(olmo_gdn_linear_attn.set_triton_allocator)
+    with pytest.raises(AttributeError, match="set_allocator"):
+        original(torch.device("cpu"))
+    monkeypatch.setattr(olmo_gdn_linear_attn, "set_triton_allocator", original)
+    compat.apply_to_models(["OlmoHybridForCausalLM"])
+    olmo_gdn_linear_attn.set_triton_allocator(torch.device("cpu"))
+
+
+_BESIDE_LLVMLITE = """
+import llvmlite.binding
+import vllm.platforms
+from vllm.platforms.cpu import CpuPlatform
+from vllm_gaudi_spec.platforms.cpu import CpuSpecPlatform
+
+CpuSpecPlatform.register_triton_kernel_overrides()
+try:
+    CpuPlatform.register_triton_kernel_overrides()
+except AttributeError as error:
+    assert "_lib_fn_wrapper" in str(error), error
+else:
+    raise AssertionError("upstream finds its kernels: then the method of ours may go")
+"""
+
+
+def test_no_kernels_of_triton_are_looked_for() -> None:
+    subprocess.run([sys.executable, "-c", _BESIDE_LLVMLITE], check=True)
+
+
+def test_olmo_hybrid_is_still_not_told_its_convolutions() -> None:
+    """Fails when upstream's loader knows them: then the patch can go."""
+    from vllm.model_executor.layers.mamba.gdn import olmo_gdn_linear_attn
+    from vllm.model_executor.models.utils import AutoWeightsLoader
+
+    compat.apply_to_models(["OlmoHybridForCausalLM"])
+    patched = olmo_gdn_linear_attn._make_fused_conv1d_weight_loader
+    layer = torch.nn.Module()
+    layer.weight = torch.nn.Parameter(torch.zeros(6, 1, 4))
+    parts = [torch.full((2, 4), float(part)) for part in (1, 2, 3)]
+    for number, part in enumerate(parts):
+        part.shard_id = number  # type: ignore[attr-defined]
+    layer.weight.weight_loader = inspect.unwrap(patched)([2, 2, 2], 1, 0)  # type: ignore[attr-defined]
+    with pytest.raises(TypeError):
+        AutoWeightsLoader(layer).load_weights([("weight", parts[0])])
+    layer.weight.weight_loader = patched([2, 2, 2], 1, 0)  # type: ignore[attr-defined]
+    AutoWeightsLoader(layer).load_weights([("weight", part) for part in parts])
+    assert layer.weight[:, 0, 0].tolist() == [1, 1, 2, 2, 3, 3]

@@ -396,7 +396,7 @@ def test_more_weights_than_are_gathered_at_once(monkeypatch: pytest.MonkeyPatch)
     model = Model(None)
     x, logits = torch.randn(2, HIDDEN), some_logits()[:2]
     expected = model.run("dense", x, logits)
-    monkeypatch.setattr(experts, "_GATHERED_BYTES_AT_ONCE", 1)
+    monkeypatch.setattr(experts, "GATHERED_BYTES_AT_ONCE", 1)
     torch.testing.assert_close(model.run("gathered", x, logits), expected, atol=1e-4, rtol=1e-4)
 
 

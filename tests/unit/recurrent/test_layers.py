@@ -9,10 +9,12 @@ from typing import Any
 import pytest
 import torch
 from torch import nn
-from transformers import JambaConfig, Lfm2Config, NemotronHConfig, Qwen3NextConfig
+from transformers import JambaConfig, KimiLinearConfig, Lfm2Config, NemotronHConfig, OlmoHybridConfig, Qwen3NextConfig
 from transformers.models.jamba.modeling_jamba import JambaMambaMixer
+from transformers.models.kimi_linear.modeling_kimi_linear import KimiLinearDeltaAttention
 from transformers.models.lfm2.modeling_lfm2 import Lfm2ShortConv
 from transformers.models.nemotron_h.modeling_nemotron_h import NemotronHMamba2Mixer
+from transformers.models.olmo_hybrid.modeling_olmo_hybrid import OlmoHybridGatedDeltaNet
 from transformers.models.qwen3_next.modeling_qwen3_next import Qwen3NextGatedDeltaNet
 from vllm.config import CacheConfig, DeviceConfig, VllmConfig, set_current_vllm_config
 from vllm.distributed.parallel_state import (
@@ -21,14 +23,25 @@ from vllm.distributed.parallel_state import (
     initialize_model_parallel,
 )
 from vllm.forward_context import set_forward_context
+from vllm.model_executor.layers.mamba.gdn.kimi_gdn_linear_attn import KimiGatedDeltaNetAttention
+from vllm.model_executor.layers.mamba.gdn.olmo_gdn_linear_attn import OlmoHybridGatedDeltaNetAttention
 from vllm.model_executor.layers.mamba.gdn.qwen_gdn_linear_attn import QwenGatedDeltaNetAttention
 from vllm.model_executor.layers.mamba.mamba_mixer import MambaMixer
 from vllm.model_executor.layers.mamba.mamba_mixer2 import MambaMixer2
 from vllm.model_executor.layers.mamba.short_conv import ShortConv
 from vllm.utils.network_utils import get_distributed_init_method, get_open_port
 
-from vllm_gaudi_spec.recurrent.layers import GatedDeltaNet, Mamba1, Mamba2, ShortConvolution
+from vllm_gaudi_spec import compat
+from vllm_gaudi_spec.recurrent.layers import (
+    GatedDeltaNet,
+    KimiDeltaAttention,
+    Mamba1,
+    Mamba2,
+    OlmoDeltaNet,
+    ShortConvolution,
+)
 from vllm_gaudi_spec.recurrent.states import RecurrentStates
+from vllm_gaudi_spec.recurrent.table import SERVED, num_layers_with_kv
 
 HIDDEN, NAME = 32, "model.layers.0.mixer"
 
@@ -59,6 +72,32 @@ def gated_delta_net(config: VllmConfig) -> tuple[nn.Module, Any]:
     return Qwen3NextGatedDeltaNet(sizes, layer_idx=0), QwenGatedDeltaNetAttention(
         sizes, config, prefix=NAME, gqa_interleaved_layout=True
     )
+
+
+def olmo_delta_net(config: VllmConfig) -> tuple[nn.Module, Any]:
+    sizes = OlmoHybridConfig(
+        hidden_size=HIDDEN,
+        linear_num_key_heads=2,
+        linear_num_value_heads=2,
+        linear_key_head_dim=8,
+        linear_value_head_dim=6,
+        linear_conv_kernel_dim=4,
+        linear_allow_neg_eigval=True,
+    )
+    config.model_config.hf_text_config = sizes
+    compat.apply_to_models(["OlmoHybridForCausalLM"])
+    return OlmoHybridGatedDeltaNet(sizes, layer_idx=0), OlmoHybridGatedDeltaNetAttention(sizes, config, prefix=NAME)
+
+
+def kimi_delta_attention(config: VllmConfig) -> tuple[nn.Module, Any]:
+    theirs = KimiLinearConfig(hidden_size=HIDDEN, linear_num_heads=3, linear_head_dim=8, linear_conv_kernel_dim=4)
+    sizes = SimpleNamespace(
+        hidden_size=HIDDEN,
+        hidden_act="silu",
+        rms_norm_eps=theirs.rms_norm_eps,
+        linear_attn_config=dict(head_dim=8, num_heads=3, short_conv_kernel_size=4),
+    )
+    return KimiLinearDeltaAttention(theirs, layer_idx=0), KimiGatedDeltaNetAttention(sizes, config, prefix=NAME)
 
 
 def mamba_2(config: VllmConfig) -> tuple[nn.Module, Any]:
@@ -108,12 +147,62 @@ def short_convolution(config: VllmConfig) -> tuple[nn.Module, Any]:
 
 KINDS: list[tuple[type, Callable[[VllmConfig], tuple[nn.Module, Any]]]] = [
     (GatedDeltaNet, gated_delta_net),
+    (KimiDeltaAttention, kimi_delta_attention),
     (Mamba1, mamba_1),
     (Mamba2, mamba_2),
+    (OlmoDeltaNet, olmo_delta_net),
     (ShortConvolution, short_convolution),
 ]
-# Of vLLM's names, those that its models rename when they load a checkpoint.
-RENAMED = {"A_log": "A"}
+ARCHITECTURES = {
+    GatedDeltaNet: "Qwen3NextForCausalLM",
+    KimiDeltaAttention: "KimiLinearForCausalLM",
+    Mamba1: "JambaForCausalLM",
+    Mamba2: "NemotronHForCausalLM",
+    OlmoDeltaNet: "OlmoHybridForCausalLM",
+    ShortConvolution: "Lfm2ForCausalLM",
+}
+# Of names of transformers', those that vLLM's models rename when they load a checkpoint, and which part of it they are.
+RENAMED: dict[type, dict[str, tuple[str, int | None]]] = {
+    KimiDeltaAttention: {
+        "q_proj.weight": ("in_proj_qkvgfab.weight", 0),
+        "k_proj.weight": ("in_proj_qkvgfab.weight", 1),
+        "v_proj.weight": ("in_proj_qkvgfab.weight", 2),
+        "b_proj.weight": ("in_proj_qkvgfab.weight", 3),
+        "forget_gate.f_a_proj.weight": ("in_proj_qkvgfab.weight", 4),
+        "forget_gate.f_b_proj.weight": ("f_b_proj.weight", None),
+        "forget_gate.dt_bias": ("dt_bias", None),
+        "forget_gate.A_log": ("A_log", None),
+    },
+    OlmoDeltaNet: {
+        "q_proj.weight": ("in_proj_qkvg.weight", 0),
+        "k_proj.weight": ("in_proj_qkvg.weight", 1),
+        "v_proj.weight": ("in_proj_qkvg.weight", 2),
+        "g_proj.weight": ("in_proj_qkvg.weight", 3),
+    },
+    Mamba1: {"A_log": ("A", None)},
+    Mamba2: {"A_log": ("A", None)},
+}
+
+
+def load(ours: nn.Module, theirs: nn.Module) -> None:
+    parameters, renamed = dict(ours.named_parameters()), RENAMED.get(type(ours), {})
+    for name, weight in theirs.named_parameters():
+        weight.copy_(torch.randn_like(weight) * (weight.shape[-1] ** -0.5 if weight.dim() > 1 else 0.5))
+        own_name, shard = renamed.get(name, (name, None))
+        own = parameters[own_name]
+        loader = getattr(own, "weight_loader", lambda own, loaded: own.copy_(loaded.view_as(own)))
+        if isinstance(ours, KimiDeltaAttention | OlmoDeltaNet) and name == "conv1d.weight":
+            # Of queries, keys and values, as checkpoints have them.
+            sizes = [len(getattr(theirs, part).weight) for part in ("q_proj", "k_proj", "v_proj")]
+            for part, taps in enumerate(weight.split(sizes)):
+                loader(own, taps, part)
+        elif shard is not None:
+            loader(own, weight, shard)
+        else:
+            loader(own, weight)
+    for module in ours.modules():
+        if hasattr(module, "quant_method"):
+            module.quant_method.process_weights_after_loading(module)
 
 
 @pytest.mark.parametrize(("kind", "make"), KINDS)
@@ -126,18 +215,11 @@ def test_prompts_and_verify_steps_are_those_of_transformers(
     config.compilation_config.static_forward_context.clear()
     theirs, ours = make(config)
     assert type(ours) is kind, "registered out of tree"
-    parameters = dict(ours.named_parameters())
-    for name, weight in theirs.named_parameters():
-        weight.copy_(torch.randn_like(weight) * (weight.shape[-1] ** -0.5 if weight.dim() > 1 else 0.5))
-        found = parameters[name if name in parameters else RENAMED[name]]
-        getattr(found, "weight_loader", lambda own, loaded: own.copy_(loaded.view_as(own)))(found, weight)
-    for module in ours.modules():
-        if hasattr(module, "quant_method"):
-            module.quant_method.process_weights_after_loading(module)
+    load(ours, theirs)
+    shape = ours.layer_shape()
+    assert shape.num_gates == SERVED[ARCHITECTURES[kind]].of_state(shape.state), "memory is planned before it is built"
     num_pending = num_drafts + 1 if num_drafts else 0
-    states = RecurrentStates(
-        [(NAME, ours.layer_shape())], num_rows=3, num_pending=num_pending, device=torch.device("cpu")
-    )
+    states = RecurrentStates([(NAME, shape)], num_rows=3, num_pending=num_pending, device=torch.device("cpu"))
     ours.state = states.by_layer[NAME]
     text = torch.randn(60, HIDDEN)
     expected = theirs(text[None])
@@ -155,9 +237,11 @@ def test_prompts_and_verify_steps_are_those_of_transformers(
             is_prompt=is_prompt,
         )
         with set_forward_context({NAME: call}, config, 2 * queries):
-            if kind in (Mamba1, ShortConvolution):
+            if kind in (Mamba1, OlmoDeltaNet, ShortConvolution):
                 out = torch.empty_like(hidden)
                 ours(hidden, out)
+            elif kind is KimiDeltaAttention:
+                out = ours(hidden, torch.zeros(len(hidden)))
             else:
                 out = ours(hidden)
         states.advance(call)
@@ -170,3 +254,16 @@ def test_prompts_and_verify_steps_are_those_of_transformers(
         outs.append(read(at, at + accepted, num_drafts + 1 - accepted, is_prompt=False))
         at += accepted
     torch.testing.assert_close(torch.cat(outs), expected[:at], atol=1e-4, rtol=1e-4)
+
+
+def test_layers_of_kimi_linear_are_counted_from_one() -> None:
+    """Its configuration has no types of layers."""
+    text = SimpleNamespace(num_hidden_layers=4, linear_attn_config=dict(kda_layers=[1, 3, 4], full_attn_layers=[2]))
+    for (start, end), with_kv in (((0, 4), 1), ((0, 1), 0), ((1, 2), 1), ((2, 4), 0)):
+        model: Any = SimpleNamespace(
+            is_attention_free=False,
+            is_hybrid=True,
+            hf_text_config=text,
+            get_layers_start_end_indices=lambda parallel, of=(start, end): of,
+        )
+        assert num_layers_with_kv(model, None) == with_kv  # type: ignore[arg-type]

@@ -20,7 +20,7 @@ def token_by_token(
 ) -> tuple[torch.Tensor, torch.Tensor]:
     out = []
     for at in range(query.shape[1]):
-        state = state * decay[:, at, :, None, None].exp()
+        state = state * decay[:, at, :, :, None].exp()
         added = value[:, at]
         if beta is not None:
             added = beta[:, at, :, None] * (added - torch.einsum("bhk,bhkv->bhv", key[:, at], state))
@@ -30,11 +30,12 @@ def token_by_token(
 
 
 @pytest.mark.parametrize("has_beta", [False, True])
+@pytest.mark.parametrize("num_decays", [1, KEY])
 @pytest.mark.parametrize("length", [1, 2, 3, 7, 64, 65, 150])
-def test_chunks_are_the_recurrence(length: int, has_beta: bool) -> None:
+def test_chunks_are_the_recurrence(length: int, num_decays: int, has_beta: bool) -> None:
     torch.manual_seed(length)
     query, key = torch.randn(2, ROWS, length, HEADS, KEY).div(KEY**0.5).unbind(0)
-    value, decay = torch.randn(ROWS, length, HEADS, VALUE), -torch.rand(ROWS, length, HEADS)
+    value, decay = torch.randn(ROWS, length, HEADS, VALUE), -torch.rand(ROWS, length, HEADS, num_decays)
     beta = torch.rand(ROWS, length, HEADS) if has_beta else None
     state = torch.randn(ROWS, HEADS, KEY, VALUE)
     expected_out, expected = token_by_token(query, key, value, decay, state, beta)
@@ -60,20 +61,22 @@ def test_each_number_decays_by_itself(length: int) -> None:
     torch.testing.assert_close(after, expected, atol=1e-5, rtol=1e-5)
 
 
-def test_v09_keys_that_are_all_the_same_lose_no_digits() -> None:
+@pytest.mark.parametrize("num_decays", [1, KEY])
+def test_v09_keys_that_are_all_the_same_lose_no_digits(num_decays: int) -> None:
     """As in a prompt of one token repeated: powers of such a triangle have entries of 1e18."""
     key = torch.ones(1, 64, 1, KEY) / KEY**0.5
     value, beta = torch.randn(1, 64, 1, VALUE), torch.full((1, 64, 1), 0.99)
-    arguments = key, key, value, torch.zeros(1, 64, 1), torch.zeros(1, 1, KEY, VALUE), beta
+    arguments = key, key, value, torch.zeros(1, 64, 1, num_decays), torch.zeros(1, 1, KEY, VALUE), beta
     for found, expected in zip(scan(*arguments), token_by_token(*arguments), strict=True):
         torch.testing.assert_close(found, expected, atol=1e-5, rtol=1e-5)
 
 
-def test_strong_decay_overflows_nowhere() -> None:
+@pytest.mark.parametrize("num_decays", [1, KEY])
+def test_strong_decay_overflows_nowhere(num_decays: int) -> None:
     key, value = torch.randn(1, 64, 1, KEY), torch.randn(1, 64, 1, VALUE)
-    out, state = scan(key, key, value, torch.full((1, 64, 1), -50.0), torch.ones(1, 1, KEY, VALUE))
-    assert out.isfinite().all()
-    assert state.isfinite().all()
+    arguments = key, key, value, torch.full((1, 64, 1, num_decays), -50.0), torch.ones(1, 1, KEY, VALUE)
+    for found, expected in zip(scan(*arguments), token_by_token(*arguments, None), strict=True):
+        torch.testing.assert_close(found, expected)
 
 
 def test_a_convolution_continues_where_it_was() -> None:

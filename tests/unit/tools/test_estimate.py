@@ -124,6 +124,67 @@ def test_a_round_is_read_once_a_draft(tmp_path: Path) -> None:
     assert two > one
 
 
+NUM_EXPERTS, TOP_K, OF_EXPERT = 64, 2, 300
+
+
+def mixture(folder: Path) -> Path:
+    """Two layers of so many experts of 300 weights, beside what `model` has and a shared expert of 50."""
+    model(folder)
+    config = json.loads((folder / "config.json").read_text())
+    config |= dict(n_routed_experts=NUM_EXPERTS, num_experts_per_tok=TOP_K)
+    (folder / "config.json").write_text(json.dumps(config))
+    weights = {
+        f"model.layers.{layer}.mlp.experts.{expert}.up_proj.weight": torch.zeros(10, OF_EXPERT // 10)
+        for layer in range(LAYERS)
+        for expert in range(NUM_EXPERTS)
+    }
+    weights["model.layers.0.mlp.shared_experts.up_proj.weight"] = torch.zeros(5, 10)
+    save_file(weights, folder / "experts.safetensors")
+    return folder
+
+
+@pytest.mark.parametrize(
+    ("tokens", "read", "computed"),
+    [
+        (1, 3 * TOP_K, TOP_K),  # copied together: read, written and read again
+        (10, 3 * 10 * TOP_K, 10 * TOP_K),
+        (11, NUM_EXPERTS, NUM_EXPERTS),  # every token sees every expert
+        (127, NUM_EXPERTS, NUM_EXPERTS),
+        (128, NUM_EXPERTS * (1 - (1 - TOP_K / NUM_EXPERTS) ** 128), TOP_K),  # Gaudi's operator
+    ],
+)
+def test_experts_are_read_as_the_form_that_computes_them_does(
+    tmp_path: Path, tokens: int, read: float, computed: int
+) -> None:
+    plain, outline = Outline.of(model(tmp_path / "plain")), Outline.of(mixture(tmp_path / "mixture"))
+    found, expected = (one.tally(tokens, 1, 50, operator_from=128) for one in (outline, plain))
+    assert found.bytes_moved - expected.bytes_moved == pytest.approx(2 * (50 + LAYERS * OF_EXPERT * read), abs=1)
+    assert found.flops - expected.flops == 2 * tokens * (50 + LAYERS * OF_EXPERT * computed)
+    found, expected = (one.tally_of_prompts(1, tokens, operator_from=128) for one in (outline, plain))
+    assert found.bytes_moved - expected.bytes_moved == pytest.approx(2 * (50 + LAYERS * OF_EXPERT * read), abs=1)
+
+
+def test_drafts_reach_more_experts_than_a_token(tmp_path: Path) -> None:
+    """On a card whose operator takes any number of tokens; on a Gaudi 11 tokens are computed with all of them."""
+    pair = Pair.of(mixture(tmp_path / "mixture"), "ngram", None, 3)
+    experts = pair.target.experts
+    assert experts is not None
+    reached = [experts.read(queries, 1) for queries in (1, 4)]
+    assert reached[0] == pytest.approx(TOP_K)
+    assert TOP_K < reached[1] < 4 * TOP_K
+    assert pair.verify_s(1, 50, "h200") > pair.plain_s(1, 50, "h200")
+
+
+def test_copies_of_experts_take_memory(tmp_path: Path) -> None:
+    """Of one layer: the next one's take its place."""
+    pair = Pair.of(mixture(tmp_path / "mixture"), "ngram", None, 3)
+    plain, outline = pair.memory(1, 50, "h200"), pair.target
+    assert plain == outline.memory + 50 * outline.kv_bytes
+    assert pair.memory(1, 50, "gaudi2") - plain == 4 * TOP_K * OF_EXPERT * 2
+    # Verify steps of so many tokens copy nothing any more, those without drafts still do.
+    assert pair.memory(5, 50, "gaudi2") - pair.memory(5, 50, "h200") == 5 * TOP_K * OF_EXPERT * 2
+
+
 def test_a_head_borrows_the_output_matrix(tmp_path: Path) -> None:
     folder = model(tmp_path / "model")
     with_head, borrowed = model(tmp_path / "own"), model(tmp_path / "borrowed", borrows=True)

@@ -20,6 +20,7 @@ from vllm.model_executor.layers.fused_moe.runner.moe_runner import MoERunner
 from vllm.model_executor.layers.fused_moe.unquantized_fused_moe_method import UnquantizedFusedMoEMethod
 
 from vllm_gaudi_spec.config import UnsupportedConfigError
+from vllm_gaudi_spec.devices.common.expert_forms import GATHERED_BYTES_AT_ONCE, num_gathered
 
 # --- activations ---
 
@@ -103,9 +104,6 @@ Form = Callable[[Call], torch.Tensor]
 # Tokens times experts whose products are there at once. vllm-gaudi's go up to twice as many, 512 times 32: larger ones
 # do not compile on a Gaudi (v0.26.0, ops/hpu_fused_moe.py).
 _ROWS_AT_ONCE = 8192
-_GATHERED_BYTES_AT_ONCE = 256 << 20
-# What a gathered weight costs, beside one that is used where it lies: it is read, written and read again.
-_COST_OF_GATHERING = 3
 
 
 def dense(call: Call) -> torch.Tensor:
@@ -139,7 +137,7 @@ def gathered(call: Call) -> torch.Tensor:
     # NaN, which is not itself, in one row must not choose for the others.
     is_chosen_TE = (call.weights_TE != 0) & (call.weights_TE == call.weights_TE)
     ids_S = is_chosen_TE.float().amax(0).topk(count).indices
-    size = max(_GATHERED_BYTES_AT_ONCE // (call.w13_EJH[0].nbytes + call.w2_EHI[0].nbytes), 1)
+    size = max(GATHERED_BYTES_AT_ONCE // (call.w13_EJH[0].nbytes + call.w2_EHI[0].nbytes), 1)
     parts = [dense(call.of_experts(partial(_select, some_S))) for some_S in ids_S.split(size)]
     return parts[0] if len(parts) == 1 else torch.stack(parts).sum(0)
 
@@ -186,7 +184,7 @@ def form_of(call: Call, fused: Fused | None) -> Form:
     # Where a rank has as few experts as a token chooses, the operator computes no less.
     if fused and num_tokens >= fused.min_tokens and call.top_k < num_experts and fused.takes(call):
         return fused.run
-    return gathered if num_tokens * call.top_k * _COST_OF_GATHERING < num_experts else dense
+    return gathered if num_gathered(num_tokens, call.top_k, num_experts) else dense
 
 
 # --- vLLM's layers ---

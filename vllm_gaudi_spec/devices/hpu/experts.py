@@ -5,15 +5,12 @@ from __future__ import annotations
 import torch
 from vllm.model_executor.layers.fused_moe.activation import MoEActivation
 
+from vllm_gaudi_spec.devices.common.expert_forms import GAUDI_OPERATOR_FROM
 from vllm_gaudi_spec.devices.common.experts import Call, Fused
 from vllm_gaudi_spec.devices.common.layers import find_kernel
 
 # Its gelu is the tanh form (vllm-gaudi v0.26.0, ops/hpu_fused_moe.py).
 _ACTIVATIONS = {MoEActivation.SILU: "silu", MoEActivation.GELU_TANH: "gelu"}
-
-# Below, reading weights takes longer than computing with all of them: a Gaudi 2 does 432 TFLOPS in bfloat16, and reads
-# 2.45 TB/s. And at batch 1 the operator was no faster (vllm-gaudi, issue 1733).
-_MIN_TOKENS = 128
 
 
 def fused() -> Fused | None:
@@ -36,7 +33,7 @@ def fused() -> Fused | None:
         )
         return result
 
-    return None if mixture is None else Fused(run, _takes, _MIN_TOKENS)
+    return None if mixture is None else Fused(run, _takes, GAUDI_OPERATOR_FROM)
 
 
 def _takes(call: Call) -> bool:

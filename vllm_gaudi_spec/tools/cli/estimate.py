@@ -118,8 +118,8 @@ def _rows(pair: Pair, options: argparse.Namespace) -> Iterator[dict[str, Any]]:
                 "prompt_len": options.prompt_len,
                 "plain_ms": 1e3 * pair.plain_s(*where),
                 "prompt_ms": 1e3 * pair.prompt_s(batch, options.prompt_len, card),
-                "memory_bytes": pair.memory(batch, options.context),
-                "fits": pair.memory(batch, options.context) < CARDS[card].memory,
+                "memory_bytes": pair.memory(*where),
+                "fits": pair.memory(*where) < CARDS[card].memory,
             }
             if pair.num_drafts:
                 row |= {

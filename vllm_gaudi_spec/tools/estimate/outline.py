@@ -1,6 +1,7 @@
 """The amounts that a model's steps read and compute, from its files: headers alone are read.
 
-Weights, KV and logits are taken to be read once, by graphs that fuse the rest.
+Weights, KV and logits are taken to be read once, by graphs that fuse the rest; experts as the form that computes them
+reads them (`devices/common/experts.py`).
 """
 
 from __future__ import annotations
@@ -14,6 +15,7 @@ from typing import Any, NamedTuple
 
 from safetensors import SafetensorError, safe_open
 
+from vllm_gaudi_spec.devices.common.expert_forms import COST_OF_GATHERING, GATHERED_BYTES_AT_ONCE, num_gathered
 from vllm_gaudi_spec.emulator.counters import Tally
 from vllm_gaudi_spec.recurrent.table import SERVED
 
@@ -47,10 +49,68 @@ class Stored(NamedTuple):
         return self.elements * (_FLOAT_BYTES if self.dtype in _FLOATS else _BYTES.get(self.dtype, 1))
 
 
+# Of weights of experts that tokens choose; shared ones are read as others are.
+_OF_EXPERTS = (".experts.", ".block_sparse_moe.input_linear.", ".block_sparse_moe.output_linear.")
+_NUM_EXPERTS = ("num_experts", "num_local_experts", "n_routed_experts", "moe_num_experts")
+_TOP_K = ("num_experts_per_tok", "num_experts_per_token", "moe_topk", "moe_k", "top_k_experts")
+
+
+class Experts(NamedTuple):
+    """Those that tokens choose, of a model's layers, which have as many each."""
+
+    weights: int
+    """Of all of them."""
+    num_bytes: int
+    layers: int
+    number: int
+    """Of a layer."""
+    chosen: int
+    """By a token, of a layer."""
+
+    @classmethod
+    def of(cls, config: dict[str, Any], stored: dict[str, Stored]) -> Experts | None:
+        found = {name: one for name, one in stored.items() if any(part in name for part in _OF_EXPERTS)}
+        number, chosen = (_largest(config, names) for names in (_NUM_EXPERTS, _TOP_K))
+        if not found or not number or not chosen:
+            return None
+        layers = {name.partition(part)[0] for name in found for part in _OF_EXPERTS if part in name}
+        weights, num_bytes = (sum(getattr(one, what) for one in found.values()) for what in ("weights", "num_bytes"))
+        return cls(weights, num_bytes, len(layers), number, chosen)
+
+    def read(self, tokens: int, operator_from: int) -> float:
+        """How often the weights of one are read by a forward of so many tokens, in each layer."""
+        if self._has_operator(tokens, operator_from):
+            # As many as tokens reach that choose with equal chances, and independently.
+            return self.number * (1 - (1 - self.chosen / self.number) ** tokens)
+        return COST_OF_GATHERING * num_gathered(tokens, self.chosen, self.number) or self.number
+
+    def computed(self, tokens: int, operator_from: int) -> int:
+        """With how many a token is computed, whether it chose them or not."""
+        if self._has_operator(tokens, operator_from):
+            return self.chosen
+        return num_gathered(tokens, self.chosen, self.number) or self.number
+
+    def gathered_bytes(self, tokens: int, operator_from: int) -> int:
+        """Copies of weights that are there at once."""
+        if self._has_operator(tokens, operator_from):
+            return 0
+        one = self.num_bytes // (self.layers * self.number)
+        return min(num_gathered(tokens, self.chosen, self.number) * one, max(GATHERED_BYTES_AT_ONCE, one))
+
+    def _has_operator(self, tokens: int, operator_from: int) -> bool:
+        return tokens >= operator_from and self.chosen < self.number
+
+
+def _largest(config: dict[str, Any], names: tuple[str, ...]) -> int:
+    """Some configurations have one number for each layer."""
+    found = next((config[name] for name in names if config.get(name)), 0)
+    return max(found) if isinstance(found, list) else int(found)
+
+
 @dataclass(frozen=True, kw_only=True)
 class Outline:
     weights: int
-    """Those that every step reads: all but an embedding table that is not the output matrix."""
+    """Those that a step may read: all but an embedding table that is not the output matrix."""
     weight_bytes: int
     """Of these, as served."""
     memory: int
@@ -63,6 +123,7 @@ class Outline:
     kv_values: int
     """Of one token and layer."""
     vocabulary: int
+    experts: Experts | None = None
 
     @classmethod
     def of(cls, folder: Path) -> Outline:
@@ -90,6 +151,7 @@ class Outline:
             head_size=head_size,
             kv_values=kv_values,
             vocabulary=config["vocab_size"],
+            experts=Experts.of(config, stored),
         )
 
     @property
@@ -102,27 +164,48 @@ class Outline:
         """Of one forward."""
         return self.layers * _KERNELS_OF_A_LAYER + _KERNELS_OF_A_STEP
 
-    def tally(self, batch: int, queries: int, context: int, *, borrowed: int = 0) -> Tally:
-        """Of one forward of [batch, queries] tokens and its logits. All experts see all tokens: an upper bound, since
-        prompts, and few tokens among many experts, are computed with less.
-        `borrowed`: weights of an output matrix that is another model's."""
+    def tally(self, batch: int, queries: int, context: int, *, borrowed: int = 0, operator_from: int = 1) -> Tally:
+        """Of one forward of [batch, queries] tokens and its logits. `borrowed`: weights of an output matrix that is
+        another model's. `operator_from`: tokens from which on the card's operator for experts is used."""
         tokens = batch * queries
         kv = batch * context * self.kv_bytes
         scores = 4 * tokens * context * self.layers * self.heads * self.head_size
         # Logits are written, and read by the rule.
         logits = 2 * tokens * self.vocabulary * _LOGIT_BYTES
         return Tally(
-            bytes_moved=self.weight_bytes + borrowed * _FLOAT_BYTES + kv + logits,
+            bytes_moved=self._bytes_of(tokens, operator_from) + borrowed * _FLOAT_BYTES + kv + logits,
             kv_bytes_read=kv,
-            flops=2 * tokens * (self.weights + borrowed) + scores,
+            flops=2 * tokens * (self._weights_of(tokens, operator_from) + borrowed) + scores,
         )
 
-    def tally_of_prompts(self, batch: int, tokens: int) -> Tally:
+    def tally_of_prompts(self, batch: int, tokens: int, *, operator_from: int = 1) -> Tally:
         """Of prompts that are computed whole: each token sees half of them on average, and the last one has logits."""
-        tally = self.tally(batch, 1, tokens)
-        body, scores = self.weights - self.head_weights, 2 * batch * tokens**2 * self.layers * self.heads
-        tally.flops = 2 * batch * (tokens * body + self.head_weights) + scores * self.head_size
+        tally = self.tally(batch, 1, tokens, operator_from=operator_from)
+        all_tokens = batch * tokens
+        tally.bytes_moved += self._bytes_of(all_tokens, operator_from) - self._bytes_of(batch, operator_from)
+        body, scores = self._weights_of(all_tokens, operator_from) - self.head_weights, 2 * all_tokens * tokens
+        tally.flops = (
+            2 * batch * (tokens * body + self.head_weights) + scores * self.layers * self.heads * self.head_size
+        )
         return tally
+
+    def _bytes_of(self, tokens: int, operator_from: int) -> int:
+        """Of weights that a forward moves."""
+        experts = self.experts
+        if experts is None:
+            return self.weight_bytes
+        share = experts.read(tokens, operator_from) / experts.number
+        return self.weight_bytes + round(experts.num_bytes * (share - 1))
+
+    def _weights_of(self, tokens: int, operator_from: int) -> int:
+        """That each token is multiplied with."""
+        experts = self.experts
+        if experts is None:
+            return self.weights
+        return (
+            self.weights
+            - experts.weights * (experts.number - experts.computed(tokens, operator_from)) // experts.number
+        )
 
 
 def _config(folder: Path) -> dict[str, Any]:

@@ -5,7 +5,8 @@ from __future__ import annotations
 from dataclasses import dataclass
 from pathlib import Path
 
-from vllm_gaudi_spec.config import UNIVERSAL_DRAFT
+from vllm_gaudi_spec.config import GAUDIS, UNIVERSAL_DRAFT
+from vllm_gaudi_spec.devices.common.expert_forms import GAUDI_OPERATOR_FROM
 from vllm_gaudi_spec.drafting.table import DRAFT_MODEL, METHODS, Method, has_model
 from vllm_gaudi_spec.emulator.cost import step_seconds
 from vllm_gaudi_spec.emulator.counters import Tally
@@ -19,6 +20,11 @@ _ESTIMATED: dict[str, Method] = {
     UNIVERSAL_DRAFT: METHODS[DRAFT_MODEL],
     **{name: row for name, row in METHODS.items() if row.has_model and not row.in_target},
 }
+
+
+def _operator_from(card: str) -> int:
+    """Tokens from which on its operator for experts is used: on CUDA always, where it is the faster one."""
+    return GAUDI_OPERATOR_FROM if card in GAUDIS else 1
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -43,15 +49,16 @@ class Pair:
 
     def plain_s(self, batch: int, context: int, card: str) -> float:
         """A step without drafts."""
-        return self._step(self.target.tally(batch, 1, context), card)
+        return self._step(self.target.tally(batch, 1, context, operator_from=_operator_from(card)), card)
 
     def verify_s(self, batch: int, context: int, card: str) -> float:
         """A step that verifies drafts, without the time to make them."""
-        return self._step(self.target.tally(batch, 1 + self.num_drafts, context), card)
+        tally = self.target.tally(batch, 1 + self.num_drafts, context, operator_from=_operator_from(card))
+        return self._step(tally, card)
 
     def prompt_s(self, batch: int, tokens: int, card: str) -> float:
         """So many prompts at once, and their first tokens."""
-        return self._step(self.target.tally_of_prompts(batch, tokens), card)
+        return self._step(self.target.tally_of_prompts(batch, tokens, operator_from=_operator_from(card)), card)
 
     def draft_s(self, batch: int, context: int, card: str) -> float:
         """A round of drafts. Methods without a model of their own are taken to cost nothing."""
@@ -69,7 +76,7 @@ class Pair:
         borrowed = 0 if drafter.head_weights else self.target.head_weights
         first = self.num_drafts + 1 if row.is_head else 2
         for queries in (first, *[1] * (self.num_drafts - 1)):
-            work.add(drafter.tally(batch, queries, context, borrowed=borrowed))
+            work.add(drafter.tally(batch, queries, context, borrowed=borrowed, operator_from=_operator_from(card)))
         return step_seconds(work, card, self.num_drafts * drafter.num_kernels)
 
     def speedup(self, batch: int, context: int, card: str, rate: float) -> float:
@@ -78,10 +85,15 @@ class Pair:
         drafted = self.verify_s(batch, context, card) + self.draft_s(batch, context, card)
         return length * self.plain_s(batch, context, card) / drafted
 
-    def memory(self, batch: int, context: int) -> int:
-        """Bytes of weights and KV; what graphs and a step hold beside them is not known."""
+    def memory(self, batch: int, context: int, card: str) -> int:
+        """Bytes of weights, KV and copies of experts; what graphs and a step hold beside them is not known."""
         models = [self.target] if self.drafter is None else [self.target, self.drafter]
-        return sum(model.memory + batch * context * model.kv_bytes for model in models)
+        copies = max(
+            model.experts.gathered_bytes(batch * queries, _operator_from(card)) if model.experts else 0
+            for model in models
+            for queries in (1, 1 + self.num_drafts)
+        )
+        return copies + sum(model.memory + batch * context * model.kv_bytes for model in models)
 
     def _step(self, tally: Tally, card: str) -> float:
         tally.add(Tally(launches=_LAUNCHES, host_reads=1))

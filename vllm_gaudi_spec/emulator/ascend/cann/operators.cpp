@@ -200,6 +200,8 @@ OPERATOR(Mean, (TENSOR(a), INTS(list), BOOL(keep), DTYPE(type), TENSOR(out)),
          put(out, at::mean(a, dims(list), keep, type)))
 OPERATOR(MeanV2, (TENSOR(a), INTS(list), BOOL(keep), BOOL(none), TENSOR(out)),
          put(out, at::mean(a, dims(list), keep)))
+OPERATOR(Std, (TENSOR(a), INTS(list), INT(correction), BOOL(keep), TENSOR(out)),
+         put(out, at::std(a, dims(list), at::Scalar(correction), keep)))
 OPERATOR(Norm, (TENSOR(a), SCALAR(p), INTS(list), BOOL(keep), TENSOR(out)), put(out, at::norm(a, p, dims(list), keep)))
 OPERATOR(LinalgVectorNorm, (TENSOR(a), SCALAR(p), INTS(list), BOOL(keep), DTYPE(type), TENSOR(out)),
          put(out, at::linalg_vector_norm(a, p, dims(list), keep, type)))
