@@ -17,10 +17,10 @@ from vllm.v1.worker.gpu.attn_utils import compute_mm_prefix_ranges
 from vllm.v1.worker.gpu.mm.encoder_cache import EncoderCache
 from vllm.v1.worker.gpu.mm.encoder_runner import EncoderRunner
 
-from vllm_gaudi_spec.attention.metadata import MultimodalInputs, Spans
+from vllm_gaudi_spec.attention.metadata import MultimodalInputs, SpanRows, Spans
 from vllm_gaudi_spec.config import UnsupportedConfigError
 from vllm_gaudi_spec.records import DECODE
-from vllm_gaudi_spec.runner.encoders import Item
+from vllm_gaudi_spec.runner.encoders import Item, finite
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
@@ -34,12 +34,6 @@ if TYPE_CHECKING:
     from vllm_gaudi_spec.records import Batch
     from vllm_gaudi_spec.runner.media_store import MediaStore
     from vllm_gaudi_spec.runner.requests import Requests
-
-
-def _finite(output: torch.Tensor) -> torch.Tensor:
-    """An encoder's output of hostile samples may hold what is no number. In KV it would outlive its request: kernels
-    multiply what lies after a row's keys by zero, and nan stays nan."""
-    return output.nan_to_num(nan=0.0, posinf=0.0, neginf=0.0)
 
 
 class Multimodal:
@@ -98,7 +92,7 @@ class Multimodal:
             return
         mm_hashes, items = self._encoders.prepare_mm_inputs(scheduled.scheduled_encoder_inputs)
         if items:
-            outputs = map(_finite, self._encoders.execute_mm_encoder(items))
+            outputs = map(finite, self._encoders.execute_mm_encoder(items))
             self._cache.encoder_outputs.update(zip(mm_hashes, outputs, strict=True))
 
     def _fill(self, store: MediaStore, inputs: dict[str, list[int]]) -> None:
@@ -136,6 +130,7 @@ class Multimodal:
         return MultimodalInputs(
             rows_T=store.rows_of(batch, self._cache.mm_features),
             rotary_DT=self._rotary_of(batch) if self._num_dims else None,
+            spans=self._spans_of(batch),
         )
 
     def _embeddings_of(self, batch: Batch) -> tuple[list[torch.Tensor], torch.Tensor | None]:
@@ -165,13 +160,20 @@ class Multimodal:
             for first, last in images[row]
             if first < request.num_computed + count and last >= request.num_computed
         ]
-        if not found:
+        if not found and self.store is None:
             return None
-        for row, _, last in found:
+        lasts_np = np.zeros((batch.shape.rows, batch.shape.queries), dtype=np.int32)
+        for row, first, last in found:
+            start = batch.requests[row].num_computed
             # Else its first tokens would be computed, and kept, as if the image ended there.
-            assert last < batch.requests[row].num_computed + batch.counts[row], "a chunk ends within an image"
+            assert last < start + batch.counts[row], "a chunk ends within an image"
+            lasts_np[row, max(first - start, 0) : last + 1 - start] = last
+        rows = None if self.store is not None else self._span_rows(found)
+        return Spans(self._upload(torch.from_numpy(lasts_np)), rows)
+
+    def _span_rows(self, found: list[tuple[int, int, int]]) -> SpanRows:
         rows_S, firsts_S, lasts_S = torch.tensor(found, dtype=torch.int32).T.contiguous().unbind(0)
-        return Spans(self._upload(rows_S.long()), self._upload(firsts_S), self._upload(lasts_S))
+        return SpanRows(self._upload(rows_S.long()), self._upload(firsts_S), self._upload(lasts_S))
 
     def _has_rotary(self, batch: Batch) -> bool:
         return any(request.req_id in self._rotary_np for request in batch.requests)
