@@ -106,11 +106,11 @@ def test_c02_symbolic_shapes_are_refused(card: Any) -> None:
 @pytest.mark.parametrize(
     "function",
     [
-        lambda x: x[(x > 1).long()],
+        lambda x: x.view(1, 2)[(x > 9).long(), (x > 1).long()],
         lambda x: x.long().view(1, -1).permute(1, 0),
         lambda x: torch.full_like(x, float("nan")),
     ],
-    ids=["index", "permute of int64", "NaN"],
+    ids=["index of two dimensions", "permute of int64", "NaN"],
 )
 def test_c16_operations_that_leave_the_graph(function: Any, card: Any, regions: RegionCompiler) -> None:
     with pytest.raises(DeviceRefusal, match=r"leaves the compiled graph and runs eagerly, from .*test_compiler\.py"):
@@ -118,6 +118,16 @@ def test_c16_operations_that_leave_the_graph(function: Any, card: Any, regions: 
     card.hostile = False
     regions.compiled(function)(hpu(1.0, 2.0))
     assert [event.kind for event in card.counters.events].count("leaves the compiled graph") >= 1
+
+
+@pytest.mark.parametrize("read", [lambda x, at: x[at], lambda x, at: x[:, at], lambda x, at: x[:, at, None]])
+@pytest.mark.parametrize("at", [[2, 0, -1], [[1, -3], [0, 2]]])
+def test_c16_rows_are_read_in_the_graph(read: Any, at: list[Any], card: Any, regions: RegionCompiler) -> None:
+    """As the windows of an encoder are, and positions of several dimensions."""
+    x, index = torch.arange(9.0).view(3, 3), torch.tensor(at)
+    with pytest.raises(DeviceRefusal, match="leaves the compiled graph"):
+        unguarded().compiled(read)(x.to("hpu"), index.to("hpu"))
+    assert regions.compiled(read)(x.to("hpu"), index.to("hpu")).tolist() == read(x, index).tolist()
 
 
 def test_c17_where_on_integers_is_compiled_wrongly_and_not_used(card: Any, regions: RegionCompiler) -> None:

@@ -1,9 +1,7 @@
-"""On the emulated Gaudi answers to images are those of transformers, with drafts as without.
+"""On emulated cards answers to images are those of transformers, with drafts as without.
 
 A row's faults have what was compiled after warm-up, and a second sync of a step.
 """
-
-import os
 
 import pytest
 
@@ -13,9 +11,24 @@ from tests.models.run import CASES, Run
 pytestmark = [pytest.mark.emulated, pytest.mark.slow]
 
 
-# Fixed size, tiles, patches; borders of chunks within images.
-@pytest.mark.parametrize("case", ["llava-images", "internvl-images", "qwen2-vl-images", "qwen2.5-vl-images@chunks"])
-def test_they_answer_as_transformers(case: str, tmp_path_factory: pytest.TempPathFactory) -> None:
+@pytest.mark.parametrize(
+    ("device", "case"),
+    [
+        # Fixed size, tiles, patches; borders of chunks within images.
+        ("hpu-emulated", "llava-images"),
+        ("hpu-emulated", "internvl-images"),
+        ("hpu-emulated", "qwen2-vl-images"),
+        ("hpu-emulated", "qwen2.5-vl-images@chunks"),
+        # More for the first layers, images that are seen in both directions, squares of patches.
+        ("hpu-emulated", "qwen3-vl-images"),
+        ("hpu-emulated", "gemma3-mm-images"),
+        ("hpu-emulated", "mistral3-images"),
+        ("hpu-emulated-compiled", "qwen2.5-vl-images@chunks"),
+        ("hpu-emulated-compiled", "qwen3-vl-images"),
+        ("ascend-emulated", "qwen3-vl-images"),
+    ],
+)
+def test_they_answer_as_transformers(device: str, case: str, tmp_path_factory: pytest.TempPathFactory) -> None:
     run = Run({case: CASES[case]}, tmp_path_factory.mktemp("models"))
-    (row,) = run.rows(os.environ["VGS_DEVICE"], with_upstream=False)
+    (row,) = run.rows(device, with_upstream=False)
     check(row)

@@ -905,6 +905,17 @@ STATEFUL |= {
 
 QWEN_VISION = dict(depth=1, embed_dim=32, hidden_size=32, num_heads=2, patch_size=14, spatial_merge_size=2)
 MROPE = dict(rope_type="default", rope_theta=10_000.0, mrope_section=[4, 6, 6])
+MIXED_MROPE = MROPE | dict(mrope_interleaved=True)
+# What the third layer makes of an image goes to the text model's second.
+DEEP_VISION = dict(
+    depth=3,
+    hidden_size=32,
+    intermediate_size=64,
+    num_heads=2,
+    out_hidden_size=128,
+    deepstack_visual_indexes=[0, 2],
+    num_position_embeddings=16,
+)
 GLM_MROPE = dict(rope_type="default", rope_theta=10_000.0, mrope_section=[2, 3, 3], partial_rotary_factor=0.5)
 GLM_VISION = dict(
     depth=1, hidden_size=32, intermediate_size=64, num_heads=2, out_hidden_size=128, image_size=56, patch_size=14
@@ -947,16 +958,21 @@ MULTIMODAL: dict[str, Recipe] = {
     "qwen3-vl": Recipe(
         architecture="Qwen3VLForConditionalGeneration",
         config=dict(
-            text_config=text("qwen3_vl_text", rope_parameters=MROPE | dict(mrope_interleaved=True)),
-            vision_config=dict(
-                depth=1,
-                hidden_size=32,
-                intermediate_size=64,
-                num_heads=2,
-                out_hidden_size=128,
-                deepstack_visual_indexes=[0],
-                num_position_embeddings=16,
+            text_config=text("qwen3_vl_text", rope_parameters=MIXED_MROPE),
+            vision_config=DEEP_VISION,
+            **QWEN_IDS,
+        ),
+    ),
+    "qwen3-vl-moe": Recipe(
+        architecture="Qwen3VLMoeForConditionalGeneration",
+        config=dict(
+            text_config=text(
+                "qwen3_vl_moe_text",
+                **EXPERTS,
+                norm_topk_prob=True,
+                rope_parameters=MIXED_MROPE,
             ),
+            vision_config=DEEP_VISION,
             **QWEN_IDS,
         ),
     ),

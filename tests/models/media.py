@@ -150,6 +150,7 @@ ASKED: dict[str, Question] = {
     "qwen2-vl-images": Question(_QWEN_WORDS, processors.qwen("Qwen2VL", 14)),
     "qwen2.5-vl-images": Question(_QWEN_WORDS, processors.qwen("Qwen2_5_VL", 14)),
     "qwen3-vl-images": Question(_QWEN_WORDS, processors.qwen("Qwen3VL", 16)),
+    "qwen3-vl-moe-images": Question(_QWEN_WORDS, processors.qwen("Qwen3VL", 16)),
     "llava-images": Question({IMAGE: "<image>"}, processors.llava),
     "mistral3-images": Question({IMAGE: "[IMG]"}, processors.pixtral),
     "internvl-images": Question({IMAGE: "<IMG_CONTEXT>"}, processors.internvl),

@@ -502,28 +502,31 @@ def test_a_scheduler_of_the_users_derives_from_ours(name: Any, tmp_path: Path) -
         engine_config(tmp_path, None, scheduler_cls="somebody.Scheduler")
 
 
+COMPILED = {"traits.captures": True, "traits.torch_device": SimpleNamespace(type="hpu"), "traits.mode": "compiled"}
+
+
 @pytest.mark.parametrize(
     ("changed", "refused"),
     [
         ({}, None),
         ({"traits.captures": True}, "Images, audio and video are not served on a device in mode captured yet"),
         (
-            {"traits.captures": True, "traits.captures_encoders": True},
-            "Images, audio and video are served on a device for InternVLForConditionalGeneration",
+            COMPILED,
+            "Images, audio and video are served on a device in mode compiled for Qwen2VLForConditionalGeneration",
         ),
+        ({**COMPILED, "model.architectures": ["Qwen2VLForConditionalGeneration"]}, None),
         (
             {
-                "traits.captures": True,
-                "traits.captures_encoders": True,
+                **COMPILED,
                 "parallel.tensor_parallel_size": 2,
-                "model.architectures": ["LlavaForConditionalGeneration"],
+                "model.architectures": ["Qwen2VLForConditionalGeneration"],
             },
             "not supported on a device with --tensor-parallel-size",
         ),
         (
             {
-                "traits.captures": True,
-                "traits.captures_encoders": True,
+                **COMPILED,
+                "traits.mode": "lazy",
                 "model.architectures": ["LlavaForConditionalGeneration"],
                 "model.hf_config": SimpleNamespace(vision_config=SimpleNamespace(model_type="pixtral")),
                 "model.model": "m",
@@ -555,7 +558,7 @@ def test_images_that_would_not_work_are_refused(changed: dict[str, Any], refused
         get_multimodal_config=lambda: media,
     )
     parallel = SimpleNamespace(data_parallel_size=1, tensor_parallel_size=1)
-    traits = SimpleNamespace(captures=False, captures_encoders=False, name="a device", mode="captured")
+    traits = SimpleNamespace(captures=False, name="a device", mode="captured", torch_device=torch.device("cuda"))
     asked: Any = SimpleNamespace(model_config=model, lora_config=None, parallel_config=parallel)
     parts = {"traits": traits, "model": model, "media": media, "asked": asked, "parallel": parallel}
     for path, value in changed.items():

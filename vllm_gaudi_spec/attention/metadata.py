@@ -123,10 +123,8 @@ class FreshKV(NamedTuple):
     values_TKD: torch.Tensor
 
 
-class Spans(NamedTuple):
-    """Positions whose tokens see each other in both directions, as those of an image do for some models: a query of
-    one sees all its keys, later ones too. None is longer than a window, and all keys are written before its queries
-    attend."""
+class SpanRows(NamedTuple):
+    """Spans as rows of their own."""
 
     rows_S: torch.Tensor
     """int64: the row of the batch."""
@@ -134,6 +132,17 @@ class Spans(NamedTuple):
     """int32: the position of the first token, which may have been computed earlier,"""
     lasts_S: torch.Tensor
     """and of the last."""
+
+
+class Spans(NamedTuple):
+    """Positions whose tokens see each other in both directions, as those of an image do for some models: a query of
+    one sees all its keys, later ones too. None is longer than a window, and all keys are written before its queries
+    attend."""
+
+    lasts_BQ: torch.Tensor
+    """int32: the last position of a query's span; 0 where it is of none."""
+    rows: SpanRows | None = None
+    """None where steps are captured, since there are more or less of them in each; never empty."""
 
 
 class IndexQueries(NamedTuple):

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import torch
 
-from vllm_gaudi_spec.attention.metadata import AttentionCall, AttentionLayerSpec, Spans
+from vllm_gaudi_spec.attention.metadata import AttentionCall, AttentionLayerSpec
 from vllm_gaudi_spec.attention.operations import PLAIN, Matmul, Operations, VLLMKVCache
 from vllm_gaudi_spec.attention.selection import index_scores, queries_by_row, select
 
@@ -89,23 +89,9 @@ def visible(call: AttentionCall, spec: AttentionLayerSpec) -> torch.Tensor:
         assert call.num_real_B is not None
         # Keys of padding are in the pad block, and those of other prompts may be in what follows a row's last key.
         seen = seen & (keys < (call.starts_B + call.num_real_B)[:, None, None])
-    return seen if call.spans is None else seen | _share_a_span(keys, queries, call.spans)
-
-
-def _share_a_span(key_pos: torch.Tensor, query_pos: torch.Tensor, spans: Spans) -> torch.Tensor:
-    """bool [B, Q, keys]: spans of a row do not overlap, so its last position marks one."""
-
-    def ends(positions: torch.Tensor) -> torch.Tensor:
-        """int32 [B, positions]: the last position of each one's span, -1 where there is none."""
-        found = torch.full(positions.shape, -1, dtype=torch.int32, device=positions.device)
-        of_span = positions.index_select(0, spans.rows_S)
-        inside = (of_span >= spans.firsts_S[:, None]) & (of_span <= spans.lasts_S[:, None])
-        last = torch.where(inside, spans.lasts_S[:, None], -1)
-        return found.index_reduce_(0, spans.rows_S, last, "amax")
-
-    of_queries = ends(query_pos[..., 0])
-    of_keys = ends(key_pos.expand(len(query_pos), -1))
-    return (of_queries[..., None] == of_keys[:, None]) & (of_queries[..., None] >= 0)
+    if call.spans is None:
+        return seen
+    return seen | ((keys > queries) & (keys <= call.spans.lasts_BQ[..., None]))
 
 
 def _distances(call: AttentionCall, spec: AttentionLayerSpec) -> torch.Tensor:

@@ -39,6 +39,7 @@ from vllm_gaudi_spec.compat.server import (
     fail_with_the_engine,
     leave_idle_work_at_shutdown,
     let_engine_finish,
+    refuse_media_beyond_warm_up,
 )
 from vllm_gaudi_spec.compat.views import (
     add_to_states_of_gemma3n,
@@ -65,6 +66,7 @@ __all__ = [
     "make_mla_layers",
     "ray_workers",
     "read_weights",
+    "refuse_media_beyond_warm_up",
     "return_attention_outputs",
     "score_cpu_experts_by_sigmoid",
     "tensor_parallel_group",

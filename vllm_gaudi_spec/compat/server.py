@@ -10,6 +10,7 @@ import time
 from collections.abc import Callable
 from http import HTTPStatus
 from typing import Any
+from weakref import WeakKeyDictionary
 
 import numpy as np
 
@@ -176,3 +177,43 @@ def _refuse_bad_media(original: Callable[..., Any], *args: Any, **named: Any) ->
         if isinstance(media[0], np.ndarray) and media[0].dtype.kind == "f" and not (abs(media[0]) <= _LOUDEST).all():
             raise ValueError(f"Failed to load media: a sound has samples beyond {_LOUDEST:.0f}, or not finite.")
     return loaded
+
+
+def refuse_media_beyond_warm_up() -> None:
+    """Where encoders are captured: answer status 400 to an image or a clip of more tokens than the model's processor
+    makes of any.
+
+    Reason: a request whose processor has options of its own may bring one (`mm_processor_kwargs`, which a server with
+    --trust-request-mm-kwargs takes). Warm-up made no graph for it, so every other request would wait for one. Upstream
+    compares items with its cache of encoders' outputs, which has room for more than one of them.
+    Remove when: `InputProcessor` compares an item with the largest one of its modality.
+    """
+    from vllm.v1.engine.input_processor import InputProcessor
+
+    wrap(InputProcessor, "_validate_model_input", _refuse_larger_media)
+
+
+_LARGEST: WeakKeyDictionary[Any, dict[str, int]] = WeakKeyDictionary()
+"""Tokens of the largest item of each modality, by vLLM's multimodal processor."""
+
+
+def _refuse_larger_media(original: Callable[..., None], inputs: Any, prompt: Any, kind: str) -> None:
+    from vllm.exceptions import VLLMValidationError
+
+    original(inputs, prompt, kind)
+    for modality, positions in prompt.get("mm_placeholders", {}).items():
+        asked = max((position.get_num_embeds() for position in positions), default=0)
+        if asked > (largest := _largest_item(inputs.renderer.mm_processor, modality)):
+            raise VLLMValidationError(
+                f"An item of the modality {modality} takes {asked} tokens, and warm-up was for {largest}; leave out "
+                "mm_processor_kwargs, or raise the limit by the server's --mm-processor-kwargs."
+            )
+
+
+def _largest_item(processor: Any, modality: str) -> int:
+    from vllm.multimodal.encoder_budget import get_mm_max_toks_per_item
+
+    found = _LARGEST.setdefault(processor, {})
+    if modality not in found:
+        found[modality] = get_mm_max_toks_per_item(processor, mm_counts={modality: 1}, cache=None)[modality]
+    return found[modality]

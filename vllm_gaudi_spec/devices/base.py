@@ -50,8 +50,6 @@ class DeviceTraits:
     updates_views: bool = True
     """False when no graph takes a layer that changes a tensor through a view, as some of vLLM's models do
     (lesson L06)."""
-    captures_encoders: bool = False
-    """Where `captures`: True when encoders of images were compared in graphs of this device; see `MediaStore`."""
     compiles: bool = False
     """True when each of those graphs is compiled, which takes seconds to minutes: then sampling passes share few."""
     block_size: int = 128

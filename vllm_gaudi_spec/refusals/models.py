@@ -22,13 +22,16 @@ _SEEN_BOTH_WAYS = ("gemma3",)
 """`model_type` of models whose images see themselves in both directions, and that were compared."""
 
 
-_CAPTURED_MEDIA = (
-    "InternVLForConditionalGeneration",
-    "LlavaForConditionalGeneration",
-    "Qwen2VLForConditionalGeneration",
-    "Qwen2_5_VLForConditionalGeneration",
-)
-"""Whose encoders were compared in graphs."""
+CAPTURED_MEDIA: dict[tuple[str, str], tuple[str, ...]] = {
+    ("hpu", "lazy"): (
+        "InternVLForConditionalGeneration",
+        "LlavaForConditionalGeneration",
+        "Qwen2VLForConditionalGeneration",
+        "Qwen2_5_VLForConditionalGeneration",
+    ),
+    ("hpu", "compiled"): ("Qwen2VLForConditionalGeneration",),
+}
+"""Of a device that captures graphs and its mode: whose images were held against transformers in such graphs."""
 
 
 def models_of(vllm_config: VllmConfig) -> list[tuple[ModelConfig, str]]:
@@ -127,15 +130,17 @@ def _selection_refusals(vllm_config: VllmConfig, backend: DeviceBackend) -> Iter
 def _multimodal_refusals(vllm_config: VllmConfig, backend: DeviceBackend) -> Iterator[str]:
     model = vllm_config.model_config
     media = model.get_multimodal_config()
-    if backend.traits.captures and not backend.traits.captures_encoders:
-        yield f"Images, audio and video are not served on {backend.traits.name} in mode {backend.traits.mode} yet"
-    elif backend.traits.captures and not any(name in _CAPTURED_MEDIA for name in model.architectures):
-        served = ", ".join(_CAPTURED_MEDIA)
-        yield f"Images, audio and video are served on {backend.traits.name} for {served} only"
-    elif backend.traits.captures and _keeps_sizes_of_images(model):
-        yield f"Images of {model.model} keep their sizes (Pixtral), of which {backend.traits.name} would compile each"
-    if backend.traits.captures and vllm_config.parallel_config.tensor_parallel_size > 1:
-        yield f"Images, audio and video are not supported on {backend.traits.name} with --tensor-parallel-size yet"
+    traits = backend.traits
+    compared = CAPTURED_MEDIA.get((traits.torch_device.type, traits.mode), ())
+    if traits.captures and not compared:
+        yield f"Images, audio and video are not served on {traits.name} in mode {traits.mode} yet"
+    elif traits.captures and not any(name in compared for name in model.architectures):
+        served = ", ".join(compared)
+        yield f"Images, audio and video are served on {traits.name} in mode {traits.mode} for {served} only"
+    elif traits.captures and _keeps_sizes_of_images(model):
+        yield f"Images of {model.model} keep their sizes (Pixtral), of which {traits.name} would compile each"
+    if traits.captures and vllm_config.parallel_config.tensor_parallel_size > 1:
+        yield f"Images, audio and video are not supported on {traits.name} with --tensor-parallel-size yet"
     if model.is_mm_prefix_lm and model.hf_config.model_type not in _SEEN_BOTH_WAYS:
         yield f"Tokens of images that see each other in both directions are supported for {', '.join(_SEEN_BOTH_WAYS)}"
     if any(name in _TEXT_ONLY for name in model.architectures):
@@ -162,7 +167,8 @@ def _multimodal_refusals(vllm_config: VllmConfig, backend: DeviceBackend) -> Ite
 
 def _keeps_sizes_of_images(model: ModelConfig) -> bool:
     """Of Llava's class are also models with Pixtral's encoder."""
-    return getattr(getattr(model.hf_config, "vision_config", None), "model_type", "") == "pixtral"
+    vision = getattr(model.hf_config, "vision_config", None)
+    return "LlavaForConditionalGeneration" in model.architectures and getattr(vision, "model_type", "") == "pixtral"
 
 
 def _whole_prompt_refusals(vllm_config: VllmConfig) -> Iterator[str]:

@@ -27,6 +27,8 @@ if TYPE_CHECKING:
 IMAGE, VIDEO = "image", "video"
 """As vLLM names them."""
 _PIXELS = {IMAGE: "pixel_values", VIDEO: "pixel_values_videos"}
+_SMALLEST = 64
+"""Tokens of an image of 224 x 224, from which on vLLM's own CUDA graphs of encoders are sized."""
 
 
 class Item(NamedTuple):
@@ -55,8 +57,11 @@ class Encoding(NamedTuple):
 class WholeItems:
     """Encoders of one size, such as those that scale each image to the same square."""
 
-    def __init__(self, model: Any) -> None:
+    def __init__(self, model: Any, width: int) -> None:
+        """`width`: of a token's embedding."""
         self._model = model
+        self.width = width
+        """Of a row of the outputs."""
         self._sizes: dict[str, tuple[int, ...]] = {}
         """By modality, those that are made in warm-up; of encoders that are padded."""
 
@@ -66,6 +71,11 @@ class WholeItems:
         while fitting < size:
             fitting *= 2
         return fitting
+
+    def _list_rows(self, largest: Item) -> tuple[int, ...]:
+        """Of encoders that are padded by patches: the tokens of each size."""
+        self._sizes[largest.modality] = geometric(min(_SMALLEST, largest.num_rows), largest.num_rows, 2.0)
+        return self._sizes[largest.modality]
 
     def listed(self, largest: Item) -> Iterator[Encoding]:
         """Of each size that is made in warm-up, an example."""
@@ -103,20 +113,27 @@ class Tiles(WholeItems):
         return Encoding(IMAGE, rows_of_tile * num_tiles, {"pixel_values": _with_rows(pixels, num_tiles)})
 
     def run(self, modality: str, inputs: dict[str, torch.Tensor]) -> torch.Tensor:
-        counts = {"image_num_patches": torch.tensor([len(inputs["pixel_values"])]), "image_token_id": torch.tensor(0)}
-        return super().run(modality, inputs | counts)
+        return super().run(modality, inputs | self._as_one_image(len(inputs["pixel_values"])))
+
+    def _as_one_image(self, num_tiles: int) -> dict[str, torch.Tensor]:
+        """What vLLM's class wants to know besides, on the host."""
+        return {"image_num_patches": torch.tensor([num_tiles]), "image_token_id": torch.tensor(0)}
+
+
+class Crops(Tiles):
+    """Those of Gemma 3: the whole image, and parts of it where the processor makes some ("pan and scan")."""
+
+    def _as_one_image(self, num_tiles: int) -> dict[str, torch.Tensor]:
+        return {"num_patches": torch.tensor([num_tiles])}
 
 
 class Patches(WholeItems):
     """Encoders of Qwen-VL, which take images of any size by their patches, and clips by those of all frames: padded by
     patches. What follows from the grid of patches is computed on the host, by vLLM's class."""
 
-    _SMALLEST = 64
-    """Tokens of an image of 224 x 224, from which on vLLM's own CUDA graphs of encoders are sized."""
-
-    def __init__(self, model: Any) -> None:
-        super().__init__(model)
+    def __init__(self, model: Any, width: int) -> None:
         visual = model.visual
+        super().__init__(model, visual.out_hidden_size)
         self._merged: int = visual.spatial_merge_size**2
         self._on_host: Any = copy.copy(visual)
         self._on_host._modules = dict(visual._modules)
@@ -124,9 +141,7 @@ class Patches(WholeItems):
             self._on_host._modules[name] = _copy_on_host(getattr(visual, name))
 
     def listed(self, largest: Item) -> Iterator[Encoding]:
-        sizes = geometric(min(self._SMALLEST, largest.num_rows), largest.num_rows, 2.0)
-        self._sizes[largest.modality] = sizes
-        for num_rows in sizes:
+        for num_rows in self._list_rows(largest):
             # As many images as tokens: one strip of them would be longer than vLLM's tables of positions.
             grid = [num_rows, self._side, self._side]
             example = _inputs_of(largest)[_PIXELS[largest.modality]]
@@ -165,11 +180,110 @@ class Patches(WholeItems):
         return found
 
 
+class PlacedPatches(Patches):
+    """Those of Qwen3-VL, which also add positions to patches, read between rows of a table as the image's grid lies in
+    it. Where a patch reads is computed on the host, and what in the graph, which has the table. A row of the outputs
+    has more than a token's embedding: what the first layers of the model add, too."""
+
+    def __init__(self, model: Any, width: int) -> None:
+        super().__init__(model, width)
+        # vLLM's would read the table on the host.
+        self._on_host.fast_pos_embed_interpolate = lambda grids: None
+
+    def _padded(self, modality: str, pixels: torch.Tensor, grid: list[int], num_rows: int) -> Encoding:
+        encoding = super()._padded(modality, pixels, grid, num_rows)
+        visual = self._on_host
+        _, height, width = grid
+        places_P2 = visual.rot_pos_ids(height, width, visual.spatial_merge_size)
+        corners = corners_of(places_P2, height, width, visual.num_grid_per_side)
+        frames, num_patches = grid[0], len(encoding.inputs["pixels"])
+        padded = (_with_rows(part.repeat(frames, 1), num_patches) for part in corners)
+        return encoding._replace(inputs=encoding.inputs | dict(zip(("corners", "shares"), padded, strict=True)))
+
+    def run(self, modality: str, inputs: dict[str, torch.Tensor]) -> torch.Tensor:
+        table = self._model.visual.pos_embed.weight
+        corners_P4, shares_P4 = inputs["corners"], inputs["shares"].to(table.dtype)
+        found_P4H = table.index_select(0, corners_P4.flatten()).unflatten(0, corners_P4.shape)
+        others = {name: value for name, value in inputs.items() if name not in ("corners", "shares")}
+        return super().run(modality, others | {"pos_embeds": (found_P4H * shares_P4.unsqueeze(-1)).sum(1)})
+
+
+def corners_of(places_P2: torch.Tensor, height: int, width: int, side: int) -> tuple[torch.Tensor, torch.Tensor]:
+    """int64 and float32 [P, 4]: rows of a table of `side` x `side` positions around each patch, and the share of each,
+    where the first and last of `height` x `width` patches lie at its edges."""
+    rows, columns = (torch.linspace(0, side - 1, size)[places_P2[:, axis]] for axis, size in enumerate((height, width)))
+    (top, low), (left, right) = ((at.long(), (at.long() + 1).clamp(max=side - 1)) for at in (rows, columns))
+    down, across = rows - top, columns - left
+    corners = (top * side + left, top * side + right, low * side + left, low * side + right)
+    shares = ((1 - down) * (1 - across), (1 - down) * across, down * (1 - across), down * across)
+    return torch.stack(corners, 1), torch.stack(shares, 1)
+
+
+class SquaresOfPatches(WholeItems):
+    """Mistral 3 with Pixtral's encoder, which take images of any size by their patches: padded by patches. vLLM's
+    classes cut them out, place them and merge squares of them by the sizes of images. Here the host does the first two,
+    and lists squares one after another, so that a token's patches lie side by side."""
+
+    def __init__(self, model: Any, width: int) -> None:
+        # Other models need none of it, and it wants torchvision.
+        from vllm.model_executor.models.pixtral import position_ids_in_meshgrid
+
+        super().__init__(model, width)
+        self._places_of = position_ids_in_meshgrid
+        self._turns_at = _copy_on_host(model.vision_tower.patch_positional_embedding)
+        self._side: int = model.config.spatial_merge_size
+
+    def listed(self, largest: Item) -> Iterator[Encoding]:
+        inputs = self._patches_of(largest)
+        for num_rows in self._list_rows(largest):
+            part = {name: value[: num_rows * self._side**2] for name, value in inputs.items()}
+            yield self._padded(largest.modality, part, num_rows)
+
+    def encoding(self, item: Item) -> Encoding:
+        return self._padded(item.modality, self._patches_of(item), self._fit(item.modality, item.num_rows))
+
+    def _patches_of(self, item: Item) -> dict[str, torch.Tensor]:
+        """[P, ...]: pixels, and what turns queries and keys."""
+        (image,) = _inputs_of(item)[_PIXELS[item.modality]]
+        tower, side = self._model.vision_tower, self._side
+        size = tower.config.patch_size
+        height, width = (length // size for length in image.shape[1:])
+        index = torch.arange(height * width).view(height // side, side, width // side, side).transpose(1, 2).flatten()
+        pixels = image.unflatten(2, (width, size)).unflatten(1, (height, size)).permute(1, 3, 0, 2, 4).flatten(0, 1)
+        places = self._places_of([image.new_empty(height, width)], tower.config.image_size // size)
+        cos, sin = self._turns_at(image.new_empty(0, dtype=tower.dtype), places)
+        return {name: value[index] for name, value in (("cos", cos), ("pixels", pixels.flatten(1)), ("sin", sin))}
+
+    def _padded(self, modality: str, inputs: dict[str, torch.Tensor], num_rows: int) -> Encoding:
+        num_patches = len(inputs["pixels"])
+        padded = {name: _with_rows(value, num_rows * self._side**2) for name, value in inputs.items()}
+        # What follows the image's patches is a sequence of its own.
+        return Encoding(modality, num_rows, padded | {"ends": torch.tensor([0, num_patches], dtype=torch.int32)})
+
+    def run(self, modality: str, inputs: dict[str, torch.Tensor]) -> torch.Tensor:
+        tower, projector = self._model.vision_tower, self._model.multi_modal_projector
+        weight = tower.patch_conv.weight
+        pixels = tower.input_norm(inputs["pixels"], weight.dtype)
+        states_1PH = tower.ln_pre(torch.nn.functional.linear(pixels, weight.flatten(1))[None])
+        lengths = (None, None)  # which other kernels of attention want
+        turns = inputs["cos"], inputs["sin"]
+        encoded_PH = tower.transformer(states_1PH, turns, inputs["ends"], *lengths, return_all_hidden_states=False)[0]
+        # Of each channel its square, as vLLM's `unfold` has them.
+        squares = projector.norm(encoded_PH).unflatten(0, (-1, self._side**2)).transpose(1, 2).flatten(1)
+        hidden, _ = projector.linear_1(projector.patch_merger.merging_layer(squares))
+        found: torch.Tensor = projector.linear_2(projector.act(hidden))[0]
+        return found
+
+
 FORMS: dict[str, type[WholeItems]] = {
+    "Gemma3ForConditionalGeneration": Crops,
     "InternVLForConditionalGeneration": Tiles,
     "LlavaForConditionalGeneration": WholeItems,
+    "Mistral3ForConditionalGeneration": SquaresOfPatches,
     "Qwen2VLForConditionalGeneration": Patches,
     "Qwen2_5_VLForConditionalGeneration": Patches,
+    "Qwen3VLForConditionalGeneration": PlacedPatches,
+    "Qwen3VLMoeForConditionalGeneration": PlacedPatches,
 }
 """By architecture. Others are refused at start-up."""
 
@@ -197,12 +311,14 @@ class Encoders:
     """Those of a model, and all sizes that are listed before the first request."""
 
     def __init__(self, vllm_config: VllmConfig, model: nn.Module) -> None:
-        form = next(FORMS[name] for name in vllm_config.model_config.architectures if name in FORMS)(model)
+        config = vllm_config.model_config
+        make = next(FORMS[name] for name in config.architectures if name in FORMS)
+        form = make(model, config.get_inputs_embeds_size())
         budget = MultiModalBudget(vllm_config, MULTIMODAL_REGISTRY, enable_cache=False)
         self.num_kept = budget.encoder_cache_size
         """Tokens of items that vLLM's scheduler keeps at most."""
-        self.width = vllm_config.model_config.get_inputs_embeds_size()
-        self.dtype = vllm_config.model_config.dtype
+        self.width = form.width
+        self.dtype = config.dtype
         listed: dict[Hashable, Encoding] = {}
         for modality in budget.mm_max_toks_per_item:
             made = budget.processor.get_dummy_mm_inputs({modality: 1}, cache=None)

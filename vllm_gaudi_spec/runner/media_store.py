@@ -3,7 +3,7 @@
 Rows are numbered as KV slots are: the host decides which of them an image has, and a prompt chunk gets one number for
 each of its tokens, so that its graph knows nothing of images.
 
-    S  rows of the store        N  rows of an encoder's output
+    S  rows of the store        N  rows of an encoder's output        W  their width: embeddings of a token
 """
 
 from __future__ import annotations
@@ -38,7 +38,7 @@ class MediaStore:
         self._upload = backend.memory.upload
         self._pads_np = np.arange(encoders.num_pads, dtype=np.int64)
         self._free_np = np.arange(encoders.num_kept, dtype=np.int64) + encoders.num_pads
-        self.rows_SH = torch.zeros(
+        self.rows_SW = torch.zeros(
             encoders.num_pads + encoders.num_kept,
             encoders.width,
             dtype=encoders.dtype,
@@ -74,8 +74,8 @@ class MediaStore:
     def _encode(
         self, modality: str, names: tuple[str, ...], tensors: tuple[torch.Tensor, ...], rows_N: torch.Tensor
     ) -> None:
-        found_NH = self._encoders.run(modality, dict(zip(names, tensors, strict=True)))
-        self.rows_SH.index_copy_(0, rows_N, found_NH.to(self.rows_SH.dtype))
+        found_NW = self._encoders.run(modality, dict(zip(names, tensors, strict=True)))
+        self.rows_SW.index_copy_(0, rows_N, found_NW.to(self.rows_SW.dtype))
 
     def free(self, mm_hash: str) -> None:
         if (rows_np := self._rows_np.pop(mm_hash, None)) is not None:

@@ -17,6 +17,7 @@ from vllm.model_executor.layers.attention_layer_base import AttentionLayerBase
 from vllm.model_executor.layers.mamba.abstract import MambaBase
 from vllm.model_executor.model_loader import get_model
 from vllm.model_executor.models.interfaces import requires_raw_input_tokens
+from vllm.sequence import IntermediateTensors
 from vllm.v1.attention.backend import AttentionType
 from vllm.v1.kv_cache_interface import AttentionSpec, ChunkedLocalAttentionSpec, FullAttentionSpec, SlidingWindowSpec
 
@@ -142,7 +143,7 @@ class LoadedModel:
                 "supported; use another model."
             )
         self.states: RecurrentStates | None = None
-        self.media_SH: torch.Tensor | None = None
+        self.media_SW: torch.Tensor | None = None
         """The rows of the `MediaStore`, where there is one."""
         self._kv_owners = {
             name: getattr(layer, "kv_sharing_target_layer_name", None) or name for name, layer in self._layers.items()
@@ -315,22 +316,39 @@ class LoadedModel:
             return self.model(tokens_T, positions, token_type_ids=inputs.token_types_T)
         if carried_TH is not None:
             return self.model(tokens_T, positions, carried_TH)
-        if media is None or not (media.embeddings or media.rows_T is not None):
-            return self.model(tokens_T, positions)
-        if media.rows_T is None:
-            embeddings_TH = self.model.embed_input_ids(
-                tokens_T, multimodal_embeddings=media.embeddings, is_multimodal=media.is_media_T
-            )
-        else:
-            embeddings_TH = self._with_media(self.model.embed_input_ids(tokens_T), media.rows_T)
         raw_T = tokens_T if requires_raw_input_tokens(self.model) else None
+        if media is not None and media.rows_T is not None:
+            embeddings_TH, deeper = self._with_media(self.model.embed_input_ids(tokens_T), media.rows_T)
+            if deeper is None:
+                return self.model(raw_T, positions, inputs_embeds=embeddings_TH)
+            # vLLM's class would read them from buffers of its own.
+            return self.model.language_model.model(
+                raw_T, positions, inputs_embeds=embeddings_TH, deepstack_input_embeds=deeper
+            )
+        if media is None or not media.embeddings:
+            return self.model(tokens_T, positions)
+        embeddings_TH = self.model.embed_input_ids(
+            tokens_T, multimodal_embeddings=media.embeddings, is_multimodal=media.is_media_T
+        )
         return self.model(raw_T, positions, inputs_embeds=embeddings_TH)
 
-    def _with_media(self, text_TH: torch.Tensor, rows_T: torch.Tensor) -> torch.Tensor:
-        """What vLLM's classes merge by a mask, whose number of tokens no graph knows."""
-        assert self.media_SH is not None
+    def _with_media(
+        self, text_TH: torch.Tensor, rows_T: torch.Tensor
+    ) -> tuple[torch.Tensor, IntermediateTensors | None]:
+        """What vLLM's classes merge by a mask, whose number of tokens no graph knows: embeddings, and what is added
+        after each of the first layers."""
+        assert self.media_SW is not None
         is_media_T1 = (rows_T != NO_MEDIA).unsqueeze(1)
-        return torch.where(is_media_T1, self.media_SH.index_select(0, rows_T), text_TH)
+        found_TW = self.media_SW.index_select(0, rows_T)
+        first_TH, *others = found_TW.split(text_TH.shape[1], dim=1)
+        embeddings_TH = torch.where(is_media_T1, first_TH, text_TH)
+        if not others:
+            return embeddings_TH, None
+        zeros_TH = torch.zeros_like(text_TH)
+        added = [torch.where(is_media_T1, part_TH, zeros_TH) for part_TH in others]
+        return embeddings_TH, IntermediateTensors(
+            {f"deepstack_input_embeds_{layer}": part_TH for layer, part_TH in enumerate(added)}
+        )
 
     def counting(self, inputs: Inputs) -> AbstractContextManager[None]:
         """Around work on a forward's tokens where the model is measured: only real tokens count."""

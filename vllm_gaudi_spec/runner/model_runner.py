@@ -163,7 +163,7 @@ class ModelRunner:
         self.multimodal: Multimodal | None = None
         if model.supports_multimodal_inputs:
             store = None if self.encoders is None else MediaStore(self.encoders, self.backend, self.recorder)
-            self.target.media_SH = None if store is None else store.rows_SH
+            self.target.media_SW = None if store is None else store.rows_SW
             self.multimodal = Multimodal(model, self.target.model, self.backend, store)
         self.custom: CustomProcessors | None = None
         if profiled_blocks is None:

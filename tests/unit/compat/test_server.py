@@ -21,10 +21,12 @@ from vllm.entrypoints.launchers import launcher
 from vllm.entrypoints.launchers.api_server import entry
 from vllm.entrypoints.openai.models.serving import OpenAIServingModels
 from vllm.entrypoints.serve.lora.protocol import LoadLoRAAdapterRequest
-from vllm.exceptions import LoRAAdapterNotFoundError
+from vllm.exceptions import LoRAAdapterNotFoundError, VLLMValidationError
+from vllm.multimodal.inputs import PlaceholderRange
 from vllm.multimodal.media import AudioMediaIO, ImageMediaIO, VideoMediaIO
 from vllm.utils.counter import AtomicCounter
 from vllm.v1.engine import core as engine_core
+from vllm.v1.engine.input_processor import InputProcessor
 from vllm.v1.engine.utils import CoreEngineProcManager
 
 from tests.support.videos import video
@@ -254,3 +256,35 @@ def test_bad_sounds_are_bad_requests(monkeypatch: pytest.MonkeyPatch) -> None:
             AudioMediaIO().load_bytes(np.array([1.0, bad], np.float32).tobytes())
     sound, _ = AudioMediaIO().load_bytes(np.array([1.0, 2.0], np.float32).tobytes())
     assert sound.tolist() == [1.0, 2.0]
+
+
+def test_upstream_still_compares_an_image_with_its_cache_alone() -> None:
+    """It would be encoded in a graph that is made meanwhile."""
+
+    class Info:
+        ctx = SimpleNamespace(model_config=SimpleNamespace(max_model_len=64))
+
+        def get_mm_max_tokens_per_item(self, seq_len: int, mm_counts: dict[str, int]) -> dict[str, int]:
+            return dict.fromkeys(mm_counts, 8)
+
+    class Processor:
+        info = Info()
+
+    def prompt(num_tokens: int) -> Any:
+        found = {"image": [PlaceholderRange(0, 2), PlaceholderRange(2, num_tokens)], "video": []}
+        return {"type": "multimodal", "prompt_token_ids": [1] * 20, "mm_placeholders": found}
+
+    renderer = SimpleNamespace(mm_processor=Processor(), validate_token_ids=lambda ids: None)
+    inputs: Any = SimpleNamespace(
+        renderer=renderer, mm_encoder_cache_size=16, _validate_prompt_len=lambda length, kind: None
+    )
+    with pytest.MonkeyPatch.context() as patch:
+        validate = InputProcessor._validate_model_input
+        patch.setattr(InputProcessor, "_validate_model_input", getattr(validate, "__wrapped__", validate))
+        InputProcessor._validate_model_input(inputs, prompt(9), "decoder")
+        compat.refuse_media_beyond_warm_up()
+        InputProcessor._validate_model_input(inputs, prompt(8), "decoder")
+        with pytest.raises(VLLMValidationError, match=r"image takes 9 tokens, .* for 8; leave out mm_processor_kwargs"):
+            InputProcessor._validate_model_input(inputs, prompt(9), "decoder")
+        text: Any = {"type": "token", "prompt_token_ids": [1]}
+        InputProcessor._validate_model_input(inputs, text, "decoder")

@@ -370,7 +370,7 @@ def chunks(num_queries: int = 8, **changes: Any) -> AttentionCall:
         # A decode: of its lengths there are bounds.
         (chunks(host_counts_B=None), {}, False),
         # Images that are seen in both directions.
-        (chunks(spans=Spans(*[torch.zeros(1, dtype=torch.int64)] * 3)), {}, False),
+        (chunks(spans=Spans(torch.zeros(3, 8, dtype=torch.int32))), {}, False),
     ],
     ids=str,
 )

@@ -8,7 +8,7 @@ import pytest
 import torch
 
 from tests.support.reference.attention import attend_row
-from vllm_gaudi_spec.attention.metadata import AttentionCall, AttentionLayerSpec, Packed, Spans
+from vllm_gaudi_spec.attention.metadata import AttentionCall, AttentionLayerSpec, Packed, SpanRows, Spans
 from vllm_gaudi_spec.devices.common import torch_ops
 from vllm_gaudi_spec.devices.cpu.backend import make_backend
 
@@ -43,13 +43,17 @@ def test_tokens_of_an_image_see_all_of_it(form: object, window: int | None, is_p
     keys, values = torch.randn(2, 5 * BLOCK, KV_HEADS, SIZE)
     cache = torch.zeros(5, KV_HEADS, BLOCK, 2 * SIZE)
     form.write_kv(keys, values, cache, torch.arange(5 * BLOCK), layer)  # type: ignore[attr-defined]
-    rows, firsts, lasts = zip(*[(row, *span) for row, spans in enumerate(SPANS) for span in spans], strict=True)
+    spans = [(row, *span) for row, spans in enumerate(SPANS) for span in spans]
+    rows, firsts, ends = torch.tensor(spans).T
+    lasts = torch.zeros(2, QUERIES, dtype=torch.int32)
+    for row, first, last in spans:
+        lasts[row, max(first - STARTS[row], 0) : last + 1 - STARTS[row]] = last
     call = AttentionCall(
         num_rows=2,
         num_queries=QUERIES,
         starts_B=torch.tensor(STARTS, dtype=torch.int32),
         block_table_BW=torch.tensor([[2, 0], [4, 3]], dtype=torch.int32),
-        spans=Spans(torch.tensor(rows), torch.tensor(firsts).int(), torch.tensor(lasts).int()),
+        spans=Spans(lasts, SpanRows(rows, firsts.int(), ends.int())),
     )
     query = torch.randn(2, QUERIES, HEADS, SIZE)
     given = query.flatten(0, 1)

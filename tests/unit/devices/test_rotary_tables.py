@@ -11,6 +11,7 @@ import torch
 from vllm.config import VllmConfig, set_current_vllm_config
 from vllm.forward_context import set_forward_context
 from vllm.model_executor.layers.rotary_embedding.base import RotaryEmbedding
+from vllm.model_executor.layers.rotary_embedding.mrope import MRotaryEmbedding
 
 from vllm_gaudi_spec.attention.metadata import AttentionCall
 from vllm_gaudi_spec.devices.common import layers
@@ -37,7 +38,7 @@ def given() -> list[tuple[torch.Tensor, torch.Tensor]]:
 
 
 @pytest.fixture
-def rotary(config: VllmConfig, halves: bool, given: list[Any]) -> Any:
+def turning(given: list[Any]) -> type:
     def turn(heads: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor, *, halves: bool) -> torch.Tensor:
         given.append((cos, sin))
         if halves:
@@ -46,7 +47,12 @@ def rotary(config: VllmConfig, halves: bool, given: list[Any]) -> Any:
             turned = torch.stack((-heads[..., 1::2], heads[..., ::2]), -1).flatten(-2)
         return heads * cos + turned * sin
 
-    cls = type("Rotary", (layers._turning(turn), RotaryEmbedding), {})
+    return layers._turning(turn)
+
+
+@pytest.fixture
+def rotary(config: VllmConfig, halves: bool, turning: type) -> Any:
+    cls = type("Rotary", (turning, RotaryEmbedding), {})
     return cls(HEAD, HEAD, LENGTH, 10000.0, halves, torch.float32)
 
 
@@ -94,3 +100,15 @@ def test_without_attention(rotary: Any, config: VllmConfig) -> None:
     turned(rotary, torch.tensor([3, 9, 0]))
     with set_forward_context({"layer": cast(Any, SimpleNamespace())}, config, 3):
         turned(rotary, torch.tensor([3, 9, 0]))
+
+
+@pytest.mark.parametrize("sections", [[1, 2, 1], [2, 1, 1]])
+@pytest.mark.parametrize("interleaved", [False, True])
+def test_positions_of_several_dimensions(
+    config: VllmConfig, halves: bool, turning: type, sections: list[int], interleaved: bool
+) -> None:
+    """Each channel turns by the dimension whose section it is of; text has one position for all."""
+    cls = type("Rotary", (turning, MRotaryEmbedding), {})
+    rotary = cls(HEAD, HEAD, LENGTH, 10000.0, halves, torch.float32, sections, interleaved)
+    turned(rotary, torch.tensor([[3, 9, 0], [5, 1, 2], [7, 7, 60]]))
+    turned(rotary, torch.tensor([3, 9, 0]))

@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
+import sys
 from dataclasses import replace
 from functools import partial
 from itertools import pairwise
-from types import SimpleNamespace
+from types import ModuleType, SimpleNamespace
 from typing import Any
 
 import pytest
@@ -16,13 +17,24 @@ from tests.support import media
 from tests.support.fakes import HostBackend, new_request, step
 from tests.support.media import CONFIG
 from vllm_gaudi_spec.attention.encoders import MaskedEncoderAttention, sequences
-from vllm_gaudi_spec.attention.metadata import NO_MEDIA
+from vllm_gaudi_spec.attention.metadata import NO_MEDIA, MultimodalInputs
 from vllm_gaudi_spec.records import DECODE, PREFILL, Batch, Shape
-from vllm_gaudi_spec.refusals.models import _CAPTURED_MEDIA
+from vllm_gaudi_spec.refusals.models import CAPTURED_MEDIA
 from vllm_gaudi_spec.runner.batch import plan_batches
-from vllm_gaudi_spec.runner.encoders import FORMS, Encoding, Item, Patches, Tiles, WholeItems
+from vllm_gaudi_spec.runner.encoders import (
+    FORMS,
+    Crops,
+    Encoding,
+    Item,
+    Patches,
+    SquaresOfPatches,
+    Tiles,
+    WholeItems,
+    corners_of,
+)
 from vllm_gaudi_spec.runner.graphs import StepRecorder
 from vllm_gaudi_spec.runner.media_store import MediaStore
+from vllm_gaudi_spec.runner.model import LoadedModel
 from vllm_gaudi_spec.runner.multimodal import Multimodal
 from vllm_gaudi_spec.runner.requests import Requests
 
@@ -89,7 +101,7 @@ def merged(store: MediaStore, multimodal: Multimodal, asked: Batch) -> list[int]
     inputs = multimodal.add_to(asked).multimodal
     assert inputs is not None
     assert inputs.rows_T is not None
-    found = store.rows_SH.index_select(0, inputs.rows_T)[:, 0]
+    found = store.rows_SW.index_select(0, inputs.rows_T)[:, 0]
     return [int(value) for value in torch.where(inputs.rows_T == NO_MEDIA, 0, found)]
 
 
@@ -165,15 +177,62 @@ def test_warm_up_runs_what_is_listed_and_late_sizes_are_counted() -> None:
     assert len(recorder.unexpected) == 1
 
 
+def test_tokens_that_see_their_image_in_both_directions(requests: Requests, store: MediaStore) -> None:
+    """The last position that each sees besides those before it, in the rectangle's shape whatever is in it."""
+    multimodal = admit(requests, store, [image("one", 2, 3)])
+    multimodal._sees_both_ways = True
+    expected = {(3, 6): [[0] * 6, [0, 0, 4, 4, 4, 0]], (3, 0): [[0] * 6] * 2}
+    for (text, with_image), lasts in expected.items():
+        counts = {"text": text} | ({"image": with_image} if with_image else {})
+        inputs = multimodal.add_to(batch(requests, PREFILL, 6, counts, 0)).multimodal
+        assert inputs is not None
+        assert inputs.spans is not None
+        assert inputs.spans.rows is None
+        assert inputs.spans.lasts_BQ.tolist() == lasts
+
+
+def test_what_first_layers_add_is_that_of_the_images_tokens() -> None:
+    """Rows of three parts: an embedding, and what each of two layers adds; rows of text hold what another left."""
+    target = LoadedModel.__new__(LoadedModel)
+    target.media_SW = torch.tensor([[9.0, 9.0, 9.0], [1.0, 2.0, 3.0]]).repeat_interleave(WIDTH, dim=1)
+    calls: list[dict[str, Any]] = []
+
+    class Language:
+        def model(self, tokens: None, positions: torch.Tensor, **named: Any) -> torch.Tensor:
+            calls.append(named)
+            return positions
+
+    class Whole(torch.nn.Module):
+        language_model = Language()
+
+        def embed_input_ids(self, tokens_T: torch.Tensor) -> torch.Tensor:
+            return tokens_T[:, None].expand(-1, WIDTH).float()
+
+    target.model = Whole()
+    media = MultimodalInputs(rows_T=torch.tensor([NO_MEDIA, 1]))
+    inputs: Any = SimpleNamespace(
+        token_ids_T=torch.tensor([5, 6]), positions_T=torch.arange(2), rotary=None, token_types_T=None, multimodal=media
+    )
+    target._call(inputs, None)
+    (named,) = calls
+    assert named["inputs_embeds"][:, 0].tolist() == [5, 1]
+    added = named["deepstack_input_embeds"]
+    assert len(added) == 2
+    assert [added[f"deepstack_input_embeds_{layer}"].tolist() for layer in range(2)] == [
+        [[0.0] * WIDTH, [2.0] * WIDTH],
+        [[0.0] * WIDTH, [3.0] * WIDTH],
+    ]
+
+
 # ---- forms -----------------------------------------------------------------------------------------------
 
 
 def test_what_is_not_refused_has_a_form() -> None:
-    assert set(_CAPTURED_MEDIA) == set(FORMS)
+    assert {name for names in CAPTURED_MEDIA.values() for name in names} <= set(FORMS)
 
 
 def test_sizes_that_are_padded_to() -> None:
-    form = WholeItems(None)
+    form = WholeItems(None, WIDTH)
     form._sizes["image"] = (64, 128, 192)
     assert [form._fit("image", size) for size in (1, 64, 65, 192, 193, 400)] == [64, 64, 128, 192, 384, 768]
 
@@ -193,7 +252,7 @@ def test_tiles_are_padded(monkeypatch: pytest.MonkeyPatch) -> None:
 
     pixels = torch.arange(3.0)[:, None, None, None].expand(-1, 3, 2, 2)
     monkeypatch.setattr("vllm_gaudi_spec.runner.encoders._inputs_of", lambda asked: {"pixel_values": asked.data})
-    form = Tiles(Tower())
+    form = Tiles(Tower(), WIDTH)
     listed = list(form.listed(Item("image", pixels.repeat(2, 1, 1, 1), 12)))
     assert [len(one.inputs["pixel_values"]) for one in listed] == [1, 2, 4, 6]
     found = form.encoding(Item("image", pixels, 6))
@@ -205,7 +264,7 @@ def test_patches_of_warm_up_stay_within_the_tables_of_positions(monkeypatch: pyt
     """vLLM's have 8,192 rows, and an example may have more patches than that: in one strip they would not fit."""
 
     class Tower(torch.nn.Module):
-        spatial_merge_size = 2
+        spatial_merge_size, out_hidden_size = 2, WIDTH
 
         def __init__(self) -> None:
             super().__init__()
@@ -219,7 +278,7 @@ def test_patches_of_warm_up_stay_within_the_tables_of_positions(monkeypatch: pyt
 
     pixels = {"pixel_values": torch.zeros(4 * 16_384, 1)}
     monkeypatch.setattr("vllm_gaudi_spec.runner.encoders._inputs_of", lambda asked: pixels)
-    listed = list(Patches(SimpleNamespace(visual=Tower())).listed(Item("image", None, 16_384)))
+    listed = list(Patches(SimpleNamespace(visual=Tower()), WIDTH).listed(Item("image", None, 16_384)))
     for one in listed:
         assert {name: len(value) for name, value in one.inputs.items()} == {
             "pixels": 4 * one.num_rows,
@@ -227,6 +286,93 @@ def test_patches_of_warm_up_stay_within_the_tables_of_positions(monkeypatch: pyt
             "cu_seqlens": one.num_rows + 1,
         }
     assert [one.num_rows for one in listed][-1] == 16_384
+
+
+@pytest.mark.parametrize(("height", "width"), [(2, 2), (4, 6), (7, 3)])
+def test_positions_between_rows_of_a_table(height: int, width: int) -> None:
+    """The table, scaled to an image; patches come in any order."""
+    torch.manual_seed(0)
+    side = 4
+    table = torch.randn(side * side, 3)
+    places_P2 = torch.cartesian_prod(torch.arange(height), torch.arange(width))[torch.randperm(height * width)]
+    corners_P4, shares_P4 = corners_of(places_P2, height, width, side)
+    found = (table[corners_P4] * shares_P4[..., None]).sum(1)
+    image = table.T.reshape(1, 3, side, side)
+    scaled = torch.nn.functional.interpolate(image, (height, width), mode="bilinear", align_corners=True)[0]
+    torch.testing.assert_close(found, scaled[:, places_P2[:, 0], places_P2[:, 1]].T)
+
+
+def test_crops_are_tiles_that_the_model_counts_by_another_name(monkeypatch: pytest.MonkeyPatch) -> None:
+    class Tower:
+        def embed_multimodal(self, pixel_values: torch.Tensor, num_patches: torch.Tensor) -> tuple[torch.Tensor, ...]:
+            assert num_patches.tolist() == [2]
+            return (pixel_values,)
+
+    monkeypatch.setattr("vllm_gaudi_spec.runner.encoders._inputs_of", lambda asked: {"pixel_values": asked.data})
+    form = Crops(Tower(), WIDTH)
+    assert [one.num_rows for one in form.listed(Item("image", torch.ones(2, 4, WIDTH), 8))] == [4, 8]
+    found = form.encoding(Item("image", torch.ones(2, 4, WIDTH), 8))
+    assert form.run("image", found.inputs).shape == (8, WIDTH)
+
+
+def test_squares_of_patches_lie_side_by_side(monkeypatch: pytest.MonkeyPatch) -> None:
+    """As vLLM's projector of Mistral 3 unfolds an image; padding comes after it, and is a sequence of its own."""
+    size, side = 3, 2
+
+    def grid(patches: list[torch.Tensor], max_width: int) -> torch.Tensor:
+        assert max_width == 8
+        return torch.cartesian_prod(*map(torch.arange, patches[0].shape))
+
+    class Vision(torch.nn.Module):
+        """Encodes pixels as they are."""
+
+        config = SimpleNamespace(patch_size=size, image_size=8 * size)
+        dtype = torch.float32
+        patch_positional_embedding = torch.nn.Identity()
+        patch_conv = SimpleNamespace(weight=torch.eye(3 * size * size).view(-1, 3, size, size))
+
+        def input_norm(self, pixels: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
+            return pixels.to(dtype)
+
+        def ln_pre(self, states: torch.Tensor) -> torch.Tensor:
+            return states
+
+        def transformer(self, states: torch.Tensor, turns: Any, ends: torch.Tensor, *rest: None, **named: bool) -> Any:
+            assert ends.tolist() == [0, 8]
+            assert turns[0][:4].tolist() == [[0, 0], [0, 1], [1, 0], [1, 1]]
+            assert turns[1].shape == (12, 2)
+            return states
+
+    def identity(states: torch.Tensor) -> torch.Tensor:
+        return states
+
+    def linear(states: torch.Tensor) -> tuple[torch.Tensor, None]:
+        return states, None
+
+    projector = SimpleNamespace(
+        norm=identity, act=identity, linear_1=linear, linear_2=linear, patch_merger=SimpleNamespace()
+    )
+    projector.patch_merger.merging_layer = identity
+    image = torch.randn(1, 3, 2 * size, 4 * size)
+    monkeypatch.setattr("vllm_gaudi_spec.runner.encoders._inputs_of", lambda asked: {"pixel_values": image})
+    monkeypatch.setitem(sys.modules, "vllm.model_executor.models.pixtral", _module(position_ids_in_meshgrid=grid))
+    model = SimpleNamespace(
+        vision_tower=Vision(), multi_modal_projector=projector, config=SimpleNamespace(spatial_merge_size=side)
+    )
+    form = SquaresOfPatches(model, WIDTH)
+    monkeypatch.setattr(form, "_turns_at", lambda like, places: (places, places))
+    assert [one.num_rows for one in form.listed(Item("image", None, 2))] == [2]
+    form._sizes["image"] = (3,)
+    found = form.run("image", form.encoding(Item("image", None, 2)).inputs)
+    patches = torch.nn.functional.conv2d(image, Vision.patch_conv.weight, stride=size)
+    assert torch.equal(found[:2], torch.nn.functional.unfold(patches, side, stride=side)[0].T)
+    assert not found[2:].any()
+
+
+def _module(**parts: Any) -> ModuleType:
+    made = ModuleType("made")
+    vars(made).update(parts)
+    return made
 
 
 # ---- attention -------------------------------------------------------------------------------------------

@@ -104,10 +104,14 @@ def test_an_image_that_sees_itself_in_both_directions(requests: Requests, multim
     multimodal._sees_both_ways = True
     spans = found(multimodal, batch(requests, PREFILL, 8, {"text": 3, "image": 6}, computed=0)).spans
     assert spans is not None
-    assert [part.tolist() for part in spans] == [[1], [2], [5]]
+    assert spans.rows is not None
+    assert [part.tolist() for part in spans.rows] == [[1], [2], [5]]
+    assert spans.lasts_BQ.tolist() == [[0] * 8, [0, 0, 5, 5, 5, 5, 0, 0]]
     spans = found(multimodal, batch(requests, PREFILL, 4, {"image": 3}, computed=3)).spans
     assert spans is not None
-    assert [part.tolist() for part in spans] == [[0], [2], [5]], "its beginning was in the prefix cache"
+    assert spans.rows is not None
+    assert [part.tolist() for part in spans.rows] == [[0], [2], [5]], "its beginning was in the prefix cache"
+    assert spans.lasts_BQ.tolist() == [[5, 5, 5, 0]]
     assert found(multimodal, batch(requests, DECODE, 1, {"image": 1}, computed=5)).spans is None
     with pytest.raises(AssertionError, match="ends within an image"):
         multimodal.add_to(batch(requests, PREFILL, 4, {"image": 2}, computed=3))

@@ -12,6 +12,7 @@ from vllm.forward_context import get_forward_context, is_forward_context_availab
 from vllm.logger import init_logger
 from vllm.model_executor.layers.rotary_embedding.base import RotaryEmbedding, RotaryEmbeddingBase
 from vllm.model_executor.layers.rotary_embedding.deepseek_scaling_rope import DeepseekScalingRotaryEmbedding
+from vllm.model_executor.layers.rotary_embedding.mrope import MRotaryEmbedding, apply_interleaved_rope
 
 from vllm_gaudi_spec.attention.metadata import AttentionCall
 
@@ -121,13 +122,27 @@ def _turning(turn: Turn) -> type:
 def _tables(
     rotary: RotaryEmbeddingBase, positions: torch.Tensor, query: torch.Tensor
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """cos and sin of each number of a head, [T, 1, R]."""
+    """cos and sin of each number of a head, [T, 1, R]. `positions`: [T], or [D, T] of a multimodal embedding."""
     table = rotary._match_cos_sin_cache_dtype(query)
-    cos, sin = table.index_select(0, positions.flatten()).unsqueeze(1).chunk(2, dim=-1)
+    # Not by an index, which leaves a compiled graph (lesson C16).
+    found = table.index_select(0, positions.flatten())
+    if positions.ndim == 2:
+        assert isinstance(rotary, MRotaryEmbedding)
+        found = torch.cat([_by_section(rotary, part) for part in found.unflatten(0, positions.shape).chunk(2, -1)], -1)
+    cos, sin = found.unsqueeze(1).chunk(2, dim=-1)
     if rotary.is_neox_style:
         return torch.cat((cos, cos), -1), torch.cat((sin, sin), -1)
     cos, sin = (part.unsqueeze(-1).expand(*part.shape, 2).flatten(-2) for part in (cos, sin))
     return cos, sin
+
+
+def _by_section(rotary: MRotaryEmbedding, found_DTC: torch.Tensor) -> torch.Tensor:
+    """[T, C]: of each channel the numbers at the dimension of the position that it turns by."""
+    assert rotary.mrope_section is not None
+    if rotary.mrope_interleaved:
+        return apply_interleaved_rope(found_DTC, rotary.mrope_section)
+    parts = found_DTC.split(rotary.mrope_section, dim=-1)
+    return torch.cat([part_DTC[dimension] for dimension, part_DTC in enumerate(parts)], dim=-1)
 
 
 def _once_a_forward(key: Hashable, build: Callable[[], Any]) -> Any:
@@ -140,7 +155,7 @@ def _once_a_forward(key: Hashable, build: Callable[[], Any]) -> Any:
 
 def register_rotary(prefix: str, turn: Turn) -> None:
     """For all of vLLM's classes that turn queries and keys alike."""
-    for base in (RotaryEmbedding, DeepseekScalingRotaryEmbedding):
+    for base in (RotaryEmbedding, DeepseekScalingRotaryEmbedding, MRotaryEmbedding):
         register_rotary_class(prefix, _turning(turn), base)
 
 

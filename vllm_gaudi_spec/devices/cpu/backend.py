@@ -15,7 +15,7 @@ from vllm.logger import init_logger
 from vllm.v1.kv_cache_interface import KVCacheConfig, KVCacheLayout
 from vllm.v1.worker.utils import allocate_kv_cache
 
-from vllm_gaudi_spec.attention.metadata import AttentionCall, AttentionLayerSpec, FreshKV, KVShape
+from vllm_gaudi_spec.attention.metadata import AttentionCall, AttentionLayerSpec, FreshKV, KVShape, SpanRows
 from vllm_gaudi_spec.attention.operations import PLAIN, Operations
 from vllm_gaudi_spec.devices.base import Attention, DeviceBackend, DeviceTraits, Memory, Weights
 from vllm_gaudi_spec.devices.common import host_memory, torch_ops
@@ -123,7 +123,9 @@ class CpuAttention(Attention):
         attended_THD = _attend(query_THD, keys, values, rows, call, spec)
         if call.spans is not None:
             # Once more as rows of their own, of which each query sees all keys.
-            index_T, spans = call.plan("spans", lambda: _rows_of_spans(call, rows.query_starts))
+            assert call.spans.rows is not None
+            of_spans = call.spans.rows
+            index_T, spans = call.plan("spans", lambda: _rows_of_spans(of_spans, call, rows.query_starts))
             found = _attend(query_THD.index_select(0, index_T), keys, values, spans, call, spec)
             attended_THD.index_copy_(0, index_T, found)
         return attended_THD
@@ -177,10 +179,9 @@ def _rows(call: AttentionCall, spec: AttentionLayerSpec) -> _Rows:
     return _Rows(_starts(counts_B), call.starts_B + counts_B, call.block_table_BW, spec.is_causal)
 
 
-def _rows_of_spans(call: AttentionCall, query_starts: torch.Tensor) -> tuple[torch.Tensor, _Rows]:
+def _rows_of_spans(spans: SpanRows, call: AttentionCall, query_starts: torch.Tensor) -> tuple[torch.Tensor, _Rows]:
     """int64: which queries are a span's, and the spans as rows of them alone."""
-    assert call.spans is not None
-    rows_S, firsts_S, lasts_S = call.spans
+    rows_S, firsts_S, lasts_S = spans
     first_queries_S = torch.maximum(firsts_S, call.starts_B.index_select(0, rows_S))
     counts_S = lasts_S + 1 - first_queries_S
     starts = _starts(counts_S)

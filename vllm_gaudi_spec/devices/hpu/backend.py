@@ -51,7 +51,6 @@ TRAITS = DeviceTraits(
     mode="lazy",
     torch_device=torch.device("hpu"),
     captures=True,
-    captures_encoders=True,
     updates_views=False,
     compiles=True,
     flat_decode=True,
@@ -87,8 +86,7 @@ def make_backend() -> DeviceBackend:
 
 def assemble(bridge: Bridge, traits: DeviceTraits, graphs: Graphs, memory: Memory, weights: Weights) -> DeviceBackend:
     if not gaudi_is_lazy():
-        # vLLM's M-RoPE looks three rows of positions up by an index that leaves the compiled graph.
-        traits = replace(traits, mode="compiled", updates_views=True, captures_encoders=False)
+        traits = replace(traits, mode="compiled", updates_views=True)
     return DeviceBackend(traits=traits, graphs=graphs, memory=memory, attention=HpuAttention(bridge), weights=weights)
 
 

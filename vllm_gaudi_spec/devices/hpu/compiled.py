@@ -51,6 +51,16 @@ def _booleans(make: Any) -> Callable[..., Any]:
     return rewrite
 
 
+def _rows(tensor: torch.Tensor, indices: list[torch.Tensor | None]) -> Any:
+    """An index leaves the compiled graph (lesson C16); entries of one dimension are read without it."""
+    given = [(dim, index) for dim, index in enumerate(indices) if index is not None]
+    if len(given) != 1 or given[0][1].dtype in (torch.bool, torch.uint8) or not given[0][1].dim():
+        return NotImplemented
+    ((dim, index),) = given
+    from_start = index + (index < 0).to(index.dtype) * tensor.shape[dim]
+    return tensor.index_select(dim, from_start.flatten()).unflatten(dim, index.shape)
+
+
 _FILLING = (
     aten.full.default,
     aten.full_like.default,
@@ -65,5 +75,6 @@ _FILLING = (
 _REWRITES: dict[Any, Callable[..., Any]] = {
     aten.where.self: _integer_where,
     aten.mul.Tensor: _product,
+    aten.index.Tensor: _rows,
     **{make: _booleans(make) for make in _FILLING},
 }
