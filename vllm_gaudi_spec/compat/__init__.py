@@ -35,6 +35,7 @@ from vllm_gaudi_spec.compat.server import (
     fail_with_the_engine,
     leave_idle_work_at_shutdown,
     let_engine_finish,
+    refuse_bad_embeds,
 )
 from vllm_gaudi_spec.compat.views import (
     add_to_states_of_gemma3n,
@@ -71,6 +72,7 @@ def apply() -> None:
     share_vllm_logging()
     quiet_our_scheduler()
     let_engine_finish()
+    refuse_bad_embeds()
     end_engines_with_their_server()
     leave_idle_work_at_shutdown()
     describe_drafters()
