@@ -33,6 +33,16 @@ if TYPE_CHECKING:
 NO_ROW = -1
 
 
+class PromptEmbeddings(NamedTuple):
+    """A prompt of embeddings in place of tokens, or of both. The token of an embedding is 0, or what the user
+    passes for it: drafters and penalties see that."""
+
+    rows_LH: torch.Tensor
+    """On the host: of all positions, those of tokens included."""
+    is_embeds_np: np.ndarray
+    """bool [L]: which positions are embeddings."""
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class PromptScores:
     """Log-probabilities of neighbouring tokens of a prompt, on their way to the host."""
@@ -65,6 +75,7 @@ class Request:
     lora: LoRARequest | None = None
     pooling: PoolingParams | None = None
     """What is made of its prompt in place of tokens; `params` are then those of nobody."""
+    embeds: PromptEmbeddings | None = None
     media_end: int = 0
     """Where steps are captured: the position after the last image, which only prompt chunks compute."""
 

@@ -22,12 +22,18 @@ CONFIG: Any = SimpleNamespace(
 
 
 def batch(
-    requests: Requests, phase: str, queries: int, counts: dict[str, int], computed: int, num_rows: int | None = None
+    requests: Requests,
+    phase: str,
+    queries: int,
+    counts: dict[str, int],
+    computed: int,
+    num_rows: int | None = None,
+    name: str = "image",
 ) -> Batch:
-    """`counts`: tokens of each request. That with the image has `computed` before them. Without `num_rows` no row is
+    """`counts`: tokens of each request. The one of that name has `computed` before them. Without `num_rows` no row is
     padding."""
     members = [requests.by_id[name] for name in counts]
-    requests.by_id["image"].num_computed = computed
+    requests.by_id[name].num_computed = computed
     shape = Shape(phase, num_rows or len(members), queries, 16)
     planned = Planned(shape=shape, requests=members, counts=list(counts.values()), finishes=[True] * len(members))
     return make_batch(requests, planned)

@@ -984,8 +984,17 @@ def test_halves_of_characters_are_refused(given: dict[str, Any], name: str) -> N
     assert reason.isascii()
     with pytest.raises(UnicodeEncodeError):  # when this passes, vLLM's own way to the engine has become another
         MsgpackEncoder().encode(SamplingParams(**given))
-    assert unsupported_request(SamplingParams(), fixed_tables=False, cache_salt=HALF)
+    assert unsupported_request(SamplingParams(), fixed_tables=False, prompt=dict(cache_salt=HALF))
     assert unsupported_request(SamplingParams(stop=["\U00010000"], bad_words=["é"]), fixed_tables=False) is None
+
+
+def test_what_prompt_embeddings_are_refused_beside() -> None:
+    embeds, image = dict(type="embeds", prompt_embeds=torch.ones(2, 4)), dict(prompt_embeds=[(0, 2)], image=[(4, 9)])
+    assert unsupported_request(SamplingParams(), fixed_tables=False, prompt=embeds) is None
+    reason = unsupported_request(SamplingParams(prompt_logprobs=1), fixed_tables=False, prompt=embeds)
+    assert reason == "There are no prompt_logprobs of embeddings; leave prompt_logprobs out."
+    reason = unsupported_request(SamplingParams(), fixed_tables=False, prompt=dict(mm_placeholders=image))
+    assert reason == "prompt_embeds are not supported beside images, video and sound; leave one of them out."
 
 
 def test_integers_that_are_too_long_are_refused() -> None:

@@ -255,12 +255,20 @@ class MultimodalInputs(NamedTuple):
     """bool: which those are; None where there are no embeddings."""
     rows_T: torch.Tensor | None = None
     """int64: in place of both, where steps are captured: each token's row in the store of encoders' outputs."""
+    embeds_NH: torch.Tensor | None = None
+    """Rows of prompts of embeddings, in the order of the tokens that they replace,"""
+    is_embeds_T: torch.Tensor | None = None
+    """bool: and which those are."""
     rotary_DT: torch.Tensor | None = None
     """int64: positions for rotary embeddings, where any are not those of the tokens."""
     offset_B: torch.Tensor | None = None
     """int64, of a decode: the same as a difference, since all dimensions of a position are alike there."""
     spans: Spans | None = None
     """For models whose images are seen in both directions."""
+
+    @property
+    def has_embeddings(self) -> bool:
+        return bool(self.embeddings) or self.rows_T is not None or self.embeds_NH is not None
 
     def rotary(self, positions_T: torch.Tensor) -> torch.Tensor | None:
         if self.offset_B is None:
@@ -270,7 +278,10 @@ class MultimodalInputs(NamedTuple):
 
     def pack(self, index_T: torch.Tensor) -> MultimodalInputs:
         """Of the real tokens alone, among which all those of media are."""
-        return self if self.is_media_T is None else self._replace(is_media_T=self.is_media_T.index_select(0, index_T))
+        masks = {"is_media_T": self.is_media_T, "is_embeds_T": self.is_embeds_T}
+        return self._replace(
+            **{name: mask.index_select(0, index_T) for name, mask in masks.items() if mask is not None}
+        )
 
 
 @dataclass(frozen=True, slots=True)

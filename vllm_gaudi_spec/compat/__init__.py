@@ -39,6 +39,7 @@ from vllm_gaudi_spec.compat.server import (
     fail_with_the_engine,
     leave_idle_work_at_shutdown,
     let_engine_finish,
+    refuse_bad_embeds,
     refuse_media_beyond_warm_up,
 )
 from vllm_gaudi_spec.compat.views import (
@@ -78,6 +79,7 @@ def apply() -> None:
     share_vllm_logging()
     quiet_our_scheduler()
     let_engine_finish()
+    refuse_bad_embeds()
     end_engines_with_their_server()
     leave_idle_work_at_shutdown()
     describe_drafters()

@@ -160,8 +160,8 @@ class SpecPlatform(Platform):
 
         if not isinstance(params, SamplingParams):
             return
-        salt = processed_inputs.get("cache_salt")
-        if reason := unsupported_request(params, fixed_tables=load_backend().traits.captures, cache_salt=salt):
+        fixed_tables = load_backend().traits.captures
+        if reason := unsupported_request(params, fixed_tables=fixed_tables, prompt=processed_inputs):
             raise VLLMValidationError(reason)
 
     @classmethod

@@ -47,8 +47,10 @@ def feature_refusals(vllm_config: VllmConfig, backend: DeviceBackend) -> Iterato
         yield f"{WARMUP.name}=background warms up what {SKIP_WARMUP.name} leaves out; unset one of them."
     if warms_up_in_background() and ranks_in_step(vllm_config) > 1:
         yield f"Data-parallel ranks that share experts warm up before they serve; unset {WARMUP.name}."
-    if model.enable_prompt_embeds:
-        yield "Prompt embeddings are not supported; leave out --enable-prompt-embeds."
+    if model.enable_prompt_embeds and backend.traits.captures:
+        yield f"Prompt embeddings are not served on {backend.traits.name} yet; leave out --enable-prompt-embeds."
+    if model.enable_prompt_embeds and model.runner_type == "pooling":
+        yield "Prompt embeddings are not supported for pooling models yet; leave out --enable-prompt-embeds."
     yield from _kv_dtype_refusals(vllm_config, backend)
     if vllm_config.cache_config.kv_sharing_fast_prefill:
         yield "Fast prefill with shared KV is not supported; leave out --kv-sharing-fast-prefill."

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import msgspec
 
@@ -13,6 +13,7 @@ if TYPE_CHECKING:
     from vllm.sampling_params import SamplingParams
 
 
+_NO_PROMPT: Mapping[str, Any] = {}
 # Guess for a model, its own stop token included.
 _MOST_END_TOKENS = 8
 
@@ -45,11 +46,18 @@ def _not_serializable(params: Mapping[str, object]) -> str | None:
     return None
 
 
-def unsupported_request(params: SamplingParams, *, fixed_tables: bool, cache_salt: str | None = None) -> str | None:
-    """Why a request cannot be served, or None. `fixed_tables`: the device's graphs have room for MAX_LOGIT_EDITS."""
+def unsupported_request(
+    params: SamplingParams, *, fixed_tables: bool, prompt: Mapping[str, Any] = _NO_PROMPT
+) -> str | None:
+    """Why a request cannot be served, or None. `fixed_tables`: the device's graphs have room for MAX_LOGIT_EDITS.
+    `prompt`: as vLLM's renderer leaves it."""
     fields = {name: value for name in params.__struct_fields__ if (value := getattr(params, name)) is not None}
-    if reason := _not_serializable(fields | {"cache_salt": cache_salt}):
+    if reason := _not_serializable(fields | {"cache_salt": prompt.get("cache_salt")}):
         return reason
+    if "prompt_embeds" in prompt.get("mm_placeholders", ()):
+        return "prompt_embeds are not supported beside images, video and sound; leave one of them out."
+    if "prompt_embeds" in prompt and params.prompt_logprobs is not None:
+        return "There are no prompt_logprobs of embeddings; leave prompt_logprobs out."
     if fixed_tables and (reason := _too_many_logit_edits(params)):
         return reason
     if params.thinking_token_budget is not None:

@@ -38,7 +38,7 @@ if TYPE_CHECKING:
     from vllm.distributed import GroupCoordinator
     from vllm.v1.kv_cache_interface import KVCacheSpec
 
-    from vllm_gaudi_spec.attention.metadata import Inputs
+    from vllm_gaudi_spec.attention.metadata import Inputs, MultimodalInputs
     from vllm_gaudi_spec.devices.base import DeviceBackend
     from vllm_gaudi_spec.lora.adapters import Adapters
     from vllm_gaudi_spec.quantization.load_context import Measuring
@@ -316,21 +316,33 @@ class LoadedModel:
             return self.model(tokens_T, positions, token_type_ids=inputs.token_types_T)
         if carried_TH is not None:
             return self.model(tokens_T, positions, carried_TH)
-        raw_T = tokens_T if requires_raw_input_tokens(self.model) else None
-        if media is not None and media.rows_T is not None:
-            embeddings_TH, deeper = self._with_media(self.model.embed_input_ids(tokens_T), media.rows_T)
-            if deeper is None:
-                return self.model(raw_T, positions, inputs_embeds=embeddings_TH)
-            # vLLM's class would read them from buffers of its own.
-            return self.model.language_model.model(
-                raw_T, positions, inputs_embeds=embeddings_TH, deepstack_input_embeds=deeper
-            )
-        if media is None or not media.embeddings:
+        if media is None or not media.has_embeddings:
             return self.model(tokens_T, positions)
-        embeddings_TH = self.model.embed_input_ids(
-            tokens_T, multimodal_embeddings=media.embeddings, is_multimodal=media.is_media_T
+        raw_T = tokens_T if requires_raw_input_tokens(self.model) else None
+        embeddings_TH, deeper = self._embed(tokens_T, media)
+        if deeper is None:
+            return self.model(raw_T, positions, inputs_embeds=embeddings_TH)
+        # vLLM's class would read them from buffers of its own.
+        return self.model.language_model.model(
+            raw_T, positions, inputs_embeds=embeddings_TH, deepstack_input_embeds=deeper
         )
-        return self.model(raw_T, positions, inputs_embeds=embeddings_TH)
+
+    def _embed(
+        self, tokens_T: torch.Tensor, media: MultimodalInputs
+    ) -> tuple[torch.Tensor, IntermediateTensors | None]:
+        """And what is added after each of the first layers, where the device keeps what encoders left."""
+        deeper = None
+        if media.embeddings:
+            embeddings_TH = self.model.embed_input_ids(
+                tokens_T, multimodal_embeddings=media.embeddings, is_multimodal=media.is_media_T
+            )
+        else:
+            embeddings_TH = self.model.embed_input_ids(tokens_T)
+        if media.rows_T is not None:
+            embeddings_TH, deeper = self._with_media(embeddings_TH, media.rows_T)
+        if media.embeds_NH is not None and media.is_embeds_T is not None:
+            embeddings_TH = embeddings_TH.masked_scatter(media.is_embeds_T.unsqueeze(1), media.embeds_NH)
+        return embeddings_TH, deeper
 
     def _with_media(
         self, text_TH: torch.Tensor, rows_T: torch.Tensor

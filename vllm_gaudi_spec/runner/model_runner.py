@@ -35,6 +35,7 @@ from vllm_gaudi_spec.runner.media_store import MediaStore
 from vllm_gaudi_spec.runner.model import LoadedModel
 from vllm_gaudi_spec.runner.multimodal import Multimodal
 from vllm_gaudi_spec.runner.pooling import Pooling, output_of
+from vllm_gaudi_spec.runner.prompt_embeds import PromptEmbeds
 from vllm_gaudi_spec.runner.report import Downloads, PromptLogprobs, Report, Reports, leave_out_scores
 from vllm_gaudi_spec.runner.requests import Requests
 from vllm_gaudi_spec.runner.sample_shapes import SampleShapes
@@ -165,6 +166,9 @@ class ModelRunner:
             store = None if self.encoders is None else MediaStore(self.encoders, self.backend, self.recorder)
             self.target.media_SW = None if store is None else store.rows_SW
             self.multimodal = Multimodal(model, self.target.model, self.backend, store)
+        self.prompt_embeds: PromptEmbeds | None = None
+        if model.enable_prompt_embeds:
+            self.prompt_embeds = PromptEmbeds(model, self.target.model, self.backend)
         self.custom: CustomProcessors | None = None
         if profiled_blocks is None:
             self.custom = CustomProcessors.load(self.vllm_config, device, self.max_rows)
@@ -248,8 +252,7 @@ class ModelRunner:
         planned = self.lockstep.fit(self.pending) if self.lockstep else self.pending
         for batch in [make_batch(self.requests, one) for one in planned]:
             if batch.requests:
-                beside_tokens = self.multimodal or self.pooling
-                self.forward(batch if beside_tokens is None else beside_tokens.add_to(batch))
+                self.forward(self.with_inputs_beside_tokens(batch))
             else:  # other ranks have something to compute here
                 self.compute(batch)
         if self.snapshots is not None:
@@ -289,6 +292,14 @@ class ModelRunner:
         return self.drafting.drafts_of(step)
 
     # --- the parts of a step ---
+
+    def with_inputs_beside_tokens(self, batch: Batch) -> Batch:
+        sources: tuple[Multimodal | PromptEmbeds | Pooling | None, ...]
+        sources = (self.multimodal, self.prompt_embeds, self.pooling)
+        for source in sources:
+            if source is not None:
+                batch = source.add_to(batch)
+        return batch
 
     def apply(self, scheduled: SpecSchedulerOutput) -> None:
         self.requests.apply(scheduled)

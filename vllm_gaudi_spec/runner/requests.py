@@ -16,7 +16,7 @@ import torch
 from vllm.sampling_params import SamplingParams
 
 from vllm_gaudi_spec.attention.metadata import Blocks
-from vllm_gaudi_spec.records import FAULTY, NO_ROW, UNVERIFIED, Drafts, Request
+from vllm_gaudi_spec.records import FAULTY, NO_ROW, UNVERIFIED, Drafts, PromptEmbeddings, Request
 from vllm_gaudi_spec.sampling.noise import fold_seed, fresh_seed
 
 if TYPE_CHECKING:
@@ -117,7 +117,7 @@ class Requests:
         return [(self.by_id[req_id].row, max_drafts) for req_id, max_drafts in self.max_drafts.items()]
 
     def _apply_new(self, new: NewRequestData) -> None:
-        assert new.prompt_token_ids is not None
+        prompt, embeds = _prompt_of(new)
         params = new.sampling_params or SamplingParams()
         # A request of `by_id` may come as a new one: resumed under the V2 contract, or the next turn of a session with
         # a longer prompt and other parameters. It keeps its noise unless it has another seed.
@@ -127,14 +127,12 @@ class Requests:
         else:
             seed_words = request.seed_words
         if request is None:
-            request = Request(
-                req_id=new.req_id, params=params, seed_words=seed_words, prompt=list(new.prompt_token_ids)
-            )
+            request = Request(req_id=new.req_id, params=params, seed_words=seed_words, prompt=prompt)
             self.by_id[new.req_id] = request
         request.params, request.seed_words, request.lora = params, seed_words, new.lora_request
         request.pooling = new.pooling_params
-        request.prompt = list(new.prompt_token_ids)
-        self._give_row(request, list(new.prefill_token_ids or new.prompt_token_ids), new.num_computed_tokens)
+        request.prompt, request.embeds = prompt, embeds
+        self._give_row(request, list(new.prefill_token_ids or prompt), new.num_computed_tokens)
         self._append_blocks(request.row, new.block_ids)
 
     def _apply_cached(self, cached: CachedRequestData) -> None:
@@ -305,6 +303,19 @@ class Requests:
 
     def _upload(self, array: np.ndarray) -> torch.Tensor:
         return self.backend.memory.upload(torch.from_numpy(array))
+
+
+def _prompt_of(new: NewRequestData) -> tuple[list[int], PromptEmbeddings | None]:
+    """The tokens of a prompt, and its embeddings. In place of these vLLM may send what is no token of the model."""
+    if new.prompt_embeds is None:
+        assert new.prompt_token_ids is not None
+        return list(new.prompt_token_ids), None
+    length = len(new.prompt_embeds)
+    tokens = list(new.prompt_token_ids or [0] * length)
+    if new.prompt_is_token_ids is None:
+        return tokens, PromptEmbeddings(new.prompt_embeds, np.ones(length, dtype=bool))
+    is_embeds_np = ~np.array(new.prompt_is_token_ids, dtype=bool)
+    return np.where(is_embeds_np, 0, tokens).tolist(), PromptEmbeddings(new.prompt_embeds, is_embeds_np)
 
 
 def _in_turn(num_rows: int, ends: Sequence[int], context: int, block_size: int) -> np.ndarray:

@@ -16,6 +16,7 @@ from typing import Any
 import numpy as np
 import psutil
 import pytest
+import torch
 from PIL import Image
 from vllm.entrypoints.launchers import launcher
 from vllm.entrypoints.launchers.api_server import entry
@@ -24,6 +25,7 @@ from vllm.entrypoints.serve.lora.protocol import LoadLoRAAdapterRequest
 from vllm.exceptions import LoRAAdapterNotFoundError, VLLMValidationError
 from vllm.multimodal.inputs import PlaceholderRange
 from vllm.multimodal.media import AudioMediaIO, ImageMediaIO, VideoMediaIO
+from vllm.renderers.base import BaseRenderer
 from vllm.utils.counter import AtomicCounter
 from vllm.v1.engine import core as engine_core
 from vllm.v1.engine.input_processor import InputProcessor
@@ -288,3 +290,54 @@ def test_upstream_still_compares_an_image_with_its_cache_alone() -> None:
             InputProcessor._validate_model_input(inputs, prompt(9), "decoder")
         text: Any = {"type": "token", "prompt_token_ids": [1]}
         InputProcessor._validate_model_input(inputs, text, "decoder")
+
+
+class Renderer:
+    """What `_process_embeds` of vLLM's reads."""
+
+    model_config = SimpleNamespace(enable_prompt_embeds=True, get_inputs_embeds_size=lambda: 4)
+
+    def validate_token_ids(self, tokens: list[int]) -> None:
+        if max(tokens) > 9:
+            raise ValueError("out of vocabulary")
+
+
+ROWS_LH = torch.ones(3, 4)
+
+
+@pytest.mark.parametrize(
+    ("prompt", "words"),
+    [
+        pytest.param(dict(prompt_embeds=ROWS_LH[:, 1:]), "are 3 numbers wide, where the model has 4", id="width"),
+        pytest.param(dict(prompt_embeds=ROWS_LH.int()), "int32, which is not a floating-point", id="dtype"),
+        pytest.param(dict(prompt_embeds=ROWS_LH * torch.nan), "not finite", id="nan"),
+        pytest.param(dict(prompt_embeds=ROWS_LH * -1e16), "beyond 1e\\+15", id="large"),
+        pytest.param(dict(prompt_embeds=ROWS_LH, prompt_token_ids=[1, 2]), "are 3, which is not the length", id="ids"),
+        pytest.param(
+            dict(prompt_embeds=ROWS_LH, prompt_token_ids=[1, 2, 3], prompt_is_token_ids=[True]),
+            "are 3, which is not the length",
+            id="mask",
+        ),
+        pytest.param(
+            dict(prompt_embeds=ROWS_LH, prompt_is_token_ids=[True] * 3), "without prompt_token_ids", id="mask alone"
+        ),
+    ],
+)
+def test_bad_embeddings_are_refused(prompt: dict[str, Any], words: str) -> None:
+    """And upstream does not; fails when it does: then `refuse_bad_embeds` can go."""
+    compat.refuse_bad_embeds()
+    process: Any = BaseRenderer._process_embeds
+    assert process.__wrapped__(Renderer(), prompt)["type"] == "embeds"
+    with pytest.raises(VLLMValidationError, match=words):
+        process(Renderer(), prompt)
+
+
+def test_good_embeddings_pass() -> None:
+    compat.refuse_bad_embeds()
+    process: Any = BaseRenderer._process_embeds
+    tokens = dict(prompt_token_ids=[1, 99, 3], prompt_is_token_ids=[True, False, True])
+    for prompt in (dict(prompt_embeds=ROWS_LH[None].bfloat16()), dict(prompt_embeds=ROWS_LH) | tokens):
+        made = process(Renderer(), prompt)
+        assert made["prompt_embeds"].shape == (3, 4)
+    with pytest.raises(ValueError, match="vocabulary"):
+        process(Renderer(), dict(prompt_embeds=ROWS_LH, prompt_token_ids=[1, 99, 3]))

@@ -163,7 +163,9 @@ ROOMS: dict[str, dict[str, Set[str]]] = {
         "load": {"*"},
     },
     "runner": {
-        **dict.fromkeys(("__init__", "graphs", "hidden_states", "kv_cache", "model", "requests"), frozenset()),
+        **dict.fromkeys(
+            ("__init__", "graphs", "hidden_states", "kv_cache", "model", "prompt_embeds", "requests"), frozenset()
+        ),
         "shapes": {"graphs"},
         "memory": {"graphs"},
         "batch": {"hidden_states", "requests", "shapes"},
