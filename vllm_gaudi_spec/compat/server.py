@@ -144,7 +144,7 @@ async def _blame_adapter(original: Callable[..., Any], *args: Any, **named: Any)
 
 
 # Sums of the squares of much larger numbers overflow, as do those of layer norms.
-_LARGEST = 1e15
+_LARGEST_EMBEDDING = 1e15
 
 
 def refuse_bad_embeds() -> None:
@@ -176,8 +176,8 @@ def _fault_of(prompt: Any, renderer: Any) -> str | None:
         return f"are {embeds_LH.shape[1]} numbers wide, where the model has {width}"
     if not embeds_LH.is_floating_point():
         return f"are of {embeds_LH.dtype}, which is not a floating-point type"
-    if not (embeds_LH.abs() <= _LARGEST).all():
-        return f"have a number beyond {_LARGEST:.0e}, or not finite"
+    if not (embeds_LH.abs() <= _LARGEST_EMBEDDING).all():
+        return f"have a number beyond {_LARGEST_EMBEDDING:.0e}, or not finite"
     if tokens is None:
         return None if are_tokens is None else "come with prompt_is_token_ids, and without prompt_token_ids"
     if len(tokens) != len(embeds_LH) or len(are_tokens or tokens) != len(tokens):
@@ -237,7 +237,7 @@ def refuse_media_beyond_warm_up() -> None:
     wrap(InputProcessor, "_validate_model_input", _refuse_larger_media)
 
 
-_LARGEST: WeakKeyDictionary[Any, dict[str, int]] = WeakKeyDictionary()
+_LARGEST_ITEMS: WeakKeyDictionary[Any, dict[str, int]] = WeakKeyDictionary()
 """Tokens of the largest item of each modality, by vLLM's multimodal processor."""
 
 
@@ -257,7 +257,7 @@ def _refuse_larger_media(original: Callable[..., None], inputs: Any, prompt: Any
 def _largest_item(processor: Any, modality: str) -> int:
     from vllm.multimodal.encoder_budget import get_mm_max_toks_per_item
 
-    found = _LARGEST.setdefault(processor, {})
+    found = _LARGEST_ITEMS.setdefault(processor, {})
     if modality not in found:
         found[modality] = get_mm_max_toks_per_item(processor, mm_counts={modality: 1}, cache=None)[modality]
     return found[modality]

@@ -17,7 +17,7 @@ from vllm.v1.worker.gpu.attn_utils import compute_mm_prefix_ranges
 from vllm.v1.worker.gpu.mm.encoder_cache import EncoderCache
 from vllm.v1.worker.gpu.mm.encoder_runner import EncoderRunner
 
-from vllm_gaudi_spec.attention.metadata import MultimodalInputs, Spans
+from vllm_gaudi_spec.attention.metadata import MultimodalInputs, SpanRows, Spans
 from vllm_gaudi_spec.config import UnsupportedConfigError
 from vllm_gaudi_spec.records import DECODE
 from vllm_gaudi_spec.runner.encoders import Item
@@ -130,6 +130,7 @@ class Multimodal:
         return MultimodalInputs(
             rows_T=store.rows_of(batch, self._cache.mm_features),
             rotary_DT=self._rotary_of(batch) if self._num_dims else None,
+            spans=self._spans_of(batch),
         )
 
     def _embeddings_of(self, batch: Batch) -> tuple[list[torch.Tensor], torch.Tensor | None]:
@@ -159,13 +160,20 @@ class Multimodal:
             for first, last in images[row]
             if first < request.num_computed + count and last >= request.num_computed
         ]
-        if not found:
+        if not found and self.store is None:
             return None
-        for row, _, last in found:
+        lasts_np = np.zeros((batch.shape.rows, batch.shape.queries), dtype=np.int32)
+        for row, first, last in found:
+            start = batch.requests[row].num_computed
             # Else its first tokens would be computed, and kept, as if the image ended there.
-            assert last < batch.requests[row].num_computed + batch.counts[row], "a chunk ends within an image"
+            assert last < start + batch.counts[row], "a chunk ends within an image"
+            lasts_np[row, max(first - start, 0) : last + 1 - start] = last
+        rows = None if self.store is not None else self._span_rows(found)
+        return Spans(self._upload(torch.from_numpy(lasts_np)), rows)
+
+    def _span_rows(self, found: list[tuple[int, int, int]]) -> SpanRows:
         rows_S, firsts_S, lasts_S = torch.tensor(found, dtype=torch.int32).T.contiguous().unbind(0)
-        return Spans(self._upload(rows_S.long()), self._upload(firsts_S), self._upload(lasts_S))
+        return SpanRows(self._upload(rows_S.long()), self._upload(firsts_S), self._upload(lasts_S))
 
     def _has_rotary(self, batch: Batch) -> bool:
         return any(request.req_id in self._rotary_np for request in batch.requests)
