@@ -154,6 +154,22 @@ def test_nobody_sees_what_padding_writes(backend: DeviceBackend) -> None:
     assert before.shape[0] == 2
 
 
+@pytest.mark.parametrize("poison", [float("nan"), 3e38])
+@pytest.mark.parametrize("kind", [Kind(), LATENT, Kind(window=7)], ids=["plain", "latent", "a window"])
+def test_r17_what_is_no_number_stays_with_its_row(backend: DeviceBackend, kind: Kind, poison: float) -> None:
+    """In one batch with others, in the padding that it leaves, and in blocks that another row has later."""
+    half = backend.traits.smallest_prefill // 2
+    found = texts(backend, kind, rows=3, length=2 * half + 9)
+    found.poison = poison
+    read_prompts(found, [2 * half, half, 3])
+    found.step([2 * half, half, 3], [4, 3, 1], 4, decode=True, pad_rows=1)
+    found.step([2 * half + 4, half + 3, 4], [1, 1, 1], 1, decode=True, pad_rows=1)
+    found.poison, found.table_BW = None, found.table_BW.roll(1, dims=0)
+    read_prompts(found, [half, half - 3, 3])
+    found.step([half, half - 3, 3], [2, 4, 1], 4, decode=True, pad_rows=1)
+    found.step([half + 2, half + 1, 4], [1, 1, 1], 1, decode=True, pad_rows=1)
+
+
 @pytest.mark.parametrize("decode", [True, False], ids=["verify steps", "prompt chunks"])
 def test_layers_of_one_call(backend: DeviceBackend, decode: bool) -> None:
     """What they derive from it is shared by those alike, and by no others."""

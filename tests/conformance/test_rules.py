@@ -38,19 +38,43 @@ def case(vocab: int) -> dict[str, torch.Tensor]:
     return made.tensors()
 
 
-@pytest.mark.parametrize("rule", ["strict_greedy", "strict_random", *BY_PROBS])
-def test_verifications(backend: DeviceBackend, rule: str) -> None:
-    def run(rules: Rules) -> Callable[..., Verification]:
-        return rules.verify[rule] if rule in BY_PROBS else getattr(rules, rule)
+every_rule = pytest.mark.parametrize("rule", ["strict_greedy", "strict_random", *BY_PROBS])
 
+
+def verify(rules: Rules, rule: str) -> Callable[..., Verification]:
+    return rules.verify[rule] if rule in BY_PROBS else getattr(rules, rule)
+
+
+def verified(backend: DeviceBackend, rule: str, given: dict[str, torch.Tensor]) -> Verification:
+    inputs = [backend.memory.upload(given[name].clone()) for name in INPUTS.get(rule, PROBS_INPUTS)]
+    found = backend.graphs.graph(verify(backend.rules, rule))(*inputs)
+    return Verification(
+        backend.memory.download(found.tokens_BQ).clone(), backend.memory.download(found.num_sampled_B).clone()
+    )
+
+
+@every_rule
+def test_verifications(backend: DeviceBackend, rule: str) -> None:
     given = case(FEW_TOKENS)
-    inputs = [given[name].clone() for name in INPUTS.get(rule, PROBS_INPUTS)]
-    expected = run(TORCH)(*inputs)
-    found = backend.graphs.graph(run(backend.rules))(*(backend.memory.upload(tensor.clone()) for tensor in inputs))
-    found = Verification(backend.memory.download(found.tokens_BQ), backend.memory.download(found.num_sampled_B))
+    expected = verify(TORCH, rule)(*(given[name].clone() for name in INPUTS.get(rule, PROBS_INPUTS)))
+    found = verified(backend, rule, given)
     differing = [row for row in range(ROWS) if counted(found, row) != counted(expected, row)]
     assert len(differing) <= MOST_DIFFERING
     assert {len(counted(expected, row)) for row in range(ROWS)} >= set(range(1, POSITIONS + 1))
+
+
+@every_rule
+def test_rows_of_no_numbers(backend: DeviceBackend, rule: str) -> None:
+    """They get tokens of the vocabulary, and their neighbours what they get without them."""
+    given = case(FEW_TOKENS)
+    expected, logits_BQV = verified(backend, rule, given), given["logits_BQV"]
+    logits_BQV[1::5], logits_BQV[2::5, 1:], logits_BQV[3::5] = torch.nan, torch.nan, torch.inf
+    found = verified(backend, rule, given)
+    sound = torch.arange(ROWS) % 5 % 4 == 0
+    assert torch.equal(found.tokens_BQ[sound], expected.tokens_BQ[sound])
+    assert torch.equal(found.num_sampled_B[sound], expected.num_sampled_B[sound])
+    assert ((found.tokens_BQ >= 0) & (found.tokens_BQ < FEW_TOKENS)).all()
+    assert ((found.num_sampled_B >= 1) & (found.num_sampled_B <= POSITIONS + 1)).all()
 
 
 @pytest.mark.parametrize("stream", [None, Stream.TARGET, Stream.DRAFT])

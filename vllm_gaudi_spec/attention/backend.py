@@ -194,6 +194,7 @@ class RectangleAttentionImpl(AttentionImpl, nn.Module):
             sinks_H=self.sinks,
             slopes_H=self.slopes,
         )
+        self._finite = backend.attention.finite
         self._ops: Any = backend.attention if backend.attention.supports_attention(self.spec) else torch_ops
 
     def do_kv_cache_update(
@@ -205,6 +206,8 @@ class RectangleAttentionImpl(AttentionImpl, nn.Module):
         slot_mapping: torch.Tensor,
     ) -> None:
         assert key.dtype == self.dtype
+        # What one request leaves in a block, another finds there.
+        key, value = self._finite(key), None if value is None else self._finite(value)
         self._ops.write_kv(key, value, kv_cache, slot_mapping, self.spec, self._operations)
         self.has_written = True
 

@@ -13,7 +13,7 @@ from dataclasses import dataclass, replace
 import torch
 
 from vllm_gaudi_spec.attention.metadata import AttentionCall, AttentionLayerSpec
-from vllm_gaudi_spec.attention.operations import PLAIN, Operations
+from vllm_gaudi_spec.attention.operations import PLAIN, Operations, finite
 from vllm_gaudi_spec.attention.padded import (
     LOWEST,
     by_head,
@@ -56,7 +56,8 @@ def attend(
     assert call.spans is None, "of prompts, which are not listed"
     assert spec.is_causal, "of prompts that are computed whole, which are not listed"
     plan = call.plan(("flat", spec.mask_key), lambda: _plan(call, spec))
-    query = group_queries(query_THD, call, spec)
+    # Entries of all rows meet in one matmul, where NaN of one row would be NaN of all.
+    query = finite(group_queries(query_THD, call, spec))
     num_entries = len(flat.ids_N)
     slices = [range(begin, min(begin + SLICE, num_entries)) for begin in range(0, num_entries, SLICE)]
 

@@ -11,6 +11,22 @@ from typing import Protocol
 import torch
 from torch import nn
 
+LARGEST = 2.0**56
+"""Of numbers that attention and recurrent layers take: far from any that models make, and in float32 a sum of thousands
+of their products is finite."""
+
+
+def finite(tensor: torch.Tensor) -> torch.Tensor:
+    """`tensor` with 0 in place of what is no number, infinite or larger than any number that a model makes.
+
+    Kernels leave tokens out by multiplying them by 0, or by adding a large negative number to their scores. Of NaN both
+    make NaN: in KV it would reach whoever has the block next, through the pad block everybody, and in a matmul over a
+    batch its neighbours.
+    """
+    # Three operations that a compiler makes one of; nan_to_num is nine on a Gaudi (bridge, nantonum_gen.cpp).
+    largest = min(LARGEST, torch.finfo(tensor.dtype).max)
+    return torch.where(tensor.abs() <= largest, tensor, 0)
+
 
 class Matmul(nn.Module):
     def forward(self, x: torch.Tensor, y: torch.Tensor) -> torch.Tensor:

@@ -11,7 +11,7 @@ from dataclasses import dataclass, field
 from functools import partial
 from typing import TYPE_CHECKING, Any, TypeVar
 
-from vllm_gaudi_spec.attention.operations import PLAIN
+from vllm_gaudi_spec.attention.operations import PLAIN, finite
 from vllm_gaudi_spec.config import MAX_DRAFTS
 from vllm_gaudi_spec.sampling.rules.registry import TORCH
 
@@ -194,6 +194,11 @@ class Attention:
         """Whether the device's own kernel takes this layer; else `torch_ops` serves it."""
         return True
 
+    def finite(self, tensor: torch.Tensor) -> torch.Tensor:
+        """Keys or values as `write_kv` takes them, maybe the tensor itself: `attention.operations.finite`, unless the
+        kernel that writes does that."""
+        return finite(tensor)
+
     def write_kv(
         self,
         key_TKD: torch.Tensor,
@@ -203,8 +208,9 @@ class Attention:
         spec: AttentionLayerSpec,
         operations: Operations = PLAIN,
     ) -> None:
-        """Store keys and values at their slots; values are None where they are a part of the keys. Duplicated slots may
-        only be pad slots. `operations`: the layer's, to be called where `spec.layer_operations` is set."""
+        """Store keys and values, made finite before, at their slots; values are None where they are a part of the keys.
+        Duplicated slots may only be pad slots. `operations`: the layer's, to be called where `spec.layer_operations` is
+        set."""
         raise NotImplementedError
 
     def attend(

@@ -36,12 +36,6 @@ if TYPE_CHECKING:
     from vllm_gaudi_spec.runner.requests import Requests
 
 
-def _finite(output: torch.Tensor) -> torch.Tensor:
-    """An encoder's output of hostile samples may hold what is no number. In KV it would outlive its request: kernels
-    multiply what lies after a row's keys by zero, and nan stays nan."""
-    return output.nan_to_num(nan=0.0, posinf=0.0, neginf=0.0)
-
-
 class Multimodal:
     """What a target's prompts hold besides text."""
 
@@ -98,7 +92,7 @@ class Multimodal:
             return
         mm_hashes, items = self._encoders.prepare_mm_inputs(scheduled.scheduled_encoder_inputs)
         if items:
-            outputs = map(_finite, self._encoders.execute_mm_encoder(items))
+            outputs = self._encoders.execute_mm_encoder(items)
             self._cache.encoder_outputs.update(zip(mm_hashes, outputs, strict=True))
 
     def _fill(self, store: MediaStore, inputs: dict[str, list[int]]) -> None:

@@ -419,9 +419,10 @@ def test_layers_share_the_mask(form: str, window: int | None) -> None:
         scene.attend(FORMS[form])
     with Watch() as second:
         scene.attend(FORMS[form])
-    comparisons = {"le", "eq", "arange"}
-    assert comparisons & first.calls.keys()
-    assert not comparisons & second.calls.keys()
+    of_masks = {"eq", "arange"}
+    assert of_masks & first.calls.keys()
+    assert not of_masks & second.calls.keys()
+    assert second.calls["le"] == (form == "flat"), "of queries, which are made finite"
 
 
 def test_layers_of_other_windows_have_other_masks() -> None:

@@ -52,7 +52,7 @@ MAY_IMPORT = {
         "runner",
         "scheduling",
     },
-    "recurrent": {"attention.metadata", "recurrent"},
+    "recurrent": {"attention.metadata", "attention.operations", "recurrent"},
     "lora": {"lora", "config", "devices.base", "runner.requests"},
     "attention": {"devices", "config", "attention"},
     "devices": {

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from dataclasses import replace
-from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -122,13 +121,3 @@ def test_placeholders_outside_of_the_vocabulary_are_refused() -> None:
     model._has_oov_mm_tokens = True
     with pytest.raises(UnsupportedConfigError, match="add --language-model-only"):
         Multimodal(CONFIG, model, HostBackend())  # type: ignore[arg-type]
-
-
-def test_encoders_leave_nothing_in_kv_that_is_no_number(requests: Requests, multimodal: Multimodal) -> None:
-    output = torch.tensor([[1.0, torch.nan], [torch.inf, -torch.inf]])
-    encoders: Any = SimpleNamespace(
-        prepare_mm_inputs=lambda inputs: (["another"], ["an item"]), execute_mm_encoder=lambda items: [output]
-    )
-    multimodal._encoders = encoders
-    multimodal.apply(step({"text": 1}, running=cached({"text": 3})), requests)
-    assert multimodal._cache.encoder_outputs["another"].tolist() == [[1.0, 0.0], [0.0, 0.0]]

@@ -92,6 +92,11 @@ class CpuAttention(Attention):
             logger.info_once("No CPU attention kernel for head size %d; using plain torch.", spec.head_size)
         return supported
 
+    def finite(self, tensor: torch.Tensor) -> torch.Tensor:
+        """In place, by one operation: several new tensors would cost percents of a small model's step. Large ones may
+        stay, since kernels put masks in the place of scores, and models compute no padding here."""
+        return tensor.nan_to_num_(nan=0.0, posinf=0.0, neginf=0.0)
+
     def write_kv(
         self,
         key_TKD: torch.Tensor,

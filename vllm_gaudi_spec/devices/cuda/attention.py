@@ -15,6 +15,7 @@ import torch
 import triton
 import triton.language as tl
 
+from vllm_gaudi_spec.attention.operations import LARGEST
 from vllm_gaudi_spec.devices.cuda import launch
 
 if TYPE_CHECKING:
@@ -34,6 +35,7 @@ _KEY_TILE_BYTES = 16 << 10
 _LOG2_E = tl.constexpr(1.4426950408889634)
 # The score of a key that a query may not read. Finite: inf - inf is nan where a tile has nothing for a query.
 LOWEST = tl.constexpr(-1e30)
+_LARGEST = tl.constexpr(LARGEST)
 
 
 def attend(
@@ -354,6 +356,12 @@ def take_keys(
 
 
 @triton.jit
+def finite(numbers):
+    """As `attention.operations.finite`."""
+    return tl.where(tl.abs(numbers.to(tl.float32)) <= _LARGEST, numbers, 0.0).to(numbers.dtype)
+
+
+@triton.jit
 def load_keys(
     first,
     exists_N,
@@ -467,7 +475,7 @@ def _write(
     slot = tl.load(slots_ptr + token)
     inside = tl.arange(0, TILE)
     used = inside < SIZE
-    key = tl.load(key_ptr + token * key_stride + inside, mask=used)
+    key = finite(tl.load(key_ptr + token * key_stride + inside, mask=used))
     tl.store(keys_ptr + slot * SIZE + inside, key, mask=used)
-    value = tl.load(value_ptr + token * value_stride + inside, mask=used)
+    value = finite(tl.load(value_ptr + token * value_stride + inside, mask=used))
     tl.store(values_ptr + slot * SIZE + inside, value, mask=used)

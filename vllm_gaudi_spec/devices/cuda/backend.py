@@ -10,7 +10,7 @@ from torch import nn
 
 from vllm_gaudi_spec.attention import padded
 from vllm_gaudi_spec.attention.metadata import AttentionCall, AttentionLayerSpec, FreshKV
-from vllm_gaudi_spec.attention.operations import PLAIN, Operations
+from vllm_gaudi_spec.attention.operations import PLAIN, Operations, finite
 from vllm_gaudi_spec.config import UnsupportedConfigError
 from vllm_gaudi_spec.devices.base import DeviceBackend, DeviceTraits
 from vllm_gaudi_spec.devices.common.kv_pair import KVPair, PairAttention
@@ -62,6 +62,10 @@ class CudaWeights(StreamWeights):
 
 
 class CudaAttention(PairAttention):
+    def finite(self, tensor: torch.Tensor) -> torch.Tensor:
+        """As it is: the kernel that writes makes it finite, where operations would be two kernels each."""
+        return tensor
+
     def write_kv(
         self,
         key_TKD: torch.Tensor,
@@ -72,7 +76,7 @@ class CudaAttention(PairAttention):
         operations: Operations = PLAIN,
     ) -> None:
         if value_TKD is None:
-            kv_cache.write(key_TKD, None, slots_T)
+            kv_cache.write(finite(key_TKD), None, slots_T)
         else:
             _kernels().write_kv(key_TKD, value_TKD, kv_cache, slots_T)
 

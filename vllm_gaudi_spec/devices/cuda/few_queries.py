@@ -274,7 +274,8 @@ def _attend(
             key_ptr + token_Q * key_stride + head * HEAD_SIZE, used_Q, cos_QD, sin_QD, HEAD_SIZE, HALF, TILE_D
         )
         value_QD = value_ptr + token_Q[:, None] * value_stride + head * HEAD_SIZE + dim_D[None, :]
-        value_QD = tl.load(value_QD, mask=used_QD, other=0.0)
+        value_QD = attention.finite(tl.load(value_QD, mask=used_QD, other=0.0))
+        key_QD = attention.finite(key_QD)
         stored_QD = (slot_Q[:, None] * KV_HEADS + head) * HEAD_SIZE + dim_D[None, :]
         tl.store(keys_ptr + stored_QD, key_QD, mask=used_QD)
         tl.store(values_ptr + stored_QD, value_QD, mask=used_QD)
