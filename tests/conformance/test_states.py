@@ -14,9 +14,10 @@ if TYPE_CHECKING:
     from vllm_gaudi_spec.devices.base import DeviceBackend
 
 
+@pytest.mark.parametrize("rejected", [1.0, torch.nan])
 @pytest.mark.parametrize("kind", KINDS)
-def test_prompts_and_verify_steps(kind: str, backend: DeviceBackend) -> None:
-    """Two graphs, whatever was accepted."""
+def test_prompts_and_verify_steps(kind: str, rejected: float, backend: DeviceBackend) -> None:
+    """Two graphs, whatever was accepted. `rejected`: what drafts are multiplied by that are not."""
     layer, num_drafts = Layer(kind, 3, backend), 3
     text = layer.text(50)
     expected, _ = sequential(kind, text)
@@ -24,7 +25,7 @@ def test_prompts_and_verify_steps(kind: str, backend: DeviceBackend) -> None:
 
     def read(count: int, width: int, wrong: int, *, is_prompt: bool) -> None:
         right, noise = part(text, at, at + count), layer.text(wrong)
-        both = torch.cat((right[0], noise[0])), torch.cat((right[1], noise[1]))
+        both = torch.cat((right[0], noise[0] * rejected)), torch.cat((right[1], noise[1] * rejected))
         out = layer.read([1, PAD_ROW], [at, 0], [both, layer.text(0)], width, is_prompt=is_prompt)
         torch.testing.assert_close(out[0, :count], expected[at : at + count], atol=1e-5, rtol=1e-5)
 

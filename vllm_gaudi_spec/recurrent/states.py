@@ -17,6 +17,7 @@ from typing import NamedTuple
 import torch
 
 from vllm_gaudi_spec.attention.metadata import StateCall
+from vllm_gaudi_spec.attention.operations import finite
 from vllm_gaudi_spec.recurrent.scans import convolve
 
 
@@ -82,6 +83,8 @@ class LayerState:
         recurrence: Recurrence,
     ) -> torch.Tensor:
         """The layer's outputs for a rectangle, [B, Q, ...]. A layer without a state returns what it convolved."""
+        # Positions of a row meet in matmuls: of a draft that is rejected nothing may reach those before it.
+        inputs_BQC, gates_BQG = finite(inputs_BQC), None if gates_BQG is None else finite(gates_BQG)
         inputs_BWC = _unless(call.starts_B == 0, self.inputs_RWC.index_select(0, call.rows_B))
         # Of the pending inputs those that were accepted come before the first of this rectangle.
         before_BWC = _from(inputs_BWC, call.num_pending_B, self._num_before)

@@ -10,9 +10,9 @@ from typing import Any
 import pytest
 from vllm import LLM
 
-from tests.full_tests import drafters, poison, tiny_models
+from tests.full_tests import poison
 from tests.full_tests.engines import engine
-from tests.full_tests.speculation import custom, speculating
+from tests.full_tests.speculation import speculating
 
 # Blocks for few requests, and prompts in chunks.
 SIZES: dict[str, Any] = dict(
@@ -37,12 +37,6 @@ def with_drafts(model: str) -> AbstractContextManager[LLM]:
     return speculating(model, dict(method="draft_model", model=model, num_speculative_tokens=3), **sizes)
 
 
-def drafting_the_token(model: str) -> AbstractContextManager[LLM]:
-    """For everybody: most steps reject it."""
-    drafters.play(lambda context, k: [context[-1], poison.TOKEN, context[-1]][:k])
-    return speculating(model, custom("Scripted"), **SIZES)
-
-
 def test_beside_a_draft_model(looping_llama: str, poisoned: Callable[[str, float], str]) -> None:
     with with_drafts(poisoned(looping_llama, NAN)) as llm:
         poison.check(llm)
@@ -56,33 +50,3 @@ def test_without_drafts(
 ) -> None:
     with engine(poisoned(looping_llama, value), enable_prefix_caching=prefix_cache, **SIZES) as llm:
         poison.check(llm)
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("family", ["llama", "deepseek", "mixtral"])
-def test_drafts_that_are_rejected(
-    family: str, tiny: Callable[[str], str], poisoned: Callable[[str, float], str]
-) -> None:
-    """They leave nothing at the positions before them either: answers are those without drafts."""
-    model = poisoned(tiny(family), NAN)
-    with engine(model, **SIZES) as llm:
-        plain = poison.Others(llm).before
-    with drafting_the_token(model) as llm:
-        poison.check(llm)
-        drafted = poison.Others(llm).before
-    assert poison.tokens_of(drafted) == poison.tokens_of(plain)
-
-
-@pytest.mark.slow
-def test_recurrent_states(tmp_path: Path) -> None:
-    model = tiny_models.save_qwen3_next_with_mtp(tmp_path)
-    poison.poison(model, NAN)
-    sizes = SIZES | dict(enable_prefix_caching=False)
-    with engine(model, **sizes) as llm:
-        plain = poison.Others(llm).before
-        poison.check(llm)
-    drafters.play(lambda context, k: [context[-1], poison.TOKEN, context[-1]][:k])
-    with speculating(model, custom("Scripted"), **sizes) as llm:
-        poison.check(llm)
-        drafted = poison.Others(llm).before
-    assert poison.tokens_of(drafted) == poison.tokens_of(plain)
