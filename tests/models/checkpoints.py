@@ -86,7 +86,7 @@ def write(recipe: Recipe, folder: Path) -> None:
     folder.mkdir(parents=True)
     model.save_pretrained(folder)
     if recipe.renamed:
-        rename(recipe.renamed, folder)
+        rename(model, recipe.renamed, folder)
     tiny_models.byte_tokenizer().save_pretrained(folder)
     if recipe.format is not None:
         plain = folder.parent / "plain"
@@ -109,10 +109,11 @@ def write(recipe: Recipe, folder: Path) -> None:
                     (folder / name).write_text(json.dumps(reference(model)))
 
 
-def rename(patterns: Sequence[tuple[str, str]], folder: Path) -> None:
-    """Writes the weights again, by other names; those that get the same one are joined."""
-    found: dict[str, torch.Tensor] = {}
-    for name, tensor in load_file(folder / "model.safetensors").items():
+def rename(model: nn.Module, patterns: Sequence[tuple[str, str]], folder: Path) -> None:
+    """Writes the weights again, by other names; those that get the same one are joined, in the order of the model."""
+    saved, found = load_file(folder / "model.safetensors"), dict[str, torch.Tensor]()
+    places = {name: place for place, name in enumerate(model.state_dict())}
+    for name, tensor in sorted(saved.items(), key=lambda item: places.get(item[0], len(places))):
         for pattern, theirs in patterns:
             name = re.sub(pattern, theirs, name)
         found[name] = torch.cat((found[name], tensor)) if name in found else tensor

@@ -798,7 +798,8 @@ def test_parts_of_kimi_k3_are_refused(
         ("hpu", "compiled", "NemotronHForCausalLM", False),
         ("hpu", "compiled", "Mamba2ForCausalLM", True),
         ("npu", "captured", "Qwen3NextForCausalLM", False),
-        ("npu", "captured", "NemotronHForCausalLM", True),
+        ("npu", "captured", "NemotronHForCausalLM", False),
+        ("npu", "captured", "Zamba2ForCausalLM", True),
         ("cuda", "captured", "Qwen3NextForCausalLM", True),
     ],
 )

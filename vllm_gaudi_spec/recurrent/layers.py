@@ -20,7 +20,6 @@ from vllm.model_executor.layers.mamba.mamba_mixer2 import MambaMixer2
 from vllm.model_executor.layers.mamba.short_conv import ShortConv
 
 from vllm_gaudi_spec.attention.metadata import StateCall
-from vllm_gaudi_spec.attention.operations import finite
 from vllm_gaudi_spec.recurrent.scans import scan, scan_each
 from vllm_gaudi_spec.recurrent.states import LayerShape, LayerState
 
@@ -44,9 +43,8 @@ class RecurrentLayer:
     def follow(self, inputs_TC: torch.Tensor, gates_TG: torch.Tensor | None, conv: Any) -> torch.Tensor:
         """[T, ...] of a forward's tokens. `conv`: vLLM's module of the convolution's parameters."""
         call: StateCall = get_forward_context().attn_metadata[self.prefix]
-        # Positions of a row meet in matmuls: of a draft that is rejected nothing may reach those before it.
-        inputs_BQC = call.by_row(finite(inputs_TC))
-        gates_BQG = None if gates_TG is None else call.by_row(finite(gates_TG))
+        inputs_BQC = call.by_row(inputs_TC)
+        gates_BQG = None if gates_TG is None else call.by_row(gates_TG)
         out_BQ = self.state.follow(call, inputs_BQC, gates_BQG, conv.weight.squeeze(1), conv.bias, self.recur)
         return call.flat(out_BQ).to(inputs_TC.dtype)
 

@@ -63,9 +63,12 @@ CAPTURED: dict[tuple[str, str], tuple[str, ...]] = {
     ),
     ("npu", "captured"): (
         "FalconH1ForCausalLM",
+        "FalconMambaForCausalLM",
         "GraniteMoeHybridForCausalLM",
+        "JambaForCausalLM",
         "Lfm2ForCausalLM",
         "MambaForCausalLM",
+        "NemotronHForCausalLM",
         "Qwen3NextForCausalLM",
     ),
 }

@@ -97,7 +97,10 @@ MAY_IMPORT = {
     "tools": set(),
     "tools.io": {"config", "environment.cached_files", "tools.io"},
     "tools.demo_model": {"compat", "environment"},
-    "tools.estimate": {"tools.estimate", "config", "drafting.table", "emulator.cost", "emulator.counters", "recurrent"},
+    "tools.estimate": {
+        *("tools.estimate", "config", "devices.common.expert_forms", "drafting.table", "emulator.cost"),
+        *("emulator.counters", "recurrent"),
+    },
     "tools.tune": {
         *("tools.tune", "tools.demo_model", "tools.estimate", "tools.io", "tools.report", "quantization", "devices"),
         *("config", "drafting.table", "environment", "records", "runner.model_runner"),
