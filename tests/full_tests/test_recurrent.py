@@ -136,7 +136,8 @@ def test_a_common_beginning_is_computed_once(
         texts = [[Answer(tokens, "", None, None)] for tokens in first_tokens(anew)]
         drafters.play(nearly_right([Request("", prompt, SamplingParams()) for prompt in prompts], texts))
         outputs = [generate(llm, [prompt], SamplingParams(**ask))[0] for prompt in prompts[:3]]
-        assert [output.num_cached_tokens for output in outputs] == [0, 0, 64]
+        # Where a chunk holds 64 tokens, the first prompt leaves a snapshot there too.
+        assert [output.num_cached_tokens for output in outputs] == [0, 64 if slots else 0, 64]
         outputs += generate(llm, prompts, SamplingParams(**ask))
         assert first_tokens(outputs) == first_tokens([*anew[:3], *anew])
         assert 0 < accepted(llm) < counter(llm, "vllm:spec_decode_num_draft_tokens")
@@ -144,7 +145,7 @@ def test_a_common_beginning_is_computed_once(
             assert min(output.num_cached_tokens for output in outputs[3:]) >= 64
         else:
             assert preemptions(llm) > 0
-            assert sum(output.num_cached_tokens >= 64 for output in outputs[3:]) > 2
+            assert sum(output.num_cached_tokens > 0 for output in outputs[3:]) > 2
 
 
 @pytest.mark.slow
