@@ -128,12 +128,16 @@ def test_a_common_beginning_is_computed_once(
     prompts = [[*BEGIN, *tail] for tail in random_prompts([30, 33, 58, 26, 3, 90, 41, 17], tiny_models.VOCAB, seed=2)]
     ask: dict[str, Any] = dict(temperature=0, max_tokens=24, ignore_eos=True)
     kept = {"additional_config": {"gaudi_spec": {"state_snapshots": slots}}} if slots else {}
-    with speculating(models.path(case), ngram(3, lookup=(1, 3)), **SIZES | options | kept) as llm:
+    drafters.play(lambda context, k: [])
+    with speculating(models.path(case), custom("Scripted"), **SIZES | options | kept) as llm:
         anew = generate(llm, prompts, SamplingParams(**ask, skip_reading_prefix_cache=True))
         assert not any(output.num_cached_tokens for output in anew)
         assert llm.reset_prefix_cache()
+        texts = [[Answer(tokens, "", None, None)] for tokens in first_tokens(anew)]
+        drafters.play(nearly_right([Request("", prompt, SamplingParams()) for prompt in prompts], texts))
         outputs = [generate(llm, [prompt], SamplingParams(**ask))[0] for prompt in prompts[:3]]
-        assert [output.num_cached_tokens for output in outputs] == [0, 0, 64]
+        # Where a chunk holds 64 tokens, the first prompt leaves a snapshot there too.
+        assert [output.num_cached_tokens for output in outputs] == [0, 64 if slots else 0, 64]
         outputs += generate(llm, prompts, SamplingParams(**ask))
         assert first_tokens(outputs) == first_tokens([*anew[:3], *anew])
         assert 0 < accepted(llm) < counter(llm, "vllm:spec_decode_num_draft_tokens")
@@ -141,7 +145,7 @@ def test_a_common_beginning_is_computed_once(
             assert min(output.num_cached_tokens for output in outputs[3:]) >= 64
         else:
             assert preemptions(llm) > 0
-            assert sum(output.num_cached_tokens >= 64 for output in outputs[3:]) > 2
+            assert sum(output.num_cached_tokens > 0 for output in outputs[3:]) > 2
 
 
 @pytest.mark.slow

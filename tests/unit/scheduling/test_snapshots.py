@@ -4,7 +4,7 @@ makes of both."""
 from __future__ import annotations
 
 import inspect
-from itertools import product
+from itertools import chain, product
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -224,6 +224,8 @@ class Engine:
         """By slot: the tokens whose state it has."""
         self.num_asked = self.num_found = 0
         """Tokens, in vLLM's metrics of the prefix cache."""
+        self.blocks: dict[str, list[int]] = {}
+        """Of KV, that a request begins with."""
 
     def run(self, name: str, tokens: list[int]) -> tuple[int, list[int]]:
         """How many of its tokens are not computed, and where chunks end."""
@@ -233,6 +235,7 @@ class Engine:
         ends, starts = [], []
         while name in self.scheduler.requests:
             scheduled: SpecSchedulerOutput = self.scheduler.schedule()
+            self.blocks |= {new.req_id: [*chain(*new.block_ids)] for new in scheduled.scheduled_new_reqs}
             if count := scheduled.num_scheduled_tokens.get(name):
                 ends.append(request.num_computed_tokens)
                 starts.append(ends[-1] - count)
@@ -261,6 +264,10 @@ def test_the_second_prompt_leaves_what_the_third_starts_from(kind: Any, tmp_path
     assert engine.run("2", second) == (0, [80, 112, 120])
     assert engine.run("3", third) == (80, [112, 120])
     assert engine.run("1 again", first) == (112, [120])
+    assert engine.blocks["3"][:5] == engine.blocks["1"][:5]
+    of_others = {*engine.blocks["1"], *engine.blocks["2"]}
+    assert not of_others & set(engine.blocks["3"][5:])
+    assert not set(engine.blocks["2"]) & set(engine.blocks["1"]), "found, and computed again into others"
     assert (engine.num_asked, engine.num_found) == (4 * 120, 80 + 112), "what was found and not used is no hit"
 
 
@@ -286,11 +293,15 @@ def test_blocks_that_were_given_away_are_no_hit_either(tmp_path: Path) -> None:
     assert engine.run("1 again", [*SYSTEM, 200])[0] < 80
 
 
-def test_a_reset_forgets_the_states(tmp_path: Path) -> None:
-    engine = Engine(SpecScheduler, tmp_path)
+@pytest.mark.parametrize("without_kv", [False, True])
+def test_a_reset_forgets_the_states(without_kv: bool, tmp_path: Path) -> None:
+    """They are made again, perhaps by other weights."""
+    engine = Engine(SpecScheduler, tmp_path, **dict(groups=[]) if without_kv else {})
     engine.run("1", [*SYSTEM, 200])
     assert engine.scheduler.reset_prefix_cache()
+    engine.content.clear()
     assert engine.run("1 again", [*SYSTEM, 200])[0] == 0
+    assert list(engine.content.values()) == [tuple(SYSTEM)]
 
 
 def test_a_request_that_may_not_read_the_cache_starts_anew(tmp_path: Path) -> None:
