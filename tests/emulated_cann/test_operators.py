@@ -59,10 +59,6 @@ OPERATORS: dict[str, Callable[[Callable[[torch.Tensor], torch.Tensor]], torch.Te
     "repeat_interleave": lambda to: to(A).flatten().repeat_interleave(to(I).flatten()),
     "repeat_interleave of rows": lambda to: to(A).repeat_interleave(to(torch.tensor([2, 0])), 0),
     "nan_to_num": lambda to: (to(A) / to(M)).nan_to_num(5, posinf=6, neginf=7),
-    "avg_pool2d": lambda to: torch.nn.functional.avg_pool2d(to(A)[None], 2),
-    "avg_pool2d of padding": lambda to: torch.nn.functional.avg_pool2d(
-        to(A)[None, None], 2, 1, 1, count_include_pad=False
-    ),
     "nonzero": lambda to: to(M).nonzero(),
     "where alone": lambda to: torch.stack(torch.where(to(M))),
     "read by a mask": lambda to: to(A)[to(M)],

@@ -53,10 +53,10 @@ def _booleans(make: Any) -> Callable[..., Any]:
 
 def _rows(tensor: torch.Tensor, indices: list[torch.Tensor | None]) -> Any:
     """An index leaves the compiled graph (lesson C16); entries of one dimension are read without it."""
-    given = [(dim, index) for dim, index in enumerate(indices) if index is not None]
-    if len(given) != 1 or given[0][1].dtype in (torch.bool, torch.uint8) or not given[0][1].dim():
+    indexed = [(dim, index) for dim, index in enumerate(indices) if index is not None]
+    if len(indexed) != 1 or indexed[0][1].dtype in (torch.bool, torch.uint8) or not indexed[0][1].dim():
         return NotImplemented
-    ((dim, index),) = given
+    ((dim, index),) = indexed
     from_start = index + (index < 0).to(index.dtype) * tensor.shape[dim]
     return tensor.index_select(dim, from_start.flatten()).unflatten(dim, index.shape)
 

@@ -295,10 +295,6 @@ OPERATOR(Addmm, (TENSOR(bias), TENSOR(a), TENSOR(b), SCALAR(beta), SCALAR(alpha)
          put(out, at::addmm(bias, a, b, beta, alpha)))
 OPERATOR(Baddbmm, (TENSOR(bias), TENSOR(a), TENSOR(b), SCALAR(beta), SCALAR(alpha), TENSOR(out), INT8(precision)),
          put(out, at::baddbmm(bias, a, b, beta, alpha)))
-OPERATOR(AvgPool2d, (TENSOR(a), INTS(kernel), INTS(strides), INTS(pad), BOOL(ceil), BOOL(counts_pad), INT(divisor),
-                     INT8(precision), TENSOR(out)),
-         put(out, at::avg_pool2d(a, *kernel, dims(strides), dims(pad), ceil, counts_pad,
-                                 divisor ? std::optional<int64_t>(divisor) : std::nullopt)))
 OPERATOR(LayerNorm, (TENSOR(a), INTS(shape), TENSOR(weight), TENSOR(bias), DOUBLE(eps), TENSOR(out), TENSOR(mean),
                      TENSOR(rstd)), {
   const auto [value, means, rstds] = at::native_layer_norm(a, *shape, maybe(weight), maybe(bias), eps);
