@@ -535,6 +535,11 @@ COMPILED = {"traits.captures": True, "traits.torch_device": SimpleNamespace(type
         ),
         ({"model.is_mm_prefix_lm": True}, "see each other in both directions are supported for gemma3"),
         ({"model.is_mm_prefix_lm": True, "model.hf_config": SimpleNamespace(model_type="gemma3")}, None),
+        (
+            {"model.hf_text_config": SimpleNamespace(use_bidirectional_attention="vision")},
+            "see each other in both directions are supported for gemma3",
+        ),
+        ({"model.hf_text_config": SimpleNamespace(use_bidirectional_attention=None)}, None),
         ({"model.is_multimodal_raw_input_only_model": True}, "without tokens"),
         ({"model.runner_type": "pooling"}, "for pooling models"),
         ({"model.is_hybrid": True}, "beside recurrent layers"),
@@ -555,6 +560,7 @@ def test_images_that_would_not_work_are_refused(changed: dict[str, Any], refused
         is_hybrid=False,
         runner_type="generate",
         hf_config=SimpleNamespace(model_type="paligemma"),
+        hf_text_config=SimpleNamespace(),
         get_multimodal_config=lambda: media,
     )
     parallel = SimpleNamespace(data_parallel_size=1, tensor_parallel_size=1)
@@ -745,6 +751,7 @@ def test_images_of_gemma3n_are_refused() -> None:
             architecture=architecture,
             architectures=[architecture],
             runner_type="generate",
+            hf_text_config=SimpleNamespace(),
             get_multimodal_config=lambda: media,
             **dict.fromkeys(("is_mm_prefix_lm", "is_multimodal_raw_input_only_model", "is_hybrid"), False),
         )

@@ -14,6 +14,7 @@ from vllm_gaudi_spec.compat.configuration import (
     name_a_missing_torchvision,
     raise_refusals_unchanged,
     read_inc_from_quant_config,
+    read_positions_of_xlm_roberta,
     widen_speculative_options,
 )
 from vllm_gaudi_spec.compat.distribution import answer_for_vllm_distribution
@@ -91,6 +92,7 @@ def apply() -> None:
     leave_async_scheduling_to_the_platform()
     name_a_missing_torchvision()
     read_inc_from_quant_config()
+    read_positions_of_xlm_roberta()
     carry_metrics()
     list_metrics_of_ours()
 

@@ -216,6 +216,24 @@ def _needs_torchvision(model: Any) -> bool:
     return False
 
 
+def read_positions_of_xlm_roberta() -> None:
+    """Read an `XLMRobertaModel` whose configuration has no `position_embedding_type` as one of absolute positions.
+
+    Reason: transformers 5 knows no other kind and writes none. Upstream asks for rotary ones (of Jina) by the name, and
+    ends with an AttributeError; its class of the model reads the name as we do.
+    Remove when: `JinaRobertaModelConfig` gets along without the name.
+    """
+    from vllm.model_executor.models.config import JinaRobertaModelConfig
+
+    wrap(JinaRobertaModelConfig, "verify_and_update_model_config", _with_absolute_positions)
+
+
+def _with_absolute_positions(original: Callable[..., None], model_config: Any) -> None:
+    config = model_config.hf_config
+    config.position_embedding_type = getattr(config, "position_embedding_type", "absolute")
+    original(model_config)
+
+
 def leave_async_scheduling_to_the_platform() -> None:
     """Let every method pass vLLM's check of asynchronous scheduling; `platforms/base.py` decides later.
 

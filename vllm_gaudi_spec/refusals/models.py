@@ -141,7 +141,11 @@ def _multimodal_refusals(vllm_config: VllmConfig, backend: DeviceBackend) -> Ite
         yield f"Images of {model.model} keep their sizes (Pixtral), of which {traits.name} would compile each"
     if traits.captures and vllm_config.parallel_config.tensor_parallel_size > 1:
         yield f"Images, audio and video are not supported on {traits.name} with --tensor-parallel-size yet"
-    if model.is_mm_prefix_lm and model.hf_config.model_type not in _SEEN_BOTH_WAYS:
+    # Of Gemma 4's layers those with a window see so, and vLLM has none of them do it.
+    sees_both_ways = model.is_mm_prefix_lm or (
+        getattr(model.hf_text_config, "use_bidirectional_attention", None) == "vision"
+    )
+    if sees_both_ways and model.hf_config.model_type not in _SEEN_BOTH_WAYS:
         yield f"Tokens of images that see each other in both directions are supported for {', '.join(_SEEN_BOTH_WAYS)}"
     if any(name in _TEXT_ONLY for name in model.architectures):
         yield f"Images, audio and video of {model.architecture} are not supported yet"

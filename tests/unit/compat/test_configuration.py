@@ -9,16 +9,19 @@ import re
 import subprocess
 import sys
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any, Literal, get_args
 
 import pytest
 from pydantic import ValidationError
+from transformers import XLMRobertaConfig
 from vllm import SamplingParams
 from vllm.config import SpeculativeConfig, VllmConfig
 from vllm.config import speculative as upstream_speculative
 from vllm.config import vllm as upstream_vllm
 from vllm.config.utils import replace
 from vllm.exceptions import VLLMValidationError
+from vllm.model_executor.models.config import MODELS_CONFIG_MAP, JinaRobertaModelConfig
 
 from tests.support.schedulers import drafter
 from tests.unit.test_config import engine_config
@@ -255,3 +258,16 @@ def test_inc_is_read_from_quant_config(has_file: bool, tmp_path: Path, monkeypat
         monkeypatch.delenv("QUANT_CONFIG", raising=False)
         with pytest.raises(ValueError, match="Cannot find the config file for inc"):
             engine_config(tmp_path / "model", None, quantization="inc")
+
+
+def test_xlm_roberta_without_a_kind_of_positions() -> None:
+    """Fails when upstream gets along without it: then `read_positions_of_xlm_roberta` can go."""
+    compat.read_positions_of_xlm_roberta()
+    patched: Any = JinaRobertaModelConfig.verify_and_update_model_config
+    read = XLMRobertaConfig(hidden_size=32, num_attention_heads=2)
+    assert not hasattr(read, "position_embedding_type"), "transformers writes it"
+    with pytest.raises(AttributeError, match="position_embedding_type"):
+        patched.__wrapped__(SimpleNamespace(hf_config=read))
+    patched(SimpleNamespace(hf_config=read))
+    assert read.position_embedding_type == "absolute"
+    assert MODELS_CONFIG_MAP["XLMRobertaModel"] is JinaRobertaModelConfig

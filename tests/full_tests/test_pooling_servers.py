@@ -1,0 +1,184 @@
+"""The endpoints of pooling models: numbers are transformers', truncation is what was asked for, and bad requests are
+answered with 400."""
+
+import base64
+from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
+from typing import Any
+
+import pytest
+import torch
+from transformers import AutoTokenizer, BertForSequenceClassification, Qwen3Model
+
+from tests.full_tests.prompts import PROMPTS, random_prompts
+from tests.full_tests.server import Server
+from tests.full_tests.test_bad_input import check_error
+from tests.full_tests.tiny_models import VOCAB
+
+pytestmark = pytest.mark.slow
+
+TOLERANCE = dict(atol=1e-4, rtol=0)
+MAX_LEN = 128
+SHORT = [text for text in PROMPTS if len(text) < 60]
+LONG = "the quick brown fox jumps over the lazy dog and " * 12
+MANY = random_prompts([1 + number * 7 % 90 for number in range(150)], VOCAB, seed=9)
+
+
+class Asked:
+    """A server of a checkpoint, and the same in transformers."""
+
+    def __init__(self, folder: str, kind: Any, server: Server) -> None:
+        self.model = kind.from_pretrained(folder, dtype=torch.float32).eval()
+        self.tokenizer = AutoTokenizer.from_pretrained(folder)
+        self.server = server
+
+    def ids(self, text: str) -> list[int]:
+        found: list[int] = self.tokenizer(text)["input_ids"]
+        return found
+
+    @torch.no_grad()
+    def states(self, ids: list[int]) -> torch.Tensor:
+        """[T, H], each row of length 1."""
+        found: torch.Tensor = self.model(input_ids=torch.tensor([ids])).last_hidden_state[0]
+        return torch.nn.functional.normalize(found, dim=-1)
+
+    @torch.no_grad()
+    def logits(self, text: str | list[int]) -> torch.Tensor:
+        ids = self.ids(text) if isinstance(text, str) else text
+        found: torch.Tensor = self.model(input_ids=torch.tensor([ids])).logits[0]
+        return found
+
+    def refused(self, path: str, words: list[str], **body: Any) -> None:
+        check_error(self.server.client.post(path, json=dict(model="tiny") | body), words)
+
+
+def serving(case: str, kind: Any) -> Callable[..., Iterator[Asked]]:
+    @pytest.fixture(scope="module")
+    def asked(made: Callable[[str], str], tmp_path_factory: pytest.TempPathFactory) -> Iterator[Asked]:
+        folder = made(case)
+        server = Server(folder, tmp_path_factory.mktemp(case) / "log", "--max-model-len", str(MAX_LEN))
+        try:
+            yield Asked(folder, kind, server)
+        finally:
+            server.stop()
+
+    return asked
+
+
+embedding = serving("qwen3-embedding", Qwen3Model)
+classifying = serving("bert-classify", BertForSequenceClassification)
+
+
+def check(found: Any, expected: torch.Tensor) -> None:
+    torch.testing.assert_close(torch.as_tensor(found, dtype=torch.float32), expected, **TOLERANCE)
+
+
+# ---- embeddings ------------------------------------------------------------------------------------------
+
+
+def embeddings(asked: Asked, given: Any, **more: Any) -> list[Any]:
+    data = asked.server.post("/v1/embeddings", dict(input=given) | more)["data"]
+    return [one["embedding"] for one in sorted(data, key=lambda one: one["index"])]
+
+
+def test_embeddings_of_many(embedding: Asked) -> None:
+    """In a request, and in requests of many clients at once."""
+    expected = [embedding.states(ids)[-1] for ids in MANY]
+    with ThreadPoolExecutor(8) as clients:
+        parts = list(
+            clients.map(lambda first: embeddings(embedding, MANY[first : first + 25]), range(0, len(MANY), 25))
+        )
+    for found, state in zip([one for part in parts for one in part], expected, strict=True):
+        check(found, state)
+    for found, state in zip(embeddings(embedding, MANY), expected, strict=True):
+        check(found, state)
+
+
+def test_embeddings_of_texts_and_their_form(embedding: Asked) -> None:
+    for found, text in zip(embeddings(embedding, SHORT), SHORT, strict=True):
+        check(found, embedding.states(embedding.ids(text))[-1])
+    (coded,) = embeddings(embedding, SHORT[0], encoding_format="base64")
+    check(
+        torch.frombuffer(bytearray(base64.b64decode(coded)), dtype=torch.float32),
+        embedding.states(embedding.ids(SHORT[0]))[-1],
+    )
+    (plain,) = embeddings(embedding, SHORT[0], use_activation=False)
+    assert abs(float(torch.tensor(plain).norm()) - 1) > 0.01, "not made of length 1"
+
+
+def test_truncated_embeddings(embedding: Asked) -> None:
+    ids = embedding.ids(LONG)
+    assert len(ids) > MAX_LEN
+    for length, side, kept in ((20, "right", ids[:20]), (20, "left", ids[-20:]), (-1, "right", ids[:MAX_LEN])):
+        (found,) = embeddings(embedding, LONG, truncate_prompt_tokens=length, truncation_side=side)
+        check(found, embedding.states(kept)[-1])
+
+
+def test_scores_of_embeddings(embedding: Asked) -> None:
+    """The cosine of the angle between them."""
+    query, *texts = SHORT
+    states = [embedding.states(embedding.ids(text))[-1] for text in texts]
+    expected = torch.stack([embedding.states(embedding.ids(query))[-1] @ state for state in states])
+    found = embedding.server.post("/score", dict(text_1=query, text_2=texts))["data"]
+    check([one["score"] for one in found], expected)
+    ranked = embedding.server.post("/rerank", dict(query=query, documents=texts, top_n=3))["results"]
+    check([one["relevance_score"] for one in ranked], expected.sort(descending=True).values[:3])
+    assert [one["document"]["text"] for one in ranked] == [
+        texts[index] for index in expected.argsort(descending=True)[:3]
+    ]
+
+
+def test_bad_requests_of_embeddings(embedding: Asked) -> None:
+    path = "/v1/embeddings"
+    embedding.refused(path, [str(MAX_LEN)], input=LONG)
+    embedding.refused(path, ["vocabulary"], input=[5, 10_000])
+    embedding.refused(path, ["prompt", "empty"], input=[[]])
+    embedding.refused(path, ["input"], input=5)
+    embedding.refused(path, ["truncate_prompt_tokens"], input="a", truncate_prompt_tokens=-2)
+    embedding.refused(path, ["truncate_prompt_tokens"], input="a", truncate_prompt_tokens=MAX_LEN + 1)
+    embedding.refused(path, ["truncation_side"], input="a", truncation_side="middle")
+    embedding.refused(path, ["dimensions"], input="a", dimensions=16)
+    embedding.refused(path, ["encoding_format"], input="a", encoding_format="roman")
+    embedding.refused(path, ["nope"], input="a", model="nope")
+    # A server has one task.
+    embedding.refused("/pooling", ["--pooler-config.task token_embed"], input="a", task="token_embed")
+    embedding.refused("/pooling", ["task"], input="a", task="classify")
+    embedding.refused("/pooling", ["task"], input="a", task="no such task")
+    check_alive_of_pooling(embedding)
+
+
+def check_alive_of_pooling(asked: Asked) -> None:
+    asked.server.wait_idle()
+    assert asked.server.client.get("/health").status_code == 200
+
+
+# ---- classes ---------------------------------------------------------------------------------------------
+
+
+def test_classes_of_many(classifying: Asked) -> None:
+    for found, ids in zip(classifying.server.post("/classify", dict(input=MANY))["data"], MANY, strict=True):
+        probs = classifying.logits(ids).softmax(-1)
+        check(found["probs"], probs)
+        assert found["label"] == classifying.model.config.id2label[int(probs.argmax())]
+        assert found["num_classes"] == len(probs)
+
+
+def test_classes_of_texts_in_other_ways(classifying: Asked) -> None:
+    found = classifying.server.post("/pooling", dict(input=SHORT, task="classify"))["data"]
+    for one, text in zip(found, SHORT, strict=True):
+        check(one["data"], classifying.logits(text).softmax(-1))
+    (raw,) = classifying.server.post("/classify", dict(input=SHORT[0], use_activation=False))["data"]
+    check(raw["probs"], classifying.logits(SHORT[0]))
+    (cut,) = classifying.server.post("/classify", dict(input=LONG, truncate_prompt_tokens=9, truncation_side="left"))[
+        "data"
+    ]
+    check(cut["probs"], classifying.logits(classifying.ids(LONG)[-9:]).softmax(-1))
+
+
+def test_bad_requests_of_classes(classifying: Asked) -> None:
+    classifying.refused("/classify", [str(MAX_LEN)], input=LONG)
+    classifying.refused("/classify", ["vocabulary"], input=[5, 10_000])
+    classifying.refused("/classify", ["input"], nothing="at all")
+    classifying.refused("/pooling", ["task"], input="a", task="embed")
+    assert classifying.server.client.post("/v1/embeddings", json=dict(model="tiny", input="a")).status_code == 404
+    check_alive_of_pooling(classifying)
