@@ -250,9 +250,9 @@ class DraftRequest:
     """K."""
     blocks: Blocks
     """The rows' KV blocks, with room for all drafts but the last; none where the drafter keeps no KV."""
-    choose: Callable[[torch.Tensor, torch.Tensor], Drafted]
-    """From a drafter's logits [B, V] in the target's ids, which it may change, and the positions [B] of the tokens that
-    they follow, to drafts: as configured, with the rows' temperatures and filters."""
+    choose: Callable[[torch.Tensor, int], Drafted]
+    """From a drafter's logits [B, V] in the target's ids, which it may change, and the number of drafts before, to
+    drafts: as configured, with the rows' temperatures and filters."""
     hidden: Hidden | None = None
     """[B, H]: what each row's first draft follows from, for drafters that read hidden states."""
 

@@ -125,9 +125,9 @@ def _watching(propose: Callable[[Any, DraftRequest], Drafts], rounds: Rounds) ->
     def watching(self: Any, request: DraftRequest) -> Drafts:
         logits: list[torch.Tensor] = []
 
-        def choose(logits_BV: torch.Tensor, positions_B: torch.Tensor) -> Drafted:
+        def choose(logits_BV: torch.Tensor, before: int) -> Drafted:
             logits.append(logits_BV.clone())
-            return request.choose(logits_BV, positions_B)
+            return request.choose(logits_BV, before)
 
         drafts = propose(self, replace(request, choose=choose))
         logits_BKV = torch.stack(logits, dim=1)

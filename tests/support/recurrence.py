@@ -42,8 +42,8 @@ def recur(
     )
     one, other = torch.where(is_real[..., None], gates.sigmoid(), 0.0).chunk(2, -1)
     if kind == MAMBA_2:
-        return scan(query, key, value * one[..., None], -one, state)
-    return scan(query, F.normalize(key, dim=-1), value, -one, state, other)
+        return scan(query, key, value * one[..., None], -one[..., None], state)
+    return scan(query, F.normalize(key, dim=-1), value, -one[..., None], state, other)
 
 
 def _recur_each(

@@ -21,7 +21,7 @@ if TYPE_CHECKING:
     from vllm_gaudi_spec.sampling.params import Sampling, SamplingInputs
     from vllm_gaudi_spec.sampling.rules.registry import Rules
 
-Choose = Callable[[torch.Tensor, torch.Tensor], Drafted]
+Choose = Callable[[torch.Tensor, int], Drafted]
 
 
 class DraftChoice:
@@ -39,15 +39,18 @@ class DraftChoice:
         return {Branch()} if self._mode == "greedy" else {branch.of_drafting() for branch in sampling.branches()}
 
     def _chooser(self, lengths_B: torch.Tensor, inputs: SamplingInputs) -> Choose:
-        """For rows of `lengths_B` tokens: chooses drafts from logits in the target's ids, and positions."""
+        """For rows of `lengths_B` tokens: chooses drafts from logits in the target's ids, after so many drafts."""
         branch = self.branch(inputs)
+        # Once for all drafts: as many small operations a step cost as much as a small model's layer.
+        newest_B = lengths_B - 1
 
-        def choose(logits_BV: torch.Tensor, positions_B: torch.Tensor) -> Drafted:
+        def choose(logits_BV: torch.Tensor, before: int) -> Drafted:
             sound_B = self._rules.are_sound(logits_BV)
             if branch.random:
                 logits_BV = restrict(self._rules, logits_BV[:, None], inputs, branch).squeeze(1)
             temperature_B, keys_B2 = inputs.floats["temperature"], inputs.keys_B2
-            drafted = draft(self._rules, logits_BV, self._mode, temperature_B, keys_B2, positions_B, lengths_B - 1)
+            positions_B = newest_B + before if before else newest_B
+            drafted = draft(self._rules, logits_BV, self._mode, temperature_B, keys_B2, positions_B, newest_B)
             return drafted._replace(probs_BV=drafted.probs_BV if self._keeps_probs else None, sound_B=sound_B)
 
         return choose

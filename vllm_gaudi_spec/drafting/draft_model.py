@@ -85,7 +85,7 @@ def draft_chain(
             tokens_B = translation.to_drafter(drafted[-1].tokens_B) * inputs.num_real_B
             hidden = model.forward(replace(inputs, token_ids_T=tokens_B), hidden.carried)
         logits_BV = translation.to_target(model.logits(hidden.last))
-        drafted.append(request.choose(logits_BV, request.lengths_B - 1 + step))
+        drafted.append(request.choose(logits_BV, step))
     return stack_drafts(drafted, request.max_drafts_B)
 
 

@@ -36,7 +36,7 @@ class MedusaProposer:
         assert request.hidden is not None
         logits = self._heads.logits_of_heads(request.hidden.last, request.max_drafts_B)
         drafted = [
-            request.choose(self._translation.to_target(logits_BU), request.lengths_B - 1 + index)
+            request.choose(self._translation.to_target(logits_BU), index)
             for index, logits_BU in zip(range(request.num_drafts), logits, strict=False)
         ]
         return stack_drafts(drafted, request.max_drafts_B)

@@ -327,7 +327,8 @@ def test_a_norm_within_a_linear_layer(
         (1, 256, False, 3, 1),
         (130, 2560, False, 16, 3),
         (1000, 9088, False, 20, 4),
-        (130, 9088, False, 9, 8),
+        (130, 9088, False, 9, 4),
+        (130, 2560, False, 64, 3),
     ],
 )
 @pytest.mark.parametrize("has_bias", [True, False])
@@ -349,3 +350,15 @@ def test_linear_layers_of_some_rows(
         found = cuda_linear.linear(x, weight, bias, gated=gated)
         assert found.dtype == dtype
         torch.testing.assert_close(found.double(), wanted, atol=2e-2, rtol=1e-2)
+
+
+@pytest.mark.parametrize(
+    ("kib", "tile_m", "stages"), [(227, 16, 8), (227, 64, 7), (163, 32, 6), (99, 32, 4), (99, 64, 3)]
+)
+def test_instances_that_share_outputs_read_ahead_as_far_as_a_multiprocessor_has_room(
+    kib: int, tile_m: int, stages: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    from vllm_gaudi_spec.devices.cuda import linear as cuda_linear
+
+    monkeypatch.setattr(cuda_linear, "_shared_memory", lambda device: kib << 10)
+    assert cuda_linear._num_stages(tile_m, 2, DEVICE) == stages

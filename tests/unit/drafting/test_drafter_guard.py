@@ -68,7 +68,7 @@ def test_logits_are_looked_at_before_anything_is_made_of_them(value: float, soun
     inputs = cast(Any, SimpleNamespace(floats={"temperature": torch.zeros(2)}, keys_B2=torch.zeros(2, 2).int()))
     logits_BV = torch.zeros(2, VOCAB)
     logits_BV[1, 17] = value
-    chosen = choice._chooser(torch.tensor([5, 5]), inputs)(logits_BV, torch.tensor([4, 4]))
+    chosen = choice._chooser(torch.tensor([5, 5]), inputs)(logits_BV, 0)
     assert chosen.sound_B is not None
     assert chosen.sound_B.tolist() == [True, sound]
 

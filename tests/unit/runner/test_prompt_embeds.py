@@ -113,7 +113,8 @@ def test_rows_are_put_where_the_tokens_are() -> None:
             self.model = SimpleNamespace(embed_input_ids=lambda tokens_T: tokens_T[:, None].repeat(1, 2).float())
 
     media = MultimodalInputs(embeds_NH=ROWS_LH[:2] + 0.5, is_embeds_T=torch.tensor([False, True, False, True]))
-    found = Loaded()._embed(torch.tensor([7, 0, 8, 0]), media)
+    found, deeper = Loaded()._embed(torch.tensor([7, 0, 8, 0]), media)
+    assert deeper is None
     assert found.tolist() == [[7, 7], [0.5, 1.5], [8, 8], [2.5, 3.5]]
 
 

@@ -198,17 +198,14 @@ def _attend(
     head_M = head * GROUP + lane_M % GROUP
     used_M = lane_M < queries * GROUP
     token_M = (row * queries + offset_M).to(tl.int64)
-    # The last split has the fewest earlier keys, and takes the new ones.
     offset_Q = tl.arange(0, TILE_Q)
-    used_Q = (offset_Q < queries) & (split == splits - 1)
     token_Q = (row * queries + offset_Q).to(tl.int64)
     # First what does not depend on what is read, so that one latency serves all of it.
     start = tl.load(starts_ptr + row)
     position_M = tl.load(positions_ptr + token_M, mask=used_M, other=0)
-    position_Q = tl.load(positions_ptr + token_Q, mask=used_Q, other=0)
-    slot_Q = tl.load(slots_ptr + token_Q, mask=used_Q, other=0)
+    position_Q = tl.load(positions_ptr + token_Q, mask=offset_Q < queries, other=0)
+    slot_Q = tl.load(slots_ptr + token_Q, mask=offset_Q < queries, other=0)
     cos_MD, sin_MD = _angles(position_M, used_M, rotary_ptr, HALF, TILE_D)
-    cos_QD, sin_QD = _angles(position_Q, used_Q, rotary_ptr, HALF, TILE_D)
 
     # The earlier keys that any lane sees, and of those the share of this split, in whole tiles.
     begin = 0
@@ -217,6 +214,11 @@ def _attend(
     share = tl.cdiv(tl.cdiv(start - begin, TILE_N), splits) * TILE_N
     low = begin + split * share
     high = tl.minimum(low + share, start)
+    # The new keys come after the last share that has any, where there is a split for them. Splits after theirs have
+    # nothing to do: how many there are follows from the longest row of a bucket.
+    last = tl.minimum(tl.cdiv(start - begin, tl.maximum(share, 1)), splits - 1)
+    used_Q = (offset_Q < queries) & (split == last)
+    cos_QD, sin_QD = _angles(position_Q, used_Q, rotary_ptr, HALF, TILE_D)
     exists_N = low + tl.arange(0, TILE_N) < high
     keys_ND, values_ND = attention.load_keys(
         # A share may begin where there are no more keys, and its row's blocks end.
@@ -235,6 +237,14 @@ def _attend(
     )
 
     launch.wait(EARLY)
+    if split > last:
+        return
+    # What other kernels wrote, all at once.
+    new_QD = head * HEAD_SIZE + dim_D[None, :]
+    used_QD = used_Q[:, None] & (dim_D < HEAD_SIZE)[None, :]
+    value_QD = tl.load(value_ptr + token_Q[:, None] * value_stride + new_QD, mask=used_QD, other=0.0)
+    key_Q = key_ptr + token_Q * key_stride + head * HEAD_SIZE
+    key_QD = _turned(key_Q, used_Q, cos_QD, sin_QD, HEAD_SIZE, HALF, TILE_D)
     query_M = query_ptr + token_M * query_stride + head_M * HEAD_SIZE
     query_MD = _turned(query_M, used_M, cos_MD, sin_MD, HEAD_SIZE, HALF, TILE_D)
     state = (
@@ -268,15 +278,9 @@ def _attend(
             TILE_N,
             TILE_D,
         )
-    if split == splits - 1:
-        used_QD = used_Q[:, None] & (dim_D < HEAD_SIZE)[None, :]
-        key_QD = _turned(
-            key_ptr + token_Q * key_stride + head * HEAD_SIZE, used_Q, cos_QD, sin_QD, HEAD_SIZE, HALF, TILE_D
-        )
-        value_QD = value_ptr + token_Q[:, None] * value_stride + head * HEAD_SIZE + dim_D[None, :]
-        value_QD = attention.finite(tl.load(value_QD, mask=used_QD, other=0.0))
-        key_QD = attention.finite(key_QD)
-        stored_QD = (slot_Q[:, None] * KV_HEADS + head) * HEAD_SIZE + dim_D[None, :]
+    if split == last:
+        key_QD, value_QD = attention.finite(key_QD), attention.finite(value_QD)
+        stored_QD = slot_Q[:, None] * (KV_HEADS * HEAD_SIZE) + new_QD
         tl.store(keys_ptr + stored_QD, key_QD, mask=used_QD)
         tl.store(values_ptr + stored_QD, value_QD, mask=used_QD)
         seen_MQ = used_Q[None, :] & (offset_Q[None, :] <= offset_M[:, None])
@@ -298,7 +302,7 @@ def _attend(
         # All threads' stores come before the arrival.
         tl.debug_barrier()
         arrivals = arrivals_ptr + row * KV_HEADS + head
-        if tl.atomic_add(arrivals, 1, sem="acq_rel") == splits - 1:
+        if tl.atomic_add(arrivals, 1, sem="acq_rel") == last:
             tl.store(arrivals, 0)
             _combine(
                 parts_ptr,
@@ -309,6 +313,7 @@ def _attend(
                 head,
                 queries,
                 splits,
+                last + 1,
                 GROUP,
                 KV_HEADS,
                 HEAD_SIZE,
@@ -359,6 +364,7 @@ def _combine(
     head,
     queries,
     splits,
+    used,
     GROUP: tl.constexpr,
     KV_HEADS: tl.constexpr,
     HEAD_SIZE: tl.constexpr,
@@ -376,9 +382,9 @@ def _combine(
     max_L = tl.full((TILE_L,), attention.LOWEST, dtype=tl.float32)
     sum_L = tl.zeros((TILE_L,), dtype=tl.float32)
     total_LD = tl.zeros((TILE_L, TILE_D), dtype=tl.float32)
-    for first in range(0, splits, TILE_S):
+    for first in range(0, used, TILE_S):
         split_S = first + tl.arange(0, TILE_S)
-        used_LS = used_L[:, None] & (split_S < splits)[None, :]
+        used_LS = used_L[:, None] & (split_S < used)[None, :]
         part_LS = result_L[:, None] * splits + split_S[None, :]
         max_LS = tl.load(maxima_ptr + part_LS, mask=used_LS, other=attention.LOWEST, cache_modifier=".cg")
         sum_LS = tl.load(sums_ptr + part_LS, mask=used_LS, other=0.0, cache_modifier=".cg")

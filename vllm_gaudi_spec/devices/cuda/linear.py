@@ -203,6 +203,7 @@ def _few_rows(
 _TILE_N, _TILE_K = 64, 128
 _AT_ONCE = 264
 """Instances that an H100 has room for."""
+_MOST_STAGES = 8
 _MOST_TILES = 16
 """Of outputs whose inputs are shared."""
 
@@ -217,9 +218,7 @@ def _num_splits(num_rows: int, weight_NK: torch.Tensor, *, gated: bool) -> int:
         return 1 if num_outputs % _TILE_N == 0 else 0
     if num_outputs > _MOST_TILES * _TILE_N:
         return 1 if num_inputs <= 1024 else 0
-    if num_rows > 32:
-        return 0
-    return min(8 if num_rows <= 16 else 4, triton.cdiv(num_inputs, 1024))
+    return min(4, triton.cdiv(num_inputs, 1024))
 
 
 @cache
@@ -262,12 +261,28 @@ def some_rows(
         TILE_M=tile_m,
         TILE_N=_TILE_N,
         TILE_K=_TILE_K,
-        # Two instances fit a multiprocessor.
-        STAGES=4 if tile_m <= 32 else 3,
+        STAGES=_num_stages(tile_m, splits, x.device),
         num_warps=4,
         **launch.options(),
     )
     return out_MN.view(*x.shape[:-1], out_MN.shape[1])
+
+
+def _num_stages(tile_m: int, splits: int, device: torch.device) -> int:
+    """Tiles that an instance reads ahead. Instances that share outputs are few, so that each may have the shared memory
+    of a multiprocessor; of others two fit one."""
+    if splits == 1:
+        return 4 if tile_m <= 32 else 3
+    # Inputs and weights are of two bytes.
+    return min(_MOST_STAGES, _shared_memory(device) // (2 * _TILE_K * (_TILE_N + tile_m)))
+
+
+@cache
+def _shared_memory(device: torch.device) -> int:
+    """Bytes that an instance may have."""
+    if device.type != "cuda":
+        return 96 << 10
+    return int(torch.cuda.get_device_properties(device).shared_memory_per_block_optin)
 
 
 @triton.jit(do_not_specialize=["num_rows"])
