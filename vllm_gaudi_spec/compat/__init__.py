@@ -41,7 +41,6 @@ from vllm_gaudi_spec.compat.server import (
     leave_idle_work_at_shutdown,
     let_engine_finish,
     refuse_bad_embeds,
-    refuse_media_beyond_warm_up,
 )
 from vllm_gaudi_spec.compat.views import (
     add_to_states_of_gemma3n,
@@ -68,7 +67,6 @@ __all__ = [
     "make_mla_layers",
     "ray_workers",
     "read_weights",
-    "refuse_media_beyond_warm_up",
     "return_attention_outputs",
     "score_cpu_experts_by_sigmoid",
     "tensor_parallel_group",

@@ -11,9 +11,9 @@ from collections.abc import Callable
 from http import HTTPStatus
 from itertools import compress
 from typing import Any
-from weakref import WeakKeyDictionary
 
 import numpy as np
+import torch
 
 from vllm_gaudi_spec.compat.patching import wrap
 from vllm_gaudi_spec.config import REFUSED_ADAPTER
@@ -166,7 +166,17 @@ def _refuse_bad_embeds(original: Callable[..., Any], renderer: Any, prompt: Any)
     made = original(renderer, prompt)
     if reason := _fault_of(made, renderer):
         raise VLLMValidationError(f"prompt_embeds {reason}.", parameter="prompt_embeds")
+    made["prompt_embeds"] = _hashed_apart(made, renderer.model_config.dtype)
     return made
+
+
+def _hashed_apart(prompt: Any, dtype: torch.dtype) -> torch.Tensor:
+    """The embeddings in the model's dtype, infinite where a token is read in their place, which nobody can send: the
+    prefix cache's hashes are of bytes alone."""
+    embeds_LH, are_tokens = prompt["prompt_embeds"].to(dtype), prompt.get("is_token_ids")
+    if are_tokens is None:
+        return embeds_LH
+    return embeds_LH.masked_fill(torch.tensor(are_tokens)[:, None], torch.inf)
 
 
 def _fault_of(prompt: Any, renderer: Any) -> str | None:
@@ -176,8 +186,11 @@ def _fault_of(prompt: Any, renderer: Any) -> str | None:
         return f"are {embeds_LH.shape[1]} numbers wide, where the model has {width}"
     if not embeds_LH.is_floating_point():
         return f"are of {embeds_LH.dtype}, which is not a floating-point type"
-    if not (embeds_LH.abs() <= _LARGEST_EMBEDDING).all():
-        return f"have a number beyond {_LARGEST_EMBEDDING:.0e}, or not finite"
+    if embeds_LH.layout != torch.strided or embeds_LH.device.type != "cpu":
+        return f"are {embeds_LH.layout} on {embeds_LH.device}, and have to be a dense tensor of the CPU"
+    largest = min(_LARGEST_EMBEDDING, torch.finfo(renderer.model_config.dtype).max)
+    if not (embeds_LH.float().abs() <= largest).all():
+        return f"have a number beyond {largest:.0e}, or not finite"
     if tokens is None:
         return None if are_tokens is None else "come with prompt_is_token_ids, and without prompt_token_ids"
     if len(tokens) != len(embeds_LH) or len(are_tokens or tokens) != len(tokens):
@@ -221,43 +234,3 @@ def _refuse_bad_media(original: Callable[..., Any], *args: Any, **named: Any) ->
         if isinstance(media[0], np.ndarray) and media[0].dtype.kind == "f" and not (abs(media[0]) <= _LOUDEST).all():
             raise ValueError(f"Failed to load media: a sound has samples beyond {_LOUDEST:.0f}, or not finite.")
     return loaded
-
-
-def refuse_media_beyond_warm_up() -> None:
-    """Where encoders are captured: answer status 400 to an image or a clip of more tokens than the model's processor
-    makes of any.
-
-    Reason: a request whose processor has options of its own may bring one (`mm_processor_kwargs`, which a server with
-    --trust-request-mm-kwargs takes). Warm-up made no graph for it, so every other request would wait for one. Upstream
-    compares items with its cache of encoders' outputs, which has room for more than one of them.
-    Remove when: `InputProcessor` compares an item with the largest one of its modality.
-    """
-    from vllm.v1.engine.input_processor import InputProcessor
-
-    wrap(InputProcessor, "_validate_model_input", _refuse_larger_media)
-
-
-_LARGEST_ITEMS: WeakKeyDictionary[Any, dict[str, int]] = WeakKeyDictionary()
-"""Tokens of the largest item of each modality, by vLLM's multimodal processor."""
-
-
-def _refuse_larger_media(original: Callable[..., None], inputs: Any, prompt: Any, kind: str) -> None:
-    from vllm.exceptions import VLLMValidationError
-
-    original(inputs, prompt, kind)
-    for modality, positions in prompt.get("mm_placeholders", {}).items():
-        asked = max((position.get_num_embeds() for position in positions), default=0)
-        if asked > (largest := _largest_item(inputs.renderer.mm_processor, modality)):
-            raise VLLMValidationError(
-                f"An item of the modality {modality} takes {asked} tokens, and warm-up was for {largest}; leave out "
-                "mm_processor_kwargs, or raise the limit by the server's --mm-processor-kwargs."
-            )
-
-
-def _largest_item(processor: Any, modality: str) -> int:
-    from vllm.multimodal.encoder_budget import get_mm_max_toks_per_item
-
-    found = _LARGEST_ITEMS.setdefault(processor, {})
-    if modality not in found:
-        found[modality] = get_mm_max_toks_per_item(processor, mm_counts={modality: 1}, cache=None)[modality]
-    return found[modality]

@@ -200,8 +200,6 @@ class CapturingPlatform(SpecPlatform):
             device = load_backend().traits.name
             logger.warning_once("enforce_eager has no effect on %s: steps are captured all the same.", device)
         _keep_kv_of_each_kind_apart(vllm_config)
-        if vllm_config.model_config is not None and vllm_config.model_config.supports_multimodal_inputs:
-            compat.refuse_media_beyond_warm_up()
         # A process forked from one with an open card has no card, or hangs at its end.
         choose_start_method(lambda: "spawn")
 

@@ -33,6 +33,9 @@ CAPTURED_MEDIA: dict[tuple[str, str], tuple[str, ...]] = {
 }
 """Of a device that captures graphs and its mode: whose images were held against transformers in such graphs."""
 
+_POOLING_WITH_STATES = ("JambaForSequenceClassification",)
+"""With recurrent layers, and held against transformers."""
+
 
 def models_of(vllm_config: VllmConfig) -> list[tuple[ModelConfig, str]]:
     """The target and the drafter, and the --load-format of each."""
@@ -192,7 +195,7 @@ def _whole_prompt_refusals(vllm_config: VllmConfig) -> Iterator[str]:
 
 def _pooling_refusals(vllm_config: VllmConfig, backend: DeviceBackend) -> Iterator[str]:
     model = vllm_config.model_config
-    if model.attn_type not in ("decoder", "encoder_only") and model.architecture not in RECURRENT:
+    if model.attn_type not in ("decoder", "encoder_only") and model.architecture not in _POOLING_WITH_STATES:
         yield (
             f"{model.model} is a pooling model of the type {model.attn_type}, which is not supported; use one with "
             "attention alone, such as Qwen3-Embedding."

@@ -187,9 +187,15 @@ class _Speculating(Scheduler):
     def _copy_states(self, snapshots: Snapshots, scheduled: SpecSchedulerOutput) -> None:
         for req_id in scheduled.num_scheduled_tokens:
             if num_tokens := self._starts.get(req_id):
-                scheduled.state_loads[req_id] = snapshots.use(self.requests[req_id], num_tokens)
+                request = self.requests[req_id]
+                start = request.num_computed_tokens - scheduled.num_scheduled_tokens[req_id]
+                assert start == num_tokens, f"{req_id} starts at {start}, and its state stands at {num_tokens}"
+                scheduled.state_loads[req_id] = snapshots.use(request, num_tokens)
         for req_id, num_tokens in scheduled.num_scheduled_tokens.items():
             request = self.requests[req_id]
+            # vLLM takes the last token of a session's turn back, which its state may have read.
+            if request.resumable or request.client_index == AUDITOR:
+                continue
             end = request.num_computed_tokens  # vLLM counts a step's tokens as soon as it is scheduled
             if (slot := snapshots.keep(request, end - num_tokens, end)) is not None:
                 scheduled.state_saves[req_id] = slot
@@ -358,6 +364,8 @@ class _Speculating(Scheduler):
     def reset_prefix_cache(self, *args: Any, **kwargs: Any) -> bool:
         """Called after a change of weights; and blocks of audits would keep it from resetting."""
         self._drop_audits()
+        if self._snapshots is not None and not self.kv_cache_config.kv_cache_groups and self.running:
+            return False  # vLLM asks for blocks in use, of which models without KV have none
         is_reset = super().reset_prefix_cache(*args, **kwargs)
         if is_reset and self._snapshots is not None:
             self._snapshots.clear()

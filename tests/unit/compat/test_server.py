@@ -23,12 +23,10 @@ from vllm.entrypoints.launchers.api_server import entry
 from vllm.entrypoints.openai.models.serving import OpenAIServingModels
 from vllm.entrypoints.serve.lora.protocol import LoadLoRAAdapterRequest
 from vllm.exceptions import LoRAAdapterNotFoundError, VLLMValidationError
-from vllm.multimodal.inputs import PlaceholderRange
 from vllm.multimodal.media import AudioMediaIO, ImageMediaIO, VideoMediaIO
 from vllm.renderers.base import BaseRenderer
 from vllm.utils.counter import AtomicCounter
 from vllm.v1.engine import core as engine_core
-from vllm.v1.engine.input_processor import InputProcessor
 from vllm.v1.engine.utils import CoreEngineProcManager
 
 from tests.support.videos import video
@@ -260,42 +258,10 @@ def test_bad_sounds_are_bad_requests(monkeypatch: pytest.MonkeyPatch) -> None:
     assert sound.tolist() == [1.0, 2.0]
 
 
-def test_upstream_still_compares_an_image_with_its_cache_alone() -> None:
-    """It would be encoded in a graph that is made meanwhile."""
-
-    class Info:
-        ctx = SimpleNamespace(model_config=SimpleNamespace(max_model_len=64))
-
-        def get_mm_max_tokens_per_item(self, seq_len: int, mm_counts: dict[str, int]) -> dict[str, int]:
-            return dict.fromkeys(mm_counts, 8)
-
-    class Processor:
-        info = Info()
-
-    def prompt(num_tokens: int) -> Any:
-        found = {"image": [PlaceholderRange(0, 2), PlaceholderRange(2, num_tokens)], "video": []}
-        return {"type": "multimodal", "prompt_token_ids": [1] * 20, "mm_placeholders": found}
-
-    renderer = SimpleNamespace(mm_processor=Processor(), validate_token_ids=lambda ids: None)
-    inputs: Any = SimpleNamespace(
-        renderer=renderer, mm_encoder_cache_size=16, _validate_prompt_len=lambda length, kind: None
-    )
-    with pytest.MonkeyPatch.context() as patch:
-        validate = InputProcessor._validate_model_input
-        patch.setattr(InputProcessor, "_validate_model_input", getattr(validate, "__wrapped__", validate))
-        InputProcessor._validate_model_input(inputs, prompt(9), "decoder")
-        compat.refuse_media_beyond_warm_up()
-        InputProcessor._validate_model_input(inputs, prompt(8), "decoder")
-        with pytest.raises(VLLMValidationError, match=r"image takes 9 tokens, .* for 8; leave out mm_processor_kwargs"):
-            InputProcessor._validate_model_input(inputs, prompt(9), "decoder")
-        text: Any = {"type": "token", "prompt_token_ids": [1]}
-        InputProcessor._validate_model_input(inputs, text, "decoder")
-
-
 class Renderer:
     """What `_process_embeds` of vLLM's reads."""
 
-    model_config = SimpleNamespace(enable_prompt_embeds=True, get_inputs_embeds_size=lambda: 4)
+    model_config = SimpleNamespace(enable_prompt_embeds=True, get_inputs_embeds_size=lambda: 4, dtype=torch.float16)
 
     def validate_token_ids(self, tokens: list[int]) -> None:
         if max(tokens) > 9:
@@ -311,7 +277,8 @@ ROWS_LH = torch.ones(3, 4)
         pytest.param(dict(prompt_embeds=ROWS_LH[:, 1:]), "are 3 numbers wide, where the model has 4", id="width"),
         pytest.param(dict(prompt_embeds=ROWS_LH.int()), "int32, which is not a floating-point", id="dtype"),
         pytest.param(dict(prompt_embeds=ROWS_LH * torch.nan), "not finite", id="nan"),
-        pytest.param(dict(prompt_embeds=ROWS_LH * -1e16), "beyond 1e\\+15", id="large"),
+        pytest.param(dict(prompt_embeds=ROWS_LH * -1e5), "beyond 7e\\+04", id="large"),
+        pytest.param(dict(prompt_embeds=ROWS_LH.to_sparse()), "have to be a dense tensor", id="sparse"),
         pytest.param(dict(prompt_embeds=ROWS_LH, prompt_token_ids=[1, 2]), "are 3, which is not the length", id="ids"),
         pytest.param(
             dict(prompt_embeds=ROWS_LH, prompt_token_ids=[1, 2, 3], prompt_is_token_ids=[True]),
@@ -341,3 +308,14 @@ def test_good_embeddings_pass() -> None:
         assert made["prompt_embeds"].shape == (3, 4)
     with pytest.raises(ValueError, match="vocabulary"):
         process(Renderer(), dict(prompt_embeds=ROWS_LH, prompt_token_ids=[1, 99, 3]))
+
+
+def test_unlike_prompts_are_hashed_unlike() -> None:
+    """Upstream hashes the bytes of embeddings alone; fails when it does otherwise: then `_hashed_apart` can go."""
+    compat.refuse_bad_embeds()
+    process: Any = BaseRenderer._process_embeds
+    tokens = dict(prompt_token_ids=[1, 2, 3], prompt_embeds=ROWS_LH)
+    masked, plain = (process(Renderer(), tokens | mask) for mask in (dict(prompt_is_token_ids=[True, False, True]), {}))
+    assert masked["prompt_embeds"].isinf().all(1).tolist() == [True, False, True]
+    assert torch.equal(plain["prompt_embeds"], ROWS_LH.half())
+    assert process(Renderer(), dict(prompt_embeds=ROWS_LH.bfloat16()))["prompt_embeds"].dtype == torch.float16

@@ -18,7 +18,7 @@ from vllm_gaudi_spec.runner.model import LoadedModel
 from vllm_gaudi_spec.runner.prompt_embeds import PromptEmbeds
 from vllm_gaudi_spec.runner.requests import Requests
 
-CONFIG = SimpleNamespace(dtype=torch.float32, architecture="Tiny")
+CONFIG = SimpleNamespace(dtype=torch.float32, architecture="Tiny", hf_text_config=None)
 ROWS_LH = torch.arange(12.0).view(6, 2)
 NO_TOKEN = 10**6
 
@@ -121,3 +121,10 @@ def test_rows_are_put_where_the_tokens_are() -> None:
 def test_a_class_that_takes_none_is_refused() -> None:
     with pytest.raises(UnsupportedConfigError, match="Tiny takes no embeddings; leave out --enable-prompt-embeds"):
         PromptEmbeds(CONFIG, model(lambda input_ids, positions: None), HostBackend())  # type: ignore[arg-type]
+
+
+def test_a_class_with_embeddings_of_each_layer_is_refused() -> None:
+    """Gemma 3n and 4: without tokens vLLM leaves them out, for all that share the batch."""
+    config = SimpleNamespace(**vars(CONFIG) | dict(hf_text_config=SimpleNamespace(hidden_size_per_layer_input=8)))
+    with pytest.raises(UnsupportedConfigError, match=r"of their own.*leave out --enable-prompt-embeds"):
+        PromptEmbeds(config, model(lambda input_ids, positions, inputs_embeds: None), HostBackend())  # type: ignore[arg-type]

@@ -15,6 +15,7 @@ import torch
 import triton
 import triton.language as tl
 
+from vllm_gaudi_spec.attention import operations
 from vllm_gaudi_spec.attention.operations import LARGEST
 from vllm_gaudi_spec.devices.cuda import launch
 
@@ -128,7 +129,9 @@ def attend_fresh(
 ) -> tuple[torch.Tensor, torch.Tensor] | None:
     """Attention over the call's own keys alone, [T, H, D], and what it has divided by, as logarithms, float32 [B, H, Q,
     1]. None where cuDNN does not take it."""
-    by_row = [tensor.unflatten(0, (call.num_rows, -1)).transpose(1, 2) for tensor in (query_THD, *fresh)]
+    # Scores above the diagonal of a tile become 0, and are multiplied by the values.
+    every = (query_THD, *map(operations.finite, fresh))
+    by_row = [tensor.unflatten(0, (call.num_rows, -1)).transpose(1, 2) for tensor in every]
     params = torch.backends.cuda.SDPAParams(*by_row, None, 0.0, True, True)
     if spec.logits_soft_cap or not torch.backends.cuda.can_use_cudnn_attention(params):
         return None
