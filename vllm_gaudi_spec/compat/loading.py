@@ -154,8 +154,8 @@ def load_convolutions_of_olmo_hybrid() -> None:
     wrap(olmo_gdn_linear_attn, "_make_fused_conv1d_weight_loader", _looking_at_the_tensor)
 
 
-def _looking_at_the_tensor(original: Callable[..., Any], *sizes: Any) -> Callable[..., None]:
-    load = original(*sizes)
+def _looking_at_the_tensor(original: Callable[..., Any], *sizes: Any, **named: Any) -> Callable[..., None]:
+    load = original(*sizes, **named)
 
     def weight_loader(parameter: Any, weight: Any, shard: int | None = None) -> None:
         load(parameter, weight, weight.shard_id if shard is None else shard)

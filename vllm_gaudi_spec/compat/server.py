@@ -171,7 +171,7 @@ def _refuse_bad_embeds(original: Callable[..., Any], renderer: Any, prompt: Any)
 
 
 def _hashed_apart(prompt: Any, dtype: torch.dtype) -> torch.Tensor:
-    """The embeddings in the model's dtype, infinite where a token is read in their place, which nobody can send: the
+    """The embeddings in the model's dtype, infinite where a token is read instead, which nobody can send: the
     prefix cache's hashes are of bytes alone."""
     embeds_LH, are_tokens = prompt["prompt_embeds"].to(dtype), prompt.get("is_token_ids")
     if are_tokens is None:

@@ -194,8 +194,8 @@ class PlacedPatches(Patches):
         encoding = super()._padded(modality, pixels, grid, num_rows)
         visual = self._on_host
         _, height, width = grid
-        places_P2 = visual.rot_pos_ids(height, width, visual.spatial_merge_size)
-        corners = corners_of(places_P2, height, width, visual.num_grid_per_side)
+        indices_P2 = visual.rot_pos_ids(height, width, visual.spatial_merge_size)
+        corners = corners_of(indices_P2, height, width, visual.num_grid_per_side)
         frames, num_patches = grid[0], len(encoding.inputs["pixels"])
         padded = (_with_rows(part.repeat(frames, 1), num_patches) for part in corners)
         return encoding._replace(inputs=encoding.inputs | dict(zip(("corners", "shares"), padded, strict=True)))
@@ -208,10 +208,12 @@ class PlacedPatches(Patches):
         return super().run(modality, others | {"pos_embeds": (found_P4H * shares_P4.unsqueeze(-1)).sum(1)})
 
 
-def corners_of(places_P2: torch.Tensor, height: int, width: int, side: int) -> tuple[torch.Tensor, torch.Tensor]:
+def corners_of(indices_P2: torch.Tensor, height: int, width: int, side: int) -> tuple[torch.Tensor, torch.Tensor]:
     """int64 and float32 [P, 4]: rows of a table of `side` x `side` positions around each patch, and the share of each,
     where the first and last of `height` x `width` patches lie at its edges."""
-    rows, columns = (torch.linspace(0, side - 1, size)[places_P2[:, axis]] for axis, size in enumerate((height, width)))
+    rows, columns = (
+        torch.linspace(0, side - 1, size)[indices_P2[:, axis]] for axis, size in enumerate((height, width))
+    )
     (top, low), (left, right) = ((at.long(), (at.long() + 1).clamp(max=side - 1)) for at in (rows, columns))
     down, across = rows - top, columns - left
     corners = (top * side + left, top * side + right, low * side + left, low * side + right)
@@ -221,7 +223,7 @@ def corners_of(places_P2: torch.Tensor, height: int, width: int, side: int) -> t
 
 class SquaresOfPatches(WholeItems):
     """Mistral 3 with Pixtral's encoder, which take images of any size by their patches: padded by patches. vLLM's
-    classes cut them out, place them and merge squares of them by the sizes of images. Here the host does the first two,
+    classes cut them out, embed their positions and merge squares of them by the sizes of images. Here the host does the first two,
     and lists squares one after another, so that a token's patches lie side by side."""
 
     def __init__(self, model: Any, width: int) -> None:
@@ -229,7 +231,7 @@ class SquaresOfPatches(WholeItems):
         from vllm.model_executor.models.pixtral import position_ids_in_meshgrid
 
         super().__init__(model, width)
-        self._places_of = position_ids_in_meshgrid
+        self._indices_of = position_ids_in_meshgrid
         self._turns_at = _copy_on_host(model.vision_tower.patch_positional_embedding)
         self._side: int = model.config.spatial_merge_size
 
@@ -250,8 +252,8 @@ class SquaresOfPatches(WholeItems):
         height, width = (length // size for length in image.shape[1:])
         index = torch.arange(height * width).view(height // side, side, width // side, side).transpose(1, 2).flatten()
         pixels = image.unflatten(2, (width, size)).unflatten(1, (height, size)).permute(1, 3, 0, 2, 4).flatten(0, 1)
-        places = self._places_of([image.new_empty(height, width)], tower.config.image_size // size)
-        cos, sin = self._turns_at(image.new_empty(0, dtype=tower.dtype), places)
+        indices = self._indices_of([image.new_empty(height, width)], tower.config.image_size // size)
+        cos, sin = self._turns_at(image.new_empty(0, dtype=tower.dtype), indices)
         return {name: value[index] for name, value in (("cos", cos), ("pixels", pixels.flatten(1)), ("sin", sin))}
 
     def _padded(self, modality: str, inputs: dict[str, torch.Tensor], num_rows: int) -> Encoding:

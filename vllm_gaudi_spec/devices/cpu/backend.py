@@ -94,7 +94,7 @@ class CpuAttention(Attention):
 
     def finite(self, tensor: torch.Tensor) -> torch.Tensor:
         """In place, by one operation: several new tensors would cost percents of a small model's step. Large ones may
-        stay, since kernels put masks in the place of scores, and models compute no padding here."""
+        stay, since kernels replace scores by masks, and models compute no padding here."""
         is_expanded = 0 in tensor.stride()
         return (torch.nan_to_num if is_expanded else torch.nan_to_num_)(tensor, nan=0.0, posinf=0.0, neginf=0.0)
 
