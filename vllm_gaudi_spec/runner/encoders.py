@@ -223,8 +223,8 @@ def corners_of(indices_P2: torch.Tensor, height: int, width: int, side: int) -> 
 
 class SquaresOfPatches(WholeItems):
     """Mistral 3 with Pixtral's encoder, which take images of any size by their patches: padded by patches. vLLM's
-    classes cut them out, embed their positions and merge squares of them by the sizes of images. Here the host does the first two,
-    and lists squares one after another, so that a token's patches lie side by side."""
+    classes cut them out, embed their positions and merge squares of them by the sizes of images. Here the host does the
+    first two, and lists squares one after another, so that a token's patches lie side by side."""
 
     def __init__(self, model: Any, width: int) -> None:
         # Other models need none of it, and it wants torchvision.

@@ -31,8 +31,8 @@ class PromptEmbeds:
             )
         if getattr(model_config.hf_text_config, "hidden_size_per_layer_input", 0):
             raise UnsupportedConfigError(
-                f"Layers of {model_config.architecture} take embeddings of tokens of their own, which prompt embeddings "
-                "do not have; leave out --enable-prompt-embeds."
+                f"Layers of {model_config.architecture} take embeddings of tokens of their own, which prompt "
+                "embeddings do not have; leave out --enable-prompt-embeds."
             )
         self._dtype = model_config.dtype
         self._upload = backend.memory.upload
