@@ -67,6 +67,7 @@ __all__ = [
     "make_mla_layers",
     "ray_workers",
     "read_weights",
+    "refuse_bad_embeds",
     "return_attention_outputs",
     "score_cpu_experts_by_sigmoid",
     "tensor_parallel_group",
@@ -78,7 +79,6 @@ def apply() -> None:
     share_vllm_logging()
     quiet_our_scheduler()
     let_engine_finish()
-    refuse_bad_embeds()
     end_engines_with_their_server()
     leave_idle_work_at_shutdown()
     describe_drafters()

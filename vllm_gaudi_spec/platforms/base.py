@@ -92,6 +92,8 @@ class SpecPlatform(Platform):
                 has_fp8 = load_backend().weights.fp8_arithmetic is not None
                 choose_kv_dtype(vllm_config, model, has_fp8=has_fp8)
                 choose_kernels(vllm_config, model, load_backend())
+            if vllm_config.model_config.enable_prompt_embeds:
+                compat.refuse_bad_embeds()  # imports vLLM's renderers, which few processes need
         refuse_unsupported(vllm_config, load_backend())
         _keep_states_by_request(vllm_config)
         _keep_images_whole(vllm_config)
