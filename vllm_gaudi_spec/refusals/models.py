@@ -26,8 +26,10 @@ CAPTURED_MEDIA: dict[tuple[str, str], tuple[str, ...]] = {
     ("hpu", "lazy"): (
         "InternVLForConditionalGeneration",
         "LlavaForConditionalGeneration",
+        "Mistral3ForConditionalGeneration",
         "Qwen2VLForConditionalGeneration",
         "Qwen2_5_VLForConditionalGeneration",
+        "Qwen3VLForConditionalGeneration",
     ),
     ("hpu", "compiled"): ("Qwen2VLForConditionalGeneration",),
 }
