@@ -31,7 +31,7 @@ CAPTURED_MEDIA: dict[tuple[str, str], tuple[str, ...]] = {
         "Qwen2_5_VLForConditionalGeneration",
         "Qwen3VLForConditionalGeneration",
     ),
-    ("hpu", "compiled"): ("Qwen2VLForConditionalGeneration",),
+    ("hpu", "compiled"): ("Qwen2VLForConditionalGeneration", "Qwen2_5_VLForConditionalGeneration"),
 }
 """Of a device that captures graphs and its mode: whose images were held against transformers in such graphs."""
 
