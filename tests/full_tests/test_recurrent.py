@@ -130,16 +130,16 @@ def test_a_common_beginning_is_computed_once(
     kept = {"additional_config": {"gaudi_spec": {"state_snapshots": slots}}} if slots else {}
     drafters.play(lambda context, k: [])
     with speculating(models.path(case), custom("Scripted"), **SIZES | options | kept) as llm:
-        anew = generate(llm, prompts, SamplingParams(**ask, skip_reading_prefix_cache=True))
-        assert not any(output.num_cached_tokens for output in anew)
+        uncached = generate(llm, prompts, SamplingParams(**ask, skip_reading_prefix_cache=True))
+        assert not any(output.num_cached_tokens for output in uncached)
         assert llm.reset_prefix_cache()
-        texts = [[Answer(tokens, "", None, None)] for tokens in first_tokens(anew)]
+        texts = [[Answer(tokens, "", None, None)] for tokens in first_tokens(uncached)]
         drafters.play(nearly_right([Request("", prompt, SamplingParams()) for prompt in prompts], texts))
         outputs = [generate(llm, [prompt], SamplingParams(**ask))[0] for prompt in prompts[:3]]
         # Where a chunk holds 64 tokens, the first prompt leaves a snapshot there too.
         assert [output.num_cached_tokens for output in outputs] == [0, 64 if slots else 0, 64]
         outputs += generate(llm, prompts, SamplingParams(**ask))
-        assert first_tokens(outputs) == first_tokens([*anew[:3], *anew])
+        assert first_tokens(outputs) == first_tokens([*uncached[:3], *uncached])
         assert 0 < accepted(llm) < counter(llm, "vllm:spec_decode_num_draft_tokens")
         if slots is None:
             assert min(output.num_cached_tokens for output in outputs[3:]) >= 64

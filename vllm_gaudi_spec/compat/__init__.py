@@ -32,6 +32,7 @@ from vllm_gaudi_spec.compat.loading import (
 )
 from vllm_gaudi_spec.compat.messages import end_errors_with_their_message, quiet_our_scheduler, share_vllm_logging
 from vllm_gaudi_spec.compat.metrics import carry_metrics, list_metrics_of_ours
+from vllm_gaudi_spec.compat.prompt_embeds import refuse_bad_embeds
 from vllm_gaudi_spec.compat.ranks import assign_cpu_experts, ray_workers, tensor_parallel_group
 from vllm_gaudi_spec.compat.server import (
     answer_bad_adapters,
@@ -40,7 +41,6 @@ from vllm_gaudi_spec.compat.server import (
     fail_with_the_engine,
     leave_idle_work_at_shutdown,
     let_engine_finish,
-    refuse_bad_embeds,
 )
 from vllm_gaudi_spec.compat.views import (
     add_to_states_of_gemma3n,

@@ -16,7 +16,6 @@ import triton
 import triton.language as tl
 
 from vllm_gaudi_spec.attention import operations
-from vllm_gaudi_spec.attention.operations import LARGEST
 from vllm_gaudi_spec.devices.cuda import launch
 
 if TYPE_CHECKING:
@@ -36,7 +35,7 @@ _KEY_TILE_BYTES = 16 << 10
 _LOG2_E = tl.constexpr(1.4426950408889634)
 # The score of a key that a query may not read. Finite: inf - inf is nan where a tile has nothing for a query.
 LOWEST = tl.constexpr(-1e30)
-_LARGEST = tl.constexpr(LARGEST)
+_LARGEST = tl.constexpr(operations.LARGEST)
 
 
 def attend(
