@@ -43,6 +43,7 @@ from vllm_gaudi_spec.compat.server import (
     let_engine_finish,
 )
 from vllm_gaudi_spec.compat.views import (
+    add_positions_in_siglip,
     add_to_states_of_gemma3n,
     embed_tokens_by_layer_in_gemma3n,
     join_keys_of_minicpm3,
@@ -98,6 +99,7 @@ def apply() -> None:
 _GEMMA3N = (add_to_states_of_gemma3n, embed_tokens_by_layer_in_gemma3n)
 _BY_ARCHITECTURE = {
     "FalconH1ForCausalLM": (scale_gates_of_falcon_h1,),
+    "Gemma3ForConditionalGeneration": (add_positions_in_siglip,),
     "KimiLinearForCausalLM": (take_kimi_linear_of_plain_layers,),
     "MiniCPM3ForCausalLM": (join_keys_of_minicpm3,),
     "Gemma3nForCausalLM": _GEMMA3N,

@@ -196,3 +196,24 @@ def _scale_gates(original: Original, mlp: Any, x: torch.Tensor) -> torch.Tensor:
     scaled = torch.cat((gate * mlp.gate_multiplier, up), dim=-1)
     output: torch.Tensor = mlp.down_proj(mlp.act_fn(scaled))[0] * mlp.down_multiplier
     return output
+
+
+def add_positions_in_siglip() -> None:
+    """Let Siglip add the positions of its patches into a new tensor.
+
+    Reason: vLLM's embeddings add them in place to what is a view of the convolution's output (lesson L06).
+    Remove when: `SiglipVisionEmbeddings.forward` updates no view.
+    """
+    from vllm.model_executor.models.siglip import SiglipVisionEmbeddings
+
+    wrap(SiglipVisionEmbeddings, "forward", _embed_patches)
+
+
+def _embed_patches(
+    original: Original, embeddings: Any, pixel_values: torch.Tensor, interpolate_pos_encoding: bool = False
+) -> torch.Tensor:
+    if interpolate_pos_encoding:  # of images of other sizes, for which no graph is captured
+        return original(embeddings, pixel_values, interpolate_pos_encoding)
+    patches = embeddings.patch_embedding(pixel_values.to(embeddings.patch_embedding.weight.dtype))
+    positions: torch.Tensor = embeddings.position_embedding(embeddings.position_ids)
+    return patches.flatten(2).transpose(1, 2) + positions

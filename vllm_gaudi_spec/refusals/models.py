@@ -24,6 +24,7 @@ _SEEN_BOTH_WAYS = ("gemma3",)
 
 CAPTURED_MEDIA: dict[tuple[str, str], tuple[str, ...]] = {
     ("hpu", "lazy"): (
+        "Gemma3ForConditionalGeneration",
         "InternVLForConditionalGeneration",
         "LlavaForConditionalGeneration",
         "Mistral3ForConditionalGeneration",

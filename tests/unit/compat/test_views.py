@@ -14,6 +14,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from vllm.model_executor.models import gemma3n
 from vllm.model_executor.models.falcon_h1 import FalconH1MLP
 from vllm.model_executor.models.minicpm3 import MiniCPM3Attention
+from vllm.model_executor.models.siglip import SiglipVisionEmbeddings
 
 from vllm_gaudi_spec.compat import views
 
@@ -117,6 +118,14 @@ def projections() -> list[torch.nn.Linear]:
     return [linear(HIDDEN, HIDDEN) for _ in range(NUM_INPUTS - 1)]
 
 
+def embeddings_of_siglip() -> SimpleNamespace:
+    return SimpleNamespace(
+        patch_embedding=torch.nn.Conv2d(3, HIDDEN, kernel_size=2, stride=2),
+        position_embedding=torch.nn.Embedding(4, HIDDEN),
+        position_ids=torch.arange(4)[None],
+    )
+
+
 def cases() -> dict[str, tuple[Callable[..., Any], Callable[..., Any], Any, tuple[Any, ...]]]:
     """What is replaced, with what, and what both get."""
     torch.manual_seed(0)
@@ -147,6 +156,12 @@ def cases() -> dict[str, tuple[Callable[..., Any], Callable[..., Any], Any, tupl
             views._gather,
             SimpleNamespace(altup_unembed_projections=projections(), config=config),
             (states_ATH.permute(1, 2, 0),),
+        ),
+        "patches": (
+            original(SiglipVisionEmbeddings, "forward"),
+            views._embed_patches,
+            embeddings_of_siglip(),
+            (torch.randn(2, 3, 4, 4),),
         ),
     }
 
