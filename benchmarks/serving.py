@@ -74,9 +74,10 @@ class Tape:
         self._runner = runner
         self._calls: list[tuple[str, Callable[[], Any]]] = []
         self._newest: list[tuple[str, Callable[[], Any]]] = []
-        functions = [(runner, "_run_forward", "forward"), (runner, "_run_finish", "finish")]
+        step = runner.device_step
+        functions = [(step, "forward", "forward"), (step, "finish", "finish")]
         functions.append((runner.reports, "_pack", "report"))
-        functions.append((runner, "_run_drafts_after", "report"))
+        functions.append((step, "drafts", "report"))
         if hasattr(runner.drafting, "_draft_rows"):
             functions.append((runner.drafting, "_draft_rows", "draft"))
         for owner, name, part in functions:

@@ -136,7 +136,7 @@ class Steps:
             shape=shape, requests=members, counts=[queries] * len(members), finishes=[True] * len(members)
         )
         batch = make_batch(runner.requests, planned)
-        return partial(runner._run_forward, shape.phase, queries, batch.uploaded)
+        return partial(runner.device_step.forward, shape.phase, queries, batch.uploaded)
 
     def finish(self, names: list[str], queries: int) -> Callable[[], Any]:
         runner = self._runner
@@ -146,7 +146,7 @@ class Steps:
         shape = runner.sample_shapes.fit(queries, num_positions, branch)
         batch = make_sample_batch(runner.requests, shape, members, ends, num_positions)
         inputs = runner.sampling.inputs_of(batch, branch, {})
-        return partial(runner._run_finish, batch.num_queries, batch.rows_B, batch.listed, inputs)
+        return partial(runner.device_step.finish, batch.num_queries, batch.rows_B, batch.listed, inputs)
 
     def seconds(self, batch: int, context: int, num_drafts: int, repeats: int) -> dict[str, float]:
         """Of a rectangle: its forward, its verification, and both."""

@@ -49,9 +49,9 @@ def scores_of(llm: LLM, requests: list[Request], answers: list[list[Answer]]) ->
 
 # The functions that are captured, by the first word of a signature in the manifest.
 PROGRAMS = {
-    "prefill": "ModelRunner._forward",
-    "decode": "ModelRunner._forward",
-    "sample": "ModelRunner._finish",
+    "prefill": "DeviceStep._forward",
+    "decode": "DeviceStep._forward",
+    "sample": "DeviceStep._finish",
     "draft": "DeviceDrafting._draft_on_device",
     "draft text": "TextDrafting._draft_chain",
     "follow": "DraftModelKVSync._read_rows",
@@ -59,7 +59,7 @@ PROGRAMS = {
     "head": "HeadKVSync._read_newest",
     "head chunk": "HeadKVSync._read_chunk",
     "report": "_pack",
-    "drafts": "ModelRunner._drafts_after",
+    "drafts": "DeviceStep._drafts",
     "prompt logprobs": "PromptLogprobs._score_slice",
 }
 

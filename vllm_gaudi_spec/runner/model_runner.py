@@ -3,9 +3,8 @@
 from __future__ import annotations
 
 from contextlib import AbstractContextManager, nullcontext
-from dataclasses import replace
 from functools import partial
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 import torch
 from vllm.v1.outputs import EMPTY_MODEL_RUNNER_OUTPUT
@@ -17,10 +16,11 @@ from vllm_gaudi_spec.drafting.memory import block_of, drafting_bytes
 from vllm_gaudi_spec.drafting.models import kv_beside_target, load_drafter
 from vllm_gaudi_spec.lora.adapters import Adapters
 from vllm_gaudi_spec.quantization.models import Quantization
-from vllm_gaudi_spec.records import DECODE, Batch, Planned, Request, Rows, SampleShape, StepResult
+from vllm_gaudi_spec.records import Batch, Planned, Request, SampleShape, StepResult
 from vllm_gaudi_spec.recurrent.table import num_pending, num_snapshots, snapshots_of, states_of
-from vllm_gaudi_spec.runner.batch import build_inputs, locate, make_batch, make_sample_batch, plan_batches
+from vllm_gaudi_spec.runner.batch import make_batch, make_sample_batch, plan_batches
 from vllm_gaudi_spec.runner.data_parallel import DataParallelLockstep
+from vllm_gaudi_spec.runner.device_step import DeviceStep
 from vllm_gaudi_spec.runner.encoders import Encoders
 from vllm_gaudi_spec.runner.graphs import (
     StepObserver,
@@ -44,7 +44,7 @@ from vllm_gaudi_spec.runner.snapshots import SnapshotRows
 from vllm_gaudi_spec.runner.warmup import warm_up
 from vllm_gaudi_spec.sampling.custom_processors import CustomProcessors
 from vllm_gaudi_spec.sampling.params import Branch, Grammar, Sampling, SamplingInputs, read_grammars
-from vllm_gaudi_spec.sampling.verify import choose_rule, needs_rectangle, verify, verify_listed
+from vllm_gaudi_spec.sampling.verify import choose_rule, needs_rectangle
 from vllm_gaudi_spec.scheduling import metrics
 from vllm_gaudi_spec.scheduling.outputs import CountedOutput, SpeculativeOutput
 
@@ -55,9 +55,8 @@ if TYPE_CHECKING:
     from vllm.v1.kv_cache_interface import KVCacheConfig, KVCacheSpec
     from vllm.v1.outputs import AsyncModelRunnerOutput, DraftTokenIds, ModelRunnerOutput
 
-    from vllm_gaudi_spec.attention.metadata import MultimodalInputs
     from vllm_gaudi_spec.devices.base import DeviceBackend
-    from vllm_gaudi_spec.records import Drafts, Listed, SampleBatch, Verification
+    from vllm_gaudi_spec.records import Drafts, SampleBatch
     from vllm_gaudi_spec.scheduling.outputs import DrafterStatus, SpecSchedulerOutput
 
 _NOT_OBSERVED = nullcontext()
@@ -224,9 +223,16 @@ class ModelRunner:
                     drafter=self.drafter,
                 )
             )
-        self._run_forward = self.backend.graphs.graph(self._forward)
-        self._run_finish = self._finish if self.custom is not None else self.backend.graphs.graph(self._finish)
-        self._run_drafts_after = self.backend.graphs.graph(self._drafts_after)
+        self.device_step = DeviceStep(
+            self.backend,
+            target=self.target,
+            requests=self.requests,
+            hidden_states=self.hidden_states,
+            sampling=self.sampling,
+            rule=self.rule,
+            drafting=self.drafting,
+            custom=self.custom,
+        )
 
     def warm_up(self) -> None:
         max_tokens = self.options.warmup_tokens
@@ -346,7 +352,8 @@ class ModelRunner:
 
     def compute(self, batch: Batch) -> None:
         self.recorder.saw(batch.shape)
-        self._run_forward(batch.shape.phase, batch.shape.queries, batch.uploaded, batch.multimodal, batch.token_types_T)
+        shape = batch.shape
+        self.device_step.forward(shape.phase, shape.queries, batch.uploaded, batch.multimodal, batch.token_types_T)
 
     def forward(self, batch: Batch) -> None:
         self.compute(batch)
@@ -388,7 +395,7 @@ class ModelRunner:
 
     def sample(self, batch: SampleBatch, inputs: SamplingInputs) -> StepResult:
         self.recorder.saw(self.sampling.signature(batch.shape, inputs.branch))
-        verification = self._run_finish(batch.num_queries, batch.rows_B, batch.listed, inputs)
+        verification = self.device_step.finish(batch.num_queries, batch.rows_B, batch.listed, inputs)
         return StepResult(batch.requests, verification, signature=sizes_of_report(batch.shape, inputs.branch))
 
     def send_and_propose(
@@ -416,7 +423,7 @@ class ModelRunner:
     def drafts_after(self, batch: SampleBatch) -> Drafts:
         """The drafts of rows that sampled, for the host."""
         self.recorder.saw(drafts_signature(batch.shape.rows))
-        return self._run_drafts_after(batch.rows_B)
+        return self.device_step.drafts(batch.rows_B, self.num_drafts)
 
     def host_needs_drafts(self, requests: list[Request]) -> bool:
         """Without async scheduling vLLM's scheduler takes the drafts of every step. With it drafts stay on the device,
@@ -446,77 +453,6 @@ class ModelRunner:
 
     def observed_drafting(self) -> AbstractContextManager[None]:
         return _NOT_OBSERVED if self.observer is None else self.observer.drafting()
-
-    # --- what runs on the device: see `Graphs.graph` ---
-
-    def _forward(
-        self,
-        phase: str,
-        queries: int,
-        rows: Rows,
-        multimodal: MultimodalInputs | None = None,
-        token_types_T: torch.Tensor | None = None,
-    ) -> None:
-        located = locate(phase, rows, self.requests)
-        inputs = build_inputs(queries, rows, located, self.requests)
-        if token_types_T is not None:
-            inputs = replace(inputs, token_types_T=token_types_T)
-        if (adapters_T := self.target.adapters_of(rows.rows_B, queries)) is not None:
-            inputs = replace(inputs, adapters_T=adapters_T)
-        if multimodal is not None:
-            inputs = inputs.with_media(multimodal)
-        if self.target.states is not None:
-            is_prompt = phase != DECODE
-            inputs = replace(
-                inputs, states=self.target.states.call(rows.rows_B, *located, queries, is_prompt=is_prompt)
-            )
-        hidden = self.target.forward(inputs)
-        self.hidden_states.put(phase, queries, rows.rows_B, located, hidden)
-        # `_finish` advances rows that sample; this is for prompts that go on in a later step.
-        self.requests.set_computed(rows.rows_B, located.starts_B + located.num_real_B)
-
-    def _finish(
-        self, num_queries: int, rows_B: torch.Tensor, listed: Listed | None, inputs: SamplingInputs
-    ) -> Verification:
-        index_2N = None if listed is None else listed.index_2N
-        hidden_NH, positions_BQ, num_drafts_B = self.hidden_states.take(rows_B, num_queries, index_2N)
-        bound_B = inputs.acceptable_B
-        acceptable_B = num_drafts_B if bound_B is None else torch.minimum(num_drafts_B, bound_B)
-        common: dict[str, Any] = dict(
-            positions_BQ=positions_BQ,
-            rows_B=rows_B,
-            num_drafts_B=acceptable_B,
-            requests=self.requests,
-            inputs=inputs,
-            rules=self.backend.rules,
-            logprobs_mode=self.sampling.logprobs_mode,
-        )
-        if listed is None:
-            adapters_N = self.target.adapters_of(rows_B, num_queries)
-            logits_NV = self.target.logits_of_rows(hidden_NH, 1 + num_drafts_B, adapters_N)
-            verification = verify(
-                logits_NV.view(*positions_BQ.shape, -1),
-                draft_probs_BKV=self.drafting.probs(rows_B) if self.drafting and num_queries > 1 else None,
-                rule=self.rule,
-                custom=self.custom,
-                **common,
-            )
-        else:
-            adapters_N = self.target.adapters_of(rows_B.index_select(0, listed.index_2N[0]))
-            logits_NV = self.target.logits(hidden_NH, adapters_N)
-            verification = verify_listed(logits_NV, listed, **common)
-        last_B = positions_BQ[:, 0]
-        lengths_B = last_B + 1 + verification.num_sampled_B
-        if self.drafting is not None:  # before `advance` clears the rows' drafts
-            reported_B = self.requests.reported_drafts(rows_B, acceptable_B)
-            verification = verification._replace(num_drafts_B=reported_B)
-        self.requests.advance(rows_B, last_B, verification)
-        if self.drafting is not None:
-            self.drafting.on_verified(rows_B, lengths_B)
-        return verification
-
-    def _drafts_after(self, rows_B: torch.Tensor) -> Drafts:
-        return self.requests.drafts(rows_B, self.num_drafts)
 
     def release_late_interaction_query_cache(self, query_keys: list[str]) -> None:
         """Called by vLLM's worker class: texts that ended before all others were compared with them."""

@@ -174,6 +174,7 @@ ROOMS: dict[str, dict[str, Set[str]]] = {
         "batch": {"hidden_states", "requests", "shapes"},
         "sample_shapes": {"shapes"},
         "data_parallel": {"shapes"},
+        "device_step": {"batch", "hidden_states", "model", "requests"},
         "report": {"graphs", "model"},
         "encoders": {"shapes"},
         "media_store": {"encoders", "graphs"},

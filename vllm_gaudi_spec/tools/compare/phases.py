@@ -180,7 +180,7 @@ def _functions(runner: Any) -> Iterator[tuple[Any, str, str]]:
     yield model_runner, "make_sample_batch", "prepare sampling"
     yield runner.sampling, "branch", "prepare sampling"
     yield runner.sampling, "inputs_of", "prepare sampling"
-    yield runner, "_run_finish", "finish call"
+    yield runner.device_step, "finish", "finish call"
     yield runner, "send", "report"
     yield Report, "get_output", "report"
     yield runner.backend.memory, "download", "wait"

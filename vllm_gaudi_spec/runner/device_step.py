@@ -1,0 +1,128 @@
+"""What a step computes on the device: a forward of the target, then verification, and drafts for the host."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from typing import TYPE_CHECKING, Any
+
+import torch
+
+from vllm_gaudi_spec.records import DECODE
+from vllm_gaudi_spec.runner.batch import build_inputs, locate
+from vllm_gaudi_spec.sampling.verify import verify, verify_listed
+
+if TYPE_CHECKING:
+    from vllm_gaudi_spec.attention.metadata import MultimodalInputs
+    from vllm_gaudi_spec.devices.base import DeviceBackend
+    from vllm_gaudi_spec.drafting.base import Drafting
+    from vllm_gaudi_spec.records import Drafts, Listed, Rows, Verification
+    from vllm_gaudi_spec.runner.hidden_states import HiddenStateBuffer
+    from vllm_gaudi_spec.runner.model import LoadedModel
+    from vllm_gaudi_spec.runner.requests import Requests
+    from vllm_gaudi_spec.sampling.custom_processors import CustomProcessors
+    from vllm_gaudi_spec.sampling.params import Sampling, SamplingInputs
+    from vllm_gaudi_spec.sampling.verify import Rule
+
+
+class DeviceStep:
+    """Functions of tensors and static values, each a graph for every set of shapes and static values (`Graphs.graph`).
+
+    They wait for nothing and change the state of requests in place; the next run overwrites what they return.
+    """
+
+    def __init__(
+        self,
+        backend: DeviceBackend,
+        *,
+        target: LoadedModel,
+        requests: Requests,
+        hidden_states: HiddenStateBuffer,
+        sampling: Sampling,
+        rule: Rule,
+        drafting: Drafting | None,
+        custom: CustomProcessors | None,
+    ) -> None:
+        self._target = target
+        self._requests = requests
+        self._hidden_states = hidden_states
+        self._logprobs_mode = sampling.logprobs_mode
+        self._rules = backend.rules
+        self._rule = rule
+        self._drafting = drafting
+        self._custom = custom
+        graph = backend.graphs.graph
+        self.forward = graph(self._forward)
+        # Processors of a user's may do anything on the host.
+        self.finish = self._finish if custom is not None else graph(self._finish)
+        self.drafts = graph(self._drafts)
+
+    def _forward(
+        self,
+        phase: str,
+        queries: int,
+        rows: Rows,
+        multimodal: MultimodalInputs | None = None,
+        token_types_T: torch.Tensor | None = None,
+    ) -> None:
+        """The target over a batch; its hidden states stay in their buffer."""
+        target, requests = self._target, self._requests
+        located = locate(phase, rows, requests)
+        inputs = build_inputs(queries, rows, located, requests)
+        if token_types_T is not None:
+            inputs = replace(inputs, token_types_T=token_types_T)
+        if (adapters_T := target.adapters_of(rows.rows_B, queries)) is not None:
+            inputs = replace(inputs, adapters_T=adapters_T)
+        if multimodal is not None:
+            inputs = inputs.with_media(multimodal)
+        if target.states is not None:
+            call = target.states.call(rows.rows_B, *located, queries, is_prompt=phase != DECODE)
+            inputs = replace(inputs, states=call)
+        self._hidden_states.put(phase, queries, rows.rows_B, located, target.forward(inputs))
+        # `finish` advances rows that sample; this is for prompts that go on in a later step.
+        requests.set_computed(rows.rows_B, located.starts_B + located.num_real_B)
+
+    def _finish(
+        self, num_queries: int, rows_B: torch.Tensor, listed: Listed | None, inputs: SamplingInputs
+    ) -> Verification:
+        """Logits of the positions that sample, the acceptance rule, and the rows moved by what it sampled."""
+        index_2N = None if listed is None else listed.index_2N
+        hidden_NH, positions_BQ, num_drafts_B = self._hidden_states.take(rows_B, num_queries, index_2N)
+        bound_B = inputs.acceptable_B
+        acceptable_B = num_drafts_B if bound_B is None else torch.minimum(num_drafts_B, bound_B)
+        common: dict[str, Any] = dict(
+            positions_BQ=positions_BQ,
+            rows_B=rows_B,
+            num_drafts_B=acceptable_B,
+            requests=self._requests,
+            inputs=inputs,
+            rules=self._rules,
+            logprobs_mode=self._logprobs_mode,
+        )
+        drafting = self._drafting
+        if listed is None:
+            adapters_N = self._target.adapters_of(rows_B, num_queries)
+            logits_NV = self._target.logits_of_rows(hidden_NH, 1 + num_drafts_B, adapters_N)
+            verification = verify(
+                logits_NV.view(*positions_BQ.shape, -1),
+                draft_probs_BKV=drafting.probs(rows_B) if drafting and num_queries > 1 else None,
+                rule=self._rule,
+                custom=self._custom,
+                **common,
+            )
+        else:
+            adapters_N = self._target.adapters_of(rows_B.index_select(0, listed.index_2N[0]))
+            logits_NV = self._target.logits(hidden_NH, adapters_N)
+            verification = verify_listed(logits_NV, listed, **common)
+        last_B = positions_BQ[:, 0]
+        lengths_B = last_B + 1 + verification.num_sampled_B
+        if drafting is not None:  # before `advance` clears the rows' drafts
+            reported_B = self._requests.reported_drafts(rows_B, acceptable_B)
+            verification = verification._replace(num_drafts_B=reported_B)
+        self._requests.advance(rows_B, last_B, verification)
+        if drafting is not None:
+            drafting.on_verified(rows_B, lengths_B)
+        return verification
+
+    def _drafts(self, rows_B: torch.Tensor, num_drafts: int) -> Drafts:
+        """Of these rows, for the host."""
+        return self._requests.drafts(rows_B, num_drafts)
