@@ -30,7 +30,7 @@ class Recipe:
     final_norm: float = 0.0
     """Added to the weight of the last norm: logits spread where a tied embedding is small."""
     pooling: str | None = None
-    """What a pooling model is asked for: `embed`, `classify` or `token_classify`."""
+    """What a pooling model is asked for: `embed`, `classify`, `token_embed` or `token_classify`."""
     vision: bool = False
     """Whether its class cannot be imported without torchvision."""
     media: str | None = None
@@ -1198,6 +1198,12 @@ POOLING: dict[str, Recipe] = {
         pooling="classify",
         # vLLM gives what the probabilities are made of, unless it is asked for these.
         engine=dict(pooler_config=dict(use_activation=True)),
+    ),
+    "colbert-lfm2": Recipe(
+        architecture="Lfm2Model",
+        config=STATEFUL["lfm2"].config,
+        published=STATEFUL["lfm2"].published | dict(architectures=["ColBERTLfm2Model"]),
+        pooling="token_embed",
     ),
     "gpt2-classify": Recipe(
         architecture="GPT2ForSequenceClassification",

@@ -95,6 +95,8 @@ def write(recipe: Recipe, folder: Path) -> None:
     if recipe.published:
         path = folder / "config.json"
         path.write_text(json.dumps(json.loads(path.read_text()) | recipe.published, indent=1))
+    if recipe.pooling == "token_embed":
+        write_projection(projection_of(model), folder)
     if recipe.pooling is not None:
         (folder / REFERENCE).write_text(json.dumps({"vectors": pooled(model, recipe)}))
     else:
@@ -219,7 +221,8 @@ def prompts(vocab: int = tiny_models.VOCAB) -> list[list[int]]:
 
 @torch.no_grad()
 def pooled(model: transformers.PreTrainedModel, recipe: Recipe) -> list[list[float]]:
-    """Of each prompt: the probabilities of classes, or the state that vLLM takes for the text, made of length 1."""
+    """Of each prompt: the probabilities of classes, or the state that vLLM takes for the text, made of length 1, or
+    those of its tokens, projected before."""
     found = []
     for prompt in prompts():
         ids = torch.tensor([prompt])
@@ -227,9 +230,31 @@ def pooled(model: transformers.PreTrainedModel, recipe: Recipe) -> list[list[flo
             found.append(model(input_ids=ids).logits[0].softmax(-1).flatten().tolist())
             continue
         states_TH = model.base_model(input_ids=ids).last_hidden_state[0]
+        if recipe.pooling == "token_embed":
+            projected = projection_of(model)(states_TH)
+            found.append(torch.nn.functional.normalize(projected, dim=-1).flatten().tolist())
+            continue
         chosen_H = states_TH[0 if "bert" in recipe.architecture.lower() else -1]
         found.append(torch.nn.functional.normalize(chosen_H, dim=-1).tolist())
     return found
+
+
+def projection_of(model: transformers.PreTrainedModel) -> nn.Linear:
+    """To the smaller embeddings of late interaction."""
+    torch.manual_seed(SEED)
+    return nn.Linear(model.config.hidden_size, 32, bias=False)
+
+
+def write_projection(projection: nn.Linear, folder: Path) -> None:
+    """As sentence-transformers has it, in a folder of its own."""
+    sizes = dict(in_features=projection.in_features, out_features=projection.out_features, bias=False)
+    inner = folder / "1_Dense"
+    inner.mkdir()
+    (inner / "config.json").write_text(json.dumps(sizes | {"activation_function": "torch.nn.modules.linear.Identity"}))
+    save_file({"linear.weight": projection.weight.detach()}, inner / "model.safetensors")
+    (folder / "modules.json").write_text(
+        json.dumps([{"idx": 1, "name": "1", "path": inner.name, "type": "sentence_transformers.models.Dense"}])
+    )
 
 
 NUM_NEXT = 8

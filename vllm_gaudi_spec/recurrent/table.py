@@ -25,6 +25,7 @@ class Gates(NamedTuple):
 
 _DELTA_NET, _KIMI_DELTA, _MAMBA_2, _MAMBA_1, _SHORT_CONVOLUTION = Gates(2), Gates(1, 1), Gates(1), Gates(), Gates()
 SERVED = {
+    "ColBERTLfm2Model": _SHORT_CONVOLUTION,
     "Qwen3NextForCausalLM": _DELTA_NET,
     "Qwen3_5ForCausalLM": _DELTA_NET,
     "Qwen3_5MoeForCausalLM": _DELTA_NET,
@@ -45,7 +46,7 @@ SERVED = {
     "Zamba2ForCausalLM": _MAMBA_2,
 }
 """Those that were held against transformers as a whole, on the CPU."""
-_ON_THE_CPU_ALONE = ("JambaForSequenceClassification", "NemotronHPuzzleForCausalLM")
+_ON_THE_CPU_ALONE = ("ColBERTLfm2Model", "JambaForSequenceClassification", "NemotronHPuzzleForCausalLM")
 CAPTURED: dict[tuple[str, str], tuple[str, ...]] = {
     ("hpu", "lazy"): tuple(name for name in SERVED if name not in _ON_THE_CPU_ALONE),
     ("hpu", "compiled"): (

@@ -36,7 +36,7 @@ CAPTURED_MEDIA: dict[tuple[str, str], tuple[str, ...]] = {
 }
 """Of a device that captures graphs and its mode: whose images were held against transformers in such graphs."""
 
-_POOLING_WITH_STATES = ("JambaForSequenceClassification",)
+_POOLING_WITH_STATES = ("ColBERTLfm2Model", "JambaForSequenceClassification")
 """With recurrent layers, and held against transformers."""
 
 
