@@ -1,6 +1,7 @@
 """What a head that follows its target's rule (rule_models.py) is asked on a card: it is never wrong, past its own limit
 and through blocks that the prefix cache shares, so a slot of KV that is wrong shows as a draft that is."""
 
+from collections.abc import Sequence
 from typing import Any
 
 from vllm import LLM, SamplingParams
@@ -15,10 +16,13 @@ LIMIT = dict(max_model_len=200)
 """Of the head."""
 
 
-def ask(llm: LLM) -> None:
+def ask(llm: LLM, beside: Sequence[tuple[list[int], SamplingParams]] = ()) -> None:
+    """`beside`: requests that run before and after these, whose answers are not looked at."""
     prompts = [*rule_models.prompts(3, length=112), *rule_models.prompts(2, length=30, seed=2)]
     params = SamplingParams(temperature=0, max_tokens=100, ignore_eos=True, detokenize=False)
-    outputs = generate(llm, prompts, params)
+    asked = [*beside, *((prompt, params) for prompt in prompts), *beside]
+    outputs = generate(llm, [prompt for prompt, _ in asked], [params for _, params in asked])
+    outputs = outputs[len(beside) : len(beside) + len(prompts)]
     assert first_tokens(outputs) == [rule_models.continuation(prompt, 100) for prompt in prompts]
     for steps in accounts(outputs):
         assert steps.accepted == steps.drafted

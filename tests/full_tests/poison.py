@@ -38,6 +38,11 @@ def fill(llm: LLM, **params: Any) -> None:
 
 
 SAYS = dict(logit_bias={TOKEN: 100.0})
+REQUEST = (
+    [*[4, TOKEN] * 12, 6],
+    SamplingParams(temperature=0, max_tokens=100, ignore_eos=True, detokenize=False, **SAYS),
+)
+"""Which has it in its prompt and in its answer."""
 
 
 class Others:

@@ -129,7 +129,8 @@ def test_probabilistic_drafts_run(looping_llama: str, cousin: str, requests: lis
 @pytest.mark.every_card
 def test_a_head_that_is_never_wrong(tmp_path: Path) -> None:
     """Over blocks and contexts of all sizes, past its own limit, and through blocks that the prefix cache shares: were
-    one slot not listed, a draft would be wrong. Nor where what is no number was in each block before."""
+    one slot not listed, a draft would be wrong. Nor where what is no number was in each block before, or is in another
+    row of the batch."""
     model = str(rule_models.make_target(tmp_path / "target"))
     poison.poison(model, float("nan"))
     config = dict(method="eagle3", model=str(rule_models.make_eagle3(tmp_path / "head")), num_speculative_tokens=5)
@@ -143,7 +144,7 @@ def test_a_head_that_is_never_wrong(tmp_path: Path) -> None:
         for _ in range(2):
             never_wrong.ask(llm)
         poison.fill(llm)
-        never_wrong.ask(llm)
+        never_wrong.ask(llm, beside=[poison.REQUEST])
         reads_once(llm)
 
 

@@ -50,3 +50,13 @@ def test_without_drafts(
 ) -> None:
     with engine(poisoned(looping_llama, value), enable_prefix_caching=prefix_cache, **SIZES) as llm:
         poison.check(llm)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("case", ["falcon-h1", "deepseek-v3"])
+def test_in_states_and_in_latent_kv(
+    case: str, made: Callable[[str], str], poisoned: Callable[[str, float], str]
+) -> None:
+    """Falcon-H1 has layers of both kinds, and chunks that start from snapshots."""
+    with engine(poisoned(made(case), NAN), **SIZES) as llm:
+        poison.check(llm)

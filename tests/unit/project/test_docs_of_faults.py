@@ -6,7 +6,7 @@ import re
 
 from tests.pages import ROOT, names_of_tests
 
-FOLDERS = (ROOT / "tests/full_tests/faults", ROOT / "tests/unit")
+FOLDERS = (ROOT / "tests/full_tests", ROOT / "tests/unit")
 
 
 def test_every_test_is_there() -> None:

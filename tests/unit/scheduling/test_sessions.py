@@ -1,0 +1,76 @@
+"""Sessions, whose input comes turn by turn: after which token the next turn starts."""
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+from vllm import SamplingParams
+from vllm.v1.core.sched.scheduler import Scheduler
+from vllm.v1.request import Request
+
+from tests.support.schedulers import NUM_DRAFTS, PROMPT, answer, scheduler_of
+from vllm_gaudi_spec import compat
+from vllm_gaudi_spec.scheduling.scheduler import SpecAsyncScheduler, SpecScheduler
+
+STOP = 99
+MORE = [20, 21, 22]
+
+
+def turn(tokens: list[int], max_tokens: int = 40) -> Request:
+    params = SamplingParams(max_tokens=max_tokens)
+    params.update_from_generation_config({}, eos_token_id=None)
+    params.stop_token_ids = [STOP]
+    return Request("session", [*tokens], params, None, resumable=True)
+
+
+def opened(kind: type[Scheduler], folder: Path, *, max_tokens: int = 40, has_states: bool = False) -> Any:
+    """A scheduler with a session whose prompt was computed."""
+    compat.apply()
+    scheduler: Any = scheduler_of(kind, folder, enable_prefix_caching=False)
+    scheduler.has_states = has_states
+    scheduler.add_request(turn(PROMPT, max_tokens))
+    return scheduler
+
+
+def starts_of_next_turn(scheduler: Any) -> tuple[int, int]:
+    """The tokens before it, and all of the session's."""
+    scheduler.add_request(turn(MORE))
+    (new,) = scheduler.schedule().scheduled_new_reqs
+    return new.num_computed_tokens, len(new.prompt_token_ids)
+
+
+@pytest.mark.parametrize("tokens", [[9, STOP], [9, STOP, 10], [STOP, 10, 11, 12]])
+def test_drafts_after_a_stop_token_are_not_computed_tokens(tokens: list[int], tmp_path: Path) -> None:
+    scheduler = opened(SpecScheduler, tmp_path)
+    scheduler.update_from_output(scheduler.schedule(), answer({"session": [8]}, {}))
+    scheduler.requests["session"].spec_token_ids = [9, 9, 9]
+    scheduler.update_from_output(scheduler.schedule(), answer({"session": tokens}, {"session": NUM_DRAFTS}))
+    num_kept = len(PROMPT) + 1 + tokens.index(STOP)
+    assert starts_of_next_turn(scheduler) == (num_kept, num_kept + len(MORE))
+
+
+@pytest.mark.parametrize("has_states", [True, False])
+def test_a_state_that_read_ahead_is_computed_again(has_states: bool, tmp_path: Path) -> None:
+    scheduler = opened(SpecAsyncScheduler, tmp_path, has_states=has_states)
+    first, second = scheduler.schedule(), scheduler.schedule()
+    scheduler.update_from_output(first, answer({"session": [STOP]}, {}))
+    scheduler.update_from_output(second, answer({"session": [8]}, {}))
+    num_kept = len(PROMPT)
+    assert starts_of_next_turn(scheduler) == (0 if has_states else num_kept, num_kept + len(MORE))
+    assert not scheduler.read_ahead
+
+
+def test_with_no_step_in_flight_it_goes_on(tmp_path: Path) -> None:
+    scheduler = opened(SpecAsyncScheduler, tmp_path, max_tokens=1, has_states=True)
+    scheduler.update_from_output(scheduler.schedule(), answer({"session": [8]}, {}))
+    assert starts_of_next_turn(scheduler) == (len(PROMPT), len(PROMPT) + len(MORE))
+
+
+def test_a_session_that_ends_is_forgotten(tmp_path: Path) -> None:
+    scheduler = opened(SpecAsyncScheduler, tmp_path, has_states=True)
+    first, second = scheduler.schedule(), scheduler.schedule()
+    scheduler.update_from_output(first, answer({"session": [STOP]}, {}))
+    assert scheduler.read_ahead == {"session"}
+    scheduler.update_from_output(second, answer({"session": [8]}, {}))
+    scheduler.add_request(Request("session", [0], SamplingParams(), None))  # the end of its input
+    assert not scheduler.read_ahead
