@@ -916,6 +916,29 @@ DEEP_VISION = dict(
     deepstack_visual_indexes=[0, 2],
     num_position_embeddings=16,
 )
+QWEN35_VISION = dict(
+    depth=1, hidden_size=32, intermediate_size=64, num_heads=2, out_hidden_size=128, num_position_embeddings=16
+)
+# The least that Gemma 4 scales an image to are 70 tokens.
+GEMMA4_VISION = dict(
+    **VISION,
+    num_key_value_heads=2,
+    head_dim=16,
+    model_type="gemma4_vision",
+    patch_size=4,
+    position_embedding_size=256,
+    default_output_length=70,
+)
+GEMMA4_IDS = dict(
+    image_token_id=300,
+    boi_token_id=301,
+    eoi_token_id=302,
+    audio_token_id=303,
+    boa_token_id=304,
+    eoa_token_index=305,
+    video_token_id=306,
+)
+LARGE_IMAGES = dict(max_model_len=384, num_gpu_blocks_override=100, limit_mm_per_prompt=dict(video=0))
 GLM_MROPE = dict(rope_type="default", rope_theta=10_000.0, mrope_section=[2, 3, 3], partial_rotary_factor=0.5)
 GLM_VISION = dict(
     depth=1, hidden_size=32, intermediate_size=64, num_heads=2, out_hidden_size=128, image_size=56, patch_size=14
@@ -968,7 +991,7 @@ MULTIMODAL: dict[str, Recipe] = {
         config=dict(
             text_config=text(
                 "qwen3_vl_moe_text",
-                **EXPERTS,
+                **EXPERTS | dict(moe_intermediate_size=48),
                 norm_topk_prob=True,
                 rope_parameters=MIXED_MROPE,
             ),
@@ -1000,14 +1023,40 @@ MULTIMODAL: dict[str, Recipe] = {
         **SMALL_EMBEDDING,
         config=dict(
             text_config=dict(model_type="gemma4_text", **gemma4()),
-            vision_config=dict(
-                **VISION, num_key_value_heads=2, head_dim=16, model_type="gemma4_vision", position_embedding_size=16
-            ),
+            vision_config=GEMMA4_VISION,
             audio_config=None,
-            image_token_id=300,
-            boi_token_id=301,
-            eoi_token_id=302,
+            **GEMMA4_IDS,
         ),
+        engine=LARGE_IMAGES,
+    ),
+    # The smaller ones as published: embeddings of each layer, which images have none of.
+    "gemma4-ple": Recipe(
+        architecture="Gemma4ForConditionalGeneration",
+        **SMALL_EMBEDDING,
+        config=dict(
+            text_config=dict(
+                model_type="gemma4_text",
+                **gemma4(num_kv_shared_layers=2, hidden_size_per_layer_input=16, pad_token_id=0),
+            ),
+            vision_config=GEMMA4_VISION,
+            audio_config=None,
+            **GEMMA4_IDS,
+        ),
+        engine=LARGE_IMAGES,
+    ),
+    # The larger ones: an image is seen in both directions, in layers with a window alone.
+    "gemma4-both-ways": Recipe(
+        architecture="Gemma4ForConditionalGeneration",
+        **SMALL_EMBEDDING,
+        config=dict(
+            text_config=dict(
+                model_type="gemma4_text", **gemma4(sliding_window=72, use_bidirectional_attention="vision")
+            ),
+            vision_config=GEMMA4_VISION,
+            audio_config=None,
+            **GEMMA4_IDS,
+        ),
+        engine=LARGE_IMAGES,
     ),
     "llava": Recipe(
         architecture="LlavaForConditionalGeneration",
@@ -1019,6 +1068,41 @@ MULTIMODAL: dict[str, Recipe] = {
             image_token_index=300,
             image_token_id=300,
             vision_feature_layer=-1,
+        ),
+    ),
+    # Tiles of the grid that fits an image best, without what pads it, and a token at the end of each line.
+    "llava-next": Recipe(
+        architecture="LlavaNextForConditionalGeneration",
+        config=dict(
+            text_config=text("llama"),
+            vision_config=dict(
+                **VISION, model_type="clip_vision_model", image_size=28, patch_size=14, projection_dim=32
+            ),
+            image_token_index=300,
+            vision_feature_layer=-1,
+            image_grid_pinpoints=[[28, 56], [56, 28], [56, 56]],
+        ),
+    ),
+    "pixtral": Recipe(
+        architecture="LlavaForConditionalGeneration",
+        config=dict(
+            text_config=text("mistral"),
+            vision_config=dict(**VISION, head_dim=16, model_type="pixtral", image_size=84, patch_size=14),
+            image_token_index=300,
+            image_token_id=300,
+            vision_feature_layer=-1,
+            vision_feature_select_strategy="full",
+        ),
+        engine=dict(max_model_len=192),
+    ),
+    "cohere2-vision": Recipe(
+        architecture="Cohere2VisionForConditionalGeneration",
+        config=dict(
+            # Longer than the texts: vLLM's window has one token more than that of transformers.
+            text_config=dict(model_type="cohere2", **TEXT["cohere2"].config | dict(sliding_window=128)),
+            vision_config=dict(**VISION, model_type="siglip_vision_model", image_size=56, patch_size=14),
+            alignment_intermediate_size=64,
+            image_token_id=300,
         ),
     ),
     "mistral3": Recipe(
@@ -1080,14 +1164,15 @@ MULTIMODAL: dict[str, Recipe] = {
         architecture="Qwen3_5ForConditionalGeneration",
         config=dict(
             text_config=dict(model_type="qwen3_5_text", **STATEFUL["qwen3.5-text"].config),
-            vision_config=dict(
-                depth=1,
-                hidden_size=32,
-                intermediate_size=64,
-                num_heads=2,
-                out_hidden_size=128,
-                num_position_embeddings=16,
-            ),
+            vision_config=QWEN35_VISION,
+            **QWEN_IDS,
+        ),
+    ),
+    "qwen3.5-moe-mm": Recipe(
+        architecture="Qwen3_5MoeForConditionalGeneration",
+        config=dict(
+            text_config=dict(model_type="qwen3_5_moe_text", **STATEFUL["qwen3.5-moe-text"].config),
+            vision_config=QWEN35_VISION,
             **QWEN_IDS,
         ),
     ),
@@ -1126,12 +1211,16 @@ MULTIMODAL |= (
         *("qwen2.5-vl-images", "qwen3-vl-images", "mistral3-images", "gemma3-mm-images"),
         "idefics3-images",
         *("qwen2-vl-video", "qwen2.5-vl-video", "qwen3-vl-video", "qwen2-audio-sound"),
+        *("qwen3-vl-moe-images", "qwen3.5-mm-images", "pixtral-images", "llava-next-images"),
+        *("cohere2-vision-images", "gemma4-ple-images"),
         max_num_batched_tokens=16,
     )
+    # Room for one image and not for two.
+    | otherwise("@chunks", "gemma4-both-ways-images", max_num_batched_tokens=96)
     # Less KV than the prompts and answers take, so that a request waits, and its items are encoded again.
     | otherwise(
         "@busy",
-        *("qwen2.5-vl-images", "qwen2.5-vl-video", "qwen2-audio-sound"),
+        *("qwen2.5-vl-images", "qwen3.5-mm-images", "qwen2.5-vl-video", "qwen2-audio-sound"),
         num_gpu_blocks_override=7,
         enable_prefix_caching=False,
     )
@@ -1147,6 +1236,7 @@ MULTIMODAL |= (
     | otherwise(
         "@again",
         *("qwen2.5-vl-images", "gemma3-mm-images", "qwen3-vl-video", "qwen2-audio-sound"),
+        *("qwen3.5-mm-images", "gemma4-both-ways-images", "gemma4-ple-images", "pixtral-images"),
         num_gpu_blocks_override=100,
         block_size=16,
     )

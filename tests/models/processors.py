@@ -52,18 +52,40 @@ def llava(tokenizer: PreTrainedTokenizerFast) -> ProcessorMixin:
     )
 
 
-def pixtral(tokenizer: PreTrainedTokenizerFast) -> ProcessorMixin:
+def llava_next(tokenizer: PreTrainedTokenizerFast) -> ProcessorMixin:
     import transformers
 
-    tokenizer.add_special_tokens({"additional_special_tokens": ["[IMG]", "[IMG_BREAK]", "[IMG_END]"]})
-    return transformers.PixtralProcessor(
-        image_processor=transformers.PixtralImageProcessor(
-            size={"longest_edge": 84}, patch_size={"height": 14, "width": 14}
+    tokenizer.add_special_tokens({"additional_special_tokens": ["<image>"]})
+    return transformers.LlavaNextProcessor(
+        image_processor=transformers.LlavaNextImageProcessor(
+            size={"shortest_edge": 28},
+            crop_size=dict(height=28, width=28),
+            image_grid_pinpoints=[[28, 56], [56, 28], [56, 56]],
         ),
         tokenizer=tokenizer,
         patch_size=14,
-        spatial_merge_size=2,
+        vision_feature_select_strategy="default",
+        num_additional_image_tokens=1,
     )
+
+
+def pixtral(merged: int) -> Callable[[PreTrainedTokenizerFast], ProcessorMixin]:
+    """`merged`: the side of the squares of patches that are a token each."""
+
+    def make(tokenizer: PreTrainedTokenizerFast) -> ProcessorMixin:
+        import transformers
+
+        tokenizer.add_special_tokens({"additional_special_tokens": ["[IMG]", "[IMG_BREAK]", "[IMG_END]"]})
+        return transformers.PixtralProcessor(
+            image_processor=transformers.PixtralImageProcessor(
+                size={"longest_edge": 84}, patch_size={"height": 14, "width": 14}
+            ),
+            tokenizer=tokenizer,
+            patch_size=14,
+            spatial_merge_size=merged,
+        )
+
+    return make
 
 
 def _with_names(tokenizer: PreTrainedTokenizerFast, named: dict[str, str]) -> PreTrainedTokenizerFast:
@@ -74,6 +96,7 @@ def _with_names(tokenizer: PreTrainedTokenizerFast, named: dict[str, str]) -> Pr
         tokenizer_object=tokenizer.backend_tokenizer,
         bos_token=tokenizer.bos_token,
         eos_token=tokenizer.eos_token,
+        pad_token=tokenizer.eos_token,
         chat_template=tokenizer.chat_template,
         extra_special_tokens={f"{name}_token": word for name, word in named.items()},
     )
@@ -105,6 +128,38 @@ def gemma3(tokenizer: PreTrainedTokenizerFast) -> ProcessorMixin:
         image_processor=transformers.Gemma3ImageProcessor(size={"height": 42, "width": 42}),
         tokenizer=tokenizer,
         image_seq_length=9,
+    )
+
+
+def gemma4(tokenizer: PreTrainedTokenizerFast) -> ProcessorMixin:
+    import transformers
+
+    named = dict(image="<|image|>", boi="<|image>", eoi="<image|>", audio="<|audio|>", boa="<|audio>", eoa="<audio|>")
+    tokenizer.add_special_tokens({"additional_special_tokens": [*named.values(), "<|video|>"]})
+    of_both: dict[str, Any] = dict(patch_size=4, max_soft_tokens=70)
+    return transformers.Gemma4Processor(
+        feature_extractor=transformers.Gemma4AudioFeatureExtractor(),
+        image_processor=transformers.Gemma4ImageProcessor(**of_both),
+        video_processor=transformers.Gemma4VideoProcessor(**of_both),
+        tokenizer=_with_names(tokenizer, named),
+        image_seq_length=70,
+    )
+
+
+def cohere2(tokenizer: PreTrainedTokenizerFast) -> ProcessorMixin:
+    import transformers
+
+    named = dict(
+        image="<|IMG_PATCH|>", boi="<|START_OF_IMG|>", eoi="<|END_OF_IMG|>", img_line_break="<|IMG_LINE_BREAK|>"
+    )
+    tokenizer.add_special_tokens({"additional_special_tokens": list(named.values())})
+    return transformers.Cohere2VisionProcessor(
+        image_processor=transformers.Cohere2VisionImageProcessor(
+            size={"height": 56, "width": 56},
+            max_patches=2,
+            patch_size=2,  # of a tile: its tokens in a row
+        ),
+        tokenizer=_with_names(tokenizer, named),
     )
 
 

@@ -17,6 +17,7 @@ CONFIG: Any = SimpleNamespace(
     uses_mrope=True,
     mrope_num_dims=3,
     is_mm_prefix_lm=False,
+    hf_config=SimpleNamespace(model_type="qwen2_vl"),
     get_sliding_window=lambda: None,
 )
 

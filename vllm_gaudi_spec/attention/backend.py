@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from dataclasses import replace
 from typing import TYPE_CHECKING, Any, ClassVar
 
 import torch
@@ -227,6 +228,9 @@ class RectangleAttentionImpl(AttentionImpl, nn.Module):
             raise RuntimeError("attention returns its output; see compat.return_attention_outputs")
         if self.only_real is not None:
             query = self.only_real(query)
+        spans = attn_metadata.spans
+        if spans is not None and spans.in_windows_only and self.sliding_window is None:
+            attn_metadata = replace(attn_metadata, spans=None)  # with the same plans
         is_own = self.kv_sharing_target_layer_name is None  # else the layer's keys are in no cache
         fresh = FreshKV(key, value) if is_own and key is not None and value is not None else None
         attended: torch.Tensor = self._ops.attend(query, kv_cache, attn_metadata, self.spec, self._operations, fresh)

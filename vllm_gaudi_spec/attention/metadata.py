@@ -143,6 +143,8 @@ class Spans(NamedTuple):
     """int32: the last position of a query's span; 0 where it is of none."""
     rows: SpanRows | None = None
     """None where steps are captured, since there are more or less of them in each; never empty."""
+    in_windows_only: bool = False
+    """Whether layers without a sliding window see in one direction alone."""
 
 
 class IndexQueries(NamedTuple):

@@ -21,7 +21,8 @@ _ACCELERATOR_CALLS = {
 
 
 def answer_accelerator_calls(device_type: str) -> None:
-    """Let vLLM's calls of `torch.accelerator` use the device's own module, or do nothing on a CPU.
+    """Let vLLM's calls of `torch.accelerator` use the device's own module, or do nothing on a CPU, whose memory is the
+    host's.
 
     Reason: torch's functions need an allocator that Gaudi's bridge and older releases of torch_npu do not have
     ("Allocator for hpu is not a DeviceAllocator"), although torch sees the card as its accelerator. On a CPU they raise
@@ -34,10 +35,18 @@ def answer_accelerator_calls(device_type: str) -> None:
         return
     for name, own_name in _ACCELERATOR_CALLS.items():
         if device_type == "cpu" and name == "get_memory_info":
-            continue  # no number would be right
-        if hasattr(torch.accelerator, name):
+            torch.accelerator.get_memory_info = _memory_of_host  # type: ignore[assignment]
+        elif hasattr(torch.accelerator, name):
             nothing = device_type == "cpu" or own_name is None
             setattr(torch.accelerator, name, do_nothing if nothing else _asking(device_type, str(own_name)))
+
+
+def _memory_of_host(*args: Any, **named: Any) -> tuple[int, int]:
+    """Bytes that are free and all there are, by which Gemma 4 chooses how many images it encodes at once."""
+    from vllm.utils.cpu_resource_utils import get_memory_node_info
+
+    found = get_memory_node_info()
+    return found.available_memory, found.total_memory
 
 
 def _asking(device_type: str, own_name: str) -> Callable[..., Any]:

@@ -30,6 +30,7 @@ SERVED = {
     "Qwen3_5ForCausalLM": _DELTA_NET,
     "Qwen3_5MoeForCausalLM": _DELTA_NET,
     "Qwen3_5ForConditionalGeneration": _DELTA_NET,
+    "Qwen3_5MoeForConditionalGeneration": _DELTA_NET,
     "FalconH1ForCausalLM": _MAMBA_2,
     "FalconMambaForCausalLM": _MAMBA_1,
     "GraniteMoeHybridForCausalLM": _MAMBA_2,
@@ -46,7 +47,12 @@ SERVED = {
     "Zamba2ForCausalLM": _MAMBA_2,
 }
 """Those that were held against transformers as a whole, on the CPU."""
-_ON_THE_CPU_ALONE = ("ColBERTLfm2Model", "JambaForSequenceClassification", "NemotronHPuzzleForCausalLM")
+_ON_THE_CPU_ALONE = (
+    "ColBERTLfm2Model",
+    "JambaForSequenceClassification",
+    "NemotronHPuzzleForCausalLM",
+    "Qwen3_5MoeForConditionalGeneration",
+)
 CAPTURED: dict[tuple[str, str], tuple[str, ...]] = {
     ("hpu", "lazy"): tuple(name for name in SERVED if name not in _ON_THE_CPU_ALONE),
     ("hpu", "compiled"): (

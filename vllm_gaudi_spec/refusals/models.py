@@ -18,7 +18,7 @@ if TYPE_CHECKING:
     from vllm_gaudi_spec.devices.base import DeviceBackend, DeviceTraits
 
 
-_SEEN_BOTH_WAYS = ("gemma3",)
+_SEEN_BOTH_WAYS = ("gemma3", "gemma4")
 """`model_type` of models whose images see themselves in both directions, and that were compared."""
 
 
@@ -147,10 +147,10 @@ def _multimodal_refusals(vllm_config: VllmConfig, backend: DeviceBackend) -> Ite
         yield f"Images of {model.model} keep their sizes (Pixtral), of which {traits.name} would compile each"
     if traits.captures and vllm_config.parallel_config.tensor_parallel_size > 1:
         yield f"Images, audio and video are not supported on {traits.name} with --tensor-parallel-size yet"
-    # Of Gemma 4's layers those with a window see so, and vLLM has none of them do it.
-    sees_both_ways = model.is_mm_prefix_lm or (
-        getattr(model.hf_text_config, "use_bidirectional_attention", None) == "vision"
-    )
+    of_windows = getattr(model.hf_text_config, "use_bidirectional_attention", None) == "vision"
+    sees_both_ways = model.is_mm_prefix_lm or of_windows
+    if of_windows and model.disable_sliding_window:
+        yield "--disable-sliding-window leaves no layer that sees images in both directions"
     if sees_both_ways and model.hf_config.model_type not in _SEEN_BOTH_WAYS:
         yield f"Tokens of images that see each other in both directions are supported for {', '.join(_SEEN_BOTH_WAYS)}"
     if any(name in _TEXT_ONLY for name in model.architectures):
@@ -159,7 +159,7 @@ def _multimodal_refusals(vllm_config: VllmConfig, backend: DeviceBackend) -> Ite
         yield "A model that takes media without tokens is not supported"
     if model.runner_type == "pooling":
         yield "Images, audio and video are not supported for pooling models yet"
-    if model.is_hybrid:
+    if model.is_hybrid and not any(name in _MEDIA_WITH_STATES for name in model.architectures):
         yield "Images, audio and video beside recurrent layers are not supported yet"
     if vllm_config.parallel_config.data_parallel_size > 1:
         yield "Images, audio and video are not supported with --data-parallel-size yet"
@@ -248,6 +248,11 @@ _EMBEDDINGS_ONLY = ("VoxtralRealtimeGeneration",)
 _PACKAGES = {"Gemma3nForConditionalGeneration": "timm"}
 # Classes of vLLM whose text is served, and whose images and sound were never compared.
 _TEXT_ONLY = ("Gemma3nForConditionalGeneration",)
+# Classes of vLLM with recurrent layers whose images were held against transformers.
+_MEDIA_WITH_STATES = (
+    "Qwen3_5ForConditionalGeneration",
+    "Qwen3_5MoeForConditionalGeneration",
+)
 # Classes of vLLM that pass slopes to their layers, of which the scores follow from distances.
 _SLOPES = ("BloomForCausalLM", "FalconForCausalLM")
 # From the square root of distances; `uses_alibi` does not have it.

@@ -36,6 +36,10 @@ if TYPE_CHECKING:
     from vllm_gaudi_spec.runner.requests import Requests
 
 
+_SEEN_BOTH_WAYS_IN_WINDOWS = ("gemma4",)
+"""`model_type` of models whose images see themselves in both directions in layers with a sliding window alone."""
+
+
 class Multimodal:
     """What a target's prompts hold besides text."""
 
@@ -61,6 +65,7 @@ class Multimodal:
             device=backend.traits.torch_device,
         )
         self._sees_both_ways = model_config.is_mm_prefix_lm
+        self._in_windows_only = model_config.hf_config.model_type in _SEEN_BOTH_WAYS_IN_WINDOWS
         self._sliding_window = model_config.get_sliding_window()
         self._num_dims = model_config.mrope_num_dims if model_config.uses_mrope else 0
         self._rotary_np: dict[str, np.ndarray] = {}
@@ -169,7 +174,7 @@ class Multimodal:
             assert last < start + batch.counts[row], "a chunk ends within an image"
             lasts_np[row, max(first - start, 0) : last + 1 - start] = last
         rows = None if self.store is not None else self._span_rows(found)
-        return Spans(self._upload(torch.from_numpy(lasts_np)), rows)
+        return Spans(self._upload(torch.from_numpy(lasts_np)), rows, self._in_windows_only)
 
     def _span_rows(self, found: list[tuple[int, int, int]]) -> SpanRows:
         rows_S, firsts_S, lasts_S = torch.tensor(found, dtype=torch.int32).T.contiguous().unbind(0)

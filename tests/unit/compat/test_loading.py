@@ -30,6 +30,8 @@ def test_accelerator_calls_are_still_made_and_still_raise() -> None:
     compat.answer_accelerator_calls("cpu")
     for name in loading._ACCELERATOR_CALLS.keys() - {"get_memory_info"}:
         assert getattr(torch.accelerator, name)() is None
+    free, total = torch.accelerator.get_memory_info()
+    assert 0 < free < total
 
 
 _ON_A_GAUDI = """

@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 from dataclasses import replace
+from types import SimpleNamespace
 
 import pytest
 import torch
 
 from tests.support.reference.attention import attend_row
+from vllm_gaudi_spec.attention.backend import RectangleAttentionImpl
 from vllm_gaudi_spec.attention.metadata import AttentionCall, AttentionLayerSpec, Packed, SpanRows, Spans
 from vllm_gaudi_spec.devices.common import torch_ops
 from vllm_gaudi_spec.devices.cpu.backend import make_backend
@@ -76,3 +78,39 @@ def test_tokens_of_an_image_see_all_of_it(form: object, window: int | None, is_p
             spans=SPANS[row],
         )
         torch.testing.assert_close(found_by_row[row][: REAL[row]].double(), expected, atol=2e-5, rtol=0)
+
+
+@pytest.mark.parametrize("window", [None, 12])
+@pytest.mark.parametrize("in_windows_only", [False, True])
+def test_layers_without_a_window_may_see_an_image_in_one_direction(window: int | None, in_windows_only: bool) -> None:
+    """As those of Gemma 4 do."""
+    torch.manual_seed(0)
+    keys, values = torch.randn(2, 2 * BLOCK, KV_HEADS, SIZE)
+    cache = torch.zeros(2, KV_HEADS, BLOCK, 2 * SIZE)
+    layer = RectangleAttentionImpl(HEADS, SIZE, SIZE**-0.5, KV_HEADS, None, window, "auto")
+    layer.bind(SimpleNamespace(layer_name="a layer"), cache)
+    layer._ops.write_kv(keys, values, cache, torch.arange(2 * BLOCK), layer.spec)
+    rows = SpanRows(torch.tensor([0]), *torch.tensor([[2], [6]], dtype=torch.int32))
+    lasts = torch.tensor([[0, 0, 6, 6, 6, 6, 6, 0]], dtype=torch.int32)
+    call = AttentionCall(
+        num_rows=1,
+        num_queries=8,
+        starts_B=torch.tensor([0], dtype=torch.int32),
+        block_table_BW=torch.tensor([[1]], dtype=torch.int32),
+        spans=Spans(lasts, rows, in_windows_only),
+    )
+    query = torch.randn(8, HEADS, SIZE)
+    found = layer.forward(None, query, None, None, cache, call)  # type: ignore[arg-type]
+    expected = attend_row(
+        query,
+        keys.view(2, BLOCK, KV_HEADS, SIZE),
+        values.view(2, BLOCK, KV_HEADS, SIZE),
+        {0: 1},
+        0,
+        scale=SIZE**-0.5,
+        window=window,
+        soft_cap=0.0,
+        spans=[] if in_windows_only and window is None else [(2, 6)],
+    )
+    torch.testing.assert_close(found.double(), expected, atol=2e-5, rtol=0)
+    assert call.spans is not None, "the next layer has a window"

@@ -107,6 +107,7 @@ def test_an_image_that_sees_itself_in_both_directions(requests: Requests, multim
     assert spans.rows is not None
     assert [part.tolist() for part in spans.rows] == [[1], [2], [5]]
     assert spans.lasts_BQ.tolist() == [[0] * 8, [0, 0, 5, 5, 5, 5, 0, 0]]
+    assert not spans.in_windows_only
     spans = found(multimodal, batch(requests, PREFILL, 4, {"image": 3}, computed=3)).spans
     assert spans is not None
     assert spans.rows is not None
