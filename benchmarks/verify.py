@@ -35,6 +35,7 @@ from vllm_gaudi_spec.tools.io.command_line import Parser
 CHUNK = 256
 GRIDS = {
     "8b": {"batches": [1, 8, 32], "contexts": [512, 2048, 4096, 8192, 16384]},
+    "1.5b": {"batches": [1, 8, 32], "contexts": [512, 2048, 8192]},
     "tiny": {"batches": [1, 4], "contexts": [64, 256]},
 }
 FULL_K = 4
