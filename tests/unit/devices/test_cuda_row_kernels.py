@@ -28,6 +28,13 @@ def there(value: Any) -> Any:
     return value.to(DEVICE) if isinstance(value, torch.Tensor) else value
 
 
+def apart(value: Any) -> Any:
+    """The same numbers as a column of what lies side by side, as uploads come."""
+    if not isinstance(value, torch.Tensor):
+        return value
+    return torch.stack([value, torch.full_like(value, 1)], dim=-1)[..., 0]
+
+
 def tensors_of(value: Any) -> list[torch.Tensor]:
     if isinstance(value, torch.Tensor):
         return [value.cpu()]
@@ -38,7 +45,9 @@ def check(name: str, *args: Any, changes: bool = False, **named: Any) -> list[to
     """`changes`: the first argument. Returns what both gave."""
     from vllm_gaudi_spec.devices.cuda.row_kernels import KERNELS
 
-    given = there(tuple(arg.clone() if isinstance(arg, torch.Tensor) else arg for arg in args))
+    # What is written to, or is a table of rows, has its rows side by side.
+    first = args[0].clone() if changes or name == "newest" else apart(args[0])
+    given = there((first, *map(apart, args[1:])))
     found = tensors_of(KERNELS[name](*given, **named))
     expected = tensors_of(row_operations.FUNCTIONS[name](*args, **named))
     if changes:

@@ -3,6 +3,8 @@ attention reads positions and slots before it waits."""
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+
 import torch
 import triton
 import triton.language as tl
@@ -13,6 +15,11 @@ _TILE = 128
 _MOST_TOKENS = 1 << 31
 
 
+def _dense(*tensors: torch.Tensor) -> Iterator[torch.Tensor]:
+    """Side by side, as kernels read numbers of rows: some come as columns of what was uploaded at once."""
+    return (tensor.contiguous() for tensor in tensors)
+
+
 def places(
     tokens_BQ: torch.Tensor,
     starts_B: torch.Tensor,
@@ -21,7 +28,7 @@ def places(
     sizes: tuple[int, ...],
 ) -> Places:
     rows, queries = tokens_BQ.shape
-    tokens_BQ = tokens_BQ.contiguous()
+    tokens_BQ, starts_B, num_real_B = _dense(tokens_BQ, starts_B, num_real_B)
     tokens_T = tokens_BQ.new_empty(rows * queries)
     positions_T = tokens_BQ.new_empty(rows * queries, dtype=torch.int64)
     slots = tuple(torch.empty_like(positions_T) for _ in tables)
@@ -89,6 +96,7 @@ def column_places(
     sizes: tuple[int, ...],
 ) -> ColumnPlaces:
     rows = len(starts_B)
+    starts_B, num_real_B = _dense(starts_B, num_real_B)
     starts_QB = starts_B.new_empty(queries, rows, dtype=torch.int32)
     num_real_QB = torch.empty_like(starts_QB)
     positions_QB = torch.empty_like(starts_QB, dtype=torch.int64)
@@ -145,6 +153,7 @@ def newest(
     history_RM: torch.Tensor, rows_B: torch.Tensor, lengths_B: torch.Tensor, wanted_B: torch.Tensor, count: int
 ) -> Newest:
     rows = len(rows_B)
+    rows_B, lengths_B, wanted_B = _dense(rows_B, lengths_B, wanted_B)
     tokens_BN = history_RM.new_empty(rows, count)
     starts_B, num_real_B = torch.empty_like(lengths_B), rows_B.new_empty(rows, dtype=torch.int32)
     _newest[(triton.cdiv(rows, _TILE),)](
@@ -201,12 +210,13 @@ def append(
     pad_row: int,
 ) -> None:
     rows, count = tokens_BN.shape
+    rows_B, first_B, tokens_BN, num_B = _dense(rows_B, first_B, tokens_BN, num_B)
     _append[(triton.cdiv(rows * count, _TILE),)](
         history,
         width,
         rows_B,
         first_B,
-        tokens_BN.contiguous(),
+        tokens_BN,
         num_B,
         rows * count,
         count,
@@ -241,6 +251,7 @@ def _append(
 
 def put(state_R: torch.Tensor, rows_B: torch.Tensor, numbers_B: torch.Tensor, *, pad_row: int) -> None:
     rows = len(rows_B)
+    rows_B, numbers_B = _dense(rows_B, numbers_B)
     _put[(triton.cdiv(rows, _TILE),)](state_R, rows_B, numbers_B, rows, pad_row, TILE=_TILE, num_warps=4)
 
 
@@ -263,9 +274,10 @@ def checked_drafts(
     mark: int,
 ) -> tuple[torch.Tensor, torch.Tensor]:
     rows, count = tokens_BK.shape
+    tokens_BK, num_B, most_B = _dense(tokens_BK, num_B, most_B)
     known_BK, checked_B = tokens_BK.new_empty(rows, count), num_B.new_empty(rows, dtype=torch.int32)
     _checked_drafts[(triton.cdiv(rows, _TILE),)](
-        tokens_BK.contiguous(),
+        tokens_BK,
         num_B,
         most_B,
         # Of one byte each.
