@@ -77,7 +77,8 @@ def engine(options: argparse.Namespace) -> Any:
         max_num_batched_tokens=max(CHUNK, rows * (1 + max_drafts)),
         kv_cache_memory_bytes=int(1.02 * per_token * (max(options.batches) + 1) * (longest + CHUNK)),
         gaudi_spec={
-            "batch_buckets": [rows],
+            # Of those that verify, and of as many rows flattened.
+            "batch_buckets": sorted({*options.batches, rows}),
             "prefill_buckets": [min(longest, max(CHUNK, rows * (1 + max_drafts)))],
             "warmup_tokens": 0,
         },
