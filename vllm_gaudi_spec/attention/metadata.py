@@ -375,7 +375,9 @@ def rectangle(
     block 0, which is never read: each token to a slot of its own, as far as a block has them. Kernels may promise
     nothing for a call that writes a slot twice.
     """
-    tokens_T, positions_T, slots = row_operations.places(tokens_BQ, starts_B, num_real_B, blocks.tables, blocks.sizes)
+    tokens_T, positions_T, slots = row_operations.positions(
+        tokens_BQ, starts_B, num_real_B, blocks.tables, blocks.sizes
+    )
     calls = _calls(tokens_BQ.shape[1], starts_B, num_real_B, blocks)
     return Inputs(tokens_T, positions_T, slots, calls, num_real_B)
 
@@ -383,14 +385,14 @@ def rectangle(
 def columns(starts_B: torch.Tensor, num_real_B: torch.Tensor, num_columns: int, blocks: Blocks) -> list[Inputs]:
     """Such a rectangle's columns, each a rectangle of one query a row, to be run one after another. The tokens are for
     the caller to fill in: all are 0. What all of them need is computed once."""
-    placed = row_operations.column_places(starts_B, num_real_B, num_columns, blocks.tables, blocks.sizes)
+    located = row_operations.column_positions(starts_B, num_real_B, num_columns, blocks.tables, blocks.sizes)
     no_tokens_B = torch.zeros_like(starts_B, dtype=torch.int32)
 
     def column(number: int) -> Inputs:
-        column_starts_B, real_B = placed.starts_QB[number], placed.num_real_QB[number]
+        column_starts_B, real_B = located.starts_QB[number], located.num_real_QB[number]
         calls = _calls(1, column_starts_B, real_B, blocks._replace(counts_B=None))
-        slots = tuple(slots_QB[number] for slots_QB in placed.slots)
-        return Inputs(no_tokens_B, placed.positions_QB[number], slots, calls, real_B)
+        slots = tuple(slots_QB[number] for slots_QB in located.slots)
+        return Inputs(no_tokens_B, located.positions_QB[number], slots, calls, real_B)
 
     return [column(number) for number in range(num_columns)]
 

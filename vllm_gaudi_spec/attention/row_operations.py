@@ -46,7 +46,7 @@ def _operation(plain: Callable[_P, _T]) -> Callable[_P, _T]:
 # --- where tokens are ---
 
 
-class Places(NamedTuple):
+class Positions(NamedTuple):
     tokens_T: torch.Tensor
     positions_T: torch.Tensor
     """int64."""
@@ -55,14 +55,14 @@ class Places(NamedTuple):
 
 
 @_operation
-def places(
+def positions(
     tokens_BQ: torch.Tensor,
     starts_B: torch.Tensor,
     num_real_B: torch.Tensor,
     tables: tuple[torch.Tensor, ...],
     sizes: tuple[int, ...],
-) -> Places:
-    """Of the tokens of `rectangle`, which says what padding is. `tables` and `sizes` as `Blocks` has them."""
+) -> Positions:
+    """Of the tokens of `rectangle`, which describes padding. `tables` and `sizes` as `Blocks` has them."""
     rows, queries = tokens_BQ.shape
     indices_BQ = torch.arange(rows * queries, dtype=torch.int32, device=tokens_BQ.device).view(rows, queries)
     offsets_Q = indices_BQ[0]
@@ -77,10 +77,10 @@ def places(
         slots_BQ = torch.where(real_BQ, block_BQ * size + everywhere_BQ % size, pads_BQ)
         slots.append(slots_BQ.flatten().long())
     tokens_BQ = torch.where(real_BQ, tokens_BQ, 0)
-    return Places(tokens_BQ.flatten(), positions_BQ.flatten().long(), tuple(slots))
+    return Positions(tokens_BQ.flatten(), positions_BQ.flatten().long(), tuple(slots))
 
 
-class ColumnPlaces(NamedTuple):
+class ColumnPositions(NamedTuple):
     starts_QB: torch.Tensor
     """int32: positions; 0 for padding."""
     positions_QB: torch.Tensor
@@ -92,27 +92,27 @@ class ColumnPlaces(NamedTuple):
 
 
 @_operation
-def column_places(
+def column_positions(
     starts_B: torch.Tensor,
     num_real_B: torch.Tensor,
     queries: int,
     tables: tuple[torch.Tensor, ...],
     sizes: tuple[int, ...],
-) -> ColumnPlaces:
+) -> ColumnPositions:
     """The same of a rectangle of so many queries, column by column."""
     rows = len(starts_B)
     no_tokens_BQ = torch.zeros(rows, queries, dtype=torch.int32, device=starts_B.device)
-    placed = FUNCTIONS["places"](no_tokens_BQ, starts_B, num_real_B, tables, sizes)
-    assert isinstance(placed, Places)
+    located = FUNCTIONS["positions"](no_tokens_BQ, starts_B, num_real_B, tables, sizes)
+    assert isinstance(located, Positions)
     real_BQ = no_tokens_BQ[0] + torch.arange(queries, dtype=torch.int32, device=starts_B.device) < num_real_B[:, None]
 
     def turned(tensor: torch.Tensor) -> torch.Tensor:
         # As int32: a permutation of int64 is not in a Gaudi's compiled graph (lesson C16).
         return tensor.int().view(rows, queries).T.contiguous()
 
-    starts_QB = turned(placed.positions_T)
-    slots = tuple(turned(slots_T).long() for slots_T in placed.slots)
-    return ColumnPlaces(starts_QB, starts_QB.long(), turned(real_BQ), slots)
+    starts_QB = turned(located.positions_T)
+    slots = tuple(turned(slots_T).long() for slots_T in located.slots)
+    return ColumnPositions(starts_QB, starts_QB.long(), turned(real_BQ), slots)
 
 
 # --- what rows have ---

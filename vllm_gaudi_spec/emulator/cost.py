@@ -71,6 +71,11 @@ def basis_of(card_name: str) -> str:
     return "a prediction from published peaks; nothing was run on this card"
 
 
+def kernels_seconds(number: int, *, start_early: bool) -> float:
+    """What so many kernels, one after the other, add to what they read and compute."""
+    return number * (KERNEL_SECONDS if start_early else LATE_KERNEL_SECONDS)
+
+
 def step_seconds(counters: Tally, card_name: str, *, kernels_s: float = 0.0, width: int = USUAL_WIDTH) -> float:
     """Estimate of one step's time, compiles left out. `counters` is one step's tally, or a mean of several.
     `kernels_s`: what its kernels add; 0 if they are not known, as in a Gaudi's fused recipes. `width`: of hidden

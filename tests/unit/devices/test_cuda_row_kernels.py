@@ -72,10 +72,10 @@ TABLES = (torch.arange(1, 129, dtype=torch.int32).view(4, 32), torch.arange(200,
 
 @pytest.mark.parametrize("queries", [1, 5, 70])
 @pytest.mark.parametrize("groups", [0, 1, 2])
-def test_places(queries: int, groups: int) -> None:
+def test_positions(queries: int, groups: int) -> None:
     tokens_BQ = torch.arange(1, 4 * queries + 1, dtype=torch.int32).view(4, queries)
     real_B = REAL_B if queries < 70 else int32(70, 33, 0, 7)
-    _, positions_T, *slots = check("places", tokens_BQ, STARTS_B, real_B, TABLES[:groups], (4, 8)[:groups])
+    _, positions_T, *slots = check("positions", tokens_BQ, STARTS_B, real_B, TABLES[:groups], (4, 8)[:groups])
     assert positions_T.dtype == torch.int64
     assert all(slots_T.dtype == torch.int64 for slots_T in slots)
     assert len(slots) == groups
@@ -83,8 +83,8 @@ def test_places(queries: int, groups: int) -> None:
 
 @pytest.mark.parametrize("queries", [1, 3, 50])
 @pytest.mark.parametrize("groups", [1, 2])
-def test_column_places(queries: int, groups: int) -> None:
-    check("column_places", STARTS_B, REAL_B, queries, TABLES[:groups], (4, 8)[:groups])
+def test_column_positions(queries: int, groups: int) -> None:
+    check("column_positions", STARTS_B, REAL_B, queries, TABLES[:groups], (4, 8)[:groups])
 
 
 def test_newest() -> None:

@@ -9,7 +9,7 @@ import torch
 import triton
 import triton.language as tl
 
-from vllm_gaudi_spec.attention.row_operations import ColumnPlaces, Newest, Places
+from vllm_gaudi_spec.attention.row_operations import ColumnPositions, Newest, Positions
 
 _TILE = 128
 _MOST_TOKENS = 1 << 31
@@ -20,13 +20,13 @@ def _dense(*tensors: torch.Tensor) -> Iterator[torch.Tensor]:
     return (tensor.contiguous() for tensor in tensors)
 
 
-def places(
+def positions(
     tokens_BQ: torch.Tensor,
     starts_B: torch.Tensor,
     num_real_B: torch.Tensor,
     tables: tuple[torch.Tensor, ...],
     sizes: tuple[int, ...],
-) -> Places:
+) -> Positions:
     rows, queries = tokens_BQ.shape
     tokens_BQ, starts_B, num_real_B = _dense(tokens_BQ, starts_B, num_real_B)
     tokens_T = tokens_BQ.new_empty(rows * queries)
@@ -34,7 +34,7 @@ def places(
     slots = tuple(torch.empty_like(positions_T) for _ in tables)
     # A model without attention has no tables.
     for table_BW, size, slots_T in zip(tables or (tokens_BQ,), sizes or (1,), slots or (positions_T,), strict=True):
-        _places[(triton.cdiv(rows * queries, _TILE),)](
+        _positions[(triton.cdiv(rows * queries, _TILE),)](
             tokens_BQ,
             starts_B,
             num_real_B,
@@ -50,11 +50,11 @@ def places(
             TILE=_TILE,
             num_warps=4,
         )
-    return Places(tokens_T, positions_T, slots)
+    return Positions(tokens_T, positions_T, slots)
 
 
 @triton.jit(do_not_specialize=["num_tokens", "queries"])
-def _places(
+def _positions(
     tokens_ptr,
     starts_ptr,
     num_real_ptr,
@@ -88,13 +88,13 @@ def _slot(table_ptr, table_stride, row_T, position_T, at_T, real_T, SIZE: tl.con
     return tl.where(real_T, block_T.to(tl.int64) * SIZE + position_T % SIZE, (at_T % SIZE).to(tl.int64))
 
 
-def column_places(
+def column_positions(
     starts_B: torch.Tensor,
     num_real_B: torch.Tensor,
     queries: int,
     tables: tuple[torch.Tensor, ...],
     sizes: tuple[int, ...],
-) -> ColumnPlaces:
+) -> ColumnPositions:
     rows = len(starts_B)
     starts_B, num_real_B = _dense(starts_B, num_real_B)
     starts_QB = starts_B.new_empty(queries, rows, dtype=torch.int32)
@@ -102,7 +102,7 @@ def column_places(
     positions_QB = torch.empty_like(starts_QB, dtype=torch.int64)
     slots = tuple(torch.empty_like(positions_QB) for _ in tables)
     for table_BW, size, slots_QB in zip(tables, sizes, slots, strict=True):
-        _column_places[(triton.cdiv(rows * queries, _TILE),)](
+        _column_positions[(triton.cdiv(rows * queries, _TILE),)](
             starts_B,
             num_real_B,
             table_BW,
@@ -117,11 +117,11 @@ def column_places(
             TILE=_TILE,
             num_warps=4,
         )
-    return ColumnPlaces(starts_QB, positions_QB, num_real_QB, slots)
+    return ColumnPositions(starts_QB, positions_QB, num_real_QB, slots)
 
 
 @triton.jit(do_not_specialize=["rows", "queries"])
-def _column_places(
+def _column_positions(
     starts_ptr,
     num_real_ptr,
     table_ptr,
@@ -325,4 +325,4 @@ def _checked_drafts(
     tl.store(num_out + at_B, tl.where(wrong_B, mark, num_B), mask=used_B)
 
 
-KERNELS = {kernel.__name__: kernel for kernel in (places, column_places, newest, append, put, checked_drafts)}
+KERNELS = {kernel.__name__: kernel for kernel in (positions, column_positions, newest, append, put, checked_drafts)}

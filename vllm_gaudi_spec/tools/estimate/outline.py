@@ -16,7 +16,7 @@ from typing import Any, NamedTuple
 from safetensors import SafetensorError, safe_open
 
 from vllm_gaudi_spec.devices.common.expert_forms import COST_OF_GATHERING, GATHERED_BYTES_AT_ONCE, num_gathered
-from vllm_gaudi_spec.emulator import cost
+from vllm_gaudi_spec.emulator.cost import kernels_seconds
 from vllm_gaudi_spec.emulator.counters import Tally
 from vllm_gaudi_spec.recurrent.table import SERVED
 
@@ -171,9 +171,8 @@ class Outline:
         """What the kernels of one forward add to what they read and compute."""
         is_narrow, is_few = self.width <= _NARROW, tokens <= _FEW_TOKENS
         of_a_layer = _KERNELS_OF_A_LAYER - (_NORMS_OF_A_LAYER if is_narrow and is_few else 0)
-        starts_early = is_few or (is_narrow and tokens <= _SOME_TOKENS)
-        each = cost.KERNEL_SECONDS if starts_early else cost.LATE_KERNEL_SECONDS
-        return (self.layers * of_a_layer + _KERNELS_OF_A_STEP) * each
+        number = self.layers * of_a_layer + _KERNELS_OF_A_STEP
+        return kernels_seconds(number, start_early=is_few or (is_narrow and tokens <= _SOME_TOKENS))
 
     def tally(self, batch: int, queries: int, context: int, *, borrowed: int = 0, operator_from: int = 1) -> Tally:
         """Of one forward of [batch, queries] tokens and its logits. `borrowed`: weights of an output matrix that is
