@@ -2,14 +2,15 @@
 
 python benchmarks/cost_model.py --json .bench/cost_model.json
 
-cost_cells.json holds milliseconds measured on 2026-11-22 on two GPUs with dummy weights, an 8B-shaped Llama and a
-0.5B-shaped drafter: of an H200 the tables of docs/performance.md, of an H100 throughput and prompts of 512 tokens.
-Every other cell of the H200 is fitted; the rest of them, and all of the H100, are predicted.
+cost_cells.json holds milliseconds measured on two GPUs with dummy weights: of an H100 steps of an 8B-shaped Llama and a
+1.5B-shaped one, rounds of a 0.5B-shaped drafter and prompts of 512 tokens (2026-11-27; of the larger model's prompts,
+the tables of docs/performance.md), of an H200 those tables (2026-11-22). Every other cell of the H100 is fitted; the
+rest of them, and all of the H200, are predicted.
 
 python benchmarks/cost_model.py --measured .bench/verify.json .bench/end_to_end.json .bench/cuda_upstream.json
 
-takes the cells of a card from reports of those benchmarks (8b, this platform) in place of the older ones, writes them
-down, and fits that card instead.
+takes the cells of a card from reports of those benchmarks (8b and 1.5b, this platform) in place of the older ones,
+writes them down, and fits that card.
 """
 
 from __future__ import annotations
@@ -33,10 +34,18 @@ from vllm_gaudi_spec.tools.estimate.times import Pair
 from vllm_gaudi_spec.tools.io.command_line import Parser
 
 CELLS = Path(__file__).with_name("cost_cells.json")
-FITTED_CARD = "h200"
+FITTED_CARD = "h100"
 CARD_NAMES = {"NVIDIA H100 80GB HBM3": "h100", "NVIDIA H200": "h200"}
-CONSTANTS = ("MEMORY_SHARE", "MATRIX_SHARE", "KERNEL_SECONDS")
+CONSTANTS = {
+    "MEMORY_SHARE": 0.85,
+    "MATRIX_SHARE": 0.6,
+    "HALF_WIDTH": 500,
+    "KERNEL_SECONDS": 3e-6,
+    "LATE_KERNEL_SECONDS": 5e-6,
+}
+"""Where a fit begins."""
 PROMPT = 512
+SIZES = ("8b", "1.5b")
 
 
 class Cell(NamedTuple):
@@ -46,11 +55,12 @@ class Cell(NamedTuple):
     context: int
     num_drafts: int
     ms: float
+    size: str = "8b"
+    """Of the target; its drafter has the shape that `dummy.DRAFTERS` gives it."""
 
     def predicted_ms(self) -> float:
-        pair = Pair(
-            target=outline("8b"), method=DRAFT_MODEL, drafter=outline("0.5b"), num_drafts=max(self.num_drafts, 1)
-        )
+        target, drafter = outline(self.size), outline(dummy.DRAFTERS[self.size])
+        pair = Pair(target=target, method=DRAFT_MODEL, drafter=drafter, num_drafts=max(self.num_drafts, 1))
         where = (self.batch, self.context, self.card)
         seconds = {
             "plain": lambda: pair.plain_s(*where),
@@ -76,6 +86,7 @@ def outline(size: str) -> Outline:
         memory=read + head * dtype.itemsize,
         head_weights=head,
         layers=shape["num_hidden_layers"],
+        width=shape["hidden_size"],
         heads=shape["num_attention_heads"],
         head_size=shape["head_dim"],
         kv_values=2 * shape["num_key_value_heads"] * shape["head_dim"],
@@ -88,9 +99,12 @@ def every_cell() -> list[Cell]:
 
 
 def cells(fitted_card: str = FITTED_CARD) -> tuple[list[Cell], list[Cell]]:
-    """Those that are fitted, and those that are held out."""
+    """Those that are fitted, and those that are held out: of each part and batch size, every other one."""
     every = every_cell()
-    on_fitted = [cell for cell in every if cell.card == fitted_card]
+    on_fitted = sorted(
+        (cell for cell in every if cell.card == fitted_card),
+        key=lambda cell: (cell.size, cell.part, cell.batch, cell.context, cell.num_drafts),
+    )
     return on_fitted[::2], on_fitted[1::2] + [cell for cell in every if cell.card != fitted_card]
 
 
@@ -99,15 +113,16 @@ def cells(fitted_card: str = FITTED_CARD) -> tuple[list[Cell], list[Cell]]:
 
 def cells_of(report: dict[str, Any]) -> list[Cell]:
     """What a report of verify.py, end_to_end.py or cuda_upstream.py measured."""
-    if report["size"] != "8b":
-        raise RuntimeError(f"a report of size {report['size']}; the cells are of 8b")
+    if report["size"] not in SIZES:
+        raise RuntimeError(f"a report of size {report['size']}; the cells are of {', '.join(SIZES)}")
     name = report["machine"].get("accelerator")
     if name not in CARD_NAMES:
         raise RuntimeError(f"a report of {name}; there are figures of {', '.join(CARD_NAMES)}")
     card, found = CARD_NAMES[name], {}
     for row in report["rows"]:
         for cell in _cells_of_row(card, row, report):
-            found.setdefault(cell[:-1], cell)  # several rows repeat a plain step
+            cell = cell._replace(size=report["size"])
+            found.setdefault(cell._replace(ms=0), cell)  # several rows repeat a plain step
     return list(found.values())
 
 
@@ -117,8 +132,12 @@ def _cells_of_row(card: str, row: dict[str, Any], report: dict[str, Any]) -> Ite
         yield Cell(card, "verify", row["batch"], row["context"], row["k"], round(row["verify_ms"], 3))
     elif "draft_ms" in row:
         # Programs are run again alone after half of the steps.
-        context = report["prompt"] + round(row["tokens_per_step"] * report["steps"] / 2)
-        yield Cell(card, "draft", row["batch"], context, report["k"], round(row["draft_ms"], 3))
+        plain, drafted = (
+            report["prompt"] + round(length * report["steps"] / 2) for length in (1, row["tokens_per_step"])
+        )
+        yield Cell(card, "plain", row["batch"], plain, 0, round(row["plain_ms"], 3))
+        yield Cell(card, "verify", row["batch"], drafted, report["k"], round(row["verify_ms"], 3))
+        yield Cell(card, "draft", row["batch"], drafted, report["k"], round(row["draft_ms"], 3))
     elif row["method"] == "no speculation" and row["prompt"] == PROMPT:
         for cell in row["cells"]:
             if cell["sampling"] == "greedy":
@@ -154,7 +173,7 @@ def fit(fitted: list[Cell]) -> dict[str, float]:
         return [math.log(cell.ratio()) for cell in fitted]
 
     try:
-        found = least_squares(apart, [math.log(0.8), math.log(0.5), math.log(3e-6)], loss="soft_l1")
+        found = least_squares(apart, [math.log(value) for value in CONSTANTS.values()], loss="soft_l1")
     finally:
         for name, value in before.items():
             setattr(cost, name, value)

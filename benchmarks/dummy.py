@@ -66,8 +66,8 @@ SIZES: dict[str, dict[str, int]] = {
         vocab_size=512,
     ),
 }
-DRAFTERS = {"8b": "0.5b", "tiny": "tiny-draft"}
-DTYPES = {"8b": torch.bfloat16, "tiny": torch.float32}
+DRAFTERS = {"8b": "0.5b", "1.5b": "0.5b", "tiny": "tiny-draft"}
+DTYPES = {"8b": torch.bfloat16, "1.5b": torch.bfloat16, "tiny": torch.float32}
 # Bytes per second by the vendors' datasheets.
 DATASHEET_BANDWIDTH = {"NVIDIA H200": 4.8e12, "NVIDIA H100 80GB HBM3": 3.35e12}
 MAX_LEN = 32768

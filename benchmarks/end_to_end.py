@@ -30,6 +30,7 @@ from vllm_gaudi_spec.tools.io.command_line import Parser
 
 DEFAULTS = {
     "8b": {"batches": [1, 8, 32, 64], "prompt": 512, "steps": 100},
+    "1.5b": {"batches": [1, 8, 32, 64], "prompt": 512, "steps": 100},
     "tiny": {"batches": [1, 4], "prompt": 32, "steps": 5},
 }
 ASKED = 0.85

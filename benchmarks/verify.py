@@ -35,6 +35,7 @@ from vllm_gaudi_spec.tools.io.command_line import Parser
 CHUNK = 256
 GRIDS = {
     "8b": {"batches": [1, 8, 32], "contexts": [512, 2048, 4096, 8192, 16384]},
+    "1.5b": {"batches": [1, 8, 32], "contexts": [512, 2048, 8192]},
     "tiny": {"batches": [1, 4], "contexts": [64, 256]},
 }
 FULL_K = 4
@@ -76,7 +77,8 @@ def engine(options: argparse.Namespace) -> Any:
         max_num_batched_tokens=max(CHUNK, rows * (1 + max_drafts)),
         kv_cache_memory_bytes=int(1.02 * per_token * (max(options.batches) + 1) * (longest + CHUNK)),
         gaudi_spec={
-            "batch_buckets": [rows],
+            # Of those that verify, and of as many rows flattened.
+            "batch_buckets": sorted({*options.batches, rows}),
             "prefill_buckets": [min(longest, max(CHUNK, rows * (1 + max_drafts)))],
             "warmup_tokens": 0,
         },

@@ -29,7 +29,7 @@ def fixed_seeds() -> None:
 
 
 # Tests of single kernels, which Triton's interpreter runs on a CPU.
-_KERNEL_TESTS = ("test_cuda_decoder.py", "test_cuda_few_queries.py", "test_cuda_kernels.py", "test_cuda_rules.py")
+_KERNEL_TESTS = tuple(f"test_cuda_{name}.py" for name in ("decoder", "few_queries", "kernels", "row_kernels", "rules"))
 
 
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:

@@ -11,6 +11,8 @@ from typing import Any, NamedTuple
 
 import torch
 
+from vllm_gaudi_spec.attention import row_operations
+
 
 class KVShape(NamedTuple):
     """Shape and dtype of a layer's KV cache, whatever container the device uses."""
@@ -375,56 +377,39 @@ def rectangle(
     block 0, which is never read: each token to a slot of its own, as far as a block has them. Kernels may promise
     nothing for a call that writes a slot twice.
     """
-    rows, queries = tokens_BQ.shape
-    indices_BQ = torch.arange(rows * queries, dtype=torch.int32, device=tokens_BQ.device).view(rows, queries)
-    offsets_Q = indices_BQ[0]
-    everywhere_BQ = starts_B.unsqueeze(1) + offsets_Q
-    real_BQ = offsets_Q < num_real_B.unsqueeze(1)
-    # Padding may extend past the end of the block table.
-    positions_BQ = torch.where(real_BQ, everywhere_BQ, 0)
-    slots, calls = [], []
-    for group, (table, size) in enumerate(zip(blocks.tables, blocks.sizes, strict=True)):
-        block_BQ = table.gather(1, (positions_BQ // size).long())
-        pads_BQ = indices_BQ if rows * queries <= size else indices_BQ % size
-        slots_BQ = torch.where(real_BQ, block_BQ * size + everywhere_BQ % size, pads_BQ)
-        slots.append(slots_BQ.flatten().long())
-        calls.append(
-            AttentionCall(
-                num_rows=rows,
-                num_queries=queries,
-                starts_B=starts_B,
-                block_table_BW=table,
-                num_real_B=num_real_B,
-                flat=FlatBlocks(*blocks.flat[group].unbind(0)) if blocks.flat else None,
-                host_lengths_B=blocks.lengths_B,
-                host_counts_B=blocks.counts_B,
-            )
+    tokens_T, positions_T, slots = row_operations.positions(
+        tokens_BQ, starts_B, num_real_B, blocks.tables, blocks.sizes
+    )
+    calls = _calls(tokens_BQ.shape[1], starts_B, num_real_B, blocks)
+    return Inputs(tokens_T, positions_T, slots, calls, num_real_B)
+
+
+def columns(starts_B: torch.Tensor, num_real_B: torch.Tensor, num_columns: int, blocks: Blocks) -> list[Inputs]:
+    """Such a rectangle's columns, each a rectangle of one query a row, to be run one after another. The tokens are for
+    the caller to fill in: all are 0. What all of them need is computed once."""
+    located = row_operations.column_positions(starts_B, num_real_B, num_columns, blocks.tables, blocks.sizes)
+    no_tokens_B = torch.zeros_like(starts_B, dtype=torch.int32)
+
+    def column(number: int) -> Inputs:
+        column_starts_B, real_B = located.starts_QB[number], located.num_real_QB[number]
+        calls = _calls(1, column_starts_B, real_B, blocks._replace(counts_B=None))
+        slots = tuple(slots_QB[number] for slots_QB in located.slots)
+        return Inputs(no_tokens_B, located.positions_QB[number], slots, calls, real_B)
+
+    return [column(number) for number in range(num_columns)]
+
+
+def _calls(queries: int, starts_B: torch.Tensor, num_real_B: torch.Tensor, blocks: Blocks) -> tuple[AttentionCall, ...]:
+    return tuple(
+        AttentionCall(
+            num_rows=len(starts_B),
+            num_queries=queries,
+            starts_B=starts_B,
+            block_table_BW=table,
+            num_real_B=num_real_B,
+            flat=FlatBlocks(*blocks.flat[group].unbind(0)) if blocks.flat else None,
+            host_lengths_B=blocks.lengths_B,
+            host_counts_B=blocks.counts_B,
         )
-    tokens_BQ = torch.where(real_BQ, tokens_BQ, 0)
-    return Inputs(tokens_BQ.flatten(), positions_BQ.flatten().long(), tuple(slots), tuple(calls), num_real_B)
-
-
-def columns(inputs: Inputs) -> list[Inputs]:
-    """A rectangle as one of a single query for each of its positions, to be run one after another. What all of them
-    need is computed once: many small operations a step cost more than a small model's layers."""
-    rows, queries = inputs.calls[0].num_rows, inputs.calls[0].num_queries
-
-    def turned(tensor_T: torch.Tensor) -> torch.Tensor:
-        # As int32: a permutation of int64 is not in a Gaudi's compiled graph (lesson C16).
-        return tensor_T.int().view(rows, queries).T.contiguous()
-
-    starts_QB = turned(inputs.positions_T)
-    tokens, starts, positions = turned(inputs.token_ids_T).unbind(0), starts_QB.unbind(0), starts_QB.long().unbind(0)
-    num_real = turned(inputs.real_T()).unbind(0)
-    slots = [turned(slots_T).long().unbind(0) for slots_T in inputs.slots]
-    singles = [replace(call, num_queries=1, host_counts_B=None) for call in inputs.calls]
-    return [
-        Inputs(
-            tokens[query],
-            positions[query],
-            tuple(of_group[query] for of_group in slots),
-            tuple(replace(call, starts_B=starts[query], num_real_B=num_real[query], _plans={}) for call in singles),
-            num_real[query],
-        )
-        for query in range(queries)
-    ]
+        for group, table in enumerate(blocks.tables)
+    )

@@ -20,6 +20,7 @@ from typing import TYPE_CHECKING, NamedTuple
 import numpy as np
 import torch
 
+from vllm_gaudi_spec.attention import row_operations
 from vllm_gaudi_spec.attention.metadata import columns, rectangle
 from vllm_gaudi_spec.drafting.kv_sync import DrafterKVSync
 from vllm_gaudi_spec.drafting.universal.pairs import same_tokens
@@ -62,14 +63,12 @@ class AutoregressiveProposer:
 
     def _read_newest(self, request: DraftRequest) -> Hidden:
         """[B, H]: the hidden state after each row's newest token."""
-        can_draft_B = request.max_drafts_B > 0
-        first_B = torch.where(can_draft_B, request.lengths_B - NUM_NEWEST, 0)
-        offsets_N = torch.arange(NUM_NEWEST, dtype=torch.int32, device=first_B.device)
-        index = request.rows_B[:, None] * request.history_RM.shape[1] + first_B[:, None] + offsets_N
-        tokens_BN = request.history_RM.view(-1).index_select(0, index.flatten()).view(index.shape)
-        num_real_B = can_draft_B.int() * NUM_NEWEST
-        hidden = forward(self._model, self._translation.to_drafter(tokens_BN), first_B, num_real_B, request.blocks)
-        return Hidden(hidden.last.view(*index.shape, -1).select(1, NUM_NEWEST - 1))
+        tokens_BN, starts_B, num_real_B = row_operations.newest(
+            request.history_RM, request.rows_B, request.lengths_B, request.max_drafts_B, NUM_NEWEST
+        )
+        tokens_BN = self._translation.to_drafter(tokens_BN)
+        hidden = self._model.forward(rectangle(tokens_BN, starts_B, num_real_B, request.blocks))
+        return Hidden(hidden.last.view(*tokens_BN.shape, -1).select(1, NUM_NEWEST - 1))
 
 
 def draft_chain(
@@ -94,8 +93,7 @@ def _steps(request: DraftRequest, starts_B: torch.Tensor) -> list[Inputs]:
     num_steps = request.num_drafts - 1
     if not num_steps:
         return []
-    no_tokens = torch.zeros(len(starts_B), num_steps, dtype=torch.int32, device=starts_B.device)
-    return columns(rectangle(no_tokens, starts_B, request.max_drafts_B - 1, request.blocks))
+    return columns(starts_B, request.max_drafts_B - 1, num_steps, request.blocks)
 
 
 def stack_drafts(drafted: list[Drafted], num_drafts_B: torch.Tensor) -> Drafts:
@@ -321,7 +319,7 @@ class DraftModelKVSync(DrafterKVSync):
         self._put(rows_B, torch.where(drafts.num_drafts_B > 0, wrote_B, reach_B))
 
     def _put(self, rows_B: torch.Tensor, reach_B: torch.Tensor) -> None:
-        self._reach_R.index_copy_(0, rows_B, torch.where(rows_B == self._requests.pad_row, 0, reach_B).int())
+        row_operations.put(self._reach_R, rows_B, reach_B, pad_row=self._requests.pad_row)
 
     # --- warm-up ---
 

@@ -14,6 +14,7 @@ from typing import TYPE_CHECKING
 import torch
 from vllm.logger import init_logger
 
+from vllm_gaudi_spec.attention import row_operations
 from vllm_gaudi_spec.records import FAULTY, DraftRound, Drafts
 
 if TYPE_CHECKING:
@@ -106,17 +107,10 @@ def mark_unusable(drafts: Drafts, request: DraftRequest, vocab_size: int | None)
             f"a drafter returned {tuple(drafts.tokens_BK.shape)} tokens and {tuple(drafts.num_drafts_B.shape)} "
             f"counts for {rows} rows of {num_drafts} drafts"
         )
-    offsets_K = torch.arange(num_drafts, dtype=torch.int32, device=drafts.tokens_BK.device)
-    wrong_BK = drafts.tokens_BK < 0
-    tokens_BK = drafts.tokens_BK.clamp(min=0)
-    if vocab_size is not None:
-        wrong_BK = wrong_BK | (drafts.tokens_BK >= vocab_size)
-        tokens_BK = tokens_BK.clamp(max=vocab_size - 1)
-    if drafts.sound_BK is not None:
-        wrong_BK = wrong_BK | ~drafts.sound_BK
-    num_B = drafts.num_drafts_B
-    wrong_B = (wrong_BK & (offsets_K < num_B[:, None])).any(1) | (num_B < 0) | (num_B > request.max_drafts_B)
-    return Drafts(tokens_BK, torch.where(wrong_B, FAULTY, num_B).int(), drafts.probs_BKV)
+    tokens_BK, num_drafts_B = row_operations.checked_drafts(
+        drafts.tokens_BK, drafts.num_drafts_B, request.max_drafts_B, drafts.sound_BK, vocab_size, mark=FAULTY
+    )
+    return Drafts(tokens_BK, num_drafts_B, drafts.probs_BKV)
 
 
 def mark_different(drafts: Drafts, group: GroupCoordinator) -> Drafts:

@@ -1,9 +1,8 @@
 """How long a card takes: estimates from what was counted, with the origin of every constant.
 
 A step is bounded by memory or by arithmetic, and near the crossing by both; a kernel, a launch and a wait take a fixed
-time each. The shares of a card's peaks and the time of a kernel were fitted on half of the cells measured on an H200
-(docs/performance.md, cells of 2026-11-22). They predict the other half of those cells to within 9 %, and all of an
-H100's to within 13 %; kernels that came later are faster than that at few rows.
+time each. The shares of a card's peaks and the times of kernels were fitted on half of the cells measured on an H100
+(docs/performance.md), of two models; they predict 26 of the other 28 cells to within 15 %, the two to within 18 %.
 On a Gaudi nothing was measured: its figures are predictions, good for comparing two programs on one card.
 """
 
@@ -39,10 +38,17 @@ CARDS = {
 }
 
 # Fitted: see above. `python benchmarks/cost_model.py` fits them again.
-MEMORY_SHARE = 0.85
-MATRIX_SHARE = 0.535
-KERNEL_SECONDS = 3.1e-6
-"""Of a small kernel in a captured graph, with the gap after it."""
+MEMORY_SHARE = 0.918
+MATRIX_SHARE = 0.797
+"""Of matrices so wide that their edges do not count;"""
+HALF_WIDTH = 1710
+"""half of it where hidden states have so many numbers."""
+KERNEL_SECONDS = 2.8e-6
+"""What a kernel adds that starts before the one ahead of it has ended,"""
+LATE_KERNEL_SECONDS = 6.4e-6
+"""and one among kernels that do not: the gap after it, and its first and last instances, which do not fill the card."""
+USUAL_WIDTH = 4096
+"""Of models whose width is not known."""
 SHARPNESS = 3
 """Memory and arithmetic overlap: their times are added as a norm of this degree, which is nearly the larger one."""
 # Starting a recipe or graph, and waiting for one from Python. Unverified: the order of magnitude of any PCIe card.
@@ -65,14 +71,20 @@ def basis_of(card_name: str) -> str:
     return "a prediction from published peaks; nothing was run on this card"
 
 
-def step_seconds(counters: Tally, card_name: str, num_kernels: int = 0) -> float:
+def kernels_seconds(number: int, *, start_early: bool) -> float:
+    """What so many kernels, one after the other, add to what they read and compute."""
+    return number * (KERNEL_SECONDS if start_early else LATE_KERNEL_SECONDS)
+
+
+def step_seconds(counters: Tally, card_name: str, *, kernels_s: float = 0.0, width: int = USUAL_WIDTH) -> float:
     """Estimate of one step's time, compiles left out. `counters` is one step's tally, or a mean of several.
-    `num_kernels`: how many kernels run one after the other; 0 if they are not known, as in a Gaudi's fused recipes."""
+    `kernels_s`: what its kernels add; 0 if they are not known, as in a Gaudi's fused recipes. `width`: of hidden
+    states."""
     card = card_named(card_name)
     memory = counters.bytes_moved / (card.memory_bandwidth * MEMORY_SHARE)
-    arithmetic = counters.flops / (card.matrix_flops * MATRIX_SHARE)
+    arithmetic = counters.flops / (card.matrix_flops * MATRIX_SHARE * width / (width + HALF_WIDTH))
     work = (memory**SHARPNESS + arithmetic**SHARPNESS) ** (1 / SHARPNESS)
     transfers = (counters.upload_bytes + counters.download_bytes) / card.host_bandwidth
     waits = (counters.host_reads + counters.syncs + counters.fallbacks) * HOST_WAIT_SECONDS
-    launches = counters.launches * LAUNCH_SECONDS + num_kernels * KERNEL_SECONDS
+    launches = counters.launches * LAUNCH_SECONDS + kernels_s
     return work + transfers + waits + launches + counters.stray_ops * LAZY_OP_SECONDS

@@ -24,7 +24,8 @@ def report(rows: list[dict[str, Any]], **more: Any) -> dict[str, Any]:
 VERIFY = report(
     [{"batch": 1, "context": 512, "k": k, "plain_ms": 6.0, "verify_ms": 6.0 + k, "verify_ratio": 1.0} for k in (1, 4)]
 )
-END_TO_END = report([{"batch": 8, "tokens_per_step": 2.5, "draft_ms": 3.25}], prompt=512, steps=40, k=4)
+STEPS = {"plain_ms": 6.5, "verify_ms": 7.0, "draft_ms": 3.25}
+END_TO_END = report([{"batch": 8, "tokens_per_step": 2.5, **STEPS}], prompt=512, steps=40, k=4)
 CUDA_UPSTREAM = report(
     [
         {
@@ -46,7 +47,11 @@ def test_each_report_has_its_cells() -> None:
         Cell("h100", "verify", 1, 512, 1, 7.0),
         Cell("h100", "verify", 1, 512, 4, 10.0),
     ]
-    assert cost_model.cells_of(END_TO_END) == [Cell("h100", "draft", 8, 562, 4, 3.25)]
+    assert cost_model.cells_of(END_TO_END | {"size": "1.5b"}) == [
+        Cell("h100", "plain", 8, 532, 0, 6.5, "1.5b"),
+        Cell("h100", "verify", 8, 562, 4, 7.0, "1.5b"),
+        Cell("h100", "draft", 8, 562, 4, 3.25, "1.5b"),
+    ]
     assert cost_model.cells_of(CUDA_UPSTREAM) == [Cell("h100", "prompt and 16 tokens", 8, 520, 0, 200.0)]
 
 
@@ -62,8 +67,8 @@ def test_they_replace_those_of_the_card(tmp_path: Path, monkeypatch: pytest.Monk
     assert cost_model.take_measured(paths) == "h100"
     assert [cell for cell in cost_model.every_cell() if cell.card == "h200"] == before
     fitted, held_out = cost_model.cells("h100")
-    assert [cell.card for cell in fitted] == ["h100"] * 3
-    assert len(held_out) == 2 + len(before)
+    assert [cell.card for cell in fitted] == ["h100"] * 4
+    assert len(held_out) == 3 + len(before)
 
 
 @pytest.mark.parametrize("change", [{"size": "tiny"}, {"machine": {"accelerator": "NVIDIA L4"}}, {"machine": {}}])

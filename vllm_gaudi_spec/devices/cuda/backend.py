@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import nn
 
-from vllm_gaudi_spec.attention import padded
+from vllm_gaudi_spec.attention import padded, row_operations
 from vllm_gaudi_spec.attention.metadata import AttentionCall, AttentionLayerSpec, FreshKV
 from vllm_gaudi_spec.attention.operations import PLAIN, Operations, finite
 from vllm_gaudi_spec.config import UnsupportedConfigError
@@ -40,6 +40,7 @@ def make_backend() -> DeviceBackend:
         smallest_prefill=32,
         prefill_rows=(1, 2, 4, 8, 16),
     )
+    row_operations.use("cuda", _row_kernels())
     graphs = StreamGraphs(torch.cuda, Captures(torch.cuda, torch.cuda.CUDAGraph, device))
     memory = StreamMemory(torch.cuda, device, graphs)
     return DeviceBackend(
@@ -103,6 +104,13 @@ def _rules() -> Rules:
     from vllm_gaudi_spec.devices.cuda.rules import RULES
 
     return RULES
+
+
+def _row_kernels() -> Any:
+    """Imported late, as Triton is missing elsewhere."""
+    from vllm_gaudi_spec.devices.cuda import row_kernels
+
+    return row_kernels.KERNELS
 
 
 def _layers() -> tuple[Any, ...]:

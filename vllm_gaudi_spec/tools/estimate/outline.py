@@ -16,15 +16,20 @@ from typing import Any, NamedTuple
 from safetensors import SafetensorError, safe_open
 
 from vllm_gaudi_spec.devices.common.expert_forms import COST_OF_GATHERING, GATHERED_BYTES_AT_ONCE, num_gathered
+from vllm_gaudi_spec.emulator.cost import kernels_seconds
 from vllm_gaudi_spec.emulator.counters import Tally
 from vllm_gaudi_spec.recurrent.table import SERVED
 
 _KV_BYTES = 2
 _LOGIT_BYTES = 4
-# What our CUDA backend starts one after the other in a dense layer: the products of attention and of the gated MLP, the
-# norms, rotary embedding, writes to the cache, attention in two parts, activation. And once a step.
-_KERNELS_OF_A_LAYER = 11
+# What our CUDA backend starts one after the other in a dense layer: four products, attention and two norms, which in a
+# narrow model are within the products of one or two tokens (`devices/cuda/decoder.py`). And once a step.
+_KERNELS_OF_A_LAYER = 7
+_NORMS_OF_A_LAYER = 2
 _KERNELS_OF_A_STEP = 12
+# Up to so many tokens, and in a model of up to so many numbers a token up to so many more, all of them start early.
+_FEW_TOKENS = 2
+_NARROW, _SOME_TOKENS = 1024, 64
 # As served: what is stored in more bits is loaded as bfloat16.
 _FLOATS = ("F64", "F32", "F16", "BF16")
 _FLOAT_BYTES = 2
@@ -118,6 +123,8 @@ class Outline:
     head_weights: int
     """Of them the output matrix; 0 if another model lends it."""
     layers: int
+    width: int
+    """Of hidden states."""
     heads: int
     head_size: int
     kv_values: int
@@ -147,6 +154,7 @@ class Outline:
             memory=sum(one.num_bytes for one in stored.values()),
             head_weights=config["vocab_size"] * config["hidden_size"] if has_logits else 0,
             layers=config["num_hidden_layers"],
+            width=config["hidden_size"],
             heads=heads,
             head_size=head_size,
             kv_values=kv_values,
@@ -159,10 +167,12 @@ class Outline:
         """Of one token in all layers."""
         return self.layers * self.kv_values * _KV_BYTES
 
-    @property
-    def num_kernels(self) -> int:
-        """Of one forward."""
-        return self.layers * _KERNELS_OF_A_LAYER + _KERNELS_OF_A_STEP
+    def kernels_s(self, tokens: int) -> float:
+        """What the kernels of one forward add to what they read and compute."""
+        is_narrow, is_few = self.width <= _NARROW, tokens <= _FEW_TOKENS
+        of_a_layer = _KERNELS_OF_A_LAYER - (_NORMS_OF_A_LAYER if is_narrow and is_few else 0)
+        number = self.layers * of_a_layer + _KERNELS_OF_A_STEP
+        return kernels_seconds(number, start_early=is_few or (is_narrow and tokens <= _SOME_TOKENS))
 
     def tally(self, batch: int, queries: int, context: int, *, borrowed: int = 0, operator_from: int = 1) -> Tally:
         """Of one forward of [batch, queries] tokens and its logits. `borrowed`: weights of an output matrix that is

@@ -49,16 +49,17 @@ class Pair:
 
     def plain_s(self, batch: int, context: int, card: str) -> float:
         """A step without drafts."""
-        return self._step(self.target.tally(batch, 1, context, operator_from=_operator_from(card)), card)
+        return self._step(self.target.tally(batch, 1, context, operator_from=_operator_from(card)), card, batch)
 
     def verify_s(self, batch: int, context: int, card: str) -> float:
         """A step that verifies drafts, without the time to make them."""
         tally = self.target.tally(batch, 1 + self.num_drafts, context, operator_from=_operator_from(card))
-        return self._step(tally, card)
+        return self._step(tally, card, batch * (1 + self.num_drafts))
 
     def prompt_s(self, batch: int, tokens: int, card: str) -> float:
         """So many prompts at once, and their first tokens."""
-        return self._step(self.target.tally_of_prompts(batch, tokens, operator_from=_operator_from(card)), card)
+        tally = self.target.tally_of_prompts(batch, tokens, operator_from=_operator_from(card))
+        return self._step(tally, card, batch * tokens)
 
     def draft_s(self, batch: int, context: int, card: str) -> float:
         """A round of drafts. Methods without a model of their own are taken to cost nothing."""
@@ -70,14 +71,16 @@ class Pair:
         if not row.has_kv:
             # All heads look at one state, each with a vocabulary of its own.
             work.add(Tally(bytes_moved=drafter.weight_bytes, flops=2 * batch * drafter.weights))
-            return step_seconds(work, card, drafter.num_kernels)
+            return step_seconds(work, card, kernels_s=drafter.kernels_s(batch), width=drafter.width)
         # A draft model first reads two tokens a row; a head what was accepted, up to k + 1, in a graph of its own.
         work.launches += row.is_head
         borrowed = 0 if drafter.head_weights else self.target.head_weights
         first = self.num_drafts + 1 if row.is_head else 2
+        kernels_s = 0.0
         for queries in (first, *[1] * (self.num_drafts - 1)):
             work.add(drafter.tally(batch, queries, context, borrowed=borrowed, operator_from=_operator_from(card)))
-        return step_seconds(work, card, self.num_drafts * drafter.num_kernels)
+            kernels_s += drafter.kernels_s(batch * queries)
+        return step_seconds(work, card, kernels_s=kernels_s, width=drafter.width)
 
     def speedup(self, batch: int, context: int, card: str, rate: float) -> float:
         """Over no drafts, where each draft after accepted ones is accepted at this rate."""
@@ -95,6 +98,6 @@ class Pair:
         )
         return copies + sum(model.memory + batch * context * model.kv_bytes for model in models)
 
-    def _step(self, tally: Tally, card: str) -> float:
+    def _step(self, tally: Tally, card: str, tokens: int) -> float:
         tally.add(Tally(launches=_LAUNCHES, host_reads=1))
-        return step_seconds(tally, card, self.target.num_kernels)
+        return step_seconds(tally, card, kernels_s=self.target.kernels_s(tokens), width=self.target.width)
