@@ -12,6 +12,7 @@ from __future__ import annotations
 
 import argparse
 import json
+import signal
 import subprocess
 import sys
 import tempfile
@@ -76,11 +77,13 @@ def start(platform: str, model: str, options: argparse.Namespace) -> Running:
     port = free_port()
     command = serve_command(model, "--host", "127.0.0.1", "--port", str(port), *words)
     log = common.LOGS / f"upstream_server-{platform}.log"
-    server = Running(command, port, log, serve_environment(**environment))
-    is_upstream = "[cpu_model_runner.py:" in log.read_text()  # its runner loads the model
+    return Running(command, port, log, serve_environment(**environment))
+
+
+def check_platform(platform: str, server: Running) -> None:
+    is_upstream = "[cpu_model_runner.py:" in server.log.read_text()  # its runner loads the model
     if is_upstream != (platform == "upstream"):
-        raise RuntimeError(f"wanted the platform {platform}; see {log}")
-    return server
+        raise RuntimeError(f"wanted the platform {platform}; see {server.log}")
 
 
 def bench(server: Running, *, concurrency: int, options: argparse.Namespace) -> dict[str, float]:
@@ -113,7 +116,8 @@ def measure(options: argparse.Namespace) -> list[dict[str, Any]]:
         servers = {}
         for platform in PLATFORMS:
             servers[platform] = start(platform, model, options)
-            started.callback(servers[platform].stop)
+            started.callback(servers[platform].end)
+            check_platform(platform, servers[platform])
         rows = []
         for concurrency in options.max_concurrency:
             turns = take(servers, options.turns, partial(bench, concurrency=concurrency, options=options))
@@ -156,6 +160,8 @@ def measure_all(options: argparse.Namespace) -> None:
 
 
 def main() -> int:
+    # Else a benchmark that is stopped would not wait for its servers to end, and leave its client running.
+    signal.signal(signal.SIGTERM, lambda *_: sys.exit(128 + signal.SIGTERM))
     options = parse_options()
     return shared.run_whole(lambda: measure_all(options))
 

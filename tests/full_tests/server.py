@@ -1,5 +1,6 @@
 """`vllm serve` as a subprocess, as a user starts it, and how it ends."""
 
+import contextlib
 import ctypes
 import os
 import signal
@@ -16,6 +17,7 @@ import psutil
 from prometheus_client.parser import text_string_to_metric_families
 
 READY_SECONDS = 300
+END_SECONDS = 60
 PR_SET_PDEATHSIG = 1
 
 
@@ -67,7 +69,11 @@ class Running:
                 preexec_fn=end_with_parent,
             )
         self.client = httpx.Client(base_url=f"http://127.0.0.1:{port}", timeout=120)
-        self.wait_ready()
+        try:
+            self.wait_ready()
+        except BaseException:  # Ctrl-C too: nobody has this object yet who could end it
+            self.end()
+            raise
 
     def wait_ready(self) -> None:
         deadline = time.monotonic() + READY_SECONDS
@@ -79,7 +85,6 @@ class Running:
             except httpx.TransportError:
                 pass
             time.sleep(0.3)
-        self.stop()
         raise AssertionError(f"no answer after {READY_SECONDS} s:\n{self.log.read_text()[-3000:]}")
 
     def complete(self, **body: Any) -> dict[str, Any]:
@@ -104,7 +109,7 @@ class Running:
             assert time.monotonic() < deadline, "requests are still running"
             time.sleep(0.1)
 
-    def stop(self, how: signal.Signals = signal.SIGTERM, patience: float = 60, to_all: bool = False) -> Ending:
+    def stop(self, how: signal.Signals = signal.SIGTERM, patience: float = END_SECONDS, to_all: bool = False) -> Ending:
         """`to_all`: every process of the session gets the signal, as at Ctrl-C on a terminal."""
         family = psutil.Process(self.process.pid).children(recursive=True)
         began = time.monotonic()
@@ -122,6 +127,17 @@ class Running:
         _, alive = psutil.wait_procs(family, timeout=5)
         survivors = [str(child) for child in alive if child.status() != psutil.STATUS_ZOMBIE]
         return Ending(code, seconds, survivors)
+
+    def end(self) -> None:
+        """Whatever state it is in, and with it all that it started."""
+        self.process.terminate()
+        try:
+            with contextlib.suppress(subprocess.TimeoutExpired):
+                self.process.wait(END_SECONDS)
+        finally:
+            with contextlib.suppress(ProcessLookupError):
+                os.killpg(self.process.pid, signal.SIGKILL)
+            self.process.wait()
 
 
 class Server(Running):
