@@ -24,8 +24,8 @@ from tests.support.videos import video
 
 # Positions of Qwen's have three rows. Borders of chunks lie within its images.
 ALWAYS = "qwen2.5-vl-images@chunks"
-# vLLM computes these otherwise than transformers, which embeds a placeholder of Gemma 4 that the model itself outputs as
-# padding, and leaves the scale of logits out in Cohere 2; `make verify-models` compares them with upstream.
+# vLLM computes these otherwise than transformers, which embeds a placeholder that a Gemma 4 outputs itself as padding,
+# and leaves the scale of logits out in Cohere 2; `make verify-models` compares them with upstream.
 AS_UPSTREAM = ("llama4-mm-images", "glm4v-images", "gemma4-mm-images", "gemma4-ple-images", "cohere2-vision-images")
 WITH_MEDIA = [
     case for case, recipe in CASES.items() if recipe.media is not None and case.partition("@")[0] not in AS_UPSTREAM

@@ -23,6 +23,8 @@ class Recipe:
     renamed: tuple[tuple[str, str], ...] = ()
     """Patterns of names of weights as transformers writes them, and what published checkpoints have there. Those of one
     name are joined."""
+    transposed: str | None = None
+    """A pattern of names of weights that published checkpoints have with inputs before outputs."""
     engine: dict[str, Any] = field(default_factory=dict)
     """Arguments of `LLM`."""
     embedding: float | None = None
@@ -988,6 +990,7 @@ MULTIMODAL: dict[str, Recipe] = {
     ),
     "qwen3-vl-moe": Recipe(
         architecture="Qwen3VLMoeForConditionalGeneration",
+        transposed=r"\.experts\.(gate_up|down)_proj$",
         config=dict(
             text_config=text(
                 "qwen3_vl_moe_text",
