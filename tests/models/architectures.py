@@ -1214,16 +1214,12 @@ MULTIMODAL |= (
         *("qwen2.5-vl-images", "qwen3-vl-images", "mistral3-images", "gemma3-mm-images"),
         "idefics3-images",
         *("qwen2-vl-video", "qwen2.5-vl-video", "qwen3-vl-video", "qwen2-audio-sound"),
-        *("qwen3-vl-moe-images", "qwen3.5-mm-images", "pixtral-images", "llava-next-images"),
-        *("cohere2-vision-images", "gemma4-ple-images"),
         max_num_batched_tokens=16,
     )
-    # Room for one image and not for two.
-    | otherwise("@chunks", "gemma4-both-ways-images", max_num_batched_tokens=96)
     # Less KV than the prompts and answers take, so that a request waits, and its items are encoded again.
     | otherwise(
         "@busy",
-        *("qwen2.5-vl-images", "qwen3.5-mm-images", "qwen2.5-vl-video", "qwen2-audio-sound"),
+        *("qwen2.5-vl-images", "qwen2.5-vl-video", "qwen2-audio-sound"),
         num_gpu_blocks_override=7,
         enable_prefix_caching=False,
     )
@@ -1239,7 +1235,6 @@ MULTIMODAL |= (
     | otherwise(
         "@again",
         *("qwen2.5-vl-images", "gemma3-mm-images", "qwen3-vl-video", "qwen2-audio-sound"),
-        *("qwen3.5-mm-images", "gemma4-both-ways-images", "gemma4-ple-images", "pixtral-images"),
         num_gpu_blocks_override=100,
         block_size=16,
     )
