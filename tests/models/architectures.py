@@ -23,6 +23,8 @@ class Recipe:
     renamed: tuple[tuple[str, str], ...] = ()
     """Patterns of names of weights as transformers writes them, and what published checkpoints have there. Those of one
     name are joined."""
+    transposed: str | None = None
+    """A pattern of names of weights that published checkpoints have with inputs before outputs."""
     engine: dict[str, Any] = field(default_factory=dict)
     """Arguments of `LLM`."""
     embedding: float | None = None
@@ -988,6 +990,7 @@ MULTIMODAL: dict[str, Recipe] = {
     ),
     "qwen3-vl-moe": Recipe(
         architecture="Qwen3VLMoeForConditionalGeneration",
+        transposed=r"\.experts\.(gate_up|down)_proj$",
         config=dict(
             text_config=text(
                 "qwen3_vl_moe_text",
@@ -1211,16 +1214,12 @@ MULTIMODAL |= (
         *("qwen2.5-vl-images", "qwen3-vl-images", "mistral3-images", "gemma3-mm-images"),
         "idefics3-images",
         *("qwen2-vl-video", "qwen2.5-vl-video", "qwen3-vl-video", "qwen2-audio-sound"),
-        *("qwen3-vl-moe-images", "qwen3.5-mm-images", "pixtral-images", "llava-next-images"),
-        *("cohere2-vision-images", "gemma4-ple-images"),
         max_num_batched_tokens=16,
     )
-    # Room for one image and not for two.
-    | otherwise("@chunks", "gemma4-both-ways-images", max_num_batched_tokens=96)
     # Less KV than the prompts and answers take, so that a request waits, and its items are encoded again.
     | otherwise(
         "@busy",
-        *("qwen2.5-vl-images", "qwen3.5-mm-images", "qwen2.5-vl-video", "qwen2-audio-sound"),
+        *("qwen2.5-vl-images", "qwen2.5-vl-video", "qwen2-audio-sound"),
         num_gpu_blocks_override=7,
         enable_prefix_caching=False,
     )
@@ -1236,7 +1235,6 @@ MULTIMODAL |= (
     | otherwise(
         "@again",
         *("qwen2.5-vl-images", "gemma3-mm-images", "qwen3-vl-video", "qwen2-audio-sound"),
-        *("qwen3.5-mm-images", "gemma4-both-ways-images", "gemma4-ple-images", "pixtral-images"),
         num_gpu_blocks_override=100,
         block_size=16,
     )

@@ -87,6 +87,8 @@ def write(recipe: Recipe, folder: Path) -> None:
     model.save_pretrained(folder)
     if recipe.renamed:
         rename(model, recipe.renamed, folder)
+    if recipe.transposed is not None:
+        transpose(recipe.transposed, folder)
     tiny_models.byte_tokenizer().save_pretrained(folder)
     if recipe.format is not None:
         plain = folder.parent / "plain"
@@ -119,6 +121,13 @@ def rename(model: nn.Module, patterns: Sequence[tuple[str, str]], folder: Path) 
         for pattern, theirs in patterns:
             name = re.sub(pattern, theirs, name)
         found[name] = torch.cat((found[name], tensor)) if name in found else tensor
+    save_file(found, folder / "model.safetensors", metadata={"format": "pt"})
+
+
+def transpose(pattern: str, folder: Path) -> None:
+    """Writes the weights again, those of such names with their last two dimensions exchanged."""
+    saved = load_file(folder / "model.safetensors")
+    found = {name: tensor.mT.contiguous() if re.search(pattern, name) else tensor for name, tensor in saved.items()}
     save_file(found, folder / "model.safetensors", metadata={"format": "pt"})
 
 

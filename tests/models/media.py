@@ -183,8 +183,6 @@ PUBLISHED_NAMES = {
 }
 """Weights whose names transformers changes when it reads a published checkpoint, and does not change back when it
 writes."""
-TRANSPOSED = {"qwen3-vl-moe-images": r"\.experts\.(gate_up|down)_proj$"}
-"""Weights of experts that published checkpoints have with inputs before outputs."""
 FIRST_SPECIAL = 300
 """The first of the tokens that the recipes' configurations name."""
 
@@ -205,9 +203,14 @@ def make(case: str, folder: Path) -> None:
     asked = ASKED[recipe.media]
     model = checkpoints.build(recipe)
     model.save_pretrained(folder)
-    path = folder / "model.safetensors"
-    weights = safetensors.torch.load_file(path)
-    safetensors.torch.save_file(as_published(weights, recipe.media), path, {"format": "pt"})
+    if recipe.media in PUBLISHED_NAMES:
+        path = folder / "model.safetensors"
+        ours, published = PUBLISHED_NAMES[recipe.media]
+        weights = safetensors.torch.load_file(path)
+        renamed = {re.sub(ours, published, name): tensor for name, tensor in weights.items()}
+        safetensors.torch.save_file(renamed, path, {"format": "pt"})
+    if recipe.transposed is not None:
+        checkpoints.transpose(recipe.transposed, folder)
     tokenizer = tiny_models.byte_tokenizer(FIRST_SPECIAL)
     assert len(tokenizer) == FIRST_SPECIAL
     processor = asked.processor(tokenizer)
@@ -215,19 +218,6 @@ def make(case: str, folder: Path) -> None:
     answers = reference(model, processor, asked)
     (folder / checkpoints.REFERENCE).write_text(json.dumps(answers))
     checkpoints.write_drafter(answers, folder)
-
-
-def as_published(weights: dict[str, Any], case: str) -> dict[str, Any]:
-    """What transformers writes, by names and in shapes that it reads from published checkpoints."""
-    if case in PUBLISHED_NAMES:
-        ours, published = PUBLISHED_NAMES[case]
-        weights = {re.sub(ours, published, name): tensor for name, tensor in weights.items()}
-    if case in TRANSPOSED:
-        weights = {
-            name: tensor.mT.contiguous() if re.search(TRANSPOSED[case], name) else tensor
-            for name, tensor in weights.items()
-        }
-    return weights
 
 
 def reference(model: Any, processor: Any, asked: Question) -> dict[str, Any]:

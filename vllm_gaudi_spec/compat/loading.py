@@ -35,7 +35,7 @@ def answer_accelerator_calls(device_type: str) -> None:
         return
     for name, own_name in _ACCELERATOR_CALLS.items():
         if device_type == "cpu" and name == "get_memory_info":
-            torch.accelerator.get_memory_info = _memory_of_host  # type: ignore[assignment]
+            torch.accelerator.get_memory_info = _memory_of_host
         elif hasattr(torch.accelerator, name):
             nothing = device_type == "cpu" or own_name is None
             setattr(torch.accelerator, name, do_nothing if nothing else _asking(device_type, str(own_name)))
