@@ -88,7 +88,7 @@ def set_rate(runner: Any, rates: list[float]) -> None:
     """Where captured programs read them."""
     import torch
 
-    rates_K = runner.rule.args[-1].keywords["rates_K"]
+    rates_K = runner.device_step.rule.args[-1].keywords["rates_K"]
     with torch.inference_mode():
         rates_K.copy_(rates_K.new_tensor(rates))
 

@@ -32,11 +32,11 @@ LIMIT_US = 1500.0
 class FreeModel:
     """Stands in for vLLM's: shapes are right, values are not looked at."""
 
-    HIDDEN, VOCAB = 8, 64
+    VOCAB = 64
 
-    def __init__(self, rows: int) -> None:
+    def __init__(self, rows: int, hidden_size: int) -> None:
         num_tokens = max(rows * (1 + NUM_DRAFTS), 2 * CONTEXT)
-        self._hidden = torch.zeros(num_tokens, self.HIDDEN)
+        self._hidden = torch.zeros(num_tokens, hidden_size)
         self._logits = torch.zeros(num_tokens, self.VOCAB)
 
     def __call__(self, token_ids_T: torch.Tensor, positions_T: torch.Tensor) -> torch.Tensor:
@@ -84,17 +84,8 @@ def engine(options: argparse.Namespace) -> Any:
 
 def free_of_models(runner: Any) -> None:
     """The device is the host: leave the models out."""
-    runner.target.model = FreeModel(runner.max_rows)
-    if runner.drafter is not None:
-        runner.drafter.model = FreeModel(runner.max_rows)
-    runner.hidden_states = type(runner.hidden_states)(
-        num_rows=runner.max_rows + 1,
-        num_queries=1 + NUM_DRAFTS,
-        max_chunk_tokens=1,
-        hidden_size=FreeModel.HIDDEN,
-        dtype=torch.float32,
-        device=runner.backend.traits.torch_device,
-    )
+    for loaded in filter(None, (runner.target, runner.drafter)):
+        loaded.model = FreeModel(runner.max_rows, loaded.model.config.hidden_size)
     if runner.drafter is None:
         runner.drafting.propose_on_host = lambda step, max_drafts: None
 

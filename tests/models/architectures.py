@@ -1214,12 +1214,16 @@ MULTIMODAL |= (
         *("qwen2.5-vl-images", "qwen3-vl-images", "mistral3-images", "gemma3-mm-images"),
         "idefics3-images",
         *("qwen2-vl-video", "qwen2.5-vl-video", "qwen3-vl-video", "qwen2-audio-sound"),
+        *("qwen3-vl-moe-images", "qwen3.5-mm-images", "pixtral-images", "llava-next-images"),
+        *("cohere2-vision-images", "gemma4-ple-images"),
         max_num_batched_tokens=16,
     )
+    # Room for one image and not for two.
+    | otherwise("@chunks", "gemma4-both-ways-images", max_num_batched_tokens=96)
     # Less KV than the prompts and answers take, so that a request waits, and its items are encoded again.
     | otherwise(
         "@busy",
-        *("qwen2.5-vl-images", "qwen2.5-vl-video", "qwen2-audio-sound"),
+        *("qwen2.5-vl-images", "qwen3.5-mm-images", "qwen2.5-vl-video", "qwen2-audio-sound"),
         num_gpu_blocks_override=7,
         enable_prefix_caching=False,
     )
@@ -1235,9 +1239,12 @@ MULTIMODAL |= (
     | otherwise(
         "@again",
         *("qwen2.5-vl-images", "gemma3-mm-images", "qwen3-vl-video", "qwen2-audio-sound"),
+        *("qwen3.5-mm-images", "gemma4-ple-images", "pixtral-images"),
         num_gpu_blocks_override=100,
         block_size=16,
     )
+    # Its layers and its drafter's are of three kinds, which share the blocks.
+    | otherwise("@again", "gemma4-both-ways-images", num_gpu_blocks_override=200, block_size=16)
 )
 # The same with every other modality switched off, by either of vLLM's options: what is left is a text model.
 MULTIMODAL |= {

@@ -536,23 +536,31 @@ COMPILED = {"traits.captures": True, "traits.torch_device": SimpleNamespace(type
         ({"model.is_mm_prefix_lm": True}, "see each other in both directions are supported for gemma3"),
         ({"model.is_mm_prefix_lm": True, "model.hf_config": SimpleNamespace(model_type="gemma3")}, None),
         (
-            {"model.hf_text_config": SimpleNamespace(use_bidirectional_attention="vision")},
+            {"model.hf_text_config": SimpleNamespace(use_bidirectional_attention="vision", sliding_window=512)},
             "see each other in both directions are supported for gemma3",
         ),
         (
             {
                 "model.hf_config": SimpleNamespace(model_type="gemma4"),
-                "model.hf_text_config": SimpleNamespace(use_bidirectional_attention="vision"),
+                "model.hf_text_config": SimpleNamespace(use_bidirectional_attention="vision", sliding_window=512),
             },
             None,
         ),
         (
             {
                 "model.hf_config": SimpleNamespace(model_type="gemma4"),
-                "model.hf_text_config": SimpleNamespace(use_bidirectional_attention="vision"),
+                "model.hf_text_config": SimpleNamespace(use_bidirectional_attention="vision", sliding_window=512),
                 "model.disable_sliding_window": True,
             },
             "--disable-sliding-window",
+        ),
+        (
+            {
+                "model.hf_config": SimpleNamespace(model_type="gemma4"),
+                "model.hf_text_config": SimpleNamespace(use_bidirectional_attention="vision", sliding_window=512),
+                "media.mm_processor_kwargs": {"images_kwargs": {"max_soft_tokens": 1120}},
+            },
+            "longer than the sliding window of 512 tokens",
         ),
         ({"model.hf_text_config": SimpleNamespace(use_bidirectional_attention=None)}, None),
         ({"model.is_multimodal_raw_input_only_model": True}, "without tokens"),
@@ -568,7 +576,12 @@ COMPILED = {"traits.captures": True, "traits.torch_device": SimpleNamespace(type
     ids=lambda value: next(iter(value), "images") if isinstance(value, dict) else "",
 )
 def test_images_that_would_not_work_are_refused(changed: dict[str, Any], refused: str | None) -> None:
-    media = SimpleNamespace(is_multimodal_pruning_enabled=lambda: False, enable_mm_embeds=False, mm_encoder_only=False)
+    media = SimpleNamespace(
+        is_multimodal_pruning_enabled=lambda: False,
+        enable_mm_embeds=False,
+        mm_encoder_only=False,
+        mm_processor_kwargs=None,
+    )
     model = SimpleNamespace(
         architectures=["PaliGemmaForConditionalGeneration"],
         is_mm_prefix_lm=False,

@@ -104,7 +104,7 @@ def column_positions(
     no_tokens_BQ = torch.zeros(rows, queries, dtype=torch.int32, device=starts_B.device)
     located = FUNCTIONS["positions"](no_tokens_BQ, starts_B, num_real_B, tables, sizes)
     assert isinstance(located, Positions)
-    real_BQ = no_tokens_BQ[0] + torch.arange(queries, dtype=torch.int32, device=starts_B.device) < num_real_B[:, None]
+    real_BQ = torch.arange(queries, dtype=torch.int32, device=starts_B.device) < num_real_B[:, None]
 
     def turned(tensor: torch.Tensor) -> torch.Tensor:
         # As int32: a permutation of int64 is not in a Gaudi's compiled graph (lesson C16).

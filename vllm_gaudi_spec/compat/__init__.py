@@ -101,6 +101,7 @@ _BY_ARCHITECTURE = {
     "FalconH1ForCausalLM": (scale_gates_of_falcon_h1,),
     "Gemma3ForConditionalGeneration": (add_positions_in_siglip,),
     "KimiLinearForCausalLM": (take_kimi_linear_of_plain_layers,),
+    "LlavaForConditionalGeneration": (add_positions_in_siglip,),
     "MiniCPM3ForCausalLM": (join_keys_of_minicpm3,),
     "Gemma3nForCausalLM": _GEMMA3N,
     "Gemma3nForConditionalGeneration": (*_GEMMA3N, take_tokens_in_gemma3n),

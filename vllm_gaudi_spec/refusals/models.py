@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import importlib.util
 from collections.abc import Iterator
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from vllm_gaudi_spec.config import FP8_KV, ranks_in_step
 from vllm_gaudi_spec.drafting.table import has_model
@@ -151,6 +151,12 @@ def _multimodal_refusals(vllm_config: VllmConfig, backend: DeviceBackend) -> Ite
     sees_both_ways = model.is_mm_prefix_lm or of_windows
     if of_windows and model.disable_sliding_window:
         yield "--disable-sliding-window leaves no layer that sees images in both directions"
+    window = model.hf_text_config.sliding_window if of_windows else None
+    if window is not None and _tokens_of_image(media) > window:
+        yield (
+            "max_soft_tokens in --mm-processor-kwargs allows images longer than the sliding window of "
+            f"{window} tokens, which would be seen in one direction"
+        )
     if sees_both_ways and model.hf_config.model_type not in _SEEN_BOTH_WAYS:
         yield f"Tokens of images that see each other in both directions are supported for {', '.join(_SEEN_BOTH_WAYS)}"
     if any(name in _TEXT_ONLY for name in model.architectures):
@@ -173,6 +179,12 @@ def _multimodal_refusals(vllm_config: VllmConfig, backend: DeviceBackend) -> Ite
         yield "--enable-mm-embeds is not supported"
     if vllm_config.lora_config is not None:
         yield "LoRA adapters are not supported beside images, audio and video yet"
+
+
+def _tokens_of_image(media: Any) -> int:
+    """The most tokens of an image that a user asks for; 0 for the processor's own, which are fewer than a window."""
+    options = media.mm_processor_kwargs or {}
+    return int(options.get("max_soft_tokens") or options.get("images_kwargs", {}).get("max_soft_tokens") or 0)
 
 
 def _keeps_sizes_of_images(model: ModelConfig) -> bool:

@@ -47,7 +47,7 @@ class DeviceStep:
         self._hidden_states = hidden_states
         self._logprobs_mode = sampling.logprobs_mode
         self._rules = backend.rules
-        self._rule = rule
+        self.rule = rule
         self._drafting = drafting
         self._custom = custom
         graph = backend.graphs.graph
@@ -105,7 +105,7 @@ class DeviceStep:
             verification = verify(
                 logits_NV.view(*positions_BQ.shape, -1),
                 draft_probs_BKV=drafting.probs(rows_B) if drafting and num_queries > 1 else None,
-                rule=self._rule,
+                rule=self.rule,
                 custom=self._custom,
                 **common,
             )

@@ -73,7 +73,6 @@ class ModelRunner:
         self.speculation = Speculation.from_vllm(vllm_config)
         self.num_drafts = self.speculation.num_drafts if self.speculation else 0
         self.num_snapshots = num_snapshots(vllm_config, self.options.state_snapshots)
-        self.rule = choose_rule(self.speculation, backend)
         self.async_scheduling = vllm_config.scheduler_config.async_scheduling
         self.observer: StepObserver | None = None
         """Set by tools that measure steps."""
@@ -229,7 +228,7 @@ class ModelRunner:
             requests=self.requests,
             hidden_states=self.hidden_states,
             sampling=self.sampling,
-            rule=self.rule,
+            rule=choose_rule(self.speculation, self.backend),
             drafting=self.drafting,
             custom=self.custom,
         )

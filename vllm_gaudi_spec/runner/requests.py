@@ -153,6 +153,7 @@ class Requests:
 
     def _give_row(self, request: Request, token_ids: list[int], num_computed: int) -> None:
         self._free_row(request)
+        # The row that it had, if it had one: a session's next turn goes on with the recurrent state there.
         row = request.row = self._free_rows.pop()
         request.all_token_ids, request.num_computed = token_ids, num_computed
         request.outputs[:] = token_ids[request.num_prompt :]

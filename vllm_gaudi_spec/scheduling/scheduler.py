@@ -350,6 +350,11 @@ class _Speculating(Scheduler):
 
     # --- sessions, whose input comes turn by turn ---
 
+    def _preempt_request(self, request: Request, timestamp: float, drop_stale_output: bool = False) -> None:
+        """A turn may end by what is in flight, while the session waits to be resumed: vLLM takes it out of both queues
+        then, and it is never scheduled again. Those tokens are sampled again instead."""
+        super()._preempt_request(request, timestamp, drop_stale_output or request.resumable)
+
     def _handle_stopped_request(self, request: Request) -> bool:
         if request.resumable:
             # Its next turn starts after all tokens but the last. Without async scheduling vLLM counts drafts that were

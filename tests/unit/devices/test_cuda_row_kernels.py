@@ -82,7 +82,7 @@ def test_positions(queries: int, groups: int) -> None:
 
 
 @pytest.mark.parametrize("queries", [1, 3, 50])
-@pytest.mark.parametrize("groups", [1, 2])
+@pytest.mark.parametrize("groups", [0, 1, 2])
 def test_column_positions(queries: int, groups: int) -> None:
     check("column_positions", STARTS_B, REAL_B, queries, TABLES[:groups], (4, 8)[:groups])
 

@@ -74,3 +74,28 @@ def test_a_session_that_ends_is_forgotten(tmp_path: Path) -> None:
     scheduler.update_from_output(second, answer({"session": [8]}, {}))
     scheduler.add_request(Request("session", [0], SamplingParams(), None))  # the end of its input
     assert not scheduler.read_ahead
+
+
+def test_a_turn_that_waits_already_starts_from_the_beginning_too(tmp_path: Path) -> None:
+    scheduler = opened(SpecAsyncScheduler, tmp_path, has_states=True)
+    first, second = scheduler.schedule(), scheduler.schedule()
+    scheduler.add_request(turn(MORE))
+    scheduler.update_from_output(first, answer({"session": [STOP]}, {}))
+    scheduler.update_from_output(second, answer({"session": [8]}, {}))
+    (new,) = scheduler.schedule().scheduled_new_reqs
+    assert (new.num_computed_tokens, new.prompt_token_ids) == (0, [*PROMPT, *MORE])
+    assert not scheduler.read_ahead
+
+
+def test_a_turn_whose_end_is_in_flight_when_it_is_preempted_is_resumed(tmp_path: Path) -> None:
+    scheduler = opened(SpecAsyncScheduler, tmp_path)
+    first, second = scheduler.schedule(), scheduler.schedule()
+    (session,) = scheduler.running
+    scheduler.running.remove(session)
+    scheduler._preempt_request(session, 0.0)
+    scheduler.update_from_output(first, answer({"session": [STOP]}, {}))
+    scheduler.update_from_output(second, answer({"session": [8]}, {}))
+    resumed = scheduler.schedule()
+    assert resumed.scheduled_cached_reqs.resumed_req_ids == {"session"}
+    scheduler.update_from_output(resumed, answer({"session": [STOP]}, {}))
+    assert starts_of_next_turn(scheduler) == (len(PROMPT), len(PROMPT) + len(MORE))

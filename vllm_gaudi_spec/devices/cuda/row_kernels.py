@@ -101,7 +101,8 @@ def column_positions(
     num_real_QB = torch.empty_like(starts_QB)
     positions_QB = torch.empty_like(starts_QB, dtype=torch.int64)
     slots = tuple(torch.empty_like(positions_QB) for _ in tables)
-    for table_BW, size, slots_QB in zip(tables, sizes, slots, strict=True):
+    # A model without attention has no tables.
+    for table_BW, size, slots_QB in zip(tables or (starts_QB,), sizes or (1,), slots or (positions_QB,), strict=True):
         _column_positions[(triton.cdiv(rows * queries, _TILE),)](
             starts_B,
             num_real_B,
@@ -114,6 +115,7 @@ def column_positions(
             rows,
             queries,
             SIZE=size,
+            SLOTS=bool(tables),
             TILE=_TILE,
             num_warps=4,
         )
@@ -133,6 +135,7 @@ def _column_positions(
     rows,
     queries,
     SIZE: tl.constexpr,
+    SLOTS: tl.constexpr,
     TILE: tl.constexpr,
 ):
     at_T = tl.program_id(0) * TILE + tl.arange(0, TILE)
@@ -141,12 +144,13 @@ def _column_positions(
     real_T = used_T & (query_T < tl.load(num_real_ptr + row_T, mask=used_T, other=0))
     position_T = tl.load(starts_ptr + row_T, mask=real_T, other=0) + query_T
     position_T = tl.where(real_T, position_T, 0)
-    # The number that a token has in the rectangle.
-    slot_T = _slot(table_ptr, table_stride, row_T, position_T, row_T * queries + query_T, real_T, SIZE)
     tl.store(starts_out + at_T, position_T, mask=used_T)
     tl.store(positions_out + at_T, position_T, mask=used_T)
     tl.store(num_real_out + at_T, real_T.to(tl.int32), mask=used_T)
-    tl.store(slots_out + at_T, slot_T, mask=used_T)
+    if SLOTS:
+        # The number that a token has in the rectangle.
+        slot_T = _slot(table_ptr, table_stride, row_T, position_T, row_T * queries + query_T, real_T, SIZE)
+        tl.store(slots_out + at_T, slot_T, mask=used_T)
 
 
 def newest(
