@@ -1239,7 +1239,7 @@ MULTIMODAL |= (
     | otherwise(
         "@again",
         *("qwen2.5-vl-images", "gemma3-mm-images", "qwen3-vl-video", "qwen2-audio-sound"),
-        *("qwen3.5-mm-images", "gemma4-ple-images", "pixtral-images"),
+        *("qwen3.5-mm-images", "pixtral-images"),
         num_gpu_blocks_override=100,
         block_size=16,
     )
