@@ -20,7 +20,7 @@ def test_the_first_screen() -> None:
     """What it is and why, its status on each device, what is served, how to install it; no address that is none."""
     text = README.read_text()
     screen = "\n".join(text.splitlines()[:SCREEN])
-    for word in ("Speculative decoding for vLLM", "| status |", "| served |", "pip install"):
+    for word in ("Speculative decoding for vLLM", "| status |", "| served, ", "pip install"):
         assert word in screen
     assert len(re.findall(r"(?m)^- \*\*", screen)) == 5
     assert "REPOSITORY" not in text

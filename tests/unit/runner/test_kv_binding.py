@@ -123,5 +123,5 @@ def test_only_a_layers_own_keys_may_be_read_beside_the_cache(owner: str | None, 
     one = layer(READER, kv_sharing_target_layer_name=owner)
     one.impl.spec = None
     one.impl._ops = SimpleNamespace(attend=lambda *args: fresh.append(args[-1]))
-    one.impl.forward(one, *torch.ones(3, 1, HEADS, SIZE), None, None)
+    one.impl.forward(one, *torch.ones(3, 1, HEADS, SIZE), None, SimpleNamespace(spans=None))
     assert [kv is None for kv in fresh] == [owner is not None]
