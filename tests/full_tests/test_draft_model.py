@@ -38,7 +38,6 @@ CASES = [
     ("cousin", 1, STRICT, "chunked, cached, preempted"),
     ("stranger", 3, COUPLED, "overlapping"),
     ("stranger", 3, {}, "chunked, cached, preempted"),
-    ("twin", 3, COUPLED, "chunked, cached, preempted"),
 ]
 ALL = [
     (who, k, options, schedule)

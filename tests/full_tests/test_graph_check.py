@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
+import pytest
 import torch
 
 from vllm_gaudi_spec.tools.cli import graph_check, make_parser
@@ -80,6 +81,7 @@ def test_a_drafter_that_waits_for_the_device(tiny_llama: str, tmp_path: Path) ->
     assert all(f"{THIS_FILE}:{mask} (propose)" in line for line in complaints), said
 
 
+@pytest.mark.slow
 def test_a_drafter_that_reads_a_value_inside_its_graph(tiny_llama: str) -> None:
     """The card refuses to capture it, so the engine does not start; that is said with the line."""
     drafter = {"method": "ngram_gpu", "num_speculative_tokens": 2, "prompt_lookup_min": 1, "prompt_lookup_max": 2}
@@ -105,6 +107,7 @@ def spoil_device_drafter() -> None:
     DeviceNgramProposer.propose = propose  # type: ignore[method-assign]
 
 
+@pytest.mark.slow
 def test_what_the_engine_refuses_is_a_wrong_option(tiny_llama: str) -> None:
     status, said = run(tiny_llama, *SMALL, speculation={"method": "extract_hidden_states", "num_speculative_tokens": 2})
     assert status == 2, said

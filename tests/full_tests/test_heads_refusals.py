@@ -18,7 +18,9 @@ def test_a_head_of_another_model(tiny_llama: str) -> None:
 
 
 @pytest.mark.parametrize(
-    ("method", "own_config"), [("medusa", {}), ("eagle3", {"target_hidden_size": 64})], ids=["medusa", "eagle3"]
+    ("method", "own_config"),
+    [pytest.param("medusa", {}, marks=pytest.mark.slow), ("eagle3", {"target_hidden_size": 64})],
+    ids=["medusa", "eagle3"],
 )
 def test_a_head_for_another_size(method: str, own_config: dict[str, Any], tmp_path: Path, tiny_llama: str) -> None:
     """As its configuration says: an EAGLE-3 head's own size may differ from that of what it reads."""

@@ -22,7 +22,7 @@ def requests() -> list[Request]:
 WAYS = [("ngram_gpu", True), ("ngram_gpu", False), ("ngram", False)]
 WAYS += [(method, overlap) for method in ("draft_model", "eagle") for overlap in (True, False)]
 ALL = [(method, overlap, small) for method, overlap in WAYS for small in (False, True)]
-QUICK = [("ngram_gpu", True, True), ("draft_model", True, False)]
+QUICK = [("draft_model", True, False)]
 
 
 @pytest.mark.parametrize(

@@ -94,7 +94,7 @@ SETTINGS = [
     *((overlap, v2, "preempted") for overlap in (True, False) for v2 in (False, True)),
 ]
 EQUAL = [(*way, *setting) for way in WAYS for setting in SETTINGS]
-QUICK = [(NGRAM, {}, True, True, "preempted"), (MEDUSA, COUPLED, True, True, "preempted")]
+QUICK = [(MEDUSA, COUPLED, True, True, "preempted")]
 
 
 @pytest.mark.parametrize(("drafter", "options", "overlap", "v2", "schedule"), quick_and_slow(EQUAL, QUICK), ids=name)

@@ -8,7 +8,11 @@ from tests.full_tests.engines import engine, preemptions
 from tests.full_tests.structured import ask_mixed, check_ended
 
 
-@pytest.mark.parametrize("options", [{}, dict(max_num_batched_tokens=64)], ids=["whole", "chunked"])
+@pytest.mark.parametrize(
+    "options",
+    [pytest.param({}, marks=pytest.mark.slow), dict(max_num_batched_tokens=64)],
+    ids=["whole", "chunked"],
+)
 def test_ended_requests_parse(options: dict[str, Any], demo_model: str) -> None:
     with engine(demo_model, max_num_seqs=32, kv_cache_memory_bytes=256 << 20, **options) as llm:
         ended = check_ended(ask_mixed(llm, demo_model, 36))
