@@ -15,6 +15,8 @@ import torch
 _P = ParamSpec("_P")
 _T = TypeVar("_T")
 
+FUNCTIONS: dict[str, Callable[..., object]] = {}
+"""As torch operations, by name."""
 _kernels: dict[tuple[str, str], Callable[..., object]] = {}
 
 
@@ -24,10 +26,6 @@ def use(device_type: str, kernels: Mapping[str, Callable[..., object]]) -> None:
         if name not in FUNCTIONS:
             raise ValueError(f"{name} is no operation on rows; there are {', '.join(sorted(FUNCTIONS))}")
         _kernels[name, device_type] = kernel
-
-
-FUNCTIONS: dict[str, Callable[..., object]] = {}
-"""As torch operations, by name."""
 
 
 def _operation(plain: Callable[_P, _T]) -> Callable[_P, _T]:
@@ -102,8 +100,7 @@ def column_positions(
     """The same of a rectangle of so many queries, column by column."""
     rows = len(starts_B)
     no_tokens_BQ = torch.zeros(rows, queries, dtype=torch.int32, device=starts_B.device)
-    located = FUNCTIONS["positions"](no_tokens_BQ, starts_B, num_real_B, tables, sizes)
-    assert isinstance(located, Positions)
+    located = positions(no_tokens_BQ, starts_B, num_real_B, tables, sizes)
     real_BQ = torch.arange(queries, dtype=torch.int32, device=starts_B.device) < num_real_B[:, None]
 
     def turned(tensor: torch.Tensor) -> torch.Tensor:

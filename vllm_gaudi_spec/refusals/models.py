@@ -38,6 +38,8 @@ CAPTURED_MEDIA: dict[tuple[str, str], tuple[str, ...]] = {
 
 _POOLING_WITH_STATES = ("ColBERTLfm2Model", "JambaForSequenceClassification")
 """With recurrent layers, and held against transformers."""
+_MEDIA_WITH_STATES = ("Qwen3_5ForConditionalGeneration", "Qwen3_5MoeForConditionalGeneration")
+"""The same of classes with images."""
 
 
 def models_of(vllm_config: VllmConfig) -> list[tuple[ModelConfig, str]]:
@@ -260,11 +262,6 @@ _EMBEDDINGS_ONLY = ("VoxtralRealtimeGeneration",)
 _PACKAGES = {"Gemma3nForConditionalGeneration": "timm"}
 # Classes of vLLM whose text is served, and whose images and sound were never compared.
 _TEXT_ONLY = ("Gemma3nForConditionalGeneration",)
-# Classes of vLLM with recurrent layers whose images were held against transformers.
-_MEDIA_WITH_STATES = (
-    "Qwen3_5ForConditionalGeneration",
-    "Qwen3_5MoeForConditionalGeneration",
-)
 # Classes of vLLM that pass slopes to their layers, of which the scores follow from distances.
 _SLOPES = ("BloomForCausalLM", "FalconForCausalLM")
 # From the square root of distances; `uses_alibi` does not have it.

@@ -13,7 +13,6 @@ from typing import TYPE_CHECKING, Any
 from vllm.logger import init_logger
 from vllm.v1.core.sched.async_scheduler import AsyncScheduler
 from vllm.v1.core.sched.interface import PauseState
-from vllm.v1.core.sched.scheduler import Scheduler
 from vllm.v1.engine import EngineCoreOutputs
 from vllm.v1.kv_cache_interface import FullAttentionSpec, UniformTypeKVCacheSpecs
 from vllm.v1.metrics.stats import RequestSpecDecodeMetrics
@@ -22,7 +21,7 @@ from vllm.v1.request import RequestStatus
 from vllm_gaudi_spec.config import Options, Speculation
 from vllm_gaudi_spec.devices import load_backend
 from vllm_gaudi_spec.environment import warms_up_in_background
-from vllm_gaudi_spec.recurrent.table import has_states, num_snapshots
+from vllm_gaudi_spec.recurrent.table import num_snapshots
 from vllm_gaudi_spec.runner.shapes import Shapes
 from vllm_gaudi_spec.scheduling import metrics
 from vllm_gaudi_spec.scheduling.audits import AUDITOR, Audits, is_audit
@@ -32,6 +31,7 @@ from vllm_gaudi_spec.scheduling.health import DrafterHealth
 from vllm_gaudi_spec.scheduling.lengths import Lengths
 from vllm_gaudi_spec.scheduling.metrics import StepMetrics
 from vllm_gaudi_spec.scheduling.outputs import CountedOutput, Pace, SpecSchedulerOutput, SpeculativeOutput
+from vllm_gaudi_spec.scheduling.sessions import Sessions
 from vllm_gaudi_spec.scheduling.snapshots import Snapshots
 
 if TYPE_CHECKING:
@@ -42,7 +42,7 @@ if TYPE_CHECKING:
     from vllm.v1.kv_cache_interface import KVCacheConfig, KVCacheSpec
     from vllm.v1.metrics.stats import SchedulerStats
     from vllm.v1.outputs import ModelRunnerOutput
-    from vllm.v1.request import Request, StreamingUpdate
+    from vllm.v1.request import Request
     from vllm.v1.spec_decode.metrics import SpecDecodingStats
 
     from vllm_gaudi_spec.records import DraftRound, WorkerCounts
@@ -60,7 +60,7 @@ class RequestDrafts(RequestSpecDecodeMetrics):
             super().observe(num_draft_tokens, num_accepted, detailed)
 
 
-class _Speculating(Scheduler):
+class _Speculating(Sessions):
     """Mixin before one of vLLM's schedulers."""
 
     def __init__(self, vllm_config: VllmConfig, kv_cache_config: KVCacheConfig, *args: Any, **kwargs: Any) -> None:
@@ -90,9 +90,6 @@ class _Speculating(Scheduler):
         """By request that was looked up while a step is scheduled: the tokens of its snapshot."""
         if num_slots := num_snapshots(self.vllm_config, options.state_snapshots):
             self.keep_snapshots(num_slots)
-        self.has_states = has_states(self.vllm_config.model_config)
-        self.read_ahead: set[str] = set()
-        """Sessions between turns, whose recurrent states may have read more than their next turn starts after."""
         self._is_warm = not warms_up_in_background()
         """Whether the worker's warm-up is done, as far as it has reported."""
         self._is_shut_down = False
@@ -348,35 +345,7 @@ class _Speculating(Scheduler):
         if self._audits is not None:
             self._abort_audits(self._audits.drop())
 
-    # --- sessions, whose input comes turn by turn ---
-
-    def _preempt_request(self, request: Request, timestamp: float, drop_stale_output: bool = False) -> None:
-        """A turn may end by what is in flight, while the session waits to be resumed: vLLM takes it out of both queues
-        then, and it is never scheduled again. Those tokens are sampled again instead."""
-        super()._preempt_request(request, timestamp, drop_stale_output or request.resumable)
-
-    def _handle_stopped_request(self, request: Request) -> bool:
-        if request.resumable:
-            # Its next turn starts after all tokens but the last. Without async scheduling vLLM counts drafts that were
-            # accepted after a stop token as well.
-            last = request.num_tokens - 1 + request.num_output_placeholders
-            request.num_computed_tokens = min(request.num_computed_tokens, last)
-            if self.has_states and request.num_in_flight_tokens:
-                self.read_ahead.add(request.request_id)
-        return super()._handle_stopped_request(request)
-
-    def _update_request_as_session(self, session: Request, update: StreamingUpdate) -> None:
-        """A state that a step in flight has moved cannot be moved back, so it is computed again from its tokens, as
-        after a preemption, or from a snapshot."""
-        super()._update_request_as_session(session, update)
-        if session.request_id in self.read_ahead:
-            self.read_ahead.discard(session.request_id)
-            self._free_request_blocks(session)
-            self.encoder_cache_manager.free(session)
-            session.num_computed_tokens = 0
-
     def _free_request(self, request: Request, delay_free_blocks: bool = False) -> Any:
-        self.read_ahead.discard(request.request_id)
         if self._audits is not None:
             self._audits.on_ended(request)
         return super()._free_request(request, delay_free_blocks)

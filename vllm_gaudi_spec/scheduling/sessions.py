@@ -1,0 +1,51 @@
+"""Sessions, whose input comes turn by turn (`AsyncLLM.generate` of several inputs): after which token a turn starts."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any
+
+from vllm.v1.core.sched.scheduler import Scheduler
+
+from vllm_gaudi_spec.recurrent.table import has_states
+
+if TYPE_CHECKING:
+    from vllm.v1.request import Request, StreamingUpdate
+
+
+class Sessions(Scheduler):
+    """vLLM's scheduler, whose sessions end their turns with drafts, with recurrent states, and while preempted."""
+
+    def __init__(self, *args: Any, **kwargs: Any) -> None:
+        super().__init__(*args, **kwargs)
+        self.has_states = has_states(self.vllm_config.model_config)
+        self.read_ahead: set[str] = set()
+        """Sessions between turns, whose recurrent states may have read more than their next turn starts after."""
+
+    def _preempt_request(self, request: Request, timestamp: float, drop_stale_output: bool = False) -> None:
+        """A turn may end by what is in flight, while the session waits to be resumed: vLLM takes it out of both queues
+        then, and it is never scheduled again. Those tokens are sampled again instead."""
+        super()._preempt_request(request, timestamp, drop_stale_output or request.resumable)
+
+    def _handle_stopped_request(self, request: Request) -> bool:
+        if request.resumable:
+            # Its next turn starts after all tokens but the last. Without async scheduling vLLM counts drafts that were
+            # accepted after a stop token as well.
+            last = request.num_tokens - 1 + request.num_output_placeholders
+            request.num_computed_tokens = min(request.num_computed_tokens, last)
+            if self.has_states and request.num_in_flight_tokens:
+                self.read_ahead.add(request.request_id)
+        return super()._handle_stopped_request(request)
+
+    def _update_request_as_session(self, session: Request, update: StreamingUpdate) -> None:
+        """A state that a step in flight has moved cannot be moved back, so it is computed again from its tokens, as
+        after a preemption, or from a snapshot."""
+        super()._update_request_as_session(session, update)
+        if session.request_id in self.read_ahead:
+            self.read_ahead.discard(session.request_id)
+            self._free_request_blocks(session)
+            self.encoder_cache_manager.free(session)
+            session.num_computed_tokens = 0
+
+    def _free_request(self, request: Request, delay_free_blocks: bool = False) -> Any:
+        self.read_ahead.discard(request.request_id)
+        return super()._free_request(request, delay_free_blocks)
