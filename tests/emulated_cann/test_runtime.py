@@ -57,10 +57,11 @@ def test_a_poll_gets_there(npu: Any) -> None:
     assert value.cpu().tolist() == [2.0] * 4
 
 
-def run_python(script: str) -> str:
+def run_python(script: str, *, with_errors: bool = False) -> str:
     """What it prints, in a process of its own. Unbuffered: most end at once, without what torch_npu does at the end."""
     command = [sys.executable, "-u", "-c", script]
-    return subprocess.run(command, capture_output=True, text=True, check=True, timeout=300).stdout
+    ended = subprocess.run(command, capture_output=True, text=True, check=True, timeout=300)
+    return ended.stdout + (ended.stderr if with_errors else "")
 
 
 def graph_of(npu: Any, run: Any) -> Any:
@@ -141,16 +142,19 @@ IN_CAPTURE = {
     "a value on the host": ("value.sum().item()", "107030"),
     "a copy of memory that is not page-locked": (
         "value.copy_(torch.ones(4), non_blocking=True)",
-        "copy of host memory that is not page-locked",
+        "aclrtMemcpyAsync error! ret = 107041",
     ),
 }
-"""What a capture refuses, and what torch_npu's error says of it."""
+"""What a capture refuses, and the code that torch_npu's error or log has of it."""
 
 
 @pytest.mark.parametrize("case", IN_CAPTURE)
 def test_what_a_capture_refuses(case: str) -> None:
-    """In processes of their own: torch_npu keeps a capture that failed."""
-    statement, words = IN_CAPTURE[case]
+    """In processes of their own: torch_npu keeps a capture that failed.
+
+    A copy is made by torch_npu's queue, then waited for. Which of the two raises first is chance: both are refused.
+    """
+    statement, code = IN_CAPTURE[case]
     out = run_python(
         "import torch\n"
         "from vllm_gaudi_spec.devices.ascend import device\n"
@@ -162,10 +166,12 @@ def test_what_a_capture_refuses(case: str) -> None:
         "        graph.capture_begin(capture_error_mode='thread_local')\n"
         f"        {statement}\n"
         "except RuntimeError as error:\n"
-        f"    print('refused' if '{words}' in str(error) else error)\n"
-        "import os; os._exit(0)\n"
+        "    print('The statement raised', error)\n"
+        "import os; os._exit(0)\n",
+        with_errors=True,
     )
-    assert out.strip().splitlines()[-1] == "refused", out
+    assert "The statement raised" in out, out
+    assert code in out, out
 
 
 def test_an_operator_that_fails_raises_its_name_and_nobody_waits_for_ever() -> None:
