@@ -6,12 +6,12 @@ from typing import Any
 
 import pytest
 import torch
-from transformers import Qwen3Model
+from transformers import AutoTokenizer, Qwen3ForCausalLM, Qwen3Model
 from vllm import LLM, PoolingParams
 from vllm.config import PoolerConfig
 
 from tests.full_tests.engines import counter, engine
-from tests.full_tests.prompts import random_prompts
+from tests.full_tests.prompts import PROMPTS, random_prompts
 from tests.full_tests.server import Server
 from tests.full_tests.tiny_models import VOCAB
 from tests.models import checkpoints
@@ -95,6 +95,30 @@ def test_classes(folder: Path) -> None:
         outputs = llm.classify([{"prompt_token_ids": prompt} for prompt in checkpoints.prompts()], use_tqdm=False)
     for output, probs in zip(outputs, reference, strict=True):
         torch.testing.assert_close(torch.tensor(output.outputs.probs), torch.tensor(probs), atol=TOLERANCE, rtol=0)
+
+
+@torch.no_grad()
+def test_scores_of_a_reranker_as_it_is_published(folder: Path) -> None:
+    """As Qwen3-Reranker: a generating model, asked for its next token of two."""
+    no, yes = "n", "y"
+    model = checkpoint("qwen3", folder)
+    tokenizer = AutoTokenizer.from_pretrained(model)
+    query, *texts = [text for text in PROMPTS if len(text) < 60]
+    made = Qwen3ForCausalLM.from_pretrained(model, dtype=torch.float32).eval()
+    expected = []
+    for text in texts:
+        logits_V = made(**tokenizer(query + text, return_tensors="pt")).logits[0, -1]
+        ids = tokenizer.convert_tokens_to_ids([no, yes])
+        expected.append(logits_V[ids].softmax(-1)[1])
+    published = dict(architectures=["Qwen3ForSequenceClassification"], is_original_qwen3_reranker=True)
+    overrides = published | dict(classifier_from_token=[no, yes])
+    with engine(model, runner="pooling", hf_overrides=overrides, **BUSY | dict(num_gpu_blocks_override=40)) as llm:
+        for _ in range(2):  # the second time from the prefix cache
+            outputs = llm.score(query, texts, use_tqdm=False)
+            found = torch.tensor([output.outputs.score for output in outputs])
+            torch.testing.assert_close(found, torch.stack(expected), atol=TOLERANCE, rtol=0)
+        assert counter(llm, "vllm:prefix_cache_hits") > 0
+    assert found.std() > 100 * TOLERANCE
 
 
 def test_a_server_of_embeddings(folder: Path, tmp_path: Path) -> None:

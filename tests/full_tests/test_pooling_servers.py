@@ -2,18 +2,24 @@
 answered with 400."""
 
 import base64
+import json
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
+from dataclasses import replace
+from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
+from tokenizers.processors import TemplateProcessing
 from transformers import AutoTokenizer, BertForSequenceClassification, Qwen3Model
 
 from tests.full_tests.prompts import PROMPTS, random_prompts
 from tests.full_tests.server import Server
 from tests.full_tests.test_bad_input import check_error
-from tests.full_tests.tiny_models import VOCAB
+from tests.full_tests.tiny_models import BOS, EOS, VOCAB
+from tests.models import checkpoints
+from tests.models.run import CASES
 
 pytestmark = pytest.mark.slow
 
@@ -52,21 +58,41 @@ class Asked:
         check_error(self.server.client.post(path, json=dict(model="tiny") | body), words)
 
 
+def running(folder: str, kind: Any, log: Path) -> Iterator[Asked]:
+    server = Server(folder, log, "--max-model-len", str(MAX_LEN))
+    try:
+        yield Asked(folder, kind, server)
+    finally:
+        server.stop()
+
+
 def serving(case: str, kind: Any) -> Callable[..., Iterator[Asked]]:
     @pytest.fixture(scope="module")
     def asked(made: Callable[[str], str], tmp_path_factory: pytest.TempPathFactory) -> Iterator[Asked]:
-        folder = made(case)
-        server = Server(folder, tmp_path_factory.mktemp(case) / "log", "--max-model-len", str(MAX_LEN))
-        try:
-            yield Asked(folder, kind, server)
-        finally:
-            server.stop()
+        yield from running(made(case), kind, tmp_path_factory.mktemp(case) / "log")
 
     return asked
 
 
 embedding = serving("qwen3-embedding", Qwen3Model)
 classifying = serving("bert-classify", BertForSequenceClassification)
+
+
+@pytest.fixture(scope="module")
+def scoring(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Asked]:
+    """A cross-encoder: a class, and a tokenizer that gives the second of two texts another type of tokens."""
+    cache, recipe = tmp_path_factory.mktemp("cross-encoder"), CASES["bert-classify"]
+    folder = checkpoints.make("bert-score", replace(recipe, config=recipe.config | dict(num_labels=1)), cache)
+    tokenizer = AutoTokenizer.from_pretrained(folder)
+    names = [(name, tokenizer.convert_tokens_to_ids(name)) for name in (BOS, EOS)]
+    tokenizer.backend_tokenizer.post_processor = TemplateProcessing(
+        single=f"{BOS} $A {EOS}", pair=f"{BOS} $A {EOS} $B:1 {EOS}:1", special_tokens=names
+    )
+    tokenizer.save_pretrained(folder)
+    path = folder / "tokenizer_config.json"
+    given = json.loads(path.read_text()) | dict(model_input_names=["input_ids", "token_type_ids"])
+    path.write_text(json.dumps(given))
+    yield from running(str(folder), BertForSequenceClassification, cache / "log")
 
 
 def check(found: Any, expected: torch.Tensor) -> None:
@@ -182,3 +208,39 @@ def test_bad_requests_of_classes(classifying: Asked) -> None:
     classifying.refused("/pooling", ["task"], input="a", task="embed")
     assert classifying.server.client.post("/v1/embeddings", json=dict(model="tiny", input="a")).status_code == 404
     check_alive_of_pooling(classifying)
+
+
+# ---- scores of a model that reads both texts -------------------------------------------------------------
+
+
+@torch.no_grad()
+def score(asked: Asked, query: str, text: str, **tokenized: Any) -> torch.Tensor:
+    given = asked.tokenizer(query, text, return_tensors="pt", **tokenized)
+    assert given["token_type_ids"].unique().tolist() == [0, 1]
+    found: torch.Tensor = asked.model(**given).logits[0, 0].sigmoid()
+    return found
+
+
+def test_scores_of_pairs(scoring: Asked) -> None:
+    query, *texts = SHORT
+    expected = torch.stack([score(scoring, query, text) for text in texts])
+    assert len(expected.unique()) == len(texts)
+    found = scoring.server.post("/score", dict(text_1=query, text_2=texts))["data"]
+    check([one["score"] for one in found], expected)
+    ranked = scoring.server.post("/rerank", dict(query=query, documents=texts, top_n=3))["results"]
+    check([one["relevance_score"] for one in ranked], expected.sort(descending=True).values[:3])
+
+
+def test_scores_of_pairs_that_are_truncated(scoring: Asked) -> None:
+    """From the right of the whole, with the types of what is left."""
+    found = scoring.server.post("/score", dict(text_1=SHORT[0], text_2=LONG, truncate_prompt_tokens=MAX_LEN))["data"]
+    given = scoring.tokenizer(SHORT[0], LONG, truncation=True, max_length=MAX_LEN, return_tensors="pt")
+    with torch.no_grad():
+        check([found[0]["score"]], scoring.model(**given).logits[0].sigmoid())
+
+
+def test_bad_requests_of_scores(scoring: Asked) -> None:
+    scoring.refused("/score", [str(MAX_LEN)], text_1=SHORT[0], text_2=LONG)
+    scoring.refused("/score", ["text_2"], text_1=SHORT[0])
+    scoring.refused("/rerank", ["documents"], query=SHORT[0])
+    check_alive_of_pooling(scoring)
