@@ -63,7 +63,7 @@ def test_chunked_prefill(
 @pytest.mark.parametrize(
     "options",
     [
-        UNCACHED,
+        pytest.param(UNCACHED, marks=pytest.mark.slow),
         CACHED,
         pytest.param(UNCACHED | CHUNKED, marks=pytest.mark.slow),
         pytest.param(CACHED | CHUNKED, marks=pytest.mark.slow),

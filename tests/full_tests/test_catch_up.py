@@ -22,7 +22,7 @@ def counts(llm: LLM) -> tuple[int, int]:
     return int(counter(llm, "vllm:spec_decode_num_draft_tokens")), int(accepted(llm))
 
 
-@pytest.mark.parametrize("overlapping", [False, True])
+@pytest.mark.parametrize("overlapping", [pytest.param(False, marks=pytest.mark.slow), True])
 def test_blocks_that_only_the_target_has_written(overlapping: bool, tiny_llama: str) -> None:
     prompts = random_prompts([20, 45, 70, 150], VOCAB)
     config = dict(method="draft_model", model=tiny_llama, num_speculative_tokens=4)

@@ -13,7 +13,9 @@ LENGTHS = [1, 2, BUDGET - 1, BUDGET, BUDGET + 1, BUDGET + 2, 2 * BUDGET, 2 * BUD
 GREEDY = SamplingParams(temperature=0, max_tokens=12, ignore_eos=True)
 
 
-@pytest.mark.parametrize("caching", [False, True], ids=["plain", "prefix-caching"])
+@pytest.mark.parametrize(
+    "caching", [pytest.param(False, marks=pytest.mark.slow), True], ids=["plain", "prefix-caching"]
+)
 def test_cut_prompts_equal_whole_ones(caching: bool, tiny_llama: str) -> None:
     prompts = random_prompts(LENGTHS, VOCAB)
     with engine(tiny_llama, enable_prefix_caching=caching) as llm:

@@ -36,7 +36,6 @@ def drafting(model: str, k: int, method: str = "draft_model", **options: Any) ->
 CASES = [
     ("itself", 3, COUPLED, "overlapping"),
     ("cousin", 1, STRICT, "chunked, cached, preempted"),
-    ("stranger", 3, COUPLED, "overlapping"),
     ("stranger", 3, {}, "chunked, cached, preempted"),
 ]
 ALL = [

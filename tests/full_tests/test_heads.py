@@ -69,12 +69,11 @@ def answers(busy: list[Request]) -> Callable[[str], list[list[Answer]]]:
     return lambda method: of(target(method))
 
 
-# EAGLE-3 is in test_heads_rule.py.
+# EAGLE-3 and Medusa are in test_heads_rule.py.
 CASES = [
     ("eagle", 4, SHORT, "chunked, cached, preempted"),
     ("eagle", 2, COUPLED, "overlapping"),
     ("mtp", 1, STRICT | SHORT, "overlapping"),
-    ("medusa", 4, COUPLED, "chunked, cached, preempted"),
 ]
 ALL = [
     (method, k, options, schedule)

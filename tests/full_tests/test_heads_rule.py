@@ -59,7 +59,6 @@ def prompts() -> list[list[int]]:
 
 
 QUICK = [
-    ("eagle", 8, "chunked, cached, preempted"),
     ("eagle3", 2, "chunked, cached, preempted"),
     ("mtp", 4, "chunked, cached, preempted"),
     ("medusa", 4, "chunked, cached, preempted"),
