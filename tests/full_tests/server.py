@@ -19,11 +19,13 @@ from prometheus_client.parser import text_string_to_metric_families
 READY_SECONDS = 300
 END_SECONDS = 60
 PR_SET_PDEATHSIG = 1
+CORES = os.sched_getaffinity(0)
 
 
 def end_with_parent() -> None:
     """Runs in the child: a test run that is killed takes its server along (Linux)."""
     ctypes.CDLL(None).prctl(PR_SET_PDEATHSIG, signal.SIGTERM)
+    os.sched_setaffinity(0, CORES)  # where Intel's OpenMP is loaded, it has bound the child to one
 
 
 def serve_command(model: str, *options: str) -> list[str]:

@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import os
 import subprocess
 import sys
 
 import pytest
 
 from vllm_gaudi_spec.devices.cpu import fork
+from vllm_gaudi_spec.tools.cli.demo import OPENMP
 
 
 @pytest.mark.parametrize(("before", "method"), [("", "fork"), ("torch.ones(1 << 22).exp_();", "spawn")])
@@ -16,6 +18,16 @@ def test_start_method(before: str, method: str) -> None:
     code += "from vllm_gaudi_spec.devices.cpu.fork import start_method; print(start_method())"
     result = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
     assert result.stdout.split()[-1] == method
+
+
+def test_a_forked_child_has_the_cores_of_its_parent() -> None:
+    """Intel's OpenMP, which is loaded so where servers start, would leave it one."""
+    code = "import os, torch; from vllm_gaudi_spec.devices.cpu.fork import start_method; print(start_method())\n"
+    code += "if os.fork() == 0: print(os.sched_getaffinity(0), flush=True); os._exit(0)\nos.wait()"
+    environment = os.environ | dict(LD_PRELOAD=str(OPENMP))
+    result = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True, env=environment)
+    assert OPENMP.exists()
+    assert result.stdout.splitlines() == ["fork", str(os.sched_getaffinity(0))]
 
 
 def test_a_process_that_cannot_be_forked_is_asked_once(monkeypatch: pytest.MonkeyPatch) -> None:
