@@ -265,7 +265,8 @@ MAX_DRAFTS = 16
 """The most drafts of a request in one step."""
 
 # Logit edits of a request: one for each biased token, each spelling of a bad word, and each end token that min_tokens
-# holds back. The table grows where that makes no new graph; elsewhere it has the maximum, and more are refused.
+# holds back. The table grows where that makes no new graph; elsewhere it has the maximum, and more are refused. Longer
+# bad words are known too late for that, and make it grow everywhere.
 NUM_LOGIT_EDITS, EDIT_PREFIX = 64, 8
 MAX_LOGIT_EDITS, MAX_EDIT_PREFIX = 320, 16
 

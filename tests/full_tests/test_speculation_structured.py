@@ -80,3 +80,23 @@ def test_drafts_that_break_the_grammar(tiny_llama: str) -> None:
         drafted, accepted = drafted + sum(steps.drafted), accepted + sum(steps.accepted)
     assert accepted > 50
     assert sum(len(drafts) for _, drafts in script.rows()) > drafted + 50
+
+
+@pytest.mark.parametrize("config", [None, ngram(3)], ids=["plain", "drafts"])
+def test_min_tokens_yield_to_a_grammar(config: dict[str, Any] | None, tiny_llama: str) -> None:
+    """A grammar that is complete before as many tokens are out leaves nothing but the end, as in vLLM."""
+    params = [
+        SamplingParams(
+            temperature=0.8 * number,
+            seed=number,
+            max_tokens=32,
+            min_tokens=12,
+            structured_outputs=StructuredOutputsParams(choice=["yes"]),
+        )
+        for number in range(2)
+    ]
+    with engine(tiny_llama, speculative_config=config) as llm:
+        outputs, tokenizer = generate(llm, random_prompts([5, 9], VOCAB), params), llm.get_tokenizer()
+    for output in outputs:
+        assert output.outputs[0].finish_reason == "stop"
+        assert tokenizer.decode(output.outputs[0].token_ids, skip_special_tokens=True) == "yes"

@@ -31,6 +31,9 @@ class LogitEdits:
 
     def __init__(self, max_rows: int, num_edits: int, prefix_len: int) -> None:
         self._rows = max_rows + 1
+        self._usual = num_edits, prefix_len
+        self._needed = np.zeros((self._rows, 2), dtype=np.int64)
+        """By row: how many edits its newest request has, and the longest prefix."""
         self._allocate(num_edits, prefix_len)
 
     def _allocate(self, num_edits: int, prefix_len: int) -> None:
@@ -41,14 +44,15 @@ class LogitEdits:
 
     @property
     def shape(self) -> tuple[int, ...]:
-        """Edits a row and tokens a prefix: changes only when a request brings more than any before."""
+        """Edits a row and tokens a prefix: more than usual only until the row of a request with more is given away."""
         return self._prefix.shape[1:]
 
     def admit(self, request: Request) -> bool:
         """Write a request's edits into its row; False when it has none."""
         edits = _edits_of(request)
         row = request.row
-        self._make_room(len(edits), max((len(edit.prefix) for edit in edits), default=0))
+        self._needed[row] = len(edits), max((len(edit.prefix) for edit in edits), default=0)
+        self._fit()
         self._token[row], self._bias[row], self._until[row], self._prefix[row] = 0, 0.0, _ALWAYS, _ANY
         for index, edit in enumerate(edits):
             self._token[row, index], self._bias[row, index], self._until[row, index] = (
@@ -60,18 +64,20 @@ class LogitEdits:
                 self._prefix[row, index, -len(edit.prefix) :] = edit.prefix
         return bool(edits)
 
-    def _make_room(self, num_edits: int, prefix_len: int) -> None:
-        """Rare: a longer list than any before changes the shapes of the branch that has edits."""
-        old = (self._token, self._bias, self._until, self._prefix)
-        width, length = self._prefix.shape[1:]
-        if num_edits <= width and prefix_len <= length:
+    def _fit(self) -> None:
+        """Rare: a longer list than usual changes the shapes of the branch that has edits. They change back, to those
+        whose graphs warm-up made."""
+        size = tuple(_grown(usual, needed) for usual, needed in zip(self._usual, self._needed.max(0), strict=True))
+        if size == self.shape:
             return
-        width, length = _grown(width, num_edits), _grown(length, prefix_len)
-        logger.info("Logit edits grow to %d a request with prefixes of %d tokens.", width, length)
-        self._allocate(width, length)
+        logger.info("There are %d logit edits a request now, with prefixes of %d tokens.", *size)
+        old = (self._token, self._bias, self._until, self._prefix)
+        width, length = map(min, size, self.shape)
+        self._allocate(*size)
+        # What is cut off is unused, or of the row that is written next.
         for new, values in zip((self._token, self._bias, self._until), old[:3], strict=True):
-            new[:, : values.shape[1]] = values
-        self._prefix[:, : old[3].shape[1], length - old[3].shape[2] :] = old[3]
+            new[:, :width] = values[:, :width]
+        self._prefix[:, :width, size[1] - length :] = old[3][:, :width, old[3].shape[2] - length :]
 
     def gather(
         self, rows_np: np.ndarray, backend: DeviceBackend
@@ -96,5 +102,7 @@ def _edits_of(request: Request) -> list[_Edit]:
     for bad_word in params.bad_words_token_ids or ():
         edits.append(_Edit(bad_word[-1], -np.inf, prefix=tuple(bad_word[:-1])))
     if params.min_tokens:
-        edits += [_Edit(token, -np.inf, until=params.min_tokens) for token in sorted(params.all_stop_token_ids)]
+        # Negative: not where a grammar leaves nothing else.
+        until = params.min_tokens if params.structured_outputs is None else -params.min_tokens
+        edits += [_Edit(token, -np.inf, until=until) for token in sorted(params.all_stop_token_ids)]
     return edits

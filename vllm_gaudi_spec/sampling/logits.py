@@ -29,16 +29,20 @@ def apply_logit_edits(
     recent_BQM: torch.Tensor,
     num_outputs_BQ: torch.Tensor,
 ) -> torch.Tensor:
-    """Add `bias` to a token while fewer than `until` tokens are out and the last M outputs match `prefix`.
+    """Add `bias` to a token while fewer than |`until`| tokens are out and the last M outputs match `prefix`.
 
-    -1 in a prefix matches anything. Logit bias, bad words and min-tokens are all logit edits of this kind.
+    -1 in a prefix matches anything. Logit bias, bad words and min-tokens are all logit edits of this kind. Those of a
+    negative `until` are left out at a position where they would leave no token.
     """
     prefix = prefix_BNM[:, None]
     matches = ((prefix == recent_BQM[:, :, None]) | (prefix == -1)).all(-1)
-    active = matches & (num_outputs_BQ[..., None] < until_BN[:, None])
+    active = matches & (num_outputs_BQ[..., None] < until_BN[:, None].abs())
     added = torch.where(active, bias_BN[:, None], 0.0)
     index = token_BN[:, None].expand_as(added).long()
-    return logits_BQV.scatter_add(-1, index, added)
+    yields = until_BN[:, None] < 0
+    without_BQV = logits_BQV.scatter_add(-1, index, torch.where(yields, 0.0, added))
+    with_BQV = without_BQV.scatter_add(-1, index, torch.where(yields, added, 0.0))
+    return torch.where(with_BQV.amax(-1, keepdim=True) > NEG_INF, with_BQV, without_BQV)
 
 
 def apply_penalties(

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import numpy as np
 import pytest
-from vllm.sampling_params import SamplingParams
+from vllm.sampling_params import SamplingParams, StructuredOutputsParams
 
 from tests.support.fakes import HostBackend
 from vllm_gaudi_spec.records import Request
@@ -44,6 +44,25 @@ def test_a_row_forgets_its_last_request() -> None:
     edits.admit(request(0, logit_bias={3: 1.5}))
     edits.admit(request(0))
     assert not gathered(edits, 0)[1].any()
+
+
+def test_min_tokens_yields_to_a_grammar() -> None:
+    edits = LogitEdits(2, num_edits=4, prefix_len=1)
+    grammar = StructuredOutputsParams(choice=["a"])
+    edits.admit(request(0, min_tokens=4, stop_token_ids=[9], structured_outputs=grammar))
+    assert gathered(edits, 0)[2][0] == -4
+
+
+def test_a_long_bad_word_leaves_the_usual_shape() -> None:
+    edits = LogitEdits(2, num_edits=2, prefix_len=1)
+    stays, long = request(1), request(0)
+    stays.params._bad_words_token_ids, long.params._bad_words_token_ids = [[6, 7]], [[1, 2, 3, 4]]
+    edits.admit(stays)
+    edits.admit(long)
+    assert edits.shape == (2, 4)
+    edits.admit(request(0))
+    assert edits.shape == (2, 1)
+    assert gathered(edits, 1)[3][0].tolist() == [6]
 
 
 @pytest.mark.parametrize("row", [0, 1])

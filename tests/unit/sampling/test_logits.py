@@ -75,6 +75,22 @@ def test_logit_edits_bias_forbid_and_expire() -> None:
     assert torch.equal(result[..., untouched], logits[..., untouched])
 
 
+def test_a_stop_token_stays_where_a_grammar_leaves_nothing_else() -> None:
+    """Token 9 is held back until three outputs are there. At the first position the grammar leaves only token 9."""
+    logits = random_logits(1, 2)
+    logits[0, 0, torch.arange(VOCAB) != 9] = -torch.inf
+    token, bias = torch.tensor([[9]], dtype=torch.int32), torch.tensor([[-torch.inf]])
+    prefix, recent = torch.full((1, 1, 1), -1, dtype=torch.int32), torch.full((1, 2, 1), 5, dtype=torch.int32)
+
+    def edited(until: int) -> torch.Tensor:
+        until_BN = torch.tensor([[until]], dtype=torch.int32)
+        return edit.apply_logit_edits(logits, token, bias, until_BN, prefix, recent, torch.tensor([[1, 2]]))
+
+    assert kept(edited(-3)[0, 0]) == {9}
+    assert kept(edited(-3)[0, 1]) == set(range(VOCAB)) - {9}
+    assert not kept(edited(3)[0, 0]), "without a grammar it is not looked at"
+
+
 def test_penalties_of_listed_positions_are_those_of_rows() -> None:
     rows, queries, vocab, length = 3, 4, 12, 20
     generator = torch.Generator().manual_seed(0)
