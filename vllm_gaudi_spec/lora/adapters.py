@@ -41,6 +41,9 @@ class Adapters:
 
         A slot may have got another adapter since the last step, for a request or by a call of the user's.
         """
+        for request in requests.admitted:
+            if request.lora is not None and request.lora.load_inplace:
+                self.loader.add_adapter(request.lora)
         members = [requests.by_id[req_id] for req_id in scheduled.num_scheduled_tokens]
         adapters = {request.lora.lora_int_id: request.lora for request in members if request.lora is not None}
         slots = self.loader.in_slots(adapters.values()) if adapters else {}

@@ -175,6 +175,10 @@ class Loader:
     def __init__(self) -> None:
         self.slots: dict[int, int] = {}
         self.wanted: list[list[int]] = []
+        self.loaded: list[int] = []
+
+    def add_adapter(self, wanted: LoRARequest) -> None:
+        self.loaded.append(wanted.lora_int_id)
 
     def in_slots(self, wanted: Iterable[LoRARequest]) -> dict[int, int]:
         self.wanted.append([request.lora_int_id for request in wanted])
@@ -201,7 +205,7 @@ def test_rows_follow_their_adapters() -> None:
     named = {name: LoRARequest(name, number, "folder") for number, name in ((5, "x"), (6, "y"))}
     members = [("p", 2, "x"), ("q", 0, None), ("r", 1, "y")]
     by_id = {name: SimpleNamespace(row=row, lora=lora and named[lora]) for name, row, lora in members}
-    requests: Any = SimpleNamespace(by_id=by_id, freed_rows=[])
+    requests: Any = SimpleNamespace(by_id=by_id, freed_rows=[], admitted=[])
     rows = torch.tensor([2, 0, 3])
 
     adapters.apply(step({"q": 1}), requests)
@@ -221,11 +225,23 @@ def test_rows_follow_their_adapters() -> None:
     assert adapters.of_rows(rows).tolist() == [NO_SLOT] * 3
 
 
+def test_a_request_may_ask_for_its_adapter_to_be_read_again() -> None:
+    adapters, _ = rows_of(CapturingBackend())
+    own = SimpleNamespace(row=2, lora=LoRARequest("x", 5, "folder", load_inplace=True))
+    requests: Any = SimpleNamespace(by_id={"p": own}, freed_rows=[], admitted=[own])
+    adapters.loader.slots = {5: 1}
+    adapters.apply(step({"p": 1}), requests)
+    requests.admitted = []
+    adapters.apply(step({"p": 1}), requests)
+    assert adapters.loader.loaded == [5], "once, and not at each step"
+
+
 @pytest.mark.parametrize(("backend", "skips"), [(HostBackend(), True), (CapturingBackend(), False)])
 def test_where_shapes_follow_values_nobody_computes_for_no_adapter(backend: HostBackend, skips: bool) -> None:
     adapters, sent = rows_of(backend)
     own = SimpleNamespace(row=2, lora=LoRARequest("x", 5, "folder"))
-    requests: Any = SimpleNamespace(by_id={"p": own, "q": SimpleNamespace(row=0, lora=None)}, freed_rows=[])
+    by_id = {"p": own, "q": SimpleNamespace(row=0, lora=None)}
+    requests: Any = SimpleNamespace(by_id=by_id, freed_rows=[], admitted=[])
     adapters.loader.slots = {5: 1}
     row = torch.tensor([0])
     assert (adapters.of_rows(row) is None) == skips
