@@ -111,7 +111,8 @@ class _Speculating(Sessions):
     def add_request(self, request: Request) -> None:
         if self._audits is not None and request.client_index != AUDITOR:
             self._abort_audits(self._audits.interrupt())
-            self._audits.on_added(request)
+            if request.request_id not in self.requests:  # else a session's next input, or the end of its inputs
+                self._audits.on_added(request)
         if self.vllm_config.model_config.is_mm_prefix_lm:
             self._warn_of_long_waits(request)
         super().add_request(request)
@@ -141,6 +142,11 @@ class _Speculating(Sessions):
         self._starts.clear()
         scheduled = SpecSchedulerOutput(**vars(super().schedule(throttle_prefills)))
         scheduled.warms_up = warms_up
+        if not self.use_v2_model_runner:
+            # vLLM leaves out images that the prefix cache has. A request comes back without any after a preemption, and
+            # the cache may have lost them by then.
+            for new in scheduled.scheduled_new_reqs:
+                new.mm_features = self.requests[new.req_id].mm_features
         if self._snapshots is not None:
             self._copy_states(self._snapshots, scheduled)
         self._apply_health(scheduled)
@@ -360,12 +366,13 @@ class _Speculating(Sessions):
             self._drop_audits()
         super().set_pause_state(pause_state)
 
-    def reset_prefix_cache(self, *args: Any, **kwargs: Any) -> bool:
+    def reset_prefix_cache(self, reset_running_requests: bool = False, *args: Any, **kwargs: Any) -> bool:
         """Called after a change of weights; and blocks of audits would keep it from resetting."""
         self._drop_audits()
-        if self._snapshots is not None and not self.kv_cache_config.kv_cache_groups and self.running:
+        stays = bool(self.running) and not reset_running_requests
+        if self._snapshots is not None and not self.kv_cache_config.kv_cache_groups and stays:
             return False  # vLLM asks for blocks in use, of which models without KV have none
-        is_reset = super().reset_prefix_cache(*args, **kwargs)
+        is_reset = super().reset_prefix_cache(reset_running_requests, *args, **kwargs)
         if is_reset and self._snapshots is not None:
             self._snapshots.clear()
         return is_reset

@@ -5,6 +5,7 @@ from __future__ import annotations
 from typing import TYPE_CHECKING, Any
 
 from vllm.v1.core.sched.scheduler import Scheduler
+from vllm.v1.request import RequestStatus
 
 from vllm_gaudi_spec.recurrent.table import has_states
 
@@ -45,6 +46,17 @@ class Sessions(Scheduler):
             self._free_request_blocks(session)
             self.encoder_cache_manager.free(session)
             session.num_computed_tokens = 0
+            # Others are scheduled before it now, and may be given its row in the worker.
+            self.reset_preempted_req_ids.add(session.request_id)
+
+    def _handle_blocked_waiting_request(self, request: Request) -> bool:
+        """vLLM checks the length of each input, and not of all together: a session that outgrew the model ends with an
+        error, by the way that a grammar takes which does not compile."""
+        is_next_turn = request.resumable and request.status == RequestStatus.WAITING
+        if is_next_turn and request.num_tokens >= self.max_model_len:
+            self.grammar_compile_error_reqs.add(request.request_id)
+            return False
+        return super()._handle_blocked_waiting_request(request)
 
     def _free_request(self, request: Request, delay_free_blocks: bool = False) -> Any:
         self.read_ahead.discard(request.request_id)

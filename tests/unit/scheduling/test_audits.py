@@ -323,6 +323,18 @@ def audited(tmp_path: Path, **speculative: Any) -> Any:
     return scheduler_of(SpecScheduler, tmp_path, speculative=speculative, **options)
 
 
+def test_the_end_of_a_session_is_no_request(tmp_path: Path) -> None:
+    """Its text is of the session's seed, which nobody knows."""
+    scheduler = audited(tmp_path)
+    session = Request("0", [*PROMPT], SamplingParams(temperature=1.0), None, resumable=True)
+    scheduler.add_request(session)
+    session.append_output_token_ids([1, 2])
+    scheduler.add_request(Request("0", [0], SamplingParams(temperature=1.0), None))  # the end of its inputs
+    scheduler.finish_requests("0", RequestStatus.FINISHED_ABORTED)
+    assert scheduler.step_metrics.take()[metrics.AUDITS_SKIPPED] == {metrics.SESSION: 1}
+    assert not scheduler._audits.is_waiting
+
+
 def with_waiting(tmp_path: Path) -> Any:
     scheduler = audited(tmp_path)
     request = Request("0", PROMPT, SamplingParams(max_tokens=9, temperature=0), None)

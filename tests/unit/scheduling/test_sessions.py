@@ -6,6 +6,7 @@ from typing import Any
 import pytest
 from vllm import SamplingParams
 from vllm.v1.core.sched.scheduler import Scheduler
+from vllm.v1.engine import FinishReason
 from vllm.v1.request import Request
 
 from tests.support.schedulers import NUM_DRAFTS, PROMPT, answer, scheduler_of
@@ -85,6 +86,26 @@ def test_a_turn_that_waits_already_starts_from_the_beginning_too(tmp_path: Path)
     (new,) = scheduler.schedule().scheduled_new_reqs
     assert (new.num_computed_tokens, new.prompt_token_ids) == (0, [*PROMPT, *MORE])
     assert not scheduler.read_ahead
+
+
+def test_a_turn_that_starts_over_gives_its_row_back(tmp_path: Path) -> None:
+    """Others, who come first now, may need it."""
+    scheduler = opened(SpecAsyncScheduler, tmp_path, has_states=True)
+    first, _ = scheduler.schedule(), scheduler.schedule()
+    scheduler.add_request(turn(MORE))
+    scheduler.update_from_output(first, answer({"session": [STOP]}, {}))
+    assert scheduler.schedule().preempted_req_ids == {"session"}
+
+
+def test_a_session_that_outgrows_the_model_ends_alone(tmp_path: Path) -> None:
+    scheduler = opened(SpecScheduler, tmp_path, max_tokens=1)
+    scheduler.update_from_output(scheduler.schedule(), answer({"session": [8]}, {}))
+    scheduler.add_request(turn([7] * scheduler.max_model_len))
+    scheduled = scheduler.schedule()
+    assert not scheduled.num_scheduled_tokens
+    (output,) = scheduler.update_from_output(scheduled, answer({}, {}))[0].outputs
+    assert output.finish_reason == FinishReason.ERROR
+    assert "session" not in scheduler.requests
 
 
 def test_a_turn_whose_end_is_in_flight_when_it_is_preempted_is_resumed(tmp_path: Path) -> None:

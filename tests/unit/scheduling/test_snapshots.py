@@ -304,6 +304,21 @@ def test_a_reset_forgets_the_states(without_kv: bool, tmp_path: Path) -> None:
     assert list(engine.content.values()) == [tuple(SYSTEM)]
 
 
+@pytest.mark.parametrize("without_kv", [False, True])
+def test_a_reset_may_preempt_what_runs(without_kv: bool, tmp_path: Path) -> None:
+    engine = Engine(SpecScheduler, tmp_path, **dict(groups=[]) if without_kv else {})
+    engine.run("0", [*SYSTEM, 200])
+    hasher = get_request_block_hasher(BLOCK, sha256)
+    request = Request("1", [*SYSTEM, 200], SamplingParams(max_tokens=9), None, block_hasher=hasher)
+    engine.scheduler.add_request(request)
+    engine.scheduler.update_from_output(engine.scheduler.schedule(), answer({"1": [1]}, {}))
+    assert not engine.scheduler.reset_prefix_cache()
+    assert engine.scheduler.reset_prefix_cache(reset_running_requests=True)
+    resumed = engine.scheduler.schedule()
+    assert resumed.scheduled_cached_reqs.num_computed_tokens == [0]
+    assert not resumed.state_loads
+
+
 def test_a_request_that_may_not_read_the_cache_starts_anew(tmp_path: Path) -> None:
     """As one that wants log-probabilities of its prompt."""
     engine = Engine(SpecScheduler, tmp_path)
