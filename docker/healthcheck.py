@@ -1,4 +1,4 @@
-"""Exit status 0 when the server in this container is healthy: the HEALTHCHECK of both images.
+"""Exit status 0 when the server in this container is healthy: the HEALTHCHECK of all images.
 
 HEALTH_URL says where to ask; set it together with another --port. A proxy that the container was given is not used.
 """

@@ -239,11 +239,11 @@ def main() -> int:
         else:
             install_vllm_ascend()
     except KeyboardInterrupt:
-        print("interrupted; run the same make command again to go on")
+        print("interrupted; run the same command again to go on")
         return 130
     except subprocess.CalledProcessError as error:
         print("\n".join(error.output.splitlines()[-25:]))
-        print(f"error: pip failed (exit {error.returncode}); its last lines stand above. Mend that and run make again.")
+        print(f"error: pip failed (exit {error.returncode}); its last lines stand above. Mend that and run this again.")
         return 1
     marker.unlink()
     return 0

@@ -33,6 +33,7 @@ from pathlib import Path
 from typing import Any
 
 from vllm_gaudi_spec import devices
+from vllm_gaudi_spec.environment import gaudi_has_lazy_mode
 
 ROOT = Path(__file__).resolve().parents[1]
 DEMO_DRAFTER = ROOT / "demo" / "draft-same-vocab"
@@ -256,7 +257,9 @@ def number(value: float | None) -> str:
 
 
 def environment(device: str) -> dict[str, str]:
-    found = {**os.environ, "VGS_DEVICE": device, "PT_HPU_LAZY_MODE": "1"}
+    """In one mode on the card and on the emulated one: the user's, else that of the card's torch."""
+    lazy = not devices.has_card("hpu") or gaudi_has_lazy_mode()
+    found = {"PT_HPU_LAZY_MODE": str(int(lazy)), **os.environ, "VGS_DEVICE": device}
     if device.endswith("-emulated"):  # on a card's machine torch would open the card
         found["TORCH_DEVICE_BACKEND_AUTOLOAD"] = "0"
     return found
@@ -310,7 +313,9 @@ def run_graph_check(check: Check, device: str, options: argparse.Namespace, stem
     command += ["--device", device, "--requests", str(options.requests), "--seed", str(options.seed)]
     command += ["--dtype", options.dtype, "--json", str(file), *check.options]
     with log.open("w") as stream:
-        done = subprocess.run(command, cwd=ROOT, stdout=stream, stderr=subprocess.STDOUT, check=False)
+        done = subprocess.run(
+            command, cwd=ROOT, env=environment(device), stdout=stream, stderr=subprocess.STDOUT, check=False
+        )
     if not file.exists():
         return f"graph-check on {device} ended with status {done.returncode}: {last_line(log)}"
     result: dict[str, Any] = json.loads(file.read_text())
@@ -394,7 +399,10 @@ def what_is_missing(options: argparse.Namespace) -> str | None:
         )
     needed = ("vllm", *(("pytest", "pytest_timeout") if options.tests != [] else ()))
     if missing := [name for name in needed if find_spec(name) is None]:
-        return f"{sys.executable} has no {' and no '.join(missing)}; install it, or run another Python"
+        remedy = "install it, or run another Python"
+        if "vllm" not in missing:  # pip's would be another's than the card's
+            remedy = f"{sys.executable} -m pip install {' '.join(missing).replace('_', '-')}"
+        return f"{sys.executable} has no {' and no '.join(missing)}; {remedy}"
     return None
 
 

@@ -144,7 +144,9 @@ def _log_inactive(others: tuple[str, ...]) -> None:
         logger.info("The platforms of vllm_gaudi_spec stay inactive beside vllm-ascend's.")
     else:
         logger.warning(
-            "vllm_gaudi_spec stays inactive beside the platform plugin %s; set VGS_DEVICE to use it.", ", ".join(others)
+            "vllm_gaudi_spec stays inactive beside the platform plugin %s; set VLLM_PLUGINS=%s to use it.",
+            ", ".join(others),
+            PLUGIN,
         )
 
 

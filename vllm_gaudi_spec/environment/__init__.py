@@ -343,14 +343,21 @@ def gaudi_has_lazy_collectives() -> bool:
 
 def gaudi_memory_reserve() -> float:
     """The share of free memory for captured graphs; the variable's name is vllm-gaudi's."""
-    return float(GRAPH_MEMORY.value_or_default)
+    value = GRAPH_MEMORY.value_or_default
+    try:
+        share = float(value)
+    except ValueError:
+        share = -1.0
+    if not 0 <= share < 1:
+        raise UnsupportedConfigError(f"{GRAPH_MEMORY.name}={value} is no share of memory; use 0 or more, less than 1.")
+    return share
 
 
 def gaudi_layers_of_a_recipe() -> int:
     """Decoder layers between two markers, 0 for all; the variable's name is vllm-gaudi's."""
     value = LAYERS_OF_A_RECIPE.value_or_default
     if not value.isdecimal():
-        raise UnsupportedConfigError(f"{LAYERS_OF_A_RECIPE.name}={value} is no number of layers.")
+        raise UnsupportedConfigError(f"{LAYERS_OF_A_RECIPE.name}={value} is no number of layers; use 0 or more.")
     return int(value)
 
 

@@ -6,7 +6,7 @@ from typing import TYPE_CHECKING
 
 import torch
 
-from vllm_gaudi_spec.environment import set_gaudi_defaults
+from vllm_gaudi_spec.environment import gaudi_layers_of_a_recipe, gaudi_memory_reserve, set_gaudi_defaults
 from vllm_gaudi_spec.platforms.base import CapturingPlatform
 
 if TYPE_CHECKING:
@@ -29,6 +29,8 @@ class HpuSpecPlatform(CapturingPlatform):
     @classmethod
     def check_and_update_config(cls, vllm_config: VllmConfig) -> None:
         set_gaudi_defaults()
+        gaudi_memory_reserve()  # these refuse what they do not know
+        gaudi_layers_of_a_recipe()
         super().check_and_update_config(vllm_config)
 
     @classmethod

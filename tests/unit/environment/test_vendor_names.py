@@ -9,6 +9,7 @@ import pytest
 
 from vllm_gaudi_spec import environment
 from vllm_gaudi_spec.config import Options, UnsupportedConfigError
+from vllm_gaudi_spec.platforms import hpu
 from vllm_gaudi_spec.runner.shapes import Buckets
 
 
@@ -79,3 +80,13 @@ def test_numbers(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("VLLM_CONFIG_HIDDEN_LAYERS", "all")
     with pytest.raises(UnsupportedConfigError, match="VLLM_CONFIG_HIDDEN_LAYERS=all is no number of layers"):
         environment.gaudi_layers_of_a_recipe()
+
+
+@pytest.mark.parametrize("value", ["10%", "10", "-1", "1", "nan"])
+def test_what_is_no_share_of_memory(value: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Refused where the configuration is checked, before a model is loaded."""
+    monkeypatch.setenv("VLLM_GRAPH_RESERVED_MEM", value)
+    monkeypatch.setattr(hpu, "set_gaudi_defaults", lambda: None)
+    nothing_else: Any = None
+    with pytest.raises(UnsupportedConfigError, match=f"VLLM_GRAPH_RESERVED_MEM={value} is no share of memory"):
+        hpu.HpuSpecPlatform.check_and_update_config(nothing_else)

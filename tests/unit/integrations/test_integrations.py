@@ -115,7 +115,7 @@ def test_it_logs_that_it_serves(installed: pytest.MonkeyPatch) -> None:
         (
             "hpu",
             logging.WARNING,
-            "vllm_gaudi_spec stays inactive beside the platform plugin hpu; set VGS_DEVICE to use it.",
+            "vllm_gaudi_spec stays inactive beside the platform plugin hpu; set VLLM_PLUGINS=gaudi_spec to use it.",
         ),
     ],
 )

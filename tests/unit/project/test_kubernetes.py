@@ -68,6 +68,18 @@ def test_a_server_needs_nothing_that_a_cluster_may_lack(folder: str) -> None:
     assert set(manifests(folder)) == {"PersistentVolumeClaim", "Deployment", "Service"}
 
 
+@pytest.mark.parametrize("folder", CARDS)
+def test_variables_of_the_service_are_none_of_vllms(folder: str) -> None:
+    """Kubernetes gives a pod some for each service, by its name, unless it is told not to."""
+    from vllm import envs
+
+    found = manifests(folder)
+    name = found["Service"]["metadata"]["name"].upper().replace("-", "_")
+    links = found["Deployment"]["spec"]["template"]["spec"].get("enableServiceLinks", True)
+    injected = {f"{name}_PORT", f"{name}_SERVICE_HOST", f"{name}_SERVICE_PORT"} if links else set()
+    assert not injected & set(envs.environment_variables)
+
+
 def test_replicas_fit_the_volume() -> None:
     modes = manifests("server")["PersistentVolumeClaim"]["spec"]["accessModes"]
     assert modes == ["ReadWriteMany"] or manifests(MONITORING)["HorizontalPodAutoscaler"]["spec"]["maxReplicas"] == 1

@@ -155,3 +155,8 @@ def test_the_page_about_clients_has_the_locked_versions() -> None:
     lock = dict(re.findall(r"(?m)^([\w-]+)==(\S+)", (ROOT / "requirements" / "clients.txt").read_text()))
     assert rows == {client: lock[package] for client, package in packages.items()}
     assert {path.name.removesuffix("_calls.py") for path in (ROOT / "tests" / "clients").glob("*.py")} == set(packages)
+
+
+def test_security_names_every_lock() -> None:
+    text = (ROOT / "SECURITY.md").read_text()
+    assert not [lock.name for lock in LOCKS if lock.name not in text]
