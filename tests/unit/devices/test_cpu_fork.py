@@ -20,14 +20,18 @@ def test_start_method(before: str, method: str) -> None:
     assert result.stdout.split()[-1] == method
 
 
-def test_a_forked_child_has_the_cores_of_its_parent() -> None:
-    """Intel's OpenMP, which is loaded so where servers start, would leave it one."""
-    code = "import os, torch; from vllm_gaudi_spec.devices.cpu.fork import start_method; print(start_method())\n"
-    code += "if os.fork() == 0: print(os.sched_getaffinity(0), flush=True); os._exit(0)\nos.wait()"
-    environment = os.environ | dict(LD_PRELOAD=str(OPENMP))
-    result = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True, env=environment)
+@pytest.mark.skipif(len(os.sched_getaffinity(0)) == 1, reason="a machine with one core")
+@pytest.mark.parametrize(("settings", "is_bound"), [({}, True), ({"KMP_AFFINITY": "none"}, False)], ids=str)
+def test_intels_openmp_binds_forked_processes_unless_told_not_to(settings: dict[str, str], is_bound: bool) -> None:
+    """Ranks would share the first core: why `make serve` and the images set KMP_AFFINITY."""
+    code = (
+        "import os, torch\nif os.fork(): os.wait()\nelse: print(len(os.sched_getaffinity(0)), flush=True); os._exit(0)"
+    )
+    environment = {name: value for name, value in os.environ.items() if name != "KMP_AFFINITY"} | settings
+    environment["LD_PRELOAD"] = str(OPENMP)
     assert OPENMP.exists()
-    assert result.stdout.splitlines() == ["fork", str(os.sched_getaffinity(0))]
+    result = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True, env=environment)
+    assert int(result.stdout) == (1 if is_bound else len(os.sched_getaffinity(0)))
 
 
 def test_a_process_that_cannot_be_forked_is_asked_once(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -9,7 +9,6 @@ from __future__ import annotations
 import os
 import signal
 import time
-from functools import cache
 
 import torch
 from vllm.logger import init_logger
@@ -27,23 +26,10 @@ _has_threads = False
 def start_method() -> str:
     global _has_threads
     if not _has_threads and _forked_child_can_compute():
-        _children_keep_their_cores()
         return "fork"
     _has_threads = True
     logger.info("This process has computed with torch already: the engine process is spawned, which takes longer.")
     return "spawn"
-
-
-@cache
-def _children_keep_their_cores() -> None:
-    """Intel's OpenMP binds a forked child to one core, unless KMP_AFFINITY was set before torch was imported."""
-    cores: set[int] = set()
-
-    def note() -> None:
-        cores.clear()
-        cores.update(os.sched_getaffinity(0))
-
-    os.register_at_fork(before=note, after_in_child=lambda: os.sched_setaffinity(0, cores))
 
 
 def _forked_child_can_compute() -> bool:
