@@ -121,20 +121,25 @@ async def _fail_after(ending: Any) -> None:
 
 
 def answer_bad_adapters() -> None:
-    """In a server: answer status 400, with the reason, to a request to load a LoRA adapter that cannot be served.
+    """In a server: answer status 400, with the reason, to a request to load a LoRA adapter that cannot be served, and
+    read one that is loaded in place once.
 
-    Reason: upstream answers 404 where there is no adapter and 500 to every other fault of one.
-    Remove when: `OpenAIServingModels.load_lora_adapter` distinguishes faults of an adapter from the server's own.
+    Reason: upstream answers 404 where there is no adapter and 500 to every other fault of one. It gives `load_inplace`
+    on to all requests that name the adapter: each would read it from its folder again.
+    Remove when: `OpenAIServingModels.load_lora_adapter` distinguishes faults of an adapter from the server's own, and
+    keeps no `load_inplace`.
     """
     from vllm.entrypoints.openai.models.serving import OpenAIServingModels
 
     wrap(OpenAIServingModels, "load_lora_adapter", _blame_adapter)
 
 
-async def _blame_adapter(original: Callable[..., Any], *args: Any, **named: Any) -> Any:
+async def _blame_adapter(original: Callable[..., Any], models: Any, request: Any, *args: Any, **named: Any) -> Any:
     from vllm.entrypoints.serve import create_error_response
 
-    answer = await original(*args, **named)
+    answer = await original(models, request, *args, **named)
+    if (adapter := models.lora_requests.get(request.lora_name)) is not None:
+        adapter.load_inplace = False
     message = getattr(getattr(answer, "error", None), "message", "")
     if REFUSED_ADAPTER not in message:
         return answer

@@ -41,9 +41,9 @@ class Adapters:
 
         A slot may have got another adapter since the last step, for a request or by a call of the user's.
         """
-        for request in requests.admitted:
-            if request.lora is not None and request.lora.load_inplace:
-                self.loader.add_adapter(request.lora)
+        admitted = [request.lora for request in requests.admitted if request.lora is not None]
+        for again in {lora.lora_int_id: lora for lora in admitted if lora.load_inplace}.values():
+            self.loader.add_adapter(again)
         members = [requests.by_id[req_id] for req_id in scheduled.num_scheduled_tokens]
         adapters = {request.lora.lora_int_id: request.lora for request in members if request.lora is not None}
         slots = self.loader.in_slots(adapters.values()) if adapters else {}

@@ -44,7 +44,7 @@ class LogitEdits:
 
     @property
     def shape(self) -> tuple[int, ...]:
-        """Edits a row and tokens a prefix: more than usual only until the row of a request with more is given away."""
+        """Edits a row and tokens a prefix: more than usual only while a request with more has a row."""
         return self._prefix.shape[1:]
 
     def admit(self, request: Request) -> bool:
@@ -64,6 +64,12 @@ class LogitEdits:
                 self._prefix[row, index, -len(edit.prefix) :] = edit.prefix
         return bool(edits)
 
+    def forget(self, rows: list[int]) -> None:
+        """Rows that lost their request."""
+        if rows:
+            self._needed[rows] = 0
+            self._fit()
+
     def _fit(self) -> None:
         """Rare: a longer list than usual changes the shapes of the branch that has edits. They change back, to those
         whose graphs warm-up made."""
@@ -74,7 +80,7 @@ class LogitEdits:
         old = (self._token, self._bias, self._until, self._prefix)
         width, length = map(min, size, self.shape)
         self._allocate(*size)
-        # What is cut off is unused, or of the row that is written next.
+        # What is cut off is unused, or of a row without a request.
         for new, values in zip((self._token, self._bias, self._until), old[:3], strict=True):
             new[:, :width] = values[:, :width]
         self._prefix[:, :width, size[1] - length :] = old[3][:, :width, old[3].shape[2] - length :]

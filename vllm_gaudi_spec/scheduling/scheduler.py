@@ -111,7 +111,8 @@ class _Speculating(Sessions):
     def add_request(self, request: Request) -> None:
         if self._audits is not None and request.client_index != AUDITOR:
             self._abort_audits(self._audits.interrupt())
-            if request.request_id not in self.requests:  # else a session's next input, or the end of its inputs
+            # Else it is a session's next input, or the end of its inputs.
+            if request.request_id not in self.requests and request.request_id not in self.failed:
                 self._audits.on_added(request)
         if self.vllm_config.model_config.is_mm_prefix_lm:
             self._warn_of_long_waits(request)

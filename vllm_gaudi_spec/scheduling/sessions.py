@@ -5,6 +5,7 @@ from __future__ import annotations
 from typing import TYPE_CHECKING, Any
 
 from vllm.v1.core.sched.scheduler import Scheduler
+from vllm.v1.engine import EngineCoreOutput, FinishReason
 from vllm.v1.request import RequestStatus
 
 from vllm_gaudi_spec.recurrent.table import has_states
@@ -21,6 +22,33 @@ class Sessions(Scheduler):
         self.has_states = has_states(self.vllm_config.model_config)
         self.read_ahead: set[str] = set()
         """Sessions between turns, whose recurrent states may have read more than their next turn starts after."""
+        self.failed: set[str] = set()
+        """Sessions that ended with an error. Front ends send their other inputs, and the end of those, all the same."""
+
+    def add_request(self, request: Request) -> None:
+        if request.request_id in self.failed and not request.resumable:  # the end of its inputs
+            self.failed.remove(request.request_id)
+            return
+        super().add_request(request)
+
+    def update_from_output(self, scheduler_output: Any, model_runner_output: Any) -> Any:
+        """A session that ends with an error answers each turn that waits with one: the front end waits for all."""
+        found = map(self.requests.get, self.grammar_compile_error_reqs)
+        failing = [request for request in found if request is not None and request.resumable]
+        outputs = super().update_from_output(scheduler_output, model_runner_output)
+        for session in failing:
+            turns = [*(session.streaming_queue or ())]
+            if None not in turns:  # else the end of its inputs has come already
+                self.failed.add(session.request_id)
+            error = EngineCoreOutput(session.request_id, [], finish_reason=FinishReason.ERROR)
+            outputs[session.client_index].outputs += [error for turn in turns if turn is not None]
+        return outputs
+
+    def finish_requests(self, request_ids: Any, finished_status: RequestStatus) -> list[Request]:
+        if finished_status == RequestStatus.FINISHED_ABORTED:
+            ended = [request_ids] if isinstance(request_ids, str) else request_ids
+            self.failed.difference_update([*self.failed] if ended is None else ended)
+        return super().finish_requests(request_ids, finished_status)
 
     def _preempt_request(self, request: Request, timestamp: float, drop_stale_output: bool = False) -> None:
         """A turn may end by what is in flight, while the session waits to be resumed: vLLM takes it out of both queues
@@ -53,7 +81,8 @@ class Sessions(Scheduler):
         """vLLM checks the length of each input, and not of all together: a session that outgrew the model ends with an
         error, by the way that a grammar takes which does not compile."""
         is_next_turn = request.resumable and request.status == RequestStatus.WAITING
-        if is_next_turn and request.num_tokens >= self.max_model_len:
+        is_over = request.num_tokens >= self.max_model_len or request.request_id in self.failed
+        if is_next_turn and is_over:
             self.grammar_compile_error_reqs.add(request.request_id)
             return False
         return super()._handle_blocked_waiting_request(request)

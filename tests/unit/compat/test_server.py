@@ -175,16 +175,22 @@ def test_upstream_still_ends_as_if_nothing_had_happened() -> None:
 
 async def _load_adapter(failure: str) -> Any:
     """What a server answers to a request to load one, where the engine fails like that."""
+    return (await _answer_and_adapters(failure))[0]
 
+
+async def _answer_and_adapters(failure: str | None, **asked: Any) -> tuple[Any, dict[str, Any]]:
     class Engine:
         async def add_lora(self, request: Any) -> bool:
-            raise Exception(f"Call to add_lora method failed: {failure}")
+            if failure is not None:
+                raise Exception(f"Call to add_lora method failed: {failure}")
+            return True
 
     models = OpenAIServingModels.__new__(OpenAIServingModels)
     models.registry = SimpleNamespace(is_base_model=lambda name: False)
     models.engine_client, models.lora_requests, models.lora_id_counter = Engine(), {}, AtomicCounter(0)
     models.lora_resolver_lock = defaultdict(asyncio.Lock)
-    return await models.load_lora_adapter(LoadLoRAAdapterRequest(lora_name="name", lora_path="folder"))
+    request = LoadLoRAAdapterRequest(lora_name="name", lora_path="folder", **asked)
+    return await models.load_lora_adapter(request), models.lora_requests
 
 
 def test_upstream_still_blames_the_server_for_a_bad_adapter() -> None:
@@ -199,6 +205,17 @@ def test_upstream_still_blames_the_server_for_a_bad_adapter() -> None:
         assert "because" in answer.message
         assert asyncio.run(_load_adapter("no memory")).error.code == 500
         assert asyncio.run(_load_adapter(str(LoRAAdapterNotFoundError("name", "folder")))).error.code == 404
+
+
+def test_upstream_still_reads_an_adapter_in_place_for_each_request() -> None:
+    with pytest.MonkeyPatch.context() as patch:
+        load = OpenAIServingModels.load_lora_adapter
+        patch.setattr(OpenAIServingModels, "load_lora_adapter", getattr(load, "__wrapped__", load))
+        _, adapters = asyncio.run(_answer_and_adapters(None, load_inplace=True))
+        assert adapters["name"].load_inplace
+        compat.answer_bad_adapters()
+        _, adapters = asyncio.run(_answer_and_adapters(None, load_inplace=True))
+        assert not adapters["name"].load_inplace
 
 
 def huge_image() -> bytes:

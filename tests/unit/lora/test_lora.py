@@ -228,7 +228,7 @@ def test_rows_follow_their_adapters() -> None:
 def test_a_request_may_ask_for_its_adapter_to_be_read_again() -> None:
     adapters, _ = rows_of(CapturingBackend())
     own = SimpleNamespace(row=2, lora=LoRARequest("x", 5, "folder", load_inplace=True))
-    requests: Any = SimpleNamespace(by_id={"p": own}, freed_rows=[], admitted=[own])
+    requests: Any = SimpleNamespace(by_id={"p": own}, freed_rows=[], admitted=[own, own])
     adapters.loader.slots = {5: 1}
     adapters.apply(step({"p": 1}), requests)
     requests.admitted = []

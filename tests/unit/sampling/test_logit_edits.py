@@ -65,6 +65,17 @@ def test_a_long_bad_word_leaves_the_usual_shape() -> None:
     assert gathered(edits, 1)[3][0].tolist() == [6]
 
 
+def test_a_long_bad_word_ends_with_its_request() -> None:
+    edits = LogitEdits(2, num_edits=2, prefix_len=1)
+    long, stays = request(0), request(1)
+    long.params._bad_words_token_ids, stays.params._bad_words_token_ids = [[1, 2, 3, 4]], [[6, 7]]
+    edits.admit(long)
+    edits.admit(stays)
+    edits.forget([0])
+    assert edits.shape == (2, 1)
+    assert gathered(edits, 1)[3][0].tolist() == [6]
+
+
 @pytest.mark.parametrize("row", [0, 1])
 def test_growing_keeps_what_others_wrote(row: int) -> None:
     edits = LogitEdits(2, num_edits=2, prefix_len=1)

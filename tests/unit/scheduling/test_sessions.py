@@ -108,6 +108,23 @@ def test_a_session_that_outgrows_the_model_ends_alone(tmp_path: Path) -> None:
     assert "session" not in scheduler.requests
 
 
+def test_what_follows_in_a_session_that_outgrew_the_model_is_an_error_too(tmp_path: Path) -> None:
+    """Its front end sends it all the same: it must start no session of its own, and nobody may wait for it."""
+    scheduler = opened(SpecScheduler, tmp_path, max_tokens=1)
+    first = scheduler.schedule()
+    for tokens in ([7] * scheduler.max_model_len, MORE):
+        scheduler.add_request(turn(tokens))
+    scheduler.update_from_output(first, answer({"session": [8]}, {}))
+    for num_turns, following in ((2, turn(MORE)), (1, Request("session", [0], SamplingParams(), None))):
+        scheduled = scheduler.schedule()
+        assert not scheduled.num_scheduled_tokens
+        outputs = scheduler.update_from_output(scheduled, answer({}, {}))[0].outputs
+        assert [output.finish_reason for output in outputs] == [FinishReason.ERROR] * num_turns
+        scheduler.add_request(following)
+    assert not scheduler.requests
+    assert not scheduler.failed
+
+
 def test_a_turn_whose_end_is_in_flight_when_it_is_preempted_is_resumed(tmp_path: Path) -> None:
     scheduler = opened(SpecAsyncScheduler, tmp_path)
     first, second = scheduler.schedule(), scheduler.schedule()
