@@ -1,12 +1,16 @@
 """Sessions whose input is streamed: vLLM takes the last token of a turn back, and the next turn answers what its tokens
 give in a request of their own. A recurrent state that has read that token is of no use then."""
 
-from collections.abc import Callable
+import asyncio
+from collections.abc import AsyncIterator, Callable
 from itertools import chain, count
 from typing import Any
 
 import pytest
 from vllm import LLM, SamplingParams
+from vllm.engine.arg_utils import AsyncEngineArgs
+from vllm.engine.protocol import StreamingInput
+from vllm.v1.engine.async_llm import AsyncLLM
 
 from tests.full_tests import drafters, tiny_models
 from tests.full_tests.engines import engine, first_tokens, generate
@@ -87,3 +91,32 @@ def test_drafts_on_the_device(hybrid: str) -> None:
     config = dict(method="draft_model", model=f"{hybrid}/{checkpoints.DRAFTER}", num_speculative_tokens=3)
     with speculating(hybrid, config, async_scheduling=True, **SIZES) as llm:
         assert check_sessions(llm, []) > 1
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("pause", [0.0, 0.5])
+def test_a_session_that_outgrows_the_model_ends_alone(pause: float, tiny_llama: str) -> None:
+    """In vLLM's own front end, whose client sends all turns at once, or goes on after the error."""
+    params = SamplingParams(**GREEDY, max_tokens=5)
+    args = AsyncEngineArgs(model=tiny_llama, max_model_len=64, max_num_seqs=4, kv_cache_memory_bytes=64 << 20)
+
+    async def turns() -> AsyncIterator[StreamingInput]:
+        for tokens in ([5] * 10, [6] * 55, [7] * 3):
+            yield StreamingInput({"prompt_token_ids": tokens})
+            await asyncio.sleep(pause)
+
+    async def ended(front: AsyncLLM, asked: Any, name: str) -> list[str | None]:
+        return [output.outputs[0].finish_reason async for output in front.generate(asked, params, name)]
+
+    async def ask_both() -> tuple[list[str | None], list[str | None]]:
+        front = AsyncLLM.from_engine_args(args)
+        try:
+            first = await asyncio.wait_for(ended(front, turns(), "session"), 60)
+            return first, await ended(front, {"prompt_token_ids": [5, 6, 7]}, "other")
+        finally:
+            front.shutdown()
+
+    session, other = asyncio.run(ask_both())
+    assert session[-1] == "error"
+    assert session.count("length") == 1, "the first turn, and none that has forgotten it"
+    assert other[-1] == "length"
