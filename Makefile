@@ -97,9 +97,8 @@ model='$(MODEL)'; [ -n "$$model" ] || model=$$($(BIN)/python -m vllm_gaudi_spec.
 endef
 
 # Intel's OpenMP lets a waiting thread sleep after 1 ms: on a machine with other work to do, a step that is spread over
-# all cores is twice as fast as with GNU's, which spins. Python cannot load it later than at the start. Without
-# KMP_AFFINITY=none it binds the first thread of each forked process to the first core, which ranks would share.
-FAIR_THREADS = $(if $(wildcard $(VENV)/lib/libiomp5.so),env LD_PRELOAD='$(CURDIR)/$(VENV)/lib/libiomp5.so' KMP_BLOCKTIME=1 KMP_AFFINITY=none)
+# all cores is twice as fast as with GNU's, which spins. Python cannot load it later than at the start.
+FAIR_THREADS = $(if $(wildcard $(VENV)/lib/libiomp5.so),env LD_PRELOAD='$(CURDIR)/$(VENV)/lib/libiomp5.so' KMP_BLOCKTIME=1)
 
 # Its own defaults make it short; ARGS, coming last, overrides.
 .PHONY: demo

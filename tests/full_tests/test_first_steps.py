@@ -13,10 +13,7 @@ from tests.full_tests.server import Running, free_port
 from tests.support.processes import ROOT
 
 # What this test run brings and a newcomer does not.
-OURS = (
-    *("PYTHONPATH", "LD_PRELOAD", "KMP_BLOCKTIME", "KMP_AFFINITY", "HF_HUB_OFFLINE"),
-    *("VIRTUAL_ENV", "MAKEFLAGS", "MAKELEVEL"),
-)
+OURS = ("PYTHONPATH", "LD_PRELOAD", "KMP_BLOCKTIME", "HF_HUB_OFFLINE", "VIRTUAL_ENV", "MAKEFLAGS", "MAKELEVEL")
 SECONDS = 1500
 
 

@@ -160,7 +160,11 @@ VARIABLES = (
     NUM_THREADS,
     Variable("LD_PRELOAD", "none", "on a CPU: libiomp5.so here keeps steps fast beside other work"),
     BLOCKTIME,
-    Variable("KMP_AFFINITY", "binds threads", "with Intel's OpenMP: none leaves forked processes all their cores"),
+    Variable(
+        "KMP_AFFINITY",
+        "binds threads",
+        "with Intel's OpenMP: none where an engine forks several ranks, which share a core else",
+    ),
     START_METHOD,
     ENGINE_PROCESS,
     Variable("VLLM_LOGGING_LEVEL", "INFO", "the log level of vLLM and of this platform"),

@@ -23,7 +23,7 @@ def test_start_method(before: str, method: str) -> None:
 @pytest.mark.skipif(len(os.sched_getaffinity(0)) == 1, reason="a machine with one core")
 @pytest.mark.parametrize(("settings", "is_bound"), [({}, True), ({"KMP_AFFINITY": "none"}, False)], ids=str)
 def test_intels_openmp_binds_forked_processes_unless_told_not_to(settings: dict[str, str], is_bound: bool) -> None:
-    """Ranks would share the first core: why `make serve` and the images set KMP_AFFINITY."""
+    """Ranks share the first core then, as docs/user_guide.md warns."""
     code = (
         "import os, torch\nif os.fork(): os.wait()\nelse: print(len(os.sched_getaffinity(0)), flush=True); os._exit(0)"
     )

@@ -183,7 +183,6 @@ def test_demo_is_the_comparison_with_options_of_its_own(
     python = command.index(sys.executable)
     settings = dict(word.split("=", 1) for word in command[1:python])
     assert settings["LD_PRELOAD"] == str(tmp_path)
-    assert settings["KMP_AFFINITY"] == "none", "else forked processes share a core"
     assert settings["VLLM_LOGGING_LEVEL"] == "WARNING"
     assert command[python + 1 : python + 4] == ["-P", "-m", "vllm_gaudi_spec.tools.compare"]
     arguments = command[python + 4 :]

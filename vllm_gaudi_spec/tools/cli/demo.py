@@ -78,6 +78,6 @@ def command(options: argparse.Namespace, arguments: Sequence[str]) -> list[str]:
         VLLM_LOGGING_STREAM="ext://sys.stderr",  # stdout is for the table
         VLLM_NO_USAGE_STATS="1",
         DO_NOT_TRACK="1",
-        **({"LD_PRELOAD": str(OPENMP), "KMP_BLOCKTIME": "1", "KMP_AFFINITY": "none"} if OPENMP.exists() else {}),
+        **({"LD_PRELOAD": str(OPENMP), "KMP_BLOCKTIME": "1"} if OPENMP.exists() else {}),
     )
     return python("vllm_gaudi_spec.tools.compare", values, [*defaults, *user_arguments])
