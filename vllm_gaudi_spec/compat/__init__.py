@@ -35,12 +35,12 @@ from vllm_gaudi_spec.compat.metrics import carry_metrics, list_metrics_of_ours
 from vllm_gaudi_spec.compat.prompt_embeds import refuse_bad_embeds
 from vllm_gaudi_spec.compat.ranks import assign_cpu_experts, ray_workers, tensor_parallel_group
 from vllm_gaudi_spec.compat.server import (
-    answer_bad_adapters,
     answer_bad_media,
     end_engines_with_their_server,
     fail_with_the_engine,
     leave_idle_work_at_shutdown,
     let_engine_finish,
+    mend_adapter_loading,
 )
 from vllm_gaudi_spec.compat.views import (
     add_positions_in_siglip,
@@ -55,7 +55,6 @@ from vllm_gaudi_spec.compat.views import (
 __all__ = [
     "admit_domain_libraries_of_other_builds",
     "answer_accelerator_calls",
-    "answer_bad_adapters",
     "answer_bad_media",
     "answer_for_vllm_distribution",
     "apply",
@@ -66,6 +65,7 @@ __all__ = [
     "end_errors_with_their_message",
     "fail_with_the_engine",
     "make_mla_layers",
+    "mend_adapter_loading",
     "ray_workers",
     "read_weights",
     "refuse_bad_embeds",

@@ -120,7 +120,7 @@ async def _fail_after(ending: Any) -> None:
     raise SystemExit(1)
 
 
-def answer_bad_adapters() -> None:
+def mend_adapter_loading() -> None:
     """In a server: answer status 400, with the reason, to a request to load a LoRA adapter that cannot be served, and
     read one that is loaded in place once.
 
@@ -131,10 +131,10 @@ def answer_bad_adapters() -> None:
     """
     from vllm.entrypoints.openai.models.serving import OpenAIServingModels
 
-    wrap(OpenAIServingModels, "load_lora_adapter", _blame_adapter)
+    wrap(OpenAIServingModels, "load_lora_adapter", _load_adapter)
 
 
-async def _blame_adapter(original: Callable[..., Any], models: Any, request: Any, *args: Any, **named: Any) -> Any:
+async def _load_adapter(original: Callable[..., Any], models: Any, request: Any, *args: Any, **named: Any) -> Any:
     from vllm.entrypoints.serve import create_error_response
 
     answer = await original(models, request, *args, **named)

@@ -77,7 +77,7 @@ class SpecPlatform(Platform):
         compat.answer_accelerator_calls(cls.device_type)
         if parser is not None:
             compat.end_errors_with_their_message()
-            compat.answer_bad_adapters()
+            compat.mend_adapter_loading()
             compat.answer_bad_media()
             compat.fail_with_the_engine()
             accept_dropped_flags(parser)

@@ -1,4 +1,5 @@
-"""Sessions, whose input comes turn by turn (`AsyncLLM.generate` of several inputs): after which token a turn starts."""
+"""Sessions, whose input comes turn by turn (`AsyncLLM.generate` of several inputs): after which token a turn starts,
+and what answers the turns of one that ended with an error."""
 
 from __future__ import annotations
 
@@ -15,7 +16,8 @@ if TYPE_CHECKING:
 
 
 class Sessions(Scheduler):
-    """vLLM's scheduler, whose sessions end their turns with drafts, with recurrent states, and while preempted."""
+    """vLLM's scheduler, whose sessions end their turns with drafts, with recurrent states and while preempted, and
+    end with an error where they outgrow the model."""
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:
         super().__init__(*args, **kwargs)

@@ -199,7 +199,7 @@ def test_upstream_still_blames_the_server_for_a_bad_adapter() -> None:
         load = OpenAIServingModels.load_lora_adapter
         patch.setattr(OpenAIServingModels, "load_lora_adapter", getattr(load, "__wrapped__", load))
         assert asyncio.run(_load_adapter(refused)).error.code == 500
-        compat.answer_bad_adapters()
+        compat.mend_adapter_loading()
         answer = asyncio.run(_load_adapter(refused)).error
         assert answer.code == 400
         assert "because" in answer.message
@@ -213,7 +213,7 @@ def test_upstream_still_reads_an_adapter_in_place_for_each_request() -> None:
         patch.setattr(OpenAIServingModels, "load_lora_adapter", getattr(load, "__wrapped__", load))
         _, adapters = asyncio.run(_answer_and_adapters(None, load_inplace=True))
         assert adapters["name"].load_inplace
-        compat.answer_bad_adapters()
+        compat.mend_adapter_loading()
         _, adapters = asyncio.run(_answer_and_adapters(None, load_inplace=True))
         assert not adapters["name"].load_inplace
 

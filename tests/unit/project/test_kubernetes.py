@@ -70,7 +70,7 @@ def test_a_server_needs_nothing_that_a_cluster_may_lack(folder: str) -> None:
 
 @pytest.mark.parametrize("folder", CARDS)
 def test_variables_of_the_service_are_none_of_vllms(folder: str) -> None:
-    """Kubernetes gives a pod some for each service, by its name, unless it is told not to."""
+    """Kubernetes gives a pod some for each service, by its name, unless `enableServiceLinks` is false."""
     from vllm import envs
 
     found = manifests(folder)
