@@ -16,6 +16,8 @@ import httpx
 import psutil
 from prometheus_client.parser import text_string_to_metric_families
 
+from tests.support.processes import still_alive
+
 READY_SECONDS = 300
 END_SECONDS = 60
 PR_SET_PDEATHSIG = 1
@@ -38,10 +40,18 @@ def serve_environment(**extra: str) -> dict[str, str]:
     return {name: value for name, value in os.environ.items() if name not in ours} | extra
 
 
+_RESERVED: list[socket.socket] = []
+
+
 def free_port() -> int:
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        return probe.getsockname()[1]
+    """Free for a server for as long as this process lives: a server takes tens of seconds to come to it, and until then
+    nobody else gets it. Where nobody listens, connections are refused."""
+    reserved = socket.socket()
+    # With this set on both sides, and nobody listening on this one, a server may bind the same port.
+    reserved.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+    reserved.bind(("127.0.0.1", 0))
+    _RESERVED.append(reserved)
+    return reserved.getsockname()[1]
 
 
 @dataclass
@@ -104,7 +114,7 @@ class Running:
         assert found, f"no metric {name}"
         return sum(found)
 
-    def wait_idle(self, seconds: float = 30) -> None:
+    def wait_idle(self, seconds: float = END_SECONDS) -> None:
         """Nothing runs and nothing waits, soon."""
         deadline = time.monotonic() + seconds
         while self.metric("vllm:num_requests_running") + self.metric("vllm:num_requests_waiting") > 0:
@@ -126,9 +136,7 @@ class Running:
             raise
         seconds = time.monotonic() - began
         # A child may need a moment after its parent.
-        _, alive = psutil.wait_procs(family, timeout=5)
-        survivors = [str(child) for child in alive if child.status() != psutil.STATUS_ZOMBIE]
-        return Ending(code, seconds, survivors)
+        return Ending(code, seconds, [str(child) for child in still_alive(family)])
 
     def end(self) -> None:
         """Whatever state it is in, and with it all that it started."""

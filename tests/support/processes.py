@@ -5,8 +5,11 @@ from __future__ import annotations
 import os
 import subprocess
 import sys
+import time
+from collections.abc import Iterable
 from pathlib import Path
 
+import psutil
 import pytest
 
 ROOT = Path(__file__).parents[2]
@@ -44,3 +47,21 @@ def forget_bridge(patch: pytest.MonkeyPatch) -> None:
     """Tests of the emulated Gaudi leave its bridge to those that come after them in a process."""
     for name in [name for name in sys.modules if name.partition(".")[0] == "habana_frameworks"]:
         patch.delitem(sys.modules, name)
+
+
+def still_alive(processes: Iterable[psutil.Process], seconds: float = 60) -> list[psutil.Process]:
+    """Those that have not ended after so long. Who has died has ended, even where nobody asks for its exit status: a
+    process whose parent is gone is the init process's, which asks when it comes to it."""
+    alive, until = list(processes), time.monotonic() + seconds
+    while True:
+        alive = [process for process in alive if _is_alive(process)]
+        if not alive or time.monotonic() > until:
+            return alive
+        time.sleep(0.02)
+
+
+def _is_alive(process: psutil.Process) -> bool:
+    try:
+        return process.is_running() and process.status() != psutil.STATUS_ZOMBIE
+    except psutil.NoSuchProcess:
+        return False

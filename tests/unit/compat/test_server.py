@@ -27,6 +27,7 @@ from vllm.utils.counter import AtomicCounter
 from vllm.v1.engine import core as engine_core
 from vllm.v1.engine.utils import CoreEngineProcManager
 
+from tests.support.processes import still_alive
 from tests.support.videos import video
 from vllm_gaudi_spec import compat, config
 from vllm_gaudi_spec.compat import server
@@ -67,7 +68,7 @@ def test_an_engine_ends_when_its_server_is_killed() -> None:
     assert engine.is_running()
     server.kill()
     server.wait()
-    assert psutil.wait_procs([engine], timeout=30)[1] == []
+    assert not still_alive([engine])
 
 
 def test_upstreams_engine_still_never_looks_for_its_server() -> None:

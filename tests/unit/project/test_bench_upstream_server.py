@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import sys
 from argparse import Namespace
 from collections.abc import Callable
@@ -17,6 +18,7 @@ import dummy
 import upstream_server
 
 from tests.full_tests.server import Running
+from tests.support.processes import still_alive
 
 # Answers, and has a child that outlives it: what is printed is the child's process id.
 SERVER = """
@@ -55,9 +57,10 @@ def benchmark(serves: list[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 
 
 def assert_all_ended(logs: Path, names: tuple[str, ...] = ("ours", "upstream")) -> None:
-    children = [int((logs / f"upstream_server-{name}.log").read_text().split()[0]) for name in names]
-    _, alive = psutil.wait_procs([psutil.Process(pid) for pid in children if psutil.pid_exists(pid)], timeout=2)
-    assert not [child for child in alive if child.status() != psutil.STATUS_ZOMBIE]
+    for name in names:
+        child = int((logs / f"upstream_server-{name}.log").read_text().split()[0])
+        with contextlib.suppress(psutil.NoSuchProcess):
+            assert not still_alive([psutil.Process(child)])
 
 
 def raises(error: type[BaseException]) -> Callable[..., None]:
