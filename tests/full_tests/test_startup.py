@@ -42,7 +42,7 @@ def test_shutdown_under_load(how: signal.Signals, tiny_llama: str, tmp_path: Pat
         reader = pool.submit(stream_to_its_end, server)
         while server.metric("vllm:num_requests_running") == 0 and not reader.done():
             time.sleep(0.05)
-        ending = server.stop(how, patience=30)
+        ending = server.stop(how)
         reader.result(timeout=30)
     check_ended(server, ending)
 
@@ -52,7 +52,7 @@ def test_shutdown_when_idle(tiny_llama: str, tmp_path: Path) -> None:
     """Then there is nothing to complain about either."""
     server = Server(tiny_llama, tmp_path / "log.txt")
     server.complete(prompt="hi", max_tokens=2)
-    check_ended(server, server.stop(patience=30))
+    check_ended(server, server.stop())
     assert "Traceback" not in server.log.read_text()
 
 

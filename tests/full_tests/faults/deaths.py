@@ -9,6 +9,7 @@ import psutil
 
 from tests.full_tests.faults.clients import asking, bodies
 from tests.full_tests.server import Server
+from tests.support.processes import still_alive
 
 PATIENCE = 60
 """Seconds, for what ends within ten on a machine that has nothing else to do: it is printed how long it took."""
@@ -20,9 +21,10 @@ def processes(server: Server, name: str) -> list[psutil.Process]:
     return [process for process in family if name in " ".join(process.cmdline())]
 
 
-def check_death(server: Server, strike: Callable[[], None], reason: str) -> None:
-    """With requests under way: what docs/faults.md says of a death. The log gives the `reason`."""
-    with asking(server, bodies(8, num_tokens=900)) as answers:
+def check_death(server: Server, strike: Callable[[], None], reason: str, num_tokens: int = 900) -> None:
+    """With requests under way: what docs/faults.md says of a death. The log gives the `reason`. `num_tokens`: so many
+    that no answer is whole when it strikes, also where this process gets less of the machine than the server does."""
+    with asking(server, bodies(8, num_tokens)) as answers:
         family = psutil.Process(server.process.pid).children(recursive=True)
         struck = time.monotonic()
         strike()
@@ -50,5 +52,4 @@ def check_failed(server: Server, family: list[psutil.Process]) -> None:
 
 
 def check_ended(family: list[psutil.Process]) -> None:
-    _, alive = psutil.wait_procs(family, timeout=PATIENCE)
-    assert not [process for process in alive if process.status() != psutil.STATUS_ZOMBIE]
+    assert not still_alive(family, PATIENCE)

@@ -46,4 +46,5 @@ def test_a_small_abort_storm(one_rank: Server, quiet: list[str]) -> None:
 def test_the_engine_is_killed(one_rank: Server, quiet: list[str]) -> None:
     """The last test of this file: it ends the server."""
     victim = processes(one_rank, "EngineCore")[0]
-    check_death(one_rank, lambda: os.kill(victim.pid, signal.SIGKILL), "engine core exited unexpectedly")
+    reason = "engine core exited unexpectedly"
+    check_death(one_rank, lambda: os.kill(victim.pid, signal.SIGKILL), reason, num_tokens=MAX_LEN - 256)

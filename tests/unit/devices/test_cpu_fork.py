@@ -12,10 +12,13 @@ from vllm_gaudi_spec.devices.cpu import fork
 from vllm_gaudi_spec.tools.cli.demo import OPENMP
 
 
-@pytest.mark.parametrize(("before", "method"), [("", "fork"), ("torch.ones(1 << 22).exp_();", "spawn")])
-def test_start_method(before: str, method: str) -> None:
+@pytest.mark.parametrize(
+    ("before", "method", "patience"), [("", "fork", 300), ("torch.ones(1 << 22).exp_();", "spawn", 2)]
+)
+def test_start_method(before: str, method: str, patience: int) -> None:
+    """A child that can compute is waited for as long as a machine with other work to do needs."""
     code = f"import torch; torch.set_num_threads(2); {before}"
-    code += "from vllm_gaudi_spec.devices.cpu.fork import start_method; print(start_method())"
+    code += f"from vllm_gaudi_spec.devices.cpu import fork; fork._PATIENCE_S = {patience}; print(fork.start_method())"
     result = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
     assert result.stdout.split()[-1] == method
 

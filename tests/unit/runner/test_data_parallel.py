@@ -7,7 +7,7 @@ from types import SimpleNamespace
 from typing import Any
 
 import pytest
-from hypothesis import given
+from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from tests.unit.test_config import engine_config
@@ -23,6 +23,8 @@ CHUNKS = st.builds(Rectangle, st.just(0), st.just(1), st.sampled_from((16, 32, 6
 PLANS = st.lists(st.lists(st.one_of(DECODES, CHUNKS), max_size=6), min_size=1, max_size=4)
 
 
+# Out of CI, hypothesis draws anew in every run, limits the time of an example, and shares a folder between processes.
+@settings(deadline=None, database=None, derandomize=True, suppress_health_check=[HealthCheck.too_slow])
 @given(PLANS)
 def test_every_rank_computes_its_plan_in_its_order(plans: list[list[Rectangle]]) -> None:
     steps = merged(plans)
