@@ -37,7 +37,7 @@ def test_completion_and_metrics(server: Server) -> None:
 
 def test_streaming(server: Server) -> None:
     """The pieces of a stream add up to the answer in one piece."""
-    long = GREEDY | dict(max_tokens=150)
+    long = GREEDY | dict(max_tokens=600)
     body = long | dict(model="tiny", stream=True, stream_options=dict(include_usage=True))
     pieces, usage = [], None
     with server.client.stream("POST", "/v1/completions", json=body) as response:
@@ -47,10 +47,11 @@ def test_streaming(server: Server) -> None:
     for event in map(json.loads, events):
         usage = event.get("usage") or usage
         pieces += [choice["text"] for choice in event["choices"]]
-    # The engine is faster than the stream: a piece may hold many tokens, but the first comes before the last is made.
+    # The engine is faster than the stream: a piece may hold many tokens, but the first comes before the last is made,
+    # of so many also where other processes keep the front end from running for a while.
     assert len(pieces) > 1
     assert "".join(pieces) == text(server.complete(**long))
-    assert usage["completion_tokens"] == 150
+    assert usage["completion_tokens"] == 600
 
 
 def test_chat(server: Server) -> None:

@@ -23,7 +23,6 @@ from vllm.model_executor.layers.linear import QKVParallelLinear, RowParallelLine
 from vllm.model_executor.models.llama import LlamaAttention, LlamaDecoderLayer, LlamaMLP
 from vllm.model_executor.models.qwen2 import Qwen2Attention, Qwen2DecoderLayer, Qwen2MLP
 from vllm.model_executor.models.qwen3 import Qwen3Attention
-from vllm.utils.network_utils import get_distributed_init_method, get_open_port
 
 from vllm_gaudi_spec.attention.metadata import AttentionCall, AttentionLayerSpec
 from vllm_gaudi_spec.devices.common.kv_pair import KVPair
@@ -35,11 +34,10 @@ HIDDEN, HEADS, SIZE = 96, 6, 16
 
 
 @pytest.fixture(scope="module", autouse=True)
-def config() -> Iterator[None]:
+def config(tmp_path_factory: pytest.TempPathFactory) -> Iterator[None]:
+    store = tmp_path_factory.mktemp("group") / "store"
     with set_current_vllm_config(VllmConfig(device_config=DeviceConfig("cpu"))):
-        init_distributed_environment(
-            1, 0, get_distributed_init_method("127.0.0.1", get_open_port()), local_rank=0, backend="gloo"
-        )
+        init_distributed_environment(1, 0, f"file://{store}", local_rank=0, backend="gloo")
         initialize_model_parallel()
         yield
     cleanup_dist_env_and_memory()

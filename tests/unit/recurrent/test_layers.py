@@ -29,7 +29,6 @@ from vllm.model_executor.layers.mamba.gdn.qwen_gdn_linear_attn import QwenGatedD
 from vllm.model_executor.layers.mamba.mamba_mixer import MambaMixer
 from vllm.model_executor.layers.mamba.mamba_mixer2 import MambaMixer2
 from vllm.model_executor.layers.mamba.short_conv import ShortConv
-from vllm.utils.network_utils import get_distributed_init_method, get_open_port
 
 from vllm_gaudi_spec import compat
 from vllm_gaudi_spec.recurrent.layers import (
@@ -47,13 +46,12 @@ HIDDEN, NAME = 32, "model.layers.0.mixer"
 
 
 @pytest.fixture(scope="module")
-def config() -> Iterator[VllmConfig]:
+def config(tmp_path_factory: pytest.TempPathFactory) -> Iterator[VllmConfig]:
     made = VllmConfig(device_config=DeviceConfig("cpu"), cache_config=CacheConfig(mamba_cache_dtype="float32"))
     made.model_config = SimpleNamespace(dtype=torch.float32, is_moe=False, hf_text_config=None)  # type: ignore[assignment]
     with set_current_vllm_config(made):
-        init_distributed_environment(
-            1, 0, get_distributed_init_method("127.0.0.1", get_open_port()), local_rank=0, backend="gloo"
-        )
+        store = tmp_path_factory.mktemp("group") / "store"
+        init_distributed_environment(1, 0, f"file://{store}", local_rank=0, backend="gloo")
         initialize_model_parallel()
         yield made
     cleanup_dist_env_and_memory()
