@@ -18,7 +18,7 @@ from prometheus_client.parser import text_string_to_metric_families
 
 from tests.support.processes import still_alive
 
-READY_SECONDS = 300
+READY_SECONDS = 500
 END_SECONDS = 60
 PR_SET_PDEATHSIG = 1
 CORES = os.sched_getaffinity(0)
