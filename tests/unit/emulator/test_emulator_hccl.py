@@ -12,6 +12,10 @@ import torch.multiprocessing as mp
 
 from vllm_gaudi_spec import emulator
 
+# Before there is a group: `torch.distributed.nn.functional`, which vLLM imports, has the group of that moment as a
+# default argument. A group that outlives its process's main thread may abort the process.
+from vllm_gaudi_spec.devices.hpu.communicator import HpuCommunicator
+
 
 def work(rank: int, world: int, path: str) -> None:
     torch.set_num_threads(1)
@@ -26,6 +30,12 @@ def work(rank: int, world: int, path: str) -> None:
             inside_an_hpu_graph(card, world)
     finally:
         dist.destroy_process_group()
+    assert not gloo_threads(), "the process would end beside threads of a group"
+
+
+def gloo_threads() -> list[str]:
+    names = [path.read_text().strip() for path in Path("/proc/self/task").glob("*/comm")]
+    return [name for name in names if "gloo" in name]
 
 
 def collectives(rank: int, world: int) -> None:
@@ -87,8 +97,6 @@ def what_a_gaudi_refuses(card: Any, world: int) -> None:
 
 
 def through_our_communicator(rank: int, world: int) -> None:
-    from vllm_gaudi_spec.devices.hpu.communicator import HpuCommunicator
-
     card = emulator.device()
     everybody = dist.group.WORLD
     assert everybody is not None
