@@ -118,6 +118,7 @@ THREADS_BIND = Variable(
     "VLLM_CPU_OMP_THREADS_BIND", "auto", "on a CPU: the cores that each rank's threads are bound to"
 )
 NUM_THREADS = Variable("OMP_NUM_THREADS", "all cores", "on a CPU: the threads that share a step")
+PRELOADED = Variable("LD_PRELOAD", "none", "on a CPU: libiomp5.so here keeps steps fast beside other work")
 BLOCKTIME = Variable("KMP_BLOCKTIME", "200", "with Intel's OpenMP: milliseconds that a waiting thread spins; 1 is fair")
 START_METHOD = Variable(
     "VLLM_WORKER_MULTIPROC_METHOD", "chosen by a test", "how the engine process starts: fork or spawn"
@@ -158,13 +159,8 @@ VARIABLES = (
     KV_CACHE_SPACE,
     THREADS_BIND,
     NUM_THREADS,
-    Variable("LD_PRELOAD", "none", "on a CPU: libiomp5.so here keeps steps fast beside other work"),
+    PRELOADED,
     BLOCKTIME,
-    Variable(
-        "KMP_AFFINITY",
-        "binds threads",
-        "with Intel's OpenMP: none where an engine forks several ranks, which share a core else",
-    ),
     START_METHOD,
     ENGINE_PROCESS,
     Variable("VLLM_LOGGING_LEVEL", "INFO", "the log level of vLLM and of this platform"),

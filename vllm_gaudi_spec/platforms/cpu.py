@@ -43,7 +43,8 @@ class CpuSpecPlatform(SpecPlatform, CpuPlatform):
 
         super().check_and_update_config(vllm_config)
         parallel = vllm_config.parallel_config
-        if parallel.local_world_size * parallel.data_parallel_size_local > len(get_visible_memory_node()):
+        num_ranks = parallel.local_world_size * parallel.data_parallel_size_local
+        if num_ranks > len(get_visible_memory_node()):
             leave_threads_unbound()
         if parallel.distributed_executor_backend == "ray":
             executor: Any = resolve_obj_by_qualname(_CPU_RAY_EXECUTOR)
@@ -51,7 +52,7 @@ class CpuSpecPlatform(SpecPlatform, CpuPlatform):
         cpu_linear.refuse_missing_kernel(Options.from_vllm(vllm_config))
         if (space := kv_cache_space_gib()) is not None:
             vllm_config.cache_config.kv_cache_memory_bytes = space << 30
-        choose_start_method(cpu_fork.start_method)
+        choose_start_method(lambda: cpu_fork.start_method(num_ranks))
 
     @classmethod
     def get_device_communicator_cls(cls) -> str:

@@ -18,15 +18,15 @@ from vllm_gaudi_spec.tools.cli.demo import OPENMP
 def test_start_method(before: str, method: str, patience: int) -> None:
     """A child that can compute is waited for as long as a machine with other work to do needs."""
     code = f"import torch; torch.set_num_threads(2); {before}"
-    code += f"from vllm_gaudi_spec.devices.cpu import fork; fork._PATIENCE_S = {patience}; print(fork.start_method())"
+    code += f"from vllm_gaudi_spec.devices.cpu import fork; fork._PATIENCE_S = {patience}; print(fork.start_method(1))"
     result = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
     assert result.stdout.split()[-1] == method
 
 
 @pytest.mark.skipif(len(os.sched_getaffinity(0)) == 1, reason="a machine with one core")
 @pytest.mark.parametrize(("settings", "is_bound"), [({}, True), ({"KMP_AFFINITY": "none"}, False)], ids=str)
-def test_intels_openmp_binds_forked_processes_unless_told_not_to(settings: dict[str, str], is_bound: bool) -> None:
-    """Ranks share the first core then, as docs/user_guide.md warns."""
+def test_intels_openmp_binds_forked_processes(settings: dict[str, str], is_bound: bool) -> None:
+    """Why several ranks are spawned."""
     code = (
         "import os, torch\nif os.fork(): os.wait()\nelse: print(len(os.sched_getaffinity(0)), flush=True); os._exit(0)"
     )
@@ -42,5 +42,14 @@ def test_a_process_that_cannot_be_forked_is_asked_once(monkeypatch: pytest.Monke
     asked = []
     monkeypatch.setattr(fork, "_has_threads", False)
     monkeypatch.setattr(fork, "_forked_child_can_compute", lambda: bool(asked.append(1)))
-    assert [fork.start_method() for _ in range(3)] == ["spawn"] * 3
+    assert [fork.start_method(1) for _ in range(3)] == ["spawn"] * 3
     assert len(asked) == 1
+
+
+def test_ranks_with_intels_openmp_are_spawned(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(fork, "_has_threads", False)
+    monkeypatch.setattr(fork, "_forked_child_can_compute", lambda: True)
+    monkeypatch.delenv("LD_PRELOAD", raising=False)
+    assert [fork.start_method(ranks) for ranks in (1, 2)] == ["fork", "fork"]
+    monkeypatch.setenv("LD_PRELOAD", f"/lib/other.so:{OPENMP}")
+    assert [fork.start_method(ranks) for ranks in (1, 2)] == ["fork", "spawn"]

@@ -2,6 +2,9 @@
 
 GNU OpenMP does not survive a fork once its threads exist: the child's first parallel loop waits for threads that it
 does not have. Nothing shows from outside whether they exist, so a child is forked and asked to compute.
+
+Intel's OpenMP survives a fork and binds the first thread of the child to the first core. One rank alone is faster so;
+several would compute on that core in turns, and are spawned.
 """
 
 from __future__ import annotations
@@ -13,6 +16,8 @@ import time
 import torch
 from vllm.logger import init_logger
 
+from vllm_gaudi_spec.environment import PRELOADED
+
 logger = init_logger(__name__)
 
 _PATIENCE_S = 2.0
@@ -23,8 +28,10 @@ _has_threads = False
 """Whether a child waited in vain. OpenMP's threads stay as long as the process, so any later one would, too."""
 
 
-def start_method() -> str:
+def start_method(num_ranks: int) -> str:
     global _has_threads
+    if num_ranks > 1 and "libiomp" in (PRELOADED.value or ""):
+        return "spawn"
     if not _has_threads and _forked_child_can_compute():
         return "fork"
     _has_threads = True
