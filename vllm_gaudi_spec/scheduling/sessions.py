@@ -12,6 +12,7 @@ from vllm.v1.request import RequestStatus
 from vllm_gaudi_spec.recurrent.table import has_states
 
 if TYPE_CHECKING:
+    from vllm.v1.core.sched.output import SchedulerOutput
     from vllm.v1.request import Request, StreamingUpdate
 
 
@@ -32,6 +33,17 @@ class Sessions(Scheduler):
             self.failed.remove(request.request_id)
             return
         super().add_request(request)
+
+    def schedule(self, throttle_prefills: bool = False) -> SchedulerOutput:
+        """Between turns a session keeps its row in the workers. Where vLLM passes over one, since it outgrew the model
+        or its adapter has no slot, and admits another instead, it gives its row back."""
+        scheduled = super().schedule(throttle_prefills)
+        if len(self.running) + len(self.kv_holding_waiting) > self.max_num_running_reqs:
+            assert scheduled.preempted_req_ids is not None
+            scheduled.preempted_req_ids.update(
+                session.request_id for session in self.kv_holding_waiting if session.status == RequestStatus.WAITING
+            )
+        return scheduled
 
     def update_from_output(self, scheduler_output: Any, model_runner_output: Any) -> Any:
         """A session that ends with an error answers each turn that waits with one: the front end waits for all."""

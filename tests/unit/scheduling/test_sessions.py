@@ -5,6 +5,8 @@ from typing import Any
 
 import pytest
 from vllm import SamplingParams
+from vllm.config import LoRAConfig
+from vllm.lora.request import LoRARequest
 from vllm.v1.core.sched.scheduler import Scheduler
 from vllm.v1.engine import FinishReason
 from vllm.v1.request import Request
@@ -123,6 +125,43 @@ def test_what_follows_in_a_session_that_outgrew_the_model_is_an_error_too(tmp_pa
         scheduler.add_request(following)
     assert not scheduler.requests
     assert not scheduler.failed
+
+
+def waiting_turn_and_others(folder: Path, turn_of_session: Request) -> Any:
+    """A scheduler with room for one, with a session after its first turn whose next one came before `others`."""
+    scheduler = scheduler_of(SpecScheduler, folder, enable_prefix_caching=False, max_num_seqs=1)
+    scheduler.add_request(turn(PROMPT, max_tokens=1))
+    scheduler.update_from_output(scheduler.schedule(), answer({"session": [8]}, {}))
+    scheduler.add_request(Request("other", [*PROMPT], SamplingParams(max_tokens=4), None))
+    scheduler.add_request(turn_of_session)
+    return scheduler
+
+
+def test_a_session_that_outgrew_the_model_has_no_row_when_another_comes_in_its_place(tmp_path: Path) -> None:
+    """There are as many rows as running requests."""
+    scheduler = waiting_turn_and_others(tmp_path, turn([7] * 4096))
+    scheduled = scheduler.schedule()
+    assert [*scheduled.num_scheduled_tokens] == ["other"]
+    assert scheduled.preempted_req_ids == {"session"}
+
+
+def test_a_session_whose_adapter_has_no_slot_has_no_row_when_another_comes_in_its_place(tmp_path: Path) -> None:
+    first, second = (LoRARequest(name, number, name) for number, name in ((1, "first"), (2, "second")))
+    scheduler: Any = scheduler_of(SpecScheduler, tmp_path, enable_prefix_caching=False, max_num_seqs=2)
+    scheduler.lora_config = LoRAConfig(max_loras=1)
+    session = turn(PROMPT, max_tokens=1)
+    session.lora_request = first
+    scheduler.add_request(session)
+    scheduler.update_from_output(scheduler.schedule(), answer({"session": [8]}, {}))
+    for name in ("running", "other"):
+        scheduler.add_request(Request(name, [*PROMPT], SamplingParams(max_tokens=4), None, lora_request=second))
+    scheduled = scheduler.schedule()
+    assert not scheduled.preempted_req_ids
+    scheduler.update_from_output(scheduled, answer({"running": [8]}, {}))
+    scheduler.add_request(turn(MORE))
+    scheduled = scheduler.schedule()
+    assert [*scheduled.num_scheduled_tokens] == ["running", "other"]
+    assert scheduled.preempted_req_ids == {"session"}
 
 
 def test_a_turn_whose_end_is_in_flight_when_it_is_preempted_is_resumed(tmp_path: Path) -> None:
