@@ -29,7 +29,8 @@ class Sessions(Scheduler):
         """Sessions that ended with an error. Front ends send their other inputs, and the end of those, all the same."""
 
     def add_request(self, request: Request) -> None:
-        if request.request_id in self.failed and not request.resumable:  # the end of its inputs
+        is_end = request.request_id in self.failed and not request.resumable
+        if is_end and request.request_id not in self.requests:  # else an input of it waits for its error
             self.failed.remove(request.request_id)
             return
         super().add_request(request)
@@ -52,7 +53,9 @@ class Sessions(Scheduler):
         outputs = super().update_from_output(scheduler_output, model_runner_output)
         for session in failing:
             turns = [*(session.streaming_queue or ())]
-            if None not in turns:  # else the end of its inputs has come already
+            if None in turns:  # the end of its inputs has come already
+                self.failed.discard(session.request_id)
+            else:
                 self.failed.add(session.request_id)
             error = EngineCoreOutput(session.request_id, [], finish_reason=FinishReason.ERROR)
             outputs[session.client_index].outputs += [error for turn in turns if turn is not None]

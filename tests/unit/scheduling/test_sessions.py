@@ -9,7 +9,7 @@ from vllm.config import LoRAConfig
 from vllm.lora.request import LoRARequest
 from vllm.v1.core.sched.scheduler import Scheduler
 from vllm.v1.engine import FinishReason
-from vllm.v1.request import Request
+from vllm.v1.request import Request, RequestStatus
 
 from tests.support.schedulers import NUM_DRAFTS, PROMPT, answer, scheduler_of
 from vllm_gaudi_spec import compat
@@ -162,6 +162,21 @@ def test_a_session_whose_adapter_has_no_slot_has_no_row_when_another_comes_in_it
     scheduled = scheduler.schedule()
     assert [*scheduled.num_scheduled_tokens] == ["running", "other"]
     assert scheduled.preempted_req_ids == {"session"}
+
+
+def test_an_input_that_waits_for_its_error_gets_it_after_the_end_of_all_inputs(tmp_path: Path) -> None:
+    """In a full engine it waits for long. It is not answered as if it were the first of a session."""
+    scheduler = waiting_turn_and_others(tmp_path, turn([7] * 4096))
+    other = scheduler.schedule()
+    scheduler.update_from_output(other, answer({"other": [8]}, {}))
+    assert scheduler.failed == {"session"}
+    scheduler.add_request(turn(MORE))
+    scheduler.add_request(Request("session", [0], SamplingParams(), None))
+    scheduler.finish_requests("other", RequestStatus.FINISHED_ABORTED)
+    (output,) = scheduler.update_from_output(scheduler.schedule(), answer({}, {}))[0].outputs
+    assert output.finish_reason == FinishReason.ERROR
+    assert not scheduler.requests
+    assert not scheduler.failed
 
 
 def test_a_turn_whose_end_is_in_flight_when_it_is_preempted_is_resumed(tmp_path: Path) -> None:
