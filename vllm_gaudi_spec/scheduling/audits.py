@@ -216,11 +216,13 @@ class Audits:
         return ids
 
     def drop(self) -> list[str]:
-        """What was decoded cannot be decoded again, as the weights may be others soon. Ids to abort, as above."""
+        """What was decoded cannot be decoded again, as the weights may be others soon; that goes for requests that run
+        on, too, of which each half may have its own. Ids to abort, as above."""
         ids = self.interrupt()
-        if self._waiting:
-            self._metrics.count(metrics.AUDITS_SKIPPED, len(self._waiting), metrics.RESET)
+        if num_dropped := len(self._waiting) + len(self._chosen):
+            self._metrics.count(metrics.AUDITS_SKIPPED, num_dropped, metrics.RESET)
             self._waiting.clear()
+            self._chosen.clear()
         return ids
 
     def _run(self, audit: _Audit, jobs: list[Job]) -> int:

@@ -393,6 +393,28 @@ def test_what_changes_the_engine_ends_audits(how: str, started: bool, tmp_path: 
     assert scheduler.step_metrics.take()[metrics.AUDITS_SKIPPED] == {metrics.RESET: 1}
 
 
+@pytest.mark.parametrize("how", ["pause", "reset"])
+def test_a_request_that_runs_on_after_a_change_of_weights_is_not_audited(how: str, folder: Path) -> None:
+    """`pause_generation(mode="keep")`, `reload_weights`, `resume_generation`: the model that decodes it again wrote the
+    second half of it alone."""
+    engine = engine_of(folder)
+    engine.add("0", [5, 6, 7], SamplingParams(max_tokens=20, temperature=0))
+    for _ in range(3):
+        engine.step()
+    if how == "pause":
+        engine.scheduler.set_pause_state(PauseState.PAUSED_ALL)
+        engine.scheduler.set_pause_state(PauseState.UNPAUSED)
+    else:
+        engine.interrupt()
+    target: Any = engine.runner.target
+    logits = target.logits
+    target.logits = lambda *given: logits(*given).roll(1, -1)
+    engine.finish()
+    assert len(engine.texts["0"]) == 20
+    assert not results(engine)
+    assert skipped(engine) == {metrics.RESET: 1}
+
+
 def test_nothing_starts_while_paused(tmp_path: Path) -> None:
     scheduler = with_waiting(tmp_path)
     scheduler._pause_state = PauseState.PAUSED_NEW
