@@ -37,13 +37,16 @@ class Sessions(Scheduler):
 
     def schedule(self, throttle_prefills: bool = False) -> SchedulerOutput:
         """Between turns a session keeps its row in the workers. Where vLLM passes over one, since it outgrew the model
-        or its adapter has no slot, and admits another instead, it gives its row back."""
+        or its adapter has no slot, and admits another instead, it gives its row back, and its recurrent state with
+        it."""
         scheduled = super().schedule(throttle_prefills)
         if len(self.running) + len(self.kv_holding_waiting) > self.max_num_running_reqs:
+            passed_over = [session for session in self.kv_holding_waiting if session.status == RequestStatus.WAITING]
             assert scheduled.preempted_req_ids is not None
-            scheduled.preempted_req_ids.update(
-                session.request_id for session in self.kv_holding_waiting if session.status == RequestStatus.WAITING
-            )
+            scheduled.preempted_req_ids.update(session.request_id for session in passed_over)
+            if self.has_states:
+                for session in passed_over:
+                    self._start_over(session)
         return scheduled
 
     def update_from_output(self, scheduler_output: Any, model_runner_output: Any) -> Any:
@@ -88,11 +91,15 @@ class Sessions(Scheduler):
         super()._update_request_as_session(session, update)
         if session.request_id in self.read_ahead:
             self.read_ahead.discard(session.request_id)
-            self._free_request_blocks(session)
-            self.encoder_cache_manager.free(session)
-            session.num_computed_tokens = 0
+            self._start_over(session)
             # Others are scheduled before it now, and may be given its row in the worker.
             self.reset_preempted_req_ids.add(session.request_id)
+
+    def _start_over(self, session: Request) -> None:
+        """Its next turn computes all of its tokens again, as after a preemption, or goes on from a snapshot."""
+        self._free_request_blocks(session)
+        self.encoder_cache_manager.free(session)
+        session.num_computed_tokens = 0
 
     def _handle_blocked_waiting_request(self, request: Request) -> bool:
         """vLLM checks the length of each input, and not of all together: a session that outgrew the model ends with an

@@ -145,10 +145,14 @@ def test_a_session_that_outgrew_the_model_has_no_row_when_another_comes_in_its_p
     assert scheduled.preempted_req_ids == {"session"}
 
 
-def test_a_session_whose_adapter_has_no_slot_has_no_row_when_another_comes_in_its_place(tmp_path: Path) -> None:
+@pytest.mark.parametrize("has_states", [False, True])
+def test_a_session_whose_adapter_has_no_slot_has_no_row_when_another_comes_in_its_place(
+    has_states: bool, tmp_path: Path
+) -> None:
+    """A recurrent state is in the row, and the tokens that it has read are computed again."""
     first, second = (LoRARequest(name, number, name) for number, name in ((1, "first"), (2, "second")))
     scheduler: Any = scheduler_of(SpecScheduler, tmp_path, enable_prefix_caching=False, max_num_seqs=2)
-    scheduler.lora_config = LoRAConfig(max_loras=1)
+    scheduler.lora_config, scheduler.has_states = LoRAConfig(max_loras=1), has_states
     session = turn(PROMPT, max_tokens=1)
     session.lora_request = first
     scheduler.add_request(session)
@@ -162,6 +166,9 @@ def test_a_session_whose_adapter_has_no_slot_has_no_row_when_another_comes_in_it
     scheduled = scheduler.schedule()
     assert [*scheduled.num_scheduled_tokens] == ["running", "other"]
     assert scheduled.preempted_req_ids == {"session"}
+    scheduler.finish_requests(["running", "other"], RequestStatus.FINISHED_ABORTED)
+    scheduled = scheduler.schedule()
+    assert [new.num_computed_tokens for new in scheduled.scheduled_new_reqs] == [0 if has_states else len(PROMPT)]
 
 
 def test_an_input_that_waits_for_its_error_gets_it_after_the_end_of_all_inputs(tmp_path: Path) -> None:
