@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING, Any, cast
 
 import torch
 from vllm.exceptions import LoRAAdapterNotFoundError
+from vllm.logger import init_logger
 from vllm.lora.layers import LogitsProcessorWithLoRA, VocabParallelEmbeddingWithLoRA
 from vllm.lora.model_manager import LRUCacheLoRAModelManager
 from vllm.lora.utils import get_adapter_absolute_path
@@ -29,6 +30,9 @@ if TYPE_CHECKING:
     from vllm.lora.lora_model import LoRAModel
     from vllm.lora.lora_weights import LoRALayerWeights
     from vllm.lora.request import LoRARequest
+
+
+logger = init_logger(__name__)
 
 
 class AdapterError(ValueError):
@@ -63,6 +67,17 @@ class SlottedAdapters(LRUCacheLoRAModelManager):
         pinned: bool = super().pin_adapter(lora_id)
         return pinned
 
+    def make_room(self, lora_ids: set[int]) -> None:
+        """Unpins adapters in whose stead a step needs others. vLLM's scheduler allows as many adapters a step as there
+        are slots, whatever is pinned, and its caches would drop one of the step's own for the last."""
+        for cache, size in ((self._active_adapters, self.lora_slots), (self._registered_adapters, self.capacity)):
+            unused = sorted(cache.pinned_items - lora_ids)
+            for lora_id in unused[: max(0, len(unused) + len(lora_ids) - size)]:
+                cache.pinned_items.remove(lora_id)
+                logger.warning(
+                    "Adapter %d is not pinned any more: requests need all the room; raise --max-loras.", lora_id
+                )
+
 
 class AdapterLoader(LRUCacheWorkerLoRAManager):
     """Keeps adapters on the host and puts those that a step needs into slots."""
@@ -81,7 +96,8 @@ class AdapterLoader(LRUCacheWorkerLoRAManager):
 
     def in_slots(self, adapters: Iterable[LoRARequest]) -> dict[int, int]:
         """Make sure that these adapters have slots. Returns the slots by adapter id."""
-        manager = self._adapter_manager
+        manager, adapters = self._adapter_manager, list(adapters)
+        manager.make_room({request.lora_int_id for request in adapters})
         # Loaded ones first, so that loading the others does not evict them.
         for request in sorted(adapters, key=lambda request: request.lora_int_id not in manager.list_adapters()):
             number = request.lora_int_id

@@ -9,11 +9,13 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+from vllm.lora.model_manager import AdapterLRUCache
 from vllm.lora.request import LoRARequest
 
 from tests.support.fakes import CapturingBackend, HostBackend, step
 from vllm_gaudi_spec.lora.adapters import Adapters
 from vllm_gaudi_spec.lora.application import NO_SLOT, EmbeddingAdapters, LinearAdapters, TokenSlots
+from vllm_gaudi_spec.lora.manager import AdapterLoader, SlottedAdapters
 
 SLOTS, RANK, INPUTS, OUTPUTS = 3, 4, 10, (6, 2, 2)
 TOKENS = torch.tensor([0, NO_SLOT, 2, 1, 1, 0], dtype=torch.int32)
@@ -234,6 +236,33 @@ def test_a_request_may_ask_for_its_adapter_to_be_read_again() -> None:
     requests.admitted = []
     adapters.apply(step({"p": 1}), requests)
     assert adapters.loader.loaded == [5], "once, and not at each step"
+
+
+def loader_of(max_loras: int, max_cpu_loras: int) -> Any:
+    """Of a model without modules; each adapter loads."""
+    manager: Any = object.__new__(SlottedAdapters)
+    manager.lora_config = SimpleNamespace(max_loras=max_loras, max_cpu_loras=max_cpu_loras)
+    manager.modules, manager.lora_index_to_id = {}, [None] * max_loras
+    manager._registered_adapters = AdapterLRUCache(max_cpu_loras, manager.deactivate_adapter)
+    manager._active_adapters = AdapterLRUCache(max_loras, manager._deactivate_adapter)
+    manager._add_adapter = lambda lora: manager._registered_adapters.put(lora.id, lora)
+    loader: Any = object.__new__(AdapterLoader)
+    loader._adapter_manager = manager
+    loader._load_adapter = lambda request: SimpleNamespace(id=request.lora_int_id)
+    return loader
+
+
+@pytest.mark.parametrize("max_cpu_loras", [2, 3])
+def test_a_step_that_needs_all_slots_gets_that_of_a_pinned_adapter(max_cpu_loras: int) -> None:
+    """The scheduler, which does not know what is pinned, put so many adapters in the step."""
+    pinned, *others = (LoRARequest(name, number, name) for number, name in enumerate("abc", start=1))
+    loader = loader_of(2, max_cpu_loras)
+    loader.add_adapter(pinned)
+    assert loader.pin_adapter(1)
+    for other in others:
+        assert loader.in_slots([other]).keys() == {1, other.lora_int_id}, "it stays while there is room"
+    assert loader.in_slots(others).keys() == {2, 3}
+    assert loader.in_slots([pinned]).keys() >= {1}
 
 
 @pytest.mark.parametrize(("backend", "skips"), [(HostBackend(), True), (CapturingBackend(), False)])
