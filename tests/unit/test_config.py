@@ -34,6 +34,7 @@ from vllm_gaudi_spec.drafting.table import METHODS
 from vllm_gaudi_spec.platforms import base as platform
 from vllm_gaudi_spec.refusals import drafters, models, speculation, unsupported_request
 from vllm_gaudi_spec.scheduling.scheduler import SpecScheduler
+from vllm_gaudi_spec.worker import Worker
 
 
 def vllm_config(options: dict[str, Any] | None) -> Any:
@@ -803,6 +804,17 @@ def test_gemma3n_without_its_package_is_refused(tmp_path: Path, monkeypatch: pyt
         refusals.refuse_unsupported(engine_config(tmp_path, None), backend_of("cpu"))
     monkeypatch.setattr(models, "_PACKAGES", {"LlamaForCausalLM": "torch"})
     refusals.refuse_unsupported(engine_config(tmp_path, None), backend_of("cpu"))
+
+
+def test_recovery_of_failed_engines_is_refused(tmp_path: Path) -> None:
+    """vLLM takes the option from data-parallel ranks of experts alone. An engine whose step failed would wait for a
+    command that workers here do not know, and its clients with it."""
+    made = engine_config(tmp_path, None)
+    refusals.refuse_unsupported(made, backend_of("cpu"))
+    made.parallel_config.enable_fault_tolerance = True
+    with pytest.raises(UnsupportedConfigError, match="leave out --enable-fault-tolerance"):
+        refusals.refuse_unsupported(made, backend_of("cpu"))
+    assert not hasattr(Worker, "handle_ft_command")
 
 
 @pytest.mark.parametrize(

@@ -39,6 +39,9 @@ def feature_refusals(vllm_config: VllmConfig, backend: DeviceBackend) -> Iterato
         yield "Expert load balancing is not supported; leave out --enable-eplb."
     if parallel.enable_elastic_ep:
         yield "Elastic expert parallelism is not supported; leave out --enable-elastic-ep."
+    if parallel.enable_fault_tolerance:
+        # An engine that failed would wait for a recovery that its workers do not have, in place of its end.
+        yield "Recovery of failed engines is not supported; leave out --enable-fault-tolerance."
     if vllm_config.aux_output_config.enable_return_routed_experts:
         yield "Routed experts are not reported; leave out --enable-return-routed-experts."
     if warms_up_in_background() and not backend.traits.captures:
