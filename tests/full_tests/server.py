@@ -4,7 +4,6 @@ import contextlib
 import ctypes
 import os
 import signal
-import socket
 import subprocess
 import sys
 import time
@@ -16,6 +15,7 @@ import httpx
 import psutil
 from prometheus_client.parser import text_string_to_metric_families
 
+from tests.support.ports import free_port
 from tests.support.processes import still_alive
 
 READY_SECONDS = 500
@@ -38,20 +38,6 @@ def serve_environment(**extra: str) -> dict[str, str]:
     """A user's environment: the engine in its own process, vLLM's usual log."""
     ours = {"VLLM_ENABLE_V1_MULTIPROCESSING", "VLLM_LOGGING_LEVEL"}
     return {name: value for name, value in os.environ.items() if name not in ours} | extra
-
-
-_RESERVED: list[socket.socket] = []
-
-
-def free_port() -> int:
-    """Free for a server for as long as this process lives: a server takes tens of seconds to come to it, and until then
-    nobody else gets it. Where nobody listens, connections are refused."""
-    reserved = socket.socket()
-    # With this set on both sides, and nobody listening on this one, a server may bind the same port.
-    reserved.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
-    reserved.bind(("127.0.0.1", 0))
-    _RESERVED.append(reserved)
-    return reserved.getsockname()[1]
 
 
 @dataclass

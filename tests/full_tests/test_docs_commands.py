@@ -19,8 +19,9 @@ from typing import Any
 import pytest
 
 from tests.full_tests import adapters
-from tests.full_tests.server import Running, free_port, serve_environment
+from tests.full_tests.server import Running, serve_environment
 from tests.pages import ROOT, SERVER_ADDRESS, Block, pages, scenes
+from tests.support.ports import free_port
 
 # Of one block; a server has its own patience.
 SECONDS = 2400

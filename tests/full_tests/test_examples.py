@@ -10,8 +10,9 @@ from pathlib import Path
 
 import pytest
 
-from tests.full_tests.server import Server, end_with_parent, free_port
+from tests.full_tests.server import Server, end_with_parent
 from tests.pages import commands_for
+from tests.support.ports import free_port
 from tests.support.processes import ROOT
 
 EXAMPLES = ROOT / "examples"

@@ -9,7 +9,8 @@ from pathlib import Path
 import pytest
 
 from tests.first_steps import commands
-from tests.full_tests.server import Running, free_port
+from tests.full_tests.server import Running
+from tests.support.ports import free_port
 from tests.support.processes import ROOT
 
 # What this test run brings and a newcomer does not.

@@ -12,8 +12,9 @@ from pathlib import Path
 import pytest
 
 from tests.first_steps import README
-from tests.full_tests.server import Running, free_port, serve_environment
+from tests.full_tests.server import Running, serve_environment
 from tests.pages import commands_for
+from tests.support.ports import free_port
 
 # Minutes of pip, and more where the machine has other work.
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(3600)]

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import socket
 import threading
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -46,14 +45,6 @@ def answering(answers: Answers, by_headers: Answers | None = None) -> Iterator[s
         server.shutdown()
         thread.join()
         server.server_close()
-
-
-@contextmanager
-def nobody() -> Iterator[str]:
-    """An address at which nobody answers, and which nobody else can get meanwhile."""
-    with socket.socket() as reserved:
-        reserved.bind(("127.0.0.1", 0))  # it does not listen
-        yield f"http://127.0.0.1:{reserved.getsockname()[1]}"
 
 
 def events(*found: dict[str, Any]) -> str:

@@ -11,7 +11,8 @@ from typing import Any
 
 import pytest
 
-from tests.support.http_server import Answers, answering, events, nobody
+from tests.support.http_server import Answers, answering, events
+from tests.support.ports import free_port
 from tests.unit.tools.test_top import RECORDED, changed
 from vllm_gaudi_spec.tools import cli
 from vllm_gaudi_spec.tools.io.argument_types import not_negative
@@ -349,8 +350,8 @@ def test_a_key(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[st
 
 
 def test_no_server(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
-    with nobody() as address:
-        assert ask(monkeypatch, "Count!", address) == 1
+    address = f"http://127.0.0.1:{free_port()}"
+    assert ask(monkeypatch, "Count!", address) == 1
     (line,) = capsys.readouterr().err.splitlines()
     assert line.startswith(f"gaudi-spec chat: error: no server answers at {address} (")
     assert ask(monkeypatch, "Count!", "ftp://a") == 2

@@ -15,7 +15,8 @@ from pathlib import Path
 import pytest
 from rich.console import Console
 
-from tests.support.http_server import Answers, answering, nobody
+from tests.support.http_server import Answers, answering
+from tests.support.ports import free_port
 from vllm_gaudi_spec.tools import cli
 from vllm_gaudi_spec.tools.cli import top
 from vllm_gaudi_spec.tools.live.exposition import NotMetrics, Reading
@@ -265,8 +266,8 @@ def test_servers_that_are_not_ours(status: int, text: str, words: str, capsys: p
 
 
 def test_no_server(capsys: pytest.CaptureFixture[str]) -> None:
-    with nobody() as address:
-        assert cli.main(["top", address, "--once"]) == 1
+    address = f"http://127.0.0.1:{free_port()}"
+    assert cli.main(["top", address, "--once"]) == 1
     (line,) = capsys.readouterr().err.splitlines()
     assert line.startswith(f"gaudi-spec top: error: no server answers at {address} (")
 
