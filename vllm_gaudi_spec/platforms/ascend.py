@@ -5,7 +5,6 @@ from __future__ import annotations
 from typing import TYPE_CHECKING, ClassVar
 
 import torch
-from vllm.platforms.interface import set_assigned_physical_gpu_ids
 
 from vllm_gaudi_spec.config import UnsupportedConfigError
 from vllm_gaudi_spec.devices import load_backend
@@ -25,7 +24,7 @@ class AscendSpecPlatform(CapturingPlatform):
     ray_device_key = "NPU"
     dist_backend = "hccl"
     device_control_env_var = "ASCEND_RT_VISIBLE_DEVICES"
-    # Every rank sees all cards of its machine and takes one: `card_of`.
+    takes_device_ids = True
     ray_noset_device_env_vars: ClassVar[list[str]] = ["RAY_EXPERIMENTAL_NOSET_ASCEND_RT_VISIBLE_DEVICES"]
     loads_on_host = True
 
@@ -57,12 +56,6 @@ class AscendSpecPlatform(CapturingPlatform):
     @classmethod
     def get_device_communicator_cls(cls) -> str:
         return "vllm_gaudi_spec.devices.common.even_exchange.EvenExchange"
-
-    @classmethod
-    def card_of(cls, local_rank: int, assigned: list[int] | None) -> int:
-        if assigned:
-            set_assigned_physical_gpu_ids(assigned)
-        return cls.logical_device_id_to_visible_device_id(local_rank)
 
     @classmethod
     def set_device(cls, device: torch.device) -> None:

@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 from vllm.logger import init_logger
-from vllm.platforms.interface import Platform, PlatformEnum
+from vllm.platforms.interface import Platform, PlatformEnum, set_assigned_physical_gpu_ids
 from vllm.utils.import_utils import resolve_obj_by_qualname
 
 from vllm_gaudi_spec import compat
@@ -71,6 +71,10 @@ def apply_patches() -> None:
 class SpecPlatform(Platform):
     """Every device."""
 
+    takes_device_ids = False
+    """Whether each process sees all cards and takes one of those that --device-ids names. Elsewhere the environment
+    decides which cards it sees."""
+
     @classmethod
     def pre_register_and_update(cls, parser: FlexibleArgumentParser | None = None) -> None:
         compat.apply()
@@ -110,6 +114,8 @@ class SpecPlatform(Platform):
                 vllm_config.scheduler_config.async_scheduling = False
         parallel = vllm_config.parallel_config
         if parallel.worker_cls == "auto":
+            # Only here: in an engine's process, where this is checked again, vLLM has assigned cards by itself.
+            cls._refuse_useless_device_ids(parallel.assigned_physical_gpu_ids)
             parallel.worker_cls = _WORKER
         if parallel.use_ray:
             parallel.ray_runtime_env = _on_this_device(parallel.ray_runtime_env)
@@ -174,7 +180,18 @@ class SpecPlatform(Platform):
     def card_of(cls, local_rank: int, assigned: list[int] | None) -> int:
         """The index of a rank's card in this process. `assigned`: the cards of the engine's ranks on this machine, if
         vLLM assigned any."""
-        return local_rank
+        if not (cls.takes_device_ids and assigned):
+            return local_rank
+        set_assigned_physical_gpu_ids(assigned)
+        return cls.logical_device_id_to_visible_device_id(local_rank)
+
+    @classmethod
+    def _refuse_useless_device_ids(cls, requested: list[int] | None) -> None:
+        if requested and not cls.takes_device_ids:
+            raise UnsupportedConfigError(
+                f"--device-ids has no effect on {load_backend().traits.name}; leave it out, and set "
+                f"{cls.device_control_env_var}."
+            )
 
     @classmethod
     def is_sleep_mode_available(cls) -> bool:

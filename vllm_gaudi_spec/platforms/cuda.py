@@ -22,6 +22,7 @@ class CudaSpecPlatform(CapturingPlatform):
     ray_device_key = "GPU"
     dist_backend = "nccl"
     device_control_env_var = "CUDA_VISIBLE_DEVICES"
+    takes_device_ids = True
 
     @property
     def supported_dtypes(self) -> list[torch.dtype]:

@@ -10,11 +10,13 @@ import pytest
 from transformers import Qwen3MoeConfig
 from vllm.config import VllmConfig
 from vllm.engine.arg_utils import EngineArgs
+from vllm.platforms import interface
 
 from tests.full_tests.tiny_models import common
 from tests.unit.test_config import DRAFT, NGRAM, engine_config, here, start_method_stays  # noqa: F401
 from vllm_gaudi_spec.config import UnsupportedConfigError, ranks_in_step
 from vllm_gaudi_spec.platforms.cpu import CpuSpecPlatform
+from vllm_gaudi_spec.platforms.cuda import CudaSpecPlatform
 from vllm_gaudi_spec.refusals.drafters import drafter_model_refusals
 
 
@@ -100,6 +102,20 @@ def test_the_older_executor_is_refused(tmp_path: Path, monkeypatch: pytest.Monke
         engine_config(tmp_path, None, tensor_parallel_size=2, distributed_executor_backend="ray")
 
 
-def test_the_card_of_a_rank() -> None:
+def test_the_card_of_a_rank(monkeypatch: pytest.MonkeyPatch) -> None:
     """A Gaudi's process has one card; what vLLM assigned is for platforms whose processes see all."""
     assert CpuSpecPlatform.card_of(1, None) == CpuSpecPlatform.card_of(1, [4, 6]) == 1
+    monkeypatch.setattr(interface, "_assigned_physical_gpu_ids", None)
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "4,5,6,7")
+    assert CudaSpecPlatform.card_of(1, None) == 1
+    assert CudaSpecPlatform.card_of(1, [4, 6]) == 2
+
+
+def test_device_ids_without_effect_are_refused(tmp_path: Path) -> None:
+    """An engine served on other cards than the user had named."""
+    with pytest.raises(UnsupportedConfigError, match="--device-ids has no effect on cpu; leave it out, and set CPU_"):
+        engine_config(tmp_path, None, device_ids=[1])
+    made = engine_config(tmp_path, None)
+    # As in an engine's process, to whose rank vLLM has assigned cards.
+    made.parallel_config.assigned_physical_gpu_ids = [1]
+    CpuSpecPlatform.check_and_update_config(made)
