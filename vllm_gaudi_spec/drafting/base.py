@@ -64,7 +64,7 @@ class Model(Protocol):
         ...
 
     def logits(self, hidden: torch.Tensor) -> torch.Tensor:
-        """float32 [rows, V]."""
+        """[rows, V], in the model's dtype."""
         ...
 
 

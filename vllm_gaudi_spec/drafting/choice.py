@@ -9,7 +9,7 @@ import torch
 
 from vllm_gaudi_spec.drafting.memory import probs_shape
 from vllm_gaudi_spec.records import Drafted, DraftRequest
-from vllm_gaudi_spec.sampling.drafts import Mode, draft
+from vllm_gaudi_spec.sampling.drafts import Mode, draft, draft_greedy
 from vllm_gaudi_spec.sampling.params import Branch
 from vllm_gaudi_spec.sampling.verify import restrict
 
@@ -45,6 +45,9 @@ class DraftChoice:
         newest_B = lengths_B - 1
 
         def choose(logits_BV: torch.Tensor, before: int) -> Drafted:
+            if self._mode == "greedy":
+                return draft_greedy(self._rules, logits_BV)
+            logits_BV = logits_BV.float()
             sound_B = self._rules.are_sound(logits_BV)
             if branch.random:
                 logits_BV = restrict(self._rules, logits_BV[:, None], inputs, branch).squeeze(1)

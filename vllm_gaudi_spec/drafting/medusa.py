@@ -18,7 +18,7 @@ if TYPE_CHECKING:
 
 class Heads(Protocol):
     def logits_of_heads(self, hidden_BH: torch.Tensor, max_drafts_B: torch.Tensor) -> Iterator[torch.Tensor]:
-        """float32 [B, U], head after head; rows that request no drafts are padding."""
+        """[B, U], head after head; rows that request no drafts are padding."""
         ...
 
 

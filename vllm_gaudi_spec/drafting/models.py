@@ -137,7 +137,7 @@ class LoadedHead(LoadedModel):
                 logits: torch.Tensor = self.model.compute_logits(hidden)
             else:  # the class would spread them over the target's vocabulary with a scatter; `FewerTokens` gathers
                 logits = self.model.logits_processor(self.model.lm_head, hidden)
-        return logits.float()
+        return logits
 
 
 class LoadedMedusa(LoadedModel):
@@ -146,12 +146,12 @@ class LoadedMedusa(LoadedModel):
         self.output_ids = self.model.token_map
 
     def logits_of_heads(self, hidden: torch.Tensor, max_drafts_B: torch.Tensor) -> Iterator[torch.Tensor]:
-        """float32 [rows, U], head after head."""
+        """[rows, U], head after head."""
         with nullcontext() if self.measuring is None else self.measuring.counting(max_drafts_B > 0):
             for states, lm_head in zip(self.model(hidden), self.model.lm_heads, strict=True):
                 with compat.tensor_parallel_group(self.group):
                     logits = self.model.logits_processor(lm_head, states)
-                yield logits.float()
+                yield logits
 
 
 def with_carried(output: Any, inputs: Inputs) -> Hidden:

@@ -383,7 +383,7 @@ class LoadedModel:
     def logits_of_rows(
         self, hidden_NH: torch.Tensor, num_real_B: torch.Tensor, adapters_N: torch.Tensor | None = None
     ) -> torch.Tensor:
-        """float32 [N, V] of B rows with Q states each, of which the first `num_real_B` are used."""
+        """[N, V] of B rows with Q states each, of which the first `num_real_B` are used."""
         num_positions = hidden_NH.shape[0]
         packed = Packed.of(num_real_B, num_positions // len(num_real_B)) if self._packs else None
         if packed is None:
@@ -393,7 +393,7 @@ class LoadedModel:
         return packed.spread(self.logits(hidden_NH.index_select(0, packed.index_T), adapters_N), num_positions)
 
     def logits(self, hidden: torch.Tensor, adapters_N: torch.Tensor | None = None) -> torch.Tensor:
-        """float32 [rows, V]. `adapters_N`: the slots of the rows' LoRA adapters."""
+        """[rows, V], in the model's dtype. `adapters_N`: the slots of the rows' LoRA adapters."""
         with compat.tensor_parallel_group(self.group), self._adapting(adapters_N):
             logits: torch.Tensor = self.model.compute_logits(hidden)
-        return logits.float()
+        return logits

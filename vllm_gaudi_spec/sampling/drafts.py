@@ -13,23 +13,31 @@ from vllm_gaudi_spec.sampling.rules.registry import Rules
 Mode = Literal["greedy", "probabilistic", "coupled"]
 
 
+def draft_greedy(rules: Rules, logits_BV: torch.Tensor) -> Drafted:
+    """Choose the argmax of the drafter's logits, which are in its own dtype."""
+    if rules.sound_argmax is not None:
+        tokens_B, sound_B = rules.sound_argmax(logits_BV)
+        return Drafted(tokens_B, None, sound_B)
+    logits_BV = logits_BV.float()
+    tokens_B = rules.sample_greedy(logits_BV[:, None]).squeeze(1)
+    return Drafted(tokens_B, None, rules.are_sound(logits_BV))
+
+
 def draft(
     rules: Rules,
     logits_BV: torch.Tensor,
-    mode: Mode,
+    mode: Literal["probabilistic", "coupled"],
     temperature_B: torch.Tensor,
     keys_B2: torch.Tensor,
     positions_B: torch.Tensor,
     starts_B: torch.Tensor,
 ) -> Drafted:
-    """Choose the token after `positions_B` from the drafter's logits, to which temperature and filters were applied.
+    """Sample the token after `positions_B` from the drafter's logits, to which temperature and filters were applied.
 
     `starts_B` is the position of the newest token that is no draft: the first query of the step that will verify.
-    Rows with temperature 0 take their argmax in every mode.
+    Rows with temperature 0 take their argmax.
     """
     logits_B1V, positions_B1 = logits_BV[:, None], positions_B[:, None]
-    if mode == "greedy":
-        return Drafted(rules.sample_greedy(logits_B1V).squeeze(1), None)
     if mode == "coupled":
         # The same noise with which the target samples at this position: where the two distributions are close, the
         # tokens are mostly equal.

@@ -85,6 +85,25 @@ def test_samples(cuda: Rules, rows: int, positions: int, vocab: int, dtype: torc
 
 
 @pytest.mark.parametrize(("rows", "positions", "vocab"), SHAPES)
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_drafts_and_whether_their_logits_are_numbers(
+    cuda: Rules, rows: int, positions: int, vocab: int, dtype: torch.dtype
+) -> None:
+    logits = case_on_gpu(rows, positions, vocab)["logits_BQV"].flatten(0, 1).to(dtype)
+    # In the first chunk and the last; beside minus infinity, which alone is sound.
+    for row, (position, value) in enumerate([(0, torch.nan), (vocab - 1, torch.nan), (vocab // 2, torch.inf)]):
+        logits[row, position] = value
+    logits[3] = -torch.inf
+    assert cuda.sound_argmax is not None
+    for _ in range(2):  # counters are left as they were
+        tokens, is_sound = cuda.sound_argmax(logits)
+        assert is_sound.tolist() == [row > 2 for row in range(len(logits))] == TORCH.are_sound(logits).tolist()
+        assert torch.equal(tokens[3:], TORCH.sample_greedy(logits[:, None])[3:, 0])
+        assert (tokens[:3] < vocab).all()
+        assert (tokens[:3] >= 0).all()
+
+
+@pytest.mark.parametrize(("rows", "positions", "vocab"), SHAPES)
 @pytest.mark.parametrize("rule", ["strict_greedy", "strict_random", "standard", "block"])
 def test_verifications(cuda: Rules, rule: str, rows: int, positions: int, vocab: int) -> None:
     given = case_on_gpu(rows, positions, vocab, seed=1)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from typing import Literal
 
 import numpy as np
 import pytest
@@ -13,7 +14,7 @@ from tests.support import distributions
 from tests.support.distributions import ALPHA, Table, random_table, request_keys
 from tests.support.reference.rules import race
 from tests.unit.sampling.test_noise import reference_mix
-from vllm_gaudi_spec.sampling.drafts import Mode, draft
+from vllm_gaudi_spec.sampling.drafts import draft, draft_greedy
 from vllm_gaudi_spec.sampling.noise import Stream, bits, fold_seed, gumbel, keys_of_block, uniform
 from vllm_gaudi_spec.sampling.rules.registry import TORCH
 from vllm_gaudi_spec.sampling.rules.strict import sample_random, verify
@@ -31,21 +32,30 @@ def inputs(rows: int = ROWS) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, 
 
 
 def test_greedy_takes_the_argmax_and_has_no_distribution() -> None:
-    logits, *rest = inputs()
-    drafted = draft(TORCH, logits, "greedy", *rest)
+    logits, *_ = inputs()
+    drafted = draft_greedy(TORCH, logits)
     assert drafted.tokens_B.dtype == torch.int32
     assert torch.equal(drafted.tokens_B, logits.argmax(-1).int())
     assert drafted.probs_BV is None
 
 
-@pytest.mark.parametrize("mode", ["greedy", "probabilistic", "coupled"])
-def test_temperature_0_takes_the_argmax_in_every_mode(mode: Mode) -> None:
+def test_greedy_takes_logits_in_any_dtype_and_sees_which_are_no_numbers() -> None:
+    logits = inputs()[0].bfloat16()
+    logits[3, 5], logits[4] = torch.nan, -torch.inf
+    drafted = draft_greedy(TORCH, logits)
+    assert drafted.sound_B is not None
+    assert drafted.sound_B.tolist() == [row != 3 for row in range(len(logits))]
+    assert torch.equal(drafted.tokens_B[5:], logits[5:].float().argmax(-1).int())
+
+
+@pytest.mark.parametrize("mode", ["probabilistic", "coupled"])
+def test_temperature_0_takes_the_argmax_in_every_mode(mode: Literal["probabilistic", "coupled"]) -> None:
     logits, temperature, *rest = inputs()
     temperature[::2] = 0
     drafted = draft(TORCH, logits, mode, temperature, *rest)
     best = logits.argmax(-1)
     assert torch.equal(drafted.tokens_B[::2], best[::2].int())
-    assert torch.equal(drafted.tokens_B[1::2], best[1::2].int()) == (mode == "greedy")
+    assert not torch.equal(drafted.tokens_B[1::2], best[1::2].int())
     if drafted.probs_BV is not None:
         assert torch.equal(drafted.probs_BV[::2], torch.nn.functional.one_hot(best[::2], VOCAB).float())
         torch.testing.assert_close(drafted.probs_BV[1::2], logits[1::2].softmax(-1))
@@ -113,8 +123,8 @@ def test_coupled_acceptance_lies_between_its_bounds(seed: int, closeness: float)
     assert (1 - distance) / (1 + distance) - margin < accepted < 1 - distance + margin
 
 
-@pytest.mark.parametrize("mode", ["greedy", "probabilistic", "coupled"])
-def test_rows_do_not_depend_on_their_batch(mode: Mode) -> None:
+@pytest.mark.parametrize("mode", ["probabilistic", "coupled"])
+def test_rows_do_not_depend_on_their_batch(mode: Literal["probabilistic", "coupled"]) -> None:
     logits, *rest = inputs(50)
     together = draft(TORCH, logits, mode, *rest)
     for row in range(50):

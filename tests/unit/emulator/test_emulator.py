@@ -404,8 +404,9 @@ def test_one_device(card: Any) -> None:
 
 
 def test_what_the_device_lacks(card: Any) -> None:
-    with pytest.raises(RuntimeError):
-        torch.accelerator.get_memory_info()
+    # What torch.accelerator asks: in this process another test may have made that answer for a CPU.
+    with pytest.raises(NotImplementedError, match="hpu"):
+        torch._C._accelerator_getMemoryInfo(0)
 
 
 def test_s10_a_forked_process_may_not_use_it(card: Any) -> None:

@@ -443,3 +443,43 @@ def sound_kernel(logits, stride, sound_out, vocab, num_chunks, CHUNK: tl.constex
     tokens = chunk * CHUNK + tl.arange(0, CHUNK)
     values = tl.load(logits + row.to(tl.int64) * stride + tokens, mask=tokens < vocab, other=0.0)
     tl.store(sound_out + row * num_chunks + chunk, tl.sum(values, 0) < float("inf"))
+
+
+@triton.jit
+def sound_argmax_kernel(
+    logits,
+    stride,
+    tops,
+    found,
+    row_arrivals,
+    tokens_out,
+    sound_out,
+    vocab,
+    num_chunks,
+    CHUNK: tl.constexpr,
+    PADDED_CHUNKS: tl.constexpr,
+):
+    """The best token of a row, and whether the row is sound: a chunk that is not arrives as if it were unread."""
+    chunk, row_index = tl.program_id(0), tl.program_id(1)
+    row = logits + row_index.to(tl.int64) * stride
+    tokens = chunk * CHUNK + tl.arange(0, CHUNK)
+    values = values_of(row, row, tokens, vocab, False, 0.0, 0.0)
+    top, token = first_best(values, tokens, vocab)
+    own_tops, own_found = tops + row_index * num_chunks, found + row_index * num_chunks
+    tl.store(own_tops + chunk, top)
+    tl.store(own_found + chunk, token)
+    # What the mask puts after the last token is minus infinity, and sound.
+    arrival = tl.where(tl.sum(values, 0) < float("inf"), 1, 1 + _UNREAD)
+    # All threads' stores come before the arrival.
+    tl.debug_barrier()
+    arrived = tl.atomic_add(row_arrivals + row_index, arrival, sem="acq_rel") + arrival
+    if arrived % _UNREAD == num_chunks:
+        tl.store(row_arrivals + row_index, 0)
+        chunks = tl.arange(0, PADDED_CHUNKS)
+        is_chunk = chunks < num_chunks
+        highest = tl.load(own_tops + chunks, mask=is_chunk, other=float("-inf"), cache_modifier=".cg")
+        token = tl.load(own_found + chunks, mask=is_chunk, other=0, cache_modifier=".cg")
+        # The first of those that are equal.
+        token = tl.min(tl.where(highest == tl.max(highest, 0), token, vocab - 1), 0)
+        tl.store(tokens_out + row_index, token)
+        tl.store(sound_out + row_index, arrived == num_chunks)

@@ -25,7 +25,7 @@ _SPAN = 256
 _WARPS = 2
 # Of an instance that filters a row, the fastest of eight tried on an H100: few rows have a multiprocessor each.
 _FILTER_CHUNK, _FILTER_WARPS = 8192, 16
-# Of a row of logits, what an instance looks at for numbers.
+# Of a row of logits, what an instance looks at for numbers, and for a drafter's best token.
 _SOUND_CHUNK = 4096
 # Positions, chunks and bounds that any kernel has lanes for: fewer kernels to compile.
 _POSITIONS, _CHUNKS, _BOUNDS = 8, 256, 256
@@ -269,6 +269,29 @@ def are_sound(logits_BV: torch.Tensor) -> torch.Tensor:
     return sound_BN.all(-1)
 
 
+def sound_argmax(logits_BV: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    rows, vocab = logits_BV.shape
+    chunks = triton.cdiv(vocab, _SOUND_CHUNK)
+    tops_BN = torch.empty(rows, chunks, dtype=torch.float32, device=logits_BV.device)
+    found_BN = torch.empty_like(tops_BN, dtype=torch.int32)
+    tokens_B = torch.empty(rows, dtype=torch.int32, device=logits_BV.device)
+    sound_B = torch.empty_like(tokens_B, dtype=torch.bool)
+    kernels.sound_argmax_kernel[(chunks, rows)](
+        logits_BV,
+        logits_BV.stride(0),
+        tops_BN,
+        found_BN,
+        _arrivals(logits_BV.device, rows)[0],
+        tokens_B,
+        sound_B,
+        vocab,
+        chunks,
+        CHUNK=_SOUND_CHUNK,
+        PADDED_CHUNKS=_padded(chunks, _CHUNKS),
+    )
+    return tokens_B, sound_B
+
+
 def filter_logits(
     logits_BQV: torch.Tensor,
     min_p_B: torch.Tensor | None,
@@ -306,6 +329,7 @@ RULES = TORCH._replace(
     filter_logits=filter_logits,
     sample_greedy=sample_greedy,
     sample_random=sample_random,
+    sound_argmax=sound_argmax,
     strict_greedy=strict_greedy,
     strict_random=strict_random,
     verify={**TORCH.verify, "standard": standard, "block": block},

@@ -34,6 +34,8 @@ class Rules(NamedTuple):
     filter_logits: Callable[..., torch.Tensor] = filters.filter_logits
     sample_greedy: Callable[..., torch.Tensor] = strict.sample_greedy
     sample_random: Callable[..., torch.Tensor] = strict.sample_random
+    sound_argmax: Callable[[torch.Tensor], tuple[torch.Tensor, torch.Tensor]] | None = None
+    """`sample_greedy` and `are_sound` of [B, V] in any dtype, where a device does both in one pass."""
     strict_greedy: Callable[..., Verification] = strict.verify_greedy
     strict_random: Callable[..., Verification] = strict.verify_random
     verify: Mapping[str, Callable[..., Verification]] = _modules_verify()
