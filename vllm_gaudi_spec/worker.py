@@ -242,12 +242,16 @@ class Worker(WorkerBase):
         ranks = f"dp{self.parallel_config.data_parallel_index}:pp0:pcp0:tp{get_tp_group().rank_in_group}:"
         return {ranks + name: digest for name, digest in self._weights.checksums().items()}
 
-    sleep = wake_up = _refuse("Sleep mode is not supported; end the engine to free its memory.")
+    sleep = discard = _refuse("Sleep mode is not supported; end the engine to free its memory.")
     profile = _refuse("Profiling through the engine is not supported; profile the process from outside.")
     reset_weights = _refuse("Weights are not reset; use reload_weights.")
     save_tensorized_model = _refuse("Tensorizer files are not written; use save_sharded_state.")
     init_weight_transfer_engine = shutdown_weight_transfer_engine = _refuse(_NO_TRANSFER)
     start_weight_update = start_draft_weight_update = update_weights = finish_weight_update = _refuse(_NO_TRANSFER)
+
+    def wake_up(self, tags: list[str] | None = None) -> None:
+        """A no-op, since all memory is there. vLLM notes what `discard` was called for as asleep even if it is refused,
+        and schedules nothing until it is woken up."""
 
     # --- questions and life cycle ---
 

@@ -163,6 +163,7 @@ def test_other_load_options(speculating: LLM, looping_llama: str, texts_of: dict
     ("name", "words"),
     [
         ("sleep", "Sleep mode is not supported"),
+        ("discard", "Sleep mode is not supported"),
         ("profile", "profile the process from outside"),
         ("update_weights", "Weight transfer is not supported; use reload_weights"),
         ("save_tensorized_model", "use save_sharded_state"),

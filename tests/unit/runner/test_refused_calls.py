@@ -1,0 +1,37 @@
+"""A call of vLLM's that workers refuse leaves the engine as it was."""
+
+from __future__ import annotations
+
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+from vllm.v1.core.sched.interface import PauseState
+from vllm.v1.engine.core import EngineCore
+from vllm.v1.executor import UniProcExecutor
+
+from vllm_gaudi_spec.config import UnsupportedConfigError
+from vllm_gaudi_spec.worker import Worker
+
+
+def paused_engine() -> Any:
+    """vLLM's engine and executor without a model, after `sleep(level=0)`."""
+    executor: Any = UniProcExecutor.__new__(UniProcExecutor)
+    executor.sleeping_tags, executor.driver_worker = set(), Worker.__new__(Worker)
+    states: list[PauseState] = [PauseState.PAUSED_ALL]
+    engine: Any = EngineCore.__new__(EngineCore)
+    engine.model_executor, engine.batch_queue = executor, None
+    engine.is_scheduler_paused = lambda: states[-1] != PauseState.UNPAUSED
+    engine.scheduler = SimpleNamespace(has_requests=lambda: False, set_pause_state=states.append)
+    engine._reset_caches = lambda: None
+    return engine
+
+
+def test_an_engine_that_is_to_release_its_kv_memory_goes_on_when_it_is_woken_up() -> None:
+    """vLLM takes the memory for released, and an engine that is not whole schedules nothing."""
+    engine = paused_engine()
+    with pytest.raises(UnsupportedConfigError, match="Sleep mode is not supported"):
+        engine.release_kv_cache_memory()
+    assert engine.is_sleeping()
+    assert engine.wake_up()
+    assert not engine.is_sleeping()
