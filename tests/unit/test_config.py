@@ -806,6 +806,20 @@ def test_gemma3n_without_its_package_is_refused(tmp_path: Path, monkeypatch: pyt
     refusals.refuse_unsupported(engine_config(tmp_path, None), backend_of("cpu"))
 
 
+@pytest.mark.parametrize(("threshold", "is_refused"), [(0, False), (1, True), (3, True), (4, False)])
+def test_a_threshold_that_cuts_steps_with_drafts_is_refused(threshold: int, is_refused: bool, tmp_path: Path) -> None:
+    ngram = dict(method="ngram", num_speculative_tokens=3, prompt_lookup_max=2)
+    made, plain = (engine_config(tmp_path, spec_config) for spec_config in (ngram, None))
+    for one in (made, plain):
+        one.scheduler_config.long_prefill_token_threshold = threshold
+    refusals.refuse_unsupported(plain, backend_of("cpu"))
+    if not is_refused:
+        refusals.refuse_unsupported(made, backend_of("cpu"))
+        return
+    with pytest.raises(UnsupportedConfigError, match=r"--long-prefill-token-threshold .* set it to 4 or more"):
+        refusals.refuse_unsupported(made, backend_of("cpu"))
+
+
 def test_recovery_of_failed_engines_is_refused(tmp_path: Path) -> None:
     """vLLM takes the option from data-parallel ranks of experts alone. An engine whose step failed would wait for a
     command that workers here do not know, and its clients with it."""

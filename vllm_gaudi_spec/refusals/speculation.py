@@ -54,6 +54,13 @@ def speculation_refusals(vllm_config: VllmConfig, backend: DeviceBackend) -> Ite
             f"{spec_config.num_speculative_tokens} drafts a step are too many; "
             f"set num_speculative_tokens in --speculative-config to {MAX_DRAFTS} or less."
         )
+    shortest = 1 + spec_config.num_speculative_tokens
+    if 0 < (threshold := vllm_config.scheduler_config.long_prefill_token_threshold) < shortest:
+        # vLLM gives a request that comes back a whole step of drafts, and fails when it has cut that.
+        yield (
+            f"--long-prefill-token-threshold {threshold} cuts steps of {shortest - 1} drafts; set it to {shortest} or "
+            "more, or leave it out."
+        )
     longest = target_of(vllm_config).max_model_len
     if spec_config.max_model_len is not None and spec_config.max_model_len > longest:
         yield (
