@@ -22,6 +22,7 @@ from vllm import SamplingParams
 from vllm.config import VllmConfig
 from vllm.utils.hashing import sha256
 from vllm.v1.core.kv_cache_utils import get_request_block_hasher, init_none_hash
+from vllm.v1.engine import FinishReason
 from vllm.v1.kv_cache_interface import FullAttentionSpec, KVCacheConfig, KVCacheGroupSpec, KVCacheSpec
 from vllm.v1.outputs import AsyncModelRunnerOutput, ModelRunnerOutput
 from vllm.v1.request import Request, RequestStatus
@@ -276,6 +277,7 @@ class SmallEngine:
         self.runner.target = target(_TARGET, self.vllm_config)  # type: ignore[assignment]
         if variant.num_snapshots:
             self.scheduler.keep_snapshots(variant.num_snapshots)
+            self.scheduler.has_states = True
             self.runner.num_snapshots = variant.num_snapshots
         has_model = variant.method in ("draft_model", RETOKENIZE, STANDARD)
         self.runner.drafter = Reads(_DRAFTER, self.vllm_config) if has_model else None  # type: ignore[assignment]
@@ -285,6 +287,10 @@ class SmallEngine:
         self.texts: dict[str, list[int]] = {}
         """The tokens sent to each request's client."""
         self.ended: set[str] = set()
+        self.num_turns = Counter[str]()
+        """That each session was asked for."""
+        self.answers: dict[str, list[tuple[list[int], FinishReason]]] = {}
+        """The turns of each session that are done; what its newest one has so far is among the texts."""
         self.held: dict[str, Held] = {}
         self.counts = Counter[tuple[str, str]]()
         """Our metrics, by name and value of the label."""
@@ -300,6 +306,19 @@ class SmallEngine:
         hasher = get_request_block_hasher(BLOCK, sha256)
         self.scheduler.add_request(Request(name, list(prompt), params, None, block_hasher=hasher))
         self.texts[name] = []
+
+    def add_turn(self, name: str, prompt: list[int], params: SamplingParams) -> None:
+        """The first input of a session, or its next one. It has ended while each of them is answered."""
+        hasher = get_request_block_hasher(BLOCK, sha256)
+        self.scheduler.add_request(Request(name, [*prompt], params, None, block_hasher=hasher, resumable=True))
+        self.texts.setdefault(name, [])
+        self.answers.setdefault(name, [])
+        self.num_turns[name] += 1
+        self.ended.discard(name)
+
+    def end_inputs(self, name: str) -> None:
+        """Of a session, which goes on with those that wait."""
+        self.scheduler.add_request(Request(name, [0], SamplingParams(), None))
 
     def abort(self, name: str) -> None:
         self.scheduler.finish_requests(name, RequestStatus.FINISHED_ABORTED)
@@ -336,13 +355,21 @@ class SmallEngine:
         for sent in (sent for part in parts for sent in part.outputs):
             self.texts[sent.request_id] += sent.new_token_ids
             if sent.finish_reason is not None:
-                self.ended.add(sent.request_id)
+                self._end(sent.request_id, sent.finish_reason)
         if not self.variant.overlap and scheduled.total_num_scheduled_tokens:
             with torch.inference_mode():
                 drafts = self.runner.take_draft_token_ids()
             if drafts is not None:
                 self.scheduler.update_draft_token_ids(drafts)
         self._check_tokens()
+
+    def _end(self, name: str, reason: FinishReason) -> None:
+        if name in self.answers:
+            self.answers[name].append((self.texts[name], reason))
+            self.texts[name] = []
+            if len(self.answers[name]) < self.num_turns[name]:
+                return
+        self.ended.add(name)
 
     def finish(self) -> None:
         """Nothing is left to do, and nothing is left."""

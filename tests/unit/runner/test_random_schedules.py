@@ -1,13 +1,16 @@
 """Whatever comes, goes, and is interrupted: a request says what it says alone, and nothing of it stays behind.
 
 Hypothesis draws schedules: requests are admitted and aborted, memory is so scarce that the scheduler preempts, prompts
-are cut into chunks and found in the prefix cache, and now and then everything that runs is preempted at once.
+are cut into chunks and found in the prefix cache, and now and then everything that runs is preempted at once. Sessions
+get input turn by turn, until they outgrow the model, while others wait for their rows.
 """
 
 from __future__ import annotations
 
 import random
+from collections import Counter
 from collections.abc import Iterator
+from dataclasses import replace
 from functools import cache
 from pathlib import Path
 from typing import Any
@@ -18,10 +21,20 @@ from hypothesis import HealthCheck, settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, precondition, rule, run_state_machine_as_test
 from vllm import SamplingParams
+from vllm.v1.engine import FinishReason
 
 from tests.full_tests.tiny_models import VOCAB
 from tests.support.fakes import CapturingBackend, CompilingBackend
-from tests.support.small_engine import FAVOURITES, MAX_ROWS, RETOKENIZE, ROOMY, SmallEngine, Variant, greedy_text
+from tests.support.small_engine import (
+    FAVOURITES,
+    MAX_LEN,
+    MAX_ROWS,
+    RETOKENIZE,
+    ROOMY,
+    SmallEngine,
+    Variant,
+    greedy_text,
+)
 
 MOST_REQUESTS = 2 * MAX_ROWS
 """At a time: some have to wait."""
@@ -52,6 +65,33 @@ def asked(place: int) -> tuple[list[int], SamplingParams]:
 
 
 NUM_ASKED = 40
+
+
+def turn(place: int) -> tuple[list[int], SamplingParams]:
+    """An input of a session, one out of a fixed list, whose answer `greedy_text` knows."""
+    rng = random.Random(place)
+    prompt = rng.choices(range(2, VOCAB), k=rng.choice([1, 4, 9, 30]))
+    stop = FAVOURITES[:2] if place % 2 else []
+    return prompt, SamplingParams(max_tokens=rng.randint(1, 18), temperature=0, stop_token_ids=stop)
+
+
+def answers_alone(turns: list[int]) -> Iterator[tuple[list[int], FinishReason]]:
+    """Of a session's turns, as requests of their own: each starts after all tokens before it but the last."""
+    text: list[int] = []
+    has_failed = False
+    for place in turns:
+        prompt, params = turn(place)
+        text += prompt
+        has_failed = has_failed or len(text) >= MAX_LEN
+        if has_failed:
+            yield [], FinishReason.ERROR
+            continue
+        assert params.max_tokens is not None
+        answer = greedy_text(text, min(params.max_tokens, MAX_LEN - len(text)))
+        stops = [index for index, token in enumerate(answer) if token in (params.stop_token_ids or ())]
+        answer = answer[: stops[0] + 1] if stops else answer
+        yield answer, FinishReason.STOP if stops else FinishReason.LENGTH
+        text += answer[:-1]
 
 
 @pytest.fixture(scope="module", autouse=True)
@@ -85,6 +125,15 @@ def test_alone_a_greedy_request_follows_from_its_text(folder: Path) -> None:
         assert said_alone(place, folder) == greedy_text(prompt, params.max_tokens)
 
 
+def check_sessions(engine: SmallEngine, turns: dict[str, list[int]]) -> None:
+    for name, places in turns.items():
+        alone, answers = list(answers_alone(places)), engine.answers[name]
+        assert answers == alone[: len(answers)], name
+        if len(answers) < len(alone):
+            text = engine.texts[name]
+            assert text == alone[len(answers)][0][: len(text)], name
+
+
 class Schedules(RuleBasedStateMachine):
     def __init__(self, variant: Variant, folder: Path) -> None:
         super().__init__()
@@ -92,6 +141,11 @@ class Schedules(RuleBasedStateMachine):
         self.folder = folder
         self.places: dict[str, int] = {}
         self.aborted: set[str] = set()
+        self.turns: dict[str, list[int]] = {}
+        """Of each session."""
+        self.session: str | None = None
+        """The one whose inputs have not ended. There is no other before its turns are done: two that wait could hold
+        all memory between them, and vLLM preempts none that waits."""
 
     @precondition(lambda self: len(self.engine.running) < MOST_REQUESTS)
     @rule(place=st.integers(0, NUM_ASKED - 1))
@@ -99,6 +153,24 @@ class Schedules(RuleBasedStateMachine):
         name = f"{len(self.places)}"
         self.places[name] = place
         self.engine.add(name, *asked(place))
+
+    @precondition(lambda self: self.session is not None or self.turns.keys().isdisjoint(self.engine.running))
+    @rule(places=st.lists(st.integers(0, NUM_ASKED - 1), min_size=1, max_size=3))
+    def take_turns(self, places: list[int]) -> None:
+        if self.session is None:
+            self.session = f"session {len(self.turns)}"
+            self.turns[self.session] = []
+        for place in places:
+            self.turns[self.session].append(place)
+            self.engine.add_turn(self.session, *turn(place))
+
+    @precondition(lambda self: self.session is not None)
+    @rule()
+    def end_inputs(self) -> None:
+        """A front end sends it after an error too, and not once the session is aborted."""
+        if self.session is not None:
+            self.engine.end_inputs(self.session)
+        self.session = None
 
     @precondition(lambda self: self.engine.running)
     @rule(count=st.integers(1, 6))
@@ -113,8 +185,11 @@ class Schedules(RuleBasedStateMachine):
         name = self.engine.running[choice % len(self.engine.running)]
         self.engine.abort(name)
         self.aborted.add(name)
+        if name == self.session:
+            self.session = None
 
-    @precondition(lambda self: self.engine.running)
+    # vLLM does not preempt a session that waits, whose blocks keep it from a reset.
+    @precondition(lambda self: self.engine.running and not self.engine.scheduler.kv_holding_waiting)
     @rule()
     def interrupt(self) -> None:
         self.engine.interrupt()
@@ -122,6 +197,7 @@ class Schedules(RuleBasedStateMachine):
     @precondition(lambda self: self.engine.running)
     @rule()
     def drain(self) -> None:
+        self.end_inputs()
         self.engine.finish()
         self.check()
 
@@ -130,10 +206,14 @@ class Schedules(RuleBasedStateMachine):
             text, alone = self.engine.texts[name], said_alone(place, self.folder)
             if alone is not None:
                 assert text == alone[: len(text)], f"{name}, which asked for {KINDS[place % len(KINDS)]}"
+        check_sessions(self.engine, self.turns)
 
     def teardown(self) -> None:
+        self.end_inputs()
         self.engine.finish()
         self.check()
+        for name in self.turns.keys() - self.aborted:
+            assert len(self.engine.answers[name]) == len(self.turns[name]), name
         for name in self.places.keys() - self.aborted:
             alone = said_alone(self.places[name], self.folder)
             assert alone is None or self.engine.texts[name] == alone
@@ -190,6 +270,37 @@ def test_h10_h11_what_schedules_consist_of(variant: Variant, folder: Path) -> No
         assert engine.num_verified > 0
     if variant.num_snapshots:
         assert engine.num_loaded >= engine.num_resumed > 0
+
+
+@pytest.mark.parametrize("variant", VARIANTS, ids=str)
+def test_sessions_in_a_full_engine(variant: Variant, folder: Path) -> None:
+    """More of them than rows, and others between their turns. Some outgrow the model while all rows are taken."""
+    take_turns(replace(variant, num_blocks=ROOMY), folder, random.Random(0), 120)
+
+
+def take_turns(variant: Variant, folder: Path, rng: random.Random, count: int) -> None:
+    engine, turns, is_open = SmallEngine(variant, folder), dict[str, list[int]](), list[str]()
+    for index in range(count):
+        if len(is_open) == MAX_ROWS + 2 or (is_open and rng.random() < 0.1):
+            engine.end_inputs(is_open.pop(rng.randrange(len(is_open))))
+        talking = rng.choices(is_open, k=rng.randint(0, 3)) if is_open else []
+        if rng.random() < 0.4:
+            is_open.append(f"session {index}")
+            talking.append(f"session {index}")
+        elif rng.random() < 0.3:
+            engine.add(f"{index}", *asked(rng.randrange(NUM_ASKED)))
+        for name in talking:
+            turns.setdefault(name, []).append(rng.randrange(NUM_ASKED))
+            engine.add_turn(name, *turn(turns[name][-1]))
+        for _ in range(rng.randint(0, 6)):
+            engine.step()
+    for name in is_open:
+        engine.end_inputs(name)
+    engine.finish()
+    check_sessions(engine, turns)
+    assert all(len(engine.answers[name]) == len(places) for name, places in turns.items())
+    reasons = Counter(reason for name in turns for _, reason in engine.answers[name])
+    assert min(reasons[reason] for reason in (FinishReason.STOP, FinishReason.LENGTH, FinishReason.ERROR)) > 3, reasons
 
 
 @pytest.mark.parametrize("variant", [v for v in VARIANTS if v.method == "draft_model"], ids=str)
