@@ -12,6 +12,7 @@ from tests.support.filter_cases import ROWS as KINDS
 from tests.support.filter_cases import Filters, check_kept, random_filters
 from tests.support.verify_cases import counted, random_case
 from vllm_gaudi_spec.records import Verification
+from vllm_gaudi_spec.sampling.drafts import draft_greedy
 from vllm_gaudi_spec.sampling.noise import Stream
 from vllm_gaudi_spec.sampling.rules.registry import TORCH, Rules
 from vllm_gaudi_spec.sampling.rules.table import RULES
@@ -99,6 +100,24 @@ def test_sound_logits(backend: DeviceBackend) -> None:
     logits[5, :10], logits[5, 10:] = -torch.inf, torch.inf
     found = backend.graphs.graph(backend.rules.are_sound)(backend.memory.upload(logits))
     assert backend.memory.download(found).tolist() == [False, False, False, True, True, False, True]
+
+
+def test_greedy_drafts(backend: DeviceBackend) -> None:
+    """Of logits in the model's dtype, and whether those are numbers."""
+    logits = torch.randn(6, 9001).bfloat16()
+    logits[0, 9000], logits[1], logits[2, 8192], logits[5, 0] = 9.0, -torch.inf, 9.0, 9.0
+    logits[3, 9000], logits[4, 7] = torch.nan, torch.inf
+
+    def draft(logits_BV: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        drafted = draft_greedy(backend.rules, logits_BV)
+        assert drafted.sound_B is not None
+        return drafted.tokens_B, drafted.sound_B
+
+    tokens, is_sound = map(backend.memory.download, backend.graphs.graph(draft)(backend.memory.upload(logits)))
+    assert is_sound.tolist() == [True, True, True, False, False, True]
+    assert tokens[[0, 2, 5]].tolist() == [9000, 8192, 0]
+    # Others have any token of the vocabulary.
+    assert all(0 <= token < 9001 for token in tokens.tolist())
 
 
 @pytest.mark.parametrize("names", [("top_p",), ("top_k",), ("min_p",), ("min_p", "top_k", "top_p")])

@@ -28,8 +28,6 @@ class SameTokens:
         self._largest = drafter_size - 1
 
     def to_drafter(self, tokens: torch.Tensor) -> torch.Tensor:
-        if self._vocab_size <= self._largest + 1:
-            return tokens
         # Beyond the tokenizer there is padding only, which a prompt of ids may hold all the same.
         return tokens.clamp(max=self._largest)
 

@@ -114,8 +114,10 @@ class SpecPlatform(Platform):
                 vllm_config.scheduler_config.async_scheduling = False
         parallel = vllm_config.parallel_config
         if parallel.worker_cls == "auto":
-            # Only here: in an engine's process, where this is checked again, vLLM has assigned cards by itself.
-            cls._refuse_useless_device_ids(parallel.assigned_physical_gpu_ids)
+            # Not in an engine's process, where this is checked again, nor in a server that vLLM's supervisor of
+            # data-parallel servers started: vLLM has assigned cards by itself.
+            if parallel.assigned_physical_gpu_ids and not parallel.data_parallel_external_lb:
+                cls._check_device_ids(parallel.assigned_physical_gpu_ids, parallel.local_world_size)
             parallel.worker_cls = _WORKER
         if parallel.use_ray:
             parallel.ray_runtime_env = _on_this_device(parallel.ray_runtime_env)
@@ -186,11 +188,15 @@ class SpecPlatform(Platform):
         return cls.logical_device_id_to_visible_device_id(local_rank)
 
     @classmethod
-    def _refuse_useless_device_ids(cls, requested: list[int] | None) -> None:
-        if requested and not cls.takes_device_ids:
+    def _check_device_ids(cls, requested: list[int], num_ranks: int) -> None:
+        if not cls.takes_device_ids:
             raise UnsupportedConfigError(
                 f"--device-ids has no effect on {load_backend().traits.name}; leave it out, and set "
                 f"{cls.device_control_env_var}."
+            )
+        if len(requested) < num_ranks:
+            raise UnsupportedConfigError(
+                f"--device-ids names {len(requested)} cards for {num_ranks} ranks; name one for each."
             )
 
     @classmethod

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, ClassVar
 
 import torch
 
@@ -23,6 +23,7 @@ class CudaSpecPlatform(CapturingPlatform):
     dist_backend = "nccl"
     device_control_env_var = "CUDA_VISIBLE_DEVICES"
     takes_device_ids = True
+    ray_noset_device_env_vars: ClassVar[list[str]] = ["RAY_EXPERIMENTAL_NOSET_CUDA_VISIBLE_DEVICES"]
 
     @property
     def supported_dtypes(self) -> list[torch.dtype]:

@@ -56,7 +56,7 @@ class HpuSpecPlatform(CapturingPlatform):
 
 def _refuse_float16(vllm_config: VllmConfig) -> None:
     """vLLM takes another dtype for a checkpoint in float16, but not where the user names it. Kernels of a Gaudi do not
-    take it (lessons S17, O30), and its lowest number, added to a score, does not hide every key: the self-test of the
+    take it (lesson S17), and its lowest number, added to a score, does not hide every key: the self-test of the
     card fails."""
     model = vllm_config.model_config
     if model is not None and model.dtype == torch.float16:

@@ -101,9 +101,9 @@ class DeviceStep:
         drafting = self._drafting
         if listed is None:
             adapters_N = self._target.adapters_of(rows_B, num_queries)
-            logits_NV = self._target.logits_of_rows(hidden_NH, 1 + num_drafts_B, adapters_N)
+            logits_NV = self._target.logits_of_rows(hidden_NH, 1 + num_drafts_B, adapters_N).float()
             verification = verify(
-                logits_NV.float().view(*positions_BQ.shape, -1),
+                logits_NV.view(*positions_BQ.shape, -1),
                 draft_probs_BKV=drafting.probs(rows_B) if drafting and num_queries > 1 else None,
                 rule=self.rule,
                 custom=self._custom,
@@ -111,8 +111,8 @@ class DeviceStep:
             )
         else:
             adapters_N = self._target.adapters_of(rows_B.index_select(0, listed.index_2N[0]))
-            logits_NV = self._target.logits(hidden_NH, adapters_N)
-            verification = verify_listed(logits_NV.float(), listed, **common)
+            logits_NV = self._target.logits(hidden_NH, adapters_N).float()
+            verification = verify_listed(logits_NV, listed, **common)
         last_B = positions_BQ[:, 0]
         lengths_B = last_B + 1 + verification.num_sampled_B
         if drafting is not None:  # before `advance` clears the rows' drafts

@@ -87,13 +87,15 @@ def test_samples(cuda: Rules, rows: int, positions: int, vocab: int, dtype: torc
 @pytest.mark.parametrize(("rows", "positions", "vocab"), SHAPES)
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 def test_drafts_and_whether_their_logits_are_numbers(
-    cuda: Rules, rows: int, positions: int, vocab: int, dtype: torch.dtype
+    cuda: Rules, rows: int, positions: int, vocab: int, dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch
 ) -> None:
+    if DEVICE.type == "cpu":  # several chunks in the interpreter too
+        monkeypatch.setattr("vllm_gaudi_spec.devices.cuda.rules._SOUND_CHUNK", 1024)
     logits = case_on_gpu(rows, positions, vocab)["logits_BQV"].flatten(0, 1).to(dtype)
-    # In the first chunk and the last; beside minus infinity, which alone is sound.
+    # In the first chunk and the last, and beside minus infinity.
     for row, (position, value) in enumerate([(0, torch.nan), (vocab - 1, torch.nan), (vocab // 2, torch.inf)]):
         logits[row, position] = value
-    logits[3] = -torch.inf
+    logits[3, vocab // 2 :] = 99.0  # of the best, which are in several chunks, the first
     assert cuda.sound_argmax is not None
     for _ in range(2):  # counters are left as they were
         tokens, is_sound = cuda.sound_argmax(logits)
@@ -101,6 +103,9 @@ def test_drafts_and_whether_their_logits_are_numbers(
         assert torch.equal(tokens[3:], TORCH.sample_greedy(logits[:, None])[3:, 0])
         assert (tokens[:3] < vocab).all()
         assert (tokens[:3] >= 0).all()
+    tokens, is_sound = cuda.sound_argmax(torch.full_like(logits[:2], -torch.inf))
+    assert is_sound.all()
+    assert not tokens.any()
 
 
 @pytest.mark.parametrize(("rows", "positions", "vocab"), SHAPES)

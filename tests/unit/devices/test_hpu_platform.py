@@ -20,7 +20,7 @@ def alone(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 @pytest.mark.parametrize(("dtype", "refused"), [("float16", True), ("bfloat16", False), ("float32", False)])
-def test_float16_is_refused(dtype: str, refused: bool, alone: None) -> None:
+def test_s17_float16_is_refused(dtype: str, refused: bool, alone: None) -> None:
     """It loaded, and ended in the self-test of the card, whose error named the card's software."""
     model = SimpleNamespace(model="MODEL", dtype=getattr(torch, dtype))
     config: Any = SimpleNamespace(model_config=model)

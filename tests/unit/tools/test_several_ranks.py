@@ -111,6 +111,12 @@ def test_the_card_of_a_rank(monkeypatch: pytest.MonkeyPatch) -> None:
     assert CudaSpecPlatform.card_of(1, [4, 6]) == 2
 
 
+def test_a_card_for_each_rank() -> None:
+    CudaSpecPlatform._check_device_ids([3, 1], 2)
+    with pytest.raises(UnsupportedConfigError, match="--device-ids names 1 cards for 2 ranks; name one for each"):
+        CudaSpecPlatform._check_device_ids([3], 2)
+
+
 def test_device_ids_without_effect_are_refused(tmp_path: Path) -> None:
     """An engine served on other cards than the user had named."""
     with pytest.raises(UnsupportedConfigError, match="--device-ids has no effect on cpu; leave it out, and set CPU_"):
@@ -119,3 +125,7 @@ def test_device_ids_without_effect_are_refused(tmp_path: Path) -> None:
     # As in an engine's process, to whose rank vLLM has assigned cards.
     made.parallel_config.assigned_physical_gpu_ids = [1]
     CpuSpecPlatform.check_and_update_config(made)
+    # As in one of the servers that vLLM's supervisor of data-parallel servers starts, with cards for each.
+    made.parallel_config.worker_cls, made.parallel_config.data_parallel_external_lb = "auto", True
+    CpuSpecPlatform.check_and_update_config(made)
+    assert made.parallel_config.worker_cls != "auto"
