@@ -5,6 +5,7 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Any
 
+from vllm.v1.core.sched.interface import PauseState
 from vllm.v1.core.sched.scheduler import Scheduler
 from vllm.v1.engine import EngineCoreOutput, FinishReason
 from vllm.v1.request import RequestStatus
@@ -47,7 +48,23 @@ class Sessions(Scheduler):
             if self.has_states:
                 for session in passed_over:
                     self._start_over(session)
+        elif not (self.running or scheduled.total_num_scheduled_tokens or throttle_prefills):
+            self._make_room(scheduled)
         return scheduled
+
+    def _make_room(self, scheduled: SchedulerOutput) -> None:
+        """vLLM preempts what runs, and no session. Where nothing runs, those whose next turns wait may hold the memory
+        that each of them lacks: the last of them starts over, one a step until the first has enough."""
+        is_full = self.num_waiting_for_streaming_input >= self.max_num_active_reqs
+        if is_full or self.grammar_compile_error_reqs or self.pause_state != PauseState.UNPAUSED:
+            return  # something else keeps them
+        queued = [*self.kv_holding_waiting, *self.waiting]
+        ready = [request for request in queued if request.status in (RequestStatus.WAITING, RequestStatus.PREEMPTED)]
+        holding = [request for request in ready[1:] if request.resumable and request.num_computed_tokens]
+        if holding:
+            self._start_over(holding[-1])
+            assert scheduled.preempted_req_ids is not None
+            scheduled.preempted_req_ids.add(holding[-1].request_id)
 
     def update_from_output(self, scheduler_output: Any, model_runner_output: Any) -> Any:
         """A session that ends with an error answers each turn that waits with one: the front end waits for all."""
