@@ -10,7 +10,8 @@ from vllm_gaudi_spec.records import Drafted
 from vllm_gaudi_spec.sampling.noise import Stream, keys_of_block
 from vllm_gaudi_spec.sampling.rules.registry import Rules
 
-Mode = Literal["greedy", "probabilistic", "coupled"]
+SampledMode = Literal["probabilistic", "coupled"]
+Mode = Literal["greedy"] | SampledMode
 
 
 def draft_greedy(rules: Rules, logits_BV: torch.Tensor) -> Drafted:
@@ -26,7 +27,7 @@ def draft_greedy(rules: Rules, logits_BV: torch.Tensor) -> Drafted:
 def draft(
     rules: Rules,
     logits_BV: torch.Tensor,
-    mode: Literal["probabilistic", "coupled"],
+    mode: SampledMode,
     temperature_B: torch.Tensor,
     keys_B2: torch.Tensor,
     positions_B: torch.Tensor,

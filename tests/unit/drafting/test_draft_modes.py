@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import math
-from typing import Literal
 
 import numpy as np
 import pytest
@@ -14,7 +13,7 @@ from tests.support import distributions
 from tests.support.distributions import ALPHA, Table, random_table, request_keys
 from tests.support.reference.rules import race
 from tests.unit.sampling.test_noise import reference_mix
-from vllm_gaudi_spec.sampling.drafts import draft, draft_greedy
+from vllm_gaudi_spec.sampling.drafts import SampledMode, draft, draft_greedy
 from vllm_gaudi_spec.sampling.noise import Stream, bits, fold_seed, gumbel, keys_of_block, uniform
 from vllm_gaudi_spec.sampling.rules.registry import TORCH
 from vllm_gaudi_spec.sampling.rules.strict import sample_random, verify
@@ -49,7 +48,7 @@ def test_greedy_takes_logits_in_any_dtype_and_sees_which_are_no_numbers() -> Non
 
 
 @pytest.mark.parametrize("mode", ["probabilistic", "coupled"])
-def test_temperature_0_takes_the_argmax_in_every_mode(mode: Literal["probabilistic", "coupled"]) -> None:
+def test_temperature_0_takes_the_argmax_in_every_mode(mode: SampledMode) -> None:
     logits, temperature, *rest = inputs()
     temperature[::2] = 0
     drafted = draft(TORCH, logits, mode, temperature, *rest)
@@ -124,7 +123,7 @@ def test_coupled_acceptance_lies_between_its_bounds(seed: int, closeness: float)
 
 
 @pytest.mark.parametrize("mode", ["probabilistic", "coupled"])
-def test_rows_do_not_depend_on_their_batch(mode: Literal["probabilistic", "coupled"]) -> None:
+def test_rows_do_not_depend_on_their_batch(mode: SampledMode) -> None:
     logits, *rest = inputs(50)
     together = draft(TORCH, logits, mode, *rest)
     for row in range(50):

@@ -279,7 +279,7 @@ def test_sessions_in_a_full_engine(variant: Variant, folder: Path) -> None:
 
 @pytest.mark.parametrize("variant", VARIANTS, ids=str)
 def test_sessions_that_lack_each_others_memory(variant: Variant, folder: Path) -> None:
-    """With vLLM's scheduler alone such an engine never ends."""
+    """With vLLM's scheduler alone most such engines never end."""
     take_turns(replace(variant, num_blocks=SCARCE), folder, random.Random(2), 60)
 
 

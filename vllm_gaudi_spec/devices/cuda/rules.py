@@ -1,4 +1,5 @@
-"""Sampling and acceptance on a CUDA GPU: what `sampling/` does, in one to three launches of `rule_kernels.py`."""
+"""Sampling and acceptance on a CUDA GPU: what `sampling/` does, in one to three launches of `rule_kernels.py` and
+`sound_kernels.py`."""
 
 from __future__ import annotations
 
@@ -9,6 +10,7 @@ import torch
 import triton
 
 from vllm_gaudi_spec.devices.cuda import rule_kernels as kernels
+from vllm_gaudi_spec.devices.cuda import sound_kernels
 from vllm_gaudi_spec.devices.cuda.filter_kernel import filter_kernel
 from vllm_gaudi_spec.records import Verification
 from vllm_gaudi_spec.sampling.noise import Stream
@@ -265,7 +267,9 @@ def are_sound(logits_BV: torch.Tensor) -> torch.Tensor:
     rows, vocab = logits_BV.shape
     chunks = triton.cdiv(vocab, _SOUND_CHUNK)
     sound_BN = torch.empty(rows, chunks, dtype=torch.bool, device=logits_BV.device)
-    kernels.sound_kernel[(chunks, rows)](logits_BV, logits_BV.stride(0), sound_BN, vocab, chunks, CHUNK=_SOUND_CHUNK)
+    sound_kernels.sound_kernel[(chunks, rows)](
+        logits_BV, logits_BV.stride(0), sound_BN, vocab, chunks, CHUNK=_SOUND_CHUNK
+    )
     return sound_BN.all(-1)
 
 
@@ -276,7 +280,7 @@ def sound_argmax(logits_BV: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
     found_BN = torch.empty_like(tops_BN, dtype=torch.int32)
     tokens_B = torch.empty(rows, dtype=torch.int32, device=logits_BV.device)
     sound_B = torch.empty_like(tokens_B, dtype=torch.bool)
-    kernels.sound_argmax_kernel[(chunks, rows)](
+    sound_kernels.sound_argmax_kernel[(chunks, rows)](
         logits_BV,
         logits_BV.stride(0),
         tops_BN,
