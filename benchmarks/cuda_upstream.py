@@ -23,10 +23,11 @@ from typing import Any
 
 import common
 import dummy
+import numpy as np
 import speculation_common as shared
 import upstream
 from common import QUIET
-from turns import Engine, interval, ratio, side_by_side, take
+from turns import Engine, Turn, interval, ratio, side_by_side, take
 
 from vllm_gaudi_spec.tools.io.command_line import Parser
 
@@ -48,6 +49,8 @@ STEP_TOKENS = 16384
 """Of a step, in every engine: the default of upstream offline on a GPU of this size; here it is 8,192."""
 FIRST = 16
 """Tokens of the turns whose whole time is reported as that of prompts."""
+STEPS = "vllm:iteration_tokens_total"
+"""How many steps an engine made. How many drafts a turn accepts is luck, which a step's time does not have."""
 
 
 def parse_options() -> argparse.Namespace:
@@ -106,10 +109,8 @@ def measure(method: str, prompt: int, options: argparse.Namespace) -> dict[str, 
             common.check_platform(name.partition(",")[0], engine.platform)
             common.log(f"   {name}: started in {engine.startup_s:.0f} s")
         cells = [measure_cell(engines, batch, name, options) for batch in options.batches for name in options.sampling]
-        lengths = {name: upstream.tokens_a_step(engine) for name, engine in engines.items()}
         startup = {name: engine.startup_s for name, engine in engines.items()}
-    row = {"method": method, "prompt": prompt, "cells": cells, "absent": absent}
-    return row | {"tokens_a_step": lengths, "startup_s": startup}
+    return {"method": method, "prompt": prompt, "cells": cells, "absent": absent, "startup_s": startup}
 
 
 def configure(method: str, prompt: int, options: argparse.Namespace, folder: Path) -> tuple[str, dict[str, Any]]:
@@ -161,8 +162,14 @@ def of_shape(method: str, size: str, drafter: str, folder: Path) -> tuple[str, d
 
 
 def measure_cell(engines: dict[str, Engine], batch: int, sampling: str, options: argparse.Namespace) -> dict[str, Any]:
-    def turns(tokens: int, count: int) -> list[dict[str, float]]:
-        return take(engines, count, lambda engine: engine.turn(batch, tokens, *SAMPLING[sampling]))
+    def turn(engine: Engine, tokens: int) -> np.ndarray:
+        """Seconds and steps."""
+        before = engine.counter(STEPS)
+        seconds = engine.turn(batch, tokens, *SAMPLING[sampling])
+        return np.array([seconds, engine.counter(STEPS) - before])
+
+    def turns(tokens: int, count: int) -> list[dict[str, np.ndarray]]:
+        return take(engines, count, lambda engine: turn(engine, tokens))
 
     turns(FIRST, 1)
     first, whole = turns(FIRST, options.turns), turns(options.tokens, options.turns)
@@ -170,40 +177,52 @@ def measure_cell(engines: dict[str, Engine], batch: int, sampling: str, options:
     decoding = [
         {name: after[name] - before[name] for name in engines} for before, after in zip(first, whole, strict=True)
     ]
-    counted = batch * (options.tokens - FIRST)
+    prompts = [{name: float(one[name][0]) for name in engines} for one in first]
+    seconds = [{name: float(one[name][0]) for name in engines} for one in decoding]
+    steps = [{name: float(one[name][0] / one[name][1]) for name in engines} for one in decoding]
     others = [name for name in engines if name != "ours"]
-    best = min(others, key=lambda name: median(turn[name] for turn in decoding), default=None)
+    best = min(others, key=lambda name: median(turn[name] for turn in steps), default=None)
+
+    def middle(turns: list[Turn]) -> dict[str, float]:
+        return {name: median(turn[name] for turn in turns) for name in engines}
+
     cell = {
         "batch": batch,
         "sampling": sampling,
-        "tok_s": {name: counted / median(turn[name] for turn in decoding) for name in engines},
-        "prompt_ms": {name: 1e3 * median(turn[name] for turn in first) for name in engines},
-        "ratio": best and ratio(decoding, "ours", best),
-        "prompt_ratio": best and ratio(first, "ours", best),
+        "tok_s": {name: batch * (options.tokens - FIRST) / value for name, value in middle(seconds).items()},
+        "step_ms": {name: 1e3 * value for name, value in middle(steps).items()},
+        "prompt_ms": {name: 1e3 * value for name, value in middle(prompts).items()},
+        "ratios": [best and ratio(part, "ours", best) for part in (seconds, steps, prompts)],
     }
-    common.log(f"   B = {batch}, {sampling}: {cell['tok_s']}, prompts {cell['prompt_ms']}")
+    common.log(f"   B = {batch}, {sampling}: {cell['tok_s']}, steps {cell['step_ms']}, prompts {cell['prompt_ms']}")
     return cell
 
 
 # ---- showing -------------------------------------------------------------------------------------------
 
 
+FIGURES = {
+    "tok_s": ("tokens/s", ".0f"),
+    "step_ms": ("ms a step", ".2f"),
+    "prompt_ms": (f"prompts and {FIRST} tokens, ms", ".0f"),
+}
+
+
 def show(rows: list[dict[str, Any]], options: argparse.Namespace) -> None:
     names = list(engines_here())
+    header = ["method", "prompt", "sampling", "B"]
+    header += [f"{title}, {name}" for title, _ in FIGURES.values() for name in names]
+    header += [f"ratio of {part}" for part in ("tokens/s", "steps", "prompts")]
     lines = []
     for row in rows:
-        lengths = [f"{length:.2f}" if length else "" for length in map(row["tokens_a_step"].get, names)]
         for cell in row["cells"]:
-            numbers = [
-                *lengths,
-                *(f"{cell['tok_s'][name]:.0f}" if name in cell["tok_s"] else "" for name in names),
-                *(f"{cell['prompt_ms'][name]:.0f}" if name in cell["prompt_ms"] else "" for name in names),
-                *(interval(cell[part]) if cell[part] else "" for part in ("ratio", "prompt_ratio")),
+            figures = [
+                format(cell[figure][name], digits) if name in cell[figure] else ""
+                for figure, (_, digits) in FIGURES.items()
+                for name in names
             ]
-            lines.append([row["method"], str(row["prompt"]), cell["sampling"], str(cell["batch"]), *numbers])
-    header = ["method", "prompt", "sampling", "B", *(f"tokens a step, {name}" for name in names)]
-    header += [f"tok/s, {name}" for name in names]
-    header += [*(f"prompts and {FIRST} tokens, ms, {name}" for name in names), "speed ratio", "prompt ratio"]
+            ratios = [interval(value) if value else "" for value in cell["ratios"]]
+            lines.append([row["method"], str(row["prompt"]), cell["sampling"], str(cell["batch"]), *figures, *ratios])
     common.log(f"\nk = {options.drafts}, {options.tokens} tokens, {options.turns} turns each\n")
     common.log(shared.markdown(header, lines))
     if len(names) == 1:

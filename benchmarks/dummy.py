@@ -75,7 +75,7 @@ MAX_LEN = 32768
 
 def write_model(folder: Path, size: str, words: Iterable[str] = (), **changes: Any) -> str:
     """A Llama of that shape, as vLLM finds it. `words`: what its tokenizer knows from id 3 on."""
-    from tokenizers import Tokenizer, models
+    from tokenizers import Tokenizer, decoders, models
 
     made = folder / size
     made.mkdir(parents=True)
@@ -95,7 +95,9 @@ def write_model(folder: Path, size: str, words: Iterable[str] = (), **changes: A
     }
     (made / "config.json").write_text(json.dumps(config))
     vocab = {word: number for number, word in enumerate(("<unk>", "<s>", "</s>", *words))}
-    Tokenizer(models.WordLevel(vocab, unk_token="<unk>")).save(str(made / "tokenizer.json"))
+    tokenizer = Tokenizer(models.WordLevel(vocab, unk_token="<unk>"))
+    tokenizer.decoder = decoders.ByteLevel()  # universal drafting reads from it which bytes a word stands for
+    tokenizer.save(str(made / "tokenizer.json"))
     names = {"unk_token": "<unk>", "bos_token": "<s>", "eos_token": "</s>"}
     (made / "tokenizer_config.json").write_text(json.dumps({"tokenizer_class": "PreTrainedTokenizerFast", **names}))
     return str(made)

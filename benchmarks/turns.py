@@ -89,7 +89,7 @@ class Engine:
         return float(seconds)
 
     def counter(self, name: str) -> int:
-        """One of vLLM's counters; 0 where there is none of that name."""
+        """One of vLLM's counters, or how often a histogram counted; 0 where there is none of that name."""
         self._pipe.send(name)
         value: int = self._answer()
         return value
@@ -127,6 +127,7 @@ def _serve(
     import speculation_common as shared
     from vllm.platforms import current_platform
     from vllm.tokenizers import get_tokenizer
+    from vllm.v1.metrics.reader import Histogram
 
     if isinstance(texts, int):
         prompts = shared.random_prompts(texts, options["max_num_seqs"])
@@ -136,7 +137,8 @@ def _serve(
         pipe.send(type(current_platform).__module__)
         while (asked := pipe.recv()) is not None:
             if isinstance(asked, str):
-                pipe.send(sum(int(metric.value) for metric in llm.get_metrics() if metric.name == asked))
+                found = [metric for metric in llm.get_metrics() if metric.name == asked]
+                pipe.send(sum(metric.count if isinstance(metric, Histogram) else int(metric.value) for metric in found))
                 continue
             batch, tokens, temperature, top_p, length, forget = asked
             # Seeds of their own: with one for all, what is accepted at a position is one draw.
