@@ -484,6 +484,35 @@ def test_a04_a05_a09_a12_what_fused_attention_takes(card: Any, row: str, changes
     refused(card, lambda: torch.ops.hpu.sdpa_fwd(q, k, k, *arguments, changes.get("side", "right"), [-1, -1]), words)
 
 
+def test_a30_a_mask_of_2_gib_is_passed_in_parts(card: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    from vllm_gaudi_spec.devices.hpu import backend as hpu_backend
+    from vllm_gaudi_spec.emulator.gaudi import fused
+
+    assert hpu_backend.LARGEST_MASK == fused.MASK_OVERFLOW == 2**31
+    spec = one_head(torch.bfloat16, "llama")
+    expected = one_step(hpu_backend.make_backend().attention, spec)
+    # The four queries of the step have masks of 32 bytes each.
+    monkeypatch.setattr(fused, "MASK_OVERFLOW", 4 * 32)
+    assert one_step(hpu_backend.make_backend().attention, spec).isnan().all()
+    for largest, sizes in ((4 * 32 + 1, [4]), (4 * 32, [2, 2]), (3 * 32, [2, 2]), (2 * 32, [1, 1, 1, 1])):
+        monkeypatch.setattr(hpu_backend, "LARGEST_MASK", largest)
+        monkeypatch.setattr(fused, "MASK_OVERFLOW", largest)
+        attention: Any = hpu_backend.make_backend().attention
+        kernel, called = attention._fused_sdpa, []
+
+        def attend(query: torch.Tensor, *args: Any, kernel: Any = kernel, called: list[int] = called) -> torch.Tensor:
+            called.append(query.shape[2])
+            found: torch.Tensor = kernel.apply(query, *args)
+            return found
+
+        attention._fused_sdpa = SimpleNamespace(apply=attend)
+        assert torch.equal(one_step(attention, spec).cpu(), expected.cpu())
+        assert called == sizes
+    card.hostile = False
+    monkeypatch.setattr(hpu_backend, "LARGEST_MASK", 2**31)
+    assert not one_step(hpu_backend.make_backend().attention, spec).isnan().any(), "a kind card has no such limit"
+
+
 @pytest.mark.parametrize(("model_type", "mode"), [("llama", "fast"), ("qwen2", "fp32")])
 def test_a11_the_fast_softmax_is_too_coarse_for_some_models(card: Any, model_type: str, mode: str) -> None:
     from vllm_gaudi_spec.devices.hpu.backend import make_backend

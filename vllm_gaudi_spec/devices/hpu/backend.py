@@ -297,6 +297,9 @@ class HpuMemory(PairMemory):
         torch.hpu.synchronize()
 
 
+# Bytes of one row's mask that the fused kernel does not take (vllm-gaudi, pull request 1749).
+LARGEST_MASK = 2**31
+
 # The fast softmax is too coarse for these: vllm-gaudi, extension/features.py (fp32_softmax), and its pull request 831.
 _SOFTMAX_MODES = dict.fromkeys(("qwen2", "qwen2_5_vl", "qwen2_5_vl_text"), "fp32")
 
@@ -348,9 +351,13 @@ class HpuAttention(PairAttention):
         softmax_mode = "None" if spec.dtype != torch.bfloat16 else _SOFTMAX_MODES.get(spec.model_type, "fast")
         # Positions alone are documented: no dropout mask, no probabilities, no window.
         sinks = () if spec.sinks_H is None else (False, False, (-1, -1), spec.sinks_H)
-        attended_BHQD: torch.Tensor = self._fused_sdpa.apply(
-            query_BHQD, keys_BKSD, values_BKSD, mask, 0.0, False, spec.scale, softmax_mode, True, None, "right", *sinks
-        )
+        rest = (0.0, False, spec.scale, softmax_mode, True, None, "right", *sinks)
+        size = _queries_at_once(mask)
+        parts = [
+            self._fused_sdpa.apply(query, keys_BKSD, values_BKSD, part, *rest)
+            for query, part in zip(query_BHQD.split(size, dim=2), mask.split(size, dim=2), strict=True)
+        ]
+        attended_BHQD = parts[0] if len(parts) == 1 else torch.cat(parts, dim=2)
         if sinks and self._bridge.regions is None:
             self._bridge.mark_step()  # as vllm-gaudi does after it; nobody published why (lesson A13)
         return attended_BHQD.transpose(1, 2).flatten(0, 1)
@@ -445,6 +452,14 @@ def _mask(call: AttentionCall, spec: AttentionLayerSpec) -> torch.Tensor:
         for value in (0.0, torch.finfo(spec.dtype).min)
     )
     return torch.where(padded.visible(call, spec)[:, None], seen, hidden)
+
+
+def _queries_at_once(mask: torch.Tensor) -> int:
+    """For a [B, 1, Q, keys] mask: as few calls as possible, of equal sizes. The kernel's offsets into the mask have 32
+    bits, and a row whose mask has 2 GiB comes out as NaN (lesson A30)."""
+    num_queries, num_keys = mask.shape[-2:]
+    at_once = max((LARGEST_MASK - 1) // (num_keys * mask.element_size()), 1)
+    return -(-num_queries // -(-num_queries // at_once))
 
 
 def _import_bridge() -> Any:

@@ -97,6 +97,8 @@ def sdpa_fwd(
     if DEVICE.hostile:
         check_sdpa(q, mask, is_causal, softmax_mode, valid_seq_len, seq_padding_type)
         check_sinks(q, sinks)
+        if mask is not None and math.prod(mask.shape[-2:]) * mask.element_size() >= MASK_OVERFLOW:
+            return torch.full_like(q, float("nan"))
     hidden = hidden_keys(q, k, is_causal, valid_seq_len, seq_padding_type, window)
     bias = mask
     if hidden is not None:
@@ -164,6 +166,8 @@ _SOFTMAX_MODES = ("None", "fast", "fp32")
 _PADDING_SIDES = ("left", "right")
 _MOST_QUERIES = 65536
 _LARGEST_MASK = 4 * GIB
+# Of one row: offsets into it have 32 bits and a sign (vllm-gaudi, pull request 1749).
+MASK_OVERFLOW = 2 * GIB
 
 
 def check_sdpa(
