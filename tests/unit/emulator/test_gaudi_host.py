@@ -63,12 +63,31 @@ def test_asking_never_raises(error: type[Exception], monkeypatch: pytest.MonkeyP
     assert devices.has_card("hpu") is False
 
 
-@pytest.mark.parametrize(("value", "lazy"), [(None, True), ("1", True), ("0", False), ("2", True)])
-def test_lazy_mode_is_the_default(value: str | None, lazy: bool, monkeypatch: pytest.MonkeyPatch) -> None:
-    for name in (*environment._GAUDI_DEFAULTS, "PT_HPU_LAZY_MODE"):
-        monkeypatch.setenv(name, "")  # so that what is set below is undone
+def without_defaults(monkeypatch: pytest.MonkeyPatch) -> None:
+    parallel = environment.PARALLEL_COMPILATION.name
+    for name in (*environment._GAUDI_DEFAULTS, "PT_HPU_LAZY_MODE", parallel):
+        monkeypatch.setenv(name, "")  # so that what is set afterwards is undone
         monkeypatch.delenv(name)
     monkeypatch.setenv("VGS_DEVICE", "hpu-emulated")
+
+
+@pytest.mark.parametrize(
+    ("mode", "asked", "found"), [("0", None, "1"), ("0", "0", "0"), ("1", None, None), (None, None, None)]
+)
+def test_s09_graphs_are_compiled_side_by_side_in_compiled_mode_alone(
+    mode: str | None, asked: str | None, found: str | None, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    without_defaults(monkeypatch)
+    for name, value in (("PT_HPU_LAZY_MODE", mode), (environment.PARALLEL_COMPILATION.name, asked)):
+        if value is not None:
+            monkeypatch.setenv(name, value)
+    environment.set_gaudi_defaults()
+    assert environment.PARALLEL_COMPILATION.value == found
+
+
+@pytest.mark.parametrize(("value", "lazy"), [(None, True), ("1", True), ("0", False), ("2", True)])
+def test_lazy_mode_is_the_default(value: str | None, lazy: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    without_defaults(monkeypatch)
     if value is not None:
         monkeypatch.setenv("PT_HPU_LAZY_MODE", value)
     assert environment.gaudi_is_lazy() is lazy
