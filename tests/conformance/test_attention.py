@@ -90,6 +90,16 @@ def test_float32_where_a_card_does_not_fuse_it(backend: Any, monkeypatch: pytest
     test_prompts_in_chunks_then_verify_steps_then_plain_ones(backend, KINDS["heads in groups"])
 
 
+@pytest.mark.parametrize(("start", "real"), [(2048, 2048), (1024, 1900)])
+def test_a31_long_chunks_of_heads_in_groups(backend: DeviceBackend, start: int, real: int) -> None:
+    """About as long as those in which a Gaudi 3 spoilt the heads of all groups but the first."""
+    kind = Kind(heads=8, head_size=128, dtype=torch.bfloat16)
+    found = texts(backend, kind, rows=1, length=start + real)
+    found.compared_each = 61
+    write_all(found, [start])
+    found.step([start], [real], 2048, decode=False)
+
+
 @pytest.mark.parametrize("queries", [1, 4])
 @every_kind
 def test_contexts_at_the_ends_of_blocks(backend: DeviceBackend, kind: Kind, queries: int) -> None:
