@@ -100,19 +100,20 @@ def _decayed_by_number(since_BNHLK: torch.Tensor) -> Products:
     the diagonal double in size, and what is below them decays to where its first half ends, and from there."""
 
     def products(left_BNHLK: torch.Tensor, right_BNHLK: torch.Tensor) -> torch.Tensor:
-        found = (left_BNHLK * right_BNHLK).sum(-1, keepdim=True).unsqueeze(-1)  # [..., blocks, size, size]
+        length = left_BNHLK.shape[-2]
+        found = (left_BNHLK * right_BNHLK).sum(-1).view(-1, 1, 1)  # [M, size, size]
         size = 1
-        while size < left_BNHLK.shape[-2]:
+        while size < length:
             since, left, right = (
-                tensor.unflatten(-2, (-1, 2, size)) for tensor in (since_BNHLK, left_BNHLK, right_BNHLK)
+                tensor.reshape(-1, 2, size, tensor.shape[-1]) for tensor in (since_BNHLK, left_BNHLK, right_BNHLK)
             )
-            border = since[..., 0, -1:, :]
-            after = left[..., 1, :, :] * (since[..., 1, :, :] - border).exp()
-            before = right[..., 0, :, :] * (border - since[..., 0, :, :]).exp()
-            first, second = found.unflatten(-3, (-1, 2)).unbind(-3)
+            border = since[:, 0, -1:]
+            after = left[:, 1] * (since[:, 1] - border).exp()
+            before = right[:, 0] * (border - since[:, 0]).exp()
+            first, second = found.unflatten(0, (-1, 2)).unbind(1)
             found = _joined(first, after @ before.transpose(-1, -2), second)
             size *= 2
-        return found.squeeze(-3)
+        return found.view(*left_BNHLK.shape[:-1], length)
 
     return products
 
@@ -174,13 +175,12 @@ def _inverse_of_unit(strict_LL: torch.Tensor) -> torch.Tensor:
     Blocks on the diagonal are inverted in pairs, which double in size. Powers of the matrix would take fewer products,
     but for keys that are alike they grow as binomial coefficients do, and float32 loses all digits.
     """
-    length = strict_LL.shape[-1]
-    inverse = strict_LL.new_ones(*strict_LL.shape[:-1], 1, 1)  # [..., blocks, size, size]
-    size = 1
-    while size < length:
-        pairs = strict_LL.unflatten(-2, (-1, 2, size)).unflatten(-1, (-1, 2, size))
-        below = pairs[..., 1, :, :, 0, :].diagonal(dim1=-4, dim2=-2).movedim(-1, -3)
-        first, second = inverse.unflatten(-3, (-1, 2)).unbind(-3)
+    blocks, belows = strict_LL.flatten(0, -3), []  # [M, size, size]
+    while (half := blocks.shape[-1] // 2) > 0:
+        belows.append(blocks[:, half:, :half])
+        blocks = torch.stack((blocks[:, :half, :half], blocks[:, half:, half:]), dim=1).flatten(0, 1)
+    inverse = torch.ones_like(blocks)
+    for below in reversed(belows):
+        first, second = inverse.unflatten(0, (-1, 2)).unbind(1)
         inverse = _joined(first, -(second @ below @ first), second)
-        size *= 2
-    return inverse.squeeze(-3)
+    return inverse.view(strict_LL.shape)

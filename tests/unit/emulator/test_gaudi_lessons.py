@@ -22,6 +22,7 @@ from tests.unit.emulator.test_emulator import hpu, ids
 from tests.unit.emulator.test_emulator_graphs import graph
 from vllm_gaudi_spec.attention.metadata import AttentionCall, AttentionLayerSpec, FlatBlocks
 from vllm_gaudi_spec.devices.common.kv_pair import KVPair
+from vllm_gaudi_spec.recurrent.scans import scan
 
 
 def refused(card: Any, run: Callable[[], Any], words: str) -> None:
@@ -235,6 +236,22 @@ def test_l27_o05_index_select_has_five_dimensions(card: Any) -> None:
     before = card.counters.fallbacks
     torch.zeros(1, 1, 1, 2, 1, device="hpu").index_select(3, ids_of_one())
     assert card.counters.fallbacks == before
+
+
+def test_l27_matmul_has_five_dimensions(card: Any) -> None:
+    def product(*dims: int) -> torch.Tensor:
+        return torch.ones(*dims, 2, 3, device="hpu") @ torch.ones(*dims, 3, 2, device="hpu")
+
+    refused(card, lambda: product(1, 1, 1, 2), "6 dimensions")
+    assert product(1, 1, 2).cpu().eq(3).all()
+
+
+@pytest.mark.parametrize("num_decays", [1, 4])
+def test_l27_recurrences_have_five_dimensions(card: Any, num_decays: int) -> None:
+    keys = torch.ones(1, 8, 1, 4, device="hpu")
+    decay, state = torch.zeros(1, 8, 1, num_decays, device="hpu"), torch.zeros(1, 1, 4, 4, device="hpu")
+    out, _ = scan(keys, keys / 2, keys, decay, state, torch.ones(1, 8, 1, device="hpu"))
+    torch.testing.assert_close(out.cpu(), torch.full((1, 8, 1, 4), 2.0))
 
 
 def ids_of_one() -> torch.Tensor:

@@ -88,6 +88,16 @@ def _gather(usual: Kernel) -> Kernel:
     return run
 
 
+def _matmul(usual: Kernel) -> Kernel:
+    def run(left: torch.Tensor, right: torch.Tensor) -> Any:
+        num_dims = max(left.dim(), right.dim())
+        if num_dims > _MOST_DIMS:  # L27: bridge 1.19 passes them on as they are, and tests no more than these
+            _refuse(f"aten.matmul of {num_dims} dimensions")
+        return usual(left, right)
+
+    return run
+
+
 def _multinomial(usual: Kernel) -> Kernel:
     def run(probs: torch.Tensor, *args: Any, **kw: Any) -> Any:
         if probs.dtype is torch.bfloat16:  # O20: optimum-habana, pull request 1644
@@ -185,6 +195,7 @@ _OWN: dict[str, Callable[[Kernel], Kernel]] = {
     "where.self": _where,
     "topk.default": _topk,
     "gather.default": _gather,
+    "matmul.default": _matmul,
     "multinomial.default": _multinomial,
     **dict.fromkeys(("index_copy.default", "index_copy_.default"), _index_copy),
     **dict.fromkeys(("index_put.default", "index_put_.default"), _index_put),
