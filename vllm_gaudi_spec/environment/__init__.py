@@ -96,6 +96,11 @@ PARALLEL_COMPILATION = Variable(
     "1 in compiled mode",
     "on a Gaudi: 1 lets its compiler work on several graphs at once",
 )
+INPUT_REUSE = Variable(
+    "PT_HPU_ENABLE_SYNAPSE_INPUT_REUSE",
+    "0 in compiled mode",
+    "on a Gaudi: 1 lets a recipe compute in the memory of what it reads last",
+)
 GRAPH_MEMORY = Variable(
     "VLLM_GRAPH_RESERVED_MEM", "0.1", "on a Gaudi: the share of free memory that is kept for graphs"
 )
@@ -149,6 +154,7 @@ VARIABLES = (
     WEIGHT_SHARING,
     LAZY_COLLECTIVES,
     PARALLEL_COMPILATION,
+    INPUT_REUSE,
     GRAPH_MEMORY,
     LAYERS_OF_A_RECIPE,
     Variable("HABANA_VISIBLE_DEVICES", "all", "in a container: which Gaudis it sees"),
@@ -319,6 +325,14 @@ _GAUDI_DEFAULTS = {
     # vLLM would run shared experts on a stream of their own, which a graph does not capture.
     "VLLM_DISABLE_SHARED_EXPERTS_STREAM": "1",
 }
+# The same in compiled mode alone, as vllm-gaudi has them.
+_COMPILED_DEFAULTS = {
+    # A lazy server with this and another variable of compiled mode was slower by 30 % (pull requests 370 and 1524).
+    PARALLEL_COMPILATION.name: "1",
+    # Where an operation leaves a region, the region is several recipes, and to one that reads a cache or a state last
+    # its memory seems free although the next step reads it: all answers were wrong (pull request 1753).
+    INPUT_REUSE.name: "0",
+}
 
 
 def set_gaudi_defaults() -> None:
@@ -327,9 +341,8 @@ def set_gaudi_defaults() -> None:
     # Without the variable releases of the bridge differ.
     os.environ.setdefault(LAZY_MODE.name, "1" if gaudi_has_lazy_mode() else "0")
     if os.environ[LAZY_MODE.name] == "0":
-        # As vllm-gaudi does in this mode alone: a lazy server with this and another variable of compiled mode was
-        # slower by 30 % (pull requests 370 and 1524).
-        os.environ.setdefault(PARALLEL_COMPILATION.name, "1")
+        for name, value in _COMPILED_DEFAULTS.items():
+            os.environ.setdefault(name, value)
 
 
 def gaudi_is_lazy() -> bool:

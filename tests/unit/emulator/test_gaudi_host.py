@@ -64,25 +64,31 @@ def test_asking_never_raises(error: type[Exception], monkeypatch: pytest.MonkeyP
 
 
 def without_defaults(monkeypatch: pytest.MonkeyPatch) -> None:
-    parallel = environment.PARALLEL_COMPILATION.name
-    for name in (*environment._GAUDI_DEFAULTS, "PT_HPU_LAZY_MODE", parallel):
+    for name in (*environment._GAUDI_DEFAULTS, *environment._COMPILED_DEFAULTS, "PT_HPU_LAZY_MODE"):
         monkeypatch.setenv(name, "")  # so that what is set afterwards is undone
         monkeypatch.delenv(name)
     monkeypatch.setenv("VGS_DEVICE", "hpu-emulated")
 
 
-@pytest.mark.parametrize(
-    ("mode", "asked", "found"), [("0", None, "1"), ("0", "0", "0"), ("1", None, None), (None, None, None)]
-)
-def test_s09_graphs_are_compiled_side_by_side_in_compiled_mode_alone(
-    mode: str | None, asked: str | None, found: str | None, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    without_defaults(monkeypatch)
-    for name, value in (("PT_HPU_LAZY_MODE", mode), (environment.PARALLEL_COMPILATION.name, asked)):
-        if value is not None:
-            monkeypatch.setenv(name, value)
-    environment.set_gaudi_defaults()
-    assert environment.PARALLEL_COMPILATION.value == found
+def in_mode(variable: environment.Variable, asked: str, monkeypatch: pytest.MonkeyPatch) -> list[str | None]:
+    """What it is in compiled mode, in compiled mode if `asked` is set, in lazy mode and in that of no variable."""
+    found = []
+    for mode, value in (("0", None), ("0", asked), ("1", None), (None, None)):
+        without_defaults(monkeypatch)
+        for name, setting in (("PT_HPU_LAZY_MODE", mode), (variable.name, value)):
+            if setting is not None:
+                monkeypatch.setenv(name, setting)
+        environment.set_gaudi_defaults()
+        found.append(variable.value)
+    return found
+
+
+def test_s09_graphs_are_compiled_side_by_side_in_compiled_mode_alone(monkeypatch: pytest.MonkeyPatch) -> None:
+    assert in_mode(environment.PARALLEL_COMPILATION, "0", monkeypatch) == ["1", "0", None, None]
+
+
+def test_c33_no_recipe_computes_in_the_memory_of_a_state(monkeypatch: pytest.MonkeyPatch) -> None:
+    assert in_mode(environment.INPUT_REUSE, "1", monkeypatch) == ["0", "1", None, None]
 
 
 @pytest.mark.parametrize(("value", "lazy"), [(None, True), ("1", True), ("0", False), ("2", True)])
