@@ -91,7 +91,7 @@ def _gather(usual: Kernel) -> Kernel:
 def _matmul(usual: Kernel) -> Kernel:
     def run(left: torch.Tensor, right: torch.Tensor) -> Any:
         num_dims = max(left.dim(), right.dim())
-        if num_dims > _MOST_DIMS:  # L27: bridge 1.19 passes them on as they are, and tests no more than these
+        if num_dims > _MOST_DIMS:  # L27: the graph compiler's batch_gemm takes no more
             _refuse(f"aten.matmul of {num_dims} dimensions")
         return usual(left, right)
 
