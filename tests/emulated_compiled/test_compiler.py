@@ -17,6 +17,7 @@ from torch.fx.experimental.symbolic_shapes import ShapeEnv
 from vllm_gaudi_spec.devices.common.regions import RegionCompiler
 from vllm_gaudi_spec.devices.hpu.compiled import make_region_compiler
 from vllm_gaudi_spec.emulator.card import DeviceRefusal
+from vllm_gaudi_spec.recurrent.layers import _normed
 
 
 @pytest.fixture
@@ -144,6 +145,13 @@ def test_c17_where_on_integers_is_compiled_wrongly_and_not_used(card: Any, regio
         return torch.where(y > 0, x, -x)
 
     assert regions.compiled(pick)(extremes, hpu(1, 0, 0)).tolist() == [largest, largest, -5]
+
+
+@pytest.mark.parametrize("square", [torch.square, lambda x: x * x], ids=["square", "product"])
+def test_c34_sums_of_squares_are_compiled_wrongly_and_not_used(square: Any, card: Any, regions: RegionCompiler) -> None:
+    assert unguarded().compiled(lambda x: square(x).sum(-1, keepdim=True))(hpu(3.0, 4.0)).tolist() != [25.0]
+    found = regions.compiled(_normed)(hpu([3.0, 4.0]))
+    torch.testing.assert_close(found.cpu(), torch.tensor([[0.6, 0.8]]))
 
 
 def test_c17_the_dtype_of_a_choice_is_torchs(card: Any, regions: RegionCompiler) -> None:
