@@ -157,7 +157,9 @@ def install_card(done: int = 0) -> None:
         progress = Progress(f"{steps[2]} requirements/card-source.txt: vLLM without kernels", expected=1)
         source = HERE / "card-source.txt"
         options = ("--no-build-isolation", "--no-binary", "vllm", "-r", str(source))
-        pip(progress, "--require-hashes", *options, PYTHONPATH=tools, **CARD_BUILD)
+        # Before what the image has there, which its torch may need.
+        paths = os.pathsep.join(filter(None, (tools, os.environ.get("PYTHONPATH"))))
+        pip(progress, "--require-hashes", *options, PYTHONPATH=paths, **CARD_BUILD)
         progress.done()
     install_project(f"{steps[3]} this project")
 
