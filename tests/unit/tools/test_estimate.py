@@ -224,8 +224,23 @@ def test_a_head_borrows_the_output_matrix(tmp_path: Path) -> None:
     assert costs[0] == pytest.approx(costs[1])
 
 
+def test_heads_of_medusa_have_no_attention(tmp_path: Path) -> None:
+    """Their configuration names none; each has a matrix for all drafts, and the outputs are computed once."""
+    folder, heads = model(tmp_path / "model"), model(tmp_path / "heads", tied=False)
+    fields = json.loads((heads / "config.json").read_text())
+    without = {name: value for name, value in fields.items() if "attention" not in name and "key_value" not in name}
+    (heads / "config.json").write_text(json.dumps(without))
+    pair, target = Pair.of(folder, "medusa", heads, 2), Pair.of(folder)
+    assert 0 < pair.draft_s(1, 50, "gaudi2") < pair.plain_s(1, 50, "gaudi2")
+    # No KV of theirs grows with the context.
+    grown = [one.memory(1, 99, "gaudi2") - one.memory(1, 50, "gaudi2") for one in (pair, target)]
+    assert grown[0] == grown[1]
+
+
 def test_what_can_not_be_estimated(tmp_path: Path) -> None:
     folder = model(tmp_path / "model")
+    with pytest.raises(ValueError, match="an estimate of draft_model reads the drafter's files"):
+        Pair.of(folder, "draft_model", None, 1)
     with pytest.raises(ValueError, match="no estimate of what mtp costs"):
         Pair.of(folder, "mtp", None, 1)
     with pytest.raises(ValueError, match=r"needs the model's files: .*config.json"):
@@ -236,6 +251,10 @@ def test_what_can_not_be_estimated(tmp_path: Path) -> None:
     with pytest.raises(ValueError, match=r"no safetensors files, and transformers makes no model of its config.json"):
         Pair.of(folder)
     config = json.loads((folder / "config.json").read_text())
+    named = {name: value for name, value in config.items() if name != "num_attention_heads"} | {"n_head": HEADS}
+    (folder / "config.json").write_text(json.dumps(named))
+    with pytest.raises(ValueError, match=r"needs num_attention_heads, and the model's config.json has no such field"):
+        Pair.of(folder)
     (folder / "config.json").write_text(json.dumps(config | {"architectures": ["Qwen3NextForCausalLM"]}))
     with pytest.raises(ValueError, match="layers with recurrent states, which Qwen3NextForCausalLM has"):
         Pair.of(folder)

@@ -133,12 +133,13 @@ class Outline:
     experts: Experts | None = None
 
     @classmethod
-    def of(cls, folder: Path) -> Outline:
+    def of(cls, folder: Path, *, has_attention: bool = True) -> Outline:
+        """`has_attention`: heads of Medusa have none, nor fields about it."""
         config = _config(folder)
         if recurrent := SERVED.keys() & set(config.get("architectures") or ()):
             raise ValueError(f"no estimate is made of layers with recurrent states, which {recurrent.pop()} has")
-        heads = config["num_attention_heads"]
-        head_size = config.get("head_dim") or config["hidden_size"] // heads
+        heads = config["num_attention_heads"] if has_attention else 0
+        head_size = (config.get("head_dim") or config["hidden_size"] // heads) if has_attention else 0
         latent = config.get("kv_lora_rank")
         kv_values = 2 * (config.get("num_key_value_heads") or heads) * head_size
         if latent:
@@ -218,12 +219,19 @@ class Outline:
         )
 
 
-def _config(folder: Path) -> dict[str, Any]:
+class _Config(dict[str, Any]):
+    """Fields of a configuration file. Some families name a size otherwise (`n_head`)."""
+
+    def __missing__(self, name: str) -> Any:
+        raise ValueError(f"an estimate needs {name}, and the model's config.json has no such field")
+
+
+def _config(folder: Path) -> _Config:
     try:
         config: dict[str, Any] = json.loads((folder / "config.json").read_text())
     except OSError as error:
         raise ValueError(f"an estimate needs the model's files: {error}") from error
-    return config | (config.get("text_config") or {})
+    return _Config(config | (config.get("text_config") or {}))
 
 
 def tensor_sizes(folder: Path, files: str = "*.safetensors") -> dict[str, int]:

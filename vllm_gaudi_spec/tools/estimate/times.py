@@ -41,11 +41,15 @@ class Pair:
         model = Outline.of(target)
         if method is None or not (method == UNIVERSAL_DRAFT or has_model(method)):
             return cls(target=model, method=method, num_drafts=num_drafts)
-        if method not in _ESTIMATED or drafter is None:
+        row = _ESTIMATED.get(method)
+        if row is None:
             raise ValueError(
                 f"there is no estimate of what {method} costs; give one of {', '.join(_ESTIMATED)}, or ngram"
             )
-        return cls(target=model, method=method, drafter=Outline.of(drafter), num_drafts=num_drafts)
+        if drafter is None:
+            raise ValueError(f"an estimate of {method} reads the drafter's files; give its folder as model")
+        outline = Outline.of(drafter, has_attention=row.has_kv)
+        return cls(target=model, method=method, drafter=outline, num_drafts=num_drafts)
 
     def plain_s(self, batch: int, context: int, card: str) -> float:
         """A step without drafts."""
