@@ -360,6 +360,7 @@ def test_drafters_as_they_are_written() -> None:
         (["{model}", "--batches", "0"], 2, "0 is not a whole number of 1 or more"),
         (["{model}", "--max-num-seqs", "2"], 2, "less than a batch of 16"),
         (["{model}", "--one-run"], 2, "are for --card"),
+        (["{model}", "--speculative-config", '{{"method": "ngram"}}'], 2, "method is what this command chooses"),
         (["some/model", "--card", "gaudi2"], 1, "give its folder"),
         (["{model}", "--card", "gaudi2"], 1, "an estimate needs the model's files"),
     ],

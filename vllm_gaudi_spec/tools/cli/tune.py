@@ -129,6 +129,10 @@ def start(options: argparse.Namespace, arguments: Sequence[str]) -> int:
     return main(options)
 
 
+# What differs from engine to engine, in vLLM's words and in those of this command.
+_TRIED = {"method": "--draft", "model": "--draft", "num_speculative_tokens": "--num-speculative-tokens"}
+
+
 def contradiction_in(options: argparse.Namespace) -> str | None:
     if max(options.num_drafts) > MAX_DRAFTS:
         return f"--num-speculative-tokens: a step verifies at most {MAX_DRAFTS} drafts, not {max(options.num_drafts)}"
@@ -136,6 +140,9 @@ def contradiction_in(options: argparse.Namespace) -> str | None:
         return f"--max-num-seqs {options.max_num_seqs} is less than a batch of {max(options.batches)}"
     if not options.card and (options.one_run or options.context):
         return "--one-run and --context are for --card"
+    for name, instead in _TRIED.items():
+        if name in options.speculative:  # it would replace every drafter's own, and be measured under their names
+            return f"--speculative-config: {name} is what this command chooses; leave it out, and give {instead}"
     if options.tokens < 2:
         return "--output-len: the first token is the prompt's, so 2 at least"
     return None
