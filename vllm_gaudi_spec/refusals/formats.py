@@ -44,7 +44,10 @@ def format_refusals(vllm_config: VllmConfig, backend: DeviceBackend) -> Iterator
 def _without_kernel(vllm_config: VllmConfig, model: ModelConfig, reason: str) -> Iterator[str]:
     """Of a method that is not to be ours: by --quantization or by `weight_kernels`."""
     if not described(model):
-        yield f"--quantization {model.quantization} is a format, {reason}; leave it out."
+        option = f"--quantization {model.quantization}"
+        if model is not vllm_config.model_config:
+            option = f"quantization {model.quantization} in --speculative-config"
+        yield f"{option} is a format, {reason}; leave it out."
         return
     remedy = "leave --quantization out"
     try:
