@@ -242,7 +242,10 @@ class Worker(WorkerBase):
         ranks = f"dp{self.parallel_config.data_parallel_index}:pp0:pcp0:tp{get_tp_group().rank_in_group}:"
         return {ranks + name: digest for name, digest in self._weights.checksums().items()}
 
-    sleep = discard = _refuse("Sleep mode is not supported; end the engine to free its memory.")
+    # vLLM has paused the engine by then, and nothing here resumes it.
+    sleep = discard = _refuse(
+        "Sleep mode is not supported; end the engine to free its memory. It is paused now: requests wait until wake_up."
+    )
     profile = _refuse("Profiling through the engine is not supported; profile the process from outside.")
     reset_weights = _refuse("Weights are not reset; use reload_weights.")
     save_tensorized_model = _refuse("Tensorizer files are not written; use save_sharded_state.")

@@ -35,3 +35,16 @@ def test_an_engine_that_is_to_release_its_kv_memory_goes_on_when_it_is_woken_up(
     assert engine.is_sleeping()
     assert engine.wake_up()
     assert not engine.is_sleeping()
+
+
+def test_who_asks_for_sleep_learns_that_requests_wait() -> None:
+    """vLLM pauses an engine before it asks the workers, so after the refusal a client would wait for ever."""
+    engine = paused_engine()
+    engine.scheduler.set_pause_state(PauseState.UNPAUSED)
+    engine.scheduler.finish_requests = lambda *of_all: None
+    engine.model_executor.driver_worker.backend = SimpleNamespace(memory=SimpleNamespace(synchronize=lambda: None))
+    with pytest.raises(UnsupportedConfigError, match="requests wait until wake_up"):
+        engine.sleep(level=1)
+    assert engine.is_scheduler_paused()
+    assert engine.wake_up()
+    assert not engine.is_scheduler_paused()
