@@ -200,6 +200,14 @@ def _count(name: str, value: Any) -> int:
     return int(value)
 
 
+def _count_or_all(name: str, value: Any) -> int:
+    if _integer(name, value) < -1:
+        raise UnsupportedConfigError(
+            f"additional_config.{ADDITIONAL_CONFIG_KEY}.{name} must be -1, for all, or more, got {shown(value)}."
+        )
+    return int(value)
+
+
 def _integer(name: str, value: Any) -> int:
     if not isinstance(value, int) or isinstance(value, bool):
         raise UnsupportedConfigError(
@@ -245,7 +253,7 @@ E4M3_MAX = {GAUDI2: 240.0, GAUDI3: 448.0}
 GAUDIS = tuple(E4M3_MAX)
 # Readers of options that are not lists of buckets.
 _READ: dict[str, Callable[[str, Any], Any]] = {
-    "warmup_tokens": _integer,
+    "warmup_tokens": _count_or_all,
     "bucket_strategy": _one_of(EXPONENTIAL, LINEAR),
     "buckets_file": _text,
     "universal_context": _one_of(MAP, RETOKENIZE),

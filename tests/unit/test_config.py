@@ -54,6 +54,7 @@ def test_defaults_and_lists() -> None:
         ({"batch_buckets": 4}, "batch_buckets must be a list of positive integers, got 4"),
         ({"prefill_buckets": [0]}, "prefill_buckets must be a list of positive integers"),
         ({"warmup_tokens": "all"}, "warmup_tokens must be an integer"),
+        ({"warmup_tokens": -16}, "warmup_tokens must be -1, for all, or more, got -16"),
         ({"universal_context": "text"}, "universal_context must be map or retokenize, got 'text'"),
         ({"universal_match": 1}, "universal_match must be tli or slem, got 1"),
         ({"universal_kv_len": 0}, "universal_kv_len must be 1 or more, got 0"),
