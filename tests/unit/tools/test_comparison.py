@@ -50,6 +50,18 @@ def test_the_task_has_the_name_of_the_method() -> None:
     assert parser.parse_args(["--task", "universal_draft"]).task == ["universal_draft"]
 
 
+@pytest.mark.parametrize("option", ["--assert-accept-rate", "--accuracy-rate", "--synthetic-rates"])
+@pytest.mark.parametrize("text", ["50", "nan", "-0.1", "half"])
+def test_rates_are_shares(option: str, text: str, capsys: pytest.CaptureFixture[str]) -> None:
+    """A percentage is never met, and a rate that is no number always is: seen before minutes of measuring."""
+    parser = argparse.ArgumentParser()
+    options.add_to(parser)
+    with pytest.raises(SystemExit):
+        parser.parse_args([f"{option}={text}"])
+    assert f"{text} is not a number from 0 to 1" in capsys.readouterr().err
+    assert parser.parse_args([option, "0.5"])
+
+
 def test_without_speculation_nothing_is_a_draft() -> None:
     assert arriving([5], [6], [7]).steps() == [(1, 0)] * 3
     assert Answer("p", [], params=None).steps() == []  # type: ignore[arg-type]

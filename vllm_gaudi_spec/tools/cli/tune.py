@@ -11,7 +11,7 @@ from vllm_gaudi_spec import versions
 from vllm_gaudi_spec.config import GAUDIS, MAX_DRAFTS
 from vllm_gaudi_spec.tools.cli.output import fail, model_mistake
 from vllm_gaudi_spec.tools.io import output_files
-from vllm_gaudi_spec.tools.io.argument_types import json_object, positive
+from vllm_gaudi_spec.tools.io.argument_types import json_object, not_negative, positive
 from vllm_gaudi_spec.tools.io.command_line import add_shared
 from vllm_gaudi_spec.tools.io.prompts import SOURCES
 from vllm_gaudi_spec.tools.tune.drafters import HOW_TO_WRITE, Drafter
@@ -82,7 +82,7 @@ def add_to(commands: Any) -> None:
         metavar="N",
         help="tokens to generate per prompt, past any end token",
     )
-    add("--temperature", type=float, default=0.0, metavar="T", help="sampling temperature; 0: greedy")
+    add("--temperature", type=not_negative, default=0.0, metavar="T", help="sampling temperature; 0: greedy")
     add(
         "--turns",
         type=positive,

@@ -15,7 +15,7 @@ from vllm_gaudi_spec.tools.compare.tasks import (
     draft_model,
 )
 from vllm_gaudi_spec.tools.io import output_files
-from vllm_gaudi_spec.tools.io.argument_types import positive
+from vllm_gaudi_spec.tools.io.argument_types import not_negative, positive, share
 from vllm_gaudi_spec.tools.io.command_line import add_shared
 from vllm_gaudi_spec.tools.io.prompts import SOURCES
 
@@ -95,12 +95,12 @@ def add_to(parser: argparse.ArgumentParser, num_prompts: str = "default: as --ba
     )
     add(
         "--synthetic-rates",
-        type=float,
+        type=share,
         nargs="+",
         metavar="RATE",
         help="for --acceptance synthetic: the acceptance rate of each of the k positions, from 0 to 1",
     )
-    add("--temperature", type=float, default=0.0, metavar="T", help="sampling temperature; 0: greedy")
+    add("--temperature", type=not_negative, default=0.0, metavar="T", help="sampling temperature; 0: greedy")
     add("--seed", type=int, default=0, metavar="S", help="prompt i samples with seed S + i")
     add("--dtype", help="as for vllm serve (default: float32 on the CPU and emulated cards, else the model's own)")
     add("--enforce-eager", action="store_true", help="as for vllm serve; on this platform it changes nothing")
@@ -126,13 +126,13 @@ def add_to(parser: argparse.ArgumentParser, num_prompts: str = "default: as --ba
     )
     add(
         "--assert-accept-rate",
-        type=float,
+        type=share,
         metavar="RATE",
         help="fail when the acceptance rate, from 0 to 1, is lower (default: no threshold)",
     )
     add(
         "--accuracy-rate",
-        type=float,
+        type=share,
         metavar="RATE",
         help="run GSM8K by lm-eval; fail when the share of right answers, from 0 to 1, is lower (default: not run)",
     )
