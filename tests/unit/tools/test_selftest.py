@@ -89,6 +89,13 @@ def test_a_device_that_does_not_start(monkeypatch: pytest.MonkeyPatch, capsys: p
         checked(monkeypatch, error, "--verbose")
 
 
+def test_a_device_that_does_not_exist(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
+    monkeypatch.setenv("VGS_DEVICE", "gaudi")
+    assert check_device.checked(cli.make_parser().parse_args(["selftest"])) == 1
+    (line,) = capsys.readouterr().err.splitlines()
+    assert line.startswith("gaudi-spec selftest: error: VGS_DEVICE=gaudi is not available; use one of cpu, hpu, ")
+
+
 def test_on_the_cpu(tmp_path: Path) -> None:
     """The whole of it, by the only file of the output."""
     command = [sys.executable, "-m", "vllm_gaudi_spec.tools.cli", "selftest", "--json"]

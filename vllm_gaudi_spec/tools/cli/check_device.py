@@ -40,10 +40,11 @@ def check(dtype: str) -> Result:
     import torch
     from vllm.platforms import current_platform
 
-    from vllm_gaudi_spec.devices import load_backend
+    from vllm_gaudi_spec.devices import load_backend, refuse_unknown_device
     from vllm_gaudi_spec.platforms.base import is_active
     from vllm_gaudi_spec.self_test.run import self_test
 
+    refuse_unknown_device()
     if not is_active():
         raise ValueError("vLLM runs on another platform plugin; set VLLM_PLUGINS to gaudi_spec, or set VGS_DEVICE")
     backend = load_backend()
