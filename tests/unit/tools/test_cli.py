@@ -510,7 +510,9 @@ def test_a_clean_run() -> None:
     assert (result["graphs"]["captured"], result["graphs"]["never_used"]) == (3, 1)
     assert result["graphs"]["by_name"]["Runner._forward"] == {"captured": 2, "never_used": 1}
     assert result["findings"] == []
-    assert summary.conclusion(result).startswith("clean: ")
+    conclusion = summary.conclusion(result)
+    assert conclusion.startswith("clean: ")
+    assert conclusion.endswith("no step of the mixed requests has more than 1 device-to-host sync")
     table = [" ".join(line.split()) for line in summary.table(result).splitlines()]
     assert "graphs captured in warm-up 3, of which 1 never used here" in table
     assert "device-to-host syncs per step 1.00, 1 at most" in table

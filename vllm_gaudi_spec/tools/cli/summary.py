@@ -46,7 +46,8 @@ def conclusion(result: dict[str, Any]) -> str:
     syncs = _syncs(result["settings"]["host_syncs"])
     if result["phases"]["mixed"]["host_syncs"] is None:
         return f"clean: nothing was compiled after warm-up, and the runner makes at most {syncs} per step"
-    return f"clean: nothing was compiled after warm-up, and no step has more than {syncs}"
+    # Those of prompt log-probabilities have a phase of their own, and may.
+    return f"clean: nothing was compiled after warm-up, and no step of the mixed requests has more than {syncs}"
 
 
 def table(result: dict[str, Any]) -> str:
