@@ -381,6 +381,12 @@ def test_a_drafter_that_is_a_model_needs_its_target(missing: str, trusted: bool,
         SpeculativeConfig(method="draft_model", model=str(tmp_path), num_speculative_tokens=3, **given)
 
 
+def test_a_model_without_layers_for_the_method_is_refused_by_name(tmp_path: Path) -> None:
+    compat.apply()
+    with pytest.raises(UnsupportedConfigError, match=rf"Method mtp finds nothing that drafts in {tmp_path} \(llama\);"):
+        engine_config(tmp_path, dict(method="mtp", num_speculative_tokens=1))
+
+
 # No drafter without a model can do these. Value, and the way out that the message names.
 MODEL_ONLY = {
     "draft_sample_method": ("probabilistic", "greedy"),

@@ -15,7 +15,7 @@ from vllm_gaudi_spec.versions import installed
 
 
 def describe_drafters() -> None:
-    """Changes how a speculative configuration describes its drafter. One wrapper; each of its four parts can go alone.
+    """Changes how a speculative configuration describes its drafter. One wrapper; each of its five parts can go alone.
 
     Method `universal_draft` is an alias of a draft model with `use_heterogeneous_vocab`, for every draft sample method
     and for vocabularies of other sizes.
@@ -37,6 +37,11 @@ def describe_drafters() -> None:
     Reason: upstream reads the target's tokenizer, dtype and ranks for it, and both fields are optional. Without them
     it ends with an AttributeError of None.
     Remove when: upstream checks both fields before it reads them.
+
+    A model that has no layers for the method is refused with its name.
+    Reason: upstream ends with "Unsupported speculative method", of methods that it has: mtp where the target has no
+    such layers.
+    Remove when: upstream's error names the model.
     """
     from vllm.config import SpeculativeConfig
 
@@ -56,6 +61,12 @@ def _describe_with_target(original: Callable[..., Any], config: Any) -> Any:
         raise UnsupportedConfigError(
             f"A drafter of method {config.method} is configured for its target; set {' and '.join(missing)} of "
             "SpeculativeConfig, or use EngineArgs(...).create_engine_config()."
+        ) from error
+    except NotImplementedError as error:
+        model = config.draft_model_config
+        raise UnsupportedConfigError(
+            f"Method {config.method} finds nothing that drafts in {model.model} ({model.hf_config.model_type}); give a "
+            "model that has such layers, or another method in --speculative-config."
         ) from error
 
 

@@ -25,7 +25,7 @@ from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from vllm_gaudi_spec.config import UnsupportedConfigError
+from vllm_gaudi_spec.config import UnsupportedConfigError, in_one_line
 
 
 @dataclass(frozen=True, slots=True)
@@ -79,7 +79,7 @@ def load_tokenizer(path: str, revision: str | None = None, trust_remote_code: bo
     try:
         tokenizer = AutoTokenizer.from_pretrained(path, revision=revision, trust_remote_code=trust_remote_code)
     except Exception as error:  # what is raised depends on which file is missing or odd, and on remote code
-        reason = " ".join(str(error).split())
+        reason = in_one_line(error).rstrip(".")
         raise UnsupportedConfigError(
             f"A draft model needs a tokenizer of its own, and that of {path} cannot be loaded: {reason}. "
             f"Give a model whose folder holds its tokenizer files (tokenizer.json, tokenizer_config.json); a head "
