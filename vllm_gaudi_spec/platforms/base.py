@@ -374,4 +374,5 @@ def _why_one_by_one(vllm_config: VllmConfig, speculation: Speculation | None) ->
     if speculation.on_device:
         return None
     name = f"universal_context {RETOKENIZE}" if speculation.retokenizes else f"method {speculation.method}"
-    return f"{name} drafts on the host, from what it has read of a step"
+    instead = "; ngram_gpu drafts the same on the device" if speculation.method == "ngram" else ""
+    return f"{name} drafts on the host, from what it has read of a step{instead}"
