@@ -305,6 +305,19 @@ def decodes_see_one_key_before_their_window() -> DeviceBackend:
     return windows(1, 301)
 
 
+def long_chunks_lose_the_groups_after_the_first() -> DeviceBackend:
+    """As a Gaudi 3 was seen to: lesson A31."""
+
+    class Attention(CardAttention):
+        def attend(self, query_THD: Any, kv_cache: Any, call: Any, spec: Any, *rest: Any) -> torch.Tensor:
+            attended = super().attend(query_THD, kv_cache, call, spec, *rest)
+            if call.num_queries >= 1024:
+                attended.view(len(query_THD), spec.num_heads, -1)[:, spec.num_heads // spec.num_kv_heads :] *= 2
+            return attended
+
+    return make_card(attention=Attention())
+
+
 def verify_steps_have_no_window() -> DeviceBackend:
     return windows(4, None)
 
@@ -415,6 +428,11 @@ FAULTS: dict[Callable[[], DeviceBackend], tuple[str, str, str]] = {
     prompts_have_no_window: (
         run.PROMPT_ATTENTION,
         "prompt chunks under a window of 300 are up to",
+        "VGS_NPU_PROMPT_MASKS=dense",
+    ),
+    long_chunks_lose_the_groups_after_the_first: (
+        run.PROMPT_ATTENTION,
+        "prompt chunks of 1024 are up to",
         "VGS_NPU_PROMPT_MASKS=dense",
     ),
     prompts_see_padding: (run.PROMPT_ATTENTION, "prompt chunks are up to", "VGS_NPU_PROMPT_MASKS=dense"),
