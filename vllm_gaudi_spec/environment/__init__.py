@@ -352,12 +352,12 @@ def gaudi_is_lazy() -> bool:
 
 
 def gaudi_has_lazy_mode() -> bool:
-    """With stock torch the bridge refuses to load in lazy mode, and goes by the version (1.19, habana_frameworks/torch,
+    """With stock torch the bridge refuses to load in lazy mode, and goes by the version (1.24, habana_frameworks/torch,
     __init__.py). A bridge that torch has loaded by itself has its mode already."""
     if (bridge := sys.modules.get("habana_frameworks.torch.utils.internal")) is not None:
         is_lazy: bool = bridge.is_lazy()
         return is_lazy
-    return DEVICE.value == "hpu-emulated" or version("torch").partition("+")[2].startswith("git")
+    return DEVICE.value == "hpu-emulated" or version("torch").partition("+")[2].startswith(("git", "hpu"))
 
 
 def gaudi_has_lazy_collectives() -> bool:

@@ -104,7 +104,8 @@ def test_lazy_mode_is_the_default(value: str | None, lazy: bool, monkeypatch: py
 
 
 @pytest.mark.parametrize(
-    ("torch_version", "has_it"), [("2.11.0a0+git009b5f6", True), ("2.11.0+hpu", False), ("2.11.0", False)]
+    ("torch_version", "has_it"),
+    [("2.11.0a0+git009b5f6", True), ("2.11.0+hpu", True), ("2.11.0+cpu", False), ("2.11.0", False)],
 )
 def test_s04_stock_torch_has_no_lazy_mode(torch_version: str, has_it: bool, monkeypatch: pytest.MonkeyPatch) -> None:
     """Which the default follows; a bridge that is loaded knows best."""
