@@ -592,6 +592,39 @@ def test_a_release_whose_attention_knows_no_sinks(card: Any, monkeypatch: pytest
     assert not out.cpu().any(), "a sink far above all scores leaves nothing"
 
 
+@pytest.mark.parametrize("release", ["passes them on", "drops them", "has no such flag"])
+def test_a32_sinks_that_the_bridge_drops(card: Any, release: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Whether the flag is on is asked of the bridge, which has read the environment."""
+    from habana_frameworks.torch.hpex import kernels
+    from habana_frameworks.torch.internal import bridge_config
+
+    from vllm_gaudi_spec.devices.hpu.backend import make_backend
+    from vllm_gaudi_spec.emulator.card import DEVICE
+
+    called: list[int] = []
+    kernel = kernels.FusedSDPA
+
+    class Seen(kernel):  # type: ignore[misc]
+        @staticmethod
+        def forward(ctx: Any, q: Any, k: Any, v: Any, *, sink: Any) -> None: ...
+
+        @staticmethod
+        def apply(*args: Any) -> torch.Tensor:
+            called.append(len(args))
+            found: torch.Tensor = kernel.apply(*args)
+            return found
+
+    monkeypatch.setattr(kernels, "FusedSDPA", Seen)
+    if release != "passes them on":
+        monkeypatch.setitem(DEVICE.bridge_flags, "PT_HPU_ENABLE_FUSED_SDPA_SINK", False)
+    if release == "has no such flag":
+        monkeypatch.delattr(bridge_config, "get_pt_hpu_enable_fused_sdpa_sink")
+    sinks = torch.full((1,), 100.0, dtype=torch.bfloat16, device="hpu")
+    out = one_step(make_backend().attention, replace(one_head(torch.bfloat16, "gpt_oss"), sinks_H=sinks))
+    assert called == ([15] if release == "passes them on" else [])
+    assert not out.cpu().any(), "a sink far above all scores leaves nothing"
+
+
 def one_step(attention: Any, spec: AttentionLayerSpec) -> torch.Tensor:
     """Of a prompt of four tokens, over a cache of ones."""
     kv = KVPair(*(torch.ones(32, 1, 8, dtype=torch.bfloat16, device="hpu") for _ in range(2)), 16)

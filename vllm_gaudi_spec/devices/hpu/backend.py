@@ -309,7 +309,7 @@ class HpuAttention(PairAttention):
         self._bridge = bridge
         kernels = importlib.import_module("habana_frameworks.torch.hpex.kernels")
         self._fused_sdpa: Any = getattr(kernels, "FusedSDPA", None)
-        self._fuses_sinks = _has_argument(self._fused_sdpa, "sinks")
+        self._fuses_sinks = _has_argument(self._fused_sdpa, "sink") and _passes_sinks_on()
 
     def attend(
         self,
@@ -442,6 +442,13 @@ def _has_argument(fused: Any, name: str) -> bool:
     """Of an operation of the bridge: `apply` of its class takes what `forward` does, and does not name it."""
     functions = (getattr(fused, kind, None) for kind in ("forward", "apply"))
     return any(name in inspect.signature(function).parameters for function in functions if function is not None)
+
+
+def _passes_sinks_on() -> bool:
+    """The bridge takes sinks without a word where this flag of it keeps them from the kernel (lesson A32)."""
+    bridge = importlib.import_module("habana_frameworks.torch.internal.bridge_config")
+    flag = getattr(bridge, "get_pt_hpu_enable_fused_sdpa_sink", None)
+    return flag is not None and bool(flag())
 
 
 def _mask(call: AttentionCall, spec: AttentionLayerSpec) -> torch.Tensor:

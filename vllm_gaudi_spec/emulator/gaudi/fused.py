@@ -23,7 +23,7 @@ rms_norm(Tensor x, Tensor gamma, float eps) -> (Tensor, Tensor)
 rms_norm_fast(Tensor x, Tensor gamma, float eps) -> (Tensor, Tensor)
 rotary_pos_embedding(Tensor input, Tensor sin, Tensor cos, Tensor? position_ids, int offset, int mode) -> Tensor
 sdpa_fwd(Tensor q, Tensor k, Tensor v, Tensor? mask, float p, float scale, bool is_causal, str softmax_mode,
- Tensor? valid_seq_len, str seq_padding_type, int[] window, Tensor? sinks=None) -> Tensor
+ Tensor? valid_seq_len, str seq_padding_type, int[] window, Tensor? sink=None) -> Tensor
 block_softmax(Tensor attn, Tensor block_bias, Tensor block_groups) -> (Tensor, Tensor, Tensor)
 block_softmax_adjustment(Tensor block_max, Tensor block_sums, Tensor block_groups, int batch_size,
  int[] out_shape) -> Tensor
@@ -90,13 +90,13 @@ def sdpa_fwd(
     valid_seq_len: torch.Tensor | None,
     seq_padding_type: str,
     window: Sequence[int],
-    sinks: torch.Tensor | None = None,
+    sink: torch.Tensor | None = None,
 ) -> torch.Tensor:
     """[B, H, S, D]; key and value heads are repeated where there are fewer of them. Like the kernel's, a causal mask
     is aligned to the first key, and left out padding is only possible without a mask."""
     if DEVICE.hostile:
         check_sdpa(q, mask, is_causal, softmax_mode, valid_seq_len, seq_padding_type)
-        check_sinks(q, sinks)
+        check_sinks(q, sink)
         if mask is not None and math.prod(mask.shape[-2:]) * mask.element_size() >= MASK_OVERFLOW:
             return torch.full_like(q, float("nan"))
     hidden = hidden_keys(q, k, is_causal, valid_seq_len, seq_padding_type, window)
@@ -106,8 +106,8 @@ def sdpa_fwd(
         if mask is not None:
             bias = bias + mask if mask.dtype != torch.bool else bias.masked_fill(~mask, float("-inf"))
     grouped = q.shape[-3] != k.shape[-3]
-    if sinks is not None or (softmax_mode == "fast" and DEVICE.hostile):
-        return _spelt_out(q, k, v, bias, scale, sinks, is_fast=softmax_mode == "fast" and DEVICE.hostile)
+    if sink is not None or (softmax_mode == "fast" and DEVICE.hostile):
+        return _spelt_out(q, k, v, bias, scale, sink, is_fast=softmax_mode == "fast" and DEVICE.hostile)
     return F.scaled_dot_product_attention(q, k, v, attn_mask=bias, scale=scale, enable_gqa=grouped).contiguous()
 
 

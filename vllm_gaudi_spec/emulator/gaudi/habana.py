@@ -33,6 +33,10 @@ def get_device_type() -> SynDeviceType:
     return SynDeviceType.synDeviceGaudi2 if DEVICE.generation == GAUDI2 else SynDeviceType.synDeviceGaudi3
 
 
+def passes_sinks_on() -> bool:
+    return DEVICE.bridge_flags.get("PT_HPU_ENABLE_FUSED_SDPA_SINK") is not False
+
+
 class FusedSDPA:
     @staticmethod
     def apply(
@@ -50,7 +54,7 @@ class FusedSDPA:
         return_dropout_mask: bool = False,
         return_attn_probs: bool = False,
         window_size: tuple[int, int] = (-1, -1),
-        sinks: torch.Tensor | None = None,
+        sink: torch.Tensor | None = None,
     ) -> torch.Tensor:
         if is_causal and attn_mask is not None:
             raise ValueError("FusedSDPA takes a mask or is_causal, not both")
@@ -63,8 +67,10 @@ class FusedSDPA:
             raise DeviceRefusal("FusedSDPA outside of inference_mode: in training it recomputes only if causal")
         scale = q.shape[-1] ** -0.5 if scale is None else scale
         window = list(window_size)
+        if not passes_sinks_on():
+            sink = None  # without a word (bridge v1.24.0, sdpa_gen.cpp)
         return torch.ops.hpu.sdpa_fwd(
-            q, k, v, attn_mask, 0.0, scale, is_causal, softmax_mode, valid_seq_len, seq_padding_type, window, sinks
+            q, k, v, attn_mask, 0.0, scale, is_causal, softmax_mode, valid_seq_len, seq_padding_type, window, sink
         )
 
 
@@ -193,7 +199,10 @@ def make_modules(torch_hpu: ModuleType) -> dict[str, ModuleType]:
             "_data_ptr": data_ptr,
         },
         "torch.internal": {},
-        "torch.internal.bridge_config": {"env_setting": env_setting},
+        "torch.internal.bridge_config": {
+            "env_setting": env_setting,
+            "get_pt_hpu_enable_fused_sdpa_sink": passes_sinks_on,
+        },
         "torch.hpu.metrics": {"metric_global": metric_global, "metric_localcontext": metric_localcontext},
         "torch.hpex": {},
         "torch.hpex.kernels": {

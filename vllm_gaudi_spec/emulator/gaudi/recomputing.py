@@ -20,7 +20,7 @@ sdpa_recomp_fwd(Tensor q, Tensor k, Tensor v, Tensor? attention_mask, float p, f
 fp8_sdpa_recomp_fwd(Tensor q, Tensor k, Tensor v, Tensor? attention_mask, float p, float scale, bool is_causal,
  bool requires_backward, str softmax_mode, Tensor? d_scale_q, Tensor? d_scale_k, Tensor? d_scale_v,
  Tensor? q_scale_s, Tensor? q_scale_o, Tensor? d_scale_s, bool is_amax_s, bool is_amax_o, Tensor? valid_seq_len,
- str seq_padding_type, int[] window=[-1, -1], Tensor? sinks=None)
+ str seq_padding_type, int[] window=[-1, -1], Tensor? sink=None)
  -> (Tensor, Tensor, Tensor, Tensor, Tensor, Tensor)
 """
 # What vllm-gaudi multiplies the inverse sums of "fast" with (extension/utils.py, SlicedFP8FusedSDPA).
@@ -65,10 +65,10 @@ def fp8_sdpa_recomp_fwd(
     d_scale_k: torch.Tensor | None, d_scale_v: torch.Tensor | None, q_scale_s: torch.Tensor | None,
     q_scale_o: torch.Tensor | None, d_scale_s: torch.Tensor | None, is_amax_s: bool, is_amax_o: bool,
     valid_seq_len: torch.Tensor | None, seq_padding_type: str, window: Sequence[int] = (-1, -1),
-    sinks: torch.Tensor | None = None,
+    sink: torch.Tensor | None = None,
 ) -> tuple[torch.Tensor, ...]:  # fmt: skip
     """Weights between the two products stay wide: what their scale does to them is not published."""
-    if sinks is not None:
+    if sink is not None:
         raise NotImplementedError("fp8_sdpa_recomp_fwd: sinks are not emulated")
     check_fp8(d_scale_q, d_scale_k, d_scale_v, q_scale_s, q_scale_o, d_scale_s)
     if DEVICE.hostile:
