@@ -218,3 +218,25 @@ def test_lazy_mode_has_no_compiler(card: Any, regions: RegionCompiler) -> None:
             regions.compiled(torch.neg)(hpu(1.0))
     finally:
         card.lazy = False
+
+
+def test_c35_a_recipe_of_a_concatenation_serves_one_along_another_dimension(
+    card: Any, regions: RegionCompiler, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Outside of regions, and where it was made along the last dimension."""
+    small, large = (torch.zeros(size, size).to("hpu") for size in (2, 3))
+    assert torch.cat((small, small + 1), dim=0).shape == (4, 2)
+    assert torch.cat((large, large + 1), dim=-1).shape == (3, 6), "what is along another dimension serves for all"
+
+    def both(x: torch.Tensor, y: torch.Tensor, z: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        return torch.cat((x, y, z), dim=1), torch.cat((x, y, z), dim=0)
+
+    three = [torch.zeros(2, 2).to("hpu") for _ in range(3)]
+    assert [part.shape for part in regions.compiled(both)(*three)] == [(2, 6), (6, 2)], "regions are no such recipes"
+    assert torch.cat(three, dim=1).shape == (2, 6)
+    for other in (three[:2], [part.int() for part in three], [part[:, :, None] for part in three]):
+        torch.cat(other, dim=0)
+    with pytest.raises(DeviceRefusal, match=r"aten\.cat along dimension 0 outside of regions.*test_compiler\.py"):
+        torch.cat([large, large + 1, large + 2], dim=0)
+    monkeypatch.setitem(card.bridge_flags, "PT_HPU_ENABLE_EAGER_CACHE", True)
+    assert torch.cat(three, dim=0).shape == (6, 2)

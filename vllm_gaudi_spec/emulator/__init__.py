@@ -32,6 +32,7 @@ def install(generation: str = "gaudi2", lazy: bool = True) -> None:
     from vllm_gaudi_spec.emulator.card import DEVICE
     from vllm_gaudi_spec.emulator.gaudi import (
         accelerator,
+        eager,
         experts,
         fused,
         habana,
@@ -57,6 +58,7 @@ def install(generation: str = "gaudi2", lazy: bool = True) -> None:
     fused.register()
     experts.register()
     recomputing.register()
+    eager.register()
     kernels.register()
     module = hpu.make_module()
     habana.enter_modules(module)

@@ -5,7 +5,7 @@ from __future__ import annotations
 import logging
 import os
 import threading
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Hashable, Sequence
 from dataclasses import dataclass, replace
 from typing import Any, NoReturn, Protocol
 
@@ -147,6 +147,9 @@ class Device:
         self.compile_only = False
         """Whether graphs are made and nothing is computed."""
         self.bridge_flags: dict[str, Any] = {}
+        self.concatenations: dict[Hashable, tuple[bool, str]] = {}
+        """In compiled mode, outside of regions. By what a recipe is found, whether the first was along the last
+        dimension, and its line."""
         self.generator = torch.Generator()
         self.generator.manual_seed(0)
         self.blocked: str | None = None

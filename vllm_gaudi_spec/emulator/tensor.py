@@ -350,6 +350,8 @@ def _before(info: OpInfo, args: Sequence[Any], kwargs: dict[str, Any]) -> dict[s
     """What is counted or refused before anything runs."""
     device = DEVICE
     name = f"aten.{info.name}"
+    if check := _CHECKS.get(info.name):
+        check(args, kwargs)
     if info.on_host:
         device.fallback(name)
     if info.dynamic and kwargs.get("output_size") is None:
@@ -434,6 +436,9 @@ Handler = Callable[[OpInfo, Sequence[Any], dict[str, Any]], Any]
 # Operations that are not plain computation, by name; and all of a namespace, such as collectives. Filled by others.
 _HANDLERS: dict[str, Handler] = {}
 _NAMESPACES: dict[str, Handler] = {}
+Check = Callable[[Sequence[Any], dict[str, Any]], None]
+# Torch's own operations that a card refuses in some forms, by name. Filled by others.
+_CHECKS: dict[str, Check] = {}
 
 
 def handle(name: str, handler: Handler) -> None:
@@ -444,10 +449,15 @@ def handle_namespace(name: str, handler: Handler) -> None:
     _NAMESPACES[name] = handler
 
 
+def check_before(name: str, check: Check) -> None:
+    _CHECKS[name] = check
+
+
 def info_of(func: Any) -> OpInfo:
     info = _infos.get(func)
     if info is None:
         info = _infos[func] = classify(func, DEVICE.model.lacks)
         name = "reshapes in place" if info.reshapes else info.name
         info.handler = _HANDLERS.get(name) if func.namespace == "aten" else _NAMESPACES.get(func.namespace)
+        info.special = info.special or (func.namespace == "aten" and name in _CHECKS)
     return info
