@@ -136,6 +136,28 @@ def test_s04_lazy_mode_with_stock_torch_is_refused_in_a_line(monkeypatch: pytest
         backend.make_backend()
 
 
+@pytest.mark.parametrize(
+    "error",
+    [
+        AssertionError("Current PyTorch version 2.13.0+cu130 is detected as neither HPU fork nor CPU upstream."),
+        AssertionError("Compile-time major/minor PyTorch version 2.11.0 differs from run-time 2.13.0+cpu."),
+        AttributeError("'NoneType' object has no attribute 'startswith'"),
+    ],
+)
+def test_s04_another_torch_than_the_bridges_is_refused_in_a_line(
+    error: Exception, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """As bridges up to 1.24 refuse it. Up to 1.24.0 they ask a local version that is not there for its beginning."""
+
+    def refuse(name: str) -> Any:
+        raise error
+
+    monkeypatch.setattr(backend.importlib, "import_module", refuse)
+    with pytest.raises(config.UnsupportedConfigError, match=r"this torch.*install again") as refusal:
+        backend.make_backend()
+    assert "LAZY_MODE" not in str(refusal.value)
+
+
 def test_an_unknown_generation_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("VGS_EMULATED_GENERATION", "gaudi1")
     with pytest.raises(config.UnsupportedConfigError, match="use gaudi2 or gaudi3"):

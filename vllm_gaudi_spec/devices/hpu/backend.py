@@ -477,11 +477,14 @@ def _import_bridge() -> Any:
             f"device hpu needs habana_frameworks, which comes with Intel's Gaudi image ({error}); set VGS_DEVICE to "
             "hpu-emulated or cpu where there is no Gaudi."
         ) from error
-    except AssertionError as error:  # of versions, and of stock torch in lazy mode
-        raise UnsupportedConfigError(
-            f"habana_frameworks does not load with this torch ({error}); leave PT_HPU_LAZY_MODE unset, or use Intel's "
-            "image pytorch-installer, whose torch has lazy mode."
-        ) from error
+    except (AssertionError, AttributeError) as error:  # of versions, and of stock torch in lazy mode
+        advice = (
+            "leave PT_HPU_LAZY_MODE unset, or use Intel's image pytorch-installer, whose torch has lazy mode"
+            if "lazy" in str(error).lower()
+            else f"torch is {torch.__version__}, which another package may have brought; install again the one that "
+            "the bridge was made for"
+        )
+        raise UnsupportedConfigError(f"habana_frameworks does not load with this torch ({error}); {advice}.") from error
 
 
 def _metric(name: str) -> dict[str, Any]:
