@@ -50,7 +50,7 @@ STEP_TOKENS = 16384
 FIRST = 16
 """Tokens of the turns whose whole time is reported as that of prompts."""
 STEPS = "vllm:iteration_tokens_total"
-"""How many steps an engine made. How many drafts a turn accepts is luck, which a step's time does not have."""
+"""How many steps an engine made. How many drafts a turn accepts is luck, of which a step's time has little."""
 
 
 def parse_options() -> argparse.Namespace:

@@ -244,7 +244,7 @@ class Worker(WorkerBase):
 
     # vLLM has paused the engine by then, and nothing here resumes it.
     sleep = discard = _refuse(
-        "Sleep mode is not supported; end the engine to free its memory. It is paused now: requests wait until wake_up."
+        "Sleep mode is not supported; end the engine to free its memory. Once paused, requests wait until wake_up."
     )
     profile = _refuse("Profiling through the engine is not supported; profile the process from outside.")
     reset_weights = _refuse("Weights are not reset; use reload_weights.")

@@ -28,6 +28,7 @@ from vllm.v1.serial_utils import MsgpackEncoder
 
 from tests.full_tests.tiny_models import common
 from vllm_gaudi_spec import compat, config, devices, environment, refusals
+from vllm_gaudi_spec.compat import configuration
 from vllm_gaudi_spec.config import Options, Speculation, UnsupportedConfigError, target_of
 from vllm_gaudi_spec.devices.base import DeviceTraits
 from vllm_gaudi_spec.drafting.table import METHODS
@@ -385,6 +386,16 @@ def test_a_model_without_layers_for_the_method_is_refused_by_name(tmp_path: Path
     compat.apply()
     with pytest.raises(UnsupportedConfigError, match=rf"Method mtp finds nothing that drafts in {tmp_path} \(llama\);"):
         engine_config(tmp_path, dict(method="mtp", num_speculative_tokens=1))
+
+
+def test_what_a_drafters_own_configuration_lacks_is_raised_as_it_is() -> None:
+    """Before there is a drafter whose name a message could have."""
+
+    def fail(config: Any) -> None:
+        raise NotImplementedError("Heterogeneous layers are not supported")
+
+    with pytest.raises(NotImplementedError, match="Heterogeneous"):
+        configuration._describe_with_target(fail, SimpleNamespace(method="eagle", draft_model_config=None))
 
 
 # No drafter without a model can do these. Value, and the way out that the message names.

@@ -49,6 +49,9 @@ def describe_drafters() -> None:
     wrap(SpeculativeConfig, "verify_equal_vocab_size_if_draft_model", do_nothing)
 
 
+_NO_SUCH_LAYERS = "Unsupported speculative method"
+
+
 def _describe_with_target(original: Callable[..., Any], config: Any) -> Any:
     try:
         return original(config)
@@ -64,6 +67,8 @@ def _describe_with_target(original: Callable[..., Any], config: Any) -> Any:
         ) from error
     except NotImplementedError as error:
         model = config.draft_model_config
+        if model is None or _NO_SUCH_LAYERS not in str(error):
+            raise
         raise UnsupportedConfigError(
             f"Method {config.method} finds nothing that drafts in {model.model} ({model.hf_config.model_type}); give a "
             "model that has such layers, or another method in --speculative-config."

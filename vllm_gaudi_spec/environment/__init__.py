@@ -92,9 +92,7 @@ LAZY_COLLECTIVES = Variable(
     "PT_HPU_ENABLE_LAZY_COLLECTIVES", "true", "on a Gaudi: tensor parallel steps need it in lazy mode"
 )
 PARALLEL_COMPILATION = Variable(
-    "FUSER_ENABLE_MULTI_THREADED_INVOCATIONS",
-    "1 in compiled mode",
-    "on a Gaudi: 1 lets its compiler work on several graphs at once",
+    "FUSER_ENABLE_MULTI_THREADED_INVOCATIONS", "1", "on a Gaudi: 1 lets its compiler work on several graphs at once"
 )
 INPUT_REUSE = Variable(
     "PT_HPU_ENABLE_SYNAPSE_INPUT_REUSE",
@@ -316,7 +314,7 @@ def environment_of_children(only: Path | None = None) -> dict[str, str]:
     return {**os.environ, **quiet, ENGINE_PROCESS.name: "0", "PYTHONPATH": paths}
 
 
-# Defaults of a Gaudi process for variables that the bridge reads at its import.
+# Defaults of a Gaudi process for variables that the bridge, its compiler and vLLM read.
 _GAUDI_DEFAULTS = {
     # Shared weights would be laid out again for each graph that reads them.
     WEIGHT_SHARING.name: WEIGHT_SHARING.default,
@@ -324,13 +322,14 @@ _GAUDI_DEFAULTS = {
     LAZY_COLLECTIVES.name: LAZY_COLLECTIVES.default,
     # vLLM would run shared experts on a stream of their own, which a graph does not capture.
     "VLLM_DISABLE_SHARED_EXPERTS_STREAM": "1",
+    # Graphs of a large model took hours to compile one after the other, not minutes (lesson S09).
+    PARALLEL_COMPILATION.name: PARALLEL_COMPILATION.default,
 }
-# The same in compiled mode alone, as vllm-gaudi has them.
+# The same in compiled mode alone.
 _COMPILED_DEFAULTS = {
-    # A lazy server with this and another variable of compiled mode was slower by 30 % (pull requests 370 and 1524).
-    PARALLEL_COMPILATION.name: "1",
     # Where an operation leaves a region, the region is several recipes, and to one that reads a cache or a state last
-    # its memory seems free although the next step reads it: all answers were wrong (pull request 1753).
+    # its memory seems free although the next step reads it. vllm-gaudi sets it for models with recurrent states, whose
+    # answers were wrong (pull request 1753); here caches are changed in place too.
     INPUT_REUSE.name: "0",
 }
 

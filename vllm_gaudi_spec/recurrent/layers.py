@@ -188,9 +188,7 @@ class KimiDeltaAttention(RecurrentLayer, KimiGatedDeltaNetAttention):
 
 def _normed(tensor: torch.Tensor) -> torch.Tensor:
     """Of length 1, as the kernels that models were trained with make it."""
-    # Added up by a product: a Gaudi's compiler is known to get sums of squares wrong (lesson C34).
-    squares = F.linear(tensor.square(), tensor.new_ones(1, tensor.shape[-1]))
-    return tensor * torch.rsqrt(squares + 1e-6)
+    return tensor * torch.rsqrt(tensor.square().sum(-1, keepdim=True) + 1e-6)
 
 
 @MambaMixer2.register_oot

@@ -38,8 +38,8 @@ _VERIFY_QUERIES = 4
 # end of a table.
 _LONG = (511, 512, 513, 4095)
 _WINDOW = 300
-# A chunk of so many queries after as many keys: from some length on a Gaudi 3's fused attention was seen to spoil all
-# groups of heads but the first (lesson A31). Float64 for each of its queries would take long.
+# A chunk of so many queries after as many keys: at some masks and lengths, which were not published, a Gaudi 3's fused
+# attention spoils all groups of heads but the first (lesson A31). Float64 for each of its queries would take long.
 _LONG_CHUNK = 1024
 _COMPARED_EACH = 61
 # Powers of two, by which the keys of the checks are e4m3 numbers: one for all heads, or one for each.

@@ -501,16 +501,26 @@ def test_a04_a05_a09_a12_what_fused_attention_takes(card: Any, row: str, changes
     refused(card, lambda: torch.ops.hpu.sdpa_fwd(q, k, k, *arguments, changes.get("side", "right"), [-1, -1]), words)
 
 
+def two_rows(attention: Any, spec: AttentionLayerSpec) -> torch.Tensor:
+    """Of four tokens each, after none and after three, with random numbers: each query sees other keys."""
+    some = torch.Generator().manual_seed(0)
+    query, *kv = (torch.randn(count, 1, 8, generator=some).to("hpu", torch.bfloat16) for count in (8, 48, 48))
+    starts, table = (torch.tensor(values, dtype=torch.int32).to("hpu") for values in ([0, 3], [[1], [2]]))
+    call = AttentionCall(num_rows=2, num_queries=4, starts_B=starts, block_table_BW=table)
+    found: torch.Tensor = attention.attend(query, KVPair(*kv, 16), call, spec)
+    return found
+
+
 def test_a30_a_mask_of_2_gib_is_passed_in_parts(card: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     from vllm_gaudi_spec.devices.hpu import backend as hpu_backend
     from vllm_gaudi_spec.emulator.gaudi import fused
 
     assert hpu_backend.LARGEST_MASK == fused.MASK_OVERFLOW == 2**31
     spec = one_head(torch.bfloat16, "llama")
-    expected = one_step(hpu_backend.make_backend().attention, spec)
-    # The four queries of the step have masks of 32 bytes each.
+    expected = two_rows(hpu_backend.make_backend().attention, spec)
+    # The four queries of a row have masks of 32 bytes each.
     monkeypatch.setattr(fused, "MASK_OVERFLOW", 4 * 32)
-    assert one_step(hpu_backend.make_backend().attention, spec).isnan().all()
+    assert two_rows(hpu_backend.make_backend().attention, spec).isnan().all()
     for largest, sizes in ((4 * 32 + 1, [4]), (4 * 32, [2, 2]), (3 * 32, [2, 2]), (2 * 32, [1, 1, 1, 1])):
         monkeypatch.setattr(hpu_backend, "LARGEST_MASK", largest)
         monkeypatch.setattr(fused, "MASK_OVERFLOW", largest)
@@ -523,11 +533,11 @@ def test_a30_a_mask_of_2_gib_is_passed_in_parts(card: Any, monkeypatch: pytest.M
             return found
 
         attention._fused_sdpa = SimpleNamespace(apply=attend)
-        assert torch.equal(one_step(attention, spec).cpu(), expected.cpu())
+        assert torch.equal(two_rows(attention, spec).cpu(), expected.cpu())
         assert called == sizes
     card.hostile = False
     monkeypatch.setattr(hpu_backend, "LARGEST_MASK", 2**31)
-    assert not one_step(hpu_backend.make_backend().attention, spec).isnan().any(), "a kind card has no such limit"
+    assert not two_rows(hpu_backend.make_backend().attention, spec).isnan().any(), "a kind card has no such limit"
 
 
 @pytest.mark.parametrize(("model_type", "mode"), [("llama", "fast"), ("qwen2", "fp32")])

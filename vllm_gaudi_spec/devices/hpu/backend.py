@@ -8,6 +8,7 @@ from __future__ import annotations
 import importlib
 import inspect
 import re
+import sys
 from collections.abc import Callable, Hashable, Iterator
 from contextlib import AbstractContextManager, contextmanager
 from dataclasses import replace
@@ -30,7 +31,7 @@ from vllm_gaudi_spec.devices.hpu import fp8 as hpu_fp8
 from vllm_gaudi_spec.devices.hpu.captured import CapturedFunction
 from vllm_gaudi_spec.devices.hpu.compile_time import recipes_of
 from vllm_gaudi_spec.devices.hpu.compiled import make_region_compiler
-from vllm_gaudi_spec.environment import gaudi_is_lazy, gaudi_layers_of_a_recipe, gaudi_memory_reserve
+from vllm_gaudi_spec.environment import INPUT_REUSE, gaudi_is_lazy, gaudi_layers_of_a_recipe, gaudi_memory_reserve
 
 if TYPE_CHECKING:
     from vllm.v1.kv_cache_interface import KVCacheConfig, KVCacheLayout
@@ -99,6 +100,8 @@ def open_bridge() -> Bridge:
             f"habana_frameworks was loaded before PT_HPU_LAZY_MODE was set; export PT_HPU_LAZY_MODE={int(is_lazy)} "
             "before Python starts."
         )
+    if not is_lazy:
+        _keep_states_apart()
     # Helpers of vLLM that are decorated with torch.compile are a part of the step.
     torch.compiler.set_stance("force_eager")
     return Bridge(habana, None if is_lazy else make_region_compiler())
@@ -353,11 +356,13 @@ class HpuAttention(PairAttention):
         sinks = () if spec.sinks_H is None else (False, False, (-1, -1), spec.sinks_H)
         rest = (0.0, False, spec.scale, softmax_mode, True, None, "right", *sinks)
         size = _queries_at_once(mask)
-        parts = [
-            self._fused_sdpa.apply(query, keys_BKSD, values_BKSD, part, *rest)
-            for query, part in zip(query_BHQD.split(size, dim=2), mask.split(size, dim=2), strict=True)
-        ]
-        attended_BHQD = parts[0] if len(parts) == 1 else torch.cat(parts, dim=2)
+        if size == call.num_queries:
+            attended_BHQD = self._fused_sdpa.apply(query_BHQD, keys_BKSD, values_BKSD, mask, *rest)
+        else:
+            parts = zip(query_BHQD.split(size, dim=2), mask.split(size, dim=2), strict=True)
+            attended_BHQD = torch.cat(
+                [self._fused_sdpa.apply(query, keys_BKSD, values_BKSD, part, *rest) for query, part in parts], dim=2
+            )
         if sinks and self._bridge.regions is None:
             self._bridge.mark_step()  # as vllm-gaudi does after it; nobody published why (lesson A13)
         return attended_BHQD.transpose(1, 2).flatten(0, 1)
@@ -462,11 +467,18 @@ def _mask(call: AttentionCall, spec: AttentionLayerSpec) -> torch.Tensor:
 
 
 def _queries_at_once(mask: torch.Tensor) -> int:
-    """For a [B, 1, Q, keys] mask: as few calls as possible, of equal sizes. The kernel's offsets into the mask have 32
+    """For a [B, 1, Q, keys] mask: as few calls as possible, of sizes alike. The kernel's offsets into the mask have 32
     bits, and a row whose mask has 2 GiB comes out as NaN (lesson A30)."""
     num_queries, num_keys = mask.shape[-2:]
     at_once = max((LARGEST_MASK - 1) // (num_keys * mask.element_size()), 1)
     return -(-num_queries // -(-num_queries // at_once))
+
+
+def _keep_states_apart() -> None:
+    """Where torch has loaded the bridge by itself, it read the variable before our default was set (lesson C33)."""
+    found: Any = sys.modules.get("habana_frameworks.torch.dynamo.compile_backend.config")
+    if INPUT_REUSE.value == "0" and hasattr(found, "enable_synapse_input_reuse"):
+        found.enable_synapse_input_reuse = False
 
 
 def _import_bridge() -> Any:

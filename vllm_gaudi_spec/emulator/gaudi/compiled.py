@@ -157,8 +157,6 @@ def _check(node: fx.Node) -> None:
             )
     if node.target is aten.where.self and DEVICE.hostile and found.dtype in _INTEGERS:
         node.target = _wrong_where
-    if node.target is aten.sum.dim_IntList and DEVICE.hostile and _is_square(node.args[0]):
-        node.target = _wrong_sum
 
 
 def _leaves(node: fx.Node, name: str) -> bool:
@@ -178,17 +176,6 @@ def _leaves(node: fx.Node, name: str) -> bool:
 def _wrong_where(condition: torch.Tensor, left: torch.Tensor, right: torch.Tensor) -> torch.Tensor:
     """C17: vllm-gaudi, ops/causal_conv1d_pytorch.py, on integers."""
     return torch.where(condition, right, left)
-
-
-def _is_square(node: Any) -> bool:
-    if node.target is aten.pow.Tensor_Scalar:
-        return bool(node.args[1] == 2)
-    return node.target is aten.mul.Tensor and node.args[0] is node.args[1]
-
-
-def _wrong_sum(tensor: torch.Tensor, *args: Any, **kwargs: Any) -> torch.Tensor:
-    """C34: vllm-gaudi, ops/hpu_gdn_pytorch.py. What else comes out is published nowhere."""
-    return torch.amax(tensor, *args, **kwargs)
 
 
 def _line(node: fx.Node) -> str:
