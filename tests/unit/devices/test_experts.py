@@ -405,11 +405,10 @@ def test_scores_of_nothing() -> None:
     assert weights.isfinite().all()
 
 
-def test_what_grouped_products_take() -> None:
-    """An NPU's has a number of groups."""
-    call = call_of(2048, 128, 2)
-    assert ascend_experts._takes(call)
-    assert not ascend_experts._takes(call_of(2048, 129, 2))
+def test_npu_e08_groups_of_one_tensor() -> None:
+    """DeepSeek-V3 has 256 experts, Qwen3-Next 512."""
+    assert ascend_experts._takes(call_of(2, 1024, 2))
+    assert not ascend_experts._takes(call_of(2, 1025, 2))
 
 
 @pytest.mark.parametrize("device", [ascend_experts, cuda_experts, hpu_experts])

@@ -9,8 +9,9 @@ import torch
 from vllm_gaudi_spec.devices.common.experts import Call, Fused, grouped
 from vllm_gaudi_spec.devices.common.layers import find_kernel
 
-# A page of CANN's operators has this number of groups for aclnnGroupedMatmulV5.
-_MAX_EXPERTS = 128
+# Groups of one tensor of matrices. 128, which pages of CANN name too, is for lists of matrices (op-plugin 517f2e7d,
+# npu_grouped_matmul; aclnn_grouped_matmul.cpp of CANN 8.5, CheckGroupListCommonTensor).
+_MAX_EXPERTS = 1024
 
 
 def fused() -> Fused | None:
