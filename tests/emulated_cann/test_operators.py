@@ -362,6 +362,27 @@ def test_npu_v06_the_backend_finds_that_blocks_are_added_up(npu: Any) -> None:
     assert adds_up_blocks(torch_npu, torch.device("npu"), 2, compressed_mask(torch.device("npu")))
 
 
+def test_the_backend_finds_which_heads_have_compressed_masks(npu: Any) -> None:
+    import torch_npu
+
+    from vllm_gaudi_spec.attention.metadata import AttentionLayerSpec
+    from vllm_gaudi_spec.devices.ascend.attention import compressed_mask, compresses_masks
+
+    mask = compressed_mask(torch.device("npu"))
+    spec = AttentionLayerSpec(
+        num_heads=8,
+        num_kv_heads=2,
+        head_size=64,
+        scale=0.125,
+        sliding_window=None,
+        logits_soft_cap=0.0,
+        dtype=torch.bfloat16,
+        block_size=128,
+    )
+    assert compresses_masks(torch_npu, torch.device("npu"), spec, mask)
+    assert not compresses_masks(torch_npu, torch.device("npu"), spec, mask[:100])
+
+
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float16, torch.bfloat16])
 @pytest.mark.parametrize("layout", ["BSND", "BNSD"])
 @pytest.mark.parametrize("queries", [1, 4])

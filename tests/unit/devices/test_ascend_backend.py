@@ -466,6 +466,50 @@ def test_npu_v06_the_card_is_asked_whether_it_adds_up_blocks() -> None:
         ascend_attention.adds_up_blocks(fused("507011"), host, 1)
 
 
+class Card:
+    """As the sources of CANN 8.5 check it: prompt chunks of heads of some sizes, and in bfloat16 alone."""
+
+    def __init__(self) -> None:
+        self.asked = 0
+
+    def npu_fused_infer_attention_score(self, query: torch.Tensor, *given: Any, **named: Any) -> None:
+        self.asked += 1
+        if named["input_layout"] != "TND":
+            return
+        if query.shape[-1] not in (64, 128) or query.dtype != torch.bfloat16:
+            raise RuntimeError("call aclnnFusedInferAttentionScoreV3 failed, error code is 561002")
+
+
+@pytest.mark.parametrize(
+    ("changes", "layout"),
+    [
+        ({}, "TND"),
+        (dict(head_size=128), "TND"),
+        (dict(head_size=96), "BSND"),
+        (dict(head_size=256), "BSND"),
+        (dict(dtype=torch.float16), "BSND"),
+    ],
+)
+def test_npu_a32_heads_that_the_form_of_prompts_does_not_take(changes: dict[str, Any], layout: str) -> None:
+    """Their prompts have dense masks. The card is asked once for all layers with such heads."""
+    issued: list[dict[str, Any]] = []
+    captures = SimpleNamespace(issue=lambda fused, arguments, lengths, out: issued.append(arguments))
+    npu = Card()
+    card = cast(Any, SimpleNamespace(torch_npu=npu, torch_device=torch.device("cpu"), captures=captures))
+    attention = ascend.AscendAttention(card, ascend.FUSED_DTYPES)
+    attention.__dict__["_fused"] = HostLengthsOperation(print, torch.empty)
+    spec = layer(**changes)
+    blocks = torch.zeros(8, 128, 2, spec.head_size, dtype=spec.dtype)
+    cache = cast(Any, SimpleNamespace(blocks=lambda: (blocks, blocks)))
+    query = torch.zeros(24, 8, spec.head_size, dtype=spec.dtype)
+    attention.attend(query, cache, chunks(), spec)
+    before = npu.asked
+    attention.attend(query, cache, chunks(), spec)
+    assert [arguments["input_layout"] for arguments in issued] == [layout] * 2
+    assert npu.asked == before == 2
+    assert attention._adds_up == {(2, layout == "TND"): False}
+
+
 @pytest.mark.parametrize(("dtype", "by_the_operation"), [(torch.bfloat16, True), (torch.float32, False)])
 def test_kv_writes_of_dtypes_that_the_operation_does_not_take(dtype: torch.dtype, by_the_operation: bool) -> None:
     calls: list[str] = []

@@ -26,7 +26,7 @@ _MAX_GROUP = 64
 _MAX_HEADS = 256
 _MAX_KV_WIDTH = 65535
 _MAX_KEYS_OF_ONE_QUERY = 262_144
-# In TND: vllm-ascend keeps 512 from it on these cards.
+# In TND: vllm-ascend keeps 512 from it on these cards. Which of the others it takes, `compresses_masks` finds.
 _MAX_COMPRESSED_HEAD_SIZE = 256
 _COMPRESSED_MASK = 2048
 _CAUSAL, _WINDOW = 3, 4
@@ -272,26 +272,48 @@ def adds_up_blocks(torch_npu: Any, device: torch.device, num_queries: int, mask:
     Its page does. The sources of CANN 8.5 check it for several queries a row, and in those of 2026 no check was found.
     So the card is asked, for each form: two rows of the one block that there is. `mask`: the compressed one.
     """
-    query = torch.zeros(2, num_queries, 1, 128, dtype=torch.float16, device=device)
+    # Heads and a dtype that all releases take in both forms.
+    query = torch.zeros(2, num_queries, 1, 128, dtype=torch.bfloat16, device=device)
     form: dict[str, Any] = dict(input_layout="BSND")
     if mask is not None:
         query = query.flatten(0, 1)
         lengths = [num_queries, 2 * num_queries]
         form = dict(input_layout="TND", sparse_mode=_CAUSAL, atten_mask=mask, actual_seq_lengths=lengths)
-    keys = torch.zeros(1, 128, 128, dtype=torch.float16, device=device)
+    keys = torch.zeros(1, 128, 128, dtype=query.dtype, device=device)
+    table = torch.zeros(2, 1, dtype=torch.int32, device=device)
+    form |= dict(block_table=table, actual_seq_lengths_kv=[128, 128], block_size=128)
+    return _refuses(torch_npu, query, keys, num_heads=1, num_key_value_heads=1, **form)
+
+
+def compresses_masks(torch_npu: Any, device: torch.device, spec: AttentionLayerSpec, mask: torch.Tensor) -> bool:
+    """Whether the operation takes the layer's heads in the form of prompt chunks.
+
+    Which it takes differs between releases. Its page has sizes of 128 and 192; CANN 8.5 takes 64 as well, 192 without
+    groups alone, and nothing but bfloat16 (CheckInputShapeWhenLayoutIsTND); cards that refused 256 came to take it
+    (vllm-ascend 9632, SGLang 28635) and still refuse 96. So the card is asked: a chunk of one query, and its padding.
+    """
+    query = torch.zeros(4, spec.num_heads, spec.head_size, dtype=spec.dtype, device=device)
+    keys = torch.zeros(2, spec.block_size, spec.num_kv_heads * spec.head_size, dtype=spec.dtype, device=device)
+    return not _refuses(
+        torch_npu,
+        query,
+        keys,
+        input_layout="TND",
+        sparse_mode=_CAUSAL,
+        atten_mask=mask,
+        actual_seq_lengths=[1, 4],
+        actual_seq_lengths_kv=[spec.block_size, 1],
+        block_table=torch.arange(2, dtype=torch.int32, device=device).unsqueeze(1),
+        block_size=spec.block_size,
+        num_heads=spec.num_heads,
+        num_key_value_heads=spec.num_kv_heads,
+    )
+
+
+def _refuses(torch_npu: Any, query: torch.Tensor, keys: torch.Tensor, **form: Any) -> bool:
     try:
         torch_npu.npu_fused_infer_attention_score(
-            query,
-            keys,
-            keys,
-            block_table=torch.zeros(2, 1, dtype=torch.int32, device=device),
-            actual_seq_lengths_kv=[128, 128],
-            block_size=128,
-            num_heads=1,
-            num_key_value_heads=1,
-            pre_tokens=_EVERYTHING,
-            next_tokens=_EVERYTHING,
-            **form,
+            query, keys, keys, pre_tokens=_EVERYTHING, next_tokens=_EVERYTHING, **form
         )
     except RuntimeError as error:
         if _REFUSED not in str(error):

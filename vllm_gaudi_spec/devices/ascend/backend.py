@@ -6,7 +6,7 @@ Never run on an NPU so far: the emulated device of `vllm_gaudi_spec/emulator/` r
 from __future__ import annotations
 
 import re
-from collections.abc import Callable
+from collections.abc import Callable, Hashable
 from functools import cached_property
 from typing import TYPE_CHECKING, Any, NamedTuple
 
@@ -164,6 +164,7 @@ class AscendAttention(PairAttention):
         self._torch_device = card.torch_device
         self._captures = card.captures
         self._adds_up: dict[tuple[int, bool], bool] = {}
+        self._compresses: dict[Hashable, bool] = {}
         self.fused_dtypes = fused_dtypes
 
     @cached_property
@@ -176,6 +177,23 @@ class AscendAttention(PairAttention):
         if not environment.compresses_prompt_masks():
             return None
         return ascend_attention.compressed_mask(self._torch_device)
+
+    def _mask_of_prompts(self, spec: AttentionLayerSpec) -> torch.Tensor | None:
+        """Asked outside of captures, as below."""
+        mask = self._compressed_mask
+        if mask is None:
+            return None
+        heads = spec.num_heads, spec.num_kv_heads, spec.head_size, spec.dtype, spec.block_size
+        if heads not in self._compresses:
+            self._compresses[heads] = ascend_attention.compresses_masks(self._torch_npu, self._torch_device, spec, mask)
+            if not self._compresses[heads]:
+                logger.info_once(
+                    "The fused attention of this CANN takes no compressed masks with heads of %d in %s: prompts have "
+                    "dense ones.",
+                    spec.head_size,
+                    spec.dtype,
+                )
+        return mask if self._compresses[heads] else None
 
     def _adds_up_blocks(self, num_queries: int, mask: torch.Tensor | None) -> bool:
         """Asked outside of captures: functions run before they are captured. One query a row is a form of its own."""
@@ -221,7 +239,7 @@ class AscendAttention(PairAttention):
     ) -> torch.Tensor:
         num_keys = ascend_attention.num_keys(call, spec)
         if self._fused is not None and ascend_attention.takes(spec, call.num_queries, num_keys, self.fused_dtypes):
-            mask = self._compressed_mask if ascend_attention.takes_compressed_masks(spec, call) else None
+            mask = self._mask_of_prompts(spec) if ascend_attention.takes_compressed_masks(spec, call) else None
             adds_up_blocks = self._adds_up_blocks(call.num_queries, mask)
             return ascend_attention.attend(
                 self._fused, self._captures, query_THD, kv_cache, call, spec, adds_up_blocks=adds_up_blocks, mask=mask
