@@ -381,6 +381,7 @@ def test_the_backend_finds_which_heads_have_compressed_masks(npu: Any) -> None:
     )
     assert compresses_masks(torch_npu, torch.device("npu"), spec, mask)
     assert not compresses_masks(torch_npu, torch.device("npu"), spec, mask[:100])
+    assert torch_npu.npu.get_soc_version() == 223
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float16, torch.bfloat16])

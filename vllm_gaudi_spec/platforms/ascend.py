@@ -8,7 +8,7 @@ import torch
 
 from vllm_gaudi_spec.config import UnsupportedConfigError
 from vllm_gaudi_spec.devices import load_backend
-from vllm_gaudi_spec.devices.ascend import device as ascend_device  # noqa: F401  (the first gives torch the device)
+from vllm_gaudi_spec.devices.ascend import device as ascend_device  # which gives torch the device
 from vllm_gaudi_spec.environment import HCCL_EXPANSION, compresses_prompt_masks, hccl_expands_on_vector_cores
 from vllm_gaudi_spec.platforms.base import CapturingPlatform
 
@@ -60,3 +60,4 @@ class AscendSpecPlatform(CapturingPlatform):
     @classmethod
     def set_device(cls, device: torch.device) -> None:
         torch.npu.set_device(device)
+        ascend_device.refuse_other_cards()

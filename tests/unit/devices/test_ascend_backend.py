@@ -7,7 +7,7 @@ import re
 import shutil
 import sys
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from dataclasses import replace
 from pathlib import Path
 from types import ModuleType, SimpleNamespace
@@ -192,6 +192,31 @@ def test_npu_g13_collectives_on_vector_cores(
         return
     with pytest.raises(UnsupportedConfigError, match=r"HCCL_OP_EXPANSION_MODE=AIV with several ranks.*unset it"):
         platform.AscendSpecPlatform.check_and_update_config(config)
+
+
+@pytest.mark.parametrize(
+    ("name", "number", "served"),
+    [
+        ("Ascend910A", 102, False),
+        ("Ascend310P3", 202, False),
+        ("Ascend910B3", 223, True),
+        ("Ascend310B1", 240, False),
+        ("Ascend910_9391", 250, True),
+        ("Ascend950PR", 260, True),
+    ],
+)
+def test_npu_s14_cards_without_the_fused_attention(
+    name: str, number: int, served: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    from vllm_gaudi_spec.platforms.ascend import AscendSpecPlatform
+
+    chosen: list[torch.device] = []
+    npu = SimpleNamespace(get_soc_version=lambda: number, get_device_name=lambda: name, set_device=chosen.append)
+    monkeypatch.setattr(torch, "npu", npu, raising=False)
+    monkeypatch.setitem(sys.modules, "torch_npu", cast(Any, SimpleNamespace(npu=npu)))
+    with nullcontext() if served else pytest.raises(UnsupportedConfigError, match=f"{name} has no.*use vllm-ascend"):
+        AscendSpecPlatform.set_device(torch.device("cpu"))
+    assert len(chosen) == 1
 
 
 def test_the_refusal_comes_before_the_card_is_opened(monkeypatch: pytest.MonkeyPatch) -> None:

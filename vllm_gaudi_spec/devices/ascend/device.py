@@ -48,6 +48,23 @@ def refusal(version: str, variables: Mapping[str, str], torch_version: str) -> s
     return None
 
 
+# torch_npu's numbers of cards (NpuVariables.h): from 220 on they have bfloat16; 240 and up are the 310B.
+_FIRST_SERVED = 220
+_NOT_SERVED = range(240, 250)
+
+
+def refuse_other_cards() -> None:
+    """Those that the pages of the fused attention and of the KV writes do not have, and which failed after the weights
+    were loaded. Asked of a card that is open."""
+    npu = torch_npu().npu
+    number = npu.get_soc_version()
+    if number < _FIRST_SERVED or number in _NOT_SERVED:
+        raise UnsupportedConfigError(
+            f"{npu.get_device_name()} has no fused attention over KV blocks; device ascend is for Atlas A2, A3 and "
+            "newer cards: use vllm-ascend, or set VGS_DEVICE=cpu."
+        )
+
+
 def _dotted(release: tuple[int, ...]) -> str:
     return ".".join(map(str, release))
 
