@@ -492,34 +492,43 @@ def test_npu_v06_the_card_is_asked_whether_it_adds_up_blocks() -> None:
 
 
 class Card:
-    """As the sources of CANN 8.5 check it: prompt chunks of heads of some sizes, and in bfloat16 alone."""
+    """As the sources of CANN 8.5 check prompt chunks: heads of some sizes, and bfloat16 alone."""
 
-    def __init__(self) -> None:
+    def __init__(self, *, takes_padding: bool) -> None:
+        self.takes_padding = takes_padding
         self.asked = 0
 
     def npu_fused_infer_attention_score(self, query: torch.Tensor, *given: Any, **named: Any) -> None:
         self.asked += 1
         if named["input_layout"] != "TND":
             return
-        if query.shape[-1] not in (64, 128) or query.dtype != torch.bfloat16:
+        sizes = (64, 128) if named["sparse_mode"] == 4 else (64, 128, 192)
+        queries = np.diff([0, *named["actual_seq_lengths"]])
+        fits = self.takes_padding or (queries <= named["actual_seq_lengths_kv"]).all()
+        if query.shape[-1] not in sizes or query.dtype != torch.bfloat16 or not fits:
             raise RuntimeError("call aclnnFusedInferAttentionScoreV3 failed, error code is 561002")
 
 
 @pytest.mark.parametrize(
-    ("changes", "layout"),
+    ("changes", "takes_padding", "layout"),
     [
-        ({}, "TND"),
-        (dict(head_size=128), "TND"),
-        (dict(head_size=96), "BSND"),
-        (dict(head_size=256), "BSND"),
-        (dict(dtype=torch.float16), "BSND"),
+        ({}, True, "TND"),
+        ({}, False, "BSND"),
+        (dict(head_size=128, sliding_window=100), True, "TND"),
+        (dict(head_size=192), True, "TND"),
+        (dict(head_size=192, sliding_window=100), True, "BSND"),
+        (dict(head_size=96), True, "BSND"),
+        (dict(head_size=256), True, "BSND"),
+        (dict(dtype=torch.float16), True, "BSND"),
     ],
 )
-def test_npu_a32_heads_that_the_form_of_prompts_does_not_take(changes: dict[str, Any], layout: str) -> None:
-    """Their prompts have dense masks. The card is asked once for all layers with such heads."""
+def test_npu_a32_chunks_that_the_form_of_prompts_is_not_for(
+    changes: dict[str, Any], takes_padding: bool, layout: str
+) -> None:
+    """They have dense masks. The card is asked once for all layers of a kind."""
     issued: list[dict[str, Any]] = []
     captures = SimpleNamespace(issue=lambda fused, arguments, lengths, out: issued.append(arguments))
-    npu = Card()
+    npu = Card(takes_padding=takes_padding)
     card = cast(Any, SimpleNamespace(torch_npu=npu, torch_device=torch.device("cpu"), captures=captures))
     attention = ascend.AscendAttention(card, ascend.FUSED_DTYPES)
     attention.__dict__["_fused"] = HostLengthsOperation(print, torch.empty)
@@ -528,10 +537,10 @@ def test_npu_a32_heads_that_the_form_of_prompts_does_not_take(changes: dict[str,
     cache = cast(Any, SimpleNamespace(blocks=lambda: (blocks, blocks)))
     query = torch.zeros(24, 8, spec.head_size, dtype=spec.dtype)
     attention.attend(query, cache, chunks(), spec)
-    before = npu.asked
+    asked = npu.asked
     attention.attend(query, cache, chunks(), spec)
     assert [arguments["input_layout"] for arguments in issued] == [layout] * 2
-    assert npu.asked == before == 2
+    assert npu.asked == asked == 2
     assert attention._adds_up == {(2, layout == "TND"): False}
 
 

@@ -215,7 +215,7 @@ def _under_compressed_mask(
     num_blocks: int,
     adds_up_blocks: bool,
 ) -> Iterator[_Part]:
-    window, queries = spec.sliding_window, call.num_queries
+    queries = call.num_queries
     # A row, and its padding.
     table = call.plan("twice", lambda: torch.stack([call.block_table_BW] * 2, 1).flatten(0, 1))
     for lengths in call.plan(
@@ -228,9 +228,7 @@ def _under_compressed_mask(
             atten_mask=mask,
             block_table=table[2 * rows.start : 2 * rows.stop],
             input_layout="TND",
-            sparse_mode=_CAUSAL if window is None else _WINDOW,
-            pre_tokens=_EVERYTHING if window is None else window - 1,
-            next_tokens=_EVERYTHING if window is None else 0,
+            **_reach(spec.sliding_window),
         )
         yield _Part(arguments, lengths, out_THD[tokens])
 
@@ -274,11 +272,11 @@ def adds_up_blocks(torch_npu: Any, device: torch.device, num_queries: int, mask:
     """
     # Heads and a dtype that all releases take in both forms.
     query = torch.zeros(2, num_queries, 1, 128, dtype=torch.bfloat16, device=device)
-    form: dict[str, Any] = dict(input_layout="BSND")
+    form: dict[str, Any] = dict(input_layout="BSND", pre_tokens=_EVERYTHING, next_tokens=_EVERYTHING)
     if mask is not None:
         query = query.flatten(0, 1)
         lengths = [num_queries, 2 * num_queries]
-        form = dict(input_layout="TND", sparse_mode=_CAUSAL, atten_mask=mask, actual_seq_lengths=lengths)
+        form = dict(input_layout="TND", atten_mask=mask, actual_seq_lengths=lengths, **_reach(None))
     keys = torch.zeros(1, 128, 128, dtype=query.dtype, device=device)
     table = torch.zeros(2, 1, dtype=torch.int32, device=device)
     form |= dict(block_table=table, actual_seq_lengths_kv=[128, 128], block_size=128)
@@ -286,10 +284,11 @@ def adds_up_blocks(torch_npu: Any, device: torch.device, num_queries: int, mask:
 
 
 def compresses_masks(torch_npu: Any, device: torch.device, spec: AttentionLayerSpec, mask: torch.Tensor) -> bool:
-    """Whether the operation takes the layer's heads in the form of prompt chunks.
+    """Whether the operation takes prompt chunks of such a layer in the form that they have here.
 
-    Which it takes differs between releases. Its page has sizes of 128 and 192; CANN 8.5 takes 64 as well, 192 without
-    groups alone, and nothing but bfloat16 (CheckInputShapeWhenLayoutIsTND); cards that refused 256 came to take it
+    Which it takes differs between releases. Its page has heads of 128 and 192. CANN 8.5 takes 64 as well, no 192 under
+    a window, nothing but bfloat16, and no row of more queries than keys, as padding is (from
+    CheckInputShapeWhenLayoutIsTND on, in prompt_flash_attention_tiling.cpp). Cards that refused 256 came to take it
     (vllm-ascend 9632, SGLang 28635) and still refuse 96. So the card is asked: a chunk of one query, and its padding.
     """
     query = torch.zeros(4, spec.num_heads, spec.head_size, dtype=spec.dtype, device=device)
@@ -299,7 +298,6 @@ def compresses_masks(torch_npu: Any, device: torch.device, spec: AttentionLayerS
         query,
         keys,
         input_layout="TND",
-        sparse_mode=_CAUSAL,
         atten_mask=mask,
         actual_seq_lengths=[1, 4],
         actual_seq_lengths_kv=[spec.block_size, 1],
@@ -307,19 +305,25 @@ def compresses_masks(torch_npu: Any, device: torch.device, spec: AttentionLayerS
         block_size=spec.block_size,
         num_heads=spec.num_heads,
         num_key_value_heads=spec.num_kv_heads,
+        **_reach(spec.sliding_window),
     )
 
 
 def _refuses(torch_npu: Any, query: torch.Tensor, keys: torch.Tensor, **form: Any) -> bool:
     try:
-        torch_npu.npu_fused_infer_attention_score(
-            query, keys, keys, pre_tokens=_EVERYTHING, next_tokens=_EVERYTHING, **form
-        )
+        torch_npu.npu_fused_infer_attention_score(query, keys, keys, **form)
     except RuntimeError as error:
         if _REFUSED not in str(error):
             raise
         return True
     return False
+
+
+def _reach(window: int | None) -> dict[str, int]:
+    """Which keys a query sees under the compressed mask."""
+    if window is None:
+        return dict(sparse_mode=_CAUSAL, pre_tokens=_EVERYTHING, next_tokens=_EVERYTHING)
+    return dict(sparse_mode=_WINDOW, pre_tokens=window - 1, next_tokens=0)
 
 
 def num_keys(call: AttentionCall, spec: AttentionLayerSpec) -> int:

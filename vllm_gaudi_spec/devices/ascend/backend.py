@@ -183,17 +183,17 @@ class AscendAttention(PairAttention):
         mask = self._compressed_mask
         if mask is None:
             return None
-        heads = spec.num_heads, spec.num_kv_heads, spec.head_size, spec.dtype, spec.block_size
-        if heads not in self._compresses:
-            self._compresses[heads] = ascend_attention.compresses_masks(self._torch_npu, self._torch_device, spec, mask)
-            if not self._compresses[heads]:
+        form = spec.num_heads, spec.num_kv_heads, spec.head_size, spec.dtype, spec.block_size, spec.sliding_window
+        if form not in self._compresses:
+            self._compresses[form] = ascend_attention.compresses_masks(self._torch_npu, self._torch_device, spec, mask)
+            if not self._compresses[form]:
                 logger.info_once(
                     "The fused attention of this CANN takes no compressed masks with heads of %d in %s: prompts have "
                     "dense ones.",
                     spec.head_size,
                     spec.dtype,
                 )
-        return mask if self._compresses[heads] else None
+        return mask if self._compresses[form] else None
 
     def _adds_up_blocks(self, num_queries: int, mask: torch.Tensor | None) -> bool:
         """Asked outside of captures: functions run before they are captured. One query a row is a form of its own."""
