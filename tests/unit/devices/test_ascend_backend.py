@@ -403,7 +403,9 @@ def test_calls_that_take_compressed_masks(call: AttentionCall, changes: dict[str
     assert ascend_attention.takes_compressed_masks(layer(**changes), call) is taken
 
 
-def issued_chunks(num_blocks: int = 8, *, adds_up_blocks: bool = False, **changes: Any) -> list[Issued]:
+def issued_chunks(
+    num_blocks: int = 8, *, adds_up_blocks: bool = False, compressed: bool = True, **changes: Any
+) -> list[Issued]:
     found: list[Issued] = []
     captures = cast(Any, SimpleNamespace(issue=lambda fused, *given: found.append(Issued(*given))))
     blocks = torch.zeros(num_blocks, 128, 2, 64)
@@ -416,7 +418,7 @@ def issued_chunks(num_blocks: int = 8, *, adds_up_blocks: bool = False, **change
         chunks(),
         layer(**changes),
         adds_up_blocks=adds_up_blocks,
-        mask=torch.zeros(1),
+        mask=torch.zeros(1) if compressed else None,
     )
     return found
 
@@ -444,6 +446,13 @@ def test_npu_a12_windows_of_chunks() -> None:
         for part in (whole, window)
     ]
     assert forms == [("TND", 3, 2**31 - 1, 2**31 - 1), ("TND", 4, 99, 0)]
+
+
+def test_npu_a33_chunks_go_to_the_kernel_that_others_use() -> None:
+    """It takes heads of up to 256, and corrects no queries without keys: that is for dense masks."""
+    (chunk,), (rectangle,) = issued_chunks(), issued_chunks(compressed=False)
+    forms = [(part.arguments["input_layout"], part.arguments["inner_precise"]) for part in (chunk, rectangle)]
+    assert forms == [("TND", 0), ("BSND", 2)]
 
 
 def test_npu_a04_chunks_that_may_have_more_blocks_together_than_there_are() -> None:
@@ -492,7 +501,7 @@ def test_npu_v06_the_card_is_asked_whether_it_adds_up_blocks() -> None:
 
 
 class Card:
-    """As the sources of CANN 8.5 check prompt chunks: heads of some sizes, and bfloat16 alone."""
+    """As the older kernel of CANN checks prompt chunks: heads of some sizes, and bfloat16 alone."""
 
     def __init__(self, *, takes_padding: bool) -> None:
         self.takes_padding = takes_padding

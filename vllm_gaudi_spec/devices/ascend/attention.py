@@ -37,6 +37,9 @@ _REFUSED = "aclnnFusedInferAttentionScore"
 # It makes a difference to padding alone: after a window, or after a bound, a query of it may see no key at all. It
 # comes out zero.
 _CORRECTS_EMPTY_ROWS = 2
+# Under compressed masks, as vllm-ascend leaves it: with another, heads in groups go to another kernel than its own, for
+# heads of 64, 128 and 192 (CANN 9.1.0, CheckSpecConditions in fused_infer_attention_score_tiling_v3.cpp).
+_AS_OTHERS = 0
 
 
 @dataclass(frozen=True, slots=True)
@@ -166,7 +169,6 @@ def attend(
         num_heads=spec.num_heads,
         num_key_value_heads=spec.num_kv_heads,
         scale=spec.scale,
-        inner_precise=_CORRECTS_EMPTY_ROWS if call.num_queries > 1 else 0,
     )
     query_THD, out_THD = query_THD.contiguous(), query_THD.new_empty(query_THD.shape)
     if mask is None:
@@ -198,6 +200,7 @@ def _under_dense_mask(
             atten_mask=mask[bounds.rows],
             block_table=call.block_table_BW[bounds.rows],
             input_layout="BSND",
+            inner_precise=_CORRECTS_EMPTY_ROWS if call.num_queries > 1 else 0,
             sparse_mode=0,
             # The mask holds all. Under other defaults keys after the first 512 would not be read (an open report).
             pre_tokens=_EVERYTHING,
@@ -227,8 +230,7 @@ def _under_compressed_mask(
             query=query_THD[tokens],
             atten_mask=mask,
             block_table=table[2 * rows.start : 2 * rows.stop],
-            input_layout="TND",
-            **_reach(spec.sliding_window),
+            **_form_of_chunks(spec.sliding_window),
         )
         yield _Part(arguments, lengths, out_THD[tokens])
 
@@ -267,8 +269,8 @@ def _runs(
 def adds_up_blocks(torch_npu: Any, device: torch.device, num_queries: int, mask: torch.Tensor | None = None) -> bool:
     """Whether the operation refuses rows that have more blocks together than there are, as rows do that share a prefix.
 
-    Its page does. The sources of CANN 8.5 check it for several queries a row, and in those of 2026 no check was found.
-    So the card is asked, for each form: two rows of the one block that there is. `mask`: the compressed one.
+    Its page does. The sources of CANN 8.5.0 check it for several queries a row, those of 9.0.0 and 9.1.0 do not. So the
+    card is asked, for each form: two rows of the one block that there is. `mask`: the compressed one.
     """
     # Heads and a dtype that all releases take in both forms.
     query = torch.zeros(2, num_queries, 1, 128, dtype=torch.bfloat16, device=device)
@@ -276,7 +278,7 @@ def adds_up_blocks(torch_npu: Any, device: torch.device, num_queries: int, mask:
     if mask is not None:
         query = query.flatten(0, 1)
         lengths = [num_queries, 2 * num_queries]
-        form = dict(input_layout="TND", atten_mask=mask, actual_seq_lengths=lengths, **_reach(None))
+        form = dict(atten_mask=mask, actual_seq_lengths=lengths, **_form_of_chunks(None))
     keys = torch.zeros(1, 128, 128, dtype=query.dtype, device=device)
     table = torch.zeros(2, 1, dtype=torch.int32, device=device)
     form |= dict(block_table=table, actual_seq_lengths_kv=[128, 128], block_size=128)
@@ -286,10 +288,10 @@ def adds_up_blocks(torch_npu: Any, device: torch.device, num_queries: int, mask:
 def compresses_masks(torch_npu: Any, device: torch.device, spec: AttentionLayerSpec, mask: torch.Tensor) -> bool:
     """Whether the operation takes prompt chunks of such a layer in the form that they have here.
 
-    Which it takes differs between releases. Its page has heads of 128 and 192. CANN 8.5 takes 64 as well, no 192 under
-    a window, nothing but bfloat16, and no row of more queries than keys, as padding is (from
-    CheckInputShapeWhenLayoutIsTND on, in prompt_flash_attention_tiling.cpp). Cards that refused 256 came to take it
-    (vllm-ascend 9632, SGLang 28635) and still refuse 96. So the card is asked: a chunk of one query, and its padding.
+    Its page has heads of 128 and 192. CANN 9.1.0 takes all up to 256; 8.5.0 does where they are in groups, with blocks
+    of 128 and no window, and else 64, 128 and 192, in bfloat16, and no row of more queries than keys, as padding is
+    (CheckSpecConditions, CheckInputShapeWhenLayoutIsTND). Cards refused 256 and 96 (vllm-ascend 9632, its page of
+    MiniCPM3). So the card is asked: a chunk of one query, and its padding.
     """
     query = torch.zeros(4, spec.num_heads, spec.head_size, dtype=spec.dtype, device=device)
     keys = torch.zeros(2, spec.block_size, spec.num_kv_heads * spec.head_size, dtype=spec.dtype, device=device)
@@ -297,7 +299,6 @@ def compresses_masks(torch_npu: Any, device: torch.device, spec: AttentionLayerS
         torch_npu,
         query,
         keys,
-        input_layout="TND",
         atten_mask=mask,
         actual_seq_lengths=[1, 4],
         actual_seq_lengths_kv=[spec.block_size, 1],
@@ -305,7 +306,7 @@ def compresses_masks(torch_npu: Any, device: torch.device, spec: AttentionLayerS
         block_size=spec.block_size,
         num_heads=spec.num_heads,
         num_key_value_heads=spec.num_kv_heads,
-        **_reach(spec.sliding_window),
+        **_form_of_chunks(spec.sliding_window),
     )
 
 
@@ -319,11 +320,11 @@ def _refuses(torch_npu: Any, query: torch.Tensor, keys: torch.Tensor, **form: An
     return False
 
 
-def _reach(window: int | None) -> dict[str, int]:
-    """Which keys a query sees under the compressed mask."""
+def _form_of_chunks(window: int | None) -> dict[str, Any]:
+    form: dict[str, Any] = dict(input_layout="TND", inner_precise=_AS_OTHERS)
     if window is None:
-        return dict(sparse_mode=_CAUSAL, pre_tokens=_EVERYTHING, next_tokens=_EVERYTHING)
-    return dict(sparse_mode=_WINDOW, pre_tokens=window - 1, next_tokens=0)
+        return form | dict(sparse_mode=_CAUSAL, pre_tokens=_EVERYTHING, next_tokens=_EVERYTHING)
+    return form | dict(sparse_mode=_WINDOW, pre_tokens=window - 1, next_tokens=0)
 
 
 def num_keys(call: AttentionCall, spec: AttentionLayerSpec) -> int:
