@@ -201,16 +201,18 @@ def attention(**changes: Any) -> Any:
     return torch_npu.npu_fused_infer_attention_score(**made, **(rest | changes))
 
 
-def kv_write(**changes: Any) -> None:
+def kv_write(num_tokens: int = 2, cache_mode: str = "Norm") -> None:
     import torch_npu
 
-    tokens, cache = torch.ones(2, 2, 16, device="npu"), torch.zeros(4, 128, 2, 16, device="npu")
-    rest: dict[str, Any] = dict(slot_mapping=torch.tensor([5, 200]).npu(), cache_mode="Norm")
-    torch_npu.npu_scatter_pa_kv_cache(tokens, tokens, cache, cache.clone(), **(rest | changes))
+    cache = torch.zeros(4, 128, 2, 16, device="npu")
+    tokens = torch.ones(num_tokens, 2, 16, device="npu")
+    slots = (torch.arange(num_tokens) % 512).npu()
+    torch_npu.npu_scatter_pa_kv_cache(tokens, tokens, cache, cache.clone(), slots, cache_mode=cache_mode)
 
 
 PAGES: dict[str, tuple[Callable[[], Any], str]] = {
     "a layout of its own": (lambda: kv_write(cache_mode="PA_NZ"), "is for the layout NZ"),
+    "more tokens than slots": (lambda: kv_write(num_tokens=513), "more tokens than slots"),
     "keys that are not contiguous": (
         lambda: attention(key=lambda: torch.zeros(128, 6, 64).npu().transpose(0, 1)),
         "not contiguous",

@@ -566,6 +566,31 @@ def test_kv_writes_of_dtypes_that_the_operation_does_not_take(dtype: torch.dtype
     assert calls == ["operation" if by_the_operation else "torch"]
 
 
+@pytest.mark.parametrize(("num_tokens", "written"), [(256, [256]), (300, [256, 44])])
+def test_npu_a34_more_tokens_than_the_cache_has_slots(num_tokens: int, written: list[int]) -> None:
+    """The profile run: its cache is small, and its steps are the largest."""
+    sizes: list[int] = []
+
+    def scatter(key: Any, value: Any, keys: Any, values: Any, slots: Any, cache_mode: str) -> None:
+        assert len(key) == len(value) == len(slots) <= keys.shape[0] * keys.shape[1]
+        keys.flatten(0, 1)[slots], values.flatten(0, 1)[slots] = key, value
+        sizes.append(len(slots))
+
+    npu = SimpleNamespace(npu_scatter_pa_kv_cache=scatter)
+    card = cast(Any, SimpleNamespace(torch_npu=npu, torch_device=None, captures=None))
+    keys, values = torch.zeros(2, 2, 128, 2, 64, dtype=torch.bfloat16)
+    cache = cast(Any, SimpleNamespace(blocks=lambda: (keys, values)))
+    tokens = torch.arange(num_tokens, dtype=torch.bfloat16)[:, None, None].expand(-1, 2, 64)
+    slots = (torch.arange(num_tokens) + 128) % 256
+    ascend.AscendAttention(card, ascend.FUSED_DTYPES).write_kv(tokens, -tokens, cache, slots, layer())
+    assert sizes == written
+    last = torch.empty(256, 2, 64, dtype=torch.bfloat16)
+    last[slots[:256]] = tokens[:256]
+    last[slots[256:]] = tokens[256:]
+    assert keys.flatten(0, 1).equal(last)
+    assert values.flatten(0, 1).equal(-last)
+
+
 # --- what it gives to graphs ---
 
 

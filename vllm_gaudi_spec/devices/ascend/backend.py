@@ -225,8 +225,12 @@ class AscendAttention(PairAttention):
         if value_TKD is None or values is None or not fused:
             kv_cache.write(key_TKD, value_TKD, slots_T, operations)
         else:
-            # "Norm" is this layout. The operation's own default, on some builds, is another.
-            self._scatter_kv(key_TKD.contiguous(), value_TKD.contiguous(), keys, values, slots_T, cache_mode="Norm")
+            # The operation refuses more tokens than the cache has slots: the profile run has such steps.
+            num_slots = keys.shape[0] * keys.shape[1]
+            parts = (tensor.split(num_slots) for tensor in (key_TKD.contiguous(), value_TKD.contiguous(), slots_T))
+            for key, value, slots in zip(*parts, strict=True):
+                # "Norm" is this layout. The operation's own default, on some builds, is another.
+                self._scatter_kv(key, value, keys, values, slots, cache_mode="Norm")
 
     def attend(
         self,

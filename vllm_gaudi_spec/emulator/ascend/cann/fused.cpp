@@ -42,6 +42,7 @@ void check_scatter(const at::Tensor& key, const at::Tensor& keys, const at::Tens
   RULE(key.scalar_type() == keys.scalar_type() && value.scalar_type() == values.scalar_type(),
               "one dtype for tokens and cache");
   RULE(key.dim() == 3 && keys.dim() == 4 && slots.dim() == 1 && slots.size(0) == key.size(0), "shapes");
+  RULE(key.size(0) <= keys.size(0) * keys.size(1), "more tokens than slots");
 }
 
 void write_slots(const at::Tensor& cache, const at::Tensor& slots, const at::Tensor& tokens) {
