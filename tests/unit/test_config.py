@@ -396,6 +396,8 @@ def test_what_a_drafters_own_configuration_lacks_is_raised_as_it_is() -> None:
 
     with pytest.raises(NotImplementedError, match="Heterogeneous"):
         configuration._describe_with_target(fail, SimpleNamespace(method="eagle", draft_model_config=None))
+    with pytest.raises(NotImplementedError, match="Heterogeneous"):
+        configuration._describe_with_target(fail, SimpleNamespace(method="eagle", draft_model_config=SimpleNamespace()))
 
 
 # No drafter without a model can do these. Value, and the way out that the message names.

@@ -493,11 +493,17 @@ def fused(refusal: str | None) -> Any:
 def test_npu_v06_the_card_is_asked_whether_it_adds_up_blocks() -> None:
     host = torch.device("cpu")
     refusal = "call aclnnFusedInferAttentionScoreV3 failed, error code is 561002"
-    assert ascend_attention.adds_up_blocks(fused(refusal), host, 2)
-    assert not ascend_attention.adds_up_blocks(fused(None), host, 2)
-    assert ascend_attention.adds_up_blocks(fused(refusal), host, 2, torch.zeros(1))
+    assert ascend_attention.adds_up_blocks(fused(refusal), host, layer(), 2)
+    assert not ascend_attention.adds_up_blocks(fused(None), host, layer(), 2)
+    assert ascend_attention.adds_up_blocks(fused(refusal), host, layer(), 2, torch.zeros(1))
     with pytest.raises(RuntimeError, match="507011"):
-        ascend_attention.adds_up_blocks(fused("507011"), host, 1)
+        ascend_attention.adds_up_blocks(fused("507011"), host, layer(), 1)
+    asked: list[dict[str, Any]] = []
+    own = SimpleNamespace(
+        npu_fused_infer_attention_score=lambda query, *_, **named: asked.append(named | dict(q=query))
+    )
+    ascend_attention.adds_up_blocks(own, host, layer(head_size=96, block_size=64), 2)
+    assert (asked[0]["q"].shape, asked[0]["num_key_value_heads"], asked[0]["block_size"]) == ((2, 2, 8, 96), 2, 64)
 
 
 class Card:
@@ -550,7 +556,7 @@ def test_npu_a32_chunks_that_the_form_of_prompts_is_not_for(
     attention.attend(query, cache, chunks(), spec)
     assert [arguments["input_layout"] for arguments in issued] == [layout] * 2
     assert npu.asked == asked == 2
-    assert attention._adds_up == {(2, layout == "TND"): False}
+    assert [(form[-1], adds_up) for form, adds_up in attention._adds_up.items()] == [(layout == "TND", False)]
 
 
 @pytest.mark.parametrize(("dtype", "by_the_operation"), [(torch.bfloat16, True), (torch.float32, False)])

@@ -129,6 +129,7 @@ def takes_compressed_masks(spec: AttentionLayerSpec, call: AttentionCall) -> boo
     return (
         call.host_counts_B is not None
         and call.num_queries > 1
+        and spec.is_causal
         and spec.attention_chunk is None
         and call.spans is None
         and spec.head_size <= _MAX_COMPRESSED_HEAD_SIZE
@@ -266,32 +267,36 @@ def _runs(
     return longest, [slice(start, min(start + at_once, call.num_rows)) for start in starts]
 
 
-def adds_up_blocks(torch_npu: Any, device: torch.device, num_queries: int, mask: torch.Tensor | None = None) -> bool:
+def adds_up_blocks(
+    torch_npu: Any, device: torch.device, spec: AttentionLayerSpec, num_queries: int, mask: torch.Tensor | None = None
+) -> bool:
     """Whether the operation refuses rows that have more blocks together than there are, as rows do that share a prefix.
 
-    Its page does. The sources of CANN 8.5.0 check it for several queries a row, those of 9.0.0 and 9.1.0 do not. So the
-    card is asked, for each form: two rows of the one block that there is. `mask`: the compressed one.
+    Its page does. The sources of CANN 8.5.0 check it in one of its kernels, for several queries a row and some sizes of
+    heads, those of 9.0.0 and 9.1.0 do not. So the card is asked, for each form: two rows of the one block that there
+    is. `mask`: the compressed one.
     """
-    # Heads and a dtype that all releases take in both forms.
-    query = torch.zeros(2, num_queries, 1, 128, dtype=torch.bfloat16, device=device)
+    query = torch.zeros(2, num_queries, spec.num_heads, spec.head_size, dtype=spec.dtype, device=device)
     form: dict[str, Any] = dict(input_layout="BSND", pre_tokens=_EVERYTHING, next_tokens=_EVERYTHING)
     if mask is not None:
         query = query.flatten(0, 1)
         lengths = [num_queries, 2 * num_queries]
         form = dict(atten_mask=mask, actual_seq_lengths=lengths, **_form_of_chunks(None))
-    keys = torch.zeros(1, 128, 128, dtype=query.dtype, device=device)
+    block = spec.block_size
+    keys = torch.zeros(1, block, spec.num_kv_heads * spec.head_size, dtype=spec.dtype, device=device)
     table = torch.zeros(2, 1, dtype=torch.int32, device=device)
-    form |= dict(block_table=table, actual_seq_lengths_kv=[128, 128], block_size=128)
-    return _refuses(torch_npu, query, keys, num_heads=1, num_key_value_heads=1, **form)
+    form |= dict(block_table=table, actual_seq_lengths_kv=[block, block], block_size=block)
+    form |= dict(num_heads=spec.num_heads, num_key_value_heads=spec.num_kv_heads)
+    return _refuses(torch_npu, query, keys, **form)
 
 
 def compresses_masks(torch_npu: Any, device: torch.device, spec: AttentionLayerSpec, mask: torch.Tensor) -> bool:
     """Whether the operation takes prompt chunks of such a layer in the form that they have here.
 
-    Its page has heads of 128 and 192. CANN 9.1.0 takes all up to 256; 8.5.0 does where they are in groups, with blocks
-    of 128 and no window, and else 64, 128 and 192, in bfloat16, and no row of more queries than keys, as padding is
-    (CheckSpecConditions, CheckInputShapeWhenLayoutIsTND). Cards refused 256 and 96 (vllm-ascend 9632, its page of
-    MiniCPM3). So the card is asked: a chunk of one query, and its padding.
+    Its page has heads of 128 and 192. CANN 9.1.0 takes all up to 256; in 8.5.0 it depends on the kernel that a layer is
+    sent to, by its heads, groups, window and blocks, and one of them takes bfloat16 alone and no row of more queries
+    than keys, as padding is (CheckSpecConditions, CheckInputShapeWhenLayoutIsTND). Cards refused 256 and 96
+    (vllm-ascend 9632, its page of MiniCPM3). So the card is asked: a chunk of one query, and its padding.
     """
     query = torch.zeros(4, spec.num_heads, spec.head_size, dtype=spec.dtype, device=device)
     keys = torch.zeros(2, spec.block_size, spec.num_kv_heads * spec.head_size, dtype=spec.dtype, device=device)

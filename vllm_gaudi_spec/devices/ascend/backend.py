@@ -158,12 +158,17 @@ class AscendWeights(StreamWeights):
         self._memory.synchronize()
 
 
+def _form_of(spec: AttentionLayerSpec) -> tuple[Hashable, ...]:
+    """By which the operation chooses its kernel."""
+    return spec.num_heads, spec.num_kv_heads, spec.head_size, spec.dtype, spec.block_size
+
+
 class AscendAttention(PairAttention):
     def __init__(self, card: Card, fused_dtypes: frozenset[torch.dtype]) -> None:
         self._torch_npu = card.torch_npu
         self._torch_device = card.torch_device
         self._captures = card.captures
-        self._adds_up: dict[tuple[int, bool], bool] = {}
+        self._adds_up: dict[Hashable, bool] = {}
         self._compresses: dict[Hashable, bool] = {}
         self.fused_dtypes = fused_dtypes
 
@@ -183,23 +188,28 @@ class AscendAttention(PairAttention):
         mask = self._compressed_mask
         if mask is None:
             return None
-        form = spec.num_heads, spec.num_kv_heads, spec.head_size, spec.dtype, spec.block_size, spec.sliding_window
+        form = *_form_of(spec), spec.sliding_window
         if form not in self._compresses:
             self._compresses[form] = ascend_attention.compresses_masks(self._torch_npu, self._torch_device, spec, mask)
             if not self._compresses[form]:
                 logger.info_once(
-                    "The fused attention of this CANN takes no compressed masks with heads of %d in %s: prompts have "
-                    "dense ones.",
+                    "The fused attention of this CANN takes no compressed masks with heads of %d in %s, blocks of %d "
+                    "and window %s: prompts have dense ones.",
                     spec.head_size,
                     spec.dtype,
+                    spec.block_size,
+                    spec.sliding_window,
                 )
         return mask if self._compresses[form] else None
 
-    def _adds_up_blocks(self, num_queries: int, mask: torch.Tensor | None) -> bool:
+    def _adds_up_blocks(self, spec: AttentionLayerSpec, num_queries: int, mask: torch.Tensor | None) -> bool:
         """Asked outside of captures: functions run before they are captured. One query a row is a form of its own."""
-        form = min(num_queries, 2), mask is not None
+        queries = min(num_queries, 2)
+        form = *_form_of(spec), queries, mask is not None
         if form not in self._adds_up:
-            self._adds_up[form] = ascend_attention.adds_up_blocks(self._torch_npu, self._torch_device, form[0], mask)
+            self._adds_up[form] = ascend_attention.adds_up_blocks(
+                self._torch_npu, self._torch_device, spec, queries, mask
+            )
             if self._adds_up[form]:
                 logger.info_once(
                     "The fused attention of this CANN adds up the blocks of all rows: where these might be more than "
@@ -244,7 +254,7 @@ class AscendAttention(PairAttention):
         num_keys = ascend_attention.num_keys(call, spec)
         if self._fused is not None and ascend_attention.takes(spec, call.num_queries, num_keys, self.fused_dtypes):
             mask = self._mask_of_prompts(spec) if ascend_attention.takes_compressed_masks(spec, call) else None
-            adds_up_blocks = self._adds_up_blocks(call.num_queries, mask)
+            adds_up_blocks = self._adds_up_blocks(spec, call.num_queries, mask)
             return ascend_attention.attend(
                 self._fused, self._captures, query_THD, kv_cache, call, spec, adds_up_blocks=adds_up_blocks, mask=mask
             )

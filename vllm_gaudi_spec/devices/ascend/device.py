@@ -54,8 +54,8 @@ _NOT_SERVED = range(240, 250)
 
 
 def refuse_other_cards() -> None:
-    """Those that the pages of the fused attention and of the KV writes do not have, and which failed after the weights
-    were loaded. Asked of a card that is open."""
+    """Older ones and 310s, which have no fused attention over blocks or no KV writes, and failed after the weights were
+    loaded. Asked of a card that is open."""
     npu = torch_npu().npu
     number = npu.get_soc_version()
     if number < _FIRST_SERVED or number in _NOT_SERVED:

@@ -19,14 +19,19 @@ def _concatenation(args: Sequence[Any], kwargs: dict[str, Any]) -> None:
     other (HabanaAI/Intel_Gaudi3_Software, concatenate_node.cpp)."""
     if DEVICE.lazy or not DEVICE.hostile or DEVICE.capture is not None or DEVICE.bridge_flags.get(_FLAG):
         return
-    tensors: Sequence[DeviceTensor] = args[0]
+    tensors: Sequence[Any] = args[0]
     if len({id(tensor) for tensor in tensors}) < len(tensors) or len(tensors) < 2:
         return
+    if not all(isinstance(tensor, DeviceTensor) and tensor.dim() for tensor in tensors):
+        return  # torch's own error
     dim = args[1] if len(args) > 1 else kwargs.get("dim", 0)
     num_dims = tensors[0].dim()
     is_last = dim % num_dims == num_dims - 1
     of_last = is_last and all(tensor.element_size() < 8 for tensor in tensors)
-    first_of_last, first_from = DEVICE.concatenations.setdefault(_key(tensors), (of_last, here()))
+    key = _key(tensors)
+    if key not in DEVICE.concatenations:
+        DEVICE.concatenations[key] = of_last, here()
+    first_of_last, first_from = DEVICE.concatenations[key]
     if first_of_last and not is_last:
         raise DeviceRefusal(
             f"aten.cat along dimension {dim} outside of regions, at {here()}: the recipe of one along the last, from "
