@@ -10,7 +10,7 @@ import pytest
 import torch
 
 from tests.emulated_cann.test_runtime import run_python
-from vllm_gaudi_spec.attention.metadata import AttentionLayerSpec
+from tests.support.attention_layers import layer
 from vllm_gaudi_spec.emulator.ascend.cann.build import LIBRARY
 
 A = torch.tensor([[1.5, -2.0, 3.0, 0.25], [0.5, 4.0, -1.0, 2.0]])
@@ -356,27 +356,14 @@ def test_npu_a24_two_tokens_for_one_slot() -> None:
     assert out.splitlines()[-2:] == ["padding", "raised True"], out
 
 
-def a_layer() -> AttentionLayerSpec:
-    return AttentionLayerSpec(
-        num_heads=8,
-        num_kv_heads=2,
-        head_size=64,
-        scale=0.125,
-        sliding_window=None,
-        logits_soft_cap=0.0,
-        dtype=torch.bfloat16,
-        block_size=128,
-    )
-
-
 def test_npu_v06_the_backend_finds_that_blocks_are_added_up(npu: Any) -> None:
     import torch_npu
 
     from vllm_gaudi_spec.devices.ascend.attention import adds_up_blocks, compressed_mask
 
     device = torch.device("npu")
-    assert all(adds_up_blocks(torch_npu, device, a_layer(), num_queries) for num_queries in (1, 2))
-    assert adds_up_blocks(torch_npu, device, a_layer(), 2, compressed_mask(device))
+    assert all(adds_up_blocks(torch_npu, device, layer(), num_queries) for num_queries in (1, 2))
+    assert adds_up_blocks(torch_npu, device, layer(), 2, compressed_mask(device))
 
 
 def test_the_backend_finds_which_heads_have_compressed_masks(npu: Any) -> None:
@@ -385,8 +372,8 @@ def test_the_backend_finds_which_heads_have_compressed_masks(npu: Any) -> None:
     from vllm_gaudi_spec.devices.ascend.attention import compressed_mask, compresses_masks
 
     mask = compressed_mask(torch.device("npu"))
-    assert compresses_masks(torch_npu, torch.device("npu"), a_layer(), mask)
-    assert not compresses_masks(torch_npu, torch.device("npu"), a_layer(), mask[:100])
+    assert compresses_masks(torch_npu, torch.device("npu"), layer(), mask)
+    assert not compresses_masks(torch_npu, torch.device("npu"), layer(), mask[:100])
     assert torch_npu.npu.get_soc_version() == 223
 
 

@@ -17,7 +17,7 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.fx.experimental.symbolic_shapes import ShapeEnv
 
 from vllm_gaudi_spec.devices.common.regions import RegionCompiler
-from vllm_gaudi_spec.devices.hpu.backend import open_bridge
+from vllm_gaudi_spec.devices.hpu.bridge import open_bridge
 from vllm_gaudi_spec.devices.hpu.compiled import make_region_compiler
 from vllm_gaudi_spec.emulator.card import DeviceRefusal
 

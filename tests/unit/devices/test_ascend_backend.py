@@ -17,10 +17,11 @@ import numpy as np
 import pytest
 import torch
 
+from tests.support.attention_layers import layer
 from tests.support.fakes import HostBackend, cached, new_request, step
 from tests.unit.test_config import backend_of, engine_config, here
 from vllm_gaudi_spec import devices, environment, refusals
-from vllm_gaudi_spec.attention.metadata import AttentionCall, AttentionLayerSpec, Spans, rectangle
+from vllm_gaudi_spec.attention.metadata import AttentionCall, Spans, rectangle
 from vllm_gaudi_spec.config import Options, UnsupportedConfigError
 from vllm_gaudi_spec.devices.ascend import attention as ascend_attention
 from vllm_gaudi_spec.devices.ascend import backend as ascend
@@ -275,20 +276,6 @@ def test_batches_of_ragged_drafts_are_refused_with_the_reason(tmp_path: Path) ->
 
 
 # --- which layers the fused attention takes ---
-
-
-def layer(**changes: Any) -> AttentionLayerSpec:
-    plain: dict[str, Any] = dict(
-        num_heads=8,
-        num_kv_heads=2,
-        head_size=64,
-        scale=0.125,
-        sliding_window=None,
-        logits_soft_cap=0.0,
-        dtype=torch.bfloat16,
-        block_size=128,
-    )
-    return AttentionLayerSpec(**plain | changes)
 
 
 @pytest.mark.parametrize(

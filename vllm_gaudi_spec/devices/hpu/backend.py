@@ -8,12 +8,11 @@ from __future__ import annotations
 import importlib
 import inspect
 import re
-import sys
 from collections.abc import Callable, Hashable, Iterator
 from contextlib import AbstractContextManager, contextmanager
 from dataclasses import replace
 from functools import cached_property, partial
-from typing import TYPE_CHECKING, Any, NamedTuple, cast
+from typing import TYPE_CHECKING, Any, cast
 
 import torch
 from torch import nn
@@ -23,21 +22,20 @@ from vllm.model_executor.layers.attention_layer_base import AttentionLayerBase
 from vllm_gaudi_spec.attention import flat, padded
 from vllm_gaudi_spec.attention.metadata import AttentionCall, AttentionLayerSpec, FreshKV
 from vllm_gaudi_spec.attention.operations import PLAIN, Operations
-from vllm_gaudi_spec.config import GAUDI2, GAUDI3, UnsupportedConfigError
+from vllm_gaudi_spec.config import GAUDI2, GAUDI3
 from vllm_gaudi_spec.devices.base import DeviceBackend, DeviceTraits, Graphs, Memory, Weights
 from vllm_gaudi_spec.devices.common.arguments import flatten, key_of
 from vllm_gaudi_spec.devices.common.kv_pair import KVPair, PairAttention, PairMemory
 from vllm_gaudi_spec.devices.hpu import fp8 as hpu_fp8
+from vllm_gaudi_spec.devices.hpu.bridge import Bridge, open_bridge
 from vllm_gaudi_spec.devices.hpu.captured import CapturedFunction
 from vllm_gaudi_spec.devices.hpu.compile_time import recipes_of
-from vllm_gaudi_spec.devices.hpu.compiled import make_region_compiler
-from vllm_gaudi_spec.environment import INPUT_REUSE, gaudi_is_lazy, gaudi_layers_of_a_recipe, gaudi_memory_reserve
+from vllm_gaudi_spec.environment import gaudi_is_lazy, gaudi_layers_of_a_recipe, gaudi_memory_reserve
 
 if TYPE_CHECKING:
     from vllm.v1.kv_cache_interface import KVCacheConfig, KVCacheLayout
 
     from vllm_gaudi_spec.devices.base import Function
-    from vllm_gaudi_spec.devices.common.regions import RegionCompiler
     from vllm_gaudi_spec.quantization.config import QuantConfig
     from vllm_gaudi_spec.quantization.encodings import Words
     from vllm_gaudi_spec.quantization.load_context import LoadContext, Measuring
@@ -64,21 +62,6 @@ TRAITS = DeviceTraits(
 _ALLOCATION_FAILED = re.compile(r"Allocation (?:of|failed for) size ?::(\d+)")
 
 
-class Bridge(NamedTuple):
-    """`habana_frameworks.torch`, and the mode that it runs in."""
-
-    habana: Any
-    regions: RegionCompiler | None
-    """None in lazy mode."""
-
-    def mark_step(self) -> None:
-        """End the pending graph and launch it; in compiled mode, end the region that is traced."""
-        if self.regions is None:
-            self.habana.core.mark_step()
-        else:
-            self.regions.cut()
-
-
 def make_backend() -> DeviceBackend:
     bridge = open_bridge()
     graphs = HpuGraphs(bridge)
@@ -89,22 +72,6 @@ def assemble(bridge: Bridge, traits: DeviceTraits, graphs: Graphs, memory: Memor
     if not gaudi_is_lazy():
         traits = replace(traits, mode="compiled", updates_views=True)
     return DeviceBackend(traits=traits, graphs=graphs, memory=memory, attention=HpuAttention(bridge), weights=weights)
-
-
-def open_bridge() -> Bridge:
-    """vLLM's front end makes a backend too, and must not open the card: it would not be free for the engine. The import
-    does not; it registers `torch.hpu` and the process group "hccl", and reads the environment once."""
-    habana, is_lazy = _import_bridge(), gaudi_is_lazy()
-    if habana.utils.internal.is_lazy() != is_lazy:
-        raise UnsupportedConfigError(
-            f"habana_frameworks was loaded before PT_HPU_LAZY_MODE was set; export PT_HPU_LAZY_MODE={int(is_lazy)} "
-            "before Python starts."
-        )
-    if not is_lazy:
-        _keep_states_apart()
-    # Helpers of vLLM that are decorated with torch.compile are a part of the step.
-    torch.compiler.set_stance("force_eager")
-    return Bridge(habana, None if is_lazy else make_region_compiler())
 
 
 class HpuGraphs(Graphs):
@@ -472,31 +439,6 @@ def _queries_at_once(mask: torch.Tensor) -> int:
     num_queries, num_keys = mask.shape[-2:]
     at_once = max((LARGEST_MASK - 1) // (num_keys * mask.element_size()), 1)
     return -(-num_queries // -(-num_queries // at_once))
-
-
-def _keep_states_apart() -> None:
-    """Where torch has loaded the bridge by itself, it read the variable before our default was set (lesson C33)."""
-    found: Any = sys.modules.get("habana_frameworks.torch.dynamo.compile_backend.config")
-    if INPUT_REUSE.value == "0" and hasattr(found, "enable_synapse_input_reuse"):
-        found.enable_synapse_input_reuse = False
-
-
-def _import_bridge() -> Any:
-    try:
-        return importlib.import_module("habana_frameworks.torch")
-    except ImportError as error:
-        raise UnsupportedConfigError(
-            f"device hpu needs habana_frameworks, which comes with Intel's Gaudi image ({error}); set VGS_DEVICE to "
-            "hpu-emulated or cpu where there is no Gaudi."
-        ) from error
-    except (AssertionError, AttributeError) as error:  # of versions, and of stock torch in lazy mode
-        advice = (
-            "leave PT_HPU_LAZY_MODE unset, or use Intel's image pytorch-installer, whose torch has lazy mode"
-            if "lazy" in str(error).lower()
-            else f"torch is {torch.__version__}, which another package may have brought; install again the one that "
-            "the bridge was made for"
-        )
-        raise UnsupportedConfigError(f"habana_frameworks does not load with this torch ({error}); {advice}.") from error
 
 
 def _metric(name: str) -> dict[str, Any]:

@@ -30,6 +30,7 @@ if modules := emulated_modules():
 
 from vllm_gaudi_spec.devices.common.emulated import EmulatedGraphs, EmulatedMemory, EmulatedWeights  # noqa: E402
 from vllm_gaudi_spec.devices.hpu import backend as hpu  # noqa: E402
+from vllm_gaudi_spec.devices.hpu.bridge import open_bridge  # noqa: E402
 from vllm_gaudi_spec.devices.hpu.fp8 import GaudiArithmetic  # noqa: E402
 from vllm_gaudi_spec.quantization import simulation  # noqa: E402
 
@@ -42,7 +43,7 @@ if TYPE_CHECKING:
 
 
 def make_backend() -> DeviceBackend:
-    bridge = hpu.open_bridge()
+    bridge = open_bridge()
     if bridge.regions is not None:
         bridge.regions.traces_twice = emulator_is_hostile()
     graphs = _Graphs(bridge)

@@ -1,0 +1,72 @@
+"""`habana_frameworks`, Intel's bridge between torch and a Gaudi: how it is loaded, and the mode that it runs in."""
+
+from __future__ import annotations
+
+import importlib
+import sys
+from typing import TYPE_CHECKING, Any, NamedTuple
+
+import torch
+
+from vllm_gaudi_spec.config import UnsupportedConfigError
+from vllm_gaudi_spec.devices.hpu.compiled import make_region_compiler
+from vllm_gaudi_spec.environment import INPUT_REUSE, gaudi_is_lazy
+
+if TYPE_CHECKING:
+    from vllm_gaudi_spec.devices.common.regions import RegionCompiler
+
+
+class Bridge(NamedTuple):
+    """`habana_frameworks.torch`, and the mode that it runs in."""
+
+    habana: Any
+    regions: RegionCompiler | None
+    """None in lazy mode."""
+
+    def mark_step(self) -> None:
+        """End the pending graph and launch it; in compiled mode, end the region that is traced."""
+        if self.regions is None:
+            self.habana.core.mark_step()
+        else:
+            self.regions.cut()
+
+
+def open_bridge() -> Bridge:
+    """vLLM's front end makes a backend too, and must not open the card: it would not be free for the engine. The import
+    does not; it registers `torch.hpu` and the process group "hccl", and reads the environment once."""
+    habana, is_lazy = _import_bridge(), gaudi_is_lazy()
+    if habana.utils.internal.is_lazy() != is_lazy:
+        raise UnsupportedConfigError(
+            f"habana_frameworks was loaded before PT_HPU_LAZY_MODE was set; export PT_HPU_LAZY_MODE={int(is_lazy)} "
+            "before Python starts."
+        )
+    if not is_lazy:
+        _keep_states_apart()
+    # Helpers of vLLM that are decorated with torch.compile are a part of the step.
+    torch.compiler.set_stance("force_eager")
+    return Bridge(habana, None if is_lazy else make_region_compiler())
+
+
+def _import_bridge() -> Any:
+    try:
+        return importlib.import_module("habana_frameworks.torch")
+    except ImportError as error:
+        raise UnsupportedConfigError(
+            f"device hpu needs habana_frameworks, which comes with Intel's Gaudi image ({error}); set VGS_DEVICE to "
+            "hpu-emulated or cpu where there is no Gaudi."
+        ) from error
+    except (AssertionError, AttributeError) as error:  # of versions, and of stock torch in lazy mode
+        advice = (
+            "leave PT_HPU_LAZY_MODE unset, or use Intel's image pytorch-installer, whose torch has lazy mode"
+            if "lazy" in str(error).lower()
+            else f"torch is {torch.__version__}, which another package may have brought; install again the one that "
+            "the bridge was made for"
+        )
+        raise UnsupportedConfigError(f"habana_frameworks does not load with this torch ({error}); {advice}.") from error
+
+
+def _keep_states_apart() -> None:
+    """Where torch has loaded the bridge by itself, it read the variable before our default was set (lesson C33)."""
+    found: Any = sys.modules.get("habana_frameworks.torch.dynamo.compile_backend.config")
+    if INPUT_REUSE.value == "0" and hasattr(found, "enable_synapse_input_reuse"):
+        found.enable_synapse_input_reuse = False
