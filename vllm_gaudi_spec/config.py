@@ -79,6 +79,15 @@ def target_of(vllm_config: VllmConfig) -> ModelConfig:
     return target or vllm_config.model_config  # n-gram, suffix and custom drafters can be configured without
 
 
+def needs_batch_invariance(vllm_config: VllmConfig, model: ModelConfig | None = None) -> bool:
+    """Return whether a model must compute every row independently of the batch. `model`: as in `ranks_in_step`.
+
+    A draft model need not: its drafts are verified, so its rounding never reaches the output.
+    """
+    is_target = (model or vllm_config.model_config) is target_of(vllm_config)
+    return is_target and Options.from_vllm(vllm_config).batch_invariant
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Options:
     """What a user can set under `additional_config["gaudi_spec"]`.
@@ -121,6 +130,8 @@ class Options:
     weight_kernels: str | None = None
     """How quantised checkpoints are computed with: `reference`, dequantised while they are read, or `native`, by the
     device's kernels for their format. Without a choice native where there are such kernels."""
+    batch_invariant: bool = False
+    """Compute each position of a request bit for bit alike, however many rows and positions share its step."""
     draft_quant_config: str | None = None
     """The drafter's quantisation file, as QUANT_CONFIG of the environment is the target's."""
     fp8_range: str | None = None
@@ -265,6 +276,7 @@ _READ: dict[str, Callable[[str, Any], Any]] = {
     "state_snapshots": _positive,
     "cpu_weights": _one_of(FLOAT32, FLOAT16, INT8),
     "weight_kernels": _one_of(REFERENCE, NATIVE),
+    "batch_invariant": _switch,
     "draft_quant_config": _text,
     "fp8_range": _one_of(*GAUDIS),
 }

@@ -442,6 +442,37 @@ def test_the_lists_of_options_are_upstreams() -> None:
     assert {*SpeculativeConfig.__dataclass_fields__} == refused_upstream | filled_in | used | ours | of_methods
 
 
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        (dict(tensor_parallel_size=2), "does not work with several ranks"),
+        (dict(enable_lora=True), "does not work with LoRA adapters"),
+    ],
+    ids=str,
+)
+def test_batch_invariance_is_refused_where_it_would_not_hold(
+    options: dict[str, Any], message: str, tmp_path: Path
+) -> None:
+    asked = dict(additional_config={"gaudi_spec": {"batch_invariant": True}})
+    engine_config(tmp_path, None, **asked)
+    with pytest.raises(UnsupportedConfigError, match=message):
+        engine_config(tmp_path, None, **asked, **options)
+
+
+def test_vllms_switch_of_batch_invariance_names_ours(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("VLLM_BATCH_INVARIANT", "1")
+    with pytest.raises(UnsupportedConfigError, match=r"unset it, and set batch_invariant in additional_config"):
+        engine_config(tmp_path, None)
+
+
+def test_batch_invariance_is_the_targets_alone(tmp_path: Path) -> None:
+    asked = dict(additional_config={"gaudi_spec": {"batch_invariant": True}})
+    made = engine_config(tmp_path, here(DRAFT, tmp_path), **asked)
+    assert config.needs_batch_invariance(made)
+    assert made.speculative_config is not None
+    assert not config.needs_batch_invariance(made, made.speculative_config.draft_model_config)
+
+
 UNIVERSAL = DRAFT | dict(method="universal_draft")
 RETOKENIZE = dict(universal_context="retokenize")
 

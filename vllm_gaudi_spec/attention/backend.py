@@ -21,7 +21,7 @@ from vllm.v1.kv_cache_interface import KVCacheLayout
 
 from vllm_gaudi_spec.attention.metadata import AttentionCall, AttentionLayerSpec, FreshKV, IndexQueries
 from vllm_gaudi_spec.attention.operations import PLAIN, Matmul, Operations, Softmax, VLLMKVCache
-from vllm_gaudi_spec.config import FP8_KV, UnsupportedConfigError
+from vllm_gaudi_spec.config import ADDITIONAL_CONFIG_KEY, FP8_KV, UnsupportedConfigError
 from vllm_gaudi_spec.devices import load_backend
 from vllm_gaudi_spec.devices.common import torch_ops
 
@@ -87,6 +87,8 @@ class RectangleAttentionImpl(AttentionImpl, nn.Module):
     layer_operations = False
     kv_dtype: torch.dtype | None = None
     """The dtype of its caches, where it is not the model's."""
+    batch_invariant = False
+    """As in `AttentionLayerSpec`."""
     only_real: Callable[[torch.Tensor], torch.Tensor] | None = None
     """Where the layer is calibrated: zeroes the queries of padding."""
     slopes: torch.Tensor | None
@@ -192,11 +194,17 @@ class RectangleAttentionImpl(AttentionImpl, nn.Module):
             layer_operations=self.layer_operations,
             kv_dtype=self.kv_dtype,
             model_type=self.model_type,
+            batch_invariant=self.batch_invariant,
             sinks_H=self.sinks,
             slopes_H=self.slopes,
         )
         self._finite = backend.attention.finite
         self._ops: Any = backend.attention if backend.attention.supports_attention(self.spec) else torch_ops
+        if self.batch_invariant and (self._ops is torch_ops or not backend.attention.is_batch_invariant(self.spec)):
+            raise UnsupportedConfigError(
+                f"{layer.layer_name} has no batch-invariant attention kernel on {backend.traits.name}; leave "
+                f"batch_invariant out of additional_config.{ADDITIONAL_CONFIG_KEY}."
+            )
 
     def do_kv_cache_update(
         self,

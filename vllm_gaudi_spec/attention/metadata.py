@@ -60,6 +60,8 @@ class AttentionLayerSpec:
     """Of its caches, where it is not `dtype`: keys and values are written and read through the layer's operations."""
     model_type: str = ""
     """As transformers names it: a kernel's precision may do for some models only."""
+    batch_invariant: bool = False
+    """The order in which a query's keys are added must depend on nothing but their positions."""
     sinks_H: torch.Tensor | None = field(default=None, compare=False)
     """One more score of each head, with a value of zero: it takes its share of the weights, and nothing else."""
     slopes_H: torch.Tensor | None = field(default=None, compare=False)

@@ -6,6 +6,7 @@ tests/unit/compat/ fails when upstream changes what one of these patches.
 from collections.abc import Iterable
 
 from vllm_gaudi_spec.compat.attention import make_mla_layers, return_attention_outputs
+from vllm_gaudi_spec.compat.batch_invariance import batch_invariant_linear
 from vllm_gaudi_spec.compat.configuration import (
     admit_min_p_and_logit_bias,
     admit_suffix_without_arctic,
@@ -60,6 +61,7 @@ __all__ = [
     "apply",
     "apply_to_models",
     "assign_cpu_experts",
+    "batch_invariant_linear",
     "choose_cpu_linears",
     "device_type_while_loading",
     "end_errors_with_their_message",

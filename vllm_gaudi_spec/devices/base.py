@@ -75,6 +75,9 @@ class DeviceTraits:
     """True when QUANT_CONFIG is simulated here, and not done by Intel Neural Compressor."""
     takes_cpu_weights: bool = False
     """True when the option `cpu_weights` chooses the format of weights."""
+    offers_batch_invariance: bool = False
+    """True when it can compute a row bit for bit alike in every batch: `Weights.make_batch_invariant` and
+    `Attention.is_batch_invariant`."""
     warmup_tokens: int = -1
     """Shapes of up to this many tokens are worth running during warm-up; -1 means all."""
 
@@ -192,6 +195,11 @@ class Attention:
         """Whether the device's own kernel takes this layer; else `torch_ops` serves it."""
         return True
 
+    def is_batch_invariant(self, spec: AttentionLayerSpec) -> bool:
+        """Whether the kernel adds up a query's keys in an order that depends on nothing but their positions, where
+        `spec.batch_invariant` asks for it."""
+        return False
+
     def finite(self, tensor: torch.Tensor) -> torch.Tensor:
         """Keys or values as `write_kv` takes them, maybe the tensor itself: `attention.operations.finite`, unless the
         kernel that writes does that."""
@@ -263,6 +271,10 @@ class Weights:
 
     def prepare_model(self, model: nn.Module) -> None:
         """Bring weights to the device and lay them out as it needs them, after loading. A no-op where they are."""
+
+    def make_batch_invariant(self, model: nn.Module) -> None:
+        """Make each row of the linear layers' results independent of the other rows, after `prepare_model`."""
+        raise NotImplementedError("refused at start-up")
 
     def unpacked_weights(self, model: nn.Module) -> Iterator[tuple[str, torch.Tensor]]:
         """By name, the weights that only a kernel has in a form of its own, as they were loaded."""

@@ -55,6 +55,10 @@ class CudaSpecPlatform(CapturingPlatform):
         return cuda_layers.PROVIDER
 
     @classmethod
+    def num_compute_units(cls, device_id: int = 0) -> int:
+        return int(torch.cuda.get_device_properties(device_id).multi_processor_count)
+
+    @classmethod
     def set_device(cls, device: torch.device) -> None:
         torch.cuda.set_device(device)
 

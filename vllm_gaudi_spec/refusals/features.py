@@ -7,11 +7,20 @@ from typing import TYPE_CHECKING
 
 from vllm import envs
 
-from vllm_gaudi_spec.config import ADDITIONAL_CONFIG_KEY, FP8_KV, REFERENCE, Options, ranks_in_step, target_of
+from vllm_gaudi_spec.config import (
+    ADDITIONAL_CONFIG_KEY,
+    FP8_KV,
+    REFERENCE,
+    Options,
+    needs_batch_invariance,
+    ranks_in_step,
+    target_of,
+)
 from vllm_gaudi_spec.environment import SKIP_WARMUP, WARMUP, skip_warmup, warms_up_in_background
 from vllm_gaudi_spec.quantization.config import target_config
 from vllm_gaudi_spec.quantization.dequantized import DEQUANTIZED, format_of, is_native
 from vllm_gaudi_spec.quantization.kv_scheme import how_to_keep_the_models_dtype
+from vllm_gaudi_spec.recurrent.table import has_states
 
 if TYPE_CHECKING:
     from vllm.config import ModelConfig, VllmConfig
@@ -72,6 +81,34 @@ def feature_refusals(vllm_config: VllmConfig, backend: DeviceBackend) -> Iterato
     for name, instead in _OTHERS_ADDITIONAL_CONFIG.items():
         if name in (vllm_config.additional_config or {}):
             yield f"additional_config.{name} is vllm-ascend's and is not read here; leave it out{instead}."
+
+
+def batch_invariance_refusals(vllm_config: VllmConfig, backend: DeviceBackend) -> Iterator[str]:
+    option = f"batch_invariant in additional_config.{ADDITIONAL_CONFIG_KEY}"
+    if envs.VLLM_BATCH_INVARIANT:
+        yield f"VLLM_BATCH_INVARIANT selects kernels that are not used here; unset it, and set {option}."
+    if not needs_batch_invariance(vllm_config):
+        return
+    model = vllm_config.model_config
+    if not backend.traits.offers_batch_invariance:
+        yield f"{option} is not available on {backend.traits.name}, whose kernels were not examined; leave it out."
+    if vllm_config.parallel_config.tensor_parallel_size > 1:
+        yield f"{option} does not work with several ranks, whose sums may be in any order; leave it out."
+    if vllm_config.lora_config is not None:
+        yield f"{option} does not work with LoRA adapters; leave it out, or leave out --enable-lora."
+    kinds = {
+        "experts": model.is_moe,
+        "recurrent layers": has_states(model),
+        "latent attention (MLA)": model.use_mla,
+        "an encoder of images, video or sound": model.supports_multimodal_inputs,
+        f"quantized weights ({model.quantization})": model.quantization is not None
+        and not _is_dequantised(vllm_config, model, backend),
+    }
+    for kind, is_there in kinds.items():
+        if is_there:
+            yield f"{option} is for decoder-only models with attention, and {model.model} has {kind}; leave it out."
+    if target_config() is not None:
+        yield f"{option} does not work with QUANT_CONFIG; unset one of them."
 
 
 def _kv_dtype_refusals(vllm_config: VllmConfig, backend: DeviceBackend) -> Iterator[str]:

@@ -25,7 +25,7 @@ from vllm_gaudi_spec import compat
 from vllm_gaudi_spec.attention import latent
 from vllm_gaudi_spec.attention.backend import RectangleAttentionImpl, attend_layer
 from vllm_gaudi_spec.attention.metadata import NO_MEDIA, Packed
-from vllm_gaudi_spec.config import UnsupportedConfigError, ranks_in_step
+from vllm_gaudi_spec.config import UnsupportedConfigError, needs_batch_invariance, ranks_in_step
 from vllm_gaudi_spec.devices.base import size_text
 from vllm_gaudi_spec.quantization.kv_cache import quantize_kv
 from vllm_gaudi_spec.records import Hidden
@@ -151,6 +151,10 @@ class LoadedModel:
         """By layer, the layer whose KV it reads: another one where layers share KV."""
         sinks = self._names_of_sinks()
         backend.weights.prepare_model(self.model)
+        if needs_batch_invariance(vllm_config, model_config):
+            backend.weights.make_batch_invariant(self.model)
+            for layer in self._layers.values():
+                layer.impl.batch_invariant = True
         for impl, parameter in sinks.items():
             impl.keep_sinks(self.model.get_parameter(parameter))
         self._groups: list[list[str]] = []
@@ -393,7 +397,7 @@ class LoadedModel:
         return packed.spread(self.logits(hidden_NH.index_select(0, packed.index_T), adapters_N), num_positions)
 
     def logits(self, hidden: torch.Tensor, adapters_N: torch.Tensor | None = None) -> torch.Tensor:
-        """[rows, V], in the model's dtype. `adapters_N`: the slots of the rows' LoRA adapters."""
+        """[rows, V], in the model's dtype or in float32. `adapters_N`: the slots of the rows' LoRA adapters."""
         with compat.tensor_parallel_group(self.group), self._adapting(adapters_N):
             logits: torch.Tensor = self.model.compute_logits(hidden)
         return logits

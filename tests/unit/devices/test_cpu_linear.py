@@ -77,6 +77,34 @@ def test_what_float16_does_not_hold_stays_float32_unless_asked_for() -> None:
     assert 0 < error < 2**-11
 
 
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+def test_logits_of_16_bit_weights_are_float32(dtype: torch.dtype) -> None:
+    weight = (torch.randn(300, 64) * 0.1).to(dtype)
+    head = ParallelLMHead.__new__(ParallelLMHead)
+    nn.Module.__init__(head)
+    head.weight = nn.Parameter(weight.clone(), requires_grad=False)
+    pack(head, None, keep=True)
+    bias = torch.randn(300).to(dtype)
+    for rows in ROWS:
+        x = torch.randn(rows, 64).to(dtype)
+        logits = apply(head, x, bias)
+        assert logits.dtype == torch.float32
+        torch.testing.assert_close(logits, F.linear(x.double(), weight.double(), bias.double()).float())
+    assert torch.backends.mkldnn.matmul.fp32_precision != "bf16"
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
+def test_rows_of_an_invariant_layer_depend_on_nothing_beside_them(dtype: torch.dtype) -> None:
+    for shape in SHAPES:
+        layer = layer_of(weight_of(shape).to(dtype), None)
+        cpu_linear.fix_rows(layer)
+        x = torch.randn(70, shape[1]).to(dtype)
+        alone = torch.cat([apply(layer, row[None]) for row in x])
+        for rows in ROWS:
+            assert torch.equal(torch.cat([apply(layer, part) for part in x.split(rows)]), alone)
+        assert torch.equal(apply(layer, x.view(2, 35, -1)).flatten(0, 1), alone)
+
+
 def test_few_rows_read_the_copy_and_many_do_not() -> None:
     layer = layer_of(weight_of((96, 64)), None)
     read: list[str] = []

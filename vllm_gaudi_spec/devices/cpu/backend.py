@@ -55,6 +55,7 @@ def make_backend() -> DeviceBackend:
         takes_quant_config=True,
         simulates_quantization=True,
         takes_cpu_weights=True,
+        offers_batch_invariance=True,
         # Nothing is compiled for a shape here; running the small ones warms caches and finds defects early.
         warmup_tokens=16,
     )
@@ -91,6 +92,9 @@ class CpuAttention(Attention):
         if not supported:
             logger.info_once("No CPU attention kernel for head size %d; using plain torch.", spec.head_size)
         return supported
+
+    def is_batch_invariant(self, spec: AttentionLayerSpec) -> bool:
+        return True
 
     def finite(self, tensor: torch.Tensor) -> torch.Tensor:
         """In place, by one operation: several new tensors would cost percents of a small model's step. Large ones may
@@ -147,6 +151,9 @@ class CpuWeights(Weights):
     def prepare_model(self, model: nn.Module) -> None:
         """Weights were packed one by one while they were loaded (see platforms/cpu.py)."""
         cpu_linear.report(model)
+
+    def make_batch_invariant(self, model: nn.Module) -> None:
+        cpu_linear.fix_rows(model)
 
     def unpacked_weights(self, model: nn.Module) -> Iterator[tuple[str, torch.Tensor]]:
         return cpu_linear.unpacked_weights(model)
@@ -236,7 +243,8 @@ def _schedule(rows: _Rows, spec: AttentionLayerSpec) -> torch.Tensor:
         causal=rows.is_causal,
         sliding_window_size=_window(spec),
         isa=_instruction_set(spec),
-        enable_kv_split=envs.VLLM_CPU_ATTN_SPLIT_KV,
+        # How keys are split depends on the other rows. Otherwise the kernel takes a row's keys in one order.
+        enable_kv_split=envs.VLLM_CPU_ATTN_SPLIT_KV and not spec.batch_invariant,
     )
 
 

@@ -74,6 +74,68 @@ class ByRows:
         return chosen(x, weight, bias)
 
 
+class Float32Logits:
+    """An output matrix in bfloat16 or float16, multiplied into float32 logits.
+
+    A 16-bit kernel would round logits to a grid as coarse as 0.125, on which the two best tokens are often equal. Few
+    rows read an exact float16 copy. For many rows, slices of the weight become float32 one after another; oneDNN may
+    multiply them in bfloat16, which is exact for numbers that were bfloat16 before.
+    """
+
+    def __init__(self, weight_NK: torch.Tensor) -> None:
+        self._weight_NK = weight_NK
+        self._few = Float16Linear.exact(weight_NK.float()) if has_float16_kernel() else None
+
+    def __call__(self, x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None) -> torch.Tensor:
+        wide, bias = x.float(), None if bias is None else bias.float()
+        if self._few is not None and x.numel() <= FEW_ROWS * x.shape[-1]:
+            return self._few(wide, weight, bias)
+        with _fast_float32(self._weight_NK.dtype):
+            slices = self._weight_NK.split(max(_SLICE_NUMBERS // x.shape[-1], 1))
+            out = torch.cat([torch.nn.functional.linear(wide, part.float()) for part in slices], dim=-1)
+        return out if bias is None else out.add_(bias)
+
+
+# Numbers of a weight that are converted at a time: larger slices do not stay in a core's cache.
+_SLICE_NUMBERS = 1 << 22
+
+
+@contextmanager
+def _fast_float32(dtype: torch.dtype) -> Iterator[None]:
+    """Let oneDNN convert float32 operands that hold numbers of `dtype` to bfloat16, where that loses nothing."""
+    matmul = torch.backends.mkldnn.matmul
+    before = matmul.fp32_precision
+    if dtype == torch.bfloat16:
+        matmul.fp32_precision = "bf16"
+    try:
+        yield
+    finally:
+        matmul.fp32_precision = before
+
+
+INVARIANT_ROWS = 16
+"""Rows of every product of a batch-invariant layer."""
+
+
+@dataclass(frozen=True, slots=True)
+class FixedRows:
+    """Multiply a fixed number of rows at a time, padded with zeros.
+
+    Kernels choose blocking and even instructions by the number of rows, and so add a row's products in different
+    orders. With a single shape there is a single order.
+    """
+
+    linear: Linear
+
+    def __call__(self, x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None) -> torch.Tensor:
+        x_TK = x.reshape(-1, x.shape[-1])
+        num_rows = x_TK.shape[0]
+        padded_TK = torch.nn.functional.pad(x_TK, (0, 0, 0, -num_rows % INVARIANT_ROWS))
+        tiles = [self.linear(tile, weight, bias) for tile in padded_TK.split(INVARIANT_ROWS)]
+        out_TN = tiles[0] if len(tiles) == 1 else torch.cat(tiles)
+        return out_TN[:num_rows].view(*x.shape[:-1], out_TN.shape[-1])
+
+
 class Int8Linear:
     """A scale for each output, and one for each row of activations, which are rounded to 8 bits as well."""
 
@@ -214,6 +276,11 @@ def pack(original: Callable[..., None], layer: nn.Module, remove_weight: bool) -
         return
     _keep_num_threads()
     weight_format = cpu_weights_of(get_current_vllm_config())
+    is_16_bit = weight.dtype in (torch.bfloat16, torch.float16)
+    if is_16_bit and isinstance(layer, VocabParallelEmbedding) and not weight.is_meta:
+        make_logits = partial(Float32Logits, weight.detach())
+        layer.cpu_linear = make_logits() if isinstance(layer, ParallelLMHead) else OnFirstCall(make_logits)
+        return
     if weight.is_meta or weight.ndim != 2 or weight.dtype != torch.float32 or weight_format == FLOAT32:
         original(layer, remove_weight)
         return
@@ -255,6 +322,8 @@ def unpacked_weights(model: nn.Module) -> Iterator[tuple[str, torch.Tensor]]:
         linear = getattr(layer, "cpu_linear", None)
         if linear is None or layer.weight.numel():
             continue
+        if isinstance(linear, FixedRows):
+            linear = linear.linear
         if isinstance(linear, Float16Linear | Int8Linear):
             raise UnsupportedConfigError(
                 "With cpu_weights the engine has rounded weights only; leave cpu_weights out of "
@@ -293,7 +362,17 @@ def repack_tables(model: nn.Module) -> None:
         if hasattr(table.weight, _LINEAR):
             delattr(table.weight, _LINEAR)
     for table in tables:
+        has_fixed_rows = isinstance(table.cpu_linear, FixedRows)
         utils.dispatch_cpu_unquantized_gemm(table, remove_weight=False)
+        if has_fixed_rows:
+            table.cpu_linear = FixedRows(table.cpu_linear)
+
+
+def fix_rows(model: nn.Module) -> None:
+    """Make every linear layer of a loaded model multiply a fixed number of rows at a time."""
+    for layer in model.modules():
+        if hasattr(layer, "cpu_linear"):
+            layer.cpu_linear = FixedRows(layer.cpu_linear)
 
 
 def report(model: nn.Module) -> None:

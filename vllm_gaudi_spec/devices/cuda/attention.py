@@ -31,6 +31,7 @@ _FULL, _SHORT = 192, 1024
 # gains beyond them.
 _ONE_EACH = 128
 _MOST_SPLITS = 32
+_INVARIANT_LANES = 64
 _KEY_TILE_BYTES = 16 << 10
 _LOG2_E = tl.constexpr(1.4426950408889634)
 # The score of a key that a query may not read. Finite: inf - inf is nan where a tile has nothing for a query.
@@ -50,8 +51,13 @@ def attend(
     # Short heads leave an instance less to do.
     busy = _BUSY * max(128 // tile_d, 1) if tiles == 1 else _ONE_EACH
     splits = num_splits(busy, tiles * spec.num_kv_heads * call.num_rows, call.block_table_BW.shape[1], spec, tile_n)
+    if spec.batch_invariant:
+        # One form for decodes, verify steps and prompts: its instances take a query's keys from the first to the last.
+        tile_m, splits = _INVARIANT_LANES, 1
+        tiles = triton.cdiv(lanes, tile_m)
     # Of a prompt's tiles most have many keys that all of their lanes see. Measured for heads of 64 and 128 alone.
     has_unmasked_keys = tiles > 1 and splits == 1 and spec.sliding_window is None and spec.head_size in (64, 128)
+    has_unmasked_keys = has_unmasked_keys and not spec.batch_invariant
     attended = None
     if fresh is not None and has_unmasked_keys and _is_long(call, spec):
         attended = attend_fresh(query_THD, fresh, call, spec)

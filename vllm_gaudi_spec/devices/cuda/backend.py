@@ -39,6 +39,7 @@ def make_backend() -> DeviceBackend:
         exact_context_width=True,
         smallest_prefill=32,
         prefill_rows=(1, 2, 4, 8, 16),
+        offers_batch_invariance=True,
     )
     row_operations.use("cuda", _row_kernels())
     graphs = StreamGraphs(torch.cuda, Captures(torch.cuda, torch.cuda.CUDAGraph, device))
@@ -61,8 +62,15 @@ class CudaWeights(StreamWeights):
         for layers in _layers():
             layers.use_in(model)
 
+    def make_batch_invariant(self, model: nn.Module) -> None:
+        linear, _ = _layers()
+        linear.make_batch_invariant(model)
+
 
 class CudaAttention(PairAttention):
+    def is_batch_invariant(self, spec: AttentionLayerSpec) -> bool:
+        return spec.value_size is None and not _needs_plain_torch(spec)
+
     def finite(self, tensor: torch.Tensor) -> torch.Tensor:
         """As it is: the kernel that writes makes it finite, where operations would be two kernels each."""
         return tensor
@@ -90,13 +98,17 @@ class CudaAttention(PairAttention):
         operations: Operations = PLAIN,
         fresh: FreshKV | None = None,
     ) -> torch.Tensor:
-        has_more = spec.attention_chunk is not None or spec.sinks_H is not None or spec.slopes_H is not None
-        has_more = has_more or not spec.is_causal or call.spans is not None
-        if kv_cache.values is None or has_more:
-            # Latent keys are too long for the kernel's tiles, and it knows no chunks, sinks, slopes and later keys.
+        if kv_cache.values is None or _needs_plain_torch(spec) or call.spans is not None:
+            # Latent keys are too long for the kernel's tiles.
             return padded.attend(query_THD, *kv_cache.blocks(), call, spec)
         attended: torch.Tensor = _kernels().attend(query_THD, kv_cache, call, spec, fresh)
         return attended
+
+
+def _needs_plain_torch(spec: AttentionLayerSpec) -> bool:
+    """Whether a layer has chunks, sinks, slopes or later keys, which the kernel does not know."""
+    has_more = spec.attention_chunk is not None or spec.sinks_H is not None or spec.slopes_H is not None
+    return has_more or not spec.is_causal
 
 
 def _rules() -> Rules:

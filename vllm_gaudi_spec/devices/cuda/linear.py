@@ -18,6 +18,7 @@ from torch import nn
 from vllm.model_executor.layers.linear import UnquantizedLinearMethod
 from vllm.model_executor.layers.vocab_parallel_embedding import UnquantizedEmbeddingMethod
 
+from vllm_gaudi_spec.compat import batch_invariant_linear
 from vllm_gaudi_spec.devices.cuda import kernels, launch
 
 FEW_ROWS = 2
@@ -56,6 +57,26 @@ def linear(
     return kernels.silu_and_mul(out) if gated else out
 
 
+def logits(x: torch.Tensor, weight_NK: torch.Tensor, bias_N: torch.Tensor | None = None) -> torch.Tensor:
+    """Multiply with an output matrix. From 16-bit weights logits come out in float32: rounded to bfloat16, the two best
+    tokens would often be equal."""
+    num_rows = x.numel() // x.shape[-1]
+    if weight_NK.itemsize != 2:
+        return linear(x, weight_NK, bias_N)
+    if weight_NK.stride(-1) == 1:
+        if 0 < num_rows <= FEW_ROWS:
+            return few_rows(x, weight_NK, bias_N, dtype=torch.float32)
+        if num_rows and (splits := _num_splits(num_rows, weight_NK, gated=False)):
+            return some_rows(x, weight_NK, bias_N, splits, dtype=torch.float32)
+    return _float32_product(x, weight_NK, bias_N)
+
+
+def _float32_product(x: torch.Tensor, weight_NK: torch.Tensor, bias_N: torch.Tensor | None) -> torch.Tensor:
+    out_MN = torch.mm(x.reshape(-1, x.shape[-1]), weight_NK.t(), out_dtype=torch.float32)
+    out_MN = out_MN if bias_N is None else out_MN + bias_N
+    return out_MN.view(*x.shape[:-1], -1)
+
+
 # --- one or two rows ---
 
 
@@ -78,8 +99,14 @@ _GATED = _Tile(2, 1024, 4)
 
 
 def few_rows(
-    x: torch.Tensor | Unnormed, weight_NK: torch.Tensor, bias_N: torch.Tensor | None, *, gated: bool = False
+    x: torch.Tensor | Unnormed,
+    weight_NK: torch.Tensor,
+    bias_N: torch.Tensor | None,
+    *,
+    gated: bool = False,
+    dtype: torch.dtype | None = None,
 ) -> torch.Tensor:
+    """`dtype`: of the result, where it is not that of `x`; for layers without a norm."""
     norm = x if isinstance(x, Unnormed) else None
     rows = x.x if isinstance(x, Unnormed) else x
     x_MK = rows.reshape(-1, rows.shape[-1])
@@ -87,7 +114,7 @@ def few_rows(
     num_outputs, num_inputs = weight_NK.shape
     num_outputs = num_outputs // 2 if gated else num_outputs
     tile = _Tile.of(num_outputs, num_inputs, is_normed=norm is not None, gated=gated)
-    out_MN = x_MK.new_empty(x_MK.shape[0], num_outputs)
+    out_MN = x_MK.new_empty(x_MK.shape[0], num_outputs, dtype=dtype)
     _few_rows[(triton.cdiv(num_outputs, tile.outputs),)](
         x_MK,
         residual_MK,
@@ -230,12 +257,19 @@ def _arrivals(device: torch.device) -> torch.Tensor:
 
 
 def some_rows(
-    x: torch.Tensor, weight_NK: torch.Tensor, bias_N: torch.Tensor | None, splits: int = 1, *, gated: bool = False
+    x: torch.Tensor,
+    weight_NK: torch.Tensor,
+    bias_N: torch.Tensor | None,
+    splits: int = 1,
+    *,
+    gated: bool = False,
+    dtype: torch.dtype | None = None,
 ) -> torch.Tensor:
+    """`dtype`: of the result, where it is not that of `x`."""
     x_MK = x.reshape(-1, x.shape[-1])
     (num_rows, num_inputs), num_outputs = x_MK.shape, weight_NK.shape[0]
     num_tiles = triton.cdiv(num_outputs, _TILE_N)
-    out_MN = x_MK.new_empty(num_rows, num_outputs // 2 if gated else num_outputs)
+    out_MN = x_MK.new_empty(num_rows, num_outputs // 2 if gated else num_outputs, dtype=dtype)
     parts_SMN, arrivals = out_MN, out_MN
     if splits > 1:
         parts_SMN = torch.empty(splits, num_rows, num_outputs, dtype=torch.float32, device=x.device)
@@ -375,7 +409,7 @@ class _FewRowsEmbedding(UnquantizedEmbeddingMethod):
     """Of output matrices too."""
 
     def apply(self, layer: nn.Module, x: torch.Tensor, bias: torch.Tensor | None = None) -> torch.Tensor:
-        return linear(x, layer.weight, bias)
+        return logits(x, layer.weight, bias)
 
 
 _METHODS = {UnquantizedLinearMethod: FewRowsLinear, UnquantizedEmbeddingMethod: _FewRowsEmbedding}
@@ -387,3 +421,34 @@ def use_in(model: nn.Module) -> None:
         method = _METHODS.get(type(getattr(layer, "quant_method", None)))
         if method is not None:
             layer.quant_method = method()
+
+
+# --- batch invariance ---
+
+_INVARIANT_ROWS = 64
+"""Of each product with an output matrix: a library's kernel for one shape adds up in one order."""
+
+
+class _InvariantLinear(UnquantizedLinearMethod):
+    def apply(self, layer: nn.Module, x: torch.Tensor, bias: torch.Tensor | None = None) -> torch.Tensor:
+        return batch_invariant_linear(x, layer.weight, bias)
+
+
+class _InvariantEmbedding(UnquantizedEmbeddingMethod):
+    def apply(self, layer: nn.Module, x: torch.Tensor, bias: torch.Tensor | None = None) -> torch.Tensor:
+        if layer.weight.itemsize != 2:
+            return batch_invariant_linear(x, layer.weight, bias)
+        x_MK = x.reshape(-1, x.shape[-1])
+        padded_MK = nn.functional.pad(x_MK, (0, 0, 0, -x_MK.shape[0] % _INVARIANT_ROWS))
+        tiles = [_float32_product(tile, layer.weight, bias) for tile in padded_MK.split(_INVARIANT_ROWS)]
+        return torch.cat(tiles)[: x_MK.shape[0]].view(*x.shape[:-1], -1)
+
+
+def make_batch_invariant(model: nn.Module) -> None:
+    """After `use_in`: the fused forms of decoder.py are for layers with the methods above only."""
+    for layer in model.modules():
+        method = getattr(layer, "quant_method", None)
+        if isinstance(method, FewRowsLinear):
+            layer.quant_method = _InvariantLinear()
+        elif isinstance(method, _FewRowsEmbedding):
+            layer.quant_method = _InvariantEmbedding()
