@@ -31,6 +31,7 @@ def job(demo_model: str) -> dict[str, Any]:
     texts = [PROMPTS[index] for index in (0, 18, 19)]
     prompts = [tokenizer.encode(text) for text in texts]
     requests = [(prompt, dict(temperature=0, ignore_eos=True, **case)) for case in CASES for prompt in prompts]
+    requests.append(([5, 6], dict(temperature=0, max_tokens=1, prompt_logprobs=1)))  # one of two tokens is scored
     # Chunks of 64 cut the longest prompt, whose log-probabilities then come from several steps.
     options = dict(max_logprobs=-1, max_num_batched_tokens=64, enable_prefix_caching=False)
     return dict(model=demo_model, options=options, requests=requests)

@@ -14,6 +14,7 @@ from vllm.v1.pool.late_interaction_runner import LateInteractionRunner
 from vllm.v1.pool.metadata import PoolingMetadata, PoolingStates
 
 from vllm_gaudi_spec.records import DECODE
+from vllm_gaudi_spec.runner.report import copy_contiguous
 from vllm_gaudi_spec.scheduling.outputs import CountedOutput
 
 if TYPE_CHECKING:
@@ -112,7 +113,7 @@ class Pooling:
         return CountedOutput(
             req_ids=names,
             req_id_to_index={name: index for index, name in enumerate(names)},
-            pooler_output=[pooled.get(name) for name in names],
+            pooler_output=[copy_contiguous(pooled[name]) if name in pooled else None for name in names],
             worked=worked,
         )
 

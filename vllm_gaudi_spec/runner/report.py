@@ -160,6 +160,15 @@ class Report(AsyncModelRunnerOutput):
         )
 
 
+def copy_contiguous(tensor: torch.Tensor) -> torch.Tensor:
+    """Return a copy that vLLM can serialize.
+
+    Its encoder views a tensor as bytes. That requires a last stride of 1 even where a dimension has a single element:
+    such a tensor counts as contiguous whatever its strides, so `contiguous` would return it as it is.
+    """
+    return tensor.clone(memory_format=torch.contiguous_format)
+
+
 _REASONS = {FAULTY: metrics.FAULT, UNVERIFIED: metrics.UNVERIFIED}
 
 
@@ -305,5 +314,5 @@ class PromptLogprobs:
 def _prompt_tensors(scores: PromptScores) -> LogprobsTensors:
     """The part that the request asked for; waits for the copy."""
     packed, width, columns = scores.wait()[: scores.num_tokens], 1 + scores.num_computed, 1 + scores.num_requested
-    scores_NC = packed[:, width : 2 * width].contiguous().view(torch.float32)
-    return LogprobsTensors(packed[:, :columns], scores_NC[:, :columns], packed[:, 2 * width])
+    scores_NC = copy_contiguous(packed[:, width : width + columns]).view(torch.float32)
+    return LogprobsTensors(copy_contiguous(packed[:, :columns]), scores_NC, copy_contiguous(packed[:, 2 * width]))

@@ -2,17 +2,31 @@
 
 from __future__ import annotations
 
+from types import SimpleNamespace
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 from vllm.sampling_params import SamplingParams
+from vllm.v1.engine import EngineCoreOutput
 from vllm.v1.outputs import LogprobsTensors
+from vllm.v1.serial_utils import MsgpackDecoder, MsgpackEncoder
 
 from tests.support.fakes import CapturingBackend, HostBackend, batches_of, new_request, step
 from tests.support.warm_up import listed as signatures_of
 from tests.unit.runner.test_shapes import shapes
-from vllm_gaudi_spec.records import FAULTY, UNVERIFIED, DraftRound, Drafts, Request, StepResult, Verification
+from vllm_gaudi_spec.records import (
+    FAULTY,
+    UNVERIFIED,
+    DraftRound,
+    Drafts,
+    PromptScores,
+    Request,
+    StepResult,
+    Verification,
+)
+from vllm_gaudi_spec.runner.pooling import Pooling
 from vllm_gaudi_spec.runner.report import Downloads, PromptLogprobs, Report, Reports
 from vllm_gaudi_spec.runner.requests import Requests
 from vllm_gaudi_spec.sampling.params import Sampling
@@ -161,6 +175,60 @@ def test_prompt_logprobs_travel_with_the_step_that_ends_the_prompt(
     assert same(steps_of["a"], expected_scores(hidden["a"], prompts["a"][1:], 3))
     assert same(steps_of["b"], expected_scores(hidden["b"], prompts["b"][1:], VOCAB))
     assert seen <= set(signatures_of(scoring.jobs(seen.add)))
+
+
+def through_vllm(**fields: Any) -> EngineCoreOutput:
+    """What the front end receives of one request's output."""
+    sent = MsgpackEncoder().encode(EngineCoreOutput("a", [1], **fields))
+    received: EngineCoreOutput = MsgpackDecoder(EngineCoreOutput).decode(sent)
+    return received
+
+
+@pytest.mark.parametrize("num_tokens", [1, 2, 3])
+@pytest.mark.parametrize("count", [0, 1, 2, 3])
+def test_vllm_serializes_sampled_logprobs(num_tokens: int, count: int) -> None:
+    scores = logprobs(num_tokens, 1 + count, 0)
+    verification = Verification(torch.ones(1, num_tokens).int(), torch.tensor([num_tokens]).int(), logprobs=scores)
+    output = send(StepResult([request("a", logprobs=count)], verification), HostBackend()).get_output()
+    assert output.logprobs is not None
+    sent = output.logprobs.slice_request(0, num_tokens)
+    received = through_vllm(new_logprobs=sent).new_logprobs
+    assert received is not None
+    for one, other in zip(received[:3], sent[:3], strict=True):
+        np.testing.assert_array_equal(one, other)
+
+
+@pytest.mark.parametrize("pieces", [(1,), (2,), (3,), (3, 1), (1, 1, 1)])
+@pytest.mark.parametrize("count", [0, 1, 2, 3])
+def test_vllm_serializes_prompt_logprobs(pieces: tuple[int, ...], count: int) -> None:
+    """One scored token leaves a rank whose stride is that of the table it is cut from."""
+    tables = [torch.arange(4 * 9, dtype=torch.int32).view(4, 9) + 100 * index for index in range(len(pieces))]
+    scores = [
+        PromptScores(wait=lambda table=table: table, num_tokens=num_tokens, num_computed=3, num_requested=count)  # type: ignore[misc]
+        for table, num_tokens in zip(tables, pieces, strict=True)
+    ]
+    a = request("a", prompt_logprobs=count)
+    sent = send(StepResult([a], prompt_logprobs=[(a, scores)]), HostBackend()).get_output().prompt_logprobs_dict["a"]
+    assert sent is not None
+    received = through_vllm(new_prompt_logprobs_tensors=sent).new_prompt_logprobs_tensors
+    cut = torch.cat([table[:num_tokens] for table, num_tokens in zip(tables, pieces, strict=True)])
+    assert received is not None
+    assert received.logprob_token_ids.tolist() == cut[:, : count + 1].tolist()
+    assert received.logprobs.view(torch.int32).tolist() == cut[:, 4 : 5 + count].tolist()
+    assert received.selected_token_ranks.tolist() == cut[:, 8].tolist()
+
+
+@pytest.mark.parametrize("size", [0, 1, 2, 3])
+def test_vllm_serializes_pooled_columns(size: int) -> None:
+    """A pooler may return columns of its states."""
+    a, column = request("a"), torch.arange(12.0).view(3, 4)[:size, 1]
+    pooling = object.__new__(Pooling)
+    pooling._pooled = {"a": column}
+    output = pooling.report([SimpleNamespace(requests=[a, request("b")])], None)  # type: ignore[list-item]
+    assert output.pooler_output[1] is None
+    received = through_vllm(pooling_output=output.pooler_output[0]).pooling_output
+    assert received is not None
+    assert torch.equal(received, column)
 
 
 def test_after_a_preemption_prompt_logprobs_are_not_scored_again() -> None:
