@@ -38,6 +38,7 @@ from vllm_gaudi_spec.compat.ranks import assign_cpu_experts, ray_workers, tensor
 from vllm_gaudi_spec.compat.server import (
     answer_bad_media,
     end_engines_with_their_server,
+    end_engines_with_their_threads,
     fail_with_the_engine,
     leave_idle_work_at_shutdown,
     let_engine_finish,
@@ -83,6 +84,7 @@ def apply() -> None:
     quiet_our_scheduler()
     let_engine_finish()
     end_engines_with_their_server()
+    end_engines_with_their_threads()
     leave_idle_work_at_shutdown()
     describe_drafters()
     refuse_pickled_weights()

@@ -69,6 +69,32 @@ def _end_with_server(server: int) -> None:
     os.kill(os.getpid(), signal.SIGTERM)
 
 
+def end_engines_with_their_threads() -> None:
+    """Let an engine end when a thread that exchanges messages with its server fails.
+
+    Reason: such a thread ends silently. The engine goes on without it: no request is answered any more, and the server
+    is healthy.
+    Remove when: upstream's `EngineCoreProc` ends with its threads.
+    """
+    from vllm.v1.engine.core import EngineCoreProc
+
+    for name in ("process_input_sockets", "process_output_sockets"):
+        wrap(EngineCoreProc, name, _end_the_engine_on_failure)
+
+
+def _end_the_engine_on_failure(original: Callable[..., None], engine: Any, *args: Any, **named: Any) -> None:
+    from vllm.v1.engine import EngineCoreRequestType
+
+    try:
+        original(engine, *args, **named)
+    except Exception:
+        logging.getLogger(__name__).exception(
+            "The engine ends, because a thread that exchanges messages with its server failed."
+        )
+        # What a failed worker's monitor sends: the engine's loop raises, which ends its workers and the process.
+        engine.input_queue.put_nowait((EngineCoreRequestType.EXECUTOR_FAILED, b""))
+
+
 def leave_idle_work_at_shutdown() -> None:
     """Let an engine that is to end call `shut_down` of its scheduler, if that is one of ours.
 

@@ -3,6 +3,7 @@
 Expected:
 * SIGKILL to the engine: /health fails, pending requests get an error, exit code 1, nothing survives
 * no memory in a step of the target: the same, and the log's error says so
+* an output that vLLM cannot send to the server: the same, and the log has the error
 * SIGKILL to the engine while nobody asks anything: exit code 1, nothing survives; started again it serves as before
 * SIGKILL to the server itself: engine and workers end by themselves
 """
@@ -40,6 +41,17 @@ def test_no_memory_in_a_step(options: tuple[str, ...], looping_llama: str, tmp_p
     environment = fault.environment(os.environ.get("PYTHONPATH"))
     server = Server(looping_llama, tmp_path / "log.txt", *options, environment=environment)
     check_death(server, fault.arm, "injected: the device has no memory left")
+
+
+def test_an_output_cannot_be_sent(looping_llama: str, tmp_path: Path) -> None:
+    fault = Injected(
+        tmp_path / "injected",
+        "vllm.v1.serial_utils.MsgpackEncoder.encode_into",
+        'raise RuntimeError("injected: this output has no bytes")',
+    )
+    environment = fault.environment(os.environ.get("PYTHONPATH"))
+    server = Server(looping_llama, tmp_path / "log.txt", *DRAFTS, environment=environment)
+    check_death(server, fault.arm, "injected: this output has no bytes")
 
 
 def test_the_engine_is_killed_while_nobody_asks(looping_llama: str, tmp_path: Path) -> None:

@@ -6,6 +6,7 @@ import asyncio
 import inspect
 import io
 import os
+import queue
 import subprocess
 import sys
 import threading
@@ -79,6 +80,28 @@ def test_upstreams_engine_still_never_looks_for_its_server() -> None:
     for engine in (engine_core.EngineCoreProc, engine_core.DPEngineCoreProc):
         assert "run_busy_loop" in vars(engine), "it runs another's loop"
     assert "engine_core.run_busy_loop()" in source
+
+
+@pytest.mark.parametrize("name", ["process_input_sockets", "process_output_sockets"])
+def test_an_engine_ends_with_its_threads(name: str, caplog: pytest.LogCaptureFixture) -> None:
+    """Fails when upstream does something about a failed thread: then `end_engines_with_their_threads` can go."""
+    compat.end_engines_with_their_threads()
+    engine = object.__new__(engine_core.EngineCoreProc)
+    engine.input_queue, engine.output_queue = queue.Queue(), queue.Queue()
+    engine.output_queue.put((0, object()))  # type: ignore[arg-type]
+    engine.tensor_ipc_receiver = None
+    address = "tcp://127.0.0.1:0"
+    arguments = ([], None, b"", None) if name == "process_input_sockets" else ([address], None, 0)
+    with pytest.raises(AttributeError):
+        inspect.unwrap(getattr(engine_core.EngineCoreProc, name))(engine, *arguments)
+    assert engine.input_queue.empty()
+    engine.output_queue.put((0, object()))  # type: ignore[arg-type]
+    with caplog.at_level("ERROR"):
+        getattr(engine, name)(*arguments)
+    assert "AttributeError" in caplog.text
+    with pytest.raises(RuntimeError, match="Executor failed"):
+        engine._handle_client_request(*engine.input_queue.get_nowait())
+    assert f"target=self.{name}" in inspect.getsource(engine_core.EngineCoreProc)
 
 
 @pytest.mark.parametrize("seconds", [0, 30])
