@@ -179,7 +179,7 @@ ROOMS: dict[str, dict[str, Set[str]]] = {
         "encoders": {"shapes"},
         "media_store": {"encoders", "graphs"},
         "multimodal": {"encoders", "media_store", "requests"},
-        "pooling": {"hidden_states", "requests"},
+        "pooling": {"hidden_states", "report", "requests"},
         "snapshots": {"requests"},
         # Not the model runner: warm-up names the parts that it runs.
         "warmup": {
