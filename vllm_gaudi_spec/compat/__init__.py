@@ -43,6 +43,7 @@ from vllm_gaudi_spec.compat.server import (
     leave_idle_work_at_shutdown,
     let_engine_finish,
     mend_adapter_loading,
+    raise_when_the_engine_is_gone,
 )
 from vllm_gaudi_spec.compat.views import (
     add_positions_in_siglip,
@@ -85,6 +86,7 @@ def apply() -> None:
     let_engine_finish()
     end_engines_with_their_server()
     end_engines_with_their_threads()
+    raise_when_the_engine_is_gone()
     leave_idle_work_at_shutdown()
     describe_drafters()
     refuse_pickled_weights()

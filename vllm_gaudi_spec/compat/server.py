@@ -95,6 +95,25 @@ def _end_the_engine_on_failure(original: Callable[..., None], engine: Any, *args
         engine.input_queue.put_nowait((EngineCoreRequestType.EXECUTOR_FAILED, b""))
 
 
+def raise_when_the_engine_is_gone() -> None:
+    """Let `LLM.generate` raise an EngineDeadError when its engine ends without a last message.
+
+    Reason: it waits for the engine's next output for ever when the process was killed, or could not send any more.
+    Remove when: the monitor of upstream's `SyncMPClient` puts an error into its queue of outputs.
+    """
+    from vllm.v1.engine.core_client import SyncMPClient
+
+    wrap(SyncMPClient, "shutdown", _end_with_an_error)
+
+
+def _end_with_an_error(original: Callable[..., None], client: Any, *args: Any, **named: Any) -> None:
+    from vllm.v1.engine.exceptions import EngineDeadError
+
+    original(client, *args, **named)
+    if client.resources.engine_dead:
+        client.outputs_queue.put_nowait(EngineDeadError())
+
+
 def leave_idle_work_at_shutdown() -> None:
     """Let an engine that is to end call `shut_down` of its scheduler, if that is one of ours.
 

@@ -26,6 +26,8 @@ from vllm.exceptions import LoRAAdapterNotFoundError
 from vllm.multimodal.media import AudioMediaIO, ImageMediaIO, VideoMediaIO
 from vllm.utils.counter import AtomicCounter
 from vllm.v1.engine import core as engine_core
+from vllm.v1.engine.core_client import SyncMPClient
+from vllm.v1.engine.exceptions import EngineDeadError
 from vllm.v1.engine.utils import CoreEngineProcManager
 
 from tests.support.processes import still_alive
@@ -102,6 +104,30 @@ def test_an_engine_ends_with_its_threads(name: str, caplog: pytest.LogCaptureFix
     with pytest.raises(RuntimeError, match="Executor failed"):
         engine._handle_client_request(*engine.input_queue.get_nowait())
     assert f"target=self.{name}" in inspect.getsource(engine_core.EngineCoreProc)
+
+
+def test_who_waits_for_a_dead_engine_gets_an_error(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Fails when upstream's client raises one by itself: then `raise_when_the_engine_is_gone` can go."""
+    client = object.__new__(SyncMPClient)
+    client.outputs_queue = queue.Queue()
+    client._finalizer = SimpleNamespace(alive=True, detach=lambda: None)  # type: ignore[assignment]
+    manager = SimpleNamespace(monitor_engine_liveness=lambda: None)
+
+    def let_engine_die() -> None:
+        client.resources = SimpleNamespace(engine_dead=False, engine_manager=manager)  # type: ignore[assignment]
+        client.start_engine_core_monitor()
+        for thread in threading.enumerate():
+            if thread.name == "MPClientEngineMonitor":
+                thread.join()
+        assert client.resources.engine_dead
+
+    monkeypatch.setattr(SyncMPClient, "shutdown", inspect.unwrap(SyncMPClient.shutdown))
+    let_engine_die()
+    assert client.outputs_queue.empty()
+    compat.raise_when_the_engine_is_gone()
+    let_engine_die()
+    with pytest.raises(EngineDeadError):
+        client.get_output()
 
 
 @pytest.mark.parametrize("seconds", [0, 30])
