@@ -284,11 +284,13 @@ _READ: dict[str, Callable[[str, Any], Any]] = {
 MAX_DRAFTS = 16
 """The most drafts of a request in one step."""
 
-# Logit edits of a request: one for each biased token, each spelling of a bad word, and each end token that min_tokens
-# holds back. The table grows where that makes no new graph; elsewhere it has the maximum, and more are refused. Longer
-# bad words are known too late for that, and make it grow everywhere.
-NUM_LOGIT_EDITS, EDIT_PREFIX = 64, 8
-MAX_LOGIT_EDITS, MAX_EDIT_PREFIX = 320, 16
+# Per request. The first two are the limits of upstream's GPU sampler for logit_bias and bad_words.
+MAX_LOGIT_EDITS = 1024
+"""One for each biased token, each spelling of a bad word, and each end token that min_tokens holds back."""
+MAX_BAD_WORD_TOKENS = 1024
+"""In all spellings of all bad words."""
+MAX_BAD_WORD_TEXT = 16 * MAX_BAD_WORD_TOKENS
+"""Characters, so that a text that has too many tokens is refused before it is tokenized."""
 
 REQUEST_OPTION = "num_speculative_tokens"
 """In a request's `extra_args`, which is `vllm_xargs` over HTTP: its maximum number of drafts in a step, 0 for none."""

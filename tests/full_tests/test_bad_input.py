@@ -51,6 +51,8 @@ COMPLETIONS: list[Case] = [
     ("logprobs", dict(prompt="hi", logprobs=1000), ["logprobs", "1000"]),
     ("logit_bias", dict(prompt="hi", logit_bias={"100000": 1}), ["logit_bias", "100000", "vocab"]),
     ("allowed ids", dict(prompt="hi", allowed_token_ids=[100_000]), ["allowed_token_ids", "vocab"]),
+    ("long bad word", dict(prompt="hi", bad_words=["x" * 20_000]), ["bad_words", "20000 characters", "16384"]),
+    ("bad word of many tokens", dict(prompt="hi", bad_words=["x7" * 1000]), ["bad_words", "tokens", "1024"]),
     ("min_tokens", dict(prompt="hi", min_tokens=9, max_tokens=4), ["min_tokens", "max_tokens"]),
     ("impossible range", structured(json=dict(type="integer", minimum=5, maximum=1)), ["minimum", "maximum"]),
     ("unknown type", structured(json=dict(type="nonsense")), ["type", "nonsense"]),

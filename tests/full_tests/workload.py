@@ -23,7 +23,7 @@ KINDS: list[dict[str, Any]] = [
     dict(temperature=0, presence_penalty=1.0, frequency_penalty=0.5),
     dict(temperature=0.9, repetition_penalty=1.3),
     dict(temperature=0.9, logit_bias={5: 4.0, 9: -100.0, 77: 2.5}),
-    dict(temperature=0, bad_words=["the", " a"], ignore_eos=True),
+    dict(temperature=0, bad_words=["the", " a", "a bad word of many tokens, which nobody wrote"], ignore_eos=True),
     dict(temperature=1.0, allowed_token_ids=list(range(20, 120))),
     dict(temperature=1.0, min_tokens=12, logit_bias={1: 6.0}),
     dict(temperature=1.0, n=2, top_k=50),

@@ -1054,28 +1054,28 @@ def test_speculation_from_the_command_line(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize(("wanted", "fine"), [(0, True), (3, True), (-1, False), (True, False), (1.0, False)])
 def test_drafts_that_a_request_asks_for(wanted: Any, fine: bool) -> None:
-    reason = unsupported_request(SamplingParams(extra_args={"num_speculative_tokens": wanted}), fixed_tables=False)
+    reason = unsupported_request(SamplingParams(extra_args={"num_speculative_tokens": wanted}))
     assert (reason is None) == fine
     if reason is not None:
         assert (
             f"num_speculative_tokens in vllm_xargs (extra_args) must be an integer, 0 or more, got {wanted}" in reason
         )
-    assert unsupported_request(SamplingParams(extra_args={"other": wanted}), fixed_tables=False) is None
+    assert unsupported_request(SamplingParams(extra_args={"other": wanted})) is None
 
 
 @pytest.mark.parametrize(
     ("params", "words"),
     [
-        (SamplingParams(logit_bias={str(token): 1.0 for token in range(320)}), None),
-        (SamplingParams(logit_bias={str(token): 1.0 for token in range(321)}), "up to 321 logit edits"),
-        (SamplingParams(min_tokens=3, logit_bias={str(token): 1.0 for token in range(315)}), "up to 323 logit edits"),
-        (SamplingParams(bad_words=[f"w{number}" for number in range(161)]), "up to 322 logit edits"),
-        (SamplingParams(min_tokens=3, stop_token_ids=list(range(400))), "up to 408 logit edits"),
+        (SamplingParams(logit_bias=dict.fromkeys(range(1024), 1.0)), None),
+        (SamplingParams(logit_bias=dict.fromkeys(range(1025), 1.0)), "make 1025 logit edits; use at most 1024 "),
+        (SamplingParams(stop_token_ids=list(range(1025))), None),
+        (SamplingParams(min_tokens=3, stop_token_ids=list(range(1025))), "make 1025 logit edits"),
+        (SamplingParams(bad_words=["w" * 8192, "x" * 8192]), None),
+        (SamplingParams(bad_words=["w" * 8192, "x" * 8193]), "have 16385 characters; use at most 16384 "),
     ],
 )
-def test_more_logit_rules_than_a_captured_program_has_room_for(params: SamplingParams, words: str | None) -> None:
-    assert unsupported_request(params, fixed_tables=False) is None
-    reason = unsupported_request(params, fixed_tables=True)
+def test_too_many_logit_edits_are_refused(params: SamplingParams, words: str | None) -> None:
+    reason = unsupported_request(params)
     assert reason is None if words is None else words in str(reason)
 
 
@@ -1094,31 +1094,31 @@ HALF = "\ud800"
     ],
 )
 def test_halves_of_characters_are_refused(given: dict[str, Any], name: str) -> None:
-    reason = unsupported_request(SamplingParams(**given), fixed_tables=False)
+    reason = unsupported_request(SamplingParams(**given))
     assert reason is not None
     assert reason.startswith(f"{name} has a lone surrogate")
     assert reason.isascii()
     with pytest.raises(UnicodeEncodeError):  # when this passes, vLLM's own way to the engine has become another
         MsgpackEncoder().encode(SamplingParams(**given))
-    assert unsupported_request(SamplingParams(), fixed_tables=False, prompt=dict(cache_salt=HALF))
-    assert unsupported_request(SamplingParams(stop=["\U00010000"], bad_words=["é"]), fixed_tables=False) is None
+    assert unsupported_request(SamplingParams(), prompt=dict(cache_salt=HALF))
+    assert unsupported_request(SamplingParams(stop=["\U00010000"], bad_words=["é"])) is None
 
 
 def test_what_prompt_embeddings_are_refused_beside() -> None:
     embeds, image = dict(type="embeds", prompt_embeds=torch.ones(2, 4)), dict(prompt_embeds=[(0, 2)], image=[(4, 9)])
-    assert unsupported_request(SamplingParams(), fixed_tables=False, prompt=embeds) is None
-    reason = unsupported_request(SamplingParams(prompt_logprobs=1), fixed_tables=False, prompt=embeds)
+    assert unsupported_request(SamplingParams(), prompt=embeds) is None
+    reason = unsupported_request(SamplingParams(prompt_logprobs=1), prompt=embeds)
     assert reason == "There are no prompt_logprobs of embeddings; leave prompt_logprobs out."
-    reason = unsupported_request(SamplingParams(), fixed_tables=False, prompt=dict(mm_placeholders=image))
+    reason = unsupported_request(SamplingParams(), prompt=dict(mm_placeholders=image))
     assert reason == "prompt_embeds are not supported beside images, video and sound; leave one of them out."
 
 
 def test_integers_that_are_too_long_are_refused() -> None:
     """Upstream looks at those of `extra_args` itself."""
     params = SamplingParams(stream_interval=2**64)
-    reason = unsupported_request(params, fixed_tables=False)
+    reason = unsupported_request(params)
     assert reason == "stream_interval has an integer of more than 64 bits; use a smaller one."
     with pytest.raises(OverflowError):
         MsgpackEncoder().encode(params)
-    assert unsupported_request(SamplingParams(stream_interval=2**63), fixed_tables=False) is None
-    assert unsupported_request(SamplingParams(extra_args={"mine": object()}), fixed_tables=False) is None
+    assert unsupported_request(SamplingParams(stream_interval=2**63)) is None
+    assert unsupported_request(SamplingParams(extra_args={"mine": object()})) is None

@@ -44,6 +44,7 @@ from vllm_gaudi_spec.compat.server import (
     let_engine_finish,
     mend_adapter_loading,
     raise_when_the_engine_is_gone,
+    refuse_tokenized_params,
 )
 from vllm_gaudi_spec.compat.views import (
     add_positions_in_siglip,
@@ -73,6 +74,7 @@ __all__ = [
     "ray_workers",
     "read_weights",
     "refuse_bad_embeds",
+    "refuse_tokenized_params",
     "return_attention_outputs",
     "score_cpu_experts_by_sigmoid",
     "tensor_parallel_group",

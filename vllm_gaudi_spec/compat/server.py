@@ -9,12 +9,15 @@ import threading
 import time
 from collections.abc import Callable
 from http import HTTPStatus
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
 from vllm_gaudi_spec.compat.patching import wrap
 from vllm_gaudi_spec.config import REFUSED_ADAPTER
+
+if TYPE_CHECKING:
+    from vllm.sampling_params import SamplingParams
 
 # Seconds that an engine process gets to answer its last requests and to end by itself.
 _ENGINE_GRACE_S = 5.0
@@ -189,6 +192,24 @@ async def _load_adapter(original: Callable[..., Any], models: Any, request: Any,
     if REFUSED_ADAPTER not in message:
         return answer
     return create_error_response(message=message, err_type="BadRequestError", status_code=HTTPStatus.BAD_REQUEST)
+
+
+def refuse_tokenized_params(find_fault: Callable[[SamplingParams], str | None]) -> None:
+    """Refuse sampling parameters in which `find_fault` finds one after vLLM has tokenized their bad words.
+
+    Reason: a platform validates a request before that, and knows only how long the words are as text. Upstream's limit
+    of their tokens, VLLM_MAX_BAD_WORDS_TOTAL_TOKENS, is one of its own model runner's.
+    Remove when: upstream validates requests on the platform after `update_from_tokenizer`, or applies that limit in it.
+    """
+    from vllm.exceptions import VLLMValidationError
+    from vllm.sampling_params import SamplingParams
+
+    def tokenize(original: Callable[..., None], params: SamplingParams, tokenizer: Any) -> None:
+        original(params, tokenizer)
+        if reason := find_fault(params):
+            raise VLLMValidationError(reason)
+
+    wrap(SamplingParams, "update_from_tokenizer", tokenize)
 
 
 def answer_bad_media() -> None:

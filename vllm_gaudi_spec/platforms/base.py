@@ -25,7 +25,12 @@ from vllm_gaudi_spec.platforms.dropped_flags import accept_dropped_flags
 from vllm_gaudi_spec.quantization.dequantized import choose_kernels, read_weights, use_device
 from vllm_gaudi_spec.quantization.kv_scheme import choose_kv_dtype, drop_scales_set_aside
 from vllm_gaudi_spec.recurrent.table import has_states
-from vllm_gaudi_spec.refusals import installed_logits_processors, refuse_unsupported, unsupported_request
+from vllm_gaudi_spec.refusals import (
+    installed_logits_processors,
+    refuse_unsupported,
+    too_many_logit_edits,
+    unsupported_request,
+)
 from vllm_gaudi_spec.refusals.models import models_of
 from vllm_gaudi_spec.runner.shapes import Shapes
 
@@ -63,6 +68,7 @@ def apply_patches() -> None:
     compat.answer_accelerator_calls(current_platform.device_type)
     importlib.import_module(_QUANTIZATION_METHOD)  # it needs a platform, which this module is imported for
     use_device(load_backend)
+    compat.refuse_tokenized_params(too_many_logit_edits)
     compat.read_weights(
         lambda tensors, model, loaded: read_weights(drop_scales_set_aside(tensors, model), model, loaded)
     )
@@ -170,8 +176,7 @@ class SpecPlatform(Platform):
 
         if not isinstance(params, SamplingParams):
             return
-        fixed_tables = load_backend().traits.captures
-        if reason := unsupported_request(params, fixed_tables=fixed_tables, prompt=processed_inputs):
+        if reason := unsupported_request(params, prompt=processed_inputs):
             raise VLLMValidationError(reason)
 
     @classmethod

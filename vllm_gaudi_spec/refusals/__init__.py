@@ -11,7 +11,7 @@ from vllm_gaudi_spec.refusals.files import damage_refusals, other_file_refusals,
 from vllm_gaudi_spec.refusals.formats import format_refusals, quantization_refusals, weight_refusals
 from vllm_gaudi_spec.refusals.kv_scales import kv_scale_refusals
 from vllm_gaudi_spec.refusals.models import expert_refusals, model_refusals
-from vllm_gaudi_spec.refusals.requests import unsupported_request
+from vllm_gaudi_spec.refusals.requests import too_many_logit_edits, unsupported_request
 from vllm_gaudi_spec.refusals.speculation import installed_logits_processors, speculation_refusals
 
 if TYPE_CHECKING:
@@ -19,7 +19,13 @@ if TYPE_CHECKING:
 
     from vllm_gaudi_spec.devices.base import DeviceBackend
 
-__all__ = ["installed_logits_processors", "refuse_unsupported", "unsupported_request", "weight_files"]
+__all__ = [
+    "installed_logits_processors",
+    "refuse_unsupported",
+    "too_many_logit_edits",
+    "unsupported_request",
+    "weight_files",
+]
 
 
 def refuse_unsupported(vllm_config: VllmConfig, backend: DeviceBackend) -> None:

@@ -7,28 +7,42 @@ from typing import TYPE_CHECKING, Any
 
 import msgspec
 
-from vllm_gaudi_spec.config import MAX_LOGIT_EDITS, REQUEST_OPTION, shown
+from vllm_gaudi_spec.config import (
+    MAX_BAD_WORD_TEXT,
+    MAX_BAD_WORD_TOKENS,
+    MAX_LOGIT_EDITS,
+    REQUEST_OPTION,
+    shown,
+)
+from vllm_gaudi_spec.sampling.logit_edits import count_edits
 
 if TYPE_CHECKING:
     from vllm.sampling_params import SamplingParams
 
 
 _NO_PROMPT: Mapping[str, Any] = {}
-# Guess for a model, its own stop token included.
-_MOST_END_TOKENS = 8
 
 
-def _too_many_logit_edits(params: SamplingParams) -> str | None:
-    """Upper bounds: vLLM validates a request before it tokenizes bad words and adds the model's end tokens."""
-    num_spellings = 2 * len(params.bad_words or ())  # with and without a space before each word
-    stops = len(params.stop_token_ids or ()) + _MOST_END_TOKENS if params.min_tokens else 0
-    num_edits = len(params.logit_bias or {}) + num_spellings + stops
-    if num_edits <= MAX_LOGIT_EDITS:
-        return None
-    return (
-        f"logit_bias, bad_words and the stop tokens of min_tokens make up to {num_edits} logit edits; use at most "
-        f"{MAX_LOGIT_EDITS} per request on this device."
-    )
+def too_many_logit_edits(params: SamplingParams) -> str | None:
+    """Why a request's logit edits cannot be served, or None.
+
+    Bad words that are not tokenized yet count as text only, and the model's own end tokens once vLLM has added them.
+    """
+    num_characters = sum(map(len, params.bad_words or ()))
+    if num_characters > MAX_BAD_WORD_TEXT:
+        return f"bad_words have {num_characters} characters; use at most {MAX_BAD_WORD_TEXT} per request."
+    num_edits, num_tokens = count_edits(params)
+    if num_tokens > MAX_BAD_WORD_TOKENS:
+        return (
+            f"bad_words have {num_tokens} tokens, counted with and without a space before each word; use at most "
+            f"{MAX_BAD_WORD_TOKENS} per request."
+        )
+    if num_edits > MAX_LOGIT_EDITS:
+        return (
+            f"logit_bias, bad_words and the stop tokens of min_tokens make {num_edits} logit edits; use at most "
+            f"{MAX_LOGIT_EDITS} per request."
+        )
+    return None
 
 
 def _not_serializable(params: Mapping[str, object]) -> str | None:
@@ -46,11 +60,8 @@ def _not_serializable(params: Mapping[str, object]) -> str | None:
     return None
 
 
-def unsupported_request(
-    params: SamplingParams, *, fixed_tables: bool, prompt: Mapping[str, Any] = _NO_PROMPT
-) -> str | None:
-    """Why a request cannot be served, or None. `fixed_tables`: the device's graphs have room for MAX_LOGIT_EDITS.
-    `prompt`: as vLLM's renderer leaves it."""
+def unsupported_request(params: SamplingParams, *, prompt: Mapping[str, Any] = _NO_PROMPT) -> str | None:
+    """Why a request cannot be served, or None. `prompt`: as vLLM's renderer leaves it."""
     fields = {name: value for name in params.__struct_fields__ if (value := getattr(params, name)) is not None}
     if reason := _not_serializable(fields | {"cache_salt": prompt.get("cache_salt")}):
         return reason
@@ -58,7 +69,7 @@ def unsupported_request(
         return "prompt_embeds are not supported beside images, video and sound; leave one of them out."
     if "prompt_embeds" in prompt and params.prompt_logprobs is not None:
         return "There are no prompt_logprobs of embeddings; leave prompt_logprobs out."
-    if fixed_tables and (reason := _too_many_logit_edits(params)):
+    if reason := too_many_logit_edits(params):
         return reason
     if params.thinking_token_budget is not None:
         return "thinking_token_budget is not supported by this platform; leave it out."

@@ -318,7 +318,6 @@ class ModelRunner:
         if self.pooling is not None:
             self.pooling.apply(self.requests)
             return
-        self.sampling.logit_edits.forget(self.requests.freed_rows)
         for request in self.requests.admitted:
             self.sampling.admit(request)
         if self.drafting is not None:

@@ -7,108 +7,106 @@ from typing import TYPE_CHECKING, NamedTuple
 
 import numpy as np
 import torch
-from vllm.logger import init_logger
+
+from vllm_gaudi_spec.config import MAX_BAD_WORD_TOKENS, MAX_LOGIT_EDITS
 
 if TYPE_CHECKING:
+    from vllm.sampling_params import SamplingParams
+
     from vllm_gaudi_spec.devices.base import DeviceBackend
     from vllm_gaudi_spec.records import Request
 
-logger = init_logger(__name__)
-
 _ALWAYS = np.iinfo(np.int32).max
-_ANY = -1
+ANY_TOKEN = -1
+_MULTIPLE = 8
+"""Tables that are not of full size have a multiple of so many columns."""
 
 
-class _Edit(NamedTuple):
-    token: int
-    bias: float
-    until: int = _ALWAYS
-    prefix: tuple[int, ...] = ()
+class EditTables(NamedTuple):
+    """The edits of B rows on the device: N edits a row, and P prefix tokens for all of them."""
+
+    edits_B2N: torch.Tensor
+    """int32: the token, and the number of outputs until which the edit applies. Unused ones never apply."""
+    bias_BN: torch.Tensor
+    """float32."""
+    prefix_B3P: torch.Tensor
+    """int32: a token, how many outputs it is before the newest one, and the index of its edit. Unused ones are
+    ANY_TOKEN."""
+
+    def at(self, row_N: torch.Tensor) -> EditTables:
+        return EditTables(*(table.index_select(0, row_N) for table in self))
+
+
+class _RowEdits(NamedTuple):
+    """One row of `EditTables`, without unused columns."""
+
+    edits_2N: np.ndarray
+    bias_N: np.ndarray
+    prefix_3P: np.ndarray
 
 
 class LogitEdits:
-    """N edits a row with prefixes of M tokens. Unused entries add 0 to token 0."""
+    """The edits of the requests that have a row."""
 
-    def __init__(self, max_rows: int, num_edits: int, prefix_len: int) -> None:
-        self._rows = max_rows + 1
-        self._usual = num_edits, prefix_len
-        self._needed = np.zeros((self._rows, 2), dtype=np.int64)
-        """By row: how many edits its newest request has, and the longest prefix."""
-        self._allocate(num_edits, prefix_len)
-
-    def _allocate(self, num_edits: int, prefix_len: int) -> None:
-        self._token = np.zeros((self._rows, num_edits), dtype=np.int32)
-        self._bias = np.zeros((self._rows, num_edits), dtype=np.float32)
-        self._until = np.full((self._rows, num_edits), _ALWAYS, dtype=np.int32)
-        self._prefix = np.full((self._rows, num_edits, prefix_len), _ANY, dtype=np.int32)
-
-    @property
-    def shape(self) -> tuple[int, ...]:
-        """Edits a row and tokens a prefix: more than usual only while a request with more has a row."""
-        return self._prefix.shape[1:]
+    def __init__(self, *, has_fixed_shapes: bool) -> None:
+        """`has_fixed_shapes`: tables have room for the largest request, whatever those of a batch need."""
+        self._has_fixed_shapes = has_fixed_shapes
+        self._by_row: dict[int, _RowEdits] = {}
 
     def admit(self, request: Request) -> bool:
-        """Write a request's edits into its row; False when it has none."""
-        edits = _edits_of(request)
-        row = request.row
-        self._needed[row] = len(edits), max((len(edit.prefix) for edit in edits), default=0)
-        self._fit()
-        self._token[row], self._bias[row], self._until[row], self._prefix[row] = 0, 0.0, _ALWAYS, _ANY
-        for index, edit in enumerate(edits):
-            self._token[row, index], self._bias[row, index], self._until[row, index] = (
-                edit.token,
-                edit.bias,
-                edit.until,
+        """Keep the edits of a request's row; False when it has none."""
+        self._by_row.pop(request.row, None)
+        num_edits, num_tokens = count_edits(request.params)
+        if num_edits > MAX_LOGIT_EDITS or num_tokens > MAX_BAD_WORD_TOKENS:
+            raise ValueError(
+                f"Request {request.req_id} has {num_edits} logit edits, and {num_tokens} tokens in bad words; "
+                f"vLLM's front end should have refused more than {MAX_LOGIT_EDITS} and {MAX_BAD_WORD_TOKENS}."
             )
-            if edit.prefix:
-                self._prefix[row, index, -len(edit.prefix) :] = edit.prefix
-        return bool(edits)
+        if num_edits:
+            self._by_row[request.row] = _edits_of(request.params)
+        return bool(num_edits)
 
-    def forget(self, rows: list[int]) -> None:
-        """Rows that lost their request."""
-        if rows:
-            self._needed[rows] = 0
-            self._fit()
-
-    def _fit(self) -> None:
-        """Rare: a longer list than usual changes the shapes of the branch that has edits. They change back, to those
-        whose graphs warm-up made."""
-        size = tuple(_grown(usual, needed) for usual, needed in zip(self._usual, self._needed.max(0), strict=True))
-        if size == self.shape:
-            return
-        logger.info("There are %d logit edits a request now, with prefixes of %d tokens.", *size)
-        old = (self._token, self._bias, self._until, self._prefix)
-        width, length = map(min, size, self.shape)
-        self._allocate(*size)
-        # What is cut off is unused, or of a row without a request.
-        for new, values in zip((self._token, self._bias, self._until), old[:3], strict=True):
-            new[:, :width] = values[:, :width]
-        self._prefix[:, :width, size[1] - length :] = old[3][:, :width, old[3].shape[2] - length :]
-
-    def gather(
-        self, rows_np: np.ndarray, backend: DeviceBackend
-    ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]:
-        """Token, bias, until [B, N] and prefix [B, N, M] of a batch, on the device."""
-        token, bias, until, prefix = (
-            backend.memory.upload(torch.from_numpy(table[rows_np]))
-            for table in (self._token, self._bias, self._until, self._prefix)
-        )
-        return token, bias, until, prefix
+    def gather(self, rows_np: np.ndarray, backend: DeviceBackend) -> EditTables:
+        """Build the tables of a batch's rows on the device."""
+        members = {index: self._by_row[row] for index, row in enumerate(rows_np.tolist()) if row in self._by_row}
+        num_edits, num_prefix = MAX_LOGIT_EDITS, MAX_BAD_WORD_TOKENS
+        if not self._has_fixed_shapes:
+            num_edits = _round_up(max((row.bias_N.size for row in members.values()), default=0))
+            num_prefix = _round_up(max((row.prefix_3P.shape[1] for row in members.values()), default=0))
+        edits = np.zeros((len(rows_np), 2, num_edits), dtype=np.int32)
+        bias = np.zeros((len(rows_np), num_edits), dtype=np.float32)
+        prefix = np.zeros((len(rows_np), 3, num_prefix), dtype=np.int32)
+        prefix[:, 0] = ANY_TOKEN
+        for index, row in members.items():
+            edits[index, :, : row.bias_N.size], bias[index, : row.bias_N.size] = row.edits_2N, row.bias_N
+            prefix[index, :, : row.prefix_3P.shape[1]] = row.prefix_3P
+        return EditTables(*(backend.memory.upload(torch.from_numpy(table)) for table in (edits, bias, prefix)))
 
 
-def _grown(size: int, needed: int) -> int:
-    while size < needed:
-        size *= 2
-    return size
+def count_edits(params: SamplingParams) -> tuple[int, int]:
+    """Return the number of a request's edits, and of the tokens in its bad words."""
+    bad_words = params.bad_words_token_ids or ()
+    num_stops = len(params.all_stop_token_ids) if params.min_tokens else 0
+    return len(params.logit_bias or ()) + len(bad_words) + num_stops, sum(map(len, bad_words))
 
 
-def _edits_of(request: Request) -> list[_Edit]:
-    params = request.params
-    edits = [_Edit(int(token), float(bias)) for token, bias in (params.logit_bias or {}).items()]
-    for bad_word in params.bad_words_token_ids or ():
-        edits.append(_Edit(bad_word[-1], -np.inf, prefix=tuple(bad_word[:-1])))
+def _edits_of(params: SamplingParams) -> _RowEdits:
+    edits = [(int(token), _ALWAYS, float(bias)) for token, bias in (params.logit_bias or {}).items()]
+    prefix: list[tuple[int, int, int]] = []
+    for *before, token in params.bad_words_token_ids or ():
+        prefix += [(other, len(before) - 1 - index, len(edits)) for index, other in enumerate(before)]
+        edits.append((token, _ALWAYS, -np.inf))
     if params.min_tokens:
         # Negative: not where a grammar leaves nothing else.
         until = params.min_tokens if params.structured_outputs is None else -params.min_tokens
-        edits += [_Edit(token, -np.inf, until=until) for token in sorted(params.all_stop_token_ids)]
-    return edits
+        edits += [(token, until, -np.inf) for token in sorted(params.all_stop_token_ids)]
+    tokens, untils, biases = zip(*edits, strict=True)
+    return _RowEdits(
+        np.array((tokens, untils), dtype=np.int32),
+        np.array(biases, dtype=np.float32),
+        np.array(prefix, dtype=np.int32).reshape(-1, 3).T,
+    )
+
+
+def _round_up(size: int) -> int:
+    return -(-max(size, 1) // _MULTIPLE) * _MULTIPLE

@@ -6,7 +6,14 @@ view of what the output matrix returned, and a captured graph on a Gaudi takes n
 
 from __future__ import annotations
 
+from typing import TYPE_CHECKING
+
 import torch
+
+from vllm_gaudi_spec.sampling.logit_edits import ANY_TOKEN
+
+if TYPE_CHECKING:
+    from vllm_gaudi_spec.sampling.logit_edits import EditTables
 
 NEG_INF = float("-inf")
 
@@ -21,23 +28,22 @@ def apply_bitmask(logits_BQV: torch.Tensor, bitmask_BQW: torch.Tensor) -> torch.
 
 
 def apply_logit_edits(
-    logits_BQV: torch.Tensor,
-    token_BN: torch.Tensor,
-    bias_BN: torch.Tensor,
-    until_BN: torch.Tensor,
-    prefix_BNM: torch.Tensor,
-    recent_BQM: torch.Tensor,
-    num_outputs_BQ: torch.Tensor,
+    logits_BQV: torch.Tensor, tables: EditTables, recent_BQP: torch.Tensor, num_outputs_BQ: torch.Tensor
 ) -> torch.Tensor:
-    """Add `bias` to a token while fewer than |`until`| tokens are out and the last M outputs match `prefix`.
+    """Add each edit's bias to its token while fewer than |`until`| tokens are out and its whole prefix matches.
 
-    -1 in a prefix matches anything. Logit bias, bad words and min-tokens are all logit edits of this kind. Those of a
-    negative `until` are left out at a position where they would leave no token.
+    `recent_BQP`: the output token that each prefix token is compared with. Logit bias, bad words and min-tokens are all
+    logit edits of this kind. Those of a negative `until` are left out at a position where they would leave no token.
     """
-    prefix = prefix_BNM[:, None]
-    matches = ((prefix == recent_BQM[:, :, None]) | (prefix == -1)).all(-1)
-    active = matches & (num_outputs_BQ[..., None] < until_BN[:, None].abs())
-    added = torch.where(active, bias_BN[:, None], 0.0)
+    token_BN, until_BN = tables.edits_B2N.unbind(1)
+    prefix_BP, _, edit_BP = tables.prefix_B3P.unbind(1)
+    differs_BQP = (recent_BQP != prefix_BP[:, None]) & (prefix_BP != ANY_TOKEN)[:, None]
+    shape_BQN = (*num_outputs_BQ.shape, token_BN.shape[1])
+    num_different_BQN = torch.zeros(shape_BQN, device=logits_BQV.device).scatter_add(
+        -1, edit_BP[:, None].expand_as(recent_BQP).long(), differs_BQP.float()
+    )
+    active = (num_different_BQN == 0) & (num_outputs_BQ[..., None] < until_BN[:, None].abs())
+    added = torch.where(active, tables.bias_BN[:, None], 0.0)
     index = token_BN[:, None].expand_as(added).long()
     yields = until_BN[:, None] < 0
     without_BQV = logits_BQV.scatter_add(-1, index, torch.where(yields, 0.0, added))

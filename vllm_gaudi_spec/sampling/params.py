@@ -9,8 +9,7 @@ from typing import TYPE_CHECKING, NamedTuple
 import numpy as np
 import torch
 
-from vllm_gaudi_spec.config import EDIT_PREFIX, MAX_EDIT_PREFIX, MAX_LOGIT_EDITS, NUM_LOGIT_EDITS
-from vllm_gaudi_spec.sampling.logit_edits import LogitEdits
+from vllm_gaudi_spec.sampling.logit_edits import EditTables, LogitEdits
 
 if TYPE_CHECKING:
     from vllm.sampling_params import SamplingParams
@@ -212,7 +211,7 @@ class SamplingInputs(NamedTuple):
     bounds_2B: torch.Tensor | None = None
     """int32: drafts that a row's grammar allows, and 1 for rows without a grammar; None if no row has one."""
     allowed_B1W: torch.Tensor | None = None
-    logit_edits: tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor] | None = None
+    logit_edits: EditTables | None = None
     scored_ids_BE: torch.Tensor | None = None
 
     @property
@@ -257,7 +256,7 @@ class SamplingInputs(NamedTuple):
             ints_B4=self.ints_B4.index_select(0, row_N),
             bounds_2B=None,  # rows have drafts, positions do not
             allowed_B1W=of_rows(self.allowed_B1W),
-            logit_edits=self.logit_edits and tuple(table.index_select(0, row_N) for table in self.logit_edits),
+            logit_edits=self.logit_edits and self.logit_edits.at(row_N),
             scored_ids_BE=of_rows(self.scored_ids_BE),
         )
 
@@ -290,8 +289,7 @@ class Sampling:
         self._ints_np[:, 0] = vocab_size
         self._branches_np = np.zeros((max_rows + 1, len(Branch._fields)), dtype=np.int32)
         self._allowed_np: dict[int, np.ndarray] = {}
-        fixed = (MAX_LOGIT_EDITS, MAX_EDIT_PREFIX) if backend.traits.captures else (NUM_LOGIT_EDITS, EDIT_PREFIX)
-        self.logit_edits = LogitEdits(max_rows, *fixed)
+        self._logit_edits = LogitEdits(has_fixed_shapes=backend.traits.captures)
         self.mask_words = -(-vocab_size // 32)
 
     def admit(self, request: Request) -> None:
@@ -312,7 +310,7 @@ class Sampling:
             min_p=random and params.min_p > 0,
             top_k=listed,
             top_p=self._top_p_kind(listed) if random and params.top_p < 1 else 0,
-            edited=self.logit_edits.admit(request),
+            edited=self._logit_edits.admit(request),
             masked=row in self._allowed_np,
             penalized=bool(params.presence_penalty or params.frequency_penalty or params.repetition_penalty != 1),
             scored=_fit(_SCORED_COUNTS, len(params.logprob_token_ids or ())),
@@ -376,7 +374,7 @@ class Sampling:
             grammar_BQW=self._grammar_masks(batch, grammars) if constrained else None,
             bounds_2B=self._bounds(batch, grammars) if constrained else None,
             allowed_B1W=self._allowed(batch) if branch.masked else None,
-            logit_edits=self.logit_edits.gather(batch.rows_np, self.backend) if branch.edited else None,
+            logit_edits=self._logit_edits.gather(batch.rows_np, self.backend) if branch.edited else None,
             scored_ids_BE=self._scored_ids(batch, branch.scored) if branch.scored else None,
         )
 
@@ -421,7 +419,7 @@ class Sampling:
 
     def signature(self, shape: SampleShape, branch: Branch) -> Hashable:
         """What the graph of a sampling pass depends on."""
-        return (*shape, branch, self.logit_edits.shape if branch.edited else None)
+        return (*shape, branch)
 
     def branches(self) -> Iterator[Branch]:
         if self.backend.traits.compiles:

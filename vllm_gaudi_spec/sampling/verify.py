@@ -260,7 +260,7 @@ def _process(
     if branch.edited:
         assert inputs.logit_edits is not None
         recent, num_outputs = recent_outputs(requests, rows_B, positions_BQ, inputs)
-        logits_BQV = edit.apply_logit_edits(logits_BQV, *inputs.logit_edits, recent, num_outputs)
+        logits_BQV = edit.apply_logit_edits(logits_BQV, inputs.logit_edits, recent, num_outputs)
     if custom is not None:
         custom.apply(logits_BQV, rows_B, argmax_invariant=False)
     if branch.penalized:
@@ -319,12 +319,11 @@ def _logprobs(
 def recent_outputs(
     requests: Requests, rows_B: torch.Tensor, positions_BQ: torch.Tensor, inputs: SamplingInputs
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """The last M output tokens up to each position, newest last ([B, Q, M], -2 before the output), and their number."""
+    """The output token that each prefix token of an edit is compared with ([B, Q, P], -2 where that is before the
+    output), and the number of outputs."""
     assert inputs.logit_edits is not None
-    num_recent = inputs.logit_edits[3].shape[-1]
-    back = torch.arange(num_recent - 1, -1, -1, dtype=torch.int32, device=rows_B.device)
-    recent_BQM = positions_BQ[..., None] - back
-    tokens = requests.tokens_at(rows_B, recent_BQM.clamp(min=0))
-    is_output = recent_BQM >= inputs.prompt_len_B[:, None, None]
+    recent_BQP = positions_BQ[..., None] - inputs.logit_edits.prefix_B3P[:, None, 1]
+    tokens = requests.tokens_at(rows_B, recent_BQP.clamp(min=0))
+    is_output = recent_BQP >= inputs.prompt_len_B[:, None, None]
     num_outputs = positions_BQ + 1 - inputs.prompt_len_B[:, None]
     return torch.where(is_output, tokens, -2), num_outputs

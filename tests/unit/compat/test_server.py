@@ -22,18 +22,21 @@ from vllm.entrypoints.launchers import launcher
 from vllm.entrypoints.launchers.api_server import entry
 from vllm.entrypoints.openai.models.serving import OpenAIServingModels
 from vllm.entrypoints.serve.lora.protocol import LoadLoRAAdapterRequest
-from vllm.exceptions import LoRAAdapterNotFoundError
+from vllm.exceptions import LoRAAdapterNotFoundError, VLLMValidationError
 from vllm.multimodal.media import AudioMediaIO, ImageMediaIO, VideoMediaIO
+from vllm.sampling_params import SamplingParams
 from vllm.utils.counter import AtomicCounter
 from vllm.v1.engine import core as engine_core
 from vllm.v1.engine.core_client import SyncMPClient
 from vllm.v1.engine.exceptions import EngineDeadError
+from vllm.v1.engine.input_processor import InputProcessor
 from vllm.v1.engine.utils import CoreEngineProcManager
 
 from tests.support.processes import still_alive
 from tests.support.videos import video
 from vllm_gaudi_spec import compat, config
 from vllm_gaudi_spec.compat import server
+from vllm_gaudi_spec.refusals import too_many_logit_edits
 
 
 def test_only_rocm_lets_its_engine_finish_by_default() -> None:
@@ -266,6 +269,30 @@ def test_upstream_still_reads_an_adapter_in_place_for_each_request() -> None:
         compat.mend_adapter_loading()
         _, adapters = asyncio.run(_answer_and_adapters(None, load_inplace=True))
         assert not adapters["name"].load_inplace
+
+
+def test_upstream_still_takes_bad_words_of_any_number_of_tokens() -> None:
+    """Fails when `update_from_tokenizer` has a limit: then `refuse_tokenized_params` can go."""
+
+    class Tokenizer:
+        max_token_id = 9
+
+        def encode(self, text: str, *, add_special_tokens: bool) -> list[int]:
+            return [1] * len(text.strip())
+
+    params = SamplingParams(bad_words=["x" * (config.MAX_BAD_WORD_TOKENS + 1)])
+    with pytest.MonkeyPatch.context() as patch:
+        tokenize = SamplingParams.update_from_tokenizer
+        patch.setattr(SamplingParams, "update_from_tokenizer", inspect.unwrap(tokenize))
+        params.update_from_tokenizer(Tokenizer())  # type: ignore[arg-type]
+        assert params.bad_words_token_ids
+        compat.refuse_tokenized_params(too_many_logit_edits)
+        with pytest.raises(VLLMValidationError, match="have 1025 tokens"):
+            params.update_from_tokenizer(Tokenizer())  # type: ignore[arg-type]
+        SamplingParams(bad_words=["x"]).update_from_tokenizer(Tokenizer())  # type: ignore[arg-type]
+    process = inspect.getsource(InputProcessor.process_inputs)
+    steps = ["current_platform.validate_request(", ".update_from_generation_config(", ".update_from_tokenizer("]
+    assert sorted(steps, key=process.index) == steps
 
 
 def huge_image() -> bytes:

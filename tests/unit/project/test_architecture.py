@@ -79,7 +79,7 @@ MAY_IMPORT = {
     "refusals": {
         *("devices.base", "config", "environment", "drafting.table", "quantization.checkpoint", "quantization.config"),
         *("quantization.dequantized", "quantization.fingerprint", "quantization.formats", "quantization.kv_scheme"),
-        *("recurrent.table", "refusals", "sampling.rules.table"),
+        *("recurrent.table", "refusals", "sampling.logit_edits", "sampling.rules.table"),
     },
     "compat": {"compat", "config", "drafting.table", "environment", "sampling.rules.table", "scheduling", "versions"},
     "quantization": {

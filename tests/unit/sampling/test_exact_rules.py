@@ -21,6 +21,7 @@ from tests.support.verify_cases import counted, loop_tokens, random_case
 from vllm_gaudi_spec.sampling import logits as edit
 from vllm_gaudi_spec.sampling import stop
 from vllm_gaudi_spec.sampling.filters import filter_logits
+from vllm_gaudi_spec.sampling.logit_edits import EditTables
 from vllm_gaudi_spec.sampling.noise import Stream
 from vllm_gaudi_spec.sampling.rules import block, standard, strict
 
@@ -243,19 +244,13 @@ def filtered(table: Table, top_k: int | None = None, top_p: float = torch.inf, m
 def biased(table: Table) -> Table:
     """Logit bias for two tokens, and one bad word."""
     values, rows = table.logits_CV.clone()[:, None], len(table.logits_CV)
-    tokens = torch.tensor([[0, 1, 2]], dtype=torch.int32).expand(rows, 3)
-    added = torch.tensor([[2.5, -3.0, -torch.inf]]).expand(rows, 3)
-    return Table(
-        edit.apply_logit_edits(
-            values,
-            tokens,
-            added,
-            torch.full((rows, 3), 10**6, dtype=torch.int32),
-            torch.full((rows, 3, 1), -1, dtype=torch.int32),
-            torch.zeros(rows, 1, 1, dtype=torch.int32),
-            torch.zeros(rows, 1, dtype=torch.int32),
-        ).squeeze(1)
+    tables = EditTables(
+        edits_B2N=torch.tensor([[[0, 1, 2], [10**6] * 3]], dtype=torch.int32).expand(rows, 2, 3),
+        bias_BN=torch.tensor([[2.5, -3.0, -torch.inf]]).expand(rows, 3),
+        prefix_B3P=torch.tensor([[[-1], [0], [0]]], dtype=torch.int32).expand(rows, 3, 1),
     )
+    no_outputs = torch.zeros(rows, 1, dtype=torch.int32)
+    return Table(edit.apply_logit_edits(values, tables, no_outputs[..., None], no_outputs).squeeze(1))
 
 
 def penalized(table: Table) -> Table:

@@ -2,90 +2,128 @@
 
 from __future__ import annotations
 
+from types import SimpleNamespace
+from typing import Any
+
 import numpy as np
 import pytest
+import torch
 from vllm.sampling_params import SamplingParams, StructuredOutputsParams
+from vllm.v1.sample.ops.bad_words import apply_bad_words
 
 from tests.support.fakes import HostBackend
+from vllm_gaudi_spec.config import MAX_BAD_WORD_TOKENS, MAX_LOGIT_EDITS
 from vllm_gaudi_spec.records import Request
-from vllm_gaudi_spec.sampling.logit_edits import LogitEdits
+from vllm_gaudi_spec.sampling.logit_edits import ANY_TOKEN, EditTables, LogitEdits
+from vllm_gaudi_spec.sampling.logits import apply_logit_edits
+from vllm_gaudi_spec.sampling.verify import recent_outputs
 
 
-def request(row: int, **params: object) -> Request:
-    sampling = SamplingParams(**params)  # type: ignore[arg-type]
+def request(row: int, bad_words: list[list[int]] | None = None, **params: Any) -> Request:
+    sampling = SamplingParams(**params)
+    sampling._bad_words_token_ids = bad_words
     return Request(req_id="a", params=sampling, seed_words=(0, 0), prompt=[1], row=row)
 
 
-def gathered(edits: LogitEdits, row: int) -> list[np.ndarray]:
-    return [tensor[0].numpy() for tensor in edits.gather(np.array([row]), HostBackend())]  # type: ignore[arg-type]
+def gather(edits: LogitEdits, *rows: int) -> EditTables:
+    return edits.gather(np.array(rows), HostBackend())  # type: ignore[arg-type]
 
 
 def test_no_logit_edits() -> None:
-    assert not LogitEdits(2, num_edits=64, prefix_len=8).admit(request(0))
+    assert not LogitEdits(has_fixed_shapes=False).admit(request(0))
 
 
 def test_each_kind() -> None:
-    edits = LogitEdits(2, num_edits=64, prefix_len=8)
-    asked = request(1, logit_bias={3: 1.5}, min_tokens=4, stop_token_ids=[9, 8])
-    asked.params._bad_words_token_ids = [[5], [6, 7]]
-    assert edits.admit(asked)
-    token, bias, until, prefix = gathered(edits, 1)
-    assert token[:5].tolist() == [3, 5, 7, 8, 9]
-    assert bias[:5].tolist() == [1.5, -np.inf, -np.inf, -np.inf, -np.inf]
-    assert (until[:3] > 10**9).all()
-    assert until[3:5].tolist() == [4, 4]
-    assert prefix[1].tolist() == [-1] * 8
-    assert prefix[2].tolist() == [-1] * 7 + [6]
-    assert not bias[5:].any()
+    edits = LogitEdits(has_fixed_shapes=False)
+    assert edits.admit(request(1, [[5], [6, 4, 7]], logit_bias={3: 1.5}, min_tokens=4, stop_token_ids=[9, 8]))
+    tables = gather(edits, 1)
+    (token, until), bias = tables.edits_B2N[0].tolist(), tables.bias_BN[0]
+    assert token[:5] == [3, 5, 7, 8, 9]
+    assert bias.tolist() == [1.5, -np.inf, -np.inf, -np.inf, -np.inf, 0, 0, 0]
+    assert min(until[:3]) > 10**9
+    assert until[3:5] == [4, 4]
+    assert tables.prefix_B3P[0, :, :2].tolist() == [[6, 4], [1, 0], [2, 2]]
+    assert set(tables.prefix_B3P[0, 0, 2:].tolist()) == {ANY_TOKEN}
 
 
 def test_a_row_forgets_its_last_request() -> None:
-    edits = LogitEdits(2, num_edits=64, prefix_len=8)
+    edits = LogitEdits(has_fixed_shapes=False)
     edits.admit(request(0, logit_bias={3: 1.5}))
     edits.admit(request(0))
-    assert not gathered(edits, 0)[1].any()
+    assert not gather(edits, 0).bias_BN.any()
 
 
 def test_min_tokens_yields_to_a_grammar() -> None:
-    edits = LogitEdits(2, num_edits=4, prefix_len=1)
+    edits = LogitEdits(has_fixed_shapes=False)
     grammar = StructuredOutputsParams(choice=["a"])
     edits.admit(request(0, min_tokens=4, stop_token_ids=[9], structured_outputs=grammar))
-    assert gathered(edits, 0)[2][0] == -4
+    assert gather(edits, 0).edits_B2N[0, 1, 0] == -4
 
 
-def test_a_long_bad_word_leaves_the_usual_shape() -> None:
-    edits = LogitEdits(2, num_edits=2, prefix_len=1)
-    stays, long = request(1), request(0)
-    stays.params._bad_words_token_ids, long.params._bad_words_token_ids = [[6, 7]], [[1, 2, 3, 4]]
-    edits.admit(stays)
-    edits.admit(long)
-    assert edits.shape == (2, 4)
-    edits.admit(request(0))
-    assert edits.shape == (2, 1)
-    assert gathered(edits, 1)[3][0].tolist() == [6]
+LARGEST: dict[str, Any] = dict(
+    bad_words=[[1] * (MAX_BAD_WORD_TOKENS - 1), [2]], logit_bias=dict.fromkeys(range(MAX_LOGIT_EDITS - 2), 1)
+)
 
 
-def test_a_long_bad_word_ends_with_its_request() -> None:
-    edits = LogitEdits(2, num_edits=2, prefix_len=1)
-    long, stays = request(0), request(1)
-    long.params._bad_words_token_ids, stays.params._bad_words_token_ids = [[1, 2, 3, 4]], [[6, 7]]
-    edits.admit(long)
-    edits.admit(stays)
-    edits.forget([0])
-    assert edits.shape == (2, 1)
-    assert gathered(edits, 1)[3][0].tolist() == [6]
+@pytest.mark.parametrize("has_fixed_shapes", [True, False])
+def test_the_largest_request_changes_nothing_of_others_and_no_shape_of_a_graph(has_fixed_shapes: bool) -> None:
+    edits = LogitEdits(has_fixed_shapes=has_fixed_shapes)
+    edits.admit(request(0, [[6, 7]]))
+    without = gather(edits, 0, 1)
+    edits.admit(request(1, **LARGEST))
+    largest = gather(edits, 0, 1)
+    rows, edited, prefix = 2, MAX_LOGIT_EDITS, MAX_BAD_WORD_TOKENS
+    assert [table.shape for table in largest] == [(rows, 2, edited), (rows, edited), (rows, 3, prefix)]
+    edits.admit(request(1))
+    for before, during, after in zip(without, largest, gather(edits, 0, 1), strict=True):
+        assert (before.shape == during.shape) == has_fixed_shapes
+        assert torch.equal(before[0], during[0, ..., : before.shape[-1]])
+        assert torch.equal(before, after)
 
 
-@pytest.mark.parametrize("row", [0, 1])
-def test_growing_keeps_what_others_wrote(row: int) -> None:
-    edits = LogitEdits(2, num_edits=2, prefix_len=1)
-    first = request(0, logit_bias={3: 1.5})
-    first.params._bad_words_token_ids = [[6, 7]]
-    edits.admit(first)
-    second = request(1, logit_bias=dict.fromkeys(range(5), 1.0))
-    second.params._bad_words_token_ids = [[1, 2, 3, 4]]
-    edits.admit(second)
-    token, _, _, prefix = gathered(edits, row)
-    assert token[:2].tolist() == ([3, 7] if row == 0 else [0, 1])
-    assert prefix.shape == (8, 4)
-    assert prefix[1 if row == 0 else 5].tolist() == ([-1, -1, -1, 6] if row == 0 else [-1, 1, 2, 3])
+@pytest.mark.parametrize(
+    "params",
+    [
+        dict(logit_bias=dict.fromkeys(range(MAX_LOGIT_EDITS + 1), 1)),
+        dict(bad_words=[[1] * (MAX_BAD_WORD_TOKENS + 1)]),
+    ],
+)
+def test_a_request_that_the_front_end_should_have_refused_leaves_nothing(params: dict[str, Any]) -> None:
+    edits = LogitEdits(has_fixed_shapes=False)
+    with pytest.raises(ValueError, match="front end should have refused"):
+        edits.admit(request(0, **params))
+    assert not gather(edits, 0).bias_BN.any()
+
+
+@pytest.mark.parametrize("seed", range(20))
+def test_bad_words_are_those_of_upstream(seed: int) -> None:
+    """At each position of a verify step, whose drafts count as outputs, over few tokens so that prefixes match."""
+    vocab, queries, generator = 6, 4, np.random.default_rng(seed)
+    lengths = [(3, 0), (1, 1), (2, 9), (5, 30)]  # of each row's prompt and output, without drafts
+    history = [generator.integers(3, size=sum(length) + queries).tolist() for length in lengths]
+    words = [
+        [generator.integers(3, size=generator.integers(1, 8)).tolist() for _ in range(generator.integers(1, 30))]
+        for _ in lengths
+    ]
+    edits = LogitEdits(has_fixed_shapes=seed % 2 == 0)
+    for row, bad_words in enumerate(words):
+        edits.admit(request(row, bad_words))
+    newest = [sum(length) - 1 for length in lengths]
+    positions_BQ = torch.tensor(newest, dtype=torch.int32)[:, None] + torch.arange(queries, dtype=torch.int32)
+    tables, prompt_len_B = gather(edits, *range(len(words))), torch.tensor([prompt for prompt, _ in lengths])
+
+    def tokens_at(rows_B: torch.Tensor, at_BQP: torch.Tensor) -> torch.Tensor:
+        found = [np.take(history[row], at_QP) for row, at_QP in zip(rows_B, at_BQP, strict=True)]
+        return torch.from_numpy(np.stack(found)).int()
+
+    requests: Any = SimpleNamespace(tokens_at=tokens_at)
+    inputs: Any = SimpleNamespace(logit_edits=tables, prompt_len_B=prompt_len_B)
+    recent_BQP, num_outputs_BQ = recent_outputs(requests, torch.arange(len(words)), positions_BQ, inputs)
+    logits_BQV = torch.randn(len(words), queries, vocab)
+    expected_BQV = logits_BQV.clone()
+    for query in range(queries):
+        ends = [last + 1 + query for last in newest]
+        outputs = [line[prompt:end] for line, (prompt, _), end in zip(history, lengths, ends, strict=True)]
+        apply_bad_words(expected_BQV[:, query], dict(enumerate(words)), outputs)
+    assert torch.equal(apply_logit_edits(logits_BQV, tables, recent_BQP, num_outputs_BQ), expected_BQV)
+    assert expected_BQV.isinf().any()

@@ -6,6 +6,7 @@ import torch
 
 from tests.support.reference import sampling as reference
 from vllm_gaudi_spec.sampling import logits as edit
+from vllm_gaudi_spec.sampling.logit_edits import EditTables
 
 VOCAB = 40
 
@@ -59,13 +60,14 @@ def test_bitmask() -> None:
 
 def test_logit_edits_bias_forbid_and_expire() -> None:
     """Token 7 +2 always; token 8 forbidden after (5, 6); token 9 forbidden until two outputs are there."""
-    token = torch.tensor([[7, 8, 9, 0]], dtype=torch.int32)
-    bias = torch.tensor([[2.0, -torch.inf, -torch.inf, 0.0]])
-    until = torch.tensor([[1000, 1000, 2, 1000]], dtype=torch.int32)
-    prefix = torch.tensor([[[-1, -1, -1], [-1, 5, 6], [-1, -1, -1], [-1, -1, -1]]], dtype=torch.int32)
-    recent = torch.tensor([[[-2, -2, 5], [1, 5, 6]]], dtype=torch.int32)
+    tables = EditTables(
+        edits_B2N=torch.tensor([[[7, 8, 9, 0], [1000, 1000, 2, 0]]], dtype=torch.int32),
+        bias_BN=torch.tensor([[2.0, -torch.inf, -torch.inf, 0.0]]),
+        prefix_B3P=torch.tensor([[[5, 6, -1], [1, 0, 0], [1, 1, 0]]], dtype=torch.int32),
+    )
+    recent = torch.tensor([[[-2, 5, 5], [5, 6, 6]]], dtype=torch.int32)
     logits = random_logits(1, 2)
-    result = edit.apply_logit_edits(logits.clone(), token, bias, until, prefix, recent, torch.tensor([[1, 2]]))
+    result = edit.apply_logit_edits(logits.clone(), tables, recent, torch.tensor([[1, 2]]))
     assert torch.allclose(result[0, :, 7], logits[0, :, 7] + 2)
     assert result[0, 0, 8] == logits[0, 0, 8]
     assert result[0, 1, 8] == -torch.inf
@@ -79,12 +81,15 @@ def test_a_stop_token_stays_where_a_grammar_leaves_nothing_else() -> None:
     """Token 9 is held back until three outputs are there. At the first position the grammar leaves only token 9."""
     logits = random_logits(1, 2)
     logits[0, 0, torch.arange(VOCAB) != 9] = -torch.inf
-    token, bias = torch.tensor([[9]], dtype=torch.int32), torch.tensor([[-torch.inf]])
-    prefix, recent = torch.full((1, 1, 1), -1, dtype=torch.int32), torch.full((1, 2, 1), 5, dtype=torch.int32)
 
     def edited(until: int) -> torch.Tensor:
-        until_BN = torch.tensor([[until]], dtype=torch.int32)
-        return edit.apply_logit_edits(logits, token, bias, until_BN, prefix, recent, torch.tensor([[1, 2]]))
+        tables = EditTables(
+            edits_B2N=torch.tensor([[[9], [until]]], dtype=torch.int32),
+            bias_BN=torch.tensor([[-torch.inf]]),
+            prefix_B3P=torch.tensor([[[-1], [0], [0]]], dtype=torch.int32),
+        )
+        recent = torch.full((1, 2, 1), 5, dtype=torch.int32)
+        return edit.apply_logit_edits(logits, tables, recent, torch.tensor([[1, 2]]))
 
     assert kept(edited(-3)[0, 0]) == {9}
     assert kept(edited(-3)[0, 1]) == set(range(VOCAB)) - {9}
