@@ -9,10 +9,11 @@ from __future__ import annotations
 
 import copy
 from collections import deque
-from collections.abc import Callable, Iterable
+from collections.abc import Callable
 from dataclasses import dataclass, field
 from functools import partial
 from typing import TYPE_CHECKING
+from uuid import uuid4
 
 from vllm.logger import init_logger
 from vllm.v1.engine import FinishReason
@@ -45,17 +46,11 @@ logger = init_logger(__name__)
 
 AUDITOR = -1
 """The `client_index` of an audit's requests: no front end has it."""
-_PREFIX = "gaudi-spec-audit-"
 MAX_WAITING = 64
 """Finished requests that wait for idle steps; more are not audited."""
 MAX_STARTS = 8
 """An audit that clients have interrupted so often is given up."""
 _LARGEST_SEED = (1 << 63) - 1
-
-
-def is_audit(req_ids: Iterable[str]) -> bool:
-    """Whether a step is an audit's: it has no request of a client then."""
-    return next(iter(req_ids), "").startswith(_PREFIX)
 
 
 @dataclass(eq=False)
@@ -79,7 +74,7 @@ class Audits:
         self._metrics = step_metrics
         self._tolerance = TIES[vllm_config.model_config.dtype]
         self._max_model_len = vllm_config.model_config.max_model_len
-        self._num_seen = self._num_started = 0
+        self._num_seen = 0
         self._chosen: set[str] = set()
         """Requests of clients that are to be audited when they end."""
         self._waiting: deque[_Audit] = deque()
@@ -228,9 +223,9 @@ class Audits:
     def _run(self, audit: _Audit, jobs: list[Job]) -> int:
         audit.running, audit.results = {}, {}
         for job in jobs:
-            self._num_started += 1
             request = Request(
-                f"{_PREFIX}{self._num_started}",
+                # A client can choose the id of its request, and must not hit this one.
+                f"gaudi-spec-audit-{uuid4().hex}",
                 job.prompt,
                 job.params,
                 None,

@@ -53,6 +53,8 @@ class SpecSchedulerOutput(SchedulerOutput):
     """By request whose recurrent state is to be kept: the slot to be written after them."""
     warms_up: bool = False
     """Whether nobody waits for this step, so that the worker can go on with its warm-up. It computes nothing then."""
+    is_audit: bool = False
+    """For the scheduler, when the step is done: whether the step's requests are an audit's."""
     pace: Pace | None = None
     """For the scheduler, when the step is done; None without pacing."""
 

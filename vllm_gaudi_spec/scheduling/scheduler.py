@@ -24,7 +24,7 @@ from vllm_gaudi_spec.environment import warms_up_in_background
 from vllm_gaudi_spec.recurrent.table import num_snapshots
 from vllm_gaudi_spec.runner.shapes import Shapes
 from vllm_gaudi_spec.scheduling import metrics
-from vllm_gaudi_spec.scheduling.audits import AUDITOR, Audits, is_audit
+from vllm_gaudi_spec.scheduling.audits import AUDITOR, Audits
 from vllm_gaudi_spec.scheduling.counts import DraftCounts
 from vllm_gaudi_spec.scheduling.goodput import Goodput
 from vllm_gaudi_spec.scheduling.health import DrafterHealth
@@ -151,7 +151,11 @@ class _Speculating(Sessions):
         if self._snapshots is not None:
             self._copy_states(self._snapshots, scheduled)
         self._apply_health(scheduled)
-        if self._audits is not None and is_audit(scheduled.num_scheduled_tokens):
+        # An audit shares no step with clients' requests.
+        scheduled.is_audit = any(
+            self.requests[req_id].client_index == AUDITOR for req_id in scheduled.num_scheduled_tokens
+        )
+        if scheduled.is_audit:
             self._skip_drafts(scheduled, metrics.REQUEST)
         self._pace(scheduled)
         return scheduled
@@ -271,8 +275,7 @@ class _Speculating(Sessions):
     def _observe(self, scheduled: SpecSchedulerOutput, output: SpeculativeOutput) -> None:
         if self._lengths is not None:
             self._observe_lengths(self._lengths, output)
-        is_client = self._audits is None or not is_audit(scheduled.num_scheduled_tokens)
-        if self._draft_counts is not None and is_client:
+        if self._draft_counts is not None and not scheduled.is_audit:
             self._draft_counts.observe(self.requests, scheduled, output)
         self._observe_rounds(output.draft_rounds)
         # vLLM counts scheduled drafts, which are padding where a drafter proposed fewer, and nothing but padding with

@@ -308,6 +308,28 @@ def test_metrics_are_those_of_clients(folder: Path) -> None:
     assert figures[0] == figures[1]
 
 
+def test_a_client_cannot_guess_the_id_of_an_audit(folder: Path) -> None:
+    """Results of an aborted audit's last step would otherwise reach a request that has taken its id."""
+    ids = []
+    for _ in range(2):
+        engine = engine_of(folder)
+        engine.add("0", [5, 6, 7], SamplingParams(max_tokens=4, temperature=0))
+        while not engine.scheduler._audits.is_running:
+            engine.step()
+        ids += [name for name in engine.scheduler.requests if name != "0"]
+    assert len({*ids}) == 2
+
+
+def test_a_request_with_the_id_of_an_audit_has_drafts(folder: Path) -> None:
+    counts = []
+    for name in ("0", "gaudi-spec-audit-1"):
+        engine = engine_of(folder)
+        engine.add(name, [5, 6, 7], SamplingParams(max_tokens=20, temperature=0))
+        engine.finish()
+        counts.append(engine.counts)
+    assert counts[0] == counts[1]
+
+
 @pytest.mark.parametrize("kind", [SpecScheduler, SpecAsyncScheduler])
 def test_off_it_costs_nothing(kind: Any, tmp_path: Path) -> None:
     scheduler: Any = scheduler_of(kind, tmp_path)
