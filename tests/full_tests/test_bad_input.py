@@ -60,6 +60,17 @@ COMPLETIONS: list[Case] = [
     ("schema is not JSON", structured(json='{"type": '), ["json"]),
     ("bad regex", structured(regex="(a"), ["regex"]),
     ("bad grammar", structured(grammar="root ::= ("), ["grammar"]),
+    (
+        "choice that is not allowed",
+        structured(choice=["a"]) | dict(allowed_token_ids=[0]),
+        ["structured_outputs", "allowed_token_ids"],
+    ),
+    (
+        "choice of stop tokens",
+        structured(choice=["a"]) | dict(stop_token_ids=[*range(400)]),
+        ["structured_outputs", "stop_token_ids"],
+    ),
+    ("choice of bad words", structured(choice=["a"]) | dict(bad_words=["a"]), ["structured_outputs", "bad_words"]),
     ("no choice", structured(choice=[]), ["choice", "empty"]),
     ("two constraints", structured(choice=["a"], regex="b"), ["one kind"]),
     ("unknown model", dict(model="nope", prompt="hi"), ["nope", "not exist"]),

@@ -37,6 +37,7 @@ from vllm_gaudi_spec.compat.prompt_embeds import refuse_bad_embeds
 from vllm_gaudi_spec.compat.ranks import assign_cpu_experts, ray_workers, tensor_parallel_group
 from vllm_gaudi_spec.compat.server import (
     answer_bad_media,
+    answer_contradictions,
     end_engines_with_their_server,
     end_engines_with_their_threads,
     fail_with_the_engine,
@@ -60,6 +61,7 @@ __all__ = [
     "admit_domain_libraries_of_other_builds",
     "answer_accelerator_calls",
     "answer_bad_media",
+    "answer_contradictions",
     "answer_for_vllm_distribution",
     "apply",
     "apply_to_models",

@@ -247,3 +247,28 @@ def _refuse_bad_media(original: Callable[..., Any], *args: Any, **named: Any) ->
         if isinstance(media[0], np.ndarray) and media[0].dtype.kind == "f" and not (abs(media[0]) <= _LOUDEST).all():
             raise ValueError(f"Failed to load media: a sound has samples beyond {_LOUDEST:.0f}, or not finite.")
     return loaded
+
+
+def answer_contradictions() -> None:
+    """In a server: answer status 400, with the reason, to a request that our scheduler ended because no token satisfies
+    all its constraints.
+
+    Reason: upstream knows only after sampling that a grammar and, for example, allowed_token_ids exclude each other. It
+    ends the request with an error that has no reason, and answers 500.
+    Remove when: upstream answers 400 to a request whose structured output allows none of the tokens that its other
+    constraints allow.
+    """
+    from vllm.v1.engine.output_processor import RequestOutputCollector
+
+    wrap(RequestOutputCollector, "put", _refuse_contradictions)
+
+
+def _refuse_contradictions(original: Callable[..., None], collector: Any, output: Any) -> None:
+    from vllm.exceptions import VLLMValidationError
+
+    for one in getattr(output, "outputs", ()):
+        # Otherwise a stop reason is a token or string that ended the request without an error.
+        if getattr(one, "finish_reason", None) == "error" and isinstance(one.stop_reason, str):
+            output = VLLMValidationError(one.stop_reason)
+            break
+    original(collector, output)

@@ -89,6 +89,7 @@ class SpecPlatform(Platform):
             compat.end_errors_with_their_message()
             compat.mend_adapter_loading()
             compat.answer_bad_media()
+            compat.answer_contradictions()
             compat.fail_with_the_engine()
             accept_dropped_flags(parser)
         refuse_unknown_device()

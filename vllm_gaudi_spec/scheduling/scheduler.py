@@ -37,6 +37,7 @@ from vllm_gaudi_spec.scheduling.snapshots import Snapshots
 if TYPE_CHECKING:
     from vllm.config import VllmConfig
     from vllm.multimodal.inputs import MultiModalFeatureSpec
+    from vllm.sampling_params import SamplingParams
     from vllm.v1.core.kv_cache_manager import KVCacheBlocks
     from vllm.v1.core.sched.output import SchedulerOutput
     from vllm.v1.kv_cache_interface import KVCacheConfig, KVCacheSpec
@@ -358,6 +359,9 @@ class _Speculating(Sessions):
     def _free_request(self, request: Request, delay_free_blocks: bool = False) -> Any:
         if self._audits is not None:
             self._audits.on_ended(request)
+        if request.status == RequestStatus.FINISHED_ERROR and request.use_structured_output:
+            assert request.sampling_params is not None
+            request.stop_reason = _contradiction(request.sampling_params)
         return super()._free_request(request, delay_free_blocks)
 
     def finish_requests(self, request_ids: Any, finished_status: RequestStatus) -> list[Request]:
@@ -436,6 +440,15 @@ def before_a_part(features: list[MultiModalFeatureSpec], num_computed: int, num_
             if num_computed <= last and first < end <= last:
                 return max(0, first - num_computed)
     return num_new
+
+
+def _contradiction(params: SamplingParams) -> str | None:
+    """Return why a request's structured output had no next token: other constraints took every token that it allows.
+    None if the request has no other constraints."""
+    names = ("allowed_token_ids", "bad_words", "stop_token_ids")
+    if others := [name for name in names if getattr(params, name)]:
+        return f"No token satisfies both structured_outputs and {' and '.join(others)}; leave one of them out."
+    return None
 
 
 def _keeps_all(spec: KVCacheSpec) -> bool:

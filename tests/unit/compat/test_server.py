@@ -24,12 +24,14 @@ from vllm.entrypoints.openai.models.serving import OpenAIServingModels
 from vllm.entrypoints.serve.lora.protocol import LoadLoRAAdapterRequest
 from vllm.exceptions import LoRAAdapterNotFoundError, VLLMValidationError
 from vllm.multimodal.media import AudioMediaIO, ImageMediaIO, VideoMediaIO
-from vllm.sampling_params import SamplingParams
+from vllm.outputs import CompletionOutput, RequestOutput
+from vllm.sampling_params import RequestOutputKind, SamplingParams
 from vllm.utils.counter import AtomicCounter
 from vllm.v1.engine import core as engine_core
 from vllm.v1.engine.core_client import SyncMPClient
 from vllm.v1.engine.exceptions import EngineDeadError
 from vllm.v1.engine.input_processor import InputProcessor
+from vllm.v1.engine.output_processor import RequestOutputCollector
 from vllm.v1.engine.utils import CoreEngineProcManager
 
 from tests.support.processes import still_alive
@@ -348,3 +350,26 @@ def test_bad_sounds_are_bad_requests(monkeypatch: pytest.MonkeyPatch) -> None:
             AudioMediaIO().load_bytes(np.array([1.0, bad], np.float32).tobytes())
     sound, _ = AudioMediaIO().load_bytes(np.array([1.0, 2.0], np.float32).tobytes())
     assert sound.tolist() == [1.0, 2.0]
+
+
+def test_a_contradiction_is_a_bad_request() -> None:
+    """Fails when upstream's collector turns an error of the engine into an exception by itself; then
+    `answer_contradictions` may be able to go."""
+
+    def ended(finish_reason: str, stop_reason: str | None) -> RequestOutput:
+        one = CompletionOutput(0, "", [], None, None, finish_reason=finish_reason, stop_reason=stop_reason)
+        return RequestOutput("0", None, [5], None, [one], finished=True)
+
+    def put(output: RequestOutput) -> Any:
+        collector = RequestOutputCollector(RequestOutputKind.FINAL_ONLY, "0")
+        collector.put(output)
+        return collector.output
+
+    refused = ended("error", "No token satisfies both.")
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(RequestOutputCollector, "put", inspect.unwrap(RequestOutputCollector.put))
+        assert put(refused) is refused
+        compat.answer_contradictions()
+        assert isinstance(put(refused), VLLMValidationError)
+        for other in (ended("error", None), ended("stop", "a stop string")):
+            assert put(other) is other
