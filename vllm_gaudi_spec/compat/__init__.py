@@ -31,7 +31,12 @@ from vllm_gaudi_spec.compat.loading import (
     refuse_pickled_weights,
     take_kimi_linear_of_plain_layers,
 )
-from vllm_gaudi_spec.compat.messages import end_errors_with_their_message, quiet_our_scheduler, share_vllm_logging
+from vllm_gaudi_spec.compat.messages import (
+    end_errors_with_their_message,
+    name_the_cause_of_a_failed_start,
+    quiet_our_scheduler,
+    share_vllm_logging,
+)
 from vllm_gaudi_spec.compat.metrics import carry_metrics, list_metrics_of_ours
 from vllm_gaudi_spec.compat.prompt_embeds import refuse_bad_embeds
 from vllm_gaudi_spec.compat.ranks import assign_cpu_experts, ray_workers, tensor_parallel_group
@@ -87,6 +92,7 @@ def apply() -> None:
     """Applies all patches that every vLLM process needs. Idempotent."""
     share_vllm_logging()
     quiet_our_scheduler()
+    name_the_cause_of_a_failed_start()
     let_engine_finish()
     end_engines_with_their_server()
     end_engines_with_their_threads()

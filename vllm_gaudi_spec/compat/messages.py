@@ -4,11 +4,14 @@ from __future__ import annotations
 
 import logging
 import sys
+import tempfile
 from collections.abc import Callable
 from types import TracebackType
+from typing import Any
 
 from vllm_gaudi_spec.compat.patching import wrap
 from vllm_gaudi_spec.config import UnusableInstallationError, in_one_line
+from vllm_gaudi_spec.environment import set_start_failure_file, start_failure_file
 
 
 def share_vllm_logging() -> None:
@@ -78,3 +81,46 @@ def _bound_address(trace: TracebackType | None) -> object:
     while trace is not None and trace.tb_next is not None:
         trace = trace.tb_next
     return None if trace is None else trace.tb_frame.f_locals.get("addr")
+
+
+_FAILED = "failed to start."
+_failure_file: Any = None
+"""Open until the next engine starts, and gone with this process."""
+
+
+def name_the_cause_of_a_failed_start() -> None:
+    """Let a front end whose engine could not start raise the error of the engine or of its worker.
+
+    Reason: that error is in the log of another process, and the front end's own is "See root cause above".
+    Remove when: the error of `wait_for_engine_startup` has the engine's.
+    """
+    from vllm.v1.engine import utils
+
+    wrap(utils.CoreEngineProcManager, "__init__", _start_with_a_failure_file)
+    wrap(utils, "wait_for_engine_startup", _raise_the_cause)
+    for name in ("vllm.v1.engine.core", "vllm.v1.executor.multiproc_executor"):
+        logging.getLogger(name).addFilter(_note_failure)
+
+
+def _start_with_a_failure_file(original: Callable[..., None], manager: Any, *args: Any, **named: Any) -> None:
+    global _failure_file
+    _failure_file = tempfile.NamedTemporaryFile(prefix="vllm_gaudi_spec-")  # noqa: SIM115
+    set_start_failure_file(_failure_file.name)
+    original(manager, *args, **named)
+
+
+def _note_failure(record: logging.LogRecord) -> bool:
+    path = start_failure_file()
+    # A worker is first, and its engine then says only that a worker failed.
+    if record.exc_info and record.exc_info[1] and _FAILED in record.getMessage() and path and not path.stat().st_size:
+        path.write_text(in_one_line(record.exc_info[1]))
+    return True
+
+
+def _raise_the_cause(original: Callable[..., Any], *args: Any, **named: Any) -> Any:
+    try:
+        return original(*args, **named)
+    except RuntimeError as error:
+        if _failure_file is None or not (cause := _failure_file.read().decode()):
+            raise
+        raise RuntimeError(cause) from error

@@ -448,3 +448,18 @@ def kv_cache_space_gib() -> int | None:
     """The size of the KV cache on a CPU, in upstream's older variable."""
     value = KV_CACHE_SPACE.value
     return int(value) if value else None
+
+
+# Not in the table above: a front end tells its engines, which inherit it, and no user sets it.
+_START_FAILURE = "VGS_START_FAILURE"
+
+
+def set_start_failure_file(path: str) -> None:
+    """Let the processes that this one starts write there why they could not start."""
+    os.environ[_START_FAILURE] = path
+
+
+def start_failure_file() -> Path | None:
+    """Return the file that a front end of this process waits for, or None."""
+    path = Path(os.environ.get(_START_FAILURE, ""))
+    return path if path.is_file() else None

@@ -63,3 +63,47 @@ def test_vllm_warns_of_schedulers_that_are_not_ours(monkeypatch: pytest.MonkeyPa
     for name in ("vllm_gaudi_spec.scheduling.scheduler.SpecScheduler", "my.Scheduler"):
         scheduler.logger.warning("Using custom scheduler class %s. Beware.", name)
     assert [record.args for record in noted] == [("my.Scheduler",)]
+
+
+_START = """
+import logging, sys
+from vllm_gaudi_spec import compat
+compat.name_the_cause_of_a_failed_start()
+from vllm.v1.engine import core, utils
+from vllm_gaudi_spec.compat import messages
+
+def engine():
+    for words in WORDS:
+        try:
+            raise ValueError(words)
+        except ValueError:
+            core.logger.exception("EngineCore failed to start.")
+
+messages._start_with_a_failure_file(lambda manager: engine(), None)
+
+def wait():
+    raise RuntimeError("See root cause above.")
+
+messages._raise_the_cause(wait)
+"""
+
+
+@pytest.mark.parametrize(
+    ("words", "expected"),
+    [(["the worker's\nreason", "the engine's"], "the worker's reason"), ([], "See root cause above.")],
+)
+def test_a_failed_start_raises_the_first_error_of_its_engine(words: list[str], expected: str) -> None:
+    code = _START.replace("WORDS", repr(words))
+    result = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=False)
+    assert result.stderr.strip().splitlines()[-1] == f"RuntimeError: {expected}"
+
+
+def test_upstreams_front_end_still_does_not_name_the_cause() -> None:
+    """Fails when it does, or when an engine logs its failure otherwise; then review the patch."""
+    from vllm.v1.engine import core, utils
+    from vllm.v1.executor import multiproc_executor
+
+    assert "See root cause above" in inspect.getsource(inspect.unwrap(utils.wait_for_engine_startup))
+    for module in (core, multiproc_executor):
+        assert 'failed to start.")' in inspect.getsource(module)
+        assert module.logger.name == module.__name__
