@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 
-from tests.full_tests.abuse.folders import hostile_copy, ran
+from tests.full_tests.abuse.folders import HUGE_ID, hostile_copy, ran, with_a_huge_id
 from tests.full_tests.server import last_line, serve_environment
 
 DEEP = "[" * 100_000
@@ -94,7 +94,10 @@ def unknown(cousin: str, tmp_path: Path) -> Path:
 
 
 @pytest.mark.parametrize("every", [7, pytest.param(1, marks=pytest.mark.slow)])
-def test_hostile_starts(every: int, looping_llama: str, pickled: Path, unknown: Path, tmp_path: Path) -> None:
+def test_hostile_starts(
+    every: int, looping_llama: str, cousin: str, pickled: Path, unknown: Path, tmp_path: Path
+) -> None:
+    huge = with_a_huge_id(cousin, tmp_path / "huge")
     cases = [(["--additional-config", given], words) for given, words in ADDITIONAL]
     cases += [(["--additional-config", json.dumps({"gaudi_spec": given})], words) for given, words in OURS]
     cases += [(["--speculative-config", given], words) for given, words in SPECULATIVE]
@@ -102,6 +105,7 @@ def test_hostile_starts(every: int, looping_llama: str, pickled: Path, unknown: 
     cases += [
         (drafting(pickled), ["pickles", "safetensors"]),
         (drafting(pickled, draft_load_config={"load_format": "pt"}), ["pickles", "safetensors"]),
+        (drafting(huge, method="universal_draft"), [str(HUGE_ID), "tokenizer.json"]),
         (drafting(unknown), ["trust_remote_code"]),
         (
             [*drafting(unknown), "--trust-remote-code"],

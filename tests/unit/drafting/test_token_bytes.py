@@ -311,11 +311,13 @@ def test_roles_and_names_of_special_tokens() -> None:
     "template",
     [
         "{% for m in messages %}{{ m.role }}\n{{ m.content }}<|end|>\n<|eos|>{% endfor %}",
-        "{% for m in messages %}{{ m.content }}{{ '<|eos|>' if m.role == 'user' else '<|end|>' }}{% endfor %}",
+        "{% for m in messages %}{{ m.content + '<|end|>' }}{% endfor %}{{ eos_token }}",
+        {"default": TEMPLATE, "tool_use": "{{ message.content }}<|call|>"},
+        "{% for i in range(99999) %}{% for j in range(99999) %}{% endfor %}{% endfor %}{{ m.content }}<|end|>",
         "<|call|>{% for m in messages %}{{ m.content }}<|end|>{% endfor %}",
     ],
 )
-def test_the_end_of_turn_is_what_comes_first_behind_an_answer(template: str) -> None:
+def test_the_end_of_turn_is_what_comes_first_behind_a_message(template: Any) -> None:
     tokenizer = chat_tokenizer()
     tokenizer.chat_template = template
     end, call = id_of(tokenizer, "<|end|>"), id_of(tokenizer, "<|call|>")
@@ -330,11 +332,16 @@ def test_an_end_that_no_configuration_names_is_none() -> None:
     assert roles.end_of_turn is None
 
 
-def test_a_chat_template_that_refuses_leaves_no_end_of_turn() -> None:
+@pytest.mark.parametrize(
+    ("template", "is_eos"),
+    [("{{ message.content + eos_token }}", True), ("{{ message.content }}", False), ("<|end|>", False), (None, False)],
+)
+def test_the_end_of_turn_may_be_the_eos_token_or_none(template: str | None, is_eos: bool) -> None:
     tokenizer = chat_tokenizer()
-    tokenizer.chat_template = "{{ raise_exception('never') }}"
-    roles = read_vocabulary(ModelTokenizer(tokenizer, (id_of(tokenizer, "<|end|>"),))).roles
-    assert (roles.end_of_turn, roles.eos) == (None, (tokenizer.eos_token_id, id_of(tokenizer, "<|end|>")))
+    tokenizer.chat_template = template
+    end, eos = id_of(tokenizer, "<|end|>"), tokenizer.eos_token_id
+    roles = read_vocabulary(ModelTokenizer(tokenizer, (end,))).roles
+    assert (roles.end_of_turn, roles.eos) == ((eos, (end,)) if is_eos else (None, (eos, end)))
 
 
 def test_an_ordinary_word_among_the_ends_stays_a_word_an_added_token_becomes_special() -> None:

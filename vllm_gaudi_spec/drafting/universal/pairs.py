@@ -101,7 +101,15 @@ class Texts:
 
 
 def _tokenizer(model: ModelConfig) -> ModelTokenizer:
-    return load_tokenizer(model.tokenizer, model.tokenizer_revision, model.trust_remote_code)
+    loaded = load_tokenizer(model.tokenizer, model.tokenizer_revision, model.trust_remote_code)
+    ids, size = loaded.tokenizer.get_vocab().values(), model.get_vocab_size()
+    # Ids behind the model's last are harmless padding, but the tokens by id are a list as long as the largest.
+    if (largest := max(ids, default=0)) >= max(len(ids), size):
+        raise UnsupportedConfigError(
+            f"The tokenizer of {model.model} has {len(ids)} tokens, one of them with id {largest}, and the model has "
+            f"{size} ids. Repair its tokenizer.json, or give another model."
+        )
+    return loaded
 
 
 def _stand_in(drafter: ModelTokenizer) -> int:

@@ -44,7 +44,7 @@ class Roles:
 
     bos: int | None = None
     end_of_turn: int | None = None
-    """The one that the chat template writes after an answer."""
+    """The one that the chat template writes after a message."""
     eos: tuple[int, ...] = ()
     """All others that end a generation, the tokenizer's own first."""
     pad: int | None = None
@@ -421,18 +421,19 @@ def _roles(model: ModelTokenizer, pieces: _Pieces) -> Roles:
 
 
 def _end_of_turn(tokenizer: Any, ends: dict[int, str]) -> int | None:
-    """The end token that the chat template writes first after an answer."""
-    if not getattr(tokenizer, "chat_template", None):
-        return None
-    answer = "Answer"
-    messages = [{"role": "user", "content": "Question"}, {"role": "assistant", "content": answer}]
-    try:
-        text = tokenizer.apply_chat_template(messages, tokenize=False)
-    except Exception:  # a template is code and may refuse this conversation in any way
-        return None
-    _, found, after = text.rpartition(answer)
+    """Return the first end token that the chat template names behind a message's content.
+
+    The template is searched and never rendered: it is a program, and one from a drafter's folder may run for ever.
+    """
+    template = getattr(tokenizer, "chat_template", None)
+    if isinstance(template, dict):
+        template = template.get("default")
+    _, _, after = (template or "").partition("content")
     by_position = {after.find(name): token_id for token_id, name in ends.items() if name and name in after}
-    return by_position[min(by_position)] if found and by_position else None
+    if by_position:
+        return by_position[min(by_position)]
+    eos: int | None = getattr(tokenizer, "eos_token_id", None)
+    return eos if eos in ends and "eos_token" in after else None
 
 
 def _as_ids(value: Any) -> list[int]:

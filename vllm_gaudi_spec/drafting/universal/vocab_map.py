@@ -32,7 +32,7 @@ from vllm_gaudi_spec.environment import cached_files
 logger = init_logger(__name__)
 
 # Raised when tokens are matched in another way or the file is laid out in another way.
-FORMAT = 1
+FORMAT = 2
 
 
 @dataclass(frozen=True, slots=True, eq=False)
