@@ -98,7 +98,8 @@ def _edits_of(params: SamplingParams) -> _RowEdits:
         edits.append((token, _ALWAYS, -np.inf))
     if params.min_tokens:
         # Negative: not where a grammar leaves nothing else.
-        until = params.min_tokens if params.structured_outputs is None else -params.min_tokens
+        num_tokens = min(params.min_tokens, _ALWAYS)  # no context is that long, and the table is int32
+        until = num_tokens if params.structured_outputs is None else -num_tokens
         edits += [(token, until, -np.inf) for token in sorted(params.all_stop_token_ids)]
     tokens, untils, biases = zip(*edits, strict=True)
     return _RowEdits(

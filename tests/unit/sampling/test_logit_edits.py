@@ -60,6 +60,13 @@ def test_min_tokens_yields_to_a_grammar() -> None:
     assert gather(edits, 0).edits_B2N[0, 1, 0] == -4
 
 
+@pytest.mark.parametrize("grammar", [None, StructuredOutputsParams(choice=["a"])])
+def test_min_tokens_beyond_every_context_never_end(grammar: StructuredOutputsParams | None) -> None:
+    edits = LogitEdits(has_fixed_shapes=False)
+    edits.admit(request(0, max_tokens=None, min_tokens=2**40, stop_token_ids=[9], structured_outputs=grammar))
+    assert abs(int(gather(edits, 0).edits_B2N[0, 1, 0])) == 2**31 - 1
+
+
 LARGEST: dict[str, Any] = dict(
     bad_words=[[1] * (MAX_BAD_WORD_TOKENS - 1), [2]], logit_bias=dict.fromkeys(range(MAX_LOGIT_EDITS - 2), 1)
 )
