@@ -201,6 +201,7 @@ def test_the_servers_count_is_not_known(readings: list[str | None]) -> None:
         ('data: {"error": {"message": "the engine died"}}\n\n', "the engine died"),
         (events(*ANSWER).removesuffix("data: [DONE]\n\n"), "ended in the middle of an answer; its log has the reason"),
         ("data: {broken\n\n", "sent an event that is not JSON"),
+        (events({"error": {"message": "a\x1b[31mb"}}), "a\N{REPLACEMENT CHARACTER}\\[31mb"),
     ],
 )
 def test_streams_that_break(stream: str, words: str) -> None:
@@ -249,6 +250,18 @@ def test_a_model_cannot_steer_the_terminal() -> None:
     file = Terminal()
     Transcript(file).piece(Piece("a\x1b]0;title\x07\r\nb [bold] \u200d", TARGET))
     assert file.getvalue() == "a�]0;title��\nb [bold] \u200d"
+
+
+@pytest.mark.usefixtures("colours")
+def test_a_server_cannot_steer_the_terminal() -> None:
+    """Its model's id and its finish reasons are texts of its own, too."""
+    file = Terminal()
+    transcript, answer = Transcript(file), Answer(0)
+    transcript.begin("http://here", "tiny\x1b]0;id\x07", 0)
+    answer.finish_reason = "length\x1b]0;end\x07"
+    transcript.end(answer, 1)
+    assert "tiny\N{REPLACEMENT CHARACTER}]0;id\N{REPLACEMENT CHARACTER} at http://here" in file.getvalue()
+    assert "length\N{REPLACEMENT CHARACTER}]0;end\N{REPLACEMENT CHARACTER}" in file.getvalue()
 
 
 def test_the_line_after_an_answer() -> None:

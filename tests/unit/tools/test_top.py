@@ -235,6 +235,14 @@ def test_once(answers: Answers, capsys: pytest.CaptureFixture[str]) -> None:
     assert "\x1b" not in "".join(lines)
 
 
+def test_a_label_cannot_steer_the_terminal(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
+    monkeypatch.setattr(time, "sleep", lambda seconds: None)
+    hostile = iter(text.replace('"nothing"', '"\x1b]0;nothing"') for text in (RECORDED, LATER))
+    with answering({"/metrics": lambda body: (200, next(hostile))}) as address:
+        assert cli.main(["top", address, "--once"]) == 0
+    assert "\N{REPLACEMENT CHARACTER}]0;nothing" in capsys.readouterr().out
+
+
 def test_json(answers: Answers, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
     monkeypatch.setattr(sys.stdout, "isatty", lambda: True)
     monkeypatch.setattr(top, "show_live", lambda *arguments: pytest.fail("it was to print once"))

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import http.client
 import json
+import unicodedata
 import urllib.error
 import urllib.request
 from collections.abc import Generator
@@ -19,6 +20,16 @@ _DONE = "[DONE]"
 
 class ServerError(Exception):
     """The message names the server, and the remedy."""
+
+    def __init__(self, message: str) -> None:
+        super().__init__(printable(message))
+
+
+def printable(text: str) -> str:
+    """Replace the codes in a server's text that would steer the terminal, all but newlines and tabs."""
+    return "".join(
+        "\N{REPLACEMENT CHARACTER}" if unicodedata.category(one) == "Cc" and one not in "\n\t" else one for one in text
+    )
 
 
 def base_of(url: str) -> str:
@@ -47,7 +58,7 @@ class Server:
         self._opener = urllib.request.build_opener(*([urllib.request.ProxyHandler({})] if is_here else []))
 
     def metrics(self) -> str:
-        return self._open("/metrics", None, _SECONDS).decode(errors="replace")
+        return printable(self._open("/metrics", None, _SECONDS).decode(errors="replace"))
 
     def model(self) -> str:
         """The id of the first one."""

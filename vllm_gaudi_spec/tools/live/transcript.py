@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
-import unicodedata
 from typing import TextIO
 
 from vllm_gaudi_spec.tools.live.answers import DRAFT, REASONING, TARGET, UNKNOWN, Answer, Piece
+from vllm_gaudi_spec.tools.live.http import printable
 
 _STYLES = {DRAFT: "green", TARGET: "", UNKNOWN: "yellow", REASONING: "dim"}
 
@@ -31,7 +31,7 @@ class Transcript:
 
     def piece(self, piece: Piece) -> None:
         if self._console is not None:
-            self._styled(_printable(piece.text), _STYLES[piece.kind])
+            self._styled(piece.text, _STYLES[piece.kind])
         elif piece.kind != REASONING:
             self._file.write(piece.text)
         self._file.flush()
@@ -46,7 +46,7 @@ class Transcript:
         from rich.text import Text
 
         assert self._console is not None
-        self._console.print(Text(text, style), end="")
+        self._console.print(Text(printable(text), style), end="")
 
 
 def summary(answer: Answer, seconds: float) -> str:
@@ -60,10 +60,3 @@ def summary(answer: Answer, seconds: float) -> str:
     if answer.finish_reason not in ("", "stop"):
         found.append(f"ended: {answer.finish_reason}")
     return ", ".join(found)
-
-
-def _printable(text: str) -> str:
-    """Without codes that would steer the terminal: a model writes whatever it was asked to."""
-    return "".join(
-        "\N{REPLACEMENT CHARACTER}" if unicodedata.category(one) == "Cc" and one not in "\n\t" else one for one in text
-    )
