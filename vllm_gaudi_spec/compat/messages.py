@@ -43,7 +43,7 @@ def _is_not_of_our_scheduler(record: logging.LogRecord) -> bool:
 _ADVICE = {
     "Address already in use": "Choose another port with --port, or stop the program that listens there.",
     "object has no attribute 'items'": "--speculative-config takes an object with options by name, as JSON.",
-    "Repo id must be in the form": "There is no such folder: give a folder with a model in it, or a Hugging Face id.",
+    "Repo id must": "There is no such folder: give a folder with a model in it, or a Hugging Face id.",
     "Only one platform plugin can be activated": (
         "Set VLLM_PLUGINS=gaudi_spec to use this platform alone, or unset VGS_DEVICE to use the other."
     ),

@@ -25,6 +25,7 @@ from vllm_gaudi_spec import compat
             "('127.0.0.1', 80). Choose another port",
         ),
         ("raise OSError('Repo id must be in the form x: /no/model')", "There is no such folder"),
+        ("raise OSError('Repo id must use alphanumeric chars: /no')", "There is no such folder"),
     ],
 )
 def test_errors_end_with_their_message(failure: str, expected: str) -> None:

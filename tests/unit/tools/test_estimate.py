@@ -315,13 +315,22 @@ def test_a_model_that_does_not_fit(tmp_path: Path, capsys: pytest.CaptureFixture
     [
         ({"method": "ngram"}, "give a method, and num_speculative_tokens from 1 to"),
         ({"method": "ngram", "num_speculative_tokens": 2, "prompt_lookup_max": 3}, "not prompt_lookup_max"),
-        ({"method": "draft_model", "model": "some/name", "num_speculative_tokens": 2}, "give its folder"),
+        ({"method": "draft_model", "model": "some/name", "num_speculative_tokens": 2}, "no folder some/name"),
     ],
 )
 def test_wrong_options(tmp_path: Path, capsys: pytest.CaptureFixture[str], spec: dict[str, Any], words: str) -> None:
     status, _, err = run(capsys, str(model(tmp_path / "model")), "--speculative-config", json.dumps(spec))
     assert status == 2
     assert words in err
+
+
+@pytest.mark.parametrize("name", ["/nonexistent", "some/name"])
+def test_no_model_is_downloaded(capsys: pytest.CaptureFixture[str], name: str) -> None:
+    status, _, err = run(capsys, name)
+    assert (status, err) == (
+        2,
+        f"gaudi-spec estimate: error: an estimate reads a model's files, and there is no folder {name}\n",
+    )
 
 
 @pytest.mark.parametrize(

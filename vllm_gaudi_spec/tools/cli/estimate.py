@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from vllm_gaudi_spec.config import GAUDIS, MAX_DRAFTS
-from vllm_gaudi_spec.tools.cli.output import FINE, fail, model_mistake
+from vllm_gaudi_spec.tools.cli.output import FINE, fail
 from vllm_gaudi_spec.tools.io import output_files, terminal
 from vllm_gaudi_spec.tools.io.argument_types import json_object, positive
 from vllm_gaudi_spec.tools.io.command_line import add_shared
@@ -70,11 +70,9 @@ def start(options: argparse.Namespace, arguments: Sequence[str]) -> int:
     drafter = spec.get("model")
     if mistake := _contradiction_in(spec) or output_files.mistake("--json", options.json):
         return fail("estimate", mistake)
-    if mistake := model_mistake(options.model, drafter):
-        return fail("estimate", mistake)
     for model in (options.model, drafter):
         if model is not None and not Path(model).is_dir():
-            return fail("estimate", f"an estimate reads the files of {model}; give its folder")
+            return fail("estimate", f"an estimate reads a model's files, and there is no folder {model}")
     from vllm_gaudi_spec.tools.estimate.times import Pair
 
     try:

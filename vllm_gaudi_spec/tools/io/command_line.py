@@ -55,6 +55,10 @@ class Parser(argparse.ArgumentParser):
     def parse_known_args(self, args: Any = None, namespace: Any = None) -> Any:  # the same
         return super().parse_known_args(None if args is None else list(map(with_dashes, args)), namespace)
 
+    def error(self, message: str) -> NoReturn:
+        """Print the message without the usage, whose many lines would hide it."""
+        self.exit(2, f"{self.prog}: error: {message}\n")
+
     def _check_value(self, action: argparse.Action, value: Any) -> None:
         try:
             super()._check_value(action, value)
