@@ -111,7 +111,7 @@ def _start_with_a_failure_file(original: Callable[..., None], manager: Any, *arg
 
 def _note_failure(record: logging.LogRecord) -> bool:
     path = start_failure_file()
-    # A worker is first, and its engine then says only that a worker failed.
+    # A worker is first; its engine then reports only that a worker failed.
     if record.exc_info and record.exc_info[1] and _FAILED in record.getMessage() and path and not path.stat().st_size:
         path.write_text(in_one_line(record.exc_info[1]))
     return True

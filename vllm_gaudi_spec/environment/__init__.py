@@ -450,7 +450,7 @@ def kv_cache_space_gib() -> int | None:
     return int(value) if value else None
 
 
-# Not in the table above: a front end tells its engines, which inherit it, and no user sets it.
+# Not in the table above: a front end sets it for its engines, which inherit it, and no user does.
 _START_FAILURE = "VGS_START_FAILURE"
 
 

@@ -103,7 +103,7 @@ class Texts:
 def _tokenizer(model: ModelConfig) -> ModelTokenizer:
     loaded = load_tokenizer(model.tokenizer, model.tokenizer_revision, model.trust_remote_code)
     ids, size = loaded.tokenizer.get_vocab().values(), model.get_vocab_size()
-    # Ids behind the model's last are harmless padding, but the tokens by id are a list as long as the largest.
+    # Ids after the model's last are harmless padding, but the tokens by id are a list as long as the largest.
     if (largest := max(ids, default=0)) >= max(len(ids), size):
         raise UnsupportedConfigError(
             f"The tokenizer of {model.model} has {len(ids)} tokens, one of them with id {largest}, and the model has "

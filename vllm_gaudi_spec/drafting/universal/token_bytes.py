@@ -421,9 +421,9 @@ def _roles(model: ModelTokenizer, pieces: _Pieces) -> Roles:
 
 
 def _end_of_turn(tokenizer: Any, ends: dict[int, str]) -> int | None:
-    """Return the first end token that the chat template names behind a message's content.
+    """Return the first end token that the chat template names after a message's content.
 
-    The template is searched and never rendered: it is a program, and one from a drafter's folder may run for ever.
+    The template is searched and never rendered: it is code, and that of a drafter's folder may run for ever.
     """
     template = getattr(tokenizer, "chat_template", None)
     if isinstance(template, dict):
