@@ -172,9 +172,6 @@ COPY --from=cpu-build /opt/venv /opt/venv
 COPY . .
 
 ENV VGS_DEVICE=cpu
-# As `make serve` does: Intel's OpenMP lets waiting threads sleep, which is faster beside other work. Where there is no
-# such library (other processors than x86-64), the loader says so and goes on.
-ENV LD_PRELOAD=/opt/venv/lib/libiomp5.so KMP_BLOCKTIME=1
 ENV VLLM_NO_USAGE_STATS=1 DO_NOT_TRACK=1
 ENV HOME=/home/vllm PATH=/opt/venv/bin:${PATH} HEALTH_URL=http://127.0.0.1:8000/health
 

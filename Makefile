@@ -96,8 +96,7 @@ define choose_model
 model='$(MODEL)'; [ -n "$$model" ] || model=$$($(BIN)/python -m vllm_gaudi_spec.tools.demo_model)
 endef
 
-# Intel's OpenMP lets a waiting thread sleep after 1 ms: on a machine with other work to do, a step that is spread over
-# all cores is twice as fast as with GNU's, which spins. Python cannot load it later than at the start.
+# Engines in the benchmark's own process, and upstream's, get the OpenMP that the platform gives its engine processes.
 FAIR_THREADS = $(if $(wildcard $(VENV)/lib/libiomp5.so),env LD_PRELOAD='$(CURDIR)/$(VENV)/lib/libiomp5.so' KMP_BLOCKTIME=1)
 
 # Its own defaults make it short; ARGS, coming last, overrides.
@@ -107,7 +106,7 @@ demo: $(VENV)/.stamp  ## compare speculation methods on the demo model, with a r
 
 .PHONY: serve
 serve: $(VENV)/.stamp  ## start an OpenAI-compatible server (MODEL=, HOST=, PORT=, ARGS= for vllm serve; several machines: docs/scaling.md)
-	@$(choose_model); exec $(FAIR_THREADS) $(BIN)/vllm serve "$$model" --host $(HOST) --port $(PORT) $(ARGS)
+	@$(choose_model); exec $(BIN)/vllm serve "$$model" --host $(HOST) --port $(PORT) $(ARGS)
 
 .PHONY: bench
 bench: $(VENV)/.stamp  ## measure costs of a step, and throughput beside vLLM's CPU platform, into .bench/ (ARGS= for benchmarks/upstream.py)

@@ -9,8 +9,6 @@
 set -euo pipefail
 root=$(cd "$(dirname "$0")/.." && pwd)
 export PATH=$root/.venv/bin:$PATH VLLM_NO_USAGE_STATS=1 DO_NOT_TRACK=1
-openmp=$root/.venv/lib/libiomp5.so  # as in `make serve`
-[ ! -e "$openmp" ] || export LD_PRELOAD=$openmp KMP_BLOCKTIME=1
 model=${MODEL:-$(python -m vllm_gaudi_spec.tools.demo_model)}
 ngram='{"method": "ngram", "num_speculative_tokens": 3, "prompt_lookup_min": 2, "prompt_lookup_max": 5}'
 url=http://127.0.0.1:${PORT:-8123}

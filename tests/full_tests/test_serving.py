@@ -2,11 +2,15 @@
 
 import json
 from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
 from typing import Any
 
+import psutil
+import pytest
 from openai import OpenAI
 
 from tests.full_tests.server import Server
+from vllm_gaudi_spec.environment import OPENMP
 
 GREEDY: dict[str, Any] = dict(prompt="The quick brown", max_tokens=24, temperature=0, ignore_eos=True)
 
@@ -19,6 +23,13 @@ def test_models_and_health(server: Server) -> None:
     assert server.client.get("/health").status_code == 200
     models = server.client.get("/v1/models").json()["data"]
     assert [model["id"] for model in models] == ["tiny"]
+
+
+@pytest.mark.skipif(not OPENMP.exists(), reason="without the package intel-openmp")
+def test_the_engine_computes_with_intels_openmp(server: Server) -> None:
+    processes = psutil.Process(server.process.pid).children(recursive=True)
+    (engine,) = [process for process in processes if "EngineCore" in process.name()]
+    assert OPENMP.name in Path(f"/proc/{engine.pid}/maps").read_text()
 
 
 def test_completion_and_metrics(server: Server) -> None:

@@ -12,7 +12,13 @@ from vllm.utils.import_utils import resolve_obj_by_qualname
 
 from vllm_gaudi_spec import compat
 from vllm_gaudi_spec.config import Options
-from vllm_gaudi_spec.environment import choose_start_method, kv_cache_space_gib, leave_threads_unbound
+from vllm_gaudi_spec.environment import (
+    choose_start_method,
+    keeps_engine_in_process,
+    kv_cache_space_gib,
+    leave_threads_unbound,
+    preload_openmp,
+)
 from vllm_gaudi_spec.platforms.base import SpecPlatform
 
 if TYPE_CHECKING:
@@ -52,6 +58,8 @@ class CpuSpecPlatform(SpecPlatform, CpuPlatform):
         cpu_linear.refuse_missing_kernel(Options.from_vllm(vllm_config))
         if (space := kv_cache_space_gib()) is not None:
             vllm_config.cache_config.kv_cache_memory_bytes = space << 30
+        if not keeps_engine_in_process():
+            preload_openmp()
         choose_start_method(lambda: cpu_fork.start_method(num_ranks))
 
     @classmethod

@@ -5,11 +5,13 @@ from __future__ import annotations
 import os
 import subprocess
 import sys
+from pathlib import Path
 
 import pytest
 
+from vllm_gaudi_spec import environment
 from vllm_gaudi_spec.devices.cpu import fork
-from vllm_gaudi_spec.tools.cli.demo import OPENMP
+from vllm_gaudi_spec.environment import OPENMP
 
 
 @pytest.mark.parametrize(
@@ -30,10 +32,10 @@ def test_intels_openmp_binds_forked_processes(settings: dict[str, str], is_bound
     code = (
         "import os, torch\nif os.fork(): os.wait()\nelse: print(len(os.sched_getaffinity(0)), flush=True); os._exit(0)"
     )
-    environment = {name: value for name, value in os.environ.items() if name != "KMP_AFFINITY"} | settings
-    environment["LD_PRELOAD"] = str(OPENMP)
+    child = {name: value for name, value in os.environ.items() if name != "KMP_AFFINITY"} | settings
+    child["LD_PRELOAD"] = str(OPENMP)
     assert OPENMP.exists()
-    result = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True, env=environment)
+    result = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True, env=child)
     assert int(result.stdout) == (1 if is_bound else len(os.sched_getaffinity(0)))
 
 
@@ -51,5 +53,30 @@ def test_ranks_with_intels_openmp_are_spawned(monkeypatch: pytest.MonkeyPatch) -
     monkeypatch.setattr(fork, "_forked_child_can_compute", lambda: True)
     monkeypatch.delenv("LD_PRELOAD", raising=False)
     assert [fork.start_method(ranks) for ranks in (1, 2)] == ["fork", "fork"]
+    monkeypatch.setattr(fork, "_has_intels_openmp", lambda: True)
     monkeypatch.setenv("LD_PRELOAD", f"/lib/other.so:{OPENMP}")
     assert [fork.start_method(ranks) for ranks in (1, 2)] == ["fork", "spawn"]
+
+
+@pytest.mark.parametrize(
+    ("preloaded", "added"), [(None, True), ("/lib/other.so", True), ("/lib/libgomp.so.1", False), (OPENMP, False)]
+)
+def test_intels_openmp_is_preloaded_unless_another_is(
+    preloaded: object, added: bool, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    before = {} if preloaded is None else {"LD_PRELOAD": str(preloaded)}
+    monkeypatch.setattr(os, "environ", dict(before))
+    monkeypatch.setattr(environment, "OPENMP", tmp_path / "libiomp5.so")
+    environment.preload_openmp()
+    assert os.environ == before, "it is not installed"
+    environment.OPENMP.touch()
+    environment.preload_openmp()
+    expected = ":".join(filter(None, (before.get("LD_PRELOAD"), str(environment.OPENMP))))
+    assert os.environ == ({"LD_PRELOAD": expected, "KMP_BLOCKTIME": "1"} if added else before)
+
+
+def test_an_engine_is_spawned_to_get_an_openmp_that_its_parent_lacks(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(fork, "_has_threads", False)
+    monkeypatch.setattr(fork, "_forked_child_can_compute", lambda: True)
+    monkeypatch.setenv("LD_PRELOAD", str(OPENMP))
+    assert fork.start_method(1) == ("fork" if "libiomp" in Path("/proc/self/maps").read_text() else "spawn")

@@ -4,11 +4,13 @@ GNU OpenMP does not survive a fork once its threads exist: the child's first par
 does not have. Nothing shows from outside whether they exist, so a child is forked and asked to compute.
 
 Intel's OpenMP survives a fork and binds the first thread of the child to the first core. One rank alone is faster so;
-several would compute on that core in turns, and are spawned.
+several would compute on that core in turns, and are spawned. So is an engine that is to load it while this process has
+not: a forked process has the libraries of its parent.
 """
 
 from __future__ import annotations
 
+import ctypes
 import os
 import signal
 import time
@@ -30,13 +32,18 @@ _has_threads = False
 
 def start_method(num_ranks: int) -> str:
     global _has_threads
-    if num_ranks > 1 and "libiomp" in (PRELOADED.value or ""):
+    if "libiomp" in (PRELOADED.value or "") and (num_ranks > 1 or not _has_intels_openmp()):
         return "spawn"
     if not _has_threads and _forked_child_can_compute():
         return "fork"
     _has_threads = True
     logger.info("This process has computed with torch already: the engine process is spawned, which takes longer.")
     return "spawn"
+
+
+def _has_intels_openmp() -> bool:
+    """Whether this process has loaded it, and with it a forked one."""
+    return hasattr(ctypes.CDLL(None), "kmp_get_blocktime")
 
 
 def _forked_child_can_compute() -> bool:
