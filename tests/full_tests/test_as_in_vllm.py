@@ -10,6 +10,7 @@ from http.server import BaseHTTPRequestHandler, HTTPServer
 from pathlib import Path
 from typing import Any
 
+import httpx
 import pytest
 
 from tests.full_tests.server import Server
@@ -73,7 +74,9 @@ def answering(demo_model: str, collector: Collector, tmp_path_factory: pytest.Te
     words = [word for pair in options.items() for word in pair]
     traces = {"OTEL_EXPORTER_OTLP_TRACES_PROTOCOL": "http/protobuf", "OTEL_BSP_SCHEDULE_DELAY": "200"}
     log = tmp_path_factory.mktemp("server") / "serve.log"
-    server = Server(demo_model, log, "--enable-auto-tool-choice", *words, environment=traces)
+    environment = {"VLLM_API_KEY": "secret", **traces}
+    server = Server(demo_model, log, "--enable-auto-tool-choice", *words, environment=environment)
+    server.client.headers["Authorization"] = "Bearer secret"
     yield server
     assert server.metric("vllm:spec_decode_num_accepted_tokens_total") > 0
     server.stop()
@@ -114,6 +117,15 @@ def test_the_responses_api(answering: Server) -> None:
 
 def test_there_is_no_embeddings_endpoint(answering: Server) -> None:
     assert answering.client.post("/v1/embeddings", json={"model": "tiny", "input": "a"}).status_code == 404
+
+
+@pytest.mark.parametrize(
+    ("path", "status"),
+    [("/health", 200), ("/metrics", 200), ("/v1/models", 401), ("/invocations", 401), ("/tokenize", 401)],
+)
+def test_the_key_guards_what_generates_or_reads(path: str, status: int, answering: Server) -> None:
+    assert httpx.get(answering.client.base_url.join(path)).status_code == status
+    assert answering.client.get(path).status_code in (200, 405)
 
 
 def test_traces_are_sent(answering: Server, collector: Collector) -> None:

@@ -46,6 +46,7 @@ from vllm_gaudi_spec.compat.server import (
     end_engines_with_their_server,
     end_engines_with_their_threads,
     fail_with_the_engine,
+    guard_every_path,
     leave_idle_work_at_shutdown,
     let_engine_finish,
     mend_adapter_loading,
@@ -98,6 +99,7 @@ def apply() -> None:
     end_engines_with_their_threads()
     raise_when_the_engine_is_gone()
     leave_idle_work_at_shutdown()
+    guard_every_path()
     describe_drafters()
     refuse_pickled_weights()
     widen_speculative_options()

@@ -272,3 +272,40 @@ def _refuse_contradictions(original: Callable[..., None], collector: Any, output
             output = VLLMValidationError(one.stop_reason)
             break
     original(collector, output)
+
+
+# What probes and scrapers ask for. Neither a longer path, nor one with another slash, is the same.
+OPEN_PATHS = frozenset({"/health", "/ping", "/metrics"})
+
+
+def guard_every_path() -> None:
+    """In a server with an API key: ask for it on every path but `OPEN_PATHS`.
+
+    Reason: upstream guards the paths that begin with /v1, /v2, /inference or /cohere. Others generate too
+    (/invocations, /generative_scoring), read prompts (/tokenize, /pooling) or change the server (/scale_elastic_ep).
+    Remove when: `AuthenticationMiddleware` guards every path that it does not name.
+    """
+    from vllm.entrypoints.serve.middleware.authenticate import AuthenticationMiddleware
+
+    wrap(AuthenticationMiddleware, "__call__", _ask_for_the_key)
+
+
+def _ask_for_the_key(original: Callable[..., Any], guard: Any, scope: Any, receive: Any, send: Any) -> Any:
+    from starlette.datastructures import Headers
+    from starlette.responses import JSONResponse
+
+    if scope["type"] in ("http", "websocket"):
+        headers = Headers(scope=scope)
+        if not (_is_open(scope) or _is_preflight(scope, headers) or guard.verify_token(headers)):
+            return JSONResponse({"error": "Unauthorized"}, HTTPStatus.UNAUTHORIZED)(scope, receive, send)
+    return original(guard, scope, receive, send)
+
+
+def _is_open(scope: Any) -> bool:
+    root, path = scope.get("root_path", ""), scope["path"]
+    return scope["type"] == "http" and (path in OPEN_PATHS or path.removeprefix(root) in OPEN_PATHS)
+
+
+def _is_preflight(scope: Any, headers: Any) -> bool:
+    """Whether the CORS middleware answers by itself: a browser sends no key with that question."""
+    return scope.get("method") == "OPTIONS" and "origin" in headers and "access-control-request-method" in headers

@@ -7,25 +7,35 @@ import inspect
 import io
 import os
 import queue
+import re
 import subprocess
 import sys
 import threading
 from collections import defaultdict
 from types import SimpleNamespace
-from typing import Any
+from typing import Any, get_args
 
 import numpy as np
 import psutil
 import pytest
+from fastapi import FastAPI
 from PIL import Image
+from starlette.routing import WebSocketRoute
+from starlette.testclient import TestClient, WebSocketDenialResponse
 from vllm.entrypoints.launchers import launcher
 from vllm.entrypoints.launchers.api_server import entry
+from vllm.entrypoints.launchers.app import build_app
+from vllm.entrypoints.launchers.cli_args import make_arg_parser
 from vllm.entrypoints.openai.models.serving import OpenAIServingModels
 from vllm.entrypoints.serve.lora.protocol import LoadLoRAAdapterRequest
+from vllm.entrypoints.serve.middleware import authenticate
+from vllm.entrypoints.serve.middleware.authenticate import AuthenticationMiddleware
 from vllm.exceptions import LoRAAdapterNotFoundError, VLLMValidationError
 from vllm.multimodal.media import AudioMediaIO, ImageMediaIO, VideoMediaIO
 from vllm.outputs import CompletionOutput, RequestOutput
 from vllm.sampling_params import RequestOutputKind, SamplingParams
+from vllm.tasks import SupportedTask
+from vllm.utils.argparse_utils import FlexibleArgumentParser
 from vllm.utils.counter import AtomicCounter
 from vllm.v1.engine import core as engine_core
 from vllm.v1.engine.core_client import SyncMPClient
@@ -373,3 +383,61 @@ def test_a_contradiction_is_a_bad_request() -> None:
         assert isinstance(put(refused), VLLMValidationError)
         for other in (ended("error", None), ended("stop", "a stop string")):
             assert put(other) is other
+
+
+KEY = {"Authorization": "Bearer secret"}
+
+
+@pytest.fixture(params=[["--api-key", "secret"], ["--root-path", "/behind"]], ids=["option", "variable and root path"])
+def keyed_app(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> FastAPI:
+    """vLLM's own application, with all routes that any model and setting give it."""
+    if "--api-key" not in request.param:
+        monkeypatch.setenv("VLLM_API_KEY", "secret")
+    monkeypatch.setenv("VLLM_SERVER_DEV_MODE", "1")
+    compat.guard_every_path()
+    words = ["--allowed-origins", '["http://page"]', *request.param]
+    args = make_arg_parser(FlexibleArgumentParser()).parse_args(words)
+    return build_app(args, get_args(SupportedTask))
+
+
+def test_every_route_asks_for_the_key(keyed_app: FastAPI) -> None:
+    client, root = TestClient(keyed_app, raise_server_exceptions=False), keyed_app.root_path or ""
+    unguarded, asked = set(), set()
+    for route in keyed_app.routes:
+        path = re.sub(r"\{[^}]*\}", "x", route.path)  # type: ignore[attr-defined]
+        if isinstance(route, WebSocketRoute):
+            with pytest.raises(WebSocketDenialResponse) as denied, client.websocket_connect(root + path):
+                pass
+            assert denied.value.status_code == 401
+            continue
+        for method in {*(getattr(route, "methods", None) or {"GET"}), "OPTIONS"}:
+            asked.add(path)
+            if client.request(method, root + path, follow_redirects=False).status_code != 401:
+                unguarded.add(path)
+    assert unguarded == server.OPEN_PATHS
+    assert asked > {"/invocations", "/tokenize", "/generative_scoring", "/scale_elastic_ep", "/openapi.json"}
+
+
+@pytest.mark.parametrize(
+    "path",
+    ["/health/", "//health", "/HEALTH", "/health/../tokenize", "/health%2f..%2ftokenize", "/metricsx", "/no_such_path"],
+)
+def test_no_spelling_of_an_open_path_opens_another(path: str, keyed_app: FastAPI) -> None:
+    client = TestClient(keyed_app, raise_server_exceptions=False)
+    for prefix in {"", keyed_app.root_path or ""}:
+        assert client.post(prefix + path, follow_redirects=False).status_code == 401
+
+
+def test_browsers_may_ask_before_they_send_the_key(keyed_app: FastAPI) -> None:
+    client = TestClient(keyed_app)
+    asks = {"Origin": "http://page", "Access-Control-Request-Method": "POST"}
+    answer = client.options("/tokenize", headers=asks)
+    assert answer.status_code == 200, answer.text
+    assert client.options("/tokenize", headers={"Origin": "http://page"}).status_code == 401
+    assert client.get("/openapi.json", headers=KEY).status_code == 200
+
+
+def test_upstream_still_guards_some_prefixes_only() -> None:
+    """Fails when it guards every path: then `guard_every_path` can go."""
+    assert "/tokenize".startswith(authenticate.GUARDED_PREFIX) is False
+    assert "startswith(GUARDED_PREFIX)" in inspect.getsource(inspect.unwrap(AuthenticationMiddleware.__call__))
