@@ -1,10 +1,14 @@
 """The Dockerfile as text: what a build would only find late, or on a Gaudi only."""
 
+import os
 import re
+import subprocess
+import sys
 from pathlib import Path
 
 import pytest
 
+from tests.support.http_server import answering
 from vllm_gaudi_spec import versions
 
 ROOT = Path(__file__).parents[3]
@@ -153,3 +157,19 @@ def test_what_the_packages_demo_links_to_is_in_the_images():
     assert links
     for link in links:
         assert link.resolve() in kept, link.name
+
+
+@pytest.mark.parametrize(
+    ("completion", "words", "code"), [(200, ["--complete"], 0), (500, ["--complete"], 1), (500, [], 0)]
+)
+def test_the_health_check_asks_for_a_completion(completion: int, words: list[str], code: int):
+    """With the server's key: its engine may be stuck while its health is good."""
+
+    def complete(headers):
+        return completion if headers["Authorization"] == "Bearer secret" else 401, "{}"
+
+    found = {"/health": lambda _: (200, ""), "/v1/models": lambda _: (200, '{"data": [{"id": "tiny"}]}')}
+    with answering(found, {"/v1/completions": complete}) as address:
+        variables = os.environ | {"HEALTH_URL": f"{address}/health", "VLLM_API_KEY": "secret"}
+        command = [sys.executable, ROOT / "docker" / "healthcheck.py", *words]
+        assert subprocess.run(command, env=variables, check=False).returncode == code

@@ -11,6 +11,9 @@ from typing import Any
 
 import pytest
 import yaml
+from vllm.entrypoints.launchers.cli_args import make_arg_parser
+from vllm.multimodal.media.connector import MediaConnector
+from vllm.utils.argparse_utils import FlexibleArgumentParser
 
 from tests.pages import ROOT
 from tests.support.processes import clients_python
@@ -65,7 +68,7 @@ def test_every_folder_is_looked_at() -> None:
 @pytest.mark.parametrize("folder", CARDS)
 def test_a_server_needs_nothing_that_a_cluster_may_lack(folder: str) -> None:
     """`kubectl apply` refuses kinds of operators that are not there."""
-    assert set(manifests(folder)) == {"PersistentVolumeClaim", "Deployment", "Service"}
+    assert set(manifests(folder)) == {"PersistentVolumeClaim", "Deployment", "Service", "NetworkPolicy"}
 
 
 @pytest.mark.parametrize("folder", CARDS)
@@ -95,13 +98,13 @@ def test_parts_refer_to_each_other(folder: str) -> None:
         deployment["spec"]["selector"]["matchLabels"],
         found["Service"]["spec"]["selector"],
         found["PodMonitor"]["spec"]["selector"]["matchLabels"],
+        found["NetworkPolicy"]["spec"]["podSelector"]["matchLabels"],
     ):
         assert selector.items() <= labels
     (port,) = container(folder)["ports"]
-    ports = [
-        container(folder)[probe]["httpGet"]["port"] for probe in ("startupProbe", "readinessProbe", "livenessProbe")
-    ]
+    ports = [container(folder)[probe]["httpGet"]["port"] for probe in ("startupProbe", "livenessProbe")]
     ports += [
+        found["NetworkPolicy"]["spec"]["ingress"][0]["ports"][0]["port"],
         found["PodMonitor"]["spec"]["podMetricsEndpoints"][0]["port"],
         found["Service"]["spec"]["ports"][0]["targetPort"],
     ]
@@ -130,8 +133,33 @@ def test_it_is_what_the_dockerfile_makes(folder: str) -> None:
     startup = found["startupProbe"]
     hours = 2 if CARDS[folder] else 1  # of which warm-up may take one
     assert startup["periodSeconds"] * startup["failureThreshold"] >= 3600 * hours
+    assert f'"python", "{found["readinessProbe"]["exec"]["command"][1]}"' in dockerfile
     for probe in ("readinessProbe", "livenessProbe"):
         assert found[probe]["timeoutSeconds"] >= 10, "the default of one second is short for a busy front end"
+
+
+@pytest.mark.parametrize("folder", CARDS)
+def test_a_server_may_do_no_more_than_it_needs(folder: str) -> None:
+    pod = manifests(folder)["Deployment"]["spec"]["template"]["spec"]
+    assert pod["securityContext"]["runAsNonRoot"]
+    assert pod["securityContext"]["seccompProfile"] == {"type": "RuntimeDefault"}
+    assert not pod["automountServiceAccountToken"]
+    assert container(folder)["securityContext"] == {
+        "allowPrivilegeEscalation": False,
+        "capabilities": {"drop": ["ALL"]},
+    }
+    (names,) = manifests(folder)["NetworkPolicy"]["spec"]["egress"]
+    assert {port["port"] for port in names["ports"]} == {53}
+
+
+@pytest.mark.parametrize("folder", CARDS)
+def test_media_are_fetched_from_no_host(folder: str) -> None:
+    """An empty list of domains would allow all of them."""
+    words = container(folder)["args"]
+    args = make_arg_parser(FlexibleArgumentParser()).parse_args(words)
+    connector = MediaConnector(allowed_media_domains=args.allowed_media_domains)
+    with pytest.raises(ValueError, match="allowed domains"):
+        connector.fetch_image("http://127.0.0.1:1/metadata.png")
 
 
 @pytest.mark.parametrize("folder", CARDS)
@@ -163,7 +191,7 @@ def test_schemas_of_kubernetes(folder: str, tmp_path: Path) -> None:
         "for one in json.load(sys.stdin): k.validate(one, sys.argv[1], strict=True)\n"
     )
     found = [one for kind, one in manifests(folder).items() if kind != "PodMonitor"]
-    assert len(found) == (1 if folder == MONITORING else 3)
+    assert len(found) == (1 if folder == MONITORING else 4)
 
     def validate(manifests: list[dict[str, Any]]) -> subprocess.CompletedProcess[str]:
         command = [python, "-c", code, KUBERNETES]
