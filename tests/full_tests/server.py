@@ -93,10 +93,10 @@ class Running:
         assert response.status_code == 200, response.text
         return response.json()
 
-    def metric(self, name: str) -> float:
-        """Summed over labels; counters under the name they are exported with."""
+    def metric(self, name: str, **labels: str) -> float:
+        """Summed over the labels that are not given; counters under the name they are exported with."""
         samples = [s for f in text_string_to_metric_families(self.client.get("/metrics").text) for s in f.samples]
-        found = [sample.value for sample in samples if sample.name == name]
+        found = [s.value for s in samples if s.name == name and labels.items() <= s.labels.items()]
         assert found, f"no metric {name}"
         return sum(found)
 

@@ -39,7 +39,8 @@ STATEMENT = r"SELECT (id|name|age)(, (id|name|age))? FROM (users|orders);"
 
 
 def parses_as_schema(text: str) -> None:
-    validate(json.loads(text), SCHEMA)
+    # xgrammar lets control characters into strings of bounded length.
+    validate(json.loads(text, strict=False), SCHEMA)
 
 
 def matches(pattern: str) -> Callable[[str], None]:

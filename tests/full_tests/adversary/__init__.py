@@ -1,0 +1,1 @@
+"""Random requests against random engine configurations: drafts must not change any answer."""

@@ -1,0 +1,136 @@
+"""Two hundred random requests at a time, with drafts, beside what each gets alone without them.
+
+All requests go to a real server at once, which has memory for one or two of the longest. Afterwards each is sent once
+more by itself with `num_speculative_tokens` 0 and a cache salt of its own. Greedy and seeded requests promise the same
+answer; of others it is checked that the answer keeps what they ask for.
+
+`ADVERSARY_SEED=7` draws other configurations and requests. A difference is printed with the request's JSON, and
+`ADVERSARY_REQUESTS='[{...}]'` sends these requests in place of drawn ones: `pytest -m "" -k draft_model-0` with the
+configuration's name.
+"""
+
+import json
+import os
+from collections import Counter
+from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import httpx
+import pytest
+from transformers import AutoConfig
+
+from tests.full_tests.adversary.bodies import Drawing
+from tests.full_tests.adversary.configurations import MAX_LEN, METHODS, Configuration, draw
+from tests.full_tests.adversary.judge import Judge
+from tests.full_tests.server import Server
+from tests.full_tests.soak import nearly_the_target
+
+NUM_REQUESTS = 200
+SEED = os.environ.get("ADVERSARY_SEED", "0")
+QUICK = [("draft_model", 0), ("eagle", 0), ("ngram_gpu", 0)]
+DRAWN = 5
+"""Configurations of each method."""
+COUNTERS = ("generation_tokens", "spec_decode_num_accepted_tokens", "num_preemptions")
+ALL = [(method, number) for method in METHODS for number in range(DRAWN)]
+
+
+@pytest.fixture(scope="module")
+def close_relative(looping_llama: str, tmp_path_factory: pytest.TempPathFactory) -> str:
+    """A drafter that is right most of the time."""
+    return nearly_the_target(looping_llama, tmp_path_factory.mktemp("close-relative"))
+
+
+@contextmanager
+def serving(configuration: Configuration, request: pytest.FixtureRequest, log: Path) -> Iterator[tuple[Server, str]]:
+    """Yield the server and the target's folder."""
+    target = configuration.target or request.getfixturevalue("looping_llama")
+    speculative = dict(configuration.speculative)
+    if configuration.drafter:
+        speculative["model"] = request.getfixturevalue(configuration.drafter)
+    given = ["--speculative-config", json.dumps(speculative)]
+    given += ["--additional-config", json.dumps({"gaudi_spec": configuration.extra})]
+    server = Server(target, log, *configuration.options, *given)
+    try:
+        yield server, target
+    finally:
+        server.stop()
+
+
+def bodies_for(configuration: Configuration, target: str) -> list[dict[str, Any]]:
+    if given := os.environ.get("ADVERSARY_REQUESTS"):
+        return list(json.loads(given))
+    described = AutoConfig.from_pretrained(target)
+    drawing = Drawing(
+        described.vocab_size, described.eos_token_id, configuration.num_drafts, MAX_LEN, configuration.has_priorities
+    )
+    return [drawing.draw(f"{configuration}/{index}") for index in range(NUM_REQUESTS)]
+
+
+def ask(server: Server, body: dict[str, Any]) -> httpx.Response:
+    asked = dict(model="tiny", return_token_ids=True, return_tokens_as_token_ids=True) | body
+    return server.client.post("/v1/completions", json=asked)
+
+
+def ask_together(server: Server, bodies: list[dict[str, Any]]) -> list[httpx.Response]:
+    with ThreadPoolExecutor(64) as pool:
+        return list(pool.map(lambda body: ask(server, body), bodies))
+
+
+def is_promised(configuration: Configuration, body: dict[str, Any]) -> bool:
+    """Whether the answer must be the same with drafts and without."""
+    return not body["temperature"] or (configuration.promises_seeds and "seed" in body)
+
+
+def find_faults(judge: Judge, body: dict[str, Any], response: httpx.Response) -> list[str]:
+    """Return what is wrong with an answer by itself."""
+    if response.status_code == 200:
+        return judge.find_faults(body, response.json())
+    return [] if response.status_code == 400 else [f"answered {response.status_code}: {response.text[:300]}"]
+
+
+def compare_with_alone(
+    server: Server, judge: Judge, index: int, body: dict[str, Any], response: httpx.Response
+) -> list[str]:
+    """Ask once more, alone and without drafts, and return what differs."""
+    alone = ask(server, body | dict(vllm_xargs=dict(num_speculative_tokens=0), cache_salt=f"alone {index}"))
+    if alone.status_code != response.status_code:
+        return [f"{response.status_code} became {alone.status_code}: {response.text[:300]} {alone.text[:300]}"]
+    if alone.status_code == 200:
+        before = len(judge.tally.different)
+        judge.compare(f"request {index}", body, response.json(), alone.json())
+        return judge.tally.different[before:]
+    return []
+
+
+@pytest.mark.parametrize(
+    ("method", "number"),
+    [*QUICK, *(pytest.param(*case, marks=pytest.mark.slow) for case in ALL if case not in QUICK)],
+)
+def test_drafts_change_no_answer(method: str, number: int, request: pytest.FixtureRequest, tmp_path: Path) -> None:
+    configuration = draw(method, f"{SEED}.{number}")
+    wrong = []
+    with serving(configuration, request, tmp_path / "log.txt") as (server, target):
+        bodies = bodies_for(configuration, target)
+        judge = Judge(target, AutoConfig.from_pretrained(target).eos_token_id, MAX_LEN)
+        together = ask_together(server, bodies)
+        counts = {name: int(server.metric(f"vllm:{name}_total")) for name in COUNTERS}
+        for index, (body, response) in enumerate(zip(bodies, together, strict=True)):
+            faults = find_faults(judge, body, response)
+            if is_promised(configuration, body):
+                faults += compare_with_alone(server, judge, index, body, response)
+            if faults:
+                wrong.append(f"{configuration}, request {index}: {'; '.join(faults)}\n  {json.dumps(body)}")
+        failed_audits = server.metric("gaudi_spec:audits_total", result="different")
+    statuses = Counter(response.status_code for response in together)
+    print(
+        f"{configuration}: {len(bodies)} requests, statuses {dict(statuses)}, {counts}; "
+        f"{judge.tally.equal} answers equal, {judge.tally.ties} ties, {len(wrong)} requests differ"
+    )
+    assert not wrong, f"{len(wrong)} of {len(bodies)} requests\n" + "\n".join(wrong[:5])
+    assert not failed_audits
+    if len(bodies) == NUM_REQUESTS:
+        assert all(counts.values()), f"the server was not under pressure: {counts}"
+        assert statuses[200] > 0.9 * NUM_REQUESTS
