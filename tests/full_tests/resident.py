@@ -1,8 +1,10 @@
 """Resident memory of a server's processes (RSS, as the kernel counts it), and whether it grows."""
 
+import re
 import statistics
 from collections import defaultdict
 from dataclasses import dataclass, field
+from pathlib import Path
 
 import psutil
 
@@ -51,6 +53,16 @@ class Resident:
     def sample(self) -> None:
         for name, process in self.processes.items():
             self.samples[name].append(process.memory_info().rss)
+
+    def reset_peak(self) -> None:
+        """Let `peak` begin anew (Linux)."""
+        for process in self.processes.values():
+            Path(f"/proc/{process.pid}/clear_refs").write_text("5")
+
+    def peak(self) -> float:
+        """MiB of all of them, each at the most that it had since `reset_peak`."""
+        statuses = [Path(f"/proc/{process.pid}/status").read_text() for process in self.processes.values()]
+        return sum(int(re.search(r"VmHWM:\s+(\d+) kB", status)[1]) for status in statuses) / 1024
 
     @property
     def now(self) -> float:

@@ -12,7 +12,7 @@ from typing import Any
 
 import pytest
 
-from tests.full_tests.abuse import bodies
+from tests.full_tests.abuse import bodies, sizes
 from tests.full_tests.abuse.folders import hostile_copy, ran
 from tests.full_tests.abuse.judge import Judge
 from tests.full_tests.abuse.openapi import examples, send_all, together
@@ -211,6 +211,32 @@ def test_hostile_arguments_of_ours(wanted: Any, judge: Judge) -> None:
 def test_arguments_that_nobody_knows(judge: Judge) -> None:
     strange = {"": 1, "\0": "x", "__class__": "x", "num_speculative_tokens ": 3, "a" * 10_000: 1.5, "list": ["x", 2]}
     assert judge.send_json("/v1/completions", prompt="hi", max_tokens=2, vllm_xargs=strange).status_code == 200
+
+
+# ---- size ------------------------------------------------------------------------------------------------
+
+
+@pytest.fixture(scope="module")
+def scales(judge: Judge, watcher: Watcher, resident: Resident) -> Iterator[sizes.Scales]:
+    scales = sizes.Scales(judge, watcher, resident)
+    yield scales
+    print(f"{len(scales.costs)} requests of hostile size; the worst: {'; '.join(map(str, scales.worst()))}")
+
+
+def sized(name: str) -> Any:
+    marks = [] if name in sizes.QUICK else [pytest.mark.slow]
+    if name in sizes.ABOVE_BUDGET:
+        marks.append(pytest.mark.xfail(reason=sizes.ABOVE_BUDGET[name]))
+    if name in sizes.NEVER_ENDING:
+        marks.append(pytest.mark.skip(reason="vLLM goes on compiling it for minutes"))
+    return pytest.param(name, marks=marks)
+
+
+@pytest.mark.parametrize("name", [sized(name) for name in sizes.CASES])
+def test_requests_of_hostile_size(name: str, scales: sizes.Scales) -> None:
+    cost = scales.measure(name)
+    print(cost)
+    assert cost.is_within_budget, cost
 
 
 # ---- outside ---------------------------------------------------------------------------------------------

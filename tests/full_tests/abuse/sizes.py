@@ -1,0 +1,250 @@
+"""Requests of at most 1 MB that are as large as they can be in one respect, and what each may cost.
+
+A request may add `MOST_MEBIBYTES` to the memory of all processes of the server, at its peak, and may make requests
+beside it take up to `MOST_SLOWDOWN` times as long as they take otherwise.
+"""
+
+import base64
+import json
+import statistics
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from typing import Any
+
+from tests.full_tests.abuse.judge import Judge
+from tests.full_tests.abuse.watcher import NORMAL, Watcher
+from tests.full_tests.resident import Resident
+from tests.full_tests.tiny_models import VOCAB
+
+MOST_BYTES = 1_000_000
+MOST_MEBIBYTES = 64.0
+MOST_SLOWDOWN = 2.0
+_SHOWN = 120
+ATTEMPTS = 3
+"""A machine with other work to do slows a neighbor now and then: the least of these counts."""
+
+COMPLETION, CHAT, RESPONSE, TOKENIZE = "/v1/completions", "/v1/chat/completions", "/v1/responses", "/tokenize"
+TEXT = "The quick brown fox "
+
+
+def _long(letters: int = 900_000) -> str:
+    return (TEXT * (1 + letters // len(TEXT)))[:letters]
+
+
+def _complete(**fields: Any) -> tuple[str, dict[str, Any]]:
+    return COMPLETION, dict(prompt="hi", max_tokens=6, temperature=0) | fields
+
+
+def _constrained(**constraint: Any) -> tuple[str, dict[str, Any]]:
+    return _complete(structured_outputs=constraint)
+
+
+def _chat(*messages: dict[str, Any], **fields: Any) -> tuple[str, dict[str, Any]]:
+    return CHAT, dict(messages=messages or [_say("hi")], max_tokens=6, temperature=0) | fields
+
+
+def _say(content: Any) -> dict[str, Any]:
+    return dict(role="user", content=content)
+
+
+def _respond(**fields: Any) -> tuple[str, dict[str, Any]]:
+    return RESPONSE, dict(input="hi", max_output_tokens=6, temperature=0) | fields
+
+
+def _tool(number: int) -> dict[str, Any]:
+    parameters = dict(type="object", properties=dict(a=dict(type="integer")))
+    return dict(type="function", function=dict(name=f"f{number}", description=TEXT, parameters=parameters))
+
+
+def _nested(depth: int) -> dict[str, Any]:
+    schema: dict[str, Any] = dict(type="integer")
+    for _ in range(depth):
+        schema = dict(type="object", properties=dict(a=schema), required=["a"])
+    return schema
+
+
+def _wide(count: int) -> dict[str, Any]:
+    names = [f"field_{number}" for number in range(count)]
+    return dict(type="object", properties={name: dict(type="string") for name in names}, required=names)
+
+
+def _words(count: int) -> list[str]:
+    return [f"word{number}" for number in range(count)]
+
+
+_BAD_WORD = "abcdefgh" * 2_500
+_BIAS = {str(i): 0 for i in range(VOCAB)}
+CASES: dict[str, Callable[[], tuple[str, dict[str, Any]]]] = {
+    # logit edits
+    "a bad word of 20,000 letters": lambda: _complete(bad_words=[_BAD_WORD]),
+    "a bad word of 20,000 letters, and biases": lambda: _complete(bad_words=[_BAD_WORD], logit_bias=_BIAS),
+    "a bad word of 900,000 letters": lambda: _complete(bad_words=[_long()]),
+    "a bad word of 60 letters, and biases": lambda: _complete(bad_words=["abcdefgh" * 8], logit_bias=_BIAS),
+    "100 bad words": lambda: _complete(bad_words=_words(100)),
+    "64 bad words, and biases": lambda: _complete(bad_words=_words(64), logit_bias=_BIAS),
+    "75,000 bad words": lambda: _complete(bad_words=_words(75_000)),
+    "a bias on every token": lambda: _complete(logit_bias=_BIAS),
+    "60,000 biases": lambda: _complete(logit_bias={str(10**6 + i): 1 for i in range(60_000)}),
+    "biases with ids of 4,000 digits": lambda: _complete(logit_bias={"9" * 4_000 + str(i): 1 for i in range(200)}),
+    # ids and stops
+    "every token allowed 400 times": lambda: _complete(allowed_token_ids=[*range(VOCAB)] * 400),
+    "175,000 stop ids": lambda: _complete(stop_token_ids=[7 + i % 90 for i in range(175_000)]),
+    "180,000 stop ids and min_tokens": lambda: _complete(stop_token_ids=[*range(7, 97)] * 2_000, min_tokens=4),
+    "16 stop strings of 50,000 letters": lambda: _complete(stop=[_long(50_000)] * 16, max_tokens=24),
+    "4,000 stop strings": lambda: _complete(stop=_words(4_000), max_tokens=24),
+    "75,000 stop strings": lambda: _complete(stop=_words(75_000), max_tokens=24),
+    "a stop string of 900,000 letters": lambda: _complete(stop=[_long()], max_tokens=24),
+    # log-probabilities
+    "all log-probabilities that one may ask for": lambda: _complete(
+        prompt=[7] * 480, logprobs=20, prompt_logprobs=20, echo=True, max_tokens=24
+    ),
+    "log-probabilities of every token": lambda: _complete(logprobs=1, logprob_token_ids=[*range(VOCAB)]),
+    "log-probabilities of 20 ids": lambda: _complete(logprobs=1, logprob_token_ids=[*range(20)]),
+    "log-probabilities of 150,000 ids": lambda: _complete(logprobs=1, logprob_token_ids=[*range(VOCAB)] * 375),
+    "a million log-probabilities": lambda: _complete(logprobs=10**6, prompt_logprobs=10**6),
+    # prompts
+    "a prompt of 900,000 letters": lambda: _complete(prompt=_long()),
+    "a prompt of 900,000 letters without a space": lambda: _complete(prompt="a" * 900_000),
+    "a prompt of 900,000 letters to be truncated": lambda: _complete(prompt=_long(), truncate_prompt_tokens=4),
+    "a prompt of 300,000 ids": lambda: _complete(prompt=[7] * 300_000),
+    "200 prompts": lambda: _complete(prompt=[[7, i] for i in range(200)], max_tokens=1),
+    "60,000 prompts": lambda: _complete(prompt=[[7, i % VOCAB] for i in range(60_000)], max_tokens=1),
+    "embeddings of 600,000 bytes": lambda: _complete(prompt_embeds=base64.b64encode(b"\0" * 600_000).decode()),
+    "8 answers of the longest kind": lambda: _complete(prompt="hi", n=8, max_tokens=2, seed=1, temperature=1),
+    "2^31 answers": lambda: _complete(n=2**31, temperature=1),
+    # constraints
+    "a schema of 2,000 fields": lambda: _constrained(json=_wide(2_000)),
+    "a schema of 15,000 fields": lambda: _constrained(json=_wide(15_000)),
+    "a schema nested 60 times": lambda: _constrained(json=_nested(60)),
+    "a schema nested 400 times": lambda: _constrained(json=_nested(400)),
+    "a schema with 60,000 values": lambda: _constrained(json=dict(enum=_words(60_000))),
+    "a schema of up to 100,000 letters": lambda: _constrained(json=dict(type="string", maxLength=100_000)),
+    "a regex of 75,000 words": lambda: _constrained(regex="(" + "|".join(_words(75_000)) + ")"),
+    "a regex that repeats 2,000 times": lambda: _constrained(regex="([a-z]{1,9} ){1,2000}"),
+    "a regex that repeats repetitions": lambda: _constrained(regex="((((a{1,50}){1,50}){1,50}){1,50})"),
+    "2,000 choices": lambda: _constrained(choice=_words(2_000)),
+    "75,000 choices": lambda: _constrained(choice=_words(75_000)),
+    "a grammar of 20,000 rules": lambda: _constrained(
+        grammar="root ::= r0\n" + "".join(f'r{i} ::= "a" r{i + 1}\n' for i in range(20_000)) + 'r20000 ::= "b"'
+    ),
+    "a grammar of many ways": lambda: _constrained(grammar='root ::= s\ns ::= s s | "a" | s s s | ""'),
+    # names and arguments
+    "an argument of 900,000 letters": lambda: _complete(vllm_xargs={"a": _long()}),
+    "50,000 arguments": lambda: _complete(vllm_xargs={f"a{i}": 1 for i in range(50_000)}),
+    "an argument of 150,000 numbers": lambda: _complete(vllm_xargs={"a": [0.5] * 150_000}),
+    "a request id of 900,000 letters": lambda: _complete(request_id=_long()),
+    "a cache salt of 900,000 letters": lambda: _complete(cache_salt=_long()),
+    "a user of 900,000 letters": lambda: _complete(user=_long()),
+    "40,000 fields that nobody knows": lambda: _complete(**{f"x{i}": i for i in range(40_000)}),
+    "a list of 5,000 lists in each other": lambda: _complete(kv_transfer_params={"a": "[" * 5_000}),
+    # chats
+    "a message of 900,000 letters": lambda: _chat(_say(_long())),
+    "20,000 messages": lambda: _chat(*[_say("hello")] * 20_000),
+    "15,000 parts of a message": lambda: _chat(_say([dict(type="text", text="hello")] * 15_000)),
+    "4,000 tools": lambda: _chat(tools=[_tool(i) for i in range(4_000)]),
+    "1,000 tools of which one has to be called": lambda: _chat(
+        tools=[_tool(i) for i in range(1_000)], tool_choice="required"
+    ),
+    "arguments of a template": lambda: _chat(chat_template_kwargs={f"a{i}": TEXT for i in range(20_000)}),
+    "a response format of 2,000 fields": lambda: _chat(
+        response_format=dict(type="json_schema", json_schema=dict(name="x", schema=_wide(2_000)))
+    ),
+    # other paths
+    "a response to 900,000 letters": lambda: _respond(input=_long()),
+    "a response to 10,000 messages": lambda: _respond(input=[_say("hello")] * 10_000),
+    "instructions of 900,000 letters": lambda: _respond(instructions=_long()),
+    "metadata of 20,000 fields": lambda: _respond(metadata={f"a{i}": TEXT for i in range(20_000)}),
+    "tokens of 900,000 letters": lambda: (TOKENIZE, dict(prompt=_long(), return_token_strs=True)),
+    "tokens of 20,000 messages": lambda: (TOKENIZE, dict(messages=[_say("hello")] * 20_000)),
+    "text of 240,000 ids": lambda: ("/detokenize", dict(tokens=[70] * 240_000)),
+    "a prompt of 900,000 letters, invoked": lambda: ("/invocations", _complete(prompt=_long())[1]),
+    "2,000 messages, invoked": lambda: ("/invocations", _chat(*[_say("hello")] * 2_000)[1]),
+}
+QUICK = [*CASES][:24]
+ABOVE_BUDGET = {
+    "a prompt of 900,000 letters to be truncated": "vLLM tokenizes all of a prompt before it truncates it",
+    "a schema of 15,000 fields": "xgrammar's compiled grammar takes 166 MiB",
+    "a schema of up to 100,000 letters": "xgrammar's compiled grammar takes 141 MiB",
+}
+"""Costs of vLLM's own front end and of its grammar compiler."""
+NEVER_ENDING = (
+    "a schema with 60,000 values",
+    "a regex of 75,000 words",
+    "a regex that repeats repetitions",
+    "75,000 choices",
+)
+"""vLLM compiles them on threads that it cannot stop, which slow the server for minutes: nothing can be measured beside
+them or afterwards."""
+
+
+@dataclass(frozen=True)
+class Cost:
+    """What a request cost others."""
+
+    name: str
+    answer: str
+    """Its status, and the beginning of an error's message."""
+    mebibytes: float
+    """Of all processes together, at the peak."""
+    slowdown: float
+    """How many times its usual time the slowest neighbor took."""
+
+    def __str__(self) -> str:
+        return f"{self.name}: {self.answer}, {self.mebibytes:+.0f} MiB, neighbors {self.slowdown:.1f} times as slow"
+
+    @property
+    def is_within_budget(self) -> bool:
+        return self.mebibytes <= MOST_MEBIBYTES and self.slowdown <= MOST_SLOWDOWN
+
+
+@dataclass
+class Scales:
+    """Measures requests beside the watcher's."""
+
+    judge: Judge
+    watcher: Watcher
+    resident: Resident
+    costs: list[Cost] = field(default_factory=list)
+
+    def __post_init__(self) -> None:
+        self._usual = [
+            statistics.median(times) for times in self._watch(lambda: self.watcher.wait_requests(5 * len(NORMAL)))
+        ]
+
+    def measure(self, name: str) -> Cost:
+        """Return a request's cost: of several attempts the largest memory, and the least slowdown."""
+        path, fields = CASES[name]()
+        body = json.dumps({"model": "tiny"} | fields)
+        assert len(body) <= MOST_BYTES, len(body)
+        mebibytes, slowdowns = 0.0, []
+        for _ in range(ATTEMPTS):
+            self.resident.sample()
+            before = self.resident.now
+            self.resident.reset_peak()
+            times = self._watch(lambda: self._send(path, body))
+            mebibytes = max(mebibytes, self.resident.peak() - before)
+            ratios = [max(found) / usual for found, usual in zip(times, self._usual, strict=True) if found]
+            slowdowns.append(max(ratios, default=1.0))
+            if slowdowns[-1] <= MOST_SLOWDOWN:
+                break
+        self.costs.append(Cost(name, self._answer, mebibytes, min(slowdowns)))
+        return self.costs[-1]
+
+    def _send(self, path: str, body: str) -> None:
+        response = self.judge.send(path, body)
+        error = "" if response.status_code == 200 else " " + response.text[:_SHOWN]
+        self._answer = f"{response.status_code}{error}"
+        self.watcher.wait_requests(1)
+
+    def _watch(self, act: Callable[[], object]) -> list[list[float]]:
+        """Return how long neighbors took that were there while `act` ran, by their kind."""
+        first = len(self.watcher.times)
+        act()
+        times: list[list[float]] = [[] for _ in NORMAL]
+        for kind, start, end in self.watcher.times[first:]:
+            times[kind].append(end - start)
+        return times
+
+    def worst(self) -> list[Cost]:
+        """Return the three costs that come closest to the budget or exceed it by most."""
+        return sorted(self.costs, key=lambda c: -max(c.mebibytes / MOST_MEBIBYTES, c.slowdown / MOST_SLOWDOWN))[:3]
