@@ -69,10 +69,8 @@ def answers(busy: list[Request]) -> Callable[[str], list[list[Answer]]]:
     return lambda method: of(target(method))
 
 
-# EAGLE-3 and Medusa are in test_heads_rule.py.
+# EAGLE is in adversary/test_adversary.py, EAGLE-3 and Medusa in test_heads_rule.py.
 CASES = [
-    ("eagle", 4, SHORT, "chunked, cached, preempted"),
-    ("eagle", 2, COUPLED, "overlapping"),
     ("mtp", 1, STRICT | SHORT, "overlapping"),
 ]
 ALL = [

@@ -59,7 +59,6 @@ WAYS = [
     Way("ngram", "ngram"),
     Way("suffix", "suffix"),
 ]
-QUICK = ("draft_model",)
 
 
 @pytest.fixture(scope="module")
@@ -117,9 +116,8 @@ def ask_among(llm: LLM, probes: list[Request], crowd: int, rng: random.Random) -
     return answers([done[f"probe {place}"] for place in range(len(probes))])
 
 
-@pytest.mark.parametrize(
-    "way", [w if w.name in QUICK else pytest.param(w, marks=pytest.mark.slow) for w in WAYS], ids=str
-)
+@pytest.mark.slow  # adversary/test_adversary.py compares with alone too
+@pytest.mark.parametrize("way", WAYS, ids=str)
 def test_neighbours_do_not_matter(way: Way, probes: list[Request], plain: Any, request: pytest.FixtureRequest) -> None:
     """Memory for two of the longest requests, prompts in chunks, a prefix cache that the rounds before have filled."""
     target, config, rng = way.target(request), way.config(request), random.Random(0)

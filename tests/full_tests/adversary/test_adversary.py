@@ -30,7 +30,7 @@ from tests.full_tests.soak import nearly_the_target
 
 NUM_REQUESTS = 200
 SEED = os.environ.get("ADVERSARY_SEED", "0")
-QUICK = [("draft_model", 0), ("eagle", 0), ("ngram_gpu", 0)]
+QUICK = [("draft_model", 3), ("eagle", 0), ("ngram_gpu", 1)]
 DRAWN = 5
 """Configurations of each method."""
 COUNTERS = ("generation_tokens", "spec_decode_num_accepted_tokens", "num_preemptions")
