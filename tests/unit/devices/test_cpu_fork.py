@@ -75,8 +75,11 @@ def test_intels_openmp_is_preloaded_unless_another_is(
     assert os.environ == ({"LD_PRELOAD": expected, "KMP_BLOCKTIME": "1"} if added else before)
 
 
-def test_an_engine_is_spawned_to_get_an_openmp_that_its_parent_lacks(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_an_engine_is_forked_from_a_process_without_intels_openmp(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Scripts without `if __name__ == "__main__":` keep working, and start in half the time."""
     monkeypatch.setattr(fork, "_has_threads", False)
     monkeypatch.setattr(fork, "_forked_child_can_compute", lambda: True)
     monkeypatch.setenv("LD_PRELOAD", str(OPENMP))
-    assert fork.start_method(1) == ("fork" if "libiomp" in Path("/proc/self/maps").read_text() else "spawn")
+    assert fork.start_method(1) == "fork"
+    monkeypatch.setattr(fork, "_has_intels_openmp", lambda: False)
+    assert fork.start_method(2) == "fork"

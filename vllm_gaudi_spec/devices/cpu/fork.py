@@ -4,8 +4,8 @@ GNU OpenMP does not survive a fork once its threads exist: the child's first par
 does not have. Nothing shows from outside whether they exist, so a child is forked and asked to compute.
 
 Intel's OpenMP survives a fork and binds the first thread of the child to the first core. One rank alone is faster so;
-several would compute on that core in turns, and are spawned. So is an engine that is to load it while this process has
-not: a forked process has the libraries of its parent.
+several would compute on that core in turns, and are spawned. A forked process has the libraries of its parent, so an
+engine of `LLM(...)` computes with Intel's OpenMP only if its script was started with it, or if it is spawned.
 """
 
 from __future__ import annotations
@@ -17,8 +17,6 @@ import time
 
 import torch
 from vllm.logger import init_logger
-
-from vllm_gaudi_spec.environment import PRELOADED
 
 logger = init_logger(__name__)
 
@@ -32,7 +30,7 @@ _has_threads = False
 
 def start_method(num_ranks: int) -> str:
     global _has_threads
-    if "libiomp" in (PRELOADED.value or "") and (num_ranks > 1 or not _has_intels_openmp()):
+    if num_ranks > 1 and _has_intels_openmp():
         return "spawn"
     if not _has_threads and _forked_child_can_compute():
         return "fork"
