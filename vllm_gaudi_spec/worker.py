@@ -32,7 +32,7 @@ from vllm.utils.torch_utils import set_random_seed
 from vllm.v1.worker.utils import clear_layer_kv_caches
 from vllm.v1.worker.worker_base import CompilationTimes, WorkerBase
 
-from vllm_gaudi_spec.config import FP8_KV, UnsupportedConfigError, in_one_line
+from vllm_gaudi_spec.config import FP8_KV, UnsupportedConfigError, in_one_line, needs_batch_invariance
 from vllm_gaudi_spec.devices import load_backend
 from vllm_gaudi_spec.devices.common.group_check import check_groups
 from vllm_gaudi_spec.drafting.memory import NO_ROOM_FOR_KV
@@ -407,6 +407,8 @@ class ModelWeights:
             yield f"{method} does not work with LoRA adapters; leave out --enable-lora."
         if target_config() is not None:
             yield f"{method} does not work with QUANT_CONFIG; unset it."
+        if method == "reload_weights" and needs_batch_invariance(self._vllm_config):
+            yield f"{method} does not work with batch_invariant, since vLLM packs new weights anew; leave it out."
         if model.quantization is not None:
             yield f"{method} is for weights in the model's dtype, and those of {model.model} are {model.quantization}."
         if method == "reload_weights" and model.supports_multimodal_inputs:

@@ -6,6 +6,7 @@ import logging
 import sys
 import tempfile
 from collections.abc import Callable
+from contextlib import suppress
 from types import TracebackType
 from typing import Any
 
@@ -111,9 +112,12 @@ def _start_with_a_failure_file(original: Callable[..., None], manager: Any, *arg
 
 def _note_failure(record: logging.LogRecord) -> bool:
     path = start_failure_file()
-    # A worker is first; its engine then reports only that a worker failed.
-    if record.exc_info and record.exc_info[1] and _FAILED in record.getMessage() and path and not path.stat().st_size:
-        path.write_text(in_one_line(record.exc_info[1]))
+    if record.exc_info and record.exc_info[1] and _FAILED in record.getMessage() and path:
+        # Without room for the file the log has the error all the same.
+        with suppress(OSError):
+            # A worker is first; its engine then reports only that a worker failed.
+            if not path.stat().st_size:
+                path.write_text(in_one_line(record.exc_info[1]), encoding="utf-8")
     return True
 
 
@@ -121,6 +125,6 @@ def _raise_the_cause(original: Callable[..., Any], *args: Any, **named: Any) -> 
     try:
         return original(*args, **named)
     except RuntimeError as error:
-        if _failure_file is None or not (cause := _failure_file.read().decode()):
+        if _failure_file is None or not (cause := _failure_file.read().decode("utf-8")):
             raise
         raise RuntimeError(cause) from error

@@ -195,7 +195,8 @@ async def _load_adapter(original: Callable[..., Any], models: Any, request: Any,
 
 
 def refuse_tokenized_params(find_fault: Callable[[SamplingParams], str | None]) -> None:
-    """Refuse sampling parameters in which `find_fault` finds one after vLLM has tokenized their bad words.
+    """Refuse sampling parameters in which `find_fault` finds one after vLLM has added the model's end tokens and
+    tokenized the bad words.
 
     Reason: a platform validates a request before that, and knows only how long the words are as text. Upstream's limit
     of their tokens, VLLM_MAX_BAD_WORDS_TOTAL_TOKENS, is one of its own model runner's.
@@ -204,12 +205,13 @@ def refuse_tokenized_params(find_fault: Callable[[SamplingParams], str | None]) 
     from vllm.exceptions import VLLMValidationError
     from vllm.sampling_params import SamplingParams
 
-    def tokenize(original: Callable[..., None], params: SamplingParams, tokenizer: Any) -> None:
-        original(params, tokenizer)
+    def complete(original: Callable[..., None], params: SamplingParams, *args: Any, **named: Any) -> None:
+        original(params, *args, **named)
         if reason := find_fault(params):
             raise VLLMValidationError(reason)
 
-    wrap(SamplingParams, "update_from_tokenizer", tokenize)
+    for name in ("update_from_generation_config", "update_from_tokenizer"):
+        wrap(SamplingParams, name, complete)
 
 
 def answer_bad_media() -> None:
@@ -266,7 +268,8 @@ def answer_contradictions() -> None:
 def _refuse_contradictions(original: Callable[..., None], collector: Any, output: Any) -> None:
     from vllm.exceptions import VLLMValidationError
 
-    for one in getattr(output, "outputs", ()):
+    # The siblings of a sequence that ends with an error in a stream go on, and nobody would abort them.
+    for one in getattr(output, "outputs", ()) if getattr(output, "finished", False) else ():
         # Otherwise a stop reason is a token or string that ended the request without an error.
         if getattr(one, "finish_reason", None) == "error" and isinstance(one.stop_reason, str):
             output = VLLMValidationError(one.stop_reason)

@@ -91,7 +91,8 @@ def batch_invariance_refusals(vllm_config: VllmConfig, backend: DeviceBackend) -
         return
     model = vllm_config.model_config
     if not backend.traits.offers_batch_invariance:
-        yield f"{option} is not available on {backend.traits.name}, whose kernels were not examined; leave it out."
+        name = backend.traits.name
+        yield f"{option} is not available on {name}, whose kernels have not been checked for it; leave it out."
     if vllm_config.parallel_config.tensor_parallel_size > 1:
         yield f"{option} does not work with several ranks, whose sums may be in any order; leave it out."
     if vllm_config.lora_config is not None:

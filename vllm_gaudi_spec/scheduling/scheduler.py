@@ -361,7 +361,7 @@ class _Speculating(Sessions):
             self._audits.on_ended(request)
         if request.status == RequestStatus.FINISHED_ERROR and request.use_structured_output:
             assert request.sampling_params is not None
-            request.stop_reason = _contradiction(request.sampling_params)
+            request.stop_reason = _contradiction(request.sampling_params, _end_tokens(self.vllm_config))
         return super()._free_request(request, delay_free_blocks)
 
     def finish_requests(self, request_ids: Any, finished_status: RequestStatus) -> list[Request]:
@@ -442,13 +442,23 @@ def before_a_part(features: list[MultiModalFeatureSpec], num_computed: int, num_
     return num_new
 
 
-def _contradiction(params: SamplingParams) -> str | None:
+def _contradiction(params: SamplingParams, end_token_ids: frozenset[int]) -> str | None:
     """Return why a request's structured output had no next token: other constraints took every token that it allows.
-    None if the request has no other constraints."""
-    names = ("allowed_token_ids", "bad_words", "stop_token_ids")
-    if others := [name for name in names if getattr(params, name)]:
-        return f"No token satisfies both structured_outputs and {' and '.join(others)}; leave one of them out."
+    None if the request has no other constraints. `end_token_ids`: the model's own, which vLLM adds to stop tokens."""
+    constraints = {
+        "allowed_token_ids": params.allowed_token_ids,
+        "bad_words": params.bad_words,
+        "stop_token_ids": set(params.stop_token_ids or ()) - end_token_ids,
+    }
+    if others := [name for name, given in constraints.items() if given]:
+        return f"No token satisfies structured_outputs together with {' and '.join(others)}; leave one of them out."
     return None
+
+
+def _end_tokens(vllm_config: VllmConfig) -> frozenset[int]:
+    """Return the end tokens of the model's generation configuration."""
+    found = vllm_config.model_config.try_get_generation_config().get("eos_token_id")
+    return frozenset([found] if isinstance(found, int) else found or ())
 
 
 def _keeps_all(spec: KVCacheSpec) -> bool:

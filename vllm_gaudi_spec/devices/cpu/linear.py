@@ -84,12 +84,12 @@ class Float32Logits:
 
     def __init__(self, weight_NK: torch.Tensor) -> None:
         self._weight_NK = weight_NK
-        self._few = Float16Linear.exact(weight_NK.float()) if has_float16_kernel() else None
+        self.few = Float16Linear.exact(weight_NK.float()) if has_float16_kernel() else None
 
     def __call__(self, x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None) -> torch.Tensor:
         wide, bias = x.float(), None if bias is None else bias.float()
-        if self._few is not None and x.numel() <= FEW_ROWS * x.shape[-1]:
-            return self._few(wide, weight, bias)
+        if self.few is not None and x.numel() <= FEW_ROWS * x.shape[-1]:
+            return self.few(wide, weight, bias)
         with _fast_float32(self._weight_NK.dtype):
             slices = self._weight_NK.split(max(_SLICE_NUMBERS // x.shape[-1], 1))
             out = torch.cat([torch.nn.functional.linear(wide, part.float()) for part in slices], dim=-1)
@@ -362,10 +362,7 @@ def repack_tables(model: nn.Module) -> None:
         if hasattr(table.weight, _LINEAR):
             delattr(table.weight, _LINEAR)
     for table in tables:
-        has_fixed_rows = isinstance(table.cpu_linear, FixedRows)
         utils.dispatch_cpu_unquantized_gemm(table, remove_weight=False)
-        if has_fixed_rows:
-            table.cpu_linear = FixedRows(table.cpu_linear)
 
 
 def fix_rows(model: nn.Module) -> None:
@@ -378,7 +375,7 @@ def fix_rows(model: nn.Module) -> None:
 def report(model: nn.Module) -> None:
     """Log what copies there are."""
     linears = {id(linear): linear for module in model.modules() if (linear := getattr(module, "cpu_linear", None))}
-    copies = [linear.few.nbytes for linear in linears.values() if isinstance(linear, ByRows)]
+    copies = [few.nbytes for linear in linears.values() if (few := getattr(linear, "few", None)) is not None]
     if copies:
         logger.info(
             "%d of %d weight matrices are the same in float16: copies of %.2f GiB, for steps of up to %d tokens.",

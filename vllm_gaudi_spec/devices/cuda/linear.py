@@ -74,7 +74,7 @@ def logits(x: torch.Tensor, weight_NK: torch.Tensor, bias_N: torch.Tensor | None
 def _float32_product(x: torch.Tensor, weight_NK: torch.Tensor, bias_N: torch.Tensor | None) -> torch.Tensor:
     out_MN = torch.mm(x.reshape(-1, x.shape[-1]), weight_NK.t(), out_dtype=torch.float32)
     out_MN = out_MN if bias_N is None else out_MN + bias_N
-    return out_MN.view(*x.shape[:-1], -1)
+    return out_MN.view(*x.shape[:-1], weight_NK.shape[0])
 
 
 # --- one or two rows ---
@@ -441,7 +441,7 @@ class _InvariantEmbedding(UnquantizedEmbeddingMethod):
         x_MK = x.reshape(-1, x.shape[-1])
         padded_MK = nn.functional.pad(x_MK, (0, 0, 0, -x_MK.shape[0] % _INVARIANT_ROWS))
         tiles = [_float32_product(tile, layer.weight, bias) for tile in padded_MK.split(_INVARIANT_ROWS)]
-        return torch.cat(tiles)[: x_MK.shape[0]].view(*x.shape[:-1], -1)
+        return torch.cat(tiles)[: x_MK.shape[0]].view(*x.shape[:-1], layer.weight.shape[0])
 
 
 def make_batch_invariant(model: nn.Module) -> None:

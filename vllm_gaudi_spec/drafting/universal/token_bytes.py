@@ -428,7 +428,7 @@ def _end_of_turn(tokenizer: Any, ends: dict[int, str]) -> int | None:
     template = getattr(tokenizer, "chat_template", None)
     if isinstance(template, dict):
         template = template.get("default")
-    _, _, after = (template or "").partition("content")
+    _, _, after = template.partition("content") if isinstance(template, str) else ("", "", "")
     by_position = {after.find(name): token_id for token_id, name in ends.items() if name and name in after}
     if by_position:
         return by_position[min(by_position)]

@@ -33,8 +33,6 @@ DEFAULTS: dict[str, Any] = {
     "report": FOLDER / "report.html",
 }
 NUM_PROMPTS = 4
-# Intel's OpenMP lets a waiting thread sleep after 1 ms: on a machine with other work to do, a step that is spread over
-# all cores is twice as fast as with GNU's, which spins. Python cannot load it later than at the start.
 
 
 def add_to(commands: Any) -> None:
