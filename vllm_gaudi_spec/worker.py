@@ -408,7 +408,7 @@ class ModelWeights:
         if target_config() is not None:
             yield f"{method} does not work with QUANT_CONFIG; unset it."
         if method == "reload_weights" and needs_batch_invariance(self._vllm_config):
-            yield f"{method} does not work with batch_invariant, since vLLM packs new weights anew; leave it out."
+            yield f"{method} does not work with batch_invariant, since vLLM packs new weights again; leave it out."
         if model.quantization is not None:
             yield f"{method} is for weights in the model's dtype, and those of {model.model} are {model.quantization}."
         if method == "reload_weights" and model.supports_multimodal_inputs:

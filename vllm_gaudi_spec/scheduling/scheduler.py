@@ -450,7 +450,7 @@ def _contradiction(params: SamplingParams, end_token_ids: frozenset[int]) -> str
         "bad_words": params.bad_words,
         "stop_token_ids": set(params.stop_token_ids or ()) - end_token_ids,
     }
-    if others := [name for name, given in constraints.items() if given]:
+    if others := [name for name, constraint in constraints.items() if constraint]:
         return f"No token satisfies structured_outputs together with {' and '.join(others)}; leave one of them out."
     return None
 
