@@ -1,4 +1,4 @@
-"""With `batch_invariant`, answers do not change by a bit: not with neighbors, chunks, preemptions or drafts."""
+"""Check that `batch_invariant` keeps answers equal bit for bit under neighbors, chunks, preemptions and drafts."""
 
 from typing import Any
 

@@ -103,7 +103,7 @@ def test_logprobs(server: Server) -> None:
     logprobs = server.complete(**GREEDY, logprobs=2, echo=True)["choices"][0]["logprobs"]
     assert logprobs["token_logprobs"][0] is None
     assert all(value <= 0 for value in logprobs["token_logprobs"][1:])
-    # Of two tokens only one is scored.
+    # The first of two tokens has no score.
     shortest = server.complete(prompt=[5, 6], max_tokens=1, temperature=0, echo=True, logprobs=1)
     first, second, _ = shortest["choices"][0]["logprobs"]["token_logprobs"]
     assert first is None

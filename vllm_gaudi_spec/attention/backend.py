@@ -88,7 +88,7 @@ class RectangleAttentionImpl(AttentionImpl, nn.Module):
     kv_dtype: torch.dtype | None = None
     """The dtype of its caches, where it is not the model's."""
     batch_invariant = False
-    """As in `AttentionLayerSpec`."""
+    """Whether the layer's results must not depend on the batch. `LoadedModel` sets it before `bind`."""
     only_real: Callable[[torch.Tensor], torch.Tensor] | None = None
     """Where the layer is calibrated: zeroes the queries of padding."""
     slopes: torch.Tensor | None

@@ -179,13 +179,13 @@ them or afterwards."""
 
 @dataclass(frozen=True)
 class Cost:
-    """What a request cost others."""
+    """Record what a request cost its neighbors."""
 
     name: str
     answer: str
     """Its status, and the beginning of an error's message."""
     mebibytes: float
-    """Of all processes together, at the peak."""
+    """Growth of all processes together, at its peak."""
     slowdown: float
     """How many times its usual time the slowest neighbor took."""
 

@@ -233,7 +233,7 @@ def sized(name: str) -> Any:
     if name in sizes.ABOVE_BUDGET:
         marks.append(pytest.mark.xfail(reason=sizes.ABOVE_BUDGET[name]))
     if name in sizes.NEVER_ENDING:
-        marks.append(pytest.mark.skip(reason="vLLM goes on compiling it for minutes"))
+        marks.append(pytest.mark.skip(reason="compiling it may take minutes, which would disturb the cases after it"))
     return pytest.param(name, marks=marks)
 
 

@@ -16,7 +16,7 @@ _SHARED_PROMPT = 100
 
 @dataclass(frozen=True)
 class Drawing:
-    """What a request depends on beside chance."""
+    """The facts about an engine that its requests are drawn from."""
 
     vocab: int
     eos: int

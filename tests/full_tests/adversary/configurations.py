@@ -10,7 +10,7 @@ from tests.full_tests.speculation import ngram, suffix
 
 MAX_LEN = 384
 MOST_DRAFTS = {"medusa": 4, "mtp": 8, "eagle": 8, "eagle3": 8}
-"""Of methods that draft fewer than the 16 that every configuration may have."""
+"""The largest number of drafts of the methods that allow fewer than 16."""
 METHODS = (
     *("ngram", "ngram_gpu", "suffix", "draft_model", "map", "retokenize", "slem"),
     *("eagle", "eagle3", "mtp", "medusa"),

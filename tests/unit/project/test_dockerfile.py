@@ -163,7 +163,7 @@ def test_what_the_packages_demo_links_to_is_in_the_images():
     ("completion", "words", "code"), [(200, ["--complete"], 0), (500, ["--complete"], 1), (500, [], 0)]
 )
 def test_the_health_check_asks_for_a_completion(completion: int, words: list[str], code: int):
-    """With the server's key: its engine may be stuck while its health is good."""
+    """Send the server's key along: an engine may be stuck while /health answers."""
 
     def complete(headers):
         return completion if headers["Authorization"] == "Bearer secret" else 401, "{}"

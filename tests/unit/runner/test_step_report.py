@@ -178,7 +178,7 @@ def test_prompt_logprobs_travel_with_the_step_that_ends_the_prompt(
 
 
 def through_vllm(**fields: Any) -> EngineCoreOutput:
-    """What the front end receives of one request's output."""
+    """Return what the front end receives for one request's output."""
     sent = MsgpackEncoder().encode(EngineCoreOutput("a", [1], **fields))
     received: EngineCoreOutput = MsgpackDecoder(EngineCoreOutput).decode(sent)
     return received

@@ -114,7 +114,7 @@ def _fast_float32(dtype: torch.dtype) -> Iterator[None]:
 
 
 INVARIANT_ROWS = 16
-"""Rows of every product of a batch-invariant layer."""
+"""The number of rows in every product of a batch-invariant layer."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -106,7 +106,7 @@ def few_rows(
     gated: bool = False,
     dtype: torch.dtype | None = None,
 ) -> torch.Tensor:
-    """`dtype`: of the result, where it is not that of `x`; for layers without a norm."""
+    """Multiply one or two rows. `dtype` is the result's, if not that of `x`, and is for layers without a norm."""
     norm = x if isinstance(x, Unnormed) else None
     rows = x.x if isinstance(x, Unnormed) else x
     x_MK = rows.reshape(-1, rows.shape[-1])
@@ -265,7 +265,7 @@ def some_rows(
     gated: bool = False,
     dtype: torch.dtype | None = None,
 ) -> torch.Tensor:
-    """`dtype`: of the result, where it is not that of `x`."""
+    """Multiply up to `SOME_ROWS` rows. `dtype` is the result's, if not that of `x`."""
     x_MK = x.reshape(-1, x.shape[-1])
     (num_rows, num_inputs), num_outputs = x_MK.shape, weight_NK.shape[0]
     num_tiles = triton.cdiv(num_outputs, _TILE_N)
@@ -426,7 +426,7 @@ def use_in(model: nn.Module) -> None:
 # --- batch invariance ---
 
 _INVARIANT_ROWS = 64
-"""Of each product with an output matrix: a library's kernel for one shape adds up in one order."""
+"""The number of rows in every product with an output matrix. A library adds up in one order for one shape."""
 
 
 class _InvariantLinear(UnquantizedLinearMethod):
@@ -445,7 +445,7 @@ class _InvariantEmbedding(UnquantizedEmbeddingMethod):
 
 
 def make_batch_invariant(model: nn.Module) -> None:
-    """After `use_in`: the fused forms of decoder.py are for layers with the methods above only."""
+    """Replace the methods that `use_in` set. The fused forms of decoder.py then leave these layers alone."""
     for layer in model.modules():
         method = getattr(layer, "quant_method", None)
         if isinstance(method, FewRowsLinear):
