@@ -291,6 +291,9 @@ MAX_BAD_WORD_TOKENS = 1024
 """In all spellings of all bad words."""
 MAX_BAD_WORD_TEXT = 16 * MAX_BAD_WORD_TOKENS
 """Characters, so that a text that has too many tokens is refused before it is tokenized."""
+MAX_CONSTRAINT_TEXT = 256 * 1024
+"""Characters of a JSON schema, regex, grammar or list of choices. Larger ones take seconds to compile and more than
+64 MiB, at the expense of other requests."""
 
 REQUEST_OPTION = "num_speculative_tokens"
 """In a request's `extra_args`, which is `vllm_xargs` over HTTP: its maximum number of drafts in a step, 0 for none."""

@@ -51,6 +51,7 @@ from vllm_gaudi_spec.compat.server import (
     let_engine_finish,
     mend_adapter_loading,
     raise_when_the_engine_is_gone,
+    refuse_params_before_verification,
     refuse_tokenized_params,
 )
 from vllm_gaudi_spec.compat.views import (
@@ -82,6 +83,7 @@ __all__ = [
     "ray_workers",
     "read_weights",
     "refuse_bad_embeds",
+    "refuse_params_before_verification",
     "refuse_tokenized_params",
     "return_attention_outputs",
     "score_cpu_experts_by_sigmoid",

@@ -214,6 +214,24 @@ def refuse_tokenized_params(find_fault: Callable[[SamplingParams], str | None]) 
         wrap(SamplingParams, name, complete)
 
 
+def refuse_params_before_verification(find_fault: Callable[[SamplingParams], str | None]) -> None:
+    """Refuse sampling parameters in which `find_fault` finds a fault before vLLM verifies them.
+
+    Reason: upstream's `SamplingParams.verify` compiles a request's regex or grammar, whatever its size, before it asks
+    the platform whether the request is valid. A regex of 75,000 words is answered with a server error.
+    Remove when: upstream asks the platform first, or bounds the size of a constraint.
+    """
+    from vllm.exceptions import VLLMValidationError
+    from vllm.sampling_params import SamplingParams
+
+    def verify(original: Callable[..., None], params: SamplingParams, *args: Any, **named: Any) -> None:
+        if reason := find_fault(params):
+            raise VLLMValidationError(reason)
+        original(params, *args, **named)
+
+    wrap(SamplingParams, "verify", verify)
+
+
 def answer_bad_media() -> None:
     """In a server: answer status 400 to images, video and sound that cannot be decoded.
 

@@ -28,6 +28,7 @@ from vllm_gaudi_spec.recurrent.table import has_states
 from vllm_gaudi_spec.refusals import (
     installed_logits_processors,
     refuse_unsupported,
+    too_large_constraint,
     too_many_logit_edits,
     unsupported_request,
 )
@@ -69,6 +70,7 @@ def apply_patches() -> None:
     importlib.import_module(_QUANTIZATION_METHOD)  # it needs a platform, which this module is imported for
     use_device(load_backend)
     compat.refuse_tokenized_params(too_many_logit_edits)
+    compat.refuse_params_before_verification(too_large_constraint)
     compat.read_weights(
         lambda tensors, model, loaded: read_weights(drop_scales_set_aside(tensors, model), model, loaded)
     )

@@ -11,7 +11,7 @@ from vllm_gaudi_spec.refusals.files import damage_refusals, other_file_refusals,
 from vllm_gaudi_spec.refusals.formats import format_refusals, quantization_refusals, weight_refusals
 from vllm_gaudi_spec.refusals.kv_scales import kv_scale_refusals
 from vllm_gaudi_spec.refusals.models import expert_refusals, model_refusals
-from vllm_gaudi_spec.refusals.requests import too_many_logit_edits, unsupported_request
+from vllm_gaudi_spec.refusals.requests import too_large_constraint, too_many_logit_edits, unsupported_request
 from vllm_gaudi_spec.refusals.speculation import installed_logits_processors, speculation_refusals
 
 if TYPE_CHECKING:
@@ -22,6 +22,7 @@ if TYPE_CHECKING:
 __all__ = [
     "installed_logits_processors",
     "refuse_unsupported",
+    "too_large_constraint",
     "too_many_logit_edits",
     "unsupported_request",
     "weight_files",

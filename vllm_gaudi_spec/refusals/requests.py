@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from collections.abc import Mapping
 from typing import TYPE_CHECKING, Any
 
@@ -10,6 +11,7 @@ import msgspec
 from vllm_gaudi_spec.config import (
     MAX_BAD_WORD_TEXT,
     MAX_BAD_WORD_TOKENS,
+    MAX_CONSTRAINT_TEXT,
     MAX_LOGIT_EDITS,
     REQUEST_OPTION,
     shown,
@@ -42,6 +44,19 @@ def too_many_logit_edits(params: SamplingParams) -> str | None:
             f"logit_bias, bad_words and the stop tokens of min_tokens make {num_edits} logit edits; use at most "
             f"{MAX_LOGIT_EDITS} per request."
         )
+    return None
+
+
+def too_large_constraint(params: SamplingParams) -> str | None:
+    """Why a request's structured output cannot be compiled beside other requests, or None."""
+    constraint = params.structured_outputs
+    if constraint is None:
+        return None
+    for name in ("json", "regex", "choice", "grammar", "structural_tag"):
+        value = getattr(constraint, name)
+        num_characters = len(value if isinstance(value, str) else json.dumps(value))
+        if num_characters > MAX_CONSTRAINT_TEXT:
+            return f"structured_outputs.{name} has {num_characters} characters; use at most {MAX_CONSTRAINT_TEXT}."
     return None
 
 

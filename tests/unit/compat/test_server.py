@@ -33,7 +33,7 @@ from vllm.entrypoints.serve.middleware.authenticate import AuthenticationMiddlew
 from vllm.exceptions import LoRAAdapterNotFoundError, VLLMValidationError
 from vllm.multimodal.media import AudioMediaIO, ImageMediaIO, VideoMediaIO
 from vllm.outputs import CompletionOutput, RequestOutput
-from vllm.sampling_params import RequestOutputKind, SamplingParams
+from vllm.sampling_params import RequestOutputKind, SamplingParams, StructuredOutputsParams
 from vllm.tasks import SupportedTask
 from vllm.utils.argparse_utils import FlexibleArgumentParser
 from vllm.utils.counter import AtomicCounter
@@ -48,7 +48,7 @@ from tests.support.processes import still_alive
 from tests.support.videos import video
 from vllm_gaudi_spec import compat, config
 from vllm_gaudi_spec.compat import server
-from vllm_gaudi_spec.refusals import too_many_logit_edits
+from vllm_gaudi_spec.refusals import too_large_constraint, too_many_logit_edits
 
 
 def test_only_rocm_lets_its_engine_finish_by_default() -> None:
@@ -305,6 +305,26 @@ def test_upstream_still_takes_bad_words_of_any_number_of_tokens() -> None:
     process = inspect.getsource(InputProcessor.process_inputs)
     steps = ["current_platform.validate_request(", ".update_from_generation_config(", ".update_from_tokenizer("]
     assert sorted(steps, key=process.index) == steps
+
+
+@pytest.mark.parametrize(
+    "constraint",
+    [dict(regex="(a|b)" * 60_000), dict(choice=["word"] * 40_000), dict(json=dict(enum=["word"] * 40_000))],
+    ids=["regex", "choice", "json"],
+)
+def test_large_constraint_is_refused_before_it_is_compiled(constraint: dict[str, Any]) -> None:
+    params = SamplingParams(structured_outputs=StructuredOutputsParams(**constraint))
+    compiled: list[SamplingParams] = []
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(SamplingParams, "verify", lambda params: compiled.append(params))
+        params.verify()  # type: ignore[call-arg]
+        compat.refuse_params_before_verification(too_large_constraint)
+        with pytest.raises(VLLMValidationError, match="use at most 262144"):
+            params.verify()  # type: ignore[call-arg]
+        SamplingParams(structured_outputs=StructuredOutputsParams(regex="a")).verify()  # type: ignore[call-arg]
+    assert len(compiled) == 2
+    process = inspect.getsource(InputProcessor.process_inputs)
+    assert process.index("._validate_params(") < process.index("current_platform.validate_request(")
 
 
 def huge_image() -> bytes:
