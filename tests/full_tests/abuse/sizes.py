@@ -163,12 +163,8 @@ CASES: dict[str, Callable[[], tuple[str, dict[str, Any]]]] = {
 QUICK = [*CASES][:24]
 ABOVE_BUDGET = {
     "a prompt of 900,000 letters to be truncated": "vLLM tokenizes all of a prompt before it truncates it",
-    "a schema of up to 100,000 letters": "xgrammar's compiled grammar takes 141 MiB",
 }
-"""Costs of vLLM's own front end and of its grammar compiler."""
-NEVER_ENDING = ("a regex that repeats repetitions",)
-"""vLLM compiles this on a thread that it cannot stop, which slows the server for minutes. Nothing can be measured
-beside it or afterwards."""
+"""Costs of vLLM's own front end."""
 
 
 @dataclass(frozen=True)

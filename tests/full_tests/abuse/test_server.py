@@ -232,8 +232,6 @@ def sized(name: str) -> Any:
     marks = [] if name in sizes.QUICK else [pytest.mark.slow]
     if name in sizes.ABOVE_BUDGET:
         marks.append(pytest.mark.xfail(reason=sizes.ABOVE_BUDGET[name]))
-    if name in sizes.NEVER_ENDING:
-        marks.append(pytest.mark.skip(reason="compiling it may take minutes, which would disturb the cases after it"))
     return pytest.param(name, marks=marks)
 
 
