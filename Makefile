@@ -185,9 +185,10 @@ verify-ascend:  ## test on an Ascend NPU: the same
 	@$(call verify_device,ascend)
 
 .PHONY: lint
-lint: $(VENV)/.stamp-dev  ## check with ruff, mypy, and linters of markdown and the Dockerfile
+lint: $(VENV)/.stamp-dev  ## check with ruff, import-linter, mypy, and linters of markdown and the Dockerfile
 	@$(BIN)/ruff format --check .
 	@$(BIN)/ruff check .
+	@$(BIN)/lint-imports
 	@$(BIN)/mypy
 	@$(BIN)/pymarkdown scan --recurse $(wildcard *.md docs demo examples requirements calibration)
 	@$(BIN)/hadolint Dockerfile
