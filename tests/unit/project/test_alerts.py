@@ -7,37 +7,13 @@ import re
 from typing import Any
 
 import pytest
-import yaml
 
-from tests.promql import ALERTS, PAGE, alerts, labels_of_result, uses
+from tests.promql import alerts, labels_of_result, uses
 from tests.promql_values import Labels, value_of
 from vllm_gaudi_spec.scheduling.metrics import SERIES
 
-# Of a rule that alerts; another key makes Prometheus refuse the whole file.
-KEYS = {"alert", "expr", "for", "keep_firing_for", "labels", "annotations"}
-DURATION = re.compile(r"(\d+y)?(\d+w)?(\d+d)?(\d+h)?(\d+m)?(\d+s)?(\d+ms)?")
 FUNCTIONS = {"humanize", "humanizePercentage", "humanizeDuration"}
 RULES = [pytest.param(rule, id=rule["alert"]) for rule in alerts()]
-
-
-def test_the_file_is_one_of_rules() -> None:
-    content = yaml.safe_load(ALERTS.read_text())
-    assert set(content) == {"groups"}
-    for group in content["groups"]:
-        assert set(group) == {"name", "rules"}
-    names = [rule["alert"] for rule in alerts()]
-    assert len(names) == len(set(names)) >= 7
-
-
-@pytest.mark.parametrize("rule", RULES)
-def test_a_rule_is_one(rule: dict[str, Any]) -> None:
-    assert set(rule) <= KEYS
-    assert re.fullmatch(r"[A-Za-z]+", rule["alert"])
-    assert rule["labels"]["severity"] in ("warning", "critical")
-    assert set(rule["annotations"]) == {"summary", "description"}
-    if "for" in rule:
-        assert rule["for"]
-        assert DURATION.fullmatch(rule["for"])
 
 
 @pytest.mark.parametrize("rule", RULES)
@@ -60,24 +36,6 @@ def test_its_texts_name_labels_that_the_result_has(rule: dict[str, Any]) -> None
     for template in re.findall(r"{{(.*?)}}", texts):
         assert re.fullmatch(rf" \$(labels\.\w+|value)( \| ({'|'.join(FUNCTIONS)}))? ", template)
     assert texts.count("{{") == texts.count("}}")
-
-
-def test_the_page_has_a_row_for_each() -> None:
-    rows = re.findall(r"^\| `([A-Za-z]+)` \| (\w+) \|", PAGE.read_text().partition("## Alerts")[2], re.M)
-    assert rows == [(rule["alert"], rule["labels"]["severity"]) for rule in alerts()]
-
-
-@pytest.mark.parametrize(
-    ("expression", "labels"),
-    [
-        ("sum by (instance) (rate(a_total[5m])) > 0", {"instance"}),
-        ("max by (a, b) (x) / on (a) group_left () sum by (a) (y) < 0.5", {"a", "b"}),
-        ("sum by (a) (x) / sum by (a) (y) < 0.5 * (sum by (a) (z)) and sum by (a) (w) > 1", {"a"}),
-        ("sum(x)", set()),
-    ],
-)
-def test_labels_of_a_result(expression: str, labels: set[str]) -> None:
-    assert labels_of_result(expression) == labels
 
 
 # ---- collapsed acceptance, over series of samples ---------------------------------------------------------

@@ -23,14 +23,8 @@ from vllm_gaudi_spec.drafting.table import METHODS
 
 PAGES = pages()
 BLOCKS = [block for page in PAGES for block in blocks(page)]
-# What `make setup` puts into .venv/bin, which is on nobody's PATH
-OF_THE_ENVIRONMENT = re.compile(
-    r"(?:^|[|;&(]|\b[A-Z_]+=\S*\s)\s*(gaudi-spec|python3?(?! -m venv )|vllm|pip|pytest)\s", re.M
-)
-
 # Another spelling of vLLM's, and methods of the vllm-ascend guide, which its page says to be refused.
 OTHER_METHODS = {"deepseek_mtp", "dflash", "extract_hidden_states"}
-OF_VLLM_ASCEND = ("rejection_sampler_config", "dynamic_spec_config", "ascend_scheduler_config")
 SPECULATIVE, ADDITIONAL = re.compile(r"\{\"method\".*?\}(?=[`'])"), re.compile(r"\{\"gaudi_spec\".*?\}(?=[`'])")
 
 
@@ -53,29 +47,6 @@ def test_a_named_test_takes_its_commands_from_the_page(block: Block) -> None:
     assert re.search(r"\b(commands|commands_for|text_for)\(", source_of_test(ROOT / file, name)), (
         "it has commands of its own"
     )
-
-
-@pytest.mark.parametrize("block", [block for block in BLOCKS if block.is_for_ci], ids=lambda block: block.name)
-def test_continuous_integration_runs_what_is_said_to_be_its(block: Block) -> None:
-    run = (ROOT / ".ci" / "run").read_text().splitlines()
-    for line in block.text.splitlines():
-        assert re.sub(r"\s+#.*", "", line) in run
-
-
-@pytest.mark.parametrize(
-    "block",
-    [block for block in BLOCKS if block.runs or block.test or "hub" in block.needs],
-    ids=lambda block: block.name,
-)
-def test_commands_do_not_count_on_the_path(block: Block) -> None:
-    if block.language != "python" and "docker" not in block.needs:
-        assert not OF_THE_ENVIRONMENT.findall(block.text), "print .venv/bin/ in front of it"
-
-
-def test_blocks_are_found() -> None:
-    assert len(BLOCKS) > 40
-    fences = sum(len(re.findall(r"^```(?:bash|console|python|sh|shell)\b", page.read_text(), re.M)) for page in PAGES)
-    assert len(BLOCKS) == fences, "bash, console and python are the languages of commands, at the beginning of a line"
 
 
 @pytest.mark.slow
@@ -112,17 +83,6 @@ def test_speculative_configurations(text: str) -> None:
 @pytest.mark.parametrize("text", written(ADDITIONAL))
 def test_options_of_ours(text: str) -> None:
     Options.from_vllm(SimpleNamespace(additional_config=json.loads(text)))  # type: ignore[arg-type]
-
-
-def test_configurations_are_found() -> None:
-    assert len(written(SPECULATIVE)) > 15
-    assert len(written(ADDITIONAL)) > 2
-    everywhere = "\n".join(page.read_text() for page in PAGES)
-    for option, pattern in (("speculative", SPECULATIVE), ("additional", ADDITIONAL)):
-        given = re.findall(rf"--{option}-config[ \\\n]+'(\{{.*?\}})'", everywhere)
-        given = [text for text in given if not any(name in text for name in OF_VLLM_ASCEND)]  # refused, or ignored
-        assert given
-        assert all(pattern.match(f"{text}'") for text in given), given
 
 
 @pytest.mark.parametrize("page", PAGES, ids=lambda page: str(page.relative_to(ROOT)))
