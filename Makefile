@@ -109,13 +109,11 @@ serve: $(VENV)/.stamp  ## start an OpenAI-compatible server (MODEL=, HOST=, PORT
 	@$(choose_model); exec $(BIN)/vllm serve "$$model" --host $(HOST) --port $(PORT) $(ARGS)
 
 .PHONY: bench
-bench: $(VENV)/.stamp  ## measure costs of a step, and throughput beside vLLM's CPU platform, into .bench/ (ARGS= for benchmarks/upstream.py)
+bench: $(VENV)/.stamp  ## measure costs of a step, and throughput beside vLLM's CPU platform, into .bench/ (ARGS= for `python -m benchmarks upstream`)
 	@mkdir -p .bench
-	@$(BIN)/python benchmarks/host_overhead.py --json .bench/host_overhead.json
-	@$(BIN)/python benchmarks/drafters.py --json .bench/drafters.json
-	@$(FAIR_THREADS) $(BIN)/python benchmarks/gemm.py --json .bench/gemm.json
-	@$(FAIR_THREADS) $(BIN)/python benchmarks/upstream.py --json .bench/upstream.json $(ARGS)
-	@$(FAIR_THREADS) $(BIN)/python benchmarks/goodput.py --json .bench/goodput.json
+	@$(BIN)/python -m benchmarks host_overhead --json .bench/host_overhead.json
+	@$(FAIR_THREADS) $(BIN)/python -m benchmarks upstream --json .bench/upstream.json $(ARGS)
+	@$(FAIR_THREADS) $(BIN)/python -m benchmarks goodput --json .bench/goodput.json
 
 # ---- check --------------------------------------------------------------------------------------
 

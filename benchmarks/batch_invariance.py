@@ -1,6 +1,6 @@
 """Measure how often greedy texts change with the batch and with drafts, and what `batch_invariant` costs.
 
-    python benchmarks/batch_invariance.py --json .bench/batch_invariance.json
+    python -m benchmarks batch_invariance --json .bench/batch_invariance.json
 
 The reference decodes one request at a time without drafts. Every other case decodes the same prompts with up to
 --batch requests at a time, and counts the prompts whose text differs from the reference. Each case runs in a process of
@@ -13,19 +13,17 @@ import argparse
 import os
 import runpy
 import time
-from pathlib import Path
 from typing import Any
 
-import common
-import speculation_common as shared
+from benchmarks.shared import common, drafting
 
-METHODS = {"ngram": shared.NGRAM, "draft_model": shared.SAME_VOCAB, "universal_draft": shared.OTHER_VOCAB}
+METHODS = {"ngram": drafting.NGRAM, "draft_model": drafting.SAME_VOCAB, "universal_draft": drafting.OTHER_VOCAB}
 REFERENCE, BATCHED = "reference", "none"
 MAX_LEN = 512
 
 
 def parse_options() -> argparse.Namespace:
-    parser = shared.parser_of(__doc__)
+    parser = drafting.parser_of(__doc__)
     parser.add_argument("--prompts", type=int, default=200, metavar="N", help="prompts")
     parser.add_argument("--batch", type=int, default=8, metavar="B", help="requests at a time (the reference: 1)")
     parser.add_argument("--dtype", default="bfloat16", help="of target and drafter")
@@ -37,7 +35,7 @@ def parse_options() -> argparse.Namespace:
 
 
 def prompts(count: int) -> list[str]:
-    written = runpy.run_path(str(shared.DEMO / "training_prompts.py"))
+    written = runpy.run_path(str(drafting.DEMO / "training_prompts.py"))
     chats, texts = written["build_prompts"](count - count // 2, count // 2, seed=7)
     return [text for pair in zip(chats, texts, strict=False) for text in pair][:count]
 
@@ -52,8 +50,8 @@ def generate(options: argparse.Namespace) -> dict[str, Any]:
     name, k, invariant = options.part.split(":")
     speculation = None if int(k) == 0 else {**METHODS[name], "num_speculative_tokens": int(k)}
     model = demo_model_path()
-    encoded = shared.encode(get_tokenizer(model), prompts(options.prompts), bos=False)
-    with shared.engine(
+    encoded = drafting.encode(get_tokenizer(model), prompts(options.prompts), bos=False)
+    with drafting.engine(
         model,
         speculation,
         dtype=options.dtype,
@@ -87,12 +85,12 @@ def measure(options: argparse.Namespace) -> list[dict[str, Any]]:
 
 
 def run_case(options: argparse.Namespace, name: str, k: int, invariant: bool) -> dict[str, Any]:
-    part = ["--part", f"{name}:{k}:{invariant}", *shared.cli(options, "prompts", "batch", "dtype")]
+    part = ["--part", f"{name}:{k}:{invariant}", *drafting.cli(options, "prompts", "batch", "dtype")]
     part += ["--output-len", str(options.tokens)]
     device = os.environ.get("VGS_DEVICE")
-    environment = {**shared.IN_PROCESS, **({"VGS_DEVICE": device} if device else {})}
+    environment = {**drafting.IN_PROCESS, **({"VGS_DEVICE": device} if device else {})}
     found: dict[str, Any] = common.run_part(
-        Path(__file__), part, log_name="batch_invariance", environment=environment, seconds=1800
+        "batch_invariance", part, log_name="batch_invariance", environment=environment, seconds=1800
     )
     return found
 
@@ -105,7 +103,7 @@ def show(rows: list[dict[str, Any]], num_prompts: int) -> None:
         other = invariant[row["drafts"], row["k"]]
         kept = other["tokens_per_second"] / row["tokens_per_second"]
         lines.append([row["drafts"], str(row["k"]), str(row["differing"]), str(other["differing"]), f"{kept:.2f}"])
-    common.log(f"\n{common.table(header, lines)}")
+    common.log(f"\n{common.markdown(header, lines)}")
 
 
 def main() -> int:
@@ -117,8 +115,4 @@ def main() -> int:
         if options.json:
             common.write_rows(options, ("prompts", "batch", "dtype", "tokens"), rows)
 
-    return shared.run_main(options, lambda: generate(options), whole)
-
-
-if __name__ == "__main__":
-    raise SystemExit(main())
+    return drafting.run_main(options, lambda: generate(options), whole)

@@ -1,19 +1,18 @@
-"""This platform beside upstream's CUDA platform, on one GPU: decoding, sampling, drafts and prompts.
+"""Compare this platform with upstream's CUDA platform: decoding, sampling, drafts and prompts.
 
-python benchmarks/cuda_upstream.py --json .bench/cuda_upstream.json
-python benchmarks/cuda_upstream.py --size tiny --batches 1 4 --prompts 32    # a try; VGS_DEVICE=cpu for the CPU
+python -m benchmarks cuda_upstream --json .bench/cuda_upstream.json
+python -m benchmarks cuda_upstream --size tiny --batches 1 4 --prompts 32    # a try; VGS_DEVICE names another device
 
-Engines live side by side, each in a process of its own, and take turns. Upstream's are its newer model runner and its
-older one; without its compiled kernels (docs/performance.md says how they are brought) this platform runs alone, and
-the table says so. Models have the given shape and random weights, and their drafts are accepted at a given rate; with
-`--size demo` they are the demo model and its drafters.
+Engines live side by side, each in a process of its own, and take turns. Upstream's are its newer and its older model
+runner; where its compiled kernels are missing, this platform runs alone, and the table says so. Models have the given
+shape and random weights, and their drafts are accepted at a given rate; with `--size demo` they are the demo model and
+its drafters.
 """
 
 from __future__ import annotations
 
 import argparse
 import os
-import sys
 import tempfile
 from concurrent.futures import ThreadPoolExecutor
 from importlib.util import find_spec
@@ -21,14 +20,12 @@ from pathlib import Path
 from statistics import median
 from typing import Any
 
-import common
-import dummy
 import numpy as np
-import speculation_common as shared
-import upstream
-from common import QUIET
-from turns import Engine, Turn, interval, ratio, side_by_side, take
 
+from benchmarks import upstream
+from benchmarks.shared import common, drafting, dummy
+from benchmarks.shared.common import QUIET
+from benchmarks.shared.turns import Engine, Turn, interval, ratio, side_by_side, take
 from vllm_gaudi_spec.tools.io.command_line import Parser
 
 # Without flashinfer, which upstream would sample with.
@@ -158,7 +155,7 @@ def of_shape(method: str, size: str, drafter: str, folder: Path) -> tuple[str, d
     if method == "eagle":
         head = dummy.write_model(folder / "head", size, num_hidden_layers=1)
         return target, {"method": method, "model": head}
-    return target, dict(shared.NGRAM) if method == "ngram" else None
+    return target, dict(drafting.NGRAM) if method == "ngram" else None
 
 
 def measure_cell(engines: dict[str, Engine], batch: int, sampling: str, options: argparse.Namespace) -> dict[str, Any]:
@@ -224,7 +221,7 @@ def show(rows: list[dict[str, Any]], options: argparse.Namespace) -> None:
             ratios = [interval(value) if value else "" for value in cell["ratios"]]
             lines.append([row["method"], str(row["prompt"]), cell["sampling"], str(cell["batch"]), *figures, *ratios])
     common.log(f"\nk = {options.drafts}, {options.tokens} tokens, {options.turns} turns each\n")
-    common.log(shared.markdown(header, lines))
+    common.log(common.markdown(header, lines))
     if len(names) == 1:
         common.log(f"\nUpstream did not run: there is no {KERNELS} here.")
 
@@ -239,8 +236,4 @@ def measure_all(options: argparse.Namespace) -> None:
 
 def main() -> int:
     options = parse_options()
-    return shared.run_whole(lambda: measure_all(options))
-
-
-if __name__ == "__main__":
-    sys.exit(main())
+    return drafting.run_whole(lambda: measure_all(options))

@@ -1,7 +1,7 @@
-"""Filters and sampling, without a model: milliseconds of a step's logits, beside upstream's filters on the same ones.
+"""Measure filters and sampling on a step's logits, beside upstream's filters on the same logits.
 
-python benchmarks/filters.py                       # the CPU
-python benchmarks/filters.py --device cuda         # replays of CUDA graphs, inputs in turn so that none is in the cache
+python -m benchmarks filters                       # the CPU
+python -m benchmarks filters --device cuda         # replays of CUDA graphs, inputs in turn so that none is in the cache
 
 Logits are as a language model's, or even (a normal distribution, as dummy weights give), at temperature 1. `sample` is
 drawing a token of what top-p kept. Upstream's filters are those of its older runner: `v1/sample/ops`.
@@ -16,9 +16,9 @@ from collections.abc import Callable
 from importlib import import_module
 from typing import TYPE_CHECKING
 
-import common
 import torch
 
+from benchmarks.shared import common
 from vllm_gaudi_spec.tools.io.command_line import Parser
 
 if TYPE_CHECKING:
@@ -133,7 +133,3 @@ def main() -> None:
                     common.log(" | ".join(f"{v:.3f}" if isinstance(v, float) else str(v) for v in rows[-1].values()))
     common.log(" | ".join(rows[0]))
     common.write_json(args.json, rows)
-
-
-if __name__ == "__main__":
-    main()

@@ -1,6 +1,6 @@
-"""What the goodput rule promises: with it, drafting is never much slower than not to draft.
+"""Check that drafting with the goodput rule is never much slower than not drafting.
 
-python benchmarks/goodput.py --json .bench/goodput.json
+python -m benchmarks goodput --json .bench/goodput.json
 
 For each method three engines live side by side, each in a process of its own, and take turns: no speculation, the
 method alone, and the method with the rule. A turn is one batch of fixed prompts, past any end token. The
@@ -9,20 +9,18 @@ turns.
 """
 
 import argparse
-import sys
 from typing import Any
 
-import common
-import speculation_common as shared
-from turns import Engine, interval, parser_of, ratio, side_by_side, take
+from benchmarks.shared import common, drafting
+from benchmarks.shared.turns import Engine, interval, parser_of, ratio, side_by_side, take
 
 METHODS: dict[str, dict[str, Any]] = {
-    "ngram": shared.NGRAM,
+    "ngram": drafting.NGRAM,
     # Without past answers: every turn asks the same.
-    "suffix": {**shared.SUFFIX, "suffix_decoding_max_cached_requests": 0},
-    "draft_model": shared.SAME_VOCAB,
-    "universal_draft": shared.OTHER_VOCAB,
-    "eagle": shared.EAGLE,
+    "suffix": {**drafting.SUFFIX, "suffix_decoding_max_cached_requests": 0},
+    "draft_model": drafting.SAME_VOCAB,
+    "universal_draft": drafting.OTHER_VOCAB,
+    "eagle": drafting.EAGLE,
 }
 SKIPPED_STEPS = "gaudi_spec:skipped_steps"
 RULE = {"additional_config": {"gaudi_spec": {"goodput": True}}}
@@ -59,7 +57,7 @@ def measure(method: str, model: str, options: argparse.Namespace) -> list[dict[s
     with side_by_side() as engines:
         for name, more in setups.items():
             settings = {"max_model_len": 512, "max_num_seqs": max(options.batches), **more}
-            engines[name] = Engine(f"goodput-{method}-{name}", model, shared.IN_PROCESS, options.texts, **settings)
+            engines[name] = Engine(f"goodput-{method}-{name}", model, drafting.IN_PROCESS, options.texts, **settings)
         for batch in options.batches:
 
             def ask(engine: Engine, batch: int = batch) -> float:
@@ -115,14 +113,10 @@ def show(rows: list[dict[str, Any]], options: argparse.Namespace) -> None:
         "skipped steps",
         "promise kept",
     ]
-    common.log(f"\nspeedup over no speculation, k = {options.drafts}, float32\n\n{shared.markdown(header, lines)}")
+    common.log(f"\nspeedup over no speculation, k = {options.drafts}, float32\n\n{common.markdown(header, lines)}")
     common.log(f"\npromise kept: the interval does not lie below {PROMISED}\n\n{common.NOISE_NOTE}")
 
 
 def main() -> int:
     options = parse_options()
-    return shared.run_whole(lambda: measure_all(options))
-
-
-if __name__ == "__main__":
-    sys.exit(main())
+    return drafting.run_whole(lambda: measure_all(options))

@@ -1,6 +1,6 @@
-"""Microseconds of the host in one decode step with drafts, by phase: what runs beside every forward.
+"""Measure the host time of a decode step with drafts, by phase.
 
-python benchmarks/host_overhead.py --json .bench/host_overhead.json
+python -m benchmarks host_overhead --json .bench/host_overhead.json
 
 The real runner, given the same step again and again; every row brings k drafts to it. On the CPU, where the host is the
 device too, models cost nothing: with ngram no drafter is asked, with draft_model a round of drafts is made of nothing.
@@ -9,17 +9,15 @@ them to the device: what the host waits for it is no overhead, and is left out o
 """
 
 import argparse
-import sys
 import time
 from statistics import median
 from typing import Any
 
-import common
-import dummy
 import torch
 from vllm import SamplingParams
 from vllm.v1.core.sched.output import CachedRequestData, NewRequestData
 
+from benchmarks.shared import common, dummy
 from vllm_gaudi_spec.scheduling.outputs import SpecSchedulerOutput
 from vllm_gaudi_spec.tools.compare.phases import PHASES, Phases
 from vllm_gaudi_spec.tools.io.command_line import Parser
@@ -166,7 +164,7 @@ def show(rows: list[dict[str, Any]]) -> None:
         [str(row["batch"]), *(f"{row['phases_us'][name]:.0f}" for name in names), f"{row['us_per_step']:.0f}"]
         for row in rows
     ]
-    common.log(common.table(["batch", *names, "sum"], lines))
+    common.log(common.markdown(["batch", *names, "sum"], lines))
     if not dummy.on_accelerator():
         common.log(f"\nwanted: at most {LIMIT_US:.0f} at batch 256. {common.NOISE_NOTE}")
 
@@ -186,7 +184,3 @@ def main() -> int:
         machine = dummy.describe_machine()
         common.write_rows(options, ("method", "overlap", "size"), rows, machine, k=NUM_DRAFTS, context=CONTEXT)
     return 0
-
-
-if __name__ == "__main__":
-    sys.exit(main())

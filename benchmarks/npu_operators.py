@@ -1,6 +1,6 @@
-"""The operators of one decode step on the emulated Ascend NPU, plain and with drafts, as torch_npu asked for them.
+"""Count the operators of a decode step on the emulated Ascend NPU, plain and with drafts.
 
-VGS_DEVICE=ascend-emulated python benchmarks/npu_operators.py MODEL [--json FILE]
+VGS_DEVICE=ascend-emulated python -m benchmarks npu_operators MODEL [--json FILE]
 
 One row decodes; with drafts, n-grams on the device and a draft model, which is the target itself, propose k. Names are
 CANN's. What runs within a captured graph is launched by the graph, whatever its number.
@@ -10,9 +10,9 @@ import argparse
 from collections import Counter
 from typing import Any
 
-import common
 from vllm import LLM, SamplingParams, TokensPrompt
 
+from benchmarks.shared import common
 from vllm_gaudi_spec import emulator, environment
 from vllm_gaudi_spec.tools.io.command_line import Parser
 
@@ -97,7 +97,3 @@ def main() -> None:
     found = {method: trace_of_a_step(options.model, config) for method, config in METHODS.items()}
     print(table(found))
     common.write_json(options.json, found)
-
-
-if __name__ == "__main__":
-    main()

@@ -1,7 +1,7 @@
-"""Acceptance rules on a GPU beside upstream's own rejection samplers, on the same inputs.
+"""Compare acceptance rules on a GPU with upstream's own rejection samplers, on the same inputs.
 
-python benchmarks/rejection.py --json .bench/rejection.json      # a CUDA GPU, minutes
-python benchmarks/rejection.py --size tiny                       # anywhere: only whether the rules do what they should
+python -m benchmarks rejection --json .bench/rejection.json      # a CUDA GPU, minutes
+python -m benchmarks rejection --size tiny                       # anywhere: only whether the rules do what they should
 
 Everybody starts from float32 logits with temperature done, and ends with accepted tokens and their number. Logits are a
 drafter's plus noise; the table has the accepted drafts per row. Upstream's newer sampler does not read the last
@@ -27,9 +27,9 @@ from dataclasses import dataclass
 from types import SimpleNamespace
 from typing import Any, NamedTuple
 
-import common
 import torch
 
+from benchmarks.shared import common
 from vllm_gaudi_spec.records import Verification
 from vllm_gaudi_spec.sampling.noise import Stream, gumbel
 from vllm_gaudi_spec.sampling.rules.registry import TORCH, Rules
@@ -379,7 +379,7 @@ def show(cells: list[Cell], totals: list[dict[str, Any]], bandwidth: float) -> N
         "",
     ]
     common.log(
-        common.table(
+        common.markdown(
             header,
             [
                 [
@@ -404,7 +404,7 @@ def show(cells: list[Cell], totals: list[dict[str, Any]], bandwidth: float) -> N
     common.log(f"\nB >= {COUNTED_BATCH} and over {COUNTED_BYTES / 1e6:.0f} MB of logits; reading {bandwidth:.3g} B/s")
     header = list(totals[0])
     rows = [[f"{value:.3f}" if isinstance(value, float) else str(value) for value in row.values()] for row in totals]
-    common.log(common.table(header, rows))
+    common.log(common.markdown(header, rows))
 
 
 def parse_options() -> argparse.Namespace:
@@ -455,7 +455,3 @@ def main() -> None:
             vars(cell) | {"counts": cell.counts, "ratio": cell.ratio, "bandwidth": cell.bandwidth} for cell in cells
         ]
     common.write_json(options.json, report)
-
-
-if __name__ == "__main__":
-    main()

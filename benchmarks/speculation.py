@@ -1,22 +1,18 @@
-"""Tokens per target step, steps without drafts included, for each drafter and acceptance rule, k = 3, by temperature.
+"""Measure tokens per target step for each drafter, acceptance rule and temperature.
 
-python benchmarks/speculation.py --json .bench/speculation.json
+python -m benchmarks speculation --json .bench/speculation.json
 
-What a user reads to choose: one table in markdown, with 95 % intervals from a bootstrap over the prompts, 24 repetitive
-ones and eight fixed openings (which the demo drafters were trained on). Left out is what is the same: at temperature 0
-all drafting is greedy, and greedy or coupled drafts are accepted under the strict rule whatever was asked for. Each
-case is an engine in a process of its own; what the report has already is not measured again, so an interrupted run goes
-on.
+k = 3; steps without drafts count. Prints one table in markdown, with 95 % intervals from a bootstrap over the prompts:
+24 repetitive ones and eight fixed openings (which the demo drafters were trained on). Cases that are the same are left
+out: at temperature 0 all drafting is greedy, and greedy or coupled drafts are accepted under the strict rule whatever
+was asked for. Each case is an engine in a process of its own; a case that the report has is not measured again, so an
+interrupted run goes on.
 """
 
 import argparse
-import sys
-from pathlib import Path
 from typing import Any, NamedTuple
 
-import common
-import speculation_common as shared
-
+from benchmarks.shared import common, drafting
 from vllm_gaudi_spec.tools.demo_model import demo_model_path
 
 NUM_DRAFTS = 3
@@ -41,10 +37,10 @@ class Way(NamedTuple):
 
 
 DRAFTERS = {
-    "same-vocab": Drafter("draft model, same tokenizer", shared.SAME_VOCAB),
-    "other-vocab": Drafter("draft model, other tokenizer", shared.OTHER_VOCAB),
-    "ngram": Drafter("ngram", shared.NGRAM, is_model=False),
-    "suffix": Drafter("suffix", shared.SUFFIX, is_model=False, learns=True),
+    "same-vocab": Drafter("draft model, same tokenizer", drafting.SAME_VOCAB),
+    "other-vocab": Drafter("draft model, other tokenizer", drafting.OTHER_VOCAB),
+    "ngram": Drafter("ngram", drafting.NGRAM, is_model=False),
+    "suffix": Drafter("suffix", drafting.SUFFIX, is_model=False, learns=True),
 }
 PROBABILISTIC = {"draft_sample_method": "probabilistic"}
 WAYS = {
@@ -61,8 +57,8 @@ CASES = [f"{drafter}/{way}" for drafter, facts in DRAFTERS.items() for way in (W
 
 
 def parse_options() -> argparse.Namespace:
-    parser = shared.parser_of(__doc__)
-    shared.add_acceptance_options(parser, "speculation.json")
+    parser = drafting.parser_of(__doc__)
+    drafting.add_acceptance_options(parser, "speculation.json")
     return parser.parse_args()
 
 
@@ -76,12 +72,12 @@ def measure(options: argparse.Namespace) -> dict[str, Any]:
     drafter, model = DRAFTERS[name], demo_model_path()
     from vllm.tokenizers import get_tokenizer
 
-    texts = [text for texts in shared.prompt_sets(options.prompts).values() for text in texts]
-    prompts = shared.encode(get_tokenizer(model), texts, bos=False)
+    texts = [text for texts in drafting.prompt_sets(options.prompts).values() for text in texts]
+    prompts = drafting.encode(get_tokenizer(model), texts, bos=False)
     groups = [[value] for value in temperatures(way)] if drafter.learns else [temperatures(way)]
     asked = {}
     for group in groups:
-        with shared.engine(
+        with drafting.engine(
             model,
             {**drafter.config, **WAYS[way].config, "num_speculative_tokens": NUM_DRAFTS},
             max_model_len=max(map(len, prompts)) + options.tokens,
@@ -89,7 +85,7 @@ def measure(options: argparse.Namespace) -> dict[str, Any]:
             per_request_spec_decode_metrics="detailed",
         ) as llm:
             for temperature in group:
-                asked[f"{temperature:g}"] = shared.ask(llm, prompts, temperature, options.tokens, NUM_DRAFTS)
+                asked[f"{temperature:g}"] = drafting.ask(llm, prompts, temperature, options.tokens, NUM_DRAFTS)
     return asked
 
 
@@ -103,23 +99,19 @@ def show(cases: dict[str, Any]) -> None:
         facts = WAYS[way]
         cells = [cell(cases[name], f"{temperature:g}") for temperature in TEMPERATURES]
         rows.append([DRAFTERS[drafter].label, facts.drafting, facts.rule, "yes" if facts.same_tokens else "no", *cells])
-    common.log(f"\nTokens per target step, k = {NUM_DRAFTS} [95 % interval]\n\n{shared.markdown(header, rows)}")
+    common.log(f"\nTokens per target step, k = {NUM_DRAFTS} [95 % interval]\n\n{common.markdown(header, rows)}")
 
 
 def cell(asked: dict[str, Any], temperature: str) -> str:
     if temperature not in asked:
         return "as greedy"
-    return str(shared.Rates(asked[temperature]["requests"], NUM_DRAFTS).tokens_per_step())
+    return str(drafting.Rates(asked[temperature]["requests"], NUM_DRAFTS).tokens_per_step())
 
 
 def main() -> int:
     options = parse_options()
-    return shared.run_main(
+    return drafting.run_main(
         options,
         lambda: measure(options),
-        lambda: shared.measure_kept(Path(__file__), options, CASES, SETTINGS, show),
+        lambda: drafting.measure_kept("speculation", options, CASES, SETTINGS, show),
     )
-
-
-if __name__ == "__main__":
-    sys.exit(main())

@@ -1,27 +1,25 @@
-"""Acceptance of a drafter with another tokenizer: four ways of translating between the vocabularies, greedy
-and sampled, k = 1 to 5.
+"""Measure the acceptance of a drafter with another tokenizer, for four ways to translate between the vocabularies.
 
-python benchmarks/universal.py --json .bench/universal.json --gemma FOLDER
+python -m benchmarks universal --json .bench/universal.json --gemma FOLDER
 
 One table, with 95 % intervals from a bootstrap over the prompts: 24 repetitive ones and eight fixed openings (which the
 demo drafters were trained on). Each case is an engine in a process of its own, in which requests ask for k drafts a
 step. What the report has already is not measured again, so an interrupted run goes on.
 
-"strings" is upstream's matching of vocabularies, on this engine; "transformers" is that library's own assisted
-generation, which takes long and is left out unless --outside is given. FOLDER is Gemma 3 270M, as
-tests/full_tests/gemma.py makes it, with the demo model as its drafter; without --gemma that part is left out.
+"strings" is upstream's matching of vocabularies, on this engine. FOLDER is Gemma 3 270M, as tests/full_tests/gemma.py
+makes it, with the demo model as its drafter; without --gemma that part is left out.
 """
 
 import argparse
-import sys
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-import common
-import speculation_common as shared
-from speculation_common import Rates
+import numpy as np
 
+from benchmarks.shared import common, drafting
+from benchmarks.shared.drafting import Rates
+from vllm_gaudi_spec.drafting.universal import pairs as vocab_pairs
 from vllm_gaudi_spec.tools.demo_model import demo_model_path
 
 BASE = "bytes"
@@ -49,26 +47,22 @@ METHODS = {
     BASE: Method("bytes"),
     "retokenize": Method("bytes, re-tokenized", {"universal_context": "retokenize"}),
     "slem": Method("SLEM", {"universal_context": "retokenize", "universal_match": "slem"}, greedy_drafts_only=True),
-    "transformers": Method("transformers"),
 }
 TEMPERATURES = {"greedy": 0.0, "sampled": 1.0}
 SETTINGS = ("tokens", "prompts", "batch_size", "drafts")
 
 
 def parse_options() -> argparse.Namespace:
-    parser = shared.parser_of(__doc__)
-    shared.add_acceptance_options(parser, "universal.json")
+    parser = drafting.parser_of(__doc__)
+    drafting.add_acceptance_options(parser, "universal.json")
     parser.add_argument("--gemma", metavar="FOLDER", help="folder of Gemma 3 270M, to measure that pair as well")
     common.add_num_drafts(parser, "drafts", [1, 2, 3, 4, 5])
-    parser.add_argument(
-        "--outside", action="store_true", help="measure transformers' assisted generation as well: slow"
-    )
     return parser.parse_args()
 
 
 def pairs(options: argparse.Namespace) -> dict[str, Pair]:
     demo = demo_model_path()
-    found = {"smollm2": Pair(demo, shared.OTHER_VOCAB["model"], bos=False)}
+    found = {"smollm2": Pair(demo, drafting.OTHER_VOCAB["model"], bos=False)}
     if options.gemma:
         found[GEMMA] = Pair(options.gemma, demo, bos=True)
     return found
@@ -83,17 +77,11 @@ def measure(options: argparse.Namespace) -> dict[str, Any]:
     pair, temperature = pairs(options)[name], TEMPERATURES[mode]
     from vllm.tokenizers import get_tokenizer
 
-    sets = shared.prompt_sets(options.prompts)
+    sets = drafting.prompt_sets(options.prompts)
     texts = [text for texts in sets.values() for text in texts]
-    prompts = shared.encode(get_tokenizer(pair.target), texts, pair.bos)
+    prompts = drafting.encode(get_tokenizer(pair.target), texts, pair.bos)
     kinds = [kind for kind, texts in sets.items() for _ in texts]
-    if method == "transformers":
-        from universal_transformers import Assisted
-
-        asked = Assisted(pair.target, pair.drafter)
-        by_k = {str(k): asked.ask(prompts, temperature, options.tokens, k) for k in options.drafts}
-    else:
-        by_k = ask_engine(pair, METHODS[method], method, prompts, temperature, options)
+    by_k = ask_engine(pair, METHODS[method], method, prompts, temperature, options)
     return {"kinds": kinds, "drafts": by_k}
 
 
@@ -101,13 +89,11 @@ def ask_engine(
     pair: Pair, how: Method, method: str, prompts: list[list[int]], temperature: float, options: argparse.Namespace
 ) -> dict[str, Any]:
     if method == "strings":
-        from universal_strings import match_strings
-
         match_strings()
     config = {"method": "universal_draft", "model": pair.drafter, "num_speculative_tokens": max(options.drafts)}
     if temperature and not how.greedy_drafts_only:
         config |= {"rejection_sample_method": "standard", "draft_sample_method": "probabilistic"}
-    with shared.engine(
+    with drafting.engine(
         pair.target,
         config,
         additional_config={"gaudi_spec": how.options},
@@ -116,15 +102,37 @@ def ask_engine(
         max_num_seqs=options.batch_size,
         per_request_spec_decode_metrics="detailed",
     ) as llm:
-        return {str(k): shared.ask(llm, prompts, temperature, options.tokens, k) for k in options.drafts}
+        return {str(k): drafting.ask(llm, prompts, temperature, options.tokens, k) for k in options.drafts}
+
+
+def match_strings() -> None:
+    """Match vocabularies in this process by the strings that tokenizers show, as upstream's vLLM 0.32 does.
+
+    A token without a partner is read as the drafter's unknown or end-of-text token.
+    """
+    from vllm.v1.spec_decode.vocab_mapping import VocabMapping
+
+    from vllm_gaudi_spec.drafting.universal.vocab_map import VocabMap
+
+    def string_map(target: Any, draft: Any, target_size: int, draft_size: int, cache: Path | None = None) -> VocabMap:
+        found = VocabMapping(target.tokenizer, draft.tokenizer, target_size, draft_size, "cpu")
+        target_ids = found.draft_to_target_ids.numpy()
+        draft_ids = np.flatnonzero(target_ids >= 0)
+        matches = np.stack([target_ids[draft_ids], draft_ids], axis=1).astype(np.int32)
+        return VocabMap.of_pairs(matches, np.ones(len(matches), dtype=bool), target_size, draft_size)
+
+    def unknown_token(drafter: Any) -> int:
+        found = VocabMapping(drafter.tokenizer, drafter.tokenizer, 1, 1, "cpu").draft_unk_token_id
+        return int(found)
+
+    vocab_pairs.vocab_map, vocab_pairs._stand_in = string_map, unknown_token
 
 
 # ---- in the parent -------------------------------------------------------------------------------------
 
 
 def case_names(options: argparse.Namespace) -> list[str]:
-    methods = [method for method in METHODS if method != "transformers" or options.outside]
-    return [f"{pair}/{method}/{mode}" for pair in pairs(options) for mode in TEMPERATURES for method in methods]
+    return [f"{pair}/{method}/{mode}" for pair in pairs(options) for mode in TEMPERATURES for method in METHODS]
 
 
 def show(cases: dict[str, Any], names: list[str], drafts: list[int]) -> None:
@@ -132,7 +140,7 @@ def show(cases: dict[str, Any], names: list[str], drafts: list[int]) -> None:
     header = ["target", "T", "method", "k", *(f"pos {position}" for position in range(1, max_drafts + 1))]
     header += ["tokens per step", f"against {BASE}", "repetitive", "openings"]
     rows = [row_of(cases, name, k, max_drafts) for name in names if name in cases for k in drafts]
-    common.log("\n" + shared.markdown(header, rows) + "\n")
+    common.log("\n" + common.markdown(header, rows) + "\n")
     common.log(
         "tokens per step, and by kind of prompt: per request and step of the target, steps without drafts included."
     )
@@ -169,15 +177,11 @@ def measure_all(options: argparse.Namespace) -> None:
     if not options.gemma:
         common.log("SmolLM2 alone: the Gemma pair is measured with --gemma FOLDER")
     names = case_names(options)
-    shared.measure_kept(
-        Path(__file__), options, names, SETTINGS, lambda cases: show(cases, names, options.drafts), more=("gemma",)
+    drafting.measure_kept(
+        "universal", options, names, SETTINGS, lambda cases: show(cases, names, options.drafts), more=("gemma",)
     )
 
 
 def main() -> int:
     options = parse_options()
-    return shared.run_main(options, lambda: measure(options), lambda: measure_all(options))
-
-
-if __name__ == "__main__":
-    sys.exit(main())
+    return drafting.run_main(options, lambda: measure(options), lambda: measure_all(options))

@@ -1,6 +1,6 @@
-"""This platform beside upstream's CPU platform, in one environment: plain decoding, and methods that both have.
+"""Compare this platform with upstream's CPU platform: plain decoding, and methods that both have.
 
-python benchmarks/upstream.py --json .bench/upstream.json
+python -m benchmarks upstream --json .bench/upstream.json
 
 For each method both engines live side by side, each in processes of its own, and take turns. A turn is one batch of the
 fixed prompts, greedy, float32, past any end token; upstream's engine runs eagerly. For EAGLE-3, Medusa and MTP there
@@ -8,23 +8,20 @@ are no weights of the demo model.
 """
 
 import argparse
-import sys
-from pathlib import Path
 from statistics import median
 from typing import Any
 
-import common
-import speculation_common as shared
-from common import PLATFORMS, QUIET
-from turns import Engine, interval, parser_of, ratio, side_by_side, take
+from benchmarks.shared import common, drafting
+from benchmarks.shared.common import PLATFORMS, QUIET
+from benchmarks.shared.turns import Engine, interval, parser_of, ratio, side_by_side, take
 
 # By upstream's names. Its suffix drafter needs a package besides; ngram_gpu needs Triton there.
 METHODS: dict[str, dict[str, Any] | None] = {
     "no speculation": None,
-    "ngram": shared.NGRAM,
-    "draft_model": shared.SAME_VOCAB,
-    "heterogeneous": {**shared.OTHER_VOCAB, "method": "draft_model", "use_heterogeneous_vocab": True},
-    "eagle": shared.EAGLE,
+    "ngram": drafting.NGRAM,
+    "draft_model": drafting.SAME_VOCAB,
+    "heterogeneous": {**drafting.OTHER_VOCAB, "method": "draft_model", "use_heterogeneous_vocab": True},
+    "eagle": drafting.EAGLE,
 }
 WANTED = 1.2
 DRAFTS, ACCEPTED = "vllm:spec_decode_num_drafts", "vllm:spec_decode_num_accepted_tokens"
@@ -92,17 +89,10 @@ def tokens_a_step(engine: Engine) -> float | None:
     return 1 + engine.counter(ACCEPTED) / drafts if drafts else None
 
 
-def memory_bound(folder: Path, tokens: int) -> dict[str, float]:
-    """What a plain decode step at batch 1 would take if reading float32 weights and KV were all it did."""
-    bytes_per_s = common.read_bandwidth()
-    num_bytes = common.weights_read_per_step(folder, 4) + tokens // 2 * common.kv_bytes_per_token(folder, 4)
-    return {"bytes_read": num_bytes, "read_gb_s": bytes_per_s / 1e9, "bound_s": num_bytes / bytes_per_s}
-
-
 # ---- showing -------------------------------------------------------------------------------------------
 
 
-def show(rows: list[dict[str, Any]], bound: dict[str, float], options: argparse.Namespace) -> None:
+def show(rows: list[dict[str, Any]], options: argparse.Namespace) -> None:
     lines = []
     for row in rows:
         lengths = [f"{value:.2f}" if value else "" for value in row["tokens_a_step"].values()]
@@ -112,14 +102,12 @@ def show(rows: list[dict[str, Any]], bound: dict[str, float], options: argparse.
             lines.append([row["method"], str(cell["batch"]), *lengths, *speeds, interval(cell["ratio"]), meets_goal])
     header = ["method", "batch", "tokens a step, ours", "upstream's", "tokens/s, ours", "upstream's", "ratio"]
     common.log(f"\nk = {options.drafts}, {options.tokens} tokens a prompt, float32, {options.turns} turns each\n")
-    common.log(shared.markdown([*header, f">= {WANTED}"], lines))
+    common.log(common.markdown([*header, f">= {WANTED}"], lines))
     for row in rows:
         if row["method"] == "no speculation" and row["batches"][0]["batch"] == 1:
             steps = {name: 1e3 * value for name, value in row["batches"][0]["seconds_a_token"].items()}
             common.log(
-                f"\nplain decode step, batch 1: ours {steps['ours']:.1f} ms, upstream {steps['upstream']:.1f} ms; "
-                f"memory bound of float32 weights {bound['bytes_read'] / 1e6:.0f} MB at {bound['read_gb_s']:.1f} GB/s "
-                f"= {1e3 * bound['bound_s']:.1f} ms"
+                f"\nplain decode step, batch 1: ours {steps['ours']:.1f} ms, upstream {steps['upstream']:.1f} ms"
             )
             startup = row["startup_s"]
             common.log(f"start-up: ours {startup['ours']:.1f} s, upstream {startup['upstream']:.1f} s")
@@ -131,16 +119,11 @@ def measure_all(options: argparse.Namespace) -> None:
 
     common.warn_if_busy()
     model = options.model or demo_model_path()
-    bound = memory_bound(common.model_folder(model), options.tokens)
     rows = [measure(method, model, options) for method in options.methods]
-    show(rows, bound, options)
-    common.write_rows(options, ("drafts", "tokens", "turns", "texts"), rows, bound=bound)
+    show(rows, options)
+    common.write_rows(options, ("drafts", "tokens", "turns", "texts"), rows)
 
 
 def main() -> int:
     options = parse_options()
-    return shared.run_whole(lambda: measure_all(options))
-
-
-if __name__ == "__main__":
-    sys.exit(main())
+    return drafting.run_whole(lambda: measure_all(options))

@@ -1,32 +1,30 @@
-"""What it costs to verify k drafts a row: a [B, k+1] step beside a plain [B, 1] one, and the flattened layout.
+"""Compare a [B, k+1] verify step with a plain [B, 1] step, and with the flattened layout.
 
-python benchmarks/verify.py --json .bench/verify.json
-VGS_DEVICE=cuda python benchmarks/verify.py --size 8b --json .bench/verify.json
+python -m benchmarks verify --json .bench/verify.json
+VGS_DEVICE=cuda python -m benchmarks verify --size 8b --json .bench/verify.json
 
-The runner's own programs, at a chosen context. A step is the forward and the verification after it; on an accelerator
-the time is the device's own. Flattened is the layout with one row a token, [B*(k+1), 1], whose rows repeat their
-request's blocks: only its forward differs, so its step is that forward with the rectangle's verification. The roofline
-is what a plain step must read, the weights and the KV of all rows, over the datasheet's
-bandwidth and over that of a large copy.
-Each program is made when it is first needed, not in a warm-up.
+VGS_DEVICE=hpu python -m benchmarks verify --size 8b --json .bench/verify.json
+
+Runs the runner's own graphs at a chosen context. A step is the forward and the verification after it; on a GPU the time
+is the device's own. Flattened is the layout with one row a token, [B*(k+1), 1], whose rows repeat their request's
+blocks: only its forward differs, so its step is that forward with the rectangle's verification. The roofline is what a
+plain step must read, the weights and the KV of all rows, over the datasheet's bandwidth and over that of a large copy.
+Each graph is made when it is first needed, not in a warm-up.
 """
 
 from __future__ import annotations
 
 import argparse
-import sys
 from collections.abc import Callable
 from functools import partial
 from itertools import product
 from typing import Any
 
-import common
-import dummy
-import speculation_common as shared
 import torch
 from vllm import SamplingParams
 from vllm.v1.core.sched.output import NewRequestData
 
+from benchmarks.shared import common, dummy
 from vllm_gaudi_spec.records import DECODE, Planned, Shape
 from vllm_gaudi_spec.runner.batch import make_batch, make_sample_batch
 from vllm_gaudi_spec.scheduling.outputs import SpecSchedulerOutput
@@ -90,6 +88,7 @@ class Steps:
 
     def __init__(self, runner: Any, batches: int, copies: int, longest: int) -> None:
         self._runner = runner
+        self._synchronize = runner.backend.memory.synchronize
         self._rows = [[f"{row}-{copy}" for copy in range(copies)] for row in range(batches)]
         sizes = runner.kv_cache.block_sizes
         new = []
@@ -161,16 +160,16 @@ class Steps:
             finish()
 
         return {
-            "forward": dummy.seconds_of(forward, put, repeats),
-            "finish": dummy.seconds_of(finish, put, repeats),
-            "step": dummy.seconds_of(step, put, repeats),
+            "forward": dummy.seconds_of(forward, put, repeats, self._synchronize),
+            "finish": dummy.seconds_of(finish, put, repeats, self._synchronize),
+            "step": dummy.seconds_of(step, put, repeats, self._synchronize),
         }
 
     def flattened(self, batch: int, context: int, num_drafts: int, repeats: int) -> float:
         """The forward of as many tokens, a row each."""
         put = self.set_context(context, 0)
         names = [name for row in self._rows[:batch] for name in row[: 1 + num_drafts]]
-        return dummy.seconds_of(self.forward(names, 1), put, repeats)
+        return dummy.seconds_of(self.forward(names, 1), put, repeats, self._synchronize)
 
 
 # ---- figures -------------------------------------------------------------------------------------------
@@ -234,7 +233,7 @@ def show(rows: list[dict[str, Any]], bandwidth: dict[str, float], size: str) -> 
         cell = [f"{row[name]:.2f}" if isinstance(row[name], float) else str(row[name]) for name in names]
         lines.append([*cell, *(f"{row['plain_over_roofline'][name]:.2f}" for name in bandwidth)])
     rates = ", ".join(f"{name} {rate / 1e9:.0f} GB/s" for name, rate in bandwidth.items())
-    common.log(f"\n{size} dummy weights, greedy; bandwidth {rates}\n\n{shared.markdown(header, lines)}")
+    common.log(f"\n{size} dummy weights, greedy; bandwidth {rates}\n\n{common.markdown(header, lines)}")
 
 
 def main() -> int:
@@ -245,7 +244,3 @@ def main() -> int:
     report = {"size": options.size, "bandwidth": bandwidth, "rows": rows, "machine": dummy.describe_machine()}
     common.write_json(options.json, report)
     return 0
-
-
-if __name__ == "__main__":
-    sys.exit(main())

@@ -37,7 +37,7 @@ CARDS = {
     "h200": Card(memory_bandwidth=4.8e12, matrix_flops=989e12, host_bandwidth=64e9, memory=141e9, is_measured=True),
 }
 
-# Fitted: see above. `python benchmarks/cost_model.py` fits them again.
+# Fitted: see above.
 MEMORY_SHARE = 0.918
 MATRIX_SHARE = 0.797
 """Of matrices so wide that their edges do not count;"""

@@ -1,4 +1,4 @@
-"""Estimates follow from the sizes of a model's files, and agree with what was measured."""
+"""Estimates follow from the sizes of a model's files."""
 
 from __future__ import annotations
 
@@ -26,7 +26,6 @@ from vllm_gaudi_spec.tools.cli import estimate as command
 from vllm_gaudi_spec.tools.estimate.outline import Outline, tensor_sizes
 from vllm_gaudi_spec.tools.estimate.times import Pair
 
-BENCHMARKS = Path(__file__).parents[3] / "benchmarks"
 VOCABULARY, HIDDEN, LAYERS, HEADS, KV_HEADS = 64, 32, 2, 4, 2
 
 
@@ -258,24 +257,6 @@ def test_what_can_not_be_estimated(tmp_path: Path) -> None:
     (folder / "config.json").write_text(json.dumps(config | {"architectures": ["Qwen3NextForCausalLM"]}))
     with pytest.raises(ValueError, match="layers with recurrent states, which Qwen3NextForCausalLM has"):
         Pair.of(folder)
-
-
-def test_predictions_beside_measured_cells(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Of an H100's cells that were not fitted, and of all of an H200's: nine of ten are within 15 %."""
-    monkeypatch.syspath_prepend(str(BENCHMARKS))
-    import cost_model
-
-    fitted, held_out = cost_model.cells()
-    constants = cost_model.fit(fitted)
-    assert {name: pytest.approx(getattr(cost, name), rel=0.02) for name in constants} == constants
-    assert {cell.card for cell in held_out} == {"h100", "h200"}
-    outside = [cell for cell in held_out if not 0.85 <= cell.ratio() <= 1.15]
-    # An H200's rounds are of older kernels.
-    rounds = [cell for cell in held_out if cell.card == "h200" and cell.part == "draft"]
-    assert len(outside) <= len(held_out) / 10, outside
-    others = [cell for cell in outside if cell not in rounds]
-    assert {(cell.card, cell.size, cell.batch) for cell in others} == {("h100", "1.5b", 8)}
-    assert all(0.8 <= cell.ratio() <= 1.2 for cell in others), others
 
 
 def run(capsys: pytest.CaptureFixture[str], *words: str) -> tuple[int, str, str]:

@@ -3,7 +3,7 @@
 A step of few tokens reads every weight once, so it costs what it reads. Weights of bfloat16 and float16 checkpoints are
 float16 numbers too (up to a power of two for the whole matrix), and FBGEMM multiplies float32 activations with those
 in float32: half the bytes, and nothing is rounded that was not rounded before. Such a copy serves steps of few tokens;
-those of many are bound by arithmetic, where oneDNN's float32 kernel is ahead. benchmarks/gemm.py compares them all.
+those of many are bound by arithmetic, where oneDNN's float32 kernel is ahead (docs/performance.md).
 """
 
 from __future__ import annotations
