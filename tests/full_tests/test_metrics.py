@@ -19,7 +19,7 @@ from tests.full_tests.tiny_models import VOCAB
 from tests.promql import check_all
 from vllm_gaudi_spec.drafting.universal.token_bytes import load_tokenizer, read_vocabulary
 from vllm_gaudi_spec.drafting.universal.vocab_map import match
-from vllm_gaudi_spec.scheduling.metrics import COVERAGE, SERIES, old_name
+from vllm_gaudi_spec.scheduling.metrics import COVERAGE, SERIES
 
 DRAFTERS_VOCAB, LONGEST, K = 300, 96, 3
 
@@ -104,7 +104,7 @@ def test_the_dashboard_and_the_page_ask_for_what_is_there(drafting: Server) -> N
         assert shown & {sample.name for sample in described[name].samples}, f"{name} is in no panel"
     # Of a counter there is also the time at which it began.
     exported = {name.removesuffix("_created") for name in described if "gaudi" in name}
-    assert exported == set(SERIES) | {old_name(name) for name in SERIES}
+    assert exported == set(SERIES)
 
 
 def test_rows_add_up(drafting: Server) -> None:

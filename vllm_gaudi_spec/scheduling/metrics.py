@@ -158,15 +158,6 @@ SERIES = {
 }
 
 
-_OLD_PREFIX = "vllm:gaudi_spec_"
-_OLD_NAMES = {HOST_SYNCS: "host_reads", SKIPPED_STEPS: "spared_steps"}
-
-
-def old_name(name: str) -> str:
-    """What a series was called up to the first release. Shown for one release more."""
-    return _OLD_PREFIX + _OLD_NAMES.get(name, name.removeprefix(PREFIX))
-
-
 Figures = dict[str, dict[str, float]]
 """By metric and label value: the increment of a counter, or the value of a gauge."""
 
@@ -223,19 +214,16 @@ class Shown:
         """`counter` and `gauge`: the logger's metric classes; `engines`: the values of `labels` for each engine;
         `num_drafts`: None without speculation."""
         self._engines = engines
-        self._metrics: dict[str, list[Any]] = {}
-        """By metric: the series of that name, and of the old one."""
-        self._of_engine: dict[tuple[str, int, str], list[Any]] = {}
+        self._metrics: dict[str, Any] = {}
+        self._by_engine: dict[tuple[str, int, str], Any] = {}
         for name, series in SERIES.items():
             if series.speculative and num_drafts is None:
                 continue
             labelnames = [*labels, *filter(None, [series.label])]
-            texts = {name: series.help, old_name(name): f"The same as {name}, whose old name this is."}
             if series.is_gauge:  # exposed from its first value on
-                mode = "mostrecent"
-                self._metrics[name] = [gauge(*one, labelnames, multiprocess_mode=mode) for one in texts.items()]
+                self._metrics[name] = gauge(name, series.help, labelnames, multiprocess_mode="mostrecent")
                 continue
-            self._metrics[name] = [counter(*one, labelnames) for one in texts.items()]
+            self._metrics[name] = counter(name, series.help, labelnames)
             for engine in engines:
                 for value in series.label_values(num_drafts or 0):
                     self._labelled(name, engine, value)
@@ -243,15 +231,15 @@ class Shown:
     def update(self, engine: int, news: Figures) -> None:
         for name, figures in news.items():
             for value, number in figures.items():
-                for metric in self._labelled(name, engine, value):
-                    if SERIES[name].is_gauge:
-                        metric.set(number)
-                    else:
-                        metric.inc(number)
+                metric = self._labelled(name, engine, value)
+                if SERIES[name].is_gauge:
+                    metric.set(number)
+                else:
+                    metric.inc(number)
 
-    def _labelled(self, name: str, engine: int, value: str) -> list[Any]:
+    def _labelled(self, name: str, engine: int, value: str) -> Any:
         key = name, engine, value
-        if key not in self._of_engine:
+        if key not in self._by_engine:
             labels = (*self._engines[engine], *filter(None, [value]))
-            self._of_engine[key] = [metric.labels(*labels) for metric in self._metrics[name]]
-        return self._of_engine[key]
+            self._by_engine[key] = self._metrics[name].labels(*labels)
+        return self._by_engine[key]

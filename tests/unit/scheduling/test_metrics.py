@@ -73,18 +73,6 @@ def test_each_engine_has_its_own_figures(tmp_path: Path) -> None:
     assert shown(COVERAGE, 0, vocabulary="target") is None
 
 
-def test_the_old_names_have_the_same_figures(tmp_path: Path) -> None:
-    """For one release more."""
-    assert all(name.startswith(metrics.PREFIX) for name in SERIES)
-    assert metrics.old_name(STEPS) == "vllm:gaudi_spec_steps"
-    assert metrics.old_name(HOST_SYNCS) == "vllm:gaudi_spec_host_reads"
-    logger = logger_of(tmp_path, dict(method="ngram"), [0])
-    record(logger, 0, {STEPS: {"": 7}, ROWS: {"2": 5}, COVERAGE: {"drafter": 0.5}})
-    assert shown(f"{metrics.old_name(STEPS)}_total") == 7
-    assert shown(f"{metrics.old_name(ROWS)}_total", num_drafts="2") == 5
-    assert shown(metrics.old_name(COVERAGE), vocabulary="drafter") == 0.5
-
-
 def test_offline_they_are_there_too(tmp_path: Path) -> None:
     record(logger_of(tmp_path, dict(method="ngram"), [0]), 0, {STEPS: {"": 7}, COVERAGE: {"drafter": 0.5}})
     compat.list_metrics_of_ours()
@@ -95,7 +83,6 @@ def test_offline_they_are_there_too(tmp_path: Path) -> None:
         STEPS: Counter(STEPS, labels, 7),
         COVERAGE: Gauge(COVERAGE, labels | {"vocabulary": "drafter"}, 0.5),
     }
-    assert Counter(metrics.old_name(STEPS), labels, 7) in listed
 
 
 def test_without_speculation_there_are_those_of_the_device(tmp_path: Path) -> None:
