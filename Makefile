@@ -40,7 +40,7 @@ help:  ## show this list
 
 # A stamp is written last, so an interrupted step is done again.
 $(VENV)/.stamp: pyproject.toml requirements/cpu.txt requirements/torch.txt requirements/install.py \
-		requirements/vllm-name/pyproject.toml
+		requirements/vllm-name/pyproject.toml card_emulator/pyproject.toml
 	@if [ -e $(VENV)/made-of ]; then \
 		echo "error: $(VENV) is a card's environment, made by requirements/environment.py; this target is for the CPU's:" \
 			"use the commands in $(BIN), or remove $(VENV)"; exit 1; fi
@@ -64,9 +64,9 @@ setup: $(VENV)/.stamp  ## make .venv with the locked CPU stack and this project
 
 # No set-up: pip makes an environment for the build. What an earlier build left would be packed too.
 .PHONY: wheel
-wheel:  ## build dist/*.whl, with the models of the demo inside
-	@rm -rf build/lib build/bdist.* dist/vllm_gaudi_spec-*.whl
-	@'$(or $(PYTHON),python3)' -m pip wheel --quiet --no-deps --wheel-dir dist .
+wheel:  ## build dist/*.whl: this project with the models of the demo inside, and card_emulator
+	@rm -rf build/lib build/bdist.* card_emulator/build dist/vllm_gaudi_spec-*.whl dist/card_emulator-*.whl
+	@'$(or $(PYTHON),python3)' -m pip wheel --quiet --no-deps --wheel-dir dist . ./card_emulator
 	@ls dist/*.whl
 
 .PHONY: lock
@@ -86,7 +86,7 @@ lock:  ## make requirements/*.txt from requirements/*.in (needs uv)
 .PHONY: clean
 clean:  ## remove .venv and what the tools left; the demo model stays in the cache directory
 	rm -rf $(VENV) .bench .demo .verify .mypy_cache .pytest_cache .ruff_cache
-	rm -rf $(foreach made,build dist *.egg-info,$(made) requirements/vllm-name/$(made))
+	rm -rf $(foreach made,build dist *.egg-info,$(made) requirements/vllm-name/$(made) card_emulator/$(made) card_emulator/src/$(made))
 	find . -name __pycache__ -type d -prune -exec rm -rf {} +
 
 # ---- run ----------------------------------------------------------------------------------------
@@ -129,12 +129,14 @@ browser: $(VENV)/.stamp  ## find a Chromium, or install one through apt (root): 
 test: $(VENV)/.stamp-dev  ## unit tests and one full test per promise
 	@echo "[1/4] unit tests"
 	@$(BIN)/pytest -n auto -m "not slow" tests/unit
+	@$(BIN)/pytest -n auto -m "not slow" card_emulator/tests --ignore card_emulator/tests/cann
 	@echo "[2/4] full tests: real engines, two at a time; the tests of a file share theirs"
 	@$(BIN)/pytest -n 2 --dist loadfile tests/full_tests -m "not slow and not emulated and not ascend and not cuda" --durations=10 -v
 	@echo "[3/4] the emulated Gaudi"
 	@$(ON_GAUDI) $(BIN)/pytest -n 2 --dist loadfile --no-loadscope-reorder tests/full_tests -m "not slow and emulated" \
 		--durations=5 -v
 	@echo "[4/4] the emulated Ascend NPU: Huawei's torch_npu over an emulated CANN"
+	@$(BIN)/pytest -n 2 --dist loadfile card_emulator/tests/cann -m "not slow" --durations=5
 	@$(ON_ASCEND) $(BIN)/pytest -n 2 --dist loadfile tests/emulated_cann -m "not slow" --durations=5
 	@$(ON_ASCEND) $(BIN)/pytest -n 2 --dist loadfile tests/full_tests -m "not slow and (every_card or ascend)" --durations=5 -v
 

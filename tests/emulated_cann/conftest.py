@@ -6,21 +6,13 @@ from typing import Any
 
 import pytest
 
-from vllm_gaudi_spec import emulator
-from vllm_gaudi_spec.environment import cache_folder, set_torch_npu_defaults, torch_npu_folder
-
 
 @pytest.fixture(scope="session")
-def card() -> Any:
-    set_torch_npu_defaults()
-    emulator.install_npu(torch_npu_folder(), cache_folder())
-    return emulator.counted()
-
-
-@pytest.fixture(scope="session")
-def npu(card: Any) -> Any:
+def npu() -> Any:
     """`torch.npu`."""
     import torch
+
+    from vllm_gaudi_spec.devices.ascend import device  # noqa: F401  (which brings torch.npu)
 
     torch.npu.set_device(0)
     return torch.npu

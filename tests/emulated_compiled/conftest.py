@@ -12,10 +12,10 @@ import torch
 @pytest.fixture
 def card() -> Iterator[Any]:
     """As after installation."""
-    from vllm_gaudi_spec import emulator
+    import card_emulator
 
-    emulator.install("gaudi2", lazy=False)
-    card = emulator.device()
+    card_emulator.install("gaudi2", lazy=False)
+    card = card_emulator.device()
     card.reset()
     with torch.inference_mode():
         yield card

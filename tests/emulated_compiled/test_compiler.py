@@ -16,10 +16,10 @@ from torch._dynamo import lookup_backend
 from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.fx.experimental.symbolic_shapes import ShapeEnv
 
+from card_emulator.card import DeviceRefusal
 from vllm_gaudi_spec.devices.common.regions import RegionCompiler
 from vllm_gaudi_spec.devices.hpu.bridge import open_bridge
 from vllm_gaudi_spec.devices.hpu.compiled import make_region_compiler
-from vllm_gaudi_spec.emulator.card import DeviceRefusal
 
 
 @pytest.fixture

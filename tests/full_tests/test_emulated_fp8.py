@@ -7,6 +7,7 @@ import numpy as np
 import pytest
 import torch
 
+import card_emulator
 from tests.full_tests import heads
 from tests.full_tests.engines import engine
 from tests.full_tests.quantised_checkpoints import MTP, rewritten, texts_with_and_without_drafts
@@ -14,7 +15,6 @@ from tests.full_tests.quantized import METHODS, Calibrated, ask, calibrate, draf
 from tests.full_tests.speculation import accepted
 from tests.full_tests.test_refusals import refusal
 from tests.full_tests.tiny_models import save_deepseek_with_mtp
-from vllm_gaudi_spec import emulator
 from vllm_gaudi_spec.config import NATIVE, REQUEST_OPTION
 from vllm_gaudi_spec.devices.hpu import backend as hpu
 from vllm_gaudi_spec.quantization import files
@@ -79,9 +79,9 @@ def test_kv_in_fp8_takes_half_of_the_card(looping_llama: str, monkeypatch: pytes
     taken: list[int] = []
 
     def counted(memory: Any, *args: Any) -> Any:
-        before = emulator.device().in_use
+        before = card_emulator.device().in_use
         caches = allocate(memory, *args)
-        taken.append(emulator.device().in_use - before)
+        taken.append(card_emulator.device().in_use - before)
         return caches
 
     allocate = hpu.HpuMemory.allocate_kv

@@ -12,11 +12,12 @@ import pytest
 import torch
 from vllm.distributed import destroy_distributed_environment, destroy_model_parallel
 
+import card_emulator
 from tests.full_tests.captured import captured, programs_are_the_manifest
 from tests.full_tests.engines import engine
 from tests.full_tests.speculation import ngram
 from tests.full_tests.tiny_models import VOCAB
-from vllm_gaudi_spec import emulator, worker
+from vllm_gaudi_spec import worker
 from vllm_gaudi_spec.config import UnsupportedConfigError
 from vllm_gaudi_spec.devices import choose_device, load_backend
 from vllm_gaudi_spec.runner import profile
@@ -35,7 +36,7 @@ def card(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Iterator[Any]:
     load_backend()  # puts the card in place, from the cache of before: what is below torch_npu is compiled into it
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
     monkeypatch.setenv("VGS_SELF_TEST", "0")  # which wants more memory than this
-    yield emulator.counted()
+    yield card_emulator.counted()
     # An engine that did not start leaves its groups of ranks, and the next one may need others.
     destroy_model_parallel()
     destroy_distributed_environment()

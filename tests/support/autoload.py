@@ -7,11 +7,11 @@ from pathlib import Path
 _MODULE = """
 import os
 
-from vllm_gaudi_spec import emulator
+import card_emulator
 
 
 def load():
-    emulator.install(lazy=os.environ.get("PT_HPU_LAZY_MODE", "{default}") != "0")
+    card_emulator.install(lazy=os.environ.get("PT_HPU_LAZY_MODE", "{default}") != "0")
 """
 
 

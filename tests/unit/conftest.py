@@ -13,10 +13,10 @@ import torch
 def card() -> Iterator[Any]:
     """The emulated card, as after installation. It changes torch for the rest of the process, in ways that tests of
     other things do not notice."""
-    from vllm_gaudi_spec import emulator
+    import card_emulator
 
-    emulator.install(generation="gaudi2", lazy=True)
-    card = emulator.device()
+    card_emulator.install(generation="gaudi2", lazy=True)
+    card = card_emulator.device()
     card.reset()
     with torch.inference_mode():
         yield card

@@ -13,16 +13,18 @@ import sys
 from collections.abc import Mapping
 from pathlib import Path
 
+from card_emulator import door
+from card_emulator.names import GAUDI2
 from tests.models import vision
 
 ROOT = Path(__file__).resolve().parents[2]
 OUT = ROOT / ".verify" / "vendor"
 HERE = Path(__file__).resolve().parent
 
-# Distributions of Intel's that are asked for their versions, and what they bring.
+# Distributions that are asked for their versions, and what torch loads of them.
 _DISTRIBUTIONS = {
-    "habana-torch-plugin": ("1.24.0.400", "[torch.backends]\ndevice_backend = emulated_card:load\n"),
     "neural_compressor_pt": ("3.6", ""),
+    "importable-torchvision": ("0", "[torch.backends]\nimportable_torchvision = importable_torchvision:load\n"),
 }
 
 
@@ -38,8 +40,8 @@ def python_of(what: str) -> str:
 def make_card(folder: Path) -> Path:
     """The folder for PYTHONPATH. torchvision is there to be imported."""
     shutil.rmtree(folder, ignore_errors=True)
-    folder.mkdir(parents=True)
-    for source in (ROOT / "vllm_gaudi_spec", HERE / "emulated_card.py", Path(vision.__file__)):
+    door.make_door(folder, GAUDI2)
+    for source in (ROOT / "vllm_gaudi_spec", HERE / "importable_torchvision.py", Path(vision.__file__)):
         (folder / source.name).symlink_to(source)
     for name, (version, entry_points) in _DISTRIBUTIONS.items():
         info = folder / f"{name.replace('-', '_')}-{version}.dist-info"
@@ -56,8 +58,8 @@ def variables(card: Path, **more: str) -> dict[str, str]:
     kept: Mapping[str, str] = {name: value for name, value in os.environ.items() if name != "PYTHONPATH"}
     return {
         **kept,
+        **door.variables(card, GAUDI2, lazy=True),
         "PYTHONPATH": str(card),
-        "PT_HPU_LAZY_MODE": "1",
         "MALLOC_PERTURB_": "255",
         "HF_HUB_OFFLINE": "1",
         "VLLM_NO_USAGE_STATS": "1",

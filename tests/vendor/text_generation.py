@@ -62,12 +62,12 @@ def generate_on_card(checkpoint: str) -> tuple[list[list[int]], Any]:
 
 
 def main() -> None:
-    from vllm_gaudi_spec import emulator
+    import card_emulator
 
     checkpoint, out = sys.argv[1:]
     expected = generate_on_host(checkpoint)
     first, second = generate_on_card(checkpoint)
-    card = emulator.device()
+    card = card_emulator.device()
     counts = card.counters.total.as_dict()
     report = {"expected": expected, "first": first, "second": second, "counts": counts, "graphs": len(card.graphs)}
     Path(out).write_text(json.dumps(report))

@@ -69,10 +69,10 @@ def stand_around_the_vendors(card: Any, kv: Any) -> None:
 def serve(checkpoint: str, ngram: bool, vendors: bool) -> dict[str, Any]:
     from vllm import LLM, SamplingParams
 
-    from vllm_gaudi_spec import emulator
+    import card_emulator
 
     if vendors:
-        stand_around_the_vendors(emulator.device(), emulator.tag_kv)
+        stand_around_the_vendors(card_emulator.device(), card_emulator.tag_kv)
     drafting = {"method": "ngram", "num_speculative_tokens": NUM_DRAFTS}
     drafting |= {"prompt_lookup_min": 1, "prompt_lookup_max": 3}
     llm = LLM(
@@ -86,7 +86,7 @@ def serve(checkpoint: str, ngram: bool, vendors: bool) -> dict[str, Any]:
         enable_prefix_caching=False,
         speculative_config=drafting if ngram else None,
     )
-    card = emulator.device()
+    card = card_emulator.device()
     card.mark_step()
     warm_up, graphs = card.counters.total, len(card.graphs)
     card.seal()
@@ -142,7 +142,7 @@ def main() -> None:
     parser.add_argument("out", type=Path)
     parser.add_argument("--ngram", action="store_true")
     options = parser.parse_args()
-    vendors = importlib.util.find_spec("emulated_card") is not None
+    vendors = importlib.util.find_spec("importable_torchvision") is not None
     options.out.write_text(json.dumps(serve(options.checkpoint, options.ngram, vendors)))
 
 

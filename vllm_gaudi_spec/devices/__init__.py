@@ -21,6 +21,11 @@ PLUGIN = "gaudi_spec"
 """The name under which vLLM knows this package."""
 
 
+EMULATOR = "card_emulator"
+"""The package that plays cards."""
+GET_EMULATOR = "install vllm-gaudi-spec with its extra `emulator`, or run `make setup` in a checkout"
+
+
 class Device(NamedTuple):
     backend: str
     """The module whose `make_backend` makes the device's backend."""
@@ -170,7 +175,12 @@ def refuse_unknown_device() -> None:
 def load_backend(device: str | None = None) -> DeviceBackend:
     """The backend of a device (this process's device by default), made once."""
     name = device or choose_device() or "cpu"
-    backend: DeviceBackend = importlib.import_module(DEVICES[name].backend).make_backend()
+    try:
+        backend: DeviceBackend = importlib.import_module(DEVICES[name].backend).make_backend()
+    except ImportError as error:
+        if (error.name or "").partition(".")[0] != EMULATOR:
+            raise
+        raise UnsupportedConfigError(f"Device {name} needs the package {EMULATOR}; {GET_EMULATOR}.") from error
     return backend
 
 

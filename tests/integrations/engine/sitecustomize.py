@@ -4,8 +4,9 @@ vLLM looks at models in processes of their own, which import torch_npu by themse
 of the tests' engines alone, and not a call.
 """
 
-from vllm_gaudi_spec.emulator.ascend import cann
+import card_emulator
 from vllm_gaudi_spec.environment import cache_folder, set_torch_npu_defaults, torch_npu_folder
 
 set_torch_npu_defaults()
-CARD = cann.install(torch_npu_folder(), cache_folder())
+card_emulator.install_npu(torch_npu_folder(), cache_folder())
+CARD = card_emulator.counted()

@@ -52,9 +52,10 @@ def run_alone(code: str) -> None:
 
 _ON_A_GAUDI = """
 import torch
-from vllm_gaudi_spec import compat, emulator
+import card_emulator
+from vllm_gaudi_spec import compat
 
-emulator.install(generation="gaudi2", lazy=True)
+card_emulator.install(generation="gaudi2", lazy=True)
 assert torch.accelerator.is_available() and torch.accelerator.current_accelerator().type == "hpu"
 raised = {}
 for name in ("empty_cache", "empty_host_cache", "reset_peak_memory_stats", "synchronize", "get_memory_info"):
@@ -65,10 +66,10 @@ for name in ("empty_cache", "empty_host_cache", "reset_peak_memory_stats", "sync
 assert len(raised) == 5, raised
 assert raised["empty_cache"] == "Allocator for hpu is not a DeviceAllocator"
 compat.answer_accelerator_calls("hpu")
-syncs = emulator.device().counters.step.syncs
+syncs = card_emulator.device().counters.step.syncs
 assert torch.accelerator.empty_cache() is None and torch.accelerator.empty_host_cache() is None
 torch.accelerator.synchronize()
-assert emulator.device().counters.step.syncs == syncs + 1
+assert card_emulator.device().counters.step.syncs == syncs + 1
 assert torch.accelerator.get_memory_info() == torch.hpu.mem_get_info()
 torch.accelerator.reset_peak_memory_stats()
 """

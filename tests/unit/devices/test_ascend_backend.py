@@ -17,6 +17,7 @@ import numpy as np
 import pytest
 import torch
 
+from card_emulator.ascend import cann
 from tests.support.attention_layers import layer
 from tests.support.fakes import HostBackend, cached, new_request, step
 from tests.unit.test_config import backend_of, engine_config, here
@@ -31,7 +32,6 @@ from vllm_gaudi_spec.devices.ascend.attention import Bounds
 from vllm_gaudi_spec.devices.ascend.graphs import HostLengthsOperation, NpuCaptures
 from vllm_gaudi_spec.devices.base import Graphs, Memory
 from vllm_gaudi_spec.devices.common.stream_graphs import Graphed
-from vllm_gaudi_spec.emulator.ascend import cann
 from vllm_gaudi_spec.records import DECODE, PREFILL, Planned, Shape
 from vllm_gaudi_spec.runner.batch import make_batch
 from vllm_gaudi_spec.runner.requests import Requests

@@ -12,13 +12,13 @@ import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 from vllm.model_executor.layers.fused_moe.activation import MoEActivation
 
+from card_emulator.gaudi.experts import fused_weights
 from vllm_gaudi_spec.config import UnsupportedConfigError
 from vllm_gaudi_spec.devices.ascend import experts as ascend_experts
 from vllm_gaudi_spec.devices.common import experts
 from vllm_gaudi_spec.devices.common.experts import Call, Form, Fused
 from vllm_gaudi_spec.devices.cuda import experts as cuda_experts
 from vllm_gaudi_spec.devices.hpu import experts as hpu_experts
-from vllm_gaudi_spec.emulator.gaudi.experts import fused_weights
 
 
 def choose(scores: list[float], wanted: list[float], groups: int, top_groups: int, top_k: int) -> dict[int, float]:

@@ -10,7 +10,7 @@ import torch
 import torch.distributed as dist
 import torch.multiprocessing as mp
 
-from vllm_gaudi_spec import emulator
+import card_emulator
 
 # Before there is a group: `torch.distributed.nn.functional`, which vLLM imports, has the group of that moment as a
 # default argument. A group that outlives its process's main thread may abort the process.
@@ -19,8 +19,8 @@ from vllm_gaudi_spec.devices.hpu.communicator import HpuCommunicator
 
 def work(rank: int, world: int, path: str) -> None:
     torch.set_num_threads(1)
-    emulator.install()
-    card = emulator.device()
+    card_emulator.install()
+    card = card_emulator.device()
     dist.init_process_group("hccl", rank=rank, world_size=world, init_method=f"file://{path}")
     try:
         with torch.inference_mode():
@@ -97,7 +97,7 @@ def what_a_gaudi_refuses(card: Any, world: int) -> None:
 
 
 def through_our_communicator(rank: int, world: int) -> None:
-    card = emulator.device()
+    card = card_emulator.device()
     everybody = dist.group.WORLD
     assert everybody is not None
     ours = HpuCommunicator(cpu_group=everybody, device=torch.device("hpu", rank), device_group=everybody)

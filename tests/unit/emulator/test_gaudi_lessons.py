@@ -18,8 +18,7 @@ import pytest
 import torch
 import torch.nn.functional as F
 
-from tests.unit.emulator.test_emulator import hpu, ids
-from tests.unit.emulator.test_emulator_graphs import graph
+from tests.support.gaudi_scene import graph, hpu, ids
 from vllm_gaudi_spec.attention.metadata import AttentionCall, AttentionLayerSpec, FlatBlocks
 from vllm_gaudi_spec.devices.common.kv_pair import KVPair
 from vllm_gaudi_spec.recurrent.scans import scan
@@ -59,8 +58,8 @@ def test_s12_properties_of_the_card_are_not_known(card: Any) -> None:
 def test_s13_the_generation_is_not_read_from_a_name(
     card: Any, generation: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
+    from card_emulator.gaudi.models import MODELS
     from vllm_gaudi_spec.devices.hpu.backend import make_backend
-    from vllm_gaudi_spec.emulator.gaudi.models import MODELS
 
     monkeypatch.setattr(card, "model", MODELS[generation])
     card.console = True
@@ -137,8 +136,8 @@ def test_s03_h15_the_mode_is_that_in_which_the_bridge_was_loaded(card: Any, monk
 
 def test_s28_a_card_belongs_to_one_process(card: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """For locks of files, another opening of the same file is another holder."""
+    from card_emulator.gaudi import ownership
     from vllm_gaudi_spec import environment
-    from vllm_gaudi_spec.emulator.gaudi import ownership
 
     def use(modules: str) -> None:
         monkeypatch.setenv("HABANA_VISIBLE_MODULES", modules)
@@ -176,8 +175,8 @@ def test_l12_equal_layers_are_one_recipe(card: Any, every: int, recipes: int, di
     from torch import nn
     from vllm.model_executor.layers.attention_layer_base import AttentionLayerBase
 
+    from card_emulator.gaudi import habana
     from vllm_gaudi_spec.devices.hpu.backend import mark_layers
-    from vllm_gaudi_spec.emulator.gaudi import habana
 
     class Attention(nn.Module, AttentionLayerBase):
         def get_attn_backend(self) -> Any: ...
@@ -284,7 +283,7 @@ def too_much(card: Any) -> None:
 
 @pytest.mark.parametrize(("generation", "gib"), [("gaudi2", 94.62), ("gaudi3", 126.5)])
 def test_r03_what_the_allocator_offers(card: Any, generation: str, gib: float, monkeypatch: pytest.MonkeyPatch) -> None:
-    from vllm_gaudi_spec.emulator.gaudi.models import MODELS
+    from card_emulator.gaudi.models import MODELS
 
     monkeypatch.setattr(card, "model", MODELS[generation])
     assert torch.hpu.mem_get_info()[1] == int(gib * 2**30)
@@ -512,8 +511,8 @@ def two_rows(attention: Any, spec: AttentionLayerSpec) -> torch.Tensor:
 
 
 def test_a30_a_mask_of_2_gib_is_passed_in_parts(card: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    from card_emulator.gaudi import fused
     from vllm_gaudi_spec.devices.hpu import backend as hpu_backend
-    from vllm_gaudi_spec.emulator.gaudi import fused
 
     assert hpu_backend.LARGEST_MASK == fused.MASK_OVERFLOW == 2**31
     spec = one_head(torch.bfloat16, "llama")
@@ -608,8 +607,8 @@ def test_a32_sinks_that_the_bridge_drops(card: Any, release: str, monkeypatch: p
     from habana_frameworks.torch.hpex import kernels
     from habana_frameworks.torch.internal import bridge_config
 
+    from card_emulator.card import DEVICE
     from vllm_gaudi_spec.devices.hpu.backend import make_backend
-    from vllm_gaudi_spec.emulator.card import DEVICE
 
     called: list[int] = []
     kernel = kernels.FusedSDPA
@@ -676,7 +675,7 @@ def test_q02_q03_bytes_past_240_are_no_numbers(
     card: Any, generation: str, read: list[float | None], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Of a checkpoint that was made for other cards, on a Gaudi 2."""
-    from vllm_gaudi_spec.emulator.gaudi.models import MODELS
+    from card_emulator.gaudi.models import MODELS
 
     monkeypatch.setattr(card, "model", MODELS[generation])
     weight = torch.tensor([240.0, 256.0]).to(torch.float8_e4m3fn)

@@ -15,7 +15,7 @@ from vllm_gaudi_spec import __version__, versions
 from vllm_gaudi_spec.tools.compare.tasks import TASKS
 
 ROOT = Path(__file__).parents[3]
-EXTRAS = {"cpu": "cpu", "gaudi": "card", "ascend": "card", "bench": "bench", "dev": "dev"}
+EXTRAS = {"cpu": "cpu", "gaudi": "card", "ascend": "card", "emulator": "emulator", "bench": "bench", "dev": "dev"}
 """Name -> the file in requirements/ that lists it."""
 
 

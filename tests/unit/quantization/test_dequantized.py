@@ -14,12 +14,12 @@ from safetensors.torch import save_file
 from vllm.config import VllmConfig
 from vllm.platforms import current_platform
 
+from card_emulator.gaudi.fused import convert_from_uint4
 from tests.models.formats import CT_FP8, CT_W4, FORMATS, GROUP, compressed, fp8_channel
 from tests.unit.quantization.test_kv_scheme import checkpoint, configured
 from vllm_gaudi_spec.config import UnsupportedConfigError
 from vllm_gaudi_spec.devices.base import Weights
 from vllm_gaudi_spec.devices.cpu.backend import CpuWeights
-from vllm_gaudi_spec.emulator.gaudi.fused import convert_from_uint4
 from vllm_gaudi_spec.quantization import checkpoint as checkpoint_module
 from vllm_gaudi_spec.quantization import dequantized
 from vllm_gaudi_spec.quantization.checkpoint import Checkpoint, checked, misfit

@@ -16,9 +16,9 @@ from vllm.model_executor.layers.linear import (
     UnquantizedLinearMethod,
 )
 
+from card_emulator.gaudi.fused import convert_from_uint4
 from tests.models.formats import FORMATS, GROUP
 from vllm_gaudi_spec.compat import tensor_parallel_group
-from vllm_gaudi_spec.emulator.gaudi.fused import convert_from_uint4
 from vllm_gaudi_spec.quantization.encodings import Words
 from vllm_gaudi_spec.quantization.formats import read_format
 from vllm_gaudi_spec.quantization.uint4_linear import Uint4Linear

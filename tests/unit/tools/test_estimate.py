@@ -11,8 +11,8 @@ import pytest
 import torch
 from safetensors.torch import save_file
 
-from vllm_gaudi_spec.emulator import cost
-from vllm_gaudi_spec.emulator.cost import (
+from card_emulator import cost
+from card_emulator.cost import (
     CARDS,
     HOST_WAIT_SECONDS,
     KERNEL_SECONDS,
@@ -20,7 +20,7 @@ from vllm_gaudi_spec.emulator.cost import (
     LAUNCH_SECONDS,
     MEMORY_SHARE,
 )
-from vllm_gaudi_spec.emulator.counters import Tally
+from card_emulator.counters import Tally
 from vllm_gaudi_spec.tools import cli
 from vllm_gaudi_spec.tools.cli import estimate as command
 from vllm_gaudi_spec.tools.estimate.outline import Outline, tensor_sizes

@@ -102,7 +102,7 @@ def test_a_server_that_fails_leaves_a_report(tmp_path: Path, monkeypatch: pytest
 
 
 def run(graphs: int = 10, launches: int = 8, bytes_moved: int = 100) -> beside.Run:
-    from vllm_gaudi_spec.emulator.counters import Tally
+    from card_emulator.counters import Tally
 
     moved = Tally(launches=launches, bytes_moved=bytes_moved).as_dict()
     return {"steps": 4, "run": moved, "warm_up": Tally(graph_captures=graphs).as_dict()}
@@ -159,7 +159,7 @@ def test_failures_are_listed_for_files_that_run() -> None:
 
 
 def test_counts_are_those_of_the_emulator() -> None:
-    from vllm_gaudi_spec.emulator.counters import Tally
+    from card_emulator.counters import Tally
 
     counts = {"steps": 4, "run": Tally(host_reads=6, kv_bytes_read=2_500_000).as_dict(), "warm_up": Tally().as_dict()}
     shown = {row: show(counts) for row, show in beside.ROWS.items()}
@@ -169,7 +169,7 @@ def test_counts_are_those_of_the_emulator() -> None:
 def test_the_card_comes_with_torch(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     card = environment.make_card(tmp_path / "card")
     points = (card / "habana_torch_plugin-1.24.0.400.dist-info" / "entry_points.txt").read_text()
-    assert re.search(r"(?m)^\[torch.backends\]\n\w+ = emulated_card:load$", points)
-    assert (card / "vllm_gaudi_spec" / "emulator").is_dir()
+    assert re.search(r"(?m)^\[torch.backends\]\ncard_emulator = card_emulator.door:load$", points)
+    assert (card / "card_emulator").is_dir()
     monkeypatch.setenv("PYTHONPATH", "elsewhere")
     assert environment.variables(card)["PYTHONPATH"] == str(card)

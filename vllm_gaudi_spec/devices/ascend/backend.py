@@ -1,6 +1,6 @@
 """Ascend NPUs: vLLM's steps as NPU graphs, over torch_npu.
 
-Never run on an NPU so far: the emulated device of `vllm_gaudi_spec/emulator/` runs this file as it is.
+Never run on an NPU so far: the emulated device of `card_emulator/` runs this file as it is.
 """
 
 from __future__ import annotations

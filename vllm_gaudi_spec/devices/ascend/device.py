@@ -14,7 +14,7 @@ from typing import Any
 import torch
 from packaging.version import Version
 
-from vllm_gaudi_spec import emulator, environment
+from vllm_gaudi_spec import environment
 from vllm_gaudi_spec.config import UnsupportedConfigError
 from vllm_gaudi_spec.devices import choose_device
 
@@ -87,9 +87,10 @@ def torch_npu() -> Any:
         ) from error
 
 
-# Where it is missing or broken, the backend refuses when it is made.
-with suppress(UnsupportedConfigError):
+# Where torch_npu or the emulator is missing or broken, the backend refuses when it is made.
+with suppress(UnsupportedConfigError, ImportError):
     if choose_device() == "ascend-emulated":
-        environment.set_torch_npu_defaults()
-        emulator.install_npu(environment.torch_npu_folder(), environment.cache_folder())
+        from vllm_gaudi_spec.devices.common.emulated import install_npu
+
+        install_npu()
     torch_npu()

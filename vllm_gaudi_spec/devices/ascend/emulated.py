@@ -6,14 +6,12 @@ from typing import TYPE_CHECKING
 
 import torch
 
-from vllm_gaudi_spec import emulator, environment
+from vllm_gaudi_spec.devices.common.emulated import EmulatedGraphs, EmulatedMemory, EmulatedWeights, install_npu
 
-# Before the import: the emulator puts CANN in place. The platform has done so where there is one.
-environment.set_torch_npu_defaults()
-emulator.install_npu(environment.torch_npu_folder(), environment.cache_folder())
+# Before the import of the backend. The platform has done so where there is one.
+install_npu()
 
 from vllm_gaudi_spec.devices.ascend import backend as ascend  # noqa: E402
-from vllm_gaudi_spec.devices.common.emulated import EmulatedGraphs, EmulatedMemory, EmulatedWeights  # noqa: E402
 from vllm_gaudi_spec.devices.common.stream_device import StreamGraphs  # noqa: E402
 
 if TYPE_CHECKING:

@@ -5,29 +5,49 @@ Each class stands before the device's own.
 
 from __future__ import annotations
 
+import os
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from vllm_gaudi_spec import emulator
+import card_emulator
+from card_emulator import report, source
+from vllm_gaudi_spec import environment
+from vllm_gaudi_spec.config import UnsupportedConfigError
 from vllm_gaudi_spec.devices.base import Graphs, Memory, Weights
 from vllm_gaudi_spec.devices.common import host_memory
-from vllm_gaudi_spec.emulator import report
 
 if TYPE_CHECKING:
     from torch import nn
     from vllm.v1.kv_cache_interface import KVCacheConfig, KVCacheLayout
 
 
+_DEVICES = Path(__file__).parents[1]
+source.look_past(observers=(str(_DEVICES / "hpu" / "captured.py"),), backends=(f"{_DEVICES}{os.sep}",))
+
+
+def install_npu() -> None:
+    """Put the emulated CANN below Huawei's torch_npu in this process."""
+    environment.set_torch_npu_defaults()
+    folder = environment.torch_npu_folder()
+    try:
+        card_emulator.install_npu(folder, environment.cache_folder())
+    except card_emulator.SetupError as error:
+        raise UnsupportedConfigError(
+            f"{error} torch_npu was looked for in {folder}; {environment.TORCH_NPU.name} names another folder."
+        ) from error
+
+
 class EmulatedGraphs(Graphs):
     def warmed_up(self) -> None:
         super().warmed_up()
-        emulator.counted().next_step()
-        emulator.counted().seal()
+        card_emulator.counted().next_step()
+        card_emulator.counted().seal()
 
     @contextmanager
     def warming_up_later(self) -> Iterator[None]:
-        device = emulator.counted()
+        device = card_emulator.counted()
         device.sealed = False
         with super().warming_up_later():
             yield
@@ -36,10 +56,10 @@ class EmulatedGraphs(Graphs):
 
     def step_done(self) -> None:
         super().step_done()
-        emulator.counted().next_step()
+        card_emulator.counted().next_step()
 
     def counts(self) -> dict[str, Any]:
-        return super().counts() | {"emulator": report.as_json(emulator.counted())}
+        return super().counts() | {"emulator": report.as_json(card_emulator.counted())}
 
 
 class EmulatedMemory(Memory):
@@ -47,12 +67,12 @@ class EmulatedMemory(Memory):
         by_layer: dict[str, Any] = super().allocate_kv(kv_cache_config, layout)
         for pair in by_layer.values():
             for tensor in pair.tensors():
-                emulator.tag_kv(tensor)
+                card_emulator.tag_kv(tensor)
         return by_layer
 
     def peak_of(self, run: Callable[[], object]) -> int:
         """Sizes are known without values, and the host would take minutes to compute these."""
-        device = emulator.counted()
+        device = card_emulator.counted()
         device.compile_only = True
         try:
             return super().peak_of(run)
@@ -66,5 +86,5 @@ class EmulatedMemory(Memory):
 
 class EmulatedWeights(Weights):
     def prepare_model(self, model: nn.Module) -> None:
-        emulator.counted().sealed = False  # another engine of this process warms up as well
+        card_emulator.counted().sealed = False  # another engine of this process warms up as well
         super().prepare_model(model)

@@ -10,6 +10,7 @@ import sys
 from collections.abc import Callable, Hashable, Mapping
 from dataclasses import dataclass, field
 from functools import partial
+from importlib.util import find_spec
 from typing import Any, NamedTuple, Protocol
 
 import torch
@@ -208,10 +209,11 @@ def _without_communication(func: Any, args: Any) -> Any:
 # What an argument of a graph may be, and equals nothing else.
 _PRINTABLE = frozenset({int, str, type(None), torch.dtype, torch.device, torch.layout, torch.memory_format})
 
+_emulator = find_spec("card_emulator")
 # Of the functions of torch, also of those that an emulated card replaces, the line is that of their caller.
 _SKIPPED = (
     os.path.dirname(torch.__file__) + os.sep,
-    os.path.join(os.path.dirname(os.path.dirname(os.path.dirname(__file__))), "emulator") + os.sep,
+    *([os.path.dirname(_emulator.origin) + os.sep] if _emulator is not None and _emulator.origin else []),
     os.path.join(os.path.dirname(os.path.dirname(__file__)), "hpu", "compiled.py"),
     __file__,
     contextlib.__file__,

@@ -1,6 +1,6 @@
 """Intel Gaudi: vLLM's steps as HPU graphs in lazy mode, or compiled by `hpu_backend` where lazy mode is off.
 
-Never run on a card so far: the emulated device of `vllm_gaudi_spec/emulator/` runs this file as it is, in both modes.
+Never run on a card so far: the emulated device of `card_emulator/` runs this file as it is, in both modes.
 """
 
 from __future__ import annotations

@@ -7,8 +7,8 @@ from dataclasses import replace
 from functools import partial
 from typing import TYPE_CHECKING
 
-from vllm_gaudi_spec import emulator
-from vllm_gaudi_spec.emulator.gaudi.ownership import acquire
+import card_emulator
+from card_emulator.gaudi.ownership import acquire
 from vllm_gaudi_spec.environment import (
     cache_folder,
     cached_files,
@@ -21,8 +21,8 @@ from vllm_gaudi_spec.environment import (
 
 # Before the import: the emulator puts a `habana_frameworks` in place. Where torch has loaded the card by itself, as it
 # loads Habana's bridge, it has a mode already, and `open_bridge` compares it.
-_card = emulator.device()
-emulator.install(generation=emulated_generation(), lazy=_card.lazy if _card.installed else gaudi_is_lazy())
+_card = card_emulator.device()
+card_emulator.install(generation=emulated_generation(), lazy=_card.lazy if _card.installed else gaudi_is_lazy())
 _card.lazy_collectives = gaudi_has_lazy_collectives()
 _card.hostile = emulator_is_hostile()
 if modules := emulated_modules():
@@ -54,7 +54,7 @@ def make_backend() -> DeviceBackend:
 class _Graphs(EmulatedGraphs, hpu.HpuGraphs):
     def num_recipes(self) -> int:
         # The bridge's metric counts graphs here.
-        return len(emulator.device().graph_recipes)
+        return len(card_emulator.device().graph_recipes)
 
 
 class _Memory(EmulatedMemory, hpu.HpuMemory):

@@ -148,8 +148,8 @@ def lines(events: Counter[Event], kind: str) -> list[Line]:
 
 def estimate(steps: Sequence[dict[str, int]], generation: str) -> dict[str, float]:
     """Seconds of a step."""
-    from vllm_gaudi_spec.emulator.cost import step_seconds
-    from vllm_gaudi_spec.emulator.counters import Tally
+    from card_emulator.cost import step_seconds
+    from card_emulator.counters import Tally
 
     names = Tally.__dataclass_fields__
     seconds = sorted(

@@ -103,7 +103,7 @@ def _contradiction_in(spec: dict[str, Any]) -> str | None:
 
 
 def _rows(pair: Pair, options: argparse.Namespace) -> Iterator[dict[str, Any]]:
-    from vllm_gaudi_spec.emulator.cost import CARDS, basis_of
+    from card_emulator.cost import CARDS, basis_of
 
     for card in options.card:
         for batch in options.batches:

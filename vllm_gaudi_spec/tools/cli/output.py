@@ -37,10 +37,12 @@ def guarded(command: str, work: Callable[[], int], *, verbose: bool = False) -> 
 
 
 def _how_to_get(package: str) -> str:
-    from vllm_gaudi_spec.devices import comes_with_an_image
+    from vllm_gaudi_spec.devices import EMULATOR, GET_EMULATOR, comes_with_an_image
 
     if comes_with_an_image(package):
         return "use the card's vendor's image, which has it"
+    if package == EMULATOR:
+        return GET_EMULATOR
     return "run `make setup`" + (f", or pip install {package}" if package in _REQUIRED else "")
 
 

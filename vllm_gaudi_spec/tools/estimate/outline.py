@@ -11,14 +11,15 @@ import math
 from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 from safetensors import SafetensorError, safe_open
 
 from vllm_gaudi_spec.devices.common.expert_forms import COST_OF_GATHERING, GATHERED_BYTES_AT_ONCE, num_gathered
-from vllm_gaudi_spec.emulator.cost import kernels_seconds
-from vllm_gaudi_spec.emulator.counters import Tally
 from vllm_gaudi_spec.recurrent.table import SERVED
+
+if TYPE_CHECKING:
+    from card_emulator.counters import Tally
 
 _KV_BYTES = 2
 _LOGIT_BYTES = 4
@@ -170,6 +171,8 @@ class Outline:
 
     def kernels_s(self, tokens: int) -> float:
         """What the kernels of one forward add to what they read and compute."""
+        from card_emulator.cost import kernels_seconds
+
         is_narrow, is_few = self.width <= _NARROW, tokens <= _FEW_TOKENS
         of_a_layer = _KERNELS_OF_A_LAYER - (_NORMS_OF_A_LAYER if is_narrow and is_few else 0)
         number = self.layers * of_a_layer + _KERNELS_OF_A_STEP
@@ -178,6 +181,8 @@ class Outline:
     def tally(self, batch: int, queries: int, context: int, *, borrowed: int = 0, operator_from: int = 1) -> Tally:
         """Of one forward of [batch, queries] tokens and its logits. `borrowed`: weights of an output matrix that is
         another model's. `operator_from`: tokens from which on the card's operator for experts is used."""
+        from card_emulator.counters import Tally
+
         tokens = batch * queries
         kv = batch * context * self.kv_bytes
         scores = 4 * tokens * context * self.layers * self.heads * self.head_size

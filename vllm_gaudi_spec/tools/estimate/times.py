@@ -4,13 +4,15 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 from vllm_gaudi_spec.config import GAUDIS, UNIVERSAL_DRAFT
 from vllm_gaudi_spec.devices.common.expert_forms import GAUDI_OPERATOR_FROM
 from vllm_gaudi_spec.drafting.table import DRAFT_MODEL, METHODS, Method, has_model
-from vllm_gaudi_spec.emulator.cost import step_seconds
-from vllm_gaudi_spec.emulator.counters import Tally
 from vllm_gaudi_spec.tools.estimate.outline import Outline
+
+if TYPE_CHECKING:
+    from card_emulator.counters import Tally
 
 # Forward, sampling, and a report, which is the step's one wait; drafting is one graph more.
 _LAUNCHES = 3
@@ -67,6 +69,9 @@ class Pair:
 
     def draft_s(self, batch: int, context: int, card: str) -> float:
         """A round of drafts. Methods without a model of their own are taken to cost nothing."""
+        from card_emulator.cost import step_seconds
+        from card_emulator.counters import Tally
+
         drafter = self.drafter
         if drafter is None:
             return 0.0
@@ -103,5 +108,8 @@ class Pair:
         return copies + sum(model.memory + batch * context * model.kv_bytes for model in models)
 
     def _step(self, tally: Tally, card: str, tokens: int) -> float:
+        from card_emulator.cost import step_seconds
+        from card_emulator.counters import Tally
+
         tally.add(Tally(launches=_LAUNCHES, host_reads=1))
         return step_seconds(tally, card, kernels_s=self.target.kernels_s(tokens), width=self.target.width)

@@ -1,0 +1,132 @@
+"""An emulated card on a CPU machine: its tensors, as strict as the device, with everything costly counted.
+
+    import card_emulator
+    card_emulator.install(generation="gaudi2", lazy=True)
+
+From then on the process has `torch.hpu`, tensors on `torch.device("hpu")` and a `habana_frameworks` package. A process
+has one card. What only a Gaudi has stands in `gaudi/`. An Ascend NPU is emulated below the software of its vendor and
+has nothing of this but the report: `ascend/`. `card-emulator run` does the same to programs that know nothing of it:
+`door.py`.
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+from card_emulator.errors import SetupError
+
+if TYPE_CHECKING:
+    from pathlib import Path
+    from types import ModuleType
+
+    import torch
+
+    from card_emulator.ascend.cann.card import Card
+    from card_emulator.card import Device
+
+_under_torch_npu: Card | None = None
+"""The card below the vendor's own torch_npu, where that runs."""
+
+__version__ = "0.1.0"
+
+__all__ = ["SetupError", "counted", "device", "install", "install_npu", "tag_kv"]
+
+
+def install(generation: str = "gaudi2", lazy: bool = True) -> None:
+    """Change torch in this process so that it has a Gaudi. A second call may only ask for the same one."""
+    from card_emulator.card import DEVICE
+    from card_emulator.gaudi import (
+        accelerator,
+        eager,
+        experts,
+        fused,
+        habana,
+        hpu,
+        kernels,
+        recomputing,
+        torch_parts,
+    )
+    from card_emulator.gaudi.models import MODELS
+
+    if generation not in MODELS:
+        raise ValueError(f"generation is one of {', '.join(MODELS)}, not {generation!r}")
+    if _under_torch_npu is not None:
+        raise RuntimeError(f"this process already has an Ascend NPU; {generation} needs a process of its own")
+    if DEVICE.installed:
+        if (DEVICE.model, DEVICE.lazy) != (MODELS[generation], lazy):
+            raise RuntimeError(
+                f"this process already has a {DEVICE.generation} with lazy={DEVICE.lazy}; {generation} with "
+                f"lazy={lazy} needs a process of its own"
+            )
+        return
+    DEVICE.configure(MODELS[generation], lazy)
+    fused.register()
+    experts.register()
+    recomputing.register()
+    eager.register()
+    kernels.register()
+    module = hpu.make_module()
+    habana.enter_modules(module)
+    _enter(module)
+    accelerator.install()
+    torch_parts.install()
+
+
+def install_npu(torch_npu: Path, cache: Path) -> None:
+    """Change torch in this process so that it has an Ascend NPU. A second call does nothing. `torch_npu`: a folder with
+    Huawei's own, which then runs over an emulated CANN that is compiled into `cache`."""
+    from card_emulator.card import DEVICE
+
+    global _under_torch_npu
+    if DEVICE.installed:
+        raise RuntimeError(f"this process already has a {DEVICE.generation}; an NPU needs a process of its own")
+    if _under_torch_npu is None:
+        from card_emulator.ascend import cann
+
+        _under_torch_npu = cann.install(torch_npu, cache)
+
+
+def _enter(module: ModuleType) -> None:
+    """What a card needs of torch."""
+    import os
+
+    import torch
+
+    from card_emulator import collectives, factories, guard, handlers, parameters, pinned
+    from card_emulator.card import DEVICE
+
+    guard.install_device_guard()
+    factories.register()
+    handlers.register()
+    guard.install_patches()
+    parameters.install()
+    pinned.install()
+    torch._register_device_module(DEVICE.where.type, module)
+    collectives.register()
+    os.register_at_fork(after_in_child=DEVICE.after_fork)
+    DEVICE.installed = True
+
+
+def counted() -> Device | Card:
+    """What counts for reports: the card below torch_npu where that runs, else `device()`."""
+    return device() if _under_torch_npu is None else _under_torch_npu
+
+
+def device() -> Device:
+    """The process's Gaudi: settings, counters and reports."""
+    from card_emulator.card import DEVICE
+
+    return DEVICE
+
+
+def tag_kv(tensor: torch.Tensor) -> torch.Tensor:
+    """Count what is read from this tensor's memory, through any view of it, as KV bytes. Below torch_npu nothing is
+    known of tensors."""
+    if _under_torch_npu is not None:
+        return tensor
+    from card_emulator.tensor import DeviceTensor
+
+    if not isinstance(tensor, DeviceTensor):
+        raise TypeError(f"only tensors of the card hold KV; this one is on {tensor.device}")
+    tensor.memory.kv = True
+    return tensor

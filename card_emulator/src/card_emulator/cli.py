@@ -1,0 +1,49 @@
+"""The command `card-emulator`."""
+
+from __future__ import annotations
+
+import argparse
+import os
+from collections.abc import Sequence
+from pathlib import Path
+
+from card_emulator import __version__, door
+from card_emulator.names import ASCEND910B, CARDS, GAUDI2
+
+
+def make_parser() -> argparse.ArgumentParser:
+    parser = argparse.ArgumentParser(prog="card-emulator", description="Run programs on an emulated accelerator card.")
+    parser.add_argument("--version", action="version", version=__version__)
+    commands = parser.add_subparsers(dest="command", required=True)
+    run = commands.add_parser("run", help="run a program, and all that it starts, on an emulated card")
+    run.add_argument("--card", choices=CARDS, default=GAUDI2, help=f"default: {GAUDI2}")
+    mode = run.add_mutually_exclusive_group()
+    mode.add_argument("--lazy", dest="lazy", action="store_true", default=None, help="a Gaudi in lazy mode (default)")
+    mode.add_argument("--compiled", dest="lazy", action="store_false", help="a Gaudi in eager and compiled mode")
+    run.add_argument(
+        "--kind", action="store_true", help="let a Gaudi take what is only known to fail on some cards or releases"
+    )
+    run.add_argument("--torch-npu", type=Path, metavar="FOLDER", help="where Huawei's torch_npu is, for an Ascend NPU")
+    run.add_argument("program", nargs="+", metavar="-- PROGRAM", help="the program and its arguments")
+    return parser
+
+
+def main(arguments: Sequence[str] | None = None) -> None:
+    parser = make_parser()
+    options = parser.parse_args(arguments)
+    is_npu = options.card == ASCEND910B
+    if is_npu and (options.lazy is not None or options.kind):
+        parser.error("--lazy, --compiled and --kind are for a Gaudi")
+    if options.torch_npu is not None and not is_npu:
+        parser.error(f"--torch-npu is for --card {ASCEND910B}")
+    chosen = door.variables(
+        door.cached_door(options.card),
+        options.card,
+        lazy=options.lazy,
+        kind=options.kind,
+        torch_npu=options.torch_npu,
+    )
+    try:
+        os.execvpe(options.program[0], options.program, os.environ | chosen)
+    except OSError as error:
+        parser.error(f"{options.program[0]}: {error.strerror}")

@@ -1,0 +1,115 @@
+"""How an emulated card enters programs that know nothing of it: torch loads it when it is imported.
+
+A door is a folder for PYTHONPATH with a distribution whose entry point `torch.backends` installs the card, as the
+vendor's own does on a machine with one. The environment reaches every child process, and so does the card. The folder
+also leads to this package, so that the program may run in another Python environment than this one.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import hashlib
+import os
+import secrets
+import shutil
+import sys
+from importlib.util import find_spec
+from pathlib import Path
+
+from card_emulator.names import ASCEND910B, CARDS
+
+CARD = "CARD_EMULATOR"
+KIND = "CARD_EMULATOR_KIND"
+TORCH_NPU = "CARD_EMULATOR_TORCH_NPU"
+LAZY_MODE = "PT_HPU_LAZY_MODE"
+"""The bridge's own variable."""
+
+# Workers ask for the version of Habana's plugin under its own name.
+_PLUGIN, _VERSION = "habana-torch-plugin", "1.24.0.400"
+
+
+def make_door(folder: Path, card: str) -> None:
+    """Write the door to `card` into a new folder."""
+    folder.mkdir(parents=True)
+    (folder / "card_emulator").symlink_to(Path(__file__).parent)
+    name = "card-emulator-door" if card == ASCEND910B else _PLUGIN
+    info = folder / f"{name.replace('-', '_')}-{_VERSION}.dist-info"
+    info.mkdir()
+    (info / "METADATA").write_text(f"Metadata-Version: 2.1\nName: {name}\nVersion: {_VERSION}\n")
+    if card != ASCEND910B:
+        package = folder / "habana_frameworks"
+        package.mkdir()
+        (package / "__init__.py").write_text("import torch  # which puts the emulated package in its place\n")
+    (info / "entry_points.txt").write_text("[torch.backends]\ncard_emulator = card_emulator.door:load\n")
+
+
+def cached_door(card: str) -> Path:
+    """Return the door to `card` in the cache folder, made on first use."""
+    key = hashlib.sha256(f"{Path(__file__)}\0{Path(__file__).read_text()}\0{card}".encode()).hexdigest()[:16]
+    door = cache_folder() / "doors" / key
+    if not door.is_dir():
+        scratch = door.with_name(f".{key}-{secrets.token_hex(4)}")
+        make_door(scratch, card)
+        try:
+            scratch.rename(door)
+        except OSError:
+            if not door.is_dir():
+                raise
+            shutil.rmtree(scratch)  # another process was faster
+    return door
+
+
+def variables(
+    door: Path, card: str, *, lazy: bool | None = None, kind: bool = False, torch_npu: Path | None = None
+) -> dict[str, str]:
+    """Return the environment variables that give a process, and its children, the card behind `door`.
+
+    Args:
+        lazy: Lazy or compiled mode of a Gaudi. None keeps what PT_HPU_LAZY_MODE says, and is lazy where it is not set.
+        kind: Whether the card takes what is only known to fail on some cards or releases.
+        torch_npu: The folder with Huawei's torch_npu. None looks for it in the environment of the program.
+    """
+    found = {
+        CARD: card,
+        KIND: str(int(kind)),
+        "PYTHONPATH": os.pathsep.join(filter(None, [str(door), os.environ.get("PYTHONPATH")])),
+        "TORCH_DEVICE_BACKEND_AUTOLOAD": "1",
+    }
+    if card != ASCEND910B:
+        found[LAZY_MODE] = os.environ.get(LAZY_MODE, "1") if lazy is None else str(int(lazy))
+    if torch_npu is not None:
+        found[TORCH_NPU] = str(torch_npu.absolute())
+    return found
+
+
+def load() -> None:
+    """Install the card that the environment names. torch calls this at the end of its import."""
+    import card_emulator
+
+    name = os.environ.get(CARD)
+    if name not in CARDS:
+        raise card_emulator.SetupError(f"{CARD}={name} is not a card; use one of {', '.join(CARDS)}")
+    if name == ASCEND910B:
+        card_emulator.install_npu(torch_npu_folder(), cache_folder())
+        return
+    card_emulator.install(name, lazy=os.environ.get(LAZY_MODE, "1") != "0")
+    card = card_emulator.device()
+    card.hostile = os.environ.get(KIND) != "1"
+    # vllm-gaudi relies on the last row (v0.26.0, extension/ops.py, grouped_max), or on the slots of block -1
+    # (extension/defragmentation.py).
+    card.model = dataclasses.replace(card.model, counts_from_the_end=True)
+
+
+def torch_npu_folder() -> Path:
+    """Return the folder with Huawei's torch_npu: the one that is named, or installed, or beside the other packages."""
+    if named := os.environ.get(TORCH_NPU):
+        return Path(named)
+    installed = find_spec("torch_npu")
+    if installed is not None and installed.origin is not None:
+        return Path(installed.origin).parents[1]
+    return Path(sys.prefix, "torch-npu")
+
+
+def cache_folder() -> Path:
+    base = os.environ.get("XDG_CACHE_HOME", "")
+    return (Path(base) if os.path.isabs(base) else Path.home() / ".cache") / "card_emulator"

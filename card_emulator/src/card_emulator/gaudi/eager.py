@@ -1,0 +1,57 @@
+"""Operations outside of regions in compiled mode: what the bridge compiled for one of them it uses for others, of other
+sizes, whose operands are alike in all that it asks for (v1.24.0, habana_eager/eager_exec.cpp, calculate_operator_key).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Hashable, Sequence
+from typing import Any
+
+from card_emulator.card import DEVICE, DeviceRefusal
+from card_emulator.source import here
+from card_emulator.tensor import DeviceTensor, check_before
+
+_FLAG = "PT_HPU_ENABLE_EAGER_CACHE"
+
+
+def _concatenation(args: Sequence[Any], kwargs: dict[str, Any]) -> None:
+    """C35: the key lacks the dimension. Along the last one, which is the compiler's first, what is compiled knows no
+    other (HabanaAI/Intel_Gaudi3_Software, concatenate_node.cpp)."""
+    if DEVICE.lazy or not DEVICE.hostile or DEVICE.capture is not None or DEVICE.bridge_flags.get(_FLAG):
+        return
+    tensors: Sequence[Any] = args[0]
+    if len({id(tensor) for tensor in tensors}) < len(tensors) or len(tensors) < 2:
+        return
+    if not all(isinstance(tensor, DeviceTensor) and tensor.dim() for tensor in tensors):
+        return  # torch's own error
+    dim = args[1] if len(args) > 1 else kwargs.get("dim", 0)
+    num_dims = tensors[0].dim()
+    is_last = dim % num_dims == num_dims - 1
+    of_last = is_last and all(tensor.element_size() < 8 for tensor in tensors)
+    key = _key(tensors)
+    if key not in DEVICE.concatenations:
+        DEVICE.concatenations[key] = of_last, here()
+    first_of_last, first_from = DEVICE.concatenations[key]
+    if first_of_last and not is_last:
+        raise DeviceRefusal(
+            f"aten.cat along dimension {dim} outside of regions, at {here()}: the recipe of one along the last, from "
+            f"{first_from}, is used for it, and its node does not fit"
+        )
+
+
+def _key(tensors: Sequence[DeviceTensor]) -> Hashable:
+    memories: dict[int, int] = {}
+    return tuple(
+        (
+            memories.setdefault(id(tensor.memory), len(memories)),
+            tensor.dtype,
+            tensor.part,
+            tensor.is_contiguous(),
+            tensor.dim(),
+        )
+        for tensor in tensors
+    )
+
+
+def register() -> None:
+    check_before("cat.default", _concatenation)

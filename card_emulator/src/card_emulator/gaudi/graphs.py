@@ -1,0 +1,473 @@
+"""HPU graphs: a module's forward recorded once for each geometry of its inputs, replayed afterwards."""
+
+from __future__ import annotations
+
+import copy
+import dataclasses
+from collections.abc import Callable, Sequence
+from typing import Any, NamedTuple
+
+import torch
+
+from card_emulator.card import DEVICE, DeviceRefusal, GraphRecord
+from card_emulator.counters import Tally
+from card_emulator.ops import OpInfo
+from card_emulator.program import Capture, Program, count_replay
+from card_emulator.source import Line, describe, here
+from card_emulator.tensor import DeviceTensor, real
+
+
+class GraphCapture(Capture):
+    """Between two markers is a recipe: operations, scalars, and the geometry of tensors. The layers of a model are one
+    where each ends with a marker (lesson L12)."""
+
+    what = "HPU graph capture"
+
+    def __init__(self, name: str, track_results: bool = False) -> None:
+        super().__init__(name, track_results)
+        self.recipes: list[int] = []
+        self._begin_recipe()
+
+    def _begin_recipe(self) -> None:
+        self._recipe = 0
+        self._numbers: dict[tuple[str, int], int] = {}
+        """Of tensors in it, in their order."""
+
+    def _append(
+        self, run: Callable[..., Any], args: Sequence[Any], kwargs: dict[str, Any], outs: int | list[int], line: Line
+    ) -> None:
+        operation = getattr(run, "__qualname__", str(run))
+        self._recipe = hash((self._recipe, operation, self._form(args), self._form(tuple(kwargs.items()))))
+        super()._append(run, args, kwargs, outs, line)
+        for slot in (outs,) if isinstance(outs, int) else outs:
+            self._numbers[("made", slot)] = len(self._numbers)
+
+    def _form(self, value: Any) -> Any:
+        if isinstance(value, DeviceTensor):
+            of = ("made", value.slot) if self.owns(value) else ("outside", id(value))
+            number = self._numbers.setdefault(of, len(self._numbers))
+            inner = value.inner
+            return number, inner.dtype, inner.shape, inner.stride()
+        if isinstance(value, (list, tuple)):
+            return tuple(map(self._form, value))
+        return str(value)
+
+    def mark_step(self) -> None:
+        if self._recipe:
+            self.recipes.append(self._recipe)
+        self._begin_recipe()
+
+    def check_write(self, target: DeviceTensor, info: OpInfo, line: Line) -> None:
+        # Intel's documentation of HPU Graphs, limitations: no in-place update of a view, whoever made its memory.
+        if not target.part or not DEVICE.hostile:
+            return
+        raise DeviceRefusal(
+            f"during {self.what}: aten.{info.name} changes a view in place, at {describe(line)}; a captured "
+            "graph has no in-place update through views: call it on the tensor itself (index_copy_, scatter_) "
+            "or build a new tensor (where, cat)"
+        )
+
+    def check_collective(self, name: str) -> None:
+        if not DEVICE.lazy_collectives:
+            raise DeviceRefusal(
+                f"during {self.what}: {name} at {here()}; a collective inside a graph needs "
+                "PT_HPU_ENABLE_LAZY_COLLECTIVES"
+            )
+
+
+# A replay takes the memory of its arguments as it is (bridge 1.19, HPUGraph.cpp, replayV3; what is compared there are
+# sizes), and these are 32 bits wide in it (get_n_bytes.h; PT_ENABLE_INT64_SUPPORT is off by default). So a graph that
+# was captured with one of two takes the other: vllm-gaudi's decode graphs get positions in int32 in warm-up and in
+# int64 in steps with drafts (v0.26.0, hpu_model_runner.py, _create_decode_input_data).
+_STORED_AS = {torch.int64: torch.int32, torch.float64: torch.float32}
+
+
+class Form(NamedTuple):
+    """Of a tensor among the arguments."""
+
+    shape: torch.Size
+    stride: tuple[int, ...]
+    offset: int
+    dtype: torch.dtype
+    number: int
+    """Of the tensor: one given twice has one."""
+
+
+class Inputs:
+    """Arguments: the number that selects a graph, what a recorded graph depends on besides, and the device tensors."""
+
+    def __init__(self, args: Any, kwargs: Any) -> None:
+        self.tensors: list[DeviceTensor] = []
+        self._seen: dict[int, int] = {}
+        self.wiring = (self._walk(args), self._walk(kwargs))
+        # The bridge compares nothing: a hash of shapes, views and Python values, without dtypes (1.19, graphs.py,
+        # input_hash). A kind card knows its arguments.
+        self.key = input_hash((args, kwargs)) if DEVICE.hostile else self.wiring
+
+    def _walk(self, value: Any) -> Any:
+        if isinstance(value, DeviceTensor):
+            twin = self._seen.setdefault(id(value), len(self.tensors))
+            if twin == len(self.tensors):
+                self.tensors.append(value)
+            inner = value.inner
+            dtype = _STORED_AS.get(inner.dtype, inner.dtype) if DEVICE.hostile else inner.dtype
+            return Form(inner.shape, inner.stride(), inner.storage_offset(), dtype, twin)
+        kind = type(value)
+        if isinstance(value, (list, tuple)):
+            return (kind, *[self._walk(item) for item in value])
+        if isinstance(value, dict):
+            return (kind, *[(key, self._walk(item)) for key, item in value.items()])
+        if isinstance(value, torch.Tensor):
+            return (value.shape, value.stride(), value.dtype, "host")
+        if _is_record(value) and not DEVICE.hostile:
+            return (kind, *[self._walk(getattr(value, name)) for name in _field_names(kind)])
+        _plain_hash(value)
+        return (kind, value)
+
+
+def _difference(wiring: Any, now: Any) -> str:
+    """The first argument that differs, and what of it."""
+    (_, *unnamed), (_, *named) = wiring
+    (_, *unnamed_now), (_, *named_now) = now
+    pairs = [(f"argument {number}", *pair) for number, pair in enumerate(zip(unnamed, unnamed_now, strict=False))]
+    pairs += [(name, form, other) for (name, form), (_, other) in zip(named, named_now, strict=False)]
+    for name, before, after in pairs:
+        if before != after:
+            before, after = _first_different(before, after)
+            return f"{name}: {before} and now {after}"
+    return f"{len(pairs)} arguments are alike"
+
+
+def _first_different(before: Any, now: Any) -> tuple[Any, Any]:
+    """Parts of two wirings, which differ."""
+    if isinstance(before, tuple) and isinstance(now, tuple) and len(before) == len(now):
+        for part, other in zip(before, now, strict=True):
+            if part != other:
+                return _first_different(part, other)
+    return before, now
+
+
+def input_hash(value: Any) -> int:
+    """Tensors inside of other objects are no inputs: such an object counts by its own hash, often its identity."""
+    if isinstance(value, dict):
+        return input_hash(tuple(value.items()))
+    if isinstance(value, (list, tuple)):
+        return hash(tuple(input_hash(item) for item in value))
+    if isinstance(value, torch.Tensor):
+        inner = value.inner if isinstance(value, DeviceTensor) else value
+        return hash((inner.shape, inner.stride(), inner.storage_offset()))
+    return _plain_hash(value)
+
+
+def _plain_hash(value: Any) -> int:
+    try:
+        return hash(value)
+    except TypeError as error:
+        raise TypeError(f"an HPU graph is found by the hash of its arguments, and {type(value)} has none") from error
+
+
+def _is_record(value: Any) -> bool:
+    return dataclasses.is_dataclass(value) and not isinstance(value, type)
+
+
+_fields: dict[type, tuple[str, ...]] = {}
+
+
+def _field_names(kind: Any) -> tuple[str, ...]:
+    names = _fields.get(kind)
+    if names is None:
+        names = _fields[kind] = tuple(field.name for field in dataclasses.fields(kind))
+    return names
+
+
+def _map(value: Any, convert: Callable[[DeviceTensor], Any]) -> Any:
+    """The same structure with its device tensors replaced."""
+    if isinstance(value, DeviceTensor):
+        return convert(value)
+    if isinstance(value, tuple):
+        items = [_map(item, convert) for item in value]
+        return type(value)(*items) if hasattr(value, "_fields") else tuple(items)
+    if isinstance(value, list):
+        return [_map(item, convert) for item in value]
+    if isinstance(value, dict):
+        changed = copy.copy(value)  # of its own class: optimum-habana reads the logits of one by attribute
+        for key, item in value.items():
+            changed[key] = _map(item, convert)
+        return changed
+    if _is_record(value):
+        changes = {name: _map(getattr(value, name), convert) for name in _field_names(type(value))}
+        return dataclasses.replace(value, **changes)
+    return value
+
+
+def _tensors(value: Any) -> list[DeviceTensor]:
+    found: list[DeviceTensor] = []
+    _map(value, lambda tensor: found.append(tensor) or tensor)  # type: ignore[func-returns-value]
+    return found
+
+
+class CapturedGraph:
+    """A recorded graph with its output tensors: the same objects at every replay, overwritten by the next one."""
+
+    def __init__(
+        self, record: GraphRecord, program: Program, work: Tally, outputs: Any, capture: Capture, wiring: Any
+    ) -> None:
+        self.record = record
+        self.outputs = outputs
+        self.wiring = wiring
+        self.unread: list[tuple[int, DeviceTensor]] = []
+        """Inputs that the capture did not read, with their indices: later calls copy theirs into these."""
+        self.read = capture.read_inputs({tensor.slot for tensor in _tensors(outputs) if capture.owns(tensor)})
+        self._dtypes = capture.input_dtypes
+        self._program = program
+        self._work = work
+        shared = {id(tensor.memory) for tensor in capture.externals.values()}
+        self._copied: list[tuple[DeviceTensor, int]] = []
+        self._passed_on: dict[int, int] = {}
+        for tensor in _tensors(outputs):
+            if capture.is_input(tensor):
+                self._passed_on[id(tensor)] = tensor.slot
+            elif capture.owns(tensor):
+                self._copied.append((tensor, tensor.slot))
+        self._rebound = {slot for tensor, slot in self._copied if id(tensor.memory) in shared | capture.input_memory}
+
+    def replay(self, inputs: Sequence[DeviceTensor]) -> Any:
+        values = [real(tensor) for tensor in inputs]
+        as_captured = [one.to(dtype) for one, dtype in zip(values, self._dtypes, strict=True)]
+        slots = self._program.run(as_captured)
+        for one, changed in zip(values, as_captured, strict=True):
+            if changed is not one:
+                one.copy_(changed)
+        for tensor, slot in self._copied:
+            value = slots[slot]
+            if tensor.ghost or slot in self._rebound:
+                tensor.inner, tensor.ghost = value, False
+            else:
+                tensor.inner.copy_(value)
+            tensor.epoch = 0
+        count_replay(self._work, self.record)
+        if self._passed_on:
+            return _map(self.outputs, lambda tensor: self._current(tensor, inputs))
+        return self.outputs
+
+    def copy_unread(self, inputs: Sequence[DeviceTensor]) -> None:
+        """What the bridge does before each replay (1.19, graphs.py, copy_to): a graph of its own outside of this one,
+        compiled at the second call, that writes into the tensors given at the first."""
+        for index, first in self.unread:
+            DEVICE.counters.event("copy of an unread input", f"{index} of {self.record.name}")
+            first.copy_(inputs[index])
+
+    def release(self) -> None:
+        DEVICE.graph_bytes -= self.record.nbytes
+        DEVICE.graphs_held -= 1
+
+    def _current(self, tensor: DeviceTensor, inputs: Sequence[DeviceTensor]) -> DeviceTensor:
+        """An output that is an input: the one of this call."""
+        slot = self._passed_on.get(id(tensor))
+        return tensor if slot is None else inputs[slot]
+
+
+def capture_call(
+    name: str, wiring: Any, forward: Callable[..., Any], args: Any, kwargs: Any, inputs: Sequence[DeviceTensor]
+) -> CapturedGraph:
+    """Run `forward` once while recording it. Its effects happen, except in compile-only mode."""
+    device = DEVICE
+    device.queue.flush("graph capture")
+    capture = GraphCapture(name)
+    for tensor in inputs:
+        capture.add_input(tensor)
+    counters = device.counters
+    outside, counters.step = counters.step, Tally()
+    device.capture = capture
+    where = here()
+    try:
+        outputs = forward(*args, **kwargs)
+    except BaseException:
+        if device.hostile:
+            # The bridge's wrapper has no other way to end a capture than to come to its end (1.19, graphs.py).
+            device.blocked = f"the capture of {name} was left by an exception, and its stream is still in it"
+        raise
+    finally:
+        device.capture = None
+        work, counters.step = counters.step, outside
+    return _finish(capture, work, outputs, wiring, where)
+
+
+def _finish(capture: GraphCapture, work: Tally, outputs: Any, wiring: Any, where: str) -> CapturedGraph:
+    device = DEVICE
+    if device.hostile:
+        _check_outputs(outputs)
+    output_slots = {tensor.slot for tensor in _tensors(outputs) if capture.owns(tensor)}
+    capture.mark_step()
+    program, nbytes = capture.finish(output_slots)
+    device.charge_graph(nbytes)
+    device.graphs_held += 1
+    device.graph_recipes.update(capture.recipes)
+    record = GraphRecord(capture.name, _describe(wiring), where, len(program.calls), nbytes, len(capture.recipes))
+    device.graphs.append(record)
+    if not device.compile_only:
+        device.counters.step.add(work)
+        device.counters.step.launches += 1
+    graph = CapturedGraph(record, program, work, outputs, capture, wiring)
+    device.compiled("graph capture", f"{capture.name} {record.key}", where)
+    return graph
+
+
+def _check_outputs(outputs: Any) -> None:
+    """The bridge finds the tensors of an output in lists, tuples, dicts and `__dict__` (1.19, extract_tensors)."""
+    if isinstance(outputs, dict):
+        outputs = tuple(outputs.values())
+    if isinstance(outputs, (list, tuple)):
+        for item in outputs:
+            _check_outputs(item)
+    elif _is_record(outputs) and not hasattr(outputs, "__dict__") and _tensors(outputs):
+        raise DeviceRefusal(
+            f"a captured forward returns a {type(outputs).__name__}, whose tensors the bridge does not find: it has "
+            "slots and no __dict__"
+        )
+
+
+def _describe(wiring: Any) -> str:
+    """The shapes of the arguments, in order; enough to distinguish two graphs of a module."""
+    shapes: list[str] = []
+
+    def walk(part: Any) -> None:
+        if isinstance(part, torch.Size):
+            shapes.append("x".join(map(str, part)) or "scalar")
+        elif isinstance(part, tuple):
+            if len(part) == 2 and isinstance(part[0], type) and part[0] in (int, bool, float, str):
+                shapes.append(repr(part[1]))
+                return
+            for item in part if not (part and isinstance(part[0], torch.Size)) else part[:1]:
+                walk(item)
+
+    walk(wiring)
+    text = " ".join(shapes)
+    return text if len(text) <= 200 else text[:197] + "..."
+
+
+class GraphCache:
+    """Replaces a module's forward."""
+
+    def __init__(self, module: torch.nn.Module, hold_inputs: bool, max_graphs: int | None) -> None:
+        self._module = module
+        self._forward = module.forward
+        self._hold_inputs = hold_inputs
+        self._max_graphs = max_graphs
+        self._graphs: dict[Any, CapturedGraph] = {}
+        self._held: dict[Any, list[DeviceTensor]] = {}
+
+    def __call__(self, *args: Any, bypass_hpu_graphs: bool = False, warmup_mode: bool = False, **kwargs: Any) -> Any:
+        if bypass_hpu_graphs:
+            return self._forward(*args, **kwargs)
+        device = DEVICE
+        name = getattr(self._module, "graph_name", None) or type(self._module).__name__
+        device.refuse_in_capture(f"the graph of {name} is entered while another is recorded")
+        inputs = Inputs(args, kwargs)
+        graph = self._graphs.get(inputs.key)
+        if graph is None:
+            if self._max_graphs is not None and len(self._graphs) >= self._max_graphs:
+                return self._forward(*args, **kwargs)
+            return self._capture(name, inputs, args, kwargs)
+        if graph.wiring != inputs.wiring:
+            raise DeviceRefusal(
+                f"the graph of {name} for {_describe(graph.wiring)} is replayed on other arguments: its key is a hash "
+                "of shapes, views and Python values, in which neither dtypes nor -1 and -2 nor 1 and True differ; "
+                f"{_difference(graph.wiring, inputs.wiring)}"
+            )
+        if device.hostile and not self._hold_inputs:
+            graph.copy_unread(inputs.tensors)
+        device.queue.flush("graph replay")
+        if device.compile_only or warmup_mode:
+            return graph.outputs
+        return graph.replay(self._hold(inputs) if self._hold_inputs else inputs.tensors)
+
+    def _capture(self, name: str, inputs: Inputs, args: Any, kwargs: Any) -> Any:
+        tensors = inputs.tensors
+        if self._hold_inputs:
+            tensors = self._hold(inputs)
+            held = {id(theirs): ours for theirs, ours in zip(inputs.tensors, tensors, strict=True)}
+            args, kwargs = (_map(value, lambda tensor: held[id(tensor)]) for value in (args, kwargs))
+        graph = capture_call(name, inputs.wiring, self._forward, args, kwargs, tensors)
+        if not self._hold_inputs:
+            graph.unread = [(index, tensor) for index, tensor in enumerate(tensors) if tensor.slot not in graph.read]
+        self._graphs[inputs.key] = graph
+        return graph.outputs
+
+    def _hold(self, inputs: Inputs) -> list[DeviceTensor]:
+        """The graph's own copies of the inputs, brought up to date."""
+        held = self._held.get(inputs.key)
+        if held is None:
+            held = self._held[inputs.key] = [DeviceTensor(_like(tensor)) for tensor in inputs.tensors]
+        if not DEVICE.compile_only:
+            for ours, theirs in zip(held, inputs.tensors, strict=True):
+                real(ours).copy_(real(theirs))
+        return held
+
+    def clear_cache(self) -> None:
+        for graph in self._graphs.values():
+            graph.release()
+        self._graphs.clear()
+        self._held.clear()
+
+    def clear_inputs(self) -> None:
+        self._held.clear()
+
+
+def _like(tensor: DeviceTensor) -> torch.Tensor:
+    inner = tensor.inner
+    return torch.empty_strided(inner.shape, inner.stride(), dtype=inner.dtype, device=inner.device)
+
+
+def wrap_in_hpu_graph(
+    module: torch.nn.Module,
+    asynchronous: bool = False,
+    disable_tensor_cache: bool = False,
+    dry_run: bool = False,
+    max_graphs: int | None = None,
+) -> torch.nn.Module:
+    cache = GraphCache(module, not disable_tensor_cache, max_graphs)
+    # Through setattr: nn.Module declares these as its own, and they belong to this instance alone.
+    for name, value in (
+        ("forward", cache),
+        ("clear_cache", cache.clear_cache),
+        ("clear_inputs", cache.clear_inputs),
+    ):
+        setattr(module, name, value)
+    return module
+
+
+class HPUGraph:
+    """The raw form: everything that exists before is read in place, everything made inside is overwritten."""
+
+    def __init__(self) -> None:
+        self._graph: CapturedGraph | None = None
+
+    def capture_begin(self, dry_run: bool = False) -> None:
+        DEVICE.refuse_in_capture("a second capture begins")
+        DEVICE.queue.flush("graph capture")
+        self._where = here()
+        self._outside, DEVICE.counters.step = DEVICE.counters.step, Tally()
+        DEVICE.capture = GraphCapture("HPUGraph", track_results=True)
+
+    def capture_end(self) -> None:
+        capture = DEVICE.capture
+        if not isinstance(capture, GraphCapture) or capture.made is None:
+            raise DeviceRefusal("capture_end without capture_begin")
+        DEVICE.capture = None
+        work, DEVICE.counters.step = DEVICE.counters.step, self._outside
+        outputs = [tensor for tensor in (ref() for ref in capture.made) if tensor is not None]
+        self._graph = _finish(capture, work, outputs, (), self._where)
+
+    def replay(self, asynchronous: bool = False) -> None:
+        if self._graph is None:
+            raise DeviceRefusal("replay of a graph that was never captured")
+        DEVICE.refuse_in_capture("a graph is replayed")
+        DEVICE.queue.flush("graph replay")
+        if not DEVICE.compile_only:
+            self._graph.replay([])
+
+    def reset(self) -> None:
+        if self._graph is not None:
+            self._graph.release()
+        self._graph = None

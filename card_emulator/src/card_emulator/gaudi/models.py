@@ -1,0 +1,58 @@
+"""Gaudi 2 and Gaudi 3, as far as they differ from each other and from other cards."""
+
+from __future__ import annotations
+
+import torch
+
+from card_emulator.card import GIB, Model
+from card_emulator.gaudi.lazy_graph import LazyGraph
+from card_emulator.names import GAUDI2, GAUDI3
+from card_emulator.ops import names
+
+# Torch has a CPU kernel for these, and Habana's bridge 1.19 (the newest with public sources) none: not among the
+# operations of scripts/hpu_op.yaml nor among those registered by hand. A newer bridge may know more.
+_ON_HOST = names(
+    "mode histc histogram cummax cummin _cummax_helper _cummin_helper unique_consecutive unique_dim_consecutive "
+    "nonzero_static nanmedian renorm triangular_solve geqrf ormqr cholesky_inverse im2col col2im lcm digamma polygamma "
+    "igamma igammac i0 mvlgamma binomial cauchy_ view_as_complex view_as_real _embedding_bag _int_mm"
+)
+_ON_HOST_PREFIXES = ("linalg_", "_linalg_", "_fft_", "special_")
+_NOT_ON_HOST = names("linalg_cholesky_ex linalg_cross linalg_vector_norm special_entr special_erfcx special_xlog1py")
+
+
+# Habana's documentation of data types, and "Complex datatype is not supported on HPU device".
+_NO_DTYPES = frozenset((torch.uint16, torch.uint32, torch.uint64, torch.complex32, torch.complex64, torch.complex128))
+
+
+def _lacks(packet: str, name: str) -> bool:
+    if packet in _ON_HOST or name in _ON_HOST:
+        return True
+    return packet.startswith(_ON_HOST_PREFIXES) and packet not in _NOT_ON_HOST
+
+
+def _model(name: str, memory: int, e4m3_max: float) -> Model:
+    return Model(
+        name=name,
+        device_type="hpu",
+        dispatch_key="HPU",
+        guard_slot=15,
+        count=1,
+        memory=memory,
+        # As in the calibration guide of vllm-gaudi, for a tensor.
+        out_of_memory="[Rank:0] FATAL ERROR :: MODULE:PT_DEVMEM Allocation failed for size::{nbytes} ({mib})MB",
+        e4m3_max=e4m3_max,
+        lacks_dtypes=_NO_DTYPES,
+        lacks=_lacks,
+        negative_index="negative indices are disabled on this device",
+        # A card takes them, and vllm-gaudi pads with -1 in every step; in most programs one is a mistake. `run` lets
+        # them pass.
+        counts_from_the_end=False,
+        downloads_late=True,
+        queue=LazyGraph,
+    )
+
+
+# What the allocator offers, as printed in logs: of vllm-gaudi's documentation, and of its issue 1736.
+_E4M3_MAX = {GAUDI2: 240.0, GAUDI3: 448.0}
+_MEMORY = {GAUDI2: int(94.62 * GIB), GAUDI3: int(126.5 * GIB)}
+MODELS = {name: _model(name, memory, _E4M3_MAX[name]) for name, memory in _MEMORY.items()}

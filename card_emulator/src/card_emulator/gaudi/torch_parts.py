@@ -1,0 +1,57 @@
+"""Parts of torch that the bridge fills in when it is loaded: the backend of `torch.compile`, and generators."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+
+from card_emulator.card import DEVICE
+from card_emulator.gaudi.compiled import BACKEND, hpu_backend
+from card_emulator.guard import patch
+
+
+def _register_backend() -> None:
+    from torch._dynamo.backends.registry import _BACKENDS, register_backend  # takes a second, so not before
+
+    if BACKEND not in _BACKENDS:
+        register_backend(hpu_backend, name=BACKEND)
+
+
+def _patched_compile(original: Any) -> Any:
+    """Named wherever something is decorated, in lazy mode too (vllm-gaudi, platform.py, set_torch_compile)."""
+
+    def compile(*args: Any, **kwargs: Any) -> Any:
+        _register_backend()
+        return original(*args, **kwargs)
+
+    return compile
+
+
+class _AnyGenerator(type(torch._C.Generator)):  # type: ignore[misc]
+    def __instancecheck__(cls, value: Any) -> bool:
+        return isinstance(value, torch._C.Generator)
+
+
+class Generator(torch._C.Generator, metaclass=_AnyGenerator):
+    """Of the host, under the card's name: its numbers are drawn on the host in either case."""
+
+    def __new__(cls, device: Any = "cpu") -> Any:
+        where = torch.device(device)
+        if where.type != DEVICE.where.type:
+            return torch._C.Generator(where)
+        generator = super().__new__(cls, "cpu")
+        generator._where = DEVICE.where
+        return generator
+
+    @property
+    def device(self) -> torch.device:
+        return self._where
+
+
+def install() -> None:
+    if DEVICE.lazy:
+        patch(torch, "compile", _patched_compile)
+    else:
+        _register_backend()
+    setattr(torch, "Generator", Generator)  # noqa: B010

@@ -1,0 +1,53 @@
+"""What becomes of operations outside graphs."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any, Protocol
+
+from card_emulator.counters import Counters
+
+
+class QueueDevice(Protocol):
+    """What a queue needs of its device."""
+
+    lazy: bool
+    counters: Counters
+
+    def compiled(self, kind: str, what: str, where: str) -> None: ...
+
+
+class QueuedTensor(Protocol):
+    """What a queue notes on a tensor."""
+
+    epoch: int
+    index: int
+    pending: bool
+
+
+class Queue:
+    """The plain way: each operation is launched when it is issued, by a kernel that was there before."""
+
+    keyed = False
+    """Whether `record` wants to know what an operation is made of."""
+
+    def __init__(self, device: QueueDevice) -> None:
+        self.device = device
+        self.epoch = 1
+
+    def enter(self, tensor: Any) -> Any:
+        """The part of an operation's key that stands for a tensor not seen since the last flush."""
+        raise NotImplementedError
+
+    def record(
+        self, key: list[Any], new: Sequence[QueuedTensor], written: Sequence[QueuedTensor], computes: bool
+    ) -> None:
+        """`key` is the operation's name, its scalars, and what tensors it takes."""
+        self.device.counters.step.launches += computes
+
+    def is_pending(self, tensor: QueuedTensor) -> bool:
+        return False
+
+    def flush(self, cause: str) -> bool:
+        """False when nothing was pending."""
+        return False

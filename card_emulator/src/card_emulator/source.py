@@ -1,0 +1,86 @@
+"""Which line of the user's code an event came from."""
+
+from __future__ import annotations
+
+import contextlib
+import copy
+import functools
+import os
+import sys
+from types import CodeType
+
+import torch
+
+Line = tuple[CodeType, int]
+
+# Frames of these files never explain anything: they only pass the call on.
+_SKIPPED = (
+    os.path.dirname(torch.__file__) + os.sep,
+    os.path.dirname(__file__) + os.sep,
+    *(module.__file__ or "" for module in (contextlib, copy, functools)),
+    "<frozen",
+)
+# Also skipped where the cause of a copy, a wait or a launch is looked for.
+_PASSING_ON = _SKIPPED
+_verifications: dict[CodeType, bool] = {}
+_is_cause: dict[CodeType, bool] = {}
+
+
+def look_past(observers: tuple[str, ...], backends: tuple[str, ...]) -> None:
+    """Do not name these files of a worker as the source of an event.
+
+    Each entry is the path of a file, or of a folder with a separator at its end. `observers` look at every operation
+    on its way to the card. `backends` copy, wait and launch on behalf of their callers, who are the cause then.
+    """
+    global _SKIPPED, _PASSING_ON
+    _SKIPPED = (*_SKIPPED, *observers)
+    _PASSING_ON = (*_SKIPPED, *backends)
+    _verifications.clear()
+    _is_cause.clear()
+
+
+def caller() -> Line:
+    """Return the line that issued an operation: the innermost frame outside torch and outside this package."""
+    return _innermost(_SKIPPED, _verifications)
+
+
+def _innermost(skipped: tuple[str, ...], verifications: dict[CodeType, bool]) -> Line:
+    """The innermost frame of another file. Cheap: the verification on a code object is kept."""
+    frame = sys._getframe(2)
+    while True:
+        code = frame.f_code
+        skip = verifications.get(code)
+        if skip is None:
+            skip = verifications[code] = code.co_filename.startswith(skipped)
+        if not skip or frame.f_back is None:
+            return code, frame.f_lineno
+        frame = frame.f_back
+
+
+def own_caller(line: Line) -> str:
+    """`line` in words; where it lies in an installed package, also the nearest line that does not."""
+    text = describe(line)
+    if "site-packages" not in line[0].co_filename:
+        return text
+    frame = sys._getframe(1)
+    while frame.f_back is not None:
+        name = frame.f_code.co_filename
+        if not name.startswith(_PASSING_ON) and "site-packages" not in name:
+            return f"{text} (from {describe((frame.f_code, frame.f_lineno))})"
+        frame = frame.f_back
+    return text
+
+
+def describe(line: Line) -> str:
+    code, number = line
+    name = code.co_filename
+    if "site-packages" + os.sep in name:
+        name = name.rpartition("site-packages" + os.sep)[2]
+    else:
+        name = os.sep.join(name.split(os.sep)[-3:])
+    return f"{name}:{number} ({code.co_name})"
+
+
+def here() -> str:
+    """Who caused what happens now: the innermost frame outside torch, this package and a worker's backends."""
+    return own_caller(_innermost(_PASSING_ON, _is_cause))

@@ -1,0 +1,22 @@
+"""An emulated Gaudi 2 in lazy mode, which a process has for the rest of its life."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import Any
+
+import pytest
+import torch
+
+import card_emulator
+
+
+@pytest.fixture
+def card() -> Iterator[Any]:
+    """The card as it is after installation."""
+    card_emulator.install(generation="gaudi2", lazy=True)
+    card = card_emulator.device()
+    card.reset()
+    with torch.inference_mode():
+        yield card
+    card.reset()

@@ -1,0 +1,200 @@
+"""The stand-in for habana_frameworks: fused operations against dense ones, and the small functions around them."""
+
+from __future__ import annotations
+
+import importlib.util
+import subprocess
+import sys
+from typing import Any
+
+import pytest
+import torch
+import torch.nn.functional as F
+
+
+def dense(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, scale: float, hidden: torch.Tensor) -> torch.Tensor:
+    group = q.shape[1] // k.shape[1]
+    k, v = (part.repeat_interleave(group, 1) for part in (k, v))
+    return ((q @ k.transpose(-1, -2)) * scale).masked_fill(hidden, -torch.inf).softmax(-1) @ v
+
+
+def test_the_package_is_found(card: Any) -> None:
+    """By those who look before they import, as Ray does."""
+    for name in ("habana_frameworks", "habana_frameworks.torch", "habana_frameworks.torch.hpu"):
+        assert importlib.util.find_spec(name) is not None
+    import habana_frameworks.torch.core
+
+    assert habana_frameworks.torch.core.__spec__.name == "habana_frameworks.torch.core"
+
+
+@pytest.mark.parametrize("kv_heads", [4, 2, 1])
+@pytest.mark.parametrize("form", ["causal", "boolean", "additive", "padded"])
+def test_attention(card: Any, kv_heads: int, form: str) -> None:
+    from habana_frameworks.torch.hpex.kernels import FusedSDPA
+
+    q, k, v = torch.randn(2, 4, 5, 8), torch.randn(2, kv_heads, 5, 8), torch.randn(2, kv_heads, 5, 8)
+    hidden = torch.ones(5, 5).triu(1).bool().expand(2, 1, 5, 5)
+    args: tuple[Any, ...] = (None, 0.0, True, 0.3)
+    if form == "boolean":
+        args = (~hidden.to("hpu"), 0.0, False, 0.3)
+    elif form == "additive":
+        args = (torch.zeros(2, 1, 5, 5).masked_fill(hidden, -torch.inf).to("hpu"), 0.0, False, 0.3)
+    elif form == "padded":
+        lengths = torch.tensor([5, 3], dtype=torch.int32)
+        hidden = hidden | (torch.arange(5) >= lengths.view(2, 1, 1, 1))
+        args = (*args, "fp32", True, lengths.to("hpu"), "right")
+    ours = [part.to("hpu") for part in (q, k, v)]
+    before = card.counters.ops
+    out = FusedSDPA.apply(*ours, *args)
+    assert card.counters.ops == before + 1
+    assert card.counters.flops > 0
+    torch.testing.assert_close(out.cpu(), dense(q, k, v, 0.3, hidden))
+
+
+def test_a04_attention_refuses_what_the_kernel_does(card: Any) -> None:
+    from habana_frameworks.torch.hpex.kernels import FusedSDPA
+
+    q = torch.zeros(1, 1, 2, 8, device="hpu")
+    with pytest.raises(ValueError, match="not both"):
+        FusedSDPA.apply(q, q, q, q, 0.0, True)
+    with pytest.raises(ValueError, match="is_causal only"):
+        FusedSDPA.apply(q, q, q, None, 0.0, False, None, "None", None, q)
+
+
+def test_norm(card: Any) -> None:
+    from habana_frameworks.torch.hpex.normalization import FusedRMSNorm
+
+    x, gamma = torch.randn(2, 3, 8, dtype=torch.bfloat16), torch.randn(8, dtype=torch.bfloat16)
+    out = FusedRMSNorm.apply(x.to("hpu"), gamma.to("hpu"), 1e-5)
+    torch.testing.assert_close(out.cpu(), F.rms_norm(x.float(), (8,), gamma.float(), 1e-5).bfloat16())
+
+
+@pytest.mark.parametrize("mode", ["BLOCKWISE", "PAIRWISE"])
+def test_rotary(card: Any, mode: str) -> None:
+    from habana_frameworks.torch.hpex.kernels import RotaryPosEmbeddingMode, apply_rotary_pos_emb
+
+    x = torch.randn(3, 2, 8)
+    angle = torch.randn(3, 1, 4)
+    turn = torch.polar(torch.ones_like(angle), angle)
+    if mode == "BLOCKWISE":
+        expected = torch.view_as_real(torch.complex(*x.chunk(2, -1)) * turn).movedim(-1, -2).flatten(-2)
+        full = torch.cat((angle, angle), -1)
+    else:
+        expected = torch.view_as_real(torch.view_as_complex(x.unflatten(-1, (4, 2))) * turn).flatten(-2)
+        full = angle.repeat_interleave(2, -1)
+    cos, sin = full.cos().to("hpu"), full.sin().to("hpu")
+    out = apply_rotary_pos_emb(x.to("hpu"), cos, sin, None, 0, RotaryPosEmbeddingMode[mode])
+    torch.testing.assert_close(out.cpu(), expected)
+
+
+def test_block_softmax_adds_up_to_a_softmax(card: Any) -> None:
+    """Three blocks of two rows, one unused block: the two ops together are a softmax over a row's blocks."""
+    scores = torch.randn(4, 2, 1, 1, 8).bfloat16()
+    bias = torch.zeros(4, 1, 1, 1, 8)
+    groups = torch.tensor([0, 1, 0, -1], dtype=torch.int32)
+    weights, top, sums = torch.ops.hpu.block_softmax(scores.to("hpu"), bias.to("hpu"), groups.to("hpu"))
+    assert top.shape == (4, 128)
+    assert weights[3].count_nonzero().item() == 0
+    factor = torch.ops.hpu.block_softmax_adjustment(top, sums, groups.to("hpu"), 2, [4, 2, 1, 1, 1])
+    ours = (weights * factor).cpu()
+    row = torch.cat((scores[0], scores[2]), -1).softmax(-1)
+    torch.testing.assert_close(torch.cat((ours[0], ours[2]), -1), row, atol=1e-2, rtol=2e-2)
+    torch.testing.assert_close(ours[1], scores[1].softmax(-1), atol=1e-2, rtol=2e-2)
+
+
+@pytest.mark.parametrize(("queries", "dtype"), [(4, torch.bfloat16), (1, torch.float32)])
+def test_a01_block_softmax_takes_what_was_run_on_cards(card: Any, queries: int, dtype: torch.dtype) -> None:
+    """One query a row, bfloat16: vllm-gaudi has it off on every card, and ran nothing else."""
+    scores, bias = torch.zeros(4, 2, 1, queries, 8, dtype=dtype), torch.zeros(4, 1, 1, queries, 8)
+    arguments = [each.to("hpu") for each in (scores, bias, torch.zeros(4, dtype=torch.int32))]
+    with pytest.raises(RuntimeError, match="nobody has run"):
+        torch.ops.hpu.block_softmax(*arguments)
+    card.hostile = False
+    torch.ops.hpu.block_softmax(*arguments)
+
+
+def test_q05_fp8_round_trip_and_product(card: Any) -> None:
+    x, w = torch.randn(3, 16), torch.randn(5, 16)
+    scale = x.abs().max() / 240
+    packed, amax = torch.ops.hpu.cast_to_fp8_v2(x.to("hpu"), (1 / scale).to("hpu"), False, True, torch.float8_e4m3fn)
+    assert packed.dtype is torch.float8_e4m3fn
+    assert amax.item() == x.abs().max().item()
+    back = torch.ops.hpu.cast_from_fp8(packed, scale.to("hpu"), torch.float32)
+    torch.testing.assert_close(back.cpu(), x, rtol=0.07, atol=0.02)
+    weight = torch.ops.hpu.cast_to_fp8_v2(w.to("hpu"), None, False, False, torch.float8_e4m3fn)[0]
+    out = torch.ops.hpu.fp8_gemm_v2(packed, False, weight, True, None, torch.bfloat16, scale.to("hpu"), None, None)
+    expected = back.cpu() @ weight.cpu().float().t()
+    torch.testing.assert_close(out.cpu().float(), expected, rtol=0.01, atol=0.05)
+
+
+def test_streams_events_and_memory(card: Any) -> None:
+    with torch.hpu.stream(torch.hpu.Stream()) as _:
+        start, end = torch.hpu.Event(enable_timing=True), torch.hpu.Event(enable_timing=True)
+        start.record()
+        end.record(torch.hpu.current_stream())
+        end.synchronize()
+    assert end.query()
+    assert start.elapsed_time(end) >= 0
+    assert torch.hpu.current_stream() is torch.hpu.default_stream()
+    stats = torch.hpu.memory_stats()
+    assert stats["Limit"] == torch.hpu.mem_get_info()[1]
+    torch.hpu.reset_peak_memory_stats()
+    kept = torch.zeros(1024, device="hpu")
+    assert torch.hpu.max_memory_allocated() - torch.hpu.memory_allocated() == 0
+    assert kept.numel()
+
+
+def test_h13_metrics_and_names(card: Any) -> None:
+    import habana_frameworks.torch as htorch
+    import habana_frameworks.torch.core as htcore
+    import habana_frameworks.torch.utils.experimental as htexp
+    from habana_frameworks.torch.hpu.metrics import metric_global, metric_localcontext
+
+    assert htorch.core is htcore
+    assert htorch.utils.internal.is_lazy()
+    assert htexp._get_device_type() == htexp.synDeviceType.synDeviceGaudi2
+    assert (torch.hpu.is_available(), torch.hpu.device_count()) == (True, 1)
+    x = torch.ones(2).to("hpu")
+    with metric_localcontext("graph_compilation") as metric:
+        x + 1
+        htcore.mark_step()
+    assert metric.stats()[0] == ("TotalNumber", 1)
+    x.mode()
+    assert metric_global("cpu_fallback").stats()[1] == ("FallbackOps", ["aten.mode.default"])
+
+
+def test_its_torch_is_torch(card: Any) -> None:
+    from habana_frameworks.torch import torch as theirs
+
+    assert theirs is torch
+
+
+def test_p02_estimates_of_a_step(card: Any) -> None:
+    from card_emulator import cost
+
+    x = torch.zeros(64, 64).to("hpu")
+    card.next_step()
+    (x @ x).cpu()
+    step = card.next_step()
+    assert 0 < cost.step_seconds(step, "gaudi3") < cost.step_seconds(step, "gaudi2") < 1e-3
+    assert pytest.approx(49 - 32) == 3 * 47 * cost.RECIPE_SECONDS
+    with pytest.raises(ValueError, match="the card is one of"):
+        cost.step_seconds(step, "gaudi1")
+
+
+def test_s05_installation() -> None:
+    """In a process of its own: nothing happens on import, and one process has one device."""
+    code = (
+        "import sys\n"
+        "import card_emulator\n"
+        "assert 'torch' not in sys.modules\n"
+        "card_emulator.install('gaudi3', lazy=False)\n"
+        "card_emulator.install('gaudi3', lazy=False)\n"
+        "import torch, habana_frameworks.torch as htorch\n"
+        "assert torch.hpu.get_device_name() == 'GAUDI3' and not htorch.utils.internal.is_lazy()\n"
+        "assert not hasattr(htorch.hpu, 'wrap_in_hpu_graph')\n"
+        "assert torch.tensor([1 << 40]).to('hpu').item() == 1 << 40\n"
+        "try:\n    card_emulator.install('gaudi2')\nexcept RuntimeError as error:\n    print(error)\n"
+    )
+    result = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
+    assert "needs a process of its own" in result.stdout

@@ -1,0 +1,172 @@
+"""The Ascend backend over the emulated CANN."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.multiprocessing as processes
+
+from tests.support.attention_layers import layer
+
+
+def run_python(script: str) -> str:
+    """Return what a script prints in a process of its own, which ends without torch_npu's own end."""
+    command = [sys.executable, "-u", "-c", script]
+    return subprocess.run(command, capture_output=True, text=True, check=True, timeout=300).stdout
+
+
+def test_npu_v06_the_backend_finds_that_blocks_are_added_up(npu: Any) -> None:
+    import torch_npu
+
+    from vllm_gaudi_spec.devices.ascend.attention import adds_up_blocks, compressed_mask
+
+    device = torch.device("npu")
+    assert all(adds_up_blocks(torch_npu, device, layer(), num_queries) for num_queries in (1, 2))
+    assert adds_up_blocks(torch_npu, device, layer(), 2, compressed_mask(device))
+
+
+def test_the_backend_finds_which_heads_have_compressed_masks(npu: Any) -> None:
+    import torch_npu
+
+    from vllm_gaudi_spec.devices.ascend.attention import compressed_mask, compresses_masks
+
+    mask = compressed_mask(torch.device("npu"))
+    assert compresses_masks(torch_npu, torch.device("npu"), layer(), mask)
+    assert not compresses_masks(torch_npu, torch.device("npu"), layer(), mask[:100])
+    assert torch_npu.npu.get_soc_version() == 223
+
+
+AFTER_A_FAILURE = """
+import os, time, torch
+from vllm_gaudi_spec.devices.ascend.emulated import make_backend
+memory = make_backend().memory
+rows, ones = torch.zeros(4, 2, device="npu"), torch.ones(4, device="npu")
+assert memory.download(ones).tolist() == [1.0] * 4
+rows.index_select(0, torch.tensor([9], device="npu"))
+{failure}
+for attempt in range(3):
+    began = time.monotonic()
+    try:
+        wait = memory.start_download(ones * 9)
+        print("read", wait().tolist())
+    except RuntimeError as error:
+        print("raised", time.monotonic() - began < 20)
+os._exit(0)
+"""
+
+
+FAILURES = {
+    "seen first by the download": "",
+    # The card has failed, and torch_npu's queue learns of it by a launch before the copy, after the copy was queued.
+    "seen first by a launch": """
+stream = torch.npu.current_stream()
+try:
+    while True: stream.query(); time.sleep(0.001)
+except RuntimeError: pass
+ones.add_(1)
+""",
+    # As after a step that raised, whose engine goes on to wait for the one before it.
+    "raised elsewhere": """
+stream = torch.npu.current_stream()
+try:
+    while True: stream.query(); time.sleep(0.001)
+except RuntimeError: pass
+try:
+    while True: ones.add_(1); time.sleep(0.001)
+except RuntimeError: pass
+""",
+}
+
+
+@pytest.mark.parametrize("failure", FAILURES)
+def test_a_download_after_an_operator_that_failed_raises(failure: str) -> None:
+    """torch_npu by itself returns from the wait with whatever the memory held, or never."""
+    out = run_python(AFTER_A_FAILURE.format(failure=FAILURES[failure]))
+    assert [line for line in out.splitlines() if line.startswith(("raised", "read"))] == ["raised True"] * 3, out
+
+
+AT_EXIT = """
+import atexit, torch, weakref
+from vllm.config import VllmConfig, set_current_vllm_config
+from vllm.distributed import parallel_state
+
+class Engine: ...
+
+engine = Engine()  # vLLM's, in the caller's process: Python ends it after what is imported from here on
+weakref.finalize(engine, lambda: (parallel_state.destroy_model_parallel(), print("vLLM")))
+
+from vllm_gaudi_spec import worker
+from vllm_gaudi_spec.devices import load_backend
+
+load_backend()
+torch.npu.set_device(0)
+with set_current_vllm_config(VllmConfig()):
+    parallel_state.init_distributed_environment(1, 0, "file://FILE", 0, "hccl")
+    parallel_state.initialize_model_parallel(1)
+
+class Worker:
+    model_runner = "not ended yet"
+
+    def shutdown(self):
+        print("worker")
+
+own = Worker()
+atexit.register(worker._at_exit, weakref.ref(own))
+"""
+
+
+@pytest.mark.slow  # half a minute, of which vLLM's imports are most
+def test_groups_are_left_before_torch_npu_takes_them_away(tmp_path: Path) -> None:
+    script = AT_EXIT.replace("FILE", str(tmp_path / "ranks"))
+    done = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, check=True, timeout=300)
+    assert done.stdout.split()[-2:] == ["worker", "vLLM"]
+    assert "Error" not in done.stderr
+
+
+def _rank(rank: int, size: int, folder: str) -> None:
+    from vllm_gaudi_spec.devices.ascend import device  # noqa: F401  (which brings torch.npu)
+
+    torch.npu.set_device(rank)
+    torch.distributed.init_process_group("hccl", rank=rank, world_size=size, init_method=f"file://{folder}/store")
+    (Path(folder) / str(rank)).write_text(json.dumps(groups_of_a_worker(rank, size)))
+    os._exit(0)  # without what torch_npu does at the end, which waits for a card that may have failed
+
+
+def groups_of_a_worker(rank: int, size: int) -> list[str]:
+    """As a worker starts: vLLM's groups, their first collectives, and those of the self-test, in graphs."""
+    from vllm.config import VllmConfig, set_current_vllm_config
+    from vllm.distributed import parallel_state
+
+    from vllm_gaudi_spec.devices import load_backend
+    from vllm_gaudi_spec.devices.common.group_check import check_groups
+    from vllm_gaudi_spec.self_test.ranks import check_collectives
+    from vllm_gaudi_spec.self_test.subject import Subject
+
+    backend = load_backend()
+    with set_current_vllm_config(VllmConfig()):
+        parallel_state.init_distributed_environment(size, rank, "env://", rank, "hccl")
+        parallel_state.initialize_model_parallel(size)
+        check_groups(backend.memory)
+        group, waits = parallel_state.get_tp_group(), backend.memory.num_host_syncs
+        found = [check_collectives(Subject(backend=backend, dtype=torch.bfloat16, group=group, seconds=1.0))]
+        sent = backend.memory.upload(torch.full((4, 64), float(rank)))
+        communicator = group.device_communicator
+        assert communicator is not None
+        broadcast = backend.graphs.graph(lambda x: communicator.broadcast(x.clone()))
+        found.append(str(backend.memory.download(broadcast(sent)).unique().tolist()))
+        found.append(str(backend.memory.num_host_syncs - waits))
+    return found
+
+
+@pytest.mark.slow  # a worker's start, which engines with several ranks have too
+def test_groups_of_a_worker(tmp_path: Path) -> None:
+    processes.spawn(_rank, args=(2, str(tmp_path)), nprocs=2)
+    found = [json.loads((tmp_path / str(rank)).read_text()) for rank in range(2)]
+    assert found == [["all_reduce and all_gather of 2 ranks", "[0.0]", "3"]] * 2
