@@ -14,6 +14,7 @@ def card() -> Iterator[Any]:
     """The emulated card, as after installation. It changes torch for the rest of the process, in ways that tests of
     other things do not notice."""
     import card_emulator
+    from vllm_gaudi_spec.devices.common import emulated  # noqa: F401  (which names the files that pass work on)
 
     card_emulator.install(generation="gaudi2", lazy=True)
     card = card_emulator.device()
