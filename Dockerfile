@@ -150,7 +150,7 @@ COPY requirements/vllm-name/pyproject.toml requirements/vllm-name/
 COPY pyproject.toml README.md LICENSE ./
 COPY vllm_gaudi_spec/__init__.py vllm_gaudi_spec/
 COPY card_emulator/pyproject.toml card_emulator/README.md card_emulator/LICENSE card_emulator/
-COPY card_emulator/src/card_emulator/__init__.py card_emulator/src/card_emulator/errors.py card_emulator/src/card_emulator/
+COPY card_emulator/src/card_emulator/__init__.py card_emulator/src/card_emulator/
 RUN python -m venv /opt/venv \
     && /opt/venv/bin/python requirements/install.py cpu
 

@@ -17,6 +17,7 @@ import numpy as np
 import pytest
 import torch
 
+from card_emulator import SetupError
 from card_emulator.ascend import cann
 from tests.support.attention_layers import layer
 from tests.support.fakes import HostBackend, cached, new_request, step
@@ -106,17 +107,17 @@ def test_without_torch_npu_the_refusal_names_what_to_do(monkeypatch: pytest.Monk
 
 def test_the_emulated_one_names_what_it_needs(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """torch_npu, and a compiler of C++ for what is below it."""
-    with pytest.raises(UnsupportedConfigError, match=rf"not in {tmp_path}; .*pip install --no-deps --target "):
+    with pytest.raises(SetupError, match=rf"not in {tmp_path}; .*pip install --no-deps --target "):
         cann.install(tmp_path, tmp_path / "cache")
     header = tmp_path / "torch_npu" / "include" / "acl" / "acl_rt.h"
     header.parent.mkdir(parents=True)
     header.touch()
     monkeypatch.setattr(shutil, "which", lambda name: None)
-    with pytest.raises(UnsupportedConfigError, match=r"needs g\+\+: apt install g\+\+"):
+    with pytest.raises(SetupError, match=r"needs g\+\+: apt install g\+\+"):
         cann.install(tmp_path, tmp_path / "cache")
     assert "torch_npu" not in sys.modules
     monkeypatch.setitem(sys.modules, "torch_npu", ModuleType("torch_npu"))
-    with pytest.raises(UnsupportedConfigError, match="set TORCH_DEVICE_BACKEND_AUTOLOAD=0"):
+    with pytest.raises(SetupError, match="set TORCH_DEVICE_BACKEND_AUTOLOAD=0"):
         cann.install(tmp_path, tmp_path / "cache")
 
 

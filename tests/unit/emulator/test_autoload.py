@@ -51,7 +51,7 @@ def test_s03_h15_the_mode_is_that_of_the_import_of_torch(
     write_bridge(tmp_path, default)
     inherited = {name: value for name, value in os.environ.items() if name != "PT_HPU_LAZY_MODE"}
     chosen = {} if exported is None else {"PT_HPU_LAZY_MODE": exported}
-    paths = os.pathsep.join([str(tmp_path), str(ROOT)])
+    paths = os.pathsep.join(filter(None, [str(tmp_path), str(ROOT), os.environ.get("PYTHONPATH")]))
     done = subprocess.run(
         [sys.executable, "-c", _SCRIPT],
         env=inherited | chosen | {"PYTHONPATH": paths, "VGS_DEVICE": "hpu-emulated"},
