@@ -1,13 +1,14 @@
 """Prompts, drafters, engines, acceptance per request with its intervals, and kept results."""
 
 import argparse
+import gc
 import json
 import os
 import runpy
 import sys
 import time
-from collections.abc import Callable
-from contextlib import AbstractContextManager
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -138,10 +139,17 @@ def encode(tokenizer: Any, texts: list[str], bos: bool) -> list[list[int]]:
 # ---- the engine ----------------------------------------------------------------------------------------
 
 
-def engine(model: str, speculative_config: dict[str, Any] | None = None, **options: Any) -> AbstractContextManager[Any]:
-    from vllm_gaudi_spec.tools.tune import case
+@contextmanager
+def engine(model: str, speculative_config: dict[str, Any] | None = None, **options: Any) -> Iterator[Any]:
+    from vllm import LLM
 
-    return case.engine(model, speculative_config=speculative_config, **(ENGINE | options))
+    llm = LLM(model, speculative_config=speculative_config, **(ENGINE | options))
+    try:
+        yield llm
+    finally:
+        llm.llm_engine.engine_core.shutdown()
+        del llm
+        gc.collect()
 
 
 def sampling(temperature: float, tokens: int, seed: int, num_drafts: int | None = None) -> Any:

@@ -34,40 +34,6 @@ STEP = {
 }
 
 
-def choice(**more: Any) -> dict[str, Any]:
-    """What `gaudi-spec tune` chose: ngram with k = 2 at batch size 1, no drafts at 4."""
-
-    def candidate(method: str, k: int, *speedups: float) -> dict[str, Any]:
-        accepted = [0.5 / position for position in range(1, k + 1)]
-        length = 1 + sum(accepted)
-        return {
-            "method": method,
-            "num_speculative_tokens": k,
-            "tokens_per_step": length,
-            "tokens_per_step_95": [length - 0.1, length + 0.1],
-            "accepted_at": accepted,
-            "by_batch": [{"batch": batch, "speedup": speedup} for batch, speedup in zip((1, 4), speedups, strict=True)],
-        }
-
-    return {
-        "format": record.CHOICE,
-        "version": record.VERSION,
-        "model": "/models/target",
-        "costs": "costs: measured",
-        "serve_arguments": ["vllm", "serve", "/models/target", "--speculative-config", '{"method": "ngram"}'],
-        "by_batch": [
-            {"batch": 1, "method": "ngram", "num_speculative_tokens": 2, "speedup": 1.5, "plain_tokens_per_s": 40.0},
-            {"batch": 4, "method": None, "num_speculative_tokens": 0, "speedup": 1.0, "plain_tokens_per_s": 90.0},
-        ],
-        "candidates": [
-            candidate("ngram", 1, 1.2, 0.9),
-            candidate("ngram", 2, 1.5, 0.8),
-            candidate("a<b", 1, 1.1, 0.95),
-        ],
-        **more,
-    }
-
-
 def task(
     name: str, speed: float, *, k: int = 2, answers: list[dict[str, Any]] | None = None, **more: Any
 ) -> dict[str, Any]:

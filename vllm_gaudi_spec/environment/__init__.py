@@ -322,15 +322,6 @@ def leave_threads_unbound() -> None:
     os.environ.setdefault(THREADS_BIND.name, "nobind")
 
 
-def environment_of_children(only: Path | None = None) -> dict[str, str]:
-    """For a child that imports this package and runs its engine in its own process. `only`: for a Python of another
-    environment, the only folder of PYTHONPATH."""
-    root = str(Path(__file__).parents[2])
-    paths = str(only) if only else os.pathsep.join(filter(None, [root, os.environ.get("PYTHONPATH")]))
-    quiet = {"VLLM_NO_USAGE_STATS": "1", "DO_NOT_TRACK": "1"}
-    return {**os.environ, **quiet, ENGINE_PROCESS.name: "0", "PYTHONPATH": paths}
-
-
 # Defaults of a Gaudi process for variables that the bridge, its compiler and vLLM read.
 _GAUDI_DEFAULTS = {
     # Shared weights would be laid out again for each graph that reads them.

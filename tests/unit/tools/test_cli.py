@@ -228,9 +228,7 @@ def test_demo_where_its_folder_can_not_be_made(
     assert cli.main(["demo", "--json", "run.json", "--report", "page.html"]) == 0
 
 
-@pytest.mark.parametrize(
-    "command", [["demo"], ["selftest"], ["graph-check"], ["tune", "some/model"]], ids=lambda words: words[0]
-)
+@pytest.mark.parametrize("command", [["demo"], ["selftest"], ["graph-check"]], ids=lambda words: words[0])
 @pytest.mark.parametrize(
     ("release", "words"),
     [

@@ -11,7 +11,7 @@ from typing import Any
 
 import pytest
 
-from tests.support.records import DRAFTED, answer, choice, run, task
+from tests.support.records import DRAFTED, answer, run, task
 from vllm_gaudi_spec.tools import cli
 from vllm_gaudi_spec.tools.compare.tasks import TASKS
 from vllm_gaudi_spec.tools.report import page, record
@@ -49,8 +49,6 @@ def broken(**changes: Any) -> dict[str, Any]:
         ('{"tasks": {}}', "is no record of a run"),
         (broken(version=2), "is a record of version 2, and this release reads 3"),
         (broken(tasks={}), "tasks has none"),
-        (choice(candidates=[]), "candidates has none"),
-        (choice(by_batch=[]), "candidates[0] has other numbers of figures"),
         (broken(tasks=[]), "tasks is []"),
         (broken(device={"device": "cpu"}), "device.mode is missing"),
         (broken(command=["a", 3]), "command[1] is 3"),
@@ -300,11 +298,3 @@ def test_a_step_is_drawn_part_after_part() -> None:
 
 def test_a_run_without_a_decode_step() -> None:
     assert "One decode step, " not in page.render([page.Run("run.json", run(task("ngram", 60.0, step=None)))])
-
-
-def test_a_choice_beside_runs(tmp_path: Path) -> None:
-    files = [saved(tmp_path, run()), saved(tmp_path, choice(), "choice.json")]
-    assert cli.main(["report", *map(str, files), "-o", str(tmp_path / "report.html")]) == 0
-    text = Page((tmp_path / "report.html").read_text()).text
-    assert "Drafting on target" in text
-    assert "Method and number of drafts for target" in text

@@ -1,4 +1,4 @@
-"""Lines on the page: speedup against concurrency, and what `tune` measured; what is drawn, and where."""
+"""Lines on the page: speedup against concurrency; what is drawn, and where."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 
-from tests.support.records import choice, run, task
+from tests.support.records import run, task
 from vllm_gaudi_spec.tools.report import curves, page
 
 
@@ -60,27 +60,7 @@ def test_heights_and_words() -> None:
     assert min(values) == 0
     assert max(values) >= 2.0, "the upper quartile of 1.5 is shown"
     assert drawn["even"] == pytest.approx(values[1.0])
-    (_, y, low, high, _), (_, later, _, _, _) = drawn["lines"][0]["points"]
+    (_, y, low, high), (_, later, _, _) = drawn["lines"][0]["points"]
     assert low > y > high == pytest.approx(values[2.0])
     assert (drawn["bottom"] - later) / (drawn["bottom"] - y) == pytest.approx(0.5)
     assert "ngram, k = 2: 1.50 at concurrency 1, 0.75 at concurrency 8" in drawn["words"]
-
-
-def test_a_choice() -> None:
-    accepted, lengths, one, four = curves.of_choice(choice())
-    assert [(point.x, point.y) for point in accepted.lines["ngram"]] == [(1, 0.5), (2, 0.25)], "of the largest k"
-    assert [tuple(point) for point in lengths.lines["a<b"]] == [(1, 1.5, 1.4, 1.6)]
-    assert [(point.x, point.y) for point in one.lines["ngram"]] == [(1, 1.2), (2, 1.5)]
-    assert (one.title, four.title) == ("Speedup at batch size 1", "Speedup at batch size 4")
-    assert (one.even, accepted.even, one.best, four.best) == (1.0, None, ("ngram", 2), None)
-
-
-def test_the_page_of_a_choice() -> None:
-    html = page.render([page.Run("choice.json", choice())])
-    assert "<title>Which drafter for target</title>" in html
-    assert html.count("<polyline") == 16, "two methods on four panels, and in the key of each"
-    assert html.count('class="best"') == 1
-    assert "a&lt;b" in html
-    assert "a<b" not in html
-    assert "vllm serve /models/target --speculative-config" in html
-    assert "no drafts" in html

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 import subprocess
 import sys
 from pathlib import Path
@@ -12,7 +13,6 @@ import pytest
 
 from tests.support.processes import ROOT
 from tests.unit.self_test.test_start import result
-from vllm_gaudi_spec.environment import environment_of_children
 from vllm_gaudi_spec.self_test import run
 from vllm_gaudi_spec.tools import cli
 from vllm_gaudi_spec.tools.cli import check_device, selftest
@@ -101,7 +101,7 @@ def test_on_the_cpu(tmp_path: Path) -> None:
     command = [sys.executable, "-m", "vllm_gaudi_spec.tools.cli", "selftest", "--json"]
     done = subprocess.run(
         command,
-        env=environment_of_children(ROOT) | {"VGS_DEVICE": "cpu"},
+        env={**os.environ, "PYTHONPATH": str(ROOT), "VGS_DEVICE": "cpu"},
         cwd=tmp_path,
         capture_output=True,
         text=True,

@@ -18,7 +18,6 @@ from vllm_gaudi_spec.tools.cli import (
     report,
     selftest,
     top,
-    tune,
 )
 from vllm_gaudi_spec.tools.io.command_line import Parser
 
@@ -28,7 +27,6 @@ _COMMANDS = {
     "demo": demo,
     "report": report,
     "graph-check": graph_check,
-    "tune": tune,
     "estimate": estimate,
     "top": top,
     "chat": chat,

@@ -15,8 +15,7 @@ DESCRIPTION = """\
 Write one HTML page about recorded runs (`gaudi-spec demo --json RUN.json`): throughput and speedup, latency, a decode
 step in its parts, mean acceptance length, per-position acceptance rates, the texts with accepted tokens marked, graphs,
 device-to-host syncs, and the command that repeats the run. Several records are compared; of one model at several values
-of --batch-size, the speedup is drawn against concurrency. A choice.json of `gaudi-spec tune` is drawn as curves. The
-page is one file without scripts, and loads no other.
+of --batch-size, the speedup is drawn against concurrency. The page is one file without scripts, and loads no other.
 
 Examples:
   gaudi-spec demo --batch-size 1 --json 1.json
@@ -38,7 +37,7 @@ def add_to(commands: Any) -> None:
         nargs="+",
         type=Path,
         metavar="RUN.json",
-        help="a record that `gaudi-spec demo --json` wrote, or choice.json",
+        help="a record that `gaudi-spec demo --json` wrote",
     )
     parser.add_argument("-o", "--output", type=Path, default=Path("report.html"), metavar="FILE", help="the page")
     output_files.add_json(parser.add_argument, "the figures of the page")

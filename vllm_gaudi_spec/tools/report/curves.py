@@ -1,4 +1,4 @@
-"""Lines that the page draws as SVG: speedup against concurrency, of several runs, and what `gaudi-spec tune` measured.
+"""Lines that the page draws as SVG: speedup against concurrency, of several runs.
 
 The page's own, and no plotting library's. matplotlib would come with ten packages into every environment that has the
 demo, and its SVG sets colours in `style` attributes, which the page's policy forbids: each picture would be two images,
@@ -34,10 +34,8 @@ class Panel(NamedTuple):
     title: str
     x: str
     lines: dict[str, list[Point]]
-    even: float | None = None
-    """A level to compare with."""
-    best: tuple[str, int] | None = None
-    """The line and x of the point with a ring."""
+    even: float
+    """The level to compare with, which is drawn dashed."""
 
 
 # ---- what is drawn -----------------------------------------------------------------------------------
@@ -60,42 +58,6 @@ def of_runs(records: list[dict[str, Any]]) -> Panel | None:
     return Panel("Speedup against concurrency", "concurrency", lines, even=1.0)
 
 
-def of_choice(choice: dict[str, Any]) -> list[Panel]:
-    """Acceptance by position and by k, and the speedup of each k at each batch size."""
-    methods: dict[str, list[dict[str, Any]]] = defaultdict(list)
-    for candidate in choice["candidates"]:
-        methods[candidate["method"]].append(candidate)
-    ends = {name: max(several, key=lambda one: one["num_speculative_tokens"]) for name, several in methods.items()}
-    panels = [
-        Panel(
-            "Per-position acceptance rate, of all steps",
-            "position of the draft",
-            {name: [_point(x, y) for x, y in enumerate(one["accepted_at"], 1)] for name, one in ends.items()},
-        ),
-        Panel(
-            "Mean acceptance length, over all steps; bars: 95 %",
-            "k",
-            {name: [_length(one) for one in several] for name, several in methods.items()},
-        ),
-    ]
-    for number, row in enumerate(choice["by_batch"]):
-        best = (row["method"], row["num_speculative_tokens"]) if row["method"] else None
-        lines = {
-            name: [_point(one["num_speculative_tokens"], one["by_batch"][number]["speedup"]) for one in several]
-            for name, several in methods.items()
-        }
-        panels.append(Panel(f"Speedup at batch size {row['batch']}", "k", lines, even=1.0, best=best))
-    return panels
-
-
-def _point(x: int, y: float) -> Point:
-    return Point(x, y, y, y)
-
-
-def _length(candidate: dict[str, Any]) -> Point:
-    return Point(candidate["num_speculative_tokens"], candidate["tokens_per_step"], *candidate["tokens_per_step_95"])
-
-
 # ---- where it is drawn -------------------------------------------------------------------------------
 
 
@@ -104,7 +66,7 @@ def drawing(panel: Panel) -> dict[str, Any]:
     lines = dict(list(panel.lines.items())[:LINES])
     points = [point for line in lines.values() for point in line]
     all_x = sorted({point.x for point in points})
-    highest = max(panel.even or 1e-9, *(point.high for point in points))
+    highest = max(panel.even, *(point.high for point in points))
     step = next(step for step in _steps() if highest / step <= _MAX_TICKS)
     num_ticks = math.ceil(highest / step)
     top = num_ticks * step
@@ -125,16 +87,14 @@ def drawing(panel: Panel) -> dict[str, Any]:
         "left": _LEFT,
         "right": WIDTH - _RIGHT,
         "bottom": HEIGHT - _BOTTOM,
-        "even": None if panel.even is None else y_of(panel.even),
+        "even": y_of(panel.even),
         "ticks": [(y_of(step * tick), f"{step * tick:g}") for tick in range(num_ticks + 1)],
         "marks": [(x_of(value), value) for value in all_x],
         "lines": [
             {
                 "name": name,
                 "path": " ".join(f"{x_of(point.x, i):.1f},{y_of(point.y):.1f}" for point in line),
-                "points": [
-                    (x_of(p.x, i), y_of(p.y), y_of(p.low), y_of(p.high), panel.best == (name, p.x)) for p in line
-                ],
+                "points": [(x_of(p.x, i), y_of(p.y), y_of(p.low), y_of(p.high)) for p in line],
             }
             for i, (name, line) in enumerate(lines.items())
         ],

@@ -1,4 +1,4 @@
-"""The page that a person reads: figures and texts of runs, and choices of `tune`, as one file that needs nothing else.
+"""The page that a person reads: figures and texts of runs, as one file that needs nothing else.
 
 It has no script and loads nothing; its own policy forbids both. Texts come from models and are escaped by the template.
 """
@@ -19,7 +19,7 @@ from vllm_gaudi_spec.config import UNIVERSAL_DRAFT
 from vllm_gaudi_spec.drafting.table import METHODS
 from vllm_gaudi_spec.tools.io import output_files
 from vllm_gaudi_spec.tools.report import curves
-from vllm_gaudi_spec.tools.report.record import CHOICE, how_measured, mean_acceptance_length
+from vllm_gaudi_spec.tools.report.record import how_measured, mean_acceptance_length
 
 BASELINE = "baseline"
 # Two measurements of one thing differ by as much.
@@ -39,8 +39,6 @@ _PARTS = ("prepare", "forward", "verify", "draft", "report", "engine")
 
 @dataclass(frozen=True)
 class Run:
-    """A run's record, or a choice."""
-
     name: str
     record: dict[str, Any]
 
@@ -66,37 +64,16 @@ def render(runs: Sequence[Run]) -> str:
     )
 
 
-def summary(files: Sequence[Run]) -> dict[str, Any]:
+def summary(runs: Sequence[Run]) -> dict[str, Any]:
     """All figures and texts of the page."""
-    runs = [run for run in files if run.record["format"] != CHOICE]
-    choices = [_choice(run) for run in files if run.record["format"] == CHOICE]
     fastest = max((task["tokens_per_s"] for run in runs for task in run.record["tasks"].values()), default=0.0)
     shown = [_run(run, fastest) for run in runs]
     panel = curves.of_runs([run.record for run in runs])
-    if len(shown) > 1:
-        title = f"{len(shown)} runs"
-    elif shown:
-        title = f"Drafting on {shown[0]['model']}"
-    else:
-        title = f"Which drafter for {choices[0]['model']}"
     return {
-        "title": title,
+        "title": f"Drafting on {shown[0]['model']}" if len(shown) == 1 else f"{len(shown)} runs",
         "headline": shown[0]["headline"] if len(shown) == 1 else "",
         "runs": shown,
-        "choices": choices,
         "curves": curves.drawing(panel) if panel else None,
-    }
-
-
-def _choice(run: Run) -> dict[str, Any]:
-    choice = run.record
-    return {
-        "name": run.name,
-        "model": PurePath(choice["model"]).name,
-        "costs": choice["costs"],
-        "panels": [curves.drawing(panel) for panel in curves.of_choice(choice)],
-        "batches": choice["by_batch"],
-        "command": shlex.join(choice["serve_arguments"]),
     }
 
 

@@ -19,7 +19,6 @@ from vllm_gaudi_spec import versions
 from vllm_gaudi_spec.environment import set_variables
 
 FORMAT = "vllm-gaudi-spec run"
-CHOICE = "vllm-gaudi-spec choice"
 VERSION = 3
 _PACKAGES = ("vllm-gaudi-spec", "torch", "transformers", "habana-torch-plugin", "torch-npu")
 
@@ -83,7 +82,7 @@ def is_record(path: str | Path) -> bool:
         found = json.loads(Path(path).read_text()) if Path(path).is_file() else None
     except (OSError, ValueError, RecursionError):
         return False
-    return isinstance(found, dict) and found.get("format") in (FORMAT, CHOICE)
+    return isinstance(found, dict) and found.get("format") == FORMAT
 
 
 def read(path: Path) -> dict[str, Any]:
@@ -93,22 +92,16 @@ def read(path: Path) -> dict[str, Any]:
         raise RecordError(f"{path}: {error.strerror or error}; give the file that --json wrote") from None
     except (ValueError, RecursionError) as error:
         raise RecordError(f"{path} is not JSON ({error}); give the file that --json wrote") from None
-    if not isinstance(found, dict) or found.get("format") not in (FORMAT, CHOICE):
-        raise RecordError(
-            f"{path} is no record of a run; give a file that `gaudi-spec demo --json FILE` or `gaudi-spec tune` wrote"
-        )
+    if not isinstance(found, dict) or found.get("format") != FORMAT:
+        raise RecordError(f"{path} is no record of a run; give a file that `gaudi-spec demo --json FILE` wrote")
     if found.get("version") != VERSION:
         raise RecordError(
             f"{path} is a record of version {found.get('version')}, and this release reads {VERSION}; "
             "make it again with this release"
         )
     try:
-        if found["format"] == CHOICE:
-            _check(found, CHOICE_SHAPE, "")
-            _check_candidates(found)
-        else:
-            _check(found, SHAPE, "")
-            _check_answers(found)
+        _check(found, SHAPE, "")
+        _check_answers(found)
     except _Mismatch as mismatch:
         raise RecordError(f"{path} is damaged: {mismatch}; make it again") from None
     return found
@@ -159,31 +152,6 @@ SHAPE: dict[str, Any] = {
     },
 }
 
-CHOICE_SHAPE: dict[str, Any] = {
-    "model": str,
-    "costs": str,
-    "serve_arguments": [str],
-    "by_batch": [
-        {
-            "batch": int,
-            "method": (str, _MAYBE),
-            "num_speculative_tokens": int,
-            "speedup": _NUMBER,
-            "plain_tokens_per_s": _NUMBER,
-        }
-    ],
-    "candidates": [
-        {
-            "method": str,
-            "num_speculative_tokens": int,
-            "tokens_per_step": _NUMBER,
-            "tokens_per_step_95": [_NUMBER],
-            "accepted_at": [_NUMBER],
-            "by_batch": [{"speedup": _NUMBER}],
-        }
-    ],
-}
-
 
 class _Mismatch(Exception):
     pass
@@ -230,16 +198,6 @@ def _expect(holds: bool, value: Any, path: str) -> None:
 def _shortened(value: Any) -> str:
     text = json.dumps(value)
     return text if len(text) <= 40 else f"{text[:37]}..."
-
-
-def _check_candidates(found: dict[str, Any]) -> None:
-    if not found["candidates"]:
-        raise _Mismatch("candidates has none")
-    for number, candidate in enumerate(found["candidates"]):
-        if len(candidate["by_batch"]) != len(found["by_batch"]) or len(candidate["tokens_per_step_95"]) != 2:
-            raise _Mismatch(f"candidates[{number}] has other numbers of figures than the choice")
-        if len(candidate["accepted_at"]) != candidate["num_speculative_tokens"]:
-            raise _Mismatch(f"candidates[{number}] has other numbers of positions than its k")
 
 
 def _check_answers(found: dict[str, Any]) -> None:
