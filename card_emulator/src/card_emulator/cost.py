@@ -1,8 +1,8 @@
 """How long a card takes: estimates from what was counted, with the origin of every constant.
 
 A step is bounded by memory or by arithmetic, and near the crossing by both; a kernel, a launch and a wait take a fixed
-time each. The shares of a card's peaks and the times of kernels were fitted on half of the cells measured on an H100
-(benchmarks/cost_model.py), of two models; they predict 26 of the other 28 cells to within 15 %, the two to within 18 %.
+time each. The shares of a card's peaks and the times of kernels were fitted on half of the cells measured on an H100,
+of two models; they predict 26 of the other 28 cells to within 15 %, the two to within 18 %.
 On a Gaudi nothing was measured: its figures are predictions, good for comparing two programs on one card.
 """
 

@@ -366,7 +366,6 @@ def test_bash_completes(tmp_path: Path) -> None:
     assert completed("gaudi-spec", "do") == ["doctor"]
     assert completed("gaudi-spec", "doctor", "--m") == ["--model", "--method", "--max-model-len", "--max-num-seqs"]
     assert completed("gaudi-spec", "graph-check", "--device", "h") == ["hpu-emulated", "hpu"]
-    assert completed("gaudi-spec", "estimate", "model", "--card", "gaudi3", "h") == ["h100", "h200"]
     assert completed("gaudi-spec", "completion", "f") == ["fish"]
     (tmp_path / "run.json").touch()
     assert completed("gaudi-spec", "report", "-o", f"{tmp_path}/r") == [f"{tmp_path}/run.json"]

@@ -23,7 +23,7 @@ from vllm_gaudi_spec.config import UnsupportedConfigError
 from vllm_gaudi_spec.environment import VARIABLES
 from vllm_gaudi_spec.tools import cli
 from vllm_gaudi_spec.tools.cli.output import python
-from vllm_gaudi_spec.tools.doctor import machine, probe
+from vllm_gaudi_spec.tools.doctor import machine, pair, probe
 from vllm_gaudi_spec.tools.doctor.findings import Finding, conclusion
 
 DEMO = ROOT / "demo"
@@ -209,7 +209,7 @@ def test_weights_that_are_not_here(tmp_path: Path, capsys: pytest.CaptureFixture
 def test_the_weights_of_mtp_count_once(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
     """They are part of the target's files."""
     monkeypatch.setattr("vllm_gaudi_spec.devices.common.host_memory.free", lambda: 16 << 30)
-    monkeypatch.setattr("vllm_gaudi_spec.tools.doctor.pair.tensor_sizes", lambda folder, files: {"a": 1 << 30})
+    monkeypatch.setattr("vllm_gaudi_spec.tools.doctor.pair._count_elements", lambda folder, files: 1 << 30)
     options = ("--method", "mtp", "--num-speculative-tokens", "1", "--dtype", "float32", "--max-model-len", "64")
     status, found = here(capsys, "--model", str(DEMO / "tiny" / "mtp"), *options)
     assert status == 0, found
@@ -749,3 +749,12 @@ def test_npu_g23_codes_of_cann_are_explained(capsys: pytest.CaptureFixture[str],
     for error, text in ((str(log), "507011: a captured graph failed"), ("error 1", "no error code of CANN")):
         _, found = here(capsys, "--error", error)
         assert any(one["about"] == "error" and one["text"].startswith(text) for one in found["findings"])
+
+
+@pytest.mark.parametrize(
+    "header", [b"", b"{}", (1 << 40).to_bytes(8, "little") + b"{}", (9).to_bytes(8, "little") + b"[" * 9]
+)
+def test_damaged_weights_are_refused_whatever_length_their_header_claims(tmp_path: Path, header: bytes) -> None:
+    (tmp_path / "model.safetensors").write_bytes(header)
+    with pytest.raises(ValueError, match=r"model.safetensors is damaged .*; copy the model again or name another"):
+        pair._count_elements(tmp_path, "*.safetensors")

@@ -22,16 +22,11 @@ COMMANDS = {
 }
 # What several commands take, and its one name.
 NAMES = {
-    "card": "--card",
     "num_spec_tokens": "--num-speculative-tokens",
-    "num_drafts": "--num-speculative-tokens",
     "num_speculative_tokens": "--num-speculative-tokens",
     "draft": "--draft",
     "draft_model": "--draft",
-    "speculative": "--speculative-config",
     "speculative_config": "--speculative-config",
-    "osl": "--output-len",
-    "tokens": "--output-len",
 }
 
 
@@ -165,7 +160,6 @@ def test_a_command_has_a_suggestion_and_no_command_the_list(capsys: pytest.Captu
         (["doctor", "--zzz"], "unrecognized arguments: --zzz"),
         (["demo", "--batchsize", "2"], "did you mean --batch-size?"),
         (["demo", "--task", "ngarm"], "'compare'); did you mean ngram?"),
-        (["estimate", "m", "--cards", "h100"], "did you mean --card?"),
     ],
 )
 def test_suggestions(words: list[str], ending: str, capsys: pytest.CaptureFixture[str]) -> None:

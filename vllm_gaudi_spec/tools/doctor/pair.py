@@ -5,8 +5,12 @@ Runs where vLLM is loaded. Weights are not: their sizes are read from the files'
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterator
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
+
+from safetensors import SafetensorError, safe_open
 
 from vllm_gaudi_spec.config import (
     FLOAT16,
@@ -35,7 +39,6 @@ from vllm_gaudi_spec.recurrent.table import (
 )
 from vllm_gaudi_spec.refusals import weight_files
 from vllm_gaudi_spec.tools.doctor.findings import NOTE, OK, PROBLEM, WARNING, Finding
-from vllm_gaudi_spec.tools.estimate.outline import tensor_sizes
 from vllm_gaudi_spec.tools.io.builtin_prompts import PROMPTS
 
 if TYPE_CHECKING:
@@ -195,7 +198,19 @@ def _weights(vllm_config: VllmConfig, model: ModelConfig) -> int:
     read = weight_files(folder, str(vllm_config.load_config.load_format)) if folder is not None else None
     if folder is None or read is None:
         return 0
-    return sum(tensor_sizes(folder, read[0]).values()) * width // vllm_config.parallel_config.tensor_parallel_size
+    return _count_elements(folder, read[0]) * width // vllm_config.parallel_config.tensor_parallel_size
+
+
+def _count_elements(folder: Path, files: str) -> int:
+    """Count the elements of a model's tensors, from the headers of its files."""
+    number = 0
+    for path in folder.glob(files):
+        try:
+            with safe_open(path, "np") as file:
+                number += sum(math.prod(file.get_slice(name).get_shape()) for name in file.keys())  # noqa: SIM118
+        except (OSError, SafetensorError) as error:
+            raise ValueError(f"{path} is damaged ({error}); copy the model again or name another") from None
+    return number
 
 
 def _drafting(vllm_config: VllmConfig, speculation: Speculation | None, drafter: ModelConfig | None) -> dict[str, int]:
