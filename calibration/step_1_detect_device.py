@@ -7,10 +7,10 @@ card is the one that is named; without a name it is a Gaudi 2, whose range is th
 import sys
 from pathlib import Path
 
+from vllm_gaudi_spec.tools.calibration.folder import Folder
+from vllm_gaudi_spec.tools.calibration.scales import CARDS
+from vllm_gaudi_spec.tools.calibration.steps import detect_device, exit_status
 from vllm_gaudi_spec.tools.io.command_line import Parser, add_shared
-from vllm_gaudi_spec.tools.tune.folder import Folder
-from vllm_gaudi_spec.tools.tune.scales import CARDS
-from vllm_gaudi_spec.tools.tune.steps import detect_device, exit_status
 
 
 def main() -> int:

@@ -9,11 +9,11 @@ package `datasets`.
 import sys
 from pathlib import Path
 
+from vllm_gaudi_spec.tools.calibration.folder import Folder
+from vllm_gaudi_spec.tools.calibration.steps import exit_status, prepare_prompts
 from vllm_gaudi_spec.tools.io.argument_types import positive
 from vllm_gaudi_spec.tools.io.command_line import Parser
 from vllm_gaudi_spec.tools.io.prompts import SOURCES
-from vllm_gaudi_spec.tools.tune.folder import Folder
-from vllm_gaudi_spec.tools.tune.steps import exit_status, prepare_prompts
 
 
 def main() -> int:

@@ -8,11 +8,11 @@ import os
 import sys
 from pathlib import Path
 
+from vllm_gaudi_spec.tools.calibration.folder import TARGET, Folder
+from vllm_gaudi_spec.tools.calibration.measure import Run, measure
+from vllm_gaudi_spec.tools.calibration.steps import exit_status
 from vllm_gaudi_spec.tools.io.argument_types import json_object, positive
 from vllm_gaudi_spec.tools.io.command_line import Parser, add_shared
-from vllm_gaudi_spec.tools.tune.folder import TARGET, Folder
-from vllm_gaudi_spec.tools.tune.measure import Run, measure
-from vllm_gaudi_spec.tools.tune.steps import exit_status
 
 HEADS_OF_THE_TARGET = ("mtp",)
 

@@ -7,9 +7,9 @@ error, or with --allow-unseen a warning, and it stays in high precision.
 import sys
 from pathlib import Path
 
+from vllm_gaudi_spec.tools.calibration.folder import DRAFT, TARGET, Folder
+from vllm_gaudi_spec.tools.calibration.steps import exit_status, postprocess_measurements
 from vllm_gaudi_spec.tools.io.command_line import Parser, add_shared
-from vllm_gaudi_spec.tools.tune.folder import DRAFT, TARGET, Folder
-from vllm_gaudi_spec.tools.tune.steps import exit_status, postprocess_measurements
 
 
 def main() -> int:

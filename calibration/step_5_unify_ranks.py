@@ -7,10 +7,10 @@ any folder, given as QUANT_CONFIG's dump_stats_path gives them, without _hooks_m
 import sys
 from pathlib import Path
 
+from vllm_gaudi_spec.tools.calibration.folder import Folder
+from vllm_gaudi_spec.tools.calibration.steps import exit_status, unify_ranks
 from vllm_gaudi_spec.tools.io.argument_types import positive
 from vllm_gaudi_spec.tools.io.command_line import Parser
-from vllm_gaudi_spec.tools.tune.folder import Folder
-from vllm_gaudi_spec.tools.tune.steps import exit_status, unify_ranks
 
 
 def main() -> int:

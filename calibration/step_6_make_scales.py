@@ -6,10 +6,10 @@ maxabs_arbitrary, and two that have a scale for each output channel of a weight.
 import sys
 from pathlib import Path
 
+from vllm_gaudi_spec.tools.calibration.folder import DRAFT, TARGET, Folder
+from vllm_gaudi_spec.tools.calibration.scales import CARDS, SCALE_METHODS
+from vllm_gaudi_spec.tools.calibration.steps import exit_status, make_scale_files
 from vllm_gaudi_spec.tools.io.command_line import Parser, add_shared
-from vllm_gaudi_spec.tools.tune.folder import DRAFT, TARGET, Folder
-from vllm_gaudi_spec.tools.tune.scales import CARDS, SCALE_METHODS
-from vllm_gaudi_spec.tools.tune.steps import exit_status, make_scale_files
 
 
 def main() -> int:

@@ -12,8 +12,8 @@ from vllm import LLM, SamplingParams
 from tests.full_tests.engines import engine, generate
 from tests.full_tests.prompts import random_prompts
 from vllm_gaudi_spec.quantization import files
-from vllm_gaudi_spec.tools.tune import quant_configs
-from vllm_gaudi_spec.tools.tune.scales import make_scales
+from vllm_gaudi_spec.tools.calibration.folder import measuring_config, serving_config
+from vllm_gaudi_spec.tools.calibration.scales import make_scales
 
 METHODS = ("maxabs_pow2", "act_maxabs_pow2_weights_pcs_maxabs_pow2", "maxabs_arbitrary")
 VOCAB = 256
@@ -52,14 +52,14 @@ class Calibrated:
     def measuring(self, role: str) -> Path | None:
         if role not in self.roles:
             return None
-        return write(self.folder / f"{role}_measure.json", quant_configs.measuring(self.prefix(role)))
+        return write(self.folder / f"{role}_measure.json", measuring_config(self.prefix(role)))
 
     def serving(self, role: str, method: str, **changes: Any) -> Path:
         """A QUANT_CONFIG for this way of making scales."""
         prefix = self.prefix(role)
         for record in make_scales(files.read_world(prefix), method, "gaudi2"):
             files.write(prefix, record, method)
-        content = quant_configs.serving(prefix, method, [], []) | changes
+        content = serving_config(prefix, method, [], []) | changes
         return write(self.folder / f"{role}_{method}_{len(changes)}.json", content)
 
 

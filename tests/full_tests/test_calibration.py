@@ -16,11 +16,11 @@ import pytest
 
 from vllm_gaudi_spec.quantization import files
 from vllm_gaudi_spec.quantization.files import Record
-from vllm_gaudi_spec.tools.tune import measure
-from vllm_gaudi_spec.tools.tune.folder import DRAFT, ROLES, TARGET, Folder
-from vllm_gaudi_spec.tools.tune.ranks import unify
-from vllm_gaudi_spec.tools.tune.scales import SCALE_METHODS, make_scales
-from vllm_gaudi_spec.tools.tune.steps import prepare_prompts
+from vllm_gaudi_spec.tools.calibration import measure
+from vllm_gaudi_spec.tools.calibration.folder import DRAFT, ROLES, TARGET, Folder
+from vllm_gaudi_spec.tools.calibration.ranks import unify
+from vllm_gaudi_spec.tools.calibration.scales import SCALE_METHODS, make_scales
+from vllm_gaudi_spec.tools.calibration.steps import prepare_prompts
 
 ROOT = Path(__file__).parents[2]
 SMALL = dict(dtype="float32", kv_cache_memory_bytes=64 << 20, enforce_eager=True, seed=0)
@@ -99,7 +99,7 @@ def test_other_settings_and_damaged_files_do_not_mix(
     }
     for what, change in changes.items():
         other = measure.Run(**{**vars(run), **change})
-        with pytest.raises(files.QuantFilesError, match=f"measurements with another {what}: choose another --out"):
+        with pytest.raises(files.QuantFilesError, match=f"measurements with another {what}; choose another --out"):
             measure.measure(folder, other)
     prepare_prompts(folder, None, 3)
     with pytest.raises(files.QuantFilesError, match="with another prompts"):

@@ -17,7 +17,7 @@ from tests.support.measurements import MODEL, measured, same
 from vllm_gaudi_spec.quantization import files
 from vllm_gaudi_spec.quantization.files import LinearShape, Part, QuantFilesError
 from vllm_gaudi_spec.quantization.pickles import called
-from vllm_gaudi_spec.tools.tune.ranks import expand
+from vllm_gaudi_spec.tools.calibration.ranks import expand
 
 
 @pytest.fixture

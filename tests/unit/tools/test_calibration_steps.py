@@ -17,10 +17,10 @@ from tests.support.measurements import measured, same
 from vllm_gaudi_spec.quantization import files
 from vllm_gaudi_spec.quantization.files import Node
 from vllm_gaudi_spec.quantization.fingerprint import fingerprint
-from vllm_gaudi_spec.tools.tune import measure
-from vllm_gaudi_spec.tools.tune.folder import DRAFT, ROLES, TARGET, Folder, write_json
-from vllm_gaudi_spec.tools.tune.ranks import expand
-from vllm_gaudi_spec.tools.tune.scales import SCALE_METHODS
+from vllm_gaudi_spec.tools.calibration import measure
+from vllm_gaudi_spec.tools.calibration.folder import DRAFT, ROLES, TARGET, Folder, write_json
+from vllm_gaudi_spec.tools.calibration.ranks import expand
+from vllm_gaudi_spec.tools.calibration.scales import SCALE_METHODS
 
 SCRIPTS = Path(__file__).parents[3] / "calibration"
 Run = Callable[..., tuple[int, str, str]]
@@ -319,6 +319,17 @@ def test_what_was_measured_is_known_again(folder: Folder, models: dict[str, str]
         "settings": (replace(run, world=1), ["a prompt"]),
     }
     for what, (other, prompts) in others.items():
-        with pytest.raises(files.QuantFilesError, match=f"measurements with another {what}: choose another --out"):
+        with pytest.raises(files.QuantFilesError, match=f"measurements with another {what}; choose another --out"):
             measure._done(folder, other, measure._identity(other, prompts))
     assert tree(folder.root) == before
+
+
+def test_engine_options_of_the_user_win_and_additional_config_is_merged() -> None:
+    defaults = {"max_num_seqs": 8, "additional_config": {"gaudi_spec": {"draft_quant_config": "a", "goodput": True}}}
+    overrides = {"max_num_seqs": 4, "additional_config": {"gaudi_spec": {"goodput": False}, "other": 1}}
+    assert measure.engine_options(defaults, overrides) == {
+        "max_num_seqs": 4,
+        "additional_config": {"gaudi_spec": {"draft_quant_config": "a", "goodput": False}, "other": 1},
+    }
+    assert measure.engine_options(defaults, {}) == defaults
+    assert measure.engine_options({}, overrides) == overrides

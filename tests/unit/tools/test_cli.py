@@ -21,6 +21,7 @@ from tests.support import records
 from tests.support.processes import ROOT
 from vllm_gaudi_spec import devices, versions
 from vllm_gaudi_spec.tools import cli
+from vllm_gaudi_spec.tools.calibration import steps
 from vllm_gaudi_spec.tools.cli import (
     check_device,
     check_engine,
@@ -31,7 +32,6 @@ from vllm_gaudi_spec.tools.cli import (
     summary,
     workload,
 )
-from vllm_gaudi_spec.tools.tune import steps
 
 LIMITS = workload.Limits(vocab=300, max_model_len=512, max_num_seqs=4)
 WORDS = tuple(range(3, 200))

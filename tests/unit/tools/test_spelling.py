@@ -12,6 +12,7 @@ import pytest
 
 from vllm_gaudi_spec.tools import cli
 from vllm_gaudi_spec.tools.cli import demo
+from vllm_gaudi_spec.tools.io.argument_types import json_object, positive
 from vllm_gaudi_spec.tools.io.command_line import SHARED, with_dashes
 
 COMMANDS = {
@@ -169,3 +170,17 @@ def test_suggestions(words: list[str], ending: str, capsys: pytest.CaptureFixtur
     (line,) = capsys.readouterr().err.splitlines()
     assert line.startswith(f"gaudi-spec {words[0]}: error: ")  # of the command, not of the program
     assert line.endswith(ending)
+
+
+@pytest.mark.parametrize("text", ["0", "-1", "1.5", "many", ""])
+def test_positive_refuses_other_texts(text: str) -> None:
+    with pytest.raises(argparse.ArgumentTypeError, match="is not a whole number of 1 or more"):
+        positive(text)
+
+
+def test_json_object_refuses_other_json() -> None:
+    assert positive("12") == 12
+    assert json_object('{"dtype": "float32"}') == {"dtype": "float32"}
+    for text in ("[1]", "3", "{"):
+        with pytest.raises(argparse.ArgumentTypeError, match=r"is not (a JSON object|JSON)"):
+            json_object(text)

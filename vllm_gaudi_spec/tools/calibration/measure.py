@@ -1,14 +1,14 @@
-"""The largest values of every layer of a target and its drafter, seen by the engine that will serve them.
+"""Measure the largest value of every layer of a target and its drafter, in the engine that will serve them.
 
-Prompts go through in chunks. After each the ranks write their maxima so far, which are merged into those of earlier
-runs, and the number of prompts done is stored: an interrupted run goes on after its last chunk.
+Prompts run in chunks. After each chunk the ranks write their maxima so far, which are merged into those of earlier
+runs, and the number of finished prompts is stored, so that an interrupted run continues after its last chunk.
 """
 
 from __future__ import annotations
 
 import shutil
 import sys
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -17,35 +17,42 @@ from vllm_gaudi_spec.config import ADDITIONAL_CONFIG_KEY
 from vllm_gaudi_spec.quantization import files
 from vllm_gaudi_spec.quantization.files import QuantFilesError
 from vllm_gaudi_spec.quantization.fingerprint import fingerprint
+from vllm_gaudi_spec.tools.calibration.folder import (
+    DRAFT,
+    TARGET,
+    Folder,
+    Role,
+    fingerprint_of,
+    measuring_config,
+    read_json,
+    write_json,
+)
+from vllm_gaudi_spec.tools.calibration.ranks import merge
 from vllm_gaudi_spec.tools.io.prompts import load_prompts
 from vllm_gaudi_spec.tools.io.terminal import counted
-from vllm_gaudi_spec.tools.tune import quant_configs
-from vllm_gaudi_spec.tools.tune.folder import DRAFT, TARGET, Folder, Role, fingerprint_of, read_json, write_json
-from vllm_gaudi_spec.tools.tune.options import engine_options
-from vllm_gaudi_spec.tools.tune.ranks import merge
 
 if TYPE_CHECKING:
     from vllm import LLM
 
-# What a worker does when it is asked, by this name.
+# The method of the worker that writes its maxima.
 _SAVE = "save_measurements"
 
 
 @dataclass(frozen=True, kw_only=True)
 class Run:
-    """What is measured, and how."""
+    """The models to measure, and the options of the engine that measures them."""
 
     model: str
     draft: str | None = None
     method: str | None = None
-    """vLLM's name for the way of drafting; none to measure the target alone."""
+    """vLLM's name of the speculation method; None measures the target alone."""
     num_drafts: int = 3
     world: int = 1
     batch_size: int = 8
     max_tokens: int = 32
     max_prompt_tokens: int = 512
     engine: dict[str, Any] = field(default_factory=dict)
-    """More options for the engine; they win."""
+    """Further options of the engine, which take precedence."""
 
     @property
     def roles(self) -> list[str]:
@@ -53,15 +60,18 @@ class Run:
 
 
 def measure(folder: Folder, run: Run, *, fresh: bool = False) -> int:
-    """Runs the prompts that were not yet, and returns how many those were. The environment's QUANT_CONFIG has to be the
-    target's `measure_config`, which is written before the engine starts."""
+    """Run the prompts that were not measured yet, and return their number.
+
+    QUANT_CONFIG in the environment has to name the target's `measure_config`, which is written before the engine
+    starts.
+    """
     prompts = load_prompts(str(folder.prompts))
     if fresh:
         _forget(folder)
     llm = None
     try:
         if not all(_fingerprints(run).values()):
-            llm = _open(folder, run, prompts)  # which downloads what was named
+            llm = _open(folder, run, prompts)  # downloads models that are named by their id
         identity = _identity(run, prompts)
         done = before = _done(folder, run, identity)
         if done == len(prompts):
@@ -89,18 +99,18 @@ def _identity(run: Run, prompts: Sequence[str]) -> dict[str, Any]:
 
 
 def _fingerprints(run: Run) -> dict[str, str]:
-    """A head that is part of the target has the target's."""
+    """Fingerprint the models by role; a head that is part of the target has the target's fingerprint."""
     models = {TARGET: run.model, DRAFT: run.draft or run.model}
     return {name: fingerprint(models[name]) for name in run.roles}
 
 
 def _done(folder: Folder, run: Run, identity: dict[str, Any]) -> int:
-    """How many prompts were measured; the folder is this run's from now on."""
+    """Return how many prompts were measured before, and claim the folder for this run."""
     stored = read_json(folder.progress) if folder.progress.exists() else {}
     for key in sorted({*identity, TARGET, DRAFT}) if stored else ():
         if stored.get(key) != identity.get(key):
             raise QuantFilesError(
-                f"{folder.root} has measurements with another {key}: choose another --out, or add --fresh"
+                f"{folder.root} has measurements with another {key}; choose another --out, or add --fresh"
             )
     done = int(stored.get("done", 0))
     if done:
@@ -110,8 +120,8 @@ def _done(folder: Folder, run: Run, identity: dict[str, Any]) -> int:
         return done
     for name in (TARGET, DRAFT):
         if not stored and files.worlds(folder.role(name).measured):
-            raise QuantFilesError(f"{folder.progress} is missing beside measurements: start over with --fresh")
-        _remove(folder.role(name).measured.parent)  # of an interrupted first chunk
+            raise QuantFilesError(f"{folder.progress} is missing beside measurements; start over with --fresh")
+        _remove(folder.role(name).measured.parent)  # left by an interrupted first chunk
     write_json(folder.progress, identity | {"done": 0})
     return 0
 
@@ -136,13 +146,13 @@ def _open(folder: Folder, run: Run, prompts: Sequence[str]) -> LLM:
     for name in run.roles:
         role = folder.role(name)
         _remove(role.raw.parent)
-        write_json(role.measure_config, quant_configs.measuring(role.raw))
+        write_json(role.measure_config, measuring_config(role.raw))
     options: dict[str, Any] = dict(
         model=run.model,
         tensor_parallel_size=run.world,
         max_num_seqs=run.batch_size,
         max_model_len=_longest(run, prompts) + run.max_tokens,
-        enable_prefix_caching=False,  # each prompt is seen whole
+        enable_prefix_caching=False,  # every token of each prompt has to be computed
     )
     if run.method:
         config = {"method": run.method, "num_speculative_tokens": run.num_drafts}
@@ -150,6 +160,16 @@ def _open(folder: Folder, run: Run, prompts: Sequence[str]) -> LLM:
         draft_config = str(folder.role(DRAFT).measure_config)
         options["additional_config"] = {ADDITIONAL_CONFIG_KEY: {"draft_quant_config": draft_config}}
     return LLM(**engine_options(options, run.engine))
+
+
+def engine_options(defaults: Mapping[str, Any], overrides: Mapping[str, Any]) -> dict[str, Any]:
+    """Return the engine's options: the user's win, and `additional_config.gaudi_spec` of both is merged."""
+    merged = {**defaults, **overrides}
+    ours, theirs = (options.get("additional_config") for options in (defaults, overrides))
+    if ours and theirs:
+        spec = {**ours.get(ADDITIONAL_CONFIG_KEY, {}), **theirs.get(ADDITIONAL_CONFIG_KEY, {})}
+        merged["additional_config"] = {**ours, **theirs, ADDITIONAL_CONFIG_KEY: spec}
+    return merged
 
 
 def _longest(run: Run, prompts: Sequence[str]) -> int:
@@ -176,7 +196,7 @@ def _generate(llm: LLM, run: Run, prompts: Sequence[str]) -> None:
 
 
 def _keep(role: Role, world: int, model: str) -> None:
-    """Merge the ranks' files into those of earlier runs. Doing it twice changes nothing."""
+    """Merge the ranks' files into those of earlier runs. Idempotent."""
     merged = {r.rank: r for r in files.read_world(role.measured, world)} if files.worlds(role.measured) else {}
     for record in files.read_world(role.raw, world):
         if record.rank in merged:

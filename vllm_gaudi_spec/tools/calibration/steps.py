@@ -1,6 +1,6 @@
-"""The steps of a calibration, each from files to files; the scripts in calibration/ call them.
+"""The steps of a calibration, which the scripts in calibration/ call. Each reads files and writes files.
 
-A step reads and checks all it needs before it writes anything. A fault of its inputs is one line.
+A step reads and checks all its inputs before it writes anything, and reports a bad input in one line.
 """
 
 from __future__ import annotations
@@ -9,7 +9,7 @@ import json
 import re
 import sys
 from collections.abc import Callable, Sequence
-from dataclasses import replace
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 
 from vllm_gaudi_spec.config import GAUDI2, in_one_line
@@ -17,16 +17,14 @@ from vllm_gaudi_spec.devices import describe_device, load_backend
 from vllm_gaudi_spec.quantization import files
 from vllm_gaudi_spec.quantization.files import Node, QuantFilesError, Record
 from vllm_gaudi_spec.quantization.fingerprint import fingerprint
+from vllm_gaudi_spec.tools.calibration.folder import Folder, read_json, serving_config, write_json
+from vllm_gaudi_spec.tools.calibration.ranks import expand, unify
+from vllm_gaudi_spec.tools.calibration.scales import CARDS, SCALE_METHODS, make_scales
 from vllm_gaudi_spec.tools.io.prompts import load_prompts
-from vllm_gaudi_spec.tools.tune import quant_configs
-from vllm_gaudi_spec.tools.tune.folder import Folder, read_json, write_json
-from vllm_gaudi_spec.tools.tune.postprocess import postprocess
-from vllm_gaudi_spec.tools.tune.ranks import expand, unify
-from vllm_gaudi_spec.tools.tune.scales import CARDS, SCALE_METHODS, make_scales
 
 
 def exit_status(name: str, step: Callable[[], None], *, verbose: bool = False) -> int:
-    """Runs a step: 0 when it is done, 1 with one line when it cannot be, 130 when it was interrupted."""
+    """Run a step, and return 0 on success, 1 with one line on stderr on failure, and 130 if interrupted."""
     try:
         step()
     except KeyboardInterrupt:
@@ -42,7 +40,7 @@ def exit_status(name: str, step: Callable[[], None], *, verbose: bool = False) -
 
 
 def detect_device(folder: Folder, card: str | None = None) -> None:
-    """Which card the scales are for: the one that is named, else the one that is there."""
+    """Note the card that the scales are for: the named one, else the one of this machine."""
     device = describe_device()
     card = card or load_backend().weights.fp8_range or GAUDI2
     write_json(folder.device, device | {"card": card})
@@ -50,7 +48,7 @@ def detect_device(folder: Folder, card: str | None = None) -> None:
 
 
 def prepare_prompts(folder: Folder, source: str | None, limit: int | None, chat_model: str | None = None) -> None:
-    """`chat_model`: each prompt becomes the question of a chat, in the form of that model's tokenizer."""
+    """Write the prompts to measure with. With `chat_model` each is put into that model's chat template."""
     prompts = load_prompts(source, limit)
     if chat_model:
         from vllm.tokenizers import get_tokenizer
@@ -77,11 +75,56 @@ def postprocess_measurements(folder: Folder, models: dict[str, str], *, allow_un
             print(f"{name}: warning: {unseen} saw no value and stays in high precision", file=sys.stderr)
 
 
+# The cache that a matmul's second input is read from. The matmul has to use the scale of that cache; INC also measures
+# padding in the input, which nobody has written.
+_READ_FROM = {"matmul_qk": "k_cache", "matmul_av": "v_cache"}
+
+
+@dataclass
+class Notes:
+    """What `postprocess` did to a record."""
+
+    shared: list[str] = field(default_factory=list)
+    """Matmuls that take the range of their cache."""
+    unseen: list[str] = field(default_factory=list)
+    """Modules that saw no value, which stay in high precision."""
+
+
+def postprocess(record: Record, *, allow_unseen: bool = False) -> tuple[Record, Notes]:
+    """Drop modules that saw no value, and give matmuls of attention the range of the cache that they read."""
+    notes = Notes()
+    names = record.looked_at
+    nodes = {name: record.nodes[name] for name in names if name in record.nodes and _has_seen(record.nodes[name])}
+    notes.unseen = [name for name in names if name not in nodes]
+    if not nodes or (notes.unseen and not allow_unseen):
+        raise QuantFilesError(
+            f"{len(notes.unseen)} of {len(names)} modules saw no value, {' and '.join(notes.unseen[:2])} among them: "
+            "measure with more prompts, or leave them in high precision with --allow-unseen"
+        )
+    for name, node in nodes.items():
+        parent, _, kind = name.rpartition(".")
+        cache = nodes.get(f"{parent}.{_READ_FROM.get(kind)}")
+        if cache is not None:
+            nodes[name] = replace(node, inputs=[node.inputs[0], cache.inputs[0]])
+            notes.shared.append(name)
+    return replace(record, nodes=nodes), notes
+
+
+def _has_seen(node: Node) -> bool:
+    return any(values.max() > 0 for values in [*node.inputs, *node.outputs])
+
+
 def unify_ranks(
     prefixes: Sequence[tuple[Path, Path]], world: int | None, measured_world: int | None, model: str | None
 ) -> None:
-    """`prefixes`: from where to where. `world`: of the engine that will serve, else as many ranks as were measured.
-    `model`: what the first was measured on."""
+    """Combine the ranks of each (source, destination) prefix, and split them for the ranks that will serve.
+
+    Args:
+        prefixes: where measurements are read, and where they are written.
+        world: number of ranks that will serve; None for as many as measured.
+        measured_world: which measurements to read, where there are several numbers of ranks.
+        model: the model that the first source has to be of.
+    """
     ranks = [_measured(source, measured_world, None if i else model) for i, (source, _) in enumerate(prefixes)]
     made = [expand(unify(records), world or len(records)) for records in ranks]
     for (source, destination), old, new in zip(prefixes, ranks, made, strict=True):
@@ -93,11 +136,11 @@ def unify_ranks(
 def make_scale_files(
     folder: Folder, models: dict[str, str], methods: Sequence[str], card: str | None, exclude: Sequence[str]
 ) -> None:
-    """For every world size that there are measurements for, and a QUANT_CONFIG for each method."""
+    """Write scales for every measured number of ranks, and a QUANT_CONFIG for each method."""
     roles = folder.roles
     card = card or str(read_json(folder.device).get("card"))
     if card not in CARDS:
-        raise QuantFilesError(f"{folder.device} names no card: {card}")
+        raise QuantFilesError(f"{folder.device} names no card: {card}; run step 1 again, or give --card")
     made = {}
     for name in roles:
         prefix = folder.role(name).final
@@ -113,7 +156,7 @@ def make_scale_files(
         for method, records in scales.items():
             for record in records:
                 files.write(role.final, record, method)
-            write_json(role.quant_config(method), quant_configs.serving(role.final, method, exclude, unseen))
+            write_json(role.quant_config(method), serving_config(role.final, method, exclude, unseen))
             print(
                 f"{name}: {len(records[0].nodes)} modules, {card}, {method}: QUANT_CONFIG={role.quant_config(method)}"
             )

@@ -20,9 +20,9 @@ from tests.support.measurements import measured
 from tests.support.processes import forget_bridge
 from vllm_gaudi_spec.quantization import files
 from vllm_gaudi_spec.quantization.files import MEASURED, LinearShape, Node, Part, Record
-from vllm_gaudi_spec.tools.tune.quant_configs import measuring, serving
-from vllm_gaudi_spec.tools.tune.ranks import expand
-from vllm_gaudi_spec.tools.tune.scales import CARDS, SCALE_METHODS, make_scales
+from vllm_gaudi_spec.tools.calibration.folder import measuring_config, serving_config
+from vllm_gaudi_spec.tools.calibration.ranks import expand
+from vllm_gaudi_spec.tools.calibration.scales import CARDS, SCALE_METHODS, make_scales
 
 ROWS, COLUMNS = 24, 16
 
@@ -147,11 +147,11 @@ def test_it_looks_for_files_where_we_write_them(
     inc: SimpleNamespace, one_rank: None, tmp_path: Path, method: str
 ) -> None:
     prefix = tmp_path / "inc"
-    parsed = inc.quant_config.Fp8cfg.parse(serving(prefix, method, ["lm_head"], ["a.b"]) | {"use_qdq": True}).cfg
+    parsed = inc.quant_config.Fp8cfg.parse(serving_config(prefix, method, ["lm_head"], ["a.b"]) | {"use_qdq": True}).cfg
     assert parsed["measure_file"] == str(files.stem(prefix, 0, 1))
     assert parsed["scale_file"] == str(files.stem(prefix, 0, 1, method))
     assert parsed["blocklist"]["names"] == ["lm_head", r"^a\.b$"]
-    measure = inc.quant_config.Fp8cfg.parse(measuring(prefix) | {"use_qdq": True}).cfg
+    measure = inc.quant_config.Fp8cfg.parse(measuring_config(prefix) | {"use_qdq": True}).cfg
     assert measure["measure_file"] == str(files.stem(prefix, 0, 1))
 
 
@@ -186,7 +186,7 @@ def test_it_quantises_a_model_by_our_files(
         node.inputs = [scale * 4 for scale in node.inputs]
     files.write(tmp_path / "inc", made, method)
     config = tmp_path / "quant.json"
-    config.write_text(json.dumps(serving(tmp_path / "inc", method, [], []) | {"use_qdq": "True"}))
+    config.write_text(json.dumps(serving_config(tmp_path / "inc", method, [], []) | {"use_qdq": "True"}))
     weights = {name: linear.weight.detach().clone() for name, linear in model.named_children()}
 
     converted = convert(model, FP8Config.from_json_file(str(config)))

@@ -1,8 +1,8 @@
-"""Measurements of tensor-parallel ranks put together, and spread over another number of ranks.
+"""Combine the measurements of tensor-parallel ranks, and split them for another number of ranks.
 
-Activations get the maximum of all ranks, so every rank has the same scales, and those of a model on one rank. Output
-channels of a weight are put together where ranks hold different ones, and get the maximum where they share them. A
-rank's part of a sum is not kept: nothing is scaled by it, but an all-reduce in FP8, which is off.
+An activation gets the maximum over all ranks, so that every rank has the scales of a model on one rank. Output channels
+of a weight are concatenated where ranks hold different channels, and get the maximum where ranks share them. A rank's
+part of a sum is dropped, since only an FP8 all-reduce, which is off, would be scaled by it.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ _WEIGHT = "weight"
 
 
 def merge(one: Record, other: Record) -> Record:
-    """Two measurements of the same rank."""
+    """Merge two measurements of the same rank."""
     names = dict.fromkeys([*one.nodes, *other.nodes])
     nodes = {name: _largest(name, [r.nodes[name] for r in (one, other) if name in r.nodes]) for name in names}
     looked_at = list(dict.fromkeys([*one.looked_at, *other.looked_at]))
@@ -27,7 +27,7 @@ def merge(one: Record, other: Record) -> Record:
 
 
 def unify(ranks: Sequence[Record]) -> Record:
-    """All ranks of one world, in order, as one rank would have measured."""
+    """Return what a single rank would have measured, from all ranks in order."""
     first = ranks[0]
     _check_shapes(first, len(ranks))
     nodes = {}
@@ -38,7 +38,7 @@ def unify(ranks: Sequence[Record]) -> Record:
         node = _largest(name, without)
         if weights:
             if len(node.outputs) > 1 and len(ranks) > 1:
-                # A rank's own product, and what all of them add up to: on one rank these are the same.
+                # The outputs are a rank's own product and the sum of all; on one rank they are equal.
                 node.outputs[0] = node.outputs[1]
             node.params[_WEIGHT] = _whole_weight(name, first.linears.get(name), weights, len(ranks))
         nodes[name] = node
@@ -47,7 +47,7 @@ def unify(ranks: Sequence[Record]) -> Record:
 
 
 def expand(whole: Record, world: int) -> list[Record]:
-    """What each of `world` ranks needs of one rank's measurements."""
+    """Return the measurements of each of `world` ranks, from those of a single rank."""
     _check_shapes(whole, world)
     return [
         replace(
@@ -63,11 +63,11 @@ def expand(whole: Record, world: int) -> list[Record]:
 
 
 def _check_shapes(record: Record, world: int) -> None:
-    """Refuse channels of a weight whose spread over ranks is not recorded."""
+    """Refuse weights measured by channel if the record lacks how ranks share the channels."""
     for name, node in record.nodes.items() if world > 1 else ():
         if name not in record.linears and any(values.size > 1 for values in node.arrays()):
             raise QuantFilesError(
-                f"{name} was measured by channel, and its file does not record how ranks share it: measure with the "
+                f"{name} was measured by channel, and its file does not record how ranks share it; measure with the "
                 "observer maxabs"
             )
         if name in record.linears:
@@ -125,7 +125,7 @@ def _local(name: str, node: Node, shape: LinearShape | None, rank: int, world: i
 
 
 def _is_cut(shape: LinearShape | None, weight: np.ndarray) -> bool:
-    """Whether ranks hold different channels, and it was measured by channel."""
+    """Whether the weight was measured by channel and ranks hold different channels."""
     return shape is not None and shape.axis == "rows" and weight.size > 1
 
 

@@ -1,15 +1,17 @@
-"""Where a calibration keeps what its steps hand to each other: a folder that any step can be run on."""
+"""The folder through which the steps of a calibration pass their results, and the QUANT_CONFIG files in it."""
 
 from __future__ import annotations
 
 import hashlib
 import json
+import re
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 from vllm_gaudi_spec.quantization.files import QuantFilesError, replace, worlds
+from vllm_gaudi_spec.tools.calibration.scales import SCALE_METHODS
 from vllm_gaudi_spec.tools.io.output_files import as_json
 
 TARGET, DRAFT = "target", "draft"
@@ -18,13 +20,13 @@ ROLES = (TARGET, DRAFT)
 
 @dataclass(frozen=True)
 class Role:
-    """The files of one of the two models. Paths to measurements are prefixes, as QUANT_CONFIG's dump_stats_path is."""
+    """Paths to the files of one model. Measurements have a prefix instead of a name, as in dump_stats_path."""
 
     folder: Path
 
     @property
     def raw(self) -> Path:
-        """What the engine that runs now writes."""
+        """Prefix of the files that the running engine writes."""
         return self.folder / "raw" / "inc"
 
     @property
@@ -37,7 +39,7 @@ class Role:
 
     @property
     def final(self) -> Path:
-        """Measurements and scales for serving."""
+        """Prefix of the measurements and scales that an engine serves with."""
         return self.folder / "inc"
 
     @property
@@ -57,7 +59,7 @@ class Folder:
 
     @property
     def roles(self) -> list[str]:
-        """Those that were measured."""
+        """The roles that have measurements."""
         found = [name for name in ROLES if worlds(self.role(name).measured)]
         if not found:
             raise QuantFilesError(f"{self.root} has no measurements: {self.role(TARGET).measured.parent} is empty")
@@ -73,7 +75,7 @@ class Folder:
 
     @property
     def progress(self) -> Path:
-        """What was measured so far, and of what."""
+        """The file that records which prompts were measured, with which models and settings."""
         return self.root / "measured.json"
 
 
@@ -89,9 +91,34 @@ def read_json(path: Path) -> dict[str, Any]:
     except (OSError, ValueError) as error:
         raise QuantFilesError(f"{path} cannot be read: {error}") from None
     if not isinstance(content, dict):
-        raise QuantFilesError(f"{path} is no JSON object")
+        raise QuantFilesError(f"{path} is not a JSON object")
     return content
 
 
 def fingerprint_of(prompts: Sequence[str]) -> str:
     return hashlib.sha256(json.dumps(list(prompts)).encode()).hexdigest()[:16]
+
+
+# ---- QUANT_CONFIG files, as Intel Neural Compressor reads them ----------------------------------------------
+
+
+def measuring_config(prefix: Path) -> dict[str, Any]:
+    """Return the QUANT_CONFIG of an engine that measures into files with this prefix."""
+    return _common(prefix, []) | {"mode": "MEASURE"}
+
+
+def serving_config(prefix: Path, method: str, exclude: Sequence[str], unseen: Sequence[str]) -> dict[str, Any]:
+    """Return the QUANT_CONFIG of an engine that serves; unseen and excluded modules keep their precision."""
+    patterns = [*exclude, *(f"^{re.escape(name)}$" for name in unseen)]
+    scale_format = "const" if SCALE_METHODS[method].weight_per_channel else "scalar"
+    return _common(prefix, patterns) | {"mode": "QUANTIZE", "scale_method": method, "scale_format": scale_format}
+
+
+def _common(prefix: Path, exclude: Sequence[str]) -> dict[str, Any]:
+    return {
+        "method": "HOOKS",
+        "observer": "maxabs",
+        "allowlist": {"types": [], "names": []},
+        "blocklist": {"types": [], "names": list(exclude)},
+        "dump_stats_path": str(prefix.absolute()),
+    }

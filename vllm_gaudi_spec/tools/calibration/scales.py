@@ -1,7 +1,6 @@
-"""Scales out of measurements, by the arithmetic of Intel Neural Compressor (INC).
+"""Make scales from measurements, with the arithmetic of Intel Neural Compressor (INC).
 
-x / scale is what FP8 holds. Every step is done in bfloat16, as INC does it, so that a Gaudi gets the numbers that INC
-would have made itself.
+FP8 holds x / scale. Every operation is in bfloat16, as in INC, so that a Gaudi gets the numbers that INC would make.
 """
 
 from __future__ import annotations
@@ -21,13 +20,13 @@ _BITS = torch.bfloat16
 
 @dataclass(frozen=True)
 class Fp8Card:
-    """What a card's FP8 can hold, and which scales its matrix engine applies for free."""
+    """The range of a card's FP8, and the scales that its matrix engine applies at no cost."""
 
     largest: float
     smallest_scale: float
     largest_scale: float
     steps: int
-    """Exponents of two between neighbouring scales."""
+    """Difference between the binary exponents of neighboring scales."""
 
 
 CARDS = {
@@ -66,15 +65,15 @@ SCALE_METHODS = {
     "act_maxabs_hw_weights_pcs_maxabs_pow2": Method(_hardware, _power_of_two, weight_per_channel=True),
     "act_maxabs_pow2_weights_pcs_maxabs_pow2": Method(_power_of_two, _power_of_two, weight_per_channel=True),
 }
-"""Under INC's names. Its `opt` methods search with the weights at hand: a Gaudi does that while it loads them."""
+"""Maps INC's names to methods. INC's `opt` methods need the weights and run on a Gaudi while it loads them."""
 
-# How much of FP8's range the largest value seen may take. Weights stay what they are; a prompt may bring a larger one.
+# Share of FP8's range that the largest measured value takes: a prompt may bring a larger activation, weights are fixed.
 _ACTIVATION_SHARE, _WEIGHT_SHARE = 0.25, 0.5
 _TINY = torch.finfo(_BITS).tiny
 
 
 def make_scales(ranks: Sequence[Record], method: str, card: str) -> list[Record]:
-    """The scale files of a world's ranks, from their measurements. A weight that is cut over ranks has one scale."""
+    """Make the scales of all ranks from their measurements; the parts of a sharded weight share one scale."""
     maker = _Maker(SCALE_METHODS[method], CARDS[card], ranks)
     return [
         replace(
@@ -105,11 +104,11 @@ class _Maker:
             return _stored(inputs, inputs)
         if len(inputs) == 2:
             return _stored(inputs, [inputs[0] * inputs[1]])
-        raise QuantFilesError(f"no rule makes scales for {name}, with {len(inputs)} inputs")
+        raise QuantFilesError(f"{name} has {len(inputs)} inputs, for which scales cannot be made; exclude it")
 
     def _linear(self, name: str, node: Node, measured: Record) -> Node:
         scale = self._activation(node.inputs[0])
-        # A linear that is summed over ranks is measured after its product and after the sum.
+        # A linear layer whose output is summed over ranks is measured before and after the sum.
         own_output = [self._activation(node.outputs[0])] if len(node.outputs) > 1 else None
         if not self.method.weight_per_channel:
             largest = max(float(rank.nodes[name].params["weight"].max()) for rank in self.ranks)
@@ -118,8 +117,10 @@ class _Maker:
         by_channel = _tensor(node.params["weight"]).flatten()
         shape = measured.linears.get(name)
         if shape is None or by_channel.numel() == 1:
-            raise QuantFilesError(f"{name} was measured per tensor: scales per channel cannot be made of that")
-        # A channel of zeros gets a scale that can be divided by.
+            raise QuantFilesError(
+                f"{name} was measured per tensor, so it has no scales per channel; choose another --scale-method"
+            )
+        # A channel of zeros gets a scale that is not zero, since it is divided by.
         channels = torch.clamp(by_channel / (self.card.largest * _WEIGHT_SHARE), min=_TINY)
         weight = self.method.weight(channels, self.card)
         columns = torch.ones(shape.local_columns(measured.world), dtype=_BITS)
@@ -129,7 +130,7 @@ class _Maker:
         return self._rounded(_tensor(values).max(), _ACTIVATION_SHARE, self.method.activation)
 
     def _rounded(self, largest: torch.Tensor, share: float, rounding: Rounding) -> torch.Tensor:
-        if largest == 0:  # INC would divide by zero; zeros are zeros at any scale
+        if largest == 0:  # INC would divide by zero; any scale represents zeros
             return torch.ones_like(largest)
         return rounding(largest / (self.card.largest * share), self.card)
 
