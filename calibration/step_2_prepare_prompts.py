@@ -11,8 +11,7 @@ from pathlib import Path
 
 from vllm_gaudi_spec.tools.calibration.folder import Folder
 from vllm_gaudi_spec.tools.calibration.steps import exit_status, prepare_prompts
-from vllm_gaudi_spec.tools.io.argument_types import positive
-from vllm_gaudi_spec.tools.io.command_line import Parser
+from vllm_gaudi_spec.tools.io.command_line import Parser, positive
 from vllm_gaudi_spec.tools.io.prompts import SOURCES
 
 

@@ -11,8 +11,7 @@ from pathlib import Path
 from vllm_gaudi_spec.tools.calibration.folder import TARGET, Folder
 from vllm_gaudi_spec.tools.calibration.measure import Run, measure
 from vllm_gaudi_spec.tools.calibration.steps import exit_status
-from vllm_gaudi_spec.tools.io.argument_types import json_object, positive
-from vllm_gaudi_spec.tools.io.command_line import Parser, add_shared
+from vllm_gaudi_spec.tools.io.command_line import Parser, add_shared, json_object, positive
 
 HEADS_OF_THE_TARGET = ("mtp",)
 

@@ -9,8 +9,7 @@ from pathlib import Path
 
 from vllm_gaudi_spec.tools.calibration.folder import Folder
 from vllm_gaudi_spec.tools.calibration.steps import exit_status, unify_ranks
-from vllm_gaudi_spec.tools.io.argument_types import positive
-from vllm_gaudi_spec.tools.io.command_line import Parser
+from vllm_gaudi_spec.tools.io.command_line import Parser, positive
 
 
 def main() -> int:

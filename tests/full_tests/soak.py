@@ -41,8 +41,7 @@ from tests.full_tests.resident import Growth, Resident, meet_every_length
 from tests.full_tests.server import Server, end_with_parent
 from tests.full_tests.soak_load import Attempt, Clients, answers_of, body_of, catalogue
 from tests.full_tests.workload import Answer, run_alone
-from vllm_gaudi_spec.tools.io.argument_types import positive
-from vllm_gaudi_spec.tools.io.command_line import Parser, add_shared
+from vllm_gaudi_spec.tools.io.command_line import Parser, add_shared, positive
 
 ROOT = Path(__file__).resolve().parents[2]
 NUM_DRAFTS = 4

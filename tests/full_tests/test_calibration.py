@@ -18,8 +18,7 @@ from vllm_gaudi_spec.quantization import files
 from vllm_gaudi_spec.quantization.files import Record
 from vllm_gaudi_spec.tools.calibration import measure
 from vllm_gaudi_spec.tools.calibration.folder import DRAFT, ROLES, TARGET, Folder
-from vllm_gaudi_spec.tools.calibration.ranks import unify
-from vllm_gaudi_spec.tools.calibration.scales import SCALE_METHODS, make_scales
+from vllm_gaudi_spec.tools.calibration.scales import SCALE_METHODS, make_scales, unify
 from vllm_gaudi_spec.tools.calibration.steps import prepare_prompts
 
 ROOT = Path(__file__).parents[2]

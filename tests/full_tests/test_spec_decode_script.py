@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 
-from vllm_gaudi_spec.tools.compare.turns import speedup
+from vllm_gaudi_spec.tools.compare.measure import speedup
 from vllm_gaudi_spec.tools.report import record
 
 SCRIPT = Path(__file__).with_name("spec_decode.py")

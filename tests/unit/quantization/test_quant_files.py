@@ -17,7 +17,7 @@ from tests.support.measurements import MODEL, measured, same
 from vllm_gaudi_spec.quantization import files
 from vllm_gaudi_spec.quantization.files import LinearShape, Part, QuantFilesError
 from vllm_gaudi_spec.quantization.pickles import called
-from vllm_gaudi_spec.tools.calibration.ranks import expand
+from vllm_gaudi_spec.tools.calibration.scales import expand
 
 
 @pytest.fixture
@@ -132,7 +132,7 @@ def test_a_write_that_fails_leaves_what_was_there(prefix: Path, monkeypatch: pyt
         with pytest.raises(QuantFilesError, match="cannot be written: Permission denied"):
             files.write(prefix, expand(measured(1), 2)[0])
     with monkeypatch.context() as patched:
-        patched.setattr("vllm_gaudi_spec.tools.io.output_files.os.replace", refuse)
+        patched.setattr("vllm_gaudi_spec.tools.io.output.os.replace", refuse)
         with pytest.raises(QuantFilesError, match="cannot be written: Permission denied"):
             files.write(prefix, expand(measured(1), 2)[0])
     assert {path: path.read_bytes() for path in prefix.parent.iterdir()} == before

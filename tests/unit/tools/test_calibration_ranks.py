@@ -9,8 +9,7 @@ import pytest
 
 from tests.support.measurements import HEAD, HEADS, INNER, KV_HEADS, measured, same
 from vllm_gaudi_spec.quantization.files import Node, QuantFilesError, Record
-from vllm_gaudi_spec.tools.calibration.ranks import expand, merge, unify
-from vllm_gaudi_spec.tools.calibration.scales import SCALE_METHODS, make_scales
+from vllm_gaudi_spec.tools.calibration.scales import SCALE_METHODS, expand, make_scales, merge, unify
 
 QKV, GATE_UP, O_PROJ = (
     f"model.layers.0.{name}" for name in ("self_attn.qkv_proj", "mlp.gate_up_proj", "self_attn.o_proj")

@@ -21,8 +21,7 @@ from tests.support.processes import forget_bridge
 from vllm_gaudi_spec.quantization import files
 from vllm_gaudi_spec.quantization.files import MEASURED, LinearShape, Node, Part, Record
 from vllm_gaudi_spec.tools.calibration.folder import measuring_config, serving_config
-from vllm_gaudi_spec.tools.calibration.ranks import expand
-from vllm_gaudi_spec.tools.calibration.scales import CARDS, SCALE_METHODS, make_scales
+from vllm_gaudi_spec.tools.calibration.scales import CARDS, SCALE_METHODS, expand, make_scales
 
 ROWS, COLUMNS = 24, 16
 

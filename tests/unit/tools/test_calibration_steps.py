@@ -19,8 +19,7 @@ from vllm_gaudi_spec.quantization.files import Node
 from vllm_gaudi_spec.quantization.fingerprint import fingerprint
 from vllm_gaudi_spec.tools.calibration import measure
 from vllm_gaudi_spec.tools.calibration.folder import DRAFT, ROLES, TARGET, Folder, write_json
-from vllm_gaudi_spec.tools.calibration.ranks import expand
-from vllm_gaudi_spec.tools.calibration.scales import SCALE_METHODS
+from vllm_gaudi_spec.tools.calibration.scales import SCALE_METHODS, expand
 
 SCRIPTS = Path(__file__).parents[3] / "calibration"
 Run = Callable[..., tuple[int, str, str]]

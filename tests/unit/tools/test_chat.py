@@ -15,9 +15,18 @@ from tests.support.http_server import Answers, answering, events
 from tests.support.ports import free_port
 from tests.unit.tools.test_top import RECORDED, changed
 from vllm_gaudi_spec.tools import cli
-from vllm_gaudi_spec.tools.io.argument_types import not_negative
-from vllm_gaudi_spec.tools.live.answers import DRAFT, INTERRUPTED, REASONING, TARGET, UNKNOWN, Answer, Piece, counted
-from vllm_gaudi_spec.tools.live.conversation import Conversation
+from vllm_gaudi_spec.tools.io.command_line import not_negative
+from vllm_gaudi_spec.tools.live.answers import (
+    DRAFT,
+    INTERRUPTED,
+    REASONING,
+    TARGET,
+    UNKNOWN,
+    Answer,
+    Conversation,
+    Piece,
+    counted,
+)
 from vllm_gaudi_spec.tools.live.http import Server, ServerError
 from vllm_gaudi_spec.tools.live.transcript import Transcript, summary
 

@@ -22,18 +22,9 @@ from tests.support.processes import ROOT
 from vllm_gaudi_spec import devices, versions
 from vllm_gaudi_spec.tools import cli
 from vllm_gaudi_spec.tools.calibration import steps
-from vllm_gaudi_spec.tools.cli import (
-    check_device,
-    check_engine,
-    completion,
-    counting,
-    demo,
-    graph_check,
-    summary,
-    workload,
-)
+from vllm_gaudi_spec.tools.cli import check_device, check_engine, completion, counting, demo, graph_check
 
-LIMITS = workload.Limits(vocab=300, max_model_len=512, max_num_seqs=4)
+LIMITS = check_engine.Limits(vocab=300, max_model_len=512, max_num_seqs=4)
 WORDS = tuple(range(3, 200))
 
 
@@ -394,15 +385,15 @@ def test_commands_have_what_all_commands_have() -> None:
 
 
 def test_a_seed_gives_one_workload() -> None:
-    assert workload.mixed(40, 3, WORDS, LIMITS) == workload.mixed(40, 3, WORDS, LIMITS)
-    assert workload.mixed(40, 3, WORDS, LIMITS) != workload.mixed(40, 4, WORDS, LIMITS)
+    assert check_engine.mixed(40, 3, WORDS, LIMITS) == check_engine.mixed(40, 3, WORDS, LIMITS)
+    assert check_engine.mixed(40, 3, WORDS, LIMITS) != check_engine.mixed(40, 4, WORDS, LIMITS)
 
 
-@pytest.mark.parametrize("limits", [LIMITS, workload.Limits(vocab=50, max_model_len=64, max_num_seqs=1)])
+@pytest.mark.parametrize("limits", [LIMITS, check_engine.Limits(vocab=50, max_model_len=64, max_num_seqs=1)])
 @pytest.mark.parametrize("count", [1, 2, 20, 64])
-def test_requests_fit_the_model(count: int, limits: workload.Limits) -> None:
+def test_requests_fit_the_model(count: int, limits: check_engine.Limits) -> None:
     text = [token % limits.vocab for token in WORDS]
-    for items in (workload.mixed(count, 0, text, limits), workload.with_prompt_logprobs(0, text, limits)):
+    for items in (check_engine.mixed(count, 0, text, limits), check_engine.with_prompt_logprobs(0, text, limits)):
         for item in items:
             assert 1 <= len(item.prompt) <= limits.max_model_len - item.params["max_tokens"]
             assert all(0 <= token < limits.vocab for token in item.prompt)
@@ -412,12 +403,12 @@ def test_requests_fit_the_model(count: int, limits: workload.Limits) -> None:
 
 
 def test_the_workload_is_mixed() -> None:
-    items = workload.mixed(32, 0, WORDS, LIMITS)
+    items = check_engine.mixed(32, 0, WORDS, LIMITS)
     assert [item.arrives for item in items] == sorted(item.arrives for item in items)
     assert len({item.arrives for item in items}) > 8
     assert any(item.leaves_after is not None for item in items)
     assert any(len(item.prompt) + item.params["max_tokens"] == LIMITS.max_model_len for item in items)
-    expected = {name for kind in workload.KINDS for name in kind}
+    expected = {name for kind in check_engine.KINDS for name in kind}
     assert {name for item in items for name in item.params} >= expected
     assert not any("prompt_logprobs" in item.params for item in items)
     beginnings = [item.prompt[:150] for item in items if len(item.prompt) > 150]
@@ -484,7 +475,7 @@ def result_of(meter: counting.Meter) -> dict[str, Any]:
         "graphs": counting.graphs(meter.first, meter.last),
         "phases": {"mixed": counting.phase(meter).as_dict()},
     }
-    return {**result, "findings": summary.findings(result)}
+    return {**result, "findings": counting.findings(result)}
 
 
 def result_after(*looks: dict[str, Any], first: dict[str, Any] | None = None) -> dict[str, Any]:
@@ -507,10 +498,10 @@ def test_a_clean_run() -> None:
     assert (result["graphs"]["captured"], result["graphs"]["never_used"]) == (3, 1)
     assert result["graphs"]["by_name"]["Runner._forward"] == {"captured": 2, "never_used": 1}
     assert result["findings"] == []
-    conclusion = summary.conclusion(result)
+    conclusion = counting.conclusion(result)
     assert conclusion.startswith("clean: ")
     assert conclusion.endswith("no step of the mixed requests has more than 1 device-to-host sync")
-    table = [" ".join(line.split()) for line in summary.table(result).splitlines()]
+    table = [" ".join(line.split()) for line in counting.table(result).splitlines()]
     assert "graphs captured in warm-up 3, of which 1 never used here" in table
     assert "device-to-host syncs per step 1.00, 1 at most" in table
     assert any(line.startswith("estimate of a step, gaudi3 mean 0.") for line in table)
@@ -532,8 +523,8 @@ def test_a_compile_is_found_with_its_line() -> None:
     result = result_after(report([GOOD, tally(compiles=2, host_reads=1)], {READ: 2, late: 2}))
     (finding,) = result["findings"]
     assert finding == "compiled after warm-up, in the mixed phase: 2 graphs: my/drafter.py:12 (propose)"
-    assert summary.conclusion(result) == f"not clean: {finding}"
-    assert "       2 x sort, op 3 of 4 at my/drafter.py:12 (propose)" in summary.table(result).splitlines()
+    assert counting.conclusion(result) == f"not clean: {finding}"
+    assert "       2 x sort, op 3 of 4 at my/drafter.py:12 (propose)" in counting.table(result).splitlines()
 
 
 def test_a_second_sync_is_found_with_its_line() -> None:
@@ -572,7 +563,7 @@ def test_what_another_card_captured_is_counted() -> None:
     result = result_after(captured(5, 3), first=captured(5, 0))
     assert result["graphs"]["compiles_until_ready"] == 7
     assert result["phases"]["mixed"]["compiles"] == 0
-    assert "estimate" not in summary.table(result)
+    assert "estimate" not in counting.table(result)
     late = real_report(3, 0) | {"device": {"captured": {"Runner._forward": 6}}}
     first = real_report(0, 0) | {"device": {"captured": {"Runner._forward": 5}}}
     assert result_after(late, first=first)["findings"] == ["compiled after warm-up, in the mixed phase: 1 graphs"]
@@ -584,8 +575,8 @@ def test_a_card_counts_less() -> None:
     assert (mixed["steps"], mixed["compiles"], mixed["runner_syncs"]) == (4, 0, 4)
     assert mixed["host_syncs"] is mixed["kv_bytes_read"] is result["graphs"]["captured"] is None
     assert result["findings"] == []
-    assert "not counted on this device" in summary.table(result)
-    assert "the runner makes at most 1 device-to-host sync per step" in summary.conclusion(result)
+    assert "not counted on this device" in counting.table(result)
+    assert "the runner makes at most 1 device-to-host sync per step" in counting.conclusion(result)
     found = result_after(real_report(4, 2), first=real_report(0, 0))["findings"]
     assert found == ["compiled after warm-up, in the mixed phase: 2 graphs"]
 

@@ -13,13 +13,12 @@ from typing import Any
 import pytest
 
 from tests.support.records import run, task
-from vllm_gaudi_spec.tools.compare import measure, options, tasks, turns
+from vllm_gaudi_spec.tools.compare import measure, tasks
 from vllm_gaudi_spec.tools.compare import run as comparison
-from vllm_gaudi_spec.tools.compare.answers import Answer
 from vllm_gaudi_spec.tools.compare.console import show, show_several
-from vllm_gaudi_spec.tools.compare.measure import accepted_lengths
+from vllm_gaudi_spec.tools.compare.measure import Answer, accepted_lengths
 from vllm_gaudi_spec.tools.compare.run import main
-from vllm_gaudi_spec.tools.io import terminal
+from vllm_gaudi_spec.tools.io import output
 
 
 def arriving(*steps: list[int], histogram: list[int] | None = None) -> Answer:
@@ -46,7 +45,7 @@ def test_latency_of_an_answer() -> None:
 
 def test_the_task_has_the_name_of_the_method() -> None:
     parser = argparse.ArgumentParser()
-    options.add_to(parser)
+    tasks.add_to(parser)
     assert parser.parse_args(["--task", "universal_draft"]).task == ["universal_draft"]
 
 
@@ -55,7 +54,7 @@ def test_the_task_has_the_name_of_the_method() -> None:
 def test_rates_are_shares(option: str, text: str, capsys: pytest.CaptureFixture[str]) -> None:
     """A percentage is never met, and a rate that is no number always is: seen before minutes of measuring."""
     parser = argparse.ArgumentParser()
-    options.add_to(parser)
+    tasks.add_to(parser)
     with pytest.raises(SystemExit):
         parser.parse_args([f"{option}={text}"])
     assert f"{text} is not a number from 0 to 1" in capsys.readouterr().err
@@ -157,26 +156,26 @@ def test_a_table_in_a_pipe_is_plain() -> None:
 def test_a_slow_minute_of_the_machine_does_not_move_the_ratio() -> None:
     """Two prompts and three turns, the last of which found the machine four times as slow."""
     base = [[1.0, 2.0], [1.0, 2.0], [4.0, 8.0]]
-    found = turns.speedup(base, [[0.5, 2.0], [0.5, 2.0], [2.0, 8.0]])
+    found = measure.speedup(base, [[0.5, 2.0], [0.5, 2.0], [2.0, 8.0]])
     assert found == {"ratio": 1.5, "low": 1.0, "high": 2.0}
-    assert turns.typical_seconds(base) == 3.0
+    assert measure.typical_seconds(base) == 3.0
 
 
 def test_one_window_that_other_work_disturbed_does_not_either() -> None:
-    found = turns.speedup([[1.0]] * 5, [[0.5], [0.5], [9.0], [0.5], [0.4]])
+    found = measure.speedup([[1.0]] * 5, [[0.5], [0.5], [9.0], [0.5], [0.4]])
     assert found["ratio"] == found["low"] == found["high"] == 2.0
-    assert turns.typical_seconds([[0.5], [9.0], [0.5]]) == 0.5
+    assert measure.typical_seconds([[0.5], [9.0], [0.5]]) == 0.5
 
 
 def test_a_single_window_has_no_spread() -> None:
-    assert turns.speedup([[3.0]], [[2.0]]) == {"ratio": 1.5, "low": 1.5, "high": 1.5}
+    assert measure.speedup([[3.0]], [[2.0]]) == {"ratio": 1.5, "low": 1.5, "high": 1.5}
 
 
 def test_engines_that_would_not_fit_run_apart() -> None:
     gib = 1 << 30
-    assert turns.why_not_together(4, 3 * gib, 17 * gib) is None
+    assert measure.why_not_together(4, 3 * gib, 17 * gib) is None
     assert (
-        turns.why_not_together(4, 8 * gib, 12 * gib) == "the other engines need about 24.0 GiB, and 12.0 GiB are free"
+        measure.why_not_together(4, 8 * gib, 12 * gib) == "the other engines need about 24.0 GiB, and 12.0 GiB are free"
     )
 
 
@@ -242,19 +241,19 @@ class Terminal(io.StringIO):
 def test_a_table_on_a_terminal(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("TERM", "xterm-256color")
     watched = Terminal()
-    terminal.show_table(("", "what", "text"), [("problem", "a", "[bold]b[/bold]")], watched, styles={"problem": "red"})
+    output.show_table(("", "what", "text"), [("problem", "a", "[bold]b[/bold]")], watched, styles={"problem": "red"})
     assert "\x1b[" in watched.getvalue()
     assert "[bold]b[/bold]" in watched.getvalue(), "brackets are text"
 
 
 def test_bars_are_for_terminals(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
-    assert list(terminal.counted("abc", "letters", 3)) == ["a", "b", "c"]
+    assert list(output.counted("abc", "letters", 3)) == ["a", "b", "c"]
     printed = capsys.readouterr()
     assert printed.out == ""
     assert printed.err == "letters: 3 of 3, 0 s\n"
     monkeypatch.setenv("TERM", "xterm-256color")
     monkeypatch.setattr(sys, "stderr", watched := Terminal())
-    assert list(terminal.counted("abc", "[letters]", 3)) == ["a", "b", "c"]
+    assert list(output.counted("abc", "[letters]", 3)) == ["a", "b", "c"]
     assert "[letters]" in watched.getvalue()
     assert "100%" in watched.getvalue()
 

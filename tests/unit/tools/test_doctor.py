@@ -22,9 +22,9 @@ from vllm_gaudi_spec import devices, versions
 from vllm_gaudi_spec.config import UnsupportedConfigError
 from vllm_gaudi_spec.environment import VARIABLES
 from vllm_gaudi_spec.tools import cli
-from vllm_gaudi_spec.tools.cli.output import python
 from vllm_gaudi_spec.tools.doctor import machine, pair, probe
 from vllm_gaudi_spec.tools.doctor.findings import Finding, conclusion
+from vllm_gaudi_spec.tools.io.output import python
 
 DEMO = ROOT / "demo"
 

@@ -12,7 +12,7 @@ import pytest
 from vllm_gaudi_spec import versions
 from vllm_gaudi_spec.tools.doctor import machine
 from vllm_gaudi_spec.tools.doctor.findings import Finding
-from vllm_gaudi_spec.tools.doctor.host import host_findings
+from vllm_gaudi_spec.tools.doctor.machine import host_findings
 
 GOOD = {
     "dev/accel/accel0": "",
@@ -126,7 +126,7 @@ def test_vllm_wants_as_much_for_a_queue() -> None:
 
     from vllm.distributed.device_communicators.shm_broadcast import MessageQueue
 
-    from vllm_gaudi_spec.tools.doctor.host import _QUEUE_MIB
+    from vllm_gaudi_spec.tools.doctor.machine import _QUEUE_MIB
 
     defaults = {name: one.default for name, one in inspect.signature(MessageQueue.__init__).parameters.items()}
     assert defaults["max_chunk_bytes"] * defaults["max_chunks"] == _QUEUE_MIB << 20

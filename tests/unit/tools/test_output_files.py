@@ -15,20 +15,20 @@ import pytest
 
 from tests.support.processes import ROOT
 from vllm_gaudi_spec.environment import cached_files
-from vllm_gaudi_spec.tools.io import output_files
+from vllm_gaudi_spec.tools.io import output
 
 
 def test_a_file_is_whole_or_as_it_was(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     file = tmp_path / "run.json"
-    output_files.write_json({"a": 1}, str(file))
+    output.write_json({"a": 1}, str(file))
     assert json.loads(file.read_text()) == {"a": 1}
 
     def full(descriptor: int) -> None:
         raise OSError(28, "No space left on device")
 
-    monkeypatch.setattr("vllm_gaudi_spec.tools.io.output_files.os.fsync", full)
-    with pytest.raises(output_files.NotWritten, match=r"--json .*run.json cannot be written: No space left on device"):
-        output_files.write_json({"a": 2}, str(file))
+    monkeypatch.setattr("vllm_gaudi_spec.tools.io.output.os.fsync", full)
+    with pytest.raises(output.NotWritten, match=r"--json .*run.json cannot be written: No space left on device"):
+        output.write_json({"a": 2}, str(file))
     assert json.loads(file.read_text()) == {"a": 1}
     assert list(tmp_path.iterdir()) == [file], "nothing of the attempt is left"
 
@@ -39,12 +39,12 @@ def test_links_and_rights_stay(tmp_path: Path) -> None:
     target.chmod(0o600)
     link.symlink_to("kept")
     (tmp_path / "further").symlink_to(link)
-    output_files.write("--json", tmp_path / "further", b"new")
+    output.write("--json", tmp_path / "further", b"new")
     assert link.is_symlink()
     assert (target.read_text(), target.stat().st_mode & 0o777) == ("new", 0o600)
     before = os.umask(0o027)
     try:
-        output_files.write("--json", tmp_path / "fresh", b"")
+        output.write("--json", tmp_path / "fresh", b"")
     finally:
         os.umask(before)
     assert (tmp_path / "fresh").stat().st_mode & 0o777 == 0o640
@@ -73,23 +73,23 @@ def test_what_is_no_file_is_not_replaced(tmp_path: Path) -> None:
     os.mkfifo(pipe)
     reader = os.open(pipe, os.O_RDWR | os.O_NONBLOCK)
     try:
-        output_files.write("--json", pipe, b"heard")
+        output.write("--json", pipe, b"heard")
         assert os.read(reader, 100) == b"heard"
     finally:
         os.close(reader)
     assert pipe.is_fifo()
-    assert output_files.mistake("--json", pipe) is None
-    assert output_files.mistake("--json", "/dev/null") is None
+    assert output.mistake("--json", pipe) is None
+    assert output.mistake("--json", "/dev/null") is None
 
 
 WRITING = """\
 import sys
-from vllm_gaudi_spec.tools.io import output_files
-if mistake := output_files.mistake("--json", sys.argv[1]):
+from vllm_gaudi_spec.tools.io import output
+if mistake := output.mistake("--json", sys.argv[1]):
     sys.exit(mistake)
 for name in sys.argv[2:]:
     print("before", file=getattr(sys, name))
-output_files.write_json({"a": 1}, sys.argv[1])
+output.write_json({"a": 1}, sys.argv[1])
 for name in sys.argv[2:]:
     print("after", file=getattr(sys, name))
 """
@@ -140,11 +140,11 @@ def test_rights_are_asked_of_a_file_that_is_there(tmp_path: Path, monkeypatch: p
     file = tmp_path / "run.json"
     file.write_text("old")
     monkeypatch.setattr(os, "access", lambda path, mode: path == file)  # root may write everywhere
-    assert output_files.mistake("--json", file) is None
+    assert output.mistake("--json", file) is None
     monkeypatch.setattr(os, "access", lambda path, mode: path != file)
-    assert output_files.mistake("--json", file) == f"--json {file} cannot be written; name another file"
-    with pytest.raises(output_files.NotWritten, match="cannot be written: Permission denied"):
-        output_files.write("--json", file, b"new")
+    assert output.mistake("--json", file) == f"--json {file} cannot be written; name another file"
+    with pytest.raises(output.NotWritten, match="cannot be written: Permission denied"):
+        output.write("--json", file, b"new")
     assert file.read_text() == "old"
 
 
@@ -166,24 +166,24 @@ def test_a_file_that_takes_no_other_in_its_place_is_written_where_it_stands(
         raise OSError(code, os.strerror(code))
 
     with monkeypatch.context() as patched:
-        patched.setattr(f"vllm_gaudi_spec.tools.io.output_files.{where}", refuse)
-        output_files.write("--json", file, b"new")
-        with pytest.raises(output_files.NotWritten):
-            output_files.write("--json", tmp_path / "fresh", b"")
+        patched.setattr(f"vllm_gaudi_spec.tools.io.output.{where}", refuse)
+        output.write("--json", file, b"new")
+        with pytest.raises(output.NotWritten):
+            output.write("--json", tmp_path / "fresh", b"")
     assert (file.read_text(), file.stat().st_ino) == ("new", inode)
     assert list(tmp_path.iterdir()) == [file]
 
 
 def test_mistakes(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(tmp_path)
-    assert output_files.mistake("--json", None) is None
-    assert output_files.mistake("--json", "-") is None
-    assert output_files.mistake("--json", "run.json") is None
+    assert output.mistake("--json", None) is None
+    assert output.mistake("--json", "-") is None
+    assert output.mistake("--json", "run.json") is None
     # A model's name after --json is taken for a file.
-    assert output_files.mistake("--json", "some/model") == (
+    assert output.mistake("--json", "some/model") == (
         f"there is no folder {tmp_path}/some for --json some/model; make it first, or put --json last to print"
     )
-    assert output_files.mistake("--report", "some/page").endswith("make it first")  # type: ignore[union-attr]
-    assert output_files.mistake("--json", tmp_path) == f"--json {tmp_path} is a folder; name a file"
+    assert output.mistake("--report", "some/page").endswith("make it first")  # type: ignore[union-attr]
+    assert output.mistake("--json", tmp_path) == f"--json {tmp_path} is a folder; name a file"
     monkeypatch.setattr(os, "access", lambda path, mode: path != tmp_path)  # root may write everywhere
-    assert output_files.mistake("--json", "run.json") == "--json run.json cannot be written; name another file"
+    assert output.mistake("--json", "run.json") == "--json run.json cannot be written; name another file"

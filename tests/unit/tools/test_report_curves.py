@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 
 from tests.support.records import run, task
-from vllm_gaudi_spec.tools.report import curves, page
+from vllm_gaudi_spec.tools.report import page
 
 
 def at(concurrency: int, model: str = "/models/target", **speeds: float) -> dict[str, Any]:
@@ -17,16 +17,16 @@ def at(concurrency: int, model: str = "/models/target", **speeds: float) -> dict
 
 
 def drawing(*records: dict[str, Any]) -> dict[str, Any]:
-    panel = curves.of_runs(list(records))
+    panel = page.of_runs(list(records))
     assert panel is not None
-    return curves.drawing(panel)
+    return page.drawing(panel)
 
 
 def test_a_line_for_each_way_and_k() -> None:
     three = task("ngram", 50.0, k=3, acc_counts=[3, 2, 1], accepted_lengths=[1, 1, 1, 1])
     other = run(task("baseline", 40.0, k=0), three)
     other["settings"]["batch_size"] = 2
-    panel = curves.of_runs([at(8, ngram=0.75, draft_model=1.0), at(1, ngram=1.5), other])
+    panel = page.of_runs([at(8, ngram=0.75, draft_model=1.0), at(1, ngram=1.5), other])
     assert panel is not None
     assert {name: [point[:2] for point in line] for name, line in panel.lines.items()} == {
         "ngram, k = 2": [(1, 1.5), (8, 0.75)],
@@ -42,15 +42,15 @@ def test_a_line_for_each_way_and_k() -> None:
     ids=["one run", "one concurrency", "two models"],
 )
 def test_nothing_to_draw(records: list[dict[str, Any]]) -> None:
-    assert curves.of_runs(records) is None
+    assert page.of_runs(records) is None
     assert 'svg class="curves' not in page.render([page.Run(str(i), one) for i, one in enumerate(records)])
 
 
 def test_lines_that_are_not_drawn_are_counted() -> None:
-    speeds = {f"way{i}": 1.5 for i in range(curves.LINES + 2)}
+    speeds = {f"way{i}": 1.5 for i in range(page.LINES + 2)}
     made = [at(1, **speeds), at(8, **speeds)]
     drawn = drawing(*made)
-    assert (len(drawn["lines"]), drawn["left_out"]) == (curves.LINES, 2)
+    assert (len(drawn["lines"]), drawn["left_out"]) == (page.LINES, 2)
     assert "2 more are not drawn" in page.render([page.Run(str(i), one) for i, one in enumerate(made)])
 
 

@@ -12,8 +12,7 @@ import pytest
 
 from vllm_gaudi_spec.tools import cli
 from vllm_gaudi_spec.tools.cli import demo
-from vllm_gaudi_spec.tools.io.argument_types import json_object, positive
-from vllm_gaudi_spec.tools.io.command_line import SHARED, with_dashes
+from vllm_gaudi_spec.tools.io.command_line import SHARED, json_object, positive, with_dashes
 
 COMMANDS = {
     name: parser

@@ -19,8 +19,7 @@ from tests.support.http_server import Answers, answering
 from tests.support.ports import free_port
 from vllm_gaudi_spec.tools import cli
 from vllm_gaudi_spec.tools.cli import top
-from vllm_gaudi_spec.tools.live.exposition import NotMetrics, Reading
-from vllm_gaudi_spec.tools.live.figures import History, NotOurs, Row, check_is_ours
+from vllm_gaudi_spec.tools.live.figures import History, NotMetrics, NotOurs, Reading, Row, check_is_ours
 from vllm_gaudi_spec.tools.live.http import Server, base_of
 
 RECORDED = (Path(__file__).parents[2] / "support" / "metrics.txt").read_text()

@@ -12,7 +12,7 @@ from typing import Any
 
 from vllm_gaudi_spec.quantization.files import QuantFilesError, replace, worlds
 from vllm_gaudi_spec.tools.calibration.scales import SCALE_METHODS
-from vllm_gaudi_spec.tools.io.output_files import as_json
+from vllm_gaudi_spec.tools.io.output import as_json
 
 TARGET, DRAFT = "target", "draft"
 ROLES = (TARGET, DRAFT)

@@ -27,9 +27,9 @@ from vllm_gaudi_spec.tools.calibration.folder import (
     read_json,
     write_json,
 )
-from vllm_gaudi_spec.tools.calibration.ranks import merge
+from vllm_gaudi_spec.tools.calibration.scales import merge
+from vllm_gaudi_spec.tools.io.output import counted
 from vllm_gaudi_spec.tools.io.prompts import load_prompts
-from vllm_gaudi_spec.tools.io.terminal import counted
 
 if TYPE_CHECKING:
     from vllm import LLM

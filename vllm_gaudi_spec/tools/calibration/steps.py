@@ -18,8 +18,7 @@ from vllm_gaudi_spec.quantization import files
 from vllm_gaudi_spec.quantization.files import Node, QuantFilesError, Record
 from vllm_gaudi_spec.quantization.fingerprint import fingerprint
 from vllm_gaudi_spec.tools.calibration.folder import Folder, read_json, serving_config, write_json
-from vllm_gaudi_spec.tools.calibration.ranks import expand, unify
-from vllm_gaudi_spec.tools.calibration.scales import CARDS, SCALE_METHODS, make_scales
+from vllm_gaudi_spec.tools.calibration.scales import CARDS, SCALE_METHODS, expand, make_scales, unify
 from vllm_gaudi_spec.tools.io.prompts import load_prompts
 
 

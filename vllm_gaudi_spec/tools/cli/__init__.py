@@ -7,17 +7,8 @@ import sys
 from collections.abc import Sequence
 
 from vllm_gaudi_spec import __version__
-from vllm_gaudi_spec.tools.cli import (
-    chat,
-    completion,
-    demo,
-    doctor,
-    graph_check,
-    output,
-    report,
-    selftest,
-    top,
-)
+from vllm_gaudi_spec.tools.cli import chat, completion, demo, doctor, graph_check, report, selftest, top
+from vllm_gaudi_spec.tools.io import output
 from vllm_gaudi_spec.tools.io.command_line import Parser
 
 _COMMANDS = {

@@ -9,8 +9,8 @@ from collections.abc import Iterator, Sequence
 from typing import Any
 
 from vllm_gaudi_spec import environment
-from vllm_gaudi_spec.tools.cli.output import FINE, PROBLEMS, fail
-from vllm_gaudi_spec.tools.io.argument_types import not_negative, positive
+from vllm_gaudi_spec.tools.io.command_line import not_negative, positive
+from vllm_gaudi_spec.tools.io.output import FINE, PROBLEMS, fail
 from vllm_gaudi_spec.tools.live.http import DEFAULT_URL, Server, ServerError
 
 DESCRIPTION = """\
@@ -65,8 +65,7 @@ def start(options: argparse.Namespace, arguments: Sequence[str]) -> int:
 
 
 def talk(server: Server, options: argparse.Namespace) -> None:
-    from vllm_gaudi_spec.tools.live.answers import INTERRUPTED, counted
-    from vllm_gaudi_spec.tools.live.conversation import Conversation
+    from vllm_gaudi_spec.tools.live.answers import INTERRUPTED, Conversation, counted
     from vllm_gaudi_spec.tools.live.transcript import Transcript
 
     model = options.model or server.model()

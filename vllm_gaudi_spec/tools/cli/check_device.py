@@ -7,8 +7,8 @@ import sys
 from typing import TYPE_CHECKING
 
 from vllm_gaudi_spec.config import in_one_line
-from vllm_gaudi_spec.tools.cli import make_parser, output
-from vllm_gaudi_spec.tools.io import output_files, terminal
+from vllm_gaudi_spec.tools.cli import make_parser
+from vllm_gaudi_spec.tools.io import output
 
 if TYPE_CHECKING:
     from vllm_gaudi_spec.self_test.result import Result
@@ -30,9 +30,9 @@ def checked(options: argparse.Namespace) -> int:
         if options.verbose:
             raise
         return output.fail("selftest", f"{in_one_line(error)} (--verbose shows where)", output.PROBLEMS)
-    if options.json != output_files.STDOUT:
+    if options.json != output.STDOUT:
         show(result)
-    output_files.write_json(result.as_json(), options.json)
+    output.write_json(result.as_json(), options.json)
     return output.PROBLEMS if result.failed else output.FINE
 
 
@@ -60,7 +60,7 @@ def show(result: Result) -> None:
             (check.status, check.name, check.detail + (f"\n→ {check.advice}" if check.advice else ""))
             for check in result.checks
         ]
-        terminal.show_table(("", "check", "measured"), rows, styles=_STYLES, numbers=False)
+        output.show_table(("", "check", "measured"), rows, styles=_STYLES, numbers=False)
     else:
         for check in result.checks:
             print(f"{check.status:<12} {check.name:<17} {check.detail}")

@@ -3,17 +3,20 @@
 from __future__ import annotations
 
 import argparse
+import random
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 from vllm_gaudi_spec.config import in_one_line
-from vllm_gaudi_spec.tools.cli import counting, make_parser, output, summary, workload
-from vllm_gaudi_spec.tools.io import output_files
-from vllm_gaudi_spec.tools.io.terminal import counting as counting_requests
+from vllm_gaudi_spec.tools.cli import counting, make_parser
+from vllm_gaudi_spec.tools.io import output
+from vllm_gaudi_spec.tools.io.output import counting as counting_requests
 
 if TYPE_CHECKING:
     from vllm import LLM, SamplingParams
+
 
 # Engine steps between two reads of the counters.
 _LOOK_EVERY = 1000
@@ -39,11 +42,11 @@ def checked(options: argparse.Namespace) -> int:
         if options.verbose:
             raise
         return output.fail("graph-check", _explained(error), output.PROBLEMS)
-    if options.json != output_files.STDOUT:
-        print(summary.table(result))
+    if options.json != output.STDOUT:
+        print(counting.table(result))
         print()
-        print(summary.conclusion(result), flush=True)
-    output_files.write_json(result, options.json)
+        print(counting.conclusion(result), flush=True)
+    output.write_json(result, options.json)
     return 1 if result["findings"] else 0
 
 
@@ -66,8 +69,8 @@ def check(options: argparse.Namespace) -> dict[str, Any]:
     traffic = {"requests": 0, "aborted": 0, "tokens": 0}
     meter = counting.Meter(warm)
     for title, items in (
-        ("mixed", workload.mixed(options.requests, options.seed, text, limits)),
-        ("prompt log-probabilities", workload.with_prompt_logprobs(options.seed, text, limits)),
+        ("mixed", mixed(options.requests, options.seed, text, limits)),
+        ("prompt log-probabilities", with_prompt_logprobs(options.seed, text, limits)),
     ):
         log(f"{len(items)} requests ({title})")
         meter = counting.Meter(meter.last)
@@ -81,7 +84,7 @@ def check(options: argparse.Namespace) -> dict[str, Any]:
         "graphs": counting.graphs(warm, meter.last),
         "phases": phases,
     }
-    result["findings"] = summary.findings(result)
+    result["findings"] = counting.findings(result)
     return result
 
 
@@ -118,11 +121,11 @@ def open_engine(options: argparse.Namespace) -> LLM:
         raise WrongOptions(in_one_line(error)) from error
 
 
-def limits_and_text(llm: LLM, options: argparse.Namespace) -> tuple[workload.Limits, list[int]]:
+def limits_and_text(llm: LLM, options: argparse.Namespace) -> tuple[Limits, list[int]]:
     tokenizer = llm.get_tokenizer()
     vocab = min(len(tokenizer), llm.llm_engine.model_config.get_vocab_size())
-    limits = workload.Limits(vocab, options.max_model_len, options.max_num_seqs)
-    return limits, tokenizer.encode(workload.TEXT, add_special_tokens=False)
+    limits = Limits(vocab, options.max_model_len, options.max_num_seqs)
+    return limits, tokenizer.encode(TEXT, add_special_tokens=False)
 
 
 def report(llm: LLM) -> dict[str, Any]:
@@ -134,9 +137,7 @@ def look_with(meter: counting.Meter, llm: LLM) -> Callable[[], None]:
     return lambda: meter.look(report(llm))
 
 
-def drive(
-    llm: LLM, items: list[workload.Item], look: Callable[[], None], more: Callable[[int], None]
-) -> dict[str, int]:
+def drive(llm: LLM, items: list[Item], look: Callable[[], None], more: Callable[[int], None]) -> dict[str, int]:
     """Each request comes and leaves at its step; pauses without work are skipped. `more` is called with
     the number of those that ended."""
     engine = llm.llm_engine
@@ -197,6 +198,152 @@ def describe(llm: LLM, options: argparse.Namespace) -> dict[str, Any]:
     }
     dtype = str(llm.llm_engine.model_config.dtype).removeprefix("torch.")
     return {**describe_device(), "dtype": dtype, "settings": settings}
+
+
+# ---- the workload: the same for the same seed, whatever device runs it ------------------------------------
+
+
+# All kinds of sampling that may need another graph; each request has one. Token ids are put in by `_fit_ids`.
+KINDS: tuple[dict[str, Any], ...] = (
+    dict(temperature=0.0, ignore_eos=True),
+    dict(temperature=0.8, top_k=20),
+    dict(temperature=1.0, ignore_eos=True),
+    dict(temperature=1.0, top_p=0.9),
+    dict(temperature=0.0, logprobs=3),
+    dict(temperature=0.0, extra_args={"num_speculative_tokens": 0}),
+    dict(temperature=1.3, min_p=0.05),
+    dict(temperature=0.0, presence_penalty=1.0, frequency_penalty=0.5),
+    dict(temperature=0.7, top_k=40, top_p=0.8, min_p=0.02),
+    dict(temperature=1.0, stop=[".", "e"]),
+    dict(temperature=0.9, repetition_penalty=1.3, top_k=300),
+    dict(temperature=0.0, logit_bias=(5, 9, 77)),
+    dict(temperature=1.0, logprobs=0, top_p=0.95),
+    dict(temperature=0.0, bad_words=["the", " a"], ignore_eos=True),
+    dict(temperature=1.0, extra_args={"num_speculative_tokens": 1}, top_k=50),
+    dict(temperature=1.0, allowed_token_ids=tuple(range(20, 120)), min_tokens=4),
+    dict(temperature=0.9, n=2),
+    dict(temperature=1.0, stop_token_ids=tuple(range(30, 60)), min_tokens=3),
+    dict(temperature=1.0, extra_args={"num_speculative_tokens": 0}, frequency_penalty=0.5, logprobs=2),
+    dict(temperature=0.0, choice=["yes", "no", "perhaps"]),
+)
+PROMPT_LOGPROBS = (0, 1, 5)
+LONGEST_ANSWER = 40
+# More than a block of KV, so that requests which begin alike share one.
+_SHARED = 150
+
+TEXT = """The harbour was quiet in the morning. Boats lay side by side along the wall, and nets hung over the rail to
+dry. A woman counted crates: one of herring, two of mackerel, three of cod. She wrote each number into a small
+book, and read it again. one, two, three, four, five, six, seven, eight, nine, ten, one, two, three, four, five.
+def add(left: int, right: int) -> int:
+    return left + right
+{"name": "Ada", "age": 36, "city": "London"} {"name": "Alan", "age": 41, "city": "Wilmslow"}
+Die Boote lagen still, und niemand sprach. Le vent venait de la mer. 12 * 12 = 144; 13 * 13 = 169; 14 * 14 = 196.
+When the bell rang she closed the book, and when the bell rang again she opened it, and counted the crates again.
+"""
+
+
+@dataclass(frozen=True)
+class Item:
+    """A request, when it comes (in engine steps, while there is work), and after how many steps its client leaves."""
+
+    name: str
+    prompt: tuple[int, ...]
+    params: dict[str, Any]
+    arrives: int
+    leaves_after: int | None = None
+
+
+@dataclass(frozen=True)
+class Limits:
+    vocab: int
+    max_model_len: int
+    max_num_seqs: int
+
+
+def mixed(count: int, seed: int, text: Sequence[int], limits: Limits) -> list[Item]:
+    """`text`: tokens of TEXT in the model's own vocabulary."""
+    rng = random.Random(seed)
+    kinds = _kinds(count, rng)
+    arrivals = _arrivals(count, rng, limits.max_num_seqs)
+    shared = _prompt(rng, _SHARED, text, limits.vocab)
+    items = []
+    for index, (kind, arrives) in enumerate(zip(kinds, arrivals, strict=True)):
+        answer = max(rng.randint(1, LONGEST_ANSWER), kind.get("min_tokens", 0))
+        prompt = _prompt(rng, _length(rng, limits.max_model_len - answer), text, limits.vocab)
+        if index % 3 == 2 and limits.max_model_len > _SHARED + LONGEST_ANSWER + 64:
+            prompt = (shared + prompt)[: max(len(prompt), _SHARED + 10)]
+        if index == count // 2:
+            # One that stops at the end of the context only, where drafts have to become fewer.
+            kind = KINDS[0]
+            answer = min(12, limits.max_model_len // 2)
+            prompt = _prompt(rng, limits.max_model_len - answer, text, limits.vocab)
+        leaves = rng.randint(2, 8) if index % 9 == 4 else None
+        params = _fit_ids(kind, limits.vocab) | {"max_tokens": answer}
+        if params["temperature"] > 0:
+            params["seed"] = 1000 + index
+        items.append(Item(f"mixed-{index}", prompt, params, arrives, leaves))
+    return items
+
+
+def with_prompt_logprobs(seed: int, text: Sequence[int], limits: Limits) -> list[Item]:
+    """A few that ask for their prompts' log-probabilities, among one that does not."""
+    rng = random.Random(seed + 1)
+    wishes = [{"prompt_logprobs": wish} for wish in PROMPT_LOGPROBS]
+    items = []
+    for index, wish in enumerate([*wishes, {}]):
+        prompt = _prompt(rng, _length(rng, limits.max_model_len - 6), text, limits.vocab)
+        params = {"temperature": 0.0, "max_tokens": 6, "ignore_eos": True, **wish}
+        items.append(Item(f"prompt-logprobs-{index}", prompt, params, 2 * index))
+    return items
+
+
+def _kinds(count: int, rng: random.Random) -> list[dict[str, Any]]:
+    """In an order of their own, each before any comes again."""
+    kinds: list[dict[str, Any]] = []
+    while len(kinds) < count:
+        kinds += rng.sample(KINDS, len(KINDS))
+    return kinds[:count]
+
+
+def _arrivals(count: int, rng: random.Random, max_num_seqs: int) -> list[int]:
+    """In waves, some larger than the batch, with pauses in which the batch drains."""
+    arrivals: list[int] = []
+    tick = 0
+    while len(arrivals) < count:
+        wave = rng.choice((1, 2, max_num_seqs, max_num_seqs + 2))
+        for _ in range(min(wave, count - len(arrivals))):
+            arrivals.append(tick)
+            tick += rng.choice((0, 0, 1, 3))
+        tick += rng.choice((4, 12, 30))
+    return arrivals
+
+
+def _length(rng: random.Random, longest: int) -> int:
+    """Short ones as often as long ones."""
+    return max(1, min(longest, round(2 ** rng.uniform(0, longest.bit_length()))))
+
+
+def _prompt(rng: random.Random, length: int, text: Sequence[int], vocab: int) -> tuple[int, ...]:
+    style = rng.choice(("text", "text", "repeated", "any"))
+    if style == "any":
+        return tuple(rng.randrange(vocab) for _ in range(length))
+    begin = rng.randrange(len(text))
+    passage = [*text[begin:], *text[:begin]]
+    if style == "repeated":  # what n-gram drafters find
+        passage = passage[: rng.randint(4, 24)]
+    return tuple((passage * (length // len(passage) + 1))[:length])
+
+
+def _fit_ids(kind: dict[str, Any], vocab: int) -> dict[str, Any]:
+    """Token ids of this vocabulary."""
+    params = dict(kind)
+    for name in ("allowed_token_ids", "stop_token_ids"):
+        if name in params:
+            params[name] = sorted({token % vocab for token in params[name]})
+    if "logit_bias" in params:
+        ids = (token % vocab for token in params["logit_bias"])
+        params["logit_bias"] = dict(zip(ids, (4.0, -100.0, 2.5), strict=True))
+    return params
 
 
 if __name__ == "__main__":

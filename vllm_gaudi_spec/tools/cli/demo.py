@@ -9,9 +9,9 @@ from typing import Any
 
 from vllm_gaudi_spec import versions
 from vllm_gaudi_spec.environment import OPENMP
-from vllm_gaudi_spec.tools.cli.output import become, fail, model_mistake, python, unless_set
-from vllm_gaudi_spec.tools.compare import options as comparison
+from vllm_gaudi_spec.tools.compare import tasks as comparison
 from vllm_gaudi_spec.tools.compare.tasks import COMPARE, tasks_of
+from vllm_gaudi_spec.tools.io.output import become, fail, model_mistake, python, unless_set
 
 DESCRIPTION = f"""\
 Run the demo model with and without speculation, print one table, and write a report page with the texts.

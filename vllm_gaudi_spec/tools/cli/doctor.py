@@ -10,10 +10,9 @@ from typing import Any
 
 from vllm_gaudi_spec.config import UNIVERSAL_DRAFT
 from vllm_gaudi_spec.drafting.table import METHODS
-from vllm_gaudi_spec.tools.cli.output import FINE, PROBLEMS, fail, model_mistake
-from vllm_gaudi_spec.tools.io import output_files, terminal
-from vllm_gaudi_spec.tools.io.argument_types import json_object, positive
-from vllm_gaudi_spec.tools.io.command_line import add_shared
+from vllm_gaudi_spec.tools.io import output
+from vllm_gaudi_spec.tools.io.command_line import add_shared, json_object, positive
+from vllm_gaudi_spec.tools.io.output import FINE, PROBLEMS, fail, model_mistake
 
 DESCRIPTION = """\
 Check this machine: versions, drivers, devices, plugins and environment variables. torch and vLLM are loaded in another
@@ -71,19 +70,19 @@ def add_to(commands: Any) -> None:
     add("--dtype", help="as for vllm serve (default: vLLM's)")
     add("--kv-cache-dtype", metavar="DTYPE", help="as for vllm serve (default: vLLM's)")
     add("--error", metavar="TEXT", help="an error message, or a log's file: explain CANN's codes in it (default: none)")
-    output_files.add_json(add, "everything that was found")
+    output.add_json(add, "everything that was found")
 
 
 def start(options: argparse.Namespace, arguments: Sequence[str]) -> int:
-    if mistake := contradiction_in(options) or output_files.mistake("--json", options.json):
+    if mistake := contradiction_in(options) or output.mistake("--json", options.json):
         return fail("doctor", mistake)
     from vllm_gaudi_spec.tools.doctor.examine import examine
 
     missing = model_mistake(options.model, options.draft, (options.speculative_config or {}).get("model"))
     found = examine(pair(options), missing, text_of(options.error))
-    if options.json != output_files.STDOUT:
+    if options.json != output.STDOUT:
         show(found)
-    output_files.write_json(found, options.json)
+    output.write_json(found, options.json)
     return PROBLEMS if found["problems"] else FINE
 
 
@@ -137,7 +136,7 @@ def show(found: dict[str, Any]) -> None:
             (one["severity"], one["about"], one["text"] + (f"\n→ {one['remedy']}" if one["remedy"] else ""))
             for one in found["findings"]
         ]
-        terminal.show_table(("", "about", "finding"), rows, styles=_STYLES, numbers=False)
+        output.show_table(("", "about", "finding"), rows, styles=_STYLES, numbers=False)
     else:
         for one in found["findings"]:
             print(f"{one['severity']:<8} {one['about']:<15} {one['text']}")

@@ -9,10 +9,9 @@ from typing import Any
 from vllm_gaudi_spec import versions
 from vllm_gaudi_spec.devices import DEVICES, missing_software
 from vllm_gaudi_spec.environment import DEVICE, ENGINE_PROCESS, SELF_TEST, SKIP_WARMUP
-from vllm_gaudi_spec.tools.cli.output import become, fail, model_mistake, python
-from vllm_gaudi_spec.tools.io import output_files
-from vllm_gaudi_spec.tools.io.argument_types import at_least, json_object, positive
-from vllm_gaudi_spec.tools.io.command_line import add_shared
+from vllm_gaudi_spec.tools.io import output
+from vllm_gaudi_spec.tools.io.command_line import add_shared, at_least, json_object, positive
+from vllm_gaudi_spec.tools.io.output import become, fail, model_mistake, python
 
 DESCRIPTION = """\
 Run a mixed workload on a model, and report whether a Gaudi, or an Ascend NPU, runs only graphs that warm-up captured.
@@ -76,7 +75,7 @@ def add_to(commands: Any) -> None:
         metavar="N",
         help="device-to-host syncs allowed per step; universal_draft with retokenize and slem needs 2",
     )
-    output_files.add_json(add, "everything that was counted")
+    output.add_json(add, "everything that was counted")
     add("--verbose", action="store_true", help="show what vLLM logs while it starts")
 
 
@@ -89,7 +88,7 @@ def start(options: argparse.Namespace, arguments: Sequence[str]) -> int:
 
 def mistake_in(options: argparse.Namespace) -> str | None:
     drafter = (options.speculative_config or {}).get("model")
-    if mistake := model_mistake(options.model, drafter) or output_files.mistake("--json", options.json):
+    if mistake := model_mistake(options.model, drafter) or output.mistake("--json", options.json):
         return mistake
     device = options.device
     if (software := missing_software(device)) is not None:

@@ -7,9 +7,8 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-from vllm_gaudi_spec.tools.cli.output import FINE, fail
-from vllm_gaudi_spec.tools.io import output_files
-from vllm_gaudi_spec.tools.io.output_files import STDOUT
+from vllm_gaudi_spec.tools.io import output
+from vllm_gaudi_spec.tools.io.output import FINE, STDOUT, fail
 
 DESCRIPTION = """\
 Write one HTML page about recorded runs (`gaudi-spec demo --json RUN.json`): throughput and speedup, latency, a decode
@@ -40,14 +39,14 @@ def add_to(commands: Any) -> None:
         help="a record that `gaudi-spec demo --json` wrote",
     )
     parser.add_argument("-o", "--output", type=Path, default=Path("report.html"), metavar="FILE", help="the page")
-    output_files.add_json(parser.add_argument, "the figures of the page")
+    output.add_json(parser.add_argument, "the figures of the page")
 
 
 def start(options: argparse.Namespace, arguments: Sequence[str]) -> int:
     from vllm_gaudi_spec.tools.report import page, record
 
     for option, file in (("--output", options.output), ("--json", options.json)):
-        if mistake := output_files.mistake(option, file):
+        if mistake := output.mistake(option, file):
             return fail("report", mistake)
     # `--json A.json B.json` takes A.json for the file to write, and for no run.
     if options.json not in (None, STDOUT) and record.is_record(options.json):
@@ -61,7 +60,7 @@ def start(options: argparse.Namespace, arguments: Sequence[str]) -> int:
         page.write(runs, options.output)
     except (record.RecordError, OSError) as error:
         return fail("report", str(error))
-    output_files.write_json(page.summary(runs), options.json)
+    output.write_json(page.summary(runs), options.json)
     if options.json != STDOUT:
         print(f"report: {options.output.absolute()}")
     return FINE

@@ -7,8 +7,8 @@ from collections.abc import Sequence
 from typing import Any
 
 from vllm_gaudi_spec import versions
-from vllm_gaudi_spec.tools.cli.output import become, fail, python
-from vllm_gaudi_spec.tools.io import output_files
+from vllm_gaudi_spec.tools.io import output
+from vllm_gaudi_spec.tools.io.output import become, fail, python
 
 DESCRIPTION = """\
 Run the self-test of this machine's card (of its CPU where there is none), or of the device that VGS_DEVICE names:
@@ -33,12 +33,12 @@ def add_to(commands: Any) -> None:
     )
     add = parser.add_argument
     add("--dtype", default=_DTYPES[0], choices=_DTYPES, help="dtype in which attention is checked")
-    output_files.add_json(add, "the result of each check")
+    output.add_json(add, "the result of each check")
     add("--verbose", action="store_true", help="show what vLLM logs, and the traceback of an error")
 
 
 def start(options: argparse.Namespace, arguments: Sequence[str]) -> int:
-    if mistake := output_files.mistake("--json", options.json) or versions.vllm_mistake():
+    if mistake := output.mistake("--json", options.json) or versions.vllm_mistake():
         return fail("selftest", mistake)
     values = {
         # vLLM logs to stdout, which is for the table.

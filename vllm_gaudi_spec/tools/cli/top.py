@@ -8,9 +8,9 @@ import time
 from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING, Any
 
-from vllm_gaudi_spec.tools.cli.output import FINE, PROBLEMS, fail
-from vllm_gaudi_spec.tools.io import output_files, terminal
-from vllm_gaudi_spec.tools.io.argument_types import positive
+from vllm_gaudi_spec.tools.io import output
+from vllm_gaudi_spec.tools.io.command_line import positive
+from vllm_gaudi_spec.tools.io.output import FINE, PROBLEMS, fail
 from vllm_gaudi_spec.tools.live.http import DEFAULT_URL, Server, ServerError, base_of
 
 if TYPE_CHECKING:
@@ -45,7 +45,7 @@ def add_to(commands: Any) -> None:
     add("url", nargs="?", default=DEFAULT_URL, metavar="URL", help="address of the server")
     add("--once", action="store_true", help="print once, as plain text")
     add("--interval", type=positive, default=1, metavar="S", help="seconds between two readings")
-    output_files.add_json(add, "the figures, once,")
+    output.add_json(add, "the figures, once,")
 
 
 def start(options: argparse.Namespace, arguments: Sequence[str]) -> int:
@@ -53,10 +53,9 @@ def start(options: argparse.Namespace, arguments: Sequence[str]) -> int:
         base_of(options.url)
     except ValueError as error:
         return fail("top", str(error))
-    if mistake := output_files.mistake("--json", options.json):
+    if mistake := output.mistake("--json", options.json):
         return fail("top", mistake)
-    from vllm_gaudi_spec.tools.live.exposition import NotMetrics
-    from vllm_gaudi_spec.tools.live.figures import History, NotOurs
+    from vllm_gaudi_spec.tools.live.figures import History, NotMetrics, NotOurs
 
     server = Server(options.url)
     is_live = not options.once and options.json is None and sys.stdout.isatty()
@@ -77,8 +76,7 @@ def start(options: argparse.Namespace, arguments: Sequence[str]) -> int:
 
 
 def read_into(history: History, server: Server, clock: Callable[[], float] = time.monotonic) -> None:
-    from vllm_gaudi_spec.tools.live.exposition import Reading
-    from vllm_gaudi_spec.tools.live.figures import check_is_ours
+    from vllm_gaudi_spec.tools.live.figures import Reading, check_is_ours
 
     text = server.metrics()
     reading = Reading(text, clock())
@@ -91,11 +89,11 @@ def read_into(history: History, server: Server, clock: Callable[[], float] = tim
 
 def show_once(history: History, server: Server, json_file: str | None) -> None:
     rows = history.rows()
-    if json_file != output_files.STDOUT:
+    if json_file != output.STDOUT:
         print(f"{server.base}\n")
-        for line in terminal.aligned([columns(history), *((row.title, row.now, row.since_start) for row in rows)]):
+        for line in output.aligned([columns(history), *((row.title, row.now, row.since_start) for row in rows)]):
             print(line)
-    output_files.write_json(as_json(history, server, rows), json_file)
+    output.write_json(as_json(history, server, rows), json_file)
 
 
 def columns(history: History) -> tuple[str, ...]:

@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import Any, TextIO
 
 from vllm_gaudi_spec.tools.compare.tasks import BASELINE
-from vllm_gaudi_spec.tools.io.terminal import show_table
+from vllm_gaudi_spec.tools.io.output import show_table
 from vllm_gaudi_spec.tools.report import record
 
 MAX_TEXTS = 8

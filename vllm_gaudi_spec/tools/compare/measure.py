@@ -1,4 +1,8 @@
-"""Measure ways of drafting, and compare its tokens with the baseline's."""
+"""Measure speculation methods side by side, and compare their tokens with the baseline's.
+
+On a machine with other work, speeds measured minutes apart differ by more than the speedup of drafting. So a turn is
+one pass over all prompts, in which each engine answers a batch while the others wait, in alternating order.
+"""
 
 from __future__ import annotations
 
@@ -7,19 +11,23 @@ import math
 import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from pathlib import Path
-from typing import Any, ClassVar
+from statistics import median, quantiles
+from types import SimpleNamespace
+from typing import TYPE_CHECKING, Any, ClassVar, TypeVar
 
 from vllm import LLM, SamplingParams
 from vllm.inputs import tokens_input
 from vllm.tokenizers import get_tokenizer
 from vllm.transformers_utils.config import get_config
 
-from vllm_gaudi_spec.tools.compare.answers import Answer, ask
 from vllm_gaudi_spec.tools.compare.phases import StepTimes
-from vllm_gaudi_spec.tools.compare.turns import Seconds, batches, in_order, speedup, typical_seconds
-from vllm_gaudi_spec.tools.io.terminal import counting
+from vllm_gaudi_spec.tools.io.output import counting
+
+if TYPE_CHECKING:
+    from vllm import LLM, CompletionOutput, SamplingParams
+
 
 Log = Callable[[str], None]
 
@@ -287,3 +295,137 @@ def compare_one(base_llm: LLM, base: Answer, answer: Answer, temperature: float)
     if expected not in candidates or got not in candidates:
         return "different"
     return "tied" if abs(candidates[expected].logprob - candidates[got].logprob) <= TIE else "different"
+
+
+# ---- answers, step by step --------------------------------------------------------------------------
+
+
+@dataclass
+class Answer:
+    prompt: str
+    prompt_ids: list[int]
+    params: SamplingParams
+    token_ids: list[int] = field(default_factory=list)
+    sizes: list[int] = field(default_factory=list)
+    """Number of tokens of each step of the target; the first is the prompt's."""
+    histogram: list[int] = field(default_factory=list)
+    """How many steps with drafts accepted 0, 1, ... k of them; empty without speculation."""
+    num_draft_tokens: int = 0
+    at: list[float] = field(default_factory=list)
+    """When each step's output was there: seconds after the request."""
+
+    def take(self, completion: CompletionOutput, seconds: float) -> int:
+        """Add the output of a step, `seconds` after the request; returns its number of tokens."""
+        new = list(completion.token_ids)
+        if new:
+            self.token_ids += new
+            self.sizes.append(len(new))
+            self.at.append(seconds)
+        if completion.spec_decode_metrics is not None:
+            self.histogram = list(completion.spec_decode_metrics.histogram)
+            self.num_draft_tokens = completion.spec_decode_metrics.num_draft_tokens
+        return len(new)
+
+    def latency(self) -> dict[str, float | None]:
+        """In seconds, as vLLM's benchmark names them: to the first token, per token after it, between outputs."""
+        first, last, later = self.at[0], self.at[-1], len(self.token_ids) - self.sizes[0]
+        gaps = [after - before for before, after in zip(self.at, self.at[1:], strict=False)]
+        return {
+            "ttft": first,
+            "tpot": (last - first) / later if later else None,
+            "itl": median(gaps) if gaps else None,
+        }
+
+    def steps(self) -> list[tuple[int, int]]:
+        """Of each step, its tokens and how many of these were drafts. A step's last token is the target's own, save
+        where the answer's end cut it off: what is missing from the engine's count then is the last step's."""
+        drafts = [size - 1 for size in self.sizes]
+        if drafts:
+            drafts[-1] += sum(number * steps for number, steps in enumerate(self.histogram)) - sum(drafts)
+        steps = list(zip(self.sizes, drafts, strict=True))
+        if any(not 0 <= accepted <= size for size, accepted in steps):
+            raise RuntimeError(f"the engine accepted other numbers of drafts than its steps brought: {steps}")
+        return steps
+
+    def pieces(self, tokenizer: Any) -> list[str]:
+        """What each token added to the text, as vLLM writes it."""
+        from vllm.v1.engine.detokenizer import IncrementalDetokenizer
+
+        request: Any = SimpleNamespace(
+            request_id="", sampling_params=self.params, prompt_token_ids=self.prompt_ids, prompt_embeds=None
+        )
+        text = IncrementalDetokenizer.from_new_request(tokenizer, request)
+        pieces = []
+        for token in self.token_ids:
+            before = len(text.output_text)
+            text.update([token], False)
+            pieces.append(text.output_text[before:])
+        return pieces
+
+
+def ask(
+    llm: LLM, prompts: Sequence[str], params: Sequence[SamplingParams], more: Callable[[int], None] | None = None
+) -> list[Answer]:
+    """`more` is called with the number of new tokens of each step."""
+    from vllm.inputs import tokens_input
+    from vllm.sampling_params import RequestOutputKind
+
+    engine, tokenizer = llm.llm_engine, llm.get_tokenizer()
+    answers, started = {}, time.perf_counter()
+    for number, (text, sampling) in enumerate(zip(prompts, params, strict=True)):
+        answer = answers[str(number)] = Answer(text, tokenizer.encode(text), sampling)
+        sampling.output_kind = RequestOutputKind.DELTA
+        engine.add_request(str(number), tokens_input(answer.prompt_ids, prompt=text), sampling)
+    while engine.has_unfinished_requests():
+        outputs = engine.step()
+        seconds = time.perf_counter() - started
+        brought = sum(answers[output.request_id].take(output.outputs[0], seconds) for output in outputs)
+        if more is not None:
+            more(brought)
+    return list(answers.values())
+
+
+# ---- turns -------------------------------------------------------------------------------------------
+
+
+T = TypeVar("T")
+Seconds = list[list[float]]
+"""Seconds of one engine, by turn and by batch of prompts."""
+
+# Of what is free when one engine is loaded, so much is for the others: one with a drafter takes more than the first.
+_SHARE_OF_FREE_MEMORY = 0.7
+
+
+def batches(num_prompts: int, batch_size: int) -> list[range]:
+    return [range(first, min(first + batch_size, num_prompts)) for first in range(0, num_prompts, batch_size)]
+
+
+def in_order(engines: Sequence[T], window: int) -> list[T]:
+    """Forwards and backwards by turns: none is always the first, nor always next to the same."""
+    return list(engines) if window % 2 == 0 else list(reversed(engines))
+
+
+def typical_seconds(seconds: Seconds) -> float:
+    """For all prompts, each batch as long as in its median turn."""
+    return sum(map(median, zip(*seconds, strict=True)))
+
+
+def speedup(base: Seconds, seconds: Seconds) -> dict[str, float]:
+    """Over the baseline: median and quartiles of the quotients of the same batch in the same turn."""
+    quotients = [other / one for turns in zip(base, seconds, strict=True) for other, one in zip(*turns, strict=True)]
+    if len(quotients) == 1:
+        quotients *= 2  # what quantiles need at least
+    low, middle, high = quantiles(quotients, n=4, method="inclusive")
+    return {"ratio": middle, "low": low, "high": high}
+
+
+def why_not_together(num_engines: int, first: int, free: int) -> str | None:
+    """`first`: what the first engine takes, which is loaded already; the others take about as much each."""
+    needed = (num_engines - 1) * first
+    if needed <= _SHARE_OF_FREE_MEMORY * free:
+        return None
+    return f"the other engines need about {_gib(needed)} GiB, and {_gib(free)} GiB are free"
+
+
+def _gib(size: int) -> str:
+    return f"{size / 2**30:.1f}"

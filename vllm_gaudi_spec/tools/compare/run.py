@@ -14,7 +14,7 @@ from vllm_gaudi_spec.config import in_one_line
 from vllm_gaudi_spec.devices import DEVICES, describe_device, refuse_unknown_device
 from vllm_gaudi_spec.devices.common import host_memory
 from vllm_gaudi_spec.environment import keep_engine_in_process, keeps_engine_in_process
-from vllm_gaudi_spec.tools.compare import options as command_line
+from vllm_gaudi_spec.tools.compare import tasks as command_line
 from vllm_gaudi_spec.tools.compare.console import show, show_several
 from vllm_gaudi_spec.tools.compare.tasks import (
     BASELINE,
@@ -29,16 +29,16 @@ from vllm_gaudi_spec.tools.compare.tasks import (
     tasks_of,
     uses_demo_drafter,
 )
-from vllm_gaudi_spec.tools.compare.turns import why_not_together
 from vllm_gaudi_spec.tools.demo_model import demo_model_path
-from vllm_gaudi_spec.tools.io import output_files
+from vllm_gaudi_spec.tools.io import output
 from vllm_gaudi_spec.tools.io.command_line import Parser
+from vllm_gaudi_spec.tools.io.output import until_nobody_reads
 from vllm_gaudi_spec.tools.io.prompts import load_prompts
-from vllm_gaudi_spec.tools.io.terminal import until_nobody_reads
 from vllm_gaudi_spec.tools.report import page, record
 
 if TYPE_CHECKING:
     from vllm_gaudi_spec.tools.compare.measure import Run, Setup
+
 
 OTHER_PROMPTS = 8
 TRAINING_PROMPTS = DEMO / "training_prompts.py"
@@ -68,7 +68,7 @@ class Comparison:
     def __init__(self, options: argparse.Namespace, command: Sequence[str]) -> None:
         self.options, self.command = options, command
         # A record on stdout moves the printed text to stderr.
-        self.text_output = sys.stderr if options.json == output_files.STDOUT else sys.stdout
+        self.text_output = sys.stderr if options.json == output.STDOUT else sys.stdout
         self.environment = record.environment()
         refuse_unknown_device()
         self.device = describe_device()
@@ -100,8 +100,6 @@ class Comparison:
         for report in reports.values():
             show(report, self.device, self.text_output)
         if options.accuracy_rate is not None:
-            from vllm_gaudi_spec.tools.compare.accuracy import gsm8k_accuracy
-
             reports[name]["accuracy"] = gsm8k_accuracy(setup, speculative_config(name, options), options.limit)
             self.log(f"GSM8K accuracy       {reports[name]['accuracy']:.3f}")
         self.write(reports, setup)
@@ -146,7 +144,7 @@ class Comparison:
         return "the engine is in this process" if keeps_engine_in_process() else None
 
     def side_by_side(self, names: Sequence[str], setup: Setup) -> dict[str, Run]:
-        from vllm_gaudi_spec.tools.compare.measure import take_turns
+        from vllm_gaudi_spec.tools.compare.measure import take_turns, why_not_together
 
         shared = setup.sharing(len(names), host_memory.for_kv(SHARE_FOR_KV))
         runs: dict[str, Run] = {}
@@ -212,7 +210,7 @@ class Comparison:
             measurement=self.measurement(reports),
             tasks=reports,
         )
-        output_files.write_json(made, options.json)
+        output.write_json(made, options.json)
         if options.report:
             page.write([page.Run(options.json or "this run", made)], options.report)
             self.log(f"report: {options.report.absolute()}")
@@ -304,6 +302,39 @@ def check_what_was_asked(report: dict[str, Any], options: argparse.Namespace) ->
             raise ThresholdMissed(f"acc_rate {rate:.3f} is below the {asked} of --assert-accept-rate")
     if (asked := options.accuracy_rate) is not None and report["accuracy"] < asked:
         raise ThresholdMissed(f"GSM8K accuracy {report['accuracy']:.3f} is below the {asked} of --accuracy-rate")
+
+
+# ---- GSM8K -------------------------------------------------------------------------------------------------
+
+
+TASK = "gsm8k"
+QUESTION_TOKENS = 2048  # five worked examples and a question
+
+
+def gsm8k_accuracy(setup: Setup, config: dict[str, Any] | None, limit: int | None) -> float:
+    """Return the share of GSM8K questions whose last number is right, by lm-eval, with an engine of its own.
+
+    Neither lm-eval nor its data come with this project, and this was not run with them.
+    """
+    from lm_eval import simple_evaluate
+
+    engine = setup.engine_options(config)
+    options = {
+        "pretrained": engine.pop("model"),
+        "batch_size": "auto",
+        **engine,
+        "max_model_len": QUESTION_TOKENS + setup.osl,
+    }
+    if config is None:
+        del options["speculative_config"]
+    try:
+        found = simple_evaluate(model="vllm", model_args=options, tasks=[TASK], limit=limit)
+    except (OSError, ConnectionError) as error:
+        raise ValueError(f"GSM8K is not to be had here ({error}); leave out --accuracy-rate") from error
+    return float(found["results"][TASK]["exact_match,flexible-extract"])
+
+
+# ---- the command ----------------------------------------------------------------------------------------
 
 
 def main(arguments: Sequence[str], command: Sequence[str]) -> int:

@@ -1,4 +1,7 @@
-"""The methods that can be compared, and what each needs. Nothing heavy is imported here."""
+"""The methods that can be compared, the options of a comparison, and which of them contradict each other.
+
+Nothing heavy is imported here.
+"""
 
 from __future__ import annotations
 
@@ -11,6 +14,9 @@ from typing import Any
 from vllm_gaudi_spec.config import UNIVERSAL_DRAFT
 from vllm_gaudi_spec.drafting.table import DRAFT_MODEL, METHODS, Method
 from vllm_gaudi_spec.sampling.rules.table import RULES
+from vllm_gaudi_spec.tools.io import output
+from vllm_gaudi_spec.tools.io.command_line import add_shared, not_negative, positive, share
+from vllm_gaudi_spec.tools.io.prompts import SOURCES
 
 PROMPTS = [
     "Hello, my name is",
@@ -123,3 +129,165 @@ def tasks_of(options: argparse.Namespace) -> list[str]:
 
 def compared(options: argparse.Namespace) -> list[str]:
     return [name for name in COMPARED if draft_model(name, options) or not TASKS[name].needs_draft_model]
+
+
+# ---- options -----------------------------------------------------------------------------------------------
+
+
+DESCRIPTION = """\
+Several tasks are compared in one table with the baseline (no speculation); `compare` stands for baseline, ngram,
+draft_model and universal_draft, which is a draft model with another vocabulary.
+On the CPU their engines live side by side and take turns, prompt by prompt, so that a slow minute of the machine slows
+all of them. They run one after the other on a card, which one process owns, where memory is too small, and with
+--do-profile; the table notes it.
+
+Without --model the target is the demo model, and --draft may be left out: its drafters come with this package. For
+eagle3, medusa and mtp the demo has a tiny model of its own, with poor texts but high acceptance. With a model of your
+own and no --draft, `compare` leaves out what needs one; mtp drafts with the model itself.
+
+A drafter of the demo model was trained on the fixed prompts. Where it is the only task, its report has a second
+acceptance rate, on prompts unlike those of its training.
+
+Exit status: 0 when the task ran and met its thresholds, 1 when it failed (the last line has the reason), 2 for wrong
+options. --accuracy-rate needs lm-eval (the extra `bench`) and downloads its data; it was never run with them.
+"""
+
+
+def add_to(parser: argparse.ArgumentParser, num_prompts: str = "default: as --batch-size") -> None:
+    """`num_prompts`: its default, for the help."""
+    add = parser.add_argument
+    add(
+        "--task",
+        nargs="+",
+        default=["baseline"],
+        choices=[*TASKS, COMPARE],
+        metavar="TASK",
+        help=f"speculation method, or several to compare: {', '.join(TASKS)}; {COMPARE} is {', '.join(COMPARED)}",
+    )
+    add("--model", metavar="MODEL", help="Hugging Face id or folder of the target (default: the demo model)")
+    add_shared(
+        add,
+        "--draft",
+        dest="draft_model",
+        metavar="MODEL",
+        help="Hugging Face id or folder of the drafter (default: the demo's, with the demo model)",
+    )
+    add_shared(
+        add,
+        "--output-len",
+        dest="osl",
+        type=positive,
+        default=512,
+        metavar="N",
+        help="tokens to generate per prompt, past any end token",
+    )
+    add("--batch-size", type=positive, default=8, metavar="N", help="concurrency: requests that run together")
+    add(
+        "--num-prompts",
+        type=positive,
+        metavar="N",
+        help=f"how many prompts, of the eight fixed ones or of --prompts ({num_prompts})",
+    )
+    add("--prompts", metavar="SOURCE", help=f"{SOURCES} (default: the fixed ones)")
+    add_shared(
+        add,
+        "--num-speculative-tokens",
+        dest="num_spec_tokens",
+        type=positive,
+        default=5,
+        metavar="K",
+        help="drafts per step, at most",
+    )
+    add("--prompt-lookup-min", type=positive, default=2, metavar="N", help="ngram: shortest match, in tokens")
+    add("--prompt-lookup-max", type=positive, default=5, metavar="N", help="ngram: longest match, in tokens")
+    add(
+        "--acceptance",
+        nargs="+",
+        choices=[*RULES, *DRAFTING],
+        metavar="HOW",
+        help=f"acceptance rule ({', '.join(RULES)}), drafting mode ({', '.join(DRAFTING)}), or one of each "
+        "(default: vLLM's, standard and greedy)",
+    )
+    add(
+        "--synthetic-rates",
+        type=share,
+        nargs="+",
+        metavar="RATE",
+        help="for --acceptance synthetic: the acceptance rate of each of the k positions, from 0 to 1",
+    )
+    add("--temperature", type=not_negative, default=0.0, metavar="T", help="sampling temperature; 0: greedy")
+    add("--seed", type=int, default=0, metavar="S", help="prompt i samples with seed S + i")
+    add("--dtype", help="as for vllm serve (default: float32 on the CPU and emulated cards, else the model's own)")
+    add("--enforce-eager", action="store_true", help="as for vllm serve; on this platform it changes nothing")
+    add("--num-warmups", type=int, default=1, metavar="N", help="short runs before the measured ones")
+    add(
+        "--turns",
+        type=positive,
+        default=1,
+        metavar="N",
+        help="measured runs of each prompt, at most; tasks that take turns begin no third one after a minute",
+    )
+    add("--run-base", action="store_true", help="run without speculation as well, and compare the tokens")
+    output.add_json(add, "the record of the run")
+    add("--report", type=Path, metavar="FILE", help="write a report page (HTML)")
+    add(
+        "--do-profile",
+        type=Path,
+        nargs="?",
+        const=Path(),
+        metavar="FOLDER",
+        help="write torch.profiler's trace of the measured run to FOLDER; without FOLDER beside the file of --json, "
+        "else here (default: no trace)",
+    )
+    add(
+        "--assert-accept-rate",
+        type=share,
+        metavar="RATE",
+        help="fail when the acceptance rate, from 0 to 1, is lower (default: no threshold)",
+    )
+    add(
+        "--accuracy-rate",
+        type=share,
+        metavar="RATE",
+        help="run GSM8K by lm-eval; fail when the share of right answers, from 0 to 1, is lower (default: not run)",
+    )
+    add("--limit", type=positive, metavar="N", help="with --accuracy-rate: only the first N questions (default: all)")
+
+
+def contradiction_in(options: argparse.Namespace) -> str | None:
+    """`options.tasks` is the result of `tasks_of`."""
+    return contradiction_in_tasks(options) or contradiction_in_acceptance(options)
+
+
+def contradiction_in_tasks(options: argparse.Namespace) -> str | None:
+    names = " and ".join(options.tasks)
+    drafting = [name for name in options.tasks if TASKS[name].needs_draft_model]
+    if options.draft_model and not drafting:
+        return f"task {names} needs no draft model; leave out --draft"
+    if lacking := [name for name in drafting if not draft_model(name, options)]:
+        return f"task {lacking[0]} needs --draft"
+    if all(TASKS[name].method is None for name in options.tasks):
+        if options.acceptance or options.assert_accept_rate is not None:
+            return f"task {names} drafts nothing; leave out --acceptance and --assert-accept-rate"
+    if not options.model and len(demo_targets(options)) > 1:
+        return f"the demo has no target for {names} together; run one at a time, or give --model"
+    if len(options.tasks) > 1 and options.accuracy_rate is not None:
+        return "--accuracy-rate is for a single task"
+    if options.limit and options.accuracy_rate is None:
+        return "--limit is for --accuracy-rate"
+    return None
+
+
+def contradiction_in_acceptance(options: argparse.Namespace) -> str | None:
+    choices = options.acceptance or []
+    if any(len([one for one in choices if one in kind]) > 1 for kind in (RULES, DRAFTING)):
+        return "--acceptance takes one rule and one drafting mode at most"
+    if ("synthetic" in choices) != bool(options.synthetic_rates):
+        return "--acceptance synthetic and --synthetic-rates need each other"
+    if options.synthetic_rates and len(options.synthetic_rates) != options.num_spec_tokens:
+        return f"--synthetic-rates needs one rate for each of the {options.num_spec_tokens} drafts"
+    return None
+
+
+def file_mistake(options: argparse.Namespace) -> str | None:
+    return output.mistake("--json", options.json) or output.mistake("--report", options.report)

@@ -8,11 +8,17 @@ from typing import Any
 from vllm_gaudi_spec import versions
 from vllm_gaudi_spec.tools.doctor import findings as of
 from vllm_gaudi_spec.tools.doctor.findings import Finding
-from vllm_gaudi_spec.tools.doctor.host import host_findings
-from vllm_gaudi_spec.tools.doctor.machine import device_findings, driver_findings
+from vllm_gaudi_spec.tools.doctor.machine import device_findings, driver_findings, host_findings
 from vllm_gaudi_spec.tools.doctor.probe import probe
-from vllm_gaudi_spec.tools.doctor.settings import environment, error_findings, npu_findings, setting_findings
-from vllm_gaudi_spec.tools.doctor.software import plugin_findings, serves_vllm_ascend, version_findings
+from vllm_gaudi_spec.tools.doctor.settings import (
+    environment,
+    error_findings,
+    npu_findings,
+    plugin_findings,
+    serves_vllm_ascend,
+    setting_findings,
+    version_findings,
+)
 
 
 def examine(pair: dict[str, Any] | None, missing_model: str | None, error: str | None = None) -> dict[str, Any]:

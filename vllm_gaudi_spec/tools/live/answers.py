@@ -13,11 +13,11 @@ but the last token of an event were drafts. That is wrong in four cases:
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import closing
 from typing import Any, NamedTuple
 
-from vllm_gaudi_spec.tools.live.exposition import NotMetrics, Reading
-from vllm_gaudi_spec.tools.live.figures import ACCEPTED, PER_POSITION
+from vllm_gaudi_spec.tools.live.figures import ACCEPTED, PER_POSITION, NotMetrics, Reading
 from vllm_gaudi_spec.tools.live.http import Server, ServerError
 
 TARGET = "target"
@@ -97,3 +97,41 @@ def _length_of_last(choice: dict[str, Any], text: str) -> int:
     entries = (choice.get("logprobs") or {}).get("content") or ()
     last = entries[-1]["token"] if entries else ""
     return len(last) if text.endswith(last) else 0
+
+
+# ---- a conversation ----------------------------------------------------------------------------------------
+
+
+class Conversation:
+    def __init__(self, *, server: Server, model: str, k: int, max_tokens: int, temperature: float) -> None:
+        """`k`: 0 where nothing is known of drafts."""
+        self._server = server
+        self._k = k
+        self._options = {"model": model, "max_tokens": max_tokens, "temperature": temperature}
+        self._messages: list[dict[str, str]] = []
+
+    def clear(self) -> None:
+        self._messages.clear()
+
+    def ask(self, message: str, show: Callable[[Piece], None]) -> Answer:
+        """The conversation grows by both, or by none where the server refuses. A KeyboardInterrupt ends the answer
+        where it is, at the server too."""
+        question = {"role": "user", "content": message}
+        before = counted(self._server).accepted
+        answer = Answer(self._k)
+        with closing(self._server.stream("/v1/chat/completions", self._body(question))) as events:
+            try:
+                for piece in answer.pieces(events):
+                    show(piece)
+            except KeyboardInterrupt:
+                answer.finish_reason = INTERRUPTED
+        after = counted(self._server).accepted
+        if before is not None and after is not None and after >= before:  # less: it has started again
+            answer.num_accepted = after - before
+        self._messages += [question, {"role": "assistant", "content": answer.text}]
+        return answer
+
+    def _body(self, question: dict[str, str]) -> dict[str, object]:
+        body = {**self._options, "messages": [*self._messages, question], "stream": True}
+        # Tokens show what is a draft, and their texts where it ends. Servers without drafts are not asked for them.
+        return body | {"return_token_ids": True, "logprobs": True, "top_logprobs": 0} if self._k else body

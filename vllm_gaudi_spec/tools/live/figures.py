@@ -1,4 +1,4 @@
-"""What two readings of a server's metrics come to, as rows: of the time between them, and since the server's start."""
+"""Read a server's /metrics, and turn two readings into rows: for the time between them and since the server's start."""
 
 from __future__ import annotations
 
@@ -6,6 +6,9 @@ from collections import deque
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any, NamedTuple, TypeVar
+
+from prometheus_client.parser import text_string_to_metric_families
+from prometheus_client.samples import Sample
 
 from vllm_gaudi_spec.scheduling.metrics import (
     AUDIT_EVIDENCE,
@@ -20,7 +23,6 @@ from vllm_gaudi_spec.scheduling.metrics import (
     ROWS_WITHOUT_DRAFTS,
     STEPS,
 )
-from vllm_gaudi_spec.tools.live.exposition import Reading
 
 T = TypeVar("T")
 
@@ -267,3 +269,43 @@ def _line_of(values: Sequence[float], highest: float | None = None) -> str:
     if top <= 0:
         return _LEVELS[0] * len(values)
     return "".join(_LEVELS[min(int(value / top * len(_LEVELS)), len(_LEVELS) - 1)] for value in values)
+
+
+class NotMetrics(ValueError):
+    """The text is in another format."""
+
+
+class Reading:
+    """All samples of one moment."""
+
+    def __init__(self, text: str, at: float) -> None:
+        """`at`: seconds on any clock that all readings share."""
+        self.at = at
+        self._samples: dict[str, list[Sample]] = {}
+        try:
+            for family in text_string_to_metric_families(text):
+                for sample in family.samples:
+                    self._samples.setdefault(sample.name, []).append(sample)
+        except ValueError as error:
+            raise NotMetrics(" ".join(str(error).split())[:80]) from None
+
+    def has(self, name: str) -> bool:
+        return name in self._samples
+
+    def names(self) -> list[str]:
+        return list(self._samples)
+
+    def sum(self, name: str) -> float:
+        """Over all engines and labels; 0 where there is none."""
+        return sum(sample.value for sample in self._samples.get(name, ()))
+
+    def highest(self, name: str) -> float:
+        return max((sample.value for sample in self._samples.get(name, ())), default=0.0)
+
+    def by(self, label: str, name: str) -> dict[str, float]:
+        """Sums over all other labels, in the order of the text."""
+        found: dict[str, float] = {}
+        for sample in self._samples.get(name, ()):
+            if (value := sample.labels.get(label)) is not None:
+                found[value] = found.get(value, 0.0) + sample.value
+        return found
