@@ -20,7 +20,10 @@ from vllm.model_executor.layers.fused_moe.runner.moe_runner import MoERunner
 from vllm.model_executor.layers.fused_moe.unquantized_fused_moe_method import UnquantizedFusedMoEMethod
 
 from vllm_gaudi_spec.config import UnsupportedConfigError
-from vllm_gaudi_spec.devices.common.expert_forms import GATHERED_BYTES_AT_ONCE, num_gathered
+
+# What a gathered weight costs beside one that is used where it lies: it is read, written, and read again.
+COST_OF_GATHERING = 3
+GATHERED_BYTES_AT_ONCE = 256 << 20
 
 # --- activations ---
 
@@ -55,6 +58,12 @@ _ACTIVATIONS = {
 
 
 # --- forms ---
+
+
+def num_gathered(num_tokens: int, top_k: int, num_experts: int) -> int:
+    """Return how many experts' weights are copied together; 0 to compute with all of them in place."""
+    reached = num_tokens * top_k
+    return reached if reached * COST_OF_GATHERING < num_experts else 0
 
 
 class Call(NamedTuple):
