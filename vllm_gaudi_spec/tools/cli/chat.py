@@ -93,7 +93,7 @@ def talk(server: Server, options: argparse.Namespace) -> None:
 
 
 def messages() -> Iterator[str]:
-    """Lines that hold something, from a terminal with a history of them."""
+    """Yield the lines that are not blank; a terminal has a history."""
     if not sys.stdin.isatty():
         yield from filter(None, map(str.strip, sys.stdin))
         return

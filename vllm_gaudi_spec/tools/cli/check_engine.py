@@ -25,7 +25,7 @@ _REFUSAL = "DeviceRefusal"
 
 
 class WrongOptions(Exception):
-    """The message names them, and the remedy."""
+    """The engine refuses the options; the message names them and the remedy."""
 
 
 def main() -> int:
@@ -244,7 +244,7 @@ When the bell rang she closed the book, and when the bell rang again she opened 
 
 @dataclass(frozen=True)
 class Item:
-    """A request, when it comes (in engine steps, while there is work), and after how many steps its client leaves."""
+    """A request, the step at which it arrives, and the number of steps after which its client leaves."""
 
     name: str
     prompt: tuple[int, ...]
@@ -261,7 +261,7 @@ class Limits:
 
 
 def mixed(count: int, seed: int, text: Sequence[int], limits: Limits) -> list[Item]:
-    """`text`: tokens of TEXT in the model's own vocabulary."""
+    """Return the mixed workload; `text` is TEXT in the model's vocabulary."""
     rng = random.Random(seed)
     kinds = _kinds(count, rng)
     arrivals = _arrivals(count, rng, limits.max_num_seqs)
@@ -286,7 +286,7 @@ def mixed(count: int, seed: int, text: Sequence[int], limits: Limits) -> list[It
 
 
 def with_prompt_logprobs(seed: int, text: Sequence[int], limits: Limits) -> list[Item]:
-    """A few that ask for their prompts' log-probabilities, among one that does not."""
+    """Return requests for prompt log-probabilities, and one without."""
     rng = random.Random(seed + 1)
     wishes = [{"prompt_logprobs": wish} for wish in PROMPT_LOGPROBS]
     items = []
@@ -298,7 +298,7 @@ def with_prompt_logprobs(seed: int, text: Sequence[int], limits: Limits) -> list
 
 
 def _kinds(count: int, rng: random.Random) -> list[dict[str, Any]]:
-    """In an order of their own, each before any comes again."""
+    """Return the kinds in random order, each once before any repeats."""
     kinds: list[dict[str, Any]] = []
     while len(kinds) < count:
         kinds += rng.sample(KINDS, len(KINDS))
@@ -306,7 +306,7 @@ def _kinds(count: int, rng: random.Random) -> list[dict[str, Any]]:
 
 
 def _arrivals(count: int, rng: random.Random, max_num_seqs: int) -> list[int]:
-    """In waves, some larger than the batch, with pauses in which the batch drains."""
+    """Return arrivals in waves, some larger than the batch, with pauses in which the batch drains."""
     arrivals: list[int] = []
     tick = 0
     while len(arrivals) < count:
@@ -319,7 +319,7 @@ def _arrivals(count: int, rng: random.Random, max_num_seqs: int) -> list[int]:
 
 
 def _length(rng: random.Random, longest: int) -> int:
-    """Short ones as often as long ones."""
+    """Draw a length from a logarithmic distribution."""
     return max(1, min(longest, round(2 ** rng.uniform(0, longest.bit_length()))))
 
 
@@ -335,7 +335,7 @@ def _prompt(rng: random.Random, length: int, text: Sequence[int], vocab: int) ->
 
 
 def _fit_ids(kind: dict[str, Any], vocab: int) -> dict[str, Any]:
-    """Token ids of this vocabulary."""
+    """Map the token ids of the parameters into this vocabulary."""
     params = dict(kind)
     for name in ("allowed_token_ids", "stop_token_ids"):
         if name in params:

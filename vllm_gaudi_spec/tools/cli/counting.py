@@ -18,13 +18,13 @@ Line = dict[str, Any]
 
 
 def emulated(report: dict[str, Any]) -> dict[str, Any] | None:
-    """The emulated card's part of a worker's report; none on a real card, which counts less."""
+    """Return the emulated card's part of a worker's report, or None on a real card."""
     part = report["device"].get(EMULATOR)
     return part if isinstance(part, dict) else None
 
 
 def total_compiles(report: dict[str, Any]) -> int | None:
-    """Graphs compiled since the process began: counted by habana_frameworks, or captured by the backend."""
+    """Return the graphs compiled since the process began, by habana_frameworks or the backend."""
     device = report["device"]
     if (captured := device.get("captured")) is not None:
         return sum(captured.values())
@@ -41,12 +41,12 @@ def _metric(device: dict[str, Any], name: str) -> int | None:
 
 
 def recorded_syncs(report: dict[str, Any]) -> int:
-    """Device-to-host syncs that the runner counts."""
+    """Return the device-to-host syncs that the runner counts."""
     return round(report["host_syncs_per_step"] * report["steps"])
 
 
 class Meter:
-    """Looks at the worker's report from time to time: the emulated card keeps a limited number of steps."""
+    """Collects the worker's reports: the emulated card keeps a limited number of steps."""
 
     def __init__(self, first: dict[str, Any]) -> None:
         self.first = self.last = first
@@ -64,7 +64,7 @@ class Meter:
 
 @dataclass(kw_only=True)
 class Phase:
-    """The costs of a part of the workload. None: not counted on this device."""
+    """The counts of one part of the workload; None where the device does not count."""
 
     steps: int
     compiles: int | None
@@ -85,7 +85,7 @@ class Phase:
     download_bytes: int | None = None
     kv_bytes_read: int | None = None
     estimate_seconds: dict[str, dict[str, float]] = field(default_factory=dict)
-    """Of a Gaudi, by generation: mean, median and longest step, computed and not measured."""
+    """Mean, median and longest step by generation of Gaudi, computed and not measured."""
 
     def as_dict(self) -> dict[str, Any]:
         return asdict(self)
@@ -138,7 +138,7 @@ def new_events(before: Sequence[dict[str, Any]], after: Sequence[dict[str, Any]]
 
 
 def lines(events: Counter[Event], kind: str) -> list[Line]:
-    """Where events of this kind came from, most frequent first."""
+    """Return the source lines of events of this kind, most frequent first."""
     return [
         {"count": count, "what": what, "where": where}
         for (its_kind, what, where), count in events.most_common()
@@ -147,7 +147,7 @@ def lines(events: Counter[Event], kind: str) -> list[Line]:
 
 
 def estimate(steps: Sequence[dict[str, int]], generation: str) -> dict[str, float]:
-    """Seconds of a step."""
+    """Return estimated seconds of a step."""
     from card_emulator.cost import step_seconds
     from card_emulator.counters import Tally
 
@@ -161,7 +161,7 @@ def estimate(steps: Sequence[dict[str, int]], generation: str) -> dict[str, floa
 
 
 def graphs(warm: dict[str, Any], last: dict[str, Any]) -> dict[str, Any]:
-    """What warm-up made, and what of it the workload used."""
+    """Compare the graphs of warm-up with those that the workload used."""
     found: dict[str, Any] = {
         "signatures": warm["graphs"]["warmup"],
         "listed": warm["graphs"]["listed"],
@@ -193,7 +193,7 @@ _NOT_COUNTED = "not counted on this device"
 
 
 def findings(result: dict[str, Any]) -> list[str]:
-    """What makes the exit status 1, one line each, with the lines of source that caused it."""
+    """Return the findings that fail the check, one line each, with the source lines that caused them."""
     found = []
     for title, phase in result["phases"].items():
         if phase["compiles"]:

@@ -1,4 +1,4 @@
-"""`gaudi-spec demo`: the ways of drafting side by side; its options, and the environment that it needs."""
+"""`gaudi-spec demo`: its options, and the environment in which it compares speculation methods."""
 
 from __future__ import annotations
 
@@ -46,7 +46,7 @@ def add_to(commands: Any) -> None:
 
 
 def start(options: argparse.Namespace, arguments: Sequence[str]) -> int:
-    """Options are checked before anything heavy is loaded."""
+    """Check the options before anything heavy is loaded, then start the engines."""
     options.tasks = tasks_of(options)
     mistake = comparison.contradiction_in(options) or model_mistake(options.model, options.draft_model)
     mistake = mistake or versions.vllm_mistake() or make_folder(options) or comparison.file_mistake(options)

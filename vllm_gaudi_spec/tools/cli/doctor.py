@@ -87,7 +87,7 @@ def start(options: argparse.Namespace, arguments: Sequence[str]) -> int:
 
 
 def text_of(error: str | None) -> str | None:
-    """A file's text, where it names one."""
+    """Return the text of the file that `error` names, or `error` itself."""
     if error is None or len(error) > 200 or not Path(error).is_file():
         return error
     return Path(error).read_text(errors="replace")
@@ -110,7 +110,7 @@ def contradiction_in(options: argparse.Namespace) -> str | None:
 
 
 def pair(options: argparse.Namespace) -> dict[str, Any] | None:
-    """Options of vLLM's engine."""
+    """Return the options of vLLM's engine."""
     if options.model is None:
         return None
     spec_config = options.speculative_config

@@ -80,7 +80,7 @@ def add_to(commands: Any) -> None:
 
 
 def start(options: argparse.Namespace, arguments: Sequence[str]) -> int:
-    """Options are checked before anything heavy is loaded."""
+    """Check the options before anything heavy is loaded, then start the engine."""
     if mistake := mistake_in(options):
         return fail("graph-check", mistake)
     return become(command(options, arguments))
@@ -99,7 +99,7 @@ def mistake_in(options: argparse.Namespace) -> str | None:
 
 
 def command(options: argparse.Namespace, arguments: Sequence[str]) -> list[str]:
-    """The same command in the environment that the check needs."""
+    """Return the command in the environment that the check needs."""
     level = "INFO" if options.verbose else "WARNING"
     values = {**ENVIRONMENT, DEVICE.name: options.device, "VLLM_LOGGING_LEVEL": level}
     if options.device.endswith("-emulated"):  # on a card's machine torch would open the card

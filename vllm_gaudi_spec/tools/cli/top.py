@@ -112,7 +112,7 @@ def as_json(history: History, server: Server, rows: list[Row]) -> dict[str, Any]
 
 
 def show_live(history: History, server: Server, interval: float) -> None:
-    """Until Ctrl-C. A server that goes away is waited for: it may be on its way back."""
+    """Show the screen until Ctrl-C, and wait for a server that goes away."""
     from rich.console import Console
     from rich.live import Live
 

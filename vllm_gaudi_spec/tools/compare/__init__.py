@@ -1,1 +1,1 @@
-"""Ways of drafting side by side on one model: what `gaudi-spec demo` and tests/full_tests/spec_decode.py run."""
+"""Compare speculation methods on one model, for `gaudi-spec demo` and tests/full_tests/spec_decode.py."""

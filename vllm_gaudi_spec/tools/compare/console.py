@@ -63,7 +63,7 @@ def counted(conclusions: dict[str, int]) -> str:
 def show_several(
     reports: dict[str, dict[str, Any]], device: dict[str, str], measurement: dict[str, Any], file: TextIO
 ) -> None:
-    """One line per task, the baseline first, and how to read it."""
+    """Print one line per task, the baseline first, and how to read it."""
 
     def write(text: str) -> None:
         print(text, file=file, flush=True)

@@ -46,14 +46,14 @@ _MIN_TURNS = 2
 
 @dataclass(frozen=True, kw_only=True)
 class Setup:
-    """What is the same for the task and its baseline."""
+    """The settings that all tasks of a comparison share."""
 
     OPTIONS: ClassVar = ("osl", "batch_size", "temperature", "seed", "enforce_eager", "num_warmups", "turns")
 
     model: str
     prompts: list[str]
     other_prompts: list[str]
-    """For a second acceptance rate, after the measured run; or none."""
+    """Prompts for a second acceptance rate, after the measured run; may be empty."""
     dtype: str
     osl: int
     batch_size: int
@@ -63,7 +63,7 @@ class Setup:
     num_warmups: int
     turns: int
     kv_bytes: int | None = None
-    """For each engine's KV cache, where several share the memory."""
+    """Size of each engine's KV cache, if several share the memory."""
 
     def engine_options(self, config: dict[str, Any] | None) -> dict[str, Any]:
         tokenizer = get_tokenizer(self.model)
@@ -84,7 +84,7 @@ class Setup:
         )
 
     def sharing(self, num_engines: int, bytes_for_kv: int) -> Setup:
-        """For engines that live side by side: no KV cache is larger than what they need, so that more of them fit."""
+        """Return the setup of engines that run side by side, with KV caches no larger than needed."""
         needed = self.batch_size * self.engine_options(None)["max_model_len"] * kv_bytes_per_token(self.model)
         kv_bytes = min(max(_KV_FACTOR * needed, _MIN_KV), bytes_for_kv // num_engines)
         return replace(self, kv_bytes=kv_bytes)
@@ -97,7 +97,7 @@ class Setup:
         more: Callable[[int], None] | None = None,
         first: int = 0,
     ) -> list[Answer]:
-        """`first`: the number of the first prompt, which decides the seeds."""
+        """Answer the prompts; `first` is the number of the first one, which decides the seeds."""
         sampling = [
             SamplingParams(temperature=self.temperature, seed=self.seed + i, max_tokens=max_tokens, ignore_eos=True)
             for i in range(first, first + len(prompts))
@@ -106,7 +106,7 @@ class Setup:
 
 
 def kv_bytes_per_token(model: str) -> int:
-    """In float32, of a model with full attention; of others it is less."""
+    """Return the bytes of KV per token in float32, an upper bound for models without full attention."""
     config = get_config(model, trust_remote_code=False).get_text_config()
     heads = getattr(config, "num_key_value_heads", None) or config.num_attention_heads
     head_size = getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads
@@ -114,16 +114,16 @@ def kv_bytes_per_token(model: str) -> int:
 
 
 class Run:
-    """A task with its engine, from loading to its report; the engine stays until it is closed."""
+    """A task and its engine, which stays loaded until `close`."""
 
     def __init__(self, task: str, config: dict[str, Any] | None, setup: Setup, log: Log) -> None:
-        """Load and warm up."""
+        """Load the engine and warm it up."""
         self.task, self.setup, self._config, self._log = task, setup, config, log
         self.answers: list[Answer] = []
-        """Of the first turn."""
+        """The answers of the first turn."""
         self.seconds: Seconds = []
         self.latencies: list[list[dict[str, float | None]]] = []
-        """By turn and answer."""
+        """Latencies by turn and answer."""
         self.report: dict[str, Any] = {}
         log(f"[{task}] loading")
         self.llm: LLM | None = LLM(**setup.engine_options(config))
@@ -132,7 +132,7 @@ class Run:
             setup.generate(self.llm, setup.prompts[: setup.batch_size], min(WARMUP_TOKENS, setup.osl))
 
     def take(self, turn: int, batch: range, more: Callable[[int], None]) -> None:
-        """Answer a batch of prompts; in the first turn its answers and drafts are kept."""
+        """Answer a batch of prompts, and keep the answers of the first turn."""
         assert self.llm is not None, "it was closed"
         prompts = [self.setup.prompts[i] for i in batch]
         started = time.perf_counter()
@@ -146,7 +146,7 @@ class Run:
             self.answers += answers
 
     def finish(self, trace: Path | None = None) -> None:
-        """Make the report, when all turns were taken."""
+        """Make the report after the last turn."""
         assert self.llm is not None, "it was closed"
         setup, llm, config = self.setup, self.llm, self._config
         num_tokens = sum(len(answer.token_ids) for answer in self.answers)
@@ -181,14 +181,14 @@ class Run:
         }
 
     def _typical_step(self, llm: LLM) -> dict[str, Any] | None:
-        """Of a few steps more, after the measured ones, which are not watched. Of the first rank."""
+        """Return the typical step of the first rank, from a few more steps after the measured ones."""
         llm.collective_rpc("watch_steps")
         setup = self.setup
         setup.generate(llm, setup.prompts[: setup.batch_size], min(WATCHED_TOKENS, setup.osl))
         return llm.collective_rpc("watched_step")[0]
 
     def against(self, base: Run) -> None:
-        """Put into the report how it compares with the baseline, whose engine is asked about ties."""
+        """Add the comparison with the baseline to the report; the baseline's engine resolves ties."""
         self.report["matches_baseline"] = compare(base, self)
         self.report["speedup"] = speedup(base.seconds, self.seconds)
 
@@ -198,8 +198,10 @@ class Run:
 
 
 def take_turns(runs: Sequence[Run], setup: Setup, log: Log, enough_s: float = math.inf) -> dict[str, Exception]:
-    """All turns of these engines, batch by batch; but for the first two, none is begun that many seconds after the
-    first. Hands back what ended a task early; the others go on."""
+    """Take all turns of these engines, batch by batch, and return the errors of tasks that failed; the others go on.
+
+    After the first two, no turn begins more than `enough_s` seconds after the first.
+    """
     names, failed = ", ".join(run.task for run in runs), dict[str, Exception]()
     started, window = time.perf_counter(), 0
     for turn in range(setup.turns):
@@ -220,7 +222,7 @@ def take_turns(runs: Sequence[Run], setup: Setup, log: Log, enough_s: float = ma
 
 
 def accepted_lengths(answers: Sequence[Answer], k: int) -> list[int]:
-    """How many steps with drafts accepted 0, 1, ... k of them."""
+    """Return how many steps with drafts accepted 0, 1, ... k of them."""
     return [sum(answer.histogram[number] for answer in answers if answer.histogram) for number in range(k + 1)]
 
 
@@ -232,7 +234,7 @@ def rate_elsewhere(setup: Setup, llm: LLM, k: int, log: Log) -> float | None:
 
 
 def acceptance(answers: Sequence[Answer], k: int) -> dict[str, Any]:
-    """From the requests themselves: vLLM's counters have the engine alone that was made last in a process."""
+    """Count drafts by request: vLLM's counters only cover the engine made last in a process."""
     lengths = accepted_lengths(answers, k)
     drafts, drafted = sum(lengths), sum(answer.num_draft_tokens for answer in answers)
     accepted = sum(length * steps for length, steps in enumerate(lengths))
@@ -248,8 +250,10 @@ def acceptance(answers: Sequence[Answer], k: int) -> dict[str, Any]:
 
 
 def tokens_per_step(num_tokens: int, accepted: int) -> float:
-    """Per request and step of the target, steps without a draft included: the accepted drafts and one token more.
-    `num_tokens` is without each request's first, which is the prompt's."""
+    """Return the tokens per request and step of the target, including steps without drafts.
+
+    `num_tokens` excludes the first token of each request, which belongs to the prompt's step.
+    """
     return num_tokens / (num_tokens - accepted) if num_tokens > accepted else 1.0
 
 
@@ -273,7 +277,7 @@ def profiled(trace: Path | None, log: Log) -> Iterator[None]:
 
 
 def compare(base: Run, run: Run) -> dict[str, int]:
-    """How many texts equal the baseline's, token by token, up to the first tie."""
+    """Count the texts that equal the baseline's token by token, are tied, or differ."""
     assert base.llm is not None, "the baseline's engine is asked about ties"
     pairs = zip(base.answers, run.answers, strict=True)
     conclusions = [compare_one(base.llm, *pair, base.setup.temperature) for pair in pairs]
@@ -312,10 +316,10 @@ class Answer:
     """How many steps with drafts accepted 0, 1, ... k of them; empty without speculation."""
     num_draft_tokens: int = 0
     at: list[float] = field(default_factory=list)
-    """When each step's output was there: seconds after the request."""
+    """Seconds from the request to each step's output."""
 
     def take(self, completion: CompletionOutput, seconds: float) -> int:
-        """Add the output of a step, `seconds` after the request; returns its number of tokens."""
+        """Add the output of a step, `seconds` after the request, and return its number of tokens."""
         new = list(completion.token_ids)
         if new:
             self.token_ids += new
@@ -327,7 +331,7 @@ class Answer:
         return len(new)
 
     def latency(self) -> dict[str, float | None]:
-        """In seconds, as vLLM's benchmark names them: to the first token, per token after it, between outputs."""
+        """Return TTFT, TPOT and median ITL in seconds, as vLLM's benchmark defines them."""
         first, last, later = self.at[0], self.at[-1], len(self.token_ids) - self.sizes[0]
         gaps = [after - before for before, after in zip(self.at, self.at[1:], strict=False)]
         return {
@@ -337,8 +341,11 @@ class Answer:
         }
 
     def steps(self) -> list[tuple[int, int]]:
-        """Of each step, its tokens and how many of these were drafts. A step's last token is the target's own, save
-        where the answer's end cut it off: what is missing from the engine's count then is the last step's."""
+        """Return the number of tokens and of accepted drafts of each step.
+
+        The last token of a step is the target's own, unless the end of the answer cut it off: drafts that the
+        engine counted beyond that belong to the last step.
+        """
         drafts = [size - 1 for size in self.sizes]
         if drafts:
             drafts[-1] += sum(number * steps for number, steps in enumerate(self.histogram)) - sum(drafts)
@@ -348,7 +355,7 @@ class Answer:
         return steps
 
     def pieces(self, tokenizer: Any) -> list[str]:
-        """What each token added to the text, as vLLM writes it."""
+        """Return the text that each token added, as vLLM detokenizes it."""
         from vllm.v1.engine.detokenizer import IncrementalDetokenizer
 
         request: Any = SimpleNamespace(
@@ -366,7 +373,7 @@ class Answer:
 def ask(
     llm: LLM, prompts: Sequence[str], params: Sequence[SamplingParams], more: Callable[[int], None] | None = None
 ) -> list[Answer]:
-    """`more` is called with the number of new tokens of each step."""
+    """Generate with the engine; `more` is called with the number of new tokens of each step."""
     from vllm.inputs import tokens_input
     from vllm.sampling_params import RequestOutputKind
 
@@ -401,17 +408,17 @@ def batches(num_prompts: int, batch_size: int) -> list[range]:
 
 
 def in_order(engines: Sequence[T], window: int) -> list[T]:
-    """Forwards and backwards by turns: none is always the first, nor always next to the same."""
+    """Alternate the order, so that no engine is always first or always follows the same one."""
     return list(engines) if window % 2 == 0 else list(reversed(engines))
 
 
 def typical_seconds(seconds: Seconds) -> float:
-    """For all prompts, each batch as long as in its median turn."""
+    """Return the seconds for all prompts, each batch counted with its median turn."""
     return sum(map(median, zip(*seconds, strict=True)))
 
 
 def speedup(base: Seconds, seconds: Seconds) -> dict[str, float]:
-    """Over the baseline: median and quartiles of the quotients of the same batch in the same turn."""
+    """Return median and quartiles of the speedup, batch by batch within the same turn."""
     quotients = [other / one for turns in zip(base, seconds, strict=True) for other, one in zip(*turns, strict=True)]
     if len(quotients) == 1:
         quotients *= 2  # what quantiles need at least
@@ -420,7 +427,7 @@ def speedup(base: Seconds, seconds: Seconds) -> dict[str, float]:
 
 
 def why_not_together(num_engines: int, first: int, free: int) -> str | None:
-    """`first`: what the first engine takes, which is loaded already; the others take about as much each."""
+    """Return why engines do not fit side by side, if each takes about as much as the loaded first one."""
     needed = (num_engines - 1) * first
     if needed <= _SHARE_OF_FREE_MEMORY * free:
         return None

@@ -31,9 +31,9 @@ PHASES = (
     "rest",
     "wait",
 )
-"""In the order of a step. `wait` is for the device, and no work of the host."""
+"""The phases of a step in order. In `wait` the host waits for the device."""
 ENGINE = "engine"
-"""Between the runner's functions: vLLM's scheduler and output, and the messages between processes."""
+"""The time between the runner's functions: vLLM's scheduler and output, and messages between processes."""
 PARTS = {
     "prepare": ("apply", "plan", "build and upload", "prepare sampling", "rest"),
     "forward": ("forward call",),
@@ -41,7 +41,7 @@ PARTS = {
     "draft": ("draft",),
     "report": ("report", "wait"),
 }
-"""Of a step, as the pages name them, and their phases."""
+"""Maps the parts of a step, as the report page names them, to their phases."""
 _PART_OF = {phase: part for part, phases in PARTS.items() for phase in phases}
 
 
@@ -55,11 +55,11 @@ class Segment(NamedTuple):
 class Step:
     start: float
     batches: list[tuple[str, int, int]] = field(default_factory=list)
-    """Of each: its phase of the request, requests, tokens of each of these."""
+    """Phase of the requests, number of requests, and tokens per request, for each batch."""
 
 
 class Phases:
-    """Collects what ran while it is open, in whatever thread."""
+    """Collects the phases that run while it is watching, in any thread."""
 
     def __init__(self) -> None:
         self.segments: list[Segment] = []
@@ -67,7 +67,7 @@ class Phases:
         self._open = threading.local()
 
     def take(self) -> dict[str, float]:
-        """Seconds by phase since the last call."""
+        """Return the seconds of each phase since the last call."""
         taken, self.segments, self.steps = self.segments, [], []
         seconds: dict[str, float] = defaultdict(float)
         for segment in taken:
@@ -88,7 +88,7 @@ class Phases:
         return run
 
     def _cut(self, callers: Sequence[str]) -> None:
-        """End the segment of the function that runs; the next begins."""
+        """End the segment of the running function and begin the next one."""
         now = time.perf_counter()
         if callers:
             self.segments.append(Segment(callers[-1], self._open.since, now))
@@ -190,7 +190,7 @@ def _functions(runner: Any) -> Iterator[tuple[Any, str, str]]:
 
 
 class StepTimes:
-    """A `worker_extension_cls`: the worker's, by `collective_rpc`. It changes nothing until it is asked."""
+    """A `worker_extension_cls`, called by `collective_rpc`. It changes nothing before `watch_steps`."""
 
     model_runner: Any
 
@@ -199,6 +199,6 @@ class StepTimes:
         self._phases = self._watched.enter_context(Phases().watching(self.model_runner))
 
     def watched_step(self) -> dict[str, Any] | None:
-        """The typical step since `watch_steps`, which ends."""
+        """Stop watching, and return the typical step since `watch_steps`."""
         self._watched.close()
         return self._phases.typical_step()

@@ -1,4 +1,4 @@
-"""Generate with one way of drafting, or several, and report what each gained."""
+"""Generate with one speculation method or several, and report the speedup of each."""
 
 from __future__ import annotations
 
@@ -43,9 +43,9 @@ if TYPE_CHECKING:
 OTHER_PROMPTS = 8
 TRAINING_PROMPTS = DEMO / "training_prompts.py"
 ENOUGH_S = 60.0
-"""Of measuring side by side: on a slow machine fewer turns, which are longer."""
+"""Seconds after which no further turn begins, so that a slow machine takes fewer turns."""
 SHARE_FOR_KV = 0.9
-"""Of free memory, as vLLM's --gpu-memory-utilization has it by default."""
+"""Share of free memory, as the default of vLLM's --gpu-memory-utilization."""
 
 
 def parse_options(arguments: Sequence[str]) -> argparse.Namespace:
@@ -59,7 +59,7 @@ def parse_options(arguments: Sequence[str]) -> argparse.Namespace:
 
 
 class ThresholdMissed(Exception):
-    """The task ran, but not as well as was asked."""
+    """The task ran, but missed a threshold of its options."""
 
 
 class Comparison:
@@ -125,7 +125,7 @@ class Comparison:
         return "; ".join(f"{name}: {why}" for name, why in self.failures.items())
 
     def measured(self, names: Sequence[str], setup: Setup) -> dict[str, Run]:
-        """By task, the reports made and the engines closed. A task that fails is missing, and reported in the end."""
+        """Return the finished runs by task, with their engines closed; tasks that failed are missing."""
         self.apart = self.why_apart()
         together = len(names) > 1 and self.apart is None
         runs = self.side_by_side(names, setup) if together else self.one_by_one(names, setup)
@@ -138,7 +138,7 @@ class Comparison:
         return {name: runs[name] for name in names if name in runs}
 
     def why_apart(self) -> str | None:
-        """What keeps engines from living side by side, as far as it is known before one is loaded."""
+        """Return why engines cannot run side by side, as far as it is known before one is loaded."""
         if not computes_on_the_host(self.device["device"]):
             return "a card belongs to one process"
         return "the engine is in this process" if keeps_engine_in_process() else None
@@ -164,7 +164,7 @@ class Comparison:
         return runs
 
     def one_by_one(self, names: Sequence[str], setup: Setup) -> dict[str, Run]:
-        """The baseline comes last, and stays open: its engine is asked about ties between candidates."""
+        """Run the tasks in sequence, the baseline last: its engine stays open to resolve ties."""
         from vllm_gaudi_spec.tools.compare.measure import profiled, take_turns
 
         runs: dict[str, Run] = {}
@@ -197,7 +197,7 @@ class Comparison:
                 runs.pop(name).close()
 
     def measurement(self, reports: dict[str, dict[str, Any]]) -> dict[str, Any]:
-        """How the speeds were measured; `why_one_by_one`: why not side by side, or None."""
+        """Describe how speeds were measured; `why_one_by_one` is None if engines ran side by side."""
         return {"turns": max(len(report["seconds"]) for report in reports.values()), "why_one_by_one": self.apart}
 
     def write(self, reports: dict[str, dict[str, Any]], setup: Setup) -> None:
@@ -235,7 +235,7 @@ def target_model(options: argparse.Namespace) -> str:
 
 
 def other_prompts(options: argparse.Namespace) -> list[str]:
-    """Some that the demo's drafters were not trained on, nor on any of their form."""
+    """Return prompts unlike those that the demo's drafters were trained on."""
     if not asks_other_prompts(options):
         return []
     written = runpy.run_path(str(TRAINING_PROMPTS))
@@ -260,7 +260,7 @@ def check_the_platform() -> None:
 
 
 def check_what_is_there(options: argparse.Namespace) -> None:
-    """Before a model is loaded."""
+    """Check that files and packages are there, before a model is loaded."""
     for path in demo_files(options):
         if not path.exists():
             raise ValueError(
@@ -274,7 +274,7 @@ def check_what_is_there(options: argparse.Namespace) -> None:
 
 
 def demo_files(options: argparse.Namespace) -> list[Path]:
-    """Those of the package that the tasks read."""
+    """Return the files of this package that the tasks read."""
     drafters = [draft_model(name, options) for name in options.tasks if uses_demo_drafter(name, options)]
     targets = [] if options.model else [DEMO / folder for folder in demo_targets(options) if folder]
     return [*map(Path, filter(None, drafters)), *targets, *([TRAINING_PROMPTS] if asks_other_prompts(options) else [])]
@@ -338,7 +338,7 @@ def gsm8k_accuracy(setup: Setup, config: dict[str, Any] | None, limit: int | Non
 
 
 def main(arguments: Sequence[str], command: Sequence[str]) -> int:
-    """`command`: the words before the arguments, as a user would type them again."""
+    """Run the command; `command` is what a user types before the arguments to run it again."""
     options = parse_options(arguments)
     return until_nobody_reads(lambda: run(options, [*command, *arguments]))
 

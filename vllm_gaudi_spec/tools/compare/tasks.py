@@ -35,10 +35,10 @@ class Task:
     method: str | None
     """vLLM's name of the method; none for the baseline."""
     options: tuple[str, ...] = ()
-    """Options of the command that go to vLLM under the same name."""
+    """Options of the command that vLLM takes under the same name."""
     needs_draft_model: bool = False
     remembers_answers: bool = False
-    """Whether it drafts from requests that ended, so that a second turn would be another task."""
+    """Whether it drafts from finished requests, so that a second turn would measure something else."""
     demo_drafter: str | None = None
     """The folder under demo/ that drafts for the demo's target."""
     demo_target: str | None = None
@@ -83,13 +83,13 @@ TASKS = {
 COMPARE = "compare"
 COMPARED = (BASELINE, "ngram", DRAFT_MODEL, UNIVERSAL_DRAFT)
 DEMO = Path(__file__).parents[2] / "demo"
-"""Drafters of the demo model: in a checkout links to the folders of its demo/, in a wheel those folders."""
+"""The drafters of the demo model: links to demo/ in a checkout, folders in a wheel."""
 
 DRAFTING = ("greedy", "probabilistic", "coupled")
 
 
 def speculative_config(name: str, options: argparse.Namespace) -> dict[str, Any] | None:
-    """What the task passes to LLM(speculative_config=...)."""
+    """Return the task's value of LLM(speculative_config=...)."""
     task = TASKS[name]
     if task.method is None:
         return None
@@ -106,7 +106,7 @@ def speculative_config(name: str, options: argparse.Namespace) -> dict[str, Any]
 
 
 def draft_model(name: str, options: argparse.Namespace) -> str | None:
-    """The user's, else the demo's if the target is the demo model and the task needs one."""
+    """Return the user's draft model, else the demo's if the target is the demo model."""
     drafter = TASKS[name].demo_drafter
     return str(DEMO / drafter) if drafter and uses_demo_drafter(name, options) else options.draft_model
 
@@ -116,13 +116,13 @@ def uses_demo_drafter(name: str, options: argparse.Namespace) -> bool:
 
 
 def demo_targets(options: argparse.Namespace) -> set[str | None]:
-    """Those of the tasks that draft; None is the demo model."""
+    """Return the targets of the tasks that draft; None stands for the demo model."""
     drafting = [TASKS[name] for name in options.tasks if TASKS[name].method is not None]
     return {task.demo_target for task in drafting} or {None}
 
 
 def tasks_of(options: argparse.Namespace) -> list[str]:
-    """Each task once; where there are several the baseline is one of them, and the first."""
+    """Return each task once, with the baseline first if there are several."""
     asked = [name for task in options.task for name in (compared(options) if task == COMPARE else [task])]
     return list(dict.fromkeys(asked if len(set(asked)) == 1 else [BASELINE, *asked]))
 
@@ -154,7 +154,7 @@ options. --accuracy-rate needs lm-eval (the extra `bench`) and downloads its dat
 
 
 def add_to(parser: argparse.ArgumentParser, num_prompts: str = "default: as --batch-size") -> None:
-    """`num_prompts`: its default, for the help."""
+    """Add the options of a comparison; `num_prompts` describes the default of that option."""
     add = parser.add_argument
     add(
         "--task",
@@ -255,7 +255,7 @@ def add_to(parser: argparse.ArgumentParser, num_prompts: str = "default: as --ba
 
 
 def contradiction_in(options: argparse.Namespace) -> str | None:
-    """`options.tasks` is the result of `tasks_of`."""
+    """Return which options contradict each other, or None; `options.tasks` is set from `tasks_of`."""
     return contradiction_in_tasks(options) or contradiction_in_acceptance(options)
 
 

@@ -1,1 +1,1 @@
-"""What `gaudi-spec doctor` looks at. What may crash, as importing torch and vLLM, runs in a process of its own."""
+"""The checks of `gaudi-spec doctor`. Checks that may crash, as importing torch and vLLM, run in a child process."""

@@ -17,7 +17,7 @@ class Finding:
 
     @classmethod
     def refusal(cls, about: str, message: str) -> Finding:
-        """From a refusal in one line, which ends with the remedy."""
+        """Make a finding of a refusal in one line that ends with the remedy."""
         text, _, remedy = message.rpartition("; ")
         return cls(PROBLEM, about, text or message, remedy if text else "")
 

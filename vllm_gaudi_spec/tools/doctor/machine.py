@@ -97,7 +97,7 @@ def _shown(cards: list[str]) -> str:
 
 
 def driver_findings(root: Path = Path("/")) -> Iterator[Finding]:
-    """Of tools that are here; a machine without cards has none. A container may lack hl-smi, and its kernel knows."""
+    """Report driver versions from the tools that are here, or from the kernel where hl-smi is missing."""
     version = root / "sys/module/habanalabs/version"
     if shutil.which("hl-smi") is None and version.is_file():
         driver = version.read_text().strip()
@@ -126,7 +126,7 @@ def driver_findings(root: Path = Path("/")) -> Iterator[Finding]:
 
 
 def _beside_the_bridge(driver: str) -> Iterator[Finding]:
-    """Intel releases driver and software together."""
+    """Compare the releases of driver and software, which Intel publishes together."""
     bridge = versions.installed("habana-torch-plugin")
     if bridge is not None and _release(bridge) != _release(driver):
         yield Finding(
@@ -165,11 +165,11 @@ def _release(version: str) -> str:
 _GAUDI = "hpu"
 _MIB = 2**20
 _QUEUE_MIB = 240
-"""What vLLM wants of /dev/shm for each queue between the processes of a server: ten chunks of 24 MiB."""
+"""Size of each of vLLM's queues between processes in /dev/shm: ten chunks of 24 MiB."""
 
 
 def host_findings(root: Path = Path("/")) -> Iterator[Finding]:
-    """Nothing where no driver shows a Gaudi."""
+    """Check the host, if a driver shows a Gaudi."""
     cards = [Path(card) for card in devices.cards(_GAUDI, root)]
     if not cards:
         return
@@ -195,7 +195,7 @@ def _rights(cards: list[Path]) -> Iterator[Finding]:
 
 
 def _holders(cards: list[Path], root: Path) -> Iterator[Finding]:
-    """Processes of other containers, and of other users unless this one is root, are not seen."""
+    """Find processes that hold a card; those of other containers and users may be invisible."""
     names = {f"/{card.relative_to(root)}": card for card in cards}
     held: dict[str, list[Path]] = {}
     for process in sorted((root / "proc").glob("[0-9]*"), key=lambda folder: int(folder.name)):
@@ -254,7 +254,7 @@ def _shared_memory(root: Path) -> Iterator[Finding]:
 
 
 def _cores(cards: list[Path], root: Path) -> Iterator[Finding]:
-    """A process far from its card was measurably slower (lesson H07). Virtual machines do not show the node."""
+    """Compare NUMA nodes: a process far from its card is slower. Virtual machines do not show the node."""
     allowed = _cpu_set(_field(_text(root / "proc/self/status"), "Cpus_allowed_list"))
     located = [(_node(card, root), card) for card in cards]
     placed = sorted((node, card) for node, card in located if node is not None)
@@ -298,7 +298,7 @@ def _field(text: str, name: str) -> str:
 
 
 def _cpu_set(text: str) -> set[int]:
-    """The kernel's lists: 0-3,8,10-11."""
+    """Parse a list of the kernel, such as 0-3,8,10-11."""
     cores: set[int] = set()
     for part in filter(None, text.split(",")):
         first, _, last = part.partition("-")
@@ -307,7 +307,7 @@ def _cpu_set(text: str) -> set[int]:
 
 
 def _text(file: Path) -> str:
-    """Empty where there is no such file."""
+    """Return the text of the file, or an empty one if it cannot be read."""
     try:
         return file.read_text().strip()
     except OSError:

@@ -191,7 +191,7 @@ _CPU_BYTES = {None: 6, FLOAT32: 4, FLOAT16: 2, INT8: 1}
 
 
 def _weights(vllm_config: VllmConfig, model: ModelConfig) -> int:
-    """Bytes on one rank, about; 0 where there are no files."""
+    """Return the approximate bytes of weights on one rank; 0 without files."""
     folder, width = folder_of(model.model), model.dtype.itemsize
     if load_backend().traits.takes_cpu_weights and width == 4:
         width = _CPU_BYTES[cpu_weights_of(vllm_config)]
@@ -214,7 +214,7 @@ def _count_elements(folder: Path, files: str) -> int:
 
 
 def _drafting(vllm_config: VllmConfig, speculation: Speculation | None, drafter: ModelConfig | None) -> dict[str, int]:
-    """What drafting takes besides weights and the KV cache."""
+    """Return the memory of drafting besides weights and the KV cache."""
     if speculation is None or drafter is None:
         return {}
     rows, vocabulary = vllm_config.scheduler_config.max_num_seqs, vllm_config.model_config.get_vocab_size()
@@ -224,7 +224,7 @@ def _drafting(vllm_config: VllmConfig, speculation: Speculation | None, drafter:
 
 
 def _states(vllm_config: VllmConfig, speculation: Speculation | None) -> dict[str, int]:
-    """What recurrent layers keep of requests."""
+    """Return the memory of the states of recurrent layers."""
     rows = vllm_config.scheduler_config.max_num_seqs
     slots = num_snapshots(vllm_config, Options.from_vllm(vllm_config).state_snapshots)
     pending = num_pending(speculation.num_drafts if speculation else 0)

@@ -31,7 +31,7 @@ _REMEDIES = {
 
 
 def probe(pair: dict[str, Any] | None) -> list[Finding]:
-    """Each stage needs those before it. `pair`: the two models and how they are meant to be served."""
+    """Run the stages, each of which needs the ones before it; `pair` has the options of the engine."""
     with tempfile.TemporaryDirectory() as folder:
         task, answers, log = (Path(folder) / name for name in ("task.json", "answers", "log"))
         task.write_text(json.dumps(pair))
@@ -50,7 +50,7 @@ def probe(pair: dict[str, Any] | None) -> list[Finding]:
 
 
 def _run(command: list[str], log: Path) -> str | None:
-    """How the process ended, unless it ended well."""
+    """Return how the process ended, or None if it succeeded."""
     with log.open("w") as file:
         try:
             status = subprocess.run(command, stdout=file, stderr=file, timeout=SECONDS, check=False).returncode

@@ -38,7 +38,7 @@ from vllm_gaudi_spec.tools.doctor.findings import NOTE, OK, PROBLEM, WARNING, Fi
 
 
 def environment() -> list[dict[str, str]]:
-    """The variables of our table that are set, with their meanings."""
+    """Return the variables of our table that are set, with their meanings."""
     return [
         {"name": variable.name, "value": value, "meaning": variable.meaning}
         for variable, value in set_variables().items()
@@ -66,7 +66,7 @@ def setting_findings() -> Iterator[Finding]:
 
 
 def npu_findings() -> Iterator[Finding]:
-    """Where an NPU is the device. Nothing is imported: without its variables torch itself may not load."""
+    """Check an NPU's variables. Nothing is imported: without them torch itself may not load."""
     if choose_device() != "ascend":
         return
     if not CANN_HOME.value:
@@ -88,7 +88,7 @@ def npu_findings() -> Iterator[Finding]:
 
 
 def error_findings(message: str) -> Iterator[Finding]:
-    """Of an error message, or of a log."""
+    """Explain CANN's error codes in a message or a log."""
     found = errors.codes_in(message)
     for code in found:
         meaning, remedy = errors.CODES[code]

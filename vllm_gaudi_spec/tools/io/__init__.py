@@ -1,1 +1,1 @@
-"""What commands have in common: options, files that users name, bars."""
+"""Options, output and prompts, which the commands share."""

@@ -25,7 +25,7 @@ def add_shared(add: Callable[..., Any], name: str, **options: Any) -> None:
 
 
 class Help(argparse.RawDescriptionHelpFormatter):
-    """Adds the default to each option that takes a value and does not name it."""
+    """Add the default to the help of each option that takes a value and does not name it."""
 
     def _get_help_string(self, action: argparse.Action) -> str | None:
         text = action.help or ""
@@ -37,7 +37,7 @@ class Help(argparse.RawDescriptionHelpFormatter):
 
 
 def _shown(default: Any) -> str:
-    """For argparse, which fills in percent signs."""
+    """Return the default as argparse expects it, with percent signs doubled."""
     if default in (None, [], {}):
         return "none"
     words = default if isinstance(default, list) else [default]
@@ -70,7 +70,7 @@ class Parser(argparse.ArgumentParser):
             raise
 
     def _chosen(self, found: argparse.Namespace) -> Parser:
-        """The parser of the command, where this one has commands."""
+        """Return the parser of the chosen command, or this one if it has no commands."""
         commands = [action for action in self._actions if isinstance(action, argparse._SubParsersAction)]
         parser = commands[0].choices.get(getattr(found, commands[0].dest)) if commands else None
         return parser if isinstance(parser, Parser) else self

@@ -20,11 +20,11 @@ STDOUT = "-"
 
 
 class NotWritten(ValueError):
-    """The message names the file and the reason."""
+    """A file could not be written; the message names it and the reason."""
 
 
 def add_json(add: Any, what: str) -> None:
-    """`add`: a parser's `add_argument`."""
+    """Add `--json` with a parser's `add_argument`."""
     add(
         "--json",
         nargs="?",
@@ -35,7 +35,7 @@ def add_json(add: Any, what: str) -> None:
 
 
 def mistake(option: str, where: str | Path | None) -> str | None:
-    """Why the file cannot be written, checked before any work is done for it."""
+    """Return why the file cannot be written, or None; called before any work is done for it."""
     if where is None or str(where) == STDOUT:
         return None
     path = _resolved(where)
@@ -52,7 +52,7 @@ def mistake(option: str, where: str | Path | None) -> str | None:
 
 
 def write(option: str, where: str | Path, content: bytes) -> None:
-    """To what a user named: through links, and into a pipe or a device."""
+    """Write to the path that a user named, through links, and into pipes and devices."""
     try:
         path = _resolved(where)
         if (stream := _stream(path)) is not None:
@@ -80,28 +80,33 @@ def as_json(value: Any) -> bytes:
 
 
 def _resolved(where: str | Path) -> Path:
-    """Where links lead, except for a special file: a shell's >(...) is a link to a pipe, and a pipe has no path."""
+    """Resolve links, except to a special file: a shell's >(...) is a link to a pipe, which has no path."""
     path = Path(where)
     path = Path(os.path.realpath(path.parent)) / path.name
     return path if _is_special(path) else Path(os.path.realpath(path))
 
 
 def _is_special(path: Path) -> bool:
-    """A pipe, a device, or a descriptor of a process: a new file of that name would reach nobody."""
+    """Whether the path is a pipe, a device or a descriptor, which a new file must not replace."""
     return path.is_relative_to("/proc") or (path.exists() and not path.is_file())
 
 
 def _stream(path: Path) -> int | None:
-    """The descriptor of stdout or stderr where the path is the same file, as /dev/stderr and a log that it goes to:
-    written by another descriptor, what is printed later would stand over it."""
+    """Return the descriptor of stdout or stderr if it is the same file as the path, such as /dev/stderr.
+
+    Through another descriptor, later output would overwrite what is written.
+    """
     streams = [stream.fileno() for stream in (sys.__stdout__, sys.__stderr__) if stream is not None]
     same = (one for one in streams if path.exists() and os.path.samestat(path.stat(), os.fstat(one)))
     return next(same, None)
 
 
 def _renew(path: Path, content: bytes) -> None:
-    """A file with its rights. That it may be written is asked of itself, not of its folder; where only the folder
-    refuses, or it is mounted on its own, it is written where it stands."""
+    """Replace an existing file and keep its mode.
+
+    The file itself decides whether it may be written. If only its folder refuses, or if the file is a mount, it is
+    overwritten in place.
+    """
     if not os.access(path, os.W_OK):
         raise PermissionError(errno.EACCES, os.strerror(errno.EACCES))
     try:
@@ -126,7 +131,7 @@ _REFRESHES_PER_SECOND = 4
 
 
 def until_nobody_reads(work: Callable[[], int]) -> int:
-    """`work` and its exit status, which is 1 where whoever reads stdout has seen enough (`... | head`)."""
+    """Run `work` and return its exit status, or 1 if the reader of stdout has gone (`... | head`)."""
     try:
         status = work()
         sys.stdout.flush()  # what is short is still in the buffer
@@ -145,8 +150,10 @@ def show_table(
     numbers: bool = True,
     styles: Mapping[str, str] | None = None,
 ) -> None:
-    """Words in the first and last column, and where there are no numbers also between them. `styles`: rich's, of words
-    in the first column."""
+    """Print a table: words in the first and last column, and with `numbers` right-aligned numbers between them.
+
+    `styles` maps words of the first column to rich's styles.
+    """
     file = file or sys.stdout
     if not file.isatty():
         for line in aligned([columns, *rows]):
@@ -168,7 +175,7 @@ def show_table(
 
 
 def aligned(rows: Sequence[Sequence[str]]) -> list[str]:
-    """Words to the left, the numbers between them to the right."""
+    """Align the first and last column to the left and the numbers between them to the right."""
     widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
     return [
         "  ".join([row[0].ljust(widths[0]), *map(str.rjust, row[1:-1], widths[1:-1]), row[-1]]).rstrip() for row in rows
@@ -177,7 +184,7 @@ def aligned(rows: Sequence[Sequence[str]]) -> list[str]:
 
 @contextmanager
 def counting(title: str, total: int, done: int = 0) -> Iterator[Callable[[int], None]]:
-    """Show progress on stderr; yields a function to call with the number of new items. `done`: items from before."""
+    """Show progress on stderr; yield a function to call with the number of new items. `done`: items from before."""
     if not sys.stderr.isatty():
         yield _Lines(title, total, done).more
         return
@@ -198,7 +205,7 @@ def counted(items: Iterable[T], title: str, total: int, done: int = 0) -> Iterat
 
 
 class _Lines:
-    """A line now and then, for output that is no terminal."""
+    """Progress as a line now and then, where stderr is not a terminal."""
 
     def __init__(self, title: str, total: int, done: int) -> None:
         self._title, self._total, self._done = title, total, done
@@ -221,12 +228,14 @@ FINE, PROBLEMS, USAGE = 0, 1, 2
 
 
 _REQUIRED = ("jinja2", "numpy", "prometheus_client", "rich", "shtab")
-"""What pyproject.toml requires. Of other packages the name to import need not be the name to install."""
+"""The packages that pyproject.toml requires, whose names to import and to install are equal."""
 
 
 def guarded(command: str, work: Callable[[], int], *, verbose: bool = False) -> int:
-    """`work` and its exit status, with what may end each command as one line; `verbose`: a missing package
-    raises, with its traceback."""
+    """Run `work` and return its exit status; report what may end any command in one line.
+
+    With `verbose` a missing package raises with its traceback.
+    """
     try:
         return until_nobody_reads(work)
     except NotWritten as error:
@@ -256,7 +265,7 @@ def fail(command: str, message: str, status: int = USAGE) -> int:
 
 
 def model_mistake(*models: object) -> str | None:
-    """A folder that is not there; what is no folder's name is taken for a Hugging Face id."""
+    """Return a message if a model folder is missing; other names are taken for Hugging Face ids."""
     for model in models:
         if isinstance(model, str) and model.startswith(("/", ".", "~")) and not Path(model).is_dir():
             return f"there is no model folder {model}; give a folder or a Hugging Face id"
@@ -264,9 +273,10 @@ def model_mistake(*models: object) -> str | None:
 
 
 def python(module: str, values: dict[str, str], arguments: list[str]) -> list[str]:
-    """A module of ours in an environment of its own from the start: torch and vLLM read theirs when they are loaded,
-    and this package leaves reading them to environment/. -P: as for console scripts, modules are
-    not searched for in the current folder."""
+    """Return the command that runs a module of ours with these variables set before torch and vLLM are loaded.
+
+    -P: as for console scripts, modules are not searched for in the current folder.
+    """
     return [
         "env",
         *(f"{name}={value}" for name, value in values.items()),

@@ -15,7 +15,7 @@ from vllm_gaudi_spec.tools.io.builtin_prompts import PROMPTS
 SOURCES = "a JSONL file, a text file with a prompt on each line, a folder of text files, or a Hugging Face data set"
 _COLUMNS = ("prompt", "text", "question", "instruction", "content")
 _MAX_ROWS = 512
-"""Of a data set without --limit: data sets can be of any size."""
+"""Number of rows read from a data set without --limit, which can have any size."""
 
 
 def load_prompts(source: str | None = None, limit: int | None = None) -> list[str]:

@@ -26,7 +26,7 @@ UNKNOWN = "unknown"
 REASONING = "reasoning"
 
 INTERRUPTED = "interrupted"
-"""A finish reason of ours."""
+"""The finish reason of an answer that the user interrupted."""
 
 
 class Piece(NamedTuple):
@@ -38,9 +38,9 @@ class Counted(NamedTuple):
     """The server's figures of one moment."""
 
     k: int
-    """Drafts per step at most; 0 without speculation, and where the server has no metrics."""
+    """Maximum number of drafts per step; 0 without speculation or metrics."""
     accepted: float | None
-    """Of all requests since the server's start; None where it has no metrics, or did not answer in time."""
+    """Accepted drafts of all requests since the server's start; None if /metrics is missing or late."""
 
 
 def counted(server: Server) -> Counted:
@@ -52,18 +52,18 @@ def counted(server: Server) -> Counted:
 
 
 class Answer:
-    """Filled while its pieces are read."""
+    """An answer, which is complete when its pieces have been read."""
 
     def __init__(self, k: int) -> None:
-        """`k`: 0 where nothing is known of drafts."""
+        """`k` is the maximum number of drafts per step, or 0 if it is not known."""
         self.k = k
         self.text = ""
         self.num_tokens = 0
         self.num_drafts = 0
-        """Shown as accepted drafts."""
+        """Number of tokens shown as accepted drafts."""
         self.num_unknown = 0
         self.num_accepted: float | None = None
-        """By the server's count, with those of other requests at the same time; None where it is not known."""
+        """Accepted drafts by the server's count, which includes other requests; None if it is not known."""
         self.finish_reason = ""
 
     def pieces(self, events: Iterable[dict[str, Any]]) -> Iterator[Piece]:
@@ -93,7 +93,7 @@ class Answer:
 
 
 def _length_of_last(choice: dict[str, Any], text: str) -> int:
-    """Characters of the last token in the text of its event; 0 where they are not shown (an end token) or not whole."""
+    """Return the length of the last token's text in its event; 0 for an end token or a partial character."""
     entries = (choice.get("logprobs") or {}).get("content") or ()
     last = entries[-1]["token"] if entries else ""
     return len(last) if text.endswith(last) else 0
@@ -104,7 +104,7 @@ def _length_of_last(choice: dict[str, Any], text: str) -> int:
 
 class Conversation:
     def __init__(self, *, server: Server, model: str, k: int, max_tokens: int, temperature: float) -> None:
-        """`k`: 0 where nothing is known of drafts."""
+        """`k` is the maximum number of drafts per step, or 0 if it is not known."""
         self._server = server
         self._k = k
         self._options = {"model": model, "max_tokens": max_tokens, "temperature": temperature}

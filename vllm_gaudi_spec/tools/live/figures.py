@@ -59,11 +59,11 @@ _ALARM, _WARNING = "bold red", "yellow"
 
 
 class NotOurs(ValueError):
-    """The message explains what the server lacks."""
+    """The server does not export our metrics; the message explains what it lacks."""
 
 
 class Row(NamedTuple):
-    """`now` and `since_start` are for people; `values` are the same for programs."""
+    """A line of the screen: `now` and `since_start` are text, `values` are the same as numbers."""
 
     title: str
     now: str
@@ -82,7 +82,7 @@ def check_is_ours(reading: Reading, base: str) -> None:
 
 
 class History:
-    """Readings of the last seconds, and the throughput that was shown before."""
+    """The readings of the last seconds, and the throughput between earlier ones."""
 
     def __init__(self, seconds: float) -> None:
         self._seconds = seconds
@@ -103,7 +103,7 @@ class History:
 
     @property
     def seconds(self) -> float:
-        """That the rates are about."""
+        """Seconds between the first and the last reading, over which rates are computed."""
         return self._readings[-1].at - self._readings[0].at
 
     def rows(self) -> list[Row]:
@@ -114,7 +114,7 @@ class _Span:
     """Increments of counters, and of the sums and counts of histograms."""
 
     def __init__(self, first: Reading | None, last: Reading) -> None:
-        """`first`: None for all since the server's start."""
+        """Without `first` the increments are those since the server's start."""
         self._first, self._last = first, last
 
     def more(self, name: str) -> float:
@@ -128,7 +128,7 @@ class _Span:
         return _ratio(self.more(name), self.more(of))
 
     def shares(self, label: str, name: str, of: str) -> dict[str, float]:
-        """By label, of all of `of`; empty where that has not grown."""
+        """Return the increments by label as shares of the increment of `of`; empty if it did not grow."""
         whole = self.more(of)
         return {value: number / whole for value, number in self.more_by(label, name).items()} if whole > 0 else {}
 
@@ -137,12 +137,12 @@ class _Span:
 class _Spans:
     recent: _Span
     whole: _Span
-    """Since the server's start."""
+    """The increments since the server's start."""
     seconds: float
-    """Of the recent one."""
+    """Length of `recent`."""
 
     def row(self, title: str, figure: Callable[[_Span], T], show: Callable[[T], str], style: str = "") -> Row:
-        """The same figure of both."""
+        """Build a row with the same figure for both spans."""
         recent, whole = figure(self.recent), figure(self.whole)
         return Row(title, show(recent), show(whole), {"now": recent, "since_start": whole}, style)
 
@@ -152,11 +152,11 @@ class _Spans:
         return Row(title, f"{_number(rate)} {history}".rstrip(), f"{count:,.0f} in all", values)
 
     def count(self, title: str, name: str, style: str) -> Row:
-        """`style`: while it grows."""
+        """Build a row of a counter, shown in `style` while it grows."""
         return self.row(title, lambda span: span.more(name), _whole_number, self.style(lambda s: s.more(name), style))
 
     def style(self, count: Callable[[_Span], float], growing: str = _ALARM) -> str:
-        """Of what should not have happened: yellow once it no longer does."""
+        """Return the style of a fault: `growing` while it recurs, yellow once it has stopped, else none."""
         return growing if count(self.recent) else _WARNING if count(self.whole) else ""
 
 
@@ -272,14 +272,14 @@ def _line_of(values: Sequence[float], highest: float | None = None) -> str:
 
 
 class NotMetrics(ValueError):
-    """The text is in another format."""
+    """The text is not in Prometheus' format."""
 
 
 class Reading:
     """All samples of one moment."""
 
     def __init__(self, text: str, at: float) -> None:
-        """`at`: seconds on any clock that all readings share."""
+        """Parse the text; `at` is the time in seconds, on a clock that all readings share."""
         self.at = at
         self._samples: dict[str, list[Sample]] = {}
         try:
@@ -296,14 +296,14 @@ class Reading:
         return list(self._samples)
 
     def sum(self, name: str) -> float:
-        """Over all engines and labels; 0 where there is none."""
+        """Return the sum over all engines and labels; 0 without samples."""
         return sum(sample.value for sample in self._samples.get(name, ()))
 
     def highest(self, name: str) -> float:
         return max((sample.value for sample in self._samples.get(name, ())), default=0.0)
 
     def by(self, label: str, name: str) -> dict[str, float]:
-        """Sums over all other labels, in the order of the text."""
+        """Return the sums by value of one label, in the order of the text."""
         found: dict[str, float] = {}
         for sample in self._samples.get(name, ()):
             if (value := sample.labels.get(label)) is not None:

@@ -1,4 +1,4 @@
-"""Requests to a server; whatever goes wrong is one line with the remedy."""
+"""Requests to a server; every failure is reported in one line with the remedy."""
 
 from __future__ import annotations
 
@@ -19,21 +19,21 @@ _DONE = "[DONE]"
 
 
 class ServerError(Exception):
-    """The message names the server, and the remedy."""
+    """A request failed; the message names the server and the remedy."""
 
     def __init__(self, message: str) -> None:
         super().__init__(printable(message))
 
 
 def printable(text: str) -> str:
-    """Replace the codes in a server's text that would steer the terminal, all but newlines and tabs."""
+    """Replace control characters other than newlines and tabs, which could steer the terminal."""
     return "".join(
         "\N{REPLACEMENT CHARACTER}" if unicodedata.category(one) == "Cc" and one not in "\n\t" else one for one in text
     )
 
 
 def base_of(url: str) -> str:
-    """The root of the server, of any address of it that users have at hand."""
+    """Return the root of the server from any of its addresses, such as that of /v1 or /metrics."""
     text = url if "://" in url else f"http://{url}"
     parts = urlsplit(text)
     try:
@@ -48,7 +48,7 @@ def base_of(url: str) -> str:
 
 class Server:
     def __init__(self, url: str, key: str | None = None) -> None:
-        """`key`: a secret for `url` alone, and for no error's text."""
+        """`key` is a secret: it is sent to `url` only and appears in no error message."""
         self.base = base_of(url)
         if key is not None and not (key.isascii() and key.isprintable()):
             raise ValueError("OPENAI_API_KEY has a character that no header can have")
@@ -61,7 +61,7 @@ class Server:
         return printable(self._open("/metrics", None, _SECONDS).decode(errors="replace"))
 
     def model(self) -> str:
-        """The id of the first one."""
+        """Return the id of the server's first model."""
         answer = self._open("/v1/models", None, _SECONDS)
         try:
             return str(json.loads(answer)["data"][0]["id"])
@@ -69,7 +69,7 @@ class Server:
             raise ServerError(f"{self.base} names no model at /v1/models: it is no OpenAI-compatible server") from None
 
     def stream(self, path: str, body: dict[str, Any]) -> Generator[dict[str, Any], None, None]:
-        """The events of a streamed answer, as they come. An error of the server within the stream is raised."""
+        """Yield the events of a streamed answer as they arrive; raise an error that the server sends among them."""
         with self._response(path, body, _SECONDS_OF_A_STREAM) as response:
             lines = iter(response)
             while True:

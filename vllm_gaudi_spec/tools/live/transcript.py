@@ -1,4 +1,4 @@
-"""A conversation on a terminal, accepted drafts in colour; elsewhere nothing but the answers."""
+"""Print a conversation: on a terminal with accepted drafts in color, elsewhere only the answers."""
 
 from __future__ import annotations
 

@@ -67,7 +67,7 @@ def render(runs: Sequence[Run]) -> str:
 
 
 def summary(runs: Sequence[Run]) -> dict[str, Any]:
-    """All figures and texts of the page."""
+    """Return all figures and texts of the page."""
     fastest = max((task["tokens_per_s"] for run in runs for task in run.record["tasks"].values()), default=0.0)
     shown = [_run(run, fastest) for run in runs]
     panel = of_runs([run.record for run in runs])
@@ -122,7 +122,7 @@ def _headline(tasks: list[dict[str, Any]]) -> str:
 
 
 def _scales(tasks: Collection[dict[str, Any]]) -> dict[str, float]:
-    """Seconds at the end of the bars: the longest of all tasks."""
+    """Return the seconds at the end of the latency bars: the largest of all tasks."""
     return {
         name: max((spread["high"] for task in tasks if (spread := _spread(task, name))), default=0.0)
         for name in _LATENCIES
@@ -130,7 +130,7 @@ def _scales(tasks: Collection[dict[str, Any]]) -> dict[str, float]:
 
 
 def _spread(task: dict[str, Any], name: str) -> dict[str, float] | None:
-    """Median and quartiles over all answers of all turns."""
+    """Return median and quartiles over all answers of all turns."""
     values = [one[name] for turn in task["latencies"] for one in turn if one[name] is not None]
     if not values:
         return None
@@ -139,7 +139,7 @@ def _spread(task: dict[str, Any], name: str) -> dict[str, float] | None:
 
 
 def _latency(task: dict[str, Any], name: str, longest: float) -> dict[str, Any] | None:
-    """In milliseconds; and in percent of the longest, for its bar."""
+    """Return a latency in milliseconds, and as a percentage of the longest for its bar."""
     if (spread := _spread(task, name)) is None:
         return None
     low, middle, high = (spread[of] for of in ("low", "median", "high"))
@@ -223,7 +223,7 @@ def _prompt(number: int, tasks: dict[str, Any]) -> dict[str, Any]:
 
 
 def _parts(answer: dict[str, Any]) -> list[tuple[str, int]]:
-    """The text in parts, each with its number of accepted drafts; 0 for the target's own tokens."""
+    """Split the text into parts with their number of accepted drafts; 0 for the target's own tokens."""
     parts: list[tuple[str, int]] = []
     start = 0
     for size, drafts in answer["steps"]:
@@ -257,13 +257,13 @@ def _number(count: int, name: str) -> str:
 
 
 WIDTH, HEIGHT = 380, 250
-"""So that text is of its size on a phone too."""
+"""Small enough that text keeps its size on a phone."""
 _LEFT, _RIGHT, _TOP, _BOTTOM = 40, 14, 14, 42
 _MAX_TICKS = 6
 _APART = 8
-"""Between points of one x, so that their bars do not cover each other."""
+"""Distance between points of one x, so that their bars do not overlap."""
 LINES = 6
-"""More look alike; page.css has a colour and a dash pattern for each."""
+"""Maximum number of lines; page.css has a color and a dash pattern for each."""
 
 
 class Point(NamedTuple):
@@ -285,7 +285,7 @@ class Panel(NamedTuple):
 
 
 def of_runs(records: list[dict[str, Any]]) -> Panel | None:
-    """By task and k; of one model and at several concurrencies, else none."""
+    """Return the speedup by task and k, if the runs are of one model at several concurrencies."""
     found: dict[str, dict[int, Point]] = defaultdict(dict)
     if len({record["settings"]["model"] for record in records}) > 1:
         return None
@@ -305,7 +305,7 @@ def of_runs(records: list[dict[str, Any]]) -> Panel | None:
 
 
 def drawing(panel: Panel) -> dict[str, Any]:
-    """What the template puts into its SVG."""
+    """Return the coordinates and texts that the template puts into its SVG."""
     lines = dict(list(panel.lines.items())[:LINES])
     points = [point for line in lines.values() for point in line]
     all_x = sorted({point.x for point in points})

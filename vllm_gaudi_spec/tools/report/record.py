@@ -24,11 +24,11 @@ _PACKAGES = ("vllm-gaudi-spec", "torch", "transformers", "habana-torch-plugin", 
 
 
 class RecordError(ValueError):
-    """A file that is no record, or not one that can be read; the message is one line and names the file."""
+    """A file is not a readable record; the message is one line and names the file."""
 
 
 def environment() -> dict[str, str]:
-    """The variables of our table that are set. Call it before a run, which sets some itself."""
+    """Return the variables of our table that are set. Call it before a run, which sets some itself."""
     return {variable.name: value for variable, value in set_variables().items()}
 
 
@@ -62,7 +62,7 @@ def mean_acceptance_length(task: dict[str, Any]) -> float:
 
 
 def how_measured(measurement: dict[str, Any]) -> str:
-    """How the speeds were measured, in a sentence."""
+    """Describe in a sentence how the speeds were measured."""
     turns, apart = measurement["turns"], measurement["why_one_by_one"]
     count = "once" if turns == 1 else f"{turns} times"
     if apart is not None:
