@@ -1,5 +1,9 @@
-"""Sessions, whose input comes turn by turn (`AsyncLLM.generate` of several inputs): after which token a turn starts,
-and what answers the turns of one that ended with an error."""
+"""Sessions, whose input arrives turn by turn (`AsyncLLM.generate` with several inputs).
+
+Decides after which token a turn starts, and what answers the turns of a session that ended with an error. It is here
+because without it the turns of a session differ with drafts from those without: vLLM counts drafts after a stop token
+as computed, and a recurrent state has read tokens that vLLM takes back. It can go when vLLM does both right.
+"""
 
 from __future__ import annotations
 
@@ -18,8 +22,10 @@ if TYPE_CHECKING:
 
 
 class Sessions(Scheduler):
-    """vLLM's scheduler, whose sessions end their turns with drafts, with recurrent states and while preempted, and
-    end with an error where they outgrow the model."""
+    """vLLM's scheduler with sessions that work with drafts, with recurrent states and under preemption.
+
+    A session that outgrows the model ends with an error.
+    """
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:
         super().__init__(*args, **kwargs)
