@@ -1,12 +1,11 @@
-"""Signatures of steps: the warm-up jobs that make them, the recorder that reports new ones after warm-up, and the
-observer that measures steps."""
+"""Signatures of steps: the warm-up jobs that make them, and the recorder that reports new ones after warm-up."""
 
 from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Callable, Hashable, Iterable, Iterator, Mapping
 from contextlib import contextmanager
-from typing import TYPE_CHECKING, NamedTuple, Protocol
+from typing import TYPE_CHECKING, NamedTuple
 
 from vllm.logger import init_logger
 
@@ -14,12 +13,9 @@ from vllm_gaudi_spec.records import WorkerCounts
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
-    from contextlib import AbstractContextManager
-
-    from vllm.v1.core.sched.output import SchedulerOutput
 
     from vllm_gaudi_spec.devices.base import DeviceBackend, Memory
-    from vllm_gaudi_spec.records import Planned, SampleShape
+    from vllm_gaudi_spec.records import SampleShape
     from vllm_gaudi_spec.sampling.params import Branch
 
 logger = init_logger(__name__)
@@ -157,19 +153,3 @@ class StepRecorder:
             "steps": self.num_steps,
             "host_syncs_per_step": (num_host_syncs - self._syncs_before) / max(self.num_steps, 1),
         }
-
-
-class StepObserver(Protocol):
-    """An observer that measures a runner's steps: called on the host, while the device may still be at work."""
-
-    def step_begins(self) -> None:
-        """`execute_model` was called."""
-        ...
-
-    def step_planned(self, scheduled: SchedulerOutput, batches: Sequence[Planned]) -> None:
-        """The batches of the newest step. Not called for a step that computes nothing."""
-        ...
-
-    def drafting(self) -> AbstractContextManager[None]:
-        """Around each call that makes or prepares drafts; a step has several."""
-        ...

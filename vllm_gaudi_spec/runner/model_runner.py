@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from contextlib import AbstractContextManager, nullcontext
 from functools import partial
 from typing import TYPE_CHECKING
 
@@ -23,7 +22,6 @@ from vllm_gaudi_spec.runner.data_parallel import DataParallelLockstep
 from vllm_gaudi_spec.runner.device_step import DeviceStep
 from vllm_gaudi_spec.runner.encoders import Encoders
 from vllm_gaudi_spec.runner.graphs import (
-    StepObserver,
     StepRecorder,
     drafts_signature,
     report_signature,
@@ -59,8 +57,6 @@ if TYPE_CHECKING:
     from vllm_gaudi_spec.records import Drafts, SampleBatch
     from vllm_gaudi_spec.scheduling.outputs import DrafterStatus, SpecSchedulerOutput
 
-_NOT_OBSERVED = nullcontext()
-
 
 class ModelRunner:
     def __init__(self, vllm_config: VllmConfig, backend: DeviceBackend, *, shows_progress: bool) -> None:
@@ -74,8 +70,6 @@ class ModelRunner:
         self.num_drafts = self.speculation.num_drafts if self.speculation else 0
         self.num_snapshots = num_snapshots(vllm_config, self.options.state_snapshots)
         self.async_scheduling = vllm_config.scheduler_config.async_scheduling
-        self.observer: StepObserver | None = None
-        """Set by tools that measure steps."""
         self.pending: list[Planned] = []
         self.report: Report | None = None
         self.drafter_status: DrafterStatus | None = None
@@ -242,8 +236,6 @@ class ModelRunner:
 
     def execute_model(self, scheduled: SpecSchedulerOutput) -> ModelRunnerOutput | None:
         """Prepare and forward. None means that `sample_tokens` returns the result."""
-        if self.observer is not None:
-            self.observer.step_begins()
         self.apply(scheduled)
         if not scheduled.total_num_scheduled_tokens:
             if scheduled.warms_up:
@@ -252,8 +244,6 @@ class ModelRunner:
             return CountedOutput([], {}, worked=self.recorder.worked(self.backend, is_last=True))
         self.scheduled = scheduled
         self.pending = plan_batches(scheduled, self.requests, self.shapes, self.max_scheduled_drafts(scheduled))
-        if self.observer is not None:
-            self.observer.step_planned(scheduled, self.pending)
         planned = self.lockstep.fit(self.pending) if self.lockstep else self.pending
         for batch in [make_batch(self.requests, one) for one in planned]:
             if batch.requests:
@@ -361,8 +351,7 @@ class ModelRunner:
             return
         self.prompt_logprobs.collect(batch, self.recorder.saw)
         if self.drafting is not None:
-            with self.observed_drafting():
-                self.drafting.follow(batch)
+            self.drafting.follow(batch)
 
     def finish(self, pending: list[Planned], grammars: dict[str, Grammar], max_drafts: int) -> Report:
         """One sampling pass over all requests that sample, whatever batch computed them. A prompt's last position is a
@@ -410,8 +399,7 @@ class ModelRunner:
         needs the drafts too, both are sent after drafting in one copy: a step has one device-to-host sync.
         `of_drafting`: the same requests as the drafter takes them, with their `inputs`."""
         report = None if self.host_needs_drafts(batch.requests) else self.send(step)
-        with self.observed_drafting():
-            drafts_follow = drafting.propose(of_drafting, inputs, max_drafts)
+        drafts_follow = drafting.propose(of_drafting, inputs, max_drafts)
         step.draft_rounds = drafting.take_rounds()
         if report is None:
             if drafts_follow:
@@ -443,15 +431,11 @@ class ModelRunner:
             self.custom.follow(step.requests, output.sampled_token_ids)
         if self.drafting is not None:
             outgrown = self.drafting.outgrown()
-            with self.observed_drafting():
-                self.drafting.propose_on_host(step, max_drafts)
+            self.drafting.propose_on_host(step, max_drafts)
             if isinstance(output, SpeculativeOutput):
                 output.why.update(dict.fromkeys(outgrown, metrics.LENGTH))
                 output.draft_rounds += self.drafting.take_rounds()
         return output
-
-    def observed_drafting(self) -> AbstractContextManager[None]:
-        return _NOT_OBSERVED if self.observer is None else self.observer.drafting()
 
     def release_late_interaction_query_cache(self, query_keys: list[str]) -> None:
         """Called by vLLM's worker class: texts that ended before all others were compared with them."""
