@@ -46,6 +46,8 @@ COPY requirements/card.txt requirements/card-build.txt requirements/card-source.
 COPY requirements/*.in requirements/
 COPY pyproject.toml README.md LICENSE ./
 COPY vllm_gaudi_spec/__init__.py vllm_gaudi_spec/
+COPY card_emulator/pyproject.toml card_emulator/README.md card_emulator/LICENSE card_emulator/
+COPY card_emulator/src/card_emulator/__init__.py card_emulator/src/card_emulator/
 # The last line: torch must still be the image's, in the version that was asked for.
 RUN python requirements/install.py card \
     && python -c "from importlib.metadata import distribution as d; t = d('torch'); where = str(t.locate_file('')); \
@@ -110,6 +112,8 @@ COPY requirements/card.txt requirements/card-build.txt requirements/card-source.
 COPY requirements/*.in requirements/
 COPY pyproject.toml README.md LICENSE ./
 COPY vllm_gaudi_spec/__init__.py vllm_gaudi_spec/
+COPY card_emulator/pyproject.toml card_emulator/README.md card_emulator/LICENSE card_emulator/
+COPY card_emulator/src/card_emulator/__init__.py card_emulator/src/card_emulator/
 RUN python requirements/install.py ascend
 
 # ---- Ascend: run --------------------------------------------------------------------------------

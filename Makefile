@@ -190,7 +190,7 @@ lint: $(VENV)/.stamp-dev  ## check with ruff, import-linter, mypy, and linters o
 	@$(BIN)/ruff check .
 	@$(BIN)/lint-imports
 	@$(BIN)/mypy
-	@$(BIN)/pymarkdown scan --recurse $(wildcard *.md docs demo examples requirements calibration)
+	@$(BIN)/pymarkdown scan --recurse $(wildcard *.md docs demo examples requirements calibration card_emulator)
 	@$(BIN)/hadolint Dockerfile
 
 # No set-up: the few packages for it have an environment of their own.

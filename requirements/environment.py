@@ -16,7 +16,7 @@ import sys
 from pathlib import Path
 
 HERE = Path(__file__).resolve().parent
-PROJECT = HERE.parent / "pyproject.toml"
+PROJECTS = [HERE.parent / "pyproject.toml", HERE.parent / "card_emulator" / "pyproject.toml"]
 # On top of a card's image: it sees the image's torch, and pip cannot change that from there. The image has a pip, and
 # may lack what would install another.
 ON_TOP = {"card": ["--system-site-packages", "--without-pip"]}
@@ -25,7 +25,7 @@ ON_TOP = {"card": ["--system-site-packages", "--without-pip"]}
 def contents(what: str) -> str:
     """A hash over all that decides what such an environment has."""
     digest = hashlib.sha256(f"{sys.version}\0{HERE}\0".encode())
-    for path in [*sorted(HERE.glob(f"{what}*.txt")), HERE / "torch.txt", HERE / "install.py", PROJECT]:
+    for path in [*sorted(HERE.glob(f"{what}*.txt")), HERE / "torch.txt", HERE / "install.py", *PROJECTS]:
         digest.update(path.read_bytes())
     return digest.hexdigest()
 

@@ -163,7 +163,7 @@ def install_card(done: int = 0) -> None:
         paths = os.pathsep.join(filter(None, (tools, os.environ.get("PYTHONPATH"))))
         pip(progress, "--require-hashes", *options, PYTHONPATH=paths, **CARD_BUILD)
         progress.done()
-    install_project(f"{steps[3]} this project")
+    install_project(f"{steps[3]} this project and its emulated cards", EMULATOR)
 
 
 def install_ascend() -> None:

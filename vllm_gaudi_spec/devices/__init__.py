@@ -23,7 +23,7 @@ PLUGIN = "gaudi_spec"
 
 EMULATOR = "card_emulator"
 """The package that plays cards."""
-GET_EMULATOR = "install vllm-gaudi-spec with its extra `emulator`, or run `make setup` in a checkout"
+GET_EMULATOR = "install it from the folder card_emulator/ of a checkout, or from its wheel beside this project's"
 
 
 class Device(NamedTuple):
