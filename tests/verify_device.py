@@ -5,7 +5,7 @@
     make verify-gaudi ARGS=--rehearse   the same on the emulated card, to see that the command works
 
 make takes .venv's Python where there is one, else python3; another one: PYTHON -m tests.verify_device gaudi, from the
-root of the checkout. It needs vLLM, this project, card_emulator/, and pytest with pytest-timeout (requirements/dev.txt).
+root of the checkout. It needs vLLM, this project, card_emulator/, pytest and pytest-timeout (requirements/dev.txt).
 
 Runs the self-test, the conformance suite and the full tests on the card, then graph-check with one workload on the card
 and on the emulated one, each in a process of its own, and compares what both counted. Writes report.json, and
