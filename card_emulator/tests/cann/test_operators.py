@@ -321,12 +321,12 @@ def test_npu_v04_a17_calls_that_the_pages_refuse(case: str, npu: Any) -> None:
     with pytest.raises(RuntimeError, match=words):
         run()
     library = ctypes.CDLL(LIBRARY)
-    library.vgs_cann_allow(words.encode())
+    library.emulated_cann_allow(words.encode())
     try:
         run()
         npu.synchronize()
     finally:
-        library.vgs_cann_allow(b"")
+        library.emulated_cann_allow(b"")
 
 
 def slots(*numbers: int) -> None:

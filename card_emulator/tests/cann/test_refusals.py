@@ -38,19 +38,19 @@ class Acl:
     @contextmanager
     def allowing(self, words: str) -> Iterator[None]:
         """Without the refusals that have these words."""
-        self._library.vgs_cann_allow(words.encode())
+        self._library.emulated_cann_allow(words.encode())
         try:
             yield
         finally:
-            self._library.vgs_cann_allow(b"")
+            self._library.emulated_cann_allow(b"")
 
     @contextmanager
     def without_computing(self) -> Iterator[None]:
-        self._library.vgs_cann_compute(ctypes.c_bool(False))
+        self._library.emulated_cann_compute(ctypes.c_bool(False))
         try:
             yield
         finally:
-            self._library.vgs_cann_compute(ctypes.c_bool(True))
+            self._library.emulated_cann_compute(ctypes.c_bool(True))
 
     def made(self, name: str, *arguments: Any) -> ctypes.c_void_p:
         found = ctypes.c_void_p()
