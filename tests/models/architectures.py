@@ -905,7 +905,6 @@ STATEFUL |= {
 
 # ---- with images or sound --------------------------------------------------------------------------------
 
-QWEN_VISION = dict(depth=1, embed_dim=32, hidden_size=32, num_heads=2, patch_size=14, spatial_merge_size=2)
 MROPE = dict(rope_type="default", rope_theta=10_000.0, mrope_section=[4, 6, 6])
 MIXED_MROPE = MROPE | dict(mrope_interleaved=True)
 # What the third layer makes of an image goes to the text model's second.
