@@ -43,11 +43,11 @@ FEWER_WORDS = 32000
 SAMPLING = {"greedy": (0.0, 1.0), "sampled": (0.7, 0.9)}
 """Temperature and top-p."""
 STEP_TOKENS = 16384
-"""Of a step, in every engine: the default of upstream offline on a GPU of this size; here it is 8,192."""
+"""Tokens of a step in every engine: upstream's offline default on a GPU of this size. Our default is 8,192."""
 FIRST = 16
 """Tokens of the turns whose whole time is reported as that of prompts."""
 STEPS = "vllm:iteration_tokens_total"
-"""How many steps an engine made. How many drafts a turn accepts is luck, of which a step's time has little."""
+"""Counts an engine's steps. The drafts that a turn accepts vary at random; the time of a step hardly does."""
 
 
 def parse_options() -> argparse.Namespace:

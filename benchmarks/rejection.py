@@ -44,7 +44,7 @@ NOISE = 1.0
 # Cells that count: B at least this, and logits over so many bytes.
 COUNTED_BATCH, COUNTED_BYTES = 8, 64e6
 ASKED = 0.7
-"""Of the bandwidth with which this GPU reads."""
+"""The share of this GPU's read bandwidth that a sampler is expected to reach."""
 SET_BYTES, MOST_SETS = 300e6, 16
 SECONDS = 0.004
 TIE = 1e-4
@@ -257,7 +257,7 @@ def check(rules: Rules, device: str, shapes: list[tuple[int, int, int]]) -> dict
 
 
 def captured_seconds(runs: list[Callable[[], Verification]]) -> float:
-    """Of one run, as replays of a graph of all of them."""
+    """Return the seconds of one run, measured by replays of a graph of all runs."""
     for run in runs[:2]:
         run()
     torch.cuda.synchronize()
@@ -305,7 +305,7 @@ class Cell:
 
     @property
     def ratio(self) -> float | None:
-        """Of upstream's faster sampler to ours."""
+        """Time of upstream's faster sampler divided by ours; None without upstream's."""
         upstream = [time for name, time in self.seconds.items() if name != "ours"]
         return min(upstream) / self.seconds["ours"] if upstream else None
 
@@ -315,7 +315,7 @@ class Cell:
 
     @property
     def speed(self) -> float:
-        """Of logits, read or not."""
+        """Bytes of logits per second, whether they are read or not."""
         return self.logits / self.seconds["ours"]
 
 

@@ -25,7 +25,7 @@ class Drafter(NamedTuple):
     config: dict[str, Any]
     is_model: bool = True
     learns: bool = False
-    """From the answers that it has seen, so each temperature gets a fresh one."""
+    """Whether the drafter learns from the answers that it has seen. Each temperature then gets a fresh one."""
 
 
 class Way(NamedTuple):
@@ -67,7 +67,7 @@ def temperatures(way: str) -> list[float]:
 
 
 def measure(options: argparse.Namespace) -> dict[str, Any]:
-    """In a child process: one case, by temperature."""
+    """Measure one case at each temperature, in a child process."""
     name, way = options.part.split("/")
     drafter, model = DRAFTERS[name], demo_model_path()
     from vllm.tokenizers import get_tokenizer

@@ -84,7 +84,7 @@ def measure_batch(engines: dict[str, Engine], batch: int, options: argparse.Name
 
 
 def tokens_a_step(engine: Engine) -> float | None:
-    """Of steps that verified something."""
+    """Return the mean acceptance length of steps with drafts; None if there was none."""
     drafts = engine.counter(DRAFTS)
     return 1 + engine.counter(ACCEPTED) / drafts if drafts else None
 

@@ -113,7 +113,7 @@ class Steps:
         )
 
     def set_context(self, context: int, num_drafts: int) -> Callable[[], None]:
-        """A function that sets the context of every request, one token more for each copy, and its number of drafts."""
+        """Return a function that sets each request's number of drafts and context, one token more for each copy."""
         requests = self._runner.requests
         computed_R = torch.zeros_like(requests.computed_R)
         for names in self._rows:
@@ -150,7 +150,7 @@ class Steps:
         return partial(runner.device_step.finish, batch.num_queries, batch.rows_B, batch.listed, inputs)
 
     def seconds(self, batch: int, context: int, num_drafts: int, repeats: int) -> dict[str, float]:
-        """Of a rectangle: its forward, its verification, and both."""
+        """Return the seconds of a rectangle's forward, of its verification, and of both."""
         put = self.set_context(context, num_drafts)
         names = [row[0] for row in self._rows[:batch]]
         forward, finish = self.forward(names, 1 + num_drafts), self.finish(names, 1 + num_drafts)

@@ -208,7 +208,7 @@ def markdown(header: list[str], rows: list[list[str]]) -> str:
 def write_rows(
     options: argparse.Namespace, settings: Iterable[str], rows: list[Any], machine: Any = None, **more: Any
 ) -> None:
-    """What was measured, into the file that was asked for. `settings`: the options that matter, by name."""
+    """Write rows of results to the file named by --json, with the options named in `settings`."""
     used_settings = {name: getattr(options, name) for name in settings}
     write_json(options.json, {**used_settings, **more, "rows": rows, "machine": machine or describe_machine()})
 

@@ -43,7 +43,7 @@ RESAMPLES = 2000
 
 
 def parser_of(doc: str | None) -> argparse.ArgumentParser:
-    """With the options by which `common.run_part` starts a script again."""
+    """Return a parser with the options by which `common.run_part` starts a program again."""
     parser = Parser(description=doc)
     parser.add_argument("--part", help=argparse.SUPPRESS)
     parser.add_argument("--result", type=Path, help=argparse.SUPPRESS)
@@ -52,7 +52,7 @@ def parser_of(doc: str | None) -> argparse.ArgumentParser:
 
 
 def add_acceptance_options(parser: argparse.ArgumentParser, report: str) -> None:
-    """For scripts that measure cases one by one and keep them."""
+    """Add the options of programs that measure cases one by one and keep the results."""
     common.add_output_len(parser, 64)
     parser.add_argument("--prompts", type=int, metavar="N", help="prompts of each kind (default: all, 24 and 8)")
     parser.add_argument("--batch-size", type=int, default=16, metavar="N", help="concurrency")
@@ -126,12 +126,12 @@ def texts_named(name: str, limit: int | None = None) -> list[str]:
 
 
 def random_prompts(length: int, count: int) -> list[list[int]]:
-    """Of ids that every vocabulary has."""
+    """Return prompts of random token ids that every vocabulary has."""
     return np.random.default_rng(0).integers(3, 512, (count, length)).tolist()
 
 
 def encode(tokenizer: Any, texts: list[str], bos: bool) -> list[list[int]]:
-    """Some models are lost without their beginning of text, others were trained without one."""
+    """Encode texts, with a beginning-of-text token if `bos`: some models need it, others were trained without one."""
     before = [tokenizer.bos_token_id] if bos else []
     return [before + tokenizer.encode(text, add_special_tokens=False) for text in texts]
 
@@ -161,7 +161,7 @@ def sampling(temperature: float, tokens: int, seed: int, num_drafts: int | None 
 
 
 def ask(llm: Any, prompts: list[list[int]], temperature: float, tokens: int, num_drafts: int) -> dict[str, Any]:
-    """What each request counted, and the seconds that all took together."""
+    """Run the prompts; return each request's counts and the total seconds."""
     params = [sampling(temperature, tokens, 1000 * num_drafts + i, num_drafts) for i in range(len(prompts))]
     started = time.perf_counter()
     outputs = llm.generate([{"prompt_token_ids": ids} for ids in prompts], params, use_tqdm=False)
@@ -170,8 +170,10 @@ def ask(llm: Any, prompts: list[list[int]], temperature: float, tokens: int, num
 
 
 def counts(completion: Any) -> dict[str, Any]:
-    """Of one request, after its first token, which is the prompt's: tokens, target steps, and for each step that had
-    drafts how many were accepted. No step goes past the end, so each token that was not drafted is one step's.
+    """Return a request's tokens, target steps, and accepted drafts of each step that had drafts.
+
+    The first token is left out, since the prompt yields it. No step goes past the end, so each token that was not
+    drafted is one step's.
     """
     metrics = completion.spec_decode_metrics
     accepted = [] if metrics is None else list(metrics.per_step_accepted)

@@ -105,7 +105,7 @@ def write_model(folder: Path, size: str, words: Iterable[str] = (), **changes: A
 
 
 def weight_bytes(shape: dict[str, int], dtype: torch.dtype) -> int:
-    """What a step reads of the weights: all but the embedding table, of which it reads a row a token."""
+    """Return the bytes of weights that a step reads: all but the embedding table, which it reads by row."""
     hidden, heads, kv = shape["hidden_size"], shape["num_attention_heads"], shape["num_key_value_heads"]
     size = shape["head_dim"]
     layer = hidden * size * (2 * heads + 2 * kv) + 3 * hidden * shape["intermediate_size"] + 2 * hidden
@@ -113,12 +113,12 @@ def weight_bytes(shape: dict[str, int], dtype: torch.dtype) -> int:
 
 
 def kv_bytes(shape: dict[str, int], dtype: torch.dtype) -> int:
-    """Of one token in all layers."""
+    """Return the bytes of KV of one token in all layers."""
     return 2 * shape["num_hidden_layers"] * shape["num_key_value_heads"] * shape["head_dim"] * dtype.itemsize
 
 
 def rates_of(rate: float, k: int) -> list[float]:
-    """How often the first drafts are all accepted."""
+    """Return the probability that the first 1, 2, ... k drafts are all accepted."""
     return [rate ** (i + 1) for i in range(k)]
 
 
@@ -126,7 +126,7 @@ def rates_of(rate: float, k: int) -> list[float]:
 
 
 def keep_engine_here() -> None:
-    """In this process, where its runner is at hand."""
+    """Run engines in this process, so that their runner can be reached."""
     os.environ["VLLM_ENABLE_V1_MULTIPROCESSING"] = "0"
 
 

@@ -142,7 +142,7 @@ def take(engines: dict[str, Asked], count: int, ask: Callable[[Asked], Answer]) 
 
 @contextlib.contextmanager
 def side_by_side() -> Iterator[dict[str, Engine]]:
-    """By name, to be filled; whatever happens, those that were started end with the block."""
+    """Yield a dictionary for engines by name. The engines in it end with the block, whatever happens."""
     engines: dict[str, Engine] = {}
     try:
         yield engines

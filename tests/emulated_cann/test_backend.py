@@ -72,7 +72,7 @@ try:
 except RuntimeError: pass
 ones.add_(1)
 """,
-    # As after a step that raised, whose engine goes on to wait for the one before it.
+    # The engine waits for the step before the one that raised.
     "raised elsewhere": """
 stream = torch.npu.current_stream()
 try:
@@ -140,7 +140,7 @@ def _rank(rank: int, size: int, folder: str) -> None:
 
 
 def groups_of_a_worker(rank: int, size: int) -> list[str]:
-    """As a worker starts: vLLM's groups, their first collectives, and those of the self-test, in graphs."""
+    """Run what a worker runs at start-up: vLLM's groups, their first collectives, and the self-test's in graphs."""
     from vllm.config import VllmConfig, set_current_vllm_config
     from vllm.distributed import parallel_state
 

@@ -87,7 +87,7 @@ def install_npu(torch_npu: Path, cache: Path) -> None:
 
 
 def _enter(module: ModuleType) -> None:
-    """What a card needs of torch."""
+    """Install what a card needs into torch."""
     import os
 
     import torch
@@ -108,7 +108,7 @@ def _enter(module: ModuleType) -> None:
 
 
 def counted() -> Device | Card:
-    """What counts for reports: the card below torch_npu where that runs, else `device()`."""
+    """Return the card whose counters reports use: the one below torch_npu if that runs, else `device()`."""
     return device() if _under_torch_npu is None else _under_torch_npu
 
 

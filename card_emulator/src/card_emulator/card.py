@@ -26,16 +26,16 @@ class DeviceRefusal(RuntimeError):
 
 @dataclass(frozen=True)
 class Model:
-    """What a card is, as far as it differs from the others."""
+    """Properties in which cards differ."""
 
     name: str
     device_type: str
-    """What torch calls it."""
+    """Torch's name of the device type."""
     dispatch_key: str
     guard_slot: int
     """Its c10::DeviceType, part of torch's ABI."""
     count: int
-    """How many of them a process sees. It uses one."""
+    """Number of cards that a process sees. It uses one."""
     memory: int
     """Bytes that the allocator offers."""
     out_of_memory: str
@@ -52,14 +52,14 @@ class Model:
     downloads_late: bool
     """Whether an event does not cover a download into memory that is not pinned."""
     queue: Callable[[Device], Queue]
-    """What becomes of operations outside graphs."""
+    """Makes the queue that takes operations outside graphs."""
 
 
 class Recording(Protocol):
-    """What goes on while a graph is captured; `program.Capture` is one."""
+    """A graph capture in progress, such as `program.Capture`."""
 
     what: str
-    """For messages."""
+    """Name of the activity in messages."""
 
     def record(self, operation: Any) -> None: ...
 
@@ -80,7 +80,7 @@ class GraphRecord:
     ops: int
     nbytes: int
     recipes: int = 1
-    """What its operations are compiled to, one after the other; equal ones are compiled once."""
+    """Number of recipes that the graph's operations are compiled to. Equal recipes are compiled once."""
     replays: int = 0
 
 
@@ -129,7 +129,7 @@ class Device:
         self.graph_bytes = 0
         self.graphs_held = 0
         self.graph_recipes: set[int] = set()
-        """Of captured graphs, each once."""
+        """Distinct recipes of captured graphs."""
         # Settings. A collective inside a graph needs PT_HPU_ENABLE_LAZY_COLLECTIVES on a Gaudi.
         self.lazy_collectives = False
         # Refuses what is known to fail on some cards or releases, though perhaps not on all.
@@ -148,15 +148,15 @@ class Device:
         """Whether graphs are made and nothing is computed."""
         self.bridge_flags: dict[str, Any] = {}
         self.concatenations: dict[Hashable, tuple[bool, str]] = {}
-        """In compiled mode, outside of regions. By what a recipe is found, whether the first was along the last
-        dimension, and its line."""
+        """Concatenations outside regions in compiled mode: maps the key of a recipe to whether the first one was along
+        the last dimension, and to its line."""
         self.generator = torch.Generator()
         self.generator.manual_seed(0)
         self.blocked: str | None = None
 
     @property
     def capture(self) -> Recording | None:
-        """What the calling thread records. Others may wait for results meanwhile."""
+        """The calling thread's capture. Other threads may wait for results meanwhile."""
         return getattr(self._recording, "capture", None)
 
     @capture.setter
@@ -164,7 +164,7 @@ class Device:
         self._recording.capture = capture
 
     def choose(self, index: int) -> None:
-        """Which of those that it sees the process uses, once and for all."""
+        """Choose the card that the process uses, once and for all."""
         if index != self.where.index and (self.pid or not 0 <= index < self.model.count):
             raise RuntimeError(f"a process has one device, {self.where}; {self.where.type}:{index} was asked for")
         self.where = torch.device(self.where.type, index)
@@ -184,7 +184,7 @@ class Device:
 
     @memory_limit.setter
     def memory_limit(self, value: int) -> None:
-        """For tests: a card of less memory."""
+        """Limit the card's memory, for tests."""
         self.model = replace(self.model, memory=value)
 
     @property
@@ -300,7 +300,7 @@ class Device:
             raise DeviceRefusal(f"during {self.capture.what}: {what}, at {here()}")
 
     def after_fork(self) -> None:
-        """In the child: a real card hangs when a process forks after opening it."""
+        """Block the card in a forked child: a real one hangs if the process opened it before the fork."""
         if self.installed and self.pid and self.pid != os.getpid():
             self.blocked = "the device was opened before this process was forked; start workers with spawn"
 

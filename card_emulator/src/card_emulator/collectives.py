@@ -75,7 +75,7 @@ def _group_name(args: Sequence[Any]) -> str:
 
 
 def _issue_and_wait(info: OpInfo, args: Sequence[Any]) -> None:
-    """For replays, where nobody else waits."""
+    """Run a collective of a replay, where nobody else waits for it."""
     out = info.func(*args)
     (out[-1] if isinstance(out, (tuple, list)) else out).wait()
 

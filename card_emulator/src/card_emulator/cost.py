@@ -32,7 +32,7 @@ CARDS = {
 # Fitted: see above.
 MEMORY_SHARE = 0.918
 MATRIX_SHARE = 0.797 * 4096 / (4096 + 1710)
-"""For hidden states of 4,096 numbers: narrower matrices have more edges."""
+"""The share for hidden states of size 4,096. It falls with the width, since narrower matrices have more edges."""
 SHARPNESS = 3
 """Memory and arithmetic overlap: their times are added as a norm of this degree, which is nearly the larger one."""
 # Starting a recipe or graph, and waiting for one from Python. Unverified: the order of magnitude of any PCIe card.

@@ -1,4 +1,4 @@
-"""What the device was made to do, by step and in total, with the source line of everything that costs."""
+"""Counters of the device's work, per step and in total, with the source line of everything that costs."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ class Tally:
     ops: int = 0
     """Nodes run, outside and inside graphs; views are none."""
     stray_ops: int = 0
-    """Those outside graphs."""
+    """Operations outside graphs."""
     lazy_compiles: int = 0
     """New recipes of operations outside every graph."""
     graph_captures: int = 0
@@ -86,7 +86,7 @@ class Counters:
         self.events[Event(kind, what, where or here())] += 1
 
     def lines(self, kind: str) -> list[str]:
-        """Where events of this kind came from, most frequent first."""
+        """Return the source lines of events of this kind, most frequent first."""
         return [event.where for event, _ in self.events.most_common() if event.kind == kind]
 
     def next_step(self) -> Tally:

@@ -1,4 +1,4 @@
-"""How an emulated card enters programs that know nothing of it: torch loads it when it is imported.
+"""Bring an emulated card into unmodified programs: torch loads it when it is imported.
 
 A door is a folder for PYTHONPATH with a distribution whose entry point `torch.backends` installs the card, as the
 vendor's own does on a machine with one. The environment reaches every child process, and so does the card. The folder

@@ -1,4 +1,4 @@
-"""What stops an emulated card from being set up."""
+"""Errors that stop the set-up of an emulated card."""
 
 
 class SetupError(RuntimeError):

@@ -1,4 +1,4 @@
-"""What stock torch lacks for a device that it only knows by name, put in place for this process."""
+"""Add to this process what stock torch lacks for a device that it only knows by name."""
 
 from __future__ import annotations
 

@@ -104,7 +104,7 @@ def one_hot(classes: torch.Tensor, num_classes: int) -> torch.Tensor:
 
 
 def _log1p(tensor: torch.Tensor) -> torch.Tensor:
-    """How far a card's own kernel is off near zero is published nowhere, so a hostile card has the naive one."""
+    """Compute log(1 + x), naively on a hostile card: nobody has published how far a card's kernel is off near zero."""
     if not DEVICE.hostile:
         return aten.log1p.default(tensor)
     return (tensor.float() + 1).log_().to(tensor.dtype)

@@ -1,4 +1,4 @@
-"""What the device makes of each operation: decided once per operation, looked up at every call."""
+"""The device's treatment of each operation: decided once per operation, looked up at every call."""
 
 from __future__ import annotations
 
@@ -63,7 +63,7 @@ def _flops_of_attention(args: Sequence[Any], kwargs: dict[str, Any], out: Any) -
 
 
 def _flops_of_experts(args: Sequence[Any], kwargs: dict[str, Any], out: Any) -> int:
-    """Of the experts that tokens are sent to."""
+    """Return the floating-point operations of the experts that tokens are sent to."""
     lists = [list_ for list_ in args if isinstance(list_, (list, tuple)) and list_ and list_[0].dim() == 2]
     result: int = 2 * args[1].numel() * sum(weights[0].numel() for weights in lists)
     return result
@@ -86,11 +86,11 @@ class OpInfo:
     func: Any
     """The overload, for taking composites apart."""
     name: str
-    """Without namespace: `index.Tensor`."""
+    """The name without its namespace, such as `index.Tensor`."""
     packet: str
     overload: str
     run: Callable[..., Any]
-    """On inner tensors; what a captured graph replays."""
+    """Runs the operation on inner tensors; a captured graph replays it."""
     writes: tuple[int | str, ...]
     """Positions or names of arguments changed in place."""
     view: bool

@@ -77,7 +77,7 @@ class Capture:
     """Open while a graph is recorded. Tensors that it neither receives nor makes are kept by reference."""
 
     what = "graph capture"
-    """What goes on, for messages."""
+    """Name of the activity in messages."""
 
     def __init__(self, name: str, track_results: bool = False) -> None:
         self.name = name

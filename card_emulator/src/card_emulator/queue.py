@@ -1,4 +1,4 @@
-"""What becomes of operations outside graphs."""
+"""Queues of operations outside graphs."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from card_emulator.counters import Counters
 
 
 class QueueDevice(Protocol):
-    """What a queue needs of its device."""
+    """Interface of a device to its queue."""
 
     lazy: bool
     counters: Counters
@@ -18,7 +18,7 @@ class QueueDevice(Protocol):
 
 
 class QueuedTensor(Protocol):
-    """What a queue notes on a tensor."""
+    """State that a queue keeps on a tensor."""
 
     epoch: int
     index: int

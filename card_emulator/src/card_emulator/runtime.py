@@ -1,4 +1,4 @@
-"""What `torch.hpu` has as any accelerator. Work is done when a call returns, so that streams and events only count."""
+"""The parts of `torch.hpu` that every accelerator has. Calls return when their work is done, so streams only count."""
 
 from __future__ import annotations
 
@@ -62,7 +62,7 @@ class Event:
 
 
 class Streams:
-    """Which stream work is issued on."""
+    """The stream on which work is issued."""
 
     def __init__(self, kind: type[Stream]) -> None:
         self._default = kind()

@@ -1,4 +1,4 @@
-"""Which line of the user's code an event came from."""
+"""Find the line of the user's code that caused an event."""
 
 from __future__ import annotations
 

@@ -185,7 +185,7 @@ class Operation(NamedTuple):
     kwargs: dict[str, Any]
     results: Sequence[Any]
     new: Sequence[DeviceTensor]
-    """Those of the results that were no arguments."""
+    """Results that are not arguments."""
     single: bool
     """It returned its result, and no sequence of them."""
 
@@ -347,7 +347,7 @@ def _is_ours(value: Any) -> bool:
 
 
 def _before(info: OpInfo, args: Sequence[Any], kwargs: dict[str, Any]) -> dict[str, Any]:
-    """What is counted or refused before anything runs."""
+    """Count or refuse an operation before anything runs."""
     device = DEVICE
     name = f"aten.{info.name}"
     if check := _CHECKS.get(info.name):
@@ -372,7 +372,7 @@ def _before(info: OpInfo, args: Sequence[Any], kwargs: dict[str, Any]) -> dict[s
 
 
 def refuse_values(what: str) -> None:
-    """In compile-only mode a value would decide what Python does next, and there are none."""
+    """Refuse to read a value while a graph is captured, or in compile-only mode, which computes none."""
     DEVICE.refuse_in_capture(f"{what} reads a value on the host")
     if DEVICE.compile_only:
         raise DeviceRefusal(f"{what} at {here()} reads a value, and compile-only mode computes none")

@@ -32,7 +32,7 @@ class Watcher:
         self.num_compared = 0
         self.changed: list[str] = []
         self.times: list[tuple[int, float, float]] = []
-        """For each request, its index in NORMAL and when it began and ended."""
+        """Index in NORMAL, begin and end of each request."""
         self._over = threading.Event()
         self._thread = threading.Thread(target=self._run, daemon=True)
 

@@ -24,7 +24,7 @@ THIS_FILE = os.path.basename(__file__)
 
 
 def test_the_backend_is_never_to_blame(card: Any) -> None:
-    """Of a copy, a wait or a capture made through it, the line that asked for it is reported."""
+    """The report names the line that asked the backend for a copy, a wait or a capture."""
     from vllm_gaudi_spec.devices.hpu.backend import make_backend
 
     backend = make_backend()
@@ -88,10 +88,10 @@ def test_fp8_has_the_bits_of_the_cpus_simulation(card: Any, dtype: torch.dtype) 
 def test_q01_the_range_is_not_left_to_the_cards_cast(
     card: Any, dtype: torch.dtype, inverse: torch.Tensor, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """What a card's does past it is published nowhere: here no number comes out, as of torch's own."""
+    """No source says what a card's cast returns past its range. Here it returns NaN, like torch's own."""
 
     def to_e4m3_or_nan(x: torch.Tensor, largest: float) -> torch.Tensor:
-        # What is rounded to the largest number is that.
+        # Numbers that round down to the largest one are within the range.
         is_past = x.abs() > largest * (1 + 2.0**-5)
         return x.float().masked_fill(is_past, torch.nan).clamp(-largest, largest).to(torch.float8_e4m3fn)
 
@@ -114,7 +114,7 @@ def test_q01_the_range_is_not_left_to_the_cards_cast(
 def test_recipes_are_estimated_where_they_were_published(
     layers: str, mode: str, words: str, card: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """With a marker after each layer."""
+    """Estimates exist only for lazy mode with a marker after each layer."""
     from vllm_gaudi_spec.devices.hpu.backend import make_backend
 
     monkeypatch.setenv("VLLM_CONFIG_HIDDEN_LAYERS", layers)
@@ -153,7 +153,7 @@ def test_steps_in_flight_are_not_compiled_only(card: Any, monkeypatch: pytest.Mo
 
 
 def test_an_engine_process_may_ask_for_kernels_first() -> None:
-    """As one of several data-parallel engines does: it completes its configuration before it has a worker."""
+    """A data-parallel engine completes its configuration before it has a worker."""
     code = "from vllm.platforms import current_platform as it; print(it.get_default_ir_op_priority(None).rms_norm)"
     environment = os.environ | {"VGS_DEVICE": "hpu-emulated", "PT_HPU_LAZY_MODE": "1", "VLLM_LOGGING_LEVEL": "ERROR"}
     finished = subprocess.run(

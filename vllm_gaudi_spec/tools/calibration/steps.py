@@ -81,7 +81,7 @@ _READ_FROM = {"matmul_qk": "k_cache", "matmul_av": "v_cache"}
 
 @dataclass
 class Notes:
-    """What `postprocess` did to a record."""
+    """The changes that `postprocess` made to a record."""
 
     shared: list[str] = field(default_factory=list)
     """Matmuls that take the range of their cache."""

@@ -313,7 +313,7 @@ class Answer:
     sizes: list[int] = field(default_factory=list)
     """Number of tokens of each step of the target; the first is the prompt's."""
     histogram: list[int] = field(default_factory=list)
-    """How many steps with drafts accepted 0, 1, ... k of them; empty without speculation."""
+    """Numbers of steps with drafts that accepted 0, 1, ... k of them; empty without speculation."""
     num_draft_tokens: int = 0
     at: list[float] = field(default_factory=list)
     """Seconds from the request to each step's output."""

@@ -1,4 +1,4 @@
-"""Where the host's time in a step goes: the runner's own functions, each without those that it calls.
+"""Break down the host's time in a step: the runner's own functions, each without those that it calls.
 
 On a CPU, which computes what it calls, these are the times of the step's parts; on a card a call hands its graph over,
 and what the host waits for the card is a phase of its own.
@@ -137,8 +137,10 @@ class Phases:
         yield runner, "execute_model", self._begins
 
     def typical_step(self) -> dict[str, Any] | None:
-        """Of the decode steps with the most requests and tokens, the one of median duration, from its begin to the next
-        one's; None where there is none."""
+        """Return the decode step of median duration among those with the most requests and tokens, or None.
+
+        A step lasts from its begin to the next one's.
+        """
         windows = [
             (step.start, after.start, step.batches[0])
             for step, after in zip(self.steps, self.steps[1:], strict=False)

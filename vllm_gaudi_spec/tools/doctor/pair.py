@@ -234,8 +234,10 @@ def _states(vllm_config: VllmConfig, speculation: Speculation | None) -> dict[st
 
 
 def _kv_bytes(model: ModelConfig, vllm_config: VllmConfig) -> int:
-    """Of one token in all layers with attention, on one rank. Latent attention keeps one vector where others keep keys
-    and values."""
+    """Return the bytes of KV of one token in all layers with attention, on one rank.
+
+    Latent attention keeps one vector where other layers keep a key and a value.
+    """
     parallel = vllm_config.parallel_config
     if not (num_layers := num_layers_with_kv(model, parallel)):
         return 0
@@ -245,8 +247,10 @@ def _kv_bytes(model: ModelConfig, vllm_config: VllmConfig) -> int:
 
 
 def _room_for_kv(vllm_config: VllmConfig, weights: int, drafting: int) -> int | None:
-    """Of one rank, as its worker reckons, where the host is the device; a card's memory is not looked at without
-    opening it."""
+    """Return the bytes that a rank's worker would give to KV, or None.
+
+    Only the memory of a host is known here: a card has to be opened to read its own.
+    """
     cache = vllm_config.cache_config
     if cache.kv_cache_memory_bytes is not None:
         return int(cache.kv_cache_memory_bytes)

@@ -114,7 +114,7 @@ class _Span:
     """Increments of counters, and of the sums and counts of histograms."""
 
     def __init__(self, first: Reading | None, last: Reading) -> None:
-        """Without `first` the increments are those since the server's start."""
+        """Compare two readings. Without `first`, increments count from the server's start."""
         self._first, self._last = first, last
 
     def more(self, name: str) -> float:

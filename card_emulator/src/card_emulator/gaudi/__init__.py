@@ -1,1 +1,1 @@
-"""What is Gaudi's own: lazy mode, HPU graphs, Habana's package and fused operations."""
+"""The parts that only a Gaudi has: lazy mode, HPU graphs, Habana's package and fused operations."""

@@ -103,9 +103,11 @@ def _write_in_place(graph: fx.Graph) -> None:
 
 
 def _lay_out(node: fx.Node) -> None:
-    """What an operation makes lies in memory as in the trace, by which the graph's views are chosen. Torch's trace has
-    contiguous results of elementwise operations on a Gaudi (_subclasses/fake_impls.py, is_noncontiguous_supported),
-    and its kernels for a CPU keep the order of their operands' dimensions."""
+    """Give an operation's result the memory layout of the trace, by which the graph's views are chosen.
+
+    Torch traces elementwise operations on a Gaudi with contiguous results (_subclasses/fake_impls.py,
+    is_noncontiguous_supported), while its CPU kernels keep the order of their operands' dimensions.
+    """
     traced = node.meta.get("val")
     if not isinstance(node.target, torch._ops.OpOverload) or not isinstance(traced, torch.Tensor):
         return

@@ -119,7 +119,7 @@ def hidden_keys(
     seq_padding_type: str,
     window: Sequence[int],
 ) -> torch.Tensor | None:
-    """Which keys a query does not see, besides those of a mask."""
+    """Return the keys that a query does not see, apart from those of a mask; None if it sees all."""
     num_queries, num_keys = q.shape[-2], k.shape[-2]
     hidden = None
     if is_causal or max(window, default=-1) >= 0:
@@ -193,7 +193,7 @@ def check_sdpa(
 
 
 def check_sinks(q: torch.Tensor, sinks: torch.Tensor | None) -> None:
-    """What vllm-gaudi passes, extension/ops.py: the layer's parameter as it is."""
+    """Refuse sinks other than those that vllm-gaudi passes: the layer's parameter as it is (extension/ops.py)."""
     if sinks is not None and (sinks.dtype != q.dtype or sinks.shape != q.shape[-3:-2]):
         raise DeviceRefusal(f"hpu::sdpa_fwd with sinks {list(sinks.shape)} in {sinks.dtype} for queries in {q.dtype}")
 
@@ -327,7 +327,7 @@ def check_fp8(*scales: torch.Tensor | None) -> None:
 
 
 def _times(x: torch.Tensor, scale: torch.Tensor) -> torch.Tensor:
-    """In bfloat16 where x is, the scale rounded first; shown by the same files."""
+    """Multiply in bfloat16 if `x` has that dtype, with the scale rounded first; the same files show it."""
     return x * scale.bfloat16() if x.dtype is torch.bfloat16 else x.float() * scale
 
 

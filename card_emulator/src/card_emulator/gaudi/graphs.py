@@ -31,7 +31,7 @@ class GraphCapture(Capture):
     def _begin_recipe(self) -> None:
         self._recipe = 0
         self._numbers: dict[tuple[str, int], int] = {}
-        """Of tensors in it, in their order."""
+        """Numbers of the tensors in it, in their order."""
 
     def _append(
         self, run: Callable[..., Any], args: Sequence[Any], kwargs: dict[str, Any], outs: int | list[int], line: Line
@@ -83,14 +83,14 @@ _STORED_AS = {torch.int64: torch.int32, torch.float64: torch.float32}
 
 
 class Form(NamedTuple):
-    """Of a tensor among the arguments."""
+    """Geometry of a tensor among the arguments."""
 
     shape: torch.Size
     stride: tuple[int, ...]
     offset: int
     dtype: torch.dtype
     number: int
-    """Of the tensor: one given twice has one."""
+    """The tensor's number. A tensor that is passed twice has one number."""
 
 
 class Inputs:
@@ -251,8 +251,11 @@ class CapturedGraph:
         return self.outputs
 
     def copy_unread(self, inputs: Sequence[DeviceTensor]) -> None:
-        """What the bridge does before each replay (1.19, graphs.py, copy_to): a graph of its own outside of this one,
-        compiled at the second call, that writes into the tensors given at the first."""
+        """Copy inputs that the graph does not read into the tensors of the first call.
+
+        The bridge does so before each replay (1.19, graphs.py, copy_to), by a graph of its own that is compiled at the
+        second call.
+        """
         for index, first in self.unread:
             DEVICE.counters.event("copy of an unread input", f"{index} of {self.record.name}")
             first.copy_(inputs[index])

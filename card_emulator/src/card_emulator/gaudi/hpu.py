@@ -38,7 +38,7 @@ def get_device_properties(device: Any = None) -> NoReturn:
 
 
 def get_device_name(device: Any = None) -> str:
-    """With a console of the runtime's, lines of its log come with it (vllm-gaudi, pull request 963)."""
+    """Return the card's name, after lines of the runtime's log if that goes to the console (vllm-gaudi#963)."""
     name = DEVICE.generation.upper()
     return f"[device] opened\n{name}" if DEVICE.hostile and DEVICE.console else name
 

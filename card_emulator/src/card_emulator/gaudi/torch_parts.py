@@ -34,7 +34,7 @@ class _AnyGenerator(type(torch._C.Generator)):  # type: ignore[misc]
 
 
 class Generator(torch._C.Generator, metaclass=_AnyGenerator):
-    """Of the host, under the card's name: its numbers are drawn on the host in either case."""
+    """The host's generator under the card's name: random numbers are drawn on the host in either case."""
 
     def __new__(cls, device: Any = "cpu") -> Any:
         where = torch.device(device)

@@ -12,7 +12,7 @@ from card_emulator.counters import Counters, Tally
 
 
 class Counts(NamedTuple):
-    """What the runtime counts, in its order."""
+    """Counters of the runtime, in its order."""
 
     launches: int
     """Operators and copies outside of graphs."""
@@ -31,7 +31,7 @@ class Counts(NamedTuple):
     graphs: int
     collectives: int
     kv_bytes_read: int
-    """By the fused attention."""
+    """Bytes of KV that the fused attention read."""
 
 
 class Card:
@@ -64,8 +64,10 @@ class Card:
 
     @contextmanager
     def tracing(self) -> Iterator[list[str]]:
-        """What is launched in the block, in its order: a line for each operator and each graph, and after a graph one
-        for each operator in it, indented."""
+        """Yield a list that is filled with the launches of the block, in their order.
+
+        Each operator and each graph has a line; the operators of a graph follow it, indented.
+        """
         lines: list[str] = []
         self._library.emulated_cann_trace(ctypes.c_bool(True))
         try:
@@ -138,7 +140,7 @@ class Card:
 
     @memory_limit.setter
     def memory_limit(self, value: int) -> None:
-        """For tests: a card of less memory."""
+        """Limit the card's memory, for tests."""
         self._library.emulated_cann_limit_memory(ctypes.c_uint64(value))
 
     @property
