@@ -12,11 +12,11 @@ from typing import Any
 import pytest
 import torch
 import torch.nn.functional as F
-from gaudi_scene import hpu, ids
 
 import card_emulator
 from card_emulator import report
 from card_emulator.gaudi.models import MODELS
+from card_emulator.testing import hpu, ids
 
 THIS_FILE = os.path.basename(__file__)
 

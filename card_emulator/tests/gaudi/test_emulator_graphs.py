@@ -9,10 +9,10 @@ from typing import Any, NamedTuple
 
 import pytest
 import torch
-from gaudi_scene import graph, hpu
 
 import card_emulator
 from card_emulator import report
+from card_emulator.testing import graph, hpu
 
 THIS_FILE = os.path.basename(__file__)
 

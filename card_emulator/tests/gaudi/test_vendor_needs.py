@@ -13,12 +13,12 @@ from typing import Any
 
 import pytest
 import torch
-from gaudi_scene import graph, hpu, ids
 from safetensors import safe_open
 from safetensors.torch import save_file
 
 from card_emulator.card import DeviceRefusal
 from card_emulator.kernels import to_e4m3
+from card_emulator.testing import graph, hpu, ids
 
 
 class _Weight(torch.nn.Parameter):

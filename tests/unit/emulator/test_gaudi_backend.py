@@ -13,7 +13,7 @@ import pytest
 import torch
 
 from card_emulator import kernels, report
-from tests.support.gaudi_scene import graph, hpu
+from card_emulator.testing import graph, hpu
 from vllm_gaudi_spec.devices.hpu.compile_time import Recipes
 from vllm_gaudi_spec.devices.hpu.compiled import make_region_compiler
 from vllm_gaudi_spec.devices.hpu.fp8 import GaudiArithmetic

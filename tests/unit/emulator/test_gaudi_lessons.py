@@ -18,7 +18,7 @@ import pytest
 import torch
 import torch.nn.functional as F
 
-from tests.support.gaudi_scene import graph, hpu, ids
+from card_emulator.testing import graph, hpu, ids
 from vllm_gaudi_spec.attention.metadata import AttentionCall, AttentionLayerSpec, FlatBlocks
 from vllm_gaudi_spec.devices.common.kv_pair import KVPair
 from vllm_gaudi_spec.recurrent.scans import scan
