@@ -1,10 +1,11 @@
-"""What import-linter (pyproject.toml) cannot check: circles of modules, hidden patches, a cheap import."""
+"""Check what import-linter (pyproject.toml) does not: circles of modules, hidden patches, a cheap import, new rooms."""
 
 from __future__ import annotations
 
 import ast
 import subprocess
 import sys
+import tomllib
 from graphlib import TopologicalSorter
 from pathlib import Path
 
@@ -37,6 +38,14 @@ def test_modules_do_not_import_each_other_in_a_circle() -> None:
     graph = import_graph()
     assert any(graph.values())
     TopologicalSorter(graph).prepare()  # raises CycleError with the circle
+
+
+def test_contract_on_the_tools_covers_every_room() -> None:
+    """import-linter checks only the modules that a contract lists."""
+    settings = tomllib.loads((PACKAGE.parent / "pyproject.toml").read_text())["tool"]["importlinter"]
+    (listed,) = (each["source_modules"] for each in settings["contracts"] if each["name"].endswith("know the tools"))
+    rooms = {path.parent.name for path in PACKAGE.glob("*/__init__.py")} - {"tools"}
+    assert rooms <= {name.removeprefix("vllm_gaudi_spec.") for name in listed}
 
 
 def test_importing_the_package_is_cheap() -> None:
