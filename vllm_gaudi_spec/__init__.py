@@ -10,7 +10,7 @@ __version__ = "0.32.0.post1"
 
 def platform_plugin() -> str | None:
     """Entry point `vllm.platform_plugins`: the platform class to use, or None to leave the choice to vLLM."""
-    from vllm_gaudi_spec import compat, versions
+    from vllm_gaudi_spec import upstream, versions
     from vllm_gaudi_spec.devices import (
         REFUSING_PLATFORM,
         asked_for,
@@ -27,12 +27,12 @@ def platform_plugin() -> str | None:
         if not asked_for():
             log_wrong_vllm(reason)
             return None
-        compat.end_errors_with_their_message()
+        upstream.end_errors_with_their_message()
         return REFUSING_PLATFORM
-    compat.admit_domain_libraries_of_other_builds()
+    upstream.admit_domain_libraries_of_other_builds()
     if other_platform_plugins():
-        compat.end_errors_with_their_message()  # vLLM may refuse to choose, without advice
-    compat.answer_for_vllm_distribution()
+        upstream.end_errors_with_their_message()  # vLLM may refuse to choose, without advice
+    upstream.answer_for_vllm_distribution()
     return platform_class(device)
 
 

@@ -24,7 +24,7 @@ ADDITIONAL_CONFIG_KEY = "gaudi_spec"
 class UnsupportedConfigError(ValueError):
     """The user asked for something that this platform cannot do; the message names the option to change.
 
-    Inside vLLM's configurations pydantic catches it, and `compat.raise_refusals_unchanged` raises it again.
+    Inside vLLM's configurations pydantic catches it, and `upstream.raise_refusals_unchanged` raises it again.
     """
 
 
@@ -303,7 +303,7 @@ UNIVERSAL_DRAFT = "universal_draft"
 """Our method name for vLLM's `draft_model` with another vocabulary than the target's."""
 _DEFAULT_KV_LEN = 2048
 IS_UNIVERSAL = "gaudi_spec_universal_draft"
-"""The attribute by which compat/ marks a configuration of vLLM's with that method."""
+"""The attribute by which upstream/ marks a configuration of vLLM's with that method."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

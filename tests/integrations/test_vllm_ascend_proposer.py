@@ -20,11 +20,11 @@ from vllm_ascend.spec_decode.draft_proposer import AscendDraftModelProposer
 
 from tests.integrations import models
 from tests.integrations.scene import CPU, FALSE, LIMITS, K, Scene, configuration, made, runner, start
-from vllm_gaudi_spec.compat.patching import wrap
 from vllm_gaudi_spec.config import UnsupportedConfigError
 from vllm_gaudi_spec.drafting.universal.pairs import Pair
 from vllm_gaudi_spec.integrations.vllm_ascend import patches
 from vllm_gaudi_spec.integrations.vllm_ascend.proposer import AscendUniversalDraftProposer
+from vllm_gaudi_spec.upstream.patching import wrap
 
 DOCS = Path(__file__).parents[2] / "docs" / "ascend_vllm_ascend.md"
 TEXTS = [

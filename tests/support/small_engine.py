@@ -31,7 +31,7 @@ from vllm.v1.structured_output import StructuredOutputManager
 from tests.full_tests.tiny_models import VOCAB, byte_tokenizer
 from tests.support.fakes import CopyingMemory, HostBackend
 from tests.unit.test_config import engine_config
-from vllm_gaudi_spec import compat
+from vllm_gaudi_spec import upstream
 from vllm_gaudi_spec.attention.metadata import Inputs
 from vllm_gaudi_spec.devices.common.torch_ops import copy_blocks
 from vllm_gaudi_spec.records import Hidden
@@ -466,7 +466,7 @@ class SmallEngine:
 
 @cache
 def _config(variant: Variant, folder: Path) -> tuple[VllmConfig, StructuredOutputManager]:
-    compat.apply()
+    upstream.apply()
     init_none_hash(sha256)
     byte_tokenizer().save_pretrained(folder)
     speculative, options = _SPECULATIVE.get(variant.method, {}), {}

@@ -27,14 +27,14 @@ from vllm.v1.sample.logits_processor import LOGITSPROCS_GROUP, STR_SPEC_DEC_REJE
 from vllm.v1.serial_utils import MsgpackEncoder
 
 from tests.full_tests.tiny_models import common
-from vllm_gaudi_spec import compat, config, devices, environment, refusals
-from vllm_gaudi_spec.compat import configuration
+from vllm_gaudi_spec import config, devices, environment, refusals, upstream
 from vllm_gaudi_spec.config import Options, Speculation, UnsupportedConfigError, target_of
 from vllm_gaudi_spec.devices.base import DeviceTraits
 from vllm_gaudi_spec.drafting.table import METHODS
 from vllm_gaudi_spec.platforms import base as platform
 from vllm_gaudi_spec.refusals import drafters, models, speculation, unsupported_request
 from vllm_gaudi_spec.scheduling.scheduler import SpecScheduler
+from vllm_gaudi_spec.upstream import configuration
 from vllm_gaudi_spec.worker import Worker
 
 
@@ -356,7 +356,7 @@ def test_speculation_that_would_not_work_is_refused(speculative: dict[str, Any],
 @pytest.mark.parametrize("speculative", [NGRAM, SUFFIX, CUSTOM], ids=str)
 def test_a_speculative_configuration_needs_no_target(speculative: dict[str, Any], tmp_path: Path) -> None:
     """`EngineArgs` sets the target in it; a program that makes a `VllmConfig` by itself may leave it out."""
-    compat.apply()
+    upstream.apply()
     made = engine_config(tmp_path, None)
     alone = SpeculativeConfig(**speculative, num_speculative_tokens=3, max_model_len=TARGET_MAX_LEN)
     assert alone.target_model_config is None
@@ -374,7 +374,7 @@ def test_a_speculative_configuration_needs_no_target(speculative: dict[str, Any]
 @pytest.mark.parametrize("missing", ["target_model_config", "target_parallel_config"])
 @pytest.mark.parametrize("trusted", [False, True])
 def test_a_drafter_that_is_a_model_needs_its_target(missing: str, trusted: bool, tmp_path: Path) -> None:
-    compat.apply()
+    upstream.apply()
     made = engine_config(tmp_path, None, trust_remote_code=trusted)
     given = dict(target_model_config=made.model_config, target_parallel_config=made.parallel_config)
     del given[missing]
@@ -383,7 +383,7 @@ def test_a_drafter_that_is_a_model_needs_its_target(missing: str, trusted: bool,
 
 
 def test_a_model_without_layers_for_the_method_is_refused_by_name(tmp_path: Path) -> None:
-    compat.apply()
+    upstream.apply()
     with pytest.raises(UnsupportedConfigError, match=rf"Method mtp finds nothing that drafts in {tmp_path} \(llama\);"):
         engine_config(tmp_path, dict(method="mtp", num_speculative_tokens=1))
 

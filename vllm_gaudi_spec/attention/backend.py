@@ -233,7 +233,7 @@ class RectangleAttentionImpl(AttentionImpl, nn.Module):
         output_block_scale: torch.Tensor | None = None,
     ) -> torch.Tensor:
         if output is not None:
-            raise RuntimeError("attention returns its output; see compat.return_attention_outputs")
+            raise RuntimeError("attention returns its output; see upstream.return_attention_outputs")
         if self.only_real is not None:
             query = self.only_real(query)
         spans = attn_metadata.spans

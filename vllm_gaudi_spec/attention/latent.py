@@ -2,7 +2,7 @@
 
 T tokens, H query heads. Queries are multiplied into the latent space before attention, and results out of it after,
 so that prompt chunks, decodes and verify steps are one rectangle over the same rows as anywhere else. Importing this
-module replaces vLLM's wrapper; `compat.make_mla_layers` does it for the layer.
+module replaces vLLM's wrapper; `upstream.make_mla_layers` does it for the layer.
 """
 
 from __future__ import annotations

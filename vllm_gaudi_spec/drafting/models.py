@@ -14,7 +14,7 @@ from vllm.config import replace
 from vllm.distributed import get_pp_group, get_tp_group
 from vllm.model_executor.models.interfaces import supports_eagle3
 
-from vllm_gaudi_spec import compat
+from vllm_gaudi_spec import upstream
 from vllm_gaudi_spec.config import UnsupportedConfigError
 from vllm_gaudi_spec.drafting.table import EAGLE3, MEDUSA
 from vllm_gaudi_spec.quantization.models import Quantization
@@ -132,7 +132,7 @@ class LoadedHead(LoadedModel):
 
     def logits(self, hidden: torch.Tensor, adapters_N: torch.Tensor | None = None) -> torch.Tensor:
         assert adapters_N is None, "adapters are the target's alone"
-        with compat.tensor_parallel_group(self._group_of_output):
+        with upstream.tensor_parallel_group(self._group_of_output):
             if self.output_ids is None:
                 logits: torch.Tensor = self.model.compute_logits(hidden)
             else:  # the class would spread them over the target's vocabulary with a scatter; `FewerTokens` gathers
@@ -149,7 +149,7 @@ class LoadedMedusa(LoadedModel):
         """[rows, U], head after head."""
         with nullcontext() if self.measuring is None else self.measuring.counting(max_drafts_B > 0):
             for states, lm_head in zip(self.model(hidden), self.model.lm_heads, strict=True):
-                with compat.tensor_parallel_group(self.group):
+                with upstream.tensor_parallel_group(self.group):
                     logits = self.model.logits_processor(lm_head, states)
                 yield logits
 
@@ -171,7 +171,7 @@ class _InItsGroup(nn.Module):
         self._group = group
 
     def forward(self, *args: Any) -> Any:
-        with compat.tensor_parallel_group(self._group):
+        with upstream.tensor_parallel_group(self._group):
             return self.part(*args)
 
 

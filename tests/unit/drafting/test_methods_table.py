@@ -7,7 +7,7 @@ from importlib import import_module
 import pytest
 from vllm.config import speculative as upstream
 
-from tests.unit.compat.test_configuration import values_of
+from tests.unit.upstream.test_configuration import values_of
 from vllm_gaudi_spec import drafting
 from vllm_gaudi_spec.drafting.table import METHODS, has_model
 

@@ -86,12 +86,12 @@ def test_on_our_platforms_it_does_nothing(monkeypatch: pytest.MonkeyPatch) -> No
 
 
 def test_as_soon_as_vllm_ascend_is_the_platform_ours_is_not_touched(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Its vLLM is another, which neither compat/ nor the platform's modules are made for."""
+    """Its vLLM is another, which neither upstream/ nor the platform's modules are made for."""
     registered: list[bool] = []
     monkeypatch.setattr(
         "vllm.platforms.current_platform", type("NPUPlatform", (), {"__module__": "vllm_ascend.platform"})()
     )
-    monkeypatch.setattr("vllm_gaudi_spec.compat.apply", lambda: registered.append(False))
+    monkeypatch.setattr("vllm_gaudi_spec.upstream.apply", lambda: registered.append(False))
     monkeypatch.setattr(vllm_ascend, "register", lambda: registered.append(True))
     assert vllm_ascend.is_active()
     vllm_gaudi_spec.general_plugin()

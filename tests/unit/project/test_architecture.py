@@ -55,10 +55,10 @@ def test_importing_the_package_is_cheap() -> None:
     assert result.stdout.strip() == "[]"
 
 
-def test_foreign_names_are_reassigned_in_compat_only() -> None:
+def test_foreign_names_are_reassigned_in_upstream_only() -> None:
     """An assignment to an attribute of an imported module anywhere else is a patch in hiding."""
     for path in FILES:
-        if path.is_relative_to(PACKAGE / "compat"):
+        if path.is_relative_to(PACKAGE / "upstream"):
             continue
         tree = ast.parse(path.read_text())
         modules = {

@@ -13,7 +13,7 @@ from vllm.engine.arg_utils import AsyncEngineArgs
 from vllm.entrypoints.launchers.cli_args import make_arg_parser
 from vllm.utils.argparse_utils import FlexibleArgumentParser
 
-from vllm_gaudi_spec import compat
+from vllm_gaudi_spec import upstream
 from vllm_gaudi_spec.platforms import base, dropped_flags
 
 ROOT = Path(__file__).parents[3]
@@ -38,7 +38,7 @@ ROWS = [
     for line in PAGE.read_text().splitlines()
     if line.startswith("| ") and not line.startswith(("| ---", "| feature", "| flag", "| there"))
 ]
-# `inc` needs a file: tests/unit/compat/test_configuration.py has that.
+# `inc` needs a file: tests/unit/upstream/test_configuration.py has that.
 WITH_FLAGS = [row for row in ROWS if row.flags and "QUANT_CONFIG" not in row.what]
 OUTCOMES = ("works", "differs", "ignored", "refused")
 
@@ -77,7 +77,7 @@ QUIET = ("--enforce-eager", "--compilation-config")
 
 @pytest.mark.parametrize("row", WITH_FLAGS, ids=lambda row: " ".join(row.flags)[:60])
 def test_flags(row: Row, parser: FlexibleArgumentParser, warnings: list[str]) -> None:
-    compat.apply()
+    upstream.apply()
     found = outcome(row.flags, parser, warnings)
     if any(flag in QUIET for flag in row.flags):
         assert (row.here, found) == ("ignored", "works")

@@ -17,7 +17,7 @@ from safetensors.torch import load_file
 from vllm.config import SpeculativeConfig
 
 from tests.pages import NEEDS, ROOT, Block, blocks, names_of_tests, pages, source_of_test, text_for
-from vllm_gaudi_spec import compat
+from vllm_gaudi_spec import upstream
 from vllm_gaudi_spec.config import MAX_DRAFTS, UNIVERSAL_DRAFT, Options
 from vllm_gaudi_spec.drafting.table import METHODS
 
@@ -69,7 +69,7 @@ def written(pattern: re.Pattern[str]) -> list[Any]:
 @pytest.mark.parametrize("text", written(SPECULATIVE))
 def test_speculative_configurations(text: str) -> None:
     """Names and values as vLLM's door reads them, widened by ours. What engines make of them, other tests run."""
-    compat.widen_speculative_options()
+    upstream.widen_speculative_options()
     config = json.loads(text)
     known = SpeculativeConfig.__dataclass_fields__
     for name, value in config.items():

@@ -10,11 +10,11 @@ from vllm.config import VllmConfig, set_current_vllm_config
 from vllm.model_executor.layers.linear import QKVParallelLinear, ReplicatedLinear
 
 from tests.models.formats import FORMATS, GROUP
-from vllm_gaudi_spec.compat import tensor_parallel_group
 from vllm_gaudi_spec.config import E4M3_MAX
 from vllm_gaudi_spec.quantization.formats import read_format
 from vllm_gaudi_spec.quantization.fp8 import HostArithmetic
 from vllm_gaudi_spec.quantization.fp8_linear import Fp8Linear
+from vllm_gaudi_spec.upstream import tensor_parallel_group
 
 LAYER = "model.layers.0.mlp.up_proj"
 GAUDIS = pytest.mark.parametrize("largest", E4M3_MAX.values(), ids=E4M3_MAX)

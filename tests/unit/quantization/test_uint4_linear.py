@@ -18,10 +18,10 @@ from vllm.model_executor.layers.linear import (
 
 from card_emulator.gaudi.fused import convert_from_uint4
 from tests.models.formats import FORMATS, GROUP
-from vllm_gaudi_spec.compat import tensor_parallel_group
 from vllm_gaudi_spec.quantization.encodings import Words
 from vllm_gaudi_spec.quantization.formats import read_format
 from vllm_gaudi_spec.quantization.uint4_linear import Uint4Linear
+from vllm_gaudi_spec.upstream import tensor_parallel_group
 
 LAYER = "model.layers.0.mlp.up_proj"
 NATIVE = ("ct-w4a16", "ct-w4a16-asym", "awq", "gptq", "auto-round")

@@ -30,7 +30,7 @@ from vllm.model_executor.layers.mamba.mamba_mixer import MambaMixer
 from vllm.model_executor.layers.mamba.mamba_mixer2 import MambaMixer2
 from vllm.model_executor.layers.mamba.short_conv import ShortConv
 
-from vllm_gaudi_spec import compat
+from vllm_gaudi_spec import upstream
 from vllm_gaudi_spec.recurrent.layers import (
     GatedDeltaNet,
     KimiDeltaAttention,
@@ -83,7 +83,7 @@ def olmo_delta_net(config: VllmConfig) -> tuple[nn.Module, Any]:
         linear_allow_neg_eigval=True,
     )
     config.model_config.hf_text_config = sizes
-    compat.apply_to_models(["OlmoHybridForCausalLM"])
+    upstream.apply_to_models(["OlmoHybridForCausalLM"])
     return OlmoHybridGatedDeltaNet(sizes, layer_idx=0), OlmoHybridGatedDeltaNetAttention(sizes, config, prefix=NAME)
 
 

@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 from vllm.config import speculative as upstream
 
-from tests.unit.compat.test_configuration import values_of
+from tests.unit.upstream.test_configuration import values_of
 from vllm_gaudi_spec.sampling import rules
 from vllm_gaudi_spec.sampling.rules.registry import TORCH
 from vllm_gaudi_spec.sampling.rules.table import RULES, STRICT

@@ -11,7 +11,7 @@ from vllm.v1.request import Request, RequestStatus
 
 from tests.support.schedulers import NUM_DRAFTS, PROMPT, answer, scheduler_of
 from tests.unit.test_config import engine_config
-from vllm_gaudi_spec import compat
+from vllm_gaudi_spec import upstream
 from vllm_gaudi_spec.config import Speculation
 from vllm_gaudi_spec.records import DraftRound, WorkerCounts
 from vllm_gaudi_spec.scheduling import metrics
@@ -37,7 +37,7 @@ class Play:
     """A scheduler with a scripted worker: steps of one token a request, and what was counted of them."""
 
     def __init__(self, kind: Kind, folder: Path, **options: Any) -> None:
-        compat.apply()
+        upstream.apply()
         self.scheduler: Any = scheduler_of(kind, folder, **options)
         self.counted: metrics.Figures = {}
 

@@ -14,7 +14,7 @@ from vllm.v1.request import Request
 from vllm.v1.serial_utils import MsgpackDecoder, MsgpackEncoder
 
 from tests.support.schedulers import NUM_DRAFTS, PROMPT, answer, scheduler_of
-from vllm_gaudi_spec import compat
+from vllm_gaudi_spec import upstream
 from vllm_gaudi_spec.records import DraftRound
 from vllm_gaudi_spec.scheduling.health import DrafterHealth
 from vllm_gaudi_spec.scheduling.metrics import DRAFTER_FAULTS, DRAFTER_SWITCHED_OFF
@@ -81,7 +81,7 @@ Kind = type[SpecScheduler | SpecAsyncScheduler]
 @pytest.mark.parametrize("goodput", [False, True])
 @pytest.mark.parametrize("kind", [SpecScheduler, SpecAsyncScheduler])
 def test_every_scheduler_informs_its_workers(kind: Kind, goodput: bool, tmp_path: Path) -> None:
-    compat.apply()
+    upstream.apply()
     options = {"additional_config": {"gaudi_spec": {"goodput": True}}} if goodput else {}
     scheduler: Any = scheduler_of(kind, tmp_path, **options)
     for name in "ab":

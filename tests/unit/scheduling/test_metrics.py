@@ -17,14 +17,14 @@ from vllm.v1.metrics.stats import SchedulerStats
 from vllm.v1.serial_utils import MsgpackDecoder, MsgpackEncoder
 
 from tests.unit.test_config import engine_config
-from vllm_gaudi_spec import compat
+from vllm_gaudi_spec import upstream
 from vllm_gaudi_spec.scheduling import metrics
 from vllm_gaudi_spec.scheduling.metrics import COMPILED, COVERAGE, DRAFTER_FAULTS, HOST_SYNCS, ROWS, SERIES, STEPS
 
 
 @pytest.fixture(autouse=True)
 def registry() -> Iterator[None]:
-    compat.apply()
+    upstream.apply()
     yield
     unregister_vllm_metrics()
 
@@ -75,7 +75,7 @@ def test_each_engine_has_its_own_figures(tmp_path: Path) -> None:
 
 def test_offline_they_are_there_too(tmp_path: Path) -> None:
     record(logger_of(tmp_path, dict(method="ngram"), [0]), 0, {STEPS: {"": 7}, COVERAGE: {"drafter": 0.5}})
-    compat.list_metrics_of_ours()
+    upstream.list_metrics_of_ours()
     listed = llm_engine.get_metrics_snapshot()
     found = {metric.name: metric for metric in listed if metric.name in (STEPS, COVERAGE)}
     labels = {"model_name": "tiny", "engine": "0"}

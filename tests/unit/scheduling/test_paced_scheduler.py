@@ -13,7 +13,7 @@ from vllm.v1.request import Request, RequestStatus
 from vllm.v1.serial_utils import MsgpackDecoder, MsgpackEncoder
 
 from tests.support.schedulers import NUM_DRAFTS, PROMPT, answer, scheduler_of
-from vllm_gaudi_spec import compat
+from vllm_gaudi_spec import upstream
 from vllm_gaudi_spec.scheduling.metrics import SKIPPED_STEPS
 from vllm_gaudi_spec.scheduling.scheduler import SpecAsyncScheduler, SpecScheduler
 
@@ -22,7 +22,7 @@ Kind = type[SpecScheduler | SpecAsyncScheduler]
 
 def paced(kind: Kind, folder: Path, **options: bool) -> Any:
     """With requests `a` and `b`, whose prompts are computed."""
-    compat.apply()
+    upstream.apply()
     scheduler: Any = scheduler_of(kind, folder, additional_config={"gaudi_spec": options})
     for name in "ab":
         scheduler.add_request(Request(name, PROMPT, SamplingParams(max_tokens=200), None))

@@ -12,7 +12,7 @@ from vllm.v1.outputs import DraftTokenIds
 from vllm.v1.request import Request
 
 from tests.support.schedulers import NUM_DRAFTS, PROMPT, answer, scheduler_of
-from vllm_gaudi_spec import compat
+from vllm_gaudi_spec import upstream
 from vllm_gaudi_spec.scheduling.scheduler import SpecAsyncScheduler, SpecScheduler
 
 
@@ -44,7 +44,7 @@ def verified(
 @pytest.mark.parametrize("kind", [SpecScheduler, SpecAsyncScheduler])
 def test_only_real_drafts_are_counted(kind: type[SpecScheduler | SpecAsyncScheduler], tmp_path: Path) -> None:
     """Fails when upstream counts what was verified by itself, or rolls back by another count."""
-    compat.apply()
+    upstream.apply()
     positions = verified(kind, tmp_path, None)
     assert (positions.stats.num_drafts, positions.stats.num_draft_tokens) == (3, 9)
     real = verified(kind, tmp_path, {"a": 2, "b": 1, "c": 0})
@@ -60,7 +60,7 @@ def test_only_real_drafts_are_counted(kind: type[SpecScheduler | SpecAsyncSchedu
 
 def test_a_step_without_drafts_is_no_draft(tmp_path: Path) -> None:
     """A request that `num_real_drafts` does not name has none. No average of nothing is made of it."""
-    compat.apply()
+    upstream.apply()
     assert verified(SpecScheduler, tmp_path, {"x": 1}).stats is None
 
 

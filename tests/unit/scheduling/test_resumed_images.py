@@ -12,7 +12,7 @@ from vllm.v1.core.sched.output import NewRequestData
 from vllm.v1.request import Request
 
 from tests.support.schedulers import answer, scheduler_of
-from vllm_gaudi_spec import compat
+from vllm_gaudi_spec import upstream
 from vllm_gaudi_spec.scheduling.scheduler import SpecScheduler
 
 BLOCK = 16
@@ -27,7 +27,7 @@ def request(name: str) -> Request:
 
 def test_a_cached_image_goes_to_the_worker_all_the_same(tmp_path: Path) -> None:
     """With vLLM's older contract, by which a request is sent once."""
-    compat.apply()
+    upstream.apply()
     init_none_hash(sha256)
     scheduler: Any = scheduler_of(SpecScheduler, tmp_path)
     scheduler.use_v2_model_runner = False

@@ -12,7 +12,7 @@ from vllm.v1.engine import FinishReason
 from vllm.v1.request import Request, RequestStatus
 
 from tests.support.schedulers import NUM_DRAFTS, PROMPT, answer, scheduler_of
-from vllm_gaudi_spec import compat
+from vllm_gaudi_spec import upstream
 from vllm_gaudi_spec.scheduling.scheduler import SpecAsyncScheduler, SpecScheduler
 
 STOP = 99
@@ -28,7 +28,7 @@ def turn(tokens: list[int], max_tokens: int = 40) -> Request:
 
 def opened(kind: type[Scheduler], folder: Path, *, max_tokens: int = 40, has_states: bool = False) -> Any:
     """A scheduler with a session whose prompt was computed."""
-    compat.apply()
+    upstream.apply()
     scheduler: Any = scheduler_of(kind, folder, enable_prefix_caching=False)
     scheduler.has_states = has_states
     scheduler.add_request(turn(PROMPT, max_tokens))

@@ -19,7 +19,7 @@ from vllm.v1.kv_cache_interface import FullAttentionSpec, SlidingWindowSpec
 from vllm.v1.request import Request
 
 from tests.support.schedulers import answer, scheduler_of
-from vllm_gaudi_spec import compat
+from vllm_gaudi_spec import upstream
 from vllm_gaudi_spec.config import Options, UnsupportedConfigError
 from vllm_gaudi_spec.platforms.base import _keep_states_by_request
 from vllm_gaudi_spec.recurrent.table import num_snapshots
@@ -216,7 +216,7 @@ class Engine:
     """A scheduler with some slots, and a worker that says 1."""
 
     def __init__(self, kind: type[SpecScheduler], folder: Path, num_slots: int = 8, **options: Any) -> None:
-        compat.apply()
+        upstream.apply()
         init_none_hash(sha256)
         self.scheduler: Any = scheduler_of(kind, folder, max_num_batched_tokens=512, max_num_seqs=4, **options)
         self.scheduler.keep_snapshots(num_slots)
@@ -336,7 +336,7 @@ def test_models_without_kv_are_found_by_their_snapshots(kind: Any, tmp_path: Pat
 
 
 def test_without_states_nothing_changes(tmp_path: Path) -> None:
-    compat.apply()
+    upstream.apply()
     scheduler: Any = scheduler_of(SpecScheduler, tmp_path)
     assert scheduler._snapshots is None
     assert not scheduler.need_mamba_block_aligned_split

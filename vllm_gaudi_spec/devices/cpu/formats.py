@@ -16,9 +16,9 @@ from safetensors import SafetensorError, safe_open
 from torch.utils._python_dispatch import TorchDispatchMode
 from vllm.logger import init_logger
 
-from vllm_gaudi_spec.compat import tensor_parallel_group
 from vllm_gaudi_spec.config import NATIVE, Options
 from vllm_gaudi_spec.quantization.dequantized import described
+from vllm_gaudi_spec.upstream import tensor_parallel_group
 
 if TYPE_CHECKING:
     from vllm.config import ModelConfig, VllmConfig

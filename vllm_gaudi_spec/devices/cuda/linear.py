@@ -18,8 +18,8 @@ from torch import nn
 from vllm.model_executor.layers.linear import UnquantizedLinearMethod
 from vllm.model_executor.layers.vocab_parallel_embedding import UnquantizedEmbeddingMethod
 
-from vllm_gaudi_spec.compat import batch_invariant_linear
 from vllm_gaudi_spec.devices.cuda import kernels, launch
+from vllm_gaudi_spec.upstream import batch_invariant_linear
 
 FEW_ROWS = 2
 """Up to so many rows the kernel without matrix units is the faster one,"""

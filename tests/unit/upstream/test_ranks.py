@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 import torch
 
-from vllm_gaudi_spec import compat
+from vllm_gaudi_spec import upstream
 
 
 def test_layers_still_ask_the_module_for_their_group(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -18,13 +18,13 @@ def test_layers_still_ask_the_module_for_their_group(monkeypatch: pytest.MonkeyP
 
     target, alone = (SimpleNamespace(world_size=size, rank_in_group=size - 1) for size in (2, 1))
     monkeypatch.setattr(parallel_state, "_TP", target)
-    with compat.tensor_parallel_group(alone):
+    with upstream.tensor_parallel_group(alone):
         assert (get_tensor_model_parallel_world_size(), get_tensor_model_parallel_rank()) == (1, 0)
-        with compat.tensor_parallel_group(target):
+        with upstream.tensor_parallel_group(target):
             assert get_tensor_model_parallel_world_size() == 2
         assert get_tensor_model_parallel_world_size() == 1
     assert (get_tensor_model_parallel_world_size(), get_tensor_model_parallel_rank()) == (2, 1)
-    with pytest.raises(ZeroDivisionError), compat.tensor_parallel_group(alone):
+    with pytest.raises(ZeroDivisionError), upstream.tensor_parallel_group(alone):
         1 / 0  # noqa: B018
     assert get_tensor_model_parallel_world_size() == 2
 
@@ -51,7 +51,7 @@ def test_cpu_experts_of_other_ranks_count_nothing(monkeypatch: pytest.MonkeyPatc
     original(experts, **given)
     assert seen.pop()[1] == [[3, 0], [1, 2]], "upstream reads experts that are not there"
     monkeypatch.setattr(cpu_moe.CPUUnquantizedExperts, "apply", original)
-    compat.assign_cpu_experts()
+    upstream.assign_cpu_experts()
     cpu_moe.CPUUnquantizedExperts.apply(experts, **given)
     assert seen.pop() == ([[0.75, 0.0], [0.0, 0.5]], [[1, 0], [0, 0]])
     cpu_moe.CPUUnquantizedExperts.apply(experts, **(given | dict(expert_map=None)))
@@ -69,7 +69,7 @@ def test_upstreams_ray_executor_still_counts_cards() -> None:
         ray_executor_v2.RayWorkerProc.get_node_and_physical_gpu_ids
     )
     theirs = ray_executor_v2.RayWorkerProc
-    with compat.ray_workers(CpuRayWorker):
+    with upstream.ray_workers(CpuRayWorker):
         assert ray_executor_v2.RayWorkerProc is CpuRayWorker
     assert ray_executor_v2.RayWorkerProc is theirs
     assert issubclass(CpuRayExecutor, ray_executor_v2.RayExecutorV2)

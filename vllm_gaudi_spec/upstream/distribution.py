@@ -6,7 +6,7 @@ import importlib.metadata
 from collections.abc import Callable
 
 from vllm_gaudi_spec import versions
-from vllm_gaudi_spec.compat.patching import wrap
+from vllm_gaudi_spec.upstream.patching import wrap
 
 
 def answer_for_vllm_distribution() -> None:

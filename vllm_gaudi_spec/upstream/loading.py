@@ -6,8 +6,8 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import Any
 
-from vllm_gaudi_spec.compat.patching import do_nothing, wrap
 from vllm_gaudi_spec.config import UnsupportedConfigError, pickled_weights
+from vllm_gaudi_spec.upstream.patching import do_nothing, wrap
 
 # Functions of torch.accelerator that vLLM calls after loading, to measure memory and at shutdown, whatever the platform
 # -> the function of the device's own module, such as torch.hpu; None: a no-op.

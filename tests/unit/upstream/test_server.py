@@ -46,9 +46,9 @@ from vllm.v1.engine.utils import CoreEngineProcManager
 
 from tests.support.processes import still_alive
 from tests.support.videos import video
-from vllm_gaudi_spec import compat, config
-from vllm_gaudi_spec.compat import server
+from vllm_gaudi_spec import config, upstream
 from vllm_gaudi_spec.refusals import too_large_constraint, too_many_logit_edits
+from vllm_gaudi_spec.upstream import server
 
 
 def test_only_rocm_lets_its_engine_finish_by_default() -> None:
@@ -57,7 +57,7 @@ def test_only_rocm_lets_its_engine_finish_by_default() -> None:
     environment = os.environ | {"VLLM_PLUGINS": ""}
     bare = subprocess.run([sys.executable, "-c", code], env=environment, capture_output=True, text=True, check=True)
     assert bare.stdout.split()[-1] == "0"
-    compat.let_engine_finish()
+    upstream.let_engine_finish()
     from vllm.v1.engine import utils
 
     assert "get_engine_process_shutdown_timeout(" in inspect.getsource(utils.CoreEngineProcManager)
@@ -67,7 +67,7 @@ def test_only_rocm_lets_its_engine_finish_by_default() -> None:
 
 _SERVER_WITH_AN_ENGINE = """
 import multiprocessing, time
-from vllm_gaudi_spec.compat import server
+from vllm_gaudi_spec.upstream import server
 
 def engine():
     server._LOOK_EVERY_S = 0.05
@@ -93,7 +93,7 @@ def test_upstreams_engine_still_never_looks_for_its_server() -> None:
     """Fails when it does: then `end_engines_with_their_server` can go."""
     source = inspect.getsource(engine_core)
     assert not any(word in source for word in ("getppid", "parent_process", "PDEATHSIG"))
-    compat.end_engines_with_their_server()
+    upstream.end_engines_with_their_server()
     for engine in (engine_core.EngineCoreProc, engine_core.DPEngineCoreProc):
         assert "run_busy_loop" in vars(engine), "it runs another's loop"
     assert "engine_core.run_busy_loop()" in source
@@ -102,7 +102,7 @@ def test_upstreams_engine_still_never_looks_for_its_server() -> None:
 @pytest.mark.parametrize("name", ["process_input_sockets", "process_output_sockets"])
 def test_an_engine_ends_with_its_threads(name: str, caplog: pytest.LogCaptureFixture) -> None:
     """Fails when upstream does something about a failed thread: then `end_engines_with_their_threads` can go."""
-    compat.end_engines_with_their_threads()
+    upstream.end_engines_with_their_threads()
     engine = object.__new__(engine_core.EngineCoreProc)
     engine.input_queue, engine.output_queue = queue.Queue(), queue.Queue()
     engine.output_queue.put((0, object()))  # type: ignore[arg-type]
@@ -139,7 +139,7 @@ def test_who_waits_for_a_dead_engine_gets_an_error(monkeypatch: pytest.MonkeyPat
     monkeypatch.setattr(SyncMPClient, "shutdown", inspect.unwrap(SyncMPClient.shutdown))
     let_engine_die()
     assert client.outputs_queue.empty()
-    compat.raise_when_the_engine_is_gone()
+    upstream.raise_when_the_engine_is_gone()
     let_engine_die()
     with pytest.raises(EngineDeadError):
         client.get_output()
@@ -167,7 +167,7 @@ def test_idle_work_does_not_keep_an_engine_from_ending(seconds: int) -> None:
         def finish_requests(self, *_: Any) -> list[Any]:
             return []
 
-    compat.leave_idle_work_at_shutdown()
+    upstream.leave_idle_work_at_shutdown()
     engine = object.__new__(engine_core.EngineCoreProc)
     engine.scheduler = Scheduler()  # type: ignore[assignment]
     engine.vllm_config = SimpleNamespace(shutdown_timeout=seconds)  # type: ignore[assignment]
@@ -264,7 +264,7 @@ def test_upstream_still_blames_the_server_for_a_bad_adapter() -> None:
         load = OpenAIServingModels.load_lora_adapter
         patch.setattr(OpenAIServingModels, "load_lora_adapter", getattr(load, "__wrapped__", load))
         assert asyncio.run(_load_adapter(refused)).error.code == 500
-        compat.mend_adapter_loading()
+        upstream.mend_adapter_loading()
         answer = asyncio.run(_load_adapter(refused)).error
         assert answer.code == 400
         assert "because" in answer.message
@@ -278,7 +278,7 @@ def test_upstream_still_reads_an_adapter_in_place_for_each_request() -> None:
         patch.setattr(OpenAIServingModels, "load_lora_adapter", getattr(load, "__wrapped__", load))
         _, adapters = asyncio.run(_answer_and_adapters(None, load_inplace=True))
         assert adapters["name"].load_inplace
-        compat.mend_adapter_loading()
+        upstream.mend_adapter_loading()
         _, adapters = asyncio.run(_answer_and_adapters(None, load_inplace=True))
         assert not adapters["name"].load_inplace
 
@@ -298,7 +298,7 @@ def test_upstream_still_takes_bad_words_of_any_number_of_tokens() -> None:
         patch.setattr(SamplingParams, "update_from_tokenizer", inspect.unwrap(tokenize))
         params.update_from_tokenizer(Tokenizer())  # type: ignore[arg-type]
         assert params.bad_words_token_ids
-        compat.refuse_tokenized_params(too_many_logit_edits)
+        upstream.refuse_tokenized_params(too_many_logit_edits)
         with pytest.raises(VLLMValidationError, match="have 1025 tokens"):
             params.update_from_tokenizer(Tokenizer())  # type: ignore[arg-type]
         SamplingParams(bad_words=["x"]).update_from_tokenizer(Tokenizer())  # type: ignore[arg-type]
@@ -318,7 +318,7 @@ def test_large_constraint_is_refused_before_it_is_compiled(constraint: dict[str,
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(SamplingParams, "verify", lambda params: compiled.append(params))
         params.verify()  # type: ignore[call-arg]
-        compat.refuse_params_before_verification(too_large_constraint)
+        upstream.refuse_params_before_verification(too_large_constraint)
         with pytest.raises(VLLMValidationError, match="use at most 262144"):
             params.verify()  # type: ignore[call-arg]
         SamplingParams(structured_outputs=StructuredOutputsParams(regex="a")).verify()  # type: ignore[call-arg]
@@ -349,13 +349,13 @@ def test_upstream_still_blames_the_server(loader: Any, data: bytes, error: type[
             loader.load_bytes(data)
         for other in (ImageMediaIO, VideoMediaIO, AudioMediaIO):
             patch.setattr(other, "load_bytes", getattr(other.load_bytes, "__wrapped__", other.load_bytes))
-        compat.answer_bad_media()
+        upstream.answer_bad_media()
         with pytest.raises(ValueError, match=words):
             loader.load_bytes(data)
 
 
 def test_a_video_of_which_no_frame_decodes_is_a_bad_request() -> None:
-    compat.answer_bad_media()
+    upstream.answer_bad_media()
     with pytest.raises(ValueError, match="no frame"):
         VideoMediaIO(ImageMediaIO()).load_bytes(video(frames=1))
     assert len(VideoMediaIO(ImageMediaIO()).load_bytes(video()).media[0]) == 4
@@ -370,7 +370,7 @@ def test_bad_sounds_are_bad_requests(monkeypatch: pytest.MonkeyPatch) -> None:
         return np.frombuffer(data, np.float32), 16_000.0
 
     monkeypatch.setattr(AudioMediaIO, "load_bytes", load)
-    compat.answer_bad_media()
+    upstream.answer_bad_media()
     with pytest.raises(ValueError, match="No 'data' chunk"):
         AudioMediaIO().load_bytes(b"RIFF")
     with pytest.raises(ValueError, match="no sample"):
@@ -399,7 +399,7 @@ def test_a_contradiction_is_a_bad_request() -> None:
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(RequestOutputCollector, "put", inspect.unwrap(RequestOutputCollector.put))
         assert put(refused) is refused
-        compat.answer_contradictions()
+        upstream.answer_contradictions()
         assert isinstance(put(refused), VLLMValidationError)
         for other in (ended("error", None), ended("stop", "a stop string")):
             assert put(other) is other
@@ -414,7 +414,7 @@ def keyed_app(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -
     if "--api-key" not in request.param:
         monkeypatch.setenv("VLLM_API_KEY", "secret")
     monkeypatch.setenv("VLLM_SERVER_DEV_MODE", "1")
-    compat.guard_every_path()
+    upstream.guard_every_path()
     words = ["--allowed-origins", '["http://page"]', *request.param]
     args = make_arg_parser(FlexibleArgumentParser()).parse_args(words)
     return build_app(args, get_args(SupportedTask))

@@ -6,11 +6,11 @@ from collections.abc import Callable
 from functools import partial
 from typing import Any, Literal
 
-from vllm_gaudi_spec.compat.patching import do_nothing, raise_unchanged, widen, wrap
 from vllm_gaudi_spec.config import IS_UNIVERSAL, UNIVERSAL_DRAFT, UnsupportedConfigError
 from vllm_gaudi_spec.drafting.table import DRAFT_MODEL, METHODS, has_model
 from vllm_gaudi_spec.environment import TRUST_DRAFT_CODE, quant_config_path, trusts_draft_code
 from vllm_gaudi_spec.sampling.rules.table import RULES
+from vllm_gaudi_spec.upstream.patching import do_nothing, raise_unchanged, widen, wrap
 from vllm_gaudi_spec.versions import installed
 
 
@@ -165,7 +165,7 @@ def read_inc_from_quant_config() -> None:
 
 def _without_inc(original: Callable[..., Any], args: Any, *more: Any, **named: Any) -> Any:
     if args.quantization == "inc" and quant_config_path() is not None:
-        from vllm.logger import init_logger  # compat is imported beside other releases of vLLM, too
+        from vllm.logger import init_logger  # upstream is imported beside other releases of vLLM, too
 
         init_logger(__name__).info("--quantization inc: QUANT_CONFIG alone decides.")
         args.quantization = None

@@ -13,8 +13,8 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from vllm_gaudi_spec.compat.patching import wrap
 from vllm_gaudi_spec.config import REFUSED_ADAPTER
+from vllm_gaudi_spec.upstream.patching import wrap
 
 if TYPE_CHECKING:
     from vllm.sampling_params import SamplingParams

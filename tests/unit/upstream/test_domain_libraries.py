@@ -11,7 +11,7 @@ import pytest
 
 from tests.models import vision
 
-ADMITTED = "from vllm_gaudi_spec import compat; compat.admit_domain_libraries_of_other_builds()"
+ADMITTED = "from vllm_gaudi_spec import upstream; upstream.admit_domain_libraries_of_other_builds()"
 IMPORT = f"""
 import sys; sys.path.append({str(vision.FOLDER)!r})
 {{first}}
@@ -26,7 +26,7 @@ print(functional.resize(torch.zeros(3, 5, 7), [2, 2]).shape)
         (
             "import torch",
             False,
-        ),  # fails when torchvision asks for its operators: then `compat/domain_libraries.py` can go
+        ),  # fails when torchvision asks for its operators: then `upstream/domain_libraries.py` can go
         (ADMITTED, True),
     ],
     ids=["alone", "with schemas"],

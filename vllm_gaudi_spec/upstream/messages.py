@@ -10,9 +10,9 @@ from contextlib import suppress
 from types import TracebackType
 from typing import Any
 
-from vllm_gaudi_spec.compat.patching import wrap
 from vllm_gaudi_spec.config import UnusableInstallationError, in_one_line
 from vllm_gaudi_spec.environment import set_start_failure_file, start_failure_file
+from vllm_gaudi_spec.upstream.patching import wrap
 
 
 def share_vllm_logging() -> None:

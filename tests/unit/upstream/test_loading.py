@@ -16,12 +16,12 @@ from safetensors.torch import save_file
 from vllm.config import LoadConfig
 from vllm.model_executor.model_loader.default_loader import DefaultModelLoader
 
-from vllm_gaudi_spec import compat, config
+from vllm_gaudi_spec import config, upstream
 
 _ON_A_CPU = """
 import torch
-from vllm_gaudi_spec import compat
-from vllm_gaudi_spec.compat import loading
+from vllm_gaudi_spec import upstream
+from vllm_gaudi_spec.upstream import loading
 
 try:
     torch.accelerator.empty_cache()
@@ -29,7 +29,7 @@ except Exception as error:
     assert "Cannot access accelerator device" in str(error), error
 else:
     raise SystemExit("it does not raise")
-compat.answer_accelerator_calls("cpu")
+upstream.answer_accelerator_calls("cpu")
 for name in loading._ACCELERATOR_CALLS.keys() - {"get_memory_info"}:
     assert getattr(torch.accelerator, name)() is None, name
 free, total = torch.accelerator.get_memory_info()
@@ -53,7 +53,7 @@ def run_alone(code: str) -> None:
 _ON_A_GAUDI = """
 import torch
 import card_emulator
-from vllm_gaudi_spec import compat
+from vllm_gaudi_spec import upstream
 
 card_emulator.install(generation="gaudi2", lazy=True)
 assert torch.accelerator.is_available() and torch.accelerator.current_accelerator().type == "hpu"
@@ -65,7 +65,7 @@ for name in ("empty_cache", "empty_host_cache", "reset_peak_memory_stats", "sync
         raised[name] = str(error)
 assert len(raised) == 5, raised
 assert raised["empty_cache"] == "Allocator for hpu is not a DeviceAllocator"
-compat.answer_accelerator_calls("hpu")
+upstream.answer_accelerator_calls("hpu")
 syncs = card_emulator.device().counters.step.syncs
 assert torch.accelerator.empty_cache() is None and torch.accelerator.empty_host_cache() is None
 torch.accelerator.synchronize()
@@ -104,7 +104,7 @@ class Bomb:
 
 def test_weights_are_never_unpickled(tmp_path: Path) -> None:
     """Where the loader would fall back to pickles, and where it was told to take them."""
-    compat.apply()
+    upstream.apply()
     marker = tmp_path / "ran"
     (tmp_path / "pytorch_model.bin").write_bytes(pickle.dumps(Bomb(marker)))
     (tmp_path / "model.pt").write_bytes(pickle.dumps(Bomb(marker)))
@@ -123,7 +123,7 @@ def test_weights_are_never_unpickled(tmp_path: Path) -> None:
 
 def test_weights_can_be_fetched_ahead(tmp_path: Path) -> None:
     """What `get_model_loader(...).download_model(...)` does in programs that fetch weights before they load them."""
-    compat.apply()
+    upstream.apply()
     model: Any = SimpleNamespace(model=str(tmp_path), revision=None)
     (tmp_path / "pytorch_model.bin").touch()
     with pytest.raises(config.UnsupportedConfigError, match=r"are pickles \(pytorch_model\.bin\)"):
@@ -189,7 +189,7 @@ def test_kimi_linear_is_still_made_of_kernels() -> None:
     assert "torch.cuda.Stream()" in inspect.getsource(model.KimiLinearModel.__init__)
     assert not issubclass(mla.MultiHeadLatentAttention, MLAAttention)
     assert issubclass(linear.KimiK3MultiHeadLatentAttentionWrapper, MultiHeadLatentAttentionWrapper)
-    compat.apply_to_models(["KimiLinearForCausalLM"])
+    upstream.apply_to_models(["KimiLinearForCausalLM"])
     assert kimi_k3.KimiLinearForCausalLM is linear.KimiLinearForCausalLM
 
 
@@ -202,7 +202,7 @@ def test_olmo_hybrid_still_sets_the_allocator_of_triton(monkeypatch: pytest.Monk
     with pytest.raises(AttributeError, match="set_allocator"):
         original(torch.device("cpu"))
     monkeypatch.setattr(olmo_gdn_linear_attn, "set_triton_allocator", original)
-    compat.apply_to_models(["OlmoHybridForCausalLM"])
+    upstream.apply_to_models(["OlmoHybridForCausalLM"])
     olmo_gdn_linear_attn.set_triton_allocator(torch.device("cpu"))
 
 
@@ -231,7 +231,7 @@ def test_olmo_hybrid_is_still_not_told_its_convolutions() -> None:
     from vllm.model_executor.layers.mamba.gdn import olmo_gdn_linear_attn
     from vllm.model_executor.models.utils import AutoWeightsLoader
 
-    compat.apply_to_models(["OlmoHybridForCausalLM"])
+    upstream.apply_to_models(["OlmoHybridForCausalLM"])
     patched = olmo_gdn_linear_attn._make_fused_conv1d_weight_loader
     layer = torch.nn.Module()
     layer.weight = torch.nn.Parameter(torch.zeros(6, 1, 4))

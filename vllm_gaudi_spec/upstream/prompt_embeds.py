@@ -8,7 +8,7 @@ from typing import Any
 
 import torch
 
-from vllm_gaudi_spec.compat.patching import wrap
+from vllm_gaudi_spec.upstream.patching import wrap
 
 # Sums of the squares of much larger numbers overflow, as do those of layer norms.
 _LARGEST_EMBEDDING = 1e15

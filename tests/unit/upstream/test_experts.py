@@ -8,7 +8,7 @@ import pytest
 import torch
 from vllm.model_executor.layers.fused_moe.router.cpu_router import CPURouter
 
-from vllm_gaudi_spec import compat
+from vllm_gaudi_spec import upstream
 from vllm_gaudi_spec.devices.common.experts import route
 
 TOKENS, EXPERTS, TOP_K = 5, 8, 3
@@ -22,7 +22,7 @@ def test_cpu_experts_are_scored_by_sigmoid_without_groups(monkeypatch: pytest.Mo
     monkeypatch.setattr(CPURouter, "__init__", inspect.unwrap(CPURouter.__init__))
     with pytest.raises(AssertionError):
         CPURouter(**sizes)._compute_routing(logits_TE, logits_TE, None)
-    compat.score_cpu_experts_by_sigmoid()
+    upstream.score_cpu_experts_by_sigmoid()
     weights_TK, ids_TK = CPURouter(**sizes)._compute_routing(logits_TE, logits_TE, None)
     found_TE = torch.zeros(TOKENS, EXPERTS).scatter(1, ids_TK.long(), weights_TK)
     expected_TE = route(logits_TE, top_k=TOP_K, scoring="sigmoid", renormalize=True, bias_E=bias_E)

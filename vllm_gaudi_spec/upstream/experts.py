@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Any
 
-from vllm_gaudi_spec.compat.patching import wrap
+from vllm_gaudi_spec.upstream.patching import wrap
 
 
 def score_cpu_experts_by_sigmoid() -> None:

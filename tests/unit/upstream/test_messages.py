@@ -9,7 +9,7 @@ import sys
 
 import pytest
 
-from vllm_gaudi_spec import compat
+from vllm_gaudi_spec import upstream
 
 
 @pytest.mark.parametrize(
@@ -29,7 +29,7 @@ from vllm_gaudi_spec import compat
     ],
 )
 def test_errors_end_with_their_message(failure: str, expected: str) -> None:
-    code = f"from vllm_gaudi_spec import compat; compat.end_errors_with_their_message()\n{failure}"
+    code = f"from vllm_gaudi_spec import upstream; upstream.end_errors_with_their_message()\n{failure}"
     result = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=False)
     assert result.returncode == 1
     last = result.stderr.strip().splitlines()[-1]
@@ -39,7 +39,7 @@ def test_errors_end_with_their_message(failure: str, expected: str) -> None:
 
 def test_an_unusable_installation_is_one_line() -> None:
     code = (
-        "from vllm_gaudi_spec import compat, config; compat.end_errors_with_their_message()\n"
+        "from vllm_gaudi_spec import upstream, config; upstream.end_errors_with_their_message()\n"
         "raise config.UnusableInstallationError('torchvision is wrong; pip uninstall torchvision.')"
     )
     result = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=False)
@@ -48,7 +48,7 @@ def test_an_unusable_installation_is_one_line() -> None:
 
 
 def test_our_log_lines_reach_vllms_handlers() -> None:
-    compat.share_vllm_logging()
+    upstream.share_vllm_logging()
     assert logging.getLogger("vllm_gaudi_spec").handlers == logging.getLogger("vllm").handlers
 
 
@@ -57,7 +57,7 @@ def test_vllm_warns_of_schedulers_that_are_not_ours(monkeypatch: pytest.MonkeyPa
     from vllm.config import scheduler
 
     assert '"Using custom scheduler class %s.' in inspect.getsource(scheduler)
-    compat.apply()
+    upstream.apply()
     # Where records go from this logger, and how often, depends on whether this process has configured an engine before.
     noted: list[logging.LogRecord] = []
     monkeypatch.setattr(scheduler.logger, "callHandlers", noted.append)
@@ -68,10 +68,10 @@ def test_vllm_warns_of_schedulers_that_are_not_ours(monkeypatch: pytest.MonkeyPa
 
 _START = """
 import logging, sys
-from vllm_gaudi_spec import compat
-compat.name_the_cause_of_a_failed_start()
+from vllm_gaudi_spec import upstream
+upstream.name_the_cause_of_a_failed_start()
 from vllm.v1.engine import core, utils
-from vllm_gaudi_spec.compat import messages
+from vllm_gaudi_spec.upstream import messages
 
 def engine():
     for words in WORDS:

@@ -1,4 +1,4 @@
-"""Tools for patches of others' code, for compat/ and integrations/."""
+"""Tools for patches of others' code, for upstream/ and integrations/."""
 
 from __future__ import annotations
 

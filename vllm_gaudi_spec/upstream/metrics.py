@@ -6,8 +6,8 @@ import dataclasses
 from collections.abc import Callable
 from typing import Any
 
-from vllm_gaudi_spec.compat.patching import wrap
 from vllm_gaudi_spec.scheduling import metrics
+from vllm_gaudi_spec.upstream.patching import wrap
 
 _FIELD = metrics.STATS_FIELD
 

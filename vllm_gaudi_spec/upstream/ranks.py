@@ -6,7 +6,7 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import Any
 
-from vllm_gaudi_spec.compat.patching import wrap
+from vllm_gaudi_spec.upstream.patching import wrap
 
 
 @contextmanager

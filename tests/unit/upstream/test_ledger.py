@@ -15,13 +15,13 @@ from vllm.config import SpeculativeConfig
 from vllm.config import speculative as upstream_speculative
 from vllm.v1.metrics.loggers import PrometheusStatLogger
 
-from tests.unit.compat.test_configuration import values_of
-from vllm_gaudi_spec import compat
-from vllm_gaudi_spec.compat import configuration
+from tests.unit.upstream.test_configuration import values_of
+from vllm_gaudi_spec import upstream
+from vllm_gaudi_spec.upstream import configuration
 
 # But how patches are made.
 FILES = sorted(
-    path for path in Path(compat.__file__).parent.rglob("*.py") if path.name not in ("__init__.py", "patching.py")
+    path for path in Path(upstream.__file__).parent.rglob("*.py") if path.name not in ("__init__.py", "patching.py")
 )
 
 
@@ -31,15 +31,15 @@ def test_every_patch_is_listed_with_its_reason_and_its_end(path: Path) -> None:
     patches = [node for node in functions if not node.name.startswith("_")]
     assert patches
     for patch in patches:
-        assert hasattr(compat, patch.name), f"{patch.name} is not in the list"
+        assert hasattr(upstream, patch.name), f"{patch.name} is not in the list"
         said = ast.get_docstring(patch) or ""
         assert "\nReason: " in said, patch.name
         assert "\nRemove when: " in said, patch.name
 
 
 def test_patches_are_put_on_once() -> None:
-    compat.apply()
-    compat.apply()
+    upstream.apply()
+    upstream.apply()
     wrapped = (
         (PrometheusStatLogger, "__init__"),
         (PrometheusStatLogger, "record"),
@@ -63,7 +63,7 @@ def patches_made(monkeypatch: pytest.MonkeyPatch) -> dict[str, tuple[Callable[..
         made[f"{getattr(original, '__qualname__', name)}"] = (original, wrapper)
 
     for path in FILES:
-        module = importlib.import_module(f"{compat.__name__}.{path.stem}")
+        module = importlib.import_module(f"{upstream.__name__}.{path.stem}")
         if not hasattr(module, "wrap"):
             continue
         monkeypatch.setattr(module, "wrap", note)

@@ -25,9 +25,9 @@ from vllm.model_executor.models.config import MODELS_CONFIG_MAP, JinaRobertaMode
 
 from tests.support.schedulers import drafter
 from tests.unit.test_config import engine_config
-from vllm_gaudi_spec import compat, config
-from vllm_gaudi_spec.compat import configuration
+from vllm_gaudi_spec import config, upstream
 from vllm_gaudi_spec.drafting.table import METHODS
+from vllm_gaudi_spec.upstream import configuration
 
 
 def values_of(kind: Any) -> tuple[str, ...]:
@@ -49,7 +49,7 @@ def test_upstream_still_lacks_our_rules() -> None:
 
 
 def test_speculation_has_our_rules_and_still_refuses_typos() -> None:
-    compat.apply()
+    upstream.apply()
     for name, more in configuration._MORE_VALUES.items():
         for value in more if name != "method" else ():
             assert getattr(drafter(**{name: value}), name) == value
@@ -73,7 +73,7 @@ UNIVERSAL = [
 @pytest.mark.parametrize("spelling", UNIVERSAL, ids=str)
 def test_universal_drafting_is_a_draft_model_with_a_mark(spelling: dict[str, Any], tmp_path: Path) -> None:
     """All the rest of vLLM sees a draft model, here and in the process that the configuration is sent to."""
-    compat.apply()
+    upstream.apply()
     made = engine_config(tmp_path, spelling | dict(model=str(tmp_path)))
     sent = pickle.loads(pickle.dumps(made)).speculative_config
     for given in (made.speculative_config, sent):
@@ -85,7 +85,7 @@ def test_universal_drafting_is_a_draft_model_with_a_mark(spelling: dict[str, Any
 
 
 def test_other_methods_still_have_no_vocabulary_of_their_own() -> None:
-    compat.apply()
+    upstream.apply()
     with pytest.raises(ValueError, match="only works with method='draft_model'"):
         drafter(use_heterogeneous_vocab=True)
 
@@ -101,7 +101,7 @@ def test_upstream_still_refuses_what_universal_drafting_needs() -> None:
 
 def test_our_rules_reach_other_processes_and_older_objects(tmp_path: Path) -> None:
     """A process is sent a configuration; another one has made one before the patch."""
-    compat.apply()
+    upstream.apply()
     sent = tmp_path / "sent"
     sent.write_bytes(pickle.dumps(drafter(rejection_sample_method="strict", draft_sample_method="coupled")))
     code = f"""
@@ -127,7 +127,7 @@ print(replace(older).rejection_sample_method, replace(older, rejection_sample_me
 
 def test_refusals_are_value_errors_of_one_line(tmp_path: Path) -> None:
     """From the front end's door, from a configuration that a program makes by itself, and from a changed one."""
-    compat.apply()
+    upstream.apply()
     made = engine_config(tmp_path, None)
     too_many = SpeculativeConfig(method="ngram", num_speculative_tokens=17)
     ways = (
@@ -154,7 +154,7 @@ def test_a_missing_torchvision_is_named(
     """Fails when upstream names it, or raises elsewhere: then `name_a_missing_torchvision` can go."""
     from vllm.model_executor.models.registry import _LazyRegisteredModel, _ModelRegistry
 
-    compat.apply()
+    upstream.apply()
     (tmp_path / "a_model_of_images.py").write_text(cause)
     monkeypatch.syspath_prepend(str(tmp_path))
     monkeypatch.setitem(sys.modules, "torchvision", None)
@@ -172,7 +172,7 @@ def test_a_missing_torchvision_is_named(
 
 def test_pydantic_still_catches_refusals(tmp_path: Path) -> None:
     """Fails when it lets them pass: then `raise_refusals_unchanged` goes. Reports of others stay what they are."""
-    compat.apply()
+    upstream.apply()
     made = engine_config(tmp_path, None)
     report = r"(?s)1 validation error for VllmConfig.*17 drafts a step.*For further information visit"
     construct = inspect.unwrap(VllmConfig.__init__)
@@ -187,7 +187,7 @@ def test_pydantic_still_catches_refusals(tmp_path: Path) -> None:
 
 
 def test_min_p_and_logit_bias_are_still_all_that_upstream_refuses() -> None:
-    compat.apply()
+    upstream.apply()
     upstreams = SamplingParams._validate_spec_decode.__wrapped__
     assert set(re.findall(r"self\.(\w+)", inspect.getsource(upstreams))) == {"min_p", "logit_bias"}
     assert "self._validate_spec_decode(" in inspect.getsource(SamplingParams.verify)
@@ -198,7 +198,7 @@ def test_min_p_and_logit_bias_are_still_all_that_upstream_refuses() -> None:
 
 
 def test_suffix_needs_no_arctic_inference(monkeypatch: pytest.MonkeyPatch) -> None:
-    compat.apply()
+    upstream.apply()
     options = dict(method="suffix", num_speculative_tokens=3)
     assert SpeculativeConfig(**options).method == "suffix"
     with pytest.raises(ValueError, match="suffix_decoding_max_tree_depth=0 must be >= 1"):
@@ -221,7 +221,7 @@ DEVICE, HOST = ("medusa",), ("ngram", "suffix", "custom_class")
 @pytest.mark.parametrize("method", [*DEVICE, *HOST])
 def test_upstream_still_refuses_to_overlap_steps(method: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Fails for a method that upstream admits. When none is left `leave_async_scheduling_to_the_platform` can go."""
-    monkeypatch.setattr(compat, "leave_async_scheduling_to_the_platform", lambda: None)
+    monkeypatch.setattr(upstream, "leave_async_scheduling_to_the_platform", lambda: None)
     monkeypatch.setattr(upstream_vllm, "NgramGPUTypes", upstream_speculative.NgramGPUTypes)
     with pytest.raises(ValueError, match="async scheduling is only supported with EAGLE/MTP/Draft Model/NGram GPU"):
         engine_config(tmp_path, here(method, tmp_path), async_scheduling=True)
@@ -229,7 +229,7 @@ def test_upstream_still_refuses_to_overlap_steps(method: str, tmp_path: Path, mo
 
 
 def test_the_list_of_methods_that_overlap_is_used_for_nothing_else() -> None:
-    compat.apply()
+    upstream.apply()
     uses = re.findall(r"\bNgramGPUTypes\b", inspect.getsource(upstream_vllm))
     decides = re.findall(r"method not in get_args\(NgramGPUTypes\)", inspect.getsource(upstream_vllm.VllmConfig))
     assert len(uses) == len(["import", *decides]) == 3
@@ -240,7 +240,7 @@ def test_the_list_of_methods_that_overlap_is_used_for_nothing_else() -> None:
 @pytest.mark.parametrize("asked", [None, True, False])
 @pytest.mark.parametrize("method", DEVICE)
 def test_steps_overlap_with_a_drafter_on_the_device(method: str, asked: bool | None, tmp_path: Path) -> None:
-    compat.apply()
+    upstream.apply()
     made = engine_config(tmp_path, here(method, tmp_path), async_scheduling=asked)
     assert made.scheduler_config.async_scheduling is (asked is not False)
 
@@ -248,7 +248,7 @@ def test_steps_overlap_with_a_drafter_on_the_device(method: str, asked: bool | N
 @pytest.mark.parametrize("has_file", [True, False])
 def test_inc_is_read_from_quant_config(has_file: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """As vllm-gaudi's users have both. Without the file vLLM looks for another of its own."""
-    compat.apply()
+    upstream.apply()
     if has_file:
         file = tmp_path / "measure.json"
         file.write_text(json.dumps({"mode": "MEASURE", "dump_stats_path": str(tmp_path / "measured")}))
@@ -262,7 +262,7 @@ def test_inc_is_read_from_quant_config(has_file: bool, tmp_path: Path, monkeypat
 
 def test_xlm_roberta_without_a_kind_of_positions() -> None:
     """Fails when upstream gets along without it: then `read_positions_of_xlm_roberta` can go."""
-    compat.read_positions_of_xlm_roberta()
+    upstream.read_positions_of_xlm_roberta()
     patched: Any = JinaRobertaModelConfig.verify_and_update_model_config
     read = XLMRobertaConfig(hidden_size=32, num_attention_heads=2)
     assert not hasattr(read, "position_embedding_type"), "transformers writes it"

@@ -10,7 +10,7 @@ import pytest
 from vllm.config import SpeculativeConfig, VllmConfig
 
 from tests.unit.test_config import engine_config
-from vllm_gaudi_spec import compat, config, environment
+from vllm_gaudi_spec import config, environment, upstream
 
 # A drafter's configuration that is made by a class in its own folder. Reading the class leaves a file behind.
 OWN_CODE = """
@@ -40,7 +40,7 @@ def with_trusted_target(folder: Path, draft: Path) -> VllmConfig:
 
 
 def test_trust_in_the_target_is_no_trust_in_its_drafter(tmp_path: Path) -> None:
-    compat.apply()
+    upstream.apply()
     known = drafter_with_code(tmp_path / "known", "llama")
     made = with_trusted_target(tmp_path / "target", known)
     assert made.model_config.trust_remote_code
@@ -55,7 +55,7 @@ def test_trust_in_the_target_is_no_trust_in_its_drafter(tmp_path: Path) -> None:
 
 def test_a_drafter_is_trusted_when_that_is_said(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Which also shows that the code in these tests would run."""
-    compat.apply()
+    upstream.apply()
     draft = drafter_with_code(tmp_path / "draft", "llama")
     monkeypatch.setenv("HF_MODULES_CACHE", str(tmp_path / "modules"))
     monkeypatch.setenv(environment.TRUST_DRAFT_CODE.name, "1")
@@ -66,7 +66,7 @@ def test_a_drafter_is_trusted_when_that_is_said(tmp_path: Path, monkeypatch: pyt
 
 
 def test_the_targets_own_folder_is_trusted_as_the_target_is(tmp_path: Path) -> None:
-    compat.apply()
+    upstream.apply()
     made = with_trusted_target(tmp_path, tmp_path)
     assert made.speculative_config.draft_model_config.trust_remote_code
 
@@ -84,7 +84,7 @@ def test_the_targets_own_name_is_read_at_the_targets_revision(
     given: dict[str, str], revision: str, is_trusted: bool, tmp_path: Path
 ) -> None:
     """A hub's main branch may have other code by now than what was trusted."""
-    compat.apply()
+    upstream.apply()
     drafter = dict(method="draft_model", model=str(tmp_path), **given)
     pinned = dict(revision="looked-at", code_revision="code")
     made = engine_config(tmp_path, drafter, trust_remote_code=True, **pinned)
@@ -94,7 +94,7 @@ def test_the_targets_own_name_is_read_at_the_targets_revision(
 
 
 def test_a_drafter_without_a_model_has_no_revision(tmp_path: Path) -> None:
-    compat.apply()
+    upstream.apply()
     made = engine_config(tmp_path, dict(method="ngram"), revision="looked-at")
     assert made.speculative_config.revision is None
 

@@ -8,7 +8,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import TYPE_CHECKING, Any
 
-from vllm_gaudi_spec.compat.patching import wrap
+from vllm_gaudi_spec.upstream.patching import wrap
 
 if TYPE_CHECKING:
     import torch

@@ -1,13 +1,13 @@
 """The list of all in-memory patches of vLLM and its surroundings. Each one's docstring has its reason and its end.
 
-tests/unit/compat/ fails when upstream changes what one of these patches.
+tests/unit/upstream/ fails when upstream changes what one of these patches.
 """
 
 from collections.abc import Iterable
 
-from vllm_gaudi_spec.compat.attention import make_mla_layers, return_attention_outputs
-from vllm_gaudi_spec.compat.batch_invariance import batch_invariant_linear
-from vllm_gaudi_spec.compat.configuration import (
+from vllm_gaudi_spec.upstream.attention import make_mla_layers, return_attention_outputs
+from vllm_gaudi_spec.upstream.batch_invariance import batch_invariant_linear
+from vllm_gaudi_spec.upstream.configuration import (
     admit_min_p_and_logit_bias,
     admit_suffix_without_arctic,
     describe_drafters,
@@ -18,10 +18,10 @@ from vllm_gaudi_spec.compat.configuration import (
     read_positions_of_xlm_roberta,
     widen_speculative_options,
 )
-from vllm_gaudi_spec.compat.distribution import answer_for_vllm_distribution
-from vllm_gaudi_spec.compat.domain_libraries import admit_domain_libraries_of_other_builds
-from vllm_gaudi_spec.compat.experts import score_cpu_experts_by_sigmoid
-from vllm_gaudi_spec.compat.loading import (
+from vllm_gaudi_spec.upstream.distribution import answer_for_vllm_distribution
+from vllm_gaudi_spec.upstream.domain_libraries import admit_domain_libraries_of_other_builds
+from vllm_gaudi_spec.upstream.experts import score_cpu_experts_by_sigmoid
+from vllm_gaudi_spec.upstream.loading import (
     answer_accelerator_calls,
     choose_cpu_linears,
     construct_olmo_hybrid_without_triton,
@@ -31,16 +31,16 @@ from vllm_gaudi_spec.compat.loading import (
     refuse_pickled_weights,
     take_kimi_linear_of_plain_layers,
 )
-from vllm_gaudi_spec.compat.messages import (
+from vllm_gaudi_spec.upstream.messages import (
     end_errors_with_their_message,
     name_the_cause_of_a_failed_start,
     quiet_our_scheduler,
     share_vllm_logging,
 )
-from vllm_gaudi_spec.compat.metrics import carry_metrics, list_metrics_of_ours
-from vllm_gaudi_spec.compat.prompt_embeds import refuse_bad_embeds
-from vllm_gaudi_spec.compat.ranks import assign_cpu_experts, ray_workers, tensor_parallel_group
-from vllm_gaudi_spec.compat.server import (
+from vllm_gaudi_spec.upstream.metrics import carry_metrics, list_metrics_of_ours
+from vllm_gaudi_spec.upstream.prompt_embeds import refuse_bad_embeds
+from vllm_gaudi_spec.upstream.ranks import assign_cpu_experts, ray_workers, tensor_parallel_group
+from vllm_gaudi_spec.upstream.server import (
     answer_bad_media,
     answer_contradictions,
     end_engines_with_their_server,
@@ -54,7 +54,7 @@ from vllm_gaudi_spec.compat.server import (
     refuse_params_before_verification,
     refuse_tokenized_params,
 )
-from vllm_gaudi_spec.compat.views import (
+from vllm_gaudi_spec.upstream.views import (
     add_positions_in_siglip,
     add_to_states_of_gemma3n,
     embed_tokens_by_layer_in_gemma3n,

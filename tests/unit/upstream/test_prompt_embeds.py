@@ -10,7 +10,7 @@ import torch
 from vllm.exceptions import VLLMValidationError
 from vllm.renderers.base import BaseRenderer
 
-from vllm_gaudi_spec import compat
+from vllm_gaudi_spec import upstream
 
 
 class Renderer:
@@ -47,7 +47,7 @@ ROWS_LH = torch.ones(3, 4)
 )
 def test_bad_embeddings_are_refused(prompt: dict[str, Any], words: str) -> None:
     """And upstream does not; fails when it does: then `refuse_bad_embeds` can go."""
-    compat.refuse_bad_embeds()
+    upstream.refuse_bad_embeds()
     process: Any = BaseRenderer._process_embeds
     assert process.__wrapped__(Renderer(), prompt)["type"] == "embeds"
     with pytest.raises(VLLMValidationError, match=words):
@@ -55,7 +55,7 @@ def test_bad_embeddings_are_refused(prompt: dict[str, Any], words: str) -> None:
 
 
 def test_good_embeddings_pass() -> None:
-    compat.refuse_bad_embeds()
+    upstream.refuse_bad_embeds()
     process: Any = BaseRenderer._process_embeds
     tokens = dict(prompt_token_ids=[1, 99, 3], prompt_is_token_ids=[True, False, True])
     for prompt in (dict(prompt_embeds=ROWS_LH[None].bfloat16()), dict(prompt_embeds=ROWS_LH) | tokens):
@@ -67,7 +67,7 @@ def test_good_embeddings_pass() -> None:
 
 def test_unlike_prompts_are_hashed_unlike() -> None:
     """Upstream hashes the bytes of embeddings alone; fails when it does otherwise: then `_hashed_apart` can go."""
-    compat.refuse_bad_embeds()
+    upstream.refuse_bad_embeds()
     process: Any = BaseRenderer._process_embeds
     tokens = dict(prompt_token_ids=[1, 2, 3], prompt_embeds=ROWS_LH)
     masked, plain = (process(Renderer(), tokens | mask) for mask in (dict(prompt_is_token_ids=[True, False, True]), {}))

@@ -7,7 +7,7 @@ import dataclasses
 from vllm.v1.metrics.stats import SchedulerStats
 from vllm.v1.spec_decode.metrics import SpecDecodingStats
 
-from vllm_gaudi_spec import compat
+from vllm_gaudi_spec import upstream
 
 
 def test_upstream_still_has_no_place_for_our_series() -> None:
@@ -36,7 +36,7 @@ def test_upstream_still_has_no_place_for_our_series() -> None:
 
 
 def test_ours_is_the_last_field_and_the_others_are_as_they_were() -> None:
-    compat.apply()
+    upstream.apply()
     made, other = SchedulerStats(1, 2, kv_cache_usage=0.5), SchedulerStats(1, 2, kv_cache_usage=0.5)
     assert [field.name for field in dataclasses.fields(SchedulerStats)][-1] == "gaudi_spec"
     assert made == other
@@ -48,7 +48,7 @@ def test_ours_is_the_last_field_and_the_others_are_as_they_were() -> None:
 
 
 def test_what_is_told_of_speculation_is_upstreams() -> None:
-    compat.apply()
+    upstream.apply()
     assert [field.name for field in dataclasses.fields(SpecDecodingStats)] == [
         "num_spec_tokens",
         "num_drafts",
