@@ -11,8 +11,7 @@ from difflib import get_close_matches
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from vllm_gaudi_spec.drafting.table import METHODS, has_model
-from vllm_gaudi_spec.sampling.rules.table import RULES
+from vllm_gaudi_spec.methods import METHODS, RULES, has_model
 
 if TYPE_CHECKING:
     from vllm.config import ModelConfig, VllmConfig
@@ -314,7 +313,7 @@ class Speculation:
     num_drafts: int
     """k: the most tokens drafted for a row in a step."""
     rule: str
-    """`rejection_sample_method`, one of `sampling/rules/table.py`."""
+    """`rejection_sample_method`, one of `RULES`."""
     drafting: str
     """`draft_sample_method`: greedy (a drafter's best token; n-grams and suffixes too), probabilistic, coupled."""
     drafter_max_len: int | None

@@ -15,6 +15,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Hashable, Mapping
 from dataclasses import dataclass, field
+from enum import StrEnum
 from itertools import compress
 from typing import TYPE_CHECKING, NamedTuple
 
@@ -279,6 +280,21 @@ class Drafts(NamedTuple):
     def for_host(self) -> Drafts:
         """As reported to the host: a row with a fault has no drafts."""
         return Drafts(self.tokens_BK, self.num_drafts_B.clamp(min=0))
+
+
+class NoDraftReason(StrEnum):
+    """Why a request decodes without drafts: the values of a metric's label (docs/metrics.md)."""
+
+    REQUEST = "request"
+    LENGTH = "length"
+    ENDING = "ending"
+    LOAD = "load"
+    GOODPUT = "goodput"
+    ACCEPTANCE = "acceptance"
+    NOTHING = "nothing"
+    UNVERIFIED = "unverified"
+    FAULT = "fault"
+    OFF = "off"
 
 
 class DraftRound(NamedTuple):

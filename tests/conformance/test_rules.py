@@ -11,11 +11,11 @@ import torch
 from tests.support.filter_cases import ROWS as KINDS
 from tests.support.filter_cases import Filters, check_kept, random_filters
 from tests.support.verify_cases import counted, random_case
+from vllm_gaudi_spec.methods import RULES
 from vllm_gaudi_spec.records import Verification
 from vllm_gaudi_spec.sampling.drafts import draft_greedy
 from vllm_gaudi_spec.sampling.noise import Stream
 from vllm_gaudi_spec.sampling.rules.registry import TORCH, Rules
-from vllm_gaudi_spec.sampling.rules.table import RULES
 
 if TYPE_CHECKING:
     from vllm_gaudi_spec.devices.base import DeviceBackend

@@ -12,9 +12,9 @@ from vllm.v1.engine.core import EngineCore
 from vllm.v1.request import Request as EngineRequest
 
 from vllm_gaudi_spec.drafting.universal.timeline import Timeline
+from vllm_gaudi_spec.outputs import SpecSchedulerOutput
 from vllm_gaudi_spec.records import Batch, PromptScores, Request, StepResult
 from vllm_gaudi_spec.runner.report import Report
-from vllm_gaudi_spec.scheduling.outputs import SpecSchedulerOutput
 
 # Made for a request or for a step; none of them should outlive what it was made for by more than a step.
 SHORT_LIVED = (EngineRequest, SpecSchedulerOutput, Request, Batch, StepResult, Report, PromptScores, Timeline)

@@ -13,7 +13,7 @@ from vllm.v1.outputs import ModelRunnerOutput
 from vllm.v1.structured_output import StructuredOutputManager
 
 from tests.unit.test_config import engine_config
-from vllm_gaudi_spec.scheduling.outputs import SpeculativeOutput
+from vllm_gaudi_spec.outputs import SpeculativeOutput
 
 NUM_DRAFTS = 3
 PROMPT = [5, 6, 7, 8]

@@ -34,11 +34,11 @@ from tests.unit.test_config import engine_config
 from vllm_gaudi_spec import upstream
 from vllm_gaudi_spec.attention.metadata import Inputs
 from vllm_gaudi_spec.devices.common.torch_ops import copy_blocks
+from vllm_gaudi_spec.outputs import SpecSchedulerOutput
 from vllm_gaudi_spec.records import Hidden
 from vllm_gaudi_spec.recurrent.states import LayerShape, RecurrentStates
 from vllm_gaudi_spec.runner.model_runner import ModelRunner
 from vllm_gaudi_spec.runner.warmup import manifest
-from vllm_gaudi_spec.scheduling.outputs import SpecSchedulerOutput
 
 BLOCK, MAX_LEN, MAX_ROWS, BUDGET = 4, 64, 4, 20
 NUM_DRAFTS = 3

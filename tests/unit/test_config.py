@@ -30,7 +30,7 @@ from tests.full_tests.tiny_models import common
 from vllm_gaudi_spec import config, devices, environment, refusals, upstream
 from vllm_gaudi_spec.config import Options, Speculation, UnsupportedConfigError, target_of
 from vllm_gaudi_spec.devices.base import DeviceTraits
-from vllm_gaudi_spec.drafting.table import METHODS
+from vllm_gaudi_spec.methods import METHODS
 from vllm_gaudi_spec.platforms import base as platform
 from vllm_gaudi_spec.refusals import drafters, models, speculation, unsupported_request
 from vllm_gaudi_spec.scheduling.scheduler import SpecScheduler

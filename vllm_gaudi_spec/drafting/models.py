@@ -16,7 +16,7 @@ from vllm.model_executor.models.interfaces import supports_eagle3
 
 from vllm_gaudi_spec import upstream
 from vllm_gaudi_spec.config import UnsupportedConfigError
-from vllm_gaudi_spec.drafting.table import EAGLE3, MEDUSA
+from vllm_gaudi_spec.methods import EAGLE3, MEDUSA
 from vllm_gaudi_spec.quantization.models import Quantization
 from vllm_gaudi_spec.records import Hidden
 from vllm_gaudi_spec.runner.model import LoadedModel

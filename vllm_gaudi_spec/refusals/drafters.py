@@ -7,8 +7,7 @@ from dataclasses import fields
 from typing import TYPE_CHECKING
 
 from vllm_gaudi_spec.config import MAX_DRAFTS
-from vllm_gaudi_spec.drafting.table import EAGLE3, MEDUSA, METHODS
-from vllm_gaudi_spec.sampling.rules.table import RULES, SYNTHETIC
+from vllm_gaudi_spec.methods import EAGLE3, MEDUSA, METHODS, RULES, SYNTHETIC
 
 if TYPE_CHECKING:
     from vllm.config import SpeculativeConfig

@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from vllm_gaudi_spec.config import ADDITIONAL_CONFIG_KEY, FLOAT16, FP8_KV, NATIVE, OTHER_MODEL, Options, target_of
-from vllm_gaudi_spec.drafting.table import has_model
+from vllm_gaudi_spec.methods import has_model
 from vllm_gaudi_spec.quantization.checkpoint import misfit
 from vllm_gaudi_spec.quantization.config import drafter_config, hostile_scales, missing_scales, target_config
 from vllm_gaudi_spec.quantization.dequantized import (

@@ -7,7 +7,7 @@ from collections.abc import Iterator
 from typing import TYPE_CHECKING, Any
 
 from vllm_gaudi_spec.config import FP8_KV, ranks_in_step
-from vllm_gaudi_spec.drafting.table import has_model
+from vllm_gaudi_spec.methods import has_model
 from vllm_gaudi_spec.quantization.config import target_config
 from vllm_gaudi_spec.recurrent.table import CAPTURED, has_states
 from vllm_gaudi_spec.recurrent.table import SERVED as RECURRENT

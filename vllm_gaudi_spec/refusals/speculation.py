@@ -18,7 +18,7 @@ from vllm_gaudi_spec.config import (
     ranks_in_step,
     target_of,
 )
-from vllm_gaudi_spec.drafting.table import METHODS
+from vllm_gaudi_spec.methods import METHODS
 from vllm_gaudi_spec.refusals.drafters import drafter_model_refusals, set_options, weightless_refusals
 
 if TYPE_CHECKING:

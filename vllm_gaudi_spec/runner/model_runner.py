@@ -14,8 +14,9 @@ from vllm_gaudi_spec.drafting.load import load_drafting
 from vllm_gaudi_spec.drafting.memory import block_of, drafting_bytes
 from vllm_gaudi_spec.drafting.models import kv_beside_target, load_drafter
 from vllm_gaudi_spec.lora.adapters import Adapters
+from vllm_gaudi_spec.outputs import CountedOutput, SpeculativeOutput
 from vllm_gaudi_spec.quantization.models import Quantization
-from vllm_gaudi_spec.records import Batch, Planned, Request, SampleShape, StepResult
+from vllm_gaudi_spec.records import Batch, NoDraftReason, Planned, Request, SampleShape, StepResult
 from vllm_gaudi_spec.recurrent.table import num_pending, num_snapshots, snapshots_of, states_of
 from vllm_gaudi_spec.runner.batch import make_batch, make_sample_batch, plan_batches
 from vllm_gaudi_spec.runner.data_parallel import DataParallelLockstep
@@ -43,8 +44,6 @@ from vllm_gaudi_spec.runner.warmup import warm_up
 from vllm_gaudi_spec.sampling.custom_processors import CustomProcessors
 from vllm_gaudi_spec.sampling.params import Branch, Grammar, Sampling, SamplingInputs, read_grammars
 from vllm_gaudi_spec.sampling.verify import choose_rule, needs_rectangle
-from vllm_gaudi_spec.scheduling import metrics
-from vllm_gaudi_spec.scheduling.outputs import CountedOutput, SpeculativeOutput
 
 if TYPE_CHECKING:
     from torch import nn
@@ -54,8 +53,8 @@ if TYPE_CHECKING:
     from vllm.v1.outputs import AsyncModelRunnerOutput, DraftTokenIds, ModelRunnerOutput
 
     from vllm_gaudi_spec.devices.base import DeviceBackend
+    from vllm_gaudi_spec.outputs import DrafterStatus, SpecSchedulerOutput
     from vllm_gaudi_spec.records import Drafts, SampleBatch
-    from vllm_gaudi_spec.scheduling.outputs import DrafterStatus, SpecSchedulerOutput
 
 
 class ModelRunner:
@@ -433,7 +432,7 @@ class ModelRunner:
             outgrown = self.drafting.outgrown()
             self.drafting.propose_on_host(step, max_drafts)
             if isinstance(output, SpeculativeOutput):
-                output.why.update(dict.fromkeys(outgrown, metrics.LENGTH))
+                output.why.update(dict.fromkeys(outgrown, NoDraftReason.LENGTH))
                 output.draft_rounds += self.drafting.take_rounds()
         return output
 

@@ -15,12 +15,14 @@ import numpy as np
 import torch
 from vllm.v1.outputs import AsyncModelRunnerOutput, LogprobsLists, LogprobsTensors, ModelRunnerOutput
 
+from vllm_gaudi_spec.outputs import CountedOutput, SpeculativeOutput
 from vllm_gaudi_spec.records import (
     FAULTY,
     PREFILL,
     UNVERIFIED,
     DraftRound,
     Drafts,
+    NoDraftReason,
     PromptScores,
     StepResult,
     Verification,
@@ -29,8 +31,6 @@ from vllm_gaudi_spec.records import (
 from vllm_gaudi_spec.runner.graphs import PROMPT_LOGPROBS, Job, sizes_of_report
 from vllm_gaudi_spec.sampling.logprobs import gather_logprobs
 from vllm_gaudi_spec.sampling.params import Branch
-from vllm_gaudi_spec.scheduling import metrics
-from vllm_gaudi_spec.scheduling.outputs import CountedOutput, SpeculativeOutput
 
 if TYPE_CHECKING:
     from vllm_gaudi_spec.devices.base import DeviceBackend
@@ -169,7 +169,7 @@ def copy_contiguous(tensor: torch.Tensor) -> torch.Tensor:
     return tensor.clone(memory_format=torch.contiguous_format)
 
 
-_REASONS = {FAULTY: metrics.FAULT, UNVERIFIED: metrics.UNVERIFIED}
+_REASONS = {FAULTY: NoDraftReason.FAULT, UNVERIFIED: NoDraftReason.UNVERIFIED}
 
 
 def _verified_round(verified: dict[str, int]) -> list[DraftRound]:

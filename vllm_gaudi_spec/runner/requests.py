@@ -24,8 +24,8 @@ if TYPE_CHECKING:
     from vllm.v1.core.sched.output import CachedRequestData, NewRequestData
 
     from vllm_gaudi_spec.devices.base import DeviceBackend
+    from vllm_gaudi_spec.outputs import SpecSchedulerOutput
     from vllm_gaudi_spec.records import Verification
-    from vllm_gaudi_spec.scheduling.outputs import SpecSchedulerOutput
 
 _ROWS_AT_ONCE = 8
 """Many requests that come in one step are written in groups of so many, and the rest one by one."""

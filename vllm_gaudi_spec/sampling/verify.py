@@ -13,12 +13,12 @@ from typing import TYPE_CHECKING, Protocol
 import torch
 from vllm.v1.outputs import LogprobsTensors
 
+from vllm_gaudi_spec.methods import RULES, STRICT, SYNTHETIC
 from vllm_gaudi_spec.records import Drafts, Verification
 from vllm_gaudi_spec.sampling import logits as edit
 from vllm_gaudi_spec.sampling.logprobs import gather_logprobs
 from vllm_gaudi_spec.sampling.params import SEARCHED
 from vllm_gaudi_spec.sampling.rules import strict
-from vllm_gaudi_spec.sampling.rules.table import RULES, STRICT, SYNTHETIC
 
 if TYPE_CHECKING:
     from vllm_gaudi_spec.config import Speculation

@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING
 from vllm.logger import init_logger
 
 from vllm_gaudi_spec.config import Speculation
+from vllm_gaudi_spec.records import NoDraftReason
 from vllm_gaudi_spec.scheduling import metrics
 from vllm_gaudi_spec.scheduling.limits import NOTHING_PROPOSED, DraftLimits, Reason, why_no_drafts
 from vllm_gaudi_spec.scheduling.metrics import StepMetrics
@@ -20,7 +21,7 @@ from vllm_gaudi_spec.scheduling.metrics import StepMetrics
 if TYPE_CHECKING:
     from vllm.v1.request import Request
 
-    from vllm_gaudi_spec.scheduling.outputs import SpecSchedulerOutput, SpeculativeOutput
+    from vllm_gaudi_spec.outputs import SpecSchedulerOutput, SpeculativeOutput
 
 logger = init_logger(__name__)
 
@@ -109,12 +110,15 @@ class DraftCounts:
         if self._choices or scheduled.max_drafts or max_drafts < self._num_drafts:
             for req_id in output.num_real_drafts:
                 choice = min(max_drafts, scheduled.max_drafts.get(req_id, max_drafts))
-                reason = "" if choice else metrics.ACCEPTANCE if max_drafts else scheduled.skip_reason
+                reason = "" if choice else NoDraftReason.ACCEPTANCE if max_drafts else scheduled.skip_reason
                 self._choices[req_id] = choice, reason
         # Faults are of the drafts that this step was to verify.
         self._failed.difference_update(output.num_real_drafts)
         self._failed.update(
-            req_id for done in output.draft_rounds for req_id in done.faulty if output.why.get(req_id) != metrics.FAULT
+            req_id
+            for done in output.draft_rounds
+            for req_id in done.faulty
+            if output.why.get(req_id) != NoDraftReason.FAULT
         )
 
 

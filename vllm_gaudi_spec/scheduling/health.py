@@ -13,8 +13,8 @@ from __future__ import annotations
 import logging
 from collections.abc import Iterable
 
+from vllm_gaudi_spec.outputs import DrafterStatus
 from vllm_gaudi_spec.records import DraftRound
-from vllm_gaudi_spec.scheduling.outputs import DrafterStatus
 
 logger = logging.getLogger(__name__)
 

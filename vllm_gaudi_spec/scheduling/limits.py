@@ -14,7 +14,7 @@ import numpy as np
 import torch
 
 from vllm_gaudi_spec.config import REQUEST_OPTION
-from vllm_gaudi_spec.scheduling import metrics
+from vllm_gaudi_spec.records import NoDraftReason
 
 if TYPE_CHECKING:
     from vllm.sampling_params import SamplingParams
@@ -54,19 +54,19 @@ class Reason(NamedTuple):
     """For the log."""
 
 
-NOTHING_PROPOSED = Reason(metrics.NOTHING, "the drafter had nothing to propose, or has not read the request yet")
+NOTHING_PROPOSED = Reason(NoDraftReason.NOTHING, "the drafter had nothing to propose, or has not read the request yet")
 
-_REPORTED = {
-    metrics.LENGTH: "its text has outgrown what the drafter can keep of it",
-    metrics.UNVERIFIED: "a grammar, the token budget or the end of max_model_len left none to verify",
-    metrics.FAULT: "its drafts could not be used",
+_REPORTED: dict[str, str] = {
+    NoDraftReason.LENGTH: "its text has outgrown what the drafter can keep of it",
+    NoDraftReason.UNVERIFIED: "a grammar, the token budget or the end of max_model_len left none to verify",
+    NoDraftReason.FAULT: "its drafts could not be used",
 }
 """Reasons that only a worker can know."""
-_SKIPPED = {
-    metrics.LOAD: "the schedule by batch size drafts nothing",
-    metrics.GOODPUT: "drafting was slower",
-    metrics.ACCEPTANCE: "too few of its drafts were accepted",
-    metrics.OFF: "the drafter was switched off after faults",
+_SKIPPED: dict[str, str] = {
+    NoDraftReason.LOAD: "the schedule by batch size drafts nothing",
+    NoDraftReason.GOODPUT: "drafting was slower",
+    NoDraftReason.ACCEPTANCE: "too few of its drafts were accepted",
+    NoDraftReason.OFF: "the drafter was switched off after faults",
 }
 """Reasons of a scheduler that chose 0 drafts."""
 
@@ -90,16 +90,16 @@ def why_no_drafts(
     if reported:
         return Reason(reported, _REPORTED[reported])
     if not limits.max_drafts:
-        return Reason(metrics.REQUEST, "it asked for none")
+        return Reason(NoDraftReason.REQUEST, "it asked for none")
     if is_excluded:
-        return Reason(metrics.FAULT, "it was excluded from drafting, as its drafts could not be used")
+        return Reason(NoDraftReason.FAULT, "it was excluded from drafting, as its drafts could not be used")
     if limits.end is not None and length >= limits.end:
-        return Reason(metrics.ENDING, f"length {length} >= {limits.end}, one more token is its last")
+        return Reason(NoDraftReason.ENDING, f"length {length} >= {limits.end}, one more token is its last")
     if length >= limits.max_context:
-        return Reason(metrics.LENGTH, f"context {length} >= {limits.max_context}")
+        return Reason(NoDraftReason.LENGTH, f"context {length} >= {limits.max_context}")
     if skip_reason:
         return Reason(skip_reason, _SKIPPED[skip_reason])
-    return Reason(metrics.FAULT, _REPORTED[metrics.FAULT]) if has_failed else None
+    return Reason(NoDraftReason.FAULT, _REPORTED[NoDraftReason.FAULT]) if has_failed else None
 
 
 # --- rows of the runner ---

@@ -10,18 +10,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Mapping
 from typing import Any, NamedTuple
 
-# Why a request decodes without drafts.
-REQUEST = "request"
-LENGTH = "length"
-ENDING = "ending"
-LOAD = "load"
-GOODPUT = "goodput"
-ACCEPTANCE = "acceptance"
-NOTHING = "nothing"
-UNVERIFIED = "unverified"
-FAULT = "fault"
-OFF = "off"
-REASONS = (REQUEST, LENGTH, ENDING, LOAD, GOODPUT, ACCEPTANCE, NOTHING, UNVERIFIED, FAULT, OFF)
+from vllm_gaudi_spec.records import NoDraftReason
 
 # Outcomes of audits.
 IDENTICAL = "identical"
@@ -117,7 +106,7 @@ SERIES = {
         "max_model_len, as the scheduler has to count all drafts in flight as accepted. "
         "fault: its drafts could not be used. off: the drafter is switched off after faults.",
         "reason",
-        REASONS,
+        tuple(NoDraftReason),
     ),
     SKIPPED_STEPS: Series("Steps that skipped drafting because it would not have paid (goodput or adaptive)."),
     COVERAGE: Series(

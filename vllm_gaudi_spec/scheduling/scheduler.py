@@ -21,6 +21,8 @@ from vllm.v1.request import RequestStatus
 from vllm_gaudi_spec.config import Options, Speculation
 from vllm_gaudi_spec.devices import load_backend
 from vllm_gaudi_spec.environment import warms_up_in_background
+from vllm_gaudi_spec.outputs import CountedOutput, Pace, SpecSchedulerOutput, SpeculativeOutput
+from vllm_gaudi_spec.records import NoDraftReason
 from vllm_gaudi_spec.recurrent.table import num_snapshots
 from vllm_gaudi_spec.runner.shapes import Shapes
 from vllm_gaudi_spec.scheduling import metrics
@@ -30,7 +32,6 @@ from vllm_gaudi_spec.scheduling.goodput import Goodput
 from vllm_gaudi_spec.scheduling.health import DrafterHealth
 from vllm_gaudi_spec.scheduling.lengths import Lengths
 from vllm_gaudi_spec.scheduling.metrics import StepMetrics
-from vllm_gaudi_spec.scheduling.outputs import CountedOutput, Pace, SpecSchedulerOutput, SpeculativeOutput
 from vllm_gaudi_spec.scheduling.sessions import Sessions
 from vllm_gaudi_spec.scheduling.snapshots import Snapshots
 
@@ -157,7 +158,7 @@ class _Speculating(Sessions):
             self.requests[req_id].client_index == AUDITOR for req_id in scheduled.num_scheduled_tokens
         )
         if scheduled.is_audit:
-            self._skip_drafts(scheduled, metrics.REQUEST)
+            self._skip_drafts(scheduled, NoDraftReason.REQUEST)
         self._pace(scheduled)
         return scheduled
 
@@ -213,7 +214,7 @@ class _Speculating(Sessions):
 
     def _apply_health(self, scheduled: SpecSchedulerOutput) -> None:
         if self._health.is_off:
-            self._skip_drafts(scheduled, metrics.OFF)
+            self._skip_drafts(scheduled, NoDraftReason.OFF)
         scheduled.drafter_status = self._health.take_status()
         if scheduled.drafter_status is not None and self._draft_counts is not None:
             self._draft_counts.exclude(scheduled.drafter_status.excluded)
@@ -229,10 +230,10 @@ class _Speculating(Sessions):
             return
         only_decodes = _only_decodes(scheduled)
         drafts = self._goodput is None or self._goodput.drafts(len(sampling), may_try=only_decodes)
-        skip_reason = metrics.GOODPUT
+        skip_reason = NoDraftReason.GOODPUT
         if drafts and self._lengths is not None:
             scheduled.max_drafts = self._lengths.choose(sampling)
-            drafts, skip_reason = any(scheduled.max_drafts.values()), metrics.ACCEPTANCE
+            drafts, skip_reason = any(scheduled.max_drafts.values()), NoDraftReason.ACCEPTANCE
             for req_id, max_drafts in scheduled.max_drafts.items():
                 self._limit_placeholders(req_id, max_drafts)
         if not drafts:

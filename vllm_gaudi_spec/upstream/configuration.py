@@ -7,9 +7,8 @@ from functools import partial
 from typing import Any, Literal
 
 from vllm_gaudi_spec.config import IS_UNIVERSAL, UNIVERSAL_DRAFT, UnsupportedConfigError
-from vllm_gaudi_spec.drafting.table import DRAFT_MODEL, METHODS, has_model
 from vllm_gaudi_spec.environment import TRUST_DRAFT_CODE, quant_config_path, trusts_draft_code
-from vllm_gaudi_spec.sampling.rules.table import RULES
+from vllm_gaudi_spec.methods import DRAFT_MODEL, METHODS, RULES, has_model
 from vllm_gaudi_spec.upstream.patching import do_nothing, raise_unchanged, widen, wrap
 from vllm_gaudi_spec.versions import installed
 

@@ -9,7 +9,7 @@ from vllm.config import speculative as upstream
 
 from tests.unit.upstream.test_configuration import values_of
 from vllm_gaudi_spec import drafting
-from vllm_gaudi_spec.drafting.table import METHODS, has_model
+from vllm_gaudi_spec.methods import METHODS, has_model
 
 
 @pytest.mark.parametrize("name", METHODS)

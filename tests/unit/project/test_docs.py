@@ -19,7 +19,7 @@ from vllm.config import SpeculativeConfig
 from tests.pages import NEEDS, ROOT, Block, blocks, names_of_tests, pages, source_of_test, text_for
 from vllm_gaudi_spec import upstream
 from vllm_gaudi_spec.config import MAX_DRAFTS, UNIVERSAL_DRAFT, Options
-from vllm_gaudi_spec.drafting.table import METHODS
+from vllm_gaudi_spec.methods import METHODS
 
 PAGES = pages()
 BLOCKS = [block for page in PAGES for block in blocks(page)]

@@ -16,11 +16,13 @@ from vllm.v1.serial_utils import MsgpackDecoder, MsgpackEncoder
 from tests.support.fakes import CapturingBackend, HostBackend, batches_of, new_request, step
 from tests.support.warm_up import listed as signatures_of
 from tests.unit.runner.test_shapes import shapes
+from vllm_gaudi_spec.outputs import SpeculativeOutput
 from vllm_gaudi_spec.records import (
     FAULTY,
     UNVERIFIED,
     DraftRound,
     Drafts,
+    NoDraftReason,
     PromptScores,
     Request,
     StepResult,
@@ -30,8 +32,6 @@ from vllm_gaudi_spec.runner.pooling import Pooling
 from vllm_gaudi_spec.runner.report import Downloads, PromptLogprobs, Report, Reports
 from vllm_gaudi_spec.runner.requests import Requests
 from vllm_gaudi_spec.sampling.params import Sampling
-from vllm_gaudi_spec.scheduling import metrics
-from vllm_gaudi_spec.scheduling.outputs import SpeculativeOutput
 
 
 def send(step: StepResult, backend: HostBackend) -> Report:
@@ -291,6 +291,6 @@ def test_faults_of_the_drafter_are_told_in_place_of_numbers(numbers: list[int], 
     assert isinstance(output, SpeculativeOutput)
     assert output.num_real_drafts == {name: max(n, 0) for name, n in zip("ab", numbers, strict=False)}
     assert output.draft_rounds == [*rounds, seen]
-    reasons = {FAULTY: metrics.FAULT, UNVERIFIED: metrics.UNVERIFIED}
+    reasons = {FAULTY: NoDraftReason.FAULT, UNVERIFIED: NoDraftReason.UNVERIFIED}
     assert output.why == {name: reasons[n] for name, n in zip("ab", numbers, strict=False) if n < 0}
     assert output.started == ("b",)

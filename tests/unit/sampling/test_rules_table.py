@@ -9,11 +9,11 @@ import pytest
 from vllm.config import speculative as upstream
 
 from tests.unit.upstream.test_configuration import values_of
+from vllm_gaudi_spec.methods import RULES, STRICT
 from vllm_gaudi_spec.sampling import rules
 from vllm_gaudi_spec.sampling.rules.registry import TORCH
-from vllm_gaudi_spec.sampling.rules.table import RULES, STRICT
 
-NO_RULES = {"__init__", "registry", "table"}
+NO_RULES = {"__init__", "registry"}
 
 
 def test_each_row_has_its_module_and_each_module_its_row() -> None:

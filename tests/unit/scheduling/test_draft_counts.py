@@ -13,14 +13,13 @@ from tests.support.schedulers import NUM_DRAFTS, PROMPT, answer, scheduler_of
 from tests.unit.test_config import engine_config
 from vllm_gaudi_spec import upstream
 from vllm_gaudi_spec.config import Speculation
-from vllm_gaudi_spec.records import DraftRound, WorkerCounts
+from vllm_gaudi_spec.records import DraftRound, NoDraftReason, WorkerCounts
 from vllm_gaudi_spec.scheduling import metrics
 from vllm_gaudi_spec.scheduling.counts import DraftCounts
 from vllm_gaudi_spec.scheduling.metrics import (
     COMPILED,
     COVERAGE,
     HOST_SYNCS,
-    REASONS,
     ROWS,
     ROWS_BY_CHOICE,
     ROWS_WITHOUT_DRAFTS,
@@ -77,7 +76,7 @@ class Play:
         """The sums that the page promises."""
         rows, by_choice = (self.counted.get(name, {}) for name in (ROWS, ROWS_BY_CHOICE))
         reasons = self.counted.get(ROWS_WITHOUT_DRAFTS, {})
-        assert set(reasons) <= set(REASONS)
+        assert set(reasons) <= set(NoDraftReason)
         assert sum(rows.values()) == sum(by_choice.values())
         assert sum(reasons.values()) == rows.get("0", 0)
 

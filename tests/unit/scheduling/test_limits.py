@@ -13,7 +13,7 @@ from vllm import SamplingParams
 from tests.support.fakes import HostBackend
 from tests.unit.scheduling.test_draft_counts import Play
 from vllm_gaudi_spec.config import Speculation
-from vllm_gaudi_spec.scheduling import metrics
+from vllm_gaudi_spec.records import NoDraftReason
 from vllm_gaudi_spec.scheduling.limits import DraftLimits, LengthSplit, Reason, why_no_drafts
 from vllm_gaudi_spec.scheduling.scheduler import SpecScheduler
 
@@ -43,21 +43,21 @@ def test_a_reason_is_there_exactly_where_a_row_has_no_use_for_drafts(
 
 def test_a_lasting_reason_comes_before_a_passing_one() -> None:
     assert why_no_drafts(LIMITS, 19) is None
-    assert why_no_drafts(LIMITS, 20) == Reason(metrics.ENDING, "length 20 >= 20, one more token is its last")
-    assert why_no_drafts(LIMITS._replace(end=None), 32, skip_reason=metrics.LOAD) == Reason(
+    assert why_no_drafts(LIMITS, 20) == Reason(NoDraftReason.ENDING, "length 20 >= 20, one more token is its last")
+    assert why_no_drafts(LIMITS._replace(end=None), 32, skip_reason=NoDraftReason.LOAD) == Reason(
         "length", "context 32 >= 32"
     )
     for facts, label in (
-        (dict(reported=metrics.UNVERIFIED, is_excluded=True), metrics.UNVERIFIED),
-        (dict(is_excluded=True, skip_reason=metrics.OFF), metrics.FAULT),
-        (dict(skip_reason=metrics.GOODPUT, has_failed=True), metrics.GOODPUT),
-        (dict(has_failed=True), metrics.FAULT),
+        (dict(reported=NoDraftReason.UNVERIFIED, is_excluded=True), NoDraftReason.UNVERIFIED),
+        (dict(is_excluded=True, skip_reason=NoDraftReason.OFF), NoDraftReason.FAULT),
+        (dict(skip_reason=NoDraftReason.GOODPUT, has_failed=True), NoDraftReason.GOODPUT),
+        (dict(has_failed=True), NoDraftReason.FAULT),
     ):
         reason = why_no_drafts(LIMITS, 12, **facts)  # type: ignore[arg-type]
         assert reason is not None
         assert reason.label == label
     asked_for_none = why_no_drafts(LIMITS._replace(max_drafts=0), 40, is_excluded=True)
-    assert asked_for_none == Reason(metrics.REQUEST, "it asked for none")
+    assert asked_for_none == Reason(NoDraftReason.REQUEST, "it asked for none")
 
 
 def test_only_a_change_of_the_reason_is_logged(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:

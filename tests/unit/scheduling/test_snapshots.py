@@ -21,9 +21,9 @@ from vllm.v1.request import Request
 from tests.support.schedulers import answer, scheduler_of
 from vllm_gaudi_spec import upstream
 from vllm_gaudi_spec.config import Options, UnsupportedConfigError
+from vllm_gaudi_spec.outputs import SpecSchedulerOutput
 from vllm_gaudi_spec.platforms.base import _keep_states_by_request
 from vllm_gaudi_spec.recurrent.table import num_snapshots
-from vllm_gaudi_spec.scheduling.outputs import SpecSchedulerOutput
 from vllm_gaudi_spec.scheduling.scheduler import SpecAsyncScheduler, SpecScheduler, _keeps_all
 from vllm_gaudi_spec.scheduling.snapshots import Snapshots
 

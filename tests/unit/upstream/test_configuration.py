@@ -26,7 +26,7 @@ from vllm.model_executor.models.config import MODELS_CONFIG_MAP, JinaRobertaMode
 from tests.support.schedulers import drafter
 from tests.unit.test_config import engine_config
 from vllm_gaudi_spec import config, upstream
-from vllm_gaudi_spec.drafting.table import METHODS
+from vllm_gaudi_spec.methods import METHODS
 from vllm_gaudi_spec.upstream import configuration
 
 

@@ -14,10 +14,10 @@ from typing import NamedTuple
 
 import torch
 
+from vllm_gaudi_spec.methods import RULES, STRICT
 from vllm_gaudi_spec.records import Verification
 from vllm_gaudi_spec.sampling import filters
 from vllm_gaudi_spec.sampling.rules import strict
-from vllm_gaudi_spec.sampling.rules.table import RULES, STRICT
 
 
 def _modules_verify() -> dict[str, Callable[..., Verification]]:

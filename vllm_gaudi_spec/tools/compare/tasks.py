@@ -12,8 +12,7 @@ from pathlib import Path
 from typing import Any
 
 from vllm_gaudi_spec.config import UNIVERSAL_DRAFT
-from vllm_gaudi_spec.drafting.table import DRAFT_MODEL, METHODS, Method
-from vllm_gaudi_spec.sampling.rules.table import RULES
+from vllm_gaudi_spec.methods import DRAFT_MODEL, METHODS, RULES, Method
 from vllm_gaudi_spec.tools.io import output
 from vllm_gaudi_spec.tools.io.command_line import add_shared, not_negative, positive, share
 from vllm_gaudi_spec.tools.io.prompts import SOURCES

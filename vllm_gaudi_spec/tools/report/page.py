@@ -19,7 +19,7 @@ from statistics import quantiles
 from typing import Any, NamedTuple
 
 from vllm_gaudi_spec.config import UNIVERSAL_DRAFT
-from vllm_gaudi_spec.drafting.table import METHODS
+from vllm_gaudi_spec.methods import METHODS
 from vllm_gaudi_spec.tools.io import output
 from vllm_gaudi_spec.tools.report.record import how_measured, mean_acceptance_length
 

@@ -8,8 +8,7 @@ from typing import NamedTuple
 from vllm.v1.core.sched.output import SchedulerOutput
 from vllm.v1.outputs import ModelRunnerOutput
 
-from vllm_gaudi_spec.records import DraftRound, WorkerCounts
-from vllm_gaudi_spec.scheduling import metrics
+from vllm_gaudi_spec.records import DraftRound, NoDraftReason, WorkerCounts
 
 # --- from the scheduler ---
 
@@ -45,7 +44,7 @@ class SpecSchedulerOutput(SchedulerOutput):
     """The most drafts of each request after this step; `num_spec_tokens_to_schedule` for one without an entry."""
     drafter_status: DrafterStatus | None = None
     """None if it is unchanged."""
-    skip_reason: str = metrics.LOAD
+    skip_reason: str = NoDraftReason.LOAD
     """Why no request drafts after this step, if `num_spec_tokens_to_schedule` is 0: one of `metrics.REASONS`."""
     state_loads: dict[str, int] = field(default_factory=dict)
     """By request that starts from a snapshot of a recurrent state: its slot, to be read before the step's forwards."""

@@ -1,0 +1,137 @@
+"""Drafting methods and acceptance rules by name, with the facts that are needed before PyTorch is imported.
+
+A method's drafter is a class in `drafting/`; `drafting/proposers.py` imports it. A rule is the function `verify` of the
+module in `sampling/rules/` that has the rule's name; `sampling/rules/registry.py` imports it.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Method:
+    """Facts of a drafting method."""
+
+    proposer: str
+    """Module in `drafting/` and class, which has a constructor `build`."""
+    about: str
+    """How it drafts, in a few plain words."""
+    on_device: bool
+    """Whether it drafts on the device, between two steps, and so supports async scheduling. Others draft on the host,
+    after the step's device-to-host sync."""
+    has_model: bool = False
+    """Whether the drafter is a model, loaded beside the target. Others look up tokens or are a user's class."""
+    has_kv: bool = False
+    """Whether the drafter keeps KV of its own."""
+    reads_hidden_states: bool = False
+    """Whether the drafter reads the target's hidden states."""
+    in_target: bool = False
+    """Whether the drafter's layers come with the target's checkpoint, so that users need not name a model."""
+    remembers_requests: bool = False
+    """Whether the drafter also drafts from the tokens of finished requests."""
+    options: tuple[str, ...] = ()
+    """Options of `speculative_config` that only this method takes; they are refused with other methods."""
+    in_vllm: bool = False
+    """Whether vLLM accepts this value of `method`; `upstream/` adds the others."""
+
+    @property
+    def is_head(self) -> bool:
+        """Whether the drafter is a head: a small model on the target's hidden states, with KV of its own."""
+        return self.reads_hidden_states and self.has_kv
+
+
+_HEAD = Method(
+    proposer="head.HeadProposer",
+    about="a head on the model's inner states drafts",
+    on_device=True,
+    has_model=True,
+    has_kv=True,
+    reads_hidden_states=True,
+    in_vllm=True,
+)
+_NGRAM = Method(
+    proposer="ngram.NgramProposer",
+    about="drafts what came after the same words before",
+    on_device=False,
+    options=("prompt_lookup_max", "prompt_lookup_min"),
+    in_vllm=True,
+)
+DRAFT_MODEL, EAGLE3, MEDUSA = "draft_model", "eagle3", "medusa"
+METHODS = {
+    "ngram": _NGRAM,
+    "ngram_gpu": replace(_NGRAM, proposer="ngram.DeviceNgramProposer", on_device=True),
+    "suffix": Method(
+        proposer="suffix.SuffixProposer",
+        about="drafts the likeliest continuation of words seen before",
+        on_device=False,
+        remembers_requests=True,
+        options=(
+            "suffix_decoding_max_tree_depth",
+            "suffix_decoding_max_cached_requests",
+            "suffix_decoding_max_spec_factor",
+            "suffix_decoding_min_token_prob",
+        ),
+        in_vllm=True,
+    ),
+    "custom_class": Method(
+        proposer="custom.CustomProposer",
+        about="a class of the user's drafts",
+        on_device=False,
+        options=("model",),
+        in_vllm=True,
+    ),
+    DRAFT_MODEL: Method(
+        proposer="draft_model.AutoregressiveProposer",
+        about="a smaller model with the same tokens drafts",
+        on_device=True,
+        has_model=True,
+        has_kv=True,
+        in_vllm=True,
+    ),
+    "eagle": _HEAD,
+    EAGLE3: _HEAD,
+    "mtp": replace(_HEAD, about="a layer of the model itself drafts", in_target=True),
+    MEDUSA: Method(
+        proposer="medusa.MedusaProposer",
+        about="several heads draft at once",
+        on_device=True,
+        has_model=True,
+        reads_hidden_states=True,
+        in_vllm=True,
+    ),
+}
+
+
+def has_model(method: str | None) -> bool:
+    """Whether the method's drafter is a model.
+
+    True also for methods of vLLM that have no row here: vLLM loads a model before the method can be refused.
+    """
+    return method not in METHODS or METHODS[method].has_model
+
+
+# --- acceptance rules ---
+
+STRICT, SYNTHETIC = "strict", "synthetic"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class AcceptanceRule:
+    """Facts of an acceptance rule."""
+
+    about: str
+    """What the rule is for, in a few words."""
+    needs_probs: bool = False
+    """Whether it reads the probabilities that drafts were drawn from. Without them (greedy or coupled drafting) the
+    strict rule runs instead, which then has the same distribution."""
+    in_vllm: bool = False
+    """Whether vLLM accepts this value of `rejection_sample_method`; `upstream/` adds the others."""
+
+
+RULES = {
+    STRICT: AcceptanceRule(about="the output is that of decoding without drafts, token for token"),
+    "standard": AcceptanceRule(about="rejection sampling: exact in distribution", needs_probs=True, in_vllm=True),
+    "block": AcceptanceRule(about="exact in distribution, and accepts more", needs_probs=True, in_vllm=True),
+    SYNTHETIC: AcceptanceRule(about="for benchmarks: accepts at given rates, whatever the models output", in_vllm=True),
+}
