@@ -4,7 +4,7 @@ python -m benchmarks goodput --json .bench/goodput.json
 
 For each method three engines live side by side, each in a process of its own, and take turns: no speculation, the
 method alone, and the method with the rule. A turn is one batch of fixed prompts, past any end token. The
-first turns of a batch size are those in which the rule learns; they are reported apart. Ratios are of neighbouring
+first turns of a batch size are those in which the rule learns; they are reported apart. Ratios are of neighboring
 turns.
 """
 

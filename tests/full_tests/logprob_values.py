@@ -5,7 +5,7 @@ from tests.full_tests.upstream_reference import Position
 
 def rank_slack(rank: int) -> int:
     """Among the first tokens ranks are exact. Far down hundreds of tokens lie closer together than float32's rounding
-    of a logit, so there a rank means a neighbourhood."""
+    of a logit, so there a rank means a neighborhood."""
     return rank // 50
 
 

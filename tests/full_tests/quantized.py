@@ -21,7 +21,7 @@ VOCAB = 256
 
 @contextmanager
 def quantizing(config: Path | None) -> Iterator[None]:
-    """The environment of an engine whose target is measured or quantised by this file."""
+    """The environment of an engine whose target is measured or quantized by this file."""
     with pytest.MonkeyPatch.context() as patch:
         if config is not None:
             patch.setenv("QUANT_CONFIG", str(config))

@@ -39,7 +39,7 @@ from tests.full_tests.engines import engine
 from tests.full_tests.equality import Tally
 from tests.full_tests.resident import Growth, Resident, meet_every_length
 from tests.full_tests.server import Server, end_with_parent
-from tests.full_tests.soak_load import Attempt, Clients, answers_of, body_of, catalogue
+from tests.full_tests.soak_load import Attempt, Clients, answers_of, body_of, catalog
 from tests.full_tests.workload import Answer, run_alone
 from vllm_gaudi_spec.tools.io.command_line import Parser, add_shared, positive
 
@@ -104,7 +104,7 @@ class Soak:
         self.options = options
         self.folder = folder
         self.method = METHODS[options.method]
-        self.known = catalogue(options.requests, options.seed)
+        self.known = catalog(options.requests, options.seed)
         # Before any engine has seen them: vLLM writes a choice anew as a grammar, where it stands.
         self.bodies = [body_of(request) for request in self.known]
         self.figures: dict[str, Any] = {}

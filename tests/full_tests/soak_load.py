@@ -32,7 +32,7 @@ _FIELDS = (
 )
 
 
-def catalogue(count: int, seed: int) -> list[Request]:
+def catalog(count: int, seed: int) -> list[Request]:
     """Requests whose answers are known: greedy ones, and sampled ones with seeds of their own."""
     return mixed_requests(count, seed, [*KINDS, *MORE_KINDS])
 
@@ -58,7 +58,7 @@ class Attempt:
     """A request that was sent."""
 
     request: int | None
-    """Its place in the catalogue; None where nobody knows the answer."""
+    """Its place in the catalog; None where nobody knows the answer."""
     answers: list[Answer] = field(default_factory=list)
     """As far as they came."""
     is_whole: bool = False
@@ -153,7 +153,7 @@ class Clients:
         if rng.random() < 0.75:
             place = rng.randrange(len(self._known))
             return Attempt(place), self._known[place]
-        # A neighbour: a text that nobody else has, without a seed, with a wish of its own how much is drafted.
+        # A neighbor: a text that nobody else has, without a seed, with a wish of its own how much is drafted.
         prompt = random_prompts([rng.randint(1, 300)], VOCAB, rng.getrandbits(32))[0]
         drafts = {"num_speculative_tokens": rng.randint(0, self._most_drafts)}
         body = dict(model="tiny", prompt=prompt, max_tokens=rng.randint(1, 64), temperature=1.0, vllm_xargs=drafts)

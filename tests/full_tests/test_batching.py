@@ -37,7 +37,7 @@ def check(requests: list[Request], ours: list[list[Answer]], alone: list[list[An
 def test_together(tiny_llama: str, requests: list[Request], alone: list[list[Answer]]) -> None:
     with engine(tiny_llama, **UNCACHED) as llm:
         check(requests, run_together(llm, requests), alone)
-        # Another order, other neighbours, other rows.
+        # Another order, other neighbors, other rows.
         backwards = requests[::-1]
         check(backwards, run_together(llm, backwards), alone[::-1])
 
@@ -55,7 +55,7 @@ def test_prefix_cache(tiny_llama: str, requests: list[Request], alone: list[list
 def test_chunked_prefill(
     caching: dict[str, Any], tiny_llama: str, requests: list[Request], alone: list[list[Answer]]
 ) -> None:
-    """A budget of 64 tokens a step cuts most prompts, at boundaries that depend on the neighbours."""
+    """A budget of 64 tokens a step cuts most prompts, at boundaries that depend on the neighbors."""
     with engine(tiny_llama, **CHUNKED, **caching) as llm:
         check(requests, run_together(llm, requests), alone)
 

@@ -59,7 +59,7 @@ def test_drafting_comes_back_with_the_load(overlapping: bool, tiny_llama: str) -
 @pytest.mark.parametrize("overlapping", [False, True])
 def test_a_drafter_with_sliding_windows_writes_where_it_may(overlapping: bool, tiny: Callable[[str], str]) -> None:
     """vLLM hands blocks behind a window to others, and the worker is not told: a drafter that catches up would write
-    into a neighbour's."""
+    into a neighbor's."""
     target, drafter = tiny("llama"), tiny("gemma3")
     prompts = random_prompts([20, 45, 70], VOCAB, seed=2)
     params = [greedy(length) for length in (440, 440, 200)]

@@ -10,8 +10,8 @@ import torch
 import card_emulator
 from tests.full_tests import heads
 from tests.full_tests.engines import engine
-from tests.full_tests.quantised_checkpoints import MTP, rewritten, texts_with_and_without_drafts
 from tests.full_tests.quantized import METHODS, Calibrated, ask, calibrate, drafter, quantizing
+from tests.full_tests.quantized_checkpoints import MTP, rewritten, texts_with_and_without_drafts
 from tests.full_tests.speculation import accepted
 from tests.full_tests.test_refusals import refusal
 from tests.full_tests.tiny_models import save_deepseek_with_mtp
@@ -98,17 +98,17 @@ def test_kv_in_fp8_takes_half_of_the_card(looping_llama: str, monkeypatch: pytes
 
 @pytest.mark.parametrize("num_ranks", [1, pytest.param(2, marks=pytest.mark.slow)])
 def test_checkpoints_in_fp8_stay_so(num_ranks: int, looping_llama: str, tmp_path: Path) -> None:
-    quantised, _ = rewritten(looping_llama, "ct-fp8-dynamic", tmp_path)
+    quantized, _ = rewritten(looping_llama, "ct-fp8-dynamic", tmp_path)
     fp8 = {torch.float8_e4m3fn}
-    texts_with_and_without_drafts(quantised, NATIVE, kept_as=fp8, tensor_parallel_size=num_ranks)
+    texts_with_and_without_drafts(quantized, NATIVE, kept_as=fp8, tensor_parallel_size=num_ranks)
 
 
 @pytest.mark.slow
 def test_deepseek_and_its_own_layer_in_blocks(tmp_path: Path) -> None:
-    """As DeepSeek-V3 is published; what latent attention absorbs is dequantised."""
-    quantised, _ = rewritten(save_deepseek_with_mtp(tmp_path / "plain"), "fp8-block", tmp_path)
+    """As DeepSeek-V3 is published; what latent attention absorbs is dequantized."""
+    quantized, _ = rewritten(save_deepseek_with_mtp(tmp_path / "plain"), "fp8-block", tmp_path)
     kept = {torch.float8_e4m3fn, torch.float32}
-    texts_with_and_without_drafts(quantised, NATIVE, speculative=MTP, least=5, kept_as=kept)
+    texts_with_and_without_drafts(quantized, NATIVE, speculative=MTP, least=5, kept_as=kept)
 
 
 def test_another_cards_numbers_are_refused(looping_llama: str, calibrated: Calibrated, tmp_path: Path) -> None:

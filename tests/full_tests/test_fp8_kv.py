@@ -99,7 +99,7 @@ slow = pytest.mark.slow
 def test_scales_of_a_checkpoint(
     strategy: str, weights: str | None, num_ranks: int, looping_llama: str, tmp_path: Path
 ) -> None:
-    """llm-compressor's form, with KV quantised alone, or beside weights that are dequantised while they are read;
+    """llm-compressor's form, with KV quantized alone, or beside weights that are dequantized while they are read;
     without an option, as in vLLM."""
     model = with_kv_scales(looping_llama, tmp_path / "scaled", strategy, weights=weights)
     options = SIZES | kernels(REFERENCE) | dict(tensor_parallel_size=num_ranks)

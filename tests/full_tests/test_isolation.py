@@ -1,4 +1,4 @@
-"""A request says what it says alone, whoever is its neighbour: how many there are, who they are, when each came and who
+"""A request says what it says alone, whoever is its neighbor: how many there are, who they are, when each came and who
 left early, and however the scheduler cuts and interrupts them. (All requests of a batch at once: test_batching.py and
 test_speculation_batching.py; random schedules of a model without weights: test_random_schedules.py.)"""
 
@@ -18,7 +18,7 @@ from tests.full_tests.workload import KINDS, Answer, Request, answers, differenc
 
 NUM_PROBES = len(KINDS)
 CROWDS = (0, 1, 7, 31)
-"""Neighbours of each probe."""
+"""Neighbors of each probe."""
 COUPLED = dict(draft_sample_method="coupled", rejection_sample_method="strict")
 
 
@@ -72,25 +72,25 @@ def plain(probes: list[Request]) -> Any:
     return without_drafts(probes)
 
 
-def neighbours(rng: random.Random, count: int) -> list[Request]:
+def neighbors(rng: random.Random, count: int) -> list[Request]:
     """Anybody: also without a seed, or with the beginning of a probe's prompt."""
     lengths = [rng.choice([rng.randint(1, 30), rng.randint(30, 300)]) for _ in range(count)]
     prompts = random_prompts(lengths, VOCAB, rng.getrandbits(32))
     kinds = [rng.choice([dict(temperature=0), dict(temperature=1.0), dict(temperature=0.8, top_k=9)]) for _ in prompts]
     return [
-        Request("neighbour", prompt, SamplingParams(max_tokens=rng.randint(1, 24), **kind))
+        Request("neighbor", prompt, SamplingParams(max_tokens=rng.randint(1, 24), **kind))
         for prompt, kind in zip(prompts, kinds, strict=True)
     ]
 
 
 def ask_among(llm: LLM, probes: list[Request], crowd: int, rng: random.Random) -> list[list[Answer]]:
-    """Each probe and its neighbours, of whom about `crowd` run beside it: they come one by one while others run, in an
-    order drawn anew, and every fourth neighbour leaves early. Without neighbours each probe runs alone."""
+    """Each probe and its neighbors, of whom about `crowd` run beside it: they come one by one while others run, in an
+    order drawn anew, and every fourth neighbor leaves early. Without neighbors each probe runs alone."""
     core, done = llm.llm_engine, {}
     waiting: list[tuple[str, Request]] = []
     for place in rng.sample(range(len(probes)), len(probes)):
         group = [(f"probe {place}", probes[place])]
-        group += [(f"neighbour {place} {n}", request) for n, request in enumerate(neighbours(rng, -(-crowd // 4)))]
+        group += [(f"neighbor {place} {n}", request) for n, request in enumerate(neighbors(rng, -(-crowd // 4)))]
         waiting += rng.sample(group, len(group))
     leaving: dict[str, int] = {}
 
@@ -107,7 +107,7 @@ def ask_among(llm: LLM, probes: list[Request], crowd: int, rng: random.Random) -
 
     for name, request in waiting:
         core.add_request(name, {"prompt_token_ids": request.prompt}, request.params)
-        if name.startswith("neighbour") and rng.random() < 0.25:
+        if name.startswith("neighbor") and rng.random() < 0.25:
             leaving[name] = rng.randint(0, 6)
         while core.get_num_unfinished_requests() > crowd:
             step()
@@ -118,7 +118,7 @@ def ask_among(llm: LLM, probes: list[Request], crowd: int, rng: random.Random) -
 
 @pytest.mark.slow  # adversary/test_adversary.py compares with alone too
 @pytest.mark.parametrize("way", WAYS, ids=str)
-def test_neighbours_do_not_matter(way: Way, probes: list[Request], plain: Any, request: pytest.FixtureRequest) -> None:
+def test_neighbors_do_not_matter(way: Way, probes: list[Request], plain: Any, request: pytest.FixtureRequest) -> None:
     """Memory for two of the longest requests, prompts in chunks, a prefix cache that the rounds before have filled."""
     target, config, rng = way.target(request), way.config(request), random.Random(0)
     expected = plain(target)
@@ -127,7 +127,7 @@ def test_neighbours_do_not_matter(way: Way, probes: list[Request], plain: Any, r
     with speculating(target, config, **options) if config else engine(target, **options) as llm:
         for crowd in CROWDS:
             different = differences(probes, ask_among(llm, probes, crowd, rng), expected)
-            assert not different, f"with {crowd} neighbours {len(different)} differ\n" + "\n".join(different[:5])
+            assert not different, f"with {crowd} neighbors {len(different)} differ\n" + "\n".join(different[:5])
         assert preemptions(llm) > 0
         assert counter(llm, "vllm:prefix_cache_hits") > 0
         if config:

@@ -1,6 +1,6 @@
 """test_length_split.py with drafters that are models, of the target's tokenizer and of another, and with heads: they
 keep KV of their own, so a row that stops to draft, or drafts less, must not disturb what was written for its
-neighbours."""
+neighbors."""
 
 from collections.abc import Callable, Iterator
 from functools import cache

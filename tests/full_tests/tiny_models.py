@@ -1,4 +1,4 @@
-"""Tiny randomly initialised checkpoints, one per model family: seeded, a few hundred kilobytes, made in a second.
+"""Tiny randomly initialized checkpoints, one per model family: seeded, a few hundred kilobytes, made in a second.
 
 The weights are drawn wide (`initializer_range` 0.2 and more), so that logits spread over several units: nearly flat
 logits would make every comparison of greedy tokens a comparison of rounding errors.

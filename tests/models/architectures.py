@@ -102,7 +102,7 @@ LLAMA3 = dict(
     high_freq_factor=4.0,
     original_max_position_embeddings=64,
 )
-# transformers cuts every step off at the least that it initialises, and vLLM does not: so low that none is cut off.
+# transformers cuts every step off at the least that it initializes, and vLLM does not: so low that none is cut off.
 LOW_STEPS = dict(time_step_min=1e-6, time_step_floor=1e-2)
 MAMBA = dict(mamba_n_heads=8, mamba_d_state=16, mamba_d_head=32, mamba_n_groups=1, mamba_chunk_size=16)
 LINEAR = dict(

@@ -243,7 +243,7 @@ def reference(model: Any, processor: Any, asked: Question) -> dict[str, Any]:
 
 
 def _in_float32(value: Any) -> Any:
-    """Some processors round colours to bfloat16, which vLLM makes the model's dtype again."""
+    """Some processors round colors to bfloat16, which vLLM makes the model's dtype again."""
     return value.float() if hasattr(value, "is_floating_point") and value.is_floating_point() else value
 
 

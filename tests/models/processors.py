@@ -24,7 +24,7 @@ def qwen(kind: str, patch_size: int) -> Callable[[PreTrainedTokenizerFast], Proc
         )
         video = "Qwen3VL" if kind == "Qwen3VL" else "Qwen2VL"
         side = 2 * patch_size
-        # vLLM brings colours into range in the model: alike for images and video, as published checkpoints have them.
+        # vLLM brings colors into range in the model: alike for images and video, as published checkpoints have them.
         half = dict(image_mean=[0.5] * 3, image_std=[0.5] * 3) if kind == "Qwen3VL" else {}
         pixels = dict(shortest_edge=2 * side * side, longest_edge=16 * side * side)
         of_both: dict[str, Any] = dict(patch_size=patch_size, size=pixels, **half)

@@ -66,7 +66,7 @@ def _masked(rows: int, vocab: int, random: torch.Generator) -> torch.Tensor:
     return logits.masked_fill(forbidden, -torch.inf)
 
 
-def _neighbours(rows: int, vocab: int, random: torch.Generator) -> torch.Tensor:
+def _neighbors(rows: int, vocab: int, random: torch.Generator) -> torch.Tensor:
     """Logits that differ in their last bits only, either side of zero, and both zeros."""
     bits = torch.randint(-40, 40, (rows, vocab), generator=random, dtype=torch.int32)
     return torch.where(bits < 0, bits.neg() | torch.tensor(-(1 << 31), dtype=torch.int32), bits).view(torch.float32)
@@ -97,7 +97,7 @@ ROWS = (
     _equal,
     _one_hot,
     _masked,
-    _neighbours,
+    _neighbors,
     _close,
     _geometric,
     _largest,

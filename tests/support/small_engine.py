@@ -44,7 +44,7 @@ BLOCK, MAX_LEN, MAX_ROWS, BUDGET = 4, 64, 4, 20
 NUM_DRAFTS = 3
 ROOMY, SCARCE = 120, 26
 """Blocks of KV, block 0 included: room for everybody, and for one and a half of the longest requests."""
-FAVOURITES = list(range(10, 18))
+FAVORITES = list(range(10, 18))
 """The model's most frequent tokens, so that texts repeat now and then and n-gram drafters are right now and then."""
 _HASHED = 1 << 20
 _TARGET, _DRAFTER = "model.layers.0.attn", "draft_model.layers.0.attn"
@@ -147,12 +147,12 @@ def _number(tokens: torch.Tensor, positions: torch.Tensor) -> torch.Tensor:
 
 
 def _logits(sums_N: torch.Tensor) -> torch.Tensor:
-    """Between 0 and 2, of the favourites between 0 and 8."""
+    """Between 0 and 2, of the favorites between 0 and 8."""
     token_V = torch.arange(VOCAB)
     mixed = (sums_N[:, None] + 1) * (2 * token_V + 1) * 2246822519 & 0xFFFFFFFF
     mixed = (mixed ^ (mixed >> 15)) * 2654435761 & 0xFFFFFFFF
     scale_V = torch.full((VOCAB,), 2.0)
-    scale_V[FAVOURITES] = 8.0
+    scale_V[FAVORITES] = 8.0
     return (mixed >> 8).float() / (1 << 24) * scale_V
 
 

@@ -715,7 +715,7 @@ def test_weight_formats_that_would_not_work_are_refused(
     ],
     ids=str,
 )
-def test_quantisation_that_would_not_work_is_refused(
+def test_quantization_that_would_not_work_is_refused(
     device: str, options: dict[str, str], message: str | None, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     path = tmp_path / "quant.json"
@@ -949,7 +949,7 @@ def test_what_is_left_of_an_earlier_measurement_does_not_stop_the_next(
         refusals.refuse_unsupported(made, backend_of("hpu"))
 
 
-def test_a_range_without_quantisation_is_refused(tmp_path: Path) -> None:
+def test_a_range_without_quantization_is_refused(tmp_path: Path) -> None:
     with pytest.raises(UnsupportedConfigError, match="fp8_range is for QUANT_CONFIG and --kv-cache-dtype fp8; leave"):
         engine_config(tmp_path, None, additional_config={"gaudi_spec": {"fp8_range": "gaudi3"}})
     engine_config(tmp_path, None, kv_cache_dtype="fp8", additional_config={"gaudi_spec": {"fp8_range": "gaudi3"}})

@@ -1,4 +1,4 @@
-"""A layer's matmuls, softmax and caches as modules, for layers that are calibrated or quantised only.
+"""A layer's matmuls, softmax and caches as modules, for layers that are calibrated or quantized only.
 
 The names of these classes, and of the modules in `RectangleAttentionImpl`, are those by which Intel Neural Compressor
 finds and replaces them.
@@ -21,7 +21,7 @@ def finite(tensor: torch.Tensor) -> torch.Tensor:
 
     Kernels leave tokens out by multiplying them by 0, or by adding a large negative number to their scores. Of NaN both
     make NaN: in KV it would reach whoever has the block next, through the pad block everybody, and in a matmul over a
-    batch its neighbours.
+    batch its neighbors.
     """
     # Three operations that a compiler makes one of; nan_to_num is nine on a Gaudi (bridge, nantonum_gen.cpp).
     largest = min(LARGEST, torch.finfo(tensor.dtype).max)
@@ -69,7 +69,7 @@ class Operations(Protocol):
 
 
 class Plain:
-    """The operations of layers that are neither calibrated nor quantised."""
+    """The operations of layers that are neither calibrated nor quantized."""
 
     k_cache = v_cache = VLLMKVCache()
     matmul_qk = matmul_av = Matmul()

@@ -66,11 +66,11 @@ class DeviceTraits:
     smallest_prefill: int = 128
     """The smallest prefill bucket, of which the others are multiples."""
     prefill_growth: float = 2.0
-    """Ratio of neighbouring prefill buckets: small where padding costs more than another shape."""
+    """Ratio of neighboring prefill buckets: small where padding costs more than another shape."""
     max_drafts: int = MAX_DRAFTS
     """The largest number of drafts of a row that its kernels verify in one step."""
     takes_quant_config: bool = False
-    """True when it measures and quantises models: `Weights.loading` and `Weights.quantize`."""
+    """True when it measures and quantizes models: `Weights.loading` and `Weights.quantize`."""
     simulates_quantization: bool = False
     """True when QUANT_CONFIG is simulated here, and not done by Intel Neural Compressor."""
     takes_cpu_weights: bool = False
@@ -253,11 +253,11 @@ class Weights:
         return None
 
     def loading(self, quant_config: QuantConfig) -> AbstractContextManager[None]:
-        """Around the loading of a model that is going to be measured or quantised."""
+        """Around the loading of a model that is going to be measured or quantized."""
         raise NotImplementedError("refused at start-up")
 
     def quantize(self, model: nn.Module, quant_config: QuantConfig, load_context: LoadContext) -> Measuring | None:
-        """Measure or quantise a loaded model, before `prepare_model`. The answer has what was measured."""
+        """Measure or quantize a loaded model, before `prepare_model`. The answer has what was measured."""
         raise NotImplementedError("refused at start-up")
 
     def from_uint4(self, words: Words, dtype: torch.dtype) -> torch.Tensor:

@@ -213,7 +213,7 @@ def _lacks(head: nn.Module, flag: str, head_module: nn.Module | None, target_mod
     if head_module is None or not getattr(head, flag, False):
         return True
     ours, others = getattr(head_module, "weight", None), getattr(target_module, "weight", None)
-    if ours is None or others is None:  # quantised
+    if ours is None or others is None:  # quantized
         return False
     return ours.shape == others.shape and torch.equal(ours.cpu(), others.cpu())
 

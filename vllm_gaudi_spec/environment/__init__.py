@@ -120,7 +120,7 @@ HCCL_EXPANSION = Variable(
     "HCCL_OP_EXPANSION_MODE", "chosen by HCCL", "on several NPUs: AIV is refused, with which captures failed or hung"
 )
 CANN_HOME = Variable("ASCEND_HOME_PATH", "none", "on an NPU: where CANN is, which its set_env.sh sets")
-QUANT_CONFIG = Variable("QUANT_CONFIG", "none", "the target's quantisation file, which measures or quantises")
+QUANT_CONFIG = Variable("QUANT_CONFIG", "none", "the target's quantization file, which measures or quantizes")
 KV_CACHE_SPACE = Variable("VLLM_CPU_KVCACHE_SPACE", "half of what is free, 4 at most", "on a CPU: GiB for the KV cache")
 THREADS_BIND = Variable(
     "VLLM_CPU_OMP_THREADS_BIND", "auto", "on a CPU: the cores that each rank's threads are bound to"
@@ -448,7 +448,7 @@ def api_key() -> str | None:
 
 
 def quant_config_path() -> str | None:
-    """The target's quantisation file; the variable's name is vllm-gaudi's."""
+    """The target's quantization file; the variable's name is vllm-gaudi's."""
     return QUANT_CONFIG.value or None
 
 

@@ -1,4 +1,4 @@
-"""A quantised checkpoint, read as the one that it stands for: weights in the model's dtype, under their own names.
+"""A quantized checkpoint, read as the one that it stands for: weights in the model's dtype, under their own names.
 Linear layers that a device computes with as they are stay so.
 
 Models are then made and loaded like those of any other checkpoint: layers that are merged, cut for tensor parallelism,
@@ -35,7 +35,7 @@ _UNUSED = (
 )
 # Other names of a scale, as Mistral and some writers of FP8 have them.
 _ALIASES = {"weight_scale_inv": "weight_scale", "qscale_weight": "weight_scale"}
-_QUANTISED = re.compile(
+_QUANTIZED = re.compile(
     r"(^|_)(packed|qweight|qzeros|g_idx|weight_zero_point|weight_scale(_2)?|scale_inv|weight_global_scale|qscale_weight)$"
 )
 _MIB = 2**20
@@ -87,10 +87,10 @@ class Checkpoint:
             list(self._read(layer, encoding, parts))  # raises, with what is missing
 
     def _check_plain(self, name: str, part: str, tensor: torch.Tensor) -> None:
-        """A model would take the bytes of quantised numbers for weights."""
+        """A model would take the bytes of quantized numbers for weights."""
         is_byte = tensor.dtype.itemsize == 1 and tensor.dtype != torch.bool
-        if is_byte or _QUANTISED.search(part):
-            reason = f"is quantised in a way that config.json ({self.format.name}) does not describe"
+        if is_byte or _QUANTIZED.search(part):
+            reason = f"is quantized in a way that config.json ({self.format.name}) does not describe"
             raise EncodingError(f"{self.model}: {name} {reason}; {OTHER_MODEL}.", remedy=OTHER_MODEL)
 
     def _read(self, layer: str, encoding: Encoding, parts: Parts) -> Iterator[tuple[str, torch.Tensor]]:

@@ -120,7 +120,7 @@ class QuantConfig:
         return self.mode == MEASURE
 
     def takes(self, name: str, kind: str) -> bool:
-        """Whether a module is measured or quantised, by its name in the model and the name of its class."""
+        """Whether a module is measured or quantized, by its name in the model and the name of its class."""
         if kind in self.blocked_types or _found(self.blocked_names, name):
             return False
         if not self.allowed_names and not self.allowed_types:
@@ -179,7 +179,7 @@ def cpu_weights_of(vllm_config: VllmConfig) -> str | None:
 
 
 def missing_scales(config: QuantConfig, world: int) -> Iterator[str]:
-    """Why a model cannot be quantised by its files, as far as the files alone show."""
+    """Why a model cannot be quantized by its files, as far as the files alone show."""
     try:
         files.read_world(config.dump_stats_path, world, config.scale_method)
     except files.QuantFilesError as error:

@@ -1,4 +1,4 @@
-"""Quantised checkpoints that are dequantised while they are read, and which of them are.
+"""Quantized checkpoints that are dequantized while they are read, and which of them are.
 
 Formats that can be read become the method `dequantized` (`method.py`) while vLLM makes the configuration; a model goes
 back to vLLM's own method where the device has native kernels for its format.
@@ -77,13 +77,13 @@ def is_native(format: CheckpointFormat, dtype: torch.dtype, requested: str | Non
 
 
 def choose_kernels(vllm_config: VllmConfig, model: ModelConfig, backend: DeviceBackend) -> None:
-    """Of a model that would be dequantised: with reference kernels if the user asks for them, with native kernels of
+    """Of a model that would be dequantized: with reference kernels if the user asks for them, with native kernels of
     the device if it has some, else with vLLM's own if they run on it or the user asks for them."""
     requested = Options.from_vllm(vllm_config).weight_kernels
     if model.quantization != DEQUANTIZED:
         return
     if requested == REFERENCE:
-        _report_dequantised(model, "as weight_kernels asks")
+        _report_dequantized(model, "as weight_kernels asks")
     elif not _stays_native(model, requested, backend.weights):
         _choose_vllms(vllm_config, model, requested, backend.weights)
 
@@ -94,7 +94,7 @@ def _stays_native(model: ModelConfig, requested: str | None, weights: Weights) -
     method, inputs = method_of(described(model)), native_inputs(format, weights)
     if is_native(format, model.dtype, requested, weights):
         logger.info_once(
-            "%s: linear layers in %s stay %s; other quantised weights become %s while they are read.",
+            "%s: linear layers in %s stay %s; other quantized weights become %s while they are read.",
             *(model.model, method, _HOW_THEY_STAY[str(format.native)], dtype_name(model.dtype)),
         )
         return True
@@ -107,7 +107,7 @@ def _stays_native(model: ModelConfig, requested: str | None, weights: Weights) -
 
 
 def _choose_vllms(vllm_config: VllmConfig, model: ModelConfig, requested: str | None, weights: Weights) -> None:
-    """Give the model back to vLLM's own method for its format, or report why it is dequantised."""
+    """Give the model back to vLLM's own method for its format, or report why it is dequantized."""
     method = method_of(described(model))
     is_target, quant_config = model is vllm_config.model_config, vllm_config.quant_config
     try:
@@ -124,13 +124,13 @@ def _choose_vllms(vllm_config: VllmConfig, model: ModelConfig, requested: str | 
     if reason is None:
         logger.info_once("%s: weights in %s stay as they are, for vLLM's own kernels.", model.model, method)
         return
-    _report_dequantised(model, f"vLLM's own kernels: {reason}")
+    _report_dequantized(model, f"vLLM's own kernels: {reason}")
     model.quantization = DEQUANTIZED
     if is_target:
         vllm_config.quant_config = quant_config
 
 
-def _report_dequantised(model: ModelConfig, reason: str) -> None:
+def _report_dequantized(model: ModelConfig, reason: str) -> None:
     logger.info_once(
         "%s: weights in %s become %s while they are read (%s).",
         *(model.model, method_of(described(model)), dtype_name(model.dtype), reason),
@@ -157,12 +157,12 @@ def _leaving_to_vllm() -> Iterator[None]:
 
 
 def format_of(model: ModelConfig) -> CheckpointFormat:
-    """Of a model that is dequantised while it is read."""
+    """Of a model that is dequantized while it is read."""
     return read_format(described(model))
 
 
 def format_if_read(model: ModelConfig) -> CheckpointFormat | None:
-    """Of a quantised checkpoint, whatever kernels it has; None of others, and where the format is vLLM's to check."""
+    """Of a quantized checkpoint, whatever kernels it has; None of others, and where the format is vLLM's to check."""
     try:
         return format_of(model) if described(model) else None
     except UnknownFormatError:
@@ -202,7 +202,7 @@ def _read(checkpoint: Checkpoint, tensors: Iterable[tuple[str, torch.Tensor]]) -
 
 def _forget_format(loaded: nn.Module) -> None:
     """vLLM's gpt-oss reads its files by what its configuration names, not by the method of its layers: it gets one of a
-    model that is not quantised."""
+    model that is not quantized."""
     if type(loaded).__name__ != "GptOssForCausalLM":
         return
     for module in (loaded, loaded.model):

@@ -1,4 +1,4 @@
-"""How a quantised matrix lies in a checkpoint: the tensors in its weight's stead, and what they stand for.
+"""How a quantized matrix lies in a checkpoint: the tensors in its weight's stead, and what they stand for.
 
 All arithmetic is torch's, in float32, on [outputs N, inputs K]. It is also run on tensors without data, made from the
 headers of files, so that what does not fit is found before anything is read.
@@ -295,7 +295,7 @@ def _same(shape: torch.Size, expected: torch.Size | list[int]) -> None:
 def _matrix(tensor: torch.Tensor) -> torch.Tensor:
     if tensor.dim() != 2:
         raise EncodingError(
-            f"has quantised values of {tensor.dim()} dimensions, where only matrices are read", remedy=OTHER_MODEL
+            f"has quantized values of {tensor.dim()} dimensions, where only matrices are read", remedy=OTHER_MODEL
         )
     return tensor
 
@@ -346,7 +346,7 @@ def _words(found: Grouped) -> Words:
 
 
 def _packed(values: torch.Tensor) -> torch.Tensor:
-    """int32: 4-bit values, eight neighbours of a row in a word."""
+    """int32: 4-bit values, eight neighbors of a row in a word."""
     if not values.is_meta and bool((values > 15).any()):
         raise EncodingError("has values or zero points beyond the 4 bits that config.json names")
     in_words = values.unflatten(1, (-1, 8))

@@ -44,7 +44,7 @@ class QuantFilesError(ValueError):
 
 @dataclass(frozen=True)
 class Part:
-    """Neighbouring rows of a linear's whole weight that ranks share out among themselves: q, k, v, gate or up."""
+    """Neighboring rows of a linear's whole weight that ranks share out among themselves: q, k, v, gate or up."""
 
     rows: int
     heads: int = 0

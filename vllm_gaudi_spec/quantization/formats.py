@@ -1,4 +1,4 @@
-"""The formats of quantised checkpoints: which encoding each layer has by their `quantization_config`."""
+"""The formats of quantized checkpoints: which encoding each layer has by their `quantization_config`."""
 
 from __future__ import annotations
 
@@ -36,11 +36,11 @@ class UnknownFormatError(ValueError):
 class CheckpointFormat:
     name: str
     default: Encoding | None
-    """None where only named layers are quantised."""
+    """None where only named layers are quantized."""
     by_layer: tuple[tuple[str, Encoding], ...] = ()
     """Patterns of layers' names with encodings of their own; the first one counts."""
     ignored: tuple[str, ...] = ()
-    """Names of layers that are not quantised, or of what contains them; patterns begin with `re:`."""
+    """Names of layers that are not quantized, or of what contains them; patterns begin with `re:`."""
     unused: tuple[str, ...] = ()
     """Names' ends of tensors beside a weight that do not change it."""
     before_part: str = "."

@@ -1,7 +1,7 @@
 """KV in FP8 by --kv-cache-dtype: the caches of a loaded model's layers, with the scales of its checkpoint.
 
 A key or value is cast to e4m3 as it is written and scaled back as it is read, by the same modules that a QUANT_CONFIG
-puts there; a layer whose caches a QUANT_CONFIG has quantised keeps those.
+puts there; a layer whose caches a QUANT_CONFIG has quantized keeps those.
 """
 
 from __future__ import annotations

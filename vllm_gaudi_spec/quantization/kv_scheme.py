@@ -25,7 +25,7 @@ logger = init_logger(__name__)
 _E4M3_NAMES = ("fp8", "fp8_inc")
 _AUTO = "auto"
 # vLLM has no name for float32: against a checkpoint's scheme these mean the model's dtype, whatever it is.
-_UNQUANTISED = ("bfloat16", "float16")
+_UNQUANTIZED = ("bfloat16", "float16")
 BY_HEAD = "attn_head"
 """The strategy of a compressed-tensors scheme with a scale for each head; else there is one for all."""
 _STRATEGIES = ("tensor", BY_HEAD)
@@ -41,7 +41,7 @@ def choose_kv_dtype(vllm_config: VllmConfig, model: ModelConfig, *, has_fp8: boo
     dtype = str(model.dtype).removeprefix("torch.")
     if cache.cache_dtype in _E4M3_NAMES:
         cache.cache_dtype = FP8_KV
-    elif cache.cache_dtype == dtype or (cache.cache_dtype in _UNQUANTISED and _asks_for_quantised_kv(model)):
+    elif cache.cache_dtype == dtype or (cache.cache_dtype in _UNQUANTIZED and _asks_for_quantized_kv(model)):
         _set_aside(vllm_config, model)  # the user's choice, against the checkpoint
         cache.cache_dtype = _AUTO
     for written in _quantization_configs(model):
@@ -61,7 +61,7 @@ def choose_kv_dtype(vllm_config: VllmConfig, model: ModelConfig, *, has_fp8: boo
         else:
             continue
         logger.warning_once(
-            "%s asks for a quantised KV cache%s: KV is kept in %s, and the scales of its files are not used.",
+            "%s asks for a quantized KV cache%s: KV is kept in %s, and the scales of its files are not used.",
             model.model,
             ", and a drafter keeps KV as its target does"
             if is_served and not is_target
@@ -73,7 +73,7 @@ def choose_kv_dtype(vllm_config: VllmConfig, model: ModelConfig, *, has_fp8: boo
 def how_to_keep_the_models_dtype(vllm_config: VllmConfig) -> str:
     """What to do about KV in FP8, for messages: it depends on who asks for it."""
     target = target_of(vllm_config)
-    if _asks_for_quantised_kv(target):
+    if _asks_for_quantized_kv(target):
         return f"use --kv-cache-dtype bfloat16, which keeps the KV of {target.model} in the model's dtype"
     return "leave out --kv-cache-dtype"
 
@@ -116,7 +116,7 @@ def _set_aside(vllm_config: VllmConfig, model: ModelConfig) -> None:
         vllm_config.quant_config.kv_cache_scheme = None
 
 
-def _asks_for_quantised_kv(model: ModelConfig) -> bool:
+def _asks_for_quantized_kv(model: ModelConfig) -> bool:
     return any(
         written.get("kv_cache_scheme") or get_kv_cache_quant_algo_string(written) not in (None, _AUTO)
         for written in _quantization_configs(model)

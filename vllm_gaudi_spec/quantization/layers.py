@@ -14,7 +14,7 @@ from vllm_gaudi_spec.config import GAUDI3
 from vllm_gaudi_spec.quantization.fp8 import Arithmetic
 
 KV_DTYPE = torch.float8_e4m3fn
-"""Of quantised caches."""
+"""Of quantized caches."""
 
 
 def kv_range(fp8_range: str | None) -> str:

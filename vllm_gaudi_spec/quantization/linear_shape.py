@@ -10,7 +10,7 @@ from vllm_gaudi_spec.quantization.files import LinearShape, Part
 
 
 def linear_shape(linear: nn.Module) -> LinearShape:
-    """Of one that is not quantised: its weight is [rows of this rank, columns of this rank]."""
+    """Of one that is not quantized: its weight is [rows of this rank, columns of this rank]."""
     rows, columns = linear.weight.shape
     world = getattr(linear, "tp_size", 1)
     if getattr(linear, "disable_tp", False):

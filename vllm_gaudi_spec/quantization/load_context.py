@@ -1,4 +1,4 @@
-"""Between the runner, which loads models, and what measures or quantises them."""
+"""Between the runner, which loads models, and what measures or quantizes them."""
 
 from __future__ import annotations
 

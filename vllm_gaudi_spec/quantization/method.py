@@ -1,4 +1,4 @@
-"""`dequantized`, a quantisation method of vLLM's: the layers are those of a model that is not quantised.
+"""`dequantized`, a quantization method of vLLM's: the layers are those of a model that is not quantized.
 
 vLLM asks it first for every checkpoint with a `quantization_config`, while it makes the configuration.
 """
@@ -102,7 +102,7 @@ class DequantizedConfig(QuantizationConfig):
         if isinstance(layer, Attention | MLAAttention):
             # Scales of KV are read as they are; those by head are cut for tensor parallelism.
             return CompressedTensorsKVCacheMethod(self) if self._has_scales_by_head else BaseKVCacheMethod(self)
-        return None  # vLLM's own choice for experts and embeddings that are not quantised
+        return None  # vLLM's own choice for experts and embeddings that are not quantized
 
     def _native_linear(self, prefix: str) -> QuantizeMethodBase | None:
         from vllm.config import get_current_vllm_config

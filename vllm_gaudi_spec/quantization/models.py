@@ -1,4 +1,4 @@
-"""Which models are measured or quantised: the target by the environment's QUANT_CONFIG, the drafter by an option."""
+"""Which models are measured or quantized: the target by the environment's QUANT_CONFIG, the drafter by an option."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ logger = init_logger(__name__)
 
 @dataclass(frozen=True, slots=True)
 class Quantization:
-    """The quantisation of one model that is going to be loaded."""
+    """The quantization of one model that is going to be loaded."""
 
     quant_config: QuantConfig
     model: str
@@ -81,7 +81,7 @@ class Quantization:
 
 
 def _latent(model: nn.Module) -> Iterator[nn.Module]:
-    """Of latent attention, what is neither measured nor quantised, in any file: it keeps one row as key and value, and
+    """Of latent attention, what is neither measured nor quantized, in any file: it keeps one row as key and value, and
     has absorbed `kv_b_proj`."""
     for module in model.modules():
         if isinstance(module, MLAAttention):

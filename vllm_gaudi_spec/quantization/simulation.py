@@ -234,7 +234,7 @@ def _refuse_half_a_cache(quant_config: QuantConfig, served: list[Found]) -> None
         for other in _CACHE_OF.values():
             if f"{parent}.{other}" not in caches:
                 raise files.QuantFilesError(
-                    f"{quant_config.path} quantises {last} of {parent} and not {other}, and KV has one dtype; name "
+                    f"{quant_config.path} quantizes {last} of {parent} and not {other}, and KV has one dtype; name "
                     "both of them, or none"
                 )
 

@@ -103,7 +103,7 @@ def batch_invariance_refusals(vllm_config: VllmConfig, backend: DeviceBackend) -
         "latent attention (MLA)": model.use_mla,
         "an encoder of images, video or sound": model.supports_multimodal_inputs,
         f"quantized weights ({model.quantization})": model.quantization is not None
-        and not _is_dequantised(vllm_config, model, backend),
+        and not _is_dequantized(vllm_config, model, backend),
     }
     for kind, is_there in kinds.items():
         if is_there:
@@ -149,8 +149,8 @@ _USELESS_LORA_OPTIONS = (
 )
 
 
-def _is_dequantised(vllm_config: VllmConfig, model: ModelConfig, backend: DeviceBackend) -> bool:
-    """Whether all layers are those of a model that is not quantised."""
+def _is_dequantized(vllm_config: VllmConfig, model: ModelConfig, backend: DeviceBackend) -> bool:
+    """Whether all layers are those of a model that is not quantized."""
     requested = Options.from_vllm(vllm_config).weight_kernels
     return model.quantization == DEQUANTIZED and not is_native(
         format_of(model), model.dtype, requested, backend.weights
@@ -165,7 +165,7 @@ def adapter_refusals(vllm_config: VllmConfig, backend: DeviceBackend) -> Iterato
         yield f"{model.model} has experts, for which LoRA adapters are not supported yet; leave out --enable-lora."
     if model.use_mla:
         yield f"{model.model} has latent attention (MLA), for which LoRA is not supported yet; leave out --enable-lora."
-    if model.quantization is not None and not _is_dequantised(vllm_config, model, backend):
+    if model.quantization is not None and not _is_dequantized(vllm_config, model, backend):
         name = f"weight_kernels in additional_config.{ADDITIONAL_CONFIG_KEY}"
         yield (
             f"{model.model} has quantized weights ({model.quantization}) in native kernels, for which LoRA adapters "

@@ -60,7 +60,7 @@ def _without_kernel(vllm_config: VllmConfig, model: ModelConfig, reason: str) ->
 
 
 def _unreadable(model: ModelConfig, load_format: str) -> Iterator[str]:
-    """Of a checkpoint that is to be dequantised while it is read."""
+    """Of a checkpoint that is to be dequantized while it is read."""
     try:
         format = format_of(model)
     except UnknownFormatError as error:

@@ -20,12 +20,12 @@ class Stream(IntEnum):
     RESIDUAL = 3
 
 
-# Odd constants that spread neighbouring inputs (golden ratio and three primes), as signed 32-bit values.
+# Odd constants that spread neighboring inputs (golden ratio and three primes), as signed 32-bit values.
 _SPREAD_TOKEN = 0x9E3779B1 - (1 << 32)
 _SPREAD_POSITION = 0x85EBCA6B - (1 << 32)
 _SPREAD_STREAM = 0x27D4EB2F
 _SPREAD_START = 0xC2B2AE3D - (1 << 32)
-# Multipliers of the "lowbias32" integer finaliser.
+# Multipliers of the "lowbias32" integer finalizer.
 _MIX_1 = 0x7FEB352D
 _MIX_2 = 0x846CA68B - (1 << 32)
 
@@ -49,7 +49,7 @@ def _shift_right(x: torch.Tensor, bits: int) -> torch.Tensor:
 
 
 def _mix_(x: torch.Tensor) -> torch.Tensor:
-    """Bijective finaliser over int32, in place."""
+    """Bijective finalizer over int32, in place."""
     x.bitwise_xor_(_shift_right(x, 16)).mul_(_MIX_1)
     x.bitwise_xor_(_shift_right(x, 15)).mul_(_MIX_2)
     return x.bitwise_xor_(_shift_right(x, 16))

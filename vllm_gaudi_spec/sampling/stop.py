@@ -43,7 +43,7 @@ def matches(logits_BKV: torch.Tensor, drafts_BK: torch.Tensor, num_drafts_B: tor
 
 
 def residual(probs_BV: torch.Tensor, draft_probs_BV: torch.Tensor, weight_B: torch.Tensor) -> torch.Tensor:
-    """max(w p - q, 0), not normalised: the mass of the target that accepted drafts do not provide."""
+    """max(w p - q, 0), not normalized: the mass of the target that accepted drafts do not provide."""
     return (weight_B[:, None] * probs_BV - draft_probs_BV).clamp_(min=0)
 
 

@@ -76,7 +76,7 @@ Comparison = Generator[list[Job], list[Result], Outcome]
 
 TIES = {torch.float32: 1e-4, torch.float16: 0.0625, torch.bfloat16: 0.5}
 """By the model's dtype: how near to each other two logits, with their noise, count as equal. Of the two short formats
-it is four times the step between neighbouring numbers from 16 to 32."""
+it is four times the step between neighboring numbers from 16 to 32."""
 
 
 def by_token(finished: Finished, tolerance: float) -> Comparison:

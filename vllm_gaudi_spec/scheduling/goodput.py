@@ -140,10 +140,10 @@ class Goodput:
     def _at(self, num_rows: int) -> _Size:
         bucket = self._buckets[min(bisect_left(self._buckets, num_rows), len(self._buckets) - 1)]
         if bucket not in self._sizes:
-            self._sizes[bucket] = self._like_its_neighbour(bucket)
+            self._sizes[bucket] = self._like_its_neighbor(bucket)
         return self._sizes[bucket]
 
-    def _like_its_neighbour(self, bucket: int) -> _Size:
+    def _like_its_neighbor(self, bucket: int) -> _Size:
         """A new size starts with the choice of the nearest tried one; the first drafts and has its trial at once."""
         tried = [other for other, size in self._sizes.items() if len(size.other)]
         if not tried:

@@ -2,7 +2,7 @@
 
 A request drafts fewer tokens, down to none, as its context nears the drafter's longest, the model's longest, or the end
 of the output that was requested. How many it may draft follows from its own length and from its parameters at
-admission: every rank decides alike, and a long request costs its neighbours nothing.
+admission: every rank decides alike, and a long request costs its neighbors nothing.
 """
 
 from __future__ import annotations

@@ -215,18 +215,18 @@ class Shown:
             self._metrics[name] = counter(name, series.help, labelnames)
             for engine in engines:
                 for value in series.label_values(num_drafts or 0):
-                    self._labelled(name, engine, value)
+                    self._labeled(name, engine, value)
 
     def update(self, engine: int, news: Figures) -> None:
         for name, figures in news.items():
             for value, number in figures.items():
-                metric = self._labelled(name, engine, value)
+                metric = self._labeled(name, engine, value)
                 if SERIES[name].is_gauge:
                     metric.set(number)
                 else:
                     metric.inc(number)
 
-    def _labelled(self, name: str, engine: int, value: str) -> Any:
+    def _labeled(self, name: str, engine: int, value: str) -> Any:
         key = name, engine, value
         if key not in self._by_engine:
             labels = (*self._engines[engine], *filter(None, [value]))

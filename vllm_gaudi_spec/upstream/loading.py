@@ -103,9 +103,9 @@ def _take_safetensors(
 def read_weights(read: Callable[..., Any]) -> None:
     """Let vLLM's loader hand a model `read(tensors, model_config, model)` for the tensors of its files.
 
-    Reason: a quantised checkpoint is dequantised while it is read, and a loader of our own would have to be named by
+    Reason: a quantized checkpoint is dequantized while it is read, and a loader of our own would have to be named by
     --load-format, which is the user's.
-    Remove when: a quantisation method of vLLM's may change the tensors of a checkpoint.
+    Remove when: a quantization method of vLLM's may change the tensors of a checkpoint.
     """
     from vllm.model_executor.model_loader.default_loader import DefaultModelLoader
 

@@ -161,7 +161,7 @@ def test_the_demo_model_on_a_full_disk(cache: Path, monkeypatch: pytest.MonkeyPa
         with open("/dev/full", "w") as file:
             file.write("x" * (1 << 16))
 
-    monkeypatch.setattr(demo_model, "dequantise", half_written)
+    monkeypatch.setattr(demo_model, "dequantize", half_written)
     monkeypatch.setattr("sys.argv", ["demo_model"])
     assert demo_model.main() == 1
     assert "No space left on device" in capsys.readouterr().err
@@ -171,7 +171,7 @@ def test_the_demo_model_on_a_full_disk(cache: Path, monkeypatch: pytest.MonkeyPa
         folder.mkdir()
         (folder / "config.json").write_text(json.dumps({"whole": True}))
 
-    monkeypatch.setattr(demo_model, "dequantise", whole)
+    monkeypatch.setattr(demo_model, "dequantize", whole)
     assert demo_model.main() == 0
     made = Path(capsys.readouterr().out.strip())
     assert not demo_model.damaged_files(made, checksums=True)

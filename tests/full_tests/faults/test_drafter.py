@@ -122,7 +122,7 @@ class TestUsersClassNowAndThen:
         self, own_class: LLM, looping_llama: str, requests: list[Request], plain: Plain, errors: list[str]
     ) -> None:
         """A row whose drafts are no tokens while others' are is counted once and drafts no more: nothing is switched
-        off for its neighbours, however often it happens."""
+        off for its neighbors, however often it happens."""
         broken.plan(lambda call: True, lambda drafts: [[10**6], *drafts[1:]] if len(drafts) > 1 else drafts)
         before, verified = counter(own_class, DRAFTER_FAULTS), accepted(own_class)
         check_same(requests, run_together(own_class, requests), plain(looping_llama))

@@ -1,4 +1,4 @@
-"""Formats that this CPU has kernels for are computed with them, and others are dequantised."""
+"""Formats that this CPU has kernels for are computed with them, and others are dequantized."""
 
 from __future__ import annotations
 
@@ -43,7 +43,7 @@ FORMATS = pytest.mark.parametrize(
 
 
 @FORMATS
-def test_formats_without_a_kernel_are_dequantised(
+def test_formats_without_a_kernel_are_dequantized(
     quantization: dict[str, Any], has_kernel: bool, tmp_path: Path
 ) -> None:
     found = configured(checkpoint(tmp_path, dict(quantization)), dtype="bfloat16")

@@ -126,7 +126,7 @@ def test_int8_errs_as_much_as_its_steps_allow(wide: bool, shape: tuple[int, int]
     linear = Int8Linear(weight, wide)
     for rows in ROWS:
         x = torch.randn(rows, shape[1])
-        x[0] *= 50  # a loud row does not spoil its neighbours
+        x[0] *= 50  # a loud row does not spoil its neighbors
         exact = F.linear(x, weight)
         steps = weight.abs().amax(1)[None] / 127 * x.norm(dim=1)[:, None]
         steps = steps + x.abs().amax(1)[:, None] / 127 * weight.norm(dim=1)[None]

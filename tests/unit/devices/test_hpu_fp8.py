@@ -105,7 +105,7 @@ def test_a_measured_model_lists_its_own_modules(log: list[Any], tmp_path: Path) 
     assert json.loads(listed.read_text()) == ["first.k_cache", "lm_head"]
 
 
-def test_quantising_leaves_alone_what_is_another_models(log: list[Any], tmp_path: Path) -> None:
+def test_quantizing_leaves_alone_what_is_another_models(log: list[Any], tmp_path: Path) -> None:
     model = Model(log)
     assert hpu_fp8.apply(model, given(tmp_path, "QUANTIZE"), load_context(model.lm_head)) is None
     (mode, content), *_ = log

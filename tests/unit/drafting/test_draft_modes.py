@@ -166,8 +166,8 @@ def test_uniform_distribution_and_range() -> None:
     assert 0 <= drawn.min() < 1e-4
     assert 1 - 1e-4 < drawn.max() < 1
     assert stats.kstest(drawn.flatten().double().numpy(), "uniform").pvalue > ALPHA
-    neighbours = np.corrcoef(drawn[:, 1:].flatten(), drawn[:, :63].flatten())[0, 1]
-    assert abs(neighbours) < 5 / math.sqrt(2000 * 63)
+    neighbors = np.corrcoef(drawn[:, 1:].flatten(), drawn[:, :63].flatten())[0, 1]
+    assert abs(neighbors) < 5 / math.sqrt(2000 * 63)
 
 
 def test_uniform_stays_below_1(monkeypatch: pytest.MonkeyPatch) -> None:

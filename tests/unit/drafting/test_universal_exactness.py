@@ -76,7 +76,7 @@ def pair(vocab: int, share: float, order: int = 1, seed: int = 0, drafter_is_tar
 
 @every_share
 def test_the_drafters_distribution_is_its_own_among_the_common_tokens(share: float) -> None:
-    """Cut and normalised, after the text as it reads it: without a partner a token is read as the stand-in."""
+    """Cut and normalized, after the text as it reads it: without a partner a token is read as the stand-in."""
     made = pair(VOCAB, share)
     expected, stand_in = np.zeros((VOCAB, VOCAB)), next(iter(made.partners.values()))
     for context in range(VOCAB):

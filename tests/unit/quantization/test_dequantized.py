@@ -1,4 +1,4 @@
-"""Quantised checkpoints as vLLM's configuration sees them, and how their files are read."""
+"""Quantized checkpoints as vLLM's configuration sees them, and how their files are read."""
 
 from __future__ import annotations
 
@@ -96,7 +96,7 @@ def test_kernels_that_the_user_names_and_that_are_missing(tmp_path: Path, monkey
 
 
 def write(folder: Path, change: Callable[[dict[str, torch.Tensor]], None] = lambda tensors: None) -> str:
-    """A checkpoint of one quantised matrix."""
+    """A checkpoint of one quantized matrix."""
     model = checkpoint(folder, dict(CT))
     parts, _ = fp8_channel(torch.ones(GROUP, GROUP))
     change(parts)
@@ -207,7 +207,7 @@ def tensors_of(parts: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
     return {f"{NAME}.{part}": tensor for part, tensor in parts.items()}
 
 
-def test_what_is_not_quantised_stays() -> None:
+def test_what_is_not_quantized_stays() -> None:
     """Norms, biases, scales of KV, and a layer that the format leaves as it is; scales of activations are dropped."""
     parts, meant = fp8_channel(torch.randn(GROUP, GROUP))
     others = {
@@ -349,11 +349,11 @@ NAMED["config_groups"]["group_0"]["targets"] = ["re:.*down_proj$"]
         (f"{NAME}.weight", E4M3, NAMED),
     ],
 )
-def test_quantised_tensors_that_are_not_read_are_refused(
+def test_quantized_tensors_that_are_not_read_are_refused(
     name: str, tensor: torch.Tensor, config: dict[str, Any]
 ) -> None:
     with pytest.raises(
-        EncodingError, match=rf"model: {name} is quantised in a way that config.json .*; use a model in"
+        EncodingError, match=rf"model: {name} is quantized in a way that config.json .*; use a model in"
     ):
         read({name: tensor}, config)
     assert not read({name: tensor}, config, is_unused=lambda unused: unused == name)

@@ -1,4 +1,4 @@
-"""What quantised tensors stand for: beside what the tests' packers rounded, and compressed-tensors' dequantisation."""
+"""What quantized tensors stand for: beside what the tests' packers rounded, and compressed-tensors' dequantization."""
 
 from __future__ import annotations
 
@@ -14,14 +14,14 @@ from vllm_gaudi_spec.quantization.encodings import EncodingError
 from vllm_gaudi_spec.quantization.formats import FP8, UINT4, UnknownFormatError, read_format
 
 LAYER = "model.layers.0.mlp.up_proj"
-QUANTISED = [name for name, format in FORMATS.items() if format.weights is not None]
+QUANTIZED = [name for name, format in FORMATS.items() if format.weights is not None]
 
 
 def matrix(rows: int = 2 * GROUP, columns: int = 3 * GROUP) -> torch.Tensor:
     return torch.randn(rows, columns, generator=torch.Generator().manual_seed(0))
 
 
-@pytest.mark.parametrize("name", QUANTISED)
+@pytest.mark.parametrize("name", QUANTIZED)
 def test_a_weight_is_what_it_stands_for(name: str) -> None:
     parts, meant = FORMATS[name].weights(matrix())
     encoding = read_format(FORMATS[name].config).encoding_of(LAYER)

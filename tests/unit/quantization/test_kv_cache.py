@@ -249,11 +249,11 @@ def test_no_scale_at_all(which: str, value: float, monkeypatch: pytest.MonkeyPat
 
 
 def test_kv_in_the_models_dtype_and_caches_of_a_quant_config_stay(monkeypatch: pytest.MonkeyPatch) -> None:
-    plain, quantised = layer(), layer()
+    plain, quantized = layer(), layer()
     quantize(monkeypatch, plain, cache_dtype="auto")
     assert plain.impl.kv_dtype is None
     assert plain.impl._operations is PLAIN
-    quantised.impl.make_layer_operations()
-    quantised.impl.kv_dtype, caches = KV_DTYPE, (quantised.impl.k_cache, quantised.impl.v_cache)
-    quantize(monkeypatch, quantised)
-    assert (quantised.impl.k_cache, quantised.impl.v_cache) == caches
+    quantized.impl.make_layer_operations()
+    quantized.impl.kv_dtype, caches = KV_DTYPE, (quantized.impl.k_cache, quantized.impl.v_cache)
+    quantize(monkeypatch, quantized)
+    assert (quantized.impl.k_cache, quantized.impl.v_cache) == caches

@@ -96,7 +96,7 @@ def test_one_that_is_not_served_is_set_aside(
     kept = "float32" if requested == "auto" else FP8_KV
     (line,) = set(warnings)
     assert line.startswith(
-        f"{tmp_path} asks for a quantised KV cache that is not supported here: KV is kept in {kept}, "
+        f"{tmp_path} asks for a quantized KV cache that is not supported here: KV is kept in {kept}, "
     )
 
 
@@ -186,7 +186,7 @@ def test_a_drafter_keeps_kv_as_its_target_does(tmp_path: Path, warnings: list[st
     made = configured(str(target), speculative_config=speculation)
     described = made.speculative_config.draft_model_config
     assert described.hf_config.quantization_config["kv_cache_scheme"] is None
-    assert f"{drafter} asks for a quantised KV cache" in warnings[0]
+    assert f"{drafter} asks for a quantized KV cache" in warnings[0]
     warnings.clear()
     made = configured(str(target), speculative_config=speculation, kv_cache_dtype="fp8")
     described = made.speculative_config.draft_model_config
@@ -237,7 +237,7 @@ def test_the_remedy_is_by_who_asks_for_fp8(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize(
-    ("requested", "quantises", "chosen", "expected"),
+    ("requested", "quantizes", "chosen", "expected"),
     [
         ("auto", None, None, None),
         ("fp8", None, None, "float32"),
@@ -248,7 +248,7 @@ def test_the_remedy_is_by_who_asks_for_fp8(tmp_path: Path) -> None:
 )
 def test_weights_of_a_cpu_whose_kernel_does_not_round_by_the_number_of_rows(
     requested: str,
-    quantises: str | None,
+    quantizes: str | None,
     chosen: str | None,
     expected: str | None,
     tmp_path: Path,
@@ -256,8 +256,8 @@ def test_weights_of_a_cpu_whose_kernel_does_not_round_by_the_number_of_rows(
 ) -> None:
     made = configured(checkpoint(tmp_path, None), kv_cache_dtype=requested)
     made.additional_config = {"gaudi_spec": {} if chosen is None else {"cpu_weights": chosen}}
-    if quantises is not None:
-        (tmp_path / "file.json").write_text(json.dumps(dict(mode=quantises, dump_stats_path=str(tmp_path / "inc"))))
+    if quantizes is not None:
+        (tmp_path / "file.json").write_text(json.dumps(dict(mode=quantizes, dump_stats_path=str(tmp_path / "inc"))))
         monkeypatch.setenv("QUANT_CONFIG", str(tmp_path / "file.json"))
     assert cpu_weights_of(made) == expected
 

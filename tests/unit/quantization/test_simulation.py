@@ -1,4 +1,4 @@
-"""Which modules of a model are measured or quantised, and scales that are not its own."""
+"""Which modules of a model are measured or quantized, and scales that are not its own."""
 
 import json
 from pathlib import Path
@@ -95,7 +95,7 @@ def test_what_is_blocked_or_another_models_stays(tmp_path: Path) -> None:
 def test_half_a_cache(tmp_path: Path) -> None:
     """On a card the other half would be written to a cache of another dtype."""
     blocked = {"names": ["v_cache"]}
-    with pytest.raises(UnsupportedConfigError, match="quantises k_cache of impl and not v_cache, and KV has one dtype"):
+    with pytest.raises(UnsupportedConfigError, match="quantizes k_cache of impl and not v_cache, and KV has one dtype"):
         apply(tmp_path, scales(), blocklist=blocked)
 
 

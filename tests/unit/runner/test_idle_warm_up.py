@@ -14,7 +14,7 @@ from vllm.v1.core.sched.interface import PauseState
 from vllm.v1.request import RequestStatus
 
 from tests.support.fakes import CapturingBackend, CompilingBackend, CopyingMemory, HostBackend
-from tests.support.small_engine import FAVOURITES, ROOMY, STANDARD, SmallEngine, Variant
+from tests.support.small_engine import FAVORITES, ROOMY, STANDARD, SmallEngine, Variant
 from vllm_gaudi_spec.config import UnsupportedConfigError
 from vllm_gaudi_spec.devices.base import Graphs
 from vllm_gaudi_spec.environment import warms_up_in_background
@@ -47,7 +47,7 @@ def left(engine: SmallEngine) -> int:
 def ask(engine: SmallEngine, name: str) -> None:
     rng = random.Random(name)
     params = rng.choice((dict(temperature=0), dict(temperature=1.0), dict(temperature=1.0, top_k=5, logprobs=2)))
-    prompt = rng.choices(FAVOURITES, k=rng.randint(3, 25))
+    prompt = rng.choices(FAVORITES, k=rng.randint(3, 25))
     engine.add(name, prompt, SamplingParams(max_tokens=rng.randint(2, 12), seed=len(name), **params))
 
 

@@ -26,7 +26,7 @@ from vllm.v1.engine import FinishReason
 from tests.full_tests.tiny_models import VOCAB
 from tests.support.fakes import CapturingBackend, CompilingBackend
 from tests.support.small_engine import (
-    FAVOURITES,
+    FAVORITES,
     MAX_LEN,
     MAX_ROWS,
     RETOKENIZE,
@@ -43,13 +43,13 @@ MOST_REQUESTS = 2 * MAX_ROWS
 KINDS: list[dict[str, Any]] = [
     dict(temperature=0),
     dict(temperature=1.0, seed=1),
-    dict(temperature=0, stop_token_ids=FAVOURITES[:2]),
+    dict(temperature=0, stop_token_ids=FAVORITES[:2]),
     dict(temperature=0.7, seed=2, top_k=5),
-    dict(temperature=1.0, seed=3, top_p=0.8, min_p=0.02, stop_token_ids=FAVOURITES[2:3]),
+    dict(temperature=1.0, seed=3, top_p=0.8, min_p=0.02, stop_token_ids=FAVORITES[2:3]),
     dict(temperature=0, presence_penalty=1.0, frequency_penalty=0.5),
-    dict(temperature=0.9, seed=4, logit_bias={FAVOURITES[0]: -100, 30: 7.0}, repetition_penalty=1.2),
+    dict(temperature=0.9, seed=4, logit_bias={FAVORITES[0]: -100, 30: 7.0}, repetition_penalty=1.2),
     dict(temperature=0, allowed_token_ids=list(range(12, 60))),
-    dict(temperature=1.0, seed=5, min_tokens=6, stop_token_ids=FAVOURITES, extra_args={"num_speculative_tokens": 1}),
+    dict(temperature=1.0, seed=5, min_tokens=6, stop_token_ids=FAVORITES, extra_args={"num_speculative_tokens": 1}),
     dict(temperature=1.0),  # without a seed nobody knows what it says
 ]
 UNKNOWN = KINDS[-1]
@@ -72,7 +72,7 @@ def turn(place: int) -> tuple[list[int], SamplingParams]:
     """An input of a session, one out of a fixed list, whose answer `greedy_text` knows."""
     rng = random.Random(place)
     prompt = rng.choices(range(2, VOCAB), k=rng.choice([1, 4, 9, 30]))
-    stop = FAVOURITES[:2] if place % 2 else []
+    stop = FAVORITES[:2] if place % 2 else []
     return prompt, SamplingParams(max_tokens=rng.randint(1, 18), temperature=0, stop_token_ids=stop)
 
 

@@ -69,7 +69,7 @@ def test_with_async_scheduling_tokens_leave_before_drafts_are_computed(
     assert events[0] == COPY
     assert drafted_in(events).count((COPY, DRAFT)) == events.count(DRAFT) > 2
     assert events.count(COPY) == engine.runner.recorder.num_steps, "one device-to-host sync a step"
-    assert engine.num_accepted > 0, "drafts that never travelled were verified"
+    assert engine.num_accepted > 0, "drafts that never traveled were verified"
     assert engine.runner.take_draft_token_ids() is None, "they stay on the device"
 
 

@@ -89,7 +89,7 @@ def test_running_decodes_then_everything_else_in_order(requests: Requests, small
     ]
 
 
-def test_neighbouring_chunks_share_a_rectangle_when_allowed(requests: Requests) -> None:
+def test_neighboring_chunks_share_a_rectangle_when_allowed(requests: Requests) -> None:
     wide = shapes(max_num_seqs=4, max_tokens=64, max_len=96, prefill_rows=(1, 2))
     scheduled = step(
         {"a": 9, "b": 12, "c": 5},

@@ -30,7 +30,7 @@ def in_every_row(number: float) -> torch.Tensor:
 @EITHER
 @pytest.mark.parametrize("vocab", [1, 40, 1500])
 def test_kept_tokens_are_those_of_a_sort(keep: Filter, vocab: int) -> None:
-    """Rows that are even, steep, masked, equal, of few values, of neighbouring numbers; filters alone and together."""
+    """Rows that are even, steep, masked, equal, of few values, of neighboring numbers; filters alone and together."""
     num_rows, num_open = check_rows(keep, 16, vocab, seed=vocab, device=HOST)
     assert num_open < num_rows / 10
 

@@ -19,7 +19,7 @@ from vllm.v1.request import Request, RequestStatus
 
 from tests.support.fakes import CapturingBackend
 from tests.support.schedulers import PROMPT, scheduler_of
-from tests.support.small_engine import FAVOURITES, ROOMY, STANDARD, SmallEngine, Variant
+from tests.support.small_engine import FAVORITES, ROOMY, STANDARD, SmallEngine, Variant
 from vllm_gaudi_spec.records import Verification
 from vllm_gaudi_spec.scheduling import audits, metrics
 from vllm_gaudi_spec.scheduling.scheduler import SpecAsyncScheduler, SpecScheduler
@@ -28,10 +28,10 @@ KINDS: list[dict[str, Any]] = [
     dict(temperature=0),
     dict(temperature=1.0),
     dict(temperature=0.7, seed=2, top_k=5),
-    dict(temperature=1.0, top_p=0.8, min_p=0.02, stop_token_ids=FAVOURITES[2:3]),
+    dict(temperature=1.0, top_p=0.8, min_p=0.02, stop_token_ids=FAVORITES[2:3]),
     dict(temperature=0, presence_penalty=1.0, frequency_penalty=0.5),
-    dict(temperature=0.9, logit_bias={FAVOURITES[0]: -100, 30: 7.0}, repetition_penalty=1.2),
-    dict(temperature=1.0, min_tokens=6, stop_token_ids=FAVOURITES[:2], logprobs=2, prompt_logprobs=1),
+    dict(temperature=0.9, logit_bias={FAVORITES[0]: -100, 30: 7.0}, repetition_penalty=1.2),
+    dict(temperature=1.0, min_tokens=6, stop_token_ids=FAVORITES[:2], logprobs=2, prompt_logprobs=1),
 ]
 
 

@@ -81,7 +81,7 @@ def test_it_comes_back_when_drafts_get_better() -> None:
     assert not machine.ways[-1]
 
 
-def test_sizes_are_measured_apart_and_start_like_their_neighbour() -> None:
+def test_sizes_are_measured_apart_and_start_like_their_neighbor() -> None:
     goodput = Goodput([1, 2, 4, 8, 16])
     small, large = (Machine(goodput, drafted_s=cost, tokens=2.0) for cost in (1.2, 4.0))
     small.run(300, rows=1)

@@ -71,7 +71,7 @@ class Notes:
         return False
 
 
-def test_only_neighbouring_steps_of_decodes_are_timed(tmp_path: Path) -> None:
+def test_only_neighboring_steps_of_decodes_are_timed(tmp_path: Path) -> None:
     scheduler = paced(SpecScheduler, tmp_path, goodput=True)
     scheduler._goodput = notes = Notes()
 

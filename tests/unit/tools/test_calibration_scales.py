@@ -162,7 +162,7 @@ class Model(torch.nn.Module):
 
 
 @pytest.mark.parametrize("method", ["maxabs_pow2", "act_maxabs_pow2_weights_pcs_maxabs_pow2"])
-def test_it_quantises_a_model_by_our_files(
+def test_it_quantizes_a_model_by_our_files(
     one_rank: None, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, method: str
 ) -> None:
     casts = ModuleType("torchao.quantization.quant_primitives")

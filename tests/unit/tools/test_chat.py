@@ -191,7 +191,7 @@ def test_servers_without_drafts_are_asked_for_text_only() -> None:
 
 @pytest.mark.parametrize("readings", [[RECORDED, None], [None, RECORDED], [RECORDED, START_AGAIN]])
 def test_the_servers_count_is_not_known(readings: list[str | None]) -> None:
-    """It did not answer in time, or has started again: k and the colours stay."""
+    """It did not answer in time, or has started again: k and the colors stay."""
     texts = iter(readings)
 
     def metrics(body: object) -> tuple[int, str]:
@@ -233,18 +233,18 @@ def shown(file: io.StringIO, k: int = 3) -> str:
 
 
 @pytest.fixture
-def colours(monkeypatch: pytest.MonkeyPatch) -> None:
+def colors(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("TERM", "xterm-256color")
     monkeypatch.delenv("NO_COLOR", raising=False)
 
 
-@pytest.mark.usefixtures("colours")
+@pytest.mark.usefixtures("colors")
 def test_accepted_drafts_are_green_on_a_terminal() -> None:
     text = shown(Terminal())
     assert "One\x1b[32m two three\x1b[0m four\x1b[32m!\x1b[0m\n" in text
     assert "6 tokens, 1.2 s, 3 shown as accepted drafts; the server counted 3" in text
     assert "k = 3: " in text
-    assert "nothing is coloured" in shown(Terminal(), k=0)
+    assert "nothing is colored" in shown(Terminal(), k=0)
 
 
 def test_in_a_pipe_there_is_only_the_text() -> None:
@@ -254,14 +254,14 @@ def test_in_a_pipe_there_is_only_the_text() -> None:
     assert file.getvalue() == ""
 
 
-@pytest.mark.usefixtures("colours")
+@pytest.mark.usefixtures("colors")
 def test_a_model_cannot_steer_the_terminal() -> None:
     file = Terminal()
     Transcript(file).piece(Piece("a\x1b]0;title\x07\r\nb [bold] \u200d", TARGET))
     assert file.getvalue() == "a�]0;title��\nb [bold] \u200d"
 
 
-@pytest.mark.usefixtures("colours")
+@pytest.mark.usefixtures("colors")
 def test_a_server_cannot_steer_the_terminal() -> None:
     """Its model's id and its finish reasons are texts of its own, too."""
     file = Terminal()

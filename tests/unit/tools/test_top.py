@@ -148,7 +148,7 @@ def test_what_wants_attention(values: dict[str, float], title: str, shown: str, 
     after = changed(**values)
     row = rows(RECORDED, after)[title]
     assert (row.now, row.style) == (shown, style)
-    # What was counted stays yellow, what holds keeps its colour.
+    # What was counted stays yellow, what holds keeps its color.
     counted = title in ("late compiles", "drafter faults", "audits")
     assert rows(after, after)[title].style == ("yellow" if counted and style else style)
     assert rows(RECORDED, RECORDED).get(title, Row("", "", "", {})).style == ""

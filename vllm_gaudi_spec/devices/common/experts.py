@@ -1,4 +1,4 @@
-"""Experts without quantisation, for which vLLM leaves out-of-tree platforms without a kernel.
+"""Experts without quantization, for which vLLM leaves out-of-tree platforms without a kernel.
 
 T tokens, H hidden size, K experts of a token; E experts of this rank, S some of them, I inner size. Which experts a
 token chooses decides no shape, and is not read by the host. So that is how they are computed by T, K and E alone:

@@ -78,5 +78,5 @@ def _check(name: str, collective: str, expected: torch.Tensor, run: Callable[[],
 
 
 def _numbers(rank: int) -> torch.Tensor:
-    """float32, whose sums are exact; no two ranks have the same, and no two neighbours of a rank."""
+    """float32, whose sums are exact; no two ranks have the same, and no two neighbors of a rank."""
     return torch.arange(_SIZE) % 7 + 8.0 * rank**2

@@ -32,7 +32,7 @@ _SIZE = 256
 # Layers that nearly every model has, for checkpoints that are not here.
 _LAYERS = ("model.layers.0.self_attn.o_proj", "model.layers.1.mlp.down_proj")
 # What a layer's names end with, where its weight is in a format.
-_QUANTISED = (".weight_packed", ".weight_scale", ".weight_scale_inv", ".qweight")
+_QUANTIZED = (".weight_packed", ".weight_scale", ".weight_scale_inv", ".qweight")
 
 
 def missing_kernel(vllm_config: VllmConfig, model: ModelConfig) -> str | None:
@@ -40,7 +40,7 @@ def missing_kernel(vllm_config: VllmConfig, model: ModelConfig) -> str | None:
     takes_slow = Options.from_vllm(vllm_config).weight_kernels == NATIVE or not described(model)
     if model.is_moe and not _has_kernels_for_experts():
         return "for whose experts vLLM has no kernel on this CPU"
-    for name in _quantised_layers(Path(model.model)) or _LAYERS:
+    for name in _quantized_layers(Path(model.model)) or _LAYERS:
         called = _Called()
         try:
             with called:
@@ -93,7 +93,7 @@ _SLOW = {
 """Operations that every CPU has, and not every CPU instructions for."""
 
 
-def _quantised_layers(folder: Path) -> tuple[str, ...]:
+def _quantized_layers(folder: Path) -> tuple[str, ...]:
     """Of a folder's first file that has some, the first layer of attention and the first of the rest."""
     for file in sorted(folder.glob("*.safetensors")):
         try:
@@ -101,7 +101,7 @@ def _quantised_layers(folder: Path) -> tuple[str, ...]:
                 names = sorted(opened.keys())
         except (OSError, SafetensorError):
             continue  # refused for itself
-        layers = [name.rpartition(".")[0] for name in names if name.endswith(_QUANTISED)]
+        layers = [name.rpartition(".")[0] for name in names if name.endswith(_QUANTIZED)]
         kinds = {"attn" in layer: layer for layer in reversed(layers) if ".experts." not in layer}
         if kinds:
             return tuple(kinds.values())

@@ -64,7 +64,7 @@ def _takes(layer: Any) -> bool:
 
 
 def _is_plain(layer: Any, cls: type) -> bool:
-    """False for a wrapper with adapters, and for quantised weights."""
+    """False for a wrapper with adapters, and for quantized weights."""
     return type(layer) is cls and isinstance(getattr(layer, "quant_method", None), linear.FewRowsLinear)
 
 

@@ -45,7 +45,7 @@ def hash_position(low, high, position, STREAM: tl.constexpr):
     hashed = _mix(position.to(tl.uint32, bitcast=True) * 0x85EBCA6B + STREAM * 0x27D4EB2F)
     first = _mix(hashed ^ low)
     second = _mix(first + high)
-    # The last shift of one finaliser and the first of the next cancel, but for these bits.
+    # The last shift of one finalizer and the first of the next cancel, but for these bits.
     return first, second ^ (second >> 16)
 
 
@@ -160,7 +160,7 @@ def winner_of(
 ):
     """The token with the best score, and that score; token 0 and -inf where no token has one.
 
-    A bound is of SPAN tokens: WIDTH next to each other in every STRIDE, which it shares with its neighbours' tokens.
+    A bound is of SPAN tokens: WIDTH next to each other in every STRIDE, which it shares with its neighbors' tokens.
     """
     bound_indices = tl.arange(0, PADDED_BOUNDS)
     left = tl.load(bounds + bound_indices, mask=bound_indices < num_bounds, other=float("-inf"), cache_modifier=".cg")
@@ -169,8 +169,8 @@ def winner_of(
     worth = best
     winner = tl.zeros((), tl.int32)
     while (highest > float("-inf")) & (highest >= worth):
-        neighbours: tl.constexpr = STRIDE // WIDTH
-        start = bound_index // neighbours * (neighbours * SPAN) + bound_index % neighbours * WIDTH
+        neighbors: tl.constexpr = STRIDE // WIDTH
+        start = bound_index // neighbors * (neighbors * SPAN) + bound_index % neighbors * WIDTH
         size: tl.constexpr = min(SPAN, PIECE)
         scores = tl.full((size,), float("-inf"), tl.float32)
         found = tl.zeros((size,), tl.int32)

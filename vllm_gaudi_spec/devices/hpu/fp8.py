@@ -1,4 +1,4 @@
-"""FP8 on a Gaudi: its arithmetic, and Intel Neural Compressor (INC), which quantises models there.
+"""FP8 on a Gaudi: its arithmetic, and Intel Neural Compressor (INC), which quantizes models there.
 
 INC's part is written from its sources and vllm-gaudi's use of them, and has not been run anywhere. On the emulated card
 the arithmetic serves the simulation of INC.
@@ -71,7 +71,7 @@ class GaudiArithmetic:
 
 @contextmanager
 def loading() -> Iterator[None]:
-    """The bridge wants to know before weights are loaded that a model will be quantised."""
+    """The bridge wants to know before weights are loaded that a model will be quantized."""
     importlib.import_module("habana_frameworks.torch.core").hpu_inference_set_env()
     yield
 
@@ -109,7 +109,7 @@ def apply(model: nn.Module, quant_config: QuantConfig, load_context: LoadContext
         cache = getattr(module, "k_cache", None)
         if cache is not None and type(cache) is not VLLMKVCache:
             module.kv_dtype = KV_DTYPE
-    logger.info("%s: quantised by Intel Neural Compressor.", quant_config.option)
+    logger.info("%s: quantized by Intel Neural Compressor.", quant_config.option)
     return None
 
 

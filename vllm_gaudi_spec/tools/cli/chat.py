@@ -1,4 +1,4 @@
-"""`gaudi-spec chat`: a conversation with a running server, accepted drafts in colour."""
+"""`gaudi-spec chat`: a conversation with a running server, accepted drafts in color."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ plain    the target's own tokens: the last one of each step
 yellow   not known: several steps came in one event, or a step ended the reasoning
 dim      reasoning, where the server separates it
 
-Colours are inferred: the stream does not mark drafts. Where two steps came in one event that one step could have
+Colors are inferred: the stream does not mark drafts. Where two steps came in one event that one step could have
 filled, a token of the target is green; the last token of an answer is plain even if it was a draft. The line after each
 answer has the server's own count of accepted drafts, which includes other requests. In a pipe there is only the text,
 and each line of the input is a message.
@@ -42,7 +42,7 @@ _CLEAR = "/clear"
 def add_to(commands: Any) -> None:
     parser: argparse.ArgumentParser = commands.add_parser(
         "chat",
-        help="chat with a running server; accepted drafts are coloured",
+        help="chat with a running server; accepted drafts are colored",
         description=DESCRIPTION,
     )
     add = parser.add_argument

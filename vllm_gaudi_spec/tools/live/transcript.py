@@ -22,7 +22,7 @@ class Transcript:
             return
         self._styled(f"{model} at {address}\n", "dim")
         if k == 0:
-            self._styled("The server exports no acceptance by position: nothing is coloured.\n", "dim")
+            self._styled("The server exports no acceptance by position: nothing is colored.\n", "dim")
             return
         self._styled(f"k = {k}: ", "dim")
         for kind, meaning in ((DRAFT, "accepted drafts"), (TARGET, "the target's tokens"), (UNKNOWN, "not known")):

@@ -64,7 +64,7 @@ def rotary_pos_embedding(
     offset: int,
     mode: int,
 ) -> torch.Tensor:
-    """mode 0 rotates halves (neox), mode 1 neighbours; sin and cos have the full rotary width."""
+    """mode 0 rotates halves (neox), mode 1 neighbors; sin and cos have the full rotary width."""
     if position_ids is not None:
         sin, cos = (table[position_ids.long()].unsqueeze(1) for table in (sin, cos))
     elif offset:

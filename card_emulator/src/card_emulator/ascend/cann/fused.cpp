@@ -14,7 +14,7 @@ bool is_float(const at::Tensor& a) {
   return a.scalar_type() == at::kHalf || a.scalar_type() == at::kBFloat16 || a.scalar_type() == at::kFloat;
 }
 
-// (normalised, reciprocal of the root mean square)
+// (normalized, reciprocal of the root mean square)
 std::pair<at::Tensor, at::Tensor> rms_norm(const at::Tensor& a, const at::Tensor& gamma, double eps) {
   std::vector<int64_t> dims;
   for (int64_t i = -gamma.dim(); i < 0; ++i) dims.push_back(i);
@@ -190,7 +190,7 @@ struct Attention {
     const at::Tensor column = at::arange(length).unsqueeze(0), line = at::arange(count).unsqueeze(1);
     const at::Tensor aligned = line + (length - count);
     if (sparse != 0) {
-      // What is hidden is what the mask hides: of two neighbours one number tells.
+      // What is hidden is what the mask hides: of two neighbors one number tells.
       const bool hides_later = mask.flatten()[1].to(at::kBool).item<bool>();
       const at::Tensor later = hides_later ? column > aligned + (sparse == 4 ? next : 0) : at::zeros({count, length}, at::kBool);
       return sparse == 4 ? later.logical_or(column < aligned - pre) : later;
@@ -226,7 +226,7 @@ void multiply_groups(at::Tensor& out, const at::Tensor& rows, const at::Tensor& 
 // It grows with the queries; what the real one asks for is not published.
 uint64_t attention_workspace(const aclTensor* query) { return query->tensor.numel() * 4 + 4096; }
 
-// Quantised forms, rope as an input of its own, shared prefixes, padding on the left.
+// Quantized forms, rope as an input of its own, shared prefixes, padding on the left.
 void check_absent(std::initializer_list<const at::Tensor*> tensors) {
   for (const at::Tensor* tensor : tensors) TORCH_CHECK(!tensor->defined() || tensor->numel() == 0, "a form that is not emulated");
 }

@@ -1,4 +1,4 @@
-"""On emulated cards: quantised checkpoints have the texts of what they stand for, with drafts and without."""
+"""On emulated cards: quantized checkpoints have the texts of what they stand for, with drafts and without."""
 
 from pathlib import Path
 
@@ -6,7 +6,8 @@ import pytest
 import torch
 
 from tests.full_tests.engines import engine
-from tests.full_tests.quantised_checkpoints import (
+from tests.full_tests.quantized import ask
+from tests.full_tests.quantized_checkpoints import (
     MTP,
     PACKED,
     SIZES,
@@ -14,7 +15,6 @@ from tests.full_tests.quantised_checkpoints import (
     rewritten,
     texts_with_and_without_drafts,
 )
-from tests.full_tests.quantized import ask
 from tests.full_tests.test_refusals import refusal
 from tests.full_tests.tiny_models import save_deepseek_with_mtp
 from tests.models.formats import kernels
@@ -39,15 +39,15 @@ def test_on_two_ranks(name: str, looping_llama: str, tmp_path: Path) -> None:
 @pytest.mark.parametrize(("name", "num_ranks"), [("awq", 1), ("gptq", 1), (PACKED, 1), (PACKED, 2)])
 def test_four_bits_stay_so(name: str, num_ranks: int, looping_llama: str, tmp_path: Path) -> None:
     """The operator of a Gaudi makes the weights that reference kernels' layers have. An NPU has none."""
-    quantised, _ = rewritten(looping_llama, name, tmp_path)
+    quantized, _ = rewritten(looping_llama, name, tmp_path)
     in_bfloat16 = dict(dtype="bfloat16", tensor_parallel_size=num_ranks)
     if requested_device() != "hpu-emulated":
-        assert "leave weight_kernels out" in refusal(quantised, **kernels(NATIVE), **in_bfloat16)
+        assert "leave weight_kernels out" in refusal(quantized, **kernels(NATIVE), **in_bfloat16)
         return
     # Half of a group is decoded.
     kept_as = {torch.int32} if num_ranks == 1 else {torch.int32, torch.bfloat16}
-    found = texts_with_and_without_drafts(quantised, NATIVE, kept_as=kept_as, **in_bfloat16)
-    with engine(quantised, **SIZES, **kernels(REFERENCE), **in_bfloat16) as llm:
+    found = texts_with_and_without_drafts(quantized, NATIVE, kept_as=kept_as, **in_bfloat16)
+    with engine(quantized, **SIZES, **kernels(REFERENCE), **in_bfloat16) as llm:
         assert ask(llm, 4, detokenize=False) == found
 
 

@@ -1,4 +1,4 @@
-"""Quantised copies of tiny checkpoints, and what is asked of each: the texts of what its weights stand for."""
+"""Quantized copies of tiny checkpoints, and what is asked of each: the texts of what its weights stand for."""
 
 import shutil
 from pathlib import Path
@@ -21,10 +21,10 @@ PACKED = "ct-w4a16-asym"
 
 def rewritten(model: str, name: str, folder: Path) -> tuple[str, str]:
     """A checkpoint in the format, and one of what its weights stand for."""
-    quantised, meant = folder / name, folder / f"{name}-meant"
-    shutil.copytree(model, quantised)
-    rewrite(quantised, name, meant)
-    return str(quantised), str(meant)
+    quantized, meant = folder / name, folder / f"{name}-meant"
+    shutil.copytree(model, quantized)
+    rewrite(quantized, name, meant)
+    return str(quantized), str(meant)
 
 
 def dtypes_of_linears(model: nn.Module) -> set[torch.dtype]:
@@ -60,7 +60,7 @@ def texts_with_and_without_drafts(
 
 def check_reference(model: str, name: str, folder: Path, **options: Any) -> None:
     """With reference kernels."""
-    quantised, meant = rewritten(model, name, folder)
-    found = texts_with_and_without_drafts(quantised, REFERENCE, **options)
+    quantized, meant = rewritten(model, name, folder)
+    found = texts_with_and_without_drafts(quantized, REFERENCE, **options)
     with engine(meant, **SIZES) as llm:
         assert ask(llm, 4, detokenize=False) == found

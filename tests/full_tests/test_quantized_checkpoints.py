@@ -1,4 +1,4 @@
-"""Quantised checkpoints, target and drafter: the texts of what they stand for, with drafts and without."""
+"""Quantized checkpoints, target and drafter: the texts of what they stand for, with drafts and without."""
 
 import shutil
 from pathlib import Path
@@ -8,7 +8,7 @@ import pytest
 from tests.full_tests import adapters
 from tests.full_tests.adapters import LORA, PROMPTS, Merged, greedy, run
 from tests.full_tests.engines import engine
-from tests.full_tests.quantised_checkpoints import PACKED, check_reference, rewritten
+from tests.full_tests.quantized_checkpoints import PACKED, check_reference, rewritten
 from tests.full_tests.test_refusals import refusal
 from tests.models.formats import FORMATS, kernels
 from vllm_gaudi_spec.config import NATIVE, REFERENCE
@@ -26,25 +26,25 @@ def test_on_two_ranks(name: str, looping_llama: str, tmp_path: Path) -> None:
 
 def test_adapters(looping_llama: str, tmp_path: Path) -> None:
     """Beside transformers on what the weights stand for, with the adapter's put into them."""
-    quantised, meant = rewritten(looping_llama, PACKED, tmp_path)
+    quantized, meant = rewritten(looping_llama, PACKED, tmp_path)
     for file in Path(looping_llama).glob("*token*"):
         shutil.copy(file, meant)
     made = [adapters.make(meant, tmp_path / name, number) for number, name in ((1, "a"), (2, "b"))]
     jobs = [job for adapter in (*made, None) for job in greedy(PROMPTS[:2], adapter)]
-    with engine(quantised, **LORA, **kernels(REFERENCE)) as llm:
+    with engine(quantized, **LORA, **kernels(REFERENCE)) as llm:
         outputs = run(llm, jobs)
     Merged(meant, tmp_path).check(jobs, outputs)
 
 
 def test_adapters_beside_native_kernels_are_refused(looping_llama: str, tmp_path: Path) -> None:
-    quantised, _ = rewritten(looping_llama, "ct-int8", tmp_path)
+    quantized, _ = rewritten(looping_llama, "ct-int8", tmp_path)
     options = LORA | kernels(NATIVE) | dict(dtype="bfloat16")  # with AMX int8 has kernels for it alone
-    assert "gaudi_spec to reference, or leave out --enable-lora" in refusal(quantised, **options)
+    assert "gaudi_spec to reference, or leave out --enable-lora" in refusal(quantized, **options)
 
 
 def test_what_is_not_read_is_refused(looping_llama: str, tmp_path: Path) -> None:
     assert FORMATS["gptq"].config["sym"]
-    quantised, _ = rewritten(looping_llama, "gptq", tmp_path)
-    config = Path(quantised) / "config.json"
+    quantized, _ = rewritten(looping_llama, "gptq", tmp_path)
+    config = Path(quantized) / "config.json"
     config.write_text(config.read_text().replace('"sym": true', '"sym": false'))
-    assert "zero points in GPTQ's first layout" in refusal(quantised)
+    assert "zero points in GPTQ's first layout" in refusal(quantized)
