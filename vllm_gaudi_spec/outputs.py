@@ -5,10 +5,10 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 from typing import NamedTuple
 
-from vllm.v1.core.sched.output import SchedulerOutput
 from vllm.v1.outputs import ModelRunnerOutput
 
 from vllm_gaudi_spec.records import DraftRound, NoDraftReason, WorkerCounts
+from vllm_gaudi_spec.upstream.scheduler_output import SchedulerOutput
 
 # --- from the scheduler ---
 

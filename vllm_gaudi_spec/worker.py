@@ -14,23 +14,8 @@ from typing import TYPE_CHECKING, Any, NoReturn
 
 import torch
 from torch import nn
-from vllm.config import set_current_vllm_config
-from vllm.config.utils import update_config
-from vllm.distributed import (
-    destroy_distributed_environment,
-    destroy_model_parallel,
-    ensure_model_parallel_initialized,
-    get_tp_group,
-    init_distributed_environment,
-)
+from vllm.config import set_current_vllm_config, update_config
 from vllm.logger import init_logger
-from vllm.model_executor.model_loader import ShardedStateLoader, get_model_loader
-from vllm.model_executor.model_loader.reload import finalize_layerwise_reload
-from vllm.model_executor.model_loader.reload.inplace import reload_weights
-from vllm.model_executor.model_loader.weight_checksum import compute_tensor_digests
-from vllm.utils.torch_utils import set_random_seed
-from vllm.v1.worker.utils import clear_layer_kv_caches
-from vllm.v1.worker.worker_base import CompilationTimes, WorkerBase
 
 from vllm_gaudi_spec.config import FP8_KV, UnsupportedConfigError, in_one_line, needs_batch_invariance
 from vllm_gaudi_spec.devices import load_backend
@@ -44,17 +29,34 @@ from vllm_gaudi_spec.runner.pooling import tasks_of
 from vllm_gaudi_spec.runner.profile import peak_bytes
 from vllm_gaudi_spec.self_test.result import ASYNC_SCHEDULING, KV_FROM_FREE_MEMORY, KV_IN_FP8, SPECULATION
 from vllm_gaudi_spec.self_test.run import of_this_process
+from vllm_gaudi_spec.upstream.distributed import (
+    destroy_distributed_environment,
+    destroy_model_parallel,
+    ensure_model_parallel_initialized,
+    get_tp_group,
+    init_distributed_environment,
+)
+from vllm_gaudi_spec.upstream.kv_memory import clear_layer_kv_caches
+from vllm_gaudi_spec.upstream.model_loader import (
+    ShardedStateLoader,
+    compute_tensor_digests,
+    finalize_layerwise_reload,
+    get_model_loader,
+    reload_weights,
+)
+from vllm_gaudi_spec.upstream.utils import set_random_seed
+from vllm_gaudi_spec.upstream.worker import CompilationTimes, WorkerBase
 
 if TYPE_CHECKING:
     from vllm.config import LoadConfig, VllmConfig
     from vllm.lora.request import LoRARequest
-    from vllm.v1.core.sched.output import GrammarOutput, SchedulerOutput
-    from vllm.v1.kv_cache_interface import KVCacheConfig, KVCacheSpec
     from vllm.v1.outputs import AsyncModelRunnerOutput, DraftTokenIds, ModelRunnerOutput
 
     from vllm_gaudi_spec.devices.base import DeviceBackend
     from vllm_gaudi_spec.lora.manager import AdapterLoader
     from vllm_gaudi_spec.self_test.result import Result
+    from vllm_gaudi_spec.upstream.kv_cache import KVCacheConfig, KVCacheSpec
+    from vllm_gaudi_spec.upstream.scheduler_output import GrammarOutput, SchedulerOutput
 
 logger = init_logger(__name__)
 

@@ -9,21 +9,21 @@ from typing import TYPE_CHECKING, Any, ClassVar
 import torch
 from torch import nn
 from vllm.config import get_current_vllm_config_or_none
-from vllm.forward_context import get_forward_context
-from vllm.v1.attention.backend import (
-    AttentionBackend,
-    AttentionImpl,
-    AttentionMetadataBuilder,
-    AttentionType,
-    MultipleOf,
-)
-from vllm.v1.kv_cache_interface import KVCacheLayout
 
 from vllm_gaudi_spec.attention.metadata import AttentionCall, AttentionLayerSpec, FreshKV, IndexQueries
 from vllm_gaudi_spec.attention.operations import PLAIN, Matmul, Operations, Softmax, VLLMKVCache
 from vllm_gaudi_spec.config import ADDITIONAL_CONFIG_KEY, FP8_KV, UnsupportedConfigError
 from vllm_gaudi_spec.devices import load_backend
 from vllm_gaudi_spec.devices.common import torch_ops
+from vllm_gaudi_spec.upstream.attention_backend import (
+    AttentionBackend,
+    AttentionImpl,
+    AttentionMetadataBuilder,
+    AttentionType,
+    MultipleOf,
+)
+from vllm_gaudi_spec.upstream.forward_context import get_forward_context
+from vllm_gaudi_spec.upstream.kv_cache import KVCacheLayout
 
 if TYPE_CHECKING:
     from vllm.config.cache import CacheDType

@@ -6,7 +6,8 @@ S  tokens of an encoder, of all its sequences        E  sequences
 from __future__ import annotations
 
 import torch
-from vllm.model_executor.layers.attention.mm_encoder_attention import MMEncoderAttention
+
+from vllm_gaudi_spec.upstream.layers import MMEncoderAttention
 
 
 @MMEncoderAttention.register_oot

@@ -13,18 +13,18 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 import torch
 from torch import nn
 from vllm.config import get_current_vllm_config
-from vllm.forward_context import get_forward_context
-from vllm.model_executor.layers.attention.mla_attention import MLAAttention
-from vllm.model_executor.layers.mla import MultiHeadLatentAttentionWrapper
-from vllm.v1.kv_cache_interface import MLAAttentionSpec
 
 from vllm_gaudi_spec.attention.backend import RectangleAttentionBackend, RectangleAttentionImpl, attend_layer
 from vllm_gaudi_spec.attention.metadata import IndexQueries
+from vllm_gaudi_spec.upstream.forward_context import get_forward_context
+from vllm_gaudi_spec.upstream.kv_cache import MLAAttentionSpec
+from vllm_gaudi_spec.upstream.layers import MLAAttention, MultiHeadLatentAttentionWrapper
 
 if TYPE_CHECKING:
     from vllm.config import VllmConfig
-    from vllm.model_executor.models.deepseek_v2 import Indexer
-    from vllm.v1.kv_cache_interface import KVCacheSpec
+
+    from vllm_gaudi_spec.upstream.kv_cache import KVCacheSpec
+    from vllm_gaudi_spec.upstream.models import Indexer
 
 
 class LatentAttentionBackend(RectangleAttentionBackend):

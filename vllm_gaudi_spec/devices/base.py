@@ -19,7 +19,6 @@ if TYPE_CHECKING:
     import torch
     from torch import nn
     from vllm.config import ModelConfig, VllmConfig
-    from vllm.v1.kv_cache_interface import KVCacheConfig, KVCacheLayout
 
     from vllm_gaudi_spec.attention.metadata import AttentionCall, AttentionLayerSpec, FreshKV, KVShape
     from vllm_gaudi_spec.attention.operations import Operations
@@ -29,6 +28,7 @@ if TYPE_CHECKING:
     from vllm_gaudi_spec.quantization.load_context import LoadContext, Measuring
     from vllm_gaudi_spec.records import WarmUpWork
     from vllm_gaudi_spec.sampling.rules.registry import Rules
+    from vllm_gaudi_spec.upstream.kv_cache import KVCacheConfig, KVCacheLayout
 
 
 Function = TypeVar("Function", bound=Callable[..., Any])

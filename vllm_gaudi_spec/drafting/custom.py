@@ -10,9 +10,9 @@ from itertools import takewhile
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
-from vllm.v1.spec_decode.custom_class_proposer import create_custom_proposer
 
 from vllm_gaudi_spec.records import Context
+from vllm_gaudi_spec.upstream.worker import create_custom_proposer
 
 if TYPE_CHECKING:
     from vllm.config import VllmConfig

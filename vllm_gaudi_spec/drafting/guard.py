@@ -19,9 +19,9 @@ from vllm_gaudi_spec.records import FAULTY, DraftRound, Drafts
 
 if TYPE_CHECKING:
     from vllm.config import VllmConfig
-    from vllm.distributed import GroupCoordinator
 
     from vllm_gaudi_spec.records import DraftRequest, Request
+    from vllm_gaudi_spec.upstream.distributed import GroupCoordinator
 
 logger = init_logger(__name__)
 
@@ -77,7 +77,7 @@ def agreement(vllm_config: VllmConfig) -> Agree:
     if vllm_config.parallel_config.tensor_parallel_size == 1:
         return lambda drafts: drafts is not None
 
-    from vllm.distributed import get_tp_group
+    from vllm_gaudi_spec.upstream.distributed import get_tp_group
 
     group = get_tp_group().cpu_group
 

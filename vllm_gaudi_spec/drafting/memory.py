@@ -9,17 +9,16 @@ from typing import TYPE_CHECKING, NamedTuple
 
 import numpy as np
 import torch
-from vllm.v1.kv_cache_interface import AttentionSpec, KVCacheConfig, KVCacheGroupSpec, KVCacheTensor
 
 from vllm_gaudi_spec.attention.metadata import Blocks
 from vllm_gaudi_spec.runner.requests import host_lengths
+from vllm_gaudi_spec.upstream.kv_cache import AttentionSpec, KVCacheConfig, KVCacheGroupSpec, KVCacheTensor
 
 if TYPE_CHECKING:
-    from vllm.v1.kv_cache_interface import KVCacheSpec
-
     from vllm_gaudi_spec.config import Speculation
     from vllm_gaudi_spec.devices.base import DeviceBackend
     from vllm_gaudi_spec.runner.model import LoadedModel
+    from vllm_gaudi_spec.upstream.kv_cache import KVCacheSpec
 
 NO_ROOM_FOR_KV = (
     "drafting or recurrent states leave no memory for the KV cache; lower --max-num-seqs, num_speculative_tokens in "

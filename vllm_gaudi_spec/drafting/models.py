@@ -11,8 +11,6 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import nn
 from vllm.config import replace
-from vllm.distributed import get_pp_group, get_tp_group
-from vllm.model_executor.models.interfaces import supports_eagle3
 
 from vllm_gaudi_spec import upstream
 from vllm_gaudi_spec.config import UnsupportedConfigError
@@ -20,15 +18,17 @@ from vllm_gaudi_spec.methods import EAGLE3, MEDUSA
 from vllm_gaudi_spec.quantization.models import Quantization
 from vllm_gaudi_spec.records import Hidden
 from vllm_gaudi_spec.runner.model import LoadedModel
+from vllm_gaudi_spec.upstream.distributed import get_pp_group, get_tp_group
+from vllm_gaudi_spec.upstream.models import supports_eagle3
 
 if TYPE_CHECKING:
     from vllm.config import VllmConfig
-    from vllm.distributed import GroupCoordinator
-    from vllm.v1.kv_cache_interface import KVCacheSpec
 
     from vllm_gaudi_spec.attention.metadata import Inputs
     from vllm_gaudi_spec.config import Speculation
     from vllm_gaudi_spec.devices.base import DeviceBackend
+    from vllm_gaudi_spec.upstream.distributed import GroupCoordinator
+    from vllm_gaudi_spec.upstream.kv_cache import KVCacheSpec
 
 
 def load_drafter(

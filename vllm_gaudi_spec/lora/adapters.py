@@ -19,10 +19,10 @@ from vllm_gaudi_spec.lora.manager import AdapterLoader
 if TYPE_CHECKING:
     from torch import nn
     from vllm.config import VllmConfig
-    from vllm.v1.core.sched.output import SchedulerOutput
 
     from vllm_gaudi_spec.devices.base import DeviceBackend
     from vllm_gaudi_spec.runner.requests import Requests
+    from vllm_gaudi_spec.upstream.scheduler_output import SchedulerOutput
 
 
 class Adapters:

@@ -16,15 +16,20 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 from torch.nn import functional
-from vllm.distributed import get_tp_group
-from vllm.lora.layers import BaseLayerWithLoRA, LogitsProcessorWithLoRA, VocabParallelEmbeddingWithLoRA
-from vllm.lora.layers.base_linear import BaseLinearLayerWithLoRA
 
 from vllm_gaudi_spec.config import UnsupportedConfigError
+from vllm_gaudi_spec.upstream.distributed import get_tp_group
+from vllm_gaudi_spec.upstream.lora import (
+    BaseLayerWithLoRA,
+    BaseLinearLayerWithLoRA,
+    LogitsProcessorWithLoRA,
+    VocabParallelEmbeddingWithLoRA,
+)
 
 if TYPE_CHECKING:
-    from vllm.config.lora import LoRAConfig
-    from vllm.distributed import GroupCoordinator
+    from vllm.config import LoRAConfig
+
+    from vllm_gaudi_spec.upstream.distributed import GroupCoordinator
 
 NO_SLOT = -1
 """The slot of a token without an adapter: only compared, never an index."""

@@ -14,22 +14,25 @@ from typing import TYPE_CHECKING, Any, cast
 import torch
 from vllm.exceptions import LoRAAdapterNotFoundError
 from vllm.logger import init_logger
-from vllm.lora.layers import LogitsProcessorWithLoRA, VocabParallelEmbeddingWithLoRA
-from vllm.lora.model_manager import LRUCacheLoRAModelManager
-from vllm.lora.utils import get_adapter_absolute_path
-from vllm.lora.worker_manager import LRUCacheWorkerLoRAManager
-from vllm.model_executor.layers.linear import QKVParallelLinear
-from vllm.model_executor.models import supports_lora
 
 from vllm_gaudi_spec.config import REFUSED_ADAPTER, UnsupportedConfigError, in_one_line
 from vllm_gaudi_spec.lora.application import TokenSlots, Upload, adapters_of
+from vllm_gaudi_spec.upstream.linear import QKVParallelLinear
+from vllm_gaudi_spec.upstream.lora import (
+    LogitsProcessorWithLoRA,
+    LRUCacheLoRAModelManager,
+    LRUCacheWorkerLoRAManager,
+    VocabParallelEmbeddingWithLoRA,
+    get_adapter_absolute_path,
+)
+from vllm_gaudi_spec.upstream.models import supports_lora
 
 if TYPE_CHECKING:
     from torch import nn
     from vllm.config import VllmConfig
-    from vllm.lora.lora_model import LoRAModel
-    from vllm.lora.lora_weights import LoRALayerWeights
     from vllm.lora.request import LoRARequest
+
+    from vllm_gaudi_spec.upstream.lora import LoRALayerWeights, LoRAModel
 
 
 logger = init_logger(__name__)

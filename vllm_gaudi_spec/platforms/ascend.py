@@ -14,7 +14,8 @@ from vllm_gaudi_spec.platforms.base import CapturingPlatform
 
 if TYPE_CHECKING:
     from vllm.config import VllmConfig
-    from vllm.utils.argparse_utils import FlexibleArgumentParser
+
+    from vllm_gaudi_spec.upstream.utils import FlexibleArgumentParser
 
 
 class AscendSpecPlatform(CapturingPlatform):

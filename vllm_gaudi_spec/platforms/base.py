@@ -8,7 +8,6 @@ from typing import TYPE_CHECKING, Any
 import torch
 from vllm.logger import init_logger
 from vllm.platforms.interface import Platform, PlatformEnum, set_assigned_physical_gpu_ids
-from vllm.utils.import_utils import resolve_obj_by_qualname
 
 from vllm_gaudi_spec import upstream
 from vllm_gaudi_spec.config import (
@@ -34,11 +33,13 @@ from vllm_gaudi_spec.refusals import (
 )
 from vllm_gaudi_spec.refusals.models import models_of
 from vllm_gaudi_spec.runner.shapes import Shapes
+from vllm_gaudi_spec.upstream.utils import resolve_obj_by_qualname
 
 if TYPE_CHECKING:
     from vllm.config import SchedulerConfig, VllmConfig
     from vllm.config.kernel import IrOpPriorityConfig
-    from vllm.utils.argparse_utils import FlexibleArgumentParser
+
+    from vllm_gaudi_spec.upstream.utils import FlexibleArgumentParser
 
 logger = init_logger(__name__)
 

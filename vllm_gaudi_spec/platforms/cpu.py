@@ -5,10 +5,7 @@ from __future__ import annotations
 from typing import TYPE_CHECKING, Any
 
 import torch
-from vllm.platforms.cpu import CpuPlatform
 from vllm.platforms.interface import CpuArchEnum, Platform
-from vllm.utils.cpu_resource_utils import get_visible_memory_node
-from vllm.utils.import_utils import resolve_obj_by_qualname
 
 from vllm_gaudi_spec import upstream
 from vllm_gaudi_spec.config import Options
@@ -20,6 +17,8 @@ from vllm_gaudi_spec.environment import (
     preload_openmp,
 )
 from vllm_gaudi_spec.platforms.base import SpecPlatform
+from vllm_gaudi_spec.upstream.cpu_platform import CpuPlatform, get_visible_memory_node
+from vllm_gaudi_spec.upstream.utils import resolve_obj_by_qualname
 
 if TYPE_CHECKING:
     from vllm.config import VllmConfig

@@ -9,9 +9,9 @@ from __future__ import annotations
 from typing import Any
 
 import ray
-from vllm.v1.executor.ray_executor_v2 import RayExecutorV2, RayWorkerProc
 
 from vllm_gaudi_spec import upstream
+from vllm_gaudi_spec.upstream.ray import RayExecutorV2, RayWorkerProc
 
 
 class CpuRayWorker(RayWorkerProc):

@@ -7,16 +7,16 @@ from typing import Any
 
 import torch
 from torch import nn
-from vllm.model_executor.layers.linear import LinearMethodBase
-from vllm.model_executor.layers.quantization.utils.fp8_utils import (
-    create_fp8_scale_parameter,
-    create_fp8_weight_parameter,
-)
-from vllm.model_executor.parameter import ChannelQuantScaleParameter
-from vllm.model_executor.utils import replace_parameter
 
 from vllm_gaudi_spec.quantization.encodings import E4M3
 from vllm_gaudi_spec.quantization.fp8 import Arithmetic
+from vllm_gaudi_spec.upstream.linear import (
+    ChannelQuantScaleParameter,
+    LinearMethodBase,
+    create_fp8_scale_parameter,
+    create_fp8_weight_parameter,
+    replace_parameter,
+)
 
 # A row of padding is all zeros, and must not be divided by nothing: what comes out would be no number (lesson Q06).
 _SMALLEST = 1e-8

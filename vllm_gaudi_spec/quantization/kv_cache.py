@@ -11,13 +11,13 @@ from typing import TYPE_CHECKING, Any
 import torch
 from vllm.config import get_layers_from_vllm_config
 from vllm.logger import init_logger
-from vllm.model_executor.layers.attention_layer_base import AttentionLayerBase
 
 from vllm_gaudi_spec.attention.backend import RectangleAttentionImpl
 from vllm_gaudi_spec.config import E4M3_MAX, FP8_KV, GAUDI2, Options, UnsupportedConfigError
 from vllm_gaudi_spec.quantization.kv_scheme import how_to_keep_the_models_dtype
 from vllm_gaudi_spec.quantization.layers import KV_DTYPE, Fp8Cache, kv_range
 from vllm_gaudi_spec.quantization.models import range_on
+from vllm_gaudi_spec.upstream.kv_cache import AttentionLayerBase
 
 if TYPE_CHECKING:
     from collections.abc import Collection

@@ -11,9 +11,9 @@ from collections.abc import Iterable, Iterator
 from typing import TYPE_CHECKING, Any
 
 from vllm.logger import init_logger
-from vllm.utils.torch_utils import get_kv_cache_quant_algo_string
 
 from vllm_gaudi_spec.config import FP8_KV, target_of
+from vllm_gaudi_spec.upstream.utils import get_kv_cache_quant_algo_string
 
 if TYPE_CHECKING:
     import torch

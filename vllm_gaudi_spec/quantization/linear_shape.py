@@ -3,10 +3,9 @@
 from __future__ import annotations
 
 from torch import nn
-from vllm.model_executor.layers.linear import ColumnParallelLinear, QKVParallelLinear, RowParallelLinear
-from vllm.model_executor.layers.vocab_parallel_embedding import ParallelLMHead
 
 from vllm_gaudi_spec.quantization.files import LinearShape, Part
+from vllm_gaudi_spec.upstream.linear import ColumnParallelLinear, ParallelLMHead, QKVParallelLinear, RowParallelLinear
 
 
 def linear_shape(linear: nn.Module) -> LinearShape:

@@ -9,18 +9,18 @@ from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
 import torch
-from vllm.model_executor.layers.quantization import register_quantization_config
-from vllm.model_executor.layers.quantization.base_config import QuantizationConfig
 
 from vllm_gaudi_spec.config import E4M3_MAX, Options
 from vllm_gaudi_spec.quantization.dequantized import DEQUANTIZED, device, is_left_to_vllm, is_native
 from vllm_gaudi_spec.quantization.formats import FORMATS, UINT4, method_of, read_format
 from vllm_gaudi_spec.quantization.kv_scheme import BY_HEAD
+from vllm_gaudi_spec.upstream.quantization import QuantizationConfig, make_kv_cache_method, register_quantization_config
 
 if TYPE_CHECKING:
     from torch import nn
-    from vllm.model_executor.layers.quantization.base_config import QuantizeMethodBase
-    from vllm.model_executor.models.utils import WeightsMapper
+
+    from vllm_gaudi_spec.upstream.models import WeightsMapper
+    from vllm_gaudi_spec.upstream.quantization import QuantizeMethodBase
 
 # Of formats that vLLM has under another name, and of those that it distinguishes itself.
 _MODELOPT = ("modelopt", "modelopt_fp4", "modelopt_mxfp8")
@@ -90,18 +90,14 @@ class DequantizedConfig(QuantizationConfig):
 
     def get_quant_method(self, layer: nn.Module, prefix: str) -> QuantizeMethodBase | None:
         # Not at the top: general plugins are loaded before a process may need layers.
-        from vllm.model_executor.layers.attention import Attention, MLAAttention
-        from vllm.model_executor.layers.linear import LinearBase, UnquantizedLinearMethod
-        from vllm.model_executor.layers.quantization.compressed_tensors.compressed_tensors import (
-            CompressedTensorsKVCacheMethod,
-        )
-        from vllm.model_executor.layers.quantization.kv_cache import BaseKVCacheMethod
+        from vllm_gaudi_spec.upstream.layers import Attention, MLAAttention
+        from vllm_gaudi_spec.upstream.linear import LinearBase, UnquantizedLinearMethod
 
         if isinstance(layer, LinearBase):
             return self._native_linear(prefix) or UnquantizedLinearMethod()
         if isinstance(layer, Attention | MLAAttention):
             # Scales of KV are read as they are; those by head are cut for tensor parallelism.
-            return CompressedTensorsKVCacheMethod(self) if self._has_scales_by_head else BaseKVCacheMethod(self)
+            return make_kv_cache_method(self, has_scales_by_head=self._has_scales_by_head)
         return None  # vLLM's own choice for experts and embeddings that are not quantized
 
     def _native_linear(self, prefix: str) -> QuantizeMethodBase | None:
@@ -130,7 +126,7 @@ class DequantizedConfig(QuantizationConfig):
 
     @staticmethod
     def get_cache_scale_mapper() -> WeightsMapper:
-        from vllm.model_executor.models.utils import WeightsMapper
+        from vllm_gaudi_spec.upstream.models import WeightsMapper
 
         older = {f".{kind}_proj.output_scale": f".attn.{kind}_scale" for kind in "qkv"}
         older[".self_attn.prob_output_scale"] = ".self_attn.attn.prob_scale"

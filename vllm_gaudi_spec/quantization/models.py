@@ -6,16 +6,15 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
-from vllm.distributed import get_tensor_model_parallel_rank, get_tensor_model_parallel_world_size
 from vllm.logger import init_logger
-from vllm.model_executor.layers.attention.mla_attention import MLAAttention
-from vllm.model_executor.layers.fused_moe.runner.moe_runner import MoERunner
 
 from vllm_gaudi_spec.attention.backend import RectangleAttentionImpl
 from vllm_gaudi_spec.attention.operations import OWN
 from vllm_gaudi_spec.config import ADDITIONAL_CONFIG_KEY, Options, UnsupportedConfigError
 from vllm_gaudi_spec.quantization.config import drafter_config, target_config
 from vllm_gaudi_spec.quantization.load_context import LoadContext
+from vllm_gaudi_spec.upstream.distributed import get_tensor_model_parallel_rank, get_tensor_model_parallel_world_size
+from vllm_gaudi_spec.upstream.layers import MLAAttention, MoERunner
 
 if TYPE_CHECKING:
     from torch import nn

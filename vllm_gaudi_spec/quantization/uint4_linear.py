@@ -7,10 +7,14 @@ from typing import Any
 
 import torch
 from torch import nn
-from vllm.model_executor.layers.linear import LinearMethodBase, UnquantizedLinearMethod
-from vllm.model_executor.parameter import GroupQuantScaleParameter, PackedvLLMParameter
 
 from vllm_gaudi_spec.quantization.encodings import Words
+from vllm_gaudi_spec.upstream.linear import (
+    GroupQuantScaleParameter,
+    LinearMethodBase,
+    PackedvLLMParameter,
+    UnquantizedLinearMethod,
+)
 
 _IN_WORD = 8
 

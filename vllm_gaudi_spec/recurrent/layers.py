@@ -11,17 +11,19 @@ from typing import Any
 
 import torch
 from torch.nn import functional as F
-from vllm.forward_context import get_forward_context
-from vllm.model_executor.layers.mamba.gdn.kimi_gdn_linear_attn import KimiGatedDeltaNetAttention
-from vllm.model_executor.layers.mamba.gdn.olmo_gdn_linear_attn import OlmoHybridGatedDeltaNetAttention
-from vllm.model_executor.layers.mamba.gdn.qwen_gdn_linear_attn import QwenGatedDeltaNetAttention
-from vllm.model_executor.layers.mamba.mamba_mixer import MambaMixer
-from vllm.model_executor.layers.mamba.mamba_mixer2 import MambaMixer2
-from vllm.model_executor.layers.mamba.short_conv import ShortConv
 
 from vllm_gaudi_spec.attention.metadata import StateCall
 from vllm_gaudi_spec.recurrent.scans import scan, scan_each
 from vllm_gaudi_spec.recurrent.states import LayerShape, LayerState
+from vllm_gaudi_spec.upstream.forward_context import get_forward_context
+from vllm_gaudi_spec.upstream.recurrent import (
+    KimiGatedDeltaNetAttention,
+    MambaMixer,
+    MambaMixer2,
+    OlmoHybridGatedDeltaNetAttention,
+    QwenGatedDeltaNetAttention,
+    ShortConv,
+)
 
 
 class RecurrentLayer:

@@ -154,8 +154,7 @@ def _kimi_types(config: Any) -> list[str]:
 
 def _layer_shape(vllm_config: VllmConfig) -> LayerShape:
     """From what vLLM's class would keep, which with drafts has more inputs of the convolution."""
-    from vllm.model_executor.layers.mamba.mamba_utils import is_conv_state_dim_first
-    from vllm.model_executor.models import ModelRegistry
+    from vllm_gaudi_spec.upstream.models import ModelRegistry, is_conv_state_dim_first
 
     model = vllm_config.model_config
     made_by: Any

@@ -80,7 +80,7 @@ def _misfits(
     folder = Path(model.model)
     if load_format == "dummy" or (files := weight_files(folder, load_format)) is None or not folder.is_dir():
         return
-    from vllm.model_executor.model_loader.weight_utils import filter_duplicate_safetensors_files
+    from vllm_gaudi_spec.upstream.model_loader import filter_duplicate_safetensors_files
 
     found = filter_duplicate_safetensors_files(sorted(map(str, folder.glob(files[0]))), str(folder), files[1])
     if (reason := misfit(model.model, format, map(Path, found), damage_alone=damage_alone)) is not None:

@@ -132,6 +132,6 @@ def _useless_universal_options(vllm_config: VllmConfig, used: str) -> Iterator[s
 
 def installed_logits_processors() -> list[str]:
     """Names of the logits processors of installed packages, which vLLM adds to the user's except with speculation."""
-    from vllm.v1.sample.logits_processor import LOGITSPROCS_GROUP
+    from vllm_gaudi_spec.upstream.sampling import LOGITSPROCS_GROUP
 
     return sorted(processor.name for processor in entry_points(group=LOGITSPROCS_GROUP))

@@ -19,11 +19,10 @@ from vllm_gaudi_spec.runner.hidden_states import Located
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
-    from vllm.v1.core.sched.output import SchedulerOutput
-
     from vllm_gaudi_spec.records import Request, Shape
     from vllm_gaudi_spec.runner.requests import Requests
     from vllm_gaudi_spec.runner.shapes import Shapes
+    from vllm_gaudi_spec.upstream.scheduler_output import SchedulerOutput
 
 
 def locate(phase: str, uploaded: Rows, requests: Requests) -> Located:

@@ -12,9 +12,9 @@ from typing import TYPE_CHECKING, NamedTuple
 
 import torch
 import torch.distributed as dist
-from vllm.distributed import get_dp_group
 
 from vllm_gaudi_spec.records import DECODE, PREFILL, Planned
+from vllm_gaudi_spec.upstream.distributed import get_dp_group
 
 if TYPE_CHECKING:
     from vllm_gaudi_spec.runner.shapes import Shapes

@@ -14,10 +14,9 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
 from vllm.multimodal import MULTIMODAL_REGISTRY
-from vllm.multimodal.encoder_budget import MultiModalBudget
-from vllm.multimodal.utils import group_and_batch_mm_kwargs
 
 from vllm_gaudi_spec.runner.shapes import geometric
+from vllm_gaudi_spec.upstream.multimodal import MultiModalBudget, group_and_batch_mm_kwargs
 
 if TYPE_CHECKING:
     from torch import nn
@@ -228,7 +227,7 @@ class SquaresOfPatches(WholeItems):
 
     def __init__(self, model: Any, width: int) -> None:
         # Other models need none of it, and it wants torchvision.
-        from vllm.model_executor.models.pixtral import position_ids_in_meshgrid
+        from vllm_gaudi_spec.upstream.vision import position_ids_in_meshgrid
 
         super().__init__(model, width)
         self._indices_of = position_ids_in_meshgrid

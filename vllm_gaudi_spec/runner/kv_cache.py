@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
-from vllm.v1.kv_cache_interface import (
+from vllm_gaudi_spec.upstream.kv_cache import (
     KVCacheConfig,
     KVCacheGroupSpec,
     KVCacheTensor,
@@ -14,10 +14,10 @@ from vllm.v1.kv_cache_interface import (
 
 if TYPE_CHECKING:
     from vllm.config import VllmConfig
-    from vllm.v1.core.sched.output import SchedulerOutput
-    from vllm.v1.kv_cache_interface import FullAttentionSpec, KVCacheSpec
 
     from vllm_gaudi_spec.devices.base import DeviceBackend
+    from vllm_gaudi_spec.upstream.kv_cache import FullAttentionSpec, KVCacheSpec
+    from vllm_gaudi_spec.upstream.scheduler_output import SchedulerOutput
 
 
 class KVCache:

@@ -14,10 +14,10 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import torch
-from vllm.multimodal.utils import get_mm_features_in_window
 
 from vllm_gaudi_spec.attention.metadata import NO_MEDIA
 from vllm_gaudi_spec.runner.graphs import ENCODERS, Job
+from vllm_gaudi_spec.upstream.multimodal import get_mm_features_in_window
 
 if TYPE_CHECKING:
     from vllm.multimodal.inputs import MultiModalFeatureSpec

@@ -10,16 +10,7 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 from vllm.config import get_layers_from_vllm_config
-from vllm.distributed import get_tp_group
-from vllm.forward_context import set_forward_context
 from vllm.logger import init_logger
-from vllm.model_executor.layers.attention_layer_base import AttentionLayerBase
-from vllm.model_executor.layers.mamba.abstract import MambaBase
-from vllm.model_executor.model_loader import get_model
-from vllm.model_executor.models.interfaces import requires_raw_input_tokens
-from vllm.sequence import IntermediateTensors
-from vllm.v1.attention.backend import AttentionType
-from vllm.v1.kv_cache_interface import AttentionSpec, ChunkedLocalAttentionSpec, FullAttentionSpec, SlidingWindowSpec
 
 from vllm_gaudi_spec import upstream
 from vllm_gaudi_spec.attention import latent
@@ -31,18 +22,31 @@ from vllm_gaudi_spec.quantization.kv_cache import quantize_kv
 from vllm_gaudi_spec.records import Hidden
 from vllm_gaudi_spec.recurrent.states import RecurrentStates
 from vllm_gaudi_spec.recurrent.table import has_states
+from vllm_gaudi_spec.upstream.attention_backend import AttentionType
+from vllm_gaudi_spec.upstream.distributed import get_tp_group
+from vllm_gaudi_spec.upstream.forward_context import set_forward_context
+from vllm_gaudi_spec.upstream.kv_cache import (
+    AttentionLayerBase,
+    AttentionSpec,
+    ChunkedLocalAttentionSpec,
+    FullAttentionSpec,
+    SlidingWindowSpec,
+)
+from vllm_gaudi_spec.upstream.layers import MambaBase
+from vllm_gaudi_spec.upstream.model_loader import get_model
+from vllm_gaudi_spec.upstream.models import IntermediateTensors, requires_raw_input_tokens
 
 if TYPE_CHECKING:
     from torch import nn
     from vllm.config import LoadConfig, ModelConfig, VllmConfig
-    from vllm.distributed import GroupCoordinator
-    from vllm.v1.kv_cache_interface import KVCacheSpec
 
     from vllm_gaudi_spec.attention.metadata import Inputs, MultimodalInputs
     from vllm_gaudi_spec.devices.base import DeviceBackend
     from vllm_gaudi_spec.lora.adapters import Adapters
     from vllm_gaudi_spec.quantization.load_context import Measuring
     from vllm_gaudi_spec.quantization.models import Quantization
+    from vllm_gaudi_spec.upstream.distributed import GroupCoordinator
+    from vllm_gaudi_spec.upstream.kv_cache import KVCacheSpec
 
 logger = init_logger(__name__)
 

@@ -48,13 +48,13 @@ from vllm_gaudi_spec.sampling.verify import choose_rule, needs_rectangle
 if TYPE_CHECKING:
     from torch import nn
     from vllm.config import ModelConfig, VllmConfig
-    from vllm.v1.core.sched.output import GrammarOutput, SchedulerOutput
-    from vllm.v1.kv_cache_interface import KVCacheConfig, KVCacheSpec
     from vllm.v1.outputs import AsyncModelRunnerOutput, DraftTokenIds, ModelRunnerOutput
 
     from vllm_gaudi_spec.devices.base import DeviceBackend
     from vllm_gaudi_spec.outputs import DrafterStatus, SpecSchedulerOutput
     from vllm_gaudi_spec.records import Drafts, SampleBatch
+    from vllm_gaudi_spec.upstream.kv_cache import KVCacheConfig, KVCacheSpec
+    from vllm_gaudi_spec.upstream.scheduler_output import GrammarOutput, SchedulerOutput
 
 
 class ModelRunner:

@@ -12,15 +12,13 @@ from typing import TYPE_CHECKING
 
 import numpy as np
 import torch
-from vllm.model_executor.models.interfaces import supports_mrope
-from vllm.v1.worker.gpu.attn_utils import compute_mm_prefix_ranges
-from vllm.v1.worker.gpu.mm.encoder_cache import EncoderCache
-from vllm.v1.worker.gpu.mm.encoder_runner import EncoderRunner
 
 from vllm_gaudi_spec.attention.metadata import MultimodalInputs, SpanRows, Spans
 from vllm_gaudi_spec.config import UnsupportedConfigError
 from vllm_gaudi_spec.records import DECODE
 from vllm_gaudi_spec.runner.encoders import Item
+from vllm_gaudi_spec.upstream.models import supports_mrope
+from vllm_gaudi_spec.upstream.multimodal import EncoderCache, EncoderRunner, compute_mm_prefix_ranges
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
@@ -28,12 +26,12 @@ if TYPE_CHECKING:
     from torch import nn
     from vllm.config import ModelConfig
     from vllm.multimodal.inputs import MultiModalFeatureSpec
-    from vllm.v1.core.sched.output import SchedulerOutput
 
     from vllm_gaudi_spec.devices.base import DeviceBackend
     from vllm_gaudi_spec.records import Batch
     from vllm_gaudi_spec.runner.media_store import MediaStore
     from vllm_gaudi_spec.runner.requests import Requests
+    from vllm_gaudi_spec.upstream.scheduler_output import SchedulerOutput
 
 
 _SEEN_BOTH_WAYS_IN_WINDOWS = ("gemma4",)

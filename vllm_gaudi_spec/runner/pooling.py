@@ -10,12 +10,11 @@ from typing import TYPE_CHECKING
 
 import numpy as np
 import torch
-from vllm.v1.pool.late_interaction_runner import LateInteractionRunner
-from vllm.v1.pool.metadata import PoolingMetadata, PoolingStates
 
 from vllm_gaudi_spec.outputs import CountedOutput
 from vllm_gaudi_spec.records import DECODE
 from vllm_gaudi_spec.runner.report import copy_contiguous
+from vllm_gaudi_spec.upstream.pooling import LateInteractionRunner, PoolingMetadata, PoolingStates
 
 if TYPE_CHECKING:
     from torch import nn

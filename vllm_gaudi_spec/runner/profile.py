@@ -12,20 +12,22 @@ from dataclasses import replace
 from typing import TYPE_CHECKING
 
 from vllm.logger import init_logger
-from vllm.v1.core.kv_cache_utils import get_kv_cache_config_from_groups, get_kv_cache_groups
-from vllm.v1.worker.utils import clear_layer_kv_caches
 
 from vllm_gaudi_spec.config import UnsupportedConfigError
 from vllm_gaudi_spec.devices.base import Graphs, size_text
 from vllm_gaudi_spec.runner.graphs import StepRecorder
 from vllm_gaudi_spec.runner.memory import WarmUpMemory, lower
 from vllm_gaudi_spec.runner.warmup import jobs, manifest
+from vllm_gaudi_spec.upstream.kv_memory import (
+    clear_layer_kv_caches,
+    get_kv_cache_config_from_groups,
+    get_kv_cache_groups,
+)
 
 if TYPE_CHECKING:
-    from vllm.v1.kv_cache_interface import KVCacheConfig
-
     from vllm_gaudi_spec.runner.graphs import Job
     from vllm_gaudi_spec.runner.model_runner import ModelRunner
+    from vllm_gaudi_spec.upstream.kv_cache import KVCacheConfig
 
 logger = init_logger(__name__)
 

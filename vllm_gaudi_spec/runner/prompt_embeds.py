@@ -10,10 +10,10 @@ from typing import TYPE_CHECKING
 
 import numpy as np
 import torch
-from vllm.utils.func_utils import supports_kw
 
 from vllm_gaudi_spec.attention.metadata import MultimodalInputs
 from vllm_gaudi_spec.config import UnsupportedConfigError
+from vllm_gaudi_spec.upstream.utils import supports_kw
 
 if TYPE_CHECKING:
     from torch import nn

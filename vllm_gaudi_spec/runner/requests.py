@@ -21,11 +21,10 @@ from vllm_gaudi_spec.records import FAULTY, NO_ROW, UNVERIFIED, Drafts, PromptEm
 from vllm_gaudi_spec.sampling.noise import fold_seed, fresh_seed
 
 if TYPE_CHECKING:
-    from vllm.v1.core.sched.output import CachedRequestData, NewRequestData
-
     from vllm_gaudi_spec.devices.base import DeviceBackend
     from vllm_gaudi_spec.outputs import SpecSchedulerOutput
     from vllm_gaudi_spec.records import Verification
+    from vllm_gaudi_spec.upstream.scheduler_output import CachedRequestData, NewRequestData
 
 _ROWS_AT_ONCE = 8
 """Many requests that come in one step are written in groups of so many, and the rest one by one."""

@@ -5,13 +5,14 @@ from __future__ import annotations
 from typing import TYPE_CHECKING
 
 import torch
-from vllm.v1.sample.logits_processor import BUILTIN_LOGITS_PROCESSORS, BatchUpdate, build_logitsprocs
+
+from vllm_gaudi_spec.upstream.sampling import BUILTIN_LOGITS_PROCESSORS, BatchUpdate, build_logitsprocs
 
 if TYPE_CHECKING:
     from vllm.config import VllmConfig
-    from vllm.v1.sample.logits_processor import LogitsProcessor
 
     from vllm_gaudi_spec.records import Request
+    from vllm_gaudi_spec.upstream.sampling import LogitsProcessor
 
 
 class CustomProcessors:

@@ -16,8 +16,6 @@ from typing import TYPE_CHECKING
 from uuid import uuid4
 
 from vllm.logger import init_logger
-from vllm.v1.engine import FinishReason
-from vllm.v1.request import Request, RequestStatus
 
 from vllm_gaudi_spec.config import Speculation
 from vllm_gaudi_spec.sampling.noise import fresh_seed
@@ -35,12 +33,13 @@ from vllm_gaudi_spec.scheduling.comparison import (
     by_token,
 )
 from vllm_gaudi_spec.scheduling.difference import write_difference
+from vllm_gaudi_spec.upstream.scheduler import FinishReason, Request, RequestStatus
 
 if TYPE_CHECKING:
     from vllm.config import VllmConfig
-    from vllm.v1.engine import EngineCoreOutput
 
     from vllm_gaudi_spec.scheduling.metrics import StepMetrics
+    from vllm_gaudi_spec.upstream.scheduler import EngineCoreOutput
 
 logger = init_logger(__name__)
 

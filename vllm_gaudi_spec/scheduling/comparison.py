@@ -22,8 +22,8 @@ from vllm_gaudi_spec.scheduling import metrics
 
 if TYPE_CHECKING:
     from vllm.sampling_params import SamplingParams
-    from vllm.v1.core.kv_cache_utils import BlockHash
-    from vllm.v1.request import Request
+
+    from vllm_gaudi_spec.upstream.scheduler import BlockHash, Request
 
 
 class Finished(NamedTuple):

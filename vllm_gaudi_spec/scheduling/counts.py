@@ -19,9 +19,8 @@ from vllm_gaudi_spec.scheduling.limits import NOTHING_PROPOSED, DraftLimits, Rea
 from vllm_gaudi_spec.scheduling.metrics import StepMetrics
 
 if TYPE_CHECKING:
-    from vllm.v1.request import Request
-
     from vllm_gaudi_spec.outputs import SpecSchedulerOutput, SpeculativeOutput
+    from vllm_gaudi_spec.upstream.scheduler import Request
 
 logger = init_logger(__name__)
 

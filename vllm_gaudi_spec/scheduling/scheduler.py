@@ -11,12 +11,6 @@ from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any
 
 from vllm.logger import init_logger
-from vllm.v1.core.sched.async_scheduler import AsyncScheduler
-from vllm.v1.core.sched.interface import PauseState
-from vllm.v1.engine import EngineCoreOutputs
-from vllm.v1.kv_cache_interface import FullAttentionSpec, UniformTypeKVCacheSpecs
-from vllm.v1.metrics.stats import RequestSpecDecodeMetrics
-from vllm.v1.request import RequestStatus
 
 from vllm_gaudi_spec.config import Options, Speculation
 from vllm_gaudi_spec.devices import load_backend
@@ -34,20 +28,25 @@ from vllm_gaudi_spec.scheduling.lengths import Lengths
 from vllm_gaudi_spec.scheduling.metrics import StepMetrics
 from vllm_gaudi_spec.scheduling.sessions import Sessions
 from vllm_gaudi_spec.scheduling.snapshots import Snapshots
+from vllm_gaudi_spec.upstream.kv_cache import FullAttentionSpec, UniformTypeKVCacheSpecs
+from vllm_gaudi_spec.upstream.scheduler import (
+    AsyncScheduler,
+    EngineCoreOutputs,
+    PauseState,
+    RequestSpecDecodeMetrics,
+    RequestStatus,
+)
 
 if TYPE_CHECKING:
     from vllm.config import VllmConfig
     from vllm.multimodal.inputs import MultiModalFeatureSpec
     from vllm.sampling_params import SamplingParams
-    from vllm.v1.core.kv_cache_manager import KVCacheBlocks
-    from vllm.v1.core.sched.output import SchedulerOutput
-    from vllm.v1.kv_cache_interface import KVCacheConfig, KVCacheSpec
-    from vllm.v1.metrics.stats import SchedulerStats
     from vllm.v1.outputs import ModelRunnerOutput
-    from vllm.v1.request import Request
-    from vllm.v1.spec_decode.metrics import SpecDecodingStats
 
     from vllm_gaudi_spec.records import DraftRound, WorkerCounts
+    from vllm_gaudi_spec.upstream.kv_cache import KVCacheConfig, KVCacheSpec
+    from vllm_gaudi_spec.upstream.scheduler import KVCacheBlocks, Request, SchedulerStats, SpecDecodingStats
+    from vllm_gaudi_spec.upstream.scheduler_output import SchedulerOutput
 
 logger = init_logger(__name__)
 

@@ -9,16 +9,12 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Any
 
-from vllm.v1.core.sched.interface import PauseState
-from vllm.v1.core.sched.scheduler import Scheduler
-from vllm.v1.engine import EngineCoreOutput, FinishReason
-from vllm.v1.request import RequestStatus
-
 from vllm_gaudi_spec.recurrent.table import has_states
+from vllm_gaudi_spec.upstream.scheduler import EngineCoreOutput, FinishReason, PauseState, RequestStatus, Scheduler
 
 if TYPE_CHECKING:
-    from vllm.v1.core.sched.output import SchedulerOutput
-    from vllm.v1.request import Request, StreamingUpdate
+    from vllm_gaudi_spec.upstream.scheduler import Request, StreamingUpdate
+    from vllm_gaudi_spec.upstream.scheduler_output import SchedulerOutput
 
 
 class Sessions(Scheduler):

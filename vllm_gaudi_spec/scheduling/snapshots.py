@@ -16,8 +16,7 @@ from typing import TYPE_CHECKING
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
-    from vllm.v1.core.kv_cache_utils import BlockHash
-    from vllm.v1.request import Request
+    from vllm_gaudi_spec.upstream.scheduler import BlockHash, Request
 
 
 class Snapshots:

@@ -11,13 +11,6 @@ from types import SimpleNamespace
 from typing import TYPE_CHECKING, Any
 
 import torch
-from vllm.v1.kv_cache_interface import (
-    FullAttentionSpec,
-    KVCacheConfig,
-    KVCacheGroupSpec,
-    KVCacheLayout,
-    KVCacheTensor,
-)
 
 from vllm_gaudi_spec.attention.metadata import AttentionCall, AttentionLayerSpec, Blocks, FlatBlocks, rectangle
 from vllm_gaudi_spec.attention.operations import PLAIN
@@ -27,6 +20,13 @@ from vllm_gaudi_spec.quantization.fp8 import to_e4m3
 from vllm_gaudi_spec.quantization.layers import KV_DTYPE, Fp8Cache, kv_range
 from vllm_gaudi_spec.runner.requests import host_counts, host_lengths
 from vllm_gaudi_spec.self_test.subject import Failed, NotChecked, Subject, random
+from vllm_gaudi_spec.upstream.kv_cache import (
+    FullAttentionSpec,
+    KVCacheConfig,
+    KVCacheGroupSpec,
+    KVCacheLayout,
+    KVCacheTensor,
+)
 
 if TYPE_CHECKING:
     from vllm_gaudi_spec.devices.base import DeviceBackend

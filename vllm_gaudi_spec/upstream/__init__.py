@@ -1,6 +1,7 @@
 """The list of all in-memory patches of vLLM and its surroundings. Each one's docstring has its reason and its end.
 
-tests/unit/upstream/ fails when upstream changes what one of these patches.
+tests/unit/upstream/ fails when upstream changes what one of these patches. The modules that are not imported here offer
+names of vLLM that are not public, by topic.
 """
 
 from collections.abc import Iterable

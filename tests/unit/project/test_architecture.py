@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import ast
+import re
 import subprocess
 import sys
 import tomllib
 from graphlib import TopologicalSorter
+from importlib.util import find_spec
 from pathlib import Path
 
 PACKAGE = Path(__file__).parents[3] / "vllm_gaudi_spec"
@@ -76,6 +78,27 @@ def test_importing_the_package_is_cheap() -> None:
     code = "import sys, vllm_gaudi_spec; print([m for m in ('vllm', 'torch', 'numpy') if m in sys.modules])"
     result = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
     assert result.stdout.strip() == "[]"
+
+
+def test_private_modules_of_vllm_are_imported_in_upstream_only() -> None:
+    """docs/architecture.md lists the public ones; integrations/ runs on other releases of vLLM."""
+    section = (PACKAGE.parent / "docs" / "architecture.md").read_text().split("\n## vLLM's interfaces\n")[1]
+    public = set(re.findall(r"`(vllm[\w.]*)`", section))
+    assert "vllm.config" in public
+    spec = find_spec("vllm")
+    assert spec is not None
+    assert spec.submodule_search_locations is not None
+    site = Path(spec.submodule_search_locations[0]).parent
+    for path in FILES:
+        if path.relative_to(PACKAGE).parts[0] in ("upstream", "integrations"):
+            continue
+        for node in ast.walk(ast.parse(path.read_text())):
+            if isinstance(node, ast.Import | ast.ImportFrom):
+                source = f"{node.module}." if isinstance(node, ast.ImportFrom) else ""
+                for name in (source + alias.name for alias in node.names):
+                    file = site / name.replace(".", "/")
+                    module = name if file.is_dir() or file.with_suffix(".py").is_file() else name.rpartition(".")[0]
+                    assert module.split(".")[0] != "vllm" or module in public, f"{path}:{node.lineno}: {module}"
 
 
 def test_foreign_names_are_reassigned_in_upstream_only() -> None:

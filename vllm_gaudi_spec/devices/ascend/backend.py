@@ -28,7 +28,7 @@ from vllm_gaudi_spec.devices.common.kv_pair import KVPair, PairAttention
 from vllm_gaudi_spec.devices.common.stream_device import StreamGraphs, StreamMemory, StreamWeights
 
 if TYPE_CHECKING:
-    from vllm.v1.kv_cache_interface import KVCacheConfig, KVCacheLayout
+    from vllm_gaudi_spec.upstream.kv_cache import KVCacheConfig, KVCacheLayout
 
 logger = init_logger(__name__)
 

@@ -4,10 +4,10 @@ registers them."""
 from __future__ import annotations
 
 import torch
-from vllm.model_executor.layers.activation import SiluAndMul
 
 from vllm_gaudi_spec.devices.ascend import experts as ascend_experts
 from vllm_gaudi_spec.devices.common import experts, layers
+from vllm_gaudi_spec.upstream.layers import SiluAndMul
 
 PROVIDER = "vgs_ascend"
 

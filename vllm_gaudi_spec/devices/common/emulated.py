@@ -20,7 +20,8 @@ from vllm_gaudi_spec.devices.common import host_memory
 
 if TYPE_CHECKING:
     from torch import nn
-    from vllm.v1.kv_cache_interface import KVCacheConfig, KVCacheLayout
+
+    from vllm_gaudi_spec.upstream.kv_cache import KVCacheConfig, KVCacheLayout
 
 
 _DEVICES = Path(__file__).parents[1]

@@ -6,7 +6,8 @@ from __future__ import annotations
 from typing import Any
 
 import torch
-from vllm.distributed.device_communicators.base_device_communicator import DeviceCommunicatorBase
+
+from vllm_gaudi_spec.upstream.distributed import DeviceCommunicatorBase, make_all_to_all
 
 
 class EvenExchange(DeviceCommunicatorBase):
@@ -15,9 +16,7 @@ class EvenExchange(DeviceCommunicatorBase):
     def __init__(self, *args: Any, **named: Any) -> None:
         super().__init__(*args, **named)
         if self.use_all2all and self.all2all_manager is None:
-            from vllm.distributed.device_communicators.all2all import AgRsAll2AllManager
-
-            self.all2all_manager = AgRsAll2AllManager(self.cpu_group)
+            self.all2all_manager = make_all_to_all(self.cpu_group)
 
     def all_gatherv(
         self, input_: torch.Tensor | list[torch.Tensor], dim: int = 0, sizes: list[int] | None = None

@@ -15,11 +15,9 @@ from functools import partial
 from typing import Any, NamedTuple
 
 import torch
-from vllm.model_executor.layers.fused_moe.activation import MoEActivation
-from vllm.model_executor.layers.fused_moe.runner.moe_runner import MoERunner
-from vllm.model_executor.layers.fused_moe.unquantized_fused_moe_method import UnquantizedFusedMoEMethod
 
 from vllm_gaudi_spec.config import UnsupportedConfigError
+from vllm_gaudi_spec.upstream.layers import MoEActivation, MoERunner, UnquantizedFusedMoEMethod
 
 # What a gathered weight costs beside one that is used where it lies: it is read, written, and read again.
 COST_OF_GATHERING = 3

@@ -10,8 +10,9 @@ from collections.abc import Callable
 from typing import TYPE_CHECKING, Protocol
 
 import torch
-from vllm.distributed import parallel_state
 from vllm.logger import init_logger
+
+from vllm_gaudi_spec.upstream.distributed import groups
 
 if TYPE_CHECKING:
     from vllm_gaudi_spec.devices.base import Memory
@@ -25,7 +26,7 @@ _SIZE = 128
 def check_groups(memory: Memory) -> None:
     """Of every group through which ranks exchange tensors: tensor-, data- and expert-parallel ones. All ranks call
     this, and have their groups in the same order."""
-    for reference in parallel_state._groups.values():
+    for reference in groups.values():
         group = reference()
         # One that was destroyed may still be referred to, and groups without a communicator are for the host.
         if group is None or group.world_size == 1 or not hasattr(group, "device_group"):

@@ -8,7 +8,6 @@ from functools import partial
 from typing import TYPE_CHECKING, NamedTuple
 
 import torch
-from vllm.v1.kv_cache_interface import AttentionSpec, UniformTypeKVCacheSpecs
 
 from vllm_gaudi_spec.attention import padded
 from vllm_gaudi_spec.attention.metadata import AttentionCall, AttentionLayerSpec, FreshKV, KVShape
@@ -16,9 +15,10 @@ from vllm_gaudi_spec.attention.operations import PLAIN, Operations
 from vllm_gaudi_spec.config import UnsupportedConfigError
 from vllm_gaudi_spec.devices.base import Attention, Graphs, Memory
 from vllm_gaudi_spec.devices.common import torch_ops
+from vllm_gaudi_spec.upstream.kv_cache import AttentionSpec, UniformTypeKVCacheSpecs
 
 if TYPE_CHECKING:
-    from vllm.v1.kv_cache_interface import KVCacheConfig, KVCacheLayout
+    from vllm_gaudi_spec.upstream.kv_cache import KVCacheConfig, KVCacheLayout
 
 # Block copies of one graph; what is left over copies the pad block onto itself.
 _COPIES = 8

@@ -7,14 +7,18 @@ from collections.abc import Callable, Hashable
 from typing import Any, Protocol
 
 import torch
-from vllm import ir
-from vllm.forward_context import get_forward_context, is_forward_context_available
 from vllm.logger import init_logger
-from vllm.model_executor.layers.rotary_embedding.base import RotaryEmbedding, RotaryEmbeddingBase
-from vllm.model_executor.layers.rotary_embedding.deepseek_scaling_rope import DeepseekScalingRotaryEmbedding
-from vllm.model_executor.layers.rotary_embedding.mrope import MRotaryEmbedding, apply_interleaved_rope
 
 from vllm_gaudi_spec.attention.metadata import AttentionCall
+from vllm_gaudi_spec.upstream.forward_context import get_forward_context, is_forward_context_available
+from vllm_gaudi_spec.upstream.layers import (
+    DeepseekScalingRotaryEmbedding,
+    MRotaryEmbedding,
+    RotaryEmbedding,
+    RotaryEmbeddingBase,
+    apply_interleaved_rope,
+    ir,
+)
 
 logger = init_logger(__name__)
 

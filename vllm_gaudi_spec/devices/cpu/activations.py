@@ -8,7 +8,8 @@ from __future__ import annotations
 
 import torch
 from torch.nn import functional as F
-from vllm.model_executor.layers.activation import SiluAndMul
+
+from vllm_gaudi_spec.upstream.layers import SiluAndMul
 
 
 @SiluAndMul.register_oot

@@ -9,11 +9,8 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
 from torch import nn
-from vllm import _custom_ops as vllm_ops
 from vllm import envs
 from vllm.logger import init_logger
-from vllm.v1.kv_cache_interface import KVCacheConfig, KVCacheLayout
-from vllm.v1.worker.utils import allocate_kv_cache
 
 from vllm_gaudi_spec.attention.metadata import AttentionCall, AttentionLayerSpec, FreshKV, KVShape, SpanRows
 from vllm_gaudi_spec.attention.operations import PLAIN, Operations
@@ -26,6 +23,10 @@ from vllm_gaudi_spec.quantization import simulation
 from vllm_gaudi_spec.quantization.config import QuantConfig
 from vllm_gaudi_spec.quantization.fp8 import HostArithmetic
 from vllm_gaudi_spec.quantization.load_context import LoadContext, Measuring
+from vllm_gaudi_spec.upstream.cpu_kernels import choose_instruction_set
+from vllm_gaudi_spec.upstream.cpu_kernels import custom_ops as vllm_ops
+from vllm_gaudi_spec.upstream.kv_cache import KVCacheConfig, KVCacheLayout
+from vllm_gaudi_spec.upstream.kv_memory import allocate_kv_cache
 
 if TYPE_CHECKING:
     from vllm.config import ModelConfig, VllmConfig
@@ -260,6 +261,4 @@ def _window(spec: AttentionLayerSpec) -> int:
 
 def _instruction_set(spec: AttentionLayerSpec) -> str:
     """vLLM's own choice of vector code for this layer."""
-    from vllm.v1.attention.backends.cpu_attn import _get_attn_isa
-
-    return _get_attn_isa(spec.dtype, spec.block_size, spec.head_size)
+    return choose_instruction_set(spec.dtype, spec.block_size, spec.head_size)

@@ -2,9 +2,8 @@
 
 from __future__ import annotations
 
-from vllm.distributed.device_communicators.cpu_communicator import CpuCommunicator
-
 from vllm_gaudi_spec.devices.common.even_exchange import EvenExchange
+from vllm_gaudi_spec.upstream.distributed import CpuCommunicator
 
 
 class CpuSpecCommunicator(EvenExchange, CpuCommunicator):

@@ -37,8 +37,10 @@ _QUANTIZED = (".weight_packed", ".weight_scale", ".weight_scale_inv", ".qweight"
 
 def missing_kernel(vllm_config: VllmConfig, model: ModelConfig) -> str | None:
     """As `Weights.missing_kernel`. A slow kernel is one for those who ask for it."""
+    from vllm_gaudi_spec.upstream.cpu_kernels import has_expert_kernels  # imports vLLM's layers
+
     takes_slow = Options.from_vllm(vllm_config).weight_kernels == NATIVE or not described(model)
-    if model.is_moe and not _has_kernels_for_experts():
+    if model.is_moe and not has_expert_kernels():
         return "for whose experts vLLM has no kernel on this CPU"
     for name in _quantized_layers(Path(model.model)) or _LAYERS:
         called = _Called()
@@ -108,20 +110,13 @@ def _quantized_layers(folder: Path) -> tuple[str, ...]:
     return ()
 
 
-def _has_kernels_for_experts() -> bool:
-    """Of any format: which of them a model needs, vLLM finds out while it loads."""
-    from vllm.model_executor.layers.fused_moe.experts import cpu_moe
-
-    kernels: list[Any] = [made for name, made in vars(cpu_moe).items() if "CPUExperts" in name]
-    return any(experts._supports_current_device() for experts in kernels)
-
-
 @torch.inference_mode()
 def _compute(vllm_config: VllmConfig, model: ModelConfig, name: str) -> None:
     """One product of a layer of zeros."""
     from vllm.config import VllmConfig, set_current_vllm_config
-    from vllm.model_executor.layers.linear import ReplicatedLinear
-    from vllm.utils.torch_utils import set_default_torch_dtype
+
+    from vllm_gaudi_spec.upstream.linear import ReplicatedLinear
+    from vllm_gaudi_spec.upstream.utils import set_default_torch_dtype
 
     quant_config = VllmConfig.get_quantization_config(model, vllm_config.load_config)
     with (

@@ -16,14 +16,14 @@ from typing import Any
 
 import torch
 from torch import nn
-from vllm import _custom_ops as vllm_ops
 from vllm.config import get_current_vllm_config
 from vllm.logger import init_logger
-from vllm.model_executor.layers import utils
-from vllm.model_executor.layers.vocab_parallel_embedding import ParallelLMHead, VocabParallelEmbedding
 
 from vllm_gaudi_spec.config import FLOAT16, FLOAT32, INT8, Options, UnsupportedConfigError
 from vllm_gaudi_spec.quantization.config import cpu_weights_of
+from vllm_gaudi_spec.upstream.cpu_kernels import custom_ops as vllm_ops
+from vllm_gaudi_spec.upstream.cpu_kernels import layer_utils as utils
+from vllm_gaudi_spec.upstream.linear import ParallelLMHead, VocabParallelEmbedding
 
 logger = init_logger(__name__)
 

@@ -8,9 +8,9 @@ numbers by other positions, without an error; and upstream's CPU platform answer
 from __future__ import annotations
 
 import torch
-from vllm.model_executor.layers.rotary_embedding.base import RotaryEmbedding
 
 from vllm_gaudi_spec.devices.common import layers
+from vllm_gaudi_spec.upstream.layers import RotaryEmbedding
 
 
 class _SideBySide:

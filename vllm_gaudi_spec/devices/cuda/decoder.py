@@ -11,16 +11,22 @@ from functools import partial
 from typing import TYPE_CHECKING, Any
 
 from torch import nn
-from vllm.forward_context import get_forward_context
-from vllm.model_executor.layers.activation import SiluAndMul
-from vllm.model_executor.layers.layernorm import RMSNorm
-from vllm.model_executor.layers.linear import MergedColumnParallelLinear, QKVParallelLinear
-from vllm.model_executor.models.llama import LlamaAttention, LlamaDecoderLayer, LlamaMLP
-from vllm.model_executor.models.qwen2 import Qwen2Attention, Qwen2DecoderLayer, Qwen2MLP
-from vllm.model_executor.models.qwen3 import Qwen3Attention, Qwen3DecoderLayer
 
 from vllm_gaudi_spec.devices.cuda import few_queries, linear
 from vllm_gaudi_spec.devices.cuda.layers import TurnsInPlace
+from vllm_gaudi_spec.upstream.decoders import (
+    LlamaAttention,
+    LlamaDecoderLayer,
+    LlamaMLP,
+    Qwen2Attention,
+    Qwen2DecoderLayer,
+    Qwen2MLP,
+    Qwen3Attention,
+    Qwen3DecoderLayer,
+)
+from vllm_gaudi_spec.upstream.forward_context import get_forward_context
+from vllm_gaudi_spec.upstream.layers import RMSNorm, SiluAndMul
+from vllm_gaudi_spec.upstream.linear import MergedColumnParallelLinear, QKVParallelLinear
 
 if TYPE_CHECKING:
     from collections.abc import Callable

@@ -3,12 +3,11 @@
 from __future__ import annotations
 
 import torch
-from vllm.model_executor.layers.activation import SiluAndMul
-from vllm.model_executor.layers.rotary_embedding.base import RotaryEmbedding
 
 from vllm_gaudi_spec.devices.common import experts, layers
 from vllm_gaudi_spec.devices.cuda import experts as cuda_experts
 from vllm_gaudi_spec.devices.cuda import kernels as cuda_kernels
+from vllm_gaudi_spec.upstream.layers import RotaryEmbedding, SiluAndMul
 
 PROVIDER = "vgs_cuda"
 

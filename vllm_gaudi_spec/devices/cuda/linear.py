@@ -15,11 +15,10 @@ import torch
 import triton
 import triton.language as tl
 from torch import nn
-from vllm.model_executor.layers.linear import UnquantizedLinearMethod
-from vllm.model_executor.layers.vocab_parallel_embedding import UnquantizedEmbeddingMethod
 
 from vllm_gaudi_spec.devices.cuda import kernels, launch
 from vllm_gaudi_spec.upstream import batch_invariant_linear
+from vllm_gaudi_spec.upstream.linear import UnquantizedEmbeddingMethod, UnquantizedLinearMethod
 
 FEW_ROWS = 2
 """Up to so many rows the kernel without matrix units is the faster one,"""

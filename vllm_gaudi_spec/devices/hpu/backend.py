@@ -17,7 +17,6 @@ from typing import TYPE_CHECKING, Any, cast
 import torch
 from torch import nn
 from vllm.logger import init_logger
-from vllm.model_executor.layers.attention_layer_base import AttentionLayerBase
 
 from vllm_gaudi_spec.attention import flat, padded
 from vllm_gaudi_spec.attention.metadata import AttentionCall, AttentionLayerSpec, FreshKV
@@ -31,15 +30,15 @@ from vllm_gaudi_spec.devices.hpu.bridge import Bridge, open_bridge
 from vllm_gaudi_spec.devices.hpu.captured import CapturedFunction
 from vllm_gaudi_spec.devices.hpu.compile_time import recipes_of
 from vllm_gaudi_spec.environment import gaudi_is_lazy, gaudi_layers_of_a_recipe, gaudi_memory_reserve
+from vllm_gaudi_spec.upstream.kv_cache import AttentionLayerBase
 
 if TYPE_CHECKING:
-    from vllm.v1.kv_cache_interface import KVCacheConfig, KVCacheLayout
-
     from vllm_gaudi_spec.devices.base import Function
     from vllm_gaudi_spec.quantization.config import QuantConfig
     from vllm_gaudi_spec.quantization.encodings import Words
     from vllm_gaudi_spec.quantization.load_context import LoadContext, Measuring
     from vllm_gaudi_spec.records import WarmUpWork
+    from vllm_gaudi_spec.upstream.kv_cache import KVCacheConfig, KVCacheLayout
 
 logger = init_logger(__name__)
 

@@ -3,10 +3,10 @@
 from __future__ import annotations
 
 import torch
-from vllm.model_executor.layers.fused_moe.activation import MoEActivation
 
 from vllm_gaudi_spec.devices.common.experts import Call, Fused
 from vllm_gaudi_spec.devices.common.layers import find_kernel
+from vllm_gaudi_spec.upstream.layers import MoEActivation
 
 # Number of tokens from which on the operator is used. Below, reading weights takes longer than computing with all of
 # them: a Gaudi 2 does 432 TFLOPS in bfloat16, and reads 2.45 TB/s. At batch 1 the operator was no faster

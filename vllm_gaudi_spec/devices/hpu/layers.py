@@ -5,10 +5,10 @@ from __future__ import annotations
 
 import torch
 from torch import nn
-from vllm.model_executor.layers.logits_processor import LogitsProcessor
 
 from vllm_gaudi_spec.devices.common import experts, layers
 from vllm_gaudi_spec.devices.hpu import experts as hpu_experts
+from vllm_gaudi_spec.upstream.layers import LogitsProcessor
 
 PROVIDER = "vgs_hpu"
 

@@ -20,10 +20,10 @@ from typing import TYPE_CHECKING, Any, ClassVar, TypeVar
 from vllm import LLM, SamplingParams
 from vllm.inputs import tokens_input
 from vllm.tokenizers import get_tokenizer
-from vllm.transformers_utils.config import get_config
 
 from vllm_gaudi_spec.tools.compare.phases import StepTimes
 from vllm_gaudi_spec.tools.io.output import counting
+from vllm_gaudi_spec.upstream.tools import get_config
 
 if TYPE_CHECKING:
     from vllm import LLM, CompletionOutput, SamplingParams
@@ -356,7 +356,7 @@ class Answer:
 
     def pieces(self, tokenizer: Any) -> list[str]:
         """Return the text that each token added, as vLLM detokenizes it."""
-        from vllm.v1.engine.detokenizer import IncrementalDetokenizer
+        from vllm_gaudi_spec.upstream.tools import IncrementalDetokenizer
 
         request: Any = SimpleNamespace(
             request_id="", sampling_params=self.params, prompt_token_ids=self.prompt_ids, prompt_embeds=None

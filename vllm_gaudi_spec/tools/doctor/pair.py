@@ -64,7 +64,8 @@ def examine(task: dict[str, Any]) -> Iterator[Finding]:
 
 def _configure(task: dict[str, Any]) -> VllmConfig:
     from vllm.engine.arg_utils import EngineArgs
-    from vllm.usage.usage_lib import UsageContext
+
+    from vllm_gaudi_spec.upstream.tools import UsageContext
 
     arguments = {name: value for name, value in task.items() if value is not None}
     return EngineArgs(**arguments).create_engine_config(

@@ -1,0 +1,25 @@
+"""vLLM's kernels for the CPU, and the choices between them.
+
+Breaks when a kernel takes other arguments; `tests/conformance` runs each of them.
+"""
+
+import torch
+from vllm import _custom_ops as custom_ops
+from vllm.model_executor.layers import utils as layer_utils
+
+__all__ = ["choose_instruction_set", "custom_ops", "has_expert_kernels", "layer_utils"]
+
+
+def choose_instruction_set(dtype: torch.dtype, block_size: int, head_size: int) -> str:
+    """Return the vector code that vLLM chooses for an attention layer."""
+    from vllm.v1.attention.backends.cpu_attn import _get_attn_isa
+
+    return _get_attn_isa(dtype, block_size, head_size)
+
+
+def has_expert_kernels() -> bool:
+    """Whether any format of experts has kernels; vLLM finds out which one a model needs while it loads."""
+    from vllm.model_executor.layers.fused_moe.experts import cpu_moe
+
+    kernels = [value for name, value in vars(cpu_moe).items() if "CPUExperts" in name]
+    return any(experts._supports_current_device() for experts in kernels)
