@@ -1,6 +1,6 @@
 """vLLM's schedulers, from which ours derive, with their requests, outputs and statistics.
 
-Breaks when a method that we override changes; `tests/unit/upstream/test_overrides.py` lists them.
+Breaks when a method that we override changes; `overrides.py` lists the private ones.
 """
 
 from vllm.v1.core.kv_cache_manager import KVCacheBlocks as KVCacheBlocks

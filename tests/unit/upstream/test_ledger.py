@@ -23,7 +23,7 @@ from vllm_gaudi_spec.upstream import configuration
 FILES = sorted(
     path
     for path in Path(upstream.__file__).parent.glob("*.py")
-    if path.name not in ("__init__.py", "patching.py") and "\nfrom vllm." not in path.read_text()
+    if path.name not in ("__init__.py", "overrides.py", "patching.py") and "\nfrom vllm." not in path.read_text()
 )
 
 
