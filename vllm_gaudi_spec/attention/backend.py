@@ -10,7 +10,7 @@ import torch
 from torch import nn
 from vllm.config import get_current_vllm_config_or_none
 
-from vllm_gaudi_spec.attention.metadata import AttentionCall, AttentionLayerSpec, FreshKV, IndexQueries
+from vllm_gaudi_spec.attention.metadata import AttentionCall, AttentionLayerSpec, IndexQueries
 from vllm_gaudi_spec.attention.operations import PLAIN, Matmul, Operations, Softmax, VLLMKVCache
 from vllm_gaudi_spec.config import ADDITIONAL_CONFIG_KEY, FP8_KV, UnsupportedConfigError
 from vllm_gaudi_spec.devices import load_backend
@@ -156,17 +156,6 @@ class RectangleAttentionImpl(AttentionImpl, nn.Module):
     def _operations(self) -> Operations:
         return self if self.layer_operations or self.kv_dtype is not None else PLAIN
 
-    @property
-    def is_plain(self) -> bool:
-        """Whether nothing but the device's kernel has to see what the layer writes and reads: its KV is its own and of
-        its dtype, and it is not calibrated."""
-        return (
-            self._operations is PLAIN
-            and self._ops is not torch_ops
-            and self.only_real is None
-            and self.kv_sharing_target_layer_name is None
-        )
-
     def bind(self, layer: Any, kv_cache: Any) -> None:
         """Choose the kernel for a layer and its KV cache, which have to agree: kernels take dtype and shape from the
         layer, and would write past the end of a cache that differs."""
@@ -239,9 +228,7 @@ class RectangleAttentionImpl(AttentionImpl, nn.Module):
         spans = attn_metadata.spans
         if spans is not None and spans.in_windows_only and self.sliding_window is None:
             attn_metadata = replace(attn_metadata, spans=None)  # with the same plans
-        is_own = self.kv_sharing_target_layer_name is None  # else the layer's keys are in no cache
-        fresh = FreshKV(key, value) if is_own and key is not None and value is not None else None
-        attended: torch.Tensor = self._ops.attend(query, kv_cache, attn_metadata, self.spec, self._operations, fresh)
+        attended: torch.Tensor = self._ops.attend(query, kv_cache, attn_metadata, self.spec, self._operations)
         return attended
 
 

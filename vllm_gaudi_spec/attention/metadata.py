@@ -119,14 +119,6 @@ class Packed(NamedTuple):
         return states.new_zeros(num_positions, *states.shape[1:]).index_copy_(0, self.index_T, states)
 
 
-class FreshKV(NamedTuple):
-    """Keys and values of a call's own tokens, which its caches hold as well: a kernel may read them here, where they
-    lie side by side."""
-
-    keys_TKD: torch.Tensor
-    values_TKD: torch.Tensor
-
-
 class SpanRows(NamedTuple):
     """Spans as rows of their own."""
 

@@ -20,7 +20,7 @@ if TYPE_CHECKING:
     from torch import nn
     from vllm.config import ModelConfig, VllmConfig
 
-    from vllm_gaudi_spec.attention.metadata import AttentionCall, AttentionLayerSpec, FreshKV, KVShape
+    from vllm_gaudi_spec.attention.metadata import AttentionCall, AttentionLayerSpec, KVShape
     from vllm_gaudi_spec.attention.operations import Operations
     from vllm_gaudi_spec.quantization.config import QuantConfig
     from vllm_gaudi_spec.quantization.encodings import Words
@@ -226,11 +226,9 @@ class Attention:
         call: AttentionCall,
         spec: AttentionLayerSpec,
         operations: Operations = PLAIN,
-        fresh: FreshKV | None = None,
     ) -> torch.Tensor:
         """[T, H, output size]: causal attention of Q queries a row over the row's blocks; each block is read once. A
-        tensor of its own: a captured graph on a Gaudi must not write through a view, nor into a given buffer. `fresh`:
-        None where another layer has written them, or where values are a part of the keys."""
+        tensor of its own: a captured graph on a Gaudi must not write through a view, nor into a given buffer."""
         raise NotImplementedError
 
 

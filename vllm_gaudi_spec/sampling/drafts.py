@@ -16,12 +16,8 @@ Mode = Literal["greedy"] | SampledMode
 
 def draft_greedy(rules: Rules, logits_BV: torch.Tensor) -> Drafted:
     """Choose the argmax of the drafter's logits, which are in its own dtype."""
-    if rules.sound_argmax is not None:
-        tokens_B, sound_B = rules.sound_argmax(logits_BV)
-        return Drafted(tokens_B, None, sound_B)
-    logits_BV = logits_BV.float()
-    tokens_B = rules.sample_greedy(logits_BV[:, None]).squeeze(1)
-    return Drafted(tokens_B, None, rules.are_sound(logits_BV))
+    tokens_B, sound_B = rules.sound_argmax(logits_BV)
+    return Drafted(tokens_B, None, sound_B)
 
 
 def draft(

@@ -100,7 +100,7 @@ class AttentionLayer(nn.Module):
 
     layer_name = "layer"
 
-    def __init__(self, call: AttentionCall, slots_T: torch.Tensor, *, is_plain: bool) -> None:
+    def __init__(self, call: AttentionCall, slots_T: torch.Tensor, owner: str | None) -> None:
         super().__init__()
         spec = AttentionLayerSpec(
             num_heads=HEADS,
@@ -112,7 +112,7 @@ class AttentionLayer(nn.Module):
             dtype=torch.float32,
             block_size=16,
         )
-        self.impl = SimpleNamespace(is_plain=is_plain, spec=spec, has_written=False)
+        self.impl = SimpleNamespace(kv_sharing_target_layer_name=owner, spec=spec, has_written=False)
         self.kv_cache = KVPair(*torch.randn(2, 112, 2, SIZE, device=DEVICE).unbind(0), 16)
         self.call, self.slots_T = call, slots_T
         self.calls = 0
@@ -128,9 +128,9 @@ class AttentionLayer(nn.Module):
 
 @torch.inference_mode()
 @pytest.mark.parametrize("attention_class", [LlamaAttention, Qwen2Attention, Qwen3Attention])
-@pytest.mark.parametrize(("queries", "is_plain"), [(1, True), (4, True), (1, False), (40, True)])
+@pytest.mark.parametrize(("queries", "owner"), [(1, None), (4, None), (1, "other"), (40, None)])
 def test_attention(
-    attention_class: type[nn.Module], queries: int, is_plain: bool, monkeypatch: pytest.MonkeyPatch
+    attention_class: type[nn.Module], queries: int, owner: str | None, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Where the kernel takes a call, the layer of attention is not called, and its KV is written all the same."""
     from vllm.model_executor.layers.rotary_embedding.base import RotaryEmbedding
@@ -153,7 +153,7 @@ def test_attention(
     if attention_class is Qwen3Attention:
         attention.q_norm, attention.k_norm = RMSNorm(SIZE).to(DEVICE), RMSNorm(SIZE).to(DEVICE)
         attention.q_norm.weight.data.normal_()
-    attention.attn = layer = AttentionLayer(call, slots_T, is_plain=is_plain)
+    attention.attn = layer = AttentionLayer(call, slots_T, owner)
     context = SimpleNamespace(attn_metadata={"layer": call}, slot_mapping={"layer": slots_T})
     monkeypatch.setattr(decoder, "get_forward_context", lambda: context)
     hidden = torch.randn(len(slots_T), HIDDEN, device=DEVICE)
@@ -169,6 +169,6 @@ def test_attention(
     torch.testing.assert_close(found, expected, atol=1e-5, rtol=1e-4)
     for stored, wanted in zip(layer.kv_cache.tensors(), written, strict=True):
         torch.testing.assert_close(stored, wanted, atol=1e-5, rtol=1e-4)
-    is_fused = is_plain and queries <= 16
+    is_fused = owner is None and queries <= 16
     assert layer.calls == (1 if is_fused else 2)
     assert layer.impl.has_written == is_fused

@@ -13,7 +13,7 @@ import pytest
 import torch
 
 from tests.unit.attention.test_paged_attention import TOLERANCE, Scene, make_scene
-from vllm_gaudi_spec.attention.metadata import AttentionCall, AttentionLayerSpec, FreshKV
+from vllm_gaudi_spec.attention.metadata import AttentionCall, AttentionLayerSpec
 from vllm_gaudi_spec.devices.common.kv_pair import KVPair
 
 pytestmark = pytest.mark.cuda
@@ -29,7 +29,7 @@ def by_kernel(
     values: torch.Tensor,
     call: AttentionCall,
     spec: AttentionLayerSpec,
-    fresh: FreshKV | None = None,
+    own_kv: tuple[torch.Tensor, ...] = (),
 ) -> torch.Tensor:
     from vllm_gaudi_spec.devices.cuda import attention as cuda_attention
 
@@ -40,9 +40,8 @@ def by_kernel(
     there = dataclasses.replace(
         call, starts_B=call.starts_B.to(DEVICE), block_table_BW=call.block_table_BW.to(DEVICE), flat=None
     )
-    if fresh is not None:
-        fresh = FreshKV(*(tensor.to(DEVICE) for tensor in fresh))
-    return cuda_attention.attend(projected.to(DEVICE)[:, 1:-1], kv, there, spec, fresh).cpu()
+    key_and_value = tuple(tensor.to(DEVICE) for tensor in own_kv) or None
+    return cuda_attention.attend(projected.to(DEVICE)[:, 1:-1], kv, there, spec, key_and_value).cpu()
 
 
 def check(scene: Scene) -> None:
@@ -91,28 +90,32 @@ def test_prompt_chunks_of_long_heads(splits: None, starts: list[int], block_size
     check(make_scene(starts, 70, real=[70, 33][: len(starts)], block_size=block_size, heads=4, head_size=128))
 
 
-def with_fresh(scene: Scene) -> tuple[Scene, FreshKV]:
-    """The scene with nan in the cache where the call's own tokens are, and their keys and values beside it."""
+def take_own_kv(scene: Scene) -> tuple[Scene, tuple[torch.Tensor, ...]]:
+    """Return the scene with NaN in the cache at the call's own tokens, and the keys and values of these."""
     call, size = scene.call, scene.spec.block_size
     position_BQ = call.starts_B[:, None] + torch.arange(call.num_queries)
     block_BQ = call.block_table_BW.gather(1, (position_BQ // size).clamp(max=call.block_table_BW.shape[1] - 1).long())
-    kept, fresh = [], []
+    kept, own_kv = [], []
     assert scene.values is not None
     for stored in (scene.keys, scene.values):
         stored = stored.clone()
-        fresh.append(stored[block_BQ, position_BQ % size].flatten(0, 1).nan_to_num())
+        own_kv.append(stored[block_BQ, position_BQ % size].flatten(0, 1).nan_to_num())
         for row, (start, real) in enumerate(zip(scene.starts, scene.real, strict=True)):
             stored[block_BQ[row, :real], torch.arange(start, start + real) % size] = torch.nan
         kept.append(stored)
-    return dataclasses.replace(scene, keys=kept[0], values=kept[1]), FreshKV(*fresh)
+    return dataclasses.replace(scene, keys=kept[0], values=kept[1]), tuple(own_kv)
 
 
 def by_torch(
-    query_THD: torch.Tensor, fresh: FreshKV, call: AttentionCall, spec: AttentionLayerSpec
+    query_THD: torch.Tensor,
+    key_TKD: torch.Tensor,
+    value_TKD: torch.Tensor,
+    call: AttentionCall,
+    spec: AttentionLayerSpec,
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """In place of cuDNN, which only a GPU has."""
+    """Attend without cuDNN, which only a GPU has."""
     query, keys, values = (
-        tensor.unflatten(0, (call.num_rows, -1)).transpose(1, 2).float() for tensor in (query_THD, *fresh)
+        tensor.unflatten(0, (call.num_rows, -1)).transpose(1, 2).float() for tensor in (query_THD, key_TKD, value_TKD)
     )
     keys, values = (tensor.repeat_interleave(query.shape[1] // tensor.shape[1], 1) for tensor in (keys, values))
     seen_QQ = torch.ones(2 * (call.num_queries,), dtype=torch.bool, device=query.device).tril()
@@ -130,11 +133,11 @@ def test_a_chunks_own_keys_are_not_read_from_the_cache(
 
     monkeypatch.setattr(cuda_attention, "_ONE_EACH", 1)
     monkeypatch.setattr(cuda_attention, "_is_long", lambda call, spec: True)
-    monkeypatch.setattr(cuda_attention, "attend_fresh", by_torch)
+    monkeypatch.setattr(cuda_attention, "attend_own", by_torch)
     real = [70, 33, 70][: len(starts)]
     scene = make_scene(starts, 70, real=real, heads=6, head_size=head_size, block_size=16)
-    poisoned, fresh = with_fresh(scene)
-    found = poisoned.attend(functools.partial(by_kernel, fresh=fresh))
+    poisoned, own_kv = take_own_kv(scene)
+    found = poisoned.attend(functools.partial(by_kernel, own_kv=own_kv))
     for row, expected in enumerate(scene.dense()):
         torch.testing.assert_close(found[row, : real[row]].double(), expected, atol=1e-5, rtol=1e-5)
 
@@ -151,8 +154,8 @@ def test_cudnn_attends_over_a_chunks_own_keys(
     monkeypatch.setattr(cuda_attention, "_is_long", lambda call, spec: True)
     real = [300, 33, 256]
     scene = make_scene([5, 130, 0], 300, real=real, heads=8, head_size=head_size, dtype=dtype)
-    poisoned, fresh = with_fresh(scene)
-    found = poisoned.attend(functools.partial(by_kernel, fresh=fresh))
+    poisoned, own_kv = take_own_kv(scene)
+    found = poisoned.attend(functools.partial(by_kernel, own_kv=own_kv))
     atol, rtol = TOLERANCE[torch.bfloat16]
     for row, expected in enumerate(scene.dense()):
         torch.testing.assert_close(found[row, : real[row]].double(), expected, atol=atol, rtol=rtol)

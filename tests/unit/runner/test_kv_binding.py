@@ -113,15 +113,3 @@ def test_layers_that_attend_in_chunks_say_so(config: VllmConfig, monkeypatch: py
     assert chunked.impl.spec.attention_chunk == 48
     with pytest.raises(RuntimeError, match="describes attention calls itself"):
         chunked.get_attn_backend().get_builder_cls()(None, [], config, torch.device("cpu"))
-
-
-@pytest.mark.parametrize("owner", [None, OWNER])
-def test_only_a_layers_own_keys_may_be_read_beside_the_cache(owner: str | None, config: VllmConfig) -> None:
-    """vLLM's models compute keys for layers too that read another layer's KV."""
-    fresh: list[Any] = []
-    layer()
-    one = layer(READER, kv_sharing_target_layer_name=owner)
-    one.impl.spec = None
-    one.impl._ops = SimpleNamespace(attend=lambda *args: fresh.append(args[-1]))
-    one.impl.forward(one, *torch.ones(3, 1, HEADS, SIZE), None, SimpleNamespace(spans=None))
-    assert [kv is None for kv in fresh] == [owner is not None]

@@ -16,7 +16,7 @@ from vllm.logger import init_logger
 
 from vllm_gaudi_spec import environment
 from vllm_gaudi_spec.attention import padded
-from vllm_gaudi_spec.attention.metadata import AttentionCall, AttentionLayerSpec, FreshKV
+from vllm_gaudi_spec.attention.metadata import AttentionCall, AttentionLayerSpec
 from vllm_gaudi_spec.attention.operations import PLAIN, Operations
 from vllm_gaudi_spec.config import in_one_line
 from vllm_gaudi_spec.devices.ascend import attention as ascend_attention
@@ -249,7 +249,6 @@ class AscendAttention(PairAttention):
         call: AttentionCall,
         spec: AttentionLayerSpec,
         operations: Operations = PLAIN,
-        fresh: FreshKV | None = None,
     ) -> torch.Tensor:
         num_keys = ascend_attention.num_keys(call, spec)
         if self._fused is not None and ascend_attention.takes(spec, call.num_queries, num_keys, self.fused_dtypes):

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, NamedTuple
 import torch
 
 from vllm_gaudi_spec.attention import padded
-from vllm_gaudi_spec.attention.metadata import AttentionCall, AttentionLayerSpec, FreshKV, KVShape
+from vllm_gaudi_spec.attention.metadata import AttentionCall, AttentionLayerSpec, KVShape
 from vllm_gaudi_spec.attention.operations import PLAIN, Operations
 from vllm_gaudi_spec.config import UnsupportedConfigError
 from vllm_gaudi_spec.devices.base import Attention, Graphs, Memory
@@ -110,7 +110,6 @@ class PairAttention(Attention):
         call: AttentionCall,
         spec: AttentionLayerSpec,
         operations: Operations = PLAIN,
-        fresh: FreshKV | None = None,
     ) -> torch.Tensor:
         if call.packed is not None:  # never where graphs are captured
             return torch_ops.attend_packed(self.attend, query_THD, kv_cache, call, spec, operations)

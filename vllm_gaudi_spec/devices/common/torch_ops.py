@@ -16,7 +16,7 @@ from vllm_gaudi_spec.attention.operations import PLAIN
 from vllm_gaudi_spec.attention.padded import attend as attend_padded
 
 if TYPE_CHECKING:
-    from vllm_gaudi_spec.attention.metadata import AttentionCall, AttentionLayerSpec, FreshKV
+    from vllm_gaudi_spec.attention.metadata import AttentionCall, AttentionLayerSpec
     from vllm_gaudi_spec.attention.operations import Operations
 
 
@@ -55,7 +55,6 @@ def attend(
     call: AttentionCall,
     spec: AttentionLayerSpec,
     operations: Operations = PLAIN,
-    fresh: FreshKV | None = None,
 ) -> torch.Tensor:
     if call.packed is not None:
         return attend_packed(attend, query_THD, kv_cache, call, spec, operations)

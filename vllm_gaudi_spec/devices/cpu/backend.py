@@ -12,7 +12,7 @@ from torch import nn
 from vllm import envs
 from vllm.logger import init_logger
 
-from vllm_gaudi_spec.attention.metadata import AttentionCall, AttentionLayerSpec, FreshKV, KVShape, SpanRows
+from vllm_gaudi_spec.attention.metadata import AttentionCall, AttentionLayerSpec, KVShape, SpanRows
 from vllm_gaudi_spec.attention.operations import PLAIN, Operations
 from vllm_gaudi_spec.devices.base import Attention, DeviceBackend, DeviceTraits, Memory, Weights
 from vllm_gaudi_spec.devices.common import host_memory, torch_ops
@@ -122,7 +122,6 @@ class CpuAttention(Attention):
         call: AttentionCall,
         spec: AttentionLayerSpec,
         operations: Operations = PLAIN,
-        fresh: FreshKV | None = None,
     ) -> torch.Tensor:
         keys, values = _kernel_views(kv_cache)
         rows = call.plan(("rows", spec.is_causal), lambda: _rows(call, spec))

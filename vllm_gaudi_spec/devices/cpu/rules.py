@@ -28,6 +28,11 @@ def sample_greedy(logits_BQV: torch.Tensor) -> torch.Tensor:
     return torch.from_numpy(logits_BQV.numpy().argmax(-1)).int()
 
 
+def sound_argmax(logits_BV: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    logits_BV = logits_BV.float()
+    return sample_greedy(logits_BV), TORCH.are_sound(logits_BV)
+
+
 def sample_random(
     logits_BQV: torch.Tensor,
     temperature_B: torch.Tensor,
@@ -178,6 +183,7 @@ def _mass(logits_NV: torch.Tensor, which: np.ndarray, peak_N1: np.ndarray, floor
 RULES = TORCH._replace(
     sample_greedy=sample_greedy,
     sample_random=sample_random,
+    sound_argmax=sound_argmax,
     strict_greedy=strict_greedy,
     strict_random=strict_random,
     filter_logits=filter_logits,

@@ -19,7 +19,7 @@ from vllm_gaudi_spec.attention import operations
 from vllm_gaudi_spec.devices.cuda import launch
 
 if TYPE_CHECKING:
-    from vllm_gaudi_spec.attention.metadata import AttentionCall, AttentionLayerSpec, FreshKV
+    from vllm_gaudi_spec.attention.metadata import AttentionCall, AttentionLayerSpec
     from vllm_gaudi_spec.devices.common.kv_pair import KVPair
 
 # Kernel instances that keep a large GPU busy: four for each of an H200's multiprocessors. More parts than these cost
@@ -40,8 +40,17 @@ _LARGEST = tl.constexpr(operations.LARGEST)
 
 
 def attend(
-    query_THD: torch.Tensor, kv: KVPair, call: AttentionCall, spec: AttentionLayerSpec, fresh: FreshKV | None = None
+    query_THD: torch.Tensor,
+    kv: KVPair,
+    call: AttentionCall,
+    spec: AttentionLayerSpec,
+    own_kv: tuple[torch.Tensor, torch.Tensor] | None = None,
 ) -> torch.Tensor:
+    """Attend over a KV cache.
+
+    `own_kv` holds keys and values [T, K, D] of the call's own tokens, which are in the cache as well; reading them side
+    by side is faster for long prompt chunks.
+    """
     keys, values = kv.tensors()
     group, tile_d = spec.num_heads // spec.num_kv_heads, triton.next_power_of_2(spec.head_size)
     lanes = call.num_queries * group
@@ -59,8 +68,8 @@ def attend(
     has_unmasked_keys = tiles > 1 and splits == 1 and spec.sliding_window is None and spec.head_size in (64, 128)
     has_unmasked_keys = has_unmasked_keys and not spec.batch_invariant
     attended = None
-    if fresh is not None and has_unmasked_keys and _is_long(call, spec):
-        attended = attend_fresh(query_THD, fresh, call, spec)
+    if own_kv is not None and has_unmasked_keys and _is_long(call, spec):
+        attended = attend_own(query_THD, *own_kv, call, spec)
     out_THD, log_sums = (query_THD.new_empty(query_THD.shape), query_THD) if attended is None else attended
     if has_unmasked_keys:
         # So that two instances share a multiprocessor: one multiplies while the other takes its exponentials.
@@ -129,13 +138,20 @@ def _is_long(call: AttentionCall, spec: AttentionLayerSpec) -> bool:
     return spec.head_size == 128 and call.num_queries >= 256 and call.num_rows * call.num_queries >= 2048
 
 
-def attend_fresh(
-    query_THD: torch.Tensor, fresh: FreshKV, call: AttentionCall, spec: AttentionLayerSpec
+def attend_own(
+    query_THD: torch.Tensor,
+    key_TKD: torch.Tensor,
+    value_TKD: torch.Tensor,
+    call: AttentionCall,
+    spec: AttentionLayerSpec,
 ) -> tuple[torch.Tensor, torch.Tensor] | None:
-    """Attention over the call's own keys alone, [T, H, D], and what it has divided by, as logarithms, float32 [B, H, Q,
-    1]. None where cuDNN does not take it."""
-    # Scores above the diagonal of a tile become 0, and are multiplied by the values.
-    every = (query_THD, *map(operations.finite, fresh))
+    """Attend over the call's own tokens alone, by cuDNN.
+
+    Returns the result [T, H, D] and the logarithms of the softmax sums, float32 [B, H, Q, 1]; None if cuDNN does not
+    support the call.
+    """
+    # cuDNN sets scores above the diagonal of a tile to 0 and then multiplies them by the values.
+    every = (query_THD, operations.finite(key_TKD), operations.finite(value_TKD))
     by_row = [tensor.unflatten(0, (call.num_rows, -1)).transpose(1, 2) for tensor in every]
     params = torch.backends.cuda.SDPAParams(*by_row, None, 0.0, True, True)
     if spec.logits_soft_cap or not torch.backends.cuda.can_use_cudnn_attention(params):

@@ -3,22 +3,19 @@
 from __future__ import annotations
 
 from importlib.util import find_spec
-from typing import TYPE_CHECKING, Any
+from typing import NamedTuple
 
 import torch
 from torch import nn
 
 from vllm_gaudi_spec.attention import padded, row_operations
-from vllm_gaudi_spec.attention.metadata import AttentionCall, AttentionLayerSpec, FreshKV
+from vllm_gaudi_spec.attention.metadata import AttentionCall, AttentionLayerSpec
 from vllm_gaudi_spec.attention.operations import PLAIN, Operations, finite
 from vllm_gaudi_spec.config import UnsupportedConfigError
 from vllm_gaudi_spec.devices.base import DeviceBackend, DeviceTraits
 from vllm_gaudi_spec.devices.common.kv_pair import KVPair, PairAttention
 from vllm_gaudi_spec.devices.common.stream_device import StreamGraphs, StreamMemory, StreamWeights
 from vllm_gaudi_spec.devices.common.stream_graphs import Captures
-
-if TYPE_CHECKING:
-    from vllm_gaudi_spec.sampling.rules.registry import Rules
 
 
 def make_backend() -> DeviceBackend:
@@ -41,7 +38,11 @@ def make_backend() -> DeviceBackend:
         prefill_rows=(1, 2, 4, 8, 16),
         offers_batch_invariance=True,
     )
-    row_operations.use("cuda", _row_kernels())
+    # Imported here, as in the classes below: without Triton these modules cannot be imported.
+    from vllm_gaudi_spec.devices.cuda import row_kernels
+    from vllm_gaudi_spec.devices.cuda.rules import RULES
+
+    row_operations.use("cuda", row_kernels.KERNELS)
     graphs = StreamGraphs(torch.cuda, Captures(torch.cuda, torch.cuda.CUDAGraph, device))
     memory = StreamMemory(torch.cuda, device, graphs)
     return DeviceBackend(
@@ -50,29 +51,46 @@ def make_backend() -> DeviceBackend:
         memory=memory,
         attention=CudaAttention(),
         weights=CudaWeights(memory),
-        rules=_rules(),
+        rules=RULES,
     )
 
 
 class CudaWeights(StreamWeights):
     def prepare_model(self, model: nn.Module) -> None:
-        """Weights were loaded where they stay. float32 is to be what it is everywhere else."""
+        """Replace the methods of linear layers and the forwards of decoder layers, whose weights stay where they are.
+
+        Keep float32 products exact, as they are on every other device.
+        """
+        from vllm_gaudi_spec.devices.cuda import decoder, linear
+
         torch.set_float32_matmul_precision("highest")
         torch.backends.cudnn.allow_tf32 = False
-        for layers in _layers():
-            layers.use_in(model)
+        linear.use_in(model)
+        decoder.use_in(model)
 
     def make_batch_invariant(self, model: nn.Module) -> None:
-        linear, _ = _layers()
+        from vllm_gaudi_spec.devices.cuda import linear
+
         linear.make_batch_invariant(model)
 
 
+class _Written(NamedTuple):
+    """The keys and values that were written last, and the cache that holds them."""
+
+    kv_cache: KVPair
+    key_TKD: torch.Tensor
+    value_TKD: torch.Tensor
+
+
 class CudaAttention(PairAttention):
+    def __init__(self) -> None:
+        self._written: _Written | None = None
+
     def is_batch_invariant(self, spec: AttentionLayerSpec) -> bool:
         return spec.value_size is None and not _needs_plain_torch(spec)
 
     def finite(self, tensor: torch.Tensor) -> torch.Tensor:
-        """As it is: the kernel that writes makes it finite, where operations would be two kernels each."""
+        """Return the tensor itself: the kernel that writes it also makes it finite."""
         return tensor
 
     def write_kv(
@@ -84,10 +102,13 @@ class CudaAttention(PairAttention):
         spec: AttentionLayerSpec,
         operations: Operations = PLAIN,
     ) -> None:
+        from vllm_gaudi_spec.devices.cuda import attention
+
         if value_TKD is None:
             kv_cache.write(finite(key_TKD), None, slots_T)
         else:
-            _kernels().write_kv(key_TKD, value_TKD, kv_cache, slots_T)
+            attention.write_kv(key_TKD, value_TKD, kv_cache, slots_T)
+            self._written = _Written(kv_cache, key_TKD, value_TKD)
 
     def attend(
         self,
@@ -96,44 +117,21 @@ class CudaAttention(PairAttention):
         call: AttentionCall,
         spec: AttentionLayerSpec,
         operations: Operations = PLAIN,
-        fresh: FreshKV | None = None,
     ) -> torch.Tensor:
+        from vllm_gaudi_spec.devices.cuda import attention
+
+        # A layer writes its KV right before it attends. A layer that reads another layer's cache writes none.
+        written, self._written = self._written, None
         if kv_cache.values is None or _needs_plain_torch(spec) or call.spans is not None:
             # Latent keys are too long for the kernel's tiles.
             return padded.attend(query_THD, *kv_cache.blocks(), call, spec)
-        attended: torch.Tensor = _kernels().attend(query_THD, kv_cache, call, spec, fresh)
-        return attended
+        own_kv = None
+        if written is not None and written.kv_cache is kv_cache:
+            own_kv = written.key_TKD, written.value_TKD
+        return attention.attend(query_THD, kv_cache, call, spec, own_kv)
 
 
 def _needs_plain_torch(spec: AttentionLayerSpec) -> bool:
-    """Whether a layer has chunks, sinks, slopes or later keys, which the kernel does not know."""
+    """Whether a layer has chunks, sinks, slopes or bidirectional attention, which the kernel does not support."""
     has_more = spec.attention_chunk is not None or spec.sinks_H is not None or spec.slopes_H is not None
     return has_more or not spec.is_causal
-
-
-def _rules() -> Rules:
-    """Imported late, as Triton is missing elsewhere."""
-    from vllm_gaudi_spec.devices.cuda.rules import RULES
-
-    return RULES
-
-
-def _row_kernels() -> Any:
-    """Imported late, as Triton is missing elsewhere."""
-    from vllm_gaudi_spec.devices.cuda import row_kernels
-
-    return row_kernels.KERNELS
-
-
-def _layers() -> tuple[Any, ...]:
-    """Imported late, as Triton is missing elsewhere."""
-    from vllm_gaudi_spec.devices.cuda import decoder, linear
-
-    return linear, decoder
-
-
-def _kernels() -> Any:
-    """Imported late, as Triton is missing elsewhere."""
-    from vllm_gaudi_spec.devices.cuda import attention as cuda_attention
-
-    return cuda_attention

@@ -98,7 +98,8 @@ def _attention(
 ) -> torch.Tensor:
     layer, rotary, context = attention.attn, attention.rotary_emb, get_forward_context()
     call = context.attn_metadata[layer.layer_name]
-    if not layer.impl.is_plain or not few_queries.takes(call, layer.impl.spec):
+    reads_own_kv = layer.impl.kv_sharing_target_layer_name is None
+    if not reads_own_kv or not few_queries.takes(call, layer.impl.spec):
         return original(positions=positions, hidden_states=hidden_states)
     sizes = [attention.q_size, attention.kv_size, attention.kv_size]
     query, key, value = attention.qkv_proj(hidden_states)[0].split(sizes, dim=-1)

@@ -41,33 +41,30 @@ class Unnormed:
 
 
 def linear(
-    x: torch.Tensor | Unnormed, weight_NK: torch.Tensor, bias_N: torch.Tensor | None = None, *, gated: bool = False
+    x: torch.Tensor | Unnormed,
+    weight_NK: torch.Tensor,
+    bias_N: torch.Tensor | None = None,
+    *,
+    gated: bool = False,
+    dtype: torch.dtype | None = None,
 ) -> torch.Tensor:
-    """As `torch.nn.functional.linear`. `gated`: silu of the first half of the outputs times the second."""
+    """Compute `torch.nn.functional.linear` by the fastest kernel for these sizes.
+
+    `gated` returns silu of the first half of the outputs times the second. `dtype` is float32 for a float32 result from
+    16-bit weights, or None for the dtype of `x`; it excludes `gated` and a norm.
+    """
     if isinstance(x, Unnormed):
         return few_rows(x, weight_NK, bias_N, gated=gated)
     num_rows = x.numel() // x.shape[-1]
     if weight_NK.stride(-1) == 1:
         if 0 < num_rows <= FEW_ROWS:
-            return few_rows(x, weight_NK, bias_N, gated=gated)
+            return few_rows(x, weight_NK, bias_N, gated=gated, dtype=dtype)
         if num_rows and (splits := _num_splits(num_rows, weight_NK, gated=gated)):
-            return some_rows(x, weight_NK, bias_N, splits, gated=gated)
+            return some_rows(x, weight_NK, bias_N, splits, gated=gated, dtype=dtype)
+    if dtype is not None:
+        return _float32_product(x, weight_NK, bias_N)
     out = nn.functional.linear(x, weight_NK, bias_N)
     return kernels.silu_and_mul(out) if gated else out
-
-
-def logits(x: torch.Tensor, weight_NK: torch.Tensor, bias_N: torch.Tensor | None = None) -> torch.Tensor:
-    """Multiply with an output matrix. From 16-bit weights logits come out in float32: rounded to bfloat16, the two best
-    tokens would often be equal."""
-    num_rows = x.numel() // x.shape[-1]
-    if weight_NK.itemsize != 2:
-        return linear(x, weight_NK, bias_N)
-    if weight_NK.stride(-1) == 1:
-        if 0 < num_rows <= FEW_ROWS:
-            return few_rows(x, weight_NK, bias_N, dtype=torch.float32)
-        if num_rows and (splits := _num_splits(num_rows, weight_NK, gated=False)):
-            return some_rows(x, weight_NK, bias_N, splits, dtype=torch.float32)
-    return _float32_product(x, weight_NK, bias_N)
 
 
 def _float32_product(x: torch.Tensor, weight_NK: torch.Tensor, bias_N: torch.Tensor | None) -> torch.Tensor:
@@ -405,10 +402,11 @@ class FewRowsLinear(UnquantizedLinearMethod):
 
 
 class _FewRowsEmbedding(UnquantizedEmbeddingMethod):
-    """Of output matrices too."""
+    """Method of embedding tables and output matrices."""
 
     def apply(self, layer: nn.Module, x: torch.Tensor, bias: torch.Tensor | None = None) -> torch.Tensor:
-        return logits(x, layer.weight, bias)
+        # Rounded to 16 bits, the two best logits would often be equal.
+        return linear(x, layer.weight, bias, dtype=torch.float32 if layer.weight.itemsize == 2 else None)
 
 
 _METHODS = {UnquantizedLinearMethod: FewRowsLinear, UnquantizedEmbeddingMethod: _FewRowsEmbedding}

@@ -19,7 +19,7 @@ from torch import nn
 from vllm.logger import init_logger
 
 from vllm_gaudi_spec.attention import flat, padded
-from vllm_gaudi_spec.attention.metadata import AttentionCall, AttentionLayerSpec, FreshKV
+from vllm_gaudi_spec.attention.metadata import AttentionCall, AttentionLayerSpec
 from vllm_gaudi_spec.attention.operations import PLAIN, Operations
 from vllm_gaudi_spec.config import GAUDI2, GAUDI3
 from vllm_gaudi_spec.devices.base import DeviceBackend, DeviceTraits, Graphs, Memory, Weights
@@ -287,7 +287,6 @@ class HpuAttention(PairAttention):
         call: AttentionCall,
         spec: AttentionLayerSpec,
         operations: Operations = PLAIN,
-        fresh: FreshKV | None = None,
     ) -> torch.Tensor:
         keys, values = kv_cache.blocks()
         if call.flat is not None:

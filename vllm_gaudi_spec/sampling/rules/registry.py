@@ -29,13 +29,18 @@ def _are_sound(logits_BV: torch.Tensor) -> torch.Tensor:
     return logits_BV.sum(-1) < torch.inf
 
 
+def _sound_argmax(logits_BV: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    logits_BV = logits_BV.float()
+    return strict.sample_greedy(logits_BV[:, None]).squeeze(1), _are_sound(logits_BV)
+
+
 class Rules(NamedTuple):
     are_sound: Callable[[torch.Tensor], torch.Tensor] = _are_sound
     filter_logits: Callable[..., torch.Tensor] = filters.filter_logits
     sample_greedy: Callable[..., torch.Tensor] = strict.sample_greedy
     sample_random: Callable[..., torch.Tensor] = strict.sample_random
-    sound_argmax: Callable[[torch.Tensor], tuple[torch.Tensor, torch.Tensor]] | None = None
-    """`sample_greedy` and `are_sound` of [B, V] in any dtype, where a device does both in one pass."""
+    sound_argmax: Callable[[torch.Tensor], tuple[torch.Tensor, torch.Tensor]] = _sound_argmax
+    """Return the greedy tokens, int32 [B], of logits [B, V] in any dtype, and whether each row is sound, bool [B]."""
     strict_greedy: Callable[..., Verification] = strict.verify_greedy
     strict_random: Callable[..., Verification] = strict.verify_random
     verify: Mapping[str, Callable[..., Verification]] = _modules_verify()
