@@ -28,6 +28,7 @@ if TYPE_CHECKING:
     from vllm.v1.outputs import LogprobsTensors
 
     from vllm_gaudi_spec.attention.metadata import Blocks, MultimodalInputs
+    from vllm_gaudi_spec.attention.row_operations import RowOperations
 
 # --- requests ---
 
@@ -251,6 +252,7 @@ class DraftRequest:
     """K."""
     blocks: Blocks
     """The rows' KV blocks, with room for all drafts but the last; none where the drafter keeps no KV."""
+    row_operations: RowOperations
     choose: Callable[[torch.Tensor, int], Drafted]
     """From a drafter's logits [B, V] in the target's ids, which it may change, and the number of drafts before, to
     drafts: as configured, with the rows' temperatures and filters."""

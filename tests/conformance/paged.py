@@ -112,7 +112,7 @@ class Layer:
     ) -> torch.Tensor:
         rows = starts_B.shape[0]
         tokens_BQ = torch.zeros((rows, len(query_THD) // rows), dtype=torch.int32, device=starts_B.device)
-        inputs = rectangle(tokens_BQ, starts_B, num_real_B, blocks)
+        inputs = rectangle(tokens_BQ, starts_B, num_real_B, blocks, self.backend.row_operations)
         finite = self.backend.attention.finite
         key_TKD, value_TKD = finite(key_TKD), None if value_TKD is None else finite(value_TKD)
         self.ops.write_kv(key_TKD, value_TKD, self.kv_cache, inputs.slots[0], self.spec, self.operations)

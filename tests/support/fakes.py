@@ -11,6 +11,7 @@ from torch.utils import _pytree as trees
 from vllm.sampling_params import SamplingParams
 from vllm.v1.core.sched.output import CachedRequestData, NewRequestData
 
+from vllm_gaudi_spec.attention import row_operations
 from vllm_gaudi_spec.devices.base import DeviceTraits, Graphs, Memory
 from vllm_gaudi_spec.outputs import SpecSchedulerOutput
 from vllm_gaudi_spec.records import Batch, Verification
@@ -31,6 +32,7 @@ class HostBackend:
 
     traits = DeviceTraits(name="small", mode="eager", torch_device=torch.device("cpu"))
     rules = TORCH
+    row_operations = row_operations.TORCH
 
     def __init__(self) -> None:
         self.memory: Memory = CopyingMemory()

@@ -11,7 +11,7 @@ from typing import Any, NamedTuple
 
 import torch
 
-from vllm_gaudi_spec.attention import row_operations
+from vllm_gaudi_spec.attention.row_operations import RowOperations
 
 
 class KVShape(NamedTuple):
@@ -364,6 +364,7 @@ def rectangle(
     starts_B: torch.Tensor,
     num_real_B: torch.Tensor,
     blocks: Blocks,
+    row_operations: RowOperations,
 ) -> Inputs:
     """Rows of Q consecutive positions from `starts_B` on, of which the first `num_real_B` are real.
 
@@ -371,17 +372,19 @@ def rectangle(
     block 0, which is never read: each token to a slot of its own, as far as a block has them. Kernels may promise
     nothing for a call that writes a slot twice.
     """
-    tokens_T, positions_T, slots = row_operations.positions(
+    tokens_T, positions_T, slots = row_operations.locate_rectangle(
         tokens_BQ, starts_B, num_real_B, blocks.tables, blocks.sizes
     )
     calls = _calls(tokens_BQ.shape[1], starts_B, num_real_B, blocks)
     return Inputs(tokens_T, positions_T, slots, calls, num_real_B)
 
 
-def columns(starts_B: torch.Tensor, num_real_B: torch.Tensor, num_columns: int, blocks: Blocks) -> list[Inputs]:
+def columns(
+    starts_B: torch.Tensor, num_real_B: torch.Tensor, num_columns: int, blocks: Blocks, row_operations: RowOperations
+) -> list[Inputs]:
     """Such a rectangle's columns, each a rectangle of one query a row, to be run one after another. The tokens are for
     the caller to fill in: all are 0. What all of them need is computed once."""
-    located = row_operations.column_positions(starts_B, num_real_B, num_columns, blocks.tables, blocks.sizes)
+    located = row_operations.locate_columns(starts_B, num_real_B, num_columns, blocks.tables, blocks.sizes)
     no_tokens_B = torch.zeros_like(starts_B, dtype=torch.int32)
 
     def column(number: int) -> Inputs:

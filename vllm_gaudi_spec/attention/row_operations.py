@@ -1,47 +1,17 @@
-"""Bookkeeping on the device: positions, slots, histories, counts; a few numbers a row.
+"""Bookkeeping on the device: positions, slots, token histories and draft counts, a few numbers per row.
 
-Each function here is some small torch operations. Launched one by one, those of a step cost as much as layers of a
-small model, so a device may have one kernel for a function, which gives the same numbers.
+Each function here is the reference, made of small torch operations. Where launching these costs too much, a device
+replaces functions of `RowOperations` by kernels that return the same numbers.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
-from functools import wraps
-from typing import NamedTuple, ParamSpec, TypeVar
+from collections.abc import Callable
+from typing import NamedTuple
 
 import torch
 
-_P = ParamSpec("_P")
-_T = TypeVar("_T")
-
-FUNCTIONS: dict[str, Callable[..., object]] = {}
-"""As torch operations, by name."""
-_kernels: dict[tuple[str, str], Callable[..., object]] = {}
-
-
-def use(device_type: str, kernels: Mapping[str, Callable[..., object]]) -> None:
-    """Kernels for functions of this module, by name, where the first tensor is on such a device."""
-    for name, kernel in kernels.items():
-        if name not in FUNCTIONS:
-            raise ValueError(f"{name} is no operation on rows; there are {', '.join(sorted(FUNCTIONS))}")
-        _kernels[name, device_type] = kernel
-
-
-def _operation(plain: Callable[_P, _T]) -> Callable[_P, _T]:
-    FUNCTIONS[plain.__name__] = plain
-
-    @wraps(plain)
-    def run(*args: _P.args, **named: _P.kwargs) -> _T:
-        first = args[0]
-        assert isinstance(first, torch.Tensor)
-        kernel = _kernels.get((plain.__name__, first.device.type), plain)
-        return kernel(*args, **named)  # type: ignore[return-value]
-
-    return run
-
-
-# --- where tokens are ---
+# --- positions ---
 
 
 class Positions(NamedTuple):
@@ -52,15 +22,17 @@ class Positions(NamedTuple):
     """int64 [T], one a KV cache group."""
 
 
-@_operation
-def positions(
+def locate_rectangle(
     tokens_BQ: torch.Tensor,
     starts_B: torch.Tensor,
     num_real_B: torch.Tensor,
     tables: tuple[torch.Tensor, ...],
     sizes: tuple[int, ...],
 ) -> Positions:
-    """Of the tokens of `rectangle`, which describes padding. `tables` and `sizes` as `Blocks` has them."""
+    """Return the flat tokens, positions and slots of a rectangle; `metadata.rectangle` describes its padding.
+
+    `tables` and `sizes` are those of `Blocks`.
+    """
     rows, queries = tokens_BQ.shape
     indices_BQ = torch.arange(rows * queries, dtype=torch.int32, device=tokens_BQ.device).view(rows, queries)
     offsets_Q = indices_BQ[0]
@@ -89,45 +61,43 @@ class ColumnPositions(NamedTuple):
     """int64 [Q, B]."""
 
 
-@_operation
-def column_positions(
+def locate_columns(
     starts_B: torch.Tensor,
     num_real_B: torch.Tensor,
     queries: int,
     tables: tuple[torch.Tensor, ...],
     sizes: tuple[int, ...],
 ) -> ColumnPositions:
-    """The same of a rectangle of so many queries, column by column."""
+    """Return the same for a rectangle of `queries` columns, one column after the other."""
     rows = len(starts_B)
     no_tokens_BQ = torch.zeros(rows, queries, dtype=torch.int32, device=starts_B.device)
-    located = positions(no_tokens_BQ, starts_B, num_real_B, tables, sizes)
+    located = locate_rectangle(no_tokens_BQ, starts_B, num_real_B, tables, sizes)
     real_BQ = torch.arange(queries, dtype=torch.int32, device=starts_B.device) < num_real_B[:, None]
 
-    def turned(tensor: torch.Tensor) -> torch.Tensor:
-        # As int32: a permutation of int64 is not in a Gaudi's compiled graph (lesson C16).
+    def transpose(tensor: torch.Tensor) -> torch.Tensor:
+        # As int32: a Gaudi cannot compile a permutation of int64 into a graph (docs/gaudi_lessons.md, C16).
         return tensor.int().view(rows, queries).T.contiguous()
 
-    starts_QB = turned(located.positions_T)
-    slots = tuple(turned(slots_T).long() for slots_T in located.slots)
-    return ColumnPositions(starts_QB, starts_QB.long(), turned(real_BQ), slots)
+    starts_QB = transpose(located.positions_T)
+    slots = tuple(transpose(slots_T).long() for slots_T in located.slots)
+    return ColumnPositions(starts_QB, starts_QB.long(), transpose(real_BQ), slots)
 
 
-# --- what rows have ---
+# --- rows ---
 
 
 class Newest(NamedTuple):
     tokens_BN: torch.Tensor
     starts_B: torch.Tensor
-    """int32: position of the first; 0 in rows without any."""
+    """int32: position of the first token; 0 in rows without any."""
     num_real_B: torch.Tensor
     """int32: N, or 0."""
 
 
-@_operation
-def newest(
+def take_newest(
     history_RM: torch.Tensor, rows_B: torch.Tensor, lengths_B: torch.Tensor, wanted_B: torch.Tensor, count: int
 ) -> Newest:
-    """The last `count` tokens of rows of these lengths, where any are wanted."""
+    """Return the last `count` tokens of each row with `wanted_B` above 0; `lengths_B` are the rows' lengths."""
     is_wanted_B = wanted_B > 0
     starts_B = torch.where(is_wanted_B, lengths_B - count, 0)
     offsets_N = torch.arange(count, dtype=torch.int32, device=rows_B.device)
@@ -136,7 +106,6 @@ def newest(
     return Newest(tokens_BN, starts_B, is_wanted_B.int() * count)
 
 
-@_operation
 def append(
     history: torch.Tensor,
     rows_B: torch.Tensor,
@@ -147,8 +116,10 @@ def append(
     width: int,
     pad_row: int,
 ) -> None:
-    """Write the first `num_B` tokens of each row from position `first_B` on. The pad row may get the others.
-    `history`: rows of `width` tokens, flat: devices that capture steps change a tensor only as a whole."""
+    """Write the first `num_B` tokens of each row from position `first_B` on; the pad row may get the others.
+
+    `history` holds rows of `width` tokens. It is flat because devices that capture steps cannot write through views.
+    """
     offsets_N = torch.arange(tokens_BN.shape[1], dtype=torch.int32, device=rows_B.device)
     is_real_BN = (offsets_N < num_B[:, None]) & (rows_B != pad_row)[:, None]
     target_BN = rows_B[:, None] * width + first_B[:, None] + offsets_N
@@ -156,17 +127,15 @@ def append(
     history.index_copy_(0, index.long(), tokens_BN.flatten())
 
 
-@_operation
 def put(state_R: torch.Tensor, rows_B: torch.Tensor, numbers_B: torch.Tensor, *, pad_row: int) -> None:
-    """A number of each row; the pad row stays at 0."""
+    """Write a number for each row; the pad row stays at 0."""
     state_R.index_copy_(0, rows_B, torch.where(rows_B == pad_row, 0, numbers_B).to(state_R.dtype))
 
 
 # --- drafts ---
 
 
-@_operation
-def checked_drafts(
+def check_drafts(
     tokens_BK: torch.Tensor,
     num_B: torch.Tensor,
     most_B: torch.Tensor,
@@ -175,8 +144,11 @@ def checked_drafts(
     *,
     mark: int,
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """Tokens, of which those outside of the vocabulary are replaced, and counts: `mark` in rows of which a draft is
-    none, was not made of numbers, or that have more than `most_B` or fewer than none."""
+    """Return the drafts with tokens outside of the vocabulary replaced, and the number of drafts of each row.
+
+    The number is `mark` for a row with a draft outside of the vocabulary, a draft from logits that are not sound, a
+    negative number of drafts, or more than `most_B`.
+    """
     offsets_K = torch.arange(tokens_BK.shape[1], dtype=torch.int32, device=tokens_BK.device)
     wrong_BK = tokens_BK < 0
     known_BK = tokens_BK.clamp(min=0)
@@ -187,3 +159,17 @@ def checked_drafts(
         wrong_BK = wrong_BK | ~sound_BK
     wrong_B = (wrong_BK & (offsets_K < num_B[:, None])).any(1) | (num_B < 0) | (num_B > most_B)
     return known_BK, torch.where(wrong_B, mark, num_B).int()
+
+
+class RowOperations(NamedTuple):
+    """One device's form of the functions above."""
+
+    locate_rectangle: Callable[..., Positions] = locate_rectangle
+    locate_columns: Callable[..., ColumnPositions] = locate_columns
+    take_newest: Callable[..., Newest] = take_newest
+    append: Callable[..., None] = append
+    put: Callable[..., None] = put
+    check_drafts: Callable[..., tuple[torch.Tensor, torch.Tensor]] = check_drafts
+
+
+TORCH = RowOperations()

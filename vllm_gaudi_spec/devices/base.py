@@ -11,6 +11,7 @@ from dataclasses import dataclass, field
 from functools import partial
 from typing import TYPE_CHECKING, Any, TypeVar
 
+from vllm_gaudi_spec.attention import row_operations
 from vllm_gaudi_spec.attention.operations import PLAIN, finite
 from vllm_gaudi_spec.config import MAX_DRAFTS
 from vllm_gaudi_spec.sampling.rules.registry import TORCH
@@ -22,6 +23,7 @@ if TYPE_CHECKING:
 
     from vllm_gaudi_spec.attention.metadata import AttentionCall, AttentionLayerSpec, KVShape
     from vllm_gaudi_spec.attention.operations import Operations
+    from vllm_gaudi_spec.attention.row_operations import RowOperations
     from vllm_gaudi_spec.quantization.config import QuantConfig
     from vllm_gaudi_spec.quantization.encodings import Words
     from vllm_gaudi_spec.quantization.fp8 import Arithmetic
@@ -291,4 +293,6 @@ class DeviceBackend:
     graphs: Graphs = field(default_factory=Graphs)
     weights: Weights = field(default_factory=Weights)
     rules: Rules = TORCH
-    """Sampling and acceptance, as the device runs them."""
+    """The functions of sampling and acceptance."""
+    row_operations: RowOperations = row_operations.TORCH
+    """The functions that keep the state of requests."""

@@ -76,6 +76,7 @@ class DraftChoice:
             max_drafts_B=max_drafts_B,
             num_drafts=self._num_drafts,
             blocks=blocks,
+            row_operations=requests.backend.row_operations,
             choose=self._chooser(lengths_B, inputs),
             hidden=hidden,
         )

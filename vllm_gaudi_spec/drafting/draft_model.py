@@ -20,7 +20,6 @@ from typing import TYPE_CHECKING, NamedTuple
 import numpy as np
 import torch
 
-from vllm_gaudi_spec.attention import row_operations
 from vllm_gaudi_spec.attention.metadata import columns, rectangle
 from vllm_gaudi_spec.drafting.kv_sync import DrafterKVSync
 from vllm_gaudi_spec.drafting.universal.pairs import same_tokens
@@ -63,11 +62,11 @@ class AutoregressiveProposer:
 
     def _read_newest(self, request: DraftRequest) -> Hidden:
         """[B, H]: the hidden state after each row's newest token."""
-        tokens_BN, starts_B, num_real_B = row_operations.newest(
+        tokens_BN, starts_B, num_real_B = request.row_operations.take_newest(
             request.history_RM, request.rows_B, request.lengths_B, request.max_drafts_B, NUM_NEWEST
         )
         tokens_BN = self._translation.to_drafter(tokens_BN)
-        hidden = self._model.forward(rectangle(tokens_BN, starts_B, num_real_B, request.blocks))
+        hidden = self._model.forward(rectangle(tokens_BN, starts_B, num_real_B, request.blocks, request.row_operations))
         return Hidden(hidden.last.view(*tokens_BN.shape, -1).select(1, NUM_NEWEST - 1))
 
 
@@ -93,7 +92,7 @@ def _steps(request: DraftRequest, starts_B: torch.Tensor) -> list[Inputs]:
     num_steps = request.num_drafts - 1
     if not num_steps:
         return []
-    return columns(starts_B, request.max_drafts_B - 1, num_steps, request.blocks)
+    return columns(starts_B, request.max_drafts_B - 1, num_steps, request.blocks, request.row_operations)
 
 
 def stack_drafts(drafted: list[Drafted], num_drafts_B: torch.Tensor) -> Drafts:
@@ -113,12 +112,12 @@ def forward(
     tokens_BN: torch.Tensor,
     starts_B: torch.Tensor,
     num_real_B: torch.Tensor,
-    blocks: Blocks,
+    request: DraftRequest,
     carried: torch.Tensor | None = None,
 ) -> Hidden:
     """[B * N, H]. A row without a token here is at position 0 and writes to the pad block."""
     starts_B = torch.where(num_real_B > 0, starts_B, 0)
-    return model.forward(rectangle(tokens_BN, starts_B, num_real_B, blocks), carried)
+    return model.forward(rectangle(tokens_BN, starts_B, num_real_B, request.blocks, request.row_operations), carried)
 
 
 # --- drafter KV sync ---
@@ -301,7 +300,7 @@ class DraftModelKVSync(DrafterKVSync):
         self._put(rows_P, reach_P + num_real_P)
         offsets_L = torch.arange(queries, dtype=torch.int32, device=rows_P.device)
         tokens_PL = self._requests.tokens_at(rows_P, starts_P[:, None] + offsets_L)
-        self._read(rectangle(tokens_PL, starts_P, num_real_P, blocks))
+        self._read(rectangle(tokens_PL, starts_P, num_real_P, blocks, self._requests.backend.row_operations))
 
     def on_verified(self, rows_B: torch.Tensor, lengths_B: torch.Tensor) -> None:
         """Once after each verification: what was written for drafts beyond the newest token does not count. They were
@@ -319,7 +318,8 @@ class DraftModelKVSync(DrafterKVSync):
         self._put(rows_B, torch.where(drafts.num_drafts_B > 0, wrote_B, reach_B))
 
     def _put(self, rows_B: torch.Tensor, reach_B: torch.Tensor) -> None:
-        row_operations.put(self._reach_R, rows_B, reach_B, pad_row=self._requests.pad_row)
+        put = self._requests.backend.row_operations.put
+        put(self._reach_R, rows_B, reach_B, pad_row=self._requests.pad_row)
 
     # --- warm-up ---
 

@@ -14,7 +14,6 @@ from typing import TYPE_CHECKING
 import torch
 from vllm.logger import init_logger
 
-from vllm_gaudi_spec.attention import row_operations
 from vllm_gaudi_spec.records import FAULTY, DraftRound, Drafts
 
 if TYPE_CHECKING:
@@ -107,7 +106,7 @@ def mark_unusable(drafts: Drafts, request: DraftRequest, vocab_size: int | None)
             f"a drafter returned {tuple(drafts.tokens_BK.shape)} tokens and {tuple(drafts.num_drafts_B.shape)} "
             f"counts for {rows} rows of {num_drafts} drafts"
         )
-    tokens_BK, num_drafts_B = row_operations.checked_drafts(
+    tokens_BK, num_drafts_B = request.row_operations.check_drafts(
         drafts.tokens_BK, drafts.num_drafts_B, request.max_drafts_B, drafts.sound_BK, vocab_size, mark=FAULTY
     )
     return Drafts(tokens_BK, num_drafts_B, drafts.probs_BKV)

@@ -188,7 +188,7 @@ class HeadKVSync(DrafterKVSync):
         starts_B = torch.where(num_real_B > 0, starts_B, 0)
         offsets_Q = torch.arange(queries, dtype=torch.int32, device=rows_B.device)
         tokens_BQ = self._requests.tokens_at(rows_B, starts_B[:, None] + 1 + offsets_Q)
-        return rectangle(tokens_BQ, starts_B, num_real_B, blocks)
+        return rectangle(tokens_BQ, starts_B, num_real_B, blocks, self._requests.backend.row_operations)
 
     # --- warm-up ---
 

@@ -40,7 +40,8 @@ def build_inputs(queries: int, uploaded: Rows, located: Located, requests: Reque
     """Look up a rectangle's tokens on the device."""
     offsets_Q = torch.arange(queries, dtype=torch.int32, device=located.starts_B.device)
     tokens_BQ = requests.tokens_at(uploaded.rows_B, located.starts_B[:, None] + offsets_Q)
-    return rectangle(tokens_BQ, located.starts_B, located.num_real_B, uploaded.blocks)
+    row_operations = requests.backend.row_operations
+    return rectangle(tokens_BQ, located.starts_B, located.num_real_B, uploaded.blocks, row_operations)
 
 
 def make_batch(requests: Requests, planned: Planned) -> Batch:

@@ -15,7 +15,6 @@ import numpy as np
 import torch
 from vllm.sampling_params import SamplingParams
 
-from vllm_gaudi_spec.attention import row_operations
 from vllm_gaudi_spec.attention.metadata import Blocks
 from vllm_gaudi_spec.records import FAULTY, NO_ROW, UNVERIFIED, Drafts, PromptEmbeddings, Request
 from vllm_gaudi_spec.sampling.noise import fold_seed, fresh_seed
@@ -285,19 +284,19 @@ class Requests:
     def put_drafts(self, rows_B: torch.Tensor, lengths_B: torch.Tensor, drafts: Drafts) -> None:
         """Write drafts after the `lengths_B` tokens of each row, for the next step to verify."""
         self._append(rows_B, lengths_B, drafts.tokens_BK, drafts.num_drafts_B)
-        row_operations.put(self.num_drafts_R, rows_B, drafts.num_drafts_B, pad_row=self.pad_row)
+        self.backend.row_operations.put(self.num_drafts_R, rows_B, drafts.num_drafts_B, pad_row=self.pad_row)
 
     def _append(
         self, rows_B: torch.Tensor, first_B: torch.Tensor, tokens_BN: torch.Tensor, num_B: torch.Tensor
     ) -> None:
         """Write the first `num_B` tokens of each row from position `first_B` on; the others go to the pad row."""
-        row_operations.append(
+        self.backend.row_operations.append(
             self._history, rows_B, first_B, tokens_BN, num_B, width=self.max_len, pad_row=self.pad_row
         )
 
     def set_computed(self, rows_B: torch.Tensor, computed_B: torch.Tensor) -> None:
         """How many tokens of each row have KV. The pad row stays at 0."""
-        row_operations.put(self.computed_R, rows_B, computed_B, pad_row=self.pad_row)
+        self.backend.row_operations.put(self.computed_R, rows_B, computed_B, pad_row=self.pad_row)
 
     def _upload(self, array: np.ndarray) -> torch.Tensor:
         return self.backend.memory.upload(torch.from_numpy(array))

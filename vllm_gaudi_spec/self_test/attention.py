@@ -138,7 +138,9 @@ def check_writes(subject: Subject) -> str:
 
     def self_test_step(starts_B: Any, num_real_B: Any, table_BW: Any, key_TKD: Any, value_TKD: Any) -> None:
         tokens = torch.zeros((3, queries), dtype=torch.int32, device=starts_B.device)
-        slots_T = rectangle(tokens, starts_B, num_real_B, Blocks((table_BW,), (block,))).slots[0]
+        slots_T = rectangle(
+            tokens, starts_B, num_real_B, Blocks((table_BW,), (block,)), subject.backend.row_operations
+        ).slots[0]
         layer.operations.write_kv(key_TKD, value_TKD, layer.kv_cache, slots_T, layer.spec)
 
     inputs = torch.tensor(starts, dtype=torch.int32), torch.tensor(real, dtype=torch.int32), table

@@ -8,6 +8,7 @@ import pytest
 import torch
 
 from tests.support.reference.attention import attend_one
+from vllm_gaudi_spec.attention import row_operations
 from vllm_gaudi_spec.attention.metadata import AttentionCall, AttentionLayerSpec, Blocks, Packed, rectangle
 from vllm_gaudi_spec.devices.common import torch_ops
 
@@ -118,7 +119,11 @@ def test_where_layers_are_not_causal_a_query_sees_all_keys_of_its_row(window: in
     tables = torch.tensor([[1, 2], [3, 0], [4, 0]], dtype=torch.int32)
     cache = 9 * torch.randn(5, 2, 16, 64, generator=generator)
     inputs = rectangle(
-        torch.ones(3, 20, dtype=torch.int32), torch.zeros_like(counts_B), counts_B, Blocks((tables,), (16,))
+        torch.ones(3, 20, dtype=torch.int32),
+        torch.zeros_like(counts_B),
+        counts_B,
+        Blocks((tables,), (16,)),
+        row_operations.TORCH,
     )
     packed = Packed.of(counts_B, 20)
     assert packed is not None

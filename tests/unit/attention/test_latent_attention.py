@@ -17,6 +17,7 @@ from vllm.forward_context import set_forward_context
 from vllm.model_executor.layers.attention.mla_attention import MLAAttention
 from vllm.model_executor.layers.linear import UnquantizedLinearMethod
 
+from vllm_gaudi_spec.attention import row_operations
 from vllm_gaudi_spec.attention.latent import LatentAttention, LatentAttentionBackend
 from vllm_gaudi_spec.attention.metadata import Blocks, rectangle
 
@@ -100,6 +101,7 @@ def test_a_layer_is_that_of_transformers(config: VllmConfig) -> None:
             torch.tensor(done, dtype=torch.int32),
             torch.tensor(real, dtype=torch.int32),
             Blocks((torch.nn.functional.pad(table, (0, 2)),), (BLOCK,)),
+            row_operations.TORCH,
         )
         # What is padded gives any numbers, and goes to the pad block.
         places = (torch.tensor(done)[:, None] + torch.arange(queries)).clamp(max=max(lengths) - 1)

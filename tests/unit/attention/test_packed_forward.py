@@ -8,6 +8,7 @@ from typing import Any
 import pytest
 import torch
 
+from vllm_gaudi_spec.attention import row_operations
 from vllm_gaudi_spec.attention.metadata import Blocks, Inputs, rectangle
 from vllm_gaudi_spec.records import Hidden
 from vllm_gaudi_spec.runner import model as loaded_model
@@ -52,7 +53,7 @@ def model(packs: bool, hidden_of: Any) -> LoadedModel:
 def inputs() -> Inputs:
     blocks = Blocks((torch.ones(4, 1, dtype=torch.int32),), (16,))
     tokens_BQ = torch.arange(12, dtype=torch.int32).view(4, 3)
-    return rectangle(tokens_BQ, torch.tensor([4, 0, 7, 1], dtype=torch.int32), COUNTS_B, blocks)
+    return rectangle(tokens_BQ, torch.tensor([4, 0, 7, 1], dtype=torch.int32), COUNTS_B, blocks, row_operations.TORCH)
 
 
 def test_ranks_in_step_compute_as_many_tokens_each() -> None:

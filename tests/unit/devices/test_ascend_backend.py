@@ -23,6 +23,7 @@ from tests.support.attention_layers import layer
 from tests.support.fakes import HostBackend, cached, new_request, step
 from tests.unit.test_config import backend_of, engine_config, here
 from vllm_gaudi_spec import devices, environment, refusals
+from vllm_gaudi_spec.attention import row_operations
 from vllm_gaudi_spec.attention.metadata import AttentionCall, Spans, rectangle
 from vllm_gaudi_spec.config import Options, UnsupportedConfigError
 from vllm_gaudi_spec.devices.ascend import attention as ascend_attention
@@ -831,7 +832,8 @@ def test_devices_that_do_not_ask_get_nothing() -> None:
         requests, Planned(shape=Shape(PREFILL, 2, 48, 64), requests=members, counts=[40, 1], finishes=[True, True])
     )
     assert batch.uploaded.blocks.lengths_B is None
-    given = rectangle(torch.zeros(2, 48, dtype=torch.int32), *batch.uploaded.host_2B.unbind(0), batch.uploaded.blocks)
+    tokens_BQ, blocks = torch.zeros(2, 48, dtype=torch.int32), batch.uploaded.blocks
+    given = rectangle(tokens_BQ, *batch.uploaded.host_2B.unbind(0), blocks, row_operations.TORCH)
     assert given.calls[0].host_lengths_B is None
 
 

@@ -42,14 +42,17 @@ def tensors_of(value: Any) -> list[torch.Tensor]:
 
 
 def check(name: str, *args: Any, changes: bool = False, **named: Any) -> list[torch.Tensor]:
-    """`changes`: the first argument. Returns what both gave."""
-    from vllm_gaudi_spec.devices.cuda.row_kernels import KERNELS
+    """Compare a kernel with the reference, and return the kernel's result.
+
+    `changes`: the function changes its first argument, which is then the result.
+    """
+    from vllm_gaudi_spec.devices.cuda.row_kernels import ROW_OPERATIONS
 
     # What is written to, or is a table of rows, has its rows side by side.
-    first = args[0].clone() if changes or name == "newest" else apart(args[0])
+    first = args[0].clone() if changes or name == "take_newest" else apart(args[0])
     given = there((first, *map(apart, args[1:])))
-    found = tensors_of(KERNELS[name](*given, **named))
-    expected = tensors_of(row_operations.FUNCTIONS[name](*args, **named))
+    found = tensors_of(getattr(ROW_OPERATIONS, name)(*given, **named))
+    expected = tensors_of(getattr(row_operations.TORCH, name)(*args, **named))
     if changes:
         found, expected = [given[0].cpu()], [args[0]]
     assert found
@@ -60,9 +63,9 @@ def check(name: str, *args: Any, changes: bool = False, **named: Any) -> list[to
 
 
 def test_every_operation_has_a_kernel() -> None:
-    from vllm_gaudi_spec.devices.cuda.row_kernels import KERNELS
+    from vllm_gaudi_spec.devices.cuda.row_kernels import ROW_OPERATIONS
 
-    assert set(KERNELS) == set(row_operations.FUNCTIONS)
+    assert not set(ROW_OPERATIONS) & set(row_operations.TORCH)
 
 
 # Decodes, and prompt chunks longer than a tile; one row is padding, and one's padding extends past its blocks.
@@ -72,10 +75,10 @@ TABLES = (torch.arange(1, 129, dtype=torch.int32).view(4, 32), torch.arange(200,
 
 @pytest.mark.parametrize("queries", [1, 5, 70])
 @pytest.mark.parametrize("groups", [0, 1, 2])
-def test_positions(queries: int, groups: int) -> None:
+def test_locate_rectangle(queries: int, groups: int) -> None:
     tokens_BQ = torch.arange(1, 4 * queries + 1, dtype=torch.int32).view(4, queries)
     real_B = REAL_B if queries < 70 else int32(70, 33, 0, 7)
-    _, positions_T, *slots = check("positions", tokens_BQ, STARTS_B, real_B, TABLES[:groups], (4, 8)[:groups])
+    _, positions_T, *slots = check("locate_rectangle", tokens_BQ, STARTS_B, real_B, TABLES[:groups], (4, 8)[:groups])
     assert positions_T.dtype == torch.int64
     assert all(slots_T.dtype == torch.int64 for slots_T in slots)
     assert len(slots) == groups
@@ -83,14 +86,14 @@ def test_positions(queries: int, groups: int) -> None:
 
 @pytest.mark.parametrize("queries", [1, 3, 50])
 @pytest.mark.parametrize("groups", [0, 1, 2])
-def test_column_positions(queries: int, groups: int) -> None:
-    check("column_positions", STARTS_B, REAL_B, queries, TABLES[:groups], (4, 8)[:groups])
+def test_locate_columns(queries: int, groups: int) -> None:
+    check("locate_columns", STARTS_B, REAL_B, queries, TABLES[:groups], (4, 8)[:groups])
 
 
-def test_newest() -> None:
+def test_take_newest() -> None:
     history_RM = torch.randint(100, (PAD_ROW + 1, WIDTH), dtype=torch.int32)
     rows_B, lengths_B, wanted_B = torch.tensor([3, 0, PAD_ROW]), int32(7, 2, 1), int32(2, 1, 0)
-    tokens_BN, *_ = check("newest", history_RM, rows_B, lengths_B, wanted_B, 2)
+    tokens_BN, *_ = check("take_newest", history_RM, rows_B, lengths_B, wanted_B, 2)
     assert tokens_BN[0].tolist() == history_RM[3, 5:7].tolist()
 
 
@@ -115,9 +118,9 @@ def test_put() -> None:
 
 @pytest.mark.parametrize("vocab_size", [10, None])
 @pytest.mark.parametrize("is_sound", [True, False])
-def test_checked_drafts(vocab_size: int | None, is_sound: bool) -> None:
+def test_check_drafts(vocab_size: int | None, is_sound: bool) -> None:
     tokens_BK = torch.randint(-1, 12, (200, 3), dtype=torch.int32)
     num_B, most_B = (torch.randint(low, 4, (200,), dtype=torch.int32) for low in (-1, 0))
     sound_BK = torch.rand(200, 3) < 0.8 if is_sound else None
-    _, counts_B = check("checked_drafts", tokens_BK, num_B, most_B, sound_BK, vocab_size, mark=-5)
+    _, counts_B = check("check_drafts", tokens_BK, num_B, most_B, sound_BK, vocab_size, mark=-5)
     assert 0 < int((counts_B == -5).sum()) < 200

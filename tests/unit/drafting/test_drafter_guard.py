@@ -14,6 +14,7 @@ from tests.support.warm_up import run_jobs
 from tests.unit.drafting.test_autoregressive import BLOCK, PROMPTS, Rows, following
 from tests.unit.drafting.test_drafting import VOCAB, Counts, K, on_one_rank, sampled, started
 from tests.unit.drafting.test_heads import HeadRows
+from vllm_gaudi_spec.attention import row_operations
 from vllm_gaudi_spec.drafting.choice import DraftChoice, DraftProbs
 from vllm_gaudi_spec.drafting.guard import Guard, mark_different, mark_unusable
 from vllm_gaudi_spec.drafting.history import RequestHistory
@@ -24,7 +25,12 @@ from vllm_gaudi_spec.sampling.rules.registry import TORCH
 
 
 def request(wanted: list[int]) -> Any:
-    return SimpleNamespace(rows_B=torch.arange(len(wanted)), num_drafts=K, max_drafts_B=torch.tensor(wanted))
+    return SimpleNamespace(
+        rows_B=torch.arange(len(wanted)),
+        num_drafts=K,
+        max_drafts_B=torch.tensor(wanted),
+        row_operations=row_operations.TORCH,
+    )
 
 
 def drafted(tokens: list[list[int]], counts: list[int], sound: list[list[bool]] | None = None) -> Drafts:

@@ -7,6 +7,7 @@ import pytest
 import torch
 
 from tests.support.reference.ngram import ngram_drafts
+from vllm_gaudi_spec.attention import row_operations
 from vllm_gaudi_spec.attention.metadata import Blocks
 from vllm_gaudi_spec.drafting.ngram import DeviceNgramProposer, NgramProposer
 from vllm_gaudi_spec.records import Context, Drafted, DraftRequest
@@ -98,6 +99,7 @@ def test_device_equals_host(sizes: tuple[int, int], num_drafts: int) -> None:
                 max_drafts_B=torch.tensor(wanted, dtype=torch.int32),
                 num_drafts=num_drafts,
                 blocks=Blocks((), ()),
+                row_operations=row_operations.TORCH,
                 choose=no_model,
             )
         )
@@ -121,6 +123,7 @@ def test_device_graph_depends_on_shapes_alone() -> None:
                 max_drafts_B=max_drafts_B,
                 num_drafts=4,
                 blocks=Blocks((), ()),
+                row_operations=row_operations.TORCH,
                 choose=no_model,
             )
             return tuple(DeviceNgramProposer(1, 3).propose(request))[:2]

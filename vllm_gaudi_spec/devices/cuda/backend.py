@@ -8,7 +8,7 @@ from typing import NamedTuple
 import torch
 from torch import nn
 
-from vllm_gaudi_spec.attention import padded, row_operations
+from vllm_gaudi_spec.attention import padded
 from vllm_gaudi_spec.attention.metadata import AttentionCall, AttentionLayerSpec
 from vllm_gaudi_spec.attention.operations import PLAIN, Operations, finite
 from vllm_gaudi_spec.config import UnsupportedConfigError
@@ -39,10 +39,9 @@ def make_backend() -> DeviceBackend:
         offers_batch_invariance=True,
     )
     # Imported here, as in the classes below: without Triton these modules cannot be imported.
-    from vllm_gaudi_spec.devices.cuda import row_kernels
+    from vllm_gaudi_spec.devices.cuda.row_kernels import ROW_OPERATIONS
     from vllm_gaudi_spec.devices.cuda.rules import RULES
 
-    row_operations.use("cuda", row_kernels.KERNELS)
     graphs = StreamGraphs(torch.cuda, Captures(torch.cuda, torch.cuda.CUDAGraph, device))
     memory = StreamMemory(torch.cuda, device, graphs)
     return DeviceBackend(
@@ -52,6 +51,7 @@ def make_backend() -> DeviceBackend:
         attention=CudaAttention(),
         weights=CudaWeights(memory),
         rules=RULES,
+        row_operations=ROW_OPERATIONS,
     )
 
 

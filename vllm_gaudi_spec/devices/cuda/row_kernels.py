@@ -1,5 +1,7 @@
-"""`attention/row_operations.py` in one Triton kernel each. They are short, so that none starts early (`launch.py`):
-attention reads positions and slots before it waits."""
+"""The functions of `attention/row_operations.py` as one Triton kernel each.
+
+None starts early (`launch.py`), because attention reads positions and slots before it waits. They are short.
+"""
 
 from __future__ import annotations
 
@@ -9,18 +11,18 @@ import torch
 import triton
 import triton.language as tl
 
-from vllm_gaudi_spec.attention.row_operations import ColumnPositions, Newest, Positions
+from vllm_gaudi_spec.attention.row_operations import ColumnPositions, Newest, Positions, RowOperations
 
 _TILE = 128
 _MOST_TOKENS = 1 << 31
 
 
 def _dense(*tensors: torch.Tensor) -> Iterator[torch.Tensor]:
-    """Side by side, as kernels read numbers of rows: some come as columns of what was uploaded at once."""
+    """Make tensors contiguous: some are columns of a tensor that was copied from the host as a whole."""
     return (tensor.contiguous() for tensor in tensors)
 
 
-def positions(
+def locate_rectangle(
     tokens_BQ: torch.Tensor,
     starts_B: torch.Tensor,
     num_real_B: torch.Tensor,
@@ -34,7 +36,7 @@ def positions(
     slots = tuple(torch.empty_like(positions_T) for _ in tables)
     # A model without attention has no tables.
     for table_BW, size, slots_T in zip(tables or (tokens_BQ,), sizes or (1,), slots or (positions_T,), strict=True):
-        _positions[(triton.cdiv(rows * queries, _TILE),)](
+        _locate_rectangle[(triton.cdiv(rows * queries, _TILE),)](
             tokens_BQ,
             starts_B,
             num_real_B,
@@ -54,7 +56,7 @@ def positions(
 
 
 @triton.jit(do_not_specialize=["num_tokens", "queries"])
-def _positions(
+def _locate_rectangle(
     tokens_ptr,
     starts_ptr,
     num_real_ptr,
@@ -88,7 +90,7 @@ def _slot(table_ptr, table_stride, row_T, position_T, at_T, real_T, SIZE: tl.con
     return tl.where(real_T, block_T.to(tl.int64) * SIZE + position_T % SIZE, (at_T % SIZE).to(tl.int64))
 
 
-def column_positions(
+def locate_columns(
     starts_B: torch.Tensor,
     num_real_B: torch.Tensor,
     queries: int,
@@ -103,7 +105,7 @@ def column_positions(
     slots = tuple(torch.empty_like(positions_QB) for _ in tables)
     # A model without attention has no tables.
     for table_BW, size, slots_QB in zip(tables or (starts_QB,), sizes or (1,), slots or (positions_QB,), strict=True):
-        _column_positions[(triton.cdiv(rows * queries, _TILE),)](
+        _locate_columns[(triton.cdiv(rows * queries, _TILE),)](
             starts_B,
             num_real_B,
             table_BW,
@@ -123,7 +125,7 @@ def column_positions(
 
 
 @triton.jit(do_not_specialize=["rows", "queries"])
-def _column_positions(
+def _locate_columns(
     starts_ptr,
     num_real_ptr,
     table_ptr,
@@ -153,14 +155,14 @@ def _column_positions(
         tl.store(slots_out + at_T, slot_T, mask=used_T)
 
 
-def newest(
+def take_newest(
     history_RM: torch.Tensor, rows_B: torch.Tensor, lengths_B: torch.Tensor, wanted_B: torch.Tensor, count: int
 ) -> Newest:
     rows = len(rows_B)
     rows_B, lengths_B, wanted_B = _dense(rows_B, lengths_B, wanted_B)
     tokens_BN = history_RM.new_empty(rows, count)
     starts_B, num_real_B = torch.empty_like(lengths_B), rows_B.new_empty(rows, dtype=torch.int32)
-    _newest[(triton.cdiv(rows, _TILE),)](
+    _take_newest[(triton.cdiv(rows, _TILE),)](
         history_RM,
         history_RM.stride(0),
         rows_B,
@@ -178,7 +180,7 @@ def newest(
 
 
 @triton.jit(do_not_specialize=["rows"])
-def _newest(
+def _take_newest(
     history_ptr,
     history_stride,
     rows_ptr,
@@ -268,7 +270,7 @@ def _put(state_ptr, rows_ptr, numbers_ptr, rows, pad_row, TILE: tl.constexpr):
     tl.store(state_ptr + row_B, number_B, mask=used_B)
 
 
-def checked_drafts(
+def check_drafts(
     tokens_BK: torch.Tensor,
     num_B: torch.Tensor,
     most_B: torch.Tensor,
@@ -280,7 +282,7 @@ def checked_drafts(
     rows, count = tokens_BK.shape
     tokens_BK, num_B, most_B = _dense(tokens_BK, num_B, most_B)
     known_BK, checked_B = tokens_BK.new_empty(rows, count), num_B.new_empty(rows, dtype=torch.int32)
-    _checked_drafts[(triton.cdiv(rows, _TILE),)](
+    _check_drafts[(triton.cdiv(rows, _TILE),)](
         tokens_BK,
         num_B,
         most_B,
@@ -300,7 +302,7 @@ def checked_drafts(
 
 
 @triton.jit(do_not_specialize=["rows", "vocab_size", "mark"])
-def _checked_drafts(
+def _check_drafts(
     tokens_ptr,
     num_ptr,
     most_ptr,
@@ -329,4 +331,11 @@ def _checked_drafts(
     tl.store(num_out + at_B, tl.where(wrong_B, mark, num_B), mask=used_B)
 
 
-KERNELS = {kernel.__name__: kernel for kernel in (positions, column_positions, newest, append, put, checked_drafts)}
+ROW_OPERATIONS = RowOperations(
+    locate_rectangle=locate_rectangle,
+    locate_columns=locate_columns,
+    take_newest=take_newest,
+    append=append,
+    put=put,
+    check_drafts=check_drafts,
+)

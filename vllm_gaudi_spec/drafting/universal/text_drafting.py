@@ -75,7 +75,7 @@ class RetokenizedProposer:
 
     def propose(self, request: DraftRequest, unread: Unread) -> Drafts:
         rows, width = unread.tokens_BN.shape
-        hidden = forward(self._model, unread.tokens_BN, unread.starts_B, unread.num_real_B, request.blocks)
+        hidden = forward(self._model, unread.tokens_BN, unread.starts_B, unread.num_real_B, request)
         row_B = torch.arange(rows, dtype=torch.int32, device=unread.starts_B.device)
         last_BH = hidden.last.index_select(0, row_B * width + (unread.num_real_B - 1).clamp(min=0))
         ends_B = unread.starts_B + unread.num_real_B
@@ -321,7 +321,9 @@ class TextDrafting(Drafting):
 
     def _read(self, unread: torch.Tensor, blocks: Blocks) -> None:
         chunk = _unread(unread)
-        self._proposer.read(rectangle(chunk.tokens_BN, chunk.starts_B, chunk.num_real_B, blocks))
+        self._proposer.read(
+            rectangle(chunk.tokens_BN, chunk.starts_B, chunk.num_real_B, blocks, self._backend.row_operations)
+        )
 
     def _draft_chain(
         self,
