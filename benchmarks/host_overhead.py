@@ -18,8 +18,8 @@ from vllm import SamplingParams
 from vllm.v1.core.sched.output import CachedRequestData, NewRequestData
 
 from benchmarks.shared import common, dummy
+from benchmarks.shared.phases import PHASES, Phases
 from vllm_gaudi_spec.outputs import SpecSchedulerOutput
-from vllm_gaudi_spec.tools.compare.phases import PHASES, Phases
 from vllm_gaudi_spec.tools.io.command_line import Parser
 
 NUM_DRAFTS = 4

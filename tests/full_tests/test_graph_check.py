@@ -13,7 +13,8 @@ import numpy as np
 import pytest
 import torch
 
-from vllm_gaudi_spec.tools.cli import graph_check, make_parser
+from vllm_gaudi_spec.tools import graph_check
+from vllm_gaudi_spec.tools.cli import make_parser
 
 ROOT = Path(__file__).parents[2]
 THIS_FILE = Path(__file__).name
@@ -129,10 +130,9 @@ def run(*arguments: str, speculation: dict[str, Any], before: str = "") -> tuple
 
 
 def in_one_process(words: Sequence[str], before: str) -> list[str]:
-    command = graph_check.command(make_parser().parse_args(words), words)
-    module = command.index("-m")
-    code = f"{before}; import sys; from vllm_gaudi_spec.tools.cli.check_engine import main; sys.exit(main())"
-    return [*command[:module], "-c", code, *words]
+    variables = graph_check.set_environment(make_parser().parse_args(words))
+    code = f"{before}; import sys; from vllm_gaudi_spec.tools.graph_check.engine import main; sys.exit(main())"
+    return ["env", *(f"{name}={value}" for name, value in variables.items()), sys.executable, "-P", "-c", code, *words]
 
 
 def line_of(code: str) -> int:

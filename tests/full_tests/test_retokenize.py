@@ -80,7 +80,7 @@ def test_doctor_reckons_what_the_worker_takes(looping_llama: str, stranger: str)
         )
         assert len(taken) == 2
         drafter = config.speculative_config.draft_model_config
-        assert pair._drafting(config, Speculation.from_vllm(config), drafter) == taken
+        assert pair.estimate_drafting(config, Speculation.from_vllm(config), drafter) == taken
 
 
 def acceptance(llm: LLM) -> float:

@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 
-from vllm_gaudi_spec.tools.compare.measure import speedup
+from vllm_gaudi_spec.tools.compare.measure import compute_speedup
 from vllm_gaudi_spec.tools.report import record
 
 SCRIPT = Path(__file__).with_name("spec_decode.py")
@@ -127,13 +127,13 @@ def test_compare(demo_model: str, tmp_path: Path) -> None:
     assert (base["k"], base["tokens_per_step"], base["matches_baseline"]) == (0, 1.0, None)
     table = table_in(said)
     assert table["baseline"] == ["1.00", "-", "1.00", "1.00", "-", "-"]
-    assert "Each prompt was run 2 times, by all tasks in turns" in said
+    assert "Each prompt was run 2 times." in said
     assert record.read(file)["measurement"] == {"turns": 2, "why_one_by_one": None}
     assert [len(turn) for turn in base["seconds"]] == [1, 1], "both prompts at once, twice"
     for name, report in reports.items():
         check_report(report, 3)
         assert report["matches_baseline"]["different"] == 0
-        assert report["speedup"] == speedup(base["seconds"], report["seconds"])
+        assert report["speedup"] == compute_speedup(base["seconds"], report["seconds"])
         verifications = ", ".join(f"{n} {verification}" for verification, n in report["matches_baseline"].items())
         assert table[name] == [
             f"{report['speedup']['ratio']:.2f}",
@@ -191,24 +191,17 @@ def test_compare_when_one_fails(tiny_llama: str, tmp_path: Path) -> None:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("how", [["strict"], ["block"], ["standard", "greedy"], ["synthetic"]])
+@pytest.mark.parametrize("how", [["strict"], ["block"], ["standard", "greedy"]])
 def test_acceptance(how: list[str], tiny_llama: str, tmp_path: Path) -> None:
     file = tmp_path / "report.json"
-    rates = ["--synthetic_rates", "0.9", "0.6"] if how == ["synthetic"] else []
     status, said = script(
         *("--task", "ngram", "--osl", "200", "--num_spec_tokens", "2", "--model", tiny_llama, "--json", str(file)),
-        *("--prompt_lookup_min", "1", "--temperature", "0.8", "--run_base", "--acceptance", *how, *rates),
+        *("--prompt_lookup_min", "1", "--temperature", "0.8", "--run_base", "--acceptance", *how),
     )
     assert status == 0, said
     report = tasks_in(file)["ngram"]
     check_report(report, 2)
-    if rates:
-        first, second = (count / report["num_drafts"] for count in report["acc_counts"])
-        assert first == pytest.approx(0.9, abs=0.06)
-        # Not every step drafts two tokens.
-        assert second < 0.66
-    else:
-        assert report["matches_baseline"]["equal"] == 8
+    assert report["matches_baseline"]["equal"] == 8
 
 
 @pytest.mark.slow
@@ -231,15 +224,12 @@ def test_repetitive_prompts(demo_model: str, tmp_path: Path) -> None:
     [
         (["--task", "ngram", "--draft_model", "some/model"], 2, "needs no draft model"),
         (["--task", "universal_draft", "--model", "some/model"], 2, "needs --draft"),
-        pytest.param(["--task", "eagle", "mtp"], 2, "no target for", marks=pytest.mark.slow),
-        pytest.param(["--task", "compare", "--accuracy_rate", "0.5"], 2, "one task", marks=pytest.mark.slow),
+        pytest.param(["--task", "eagle", "mtp"], 2, "no common target", marks=pytest.mark.slow),
         pytest.param(["--task", "draft_model", "--draft_model", "./no"], 1, "./no", marks=pytest.mark.slow),
-        pytest.param(["--task", "ngram", "--acceptance", "synthetic"], 2, "--synthetic-rates", marks=pytest.mark.slow),
         pytest.param(["--task", "ngram", "--model", "/no/such"], 1, "/no/such", marks=pytest.mark.slow),
         pytest.param(["--task", "baseline", "--assert_accept_rate", "0.5"], 2, "drafts", marks=pytest.mark.slow),
         pytest.param(["--task", "ngram", "--acceptance", "strict", "block"], 2, "one rule", marks=pytest.mark.slow),
         pytest.param(["--task", "ngram", "--prompts", "/no/such"], 1, "/no/such", marks=pytest.mark.slow),
-        pytest.param(["--task", "ngram", "--limit", "5"], 2, "--accuracy-rate", marks=pytest.mark.slow),
         pytest.param(["--task", "ngram", "--acceptance", "coupled"], 1, "use greedy", marks=pytest.mark.slow),
     ],
 )
@@ -247,17 +237,3 @@ def test_refusals(options: list[str], status: int, words: str) -> None:
     found, said = script(*options)
     assert found == status, said
     assert words in said.splitlines()[-1], said
-
-
-@pytest.mark.slow
-def test_accuracy_without_lm_eval() -> None:
-    """Asked for before anything is loaded."""
-    pytest.importorskip("vllm")
-    try:
-        import lm_eval  # noqa: F401
-    except ImportError:
-        status, said = script("--task", "ngram", "--accuracy_rate", "0.3")
-        assert status == 1
-        assert "lm-eval" in said.splitlines()[-1]
-    else:
-        pytest.skip("lm-eval is installed")

@@ -124,13 +124,13 @@ def ask_again(
 
 def doctor(job: dict[str, Any]) -> dict[str, Any]:
     """What `gaudi-spec doctor --model` answers."""
-    from vllm_gaudi_spec.tools.doctor.findings import PROBLEM, conclusion
-    from vllm_gaudi_spec.tools.doctor.pair import examine
+    from vllm_gaudi_spec.tools.doctor.findings import PROBLEM, conclude
+    from vllm_gaudi_spec.tools.doctor.pair import check_pair
 
-    findings = list(examine(engine_arguments(job, ours=True)))
+    findings = list(check_pair(engine_arguments(job, ours=True)))
     return {
         "outcome": "problem" if any(one.severity == PROBLEM for one in findings) else "fine",
-        "error": conclusion(findings),
+        "error": conclude(findings),
     }
 
 

@@ -17,23 +17,6 @@ PLAIN = answer("Once upon a time", ("there", 0), ("was", 0), ("a", 0), ("boat", 
 DRAFTED = answer("Once upon a time", ("there", 0), ("was a boat", 2))
 
 
-# Of 10 ms, half of it the forward's; a gap of 1 ms is in the engine.
-STEP = {
-    "requests": 1,
-    "tokens": 3,
-    "seconds": 0.010,
-    "parts": [
-        {"part": "prepare", "start": 0.0, "end": 0.001},
-        {"part": "forward", "start": 0.001, "end": 0.006},
-        {"part": "prepare", "start": 0.006, "end": 0.0065},
-        {"part": "verify", "start": 0.0065, "end": 0.0075},
-        {"part": "draft", "start": 0.0075, "end": 0.0085},
-        {"part": "report", "start": 0.0085, "end": 0.009},
-        {"part": "engine", "start": 0.009, "end": 0.010},
-    ],
-}
-
-
 def task(
     name: str, speed: float, *, k: int = 2, answers: list[dict[str, Any]] | None = None, **more: Any
 ) -> dict[str, Any]:
@@ -68,7 +51,6 @@ def task(
         "latency_s": 4.0,
         "seconds": [[4.0], [5.0]],
         "latencies": [[{"ttft": 0.1, "tpot": 0.02, "itl": 0.04}], [{"ttft": 0.2, "tpot": 0.04, "itl": 0.04}]],
-        "step": STEP,
         "speedup": None,
         "graphs": {"warmup": 7, "listed": 9, "after_warmup": 0, "unexpected": []},
         "compiled_after_warmup": None,
@@ -88,7 +70,7 @@ def run(*tasks: dict[str, Any], device: str = "cpu", model: str = "/models/targe
             one["speedup"] = {"ratio": ratio, "low": ratio - 0.25, "high": ratio + 0.5} if one["k"] else None
     return record.make(
         command=["gaudi-spec", "demo", "--task", "compare"],
-        environment=record.environment(),
+        environment=record.read_environment(),
         device={"device": device, "mode": "eager"},
         settings={"model": model, "dtype": "float32", "osl": 4, "batch_size": 1, "temperature": 0.0, "seed": 0},
         measurement={"turns": 2, "why_one_by_one": None},

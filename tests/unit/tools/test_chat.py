@@ -3,8 +3,8 @@ server."""
 
 from __future__ import annotations
 
-import argparse
 import io
+import re
 import sys
 from collections.abc import Iterator
 from typing import Any
@@ -15,20 +15,19 @@ from tests.support.http_server import Answers, answering, events
 from tests.support.ports import free_port
 from tests.unit.tools.test_top import RECORDED, changed
 from vllm_gaudi_spec.tools import cli
-from vllm_gaudi_spec.tools.io.command_line import not_negative
-from vllm_gaudi_spec.tools.live.answers import (
+from vllm_gaudi_spec.tools.chat import (
+    _INTERRUPTED,
     DRAFT,
-    INTERRUPTED,
     REASONING,
     TARGET,
     UNKNOWN,
     Answer,
     Conversation,
     Piece,
-    counted,
+    Screen,
+    read_counts,
 )
-from vllm_gaudi_spec.tools.live.http import Server, ServerError
-from vllm_gaudi_spec.tools.live.transcript import Transcript, summary
+from vllm_gaudi_spec.tools.server import Server, ServerError
 
 CHAT = "/v1/chat/completions"
 
@@ -63,7 +62,7 @@ START_AGAIN = changed(num_accepted_tokens_total=0)
 
 def pieces(k: int, *found: dict[str, Any]) -> tuple[list[Piece], Answer]:
     answer = Answer(k)
-    return list(answer.pieces(found)), answer
+    return list(answer.read(found)), answer
 
 
 def test_all_but_the_last_token_of_a_step_were_drafts() -> None:
@@ -140,7 +139,7 @@ def address(bodies: list[dict[str, Any]]) -> Iterator[str]:
 
 
 def conversation(address: str, k: int = 3) -> Conversation:
-    return Conversation(server=Server(address), model="tiny", k=k, max_tokens=9, temperature=0.5)
+    return Conversation(Server(address), k, {"model": "tiny", "max_tokens": 9, "temperature": 0.5})
 
 
 def test_a_conversation_grows(address: str, bodies: list[dict[str, Any]]) -> None:
@@ -158,7 +157,7 @@ def test_a_conversation_grows(address: str, bodies: list[dict[str, Any]]) -> Non
     assert bodies[0]["return_token_ids"] is bodies[0]["logprobs"] is True
     with pytest.raises(ServerError, match=f"{CHAT}: the conversation is too long"):
         talk.ask("Once more!", found.append)
-    talk.clear()
+    talk.messages.clear()
     talk.ask("Count!", found.append)
     assert bodies[-1]["messages"] == [first]
 
@@ -171,7 +170,7 @@ def test_an_answer_that_is_interrupted_stays(address: str, bodies: list[dict[str
             raise KeyboardInterrupt
 
     answer = talk.ask("Count!", stop_at_a_draft)
-    assert answer.finish_reason == INTERRUPTED
+    assert answer.finish_reason == _INTERRUPTED
     talk.ask("Go on!", lambda piece: None)
     assert bodies[1]["messages"][1]["content"] == answer.text == "One two three four"
 
@@ -184,7 +183,7 @@ def test_servers_without_drafts_are_asked_for_text_only() -> None:
         return 200, events(*ANSWER)
 
     with answering({CHAT: answer}) as address:
-        assert counted(Server(address)) == (0, None)
+        assert read_counts(Server(address)) == (0, None)
         assert conversation(address, k=0).ask("Count!", lambda piece: None).text == TEXT
     assert not {"return_token_ids", "logprobs"} & set(asked[0])
 
@@ -201,14 +200,14 @@ def test_the_servers_count_is_not_known(readings: list[str | None]) -> None:
     with answering({"/metrics": metrics, CHAT: lambda body: (200, events(*ANSWER))}) as address:
         answer = conversation(address).ask("Count!", lambda piece: None)
     assert (answer.k, answer.num_drafts, answer.num_accepted) == (3, 3, None)
-    assert summary(answer, 2) == "6 tokens, 2.0 s, 3 shown as accepted drafts; the server's count is not known"
+    assert answer.summarize(2) == "6 tokens, 2.0 s, 3 shown as accepted drafts; the server's count is unknown"
 
 
 @pytest.mark.parametrize(
     ("stream", "words"),
     [
         ('data: {"error": {"message": "the engine died"}}\n\n', "the engine died"),
-        (events(*ANSWER).removesuffix("data: [DONE]\n\n"), "ended in the middle of an answer; its log has the reason"),
+        (events(*ANSWER).removesuffix("data: [DONE]\n\n"), "stopped in the middle of an answer"),
         ("data: {broken\n\n", "sent an event that is not JSON"),
         (events({"error": {"message": "a\x1b[31mb"}}), "a\N{REPLACEMENT CHARACTER}\\[31mb"),
     ],
@@ -221,65 +220,43 @@ def test_streams_that_break(stream: str, words: str) -> None:
 # ---- what is shown ---------------------------------------------------------------------------------------
 
 
-def shown(file: io.StringIO, k: int = 3) -> str:
-    transcript = Transcript(file)
-    transcript.begin("http://here", "tiny", k)
+def show(file: io.StringIO, events: list[dict[str, Any]], k: int = 3) -> str:
+    screen = Screen(file)
+    screen.begin("tiny at http://here", k)
     answer = Answer(k)
-    for piece in answer.pieces(ANSWER):
-        transcript.piece(piece)
-    answer.num_accepted = 3
-    transcript.end(answer, 1.25)
+    for piece in answer.read(events):
+        screen.show(piece)
+    screen.end(answer.summarize(1.25))
     return file.getvalue()
 
 
-@pytest.fixture
-def colors(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_accepted_drafts_are_styled_on_a_terminal_only(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("TERM", "xterm-256color")
     monkeypatch.delenv("NO_COLOR", raising=False)
+    assert re.search(r"One\x1b\[\d+m two three\x1b\[0m four", show(Terminal(), ANSWER))
+    assert "nothing is colored" in show(Terminal(), ANSWER, k=0)
+    thought = {"choices": [{"delta": {"reasoning": "Hm."}, "token_ids": [1]}]}
+    assert show(io.StringIO(), [thought, *ANSWER]) == f"{TEXT}\n"
 
 
-@pytest.mark.usefixtures("colors")
-def test_accepted_drafts_are_green_on_a_terminal() -> None:
-    text = shown(Terminal())
-    assert "One\x1b[32m two three\x1b[0m four\x1b[32m!\x1b[0m\n" in text
-    assert "6 tokens, 1.2 s, 3 shown as accepted drafts; the server counted 3" in text
-    assert "k = 3: " in text
-    assert "nothing is colored" in shown(Terminal(), k=0)
-
-
-def test_in_a_pipe_there_is_only_the_text() -> None:
-    assert shown(io.StringIO()) == f"{TEXT}\n"
-    file = io.StringIO()
-    Transcript(file).piece(Piece("Hm.", REASONING))
-    assert file.getvalue() == ""
-
-
-@pytest.mark.usefixtures("colors")
-def test_a_model_cannot_steer_the_terminal() -> None:
+def test_a_server_cannot_steer_the_terminal(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("TERM", "xterm-256color")
     file = Terminal()
-    Transcript(file).piece(Piece("a\x1b]0;title\x07\r\nb [bold] \u200d", TARGET))
-    assert file.getvalue() == "a�]0;title��\nb [bold] \u200d"
+    screen = Screen(file)
+    screen.begin("id\x1b]0;a\x07", 0)
+    screen.show(Piece("a\x1b]0;title\x07\r\nb [bold] \u200d", TARGET))
+    screen.end("length\x1b]0;end\x07")
+    assert not re.search(r"\x1b\]|\x07|\r", file.getvalue())
+    assert "b [bold] \u200d" in file.getvalue(), "brackets are not markup"
 
 
-@pytest.mark.usefixtures("colors")
-def test_a_server_cannot_steer_the_terminal() -> None:
-    """Its model's id and its finish reasons are texts of its own, too."""
-    file = Terminal()
-    transcript, answer = Transcript(file), Answer(0)
-    transcript.begin("http://here", "tiny\x1b]0;id\x07", 0)
-    answer.finish_reason = "length\x1b]0;end\x07"
-    transcript.end(answer, 1)
-    assert "tiny\N{REPLACEMENT CHARACTER}]0;id\N{REPLACEMENT CHARACTER} at http://here" in file.getvalue()
-    assert "length\N{REPLACEMENT CHARACTER}]0;end\N{REPLACEMENT CHARACTER}" in file.getvalue()
-
-
-def test_the_line_after_an_answer() -> None:
+def test_the_summary_of_an_answer() -> None:
     answer = Answer(1)
-    list(answer.pieces([event("abc", "a", "b", "c", finish_reason="length")]))
+    list(answer.read([event("abc", "a", "b", "c", finish_reason="length")]))
     answer.num_accepted = 2
-    shown_drafts = "0 shown as accepted drafts, 3 not known; the server counted 2"
-    assert summary(answer, 2) == f"3 tokens, 2.0 s, {shown_drafts}, ended: length"
-    assert summary(Answer(0), 2) == "2.0 s"
+    shown = "0 shown as accepted drafts, 3 unknown; the server counted 2"
+    assert answer.summarize(2) == f"3 tokens, 2.0 s, {shown}, ended: length"
+    assert Answer(0).summarize(2) == "2.0 s"
 
 
 # ---- the command -----------------------------------------------------------------------------------------
@@ -327,7 +304,7 @@ def test_an_interrupted_pipe_ends(address: str, monkeypatch: pytest.MonkeyPatch)
     def interrupted(*arguments: object) -> None:
         raise KeyboardInterrupt
 
-    monkeypatch.setattr(Transcript, "piece", interrupted)
+    monkeypatch.setattr(Screen, "show", interrupted)
     assert ask(monkeypatch, "Count!\nAgain!", address) == 130
 
 
@@ -355,8 +332,8 @@ def test_a_key(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[st
     answers: Answers = {"/v1/models": lambda body: (200, ""), CHAT: lambda body: (200, events(*ANSWER))}
     with answering(answers, {"/v1/models": models}) as address:
         for key, words in (
-            (None, "wants an API key, which gaudi-spec chat reads from OPENAI_API_KEY"),
-            ("other", "wants an API key, another than OPENAI_API_KEY has"),
+            (None, "needs an API key, which gaudi-spec chat reads from OPENAI_API_KEY"),
+            ("other", "the one in OPENAI_API_KEY is wrong"),
             ("sec\nret", "OPENAI_API_KEY has a character"),
         ):
             monkeypatch.delenv("OPENAI_API_KEY", raising=False)
@@ -365,7 +342,7 @@ def test_a_key(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[st
             assert ask(monkeypatch, "Count!", address) == (2 if key == "sec\nret" else 1)
             shown = capsys.readouterr().err
             assert words in shown
-            assert key is None or key not in shown.replace("another", "")
+            assert key is None or key not in shown
         monkeypatch.setenv("OPENAI_API_KEY", "secret\n")
         assert ask(monkeypatch, "Count!", address) == 0
         assert capsys.readouterr().out == f"{TEXT}\n"
@@ -376,11 +353,3 @@ def test_no_server(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixtur
     assert ask(monkeypatch, "Count!", address) == 1
     (line,) = capsys.readouterr().err.splitlines()
     assert line.startswith(f"gaudi-spec chat: error: no server answers at {address} (")
-    assert ask(monkeypatch, "Count!", "ftp://a") == 2
-
-
-@pytest.mark.parametrize("text", ["-1", "nan", "inf", "warm"])
-def test_temperatures_that_are_none(text: str) -> None:
-    with pytest.raises(argparse.ArgumentTypeError, match="is not a number of 0 or more"):
-        not_negative(text)
-    assert not_negative("0.5") == 0.5

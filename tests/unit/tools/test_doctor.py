@@ -22,9 +22,8 @@ from vllm_gaudi_spec import devices, versions
 from vllm_gaudi_spec.config import UnsupportedConfigError
 from vllm_gaudi_spec.environment import VARIABLES
 from vllm_gaudi_spec.tools import cli
-from vllm_gaudi_spec.tools.doctor import machine, pair, probe
-from vllm_gaudi_spec.tools.doctor.findings import Finding, conclusion
-from vllm_gaudi_spec.tools.io.output import python
+from vllm_gaudi_spec.tools.doctor import machine, pair, probe, settings
+from vllm_gaudi_spec.tools.doctor.findings import Finding, conclude, refusal
 
 DEMO = ROOT / "demo"
 
@@ -41,7 +40,7 @@ def _plain_environment(monkeypatch: pytest.MonkeyPatch) -> None:
 @pytest.fixture
 def unprobed(monkeypatch: pytest.MonkeyPatch) -> None:
     """Without loading torch and vLLM."""
-    monkeypatch.setattr("vllm_gaudi_spec.tools.doctor.examine.probe", lambda pair: [])
+    monkeypatch.setattr("vllm_gaudi_spec.tools.doctor.probe.probe", lambda pair: [])
 
 
 def doctor(*words: str, **environment: str) -> tuple[int, dict[str, Any]]:
@@ -165,7 +164,7 @@ def test_too_little_memory(monkeypatch: pytest.MonkeyPatch, capsys: pytest.Captu
     assert status == 1
     problem = only_problem(found)
     assert problem["about"] == "memory"
-    assert "one request may have 512" in problem["text"]
+    assert "but one request may have 512" in problem["text"]
     assert problem["remedy"].startswith("set --kv-cache-memory-bytes to more")
 
 
@@ -202,14 +201,14 @@ def test_weights_that_are_not_here(tmp_path: Path, capsys: pytest.CaptureFixture
             shutil.copy(file, tmp_path)
     status, found = here(capsys, "--model", str(tmp_path), *PAIR[2:])
     assert status == 0
-    assert of(found, "memory") == [("note", f"the weights of {tmp_path} are not here, so what they take is not known")]
+    assert of(found, "memory") == [("note", f"the weights of {tmp_path} are not here, so their size is unknown")]
 
 
 @pytest.mark.usefixtures("probed_here")
 def test_the_weights_of_mtp_count_once(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
     """They are part of the target's files."""
     monkeypatch.setattr("vllm_gaudi_spec.devices.common.host_memory.free", lambda: 16 << 30)
-    monkeypatch.setattr("vllm_gaudi_spec.tools.doctor.pair._count_elements", lambda folder, files: 1 << 30)
+    monkeypatch.setattr("vllm_gaudi_spec.tools.doctor.pair.count_elements", lambda folder, files: 1 << 30)
     options = ("--method", "mtp", "--num-speculative-tokens", "1", "--dtype", "float32", "--max-model-len", "64")
     status, found = here(capsys, "--model", str(DEMO / "tiny" / "mtp"), *options)
     assert status == 0, found
@@ -220,23 +219,23 @@ def test_of_two_forms_of_the_same_weights_one_counts(tmp_path: Path) -> None:
     """vLLM reads the consolidated file where there is one."""
     import torch
 
-    from vllm_gaudi_spec.tools.doctor.pair import _configure, _weights
+    from vllm_gaudi_spec.tools.doctor.pair import configure, estimate_weights
 
     source = Path(TARGET) / "model.safetensors"
     shutil.copy(Path(TARGET) / "config.json", tmp_path)
     shutil.copy(source, tmp_path / "model-00001-of-00001.safetensors")
     renamed = source.read_bytes().replace(b'"model.', b'"other.')
     (tmp_path / "consolidated.safetensors").write_bytes(renamed)
-    config, form = _configure({"model": TARGET, "dtype": "float32"}), torch.float32
+    config, form = configure({"model": TARGET, "dtype": "float32"}), torch.float32
     alone, both = (SimpleNamespace(model=str(folder), dtype=form) for folder in (TARGET, tmp_path))
-    assert _weights(config, both) == _weights(config, alone) > 0  # type: ignore[arg-type]
+    assert estimate_weights(config, both) == estimate_weights(config, alone) > 0  # type: ignore[arg-type]
 
 
 def test_a_hybrid_has_kv_in_some_layers_and_states_in_the_others(tmp_path: Path) -> None:
     from transformers import Qwen3NextConfig
 
     from vllm_gaudi_spec.config import Speculation
-    from vllm_gaudi_spec.tools.doctor.pair import _configure, _kv_bytes, _states
+    from vllm_gaudi_spec.tools.doctor.pair import configure, count_kv_bytes, estimate_states
 
     shutil.copytree(TARGET, tmp_path, dirs_exist_ok=True)
     heads = dict(linear_num_key_heads=4, linear_num_value_heads=8, linear_key_head_dim=16, linear_value_head_dim=16)
@@ -252,26 +251,26 @@ def test_a_hybrid_has_kv_in_some_layers_and_states_in_the_others(tmp_path: Path)
     ).save_pretrained(tmp_path)
     drafts = dict(method="ngram", num_speculative_tokens=3, prompt_lookup_min=1, prompt_lookup_max=3)
     for config, num_pending in ((None, 0), (drafts, 4)):
-        made = _configure({"model": str(tmp_path), "dtype": "float32", "max_num_seqs": 4, "speculative_config": config})
-        assert _kv_bytes(made.model_config, made) == 2 * 2 * 32 * 4, "of one layer"
+        made = configure({"model": str(tmp_path), "dtype": "float32", "max_num_seqs": 4, "speculative_config": config})
+        assert count_kv_bytes(made.model_config, made) == 2 * 2 * 32 * 4, "of one layer"
         channels, state = 2 * 4 * 16 + 8 * 16, 8 * 16 * 16
         numbers = (3 + num_pending) * channels + num_pending * 2 * 8 + state
         expected = {
             "recurrent states of 4 requests (--max-num-seqs)": 5 * 3 * 4 * numbers,
             "4 snapshots of recurrent states (state_snapshots)": 4 * 3 * 4 * numbers,
         }
-        assert _states(made, Speculation.from_vllm(made)) == expected
+        assert estimate_states(made, Speculation.from_vllm(made)) == expected
         made.additional_config = {"gaudi_spec": {"state_snapshots": 7}}
-        assert sum(_states(made, Speculation.from_vllm(made)).values()) == (5 + 7) * 3 * 4 * numbers
+        assert sum(estimate_states(made, Speculation.from_vllm(made)).values()) == (5 + 7) * 3 * 4 * numbers
         made.cache_config.enable_prefix_caching = False
-        assert sum(_states(made, Speculation.from_vllm(made)).values()) == 5 * 3 * 4 * numbers
+        assert sum(estimate_states(made, Speculation.from_vllm(made)).values()) == 5 * 3 * 4 * numbers
 
 
 def test_batches_are_those_of_the_server() -> None:
     """On a CPU 128 for each rank, and half of that for a program that is none."""
-    from vllm_gaudi_spec.tools.doctor.pair import _configure
+    from vllm_gaudi_spec.tools.doctor.pair import configure
 
-    assert _configure({"model": TARGET, "tensor_parallel_size": 2}).scheduler_config.max_num_seqs == 256
+    assert configure({"model": TARGET, "tensor_parallel_size": 2}).scheduler_config.max_num_seqs == 256
 
 
 # ---- machines that are not -------------------------------------------------------------------------------
@@ -298,8 +297,8 @@ def conflict(folder: Path) -> None:
 @pytest.mark.parametrize(
     ("environment", "words"),
     [
-        ({}, "beside plugin other_device of other-platform 1.0 this platform stays inactive"),
-        ({"VGS_DEVICE": "cpu"}, "wants to be the platform too, and vLLM will not start"),
+        ({}, "this platform stays inactive"),
+        ({"VGS_DEVICE": "cpu"}, "vLLM will not start"),
         ({"VLLM_PLUGINS": "gaudi_spec"}, None),
         ({"VLLM_PLUGINS": "other_device"}, "VLLM_PLUGINS='other_device' leaves this platform out"),
     ],
@@ -358,7 +357,7 @@ def test_vllm_ascend_beside_its_own_vllm(
     fake_distribution(tmp_path, "vllm", "0.23.0+empty")
     monkeypatch.syspath_prepend(tmp_path)
     probed = [Finding("ok", "platform", "was probed")]
-    monkeypatch.setattr("vllm_gaudi_spec.tools.doctor.examine.probe", lambda pair: probed)
+    monkeypatch.setattr("vllm_gaudi_spec.tools.doctor.probe.probe", lambda pair: probed)
     status, found = here(capsys)
     assert (status, found["problems"]) == (0, 0), found
     assert of(found, "vLLM") == [("ok", "0.23.0+empty, which vllm-ascend 0.23.0.post1 needs")]
@@ -502,7 +501,12 @@ def test_the_current_folder_is_no_place_for_modules(tmp_path: Path, monkeypatch:
     monkeypatch.setenv("PYTHONPATH", f"{there}{os.pathsep}{ROOT}")
     (found,) = probe.probe(None)
     assert found.text == "its process ended with status 7 while torch was loaded"
-    assert subprocess.run(python("torch", {}, []), check=False).returncode == 7
+    command = [
+        sys.executable,
+        "-c",
+        "from vllm_gaudi_spec.tools.io.output import run_module; run_module('torch', {}, [])",
+    ]
+    assert subprocess.run(command, check=False).returncode == 7
 
 
 def test_a_signal_without_a_name(tmp_path: Path) -> None:
@@ -535,12 +539,12 @@ def test_a_process_that_does_not_end(monkeypatch: pytest.MonkeyPatch, tmp_path: 
         ({"VGS_DEVICE": "tpu"}, "device", "problem", "VGS_DEVICE=tpu is not available"),
         ({"VGS_DEVICE": "hpu"}, "device", "problem", "VGS_DEVICE=hpu needs habana_frameworks"),
         ({"VLLM_PLUGINS": ""}, "plugin", "problem", "VLLM_PLUGINS='' leaves this platform out"),
-        ({"VLLM_TARGET_DEVICE": "cpu"}, "plugin", "problem", "makes vLLM take its own CPU platform"),
-        ({"QUANT_CONFIG": "/no/such.json"}, "setting", "problem", "QUANT_CONFIG=/no/such.json is no file"),
-        ({"VLLM_CPU_KVCACHE_SPACE": "much"}, "setting", "problem", "VLLM_CPU_KVCACHE_SPACE=much is no whole number"),
-        ({"KMP_BLOCKTIME": "long"}, "setting", "warning", "KMP_BLOCKTIME=long is no whole number"),
-        ({"OMP_NUM_THREADS": "many"}, "setting", "warning", "OMP_NUM_THREADS=many is no whole number"),
-        ({"VGS_SKIP_WARMUP": "1"}, "setting", "warning", "graphs are made while serving"),
+        ({"VLLM_TARGET_DEVICE": "cpu"}, "plugin", "problem", "makes vLLM use its own CPU platform"),
+        ({"QUANT_CONFIG": "/no/such.json"}, "setting", "problem", "QUANT_CONFIG=/no/such.json is not a file"),
+        ({"VLLM_CPU_KVCACHE_SPACE": "much"}, "setting", "problem", "VLLM_CPU_KVCACHE_SPACE=much is not a whole number"),
+        ({"KMP_BLOCKTIME": "long"}, "setting", "warning", "KMP_BLOCKTIME=long is not a whole number"),
+        ({"OMP_NUM_THREADS": "many"}, "setting", "warning", "OMP_NUM_THREADS=many is not a whole number"),
+        ({"VGS_SKIP_WARMUP": "1"}, "setting", "warning", "graphs are compiled while serving"),
         ({"VGS_DEVICE": "hpu", "PT_HPU_LAZY_MODE": "1"}, "setting", "problem", "this torch has no lazy mode"),
     ],
     ids=str,
@@ -579,38 +583,21 @@ def table(*lines: str) -> str:
     return "\n".join(["+" + "-" * 78 + "+", *(f"| {line:<76} |" for line in lines), "|" + "=" * 78 + "|"])
 
 
-CARDS = "AIP  Name        Persistence-M| Bus-Id        Disp.A | Volatile Uncorr. ECC"
-CHIPS = "NPU   Name                | Health        | Power(W)    Temp(C)           Hugepages-Usage(page)"
-
-
 @pytest.mark.parametrize(
     ("name", "output", "version"),
     [
-        # As in documentation and issues of optimum-habana, OPEA's Enterprise Inference and PyTorch Lightning.
-        (
-            "hl-smi",
-            table("HL-SMI Version:   hl-1.18.0-fw-53.1.1.1", "Driver Version:   1.18.0-ee698fb", CARDS),
-            "1.18.0-ee698fb",
-        ),
+        # As in issues of optimum-habana and vllm-ascend, and in Ascend's ModelZoo.
         (
             "hl-smi",
             table(
                 "HL-SMI Version:                              hl-1.20.0-fw-58.1.1.1",
                 "Driver Version:                                     1.20.0-bd87f71",
                 "Nic Driver Version:                                 1.20.0-e4fe12d",
-                CARDS,
             ),
             "1.20.0-bd87f71",
         ),
-        (
-            "hl-smi",
-            table("HL-SMI Version:  hl-1.4.1-rc-fw-35.0.2.0", "Driver Version:  1.4.0-d8f95f4", CARDS),
-            "1.4.0-d8f95f4",
-        ),
-        # As in issues of vllm-ascend, and in samples of Ascend's ModelZoo, where tool and driver are of two releases.
-        ("npu-smi", table("npu-smi 24.1.rc3.7               Version: 24.1.rc3.7", CHIPS), "24.1.rc3.7"),
-        ("npu-smi", table("npu-smi 26.0.rc2                            Version: 26.0.rc2", CHIPS), "26.0.rc2"),
-        ("npu-smi", table("npu-smi 22.0.0                       Version:22.0.2", CHIPS), "22.0.2"),
+        ("npu-smi", table("npu-smi 24.1.rc3.7               Version: 24.1.rc3.7"), "24.1.rc3.7"),
+        ("npu-smi", table("npu-smi 22.0.0                       Version:22.0.2"), "22.0.2"),
         ("npu-smi", table("no device"), None),
     ],
 )
@@ -620,8 +607,8 @@ def test_what_tools_print(
     tool(tmp_path, name, output)
     monkeypatch.setenv("PATH", f"{tmp_path}{os.pathsep}/usr/bin{os.pathsep}/bin")
     monkeypatch.setattr(versions, "installed", lambda name: None)
-    found = next(one for one in machine.driver_findings() if one.text.startswith(name))
-    assert found.text == f"{name}: {version or 'its version is not in what it prints'}"
+    found = next(one for one in machine.check_drivers() if one.text.startswith(name))
+    assert found.text == f"{name}: {version or 'its output does not have the version'}"
 
 
 def test_drivers(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -629,12 +616,12 @@ def test_drivers(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     tool(tmp_path, "npu-smi", "no device", status=3)
     monkeypatch.setenv("PATH", f"{tmp_path}{os.pathsep}/usr/bin{os.pathsep}/bin")
     monkeypatch.setattr(versions, "installed", lambda name: "1.24.1.17")
-    found = {one.text.split(":")[0].split(" is ")[0]: one for one in machine.driver_findings()}
+    found = {one.text.split(":")[0].split(" is ")[0]: one for one in machine.check_drivers()}
     assert found["hl-smi"].text == "hl-smi: 1.22.0-a1b2"
     assert (found["npu-smi fails"].severity, found["npu-smi fails"].text) == ("warning", "npu-smi fails: no device")
     assert found["the driver"].remedy == "install the driver of release 1.24, or use the image of release 1.22"
     monkeypatch.setattr(versions, "installed", lambda name: "1.22.0.9")
-    assert not any(one.text.startswith("the driver") for one in machine.driver_findings())
+    assert not any(one.text.startswith("the driver") for one in machine.check_drivers())
 
 
 def test_a_card_without_its_software(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -643,7 +630,7 @@ def test_a_card_without_its_software(tmp_path: Path, monkeypatch: pytest.MonkeyP
     gaudi = devices.DEVICES["hpu"]._replace(nodes=((str(tmp_path), "accel[0-9]*"),))
     monkeypatch.setitem(devices.DEVICES, "hpu", gaudi)
     devices.has_card.cache_clear()
-    found = list(machine.device_findings())
+    found = list(machine.check_devices())
     devices.has_card.cache_clear()
     assert found[0].text.startswith("cpu: ")
     assert found[1].severity == "warning"
@@ -653,47 +640,39 @@ def test_a_card_without_its_software(tmp_path: Path, monkeypatch: pytest.MonkeyP
 # ---- words -----------------------------------------------------------------------------------------------
 
 
-def test_verifications() -> None:
+def test_the_conclusion_counts_findings_and_names_the_first_problem() -> None:
     fine, warned = Finding("ok", "a", "b"), Finding("warning", "a", "b", "c")
-    assert conclusion([fine]) == "fine"
-    assert conclusion([fine, warned, warned]) == "fine, with 2 warnings"
-    wrong = Finding.refusal("models", "too long; leave out --this")
+    assert conclude([fine]) == "fine"
+    assert conclude([fine, warned, warned]) == "fine, with 2 warnings"
+    wrong = refusal("models", "too long; leave out --this")
     assert (wrong.text, wrong.remedy) == ("too long", "leave out --this")
-    assert conclusion([warned, wrong]) == "1 problem and 1 warning; first: too long; leave out --this"
-    assert Finding.refusal("models", "simply wrong").text == "simply wrong"
+    assert conclude([warned, wrong]) == "1 problem and 1 warning; first: too long; leave out --this"
+    assert refusal("models", "simply wrong").text == "simply wrong"
 
 
 @pytest.mark.usefixtures("unprobed")
-def test_lines_in_a_pipe(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
+def test_findings_are_printed(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
     monkeypatch.setenv("VGS_DEVICE", "tpu")
     assert cli.main(["doctor"]) == 1
     said = capsys.readouterr().out
     assert "\x1b" not in said
-    lines = said.splitlines()
-    place = lines.index("problem  device          VGS_DEVICE=tpu is not available")
-    assert lines[place + 1].split() == ["->", "use", "one", "of", *", ".join(devices.DEVICES).split()]
-    assert "  VGS_DEVICE=tpu" in lines
-    assert lines[-1].startswith("conclusion: 1 problem; first: VGS_DEVICE=tpu is not available; use one of cpu, ")
+    assert said.count("VGS_DEVICE=tpu is not available") == 2
+    assert "  VGS_DEVICE=tpu" in said.splitlines()
 
 
 @pytest.mark.parametrize(
-    ("options", "words"),
+    "options",
     [
-        (["--draft", "m"], "give --model"),
-        (["--model", "m", "--num-speculative-tokens", "3"], "needs --draft or --method"),
-        (["--model", "m", "--draft", "d", "--method", "ngram"], "method ngram needs no model"),
-        (["--model", "m", "--method", "ngram", "--speculative-config", "{}"], "leave those out"),
-        (["--model", "m", "--method", "magic"], "invalid choice"),
-        (["--json", "/no/such/folder/file"], "there is no folder /no/such/folder"),
+        ["--draft", "m"],
+        ["--model", "m", "--num-speculative-tokens", "3"],
+        ["--model", "m", "--draft", "d", "--method", "ngram"],
+        ["--model", "m", "--method", "ngram", "--speculative-config", "{}"],
+        ["--json", "/no/such/folder/file"],
     ],
+    ids=" ".join,
 )
-def test_wrong_options_end_with_status_2(options: list[str], words: str, capsys: pytest.CaptureFixture[str]) -> None:
-    try:
-        status = cli.main(["doctor", *options])
-    except SystemExit as exit_:
-        status = int(str(exit_.code))
-    assert status == 2
-    assert words in capsys.readouterr().err.splitlines()[-1]
+def test_contradicting_options_end_with_status_2(options: list[str]) -> None:
+    assert cli.main(["doctor", *options]) == 2
 
 
 def test_the_documentation_has_the_table_of_variables() -> None:
@@ -715,38 +694,39 @@ def test_the_table_has_every_variable_that_is_read() -> None:
 @pytest.mark.parametrize(
     ("driver", "text"),
     [
-        ("24.1.rc3", "task.* need HDK 25.0.RC1"),
-        ("25.2.0", "room for fewer graphs"),
+        ("24.1.rc3", "25.0.RC1"),
+        ("25.2.0", "fewer graphs"),
         ("25.5.1", None),
         ("26.0.rc2", None),
     ],
 )
 def test_npu_s09_s10_drivers_of_npus(driver: str, text: str | None) -> None:
-    found = list(machine._of_npus(driver))
+    found = list(machine.check_npu_driver(driver))
     assert [bool(re.search(text or "", one.text)) for one in found] == ([True] if text else [])
 
 
 def test_npu_s03_s05_g13_settings_of_npus(monkeypatch: pytest.MonkeyPatch) -> None:
-    from vllm_gaudi_spec.tools.doctor import settings
-
     monkeypatch.setattr(settings, "choose_device", lambda: "ascend")
     monkeypatch.setattr(settings.versions, "installed", lambda name: "3.4.0" if name == "triton" else None)
     monkeypatch.setenv("HCCL_OP_EXPANSION_MODE", "AIV")
-    found = {one.text: one for one in settings.npu_findings()}
+    found = {one.text: one for one in settings.check_npu_settings()}
     problems = [one.remedy for one in found.values() if one.severity == "problem"]
     assert problems == ["source /usr/local/Ascend/ascend-toolkit/set_env.sh"]
     warnings = [one.remedy for one in found.values() if one.severity == "warning"]
     assert warnings == ["unset HCCL_OP_EXPANSION_MODE", "pip uninstall triton"]
     assert "TASK_QUEUE_ENABLE=1" in found
     monkeypatch.setattr(settings, "choose_device", lambda: "hpu")
-    assert not list(settings.npu_findings())
+    assert not list(settings.check_npu_settings())
 
 
 @pytest.mark.usefixtures("unprobed")
 def test_npu_g23_codes_of_cann_are_explained(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
     log = tmp_path / "server.log"
     log.write_text("RuntimeError: replay: NPU function error, error code is 507011\n")
-    for error, text in ((str(log), "507011: a captured graph failed"), ("error 1", "no error code of CANN")):
+    for error, text in (
+        (str(log), "507011: a captured graph failed"),
+        ("error 1", "it has no known error code of CANN"),
+    ):
         _, found = here(capsys, "--error", error)
         assert any(one["about"] == "error" and one["text"].startswith(text) for one in found["findings"])
 
@@ -757,4 +737,4 @@ def test_npu_g23_codes_of_cann_are_explained(capsys: pytest.CaptureFixture[str],
 def test_damaged_weights_are_refused_whatever_length_their_header_claims(tmp_path: Path, header: bytes) -> None:
     (tmp_path / "model.safetensors").write_bytes(header)
     with pytest.raises(ValueError, match=r"model.safetensors is damaged .*; copy the model again or name another"):
-        pair._count_elements(tmp_path, "*.safetensors")
+        pair.count_elements(tmp_path, "*.safetensors")

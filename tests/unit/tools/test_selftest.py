@@ -14,35 +14,17 @@ import pytest
 from tests.support.processes import ROOT
 from tests.unit.self_test.test_start import result
 from vllm_gaudi_spec.self_test import run
-from vllm_gaudi_spec.tools import cli
-from vllm_gaudi_spec.tools.cli import check_device, selftest
+from vllm_gaudi_spec.tools import cli, selftest
+from vllm_gaudi_spec.tools.io import output
 
 
-def test_it_runs_in_a_process_whose_log_is_not_its_output(monkeypatch: pytest.MonkeyPatch) -> None:
-    started: list[list[str]] = []
-
-    def become(command: list[str]) -> int:
-        started.append(command)
-        return 0
-
-    monkeypatch.setattr(selftest, "become", become)
+def test_its_log_is_not_its_output(monkeypatch: pytest.MonkeyPatch) -> None:
+    started: list[object] = []
+    monkeypatch.setattr(output, "run_module", lambda *words: started.extend(words) or 0)
     arguments = ["selftest", "--dtype", "float32"]
     assert cli.main(arguments) == 0
-    (command,) = started
-    python = command.index(sys.executable)
-    settings = dict(word.split("=", 1) for word in command[1:python])
-    assert settings == {"VLLM_LOGGING_STREAM": "ext://sys.stderr", "VLLM_LOGGING_LEVEL": "WARNING"}
-    assert command[python + 1 :] == ["-P", "-m", "vllm_gaudi_spec.tools.cli.check_device", *arguments]
-
-
-@pytest.mark.parametrize("arguments", [["--dtype", "int8"], ["--json", "/no/such/folder/file.json"], ["more"]])
-def test_wrong_options(arguments: list[str], monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(selftest, "become", lambda command: pytest.fail(f"{command} was started"))
-    try:
-        status = cli.main(["selftest", *arguments])
-    except SystemExit as exit_:
-        status = int(str(exit_.code))
-    assert status == 2
+    variables = {"VLLM_LOGGING_STREAM": "ext://sys.stderr", "VLLM_LOGGING_LEVEL": "WARNING"}
+    assert started == ["vllm_gaudi_spec.tools.selftest", variables, arguments]
 
 
 def checked(monkeypatch: pytest.MonkeyPatch, found: Any, *arguments: str) -> int:
@@ -51,8 +33,8 @@ def checked(monkeypatch: pytest.MonkeyPatch, found: Any, *arguments: str) -> int
             raise found
         return found
 
-    monkeypatch.setattr(check_device, "check", check)
-    return check_device.checked(cli.make_parser().parse_args(["selftest", *arguments]))
+    monkeypatch.setattr(selftest, "check_device", check)
+    return selftest.run_checks(cli.make_parser().parse_args(["selftest", *arguments]))
 
 
 def test_all_is_well(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
@@ -91,7 +73,7 @@ def test_a_device_that_does_not_start(monkeypatch: pytest.MonkeyPatch, capsys: p
 
 def test_a_device_that_does_not_exist(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
     monkeypatch.setenv("VGS_DEVICE", "gaudi")
-    assert check_device.checked(cli.make_parser().parse_args(["selftest"])) == 1
+    assert selftest.run_checks(cli.make_parser().parse_args(["selftest"])) == 1
     (line,) = capsys.readouterr().err.splitlines()
     assert line.startswith("gaudi-spec selftest: error: VGS_DEVICE=gaudi is not available; use one of cpu, hpu, ")
 

@@ -1,7 +1,7 @@
 """Measure speculation methods side by side, and compare their tokens with the baseline's.
 
-On a machine with other work, speeds measured minutes apart differ by more than the speedup of drafting. So a turn is
-one pass over all prompts, in which each engine answers a batch while the others wait, in alternating order.
+On a busy machine, speeds measured minutes apart differ by more than the speedup of drafting. A turn is therefore one
+pass over all prompts, in which each engine answers a batch while the others wait, in alternating order.
 """
 
 from __future__ import annotations
@@ -9,8 +9,8 @@ from __future__ import annotations
 import gc
 import math
 import time
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Sequence
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from statistics import median, quantiles
@@ -21,7 +21,6 @@ from vllm import LLM, SamplingParams
 from vllm.inputs import tokens_input
 from vllm.tokenizers import get_tokenizer
 
-from vllm_gaudi_spec.tools.compare.phases import StepTimes
 from vllm_gaudi_spec.tools.io.output import counting
 from vllm_gaudi_spec.upstream.tools import get_config
 
@@ -31,16 +30,16 @@ if TYPE_CHECKING:
 
 Log = Callable[[str], None]
 
-LONGEST_FIXED_PROMPT = 32  # tokens, in any vocabulary that splits words into a few pieces
+LONGEST_FIXED_PROMPT = 32
+"""An upper bound for the tokens of a fixed prompt, in any vocabulary."""
 WARMUP_TOKENS = 16
 OTHER_TOKENS = 128
-WATCHED_TOKENS = 32
-# Two candidates closer than this count as a tie: kernels for one and for several rows round differently.
+# Two candidates closer than this are tied, since kernels for one and for several rows round differently.
 TIE = 1e-4
 # A drafter has a cache of its own, and blocks are not filled to the end.
 _KV_FACTOR = 3
 _MIN_KV = 256 << 20
-# In a single one, other work on the machine decided ratios by a factor of two.
+# With a single turn, other work on the machine changed ratios by a factor of two.
 _MIN_TURNS = 2
 
 
@@ -48,7 +47,7 @@ _MIN_TURNS = 2
 class Setup:
     """The settings that all tasks of a comparison share."""
 
-    OPTIONS: ClassVar = ("osl", "batch_size", "temperature", "seed", "enforce_eager", "num_warmups", "turns")
+    OPTIONS: ClassVar = ("osl", "batch_size", "temperature", "seed", "num_warmups", "turns")
 
     model: str
     prompts: list[str]
@@ -59,7 +58,6 @@ class Setup:
     batch_size: int
     temperature: float
     seed: int
-    enforce_eager: bool
     num_warmups: int
     turns: int
     kv_bytes: int | None = None
@@ -75,10 +73,8 @@ class Setup:
             dtype=self.dtype,
             max_model_len=longest + self.osl,
             max_num_seqs=self.batch_size,
-            enforce_eager=self.enforce_eager,
             speculative_config=config,
             enable_prefix_caching=False,  # each turn computes the prompts again
-            worker_extension_cls=f"{StepTimes.__module__}.{StepTimes.__qualname__}",
             **({"kv_cache_memory_bytes": self.kv_bytes} if self.kv_bytes else {}),
             **({"per_request_spec_decode_metrics": "summary"} if config else {}),
         )
@@ -150,7 +146,7 @@ class Run:
         assert self.llm is not None, "it was closed"
         setup, llm, config = self.setup, self.llm, self._config
         num_tokens = sum(len(answer.token_ids) for answer in self.answers)
-        latency = typical_seconds(self.seconds)
+        latency = sum_median_seconds(self.seconds)
         steps = llm.collective_rpc("step_report")[0]  # all ranks take the same steps
         k = config["num_speculative_tokens"] if config else 0
         tokenizer = llm.get_tokenizer()
@@ -163,15 +159,14 @@ class Run:
             "tokens_per_s": num_tokens / latency,
             "seconds": self.seconds,
             "latencies": self.latencies,
-            "step": self._typical_step(llm),
             "speedup": None,
-            **(drafted := acceptance(self.answers, k)),
-            "tokens_per_step": tokens_per_step(num_tokens - len(self.answers), drafted["num_accepted_tokens"]),
+            **(drafted := count_acceptance(self.answers, k)),
+            "tokens_per_step": compute_tokens_per_step(num_tokens - len(self.answers), drafted["num_accepted_tokens"]),
             "graphs": steps["graphs"],
             "compiled_after_warmup": steps["device"].get("compiled_after_warmup"),
             "steps": steps["steps"],
             "host_syncs_per_step": steps["host_syncs_per_step"],
-            "acc_rate_elsewhere": rate_elsewhere(setup, llm, k, self._log) if k and setup.other_prompts else None,
+            "acc_rate_elsewhere": self._rate_elsewhere(llm, k) if k and setup.other_prompts else None,
             "matches_baseline": None,
             "trace": str(trace) if trace else None,
             "answers": [
@@ -180,21 +175,29 @@ class Run:
             ],
         }
 
-    def _typical_step(self, llm: LLM) -> dict[str, Any] | None:
-        """Return the typical step of the first rank, from a few more steps after the measured ones."""
-        llm.collective_rpc("watch_steps")
-        setup = self.setup
-        setup.generate(llm, setup.prompts[: setup.batch_size], min(WATCHED_TOKENS, setup.osl))
-        return llm.collective_rpc("watched_step")[0]
+    def _rate_elsewhere(self, llm: LLM, k: int) -> float | None:
+        self._log(f"{len(self.setup.other_prompts)} other prompts, for the acceptance rate alone")
+        answers = self.setup.generate(llm, self.setup.other_prompts, min(OTHER_TOKENS, self.setup.osl))
+        rate: float | None = count_acceptance(answers, k)["acc_rate"]
+        return rate
 
-    def against(self, base: Run) -> None:
+    def compare_with(self, base: Run) -> None:
         """Add the comparison with the baseline to the report; the baseline's engine resolves ties."""
-        self.report["matches_baseline"] = compare(base, self)
-        self.report["speedup"] = speedup(base.seconds, self.seconds)
+        self.report["matches_baseline"] = compare_texts(base, self)
+        self.report["speedup"] = compute_speedup(base.seconds, self.seconds)
 
     def close(self) -> None:
         self.llm = None
         gc.collect()
+
+
+def profile_to(trace: Path | None) -> AbstractContextManager[Any]:
+    """Write torch.profiler's trace of the block, if a file is named."""
+    if trace is None:
+        return nullcontext()
+    from torch.profiler import profile, supported_activities
+
+    return profile(activities=supported_activities(), on_trace_ready=lambda made: made.export_chrome_trace(str(trace)))
 
 
 def take_turns(runs: Sequence[Run], setup: Setup, log: Log, enough_s: float = math.inf) -> dict[str, Exception]:
@@ -221,21 +224,10 @@ def take_turns(runs: Sequence[Run], setup: Setup, log: Log, enough_s: float = ma
     return failed
 
 
-def accepted_lengths(answers: Sequence[Answer], k: int) -> list[int]:
-    """Return how many steps with drafts accepted 0, 1, ... k of them."""
-    return [sum(answer.histogram[number] for answer in answers if answer.histogram) for number in range(k + 1)]
-
-
-def rate_elsewhere(setup: Setup, llm: LLM, k: int, log: Log) -> float | None:
-    log(f"{len(setup.other_prompts)} other prompts, for the acceptance rate alone")
-    answers = setup.generate(llm, setup.other_prompts, min(OTHER_TOKENS, setup.osl))
-    rate: float | None = acceptance(answers, k)["acc_rate"]
-    return rate
-
-
-def acceptance(answers: Sequence[Answer], k: int) -> dict[str, Any]:
-    """Count drafts by request: vLLM's counters only cover the engine made last in a process."""
-    lengths = accepted_lengths(answers, k)
+def count_acceptance(answers: Sequence[Answer], k: int) -> dict[str, Any]:
+    """Count drafts by request, since vLLM's counters only cover the engine made last in a process."""
+    # Number of steps with drafts that accepted 0, 1, ... k of them.
+    lengths = [sum(answer.histogram[number] for answer in answers if answer.histogram) for number in range(k + 1)]
     drafts, drafted = sum(lengths), sum(answer.num_draft_tokens for answer in answers)
     accepted = sum(length * steps for length, steps in enumerate(lengths))
     return {
@@ -249,47 +241,31 @@ def acceptance(answers: Sequence[Answer], k: int) -> dict[str, Any]:
     }
 
 
-def tokens_per_step(num_tokens: int, accepted: int) -> float:
-    """Return the tokens per request and step of the target, including steps without drafts.
+def compute_tokens_per_step(num_tokens: int, accepted: int) -> float:
+    """Return the mean number of tokens per request and step of the target, including steps without drafts.
 
     `num_tokens` excludes the first token of each request, which belongs to the prompt's step.
     """
     return num_tokens / (num_tokens - accepted) if num_tokens > accepted else 1.0
 
 
-# ---- profiling -----------------------------------------------------------------------------------------
-
-
-@contextmanager
-def profiled(trace: Path | None, log: Log) -> Iterator[None]:
-    if trace is None:
-        yield
-        return
-    from torch.profiler import profile, supported_activities
-
-    with profile(activities=supported_activities()) as profiler:
-        yield
-    profiler.export_chrome_trace(str(trace))
-    log(f"trace of the measured run: {trace}")
-
-
 # ---- comparing with the baseline -----------------------------------------------------------------------
 
 
-def compare(base: Run, run: Run) -> dict[str, int]:
-    """Count the texts that equal the baseline's token by token, are tied, or differ."""
+def compare_texts(base: Run, run: Run) -> dict[str, int]:
+    """Count the texts that equal the baseline's token by token, are tied with it, or differ."""
     assert base.llm is not None, "the baseline's engine is asked about ties"
     pairs = zip(base.answers, run.answers, strict=True)
-    conclusions = [compare_one(base.llm, *pair, base.setup.temperature) for pair in pairs]
-    return {name: conclusions.count(name) for name in ("equal", "tied", "different")}
+    found = [_compare_text(base.llm, *pair, base.setup.temperature) for pair in pairs]
+    return {name: found.count(name) for name in ("equal", "tied", "different")}
 
 
-def compare_one(base_llm: LLM, base: Answer, answer: Answer, temperature: float) -> str:
+def _compare_text(base_llm: LLM, base: Answer, answer: Answer, temperature: float) -> str:
     if base.token_ids == answer.token_ids:
         return "equal"
     pairs = zip(base.token_ids, answer.token_ids, strict=False)
     first = next((i for i, (expected, got) in enumerate(pairs) if expected != got), None)
-    # The noise of a sampled token is not to be had from outside, so only greedy ties are found.
+    # The engine does not report the noise of a sampled token, so only greedy ties are found.
     if first is None or temperature > 0:
         return "different"
     prefix = tokens_input([*base.prompt_ids, *base.token_ids[:first]])
@@ -343,15 +319,15 @@ class Answer:
     def steps(self) -> list[tuple[int, int]]:
         """Return the number of tokens and of accepted drafts of each step.
 
-        The last token of a step is the target's own, unless the end of the answer cut it off: drafts that the
-        engine counted beyond that belong to the last step.
+        The last token of a step is the target's own, unless the end of the answer cut it off. Further drafts that the
+        engine counted belong to the last step.
         """
         drafts = [size - 1 for size in self.sizes]
         if drafts:
             drafts[-1] += sum(number * steps for number, steps in enumerate(self.histogram)) - sum(drafts)
         steps = list(zip(self.sizes, drafts, strict=True))
         if any(not 0 <= accepted <= size for size, accepted in steps):
-            raise RuntimeError(f"the engine accepted other numbers of drafts than its steps brought: {steps}")
+            raise RuntimeError(f"the number of accepted drafts contradicts the number of tokens of the steps: {steps}")
         return steps
 
     def pieces(self, tokenizer: Any) -> list[str]:
@@ -374,7 +350,6 @@ def ask(
     llm: LLM, prompts: Sequence[str], params: Sequence[SamplingParams], more: Callable[[int], None] | None = None
 ) -> list[Answer]:
     """Generate with the engine; `more` is called with the number of new tokens of each step."""
-    from vllm.inputs import tokens_input
     from vllm.sampling_params import RequestOutputKind
 
     engine, tokenizer = llm.llm_engine, llm.get_tokenizer()
@@ -399,7 +374,7 @@ T = TypeVar("T")
 Seconds = list[list[float]]
 """Seconds of one engine, by turn and by batch of prompts."""
 
-# Of what is free when one engine is loaded, so much is for the others: one with a drafter takes more than the first.
+# The share of the memory left by the first engine that the others may need; one with a drafter needs more.
 _SHARE_OF_FREE_MEMORY = 0.7
 
 
@@ -412,27 +387,23 @@ def in_order(engines: Sequence[T], window: int) -> list[T]:
     return list(engines) if window % 2 == 0 else list(reversed(engines))
 
 
-def typical_seconds(seconds: Seconds) -> float:
+def sum_median_seconds(seconds: Seconds) -> float:
     """Return the seconds for all prompts, each batch counted with its median turn."""
     return sum(map(median, zip(*seconds, strict=True)))
 
 
-def speedup(base: Seconds, seconds: Seconds) -> dict[str, float]:
+def compute_speedup(base: Seconds, seconds: Seconds) -> dict[str, float]:
     """Return median and quartiles of the speedup, batch by batch within the same turn."""
     quotients = [other / one for turns in zip(base, seconds, strict=True) for other, one in zip(*turns, strict=True)]
     if len(quotients) == 1:
-        quotients *= 2  # what quantiles need at least
+        quotients *= 2  # the minimum that quantiles() accepts
     low, middle, high = quantiles(quotients, n=4, method="inclusive")
     return {"ratio": middle, "low": low, "high": high}
 
 
-def why_not_together(num_engines: int, first: int, free: int) -> str | None:
-    """Return why engines do not fit side by side, if each takes about as much as the loaded first one."""
+def explain_lack_of_memory(num_engines: int, first: int, free: int) -> str | None:
+    """Return why engines do not fit side by side, if each needs about as much memory as the loaded first one."""
     needed = (num_engines - 1) * first
     if needed <= _SHARE_OF_FREE_MEMORY * free:
         return None
-    return f"the other engines need about {_gib(needed)} GiB, and {_gib(free)} GiB are free"
-
-
-def _gib(size: int) -> str:
-    return f"{size / 2**30:.1f}"
+    return f"the other engines need about {needed / 2**30:.1f} GiB, and {free / 2**30:.1f} GiB are free"

@@ -1,7 +1,4 @@
-"""The methods that can be compared, the options of a comparison, and which of them contradict each other.
-
-Nothing heavy is imported here.
-"""
+"""The tasks of a comparison and its options. Nothing heavy is imported here."""
 
 from __future__ import annotations
 
@@ -32,18 +29,18 @@ PROMPTS = [
 @dataclass(frozen=True)
 class Task:
     method: str | None
-    """vLLM's name of the method; none for the baseline."""
+    """vLLM's name for the method, or None for the baseline."""
     options: tuple[str, ...] = ()
-    """Options of the command that vLLM takes under the same name."""
+    """Options of the command that vLLM accepts under the same name."""
     needs_draft_model: bool = False
     remembers_answers: bool = False
     """Whether it drafts from finished requests, so that a second turn would measure something else."""
     demo_drafter: str | None = None
-    """The folder under demo/ that drafts for the demo's target."""
+    """The folder of the demo's drafter, under demo/."""
     demo_target: str | None = None
-    """The folder under demo/ that is the target, where it is not the demo model."""
+    """The folder of the demo's target under demo/, if it is not the demo model."""
     demo_drafts: int | None = None
-    """The largest number of drafts of the demo's drafter, where it has a limit."""
+    """The maximum number of drafts of the demo's drafter, if it has a limit."""
 
     @property
     def was_trained_on_the_prompts(self) -> bool:
@@ -51,7 +48,6 @@ class Task:
 
 
 BASELINE = "baseline"
-# The demo's models, of tasks that have some.
 _DEMOS: dict[str, dict[str, Any]] = {
     DRAFT_MODEL: {"demo_drafter": "draft-same-vocab"},
     UNIVERSAL_DRAFT: {"demo_drafter": "draft-other-vocab"},
@@ -75,7 +71,7 @@ def _task(name: str, row: Method) -> Task:
 
 TASKS = {
     BASELINE: Task(None),
-    # A class of the user's is not drafted with here.
+    # custom_class is left out, since it needs a class of the user's.
     **{name: _task(name, row) for name, row in METHODS.items() if "model" not in row.options},
     UNIVERSAL_DRAFT: _task(UNIVERSAL_DRAFT, METHODS[DRAFT_MODEL]),
 }
@@ -83,12 +79,12 @@ COMPARE = "compare"
 COMPARED = (BASELINE, "ngram", DRAFT_MODEL, UNIVERSAL_DRAFT)
 DEMO = Path(__file__).parents[2] / "demo"
 """The drafters of the demo model: links to demo/ in a checkout, folders in a wheel."""
-
-DRAFTING = ("greedy", "probabilistic", "coupled")
+_RULES = [rule for rule in RULES if rule != "synthetic"]
+_DRAFTING = ("greedy", "probabilistic", "coupled")
 
 
 def speculative_config(name: str, options: argparse.Namespace) -> dict[str, Any] | None:
-    """Return the task's value of LLM(speculative_config=...)."""
+    """Return the task's `speculative_config` for vLLM."""
     task = TASKS[name]
     if task.method is None:
         return None
@@ -98,9 +94,7 @@ def speculative_config(name: str, options: argparse.Namespace) -> dict[str, Any]
     if task.needs_draft_model:
         config["model"] = draft_model(name, options)
     for choice in options.acceptance or ():
-        config["rejection_sample_method" if choice in RULES else "draft_sample_method"] = choice
-    if options.synthetic_rates:
-        config["synthetic_acceptance_rates"] = options.synthetic_rates
+        config["rejection_sample_method" if choice in _RULES else "draft_sample_method"] = choice
     return config
 
 
@@ -134,21 +128,20 @@ def compared(options: argparse.Namespace) -> list[str]:
 
 
 DESCRIPTION = """\
-Several tasks are compared in one table with the baseline (no speculation); `compare` stands for baseline, ngram,
-draft_model and universal_draft, which is a draft model with another vocabulary.
-On the CPU their engines live side by side and take turns, prompt by prompt, so that a slow minute of the machine slows
-all of them. They run one after the other on a card, which one process owns, where memory is too small, and with
---do-profile; the table notes it.
+Several tasks are compared in one table with the baseline (no speculation). `compare` stands for baseline, ngram,
+draft_model and universal_draft, a draft model with another vocabulary.
+On the CPU, the engines run side by side and take turns, prompt by prompt, so that a slow minute of the machine slows
+all of them. They run one after the other on a card, when memory is too small, and with --do-profile; the table says so.
 
-Without --model the target is the demo model, and --draft may be left out: its drafters come with this package. For
-eagle3, medusa and mtp the demo has a tiny model of its own, with poor texts but high acceptance. With a model of your
-own and no --draft, `compare` leaves out what needs one; mtp drafts with the model itself.
+Without --model, the target is the demo model, and --draft may be left out: its drafters come with this package. For
+eagle3, medusa and mtp, the demo has a tiny model with poor texts but high acceptance. With a model of your own and no
+--draft, `compare` leaves out the methods that need one; mtp drafts with the model itself.
 
-A drafter of the demo model was trained on the fixed prompts. Where it is the only task, its report has a second
-acceptance rate, on prompts unlike those of its training.
+The drafters of the demo model were trained on the fixed prompts. If one of them is the only task, its acceptance rate
+on other prompts is reported as well.
 
-Exit status: 0 when the task ran and met its thresholds, 1 when it failed (the last line has the reason), 2 for wrong
-options. --accuracy-rate needs lm-eval (the extra `bench`) and downloads its data; it was never run with them.
+Exit status: 0 when the task ran and met its threshold, 1 when it failed (the last line has the reason), 2 for wrong
+options.
 """
 
 
@@ -163,13 +156,13 @@ def add_to(parser: argparse.ArgumentParser, num_prompts: str = "default: as --ba
         metavar="TASK",
         help=f"speculation method, or several to compare: {', '.join(TASKS)}; {COMPARE} is {', '.join(COMPARED)}",
     )
-    add("--model", metavar="MODEL", help="Hugging Face id or folder of the target (default: the demo model)")
+    add("--model", metavar="MODEL", help="folder or Hugging Face id of the target (default: the demo model)")
     add_shared(
         add,
         "--draft",
         dest="draft_model",
         metavar="MODEL",
-        help="Hugging Face id or folder of the drafter (default: the demo's, with the demo model)",
+        help="folder or Hugging Face id of the drafter (default: the demo's, with the demo model)",
     )
     add_shared(
         add,
@@ -180,14 +173,9 @@ def add_to(parser: argparse.ArgumentParser, num_prompts: str = "default: as --ba
         metavar="N",
         help="tokens to generate per prompt, past any end token",
     )
-    add("--batch-size", type=positive, default=8, metavar="N", help="concurrency: requests that run together")
-    add(
-        "--num-prompts",
-        type=positive,
-        metavar="N",
-        help=f"how many prompts, of the eight fixed ones or of --prompts ({num_prompts})",
-    )
-    add("--prompts", metavar="SOURCE", help=f"{SOURCES} (default: the fixed ones)")
+    add("--batch-size", type=positive, default=8, metavar="N", help="concurrency: number of requests in flight")
+    add("--num-prompts", type=positive, metavar="N", help=f"number of prompts ({num_prompts})")
+    add("--prompts", metavar="SOURCE", help=f"{SOURCES} (default: eight fixed prompts)")
     add_shared(
         add,
         "--num-speculative-tokens",
@@ -195,38 +183,30 @@ def add_to(parser: argparse.ArgumentParser, num_prompts: str = "default: as --ba
         type=positive,
         default=5,
         metavar="K",
-        help="drafts per step, at most",
+        help="maximum number of drafts per step",
     )
     add("--prompt-lookup-min", type=positive, default=2, metavar="N", help="ngram: shortest match, in tokens")
     add("--prompt-lookup-max", type=positive, default=5, metavar="N", help="ngram: longest match, in tokens")
     add(
         "--acceptance",
         nargs="+",
-        choices=[*RULES, *DRAFTING],
+        choices=[*_RULES, *_DRAFTING],
         metavar="HOW",
-        help=f"acceptance rule ({', '.join(RULES)}), drafting mode ({', '.join(DRAFTING)}), or one of each "
+        help=f"acceptance rule ({', '.join(_RULES)}), drafting mode ({', '.join(_DRAFTING)}), or one of each "
         "(default: vLLM's, standard and greedy)",
     )
-    add(
-        "--synthetic-rates",
-        type=share,
-        nargs="+",
-        metavar="RATE",
-        help="for --acceptance synthetic: the acceptance rate of each of the k positions, from 0 to 1",
-    )
-    add("--temperature", type=not_negative, default=0.0, metavar="T", help="sampling temperature; 0: greedy")
+    add("--temperature", type=not_negative, default=0.0, metavar="T", help="sampling temperature; 0 is greedy")
     add("--seed", type=int, default=0, metavar="S", help="prompt i samples with seed S + i")
     add("--dtype", help="as for vllm serve (default: float32 on the CPU and emulated cards, else the model's own)")
-    add("--enforce-eager", action="store_true", help="as for vllm serve; on this platform it changes nothing")
     add("--num-warmups", type=int, default=1, metavar="N", help="short runs before the measured ones")
     add(
         "--turns",
         type=positive,
         default=1,
         metavar="N",
-        help="measured runs of each prompt, at most; tasks that take turns begin no third one after a minute",
+        help="maximum number of measured runs of each prompt; side by side, no third one starts after a minute",
     )
-    add("--run-base", action="store_true", help="run without speculation as well, and compare the tokens")
+    add("--run-base", action="store_true", help="run the baseline as well, and compare the texts")
     output.add_json(add, "the record of the run")
     add("--report", type=Path, metavar="FILE", help="write a report page (HTML)")
     add(
@@ -235,58 +215,31 @@ def add_to(parser: argparse.ArgumentParser, num_prompts: str = "default: as --ba
         nargs="?",
         const=Path(),
         metavar="FOLDER",
-        help="write torch.profiler's trace of the measured run to FOLDER; without FOLDER beside the file of --json, "
-        "else here (default: no trace)",
+        help="write torch.profiler's trace of the measured run to FOLDER, or beside the file of --json, or here "
+        "(default: no trace)",
     )
     add(
         "--assert-accept-rate",
         type=share,
         metavar="RATE",
-        help="fail when the acceptance rate, from 0 to 1, is lower (default: no threshold)",
+        help="fail if the acceptance rate is below RATE, from 0 to 1 (default: no threshold)",
     )
-    add(
-        "--accuracy-rate",
-        type=share,
-        metavar="RATE",
-        help="run GSM8K by lm-eval; fail when the share of right answers, from 0 to 1, is lower (default: not run)",
-    )
-    add("--limit", type=positive, metavar="N", help="with --accuracy-rate: only the first N questions (default: all)")
 
 
-def contradiction_in(options: argparse.Namespace) -> str | None:
-    """Return which options contradict each other, or None; `options.tasks` is set from `tasks_of`."""
-    return contradiction_in_tasks(options) or contradiction_in_acceptance(options)
-
-
-def contradiction_in_tasks(options: argparse.Namespace) -> str | None:
+def find_mistake(options: argparse.Namespace) -> str | None:
+    """Return a message about options that contradict each other, or None. Needs `options.tasks` from `tasks_of`."""
     names = " and ".join(options.tasks)
     drafting = [name for name in options.tasks if TASKS[name].needs_draft_model]
+    choices = options.acceptance or []
     if options.draft_model and not drafting:
         return f"task {names} needs no draft model; leave out --draft"
     if lacking := [name for name in drafting if not draft_model(name, options)]:
         return f"task {lacking[0]} needs --draft"
     if all(TASKS[name].method is None for name in options.tasks):
-        if options.acceptance or options.assert_accept_rate is not None:
+        if choices or options.assert_accept_rate is not None:
             return f"task {names} drafts nothing; leave out --acceptance and --assert-accept-rate"
     if not options.model and len(demo_targets(options)) > 1:
-        return f"the demo has no target for {names} together; run one at a time, or give --model"
-    if len(options.tasks) > 1 and options.accuracy_rate is not None:
-        return "--accuracy-rate is for a single task"
-    if options.limit and options.accuracy_rate is None:
-        return "--limit is for --accuracy-rate"
-    return None
-
-
-def contradiction_in_acceptance(options: argparse.Namespace) -> str | None:
-    choices = options.acceptance or []
-    if any(len([one for one in choices if one in kind]) > 1 for kind in (RULES, DRAFTING)):
-        return "--acceptance takes one rule and one drafting mode at most"
-    if ("synthetic" in choices) != bool(options.synthetic_rates):
-        return "--acceptance synthetic and --synthetic-rates need each other"
-    if options.synthetic_rates and len(options.synthetic_rates) != options.num_spec_tokens:
-        return f"--synthetic-rates needs one rate for each of the {options.num_spec_tokens} drafts"
-    return None
-
-
-def file_mistake(options: argparse.Namespace) -> str | None:
-    return output.mistake("--json", options.json) or output.mistake("--report", options.report)
+        return f"the demo has no common target for {names}; run one at a time, or give --model"
+    if any(len([one for one in choices if one in kind]) > 1 for kind in (_RULES, _DRAFTING)):
+        return "--acceptance takes at most one rule and one drafting mode"
+    return output.find_mistake("--json", options.json) or output.find_mistake("--report", options.report)

@@ -1,11 +1,11 @@
-"""Findings: one line each, and a remedy."""
+"""Findings: one line each, and a remedy. Only a problem keeps the platform, or the models, from running."""
 
 from __future__ import annotations
 
 from dataclasses import dataclass
+from functools import partial
 
 OK, NOTE, WARNING, PROBLEM = "ok", "note", "warning", "problem"
-"""Severities: only a problem keeps the platform, or the pair of models, from running."""
 
 
 @dataclass(frozen=True)
@@ -15,14 +15,20 @@ class Finding:
     text: str
     remedy: str = ""
 
-    @classmethod
-    def refusal(cls, about: str, message: str) -> Finding:
-        """Make a finding of a refusal in one line that ends with the remedy."""
-        text, _, remedy = message.rpartition("; ")
-        return cls(PROBLEM, about, text or message, remedy if text else "")
+
+ok = partial(Finding, OK)
+note = partial(Finding, NOTE)
+warning = partial(Finding, WARNING)
+problem = partial(Finding, PROBLEM)
 
 
-def conclusion(findings: list[Finding]) -> str:
+def refusal(about: str, message: str) -> Finding:
+    """Make a problem of a refusal in one line that ends with the remedy."""
+    text, _, remedy = message.rpartition("; ")
+    return problem(about, text or message, remedy if text else "")
+
+
+def conclude(findings: list[Finding]) -> str:
     counts = {name: sum(found.severity == name for found in findings) for name in (PROBLEM, WARNING)}
     counted = " and ".join(f"{count} {name}{'s' if count > 1 else ''}" for name, count in counts.items() if count)
     if not counts[PROBLEM]:

@@ -1,7 +1,7 @@
-"""Devices, their drivers, and what the host or the container gives a Gaudi.
+"""Devices, their drivers, and the host or container of a Gaudi.
 
-The host is read from files of the kernel under `root`. No card is opened: it would not be free for a server, and one
-that serves already could not be examined. None of this was compared with a machine that has a Gaudi.
+The host is read from files of the kernel under `root`. No card is opened, so that a server can use it meanwhile. None
+of this was compared with a machine that has a Gaudi.
 """
 
 from __future__ import annotations
@@ -11,302 +11,220 @@ import re
 import shutil
 import subprocess
 from collections.abc import Iterator
-from itertools import groupby
 from pathlib import Path
-from typing import NamedTuple
 
 from vllm_gaudi_spec import devices, versions
 from vllm_gaudi_spec.environment import requested_device
-from vllm_gaudi_spec.tools.doctor.findings import NOTE, OK, PROBLEM, WARNING, Finding
+from vllm_gaudi_spec.tools.doctor.findings import Finding, note, ok, problem, warning
 
 _SECONDS = 20
 # The devices whose drivers show cards.
 _CARDS = {name: device.title for name, device in devices.DEVICES.items() if device.nodes}
-
-
-class _Tool(NamedTuple):
-    command: tuple[str, ...]
-    driver: str
-    """The driver's version in the tool's output."""
-
-
-# hl-smi names the network's driver, "Nic Driver Version", after the card's; npu-smi has its own version in front.
+# Each tool's arguments, and the driver's version in its output. hl-smi also prints the version of the network's driver,
+# and npu-smi its own version.
 _TOOLS = {
-    "hl-smi": _Tool(("hl-smi",), r"^\|\s*Driver Version:\s*([\w.-]+)"),
-    "npu-smi": _Tool(("npu-smi", "info"), r"^\|\s*npu-smi\s.*\sVersion:\s*([\w.-]+)"),
-    "nvidia-smi": _Tool(("nvidia-smi",), r"Driver Version:\s*([\w.-]+)"),
+    "hl-smi": ((), r"^\|\s*Driver Version:\s*([\w.-]+)"),
+    "npu-smi": (("info",), r"^\|\s*npu-smi\s.*\sVersion:\s*([\w.-]+)"),
+    "nvidia-smi": ((), r"Driver Version:\s*([\w.-]+)"),
 }
 
 
-def device_findings() -> Iterator[Finding]:
+def check_devices() -> Iterator[Finding]:
     requested = requested_device()
-    if requested is None:
-        yield from _chosen_device()
-    else:
-        yield from _requested_device(requested)
-    yield from _unused_cards()
-
-
-def _requested_device(device: str) -> Iterator[Finding]:
-    if device not in devices.DEVICES:
-        names = ", ".join(devices.DEVICES)
-        yield Finding(PROBLEM, "device", f"VGS_DEVICE={device} is not available", f"use one of {names}")
-        return
-    if (software := devices.missing_software(device)) is not None:
-        yield Finding(
-            PROBLEM,
-            "device",
-            f"VGS_DEVICE={device} needs {software}, which is not installed",
-            f"use the vendor's image, which has it, or VGS_DEVICE={device}-emulated without a card",
-        )
-    elif device in _CARDS and not devices.cards(device):
-        yield Finding(
-            PROBLEM,
-            "device",
-            f"VGS_DEVICE={device}, and no driver shows a {_CARDS[device]} here",
-            f"give the container its devices, load the driver, or use VGS_DEVICE={device}-emulated",
-        )
-    else:
-        yield Finding(OK, "device", f"{device}, set by VGS_DEVICE")
-
-
-def _chosen_device() -> Iterator[Finding]:
-    if others := devices.other_platform_plugins():
-        yield Finding(NOTE, "device", f"left to the platform plugin {', '.join(others)}: VGS_DEVICE is not set")
+    if requested is not None:
+        yield _check_requested_device(requested)
+    elif others := devices.other_platform_plugins():
+        yield note("device", f"left to the platform plugin {', '.join(others)}, since VGS_DEVICE is not set")
     elif (device := devices.choose_device()) in _CARDS:
         software = devices.DEVICES[device].software
-        yield Finding(OK, "device", f"{device}: {_shown(devices.cards(device))}, and {software} is installed")
+        yield ok("device", f"{device}: {_count(devices.cards(device))}, and {software} is installed")
     else:
         no_cards = " and ".join(f"no {title}" for title in _CARDS.values())
-        yield Finding(OK, "device", f"cpu: {no_cards} can be used here, and VGS_DEVICE is not set")
-
-
-def _unused_cards() -> Iterator[Finding]:
+        yield ok("device", f"cpu: {no_cards} can be used here, and VGS_DEVICE is not set")
     for device, name in _CARDS.items():
-        if (found := devices.cards(device)) and (software := devices.missing_software(device)):
-            yield Finding(
-                WARNING,
-                "device",
-                f"there is a {name} ({_shown(found)}), and {software} is not installed, so it is not used",
-                f"use the vendor's image, which has {software}",
-            )
+        if (found := devices.cards(device)) and (missing := devices.missing_software(device)):
+            text = f"there is a {name} ({_count(found)}), which is not used because {missing} is not installed"
+            yield warning("device", text, f"use the vendor's image, which has {missing}")
 
 
-def _shown(cards: list[str]) -> str:
+def _check_requested_device(device: str) -> Finding:
+    emulated = f"VGS_DEVICE={device}-emulated"
+    if device not in devices.DEVICES:
+        names = ", ".join(devices.DEVICES)
+        return problem("device", f"VGS_DEVICE={device} is not available", f"use one of {names}")
+    if (software := devices.missing_software(device)) is not None:
+        text = f"VGS_DEVICE={device} needs {software}, which is not installed"
+        return problem("device", text, f"use the vendor's image, which has it, or {emulated} without a card")
+    if device in _CARDS and not devices.cards(device):
+        text = f"VGS_DEVICE={device}, but no driver shows a {_CARDS[device]} here"
+        return problem("device", text, f"give the container its devices, load the driver, or use {emulated}")
+    return ok("device", f"{device}, set by VGS_DEVICE")
+
+
+def _count(cards: list[str]) -> str:
     return cards[0] if len(cards) == 1 else f"{len(cards)} cards, {cards[0]} to {cards[-1]}"
 
 
-def driver_findings(root: Path = Path("/")) -> Iterator[Finding]:
-    """Report driver versions from the tools that are here, or from the kernel where hl-smi is missing."""
+def check_drivers(root: Path = Path("/")) -> Iterator[Finding]:
+    """Report driver versions from the tools that are here, or from the kernel if hl-smi is missing."""
     version = root / "sys/module/habanalabs/version"
     if shutil.which("hl-smi") is None and version.is_file():
         driver = version.read_text().strip()
-        yield Finding(OK, "driver", f"habanalabs: {driver}")
-        yield from _beside_the_bridge(driver)
-    for name, tool in _TOOLS.items():
+        yield ok("driver", f"habanalabs: {driver}")
+        yield from _compare_with_bridge(driver)
+    for name, (arguments, pattern) in _TOOLS.items():
         if shutil.which(name) is None:
             continue
         try:
             done = subprocess.run(
-                tool.command, capture_output=True, text=True, errors="replace", timeout=_SECONDS, check=False
+                (name, *arguments), capture_output=True, text=True, errors="replace", timeout=_SECONDS, check=False
             )
         except (OSError, subprocess.TimeoutExpired) as error:
-            yield Finding(WARNING, "driver", f"{name} does not answer: {error}", "load the driver again, or reboot")
+            yield warning("driver", f"{name} does not answer: {error}", "load the driver again, or reboot")
             continue
         if done.returncode:
             message = (done.stderr.strip() or done.stdout.strip() or f"status {done.returncode}").splitlines()[0]
-            yield Finding(WARNING, "driver", f"{name} fails: {message}", "load the driver again, or reboot")
+            yield warning("driver", f"{name} fails: {message}", "load the driver again, or reboot")
             continue
-        found = re.search(tool.driver, done.stdout, re.MULTILINE)
-        yield Finding(OK, "driver", f"{name}: {found[1] if found else 'its version is not in what it prints'}")
-        if name == "hl-smi" and found:
-            yield from _beside_the_bridge(found[1])
-        if name == "npu-smi" and found:
-            yield from _of_npus(found[1])
+        found = re.search(pattern, done.stdout, re.MULTILINE)
+        yield ok("driver", f"{name}: {found[1] if found else 'its output does not have the version'}")
+        if found and name == "hl-smi":
+            yield from _compare_with_bridge(found[1])
+        if found and name == "npu-smi":
+            yield from check_npu_driver(found[1])
 
 
-def _beside_the_bridge(driver: str) -> Iterator[Finding]:
+def _compare_with_bridge(driver: str) -> Iterator[Finding]:
     """Compare the releases of driver and software, which Intel publishes together."""
     bridge = versions.installed("habana-torch-plugin")
-    if bridge is not None and _release(bridge) != _release(driver):
-        yield Finding(
-            WARNING,
-            "driver",
-            f"the driver is {driver}, and habana-torch-plugin is {bridge}: they are made for each other's release",
-            f"install the driver of release {_release(bridge)}, or use the image of release {_release(driver)}",
-        )
+    if bridge is not None and (new := _find_release(bridge)) != (old := _find_release(driver)):
+        text = f"the driver is {driver}, but habana-torch-plugin is {bridge}: their releases must be the same"
+        yield warning("driver", text, f"install the driver of release {new}, or use the image of release {old}")
 
 
-def _of_npus(driver: str) -> Iterator[Finding]:
+def check_npu_driver(driver: str) -> Iterator[Finding]:
     numbers = tuple(int(number) for number in re.findall(r"\d+", driver)[:3])
+    remedy = "install the driver of HDK 25.5.1 or newer"
     if numbers < (25, 0):
-        yield Finding(
-            WARNING,
-            "driver",
-            f"the driver is {driver}: updates of a graph's tasks need HDK 25.0.RC1 (error 207000 before)",
-            "install the driver of HDK 25.5.1 or newer",
+        yield warning(
+            "driver", f"the driver is {driver}: graph task updates need HDK 25.0.RC1 (error 207000 before)", remedy
         )
     elif numbers < (25, 5, 1):
-        yield Finding(
-            WARNING,
-            "driver",
-            f"the driver is {driver}: before 25.5.1 there is room for fewer graphs (`alloc sq cq fail`)",
-            "install the driver of HDK 25.5.1 or newer",
-        )
+        yield warning("driver", f"the driver is {driver}: before 25.5.1, fewer graphs fit (`alloc sq cq fail`)", remedy)
 
 
-def _release(version: str) -> str:
+def _find_release(version: str) -> str:
     return ".".join(version.split(".")[:2])
 
 
 # ---- the host of a Gaudi -----------------------------------------------------------------------------------
 
 
-_GAUDI = "hpu"
 _MIB = 2**20
 _QUEUE_MIB = 240
 """Size of each of vLLM's queues between processes in /dev/shm: ten chunks of 24 MiB."""
 
 
-def host_findings(root: Path = Path("/")) -> Iterator[Finding]:
+def check_host(root: Path = Path("/")) -> Iterator[Finding]:
     """Check the host, if a driver shows a Gaudi."""
-    cards = [Path(card) for card in devices.cards(_GAUDI, root)]
-    if not cards:
-        return
-    yield from _rights(cards)
-    yield from _holders(cards, root)
-    yield from _huge_pages(root)
-    yield from _shared_memory(root)
-    yield from _cores(cards, root)
+    if cards := [Path(card) for card in devices.cards("hpu", root)]:
+        yield _check_rights(cards)
+        yield from _find_holders(cards, root)
+        yield _check_huge_pages(root)
+        yield _check_shared_memory(root)
+        yield from _check_cores(cards, root)
 
 
-def _rights(cards: list[Path]) -> Iterator[Finding]:
+def _check_rights(cards: list[Path]) -> Finding:
     refused = [card for card in cards if not os.access(card, os.R_OK | os.W_OK)]
     if not refused:
-        yield Finding(OK, "rights", f"{_listed(cards)}: may be opened by this user")
-        return
-    yield Finding(
-        PROBLEM if refused == cards else WARNING,
+        return ok("rights", f"{_list(cards)}: may be opened by this user")
+    group = refused[0].stat().st_gid
+    return (problem if refused == cards else warning)(
         "rights",
-        f"{_listed(refused)}: not readable and writable for user {os.getuid()}",
-        f"add the user to group {refused[0].stat().st_gid} (docker: --group-add), or start the container with "
-        "--runtime=habana",
+        f"{_list(refused)}: not readable and writable for user {os.getuid()}",
+        f"add the user to group {group} (docker: --group-add), or start the container with --runtime=habana",
     )
 
 
-def _holders(cards: list[Path], root: Path) -> Iterator[Finding]:
+def _find_holders(cards: list[Path], root: Path) -> Iterator[Finding]:
     """Find processes that hold a card; those of other containers and users may be invisible."""
-    names = {f"/{card.relative_to(root)}": card for card in cards}
-    held: dict[str, list[Path]] = {}
+    names = {f"/{card.relative_to(root)}": card.name for card in cards}
     for process in sorted((root / "proc").glob("[0-9]*"), key=lambda folder: int(folder.name)):
-        if process.name == str(os.getpid()):
+        try:
+            held = {os.readlink(file) for file in (process / "fd").iterdir()} & names.keys()
+        except OSError:  # another user's process, or one that has just ended
             continue
-        for card in sorted(_open_files(process) & names.keys()):
-            held.setdefault(f"{process.name} ({_command(process)})", []).append(names[card])
-    for holder, those in held.items():
-        yield Finding(
-            WARNING,
-            "card",
-            f"process {holder} holds {_listed(those)}: another one gets `Device already acquired`",
-            f"end process {holder.split()[0]}, or leave its card out of HABANA_VISIBLE_MODULES",
-        )
+        if held and process.name != str(os.getpid()):
+            command, listed = _read(process / "comm") or "unknown", ", ".join(sorted(names[card] for card in held))
+            yield warning(
+                "card",
+                f"process {process.name} ({command}) holds {listed}: other processes get `Device already acquired`",
+                f"end process {process.name}, or leave its card out of HABANA_VISIBLE_MODULES",
+            )
 
 
-def _open_files(process: Path) -> set[str]:
-    try:
-        return {os.readlink(file) for file in (process / "fd").iterdir()}
-    except OSError:  # another user's, or it has just ended
-        return set()
-
-
-def _command(process: Path) -> str:
-    return _text(process / "comm") or "of unknown name"
-
-
-def _huge_pages(root: Path) -> Iterator[Finding]:
-    remedy = "reserve some on the host (sysctl vm.nr_hugepages), and in Kubernetes ask for hugepages-2Mi in the pod"
-    if _text(root / "sys/fs/cgroup/hugetlb.2MB.max") == "0":
-        yield Finding(WARNING, "huge pages", "this container may use none", remedy)
-        return
-    sizes = dict(line.split(":", 1) for line in _text(root / "proc/meminfo").splitlines() if ":" in line)
+def _check_huge_pages(root: Path) -> Finding:
+    remedy = "reserve some on the host (sysctl vm.nr_hugepages), and in Kubernetes request hugepages-2Mi for the pod"
+    if _read(root / "sys/fs/cgroup/hugetlb.2MB.max") == "0":
+        return warning("huge pages", "this container may use none", remedy)
+    sizes = dict(line.split(":", 1) for line in _read(root / "proc/meminfo").splitlines() if ":" in line)
     total, free, size = (
         int(sizes.get(name, "0").split()[0]) for name in ("HugePages_Total", "HugePages_Free", "Hugepagesize")
     )
     if total:
-        yield Finding(OK, "huge pages", f"{free} of {total} are free, of {size // 1024} MiB each")
-    else:
-        yield Finding(WARNING, "huge pages", "the host has reserved none, and the driver's software uses them", remedy)
+        return ok("huge pages", f"{free} of {total} are free, of {size // 1024} MiB each")
+    return warning("huge pages", "the host has reserved none, but the driver's software uses them", remedy)
 
 
-def _shared_memory(root: Path) -> Iterator[Finding]:
+def _check_shared_memory(root: Path) -> Finding:
     folder = root / "dev/shm"
     free = shutil.disk_usage(folder).free // _MIB if folder.is_dir() else 0
     if free >= _QUEUE_MIB:
-        yield Finding(OK, "shared memory", f"{free} MiB are free in /dev/shm")
-        return
-    yield Finding(
-        WARNING,
+        return ok("shared memory", f"{free} MiB are free in /dev/shm")
+    return warning(
         "shared memory",
-        f"{free} MiB are free in /dev/shm, and a server of several ranks does not start: vLLM wants {_QUEUE_MIB} MiB a "
-        "queue",
+        f"{free} MiB are free in /dev/shm; a server of several ranks does not start without {_QUEUE_MIB} MiB per queue",
         "docker: --ipc=host or --shm-size=16g; Kubernetes: mount an emptyDir of medium Memory at /dev/shm",
     )
 
 
-def _cores(cards: list[Path], root: Path) -> Iterator[Finding]:
-    """Compare NUMA nodes: a process far from its card is slower. Virtual machines do not show the node."""
-    allowed = _cpu_set(_field(_text(root / "proc/self/status"), "Cpus_allowed_list"))
-    located = [(_node(card, root), card) for card in cards]
-    placed = sorted((node, card) for node, card in located if node is not None)
-    if not placed or not allowed:
+def _check_cores(cards: list[Path], root: Path) -> Iterator[Finding]:
+    """Compare NUMA nodes, since a process far from its card is slower. Virtual machines do not show the node."""
+    status = _read(root / "proc/self/status")
+    allowed = _parse_cores(
+        next((line[18:] for line in status.splitlines() if line.startswith("Cpus_allowed_list:")), "")
+    )
+    nodes = sorted({node for card in cards if (node := _find_node(card, root)) is not None})
+    if not nodes or not allowed:
         return
-    near_any: set[int] = set()
-    far = False
-    for node, group in groupby(placed, key=lambda pair: pair[0]):
-        near = _cpu_set(_text(root / f"sys/devices/system/node/node{node}/cpulist"))
-        near_any |= near
-        if near and not near & allowed:
-            far = True
-            yield Finding(
-                WARNING,
-                "cores",
-                f"{_listed([card for _, card in group])}: on NUMA node {node}, and this process may use no core of it",
-                f"start the server with numactl --cpunodebind={node} --membind={node}, or give the container its cores",
-            )
-    nodes = sorted({node for node, _ in placed})
-    if far:
-        return
-    if allowed <= near_any:
-        yield Finding(OK, "cores", f"this process runs on the cards' NUMA nodes ({', '.join(map(str, nodes))})")
+    near = {node: _parse_cores(_read(root / f"sys/devices/system/node/node{node}/cpulist")) for node in nodes}
+    listed = ",".join(map(str, nodes))
+    if far := [str(node) for node in nodes if near[node] and not near[node] & allowed]:
+        text = f"there are cards on NUMA node {','.join(far)}, of which this process may use no core"
+        yield warning("cores", text, "give the container the cores of its cards, or start a server on each node")
+    elif allowed <= set().union(*near.values()):
+        yield ok("cores", f"this process runs on the cards' NUMA nodes ({listed})")
     else:
-        listed = ",".join(map(str, nodes))
-        yield Finding(
-            NOTE,
-            "cores",
-            f"the cards are on NUMA node {listed}, and this process may leave it",
-            f"start the server with numactl --cpunodebind={listed} --membind={listed}",
-        )
+        remedy = f"start the server with numactl --cpunodebind={listed} --membind={listed}"
+        yield note("cores", f"the cards are on NUMA node {listed}, which this process may leave", remedy)
 
 
-def _node(card: Path, root: Path) -> int | None:
-    found = _text(root / "sys/class/accel" / card.name / "device/numa_node")
-    return int(found) if found.isdigit() else None  # -1 where the machine does not show it
+def _find_node(card: Path, root: Path) -> int | None:
+    text = _read(root / f"sys/class/accel/{card.name}/device/numa_node")
+    return int(text) if text.isdigit() else None
 
 
-def _field(text: str, name: str) -> str:
-    return next((line.partition(":")[2].strip() for line in text.splitlines() if line.startswith(f"{name}:")), "")
-
-
-def _cpu_set(text: str) -> set[int]:
+def _parse_cores(text: str) -> set[int]:
     """Parse a list of the kernel, such as 0-3,8,10-11."""
     cores: set[int] = set()
-    for part in filter(None, text.split(",")):
+    for part in filter(None, text.strip().split(",")):
         first, _, last = part.partition("-")
         cores |= set(range(int(first), int(last or first) + 1))
     return cores
 
 
-def _text(file: Path) -> str:
+def _read(file: Path) -> str:
     """Return the text of the file, or an empty one if it cannot be read."""
     try:
         return file.read_text().strip()
@@ -314,5 +232,5 @@ def _text(file: Path) -> str:
         return ""
 
 
-def _listed(cards: list[Path]) -> str:
+def _list(cards: list[Path]) -> str:
     return ", ".join(card.name for card in cards)

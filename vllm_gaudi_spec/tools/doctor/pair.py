@@ -1,6 +1,6 @@
-"""Whether two models can be served together: what refuses them, their vocabularies, their lengths, their memory.
+"""Whether a model, or a pair of models, can be served: refusals, vocabularies, lengths and memory.
 
-Runs where vLLM is loaded. Weights are not: their sizes are read from the files' headers.
+vLLM is loaded, but weights are not: their sizes are read from the headers of their files.
 """
 
 from __future__ import annotations
@@ -38,42 +38,40 @@ from vllm_gaudi_spec.recurrent.table import (
     states_of,
 )
 from vllm_gaudi_spec.refusals import weight_files
-from vllm_gaudi_spec.tools.doctor.findings import NOTE, OK, PROBLEM, WARNING, Finding
-from vllm_gaudi_spec.tools.io.builtin_prompts import PROMPTS
+from vllm_gaudi_spec.tools.doctor.findings import Finding, note, ok, problem, refusal, warning
+from vllm_gaudi_spec.tools.io.prompts import load_prompts
 
 if TYPE_CHECKING:
     from vllm.config import ModelConfig, VllmConfig
 
-_MODELS = "models"
 _GIB = 2**30
 
 
-def examine(task: dict[str, Any]) -> Iterator[Finding]:
+def check_pair(options: dict[str, Any]) -> Iterator[Finding]:
     try:
-        vllm_config = _configure(task)
-    except Exception as error:  # whatever vLLM, transformers or we refuse, or cannot find
-        yield Finding.refusal(_MODELS, in_one_line(error))
+        vllm_config = configure(options)
+    except Exception as error:  # refused or not found by vLLM, transformers or this platform
+        yield refusal("models", in_one_line(error))
         return
     speculation = Speculation.from_vllm(vllm_config)
-    yield Finding(OK, _MODELS, _described(vllm_config, speculation))
+    yield ok("models", _describe(vllm_config, speculation))
     if speculation is not None and speculation.method == "draft_model":
-        yield from _vocabularies(vllm_config, speculation)
-    yield from _lengths(vllm_config, speculation)
-    yield from _memory(vllm_config, speculation)
+        yield from _check_vocabularies(vllm_config, speculation)
+    yield _check_lengths(vllm_config, speculation)
+    yield _check_memory(vllm_config, speculation)
 
 
-def _configure(task: dict[str, Any]) -> VllmConfig:
+def configure(options: dict[str, Any]) -> VllmConfig:
     from vllm.engine.arg_utils import EngineArgs
 
     from vllm_gaudi_spec.upstream.tools import UsageContext
 
-    arguments = {name: value for name, value in task.items() if value is not None}
-    return EngineArgs(**arguments).create_engine_config(
-        UsageContext.OPENAI_API_SERVER
-    )  # the server takes larger batches
+    arguments = {name: value for name, value in options.items() if value is not None}
+    # The server's context, since it has larger batches than others.
+    return EngineArgs(**arguments).create_engine_config(UsageContext.OPENAI_API_SERVER)
 
 
-def _described(vllm_config: VllmConfig, speculation: Speculation | None) -> str:
+def _describe(vllm_config: VllmConfig, speculation: Speculation | None) -> str:
     model = vllm_config.model_config
     text = f"{model.architectures[0]} in {str(model.dtype).removeprefix('torch.')}"
     if model.quantization is not None:
@@ -87,18 +85,18 @@ def _described(vllm_config: VllmConfig, speculation: Speculation | None) -> str:
 # ---- vocabularies ----------------------------------------------------------------------------------------
 
 
-def _vocabularies(vllm_config: VllmConfig, speculation: Speculation) -> Iterator[Finding]:
+def _check_vocabularies(vllm_config: VllmConfig, speculation: Speculation) -> Iterator[Finding]:
     try:
         if not speculation.universal:
             same_tokens(vllm_config)
-            yield Finding(OK, "vocabulary", "the drafter has the target's vocabulary")
+            yield ok("vocabulary", "the drafter has the target's vocabulary")
             return
         pair = Pair.load(vllm_config, cache_folder())
     except UnsupportedConfigError as error:
-        yield Finding.refusal("vocabulary", in_one_line(error))
+        yield refusal("vocabulary", in_one_line(error))
         return
     matched = pair.map.target_to_draft >= 0
-    ids = [token for text in PROMPTS for token in pair.target.tokenizer.encode(text, add_special_tokens=False)]
+    ids = [token for text in load_prompts() for token in pair.target.tokenizer.encode(text, add_special_tokens=False)]
     share = float(matched[ids].mean())
     text = (
         f"{pair.map.num_matched} tokens in common, {100 * matched.mean():.0f} % of the target's and "
@@ -106,92 +104,75 @@ def _vocabularies(vllm_config: VllmConfig, speculation: Speculation) -> Iterator
         f"{100 * share:.0f} % of the tokens of ordinary texts"
     )
     if share >= ENOUGH:
-        yield Finding(OK, "vocabulary", text)
+        yield ok("vocabulary", text)
         return
     remedy = (
         "set universal_context retokenize and universal_match slem in additional_config.gaudi_spec, "
         "or take another drafter"
     )
-    yield Finding(NOTE if speculation.retokenizes else WARNING, "vocabulary", text, remedy)
+    yield (note if speculation.retokenizes else warning)("vocabulary", text, remedy)
 
 
 # ---- lengths ---------------------------------------------------------------------------------------------
 
 
-def _lengths(vllm_config: VllmConfig, speculation: Speculation | None) -> Iterator[Finding]:
+def _check_lengths(vllm_config: VllmConfig, speculation: Speculation | None) -> Finding:
     longest = vllm_config.model_config.max_model_len
     drafter_len = speculation.drafter_max_len if speculation is not None else None
     if speculation is not None and speculation.retokenizes:
         drafter_len = speculation.universal_kv_len
+    text = f"requests of up to {longest} tokens"
     if drafter_len is None or drafter_len >= longest:
-        yield Finding(
-            OK, "lengths", f"requests of up to {longest} tokens" + (", drafted to their end" if drafter_len else "")
-        )
-        return
-    yield Finding(
-        NOTE,
+        return ok("lengths", text + (", drafted to their end" if drafter_len else ""))
+    return note(
         "lengths",
-        f"requests of up to {longest} tokens; the drafter ends at {drafter_len} of its own, and they go "
-        "on without drafts",
-        "expect no speedup after that, or take a drafter with a longer context",
+        f"{text}; after {drafter_len} tokens of the drafter, they continue without drafts",
+        "expect no speedup after that, or use a drafter with a longer context",
     )
 
 
 # ---- memory ----------------------------------------------------------------------------------------------
 
 
-def _memory(vllm_config: VllmConfig, speculation: Speculation | None) -> Iterator[Finding]:
+def _check_memory(vllm_config: VllmConfig, speculation: Speculation | None) -> Finding:
     model, spec_config = vllm_config.model_config, vllm_config.speculative_config
     drafter = (
         spec_config.draft_model_config if spec_config is not None and speculation and speculation.has_model else None
     )
-    # mtp's drafter is part of the target's files.
+    # The drafter of mtp is part of the target's files.
     models = [model] if drafter is None or drafter.model == model.model else [model, drafter]
-    sizes = {one.model: _weights(vllm_config, one) for one in models}
+    sizes = {one.model: estimate_weights(vllm_config, one) for one in models}
     if missing := [name for name, size in sizes.items() if not size]:
-        text = f"the weights of {' and '.join(missing)} are not here, so what they take is not known"
-        yield Finding(NOTE, "memory", text)
-        return
-    weights, drafting = sum(sizes.values()), _drafting(vllm_config, speculation, drafter)
-    beside = drafting | _states(vllm_config, speculation)
-    parts = {"weights": weights, **beside}
-    a_token = _kv_bytes(model, vllm_config)
+        return note("memory", f"the weights of {' and '.join(missing)} are not here, so their size is unknown")
+    weights = sum(sizes.values())
+    others = estimate_drafting(vllm_config, speculation, drafter) | estimate_states(vllm_config, speculation)
+    per_token = count_kv_bytes(model, vllm_config)
     if drafter is not None and speculation is not None and not speculation.retokenizes:
-        a_token += _kv_bytes(drafter, vllm_config)
-    text = ", ".join(f"{size / _GIB:.2f} GiB for {name}" for name, size in parts.items())
-    cache = _room_for_kv(vllm_config, weights, sum(beside.values()))
+        per_token += count_kv_bytes(drafter, vllm_config)
+    text = ", ".join(f"{size / _GIB:.2f} GiB for {name}" for name, size in ({"weights": weights} | others).items())
+    cache = _find_room_for_kv(vllm_config, weights, sum(others.values()))
     if cache is None:
-        yield Finding(NOTE, "memory", f"{text}, and {a_token / 1024:.0f} KiB of KV a token, of what the card has")
-        return
-    if cache <= 0 < sum(beside.values()):
-        yield Finding.refusal("memory", f"{text}: {NO_ROOM_FOR_KV}")
-        return
-    if not a_token:
-        yield Finding(OK, "memory", f"{text}; there is no KV")
-        return
-    tokens = max(cache, 0) // a_token
-    text += f"; the KV cache gets {max(cache, 0) / _GIB:.2f} GiB, room for {tokens} tokens at {a_token / 1024:.0f} KiB"
-    longest = model.max_model_len
+        return note("memory", f"{text}, and {per_token / 1024:.0f} KiB of KV per token, of the card's memory")
+    if cache <= 0 < sum(others.values()):
+        return refusal("memory", f"{text}: {NO_ROOM_FOR_KV}")
+    if not per_token:
+        return ok("memory", f"{text}; there is no KV")
+    tokens, longest = max(cache, 0) // per_token, model.max_model_len
+    text += f"; the KV cache gets {max(cache, 0) / _GIB:.2f} GiB, room for {tokens} tokens"
+    text += f" at {per_token / 1024:.0f} KiB"
     if tokens < longest:
-        yield Finding(
-            PROBLEM,
-            "memory",
-            f"{text}, and one request may have {longest}",
-            (f"set --max-model-len to {tokens} or less, " if tokens else "set ")
-            + "--kv-cache-memory-bytes to more, or take smaller models",
-        )
-    else:
-        yield Finding(
-            OK, "memory", f"{text}: concurrency {tokens // longest} at {longest} tokens per request, more if shorter"
-        )
+        shorter = f"set --max-model-len to {tokens} or less, " if tokens else "set "
+        remedy = f"{shorter}--kv-cache-memory-bytes to more, or use smaller models"
+        return problem("memory", f"{text}, but one request may have {longest}", remedy)
+    return ok("memory", f"{text}: concurrency {tokens // longest} at {longest} tokens per request, more if shorter")
 
 
-# On a CPU, in float32: bytes per number by `cpu_weights`. Without a choice there is a copy in half
-# precision too, of each matrix for which that is exact.
+# Bytes per number by `cpu_weights`, on a CPU in float32. Without a choice, matrices also have a copy in half precision,
+# if that is exact.
 _CPU_BYTES = {None: 6, FLOAT32: 4, FLOAT16: 2, INT8: 1}
 
 
-def _weights(vllm_config: VllmConfig, model: ModelConfig) -> int:
+def estimate_weights(vllm_config: VllmConfig, model: ModelConfig) -> int:
     """Return the approximate bytes of weights on one rank; 0 without files."""
     folder, width = folder_of(model.model), model.dtype.itemsize
     if load_backend().traits.takes_cpu_weights and width == 4:
@@ -199,10 +180,10 @@ def _weights(vllm_config: VllmConfig, model: ModelConfig) -> int:
     read = weight_files(folder, str(vllm_config.load_config.load_format)) if folder is not None else None
     if folder is None or read is None:
         return 0
-    return _count_elements(folder, read[0]) * width // vllm_config.parallel_config.tensor_parallel_size
+    return count_elements(folder, read[0]) * width // vllm_config.parallel_config.tensor_parallel_size
 
 
-def _count_elements(folder: Path, files: str) -> int:
+def count_elements(folder: Path, files: str) -> int:
     """Count the elements of a model's tensors, from the headers of its files."""
     number = 0
     for path in folder.glob(files):
@@ -214,17 +195,19 @@ def _count_elements(folder: Path, files: str) -> int:
     return number
 
 
-def _drafting(vllm_config: VllmConfig, speculation: Speculation | None, drafter: ModelConfig | None) -> dict[str, int]:
+def estimate_drafting(
+    vllm_config: VllmConfig, speculation: Speculation | None, drafter: ModelConfig | None
+) -> dict[str, int]:
     """Return the memory of drafting besides weights and the KV cache."""
     if speculation is None or drafter is None:
         return {}
     rows, vocabulary = vllm_config.scheduler_config.max_num_seqs, vllm_config.model_config.get_vocab_size()
     size = vllm_config.cache_config.block_size
-    kv_region_block = KVBlock(size, size * _kv_bytes(drafter, vllm_config)) if speculation.retokenizes else None
+    kv_region_block = KVBlock(size, size * count_kv_bytes(drafter, vllm_config)) if speculation.retokenizes else None
     return drafting_bytes(speculation, rows, vocabulary, kv_region_block)
 
 
-def _states(vllm_config: VllmConfig, speculation: Speculation | None) -> dict[str, int]:
+def estimate_states(vllm_config: VllmConfig, speculation: Speculation | None) -> dict[str, int]:
     """Return the memory of the states of recurrent layers."""
     rows = vllm_config.scheduler_config.max_num_seqs
     slots = num_snapshots(vllm_config, Options.from_vllm(vllm_config).state_snapshots)
@@ -234,7 +217,7 @@ def _states(vllm_config: VllmConfig, speculation: Speculation | None) -> dict[st
     return {name: num_bytes for name, num_bytes in found.items() if num_bytes}
 
 
-def _kv_bytes(model: ModelConfig, vllm_config: VllmConfig) -> int:
+def count_kv_bytes(model: ModelConfig, vllm_config: VllmConfig) -> int:
     """Return the bytes of KV of one token in all layers with attention, on one rank.
 
     Latent attention keeps one vector where other layers keep a key and a value.
@@ -247,10 +230,10 @@ def _kv_bytes(model: ModelConfig, vllm_config: VllmConfig) -> int:
     return int(num_layers * vectors * model.get_head_size() * width)
 
 
-def _room_for_kv(vllm_config: VllmConfig, weights: int, drafting: int) -> int | None:
+def _find_room_for_kv(vllm_config: VllmConfig, weights: int, drafting: int) -> int | None:
     """Return the bytes that a rank's worker would give to KV, or None.
 
-    Only the memory of a host is known here: a card has to be opened to read its own.
+    Only the memory of a host is known, since a card has to be opened to read its memory.
     """
     cache = vllm_config.cache_config
     if cache.kv_cache_memory_bytes is not None:

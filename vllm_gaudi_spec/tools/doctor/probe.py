@@ -1,6 +1,6 @@
-"""The part that imports torch and vLLM, stage by stage, in a process of its own: a crash is a finding like others.
+"""The part that imports torch and vLLM, stage by stage, in a process of its own, so that a crash is a finding.
 
-python -m vllm_gaudi_spec.tools.doctor.probe TASK.json ANSWERS.json
+python -m vllm_gaudi_spec.tools.doctor.probe OPTIONS.json ANSWERS
 """
 
 from __future__ import annotations
@@ -16,36 +16,35 @@ from pathlib import Path
 from typing import Any
 
 from vllm_gaudi_spec.config import in_one_line
-from vllm_gaudi_spec.tools.doctor.findings import NOTE, OK, PROBLEM, Finding
+from vllm_gaudi_spec.tools.doctor.findings import Finding, note, ok, problem
 
 SECONDS = 300
-# The device comes after the pair, as in `vllm serve`: an emulated card changes what libraries find that come later.
-_STAGES = ("torch", "vLLM", "platform", "pair", "device")
-_REMEDIES = {
+# The device follows the pair, as in `vllm serve`, since an emulated card changes what libraries find that come later.
+_STAGES = {
     "torch": "install torch's build for this machine again (`make setup`), or use the vendor's image",
     "vLLM": "install vLLM again (`make setup`), or use the vendor's image",
-    "platform": "see the lines above; with VLLM_PLUGINS=gaudi_spec vLLM takes this platform alone",
-    "device": "see the lines above, or run with VGS_DEVICE=cpu",
+    "platform": "see the lines above; with VLLM_PLUGINS=gaudi_spec, vLLM uses this platform alone",
     "pair": "run `vllm serve` with these options to see more",
+    "device": "see the lines above, or run with VGS_DEVICE=cpu",
 }
+"""Maps each stage to its remedy."""
 
 
-def probe(pair: dict[str, Any] | None) -> list[Finding]:
-    """Run the stages, each of which needs the ones before it; `pair` has the options of the engine."""
+def probe(options: dict[str, Any] | None) -> list[Finding]:
+    """Run the stages, each of which needs the ones before it; `options` are those of the engine."""
     with tempfile.TemporaryDirectory() as folder:
-        task, answers, log = (Path(folder) / name for name in ("task.json", "answers", "log"))
-        task.write_text(json.dumps(pair))
+        task, answers, log = (Path(folder) / name for name in ("options.json", "answers", "log"))
+        task.write_text(json.dumps(options))
         answers.touch()
         # -P: as in `vllm serve`, modules are not searched for in the current folder.
         ended = _run([sys.executable, "-P", "-m", __name__, str(task), str(answers)], log)
         lines = [json.loads(line) for line in answers.read_text().splitlines()]
-        findings = [Finding(**finding) for line in lines for finding in line["findings"]]
-        done = [line["stage"] for line in lines]
+        findings = [Finding(**finding) for line in lines for finding in line]
         if ended is not None:
-            stage = _STAGES[len(done)] if len(done) < len(_STAGES) else _STAGES[-1]
+            stage = [*_STAGES, "device"][len(lines)]
             output = log.read_text(errors="replace").strip().splitlines()
             text = f"{ended} while {stage} was loaded" + (f"; its last line: {output[-1].strip()}" if output else "")
-            findings.append(Finding(PROBLEM, stage, text, _REMEDIES[stage]))
+            findings.append(problem(stage, text, _STAGES[stage]))
     return findings
 
 
@@ -65,31 +64,48 @@ def _run(command: list[str], log: Path) -> str | None:
 # ---- in the child ----------------------------------------------------------------------------------------
 
 
-def _torch() -> Iterator[Finding]:
+def _check_torch(options: dict[str, Any] | None) -> Iterator[Finding]:
     import torch
 
     torch.zeros(2).sum()
-    yield Finding(OK, "torch", "loads and computes")
+    yield ok("torch", "loads and computes")
 
 
-def _vllm() -> Iterator[Finding]:
+def _check_vllm(options: dict[str, Any] | None) -> Iterator[Finding]:
     import vllm
 
-    yield Finding(OK, "vLLM", f"loads, and calls itself {vllm.__version__}")
+    yield ok("vLLM", f"loads, and reports version {vllm.__version__}")
 
 
-def _platform() -> Iterator[Finding]:
+def _check_platform(options: dict[str, Any] | None) -> Iterator[Finding]:
     from vllm.platforms import current_platform
 
     kind = type(current_platform)
-    name = f"{kind.__module__}.{kind.__qualname__}"
-    if kind.__module__.split(".")[0] == "vllm_gaudi_spec":
-        yield Finding(OK, "platform", name)
-    elif kind.__module__.split(".")[0] != "vllm_ascend":  # where the integration serves
-        yield Finding(PROBLEM, "platform", f"vLLM runs on {name}, not on this platform", _REMEDIES["platform"])
+    name, package = f"{kind.__module__}.{kind.__qualname__}", kind.__module__.split(".")[0]
+    if package == "vllm_gaudi_spec":
+        yield ok("platform", name)
+    elif package != "vllm_ascend":  # which the integration serves
+        yield problem("platform", f"vLLM runs on {name}, not on this platform", _STAGES["platform"])
 
 
-def _serves() -> bool:
+def _check_pair(options: dict[str, Any] | None) -> Iterator[Finding]:
+    if options is not None and _is_served():
+        from vllm_gaudi_spec.tools.doctor.pair import check_pair
+
+        yield from check_pair(options)
+    elif options is not None:
+        yield note("models", "models are checked only where this platform serves them")
+
+
+def _check_device(options: dict[str, Any] | None) -> Iterator[Finding]:
+    if _is_served():
+        from vllm_gaudi_spec.devices import describe_device
+
+        found = describe_device()
+        yield ok("device", f"{found['device']}, mode {found['mode']}")
+
+
+def _is_served() -> bool:
     """Whether this platform serves; its modules do not load beside the vLLM of vllm-ascend."""
     from vllm_gaudi_spec.integrations import vllm_ascend
 
@@ -100,41 +116,25 @@ def _serves() -> bool:
     return is_active()
 
 
-def _device() -> Iterator[Finding]:
-    if _serves():
-        from vllm_gaudi_spec.devices import describe_device
-
-        found = describe_device()
-        yield Finding(OK, "device", f"{found['device']}, mode {found['mode']}")
-
-
-def _pair(task: dict[str, Any] | None) -> Iterator[Finding]:
-    if task is None:
-        return
-    if not _serves():
-        yield Finding(NOTE, "models", "models are looked at only where this platform serves them")
-        return
-    from vllm_gaudi_spec.tools.doctor.pair import examine
-
-    yield from examine(task)
-
-
-def _answer(stage: str, look: Callable[[], Iterator[Finding]], answers: Any) -> bool:
-    try:
-        findings, went_well = list(look()), True
-    except Exception as error:
-        text = f"{stage} does not load: {type(error).__name__}: {in_one_line(error)}"
-        findings, went_well = [Finding(PROBLEM, stage, text, _REMEDIES[stage])], False
-    print(json.dumps({"stage": stage, "findings": [asdict(found) for found in findings]}), file=answers, flush=True)
-    return went_well
+_CHECKS: tuple[Callable[[dict[str, Any] | None], Iterator[Finding]], ...] = (
+    *(_check_torch, _check_vllm, _check_platform, _check_pair, _check_device),
+)
 
 
 def main() -> int:
-    task, path = sys.argv[1:]
-    pair = json.loads(Path(task).read_text())
-    looks: tuple[Callable[[], Iterator[Finding]], ...] = (_torch, _vllm, _platform, lambda: _pair(pair), _device)
-    with open(path, "a") as answers:
-        all(_answer(stage, look, answers) for stage, look in zip(_STAGES, looks, strict=True))
+    options = json.loads(Path(sys.argv[1]).read_text())
+    with open(sys.argv[2], "a") as answers:
+        for stage, check in zip(_STAGES, _CHECKS, strict=True):
+            is_over = False
+            try:
+                findings = list(check(options))
+            except Exception as error:
+                is_over = True
+                text = f"{stage} does not load: {type(error).__name__}: {in_one_line(error)}"
+                findings = [problem(stage, text, _STAGES[stage])]
+            print(json.dumps([asdict(found) for found in findings]), file=answers, flush=True)
+            if is_over:
+                break
     return 0
 
 

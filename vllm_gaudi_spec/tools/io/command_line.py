@@ -1,16 +1,13 @@
-"""The options of all commands: types, dashes or underscores as in vLLM, defaults in --help, suggestions for typos."""
+"""The options of all commands: types, vLLM's spelling with dashes or underscores, and defaults in --help."""
 
 from __future__ import annotations
 
 import argparse
-import difflib
 import json
 import math
 from collections.abc import Callable
 from typing import Any, NoReturn
 
-# What several commands take: its name, as vLLM has it where vLLM has one, and those of vllm-gaudi's script, which are
-# understood too.
 SHARED = {
     "--card": (),
     "--draft": ("--draft-model",),
@@ -18,6 +15,7 @@ SHARED = {
     "--output-len": ("--osl",),
     "--speculative-config": (),
 }
+"""Options of several commands, with the names that vllm-gaudi's script has for them."""
 
 
 def add_shared(add: Callable[..., Any], name: str, **options: Any) -> None:
@@ -25,70 +23,33 @@ def add_shared(add: Callable[..., Any], name: str, **options: Any) -> None:
 
 
 class Help(argparse.RawDescriptionHelpFormatter):
-    """Add the default to the help of each option that takes a value and does not name it."""
+    """Adds the default to the help of each option that takes a value and does not name it."""
 
     def _get_help_string(self, action: argparse.Action) -> str | None:
-        text = action.help or ""
-        if "default" in text or action.nargs == 0 or action.required or action.default is argparse.SUPPRESS:
+        text, default = action.help or "", action.default
+        is_positional = not action.option_strings and action.nargs is None
+        if "default" in text or action.nargs == 0 or action.required or is_positional or default is argparse.SUPPRESS:
             return action.help
-        if not action.option_strings and action.nargs is None:  # it has to be given
-            return action.help
-        return f"{text} (default: {_shown(action.default)})".lstrip()
-
-
-def _shown(default: Any) -> str:
-    """Return the default as argparse expects it, with percent signs doubled."""
-    if default in (None, [], {}):
-        return "none"
-    words = default if isinstance(default, list) else [default]
-    return " ".join(map(str, words)).replace("%", "%%")
+        words = ["none"] if default in (None, [], {}) else default if isinstance(default, list) else [default]
+        return f"{text} (default: {' '.join(map(str, words))})".replace("%", "%%")
 
 
 class Parser(argparse.ArgumentParser):
     def __init__(self, **options: Any) -> None:
         super().__init__(**{"formatter_class": Help} | options)
 
-    def parse_args(self, args: Any = None, namespace: Any = None) -> Any:  # argparse's has overloads
-        found, unknown = self.parse_known_args(args, namespace)
-        if unknown:
-            self._chosen(found).refuse(unknown)
-        return found
-
-    def parse_known_args(self, args: Any = None, namespace: Any = None) -> Any:  # the same
-        return super().parse_known_args(None if args is None else list(map(with_dashes, args)), namespace)
+    def parse_known_args(self, args: Any = None, namespace: Any = None) -> Any:  # argparse's has overloads
+        return super().parse_known_args(None if args is None else list(map(use_dashes, args)), namespace)
 
     def error(self, message: str) -> NoReturn:
         """Print the message without the usage, whose many lines would hide it."""
         self.exit(2, f"{self.prog}: error: {message}\n")
 
-    def _check_value(self, action: argparse.Action, value: Any) -> None:
-        try:
-            super()._check_value(action, value)
-        except argparse.ArgumentError as error:
-            if close := difflib.get_close_matches(str(value), map(str, action.choices or ()), n=1):
-                error.message += f"; did you mean {close[0]}?"
-            raise
 
-    def _chosen(self, found: argparse.Namespace) -> Parser:
-        """Return the parser of the chosen command, or this one if it has no commands."""
-        commands = [action for action in self._actions if isinstance(action, argparse._SubParsersAction)]
-        parser = commands[0].choices.get(getattr(found, commands[0].dest)) if commands else None
-        return parser if isinstance(parser, Parser) else self
-
-    def refuse(self, unknown: list[str]) -> NoReturn:
-        names = [argument.partition("=")[0] for argument in unknown]
-        close = (difflib.get_close_matches(name, self._option_string_actions, n=1) for name in names if name[:1] == "-")
-        likely = [match for matches in close for match in matches]
-        question = f"; did you mean {' and '.join(likely)}?" if likely else ""
-        self.error(f"unrecognized arguments: {' '.join(unknown)}{question}")
-
-
-def with_dashes(argument: str) -> str:
-    """--like_this=A_B as --like-this=A_B."""
-    if not argument.startswith("--"):
-        return argument
+def use_dashes(argument: str) -> str:
+    """Spell --like_this=A_B as --like-this=A_B."""
     name, equals, value = argument.partition("=")
-    return name.replace("_", "-") + equals + value
+    return name.replace("_", "-") + equals + value if argument.startswith("--") else argument
 
 
 def at_least(smallest: int) -> Callable[[str], int]:
@@ -113,21 +74,18 @@ def json_object(text: str) -> dict[str, Any]:
     return value
 
 
-def not_negative(text: str) -> float:
-    try:
-        value = float(text)
-    except ValueError:
-        value = math.nan
-    if not 0 <= value < math.inf:
-        raise argparse.ArgumentTypeError(f"{text} is not a number of 0 or more")
-    return value
+def _up_to(largest: float, meaning: str) -> Callable[[str], float]:
+    def read(text: str) -> float:
+        try:
+            value = float(text)
+        except ValueError:
+            value = math.nan
+        if not 0 <= value <= largest or value == math.inf:
+            raise argparse.ArgumentTypeError(f"{text} is not a number {meaning}")
+        return value
+
+    return read
 
 
-def share(text: str) -> float:
-    try:
-        value = float(text)
-    except ValueError:
-        value = math.nan
-    if not 0 <= value <= 1:
-        raise argparse.ArgumentTypeError(f"{text} is not a number from 0 to 1")
-    return value
+not_negative = _up_to(math.inf, "of 0 or more")
+share = _up_to(1, "from 0 to 1")

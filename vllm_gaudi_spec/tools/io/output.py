@@ -1,11 +1,10 @@
-"""Output of commands: files at a user's path, tables and progress on a terminal, errors in one line, exit statuses."""
+"""Output of commands: files at a user's path, tables and progress on a terminal, one-line errors, exit statuses."""
 
 from __future__ import annotations
 
 import errno
 import json
 import os
-import stat
 import sys
 import time
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
@@ -17,6 +16,8 @@ from vllm_gaudi_spec.environment import is_set
 from vllm_gaudi_spec.environment.cached_files import replace
 
 STDOUT = "-"
+FINE, PROBLEMS, USAGE, INTERRUPTED = 0, 1, 2, 130
+"""Exit statuses."""
 
 
 class NotWritten(ValueError):
@@ -30,40 +31,38 @@ def add_json(add: Any, what: str) -> None:
         nargs="?",
         const=STDOUT,
         metavar="FILE",
-        help=f"write {what} to FILE; print it, and nothing else, where FILE is - or left out",
+        help=f"write {what} to FILE; print it, and nothing else, if FILE is - or left out",
     )
 
 
-def mistake(option: str, where: str | Path | None) -> str | None:
-    """Return why the file cannot be written, or None; called before any work is done for it."""
+def find_mistake(option: str, where: str | Path | None) -> str | None:
+    """Return why the file cannot be written, or None. Call it before any work is done for the file."""
     if where is None or str(where) == STDOUT:
         return None
-    path = _resolved(where)
+    path = Path(where).absolute()
     if not path.parent.is_dir():
         swallowed = f", or put {option} last to print" if option == "--json" else ""
         return f"there is no folder {path.parent} for {option} {where}; make it first{swallowed}"
     if path.is_dir():
         return f"{option} {where} is a folder; name a file"
-    is_new = not (path.exists() or _is_special(path))
-    can_be = os.access(path.parent if is_new else path, os.W_OK)
-    if path.is_symlink():  # the link of a descriptor has the rights that it was opened with
-        can_be = can_be and bool(path.lstat().st_mode & stat.S_IWUSR)
-    return None if can_be else f"{option} {where} cannot be written; name another file"
+    if not os.access(path if path.exists() else path.parent, os.W_OK):
+        return f"{option} {where} cannot be written; name another file"
+    return None
 
 
 def write(option: str, where: str | Path, content: bytes) -> None:
-    """Write to the path that a user named, through links, and into pipes and devices."""
+    """Write the file that a user named; a regular file appears whole or not at all."""
+    path = Path(where)
     try:
-        path = _resolved(where)
-        if (stream := _stream(path)) is not None:
-            sys.stdout.flush()  # what was printed before stands before it
-            _fill(os.dup(stream), content)
-        elif _is_special(path):
-            _fill(os.open(path, os.O_WRONLY | os.O_APPEND), content)
+        # A pipe, a device, or a descriptor such as /dev/stdout, which may be redirected to a file.
+        if path.absolute().parent in (Path("/dev"), Path("/dev/fd")) or (path.exists() and not path.is_file()):
+            sys.stdout.flush()
+            with path.open("ab") as file:
+                file.write(content)
         elif path.exists():
-            _renew(path, content)
+            _renew(path.resolve(), content)
         else:
-            replace(path, content)
+            replace(path.resolve(), content)
     except OSError as error:
         raise NotWritten(f"{option} {where} cannot be written: {error.strerror or error}") from None
 
@@ -79,34 +78,8 @@ def as_json(value: Any) -> bytes:
     return (json.dumps(value, indent=2) + "\n").encode()
 
 
-def _resolved(where: str | Path) -> Path:
-    """Resolve links, except to a special file: a shell's >(...) is a link to a pipe, which has no path."""
-    path = Path(where)
-    path = Path(os.path.realpath(path.parent)) / path.name
-    return path if _is_special(path) else Path(os.path.realpath(path))
-
-
-def _is_special(path: Path) -> bool:
-    """Whether the path is a pipe, a device or a descriptor, which a new file must not replace."""
-    return path.is_relative_to("/proc") or (path.exists() and not path.is_file())
-
-
-def _stream(path: Path) -> int | None:
-    """Return the descriptor of stdout or stderr if it is the same file as the path, such as /dev/stderr.
-
-    Through another descriptor, later output would overwrite what is written.
-    """
-    streams = [stream.fileno() for stream in (sys.__stdout__, sys.__stderr__) if stream is not None]
-    same = (one for one in streams if path.exists() and os.path.samestat(path.stat(), os.fstat(one)))
-    return next(same, None)
-
-
 def _renew(path: Path, content: bytes) -> None:
-    """Replace an existing file and keep its mode.
-
-    The file itself decides whether it may be written. If only its folder refuses, or if the file is a mount, it is
-    overwritten in place.
-    """
+    """Replace an existing file, or overwrite it if its folder takes no other file in its place."""
     if not os.access(path, os.W_OK):
         raise PermissionError(errno.EACCES, os.strerror(errno.EACCES))
     try:
@@ -114,12 +87,7 @@ def _renew(path: Path, content: bytes) -> None:
     except OSError as error:
         if error.errno not in (errno.EACCES, errno.EPERM, errno.EROFS, errno.EBUSY, errno.EXDEV):
             raise
-        _fill(os.open(path, os.O_WRONLY | os.O_TRUNC), content)
-
-
-def _fill(descriptor: int, content: bytes) -> None:
-    with open(descriptor, "wb") as file:
-        file.write(content)
+        path.write_bytes(content)
 
 
 # ---- on a terminal -----------------------------------------------------------------------------------------
@@ -127,19 +95,6 @@ def _fill(descriptor: int, content: bytes) -> None:
 
 T = TypeVar("T")
 _SECONDS_BETWEEN_LINES = 10.0
-_REFRESHES_PER_SECOND = 4
-
-
-def until_nobody_reads(work: Callable[[], int]) -> int:
-    """Run `work` and return its exit status, or 1 if the reader of stdout has gone (`... | head`)."""
-    try:
-        status = work()
-        sys.stdout.flush()  # what is short is still in the buffer
-        return status
-    except BrokenPipeError:
-        # Python flushes at exit again what could not be written.
-        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
-        return 1
 
 
 def show_table(
@@ -150,13 +105,18 @@ def show_table(
     numbers: bool = True,
     styles: Mapping[str, str] | None = None,
 ) -> None:
-    """Print a table: words in the first and last column, and with `numbers` right-aligned numbers between them.
+    """Print a table.
 
-    `styles` maps words of the first column to rich's styles.
+    Args:
+        columns: The titles.
+        rows: The cells.
+        file: The file to print to; stdout by default.
+        numbers: Whether the columns between the first and the last one are numbers, which are right-aligned.
+        styles: Maps words of the first column to rich's styles.
     """
     file = file or sys.stdout
     if not file.isatty():
-        for line in aligned([columns, *rows]):
+        for line in align([columns, *rows]):
             print(line, file=file)
         file.flush()
         return
@@ -169,13 +129,27 @@ def show_table(
         is_words = not numbers or index in (0, len(columns) - 1)
         table.add_column(name, justify="left" if is_words else "right")
     for first, *others in rows:
-        # Not markup: what stands in brackets is shown as it is.
+        # Text, since brackets in a string would be markup.
         table.add_row(Text(first, (styles or {}).get(first, "")), *map(Text, others))
     Console(file=file).print(table)
 
 
-def aligned(rows: Sequence[Sequence[str]]) -> list[str]:
-    """Align the first and last column to the left and the numbers between them to the right."""
+def show_findings(
+    columns: Sequence[str], findings: Sequence[tuple[str, str, str, str]], styles: Mapping[str, str]
+) -> None:
+    """Print the status, subject and text of each finding, and its remedy, if it has one, below the text."""
+    if sys.stdout.isatty():
+        rows = [
+            (status, subject, text + (f"\n→ {remedy}" if remedy else "")) for status, subject, text, remedy in findings
+        ]
+        show_table(columns, rows, numbers=False, styles=styles)
+        return
+    for status, subject, text, remedy in findings:
+        print(f"{status:<12} {subject:<17} {text}" + (f"\n{'':<30} -> {remedy}" if remedy else ""))
+
+
+def align(rows: Sequence[Sequence[str]]) -> list[str]:
+    """Align the first and last column to the left, and the numbers between them to the right."""
     widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
     return [
         "  ".join([row[0].ljust(widths[0]), *map(str.rjust, row[1:-1], widths[1:-1]), row[-1]]).rstrip() for row in rows
@@ -184,79 +158,71 @@ def aligned(rows: Sequence[Sequence[str]]) -> list[str]:
 
 @contextmanager
 def counting(title: str, total: int, done: int = 0) -> Iterator[Callable[[int], None]]:
-    """Show progress on stderr; yield a function to call with the number of new items. `done`: items from before."""
+    """Show progress on stderr; yield a function to call with the number of new items.
+
+    Without a terminal, progress is a line every few seconds. `done` is the number of items from earlier runs.
+    """
     if not sys.stderr.isatty():
-        yield _Lines(title, total, done).more
+        started = last = time.monotonic()
+
+        def count(number: int) -> None:
+            nonlocal done, last
+            done, now = done + number, time.monotonic()
+            if done >= total or now - last >= _SECONDS_BETWEEN_LINES:
+                print(f"{title}: {done} of {total}, {now - started:.0f} s", file=sys.stderr, flush=True)
+                last = now
+
+        yield count
         return
     from rich.console import Console
     from rich.progress import Progress
 
-    with Progress(console=Console(stderr=True), refresh_per_second=_REFRESHES_PER_SECOND) as bars:
+    with Progress(console=Console(stderr=True), refresh_per_second=4) as bars:
         bar = bars.add_task(title.replace("[", "\\["), total=total, completed=done)
         yield lambda number: bars.advance(bar, number)
 
 
 def counted(items: Iterable[T], title: str, total: int, done: int = 0) -> Iterator[T]:
     """Yield the items, and show progress."""
-    with counting(title, total, done) as more:
+    with counting(title, total, done) as count:
         for item in items:
             yield item
-            more(1)
-
-
-class _Lines:
-    """Progress as a line now and then, where stderr is not a terminal."""
-
-    def __init__(self, title: str, total: int, done: int) -> None:
-        self._title, self._total, self._done = title, total, done
-        self._started = self._last = time.monotonic()
-
-    def more(self, number: int) -> None:
-        self._done += number
-        now = time.monotonic()
-        if self._done >= self._total or now - self._last >= _SECONDS_BETWEEN_LINES:
-            text = f"{self._title}: {self._done} of {self._total}, {now - self._started:.0f} s"
-            print(text, file=sys.stderr, flush=True)
-            self._last = now
+            count(1)
 
 
 # ---- exit statuses and processes ---------------------------------------------------------------------------
 
 
-FINE, PROBLEMS, USAGE = 0, 1, 2
-"""Exit statuses."""
+def guard(command: str, work: Callable[[], int], *, verbose: bool = False) -> int:
+    """Run `work` and return its exit status; report in one line what may end any command.
 
-
-_REQUIRED = ("jinja2", "numpy", "prometheus_client", "rich", "shtab")
-"""The packages that pyproject.toml requires, whose names to import and to install are equal."""
-
-
-def guarded(command: str, work: Callable[[], int], *, verbose: bool = False) -> int:
-    """Run `work` and return its exit status; report what may end any command in one line.
-
-    With `verbose` a missing package raises with its traceback.
+    With `verbose`, a missing package raises with its traceback.
     """
     try:
-        return until_nobody_reads(work)
+        status = work()
+        sys.stdout.flush()  # a short output is still in the buffer
+        return status
+    except BrokenPipeError:  # the reader has gone, as in `... | head`
+        # Python would flush stdout again at exit, and fail.
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        return PROBLEMS
     except NotWritten as error:
         return fail(command, str(error), PROBLEMS)
     except ModuleNotFoundError as error:
         package = (error.name or "").partition(".")[0]
-        if verbose or package in ("", "vllm_gaudi_spec"):  # our own mistake
+        if verbose or package in ("", "vllm_gaudi_spec"):  # a defect of this package
             raise
-        return fail(command, f"{package} is not installed; {_how_to_get(package)}", PROBLEMS)
+        return fail(command, f"{package} is not installed; {_explain_how_to_get(package)}", PROBLEMS)
     except KeyboardInterrupt:
-        return fail(command, "interrupted", 130)
+        return fail(command, "interrupted", INTERRUPTED)
 
 
-def _how_to_get(package: str) -> str:
+def _explain_how_to_get(package: str) -> str:
     from vllm_gaudi_spec.devices import EMULATOR, GET_EMULATOR, comes_with_an_image
 
     if comes_with_an_image(package):
-        return "use the card's vendor's image, which has it"
-    if package == EMULATOR:
-        return GET_EMULATOR
-    return "run `make setup`" + (f", or pip install {package}" if package in _REQUIRED else "")
+        return "use the image of the card's vendor, which has it"
+    return GET_EMULATOR if package == EMULATOR else "run `make setup`, or install this package again"
 
 
 def fail(command: str, message: str, status: int = USAGE) -> int:
@@ -264,7 +230,7 @@ def fail(command: str, message: str, status: int = USAGE) -> int:
     return status
 
 
-def model_mistake(*models: object) -> str | None:
+def find_model_mistake(*models: object) -> str | None:
     """Return a message if a model folder is missing; other names are taken for Hugging Face ids."""
     for model in models:
         if isinstance(model, str) and model.startswith(("/", ".", "~")) and not Path(model).is_dir():
@@ -272,27 +238,14 @@ def model_mistake(*models: object) -> str | None:
     return None
 
 
-def python(module: str, values: dict[str, str], arguments: list[str]) -> list[str]:
-    """Return the command that runs a module of ours with these variables set before torch and vLLM are loaded.
-
-    -P: as for console scripts, modules are not searched for in the current folder.
-    """
-    return [
-        "env",
-        *(f"{name}={value}" for name, value in values.items()),
-        sys.executable,
-        "-P",
-        "-m",
-        module,
-        *arguments,
-    ]
+def run_module(module: str, variables: dict[str, str], arguments: Sequence[str]) -> NoReturn:
+    """Replace this process by a module of this package, with variables that must be set before torch is loaded."""
+    sys.stdout.flush()
+    sys.stderr.flush()
+    settings = [f"{name}={value}" for name, value in variables.items()]
+    # -P: as for console scripts, modules are not searched for in the current folder.
+    os.execvp("env", ["env", *settings, sys.executable, "-P", "-m", module, *arguments])
 
 
 def unless_set(**values: str) -> dict[str, str]:
     return {name: value for name, value in values.items() if not is_set(name)}
-
-
-def become(words: list[str]) -> NoReturn:
-    sys.stdout.flush()
-    sys.stderr.flush()
-    os.execvp(words[0], words)

@@ -1,4 +1,4 @@
-"""Prompts to measure with: the built-in set, a file or folder of the user's, or a data set of Hugging Face."""
+"""Prompts to measure with: the built-in set, the user's file or folder, or a data set from Hugging Face."""
 
 from __future__ import annotations
 
@@ -10,25 +10,30 @@ from pathlib import Path
 from typing import Any
 
 from vllm_gaudi_spec.config import in_one_line
-from vllm_gaudi_spec.tools.io.builtin_prompts import PROMPTS
 
 SOURCES = "a JSONL file, a text file with a prompt on each line, a folder of text files, or a Hugging Face data set"
+# Prompts of many kinds, since the largest value of a layer may come with any of them.
+_BUILT_IN = Path(__file__).with_name("builtin_prompts.jsonl")
 _COLUMNS = ("prompt", "text", "question", "instruction", "content")
 _MAX_ROWS = 512
-"""Number of rows read from a data set without --limit, which can have any size."""
+"""Maximum number of rows read from a data set without a limit."""
 
 
 def load_prompts(source: str | None = None, limit: int | None = None) -> list[str]:
-    """Texts, in their order; ValueError names the mistake.
+    """Return the first `limit` prompts of a source.
 
-    `source`: none for the built-in set; a folder whose *.txt files are a prompt each; a .jsonl file with strings, or
-    objects with a `prompt`, `text` or `question`, on each line; a .txt file with a prompt on each line; else the name
-    of a Hugging Face data set, `NAME` or `NAME:SPLIT`, which the package `datasets` then downloads.
+    Args:
+        source: None for the built-in set; a folder in which each *.txt file is a prompt; a .jsonl file that has a
+            string, or an object with a `prompt`, `text` or `question`, on each line; a .txt file with a prompt on each
+            line; else the name of a Hugging Face data set, `NAME` or `NAME:SPLIT`, which the package `datasets` loads.
+
+    Raises:
+        ValueError: The source cannot be read or has no prompts.
     """
     if limit is not None and limit < 1:
-        raise ValueError(f"the number of prompts has to be at least 1, not {limit}")
+        raise ValueError(f"the number of prompts must be at least 1, got {limit}")
     if source is None:
-        found: Iterable[str] = PROMPTS
+        found: Iterable[str] = _from_file(_BUILT_IN)
     elif Path(source).is_dir():
         found = (path.read_text().removesuffix("\n") for path in sorted(Path(source).glob("*.txt")))
     elif source.startswith(("/", ".", "~")) or Path(source).suffix in (".jsonl", ".txt") or Path(source).exists():
@@ -43,7 +48,7 @@ def load_prompts(source: str | None = None, limit: int | None = None) -> list[st
 
 def _from_file(path: Path) -> Iterator[str]:
     try:
-        lines = path.read_text().splitlines()
+        lines = path.read_text(encoding="utf-8").split("\n")
     except (OSError, UnicodeDecodeError) as error:
         raise ValueError(f"prompts: {path} cannot be read: {getattr(error, 'strerror', None) or error}") from None
     for number, line in enumerate(lines, 1):
@@ -58,13 +63,13 @@ def _from_file(path: Path) -> Iterator[str]:
 
 def _from_hub(name: str, rows: int) -> Iterator[str]:
     if importlib.util.find_spec("datasets") is None:
-        raise ValueError(f"prompts: {name} is no file; to load it as a data set, pip install datasets")
+        raise ValueError(f"prompts: {name} is not a file; to load it as a data set, pip install datasets")
     from datasets import load_dataset
 
     name, _, split = name.partition(":")
     try:
         yield from (_text_of(row) for row in islice(load_dataset(name, split=split or "train", streaming=True), rows))
-    except Exception as error:  # it raises what its many readers and the network raise
+    except Exception as error:  # the package, its readers and the network raise many types
         raise ValueError(f"prompts: data set {name}: {in_one_line(error)}") from None
 
 
@@ -74,4 +79,4 @@ def _text_of(row: Any) -> str:
     for column in _COLUMNS:
         if isinstance(row, dict) and isinstance(row.get(column), str):
             return str(row[column])
-    raise ValueError(f"a string, or an object with one of {', '.join(_COLUMNS)}, was expected")
+    raise ValueError(f"expected a string, or an object with one of {', '.join(_COLUMNS)}")

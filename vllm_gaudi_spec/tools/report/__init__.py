@@ -1,1 +1,47 @@
-"""The record of a run, and the page that a person reads."""
+"""`gaudi-spec report`: a page about recorded runs."""
+
+from __future__ import annotations
+
+import argparse
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+from vllm_gaudi_spec.tools.io.output import FINE, fail, find_mistake
+
+DESCRIPTION = """\
+Write one HTML page about recorded runs (`gaudi-spec demo --json RUN.json`): throughput and speedup, acceptance,
+latency, the texts with accepted tokens marked, graphs, device-to-host syncs, and the command that repeats the run.
+Several records are compared. The page is one file without scripts, and loads no other file.
+
+Example:
+  gaudi-spec demo --batch-size 1 --json 1.json
+  gaudi-spec demo --batch-size 4 --json 4.json
+  gaudi-spec report 1.json 4.json
+
+Exit status: 0 when the page is written, 2 when a record cannot be read or for wrong options.
+"""
+
+
+def add_to(commands: Any) -> None:
+    parser: argparse.ArgumentParser = commands.add_parser(
+        "report", help="make a report page (HTML) of recorded runs", description=DESCRIPTION
+    )
+    add = parser.add_argument
+    add("runs", nargs="+", type=Path, metavar="RUN.json", help="a record that `gaudi-spec demo --json` wrote")
+    add("-o", "--output", type=Path, default=Path("report.html"), metavar="FILE", help="the page")
+
+
+def start(options: argparse.Namespace, arguments: Sequence[str]) -> int:
+    from vllm_gaudi_spec.tools.report import page, record
+
+    if mistake := find_mistake("--output", options.output):
+        return fail("report", mistake)
+    if record.is_record(options.output):
+        return fail("report", f"--output would overwrite the record {options.output}; name another file")
+    try:
+        page.write([page.Run(str(path), record.read(path)) for path in options.runs], options.output)
+    except (record.RecordError, OSError) as error:
+        return fail("report", str(error))
+    print(f"report: {options.output.absolute()}")
+    return FINE

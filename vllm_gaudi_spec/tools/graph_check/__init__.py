@@ -11,12 +11,11 @@ from vllm_gaudi_spec.devices import DEVICES, missing_software
 from vllm_gaudi_spec.environment import DEVICE, ENGINE_PROCESS, SELF_TEST, SKIP_WARMUP
 from vllm_gaudi_spec.tools.io import output
 from vllm_gaudi_spec.tools.io.command_line import add_shared, at_least, json_object, positive
-from vllm_gaudi_spec.tools.io.output import become, fail, model_mistake, python
 
 DESCRIPTION = """\
-Run a mixed workload on a model, and report whether a Gaudi, or an Ascend NPU, runs only graphs that warm-up captured.
-The workload has prompts of many lengths, batches that grow and shrink, all kinds of sampling, late arrivals and aborts.
-The default is an emulated Gaudi, which needs no card. Figures named "estimate" are computed from counted bytes and
+Run a mixed workload on a model, and report whether a Gaudi or an Ascend NPU runs only graphs that warm-up captured. The
+workload has prompts of many lengths, batches that grow and shrink, all kinds of sampling, late arrivals and aborts. The
+default device is an emulated Gaudi, which needs no card. Figures named "estimate" are computed from counted bytes and
 operations, not measured.
 
 Examples:
@@ -27,18 +26,8 @@ Examples:
 Exit status: 0 when no step compiles after warm-up and none has more device-to-host syncs than allowed, 1 when one does
 or the model does not run, 2 for wrong options.
 """
-# An emulated card before the card: it is everywhere.
+# Emulated cards come first, since they are available everywhere.
 CHECKED = sorted((name for name, device in DEVICES.items() if device.has_graph_check), reverse=True)
-# Variables of the shell that would change the answer.
-ENVIRONMENT = {
-    SKIP_WARMUP.name: "0",
-    # Its graphs would be counted as warm-up's that no step uses.
-    SELF_TEST.name: "0",
-    # The counters are those of this process.
-    ENGINE_PROCESS.name: "0",
-    # vLLM logs to stdout, which is for the summary.
-    "VLLM_LOGGING_STREAM": "ext://sys.stderr",
-}
 
 
 def add_to(commands: Any) -> None:
@@ -49,22 +38,11 @@ def add_to(commands: Any) -> None:
     )
     add = parser.add_argument
     add("model", nargs="?", metavar="MODEL", help="folder or Hugging Face id (default: the demo model)")
-    add_shared(
-        add,
-        "--speculative-config",
-        type=json_object,
-        metavar="JSON",
-        help="as for vllm serve (default: no speculation)",
-    )
+    add_shared(add, "--speculative-config", type=json_object, metavar="JSON", help="as for vllm serve (default: none)")
     add("--additional-config", type=json_object, metavar="JSON", help="as for vllm serve")
     add("--max-model-len", type=at_least(64), default=512, metavar="N", help="as for vllm serve, in tokens")
     add("--max-num-seqs", type=positive, default=4, metavar="N", help="as for vllm serve")
-    add(
-        "--dtype",
-        default="auto",
-        choices=("auto", "bfloat16", "float32"),
-        help="as for vllm serve (default: auto, the model's own)",
-    )
+    add("--dtype", default="auto", choices=("auto", "bfloat16", "float32"), help="as for vllm serve")
     add("--device", default=CHECKED[0], choices=CHECKED, help="the card, real or emulated")
     add("--requests", type=positive, default=32, metavar="N", help="number of requests in the workload")
     add("--seed", type=at_least(0), default=0, metavar="S", help="the same seed gives the same workload")
@@ -76,32 +54,36 @@ def add_to(commands: Any) -> None:
         help="device-to-host syncs allowed per step; universal_draft with retokenize and slem needs 2",
     )
     output.add_json(add, "everything that was counted")
-    add("--verbose", action="store_true", help="show what vLLM logs while it starts")
+    add("--verbose", action="store_true", help="show vLLM's log, and the traceback of an error")
 
 
 def start(options: argparse.Namespace, arguments: Sequence[str]) -> int:
     """Check the options before anything heavy is loaded, then start the engine."""
-    if mistake := mistake_in(options):
-        return fail("graph-check", mistake)
-    return become(command(options, arguments))
+    if mistake := find_mistake(options):
+        return output.fail("graph-check", mistake)
+    return output.run_module(f"{__name__}.engine", set_environment(options), arguments)
 
 
-def mistake_in(options: argparse.Namespace) -> str | None:
+def find_mistake(options: argparse.Namespace) -> str | None:
     drafter = (options.speculative_config or {}).get("model")
-    if mistake := model_mistake(options.model, drafter) or output.mistake("--json", options.json):
+    if mistake := output.find_model_mistake(options.model, drafter) or output.find_mistake("--json", options.json):
         return mistake
     device = options.device
     if (software := missing_software(device)) is not None:
-        return (
-            f"--device {device} needs the vendor's image with {software} in it; take {device}-emulated without a card"
-        )
+        return f"--device {device} needs the vendor's image with {software}; without a card, use {device}-emulated"
     return versions.vllm_mistake()
 
 
-def command(options: argparse.Namespace, arguments: Sequence[str]) -> list[str]:
-    """Return the command in the environment that the check needs."""
-    level = "INFO" if options.verbose else "WARNING"
-    values = {**ENVIRONMENT, DEVICE.name: options.device, "VLLM_LOGGING_LEVEL": level}
-    if options.device.endswith("-emulated"):  # on a card's machine torch would open the card
-        values["TORCH_DEVICE_BACKEND_AUTOLOAD"] = "0"
-    return python("vllm_gaudi_spec.tools.cli.check_engine", values, [*arguments])
+def set_environment(options: argparse.Namespace) -> dict[str, str]:
+    """Return the variables of the check, whatever the shell has set."""
+    variables = {
+        DEVICE.name: options.device,
+        SKIP_WARMUP.name: "0",
+        SELF_TEST.name: "0",  # its graphs would be counted as unused graphs of warm-up
+        ENGINE_PROCESS.name: "0",  # the counters are those of this process
+        "VLLM_LOGGING_STREAM": "ext://sys.stderr",  # vLLM logs to stdout, which is for the table
+        "VLLM_LOGGING_LEVEL": "INFO" if options.verbose else "WARNING",
+    }
+    if options.device.endswith("-emulated"):  # on a card's machine, torch would open the card
+        variables["TORCH_DEVICE_BACKEND_AUTOLOAD"] = "0"
+    return variables

@@ -1,0 +1,333 @@
+"""graph-check without an engine: its workload, its counts and its conclusion, and the comparison of verify-gaudi."""
+
+from __future__ import annotations
+
+import dataclasses
+import sys
+from collections.abc import Sequence
+from typing import Any
+
+import pytest
+
+from tests import verify_device
+from vllm_gaudi_spec.tools import cli
+from vllm_gaudi_spec.tools.graph_check import counting, engine, workload
+
+LIMITS = workload.Limits(vocab=300, max_model_len=512, max_num_seqs=4)
+WORDS = tuple(range(3, 200))
+
+
+# ---- workload ------------------------------------------------------------------------------------------------
+
+
+def test_a_seed_gives_one_workload() -> None:
+    assert workload.make_mixed(40, 3, WORDS, LIMITS) == workload.make_mixed(40, 3, WORDS, LIMITS)
+    assert workload.make_mixed(40, 3, WORDS, LIMITS) != workload.make_mixed(40, 4, WORDS, LIMITS)
+
+
+@pytest.mark.parametrize("limits", [LIMITS, workload.Limits(vocab=50, max_model_len=64, max_num_seqs=1)])
+@pytest.mark.parametrize("count", [1, 2, 20, 64])
+def test_requests_fit_the_model(count: int, limits: workload.Limits) -> None:
+    text = [token % limits.vocab for token in WORDS]
+    for items in (workload.make_mixed(count, 0, text, limits), workload.make_prompt_logprobs(0, text, limits)):
+        for item in items:
+            assert 1 <= len(item.prompt) <= limits.max_model_len - item.params["max_tokens"]
+            assert all(0 <= token < limits.vocab for token in item.prompt)
+            assert item.params.get("min_tokens", 0) <= item.params["max_tokens"]
+            for name in ("allowed_token_ids", "stop_token_ids", "logit_bias"):
+                assert all(0 <= token < limits.vocab for token in item.params.get(name, ()))
+
+
+def test_the_workload_is_mixed() -> None:
+    items = workload.make_mixed(32, 0, WORDS, LIMITS)
+    assert [item.arrives for item in items] == sorted(item.arrives for item in items)
+    assert len({item.arrives for item in items}) > 8
+    assert any(item.leaves_after is not None for item in items)
+    assert any(len(item.prompt) + item.params["max_tokens"] == LIMITS.max_model_len for item in items)
+    expected = {name for kind in workload.KINDS for name in kind}
+    assert {name for item in items for name in item.params} >= expected
+    assert not any("prompt_logprobs" in item.params for item in items)
+    beginnings = [item.prompt[:150] for item in items if len(item.prompt) > 150]
+    assert len(set(beginnings)) < len(beginnings), "nobody shares a beginning"
+
+
+# ---- counting ------------------------------------------------------------------------------------------------
+
+AMOUNTS = ("host_reads", "dynamic_ops", "fallbacks", "garbage_reads", "upload_bytes", "download_bytes", "kv_bytes_read")
+
+
+def tally(compiles: int = 0, **amounts: int) -> dict[str, int]:
+    return {"compiles": compiles, "lazy_compiles": compiles, **dict.fromkeys(AMOUNTS, 0), **amounts}
+
+
+def report(
+    steps: Sequence[dict[str, int]], events: dict[tuple[str, str, str], int] | None = None, after_steps: int = 0
+) -> dict[str, Any]:
+    """A worker's report on the emulated card after a warm-up of two graphs; `after_steps`: syncs after the last one."""
+    total = {name: sum(step[name] for step in steps) for name in tally()}
+    total["host_reads"] += after_steps
+    names = ("kind", "what", "where")
+    graphs = [
+        {"name": "Runner._forward", "replays": len(steps)},
+        {"name": "Runner._forward", "replays": 0},
+        {"name": "Runner._finish", "replays": len(steps)},
+    ]
+    emulated = {
+        "total": total,
+        "num_steps": len(steps),
+        "steps": list(steps)[-4:],
+        "events": [{**dict(zip(names, key, strict=True)), "count": count} for key, count in (events or {}).items()],
+        "graphs": graphs,
+        "estimate": {},
+    }
+    return real_report(len(steps), total["compiles"], emulated=emulated)
+
+
+def real_report(steps: int, compiles: int, **more: Any) -> dict[str, Any]:
+    metrics = {"graph_compilation": {"TotalNumber": 7 + compiles}, "cpu_fallback": {"TotalNumber": 0}}
+    device = {**metrics, **({"emulator": more["emulated"]} if more else {})}
+    return {
+        "graphs": {"warmup": 5, "listed": 6, "after_warmup": 0, "unexpected": []},
+        "steps": steps,
+        "host_syncs_per_step": 1.0,
+        "device": device,
+    }
+
+
+def result_of(meter: counting.Meter) -> dict[str, Any]:
+    result: dict[str, Any] = {
+        "device": "hpu-emulated",
+        "mode": "lazy",
+        "dtype": "float32",
+        "settings": {
+            "model": "m",
+            "speculation": "none",
+            "seed": 0,
+            "max_model_len": 512,
+            "max_num_seqs": 4,
+            "host_syncs": 1,
+        },
+        "traffic": {"requests": 3, "aborted": 1, "tokens": 20},
+        "graphs": counting.count_graphs(meter.first, meter.last),
+        "phases": {"mixed": counting.count_phase(meter)},
+    }
+    return {**result, "findings": counting.find_faults(result)}
+
+
+def result_after(*looks: dict[str, Any], first: dict[str, Any] | None = None) -> dict[str, Any]:
+    meter = counting.Meter(first or report([]))
+    for look in looks:
+        meter.look(look)
+    return result_of(meter)
+
+
+READ = ("device-to-host sync", "copy to the host", "devices/hpu/backend.py:9 (start_download)")
+GOOD = tally(host_reads=1, upload_bytes=100, kv_bytes_read=50)
+
+
+def test_a_clean_run() -> None:
+    result = result_after(report([GOOD] * 3, {READ: 3}), report([GOOD] * 6, {READ: 6}))
+    mixed = result["phases"]["mixed"]
+    assert (mixed["steps"], mixed["host_syncs"], mixed["max_syncs_in_a_step"], mixed["compiles"]) == (6, 6, 1, 0)
+    assert (mixed["upload_bytes"], mixed["kv_bytes_read"]) == (600, 300)
+    assert mixed["sync_lines"] == [{"count": 6, "what": READ[1], "where": READ[2]}]
+    assert (result["graphs"]["captured"], result["graphs"]["never_used"]) == (3, 1)
+    assert result["graphs"]["by_name"]["Runner._forward"] == {"captured": 2, "never_used": 1}
+    assert result["findings"] == []
+    conclusion = counting.conclude(result)
+    assert conclusion.startswith("clean: ")
+    assert conclusion.endswith("no step of the mixed requests has more than 1 device-to-host sync")
+    table = [" ".join(line.split()) for line in counting.make_table(result).splitlines()]
+    assert "graphs captured in warm-up 3, of which 1 were not used" in table
+    assert "device-to-host syncs per step 1.00, at most 1" in table
+    assert any(line.startswith("estimate of a step, gaudi3 mean 0.") for line in table)
+    assert f"6 x {READ[1]} at {READ[2]}" in table
+
+
+def test_only_what_came_since_counts() -> None:
+    """Reads and compiles of warm-up are nobody's fault."""
+    warm = report([tally(compiles=9, host_reads=4)], {READ: 4, ("graph capture", "g", "x.py:1 (f)"): 9})
+    steps = [tally(compiles=9, host_reads=4), GOOD, GOOD]
+    result = result_after(report(steps, {READ: 6, ("graph capture", "g", "x.py:1 (f)"): 9}), first=warm)
+    mixed = result["phases"]["mixed"]
+    assert (mixed["steps"], mixed["host_syncs"], mixed["compiles"]) == (2, 2, 0)
+    assert result["findings"] == []
+
+
+def test_a_compile_is_found_with_its_line() -> None:
+    late = ("compile after warm-up", "sort, op 3 of 4", "my/drafter.py:12 (propose)")
+    result = result_after(report([GOOD, tally(compiles=2, host_reads=1)], {READ: 2, late: 2}))
+    (finding,) = result["findings"]
+    assert finding == "compiled after warm-up, in the mixed phase: 2 graphs: my/drafter.py:12 (propose)"
+    assert counting.conclude(result) == f"not clean: {finding}"
+    assert "       2 x sort, op 3 of 4 at my/drafter.py:12 (propose)" in counting.make_table(result).splitlines()
+
+
+def test_a_second_sync_is_found_with_its_line() -> None:
+    item = ("device-to-host sync", "item", "my/drafter.py:14 (propose)")
+    result = result_after(report([GOOD, tally(host_reads=3), GOOD], {READ: 3, item: 2}))
+    (finding,) = result["findings"]
+    assert "1 of 3 steps have more than 1 device-to-host sync, one of them 3" in finding
+    assert "my/drafter.py:14 (propose)" in finding
+
+
+def test_syncs_after_the_last_step_are_counted() -> None:
+    result = result_after(report([GOOD], {READ: 1}, after_steps=2))
+    assert result["phases"]["mixed"]["max_syncs_in_a_step"] == 2
+    assert len(result["findings"]) == 1
+
+
+def test_a_signature_outside_the_list_is_found() -> None:
+    last = report([GOOD], {READ: 1})
+    last["graphs"]["unexpected"] = ["Shape(decode, 9, 1, 2)"]
+    assert "Shape(decode, 9, 1, 2)" in result_after(last)["findings"][0]
+
+
+def test_steps_that_were_not_kept_are_an_error() -> None:
+    with pytest.raises(RuntimeError, match="5 steps passed since the last look, but only 4 were kept"):
+        result_after(report([GOOD] * 5, {READ: 5}))
+
+
+def test_what_another_card_captured_is_counted() -> None:
+    """By the backend, and without estimates: nothing is published that one could count with."""
+
+    def captured(programs: int, steps: int) -> dict[str, Any]:
+        found = report([GOOD] * steps, {READ: steps})
+        emulated = {**found["device"]["emulator"], "estimate": None}
+        return {**found, "device": {"captured": {"Runner._forward": programs, "_pack": 2}, "emulator": emulated}}
+
+    result = result_after(captured(5, 3), first=captured(5, 0))
+    assert result["graphs"]["compiles_until_ready"] == 7
+    assert result["phases"]["mixed"]["compiles"] == 0
+    assert "estimate" not in counting.make_table(result)
+    late = real_report(3, 0) | {"device": {"captured": {"Runner._forward": 6}}}
+    first = real_report(0, 0) | {"device": {"captured": {"Runner._forward": 5}}}
+    assert result_after(late, first=first)["findings"] == ["compiled after warm-up, in the mixed phase: 1 graphs"]
+
+
+def test_a_card_counts_less() -> None:
+    result = result_after(real_report(4, 0), first=real_report(0, 0))
+    mixed = result["phases"]["mixed"]
+    assert (mixed["steps"], mixed["compiles"], mixed["runner_syncs"]) == (4, 0, 4)
+    assert mixed["host_syncs"] is mixed["kv_bytes_read"] is result["graphs"]["captured"] is None
+    assert result["findings"] == []
+    assert "not counted on this device" in counting.make_table(result)
+    assert "the runner makes at most 1 device-to-host sync per step" in counting.conclude(result)
+    found = result_after(real_report(4, 2), first=real_report(0, 0))["findings"]
+    assert found == ["compiled after warm-up, in the mixed phase: 2 graphs"]
+
+
+# ---- errors ------------------------------------------------------------------------------------------------
+
+
+def fail(*_: object, **options: object) -> None:
+    raise ValueError("deep inside")
+
+
+@pytest.mark.parametrize(
+    ("place", "status"), [("vllm.LLM", 2), ("vllm_gaudi_spec.tools.graph_check.engine.open_engine", 1)]
+)
+def test_an_error_is_one_line_or_with_verbose_a_traceback(
+    place: str, status: int, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr("vllm_gaudi_spec.platforms.base.is_active", lambda: True)
+    monkeypatch.setattr(place, fail)
+    options = cli.make_parser().parse_args(["graph-check", "some/model"])
+    assert engine.check(options) == status
+    assert capsys.readouterr().err.count("deep inside") == 1
+    options.verbose = True
+    with pytest.raises(ValueError, match=r"^deep inside$"):
+        engine.check(options)
+
+
+# ---- verify-gaudi, verify-ascend ------------------------------------------------------------------------------
+
+
+def both_phases(result: dict[str, Any]) -> dict[str, Any]:
+    return result | {"phases": result["phases"] | {"prompt log-probabilities": result["phases"]["mixed"]}}
+
+
+def card_and_emulated() -> tuple[dict[str, Any], dict[str, Any]]:
+    card = result_after(real_report(4, 0), first=real_report(0, 0))
+    return both_phases(card), both_phases(result_after(report([GOOD] * 4, {READ: 4})))
+
+
+def test_comparison_of_card_and_emulation() -> None:
+    rows = verify_device.compare(*card_and_emulated())
+    conclusions = {row.name: row.conclusion for row in rows}
+    assert conclusions["KV bytes read"] == conclusions["device-to-host syncs, all"] == verify_device.NOT_COUNTED
+    assert {conclusion for conclusion in conclusions.values() if conclusion != verify_device.NOT_COUNTED} == {"equal"}
+    assert verify_device.agrees(rows)
+
+
+def test_a_difference_that_matters() -> None:
+    card, emulated = card_and_emulated()
+    card["phases"]["mixed"]["compiles"] = 2
+    card["phases"]["mixed"]["steps"] += 1
+    rows = {row.name: row for row in verify_device.compare(card, emulated)}
+    assert rows["graphs compiled after warm-up"].conclusion == "DIFFERENT"
+    assert rows["steps"].conclusion == "different"
+    assert not verify_device.agrees(list(rows.values()))
+
+
+def test_verify_gaudi_runs_in_one_mode(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The user's, else that of the card's torch."""
+    monkeypatch.setenv("PT_HPU_LAZY_MODE", "0")
+    assert verify_device.environment("hpu")["PT_HPU_LAZY_MODE"] == "0"
+    monkeypatch.delenv("PT_HPU_LAZY_MODE")
+    monkeypatch.setattr(verify_device.devices, "has_card", lambda name: True)
+    monkeypatch.setattr(verify_device, "gaudi_has_lazy_mode", lambda: False)
+    assert {verify_device.environment(device)["PT_HPU_LAZY_MODE"] for device in ("hpu", "hpu-emulated")} == {"0"}
+
+
+def checked(title: str, rows: Sequence[verify_device.Row]) -> dict[str, Any]:
+    return {
+        "title": title,
+        "error": None,
+        "rows": [{**row.__dict__, "conclusion": row.conclusion} for row in rows],
+        "findings": {"card": [], "emulated card": ["2 programs"]},
+    }
+
+
+def test_markdown_for_the_documentation() -> None:
+    rows = [
+        verify_device.Row("steps", 1200, 1201, must_agree=False),
+        verify_device.Row("KV bytes read", None, 5000, must_agree=False),
+        verify_device.Row("device-to-host syncs of results per step", 0.9, 0.9, must_agree=True),
+    ]
+    failed = {"title": "ngram", "error": "graph-check on hpu ended with status 1: no memory"}
+    record = {
+        "a_card": "a Gaudi",
+        "rehearsal": False,
+        "machine": {"torch": "2.11", "driver": "1.24"},
+        "self_test": {"checks": [{"name": "noise", "status": "failed", "detail": "9 ulp"}]},
+        "tests": [{"name": "test_chunks", "result": "passed", "seconds": 12.3}],
+        "checks": [checked("draft_model", rows), failed],
+        "result": "all agree",
+    }
+    lines = verify_device.markdown(record).splitlines()
+    assert lines[0] == "## Verified on a Gaudi"
+    assert "| noise | failed | 9 ulp |" in lines
+    assert "| test_chunks | passed | 12 |" in lines
+    assert "| steps | 1,200 | 1,201 | different |" in lines
+    assert "| KV bytes read |  | 5,000 | not counted on the device |" in lines
+    assert "| device-to-host syncs of results per step | 0.9 | 0.9 | equal |" in lines
+    assert "graph-check, emulated card: 2 programs" in lines
+    assert failed["error"] in lines
+    rehearsed = verify_device.markdown(record | {"rehearsal": True})
+    assert rehearsed.startswith("## Rehearsal on the emulated card")
+    assert "| count | in place of the card | emulated | |" in rehearsed
+    assert "graph-check, in place of the card: clean" in rehearsed
+
+
+@pytest.mark.parametrize("device", verify_device.DEVICES.values(), ids=lambda device: device.name)
+def test_without_a_card_it_is_an_error(
+    device: verify_device.Device, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    without = dataclasses.replace(device, is_available=lambda: False)
+    monkeypatch.setitem(verify_device.DEVICES, device.name, without)
+    monkeypatch.setattr(sys, "argv", ["verify_device.py", device.name])
+    assert verify_device.main() == 2
+    said = capsys.readouterr().err
+    assert said.startswith(f"error: there is no {device.kind} here: verify-{device.name} needs a card")
+    assert said.count("\n") == 1

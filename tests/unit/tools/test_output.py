@@ -1,0 +1,145 @@
+"""Files that users name appear whole or not at all; tables and progress depend on whether there is a terminal."""
+
+from __future__ import annotations
+
+import errno
+import io
+import json
+import os
+import stat
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from tests.support.processes import ROOT
+from vllm_gaudi_spec.environment import cached_files
+from vllm_gaudi_spec.tools.io import output
+
+
+class Terminal(io.StringIO):
+    def isatty(self) -> bool:
+        return True
+
+
+def test_a_failed_write_leaves_the_file_as_it_was(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    file = tmp_path / "run.json"
+    output.write_json({"a": 1}, str(file))
+
+    def fail(descriptor: int) -> None:
+        raise OSError(28, "No space left on device")
+
+    monkeypatch.setattr(os, "fsync", fail)
+    with pytest.raises(output.NotWritten, match="No space left on device"):
+        output.write_json({"a": 2}, str(file))
+    assert json.loads(file.read_text()) == {"a": 1}
+    assert list(tmp_path.iterdir()) == [file]
+
+
+def test_links_and_modes_are_kept(tmp_path: Path) -> None:
+    target, link = tmp_path / "kept", tmp_path / "link"
+    target.write_text("old")
+    target.chmod(0o600)
+    link.symlink_to("kept")
+    output.write("--json", link, b"new")
+    assert link.is_symlink()
+    assert (target.read_text(), target.stat().st_mode & 0o777) == ("new", 0o600)
+
+
+def test_replace_replaces_links_and_pipes(tmp_path: Path) -> None:
+    target, link, pipe = tmp_path / "kept", tmp_path / "link", tmp_path / "pipe"
+    target.write_text("old")
+    link.symlink_to(target)
+    os.mkfifo(pipe)
+    for path in (link, pipe):
+        cached_files.replace(path, b"new", 0o644)
+        assert stat.S_ISREG(path.lstat().st_mode)
+        assert (path.read_text(), path.stat().st_mode & 0o777) == ("new", 0o644)
+    assert target.read_text() == "old"
+
+
+def test_a_pipe_is_written_into(tmp_path: Path) -> None:
+    pipe = tmp_path / "pipe"
+    os.mkfifo(pipe)
+    reader = os.open(pipe, os.O_RDWR | os.O_NONBLOCK)
+    try:
+        output.write("--json", pipe, b"heard")
+        assert os.read(reader, 100) == b"heard"
+    finally:
+        os.close(reader)
+    assert pipe.is_fifo()
+
+
+@pytest.mark.parametrize(
+    "line", ["write /dev/stdout > log", "write >(cat >> log) >> log; sleep 1", "write /dev/stdout | cat > log"]
+)
+def test_streams_of_a_shell_are_written_into(line: str, tmp_path: Path) -> None:
+    code = (
+        "import sys\nfrom vllm_gaudi_spec.tools.io import output\n"
+        "assert output.find_mistake('--json', sys.argv[1]) is None\n"
+        "print('before')\noutput.write_json({'a': 1}, sys.argv[1])"
+    )
+    environment = os.environ | {"PYTHONPATH": str(ROOT), "CODE": code, "PYTHON": sys.executable}
+    command = ["bash", "-c", f'write() {{ "$PYTHON" -c "$CODE" "$@"; }}\n{line}']
+    subprocess.run(command, cwd=tmp_path, env=environment, timeout=60, check=True)
+    assert sorted((tmp_path / "log").read_text().split()) == sorted(["before", "{", '"a":', "1", "}"])
+
+
+@pytest.mark.parametrize("code", [errno.EACCES, errno.EBUSY])
+def test_a_file_whose_folder_takes_no_other_file_is_overwritten(
+    code: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    file = tmp_path / "run.json"
+    file.write_text("an old text")
+    inode = file.stat().st_ino
+
+    def refuse(*_: object) -> None:
+        raise OSError(code, os.strerror(code))
+
+    monkeypatch.setattr(os, "replace", refuse)
+    output.write("--json", file, b"new")
+    assert (file.read_text(), file.stat().st_ino) == ("new", inode)
+    with pytest.raises(output.NotWritten):
+        output.write("--json", tmp_path / "fresh", b"")
+
+
+def test_a_protected_file_is_not_replaced(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    file = tmp_path / "run.json"
+    file.write_text("old")
+    monkeypatch.setattr(os, "access", lambda path, mode: path != file)  # root may write everywhere
+    assert output.find_mistake("--json", file) is not None
+    with pytest.raises(output.NotWritten, match="Permission denied"):
+        output.write("--json", file, b"new")
+    assert file.read_text() == "old"
+
+
+def test_mistakes_are_found_before_the_work(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    for fine in (None, "-", "run.json", "/dev/null"):
+        assert output.find_mistake("--json", fine) is None
+    # A model's name after --json is taken for a file.
+    assert "put --json last" in str(output.find_mistake("--json", "some/model"))
+    assert output.find_mistake("--report", "some/page") is not None
+    assert output.find_mistake("--json", tmp_path) is not None
+
+
+def test_a_table_is_plain_in_a_pipe_and_styled_on_a_terminal(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("TERM", "xterm-256color")
+    rows = [("problem", "12", "[bold]b[/bold]")]
+    pipe, terminal = io.StringIO(), Terminal()
+    output.show_table(("", "number", "text"), rows, pipe)
+    output.show_table(("", "number", "text"), rows, terminal, styles={"problem": "red"})
+    assert pipe.getvalue().splitlines()[1] == "problem      12  [bold]b[/bold]"
+    assert "\x1b[" in terminal.getvalue()
+    assert "[bold]b[/bold]" in terminal.getvalue(), "brackets are not markup"
+
+
+def test_progress_is_a_line_or_a_bar(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
+    assert list(output.counted("abc", "letters", 3)) == ["a", "b", "c"]
+    assert capsys.readouterr().err == "letters: 3 of 3, 0 s\n"
+    monkeypatch.setenv("TERM", "xterm-256color")
+    monkeypatch.setattr(sys, "stderr", terminal := Terminal())
+    assert list(output.counted("abc", "[letters]", 3)) == ["a", "b", "c"]
+    assert "[letters]" in terminal.getvalue()
+    assert "100%" in terminal.getvalue()
