@@ -76,15 +76,3 @@ def test_preemption(
     with engine(tiny_llama, **SMALL_KV, **options) as llm:
         check(requests, run_together(llm, requests), alone)
         assert preemptions(llm) > 0
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("seed", range(1, 6))
-def test_other_workloads(seed: int, tiny_llama: str) -> None:
-    """More seeds, everything at once: prefix cache, chunks and preemption."""
-    requests = mixed_requests(seed=seed)
-    with engine(tiny_llama, **UNCACHED) as llm:
-        alone = run_alone(llm, requests)
-    with engine(tiny_llama, **SMALL_KV, **CACHED, **CHUNKED) as llm:
-        check(requests, run_together(llm, requests), alone)
-        assert preemptions(llm) > 0

@@ -1,4 +1,4 @@
-"""Drafting with a model: lossless whatever the drafter is, and right whenever it agrees with the target."""
+"""A draft model that agrees with the target is always right; one that cannot be understood is refused."""
 
 import itertools
 import shutil
@@ -10,12 +10,11 @@ from transformers import PreTrainedTokenizerFast
 from vllm import LLM, SamplingParams
 
 from tests.full_tests import tiny_models
-from tests.full_tests.engines import counter, generate, preemptions
+from tests.full_tests.engines import counter, generate
 from tests.full_tests.prompts import random_prompts
 from tests.full_tests.speculation import accepted, speculating
 from tests.full_tests.test_refusals import refusal
 from tests.full_tests.tiny_models import VOCAB
-from tests.full_tests.workload import Answer, Request, differences, run_together
 
 STRICT = dict(rejection_sample_method="strict")
 COUPLED = STRICT | dict(draft_sample_method="coupled")
@@ -33,51 +32,8 @@ def drafting(model: str, k: int, method: str = "draft_model", **options: Any) ->
     return dict(method=method, model=model, num_speculative_tokens=k, **options)
 
 
-# A drafter of the same vocabulary is in adversary/test_adversary.py.
-CASES = [
-    ("stranger", 3, {}, "chunked, cached, preempted"),
-]
-ALL = [
-    (who, k, options, schedule)
-    for who in ("itself", "cousin", "stranger", "twin")
-    for k in (1, 3, 5)
-    for options in ({}, STRICT, COUPLED)
-    for schedule in SCHEDULES
-]
-
-
 def name(value: Any) -> str:
     return "-".join(map(str, value.values())) if isinstance(value, dict) else str(value)
-
-
-@pytest.mark.parametrize(
-    ("who", "k", "options", "schedule"),
-    [*CASES, *(pytest.param(*case, marks=pytest.mark.slow) for case in ALL if case not in CASES)],
-    ids=name,
-)
-def test_lossless(
-    who: str,
-    k: int,
-    options: dict[str, Any],
-    schedule: str,
-    looping_llama: str,
-    request: pytest.FixtureRequest,
-    mixed: list[Request],
-    mixed_answers: list[list[Answer]],
-) -> None:
-    """64 mixed requests, greedy and seeded, in every kind of company."""
-    method, model = "draft_model", looping_llama
-    if who != "itself":
-        model = request.getfixturevalue(who)
-        method = "universal_draft" if who in ("stranger", "twin") else method
-    with speculating(looping_llama, drafting(model, k, method, **options), **SCHEDULES[schedule]) as llm:
-        different = differences(mixed, run_together(llm, mixed), mixed_answers)
-        assert not different, f"{len(different)} of {len(mixed)} differ\n" + "\n".join(different[:5])
-        assert counter(llm, "vllm:spec_decode_num_draft_tokens") > 200
-        if who in ("itself", "twin"):
-            assert accepted(llm) > 200
-        if "preempted" in schedule:
-            assert preemptions(llm) > 0
 
 
 def acceptance(llm: LLM) -> float:
@@ -87,6 +43,7 @@ def acceptance(llm: LLM) -> float:
 # Each way of drafting in one schedule, and each schedule but the synchronous one; all of them in `make verify`.
 ALWAYS_RIGHT: list[tuple[dict[str, Any], str]] = [
     ({}, "chunked, cached, preempted"),
+    (dict(max_model_len=100), "overlapping"),  # some rows stop drafting, and some never draft
     (PROBABILISTIC, "overlapping"),
     (COUPLED, "overlapping"),
     (PROBABILISTIC | dict(rejection_sample_method="block"), "overlapping"),
@@ -101,7 +58,7 @@ MORE_OF_THEM = [case for case in itertools.product(({}, PROBABILISTIC), SCHEDULE
 )
 def test_a_drafter_that_is_the_target_is_always_right(options: dict[str, Any], schedule: str, tiny_llama: str) -> None:
     """A position, a slot or a filter that is off by one and it is not: prompts of all lengths, chunked and cached."""
-    temperature = 0.0 if options == {} else 0.9
+    temperature = 0.9 if "draft_sample_method" in options else 0.0
     prompts = random_prompts([3, 17, 32, 33, 90, 200, 150, 31] * 2, VOCAB)
     params = [
         SamplingParams(temperature=temperature, top_p=0.95, top_k=40, seed=i, max_tokens=40, ignore_eos=True)

@@ -15,8 +15,10 @@ from tests.full_tests import rule_models
 from tests.full_tests.engines import counter, engine, first_tokens, generate, preemptions
 from tests.full_tests.heads import METHODS
 from tests.full_tests.speculation import accounts, speculating
+from vllm_gaudi_spec.config import REQUEST_OPTION
 
 NUM_TOKENS = 70
+DRAFTED = "vllm:spec_decode_num_draft_tokens"
 BARE = dict(skip_tokenizer_init=True, max_model_len=256, max_num_seqs=16)
 # The target takes 2 KiB of KV per token, its heads half as much at most: room for about three requests.
 SMALL = dict(kv_cache_memory_bytes=1 << 20, block_size=16)
@@ -100,7 +102,7 @@ def check_places(llm: LLM, k: int) -> None:
     """vLLM's own count: as many accepted at each place as were drafted there."""
     (per_place,) = (m.values for m in llm.get_metrics() if m.name == "vllm:spec_decode_num_accepted_tokens_per_pos")
     assert len(per_place) == k
-    assert sum(per_place) == counter(llm, "vllm:spec_decode_num_draft_tokens") > 0
+    assert sum(per_place) == counter(llm, DRAFTED) > 0
 
 
 @pytest.mark.slow
@@ -122,3 +124,49 @@ def test_as_many_are_right_as_the_rule_says(method: str, pair: Callable[[str], t
         full = [count for count, wanted in zip(accepted, drafted, strict=True) if wanted == k]
         right = [sum(count > place for count in full) for place in range(k)]
         assert right == rule_models.accepted(prompt, output, k, blind=method == "medusa"), f"prompt of {len(prompt)}"
+
+
+@pytest.mark.parametrize("method", ["eagle3", *(pytest.param(m, marks=pytest.mark.slow) for m in ("eagle", "mtp"))])
+def test_head_reads_blocks_of_requests_that_do_not_draft(
+    method: str, pair: Callable[[str], tuple[str, dict[str, Any]]]
+) -> None:
+    """A second turn shares KV blocks with a first one that was answered without drafts."""
+    model, config = pair(method)
+    greedy: dict[str, Any] = dict(temperature=0, ignore_eos=True, detokenize=False)
+    off = SamplingParams(max_tokens=NUM_TOKENS, extra_args={REQUEST_OPTION: 0}, **greedy)
+    with speculating(model, config | dict(num_speculative_tokens=4), block_size=16, **BARE) as llm:
+        first = first_tokens(generate(llm, prompts(), off))
+        assert counter(llm, DRAFTED) == 0
+        turns = [[*prompt, *answer] for prompt, answer in zip(prompts(), first, strict=True)]
+        outputs = generate(llm, turns, SamplingParams(max_tokens=NUM_TOKENS, **greedy))
+    for prompt, output, (drafted, accepted) in zip(prompts(), outputs, accounts(outputs), strict=True):
+        assert output.num_cached_tokens > len(prompt)
+        assert accepted == drafted
+        assert sum(drafted) > NUM_TOKENS // 2
+
+
+@pytest.mark.parametrize(
+    ("method", "overlapping"),
+    [
+        ("eagle3", True),
+        # vLLM does not overlap steps with Medusa.
+        *(pytest.param(method, False, marks=pytest.mark.slow) for method in METHODS),
+        *(pytest.param(method, True, marks=pytest.mark.slow) for method in ("eagle", "mtp")),
+    ],
+)
+def test_head_drafts_again_when_the_load_falls(
+    method: str, overlapping: bool, pair: Callable[[str], tuple[str, dict[str, Any]]]
+) -> None:
+    """Up to two requests draft, four do not: the last two have missed all drafting until then."""
+    model, config = pair(method)
+    by_load = dict(num_speculative_tokens=4, num_speculative_tokens_per_batch_size=[[1, 2, 4], [3, 64, 0]])
+    params = [
+        SamplingParams(temperature=0, max_tokens=length, ignore_eos=True, detokenize=False)
+        for length in (NUM_TOKENS // 2, NUM_TOKENS // 2, 2 * NUM_TOKENS, 2 * NUM_TOKENS)
+    ]
+    with speculating(model, config | by_load, async_scheduling=overlapping, **BARE) as llm:
+        outputs = generate(llm, prompts()[:4], params)
+    for drafted, accepted in accounts(outputs)[2:]:
+        assert accepted == drafted
+        assert max(drafted) == 4
+        assert sum(drafted) > NUM_TOKENS // 2

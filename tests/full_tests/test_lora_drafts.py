@@ -85,41 +85,11 @@ def test_a_head_sees_no_adapter(method: str, lora_folder: Path) -> None:
         assert not [name for name in drafter if "LoRA" in name]
 
 
-@pytest.mark.slow
-@pytest.mark.parametrize("method", ["eagle3", "mtp"])
-def test_seeded_requests_with_a_head(method: str, lora_folder: Path) -> None:
-    model = target(method)
-    layers = (*adapters.ATTENTION, *adapters.MLP)
-    made = [
-        adapters.make(model, lora_folder / f"{method} seeded {rank}", rank, rank=rank, modules=layers)
-        for rank in (4, 8)
-    ]
-    jobs = mixed(24, made[0], None, made[1])
-    with engine(model, **LORA) as llm:
-        expected = run(llm, jobs)
-    with speculating(model, head(method, 3, rejection_sample_method="strict"), **LORA) as llm:
-        check_same(jobs, run(llm, jobs), expected)
-        assert accepted(llm) > 0
-
-
 def _layers_of_drafter(worker: Any) -> list[str]:
     return [type(module).__name__ for module in worker.model_runner.drafter.model.modules()]
 
 
 # --- other ways to run the target ---
-
-
-@pytest.mark.slow
-def test_rows_without_an_adapter_keep_their_bits(looping_llama: str, loras: list[Adapter]) -> None:
-    """The same batch, in an engine that knows no adapters."""
-    params = SamplingParams(temperature=0, max_tokens=6, ignore_eos=True, logprobs=5, prompt_logprobs=5)
-    prompts = [{"prompt_token_ids": PROMPTS[2]}] * 3
-    found = []
-    for options, requests in ((LORA, [loras[0].request(), None, loras[1].request()]), ({}, None)):
-        with engine(looping_llama, **options, enable_prefix_caching=False) as llm:
-            output = llm.generate(prompts, params, lora_request=requests, use_tqdm=False)[1]
-            found.append((output.prompt_logprobs, output.outputs[0].token_ids, output.outputs[0].logprobs))
-    assert found[0] == found[1]
 
 
 OPTIONS: dict[str, dict[str, Any]] = {
@@ -192,17 +162,6 @@ def test_restricted_to_some_modules(looping_llama: str, lora_folder: Path, loras
     jobs, left = greedy(PROMPTS, loras[0]), greedy(PROMPTS, part)
     with engine(looping_llama, **LORA, lora_target_modules=["o_proj"]) as llm:
         assert run(llm, jobs) == run(llm, left) != run(llm, greedy(PROMPTS, None))
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("weights", ["float16", "int8"])
-def test_formats_of_weights(weights: str, looping_llama: str, loras: list[Adapter]) -> None:
-    """The model's own are rounded; two adapters in a batch still say what each says alone."""
-    options = dict(additional_config=dict(gaudi_spec=dict(cpu_weights=weights)))
-    jobs = greedy(PROMPTS, loras[0]) + greedy(PROMPTS, None) + greedy(PROMPTS, loras[1])
-    with engine(looping_llama, **LORA, **options) as llm:
-        single = [run(llm, [job])[0] for job in jobs]
-        check_same(jobs, run(llm, jobs), single)
 
 
 # --- served ---

@@ -1,4 +1,4 @@
-"""A drafter that reads the target's text in its own tokens: lossless, and better at drafting for it."""
+"""A drafter that reads the target's text in its own tokens drafts better for it."""
 
 from pathlib import Path
 from typing import Any
@@ -6,22 +6,13 @@ from typing import Any
 import pytest
 from vllm import LLM, SamplingParams
 
-from tests.full_tests.engines import counter, engine, preemptions
+from tests.full_tests.engines import counter
 from tests.full_tests.prompts import PROMPTS
 from tests.full_tests.speculation import accepted, speculating
-from tests.full_tests.workload import Answer, Request, differences, run_together
 from vllm_gaudi_spec.config import Speculation
 from vllm_gaudi_spec.tools.doctor import pair
 
 OTHER_VOCAB = str(Path(__file__).parents[2] / "demo" / "draft-other-vocab")
-GREEDY = dict(rejection_sample_method="strict")
-COUPLED = GREEDY | dict(draft_sample_method="coupled")
-SCHEDULES: dict[str, dict[str, Any]] = {
-    "roomy": {},
-    "chunked, cached, preempted": dict(
-        enable_chunked_prefill=True, max_num_batched_tokens=64, kv_cache_memory_bytes=1 << 20, block_size=32
-    ),
-}
 
 
 def reading(context: str, match: str = "tli", **more: Any) -> dict[str, Any]:
@@ -30,41 +21,6 @@ def reading(context: str, match: str = "tli", **more: Any) -> dict[str, Any]:
 
 def drafting(model: str, k: int, **options: Any) -> dict[str, Any]:
     return dict(method="universal_draft", model=model, num_speculative_tokens=k, **options)
-
-
-CASES = [("tli", 3, COUPLED, "chunked, cached, preempted"), ("slem", 5, GREEDY, "roomy")]
-ALL = [
-    (match, k, options, schedule)
-    for match in ("tli", "slem")
-    for k in (1, 3, 5)
-    for options in (GREEDY, COUPLED)
-    for schedule in SCHEDULES
-    if match == "tli" or options is GREEDY
-]
-
-
-@pytest.mark.parametrize(
-    ("match", "k", "options", "schedule"),
-    [*CASES, *(pytest.param(*case, marks=pytest.mark.slow) for case in ALL if case not in CASES)],
-)
-def test_lossless(
-    match: str,
-    k: int,
-    options: dict[str, Any],
-    schedule: str,
-    looping_llama: str,
-    stranger: str,
-    mixed: list[Request],
-    mixed_answers: list[list[Answer]],
-) -> None:
-    """64 mixed requests over random bytes, which are mostly no text at all."""
-    engine_options = reading("retokenize", match) | SCHEDULES[schedule]
-    with speculating(looping_llama, drafting(stranger, k, **options), **engine_options) as llm:
-        different = differences(mixed, run_together(llm, mixed), mixed_answers)
-        assert not different, f"{len(different)} of {len(mixed)} differ\n" + "\n".join(different[:5])
-        assert counter(llm, "vllm:spec_decode_num_draft_tokens") > 100
-        if "preempted" in schedule:
-            assert preemptions(llm) > 0
 
 
 @pytest.mark.slow
@@ -108,19 +64,3 @@ def test_on_a_real_pair_text_reads_better_than_ids(demo_model: str) -> None:
     assert texts["map"] == texts["retokenize"] == texts["slem"]
     assert lengths["retokenize"] > lengths["map"]
     assert lengths["slem"] > lengths["map"]
-
-
-@pytest.mark.slow
-def test_structured_answers_draft_too(demo_model: str) -> None:
-    from vllm.sampling_params import StructuredOutputsParams
-
-    rule = StructuredOutputsParams(regex=r"(The|A) [a-z ]{20,60}\.")
-    params = [
-        SamplingParams(temperature=0, max_tokens=60, structured_outputs=rule),
-        SamplingParams(temperature=0, max_tokens=30, ignore_eos=True),
-    ]
-    with engine(demo_model, max_model_len=256) as llm:
-        plain = [output.outputs[0].text for output in llm.generate(PROMPTS[:2], params, use_tqdm=False)]
-    with speculating(demo_model, drafting(OTHER_VOCAB, 3), max_model_len=256, **reading("retokenize")) as llm:
-        assert [output.outputs[0].text for output in llm.generate(PROMPTS[:2], params, use_tqdm=False)] == plain
-        assert accepted(llm) > 0

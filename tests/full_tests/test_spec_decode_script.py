@@ -204,21 +204,6 @@ def test_acceptance(how: list[str], tiny_llama: str, tmp_path: Path) -> None:
     assert report["matches_baseline"]["equal"] == 8
 
 
-@pytest.mark.slow
-def test_repetitive_prompts(demo_model: str, tmp_path: Path) -> None:
-    """One request at a time, against the baseline in the same run."""
-    file = tmp_path / "report.json"
-    status, said = script(
-        *("--task", "ngram", "--osl", "128", "--batch_size", "1", "--model", demo_model, "--json", str(file)),
-        *("--prompts", str(SCRIPT.with_name("prompts")), "--run_base", "--assert_accept_rate", "0.5"),
-    )
-    assert status == 0, said
-    tasks = tasks_in(file)
-    check_report(tasks["ngram"], 5)
-    assert tasks["ngram"]["matches_baseline"]["different"] == 0
-    assert tasks["ngram"]["tokens_per_s"] > tasks["baseline"]["tokens_per_s"]
-
-
 @pytest.mark.parametrize(
     ("options", "status", "words"),
     [

@@ -6,17 +6,13 @@ from collections.abc import Callable
 from typing import Any, NamedTuple
 
 import pytest
-from vllm import LLM, SamplingParams
+from vllm import LLM
 from vllm.config import VllmConfig
-from vllm.sampling_params import StructuredOutputsParams
 
 from tests.full_tests import heads
-from tests.full_tests.engines import SMALL_KV, counter, engine, first_tokens, generate, preemptions
-from tests.full_tests.prompts import random_prompts
-from tests.full_tests.speculation import accepted, accounts, ngram, speculating
-from tests.full_tests.structured import NUMBER
+from tests.full_tests.engines import SMALL_KV, counter, preemptions
+from tests.full_tests.speculation import accepted, ngram, speculating
 from tests.full_tests.test_draft_model import COUPLED, name
-from tests.full_tests.tiny_models import VOCAB
 from tests.full_tests.workload import Answer, Plain, Request, answers, check_same, mixed_requests, run_together
 
 
@@ -126,82 +122,6 @@ def test_equal(
         assert (preemptions(llm) > 0) == (schedule == "preempted")
         assert counter(llm, "vllm:prefix_cache_hits") > 0
         assert llm.collective_rpc("step_report")[0]["host_syncs_per_step"] <= 1
-
-
-BY_LOAD = dict(num_speculative_tokens_per_batch_size=[[1, 2, 4], [3, 6, 2], [7, 64, 0]])
-LOADS = [12, 2, 5, 1, 20, 4]
-LENGTHS = [(drafter, overlap) for drafter in DRAFTERS for overlap in (True, False)]
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize(("drafter", "overlap"), LENGTHS, ids=str)
-def test_lengths_that_follow_the_load(
-    drafter: Drafter, overlap: bool, pair: Pair, requests: list[Request], plain: Plain
-) -> None:
-    """From no drafts to two, to four and back again, while requests of other loads are still in flight."""
-    expected, begin, drafted = plain(pair.target), 0, set()
-    with speculating(pair.target, pair.config(4, **BY_LOAD), async_scheduling=overlap) as llm:
-        for load in LOADS:
-            chosen = slice(begin, begin + load)
-            outputs = generate(llm, [r.prompt for r in requests[chosen]], [r.params for r in requests[chosen]])
-            check_same(requests[chosen], answers(outputs), expected[chosen])
-            drafted |= {count for steps in accounts(outputs) for count in steps.drafted}
-            begin += load
-    assert {2, 4} <= drafted
-
-
-def with_grammars() -> list[Request]:
-    """Every second of them, greedy and seeded."""
-    prompts = random_prompts([5 + 3 * index for index in range(24)], VOCAB)
-    requests = []
-    for index, prompt in enumerate(prompts):
-        grammar = StructuredOutputsParams(regex=NUMBER) if index % 2 else None
-        chance = dict(temperature=0.8, seed=index) if index % 4 > 1 else dict(temperature=0.0)
-        params = SamplingParams(max_tokens=40, structured_outputs=grammar, **chance)
-        requests.append(Request(f"{index}: {chance}, {grammar}", prompt, params))
-    return requests
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("drafter", DRAFTERS, ids=str)
-def test_grammars(drafter: Drafter, pair: Pair) -> None:
-    """A step that has a grammar waits for the tokens before it, and takes back drafts that the grammar does not allow;
-    rows without one are in the same steps."""
-    requests = with_grammars()
-    with engine(pair.target) as llm:
-        expected = run_together(llm, requests)
-    with speculating(pair.target, pair.config(4), async_scheduling=True) as llm:
-        check_same(requests, run_together(llm, requests), expected)
-        assert counter(llm, "vllm:spec_decode_num_draft_tokens") > 100
-
-
-# --- what is counted ---
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize(("drafter", "options"), WAYS, ids=name)
-def test_counters_are_those_of_synchronous_steps(drafter: Drafter, options: dict[str, Any], pair: Pair) -> None:
-    """Placeholders are no drafts: request by request the same steps, and the same sums in vLLM's metrics."""
-    prompts = random_prompts([5, 20, 33, 64, 100, 150, 31, 32], VOCAB)
-    params = [
-        SamplingParams(temperature=0.8 if options else 0.0, seed=index, max_tokens=20 + 9 * index, ignore_eos=True)
-        for index in range(len(prompts))
-    ]
-    said = []
-    for overlap in (True, False):
-        with speculating(pair.target, pair.config(4, **options), async_scheduling=overlap) as llm:
-            outputs = generate(llm, prompts, params)
-            said.append((first_tokens(outputs), accounts(outputs), counters(llm)))
-    overlapping, synchronous = said
-    assert overlapping == synchronous
-    assert overlapping[2]["num_drafts"] > 50
-
-
-def counters(llm: LLM) -> dict[str, Any]:
-    prefix = "vllm:spec_decode_"
-    sums = {name: counter(llm, prefix + name) for name in ("num_drafts", "num_draft_tokens", "num_accepted_tokens")}
-    [by_place] = [m.values for m in llm.get_metrics() if m.name == f"{prefix}num_accepted_tokens_per_pos"]
-    return sums | {"by place": list(by_place)}
 
 
 # --- what is left behind ---

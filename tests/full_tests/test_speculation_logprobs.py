@@ -8,7 +8,7 @@ import pytest
 from tests.full_tests.drafters import Record, play
 from tests.full_tests.logprob_values import compare
 from tests.full_tests.prompts import random_prompts
-from tests.full_tests.speculation import METHODS, custom
+from tests.full_tests.speculation import custom
 from tests.full_tests.tiny_models import VOCAB
 from tests.full_tests.upstream_reference import collect
 
@@ -48,21 +48,6 @@ def test_as_without_speculation(mode: str, chunks: dict[str, int], tiny_llama: s
     ours = collect(job | dict(options=options | dict(speculative_config=custom("Scripted", K))))
     assert sum(len(drafts) for _, drafts in script.rows()) > 500
     check(requests, ours, expected)
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("method", METHODS)
-def test_with_real_drafters(method: str, looping_llama: str) -> None:
-    """Whose drafts are right at times."""
-    requests = [
-        ((random_prompts([7], VOCAB, seed=index)[0] * 20)[:length], case)
-        for index, case in enumerate(CASES)
-        for length in LENGTHS
-    ]
-    options: dict[str, Any] = dict(max_logprobs=-1)
-    job: dict[str, Any] = dict(model=looping_llama, options=options, requests=requests)
-    ours = collect(job | dict(options=options | dict(speculative_config=METHODS[method](K))))
-    check(requests, ours, collect(job))
 
 
 def check(requests: list[Any], ours: list[dict[str, Any]], expected: list[dict[str, Any]]) -> None:

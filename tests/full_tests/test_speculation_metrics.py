@@ -7,7 +7,7 @@ from vllm import LLM, SamplingParams
 from tests.full_tests import drafters
 from tests.full_tests.engines import SMALL_KV, counter, engine, first_tokens, generate, preemptions
 from tests.full_tests.prompts import random_prompts
-from tests.full_tests.speculation import METHODS, accounts, custom, ngram, speculating
+from tests.full_tests.speculation import METHODS, accounts, custom, speculating
 from tests.full_tests.tiny_models import VOCAB
 from tests.full_tests.workload import mixed_requests
 from vllm_gaudi_spec.scheduling.metrics import ROWS, ROWS_WITHOUT_DRAFTS
@@ -96,16 +96,3 @@ def test_only_real_drafts_count(tiny_llama: str) -> None:
     assert len(said) - len(prompts) <= totals[0] <= len(said)
     assert totals[1] == totals[2] <= 2 * totals[0]
     assert all(n <= 2 for step in steps for n in step.drafted)
-
-
-def test_one_read_per_step(tiny_llama: str) -> None:
-    """Alone, where nearly every step is a decode step."""
-    with speculating(tiny_llama, ngram(4)) as llm:
-        prompt = random_prompts([7], VOCAB)[0] * 4
-        before = llm.collective_rpc("step_report")[0]
-        generate(llm, [prompt], SamplingParams(temperature=0, max_tokens=200, ignore_eos=True))
-        after = llm.collective_rpc("step_report")[0]
-    steps = after["steps"] - before["steps"]
-    reads = after["host_syncs_per_step"] * after["steps"] - before["host_syncs_per_step"] * before["steps"]
-    assert 20 < steps < 200
-    assert round(reads) <= steps

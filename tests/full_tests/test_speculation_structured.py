@@ -1,52 +1,17 @@
-"""Structured output with drafts: what ends by itself parses, the texts are those without speculation, and drafts that
-break the grammar are trimmed before they are verified."""
+"""Structured output with drafts: those that break the grammar are trimmed before they are verified."""
 
 from typing import Any
 
 import pytest
-from vllm import RequestOutput, SamplingParams
+from vllm import SamplingParams
 from vllm.sampling_params import StructuredOutputsParams
 
 from tests.full_tests import drafters
-from tests.full_tests.engines import engine, first_tokens, generate, preemptions
+from tests.full_tests.engines import engine, first_tokens, generate
 from tests.full_tests.prompts import random_prompts
-from tests.full_tests.speculation import account, accounts, custom, ngram, speculating, suffix
-from tests.full_tests.structured import NUMBER, ask_mixed, check_ended, matches
+from tests.full_tests.speculation import account, custom, ngram, speculating
+from tests.full_tests.structured import NUMBER, matches
 from tests.full_tests.tiny_models import VOCAB
-
-COUNT = 36
-OPTIONS = dict(max_num_seqs=32, max_model_len=256)
-ROOMY = dict(kv_cache_memory_bytes=256 << 20)
-SMALL = dict(kv_cache_memory_bytes=24 << 20, block_size=32)
-
-
-@pytest.fixture(scope="module")
-def expected(demo_model: str) -> list[RequestOutput]:
-    with engine(demo_model, **OPTIONS, **ROOMY) as llm:
-        return ask_mixed(llm, demo_model, COUNT)
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize(
-    ("config", "memory"),
-    [
-        (ngram(4, lookup=(2, 4)), SMALL),
-        (ngram(4, lookup=(1, 3), rejection_sample_method="strict"), ROOMY),
-        (ngram(4, rejection_sample_method="block"), SMALL),
-        (suffix(6), SMALL),
-    ],
-    ids=["ngram", "ngram-strict", "ngram-block", "suffix"],
-)
-def test_as_without_speculation(
-    config: dict[str, Any], memory: dict[str, int], demo_model: str, expected: list[RequestOutput]
-) -> None:
-    with speculating(demo_model, config, **OPTIONS, **memory) as llm:
-        outputs = ask_mixed(llm, demo_model, COUNT)
-        assert (preemptions(llm) > 0) == (memory is SMALL)
-    ended = check_ended(outputs)
-    assert all(count >= 3 for kind, count in ended.items() if kind != "json_object"), ended
-    assert first_tokens(outputs) == first_tokens(expected)
-    assert sum(sum(steps.accepted) for steps in accounts(outputs)) > 50
 
 
 def test_drafts_that_break_the_grammar(tiny_llama: str) -> None:
