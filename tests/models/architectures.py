@@ -10,7 +10,7 @@ from vllm_gaudi_spec.recurrent.table import SERVED
 WINDOW = 16
 
 
-@dataclass(frozen=True, kw_only=True)
+@dataclass(frozen=True)
 class Recipe:
     """How one tiny checkpoint is made, and run."""
 
@@ -56,6 +56,9 @@ def shape(**overrides: Any) -> dict[str, Any]:
 SMALL_EMBEDDING: dict[str, Any] = dict(embedding=0.02, final_norm=3.0)
 ALTERNATING = ["sliding_attention", "full_attention"]
 THREE_TO_ONE = ["sliding_attention"] * 3 + ["full_attention"]
+ONE_WINDOW: dict[str, Any] = dict(layer_types=ALTERNATING, sliding_window=WINDOW)
+THREE_WINDOWS: dict[str, Any] = dict(num_hidden_layers=4, layer_types=THREE_TO_ONE, sliding_window=WINDOW)
+GPT2 = dict(vocab_size=400, n_positions=512, n_embd=128, n_layer=2, n_head=4, bos_token_id=0, eos_token_id=1)
 EXPERTS = dict(num_experts=8, num_experts_per_tok=2, moe_intermediate_size=64)
 LOCAL_EXPERTS = dict(num_local_experts=4, num_experts_per_tok=2)
 ROUTED = dict(
@@ -117,13 +120,23 @@ VISION = dict(hidden_size=32, intermediate_size=64, num_hidden_layers=1, num_att
 TEXT_ONLY = dict(language_model_only=True)
 
 
+def rope(share: float) -> dict[str, Any]:
+    """Plain rotary embeddings of a share of each head."""
+    return dict(rope_type="default", rope_theta=10_000.0, partial_rotary_factor=share)
+
+
 def text(model_type: str, **overrides: Any) -> dict[str, Any]:
     """The text part of a configuration with several."""
     return dict(model_type=model_type, **shape(**overrides))
 
 
+def plain(architecture: str, **overrides: Any) -> Recipe:
+    """A recipe of nothing but these sizes."""
+    return Recipe(architecture, shape(**overrides))
+
+
 def alias(architecture: str, made_by: str, config: dict[str, Any], **published: Any) -> Recipe:
-    return Recipe(architecture=made_by, config=config, published=dict(architectures=[architecture], **published))
+    return Recipe(made_by, config, published=dict(architectures=[architecture], **published))
 
 
 def gemma3n(**overrides: Any) -> dict[str, Any]:
@@ -174,88 +187,71 @@ def llama4(**overrides: Any) -> dict[str, Any]:
 # ---- text ------------------------------------------------------------------------------------------------
 
 TEXT: dict[str, Recipe] = {
-    "llama": Recipe(architecture="LlamaForCausalLM", config=shape()),
-    "llama-tied": Recipe(architecture="LlamaForCausalLM", config=shape(tie_word_embeddings=True)),
-    "llama31-rope": Recipe(architecture="LlamaForCausalLM", config=shape(rope_parameters=LLAMA3)),
-    "llama-bias": Recipe(architecture="LlamaForCausalLM", config=shape(attention_bias=True, mlp_bias=True)),
-    "llama-hd24": Recipe(architecture="LlamaForCausalLM", config=shape(hidden_size=96, head_dim=24)),
-    "qwen2": Recipe(architecture="Qwen2ForCausalLM", config=shape()),
-    "qwen2-tied": Recipe(architecture="Qwen2ForCausalLM", config=shape(tie_word_embeddings=True)),
-    "qwen2-yarn": Recipe(architecture="Qwen2ForCausalLM", config=shape(rope_parameters=QWEN_YARN)),
-    "qwen3": Recipe(architecture="Qwen3ForCausalLM", config=shape()),
-    "qwen3-tied": Recipe(architecture="Qwen3ForCausalLM", config=shape(tie_word_embeddings=True)),
-    "qwen2-moe": Recipe(
-        architecture="Qwen2MoeForCausalLM", config=shape(**EXPERTS, shared_expert_intermediate_size=64)
-    ),
-    "qwen3-moe": Recipe(architecture="Qwen3MoeForCausalLM", config=shape(**EXPERTS, norm_topk_prob=True)),
-    "mistral": Recipe(architecture="MistralForCausalLM", config=shape(sliding_window=WINDOW)),
-    "ministral3": Recipe(
-        architecture="Ministral3ForCausalLM",
-        config=shape(rope_parameters=YARN | dict(llama_4_scaling_beta=0.1)),
-    ),
-    "mixtral": Recipe(architecture="MixtralForCausalLM", config=shape(**LOCAL_EXPERTS)),
-    "gemma": Recipe(architecture="GemmaForCausalLM", **SMALL_EMBEDDING, config=shape(tie_word_embeddings=True)),
+    "llama": plain("LlamaForCausalLM"),
+    "llama-tied": plain("LlamaForCausalLM", tie_word_embeddings=True),
+    "llama31-rope": plain("LlamaForCausalLM", rope_parameters=LLAMA3),
+    "llama-bias": plain("LlamaForCausalLM", attention_bias=True, mlp_bias=True),
+    "llama-hd24": plain("LlamaForCausalLM", hidden_size=96, head_dim=24),
+    "qwen2": plain("Qwen2ForCausalLM"),
+    "qwen2-tied": plain("Qwen2ForCausalLM", tie_word_embeddings=True),
+    "qwen2-yarn": plain("Qwen2ForCausalLM", rope_parameters=QWEN_YARN),
+    "qwen3": plain("Qwen3ForCausalLM"),
+    "qwen3-tied": plain("Qwen3ForCausalLM", tie_word_embeddings=True),
+    "qwen2-moe": plain("Qwen2MoeForCausalLM", **EXPERTS, shared_expert_intermediate_size=64),
+    "qwen3-moe": plain("Qwen3MoeForCausalLM", **EXPERTS, norm_topk_prob=True),
+    "mistral": plain("MistralForCausalLM", sliding_window=WINDOW),
+    "ministral3": plain("Ministral3ForCausalLM", rope_parameters=YARN | dict(llama_4_scaling_beta=0.1)),
+    "mixtral": plain("MixtralForCausalLM", **LOCAL_EXPERTS),
+    "gemma": Recipe("GemmaForCausalLM", shape(tie_word_embeddings=True), **SMALL_EMBEDDING),
     "gemma2": Recipe(
-        architecture="Gemma2ForCausalLM",
-        **SMALL_EMBEDDING,
-        config=shape(
+        "Gemma2ForCausalLM",
+        shape(
             num_hidden_layers=4,
             layer_types=ALTERNATING * 2,
             sliding_window=WINDOW,
             query_pre_attn_scalar=32,
             tie_word_embeddings=True,
         ),
+        **SMALL_EMBEDDING,
     ),
     "gemma3": Recipe(
-        architecture="Gemma3ForCausalLM",
+        "Gemma3ForCausalLM",
+        shape(**THREE_WINDOWS, query_pre_attn_scalar=32, tie_word_embeddings=True),
         **SMALL_EMBEDDING,
-        config=shape(
-            num_hidden_layers=4,
-            layer_types=THREE_TO_ONE,
-            sliding_window=WINDOW,
-            query_pre_attn_scalar=32,
-            tie_word_embeddings=True,
-        ),
     ),
-    "gemma3n": Recipe(architecture="Gemma3nForCausalLM", **SMALL_EMBEDDING, config=gemma3n()),
-    "gemma3n-unshared": Recipe(
-        architecture="Gemma3nForCausalLM", **SMALL_EMBEDDING, config=gemma3n(num_kv_shared_layers=0)
-    ),
-    "gemma4-dense": Recipe(architecture="Gemma4ForCausalLM", **SMALL_EMBEDDING, config=gemma4()),
+    "gemma3n": Recipe("Gemma3nForCausalLM", gemma3n(), **SMALL_EMBEDDING),
+    "gemma3n-unshared": Recipe("Gemma3nForCausalLM", gemma3n(num_kv_shared_layers=0), **SMALL_EMBEDDING),
+    "gemma4-dense": Recipe("Gemma4ForCausalLM", gemma4(), **SMALL_EMBEDDING),
     "gemma4-k-eq-v": Recipe(
-        architecture="Gemma4ForCausalLM",
-        **SMALL_EMBEDDING,
-        config=gemma4(attention_k_eq_v=True, num_global_key_value_heads=1),
+        "Gemma4ForCausalLM", gemma4(attention_k_eq_v=True, num_global_key_value_heads=1), **SMALL_EMBEDDING
     ),
     "gemma4-shared-kv": Recipe(
-        architecture="Gemma4ForCausalLM",
+        "Gemma4ForCausalLM",
+        gemma4(num_kv_shared_layers=2, hidden_size_per_layer_input=16, use_double_wide_mlp=True),
         **SMALL_EMBEDDING,
-        config=gemma4(num_kv_shared_layers=2, hidden_size_per_layer_input=16, use_double_wide_mlp=True),
     ),
     "gemma4-moe": Recipe(
-        architecture="Gemma4ForCausalLM",
+        "Gemma4ForCausalLM",
+        gemma4(enable_moe_block=True, num_experts=4, top_k_experts=2, moe_intermediate_size=64),
         **SMALL_EMBEDDING,
-        config=gemma4(enable_moe_block=True, num_experts=4, top_k_experts=2, moe_intermediate_size=64),
     ),
-    "phi": Recipe(architecture="PhiForCausalLM", config=shape(num_key_value_heads=4, head_dim=None)),
-    "phi3": Recipe(architecture="Phi3ForCausalLM", config=shape()),
-    "phi4-mini": Recipe(
-        architecture="Phi3ForCausalLM",
-        config=shape(
+    "phi": plain("PhiForCausalLM", num_key_value_heads=4, head_dim=None),
+    "phi3": plain("Phi3ForCausalLM"),
+    "phi4-mini": plain(
+        "Phi3ForCausalLM",
+        original_max_position_embeddings=1024,
+        rope_parameters=dict(
+            rope_type="longrope",
+            rope_theta=10_000.0,
+            short_factor=[1.0 + 0.05 * at for at in range(12)],
+            long_factor=[2.0 + 0.1 * at for at in range(12)],
+            partial_rotary_factor=0.75,
             original_max_position_embeddings=1024,
-            rope_parameters=dict(
-                rope_type="longrope",
-                rope_theta=10_000.0,
-                short_factor=[1.0 + 0.05 * at for at in range(12)],
-                long_factor=[2.0 + 0.1 * at for at in range(12)],
-                partial_rotary_factor=0.75,
-                original_max_position_embeddings=1024,
-            ),
         ),
     ),
     "phimoe": Recipe(
-        architecture="PhimoeForCausalLM",
-        config=shape(
+        "PhimoeForCausalLM",
+        shape(
             **LOCAL_EXPERTS,
             attention_bias=True,
             lm_head_bias=True,
@@ -263,23 +259,16 @@ TEXT: dict[str, Recipe] = {
         ),
         published=dict(architectures=["PhiMoEForCausalLM"]),
     ),
-    "olmo": Recipe(architecture="OlmoForCausalLM", config=shape(clip_qkv=8.0)),
-    "olmo2": Recipe(architecture="Olmo2ForCausalLM", config=shape()),
-    "olmo3": Recipe(
-        architecture="Olmo3ForCausalLM",
-        config=shape(num_hidden_layers=4, layer_types=THREE_TO_ONE, sliding_window=WINDOW),
-    ),
-    "olmoe": Recipe(
-        architecture="OlmoeForCausalLM", config=shape(num_experts=8, num_experts_per_tok=2, intermediate_size=64)
-    ),
-    "flex-olmo": Recipe(
-        architecture="FlexOlmoForCausalLM", config=shape(num_experts=4, num_experts_per_tok=2, intermediate_size=64)
-    ),
-    "glm": Recipe(architecture="GlmForCausalLM", config=shape()),
+    "olmo": plain("OlmoForCausalLM", clip_qkv=8.0),
+    "olmo2": plain("Olmo2ForCausalLM"),
+    "olmo3": plain("Olmo3ForCausalLM", **THREE_WINDOWS),
+    "olmoe": plain("OlmoeForCausalLM", num_experts=8, num_experts_per_tok=2, intermediate_size=64),
+    "flex-olmo": plain("FlexOlmoForCausalLM", num_experts=4, num_experts_per_tok=2, intermediate_size=64),
+    "glm": plain("GlmForCausalLM"),
     # What GLM-4 was before transformers had a class of it, and ChatGLM 2 and 3.
     "chatglm": Recipe(
-        architecture="GlmForCausalLM",
-        config=shape(rms_norm_eps=1e-5),
+        "GlmForCausalLM",
+        shape(rms_norm_eps=1e-5),
         published=dict(
             architectures=["ChatGLMModel"],
             model_type="chatglm",
@@ -305,118 +294,96 @@ TEXT: dict[str, Recipe] = {
             (r"down_proj", "dense_4h_to_h"),
         ),
     ),
-    "glm4": Recipe(architecture="Glm4ForCausalLM", config=shape()),
-    "glm4-moe": Recipe(
-        architecture="Glm4MoeForCausalLM", config=shape(num_hidden_layers=3, **ROUTED, use_qk_norm=True)
-    ),
+    "glm4": plain("Glm4ForCausalLM"),
+    "glm4-moe": plain("Glm4MoeForCausalLM", num_hidden_layers=3, **ROUTED, use_qk_norm=True),
     "glm4-moe-lite": Recipe(
-        architecture="Glm4MoeLiteForCausalLM",
-        config=shape(num_hidden_layers=3, **LATENT, **ROUTED | ONE_GROUP),
+        "Glm4MoeLiteForCausalLM",
+        shape(num_hidden_layers=3, **LATENT, **ROUTED | ONE_GROUP),
         published=dict(first_k_dense_replace=1, topk_method="noaux_tc", scoring_func="sigmoid"),
     ),
     "deepseek-v2-lite": Recipe(
-        architecture="DeepseekV2ForCausalLM",
-        config=shape(num_hidden_layers=3, **LATENT, **ROUTED | ONE_GROUP) | dict(q_lora_rank=None),
+        "DeepseekV2ForCausalLM",
+        shape(num_hidden_layers=3, **LATENT, **ROUTED | ONE_GROUP) | dict(q_lora_rank=None),
         published=dict(scoring_func="softmax"),
     ),
     "deepseek-v2": Recipe(
-        architecture="DeepseekV2ForCausalLM",
-        config=shape(num_hidden_layers=3, **LATENT, **ROUTED, topk_method="group_limited_greedy", rope_parameters=YARN),
+        "DeepseekV2ForCausalLM",
+        shape(num_hidden_layers=3, **LATENT, **ROUTED, topk_method="group_limited_greedy", rope_parameters=YARN),
         published=dict(scoring_func="softmax"),
     ),
     "deepseek-v3": Recipe(
-        architecture="DeepseekV3ForCausalLM",
-        config=shape(num_hidden_layers=3, **LATENT, **ROUTED, norm_topk_prob=True, rope_parameters=YARN),
+        "DeepseekV3ForCausalLM",
+        shape(num_hidden_layers=3, **LATENT, **ROUTED, norm_topk_prob=True, rope_parameters=YARN),
         published=dict(topk_method="noaux_tc", scoring_func="sigmoid"),
     ),
     "kimi-k2": Recipe(
-        architecture="DeepseekV3ForCausalLM",
-        config=shape(num_hidden_layers=3, **LATENT, **ROUTED | ONE_GROUP, norm_topk_prob=True, rope_parameters=YARN),
+        "DeepseekV3ForCausalLM",
+        shape(num_hidden_layers=3, **LATENT, **ROUTED | ONE_GROUP, norm_topk_prob=True, rope_parameters=YARN),
         published=dict(model_type="kimi_k2", topk_method="noaux_tc", scoring_func="sigmoid"),
     ),
     "deepseek-v32": Recipe(
-        architecture="DeepseekV32ForCausalLM",
-        config=shape(num_hidden_layers=3, **LATENT, **ROUTED, **SPARSE, rope_parameters=YARN),
+        "DeepseekV32ForCausalLM",
+        shape(num_hidden_layers=3, **LATENT, **ROUTED, **SPARSE, rope_parameters=YARN),
         published=dict(topk_method="noaux_tc", scoring_func="sigmoid"),
     ),
     "glm-moe-dsa": Recipe(
-        architecture="GlmMoeDsaForCausalLM",
-        config=shape(num_hidden_layers=3, **LATENT, **ROUTED | ONE_GROUP, **SPARSE),
+        "GlmMoeDsaForCausalLM",
+        shape(num_hidden_layers=3, **LATENT, **ROUTED | ONE_GROUP, **SPARSE),
         published=dict(topk_method="noaux_tc", scoring_func="sigmoid", indexer_rope_interleave=True),
     ),
     # The second layer reads what the first selected.
     "glm-moe-dsa-shared": Recipe(
-        architecture="GlmMoeDsaForCausalLM",
-        config=shape(num_hidden_layers=3, **LATENT, **ROUTED | ONE_GROUP, **SPARSE, index_topk_pattern="FSF"),
+        "GlmMoeDsaForCausalLM",
+        shape(num_hidden_layers=3, **LATENT, **ROUTED | ONE_GROUP, **SPARSE, index_topk_pattern="FSF"),
         published=dict(
-            topk_method="noaux_tc",
-            scoring_func="sigmoid",
-            indexer_rope_interleave=True,
-            index_topk_pattern="FSF",
+            topk_method="noaux_tc", scoring_func="sigmoid", indexer_rope_interleave=True, index_topk_pattern="FSF"
         ),
     ),
-    "mistral4": Recipe(
-        architecture="Mistral4ForCausalLM",
-        config=shape(
-            num_hidden_layers=3,
-            **LATENT,
-            **ROUTED | ONE_GROUP,
-            rope_parameters=YARN | dict(llama_4_scaling_beta=0.1),
-        ),
+    "mistral4": plain(
+        "Mistral4ForCausalLM",
+        num_hidden_layers=3,
+        **LATENT,
+        **ROUTED | ONE_GROUP,
+        rope_parameters=YARN | dict(llama_4_scaling_beta=0.1),
     ),
     "axk1": Recipe(
-        architecture="AXK1ForCausalLM",
-        config=shape(num_hidden_layers=3, **LATENT, **ROUTED),
+        "AXK1ForCausalLM",
+        shape(num_hidden_layers=3, **LATENT, **ROUTED),
         published=dict(topk_method="noaux_tc", scoring_func="sigmoid"),
     ),
-    "youtu": Recipe(architecture="YoutuForCausalLM", config=shape(**LATENT)),
-    "longcat-flash": Recipe(
-        architecture="LongcatFlashForCausalLM",
-        config=shape(
-            **LATENT | dict(head_dim=16),
-            num_layers=2,
-            num_hidden_layers=None,
-            ffn_hidden_size=128,
-            expert_ffn_hidden_size=32,
-            moe_topk=2,
-            n_routed_experts=8,
-            zero_expert_num=2,
-        ),
+    "youtu": plain("YoutuForCausalLM", **LATENT),
+    "longcat-flash": plain(
+        "LongcatFlashForCausalLM",
+        **LATENT | dict(head_dim=16),
+        num_layers=2,
+        num_hidden_layers=None,
+        ffn_hidden_size=128,
+        expert_ffn_hidden_size=32,
+        moe_topk=2,
+        n_routed_experts=8,
+        zero_expert_num=2,
     ),
-    "minicpm3": Recipe(
-        architecture="MiniCPM3ForCausalLM",
-        config=shape(**LATENT | dict(qk_nope_head_dim=24, v_head_dim=32), dim_model_base=64),
-    ),
+    "minicpm3": plain("MiniCPM3ForCausalLM", **LATENT | dict(qk_nope_head_dim=24, v_head_dim=32), dim_model_base=64),
     "dots1": Recipe(
-        architecture="Dots1ForCausalLM",
-        config=shape(num_hidden_layers=3, **ROUTED | ONE_GROUP, norm_topk_prob=True),
+        "Dots1ForCausalLM",
+        shape(num_hidden_layers=3, **ROUTED | ONE_GROUP, norm_topk_prob=True),
         published=dict(scoring_func="sigmoid", topk_method="noaux_tc"),
     ),
-    "gpt-oss": Recipe(
-        architecture="GptOssForCausalLM",
-        config=shape(**LOCAL_EXPERTS, intermediate_size=64, sliding_window=WINDOW, layer_types=ALTERNATING),
-    ),
-    "llama4": Recipe(architecture="Llama4ForCausalLM", config=llama4(), engine=dict(block_size=32)),
-    "granite": Recipe(architecture="GraniteForCausalLM", embedding=0.15, config=shape(**SCALES)),
+    "gpt-oss": plain("GptOssForCausalLM", **LOCAL_EXPERTS, intermediate_size=64, **ONE_WINDOW),
+    "llama4": Recipe("Llama4ForCausalLM", llama4(), engine=dict(block_size=32)),
+    "granite": Recipe("GraniteForCausalLM", shape(**SCALES), embedding=0.15),
     "granitemoe": Recipe(
-        architecture="GraniteMoeForCausalLM",
-        embedding=0.15,
-        config=shape(**SCALES, **LOCAL_EXPERTS, intermediate_size=64),
+        "GraniteMoeForCausalLM", shape(**SCALES, **LOCAL_EXPERTS, intermediate_size=64), embedding=0.15
     ),
     "granitemoeshared": Recipe(
-        architecture="GraniteMoeSharedForCausalLM",
+        "GraniteMoeSharedForCausalLM",
+        shape(**SCALES, **LOCAL_EXPERTS, intermediate_size=64, shared_intermediate_size=64),
         embedding=0.15,
-        config=shape(**SCALES, **LOCAL_EXPERTS, intermediate_size=64, shared_intermediate_size=64),
     ),
-    "granite-swa": Recipe(
-        architecture="GraniteSWAForCausalLM",
-        embedding=0.15,
-        config=shape(**SCALES, sliding_window=WINDOW, layer_types=ALTERNATING),
-    ),
+    "granite-swa": Recipe("GraniteSWAForCausalLM", shape(**SCALES, **ONE_WINDOW), embedding=0.15),
     "granite4-attention": Recipe(
-        architecture="GraniteMoeHybridForCausalLM",
-        embedding=0.15,
-        config=shape(
+        "GraniteMoeHybridForCausalLM",
+        shape(
             **SCALES,
             num_local_experts=0,
             num_experts_per_tok=0,
@@ -425,11 +392,11 @@ TEXT: dict[str, Recipe] = {
             layer_types=["attention"] * 2,
             **MAMBA,
         ),
+        embedding=0.15,
     ),
     "granite4-hybrid": Recipe(
-        architecture="GraniteMoeHybridForCausalLM",
-        embedding=0.15,
-        config=shape(
+        "GraniteMoeHybridForCausalLM",
+        shape(
             **SCALES,
             **LOCAL_EXPERTS,
             intermediate_size=64,
@@ -437,20 +404,17 @@ TEXT: dict[str, Recipe] = {
             layer_types=["mamba", "attention"],
             **MAMBA,
         ),
+        embedding=0.15,
     ),
-    "nemotron": Recipe(
-        architecture="NemotronForCausalLM",
-        config=shape(rope_parameters=dict(rope_type="default", rope_theta=10_000.0, partial_rotary_factor=0.5)),
+    "nemotron": plain("NemotronForCausalLM", rope_parameters=rope(0.5)),
+    "ernie4.5": plain("Ernie4_5ForCausalLM"),
+    "ernie4.5-moe": plain(
+        "Ernie4_5_MoeForCausalLM", moe_num_experts=8, moe_k=2, moe_intermediate_size=64, moe_num_shared_experts=1
     ),
-    "ernie4.5": Recipe(architecture="Ernie4_5ForCausalLM", config=shape()),
-    "ernie4.5-moe": Recipe(
-        architecture="Ernie4_5_MoeForCausalLM",
-        config=shape(moe_num_experts=8, moe_k=2, moe_intermediate_size=64, moe_num_shared_experts=1),
-    ),
-    "hunyuan-dense": Recipe(architecture="HunYuanDenseV1ForCausalLM", config=shape()),
+    "hunyuan-dense": plain("HunYuanDenseV1ForCausalLM"),
     "hunyuan-moe": Recipe(
-        architecture="HunYuanMoEV1ForCausalLM",
-        config=shape(num_experts=4, moe_topk=[2, 2], intermediate_size=64),
+        "HunYuanMoEV1ForCausalLM",
+        shape(num_experts=4, moe_topk=[2, 2], intermediate_size=64),
         published=dict(
             use_qk_norm=True,
             use_cla=False,
@@ -460,51 +424,27 @@ TEXT: dict[str, Recipe] = {
         ),
     ),
     "hy-v3": Recipe(
-        architecture="HYV3ForCausalLM",
-        config=shape(**EXPERTS, num_shared_experts=1, mlp_layer_types=["dense", "sparse"]),
+        "HYV3ForCausalLM",
+        shape(**EXPERTS, num_shared_experts=1, mlp_layer_types=["dense", "sparse"]),
         published=dict(first_k_dense_replace=1, route_norm=True, expert_hidden_dim=64, qk_norm=True),
     ),
-    "seed-oss": Recipe(architecture="SeedOssForCausalLM", config=shape(attention_bias=True)),
-    "smollm3": Recipe(
-        architecture="SmolLM3ForCausalLM", config=shape(num_hidden_layers=4, no_rope_layers=[1, 1, 1, 0])
+    "seed-oss": plain("SeedOssForCausalLM", attention_bias=True),
+    "smollm3": plain("SmolLM3ForCausalLM", num_hidden_layers=4, no_rope_layers=[1, 1, 1, 0]),
+    "exaone4": plain("Exaone4ForCausalLM", **THREE_WINDOWS),
+    "exaone-moe": plain(
+        "ExaoneMoeForCausalLM",
+        **THREE_WINDOWS,
+        **EXPERTS,
+        num_shared_experts=1,
+        mlp_layer_types=["dense", "sparse", "sparse", "sparse"],
     ),
-    "exaone4": Recipe(
-        architecture="Exaone4ForCausalLM",
-        config=shape(num_hidden_layers=4, layer_types=THREE_TO_ONE, sliding_window=WINDOW),
-    ),
-    "exaone-moe": Recipe(
-        architecture="ExaoneMoeForCausalLM",
-        config=shape(
-            num_hidden_layers=4,
-            layer_types=THREE_TO_ONE,
-            sliding_window=WINDOW,
-            **EXPERTS,
-            num_shared_experts=1,
-            mlp_layer_types=["dense", "sparse", "sparse", "sparse"],
-        ),
-    ),
-    "starcoder2": Recipe(
-        architecture="Starcoder2ForCausalLM", config=shape(sliding_window=WINDOW, tie_word_embeddings=True)
-    ),
-    "gpt-neox": Recipe(
-        architecture="GPTNeoXForCausalLM",
-        config=shape(
-            num_key_value_heads=None,
-            head_dim=None,
-            rope_parameters=dict(rope_type="default", rope_theta=10_000.0, partial_rotary_factor=0.25),
-        ),
-    ),
-    "gpt2": Recipe(
-        architecture="GPT2LMHeadModel",
-        config=dict(vocab_size=400, n_positions=512, n_embd=128, n_layer=2, n_head=4, bos_token_id=0, eos_token_id=1),
-    ),
-    "gpt-bigcode": Recipe(
-        architecture="GPTBigCodeForCausalLM",
-        config=dict(vocab_size=400, n_positions=512, n_embd=128, n_layer=2, n_head=4, bos_token_id=0, eos_token_id=1),
-    ),
+    "starcoder2": plain("Starcoder2ForCausalLM", sliding_window=WINDOW, tie_word_embeddings=True),
+    "gpt-neox": plain("GPTNeoXForCausalLM", num_key_value_heads=None, head_dim=None, rope_parameters=rope(0.25)),
+    "gpt2": Recipe("GPT2LMHeadModel", GPT2),
+    "gpt-bigcode": Recipe("GPTBigCodeForCausalLM", GPT2),
     "gptj": Recipe(
-        architecture="GPTJForCausalLM",
-        config=dict(
+        "GPTJForCausalLM",
+        dict(
             vocab_size=400,
             n_positions=512,
             n_embd=128,
@@ -516,58 +456,38 @@ TEXT: dict[str, Recipe] = {
             tie_word_embeddings=False,
         ),
     ),
-    "opt": Recipe(
-        architecture="OPTForCausalLM",
-        config=shape(ffn_dim=256, word_embed_proj_dim=128, intermediate_size=None, tie_word_embeddings=True),
+    "opt": plain(
+        "OPTForCausalLM", ffn_dim=256, word_embed_proj_dim=128, intermediate_size=None, tie_word_embeddings=True
     ),
     "bloom": Recipe(
-        architecture="BloomForCausalLM",
-        config=dict(
-            vocab_size=400, hidden_size=128, n_layer=2, n_head=4, bos_token_id=0, eos_token_id=1, pad_token_id=1
-        ),
+        "BloomForCausalLM",
+        dict(vocab_size=400, hidden_size=128, n_layer=2, n_head=4, bos_token_id=0, eos_token_id=1, pad_token_id=1),
     ),
-    "falcon": Recipe(
-        architecture="FalconForCausalLM",
-        config=shape(
-            head_dim=None,
-            num_kv_heads=2,
-            new_decoder_architecture=True,
-            intermediate_size=None,
-            tie_word_embeddings=True,
-        ),
+    "falcon": plain(
+        "FalconForCausalLM",
+        head_dim=None,
+        num_kv_heads=2,
+        new_decoder_architecture=True,
+        intermediate_size=None,
+        tie_word_embeddings=True,
     ),
-    "falcon-alibi": Recipe(
-        architecture="FalconForCausalLM",
-        config=shape(
-            head_dim=None,
-            alibi=True,
-            intermediate_size=None,
-            multi_query=False,
-            num_kv_heads=4,
-            tie_word_embeddings=True,
-            parallel_attn=False,
-            bias=True,
-        ),
+    "falcon-alibi": plain(
+        "FalconForCausalLM",
+        head_dim=None,
+        alibi=True,
+        intermediate_size=None,
+        multi_query=False,
+        num_kv_heads=4,
+        tie_word_embeddings=True,
+        parallel_attn=False,
+        bias=True,
     ),
-    "cohere": Recipe(
-        architecture="CohereForCausalLM", config=shape(logit_scale=0.5, use_qk_norm=True, tie_word_embeddings=True)
-    ),
-    "cohere2": Recipe(
-        architecture="Cohere2ForCausalLM",
-        config=shape(
-            num_hidden_layers=4,
-            layer_types=THREE_TO_ONE,
-            sliding_window=WINDOW,
-            logit_scale=0.5,
-            tie_word_embeddings=True,
-        ),
-    ),
+    "cohere": plain("CohereForCausalLM", logit_scale=0.5, use_qk_norm=True, tie_word_embeddings=True),
+    "cohere2": plain("Cohere2ForCausalLM", **THREE_WINDOWS, logit_scale=0.5, tie_word_embeddings=True),
     "cohere2-moe": Recipe(
         architecture="Cohere2MoeForCausalLM",
         config=shape(
-            num_hidden_layers=4,
-            layer_types=THREE_TO_ONE,
-            sliding_window=WINDOW,
+            **THREE_WINDOWS,
             logit_scale=0.5,
             tie_word_embeddings=True,
             num_experts=4,
@@ -579,52 +499,30 @@ TEXT: dict[str, Recipe] = {
         # vLLM's window has one token more than the configuration says.
         published=dict(first_k_dense_replace=1, sliding_window=WINDOW - 1),
     ),
-    "stablelm": Recipe(
-        architecture="StableLmForCausalLM",
-        config=shape(
-            use_qkv_bias=True,
-            rope_parameters=dict(rope_type="default", rope_theta=10_000.0, partial_rotary_factor=0.25),
-        ),
-    ),
-    "apertus": Recipe(architecture="ApertusForCausalLM", config=shape()),
-    "arcee": Recipe(architecture="ArceeForCausalLM", config=shape()),
+    "stablelm": plain("StableLmForCausalLM", use_qkv_bias=True, rope_parameters=rope(0.25)),
+    "apertus": plain("ApertusForCausalLM"),
+    "arcee": plain("ArceeForCausalLM"),
     "afmoe": Recipe(
-        architecture="AfmoeForCausalLM",
-        config=shape(
-            num_hidden_layers=4,
-            layer_types=THREE_TO_ONE,
-            sliding_window=WINDOW,
-            **EXPERTS,
-            num_shared_experts=1,
-            num_dense_layers=1,
-            route_scale=1.5,
-            mup_enabled=True,
-        ),
+        "AfmoeForCausalLM",
+        shape(**THREE_WINDOWS, **EXPERTS, num_shared_experts=1, num_dense_layers=1, route_scale=1.5, mup_enabled=True),
         published=dict(score_func="sigmoid", route_norm=True, n_group=1, topk_group=1),
     ),
-    "hyperclovax": Recipe(architecture="HyperCLOVAXForCausalLM", config=shape(**SCALES)),
-    "jais2": Recipe(architecture="Jais2ForCausalLM", config=shape()),
-    "helium": Recipe(architecture="HeliumForCausalLM", config=shape()),
+    "hyperclovax": plain("HyperCLOVAXForCausalLM", **SCALES),
+    "jais2": plain("Jais2ForCausalLM"),
+    "helium": plain("HeliumForCausalLM"),
     "vaultgemma": Recipe(
-        architecture="VaultGemmaForCausalLM",
+        "VaultGemmaForCausalLM",
+        shape(**ONE_WINDOW, query_pre_attn_scalar=32, tie_word_embeddings=True),
         **SMALL_EMBEDDING,
-        config=shape(
-            layer_types=ALTERNATING, sliding_window=WINDOW, query_pre_attn_scalar=32, tie_word_embeddings=True
-        ),
     ),
-    "cwm": Recipe(architecture="CwmForCausalLM", config=shape(layer_types=ALTERNATING, sliding_window=WINDOW)),
-    "ministral": Recipe(
-        architecture="MinistralForCausalLM", config=shape(layer_types=ALTERNATING, sliding_window=WINDOW)
-    ),
-    "nanochat": Recipe(architecture="NanoChatForCausalLM", config=shape()),
-    "solar-open": Recipe(architecture="SolarOpenForCausalLM", config=shape(**ROUTED | ONE_GROUP)),
-    "mellum": Recipe(
-        architecture="MellumForCausalLM",
-        config=shape(**EXPERTS, layer_types=ALTERNATING, sliding_window=WINDOW, norm_topk_prob=True),
-    ),
+    "cwm": plain("CwmForCausalLM", **ONE_WINDOW),
+    "ministral": plain("MinistralForCausalLM", **ONE_WINDOW),
+    "nanochat": plain("NanoChatForCausalLM"),
+    "solar-open": plain("SolarOpenForCausalLM", **ROUTED | ONE_GROUP),
+    "mellum": plain("MellumForCausalLM", **EXPERTS, **ONE_WINDOW, norm_topk_prob=True),
     "dbrx": Recipe(
-        architecture="DbrxForCausalLM",
-        config=dict(
+        "DbrxForCausalLM",
+        dict(
             d_model=128,
             n_heads=4,
             n_layers=2,
@@ -636,57 +534,38 @@ TEXT: dict[str, Recipe] = {
             eos_token_id=1,
         ),
     ),
-    "mimo-v2-flash": Recipe(
-        architecture="MiMoV2FlashForCausalLM",
-        config=shape(
-            **ROUTED | ONE_GROUP,
-            v_head_dim=16,
-            layer_types=ALTERNATING,
-            sliding_window=WINDOW,
-            mlp_layer_types=["dense", "sparse"],
-        ),
+    "mimo-v2-flash": plain(
+        "MiMoV2FlashForCausalLM", **ROUTED | ONE_GROUP, v_head_dim=16, **ONE_WINDOW, mlp_layer_types=["dense", "sparse"]
     ),
     "minimax-m2": Recipe(
-        architecture="MiniMaxM2ForCausalLM",
-        config=shape(
-            **LOCAL_EXPERTS,
-            intermediate_size=64,
-            use_qk_norm=True,
-            rope_parameters=dict(rope_type="default", rope_theta=10_000.0, partial_rotary_factor=0.5),
-        ),
+        "MiniMaxM2ForCausalLM",
+        shape(**LOCAL_EXPERTS, intermediate_size=64, use_qk_norm=True, rope_parameters=rope(0.5)),
         published=dict(rotary_dim=16, use_qk_norm=True, scoring_func="sigmoid", use_routing_bias=True),
     ),
-    "laguna": Recipe(
-        architecture="LagunaForCausalLM",
-        config=shape(
-            **EXPERTS,
-            shared_expert_intermediate_size=64,
-            layer_types=ALTERNATING,
-            sliding_window=WINDOW,
-            num_attention_heads_per_layer=[4, 4],
-            mlp_layer_types=["dense", "sparse"],
-        ),
+    "laguna": plain(
+        "LagunaForCausalLM",
+        **EXPERTS,
+        shared_expert_intermediate_size=64,
+        **ONE_WINDOW,
+        num_attention_heads_per_layer=[4, 4],
+        mlp_layer_types=["dense", "sparse"],
     ),
-    "deepseek-v4": Recipe(
-        architecture="DeepseekV4ForCausalLM",
-        config=shape(
-            num_hidden_layers=3,
-            num_key_value_heads=1,
-            q_lora_rank=48,
-            o_lora_rank=16,
-            o_groups=2,
-            n_routed_experts=8,
-            num_experts_per_tok=2,
-            moe_intermediate_size=32,
-            sliding_window=WINDOW,
-            **SPARSE,
-        ),
+    "deepseek-v4": plain(
+        "DeepseekV4ForCausalLM",
+        num_hidden_layers=3,
+        num_key_value_heads=1,
+        q_lora_rank=48,
+        o_lora_rank=16,
+        o_groups=2,
+        n_routed_experts=8,
+        num_experts_per_tok=2,
+        moe_intermediate_size=32,
+        sliding_window=WINDOW,
+        **SPARSE,
     ),
-    "hrm-text": Recipe(architecture="HrmTextForCausalLM", config=shape(num_key_value_heads=None)),
+    "hrm-text": plain("HrmTextForCausalLM", num_key_value_heads=None),
     "granitemoe-swa": Recipe(
-        architecture="GraniteMoeSWAForCausalLM",
-        embedding=0.15,
-        config=shape(**SCALES, **LOCAL_EXPERTS, intermediate_size=64, sliding_window=WINDOW, layer_types=ALTERNATING),
+        "GraniteMoeSWAForCausalLM", shape(**SCALES, **LOCAL_EXPERTS, intermediate_size=64, **ONE_WINDOW), embedding=0.15
     ),
     # Of these transformers has no class, but another one that computes the same and names weights alike.
     "internlm3": alias("InternLM3ForCausalLM", "LlamaForCausalLM", shape(attention_bias=True, mlp_bias=True)),
@@ -705,12 +584,7 @@ TEXT: dict[str, Recipe] = {
         bskcn_tv=[0.9, 0.8],
     ),
     "mimo": alias("MiMoForCausalLM", "Qwen2ForCausalLM", shape()),
-    "orion": alias(
-        "OrionForCausalLM",
-        "StableLmForCausalLM",
-        shape(rope_parameters=dict(rope_type="default", rope_theta=10_000.0, partial_rotary_factor=1.0)),
-        rms_norm_eps=1e-5,
-    ),
+    "orion": alias("OrionForCausalLM", "StableLmForCausalLM", shape(rope_parameters=rope(1.0)), rms_norm_eps=1e-5),
     "minicpm": replace(
         alias(
             "MiniCPMForCausalLM",
@@ -738,13 +612,10 @@ NEMOTRON_H = shape(
 )
 NEMOTRON_H_PUBLISHED: dict[str, Any] = dict(hybrid_override_pattern="M*-", num_hidden_layers=3)
 STATEFUL: dict[str, Recipe] = {
-    "qwen3-next": Recipe(
-        architecture="Qwen3NextForCausalLM", config=shape(**EXPERTS, **LINEAR, shared_expert_intermediate_size=64)
-    ),
+    "qwen3-next": plain("Qwen3NextForCausalLM", **EXPERTS, **LINEAR, shared_expert_intermediate_size=64),
     "qwen3.5-text": Recipe(
-        architecture="Qwen3_5ForCausalLM",
-        vision=True,
-        config=shape(
+        "Qwen3_5ForCausalLM",
+        shape(
             **LINEAR,
             rope_parameters=dict(
                 rope_type="default",
@@ -754,11 +625,11 @@ STATEFUL: dict[str, Recipe] = {
                 mrope_interleaved=True,
             ),
         ),
+        vision=True,
     ),
     "qwen3.5-moe-text": Recipe(
-        architecture="Qwen3_5MoeForCausalLM",
-        vision=True,
-        config=shape(
+        "Qwen3_5MoeForCausalLM",
+        shape(
             **EXPERTS,
             **LINEAR,
             shared_expert_intermediate_size=64,
@@ -770,47 +641,39 @@ STATEFUL: dict[str, Recipe] = {
                 mrope_interleaved=True,
             ),
         ),
+        vision=True,
     ),
-    "nemotron-h": Recipe(architecture="NemotronHForCausalLM", config=NEMOTRON_H, published=NEMOTRON_H_PUBLISHED),
+    "nemotron-h": Recipe("NemotronHForCausalLM", NEMOTRON_H, published=NEMOTRON_H_PUBLISHED),
     # With blocks that are alike.
     "nemotron-h-puzzle": Recipe(
-        architecture="NemotronHForCausalLM",
-        config=NEMOTRON_H,
+        "NemotronHForCausalLM",
+        NEMOTRON_H,
         published=NEMOTRON_H_PUBLISHED | dict(architectures=["NemotronHPuzzleForCausalLM"]),
     ),
-    "falcon-h1": Recipe(
-        architecture="FalconH1ForCausalLM",
-        config=shape(**MAMBA, mamba_d_ssm=256, mamba_rms_norm=False),
-    ),
-    "jamba": Recipe(
-        architecture="JambaForCausalLM",
-        config=shape(
-            num_experts=4,
-            num_experts_per_tok=2,
-            attn_layer_period=2,
-            attn_layer_offset=1,
-            use_mamba_kernels=False,
-            expert_layer_period=2,
-            expert_layer_offset=1,
-            mamba_dt_rank=8,
-            head_dim=None,
-        ),
+    "falcon-h1": plain("FalconH1ForCausalLM", **MAMBA, mamba_d_ssm=256, mamba_rms_norm=False),
+    "jamba": plain(
+        "JambaForCausalLM",
+        num_experts=4,
+        num_experts_per_tok=2,
+        attn_layer_period=2,
+        attn_layer_offset=1,
+        use_mamba_kernels=False,
+        expert_layer_period=2,
+        expert_layer_offset=1,
+        mamba_dt_rank=8,
+        head_dim=None,
     ),
     "mamba": Recipe(
-        architecture="MambaForCausalLM",
-        config=dict(
-            vocab_size=400, hidden_size=128, num_hidden_layers=2, state_size=16, bos_token_id=0, eos_token_id=1
-        ),
+        "MambaForCausalLM",
+        dict(vocab_size=400, hidden_size=128, num_hidden_layers=2, state_size=16, bos_token_id=0, eos_token_id=1),
     ),
     "falcon-mamba": Recipe(
-        architecture="FalconMambaForCausalLM",
-        config=dict(
-            vocab_size=400, hidden_size=128, num_hidden_layers=2, state_size=16, bos_token_id=0, eos_token_id=1
-        ),
+        "FalconMambaForCausalLM",
+        dict(vocab_size=400, hidden_size=128, num_hidden_layers=2, state_size=16, bos_token_id=0, eos_token_id=1),
     ),
     "mamba2": Recipe(
-        architecture="Mamba2ForCausalLM",
-        config=dict(
+        "Mamba2ForCausalLM",
+        dict(
             vocab_size=400,
             hidden_size=128,
             num_hidden_layers=2,
@@ -824,32 +687,28 @@ STATEFUL: dict[str, Recipe] = {
             tie_word_embeddings=False,
         ),
     ),
-    "zamba2": Recipe(
-        architecture="Zamba2ForCausalLM",
-        config=shape(
-            num_hidden_layers=3,
-            layers_block_type=["mamba", "hybrid", "mamba"],
-            n_mamba_heads=8,
-            mamba_d_state=16,
-            chunk_size=16,
-            num_key_value_heads=4,
-            use_mamba_kernels=False,
-            use_mem_rope=True,
-            head_dim=None,
-            tie_word_embeddings=True,
-            **LOW_STEPS,
-        ),
+    "zamba2": plain(
+        "Zamba2ForCausalLM",
+        num_hidden_layers=3,
+        layers_block_type=["mamba", "hybrid", "mamba"],
+        n_mamba_heads=8,
+        mamba_d_state=16,
+        chunk_size=16,
+        num_key_value_heads=4,
+        use_mamba_kernels=False,
+        use_mem_rope=True,
+        head_dim=None,
+        tie_word_embeddings=True,
+        **LOW_STEPS,
     ),
     "lfm2": Recipe(
-        architecture="Lfm2ForCausalLM",
-        config=shape(
-            layer_types=["conv", "full_attention"], head_dim=None, block_multiple_of=64, tie_word_embeddings=True
-        ),
+        "Lfm2ForCausalLM",
+        shape(layer_types=["conv", "full_attention"], head_dim=None, block_multiple_of=64, tie_word_embeddings=True),
         published=dict(conv_dim=128, conv_dim_out=128, block_dim=128),
     ),
     "lfm2-moe": Recipe(
-        architecture="Lfm2MoeForCausalLM",
-        config=shape(
+        "Lfm2MoeForCausalLM",
+        shape(
             **EXPERTS,
             layer_types=["conv", "full_attention"],
             num_dense_layers=1,
@@ -859,16 +718,16 @@ STATEFUL: dict[str, Recipe] = {
         published=dict(conv_dim=128),
     ),
     "olmo-hybrid": Recipe(
-        architecture="OlmoHybridForCausalLM",
-        config=shape(**LINEAR | dict(linear_num_value_heads=4), linear_allow_neg_eigval=True),
+        "OlmoHybridForCausalLM",
+        shape(**LINEAR | dict(linear_num_value_heads=4), linear_allow_neg_eigval=True),
         renamed=(
             ("attention_layer_norm", "input_layernorm"),
             (r"\.feedforward_layer_norm", ".post_attention_layernorm"),
         ),
     ),
     "kimi-linear": Recipe(
-        architecture="KimiLinearForCausalLM",
-        config=shape(
+        "KimiLinearForCausalLM",
+        shape(
             **LATENT | dict(q_lora_rank=None),
             num_hidden_layers=3,
             num_local_experts=4,
@@ -957,16 +816,16 @@ QWEN_IDS = dict(image_token_id=300, video_token_id=301, vision_start_token_id=30
 
 MULTIMODAL: dict[str, Recipe] = {
     "qwen2-vl": Recipe(
-        architecture="Qwen2VLForConditionalGeneration",
-        config=dict(
+        "Qwen2VLForConditionalGeneration",
+        dict(
             text_config=text("qwen2_vl_text", rope_parameters=MROPE),
             vision_config=dict(depth=1, embed_dim=32, hidden_size=128, num_heads=2),
             **QWEN_IDS,
         ),
     ),
     "qwen2.5-vl": Recipe(
-        architecture="Qwen2_5_VLForConditionalGeneration",
-        config=dict(
+        "Qwen2_5_VLForConditionalGeneration",
+        dict(
             text_config=text("qwen2_5_vl_text", rope_parameters=MROPE),
             vision_config=dict(
                 depth=1,
@@ -980,17 +839,12 @@ MULTIMODAL: dict[str, Recipe] = {
         ),
     ),
     "qwen3-vl": Recipe(
-        architecture="Qwen3VLForConditionalGeneration",
-        config=dict(
-            text_config=text("qwen3_vl_text", rope_parameters=MIXED_MROPE),
-            vision_config=DEEP_VISION,
-            **QWEN_IDS,
-        ),
+        "Qwen3VLForConditionalGeneration",
+        dict(text_config=text("qwen3_vl_text", rope_parameters=MIXED_MROPE), vision_config=DEEP_VISION, **QWEN_IDS),
     ),
     "qwen3-vl-moe": Recipe(
-        architecture="Qwen3VLMoeForConditionalGeneration",
-        transposed=r"\.experts\.(gate_up|down)_proj$",
-        config=dict(
+        "Qwen3VLMoeForConditionalGeneration",
+        dict(
             text_config=text(
                 "qwen3_vl_moe_text",
                 **EXPERTS | dict(moe_intermediate_size=48),
@@ -1000,42 +854,35 @@ MULTIMODAL: dict[str, Recipe] = {
             vision_config=DEEP_VISION,
             **QWEN_IDS,
         ),
+        transposed=r"\.experts\.(gate_up|down)_proj$",
     ),
     "gemma3-mm": Recipe(
-        architecture="Gemma3ForConditionalGeneration",
-        **SMALL_EMBEDDING,
-        config=dict(
-            text_config=text(
-                "gemma3_text",
-                num_hidden_layers=4,
-                layer_types=THREE_TO_ONE,
-                sliding_window=WINDOW,
-                query_pre_attn_scalar=32,
-                tie_word_embeddings=True,
-            ),
+        "Gemma3ForConditionalGeneration",
+        dict(
+            text_config=text("gemma3_text", **THREE_WINDOWS, query_pre_attn_scalar=32, tie_word_embeddings=True),
             vision_config=dict(**VISION, model_type="siglip_vision_model", image_size=42, patch_size=14),
             mm_tokens_per_image=9,
             image_token_index=300,
             boi_token_index=301,
             eoi_token_index=302,
         ),
+        **SMALL_EMBEDDING,
     ),
     "gemma4-mm": Recipe(
-        architecture="Gemma4ForConditionalGeneration",
-        **SMALL_EMBEDDING,
-        config=dict(
+        "Gemma4ForConditionalGeneration",
+        dict(
             text_config=dict(model_type="gemma4_text", **gemma4()),
             vision_config=GEMMA4_VISION,
             audio_config=None,
             **GEMMA4_IDS,
         ),
+        **SMALL_EMBEDDING,
         engine=LARGE_IMAGES,
     ),
     # The smaller ones as published: embeddings of each layer, which images have none of.
     "gemma4-ple": Recipe(
-        architecture="Gemma4ForConditionalGeneration",
-        **SMALL_EMBEDDING,
-        config=dict(
+        "Gemma4ForConditionalGeneration",
+        dict(
             text_config=dict(
                 model_type="gemma4_text",
                 **gemma4(num_kv_shared_layers=2, hidden_size_per_layer_input=16, pad_token_id=0),
@@ -1044,13 +891,13 @@ MULTIMODAL: dict[str, Recipe] = {
             audio_config=None,
             **GEMMA4_IDS,
         ),
+        **SMALL_EMBEDDING,
         engine=LARGE_IMAGES,
     ),
     # The larger ones: an image is seen in both directions, in layers with a window alone.
     "gemma4-both-ways": Recipe(
-        architecture="Gemma4ForConditionalGeneration",
-        **SMALL_EMBEDDING,
-        config=dict(
+        "Gemma4ForConditionalGeneration",
+        dict(
             text_config=dict(
                 model_type="gemma4_text", **gemma4(sliding_window=72, use_bidirectional_attention="vision")
             ),
@@ -1058,11 +905,12 @@ MULTIMODAL: dict[str, Recipe] = {
             audio_config=None,
             **GEMMA4_IDS,
         ),
+        **SMALL_EMBEDDING,
         engine=LARGE_IMAGES,
     ),
     "llava": Recipe(
-        architecture="LlavaForConditionalGeneration",
-        config=dict(
+        "LlavaForConditionalGeneration",
+        dict(
             text_config=text("llama"),
             vision_config=dict(
                 **VISION, model_type="clip_vision_model", image_size=28, patch_size=14, projection_dim=32
@@ -1074,8 +922,8 @@ MULTIMODAL: dict[str, Recipe] = {
     ),
     # Tiles of the grid that fits an image best, without what pads it, and a token at the end of each line.
     "llava-next": Recipe(
-        architecture="LlavaNextForConditionalGeneration",
-        config=dict(
+        "LlavaNextForConditionalGeneration",
+        dict(
             text_config=text("llama"),
             vision_config=dict(
                 **VISION, model_type="clip_vision_model", image_size=28, patch_size=14, projection_dim=32
@@ -1086,8 +934,8 @@ MULTIMODAL: dict[str, Recipe] = {
         ),
     ),
     "pixtral": Recipe(
-        architecture="LlavaForConditionalGeneration",
-        config=dict(
+        "LlavaForConditionalGeneration",
+        dict(
             text_config=text("mistral"),
             vision_config=dict(**VISION, head_dim=16, model_type="pixtral", image_size=84, patch_size=14),
             image_token_index=300,
@@ -1108,8 +956,8 @@ MULTIMODAL: dict[str, Recipe] = {
         ),
     ),
     "mistral3": Recipe(
-        architecture="Mistral3ForConditionalGeneration",
-        config=dict(
+        "Mistral3ForConditionalGeneration",
+        dict(
             text_config=text("mistral"),
             vision_config=dict(**VISION, head_dim=16, model_type="pixtral", image_size=28, patch_size=14),
             image_token_index=300,
@@ -1117,8 +965,8 @@ MULTIMODAL: dict[str, Recipe] = {
         ),
     ),
     "idefics3": Recipe(
-        architecture="Idefics3ForConditionalGeneration",
-        config=dict(
+        "Idefics3ForConditionalGeneration",
+        dict(
             text_config=text("llama"),
             vision_config=dict(**VISION, image_size=56, patch_size=14),
             image_token_id=300,
@@ -1126,12 +974,12 @@ MULTIMODAL: dict[str, Recipe] = {
         ),
     ),
     "glm4v": Recipe(
-        architecture="Glm4vForConditionalGeneration",
-        config=dict(text_config=text("glm4v_text", rope_parameters=GLM_MROPE), vision_config=GLM_VISION, **GLM_IDS),
+        "Glm4vForConditionalGeneration",
+        dict(text_config=text("glm4v_text", rope_parameters=GLM_MROPE), vision_config=GLM_VISION, **GLM_IDS),
     ),
     "internvl": Recipe(
-        architecture="InternVLForConditionalGeneration",
-        config=dict(
+        "InternVLForConditionalGeneration",
+        dict(
             text_config=text("qwen2"),
             vision_config=dict(**VISION, image_size=[28, 28], patch_size=[14, 14]),
             image_token_id=300,
@@ -1157,22 +1005,20 @@ MULTIMODAL: dict[str, Recipe] = {
         engine=dict(block_size=32),
     ),
     "smolvlm": Recipe(
-        architecture="SmolVLMForConditionalGeneration",
-        config=dict(
-            text_config=text("llama"), vision_config=dict(**VISION, image_size=28, patch_size=14), image_token_id=300
-        ),
+        "SmolVLMForConditionalGeneration",
+        dict(text_config=text("llama"), vision_config=dict(**VISION, image_size=28, patch_size=14), image_token_id=300),
     ),
     "qwen3.5-mm": Recipe(
-        architecture="Qwen3_5ForConditionalGeneration",
-        config=dict(
+        "Qwen3_5ForConditionalGeneration",
+        dict(
             text_config=dict(model_type="qwen3_5_text", **STATEFUL["qwen3.5-text"].config),
             vision_config=QWEN35_VISION,
             **QWEN_IDS,
         ),
     ),
     "qwen3.5-moe-mm": Recipe(
-        architecture="Qwen3_5MoeForConditionalGeneration",
-        config=dict(
+        "Qwen3_5MoeForConditionalGeneration",
+        dict(
             text_config=dict(model_type="qwen3_5_moe_text", **STATEFUL["qwen3.5-moe-text"].config),
             vision_config=QWEN35_VISION,
             **QWEN_IDS,
@@ -1228,11 +1074,7 @@ MULTIMODAL |= (
     )
     # With a block for each of four kinds of layers.
     | otherwise(
-        "@busy",
-        "gemma3-mm-images",
-        num_gpu_blocks_override=22,
-        max_num_batched_tokens=32,
-        enable_prefix_caching=False,
+        "@busy", "gemma3-mm-images", num_gpu_blocks_override=22, max_num_batched_tokens=32, enable_prefix_caching=False
     )
     # The prompts are asked twice, after the same with other items in them.
     | otherwise(
@@ -1276,16 +1118,10 @@ MODERN_ENCODER = ENCODER | dict(
 )
 
 POOLING: dict[str, Recipe] = {
-    "qwen3-embedding": Recipe(architecture="Qwen3Model", config=shape(), pooling="embed"),
-    "qwen3-generate-as-pooling": Recipe(
-        architecture="Qwen3ForCausalLM", config=shape(), pooling="embed", engine=dict(runner="pooling")
-    ),
-    "qwen3-classify": Recipe(
-        architecture="Qwen3ForSequenceClassification", config=shape(num_labels=3, pad_token_id=1), pooling="classify"
-    ),
-    "llama-classify": Recipe(
-        architecture="LlamaForSequenceClassification", config=shape(num_labels=3, pad_token_id=1), pooling="classify"
-    ),
+    "qwen3-embedding": Recipe("Qwen3Model", shape(), pooling="embed"),
+    "qwen3-generate-as-pooling": Recipe("Qwen3ForCausalLM", shape(), pooling="embed", engine=dict(runner="pooling")),
+    "qwen3-classify": Recipe("Qwen3ForSequenceClassification", shape(num_labels=3, pad_token_id=1), pooling="classify"),
+    "llama-classify": Recipe("LlamaForSequenceClassification", shape(num_labels=3, pad_token_id=1), pooling="classify"),
     "jamba-classify": Recipe(
         architecture="JambaForSequenceClassification",
         config=STATEFUL["jamba"].config | dict(num_labels=3),
@@ -1294,54 +1130,37 @@ POOLING: dict[str, Recipe] = {
         engine=dict(pooler_config=dict(use_activation=True)),
     ),
     "colbert-lfm2": Recipe(
-        architecture="Lfm2Model",
-        config=STATEFUL["lfm2"].config,
+        "Lfm2Model",
+        STATEFUL["lfm2"].config,
         published=STATEFUL["lfm2"].published | dict(architectures=["ColBERTLfm2Model"]),
         pooling="token_embed",
     ),
     "gpt2-classify": Recipe(
-        architecture="GPT2ForSequenceClassification",
-        config=dict(vocab_size=400, n_positions=512, n_embd=128, n_layer=2, n_head=4, bos_token_id=0, eos_token_id=1)
-        | dict(num_labels=3, pad_token_id=1),
-        pooling="classify",
+        "GPT2ForSequenceClassification", GPT2 | dict(num_labels=3, pad_token_id=1), pooling="classify"
     ),
     "gemma3-both-ways": Recipe(
-        architecture="Gemma3TextModel",
+        "Gemma3TextModel",
+        shape(**ONE_WINDOW, query_pre_attn_scalar=32, use_bidirectional_attention=True),
         **SMALL_EMBEDDING,
-        config=shape(
-            layer_types=ALTERNATING, sliding_window=WINDOW, query_pre_attn_scalar=32, use_bidirectional_attention=True
-        ),
         pooling="embed",
     ),
-    "bert": Recipe(architecture="BertModel", config=ENCODER, pooling="embed"),
-    "bert-classify": Recipe(
-        architecture="BertForSequenceClassification", config=ENCODER | dict(num_labels=3), pooling="classify"
-    ),
-    "bert-tokens": Recipe(
-        architecture="BertForTokenClassification", config=ENCODER | dict(num_labels=3), pooling="token_classify"
-    ),
-    "roberta": Recipe(architecture="RobertaModel", config=ENCODER, pooling="embed"),
-    "roberta-classify": Recipe(
-        architecture="RobertaForSequenceClassification", config=ENCODER | dict(num_labels=3), pooling="classify"
-    ),
+    "bert": Recipe("BertModel", ENCODER, pooling="embed"),
+    "bert-classify": Recipe("BertForSequenceClassification", ENCODER | dict(num_labels=3), pooling="classify"),
+    "bert-tokens": Recipe("BertForTokenClassification", ENCODER | dict(num_labels=3), pooling="token_classify"),
+    "roberta": Recipe("RobertaModel", ENCODER, pooling="embed"),
+    "roberta-classify": Recipe("RobertaForSequenceClassification", ENCODER | dict(num_labels=3), pooling="classify"),
     "xlm-roberta-classify": Recipe(
-        architecture="XLMRobertaForSequenceClassification", config=ENCODER | dict(num_labels=3), pooling="classify"
+        "XLMRobertaForSequenceClassification", ENCODER | dict(num_labels=3), pooling="classify"
     ),
     "xlm-roberta-tokens": Recipe(
-        architecture="XLMRobertaForTokenClassification",
-        config=ENCODER | dict(num_labels=3),
-        pooling="token_classify",
+        "XLMRobertaForTokenClassification", ENCODER | dict(num_labels=3), pooling="token_classify"
     ),
-    "modernbert": Recipe(architecture="ModernBertModel", config=MODERN_ENCODER, pooling="embed"),
+    "modernbert": Recipe("ModernBertModel", MODERN_ENCODER, pooling="embed"),
     "modernbert-classify": Recipe(
-        architecture="ModernBertForSequenceClassification",
-        config=MODERN_ENCODER | dict(num_labels=3),
-        pooling="classify",
+        "ModernBertForSequenceClassification", MODERN_ENCODER | dict(num_labels=3), pooling="classify"
     ),
     "modernbert-tokens": Recipe(
-        architecture="ModernBertForTokenClassification",
-        config=MODERN_ENCODER | dict(num_labels=3),
-        pooling="token_classify",
+        "ModernBertForTokenClassification", MODERN_ENCODER | dict(num_labels=3), pooling="token_classify"
     ),
 }
 
