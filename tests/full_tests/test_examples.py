@@ -88,13 +88,6 @@ def test_bench(looping_llama: str, tmp_path: Path) -> None:
     assert done.stdout.splitlines()[-1].split() == ["speedup", f"{ratio:.2f}"]
 
 
-@pytest.mark.slow
-def test_bench_with_a_model_that_is_not_there(tmp_path: Path) -> None:
-    done = example(str(EXAMPLES / "bench.sh"), MODEL="/no/such", PORT=str(free_port()), WORK=str(tmp_path))
-    assert done.returncode == 1
-    assert done.stderr.splitlines()[-1].startswith("error: the server ended: ")
-
-
 def test_bench_where_something_answers(server: Server, looping_llama: str, tmp_path: Path) -> None:
     """It measures no other server."""
     done = example(str(EXAMPLES / "bench.sh"), MODEL=looping_llama, PORT=str(server.port), WORK=str(tmp_path))

@@ -50,15 +50,6 @@ def test_drafts_change_nothing(looping_llama: str) -> None:
 
 
 @pytest.mark.slow
-def test_half_of_the_bytes_or_less(looping_llama: str) -> None:
-    blocks = {}
-    for kv_dtype in ("auto", "fp8"):
-        with engine(looping_llama, kv_cache_dtype=kv_dtype, **SIZES) as llm:
-            blocks[kv_dtype] = llm.llm_engine.vllm_config.cache_config.num_gpu_blocks
-    assert blocks["fp8"] == 4 * blocks["auto"]  # float32
-
-
-@pytest.mark.slow
 def test_preempted_requests(looping_llama: str) -> None:
     """What comes again was written by chunks instead of steps."""
     options = SIZES | SMALL_KV | dict(kv_cache_memory_bytes=1 << 18, kv_cache_dtype="fp8")

@@ -41,18 +41,6 @@ def test_a_target_that_keeps_its_layers_to_itself() -> None:
     assert "use another method" in message
 
 
-@pytest.mark.parametrize("method", ["eagle", "eagle3", "mtp", "medusa"])
-@pytest.mark.parametrize(
-    "option",
-    [dict(suffix_decoding_max_tree_depth=9), dict(parallel_drafting=True), dict(moe_backend="triton")],
-    ids=str,
-)
-def test_options_without_effect(option: dict[str, Any], method: str) -> None:
-    message = refusal(target(method), speculative_config=head(method, 3, **option))
-    assert next(iter(option)) in message
-    assert "leave it out" in message
-
-
 def test_more_drafts_than_heads() -> None:
     message = refusal(target("medusa"), speculative_config=head("medusa", 5))
     assert "4" in message

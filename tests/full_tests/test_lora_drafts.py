@@ -2,19 +2,15 @@
 
 import random
 from collections.abc import Callable
-from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import pytest
-import torch
-from vllm import SamplingParams
 
 from tests.full_tests import adapters
 from tests.full_tests.adapters import LORA, PROMPTS, Adapter, Merged, Tokens, check_same, greedy, mixed, run
 from tests.full_tests.engines import SMALL_KV, engine, preemptions
 from tests.full_tests.heads import head, target, texts
-from tests.full_tests.ranks import ranks_agree
 from tests.full_tests.server import Server
 from tests.full_tests.speculation import accepted, ngram, speculating, suffix
 
@@ -112,32 +108,6 @@ def test_ways_to_run(
     random.Random(1).shuffle(jobs)
     with engine(looping_llama, **(LORA | OPTIONS[case])) as llm:
         merged_loras.check(jobs, run(llm, jobs))
-
-
-def _states_a_little_off(worker: Any) -> None:
-    """On the second rank, as sums in another order are; more than that, so that it shows."""
-    target = worker.model_runner.target
-    hidden_of, generator = target._hidden_of, torch.Generator().manual_seed(0)
-
-    def off(output: Any, inputs: Any) -> Any:
-        hidden = hidden_of(output, inputs)
-        return hidden._replace(last=hidden.last + 0.02 * torch.randn(hidden.last.shape, generator=generator))
-
-    if worker.rank == 1:
-        target._hidden_of = off
-
-
-@pytest.mark.slow
-def test_ranks_decide_alike(looping_llama: str, lora_folder: Path) -> None:
-    """Whatever states they have: an adapter of the output matrix adds to logits that are gathered already. Without
-    seeds, so that there is nothing to compare with but the other rank."""
-    made = adapters.make(looping_llama, lora_folder / "outputs", 9, modules=("lm_head",))
-    params = SamplingParams(temperature=1.0, max_tokens=64, ignore_eos=True)
-    jobs = [replace(job, request=replace(job.request, params=params)) for job in greedy(PROMPTS, made)]
-    with speculating(looping_llama, ngram(3), **LORA, tensor_parallel_size=2) as llm:
-        llm.collective_rpc(_states_a_little_off)
-        run(llm, jobs)
-        ranks_agree(llm, 2)
 
 
 @pytest.mark.slow

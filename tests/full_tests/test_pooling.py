@@ -12,7 +12,6 @@ from vllm.config import PoolerConfig
 
 from tests.full_tests.engines import counter, engine
 from tests.full_tests.prompts import PROMPTS, random_prompts
-from tests.full_tests.server import Server
 from tests.full_tests.tiny_models import VOCAB
 from tests.models import checkpoints
 from tests.models.run import CASES
@@ -119,19 +118,3 @@ def test_scores_of_a_reranker_as_it_is_published(folder: Path) -> None:
             torch.testing.assert_close(found, torch.stack(expected), atol=TOLERANCE, rtol=0)
         assert counter(llm, "vllm:prefix_cache_hits") > 0
     assert found.std() > 100 * TOLERANCE
-
-
-def test_a_server_of_embeddings(folder: Path, tmp_path: Path) -> None:
-    model = checkpoint("qwen3-embedding", folder)
-    expected = states(model)[:3]
-    server = Server(model, tmp_path / "log", "--max-model-len", "128")
-    try:
-        refused = server.client.post("/v1/embeddings", json={"model": "tiny", "input": [5] * 200})
-        assert refused.status_code == 400, refused.text
-        assert server.client.post("/v1/completions", json={"model": "tiny", "prompt": "a"}).status_code == 404
-        answer = server.post("/v1/embeddings", {"input": prompts()[:3]})
-    finally:
-        ending = server.stop()
-    assert not ending.survivors
-    for found, states_TH in zip(answer["data"], expected, strict=True):
-        torch.testing.assert_close(torch.tensor(found["embedding"]), states_TH[-1], atol=TOLERANCE, rtol=0)

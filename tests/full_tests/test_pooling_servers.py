@@ -201,15 +201,6 @@ def test_classes_of_texts_in_other_ways(classifying: Asked) -> None:
     check(cut["probs"], classifying.logits(classifying.ids(LONG)[-9:]).softmax(-1))
 
 
-def test_bad_requests_of_classes(classifying: Asked) -> None:
-    classifying.refused("/classify", [str(MAX_LEN)], input=LONG)
-    classifying.refused("/classify", ["vocabulary"], input=[5, 10_000])
-    classifying.refused("/classify", ["input"], nothing="at all")
-    classifying.refused("/pooling", ["task"], input="a", task="embed")
-    assert classifying.server.client.post("/v1/embeddings", json=dict(model="tiny", input="a")).status_code == 404
-    check_alive_of_pooling(classifying)
-
-
 # ---- scores of a model that reads both texts -------------------------------------------------------------
 
 
@@ -237,10 +228,3 @@ def test_scores_of_pairs_that_are_truncated(scoring: Asked) -> None:
     given = scoring.tokenizer(SHORT[0], LONG, truncation=True, max_length=MAX_LEN, return_tensors="pt")
     with torch.no_grad():
         check([found[0]["score"]], scoring.model(**given).logits[0].sigmoid())
-
-
-def test_bad_requests_of_scores(scoring: Asked) -> None:
-    scoring.refused("/score", [str(MAX_LEN)], text_1=SHORT[0], text_2=LONG)
-    scoring.refused("/score", ["text_2"], text_1=SHORT[0])
-    scoring.refused("/rerank", ["documents"], query=SHORT[0])
-    check_alive_of_pooling(scoring)

@@ -198,13 +198,3 @@ def test_bad_embeddings_are_bad_requests(name: str, asked: Server, embedded: Emb
     sent = body(make(embedded.whole[0].shape[1]), model="tiny")
     check_error(asked.client.post("/v1/completions", json=sent), words)
     check_alive(asked)
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize(
-    "more", [dict(echo=True), dict(prompt_logprobs=1), dict(suffix="x")], ids=lambda more: next(iter(more))
-)
-def test_options_that_need_tokens(more: dict[str, Any], asked: Server, embedded: Embedded) -> None:
-    sent = body(encoded(embedded.whole[0]), model="tiny", **more)
-    check_error(asked.client.post("/v1/completions", json=sent), ["prompt"])
-    check_alive(asked)

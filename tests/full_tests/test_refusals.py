@@ -38,26 +38,6 @@ def refusal(model: str, **options: Any) -> str:
     return message
 
 
-@pytest.mark.parametrize(
-    ("options", "remedy"),
-    [
-        (dict(enable_lora=True, fully_sharded_loras=True), "--fully-sharded-loras"),
-        (dict(pipeline_parallel_size=2), "--pipeline-parallel-size 1"),
-        (dict(kv_cache_dtype="fp8_e5m2"), "--kv-cache-dtype auto"),
-        (dict(additional_config={"gaudi_spec": {"no_such_option": 1}}), "no_such_option"),
-        (dict(speculative_config=dict(method="ngram", num_speculative_tokens=17)), "16 or less"),
-        (dict(speculative_config=dict(method="suffix")), "set num_speculative_tokens"),
-        (
-            dict(speculative_config=dict(method="ngram", num_speculative_tokens=3, draft_sample_method="coupled")),
-            "use greedy",
-        ),
-    ],
-    ids=lambda value: str(value),
-)
-def test_options(options: dict[str, Any], remedy: str, tiny_llama: str) -> None:
-    assert remedy in refusal(tiny_llama, **options)
-
-
 def qwen2_audio() -> PreTrainedConfig:
     audio = Qwen2AudioEncoderConfig(d_model=64, encoder_layers=2, encoder_attention_heads=2, encoder_ffn_dim=64)
     return Qwen2AudioConfig(audio_config=audio.to_dict(), text_config=Qwen2Config(**common()).to_dict())

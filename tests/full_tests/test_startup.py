@@ -47,15 +47,6 @@ def test_shutdown_under_load(how: signal.Signals, tiny_llama: str, tmp_path: Pat
     check_ended(server, ending)
 
 
-@pytest.mark.slow
-def test_shutdown_when_idle(tiny_llama: str, tmp_path: Path) -> None:
-    """Then there is nothing to complain about either."""
-    server = Server(tiny_llama, tmp_path / "log.txt")
-    server.complete(prompt="hi", max_tokens=2)
-    check_ended(server, server.stop())
-    assert "Traceback" not in server.log.read_text()
-
-
 def failing_start(model: str, *options: str, **environment: str) -> str:
     """The last line of a start that must fail."""
     return last_line(failed_start(model, *options, **environment))

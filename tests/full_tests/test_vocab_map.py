@@ -7,7 +7,6 @@ import random
 import time
 from collections.abc import Iterator
 from dataclasses import dataclass
-from functools import cache
 
 import numpy as np
 import pytest
@@ -16,8 +15,6 @@ from transformers import AutoConfig
 from vllm.v1.spec_decode.vocab_mapping import VocabMapping
 
 from tests.full_tests.gemma import gemma_path
-from tests.full_tests.prompts import PROMPTS
-from tests.full_tests.repetitive import repetitive_prompts
 from vllm_gaudi_spec.drafting.universal.token_bytes import ModelTokenizer, Vocabulary, load_tokenizer, read_vocabulary
 from vllm_gaudi_spec.drafting.universal.vocab_map import VocabMap, match, vocab_map
 from vllm_gaudi_spec.tools.demo_model import demo_model_path
@@ -80,16 +77,6 @@ def test_whitespace_and_accents_are_matched(text: str, gemma: Side, smollm: Side
     assert found.draftable[smollm.id_of(text)]
 
 
-def test_single_bytes_are_matched(gemma: Side, smollm: Side, found: VocabMap) -> None:
-    """All that SmolLM2 has a token for: they write the signs that no other token spells."""
-    single = [bytes([byte]) for byte in range(256) if bytes([byte]) in smollm.vocabulary.id_by_bytes]
-    beyond_ascii = [piece for piece in single if piece[0] >= 0x80]
-    print(f"{len(single)} single bytes, {len(beyond_ascii)} of them beyond ASCII")
-    assert len(beyond_ascii) > 60
-    for piece in single:
-        assert found.target_to_draft[gemma.id_of(piece)] == smollm.id_of(piece), piece
-
-
 def test_the_end_of_a_text_is_matched_with_smollms_ends(gemma: Side, smollm: Side, found: VocabMap) -> None:
     """Whatever ends an answer of Gemma may be drafted, and is what SmolLM2 ends its own answers with."""
     ends = smollm.vocabulary.roles.ends
@@ -99,19 +86,6 @@ def test_the_end_of_a_text_is_matched_with_smollms_ends(gemma: Side, smollm: Sid
     partner = int(found.target_to_draft[gemmas])
     assert partner == smollm.model.tokenizer.eos_token_id
     assert found.draftable[partner]
-
-
-def test_gemmas_end_of_turn_is_matched_first(gemma: Side, smollm: Side) -> None:
-    """Instruction-tuned Gemmas end their turns with it: by their configuration, and by their chat template."""
-    tokenizer = load_tokenizer(gemma_path()).tokenizer
-    end_of_turn = tokenizer.convert_tokens_to_ids("<end_of_turn>")
-    tokenizer.chat_template = (
-        "{% for m in messages %}<start_of_turn>{{ m['role'] }}\n{{ m['content'] }}<end_of_turn>\n{% endfor %}"
-    )
-    tuned = read_vocabulary(ModelTokenizer(tokenizer, (tokenizer.eos_token_id, end_of_turn)))
-    assert tuned.roles.end_of_turn == end_of_turn
-    made = match(tuned, smollm.vocabulary, gemma.size, smollm.size)
-    assert made.target_to_draft[end_of_turn] == smollm.vocabulary.roles.ends[0]
 
 
 # ---- what is written with matched tokens reads the same ------------------------------------------------------
@@ -147,48 +121,3 @@ def test_random_matched_tokens_decode_alike(gemma: Side, smollm: Side, found: Vo
         compared += 1
     print(f"{compared} texts")
     assert compared > 4000
-
-
-def random_texts(count: int) -> Iterator[str]:
-    """Any signs, in runs of one script each: bytes of one to four per sign, line breaks, tabs, spaces."""
-    rng = random.Random(1)
-    scripts = [(0x20, 0x7E), (0xA1, 0x17F), (0x391, 0x3C9), (0x4E00, 0x9FFF), (0x1F300, 0x1F64F)]
-    for _ in range(count):
-        text = ""
-        for _ in range(rng.randint(1, 8)):
-            low, high = rng.choice(scripts)
-            text += "".join(chr(rng.randint(low, high)) for _ in range(rng.randint(1, 6)))
-            text += rng.choice(["", " ", "  ", "\n", "\t", "\n\n    "])
-        yield text
-
-
-def test_any_text_can_be_written_with_matched_tokens(gemma: Side, smollm: Side, found: VocabMap) -> None:
-    """By the longest token that fits, down to single bytes; unless it holds a byte that SmolLM2 has no token for."""
-    known = {gemma.vocabulary.bytes_by_id[i]: i for i in matched_ids(gemma, found).tolist()}
-    longest = max(map(len, known))
-
-    @cache
-    def write(text: bytes) -> list[int] | None:
-        ids, at = [], 0
-        while at < len(text):
-            size = next((n for n in range(min(longest, len(text) - at), 0, -1) if text[at : at + n] in known), 0)
-            if not size:
-                return None
-            ids.append(known[text[at : at + size]])
-            at += size
-        return ids
-
-    texts = [*PROMPTS, *repetitive_prompts(), *random_texts(2000)]
-    written = 0
-    for text in texts:
-        if ids := write(text.encode()):
-            same_on_both_sides(gemma, smollm, found, ids, text)
-            written += 1
-    print(f"{written} of {len(texts)} texts")
-    assert written > 0.9 * len(texts)
-
-
-@pytest.mark.parametrize("text", PROMPTS)
-def test_gemmas_own_tokens_are_mostly_matched(text: str, gemma: Side, found: VocabMap) -> None:
-    ids = gemma.model.tokenizer.encode(text, add_special_tokens=False)
-    assert (found.target_to_draft[ids] >= 0).mean() > 0.5

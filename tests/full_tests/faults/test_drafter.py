@@ -23,10 +23,8 @@ from tests.full_tests.speculation import accepted, custom, speculating
 from tests.full_tests.workload import Plain, Request, check_same, mixed_requests, run_together
 from vllm_gaudi_spec.drafting.draft_model import AutoregressiveProposer
 from vllm_gaudi_spec.drafting.head import HeadProposer
-from vllm_gaudi_spec.drafting.medusa import MedusaProposer
 from vllm_gaudi_spec.drafting.ngram import DeviceNgramProposer
 from vllm_gaudi_spec.drafting.universal.text_drafting import RetokenizedProposer
-from vllm_gaudi_spec.records import DraftRequest, Drafts
 from vllm_gaudi_spec.runner.model import LoadedModel
 from vllm_gaudi_spec.scheduling.health import MOST_IN_A_ROW
 from vllm_gaudi_spec.scheduling.metrics import DRAFTER_FAULTS, DRAFTER_SWITCHED_OFF
@@ -204,32 +202,6 @@ def test_a_draft_model_of_no_numbers(
             assert MOST_IN_A_ROW <= faults <= MOST_IN_A_ROW + 3
             check_counts(llm, errors, faults, off=True)
         assert counter(llm, "vllm:spec_decode_num_draft_tokens") == 0
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("method", heads.METHODS)
-def test_a_head_of_no_numbers(
-    method: str, requests: list[Request], plain: Plain, errors: list[str], monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """What is loaded is spoilt in memory, for an MTP layer lies in the target's own file."""
-    target = heads.target(method)
-    proposer: Any = MedusaProposer if method == "medusa" else HeadProposer
-
-    def spoiling(propose: Any) -> Any:
-        def spoilt_states(self: Any, request: DraftRequest) -> Drafts:
-            assert request.hidden is not None
-            for states in request.hidden:
-                if states is not None:
-                    states.fill_(torch.nan)
-            return propose(self, request)
-
-        return spoilt_states
-
-    expected = plain(target)
-    monkeypatch.setattr(proposer, "propose", spoiling(proposer.propose))
-    with speculating(target, heads.head(method, 3)) as llm:
-        check_same(requests, run_together(llm, requests), expected)
-        check_counts(llm, errors, counter(llm, DRAFTER_FAULTS), off=True)
 
 
 Way = Callable[[str], tuple[str, dict[str, Any], dict[str, Any]]]

@@ -20,8 +20,6 @@ from tests.unit.quantization.test_kv_scheme import checkpoint, configured
 from vllm_gaudi_spec.config import UnsupportedConfigError
 from vllm_gaudi_spec.devices.base import Weights
 from vllm_gaudi_spec.devices.cpu.backend import CpuWeights
-from vllm_gaudi_spec.quantization import checkpoint as checkpoint_module
-from vllm_gaudi_spec.quantization import dequantized
 from vllm_gaudi_spec.quantization.checkpoint import Checkpoint, checked, misfit
 from vllm_gaudi_spec.quantization.dequantized import DEQUANTIZED
 from vllm_gaudi_spec.quantization.encodings import EncodingError, Words
@@ -65,16 +63,6 @@ def test_a_malformed_description_is_refused_in_one_line(tmp_path: Path) -> None:
         with pytest.raises(UnsupportedConfigError, match=r"in a way that is not read \(ValueError: ") as refused:
             configured(model, **options)
         assert len(str(refused.value).splitlines()) == 1
-
-
-def test_vllms_own_refusal_of_native_kernels_is_one_line(tmp_path: Path) -> None:
-    native = dict(additional_config=dict(gaudi_spec=dict(weight_kernels="native")))
-    model = checkpoint(tmp_path, dict(FORMATS["fp8-block"].config))
-    with pytest.raises(
-        UnsupportedConfigError, match=r"not for vLLM's kernels \(.*float32.*; leave weight_k"
-    ) as refused:
-        configured(model, **native)
-    assert len(str(refused.value).splitlines()) == 1
 
 
 def test_the_methods_of_the_user(tmp_path: Path) -> None:
@@ -151,30 +139,6 @@ def test_only_files_of_the_index_are_looked_at(tmp_path: Path) -> None:
 def test_other_load_formats_are_refused(tmp_path: Path) -> None:
     with pytest.raises(UnsupportedConfigError, match="--load-format sharded_state; leave that out"):
         configured(write(tmp_path), **reference(load_format="sharded_state"))
-
-
-@pytest.fixture
-def said(monkeypatch: pytest.MonkeyPatch) -> list[str]:
-    found: list[str] = []
-    monkeypatch.setattr(dequantized.logger, "info_once", lambda text, *values: found.append(text % values))
-    return found
-
-
-def test_the_kernels_are_reported(tmp_path: Path, said: list[str], monkeypatch: pytest.MonkeyPatch) -> None:
-    model = write(tmp_path)
-    become = f"{model}: weights in compressed-tensors become float32 while they are read"
-    configured(model, **reference())
-    assert said.pop() == f"{become} (as weight_kernels asks)."
-    monkeypatch.setattr(CpuWeights, "missing_kernel", lambda *_: None)
-    configured(model)
-    assert said.pop() == f"{model}: weights in compressed-tensors stay as they are, for vLLM's own kernels."
-    monkeypatch.setattr(CpuWeights, "missing_kernel", Weights.missing_kernel)
-    configured(model)
-    assert said.pop() == f"{become} (vLLM's own kernels: for which there are no kernels yet on this device)."
-    monkeypatch.setattr(CpuWeights, "multiplies_fp8", True)
-    configured(model)
-    assert said.pop().startswith(f"{model}: linear layers in compressed-tensors stay FP8, and are multiplied by")
-    assert not said
 
 
 @pytest.mark.parametrize(
@@ -412,17 +376,6 @@ def test_a_scale_without_its_weight_is_refused() -> None:
     """Where FP8 is kept, too."""
     with pytest.raises(EncodingError, match=f"layer {NAME} has no weight; take another copy"):
         read({f"{NAME}.weight_scale": torch.ones(4, 1)}, is_native=lambda layer: True)
-
-
-def test_headers_that_are_alike_are_looked_at_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    looked: list[Any] = []
-    monkeypatch.setattr(checkpoint_module, "dtype_name", looked.append)
-    layers = {f"layers.{index}": fp8_channel(torch.ones(GROUP, GROUP))[0] for index in range(5)}
-    layers["odd"] = fp8_channel(torch.ones(GROUP, 2 * GROUP))[0]
-    tensors = {f"{layer}.{part}": tensor for layer, parts in layers.items() for part, tensor in parts.items()}
-    save_file(tensors, tmp_path / "a.safetensors")
-    assert misfit("model", read_format(CT), [tmp_path / "a.safetensors"]) is None
-    assert len(looked) == 2
 
 
 def test_headers_of_files_are_enough(tmp_path: Path) -> None:
