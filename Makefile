@@ -20,8 +20,6 @@ HOST ?= 127.0.0.1
 PORT ?= 8000
 ARGS ?=
 VENDOR ?=
-# Of load, for `make soak`
-SECONDS := 600
 UV ?= uv
 
 # Nothing is sent anywhere without being asked for
@@ -33,8 +31,7 @@ help:  ## show this list
 	@echo "usage: make TARGET [NAME=value ...]"
 	@sed -n 's/^\([a-z0-9-]*\):[^#]*## /\1\t/p' $(MAKEFILE_LIST) | sort | \
 		while IFS=$$'\t' read -r name text; do printf '  %-16s %s\n' "$$name" "$$text"; done
-	@echo "defaults: MODEL the demo model, TASK=$(TASK), OSL=$(OSL) (tokens per answer), HOST=$(HOST), PORT=$(PORT)," \
-		"SECONDS=$(SECONDS)"
+	@echo "defaults: MODEL the demo model, TASK=$(TASK), OSL=$(OSL) (tokens per answer), HOST=$(HOST), PORT=$(PORT)"
 
 # ---- environment --------------------------------------------------------------------------------
 
@@ -139,11 +136,6 @@ test: $(VENV)/.stamp-dev  ## unit tests and one full test per promise
 	@$(BIN)/pytest -n 2 --dist loadfile card_emulator/tests/cann -m "not slow" --durations=5
 	@$(ON_ASCEND) $(BIN)/pytest -n 2 --dist loadfile tests/emulated_cann -m "not slow" --durations=5
 	@$(ON_ASCEND) $(BIN)/pytest -n 2 --dist loadfile tests/full_tests -m "not slow and (every_card or ascend)" --durations=5 -v
-
-.PHONY: soak
-soak: export VLLM_LOGGING_LEVEL ?= WARNING
-soak: $(VENV)/.stamp-dev  ## minutes of mixed load through a server, then a check for leaks (SECONDS=, ARGS=)
-	@$(BIN)/python -m tests.full_tests.soak --seconds $(SECONDS) $(ARGS)
 
 .PHONY: verify
 verify: $(VENV)/.stamp-dev  ## every test but those on GPUs, hours; continues where it was interrupted (ARGS=--fresh starts over)

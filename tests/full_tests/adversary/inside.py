@@ -1,7 +1,4 @@
-"""What the soak asks of the engine's own process, beside the worker's `step_report`: see --worker-extension-cls.
-
-A worker in the engine's process is called from the engine's loop, so the engine stands further up the stack.
-"""
+"""What is left in the engine's process: a worker extension that looks at the scheduler and at living objects."""
 
 import gc
 import sys
@@ -21,6 +18,8 @@ SHORT_LIVED = (EngineRequest, SpecSchedulerOutput, Request, Batch, StepResult, R
 
 
 class Inside:
+    """For `--worker-extension-cls`. A worker in the engine's process is called from the engine's loop."""
+
     def inside(self) -> dict[str, Any]:
         engine = _engine()
         scheduler: Any = engine.scheduler
@@ -48,7 +47,7 @@ def _engine() -> EngineCore:
         frame = frame.f_back
         if isinstance(owner := frame.f_locals.get("self"), EngineCore):
             return owner
-    raise RuntimeError("the soak needs a worker in the engine's own process")
+    raise RuntimeError("this needs a worker in the engine's own process")
 
 
 def _alive() -> dict[str, int]:
