@@ -5,10 +5,9 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from vllm import LLM, RequestOutput, SamplingParams
+from vllm import RequestOutput, SamplingParams
 
-from tests.full_tests.engines import SMALL_KV, counter, engine, first_tokens, generate, preemptions
-from tests.full_tests.equality import Tally
+from tests.full_tests.engines import SMALL_KV, counter, engine, generate
 from tests.full_tests.prompts import random_prompts
 from tests.full_tests.reference import Reference
 from tests.full_tests.speculation import accepted, speculating
@@ -42,29 +41,6 @@ def test_scores_are_those_of_transformers(family: str, tiny: Callable[[str], str
     with engine(tiny(family), max_num_batched_tokens=64) as llm:
         outputs = generate(llm, prompts, params)
     check_scores(Reference(tiny(family)), prompts, outputs)
-
-
-def greedy(llm: LLM, prompts: list[list[int]]) -> list[list[int]]:
-    return first_tokens(generate(llm, prompts, SamplingParams(temperature=0, max_tokens=40, ignore_eos=True)))
-
-
-def test_cached_prefixes_and_preemptions(tiny: Callable[[str], str]) -> None:
-    """Rows that read blocks of others, or lost theirs and come again, say what they say alone."""
-    shared = random_prompts([130], VOCAB, seed=3)[0]
-    prompts = [shared + rest for rest in random_prompts([5, 20, 40] * 4, VOCAB, seed=4)]
-    reference, tally = Reference(tiny("deepseek")), Tally()
-    with engine(tiny("deepseek"), max_num_batched_tokens=64, enable_prefix_caching=True) as llm:
-        alone = [greedy(llm, [prompt])[0] for prompt in prompts]
-        assert counter(llm, "vllm:prefix_cache_hits") > 0
-    little = dict(SMALL_KV, kv_cache_memory_bytes=400 << 10)
-    with engine(tiny("deepseek"), max_num_batched_tokens=64, enable_prefix_caching=False, **little) as llm:
-        crowded = greedy(llm, prompts)
-        assert preemptions(llm) > 0
-    for prompt, *outputs in zip(prompts, alone, crowded, strict=True):
-        logits = reference.logits_after(prompt, outputs[0])
-        tally.greedy("alone", outputs[0], logits)
-        tally.compare("crowded", outputs[1], outputs[0], logits.__getitem__)
-    tally.check()
 
 
 @pytest.mark.parametrize(

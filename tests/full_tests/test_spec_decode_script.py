@@ -168,15 +168,6 @@ def test_heads_of_the_demo(task: str, tmp_path: Path) -> None:
 
 
 @pytest.mark.slow
-def test_compare_without_a_drafter(tiny_llama: str) -> None:
-    """On a model that has no drafter in demo/."""
-    status, said = script("--task", "compare", "--osl", "16", "--batch_size", "2", "--model", tiny_llama)
-    assert status == 0, said
-    assert "left out, for want of --draft: draft_model, universal" in said
-    assert list(table_in(said)) == ["baseline", "ngram"]
-
-
-@pytest.mark.slow
 def test_compare_when_one_fails(tiny_llama: str, tmp_path: Path) -> None:
     """The others have their lines all the same."""
     file = tmp_path / "reports.json"
@@ -188,20 +179,6 @@ def test_compare_when_one_fails(tiny_llama: str, tmp_path: Path) -> None:
     assert status == 1, said
     assert said.splitlines()[-1].startswith("error: task draft_model ngram failed: draft_model: ")
     assert list(table_in(said)) == list(tasks_in(file)) == ["baseline", "ngram"]
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("how", [["strict"], ["block"], ["standard", "greedy"]])
-def test_acceptance(how: list[str], tiny_llama: str, tmp_path: Path) -> None:
-    file = tmp_path / "report.json"
-    status, said = script(
-        *("--task", "ngram", "--osl", "200", "--num_spec_tokens", "2", "--model", tiny_llama, "--json", str(file)),
-        *("--prompt_lookup_min", "1", "--temperature", "0.8", "--run_base", "--acceptance", *how),
-    )
-    assert status == 0, said
-    report = tasks_in(file)["ngram"]
-    check_report(report, 2)
-    assert report["matches_baseline"]["equal"] == 8
 
 
 @pytest.mark.parametrize(
