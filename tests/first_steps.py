@@ -3,7 +3,7 @@
 from tests.pages import ROOT, commands_for
 
 README = ROOT / "README.md"
-TAKEN_BY = "tests/full_tests/test_first_steps.py::test_the_path"
+TAKEN_BY = "tests/full_tests/test_first_steps.py::test_first_steps_of_the_readme"
 
 
 def commands() -> list[str]:

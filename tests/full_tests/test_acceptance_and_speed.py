@@ -33,7 +33,7 @@ def acceptance_rate(llm: LLM) -> float:
     return accepted / drafted
 
 
-def test_acceptance(demo_model: str) -> None:
+def test_half_of_ngram_drafts_are_accepted_on_repetitive_prompts(demo_model: str) -> None:
     prompts = repetitive_prompts()
     assert len(prompts) == 24
     with engine(demo_model, speculative_config=DRAFTS, **OPTIONS) as llm:

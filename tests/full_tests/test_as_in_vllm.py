@@ -88,14 +88,14 @@ def message(server: Server, **body: Any) -> dict[str, Any]:
 
 
 @pytest.mark.parametrize("choice", ["required", {"type": "function", "function": {"name": "weather"}}], ids=str)
-def test_a_named_tool(answering: Server, choice: Any) -> None:
+def test_named_tool_is_called(answering: Server, choice: Any) -> None:
     found = message(answering, tools=[TOOL], tool_choice=choice, max_tokens=200)
     (call,) = found["tool_calls"]
     assert call["function"]["name"] == "weather"
     assert json.loads(call["function"]["arguments"])["city"] in ("Oslo", "Paris")
 
 
-def test_reasoning_is_split_off(demo_model: str, tmp_path: Path) -> None:
+def test_reasoning_is_separated(demo_model: str, tmp_path: Path) -> None:
     """The grammar makes the model write what the parser splits."""
     grammars = '{"backend": "xgrammar", "enable_in_reasoning": true}'
     options = ["--reasoning-parser", "olmo3", "--structured-outputs-config", grammars, "--max-model-len", "512"]
@@ -108,14 +108,14 @@ def test_reasoning_is_split_off(demo_model: str, tmp_path: Path) -> None:
     assert found["content"].isalpha()
 
 
-def test_the_responses_api(answering: Server) -> None:
+def test_responses_api(answering: Server) -> None:
     body = {"input": HELLO[0]["content"], "temperature": 0, "max_output_tokens": 12}
     output = answering.post("/v1/responses", body)["output"]
     texts = [part["text"] for item in output for part in item.get("content") or ()]
     assert texts == [message(answering, max_tokens=12)["content"]]
 
 
-def test_there_is_no_embeddings_endpoint(answering: Server) -> None:
+def test_generating_model_has_no_embeddings_endpoint(answering: Server) -> None:
     assert answering.client.post("/v1/embeddings", json={"model": "tiny", "input": "a"}).status_code == 404
 
 
@@ -123,7 +123,7 @@ def test_there_is_no_embeddings_endpoint(answering: Server) -> None:
     ("path", "status"),
     [("/health", 200), ("/metrics", 200), ("/v1/models", 401), ("/invocations", 401), ("/tokenize", 401)],
 )
-def test_the_key_guards_what_generates_or_reads(path: str, status: int, answering: Server) -> None:
+def test_api_key_guards_every_path(path: str, status: int, answering: Server) -> None:
     assert httpx.get(answering.client.base_url.join(path)).status_code == status
     assert answering.client.get(path).status_code in (200, 405)
 

@@ -88,7 +88,7 @@ RUNS: dict[str, tuple[dict[str, Any], dict[str, Any]]] = {
 
 @pytest.mark.slow
 @pytest.mark.parametrize("case", RUNS)
-def test_what_runs(
+def test_configuration_of_the_guide_runs(
     case: str,
     model: Callable[[str], str],
     answers: Callable[[str], list[list[Answer]]],
@@ -157,11 +157,13 @@ def dflash(tmp_path: Path) -> str:
 
 
 @pytest.mark.parametrize("case", REFUSED)
-def test_what_is_refused(case: str, model: Callable[[str], str], looping_llama: str, twin: str, dflash: str) -> None:
+def test_configuration_is_refused(
+    case: str, model: Callable[[str], str], looping_llama: str, twin: str, dflash: str
+) -> None:
     config, options, words = REFUSED[case]
     config = drafter(config, looping_llama, twin) | (dict(model=dflash) if config["method"] == "dflash" else {})
     assert words in refusal(model(config["method"]), speculative_config=config, **options)
 
 
-def test_as_many_drafts_as_the_backend_verifies() -> None:
+def test_backend_verifies_15_drafts() -> None:
     assert load_backend().traits.max_drafts == 15

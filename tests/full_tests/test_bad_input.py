@@ -76,13 +76,13 @@ def check_alive(server: Server) -> None:
 
 
 @pytest.mark.parametrize(("path", "name", "body", "words"), CASES, ids=[case[1] for case in CASES])
-def test_refused(path: str, name: str, body: dict[str, Any], words: list[str], server: Server) -> None:
+def test_bad_request_is_refused(path: str, name: str, body: dict[str, Any], words: list[str], server: Server) -> None:
     check_error(server.client.post(path, json=dict(model="tiny") | body), words)
     check_alive(server)
 
 
 @pytest.mark.parametrize("body", [b"", b'{"model": "tiny", ', b"[1, 2]"], ids=["nothing", "half", "list"])
-def test_body_is_no_request(body: bytes, server: Server) -> None:
+def test_body_that_is_not_a_request_is_refused(body: bytes, server: Server) -> None:
     headers = {"content-type": "application/json"}
     check_error(server.client.post("/v1/completions", content=body, headers=headers), ["body"])
     check_alive(server)
@@ -111,7 +111,7 @@ def check_error(response: httpx.Response, words: list[str]) -> None:
     ],
     ids=str,
 )
-def test_extreme_but_legal(extreme: dict[str, Any], server: Server) -> None:
+def test_extreme_parameters_are_served(extreme: dict[str, Any], server: Server) -> None:
     """Values at the edge of what the front end lets through must not bring the sampler down."""
     assert server.complete(**dict(prompt="hi", max_tokens=3) | extreme)["usage"]["completion_tokens"] > 0
     check_alive(server)
@@ -119,7 +119,7 @@ def test_extreme_but_legal(extreme: dict[str, Any], server: Server) -> None:
 
 @pytest.mark.parametrize("value", ["NaN", "Infinity", "-Infinity"])
 @pytest.mark.parametrize("name", ["temperature", "top_p", "repetition_penalty", "logit_bias"])
-def test_not_a_number(name: str, value: str, server: Server) -> None:
+def test_number_that_is_not_finite_is_no_server_error(name: str, value: str, server: Server) -> None:
     """Python's JSON reader lets these through. Refusing is right; an answer is tolerated, an error of ours is not."""
     number = f'{{"5": {value}}}' if name == "logit_bias" else value
     content = f'{{"model": "tiny", "prompt": "hi", "max_tokens": 3, "{name}": {number}}}'
@@ -129,7 +129,7 @@ def test_not_a_number(name: str, value: str, server: Server) -> None:
 
 
 @pytest.mark.parametrize("stream", [True, False], ids=["mid-stream", "waiting"])
-def test_client_disconnects(stream: bool, server: Server) -> None:
+def test_request_of_a_client_that_disconnects_is_dropped(stream: bool, server: Server) -> None:
     """The request is dropped, not run to its end for nobody."""
     length = MAX_LEN - 100
     body = dict(model="tiny", prompt="hi", max_tokens=length, temperature=0, ignore_eos=True, stream=stream)
@@ -145,7 +145,7 @@ def test_client_disconnects(stream: bool, server: Server) -> None:
 
 
 @pytest.mark.slow
-def test_an_image_where_text_alone_is_served(made: Callable[[str], str], tmp_path: Path) -> None:
+def test_image_is_refused_where_only_text_is_served(made: Callable[[str], str], tmp_path: Path) -> None:
     """The next request is served."""
     server = Server(made("smolvlm@text"), tmp_path / "log", "--max-model-len", "256", "--language-model-only")
     try:

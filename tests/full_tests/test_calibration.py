@@ -43,7 +43,7 @@ def close(one: Record, other: Record, rtol: float) -> None:
             np.testing.assert_allclose(a, b, rtol=rtol, err_msg=name)
 
 
-def test_an_interrupted_measurement_goes_on(
+def test_interrupted_measurement_resumes(
     tmp_path: Path, looping_llama: str, cousin: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """The rest of the prompts, and none of the others; what comes of it is what one run measures."""
@@ -81,7 +81,7 @@ def test_an_interrupted_measurement_goes_on(
         close(ours[0], theirs[0], rtol=0)
 
 
-def test_other_settings_and_damaged_files_do_not_mix(
+def test_measurement_with_other_settings_is_refused(
     tmp_path: Path, looping_llama: str, cousin: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """All of it before an engine is opened."""
@@ -130,7 +130,7 @@ def finish(process: subprocess.Popen[str]) -> str:
 
 @pytest.mark.slow
 @pytest.mark.timeout(1200)
-def test_two_ranks_measure_what_one_does(tmp_path: Path, looping_llama: str, cousin: str) -> None:
+def test_two_ranks_measure_the_same_scales_as_one(tmp_path: Path, looping_llama: str, cousin: str) -> None:
     """Put together: the same scales, within what sums in another order differ by."""
     ranks = {}
     for world in (1, 2):
@@ -155,7 +155,7 @@ def test_two_ranks_measure_what_one_does(tmp_path: Path, looping_llama: str, cou
 
 @pytest.mark.slow
 @pytest.mark.timeout(1200)
-def test_the_demo_model_and_its_drafter(tmp_path: Path, demo_model: str) -> None:
+def test_calibration_of_the_demo_model_survives_a_kill(tmp_path: Path, demo_model: str) -> None:
     """All steps; killed in the middle of measuring, and run again."""
     folder = Folder(tmp_path / "out")
     command = ["calibrate_model.sh", demo_model, "--out", folder.root, "--draft", ROOT / "demo" / "draft-same-vocab"]

@@ -23,7 +23,7 @@ def counts(llm: LLM) -> tuple[int, int]:
 
 
 @pytest.mark.parametrize("overlapping", [pytest.param(False, marks=pytest.mark.slow), True])
-def test_blocks_that_only_the_target_has_written(overlapping: bool, tiny_llama: str) -> None:
+def test_drafter_reads_shared_blocks_that_only_the_target_has_written(overlapping: bool, tiny_llama: str) -> None:
     prompts = random_prompts([20, 45, 70, 150], VOCAB)
     config = dict(method="draft_model", model=tiny_llama, num_speculative_tokens=4)
     with speculating(tiny_llama, config, async_scheduling=overlapping) as llm:
@@ -38,7 +38,7 @@ def test_blocks_that_only_the_target_has_written(overlapping: bool, tiny_llama: 
 
 
 @pytest.mark.parametrize("overlapping", [False, True])
-def test_drafting_comes_back_with_the_load(overlapping: bool, tiny_llama: str) -> None:
+def test_drafter_catches_up_when_the_load_falls(overlapping: bool, tiny_llama: str) -> None:
     """Up to two requests at a time draft, more of them do not: the last two fall behind by some 60 tokens."""
     prompts = random_prompts([20, 45, 70, 150], VOCAB, seed=2)
     config = dict(
@@ -57,7 +57,7 @@ def test_drafting_comes_back_with_the_load(overlapping: bool, tiny_llama: str) -
 
 @pytest.mark.slow
 @pytest.mark.parametrize("overlapping", [False, True])
-def test_a_drafter_with_sliding_windows_writes_where_it_may(overlapping: bool, tiny: Callable[[str], str]) -> None:
+def test_drafter_with_sliding_windows_writes_no_block_of_others(overlapping: bool, tiny: Callable[[str], str]) -> None:
     """vLLM hands blocks behind a window to others, and the worker is not told: a drafter that catches up would write
     into a neighbor's."""
     target, drafter = tiny("llama"), tiny("gemma3")

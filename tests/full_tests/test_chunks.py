@@ -16,7 +16,7 @@ GREEDY = SamplingParams(temperature=0, max_tokens=12, ignore_eos=True)
 @pytest.mark.parametrize(
     "caching", [pytest.param(False, marks=pytest.mark.slow), True], ids=["plain", "prefix-caching"]
 )
-def test_cut_prompts_equal_whole_ones(caching: bool, tiny_llama: str) -> None:
+def test_prompts_in_chunks_give_the_same_tokens(caching: bool, tiny_llama: str) -> None:
     prompts = random_prompts(LENGTHS, VOCAB)
     with engine(tiny_llama, enable_prefix_caching=caching) as llm:
         whole = first_tokens(generate(llm, prompts, GREEDY))

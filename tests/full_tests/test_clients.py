@@ -104,7 +104,7 @@ def test_openai(python: str, drafting: Server) -> None:
 
 
 @pytest.mark.parametrize("client", ["litellm", "langchain"])
-def test_frameworks(client: str, python: str, drafting: Server) -> None:
+def test_litellm_and_langchain(client: str, python: str, drafting: Server) -> None:
     found = calls(client, python, drafting)
     text, _ = chat(drafting)
     name, arguments = found.pop("tool call")

@@ -52,7 +52,7 @@ MATRIX = [
 
 
 @pytest.mark.parametrize(("contract", "scheduling", "kv"), MATRIX)
-def test_scheduling_and_contract(
+def test_runner_contracts_give_the_same_answers(
     contract: str,
     scheduling: str,
     kv: str,
@@ -156,7 +156,7 @@ def test_unseeded_requests_differ(tiny_llama: str) -> None:
     assert len({tuple(output) for output in outputs}) == 8
 
 
-def test_engine_after_engine(tiny_llama: str, greedy: list[list[int]]) -> None:
+def test_engine_starts_after_another_ended_or_failed(tiny_llama: str, greedy: list[list[int]]) -> None:
     """Also after one that could not start."""
     with pytest.raises(Exception, match=r"(?i)kv cache"), engine(tiny_llama, kv_cache_memory_bytes=100_000):
         pass
@@ -165,7 +165,7 @@ def test_engine_after_engine(tiny_llama: str, greedy: list[list[int]]) -> None:
             assert first_tokens(generate(llm, PROMPTS, GREEDY)) == greedy
 
 
-def test_pause(tiny_llama: str, greedy: list[list[int]]) -> None:
+def test_paused_requests_continue(tiny_llama: str, greedy: list[list[int]]) -> None:
     """Sleep level 0 stops scheduling and keeps the requests; every platform has it."""
     with engine(tiny_llama) as llm:
         ids = [add(llm.llm_engine, index) for index in range(len(PROMPTS))]
@@ -177,7 +177,7 @@ def test_pause(tiny_llama: str, greedy: list[list[int]]) -> None:
         assert finish(llm.llm_engine) == dict(enumerate(greedy))
 
 
-def test_sleep(tiny_llama: str, greedy: list[list[int]]) -> None:
+def test_sleep_is_refused_or_keeps_the_weights(tiny_llama: str, greedy: list[list[int]]) -> None:
     """Where the device offers it, a woken engine answers as before; where not, it is refused at the start."""
     try:
         current_platform.is_sleep_mode_available()

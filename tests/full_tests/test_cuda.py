@@ -52,13 +52,13 @@ def test_waiting_is_noticed() -> None:
         torch.ones(1, device="cuda").item()
 
 
-def test_it_is_the_gpu() -> None:
+def test_device_is_cuda() -> None:
     assert describe_device() == {"device": "cuda", "mode": "captured"}
 
 
 # Those that draft on the host do not let steps overlap.
 @pytest.mark.parametrize(("method", "overlapping"), [("ngram", False), ("ngram_gpu", False), ("ngram_gpu", True)])
-def test_drafts_without_a_model(
+def test_drafters_without_a_model_are_lossless(
     method: str, overlapping: bool, looping_llama: str, requests: list[Request], alone: Reference
 ) -> None:
     before = captured()
@@ -88,7 +88,7 @@ MODES: dict[str, dict[str, Any]] = {
         ("universal_draft", "standard", False),
     ],
 )
-def test_a_draft_model(
+def test_draft_model_is_lossless(
     method: str,
     mode: str,
     overlapping: bool,
@@ -112,7 +112,7 @@ def test_a_draft_model(
 
 
 @pytest.mark.parametrize("method", rule_models.HEADS)
-def test_a_head_that_is_never_wrong(method: str, tmp_path: Path) -> None:
+def test_head_of_the_rule_is_never_wrong(method: str, tmp_path: Path) -> None:
     """Over blocks of all numbers, past its own limit, and through blocks that the prefix cache shares: were one slot
     wrong, a draft would be."""
     head = str(rule_models.HEADS[method](tmp_path / "head"))
@@ -142,7 +142,7 @@ needs_two = pytest.mark.skipif(torch.cuda.device_count() < 2, reason="needs two 
 @pytest.mark.parametrize(
     ("method", "size"), [("ngram_gpu", None), ("draft_model", 2), ("draft_model", 1), ("universal_draft", 2)]
 )
-def test_two_gpus(
+def test_two_gpus_decide_alike(
     method: str,
     size: int | None,
     looping_llama: str,
@@ -165,7 +165,7 @@ def test_two_gpus(
 
 @needs_two
 @pytest.mark.parametrize("size", [1, 2])
-def test_a_head_on_two_gpus(size: int, tmp_path: Path) -> None:
+def test_head_on_two_gpus_decides_alike(size: int, tmp_path: Path) -> None:
     """A whole one reads one rank's states, which are told within the captured program. What is said, the CPU shows."""
     model, head = (heads.with_four_heads(str(heads.TINY / name), tmp_path / name) for name in ("target", "eagle3"))
     config = dict(method="eagle3", model=head, num_speculative_tokens=3, draft_tensor_parallel_size=size)

@@ -203,7 +203,7 @@ def test_tensor_parallel(method: str, size: int | None, setup_of: Callable[[str]
 
 @pytest.mark.slow
 @pytest.mark.parametrize("method", ["ngram", "draft_model", "eagle3", "medusa"])
-def test_four_ranks(method: str, setup_of: Callable[[str], Setup], said: Said) -> None:
+def test_four_ranks_decide_alike(method: str, setup_of: Callable[[str], Setup], said: Said) -> None:
     """Of more than two numbers it matters in which order they are added: what whole drafters read on each rank has to
     be the same bits all the same."""
     given = setup_of(method)
@@ -288,7 +288,7 @@ def test_experts_of_data_parallel_ranks(
 
 
 @pytest.mark.slow
-def test_a_drafter_that_raises_on_a_rank_with_others_experts(
+def test_drafter_that_raises_does_not_block_ranks_that_share_experts(
     looping: Callable[[str], str], said: Said, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Nobody waits for it in the drafter: each engine drafts for itself."""

@@ -87,7 +87,7 @@ def cases() -> list[Any]:
 
 @pytest.mark.timeout(2 * SECONDS)
 @pytest.mark.parametrize("scene", cases())
-def test_commands(scene: list[Block], names: dict[str, str], checkout: Path, tmp_path: Path) -> None:
+def test_commands_of_the_pages_run(scene: list[Block], names: dict[str, str], checkout: Path, tmp_path: Path) -> None:
     with ExitStack() as servers:
         port = 0
         for number, block in enumerate(scene):

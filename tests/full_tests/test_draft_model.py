@@ -56,7 +56,7 @@ MORE_OF_THEM = [case for case in itertools.product(({}, PROBABILISTIC), SCHEDULE
     [*ALWAYS_RIGHT, *(pytest.param(*case, marks=pytest.mark.slow) for case in MORE_OF_THEM)],
     ids=name,
 )
-def test_a_drafter_that_is_the_target_is_always_right(options: dict[str, Any], schedule: str, tiny_llama: str) -> None:
+def test_drafter_that_is_the_target_is_always_right(options: dict[str, Any], schedule: str, tiny_llama: str) -> None:
     """A position, a slot or a filter that is off by one and it is not: prompts of all lengths, chunked and cached."""
     temperature = 0.9 if "draft_sample_method" in options else 0.0
     prompts = random_prompts([3, 17, 32, 33, 90, 200, 150, 31] * 2, VOCAB)
@@ -104,7 +104,7 @@ def foreign(bare: str, tmp_path_factory: pytest.TempPathFactory) -> str:
     ],
     ids=lambda value: value.partition(" ")[0],
 )
-def test_a_drafter_that_can_not_be_understood_is_refused_at_start_up(
+def test_drafter_of_an_unreadable_vocabulary_is_refused(
     who: str, method: str, remedy: str, looping_llama: str, request: pytest.FixtureRequest
 ) -> None:
     config = drafting(request.getfixturevalue(who), 3, method)
@@ -112,7 +112,7 @@ def test_a_drafter_that_can_not_be_understood_is_refused_at_start_up(
 
 
 @pytest.mark.parametrize(("who", "method"), [("cousin", "draft_model"), ("stranger", "universal_draft")])
-def test_a_drafter_on_more_devices_than_the_target_is_refused_at_start_up(
+def test_drafter_on_more_devices_than_the_target_is_refused(
     who: str, method: str, looping_llama: str, request: pytest.FixtureRequest
 ) -> None:
     config = drafting(request.getfixturevalue(who), 3, method, draft_tensor_parallel_size=2)

@@ -41,7 +41,7 @@ def alone(looping_llama: str, requests: list[Request]) -> Reference:
 
 
 @pytest.mark.every_card
-def test_it_is_an_emulated_card() -> None:
+def test_device_is_emulated() -> None:
     modes = {"hpu-emulated": "lazy" if gaudi_is_lazy() else "compiled", "ascend-emulated": "captured"}
     found = describe_device()
     assert found["mode"] == modes[found["device"]]
@@ -65,7 +65,9 @@ MARKS: dict[str, list[pytest.MarkDecorator]] = {
 
 
 @pytest.mark.parametrize("case", [pytest.param(case, marks=MARKS[case]) for case in CASES])
-def test_drafts_without_a_model(case: str, looping_llama: str, requests: list[Request], alone: Reference) -> None:
+def test_drafters_without_a_model_are_lossless(
+    case: str, looping_llama: str, requests: list[Request], alone: Reference
+) -> None:
     config, options = CASES[case]
     before = captured()
     with speculating(looping_llama, config, **options) as llm:
@@ -77,7 +79,7 @@ def test_drafts_without_a_model(case: str, looping_llama: str, requests: list[Re
             assert preemptions(llm) > 0
 
 
-def test_warm_up_in_the_background(
+def test_background_warm_up_changes_no_answer(
     looping_llama: str, requests: list[Request], alone: Reference, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Requests before it, in the middle of it, and after it: the same texts, and nothing compiled in a step."""
@@ -106,7 +108,7 @@ MODES: dict[str, dict[str, Any]] = {
 
 @pytest.mark.slow  # drafters that are models: test_emulated_models.py, and the universal one below
 @pytest.mark.parametrize("mode", MODES)
-def test_a_draft_model(mode: str, looping_llama: str, requests: list[Request], alone: Reference) -> None:
+def test_draft_model_is_lossless(mode: str, looping_llama: str, requests: list[Request], alone: Reference) -> None:
     """The target drafts for itself: what it drafts for greedy requests, and with the same noise, is right."""
     config = dict(method="draft_model", model=looping_llama, num_speculative_tokens=3, **MODES[mode])
     before = captured()
@@ -118,7 +120,7 @@ def test_a_draft_model(mode: str, looping_llama: str, requests: list[Request], a
 
 
 @pytest.mark.slow
-def test_probabilistic_drafts_run(looping_llama: str, cousin: str, requests: list[Request]) -> None:
+def test_probabilistic_drafts_compile_nothing(looping_llama: str, cousin: str, requests: list[Request]) -> None:
     """Their tokens are others, by the same law; here it matters that nothing is compiled for them."""
     config = dict(method="draft_model", model=cousin, num_speculative_tokens=2, rejection_sample_method="block")
     with speculating(looping_llama, config | dict(draft_sample_method="probabilistic"), **BOTH) as llm:
@@ -127,7 +129,7 @@ def test_probabilistic_drafts_run(looping_llama: str, cousin: str, requests: lis
 
 
 @pytest.mark.every_card
-def test_a_head_that_is_never_wrong(tmp_path: Path) -> None:
+def test_head_of_the_rule_is_never_wrong(tmp_path: Path) -> None:
     """Over blocks and contexts of all sizes, past its own limit, and through blocks that the prefix cache shares: were
     one slot not listed, a draft would be wrong. Nor where what is no number was in each block before, or is in another
     row of the batch."""
@@ -150,7 +152,7 @@ def test_a_head_that_is_never_wrong(tmp_path: Path) -> None:
 
 @pytest.mark.slow
 @pytest.mark.parametrize("method", METHODS)
-def test_a_head(method: str, requests: list[Request]) -> None:
+def test_head_is_lossless(method: str, requests: list[Request]) -> None:
     """Steps overlap: nothing between a forward and its report waits for the host."""
     with engine(target(method), **SIZES) as llm:
         reference = Reference.of(llm, requests)
@@ -171,7 +173,7 @@ UNIVERSAL: dict[str, dict[str, Any]] = {
 
 
 @pytest.mark.parametrize("how", ["slem", *(pytest.param(how, marks=pytest.mark.slow) for how in ("map", "retokenize"))])
-def test_a_universal_drafter(
+def test_universal_drafter_is_lossless(
     how: str, looping_llama: str, twin: str, requests: list[Request], alone: Reference
 ) -> None:
     config = dict(method="universal_draft", model=twin, num_speculative_tokens=3)
@@ -184,7 +186,7 @@ def test_a_universal_drafter(
         reads(llm, 2 if how == "slem" else 1)
 
 
-def test_two_cards(looping_llama: str, requests: list[Request], alone: Reference) -> None:
+def test_two_cards_decide_alike(looping_llama: str, requests: list[Request], alone: Reference) -> None:
     """Tensor parallel: collectives inside the captured programs, and ranks that decide alike without telling."""
     with speculating(looping_llama, ngram(3), **SIZES, tensor_parallel_size=2) as llm:
         alone.check(requests, run_together(llm, requests))

@@ -10,7 +10,7 @@ from vllm_gaudi_spec.tools.report import record
 pytestmark = pytest.mark.emulated
 
 
-def test_a_head_that_drafts_several_tokens(tmp_path: Path) -> None:
+def test_mtp_in_compiled_mode(tmp_path: Path) -> None:
     """The MTP layer has KV and drafts one token after another; its demo model is tiny, so most of a minute and a half
     is compiling."""
     check_task("mtp", tmp_path, PT_HPU_LAZY_MODE="0")

@@ -35,7 +35,7 @@ def calibrated(looping_llama: str, tmp_path_factory: pytest.TempPathFactory) -> 
     return calibrate(tmp_path_factory.mktemp("scales"), looping_llama, drafting(looping_llama), **SIZES)
 
 
-def test_what_is_measured(calibrated: Calibrated) -> None:
+def test_every_layer_is_measured(calibrated: Calibrated) -> None:
     for role in calibrated.roles:
         (record,) = files.read_world(calibrated.prefix(role))
         assert len(record.looked_at) == len(record.nodes) == 19
@@ -46,7 +46,7 @@ def test_what_is_measured(calibrated: Calibrated) -> None:
 @pytest.mark.parametrize(
     "method", [METHODS[1], *(pytest.param(m, marks=pytest.mark.slow) for m in METHODS if m != METHODS[1])]
 )
-def test_drafts_change_nothing(method: str, looping_llama: str, calibrated: Calibrated) -> None:
+def test_drafts_are_lossless_in_fp8(method: str, looping_llama: str, calibrated: Calibrated) -> None:
     """Decodes over lists of blocks, prompt chunks over tables, a verify rectangle of four queries."""
     draft = drafter(calibrated.serving("draft", method))
     with (
@@ -61,7 +61,7 @@ def test_drafts_change_nothing(method: str, looping_llama: str, calibrated: Cali
 
 @pytest.mark.slow
 @pytest.mark.parametrize("method", ["draft_model", "eagle"])
-def test_kv_in_fp8(method: str, looping_llama: str) -> None:
+def test_drafts_are_lossless_with_kv_in_fp8(method: str, looping_llama: str) -> None:
     """Lists of blocks, and prompt chunks by the fused kernel over tables."""
     model, speculative = looping_llama, drafting(looping_llama)
     if method == "eagle":
@@ -74,7 +74,7 @@ def test_kv_in_fp8(method: str, looping_llama: str) -> None:
 
 
 @pytest.mark.slow
-def test_kv_in_fp8_takes_half_of_the_card(looping_llama: str, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_kv_in_fp8_takes_half_the_memory(looping_llama: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """By the card's own count, of the target and a drafter, and in what is planned with."""
     taken: list[int] = []
 
@@ -97,21 +97,21 @@ def test_kv_in_fp8_takes_half_of_the_card(looping_llama: str, monkeypatch: pytes
 
 
 @pytest.mark.parametrize("num_ranks", [1, pytest.param(2, marks=pytest.mark.slow)])
-def test_checkpoints_in_fp8_stay_so(num_ranks: int, looping_llama: str, tmp_path: Path) -> None:
-    quantized, _ = rewritten(looping_llama, "ct-fp8-dynamic", tmp_path)
+def test_fp8_weights_stay_fp8(num_ranks: int, looping_llama: str, tmp_path: Path) -> None:
+    quantised, _ = rewritten(looping_llama, "ct-fp8-dynamic", tmp_path)
     fp8 = {torch.float8_e4m3fn}
     texts_with_and_without_drafts(quantized, NATIVE, kept_as=fp8, tensor_parallel_size=num_ranks)
 
 
 @pytest.mark.slow
-def test_deepseek_and_its_own_layer_in_blocks(tmp_path: Path) -> None:
-    """As DeepSeek-V3 is published; what latent attention absorbs is dequantized."""
-    quantized, _ = rewritten(save_deepseek_with_mtp(tmp_path / "plain"), "fp8-block", tmp_path)
+def test_deepseek_mtp_in_fp8_blocks(tmp_path: Path) -> None:
+    """As DeepSeek-V3 is published; what latent attention absorbs is dequantised."""
+    quantised, _ = rewritten(save_deepseek_with_mtp(tmp_path / "plain"), "fp8-block", tmp_path)
     kept = {torch.float8_e4m3fn, torch.float32}
     texts_with_and_without_drafts(quantized, NATIVE, speculative=MTP, least=5, kept_as=kept)
 
 
-def test_another_cards_numbers_are_refused(looping_llama: str, calibrated: Calibrated, tmp_path: Path) -> None:
+def test_scales_for_another_card_are_refused(looping_llama: str, calibrated: Calibrated, tmp_path: Path) -> None:
     serving = calibrated.serving("target", METHODS[0])
     with quantizing(serving):
         options = {"additional_config": {"gaudi_spec": {"fp8_range": "gaudi3"}}}

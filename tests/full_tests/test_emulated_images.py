@@ -22,7 +22,7 @@ pytestmark = [pytest.mark.emulated, pytest.mark.slow]
         ("hpu-emulated-compiled", "qwen2-vl-images"),
     ],
 )
-def test_they_answer_as_transformers(device: str, case: str, tmp_path_factory: pytest.TempPathFactory) -> None:
+def test_image_answers_equal_transformers(device: str, case: str, tmp_path_factory: pytest.TempPathFactory) -> None:
     run = Run({case: CASES[case]}, tmp_path_factory.mktemp("models"))
     (row,) = run.rows(device, with_upstream=False)
     check(row)

@@ -24,7 +24,7 @@ pytestmark = [pytest.mark.emulated, pytest.mark.usefixtures("own_cache")]
 SIZES: dict[str, Any] = dict(max_num_seqs=3, max_model_len=256, max_num_batched_tokens=128)
 
 
-def test_nothing_is_compiled_for_adapters(looping_llama: str, tmp_path: Path) -> None:
+def test_adapters_compile_nothing_after_warm_up(looping_llama: str, tmp_path: Path) -> None:
     made = [
         adapters.make(looping_llama, tmp_path / "a", 1, rank=4),
         adapters.make(looping_llama, tmp_path / "b", 2, rank=8),
@@ -48,7 +48,7 @@ def test_nothing_is_compiled_for_adapters(looping_llama: str, tmp_path: Path) ->
 
 
 @pytest.mark.slow
-def test_two_cards(looping_llama: str, tmp_path: Path) -> None:
+def test_adapters_on_two_cards(looping_llama: str, tmp_path: Path) -> None:
     """Each rank has its part of an adapter, and adds up its part of sums: texts are held against the merged model's,
     where ties are known."""
     made = [adapters.make(looping_llama, tmp_path / name, number) for number, name in ((1, "a"), (2, "b"))]

@@ -25,19 +25,19 @@ pytestmark = pytest.mark.emulated
 
 
 @pytest.mark.every_card
-def test_a_model_that_drafts_for_itself(looping_llama: str, tmp_path: Path) -> None:
+def test_packed_weights_equal_what_they_stand_for(looping_llama: str, tmp_path: Path) -> None:
     check_reference(looping_llama, PACKED, tmp_path)
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("name", [PACKED, "ct-int8", "fp8-block"])
-def test_on_two_ranks(name: str, looping_llama: str, tmp_path: Path) -> None:
+def test_quantized_weights_on_two_ranks(name: str, looping_llama: str, tmp_path: Path) -> None:
     check_reference(looping_llama, name, tmp_path, tensor_parallel_size=2)
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize(("name", "num_ranks"), [("awq", 1), ("gptq", 1), (PACKED, 1), (PACKED, 2)])
-def test_four_bits_stay_so(name: str, num_ranks: int, looping_llama: str, tmp_path: Path) -> None:
+def test_four_bit_weights_stay_packed(name: str, num_ranks: int, looping_llama: str, tmp_path: Path) -> None:
     """The operator of a Gaudi makes the weights that reference kernels' layers have. An NPU has none."""
     quantized, _ = rewritten(looping_llama, name, tmp_path)
     in_bfloat16 = dict(dtype="bfloat16", tensor_parallel_size=num_ranks)
@@ -52,7 +52,7 @@ def test_four_bits_stay_so(name: str, num_ranks: int, looping_llama: str, tmp_pa
 
 
 @pytest.mark.slow
-def test_deepseek_and_its_own_layer_in_blocks(tmp_path: Path) -> None:
+def test_deepseek_mtp_in_fp8_blocks(tmp_path: Path) -> None:
     """As DeepSeek-V3 is published: latent attention, experts and the layer that drafts in blocks of FP8."""
     model = save_deepseek_with_mtp(tmp_path / "plain")
     check_reference(model, "fp8-block", tmp_path, speculative=MTP, least=5)

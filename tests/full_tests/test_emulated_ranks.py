@@ -43,7 +43,7 @@ def self_test_of_collectives(worker: Any) -> bool:
 
 
 @pytest.mark.parametrize("method", ["draft_model", "universal_draft, slem", "eagle", "medusa"])
-def test_a_whole_drafter_on_each_card(method: str, setup_of: Callable[[str], Setup], said: Said) -> None:
+def test_whole_drafter_on_each_card(method: str, setup_of: Callable[[str], Setup], said: Said) -> None:
     """Memory is measured too: the largest steps, with their collectives, run on both before there is a KV cache."""
     given = setup_of(method)._replace(work=FEW)
     drafter = given.drafter | dict(draft_tensor_parallel_size=1)

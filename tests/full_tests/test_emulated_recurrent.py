@@ -14,7 +14,7 @@ pytestmark = [pytest.mark.emulated, pytest.mark.slow]
 
 
 @pytest.mark.parametrize("case", ["qwen3-next", "granite4-hybrid", "falcon-h1", "mamba", "lfm2"])
-def test_it_answers_as_transformers(case: str, tmp_path_factory: pytest.TempPathFactory) -> None:
+def test_answers_equal_transformers(case: str, tmp_path_factory: pytest.TempPathFactory) -> None:
     run = Run({case: CASES[case]}, tmp_path_factory.mktemp("models"))
     (row,) = run.rows(os.environ["VGS_DEVICE"], with_upstream=False)
     assert not row.faults, row

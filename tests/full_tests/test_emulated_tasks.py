@@ -20,7 +20,7 @@ QUICK = ("medusa",)
     "task",
     [pytest.param(task, marks=() if task in QUICK else pytest.mark.slow) for task in TASKS],
 )
-def test_a_task(task: str, tmp_path: Path) -> None:
+def test_task_equals_its_baseline(task: str, tmp_path: Path) -> None:
     check_task(task, tmp_path)
 
 

@@ -50,7 +50,7 @@ def unit(vectors: torch.Tensor) -> torch.Tensor:
     return torch.nn.functional.normalize(vectors, dim=-1)
 
 
-def test_prompts_of_other_lengths_share_batches(tmp_path: Path) -> None:
+def test_prompts_of_a_batch_see_only_themselves(tmp_path: Path) -> None:
     model = checkpoint("bert", tmp_path)
     expected = [unit(states_TH[0]) for states_TH in states(BertModel.from_pretrained(model, dtype=torch.float32))]
     with engine(model, **BATCHES) as llm:
@@ -58,7 +58,7 @@ def test_prompts_of_other_lengths_share_batches(tmp_path: Path) -> None:
 
 
 @pytest.mark.slow
-def test_the_mean_of_states_under_a_window(tmp_path: Path) -> None:
+def test_mean_pooling_under_a_window(tmp_path: Path) -> None:
     model = checkpoint("modernbert", tmp_path)
     found = states(ModernBertModel.from_pretrained(model, dtype=torch.float32))
     with engine(model, pooler_config=PoolerConfig(seq_pooling_type="MEAN"), **BATCHES) as llm:
@@ -67,7 +67,7 @@ def test_the_mean_of_states_under_a_window(tmp_path: Path) -> None:
 
 @pytest.mark.slow
 @torch.no_grad()
-def test_pairs_of_texts_have_types_of_tokens(tmp_path: Path) -> None:
+def test_token_types_of_text_pairs(tmp_path: Path) -> None:
     """Some requests of a batch have them, others none; the second text begins at another token in each."""
     model = checkpoint("bert-classify", tmp_path)
     made = BertForSequenceClassification.from_pretrained(model, dtype=torch.float32).eval()
@@ -84,7 +84,7 @@ def test_pairs_of_texts_have_types_of_tokens(tmp_path: Path) -> None:
 
 
 @pytest.mark.slow
-def test_scores_of_late_interaction(tmp_path: Path) -> None:
+def test_late_interaction_scores(tmp_path: Path) -> None:
     """The first prompt with each of the others, as vLLM's score endpoint asks for it."""
     model = checkpoint("bert", tmp_path)
     query, *texts = map(unit, states(BertModel.from_pretrained(model, dtype=torch.float32)))

@@ -37,7 +37,7 @@ def python(name: str, *options: str) -> subprocess.CompletedProcess[str]:
     return example(sys.executable, str(EXAMPLES / name), *options)
 
 
-def test_offline(looping_llama: str) -> None:
+def test_offline_example(looping_llama: str) -> None:
     done = python("offline.py", "--model", looping_llama, "--speculative-config", json.dumps(NGRAM))
     assert done.returncode == 0, done.stderr[-2000:]
     assert done.stdout.count("'The capital of France is'") == 1
@@ -48,9 +48,9 @@ def test_offline(looping_llama: str) -> None:
     assert accepted < tokens <= 3 * 48
 
 
-def test_stream(server: Server) -> None:
+def test_stream_example(server: Server) -> None:
     before = server.metric("vllm:generation_tokens_total")
-    (command,) = commands_for("tests/full_tests/test_examples.py::test_stream", EXAMPLES / "README.md")
+    (command,) = commands_for("tests/full_tests/test_examples.py::test_stream_example", EXAMPLES / "README.md")
     interpreter, *words = shlex.split(command)
     assert interpreter == ".venv/bin/python"
     url = f"http://127.0.0.1:{server.port}/v1"
@@ -62,7 +62,7 @@ def test_stream(server: Server) -> None:
     assert len(done.stdout.split("\n\n")[0]) > 0
 
 
-def test_stream_without_a_server() -> None:
+def test_stream_example_without_a_server() -> None:
     done = python("stream.py", "--url", f"http://127.0.0.1:{free_port()}/v1")
     assert done.returncode == 1
     (line,) = done.stderr.splitlines()
@@ -73,7 +73,7 @@ SMALL = ("--dtype", "float32", "--kv-cache-memory-bytes", str(64 << 20), "--max-
 
 
 @pytest.mark.slow
-def test_bench(looping_llama: str, tmp_path: Path) -> None:
+def test_bench_reports_the_speedup(looping_llama: str, tmp_path: Path) -> None:
     """Both servers come and go, and the speedup is the ratio of the two throughputs that the benchmark wrote."""
     options = {"MODEL": looping_llama, "SPECULATION": json.dumps(NGRAM), "PORT": str(free_port())}
     sizes = {"REQUESTS": "4", "TOKENS": "32", "WORK": str(tmp_path)}
@@ -88,7 +88,7 @@ def test_bench(looping_llama: str, tmp_path: Path) -> None:
     assert done.stdout.splitlines()[-1].split() == ["speedup", f"{ratio:.2f}"]
 
 
-def test_bench_where_something_answers(server: Server, looping_llama: str, tmp_path: Path) -> None:
+def test_bench_refuses_a_port_in_use(server: Server, looping_llama: str, tmp_path: Path) -> None:
     """It measures no other server."""
     done = example(str(EXAMPLES / "bench.sh"), MODEL=looping_llama, PORT=str(server.port), WORK=str(tmp_path))
     assert done.returncode == 1

@@ -25,7 +25,7 @@ def newcomer(cache: Path) -> dict[str, str]:
 
 @pytest.mark.slow
 @pytest.mark.timeout(3600)
-def test_the_path(tmp_path: Path) -> None:
+def test_first_steps_of_the_readme(tmp_path: Path) -> None:
     demo, show, serve, ask = commands()
     environment = newcomer(tmp_path / "cache")
 

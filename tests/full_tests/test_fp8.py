@@ -43,7 +43,7 @@ def alone(looping_llama: str, calibrated: Calibrated) -> Callable[[str], list[li
     return answers
 
 
-def test_what_is_measured(calibrated: Calibrated) -> None:
+def test_every_layer_is_measured(calibrated: Calibrated) -> None:
     for role in calibrated.roles:
         (record,) = files.read_world(calibrated.prefix(role))
         assert set(record.looked_at) == set(record.nodes)
@@ -75,7 +75,7 @@ ALL = [(method, kind) for method in METHODS for kind in ("ngram", "model", "mode
     ("method", "kind"),
     [*CASES, *(pytest.param(*case, marks=pytest.mark.slow) for case in ALL if case not in CASES)],
 )
-def test_drafts_change_nothing(
+def test_drafts_are_lossless(
     method: str,
     kind: str,
     looping_llama: str,
@@ -94,7 +94,7 @@ def test_drafts_change_nothing(
 
 
 @pytest.mark.slow
-def test_a_drafter_in_fp8_leaves_the_target_alone(looping_llama: str, calibrated: Calibrated) -> None:
+def test_drafter_in_fp8_does_not_change_the_target(looping_llama: str, calibrated: Calibrated) -> None:
     """What its drafts are worth differs, and what is said does not."""
     said, taken = [], []
     for config in (None, calibrated.serving("draft", "maxabs_arbitrary")):
@@ -107,7 +107,7 @@ def test_a_drafter_in_fp8_leaves_the_target_alone(looping_llama: str, calibrated
 
 @pytest.mark.slow
 @pytest.mark.parametrize("method", heads.METHODS[:2])
-def test_heads(method: str, tmp_path: Path) -> None:
+def test_heads_are_lossless(method: str, tmp_path: Path) -> None:
     """Some of a head is the target's: it stays what the target has."""
     target, head = heads.target(method), heads.head(method, 3, **STRICT)
     found = calibrate(tmp_path, target, head, **SIZES)
@@ -121,7 +121,7 @@ def test_heads(method: str, tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("family", ["deepseek", pytest.param("mixtral", marks=pytest.mark.slow)])
-def test_experts_and_latent_attention_stay(family: str, tiny: Callable[[str], str], tmp_path: Path) -> None:
+def test_experts_and_latent_attention_stay_unquantized(family: str, tiny: Callable[[str], str], tmp_path: Path) -> None:
     """What is around them is measured, and runs in FP8."""
     model = tiny(family)
     found = calibrate(tmp_path, model, None, **SIZES)
@@ -161,7 +161,9 @@ def _layers_in_fp8(worker: Any) -> list[str]:
 # --- refusals ---
 
 
-def test_files_that_do_not_fit(looping_llama: str, tiny_llama: str, calibrated: Calibrated, tmp_path: Path) -> None:
+def test_scale_files_that_do_not_fit_are_refused(
+    looping_llama: str, tiny_llama: str, calibrated: Calibrated, tmp_path: Path
+) -> None:
     method = "maxabs_pow2"
     serving = calibrated.serving("target", method)
     for change, remedy in (

@@ -40,7 +40,7 @@ def check(llm: LLM, least: int) -> list[list[int]]:
     return plain
 
 
-def test_drafts_change_nothing(looping_llama: str) -> None:
+def test_drafts_are_lossless(looping_llama: str) -> None:
     """Chunks, blocks out of the prefix cache, and verify steps beside each other."""
     options = dict(kv_cache_dtype="fp8", enable_prefix_caching=True)
     with engine(looping_llama, speculative_config=drafting(looping_llama), **options, **SIZES) as llm:
@@ -50,7 +50,7 @@ def test_drafts_change_nothing(looping_llama: str) -> None:
 
 
 @pytest.mark.slow
-def test_preempted_requests(looping_llama: str) -> None:
+def test_drafts_are_lossless_after_preemption(looping_llama: str) -> None:
     """What comes again was written by chunks instead of steps."""
     options = SIZES | SMALL_KV | dict(kv_cache_memory_bytes=1 << 18, kv_cache_dtype="fp8")
     with engine(looping_llama, speculative_config=drafting(looping_llama), **options) as llm:
@@ -60,7 +60,7 @@ def test_preempted_requests(looping_llama: str) -> None:
 
 @pytest.mark.slow
 @pytest.mark.parametrize("method", ["eagle", "eagle3", "mtp"])
-def test_heads(method: str) -> None:
+def test_heads_are_lossless(method: str) -> None:
     head = heads.head(method, 3, **STRICT)
     with engine(heads.target(method), speculative_config=head, kv_cache_dtype="fp8_inc", **SIZES) as llm:
         check(llm, least=0)
@@ -68,7 +68,7 @@ def test_heads(method: str) -> None:
 
 @pytest.mark.slow
 @pytest.mark.parametrize("family", ["deepseek", "gemma3", "qwen3_moe"])
-def test_other_layers(family: str, tiny: Callable[[str], str]) -> None:
+def test_latent_windowed_and_moe_layers_are_lossless(family: str, tiny: Callable[[str], str]) -> None:
     """Latent keys, windows, experts."""
     with engine(tiny(family), speculative_config=ngram(3, **STRICT), kv_cache_dtype="fp8_e4m3", **SIZES) as llm:
         check(llm, least=-1)
@@ -87,7 +87,7 @@ slow = pytest.mark.slow
         pytest.param("attn_head", FP8, 2, marks=slow),
     ],
 )
-def test_scales_of_a_checkpoint(
+def test_kv_scales_of_a_checkpoint_are_used(
     strategy: str, weights: str | None, num_ranks: int, looping_llama: str, tmp_path: Path
 ) -> None:
     """llm-compressor's form, with KV quantized alone, or beside weights that are dequantized while they are read;
@@ -117,7 +117,7 @@ def test_scales_of_a_checkpoint(
     ids=str,
 )
 @pytest.mark.parametrize("weights", [None, pytest.param(FP8, marks=slow)])
-def test_scales_of_a_scheme_that_is_set_aside(
+def test_kv_scales_of_an_unsupported_scheme_are_ignored(
     weights: str | None, scheme: dict[str, Any], requested: str, looping_llama: str, tmp_path: Path
 ) -> None:
     """They are not loaded, also where there is one for each head, for which layers then have no place."""

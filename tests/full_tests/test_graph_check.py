@@ -36,7 +36,7 @@ class ReadingDrafter:
         return [[guess, guess] for _ in sampled_token_ids]
 
 
-def test_an_engine_that_stays_on_its_graphs(tiny_llama: str, tmp_path: Path) -> None:
+def test_clean_engine_is_reported_clean(tiny_llama: str, tmp_path: Path) -> None:
     file = tmp_path / "result.json"
     drafter = {"method": "draft_model", "model": tiny_llama, "num_speculative_tokens": 2}
     options = (*SMALL, "--max-model-len", "256", "--requests", "4", "--json", str(file))
@@ -57,7 +57,7 @@ def test_an_engine_that_stays_on_its_graphs(tiny_llama: str, tmp_path: Path) -> 
     assert 0 < mixed["estimate_seconds"]["gaudi3"]["mean"] <= mixed["estimate_seconds"]["gaudi2"]["mean"]
 
 
-def test_a_drafter_that_waits_for_the_device(tiny_llama: str, tmp_path: Path) -> None:
+def test_drafter_that_waits_for_the_device_is_named_by_line(tiny_llama: str, tmp_path: Path) -> None:
     """Outside graphs: a boolean mask and .item() in a drafter on the host."""
     file = tmp_path / "result.json"
     name = f"{ReadingDrafter.__module__}.{ReadingDrafter.__qualname__}"

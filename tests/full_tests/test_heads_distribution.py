@@ -50,7 +50,9 @@ def probs() -> tuple[list[int], np.ndarray]:
 @pytest.mark.slow
 @pytest.mark.parametrize("rule", RULES)
 @pytest.mark.parametrize("method", METHODS)
-def test_first_three_tokens(method: str, rule: str, probs: tuple[list[int], np.ndarray]) -> None:
+def test_drafted_tokens_follow_the_target_distribution(
+    method: str, rule: str, probs: tuple[list[int], np.ndarray]
+) -> None:
     vocabulary, expected = probs
     assert (expected * SEEDS >= 5).sum() > 50, "too few cells for a test"
     config = head(method, 2, draft_sample_method="probabilistic", rejection_sample_method=rule)

@@ -11,7 +11,7 @@ from tests.full_tests.heads import head, target
 from tests.full_tests.test_refusals import refusal
 
 
-def test_a_head_of_another_model(tiny_llama: str) -> None:
+def test_head_of_another_model_is_refused(tiny_llama: str) -> None:
     message = refusal(tiny_llama, speculative_config=head("eagle", 3))
     assert "hidden states of size 96" in message
     assert "give a head that was trained for this model" in message
@@ -22,7 +22,9 @@ def test_a_head_of_another_model(tiny_llama: str) -> None:
     [pytest.param("medusa", {}, marks=pytest.mark.slow), ("eagle3", {"target_hidden_size": 64})],
     ids=["medusa", "eagle3"],
 )
-def test_a_head_for_another_size(method: str, own_config: dict[str, Any], tmp_path: Path, tiny_llama: str) -> None:
+def test_head_for_another_size_is_refused(
+    method: str, own_config: dict[str, Any], tmp_path: Path, tiny_llama: str
+) -> None:
     """As its configuration says: an EAGLE-3 head's own size may differ from that of what it reads."""
     if own_config:
         shutil.copytree(head(method, 3)["model"], tmp_path, dirs_exist_ok=True)
@@ -35,18 +37,18 @@ def test_a_head_for_another_size(method: str, own_config: dict[str, Any], tmp_pa
     assert "give a head that was trained for this model" in message
 
 
-def test_a_target_that_keeps_its_layers_to_itself() -> None:
+def test_target_without_auxiliary_states_is_refused() -> None:
     message = refusal(target("mtp"), speculative_config=head("eagle3", 3))
     assert "MiMoForCausalLM does not give out the states of its layers" in message
     assert "use another method" in message
 
 
-def test_more_drafts_than_heads() -> None:
+def test_more_drafts_than_medusa_heads_are_refused() -> None:
     message = refusal(target("medusa"), speculative_config=head("medusa", 5))
     assert "4" in message
     assert "num_speculative_tokens" in message
 
 
-def test_a_model_without_the_layer() -> None:
+def test_mtp_without_an_mtp_layer_is_refused() -> None:
     message = refusal(target("eagle"), speculative_config=dict(method="mtp", num_speculative_tokens=2))
     assert "mtp" in message.lower()

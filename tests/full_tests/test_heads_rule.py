@@ -107,7 +107,9 @@ def check_places(llm: LLM, k: int) -> None:
 
 @pytest.mark.slow
 @pytest.mark.parametrize("method", METHODS)
-def test_as_many_are_right_as_the_rule_says(method: str, pair: Callable[[str], tuple[str, dict[str, Any]]]) -> None:
+def test_sampled_requests_accept_what_the_rule_predicts(
+    method: str, pair: Callable[[str], tuple[str, dict[str, Any]]]
+) -> None:
     """Where tokens are drawn, every third breaks the rule: what is rejected has been read, and is read anew."""
     model, config = pair(method)
     k, asked = 4, prompts()

@@ -35,7 +35,7 @@ WITH_MEDIA = [
 @pytest.mark.parametrize(
     "case", [case if case == ALWAYS else pytest.param(case, marks=pytest.mark.slow) for case in WITH_MEDIA]
 )
-def test_they_answer_as_transformers(case: str, tmp_path_factory: pytest.TempPathFactory) -> None:
+def test_media_answers_equal_transformers(case: str, tmp_path_factory: pytest.TempPathFactory) -> None:
     (row,) = Run({case: CASES[case]}, tmp_path_factory.mktemp("models")).rows("cpu", with_upstream=False)
     check(row)
 
@@ -89,7 +89,7 @@ def answer(server: Server, *images: bytes) -> tuple[str, int]:
 
 
 @pytest.mark.slow
-def test_the_same_image_again_is_in_the_prefix_cache_and_another_is_not(asked: Server) -> None:
+def test_prefix_cache_tells_images_apart(asked: Server) -> None:
     wide, tall = png(picture(WIDE)), png(picture(TALL))
     first, _ = answer(asked, wide, tall)
     again, cached = answer(asked, wide, tall)
@@ -111,7 +111,7 @@ def test_the_same_image_again_is_in_the_prefix_cache_and_another_is_not(asked: S
         pytest.param(png(Image.new("1", (20_000, 20_000))), ["pixels"], id="a decompression bomb"),
     ],
 )
-def test_a_bad_image_is_a_bad_request(image: bytes, words: list[str], asked: Server) -> None:
+def test_bad_image_is_a_bad_request(image: bytes, words: list[str], asked: Server) -> None:
     check_error(asked.client.post("/v1/chat/completions", json=dict(model="tiny") | question(image)), words)
     check_alive(asked)
 
@@ -122,7 +122,7 @@ def about(clip: bytes) -> dict[str, Any]:
 
 
 @pytest.mark.slow
-def test_the_same_clip_again_is_in_the_prefix_cache_and_another_is_not(asked: Server) -> None:
+def test_prefix_cache_tells_videos_apart(asked: Server) -> None:
     found = [asked.post("/v1/chat/completions", about(clip)) for clip in (video(), video(), video(fps=2), video(112))]
     texts = [one["choices"][0]["message"]["content"] for one in found]
     cached = [(one["usage"]["prompt_tokens_details"] or {}).get("cached_tokens") or 0 for one in found]
@@ -145,13 +145,13 @@ def test_the_same_clip_again_is_in_the_prefix_cache_and_another_is_not(asked: Se
         pytest.param(lambda: video(frames=4_000, width=28, height=28, fps=1), ["maximum", "256"], id="an hour"),
     ],
 )
-def test_a_bad_clip_is_a_bad_request(clip: Callable[[], bytes], words: list[str], asked: Server) -> None:
+def test_bad_video_is_a_bad_request(clip: Callable[[], bytes], words: list[str], asked: Server) -> None:
     check_error(asked.client.post("/v1/chat/completions", json=dict(model="tiny") | about(clip())), words)
     check_alive(asked)
 
 
 @pytest.mark.slow
-def test_half_a_clip_is_answered_by_its_frames(asked: Server) -> None:
+def test_half_a_video_is_answered_by_its_frames(asked: Server) -> None:
     clip = video(frames=8)
     found = asked.post("/v1/chat/completions", about(clip[: len(clip) * 3 // 4]))
     assert found["usage"]["completion_tokens"] == 12
@@ -159,7 +159,7 @@ def test_half_a_clip_is_answered_by_its_frames(asked: Server) -> None:
 
 
 @pytest.mark.slow
-def test_more_images_than_fit_in_a_prompt(asked: Server) -> None:
+def test_more_images_than_fit_are_refused(asked: Server) -> None:
     many = [png(picture((112, 112)))] * 40
     response = asked.client.post("/v1/chat/completions", json=dict(model="tiny") | question(*many))
     check_error(response, ["maximum", "256"])

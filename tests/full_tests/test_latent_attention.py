@@ -35,7 +35,7 @@ def check_scores(reference: Reference, prompts: list[list[int]], outputs: list[R
 
 
 @pytest.mark.parametrize("family", ["deepseek", "deepseek_lite"])
-def test_scores_are_those_of_transformers(family: str, tiny: Callable[[str], str]) -> None:
+def test_logprobs_equal_transformers(family: str, tiny: Callable[[str], str]) -> None:
     prompts = random_prompts(LENGTHS, VOCAB)
     params = SamplingParams(temperature=0, max_tokens=24, ignore_eos=True, logprobs=5, prompt_logprobs=5)
     with engine(tiny(family), max_num_batched_tokens=64) as llm:
@@ -51,7 +51,7 @@ def test_scores_are_those_of_transformers(family: str, tiny: Callable[[str], str
         pytest.param(2, {}, marks=pytest.mark.slow),
     ],
 )
-def test_its_own_layer_drafts(k: int, options: dict[str, Any], tmp_path: Path) -> None:
+def test_mtp_layer_is_lossless(k: int, options: dict[str, Any], tmp_path: Path) -> None:
     """DeepSeek's MTP layer, of latent attention and experts too: whatever it drafts, greedy and seeded texts stay."""
     model, requests = save_deepseek_with_mtp(tmp_path), mixed_requests(32)
     with engine(model) as llm:

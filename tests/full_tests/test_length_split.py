@@ -48,7 +48,7 @@ def check(outputs: list[RequestOutput], said: Record) -> None:
 
 
 @pytest.mark.parametrize("method", [ngram, pytest.param(suffix, marks=pytest.mark.slow)])
-def test_long_rows_do_not_draft(method: Any, tiny_llama: str, said: Record) -> None:
+def test_rows_beyond_the_drafter_limit_do_not_draft(method: Any, tiny_llama: str, said: Record) -> None:
     params = greedy(40)
     # No tree of earlier requests: what a row drafts is to depend on that row alone.
     options = dict(suffix_decoding_max_cached_requests=0) if method is suffix else {}
@@ -73,7 +73,7 @@ ALL = [(right, k) for right in (False, True) for k in (1, 3, MOST_DRAFTS)]
 @pytest.mark.parametrize(
     ("right", "k"), [*QUICK, *(pytest.param(*c, marks=pytest.mark.slow) for c in ALL if c not in QUICK)]
 )
-def test_lengths_around_the_limit(right: bool, k: int, tiny_llama: str, said: Record) -> None:
+def test_no_draft_reaches_the_drafter_limit(right: bool, k: int, tiny_llama: str, said: Record) -> None:
     """No drafter sees a context that leaves no room, and no draft lies at or past the limit."""
 
     def write(context: list[int], k: int) -> list[int]:
@@ -97,7 +97,7 @@ def test_lengths_around_the_limit(right: bool, k: int, tiny_llama: str, said: Re
         assert accepted == (wanted if right else [0] * len(wanted))
 
 
-def test_each_row_its_own_number(tiny_llama: str, said: Record) -> None:
+def test_request_limits_its_number_of_drafts(tiny_llama: str, said: Record) -> None:
     """A request may lower the number of its drafts, or ask for none."""
     wishes = [None, 0, 1, 2, 9, 0]
     script = drafters.play(said.next)
@@ -114,7 +114,7 @@ def test_each_row_its_own_number(tiny_llama: str, said: Record) -> None:
         assert max(drafted, default=0) == min(4 if wish is None else wish, 4)
 
 
-def test_opting_out_leaves_the_others_alone(tiny_llama: str) -> None:
+def test_request_without_drafts_does_not_affect_others(tiny_llama: str) -> None:
     prompts = [repeating(length, seed=length) for length in (20, 25, 30, 35)]
     out = greedy(40, extra_args={"num_speculative_tokens": 0})
     with speculating(tiny_llama, ngram(4), enable_prefix_caching=False) as llm:
@@ -125,7 +125,7 @@ def test_opting_out_leaves_the_others_alone(tiny_llama: str) -> None:
     assert not any(sum(steps.drafted) for steps in mixed[1::2])
 
 
-def test_schedule_by_load(tiny_llama: str, said: Record) -> None:
+def test_number_of_drafts_follows_the_load(tiny_llama: str, said: Record) -> None:
     """Up to two requests at a time draft four tokens each, more of them none; when the crowd is gone, the rest do."""
     script = drafters.play(said.next)
     config = custom("Scripted", 4, num_speculative_tokens_per_batch_size=[[1, 2, 4], [3, 64, 0]])

@@ -86,14 +86,14 @@ def checksums(llm: LLM) -> dict[str, str]:
     return found
 
 
-def test_worker_extensions_find_the_runner(speculating: LLM) -> None:
+def test_worker_extension_finds_the_runner(speculating: LLM) -> None:
     found = {"model": "LlamaForCausalLM", "drafter": "LlamaForCausalLM"}
     assert speculating.collective_rpc("describe") == [found]
     assert speculating.collective_rpc(lambda worker: type(worker.model_runner.model).__name__) == ["LlamaForCausalLM"]
     assert speculating.apply_model(lambda model: type(model).__name__) == ["LlamaForCausalLM"]
 
 
-def test_weights_of_another_checkpoint(
+def test_reload_from_another_checkpoint(
     speculating: LLM, looping_llama: str, other_llama: str, texts_of: dict[str, list[list[int]]]
 ) -> None:
     """Texts are those of an engine that was started with it, and the first ones come back with the first weights."""
@@ -110,7 +110,7 @@ def test_weights_of_another_checkpoint(
     assert checksums(speculating) == first
 
 
-def test_weights_of_an_iterator(speculating: LLM, looping_llama: str, texts_of: dict[str, list[list[int]]]) -> None:
+def test_reload_from_an_iterator(speculating: LLM, looping_llama: str, texts_of: dict[str, list[list[int]]]) -> None:
     """Those that it does not have stay. A matrix of another sign turns greedy choices around."""
     speculating.collective_rpc("scale_output", args=(-1.0,))
     assert texts(speculating) != texts_of[looping_llama]
@@ -118,7 +118,7 @@ def test_weights_of_an_iterator(speculating: LLM, looping_llama: str, texts_of: 
     assert texts(speculating) == texts_of[looping_llama]
 
 
-def test_weights_that_do_not_fit(
+def test_reload_of_weights_that_do_not_fit_is_refused(
     speculating: LLM, looping_llama: str, texts_of: dict[str, list[list[int]]], tmp_path: Path
 ) -> None:
     """Files are looked at before the model is touched; whatever fails then can be mended by weights that fit."""
@@ -141,7 +141,9 @@ def test_weights_that_do_not_fit(
     assert texts(speculating) == texts_of[looping_llama]
 
 
-def test_other_load_options(speculating: LLM, looping_llama: str, texts_of: dict[str, list[list[int]]]) -> None:
+def test_reload_with_other_load_options(
+    speculating: LLM, looping_llama: str, texts_of: dict[str, list[list[int]]]
+) -> None:
     def update(**overrides: Any) -> None:
         speculating.collective_rpc("update_config", args=(overrides,))
 
@@ -169,12 +171,12 @@ def test_other_load_options(speculating: LLM, looping_llama: str, texts_of: dict
         ("save_tensorized_model", "use save_sharded_state"),
     ],
 )
-def test_what_has_no_meaning_here_is_refused(name: str, words: str, speculating: LLM) -> None:
+def test_unsupported_worker_calls_are_refused(name: str, words: str, speculating: LLM) -> None:
     with pytest.raises(ValueError, match=words):
         speculating.collective_rpc(name)
 
 
-def test_sharded_files_make_the_same_engine(
+def test_sharded_state_has_the_bits_of_the_checkpoint(
     speculating: LLM, looping_llama: str, texts_of: dict[str, list[list[int]]], tmp_path: Path
 ) -> None:
     """Its CPU keeps packed weights only: what is saved of them are the checkpoint's bits."""
@@ -215,7 +217,7 @@ REFUSED: list[tuple[str, dict[str, Any], str]] = [
 
 
 @pytest.mark.parametrize(("family", "options", "words"), REFUSED, ids=["lora", "experts"])
-def test_models_whose_weights_stay(
+def test_reload_is_refused_for_lora_and_experts(
     family: str, options: dict[str, Any], words: str, tiny: Callable[[str], str], tmp_path: Path
 ) -> None:
     with engine(tiny(family), **options) as llm:
@@ -224,7 +226,7 @@ def test_models_whose_weights_stay(
                 llm.collective_rpc(**call)
 
 
-def test_the_names_are_those_of_vllms_worker() -> None:
+def test_worker_methods_have_upstream_names() -> None:
     """Fails when upstream's worker loses or renames one: then the name goes here as well."""
     from vllm.v1.worker.gpu_worker import Worker as Upstream
 

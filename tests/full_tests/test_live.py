@@ -81,13 +81,13 @@ def answer(server: Server) -> None:
     server.complete(prompt="The quick brown", max_tokens=TOKENS, temperature=0, ignore_eos=True)
 
 
-def test_top_of_the_page(drafting: Server, tmp_path: Path) -> None:
+def test_top_shows_the_server_metrics(drafting: Server, tmp_path: Path) -> None:
     answer(drafting)
     drafting.wait_idle()
     recorded = set(re.findall(r"(?m)^\w+:\w+", (ROOT / "tests" / "support" / "metrics.txt").read_text()))
     exported = set(re.findall(r"(?m)^\w+:\w+", drafting.client.get("/metrics").text))
     assert recorded - exported == {"gaudi_spec:audit_evidence"}, "this server has no audits; else record it again"
-    live, once, as_json = commands_for("tests/full_tests/test_live.py::test_top_of_the_page", PAGE)
+    live, once, as_json = commands_for("tests/full_tests/test_live.py::test_top_shows_the_server_metrics", PAGE)
     lines = run(once, drafting, tmp_path).splitlines()
     table = {line.split("  ")[0]: line.split() for line in lines[3:]}
     assert table["tokens/s"][1] == "0.0"
@@ -107,10 +107,10 @@ def test_top_of_the_page(drafting: Server, tmp_path: Path) -> None:
     assert figures["late compiles"]["since_start"] == 0
 
 
-def test_chat_of_the_page(drafting: Server, tmp_path: Path) -> None:
+def test_chat_shows_accepted_drafts(drafting: Server, tmp_path: Path) -> None:
     """All drafts that the server counted are shown, but for a last token. Steps of a tiny model are faster than their
     stream: where some come together, more than those are green or not known."""
-    typed, piped = commands_for("tests/full_tests/test_live.py::test_chat_of_the_page", PAGE)
+    typed, piped = commands_for("tests/full_tests/test_live.py::test_chat_shows_accepted_drafts", PAGE)
     plain = run(piped.rpartition("| ")[2] + " --max-tokens 40", drafting, tmp_path, "Who are you?\n")
     assert plain.endswith("\n")
     assert plain.strip()

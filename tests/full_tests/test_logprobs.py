@@ -37,7 +37,7 @@ def job(demo_model: str) -> dict[str, Any]:
     return dict(model=demo_model, options=options, requests=requests)
 
 
-def test_logprobs(job: dict[str, Any], tmp_path: Path) -> None:
+def test_logprobs_equal_upstream(job: dict[str, Any], tmp_path: Path) -> None:
     theirs, ours = upstream(job, tmp_path), collect(job)
     names = [f"{params}, prompt of {len(prompt)}" for prompt, params in job["requests"]]
     wrong: list[str] = []

@@ -30,7 +30,7 @@ def alone(adapted: LLM, loras: list[Adapter]) -> dict[str, list[Tokens]]:
     return {"a, none, b": [run(adapted, [job])[0] for job in jobs]}
 
 
-def test_an_adapter_is_its_weights_put_into_the_model(adapted: LLM, loras: list[Adapter], merged_loras: Merged) -> None:
+def test_adapter_equals_the_merged_model(adapted: LLM, loras: list[Adapter], merged_loras: Merged) -> None:
     """Four adapters and none at a time, where there is room for two; the prompts are the same, and longer than blocks
     that the prefix cache shares."""
     jobs = [job for adapter in (*loras, None) for job in greedy(PROMPTS, adapter)]
@@ -42,7 +42,7 @@ def test_an_adapter_is_its_weights_put_into_the_model(adapted: LLM, loras: list[
     assert len(said) == len(jobs), "each adapter makes a text of its own"
 
 
-def test_scores_of_prompts_are_the_adapters(adapted: LLM, loras: list[Adapter], merged_loras: Merged) -> None:
+def test_prompt_logprobs_are_the_adapters(adapted: LLM, loras: list[Adapter], merged_loras: Merged) -> None:
     params = SamplingParams(temperature=0, max_tokens=1, prompt_logprobs=0, logprobs=0)
     jobs = [Job(Request("scores", PROMPTS[3], params), adapter) for adapter in (loras[0], None, loras[1])]
     outputs = adapted.generate(
@@ -61,14 +61,14 @@ def test_scores_of_prompts_are_the_adapters(adapted: LLM, loras: list[Adapter], 
         )
 
 
-def test_two_adapters_in_a_batch_say_what_each_says_alone(
-    adapted: LLM, loras: list[Adapter], alone: dict[str, list[Tokens]]
-) -> None:
+def test_adapters_of_a_batch_do_not_mix(adapted: LLM, loras: list[Adapter], alone: dict[str, list[Tokens]]) -> None:
     jobs = mixed(24, loras[0], None, loras[1])
     check_same(jobs, run(adapted, jobs), alone["a, none, b"])
 
 
-def test_an_adapter_that_comes_and_goes(adapted: LLM, loras: list[Adapter], alone: dict[str, list[Tokens]]) -> None:
+def test_adapters_loaded_and_removed_while_requests_run(
+    adapted: LLM, loras: list[Adapter], alone: dict[str, list[Tokens]]
+) -> None:
     """By hand, between requests and while some run: nobody notices but who names it."""
     core, jobs = adapted.llm_engine, mixed(24, loras[0], None, loras[1])
     for adapter in loras:
@@ -100,7 +100,7 @@ def test_an_adapter_that_comes_and_goes(adapted: LLM, loras: list[Adapter], alon
     core.remove_lora(loras[0].number)
 
 
-def test_reloading_in_place(adapted: LLM, loras: list[Adapter], lora_folder: Path) -> None:
+def test_adapter_is_reloaded_in_place(adapted: LLM, loras: list[Adapter], lora_folder: Path) -> None:
     """One name, other weights, from another folder: the next request gets them."""
     one, other = (Adapter(adapter.folder, 9) for adapter in loras[:2])
     (job,) = greedy(PROMPTS[:1], one)
@@ -186,7 +186,7 @@ def _files(adapter: Adapter, folder: Path) -> dict[str, tuple[Adapter, str]]:
     return found
 
 
-def test_bad_adapters_are_refused_and_change_nothing(
+def test_bad_adapter_is_refused_and_changes_nothing(
     adapted: LLM, loras: list[Adapter], alone: dict[str, list[Tokens]], tmp_path: Path
 ) -> None:
     jobs = mixed(24, loras[0], None, loras[1])[:3]

@@ -46,7 +46,9 @@ QUICK = ("draft_model, coupled",)
 @pytest.mark.parametrize(
     "case", [pytest.param(case, marks=() if case in QUICK else pytest.mark.slow) for case in DRAFTERS]
 )
-def test_drafts_change_nothing(case: str, looping_llama: str, loras: list[Adapter], expected: list[Tokens]) -> None:
+def test_drafts_are_lossless_with_adapters(
+    case: str, looping_llama: str, loras: list[Adapter], expected: list[Tokens]
+) -> None:
     """The drafter is the target without an adapter."""
     config, options = DRAFTERS[case]
     if config["method"] == "draft_model":
@@ -64,7 +66,7 @@ HEADS = ("eagle3", *(pytest.param(method, marks=pytest.mark.slow) for method in 
 
 
 @pytest.mark.parametrize("method", HEADS)
-def test_a_head_sees_no_adapter(method: str, lora_folder: Path) -> None:
+def test_head_does_not_apply_adapters(method: str, lora_folder: Path) -> None:
     """It shares embeddings and output matrix with the target as they are without, and reads states that are made with
     them."""
     model = target(method)
@@ -100,7 +102,7 @@ OPTIONS: dict[str, dict[str, Any]] = {
 
 @pytest.mark.slow
 @pytest.mark.parametrize("case", OPTIONS)
-def test_ways_to_run(
+def test_adapters_under_other_engine_options(
     case: str, looping_llama: str, loras: list[Adapter], merged_loras: Merged, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setenv("VLLM_CPU_OMP_THREADS_BIND", "nobind")  # else ranks want memory nodes of their own
@@ -112,7 +114,7 @@ def test_ways_to_run(
 
 @pytest.mark.slow
 @pytest.mark.parametrize("family", ["mistral", "qwen2", "qwen3", "granite", "gemma3"])
-def test_families(family: str, tiny: Callable[[str], str], tmp_path: Path) -> None:
+def test_adapters_of_other_families(family: str, tiny: Callable[[str], str], tmp_path: Path) -> None:
     model = tiny(family)
     made = [
         adapters.make(model, tmp_path / name, number, rank=4, modules=(*adapters.ATTENTION, *adapters.MLP))
@@ -124,7 +126,7 @@ def test_families(family: str, tiny: Callable[[str], str], tmp_path: Path) -> No
 
 
 @pytest.mark.slow
-def test_restricted_to_some_modules(looping_llama: str, lora_folder: Path, loras: list[Adapter]) -> None:
+def test_lora_target_modules_limit_adapters(looping_llama: str, lora_folder: Path, loras: list[Adapter]) -> None:
     """A deployment may leave modules out; then an adapter is what is left of it."""
     tensors, config = adapters.read(loras[0])
     few = {name: tensor for name, tensor in tensors.items() if "o_proj" in name}
@@ -138,7 +140,7 @@ def test_restricted_to_some_modules(looping_llama: str, lora_folder: Path, loras
 
 
 @pytest.mark.slow
-def test_served(
+def test_adapters_are_loaded_over_http(
     looping_llama: str,
     loras: list[Adapter],
     lora_folder: Path,

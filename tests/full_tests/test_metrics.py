@@ -93,7 +93,7 @@ def check_sums(server: Server) -> dict[str, float]:
     return reasons
 
 
-def test_the_dashboard_and_the_page_ask_for_what_is_there(drafting: Server) -> None:
+def test_dashboard_and_page_name_exported_series(drafting: Server) -> None:
     ask(drafting)
     found = families(drafting)
     shown = check_all(found)
@@ -107,7 +107,7 @@ def test_the_dashboard_and_the_page_ask_for_what_is_there(drafting: Server) -> N
     assert exported == set(SERIES)
 
 
-def test_rows_add_up(drafting: Server) -> None:
+def test_row_counters_add_up(drafting: Server) -> None:
     ask_for_much(drafting)
     reasons = check_sums(drafting)
     assert reasons["acceptance"] > 0, "the drafter is nearly always wrong"
@@ -132,7 +132,7 @@ def test_a_row_without_drafts_has_a_reason(asked: dict[str, int], expected: dict
     assert {reason: after[reason] - before[reason] for reason in after if after[reason] != before[reason]} == expected
 
 
-def test_coverage_is_that_of_the_map(drafting: Server, looping_llama: str, stranger: str) -> None:
+def test_vocabulary_coverage_is_exported(drafting: Server, looping_llama: str, stranger: str) -> None:
     ask(drafting)
     sides = [read_vocabulary(load_tokenizer(path)) for path in (looping_llama, stranger)]
     found = match(*sides, VOCAB, DRAFTERS_VOCAB).num_matched
@@ -141,7 +141,7 @@ def test_coverage_is_that_of_the_map(drafting: Server, looping_llama: str, stran
     assert shown == {"target": pytest.approx(found / VOCAB), "drafter": pytest.approx(found / DRAFTERS_VOCAB)}
 
 
-def test_idle_steps_audit(drafting: Server) -> None:
+def test_audits_run_while_idle_and_count_no_client(drafting: Server) -> None:
     """A request that comes meanwhile is answered as ever; see `check_sums` for the figures."""
 
     def audits() -> dict[str, float]:
@@ -157,7 +157,7 @@ def test_idle_steps_audit(drafting: Server) -> None:
     check_sums(drafting)
 
 
-def test_the_device(drafting: Server) -> None:
+def test_one_host_sync_per_step_is_exported(drafting: Server) -> None:
     ask(drafting)
     drafting.wait_idle()
     # In one answer: audits go on.
@@ -169,7 +169,7 @@ def test_the_device(drafting: Server) -> None:
 
 @pytest.mark.slow
 @pytest.mark.parametrize("kind", ["tensor", "data"])
-def test_several_ranks(kind: str, looping_llama: str, cousin: str, tmp_path: Path) -> None:
+def test_row_counters_of_several_ranks_add_up(kind: str, looping_llama: str, cousin: str, tmp_path: Path) -> None:
     """Of tensor-parallel ranks one speaks; data-parallel ones are engines with figures of their own."""
     drafter = dict(method="draft_model", model=cousin)
     with serving(looping_llama, tmp_path / "log.txt", f"--{kind}-parallel-size", "2", **drafter) as server:
@@ -183,7 +183,7 @@ def test_several_ranks(kind: str, looping_llama: str, cousin: str, tmp_path: Pat
 
 
 @pytest.mark.slow
-def test_whoever_wants_no_figures_gets_none(looping_llama: str, tmp_path: Path) -> None:
+def test_disable_log_stats_exports_nothing(looping_llama: str, tmp_path: Path) -> None:
     with serving(looping_llama, tmp_path / "log.txt", "--disable-log-stats", method="ngram_gpu") as server:
         ask(server)
         assert not {"vllm:", "gaudi_spec:"} & set(re.findall(r"(?m)^\w+:", server.client.get("/metrics").text))
@@ -191,9 +191,7 @@ def test_whoever_wants_no_figures_gets_none(looping_llama: str, tmp_path: Path) 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("match_as", ["tli", "slem"])
-def test_a_drafters_own_length_is_in_its_own_tokens(
-    match_as: str, looping_llama: str, twin: str, tmp_path: Path
-) -> None:
+def test_drafter_limit_counts_its_own_tokens(match_as: str, looping_llama: str, twin: str, tmp_path: Path) -> None:
     own = dict(universal_context="retokenize", universal_match=match_as, universal_kv_len=64)
     options = ["--additional-config", json.dumps({"gaudi_spec": own})]
     with serving(looping_llama, tmp_path / "log.txt", *options, method="universal_draft", model=twin) as server:

@@ -34,7 +34,7 @@ def rows(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Row]:
 
 
 @pytest.mark.parametrize("case", SERVED)
-def test_it_answers_as_transformers(case: str, rows: dict[str, Row]) -> None:
+def test_answers_equal_transformers(case: str, rows: dict[str, Row]) -> None:
     row = rows[case]
     assert not row.faults, row
     assert row.ours == RUNS, row
@@ -51,7 +51,7 @@ def test_some_drafts_are_accepted_and_some_are_not(rows: dict[str, Row]) -> None
 
 @pytest.mark.slow
 @pytest.mark.parametrize("case", ["qwen3.5-text@busy", "qwen3.5-moe-text@busy"])
-def test_states_of_preempted_requests(case: str, tmp_path_factory: pytest.TempPathFactory) -> None:
+def test_preempted_requests_restore_recurrent_states(case: str, tmp_path_factory: pytest.TempPathFactory) -> None:
     """With prompts in chunks. Their classes need torchvision, so they run apart from `test_recurrent`."""
     run = Run({case: CASES[case]}, tmp_path_factory.mktemp("models"), (PLAIN, DRAFTS))
     (row,) = run.rows("cpu", with_upstream=False)
@@ -73,7 +73,7 @@ def test_states_of_preempted_requests(case: str, tmp_path_factory: pytest.TempPa
         "internvl@text",
     ],
 )
-def test_the_text_of_multimodal_models(case: str, tmp_path_factory: pytest.TempPathFactory) -> None:
+def test_text_of_multimodal_models_equals_transformers(case: str, tmp_path_factory: pytest.TempPathFactory) -> None:
     """Positions of Qwen's have three rows, which are alike where there is text alone."""
     (row,) = Run({case: CASES[case]}, tmp_path_factory.mktemp("models")).rows("cpu", with_upstream=False)
     assert not row.faults, row

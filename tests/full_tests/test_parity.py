@@ -20,7 +20,7 @@ def greedy(num_tokens: int) -> SamplingParams:
     return SamplingParams(temperature=0, max_tokens=num_tokens, ignore_eos=True)
 
 
-def test_demo_model(demo_model: str) -> None:
+def test_demo_model_equals_transformers(demo_model: str) -> None:
     """20 prompts x 64 tokens. Each token is held against transformers' logits after all tokens before it, which is what
     transformers' greedy loop would have seen, at the price of one forward pass per prompt."""
     tokenizer = AutoTokenizer.from_pretrained(demo_model)
@@ -45,7 +45,7 @@ ONLY_HERE = ("mixtral", "deepseek_lite")
 @pytest.mark.parametrize(
     "family", [pytest.param(family, marks=() if family in ONLY_HERE else pytest.mark.slow) for family in FAMILIES]
 )
-def test_family(family: str, tiny: Callable[[str], str]) -> None:
+def test_family_equals_transformers(family: str, tiny: Callable[[str], str]) -> None:
     prompts = random_prompts(LENGTHS, VOCAB)
     with engine(tiny(family)) as llm:
         together = first_tokens(generate(llm, prompts, greedy(40)))

@@ -66,7 +66,7 @@ def test_embeddings_in_chunks_and_from_the_prefix_cache(folder: Path) -> None:
         assert counter(llm, "vllm:prefix_cache_hits") > 0
 
 
-def test_the_embeddings_of_all_tokens_in_chunks(folder: Path) -> None:
+def test_token_embeddings_in_chunks(folder: Path) -> None:
     """They are of whole prompts, so the prefix cache is not read for them."""
     model = checkpoint("qwen3-embedding", folder)
     expected = states(model)
@@ -77,7 +77,7 @@ def test_the_embeddings_of_all_tokens_in_chunks(folder: Path) -> None:
                 torch.testing.assert_close(output.outputs.data, states_TH, atol=TOLERANCE, rtol=0)
 
 
-def test_requests_of_one_batch_with_different_parameters(folder: Path) -> None:
+def test_pooling_parameters_differ_within_a_batch(folder: Path) -> None:
     model = checkpoint("qwen3-embedding", folder)
     with engine(model, **BUSY) as llm:
         both = [PoolingParams(use_activation=index % 2 == 0) for index in range(len(LENGTHS))]
@@ -87,7 +87,7 @@ def test_requests_of_one_batch_with_different_parameters(folder: Path) -> None:
     assert all(abs(length - 1) > TOLERANCE for length in lengths[1::2]), lengths
 
 
-def test_classes(folder: Path) -> None:
+def test_classes_equal_transformers(folder: Path) -> None:
     model = checkpoint("qwen3-classify", folder)
     reference = json.loads((Path(model) / checkpoints.REFERENCE).read_text())["vectors"]
     with engine(model, **BUSY) as llm:
@@ -97,7 +97,7 @@ def test_classes(folder: Path) -> None:
 
 
 @torch.no_grad()
-def test_scores_of_a_reranker_as_it_is_published(folder: Path) -> None:
+def test_reranker_scores_equal_transformers(folder: Path) -> None:
     """As Qwen3-Reranker: a generating model, asked for its next token of two."""
     no, yes = "n", "y"
     model = checkpoint("qwen3", folder)

@@ -107,7 +107,7 @@ def embeddings(asked: Asked, given: Any, **more: Any) -> list[Any]:
     return [one["embedding"] for one in sorted(data, key=lambda one: one["index"])]
 
 
-def test_embeddings_of_many(embedding: Asked) -> None:
+def test_embeddings_of_many_concurrent_requests(embedding: Asked) -> None:
     """In a request, and in requests of many clients at once."""
     expected = [embedding.states(ids)[-1] for ids in MANY]
     with ThreadPoolExecutor(8) as clients:
@@ -120,7 +120,7 @@ def test_embeddings_of_many(embedding: Asked) -> None:
         check(found, state)
 
 
-def test_embeddings_of_texts_and_their_form(embedding: Asked) -> None:
+def test_embedding_formats(embedding: Asked) -> None:
     for found, text in zip(embeddings(embedding, SHORT), SHORT, strict=True):
         check(found, embedding.states(embedding.ids(text))[-1])
     (coded,) = embeddings(embedding, SHORT[0], encoding_format="base64")
@@ -154,7 +154,7 @@ def test_scores_of_embeddings(embedding: Asked) -> None:
     ]
 
 
-def test_bad_requests_of_embeddings(embedding: Asked) -> None:
+def test_bad_embedding_requests_are_refused(embedding: Asked) -> None:
     path = "/v1/embeddings"
     embedding.refused(path, [str(MAX_LEN)], input=LONG)
     embedding.refused(path, ["vocabulary"], input=[5, 10_000])
@@ -181,7 +181,7 @@ def check_alive_of_pooling(asked: Asked) -> None:
 # ---- classes ---------------------------------------------------------------------------------------------
 
 
-def test_classes_of_many(classifying: Asked) -> None:
+def test_classes_of_many_texts(classifying: Asked) -> None:
     for found, ids in zip(classifying.server.post("/classify", dict(input=MANY))["data"], MANY, strict=True):
         probs = classifying.logits(ids).softmax(-1)
         check(found["probs"], probs)
@@ -189,7 +189,7 @@ def test_classes_of_many(classifying: Asked) -> None:
         assert found["num_classes"] == len(probs)
 
 
-def test_classes_of_texts_in_other_ways(classifying: Asked) -> None:
+def test_classes_by_other_endpoints_and_truncated(classifying: Asked) -> None:
     found = classifying.server.post("/pooling", dict(input=SHORT, task="classify"))["data"]
     for one, text in zip(found, SHORT, strict=True):
         check(one["data"], classifying.logits(text).softmax(-1))
@@ -222,7 +222,7 @@ def test_scores_of_pairs(scoring: Asked) -> None:
     check([one["relevance_score"] for one in ranked], expected.sort(descending=True).values[:3])
 
 
-def test_scores_of_pairs_that_are_truncated(scoring: Asked) -> None:
+def test_scores_of_truncated_pairs(scoring: Asked) -> None:
     """From the right of the whole, with the types of what is left."""
     found = scoring.server.post("/score", dict(text_1=SHORT[0], text_2=LONG, truncate_prompt_tokens=MAX_LEN))["data"]
     given = scoring.tokenizer(SHORT[0], LONG, truncation=True, max_length=MAX_LEN, return_tensors="pt")

@@ -82,7 +82,7 @@ def embedded(tiny_llama: str) -> Embedded:
     "drafts",
     ["ngram", pytest.param("none", marks=pytest.mark.slow), pytest.param("draft_model", marks=pytest.mark.slow)],
 )
-def test_they_answer_as_transformers(drafts: str, embedded: Embedded, tiny_llama: str) -> None:
+def test_answers_equal_transformers(drafts: str, embedded: Embedded, tiny_llama: str) -> None:
     """In chunks, with preemptions, from the prefix cache, beside prompts of text. The drafter sees no token of an
     embedding."""
     spec_config = {
@@ -152,7 +152,7 @@ def body(prompt_embeds: Any, **more: Any) -> dict[str, Any]:
 
 
 @pytest.mark.slow
-def test_a_server_of_them(asked: Server, embedded: Embedded) -> None:
+def test_completions_of_embeddings(asked: Server, embedded: Embedded) -> None:
     """Half precision is the client's affair; embeddings come before texts, as upstream has it."""
     rows = [embedded.whole[0], embedded.whole[4].double(), embedded.whole[6]]
     text = embedded.prompts[1]["prompt_token_ids"]
@@ -162,7 +162,7 @@ def test_a_server_of_them(asked: Server, embedded: Embedded) -> None:
 
 
 @pytest.mark.slow
-def test_a_chat_with_embeddings_in_it(asked: Server, embedded: Embedded) -> None:
+def test_chat_with_embeddings(asked: Server, embedded: Embedded) -> None:
     """The rows of the tokens of a text: the chat is the same as with the text."""
     asked_for = dict(temperature=0, max_tokens=NUM_TOKENS, ignore_eos=True, return_token_ids=True)
     words = "The quick brown fox jumps over the lazy dog"

@@ -14,17 +14,17 @@ from tests.models.formats import FORMATS, kernels
 from vllm_gaudi_spec.config import NATIVE, REFERENCE
 
 
-def test_texts_are_those_of_what_the_weights_stand_for(looping_llama: str, tmp_path: Path) -> None:
+def test_packed_weights_equal_what_they_stand_for(looping_llama: str, tmp_path: Path) -> None:
     check_reference(looping_llama, PACKED, tmp_path)
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("name", [PACKED, "ct-fp8-dynamic", "ct-int8", "fp8-block"])
-def test_on_two_ranks(name: str, looping_llama: str, tmp_path: Path) -> None:
+def test_quantized_weights_on_two_ranks(name: str, looping_llama: str, tmp_path: Path) -> None:
     check_reference(looping_llama, name, tmp_path, tensor_parallel_size=2)
 
 
-def test_adapters(looping_llama: str, tmp_path: Path) -> None:
+def test_adapters_on_quantized_weights(looping_llama: str, tmp_path: Path) -> None:
     """Beside transformers on what the weights stand for, with the adapter's put into them."""
     quantized, meant = rewritten(looping_llama, PACKED, tmp_path)
     for file in Path(looping_llama).glob("*token*"):
@@ -42,7 +42,7 @@ def test_adapters_beside_native_kernels_are_refused(looping_llama: str, tmp_path
     assert "gaudi_spec to reference, or leave out --enable-lora" in refusal(quantized, **options)
 
 
-def test_what_is_not_read_is_refused(looping_llama: str, tmp_path: Path) -> None:
+def test_unsupported_layout_is_refused(looping_llama: str, tmp_path: Path) -> None:
     assert FORMATS["gptq"].config["sym"]
     quantized, _ = rewritten(looping_llama, "gptq", tmp_path)
     config = Path(quantized) / "config.json"

@@ -90,7 +90,7 @@ def sizes_are_as_reckoned(runner: Any, num_drafts: int) -> None:
         *(pytest.param(case, 3, marks=pytest.mark.slow) for case in OTHERS),
     ],
 )
-def test_drafts_change_nothing(case: str, num_drafts: int, models: Models, requests: list[Request]) -> None:
+def test_drafts_are_lossless(case: str, num_drafts: int, models: Models, requests: list[Request]) -> None:
     """In chunks, preempted, and with every number of drafts accepted; and greedy texts are those of transformers."""
     model, plain = models.path(case), models.plain(case)
     reference = json.loads((Path(model) / checkpoints.REFERENCE).read_text())
@@ -120,7 +120,7 @@ BEGIN = random_prompts([70], tiny_models.VOCAB, seed=1)[0]
         *(pytest.param(case, None, dict(block_size=32), marks=pytest.mark.slow) for case in OTHERS),
     ],
 )
-def test_a_common_beginning_is_computed_once(
+def test_prefix_cache_restores_recurrent_states(
     case: str, slots: int | None, options: dict[str, Any], models: Models
 ) -> None:
     """The first two prompts compute it; the second leaves a snapshot where both went on otherwise. With two
@@ -149,7 +149,7 @@ def test_a_common_beginning_is_computed_once(
 
 
 @pytest.mark.slow
-def test_drafts_on_the_device_overlapping(models: Models, requests: list[Request]) -> None:
+def test_drafts_on_the_device_are_lossless(models: Models, requests: list[Request]) -> None:
     """How many drafts were accepted is known on the device alone when the next step is prepared."""
     plain, config = models.plain(CASE), dict(ngram(3, lookup=(1, 3)), method="ngram_gpu")
     with speculating(models.path(CASE), config, async_scheduling=True, **BUSY) as llm:
@@ -157,7 +157,7 @@ def test_drafts_on_the_device_overlapping(models: Models, requests: list[Request
         assert counter(llm, "vllm:spec_decode_num_draft_tokens") > 100
 
 
-def test_its_own_layer_drafts(tmp_path: Path, requests: list[Request]) -> None:
+def test_mtp_layer_is_lossless(tmp_path: Path, requests: list[Request]) -> None:
     """MTP: a layer with attention alone, which reads the hidden states of a target that has states."""
     with_layer, some = tiny_models.save_qwen3_next_with_mtp(tmp_path), requests[:8]
     with engine(with_layer, **SIZES) as llm:

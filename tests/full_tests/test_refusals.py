@@ -63,7 +63,7 @@ MODELS = [
 
 @pytest.mark.slow
 @pytest.mark.parametrize(("architecture", "config", "words"), MODELS, ids=[model[0] for model in MODELS])
-def test_a24_v01_v05_models(architecture: str, config: Any, words: str, tmp_path: Path) -> None:
+def test_a24_v01_v05_unsupported_models_are_refused(architecture: str, config: Any, words: str, tmp_path: Path) -> None:
     made = config()
     made.architectures = [architecture]
     made.save_pretrained(tmp_path)
@@ -71,7 +71,7 @@ def test_a24_v01_v05_models(architecture: str, config: Any, words: str, tmp_path
 
 
 @pytest.mark.slow
-def test_the_prompts_of_models_without_kv_have_to_fit_into_a_step(tmp_path: Path) -> None:
+def test_prompts_of_models_without_kv_must_fit_into_a_step(tmp_path: Path) -> None:
     """vLLM would wait for ever to schedule a longer one."""
     made = Mamba2Config(
         hidden_size=64, num_hidden_layers=2, vocab_size=400, num_heads=4, head_dim=32, state_size=8, n_groups=1
@@ -82,7 +82,7 @@ def test_the_prompts_of_models_without_kv_have_to_fit_into_a_step(tmp_path: Path
     assert "set --max-num-batched-tokens to 512 or more" in words
 
 
-def test_bad_request_is_the_callers_error(tiny_llama: str) -> None:
+def test_bad_request_does_not_stop_the_engine(tiny_llama: str) -> None:
     """The engine goes on."""
     good = SamplingParams(max_tokens=2, ignore_eos=True)
     with engine(tiny_llama) as llm:

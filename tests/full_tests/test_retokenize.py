@@ -24,7 +24,7 @@ def drafting(model: str, k: int, **options: Any) -> dict[str, Any]:
 
 
 @pytest.mark.slow
-def test_doctor_reckons_what_the_worker_takes(looping_llama: str, stranger: str) -> None:
+def test_doctor_estimates_the_memory_of_the_worker(looping_llama: str, stranger: str) -> None:
     """Laws of drafts and the drafter's slab, of models that it does not load."""
     sampled = dict(draft_sample_method="probabilistic", rejection_sample_method="standard")
     with speculating(
@@ -44,7 +44,7 @@ def acceptance(llm: LLM) -> float:
 
 
 @pytest.mark.slow
-def test_on_a_real_pair_text_reads_better_than_ids(demo_model: str) -> None:
+def test_retokenized_context_drafts_better_than_mapped_ids(demo_model: str) -> None:
     """And slem says more than the tokens that both have. Twice, the second time on a prefix-cache hit."""
     params = SamplingParams(temperature=0, max_tokens=40, ignore_eos=True)
     lengths, texts = {}, {}

@@ -54,7 +54,7 @@ def count_pairs(model: str, setting: dict[str, Any]) -> np.ndarray:
     [SETTINGS[0], *(pytest.param(setting, marks=pytest.mark.slow) for setting in SETTINGS[1:])],
     ids=str,
 )
-def test_first_two_tokens(setting: dict[str, Any], small_vocabulary: str) -> None:
+def test_sampled_tokens_follow_the_distribution(setting: dict[str, Any], small_vocabulary: str) -> None:
     probs = expected_probs(small_vocabulary, setting)
     assert (probs * SEEDS >= 5).sum() > 30, "too few cells for a test"
     for name in setting:

@@ -36,7 +36,7 @@ PARAMS: list[dict[str, Any]] = [
 LENGTHS = [4, 40, 130]
 
 
-def test_as_upstream(tiny_llama: str, tmp_path: Path) -> None:
+def test_sampling_parameters_equal_upstream(tiny_llama: str, tmp_path: Path) -> None:
     prompts = random_prompts(LENGTHS, VOCAB)
     requests = [(prompt, params) for params in PARAMS for prompt in prompts]
     job = dict(model=tiny_llama, options={}, requests=requests)

@@ -26,7 +26,7 @@ def test_models_and_health(server: Server) -> None:
 
 
 @pytest.mark.skipif(not OPENMP.exists(), reason="without the package intel-openmp")
-def test_the_engine_computes_with_intels_openmp(server: Server) -> None:
+def test_engine_uses_intel_openmp(server: Server) -> None:
     processes = psutil.Process(server.process.pid).children(recursive=True)
     (engine,) = [process for process in processes if "EngineCore" in process.name()]
     assert OPENMP.name in Path(f"/proc/{engine.pid}/maps").read_text()
@@ -110,7 +110,7 @@ def test_logprobs(server: Server) -> None:
     assert second <= 0
 
 
-def test_many_at_once(server: Server) -> None:
+def test_concurrent_requests_equal_single_ones(server: Server) -> None:
     """32 clients at once, seeded and greedy, get what each gets alone."""
     kinds = [dict(temperature=0), dict(temperature=1.0, top_p=0.9)]
     bodies = [

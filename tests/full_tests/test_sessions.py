@@ -67,7 +67,7 @@ def check_sessions(llm: LLM, texts: list[list[int]]) -> int:
 
 
 @pytest.mark.parametrize("prefix_cache", [True, pytest.param(False, marks=pytest.mark.slow)])
-def test_a_token_that_was_taken_back_is_in_no_state(prefix_cache: bool, hybrid: str) -> None:
+def test_token_that_was_taken_back_is_in_no_state(prefix_cache: bool, hybrid: str) -> None:
     with engine(hybrid, async_scheduling=True, enable_prefix_caching=prefix_cache, **SIZES) as llm:
         assert check_sessions(llm, []) == 1
 
@@ -95,7 +95,7 @@ def test_drafts_on_the_device(hybrid: str) -> None:
 
 @pytest.mark.slow
 @pytest.mark.parametrize("pause", [0.0, 0.5])
-def test_a_session_that_outgrows_the_model_ends_alone(pause: float, tiny_llama: str) -> None:
+def test_session_beyond_max_model_len_ends_alone(pause: float, tiny_llama: str) -> None:
     """In vLLM's own front end, whose client sends all turns at once, or goes on after the error."""
     params = SamplingParams(**GREEDY, max_tokens=5)
     args = AsyncEngineArgs(model=tiny_llama, max_model_len=64, max_num_seqs=4, kv_cache_memory_bytes=64 << 20)

@@ -26,25 +26,25 @@ GPT_OSS, MXFP4, BLOOM = "gpt-oss", "gpt-oss-mxfp4", "bloom"
 @pytest.mark.parametrize(
     "case", [GPT_OSS, *(pytest.param(case, marks=pytest.mark.slow) for case in (BLOOM, "falcon-alibi", MXFP4))]
 )
-def test_every_kv_path(case: str, made: Callable[[str], str]) -> None:
+def test_sinks_and_alibi_equal_transformers(case: str, made: Callable[[str], str]) -> None:
     check_without_and_with_drafts(case, made(case))
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("case", [GPT_OSS, MXFP4, BLOOM])
-def test_two_ranks(case: str, made: Callable[[str], str]) -> None:
+def test_sinks_and_alibi_on_two_ranks(case: str, made: Callable[[str], str]) -> None:
     """Each has its own heads' sinks or slopes, and a part of each expert."""
     check_without_and_with_drafts(case, made(case), tensor_parallel_size=2)
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("case", [GPT_OSS, BLOOM])
-def test_kv_in_fp8(case: str, made: Callable[[str], str]) -> None:
+def test_sinks_and_alibi_with_kv_in_fp8(case: str, made: Callable[[str], str]) -> None:
     check_without_and_with_drafts(case, made(case), kv_cache_dtype="fp8")
 
 
 @pytest.mark.slow
-def test_weights_of_a_running_engine(made: Callable[[str], str], tmp_path: Path) -> None:
+def test_sinks_are_reloaded(made: Callable[[str], str], tmp_path: Path) -> None:
     check_sinks_are_reloaded(made("granite-swa"), tmp_path / "other")
 
 
@@ -53,7 +53,7 @@ def test_weights_of_a_running_engine(made: Callable[[str], str], tmp_path: Path)
 
 @pytest.mark.slow
 @pytest.mark.parametrize("drafter", [GPT_OSS, BLOOM])
-def test_draft_models(drafter: str, made: Callable[[str], str]) -> None:
+def test_drafter_with_sinks_or_alibi(drafter: str, made: Callable[[str], str]) -> None:
     """A drafter keeps all of its KV, whatever the windows of its layers, and has sinks or slopes as a target has. As
     its own drafter a model is right nearly always."""
     drafting = dict(method="draft_model", model=made(drafter), num_speculative_tokens=K)

@@ -82,7 +82,7 @@ def check_report(report: dict[str, Any], k: int) -> None:
 
 @pytest.mark.slow  # CI runs the comparison below
 @pytest.mark.parametrize("task", ["ngram", "suffix"])
-def test_report(task: str, tiny_llama: str, tmp_path: Path) -> None:
+def test_report_of_a_task(task: str, tiny_llama: str, tmp_path: Path) -> None:
     file = tmp_path / "report.json"
     status, said = script(
         *("--task", task, "--osl", "64", "--num_spec_tokens", "4", "--batch_size", "3", "--model", tiny_llama),
@@ -110,7 +110,7 @@ def test_report(task: str, tiny_llama: str, tmp_path: Path) -> None:
     assert all(prompt in said for prompt in ("Hello, my name is", "The capital of France is"))
 
 
-def test_compare(demo_model: str, tmp_path: Path) -> None:
+def test_comparison_of_tasks(demo_model: str, tmp_path: Path) -> None:
     """The demo: all ways of drafting on the demo model with the drafters in demo/, and one table at the end."""
     file = tmp_path / "reports.json"
     status, said = script(
@@ -156,7 +156,7 @@ def table_in(said: str) -> dict[str, list[str]]:
 
 @pytest.mark.slow  # CI runs one of them on an emulated card
 @pytest.mark.parametrize("task", ["medusa", "eagle", "eagle3", "mtp"])
-def test_heads_of_the_demo(task: str, tmp_path: Path) -> None:
+def test_demo_heads(task: str, tmp_path: Path) -> None:
     """With nothing but the task's name, for the default number of drafts; and how they do away from their training."""
     file = tmp_path / "report.json"
     status, said = script("--task", task, "--osl", "24", "--batch_size", "4", "--run_base", "--json", str(file))
@@ -168,7 +168,7 @@ def test_heads_of_the_demo(task: str, tmp_path: Path) -> None:
 
 
 @pytest.mark.slow
-def test_compare_when_one_fails(tiny_llama: str, tmp_path: Path) -> None:
+def test_comparison_goes_on_when_a_task_fails(tiny_llama: str, tmp_path: Path) -> None:
     """The others have their lines all the same."""
     file = tmp_path / "reports.json"
     drafter = SCRIPT.parents[2] / "demo" / "draft-other-vocab"
@@ -195,7 +195,7 @@ def test_compare_when_one_fails(tiny_llama: str, tmp_path: Path) -> None:
         pytest.param(["--task", "ngram", "--acceptance", "coupled"], 1, "use greedy", marks=pytest.mark.slow),
     ],
 )
-def test_refusals(options: list[str], status: int, words: str) -> None:
+def test_wrong_options_are_refused(options: list[str], status: int, words: str) -> None:
     found, said = script(*options)
     assert found == status, said
     assert words in said.splitlines()[-1], said

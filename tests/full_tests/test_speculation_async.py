@@ -94,7 +94,7 @@ QUICK = [(MEDUSA, COUPLED, True, True, "preempted")]
 
 
 @pytest.mark.parametrize(("drafter", "options", "overlap", "v2", "schedule"), quick_and_slow(EQUAL, QUICK), ids=name)
-def test_equal(
+def test_async_scheduling_is_lossless(
     drafter: Drafter,
     options: dict[str, Any],
     overlap: bool,
@@ -132,7 +132,9 @@ TRACES = [(drafter, overlap) for drafter in DRAFTERS for overlap in (True, False
 
 @pytest.mark.slow
 @pytest.mark.parametrize(("drafter", "overlap"), TRACES, ids=str)
-def test_no_trace(drafter: Drafter, overlap: bool, pair: Pair, requests: list[Request], plain: Plain) -> None:
+def test_rejected_and_aborted_drafts_leave_no_trace(
+    drafter: Drafter, overlap: bool, pair: Pair, requests: list[Request], plain: Plain
+) -> None:
     """Of rejected places, which are given back to the last one; of requests that were aborted with drafts in flight,
     among them some that still wait, and whose names come again; and of those that have ended."""
     single = [index for index, request in enumerate(requests) if request.params.n == 1]

@@ -35,7 +35,7 @@ LENGTHS = [6, 40, 130]
 
 @pytest.mark.parametrize("chunks", [dict(max_num_batched_tokens=64), pytest.param({}, marks=pytest.mark.slow)])
 @pytest.mark.parametrize("mode", ["raw_logprobs", pytest.param("processed_logits", marks=pytest.mark.slow)])
-def test_as_without_speculation(mode: str, chunks: dict[str, int], tiny_llama: str) -> None:
+def test_logprobs_equal_those_without_speculation(mode: str, chunks: dict[str, int], tiny_llama: str) -> None:
     requests = [
         (prompt, case) for index, case in enumerate(CASES) for prompt in random_prompts(LENGTHS, VOCAB, seed=index)
     ]

@@ -62,7 +62,7 @@ def test_counters_are_the_sum_of_the_requests(method: str, small: dict[str, int]
     assert report["host_syncs_per_step"] <= 1
 
 
-def test_rows_are_what_was_generated(looping_llama: str) -> None:
+def test_row_counters_match_generated_tokens(looping_llama: str) -> None:
     """A step in which a row is admitted, or comes back, yields a token and is no row that decodes; every other row
     yields one token beside its accepted drafts."""
     prompts = random_prompts([40 + 20 * (place % 9) for place in range(24)], VOCAB)
@@ -79,7 +79,7 @@ def test_rows_are_what_was_generated(looping_llama: str) -> None:
     assert rows == generated - accepted - len(prompts) - resumed
 
 
-def test_only_real_drafts_count(tiny_llama: str) -> None:
+def test_padding_is_not_counted_as_drafts(tiny_llama: str) -> None:
     """Two drafts now and then where four are possible: the places that stay empty count for nothing."""
     prompts = random_prompts([10, 20, 30], VOCAB)
     params = SamplingParams(temperature=0, max_tokens=48, ignore_eos=True)

@@ -66,7 +66,9 @@ QUICK = [(5, "standard", "greedy"), (5, "strict", "seeded")]
 @pytest.mark.parametrize(
     ("k", "rule", "chance"), [*QUICK, *(pytest.param(*c, marks=pytest.mark.slow) for c in ALL if c not in QUICK)]
 )
-def test_all_right(k: int, rule: str, chance: str, tiny_llama: str, records: dict[str, Record]) -> None:
+def test_right_drafts_are_all_accepted(
+    k: int, rule: str, chance: str, tiny_llama: str, records: dict[str, Record]
+) -> None:
     record = records[chance]
     script, outputs = run(tiny_llama, k, rule, chance, record, ragged(record, random.Random(k)))
     for output in outputs:
@@ -83,7 +85,9 @@ def test_all_right(k: int, rule: str, chance: str, tiny_llama: str, records: dic
 @pytest.mark.parametrize(
     "wrong", ["random", *(pytest.param(wrong, marks=pytest.mark.slow) for wrong in ("minus-one", "equal"))]
 )
-def test_never_right(wrong: str, chance: str, tiny_llama: str, records: dict[str, Record]) -> None:
+def test_wrong_drafts_gain_one_token_a_step(
+    wrong: str, chance: str, tiny_llama: str, records: dict[str, Record]
+) -> None:
     record = records[chance]
     rng, k = random.Random(1), 4
     never_said = sorted(set(range(2, VOCAB)) - {token for text in record.texts for token in text})
@@ -108,7 +112,9 @@ def test_never_right(wrong: str, chance: str, tiny_llama: str, records: dict[str
 
 
 @pytest.mark.parametrize("chance", ["seeded", pytest.param("greedy", marks=pytest.mark.slow)])
-def test_wrong_in_the_middle(chance: str, tiny_llama: str, records: dict[str, Record]) -> None:
+def test_drafts_are_accepted_up_to_the_first_wrong_one(
+    chance: str, tiny_llama: str, records: dict[str, Record]
+) -> None:
     """Right up to some place and wrong behind it: what is right is gained, and one token more."""
     record = records[chance]
     rng, k = random.Random(2), 5

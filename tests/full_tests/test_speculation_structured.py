@@ -14,7 +14,7 @@ from tests.full_tests.structured import NUMBER, matches
 from tests.full_tests.tiny_models import VOCAB
 
 
-def test_drafts_that_break_the_grammar(tiny_llama: str) -> None:
+def test_drafts_that_break_the_grammar_are_trimmed(tiny_llama: str) -> None:
     """Right drafts up to some place and nonsense behind it: only the right ones are verified and counted."""
     constraint = StructuredOutputsParams(regex=NUMBER)
     prompts = random_prompts([5 + i for i in range(16)], VOCAB)

@@ -48,7 +48,7 @@ def drafted(llm: LLM) -> tuple[list[list[int]], list[Account]]:
     return first_tokens(outputs), accounts(outputs)
 
 
-def test_it_drafts_as_in_its_own_format(checkpoint: str) -> None:
+def test_speculators_checkpoint_drafts_as_in_its_own_format(checkpoint: str) -> None:
     with speculating(target("eagle3"), head("eagle3", K), max_model_len=MAX_LEN) as llm:
         expected = drafted(llm)
     assert sum(sum(account.accepted) for account in expected[1]) > 20

@@ -67,13 +67,13 @@ def failed_start(model: str, *options: str, **environment: str) -> str:
     return done.stdout
 
 
-def test_wrong_model_path() -> None:
+def test_wrong_model_path_is_named() -> None:
     line = failing_start("/no/such/model")
     assert "/no/such/model" in line
     assert re.search(r"not exist|not found|no such|not a", line, re.IGNORECASE), line
 
 
-def test_port_in_use(tiny_llama: str) -> None:
+def test_port_in_use_is_named(tiny_llama: str) -> None:
     with socket.socket() as taken:
         taken.bind(("127.0.0.1", 0))
         taken.listen()
@@ -88,7 +88,7 @@ def test_unknown_option(tiny_llama: str) -> None:
     assert "--no-such-option" in line, line
 
 
-def test_two_platform_plugins(tiny_llama: str, tmp_path: Path) -> None:
+def test_second_platform_plugin_is_named(tiny_llama: str, tmp_path: Path) -> None:
     """A second plugin that wants to be the platform. With VGS_DEVICE set ours wants to be it too."""
     package = tmp_path / "other_platform-1.0.dist-info"
     package.mkdir()

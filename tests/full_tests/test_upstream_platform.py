@@ -11,11 +11,11 @@ from tests.full_tests.server import Running, serve_environment
 from tests.pages import commands_for
 from tests.support.ports import free_port
 
-TAKEN_BY = "tests/full_tests/test_upstream_platform.py::test_the_command_of_the_readme"
+TAKEN_BY = "tests/full_tests/test_upstream_platform.py::test_readme_command_serves_with_upstream_platform"
 
 
 @pytest.mark.slow  # test_parity has upstream's platform as its reference
-def test_the_command_of_the_readme(tiny_llama: str, tmp_path: Path) -> None:
+def test_readme_command_serves_with_upstream_platform(tiny_llama: str, tmp_path: Path) -> None:
     """In a shell, in every process of the server, without an address or a dtype of ours."""
     (command,) = commands_for(TAKEN_BY, README)
     assert command.startswith("VLLM_PLUGINS='' .venv/bin/vllm serve MODEL ")

@@ -56,7 +56,7 @@ def found(gemma: Side, smollm: Side) -> VocabMap:
     return match(gemma.vocabulary, smollm.vocabulary, gemma.size, smollm.size)
 
 
-def test_as_many_as_there_are_and_more_than_upstream_finds(gemma: Side, smollm: Side, found: VocabMap) -> None:
+def test_more_tokens_match_than_upstream_finds(gemma: Side, smollm: Side, found: VocabMap) -> None:
     started = time.perf_counter()
     again = vocab_map(gemma.model, smollm.model, gemma.size, smollm.size)
     seconds = time.perf_counter() - started
@@ -77,7 +77,7 @@ def test_whitespace_and_accents_are_matched(text: str, gemma: Side, smollm: Side
     assert found.draftable[smollm.id_of(text)]
 
 
-def test_the_end_of_a_text_is_matched_with_smollms_ends(gemma: Side, smollm: Side, found: VocabMap) -> None:
+def test_end_of_text_matches_end_of_text(gemma: Side, smollm: Side, found: VocabMap) -> None:
     """Whatever ends an answer of Gemma may be drafted, and is what SmolLM2 ends its own answers with."""
     ends = smollm.vocabulary.roles.ends
     assert smollm.model.tokenizer.eos_token_id in ends

@@ -31,7 +31,7 @@ def output(command: list[str], folder: Path = Path("/")) -> subprocess.Completed
 
 def commands() -> list[str]:
     """The README's: an environment, the installation, the demo."""
-    return commands_for("tests/full_tests/test_wheel.py::test_the_demo", README)
+    return commands_for("tests/full_tests/test_wheel.py::test_wheel_runs_the_demo", README)
 
 
 def index_answers() -> bool:
@@ -63,12 +63,12 @@ def binaries(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return made
 
 
-def test_doctor_finds_nothing(binaries: Path) -> None:
+def test_doctor_finds_no_problem_in_a_wheel(binaries: Path) -> None:
     done = output([str(binaries / "gaudi-spec"), "doctor"])
     assert done.returncode == 0, done.stdout
 
 
-def test_the_demo(binaries: Path, tmp_path: Path) -> None:
+def test_wheel_runs_the_demo(binaries: Path, tmp_path: Path) -> None:
     assert commands()[-1] == "env/bin/gaudi-spec demo"
     short = ["--output-len", "12", "--num-prompts", "1", "--turns", "1"]
     done = output([str(binaries / "gaudi-spec"), "demo", *short], tmp_path)
@@ -78,7 +78,7 @@ def test_the_demo(binaries: Path, tmp_path: Path) -> None:
     assert (tmp_path / ".demo" / "report.html").stat().st_size > 10_000
 
 
-def test_a_server(binaries: Path, tmp_path: Path) -> None:
+def test_wheel_serves(binaries: Path, tmp_path: Path) -> None:
     """The command `vllm` starts, although no package has that name; drafts with a head out of the wheel."""
     models = output([str(binaries / "python"), "-c", WHERE]).stdout.strip()
     port = free_port()

@@ -89,7 +89,7 @@ def slow_too(quick: int, slow: int) -> pytest.MarkDecorator:
     return pytest.mark.parametrize("num_requests", [quick, pytest.param(slow, marks=pytest.mark.slow)])
 
 
-def test_the_server_is_as_it_should_be(server: Server) -> None:
+def test_server_drafts_and_overlaps_steps(server: Server) -> None:
     """It overlaps its steps, and drafts are accepted; else nothing below shows what it says."""
     assert "Steps run one after the other" not in server.log.read_text()
     server.complete(**NORMAL[0] | dict(max_tokens=100))
@@ -113,7 +113,7 @@ def test_requests_made_of_the_interfaces_description(num_requests: int, judge: J
 
 @slow_too(QUICK_OWN, SLOW_OWN)
 @pytest.mark.parametrize("path", bodies.BODIES)
-def test_requests_at_the_edges(path: str, num_requests: int, judge: Judge, resident: Resident) -> None:
+def test_hostile_requests_get_no_server_error(path: str, num_requests: int, judge: Judge, resident: Resident) -> None:
     """What no description says: numbers that JSON does not have, lone surrogates, constraints, ids."""
     share = {"/v1/completions": 0.5, "/v1/chat/completions": 0.25}.get(path, 0.08)
     before = judge.num_tried
@@ -154,7 +154,7 @@ def test_token_ids_at_the_edges(token_id: int, judge: Judge) -> None:
 
 
 @pytest.mark.parametrize("num_tokens", [MAX_LEN - 25, MAX_LEN - 1])
-def test_one_token_repeated_to_the_limit(num_tokens: int, judge: Judge) -> None:
+def test_drafts_up_to_the_context_limit_change_nothing(num_tokens: int, judge: Judge) -> None:
     """Drafts are made up to the last position, and change nothing of the text."""
     body = dict(prompt=[PICKED_ID] * num_tokens, max_tokens=MAX_LEN - num_tokens, temperature=0, ignore_eos=True)
     answers = [
@@ -184,7 +184,7 @@ def test_the_limit_of_the_context(num_tokens: int, max_tokens: int | None, statu
 # ---- drafts that never count -------------------------------------------------------------------------------
 
 
-def test_a_grammar_that_never_accepts_a_draft(judge: Judge) -> None:
+def test_grammar_that_accepts_no_draft(judge: Judge) -> None:
     forced = "zq" * 12
     body = dict(prompt="The quick brown fox", temperature=0, max_tokens=60)
     free = judge.send_json("/v1/completions", **body).json()
@@ -197,7 +197,7 @@ def test_a_grammar_that_never_accepts_a_draft(judge: Judge) -> None:
 @pytest.mark.parametrize(
     "wanted", [-1, 1.5, "3", "", [1], ["1"], 2**63, -(2**63), float("nan"), float("inf"), None, {"a": 1}]
 )
-def test_hostile_arguments_of_ours(wanted: Any, judge: Judge) -> None:
+def test_hostile_number_of_drafts_is_refused(wanted: Any, judge: Judge) -> None:
     """What is no number of drafts is refused with its name; a number that is too large means as many as there are."""
     body = dict(prompt="hi", max_tokens=8, temperature=0, ignore_eos=True)
     response = judge.send_json("/v1/completions", vllm_xargs={"num_speculative_tokens": wanted}, **body)
@@ -208,7 +208,7 @@ def test_hostile_arguments_of_ours(wanted: Any, judge: Judge) -> None:
         assert "num_speculative_tokens" in response.text or "vllm_xargs" in response.text, response.text
 
 
-def test_arguments_that_nobody_knows(judge: Judge) -> None:
+def test_unknown_arguments_are_ignored(judge: Judge) -> None:
     strange = {"": 1, "\0": "x", "__class__": "x", "num_speculative_tokens ": 3, "a" * 10_000: 1.5, "list": ["x", 2]}
     assert judge.send_json("/v1/completions", prompt="hi", max_tokens=2, vllm_xargs=strange).status_code == 200
 
@@ -236,7 +236,7 @@ def sized(name: str) -> Any:
 
 
 @pytest.mark.parametrize("name", [sized(name) for name in sizes.CASES])
-def test_requests_of_hostile_size(name: str, scales: sizes.Scales) -> None:
+def test_large_request_stays_within_its_budget(name: str, scales: sizes.Scales) -> None:
     cost = scales.measure(name)
     print(cost)
     assert cost.is_within_budget, cost
@@ -261,7 +261,7 @@ def test_a_request_reaches_no_other_server_and_no_file(judge: Judge, tmp_path: P
             other.accept()
 
 
-def test_bodies_that_are_no_requests(judge: Judge) -> None:
+def test_body_that_is_not_a_request_is_refused(judge: Judge) -> None:
     for path in bodies.BODIES:
         for body in (
             b"",
@@ -277,7 +277,9 @@ def test_bodies_that_are_no_requests(judge: Judge) -> None:
 # ---- afterwards ------------------------------------------------------------------------------------------
 
 
-def test_nothing_is_left(server: Server, watcher: Watcher, judge: Judge, resident: Resident, draft: Path) -> None:
+def test_server_is_unchanged_afterwards(
+    server: Server, watcher: Watcher, judge: Judge, resident: Resident, draft: Path
+) -> None:
     """All rows and blocks are free, others saw what they always saw, and nothing was run."""
     with ThreadPoolExecutor(ROWS) as pool:  # as many as there are rows: one that was lost would be missed
         together = list(pool.map(lambda body: said(server.complete(**body)), [NORMAL[0]] * ROWS))

@@ -81,7 +81,7 @@ def unknown(cousin: str, tmp_path: Path) -> Path:
 
 
 @pytest.mark.parametrize("every", [7, pytest.param(1, marks=pytest.mark.slow)])
-def test_hostile_starts(
+def test_hostile_options_end_with_one_clear_line(
     every: int, looping_llama: str, cousin: str, pickled: Path, unknown: Path, tmp_path: Path
 ) -> None:
     huge = with_a_huge_id(cousin, tmp_path / "huge")
@@ -112,7 +112,7 @@ def test_hostile_starts(
 
 
 @pytest.mark.slow
-def test_code_that_is_trusted_runs(looping_llama: str, unknown: Path, tmp_path: Path) -> None:
+def test_trusted_code_runs(looping_llama: str, unknown: Path, tmp_path: Path) -> None:
     """So that the test above shows something: the same start, and the user says so. It is refused later, for k."""
     case = [*drafting(unknown, num_speculative_tokens=17), "--trust-remote-code"]
     trusted = dict(VGS_TRUST_DRAFT_CODE="1", HF_MODULES_CACHE=str(tmp_path / "modules"))

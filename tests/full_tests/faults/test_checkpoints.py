@@ -107,7 +107,7 @@ def draft_model(folder: str) -> dict[str, Any]:
 
 
 @pytest.mark.parametrize("case", CASES)
-def test_no_engine_comes_of_it(case: str, looping_llama: str, cousin: str, tmp_path: Path) -> None:
+def test_damaged_drafter_is_refused(case: str, looping_llama: str, cousin: str, tmp_path: Path) -> None:
     folder, said = damaged(case, cousin, tmp_path / "drafter")
     with (
         pytest.raises((ValueError, OSError)) as raised,
@@ -119,13 +119,13 @@ def test_no_engine_comes_of_it(case: str, looping_llama: str, cousin: str, tmp_p
 
 
 @pytest.mark.parametrize("case", ["truncated", "other shapes", "without a configuration"])
-def test_the_server_ends(case: str, looping_llama: str, cousin: str, tmp_path: Path) -> None:
+def test_server_ends_with_a_damaged_drafter(case: str, looping_llama: str, cousin: str, tmp_path: Path) -> None:
     folder, said = damaged(case, cousin, tmp_path / "drafter")
     log = failed_start(looping_llama, "--speculative-config", json.dumps(draft_model(folder)))
     assert [line for line in log.splitlines() if folder in line and said in line]
 
 
-def test_a_target_is_looked_at_as_well(looping_llama: str, tmp_path: Path) -> None:
+def test_damaged_target_is_refused(looping_llama: str, tmp_path: Path) -> None:
     folder, said = damaged("truncated", looping_llama, tmp_path / "target")
     with pytest.raises(ValueError, match=said), engine(folder):
         pytest.fail("it started")

@@ -25,14 +25,14 @@ from tests.full_tests.server import Server
 pytestmark = pytest.mark.slow
 
 
-def test_the_engine_of_two_ranks_is_killed(looping_llama: str, tmp_path: Path) -> None:
+def test_requests_fail_when_the_engine_of_two_ranks_is_killed(looping_llama: str, tmp_path: Path) -> None:
     server = Server(looping_llama, tmp_path / "log.txt", *OPTIONS)
     victim = processes(server, "EngineCore")[0]
     check_death(server, lambda: os.kill(victim.pid, signal.SIGKILL), "engine core exited unexpectedly")
 
 
 @pytest.mark.parametrize("options", [DRAFTS, OPTIONS], ids=["one rank", "two ranks"])
-def test_no_memory_in_a_step(options: tuple[str, ...], looping_llama: str, tmp_path: Path) -> None:
+def test_requests_fail_when_a_step_has_no_memory(options: tuple[str, ...], looping_llama: str, tmp_path: Path) -> None:
     fault = Injected(
         tmp_path / "injected",
         "vllm_gaudi_spec.runner.model_runner.ModelRunner.forward",
@@ -43,7 +43,7 @@ def test_no_memory_in_a_step(options: tuple[str, ...], looping_llama: str, tmp_p
     check_death(server, fault.arm, "injected: the device has no memory left")
 
 
-def test_an_output_cannot_be_sent(looping_llama: str, tmp_path: Path) -> None:
+def test_requests_fail_when_an_output_cannot_be_sent(looping_llama: str, tmp_path: Path) -> None:
     fault = Injected(
         tmp_path / "injected",
         "vllm.v1.serial_utils.MsgpackEncoder.encode_into",
@@ -54,7 +54,7 @@ def test_an_output_cannot_be_sent(looping_llama: str, tmp_path: Path) -> None:
     check_death(server, fault.arm, "injected: this output has no bytes")
 
 
-def test_the_engine_is_killed_while_nobody_asks(looping_llama: str, tmp_path: Path) -> None:
+def test_server_ends_when_its_idle_engine_is_killed(looping_llama: str, tmp_path: Path) -> None:
     server = Server(looping_llama, tmp_path / "log.txt", *DRAFTS)
     expected = texts(server, bodies(12))
     family = psutil.Process(server.process.pid).children(recursive=True)
@@ -67,7 +67,7 @@ def test_the_engine_is_killed_while_nobody_asks(looping_llama: str, tmp_path: Pa
         assert again.stop().code == 0, "one that is asked to end has not failed"
 
 
-def test_the_server_is_killed(looping_llama: str, tmp_path: Path) -> None:
+def test_engine_ends_when_its_server_is_killed(looping_llama: str, tmp_path: Path) -> None:
     server = Server(looping_llama, tmp_path / "log.txt", *OPTIONS)
     family = psutil.Process(server.process.pid).children(recursive=True)
     assert len(family) >= 3

@@ -105,7 +105,7 @@ class TestUsersClassNowAndThen:
             yield llm
 
     @pytest.mark.parametrize("what", slow_but(QUICK, NONSENSE))
-    def test_now_and_then(
+    def test_faults_now_and_then_are_counted(
         self, what: str, own_class: LLM, looping_llama: str, requests: list[Request], plain: Plain, errors: list[str]
     ) -> None:
         """Two steps of five break. As many are counted, and the drafter stays on."""
@@ -116,7 +116,7 @@ class TestUsersClassNowAndThen:
         check_counts(own_class, errors, before + expected, off=False)
         assert accepted(own_class) > verified
 
-    def test_one_row_of_many(
+    def test_faulty_row_does_not_affect_its_neighbors(
         self, own_class: LLM, looping_llama: str, requests: list[Request], plain: Plain, errors: list[str]
     ) -> None:
         """A row whose drafts are no tokens while others' are is counted once and drafts no more: nothing is switched
@@ -130,7 +130,9 @@ class TestUsersClassNowAndThen:
         assert accepted(own_class) > verified
 
 
-def test_three_in_a_row(looping_llama: str, requests: list[Request], plain: Plain, errors: list[str]) -> None:
+def test_three_faults_in_a_row_switch_the_drafter_off(
+    looping_llama: str, requests: list[Request], plain: Plain, errors: list[str]
+) -> None:
     """Three faults, one error, and the drafter is not asked again: not by later requests either."""
     expected, healthy = plain(looping_llama), 20
     drafter = broken.plan(lambda call: call >= healthy, raises)
@@ -180,7 +182,7 @@ MODES: dict[str, dict[str, Any]] = {
 @pytest.mark.parametrize("overlapping", [True, pytest.param(False, marks=pytest.mark.slow)])
 @pytest.mark.parametrize("mode", slow_but(("probabilistic",), MODES))
 @pytest.mark.parametrize("spoil", [all_nan, pytest.param(one_nan, marks=pytest.mark.slow)])
-def test_a_draft_model_of_no_numbers(
+def test_draft_model_with_nan_is_switched_off(
     spoil: Callable[[dict[str, torch.Tensor]], None],
     mode: str,
     overlapping: bool,
@@ -248,7 +250,7 @@ QUICK_CASES = [("draft_model", "raises", True)]
     ("method", "how", "overlapping"),
     [*QUICK_CASES, *(pytest.param(*case, marks=pytest.mark.slow) for case in CASES if case not in QUICK_CASES)],
 )
-def test_on_the_device(
+def test_faults_on_the_device_are_counted(
     method: str,
     how: str,
     overlapping: bool,
@@ -293,7 +295,7 @@ def edited(request: Request) -> bool:
 @pytest.mark.slow
 @pytest.mark.parametrize("where", ["a prompt", "every step"])
 @pytest.mark.parametrize("method", ["draft_model", "eagle"])
-def test_a_drafter_that_cannot_read(
+def test_drafter_whose_forward_raises_is_counted(
     method: str,
     where: str,
     way: Way,
@@ -350,7 +352,7 @@ ONE_RANK = [("draft_model", "greedy"), ("draft_model", "probabilistic"), ("retok
 
 @pytest.mark.slow
 @pytest.mark.parametrize(("method", "mode"), ONE_RANK)
-def test_no_number_on_one_rank(
+def test_nan_on_one_rank_drops_the_drafts_on_all(
     method: str, mode: str, way: Way, requests: list[Request], plain: Plain, errors: list[str]
 ) -> None:
     """Of ranks that each have the whole drafter: the others do without those drafts too, and the scheduler hears, which

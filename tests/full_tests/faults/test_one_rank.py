@@ -39,11 +39,11 @@ def quiet(one_rank: Server) -> list[str]:
     return texts(one_rank, bodies(12))
 
 
-def test_a_small_abort_storm(one_rank: Server, quiet: list[str]) -> None:
+def test_clients_that_leave_disturb_no_others(one_rank: Server, quiet: list[str]) -> None:
     check_storm(one_rank, 60, quiet)
 
 
-def test_the_engine_is_killed(one_rank: Server, quiet: list[str]) -> None:
+def test_requests_fail_when_the_engine_is_killed(one_rank: Server, quiet: list[str]) -> None:
     """The last test of this file: it ends the server."""
     victim = processes(one_rank, "EngineCore")[0]
     reason = "engine core exited unexpectedly"

@@ -37,7 +37,9 @@ def with_drafts(model: str) -> AbstractContextManager[LLM]:
     return speculating(model, dict(method="draft_model", model=model, num_speculative_tokens=3), **sizes)
 
 
-def test_beside_a_draft_model(looping_llama: str, poisoned: Callable[[str, float], str]) -> None:
+def test_nan_of_a_request_reaches_no_other_with_drafts(
+    looping_llama: str, poisoned: Callable[[str, float], str]
+) -> None:
     with with_drafts(poisoned(looping_llama, NAN)) as llm:
         poison.check(llm)
 
@@ -45,7 +47,7 @@ def test_beside_a_draft_model(looping_llama: str, poisoned: Callable[[str, float
 @pytest.mark.slow
 @pytest.mark.parametrize("value", [NAN, INF, LARGE])
 @pytest.mark.parametrize("prefix_cache", [True, False])
-def test_without_drafts(
+def test_nan_of_a_request_reaches_no_other(
     value: float, prefix_cache: bool, looping_llama: str, poisoned: Callable[[str, float], str]
 ) -> None:
     with engine(poisoned(looping_llama, value), enable_prefix_caching=prefix_cache, **SIZES) as llm:
@@ -54,7 +56,7 @@ def test_without_drafts(
 
 @pytest.mark.slow
 @pytest.mark.parametrize("case", ["falcon-h1", "deepseek-v3"])
-def test_in_states_and_in_latent_kv(
+def test_nan_in_states_and_latent_kv_reaches_no_other(
     case: str, made: Callable[[str], str], poisoned: Callable[[str, float], str]
 ) -> None:
     """Falcon-H1 has layers of both kinds, and chunks that start from snapshots."""

@@ -59,11 +59,11 @@ def quiet(two_ranks: Server) -> list[str]:
 
 
 @pytest.mark.parametrize("count", [200, 2000])
-def test_abort_storm(count: int, two_ranks: Server, quiet: list[str]) -> None:
+def test_clients_that_leave_disturb_no_others(count: int, two_ranks: Server, quiet: list[str]) -> None:
     check_storm(two_ranks, count, quiet)
 
 
-def test_slow_clients(two_ranks: Server, quiet: list[str]) -> None:
+def test_slow_clients_disturb_no_others(two_ranks: Server, quiet: list[str]) -> None:
     long = bodies(1, num_tokens=400)[0]
     expected = text(two_ranks, long)
     slow, still = Slow(two_ranks, long), Slow(two_ranks, long)
@@ -79,7 +79,9 @@ def test_slow_clients(two_ranks: Server, quiet: list[str]) -> None:
     assert texts(two_ranks, bodies(12)) == quiet
 
 
-def test_a_drafter_of_one_rank_fails(two_ranks: Server, one_rank_fails: Injected, quiet: list[str]) -> None:
+def test_drafter_that_fails_on_one_rank_is_off_on_all(
+    two_ranks: Server, one_rank_fails: Injected, quiet: list[str]
+) -> None:
     """Steps of ranks that drafted differently would differ, and nobody could tell from the texts of one of them."""
     assert two_ranks.metric("vllm:spec_decode_num_accepted_tokens_total") > 0
     assert two_ranks.metric(f"{DRAFTER_FAULTS}_total") == 0
@@ -97,7 +99,9 @@ def test_a_drafter_of_one_rank_fails(two_ranks: Server, one_rank_fails: Injected
     assert "injected: this rank fails" in said
 
 
-def test_a_worker_is_killed(two_ranks: Server, quiet: list[str], looping_llama: str, tmp_path: Path) -> None:
+def test_requests_fail_when_a_worker_is_killed(
+    two_ranks: Server, quiet: list[str], looping_llama: str, tmp_path: Path
+) -> None:
     """The last test of this file: it ends the server."""
     victim = processes(two_ranks, "Worker")[-1]
     check_death(two_ranks, lambda: os.kill(victim.pid, signal.SIGKILL), "died unexpectedly")
