@@ -11,7 +11,7 @@ from vllm.config import VllmConfig
 from vllm.platforms import current_platform
 from vllm.v1.sample.logits_processor import AdapterLogitsProcessor
 
-from tests.full_tests.engines import SMALL_KV, engine, first_tokens, generate, preemptions, tokens
+from tests.full_tests.engines import SMALL_KV, engine, first_tokens, generate, preemptions
 from tests.full_tests.prompts import random_prompts
 from tests.full_tests.tiny_models import VOCAB
 from tests.full_tests.workload import Answer, Request, differences, mixed_requests, run_together
@@ -136,24 +136,6 @@ def test_custom_logits_processor(tiny_llama: str, greedy: list[list[int]]) -> No
     for index, (output, length) in enumerate(zip(outputs, lengths, strict=False)):
         free = greedy[index][:length]
         assert output == (free if index % 2 else free[:1] + [100 + index] * (length - 1))
-
-
-def test_n(tiny_llama: str) -> None:
-    """The completions of one seeded request are those of single requests with the seeds that follow."""
-    shared = dict(temperature=1.0, max_tokens=16, ignore_eos=True)
-    with engine(tiny_llama) as llm:
-        three = tokens(generate(llm, PROMPTS[:2], SamplingParams(n=3, seed=5, **shared)))
-        single = [[SamplingParams(seed=5 + index, **shared)] * 2 for index in range(3)]
-        one_by_one = [first_tokens(generate(llm, PROMPTS[:2], params)) for params in single]
-    assert three == [[one_by_one[index][prompt] for index in range(3)] for prompt in range(2)]
-    assert len({tuple(completion) for completion in three[0]}) == 3
-
-
-def test_unseeded_requests_differ(tiny_llama: str) -> None:
-    with engine(tiny_llama) as llm:
-        params = SamplingParams(temperature=1.0, max_tokens=16, ignore_eos=True)  # two may end at once
-        outputs = first_tokens(generate(llm, [PROMPTS[0]] * 8, params))
-    assert len({tuple(output) for output in outputs}) == 8
 
 
 def test_engine_starts_after_another_ended_or_failed(tiny_llama: str, greedy: list[list[int]]) -> None:

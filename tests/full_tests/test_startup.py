@@ -83,11 +83,6 @@ def test_port_in_use_is_named(tiny_llama: str) -> None:
     assert "in use" in line, line
 
 
-def test_unknown_option(tiny_llama: str) -> None:
-    line = failing_start(tiny_llama, "--no-such-option", "3")
-    assert "--no-such-option" in line, line
-
-
 def test_second_platform_plugin_is_named(tiny_llama: str, tmp_path: Path) -> None:
     """A second plugin that wants to be the platform. With VGS_DEVICE set ours wants to be it too."""
     package = tmp_path / "other_platform-1.0.dist-info"
