@@ -23,7 +23,7 @@ _SHOWN = 120
 ATTEMPTS = 3
 """A machine with other work to do slows a neighbor now and then: the least of these counts."""
 
-COMPLETION, CHAT, RESPONSE, TOKENIZE = "/v1/completions", "/v1/chat/completions", "/v1/responses", "/tokenize"
+COMPLETION = "/v1/completions"
 TEXT = "The quick brown fox "
 
 
@@ -33,39 +33,6 @@ def _long(letters: int = 900_000) -> str:
 
 def _complete(**fields: Any) -> tuple[str, dict[str, Any]]:
     return COMPLETION, dict(prompt="hi", max_tokens=6, temperature=0) | fields
-
-
-def _constrained(**constraint: Any) -> tuple[str, dict[str, Any]]:
-    return _complete(structured_outputs=constraint)
-
-
-def _chat(*messages: dict[str, Any], **fields: Any) -> tuple[str, dict[str, Any]]:
-    return CHAT, dict(messages=messages or [_say("hi")], max_tokens=6, temperature=0) | fields
-
-
-def _say(content: Any) -> dict[str, Any]:
-    return dict(role="user", content=content)
-
-
-def _respond(**fields: Any) -> tuple[str, dict[str, Any]]:
-    return RESPONSE, dict(input="hi", max_output_tokens=6, temperature=0) | fields
-
-
-def _tool(number: int) -> dict[str, Any]:
-    parameters = dict(type="object", properties=dict(a=dict(type="integer")))
-    return dict(type="function", function=dict(name=f"f{number}", description=TEXT, parameters=parameters))
-
-
-def _nested(depth: int) -> dict[str, Any]:
-    schema: dict[str, Any] = dict(type="integer")
-    for _ in range(depth):
-        schema = dict(type="object", properties=dict(a=schema), required=["a"])
-    return schema
-
-
-def _wide(count: int) -> dict[str, Any]:
-    names = [f"field_{number}" for number in range(count)]
-    return dict(type="object", properties={name: dict(type="string") for name in names}, required=names)
 
 
 def _words(count: int) -> list[str]:
@@ -105,66 +72,18 @@ CASES: dict[str, Callable[[], tuple[str, dict[str, Any]]]] = {
     # prompts
     "a prompt of 900,000 letters": lambda: _complete(prompt=_long()),
     "a prompt of 900,000 letters without a space": lambda: _complete(prompt="a" * 900_000),
-    "a prompt of 900,000 letters to be truncated": lambda: _complete(prompt=_long(), truncate_prompt_tokens=4),
     "a prompt of 300,000 ids": lambda: _complete(prompt=[7] * 300_000),
     "200 prompts": lambda: _complete(prompt=[[7, i] for i in range(200)], max_tokens=1),
     "60,000 prompts": lambda: _complete(prompt=[[7, i % VOCAB] for i in range(60_000)], max_tokens=1),
     "embeddings of 600,000 bytes": lambda: _complete(prompt_embeds=base64.b64encode(b"\0" * 600_000).decode()),
     "8 answers of the longest kind": lambda: _complete(prompt="hi", n=8, max_tokens=2, seed=1, temperature=1),
     "2^31 answers": lambda: _complete(n=2**31, temperature=1),
-    # constraints
-    "a schema of 2,000 fields": lambda: _constrained(json=_wide(2_000)),
-    "a schema of 15,000 fields": lambda: _constrained(json=_wide(15_000)),
-    "a schema nested 60 times": lambda: _constrained(json=_nested(60)),
-    "a schema nested 400 times": lambda: _constrained(json=_nested(400)),
-    "a schema with 60,000 values": lambda: _constrained(json=dict(enum=_words(60_000))),
-    "a schema of up to 100,000 letters": lambda: _constrained(json=dict(type="string", maxLength=100_000)),
-    "a regex of 75,000 words": lambda: _constrained(regex="(" + "|".join(_words(75_000)) + ")"),
-    "a regex that repeats 2,000 times": lambda: _constrained(regex="([a-z]{1,9} ){1,2000}"),
-    "a regex that repeats repetitions": lambda: _constrained(regex="((((a{1,50}){1,50}){1,50}){1,50})"),
-    "2,000 choices": lambda: _constrained(choice=_words(2_000)),
-    "75,000 choices": lambda: _constrained(choice=_words(75_000)),
-    "a grammar of 20,000 rules": lambda: _constrained(
-        grammar="root ::= r0\n" + "".join(f'r{i} ::= "a" r{i + 1}\n' for i in range(20_000)) + 'r20000 ::= "b"'
-    ),
-    "a grammar of many ways": lambda: _constrained(grammar='root ::= s\ns ::= s s | "a" | s s s | ""'),
-    # names and arguments
+    # arguments
     "an argument of 900,000 letters": lambda: _complete(vllm_xargs={"a": _long()}),
     "50,000 arguments": lambda: _complete(vllm_xargs={f"a{i}": 1 for i in range(50_000)}),
     "an argument of 150,000 numbers": lambda: _complete(vllm_xargs={"a": [0.5] * 150_000}),
-    "a request id of 900,000 letters": lambda: _complete(request_id=_long()),
-    "a cache salt of 900,000 letters": lambda: _complete(cache_salt=_long()),
-    "a user of 900,000 letters": lambda: _complete(user=_long()),
-    "40,000 fields that nobody knows": lambda: _complete(**{f"x{i}": i for i in range(40_000)}),
-    "a list of 5,000 lists in each other": lambda: _complete(kv_transfer_params={"a": "[" * 5_000}),
-    # chats
-    "a message of 900,000 letters": lambda: _chat(_say(_long())),
-    "20,000 messages": lambda: _chat(*[_say("hello")] * 20_000),
-    "15,000 parts of a message": lambda: _chat(_say([dict(type="text", text="hello")] * 15_000)),
-    "4,000 tools": lambda: _chat(tools=[_tool(i) for i in range(4_000)]),
-    "1,000 tools of which one has to be called": lambda: _chat(
-        tools=[_tool(i) for i in range(1_000)], tool_choice="required"
-    ),
-    "arguments of a template": lambda: _chat(chat_template_kwargs={f"a{i}": TEXT for i in range(20_000)}),
-    "a response format of 2,000 fields": lambda: _chat(
-        response_format=dict(type="json_schema", json_schema=dict(name="x", schema=_wide(2_000)))
-    ),
-    # other paths
-    "a response to 900,000 letters": lambda: _respond(input=_long()),
-    "a response to 10,000 messages": lambda: _respond(input=[_say("hello")] * 10_000),
-    "instructions of 900,000 letters": lambda: _respond(instructions=_long()),
-    "metadata of 20,000 fields": lambda: _respond(metadata={f"a{i}": TEXT for i in range(20_000)}),
-    "tokens of 900,000 letters": lambda: (TOKENIZE, dict(prompt=_long(), return_token_strs=True)),
-    "tokens of 20,000 messages": lambda: (TOKENIZE, dict(messages=[_say("hello")] * 20_000)),
-    "text of 240,000 ids": lambda: ("/detokenize", dict(tokens=[70] * 240_000)),
-    "a prompt of 900,000 letters, invoked": lambda: ("/invocations", _complete(prompt=_long())[1]),
-    "2,000 messages, invoked": lambda: ("/invocations", _chat(*[_say("hello")] * 2_000)[1]),
 }
 QUICK = [*CASES][:24]
-ABOVE_BUDGET = {
-    "a prompt of 900,000 letters to be truncated": "vLLM tokenizes all of a prompt before it truncates it",
-}
-"""Costs of vLLM's own front end."""
 
 
 @dataclass(frozen=True)

@@ -13,18 +13,15 @@ from typing import Any
 import pytest
 
 from tests.full_tests.abuse import bodies, sizes
+from tests.full_tests.abuse.examples import examples, together
 from tests.full_tests.abuse.folders import hostile_copy, ran
 from tests.full_tests.abuse.judge import Judge
-from tests.full_tests.abuse.openapi import examples, send_all, together
 from tests.full_tests.abuse.watcher import NORMAL, Watcher, said
 from tests.full_tests.resident import Resident, meet_every_length
 from tests.full_tests.server import Server
 from tests.full_tests.tiny_models import VOCAB
 
 MAX_LEN, ROWS = 512, 8
-# `make test` has seconds for this, `make verify` minutes.
-GENERATED = 2800
-"""Asked for; of a path that takes no body there is but one, so fewer are sent."""
 QUICK_OWN, SLOW_OWN = 300, 2000
 BUDGET = 128
 """Tokens of a step: prompts are cut, and a step has so few lengths that all are met before memory is looked at."""
@@ -96,19 +93,6 @@ def test_server_drafts_and_overlaps_steps(server: Server) -> None:
     server.wait_idle()
     assert server.metric("vllm:spec_decode_num_draft_tokens_total") > 0
     assert server.metric("vllm:spec_decode_num_accepted_tokens_total") > 0
-
-
-# What is generated depends on more than the seed, and a new fault of upstream's is no fault of a change here.
-@pytest.mark.slow
-@pytest.mark.parametrize("num_requests", [GENERATED])
-def test_requests_made_of_the_interfaces_description(num_requests: int, judge: Judge, resident: Resident) -> None:
-    before = judge.num_tried
-    send_all(judge, num_requests, resident.sample)
-    tried = judge.num_tried - before
-    print(
-        f"{tried} requests by schemathesis: {dict(judge.tried)}, answers {dict(judge.answers)}; {resident.now:.0f} MiB"
-    )
-    assert tried >= 2000
 
 
 @slow_too(QUICK_OWN, SLOW_OWN)
@@ -228,14 +212,9 @@ def scales(judge: Judge, watcher: Watcher, resident: Resident) -> Iterator[sizes
     print(f"{len(scales.costs)} requests of hostile size; the worst: {'; '.join(map(str, scales.worst()))}")
 
 
-def sized(name: str) -> Any:
-    marks = [] if name in sizes.QUICK else [pytest.mark.slow]
-    if name in sizes.ABOVE_BUDGET:
-        marks.append(pytest.mark.xfail(reason=sizes.ABOVE_BUDGET[name]))
-    return pytest.param(name, marks=marks)
-
-
-@pytest.mark.parametrize("name", [sized(name) for name in sizes.CASES])
+@pytest.mark.parametrize(
+    "name", [name if name in sizes.QUICK else pytest.param(name, marks=pytest.mark.slow) for name in sizes.CASES]
+)
 def test_large_request_stays_within_its_budget(name: str, scales: sizes.Scales) -> None:
     cost = scales.measure(name)
     print(cost)
@@ -288,7 +267,7 @@ def test_server_is_unchanged_afterwards(
     watcher.check()
     server.wait_idle()
     print(
-        f"{judge.num_tried} hostile requests, answers {dict(judge.answers)}, tolerated {dict(judge.tolerated)}; "
+        f"{judge.num_tried} hostile requests, answers {dict(judge.answers)}; "
         f"{watcher.num_compared} answers of others compared, {len(watcher.changed)} changed; "
         f"memory {', '.join(f'{name}: {growth}' for name, growth in resident.growth().items())}"
     )
