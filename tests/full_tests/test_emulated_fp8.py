@@ -98,15 +98,15 @@ def test_kv_in_fp8_takes_half_the_memory(looping_llama: str, monkeypatch: pytest
 
 @pytest.mark.parametrize("num_ranks", [1, pytest.param(2, marks=pytest.mark.slow)])
 def test_fp8_weights_stay_fp8(num_ranks: int, looping_llama: str, tmp_path: Path) -> None:
-    quantised, _ = rewritten(looping_llama, "ct-fp8-dynamic", tmp_path)
+    quantized, _ = rewritten(looping_llama, "ct-fp8-dynamic", tmp_path)
     fp8 = {torch.float8_e4m3fn}
     texts_with_and_without_drafts(quantized, NATIVE, kept_as=fp8, tensor_parallel_size=num_ranks)
 
 
 @pytest.mark.slow
 def test_deepseek_mtp_in_fp8_blocks(tmp_path: Path) -> None:
-    """As DeepSeek-V3 is published; what latent attention absorbs is dequantised."""
-    quantised, _ = rewritten(save_deepseek_with_mtp(tmp_path / "plain"), "fp8-block", tmp_path)
+    """As DeepSeek-V3 is published; what latent attention absorbs is dequantized."""
+    quantized, _ = rewritten(save_deepseek_with_mtp(tmp_path / "plain"), "fp8-block", tmp_path)
     kept = {torch.float8_e4m3fn, torch.float32}
     texts_with_and_without_drafts(quantized, NATIVE, speculative=MTP, least=5, kept_as=kept)
 
