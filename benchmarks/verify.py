@@ -27,7 +27,7 @@ from vllm.v1.core.sched.output import NewRequestData
 from benchmarks.shared import common, dummy
 from vllm_gaudi_spec.outputs import SpecSchedulerOutput
 from vllm_gaudi_spec.records import DECODE, Planned, Shape
-from vllm_gaudi_spec.runner.batch import make_batch, make_sample_batch
+from vllm_gaudi_spec.runner.batch import make_sample_batch
 from vllm_gaudi_spec.tools.io.command_line import Parser
 
 CHUNK = 256
@@ -134,20 +134,22 @@ class Steps:
         ends = [request.num_computed + queries for request in members]
         shape = Shape(DECODE, len(members), queries, runner.shapes.decode_context(ends))
         planned = Planned(
-            shape=shape, requests=members, counts=[queries] * len(members), finishes=[True] * len(members)
+            shape=shape,
+            requests=members,
+            counts=[queries] * len(members),
+            ends=ends,
+            finishes=[True] * len(members),
         )
-        batch = make_batch(runner.requests, planned)
-        return partial(runner.device_step.forward, shape.phase, queries, batch.uploaded)
+        batch = runner.make_batch(planned)
+        return partial(runner.device_step.forward, shape.phase, queries, batch.inputs)
 
     def finish(self, names: list[str], queries: int) -> Callable[[], Any]:
         runner = self._runner
         members = [runner.requests.by_id[name] for name in names]
-        ends = [request.num_computed + queries for request in members]
         branch, num_positions = runner.sampling.branch(members, {}), [queries] * len(members)
         shape = runner.sample_shapes.fit(queries, num_positions, branch)
-        batch = make_sample_batch(runner.requests, shape, members, ends, num_positions)
-        inputs = runner.sampling.inputs_of(batch, branch, {})
-        return partial(runner.device_step.finish, batch.num_queries, batch.rows_B, batch.listed, inputs)
+        batch = make_sample_batch(runner.requests, shape, members, num_positions)
+        return partial(runner.device_step.finish, runner.sampling.make_pass(batch, branch, {}))
 
     def seconds(self, batch: int, context: int, num_drafts: int, repeats: int) -> dict[str, float]:
         """Return the seconds of a rectangle's forward, of its verification, and of both."""

@@ -27,7 +27,7 @@ if TYPE_CHECKING:
     from vllm.sampling_params import SamplingParams
     from vllm.v1.outputs import LogprobsTensors
 
-    from vllm_gaudi_spec.attention.metadata import Blocks, MultimodalInputs
+    from vllm_gaudi_spec.attention.metadata import Blocks, MultimodalInputs, StepInputs
     from vllm_gaudi_spec.attention.row_operations import RowOperations
 
 # --- requests ---
@@ -114,16 +114,6 @@ class SampleShape(NamedTuple):
     positions: int = 0
 
 
-class Rows(NamedTuple):
-    """The uploaded part of a rectangle."""
-
-    rows_B: torch.Tensor
-    """int64: rows of the request state; padding has the pad row."""
-    host_2B: torch.Tensor
-    """int32, as the host knows them: the position of each row's first token, and how many tokens it has."""
-    blocks: Blocks
-
-
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Planned:
     """A batch on the host: B rows of Q tokens; rows after those of `requests` are padding."""
@@ -133,6 +123,8 @@ class Planned:
     counts: list[int]
     """The host's number of tokens a row: exact for a prompt chunk, the most for a decode, whose drafts the device
     counts."""
+    ends: list[int]
+    """The most tokens of KV that each row may have when the step ends; for a decode with the drafts that follow it."""
     finishes: list[bool]
     """Requests that sample in this step: all but those whose prompt goes on."""
 
@@ -159,7 +151,7 @@ class Planned:
 class Batch(Planned):
     """A planned batch whose rows are on the device."""
 
-    uploaded: Rows
+    inputs: StepInputs
     multimodal: MultimodalInputs | None = None
     token_types_T: torch.Tensor | None = None
     """int32 [B * Q]: which of two texts a token is of, where a request has two."""
@@ -185,20 +177,44 @@ class SampleBatch:
     requests: list[Request]
     shape: SampleShape
     rows_np: np.ndarray
-    rows_B: torch.Tensor
-    """int64; padding has the pad row."""
-    ends: list[int]
-    """The most tokens that each request may have now, its drafts of this step included."""
+    """int32; padding has the pad row."""
     index_np: np.ndarray | None = None
-    """int64 [2, N], where positions are listed: the row in the batch of each, and its query,"""
-    listed: Listed | None = None
-    """and the list on the device."""
-    is_padding: bool = False
-    """Whether it is from warm-up: no request samples, and no drafts follow."""
+    """int32 [2, N], where positions are listed: the row in the batch of each, and its query,"""
+    slots_np: np.ndarray | None = None
+    """int32 [B, Q]: and where the list has each position."""
 
     @property
     def num_queries(self) -> int:
         return self.shape.queries
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class SampledRows:
+    """The rows that sampled in a step, for drafters on the device."""
+
+    requests: list[Request]
+    ends: list[int]
+    """The most tokens that each request may have now, its drafts of this step included."""
+    num_queries: int
+    """Positions of each row that the step verified."""
+    decode: Batch | None
+    """The step's batch, if it is one decode: a drafter reads its rows and blocks, which are on the device already."""
+    rows_alone: StepInputs | None
+    """The same without the blocks, for a drafter without KV."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class DraftBatch:
+    """The rows of a round of drafts, on the device, in a rectangle like those of decodes."""
+
+    requests: list[Request]
+    ends: list[int]
+    num_queries: int
+    """As in `SampledRows`."""
+    inputs: StepInputs
+    """With room in the blocks for the drafts that follow."""
+    context: int
+    """Of the blocks, as `Shapes` counts it for decodes; 0 without blocks."""
 
 
 # --- drafts ---
@@ -334,6 +350,8 @@ class StepResult:
     requests: list[Request]
     verification: Verification | None = None
     """None when no request sampled."""
+    rows_B: torch.Tensor | None = None
+    """int64: the rows of the sampling pass, on the device."""
     prompt_logprobs: list[tuple[Request, list[PromptScores]]] = field(default_factory=list)
     unfinished: list[Request] = field(default_factory=list)
     started: list[Request] = field(default_factory=list)

@@ -93,7 +93,7 @@ def _functions(runner: Any) -> Iterator[tuple[Any, str, str]]:
     yield runner, "forward", "forward call"
     yield model_runner, "make_sample_batch", "prepare sampling"
     yield runner.sampling, "branch", "prepare sampling"
-    yield runner.sampling, "inputs_of", "prepare sampling"
+    yield runner.sampling, "make_pass", "prepare sampling"
     yield runner.device_step, "finish", "finish call"
     yield runner, "send", "report"
     yield Report, "get_output", "report"

@@ -86,13 +86,14 @@ def programs_are_the_manifest(llm: LLM, before: Counter[str]) -> None:
     listed = Counter(PROGRAMS[kind_of(signature)] for signature in signatures(llm))
     changes_of_state = {name: made[name] for name in made if name not in listed}
     assert {name: made[name] for name in listed} == listed
-    # Copies of KV blocks, the drafter's reach or drafts that the host made, adapters: one program each. Starts of rows:
-    # one at a time, and eight where there are as many.
-    assert {"Requests._start_rows", "_copy_blocks"} <= set(changes_of_state)
-    others = {"DraftModelKVSync._put", "RequestHistory._put", "Adapters._put_slots"}
-    assert set(changes_of_state) <= {"Requests._start_rows", "_copy_blocks", *others}
+    # Copies of KV blocks, the drafter's reach, adapters: one program each. Starts of rows and the tables of sampling
+    # parameters and of draft limits: one row at a time, and eight where there are as many.
+    assert {"Requests._start_rows", "DeviceRows._put_rows", "_copy_blocks"} <= set(changes_of_state)
+    others = {"DraftModelKVSync._put_reach", "Adapters._put_slots"}
+    assert set(changes_of_state) <= {"Requests._start_rows", "DeviceRows._put_rows", "_copy_blocks", *others}
     num_starts = 1 if llm.llm_engine.vllm_config.scheduler_config.max_num_seqs < 8 else 2
     assert changes_of_state.pop("Requests._start_rows") == num_starts
+    assert changes_of_state.pop("DeviceRows._put_rows") in {6 * num_starts, 7 * num_starts}
     assert set(changes_of_state.values()) == {1}
 
 

@@ -36,5 +36,11 @@ def batch(
     members = [requests.by_id[name] for name in counts]
     requests.by_id[name].num_computed = computed
     shape = Shape(phase, num_rows or len(members), queries, 16)
-    planned = Planned(shape=shape, requests=members, counts=list(counts.values()), finishes=[True] * len(members))
+    planned = Planned(
+        shape=shape,
+        requests=members,
+        counts=list(counts.values()),
+        ends=[member.num_computed + count for member, count in zip(members, counts.values(), strict=True)],
+        finishes=[True] * len(members),
+    )
     return make_batch(requests, planned)

@@ -22,14 +22,14 @@ if TYPE_CHECKING:
 
     from vllm_gaudi_spec.attention.metadata import Inputs
     from vllm_gaudi_spec.config import Speculation
-    from vllm_gaudi_spec.records import Batch, DraftRound, Request, SampleBatch, StepResult
+    from vllm_gaudi_spec.records import Batch, DraftRound, Request, SampledRows, StepResult
     from vllm_gaudi_spec.runner.graphs import Job, StepRecorder
     from vllm_gaudi_spec.runner.hidden_states import HiddenStateBuffer
     from vllm_gaudi_spec.runner.kv_cache import KVCache
     from vllm_gaudi_spec.runner.model import LoadedModel
     from vllm_gaudi_spec.runner.requests import Requests
     from vllm_gaudi_spec.runner.shapes import Shapes
-    from vllm_gaudi_spec.sampling.params import Sampling, SamplingInputs
+    from vllm_gaudi_spec.sampling.params import Branch, Sampling
 
 
 class HostProposer(Protocol):
@@ -83,6 +83,7 @@ class DraftingContext:
     target: LoadedModel
     drafter: LoadedModel | None
     """None for methods without a model."""
+    sampling: Sampling
 
     @property
     def device(self) -> torch.device:
@@ -111,8 +112,10 @@ class Drafting(ABC):
 
     reports_drafts = False
     """Whether `propose` drafts, so that the host may need drafts with the step's report."""
-    has_propose = True
-    """False: all is done by `propose_on_host`, and nothing is uploaded for `propose`."""
+    lookahead = 0
+    """Tokens after those of a decode for which its blocks have room, so that the drafter can read them too."""
+    needs_rows_alone = False
+    """Whether a drafter on the device reads rows without their blocks."""
 
     # --- the scheduler ---
 
@@ -149,6 +152,15 @@ class Drafting(ABC):
 
     # --- a step ---
 
+    def limit_drafts(self, requests: list[Request], max_drafts: int) -> Sequence[int]:
+        """The most drafts that the scheduler requests of each request after this step, for drafters on the device."""
+        return ()
+
+    def host_drafts(self, requests: list[Request]) -> np.ndarray | None:
+        """int32 [requests, 1 + K]: for each request the number of its drafts, and these, where they are made on the
+        host: they are copied to the device with the step that verifies them."""
+        return None
+
     def follow(self, batch: Batch) -> None:  # noqa: B027
         """The target has computed a batch. Default: no-op."""
 
@@ -159,9 +171,9 @@ class Drafting(ABC):
     def on_verified(self, rows_B: torch.Tensor, lengths_B: torch.Tensor) -> None:  # noqa: B027
         """A part of the sampling pass, on the device: rows have `lengths_B` tokens now. Default: no-op."""
 
-    def propose(self, batch: SampleBatch, inputs: SamplingInputs, max_drafts: int) -> bool:
-        """Drafts on the device, after the verification: at most `max_drafts` a row. Whether there was a round; default:
-        no, drafts follow when the host has read the step."""
+    def propose(self, sampled: SampledRows, branch: Branch, max_drafts: int) -> bool:
+        """Draft on the device, after the verification: at most `max_drafts` a row. Return whether there was a round;
+        default: no, drafts follow when the host has read the step."""
         return False
 
     def propose_on_host(self, step: StepResult, max_drafts: int) -> None:  # noqa: B027
@@ -169,6 +181,6 @@ class Drafting(ABC):
 
     # --- warm-up ---
 
-    def jobs(self, sampling: Sampling) -> Iterator[Job]:
+    def jobs(self) -> Iterator[Job]:
         """Warm-up of every graph that drafting may run. Default: none."""
         yield from ()

@@ -16,36 +16,42 @@ from vllm_gaudi_spec.sampling.verify import restrict
 if TYPE_CHECKING:
     from vllm_gaudi_spec.attention.metadata import Blocks
     from vllm_gaudi_spec.config import Speculation
-    from vllm_gaudi_spec.records import Drafts, Hidden
+    from vllm_gaudi_spec.records import Drafts, Hidden, Request
     from vllm_gaudi_spec.runner.requests import Requests
-    from vllm_gaudi_spec.sampling.params import Sampling, SamplingInputs
+    from vllm_gaudi_spec.sampling.params import Sampling
     from vllm_gaudi_spec.sampling.rules.registry import Rules
 
 Choose = Callable[[torch.Tensor, int], Drafted]
 
 
 class DraftChoice:
-    def __init__(self, speculation: Speculation, rules: Rules) -> None:
+    def __init__(self, speculation: Speculation, rules: Rules, sampling: Sampling) -> None:
         self._rules = rules
+        self._sampling = sampling
         self._mode = cast(Mode, speculation.drafting)
         self._keeps_probs = speculation.keeps_probs
         self._num_drafts = speculation.num_drafts
 
-    def branch(self, inputs: SamplingInputs) -> Branch:
-        return Branch() if self._mode == "greedy" else inputs.branch.of_drafting()
+    def branch(self, branch: Branch) -> Branch:
+        """The part of a step's branch that drafting takes."""
+        return Branch() if self._mode == "greedy" else branch.of_drafting()
 
-    def branches(self, sampling: Sampling) -> set[Branch]:
+    def branch_of(self, requests: list[Request]) -> Branch:
+        """The branch of drafting for requests whose step is done."""
+        return self.branch(self._sampling.branch(requests, ()))
+
+    def branches(self) -> set[Branch]:
         """All branches that drafting can take."""
-        return {Branch()} if self._mode == "greedy" else {branch.of_drafting() for branch in sampling.branches()}
+        return {self.branch(branch) for branch in self._sampling.branches()}
 
-    def _chooser(self, lengths_B: torch.Tensor, inputs: SamplingInputs) -> Choose:
+    def _chooser(self, rows_B: torch.Tensor, lengths_B: torch.Tensor, branch: Branch) -> Choose:
         """For rows of `lengths_B` tokens: chooses drafts from logits in the target's ids, after so many drafts."""
-        branch = self.branch(inputs)
+        inputs = None if self._mode == "greedy" else self._sampling.gather(rows_B, branch)
         # Once for all drafts: as many small operations a step cost as much as a small model's layer.
         newest_B = lengths_B - 1
 
         def choose(logits_BV: torch.Tensor, before: int) -> Drafted:
-            if self._mode == "greedy":
+            if inputs is None or self._mode == "greedy":
                 return draft_greedy(self._rules, logits_BV)
             logits_BV = logits_BV.float()
             sound_B = self._rules.are_sound(logits_BV)
@@ -65,7 +71,7 @@ class DraftChoice:
         lengths_B: torch.Tensor,
         max_drafts_B: torch.Tensor,
         blocks: Blocks,
-        inputs: SamplingInputs,
+        branch: Branch,
         hidden: Hidden | None = None,
     ) -> DraftRequest:
         """The request that a proposer gets."""
@@ -77,7 +83,7 @@ class DraftChoice:
             num_drafts=self._num_drafts,
             blocks=blocks,
             row_operations=requests.backend.row_operations,
-            choose=self._chooser(lengths_B, inputs),
+            choose=self._chooser(rows_B, lengths_B, branch),
             hidden=hidden,
         )
 

@@ -20,19 +20,20 @@ from typing import TYPE_CHECKING, NamedTuple
 import numpy as np
 import torch
 
-from vllm_gaudi_spec.attention.metadata import columns, rectangle
+from vllm_gaudi_spec.attention.metadata import Packing, StepInputs, columns, rectangle
 from vllm_gaudi_spec.drafting.kv_sync import DrafterKVSync
 from vllm_gaudi_spec.drafting.universal.pairs import same_tokens
 from vllm_gaudi_spec.records import PREFILL, DraftRequest, Drafts, Hidden
+from vllm_gaudi_spec.runner.batch import pad_rows
 from vllm_gaudi_spec.runner.graphs import DRAFTERS_READS, Job
 
 if TYPE_CHECKING:
-    from vllm_gaudi_spec.attention.metadata import Blocks, Inputs
+    from vllm_gaudi_spec.attention.metadata import Inputs
     from vllm_gaudi_spec.drafting.base import Model
-    from vllm_gaudi_spec.drafting.kv_sync import ReadBlocks, RoundBlocks
+    from vllm_gaudi_spec.drafting.kv_sync import ReadBlocks
     from vllm_gaudi_spec.drafting.proposers import ProposerContext
     from vllm_gaudi_spec.drafting.vocabulary import Translation
-    from vllm_gaudi_spec.records import Batch, Drafted, Request, SampleBatch, Shape
+    from vllm_gaudi_spec.records import Batch, DraftBatch, Drafted, Request, SampledRows, Shape
     from vllm_gaudi_spec.runner.graphs import StepRecorder
     from vllm_gaudi_spec.runner.requests import Requests
     from vllm_gaudi_spec.runner.shapes import Shapes
@@ -127,11 +128,8 @@ class Read(NamedTuple):
     """Tokens that the drafter reads next, in a shape of prompt chunks."""
 
     shape: Shape
-    rows_P: torch.Tensor
-    """int64."""
-    host_2P: torch.Tensor
-    """int32: the first position of each row, as far as the host knows; a row of which less was read is left out."""
-    blocks: Blocks
+    inputs: StepInputs
+    """With the first position of each row, as far as the host knows; a row of which less was read is left out."""
 
 
 @dataclass(slots=True)
@@ -175,7 +173,7 @@ class DraftModelKVSync(DrafterKVSync):
         """Rows whose first forward is still to come."""
         self._blocks = blocks
         self._run_read = requests.backend.graphs.graph(self._read_rows)
-        self._set_reach = requests.backend.graphs.graph(self._put)
+        self._set_reach = requests.backend.graphs.graph(self._put_reach)
 
     # --- host ---
 
@@ -189,13 +187,13 @@ class DraftModelKVSync(DrafterKVSync):
         if (read := self._chunk(batch)) is not None:
             self._read_chunk(read)
 
-    def before_round(self, batch: SampleBatch, max_drafts_np: np.ndarray, blocks: RoundBlocks) -> None:
-        for read in self._catch_up(batch, max_drafts_np):
+    def before_round(self, sampled: SampledRows, max_drafts_np: np.ndarray, batch: DraftBatch | None) -> None:
+        for read in self._catch_up(sampled.requests, max_drafts_np):
             self._read_chunk(read)
 
     def _read_chunk(self, read: Read) -> None:
         self._recorder.saw(self._signature(read.shape))
-        self._run_read(read.rows_P, read.host_2P, read.blocks, read.shape.queries)
+        self._run_read(read.inputs, read.shape.queries)
 
     def _chunk(self, batch: Batch) -> Read | None:
         """The part of a batch that the drafter reads: a prompt chunk, cut at the drafter's longest context."""
@@ -211,9 +209,8 @@ class DraftModelKVSync(DrafterKVSync):
         self._note(
             [request for request, _ in following], [request.num_computed + count for request, count in following]
         )
-        rows_B, host_2B, blocks = batch.uploaded
         # A row with a gap before its chunk reads both when it catches up: the device knows how much that is.
-        return Read(batch.shape, rows_B, host_2B, blocks._replace(counts_B=None))
+        return Read(batch.shape, batch.inputs._replace(counts_B=None))
 
     def _start_rows(self, requests: list[Request]) -> None:
         """Not at admission: a row may share blocks that are written in this very step, by one that came before it."""
@@ -232,8 +229,8 @@ class DraftModelKVSync(DrafterKVSync):
         self._upload_reach(rows_np)
 
     def _upload_reach(self, rows_np: np.ndarray) -> None:
-        upload = self._requests.backend.memory.upload
-        self._set_reach(upload(torch.from_numpy(rows_np)), upload(torch.from_numpy(self._reach_np[rows_np])))
+        packing = Packing.pack([rows_np, self._reach_np[rows_np]], self._requests.backend.memory.upload)
+        self._set_reach(packing)
 
     def _note(self, requests: list[Request], reach: list[int]) -> None:
         """The drafter has read these requests up to `reach`, or up to its longest context."""
@@ -244,13 +241,11 @@ class DraftModelKVSync(DrafterKVSync):
         self._blocks.note(rows_np[further_np], before_np[further_np], reach_np[further_np])
         self._reach_np[rows_np[further_np]] = reach_np[further_np]
 
-    def _catch_up(self, batch: SampleBatch, max_drafts_np: np.ndarray) -> Iterator[Read]:
+    def _catch_up(self, requests: list[Request], max_drafts_np: np.ndarray) -> Iterator[Read]:
         """What the drafter has to read first, in the shapes of prompt chunks, of rows that may draft now and did not
         before. Rows that may not draft lag."""
-        rows_np = batch.rows_np[: len(max_drafts_np)]
-        lags = [
-            _Lag(batch.requests[index]) for index in np.flatnonzero((max_drafts_np > 0) & ~self._keeps_up_np[rows_np])
-        ]
+        rows_np = np.array([request.row for request in requests], dtype=np.int64)
+        lags = [_Lag(requests[index]) for index in np.flatnonzero((max_drafts_np > 0) & ~self._keeps_up_np[rows_np])]
         for lag in lags:
             # All but the newest tokens, at most: those a row may have, whatever is in flight.
             request = lag.request
@@ -265,12 +260,10 @@ class DraftModelKVSync(DrafterKVSync):
         self._keeps_up_np[rows_np] = max_drafts_np > 0
 
     def _part(self, group: list[_Lag], shape: Shape) -> Read:
-        rows_np = np.full(shape.rows, self._requests.pad_row, dtype=np.int64)
-        rows_np[: len(group)] = [lag.request.row for lag in group]
-        upload = self._requests.backend.memory.upload
-        begin_np = np.zeros((2, shape.rows), dtype=np.int32)
+        header_np = np.zeros((4, shape.rows), dtype=np.int32)
+        header_np[0] = rows_np = pad_rows(self._requests, [lag.request for lag in group], shape.rows)
         blocks = self._requests.blocks(rows_np, [lag.end for lag in group], shape.context)
-        return Read(shape, upload(torch.from_numpy(rows_np)), upload(torch.from_numpy(begin_np)), blocks)
+        return Read(shape, StepInputs.pack(header_np, blocks, self._requests.backend.memory.upload))
 
     def on_drafted(self, requests: list[Request], max_drafts_np: np.ndarray) -> None:
         drafted = list(compress(requests, max_drafts_np > 0))
@@ -290,17 +283,19 @@ class DraftModelKVSync(DrafterKVSync):
 
     # --- device ---
 
-    def _read_rows(self, rows_P: torch.Tensor, host_2P: torch.Tensor, blocks: Blocks, queries: int) -> None:
-        """Reads the next tokens that the drafter has not read, all but the newest, of rows that it has read at least up
-        to `host_2P[0]`."""
+    def _read_rows(self, step: StepInputs, queries: int) -> None:
+        """Read the next tokens that the drafter has not read, all but the newest, of rows that it has read at least up
+        to their start."""
+        rows = step.split()
+        rows_P = rows.rows_B
         reach_P = self._reach_R.index_select(0, rows_P)
         ends_P = self._requests.computed_R.index_select(0, rows_P).clamp(max=self._max_len)
-        num_real_P = torch.where(reach_P >= host_2P[0], (ends_P - reach_P).clamp(min=0, max=queries), 0).int()
+        num_real_P = torch.where(reach_P >= rows.starts_B, (ends_P - reach_P).clamp(min=0, max=queries), 0).int()
         starts_P = torch.where(num_real_P > 0, reach_P, 0)
         self._put(rows_P, reach_P + num_real_P)
         offsets_L = torch.arange(queries, dtype=torch.int32, device=rows_P.device)
         tokens_PL = self._requests.tokens_at(rows_P, starts_P[:, None] + offsets_L)
-        self._read(rectangle(tokens_PL, starts_P, num_real_P, blocks, self._requests.backend.row_operations))
+        self._read(rectangle(tokens_PL, starts_P, num_real_P, rows.blocks, self._requests.backend.row_operations))
 
     def on_verified(self, rows_B: torch.Tensor, lengths_B: torch.Tensor) -> None:
         """Once after each verification: what was written for drafts beyond the newest token does not count. They were
@@ -316,6 +311,10 @@ class DraftModelKVSync(DrafterKVSync):
         reach_B = self._reach_R.index_select(0, rows_B)
         wrote_B = lengths_B + drafts.num_drafts_B - 1
         self._put(rows_B, torch.where(drafts.num_drafts_B > 0, wrote_B, reach_B))
+
+    def _put_reach(self, packing: Packing) -> None:
+        rows_R, reach_R = packing.split()
+        self._put(rows_R.long(), reach_R)
 
     def _put(self, rows_B: torch.Tensor, reach_B: torch.Tensor) -> None:
         put = self._requests.backend.row_operations.put

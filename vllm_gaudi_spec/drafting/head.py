@@ -19,12 +19,12 @@ from typing import TYPE_CHECKING
 
 import torch
 
-from vllm_gaudi_spec.attention.metadata import Blocks, Inputs, rectangle
+from vllm_gaudi_spec.attention.metadata import Blocks, Inputs, StepInputs, rectangle
 from vllm_gaudi_spec.drafting.draft_model import draft_chain
-from vllm_gaudi_spec.drafting.kv_sync import DrafterKVSync, RoundBlocks
+from vllm_gaudi_spec.drafting.kv_sync import DrafterKVSync
 from vllm_gaudi_spec.drafting.vocabulary import FewerTokens, SameTokens
-from vllm_gaudi_spec.records import PREFILL, Hidden, Rows, SampleShape
-from vllm_gaudi_spec.runner.batch import make_batch, make_padding, padding_of
+from vllm_gaudi_spec.records import PREFILL, Hidden
+from vllm_gaudi_spec.runner.batch import make_batch, make_draft_batch, no_samples, padding_of
 from vllm_gaudi_spec.runner.graphs import DRAFTERS_READS, Job
 
 if TYPE_CHECKING:
@@ -34,7 +34,7 @@ if TYPE_CHECKING:
     from vllm_gaudi_spec.drafting.kv_sync import ReadBlocks
     from vllm_gaudi_spec.drafting.proposers import ProposerContext
     from vllm_gaudi_spec.drafting.vocabulary import Translation
-    from vllm_gaudi_spec.records import Batch, DraftRequest, Drafts, Request, SampleBatch, Shape
+    from vllm_gaudi_spec.records import Batch, DraftBatch, DraftRequest, Drafts, Request, SampledRows, Shape
     from vllm_gaudi_spec.runner.graphs import StepRecorder
     from vllm_gaudi_spec.runner.hidden_states import HiddenStateBuffer
     from vllm_gaudi_spec.runner.requests import Requests
@@ -128,42 +128,39 @@ class HeadKVSync(DrafterKVSync):
     def on_forward(self, batch: Batch) -> None:
         """Prompt chunks."""
         if batch.shape.phase == PREFILL and min(request.num_computed for request in batch.requests) < self._max_len:
-            self._read(batch.shape, batch.uploaded)
+            self._read(batch)
 
-    def _read(self, shape: Shape, rows: Rows) -> None:
-        self._recorder.saw(self._chunk_signature(shape))
-        self._run_chunk(shape.queries, *rows)
+    def _read(self, batch: Batch) -> None:
+        self._recorder.saw(self._chunk_signature(batch.shape))
+        self._run_chunk(batch.shape.queries, batch.inputs)
 
-    def before_round(self, batch: SampleBatch, max_drafts_np: np.ndarray, blocks: RoundBlocks) -> None:
+    def before_round(self, sampled: SampledRows, max_drafts_np: np.ndarray, batch: DraftBatch | None) -> None:
         """What this step sampled: decodes, and the ends of prompts."""
+        assert batch is not None
         # The host counts its own drafts as accepted, and asynchronously those of the step in flight.
         ahead = 2 * self._shapes.decode_queries[-1]
         if min(end - ahead for end in batch.ends) < self._max_len:
-            self._read_sampled(batch, blocks)
+            self._read_sampled(batch)
 
-    def _read_sampled(self, batch: SampleBatch, blocks: RoundBlocks) -> None:
-        self._recorder.saw(self._signature(len(batch.rows_np), batch.num_queries, blocks.context))
-        self._run_newest(batch.num_queries, batch.rows_B, blocks.blocks)
+    def _read_sampled(self, batch: DraftBatch) -> None:
+        self._recorder.saw(self._signature(batch.inputs.num_rows, batch.num_queries, batch.context))
+        self._run_newest(batch.num_queries, batch.inputs)
 
     # --- device ---
 
     def hidden(self, rows_B: torch.Tensor, lengths_B: torch.Tensor) -> Hidden:
         return Hidden(self._last_RH.index_select(0, rows_B), self._carried_RH.index_select(0, rows_B))
 
-    def _read_chunk(
-        self,
-        queries: int,
-        rows_P: torch.Tensor,
-        host_2P: torch.Tensor,
-        blocks: Blocks,
-    ) -> None:
+    def _read_chunk(self, queries: int, step: StepInputs) -> None:
         """Of a prompt that ends here the last position is read as well, beside a token that does not exist yet: it is
         read again once that token is sampled."""
-        starts_P, counts_P = host_2P.unbind(0)
-        inputs = self._shifted(queries, rows_P, starts_P, counts_P, blocks)
-        self._head.forward(inputs, self._hidden_states.chunk(rows_P.shape[0] * queries))
+        rows = step.split()
+        inputs = self._shifted(queries, rows.rows_B, rows.starts_B, rows.counts_B, rows.blocks)
+        self._head.forward(inputs, self._hidden_states.chunk(step.num_rows * queries))
 
-    def _read_newest(self, queries: int, rows_B: torch.Tensor, blocks: Blocks) -> None:
+    def _read_newest(self, queries: int, step: StepInputs) -> None:
+        rows = step.split()
+        rows_B, blocks = rows.rows_B, rows.blocks._replace(counts_B=None)
         first_B = self._hidden_states.first(rows_B)
         # The newest token has no state of its own yet. Rejected drafts have one, and are not read.
         num_read_B = self._requests.lengths(rows_B) - 1 - first_B
@@ -207,8 +204,10 @@ class HeadKVSync(DrafterKVSync):
             yield Job(DRAFTERS_READS, partial(self._read_no_samples, *sizes), (self._signature(*sizes),), num_rows)
 
     def _read_padding(self, shape: Shape) -> None:
-        self._read(shape, make_batch(self._requests, padding_of(shape)).uploaded)
+        self._read(make_batch(self._requests, padding_of(shape)))
 
     def _read_no_samples(self, num_rows: int, num_queries: int, context: int) -> None:
-        batch = make_padding(self._requests, SampleShape(num_rows, num_queries))
-        self._read_sampled(batch, RoundBlocks.of(self._requests, batch, [], context))
+        nobody = no_samples(num_queries)
+        self._read_sampled(
+            make_draft_batch(self._requests, nobody, (), num_rows=num_rows, context=context, lookahead=0)
+        )

@@ -6,9 +6,6 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 import numpy as np
-import torch
-
-from vllm_gaudi_spec.records import Drafts
 
 if TYPE_CHECKING:
     from vllm.sampling_params import SamplingParams
@@ -33,10 +30,10 @@ class RequestHistory:
     def __init__(self, split: LengthSplit, requests: Requests, num_drafts: int) -> None:
         self._split = split
         self._requests = requests
-        self._num_drafts = num_drafts
         self._history_np = np.zeros(tuple(requests.history_RM.shape), dtype=np.int32)
         self._lengths_np = np.zeros(len(self._history_np), dtype=np.int32)
-        self._write = requests.backend.graphs.graph(self._put)
+        self._drafts_np = np.zeros((len(self._history_np), 1 + num_drafts), dtype=np.int32)
+        """By row: the number of drafts that wait to be verified, and these."""
 
     def apply(self) -> None:
         self._split.pace(self._requests.paced_rows())
@@ -48,6 +45,7 @@ class RequestHistory:
         self._split.admit(request.row, request.params, request.num_prompt)
         self._history_np[request.row, : len(request.all_token_ids)] = request.all_token_ids
         self._lengths_np[request.row] = len(request.all_token_ids)
+        self._drafts_np[request.row] = 0
 
     def tokens_np(self, row: int, begin: int = 0) -> np.ndarray:
         """int32: a view that is valid until the next step."""
@@ -66,6 +64,7 @@ class RequestHistory:
         index_BQ = rows_np[:, None] * self._history_np.shape[1] + self._lengths_np[rows_np][:, None] + offsets_Q
         self._history_np.reshape(-1)[index_BQ[new_BQ]] = tokens_np[new_BQ]
         self._lengths_np[rows_np] += counts_np
+        self._drafts_np[rows_np] = 0
         return [row[:count].tolist() for row, count in zip(tokens_np, counts_np, strict=True)]
 
     def drafting_rows(self, step: StepResult, new: list[list[int]], limit: int) -> list[DraftingRow]:
@@ -79,34 +78,16 @@ class RequestHistory:
             if not _stops(step.requests[index].params, new[index])
         ]
 
-    def put(self, step: StepResult, drafts: dict[str, list[int]]) -> None:
-        """Upload, in the shape of all rows, so that every step runs the same graph."""
-        all_rows_np, small = self._nothing()
-        rows_np = _rows_of(step)
-        all_rows_np[: len(rows_np)] = rows_np
-        small[: len(rows_np), 0] = self._lengths_np[rows_np]
-        for row, request in zip(small, step.requests, strict=False):
-            tokens = drafts.get(request.req_id, ())
-            row[1] = len(tokens)
-            row[2 : 2 + len(tokens)] = tokens
-        self._upload(all_rows_np, small)
+    def keep_drafts(self, step: StepResult, drafts: dict[str, list[int]]) -> None:
+        """Keep drafts until a step verifies them: it copies them to the device."""
+        for request in step.requests:
+            if tokens := drafts.get(request.req_id):
+                self._drafts_np[request.row, : 1 + len(tokens)] = len(tokens), *tokens
 
-    def warm_up(self) -> None:
-        self._upload(*self._nothing())
-
-    def _nothing(self) -> tuple[np.ndarray, np.ndarray]:
-        """The pad row in each slot, and no drafts."""
-        num_rows = len(self._history_np)
-        rows_np = np.full(num_rows, self._requests.pad_row, dtype=np.int64)
-        return rows_np, np.zeros((num_rows, 2 + self._num_drafts), dtype=np.int32)
-
-    def _upload(self, rows_np: np.ndarray, small_np: np.ndarray) -> None:
-        upload = self._requests.backend.memory.upload
-        self._write(upload(torch.from_numpy(rows_np)), upload(torch.from_numpy(small_np)))
-
-    def _put(self, rows_R: torch.Tensor, small_RN: torch.Tensor) -> None:
-        """Of each row: the number of its tokens, that of its drafts, and these."""
-        self._requests.put_drafts(rows_R, small_RN[:, 0], Drafts(small_RN[:, 2:], small_RN[:, 1]))
+    def drafts_np(self, requests: list[Request]) -> np.ndarray:
+        """int32 [requests, 1 + K]: the number of each request's drafts, and these."""
+        found: np.ndarray = self._drafts_np[[request.row for request in requests]]
+        return found
 
 
 def _rows_of(step: StepResult) -> np.ndarray:

@@ -5,35 +5,17 @@ One class a kind of drafter. The base keeps nothing; `DraftModelKVSync` and `Hea
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
-from typing import TYPE_CHECKING, NamedTuple
+from collections.abc import Iterator
+from typing import TYPE_CHECKING
 
 import numpy as np
-
-from vllm_gaudi_spec.attention.metadata import Blocks
 
 if TYPE_CHECKING:
     import torch
 
-    from vllm_gaudi_spec.records import Batch, Drafts, Hidden, Request, SampleBatch
+    from vllm_gaudi_spec.records import Batch, DraftBatch, Drafts, Hidden, Request, SampledRows
     from vllm_gaudi_spec.runner.graphs import Job
     from vllm_gaudi_spec.runner.requests import Requests
-
-
-class RoundBlocks(NamedTuple):
-    """The KV blocks of a round of drafts."""
-
-    context: int
-    """As `Shapes` counts it for decodes."""
-    blocks: Blocks
-
-    @classmethod
-    def of(cls, requests: Requests, batch: SampleBatch, ends: Sequence[int], context: int) -> RoundBlocks:
-        return cls(context, requests.decode_blocks(batch.rows_np, ends, context))
-
-
-NO_BLOCKS = RoundBlocks(0, Blocks((), ()))
-"""Of a drafter without KV: one graph for every context."""
 
 
 class DrafterKVSync:
@@ -52,8 +34,9 @@ class DrafterKVSync:
     def on_forward(self, batch: Batch) -> None:
         """The target has computed a batch."""
 
-    def before_round(self, batch: SampleBatch, max_drafts_np: np.ndarray, blocks: RoundBlocks) -> None:
-        """After each verification. `max_drafts_np`: of each request now."""
+    def before_round(self, sampled: SampledRows, max_drafts_np: np.ndarray, batch: DraftBatch | None) -> None:
+        """After each verification. `max_drafts_np`: of each request now. `batch`: the rows on the device, for a drafter
+        with KV, if a round follows or `reads_every_step` is set."""
 
     def on_drafted(self, requests: list[Request], max_drafts_np: np.ndarray) -> None:
         """A round was run."""

@@ -51,13 +51,15 @@ def load_drafting(context: DraftingContext) -> Drafting:
 
 def _device_drafting(context: DraftingContext, proposer: DeviceProposer, pair: Pair | None) -> DeviceDrafting:
     limits = _limits(context)
+    choice = DraftChoice(context.speculation, context.requests.backend.rules, context.sampling)
     return DeviceDrafting(
         proposer=proposer,
         split=limits,
         requests=context.requests,
         recorder=context.recorder,
         shapes=context.shapes,
-        speculation=context.speculation,
+        num_drafts=context.speculation.num_drafts,
+        choice=choice,
         draft_probs=_draft_probs(context),
         guard=guard_of(context.target, context.drafter),
         kv_sync=_kv_sync(context, proposer, limits),
@@ -119,7 +121,7 @@ def _text_drafting(context: DraftingContext, pair: Pair) -> TextDrafting:
         requests=requests,
         recorder=context.recorder,
         shapes=shapes,
-        choice=DraftChoice(speculation, requests.backend.rules),
+        choice=DraftChoice(speculation, requests.backend.rules, context.sampling),
         draft_probs=_draft_probs(context),
         num_drafts=speculation.num_drafts,
         guard=guard_of(context.target, drafter),

@@ -8,9 +8,8 @@ from collections.abc import Sequence
 from typing import TYPE_CHECKING, NamedTuple
 
 import numpy as np
-import torch
 
-from vllm_gaudi_spec.attention.metadata import Blocks
+from vllm_gaudi_spec.attention.metadata import HostBlocks
 from vllm_gaudi_spec.runner.requests import host_lengths
 from vllm_gaudi_spec.upstream.kv_cache import AttentionSpec, KVCacheConfig, KVCacheGroupSpec, KVCacheTensor
 
@@ -97,11 +96,11 @@ class DrafterKVRegion:
         )
         model.bind_kv(by_layer, [list(specs)])
 
-    def blocks(self, rows_np: np.ndarray, ends: Sequence[int], context: int) -> Blocks:
+    def blocks(self, rows_np: np.ndarray, ends: Sequence[int], context: int) -> HostBlocks:
         """Wide enough for `context` tokens. The first rows end at `ends`."""
         table_np = self._table_np[rows_np, : -(-context // self._size)]
         lengths_B = host_lengths(self._backend, len(rows_np), ends, context)
-        return Blocks((self._backend.memory.upload(torch.from_numpy(table_np)),), (self._size,), lengths_B=lengths_B)
+        return HostBlocks((table_np,), (self._size,), lengths_B=lengths_B)
 
 
 def block_of(specs: dict[str, KVCacheSpec]) -> KVBlock:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Hashable, Iterator
+from collections.abc import Hashable, Iterator, Sequence
 from functools import partial
 from itertools import product
 from typing import TYPE_CHECKING
@@ -12,27 +12,23 @@ import torch
 from vllm.v1.outputs import DraftTokenIds
 
 from vllm_gaudi_spec.drafting.base import Drafting
-from vllm_gaudi_spec.drafting.choice import DraftChoice
-from vllm_gaudi_spec.drafting.kv_sync import NO_BLOCKS, RoundBlocks
-from vllm_gaudi_spec.records import SampleShape
-from vllm_gaudi_spec.runner.batch import make_padding
+from vllm_gaudi_spec.records import DraftBatch
+from vllm_gaudi_spec.runner.batch import make_draft_batch, no_samples
 from vllm_gaudi_spec.runner.graphs import DRAFTS, Job
 from vllm_gaudi_spec.sampling.params import Branch
-from vllm_gaudi_spec.scheduling.limits import max_drafts
 
 if TYPE_CHECKING:
-    from vllm_gaudi_spec.attention.metadata import Blocks
-    from vllm_gaudi_spec.config import Speculation
+    from vllm_gaudi_spec.attention.metadata import StepInputs
     from vllm_gaudi_spec.drafting.base import DeviceProposer
-    from vllm_gaudi_spec.drafting.choice import DraftProbs
+    from vllm_gaudi_spec.drafting.choice import DraftChoice, DraftProbs
     from vllm_gaudi_spec.drafting.guard import Guard
     from vllm_gaudi_spec.drafting.kv_sync import DrafterKVSync
     from vllm_gaudi_spec.drafting.universal.pairs import Coverage
-    from vllm_gaudi_spec.records import Batch, DraftRound, Request, SampleBatch, StepResult
+    from vllm_gaudi_spec.records import Batch, DraftRound, Request, SampledRows, StepResult
     from vllm_gaudi_spec.runner.graphs import StepRecorder
     from vllm_gaudi_spec.runner.requests import Requests
     from vllm_gaudi_spec.runner.shapes import Shapes
-    from vllm_gaudi_spec.sampling.params import Sampling, SamplingInputs
+    from vllm_gaudi_spec.sampling.params import Branch
     from vllm_gaudi_spec.scheduling.limits import LengthSplit
 
 
@@ -47,7 +43,8 @@ class DeviceDrafting(Drafting):
         requests: Requests,
         recorder: StepRecorder,
         shapes: Shapes,
-        speculation: Speculation,
+        num_drafts: int,
+        choice: DraftChoice,
         draft_probs: DraftProbs,
         guard: Guard,
         kv_sync: DrafterKVSync,
@@ -60,8 +57,10 @@ class DeviceDrafting(Drafting):
         self._requests = requests
         self._recorder = recorder
         self._shapes = shapes
-        self._num_drafts = speculation.num_drafts
-        self._choice = DraftChoice(speculation, requests.backend.rules)
+        self._num_drafts = num_drafts
+        self._choice = choice
+        self.lookahead = 1 + self._num_drafts if kv_sync.has_kv else 0
+        self.needs_rows_alone = not kv_sync.has_kv
         self._draft_probs = draft_probs
         self._kv_sync = kv_sync
         self._coverage = coverage
@@ -95,9 +94,8 @@ class DeviceDrafting(Drafting):
     def _possible(self, requests: list[Request], limit: int | np.ndarray) -> np.ndarray:
         """int32: the most drafts that the device may have for each request, whatever is in flight."""
         # Asynchronously scheduled, `num_computed` counts the drafts of the step in flight as accepted.
-        rows_np = np.array([request.row for request in requests], dtype=np.int64)
         shortest_np = np.array([request.num_computed for request in requests], dtype=np.int32) + 1 - self._num_drafts
-        return self._split.max_drafts_np(rows_np, shortest_np, limit)
+        return self._split.max_drafts_np(_rows_of(requests), shortest_np, limit)
 
     def follow(self, batch: Batch) -> None:
         if self._is_off:
@@ -114,49 +112,75 @@ class DeviceDrafting(Drafting):
     def on_verified(self, rows_B: torch.Tensor, lengths_B: torch.Tensor) -> None:
         self._kv_sync.on_verified(rows_B, lengths_B)
 
-    def propose(self, batch: SampleBatch, inputs: SamplingInputs, max_drafts: int) -> bool:
-        if batch.is_padding or self._is_off:  # warm-up has rounds of its own
+    def limit_drafts(self, requests: list[Request], max_drafts: int) -> Sequence[int]:
+        limits: list[int] = self._split.paced(_rows_of(requests), max_drafts).tolist()
+        return limits
+
+    def propose(self, sampled: SampledRows, branch: Branch, max_drafts: int) -> bool:
+        if self._is_off:
             return False
-        limits_np = self._split.paced(batch.rows_np, max_drafts)
-        max_drafts_np = self._possible(batch.requests, limits_np[: len(batch.requests)])
+        requests = sampled.requests
+        limits = self.limit_drafts(requests, max_drafts)
+        max_drafts_np = self._possible(requests, np.array(limits, dtype=np.int32))
         drafts_follow = max_drafts > 0 and max_drafts_np.any()
-        blocks = NO_BLOCKS
-        if self._kv_sync.has_kv and (drafts_follow or self._kv_sync.reads_every_step):
-            # One token more than the host counts, and the drafts.
-            ends = [end + 1 + self._num_drafts for end in batch.ends]
-            blocks = RoundBlocks.of(self._requests, batch, ends, self._shapes.decode_context(ends))
+        batch = None
+        if drafts_follow or self._kv_sync.reads_every_step:
+            batch = self._batch(sampled, limits)
         try:
-            self._kv_sync.before_round(batch, max_drafts_np, blocks)
+            self._kv_sync.before_round(sampled, max_drafts_np, batch)
         except Exception as error:
-            self._guard.caught(error, batch.requests)
-            self._kv_sync.invalidate(batch.requests)
+            self._guard.caught(error, requests)
+            self._kv_sync.invalidate(requests)
             return False
-        if not drafts_follow:
+        if batch is None or not drafts_follow:
             return False
         try:
-            self._draft(batch, inputs, limits_np, blocks)
+            self._draft(batch, self._choice.branch(branch))
         except Exception as error:
-            self._guard.caught(error, batch.requests)
-            self._kv_sync.on_faulty(batch.requests)
+            self._guard.caught(error, requests)
+            self._kv_sync.on_faulty(requests)
             return False
-        self._kv_sync.on_drafted(batch.requests, max_drafts_np)
+        self._kv_sync.on_drafted(requests, max_drafts_np)
         return True
 
-    def _draft(self, batch: SampleBatch, inputs: SamplingInputs, limit: int | np.ndarray, blocks: RoundBlocks) -> None:
-        branch = self._choice.branch(inputs)
-        self._recorder.saw(self._signature(len(batch.rows_np), blocks.context, branch))
-        limits_B2 = self._split.upload(batch.rows_np, limit)
-        self._draft_rows(batch.rows_B, limits_B2, blocks.blocks, inputs.for_drafting(branch))
+    def _batch(self, sampled: SampledRows, limits: Sequence[int]) -> DraftBatch:
+        """The rows of a round: those of the step's decode, which are on the device, or a copy of their own."""
+        inputs, context = sampled.rows_alone, 0
+        if sampled.decode is not None and self._kv_sync.has_kv:
+            inputs, context = sampled.decode.inputs, sampled.decode.shape.context
+        if inputs is not None:
+            return DraftBatch(
+                requests=sampled.requests,
+                ends=sampled.ends,
+                num_queries=sampled.num_queries,
+                inputs=inputs,
+                context=context,
+            )
+        ends = [end + self.lookahead for end in sampled.ends]
+        return make_draft_batch(
+            self._requests,
+            sampled,
+            limits,
+            num_rows=self._shapes.fit_rows(len(sampled.requests)),
+            context=self._shapes.decode_context(ends) if self._kv_sync.has_kv else 0,
+            lookahead=self.lookahead,
+        )
+
+    def _draft(self, batch: DraftBatch, branch: Branch) -> None:
+        self._recorder.saw(self._signature(batch.inputs.num_rows, batch.context, branch))
+        self._split.on_device.flush()
+        self._draft_rows(batch.inputs, branch)
 
     # --- what runs on the device ---
 
-    def _draft_on_device(
-        self, rows_B: torch.Tensor, limits_B2: torch.Tensor, blocks: Blocks, inputs: SamplingInputs
-    ) -> None:
+    def _draft_on_device(self, step: StepInputs, branch: Branch) -> None:
+        rows = step.split()
+        rows_B = rows.rows_B
         lengths_B = self._requests.lengths(rows_B)
-        max_drafts_B = self._kv_sync.draftable(rows_B, lengths_B, max_drafts(limits_B2, lengths_B))
+        limits_B = self._split.max_drafts_on_device(rows_B, lengths_B, rows.max_drafts_B)
+        max_drafts_B = self._kv_sync.draftable(rows_B, lengths_B, limits_B)
         hidden = self._kv_sync.hidden(rows_B, lengths_B)
-        request = self._choice.request(self._requests, rows_B, lengths_B, max_drafts_B, blocks, inputs, hidden)
+        request = self._choice.request(self._requests, rows_B, lengths_B, max_drafts_B, rows.blocks, branch, hidden)
         drafts = self._guard.usable(self._proposer.propose(request), request, self._draft_probs.vocab_size)
         self._draft_probs.put(rows_B, drafts)
         # Last of what may fail: until then the rows have no drafts.
@@ -177,18 +201,22 @@ class DeviceDrafting(Drafting):
     def _signature(self, num_rows: int, context: int, branch: Branch) -> Hashable:
         return ("draft", num_rows, context, branch)
 
-    def jobs(self, sampling: Sampling) -> Iterator[Job]:
+    def jobs(self) -> Iterator[Job]:
         """What the drafter reads, and rounds of drafts by rows, context and filters."""
+        yield Job("states", self._split.on_device.warm_up)
         yield from self._kv_sync.jobs()
-        shapes, branches = self._shapes, sorted(self._choice.branches(sampling))
+        shapes, branches = self._shapes, sorted(self._choice.branches())
         sizes = shapes.decode_sizes() if self._kv_sync.has_kv else [(rows, 0) for rows in shapes.decode_rows]
         for (num_rows, context), branch in product(reversed(sizes), branches):
-            run = partial(self._draft_padding, sampling, num_rows, context, branch)
+            run = partial(self._draft_padding, num_rows, context, branch)
             signature = self._signature(num_rows, context, branch)
             yield Job(DRAFTS, run, (signature,), num_rows, branch == Branch())
 
-    def _draft_padding(self, sampling: Sampling, num_rows: int, context: int, branch: Branch) -> None:
-        batch = make_padding(self._requests, SampleShape(num_rows, 1))
-        blocks = RoundBlocks.of(self._requests, batch, [], context) if self._kv_sync.has_kv else NO_BLOCKS
-        inputs = sampling.inputs_of(batch, branch, {})
-        self._draft(batch, inputs, self._num_drafts, blocks)
+    def _draft_padding(self, num_rows: int, context: int, branch: Branch) -> None:
+        nobody = no_samples(1)
+        batch = make_draft_batch(self._requests, nobody, (), num_rows=num_rows, context=context, lookahead=0)
+        self._draft(batch, branch)
+
+
+def _rows_of(requests: list[Request]) -> np.ndarray:
+    return np.array([request.row for request in requests], dtype=np.int64)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from itertools import islice
 from operator import index
 from typing import TYPE_CHECKING, Any
@@ -12,20 +12,18 @@ from vllm.v1.outputs import DraftTokenIds
 from vllm_gaudi_spec.drafting.base import Drafting
 from vllm_gaudi_spec.drafting.guard import Guard
 from vllm_gaudi_spec.records import Context
-from vllm_gaudi_spec.runner.graphs import Job
 
 if TYPE_CHECKING:
+    import numpy as np
+
     from vllm_gaudi_spec.drafting.base import HostProposer
     from vllm_gaudi_spec.drafting.guard import Agree
     from vllm_gaudi_spec.drafting.history import DraftingRow, RequestHistory
     from vllm_gaudi_spec.records import DraftRound, Request, StepResult
     from vllm_gaudi_spec.runner.requests import Requests
-    from vllm_gaudi_spec.sampling.params import Sampling
 
 
 class HostDrafting(Drafting):
-    has_propose = False
-
     def __init__(self, proposer: HostProposer, history: RequestHistory, vocab_size: int, agree: Agree) -> None:
         self._proposer = proposer
         self._history = history
@@ -68,8 +66,10 @@ class HostDrafting(Drafting):
             return
         self._guard.done(faulty, len(requests))
         self._drafts = drafts
-        if self._drafts:
-            self._history.put(step, self._drafts)
+        self._history.keep_drafts(step, drafts)
+
+    def host_drafts(self, requests: list[Request]) -> np.ndarray:
+        return self._history.drafts_np(requests)
 
     def _ask(self, members: list[DraftingRow]) -> tuple[dict[str, list[int]], list[str]]:
         """Drafts of requests that have some, and requests whose drafts cannot be used."""
@@ -107,6 +107,3 @@ class HostDrafting(Drafting):
 
     def in_use(self) -> dict[str, int]:
         return {"remembered": self._proposer.num_remembered}
-
-    def jobs(self, sampling: Sampling) -> Iterator[Job]:
-        yield Job("states", self._history.warm_up)

@@ -5,118 +5,151 @@ Each step makes its batches, which have no state.
 
 from __future__ import annotations
 
-from dataclasses import replace
 from itertools import islice
 from typing import TYPE_CHECKING
 
 import numpy as np
 import torch
 
-from vllm_gaudi_spec.attention.metadata import Inputs, rectangle
-from vllm_gaudi_spec.records import DECODE, Batch, Listed, Planned, Rows, SampleBatch, SampleShape
+from vllm_gaudi_spec.attention.metadata import HostBlocks, Inputs, RowInputs, StepInputs, rectangle
+from vllm_gaudi_spec.records import DECODE, Batch, DraftBatch, Planned, SampleBatch, SampledRows
 from vllm_gaudi_spec.runner.hidden_states import Located
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
-    from vllm_gaudi_spec.records import Request, Shape
+    from vllm_gaudi_spec.records import Request, SampleShape, Shape
     from vllm_gaudi_spec.runner.requests import Requests
     from vllm_gaudi_spec.runner.shapes import Shapes
     from vllm_gaudi_spec.upstream.scheduler_output import SchedulerOutput
 
 
-def locate(phase: str, uploaded: Rows, requests: Requests) -> Located:
+def locate(phase: str, rows: RowInputs, requests: Requests) -> Located:
     """Prompt chunks start at the host's count of computed tokens. Decodes start at the device's count, and verify as
     many drafts as the device has, up to the number that the host scheduled."""
-    starts_B, num_real_B = uploaded.host_2B.unbind(0)
+    starts_B, num_real_B = rows.starts_B, rows.counts_B
     if phase == DECODE:
-        starts_B = requests.computed_R.index_select(0, uploaded.rows_B)
-        num_drafts_B = requests.num_drafts_R.index_select(0, uploaded.rows_B).clamp(min=0)
+        starts_B = requests.computed_R.index_select(0, rows.rows_B)
+        num_drafts_B = requests.num_drafts_R.index_select(0, rows.rows_B).clamp(min=0)
         num_real_B = torch.minimum(num_real_B, 1 + num_drafts_B)
     return Located(starts_B, num_real_B)
 
 
-def build_inputs(queries: int, uploaded: Rows, located: Located, requests: Requests) -> Inputs:
+def build_inputs(queries: int, rows: RowInputs, located: Located, requests: Requests) -> Inputs:
     """Look up a rectangle's tokens on the device."""
     offsets_Q = torch.arange(queries, dtype=torch.int32, device=located.starts_B.device)
-    tokens_BQ = requests.tokens_at(uploaded.rows_B, located.starts_B[:, None] + offsets_Q)
+    tokens_BQ = requests.tokens_at(rows.rows_B, located.starts_B[:, None] + offsets_Q)
     row_operations = requests.backend.row_operations
-    return rectangle(tokens_BQ, located.starts_B, located.num_real_B, uploaded.blocks, row_operations)
+    return rectangle(tokens_BQ, located.starts_B, located.num_real_B, rows.blocks, row_operations)
 
 
-def make_batch(requests: Requests, planned: Planned) -> Batch:
-    """Upload the host's part of a batch: which rows, how much of each, and their blocks."""
-    shape, members, counts = planned.shape, planned.requests, planned.counts
-    size, decodes = shape.rows, shape.phase == DECODE
-    rows_np = np.full(size, requests.pad_row, dtype=np.int64)
+def pad_rows(requests: Requests, members: Sequence[Request], size: int) -> np.ndarray:
+    """Return the members' rows and, up to `size`, the pad row: int32."""
+    rows_np = np.full(size, requests.pad_row, dtype=np.int32)
     rows_np[: len(members)] = [request.row for request in members]
-    host_np = np.zeros((2, size), dtype=np.int32)
-    host_np[0, : len(members)] = starts = [request.num_computed for request in members]
-    host_np[1, : len(members)] = counts
-    if decodes:
-        ends = [start + shape.queries for start in starts]
-        blocks = requests.decode_blocks(rows_np, ends, shape.context)
+    return rows_np
+
+
+def make_batch(
+    requests: Requests, planned: Planned, max_drafts: Sequence[int] = (), more: np.ndarray | None = None
+) -> Batch:
+    """Copy the host's part of a batch to the device: which rows, how much of each, and their blocks.
+
+    `max_drafts`: the most drafts of each member after this step, for drafters on the device.
+    `more`: of each member, what a drafter on the host has for it.
+    """
+    shape, members, counts = planned.shape, planned.requests, planned.counts
+    header_np = np.zeros((4, shape.rows), dtype=np.int32)
+    header_np[0] = rows_np = pad_rows(requests, members, shape.rows)
+    header_np[1, : len(members)] = [request.num_computed for request in members]
+    header_np[2, : len(members)] = counts
+    header_np[3, : len(max_drafts)] = max_drafts
+    if shape.phase == DECODE:
+        blocks = requests.decode_blocks(rows_np, planned.ends, shape.context)
     else:
-        ends = [start + count for start, count in zip(starts, counts, strict=True)]
-        blocks = requests.blocks(rows_np, ends, shape.context, counts)
-    upload = requests.backend.memory.upload
+        blocks = requests.blocks(rows_np, planned.ends, shape.context, counts)
+    more_np = None
+    if more is not None:
+        more_np = np.zeros((shape.rows, more.shape[1]), dtype=np.int32)
+        more_np[: len(members)] = more
     return Batch(
         shape=shape,
         requests=members,
         counts=counts,
+        ends=planned.ends,
         finishes=planned.finishes,
-        uploaded=Rows(upload(torch.from_numpy(rows_np)), upload(torch.from_numpy(host_np)), blocks),
+        inputs=StepInputs.pack(header_np, blocks, requests.backend.memory.upload, more_np),
+    )
+
+
+def make_draft_batch(
+    requests: Requests,
+    sampled: SampledRows,
+    max_drafts: Sequence[int],
+    *,
+    num_rows: int,
+    context: int,
+    lookahead: int,
+) -> DraftBatch:
+    """Copy the rows that sampled to the device, for a drafter: those of several batches, or of padding.
+
+    `max_drafts`: of each row. `context`: 0 for a drafter without KV; else blocks have room for `lookahead` tokens more.
+    """
+    header_np = np.zeros((4, num_rows), dtype=np.int32)
+    header_np[0] = rows_np = pad_rows(requests, sampled.requests, num_rows)
+    header_np[3, : len(max_drafts)] = max_drafts
+    blocks = HostBlocks()
+    if context:
+        blocks = requests.decode_blocks(rows_np, [end + lookahead for end in sampled.ends], context)
+    return DraftBatch(
+        requests=sampled.requests,
+        ends=sampled.ends,
+        num_queries=sampled.num_queries,
+        inputs=StepInputs.pack(header_np, blocks, requests.backend.memory.upload),
+        context=context,
     )
 
 
 def make_sample_batch(
-    requests: Requests,
-    shape: SampleShape,
-    members: list[Request],
-    ends: list[int],
-    num_positions: Sequence[int] = (),
+    requests: Requests, shape: SampleShape, members: list[Request], num_positions: Sequence[int] = ()
 ) -> SampleBatch:
     """`num_positions`: of each member, where the shape lists positions."""
-    upload = requests.backend.memory.upload
-    rows_np = np.full(shape.rows, requests.pad_row, dtype=np.int64)
-    rows_np[: len(members)] = [request.row for request in members]
-    index_np = listed = None
-    if shape.positions:
-        counts_np = np.zeros(shape.rows, dtype=np.int64)
-        counts_np[: len(members)] = num_positions
-        everywhere_np = np.indices((shape.rows, shape.queries))
-        is_listed_np = everywhere_np[1] < counts_np[:, None]
-        slots_np = np.where(is_listed_np, is_listed_np.cumsum().reshape(is_listed_np.shape) - 1, 0)
-        index_np = np.zeros((2, shape.positions), dtype=np.int64)
-        index_np[:, : counts_np.sum()] = everywhere_np[:, is_listed_np]
-        listed = Listed(upload(torch.from_numpy(index_np)), upload(torch.from_numpy(slots_np)))
+    rows_np = pad_rows(requests, members, shape.rows)
+    if not shape.positions:
+        return SampleBatch(requests=members, shape=shape, rows_np=rows_np)
+    counts_np = np.zeros(shape.rows, dtype=np.int32)
+    counts_np[: len(members)] = num_positions
+    everywhere_np = np.indices((shape.rows, shape.queries))
+    is_listed_np = everywhere_np[1] < counts_np[:, None]
+    index_np = np.zeros((2, shape.positions), dtype=np.int32)
+    index_np[:, : counts_np.sum()] = everywhere_np[:, is_listed_np]
+    slots_np = np.where(is_listed_np, is_listed_np.cumsum().reshape(is_listed_np.shape) - 1, 0)
     return SampleBatch(
-        requests=members,
-        shape=shape,
-        rows_np=rows_np,
-        rows_B=upload(torch.from_numpy(rows_np)),
-        ends=ends,
-        index_np=index_np,
-        listed=listed,
+        requests=members, shape=shape, rows_np=rows_np, index_np=index_np, slots_np=slots_np.astype(np.int32)
     )
 
 
 def padding_of(shape: Shape) -> Planned:
     """For warm-up."""
-    return Planned(shape=shape, requests=[], counts=[], finishes=[])
+    return Planned(shape=shape, requests=[], counts=[], ends=[], finishes=[])
 
 
-def make_padding(requests: Requests, shape: SampleShape) -> SampleBatch:
+def no_samples(num_queries: int) -> SampledRows:
     """For warm-up."""
-    return replace(make_sample_batch(requests, shape, [], []), is_padding=True)
+    return SampledRows(requests=[], ends=[], num_queries=num_queries, decode=None, rows_alone=None)
 
 
 def plan_batches(
-    scheduled: SchedulerOutput, requests: Requests, shapes: Shapes, num_drafts: dict[str, int]
+    scheduled: SchedulerOutput,
+    requests: Requests,
+    shapes: Shapes,
+    num_drafts: dict[str, int],
+    lookahead: int = 0,
 ) -> list[Planned]:
     """Running decodes as one rectangle, then all others in the scheduler's order.
 
     `num_drafts`: the most drafts of a request that this step may verify; a request that is not in it has none.
+    `lookahead`: tokens after those of a decode for which its blocks have room, so that a drafter can use the same.
 
     The order matters: a request admitted on a prefix-cache hit may read blocks that are written in this very step, by a
     decode that fills its block or by a prompt chunk admitted before it. One with a single token left is a decode too,
@@ -135,10 +168,10 @@ def plan_batches(
             groups[-1].append((request, num_tokens))
         else:
             groups.append([(request, num_tokens)])
-    batches = [_decode_batch(running, shapes, num_drafts)] if running else []
+    batches = [_decode_batch(running, shapes, num_drafts, lookahead)] if running else []
     for group in groups:
         if _is_last_token(group[0][0]):
-            batches.append(_decode_batch([request for request, _ in group], shapes, {}))
+            batches.append(_decode_batch([request for request, _ in group], shapes, {}, lookahead))
         else:
             chunks = iter(group)
             for num_rows in shapes.split_rows(len(group), max(count for _, count in group)):
@@ -165,11 +198,15 @@ def _prefill_batch(group: list[tuple[Request, int]], shapes: Shapes) -> Planned:
     ends = [request.num_computed + count for request, count in group]
     finishes = [end == len(request.all_token_ids) for end, request in zip(ends, members, strict=True)]
     shape = shapes.prefill(len(members), max(counts), max(ends))
-    return Planned(shape=shape, requests=members, counts=counts, finishes=finishes)
+    return Planned(shape=shape, requests=members, counts=counts, ends=ends, finishes=finishes)
 
 
-def _decode_batch(members: list[Request], shapes: Shapes, num_drafts: dict[str, int]) -> Planned:
+def _decode_batch(members: list[Request], shapes: Shapes, num_drafts: dict[str, int], lookahead: int) -> Planned:
     counts = [1 + num_drafts.get(request.req_id, 0) for request in members]
     num_queries = shapes.decode_queries[0] if max(counts) == 1 else shapes.decode_queries[-1]
-    shape = shapes.decode(num_queries, [request.num_computed + num_queries for request in members])
-    return Planned(shape=shape, requests=members, counts=counts, finishes=[True] * len(members))
+    ends = [
+        request.num_computed + max(num_queries, count + lookahead)
+        for request, count in zip(members, counts, strict=True)
+    ]
+    shape = shapes.decode(num_queries, ends)
+    return Planned(shape=shape, requests=members, counts=counts, ends=ends, finishes=[True] * len(members))

@@ -8,12 +8,13 @@ every list. A rank that has nothing to compute in one of them runs it on padding
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import TYPE_CHECKING, NamedTuple
 
 import torch
 import torch.distributed as dist
 
-from vllm_gaudi_spec.records import DECODE, PREFILL, Planned
+from vllm_gaudi_spec.records import DECODE, PREFILL, Planned, Shape
 from vllm_gaudi_spec.upstream.distributed import get_dp_group
 
 if TYPE_CHECKING:
@@ -86,13 +87,18 @@ class DataParallelLockstep:
         """The batch, or padding, in a rectangle that is as large as the largest of all ranks."""
         if batch is not None and (batch.shape.rows, batch.shape.queries) == rectangle[1:]:
             return batch
-        members, counts, finishes = ([], [], []) if batch is None else (batch.requests, batch.counts, batch.finishes)
-        starts = [request.num_computed for request in members]
+        if batch is None:
+            batch = Planned(shape=Shape("", 0, 0, 0), requests=[], counts=[], ends=[], finishes=[])
         rows, queries = rectangle.rows, rectangle.queries
         if rectangle.decodes:
-            shape = self._shapes.decode(queries, [start + queries for start in starts], rows)
+            # Another rank may have drafts in this step, and this one none.
+            longest = [
+                max(end, request.num_computed + queries)
+                for request, end in zip(batch.requests, batch.ends, strict=True)
+            ]
+            batch = replace(batch, ends=longest)
+            shape = self._shapes.decode(queries, longest, rows)
         else:
-            end = max((start + count for start, count in zip(starts, counts, strict=True)), default=0)
-            shape = self._shapes.prefill(rows, queries, end)
+            shape = self._shapes.prefill(rows, queries, max(batch.ends, default=0))
         assert (shape.phase, shape.rows, shape.queries) == (DECODE if rectangle.decodes else PREFILL, rows, queries)
-        return Planned(shape=shape, requests=members, counts=counts, finishes=finishes)
+        return replace(batch, shape=shape)

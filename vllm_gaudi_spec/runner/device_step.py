@@ -12,15 +12,15 @@ from vllm_gaudi_spec.runner.batch import build_inputs, locate
 from vllm_gaudi_spec.sampling.verify import verify, verify_listed
 
 if TYPE_CHECKING:
-    from vllm_gaudi_spec.attention.metadata import MultimodalInputs
+    from vllm_gaudi_spec.attention.metadata import MultimodalInputs, StepInputs
     from vllm_gaudi_spec.devices.base import DeviceBackend
     from vllm_gaudi_spec.drafting.base import Drafting
-    from vllm_gaudi_spec.records import Drafts, Listed, Rows, Verification
+    from vllm_gaudi_spec.records import Drafts, Verification
     from vllm_gaudi_spec.runner.hidden_states import HiddenStateBuffer
     from vllm_gaudi_spec.runner.model import LoadedModel
     from vllm_gaudi_spec.runner.requests import Requests
     from vllm_gaudi_spec.sampling.custom_processors import CustomProcessors
-    from vllm_gaudi_spec.sampling.params import Sampling, SamplingInputs
+    from vllm_gaudi_spec.sampling.params import SamplePass, Sampling
     from vllm_gaudi_spec.sampling.verify import Rule
 
 
@@ -45,10 +45,11 @@ class DeviceStep:
         self._target = target
         self._requests = requests
         self._hidden_states = hidden_states
-        self._logprobs_mode = sampling.logprobs_mode
+        self._sampling = sampling
         self._rules = backend.rules
         self.rule = rule
         self._drafting = drafting
+        self._hands_on_rows = drafting is not None and drafting.needs_rows_alone
         self._custom = custom
         graph = backend.graphs.graph
         self.forward = graph(self._forward)
@@ -60,12 +61,16 @@ class DeviceStep:
         self,
         phase: str,
         queries: int,
-        rows: Rows,
+        step: StepInputs,
         multimodal: MultimodalInputs | None = None,
         token_types_T: torch.Tensor | None = None,
-    ) -> None:
-        """The target over a batch; its hidden states stay in their buffer."""
+    ) -> StepInputs | None:
+        """Run the target over a batch; its hidden states stay in their buffer. Return the rows, for a drafter that
+        needs nothing else."""
         target, requests = self._target, self._requests
+        rows = step.split()
+        if rows.more_BX is not None:
+            requests.put_host_drafts(rows.rows_B, rows.more_BX)
         located = locate(phase, rows, requests)
         inputs = build_inputs(queries, rows, located, requests)
         if token_types_T is not None:
@@ -80,11 +85,14 @@ class DeviceStep:
         self._hidden_states.put(phase, queries, rows.rows_B, located, target.forward(inputs))
         # `finish` advances rows that sample; this is for prompts that go on in a later step.
         requests.set_computed(rows.rows_B, located.starts_B + located.num_real_B)
+        return step.header() if self._hands_on_rows and phase == DECODE else None
 
-    def _finish(
-        self, num_queries: int, rows_B: torch.Tensor, listed: Listed | None, inputs: SamplingInputs
-    ) -> Verification:
-        """Logits of the positions that sample, the acceptance rule, and the rows moved by what it sampled."""
+    def _finish(self, sample_pass: SamplePass) -> tuple[Verification, torch.Tensor]:
+        """Compute logits of the positions that sample, apply the acceptance rule, and advance the rows. Return the rows
+        as well, for `drafts`."""
+        rows_B, listed, grammars = sample_pass.split()
+        num_queries = sample_pass.shape.queries
+        inputs = self._sampling.gather(rows_B, sample_pass.branch, sample_pass.edit_sizes, grammars)
         index_2N = None if listed is None else listed.index_2N
         hidden_NH, positions_BQ, num_drafts_B = self._hidden_states.take(rows_B, num_queries, index_2N)
         bound_B = inputs.acceptable_B
@@ -96,7 +104,7 @@ class DeviceStep:
             requests=self._requests,
             inputs=inputs,
             rules=self._rules,
-            logprobs_mode=self._logprobs_mode,
+            logprobs_mode=self._sampling.logprobs_mode,
         )
         drafting = self._drafting
         if listed is None:
@@ -121,8 +129,8 @@ class DeviceStep:
         self._requests.advance(rows_B, last_B, verification)
         if drafting is not None:
             drafting.on_verified(rows_B, lengths_B)
-        return verification
+        return verification, rows_B
 
     def _drafts(self, rows_B: torch.Tensor, num_drafts: int) -> Drafts:
-        """Of these rows, for the host."""
+        """Return the drafts of a pass's rows, for the host."""
         return self._requests.drafts(rows_B, num_drafts)

@@ -16,7 +16,7 @@ from vllm_gaudi_spec.drafting.models import kv_beside_target, load_drafter
 from vllm_gaudi_spec.lora.adapters import Adapters
 from vllm_gaudi_spec.outputs import CountedOutput, SpeculativeOutput
 from vllm_gaudi_spec.quantization.models import Quantization
-from vllm_gaudi_spec.records import Batch, NoDraftReason, Planned, Request, SampleShape, StepResult
+from vllm_gaudi_spec.records import DECODE, Batch, NoDraftReason, Planned, Request, SampledRows, StepResult
 from vllm_gaudi_spec.recurrent.table import num_pending, num_snapshots, snapshots_of, states_of
 from vllm_gaudi_spec.runner.batch import make_batch, make_sample_batch, plan_batches
 from vllm_gaudi_spec.runner.data_parallel import DataParallelLockstep
@@ -42,7 +42,7 @@ from vllm_gaudi_spec.runner.shapes import Shapes
 from vllm_gaudi_spec.runner.snapshots import SnapshotRows
 from vllm_gaudi_spec.runner.warmup import warm_up
 from vllm_gaudi_spec.sampling.custom_processors import CustomProcessors
-from vllm_gaudi_spec.sampling.params import Branch, Grammar, Sampling, SamplingInputs, read_grammars
+from vllm_gaudi_spec.sampling.params import Branch, Grammar, SamplePass, Sampling, read_grammars
 from vllm_gaudi_spec.sampling.verify import choose_rule, needs_rectangle
 
 if TYPE_CHECKING:
@@ -50,6 +50,7 @@ if TYPE_CHECKING:
     from vllm.config import ModelConfig, VllmConfig
     from vllm.v1.outputs import AsyncModelRunnerOutput, DraftTokenIds, ModelRunnerOutput
 
+    from vllm_gaudi_spec.attention.metadata import StepInputs
     from vllm_gaudi_spec.devices.base import DeviceBackend
     from vllm_gaudi_spec.outputs import DrafterStatus, SpecSchedulerOutput
     from vllm_gaudi_spec.records import Drafts, SampleBatch
@@ -70,6 +71,8 @@ class ModelRunner:
         self.num_snapshots = num_snapshots(vllm_config, self.options.state_snapshots)
         self.async_scheduling = vllm_config.scheduler_config.async_scheduling
         self.pending: list[Planned] = []
+        self.batches: list[Batch] = []
+        self.rows_alone: StepInputs | None = None
         self.report: Report | None = None
         self.drafter_status: DrafterStatus | None = None
 
@@ -213,6 +216,7 @@ class ModelRunner:
                     hidden_states=self.hidden_states,
                     target=self.target,
                     drafter=self.drafter,
+                    sampling=self.sampling,
                 )
             )
         self.device_step = DeviceStep(
@@ -242,12 +246,16 @@ class ModelRunner:
             # vLLM's step after the last requests ended: the next one may be long after it.
             return CountedOutput([], {}, worked=self.recorder.worked(self.backend, is_last=True))
         self.scheduled = scheduled
-        self.pending = plan_batches(scheduled, self.requests, self.shapes, self.max_scheduled_drafts(scheduled))
+        lookahead = 0 if self.drafting is None else self.drafting.lookahead
+        num_drafts = self.max_scheduled_drafts(scheduled)
+        self.pending = plan_batches(scheduled, self.requests, self.shapes, num_drafts, lookahead)
         planned = self.lockstep.fit(self.pending) if self.lockstep else self.pending
-        for batch in [make_batch(self.requests, one) for one in planned]:
+        max_drafts = self.max_drafts_after(scheduled)
+        self.batches = [self.make_batch(one, max_drafts) for one in planned]
+        for batch in self.batches:
             if batch.requests:
                 self.forward(self.with_inputs_beside_tokens(batch))
-            else:  # other ranks have something to compute here
+            else:  # Data-parallel peers have work in this forward.
                 self.compute(batch)
         if self.snapshots is not None:
             self.snapshots.save(scheduled.state_saves)
@@ -263,7 +271,7 @@ class ModelRunner:
     def execute_dummy_batch(self) -> None:
         """Take part in a step of other ranks without requests of this rank."""
         for planned in self.lockstep.fit([]) if self.lockstep else ():
-            self.compute(make_batch(self.requests, planned))
+            self.compute(self.make_batch(planned))
         self.backend.graphs.step_done()
 
     def sample_tokens(self, constraints: GrammarOutput | None) -> ModelRunnerOutput | AsyncModelRunnerOutput:
@@ -272,7 +280,7 @@ class ModelRunner:
         if not pending:
             return EMPTY_MODEL_RUNNER_OUTPUT
         self.recorder.step_done()
-        max_drafts = min(self.scheduled.num_spec_tokens_to_schedule, self.num_drafts)
+        max_drafts = self.max_drafts_after(self.scheduled)
         self.report = self.finish(pending, read_grammars(constraints, self.scheduled), max_drafts)
         self.report.worker_counts = self.recorder.worked(self.backend)
         self.backend.graphs.step_done()
@@ -338,10 +346,24 @@ class ModelRunner:
         max_drafts = self.drafting.max_drafts([self.requests.by_id[req_id] for req_id in scheduled_tokens], counts)
         return dict(zip(scheduled_tokens, max_drafts.tolist(), strict=True))
 
+    def max_drafts_after(self, scheduled: SpecSchedulerOutput) -> int:
+        """The most drafts of a request that may follow this step."""
+        num_drafts: int = min(scheduled.num_spec_tokens_to_schedule, self.num_drafts)
+        return num_drafts
+
+    def make_batch(self, planned: Planned, max_drafts: int = 0) -> Batch:
+        """Copy a planned batch to the device, with what the drafter needs there."""
+        if self.drafting is None or planned.shape.phase != DECODE:
+            return make_batch(self.requests, planned)
+        limits = self.drafting.limit_drafts(planned.requests, max_drafts)
+        return make_batch(self.requests, planned, limits, self.drafting.host_drafts(planned.requests))
+
     def compute(self, batch: Batch) -> None:
         self.recorder.saw(batch.shape)
         shape = batch.shape
-        self.device_step.forward(shape.phase, shape.queries, batch.uploaded, batch.multimodal, batch.token_types_T)
+        self.rows_alone = self.device_step.forward(
+            shape.phase, shape.queries, batch.inputs, batch.multimodal, batch.token_types_T
+        )
 
     def forward(self, batch: Batch) -> None:
         self.compute(batch)
@@ -364,9 +386,9 @@ class ModelRunner:
         num_queries = max(batch.num_sampled for batch in pending)
         branch = self.sampling.branch(requests, grammars)
         shape = self.sample_shapes.fit(num_queries, num_positions, branch)
-        batch = make_sample_batch(self.requests, shape, requests, ends, num_positions)
-        inputs = self.sampling.inputs_of(batch, branch, grammars)
-        step = self.sample(batch, inputs)
+        batch = make_sample_batch(self.requests, shape, requests, num_positions)
+        sample_pass = self.sampling.make_pass(batch, branch, grammars)
+        step = self.sample(batch, sample_pass)
         if not self.sampling.reports(requests, branch):
             leave_out_scores(step, batch.shape)
         step.unfinished = unfinished
@@ -374,42 +396,46 @@ class ModelRunner:
         step.prompt_logprobs = self.prompt_logprobs.take(requests)
         if self.drafting is None:
             return self.send(step)
-        of_drafting, shape = batch, SampleShape(self.shapes.fit_rows(len(requests)), num_queries)
-        if batch.shape != shape and self.drafting.has_propose:  # drafting has the rectangles of forwards
-            of_drafting = make_sample_batch(self.requests, shape, requests, ends)
-            inputs = self.sampling.inputs_of(of_drafting, branch.of_drafting(), {})
-        return self.send_and_propose(step, self.drafting, batch, of_drafting, inputs, max_drafts)
+        is_one_decode = len(self.batches) == 1 and self.batches[0].shape.phase == DECODE
+        sampled = SampledRows(
+            requests=requests,
+            ends=ends,
+            num_queries=num_queries,
+            decode=self.batches[0] if is_one_decode else None,
+            rows_alone=self.rows_alone if is_one_decode else None,
+        )
+        return self.send_and_propose(step, self.drafting, sampled, branch, max_drafts)
 
-    def sample(self, batch: SampleBatch, inputs: SamplingInputs) -> StepResult:
-        self.recorder.saw(self.sampling.signature(batch.shape, inputs.branch))
-        verification = self.device_step.finish(batch.num_queries, batch.rows_B, batch.listed, inputs)
-        return StepResult(batch.requests, verification, signature=sizes_of_report(batch.shape, inputs.branch))
+    def sample(self, batch: SampleBatch, sample_pass: SamplePass) -> StepResult:
+        self.recorder.saw(self.sampling.signature(batch.shape, sample_pass.branch))
+        verification, rows_B = self.device_step.finish(sample_pass)
+        signature = sizes_of_report(batch.shape, sample_pass.branch)
+        return StepResult(batch.requests, verification, rows_B, signature=signature)
 
     def send_and_propose(
         self,
         step: StepResult,
         drafting: Drafting,
-        batch: SampleBatch,
-        of_drafting: SampleBatch,
-        inputs: SamplingInputs,
+        sampled: SampledRows,
+        branch: Branch,
         max_drafts: int,
     ) -> Report:
         """Send tokens to the host before drafts are computed, so that no token waits for the drafter. Where the host
-        needs the drafts too, both are sent after drafting in one copy: a step has one device-to-host sync.
-        `of_drafting`: the same requests as the drafter takes them, with their `inputs`."""
-        report = None if self.host_needs_drafts(batch.requests) else self.send(step)
-        drafts_follow = drafting.propose(of_drafting, inputs, max_drafts)
+        needs the drafts too, both are sent after drafting in one copy: a step has one device-to-host sync."""
+        report = None if self.host_needs_drafts(sampled.requests) else self.send(step)
+        drafts_follow = drafting.propose(sampled, branch, max_drafts)
         step.draft_rounds = drafting.take_rounds()
         if report is None:
             if drafts_follow:
-                step.drafts = self.drafts_after(batch)
+                step.drafts = self.drafts_after(step)
             report = self.send(step)
         return report
 
-    def drafts_after(self, batch: SampleBatch) -> Drafts:
+    def drafts_after(self, step: StepResult) -> Drafts:
         """The drafts of rows that sampled, for the host."""
-        self.recorder.saw(drafts_signature(batch.shape.rows))
-        return self.device_step.drafts(batch.rows_B, self.num_drafts)
+        assert step.rows_B is not None
+        self.recorder.saw(drafts_signature(len(step.rows_B)))
+        return self.device_step.drafts(step.rows_B, self.num_drafts)
 
     def host_needs_drafts(self, requests: list[Request]) -> bool:
         """Without async scheduling vLLM's scheduler takes the drafts of every step. With it drafts stay on the device,

@@ -101,7 +101,7 @@ class Pooling:
     def _states_of(self, batch: Batch) -> torch.Tensor:
         """[T, H] of the batch's real tokens."""
         if batch.shape.phase == DECODE:  # prompts with one token left
-            return self._hidden_states.take(batch.uploaded.rows_B, 1).hidden_NH[: len(batch.requests)]
+            return self._hidden_states.take(batch.inputs.split().rows_B, 1).hidden_NH[: len(batch.requests)]
         begins = range(0, batch.shape.tokens, batch.shape.queries)
         parts = [self._hidden_states.chunk_TH.narrow(0, *part) for part in zip(begins, batch.counts, strict=False)]
         return torch.cat(parts)

@@ -15,7 +15,8 @@ import numpy as np
 import torch
 from vllm.sampling_params import SamplingParams
 
-from vllm_gaudi_spec.attention.metadata import Blocks
+from vllm_gaudi_spec.attention.metadata import HostBlocks
+from vllm_gaudi_spec.device_rows import group_rows, group_sizes
 from vllm_gaudi_spec.records import FAULTY, NO_ROW, UNVERIFIED, Drafts, PromptEmbeddings, Request
 from vllm_gaudi_spec.sampling.noise import fold_seed, fresh_seed
 
@@ -24,9 +25,6 @@ if TYPE_CHECKING:
     from vllm_gaudi_spec.outputs import SpecSchedulerOutput
     from vllm_gaudi_spec.records import Verification
     from vllm_gaudi_spec.upstream.scheduler_output import CachedRequestData, NewRequestData
-
-_ROWS_AT_ONCE = 8
-"""Many requests that come in one step are written in groups of so many, and the rest one by one."""
 
 
 class Requests:
@@ -162,12 +160,8 @@ class Requests:
         self.admitted.append(request)
 
     def _write_admitted(self) -> None:
-        """As many rows at once as there are, of the two numbers that graphs are made for."""
-        left = self.admitted
-        while left:
-            num_rows = _ROWS_AT_ONCE if len(left) >= _ROWS_AT_ONCE else 1
-            together, left = left[:num_rows], left[num_rows:]
-            tokens_NM = np.zeros((num_rows, self.max_len), dtype=np.int32)
+        for together in group_rows(self.admitted):
+            tokens_NM = np.zeros((len(together), self.max_len), dtype=np.int32)
             for tokens_M, request in zip(tokens_NM, together, strict=True):
                 tokens_M[: len(request.all_token_ids)] = request.all_token_ids
             rows = [request.row for request in together]
@@ -182,7 +176,7 @@ class Requests:
 
     def warm_up(self) -> None:
         """Run what admissions run, on the pad row."""
-        for num_rows in (1, _ROWS_AT_ONCE)[: 1 if self.pad_row < _ROWS_AT_ONCE else 2]:
+        for num_rows in group_sizes(self.pad_row):
             tokens_NM = np.zeros((num_rows, self.max_len), dtype=np.int32)
             self._write([self.pad_row] * num_rows, tokens_NM, [0] * num_rows)
 
@@ -207,22 +201,21 @@ class Requests:
 
     def blocks(
         self, rows_np: np.ndarray, ends: Sequence[int], context: int, counts: Sequence[int] | None = None
-    ) -> Blocks:
-        """The rows' block tables, on the device, wide enough for `context` tokens. The first rows end at `ends`; of
+    ) -> HostBlocks:
+        """The rows' block tables, wide enough for `context` tokens. The first rows end at `ends`; of
         prompt chunks, which end there exactly, after `counts` tokens."""
         if self._keeps_kv:
-            tables_np = [
+            tables = tuple(
                 table[rows_np, : -(-context // size)]
                 for table, size in zip(self.tables_np, self.block_sizes, strict=True)
-            ]
+            )
         else:
-            tables_np = [_in_turn(len(rows_np), ends, context, size) for size in self.block_sizes]
-        tables = map(self._upload, tables_np)
+            tables = tuple(_in_turn(len(rows_np), ends, context, size) for size in self.block_sizes)
         lengths_B = host_lengths(self.backend, len(rows_np), ends, context)
         counts_B = None if lengths_B is None or counts is None else host_counts(len(rows_np), counts)
-        return Blocks(tuple(tables), tuple(self.block_sizes), lengths_B=lengths_B, counts_B=counts_B)
+        return HostBlocks(tables, tuple(self.block_sizes), lengths_B=lengths_B, counts_B=counts_B)
 
-    def decode_blocks(self, rows_np: np.ndarray, ends: Sequence[int], context: int) -> Blocks:
+    def decode_blocks(self, rows_np: np.ndarray, ends: Sequence[int], context: int) -> HostBlocks:
         """The blocks of a decode whose first rows have `ends` tokens; `context` as `Shapes` counts it for decodes."""
         if not self.backend.traits.flat_decode:
             return self.blocks(rows_np, ends, context)
@@ -238,9 +231,9 @@ class Requests:
             if window is not None:
                 begin_np = np.maximum(ends_np - self._in_flight - window, 0) // size
                 length = min(context, len(rows_np) * (1 + -(-(window + self._in_flight) // size)))
-            tables.append(self._upload(table_np))
-            flat.append(self._upload(_listed(table_np, begin_np, end_np, length)))
-        return Blocks(tuple(tables), tuple(self.block_sizes), tuple(flat))
+            tables.append(table_np)
+            flat.append(_listed(table_np, begin_np, end_np, length))
+        return HostBlocks(tuple(tables), tuple(self.block_sizes), tuple(flat))
 
     # --- state on the device ---
 
@@ -285,6 +278,11 @@ class Requests:
         """Write drafts after the `lengths_B` tokens of each row, for the next step to verify."""
         self._append(rows_B, lengths_B, drafts.tokens_BK, drafts.num_drafts_B)
         self.backend.row_operations.put(self.num_drafts_R, rows_B, drafts.num_drafts_B, pad_row=self.pad_row)
+
+    def put_host_drafts(self, rows_B: torch.Tensor, more_BX: torch.Tensor) -> None:
+        """Write drafts that the host made: of each row their number, then the tokens."""
+        num_drafts_B, tokens_BK = more_BX.split([1, more_BX.shape[1] - 1], dim=1)
+        self.put_drafts(rows_B, self.lengths(rows_B), Drafts(tokens_BK, num_drafts_B.squeeze(1)))
 
     def _append(
         self, rows_B: torch.Tensor, first_B: torch.Tensor, tokens_BN: torch.Tensor, num_B: torch.Tensor

@@ -15,7 +15,7 @@ from vllm.logger import init_logger
 from vllm_gaudi_spec import environment
 from vllm_gaudi_spec.environment import cached_files
 from vllm_gaudi_spec.records import DECODE, PREFILL, Shape, WarmUpWork
-from vllm_gaudi_spec.runner.batch import make_batch, make_padding, padding_of
+from vllm_gaudi_spec.runner.batch import make_sample_batch, padding_of
 from vllm_gaudi_spec.runner.graphs import (
     DRAFTERS_READS,
     DRAFTS,
@@ -36,7 +36,7 @@ if TYPE_CHECKING:
 
     from vllm_gaudi_spec.devices.base import DeviceBackend
     from vllm_gaudi_spec.drafting.base import Drafting
-    from vllm_gaudi_spec.records import Batch, Drafts, SampleBatch, SampleShape, StepResult
+    from vllm_gaudi_spec.records import Batch, Drafts, Planned, SampleBatch, SampleShape, StepResult
     from vllm_gaudi_spec.runner.graphs import StepRecorder
     from vllm_gaudi_spec.runner.kv_cache import KVCache
     from vllm_gaudi_spec.runner.model import LoadedModel
@@ -47,7 +47,7 @@ if TYPE_CHECKING:
     from vllm_gaudi_spec.runner.sample_shapes import SampleShapes
     from vllm_gaudi_spec.runner.shapes import Shapes
     from vllm_gaudi_spec.runner.snapshots import SnapshotRows
-    from vllm_gaudi_spec.sampling.params import Sampling, SamplingInputs
+    from vllm_gaudi_spec.sampling.params import SamplePass, Sampling
 
 logger = init_logger(__name__)
 
@@ -81,8 +81,9 @@ class Runner(Protocol):
     shows_progress: bool
 
     def compute(self, batch: Batch) -> None: ...
-    def sample(self, batch: SampleBatch, inputs: SamplingInputs) -> StepResult: ...
-    def drafts_after(self, batch: SampleBatch) -> Drafts: ...
+    def make_batch(self, planned: Planned) -> Batch: ...
+    def sample(self, batch: SampleBatch, sample_pass: SamplePass) -> StepResult: ...
+    def drafts_after(self, step: StepResult) -> Drafts: ...
     def send(self, step: StepResult) -> Sent: ...
 
 
@@ -101,7 +102,7 @@ def jobs(runner: Runner) -> Iterator[Job]:
     for of_pass, branch in runner.sample_shapes.every(sorted(runner.sampling.branches())):
         yield _sampling_pass(runner, of_pass, branch)
     if runner.drafting is not None:
-        yield from runner.drafting.jobs(runner.sampling)
+        yield from runner.drafting.jobs()
 
 
 def manifest(runner: Runner) -> set[Hashable]:
@@ -273,6 +274,8 @@ def _done(runner: Runner) -> None:
 def _touch_states(runner: Runner) -> None:
     runner.requests.warm_up()
     runner.kv_cache.warm_up()
+    if runner.pooling is None:
+        runner.sampling.warm_up()
     if runner.snapshots is not None:
         runner.snapshots.warm_up()
     if runner.target.adapters is not None:
@@ -280,7 +283,7 @@ def _touch_states(runner: Runner) -> None:
 
 
 def _forward(runner: Runner, shape: Shape) -> None:
-    batch = make_batch(runner.requests, padding_of(shape))
+    batch = runner.make_batch(padding_of(shape))
     # Elsewhere what a batch has of images depends on its requests, of which padding has none.
     if runner.multimodal is not None and runner.multimodal.store is not None:
         batch = runner.multimodal.add_to(batch)
@@ -303,10 +306,10 @@ def _reports_drafts(runner: Runner) -> bool:
 
 
 def _sample(runner: Runner, shape: SampleShape, branch: Branch) -> None:
-    batch = make_padding(runner.requests, shape)
-    step = runner.sample(batch, runner.sampling.inputs_of(batch, branch, {}))
+    batch = make_sample_batch(runner.requests, shape, [])
+    step = runner.sample(batch, runner.sampling.make_pass(batch, branch, {}))
     # Waited for: a device may keep the host's memory of a download for the next one.
     runner.send(step).to_host()
     if _reports_drafts(runner):
-        step.drafts = runner.drafts_after(batch)
+        step.drafts = runner.drafts_after(step)
         runner.send(step).to_host()

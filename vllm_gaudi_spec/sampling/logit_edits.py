@@ -9,6 +9,7 @@ import numpy as np
 import torch
 
 from vllm_gaudi_spec.config import MAX_BAD_WORD_TOKENS, MAX_LOGIT_EDITS
+from vllm_gaudi_spec.device_rows import DeviceRows
 
 if TYPE_CHECKING:
     from vllm.sampling_params import SamplingParams
@@ -19,7 +20,7 @@ if TYPE_CHECKING:
 _ALWAYS = np.iinfo(np.int32).max
 ANY_TOKEN = -1
 _MULTIPLE = 8
-"""Tables that are not of full size have a multiple of so many columns."""
+"""Where tables are not read whole, a multiple of so many columns is."""
 
 
 class EditTables(NamedTuple):
@@ -37,50 +38,50 @@ class EditTables(NamedTuple):
         return EditTables(*(table.index_select(0, row_N) for table in self))
 
 
-class _RowEdits(NamedTuple):
-    """One row of `EditTables`, without unused columns."""
-
-    edits_2N: np.ndarray
-    bias_N: np.ndarray
-    prefix_3P: np.ndarray
-
-
 class LogitEdits:
-    """The edits of the requests that have a row."""
+    """The edits of the requests that have a row, in tables on the device."""
 
-    def __init__(self, *, has_fixed_shapes: bool) -> None:
-        """`has_fixed_shapes`: tables have room for the largest request, whatever those of a batch need."""
-        self._has_fixed_shapes = has_fixed_shapes
-        self._by_row: dict[int, _RowEdits] = {}
+    def __init__(self, backend: DeviceBackend, max_rows: int) -> None:
+        self._has_fixed_shapes = backend.traits.captures
+        """Tables are read whole then, whatever those of a batch need."""
+        no_prefix = np.zeros((3, MAX_BAD_WORD_TOKENS), dtype=np.int32)
+        no_prefix[0] = ANY_TOKEN
+        self._edits = DeviceRows(backend, max_rows, np.zeros((2, MAX_LOGIT_EDITS), dtype=np.int32))
+        self._bias = DeviceRows(backend, max_rows, np.zeros(MAX_LOGIT_EDITS, dtype=np.float32))
+        self._prefix = DeviceRows(backend, max_rows, no_prefix)
+        self.tables = (self._edits, self._bias, self._prefix)
+        self._sizes_np = np.zeros((max_rows + 1, 2), dtype=np.int32)
+        """Of each row: how many edits and prefix tokens it has."""
 
     def admit(self, request: Request) -> bool:
-        """Keep the edits of a request's row; False when it has none."""
-        self._by_row.pop(request.row, None)
+        """Write the edits of a request into its row; False when it has none."""
         num_edits, num_tokens = count_edits(request.params)
         if num_edits > MAX_LOGIT_EDITS or num_tokens > MAX_BAD_WORD_TOKENS:
             raise ValueError(
                 f"Request {request.req_id} has {num_edits} logit edits, and {num_tokens} tokens in bad words; "
                 f"vLLM's front end should have refused more than {MAX_LOGIT_EDITS} and {MAX_BAD_WORD_TOKENS}."
             )
-        if num_edits:
-            self._by_row[request.row] = _edits_of(request.params)
+        rows = _tables_of(request.params) if num_edits else (None, None, None)
+        for table, values in zip(self.tables, rows, strict=True):
+            table.set(request.row, values)
+        self._sizes_np[request.row] = num_edits, num_tokens
         return bool(num_edits)
 
-    def gather(self, rows_np: np.ndarray, backend: DeviceBackend) -> EditTables:
-        """Build the tables of a batch's rows on the device."""
-        members = {index: self._by_row[row] for index, row in enumerate(rows_np.tolist()) if row in self._by_row}
-        num_edits, num_prefix = MAX_LOGIT_EDITS, MAX_BAD_WORD_TOKENS
-        if not self._has_fixed_shapes:
-            num_edits = _round_up(max((row.bias_N.size for row in members.values()), default=0))
-            num_prefix = _round_up(max((row.prefix_3P.shape[1] for row in members.values()), default=0))
-        edits = np.zeros((len(rows_np), 2, num_edits), dtype=np.int32)
-        bias = np.zeros((len(rows_np), num_edits), dtype=np.float32)
-        prefix = np.zeros((len(rows_np), 3, num_prefix), dtype=np.int32)
-        prefix[:, 0] = ANY_TOKEN
-        for index, row in members.items():
-            edits[index, :, : row.bias_N.size], bias[index, : row.bias_N.size] = row.edits_2N, row.bias_N
-            prefix[index, :, : row.prefix_3P.shape[1]] = row.prefix_3P
-        return EditTables(*(backend.memory.upload(torch.from_numpy(table)) for table in (edits, bias, prefix)))
+    def sizes(self, rows_np: np.ndarray) -> tuple[int, int]:
+        """Return how many columns of the tables a batch of these rows reads."""
+        if self._has_fixed_shapes:
+            return MAX_LOGIT_EDITS, MAX_BAD_WORD_TOKENS
+        num_edits, num_prefix = self._sizes_np[rows_np].max(axis=0).tolist()
+        return min(_round_up(num_edits), MAX_LOGIT_EDITS), min(_round_up(num_prefix), MAX_BAD_WORD_TOKENS)
+
+    def gather(self, rows_B: torch.Tensor, sizes: tuple[int, int]) -> EditTables:
+        """Gather the tables of a batch's rows; inside a graph."""
+        num_edits, num_prefix = sizes
+        return EditTables(
+            self._edits.table_RX.narrow(2, 0, num_edits).index_select(0, rows_B),
+            self._bias.table_RX.narrow(1, 0, num_edits).index_select(0, rows_B),
+            self._prefix.table_RX.narrow(2, 0, num_prefix).index_select(0, rows_B),
+        )
 
 
 def count_edits(params: SamplingParams) -> tuple[int, int]:
@@ -90,7 +91,8 @@ def count_edits(params: SamplingParams) -> tuple[int, int]:
     return len(params.logit_bias or ()) + len(bad_words) + num_stops, sum(map(len, bad_words))
 
 
-def _edits_of(params: SamplingParams) -> _RowEdits:
+def _tables_of(params: SamplingParams) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
+    """Return one row of each of the `EditTables`."""
     edits = [(int(token), _ALWAYS, float(bias)) for token, bias in (params.logit_bias or {}).items()]
     prefix: list[tuple[int, int, int]] = []
     for *before, token in params.bad_words_token_ids or ():
@@ -102,11 +104,14 @@ def _edits_of(params: SamplingParams) -> _RowEdits:
         until = num_tokens if params.structured_outputs is None else -num_tokens
         edits += [(token, until, -np.inf) for token in sorted(params.all_stop_token_ids)]
     tokens, untils, biases = zip(*edits, strict=True)
-    return _RowEdits(
-        np.array((tokens, untils), dtype=np.int32),
-        np.array(biases, dtype=np.float32),
-        np.array(prefix, dtype=np.int32).reshape(-1, 3).T,
-    )
+    edits_2N = np.zeros((2, MAX_LOGIT_EDITS), dtype=np.int32)
+    edits_2N[:, : len(edits)] = tokens, untils
+    bias_N = np.zeros(MAX_LOGIT_EDITS, dtype=np.float32)
+    bias_N[: len(edits)] = biases
+    prefix_3P = np.zeros((3, MAX_BAD_WORD_TOKENS), dtype=np.int32)
+    prefix_3P[0] = ANY_TOKEN
+    prefix_3P[:, : len(prefix)] = np.array(prefix, dtype=np.int32).reshape(-1, 3).T
+    return edits_2N, bias_N, prefix_3P
 
 
 def _round_up(size: int) -> int:

@@ -1,4 +1,7 @@
-"""Requests' sampling parameters and the masks of their grammars, gathered and uploaded for each step."""
+"""Requests' sampling parameters, in tables on the device, and what a sampling pass needs from the host besides.
+
+Parameters are written when a request is admitted. A pass copies only which rows sample and the masks of grammars.
+"""
 
 from __future__ import annotations
 
@@ -9,6 +12,9 @@ from typing import TYPE_CHECKING, NamedTuple
 import numpy as np
 import torch
 
+from vllm_gaudi_spec.attention.metadata import Packing
+from vllm_gaudi_spec.device_rows import DeviceRows
+from vllm_gaudi_spec.records import Listed
 from vllm_gaudi_spec.sampling.logit_edits import EditTables, LogitEdits
 
 if TYPE_CHECKING:
@@ -20,6 +26,8 @@ if TYPE_CHECKING:
 
 _FLOATS = ("temperature", "top_p", "min_p", "presence_penalty", "frequency_penalty", "repetition_penalty")
 _NEUTRAL = (0.0, np.inf, 0.0, 0.0, 0.0, 1.0)
+_NUM_INTS = 4
+"""Top-k, prompt length, two words of the seed."""
 
 
 # Sizes that depend on a request come from closed lists, so that no request makes a new shape.
@@ -197,22 +205,46 @@ def read_grammars(output: GrammarOutput | None, scheduled: SchedulerOutput) -> d
     return grammars
 
 
+class SamplePass(NamedTuple):
+    """All that a sampling pass needs from the host, as one copy that is split inside the graph."""
+
+    branch: Branch
+    shape: SampleShape
+    edit_sizes: tuple[int, int]
+    """How many columns of the tables of logit edits are read."""
+    packing: Packing
+
+    def split(self) -> tuple[torch.Tensor, Listed | None, GrammarInputs | None]:
+        """Return the rows, int64; the positions, where the pass lists them; and grammars, where it has some."""
+        parts = iter(self.packing.split())
+        rows_B = next(parts).long()
+        listed = Listed(next(parts).long(), next(parts).long()) if self.shape.positions else None
+        grammars = GrammarInputs(next(parts), next(parts)) if self.branch.constrained else None
+        return rows_B, listed, grammars
+
+
+class GrammarInputs(NamedTuple):
+    masks_BQW: torch.Tensor
+    """int32; [N, 1, W] for a pass that lists its positions."""
+    bounds_2B: torch.Tensor
+    """int32: drafts that a row's grammar allows, and 1 for rows without a grammar."""
+
+
 class SamplingInputs(NamedTuple):
-    """Inputs of a sampling pass besides logits: as uploaded, split where they are used. B is the rows of a batch, or
-    its positions after `at`."""
+    """Inputs of a sampling pass besides logits, on the device. B is the rows of a batch, or its positions after
+    `at`."""
 
     branch: Branch
     floats_FB: torch.Tensor
     """float32, in the order of `_FLOATS`."""
     ints_B4: torch.Tensor
     """int32: top-k, prompt length, two words of the seed."""
-    grammar_BQW: torch.Tensor | None = None
-    """[N, 1, W] for a batch that lists its positions, before `at` too."""
-    bounds_2B: torch.Tensor | None = None
-    """int32: drafts that a row's grammar allows, and 1 for rows without a grammar; None if no row has one."""
+    grammars: GrammarInputs | None = None
     allowed_B1W: torch.Tensor | None = None
+    """int32 bitmask."""
     logit_edits: EditTables | None = None
     scored_ids_BE: torch.Tensor | None = None
+    """int32: tokens that requests named for log-probabilities."""
 
     @property
     def floats(self) -> dict[str, torch.Tensor]:
@@ -239,30 +271,21 @@ class SamplingInputs(NamedTuple):
 
     @property
     def acceptable_B(self) -> torch.Tensor | None:
-        return None if self.bounds_2B is None else self.bounds_2B[0]
+        return None if self.grammars is None else self.grammars.bounds_2B[0]
 
     @property
     def free_B(self) -> torch.Tensor | None:
-        return None if self.bounds_2B is None else self.bounds_2B[1] > 0
+        return None if self.grammars is None else self.grammars.bounds_2B[1] > 0
 
     def at(self, row_N: torch.Tensor) -> SamplingInputs:
         """The inputs of each of N positions, from those of its row in the batch."""
-
-        def of_rows(values: torch.Tensor | None) -> torch.Tensor | None:
-            return None if values is None else values.index_select(0, row_N)
-
         return self._replace(
             floats_FB=self.floats_FB.index_select(1, row_N),
             ints_B4=self.ints_B4.index_select(0, row_N),
-            bounds_2B=None,  # rows have drafts, positions do not
-            allowed_B1W=of_rows(self.allowed_B1W),
+            allowed_B1W=None if self.allowed_B1W is None else self.allowed_B1W.index_select(0, row_N),
             logit_edits=self.logit_edits and self.logit_edits.at(row_N),
-            scored_ids_BE=of_rows(self.scored_ids_BE),
+            scored_ids_BE=None if self.scored_ids_BE is None else self.scored_ids_BE.index_select(0, row_N),
         )
-
-    def for_drafting(self, branch: Branch) -> SamplingInputs:
-        """The inputs that a drafter reads."""
-        return SamplingInputs(branch, self.floats_FB, self.ints_B4)
 
 
 class Sampling:
@@ -283,26 +306,29 @@ class Sampling:
         largest = vocab_size if max_logprobs < 0 else min(max_logprobs, vocab_size)
         self.logprob_counts = tuple(sorted({0, *(count for count in (5, USUAL_LOGPROBS) if count < largest), largest}))
         self.logprobs_mode = logprobs_mode
-        self._floats_np = np.tile(np.array(_NEUTRAL, dtype=np.float32), (max_rows + 1, 1))
-        # top-k, prompt length, two words of the seed
-        self._ints_np = np.zeros((max_rows + 1, 4), dtype=np.int32)
-        self._ints_np[:, 0] = vocab_size
         self._branches_np = np.zeros((max_rows + 1, len(Branch._fields)), dtype=np.int32)
-        self._allowed_np: dict[int, np.ndarray] = {}
-        self._logit_edits = LogitEdits(has_fixed_shapes=backend.traits.captures)
         self.mask_words = -(-vocab_size // 32)
+        no_ints = np.zeros(_NUM_INTS + _SCORED_COUNTS[-1], dtype=np.int32)
+        no_ints[0] = vocab_size
+        self._floats = DeviceRows(backend, max_rows, np.array(_NEUTRAL, dtype=np.float32))
+        self._ints = DeviceRows(backend, max_rows, no_ints)
+        self._allowed = DeviceRows(backend, max_rows, np.full(self.mask_words, -1, dtype=np.int32))
+        self._logit_edits = LogitEdits(backend, max_rows)
+        self._tables = (self._floats, self._ints, self._allowed, *self._logit_edits.tables)
 
     def admit(self, request: Request) -> None:
         """Write a request's parameters into its row."""
         params, row = request.params, request.row
-        self._floats_np[row] = [getattr(params, name) for name in _FLOATS]
+        floats = np.array([getattr(params, name) for name in _FLOATS], dtype=np.float32)
         if params.top_p >= 1:
-            self._floats_np[row, 1] = np.inf  # no sum of probabilities reaches it, so rounding forbids no token
+            floats[1] = np.inf  # no sum of probabilities reaches it, so rounding forbids no token
         top_k = params.top_k if 0 < params.top_k < self.vocab_size else self.vocab_size
-        self._ints_np[row] = (top_k, request.num_prompt, *request.seed_words)
-        self._allowed_np.pop(row, None)
-        if params.allowed_token_ids:
-            self._allowed_np[row] = self._pack(params.allowed_token_ids)
+        scored = params.logprob_token_ids or []
+        ints = np.zeros(_NUM_INTS + _SCORED_COUNTS[-1], dtype=np.int32)
+        ints[: _NUM_INTS + len(scored)] = (top_k, request.num_prompt, *request.seed_words, *scored)
+        self._floats.set(row, floats)
+        self._ints.set(row, ints)
+        self._allowed.set(row, self._pack(params.allowed_token_ids) if params.allowed_token_ids else None)
         random = params.temperature > 0
         listed = self._top_k_list(top_k) if random else 0
         self._branches_np[row] = Branch(
@@ -311,9 +337,9 @@ class Sampling:
             top_k=listed,
             top_p=self._top_p_kind(listed) if random and params.top_p < 1 else 0,
             edited=self._logit_edits.admit(request),
-            masked=row in self._allowed_np,
+            masked=bool(params.allowed_token_ids),
             penalized=bool(params.presence_penalty or params.frequency_penalty or params.repetition_penalty != 1),
-            scored=_fit(_SCORED_COUNTS, len(params.logprob_token_ids or ())),
+            scored=_fit(_SCORED_COUNTS, len(scored)),
             reported=params.logprobs is not None and not params.logprob_token_ids,
             num_logprobs=self._logprob_count(params),
         )
@@ -364,21 +390,48 @@ class Sampling:
             return False
         return any(Branch.largest(self._branches_np[[request.row for request in requests]]).of_reports())
 
-    def inputs_of(self, batch: SampleBatch, branch: Branch, grammars: dict[str, Grammar]) -> SamplingInputs:
-        """Gather the rows of a batch and upload them. `branch`: covers its requests. `grammars`: by request."""
-        upload, constrained = self.backend.memory.upload, branch.constrained
+    def flush(self) -> None:
+        """Copy the parameters of requests that were admitted since the last call to the device."""
+        for table in self._tables:
+            table.flush()
+
+    def warm_up(self) -> None:
+        """Run what admissions run."""
+        for table in self._tables:
+            table.warm_up()
+
+    def make_pass(self, batch: SampleBatch, branch: Branch, grammars: dict[str, Grammar]) -> SamplePass:
+        """Copy to the device what a pass over a batch needs. `branch`: covers its requests. `grammars`: by request."""
+        self.flush()
+        parts = [batch.rows_np]
+        if batch.index_np is not None and batch.slots_np is not None:
+            parts += [batch.index_np, batch.slots_np]
+        if branch.constrained:
+            parts += [self._grammar_masks(batch, grammars), _bounds(batch, grammars)]
+        sizes = self._logit_edits.sizes(batch.rows_np) if branch.edited else (0, 0)
+        return SamplePass(branch, batch.shape, sizes, Packing.pack(parts, self.backend.memory.upload))
+
+    def gather(
+        self,
+        rows_B: torch.Tensor,
+        branch: Branch,
+        edit_sizes: tuple[int, int] = (0, 0),
+        grammars: GrammarInputs | None = None,
+    ) -> SamplingInputs:
+        """Gather the parameters of rows that a branch reads; inside a graph."""
+        ints_RX = self._ints.table_RX
+        scored_RE = ints_RX.narrow(1, _NUM_INTS, branch.scored) if branch.scored else None
         return SamplingInputs(
-            branch=branch,
-            floats_FB=upload(torch.from_numpy(self._floats_np[batch.rows_np].T.copy())),
-            ints_B4=upload(torch.from_numpy(self._ints_np[batch.rows_np])),
-            grammar_BQW=self._grammar_masks(batch, grammars) if constrained else None,
-            bounds_2B=self._bounds(batch, grammars) if constrained else None,
-            allowed_B1W=self._allowed(batch) if branch.masked else None,
-            logit_edits=self._logit_edits.gather(batch.rows_np, self.backend) if branch.edited else None,
-            scored_ids_BE=self._scored_ids(batch, branch.scored) if branch.scored else None,
+            branch,
+            self._floats.table_RX.index_select(0, rows_B).T.contiguous(),
+            ints_RX.narrow(1, 0, _NUM_INTS).index_select(0, rows_B),
+            grammars,
+            self._allowed.table_RX.index_select(0, rows_B)[:, None] if branch.masked else None,
+            self._logit_edits.gather(rows_B, edit_sizes) if branch.edited else None,
+            None if scored_RE is None else scored_RE.index_select(0, rows_B),
         )
 
-    def _grammar_masks(self, batch: SampleBatch, grammars: dict[str, Grammar]) -> torch.Tensor:
+    def _grammar_masks(self, batch: SampleBatch, grammars: dict[str, Grammar]) -> np.ndarray:
         """int32 [B, Q, W], or [N, 1, W] where the batch lists its positions: all ones where no token is forbidden. A
         grammar has masks for the first few positions of its row."""
         if batch.index_np is None:
@@ -391,31 +444,7 @@ class Sampling:
                 # Padding of a new request may bring more rows than this step has positions.
                 where = np.nonzero((row_BQ == index) & (query_BQ < len(grammar.mask_NW)))
                 mask[where] = grammar.mask_NW[query_BQ[where], : self.mask_words]
-        return self.backend.memory.upload(torch.from_numpy(mask))
-
-    def _allowed(self, batch: SampleBatch) -> torch.Tensor:
-        """int32 [B, 1, W]."""
-        mask = np.full((len(batch.rows_np), 1, self.mask_words), -1, dtype=np.int32)
-        for index, request in enumerate(batch.requests):
-            if (allowed := self._allowed_np.get(request.row)) is not None:
-                mask[index] = allowed
-        return self.backend.memory.upload(torch.from_numpy(mask))
-
-    def _bounds(self, batch: SampleBatch, grammars: dict[str, Grammar]) -> torch.Tensor:
-        """Drafts that each row's grammar allows, and which rows have none."""
-        bounds = np.full((2, len(batch.rows_np)), batch.num_queries - 1, dtype=np.int32)
-        bounds[1] = 1
-        for index, request in enumerate(batch.requests):
-            if (grammar := grammars.get(request.req_id)) is not None:
-                bounds[:, index] = grammar.num_acceptable, 0
-        return self.backend.memory.upload(torch.from_numpy(bounds))
-
-    def _scored_ids(self, batch: SampleBatch, width: int) -> torch.Tensor:
-        ids = np.zeros((len(batch.rows_np), width), dtype=np.int32)
-        for row, request in zip(ids, batch.requests, strict=False):
-            token_ids = request.params.logprob_token_ids or []
-            row[: len(token_ids)] = token_ids
-        return self.backend.memory.upload(torch.from_numpy(ids))
+        return mask
 
     def signature(self, shape: SampleShape, branch: Branch) -> Hashable:
         """What the graph of a sampling pass depends on."""
@@ -426,6 +455,16 @@ class Sampling:
             return Branch.every_merged(self.vocab_size, self.logprob_counts, by_rows=self._by_rows)
         every = Branch.every_coarse if self.backend.traits.captures else Branch.every
         return every(self.vocab_size, self.logprob_counts)
+
+
+def _bounds(batch: SampleBatch, grammars: dict[str, Grammar]) -> np.ndarray:
+    """Return how many drafts each row's grammar allows, and which rows have no grammar."""
+    bounds = np.full((2, len(batch.rows_np)), batch.num_queries - 1, dtype=np.int32)
+    bounds[1] = 1
+    for index, request in enumerate(batch.requests):
+        if (grammar := grammars.get(request.req_id)) is not None:
+            bounds[:, index] = grammar.num_acceptable, 0
+    return bounds
 
 
 def usual_list(vocab_size: int) -> int:

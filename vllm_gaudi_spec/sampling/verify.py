@@ -250,8 +250,8 @@ def _process(
     needs_scores = branch.reported or branch.scored
     if branch.constrained:
         # Before the raw log-probabilities are taken, as those are over what the grammar allows.
-        assert inputs.grammar_BQW is not None
-        logits_BQV = edit.apply_bitmask(logits_BQV, inputs.grammar_BQW)
+        assert inputs.grammars is not None
+        logits_BQV = edit.apply_bitmask(logits_BQV, inputs.grammars.masks_BQW)
     # A copy: custom processors change logits in place.
     raw = logits_BQV.clone() if needs_scores and logprobs_mode.startswith("raw") else None
     if branch.masked:

@@ -14,6 +14,7 @@ import numpy as np
 import torch
 
 from vllm_gaudi_spec.config import REQUEST_OPTION
+from vllm_gaudi_spec.device_rows import DeviceRows
 from vllm_gaudi_spec.records import NoDraftReason
 
 if TYPE_CHECKING:
@@ -109,21 +110,26 @@ class LengthSplit:
     """By row: how many drafts it may have, on the host and on the device."""
 
     def __init__(self, backend: DeviceBackend, max_rows: int, speculation: Speculation, max_model_len: int) -> None:
-        self._backend = backend
         self._num_drafts = speculation.num_drafts
         self._max_len = speculation.longest(max_model_len)
-        # By row: the length that context and drafts together may reach, and the most drafts. Zeros for the pad row.
         self._limits_np = np.zeros((max_rows + 1, 2), dtype=np.int32)
+        """By row: the length that context and drafts together may reach, and the most drafts. Zeros for the pad row."""
+        self.on_device = DeviceRows(backend, max_rows, np.zeros(2, dtype=np.int32))
+        """The same, for lengths that only the device knows."""
         # By row: the most drafts that the scheduler requests after this step.
         self._paced_np = np.full(max_rows + 1, self._num_drafts, dtype=np.int32)
 
     def admit(self, row: int, params: SamplingParams, num_prompt: int) -> None:
         limits = DraftLimits.of(params, num_prompt, num_drafts=self._num_drafts, max_context=self._max_len)
-        self._limits_np[row] = (limits.reach, limits.max_drafts)
+        self._set(row, limits.reach, limits.max_drafts)
 
     def exclude(self, row: int) -> None:
         """The row drafts nothing as long as its request has it."""
-        self._limits_np[row, 1] = 0
+        self._set(row, int(self._limits_np[row, 0]), 0)
+
+    def _set(self, row: int, reach: int, max_drafts: int) -> None:
+        self._limits_np[row] = reach, max_drafts
+        self.on_device.set(row, self._limits_np[row].copy())
 
     def pace(self, limits: Iterable[tuple[int, int]]) -> None:
         """`limits`: rows that draft less for now, and their most drafts."""
@@ -137,16 +143,15 @@ class LengthSplit:
 
     def max_drafts_np(self, rows_np: np.ndarray, lengths_np: np.ndarray, limit: int | np.ndarray) -> np.ndarray:
         """int32 [B]: drafts that rows of these lengths have use for, at most `limit`."""
-        return max_drafts(torch.from_numpy(self._limits(rows_np, limit)), torch.from_numpy(lengths_np)).numpy()
+        limits_B2, lengths_B = torch.from_numpy(self._limits_np[rows_np]), torch.from_numpy(lengths_np)
+        return np.minimum(max_drafts(limits_B2, lengths_B).numpy(), limit).astype(np.int32)
 
-    def upload(self, rows_np: np.ndarray, limit: int | np.ndarray) -> torch.Tensor:
-        """int32 [B, 2]: what `max_drafts` takes, for lengths that only the device knows."""
-        return self._backend.memory.upload(torch.from_numpy(self._limits(rows_np, limit)))
-
-    def _limits(self, rows_np: np.ndarray, limit: int | np.ndarray) -> np.ndarray:
-        limits_np = self._limits_np[rows_np]
-        limits_np[:, 1] = np.minimum(limits_np[:, 1], limit)
-        return limits_np
+    def max_drafts_on_device(
+        self, rows_B: torch.Tensor, lengths_B: torch.Tensor, limits_B: torch.Tensor
+    ) -> torch.Tensor:
+        """The same on the device; inside a graph."""
+        limits_B2 = self.on_device.table_RX.index_select(0, rows_B)
+        return torch.minimum(max_drafts(limits_B2, lengths_B), limits_B)
 
 
 def max_drafts(limits_B2: torch.Tensor, lengths_B: torch.Tensor) -> torch.Tensor:

@@ -187,20 +187,20 @@ class Span(NamedTuple):
     first: Reading | None
     last: Reading
 
-    def count(self, name: str) -> float:
+    def increase(self, name: str) -> float:
         return self.last.sum(name) - (self.first.sum(name) if self.first else 0.0)
 
-    def count_by(self, label: str, name: str) -> dict[str, float]:
+    def increase_by(self, label: str, name: str) -> dict[str, float]:
         before = self.first.sum_by(label, name) if self.first else {}
         return {value: number - before.get(value, 0.0) for value, number in self.last.sum_by(label, name).items()}
 
     def divide(self, name: str, by: str) -> float | None:
-        whole = self.count(by)
-        return self.count(name) / whole if whole > 0 else None
+        whole = self.increase(by)
+        return self.increase(name) / whole if whole > 0 else None
 
     def divide_by_label(self, label: str, name: str, by: str) -> dict[str, float]:
-        whole = self.count(by)
-        return {value: number / whole for value, number in self.count_by(label, name).items()} if whole > 0 else {}
+        whole = self.increase(by)
+        return {value: number / whole for value, number in self.increase_by(label, name).items()} if whole > 0 else {}
 
 
 class History:
@@ -250,7 +250,7 @@ def _make_rows(recent: Span, seconds: float) -> Iterator[Row]:
     whole = Span(None, last)
 
     def rate(title: str, name: str) -> Row:
-        now = recent.count(name) / seconds if seconds else None
+        now = recent.increase(name) / seconds if seconds else None
         total = last.sum(name)
         return Row(title, _show(now, "{:,.1f}"), f"{total:,.0f} in all", {"now": now, "since_start": total})
 
@@ -270,8 +270,8 @@ def _make_rows(recent: Span, seconds: float) -> Iterator[Row]:
 
     def faults(title: str, name: str, growing: str) -> Row:
         """Show a count, in yellow once the fault has stopped."""
-        style = growing if recent.count(name) else _WARNING if whole.count(name) else ""
-        return figure(title, lambda span: span.count(name), "{:,.0f}".format, style)
+        style = growing if recent.increase(name) else _WARNING if whole.increase(name) else ""
+        return figure(title, lambda span: span.increase(name), "{:,.0f}".format, style)
 
     yield rate("tokens/s", _GENERATED)
     yield rate("prompt tokens/s", "vllm:prompt_tokens_total")
@@ -295,9 +295,9 @@ def _make_rows(recent: Span, seconds: float) -> Iterator[Row]:
     yield Row("drafter", state, "", {"now": state}, _ALARM if is_off else "")
     audits = f"{metrics.AUDITS}_total"
     if any(last.sum_by("result", audits).values()):
-        new, old = (span.count_by("result", audits).get(metrics.DIFFERENT) for span in (recent, whole))
+        new, old = (span.increase_by("result", audits).get(metrics.DIFFERENT) for span in (recent, whole))
         style = _ALARM if new else _WARNING if old else ""
-        yield figure("audits", lambda span: span.count_by("result", audits), _show_named("{:,.0f}"), style)
+        yield figure("audits", lambda span: span.increase_by("result", audits), _show_named("{:,.0f}"), style)
     if last.has(metrics.AUDIT_EVIDENCE):
         evidence = last.max(metrics.AUDIT_EVIDENCE)
         yield gauge("audit evidence", evidence, "{:,.1f}", _ALARM if evidence >= _ALARMING_EVIDENCE else "")

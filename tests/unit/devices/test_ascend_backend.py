@@ -828,12 +828,13 @@ def rows_of(backend: HostBackend) -> Requests:
 def test_devices_that_do_not_ask_get_nothing() -> None:
     requests = rows_of(HostBackend())
     members = list(requests.by_id.values())
-    batch = make_batch(
-        requests, Planned(shape=Shape(PREFILL, 2, 48, 64), requests=members, counts=[40, 1], finishes=[True, True])
+    shape = Shape(PREFILL, 2, 48, 64)
+    planned = Planned(shape=shape, requests=members, counts=[40, 1], ends=[40, 2], finishes=[True, True])
+    rows = make_batch(requests, planned).inputs.split()
+    assert rows.blocks.lengths_B is None
+    given = rectangle(
+        torch.zeros(2, 48, dtype=torch.int32), rows.starts_B, rows.counts_B, rows.blocks, row_operations.TORCH
     )
-    assert batch.uploaded.blocks.lengths_B is None
-    tokens_BQ, blocks = torch.zeros(2, 48, dtype=torch.int32), batch.uploaded.blocks
-    given = rectangle(tokens_BQ, *batch.uploaded.host_2B.unbind(0), blocks, row_operations.TORCH)
     assert given.calls[0].host_lengths_B is None
 
 
@@ -854,9 +855,10 @@ def test_bounds_of_a_batch(shape: Shape, computed: list[int], counts: list[int],
     members = list(requests.by_id.values())
     for request, num in zip(members, computed, strict=True):
         request.num_computed = num
-    blocks = make_batch(
-        requests, Planned(shape=shape, requests=members, counts=counts, finishes=[True, True])
-    ).uploaded.blocks
+    most = counts if shape.phase == PREFILL else [shape.queries] * 2
+    ends = [start + count for start, count in zip(computed, most, strict=True)]
+    planned = Planned(shape=shape, requests=members, counts=counts, ends=ends, finishes=[True, True])
+    blocks = make_batch(requests, planned).inputs.split().blocks
     assert blocks.lengths_B is not None
     assert (blocks.lengths_B.dtype, blocks.lengths_B.device.type) == (torch.int32, "cpu")
     assert blocks.lengths_B.tolist() == lengths

@@ -18,14 +18,14 @@ from tests.unit.runner.test_shapes import shapes
 from vllm_gaudi_spec.attention.metadata import Inputs
 from vllm_gaudi_spec.config import Speculation
 from vllm_gaudi_spec.drafting.base import DeviceProposer
-from vllm_gaudi_spec.drafting.choice import DraftProbs
+from vllm_gaudi_spec.drafting.choice import DraftChoice, DraftProbs
 from vllm_gaudi_spec.drafting.draft_model import AutoregressiveProposer, DraftModelKVSync
 from vllm_gaudi_spec.drafting.guard import Guard
 from vllm_gaudi_spec.drafting.kv_sync import DrafterKVSync, ReadBlocks
 from vllm_gaudi_spec.drafting.on_device import DeviceDrafting
 from vllm_gaudi_spec.drafting.vocabulary import SameTokens
-from vllm_gaudi_spec.records import Batch, Hidden, SampleShape
-from vllm_gaudi_spec.runner.batch import locate, make_sample_batch
+from vllm_gaudi_spec.records import Batch, Hidden, SampledRows
+from vllm_gaudi_spec.runner.batch import locate, pad_rows
 from vllm_gaudi_spec.runner.graphs import StepRecorder
 from vllm_gaudi_spec.runner.requests import Requests
 from vllm_gaudi_spec.sampling.params import Sampling
@@ -90,7 +90,7 @@ class Rows:
         self.recorder = StepRecorder()
         self.num_drafts = num_drafts
         self.drafting = self.build(drafter_max_len)
-        self.recorder.expect(listed(self.drafting.jobs(self.sampling)))
+        self.recorder.expect(listed(self.drafting.jobs()))
         self.overlapping = True
         self.drafted: dict[str, int] = {}
         self.rejected: dict[str, int] = {}
@@ -135,7 +135,8 @@ class Rows:
             requests=self.requests,
             recorder=self.recorder,
             shapes=self.shapes,
-            speculation=speculation,
+            num_drafts=self.num_drafts,
+            choice=DraftChoice(speculation, self.requests.backend.rules, self.sampling),
             draft_probs=draft_probs,
             guard=guard,
             kv_sync=kv_sync,
@@ -174,9 +175,9 @@ class Rows:
 
     def forward(self, batch: Batch) -> None:
         """Of the target's forward only the count that it leaves."""
-        rows_B = batch.uploaded.rows_B
-        located = locate(batch.shape.phase, batch.uploaded, self.requests)
-        self.requests.set_computed(rows_B, located.starts_B + located.num_real_B)
+        rows = batch.inputs.split()
+        located = locate(batch.shape.phase, rows, self.requests)
+        self.requests.set_computed(rows.rows_B, located.starts_B + located.num_real_B)
         self.drafting.follow(batch)
 
     def sample(self, answers: dict[str, list[int]], max_drafts: int | None = None) -> dict[str, list[int]]:
@@ -184,9 +185,9 @@ class Rows:
         members = [self.requests.by_id[name] for name in answers]
         ends = [len(self.tokens[name]) + self.num_drafts for name in answers]  # as the scheduler counts
         queries = self.computed(list(answers))
-        shape = SampleShape(self.shapes.fit_rows(len(members)), queries)
-        batch = make_sample_batch(self.requests, shape, members, ends)
-        verification, last = sampled(list(answers.values()), len(batch.rows_np)), torch.zeros(len(batch.rows_np)).int()
+        num_rows = self.shapes.fit_rows(len(members))
+        rows_B = torch.from_numpy(pad_rows(self.requests, members, num_rows)).long()
+        verification, last = sampled(list(answers.values()), num_rows), torch.zeros(num_rows).int()
         for index, (name, answer) in enumerate(answers.items()):
             last[index] = len(self.tokens[name]) - 1
             if name in self.rejected:  # else its prompt ends here
@@ -194,12 +195,14 @@ class Rows:
                 members[index].num_computed = int(last[index]) + self.overlapping * self.rejected[name]
             self.rejected[name] = self.drafted.get(name, 0) - (len(answer) - 1)
             self.tokens[name] += answer
-        self.requests.advance(batch.rows_B, last, verification)
-        inputs = self.sampling.inputs_of(batch, self.sampling.branch(members, {}), {})
-        self.drafting.on_verified(batch.rows_B, last + 1 + verification.num_sampled_B)
+        self.requests.advance(rows_B, last, verification)
+        self.sampling.flush()
+        self.drafting.on_verified(rows_B, last + 1 + verification.num_sampled_B)
         found: dict[str, list[int]] = {name: [] for name in answers}
-        if self.drafting.propose(batch, inputs, self.num_drafts if max_drafts is None else max_drafts):
-            drafts = self.requests.drafts(batch.rows_B, self.num_drafts)
+        step_rows = SampledRows(requests=members, ends=ends, num_queries=queries, decode=None, rows_alone=None)
+        branch, most = self.sampling.branch(members, {}), self.num_drafts if max_drafts is None else max_drafts
+        if self.drafting.propose(step_rows, branch, most):
+            drafts = self.requests.drafts(rows_B, self.num_drafts)
             rows = zip(answers, drafts.tokens_BK.tolist(), drafts.num_drafts_B.tolist(), strict=False)
             found = {name: row[:count] for name, row, count in rows}
         self.drafted |= {name: len(row) for name, row in found.items()}
@@ -232,7 +235,7 @@ class Rows:
         assert not self.recorder.unexpected
 
     def check_warm_up(self) -> None:
-        run_jobs(self.drafting.jobs(self.sampling), self.recorder)
+        run_jobs(self.drafting.jobs(), self.recorder)
         assert self.recorder._seen == self.recorder.manifest
         self.start(PROMPTS)
         assert self.sample({"a": [1], "b": [2]}) == {"a": self.expected("a"), "b": self.expected("b")}, (

@@ -21,6 +21,7 @@ from vllm_gaudi_spec.drafting.history import RequestHistory
 from vllm_gaudi_spec.drafting.load import guard_of
 from vllm_gaudi_spec.drafting.on_host import HostDrafting
 from vllm_gaudi_spec.records import FAULTY, DraftRound, Drafts
+from vllm_gaudi_spec.sampling.params import Branch
 from vllm_gaudi_spec.sampling.rules.registry import TORCH
 
 
@@ -70,11 +71,11 @@ def test_wrong_shapes_are_refused(tokens: list[list[int]], counts: Any) -> None:
     [(float("nan"), False), (float("inf"), False), (float("-inf"), True), (-1e30, True), (0.0, True)],
 )
 def test_logits_are_looked_at_before_anything_is_made_of_them(value: float, sound: bool) -> None:
-    choice = DraftChoice(cast(Any, SimpleNamespace(drafting="greedy", keeps_probs=False, num_drafts=K)), TORCH)
-    inputs = cast(Any, SimpleNamespace(floats={"temperature": torch.zeros(2)}, keys_B2=torch.zeros(2, 2).int()))
+    speculation = cast(Any, SimpleNamespace(drafting="greedy", keeps_probs=False, num_drafts=K))
+    choice = DraftChoice(speculation, TORCH, cast(Any, None))
     logits_BV = torch.zeros(2, VOCAB)
     logits_BV[1, 17] = value
-    chosen = choice._chooser(torch.tensor([5, 5]), inputs)(logits_BV, 0)
+    chosen = choice._chooser(torch.tensor([0, 1]), torch.tensor([5, 5]), Branch())(logits_BV, 0)
     assert chosen.sound_B is not None
     assert chosen.sound_B.tolist() == [True, sound]
 
@@ -256,7 +257,7 @@ def test_warm_up_is_not_survived(kind: type[Rows], broken: str) -> None:
     owner, name = (rows.drafting._proposer, "propose") if broken == "propose" else (model, "forward")
     setattr(owner, name, lambda *given, **named: raises([]))
     with pytest.raises(ZeroDivisionError):
-        run_jobs(rows.drafting.jobs(rows.sampling), rows.recorder)
+        run_jobs(rows.drafting.jobs(), rows.recorder)
     assert rows.drafting.take_rounds() == []
 
 

@@ -11,14 +11,13 @@ from tests.support.fakes import HostBackend, new_request, step
 from tests.support.warm_up import listed
 from tests.unit.runner.test_shapes import shapes
 from vllm_gaudi_spec.config import Speculation
-from vllm_gaudi_spec.drafting.choice import DraftProbs
+from vllm_gaudi_spec.drafting.choice import DraftChoice, DraftProbs
 from vllm_gaudi_spec.drafting.guard import Guard
 from vllm_gaudi_spec.drafting.history import RequestHistory
 from vllm_gaudi_spec.drafting.kv_sync import DrafterKVSync
 from vllm_gaudi_spec.drafting.on_device import DeviceDrafting
 from vllm_gaudi_spec.drafting.on_host import HostDrafting
-from vllm_gaudi_spec.records import Context, DraftRequest, Drafts, SampleShape, StepResult, Verification
-from vllm_gaudi_spec.runner.batch import make_sample_batch
+from vllm_gaudi_spec.records import Context, DraftRequest, Drafts, SampledRows, StepResult, Verification
 from vllm_gaudi_spec.runner.graphs import StepRecorder
 from vllm_gaudi_spec.runner.requests import Requests
 from vllm_gaudi_spec.sampling.params import Branch, Sampling
@@ -72,13 +71,14 @@ def on_device(proposer: CountsOnDevice, split: LengthSplit, requests: Requests) 
         requests=requests,
         recorder=recorder,
         shapes=of_steps,
-        speculation=speculation(),
+        num_drafts=K,
+        choice=DraftChoice(speculation(), requests.backend.rules, sampling(requests)),
         draft_probs=draft_probs,
         guard=Guard(independent=True),
         kv_sync=DrafterKVSync(),
         coverage=None,
     )
-    recorder.expect(listed(drafting.jobs(sampling(requests))))
+    recorder.expect(listed(drafting.jobs()))
     return drafting, recorder
 
 
@@ -127,6 +127,8 @@ def after_a_step(drafter_max_len: int) -> tuple[Requests, Counts, HostDrafting, 
     drafting.apply(requests)
     step_, _ = sampled(requests, names, [[12, 13], [26], [33]])
     drafting.propose_on_host(step_, K)
+    rows_B = torch.tensor([request.row for request in step_.requests])
+    requests.put_host_drafts(rows_B, torch.from_numpy(drafting.host_drafts(step_.requests)))  # as the next step does
     return requests, proposer, drafting, step_
 
 
@@ -178,16 +180,15 @@ def test_the_device_drafter_proposes_after_the_verification() -> None:
     drafting, recorder = on_device(proposer, split, requests)
     drafting.apply(requests)
     step_, _ = sampled(requests, names, [[12, 13], [26], [33]])
-    batch = make_sample_batch(requests, SampleShape(4, 2), step_.requests, [16] * 3)
-    inputs = sampling(requests).inputs_of(batch, Branch(), {})
-    assert drafting.propose(batch, inputs, K)
-    step_.drafts = requests.drafts(batch.rows_B, K)
+    batch = SampledRows(requests=step_.requests, ends=[16] * 3, num_queries=2, decode=None, rows_alone=None)
+    assert drafting.propose(batch, Branch(), K)
+    step_.drafts = requests.drafts(torch.tensor([request.row for request in step_.requests]), K)
     assert [waiting(requests, *row) for row in (("a", 4), ("b", 7), ("c", 4))] == [[14, 15, 16], [27], []]
     assert requests.num_drafts_R[requests.pad_row] == 0
     reported = drafting.drafts_of(step_)
     assert dict(zip(reported.req_ids, reported.draft_token_ids, strict=True)) == {"a": [14, 15, 16], "b": [27], "c": []}
     assert not recorder.unexpected
-    assert not drafting.propose(batch, inputs, 0)
+    assert not drafting.propose(batch, Branch(), 0)
     assert proposer.num_calls == 1, "nobody may draft: no call"
 
 
@@ -216,7 +217,6 @@ def test_a_batch_in_which_nobody_may_draft_costs_no_call_on_the_device() -> None
     requests.by_id["b"].num_computed = 6
     for names in (["c"], ["b"], ["b", "c"]):
         members = [requests.by_id[name] for name in names]
-        batch = make_sample_batch(requests, SampleShape(4, 1), members, [6] * len(members))
-        inputs = sampling(requests).inputs_of(batch, Branch(), {})
-        assert not drafting.propose(batch, inputs, K)
+        batch = SampledRows(requests=members, ends=[6] * len(members), num_queries=1, decode=None, rows_alone=None)
+        assert not drafting.propose(batch, Branch(), K)
     assert proposer.num_calls == 0

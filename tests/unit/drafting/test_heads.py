@@ -96,12 +96,13 @@ class HeadRows(Rows):
         return self.drafting_of("eagle", proposer, kv_sync, drafter_max_len, split)
 
     def forward(self, batch: Batch) -> None:
-        located = locate(batch.shape.phase, batch.uploaded, self.requests)
+        rows = batch.inputs.split()
+        located = locate(batch.shape.phase, rows, self.requests)
         states = torch.full((batch.shape.rows, batch.shape.queries), NOBODYS)
         for row, (request, count) in enumerate(zip(batch.requests, batch.counts, strict=True)):
             for query in range(count):
                 states[row, query] = state_after(request.all_token_ids[: request.num_computed + query + 1])
-        self.land(batch.shape.phase, batch.uploaded.rows_B, located, states)
+        self.land(batch.shape.phase, rows.rows_B, located, states)
         self.fresh |= {request.req_id for request in batch.requests}
         super().forward(batch)
 

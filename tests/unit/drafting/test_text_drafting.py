@@ -16,7 +16,7 @@ from tests.unit.drafting.test_autoregressive import BLOCK, Remembers, following
 from tests.unit.drafting.test_retokenizing import Languages
 from tests.unit.drafting.test_token_bytes import random_texts
 from tests.unit.runner.test_shapes import shapes
-from vllm_gaudi_spec.attention.metadata import Blocks
+from vllm_gaudi_spec.attention.metadata import HostBlocks
 from vllm_gaudi_spec.config import Speculation
 from vllm_gaudi_spec.drafting.choice import DraftChoice, DraftProbs
 from vllm_gaudi_spec.drafting.guard import Guard
@@ -24,8 +24,8 @@ from vllm_gaudi_spec.drafting.history import RequestHistory
 from vllm_gaudi_spec.drafting.universal.text_drafting import RetokenizedProposer, TextDrafting
 from vllm_gaudi_spec.drafting.universal.timeline import Timeline
 from vllm_gaudi_spec.drafting.vocabulary import MappedTokens, OwnTokens, Translation
-from vllm_gaudi_spec.records import SampleShape, StepResult
-from vllm_gaudi_spec.runner.batch import make_sample_batch
+from vllm_gaudi_spec.records import StepResult
+from vllm_gaudi_spec.runner.batch import pad_rows
 from vllm_gaudi_spec.runner.graphs import StepRecorder
 from vllm_gaudi_spec.runner.requests import Requests
 from vllm_gaudi_spec.sampling.params import Sampling
@@ -51,8 +51,8 @@ class FixedRegion:
         self.table = np.zeros((NUM_ROWS + 1, 64), dtype=np.int32)
         self.table[:NUM_ROWS, :width] = 1 + np.arange(NUM_ROWS * width).reshape(NUM_ROWS, width)[::-1]
 
-    def blocks(self, rows_np: np.ndarray, ends: list[int], context: int) -> Blocks:
-        return Blocks((torch.from_numpy(self.table[rows_np, : -(-context // BLOCK)]),), (BLOCK,))
+    def blocks(self, rows_np: np.ndarray, ends: list[int], context: int) -> HostBlocks:
+        return HostBlocks((self.table[rows_np, : -(-context // BLOCK)],), (BLOCK,))
 
 
 class Rows:
@@ -113,13 +113,13 @@ class Rows:
             requests=self.requests,
             recorder=self.recorder,
             shapes=self.shapes,
-            choice=DraftChoice(self.speculation, TORCH),
+            choice=DraftChoice(self.speculation, TORCH, self.sampling),
             draft_probs=DraftProbs(self.speculation, NUM_ROWS, vocab, device),
             num_drafts=num_drafts,
             guard=Guard(independent=True),
             coverage=None,
         )
-        self.recorder.expect(listed(self.drafting.jobs(self.sampling)))
+        self.recorder.expect(listed(self.drafting.jobs()))
         self.tokens: dict[str, list[int]] = {}
 
     def start(self, prompts: dict[str, list[int]], preempted: set[str] | None = None) -> None:
@@ -135,17 +135,18 @@ class Rows:
     def sample(self, answers: dict[str, list[int]], max_drafts: int | None = None) -> dict[str, list[int]]:
         """Each named row gets these tokens from the target; returns the drafts that wait after them."""
         members = [self.requests.by_id[name] for name in answers]
-        shape = SampleShape(self.shapes.fit_rows(len(members)), 1)
-        batch = make_sample_batch(self.requests, shape, members, [100] * len(members))
-        verification, last = sampled(list(answers.values()), len(batch.rows_np)), torch.zeros(len(batch.rows_np)).int()
+        num_rows = self.shapes.fit_rows(len(members))
+        rows_B = torch.from_numpy(pad_rows(self.requests, members, num_rows)).long()
+        verification, last = sampled(list(answers.values()), num_rows), torch.zeros(num_rows).int()
         for index, (name, answer) in enumerate(answers.items()):
             last[index] = len(self.tokens[name]) - 1
             self.tokens[name] += answer
-        self.requests.advance(batch.rows_B, last, verification)
-        inputs = self.sampling.inputs_of(batch, self.sampling.branch(members, {}), {})
-        assert not self.drafting.propose(batch, inputs, 0)
+        self.requests.advance(rows_B, last, verification)
+        self.sampling.flush()
         done = StepResult(members, verification)
         self.drafting.propose_on_host(done, self.num_drafts if max_drafts is None else max_drafts)
+        if (drafts := self.drafting.host_drafts(members)) is not None:  # the next step copies them to the device
+            self.requests.put_host_drafts(rows_B[: len(members)], torch.from_numpy(drafts))
         waiting = {name: self.waiting(name) for name in answers}
         reported = dict(zip(answers, self.drafting.drafts_of(done).draft_token_ids, strict=True))
         assert {name: len(drafts) for name, drafts in waiting.items()} == {
@@ -339,5 +340,5 @@ def test_a_drafter_that_can_not_spell_the_end_waits() -> None:
 def test_warm_up_runs_every_shape_that_can_come() -> None:
     """On a device with several contexts as well."""
     rows = Rows(num_drafts=3, contexts=(64, 128, 384))
-    run_jobs(rows.drafting.jobs(rows.sampling), rows.recorder)
+    run_jobs(rows.drafting.jobs(), rows.recorder)
     assert rows.recorder._seen == rows.recorder.manifest

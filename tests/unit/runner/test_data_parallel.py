@@ -73,8 +73,10 @@ def test_shapes_of_ranks_in_step_are_listed(shapes: Shapes, monkeypatch: pytest.
     )  # type: ignore[arg-type]
     own: dict[str, list[Planned]] = {
         "nothing": [],
-        "a decode": [Planned(shape=shapes.decode(1, [61]), requests=[member], counts=[1], finishes=[True])],
-        "a chunk": [Planned(shape=shapes.prefill(1, 5, 60), requests=[member], counts=[5], finishes=[False])],
+        "a decode": [Planned(shape=shapes.decode(1, [61]), requests=[member], counts=[1], ends=[61], finishes=[True])],
+        "a chunk": [
+            Planned(shape=shapes.prefill(1, 5, 65), requests=[member], counts=[5], ends=[65], finishes=[False])
+        ],
     }
     for mine in own.values():
         ours = [Rectangle(int(b.shape.phase == DECODE), b.shape.rows, b.shape.queries) for b in mine]

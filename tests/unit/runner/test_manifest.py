@@ -127,7 +127,7 @@ def run(rng: random.Random, backend: HostBackend, num_steps: int) -> int:
         for batch in batches:
             assert batch.shape in listed, f"{batch.shape} is not among {len(listed)} shapes"
             if backend.traits.flat_decode and batch.shape.phase == "decode":
-                entries = batch.uploaded.blocks.flat[0]
+                entries = batch.inputs.split().blocks.flat[0]
                 assert entries.shape == (3, batch.shape.context)
         if finishing:
             rows = shapes.fit_rows(len(finishing))

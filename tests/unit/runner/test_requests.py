@@ -219,9 +219,9 @@ def admitted(requests: Requests, blocks: dict[str, tuple[list[int], ...]]) -> np
     return np.array([*reversed([requests.by_id[name].row for name in blocks]), requests.pad_row])
 
 
-def entries(flat_3N: torch.Tensor) -> list[tuple[int, ...]]:
+def entries(flat_3N: np.ndarray) -> list[tuple[int, ...]]:
     """Block, row and index of each."""
-    assert flat_3N.dtype == torch.int32
+    assert flat_3N.dtype == np.int32
     return [tuple(entry) for entry in flat_3N.T.tolist()]
 
 

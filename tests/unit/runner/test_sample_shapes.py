@@ -4,21 +4,15 @@ from __future__ import annotations
 
 import random
 from dataclasses import replace
-from pathlib import Path
 from types import SimpleNamespace
-from typing import Any
 
 import pytest
 import torch
-from vllm import SamplingParams
 
-from tests.support.fakes import CompilingBackend, HostBackend
-from tests.support.small_engine import SmallEngine, Variant
+from tests.support.fakes import HostBackend
 from vllm_gaudi_spec.config import Options
 from vllm_gaudi_spec.devices.hpu.backend import TRAITS
 from vllm_gaudi_spec.records import SampleShape
-from vllm_gaudi_spec.runner import model_runner
-from vllm_gaudi_spec.runner.batch import make_sample_batch
 from vllm_gaudi_spec.runner.sample_shapes import SampleShapes
 from vllm_gaudi_spec.runner.shapes import Shapes
 from vllm_gaudi_spec.sampling.params import Branch, Sampling
@@ -139,21 +133,3 @@ def test_full_buckets_of_rows_with_drafts_need_no_padding(num_drafts: int) -> No
     found, _ = sample_shapes(256, 8192, num_drafts)
     for rows in (256, 128, 64, 32, 16):
         assert found.fit(1 + num_drafts, [1 + num_drafts] * rows, Branch()).positions == rows * (1 + num_drafts)
-
-
-@pytest.mark.parametrize(("method", "num_batches"), [("suffix", 1), ("draft_model", 2)])
-def test_only_drafters_on_the_device_get_a_rectangle_besides(
-    method: str, num_batches: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """Each is uploaded."""
-    engine = SmallEngine(Variant(method, backend=CompilingBackend), tmp_path)
-    made: list[object] = []
-
-    def counted(*args: Any) -> Any:
-        made.append(make_sample_batch(*args))
-        return made[-1]
-
-    monkeypatch.setattr(model_runner, "make_sample_batch", counted)
-    engine.add("a", [1, 2, 3], SamplingParams(max_tokens=4))
-    engine.step()
-    assert len(made) == num_batches

@@ -31,12 +31,12 @@ def requests(small: Shapes) -> Requests:
 
 
 def located(batch: Batch, requests: Requests) -> Located:
-    return locate(batch.shape.phase, batch.uploaded, requests)
+    return locate(batch.shape.phase, batch.inputs.split(), requests)
 
 
 def inputs_of(batch: Batch, requests: Requests) -> Inputs:
     place = located(batch, requests)
-    return build_inputs(batch.shape.queries, batch.uploaded, place, requests)
+    return build_inputs(batch.shape.queries, batch.inputs.split(), place, requests)
 
 
 def plan(
@@ -112,7 +112,7 @@ def test_a_chunk_may_leave_a_single_token(requests: Requests, small: Shapes) -> 
     requests.apply(first)
     (chunk,) = batches_of(first, requests, small, {})
     place = located(chunk, requests)
-    requests.set_computed(chunk.uploaded.rows_B, place.starts_B + place.num_real_B)
+    requests.set_computed(chunk.inputs.split().rows_B, place.starts_B + place.num_real_B)
     second = step({"a": 1}, running=cached({"a": 24}))
     requests.apply(second)
     (batch,) = batches_of(second, requests, small, {})

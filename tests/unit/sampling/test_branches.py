@@ -172,18 +172,20 @@ class Case:
         # The host knows an upper bound of a row's drafts.
         num_positions = [min(int(number) + self.spare, K) + 1 for number in num_drafts_B[: len(members)]]
         shape = SampleShape(ROWS, K + 1, sum(num_positions) + self.rng.randint(0, 9) if lists else 0)
-        batch = make_sample_batch(requests, shape, members, [], num_positions)
+        batch = make_sample_batch(requests, shape, members, num_positions)
         first_B = torch.zeros(ROWS, dtype=torch.int32)
         for index, request in enumerate(members):
             length = len(request.all_token_ids)
             first_B[index] = length - 1
             requests.history_RM[request.row, length : length + K] = self.drafts[index]
-        inputs = given.inputs_of(batch, branch, self.grammars)
+        sample_pass = given.make_pass(batch, branch, self.grammars)
+        rows_B, listed, grammars = sample_pass.split()
+        inputs = given.gather(rows_B, branch, sample_pass.edit_sizes, grammars)
         if inputs.acceptable_B is not None:
             num_drafts_B = torch.minimum(num_drafts_B, inputs.acceptable_B)
         common = dict(
             positions_BQ=first_B[:, None] + torch.arange(K + 1, dtype=torch.int32),
-            rows_B=batch.rows_B,
+            rows_B=rows_B,
             num_drafts_B=num_drafts_B,
             requests=requests,
             inputs=inputs,
@@ -191,9 +193,9 @@ class Case:
             logprobs_mode=mode,
         )
         logits = self.logits.clone()
-        if batch.listed is not None:
-            row_N, query_N = batch.listed.index_2N
-            verification = verify_listed(logits[row_N, query_N], batch.listed, **common)  # type: ignore[arg-type]
+        if listed is not None:
+            row_N, query_N = listed.index_2N
+            verification = verify_listed(logits[row_N, query_N], listed, **common)  # type: ignore[arg-type]
         else:
             rule = choose_rule(speculation, HostBackend())
             verification = verify(logits, rule=rule, custom=None, draft_probs_BKV=self.draft_probs, **common)  # type: ignore[arg-type]

@@ -11,7 +11,7 @@ import torch
 from vllm.sampling_params import SamplingParams, StructuredOutputsParams
 from vllm.v1.sample.ops.bad_words import apply_bad_words
 
-from tests.support.fakes import HostBackend
+from tests.support.fakes import CapturingBackend, HostBackend
 from vllm_gaudi_spec.config import MAX_BAD_WORD_TOKENS, MAX_LOGIT_EDITS
 from vllm_gaudi_spec.records import Request
 from vllm_gaudi_spec.sampling.logit_edits import ANY_TOKEN, EditTables, LogitEdits
@@ -26,15 +26,21 @@ def request(row: int, bad_words: list[list[int]] | None = None, **params: Any) -
 
 
 def gather(edits: LogitEdits, *rows: int) -> EditTables:
-    return edits.gather(np.array(rows), HostBackend())  # type: ignore[arg-type]
+    for table in edits.tables:
+        table.flush()
+    return edits.gather(torch.tensor(rows), edits.sizes(np.array(rows)))
+
+
+def logit_edits(has_fixed_shapes: bool = False) -> LogitEdits:
+    return LogitEdits(CapturingBackend() if has_fixed_shapes else HostBackend(), max_rows=4)  # type: ignore[arg-type]
 
 
 def test_no_logit_edits() -> None:
-    assert not LogitEdits(has_fixed_shapes=False).admit(request(0))
+    assert not logit_edits().admit(request(0))
 
 
 def test_each_kind() -> None:
-    edits = LogitEdits(has_fixed_shapes=False)
+    edits = logit_edits()
     assert edits.admit(request(1, [[5], [6, 4, 7]], logit_bias={3: 1.5}, min_tokens=4, stop_token_ids=[9, 8]))
     tables = gather(edits, 1)
     (token, until), bias = tables.edits_B2N[0].tolist(), tables.bias_BN[0]
@@ -47,14 +53,14 @@ def test_each_kind() -> None:
 
 
 def test_a_row_forgets_its_last_request() -> None:
-    edits = LogitEdits(has_fixed_shapes=False)
+    edits = logit_edits()
     edits.admit(request(0, logit_bias={3: 1.5}))
     edits.admit(request(0))
     assert not gather(edits, 0).bias_BN.any()
 
 
 def test_min_tokens_yields_to_a_grammar() -> None:
-    edits = LogitEdits(has_fixed_shapes=False)
+    edits = logit_edits()
     grammar = StructuredOutputsParams(choice=["a"])
     edits.admit(request(0, min_tokens=4, stop_token_ids=[9], structured_outputs=grammar))
     assert gather(edits, 0).edits_B2N[0, 1, 0] == -4
@@ -62,7 +68,7 @@ def test_min_tokens_yields_to_a_grammar() -> None:
 
 @pytest.mark.parametrize("grammar", [None, StructuredOutputsParams(choice=["a"])])
 def test_min_tokens_beyond_every_context_never_end(grammar: StructuredOutputsParams | None) -> None:
-    edits = LogitEdits(has_fixed_shapes=False)
+    edits = logit_edits()
     edits.admit(request(0, max_tokens=None, min_tokens=2**40, stop_token_ids=[9], structured_outputs=grammar))
     assert abs(int(gather(edits, 0).edits_B2N[0, 1, 0])) == 2**31 - 1
 
@@ -74,7 +80,7 @@ LARGEST: dict[str, Any] = dict(
 
 @pytest.mark.parametrize("has_fixed_shapes", [True, False])
 def test_the_largest_request_changes_nothing_of_others_and_no_shape_of_a_graph(has_fixed_shapes: bool) -> None:
-    edits = LogitEdits(has_fixed_shapes=has_fixed_shapes)
+    edits = logit_edits(has_fixed_shapes)
     edits.admit(request(0, [[6, 7]]))
     without = gather(edits, 0, 1)
     edits.admit(request(1, **LARGEST))
@@ -96,7 +102,7 @@ def test_the_largest_request_changes_nothing_of_others_and_no_shape_of_a_graph(h
     ],
 )
 def test_a_request_that_the_front_end_should_have_refused_leaves_nothing(params: dict[str, Any]) -> None:
-    edits = LogitEdits(has_fixed_shapes=False)
+    edits = logit_edits()
     with pytest.raises(ValueError, match="front end should have refused"):
         edits.admit(request(0, **params))
     assert not gather(edits, 0).bias_BN.any()
@@ -112,7 +118,7 @@ def test_bad_words_are_those_of_upstream(seed: int) -> None:
         [generator.integers(3, size=generator.integers(1, 8)).tolist() for _ in range(generator.integers(1, 30))]
         for _ in lengths
     ]
-    edits = LogitEdits(has_fixed_shapes=seed % 2 == 0)
+    edits = logit_edits(has_fixed_shapes=seed % 2 == 0)
     for row, bad_words in enumerate(words):
         edits.admit(request(row, bad_words))
     newest = [sum(length) - 1 for length in lengths]

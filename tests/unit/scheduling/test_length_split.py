@@ -9,7 +9,6 @@ from vllm.sampling_params import SamplingParams
 from tests.support.fakes import HostBackend
 from vllm_gaudi_spec.config import Speculation
 from vllm_gaudi_spec.scheduling.limits import LengthSplit
-from vllm_gaudi_spec.scheduling.limits import max_drafts as max_drafts_on_device
 
 K = 4
 
@@ -24,7 +23,9 @@ def split(drafter_max_len: int | None = None, max_model_len: int = 1000) -> Leng
 def max_drafts(split: LengthSplit, lengths: dict[int, int], limit: int = K) -> list[int]:
     rows, values = np.array(list(lengths), dtype=np.int64), np.array(list(lengths.values()), dtype=np.int32)
     on_host = split.max_drafts_np(rows, values, limit)
-    on_device = max_drafts_on_device(split.upload(rows, limit), torch.from_numpy(values))
+    split.on_device.flush()
+    limits = torch.full((len(rows),), limit, dtype=torch.int32)
+    on_device = split.max_drafts_on_device(torch.from_numpy(rows), torch.from_numpy(values), limits)
     assert on_host.tolist() == on_device.tolist()
     return on_host.tolist()
 

@@ -15,23 +15,23 @@ from collections.abc import Collection, Hashable, Iterator
 from dataclasses import dataclass, replace
 from functools import partial
 from itertools import product
-from typing import TYPE_CHECKING, NamedTuple
+from typing import TYPE_CHECKING
 
 import numpy as np
 import torch
 from vllm.v1.outputs import DraftTokenIds
 
-from vllm_gaudi_spec.attention.metadata import rectangle
+from vllm_gaudi_spec.attention.metadata import StepInputs, rectangle
 from vllm_gaudi_spec.drafting.base import Drafting
 from vllm_gaudi_spec.drafting.draft_model import NUM_NEWEST, draft_chain, forward
 from vllm_gaudi_spec.drafting.universal.timeline import Timeline
-from vllm_gaudi_spec.records import FAULTY, Drafts, Hidden, SampleShape
-from vllm_gaudi_spec.runner.batch import make_padding
+from vllm_gaudi_spec.records import FAULTY, Drafts, Hidden
+from vllm_gaudi_spec.runner.batch import pad_rows
 from vllm_gaudi_spec.runner.graphs import DRAFTERS_READS, DRAFTS, Job
 from vllm_gaudi_spec.sampling.params import Branch
 
 if TYPE_CHECKING:
-    from vllm_gaudi_spec.attention.metadata import Blocks, Inputs
+    from vllm_gaudi_spec.attention.metadata import Inputs, RowInputs
     from vllm_gaudi_spec.devices.base import DeviceBackend
     from vllm_gaudi_spec.drafting.base import Model
     from vllm_gaudi_spec.drafting.choice import DraftChoice, DraftProbs
@@ -41,11 +41,10 @@ if TYPE_CHECKING:
     from vllm_gaudi_spec.drafting.universal.pairs import Coverage
     from vllm_gaudi_spec.drafting.universal.timeline import Reader, Rewriter
     from vllm_gaudi_spec.drafting.vocabulary import Translation
-    from vllm_gaudi_spec.records import DraftRequest, DraftRound, Request, SampleBatch, StepResult
+    from vllm_gaudi_spec.records import DraftRequest, DraftRound, Request, StepResult
     from vllm_gaudi_spec.runner.graphs import StepRecorder
     from vllm_gaudi_spec.runner.requests import Requests
     from vllm_gaudi_spec.runner.shapes import Shapes
-    from vllm_gaudi_spec.sampling.params import Sampling, SamplingInputs
 
 
 # By so many tokens a text may shrink when its end is encoded again.
@@ -80,13 +79,6 @@ class RetokenizedProposer:
         last_BH = hidden.last.index_select(0, row_B * width + (unread.num_real_B - 1).clamp(min=0))
         ends_B = unread.starts_B + unread.num_real_B
         return draft_chain(self._model, self._translation, request, Hidden(last_BH), ends_B)
-
-
-class _Sampled(NamedTuple):
-    """State on the device of the rows that sampled in the step."""
-
-    batch: SampleBatch
-    inputs: SamplingInputs
 
 
 class TextDrafting(Drafting):
@@ -129,7 +121,6 @@ class TextDrafting(Drafting):
         """By row: how many of the target's tokens its timeline holds."""
         self._outgrown: dict[int, str] = {}
         """By row, until it samples again: requests that got no drafts because of the drafter's own length."""
-        self._sampled: _Sampled | None = None
         self._drafts: dict[str, list[int]] = {}
         """By request: the drafts if they are on the host, else zeros, of which only the number counts."""
         self._unread_drafts: Drafts | None = None
@@ -176,10 +167,8 @@ class TextDrafting(Drafting):
     def probs(self, rows_B: torch.Tensor) -> torch.Tensor | None:
         return self._draft_probs.of(rows_B)
 
-    def propose(self, batch: SampleBatch, inputs: SamplingInputs, max_drafts: int) -> bool:
-        if not batch.is_padding:
-            self._sampled = _Sampled(batch, inputs)
-        return False
+    def host_drafts(self, requests: list[Request]) -> np.ndarray | None:
+        return None if self._rewriter is None else self._history.drafts_np(requests)
 
     def drafts_of(self, step: StepResult) -> DraftTokenIds:
         names = [request.req_id for request in step.requests]
@@ -196,7 +185,7 @@ class TextDrafting(Drafting):
         self._drafts, self._unread_drafts = {}, None
         for request in step.requests:
             self._outgrown.pop(request.row, None)
-        if self._sampled is None or step.verification is None:
+        if step.verification is None:
             return
         new = self._history.append(step)
         try:
@@ -205,7 +194,6 @@ class TextDrafting(Drafting):
             self._guard.caught(error, step.requests)
             self._start_anew(step.requests)
             self._drafts, self._unread_drafts = {}, None
-        self._sampled = None
 
     def _draft_for(self, step: StepResult, new: list[list[int]], max_drafts: int) -> None:
         for request, tokens in zip(step.requests, new, strict=True):
@@ -220,9 +208,9 @@ class TextDrafting(Drafting):
         longest = max(len(self._timelines[member.request.row]) for member in members)
         # Padding reaches beyond the longest row, as do its drafts.
         context = self._shapes.fit_context(longest + self._widths[-1])
-        assert self._sampled is not None
         width = next(width for width in self._widths if width >= unread)
-        drafts = self._draft(self._sampled, members, width, context)
+        num_rows, branch = self._shapes.fit_rows(len(step.requests)), self._choice.branch_of(step.requests)
+        drafts = self._draft(step.requests, members, num_rows, width, context, branch)
         if self._rewriter is None:
             self._put(members, drafts)
         else:
@@ -273,69 +261,68 @@ class TextDrafting(Drafting):
     def _read_chunks(self, members: list[tuple[int, int]], num_rows: int, width: int, context: int) -> None:
         """`members`: rows, and how many tokens each reads."""
         self._recorder.saw(self._read_signature(num_rows, width, context))
-        rows_np = self._padded([row for row, _ in members], num_rows)
-        unread = self._upload_unread([(index, *member) for index, member in enumerate(members)], num_rows, width)
+        header_np = np.zeros((4, num_rows), dtype=np.int32)
+        header_np[0] = self._requests.pad_row
+        header_np[0, : len(members)] = [row for row, _ in members]
+        unread_np = self._unread_np([(index, *member) for index, member in enumerate(members)], num_rows, width)
         ends = [self._timelines[row].num_read + count for row, count in members]
-        self._read_rows(unread, self._kv_region.blocks(rows_np, ends, context))
+        self._read_rows(self._pack(header_np, ends, context, unread_np))
         for row, count in members:
             self._timelines[row].read(self._timelines[row].num_read + count)
 
-    def _draft(self, sampled: _Sampled, members: list[DraftingRow], width: int, context: int) -> Drafts:
-        batch, inputs = sampled
-        num_rows, branch = len(batch.rows_np), self._choice.branch(inputs)
+    def _draft(
+        self,
+        requests: list[Request],
+        members: list[DraftingRow],
+        num_rows: int,
+        width: int,
+        context: int,
+        branch: Branch,
+    ) -> Drafts:
+        """Run a round. `members`: those of the requests that may draft."""
         self._recorder.saw(self._signature(num_rows, width, context, branch))
-        max_drafts_np, ends, unread = np.zeros(num_rows, dtype=np.int32), [0] * num_rows, []
+        header_np, ends, unread = np.zeros((4, num_rows), dtype=np.int32), [0] * num_rows, []
+        header_np[0] = pad_rows(self._requests, requests, num_rows)
         for member in members:
             row = member.request.row
-            max_drafts_np[member.index] = member.max_drafts
+            header_np[3, member.index] = member.max_drafts
             ends[member.index] = len(self._timelines[row]) + member.max_drafts
             unread.append((member.index, row, self._num_unread(row)))
-        drafts = self._draft_rows(
-            batch.rows_B,
-            self._backend.memory.upload(torch.from_numpy(max_drafts_np)),
-            self._upload_unread(unread, num_rows, width),
-            self._kv_region.blocks(batch.rows_np, ends, context),
-            inputs.for_drafting(branch),
-        )
+        step = self._pack(header_np, ends, context, self._unread_np(unread, num_rows, width))
+        drafts = self._draft_rows(step, branch)
         for member in members:
             timeline = self._timelines[member.request.row]
             timeline.read(len(timeline))
         return drafts
 
-    def _upload_unread(self, members: list[tuple[int, int, int]], num_rows: int, width: int) -> torch.Tensor:
-        """int32 [B, N + 2], which `_unread` splits. `members`: indices in the batch, rows, and how many tokens each."""
+    def _pack(self, header_np: np.ndarray, ends: list[int], context: int, unread_np: np.ndarray) -> StepInputs:
+        blocks = self._kv_region.blocks(header_np[0], ends, context)
+        return StepInputs.pack(header_np, blocks, self._backend.memory.upload, unread_np)
+
+    def _unread_np(self, members: list[tuple[int, int, int]], num_rows: int, width: int) -> np.ndarray:
+        """int32 [B, N + 2], as `_unread` splits it. `members`: indices in the batch, rows, and how many tokens each."""
         small = np.zeros((num_rows, width + 2), dtype=np.int32)
         for index, row, count in members:
             timeline = self._timelines[row]
             begin = min(timeline.num_read, len(timeline) - count)
             small[index, :count] = timeline.tokens(begin, begin + count)
             small[index, width:] = begin, count
-        return self._backend.memory.upload(torch.from_numpy(small))
-
-    def _padded(self, rows: list[int], num_rows: int) -> np.ndarray:
-        rows_np = np.full(num_rows, self._requests.pad_row, dtype=np.int64)
-        rows_np[: len(rows)] = rows
-        return rows_np
+        return small
 
     # --- what runs on the device ---
 
-    def _read(self, unread: torch.Tensor, blocks: Blocks) -> None:
-        chunk = _unread(unread)
-        self._proposer.read(
-            rectangle(chunk.tokens_BN, chunk.starts_B, chunk.num_real_B, blocks, self._backend.row_operations)
-        )
+    def _read(self, step: StepInputs) -> None:
+        rows = step.split()
+        chunk = _unread(rows)
+        row_operations = self._backend.row_operations
+        self._proposer.read(rectangle(chunk.tokens_BN, chunk.starts_B, chunk.num_real_B, rows.blocks, row_operations))
 
-    def _draft_chain(
-        self,
-        rows_B: torch.Tensor,
-        max_drafts_B: torch.Tensor,
-        unread: torch.Tensor,
-        blocks: Blocks,
-        inputs: SamplingInputs,
-    ) -> Drafts:
+    def _draft_chain(self, step: StepInputs, branch: Branch) -> Drafts:
+        rows = step.split()
+        rows_B = rows.rows_B
         lengths_B = self._requests.lengths(rows_B)
-        request = self._choice.request(self._requests, rows_B, lengths_B, max_drafts_B, blocks, inputs)
-        proposed = self._proposer.propose(request, _unread(unread))
+        request = self._choice.request(self._requests, rows_B, lengths_B, rows.max_drafts_B, rows.blocks, branch)
+        proposed = self._proposer.propose(request, _unread(rows))
         if self._rewriter is None:
             drafts = self._guard.usable(proposed, request, self._draft_probs.vocab_size)
             self._draft_probs.put(rows_B, drafts)
@@ -368,7 +355,7 @@ class TextDrafting(Drafting):
             timeline.drafted(len(row), row)
             if rewritten := self._rewriter.rewrite(row, text)[: member.max_drafts]:
                 self._drafts[member.request.req_id] = rewritten
-        self._history.put(step, self._drafts)
+        self._history.keep_drafts(step, self._drafts)
 
     def in_use(self) -> dict[str, int]:
         return {"drafter_kv_rows": len(self._timelines)}
@@ -381,26 +368,21 @@ class TextDrafting(Drafting):
     def _read_signature(self, num_rows: int, width: int, context: int) -> Hashable:
         return ("read", num_rows, width, context)
 
-    def jobs(self, sampling: Sampling) -> Iterator[Job]:
+    def jobs(self) -> Iterator[Job]:
         """Reads, and rounds of drafts. In service nothing is read before a step has sampled."""
-        shapes, branches = self._shapes, sorted(self._choice.branches(sampling))
-        if self._rewriter is not None:
-            yield Job("states", self._history.warm_up)
+        shapes, branches = self._shapes, sorted(self._choice.branches())
         for shape in reversed(shapes.prefills()):  # memory is claimed once, by the largest
             sizes = shape.rows, shape.queries, shape.context
             run = partial(self._read_chunks, [], *sizes)
             yield Job(DRAFTERS_READS, run, (self._read_signature(*sizes),), shape.tokens)
         for of_round in product(shapes.decode_rows, self._widths, shapes.contexts, branches):
-            run = partial(self._draft_padding, sampling, *of_round)
             is_common = of_round[-1] == Branch()
-            yield Job(DRAFTS, run, (self._signature(*of_round),), of_round[0], is_common)
-
-    def _draft_padding(self, sampling: Sampling, num_rows: int, width: int, context: int, branch: Branch) -> None:
-        batch = make_padding(self._requests, SampleShape(num_rows, 1))
-        inputs = sampling.inputs_of(batch, branch, {})
-        self._draft(_Sampled(batch, inputs), [], width, context)
+            yield Job(
+                DRAFTS, partial(self._draft, [], [], *of_round), (self._signature(*of_round),), of_round[0], is_common
+            )
 
 
-def _unread(uploaded: torch.Tensor) -> Unread:
-    width = uploaded.shape[1] - 2
-    return Unread(uploaded[:, :width], uploaded[:, width], uploaded[:, width + 1])
+def _unread(rows: RowInputs) -> Unread:
+    assert rows.more_BX is not None
+    width = rows.more_BX.shape[1] - 2
+    return Unread(rows.more_BX[:, :width], rows.more_BX[:, width], rows.more_BX[:, width + 1])

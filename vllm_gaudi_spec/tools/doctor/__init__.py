@@ -13,7 +13,7 @@ from typing import Any
 
 from vllm_gaudi_spec import versions
 from vllm_gaudi_spec.config import UNIVERSAL_DRAFT
-from vllm_gaudi_spec.drafting.table import METHODS
+from vllm_gaudi_spec.methods import METHODS
 from vllm_gaudi_spec.tools.io import output
 from vllm_gaudi_spec.tools.io.command_line import add_shared, json_object, positive
 from vllm_gaudi_spec.tools.io.output import FINE, PROBLEMS, fail, find_model_mistake
