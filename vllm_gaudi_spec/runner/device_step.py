@@ -16,10 +16,10 @@ if TYPE_CHECKING:
     from vllm_gaudi_spec.devices.base import DeviceBackend
     from vllm_gaudi_spec.drafting.base import Drafting
     from vllm_gaudi_spec.records import Drafts, Verification
+    from vllm_gaudi_spec.runner.extensions.custom_processors import CustomProcessors
     from vllm_gaudi_spec.runner.hidden_states import HiddenStateBuffer
     from vllm_gaudi_spec.runner.model import LoadedModel
     from vllm_gaudi_spec.runner.requests import Requests
-    from vllm_gaudi_spec.sampling.custom_processors import CustomProcessors
     from vllm_gaudi_spec.sampling.params import SamplePass, Sampling
     from vllm_gaudi_spec.sampling.verify import Rule
 

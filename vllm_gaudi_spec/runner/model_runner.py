@@ -1,234 +1,45 @@
-"""The model runner: loads the target, owns the requests, and turns the scheduler's output into sampled tokens."""
+"""The model runner: turns the scheduler's output into sampled tokens. This file is the order of a step."""
 
 from __future__ import annotations
 
-from functools import partial
 from typing import TYPE_CHECKING
 
-import torch
 from vllm.v1.outputs import EMPTY_MODEL_RUNNER_OUTPUT
 
-from vllm_gaudi_spec.config import Options, Speculation, ranks_in_step
-from vllm_gaudi_spec.drafting.base import Drafting, DraftingContext
-from vllm_gaudi_spec.drafting.load import load_drafting
-from vllm_gaudi_spec.drafting.memory import block_of, drafting_bytes
-from vllm_gaudi_spec.drafting.models import kv_beside_target, load_drafter
-from vllm_gaudi_spec.lora.adapters import Adapters
+from vllm_gaudi_spec.drafting.base import Drafting
 from vllm_gaudi_spec.outputs import CountedOutput, SpeculativeOutput
-from vllm_gaudi_spec.quantization.models import Quantization
 from vllm_gaudi_spec.records import DECODE, Batch, NoDraftReason, Planned, Request, SampledRows, StepResult
-from vllm_gaudi_spec.recurrent.table import num_pending, num_snapshots, snapshots_of, states_of
 from vllm_gaudi_spec.runner.batch import make_batch, make_sample_batch, plan_batches
-from vllm_gaudi_spec.runner.data_parallel import DataParallelLockstep
-from vllm_gaudi_spec.runner.device_step import DeviceStep
-from vllm_gaudi_spec.runner.encoders import Encoders
+from vllm_gaudi_spec.runner.extensions.pooling import Pooling
 from vllm_gaudi_spec.runner.graphs import (
-    StepRecorder,
     drafts_signature,
     report_signature,
     sizes_of_report,
 )
-from vllm_gaudi_spec.runner.hidden_states import HiddenStateBuffer
-from vllm_gaudi_spec.runner.kv_cache import KVCache, of_one_forward
-from vllm_gaudi_spec.runner.media_store import MediaStore
-from vllm_gaudi_spec.runner.model import LoadedModel
-from vllm_gaudi_spec.runner.multimodal import Multimodal
-from vllm_gaudi_spec.runner.pooling import Pooling, output_of
-from vllm_gaudi_spec.runner.prompt_embeds import PromptEmbeds
-from vllm_gaudi_spec.runner.report import Downloads, PromptLogprobs, Report, Reports, leave_out_scores
-from vllm_gaudi_spec.runner.requests import Requests
-from vllm_gaudi_spec.runner.sample_shapes import SampleShapes
-from vllm_gaudi_spec.runner.shapes import Shapes
-from vllm_gaudi_spec.runner.snapshots import SnapshotRows
+from vllm_gaudi_spec.runner.parts import RunnerParts
+from vllm_gaudi_spec.runner.report import Report, leave_out_scores
 from vllm_gaudi_spec.runner.warmup import warm_up
-from vllm_gaudi_spec.sampling.custom_processors import CustomProcessors
-from vllm_gaudi_spec.sampling.params import Branch, Grammar, SamplePass, Sampling, read_grammars
-from vllm_gaudi_spec.sampling.verify import choose_rule, needs_rectangle
+from vllm_gaudi_spec.sampling.params import Branch, Grammar, SamplePass, read_grammars
 
 if TYPE_CHECKING:
-    from torch import nn
-    from vllm.config import ModelConfig, VllmConfig
+    from vllm.config import VllmConfig
     from vllm.v1.outputs import AsyncModelRunnerOutput, DraftTokenIds, ModelRunnerOutput
 
     from vllm_gaudi_spec.attention.metadata import StepInputs
     from vllm_gaudi_spec.devices.base import DeviceBackend
     from vllm_gaudi_spec.outputs import DrafterStatus, SpecSchedulerOutput
     from vllm_gaudi_spec.records import Drafts, SampleBatch
-    from vllm_gaudi_spec.upstream.kv_cache import KVCacheConfig, KVCacheSpec
     from vllm_gaudi_spec.upstream.scheduler_output import GrammarOutput, SchedulerOutput
 
 
-class ModelRunner:
+class ModelRunner(RunnerParts):
     def __init__(self, vllm_config: VllmConfig, backend: DeviceBackend, *, shows_progress: bool) -> None:
-        self.vllm_config = vllm_config
-        self.backend = backend
-        self.options = Options.from_vllm(vllm_config)
-        self.shows_progress = shows_progress
-        self.recorder = StepRecorder()
-        self.max_rows = vllm_config.scheduler_config.max_num_seqs
-        self.speculation = Speculation.from_vllm(vllm_config)
-        self.num_drafts = self.speculation.num_drafts if self.speculation else 0
-        self.num_snapshots = num_snapshots(vllm_config, self.options.state_snapshots)
-        self.async_scheduling = vllm_config.scheduler_config.async_scheduling
+        super().__init__(vllm_config, backend, shows_progress=shows_progress)
         self.pending: list[Planned] = []
         self.batches: list[Batch] = []
         self.rows_alone: StepInputs | None = None
         self.report: Report | None = None
         self.drafter_status: DrafterStatus | None = None
-
-    # --- start-up ---
-
-    def load_model(self) -> None:
-        self.drafter: LoadedModel | None = None
-        quantization = Quantization.of_target(self.vllm_config)
-        self.target = LoadedModel(self.vllm_config, self.backend, quantization=quantization)
-        if self.speculation is not None:
-            self.drafter = load_drafter(self.speculation, self.vllm_config, self.backend, self.target)
-        self.encoders: Encoders | None = None
-        if self.vllm_config.model_config.supports_multimodal_inputs and self.backend.traits.captures:
-            self.encoders = Encoders(self.vllm_config, self.target.model)
-        if self.vllm_config.lora_config is not None:  # last: a head shares the target's layers without adapters
-            self.target.adapters = Adapters(self.vllm_config, self.target.model, self.backend)
-
-    def save_measurements(self) -> None:
-        """Write the measurements so far of models that are measured."""
-        for loaded in (self.target, self.drafter):
-            if loaded is not None and loaded.measuring is not None:
-                loaded.measuring.write()
-
-    def bytes_beside_kv(self) -> dict[str, int]:
-        """Memory that is taken besides weights and the KV cache, by purpose."""
-        speculation, taken = self.speculation, {}
-        if num_bytes := self.target.state_bytes(self.max_rows + 1, num_pending(self.num_drafts)):
-            taken[states_of(self.max_rows)] = num_bytes
-        if num_bytes := self.target.state_bytes(self.num_snapshots, num_pending(self.num_drafts)):
-            taken[snapshots_of(self.num_snapshots)] = num_bytes
-        if self.encoders is not None:
-            taken["outputs of image encoders"] = self.encoders.num_bytes
-        if self.drafter is None or speculation is None:
-            return taken
-        kv_region_block = block_of(self.drafter.kv_cache_spec()) if speculation.retokenizes else None
-        vocab_size = self.vllm_config.model_config.get_vocab_size()
-        return taken | drafting_bytes(speculation, self.max_rows, vocab_size, kv_region_block)
-
-    def kv_cache_spec(self) -> dict[str, KVCacheSpec]:
-        return self.target.kv_cache_spec() | kv_beside_target(self.speculation, self.drafter)
-
-    @property
-    def _has_kv_region(self) -> bool:
-        """Whether the drafter's KV is apart from the target's blocks, in a `DrafterKVRegion`, which binds it."""
-        return self.speculation is not None and self.speculation.retokenizes
-
-    def initialize_kv_cache(self, kv_cache_config: KVCacheConfig, *, profiled_blocks: int | None = None) -> None:
-        """`profiled_blocks`: for a profile run, the number of blocks that sizes are made for. Drafters on the host are
-        not in it, and no processor of a user's is made."""
-        model = self.vllm_config.model_config
-        device = self.backend.traits.torch_device
-        if encodes := self.target.encoder_kv_spec(self.backend.traits.block_size):
-            shapes = Shapes.from_config(self.vllm_config, self.options, self.backend, 0)
-            max_rows = max(shapes.most_rows, *shapes.prefill_rows)
-            kv_cache_config = of_one_forward(encodes, max_tokens=shapes.largest_prefill, max_rows=max_rows)
-        self.kv_cache = KVCache(kv_cache_config, self.vllm_config, self.backend)
-        self.shapes = Shapes.from_config(
-            self.vllm_config,
-            self.options,
-            self.backend,
-            self.num_drafts,
-            block_size=min(self.kv_cache.block_sizes, default=None),
-            num_blocks=profiled_blocks or self.kv_cache.num_blocks,
-        )
-        self.target.bind_kv(self.kv_cache.by_layer, self.kv_cache.layer_groups)
-        self.target.make_states(self.max_rows + 1, self.num_snapshots, num_pending(self.num_drafts), device)
-        if self.drafter is not None and not self._has_kv_region:
-            self.drafter.bind_kv(self.kv_cache.by_layer, self.kv_cache.layer_groups)
-        self.requests = Requests(
-            self.backend,
-            max_rows=self.max_rows,
-            max_len=self.shapes.max_context + 1 + self.num_drafts,
-            block_sizes=self.kv_cache.block_sizes,
-            windows=self.kv_cache.windows,
-            in_flight=3 * (1 + self.num_drafts),
-            max_context=self.shapes.max_context,
-            seed=model.seed,
-            keeps_kv=not encodes,
-        )
-        self.snapshots: SnapshotRows | None = None
-        if self.num_snapshots and self.target.states is not None:
-            self.snapshots = SnapshotRows(self.target.states, self.requests, self.backend)
-        self.multimodal: Multimodal | None = None
-        if model.supports_multimodal_inputs:
-            store = None if self.encoders is None else MediaStore(self.encoders, self.backend, self.recorder)
-            self.target.media_SW = None if store is None else store.rows_SW
-            self.multimodal = Multimodal(model, self.target.model, self.backend, store)
-        self.prompt_embeds: PromptEmbeds | None = None
-        if model.enable_prompt_embeds:
-            self.prompt_embeds = PromptEmbeds(model, self.target.model, self.backend)
-        self.custom: CustomProcessors | None = None
-        if profiled_blocks is None:
-            self.custom = CustomProcessors.load(self.vllm_config, device, self.max_rows)
-        self.sampling = Sampling(
-            self.backend,
-            max_rows=self.max_rows,
-            vocab_size=model.get_vocab_size(),
-            max_logprobs=model.max_logprobs,
-            logprobs_mode=model.logprobs_mode,
-            by_rows=needs_rectangle(self.speculation, Branch(random=True)),
-        )
-        self.sample_shapes = SampleShapes(
-            self.shapes,
-            max_rows=self.max_rows,
-            # Custom processors may do anything on the host, so they are not captured, and index logits by row.
-            lists=self.backend.traits.compiles and self.custom is None,
-            needs_rectangle=partial(needs_rectangle, self.speculation),
-        )
-        self.lockstep: DataParallelLockstep | None = None
-        if ranks_in_step(self.vllm_config) > 1:
-            # One decode, and at most a chunk of each request.
-            self.lockstep = DataParallelLockstep(self.shapes, max_forwards=1 + self.max_rows)
-        states_size, states_dtype = output_of(self.target.model, model)
-        self.hidden_states = HiddenStateBuffer(
-            num_rows=self.max_rows + 1,
-            num_queries=1 + self.num_drafts,
-            max_chunk_tokens=self.shapes.largest_prefill,
-            hidden_size=states_size,
-            dtype=states_dtype,
-            device=device,
-            carried_size=self.target.carried_size,
-        )
-        self.pooling: Pooling | None = None
-        if model.runner_type == "pooling":
-            self.pooling = Pooling(self.target.model, self.hidden_states, self.backend.memory)
-        downloads = Downloads(self.backend, overlap=self.async_scheduling)
-        self.prompt_logprobs = PromptLogprobs(
-            self.target, self.hidden_states.chunk_TH, self.sampling, self.backend, downloads
-        )
-        self.reports = Reports(self.backend, downloads)
-        self.drafting: Drafting | None = None
-        if self.speculation is not None and (profiled_blocks is None or self.speculation.needs_device):
-            self.drafting = load_drafting(
-                DraftingContext(
-                    speculation=self.speculation,
-                    vllm_config=self.vllm_config,
-                    requests=self.requests,
-                    recorder=self.recorder,
-                    shapes=self.shapes,
-                    kv_cache=self.kv_cache,
-                    hidden_states=self.hidden_states,
-                    target=self.target,
-                    drafter=self.drafter,
-                    sampling=self.sampling,
-                )
-            )
-        self.device_step = DeviceStep(
-            self.backend,
-            target=self.target,
-            requests=self.requests,
-            hidden_states=self.hidden_states,
-            sampling=self.sampling,
-            rule=choose_rule(self.speculation, self.backend),
-            drafting=self.drafting,
-            custom=self.custom,
-        )
 
     def warm_up(self) -> None:
         max_tokens = self.options.warmup_tokens
@@ -249,16 +60,12 @@ class ModelRunner:
         lookahead = 0 if self.drafting is None else self.drafting.lookahead
         num_drafts = self.max_scheduled_drafts(scheduled)
         self.pending = plan_batches(scheduled, self.requests, self.shapes, num_drafts, lookahead)
-        planned = self.lockstep.fit(self.pending) if self.lockstep else self.pending
         max_drafts = self.max_drafts_after(scheduled)
-        self.batches = [self.make_batch(one, max_drafts) for one in planned]
+        self.batches = [self.make_batch(planned, max_drafts) for planned in self.fit(self.pending)]
         for batch in self.batches:
-            if batch.requests:
-                self.forward(self.with_inputs_beside_tokens(batch))
-            else:  # Data-parallel peers have work in this forward.
-                self.compute(batch)
-        if self.snapshots is not None:
-            self.snapshots.save(scheduled.state_saves)
+            self.forward(batch)
+        for extension in self.extensions:
+            extension.after_forwards(scheduled)
         return None if self.pooling is None else self.pool(self.pooling)
 
     def pool(self, pooling: Pooling) -> ModelRunnerOutput:
@@ -270,8 +77,8 @@ class ModelRunner:
 
     def execute_dummy_batch(self) -> None:
         """Take part in a step of other ranks without requests of this rank."""
-        for planned in self.lockstep.fit([]) if self.lockstep else ():
-            self.compute(self.make_batch(planned))
+        for planned in self.fit([]):
+            self.forward(self.make_batch(planned))
         self.backend.graphs.step_done()
 
     def sample_tokens(self, constraints: GrammarOutput | None) -> ModelRunnerOutput | AsyncModelRunnerOutput:
@@ -295,33 +102,23 @@ class ModelRunner:
 
     # --- the parts of a step ---
 
-    def with_inputs_beside_tokens(self, batch: Batch) -> Batch:
-        sources: tuple[Multimodal | PromptEmbeds | Pooling | None, ...]
-        sources = (self.multimodal, self.prompt_embeds, self.pooling)
-        for source in sources:
-            if source is not None:
-                batch = source.add_to(batch)
-        return batch
+    def fit(self, planned: list[Planned]) -> list[Planned]:
+        """The batches that this rank runs."""
+        for extension in self.extensions:
+            planned = extension.fit(planned)
+        return planned
 
     def apply(self, scheduled: SpecSchedulerOutput) -> None:
+        """Follow the scheduler: requests that came, went or grew."""
         self.requests.apply(scheduled)
         self.kv_cache.apply(scheduled)
-        if self.multimodal is not None:
-            self.multimodal.apply(scheduled, self.requests)
-        if self.snapshots is not None:
-            self.snapshots.load(scheduled.state_loads)
-        if self.target.adapters is not None:
-            self.target.adapters.apply(scheduled, self.requests)
-        if self.pooling is not None:
-            self.pooling.apply(self.requests)
-            return
+        for extension in self.extensions:
+            extension.apply(scheduled, self.requests)
         for request in self.requests.admitted:
             self.sampling.admit(request)
         if self.drafting is not None:
             self.drafting.apply(self.requests)
             self.observe_drafter(self.drafting, scheduled.drafter_status)
-        if self.custom is not None:
-            self.custom.update(self.requests.freed_rows, self.requests.admitted)
 
     def observe_drafter(self, drafting: Drafting, status: DrafterStatus | None) -> None:
         """Apply the scheduler's decision after faults of the drafter, if there were any."""
@@ -352,11 +149,15 @@ class ModelRunner:
         return num_drafts
 
     def make_batch(self, planned: Planned, max_drafts: int = 0) -> Batch:
-        """Copy a planned batch to the device, with what the drafter needs there."""
+        """Copy a planned batch to the device, with what the drafter and the extensions need there."""
         if self.drafting is None or planned.shape.phase != DECODE:
-            return make_batch(self.requests, planned)
-        limits = self.drafting.limit_drafts(planned.requests, max_drafts)
-        return make_batch(self.requests, planned, limits, self.drafting.host_drafts(planned.requests))
+            batch = make_batch(self.requests, planned)
+        else:
+            limits = self.drafting.limit_drafts(planned.requests, max_drafts)
+            batch = make_batch(self.requests, planned, limits, self.drafting.host_drafts(planned.requests))
+        for extension in self.extensions:
+            batch = extension.add_to(batch)
+        return batch
 
     def compute(self, batch: Batch) -> None:
         self.recorder.saw(batch.shape)
@@ -366,10 +167,13 @@ class ModelRunner:
         )
 
     def forward(self, batch: Batch) -> None:
+        """Run the target over a batch, and what reads it before the next one. Padding alone, beside data-parallel peers
+        that have work, leaves nothing to read."""
         self.compute(batch)
-        if self.pooling is not None:
-            self.pooling.pool(batch)
+        if not batch.requests:
             return
+        for extension in self.extensions:
+            extension.after_forward(batch)
         self.prompt_logprobs.collect(batch, self.recorder.saw)
         if self.drafting is not None:
             self.drafting.follow(batch)
@@ -452,8 +256,8 @@ class ModelRunner:
         output = report.get_output()
         step = report.step
         assert step is not None
-        if self.custom is not None:
-            self.custom.follow(step.requests, output.sampled_token_ids)
+        for extension in self.extensions:
+            extension.after_read(step.requests, output.sampled_token_ids)
         if self.drafting is not None:
             outgrown = self.drafting.outgrown()
             self.drafting.propose_on_host(step, max_drafts)
@@ -461,36 +265,6 @@ class ModelRunner:
                 output.why.update(dict.fromkeys(outgrown, NoDraftReason.LENGTH))
                 output.draft_rounds += self.drafting.take_rounds()
         return output
-
-    def release_late_interaction_query_cache(self, query_keys: list[str]) -> None:
-        """Called by vLLM's worker class: texts that ended before all others were compared with them."""
-        if self.pooling is not None:
-            self.pooling.comparisons.release_queries(query_keys)
-
-    def reset_encoder_cache(self) -> None:
-        if self.multimodal is not None:
-            self.multimodal.reset()
-
-    # --- attributes for functions that users send to workers, by the names of vLLM's runner ---
-
-    @property
-    def model(self) -> nn.Module:
-        return self.get_model()
-
-    @property
-    def model_config(self) -> ModelConfig:
-        return self.vllm_config.model_config
-
-    @property
-    def device(self) -> torch.device:
-        return self.backend.traits.torch_device
-
-    def get_model(self) -> nn.Module:
-        return self.target.model
-
-    def get_draft_model(self) -> nn.Module | None:
-        """None where the drafter has no model."""
-        return None if self.drafter is None else self.drafter.model
 
     def step_report(self) -> dict[str, object]:
         in_use = self.requests.in_use() | (self.drafting.in_use() if self.drafting is not None else {})

@@ -37,16 +37,15 @@ if TYPE_CHECKING:
     from vllm_gaudi_spec.devices.base import DeviceBackend
     from vllm_gaudi_spec.drafting.base import Drafting
     from vllm_gaudi_spec.records import Batch, Drafts, Planned, SampleBatch, SampleShape, StepResult
+    from vllm_gaudi_spec.runner.extensions import Extension
+    from vllm_gaudi_spec.runner.extensions.pooling import Pooling
     from vllm_gaudi_spec.runner.graphs import StepRecorder
     from vllm_gaudi_spec.runner.kv_cache import KVCache
     from vllm_gaudi_spec.runner.model import LoadedModel
-    from vllm_gaudi_spec.runner.multimodal import Multimodal
-    from vllm_gaudi_spec.runner.pooling import Pooling
     from vllm_gaudi_spec.runner.report import PromptLogprobs
     from vllm_gaudi_spec.runner.requests import Requests
     from vllm_gaudi_spec.runner.sample_shapes import SampleShapes
     from vllm_gaudi_spec.runner.shapes import Shapes
-    from vllm_gaudi_spec.runner.snapshots import SnapshotRows
     from vllm_gaudi_spec.sampling.params import SamplePass, Sampling
 
 logger = init_logger(__name__)
@@ -68,7 +67,7 @@ class Runner(Protocol):
     recorder: StepRecorder
     requests: Requests
     kv_cache: KVCache
-    snapshots: SnapshotRows | None
+    extensions: list[Extension]
     shapes: Shapes
     sample_shapes: SampleShapes
     sampling: Sampling
@@ -77,7 +76,6 @@ class Runner(Protocol):
     drafter: LoadedModel | None
     drafting: Drafting | None
     pooling: Pooling | None
-    multimodal: Multimodal | None
     shows_progress: bool
 
     def compute(self, batch: Batch) -> None: ...
@@ -92,8 +90,8 @@ def jobs(runner: Runner) -> Iterator[Job]:
     yield Job("states", partial(_touch_states, runner))
     if runner.pooling is None:  # else there are no logits
         yield from runner.prompt_logprobs.jobs(runner.recorder.saw)
-    if runner.multimodal is not None and runner.multimodal.store is not None:
-        yield from runner.multimodal.store.jobs()
+    for extension in runner.extensions:
+        yield from extension.jobs()
     for shape in runner.shapes.all():
         kind = "decodes" if shape.phase == DECODE else PROMPT_CHUNKS
         yield Job(kind, partial(_forward, runner, shape), (shape,), shape.tokens, size=shape)
@@ -276,18 +274,12 @@ def _touch_states(runner: Runner) -> None:
     runner.kv_cache.warm_up()
     if runner.pooling is None:
         runner.sampling.warm_up()
-    if runner.snapshots is not None:
-        runner.snapshots.warm_up()
-    if runner.target.adapters is not None:
-        runner.target.adapters.warm_up()
+    for extension in runner.extensions:
+        extension.warm_up()
 
 
 def _forward(runner: Runner, shape: Shape) -> None:
-    batch = runner.make_batch(padding_of(shape))
-    # Elsewhere what a batch has of images depends on its requests, of which padding has none.
-    if runner.multimodal is not None and runner.multimodal.store is not None:
-        batch = runner.multimodal.add_to(batch)
-    runner.compute(batch)
+    runner.compute(runner.make_batch(padding_of(shape)))
 
 
 def _sampling_pass(runner: Runner, shape: SampleShape, branch: Branch) -> Job:

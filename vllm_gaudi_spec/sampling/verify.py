@@ -24,8 +24,8 @@ if TYPE_CHECKING:
     from vllm_gaudi_spec.config import Speculation
     from vllm_gaudi_spec.devices.base import DeviceBackend
     from vllm_gaudi_spec.records import Listed
+    from vllm_gaudi_spec.runner.extensions.custom_processors import CustomProcessors
     from vllm_gaudi_spec.runner.requests import Requests
-    from vllm_gaudi_spec.sampling.custom_processors import CustomProcessors
     from vllm_gaudi_spec.sampling.params import Branch, SamplingInputs
     from vllm_gaudi_spec.sampling.rules.registry import Rules
 
@@ -262,13 +262,13 @@ def _process(
         recent, num_outputs = recent_outputs(requests, rows_B, positions_BQ, inputs)
         logits_BQV = edit.apply_logit_edits(logits_BQV, inputs.logit_edits, recent, num_outputs)
     if custom is not None:
-        custom.apply(logits_BQV, rows_B, argmax_invariant=False)
+        custom.change_logits(logits_BQV, rows_B, argmax_invariant=False)
     if branch.penalized:
         logits_BQV = penalize(logits_BQV)
     if branch.random:
         logits_BQV = edit.apply_temperature(logits_BQV, inputs.floats["temperature"])
         if custom is not None:
-            custom.apply(logits_BQV, rows_B, argmax_invariant=True)
+            custom.change_logits(logits_BQV, rows_B, argmax_invariant=True)
         logits_BQV = _filter(rules, logits_BQV, inputs, branch, num_sampling_B)
     return logits_BQV, raw
 

@@ -13,9 +13,9 @@ from vllm.lora.model_manager import AdapterLRUCache
 from vllm.lora.request import LoRARequest
 
 from tests.support.fakes import CapturingBackend, HostBackend, step
-from vllm_gaudi_spec.lora.adapters import Adapters
 from vllm_gaudi_spec.lora.application import NO_SLOT, EmbeddingAdapters, LinearAdapters, TokenSlots
 from vllm_gaudi_spec.lora.manager import AdapterLoader, SlottedAdapters
+from vllm_gaudi_spec.runner.extensions.adapters import Adapters
 
 SLOTS, RANK, INPUTS, OUTPUTS = 3, 4, 10, (6, 2, 2)
 TOKENS = torch.tensor([0, NO_SLOT, 2, 1, 1, 0], dtype=torch.int32)

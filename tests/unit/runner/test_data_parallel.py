@@ -14,8 +14,8 @@ from tests.unit.test_config import engine_config
 from vllm_gaudi_spec.config import Options
 from vllm_gaudi_spec.devices import load_backend
 from vllm_gaudi_spec.records import DECODE, Planned, Request
-from vllm_gaudi_spec.runner import data_parallel
-from vllm_gaudi_spec.runner.data_parallel import DataParallelLockstep, Rectangle, SharedForward, merged
+from vllm_gaudi_spec.runner.extensions import data_parallel
+from vllm_gaudi_spec.runner.extensions.data_parallel import DataParallelLockstep, Rectangle, SharedForward, merged
 from vllm_gaudi_spec.runner.shapes import Shapes
 
 DECODES = st.builds(Rectangle, st.just(1), st.sampled_from((1, 2, 4, 8)), st.sampled_from((1, 4)))

@@ -21,7 +21,8 @@ from vllm_gaudi_spec.attention.metadata import NO_MEDIA, MultimodalInputs
 from vllm_gaudi_spec.records import DECODE, PREFILL, Batch, Shape
 from vllm_gaudi_spec.refusals.models import CAPTURED_MEDIA
 from vllm_gaudi_spec.runner.batch import plan_batches
-from vllm_gaudi_spec.runner.encoders import (
+from vllm_gaudi_spec.runner.extensions import encoders
+from vllm_gaudi_spec.runner.extensions.encoders import (
     FORMS,
     Crops,
     Encoding,
@@ -32,10 +33,10 @@ from vllm_gaudi_spec.runner.encoders import (
     WholeItems,
     corners_of,
 )
+from vllm_gaudi_spec.runner.extensions.media_store import MediaStore
+from vllm_gaudi_spec.runner.extensions.multimodal import Multimodal
 from vllm_gaudi_spec.runner.graphs import StepRecorder
-from vllm_gaudi_spec.runner.media_store import MediaStore
 from vllm_gaudi_spec.runner.model import LoadedModel
-from vllm_gaudi_spec.runner.multimodal import Multimodal
 from vllm_gaudi_spec.runner.requests import Requests
 
 batch = partial(media.batch, num_rows=2)
@@ -251,7 +252,9 @@ def test_tiles_are_padded(monkeypatch: pytest.MonkeyPatch) -> None:
             return (named["pixel_values"].mean((1, 2, 3))[:, None, None].expand(-1, 2, 1).flatten(0, 1),)
 
     pixels = torch.arange(3.0)[:, None, None, None].expand(-1, 3, 2, 2)
-    monkeypatch.setattr("vllm_gaudi_spec.runner.encoders._inputs_of", lambda asked: {"pixel_values": asked.data})
+    monkeypatch.setattr(
+        "vllm_gaudi_spec.runner.extensions.encoders._inputs_of", lambda asked: {"pixel_values": asked.data}
+    )
     form = Tiles(Tower(), WIDTH)
     listed = list(form.listed(Item("image", pixels.repeat(2, 1, 1, 1), 12)))
     assert [len(one.inputs["pixel_values"]) for one in listed] == [1, 2, 4, 6]
@@ -277,7 +280,7 @@ def test_patches_of_warm_up_stay_within_the_tables_of_positions(monkeypatch: pyt
             return {"rotary_pos_emb_cos": torch.zeros(int(ends[-1]), 1), "cu_seqlens": ends}
 
     pixels = {"pixel_values": torch.zeros(4 * 16_384, 1)}
-    monkeypatch.setattr("vllm_gaudi_spec.runner.encoders._inputs_of", lambda asked: pixels)
+    monkeypatch.setattr(encoders, "_inputs_of", lambda asked: pixels)
     listed = list(Patches(SimpleNamespace(visual=Tower()), WIDTH).listed(Item("image", None, 16_384)))
     for one in listed:
         assert {name: len(value) for name, value in one.inputs.items()} == {
@@ -308,7 +311,9 @@ def test_crops_are_tiles_that_the_model_counts_by_another_name(monkeypatch: pyte
             assert num_patches.tolist() == [2]
             return (pixel_values,)
 
-    monkeypatch.setattr("vllm_gaudi_spec.runner.encoders._inputs_of", lambda asked: {"pixel_values": asked.data})
+    monkeypatch.setattr(
+        "vllm_gaudi_spec.runner.extensions.encoders._inputs_of", lambda asked: {"pixel_values": asked.data}
+    )
     form = Crops(Tower(), WIDTH)
     assert [one.num_rows for one in form.listed(Item("image", torch.ones(2, 4, WIDTH), 8))] == [4, 8]
     found = form.encoding(Item("image", torch.ones(2, 4, WIDTH), 8))
@@ -354,7 +359,7 @@ def test_squares_of_patches_lie_side_by_side(monkeypatch: pytest.MonkeyPatch) ->
     )
     projector.patch_merger.merging_layer = identity
     image = torch.randn(1, 3, 2 * size, 4 * size)
-    monkeypatch.setattr("vllm_gaudi_spec.runner.encoders._inputs_of", lambda asked: {"pixel_values": image})
+    monkeypatch.setattr(encoders, "_inputs_of", lambda asked: {"pixel_values": image})
     monkeypatch.setitem(sys.modules, "vllm.model_executor.models.pixtral", _module(position_ids_in_meshgrid=grid))
     model = SimpleNamespace(
         vision_tower=Vision(), multi_modal_projector=projector, config=SimpleNamespace(spatial_merge_size=side)

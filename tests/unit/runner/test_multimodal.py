@@ -14,7 +14,7 @@ from tests.support.media import CONFIG, batch
 from vllm_gaudi_spec.attention.metadata import MultimodalInputs
 from vllm_gaudi_spec.config import UnsupportedConfigError
 from vllm_gaudi_spec.records import DECODE, PREFILL, Batch
-from vllm_gaudi_spec.runner.multimodal import Multimodal
+from vllm_gaudi_spec.runner.extensions.multimodal import Multimodal
 from vllm_gaudi_spec.runner.requests import Requests
 
 BEGIN, LENGTH = 2, 4

@@ -28,7 +28,7 @@ from vllm_gaudi_spec.records import (
     StepResult,
     Verification,
 )
-from vllm_gaudi_spec.runner.pooling import Pooling
+from vllm_gaudi_spec.runner.extensions.pooling import Pooling
 from vllm_gaudi_spec.runner.report import Downloads, PromptLogprobs, Report, Reports
 from vllm_gaudi_spec.runner.requests import Requests
 from vllm_gaudi_spec.sampling.params import Sampling

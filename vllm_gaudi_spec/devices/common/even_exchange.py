@@ -1,5 +1,5 @@
-"""What vLLM's experts need of data-parallel ranks that have as many tokens each (`runner/data_parallel.py`), by
-collectives that every device has."""
+"""The exchange between vLLM's experts on data-parallel ranks that have as many tokens each, by collectives that every
+device has. See `runner/extensions/data_parallel.py`."""
 
 from __future__ import annotations
 

@@ -13,6 +13,7 @@ import torch
 
 from vllm_gaudi_spec.outputs import CountedOutput
 from vllm_gaudi_spec.records import DECODE
+from vllm_gaudi_spec.runner.extensions import Extension
 from vllm_gaudi_spec.runner.report import copy_contiguous
 from vllm_gaudi_spec.upstream.pooling import LateInteractionRunner, PoolingMetadata, PoolingStates
 
@@ -22,6 +23,7 @@ if TYPE_CHECKING:
     from vllm.pooling_params import PoolingParams
 
     from vllm_gaudi_spec.devices.base import Memory
+    from vllm_gaudi_spec.outputs import SpecSchedulerOutput
     from vllm_gaudi_spec.records import Batch, Planned, Request, WorkerCounts
     from vllm_gaudi_spec.runner.hidden_states import HiddenStateBuffer
     from vllm_gaudi_spec.runner.requests import Requests
@@ -41,7 +43,7 @@ def output_of(model: nn.Module, config: ModelConfig) -> tuple[int, torch.dtype]:
     return config.get_hidden_size(), config.dtype
 
 
-class Pooling:
+class Pooling(Extension):
     def __init__(self, model: nn.Module, hidden_states: HiddenStateBuffer, memory: Memory) -> None:
         self._pooler = model.pooler
         self._hidden_states = hidden_states
@@ -53,7 +55,7 @@ class Pooling:
         self._pooled: dict[str, torch.Tensor] = {}
         """Of requests whose prompt ended in this step."""
 
-    def apply(self, requests: Requests) -> None:
+    def apply(self, scheduled: SpecSchedulerOutput, requests: Requests) -> None:
         for req_id in requests.ended:
             self._states.pop(req_id, None)
         self.comparisons.on_requests_finished(requests.ended)
@@ -74,8 +76,7 @@ class Pooling:
                 row_np[max(first - request.num_computed, 0) :] = 1
         return replace(batch, token_types_T=self._memory.upload(torch.from_numpy(types_np.reshape(-1))))
 
-    def pool(self, batch: Batch) -> None:
-        """After the batch's forward, whose states the next one overwrites."""
+    def after_forward(self, batch: Batch) -> None:
         states_TH = self._states_of(batch)
         looks = any(_params_of(request).requires_token_ids for request in batch.requests)
         metadata = PoolingMetadata(

@@ -15,6 +15,7 @@ import torch
 import torch.distributed as dist
 
 from vllm_gaudi_spec.records import DECODE, PREFILL, Planned, Shape
+from vllm_gaudi_spec.runner.extensions import Extension
 from vllm_gaudi_spec.upstream.distributed import get_dp_group
 
 if TYPE_CHECKING:
@@ -56,7 +57,7 @@ def merged(plans: list[list[Rectangle]]) -> list[SharedForward]:
             cursors[rank] += 1
 
 
-class DataParallelLockstep:
+class DataParallelLockstep(Extension):
     """Fits the batches of one rank's step to those of the other ranks."""
 
     def __init__(self, shapes: Shapes, max_forwards: int) -> None:
@@ -64,10 +65,10 @@ class DataParallelLockstep:
         self._shapes = shapes
         self._max_forwards = max_forwards
 
-    def fit(self, batches: list[Planned]) -> list[Planned]:
-        """The batches that this rank runs in this step, some on padding. A collective."""
-        plan = [Rectangle(int(b.shape.phase == DECODE), b.shape.rows, b.shape.queries) for b in batches]
-        rank, waiting = get_dp_group().rank_in_group, iter(batches)
+    def fit(self, planned: list[Planned]) -> list[Planned]:
+        """The planned that this rank runs in this step, some on padding. A collective."""
+        plan = [Rectangle(int(b.shape.phase == DECODE), b.shape.rows, b.shape.queries) for b in planned]
+        rank, waiting = get_dp_group().rank_in_group, iter(planned)
         return [
             self._widened(next(waiting) if rank in ranks else None, rectangle)
             for rectangle, ranks in merged(self._exchange(plan))

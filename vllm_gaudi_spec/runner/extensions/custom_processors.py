@@ -6,16 +6,19 @@ from typing import TYPE_CHECKING
 
 import torch
 
+from vllm_gaudi_spec.runner.extensions import Extension
 from vllm_gaudi_spec.upstream.sampling import BUILTIN_LOGITS_PROCESSORS, BatchUpdate, build_logitsprocs
 
 if TYPE_CHECKING:
     from vllm.config import VllmConfig
 
+    from vllm_gaudi_spec.outputs import SpecSchedulerOutput
     from vllm_gaudi_spec.records import Request
+    from vllm_gaudi_spec.runner.requests import Requests
     from vllm_gaudi_spec.upstream.sampling import LogitsProcessor
 
 
-class CustomProcessors:
+class CustomProcessors(Extension):
     @classmethod
     def load(cls, vllm_config: VllmConfig, device: torch.device, max_rows: int) -> CustomProcessors | None:
         """None when the user brought none: the built-in ones are ours (see logit_edits.py, logits.py)."""
@@ -29,9 +32,9 @@ class CustomProcessors:
         self._processors = processors
         self._max_rows = max_rows
 
-    def update(self, freed_rows: list[int], admitted: list[Request]) -> None:
+    def apply(self, scheduled: SpecSchedulerOutput, requests: Requests) -> None:
         """Pass removed and added requests to the processors; output lists are live."""
-        update = None
+        update, freed_rows, admitted = None, requests.freed_rows, requests.admitted
         if freed_rows or admitted:
             added = [(request.row, request.params, request.prompt, request.outputs) for request in admitted]
             taken = {request.row for request in admitted}
@@ -40,12 +43,11 @@ class CustomProcessors:
         for processor in self._processors:
             processor.update_state(update)
 
-    def follow(self, requests: list[Request], sampled: list[list[int]]) -> None:
-        """Append the tokens of a step that the host has read."""
+    def after_read(self, requests: list[Request], sampled: list[list[int]]) -> None:
         for request, new in zip(requests, sampled, strict=False):
             request.outputs.extend(new)
 
-    def apply(self, logits_BQV: torch.Tensor, rows_B: torch.Tensor, *, argmax_invariant: bool) -> None:
+    def change_logits(self, logits_BQV: torch.Tensor, rows_B: torch.Tensor, *, argmax_invariant: bool) -> None:
         """Processors index logits by row, so the batch is spread over all rows and gathered back."""
         chosen = [p for p in self._processors if p.is_argmax_invariant() == argmax_invariant]
         if not chosen:

@@ -6,15 +6,16 @@ from typing import TYPE_CHECKING
 
 import torch
 
-if TYPE_CHECKING:
-    from collections.abc import Mapping
+from vllm_gaudi_spec.runner.extensions import Extension
 
+if TYPE_CHECKING:
     from vllm_gaudi_spec.devices.base import DeviceBackend
+    from vllm_gaudi_spec.outputs import SpecSchedulerOutput
     from vllm_gaudi_spec.recurrent.states import RecurrentStates
     from vllm_gaudi_spec.runner.requests import Requests
 
 
-class SnapshotRows:
+class SnapshotRows(Extension):
     """Copies one row at a time: a state is large, so padding to a number of rows would cost more than it saves, and
     there is one graph."""
 
@@ -24,14 +25,13 @@ class SnapshotRows:
         self._upload = backend.memory.upload
         self._run_copy = backend.graphs.graph(states.copy_rows)
 
-    def load(self, slots: Mapping[str, int]) -> None:
-        """Before the forwards of a step: requests start from these slots."""
-        for req_id, slot in slots.items():
-            self._copy(self._first + slot, self._requests.by_id[req_id].row)
+    def apply(self, scheduled: SpecSchedulerOutput, requests: Requests) -> None:
+        """Start requests from the snapshots that the scheduler names."""
+        for req_id, slot in scheduled.state_loads.items():
+            self._copy(self._first + slot, requests.by_id[req_id].row)
 
-    def save(self, slots: Mapping[str, int]) -> None:
-        """After them."""
-        for req_id, slot in slots.items():
+    def after_forwards(self, scheduled: SpecSchedulerOutput) -> None:
+        for req_id, slot in scheduled.state_saves.items():
             self._copy(self._requests.by_id[req_id].row, self._first + slot)
 
     def warm_up(self) -> None:

@@ -15,17 +15,18 @@ import torch
 
 from vllm_gaudi_spec.lora.application import NO_SLOT
 from vllm_gaudi_spec.lora.manager import AdapterLoader
+from vllm_gaudi_spec.runner.extensions import Extension
 
 if TYPE_CHECKING:
     from torch import nn
     from vllm.config import VllmConfig
 
     from vllm_gaudi_spec.devices.base import DeviceBackend
+    from vllm_gaudi_spec.outputs import SpecSchedulerOutput
     from vllm_gaudi_spec.runner.requests import Requests
-    from vllm_gaudi_spec.upstream.scheduler_output import SchedulerOutput
 
 
-class Adapters:
+class Adapters(Extension):
     def __init__(self, vllm_config: VllmConfig, model: nn.Module, backend: DeviceBackend) -> None:
         """Wraps the layers of `model`, which is on the device already."""
         self._backend = backend
@@ -36,7 +37,7 @@ class Adapters:
             self._slots_R = torch.full((num_rows,), NO_SLOT, dtype=torch.int32, device=backend.traits.torch_device)
         self._put = backend.graphs.graph(self._put_slots)
 
-    def apply(self, scheduled: SchedulerOutput, requests: Requests) -> None:
+    def apply(self, scheduled: SpecSchedulerOutput, requests: Requests) -> None:
         """Before a step's forwards. Rows that are not in the step keep their slots until they are in one.
 
         A slot may have got another adapter since the last step, for a request or by a call of the user's.

@@ -16,12 +16,13 @@ import torch
 from vllm_gaudi_spec.attention.metadata import MultimodalInputs, SpanRows, Spans
 from vllm_gaudi_spec.config import UnsupportedConfigError
 from vllm_gaudi_spec.records import DECODE
-from vllm_gaudi_spec.runner.encoders import Item
+from vllm_gaudi_spec.runner.extensions import Extension
+from vllm_gaudi_spec.runner.extensions.encoders import Item
 from vllm_gaudi_spec.upstream.models import supports_mrope
 from vllm_gaudi_spec.upstream.multimodal import EncoderCache, EncoderRunner, compute_mm_prefix_ranges
 
 if TYPE_CHECKING:
-    from collections.abc import Sequence
+    from collections.abc import Iterator, Sequence
 
     from torch import nn
     from vllm.config import ModelConfig
@@ -29,7 +30,8 @@ if TYPE_CHECKING:
 
     from vllm_gaudi_spec.devices.base import DeviceBackend
     from vllm_gaudi_spec.records import Batch
-    from vllm_gaudi_spec.runner.media_store import MediaStore
+    from vllm_gaudi_spec.runner.extensions.media_store import MediaStore
+    from vllm_gaudi_spec.runner.graphs import Job
     from vllm_gaudi_spec.runner.requests import Requests
     from vllm_gaudi_spec.upstream.scheduler_output import SchedulerOutput
 
@@ -38,7 +40,7 @@ _SEEN_BOTH_WAYS_IN_WINDOWS = ("gemma4",)
 """`model_type` of models whose images see themselves in both directions in layers with a sliding window alone."""
 
 
-class Multimodal:
+class Multimodal(Extension):
     """What a target's prompts hold besides text."""
 
     def __init__(
@@ -105,7 +107,7 @@ class Multimodal:
                     item = Item(feature.modality, feature.data, feature.mm_position.get_num_embeds())
                     store.encode(feature.identifier, item)
 
-    def reset(self) -> None:
+    def reset_encoder_cache(self) -> None:
         """Forget what was encoded: the weights are others, or about to be."""
         self._cache.reset_encoder_cache()
         if self.store is not None:
@@ -116,6 +118,8 @@ class Multimodal:
         decode, and be one of an image."""
         if self.store is not None:
             return replace(batch, multimodal=self._captured(self.store, batch))
+        if not batch.requests:
+            return batch
         newest = batch.requests[0]  # the others of a decode are like it
         if batch.shape.phase == DECODE and newest.num_computed >= len(newest.all_token_ids):
             found = MultimodalInputs(offset_B=self._offsets_of(batch) if self._has_offsets(batch) else None)
@@ -124,6 +128,10 @@ class Multimodal:
             rotary_DT = self._rotary_of(batch) if self._has_rotary(batch) else None
             found = MultimodalInputs(embeddings, is_media_T, rotary_DT=rotary_DT, spans=self._spans_of(batch))
         return replace(batch, multimodal=found)
+
+    def jobs(self) -> Iterator[Job]:
+        if self.store is not None:
+            yield from self.store.jobs()
 
     def _captured(self, store: MediaStore, batch: Batch) -> MultimodalInputs:
         """One form for each phase, whatever is in the batch: a graph for text alone would be another to compile, and

@@ -13,6 +13,7 @@ import torch
 
 from vllm_gaudi_spec.attention.metadata import MultimodalInputs
 from vllm_gaudi_spec.config import UnsupportedConfigError
+from vllm_gaudi_spec.runner.extensions import Extension
 from vllm_gaudi_spec.upstream.utils import supports_kw
 
 if TYPE_CHECKING:
@@ -23,7 +24,7 @@ if TYPE_CHECKING:
     from vllm_gaudi_spec.records import Batch, Request
 
 
-class PromptEmbeds:
+class PromptEmbeds(Extension):
     def __init__(self, model_config: ModelConfig, model: nn.Module, backend: DeviceBackend) -> None:
         if not supports_kw(model.forward, "inputs_embeds"):
             raise UnsupportedConfigError(

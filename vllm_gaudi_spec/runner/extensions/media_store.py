@@ -24,7 +24,7 @@ if TYPE_CHECKING:
 
     from vllm_gaudi_spec.devices.base import DeviceBackend
     from vllm_gaudi_spec.records import Batch
-    from vllm_gaudi_spec.runner.encoders import Encoders, Encoding, Item
+    from vllm_gaudi_spec.runner.extensions.encoders import Encoders, Encoding, Item
     from vllm_gaudi_spec.runner.graphs import StepRecorder
 
 

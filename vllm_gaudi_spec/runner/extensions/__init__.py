@@ -1,0 +1,53 @@
+"""Extensions of the model runner: features that only some models or options have.
+
+The runner holds a list of them and calls their hooks; it knows none by name. To delete a feature, delete its file and
+its line in `RunnerParts._make_extensions`.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    from vllm_gaudi_spec.outputs import SpecSchedulerOutput
+    from vllm_gaudi_spec.records import Batch, Planned, Request
+    from vllm_gaudi_spec.runner.graphs import Job
+    from vllm_gaudi_spec.runner.requests import Requests
+
+
+class Extension:
+    """The hooks, in the order in which a step calls them. By default they do nothing."""
+
+    def apply(self, scheduled: SpecSchedulerOutput, requests: Requests) -> None:
+        """Follow the scheduler's output. `requests` has followed it already."""
+
+    def fit(self, planned: list[Planned]) -> list[Planned]:
+        """Return the batches that this rank runs."""
+        return planned
+
+    def add_to(self, batch: Batch) -> Batch:
+        """Return the batch with what its forward reads besides tokens. Padding, which has no requests, gets the same
+        form where steps are captured."""
+        return batch
+
+    def after_forward(self, batch: Batch) -> None:
+        """Take what a batch's forward left, before the next one overwrites it."""
+
+    def after_forwards(self, scheduled: SpecSchedulerOutput) -> None:
+        """Act after the last forward of a step."""
+
+    def after_read(self, requests: list[Request], sampled: list[list[int]]) -> None:
+        """Follow the tokens of a step that the host has read; without async scheduling only."""
+
+    def reset_encoder_cache(self) -> None:
+        """Forget what encoders made: the weights are others, or about to be."""
+
+    # --- warm-up ---
+
+    def warm_up(self) -> None:
+        """Run the changes of state that steps run."""
+
+    def jobs(self) -> Iterator[Job]:
+        """Yield the warm-up jobs of graphs besides those of forwards and sampling."""
+        yield from ()

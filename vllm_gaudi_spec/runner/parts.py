@@ -1,0 +1,258 @@
+"""The parts of the model runner that last: the models, the state of requests, and what computes a step."""
+
+from __future__ import annotations
+
+from functools import partial
+from typing import TYPE_CHECKING
+
+import torch
+
+from vllm_gaudi_spec.config import Options, Speculation, ranks_in_step
+from vllm_gaudi_spec.drafting.base import Drafting, DraftingContext
+from vllm_gaudi_spec.drafting.load import load_drafting
+from vllm_gaudi_spec.drafting.memory import block_of, drafting_bytes
+from vllm_gaudi_spec.drafting.models import kv_beside_target, load_drafter
+from vllm_gaudi_spec.quantization.models import Quantization
+from vllm_gaudi_spec.recurrent.table import num_pending, num_snapshots, snapshots_of, states_of
+from vllm_gaudi_spec.runner.device_step import DeviceStep
+from vllm_gaudi_spec.runner.extensions import Extension
+from vllm_gaudi_spec.runner.extensions.adapters import Adapters
+from vllm_gaudi_spec.runner.extensions.custom_processors import CustomProcessors
+from vllm_gaudi_spec.runner.extensions.data_parallel import DataParallelLockstep
+from vllm_gaudi_spec.runner.extensions.encoders import Encoders
+from vllm_gaudi_spec.runner.extensions.media_store import MediaStore
+from vllm_gaudi_spec.runner.extensions.multimodal import Multimodal
+from vllm_gaudi_spec.runner.extensions.pooling import Pooling, output_of
+from vllm_gaudi_spec.runner.extensions.prompt_embeds import PromptEmbeds
+from vllm_gaudi_spec.runner.extensions.snapshots import SnapshotRows
+from vllm_gaudi_spec.runner.graphs import (
+    StepRecorder,
+)
+from vllm_gaudi_spec.runner.hidden_states import HiddenStateBuffer
+from vllm_gaudi_spec.runner.kv_cache import KVCache, of_one_forward
+from vllm_gaudi_spec.runner.model import LoadedModel
+from vllm_gaudi_spec.runner.report import Downloads, PromptLogprobs, Reports
+from vllm_gaudi_spec.runner.requests import Requests
+from vllm_gaudi_spec.runner.sample_shapes import SampleShapes
+from vllm_gaudi_spec.runner.shapes import Shapes
+from vllm_gaudi_spec.sampling.params import Branch, Sampling
+from vllm_gaudi_spec.sampling.verify import choose_rule, needs_rectangle
+
+if TYPE_CHECKING:
+    from torch import nn
+    from vllm.config import ModelConfig, VllmConfig
+
+    from vllm_gaudi_spec.devices.base import DeviceBackend
+    from vllm_gaudi_spec.upstream.kv_cache import KVCacheConfig, KVCacheSpec
+
+
+class RunnerParts:
+    """Loads the models and makes everything that steps use, once."""
+
+    def __init__(self, vllm_config: VllmConfig, backend: DeviceBackend, *, shows_progress: bool) -> None:
+        self.vllm_config = vllm_config
+        self.backend = backend
+        self.options = Options.from_vllm(vllm_config)
+        self.shows_progress = shows_progress
+        self.recorder = StepRecorder()
+        self.max_rows = vllm_config.scheduler_config.max_num_seqs
+        self.speculation = Speculation.from_vllm(vllm_config)
+        self.num_drafts = self.speculation.num_drafts if self.speculation else 0
+        self.num_snapshots = num_snapshots(vllm_config, self.options.state_snapshots)
+        self.async_scheduling = vllm_config.scheduler_config.async_scheduling
+        self.extensions: list[Extension] = []
+
+    def load_model(self) -> None:
+        self.drafter: LoadedModel | None = None
+        quantization = Quantization.of_target(self.vllm_config)
+        self.target = LoadedModel(self.vllm_config, self.backend, quantization=quantization)
+        if self.speculation is not None:
+            self.drafter = load_drafter(self.speculation, self.vllm_config, self.backend, self.target)
+        self.encoders: Encoders | None = None
+        if self.vllm_config.model_config.supports_multimodal_inputs and self.backend.traits.captures:
+            self.encoders = Encoders(self.vllm_config, self.target.model)
+        if self.vllm_config.lora_config is not None:  # last: a head shares the target's layers without adapters
+            self.target.adapters = Adapters(self.vllm_config, self.target.model, self.backend)
+
+    def save_measurements(self) -> None:
+        """Write the measurements so far of models that are measured."""
+        for loaded in (self.target, self.drafter):
+            if loaded is not None and loaded.measuring is not None:
+                loaded.measuring.write()
+
+    def bytes_beside_kv(self) -> dict[str, int]:
+        """Memory that is taken besides weights and the KV cache, by purpose."""
+        speculation, taken = self.speculation, {}
+        if num_bytes := self.target.state_bytes(self.max_rows + 1, num_pending(self.num_drafts)):
+            taken[states_of(self.max_rows)] = num_bytes
+        if num_bytes := self.target.state_bytes(self.num_snapshots, num_pending(self.num_drafts)):
+            taken[snapshots_of(self.num_snapshots)] = num_bytes
+        if self.encoders is not None:
+            taken["outputs of image encoders"] = self.encoders.num_bytes
+        if self.drafter is None or speculation is None:
+            return taken
+        kv_region_block = block_of(self.drafter.kv_cache_spec()) if speculation.retokenizes else None
+        vocab_size = self.vllm_config.model_config.get_vocab_size()
+        return taken | drafting_bytes(speculation, self.max_rows, vocab_size, kv_region_block)
+
+    def kv_cache_spec(self) -> dict[str, KVCacheSpec]:
+        return self.target.kv_cache_spec() | kv_beside_target(self.speculation, self.drafter)
+
+    def initialize_kv_cache(self, kv_cache_config: KVCacheConfig, *, profiled_blocks: int | None = None) -> None:
+        """Make all that depends on the KV cache.
+
+        `profiled_blocks`: for a profile run, the number of blocks that sizes are made for. Drafters on the host are not
+        in it, and no logits processor of a user's is made.
+        """
+        self._make_kv_cache(kv_cache_config, profiled_blocks)
+        self._make_extensions(has_users_processors=profiled_blocks is None)
+        self._make_sampling()
+        self.drafting: Drafting | None = None
+        if self.speculation is not None and (profiled_blocks is None or self.speculation.needs_device):
+            self.drafting = self._load_drafting(self.speculation)
+        self.device_step = DeviceStep(
+            self.backend,
+            target=self.target,
+            requests=self.requests,
+            hidden_states=self.hidden_states,
+            sampling=self.sampling,
+            rule=choose_rule(self.speculation, self.backend),
+            drafting=self.drafting,
+            custom=self.custom,
+        )
+
+    def _make_kv_cache(self, kv_cache_config: KVCacheConfig, profiled_blocks: int | None) -> None:
+        """Make the KV cache, the list of shapes, and the rows of requests."""
+        if encodes := self.target.encoder_kv_spec(self.backend.traits.block_size):
+            shapes = Shapes.from_config(self.vllm_config, self.options, self.backend, 0)
+            max_rows = max(shapes.most_rows, *shapes.prefill_rows)
+            kv_cache_config = of_one_forward(encodes, max_tokens=shapes.largest_prefill, max_rows=max_rows)
+        self.kv_cache = KVCache(kv_cache_config, self.vllm_config, self.backend)
+        self.shapes = Shapes.from_config(
+            self.vllm_config,
+            self.options,
+            self.backend,
+            self.num_drafts,
+            block_size=min(self.kv_cache.block_sizes, default=None),
+            num_blocks=profiled_blocks or self.kv_cache.num_blocks,
+        )
+        device = self.backend.traits.torch_device
+        self.target.bind_kv(self.kv_cache.by_layer, self.kv_cache.layer_groups)
+        self.target.make_states(self.max_rows + 1, self.num_snapshots, num_pending(self.num_drafts), device)
+        # A drafter that counts positions of its own has a `DrafterKVRegion`, which binds it.
+        if self.drafter is not None and not (self.speculation and self.speculation.retokenizes):
+            self.drafter.bind_kv(self.kv_cache.by_layer, self.kv_cache.layer_groups)
+        self.requests = Requests(
+            self.backend,
+            max_rows=self.max_rows,
+            max_len=self.shapes.max_context + 1 + self.num_drafts,
+            block_sizes=self.kv_cache.block_sizes,
+            windows=self.kv_cache.windows,
+            in_flight=3 * (1 + self.num_drafts),
+            max_context=self.shapes.max_context,
+            seed=self.model_config.seed,
+            keeps_kv=not encodes,
+        )
+        states_size, states_dtype = output_of(self.target.model, self.model_config)
+        self.hidden_states = HiddenStateBuffer(
+            num_rows=self.max_rows + 1,
+            num_queries=1 + self.num_drafts,
+            max_chunk_tokens=self.shapes.largest_prefill,
+            hidden_size=states_size,
+            dtype=states_dtype,
+            device=device,
+            carried_size=self.target.carried_size,
+        )
+
+    def _make_extensions(self, *, has_users_processors: bool) -> None:
+        """Make what only this model and these options need, in the order in which a step calls their hooks."""
+        model_config, target = self.model_config, self.target
+        self.custom: CustomProcessors | None = None
+        if has_users_processors:
+            self.custom = CustomProcessors.load(self.vllm_config, self.device, self.max_rows)
+        self.pooling: Pooling | None = None
+        if model_config.runner_type == "pooling":
+            self.pooling = Pooling(target.model, self.hidden_states, self.backend.memory)
+        found: list[Extension | None] = []
+        if model_config.supports_multimodal_inputs:
+            store = None if self.encoders is None else MediaStore(self.encoders, self.backend, self.recorder)
+            target.media_SW = None if store is None else store.rows_SW
+            found.append(Multimodal(model_config, target.model, self.backend, store))
+        if model_config.enable_prompt_embeds:
+            found.append(PromptEmbeds(model_config, target.model, self.backend))
+        if self.num_snapshots and target.states is not None:
+            found.append(SnapshotRows(target.states, self.requests, self.backend))
+        if ranks_in_step(self.vllm_config) > 1:
+            # One decode, and at most a chunk of each request.
+            found.append(DataParallelLockstep(self.shapes, max_forwards=1 + self.max_rows))
+        found += [target.adapters, self.pooling, self.custom]
+        self.extensions = [extension for extension in found if extension is not None]
+
+    def _make_sampling(self) -> None:
+        model_config = self.model_config
+        self.sampling = Sampling(
+            self.backend,
+            max_rows=self.max_rows,
+            vocab_size=model_config.get_vocab_size(),
+            max_logprobs=model_config.max_logprobs,
+            logprobs_mode=model_config.logprobs_mode,
+            by_rows=needs_rectangle(self.speculation, Branch(random=True)),
+        )
+        self.sample_shapes = SampleShapes(
+            self.shapes,
+            max_rows=self.max_rows,
+            # Custom processors may do anything on the host, so they are not captured, and index logits by row.
+            lists=self.backend.traits.compiles and self.custom is None,
+            needs_rectangle=partial(needs_rectangle, self.speculation),
+        )
+        downloads = Downloads(self.backend, overlap=self.async_scheduling)
+        self.prompt_logprobs = PromptLogprobs(
+            self.target, self.hidden_states.chunk_TH, self.sampling, self.backend, downloads
+        )
+        self.reports = Reports(self.backend, downloads)
+
+    def _load_drafting(self, speculation: Speculation) -> Drafting:
+        return load_drafting(
+            DraftingContext(
+                speculation=speculation,
+                vllm_config=self.vllm_config,
+                requests=self.requests,
+                recorder=self.recorder,
+                shapes=self.shapes,
+                kv_cache=self.kv_cache,
+                hidden_states=self.hidden_states,
+                target=self.target,
+                drafter=self.drafter,
+                sampling=self.sampling,
+            )
+        )
+
+    def release_late_interaction_query_cache(self, query_keys: list[str]) -> None:
+        """Called by vLLM's worker class: texts that ended before all others were compared with them."""
+        if self.pooling is not None:
+            self.pooling.comparisons.release_queries(query_keys)
+
+    def reset_encoder_cache(self) -> None:
+        for extension in self.extensions:
+            extension.reset_encoder_cache()
+
+    # --- attributes for functions that users send to workers, by the names of vLLM's runner ---
+
+    @property
+    def model(self) -> nn.Module:
+        return self.get_model()
+
+    @property
+    def model_config(self) -> ModelConfig:
+        return self.vllm_config.model_config
+
+    @property
+    def device(self) -> torch.device:
+        return self.backend.traits.torch_device
+
+    def get_model(self) -> nn.Module:
+        return self.target.model
+
+    def get_draft_model(self) -> nn.Module | None:
+        """None where the drafter has no model."""
+        return None if self.drafter is None else self.drafter.model
