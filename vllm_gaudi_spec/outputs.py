@@ -1,4 +1,4 @@
-"""The records between a scheduler and its workers: vLLM's, with more fields, pickled between processes."""
+"""Records between the scheduler and its workers: vLLM's with more fields. They are pickled between processes."""
 
 from __future__ import annotations
 
@@ -14,25 +14,25 @@ from vllm_gaudi_spec.upstream.scheduler_output import SchedulerOutput
 
 
 class DrafterStatus(NamedTuple):
-    """What the workers do about faults of the drafter."""
+    """What the workers must do about faults of the drafter."""
 
     restarted: tuple[str, ...]
-    """Requests that the drafter reads again from the start: its state of them may be wrong."""
+    """Requests that the drafter must read again from the start, as its state of them may be wrong."""
     excluded: tuple[str, ...]
     """Requests that are excluded from drafting."""
     is_off: bool
     num_faults: int
-    """Rounds with unusable drafts, so far."""
+    """The number of rounds with unusable drafts so far."""
 
 
 class Pace(NamedTuple):
-    """What the scheduler needs of a paced step when it is done."""
+    """What the scheduler needs to know about a step of adaptive k or goodput when it is done."""
 
     num_rows: int
     drafted: bool
-    """Whether the step before was to draft, for this one to verify."""
+    """Whether the previous step should draft, so that this step verifies drafts."""
     drafts: bool
-    """Whether this step is to draft."""
+    """Whether this step should draft."""
     only_decodes: bool
 
 
@@ -41,21 +41,22 @@ class SpecSchedulerOutput(SchedulerOutput):
     """A step, and how much to draft after it."""
 
     max_drafts: dict[str, int] = field(default_factory=dict)
-    """The most drafts of each request after this step; `num_spec_tokens_to_schedule` for one without an entry."""
+    """The maximum number of drafts of each request after this step, where it is not `num_spec_tokens_to_schedule`."""
     drafter_status: DrafterStatus | None = None
-    """None if it is unchanged."""
+    """None if it has not changed."""
     skip_reason: str = NoDraftReason.LOAD
-    """Why no request drafts after this step, if `num_spec_tokens_to_schedule` is 0: one of `metrics.REASONS`."""
+    """Why no request drafts after this step, if `num_spec_tokens_to_schedule` is 0: a `NoDraftReason`."""
     state_loads: dict[str, int] = field(default_factory=dict)
-    """By request that starts from a snapshot of a recurrent state: its slot, to be read before the step's forwards."""
+    """Maps a request that starts from a snapshot of its recurrent state to the slot to read before the forwards."""
     state_saves: dict[str, int] = field(default_factory=dict)
-    """By request whose recurrent state is to be kept: the slot to be written after them."""
+    """Maps a request whose recurrent state is kept to the slot to write after the forwards."""
     warms_up: bool = False
-    """Whether nobody waits for this step, so that the worker can go on with its warm-up. It computes nothing then."""
+    """Whether no request waits for this step, so that the worker can continue its warm-up. The step computes
+    nothing."""
     is_audit: bool = False
-    """For the scheduler, when the step is done: whether the step's requests are an audit's."""
+    """Whether the step's requests are an audit's. For the scheduler, when the step is done."""
     pace: Pace | None = None
-    """For the scheduler, when the step is done; None without pacing."""
+    """None without adaptive k and goodput. For the scheduler, when the step is done."""
 
 
 # --- from a worker ---
@@ -69,10 +70,10 @@ class CountedOutput(ModelRunnerOutput):
 @dataclass
 class SpeculativeOutput(CountedOutput):
     num_real_drafts: dict[str, int] = field(default_factory=dict)
-    """The number of verified drafts of each request; the scheduler knows only how many positions it scheduled."""
+    """The number of verified drafts of each request. The scheduler knows only how many positions it scheduled."""
     started: tuple[str, ...] = ()
-    """Requests whose prompt ended in this step, or that were resumed."""
+    """Requests whose prompt ended in this step, or that were resumed after a preemption."""
     why: dict[str, str] = field(default_factory=dict)
-    """By request without drafts: the reason, where the scheduler cannot know it, one of `metrics.REASONS`."""
+    """Maps a request without drafts to the reason, if the scheduler cannot know it: a `NoDraftReason`."""
     draft_rounds: list[DraftRound] = field(default_factory=list)
-    """The drafting rounds that finished since the step before."""
+    """The drafting rounds that finished since the previous step."""

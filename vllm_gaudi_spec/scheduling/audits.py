@@ -1,7 +1,7 @@
-"""Re-decodes one in N requests without drafts while the engine has nothing else to do, and compares the outputs.
+"""Audits: decodes one in N requests again without drafts while the engine is idle, and compares the outputs.
 
-An audit's requests are requests of the engine with a client of their own, `AUDITOR`, whose outputs the scheduler takes
-out before they leave. They run only while no client has a request; one that comes ends them at once, and they start
+An audit's requests run in the engine under a client index of their own, `AUDITOR`; the scheduler removes their outputs
+before they leave. They run only while no client has a request. A client's request aborts them at once, and they start
 again later.
 """
 
@@ -29,10 +29,10 @@ from vllm_gaudi_spec.scheduling.comparison import (
     Job,
     Outcome,
     Result,
-    by_score,
-    by_token,
+    compare_scores,
+    compare_tokens,
+    write_difference,
 )
-from vllm_gaudi_spec.scheduling.difference import write_difference
 from vllm_gaudi_spec.upstream.scheduler import FinishReason, Request, RequestStatus
 
 if TYPE_CHECKING:
@@ -44,26 +44,30 @@ if TYPE_CHECKING:
 logger = init_logger(__name__)
 
 AUDITOR = -1
-"""The `client_index` of an audit's requests: no front end has it."""
+"""The `client_index` of audits' requests, which no front end has."""
 MAX_WAITING = 64
-"""Finished requests that wait for idle steps; more are not audited."""
+"""The maximum number of finished requests that wait for idle steps. Others are not audited."""
 MAX_STARTS = 8
-"""An audit that clients have interrupted so often is given up."""
+"""The number of starts after which an interrupted audit is dropped."""
 _LARGEST_SEED = (1 << 63) - 1
 
 
 @dataclass(eq=False)
 class _Audit:
+    """A request that is being audited."""
+
     finished: Finished
     begin: Callable[[], Comparison]
     num_starts: int = 0
     comparison: Comparison | None = None
     running: dict[str, Request] = field(default_factory=dict)
-    """Requests of the newest jobs, in their order."""
+    """The requests of the current jobs, in order."""
     results: dict[str, Result] = field(default_factory=dict)
 
 
 class Audits:
+    """Chooses finished requests, runs their audits, and counts the results."""
+
     def __init__(
         self, every: int, vllm_config: VllmConfig, speculation: Speculation, step_metrics: StepMetrics
     ) -> None:
@@ -75,14 +79,14 @@ class Audits:
         self._max_model_len = vllm_config.model_config.max_model_len
         self._num_seen = 0
         self._chosen: set[str] = set()
-        """Requests of clients that are to be audited when they end."""
+        """Clients' requests that will be audited when they end."""
         self._waiting: deque[_Audit] = deque()
         self._running: dict[str, _Audit] = {}
-        """By the id of an audit's request."""
+        """Maps the id of an audit's request to its audit."""
         self._next: list[Request] = []
-        """Those that are not added yet."""
+        """Requests that are not added to the engine yet."""
         self._evidence = Evidence()
-        step_metrics.put(metrics.AUDIT_EVIDENCE, 0.0, "")
+        step_metrics.set(metrics.AUDIT_EVIDENCE, 0.0, "")
         self._has_file = self._has_alarm = False
 
     # --- requests of clients ---
@@ -91,20 +95,20 @@ class Audits:
         self._num_seen += 1
         if self._num_seen % self._every:
             return
-        if reason := self._why_not(request):
+        if reason := self._explain_skip(request):
             self._metrics.count(metrics.AUDITS_SKIPPED, 1, reason)
             return
         self._chosen.add(request.request_id)
         params = request.sampling_params
         assert params is not None
         if self._has_same_tokens(request) and params.temperature > 0 and params.seed is None:
-            # Its noise has to be found again; a worker would draw a seed that only it knows.
+            # The audit needs the request's seed, and a worker would draw one that only it knows.
             request.sampling_params = copy.copy(params)
             seed = fresh_seed(self._vllm_config.model_config.seed, self._num_seen, request.request_id)
             request.sampling_params.seed = seed & _LARGEST_SEED
 
     def on_ended(self, request: Request) -> None:
-        """Takes a client's request that has ended, before vLLM forgets it."""
+        """Queue a client's finished request for its audit. Must run before vLLM frees the request."""
         if request.request_id not in self._chosen:
             return
         self._chosen.remove(request.request_id)
@@ -113,7 +117,7 @@ class Audits:
         assert request.prompt_token_ids is not None
         whole = request.status in (RequestStatus.FINISHED_STOPPED, RequestStatus.FINISHED_LENGTH_CAPPED)
         by_tokens = self._has_same_tokens(request)
-        # The tokens of an aborted request can be compared; its length is its client's decision.
+        # The tokens of an aborted request can be compared, but not its length, which its client chose.
         if not outputs or not (whole or (by_tokens and request.status == RequestStatus.FINISHED_ABORTED)):
             self._metrics.count(metrics.AUDITS_SKIPPED, 1, metrics.ABORTED)
         elif len(self._waiting) >= MAX_WAITING:
@@ -121,17 +125,18 @@ class Audits:
         else:
             hasher = request._block_hasher
             finished = Finished(list(request.prompt_token_ids), outputs, params, request.cache_salt, hasher)
-            begin = partial(by_token, finished, self._tolerance)
+            begin = partial(compare_tokens, finished, self._tolerance)
             if not by_tokens:
-                begin = partial(by_score, finished, self._max_model_len)
+                begin = partial(compare_scores, finished, self._max_model_len)
             self._waiting.append(_Audit(finished, begin))
 
     def _has_same_tokens(self, request: Request) -> bool:
-        """Whether drafts leave each token as it was; otherwise they leave its distribution."""
+        """Whether drafts preserve each token of the request, and not only its distribution."""
         assert request.sampling_params is not None
         return not self._speculation.keeps_probs or request.sampling_params.temperature == 0
 
-    def _why_not(self, request: Request) -> str:
+    def _explain_skip(self, request: Request) -> str:
+        """Return why a request is not audited, or an empty string."""
         params = request.sampling_params
         if params is None or request.prompt_token_ids is None or request.prompt_embeds is not None:
             return metrics.INPUTS
@@ -148,9 +153,9 @@ class Audits:
         if self._has_same_tokens(request):
             return ""
         if params.seed is not None:
-            # The same output for the same prompt each time: no new evidence.
+            # The same prompt gives the same output each time, which is no new evidence.
             return metrics.SEED
-        # A front end aborts at a stop string, so only outputs without one would be whole.
+        # A front end aborts a request at a stop string, so only outputs without one would be complete.
         return metrics.STOPS if params.stop else ""
 
     # --- requests of audits ---
@@ -164,7 +169,7 @@ class Audits:
         return bool(self._waiting)
 
     def start(self, room: int) -> list[Request]:
-        """Requests to add in an idle engine, which has `room` for so many."""
+        """Return at most `room` requests to add to an idle engine."""
         room -= len(self._running)
         while self._waiting and room > 0:
             audit = self._waiting.popleft()
@@ -175,7 +180,7 @@ class Audits:
         return added
 
     def observe(self, output: EngineCoreOutput) -> None:
-        """Takes an output of one of an audit's requests."""
+        """Process an output of one of the audits' requests."""
         audit = self._running.get(output.request_id)
         if audit is None or output.finish_reason is None:
             return
@@ -192,10 +197,10 @@ class Audits:
         tokens = list(audit.running[output.request_id].output_token_ids)
         audit.results[output.request_id] = Result(tokens, scores, prompt_scores)
         if len(audit.results) == len(audit.running):
-            self._go_on(audit)
+            self._continue(audit)
 
     def interrupt(self) -> list[str]:
-        """A client has a request: ids of the audits' requests to abort. Their audits start again later."""
+        """Stop running audits, which start again later, and return the ids of their requests to abort."""
         ids = [*self._running]
         for audit in reversed(dict.fromkeys(self._running.values())):
             assert audit.comparison is not None
@@ -210,8 +215,11 @@ class Audits:
         return ids
 
     def drop(self) -> list[str]:
-        """What was decoded cannot be decoded again, as the weights may be others soon; that goes for requests that run
-        on, too, of which each half may have its own. Ids to abort, as above."""
+        """Drop all audits, and return the ids of their requests to abort.
+
+        For changes of the weights: outputs of the old weights cannot be decoded again, and requests that are running
+        may have tokens of both.
+        """
         ids = self.interrupt()
         if num_dropped := len(self._waiting) + len(self._chosen):
             self._metrics.count(metrics.AUDITS_SKIPPED, num_dropped, metrics.RESET)
@@ -223,7 +231,7 @@ class Audits:
         audit.running, audit.results = {}, {}
         for job in jobs:
             request = Request(
-                # A client can choose the id of its request, and must not hit this one.
+                # Clients can choose the ids of their requests, and must not be able to choose this one.
                 f"gaudi-spec-audit-{uuid4().hex}",
                 job.prompt,
                 job.params,
@@ -237,7 +245,7 @@ class Audits:
             self._next.append(request)
         return len(jobs)
 
-    def _go_on(self, audit: _Audit) -> None:
+    def _continue(self, audit: _Audit) -> None:
         assert audit.comparison is not None
         try:
             jobs = audit.comparison.send([audit.results[req_id] for req_id in audit.running])
@@ -247,7 +255,7 @@ class Audits:
             self._run(audit, jobs)
 
     def _give_up(self, audit: _Audit, cause: str) -> None:
-        """Its other requests end by themselves."""
+        """Drop an audit. Its other requests end by themselves."""
         self._running = {req_id: one for req_id, one in self._running.items() if one is not audit}
         self._metrics.count(metrics.AUDITS_SKIPPED, 1, cause)
 
@@ -262,20 +270,21 @@ class Audits:
             self._has_file = True
             path = write_difference(outcome.difference, self._vllm_config, self._speculation, self._tolerance)
             logger.warning(
-                "Audit: output token %d of a request is another without drafts, and it is no tie. The request is in "
-                "%s; later ones are only counted, in gaudi_spec:audits_total. docs/audit.md has what to do.",
+                "Audit failed: output token %d of a request differs from the result without drafts, and the two "
+                "candidates are not tied. The request is in %s. Later differences are only counted, in "
+                "gaudi_spec:audits_total. See docs/audit.md for what to do.",
                 outcome.difference.position,
-                path or "no file, see above",
+                path or "no file (see the warning above)",
             )
 
     def _weigh(self, gap: float) -> None:
         self._evidence.add(gap)
         log10_ratio = self._evidence.log10_ratio
-        self._metrics.put(metrics.AUDIT_EVIDENCE, log10_ratio, "")
+        self._metrics.set(metrics.AUDIT_EVIDENCE, log10_ratio, "")
         if log10_ratio >= ALARM and not self._has_alarm:
             self._has_alarm = True
             logger.warning(
-                "Audit: outputs with drafts have another distribution than those without (evidence 10**%.1f). "
-                "docs/audit.md has what to do.",
+                "Audit failed: the distribution of outputs with drafts differs from that without (evidence 10**%.1f). "
+                "See docs/audit.md for what to do.",
                 log10_ratio,
             )

@@ -1,33 +1,45 @@
-"""What an audit runs of a finished request, and how it compares the two outputs.
+"""Compares a finished request with what it would have been without drafts.
 
 A comparison is a generator: it yields requests to run without drafts, is sent their results, and returns an outcome.
-It can be dropped at any time and begun again.
+It can be closed at any time and started again.
 
-The strict rule, and every rule at temperature 0, has the tokens of decoding without drafts, up to ties: `by_token`. The
-standard and block rules with probabilistic drafts keep the distribution only: `by_score`.
+`compare_tokens` is for the strict rule, and for every rule at temperature 0: they give the tokens of decoding without
+drafts, up to ties. `compare_scores` is for the standard and block rules with probabilistic drafts, which preserve the
+distribution only.
 """
 
 from __future__ import annotations
 
 import copy
+import json
 import math
+import os
+import time
 from collections.abc import Callable, Generator, Sequence
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
+from pathlib import Path
 from typing import TYPE_CHECKING, NamedTuple
 
 import torch
+from vllm.logger import init_logger
 
-from vllm_gaudi_spec.config import REQUEST_OPTION
+from vllm_gaudi_spec.config import ADDITIONAL_CONFIG_KEY, REQUEST_OPTION, Speculation
+from vllm_gaudi_spec.devices import describe_device
+from vllm_gaudi_spec.environment import cache_folder, cached_files
 from vllm_gaudi_spec.scheduling import metrics
+from vllm_gaudi_spec.versions import installed, installed_vllm
 
 if TYPE_CHECKING:
+    from vllm.config import VllmConfig
     from vllm.sampling_params import SamplingParams
 
     from vllm_gaudi_spec.upstream.scheduler import BlockHash, Request
 
+logger = init_logger(__name__)
+
 
 class Finished(NamedTuple):
-    """A request that has ended, as far as an audit needs it."""
+    """A finished request, as far as an audit needs it."""
 
     prompt: list[int]
     outputs: list[int]
@@ -44,94 +56,100 @@ class Job(NamedTuple):
 
 
 class Result(NamedTuple):
+    """The result of a `Job`."""
+
     tokens: list[int]
     scores: dict[int, float]
-    """Of the tokens that `logprob_token_ids` named, at the first position."""
+    """Scores at the first position of the tokens in `logprob_token_ids`."""
     prompt_scores: list[float]
-    """Of each prompt token but the first, where `prompt_logprobs` asked for them."""
+    """Scores of all prompt tokens but the first, if `prompt_logprobs` asked for them."""
 
 
 @dataclass(frozen=True)
 class Difference:
-    """The first difference of two outputs."""
+    """The first difference between the outputs with and without drafts."""
 
     finished: Finished
     without_drafts: list[int]
     position: int
     """Index among the output tokens."""
     scores: dict[int, float]
-    """Of the two candidates at that position, if both outputs have a token there."""
+    """Scores of the two candidates at that position, if both outputs have a token there."""
 
 
 class Outcome(NamedTuple):
+    """The result of a comparison."""
+
     kind: str
     """One of `metrics.AUDIT_RESULTS`."""
     difference: Difference | None = None
     score_gap: float = 0.0
-    """For `by_score`: how much likelier the output with drafts was than the other; its sign is a fair coin's if the
-    two have the same distribution."""
+    """For `compare_scores`: how much likelier the output with drafts is than the other. If both have the same
+    distribution, either sign is equally likely."""
 
 
 Comparison = Generator[list[Job], list[Result], Outcome]
 
 TIES = {torch.float32: 1e-4, torch.float16: 0.0625, torch.bfloat16: 0.5}
-"""By the model's dtype: how near to each other two logits, with their noise, count as equal. Of the two short formats
-it is four times the step between neighboring numbers from 16 to 32."""
+"""Maps the model's dtype to the difference up to which two logits, with their noise, count as equal. For the 16-bit
+dtypes it is four times the spacing of numbers between 16 and 32."""
 
 
-def by_token(finished: Finished, tolerance: float) -> Comparison:
-    """The request again, with its own noise: the same tokens up to the first tie."""
+def compare_tokens(finished: Finished, tolerance: float) -> Comparison:
+    """Run the request again with its own noise, and expect the same tokens up to the first tie."""
     length = len(finished.outputs)
-    (again,) = yield [Job(finished.prompt, _plain(finished.params, max_tokens=length))]
-    position = first_difference(finished.outputs, again.tokens)
+    (again,) = yield [Job(finished.prompt, _audit_params(finished.params, max_tokens=length))]
+    position = find_first_difference(finished.outputs, again.tokens)
     if position is None:
         return Outcome(metrics.IDENTICAL)
-    if position == min(length, len(again.tokens)):  # one ended where the other goes on, which no rounding explains
+    if position == min(length, len(again.tokens)):  # only one has ended, which no rounding explains
         return Outcome(metrics.DIFFERENT, Difference(finished, again.tokens, position, {}))
     pair = finished.outputs[position], again.tokens[position]
     prompt = finished.prompt + finished.outputs[:position]
-    # The first candidate has to win when it is raised by the tolerance, and to lose when it is lowered by it.
+    # It is a tie if the first candidate wins when raised by the tolerance, and loses when lowered by it.
     raised, lowered = yield [
-        Job(prompt, _between(finished, position, pair, raised_by)) for raised_by in (tolerance, -tolerance)
+        Job(prompt, _params_between(finished, position, pair, raised_by)) for raised_by in (tolerance, -tolerance)
     ]
     kind = metrics.TIE if (raised.tokens[0], lowered.tokens[0]) == pair else metrics.DIFFERENT
-    scores = {token: raised.scores[token] for token in pair if token in raised.scores}  # there may be padding
+    scores = {token: raised.scores[token] for token in pair if token in raised.scores}  # padding has no scores
     return Outcome(kind, Difference(finished, again.tokens, position, scores))
 
 
-def by_score(finished: Finished, max_model_len: int) -> Comparison:
-    """Another output from the same prompt, with fresh noise, and the target's mean score of both texts.
+def compare_scores(finished: Finished, max_model_len: int) -> Comparison:
+    """Run the same prompt again with fresh noise, and compare the target's mean scores of both outputs.
 
-    Both are draws from one distribution if the rule is exact, so which of the two scores higher is a fair coin,
-    whatever the score means. Both are scored as prompts, by the same graphs.
+    If the rule is exact, both are samples of one distribution, so each is equally likely to score higher, whatever the
+    score means. Both are scored as prompts, by the same graphs.
     """
     params = finished.params
-    (again,) = yield [Job(finished.prompt, _plain(params, max_tokens=params.max_tokens, seed=None))]
-    # A prompt needs room for one more token.
+    (again,) = yield [Job(finished.prompt, _audit_params(params, max_tokens=params.max_tokens, seed=None))]
+    # A prompt must leave room for one token.
     longest = max_model_len - 1 - len(finished.prompt)
     texts = [tokens[:longest] for tokens in (finished.outputs, again.tokens)]
     scored = yield [
-        Job(finished.prompt + text, _plain(params, max_tokens=1, prompt_logprobs=0, min_tokens=0)) for text in texts
+        Job(finished.prompt + text, _audit_params(params, max_tokens=1, prompt_logprobs=0, min_tokens=0))
+        for text in texts
     ]
     means = [
         sum(result.prompt_scores[-len(text) :]) / len(text) for result, text in zip(scored, texts, strict=True) if text
     ]
     if len(means) < 2:
         return Outcome(metrics.SAMPLED)
-    # Long texts have steadier means, so they weigh more.
+    # The mean of a longer text varies less, so it weighs more.
     first, second = map(len, texts)
     return Outcome(metrics.SAMPLED, score_gap=(means[0] - means[1]) * math.sqrt(first * second / (first + second)))
 
 
-def first_difference(one: Sequence[int], other: Sequence[int]) -> int | None:
+def find_first_difference(one: Sequence[int], other: Sequence[int]) -> int | None:
+    """Return the first position at which two outputs differ, or None."""
     for position, (first, second) in enumerate(zip(one, other, strict=False)):
         if first != second:
             return position
     return None if len(one) == len(other) else min(len(one), len(other))
 
 
-def _plain(params: SamplingParams, **changes: object) -> SamplingParams:
-    """Without drafts, reports, or KV that a step with drafts has written."""
+def _audit_params(params: SamplingParams, **changes: object) -> SamplingParams:
+    """Return `params` with `changes`, and without drafts, log-probabilities, or KV that a step with drafts wrote."""
     changed = copy.copy(params)
     quiet = dict.fromkeys(("logprobs", "prompt_logprobs", "prompt_logprob_start", "logprob_token_ids"))
     no_drafts = {**(params.extra_args or {}), REQUEST_OPTION: 0}
@@ -140,9 +158,11 @@ def _plain(params: SamplingParams, **changes: object) -> SamplingParams:
     return changed
 
 
-def _between(finished: Finished, position: int, pair: tuple[int, int], raised_by: float) -> SamplingParams:
-    """To choose between two candidates, the first of them raised. The outputs before `position` are prompt here, so
-    penalties that count outputs are written into the bias."""
+def _params_between(finished: Finished, position: int, pair: tuple[int, int], raised_by: float) -> SamplingParams:
+    """Return parameters that choose between two candidates, the first of them raised.
+
+    The outputs before `position` are part of the prompt here, so penalties that count outputs become biases.
+    """
     params = finished.params
     before = finished.outputs[:position]
     bias = {
@@ -152,8 +172,8 @@ def _between(finished: Finished, position: int, pair: tuple[int, int], raised_by
         for token in pair
     }
     bias[pair[0]] += raised_by
-    # Both were inside every filter, and neither was forbidden.
-    return _plain(
+    # Both candidates passed every filter, and neither was forbidden.
+    return _audit_params(
         params,
         max_tokens=1,
         min_tokens=0,
@@ -171,12 +191,11 @@ def _between(finished: Finished, position: int, pair: tuple[int, int], raised_by
 
 
 class Evidence:
-    """Evidence against "the sign of each gap is a fair coin's", which may be looked at after each gap.
+    """Evidence against the hypothesis that gaps are symmetric around 0, valid at any time.
 
-    For any factor f the product of exp(f * gap - (f * gap)**2 / 2) does not grow in expectation when gaps are
-    symmetric, as (e**x + e**-x) / 2 <= e**(x**2 / 2). Nor does its average over normal f with variance `_SPREAD`, which
-    is `ratio`. By Ville's inequality `ratio` ever exceeds 1 / a with a probability of at most a, over any number of
-    gaps.
+    For any factor f, the product of exp(f * gap - (f * gap)**2 / 2) does not grow in expectation if gaps are symmetric,
+    because (e**x + e**-x) / 2 <= e**(x**2 / 2). Neither does `ratio`, its average over normal f with variance
+    `_SPREAD`. By Ville's inequality, `ratio` exceeds 1 / a at any time with a probability of at most a.
     """
 
     _SPREAD = 0.002
@@ -195,4 +214,59 @@ class Evidence:
 
 
 ALARM = 3.0
-"""The `log10_ratio` from which on a rule counts as biased: one false alarm in 1000 servers, however long they run."""
+"""The `log10_ratio` at which a rule counts as biased: at most one false alarm in 1000 servers, however long they
+run."""
+
+
+# --- the file of a difference ---
+
+_PARAMS = (
+    *("temperature", "top_p", "top_k", "min_p", "seed", "min_tokens", "ignore_eos", "stop_token_ids"),
+    *("presence_penalty", "frequency_penalty", "repetition_penalty", "logit_bias", "allowed_token_ids"),
+    "bad_words_token_ids",
+)
+"""The parameters that choose tokens. None holds text."""
+
+
+def write_difference(
+    difference: Difference, vllm_config: VllmConfig, speculation: Speculation, tolerance: float
+) -> Path | None:
+    """Write token ids and options, but no text, to a file and return its path, or None if that failed.
+
+    Only the user who runs the server can read the file.
+    """
+    text = json.dumps(_content(difference, vllm_config, speculation, tolerance), indent=1)
+    try:
+        folder = cached_files.own_folder(cache_folder()) / "audits"
+        path = folder / f"difference-{time.strftime('%Y%m%d-%H%M%S')}-{os.getpid()}.json"
+        cached_files.write(path, text.encode())
+    except (OSError, RuntimeError) as error:  # RuntimeError: the user has no home directory
+        logger.warning("Cannot write the difference that an audit found to a file: %s", error)
+        return None
+    return path
+
+
+def _content(
+    difference: Difference, vllm_config: VllmConfig, speculation: Speculation, tolerance: float
+) -> dict[str, object]:
+    finished, position = difference.finished, difference.position
+    outputs = {"with_drafts": finished.outputs, "without_drafts": difference.without_drafts}
+    model = vllm_config.model_config
+    return {
+        "prompt_token_ids": finished.prompt,
+        **outputs,
+        "position": position,
+        "candidates": {name: tokens[position : position + 1] for name, tokens in outputs.items()},
+        "scores": {str(token): score for token, score in difference.scores.items()},
+        "scores_are": model.logprobs_mode,
+        "tolerance": tolerance,
+        "sampling_params": {name: getattr(finished.params, name) for name in _PARAMS},
+        "model": model.model,
+        "dtype": str(model.dtype),
+        "speculation": asdict(speculation),
+        "options": (vllm_config.additional_config or {}).get(ADDITIONAL_CONFIG_KEY),
+        "async_scheduling": vllm_config.scheduler_config.async_scheduling,
+        "tensor_parallel_size": vllm_config.parallel_config.tensor_parallel_size,
+        **describe_device(),
+        "versions": {"vllm": installed_vllm(), **{name: installed(name) for name in ("vllm-gaudi-spec", "torch")}},
+    }

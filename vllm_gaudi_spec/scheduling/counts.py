@@ -1,7 +1,7 @@
-"""Counts of decoding rows by their number of drafts, and the reasons of those without.
+"""Counts decoding requests by their number of drafts, and why some have none.
 
-The scheduler counts: it has each request's length and parameters, it decides how much is drafted, and what only the
-worker knows comes with the step's output. So the counts need no device-to-host sync and no message of their own.
+The scheduler counts them: it knows each request's length and parameters and decides how much is drafted. What only the
+worker knows comes with the step's output, so counting needs neither a device-to-host sync nor a message of its own.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ from vllm.logger import init_logger
 from vllm_gaudi_spec.config import Speculation
 from vllm_gaudi_spec.records import NoDraftReason
 from vllm_gaudi_spec.scheduling import metrics
-from vllm_gaudi_spec.scheduling.limits import NOTHING_PROPOSED, DraftLimits, Reason, why_no_drafts
+from vllm_gaudi_spec.scheduling.limits import NOTHING_PROPOSED, DraftLimits, Reason, explain_no_drafts
 from vllm_gaudi_spec.scheduling.metrics import StepMetrics
 
 if TYPE_CHECKING:
@@ -26,19 +26,21 @@ logger = init_logger(__name__)
 
 
 class DraftCounts:
+    """Counters of requests that decode with and without drafts."""
+
     def __init__(self, speculation: Speculation, max_model_len: int, step_metrics: StepMetrics) -> None:
         self._num_drafts = speculation.num_drafts
         self._max_context = speculation.longest(max_model_len)
         self._metrics = step_metrics
         self._choices: dict[str, tuple[int, str]] = {}
-        """By request: the most drafts that pacing allows after its newest step, and the reason if that is 0. A request
-        without an entry may have all."""
+        """Maps a request to the maximum number of drafts after its most recent step, and the reason if that is 0.
+        Requests without an entry may have all k."""
         self._excluded: set[str] = set()
         """Requests that are excluded from drafting."""
         self._failed: set[str] = set()
-        """Requests for which the drafter failed after their newest step; their next may be several steps later."""
+        """Requests whose drafting failed after their most recent step. Their next step may be several steps later."""
         self._logged: dict[str, str] = {}
-        """By request: the label of the reason that was logged last."""
+        """Maps a request to the label of the reason that was logged last."""
 
     def exclude(self, req_ids: tuple[str, ...]) -> None:
         self._excluded.update(req_ids)
@@ -46,7 +48,7 @@ class DraftCounts:
     def observe(
         self, requests: Mapping[str, Request], scheduled: SpecSchedulerOutput, output: SpeculativeOutput
     ) -> None:
-        """Takes a step's output before vLLM's scheduler does."""
+        """Count a step's output. Must run before vLLM's scheduler processes it."""
         if output.num_real_drafts:
             self.count(requests, output)
             self.remember(scheduled, output)
@@ -81,13 +83,13 @@ class DraftCounts:
 
     def _reason(self, request: Request, reported: str, skip_reason: str) -> Reason:
         assert request.sampling_params is not None
-        limits = DraftLimits.of(
+        limits = DraftLimits.from_params(
             request.sampling_params,
             request.num_prompt_tokens,
             num_drafts=self._num_drafts,
             max_context=self._max_context,
         )
-        reason = why_no_drafts(
+        reason = explain_no_drafts(
             limits,
             request.num_tokens,
             reported=reported,
@@ -98,20 +100,20 @@ class DraftCounts:
         return reason or NOTHING_PROPOSED
 
     def _log(self, req_id: str, reason: Reason) -> None:
-        """Logs a reason only if it differs from the last: a request may have the same at every step."""
+        """Log the reason if it differs from the last one: a request may have the same reason at every step."""
         if self._logged.get(req_id) != reason.label:
             self._logged[req_id] = reason.label
-            logger.debug("request %s: no drafts: %s", req_id, reason.detail)
+            logger.debug("Request %s has no drafts: %s", req_id, reason.detail)
 
     def remember(self, scheduled: SpecSchedulerOutput, output: SpeculativeOutput) -> None:
-        """Keeps this step's decision: it is about the drafts made after it, which a later step verifies."""
+        """Remember this step's decision, which is about drafts that a later step verifies."""
         max_drafts = scheduled.num_spec_tokens_to_schedule
         if self._choices or scheduled.max_drafts or max_drafts < self._num_drafts:
             for req_id in output.num_real_drafts:
                 choice = min(max_drafts, scheduled.max_drafts.get(req_id, max_drafts))
                 reason = "" if choice else NoDraftReason.ACCEPTANCE if max_drafts else scheduled.skip_reason
                 self._choices[req_id] = choice, reason
-        # Faults are of the drafts that this step was to verify.
+        # Reported faults are about the drafts that this step should have verified.
         self._failed.difference_update(output.num_real_drafts)
         self._failed.update(
             req_id
@@ -122,5 +124,5 @@ class DraftCounts:
 
 
 def _is_dropped(request: Request) -> bool:
-    """Whether vLLM discards the output of its step in flight: its cache was reset, and it starts again."""
+    """Whether vLLM discards the output of the request's step in flight, because the prefix cache was reset."""
     return bool(request.drop_stale_output and request.num_stale_output_tokens > 0)

@@ -1,7 +1,7 @@
-"""Whether drafting pays: measured tokens per second with drafts and without, by batch size.
+"""Goodput: drafts only while it is faster, by measured tokens per second with and without drafts at each batch size.
 
-Steps of the chosen mode are always measured, those of the other in short trials, which may cost 1 % of the time.
-A trial is compared with the steps right before it: slow changes of the machine or of the contexts cancel out.
+Steps of the chosen mode are always measured, those of the other mode in short trials, which may cost 1 % of the time.
+A trial is compared with the steps right before it, so that slow changes of the machine or of the contexts cancel out.
 """
 
 from __future__ import annotations
@@ -12,25 +12,26 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 
 _WINDOW = 16
-"""Newest steps that are averaged."""
+"""The number of most recent steps that are averaged."""
 _TRIAL = 8
-"""Measured steps that end a trial."""
+"""The number of measured steps after which a trial ends."""
 _TRIALS_COST = 0.01
+"""The share of time that trials may cost."""
 _SHORTEST_WAIT = 64
-"""The fewest steps between two trials."""
+"""The minimum number of steps between two trials."""
 _STALE = 64
-"""Steps of other sizes after which measurements of a size are dropped."""
+"""The number of steps of other sizes after which the measurements of a size are dropped."""
 _LONGEST_TRIAL = 64
-"""Steps after which a trial ends without a result: something else kept its mode from running."""
+"""The number of steps after which a trial ends without a result: something else kept its mode from running."""
 _MOST_LOST = 10
-"""The most ordinary steps that one step of a trial is charged with: more is a pause, not the cost of the mode."""
+"""The maximum cost of one step of a trial, in ordinary steps: a longer step is a pause, not the cost of the mode."""
 _COME_BACK = 1.05
-"""The speedup at which drafting resumes. It stops as soon as it is slower: hysteresis against flapping."""
+"""The speedup at which drafting resumes. It stops as soon as it is slower; the gap prevents flapping."""
 
 
 @dataclass(slots=True)
 class _Window:
-    """(seconds, tokens per row) of the newest steps of one mode."""
+    """(seconds, tokens per row) of the most recent steps of one mode."""
 
     steps: deque[tuple[float, float]] = field(default_factory=lambda: deque(maxlen=_WINDOW))
 
@@ -39,7 +40,7 @@ class _Window:
 
     @property
     def speed(self) -> float:
-        """Tokens per second and row, without the slowest step, which may have been disturbed."""
+        """Tokens per second and row. The slowest step is left out, as something may have disturbed it."""
         fastest = sorted(self.steps)[:-1] or self.steps
         seconds = sum(step[0] for step in fastest)
         return sum(step[1] for step in fastest) / seconds if seconds else 0.0
@@ -53,12 +54,12 @@ class _Size:
     wait: float = 0.0
     """Steps until the next trial."""
     trial_steps: int = 0
-    """Steps of the running trial; 0: none runs."""
+    """Steps of the current trial, or 0 without one."""
     lost: float = 0.0
-    """Seconds that the running trial has cost."""
+    """Seconds that the current trial has cost."""
     last_step: int = 0
-    """The number of the newest step of this size, counted over all sizes."""
-    ways: dict[bool, _Window] = field(default_factory=lambda: {True: _Window(), False: _Window()})
+    """The number of the most recent step of this size, counted over all sizes."""
+    modes: dict[bool, _Window] = field(default_factory=lambda: {True: _Window(), False: _Window()})
 
     @property
     def on_trial(self) -> bool:
@@ -66,11 +67,11 @@ class _Size:
 
     @property
     def chosen(self) -> _Window:
-        return self.ways[self.drafting]
+        return self.modes[self.drafting]
 
     @property
     def other(self) -> _Window:
-        return self.ways[not self.drafting]
+        return self.modes[not self.drafting]
 
     def begin_trial(self) -> None:
         self.trial_steps, self.lost = 1, 0.0
@@ -81,31 +82,37 @@ class _Size:
 
 
 class Goodput:
+    """Chooses between decoding with and without drafts for each batch size."""
+
     def __init__(self, sizes: Sequence[int]) -> None:
-        """`sizes`: the batch sizes that steps are padded to."""
+        """Start without measurements. `sizes` are the batch sizes that steps are padded to."""
         self._buckets = sizes
         self._sizes: dict[int, _Size] = {}
         self._num_steps = 0
 
-    def drafts(self, num_rows: int, *, may_try: bool = True) -> bool:
-        """Whether a step of `num_rows` drafts. Without `may_try` no step of a trial."""
+    def should_draft(self, num_rows: int, *, may_try: bool = True) -> bool:
+        """Whether a step of `num_rows` rows should draft. Without `may_try` the step is not part of a trial."""
         size = self._at(num_rows)
         return size.drafting != (size.on_trial and may_try)
 
     def speeds(self, num_rows: int) -> tuple[float, float]:
-        """Tokens per second and row with drafts and without, as last measured; 0 before the first measurement."""
+        """Return the last measured tokens per second and row, with and without drafts; 0 if not measured yet."""
         size = self._at(num_rows)
-        return size.ways[True].speed, size.ways[False].speed
+        return size.modes[True].speed, size.modes[False].speed
 
     def observe(self, num_rows: int, drafted: bool, seconds: float, num_tokens: int, *, steady: bool) -> bool:
-        """Takes a finished decode step; returns whether the choice changed. `drafted`: its mode; `steady`: the step
-        before it had the same mode and size."""
+        """Record a finished decode step and return whether the choice changed.
+
+        Args:
+            drafted: Whether the step had drafts to verify.
+            steady: Whether the step before it had the same mode and size.
+        """
         size, tokens_per_row = self._step_size(num_rows), num_tokens / num_rows
         if size.on_trial:
             usual = tokens_per_row / size.chosen.speed
             size.lost += min(seconds, _MOST_LOST * usual) - usual
         if steady:
-            size.ways[drafted].steps.append((seconds, tokens_per_row))
+            size.modes[drafted].steps.append((seconds, tokens_per_row))
         if not size.on_trial:
             size.wait -= 1
             if size.wait <= 0 and len(size.chosen) >= _TRIAL:
@@ -119,7 +126,7 @@ class Goodput:
         return False
 
     def _step_size(self, num_rows: int) -> _Size:
-        """The size of a step. Old measurements are dropped: contexts and load have changed."""
+        """Return the state of a step's size. Old measurements are dropped, as contexts and load have changed."""
         size = self._at(num_rows)
         self._num_steps += 1
         if self._num_steps - size.last_step > _STALE and size.last_step:
@@ -130,7 +137,7 @@ class Goodput:
         return size
 
     def _end_trial(self, size: _Size) -> bool:
-        with_drafts, without = (size.ways[way].speed for way in (True, False))
+        with_drafts, without = size.modes[True].speed, size.modes[False].speed
         drafting = with_drafts >= without * (1.0 if size.drafting else _COME_BACK)
         changed, size.drafting, size.trial_steps = drafting != size.drafting, drafting, 0
         seconds_per_step = sum(step[0] for step in size.chosen.steps) / len(size.chosen)
@@ -140,11 +147,12 @@ class Goodput:
     def _at(self, num_rows: int) -> _Size:
         bucket = self._buckets[min(bisect_left(self._buckets, num_rows), len(self._buckets) - 1)]
         if bucket not in self._sizes:
-            self._sizes[bucket] = self._like_its_neighbor(bucket)
+            self._sizes[bucket] = self._start_like_nearest(bucket)
         return self._sizes[bucket]
 
-    def _like_its_neighbor(self, bucket: int) -> _Size:
-        """A new size starts with the choice of the nearest tried one; the first drafts and has its trial at once."""
+    def _start_like_nearest(self, bucket: int) -> _Size:
+        """Return the state of a new size, which starts with the choice of the nearest tried size."""
+        # The first size has its trial at once.
         tried = [other for other, size in self._sizes.items() if len(size.other)]
         if not tried:
             return _Size()

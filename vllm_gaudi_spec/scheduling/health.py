@@ -1,11 +1,11 @@
-"""The health of a drafter. The scheduler decides, so that all ranks get the same decision with a step.
+"""Switches off a drafter whose drafts cannot be used. The scheduler decides, so all ranks get the decision with a step.
 
-Unusable drafts cost a request nothing: its row goes on as if nothing had been drafted.
+Unusable drafts do not harm a request: it decodes as if nothing had been drafted.
 
-- A round without usable drafts counts against the drafter; three such rounds in a row switch it off until the restart.
-- A request that fails while others of its round have usable drafts is excluded from drafting.
-- So is a request that fails twice in a row as the only one of its round: alone on an idle server it is no evidence
-  about later requests.
+- A round without any usable draft counts against the drafter. Three such rounds in a row disable it until the restart.
+- A request whose drafts fail while others of its round succeed is excluded from drafting.
+- So is a request that fails twice in a row as the only one of its round: on an otherwise idle server, its failures say
+  nothing about later requests.
 """
 
 from __future__ import annotations
@@ -18,22 +18,24 @@ from vllm_gaudi_spec.records import DraftRound
 
 logger = logging.getLogger(__name__)
 
-MOST_IN_A_ROW = 3
+MAX_FAULTS_IN_A_ROW = 3
 
 
 class DrafterHealth:
+    """Counts faulty rounds and excludes requests or the drafter."""
+
     def __init__(self) -> None:
         self.is_off = False
         self.num_faults = 0
         self._in_a_row = 0
         self._last_alone: str | None = None
-        """The only request of the last round, if that was faulty."""
+        """The request of the most recent round, if that was faulty and had no other."""
         self._restarted: dict[str, None] = {}
         self._excluded: dict[str, None] = {}
         self._num_reported = 0
 
     def observe(self, rounds: Iterable[DraftRound]) -> int:
-        """Takes finished rounds; returns how many of them were faulty."""
+        """Record finished rounds and return how many of them were faulty."""
         before = self.num_faults
         for done in rounds:
             if not done.faulty:
@@ -48,17 +50,17 @@ class DrafterHealth:
             elif not is_the_same:
                 self._in_a_row += 1
             (self._excluded if done.worked or is_the_same else self._restarted).update(dict.fromkeys(done.faulty))
-            if self._in_a_row == MOST_IN_A_ROW and not self.is_off:
+            if self._in_a_row == MAX_FAULTS_IN_A_ROW and not self.is_off:
                 self.is_off = True
                 logger.error(
-                    "The drafter is switched off until the next start: its drafts could not be used %d times in a row. "
-                    "Requests go on without speculation. The warnings above have the reasons.",
-                    MOST_IN_A_ROW,
+                    "Speculative decoding is disabled until the server restarts: the drafts of %d rounds in a row "
+                    "could not be used. Requests continue without speculation. See the warnings above for the reasons.",
+                    MAX_FAULTS_IN_A_ROW,
                 )
         return self.num_faults - before
 
     def take_status(self) -> DrafterStatus | None:
-        """The news for the workers since the last call; None if there are none."""
+        """Return what changed for the workers since the last call, or None."""
         if self._num_reported == self.num_faults:
             return None
         status = DrafterStatus(tuple(self._restarted), tuple(self._excluded), self.is_off, self.num_faults)

@@ -1,8 +1,8 @@
-"""Metrics besides vLLM's: their Prometheus series, and the way from the scheduler to the front end.
+"""Metrics beside vLLM's: their Prometheus series, and their way from the scheduler to the front end.
 
-A scheduler counts its own decisions and what a worker reports; vLLM's `SchedulerStats` carries the figures to the front
-end, and its Prometheus logger shows them (`upstream.carry_metrics`). A new metric needs an entry of `SERIES`, a call of
-`StepMetrics.count`, `total` or `put`, and a row in docs/metrics.md.
+The scheduler counts its own decisions and what the worker reports. vLLM's `SchedulerStats` carries the figures to the
+front end, whose Prometheus logger exports them (`upstream.carry_metrics`). A new metric needs an entry of `SERIES`, a
+call of `StepMetrics.count`, `count_total` or `set`, and a row in docs/metrics.md.
 """
 
 from __future__ import annotations
@@ -32,20 +32,22 @@ INPUTS = "inputs"
 AUDIT_REASONS = (BUSY, ABORTED, RESET, LORA, GRAMMAR, PENALTIES, SEED, STOPS, SESSION, INPUTS)
 
 NUM_DRAFTS = "num_drafts"
-"""A label with the values 0 to k."""
+"""A label whose values are 0 to k."""
 
 
 class Series(NamedTuple):
+    """A Prometheus series."""
+
     help: str
     label: str = ""
-    """In addition to those of all of vLLM's series."""
+    """A label in addition to those of all of vLLM's series."""
     values: tuple[str, ...] = ("",)
-    """All values of the label; not of `NUM_DRAFTS`, which depend on k."""
+    """All values of the label, except for `NUM_DRAFTS`, whose values depend on k."""
     is_gauge: bool = False
     speculative: bool = True
-    """Whether it exists only with speculation."""
+    """Whether the series exists only with speculation."""
 
-    def label_values(self, num_drafts: int) -> Iterable[str]:
+    def list_label_values(self, num_drafts: int) -> Iterable[str]:
         return map(str, range(num_drafts + 1)) if self.label == NUM_DRAFTS else self.values
 
 
@@ -148,7 +150,7 @@ SERIES = {
 
 
 Figures = dict[str, dict[str, float]]
-"""By metric and label value: the increment of a counter, or the value of a gauge."""
+"""Maps a metric and a label value to the increment of a counter or the value of a gauge."""
 
 
 STATS_FIELD = "gaudi_spec"
@@ -159,34 +161,34 @@ STATS_FIELD = "gaudi_spec"
 
 
 class StepMetrics:
-    """A scheduler's figures since they were last taken."""
+    """A scheduler's figures since the last call of `take`."""
 
     def __init__(self) -> None:
         self._news: Figures = {}
         self._reported: dict[tuple[str, str], float] = {}
-        """By metric and label value: the newest total, or the value of a gauge."""
+        """Maps a metric and a label value to the most recent total or value of a gauge."""
 
     def count(self, name: str, more: float = 1, value: str = "") -> None:
-        """Increments a counter, or sets a gauge. `value`: of the label, where the series has one."""
+        """Increment a counter or set a gauge. `value` is that of the series' label, if it has one."""
         series = SERIES[name]
         assert bool(value) == bool(series.label), name
         figures = self._news.setdefault(name, {})
         figures[value] = more if series.is_gauge else figures.get(value, 0) + more
 
-    def total(self, name: str, so_far: float) -> None:
-        """For a counter whose total others keep. A total below the last one adds nothing: counters never decrease."""
+    def count_total(self, name: str, so_far: float) -> None:
+        """Update a counter whose total is kept elsewhere. A smaller total adds nothing: counters never decrease."""
         if (more := so_far - self._reported.get((name, ""), 0)) > 0:
             self._reported[name, ""] = so_far
             self.count(name, more)
 
-    def put(self, name: str, number: float, value: str) -> None:
-        """For a gauge; an unchanged value is not sent."""
+    def set(self, name: str, number: float, value: str) -> None:
+        """Set a gauge. An unchanged value is not sent."""
         if self._reported.get((name, value)) != number:
             self._reported[name, value] = number
             self.count(name, number, value)
 
     def take(self) -> Figures:
-        """The figures since the last call."""
+        """Return the figures since the last call."""
         news, self._news = self._news, {}
         return news
 
@@ -195,13 +197,20 @@ class StepMetrics:
 
 
 class Shown:
-    """Our series among those of one of vLLM's Prometheus loggers."""
+    """Our series in one of vLLM's Prometheus loggers."""
 
     def __init__(
         self, counter: Any, gauge: Any, labels: list[str], engines: Mapping[int, list[object]], num_drafts: int | None
     ) -> None:
-        """`counter` and `gauge`: the logger's metric classes; `engines`: the values of `labels` for each engine;
-        `num_drafts`: None without speculation."""
+        """Register the series.
+
+        Args:
+            counter: The logger's counter class.
+            gauge: The logger's gauge class.
+            labels: The labels of all of vLLM's series.
+            engines: The values of `labels` for each engine.
+            num_drafts: k, or None without speculation.
+        """
         self._engines = engines
         self._metrics: dict[str, Any] = {}
         self._by_engine: dict[tuple[str, int, str], Any] = {}
@@ -209,24 +218,24 @@ class Shown:
             if series.speculative and num_drafts is None:
                 continue
             labelnames = [*labels, *filter(None, [series.label])]
-            if series.is_gauge:  # exposed from its first value on
+            if series.is_gauge:  # exported from its first value on
                 self._metrics[name] = gauge(name, series.help, labelnames, multiprocess_mode="mostrecent")
                 continue
             self._metrics[name] = counter(name, series.help, labelnames)
             for engine in engines:
-                for value in series.label_values(num_drafts or 0):
-                    self._labeled(name, engine, value)
+                for value in series.list_label_values(num_drafts or 0):
+                    self._find_metric(name, engine, value)
 
     def update(self, engine: int, news: Figures) -> None:
         for name, figures in news.items():
             for value, number in figures.items():
-                metric = self._labeled(name, engine, value)
+                metric = self._find_metric(name, engine, value)
                 if SERIES[name].is_gauge:
                     metric.set(number)
                 else:
                     metric.inc(number)
 
-    def _labeled(self, name: str, engine: int, value: str) -> Any:
+    def _find_metric(self, name: str, engine: int, value: str) -> Any:
         key = name, engine, value
         if key not in self._by_engine:
             labels = (*self._engines[engine], *filter(None, [value]))

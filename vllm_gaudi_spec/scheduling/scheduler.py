@@ -1,6 +1,6 @@
-"""vLLM's schedulers with pacing, the drafter's health, and metrics of our own.
+"""vLLM's schedulers with adaptive k, goodput, drafter health, audits and our own metrics.
 
-The platform always sets one of the two in `scheduler_cls`. A scheduler of the user's derives from one of them.
+The platform always sets `scheduler_cls` to one of them. A user's scheduler must derive from one of them.
 """
 
 from __future__ import annotations
@@ -53,20 +53,21 @@ logger = init_logger(__name__)
 
 @dataclass
 class RequestDrafts(RequestSpecDecodeMetrics):
-    """vLLM's per-request metrics, of steps that verified a draft of the request."""
+    """vLLM's per-request metrics, counting only steps that verified a draft of the request."""
 
     def observe(self, num_draft_tokens: int, num_accepted: int, detailed: bool = False) -> None:
-        """vLLM calls it at each step with placeholders for drafts, which may all be padding."""
+        # vLLM calls this at every step that had placeholders for drafts, which may all be padding.
         if num_draft_tokens:
             super().observe(num_draft_tokens, num_accepted, detailed)
 
 
 class _Speculating(Sessions):
-    """Mixin before one of vLLM's schedulers."""
+    """Mixin that goes before one of vLLM's schedulers."""
 
     def __init__(self, vllm_config: VllmConfig, kv_cache_config: KVCacheConfig, *args: Any, **kwargs: Any) -> None:
         caches_prefixes = vllm_config.cache_config.enable_prefix_caching
-        # vLLM's manager has no lookup for models without any KV, whose prefixes are found by their snapshots alone.
+        # Prefixes of models without KV are found by their snapshots alone. vLLM's KV cache manager asserts that there
+        # is KV to look up, so it is built without prefix caching.
         vllm_config.cache_config.enable_prefix_caching = caches_prefixes and bool(kv_cache_config.kv_cache_groups)
         super().__init__(vllm_config, kv_cache_config, *args, **kwargs)
         vllm_config.cache_config.enable_prefix_caching = caches_prefixes
@@ -88,19 +89,19 @@ class _Speculating(Sessions):
             self._audits = Audits(options.audit_every, self.vllm_config, speculation, self.step_metrics)
         self._snapshots: Snapshots | None = None
         self._starts: dict[str, int] = {}
-        """By request that was looked up while a step is scheduled: the tokens of its snapshot."""
+        """Maps a request being scheduled to the number of tokens covered by its snapshot."""
         if num_slots := num_snapshots(self.vllm_config, options.state_snapshots):
             self.keep_snapshots(num_slots)
         self._is_warm = not warms_up_in_background()
-        """Whether the worker's warm-up is done, as far as it has reported."""
+        """Whether the worker has reported the end of its warm-up."""
         self._is_shut_down = False
         self._drafts = False
-        """Whether the newest paced step is to draft."""
+        """Whether the most recently paced step should draft."""
         self._last: tuple[float, Pace | None] = (0.0, None)
-        """The end of the newest step, and its pace."""
+        """When the most recent step ended, and its pace."""
 
     def keep_snapshots(self, num_slots: int) -> None:
-        """Of recurrent states, for the prefix cache."""
+        """Keep snapshots of recurrent states in `num_slots` slots, for the prefix cache."""
         self._snapshots = Snapshots(
             num_slots,
             block_size=self.block_size,
@@ -112,23 +113,24 @@ class _Speculating(Sessions):
     def add_request(self, request: Request) -> None:
         if self._audits is not None and request.client_index != AUDITOR:
             self._abort_audits(self._audits.interrupt())
-            # Else it is a session's next input, or the end of its inputs.
+            # Otherwise this is a session's next input, or the end of its inputs.
             if request.request_id not in self.requests and request.request_id not in self.failed:
                 self._audits.on_added(request)
         if self.vllm_config.model_config.is_mm_prefix_lm:
-            self._warn_of_long_waits(request)
+            self._warn_if_image_may_wait(request)
         super().add_request(request)
         if request.spec_decode_metrics is not None:  # --per-request-spec-decode-metrics
             request.spec_decode_metrics = RequestDrafts.new(self.num_spec_tokens)
 
-    def _warn_of_long_waits(self, request: Request) -> None:
-        """Of a request that has a whole image in one chunk: running decodes go first, and may leave no room for it."""
+    def _warn_if_image_may_wait(self, request: Request) -> None:
+        """Warn if running decodes, which go first, may leave no room in a step for one of the request's images."""
         longest = max((feature.mm_position.length for feature in request.mm_features), default=0)
         decodes = (self.max_num_running_reqs - 1) * (1 + self.num_spec_tokens)
         if longest and decodes + longest > self.max_num_scheduled_tokens:
             logger.warning_once(
-                "An image of %d tokens is computed in one step, and the decodes of %d other requests may leave no room "
-                "for it until some of them end; set --max-num-batched-tokens to %d, or lower --max-num-seqs.",
+                "A request has an image of %d tokens, which must be computed in one step. The decodes of %d other "
+                "requests may leave no room for it until some of them finish. Set --max-num-batched-tokens to %d, or "
+                "lower --max-num-seqs.",
                 longest,
                 self.max_num_running_reqs - 1,
                 decodes + longest,
@@ -145,14 +147,14 @@ class _Speculating(Sessions):
         scheduled = SpecSchedulerOutput(**vars(super().schedule(throttle_prefills)))
         scheduled.warms_up = warms_up
         if not self.use_v2_model_runner:
-            # vLLM leaves out images that the prefix cache has. A request comes back without any after a preemption, and
-            # the cache may have lost them by then.
+            # vLLM leaves out images whose tokens are in the prefix cache. After a preemption those may no longer be
+            # cached, and vLLM does not send the images again.
             for new in scheduled.scheduled_new_reqs:
                 new.mm_features = self.requests[new.req_id].mm_features
         if self._snapshots is not None:
             self._copy_states(self._snapshots, scheduled)
         self._apply_health(scheduled)
-        # An audit shares no step with clients' requests.
+        # Audits never share a step with clients' requests.
         scheduled.is_audit = any(
             self.requests[req_id].client_index == AUDITOR for req_id in scheduled.num_scheduled_tokens
         )
@@ -164,21 +166,21 @@ class _Speculating(Sessions):
     def _try_schedule_encoder_inputs(
         self, request: Request, num_computed_tokens: int, num_new_tokens: int, *args: Any, **named: Any
     ) -> tuple[list[int], int, int, list[int], list[int]]:
-        """vLLM's --disable-chunked-mm-input cuts an image that a chunk begins with all the same."""
+        # Even with --disable-chunked-mm-input, vLLM splits an image at which a chunk begins.
         if self.vllm_config.model_config.is_mm_prefix_lm:
-            num_new_tokens = before_a_part(request.mm_features, num_computed_tokens, num_new_tokens)
+            num_new_tokens = limit_to_whole_images(request.mm_features, num_computed_tokens, num_new_tokens)
         return super()._try_schedule_encoder_inputs(request, num_computed_tokens, num_new_tokens, *args, **named)
 
     def _get_local_prefix_cache_hit(self, request: Request) -> tuple[KVCacheBlocks, int, int, bool]:
-        """What vLLM finds in the prefix cache, cut to where a snapshot of recurrent states is."""
+        """Return vLLM's prefix cache hit, cut to the longest prefix that has a snapshot of the recurrent states."""
         blocks, num_found, boundary, diverged = super()._get_local_prefix_cache_hit(request)
         if self._snapshots is None or not self.kv_cache_manager.prefix_cache_lookup_enabled(request):
             return blocks, num_found, boundary, diverged
         groups = self.kv_cache_config.kv_cache_groups
         num_cut = self._snapshots.longest(request, num_found if groups else request.num_tokens - 1)
         if groups and num_cut < num_found:
-            # A sliding window may have left the blocks before an earlier border.
-            if not all(_keeps_all(group.kv_cache_spec) for group in groups):
+            # With a sliding window, the blocks before an earlier boundary may be gone.
+            if not all(_keeps_all_tokens(group.kv_cache_spec) for group in groups):
                 num_cut = 0
             blocks, boundary = self.kv_cache_manager.truncate_computed_blocks(blocks, num_cut), num_found
         self._starts[request.request_id] = num_cut
@@ -191,23 +193,27 @@ class _Speculating(Sessions):
         num_new_local_computed_tokens: int = 0,
         num_external_computed_tokens: int = 0,
     ) -> int:
-        """vLLM asks it where states are cached by prefix. Its own answer is for states in blocks of KV memory."""
+        """Return how many tokens to compute in this step, so that a prompt chunk ends where a snapshot is useful.
+
+        vLLM's own answer is for states that live in KV blocks.
+        """
         assert self._snapshots is not None
         start = request.num_computed_tokens + num_new_local_computed_tokens + num_external_computed_tokens
         return self._snapshots.cut(request, start, num_new_tokens)
 
     def _copy_states(self, snapshots: Snapshots, scheduled: SpecSchedulerOutput) -> None:
+        """Tell the workers which snapshots to load before the step and to save after it."""
         for req_id in scheduled.num_scheduled_tokens:
             if num_tokens := self._starts.get(req_id):
                 request = self.requests[req_id]
                 start = request.num_computed_tokens - scheduled.num_scheduled_tokens[req_id]
-                assert start == num_tokens, f"{req_id} starts at {start}, and its state stands at {num_tokens}"
+                assert start == num_tokens, f"{req_id} starts at token {start}, but its snapshot covers {num_tokens}"
                 scheduled.state_loads[req_id] = snapshots.use(request, num_tokens)
         for req_id, num_tokens in scheduled.num_scheduled_tokens.items():
             request = self.requests[req_id]
             if request.client_index == AUDITOR:
                 continue
-            end = request.num_computed_tokens  # vLLM counts a step's tokens as soon as it is scheduled
+            end = request.num_computed_tokens  # already includes the tokens of this step
             if (slot := snapshots.keep(request, end - num_tokens, end)) is not None:
                 scheduled.state_saves[req_id] = slot
 
@@ -223,12 +229,12 @@ class _Speculating(Sessions):
             return
         if self._lengths is not None:
             self._lengths.forget(scheduled.finished_req_ids)
-        sampling = self._sampling(scheduled)
+        sampling = self._sampling_requests(scheduled)
         if not (sampling and scheduled.num_spec_tokens_to_schedule):
             self._drafts = False
             return
-        only_decodes = _only_decodes(scheduled)
-        drafts = self._goodput is None or self._goodput.drafts(len(sampling), may_try=only_decodes)
+        only_decodes = _has_only_decodes(scheduled)
+        drafts = self._goodput is None or self._goodput.should_draft(len(sampling), may_try=only_decodes)
         skip_reason = NoDraftReason.GOODPUT
         if drafts and self._lengths is not None:
             scheduled.max_drafts = self._lengths.choose(sampling)
@@ -241,18 +247,17 @@ class _Speculating(Sessions):
         scheduled.pace = Pace(len(sampling), self._drafts, drafts, only_decodes)
         self._drafts = drafts
 
-    def _sampling(self, scheduled: SchedulerOutput) -> list[str]:
-        """Requests of a step that are past their prompts when it is done: only they use drafts."""
+    def _sampling_requests(self, scheduled: SchedulerOutput) -> list[str]:
+        """Return the requests that sample in this step. Only they can use drafts."""
         return [req_id for req_id in scheduled.num_scheduled_tokens if not self.requests[req_id].is_prefill_chunk]
 
     def _skip_drafts(self, scheduled: SpecSchedulerOutput, reason: str) -> None:
         scheduled.num_spec_tokens_to_schedule, scheduled.skip_reason = 0, reason
-        for req_id in self._sampling(scheduled):
+        for req_id in self._sampling_requests(scheduled):
             self._limit_placeholders(req_id, 0)
 
     def _limit_placeholders(self, req_id: str, max_drafts: int) -> None:
-        """With async scheduling a request has placeholders for its next drafts already, in one list with all others;
-        without it has none yet."""
+        # With async scheduling a request already has placeholders for its next drafts, in a list that requests share.
         request = self.requests[req_id]
         request.spec_token_ids = request.spec_token_ids[:max_drafts]
 
@@ -279,9 +284,8 @@ class _Speculating(Sessions):
         if self._draft_counts is not None and not scheduled.is_audit:
             self._draft_counts.observe(self.requests, scheduled, output)
         self._observe_rounds(output.draft_rounds)
-        # vLLM counts scheduled drafts, which are padding where a drafter proposed fewer, and nothing but padding with
-        # async scheduling. It subtracts these numbers from its counts, and from nothing else: rejected positions are
-        # freed as before.
+        # vLLM counts scheduled drafts. Some are padding if the drafter proposed fewer, all are with async scheduling.
+        # These numbers are subtracted from vLLM's statistics only: rejected positions are freed as before.
         scheduled.num_invalid_spec_tokens = {
             req_id: len(tokens) - output.num_real_drafts.get(req_id, 0)
             for req_id, tokens in scheduled.scheduled_spec_decode_tokens.items()
@@ -295,25 +299,25 @@ class _Speculating(Sessions):
             self.step_metrics.count(metrics.DRAFTER_SWITCHED_OFF)
 
     def _count_worker(self, worked: WorkerCounts) -> None:
-        self.step_metrics.total(metrics.STEPS, worked.steps)
-        self.step_metrics.total(metrics.HOST_SYNCS, worked.num_host_syncs)
-        self.step_metrics.total(metrics.COMPILED, worked.compiled)
-        self.step_metrics.put(metrics.WARM_UP_LEFT, worked.num_left, "")
+        self.step_metrics.count_total(metrics.STEPS, worked.steps)
+        self.step_metrics.count_total(metrics.HOST_SYNCS, worked.num_host_syncs)
+        self.step_metrics.count_total(metrics.COMPILED, worked.compiled)
+        self.step_metrics.set(metrics.WARM_UP_LEFT, worked.num_left, "")
         self._is_warm = not worked.num_left
         for vocabulary, share in worked.coverage.items():
-            self.step_metrics.put(metrics.COVERAGE, share, vocabulary)
+            self.step_metrics.set(metrics.COVERAGE, share, vocabulary)
 
     def _measure(self, goodput: Goodput, pace: Pace | None, output: ModelRunnerOutput) -> None:
         now = time.perf_counter()
         (before, last), self._last = self._last, (now, pace)
         if pace is None or last is None or not (pace.only_decodes and last.only_decodes):
-            return  # a step with prompts is no measure, nor is one after it: the engine may have waited
+            return  # neither steps with prompts nor those right after them are comparable: the engine may have waited
         steady = pace.num_rows == last.num_rows and pace.drafted == pace.drafts == last.drafted == last.drafts
         num_tokens = sum(map(len, output.sampled_token_ids))
         if goodput.observe(pace.num_rows, pace.drafted, now - before, num_tokens, steady=steady):
             with_drafts, without = goodput.speeds(pace.num_rows)
             logger.info(
-                "Speculation is %s in batches of about %d: %.1f tokens/s with drafts, %.1f without.",
+                "Speculation is %s for batches of about %d requests: %.1f tokens/s with drafts, %.1f tokens/s without.",
                 "on" if with_drafts > without else "off",
                 pace.num_rows,
                 with_drafts * pace.num_rows,
@@ -322,7 +326,7 @@ class _Speculating(Sessions):
 
     def _observe_lengths(self, lengths: Lengths, output: SpeculativeOutput) -> None:
         for req_id, num_drafts in output.num_real_drafts.items():
-            # A request that has ended may have had a step in flight.
+            # A request may have finished while this step was in flight.
             if num_drafts and req_id in self.requests:
                 if tokens := output.sampled_token_ids[output.req_id_to_index[req_id]]:
                     lengths.observe(req_id, num_drafts, len(tokens) - 1)
@@ -330,19 +334,20 @@ class _Speculating(Sessions):
     # --- idle steps ---
 
     def _is_idle(self) -> bool:
-        """Whether no client has a request, not even one that waits for its next turn."""
+        """Whether no client has a request, including sessions that wait for their next turn."""
         return self._pause_state == PauseState.UNPAUSED and self.get_request_counts() == (0, 0)
 
     def _may_warm_up(self) -> bool:
+        """Whether the worker can continue its warm-up in this step."""
         return not (self._is_warm or self._is_shut_down) and self._is_idle()
 
     def shut_down(self) -> None:
-        """Called once the engine is to end: it waits for what clients asked for, and for nothing else."""
+        """Drop audits and warm-up: an engine that shuts down waits for clients' requests only."""
         self._is_shut_down = True
         self._drop_audits()
 
     def _take_audits(self, audits: Audits, ours: EngineCoreOutputs, outputs: dict[int, EngineCoreOutputs]) -> None:
-        """Takes what no front end is to see; statistics travel with any client's outputs."""
+        """Process the outputs of audits, which no front end sees; their statistics go with any client's outputs."""
         for output in ours.outputs:
             audits.observe(output)
         if ours.scheduler_stats is not None:
@@ -361,11 +366,11 @@ class _Speculating(Sessions):
             self._audits.on_ended(request)
         if request.status == RequestStatus.FINISHED_ERROR and request.use_structured_output:
             assert request.sampling_params is not None
-            request.stop_reason = _contradiction(request.sampling_params, _end_tokens(self.vllm_config))
+            request.stop_reason = _explain_contradiction(request.sampling_params, _end_tokens(self.vllm_config))
         return super()._free_request(request, delay_free_blocks)
 
     def finish_requests(self, request_ids: Any, finished_status: RequestStatus) -> list[Request]:
-        if request_ids is None:  # the caller informs all their clients
+        if request_ids is None:  # the caller ends all requests and notifies their clients
             self._drop_audits()
         return super().finish_requests(request_ids, finished_status)
 
@@ -375,18 +380,18 @@ class _Speculating(Sessions):
         super().set_pause_state(pause_state)
 
     def reset_prefix_cache(self, reset_running_requests: bool = False, *args: Any, **kwargs: Any) -> bool:
-        """Called after a change of weights; and blocks of audits would keep it from resetting."""
+        """Reset the prefix cache, as after a change of weights. Audits are dropped: their blocks would prevent it."""
         self._drop_audits()
         stays = bool(self.running) and not reset_running_requests
         if self._snapshots is not None and not self.kv_cache_config.kv_cache_groups and stays:
-            return False  # vLLM asks for blocks in use, of which models without KV have none
+            return False  # vLLM checks for used blocks, of which models without KV have none
         is_reset = super().reset_prefix_cache(reset_running_requests, *args, **kwargs)
         if is_reset and self._snapshots is not None:
             self._snapshots.clear()
         return is_reset
 
     def get_request_counts(self) -> tuple[int, int]:
-        """Of clients, for whom audits are not there: there are none while an audit runs."""
+        """Return the counts of clients' requests. There are none while an audit runs."""
         if self._audits is not None and self._audits.is_running:
             return 0, 0
         return super().get_request_counts()
@@ -415,7 +420,7 @@ class _Speculating(Sessions):
         num_invalid_spec_tokens: dict[str, int] | None,
         request_id: str,
     ) -> SpecDecodingStats | None:
-        """A step that verified no draft of a request is not counted: the mean acceptance length divides by them."""
+        # Steps that verified no draft of a request would lower the mean acceptance length.
         if num_draft_tokens == (num_invalid_spec_tokens or {}).get(request_id, 0):
             return spec_decoding_stats
         return super().make_spec_decoding_stats(
@@ -424,16 +429,18 @@ class _Speculating(Sessions):
 
 
 class SpecScheduler(_Speculating):
-    """Without async scheduling."""
+    """Scheduler without async scheduling."""
 
 
 class SpecAsyncScheduler(_Speculating, AsyncScheduler):
-    """With async scheduling."""
+    """Scheduler with async scheduling."""
 
 
-def before_a_part(features: list[MultiModalFeatureSpec], num_computed: int, num_new: int) -> int:
-    """How many of a request's new tokens come before the first image of which they hold a part; 0 where a chunk would
-    begin with one: the request then waits for a step that has room for the whole."""
+def limit_to_whole_images(features: list[MultiModalFeatureSpec], num_computed: int, num_new: int) -> int:
+    """Return how many of a request's `num_new` tokens to compute so that no image is split.
+
+    0 if the chunk would begin with such an image: the request then waits for a step with room for the whole image.
+    """
     end = num_computed + num_new
     for feature in features:
         for first, last in feature.mm_position.extract_embeds_range():
@@ -442,9 +449,12 @@ def before_a_part(features: list[MultiModalFeatureSpec], num_computed: int, num_
     return num_new
 
 
-def _contradiction(params: SamplingParams, end_token_ids: frozenset[int]) -> str | None:
-    """Return why a request's structured output had no next token: other constraints took every token that it allows.
-    None if the request has no other constraints. `end_token_ids`: the model's own, which vLLM adds to stop tokens."""
+def _explain_contradiction(params: SamplingParams, end_token_ids: frozenset[int]) -> str | None:
+    """Return why a request's structured output had no next token, or None if it has no other constraints.
+
+    Args:
+        end_token_ids: The model's end tokens, which vLLM adds to the request's stop tokens.
+    """
     constraints = {
         "allowed_token_ids": params.allowed_token_ids,
         "bad_words": params.bad_words,
@@ -461,13 +471,13 @@ def _end_tokens(vllm_config: VllmConfig) -> frozenset[int]:
     return frozenset([found] if isinstance(found, int) else found or ())
 
 
-def _keeps_all(spec: KVCacheSpec) -> bool:
+def _keeps_all_tokens(spec: KVCacheSpec) -> bool:
     """Whether layers keep the KV of all tokens of a request."""
     specs = spec.kv_cache_specs.values() if isinstance(spec, UniformTypeKVCacheSpecs) else (spec,)
     return all(isinstance(one, FullAttentionSpec) for one in specs)
 
 
-def _only_decodes(scheduled: SchedulerOutput) -> bool:
+def _has_only_decodes(scheduled: SchedulerOutput) -> bool:
     cached, drafts = scheduled.scheduled_cached_reqs, scheduled.scheduled_spec_decode_tokens
     if scheduled.scheduled_new_reqs or cached.resumed_req_ids:
         return False

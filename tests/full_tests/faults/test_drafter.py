@@ -26,7 +26,7 @@ from vllm_gaudi_spec.drafting.head import HeadProposer
 from vllm_gaudi_spec.drafting.ngram import DeviceNgramProposer
 from vllm_gaudi_spec.drafting.universal.text_drafting import RetokenizedProposer
 from vllm_gaudi_spec.runner.model import LoadedModel
-from vllm_gaudi_spec.scheduling.health import MOST_IN_A_ROW
+from vllm_gaudi_spec.scheduling.health import MAX_FAULTS_IN_A_ROW
 from vllm_gaudi_spec.scheduling.metrics import DRAFTER_FAULTS, DRAFTER_SWITCHED_OFF
 
 
@@ -125,7 +125,7 @@ class TestUsersClassNowAndThen:
         before, verified = counter(own_class, DRAFTER_FAULTS), accepted(own_class)
         check_same(requests, run_together(own_class, requests), plain(looping_llama))
         faults = counter(own_class, DRAFTER_FAULTS)
-        assert MOST_IN_A_ROW < faults - before <= len(requests) + 4, "n = 2 makes two rows of one request"
+        assert MAX_FAULTS_IN_A_ROW < faults - before <= len(requests) + 4, "n = 2 makes two rows of one request"
         check_counts(own_class, errors, faults, off=False)
         assert accepted(own_class) > verified
 
@@ -139,8 +139,8 @@ def test_three_faults_in_a_row_switch_the_drafter_off(
     with speculating(looping_llama, custom_breaks()) as llm:
         for _ in range(2):
             check_same(requests, run_together(llm, requests), expected)
-            check_counts(llm, errors, MOST_IN_A_ROW, off=True)
-            assert drafter.num_calls == healthy + MOST_IN_A_ROW
+            check_counts(llm, errors, MAX_FAULTS_IN_A_ROW, off=True)
+            assert drafter.num_calls == healthy + MAX_FAULTS_IN_A_ROW
             assert accepted(llm) > 0
 
 
@@ -201,7 +201,7 @@ def test_draft_model_with_nan_is_switched_off(
         for _ in range(2):
             check_same(requests, run_together(llm, requests), expected)
             faults = counter(llm, DRAFTER_FAULTS)
-            assert MOST_IN_A_ROW <= faults <= MOST_IN_A_ROW + 3
+            assert MAX_FAULTS_IN_A_ROW <= faults <= MAX_FAULTS_IN_A_ROW + 3
             check_counts(llm, errors, faults, off=True)
         assert counter(llm, "vllm:spec_decode_num_draft_tokens") == 0
 

@@ -21,7 +21,7 @@ from tests.support.fakes import CapturingBackend
 from tests.support.schedulers import PROMPT, scheduler_of
 from tests.support.small_engine import FAVORITES, ROOMY, STANDARD, SmallEngine, Variant
 from vllm_gaudi_spec.records import Verification
-from vllm_gaudi_spec.scheduling import audits, metrics
+from vllm_gaudi_spec.scheduling import audits, comparison, metrics
 from vllm_gaudi_spec.scheduling.scheduler import SpecAsyncScheduler, SpecScheduler
 
 KINDS: list[dict[str, Any]] = [
@@ -103,7 +103,7 @@ class Errs:
 
 @pytest.mark.parametrize("overlap", [False, True])
 @pytest.mark.parametrize("backend", [Variant().backend, CapturingBackend])
-def test_a_correct_rule_is_silent(folder: Path, overlap: bool, backend: Any) -> None:
+def test_audit_of_exact_rule_finds_no_difference(folder: Path, overlap: bool, backend: Any) -> None:
     engine = engine_of(folder, "ngram_gpu", overlap=overlap, backend=backend)
     ask(engine, 2 * len(KINDS), max_tokens=20)
     assert results(engine) == {metrics.IDENTICAL: 2 * len(KINDS)}
@@ -112,7 +112,7 @@ def test_a_correct_rule_is_silent(folder: Path, overlap: bool, backend: Any) -> 
 
 @pytest.mark.slow
 @pytest.mark.timeout(5000)
-def test_a_correct_rule_is_silent_for_20000_requests(folder: Path, cache: Path) -> None:
+def test_audit_of_exact_rule_finds_no_difference_in_20000_requests(folder: Path, cache: Path) -> None:
     engine = engine_of(folder)
     ask(engine, 20_000, max_tokens=8)
     assert results(engine) == {metrics.IDENTICAL: 20_000}
@@ -120,7 +120,7 @@ def test_a_correct_rule_is_silent_for_20000_requests(folder: Path, cache: Path) 
 
 
 @pytest.mark.parametrize("every", [1, 16])
-def test_a_rule_that_errs_in_one_of_100_positions_is_found(folder: Path, cache: Path, every: int) -> None:
+def test_audit_finds_rule_that_errs_at_1_percent_of_positions(folder: Path, cache: Path, every: int) -> None:
     engine = engine_of(folder, every=every)
     rule = Errs(engine, 0.01)
     while not results(engine).get(metrics.DIFFERENT):
@@ -147,7 +147,7 @@ def test_only_the_first_difference_is_written(folder: Path, cache: Path) -> None
     assert len([*cache.iterdir()]) == 1
 
 
-def test_without_a_disk_differences_are_counted(folder: Path, cache: Path) -> None:
+def test_differences_are_counted_if_no_file_can_be_written(folder: Path, cache: Path) -> None:
     cache.parent.write_text("a file where the folder should be")
     engine = engine_of(folder)
     Errs(engine, 1.0)
@@ -156,7 +156,7 @@ def test_without_a_disk_differences_are_counted(folder: Path, cache: Path) -> No
 
 
 @pytest.mark.parametrize(("tolerance", "kind"), [(0.5, metrics.TIE), (1e-4, metrics.DIFFERENT)])
-def test_other_roundings_are_ties_within_the_tolerance(folder: Path, tolerance: float, kind: str) -> None:
+def test_rounding_within_tolerance_is_a_tie(folder: Path, tolerance: float, kind: str) -> None:
     """Steps with drafts compute other logits here, by up to 0.2."""
     engine = engine_of(folder)
     assert engine.scheduler._audits is not None
@@ -176,7 +176,7 @@ def test_other_roundings_are_ties_within_the_tolerance(folder: Path, tolerance: 
     assert found[kind] > 5
 
 
-def test_rules_that_keep_the_distribution_are_weighed(folder: Path) -> None:
+def test_probabilistic_rules_are_audited_by_evidence(folder: Path) -> None:
     """Greedy requests are compared token by token under any rule."""
     engine = engine_of(folder, STANDARD)
     gaps = []
@@ -195,7 +195,7 @@ def test_rules_that_keep_the_distribution_are_weighed(folder: Path) -> None:
 
 
 @pytest.mark.parametrize("overlap", [False, True])
-def test_clients_come_first(folder: Path, overlap: bool) -> None:
+def test_client_request_interrupts_audit(folder: Path, overlap: bool) -> None:
     engine = engine_of(folder, "ngram_gpu", overlap=overlap)
     engine.add("first", [5, 6, 7], SamplingParams(max_tokens=20, temperature=1.0))
     while engine.running:
@@ -232,7 +232,7 @@ def choose_no_more(engine: SmallEngine) -> audits.Audits:
     return found
 
 
-def test_an_audit_that_is_interrupted_too_often_is_given_up(folder: Path) -> None:
+def test_audit_is_dropped_after_too_many_interruptions(folder: Path) -> None:
     engine = engine_of(folder)
     engine.add("0", [5, 6, 7], SamplingParams(max_tokens=20, temperature=0))
     choose_no_more(engine)
@@ -248,7 +248,7 @@ def test_an_audit_that_is_interrupted_too_often_is_given_up(folder: Path) -> Non
     assert not results(engine)
 
 
-def test_what_a_client_aborted_is_compared_as_far_as_it_went(folder: Path) -> None:
+def test_aborted_request_is_compared_up_to_its_last_token(folder: Path) -> None:
     engine = engine_of(folder)
     engine.add("0", [5, 6, 7], SamplingParams(max_tokens=30, temperature=1.0))
     engine.add("1", [5, 6, 7], SamplingParams(max_tokens=30, temperature=1.0))
@@ -261,7 +261,7 @@ def test_what_a_client_aborted_is_compared_as_far_as_it_went(folder: Path) -> No
     assert skipped(engine) == {metrics.ABORTED: 1}
 
 
-def test_only_so_many_wait(folder: Path) -> None:
+def test_number_of_waiting_audits_is_limited(folder: Path) -> None:
     engine = engine_of(folder)
     for number in range(audits.MAX_WAITING + 3):
         engine.add(str(number), [5], SamplingParams(max_tokens=1))
@@ -273,7 +273,7 @@ def test_only_so_many_wait(folder: Path) -> None:
 # --- what they leave alone ---
 
 
-def test_metrics_are_those_of_clients(folder: Path) -> None:
+def test_audits_do_not_count_in_vllm_metrics(folder: Path) -> None:
     """Rows, drafts and prefix-cache queries: with audits as without. Only a worker's steps and syncs are all."""
     of_workers = (metrics.STEPS, metrics.HOST_SYNCS)
     figures = []
@@ -308,7 +308,7 @@ def test_metrics_are_those_of_clients(folder: Path) -> None:
     assert figures[0] == figures[1]
 
 
-def test_a_client_cannot_guess_the_id_of_an_audit(folder: Path) -> None:
+def test_audit_ids_cannot_be_guessed(folder: Path) -> None:
     """Results of an aborted audit's last step would otherwise reach a request that has taken its id."""
     ids = []
     for _ in range(2):
@@ -320,7 +320,7 @@ def test_a_client_cannot_guess_the_id_of_an_audit(folder: Path) -> None:
     assert len({*ids}) == 2
 
 
-def test_a_request_with_the_id_of_an_audit_has_drafts(folder: Path) -> None:
+def test_client_request_with_an_audits_id_still_drafts(folder: Path) -> None:
     counts = []
     for name in ("0", "gaudi-spec-audit-1"):
         engine = engine_of(folder)
@@ -331,7 +331,7 @@ def test_a_request_with_the_id_of_an_audit_has_drafts(folder: Path) -> None:
 
 
 @pytest.mark.parametrize("kind", [SpecScheduler, SpecAsyncScheduler])
-def test_off_it_costs_nothing(kind: Any, tmp_path: Path) -> None:
+def test_scheduler_without_audits_keeps_no_audit_state(kind: Any, tmp_path: Path) -> None:
     scheduler: Any = scheduler_of(kind, tmp_path)
     params = SamplingParams(max_tokens=1)
     scheduler.add_request(Request("0", PROMPT, params, None))
@@ -345,7 +345,7 @@ def audited(tmp_path: Path, **speculative: Any) -> Any:
     return scheduler_of(SpecScheduler, tmp_path, speculative=speculative, **options)
 
 
-def test_the_end_of_a_session_is_no_request(tmp_path: Path) -> None:
+def test_end_of_a_session_is_not_counted_as_request(tmp_path: Path) -> None:
     """Its text is of the session's seed, which nobody knows."""
     scheduler = audited(tmp_path)
     session = Request("0", [*PROMPT], SamplingParams(temperature=1.0), None, resumable=True)
@@ -366,7 +366,7 @@ def with_waiting(tmp_path: Path) -> Any:
     return scheduler
 
 
-def test_a_request_without_a_seed_gets_one_that_can_be_found_again(tmp_path: Path) -> None:
+def test_unseeded_request_gets_a_known_seed(tmp_path: Path) -> None:
     scheduler = audited(tmp_path)
     chosen = [SamplingParams(temperature=1.0), SamplingParams(temperature=1.0, seed=3), SamplingParams(temperature=0)]
     for name, params in enumerate([*chosen, SamplingParams(temperature=1.0)]):
@@ -387,7 +387,7 @@ def test_a_request_without_a_seed_gets_one_that_can_be_found_again(tmp_path: Pat
         (metrics.INPUTS, {}, dict(mm_features=[object()])),
     ],
 )
-def test_what_is_skipped_is_counted(
+def test_skipped_audits_are_counted_by_cause(
     cause: str, params: dict[str, Any], more: dict[str, Any], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     scheduler = audited(tmp_path)
@@ -398,7 +398,7 @@ def test_what_is_skipped_is_counted(
 
 @pytest.mark.parametrize("started", [False, True])
 @pytest.mark.parametrize("how", ["pause", "reset", "abort all"])
-def test_what_changes_the_engine_ends_audits(how: str, started: bool, tmp_path: Path) -> None:
+def test_pause_and_reset_drop_audits(how: str, started: bool, tmp_path: Path) -> None:
     scheduler = with_waiting(tmp_path)
     assert scheduler.has_requests()
     if started:
@@ -416,7 +416,7 @@ def test_what_changes_the_engine_ends_audits(how: str, started: bool, tmp_path: 
 
 
 @pytest.mark.parametrize("how", ["pause", "reset"])
-def test_a_request_that_runs_on_after_a_change_of_weights_is_not_audited(how: str, folder: Path) -> None:
+def test_request_running_across_weight_change_is_not_audited(how: str, folder: Path) -> None:
     """`pause_generation(mode="keep")`, `reload_weights`, `resume_generation`: the model that decodes it again wrote the
     second half of it alone."""
     engine = engine_of(folder)
@@ -437,22 +437,20 @@ def test_a_request_that_runs_on_after_a_change_of_weights_is_not_audited(how: st
     assert skipped(engine) == {metrics.RESET: 1}
 
 
-def test_nothing_starts_while_paused(tmp_path: Path) -> None:
+def test_no_audit_starts_while_paused(tmp_path: Path) -> None:
     scheduler = with_waiting(tmp_path)
     scheduler._pause_state = PauseState.PAUSED_NEW
     assert not scheduler.schedule().num_scheduled_tokens
     assert not scheduler.has_requests()
 
 
-def test_a_user_without_a_home_has_no_file_and_a_server(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_difference_is_not_written_without_a_home_directory(monkeypatch: pytest.MonkeyPatch) -> None:
     from types import SimpleNamespace
-
-    from vllm_gaudi_spec.scheduling import difference
 
     def no_home() -> Path:
         raise RuntimeError("Could not determine home directory.")
 
-    monkeypatch.setattr(difference, "_content", lambda *given: {})
-    monkeypatch.setattr(difference, "cache_folder", no_home)
+    monkeypatch.setattr(comparison, "_content", lambda *given: {})
+    monkeypatch.setattr(comparison, "cache_folder", no_home)
     given: Any = SimpleNamespace()
-    assert difference.write_difference(given, given, given, 0.0) is None
+    assert comparison.write_difference(given, given, given, 0.0) is None

@@ -24,9 +24,9 @@ from vllm_gaudi_spec.scheduling.comparison import (
     Job,
     Outcome,
     Result,
-    by_score,
-    by_token,
-    first_difference,
+    compare_scores,
+    compare_tokens,
+    find_first_difference,
 )
 
 
@@ -45,7 +45,7 @@ def result(tokens: list[int], prompt_scores: list[float] | None = None) -> Resul
 
 def compare(finished: Finished, again: list[int], raised: int = 0, lowered: int = 0) -> tuple[Outcome, list[Job]]:
     """The outcome, and the jobs of the second round, which choose `raised` and `lowered`."""
-    comparison, jobs = by_token(finished, 0.5), list[Job]()
+    comparison, jobs = compare_tokens(finished, 0.5), list[Job]()
     (job,) = next(comparison)
     assert job.prompt == finished.prompt
     answers = [result(again)]
@@ -62,13 +62,13 @@ FINISHED = Finished([1, 2], [5, 6, 7, 5], PARAMS)
 
 
 def test_first_difference() -> None:
-    assert first_difference([1, 2], [1, 2]) is None
-    assert first_difference([1, 2], [1, 3]) == 1
-    assert first_difference([1, 2], [1]) == first_difference([1], [1, 2]) == 1
+    assert find_first_difference([1, 2], [1, 2]) is None
+    assert find_first_difference([1, 2], [1, 3]) == 1
+    assert find_first_difference([1, 2], [1]) == find_first_difference([1], [1, 2]) == 1
 
 
-def test_a_request_runs_again_without_drafts() -> None:
-    (job,) = next(by_token(Finished([1], [5, 6], PARAMS), 0.5))
+def test_audit_job_disables_drafts_and_reports() -> None:
+    (job,) = next(compare_tokens(Finished([1], [5, 6], PARAMS), 0.5))
     params = job.params
     assert (params.temperature, params.seed, params.top_p, params.min_tokens) == (0.7, 4, 0.9, 2)
     assert (params.max_tokens, params.logprobs, params.extra_args) == (2, None, {REQUEST_OPTION: 0})
@@ -76,7 +76,7 @@ def test_a_request_runs_again_without_drafts() -> None:
     assert (PARAMS.max_tokens, PARAMS.logprobs, PARAMS.extra_args) == (50, 2, None)
 
 
-def test_the_same_tokens() -> None:
+def test_same_tokens_are_identical() -> None:
     assert compare(FINISHED, [5, 6, 7, 5]) == (Outcome(metrics.IDENTICAL), [])
 
 
@@ -89,7 +89,7 @@ def test_the_same_tokens() -> None:
         (9, 7, metrics.DIFFERENT),
     ],
 )
-def test_a_tie_is_near_from_both_sides(raised: int, lowered: int, kind: str) -> None:
+def test_tie_needs_both_candidates_within_tolerance(raised: int, lowered: int, kind: str) -> None:
     outcome, (up, down) = compare(FINISHED, [5, 6, 9, 9], raised, lowered)
     assert outcome.kind == kind
     assert outcome.difference is not None
@@ -103,7 +103,7 @@ def test_a_tie_is_near_from_both_sides(raised: int, lowered: int, kind: str) -> 
         assert params.allowed_token_ids == [7, 9]
 
 
-def test_penalties_of_outputs_become_biases() -> None:
+def test_output_penalties_become_biases() -> None:
     """The outputs before the difference are prompt in the second round."""
     params = SamplingParams(frequency_penalty=0.5, presence_penalty=2.0, logit_bias={7: 1.0})
     _, (up, _) = compare(Finished([1, 7], [5, 7, 5, 7], params), [5, 7, 5, 5])
@@ -112,7 +112,7 @@ def test_penalties_of_outputs_become_biases() -> None:
 
 
 @pytest.mark.parametrize("again", [[5, 6], [5, 6, 7, 5, 8]])
-def test_another_length_is_no_tie(again: list[int]) -> None:
+def test_different_length_is_not_a_tie(again: list[int]) -> None:
     outcome, jobs = compare(FINISHED, again)
     assert outcome.kind == metrics.DIFFERENT
     assert not jobs
@@ -120,7 +120,7 @@ def test_another_length_is_no_tie(again: list[int]) -> None:
 
 def score(outputs: list[int], again: list[int], scores: list[list[float]], max_len: int = 100) -> tuple[float, Any]:
     params = SamplingParams(temperature=1.0, max_tokens=50, min_tokens=3)
-    comparison = by_score(Finished([1, 2], outputs, params), max_len)
+    comparison = compare_scores(Finished([1, 2], outputs, params), max_len)
     (job,) = next(comparison)
     assert (job.prompt, job.params.max_tokens, job.params.seed, job.params.min_tokens) == ([1, 2], 50, None, 3)
     jobs = comparison.send([result(again)])
@@ -130,7 +130,7 @@ def score(outputs: list[int], again: list[int], scores: list[list[float]], max_l
     return end.value.value.score_gap, jobs
 
 
-def test_two_texts_are_scored_alike() -> None:
+def test_both_texts_are_scored_as_prompts() -> None:
     gap, jobs = score([5, 6], [7, 8, 9, 9], [[-9.0, -1.0, -2.0], [-9.0, -3.0, -3.0, -3.0, -5.0]])
     assert [job.prompt for job in jobs] == [[1, 2, 5, 6], [1, 2, 7, 8, 9, 9]]
     assert {(job.params.prompt_logprobs, job.params.max_tokens, job.params.min_tokens) for job in jobs} == {(0, 1, 0)}
@@ -139,7 +139,7 @@ def test_two_texts_are_scored_alike() -> None:
     assert back == pytest.approx(-gap)
 
 
-def test_a_prompt_leaves_room_for_a_token() -> None:
+def test_scored_text_is_cut_to_leave_room_for_a_token() -> None:
     _, jobs = score([5, 6, 7], [8, 9, 9], [[-9.0, -1.0, -1.0], [-9.0, -2.0, -2.0]], max_len=5)
     assert [job.prompt for job in jobs] == [[1, 2, 5, 6], [1, 2, 8, 9]]
 
@@ -155,7 +155,7 @@ def highest(gaps: np.ndarray) -> np.ndarray:
     return found
 
 
-def test_the_slow_loop_agrees() -> None:
+def test_evidence_matches_numerical_integration() -> None:
     gaps = np.random.default_rng(0).normal(0.1, 1.5, 500)
     evidence, seen = Evidence(), []
     for gap in gaps.tolist():
@@ -165,7 +165,7 @@ def test_the_slow_loop_agrees() -> None:
 
 
 @pytest.mark.parametrize("tails", ["normal", "heavy", "signs"])
-def test_fair_coins_are_silent_for_20000_requests(tails: str) -> None:
+def test_symmetric_gaps_raise_no_alarm_in_20000_requests(tails: str) -> None:
     """400 servers. Of 1000 one may give a false alarm; 10 times as many may come to a tenth of it."""
     random = np.random.default_rng(1)
     draw = dict(normal=random.standard_normal, heavy=lambda size: random.standard_t(1.5, size), signs=None)[tails]
@@ -258,11 +258,11 @@ def bias(monkeypatch: pytest.MonkeyPatch, share: float) -> None:
     monkeypatch.setattr(standard, "accept_probs", lambda *tensors: (exact(*tensors) + share).clamp(max=1))
 
 
-def test_the_standard_rule_is_silent() -> None:
+def test_standard_rule_raises_no_alarm() -> None:
     assert alarm_after(400, 40) is None
 
 
-def test_a_standard_rule_that_is_biased_by_10_percent_is_found(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_standard_rule_biased_by_10_percent_raises_alarm(monkeypatch: pytest.MonkeyPatch) -> None:
     bias(monkeypatch, 0.1)
     found = alarm_after(400, 40)
     print(f"found after {found} requests")
@@ -270,7 +270,7 @@ def test_a_standard_rule_that_is_biased_by_10_percent_is_found(monkeypatch: pyte
 
 
 @pytest.mark.slow
-def test_a_standard_rule_that_is_biased_by_1_percent_is_found(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_standard_rule_biased_by_1_percent_raises_alarm(monkeypatch: pytest.MonkeyPatch) -> None:
     """Where texts are long and the drafter knows nothing of the target; docs/audit.md has how it is elsewhere."""
     bias(monkeypatch, 0.01)
     found = alarm_after(2000, 512)

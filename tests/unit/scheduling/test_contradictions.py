@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 from vllm import SamplingParams
 
-from vllm_gaudi_spec.scheduling.scheduler import _contradiction
+from vllm_gaudi_spec.scheduling.scheduler import _explain_contradiction
 
 END = frozenset({7, 8})
 
@@ -20,6 +20,6 @@ END = frozenset({7, 8})
     ],
     ids=str,
 )
-def test_only_constraints_of_the_client_are_named(params: dict[str, list[int]], names: str | None) -> None:
-    found = _contradiction(SamplingParams(**params), END)  # type: ignore[arg-type]
+def test_contradiction_names_only_the_clients_constraints(params: dict[str, list[int]], names: str | None) -> None:
+    found = _explain_contradiction(SamplingParams(**params), END)  # type: ignore[arg-type]
     assert found == (names and f"No token satisfies structured_outputs together with {names}; leave one of them out.")

@@ -82,7 +82,7 @@ class Play:
 
 
 @pytest.mark.parametrize("kind", KINDS)
-def test_rows_are_counted_by_their_drafts(kind: Kind, tmp_path: Path) -> None:
+def test_rows_are_counted_by_number_of_drafts(kind: Kind, tmp_path: Path) -> None:
     play = Play(kind, tmp_path)
     for name in "abc":
         play.admit(name)
@@ -96,7 +96,7 @@ def test_rows_are_counted_by_their_drafts(kind: Kind, tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("kind", KINDS)
-def test_what_a_row_itself_is_the_reason_for(kind: Kind, tmp_path: Path) -> None:
+def test_reasons_that_follow_from_the_request(kind: Kind, tmp_path: Path) -> None:
     longest = len(PROMPT) + 4
     play = Play(kind, tmp_path)
     play.admit("none", extra_args={"num_speculative_tokens": 0})
@@ -112,7 +112,7 @@ def test_what_a_row_itself_is_the_reason_for(kind: Kind, tmp_path: Path) -> None
     play.check()
 
 
-def test_a_drafter_has_a_length_of_its_own(tmp_path: Path) -> None:
+def test_drafters_maximum_length_is_a_reason(tmp_path: Path) -> None:
     play = Play(SpecScheduler, tmp_path, speculative=dict(max_model_len=len(PROMPT) + 2))
     play.admit("a")
     play.step()
@@ -120,7 +120,7 @@ def test_a_drafter_has_a_length_of_its_own(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("kind", KINDS)
-def test_a_schedule_by_load(kind: Kind, tmp_path: Path) -> None:
+def test_reason_with_schedule_by_batch_size(kind: Kind, tmp_path: Path) -> None:
     play = Play(kind, tmp_path, speculative=dict(num_speculative_tokens_per_batch_size=[[1, 1, 2], [2, 64, 0]]))
     play.admit("a")
     play.step()
@@ -136,7 +136,7 @@ def test_a_schedule_by_load(kind: Kind, tmp_path: Path) -> None:
 
 
 class Never:
-    def drafts(self, num_rows: int, *, may_try: bool) -> bool:
+    def should_draft(self, num_rows: int, *, may_try: bool) -> bool:
         return False
 
     def observe(self, *args: object, **kwargs: object) -> bool:
@@ -160,7 +160,7 @@ class Chosen:
 
 
 @pytest.mark.parametrize("kind", [SpecScheduler, SpecAsyncScheduler])
-def test_what_pacing_chose_is_of_the_drafts_after_its_step(kind: Kind, tmp_path: Path) -> None:
+def test_pacing_reason_belongs_to_next_drafts(kind: Kind, tmp_path: Path) -> None:
     play = Play(kind, tmp_path, additional_config={"gaudi_spec": dict(goodput=True, adaptive=True)})
     for name in "ab":
         play.admit(name)
@@ -216,7 +216,7 @@ class Step(NamedTuple):
 
 
 @pytest.mark.parametrize("go", [in_turn, ahead])
-def test_a_choice_is_counted_where_its_drafts_are_verified(go: Any, tmp_path: Path) -> None:
+def test_choice_is_counted_when_its_drafts_are_verified(go: Any, tmp_path: Path) -> None:
     """That is one step later, though the next choice may already be made when the step's output arrives."""
     play = Play(SpecAsyncScheduler, tmp_path, additional_config={"gaudi_spec": dict(goodput=True, adaptive=True)})
     script = [
@@ -246,7 +246,7 @@ def test_a_choice_is_counted_where_its_drafts_are_verified(go: Any, tmp_path: Pa
 
 
 @pytest.mark.parametrize("kind", KINDS)
-def test_faults(kind: Kind, tmp_path: Path) -> None:
+def test_fault_is_counted_as_reason(kind: Kind, tmp_path: Path) -> None:
     play = Play(kind, tmp_path)
     for name in "ab":
         play.admit(name)
@@ -266,7 +266,7 @@ def test_faults(kind: Kind, tmp_path: Path) -> None:
     play.check()
 
 
-def test_a_fault_waits_for_its_request(tmp_path: Path) -> None:
+def test_fault_is_kept_until_the_requests_next_step(tmp_path: Path) -> None:
     """A step may go by without its row, for want of budget."""
     speculation, counted = Speculation.from_vllm(engine_config(tmp_path, dict(method="ngram"))), metrics.StepMetrics()
     assert speculation is not None
@@ -292,7 +292,7 @@ def test_a_fault_waits_for_its_request(tmp_path: Path) -> None:
     assert step_of("a") == {"nothing": 1}, "another one of that name"
 
 
-def test_a_request_that_drafts_no_more(tmp_path: Path) -> None:
+def test_excluded_request_has_fault_as_reason(tmp_path: Path) -> None:
     play = Play(SpecScheduler, tmp_path)
     for name in "ab":
         play.admit(name)
@@ -305,7 +305,7 @@ def test_a_request_that_drafts_no_more(tmp_path: Path) -> None:
     assert play.step() == {"nothing": 1}, "another one of that name"
 
 
-def test_nothing_is_remembered_of_requests_that_ended(tmp_path: Path) -> None:
+def test_finished_requests_are_forgotten(tmp_path: Path) -> None:
     play = Play(SpecAsyncScheduler, tmp_path, additional_config={"gaudi_spec": dict(adaptive=True)})
     play.admit("a")
     play.scheduler._lengths = Chosen(a=1, b=1)
@@ -319,7 +319,7 @@ def test_nothing_is_remembered_of_requests_that_ended(tmp_path: Path) -> None:
     assert not counts._excluded
 
 
-def test_rows_of_requests_that_are_gone_do_not_count(tmp_path: Path) -> None:
+def test_rows_of_finished_requests_are_not_counted(tmp_path: Path) -> None:
     """As vLLM counts no drafts of them."""
     play = Play(SpecAsyncScheduler, tmp_path)
     for name in "ab":
@@ -333,7 +333,7 @@ def test_rows_of_requests_that_are_gone_do_not_count(tmp_path: Path) -> None:
     assert stats.spec_decoding_stats.num_drafts == 1
 
 
-def test_rows_whose_output_is_dropped_do_not_count(tmp_path: Path) -> None:
+def test_rows_with_stale_output_are_not_counted(tmp_path: Path) -> None:
     """They begin anew, and vLLM's own figures know nothing of them."""
     play = Play(SpecAsyncScheduler, tmp_path)
     for name in "ab":
@@ -353,7 +353,7 @@ def test_rows_whose_output_is_dropped_do_not_count(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("kind", [SpecAsyncScheduler])
-def test_vllms_own_record_of_speculation_is_there_only_where_drafts_were_verified(kind: Kind, tmp_path: Path) -> None:
+def test_vllm_stats_count_only_steps_that_verified_drafts(kind: Kind, tmp_path: Path) -> None:
     """Whoever reads it divides by them."""
     play = Play(kind, tmp_path)
     play.admit("a")
@@ -367,7 +367,7 @@ def test_vllms_own_record_of_speculation_is_there_only_where_drafts_were_verifie
     assert worker_output == [None, None, 2, None]
 
 
-def test_what_the_worker_reports_of_itself(tmp_path: Path) -> None:
+def test_worker_counts_become_metrics(tmp_path: Path) -> None:
     play = Play(SpecScheduler, tmp_path)
     play.admit("a")
     coverage = {"target": 0.5, "drafter": 0.75}
@@ -378,7 +378,7 @@ def test_what_the_worker_reports_of_itself(tmp_path: Path) -> None:
     assert play.counted[COVERAGE] == coverage
 
 
-def test_nothing_is_counted_where_nobody_asked(tmp_path: Path) -> None:
+def test_nothing_is_counted_without_log_stats(tmp_path: Path) -> None:
     """--disable-log-stats."""
     play = Play(SpecScheduler, tmp_path, additional_config={"gaudi_spec": dict(goodput=True)})
     play.scheduler.log_stats = False

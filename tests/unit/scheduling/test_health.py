@@ -41,7 +41,9 @@ ALONE, NEXT, ANOTHER = (DraftRound((name,), worked=False) for name in "abc")
         ([ALONE, BAD, ALONE], True),
     ],
 )
-def test_three_in_a_row(rounds: list[DraftRound], is_off: bool, caplog: pytest.LogCaptureFixture) -> None:
+def test_drafter_is_disabled_after_three_faulty_rounds(
+    rounds: list[DraftRound], is_off: bool, caplog: pytest.LogCaptureFixture
+) -> None:
     health = DrafterHealth()
     logging.getLogger("vllm_gaudi_spec").addHandler(caplog.handler)
     for done in rounds:
@@ -54,7 +56,7 @@ def test_three_in_a_row(rounds: list[DraftRound], is_off: bool, caplog: pytest.L
     logging.getLogger("vllm_gaudi_spec").removeHandler(caplog.handler)
 
 
-def test_a_row_that_fails_alone_is_distinguished() -> None:
+def test_request_that_fails_beside_others_is_excluded() -> None:
     health = DrafterHealth()
     assert health.take_status() is None
     health.observe([GOOD, BAD])
@@ -64,7 +66,7 @@ def test_a_row_that_fails_alone_is_distinguished() -> None:
     assert health.take_status() == DrafterStatus((), ("b",), is_off=False, num_faults=2)
 
 
-def test_a_request_that_has_the_server_to_itself_speaks_for_nobody_else() -> None:
+def test_single_failing_request_does_not_disable_the_drafter() -> None:
     """Once it may be the drafter's fault; then it is the request that drafts no more, and the next one does."""
     health = DrafterHealth()
     health.observe([ALONE])
@@ -80,7 +82,7 @@ Kind = type[SpecScheduler | SpecAsyncScheduler]
 
 @pytest.mark.parametrize("goodput", [False, True])
 @pytest.mark.parametrize("kind", [SpecScheduler, SpecAsyncScheduler])
-def test_every_scheduler_informs_its_workers(kind: Kind, goodput: bool, tmp_path: Path) -> None:
+def test_schedulers_send_drafter_status_to_workers(kind: Kind, goodput: bool, tmp_path: Path) -> None:
     upstream.apply()
     options = {"additional_config": {"gaudi_spec": {"goodput": True}}} if goodput else {}
     scheduler: Any = scheduler_of(kind, tmp_path, **options)

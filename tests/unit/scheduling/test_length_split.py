@@ -30,7 +30,7 @@ def max_drafts(split: LengthSplit, lengths: dict[int, int], limit: int = K) -> l
     return on_host.tolist()
 
 
-def test_a_long_row_leaves_the_others_alone() -> None:
+def test_long_row_does_not_limit_others() -> None:
     rows = split(drafter_max_len=64)
     for row in range(3):
         rows.admit(row, SamplingParams(max_tokens=500), num_prompt=10)
@@ -38,7 +38,7 @@ def test_a_long_row_leaves_the_others_alone() -> None:
     assert max_drafts(rows, {0: 20}) == [4], "whoever is in the batch"
 
 
-def test_context_and_drafts_never_pass_the_drafters_longest() -> None:
+def test_drafts_end_at_drafters_maximum_length() -> None:
     rows = split(drafter_max_len=64)
     rows.admit(0, SamplingParams(max_tokens=None), num_prompt=10)
     for length in range(64 - K - 1, 64 + 2):
@@ -46,7 +46,7 @@ def test_context_and_drafts_never_pass_the_drafters_longest() -> None:
         assert count == max(0, min(K, 64 - length))
 
 
-def test_rows_that_are_paced_draft_less_for_now() -> None:
+def test_paced_rows_draft_less_until_next_pace() -> None:
     rows = split()
     indices = np.array([0, 1, 2, 3])
     rows.pace([(1, 2), (2, 0)])
@@ -56,7 +56,7 @@ def test_rows_that_are_paced_draft_less_for_now() -> None:
     assert rows.paced(indices, K).tolist() == [4, 4, 4, 4]
 
 
-def test_a_verify_step_never_passes_the_models_longest() -> None:
+def test_drafts_end_at_models_maximum_length() -> None:
     rows = split(max_model_len=100)
     rows.admit(0, SamplingParams(max_tokens=None), num_prompt=10)
     for length in range(90, 100):
@@ -64,13 +64,13 @@ def test_a_verify_step_never_passes_the_models_longest() -> None:
         assert count == min(K, 100 - length - 1), "the drafts and one more token fit exactly"
 
 
-def test_nothing_is_drafted_past_the_answers_end() -> None:
+def test_drafts_end_at_max_tokens() -> None:
     rows = split()
     rows.admit(0, SamplingParams(max_tokens=6), num_prompt=10)
     assert [max_drafts(rows, {0: length})[0] for length in range(11, 17)] == [4, 3, 2, 1, 0, 0]
 
 
-def test_requests_may_opt_out_or_ask_for_less_and_so_may_the_scheduler() -> None:
+def test_request_and_scheduler_can_lower_number_of_drafts() -> None:
     rows = split()
     for row, option in enumerate((0, 2, 99)):
         rows.admit(row, SamplingParams(max_tokens=500, extra_args={"num_speculative_tokens": option}), num_prompt=10)
@@ -79,5 +79,5 @@ def test_requests_may_opt_out_or_ask_for_less_and_so_may_the_scheduler() -> None
     assert max_drafts(rows, {0: 20, 1: 20, 2: 20}, limit=0) == [0, 0, 0]
 
 
-def test_the_pad_row_drafts_nothing() -> None:
+def test_pad_row_has_no_drafts() -> None:
     assert max_drafts(split(), {3: 0}) == [0]

@@ -27,21 +27,21 @@ def mean(chosen: list[dict[str, int]], req_id: str) -> float:
     return sum(step[req_id] for step in chosen[20:]) / len(chosen[20:])
 
 
-def test_good_rows_draft_much_and_bad_rows_little() -> None:
+def test_number_of_drafts_follows_acceptance_rate() -> None:
     chosen = serve(Lengths(K), {"good": 0.9, "middling": 0.4, "bad": 0.02}, 400)
     assert mean(chosen, "good") > 4.8
     assert 2 < mean(chosen, "middling") < 4.5
     assert mean(chosen, "bad") < 1.5
 
 
-def test_a_batch_with_little_to_gain_drafts_nothing_but_tries_again() -> None:
+def test_batch_with_low_acceptance_stops_drafting_and_retries() -> None:
     chosen = serve(Lengths(K), {"a": 0.0, "b": 0.01}, 400)[100:]
     drafting = [step for step in chosen if any(step.values())]
     assert 0 < len(drafting) < len(chosen) / 16
     assert max(max(step.values()) for step in drafting) == 1
 
 
-def test_one_draft_in_fifteen_is_too_little_for_a_batch() -> None:
+def test_batch_with_one_accepted_draft_in_fifteen_stops_drafting() -> None:
     """Each row by itself would draft one: it is right more often than 1 in 20."""
     for rate, expected in ((0.065, 0), (0.15, 1)):
         lengths = Lengths(K)
@@ -50,13 +50,13 @@ def test_one_draft_in_fifteen_is_too_little_for_a_batch() -> None:
         assert lengths.choose("ab") == {"a": expected, "b": expected}
 
 
-def test_a_row_that_gets_better_drafts_more() -> None:
+def test_rising_acceptance_raises_number_of_drafts() -> None:
     lengths = Lengths(K)
     assert mean(serve(lengths, {"a": 0.0}, 200), "a") < 1
     assert serve(lengths, {"a": 1.0}, 300)[-1]["a"] == K
 
 
-def test_an_id_that_comes_again_is_somebody_else() -> None:
+def test_reused_request_id_starts_without_history() -> None:
     lengths = Lengths(K)
     serve(lengths, {"good": 0.9, "bad": 0.0}, 100)
     before = lengths.choose(["bad"])["bad"]

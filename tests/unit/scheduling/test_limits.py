@@ -14,7 +14,7 @@ from tests.support.fakes import HostBackend
 from tests.unit.scheduling.test_draft_counts import Play
 from vllm_gaudi_spec.config import Speculation
 from vllm_gaudi_spec.records import NoDraftReason
-from vllm_gaudi_spec.scheduling.limits import DraftLimits, LengthSplit, Reason, why_no_drafts
+from vllm_gaudi_spec.scheduling.limits import DraftLimits, LengthSplit, Reason, explain_no_drafts
 from vllm_gaudi_spec.scheduling.scheduler import SpecScheduler
 
 K, NUM_PROMPT, MAX_MODEL_LEN = 4, 10, 40
@@ -24,7 +24,7 @@ LIMITS = DraftLimits(max_context=32, end=20, max_drafts=K)
 @pytest.mark.parametrize(
     ("max_tokens", "asked", "drafter_max_len"), list(product((None, 1, 6, 300), (None, 0, 2), (None, 24)))
 )
-def test_a_reason_is_there_exactly_where_a_row_has_no_use_for_drafts(
+def test_reason_exists_exactly_if_row_has_no_drafts(
     max_tokens: int | None, asked: int | None, drafter_max_len: int | None
 ) -> None:
     speculation = Speculation(
@@ -35,17 +35,17 @@ def test_a_reason_is_there_exactly_where_a_row_has_no_use_for_drafts(
     split = LengthSplit(HostBackend(), 1, speculation, MAX_MODEL_LEN)  # type: ignore[arg-type]
     split.admit(0, params, NUM_PROMPT)
     max_context = speculation.longest(MAX_MODEL_LEN)
-    limits = DraftLimits.of(params, NUM_PROMPT, num_drafts=K, max_context=max_context)
+    limits = DraftLimits.from_params(params, NUM_PROMPT, num_drafts=K, max_context=max_context)
     lengths = range(NUM_PROMPT, MAX_MODEL_LEN + 1)
     counts = split.max_drafts_np(np.zeros(len(lengths), np.int64), np.array(lengths, dtype=np.int32), K).tolist()
-    assert [why_no_drafts(limits, length) is None for length in lengths] == [count > 0 for count in counts]
+    assert [explain_no_drafts(limits, length) is None for length in lengths] == [count > 0 for count in counts]
 
 
-def test_a_lasting_reason_comes_before_a_passing_one() -> None:
-    assert why_no_drafts(LIMITS, 19) is None
-    assert why_no_drafts(LIMITS, 20) == Reason(NoDraftReason.ENDING, "length 20 >= 20, one more token is its last")
-    assert why_no_drafts(LIMITS._replace(end=None), 32, skip_reason=NoDraftReason.LOAD) == Reason(
-        "length", "context 32 >= 32"
+def test_permanent_reason_precedes_temporary_one() -> None:
+    assert explain_no_drafts(LIMITS, 19) is None
+    assert explain_no_drafts(LIMITS, 20) == Reason(NoDraftReason.ENDING, "length 20 >= 20: the next token is its last")
+    assert explain_no_drafts(LIMITS._replace(end=None), 32, skip_reason=NoDraftReason.LOAD) == Reason(
+        "length", "context 32 >= 32, the maximum for drafting"
     )
     for facts, label in (
         (dict(reported=NoDraftReason.UNVERIFIED, is_excluded=True), NoDraftReason.UNVERIFIED),
@@ -53,14 +53,14 @@ def test_a_lasting_reason_comes_before_a_passing_one() -> None:
         (dict(skip_reason=NoDraftReason.GOODPUT, has_failed=True), NoDraftReason.GOODPUT),
         (dict(has_failed=True), NoDraftReason.FAULT),
     ):
-        reason = why_no_drafts(LIMITS, 12, **facts)  # type: ignore[arg-type]
+        reason = explain_no_drafts(LIMITS, 12, **facts)  # type: ignore[arg-type]
         assert reason is not None
         assert reason.label == label
-    asked_for_none = why_no_drafts(LIMITS._replace(max_drafts=0), 40, is_excluded=True)
-    assert asked_for_none == Reason(NoDraftReason.REQUEST, "it asked for none")
+    asked_for_none = explain_no_drafts(LIMITS._replace(max_drafts=0), 40, is_excluded=True)
+    assert asked_for_none == Reason(NoDraftReason.REQUEST, "it asked for no drafts")
 
 
-def test_only_a_change_of_the_reason_is_logged(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+def test_reason_is_logged_only_when_it_changes(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
     play = Play(SpecScheduler, tmp_path)
     logger = logging.getLogger("vllm_gaudi_spec.scheduling.counts")
     logger.addHandler(caplog.handler)
@@ -73,7 +73,7 @@ def test_only_a_change_of_the_reason_is_logged(tmp_path: Path, caplog: pytest.Lo
     # Where loggers pass records on, the handler gets the same one twice.
     messages = {id(record): record.getMessage() for record in caplog.records if record.name == logger.name}
     assert list(messages.values()) == [
-        "request a: no drafts: the drafter had nothing to propose, or has not read the request yet",
-        "request b: no drafts: it asked for none",
-        "request a: no drafts: length 10 >= 10, one more token is its last",
+        "Request a has no drafts: the drafter proposed nothing, or has not read the request yet",
+        "Request b has no drafts: it asked for no drafts",
+        "Request a has no drafts: length 10 >= 10: the next token is its last",
     ]

@@ -44,7 +44,7 @@ def shown(name: str, engine: int = 0, **labels: str) -> float | None:
     return REGISTRY.get_sample_value(name, {"model_name": "tiny", "engine": str(engine)} | labels)
 
 
-def test_every_series_is_shown_from_the_start(tmp_path: Path) -> None:
+def test_all_series_are_exported_from_the_start(tmp_path: Path) -> None:
     """With its labels, at 0: a rate over what was not there before would miss the first one."""
     logger_of(tmp_path, dict(method="ngram"), [0])
     families = {f.name: f for f in text_string_to_metric_families(generate_latest(REGISTRY).decode())}
@@ -56,12 +56,12 @@ def test_every_series_is_shown_from_the_start(tmp_path: Path) -> None:
         if one.is_gauge:
             assert not families[name].samples, "nothing is known yet, which is not 0"
             continue
-        labels_of_one = {"": [{}]}.get(one.label, [{one.label: value} for value in one.label_values(3)])
+        labels_of_one = {"": [{}]}.get(one.label, [{one.label: value} for value in one.list_label_values(3)])
         assert [sample.labels for sample in samples] == [vllms | more for more in labels_of_one]
         assert {sample.value for sample in samples} == {0}
 
 
-def test_each_engine_has_its_own_figures(tmp_path: Path) -> None:
+def test_engines_have_separate_figures(tmp_path: Path) -> None:
     logger = logger_of(tmp_path, dict(method="ngram"), [0, 1])
     for _ in range(2):
         record(logger, 1, {ROWS: {"0": 3, "2": 1}, DRAFTER_FAULTS: {"": 1}, COVERAGE: {"target": 0.25}})
@@ -73,7 +73,7 @@ def test_each_engine_has_its_own_figures(tmp_path: Path) -> None:
     assert shown(COVERAGE, 0, vocabulary="target") is None
 
 
-def test_offline_they_are_there_too(tmp_path: Path) -> None:
+def test_offline_metrics_include_ours(tmp_path: Path) -> None:
     record(logger_of(tmp_path, dict(method="ngram"), [0]), 0, {STEPS: {"": 7}, COVERAGE: {"drafter": 0.5}})
     upstream.list_metrics_of_ours()
     listed = llm_engine.get_metrics_snapshot()
@@ -85,7 +85,7 @@ def test_offline_they_are_there_too(tmp_path: Path) -> None:
     }
 
 
-def test_without_speculation_there_are_those_of_the_device(tmp_path: Path) -> None:
+def test_device_metrics_exist_without_speculation(tmp_path: Path) -> None:
     logger = logger_of(tmp_path, None, [0])
     record(logger, 0, {STEPS: {"": 2}, HOST_SYNCS: {"": 1}})
     ours = {f.name for f in REGISTRY.collect() if f.name.startswith(metrics.PREFIX)}
@@ -93,37 +93,37 @@ def test_without_speculation_there_are_those_of_the_device(tmp_path: Path) -> No
     assert (shown(f"{STEPS}_total"), shown(f"{HOST_SYNCS}_total"), shown(f"{COMPILED}_total")) == (2, 1, 0)
 
 
-def test_only_news_travels() -> None:
+def test_take_returns_only_changes() -> None:
     counted = metrics.StepMetrics()
     for so_far in (3, 3, 5):
-        counted.total(STEPS, so_far)
-        counted.put(COVERAGE, 0.5, "target")
+        counted.count_total(STEPS, so_far)
+        counted.set(COVERAGE, 0.5, "target")
     assert counted.take() == {STEPS: {"": 5}, COVERAGE: {"target": 0.5}}
-    counted.total(STEPS, 5)
-    counted.put(COVERAGE, 0.5, "target")
+    counted.count_total(STEPS, 5)
+    counted.set(COVERAGE, 0.5, "target")
     assert counted.take() == {}
-    counted.put(COVERAGE, 0.25, "target")
+    counted.set(COVERAGE, 0.25, "target")
     assert counted.take() == {COVERAGE: {"target": 0.25}}
 
 
-def test_a_total_that_goes_down_takes_nothing_back(tmp_path: Path) -> None:
+def test_smaller_total_does_not_decrease_counter(tmp_path: Path) -> None:
     """Whoever counts was set back, or did not know for once; a front end would fail."""
     logger, counted = logger_of(tmp_path, dict(method="ngram"), [0]), metrics.StepMetrics()
     seen = []
     for so_far in (3, 0, 2, 4):
-        counted.total(COMPILED, so_far)
+        counted.count_total(COMPILED, so_far)
         record(logger, 0, counted.take())
         seen.append(shown(f"{COMPILED}_total"))
     assert seen == [3, 3, 3, 4]
 
 
-def test_a_gauge_may_be_nothing() -> None:
+def test_gauge_can_be_zero() -> None:
     counted = metrics.StepMetrics()
-    counted.put(COVERAGE, 0, "drafter")
+    counted.set(COVERAGE, 0, "drafter")
     assert counted.take() == {COVERAGE: {"drafter": 0}}, "known to be 0 is not unknown"
 
 
-def test_a_series_with_a_label_wants_its_value() -> None:
+def test_labeled_series_requires_label_value() -> None:
     with pytest.raises(AssertionError, match=ROWS):
         metrics.StepMetrics().count(ROWS)
     with pytest.raises(AssertionError, match=STEPS):

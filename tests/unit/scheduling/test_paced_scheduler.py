@@ -32,14 +32,14 @@ def paced(kind: Kind, folder: Path, **options: bool) -> Any:
 class Never:
     """A rule that is always against it."""
 
-    def drafts(self, num_rows: int, *, may_try: bool) -> bool:
+    def should_draft(self, num_rows: int, *, may_try: bool) -> bool:
         return False
 
     def observe(self, *args: object, **kwargs: object) -> bool:
         return False
 
 
-def test_where_drafting_loses_no_position_is_kept_for_drafts(tmp_path: Path) -> None:
+def test_no_positions_are_scheduled_for_drafts_when_drafting_is_slower(tmp_path: Path) -> None:
     scheduler = paced(SpecAsyncScheduler, tmp_path, goodput=True)
     first, second = scheduler.schedule(), scheduler.schedule()
     assert first.num_spec_tokens_to_schedule == NUM_DRAFTS
@@ -63,7 +63,7 @@ class Notes:
     def __init__(self) -> None:
         self.observed: list[int] = []
 
-    def drafts(self, num_rows: int, *, may_try: bool) -> bool:
+    def should_draft(self, num_rows: int, *, may_try: bool) -> bool:
         return True
 
     def observe(self, num_rows: int, *args: object, **kwargs: object) -> bool:
@@ -71,7 +71,7 @@ class Notes:
         return False
 
 
-def test_only_neighboring_steps_of_decodes_are_timed(tmp_path: Path) -> None:
+def test_only_consecutive_decode_steps_are_timed(tmp_path: Path) -> None:
     scheduler = paced(SpecScheduler, tmp_path, goodput=True)
     scheduler._goodput = notes = Notes()
 
@@ -95,7 +95,7 @@ def test_only_neighboring_steps_of_decodes_are_timed(tmp_path: Path) -> None:
     assert notes.observed == [2, 2]
 
 
-def test_skipped_steps_reach_another_process(tmp_path: Path) -> None:
+def test_skip_reason_survives_pickling(tmp_path: Path) -> None:
     scheduler = paced(SpecScheduler, tmp_path, goodput=True)
     scheduler._goodput = Never()
     outputs = scheduler.update_from_output(scheduler.schedule(), answer({"a": [9], "b": [9]}, {}))
@@ -104,7 +104,7 @@ def test_skipped_steps_reach_another_process(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("kind", [SpecScheduler, SpecAsyncScheduler])
-def test_each_request_has_its_own_length(kind: Kind, tmp_path: Path) -> None:
+def test_adaptive_k_limits_each_request(kind: Kind, tmp_path: Path) -> None:
     scheduler = paced(kind, tmp_path, adaptive=True)
     for _ in range(50):
         scheduler._lengths.observe("a", NUM_DRAFTS, NUM_DRAFTS)
@@ -118,7 +118,7 @@ def test_each_request_has_its_own_length(kind: Kind, tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("kind", [SpecScheduler, SpecAsyncScheduler])
-def test_what_is_learned_of_a_request_ends_with_it(kind: Kind, tmp_path: Path) -> None:
+def test_acceptance_of_finished_requests_is_forgotten(kind: Kind, tmp_path: Path) -> None:
     scheduler = paced(kind, tmp_path, adaptive=True)
     scheduler.update_from_output(scheduler.schedule(), answer({"a": [9], "b": [9]}, {"a": 3}))
     assert set(scheduler._lengths._by_id) == {"a"}
@@ -135,7 +135,7 @@ def sizes(scheduler: Any) -> dict[str, int]:
     return {name: len(value) for name, value in vars(scheduler).items() if isinstance(value, dict | list | set)}
 
 
-def test_an_output_that_never_returns_leaves_nothing(tmp_path: Path) -> None:
+def test_lost_output_leaves_no_state(tmp_path: Path) -> None:
     """Nor is its pace taken for that of a later one."""
     scheduler = paced(SpecAsyncScheduler, tmp_path, goodput=True)
     scheduler._goodput = notes = Notes()

@@ -42,7 +42,7 @@ def verified(
 
 
 @pytest.mark.parametrize("kind", [SpecScheduler, SpecAsyncScheduler])
-def test_only_real_drafts_are_counted(kind: type[SpecScheduler | SpecAsyncScheduler], tmp_path: Path) -> None:
+def test_padding_is_not_counted_as_drafts(kind: type[SpecScheduler | SpecAsyncScheduler], tmp_path: Path) -> None:
     """Fails when upstream counts what was verified by itself, or rolls back by another count."""
     upstream.apply()
     positions = verified(kind, tmp_path, None)
@@ -58,13 +58,13 @@ def test_only_real_drafts_are_counted(kind: type[SpecScheduler | SpecAsyncSchedu
     assert real.state[0][0] - real.state[1][0] == 1
 
 
-def test_a_step_without_drafts_is_no_draft(tmp_path: Path) -> None:
+def test_step_without_real_drafts_is_not_counted(tmp_path: Path) -> None:
     """A request that `num_real_drafts` does not name has none. No average of nothing is made of it."""
     upstream.apply()
     assert verified(SpecScheduler, tmp_path, {"x": 1}).stats is None
 
 
-def test_num_real_drafts_travels_with_the_output() -> None:
+def test_num_real_drafts_survives_pickling() -> None:
     """From a worker of another process."""
     sent = pickle.loads(pickle.dumps(answer({"a": [1]}, {"a": 2})))
     assert sent.num_real_drafts == {"a": 2}

@@ -25,7 +25,7 @@ def request(name: str) -> Request:
     return Request(name, [*range(40)], SamplingParams(max_tokens=1), None, mm_features=[image], block_hasher=hasher)
 
 
-def test_a_cached_image_goes_to_the_worker_all_the_same(tmp_path: Path) -> None:
+def test_cached_image_is_sent_to_the_worker(tmp_path: Path) -> None:
     """With vLLM's older contract, by which a request is sent once."""
     upstream.apply()
     init_none_hash(sha256)

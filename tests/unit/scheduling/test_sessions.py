@@ -53,7 +53,7 @@ def test_drafts_after_a_stop_token_are_not_computed_tokens(tokens: list[int], tm
 
 
 @pytest.mark.parametrize("has_states", [True, False])
-def test_a_state_that_read_ahead_is_computed_again(has_states: bool, tmp_path: Path) -> None:
+def test_state_that_read_ahead_is_recomputed(has_states: bool, tmp_path: Path) -> None:
     scheduler = opened(SpecAsyncScheduler, tmp_path, has_states=has_states)
     first, second = scheduler.schedule(), scheduler.schedule()
     scheduler.update_from_output(first, answer({"session": [STOP]}, {}))
@@ -63,13 +63,13 @@ def test_a_state_that_read_ahead_is_computed_again(has_states: bool, tmp_path: P
     assert not scheduler.read_ahead
 
 
-def test_with_no_step_in_flight_it_goes_on(tmp_path: Path) -> None:
+def test_session_continues_without_step_in_flight(tmp_path: Path) -> None:
     scheduler = opened(SpecAsyncScheduler, tmp_path, max_tokens=1, has_states=True)
     scheduler.update_from_output(scheduler.schedule(), answer({"session": [8]}, {}))
     assert starts_of_next_turn(scheduler) == (len(PROMPT), len(PROMPT) + len(MORE))
 
 
-def test_a_session_that_ends_is_forgotten(tmp_path: Path) -> None:
+def test_finished_session_is_forgotten(tmp_path: Path) -> None:
     scheduler = opened(SpecAsyncScheduler, tmp_path, has_states=True)
     first, second = scheduler.schedule(), scheduler.schedule()
     scheduler.update_from_output(first, answer({"session": [STOP]}, {}))
@@ -79,7 +79,7 @@ def test_a_session_that_ends_is_forgotten(tmp_path: Path) -> None:
     assert not scheduler.read_ahead
 
 
-def test_a_turn_that_waits_already_starts_from_the_beginning_too(tmp_path: Path) -> None:
+def test_waiting_turn_restarts_after_reading_ahead(tmp_path: Path) -> None:
     scheduler = opened(SpecAsyncScheduler, tmp_path, has_states=True)
     first, second = scheduler.schedule(), scheduler.schedule()
     scheduler.add_request(turn(MORE))
@@ -90,7 +90,7 @@ def test_a_turn_that_waits_already_starts_from_the_beginning_too(tmp_path: Path)
     assert not scheduler.read_ahead
 
 
-def test_a_turn_that_starts_over_gives_its_row_back(tmp_path: Path) -> None:
+def test_restarted_session_frees_its_row(tmp_path: Path) -> None:
     """Others, who come first now, may need it."""
     scheduler = opened(SpecAsyncScheduler, tmp_path, has_states=True)
     first, _ = scheduler.schedule(), scheduler.schedule()
@@ -99,7 +99,7 @@ def test_a_turn_that_starts_over_gives_its_row_back(tmp_path: Path) -> None:
     assert scheduler.schedule().preempted_req_ids == {"session"}
 
 
-def test_a_session_that_outgrows_the_model_ends_alone(tmp_path: Path) -> None:
+def test_too_long_session_ends_without_affecting_others(tmp_path: Path) -> None:
     scheduler = opened(SpecScheduler, tmp_path, max_tokens=1)
     scheduler.update_from_output(scheduler.schedule(), answer({"session": [8]}, {}))
     scheduler.add_request(turn([7] * scheduler.max_model_len))
@@ -110,7 +110,7 @@ def test_a_session_that_outgrows_the_model_ends_alone(tmp_path: Path) -> None:
     assert "session" not in scheduler.requests
 
 
-def test_what_follows_in_a_session_that_outgrew_the_model_is_an_error_too(tmp_path: Path) -> None:
+def test_later_inputs_of_too_long_session_get_errors(tmp_path: Path) -> None:
     """Its front end sends it all the same: it must start no session of its own, and nobody may wait for it."""
     scheduler = opened(SpecScheduler, tmp_path, max_tokens=1)
     first = scheduler.schedule()
@@ -137,7 +137,7 @@ def waiting_turn_and_others(folder: Path, turn_of_session: Request) -> Any:
     return scheduler
 
 
-def test_a_session_that_outgrew_the_model_has_no_row_when_another_comes_in_its_place(tmp_path: Path) -> None:
+def test_too_long_session_frees_its_row_for_another(tmp_path: Path) -> None:
     """There are as many rows as running requests."""
     scheduler = waiting_turn_and_others(tmp_path, turn([7] * 4096))
     scheduled = scheduler.schedule()
@@ -146,9 +146,7 @@ def test_a_session_that_outgrew_the_model_has_no_row_when_another_comes_in_its_p
 
 
 @pytest.mark.parametrize("has_states", [False, True])
-def test_a_session_whose_adapter_has_no_slot_has_no_row_when_another_comes_in_its_place(
-    has_states: bool, tmp_path: Path
-) -> None:
+def test_session_without_adapter_slot_frees_its_row_for_another(has_states: bool, tmp_path: Path) -> None:
     """A recurrent state is in the row, and the tokens that it has read are computed again."""
     first, second = (LoRARequest(name, number, name) for number, name in ((1, "first"), (2, "second")))
     scheduler: Any = scheduler_of(SpecScheduler, tmp_path, enable_prefix_caching=False, max_num_seqs=2)
@@ -171,7 +169,7 @@ def test_a_session_whose_adapter_has_no_slot_has_no_row_when_another_comes_in_it
     assert [new.num_computed_tokens for new in scheduled.scheduled_new_reqs] == [0 if has_states else len(PROMPT)]
 
 
-def test_an_input_that_waits_for_its_error_gets_it_after_the_end_of_all_inputs(tmp_path: Path) -> None:
+def test_waiting_input_gets_its_error_after_the_end_of_inputs(tmp_path: Path) -> None:
     """In a full engine it waits for long. It is not answered as if it were the first of a session."""
     scheduler = waiting_turn_and_others(tmp_path, turn([7] * 4096))
     other = scheduler.schedule()
@@ -186,7 +184,7 @@ def test_an_input_that_waits_for_its_error_gets_it_after_the_end_of_all_inputs(t
     assert not scheduler.failed
 
 
-def test_a_turn_whose_end_is_in_flight_when_it_is_preempted_is_resumed(tmp_path: Path) -> None:
+def test_session_preempted_while_its_turn_ends_is_resumed(tmp_path: Path) -> None:
     scheduler = opened(SpecAsyncScheduler, tmp_path)
     first, second = scheduler.schedule(), scheduler.schedule()
     (session,) = scheduler.running

@@ -24,7 +24,7 @@ from vllm_gaudi_spec.config import Options, UnsupportedConfigError
 from vllm_gaudi_spec.outputs import SpecSchedulerOutput
 from vllm_gaudi_spec.platforms.base import _keep_states_by_request
 from vllm_gaudi_spec.recurrent.table import num_snapshots
-from vllm_gaudi_spec.scheduling.scheduler import SpecAsyncScheduler, SpecScheduler, _keeps_all
+from vllm_gaudi_spec.scheduling.scheduler import SpecAsyncScheduler, SpecScheduler, _keeps_all_tokens
 from vllm_gaudi_spec.scheduling.snapshots import Snapshots
 
 BLOCK = 16
@@ -48,7 +48,7 @@ def kept(snapshots: Snapshots, text: str) -> int | None:
 # --- the table ---
 
 
-def test_a_hit_is_cut_to_the_longest_border_with_a_snapshot() -> None:
+def test_hit_is_cut_to_last_boundary_with_a_snapshot() -> None:
     snapshots = table(4)
     kept(snapshots, "ab")
     kept(snapshots, "abcd")
@@ -58,7 +58,7 @@ def test_a_hit_is_cut_to_the_longest_border_with_a_snapshot() -> None:
     assert snapshots.longest(prompt("xbcde"), 5 * BLOCK) == 0
 
 
-def test_a_border_has_one_slot() -> None:
+def test_each_boundary_has_one_slot() -> None:
     snapshots = table(4)
     slot = kept(snapshots, "ab")
     assert kept(snapshots, "ab") is None, "the state is there"
@@ -66,7 +66,7 @@ def test_a_border_has_one_slot() -> None:
     assert len(snapshots) == 1
 
 
-def test_the_slot_that_was_used_least_recently_is_given_away() -> None:
+def test_least_recently_used_slot_is_reused() -> None:
     snapshots = table(3)
     slots = {text: kept(snapshots, text) for text in "abc"}
     assert len(set(slots.values())) == 3
@@ -77,7 +77,7 @@ def test_the_slot_that_was_used_least_recently_is_given_away() -> None:
     assert found == {"a": BLOCK, "b": 0, "c": 0, "d": BLOCK, "e": BLOCK}
 
 
-def test_no_slot_is_written_that_the_same_step_reads() -> None:
+def test_step_does_not_write_a_slot_that_it_reads() -> None:
     """It would be right all the same, since reads come first; but a request of the next step may want it."""
     snapshots = table(2)
     first, second = kept(snapshots, "a"), kept(snapshots, "b")
@@ -85,7 +85,7 @@ def test_no_slot_is_written_that_the_same_step_reads() -> None:
     assert kept(snapshots, "c") == second
 
 
-def test_where_chunks_of_a_long_prompt_happen_to_end_takes_one_slot_at_most() -> None:
+def test_intermediate_chunks_of_a_long_prompt_share_one_slot() -> None:
     snapshots, long = table(3), prompt("abcdefgh")
     kept(snapshots, "x")
     slots = [snapshots.keep(long, BLOCK * at, BLOCK * (at + 1)) for at in range(7)]
@@ -97,7 +97,7 @@ def test_where_chunks_of_a_long_prompt_happen_to_end_takes_one_slot_at_most() ->
     assert snapshots.longest(long, 7 * BLOCK) == 7 * BLOCK, "once used it is as good as others"
 
 
-def test_what_is_not_kept() -> None:
+def test_no_snapshot_without_boundary_or_new_state() -> None:
     snapshots, one = table(4), prompt("ab")
     assert snapshots.keep(one, 0, BLOCK + 3) is None, "no border"
     assert snapshots.keep(one, 2 * BLOCK, 2 * BLOCK + 1) is None, "the last token is decoded"
@@ -137,12 +137,12 @@ def test_all_slots_are_free_after_a_reset() -> None:
         (120, 4, 100, 0, 4),
     ],
 )
-def test_a_chunk_ends_at_a_border(start: int, num_new: int, num_tokens: int, junction: int, expected: int) -> None:
+def test_chunk_ends_at_a_boundary(start: int, num_new: int, num_tokens: int, junction: int, expected: int) -> None:
     request: Any = SimpleNamespace(num_tokens=num_tokens, shared_prefix_boundary=junction)
     assert table(1).cut(request, start, num_new) == expected
 
 
-def test_with_a_head_the_last_border_is_a_block_earlier() -> None:
+def test_last_boundary_is_a_block_earlier_with_a_head() -> None:
     request: Any = SimpleNamespace(num_tokens=40, shared_prefix_boundary=0)
     assert table(1, drops_a_block=True).cut(request, 0, 40) == 16
     assert table(1, drops_a_block=True).cut(request, 16, 24) == 24
@@ -161,7 +161,7 @@ def test_with_a_head_the_last_border_is_a_block_earlier() -> None:
         (False, True, 8, None, 0),
     ],
 )
-def test_as_many_as_requests_or_as_asked_for(
+def test_number_of_slots_is_configured_or_number_of_requests(
     has_states: bool, is_on: bool, max_seqs: int, requested: int | None, expected: int
 ) -> None:
     config: Any = SimpleNamespace(
@@ -172,13 +172,13 @@ def test_as_many_as_requests_or_as_asked_for(
     assert num_snapshots(config, requested) == expected
 
 
-def test_none_is_no_number_of_them() -> None:
+def test_zero_snapshots_are_refused() -> None:
     config: Any = SimpleNamespace(additional_config={"gaudi_spec": {"state_snapshots": 0}})
     with pytest.raises(UnsupportedConfigError, match="state_snapshots must be 1 or more"):
         Options.from_vllm(config)
 
 
-def test_vllms_own_caching_of_states_is_off() -> None:
+def test_vllm_does_not_cache_states_itself() -> None:
     """The prefix cache is as vLLM has it."""
     model = SimpleNamespace(is_hybrid=True, is_attention_free=False, max_model_len=512)
     for is_on, mode in product((True, False), ("align", "all", "none")):
@@ -202,11 +202,11 @@ def test_vllm_still_asks_there() -> None:
     assert "aligned_split" not in inspect.getsource(Scheduler._update_after_schedule)
 
 
-def test_only_layers_that_keep_all_kv_can_be_cut() -> None:
+def test_hit_is_cut_only_with_full_attention() -> None:
     """`truncate_computed_blocks` slices."""
     common: Any = dict(block_size=BLOCK, num_kv_heads=1, head_size=8, dtype=torch.float32)
-    assert _keeps_all(FullAttentionSpec(**common))
-    assert not _keeps_all(SlidingWindowSpec(**common, sliding_window=32))
+    assert _keeps_all_tokens(FullAttentionSpec(**common))
+    assert not _keeps_all_tokens(SlidingWindowSpec(**common, sliding_window=32))
 
 
 SYSTEM = list(range(2, 2 + 5 * BLOCK))
@@ -256,7 +256,7 @@ class Engine:
 
 
 @pytest.mark.parametrize("kind", [SpecScheduler, SpecAsyncScheduler])
-def test_the_second_prompt_leaves_what_the_third_starts_from(kind: Any, tmp_path: Path) -> None:
+def test_second_prompt_with_a_prefix_saves_snapshot_for_the_third(kind: Any, tmp_path: Path) -> None:
     """They begin alike, and go on otherwise."""
     engine = Engine(kind, tmp_path)
     first, second, third = ([*SYSTEM, *[200 + at] * 40] for at in range(3))
@@ -271,13 +271,13 @@ def test_the_second_prompt_leaves_what_the_third_starts_from(kind: Any, tmp_path
     assert (engine.num_asked, engine.num_found) == (4 * 120, 80 + 112), "what was found and not used is no hit"
 
 
-def test_the_next_turn_of_a_chat_starts_from_the_last_prompt(tmp_path: Path) -> None:
+def test_next_chat_turn_starts_from_last_prompt(tmp_path: Path) -> None:
     engine = Engine(SpecScheduler, tmp_path)
     engine.run("1", [*SYSTEM, 200, 201])
     assert engine.run("2", [*SYSTEM, 200, 201, 1, *[202] * 40])[0] == 80
 
 
-def test_a_slot_that_was_given_away_is_no_hit(tmp_path: Path) -> None:
+def test_reused_slot_is_not_hit(tmp_path: Path) -> None:
     engine = Engine(SpecScheduler, tmp_path, num_slots=1)
     engine.run("1", [*SYSTEM, 200])
     engine.run("2", [*SYSTEM[::-1], 200])
@@ -285,7 +285,7 @@ def test_a_slot_that_was_given_away_is_no_hit(tmp_path: Path) -> None:
     assert engine.run("1 once more", [*SYSTEM, 200])[0] == 80
 
 
-def test_blocks_that_were_given_away_are_no_hit_either(tmp_path: Path) -> None:
+def test_evicted_blocks_are_not_hit(tmp_path: Path) -> None:
     """There are 31 blocks of KV."""
     engine = Engine(SpecScheduler, tmp_path)
     engine.run("1", [*SYSTEM, 200])
@@ -294,7 +294,7 @@ def test_blocks_that_were_given_away_are_no_hit_either(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("without_kv", [False, True])
-def test_a_reset_forgets_the_states(without_kv: bool, tmp_path: Path) -> None:
+def test_reset_drops_snapshots(without_kv: bool, tmp_path: Path) -> None:
     """They are made again, perhaps by other weights."""
     engine = Engine(SpecScheduler, tmp_path, **dict(groups=[]) if without_kv else {})
     engine.run("1", [*SYSTEM, 200])
@@ -305,7 +305,7 @@ def test_a_reset_forgets_the_states(without_kv: bool, tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("without_kv", [False, True])
-def test_a_reset_may_preempt_what_runs(without_kv: bool, tmp_path: Path) -> None:
+def test_reset_can_preempt_running_requests(without_kv: bool, tmp_path: Path) -> None:
     engine = Engine(SpecScheduler, tmp_path, **dict(groups=[]) if without_kv else {})
     engine.run("0", [*SYSTEM, 200])
     hasher = get_request_block_hasher(BLOCK, sha256)
@@ -319,7 +319,7 @@ def test_a_reset_may_preempt_what_runs(without_kv: bool, tmp_path: Path) -> None
     assert not resumed.state_loads
 
 
-def test_a_request_that_may_not_read_the_cache_starts_anew(tmp_path: Path) -> None:
+def test_request_that_skips_the_cache_starts_without_snapshot(tmp_path: Path) -> None:
     """As one that wants log-probabilities of its prompt."""
     engine = Engine(SpecScheduler, tmp_path)
     engine.run("1", [*SYSTEM, 200])
@@ -328,14 +328,14 @@ def test_a_request_that_may_not_read_the_cache_starts_anew(tmp_path: Path) -> No
 
 
 @pytest.mark.parametrize("kind", [SpecScheduler, SpecAsyncScheduler])
-def test_models_without_kv_are_found_by_their_snapshots(kind: Any, tmp_path: Path) -> None:
+def test_prefixes_of_models_without_kv_are_found_by_snapshots(kind: Any, tmp_path: Path) -> None:
     engine = Engine(kind, tmp_path, groups=[])
     assert engine.run("1", [*SYSTEM, 200])[0] == 0
     assert engine.run("1 again", [*SYSTEM, 200])[0] == 80
     assert engine.run("2", [*SYSTEM[:40], *[200] * 60])[0] == 0
 
 
-def test_without_states_nothing_changes(tmp_path: Path) -> None:
+def test_models_without_states_have_no_snapshots(tmp_path: Path) -> None:
     upstream.apply()
     scheduler: Any = scheduler_of(SpecScheduler, tmp_path)
     assert scheduler._snapshots is None

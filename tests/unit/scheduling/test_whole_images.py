@@ -13,7 +13,7 @@ from vllm.v1.core.sched.scheduler import Scheduler
 from vllm_gaudi_spec.config import UnsupportedConfigError
 from vllm_gaudi_spec.platforms.base import _keep_images_whole
 from vllm_gaudi_spec.scheduling import scheduler as module
-from vllm_gaudi_spec.scheduling.scheduler import SpecScheduler, before_a_part
+from vllm_gaudi_spec.scheduling.scheduler import SpecScheduler, limit_to_whole_images
 
 IMAGES: Any = [SimpleNamespace(mm_position=PlaceholderRange(offset=offset, length=5)) for offset in (4, 9)]
 """Of positions 4 to 8 and 9 to 13."""
@@ -34,18 +34,18 @@ IMAGES: Any = [SimpleNamespace(mm_position=PlaceholderRange(offset=offset, lengt
         (14, 3, 3),  # after both
     ],
 )
-def test_a_chunk_ends_before_an_image_or_after_it(num_computed: int, num_new: int, expected: int) -> None:
-    assert before_a_part(IMAGES, num_computed, num_new) == expected
+def test_chunk_never_splits_an_image(num_computed: int, num_new: int, expected: int) -> None:
+    assert limit_to_whole_images(IMAGES, num_computed, num_new) == expected
 
 
-def test_vllm_still_asks_there_how_long_a_chunk_may_be() -> None:
+def test_vllm_still_asks_for_chunk_length() -> None:
     parameters = list(inspect.signature(Scheduler._try_schedule_encoder_inputs).parameters)
     assert parameters[:4] == ["self", "request", "num_computed_tokens", "num_new_tokens"]
     assert SpecScheduler._try_schedule_encoder_inputs is not Scheduler._try_schedule_encoder_inputs
     assert inspect.getsource(Scheduler.schedule).count("self._try_schedule_encoder_inputs(") == 2
 
 
-def test_only_such_models_wait(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_only_prefix_lm_models_wait_for_images(monkeypatch: pytest.MonkeyPatch) -> None:
     asked: list[int] = []
     monkeypatch.setattr(Scheduler, "_try_schedule_encoder_inputs", lambda _, __, ___, num_new: asked.append(num_new))
     model = SimpleNamespace(is_mm_prefix_lm=False)
@@ -59,9 +59,9 @@ def test_only_such_models_wait(monkeypatch: pytest.MonkeyPatch) -> None:
 
 @pytest.mark.parametrize(
     ("max_requests", "num_drafts", "expected"),
-    [(4, 1, None), (4, 2, "set --max-num-batched-tokens to 14"), (8, 0, None), (9, 0, "decodes of 8 other requests")],
+    [(4, 1, None), (4, 2, "Set --max-num-batched-tokens to 14"), (8, 0, None), (9, 0, "decodes of 8 other requests")],
 )
-def test_a_warning_where_decodes_may_leave_no_room(
+def test_warning_if_decodes_may_leave_no_room_for_image(
     max_requests: int, num_drafts: int, expected: str | None, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     warned: list[str] = []
@@ -69,16 +69,16 @@ def test_a_warning_where_decodes_may_leave_no_room(
     scheduler: Any = SimpleNamespace(
         max_num_running_reqs=max_requests, num_spec_tokens=num_drafts, max_num_scheduled_tokens=12
     )
-    SpecScheduler._warn_of_long_waits(scheduler, SimpleNamespace(mm_features=[]))
+    SpecScheduler._warn_if_image_may_wait(scheduler, SimpleNamespace(mm_features=[]))
     assert not warned, "text"
-    SpecScheduler._warn_of_long_waits(scheduler, SimpleNamespace(mm_features=IMAGES))
+    SpecScheduler._warn_if_image_may_wait(scheduler, SimpleNamespace(mm_features=IMAGES))
     assert len(warned) == (expected is not None)
     if expected is not None:
         assert expected in warned[0]
 
 
 @pytest.mark.parametrize("both_ways", [True, False])
-def test_the_configuration_leaves_room_for_an_image(both_ways: bool) -> None:
+def test_configuration_leaves_room_for_an_image(both_ways: bool) -> None:
     scheduler = SimpleNamespace(
         disable_chunked_mm_input=False,
         long_prefill_token_threshold=64,
