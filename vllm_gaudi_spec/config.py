@@ -1,4 +1,4 @@
-"""What users configure through vLLM: its `speculative_config`, and `additional_config["gaudi_spec"]`."""
+"""What users configure through vLLM: `speculative_config` and `additional_config["gaudi_spec"]`."""
 
 from __future__ import annotations
 
@@ -21,19 +21,19 @@ ADDITIONAL_CONFIG_KEY = "gaudi_spec"
 
 
 class UnsupportedConfigError(ValueError):
-    """The user asked for something that this platform cannot do; the message names the option to change.
+    """Raised for what this platform does not support. The message names the option to change.
 
-    Inside vLLM's configurations pydantic catches it, and `upstream.raise_refusals_unchanged` raises it again.
+    Pydantic catches it inside vLLM's configurations; `upstream.raise_refusals_unchanged` raises it again.
     """
 
 
 class UnusableInstallationError(UnsupportedConfigError):
-    """vLLM cannot run here, whatever is asked of it; the message has the remedy, and a traceback would add nothing."""
+    """Raised if vLLM cannot run here at all. The message has the remedy, so no traceback is needed."""
 
 
 def in_one_line(error: BaseException) -> str:
-    """An error as one line, for the last line that a user reads."""
-    details = getattr(error, "errors", None)  # pydantic's own list of what failed
+    """Format an error as one line, for the last line that a user reads."""
+    details = getattr(error, "errors", None)  # pydantic's list of what failed
     if callable(details):
         message = "; ".join(": ".join([*map(str, item["loc"]), item["msg"]]) for item in details())
     else:
@@ -42,11 +42,11 @@ def in_one_line(error: BaseException) -> str:
 
 
 OTHER_MODEL = "use a model in bfloat16 or float16"
-"""What is left where a quantized checkpoint is not read."""
+"""The remedy if a quantized checkpoint cannot be read."""
 
 
-def pickled_weights(model: str, file: str | Path) -> str:
-    """Why pickled weights are not read."""
+def explain_pickled_weights(model: str, file: str | Path) -> str:
+    """Return why pickled weights are not read."""
     return (
         f"The weights of {model} are pickles ({Path(file).name}), and reading a pickle runs code in it; "
         "give a folder with *.safetensors (see SECURITY.md for how to make them)."
@@ -54,100 +54,109 @@ def pickled_weights(model: str, file: str | Path) -> str:
 
 
 REFUSED_ADAPTER = "cannot be served"
-"""In every message about a LoRA adapter that is wrong in itself. Errors reach the server as texts."""
+"""Part of every message about a bad LoRA adapter. The server recognizes it, as errors arrive there as text."""
 
 
 def read_named_file(path: str | Path) -> str:
-    """The text of a file that an option names. OSError if it is not a plain file: a device or a pipe may never end."""
+    """Return the text of a file that an option names.
+
+    Raises:
+        OSError: The file is not a plain file. Reading a device or a pipe may never end.
+    """
     if not stat.S_ISREG(os.stat(path).st_mode):
         raise OSError(errno.EINVAL, "not a plain file", str(path))
     return Path(path).read_text()
 
 
 def ranks_in_step(vllm_config: VllmConfig, model: ModelConfig | None = None) -> int:
-    """How many data-parallel ranks run each forward together: 1 without experts. `model`: a head, where that
-    is not the configuration's."""
+    """Return how many data-parallel ranks run each forward together, which is 1 without experts.
+
+    Args:
+        model: The model to check if it is not the configuration's, such as a head.
+    """
     parallel, model = vllm_config.parallel_config, model or vllm_config.model_config
     return parallel.data_parallel_size if model is not None and model.is_moe else 1
 
 
-def target_of(vllm_config: VllmConfig) -> ModelConfig:
-    """The target's model. In the drafter's copy of a configuration, `model_config` is the drafter."""
+def get_target_config(vllm_config: VllmConfig) -> ModelConfig:
+    """Return the target's configuration. In a drafter's copy of `vllm_config`, `model_config` is the drafter's."""
     spec_config = vllm_config.speculative_config
     target = None if spec_config is None else spec_config.target_model_config
-    return target or vllm_config.model_config  # n-gram, suffix and custom drafters can be configured without
+    return target or vllm_config.model_config  # not set for n-gram, suffix and custom drafters
 
 
 def needs_batch_invariance(vllm_config: VllmConfig, model: ModelConfig | None = None) -> bool:
-    """Return whether a model must compute every row independently of the batch. `model`: as in `ranks_in_step`.
+    """Whether a model must compute every row independently of the batch. `model` is as in `ranks_in_step`.
 
-    A draft model need not: its drafts are verified, so its rounding never reaches the output.
+    Draft models need not: their drafts are verified, so their rounding never affects the output.
     """
-    is_target = (model or vllm_config.model_config) is target_of(vllm_config)
+    is_target = (model or vllm_config.model_config) is get_target_config(vllm_config)
     return is_target and Options.from_vllm(vllm_config).batch_invariant
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Options:
-    """What a user can set under `additional_config["gaudi_spec"]`.
-
-    None means the device's default.
-    """
+    """Options in `additional_config["gaudi_spec"]`. None stands for the device's default."""
 
     batch_buckets: tuple[int, ...] | None = None
-    """Decode batch sizes; each decode step is padded up to one of these."""
+    """Decode batch sizes. Each decode step is padded to one of them."""
     prefill_buckets: tuple[int, ...] | None = None
-    """Prompt chunk lengths; each chunk is padded up to one of these."""
+    """Prompt chunk lengths. Each chunk is padded to one of them."""
     block_buckets: tuple[int, ...] | None = None
-    """Blocks of KV in all rows of a decode, on devices that list them; each decode is padded up to one of these."""
+    """Numbers of KV blocks in all rows of a decode, on devices that list them. Each decode is padded to one of them."""
     bucket_strategy: str | None = None
-    """How lists that are not configured are made: `exponential`, or `linear`."""
+    """How lists that are not configured grow: `exponential` or `linear`."""
     buckets_file: str | None = None
-    """A JSON file with lists by name: batch, prefill, blocks."""
+    """A JSON file with lists named batch, prefill and blocks."""
     prefill_rows: tuple[int, ...] | None = None
-    """How many prompt chunks of one length may share a step."""
+    """Numbers of prompt chunks that may share a forward."""
     warmup_tokens: int | None = None
-    """Shapes of up to this many tokens are run during warm-up, larger ones only listed. -1 runs them all."""
+    """The number of tokens up to which warm-up runs a shape. Larger shapes are only listed. -1 runs all shapes."""
     universal_context: str | None = None
-    """How a drafter with another vocabulary reads: `map`, id by id, or `retokenize`, the text in its own tokens."""
+    """How a drafter with another vocabulary reads the context: `map` token ids, or `retokenize` the text."""
     universal_match: str | None = None
-    """How its drafts become the target's tokens: `tli`, only tokens of both vocabularies are drafted, or `slem`, all of
-    its tokens are, and their text is tokenized again."""
+    """How its drafts become target tokens: `tli` drafts only tokens of both vocabularies; `slem` drafts any token and
+    tokenizes the text of drafts for the target."""
     universal_kv_len: int | None = None
-    """For `retokenize`: how many of its own tokens the drafter keeps for each request."""
+    """For `retokenize`: how many of its own tokens the drafter keeps per request."""
     adaptive: bool = False
-    """Requests whose drafts are seldom accepted draft less."""
+    """Adaptive k: whether requests whose drafts are rarely accepted draft fewer tokens."""
     goodput: bool = False
-    """Batches draft only while that is faster than decoding without drafts."""
+    """Whether batches draft only while that is faster than decoding without drafts."""
     state_snapshots: int | None = None
-    """For models with recurrent layers: how many of their states the prefix cache keeps."""
+    """For models with recurrent layers: the number of states that the prefix cache keeps."""
     audit_every: int = 0
-    """One in so many requests is decoded again without drafts in idle steps, and compared; 0: none."""
+    """Decode one in this many requests again without drafts in idle steps, and compare; 0 disables audits."""
     cpu_weights: str | None = None
-    """On a CPU, in which format linear weights are kept: `float32`, `float16`, or `int8`. Without a choice float32, and
-    for small steps a float16 copy of each matrix that is the same in both."""
+    """The format of linear weights on a CPU: `float32`, `float16` or `int8`. By default float32, and for small steps a
+    float16 copy of each matrix that float16 represents exactly."""
     weight_kernels: str | None = None
-    """How quantized checkpoints are computed with: `reference`, dequantized while they are read, or `native`, by the
-    device's kernels for their format. Without a choice native where there are such kernels."""
+    """How quantized checkpoints run: `reference` dequantizes them at load, `native` uses the device's kernels for their
+    format. By default native if the device has such kernels."""
     batch_invariant: bool = False
-    """Compute each position of a request bit for bit alike, however many rows and positions share its step."""
+    """Whether a position's result has the same bits however many rows and positions share its step."""
     draft_quant_config: str | None = None
-    """The drafter's quantization file, as QUANT_CONFIG of the environment is the target's."""
+    """The drafter's quantization file. The target's is the environment variable QUANT_CONFIG."""
     fp8_range: str | None = None
-    """Where FP8 is simulated, the range of e4m3: `gaudi2`, up to 240, or `gaudi3`, up to 448."""
+    """The range of e4m3 if FP8 is simulated: `gaudi2` (up to 240) or `gaudi3` (up to 448)."""
 
     @property
     def adapts_num_drafts(self) -> bool:
-        """Whether the number of drafts depends on how earlier ones did."""
+        """Whether the number of drafts depends on the results of earlier drafts."""
         return self.adaptive or self.goodput
 
     @classmethod
     def from_vllm(cls, vllm_config: VllmConfig) -> Options:
+        """Return the options in `additional_config["gaudi_spec"]`.
+
+        Raises:
+            UnsupportedConfigError: An option is unknown or has a wrong value.
+        """
         every = _object(vllm_config.additional_config, "additional_config")
         requested = _object(every.get(ADDITIONAL_CONFIG_KEY))
         names = [f.name for f in fields(cls)]
         for key in every:
-            if meant := _meant(key, names):
+            if meant := _guess_meaning(key, names):
                 raise UnsupportedConfigError(f"additional_config has no {shown(key)}; did you mean {meant}?")
         if unknown := [name for name in requested if name not in names]:
             raise UnsupportedConfigError(
@@ -157,8 +166,8 @@ class Options:
         return cls(**{name: _READ.get(name, bucket_list)(name, value) for name, value in requested.items()})
 
 
-def _meant(key: str, options: list[str]) -> str | None:
-    """What a key of `additional_config` beside ours was probably meant to be."""
+def _guess_meaning(key: str, options: list[str]) -> str | None:
+    """Return what an unknown key of `additional_config` was probably meant to be, or None."""
     if key in options:
         return f"additional_config.{ADDITIONAL_CONFIG_KEY}.{key}"
     if key != ADDITIONAL_CONFIG_KEY and get_close_matches(str(key).lower(), [ADDITIONAL_CONFIG_KEY]):
@@ -167,7 +176,7 @@ def _meant(key: str, options: list[str]) -> str | None:
 
 
 def shown(value: Any) -> str:
-    """A user's value in a message: on one line, and cut to a bounded length."""
+    """Format a user's value for a message: on one line and of limited length."""
     text = repr(value)
     return text if len(text) <= _MAX_SHOWN else f"{text[:_MAX_SHOWN]}..."
 
@@ -183,70 +192,48 @@ def _object(value: Any, name: str = f"additional_config.{ADDITIONAL_CONFIG_KEY}"
     return value
 
 
+def _wrong(name: str, expected: str, value: Any) -> UnsupportedConfigError:
+    return UnsupportedConfigError(
+        f"additional_config.{ADDITIONAL_CONFIG_KEY}.{name} must be {expected}, got {shown(value)}."
+    )
+
+
 def _one_of(*values: str) -> Callable[[str, Any], str]:
     def read(name: str, value: Any) -> str:
         if value not in values:
-            raise UnsupportedConfigError(
-                f"additional_config.{ADDITIONAL_CONFIG_KEY}.{name} must be {' or '.join(values)}, got {shown(value)}."
-            )
+            raise _wrong(name, " or ".join(values), value)
         return str(value)
 
     return read
 
 
-def _positive(name: str, value: Any) -> int:
-    if _integer(name, value) < 1:
-        raise UnsupportedConfigError(
-            f"additional_config.{ADDITIONAL_CONFIG_KEY}.{name} must be 1 or more, got {shown(value)}."
-        )
-    return int(value)
+def _at_least(minimum: int, expected: str) -> Callable[[str, Any], int]:
+    def read(name: str, value: Any) -> int:
+        if not isinstance(value, int) or isinstance(value, bool):
+            raise _wrong(name, "an integer", value)
+        if value < minimum:
+            raise _wrong(name, expected, value)
+        return value
 
-
-def _count(name: str, value: Any) -> int:
-    if _integer(name, value) < 0:
-        raise UnsupportedConfigError(
-            f"additional_config.{ADDITIONAL_CONFIG_KEY}.{name} must be 0 or more, got {shown(value)}."
-        )
-    return int(value)
-
-
-def _count_or_all(name: str, value: Any) -> int:
-    if _integer(name, value) < -1:
-        raise UnsupportedConfigError(
-            f"additional_config.{ADDITIONAL_CONFIG_KEY}.{name} must be -1, for all, or more, got {shown(value)}."
-        )
-    return int(value)
-
-
-def _integer(name: str, value: Any) -> int:
-    if not isinstance(value, int) or isinstance(value, bool):
-        raise UnsupportedConfigError(
-            f"additional_config.{ADDITIONAL_CONFIG_KEY}.{name} must be an integer, got {shown(value)}."
-        )
-    return value
+    return read
 
 
 def _switch(name: str, value: Any) -> bool:
     if not isinstance(value, bool):
-        raise UnsupportedConfigError(
-            f"additional_config.{ADDITIONAL_CONFIG_KEY}.{name} must be true or false, got {shown(value)}."
-        )
+        raise _wrong(name, "true or false", value)
     return value
 
 
 def _text(name: str, value: Any) -> str:
     if not isinstance(value, str) or not value:
-        raise UnsupportedConfigError(
-            f"additional_config.{ADDITIONAL_CONFIG_KEY}.{name} must be a text, got {shown(value)}."
-        )
+        raise _wrong(name, "a text", value)
     return value
 
 
 def bucket_list(name: str, value: Any) -> tuple[int, ...]:
+    """Return a user's list of buckets, sorted and without duplicates."""
     if not isinstance(value, list | tuple) or not value or not all(type(v) is int and v > 0 for v in value):
-        raise UnsupportedConfigError(
-            f"additional_config.{ADDITIONAL_CONFIG_KEY}.{name} must be a list of positive integers, got {shown(value)}."
-        )
+        raise _wrong(name, "a list of positive integers", value)
     return tuple(sorted(set(value)))
 
 
@@ -255,24 +242,24 @@ MAP, RETOKENIZE = "map", "retokenize"
 TLI, SLEM = "tli", "slem"
 FLOAT32, FLOAT16, INT8 = "float32", "float16", "int8"
 FP8_KV = "fp8_e4m3"
-"""vLLM's name of the one --kv-cache-dtype that is not the model's; its other names for e4m3 become this."""
+"""The only --kv-cache-dtype besides the model's. vLLM's other names for e4m3 are changed to this one."""
 REFERENCE, NATIVE = "reference", "native"
 GAUDI2, GAUDI3 = "gaudi2", "gaudi3"
 E4M3_MAX = {GAUDI2: 240.0, GAUDI3: 448.0}
-"""The largest e4m3 number of each Gaudi. Gaudi 2 keeps the highest exponent for infinities, as IEEE numbers do."""
+"""The largest e4m3 number on each Gaudi. Gaudi 2 reserves the highest exponent for infinities, as IEEE 754 does."""
 GAUDIS = tuple(E4M3_MAX)
-# Readers of options that are not lists of buckets.
+# Parsers of options that are not lists of buckets.
 _READ: dict[str, Callable[[str, Any], Any]] = {
-    "warmup_tokens": _count_or_all,
+    "warmup_tokens": _at_least(-1, "-1, for all, or more"),
     "bucket_strategy": _one_of(EXPONENTIAL, LINEAR),
     "buckets_file": _text,
     "universal_context": _one_of(MAP, RETOKENIZE),
     "universal_match": _one_of(TLI, SLEM),
-    "universal_kv_len": _positive,
+    "universal_kv_len": _at_least(1, "1 or more"),
     "adaptive": _switch,
     "goodput": _switch,
-    "audit_every": _count,
-    "state_snapshots": _positive,
+    "audit_every": _at_least(0, "0 or more"),
+    "state_snapshots": _at_least(1, "1 or more"),
     "cpu_weights": _one_of(FLOAT32, FLOAT16, INT8),
     "weight_kernels": _one_of(REFERENCE, NATIVE),
     "batch_invariant": _switch,
@@ -281,28 +268,28 @@ _READ: dict[str, Callable[[str, Any], Any]] = {
 }
 
 MAX_DRAFTS = 16
-"""The most drafts of a request in one step."""
+"""The maximum number of drafts of a request in one step."""
 
-# Per request. The first two are the limits of upstream's GPU sampler for logit_bias and bad_words.
+# Limits per request. The first two are those of vLLM's GPU sampler for logit_bias and bad_words.
 MAX_LOGIT_EDITS = 1024
-"""One for each biased token, each spelling of a bad word, and each end token that min_tokens holds back."""
+"""The number of biased tokens, spellings of bad words, and end tokens that min_tokens suppresses."""
 MAX_BAD_WORD_TOKENS = 1024
-"""In all spellings of all bad words."""
+"""The number of tokens in all spellings of all bad words."""
 MAX_BAD_WORD_TEXT = 16 * MAX_BAD_WORD_TOKENS
-"""Characters, so that a text that has too many tokens is refused before it is tokenized."""
+"""The number of characters in bad words, checked before they are tokenized."""
 MAX_CONSTRAINT_TEXT = 256 * 1024
-"""Characters of a JSON schema, regex, grammar or list of choices. Larger ones take seconds to compile and more than
-64 MiB, at the expense of other requests."""
+"""The number of characters of a JSON schema, regex, grammar or list of choices. Larger ones take seconds to compile
+and more than 64 MiB, which would delay other requests."""
 
 REQUEST_OPTION = "num_speculative_tokens"
-"""In a request's `extra_args`, which is `vllm_xargs` over HTTP: its maximum number of drafts in a step, 0 for none."""
+"""The key in a request's `extra_args` (`vllm_xargs` over HTTP) for its maximum number of drafts per step."""
 
 
 UNIVERSAL_DRAFT = "universal_draft"
-"""Our method name for vLLM's `draft_model` with another vocabulary than the target's."""
+"""Our name for vLLM's method `draft_model` with a different vocabulary than the target's."""
 _DEFAULT_KV_LEN = 2048
 IS_UNIVERSAL = "gaudi_spec_universal_draft"
-"""The attribute by which upstream/ marks a configuration of vLLM's with that method."""
+"""The attribute by which `upstream/` marks a speculative configuration with that method."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -311,26 +298,26 @@ class Speculation:
 
     method: str
     num_drafts: int
-    """k: the most tokens drafted for a row in a step."""
+    """k: the maximum number of drafts of a row in a step."""
     rule: str
     """`rejection_sample_method`, one of `RULES`."""
     drafting: str
-    """`draft_sample_method`: greedy (a drafter's best token; n-grams and suffixes too), probabilistic, coupled."""
+    """`draft_sample_method`: greedy (also n-grams and suffixes), probabilistic or coupled."""
     drafter_max_len: int | None
-    """The drafter sees no position from this on."""
+    """The drafter's maximum length, or None without one."""
     universal: bool = False
-    """The drafter has a vocabulary of its own."""
+    """Whether the drafter has a different vocabulary than the target."""
     universal_context: str = MAP
-    """How it reads the context: `map` or `retokenize`."""
+    """How the drafter reads the context: `map` or `retokenize`."""
     universal_match: str = TLI
-    """How its drafts become the target's tokens: `tli` or `slem`."""
+    """How its drafts become target tokens: `tli` or `slem`."""
     universal_kv_len: int = 0
-    """For `retokenize`: how many tokens it keeps for each request."""
+    """For `retokenize`: how many of its own tokens the drafter keeps per request."""
     synthetic_rates: tuple[float, ...] = ()
-    """For the synthetic rule: how often the first i + 1 drafts are all accepted."""
+    """For the synthetic rule: the probability that the first i + 1 drafts are all accepted."""
 
     def __post_init__(self) -> None:
-        if self.rule not in RULES:  # a value of vLLM's that is not in RULES
+        if self.rule not in RULES:  # one of vLLM's rules that we do not have
             raise UnsupportedConfigError(
                 f"rejection_sample_method {self.rule} is not known here; use one of {', '.join(RULES)} in "
                 "--speculative-config."
@@ -350,35 +337,36 @@ class Speculation:
 
     @property
     def retokenizes(self) -> bool:
-        """Whether the drafter reads the text in its own tokens, which the host tracks."""
+        """Whether the drafter reads the text in its own tokens, which the host keeps."""
         return self.universal and self.universal_context == RETOKENIZE
 
     @property
     def on_device(self) -> bool:
-        """Whether drafts are made on the device, between two steps: only then is async scheduling possible."""
+        """Whether drafts are made on the device between two steps, as async scheduling requires."""
         return self.needs_device and not self.retokenizes
 
     @property
     def needs_device(self) -> bool:
-        """Whether rounds of drafts run on the device, whoever starts them."""
+        """Whether drafting rounds run on the device."""
         return METHODS[self.method].on_device
 
     def longest(self, max_model_len: int) -> int:
-        """The length that a row's context and its drafts may reach together."""
-        # A verify step adds its drafts and one token more, which may be the model's last.
+        """Return the maximum length of a row's context and drafts together."""
+        # A verify step adds one token besides its drafts, which may be the model's last.
         longest = max_model_len - 1
-        # A drafter that counts in its own tokens has its own limit.
+        # A drafter that counts its own tokens has its own limit.
         if self.retokenizes or self.drafter_max_len is None:
             return longest
         return min(longest, self.drafter_max_len)
 
     @property
     def keeps_probs(self) -> bool:
-        """Whether the rule reads the distributions that drafts were drawn from."""
+        """Whether the rule reads the distributions that drafts were sampled from."""
         return self.drafting == "probabilistic" and RULES[self.rule].needs_probs
 
     @classmethod
     def from_vllm(cls, vllm_config: VllmConfig) -> Speculation | None:
+        """Return the speculation of a configuration, or None."""
         spec_config = vllm_config.speculative_config
         if spec_config is None:
             return None
@@ -399,15 +387,18 @@ class Speculation:
             universal=universal,
             universal_context=context,
             universal_match=options.universal_match or TLI,
-            universal_kv_len=_drafter_kv_len(vllm_config, options) if universal and context == RETOKENIZE else 0,
+            universal_kv_len=_choose_drafter_kv_len(vllm_config, options) if universal and context == RETOKENIZE else 0,
             synthetic_rates=tuple(spec_config.synthetic_acceptance_rates or ()),
         )
 
 
-def _drafter_kv_len(vllm_config: VllmConfig, options: Options) -> int:
-    """A text may have more of the drafter's tokens than of the target's, to whose context vLLM cuts the drafter's."""
+def _choose_drafter_kv_len(vllm_config: VllmConfig, options: Options) -> int:
+    """Return how many of its own tokens the drafter keeps per request.
+
+    A text may have more drafter tokens than target tokens, but vLLM limits the drafter's context to the target's.
+    """
     spec_config = vllm_config.speculative_config
     model = spec_config.draft_model_config
     max_len = spec_config.max_model_len or getattr(model.hf_text_config, "max_position_embeddings", model.max_model_len)
-    default = min(_DEFAULT_KV_LEN, 2 * target_of(vllm_config).max_model_len)
+    default = min(_DEFAULT_KV_LEN, 2 * get_target_config(vllm_config).max_model_len)
     return int(min(options.universal_kv_len or default, max_len))

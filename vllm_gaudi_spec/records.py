@@ -1,4 +1,4 @@
-"""The records that the parts of a step pass on, from the scheduler's output to the report. Imports only types.
+"""Records that the parts of a step pass to each other, from the scheduler's output to the report.
 
 Letters at the end of a tensor's name are its dimensions. In every file:
 
@@ -8,7 +8,7 @@ Letters at the end of a tensor's name are its dimensions. In every file:
     V  vocabulary of the target     U  vocabulary of the drafter    D  size of an attention head
     G  KV cache groups              N  KV blocks                    W  blocks of a block table, words of a bit mask
 
-A digit is that many. Another letter has a legend at the top of its file.
+A digit is a dimension of that size. Files that use other letters explain them at the top.
 """
 
 from __future__ import annotations
@@ -36,50 +36,52 @@ NO_ROW = -1
 
 
 class PromptEmbeddings(NamedTuple):
-    """A prompt of embeddings in place of tokens, or of both. The token of an embedding is 0, or what the user
-    passes for it: drafters and penalties see that."""
+    """A prompt of embeddings, or of embeddings and tokens.
+
+    Drafters and penalties see token 0 in place of an embedding, or the token that the user passes for it.
+    """
 
     rows_LH: torch.Tensor
-    """On the host: of all positions, those of tokens included."""
+    """Embeddings of all positions, including those of tokens, on the host."""
     is_embeds_np: np.ndarray
-    """bool [L]: which positions are embeddings."""
+    """bool [L]: positions that are embeddings."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class PromptScores:
-    """Log-probabilities of neighboring tokens of a prompt, on their way to the host."""
+    """Log-probabilities of consecutive prompt tokens, on their way to the host."""
 
     wait: Callable[[], torch.Tensor]
     """Returns the copy on the host: int32 [tokens, 2 * (1 + count) + 1], ids, scores and ranks side by side."""
     num_tokens: int
     num_computed: int
-    """How many of the likeliest tokens were computed for each position,"""
+    """How many of the most likely tokens were computed per position."""
     num_requested: int
-    """and how many of those the request asked for."""
+    """How many of them the request asked for."""
 
 
 @dataclass(slots=True, eq=False, kw_only=True)
 class Request:
-    """The host's view of a request. It lives until the request finishes, with or without a row."""
+    """The host's view of a request. It exists until the request finishes, with or without a row."""
 
     req_id: str
     params: SamplingParams
     seed_words: tuple[int, int]
     prompt: list[int]
     outputs: list[int] = field(default_factory=list)
-    """Output tokens that have reached the host, for processors that users bring; else those at admission."""
+    """Output tokens at admission. With custom logits processors, all output tokens that have reached the host."""
     row: int = NO_ROW
     all_token_ids: list[int] = field(default_factory=list)
-    """All tokens at admission: the prompt, and outputs if the request was preempted."""
+    """All tokens at admission: the prompt, and the outputs if the request was preempted."""
     num_computed: int = 0
     prompt_logprobs: list[PromptScores] = field(default_factory=list)
-    """Those of the prompt chunks done so far."""
+    """Log-probabilities of the prompt chunks computed so far."""
     lora: LoRARequest | None = None
     pooling: PoolingParams | None = None
-    """What is made of its prompt in place of tokens; `params` are then those of nobody."""
+    """Set for pooling requests. `params` is then a placeholder that belongs to no request."""
     embeds: PromptEmbeddings | None = None
     media_end: int = 0
-    """Where steps are captured: the position after the last image, which only prompt chunks compute."""
+    """On devices that capture graphs: the position after the last image, which only prompt chunks compute."""
 
     @property
     def num_prompt(self) -> int:
@@ -92,8 +94,10 @@ DECODE, PREFILL = "decode", "prefill"
 
 
 class Shape(NamedTuple):
-    """`rows` requests with `queries` tokens each, over at most `context` tokens of KV a row; for a decode on a device
-    that lists the blocks of all rows, over at most `context` blocks of KV."""
+    """The shape of a forward: `rows` requests of `queries` tokens each, with at most `context` tokens of KV per row.
+
+    For decodes on devices that list the blocks of all rows, `context` is the number of those blocks.
+    """
 
     phase: str
     rows: int
@@ -106,8 +110,10 @@ class Shape(NamedTuple):
 
 
 class SampleShape(NamedTuple):
-    """Where a sampling pass has logits: at `queries` positions of each of `rows` rows; or, where `positions` is not 0,
-    at so many of those, which are listed one by one."""
+    """The positions of a sampling pass: `queries` positions of each of `rows` rows.
+
+    If `positions` is not 0, the pass lists that many of these positions instead.
+    """
 
     rows: int
     queries: int
@@ -116,25 +122,24 @@ class SampleShape(NamedTuple):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Planned:
-    """A batch on the host: B rows of Q tokens; rows after those of `requests` are padding."""
+    """A batch on the host: B rows of Q tokens. Rows beyond `requests` are padding."""
 
     shape: Shape
     requests: list[Request]
     counts: list[int]
-    """The host's number of tokens a row: exact for a prompt chunk, the most for a decode, whose drafts the device
-    counts."""
+    """Tokens of each row: exact for a prompt chunk, the maximum for a decode, whose drafts the device counts."""
     ends: list[int]
-    """The most tokens of KV that each row may have when the step ends; for a decode with the drafts that follow it."""
+    """The maximum number of tokens of KV of each row when the step ends, including the drafts that follow a decode."""
     finishes: list[bool]
-    """Requests that sample in this step: all but those whose prompt goes on."""
+    """Whether each request samples in this step, because its prompt does not continue."""
 
     def finishing(self) -> list[tuple[Request, int]]:
-        """Requests that sample, and the most tokens that each has then, its drafts included."""
+        """Return the requests that sample, and the maximum length of each including its drafts."""
         ends = [request.num_computed + count for request, count in zip(self.requests, self.counts, strict=True)]
         return list(compress(zip(self.requests, ends, strict=True), self.finishes))
 
     def num_positions(self) -> list[int]:
-        """Of each request that samples: the most positions at which it may."""
+        """Return the maximum number of positions at which each sampling request samples."""
         counts = self.counts if self.shape.phase == DECODE else [1] * len(self.counts)
         return list(compress(counts, self.finishes))
 
@@ -143,7 +148,7 @@ class Planned:
 
     @property
     def num_sampled(self) -> int:
-        """Positions at which a row of this batch may sample."""
+        """The number of positions at which a row of this batch may sample."""
         return self.shape.queries if self.shape.phase == DECODE else 1
 
 
@@ -154,34 +159,33 @@ class Batch(Planned):
     inputs: StepInputs
     multimodal: MultimodalInputs | None = None
     token_types_T: torch.Tensor | None = None
-    """int32 [B * Q]: which of two texts a token is of, where a request has two."""
+    """int32 [B * Q]: which of two texts a token belongs to, for requests with two texts."""
 
 
 class Listed(NamedTuple):
-    """N of the B * Q positions of a batch. Padding repeats the first."""
+    """N of a batch's B * Q positions. Padding repeats the first one."""
 
     index_2N: torch.Tensor
-    """int64: the row in the batch of each, and its query."""
+    """int64: the batch row and the query of each position."""
     slots_BQ: torch.Tensor
-    """int64: where the list has each position; any for those that it does not have."""
+    """int64: the index of each position in the list; undefined for positions that are not in it."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class SampleBatch:
-    """The B rows of a step that sample, at up to Q positions each: one pass over all of them, whatever batch computed
-    them.
+    """The B rows of a step that sample, at up to Q positions each, from all batches of the step.
 
-    A row that comes from a prompt is a verify of zero drafts.
+    The last row of a prompt is a verification of zero drafts.
     """
 
     requests: list[Request]
     shape: SampleShape
     rows_np: np.ndarray
-    """int32; padding has the pad row."""
+    """int32. Padding uses the pad row."""
     index_np: np.ndarray | None = None
-    """int32 [2, N], where positions are listed: the row in the batch of each, and its query,"""
+    """int32 [2, N]: the batch row and the query of each position, if positions are listed."""
     slots_np: np.ndarray | None = None
-    """int32 [B, Q]: and where the list has each position."""
+    """int32 [B, Q]: the index of each position in the list."""
 
     @property
     def num_queries(self) -> int:
@@ -221,23 +225,23 @@ class DraftBatch:
 
 
 class Hidden(NamedTuple):
-    """Hidden states of tokens: the output of a model."""
+    """A model's output: hidden states of tokens."""
 
     last: torch.Tensor
-    """What logits are computed from."""
+    """The states from which logits are computed."""
     carried: torch.Tensor | None = None
-    """What a head reads of them, beside the token that follows; often the same."""
+    """The states that a head reads beside the next token; often the same."""
 
 
 class Drafted(NamedTuple):
-    """One draft a row."""
+    """One draft per row."""
 
     tokens_B: torch.Tensor
     """int32."""
     probs_BV: torch.Tensor | None
-    """float32: the distribution that the tokens were drawn from; the probabilistic mode only."""
+    """float32: the distribution from which the tokens were sampled, if drafting is probabilistic."""
     sound_B: torch.Tensor | None = None
-    """bool: whether the logits were numbers, where that was checked."""
+    """bool: whether the logits were finite, if that was checked."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -246,57 +250,57 @@ class Context:
 
     req_id: str
     tokens_np: np.ndarray
-    """int32 [n]: prompt and outputs. A view that is valid during the call only."""
+    """int32 [n]: prompt and outputs. The view is valid only during the call."""
     num_prompt: int
     max_drafts: int
-    """At least 1: the most drafts that this request has use for."""
+    """The maximum number of drafts that the request can use, at least 1."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class DraftRequest:
-    """The rows of a step, for proposers on the device. Padding has the pad row and `max_drafts` 0."""
+    """The rows of a step, for proposers on the device. Padding uses the pad row, with `max_drafts` 0."""
 
     rows_B: torch.Tensor
     """int64: rows of the request state."""
     history_RM: torch.Tensor
-    """int32: prompt and outputs of every row; nothing after a row's length is to be read."""
+    """int32: prompt and outputs of every row. Tokens beyond a row's length are undefined."""
     lengths_B: torch.Tensor
-    """int32: tokens of each row, the newest included."""
+    """int32: the number of tokens of each row, including the most recent one."""
     max_drafts_B: torch.Tensor
-    """int32: the most drafts that a row has use for, 0 to K."""
+    """int32: the maximum number of drafts that each row can use, 0 to K."""
     num_drafts: int
     """K."""
     blocks: Blocks
-    """The rows' KV blocks, with room for all drafts but the last; none where the drafter keeps no KV."""
+    """The rows' KV blocks, with room for all drafts but the last. Empty if the drafter keeps no KV."""
     row_operations: RowOperations
     choose: Callable[[torch.Tensor, int], Drafted]
-    """From a drafter's logits [B, V] in the target's ids, which it may change, and the number of drafts before, to
-    drafts: as configured, with the rows' temperatures and filters."""
+    """Chooses drafts as configured, with the rows' temperatures and filters. Takes a drafter's logits [B, V] in the
+    target's token ids, which it may overwrite, and the number of earlier drafts."""
     hidden: Hidden | None = None
-    """[B, H]: what each row's first draft follows from, for drafters that read hidden states."""
+    """[B, H]: the state from which each row's first draft follows, for drafters that read hidden states."""
 
 
 FAULTY = -1
-"""In place of a row's number of drafts: there are none, because what was drafted cannot be used."""
+"""In place of a row's number of drafts: its drafts cannot be used."""
 UNVERIFIED = -2
-"""In place of how many of a row's drafts a step verified: it had some, and a grammar or the scheduler removed all."""
+"""In place of a row's number of verified drafts: a grammar or the scheduler removed all of them."""
 
 
 class Drafts(NamedTuple):
     """The drafts of a batch."""
 
     tokens_BK: torch.Tensor
-    """int32; after a row's `num_drafts` any token."""
+    """int32. Tokens beyond a row's `num_drafts` are undefined."""
     num_drafts_B: torch.Tensor
     """int32: at most `max_drafts_B`."""
     probs_BKV: torch.Tensor | None = None
-    """float32: the distribution that each draft was drawn from, where drafting is probabilistic."""
+    """float32: the distribution from which each draft was sampled, if drafting is probabilistic."""
     sound_BK: torch.Tensor | None = None
-    """bool: whether the logits that each draft was chosen from were numbers; None where there were none."""
+    """bool: whether the logits of each draft were finite. None for drafters without logits."""
 
     @property
     def for_host(self) -> Drafts:
-        """As reported to the host: a row with a fault has no drafts."""
+        """The drafts as the host sees them: a faulty row has none."""
         return Drafts(self.tokens_BK, self.num_drafts_B.clamp(min=0))
 
 
@@ -316,78 +320,80 @@ class NoDraftReason(StrEnum):
 
 
 class DraftRound(NamedTuple):
-    """The outcome of one round of drafting, as a worker reports it."""
+    """The outcome of one drafting round, as a worker reports it."""
 
     faulty: tuple[str, ...] = ()
     """Requests whose drafts could not be used."""
     worked: bool = True
-    """Whether the drafter worked for at least one request."""
+    """Whether the drafts of at least one request could be used."""
 
 
 # --- results ---
 
 
 class Verification(NamedTuple):
-    """What a sampling pass decided for B rows at Q positions each. An acceptance rule fills in the tokens and their
-    number, the pass around it the rest."""
+    """The result of a sampling pass for B rows at Q positions each.
+
+    An acceptance rule sets the tokens and their number, the sampling pass sets the rest.
+    """
 
     tokens_BQ: torch.Tensor
-    """int32; only the first `num_sampled` of a row count."""
+    """int32. Only the first `num_sampled` tokens of a row are valid."""
     num_sampled_B: torch.Tensor
-    """int32: accepted drafts and one more; 0 for rows that do not sample in this step."""
+    """int32: the number of accepted drafts plus 1, or 0 for rows that do not sample in this step."""
     logprobs: LogprobsTensors | None = None
-    """B * Q rows: the sampled token and the likeliest."""
+    """B * Q rows: the sampled token and the most likely tokens."""
     scores: LogprobsTensors | None = None
-    """B * Q rows: the sampled token and those that a request named."""
+    """B * Q rows: the sampled token and the tokens that a request named."""
     num_drafts_B: torch.Tensor | None = None
-    """int32: how many drafts of each row were verified, or `FAULTY`, or `UNVERIFIED`; None without speculation."""
+    """int32: the number of verified drafts of each row, or `FAULTY` or `UNVERIFIED`. None without speculation."""
 
 
 @dataclass(slots=True)
 class StepResult:
-    """The result of a step: requests that sampled, and requests whose prompt goes on."""
+    """The result of a step: requests that sampled, and requests whose prompt continues."""
 
     requests: list[Request]
     verification: Verification | None = None
-    """None when no request sampled."""
+    """None if no request sampled."""
     rows_B: torch.Tensor | None = None
     """int64: the rows of the sampling pass, on the device."""
     prompt_logprobs: list[tuple[Request, list[PromptScores]]] = field(default_factory=list)
     unfinished: list[Request] = field(default_factory=list)
     started: list[Request] = field(default_factory=list)
-    """Those of `requests` whose prompt ended in this step, or that were resumed: there was nothing to verify."""
+    """The requests whose prompt ended in this step, or that were resumed: they had no drafts to verify."""
     signature: tuple[Hashable, ...] = ()
-    """Of the tensors that are copied to the host."""
+    """The signature of the tensors that are copied to the host."""
     drafts: Drafts | None = None
-    """For the next step, where a proposer on the device made them and the scheduler needs them on the host."""
+    """Drafts for the next step, if they were made on the device and the scheduler needs them on the host."""
     draft_rounds: list[DraftRound] = field(default_factory=list)
-    """Rounds of this step that the host itself observed."""
+    """Drafting rounds of this step on the host."""
 
 
 class WorkerCounts(NamedTuple):
-    """What a worker reports of itself with each step's output; counted since warm-up."""
+    """What a worker reports about itself with each step's output, counted since warm-up."""
 
     steps: int
     num_host_syncs: int
     compiled: int
     coverage: Mapping[str, float]
-    """Share of the output that each vocabulary covers; empty where the drafter has the target's vocabulary."""
+    """The share of each vocabulary's tokens that have a counterpart in the other. Empty without universal drafting."""
     num_left: int = 0
-    """Runs of warm-up that wait for idle steps."""
+    """The number of warm-up runs that wait for idle steps."""
 
 
 class WarmUpWork(NamedTuple):
-    """What warm-up makes, by kind, for estimates."""
+    """The number of graphs that warm-up makes, by kind, for estimates."""
 
     forwards: tuple[Shape, ...]
-    """Of the target."""
+    """Forwards of the target."""
     num_passes: int
-    """Sampling passes, reports and scores of prompts."""
+    """The number of sampling passes, reports and prompt scores."""
     num_pass_sizes: int
-    """Sizes of sampling passes, whatever their branch."""
+    """The number of sizes of sampling passes, whatever their branch."""
     num_drafter_runs: int
     num_ranks: int
-    """That the target is split over."""
+    """The number of ranks that share the target."""
 
     @property
     def num_graphs(self) -> int:

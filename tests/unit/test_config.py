@@ -28,11 +28,11 @@ from vllm.v1.serial_utils import MsgpackEncoder
 
 from tests.full_tests.tiny_models import common
 from vllm_gaudi_spec import config, devices, environment, refusals, upstream
-from vllm_gaudi_spec.config import Options, Speculation, UnsupportedConfigError, target_of
+from vllm_gaudi_spec.config import Options, Speculation, UnsupportedConfigError, get_target_config
 from vllm_gaudi_spec.devices.base import DeviceTraits
 from vllm_gaudi_spec.methods import METHODS
 from vllm_gaudi_spec.platforms import base as platform
-from vllm_gaudi_spec.refusals import drafters, models, speculation, unsupported_request
+from vllm_gaudi_spec.refusals import check_request, drafters, models, speculation
 from vllm_gaudi_spec.scheduling.scheduler import SpecScheduler
 from vllm_gaudi_spec.worker import Worker
 
@@ -347,7 +347,7 @@ def test_a_speculative_configuration_needs_no_target(speculative: dict[str, Any]
     alone = SpeculativeConfig(**speculative, num_speculative_tokens=3, max_model_len=TARGET_MAX_LEN)
     assert alone.target_model_config is None
     target = replace(made, speculative_config=alone)
-    assert target_of(target) is made.model_config
+    assert get_target_config(target) is made.model_config
     # Whose options are the target's: a drafter's copy of a configuration is not checked for them.
     target.additional_config = {"gaudi_spec": {"cpu_weights": "float16"}}
     with pytest.raises(UnsupportedConfigError, match="cpu_weights is for device cpu"):
@@ -995,13 +995,13 @@ def test_speculation_from_the_command_line(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize(("wanted", "fine"), [(0, True), (3, True), (-1, False), (True, False), (1.0, False)])
 def test_drafts_that_a_request_asks_for(wanted: Any, fine: bool) -> None:
-    reason = unsupported_request(SamplingParams(extra_args={"num_speculative_tokens": wanted}))
+    reason = check_request(SamplingParams(extra_args={"num_speculative_tokens": wanted}))
     assert (reason is None) == fine
     if reason is not None:
         assert (
             f"num_speculative_tokens in vllm_xargs (extra_args) must be an integer, 0 or more, got {wanted}" in reason
         )
-    assert unsupported_request(SamplingParams(extra_args={"other": wanted})) is None
+    assert check_request(SamplingParams(extra_args={"other": wanted})) is None
 
 
 @pytest.mark.parametrize(
@@ -1016,7 +1016,7 @@ def test_drafts_that_a_request_asks_for(wanted: Any, fine: bool) -> None:
     ],
 )
 def test_too_many_logit_edits_are_refused(params: SamplingParams, words: str | None) -> None:
-    reason = unsupported_request(params)
+    reason = check_request(params)
     assert reason is None if words is None else words in str(reason)
 
 
@@ -1035,31 +1035,31 @@ HALF = "\ud800"
     ],
 )
 def test_halves_of_characters_are_refused(given: dict[str, Any], name: str) -> None:
-    reason = unsupported_request(SamplingParams(**given))
+    reason = check_request(SamplingParams(**given))
     assert reason is not None
     assert reason.startswith(f"{name} has a lone surrogate")
     assert reason.isascii()
     with pytest.raises(UnicodeEncodeError):  # when this passes, vLLM's own way to the engine has become another
         MsgpackEncoder().encode(SamplingParams(**given))
-    assert unsupported_request(SamplingParams(), prompt=dict(cache_salt=HALF))
-    assert unsupported_request(SamplingParams(stop=["\U00010000"], bad_words=["é"])) is None
+    assert check_request(SamplingParams(), prompt=dict(cache_salt=HALF))
+    assert check_request(SamplingParams(stop=["\U00010000"], bad_words=["é"])) is None
 
 
 def test_what_prompt_embeddings_are_refused_beside() -> None:
     embeds, image = dict(type="embeds", prompt_embeds=torch.ones(2, 4)), dict(prompt_embeds=[(0, 2)], image=[(4, 9)])
-    assert unsupported_request(SamplingParams(), prompt=embeds) is None
-    reason = unsupported_request(SamplingParams(prompt_logprobs=1), prompt=embeds)
+    assert check_request(SamplingParams(), prompt=embeds) is None
+    reason = check_request(SamplingParams(prompt_logprobs=1), prompt=embeds)
     assert reason == "There are no prompt_logprobs of embeddings; leave prompt_logprobs out."
-    reason = unsupported_request(SamplingParams(), prompt=dict(mm_placeholders=image))
+    reason = check_request(SamplingParams(), prompt=dict(mm_placeholders=image))
     assert reason == "prompt_embeds are not supported beside images, video and sound; leave one of them out."
 
 
 def test_integers_that_are_too_long_are_refused() -> None:
     """Upstream looks at those of `extra_args` itself."""
     params = SamplingParams(stream_interval=2**64)
-    reason = unsupported_request(params)
+    reason = check_request(params)
     assert reason == "stream_interval has an integer of more than 64 bits; use a smaller one."
     with pytest.raises(OverflowError):
         MsgpackEncoder().encode(params)
-    assert unsupported_request(SamplingParams(stream_interval=2**63)) is None
-    assert unsupported_request(SamplingParams(extra_args={"mine": object()})) is None
+    assert check_request(SamplingParams(stream_interval=2**63)) is None
+    assert check_request(SamplingParams(extra_args={"mine": object()})) is None

@@ -16,7 +16,7 @@ from vllm_gaudi_spec.config import (
     Options,
     Speculation,
     UnsupportedConfigError,
-    target_of,
+    get_target_config,
 )
 from vllm_gaudi_spec.devices import load_backend, refuse_unknown_device
 from vllm_gaudi_spec.environment import DEVICE, choose_start_method, skip_warmup
@@ -25,13 +25,13 @@ from vllm_gaudi_spec.quantization.dequantized import choose_kernels, read_weight
 from vllm_gaudi_spec.quantization.kv_scheme import choose_kv_dtype, drop_scales_set_aside
 from vllm_gaudi_spec.recurrent.table import has_states
 from vllm_gaudi_spec.refusals import (
-    installed_logits_processors,
+    check_constraint_size,
+    check_logit_edits,
+    check_request,
+    list_installed_logits_processors,
     refuse_unsupported,
-    too_large_constraint,
-    too_many_logit_edits,
-    unsupported_request,
 )
-from vllm_gaudi_spec.refusals.models import models_of
+from vllm_gaudi_spec.refusals.models import list_models
 from vllm_gaudi_spec.runner.shapes import Shapes
 from vllm_gaudi_spec.upstream.utils import resolve_obj_by_qualname
 
@@ -70,8 +70,8 @@ def apply_patches() -> None:
     upstream.answer_accelerator_calls(current_platform.device_type)
     importlib.import_module(_QUANTIZATION_METHOD)  # it needs a platform, which this module is imported for
     use_device(load_backend)
-    upstream.refuse_tokenized_params(too_many_logit_edits)
-    upstream.refuse_params_before_verification(too_large_constraint)
+    upstream.refuse_tokenized_params(check_logit_edits)
+    upstream.refuse_params_before_verification(check_constraint_size)
     upstream.read_weights(
         lambda tensors, model, loaded: read_weights(drop_scales_set_aside(tensors, model), model, loaded)
     )
@@ -102,7 +102,7 @@ class SpecPlatform(Platform):
         from vllm.config import CompilationMode, CUDAGraphMode
 
         if vllm_config.model_config is not None:
-            for model, _ in models_of(vllm_config):
+            for model, _ in list_models(vllm_config):
                 has_fp8 = load_backend().weights.fp8_arithmetic is not None
                 choose_kv_dtype(vllm_config, model, has_fp8=has_fp8)
                 choose_kernels(vllm_config, model, load_backend())
@@ -180,7 +180,7 @@ class SpecPlatform(Platform):
 
         if not isinstance(params, SamplingParams):
             return
-        if reason := unsupported_request(params, prompt=processed_inputs):
+        if reason := check_request(params, prompt=processed_inputs):
             raise VLLMValidationError(reason)
 
     @classmethod
@@ -309,7 +309,7 @@ def _warn_of_unused_options(vllm_config: VllmConfig) -> None:
             )
     if unused := [key for key in vllm_config.additional_config or () if key != ADDITIONAL_CONFIG_KEY]:
         logger.warning_once("additional_config has no effect here in %s.", ", ".join(map(repr, unused)))
-    if speculation is not None and (unused := installed_logits_processors()):
+    if speculation is not None and (unused := list_installed_logits_processors()):
         logger.warning_once("With speculation, logits processors of packages are not used: %s.", ", ".join(unused))
 
 
@@ -350,9 +350,9 @@ def _keep_kv_of_each_kind_apart(vllm_config: VllmConfig) -> None:
     memory, but on these devices KV is a typed tensor, not bytes. Without groups each layer has memory of its own, and
     sliding windows save none."""
     model, scheduler = vllm_config.model_config, vllm_config.scheduler_config
-    if model is None or model is not target_of(vllm_config) or scheduler.disable_hybrid_kv_cache_manager:
+    if model is None or model is not get_target_config(vllm_config) or scheduler.disable_hybrid_kv_cache_manager:
         return  # a drafter's copy of the configuration has the target's scheduler
-    every = [one.model_arch_config for one, _ in models_of(vllm_config)]
+    every = [one.model_arch_config for one, _ in list_models(vllm_config)]
     layers = [config[index] for config in every for index in range(config.total_num_hidden_layers)]
     shapes = {(layer.head_size, layer.total_num_kv_heads) for layer in layers}
     if len(shapes) == 1:
@@ -377,7 +377,7 @@ def _why_one_by_one(vllm_config: VllmConfig, speculation: Speculation | None) ->
     if vllm_config.model_config.runner_type == "pooling":
         return "a pooler works on the host"
     if speculation is None:
-        if vllm_config.model_config.logits_processors or installed_logits_processors():
+        if vllm_config.model_config.logits_processors or list_installed_logits_processors():
             return "custom logits processors read a request's tokens on the host"
         return None
     if speculation.on_device:

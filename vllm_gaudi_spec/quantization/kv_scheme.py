@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any
 
 from vllm.logger import init_logger
 
-from vllm_gaudi_spec.config import FP8_KV, target_of
+from vllm_gaudi_spec.config import FP8_KV, get_target_config
 from vllm_gaudi_spec.upstream.utils import get_kv_cache_quant_algo_string
 
 if TYPE_CHECKING:
@@ -37,7 +37,7 @@ _OF_SCHEMES = re.compile(r"\.[qkv]_(?:scale|zero_point)$")
 def choose_kv_dtype(vllm_config: VllmConfig, model: ModelConfig, *, has_fp8: bool) -> None:
     """Before anything is loaded, for the target and then for a drafter beside it. `has_fp8`: whether the device keeps
     KV in FP8."""
-    cache, is_target = vllm_config.cache_config, model is target_of(vllm_config)
+    cache, is_target = vllm_config.cache_config, model is get_target_config(vllm_config)
     dtype = str(model.dtype).removeprefix("torch.")
     if cache.cache_dtype in _E4M3_NAMES:
         cache.cache_dtype = FP8_KV
@@ -72,7 +72,7 @@ def choose_kv_dtype(vllm_config: VllmConfig, model: ModelConfig, *, has_fp8: boo
 
 def how_to_keep_the_models_dtype(vllm_config: VllmConfig) -> str:
     """What to do about KV in FP8, for messages: it depends on who asks for it."""
-    target = target_of(vllm_config)
+    target = get_target_config(vllm_config)
     if _asks_for_quantized_kv(target):
         return f"use --kv-cache-dtype bfloat16, which keeps the KV of {target.model} in the model's dtype"
     return "leave out --kv-cache-dtype"

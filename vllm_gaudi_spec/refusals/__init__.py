@@ -1,4 +1,4 @@
-"""Refusals at start-up or of a request: one line each, which names the option to change."""
+"""Refusals at start-up or of a request. Each is one line that names the option to change."""
 
 from __future__ import annotations
 
@@ -7,12 +7,12 @@ from typing import TYPE_CHECKING
 
 from vllm_gaudi_spec.config import UnsupportedConfigError
 from vllm_gaudi_spec.refusals.features import adapter_refusals, batch_invariance_refusals, feature_refusals
-from vllm_gaudi_spec.refusals.files import damage_refusals, other_file_refusals, weight_files
+from vllm_gaudi_spec.refusals.files import damage_refusals, find_weight_files, other_file_refusals
 from vllm_gaudi_spec.refusals.formats import format_refusals, quantization_refusals, weight_refusals
 from vllm_gaudi_spec.refusals.kv_scales import kv_scale_refusals
 from vllm_gaudi_spec.refusals.models import expert_refusals, model_refusals
-from vllm_gaudi_spec.refusals.requests import too_large_constraint, too_many_logit_edits, unsupported_request
-from vllm_gaudi_spec.refusals.speculation import installed_logits_processors, speculation_refusals
+from vllm_gaudi_spec.refusals.requests import check_constraint_size, check_logit_edits, check_request
+from vllm_gaudi_spec.refusals.speculation import list_installed_logits_processors, speculation_refusals
 
 if TYPE_CHECKING:
     from vllm.config import VllmConfig
@@ -20,17 +20,17 @@ if TYPE_CHECKING:
     from vllm_gaudi_spec.devices.base import DeviceBackend
 
 __all__ = [
-    "installed_logits_processors",
+    "check_constraint_size",
+    "check_logit_edits",
+    "check_request",
+    "find_weight_files",
+    "list_installed_logits_processors",
     "refuse_unsupported",
-    "too_large_constraint",
-    "too_many_logit_edits",
-    "unsupported_request",
-    "weight_files",
 ]
 
 
 def refuse_unsupported(vllm_config: VllmConfig, backend: DeviceBackend) -> None:
-    """Raises at start-up for every combination that would fail later."""
+    """Raise `UnsupportedConfigError` at start-up for combinations that would fail later."""
     if vllm_config.model_config is None:
         return
     for refusals in _IN_ORDER:

@@ -1,4 +1,4 @@
-"""Refusals of drafters, and of their options in --speculative-config."""
+"""Refusals of drafters and of their options in --speculative-config."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ if TYPE_CHECKING:
     from vllm.config import SpeculativeConfig
 
 
-# How a drafter's model is loaded and run.
+# Options for how a drafter's model is loaded and run.
 _DRAFTER_MODEL_OPTIONS = (
     "code_revision",
     "disable_eagle_block_drop",
@@ -26,7 +26,7 @@ _DRAFTER_MODEL_OPTIONS = (
     "quantization",
     "revision",
 )
-# Of these, those that the platform's own layers do not read.
+# Those of the above that our own layers do not read.
 _DRAFTER_LAYER_OPTIONS = (
     "disable_eagle_block_drop",
     "dspark_draft_topk",
@@ -36,7 +36,7 @@ _DRAFTER_LAYER_OPTIONS = (
 
 
 def weightless_refusals(spec_config: SpeculativeConfig) -> Iterator[str]:
-    """Of a method without a model."""
+    """Yield reasons against options of a method whose drafter is not a model."""
     method = spec_config.method
     if spec_config.draft_sample_method != "greedy":
         yield (
@@ -49,7 +49,7 @@ def weightless_refusals(spec_config: SpeculativeConfig) -> Iterator[str]:
             f"rejection_sample_method probabilistic needs a drafter that is a model, and method {method} has none; "
             f"use {', '.join(others)} or {last} in --speculative-config."
         )
-    useless = [*set_options(spec_config, _DRAFTER_MODEL_OPTIONS), *_options_of_others(spec_config)]
+    useless = [*set_options(spec_config, _DRAFTER_MODEL_OPTIONS), *_options_of_other_methods(spec_config)]
     names = (method, f"[{method}]", *(("ngram", "[ngram]") if method == "ngram_gpu" else ()))
     if "model" not in METHODS[method].options and spec_config.model not in (None, *names):
         useless.append("model")
@@ -57,6 +57,7 @@ def weightless_refusals(spec_config: SpeculativeConfig) -> Iterator[str]:
 
 
 def drafter_model_refusals(spec_config: SpeculativeConfig) -> Iterator[str]:
+    """Yield reasons against a drafter that is a model, and against its options."""
     num_ranks = spec_config.draft_parallel_config.tensor_parallel_size
     target_ranks = spec_config.target_parallel_config.tensor_parallel_size
     if num_ranks not in (1, target_ranks):
@@ -69,20 +70,20 @@ def drafter_model_refusals(spec_config: SpeculativeConfig) -> Iterator[str]:
     method = METHODS[spec_config.method]
     if method.reads_hidden_states:
         yield from _head_refusals(spec_config)
-    useless = [*set_options(spec_config, _DRAFTER_LAYER_OPTIONS), *_options_of_others(spec_config)]
-    if method.is_head:  # the scheduler reads it
+    useless = [*set_options(spec_config, _DRAFTER_LAYER_OPTIONS), *_options_of_other_methods(spec_config)]
+    if method.is_head:  # the scheduler reads this option
         useless = [name for name in useless if name != "disable_eagle_block_drop"]
     yield from _refuse_useless(spec_config, useless)
 
 
 def _head_refusals(spec_config: SpeculativeConfig) -> Iterator[str]:
-    """Of a drafter that reads the target's hidden states: heads, MTP layers and Medusa."""
+    """Yield reasons against drafters that read the target's hidden states: heads, MTP layers and Medusa."""
     config, target = spec_config.draft_model_config.hf_config, spec_config.target_model_config
     method = METHODS[spec_config.method]
     if spec_config.use_gemma4_mtp() or spec_config.use_step3p5_mtp():
         yield f"The MTP layers of {target.model} are not supported yet; use another method in --speculative-config."
     num_layers = getattr(config, "n_predict", None)
-    # vLLM makes one layer for checkpoints that name no number, as Qwen3-Next's.
+    # vLLM makes one layer for checkpoints without a number, such as Qwen3-Next's.
     if method.in_target and num_layers not in (1, None):
         yield (
             f"{target.model} has {num_layers} MTP layers, and only one, run again for each draft, is supported; "
@@ -112,7 +113,7 @@ def _head_refusals(spec_config: SpeculativeConfig) -> Iterator[str]:
 
 
 def _num_medusa_heads(spec_config: SpeculativeConfig) -> int:
-    """Of its configuration file: vLLM's own configuration has as many heads as num_speculative_tokens."""
+    """Return the number of heads in the configuration file. vLLM's configuration has num_speculative_tokens instead."""
     from transformers import PretrainedConfig
 
     fields_of_file, _ = PretrainedConfig.get_config_dict(spec_config.model, revision=spec_config.revision)
@@ -125,12 +126,12 @@ def _refuse_useless(spec_config: SpeculativeConfig, names: list[str]) -> Iterato
 
 
 def set_options(spec_config: SpeculativeConfig, names: Iterable[str]) -> Iterator[str]:
-    """Those of `names` that the user set. The default of each is None, False or 0."""
+    """Yield the options in `names` that the user set. The default of each is None, False or 0."""
     return (name for name in names if getattr(spec_config, name) not in (None, False, 0))
 
 
-def _options_of_others(spec_config: SpeculativeConfig) -> Iterator[str]:
-    """Options that the user set, and that only other methods take. Not `model`, which has a check of its own."""
+def _options_of_other_methods(spec_config: SpeculativeConfig) -> Iterator[str]:
+    """Yield the options that the user set but only other methods take, except `model`, which is checked separately."""
     names = {name for method in METHODS.values() for name in method.options}
     for option in fields(spec_config):
         if option.name not in names - {"model", *METHODS[spec_config.method].options}:

@@ -1,4 +1,4 @@
-"""Refusals of vLLM's features."""
+"""Refusals of vLLM features."""
 
 from __future__ import annotations
 
@@ -12,9 +12,9 @@ from vllm_gaudi_spec.config import (
     FP8_KV,
     REFERENCE,
     Options,
+    get_target_config,
     needs_batch_invariance,
     ranks_in_step,
-    target_of,
 )
 from vllm_gaudi_spec.environment import SKIP_WARMUP, WARMUP, skip_warmup, warms_up_in_background
 from vllm_gaudi_spec.quantization.config import target_config
@@ -49,7 +49,7 @@ def feature_refusals(vllm_config: VllmConfig, backend: DeviceBackend) -> Iterato
     if parallel.enable_elastic_ep:
         yield "Elastic expert parallelism is not supported; leave out --enable-elastic-ep."
     if parallel.enable_fault_tolerance:
-        # An engine that failed would wait for a recovery that its workers do not have, in place of its end.
+        # A failed engine would wait for a recovery that our workers do not implement, instead of ending.
         yield "Recovery of failed engines is not supported; leave out --enable-fault-tolerance."
     if vllm_config.aux_output_config.enable_return_routed_experts:
         yield "Routed experts are not reported; leave out --enable-return-routed-experts."
@@ -78,7 +78,7 @@ def feature_refusals(vllm_config: VllmConfig, backend: DeviceBackend) -> Iterato
         yield "Sampling masks are not reported; leave out --return-sampling-mask."
     if model.enable_trace_replay:
         yield "Trace replay is not supported; leave out --enable-trace-replay."
-    for name, instead in _OTHERS_ADDITIONAL_CONFIG.items():
+    for name, instead in _VLLM_ASCEND_OPTIONS.items():
         if name in (vllm_config.additional_config or {}):
             yield f"additional_config.{name} is vllm-ascend's and is not read here; leave it out{instead}."
 
@@ -130,14 +130,14 @@ def _kv_dtype_refusals(vllm_config: VllmConfig, backend: DeviceBackend) -> Itera
         yield f"QUANT_CONFIG measures KV in the model's dtype; {remedy} while it does."
 
 
-# vllm-ascend's options for speculation, and what to set here instead.
-_OTHERS_ADDITIONAL_CONFIG = {
+# Options of vllm-ascend for speculation, and what to set here instead.
+_VLLM_ASCEND_OPTIONS = {
     "rejection_sampler_config": ", or set rejection_sample_method in --speculative-config to block",
     "dynamic_spec_config": f", or set adaptive in additional_config.{ADDITIONAL_CONFIG_KEY}",
 }
 
 
-# Of vLLM's options for LoRA adapters, those that nothing here reads.
+# Options of vLLM for LoRA adapters that our layers do not read.
 _USELESS_LORA_OPTIONS = (
     "default_mm_loras",
     "enable_mixed_moe_lora_format",
@@ -150,7 +150,7 @@ _USELESS_LORA_OPTIONS = (
 
 
 def _is_dequantized(vllm_config: VllmConfig, model: ModelConfig, backend: DeviceBackend) -> bool:
-    """Whether all layers are those of a model that is not quantized."""
+    """Whether the model's layers are those of an unquantized model, because its weights are dequantized at load."""
     requested = Options.from_vllm(vllm_config).weight_kernels
     return model.quantization == DEQUANTIZED and not is_native(
         format_of(model), model.dtype, requested, backend.weights
@@ -159,8 +159,8 @@ def _is_dequantized(vllm_config: VllmConfig, model: ModelConfig, backend: Device
 
 def adapter_refusals(vllm_config: VllmConfig, backend: DeviceBackend) -> Iterator[str]:
     lora, model = vllm_config.lora_config, vllm_config.model_config
-    if lora is None or model is not target_of(vllm_config):
-        return  # a drafter never has adapters
+    if lora is None or model is not get_target_config(vllm_config):
+        return  # drafters never have adapters
     if model.is_moe:
         yield f"{model.model} has experts, for which LoRA adapters are not supported yet; leave out --enable-lora."
     if model.use_mla:

@@ -9,8 +9,8 @@ from typing import TYPE_CHECKING
 
 from safetensors import SafetensorError, safe_open
 
-from vllm_gaudi_spec.config import OTHER_MODEL, pickled_weights
-from vllm_gaudi_spec.refusals.models import models_of
+from vllm_gaudi_spec.config import OTHER_MODEL, explain_pickled_weights
+from vllm_gaudi_spec.refusals.models import list_models
 
 if TYPE_CHECKING:
     from vllm.config import VllmConfig
@@ -18,35 +18,38 @@ if TYPE_CHECKING:
     from vllm_gaudi_spec.devices.base import DeviceBackend
 
 
-# Patterns of vLLM's loader, and of other pickles.
+# Patterns of vLLM's loader, and of other files that are pickles.
 _PICKLES = ("*.bin", "*.pt", "*.pth", "*.ckpt", "*.pkl")
-# Formats of --load-format that are pickles, or that fall back to them.
+# Values of --load-format that read pickles, or that fall back to them.
 _PICKLE_FORMATS = ("pt", "npcache")
 _FALLING_BACK = ("auto", "hf")
 
 
 def other_file_refusals(vllm_config: VllmConfig, backend: DeviceBackend) -> Iterator[str]:
-    """The loader would refuse pickles too (`upstream.refuse_pickled_weights`), but later, in the engine's process. With
-    GGUF it would find no weights."""
-    for model, load_format in models_of(vllm_config):
+    """Yield reasons against models whose weights are pickles or GGUF files.
+
+    The loader refuses pickles too (`upstream.refuse_pickled_weights`), but later and in the engine's process. In a
+    folder with GGUF files it would find no weights.
+    """
+    for model, load_format in list_models(vllm_config):
         if load_format in _PICKLE_FORMATS:
             yield f"Load format {load_format} reads pickles; give models with *.safetensors, and leave it out."
         folder = Path(model.model)
         if load_format not in _FALLING_BACK or not folder.is_dir() or any(folder.glob("*.safetensors")):
             continue
         if pickles := sorted(path.name for pattern in _PICKLES for path in folder.glob(pattern)):
-            yield pickled_weights(model.model, pickles[0])
+            yield explain_pickled_weights(model.model, pickles[0])
         elif gguf := sorted(path.name for path in folder.glob("*.gguf")):
             yield f"The weights of {model.model} are in GGUF ({gguf[0]}), which is not read; {OTHER_MODEL}."
 
 
 _CONSOLIDATED = "consolidated*.safetensors"
-# Formats of --load-format in which vLLM's loader reads files and an index of one kind; auto is one of them.
+# Values of --load-format for which vLLM's loader reads *.safetensors and one index file; auto chooses one of them.
 _SAFETENSORS_FORMATS = ("hf", "safetensors", "fastsafetensors", "instanttensor")
 
 
-def weight_files(folder: Path, load_format: str) -> tuple[str, str] | None:
-    """The pattern of the files that the loader reads, and the name of their index; None for other load formats."""
+def find_weight_files(folder: Path, load_format: str) -> tuple[str, str] | None:
+    """Return the pattern of the files that the loader reads and the name of their index, or None for other formats."""
     if load_format == "auto":
         load_format = "mistral" if any(folder.glob(_CONSOLIDATED)) else "hf"
     if load_format == "mistral":
@@ -55,22 +58,23 @@ def weight_files(folder: Path, load_format: str) -> tuple[str, str] | None:
 
 
 def damage_refusals(vllm_config: VllmConfig, backend: DeviceBackend) -> Iterator[str]:
-    """Of files that were only half written. The loader would fail on them too, minutes later and in another process."""
-    for folder, load_format in {(Path(model.model), load_format) for model, load_format in models_of(vllm_config)}:
-        if (read := weight_files(folder, load_format)) is None:
+    """Yield reasons against incomplete files, on which the loader would fail minutes later in another process."""
+    for folder, load_format in {(Path(model.model), load_format) for model, load_format in list_models(vllm_config)}:
+        if (read := find_weight_files(folder, load_format)) is None:
             continue
         files, index = read[0], folder / read[1]
         for file in sorted(folder.glob(files)):
             try:
                 with safe_open(file, "np"):
-                    pass  # the header is compared with the file's length
+                    pass  # compares the header with the file's length
             except (OSError, SafetensorError) as error:
                 yield f"{file} is damaged or was only half written ({error}); copy the model again or name another."
-        if index.is_file() and (fault := _index_fault(index)):
+        if index.is_file() and (fault := _find_index_fault(index)):
             yield f"{index} {fault}; copy the model again or name another."
 
 
-def _index_fault(index: Path) -> str | None:
+def _find_index_fault(index: Path) -> str | None:
+    """Return what is wrong with an index file, or None."""
     try:
         names = set(json.loads(index.read_text())["weight_map"].values())
         missing = (name for name in sorted(names) if not (index.parent / name).is_file())

@@ -6,7 +6,15 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from vllm_gaudi_spec.config import ADDITIONAL_CONFIG_KEY, FLOAT16, FP8_KV, NATIVE, OTHER_MODEL, Options, target_of
+from vllm_gaudi_spec.config import (
+    ADDITIONAL_CONFIG_KEY,
+    FLOAT16,
+    FP8_KV,
+    NATIVE,
+    OTHER_MODEL,
+    Options,
+    get_target_config,
+)
 from vllm_gaudi_spec.methods import has_model
 from vllm_gaudi_spec.quantization.checkpoint import misfit
 from vllm_gaudi_spec.quantization.config import drafter_config, hostile_scales, missing_scales, target_config
@@ -17,8 +25,8 @@ from vllm_gaudi_spec.quantization.dequantized import (
     format_of,
 )
 from vllm_gaudi_spec.quantization.formats import UnknownFormatError
-from vllm_gaudi_spec.refusals.files import weight_files
-from vllm_gaudi_spec.refusals.models import models_of
+from vllm_gaudi_spec.refusals.files import find_weight_files
+from vllm_gaudi_spec.refusals.models import list_models
 
 if TYPE_CHECKING:
     from vllm.config import ModelConfig, VllmConfig
@@ -29,20 +37,20 @@ if TYPE_CHECKING:
 
 
 def format_refusals(vllm_config: VllmConfig, backend: DeviceBackend) -> Iterator[str]:
-    for model, load_format in models_of(vllm_config):
+    for model, load_format in list_models(vllm_config):
         if model.quantization is None:
             continue
         if model.quantization == DEQUANTIZED:
-            yield from _unreadable(model, load_format)
+            yield from _dequantization_refusals(model, load_format)
         elif (reason := backend.weights.missing_kernel(vllm_config, model)) is not None:
-            yield from _without_kernel(vllm_config, model, reason)
-        # vLLM's own kernels need the same tensors, and vLLM does not look.
+            yield from _kernel_refusals(vllm_config, model, reason)
+        # vLLM's own kernels need the same tensors, but vLLM does not check them.
         elif (format := format_if_read(model)) is not None:
-            yield from _misfits(model, format, load_format, damage_alone=True)
+            yield from _tensor_refusals(model, format, load_format, damage_alone=True)
 
 
-def _without_kernel(vllm_config: VllmConfig, model: ModelConfig, reason: str) -> Iterator[str]:
-    """Of a method that is not to be ours: by --quantization or by `weight_kernels`."""
+def _kernel_refusals(vllm_config: VllmConfig, model: ModelConfig, reason: str) -> Iterator[str]:
+    """Yield why a model cannot use the native kernels that --quantization or `weight_kernels` asks for."""
     if not described(model):
         option = f"--quantization {model.quantization}"
         if model is not vllm_config.model_config:
@@ -59,26 +67,26 @@ def _without_kernel(vllm_config: VllmConfig, model: ModelConfig, reason: str) ->
     yield f"{model.model} has quantized weights ({model.quantization}), {reason}; {remedy}."
 
 
-def _unreadable(model: ModelConfig, load_format: str) -> Iterator[str]:
-    """Of a checkpoint that is to be dequantized while it is read."""
+def _dequantization_refusals(model: ModelConfig, load_format: str) -> Iterator[str]:
+    """Yield reasons against a checkpoint that would be dequantized at load."""
     try:
         format = format_of(model)
     except UnknownFormatError as error:
         yield f"{model.model} has quantized weights, which {error}; {OTHER_MODEL}."
         return
-    if load_format != "dummy" and weight_files(Path(model.model), load_format) is None:
+    if load_format != "dummy" and find_weight_files(Path(model.model), load_format) is None:
         yield (
             f"{model.model} has quantized weights, which are not read with --load-format {load_format}; leave that out."
         )
-    yield from _misfits(model, format, load_format)
+    yield from _tensor_refusals(model, format, load_format)
 
 
-def _misfits(
+def _tensor_refusals(
     model: ModelConfig, format: CheckpointFormat, load_format: str, damage_alone: bool = False
 ) -> Iterator[str]:
-    """Of tensors in a local folder."""
+    """Yield the first tensor in a local folder that does not fit its format."""
     folder = Path(model.model)
-    if load_format == "dummy" or (files := weight_files(folder, load_format)) is None or not folder.is_dir():
+    if load_format == "dummy" or (files := find_weight_files(folder, load_format)) is None or not folder.is_dir():
         return
     from vllm_gaudi_spec.upstream.model_loader import filter_duplicate_safetensors_files
 
@@ -90,8 +98,8 @@ def _misfits(
 def weight_refusals(vllm_config: VllmConfig, backend: DeviceBackend) -> Iterator[str]:
     cpu_weights, model = Options.from_vllm(vllm_config).cpu_weights, vllm_config.model_config
     name = f"additional_config.{ADDITIONAL_CONFIG_KEY}.cpu_weights"
-    if cpu_weights is None or model is not target_of(vllm_config):
-        return  # a drafter's weights may have another format
+    if cpu_weights is None or model is not get_target_config(vllm_config):
+        return  # a drafter's weights may have a different format
     if not backend.traits.takes_cpu_weights:
         yield f"{name} is for device cpu, and this is {backend.traits.name}; leave it out."
     if str(model.dtype) != "torch.float32":
@@ -99,15 +107,15 @@ def weight_refusals(vllm_config: VllmConfig, backend: DeviceBackend) -> Iterator
     if model.quantization is not None:
         yield f"{model.model} has quantized weights ({model.quantization}); leave {name} out."
     if cpu_weights == FLOAT16 and vllm_config.cache_config.cache_dtype == FP8_KV:
-        # Its kernel rounds by the number of rows, and a last bit can be the next FP8 number.
+        # The kernel's rounding depends on the number of rows, and one bit can change the FP8 number.
         yield f"{name} float16 computes a verify step's KV in FP8 otherwise than a plain step's; leave it out."
 
 
 def quantization_refusals(vllm_config: VllmConfig, backend: DeviceBackend) -> Iterator[str]:
     options, model = Options.from_vllm(vllm_config), vllm_config.model_config
     spec_config = vllm_config.speculative_config
-    if model is not target_of(vllm_config):
-        return  # the drafter's copy of a configuration that was checked as a whole
+    if model is not get_target_config(vllm_config):
+        return  # the drafter's copy of a configuration that is already checked
     quantized = [] if (target := target_config()) is None else [(target, model)]
     if (drafter := drafter_config(options)) is not None:
         if spec_config is None or not has_model(spec_config.method):
@@ -125,7 +133,7 @@ def quantization_refusals(vllm_config: VllmConfig, backend: DeviceBackend) -> It
         if vllm_config.parallel_config.data_parallel_size > 1:
             yield f"{config.option} does not run data parallel; use --data-parallel-size 1, or unset it."
         if config.measures:
-            continue  # files of an earlier run are overwritten unread
+            continue  # files of an earlier run are overwritten
         if backend.traits.takes_quant_config and not backend.traits.simulates_quantization:
             yield from hostile_scales(config)
         else:

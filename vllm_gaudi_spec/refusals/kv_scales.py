@@ -1,4 +1,4 @@
-"""Refusals of scales for KV in FP8, which the loader would take as they are, or fail on in the engine's process."""
+"""Refusals of scales for FP8 KV that the loader would accept, or on which it would fail in the engine's process."""
 
 from __future__ import annotations
 
@@ -11,31 +11,31 @@ from safetensors import safe_open
 from vllm_gaudi_spec.config import FP8_KV
 from vllm_gaudi_spec.quantization.fingerprint import folder_of
 from vllm_gaudi_spec.quantization.kv_scheme import BY_HEAD, how_to_keep_the_models_dtype, schemes_of, was_set_aside
-from vllm_gaudi_spec.refusals.files import weight_files
-from vllm_gaudi_spec.refusals.models import models_of
+from vllm_gaudi_spec.refusals.files import find_weight_files
+from vllm_gaudi_spec.refusals.models import list_models
 
 if TYPE_CHECKING:
     from vllm.config import ModelConfig, VllmConfig
 
     from vllm_gaudi_spec.devices.base import DeviceBackend
 
-# Names in checkpoints, as vLLM's loader knows them.
+# Names of scales in checkpoints that vLLM's loader recognizes.
 _SCALE = re.compile(r"\.(?:kv?_scale|v_scale|[kv]_cache\.scale|[kv]_proj\.output_scale)$")
 
 
 def kv_scale_refusals(vllm_config: VllmConfig, backend: DeviceBackend) -> Iterator[str]:
     if vllm_config.cache_config.cache_dtype != FP8_KV:
         return
-    for model, load_format in models_of(vllm_config):
-        if model.quantization is not None and not was_set_aside(model):  # of others the loader reads no scales
+    for model, load_format in list_models(vllm_config):
+        if model.quantization is not None and not was_set_aside(model):  # the loader reads no scales of other models
             remedy = how_to_keep_the_models_dtype(vllm_config)
-            yield from (f"{fault}; correct the checkpoint, or {remedy}." for fault in _faults_of(model, load_format))
+            yield from (f"{fault}; correct the checkpoint, or {remedy}." for fault in _scale_faults(model, load_format))
 
 
-def _faults_of(model: ModelConfig, load_format: str) -> Iterator[str]:
-    """Of files that are on this machine."""
+def _scale_faults(model: ModelConfig, load_format: str) -> Iterator[str]:
+    """Yield what is wrong with scales in a model's local files."""
     folder = folder_of(model.model)
-    if folder is None or (read := weight_files(folder, load_format)) is None:
+    if folder is None or (read := find_weight_files(folder, load_format)) is None:
         return
     by_head = any(scheme["strategy"] == BY_HEAD for scheme in schemes_of(model))
     num_scales = model.get_total_num_kv_heads() if by_head else 1

@@ -19,7 +19,7 @@ if TYPE_CHECKING:
 
 
 _SEEN_BOTH_WAYS = ("gemma3", "gemma4")
-"""`model_type` of models whose images see themselves in both directions, and that were compared."""
+"""`model_type` of models with bidirectional attention within images that were compared with transformers."""
 
 
 CAPTURED_MEDIA: dict[tuple[str, str], tuple[str, ...]] = {
@@ -34,16 +34,16 @@ CAPTURED_MEDIA: dict[tuple[str, str], tuple[str, ...]] = {
     ),
     ("hpu", "compiled"): ("Qwen2VLForConditionalGeneration", "Qwen2_5_VLForConditionalGeneration"),
 }
-"""Of a device that captures graphs and its mode: whose images were held against transformers in such graphs."""
+"""Maps a device that captures graphs, and its mode, to the classes whose images were compared with transformers."""
 
 _POOLING_WITH_STATES = ("ColBERTLfm2Model", "JambaForSequenceClassification")
-"""With recurrent layers, and held against transformers."""
+"""Pooling models with recurrent layers that were compared with transformers."""
 _MEDIA_WITH_STATES = ("Qwen3_5ForConditionalGeneration", "Qwen3_5MoeForConditionalGeneration")
-"""The same of classes with images."""
+"""Models with images and recurrent layers that were compared with transformers."""
 
 
-def models_of(vllm_config: VllmConfig) -> list[tuple[ModelConfig, str]]:
-    """The target and the drafter, and the --load-format of each."""
+def list_models(vllm_config: VllmConfig) -> list[tuple[ModelConfig, str]]:
+    """Return the target and, if it is a model, the drafter, each with its --load-format."""
     spec_config, load = vllm_config.speculative_config, vllm_config.load_config
     models = [(vllm_config.model_config, str(load.load_format))]
     if spec_config is not None and has_model(spec_config.method):
@@ -52,8 +52,8 @@ def models_of(vllm_config: VllmConfig) -> list[tuple[ModelConfig, str]]:
 
 
 def model_refusals(vllm_config: VllmConfig, backend: DeviceBackend) -> Iterator[str]:
-    for model, _ in models_of(vllm_config):
-        yield from _refusals_of(model)
+    for model, _ in list_models(vllm_config):
+        yield from _single_model_refusals(model)
         yield from _graph_refusals(model, backend.traits)
     yield from _selection_refusals(vllm_config, backend)
     if has_states(vllm_config.model_config):
@@ -66,7 +66,7 @@ def model_refusals(vllm_config: VllmConfig, backend: DeviceBackend) -> Iterator[
 
 
 def _graph_refusals(model: ModelConfig, traits: DeviceTraits) -> Iterator[str]:
-    """Layers that no graph of the device takes."""
+    """Yield reasons against models with layers that the device cannot capture."""
     if traits.updates_views:
         return
     graphs = f"which graphs of {traits.name} in mode {traits.mode} do not take"
@@ -82,8 +82,8 @@ def _graph_refusals(model: ModelConfig, traits: DeviceTraits) -> Iterator[str]:
         )
 
 
-def _refusals_of(model: ModelConfig) -> Iterator[str]:
-    """`model`: a target, or a drafter, to which vLLM passes none of the options about modalities."""
+def _single_model_refusals(model: ModelConfig) -> Iterator[str]:
+    """Yield reasons against a target or a drafter."""
     if any(name in _EMBEDDINGS_ONLY for name in model.architectures):
         yield (
             f"vLLM's {model.architecture} takes embeddings in place of tokens, which is not supported; use another "
@@ -120,7 +120,7 @@ def _refusals_of(model: ModelConfig) -> Iterator[str]:
 
 
 def _selection_refusals(vllm_config: VllmConfig, backend: DeviceBackend) -> Iterator[str]:
-    """Of options, for models that select keys: an indexer's key is in the row of the latent one."""
+    """Yield reasons against options with models that select keys. An indexer's key shares a row with the latent key."""
     model = vllm_config.model_config
     if not hasattr(model.hf_text_config, "index_topk"):
         return
@@ -145,16 +145,16 @@ def _multimodal_refusals(vllm_config: VllmConfig, backend: DeviceBackend) -> Ite
     elif traits.captures and not any(name in compared for name in model.architectures):
         served = ", ".join(compared)
         yield f"Images, audio and video are served on {traits.name} in mode {traits.mode} for {served} only"
-    elif traits.captures and _keeps_sizes_of_images(model):
+    elif traits.captures and _keeps_image_sizes(model):
         yield f"Images of {model.model} keep their sizes (Pixtral), of which {traits.name} would compile each"
     if traits.captures and vllm_config.parallel_config.tensor_parallel_size > 1:
         yield f"Images, audio and video are not supported on {traits.name} with --tensor-parallel-size yet"
-    of_windows = getattr(model.hf_text_config, "use_bidirectional_attention", None) == "vision"
-    sees_both_ways = model.is_mm_prefix_lm or of_windows
-    if of_windows and model.disable_sliding_window:
+    has_windows = getattr(model.hf_text_config, "use_bidirectional_attention", None) == "vision"
+    sees_both_ways = model.is_mm_prefix_lm or has_windows
+    if has_windows and model.disable_sliding_window:
         yield "--disable-sliding-window leaves no layer that sees images in both directions"
-    window = model.hf_text_config.sliding_window if of_windows else None
-    if window is not None and _tokens_of_image(media) > window:
+    window = model.hf_text_config.sliding_window if has_windows else None
+    if window is not None and _max_image_tokens(media) > window:
         yield (
             "max_soft_tokens in --mm-processor-kwargs allows images longer than the sliding window of "
             f"{window} tokens, which would be seen in one direction"
@@ -183,20 +183,23 @@ def _multimodal_refusals(vllm_config: VllmConfig, backend: DeviceBackend) -> Ite
         yield "LoRA adapters are not supported beside images, audio and video yet"
 
 
-def _tokens_of_image(media: Any) -> int:
-    """The most tokens of an image that a user asks for; 0 for the processor's own, which are fewer than a window."""
+def _max_image_tokens(media: Any) -> int:
+    """Return the maximum number of tokens per image that the user set, or 0.
+
+    The processor's own maximum is less than a sliding window.
+    """
     options = media.mm_processor_kwargs or {}
     return int(options.get("max_soft_tokens") or options.get("images_kwargs", {}).get("max_soft_tokens") or 0)
 
 
-def _keeps_sizes_of_images(model: ModelConfig) -> bool:
-    """Of Llava's class are also models with Pixtral's encoder."""
+def _keeps_image_sizes(model: ModelConfig) -> bool:
+    """Whether each image size is a new shape, as with Pixtral's encoder in models of Llava's class."""
     vision = getattr(model.hf_config, "vision_config", None)
     return "LlavaForConditionalGeneration" in model.architectures and getattr(vision, "model_type", "") == "pixtral"
 
 
 def _whole_prompt_refusals(vllm_config: VllmConfig) -> Iterator[str]:
-    """Of options that cut prompts, of which each token sees all others, or let one wait for ever."""
+    """Yield options that would split a prompt whose tokens all attend to each other, or let it wait forever."""
     name, scheduler = vllm_config.model_config.model, vllm_config.scheduler_config
     if scheduler.long_prefill_token_threshold:
         yield f"{name} computes a prompt in one step; leave out --long-prefill-token-threshold."
@@ -232,7 +235,7 @@ def _pooling_refusals(vllm_config: VllmConfig, backend: DeviceBackend) -> Iterat
 
 
 def _state_refusals(vllm_config: VllmConfig, backend: DeviceBackend) -> Iterator[str]:
-    """Of options, for targets that keep recurrent state."""
+    """Yield reasons against options with targets that have recurrent layers."""
     name, cache = vllm_config.model_config.model, vllm_config.cache_config
     traits, model = backend.traits, vllm_config.model_config
     compared = CAPTURED.get((traits.torch_device.type, traits.mode), ())
@@ -256,48 +259,48 @@ def _state_refusals(vllm_config: VllmConfig, backend: DeviceBackend) -> Iterator
         yield "Recurrent layers are computed without the kernels of ReplaySSM; leave out --use-replayssm."
 
 
-# Classes of vLLM that take no tokens, not even where there is text alone.
+# vLLM classes that take embeddings only, even for text.
 _EMBEDDINGS_ONLY = ("VoxtralRealtimeGeneration",)
-# By class of vLLM, what its towers need, which are constructed where text alone is served too.
+# Packages that the towers of vLLM classes need. Towers are constructed even if only text is served.
 _PACKAGES = {"Gemma3nForConditionalGeneration": "timm"}
-# Classes of vLLM whose text is served, and whose images and sound were never compared.
+# vLLM classes whose text is served, but whose images and sound were never compared with transformers.
 _TEXT_ONLY = ("Gemma3nForConditionalGeneration",)
-# Classes of vLLM that pass slopes to their layers, of which the scores follow from distances.
+# vLLM classes that pass ALiBi slopes to their layers.
 _SLOPES = ("BloomForCausalLM", "FalconForCausalLM")
-# From the square root of distances; `uses_alibi` does not have it.
-_SLOPES_OF_ROOTS = ("Step1ForCausalLM",)
-# Classes of vLLM whose indexers are those of DeepSeek-V3.2, of models that were compared;
-# layers that draft for them were not.
+# vLLM classes with slopes of the square root of distances, for which `uses_alibi` is False.
+_ROOT_SLOPES = ("Step1ForCausalLM",)
+# vLLM classes with DeepSeek-V3.2's indexer that were compared with transformers. Their MTP layers were not.
 _SPARSE = ("DeepseekV32ForCausalLM", "GlmMoeDsaForCausalLM", "DeepseekV3ForCausalLM")
 _SINK_KEYS = ("PanguProMoEV2ForCausalLM",)
 
 
 def _selects_keys(model: ModelConfig) -> bool:
-    """Whether latent attention here does, and reads no key that the model's indexers left out."""
+    """Whether our latent attention reads only the keys that the model's indexer selects."""
     served = any(name in _SPARSE for name in model.architectures)
     return served and model.use_mla and not model.using_transformers_backend()
 
 
 def _has_other_slopes(model: ModelConfig) -> bool:
-    if any(name in _SLOPES_OF_ROOTS for name in model.architectures):
+    """Whether the model uses ALiBi in a way that our attention does not support."""
+    if any(name in _ROOT_SLOPES for name in model.architectures):
         return True
     return model.uses_alibi and not any(name in _SLOPES for name in model.architectures)
 
 
-_GATE = dict(swiglu_alpha=1.702, swiglu_limit=7.0)
-"""Of gpt-oss; vLLM's class does not read it from the configuration."""
+_GPT_OSS_GATE = dict(swiglu_alpha=1.702, swiglu_limit=7.0)
+"""Constants in vLLM's gpt-oss class, which does not read them from the configuration."""
 
 
 def _gate_refusals(model: ModelConfig) -> Iterator[str]:
     if "GptOssForCausalLM" not in model.architectures:
         return
-    for name, fixed in _GATE.items():
+    for name, fixed in _GPT_OSS_GATE.items():
         if (found := getattr(model.hf_text_config, name, fixed)) != fixed:
             yield f"{model.model} has {name} {found}, where vLLM's experts have {fixed}; use another model."
 
 
 def _kimi_refusals(model: ModelConfig) -> Iterator[str]:
-    """Of parts that checkpoints of Kimi K3 have, whose class shares vLLM's configuration with Kimi Linear."""
+    """Yield reasons against Kimi K3, whose configuration vLLM treats as Kimi Linear's."""
     if "KimiLinearForCausalLM" not in model.architectures:
         return
     config = model.hf_text_config
@@ -311,7 +314,7 @@ def _kimi_refusals(model: ModelConfig) -> Iterator[str]:
 
 
 def expert_refusals(vllm_config: VllmConfig, backend: DeviceBackend) -> Iterator[str]:
-    """Of models whose experts data-parallel ranks share."""
+    """Yield reasons against options with models whose experts data-parallel ranks share."""
     parallel = vllm_config.parallel_config
     if ranks_in_step(vllm_config) == 1:
         return

@@ -25,10 +25,10 @@ if TYPE_CHECKING:
 _NO_PROMPT: Mapping[str, Any] = {}
 
 
-def too_many_logit_edits(params: SamplingParams) -> str | None:
-    """Why a request's logit edits cannot be served, or None.
+def check_logit_edits(params: SamplingParams) -> str | None:
+    """Return why a request has too many logit edits, or None.
 
-    Bad words that are not tokenized yet count as text only, and the model's own end tokens once vLLM has added them.
+    Bad words that are not tokenized yet count as text only. The model's end tokens count once vLLM has added them.
     """
     num_characters = sum(map(len, params.bad_words or ()))
     if num_characters > MAX_BAD_WORD_TEXT:
@@ -47,8 +47,8 @@ def too_many_logit_edits(params: SamplingParams) -> str | None:
     return None
 
 
-def too_large_constraint(params: SamplingParams) -> str | None:
-    """Why a request's structured output cannot be compiled beside other requests, or None."""
+def check_constraint_size(params: SamplingParams) -> str | None:
+    """Return why compiling a request's structured output would delay other requests too long, or None."""
     constraint = params.structured_outputs
     if constraint is None:
         return None
@@ -60,9 +60,11 @@ def too_large_constraint(params: SamplingParams) -> str | None:
     return None
 
 
-def _not_serializable(params: Mapping[str, object]) -> str | None:
-    """JSON may hold halves of characters, and integers of any size. Without this refusal vLLM's front end fails when it
-    sends one to the engine, and the answer is a server error."""
+def _check_serializable(params: Mapping[str, object]) -> str | None:
+    """Return why a request cannot be sent to the engine, or None.
+
+    JSON may have lone surrogates and integers of any size, on which vLLM's front end would fail with a server error.
+    """
     for name, value in params.items():
         try:
             msgspec.msgpack.encode(value)
@@ -71,20 +73,20 @@ def _not_serializable(params: Mapping[str, object]) -> str | None:
         except OverflowError:
             return f"{name} has an integer of more than 64 bits; use a smaller one."
         except TypeError:
-            continue  # a Python object, which no request over HTTP has
+            continue  # a Python object, so the request did not come over HTTP
     return None
 
 
-def unsupported_request(params: SamplingParams, *, prompt: Mapping[str, Any] = _NO_PROMPT) -> str | None:
-    """Why a request cannot be served, or None. `prompt`: as vLLM's renderer leaves it."""
+def check_request(params: SamplingParams, *, prompt: Mapping[str, Any] = _NO_PROMPT) -> str | None:
+    """Return why a request cannot be served, or None. `prompt` is the output of vLLM's renderer."""
     fields = {name: value for name in params.__struct_fields__ if (value := getattr(params, name)) is not None}
-    if reason := _not_serializable(fields | {"cache_salt": prompt.get("cache_salt")}):
+    if reason := _check_serializable(fields | {"cache_salt": prompt.get("cache_salt")}):
         return reason
     if "prompt_embeds" in prompt.get("mm_placeholders", ()):
         return "prompt_embeds are not supported beside images, video and sound; leave one of them out."
     if "prompt_embeds" in prompt and params.prompt_logprobs is not None:
         return "There are no prompt_logprobs of embeddings; leave prompt_logprobs out."
-    if reason := too_many_logit_edits(params):
+    if reason := check_logit_edits(params):
         return reason
     if params.thinking_token_budget is not None:
         return "thinking_token_budget is not supported by this platform; leave it out."

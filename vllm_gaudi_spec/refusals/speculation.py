@@ -1,4 +1,4 @@
-"""Refusals of speculative configurations, whatever the drafter; `drafters.py` has those of drafters."""
+"""Refusals of speculative configurations for all drafters; those of single drafters are in `drafters.py`."""
 
 from __future__ import annotations
 
@@ -15,8 +15,8 @@ from vllm_gaudi_spec.config import (
     UNIVERSAL_DRAFT,
     Options,
     Speculation,
+    get_target_config,
     ranks_in_step,
-    target_of,
 )
 from vllm_gaudi_spec.methods import METHODS
 from vllm_gaudi_spec.refusals.drafters import drafter_model_refusals, set_options, weightless_refusals
@@ -27,7 +27,7 @@ if TYPE_CHECKING:
     from vllm_gaudi_spec.devices.base import DeviceBackend
 
 
-# Options that no method reads -> what the message adds.
+# Options that no method reads, and what the message adds.
 _NO_EFFECT = {
     "disable_padded_drafter_batch": ", since all rows of a batch draft in one shape",
     "enable_adaptive_verification": "",
@@ -56,12 +56,12 @@ def speculation_refusals(vllm_config: VllmConfig, backend: DeviceBackend) -> Ite
         )
     shortest = 1 + spec_config.num_speculative_tokens
     if 0 < (threshold := vllm_config.scheduler_config.long_prefill_token_threshold) < shortest:
-        # vLLM gives a request that comes back a whole step of drafts, and fails when it has cut that.
+        # vLLM schedules a whole step of drafts for a resumed request, and fails if the threshold cuts it.
         yield (
             f"--long-prefill-token-threshold {threshold} cuts steps of {shortest - 1} drafts; set it to {shortest} or "
             "more, or leave it out."
         )
-    longest = target_of(vllm_config).max_model_len
+    longest = get_target_config(vllm_config).max_model_len
     if spec_config.max_model_len is not None and spec_config.max_model_len > longest:
         yield (
             f"max_model_len {spec_config.max_model_len} in --speculative-config is more than the target's {longest}; "
@@ -96,7 +96,7 @@ def _audit_refusals(vllm_config: VllmConfig) -> Iterator[str]:
     if vllm_config.speculative_config is None:
         yield f"{option} has no effect without speculation; leave it out, or give a --speculative-config."
     elif ranks_in_step(vllm_config) > 1:
-        # One rank's audit would need steps of all ranks, which only a client's request starts.
+        # An audit on one rank would need steps of all ranks, which only clients' requests start.
         yield f"{option} is not supported with data parallelism of a mixture of experts; leave it out."
 
 
@@ -130,8 +130,8 @@ def _useless_universal_options(vllm_config: VllmConfig, used: str) -> Iterator[s
             )
 
 
-def installed_logits_processors() -> list[str]:
-    """Names of the logits processors of installed packages, which vLLM adds to the user's except with speculation."""
+def list_installed_logits_processors() -> list[str]:
+    """Return the logits processors of installed packages, which vLLM adds to the user's except with speculation."""
     from vllm_gaudi_spec.upstream.sampling import LOGITSPROCS_GROUP
 
     return sorted(processor.name for processor in entry_points(group=LOGITSPROCS_GROUP))

@@ -6,7 +6,7 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import Any
 
-from vllm_gaudi_spec.config import UnsupportedConfigError, pickled_weights
+from vllm_gaudi_spec.config import UnsupportedConfigError, explain_pickled_weights
 from vllm_gaudi_spec.upstream.patching import do_nothing, wrap
 
 # Functions of torch.accelerator that vLLM calls after loading, to measure memory and at shutdown, whatever the platform
@@ -96,7 +96,7 @@ def _take_safetensors(
     found = original(loader, model_name_or_path, *more, **named)
     _, files, are_safetensors, _ = found
     if not are_safetensors:
-        raise UnsupportedConfigError(pickled_weights(model_name_or_path, files[0]))
+        raise UnsupportedConfigError(explain_pickled_weights(model_name_or_path, files[0]))
     return found
 
 

@@ -47,7 +47,7 @@ from vllm.v1.engine.utils import CoreEngineProcManager
 from tests.support.processes import still_alive
 from tests.support.videos import video
 from vllm_gaudi_spec import config, upstream
-from vllm_gaudi_spec.refusals import too_large_constraint, too_many_logit_edits
+from vllm_gaudi_spec.refusals import check_constraint_size, check_logit_edits
 from vllm_gaudi_spec.upstream import server
 
 
@@ -298,7 +298,7 @@ def test_upstream_still_takes_bad_words_of_any_number_of_tokens() -> None:
         patch.setattr(SamplingParams, "update_from_tokenizer", inspect.unwrap(tokenize))
         params.update_from_tokenizer(Tokenizer())  # type: ignore[arg-type]
         assert params.bad_words_token_ids
-        upstream.refuse_tokenized_params(too_many_logit_edits)
+        upstream.refuse_tokenized_params(check_logit_edits)
         with pytest.raises(VLLMValidationError, match="have 1025 tokens"):
             params.update_from_tokenizer(Tokenizer())  # type: ignore[arg-type]
         SamplingParams(bad_words=["x"]).update_from_tokenizer(Tokenizer())  # type: ignore[arg-type]
@@ -318,7 +318,7 @@ def test_large_constraint_is_refused_before_it_is_compiled(constraint: dict[str,
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(SamplingParams, "verify", lambda params: compiled.append(params))
         params.verify()  # type: ignore[call-arg]
-        upstream.refuse_params_before_verification(too_large_constraint)
+        upstream.refuse_params_before_verification(check_constraint_size)
         with pytest.raises(VLLMValidationError, match="use at most 262144"):
             params.verify()  # type: ignore[call-arg]
         SamplingParams(structured_outputs=StructuredOutputsParams(regex="a")).verify()  # type: ignore[call-arg]

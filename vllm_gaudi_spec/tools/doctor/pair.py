@@ -37,7 +37,7 @@ from vllm_gaudi_spec.recurrent.table import (
     state_bytes,
     states_of,
 )
-from vllm_gaudi_spec.refusals import weight_files
+from vllm_gaudi_spec.refusals import find_weight_files
 from vllm_gaudi_spec.tools.doctor.findings import Finding, note, ok, problem, refusal, warning
 from vllm_gaudi_spec.tools.io.prompts import load_prompts
 
@@ -177,7 +177,7 @@ def estimate_weights(vllm_config: VllmConfig, model: ModelConfig) -> int:
     folder, width = folder_of(model.model), model.dtype.itemsize
     if load_backend().traits.takes_cpu_weights and width == 4:
         width = _CPU_BYTES[cpu_weights_of(vllm_config)]
-    read = weight_files(folder, str(vllm_config.load_config.load_format)) if folder is not None else None
+    read = find_weight_files(folder, str(vllm_config.load_config.load_format)) if folder is not None else None
     if folder is None or read is None:
         return 0
     return count_elements(folder, read[0]) * width // vllm_config.parallel_config.tensor_parallel_size
