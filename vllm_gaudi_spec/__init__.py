@@ -1,15 +1,15 @@
 """Speculative decoding for vLLM on Intel Gaudi: the two entry points that vLLM calls.
 
-The import of this package must stay cheap and must not import vLLM or torch: vLLM calls these functions in the middle
-of its own import.
+vLLM imports this package while vLLM itself is half imported, so importing it must be cheap and must not import vLLM or
+torch.
 """
 
 __version__ = "0.32.0.post1"
-"""The release of vLLM that this is made for, and which release of this package it is for that one."""
+"""The vLLM release that this package is for, and the number of our release for it."""
 
 
 def platform_plugin() -> str | None:
-    """Entry point `vllm.platform_plugins`: the platform class to use, or None to leave the choice to vLLM."""
+    """Return the platform class, or None to leave the choice to vLLM. Entry point `vllm.platform_plugins`."""
     from vllm_gaudi_spec import upstream, versions
     from vllm_gaudi_spec.devices import (
         REFUSING_PLATFORM,
@@ -23,7 +23,7 @@ def platform_plugin() -> str | None:
     device = choose_device()
     if device is None:
         return None
-    if (reason := versions.wrong_vllm()) is not None:
+    if (reason := versions.explain_wrong_vllm()) is not None:
         if not asked_for():
             log_wrong_vllm(reason)
             return None
@@ -31,22 +31,22 @@ def platform_plugin() -> str | None:
         return REFUSING_PLATFORM
     upstream.admit_domain_libraries_of_other_builds()
     if other_platform_plugins():
-        upstream.end_errors_with_their_message()  # vLLM may refuse to choose, without advice
+        upstream.end_errors_with_their_message()  # vLLM may refuse to choose between them
     upstream.answer_for_vllm_distribution()
     return platform_class(device)
 
 
 def general_plugin() -> None:
-    """Entry point `vllm.general_plugins`: runs in every vLLM process, after vLLM is imported."""
+    """Apply patches in a vLLM process after vLLM is imported. Entry point `vllm.general_plugins`."""
     from vllm_gaudi_spec.integrations import vllm_ascend
 
-    if vllm_ascend.is_active():  # it has another vLLM, for which the rest is not made
+    if vllm_ascend.is_active():  # it needs another vLLM, which the rest does not support
         vllm_ascend.register()
         return
     from vllm_gaudi_spec import versions
 
-    if versions.wrong_vllm() is not None:
-        return  # the platform has logged that, and its modules may not even load there
+    if versions.explain_wrong_vllm() is not None:
+        return  # already logged by the platform, whose modules may not load with this vLLM
     from vllm_gaudi_spec.platforms import base
 
     if base.is_active():

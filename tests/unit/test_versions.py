@@ -27,4 +27,4 @@ def test_torchvision_of_another_build(found: dict[str, str], fits: bool, monkeyp
         return found[name]
 
     monkeypatch.setattr(versions, "version", find)
-    assert versions.is_torchvision_of_another_build() is not fits
+    assert versions.has_mismatched_torchvision() is not fits

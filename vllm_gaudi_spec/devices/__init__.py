@@ -93,7 +93,7 @@ REFUSING_PLATFORM = "vllm_gaudi_spec.platforms.refusing.Platform"
 
 def asked_for() -> bool:
     """Whether the user named this platform, rather than just installed it."""
-    return environment.requested_device() is not None or PLUGIN in (environment.vllm_plugins_allowed() or ())
+    return environment.requested_device() is not None or PLUGIN in (environment.list_allowed_plugins() or ())
 
 
 def choose_device() -> str | None:
@@ -134,7 +134,7 @@ def cards(device: str, root: Path = Path("/")) -> list[str]:
 @cache
 def other_platform_plugins() -> tuple[str, ...]:
     """Platform plugins of others that vLLM would load."""
-    allowed = environment.vllm_plugins_allowed()
+    allowed = environment.list_allowed_plugins()
     return tuple(
         plugin.name
         for plugin in entry_points(group="vllm.platform_plugins")

@@ -1,6 +1,6 @@
-"""The environment variables of this platform. No other module of the package reads the environment.
+"""Environment variables. No other module of the package reads the environment.
 
-VARIABLES is the table of them, which `doctor` prints and docs/command_line.md repeats.
+`gaudi-spec doctor` prints the table VARIABLES, and docs/command_line.md repeats it.
 """
 
 from __future__ import annotations
@@ -25,9 +25,11 @@ from vllm_gaudi_spec.config import (
 
 
 class Variable(NamedTuple):
+    """An environment variable."""
+
     name: str
     default: str
-    """The value where it is not set, or a description of it."""
+    """The value if the variable is not set, or a description of it."""
     meaning: str
 
     @property
@@ -40,7 +42,7 @@ class Variable(NamedTuple):
 
     @property
     def value_or_default(self) -> str:
-        """For a default that is a value. An empty one is none."""
+        """The value, or the default if the variable is unset or empty. For defaults that are values."""
         return self.value or self.default
 
 
@@ -136,7 +138,7 @@ START_METHOD = Variable(
     "VLLM_WORKER_MULTIPROC_METHOD", "chosen by a test", "how the engine process starts: fork or spawn"
 )
 ENGINE_PROCESS = Variable("VLLM_ENABLE_V1_MULTIPROCESSING", "1", "0 runs the engine in the caller's process")
-# Not in the table below, whose values are printed.
+# Not in the table below, because `doctor` prints its values.
 API_KEY = Variable("OPENAI_API_KEY", "none", "sent to servers by gaudi-spec chat")
 CACHE_HOME = Variable("XDG_CACHE_HOME", "~/.cache", "where the demo model and vocabulary maps are kept")
 VARIABLES = (
@@ -189,12 +191,13 @@ def requested_device() -> str | None:
     return DEVICE.value or None
 
 
-# vllm-gaudi's words for true, and their opposites.
+# Values that vllm-gaudi reads as true, and their opposites.
 _VENDORS_TRUE = ("true", "t", "1", "yes", "y", "on")
 _VENDORS_FALSE = ("false", "f", "0", "no", "n", "off")
 
 
 def skip_warmup() -> bool:
+    """Whether the user skips warm-up."""
     if SKIP_WARMUP.value:
         return SKIP_WARMUP.is_on
     value = VENDORS_SKIP_WARMUP.value_or_default.lower()
@@ -208,8 +211,8 @@ def skip_warmup() -> bool:
 _VENDORS_STRATEGIES = {"exp": EXPONENTIAL, "lin": LINEAR}
 
 
-def vendors_bucket_strategy() -> str:
-    """What vllm-gaudi's variable asks for, in our words."""
+def read_vendors_bucket_strategy() -> str:
+    """Return the bucket strategy that vllm-gaudi's variable asks for."""
     asked = VENDORS_BUCKETING.value_or_default
     if asked not in _VENDORS_STRATEGIES:
         raise UnsupportedConfigError(
@@ -220,7 +223,7 @@ def vendors_bucket_strategy() -> str:
 
 
 def warms_up_in_background() -> bool:
-    """Whether warm-up goes on while the server serves."""
+    """Whether warm-up continues while the server serves."""
     when = WARMUP.value_or_default
     if when not in ("before", "background"):
         raise UnsupportedConfigError(f"{WARMUP.name}={when} is unknown; use before or background.")
@@ -228,6 +231,7 @@ def warms_up_in_background() -> bool:
 
 
 def compresses_prompt_masks() -> bool:
+    """Whether prompt attention on an NPU uses a compressed mask."""
     form = PROMPT_MASKS.value_or_default
     if form not in ("compressed", "dense"):
         raise UnsupportedConfigError(f"{PROMPT_MASKS.name}={form} is unknown; use compressed or dense.")
@@ -244,17 +248,17 @@ def trusts_draft_code() -> bool:
 
 
 def is_set(name: str) -> bool:
-    """Whether a variable, of the table or not, is set."""
+    """Whether a variable is set, whether it is in the table or not."""
     return name in os.environ
 
 
-def set_variables() -> dict[Variable, str]:
-    """The variables of the table that are set, with their values."""
+def list_set_variables() -> dict[Variable, str]:
+    """Return the variables of the table that are set, with their values."""
     return {variable: os.environ[variable.name] for variable in VARIABLES if is_set(variable.name)}
 
 
-def vllm_plugins_allowed() -> set[str] | None:
-    """The plugins that VLLM_PLUGINS allows; None: all."""
+def list_allowed_plugins() -> set[str] | None:
+    """Return the plugins that VLLM_PLUGINS allows, or None for all."""
     names = PLUGINS.value
     return None if names is None else {name.strip() for name in names.split(",")}
 
@@ -263,8 +267,10 @@ _CHOSEN_BY = "VGS_START_METHOD_CHOSEN_BY"
 
 
 def choose_start_method(choose: Callable[[], str]) -> None:
-    """Sets how vLLM starts its engine process, unless the user did: to the result of `choose`, called for each engine
-    of a process. Engine processes inherit the setting and do not call it."""
+    """Set how vLLM starts its engine process to the result of `choose`, unless the user did.
+
+    `choose` is called for each engine of a process. Engine processes inherit the setting and do not call it.
+    """
     chosen_by = os.environ.get(_CHOSEN_BY)
     if is_set(START_METHOD.name) and chosen_by != str(os.getpid()):
         return
@@ -273,12 +279,14 @@ def choose_start_method(choose: Callable[[], str]) -> None:
 
 
 OPENMP = Path(sys.prefix) / "lib" / "libiomp5.so"
-"""Intel's OpenMP, where the package intel-openmp puts it."""
+"""Where the package intel-openmp puts Intel's OpenMP."""
 
 
 def preload_openmp() -> None:
-    """Make processes that start from now on load Intel's OpenMP, if it is installed and they preload no OpenMP yet.
-    Unlike GNU's it lets waiting threads sleep, here after 1 ms, which is faster beside other work."""
+    """Make new processes load Intel's OpenMP, if it is installed and they do not preload an OpenMP yet.
+
+    Unlike GNU's, it lets waiting threads sleep, here after 1 ms, which is faster if the machine has other work.
+    """
     preloaded = PRELOADED.value or ""
     if OPENMP.exists() and not any(name in preloaded for name in ("libiomp", "libomp", "libgomp")):
         os.environ[PRELOADED.name] = ":".join(filter(None, (preloaded, str(OPENMP))))
@@ -286,8 +294,9 @@ def preload_openmp() -> None:
 
 
 def keep_engine_in_process(why: str) -> None:
+    """Make vLLM run its engine in this process, or raise ValueError if the user does not allow it."""
     if os.environ.setdefault(ENGINE_PROCESS.name, "0") != "0":
-        raise ValueError(f"{why} needs the engine in this process: unset {ENGINE_PROCESS.name} or set it to 0")
+        raise ValueError(f"{why} needs the engine in this process; unset {ENGINE_PROCESS.name} or set it to 0")
 
 
 def keeps_engine_in_process() -> bool:
@@ -295,57 +304,60 @@ def keeps_engine_in_process() -> bool:
 
 
 def cache_folder() -> Path:
-    """The folder of this project for files that can be made again."""
+    """Return the folder for this project's cached files."""
     base = CACHE_HOME.value or ""
     root = Path(base) if os.path.isabs(base) else Path.home() / ".cache"
     return root / "vllm_gaudi_spec"
 
 
 def name_process_group(init_method: str) -> None:
-    """Sets the name by which vLLM's shared-memory collectives for the CPU find each other. Ranks that do not share
-    memory have different names, and vLLM uses gloo."""
+    """Set the name by which vLLM's shared-memory collectives for the CPU find each other.
+
+    Ranks that do not share memory get different names, so that vLLM uses gloo.
+    """
     group = init_method.rsplit("/", 1)[-1].rsplit(":", 1)[-1]
-    os.environ["VLLM_DIST_IDENT"] = f"{group}-{_shared_memory()}"
+    os.environ["VLLM_DIST_IDENT"] = f"{group}-{_identify_shared_memory()}"
 
 
-def _shared_memory() -> str:
-    """A name that processes with one /dev/shm share, but not those of two machines or of two containers."""
+def _identify_shared_memory() -> str:
+    """Return a name that is equal exactly for processes with the same /dev/shm."""
     try:
         started = Path("/proc/sys/kernel/random/boot_id").read_text().strip()
         return f"{started}-{os.stat('/dev/shm').st_dev}"
-    except OSError:  # no Linux
+    except OSError:  # not Linux
         return platform.node()
 
 
 def leave_threads_unbound() -> None:
-    """Unless set, no binding of threads: vLLM binds each CPU rank to its own NUMA node and fails with fewer nodes."""
+    """Disable thread binding unless the user set it: vLLM binds each rank to a NUMA node, and fails with too few."""
     os.environ.setdefault(THREADS_BIND.name, "nobind")
 
 
-# Defaults of a Gaudi process for variables that the bridge, its compiler and vLLM read.
+# Our defaults on a Gaudi for variables that the bridge, its compiler and vLLM read.
 _GAUDI_DEFAULTS = {
-    # Shared weights would be laid out again for each graph that reads them.
+    # With sharing, weights would be laid out again for each graph that reads them.
     WEIGHT_SHARING.name: WEIGHT_SHARING.default,
-    # Without it a collective inside a graph fails: tensor parallel steps have one in each layer.
+    # Without it, collectives inside graphs fail. Tensor-parallel steps have some in each layer.
     LAZY_COLLECTIVES.name: LAZY_COLLECTIVES.default,
-    # vLLM would run shared experts on a stream of their own, which a graph does not capture.
+    # vLLM would run shared experts on a separate stream, which graphs do not capture.
     "VLLM_DISABLE_SHARED_EXPERTS_STREAM": "1",
-    # Graphs of a large model took hours to compile one after the other, not minutes (lesson S09).
+    # Compiling the graphs of a large model one by one took hours instead of minutes (lesson S09).
     PARALLEL_COMPILATION.name: PARALLEL_COMPILATION.default,
 }
-# The same in compiled mode alone.
+# Further defaults in compiled mode.
 _COMPILED_DEFAULTS = {
-    # Where an operation leaves a region, the region is several recipes, and to one that reads a cache or a state last
-    # its memory seems free although the next step reads it. vllm-gaudi sets it for models with recurrent states, whose
-    # answers were wrong (pull request 1753); here caches are changed in place too.
+    # An operation outside a compiled region splits it into several recipes. The last recipe to read a cache or a state
+    # would treat its memory as free, although the next step reads it. vllm-gaudi sets this for models with recurrent
+    # states, whose results were wrong (pull request 1753); here caches are also changed in place.
     INPUT_REUSE.name: "0",
 }
 
 
 def set_gaudi_defaults() -> None:
+    """Set our defaults for variables of a Gaudi that the user did not set."""
     for name, value in _GAUDI_DEFAULTS.items():
         os.environ.setdefault(name, value)
-    # Without the variable releases of the bridge differ.
+    # Without the variable, the mode depends on the bridge's release.
     os.environ.setdefault(LAZY_MODE.name, "1" if gaudi_has_lazy_mode() else "0")
     if os.environ[LAZY_MODE.name] == "0":
         for name, value in _COMPILED_DEFAULTS.items():
@@ -353,14 +365,17 @@ def set_gaudi_defaults() -> None:
 
 
 def gaudi_is_lazy() -> bool:
-    """As the bridge reads the variable: 0 is eager and compiled, every other value is lazy."""
+    """Whether the bridge runs in lazy mode. 0 means eager and compiled, every other value lazy."""
     set_gaudi_defaults()
     return os.environ[LAZY_MODE.name] != "0"
 
 
 def gaudi_has_lazy_mode() -> bool:
-    """With stock torch the bridge refuses to load in lazy mode, and goes by the version (1.24, habana_frameworks/torch,
-    __init__.py). A bridge that torch has loaded by itself has its mode already."""
+    """Whether the installed torch supports lazy mode.
+
+    The bridge refuses to load in lazy mode with stock torch, which it recognizes by the version (1.24,
+    habana_frameworks/torch/__init__.py). The mode of a bridge that torch has loaded is fixed.
+    """
     if (bridge := sys.modules.get("habana_frameworks.torch.utils.internal")) is not None:
         is_lazy: bool = bridge.is_lazy()
         return is_lazy
@@ -373,27 +388,27 @@ def gaudi_has_lazy_collectives() -> bool:
 
 
 def gaudi_memory_reserve() -> float:
-    """The share of free memory for captured graphs; the variable's name is vllm-gaudi's."""
+    """Return the share of free memory for captured graphs, from vllm-gaudi's variable."""
     value = GRAPH_MEMORY.value_or_default
     try:
         share = float(value)
     except ValueError:
         share = -1.0
     if not 0 <= share < 1:
-        raise UnsupportedConfigError(f"{GRAPH_MEMORY.name}={value} is no share of memory; use 0 or more, less than 1.")
+        raise UnsupportedConfigError(f"{GRAPH_MEMORY.name} must be at least 0 and less than 1, got {value}.")
     return share
 
 
 def gaudi_layers_of_a_recipe() -> int:
-    """Decoder layers between two markers, 0 for all; the variable's name is vllm-gaudi's."""
+    """Return the number of decoder layers per recipe, 0 for all, from vllm-gaudi's variable."""
     value = LAYERS_OF_A_RECIPE.value_or_default
     if not value.isdecimal():
-        raise UnsupportedConfigError(f"{LAYERS_OF_A_RECIPE.name}={value} is no number of layers; use 0 or more.")
+        raise UnsupportedConfigError(f"{LAYERS_OF_A_RECIPE.name} must be an integer of 0 or more, got {value}.")
     return int(value)
 
 
 def emulated_generation() -> str:
-    """The card that hpu-emulated emulates."""
+    """Return the Gaudi generation that hpu-emulated emulates."""
     generation = EMULATED_GENERATION.value_or_default
     if generation not in GAUDIS:
         raise UnsupportedConfigError(f"{EMULATED_GENERATION.name}={generation} is unknown; use {' or '.join(GAUDIS)}.")
@@ -401,13 +416,13 @@ def emulated_generation() -> str:
 
 
 def emulated_modules() -> tuple[int, ...]:
-    """The Gaudis that this process may open; none where it may open any."""
+    """Return the Gaudis that this process may open; empty if it may open any."""
     names = VISIBLE_MODULES.value_or_default
     return () if names in ("", "all") else tuple(map(int, names.split(",")))
 
 
 def emulator_is_hostile() -> bool:
-    """Whether the emulated Gaudi refuses all that is known to fail on one."""
+    """Whether the emulated Gaudi refuses everything that is known to fail on some card or release."""
     mood = EMULATOR.value_or_default
     if mood not in ("hostile", "kind"):
         raise UnsupportedConfigError(f"{EMULATOR.name}={mood} is unknown; use hostile or kind.")
@@ -417,53 +432,57 @@ def emulator_is_hostile() -> bool:
 NPU_SETTINGS = (TASK_QUEUE, NPU_ALLOCATOR, LAUNCH_BLOCKING)
 
 
-def npu_variables() -> dict[str, str]:
-    """Those of torch_npu that decide whether graphs can be captured, as far as they are set."""
+def list_npu_variables() -> dict[str, str]:
+    """Return the set variables of torch_npu that decide whether graphs can be captured."""
     return {variable.name: variable.value for variable in NPU_SETTINGS if variable.value is not None}
 
 
 def hccl_expands_on_vector_cores() -> bool:
+    """Whether HCCL runs collectives on vector cores."""
     return (HCCL_EXPANSION.value or "").upper() == "AIV"
 
 
 def torch_npu_folder() -> Path:
-    """Where the vendor's own torch_npu is, for the emulated NPU. Not among the other packages, but on a card's machine:
-    where it is installed, `import torch` opens it, and fails without a card's software."""
+    """Return the folder with Huawei's torch_npu for the emulated NPU.
+
+    It is outside the other packages, except on a machine with a card: `import torch` loads an installed torch_npu,
+    which fails without the card's software.
+    """
     if TORCH_NPU.value:
         return Path(TORCH_NPU.value).absolute()
-    installed = find_spec("torch_npu")  # which imports nothing
+    installed = find_spec("torch_npu")  # does not import it
     if installed is not None and installed.origin is not None:
         return Path(installed.origin).parents[1]
     return Path(sys.prefix, "torch-npu")
 
 
 def set_torch_npu_defaults() -> None:
-    """Children get this process's path: theirs would import torch_npu with torch, before its libraries are there."""
+    """Keep torch from importing torch_npu in child processes before its libraries are loaded."""
     os.environ["TORCH_DEVICE_BACKEND_AUTOLOAD"] = "0"
 
 
 def api_key() -> str | None:
-    """For a server that wants one. It is a secret: nothing prints it."""
+    """Return the key for servers that require one. Never print it."""
     return (API_KEY.value or "").strip() or None
 
 
 def quant_config_path() -> str | None:
-    """The target's quantization file; the variable's name is vllm-gaudi's."""
+    """Return the target's quantization file, from vllm-gaudi's variable."""
     return QUANT_CONFIG.value or None
 
 
 def kv_cache_space_gib() -> int | None:
-    """The size of the KV cache on a CPU, in upstream's older variable."""
+    """Return the size of the KV cache on a CPU in GiB, from vLLM's older variable."""
     value = KV_CACHE_SPACE.value
     return int(value) if value else None
 
 
-# Not in the table above: a front end sets it for its engines, which inherit it, and no user does.
+# Not in the table above: front ends set it for their engines, never users.
 _START_FAILURE = "VGS_START_FAILURE"
 
 
 def set_start_failure_file(path: str) -> None:
-    """Let the processes that this one starts write there why they could not start."""
+    """Make child processes write to `path` why they could not start."""
     os.environ[_START_FAILURE] = path
 
 

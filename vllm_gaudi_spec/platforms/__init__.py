@@ -1,1 +1,1 @@
-"""The platform classes: the hooks that vLLM calls."""
+"""Platform classes: the hooks that vLLM calls."""

@@ -1,4 +1,4 @@
-"""The platform class of an Ascend NPU, real or emulated."""
+"""Platform class of Ascend NPUs, real or emulated."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ import torch
 
 from vllm_gaudi_spec.config import UnsupportedConfigError
 from vllm_gaudi_spec.devices import load_backend
-from vllm_gaudi_spec.devices.ascend import device as ascend_device  # which gives torch the device
+from vllm_gaudi_spec.devices.ascend import device as ascend_device  # registers the device with torch
 from vllm_gaudi_spec.environment import HCCL_EXPANSION, compresses_prompt_masks, hccl_expands_on_vector_cores
 from vllm_gaudi_spec.platforms.base import CapturingPlatform
 
@@ -36,7 +36,7 @@ class AscendSpecPlatform(CapturingPlatform):
     @classmethod
     def pre_register_and_update(cls, parser: FlexibleArgumentParser | None = None) -> None:
         super().pre_register_and_update(parser)
-        load_backend()  # fails here already without torch_npu
+        load_backend()  # without torch_npu, fail here
 
     @classmethod
     def check_and_update_config(cls, vllm_config: VllmConfig) -> None:
@@ -45,7 +45,7 @@ class AscendSpecPlatform(CapturingPlatform):
                 f"{HCCL_EXPANSION.name}={HCCL_EXPANSION.value} with several ranks: collectives of that mode beside "
                 "tasks that are updated failed in captures, or hung (vllm-ascend 13688); unset it."
             )
-        compresses_prompt_masks()  # refuses what it does not know
+        compresses_prompt_masks()  # refuses unknown values
         super().check_and_update_config(vllm_config)
 
     @classmethod

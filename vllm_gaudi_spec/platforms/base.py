@@ -1,4 +1,4 @@
-"""vLLM's platform hooks of every device, answered by the chosen backend."""
+"""vLLM's platform hooks for all devices, answered by the chosen backend."""
 
 from __future__ import annotations
 
@@ -48,7 +48,7 @@ _SCHEDULERS = {
     False: "vllm_gaudi_spec.scheduling.scheduler.SpecScheduler",
     True: "vllm_gaudi_spec.scheduling.scheduler.SpecAsyncScheduler",
 }
-"""By whether scheduling is asynchronous."""
+"""Schedulers without and with async scheduling."""
 _ATTENTION = "vllm_gaudi_spec.attention.backend.RectangleAttentionBackend"
 _LATENT_ATTENTION = "vllm_gaudi_spec.attention.latent.LatentAttentionBackend"
 _LATENT_PREFILL = "vllm_gaudi_spec.attention.latent.NoPrefill"
@@ -57,18 +57,19 @@ _LORA = "vllm_gaudi_spec.lora.application.TokenSlots"
 
 
 def is_active() -> bool:
+    """Whether vLLM runs on this platform."""
     from vllm.platforms import current_platform
 
     return isinstance(current_platform, SpecPlatform)
 
 
 def apply_patches() -> None:
-    """Applies the patches of every vLLM process on this platform."""
+    """Apply the patches that every vLLM process on this platform needs."""
     from vllm.platforms import current_platform
 
     upstream.apply()
     upstream.answer_accelerator_calls(current_platform.device_type)
-    importlib.import_module(_QUANTIZATION_METHOD)  # it needs a platform, which this module is imported for
+    importlib.import_module(_QUANTIZATION_METHOD)  # imports vLLM modules that need the platform
     use_device(load_backend)
     upstream.refuse_tokenized_params(check_logit_edits)
     upstream.refuse_params_before_verification(check_constraint_size)
@@ -78,10 +79,10 @@ def apply_patches() -> None:
 
 
 class SpecPlatform(Platform):
-    """Every device."""
+    """Platform of all devices."""
 
     takes_device_ids = False
-    """Whether each process sees all cards and takes one of those that --device-ids names. Elsewhere the environment
+    """Whether each process sees all cards and uses one of those that --device-ids names. Otherwise the environment
     decides which cards it sees."""
 
     @classmethod
@@ -109,30 +110,32 @@ class SpecPlatform(Platform):
             if vllm_config.model_config.enable_prompt_embeds:
                 upstream.refuse_bad_embeds()  # imports vLLM's renderers, which few processes need
         refuse_unsupported(vllm_config, load_backend())
-        _keep_states_by_request(vllm_config)
-        _keep_images_whole(vllm_config)
-        _warn_of_unused_options(vllm_config)
-        # Mistakes in options and variables stop the front end, not the engine.
+        _disable_vllm_state_caching(vllm_config)
+        _require_whole_images(vllm_config)
+        _warn_about_unused_options(vllm_config)
+        # Parse options and variables here, so that mistakes stop the front end and not the engine.
         options = Options.from_vllm(vllm_config)
         skip_warmup()
         if vllm_config.model_config is not None:
             speculation = Speculation.from_vllm(vllm_config)
             num_drafts = speculation.num_drafts if speculation else 0
             Shapes.from_config(vllm_config, options, load_backend(), num_drafts)
-            if vllm_config.scheduler_config.async_scheduling and (reason := _why_one_by_one(vllm_config, speculation)):
-                logger.info("Steps run one after the other, without asynchronous scheduling: %s.", reason)
+            if vllm_config.scheduler_config.async_scheduling and (
+                reason := _explain_sync_scheduling(vllm_config, speculation)
+            ):
+                logger.info("Async scheduling is disabled: %s.", reason)
                 vllm_config.scheduler_config.async_scheduling = False
         parallel = vllm_config.parallel_config
         if parallel.worker_cls == "auto":
-            # Not in an engine's process, where this is checked again, nor in a server that vLLM's supervisor of
-            # data-parallel servers started: vLLM has assigned cards by itself.
+            # Skipped in an engine's process, where this runs again, and in servers of vLLM's data-parallel supervisor:
+            # vLLM has assigned the cards there.
             if parallel.assigned_physical_gpu_ids and not parallel.data_parallel_external_lb:
                 cls._check_device_ids(parallel.assigned_physical_gpu_ids, parallel.local_world_size)
             parallel.worker_cls = _WORKER
         if parallel.use_ray:
-            parallel.ray_runtime_env = _on_this_device(parallel.ray_runtime_env)
+            parallel.ray_runtime_env = _add_device_to_environment(parallel.ray_runtime_env)
         _choose_scheduler(vllm_config.scheduler_config)
-        # The backend captures graphs: vLLM's compilation would wrap the model a second time.
+        # The backend captures graphs itself: vLLM's compilation would wrap the model a second time.
         compilation = vllm_config.compilation_config
         compilation.mode = CompilationMode.NONE
         compilation.cudagraph_mode = CUDAGraphMode.NONE
@@ -154,7 +157,7 @@ class SpecPlatform(Platform):
 
     @classmethod
     def can_update_inplace(cls) -> bool:
-        """For layers with LoRA adapters: False, so they use the returned sum."""
+        """Return False, so that layers with LoRA adapters use the sum that is returned to them."""
         return False
 
     @classmethod
@@ -167,11 +170,11 @@ class SpecPlatform(Platform):
 
     @classmethod
     def _align_hybrid_block_size(cls, vllm_config: VllmConfig, backend_cls: Any) -> None:
-        """A no-op: blocks of KV need not be as large as recurrent states, which are kept by request."""
+        """No-op: KV blocks need not match the size of recurrent states, which are kept by request."""
 
     @classmethod
     def check_runner_kv_caches_multi_layer(cls) -> None:
-        """A no-op: a drafter's layer may share its index with one of the target."""
+        """No-op: a drafter's layer may have the same index as one of the target's."""
 
     @classmethod
     def validate_request(cls, processed_inputs: Any, params: Any) -> None:
@@ -188,9 +191,12 @@ class SpecPlatform(Platform):
         torch.manual_seed(seed)
 
     @classmethod
-    def card_of(cls, local_rank: int, assigned: list[int] | None) -> int:
-        """The index of a rank's card in this process. `assigned`: the cards of the engine's ranks on this machine, if
-        vLLM assigned any."""
+    def find_card(cls, local_rank: int, assigned: list[int] | None) -> int:
+        """Return the index of a rank's card in this process.
+
+        Args:
+            assigned: The cards that vLLM assigned to the engine's ranks on this machine, if any.
+        """
         if not (cls.takes_device_ids and assigned):
             return local_rank
         set_assigned_physical_gpu_ids(assigned)
@@ -210,19 +216,19 @@ class SpecPlatform(Platform):
 
     @classmethod
     def is_sleep_mode_available(cls) -> bool:
-        """vLLM asks where it was switched on, and its own refusal names no option."""
+        # vLLM asks only if sleep mode is enabled, and its own refusal names no option.
         raise UnsupportedConfigError("Sleep mode is not supported; leave out --enable-sleep-mode.")
 
 
 class CapturingPlatform(SpecPlatform):
-    """Accelerators that capture each step as graphs."""
+    """Platform of accelerators, which capture steps as graphs."""
 
-    # Out of tree, whatever the device: for its own devices vLLM would load compiled operations.
+    # Out of tree on every device: for the devices it knows, vLLM would load compiled operations.
     _enum = PlatformEnum.OOT
-    # For helpers of vLLM, some created at its import, before the device's software is loaded.
+    # For vLLM's compiled helpers, some of which are created before the device's software is loaded.
     simple_compile_backend = "eager"
     loads_on_host = False
-    """Whether weights are read and assembled on the host and copied once, which saves thousands of small programs."""
+    """Whether weights are assembled on the host and copied once, which saves thousands of small graphs."""
 
     @classmethod
     def check_and_update_config(cls, vllm_config: VllmConfig) -> None:
@@ -232,18 +238,18 @@ class CapturingPlatform(SpecPlatform):
         configs = vllm_config.model_config, vllm_config.speculative_config
         if any(config is not None and config.enforce_eager for config in configs):
             device = load_backend().traits.name
-            logger.warning_once("enforce_eager has no effect on %s: steps are captured all the same.", device)
-        _keep_kv_of_each_kind_apart(vllm_config)
-        # A process forked from one with an open card has no card, or hangs at its end.
+            logger.warning_once("enforce_eager has no effect on %s, where all steps are captured.", device)
+        _disable_hybrid_kv_manager(vllm_config)
+        # A process forked from one with an open card has no card, or hangs at exit.
         choose_start_method(lambda: "spawn")
 
     @classmethod
     def import_kernels(cls) -> None:
-        """A no-op: vLLM's compiled operations are for other devices."""
+        """No-op: vLLM's compiled operations are for other devices."""
 
     @classmethod
     def norm_provider(cls) -> str:
-        """The provider name of the device's norms in vLLM's IR; the import of its layers registers them."""
+        """Return the provider name of the device's norms in vLLM's IR. Importing the device's layers registers them."""
         raise NotImplementedError
 
     @classmethod
@@ -260,8 +266,7 @@ class CapturingPlatform(SpecPlatform):
 
     @classmethod
     def _norms(cls) -> str:
-        """A data-parallel engine calls this before it has a worker."""
-        load_backend()  # the device's software, or its emulator
+        load_backend()  # a data-parallel engine calls this before a worker has loaded the device's software
         return cls.norm_provider()
 
     @classmethod
@@ -270,7 +275,7 @@ class CapturingPlatform(SpecPlatform):
 
     @classmethod
     def get_device_total_memory(cls, device_id: int = 0) -> int:
-        """0: vLLM's front end, which sets the token budget by it, must not open the card."""
+        """Return 0: vLLM's front end, which derives the token budget from it, must not open the card."""
         return 0
 
     @classmethod
@@ -279,7 +284,7 @@ class CapturingPlatform(SpecPlatform):
 
 
 def _choose_scheduler(config: SchedulerConfig) -> None:
-    """Sets one of our schedulers, or accepts a class that derives from it: others neither limit nor count drafts."""
+    """Set one of our schedulers, or accept a subclass of it. Others neither limit nor count drafts."""
     ours, theirs = _SCHEDULERS[bool(config.async_scheduling)], config.scheduler_cls
     if theirs is None or theirs in _SCHEDULERS.values():
         config.scheduler_cls = ours
@@ -287,55 +292,67 @@ def _choose_scheduler(config: SchedulerConfig) -> None:
     try:
         chosen = resolve_obj_by_qualname(theirs) if isinstance(theirs, str) else theirs
     except (ImportError, AttributeError, ValueError) as error:
-        message = f"Scheduler class {theirs}: {error}; correct it, or leave out --scheduler-cls."
+        message = f"Scheduler class {theirs} cannot be loaded: {error}; correct it, or leave out --scheduler-cls."
         raise UnsupportedConfigError(message) from error
     if not (isinstance(chosen, type) and issubclass(chosen, resolve_obj_by_qualname(ours))):
         name = theirs if isinstance(theirs, str) else theirs.__qualname__
         raise UnsupportedConfigError(
             f"Scheduler class {name} does not derive from {ours}, which limits and counts drafts; derive it from that, "
-            "or leave out --scheduler-cls. Which of the two it is depends on --async-scheduling."
+            "or leave out --scheduler-cls. The base class depends on --async-scheduling."
         )
 
 
-def _warn_of_unused_options(vllm_config: VllmConfig) -> None:
-    """Warns of options without effect here. vLLM itself sets an attention backend for some models (Gemma 4)."""
+def _warn_about_unused_options(vllm_config: VllmConfig) -> None:
+    """Warn about options without effect. vLLM itself sets an attention backend for some models (Gemma 4)."""
     speculation = vllm_config.speculative_config
     for backend in (vllm_config.attention_config.backend, speculation and speculation.attention_backend):
         if backend is not None:
             logger.warning_once(
-                "Attention backend %s, named by the user or by vLLM for this model, has no effect: the platform brings "
-                "its own.",
+                "Attention backend %s, set by the user or by vLLM for this model, has no effect: the platform uses its "
+                "own.",
                 backend.name,
             )
     if unused := [key for key in vllm_config.additional_config or () if key != ADDITIONAL_CONFIG_KEY]:
-        logger.warning_once("additional_config has no effect here in %s.", ", ".join(map(repr, unused)))
+        logger.warning_once(
+            "Keys of additional_config without effect on this platform: %s.", ", ".join(map(repr, unused))
+        )
     if speculation is not None and (unused := list_installed_logits_processors()):
-        logger.warning_once("With speculation, logits processors of packages are not used: %s.", ", ".join(unused))
+        logger.warning_once(
+            "Logits processors of installed packages are not used with speculative decoding: %s.", ", ".join(unused)
+        )
 
 
-def _keep_states_by_request(vllm_config: VllmConfig) -> None:
-    """Switches vLLM's own caching of recurrent states off, which needs them in blocks of KV memory. Here there is one
-    for each request, and the scheduler's `Snapshots` are those of the prefix cache."""
+def _disable_vllm_state_caching(vllm_config: VllmConfig) -> None:
+    """Disable vLLM's caching of recurrent states, which needs states in KV blocks.
+
+    Here each request has one state, and the scheduler's `Snapshots` serve the prefix cache.
+    """
     model, cache = vllm_config.model_config, vllm_config.cache_config
     if model is None or not has_states(model):
         return
     if cache.mamba_cache_mode == "all":
-        logger.warning("--mamba-cache-mode has no effect here: snapshots of states are kept by state_snapshots.")
+        logger.warning(
+            "--mamba-cache-mode has no effect on this platform; set state_snapshots to keep snapshots of states."
+        )
     cache.mamba_cache_mode = "none"
-    cache.mamba_block_size = model.max_model_len  # as vLLM has it without prefix caching
+    cache.mamba_block_size = model.max_model_len  # vLLM's value without prefix caching
 
 
-def _keep_images_whole(vllm_config: VllmConfig) -> None:
-    """Where tokens of an image see each other in both directions, none is computed before the last one's key is there.
-    vLLM leaves this to its platforms; its option makes it check at the start that a step has room for an image."""
+def _require_whole_images(vllm_config: VllmConfig) -> None:
+    """Make a step compute images as a whole if their tokens attend to each other in both directions.
+
+    vLLM leaves this to its platforms. Its option makes it check at start-up that a step has room for an image.
+    """
     model, scheduler = vllm_config.model_config, vllm_config.scheduler_config
     if model is None or not model.is_mm_prefix_lm:
         return
     if not scheduler.disable_chunked_mm_input:
-        logger.info("Images see themselves in both directions: no chunk of a prompt ends within one.")
+        logger.info("Attention within images is bidirectional: prompt chunks will not split images.")
         scheduler.disable_chunked_mm_input = True
     if scheduler.long_prefill_token_threshold:
-        logger.warning("--long-prefill-token-threshold is ignored: a chunk that has no room for an image never has.")
+        logger.warning(
+            "--long-prefill-token-threshold is ignored: a prompt chunk of that size may never have room for an image."
+        )
         scheduler.long_prefill_token_threshold = 0
     fewer, room = scheduler.max_num_scheduled_tokens, scheduler.max_num_batched_tokens
     if fewer is not None and fewer < room:
@@ -345,10 +362,12 @@ def _keep_images_whole(vllm_config: VllmConfig) -> None:
         )
 
 
-def _keep_kv_of_each_kind_apart(vllm_config: VllmConfig) -> None:
-    """Switches the hybrid KV cache manager off where layers have KV of several shapes: vLLM lets groups of layers share
-    memory, but on these devices KV is a typed tensor, not bytes. Without groups each layer has memory of its own, and
-    sliding windows save none."""
+def _disable_hybrid_kv_manager(vllm_config: VllmConfig) -> None:
+    """Disable the hybrid KV cache manager for models whose layers have KV of different shapes.
+
+    vLLM lets groups of layers share memory, but on these devices KV is a typed tensor. Without groups each layer has
+    its own memory, and sliding windows save none.
+    """
     model, scheduler = vllm_config.model_config, vllm_config.scheduler_config
     if model is None or model is not get_target_config(vllm_config) or scheduler.disable_hybrid_kv_cache_manager:
         return  # a drafter's copy of the configuration has the target's scheduler
@@ -362,18 +381,18 @@ def _keep_kv_of_each_kind_apart(vllm_config: VllmConfig) -> None:
             f"Layers have KV of {len(shapes)} shapes, between which groups cannot share memory on this device; leave "
             "out --no-disable-hybrid-kv-cache-manager."
         )
-    logger.info("Layers have KV of %d shapes: the hybrid KV cache manager is off.", len(shapes))
+    logger.info("The hybrid KV cache manager is disabled: layers have KV of %d shapes.", len(shapes))
     scheduler.disable_hybrid_kv_cache_manager = True
 
 
-def _on_this_device(runtime_env: Any) -> dict[str, Any]:
-    """Adds VGS_DEVICE to Ray's runtime environment: a rank chooses its platform before it gets the engine's."""
+def _add_device_to_environment(runtime_env: Any) -> dict[str, Any]:
+    """Add VGS_DEVICE to Ray's runtime environment: a rank chooses its platform before it gets other variables."""
     env: dict[str, Any] = dict(runtime_env or {})
     return {**env, "env_vars": {DEVICE.name: load_backend().traits.name, **env.get("env_vars", {})}}
 
 
-def _why_one_by_one(vllm_config: VllmConfig, speculation: Speculation | None) -> str | None:
-    """Why steps are scheduled one by one, each after the host has read the one before it; None if they are not."""
+def _explain_sync_scheduling(vllm_config: VllmConfig, speculation: Speculation | None) -> str | None:
+    """Return why async scheduling is not possible, or None."""
     if vllm_config.model_config.runner_type == "pooling":
         return "a pooler works on the host"
     if speculation is None:

@@ -1,4 +1,4 @@
-"""The platform class of the CPU."""
+"""Platform class of the CPU."""
 
 from __future__ import annotations
 
@@ -28,16 +28,19 @@ _CPU_RAY_EXECUTOR = "vllm_gaudi_spec.platforms.ray.CpuRayExecutor"
 
 
 class CpuSpecPlatform(SpecPlatform, CpuPlatform):
-    """The CPU. It inherits upstream's CPU platform on purpose: vLLM checks `is_cpu()` before it packs linear weights
-    for oneDNN, uses its C++ kernels for activations, rotary embedding and MoE, and calls accelerator functions."""
+    """Platform of the CPU.
 
-    # The operations of a step are too small to gain from compiled helpers, and Inductor costs seconds.
+    It derives from vLLM's CPU platform because vLLM checks `is_cpu()` before it packs linear weights for oneDNN, uses
+    its C++ kernels for activations, rotary embedding and MoE, and calls accelerator functions.
+    """
+
+    # The operations of a step are too small to benefit from compiled helpers, and Inductor takes seconds.
     simple_compile_backend = "eager"
     ray_device_key = "CPU"
 
     @property
     def supported_dtypes(self) -> list[torch.dtype]:
-        if self.get_cpu_architecture() == CpuArchEnum.X86 and not _native_bfloat16():
+        if self.get_cpu_architecture() == CpuArchEnum.X86 and not _has_native_bfloat16():
             return [torch.float32]
         return super().supported_dtypes
 
@@ -67,12 +70,14 @@ class CpuSpecPlatform(SpecPlatform, CpuPlatform):
 
     @classmethod
     def register_triton_kernel_overrides(cls) -> None:
-        """A no-op: those are kernels of vLLM's runner and sampler, which are not used here. Looking for them in every
-        module ends with an AttributeError where one has llvmlite's functions, as Kimi Linear's class brings."""
+        """No-op: these kernels of vLLM's runner and sampler are not used here.
+
+        vLLM's search of all modules fails with an AttributeError at llvmlite's functions, which Kimi Linear imports.
+        """
 
     @classmethod
     def import_ir_kernels(cls) -> None:
-        """Each worker calls it before it loads a model."""
+        # Called by each worker before it loads a model.
         super().import_ir_kernels()
         from vllm_gaudi_spec.devices.cpu import activations, norms, rotary  # noqa: F401  (registers them)
         from vllm_gaudi_spec.devices.cpu import linear as cpu_linear
@@ -98,6 +103,6 @@ class CpuSpecPlatform(SpecPlatform, CpuPlatform):
         Platform.update_block_size_for_backend.__func__(cls, vllm_config)
 
 
-def _native_bfloat16() -> bool:
-    """Without these instructions bfloat16 is emulated and slower than float32."""
+def _has_native_bfloat16() -> bool:
+    """Whether the CPU has bfloat16 instructions. Without them bfloat16 is emulated and slower than float32."""
     return torch.cpu._is_avx512_bf16_supported() or torch.cpu._is_amx_tile_supported()

@@ -1,4 +1,4 @@
-"""The platform class of an NVIDIA GPU, chosen by VGS_DEVICE=cuda."""
+"""Platform class of NVIDIA GPUs, chosen by VGS_DEVICE=cuda."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ class CudaSpecPlatform(CapturingPlatform):
     @classmethod
     def pre_register_and_update(cls, parser: FlexibleArgumentParser | None = None) -> None:
         super().pre_register_and_update(parser)
-        load_backend()  # fails here already without a GPU
+        load_backend()  # without a GPU, fail here
 
     @classmethod
     def check_and_update_config(cls, vllm_config: VllmConfig) -> None:

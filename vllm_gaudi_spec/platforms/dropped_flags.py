@@ -1,4 +1,4 @@
-"""Options of `vllm serve` that deployments still pass and that vLLM 0.32 has no more: a warning instead of an end."""
+"""Options that vLLM 0.32 dropped but deployments still pass to `vllm serve`: they cause a warning, not an error."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ if TYPE_CHECKING:
 
 logger = init_logger(__name__)
 
-# Flag -> whether it takes a value, and what holds without it.
+# Maps a flag to whether it takes a value, and what applies instead.
 DROPPED_FLAGS = {
     "--device": (True, "VGS_DEVICE names the device"),
     "--disable-log-requests": (False, "requests are not logged without --enable-log-requests"),
@@ -27,7 +27,7 @@ DROPPED_FLAGS = {
 
 
 class _Ignored(argparse.Action):
-    """Warns, and sets nothing. A device that is not the platform's own is refused."""
+    """Log a warning and set nothing. `--device` is refused if it names a different device."""
 
     def __call__(
         self, parser: argparse.ArgumentParser, namespace: argparse.Namespace, values: Any, option: str | None = None
@@ -36,12 +36,14 @@ class _Ignored(argparse.Action):
 
         here = current_platform.device_type
         if option == "--device" and values not in (here, choose_device(), "auto"):
-            parser.error(f"--device {values} is not the device here, {here}: VGS_DEVICE names it; leave --device out")
+            parser.error(
+                f"--device {values} is not the device of this platform, {here}; leave it out, and set VGS_DEVICE"
+            )
         logger.warning("%s has no effect and can be left out: %s.", option, self.metavar)
 
 
 def accept_dropped_flags(parser: FlexibleArgumentParser) -> None:
-    """Idempotent; a flag that vLLM has is vLLM's."""
+    """Add the dropped flags that vLLM does not have. Can be called repeatedly."""
     for flag, (takes_value, instead) in DROPPED_FLAGS.items():
         if flag not in parser._option_string_actions:
             parser.add_argument(

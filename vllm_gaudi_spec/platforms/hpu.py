@@ -1,4 +1,4 @@
-"""The platform class of a Gaudi, real or emulated."""
+"""Platform class of Gaudis, real or emulated."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ class HpuSpecPlatform(CapturingPlatform):
     @classmethod
     def check_and_update_config(cls, vllm_config: VllmConfig) -> None:
         set_gaudi_defaults()
-        gaudi_memory_reserve()  # these refuse what they do not know
+        gaudi_memory_reserve()  # these two refuse unknown values
         gaudi_layers_of_a_recipe()
         _refuse_float16(vllm_config)
         super().check_and_update_config(vllm_config)
@@ -43,7 +43,7 @@ class HpuSpecPlatform(CapturingPlatform):
 
     @classmethod
     def set_device(cls, device: torch.device) -> None:
-        """A no-op: a process has one card, chosen by the environment."""
+        """No-op: the environment chooses the only card of a process."""
 
     @classmethod
     def is_pin_memory_available(cls) -> bool:
@@ -55,9 +55,11 @@ class HpuSpecPlatform(CapturingPlatform):
 
 
 def _refuse_float16(vllm_config: VllmConfig) -> None:
-    """vLLM takes another dtype for a checkpoint in float16, but not where the user names it. Kernels of a Gaudi do not
-    take it (lesson S17), and its lowest number, added to a score, does not hide every key: the self-test of the
-    card fails."""
+    """Refuse float16 if the user sets it; otherwise vLLM chooses a supported dtype for a float16 checkpoint.
+
+    Kernels of a Gaudi do not take it (lesson S17). Its lowest number, added to a score, does not mask every key, on
+    which the self-test fails.
+    """
     model = vllm_config.model_config
     if model is not None and model.dtype == torch.float16:
         raise UnsupportedConfigError(f"{model.model} is not served in float16 on a Gaudi; use --dtype bfloat16.")

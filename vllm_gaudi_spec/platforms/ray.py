@@ -1,7 +1,7 @@
-"""Ranks on CPUs, each an actor of Ray, on one machine or on several.
+"""Ray executor for ranks on CPUs, on one machine or several.
 
-vLLM's executor counts cards. A rank on a CPU reserves one CPU of its Ray node, whatever the number of its threads, and
-has no card.
+vLLM's executor counts cards. A rank on a CPU has none, and reserves one CPU of its Ray node however many threads it
+uses.
 """
 
 from __future__ import annotations
@@ -15,11 +15,15 @@ from vllm_gaudi_spec.upstream.ray import RayExecutorV2, RayWorkerProc
 
 
 class CpuRayWorker(RayWorkerProc):
+    """A rank on a CPU."""
+
     def get_node_and_physical_gpu_ids(self) -> tuple[str, list[int]]:
         return ray.get_runtime_context().get_node_id(), []
 
 
 class CpuRayExecutor(RayExecutorV2):
+    """vLLM's Ray executor without cards."""
+
     def _init_executor(self) -> None:
         with upstream.ray_workers(CpuRayWorker):
             super()._init_executor()

@@ -1,11 +1,11 @@
-"""Stands in for a platform where vLLM cannot run: its import raises.
+"""Raises on import where vLLM cannot run.
 
-vLLM ignores exceptions of a plugin and would run on a platform of its own. No release ignores an exception of this
-module: the platform's module is imported where the platform is needed.
+vLLM ignores exceptions of a plugin and would run on one of its own platforms. It does not ignore an exception while it
+imports the module of the platform that a plugin chose.
 """
 
 from vllm_gaudi_spec.config import UnusableInstallationError
-from vllm_gaudi_spec.versions import vllm_mistake
+from vllm_gaudi_spec.versions import explain_unusable_vllm
 
-if (reason := vllm_mistake()) is not None:
+if (reason := explain_unusable_vllm()) is not None:
     raise UnusableInstallationError(f"{reason}.")

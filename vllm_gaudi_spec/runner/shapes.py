@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING
 from vllm.logger import init_logger
 
 from vllm_gaudi_spec.config import LINEAR, Options, UnsupportedConfigError, bucket_list, ranks_in_step, read_named_file
-from vllm_gaudi_spec.environment import vendors_bucket_strategy
+from vllm_gaudi_spec.environment import read_vendors_bucket_strategy
 from vllm_gaudi_spec.records import DECODE, PREFILL, Shape
 from vllm_gaudi_spec.runner.graphs import ColdSizes
 
@@ -352,7 +352,7 @@ class Buckets:
             prefill=listed.get("prefill"),
             blocks=listed.get("blocks"),
             coarse=backend.traits.captures,
-            linear=(options.bucket_strategy or vendors_bucket_strategy()) == LINEAR,
+            linear=(options.bucket_strategy or read_vendors_bucket_strategy()) == LINEAR,
         )
 
     def growing(self, smallest: int, largest: int, growth: float) -> tuple[int, ...]:

@@ -256,7 +256,7 @@ def write_manifest(runner: Runner) -> None:
     text = json.dumps(device | {"graphs": sorted(map(str, runner.recorder.manifest))}, indent=1) + "\n"
     name = hashlib.sha256(text.encode()).hexdigest()[:16]
     try:
-        path = cached_files.own_folder(environment.cache_folder()) / "manifests" / f"{name}.json"
+        path = cached_files.make_folder(environment.cache_folder()) / "manifests" / f"{name}.json"
         cached_files.write(path, text.encode())
     except (OSError, RuntimeError) as error:  # no folder, no space, or no home
         logger.warning("The list of graphs could not be written: %s.", error)

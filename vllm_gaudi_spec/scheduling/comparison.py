@@ -237,7 +237,7 @@ def write_difference(
     """
     text = json.dumps(_content(difference, vllm_config, speculation, tolerance), indent=1)
     try:
-        folder = cached_files.own_folder(cache_folder()) / "audits"
+        folder = cached_files.make_folder(cache_folder()) / "audits"
         path = folder / f"difference-{time.strftime('%Y%m%d-%H%M%S')}-{os.getpid()}.json"
         cached_files.write(path, text.encode())
     except (OSError, RuntimeError) as error:  # RuntimeError: the user has no home directory

@@ -1,4 +1,4 @@
-"""Checks of what this engine takes for granted of a card, on the card itself, before anything is served on it.
+"""The self-test: checks on the device itself what the engine relies on, before it serves anything.
 
-What is captured for it is called `self_test_...` in reports of graphs.
+Its graphs are called `self_test_...` in reports.
 """

@@ -1,7 +1,7 @@
-"""Attention over paged KV, against float64 on the host; and that writing KV of padding changes no row.
+"""Checks attention over paged KV against float64 on the host, and that writing KV of padding changes no row.
 
-Rows are ragged and end before, at and after the ends of blocks. All slots that no row wrote hold numbers so large that
-a query that sees one of them is far off.
+Rows are ragged, and end before, at and after the ends of blocks. Slots that no row wrote hold numbers so large that any
+query that sees one of them is far off.
 """
 
 from __future__ import annotations
@@ -34,27 +34,27 @@ if TYPE_CHECKING:
 
 _HEADS, _KV_HEADS, _HEAD_SIZE = 8, 2, 128
 _VERIFY_QUERIES = 4
-# At the edge after which an NPU's kernel left out keys under other arguments than ours (lesson A01), and before the
-# end of a table.
+# Around the length beyond which an NPU's kernel left out keys, with other arguments than ours (lesson A01), and near
+# the end of a block table.
 _LONG = (511, 512, 513, 4095)
 _WINDOW = 300
-# A chunk of so many queries after as many keys: at some masks and lengths, which were not published, a Gaudi 3's fused
-# attention spoils all groups of heads but the first (lesson A31). Float64 for each of its queries would take long.
+# A chunk of this many queries after as many keys: with some masks and lengths, which were not published, a Gaudi 3's
+# fused attention corrupts all groups of heads but the first (lesson A31). Comparing every query would take too long.
 _LONG_CHUNK = 1024
 _COMPARED_EACH = 61
-# Powers of two, by which the keys of the checks are e4m3 numbers: one for all heads, or one for each.
+# Powers of two, with which the keys of the checks are e4m3 numbers: one for all heads, or one per head.
 _KV_SCALE = torch.tensor(0.25)
 _KV_SCALES_BY_HEAD = torch.tensor([[0.25], [0.5]])
-# Of e4m3 numbers that are not 0.
+# The smallest e4m3 number above 0.
 _SMALLEST = 2.0**-9
-# In every dtype, and with sums of 128 products in float32.
+# Finite in every dtype, as are sums of 128 products in float32.
 _HUGE = 3e4
-# Of results of size 1. The inputs are the same bits; kernels round scores, weights and results to the model's dtype.
+# For results of size 1. Inputs have the same bits; kernels round scores, weights and results to the model's dtype.
 _TOLERANCE = {torch.float32: 1e-3, torch.float16: 1e-2, torch.bfloat16: 5e-2}
 
 
 def check_decode(subject: Subject) -> str:
-    """One query a row."""
+    """Check decodes, with one query per row."""
     block = subject.backend.traits.block_size
     ends = [0, block - 2, block + 3, 2 * block - 1]
     decodes = _attend(subject, "decodes", ends, [1] * len(ends), 1, decode=True)
@@ -62,12 +62,12 @@ def check_decode(subject: Subject) -> str:
 
 
 def check_prompts(subject: Subject) -> str:
-    """Chunks that begin and end within blocks, whole ones and such with padding; and under a window."""
+    """Check prompt chunks that begin and end within blocks, with and without padding, and with a sliding window."""
     block, chunk = subject.backend.traits.block_size, subject.backend.traits.smallest_prefill
     num_rows = min(2, max(subject.backend.traits.prefill_rows))
     for starts, real in (([block + 3, 5], [chunk - 5, chunk // 2]), ([0, 4 * block], [chunk, 1])):
         _attend(subject, "prompt chunks", starts[:num_rows], real[:num_rows], chunk, decode=False)
-    # An NPU's mask has 2,048 queries and keys, whatever there is.
+    # An NPU's compressed mask has 2,048 queries and keys for all lengths.
     starts, real = [2048 + block - 1, _WINDOW][:num_rows], [chunk - 1, chunk][:num_rows]
     form = _attend(subject, "long prompt chunks", starts, real, chunk, decode=False)
     lengths = [start + count for start, count in zip(starts, real, strict=True)]
@@ -80,7 +80,7 @@ def check_prompts(subject: Subject) -> str:
 
 
 def check_verify(subject: Subject) -> str:
-    """Several queries a row, some of them padding."""
+    """Check verify steps, with several queries per row, some of which are padding."""
     block, queries = subject.backend.traits.block_size, _verify_queries(subject.backend)
     starts = [0, block - 2, block + 3, 2 * block - 1]
     real = [queries, 1, queries - 1, queries // 2]
@@ -89,8 +89,10 @@ def check_verify(subject: Subject) -> str:
 
 
 def check_replays(subject: Subject) -> str:
-    """One graph over rows that grow, by a block and more, and begin again: what a graph made for each step gives. An
-    NPU's gets bounds of lengths from the host."""
+    """Check that replays of one graph, over rows that grow by blocks or start again, equal graphs made for each step.
+
+    On an NPU, graphs get bounds of lengths from the host.
+    """
     block = subject.backend.traits.block_size
     for queries in (1, _verify_queries(subject.backend)):
         rows = _Rows(subject, [3 * block] * 2, queries, decode=True)
@@ -99,7 +101,7 @@ def check_replays(subject: Subject) -> str:
         replayed = [rows.attend(starts)[1] for starts in steps]
         for number, (starts, found_BQHD) in enumerate(zip(steps, replayed, strict=True)):
             rows.forget_graphs()
-            # All but the row of padding.
+            # Without the row of padding.
             off = (found_BQHD - rows.attend(starts)[1])[:-1].abs().nan_to_num(nan=torch.inf).amax().item()
             if off > _TOLERANCE[subject.dtype]:
                 raise Failed(
@@ -110,10 +112,10 @@ def check_replays(subject: Subject) -> str:
 
 
 def check_writes(subject: Subject) -> str:
-    """KV of real positions and of padding, in one write; then each position is read back on its own.
+    """Write KV of real positions and of padding at once, then check each position by itself.
 
-    The key of a position is a unit vector that no other position of the row has, so that a query for it gets that
-    position's value and no other: this reads a cache whatever its layout, and misses a key as well as a value.
+    The key of each position is a unit vector that no other position of the row has, so a query for it returns exactly
+    that position's value. This reads a cache in any layout, and notices wrong keys as well as wrong values.
     """
     layer = _Layer(subject, num_blocks=4, num_heads=_KV_HEADS)
     block, queries = layer.spec.block_size, _verify_queries(subject.backend)
@@ -125,8 +127,7 @@ def check_writes(subject: Subject) -> str:
     slots_RS = (torch.arange(1, 4) * block)[:, None] + torch.arange(length)
     layer.write(keys_RSKD.flatten(0, 1), values_RSKD.flatten(0, 1), slots_RS.flatten())
 
-    # A row in the middle, one with nothing but padding, which begins in the slot of the other's, and one at the end of
-    # its block.
+    # A row in the middle, one of padding only, which begins in a slot of that row, and one at the end of its block.
     starts, real = [5, 4 + queries, length - queries], [queries - 1, 0, queries]
     key, value = (torch.full((3, queries, _KV_HEADS, _HEAD_SIZE), _HUGE) for _ in range(2))
     for row, (start, count) in enumerate(zip(starts, real, strict=True)):
@@ -161,10 +162,10 @@ def check_writes(subject: Subject) -> str:
 
 
 def check_fp8_kv(subject: Subject) -> str:
-    """Values of all sizes, read back as `check_writes` does: each is the e4m3 number next to it, or the largest."""
+    """Check that values of all sizes are stored as the nearest e4m3 number, or as the largest."""
     weights = subject.backend.weights
     if weights.fp8_arithmetic is None:
-        raise NotChecked("this device keeps it in the model's dtype")
+        raise NotChecked("this device keeps KV in the model's dtype")
     largest = E4M3_MAX[kv_range(weights.fp8_range)]
     arithmetic = weights.fp8_arithmetic(largest)
     for scale in (_KV_SCALE, _KV_SCALES_BY_HEAD):
@@ -189,7 +190,7 @@ def _check_kv_by(subject: Subject, scale: torch.Tensor, arithmetic: Arithmetic, 
         flat = torch.tensor([(1, row, 0) for row in range(length)], dtype=torch.int32).T.contiguous()
     found["decodes"] = layer.attend(keys_SKD, list(range(length)), 1, table.expand(length, 1).contiguous(), flat)
     for what, found_SKD in found.items():
-        # Half of the smallest step between two of them; a comparison with NaN is false.
+        # Half of the smallest spacing of e4m3 numbers. A comparison with NaN is false.
         wrong = ~((found_SKD - expected_SKD).abs() <= expected_SKD.abs() / 32)
         if not wrong.any():
             continue
@@ -218,7 +219,7 @@ class _Layer:
         fp8: tuple[Arithmetic, torch.Tensor] | None = None,
         window: int | None = None,
     ) -> None:
-        """`fp8`: of KV in FP8, and the scale of keys and values."""
+        """Allocate a KV cache. `fp8` has the arithmetic and the scale of FP8 KV."""
         backend = self.backend = subject.backend
         self._parts: Any = PLAIN
         if fp8 is not None:
@@ -258,7 +259,7 @@ class _Layer:
         self.operations: Any = backend.attention if served else torch_ops
 
     def write(self, key_TKD: torch.Tensor, value_TKD: torch.Tensor, slots_T: torch.Tensor) -> None:
-        """To slots that are all different."""
+        """Write KV to slots, which must all be different."""
 
         def self_test_write(key_TKD: torch.Tensor, value_TKD: torch.Tensor, slots_T: torch.Tensor) -> None:
             self.operations.write_kv(key_TKD, value_TKD, self.kv_cache, slots_T, self.spec, self._parts)
@@ -275,16 +276,19 @@ class _Layer:
         flat: torch.Tensor | None = None,
         counts: list[int] | None = None,
     ) -> torch.Tensor:
-        """On the host, in float64. Calls of one shape are one graph. `counts`: of prompt chunks, whose queries after
-        them are padding."""
+        """Return the result on the host as float64. Calls of one shape use one graph.
+
+        Args:
+            counts: The number of real queries of each prompt chunk; those after them are padding.
+        """
         memory = self.backend.memory
-        # Of a decode the host knows how far it may reach at most.
+        # For decodes the host knows only an upper bound of the lengths.
         ends = [start + count for start, count in zip(starts, counts or [queries] * len(starts), strict=True)]
         lengths_B = host_lengths(self.backend, len(starts), ends, table_BW.shape[1] * self.spec.block_size)
         counts_B = None if lengths_B is None or counts is None else host_counts(len(starts), counts)
         shape = len(starts), queries, tuple(table_BW.shape), None if flat is None else tuple(flat.shape)
         if shape not in self.graphs:
-            self.graphs[shape] = self._graph_of(len(starts), queries)
+            self.graphs[shape] = self._make_graph(len(starts), queries)
         found = self.graphs[shape](
             memory.upload(torch.tensor(starts, dtype=torch.int32)),
             memory.upload(table_BW),
@@ -295,7 +299,7 @@ class _Layer:
         )
         return memory.download(found).double()
 
-    def _graph_of(self, rows: int, queries: int) -> Any:
+    def _make_graph(self, rows: int, queries: int) -> Any:
         def self_test_attend(
             starts_B: torch.Tensor,
             table_BW: torch.Tensor,
@@ -327,7 +331,7 @@ def _attend(subject: Subject, what: str, starts: list[int], real: list[int], que
 
 
 def _attend_long(subject: Subject, what: str, queries: int) -> str:
-    """Rows that share a prefix, with as many blocks together as there are; and rows with a window."""
+    """Check long rows that share the blocks of a prefix, and long rows with a sliding window."""
     starts, real = [length - queries for length in _LONG], [queries] * len(_LONG)
     rows = _Rows(subject, list(_LONG), queries, decode=True, shares_prefix=True)
     rows.check(f"{what} with a shared prefix", starts, real)
@@ -338,7 +342,7 @@ def _attend_long(subject: Subject, what: str, queries: int) -> str:
 
 
 class _Rows:
-    """Rows of these lengths, and one of padding after them; all slots that are no row's are huge."""
+    """Rows of given lengths, followed by one of padding. All slots without a row hold huge numbers."""
 
     def __init__(
         self,
@@ -366,7 +370,7 @@ class _Rows:
         self._layer = _Layer(subject, num_blocks, window=window)
         self._flat = None
         if decode and traits.flat_decode:
-            # In no order, with padding at the end.
+            # Unordered, with padding at the end.
             self._flat = torch.tensor(entries[::-1] + [(0, rows, 0)] * 3, dtype=torch.int32).T.contiguous()
         self._huge_SKD, self._huge_values_SKD = (
             random((num_blocks * block, _KV_HEADS, _HEAD_SIZE), seed, subject.dtype).sign() * _HUGE for seed in (1, 2)
@@ -385,7 +389,7 @@ class _Rows:
         return f"{'tables' if self._flat is None else 'lists'} of blocks"
 
     def hide(self, counts: list[int]) -> None:
-        """As many of each row's first keys are huge too."""
+        """Make the first `counts` keys of the rows huge as well."""
         for slots_L, count in zip(self._slots, counts, strict=True):
             hidden = slots_L[: max(count, 0)]
             self.keys_SKD[hidden], self.values_SKD[hidden] = self._huge_SKD[hidden], self._huge_values_SKD[hidden]
@@ -394,7 +398,11 @@ class _Rows:
         self._layer.write(keys_SKD, values_SKD, torch.arange(len(keys_SKD)))
 
     def attend(self, starts: list[int], real: list[int] | None = None) -> tuple[torch.Tensor, torch.Tensor]:
-        """The queries, and what they get; those of padding as well. `real`: of prompt chunks, how many are not."""
+        """Return the queries and their results, including padding.
+
+        Args:
+            real: The number of real queries of each prompt chunk.
+        """
         rows, queries = len(starts) + 1, self._queries
         query_BQHD = random((rows, queries, _HEADS, _HEAD_SIZE), 30, self._subject.dtype)
         query_THD = query_BQHD.flatten(0, 1)
@@ -406,8 +414,11 @@ class _Rows:
         self._layer.graphs.clear()
 
     def check(self, what: str, starts: list[int], real: list[int], each: int = 1) -> None:
-        """Each row has so many queries after as many tokens. What comes after them in a row is huge as well. `each`:
-        of a row's queries each n-th is compared."""
+        """Check rows with `real` queries after `starts` tokens. Later slots of the rows are made huge.
+
+        Args:
+            each: Compare every n-th query of a row.
+        """
         keys_SKD, values_SKD = self.keys_SKD.clone(), self.values_SKD.clone()
         for slots_L, start, count in zip(self._slots, starts, real, strict=True):
             later = slots_L[start + count :]
@@ -423,7 +434,7 @@ class _Rows:
             off = (found_BQHD[row, compared_Q] - expected_QHD).abs().nan_to_num(nan=torch.inf).amax().item()
             if off > _TOLERANCE[dtype]:
                 raise Failed(
-                    f"{what} are up to {off:.3g} from float64 in the row with {start} tokens before it "
+                    f"{what} are up to {off:.3g} from float64 in a row with {start} tokens before them "
                     f"({_TOLERANCE[dtype]:g} is allowed)"
                 )
 
@@ -435,8 +446,7 @@ def _exact(
     positions_Q: torch.Tensor,
     window: int | None,
 ) -> torch.Tensor:
-    """float64 [Q, H, D]. L keys of the row; those after a query's own position it does not see, nor those before its
-    window."""
+    """Return attention over a row's L keys as float64 [Q, H, D], causal and within the sliding window."""
     group = _HEADS // _KV_HEADS
     keys_LHD, values_LHD = (tensor.double().repeat_interleave(group, 1) for tensor in (keys_LKD, values_LKD))
     scores = torch.einsum("qhd,lhd->hql", query_QHD.double(), keys_LHD) * _HEAD_SIZE**-0.5

@@ -1,4 +1,4 @@
-"""Copies between host and card: what arrives is what left, and what it was when the copy was started."""
+"""Checks copies between host and device, including copies that are still running while the device goes on."""
 
 from __future__ import annotations
 
@@ -11,19 +11,21 @@ import torch
 from vllm_gaudi_spec.self_test.subject import Failed, Subject, random
 
 _DOWNLOADS = 10_000
-_FEWEST = 50
-"""However slow the device."""
+_MIN_DOWNLOADS = 50
+"""The minimum number of downloads on a slow device."""
 _IN_FLIGHT = 8
 _NUMBERS = 64
 
 
 class _Started(NamedTuple):
+    """A download that is running."""
+
     step: int
     wait: Callable[[], torch.Tensor]
 
 
 def check_downloads(subject: Subject) -> str:
-    """A counter whose graph overwrites it at each step, while earlier values are on their way."""
+    """Check downloads of a counter that a graph overwrites at each step while earlier values are being copied."""
     memory, graphs = subject.backend.memory, subject.backend.graphs
     count = graphs.graph(self_test_count)
     counter = memory.upload(torch.zeros(_NUMBERS, dtype=torch.int32))
@@ -46,12 +48,12 @@ def check_downloads(subject: Subject) -> str:
         graphs.step_done()
         if len(waiting) == _IN_FLIGHT:
             arrive()
-        if subject.is_time_up and step >= _FEWEST:
+        if subject.is_time_up and step >= _MIN_DOWNLOADS:
             break
     while waiting:
         arrive()
     if num_wrong:
-        raise Failed(f"{num_wrong:,} of {num_done:,} downloads had another step's values, the first {first_wrong}")
+        raise Failed(f"{num_wrong:,} of {num_done:,} downloads returned another step's values, the first {first_wrong}")
     return f"{num_done:,} downloads, {_IN_FLIGHT} at a time"
 
 
@@ -60,7 +62,7 @@ def self_test_count(counter: torch.Tensor) -> torch.Tensor:
 
 
 def check_copies(subject: Subject) -> str:
-    """There and back, each waited for."""
+    """Check that tensors of each dtype survive a copy to the device and back."""
     int32, float32 = torch.iinfo(torch.int32), torch.finfo(torch.float32)
     hosts = {
         "int32": torch.tensor([int32.min, int32.min + 1, -1, 0, 1, 255, 256, int32.max - 1, int32.max]).int(),
@@ -78,7 +80,7 @@ def check_copies(subject: Subject) -> str:
         if len(wrong):
             first = int(wrong[0])
             raise Failed(
-                f"{len(wrong)} of {host.numel()} numbers of {name} came back as others, the first as "
+                f"{len(wrong)} of {host.numel()} numbers of {name} changed, the first to "
                 f"{back.flatten()[first].item()} instead of {host.flatten()[first].item()}"
             )
     return ", ".join(hosts)

@@ -1,4 +1,4 @@
-"""Captured graphs: they compute what the same functions do uncaptured, and are made once."""
+"""Checks that captured graphs compute what the same functions compute uncaptured, and are made once."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ _STEPS = 3
 
 
 class _Step(NamedTuple):
-    """What `Rules.strict_random` takes."""
+    """The arguments of `Rules.strict_random`."""
 
     logits_BQV: torch.Tensor
     drafts_BK: torch.Tensor
@@ -31,7 +31,7 @@ class _Step(NamedTuple):
 
 
 def check_captured(subject: Subject) -> str:
-    """A verify step of the default rule, which replays with other logits, drafts and positions."""
+    """Check replays of a verify step of the default rule with different logits, drafts and positions."""
     memory, rule = subject.backend.memory, subject.backend.rules.strict_random
     captured = _captured(subject.backend)
     for seed in range(_STEPS):
@@ -40,28 +40,28 @@ def check_captured(subject: Subject) -> str:
         for name, theirs, ours in zip(("tokens", "numbers of tokens"), found, plain, strict=True):
             if not torch.equal(theirs, ours):
                 raise Failed(
-                    f"run {seed + 1} of a captured verify step gave {int((theirs != ours).sum())} of {ours.numel()} "
-                    f"{name} other than the same step uncaptured"
+                    f"in run {seed + 1} of a captured verify step, {int((theirs != ours).sum())} of {ours.numel()} "
+                    f"{name} differ from the same step uncaptured"
                 )
     return f"{_STEPS} verify steps with up to {_num_drafts(subject.backend)} drafts"
 
 
 def check_second_call(subject: Subject) -> str:
-    """The device's own count of what it compiled."""
+    """Check by the device's own count that later calls of a graph compile nothing."""
     memory = subject.backend.memory
     counts = [_num_compiled(subject.backend)]
     captured = _captured(subject.backend)
     for seed in range(_STEPS):
-        # Of other sizes than above: what was compiled once is compiled for good.
+        # Sizes differ from those of the check above, which are compiled already.
         step = (tensor[1:] for tensor in _step(subject.backend, seed))
         _on_host(subject, captured(*map(memory.upload, step)))
         subject.backend.graphs.step_done()
         counts.append(_num_compiled(subject.backend))
     before, first, *later = counts
     if first == before:
-        raise NotChecked("the device counted nothing when a graph was made, or made the same one before")
+        raise NotChecked("the device counted no compilation when a graph was made, or had made it before")
     if later[-1] != first:
-        raise Failed(f"{later[-1] - first} more were compiled by the next {len(later)} calls of a graph")
+        raise Failed(f"the next {len(later)} calls of a graph compiled {later[-1] - first} more")
     return f"{first - before} compiled by the first call of a graph, none by the next {len(later)}"
 
 
@@ -84,7 +84,7 @@ def _num_drafts(backend: DeviceBackend) -> int:
 
 
 def _step(backend: DeviceBackend, seed: int) -> _Step:
-    """Rows with 0 to K drafts, of which some are right; the last row is greedy."""
+    """Return a step of rows with 0 to K drafts, some of which are right. The last row is greedy."""
     num_drafts = _num_drafts(backend)
     logits_BQV = random((_ROWS, num_drafts + 1, _VOCAB), seed) * 3
     temperature_B = torch.ones(_ROWS)

@@ -1,4 +1,4 @@
-"""The free memory that a device reports, which the size of the KV cache is made of."""
+"""Checks the free memory that a device reports, by which the KV cache is sized."""
 
 from __future__ import annotations
 
@@ -8,19 +8,20 @@ from vllm_gaudi_spec.devices.base import size_text
 from vllm_gaudi_spec.self_test.subject import Failed, NotChecked, Subject
 
 _SIZE = 128 << 20
-# Allocators round up, and other work of the card moves it a little.
+# Allocators round up, and other work on the device changes it slightly.
 _LEAST, _MOST = 0.5, 2.0
-# The first ones may come from what torch has taken before, as by self-tests of other dtypes.
+# The first allocations may reuse memory that torch holds, as after self-tests of other dtypes.
 _ATTEMPTS = 4
 
 
 def check_memory(subject: Subject) -> str:
+    """Check that an allocation reduces the reported free memory by its size."""
     backend = subject.backend
     before = backend.memory.free_bytes()
     if before is None:
-        raise NotChecked("the device reports none of its own")
+        raise NotChecked("the device does not report its free memory")
     if before < 2 * _SIZE:
-        raise Failed(f"{size_text(before)} are reported as free before anything was loaded")
+        raise Failed(f"only {size_text(before)} are reported as free before anything is loaded")
     held = []
     for _ in range(_ATTEMPTS):
         free = backend.memory.free_bytes() or 0
@@ -30,4 +31,4 @@ def check_memory(subject: Subject) -> str:
         taken = free - (backend.memory.free_bytes() or 0)
         if _LEAST * _SIZE <= taken <= _MOST * _SIZE:
             return f"{size_text(before)} free"
-    raise Failed(f"free memory fell by {size_text(taken)} when {size_text(_SIZE)} were taken")
+    raise Failed(f"free memory fell by {size_text(taken)} when {size_text(_SIZE)} were allocated")

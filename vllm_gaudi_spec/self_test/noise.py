@@ -1,4 +1,4 @@
-"""The noise of sampling: the same bits on every device, and logarithms that are right where they decide."""
+"""Checks the noise of sampling: the same bits on every device, and accurate logarithms."""
 
 from __future__ import annotations
 
@@ -12,11 +12,11 @@ _SEEDS = (0, 1, -5, 2**63 - 1)
 _POSITIONS = (0, 77, 4095, 131_071)
 _VOCAB = 512
 _ULPS = 2.0
-"""How far a logarithm may be off, in units of its last bit."""
+"""The allowed error of a logarithm, in units of its last bit."""
 
 
 def check_hash(subject: Subject) -> str:
-    """All uses of the hash, with every amount by which it shifts but that of `exponential`."""
+    """Check all uses of the hash, with all its shifts except that of `exponential`."""
     inputs = _hash_inputs()
     found, expected = subject.compute(self_test_hash, *inputs), self_test_hash(*inputs)
     names = "noise of tokens", "uniform noise", "keys of a block"
@@ -25,10 +25,10 @@ def check_hash(subject: Subject) -> str:
         if len(wrong):
             first = int(wrong[0])
             raise Failed(
-                f"{len(wrong)} of {ours.numel()} hashes ({name}) are not those of the CPU, the first "
+                f"{len(wrong)} of {ours.numel()} hashes ({name}) differ from the CPU's, the first is "
                 f"{theirs.flatten()[first].item()} instead of {ours.flatten()[first].item()}"
             )
-    return f"{sum(part.numel() for part in expected):,} hashes have the CPU's bits"
+    return f"{sum(part.numel() for part in expected):,} hashes equal the CPU's"
 
 
 def _hash_inputs() -> tuple[torch.Tensor, ...]:
@@ -49,10 +49,10 @@ def self_test_hash(
 
 
 def check_noise(subject: Subject) -> str:
-    """Against float64. Large vocabularies are decided by the smallest of many variates, so those count above all."""
+    """Check noise against float64, above all the smallest variates, which decide in large vocabularies."""
     hashed = _hashes()
     keys_B2, positions_BQ, _, tokens_V = _hash_inputs()
-    # The Gumbel noise of the bits that the device itself found: whether those are right is another check's.
+    # Gumbel noise is checked for the device's own bits; `check_hash` checks those.
     found, bits, gumbel = subject.compute(self_test_noise, hashed, keys_B2, positions_BQ, tokens_V)
     ulps = _ulps(found, _exponential(hashed))
     worst = int(ulps.argmax())
@@ -63,7 +63,7 @@ def check_noise(subject: Subject) -> str:
             f"allowed), as of {int((ulps > _ULPS).sum() + ulps.isnan().sum())} of {len(ulps)} hashes"
         )
     exact = -_exponential(bits).log()
-    # What the variates may be off by moves their logarithm by as much, whatever its own size.
+    # The relative error of a variate is an absolute error of its logarithm.
     off = (gumbel.double() - exact).abs() / (_ULPS * (torch.finfo(torch.float32).eps + _last_bit(exact)))
     worst = int(off.argmax())
     if not off.flatten()[worst] <= 1:
@@ -75,7 +75,7 @@ def check_noise(subject: Subject) -> str:
 
 
 def _hashes() -> torch.Tensor:
-    """int32: from the smallest variate to the largest, around each power of two, and everywhere between."""
+    """Return int32 hashes of the smallest and largest variates, around powers of two, and between them."""
     powers = 2 ** torch.arange(32, dtype=torch.int64)
     edges = (powers[:, None] + torch.arange(-4, 5)).flatten().clamp_(0, 2**32 - 1)
     smallest, largest = torch.arange(2048), 2**32 - 1 - torch.arange(2048)
@@ -92,7 +92,7 @@ def self_test_noise(
 
 
 def _exponential(hashed: torch.Tensor) -> torch.Tensor:
-    """float64, of the same uniform float32 as in `noise.exponential`."""
+    """Return exponential variates as float64, from the same uniform float32 as `noise.exponential`."""
     unit = ((hashed >> 1) & (2**31 - 1)).float().add(0.5).mul(2.0**-31).clamp(max=1.0 - 2.0**-24)
     return -torch.log1p(-unit.double())
 
@@ -102,6 +102,6 @@ def _ulps(found: torch.Tensor, exact: torch.Tensor) -> torch.Tensor:
 
 
 def _last_bit(exact: torch.Tensor) -> torch.Tensor:
-    """float64: how much the last bit of a float32 counts there."""
+    """Return the value of the last bit of a float32 near `exact`, as float64."""
     near = exact.abs().float()
     return torch.nextafter(near, torch.tensor(torch.inf)).double() - near.double()

@@ -1,5 +1,7 @@
-"""Collectives between the ranks of a model in captured graphs, after a worker's own of each group (`group_check.py`),
-which set up the connections. All ranks run this together."""
+"""Checks collectives between the ranks of a model in captured graphs. All ranks run it together.
+
+The worker has already set up the connections of each group (`group_check.py`).
+"""
 
 from __future__ import annotations
 
@@ -9,19 +11,20 @@ import torch
 
 from vllm_gaudi_spec.self_test.subject import Failed, NotChecked, Subject
 
-# Even in both: some releases take nothing else of small dtypes.
+# Even sizes: with small dtypes some releases support no others.
 _SHAPE = (4, 64)
 
 
 def check_collectives(subject: Subject) -> str:
+    """Check that collectives in graphs give the numbers that the ranks sent."""
     group = subject.group
     if group is None or group.world_size == 1:
         raise NotChecked("there is one rank")
-    size, sent = group.world_size, _numbers(group.rank_in_group).to(subject.dtype)
-    every = [_numbers(rank) for rank in range(size)]
+    size, sent = group.world_size, _rank_numbers(group.rank_in_group).to(subject.dtype)
+    every = [_rank_numbers(rank) for rank in range(size)]
 
     def self_test_all_reduce(x: torch.Tensor) -> torch.Tensor:
-        return group.all_reduce(x.clone())  # in place on some devices
+        return group.all_reduce(x.clone())  # some devices reduce in place
 
     def self_test_all_gather(x: torch.Tensor) -> torch.Tensor:
         return group.all_gather(x, dim=-1)
@@ -34,10 +37,10 @@ def check_collectives(subject: Subject) -> str:
     for name, (run, expected) in collectives.items():
         found = memory.download(subject.backend.graphs.graph(run)(memory.upload(sent))).float()
         if found.shape != expected.shape or not torch.equal(found, expected):
-            raise Failed(f"{name} of {size} ranks in a captured graph gave other numbers than the ranks sent")
+            raise Failed(f"{name} of {size} ranks in a captured graph returned wrong numbers")
     return f"{' and '.join(collectives)} of {size} ranks"
 
 
-def _numbers(rank: int) -> torch.Tensor:
-    """float32, different on neighboring ranks. Their sums over 100 ranks are exact in bfloat16."""
+def _rank_numbers(rank: int) -> torch.Tensor:
+    """Return a rank's numbers as float32, different from its neighbors'. Sums over 100 ranks are exact in bfloat16."""
     return (torch.arange(_SHAPE[0] * _SHAPE[1]).view(_SHAPE) % 2 + rank % 2).float()

@@ -1,4 +1,4 @@
-"""What a self-test found."""
+"""Results of a self-test."""
 
 from __future__ import annotations
 
@@ -10,27 +10,29 @@ from vllm_gaudi_spec.environment import SELF_TEST
 
 PASSED, FAILED, NOT_CHECKED = "passed", "failed", "not checked"
 
-# What a check may be needed by, and what can be switched off.
+# Features that may need a check, and that users can disable.
 ASYNC_SCHEDULING = "async scheduling"
 SPECULATION = "speculation"
 KV_IN_FP8 = "KV in FP8"
-KV_FROM_FREE_MEMORY = "a KV cache of the memory that is free"
+KV_FROM_FREE_MEMORY = "a KV cache sized by free memory"
 
 
 class SelfTestError(RuntimeError):
-    """One line: each check that failed, what was measured, and what to switch off."""
+    """Raised for failed checks. The message is one line with what was measured and what to disable."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class CheckResult:
+    """The result of one check."""
+
     name: str
     status: str
     detail: str
     """What was measured, or why nothing was."""
     advice: str
-    """Of a failed check, what to switch off; else empty."""
+    """What to disable if the check failed, else empty."""
     needed_by: str
-    """The feature that needs it; empty where nothing can be served without it."""
+    """The feature that needs the check, or empty if nothing can be served without it."""
     seconds: float
 
     def __str__(self) -> str:
@@ -39,6 +41,8 @@ class CheckResult:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Result:
+    """The results of all checks."""
+
     device: str
     mode: str
     dtype: str
@@ -46,34 +50,38 @@ class Result:
 
     @property
     def failed(self) -> tuple[CheckResult, ...]:
-        return self._of(FAILED)
+        return self._with_status(FAILED)
 
     @property
     def seconds(self) -> float:
         return sum(check.seconds for check in self.checks)
 
     def passed(self, name: str) -> bool:
-        """Whether that check ran and found nothing wrong."""
+        """Whether the check `name` ran and passed."""
         return next(check for check in self.checks if check.name == name).status == PASSED
 
-    def fatal(self, features: Collection[str]) -> tuple[CheckResult, ...]:
-        """Failed checks that an engine with these features needs."""
+    def list_fatal(self, features: Collection[str]) -> tuple[CheckResult, ...]:
+        """Return the failed checks that an engine with these features needs."""
         return tuple(check for check in self.failed if not check.needed_by or check.needed_by in features)
 
     def refuse(self, features: Collection[str]) -> None:
-        """Raise where an engine with these features would not be right."""
-        if fatal := self.fatal(features):
+        """Raise SelfTestError if an engine with these features would give wrong results."""
+        if fatal := self.list_fatal(features):
             raise SelfTestError(
                 f"The self-test of {self.device} failed. {' '.join(f'{check}.' for check in fatal)} "
-                f"{SELF_TEST.name}=0 skips the self-test."
+                f"Set {SELF_TEST.name}=0 to skip the self-test."
             )
 
-    def summary(self) -> str:
-        passed = f"{len(self._of(PASSED))} checks passed in {self.seconds:.1f} s"
-        return "; ".join([passed, *(f"{check.name} not checked: {check.detail}" for check in self._of(NOT_CHECKED))])
+    def summarize(self) -> str:
+        """Return one line for the log."""
+        passed = f"{len(self._with_status(PASSED))} checks passed in {self.seconds:.1f} s"
+        return "; ".join(
+            [passed, *(f"{check.name} not checked: {check.detail}" for check in self._with_status(NOT_CHECKED))]
+        )
 
     def as_json(self) -> dict[str, Any]:
+        """Return the results for `gaudi-spec selftest --json`."""
         return {**asdict(self), "passed": not self.failed, "seconds": self.seconds}
 
-    def _of(self, status: str) -> tuple[CheckResult, ...]:
+    def _with_status(self, status: str) -> tuple[CheckResult, ...]:
         return tuple(check for check in self.checks if check.status == status)

@@ -1,4 +1,4 @@
-"""All checks, in the order in which they build on each other."""
+"""All checks, in an order in which each builds on those before it."""
 
 from __future__ import annotations
 
@@ -30,23 +30,25 @@ if TYPE_CHECKING:
     from vllm_gaudi_spec.devices.common.group_check import Group
 
 _DOWNLOAD_SECONDS = 4.0
-"""Of the ten that a start may take."""
+"""Time for the check of downloads, out of ten seconds that the self-test may take."""
 
 
 class Check(NamedTuple):
+    """A check of the device."""
+
     name: str
     run: Callable[[Subject], str]
-    """Returns what was measured; raises `Failed` or `NotChecked`."""
+    """Returns what was measured, or raises `Failed` or `NotChecked`."""
     advice: str
-    """What to switch off, or do, where it fails."""
+    """What to disable or to do if the check fails."""
     needed_by: str = ""
     """As in `CheckResult`."""
 
 
-_NOTHING_TO_SWITCH_OFF = (
-    "texts would be wrong whatever is switched off: use another release of the card's software, or VGS_DEVICE=cpu"
+_NO_WORKAROUND = (
+    "results would be wrong with any options: use a different release of the device's software, or VGS_DEVICE=cpu"
 )
-_GREEDY_ONLY = "sampling would not be right: with VGS_SELF_TEST=0 serve requests with temperature 0 only"
+_GREEDY_ONLY = "sampling would be wrong: set VGS_SELF_TEST=0 and serve requests with temperature 0 only"
 
 COPIES = "copies"
 HASH = "hash"
@@ -64,24 +66,24 @@ COLLECTIVES = "collectives"
 MEMORY = "memory"
 
 CHECKS = (
-    Check(COPIES, copies.check_copies, _NOTHING_TO_SWITCH_OFF),
+    Check(COPIES, copies.check_copies, _NO_WORKAROUND),
     Check(HASH, noise.check_hash, _GREEDY_ONLY),
     Check(NOISE, noise.check_noise, _GREEDY_ONLY),
-    Check(KV_WRITES, attention.check_writes, _NOTHING_TO_SWITCH_OFF),
-    Check(ATTENTION, attention.check_decode, _NOTHING_TO_SWITCH_OFF),
+    Check(KV_WRITES, attention.check_writes, _NO_WORKAROUND),
+    Check(ATTENTION, attention.check_decode, _NO_WORKAROUND),
     Check(
         PROMPT_ATTENTION,
         attention.check_prompts,
-        f"on an NPU set {environment.PROMPT_MASKS.name}=dense; on another card {_NOTHING_TO_SWITCH_OFF}",
+        f"on an NPU set {environment.PROMPT_MASKS.name}=dense; on other devices {_NO_WORKAROUND}",
     ),
     Check(VERIFY_ATTENTION, attention.check_verify, "leave out --speculative-config", SPECULATION),
-    Check(REPLAYED_ATTENTION, attention.check_replays, _NOTHING_TO_SWITCH_OFF),
+    Check(REPLAYED_ATTENTION, attention.check_replays, _NO_WORKAROUND),
     Check(FP8_KV, attention.check_fp8_kv, "leave out --kv-cache-dtype", KV_IN_FP8),
-    Check(CAPTURED_STEP, graphs.check_captured, _NOTHING_TO_SWITCH_OFF),
+    Check(CAPTURED_STEP, graphs.check_captured, _NO_WORKAROUND),
     Check(
         SECOND_CALL,
         graphs.check_second_call,
-        "requests would wait for the compiler: with VGS_SELF_TEST=0 texts are right, and slow at first",
+        "requests would wait for the compiler: with VGS_SELF_TEST=0 results are correct, but slow at first",
     ),
     Check(DOWNLOADS, copies.check_downloads, "set --no-async-scheduling", ASYNC_SCHEDULING),
     Check(COLLECTIVES, ranks.check_collectives, "leave out --tensor-parallel-size"),
@@ -92,8 +94,14 @@ CHECKS = (
 def self_test(
     backend: DeviceBackend, dtype: torch.dtype, group: Group | None = None, seconds: float = _DOWNLOAD_SECONDS
 ) -> Result:
-    """`dtype`: the model's. `group`: the ranks that share a model, all of which call this. `seconds`: for downloads;
-    what else is done takes as long as it takes, which is little."""
+    """Run all checks.
+
+    Args:
+        backend: The device to test.
+        dtype: The model's dtype.
+        group: The ranks that share a model, all of which must call this together; None for one rank.
+        seconds: The time for the check of downloads. The others take little time.
+    """
     with torch.inference_mode():
         found = tuple(_run(check, backend, dtype, group, seconds) for check in CHECKS)
     traits = backend.traits
@@ -109,7 +117,7 @@ def _run(check: Check, backend: DeviceBackend, dtype: torch.dtype, group: Group 
         status, detail = FAILED, str(error)
     except NotChecked as error:
         status, detail = NOT_CHECKED, str(error)
-    except Exception as error:  # a device may refuse in any way, and the checks after this one still count
+    except Exception as error:  # devices fail in many ways, and the remaining checks still matter
         status, detail = FAILED, f"{type(error).__name__}: {in_one_line(error)}"
     return CheckResult(
         name=check.name,
@@ -124,8 +132,8 @@ def _run(check: Check, backend: DeviceBackend, dtype: torch.dtype, group: Group 
 _results: dict[tuple[torch.dtype, int], Result] = {}
 
 
-def of_this_process(dtype: torch.dtype, group: Group | None) -> Result:
-    """A process has one card: the next engine of it with as many ranks does not test again."""
+def check_device_once(dtype: torch.dtype, group: Group | None) -> Result:
+    """Run the self-test once per process, dtype and number of ranks, as a process has only one device."""
     key = dtype, 1 if group is None else group.world_size
     if key not in _results:
         _results[key] = self_test(load_backend(), dtype, group)

@@ -1,4 +1,4 @@
-"""What a check gets, and how it ends."""
+"""The argument of a check, and the exceptions that end it."""
 
 from __future__ import annotations
 
@@ -15,24 +15,24 @@ if TYPE_CHECKING:
 
 
 class Failed(Exception):
-    """The text is what was measured."""
+    """Raised by a check that failed. The text is what was measured."""
 
 
 class NotChecked(Exception):
-    """The text is why nothing was measured."""
+    """Raised by a check that cannot run. The text is the reason."""
 
 
 @dataclass(slots=True, kw_only=True)
 class Subject:
-    """The device under test. Its graphs, copies and kernels are those of the backend; all else is on the host."""
+    """The device under test. Only graphs, copies and kernels of the backend run on it."""
 
     backend: DeviceBackend
     dtype: torch.dtype
-    """The model's."""
+    """The model's dtype."""
     group: Group | None
-    """None: one rank."""
+    """The ranks of the model, or None for one rank."""
     seconds: float
-    """For the check that repeats as long as it may."""
+    """The time limit of the check of downloads."""
     _started: float = field(default_factory=time.perf_counter)
 
     @property
@@ -40,11 +40,11 @@ class Subject:
         return time.perf_counter() - self._started > self.seconds
 
     def compute(self, function: Callable[..., Any], *inputs: torch.Tensor) -> Any:
-        """The tuple of tensors that a graph of `function` returns, on the host."""
+        """Run `function` as a graph and return its tuple of tensors on the host."""
         found = self.backend.graphs.graph(function)(*map(self.backend.memory.upload, inputs))
         return tuple(map(self.backend.memory.download, found))
 
 
 def random(shape: tuple[int, ...], seed: int, dtype: torch.dtype = torch.float32) -> torch.Tensor:
-    """Normal numbers on the host, that the process's own generator knows nothing of."""
+    """Return normally distributed numbers on the host, without using the process's random generator."""
     return torch.randn(shape, generator=torch.Generator().manual_seed(seed)).to(dtype)

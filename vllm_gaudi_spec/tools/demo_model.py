@@ -50,7 +50,7 @@ def demo_model_path(cache: Path | None = None, *, wheel: Path | None = None, ver
     Every call compares file sizes with the manifest; `verify` compares all checksums. Safe to call from
     several processes at once: one builds, the others wait for it.
     """
-    cache = cached_files.own_folder((cache or cache_folder()).absolute())
+    cache = cached_files.make_folder((cache or cache_folder()).absolute())
     folder = cache / NAME
     if damaged_files(folder, checksums=verify):
         with exclusive(cache):
@@ -199,7 +199,7 @@ def write_manifest(folder: Path) -> None:
 @contextmanager
 def exclusive(cache: Path) -> Iterator[None]:
     """Hold the cache directory's lock; the kernel drops it when the process dies."""
-    cached_files.own_folder(cache)
+    cached_files.make_folder(cache)
     flags = os.O_RDWR | os.O_CREAT | os.O_NOFOLLOW | os.O_CLOEXEC
     with os.fdopen(os.open(cache / f".{NAME}.lock", flags, 0o644), "w") as lock:
         try:

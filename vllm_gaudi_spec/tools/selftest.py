@@ -46,7 +46,7 @@ def add_to(commands: Any) -> None:
 
 
 def start(options: argparse.Namespace, arguments: Sequence[str]) -> int:
-    if mistake := output.find_mistake("--json", options.json) or versions.vllm_mistake():
+    if mistake := output.find_mistake("--json", options.json) or versions.explain_unusable_vllm():
         return output.fail("selftest", mistake)
     variables = {
         "VLLM_LOGGING_STREAM": "ext://sys.stderr",  # vLLM logs to stdout, which is for the table
@@ -97,7 +97,7 @@ def show(result: Result) -> None:
         [(check.status, check.name, check.detail, check.advice) for check in result.checks],
         _STYLES,
     )
-    outcome = f"{len(result.failed)} failed" if result.failed else result.summary()
+    outcome = f"{len(result.failed)} failed" if result.failed else result.summarize()
     print(f"\n{result.device}, mode {result.mode}, {result.dtype}: {outcome}", flush=True)
 
 

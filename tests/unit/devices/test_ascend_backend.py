@@ -94,10 +94,10 @@ def test_the_card_of_a_rank(monkeypatch: pytest.MonkeyPatch) -> None:
     visible = AscendSpecPlatform.device_control_env_var
     monkeypatch.setattr(interface, "_assigned_physical_gpu_ids", None)
     monkeypatch.delenv(visible, raising=False)
-    assert AscendSpecPlatform.card_of(1, None) == 1
+    assert AscendSpecPlatform.find_card(1, None) == 1
     monkeypatch.setenv(visible, "4,5,6,7")
-    assert AscendSpecPlatform.card_of(1, None) == 1
-    assert AscendSpecPlatform.card_of(1, [4, 6]) == 2
+    assert AscendSpecPlatform.find_card(1, None) == 1
+    assert AscendSpecPlatform.find_card(1, [4, 6]) == 2
 
 
 def test_without_torch_npu_the_refusal_names_what_to_do(monkeypatch: pytest.MonkeyPatch) -> None:

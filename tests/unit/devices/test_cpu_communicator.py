@@ -70,6 +70,6 @@ def test_ranks_that_share_no_memory_have_other_names(monkeypatch: pytest.MonkeyP
     assert here.startswith("4711-")
     environment.name_process_group("tcp://127.0.0.1:4711")
     assert os.environ["VLLM_DIST_IDENT"] == here
-    monkeypatch.setattr(environment, "_shared_memory", lambda: "another machine")
+    monkeypatch.setattr(environment, "_identify_shared_memory", lambda: "another machine")
     environment.name_process_group("tcp://127.0.0.1:4711")
     assert os.environ["VLLM_DIST_IDENT"] != here

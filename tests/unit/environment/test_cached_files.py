@@ -27,7 +27,7 @@ PAIRS = np.array([[0, 1], [2, 0]], dtype=np.int32)
 
 @pytest.fixture
 def cache(tmp_path: Path) -> Path:
-    return cached_files.own_folder(tmp_path / "cache")
+    return cached_files.make_folder(tmp_path / "cache")
 
 
 @pytest.fixture
@@ -82,20 +82,20 @@ def test_a_folder_that_everybody_may_write_to(cache: Path) -> None:
 def test_a_folder_that_somebody_else_could_make(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """As /tmp is: what lies there is ours only if we made it."""
     tmp_path.chmod(0o1777)
-    made = cached_files.own_folder(tmp_path / "cache")
+    made = cached_files.make_folder(tmp_path / "cache")
     somebody_else = os.geteuid() + 1
     monkeypatch.setattr(cached_files.os, "geteuid", lambda: somebody_else)
     if os.getuid() == 0:
-        cached_files.own_folder(made)  # what root made is trusted by everybody, as in an image
+        cached_files.make_folder(made)  # what root made is trusted by everybody, as in an image
         os.chown(made, somebody_else + 1, -1)
     with pytest.raises(UntrustedCacheError, match="another user"):
-        cached_files.own_folder(tmp_path / "cache")
+        cached_files.make_folder(tmp_path / "cache")
 
 
 def test_a_folder_is_closed_whatever_the_umask(tmp_path: Path) -> None:
     before = os.umask(0)
     try:
-        made = cached_files.own_folder(tmp_path / "cache")
+        made = cached_files.make_folder(tmp_path / "cache")
     finally:
         os.umask(before)
     assert not made.stat().st_mode & stat.S_IWOTH
@@ -180,7 +180,7 @@ def test_the_list_of_programs_is_not_written_through_a_link(
         backend=SimpleNamespace(traits=SimpleNamespace(name="cpu", mode="eager")),
         recorder=SimpleNamespace(manifest={"a program"}),
     )
-    own = cached_files.own_folder(environment.cache_folder())
+    own = cached_files.make_folder(environment.cache_folder())
     (own / "manifests").symlink_to(elsewhere)
     warmup.write_manifest(runner)
     assert [path.name for path in elsewhere.iterdir()] == ["file"]

@@ -100,7 +100,7 @@ def test_another_device_is_refused(parser: FlexibleArgumentParser, capsys: pytes
     with pytest.raises(SystemExit):
         parser.parse_args(["--model", str(MODEL), "--device", "hpu"])
     last = capsys.readouterr().err.splitlines()[-1]
-    assert "--device hpu is not the device here, cpu: VGS_DEVICE names it" in last
+    assert "--device hpu is not the device of this platform, cpu; leave it out, and set VGS_DEVICE" in last
 
 
 @pytest.mark.parametrize("row", ROWS, ids=lambda row: row.what[:50])

@@ -22,7 +22,7 @@ from tests.support.schedulers import answer, scheduler_of
 from vllm_gaudi_spec import upstream
 from vllm_gaudi_spec.config import Options, UnsupportedConfigError
 from vllm_gaudi_spec.outputs import SpecSchedulerOutput
-from vllm_gaudi_spec.platforms.base import _keep_states_by_request
+from vllm_gaudi_spec.platforms.base import _disable_vllm_state_caching
 from vllm_gaudi_spec.recurrent.table import num_snapshots
 from vllm_gaudi_spec.scheduling.scheduler import SpecAsyncScheduler, SpecScheduler, _keeps_all_tokens
 from vllm_gaudi_spec.scheduling.snapshots import Snapshots
@@ -184,7 +184,7 @@ def test_vllm_does_not_cache_states_itself() -> None:
     for is_on, mode in product((True, False), ("align", "all", "none")):
         cache = SimpleNamespace(enable_prefix_caching=is_on, mamba_cache_mode=mode, mamba_block_size=16)
         config: Any = SimpleNamespace(model_config=model, cache_config=cache)
-        _keep_states_by_request(config)
+        _disable_vllm_state_caching(config)
         assert (cache.enable_prefix_caching, cache.mamba_cache_mode, cache.mamba_block_size) == (is_on, "none", 512)
 
 

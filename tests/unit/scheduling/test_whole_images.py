@@ -11,7 +11,7 @@ from vllm.multimodal.inputs import PlaceholderRange
 from vllm.v1.core.sched.scheduler import Scheduler
 
 from vllm_gaudi_spec.config import UnsupportedConfigError
-from vllm_gaudi_spec.platforms.base import _keep_images_whole
+from vllm_gaudi_spec.platforms.base import _require_whole_images
 from vllm_gaudi_spec.scheduling import scheduler as module
 from vllm_gaudi_spec.scheduling.scheduler import SpecScheduler, limit_to_whole_images
 
@@ -87,12 +87,12 @@ def test_configuration_leaves_room_for_an_image(both_ways: bool) -> None:
     )
     model = SimpleNamespace(model="tiny", is_mm_prefix_lm=both_ways)
     config: Any = SimpleNamespace(model_config=model, scheduler_config=scheduler)
-    _keep_images_whole(config)
+    _require_whole_images(config)
     assert scheduler.disable_chunked_mm_input is both_ways
     assert scheduler.long_prefill_token_threshold == (0 if both_ways else 64)
     scheduler.max_num_scheduled_tokens = 100
     if both_ways:
         with pytest.raises(UnsupportedConfigError, match="may leave no room for an image"):
-            _keep_images_whole(config)
+            _require_whole_images(config)
     else:
-        _keep_images_whole(config)
+        _require_whole_images(config)

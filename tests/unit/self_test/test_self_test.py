@@ -43,8 +43,8 @@ def test_a_card_that_is_right_passes(dtype: torch.dtype) -> None:
     assert not result.failed, result.failed
     assert statuses(result, NOT_CHECKED) == NEEDS_RANKS | HAS_NOT
     result.refuse(EVERY_FEATURE)
-    assert result.summary().startswith("12 checks passed in ")
-    assert result.summary().endswith("; collectives not checked: there is one rank")
+    assert result.summarize().startswith("12 checks passed in ")
+    assert result.summarize().endswith("; collectives not checked: there is one rank")
     assert all(result.passed(check.name) == (check.name not in NEEDS_RANKS | HAS_NOT) for check in CHECKS)
 
 
@@ -404,8 +404,8 @@ def free_memory_stays_the_same() -> DeviceBackend:
 
 
 FAULTS: dict[Callable[[], DeviceBackend], tuple[str, str, str]] = {
-    bools_arrive_inverted: (run.COPIES, "5 of 5 numbers of bool came back as others", "VGS_DEVICE=cpu"),
-    one_shift_is_off_by_a_bit: (run.HASH, "hashes (noise of tokens) are not those", "temperature 0"),
+    bools_arrive_inverted: (run.COPIES, "5 of 5 numbers of bool changed", "VGS_DEVICE=cpu"),
+    one_shift_is_off_by_a_bit: (run.HASH, "hashes (noise of tokens) differ from", "temperature 0"),
     logarithms_are_coarse: (run.NOISE, "ulp from float64's", "temperature 0"),
     padding_is_written_to_a_row: (
         run.KV_WRITES,
@@ -449,11 +449,15 @@ FAULTS: dict[Callable[[], DeviceBackend], tuple[str, str, str]] = {
     ),
     a_replay_leaves_a_second_result_as_it_was: (
         run.CAPTURED_STEP,
-        "run 2 of a captured verify step gave",
+        "in run 2 of a captured verify step",
         "VGS_DEVICE=cpu",
     ),
-    each_call_compiles: (run.SECOND_CALL, "2 more were compiled by the next 2 calls", "VGS_SELF_TEST=0"),
-    downloads_leave_late: (run.DOWNLOADS, "had another step's values, the first 8 at step 1", "--no-async-scheduling"),
+    each_call_compiles: (run.SECOND_CALL, "the next 2 calls of a graph compiled 2 more", "VGS_SELF_TEST=0"),
+    downloads_leave_late: (
+        run.DOWNLOADS,
+        "returned another step's values, the first 8 at step 1",
+        "--no-async-scheduling",
+    ),
     free_memory_stays_the_same: (run.MEMORY, "free memory fell by 0.0 MiB when 128.0 MiB", "--kv-cache-memory-bytes"),
 }
 
@@ -474,7 +478,7 @@ def assert_only_fails(result: Result, name: str, measured: str, advice: str) -> 
     assert message.startswith(f"The self-test of card failed. {name}: ")
     assert measured in message
     assert advice in message.partition("; ")[2]
-    assert message.endswith("VGS_SELF_TEST=0 skips the self-test.")
+    assert message.endswith("Set VGS_SELF_TEST=0 to skip the self-test.")
     assert "\n" not in message
 
 
@@ -495,7 +499,7 @@ class Crossed(ThreadGroup):
 @pytest.mark.parametrize(
     ("group", "measured"),
     [
-        (Forgetful, "all_reduce of 2 ranks in a captured graph gave"),
+        (Forgetful, "all_reduce of 2 ranks in a captured graph returned"),
         (Crossed, "all_gather of 2 ranks in a captured graph"),
     ],
 )

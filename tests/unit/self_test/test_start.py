@@ -55,11 +55,11 @@ def start(
 ) -> tuple[Worker, list[Any]]:
     given: list[Any] = []
 
-    def of_this_process(*arguments: Any) -> Result:
+    def check_device_once(*arguments: Any) -> Result:
         given.extend(arguments)
         return result(failing)
 
-    monkeypatch.setattr(module, "of_this_process", of_this_process)
+    monkeypatch.setattr(module, "check_device_once", check_device_once)
     monkeypatch.setattr(module, "get_tp_group", lambda: SimpleNamespace(world_size=ranks))
     worker = Worker.__new__(Worker)
     worker.backend = SimpleNamespace(traits=SimpleNamespace(captures=captures))
@@ -111,7 +111,7 @@ def test_the_advice_lets_it_start(
     with pytest.raises(SelfTestError) as error:
         start(monkeypatch, failing)
     message = f"{failing}: as measured; {advice}"
-    assert str(error.value) == f"The self-test of hpu failed. {message}. VGS_SELF_TEST=0 skips the self-test."
+    assert str(error.value) == f"The self-test of hpu failed. {message}. Set VGS_SELF_TEST=0 to skip the self-test."
     assert not lines
     start(monkeypatch, failing, **switched_off)
     assert lines == [

@@ -446,7 +446,7 @@ def test_beside_another_vllm_that_did_not_ask_for_it_it_stays_away(
     monkeypatch.setattr(devices, "log_wrong_vllm", said.append)
     monkeypatch.setattr(vllm_gaudi_spec.devices, "log_wrong_vllm", said.append)
     assert vllm_gaudi_spec.platform_plugin() is None
-    assert said == [versions.wrong_vllm()]
+    assert said == [versions.explain_wrong_vllm()]
     monkeypatch.setenv("VGS_DEVICE", "cpu")
     assert vllm_gaudi_spec.platform_plugin() == devices.REFUSING_PLATFORM
     assert "0.33.0" in said[0]
@@ -455,23 +455,23 @@ def test_beside_another_vllm_that_did_not_ask_for_it_it_stays_away(
 @pytest.mark.parametrize("found", ["0.32.0", "0.32.1+empty", "0.32", "0.32.0rc1", None, "unknown"])
 def test_our_vllm_by_any_build(found: str | None, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(versions, "installed_vllm", lambda: found)
-    assert versions.wrong_vllm() is None
+    assert versions.explain_wrong_vllm() is None
 
 
 @pytest.mark.parametrize("found", ["0.31.2", "0.33.0", "0.3.2", "1.32.0", "0.320.0"])
 def test_other_vllms(found: str, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(versions, "installed_vllm", lambda: found)
-    assert found in (versions.wrong_vllm() or "")
+    assert found in (versions.explain_wrong_vllm() or "")
 
 
 def test_a_vllm_in_a_folder_on_the_path(monkeypatch: pytest.MonkeyPatch) -> None:
     """It is there without a release: so it is loaded, and commands that run vLLM go on."""
     monkeypatch.setattr(versions, "installed", lambda name: None)
     assert versions.installed_vllm() == "unknown"
-    assert versions.vllm_mistake() is None
+    assert versions.explain_unusable_vllm() is None
     monkeypatch.setattr(versions, "find_spec", lambda name: None)
     assert versions.installed_vllm() is None
-    assert (versions.vllm_mistake() or "").startswith("vLLM is not installed here; run `make setup`")
+    assert (versions.explain_unusable_vllm() or "").startswith("vLLM is not installed here; run `make setup`")
 
 
 def test_no_vllm_at_all(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:

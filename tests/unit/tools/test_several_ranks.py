@@ -104,11 +104,11 @@ def test_the_older_executor_is_refused(tmp_path: Path, monkeypatch: pytest.Monke
 
 def test_the_card_of_a_rank(monkeypatch: pytest.MonkeyPatch) -> None:
     """A Gaudi's process has one card; what vLLM assigned is for platforms whose processes see all."""
-    assert CpuSpecPlatform.card_of(1, None) == CpuSpecPlatform.card_of(1, [4, 6]) == 1
+    assert CpuSpecPlatform.find_card(1, None) == CpuSpecPlatform.find_card(1, [4, 6]) == 1
     monkeypatch.setattr(interface, "_assigned_physical_gpu_ids", None)
     monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "4,5,6,7")
-    assert CudaSpecPlatform.card_of(1, None) == 1
-    assert CudaSpecPlatform.card_of(1, [4, 6]) == 2
+    assert CudaSpecPlatform.find_card(1, None) == 1
+    assert CudaSpecPlatform.find_card(1, [4, 6]) == 2
 
 
 def test_a_card_for_each_rank() -> None:

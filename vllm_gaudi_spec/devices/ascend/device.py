@@ -72,7 +72,7 @@ def _dotted(release: tuple[int, ...]) -> str:
 def usable_torch_npu() -> Any:
     """Refuses before a card is opened."""
     module = torch_npu()
-    if why := refusal(module.__version__, environment.npu_variables(), torch.__version__):
+    if why := refusal(module.__version__, environment.list_npu_variables(), torch.__version__):
         raise UnsupportedConfigError(why)
     return module
 

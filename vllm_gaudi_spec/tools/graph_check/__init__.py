@@ -71,7 +71,7 @@ def find_mistake(options: argparse.Namespace) -> str | None:
     device = options.device
     if (software := missing_software(device)) is not None:
         return f"--device {device} needs the vendor's image with {software}; without a card, use {device}-emulated"
-    return versions.vllm_mistake()
+    return versions.explain_unusable_vllm()
 
 
 def set_environment(options: argparse.Namespace) -> dict[str, str]:

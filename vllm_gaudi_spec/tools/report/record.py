@@ -13,7 +13,7 @@ from pydantic import Field, TypeAdapter, ValidationError
 from typing_extensions import TypedDict
 
 from vllm_gaudi_spec import versions
-from vllm_gaudi_spec.environment import set_variables
+from vllm_gaudi_spec.environment import list_set_variables
 
 FORMAT = "vllm-gaudi-spec run"
 VERSION = 4
@@ -150,7 +150,7 @@ def make(
 
 def read_environment() -> dict[str, str]:
     """Return the documented variables that are set. Call it before a run, which sets some itself."""
-    return {variable.name: value for variable, value in set_variables().items()}
+    return {variable.name: value for variable, value in list_set_variables().items()}
 
 
 def is_record(path: str | Path) -> bool:
