@@ -32,7 +32,7 @@ def test_vllm_ascend_is_the_platform_and_ours_stays_out() -> None:
 def test_these_are_the_releases_that_it_is_made_for() -> None:
     assert vllm.__version__ == versions.VLLM
     assert versions.version("vllm-ascend") == versions.VLLM_ASCEND
-    assert versions.why_unsupported() is None
+    assert versions.explain_unsupported() is None
 
 
 def depth(function: Any) -> int:

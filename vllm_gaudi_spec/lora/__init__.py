@@ -1,5 +1,5 @@
-"""LoRA adapters on vLLM's layers, in one shape whatever the adapters.
+"""LoRA adapters on vLLM's layers, in the same shapes for all adapters.
 
-`application.py` computes what an adapter adds to a layer's output, `manager.py` loads adapters and puts them in slots,
-`adapters.py` assigns slots to rows.
+`application.py` computes what adapters add to a layer's output, and `manager.py` loads adapters into slots.
+`runner/extensions/adapters.py` assigns slots to rows.
 """

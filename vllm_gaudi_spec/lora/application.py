@@ -1,11 +1,11 @@
-"""What adapters add to a layer's output: one computation for all slots, whatever their adapters.
+"""Adds adapters to layers' outputs, in one computation for all slots.
 
-T tokens, S slots of rank R, C = S * R columns. A layer multiplies its input with the first matrices of all slots at
-once. Of the C columns each token keeps those of its own slot, the others become zero, and one product with the second
-matrices of all slots follows. A token without an adapter keeps none, and zeros are added to its output.
+T tokens, S slots of rank R, C = S * R columns. A layer multiplies its input by the first matrices of all slots at once.
+Of the C columns each token keeps those of its own slot, and the others become zero. One product with the second
+matrices of all slots follows. A token without an adapter keeps no columns, so zeros are added to its output.
 
-vLLM writes a slot's matrices on the host. They reach the device as whole tensors, copied in place: nothing is compiled
-for that, and captured graphs read them.
+vLLM writes a slot's matrices on the host. Whole tensors are then copied in place on the device, where captured graphs
+read them; this compiles nothing.
 """
 
 from __future__ import annotations
@@ -32,14 +32,16 @@ if TYPE_CHECKING:
     from vllm_gaudi_spec.upstream.distributed import GroupCoordinator
 
 NO_SLOT = -1
-"""The slot of a token without an adapter: only compared, never an index."""
+"""The slot of a token without an adapter. It is only compared, never used as an index."""
 
 Upload = Callable[[torch.Tensor], torch.Tensor]
 
 
 class TokenSlots:
-    """Which slot each token has, while a model computes. vLLM makes one for all layers of a model, as the platform's
-    "punica wrapper"."""
+    """The slot of each token while a model computes.
+
+    vLLM creates one for all layers of a model, as the platform's "punica wrapper".
+    """
 
     def __init__(
         self, max_num_batched_tokens: int, max_batches: int, device: torch.device, lora_config: LoRAConfig
@@ -51,7 +53,7 @@ class TokenSlots:
 
     @contextmanager
     def applied(self, slots_T: torch.Tensor) -> Iterator[None]:
-        """`slots_T`: int32, of the tokens, or rows of states, that layers compute in this context."""
+        """Set the slots (int32) of the tokens, or rows of states, that layers compute in this context."""
         self._slots_T, self._mask_TC = slots_T, self._slot_of_column_C == slots_T[:, None]
         try:
             yield
@@ -60,16 +62,16 @@ class TokenSlots:
 
     @property
     def are_set(self) -> bool:
-        """False where a layer is called without adapters, as by a drafter that shares it."""
+        """Whether slots are set. They are not if a drafter that shares a layer calls it."""
         return self._mask_TC is not None
 
     def mask_columns(self, columns_TNC: torch.Tensor) -> torch.Tensor:
-        """Zero in the columns of other slots, even where those are not finite."""
+        """Set the columns of other slots to zero, even if they are not finite."""
         assert self._mask_TC is not None
         return torch.where(self._mask_TC[:, None], columns_TNC, 0)
 
     def first_rows(self, rows_per_slot: int) -> torch.Tensor:
-        """[T], or one for all: where a token's slot begins in a table with so many rows a slot."""
+        """Return where each token's slot begins in a table with `rows_per_slot` rows per slot: [T], or [1] for all."""
         if self._slots_T is None:
             return torch.zeros_like(self._slot_of_column_C[:1])
         return self._slots_T.clamp(min=0) * rows_per_slot
@@ -83,16 +85,16 @@ class Table:
         self.device = upload(host)
 
     def send(self) -> None:
+        """Copy the tensor to the device in place."""
         if self.device is not self._host:
             self.device.copy_(self._host)
 
 
 class LinearAdapters:
-    """The adapters of vLLM's wrapper of a linear layer, or of the output matrix. A layer may be several fused ones
-    (N slices)."""
+    """Adapters of vLLM's wrapper of a linear layer or of the output matrix. A layer may be fused from N slices."""
 
     def __init__(self, module: Any, slots: TokenSlots, upload: Upload, group: GroupCoordinator | None = None) -> None:
-        """`group`: the ranks of the output matrix, if there are several."""
+        """Replace the wrapper's tensors. `group` has the ranks of the output matrix if there are several."""
         self._slots = slots
         self._group = group
         one = isinstance(module.lora_a_stacked, torch.Tensor)
@@ -102,7 +104,7 @@ class LinearAdapters:
         num_slots, _, rank, num_inputs = first[0].shape
         host_NSRI = torch.zeros(len(first), num_slots, rank, num_inputs, dtype=first[0].dtype)
         hosts_OSR = [torch.zeros(part.shape[2], num_slots, rank, dtype=part.dtype) for part in second]
-        # vLLM writes to tensors of its own shapes: [S, 1, R, I] and [S, 1, O, R].
+        # vLLM writes to tensors of shapes [S, 1, R, I] and [S, 1, O, R].
         first = tuple(part.unsqueeze(1) for part in host_NSRI)
         second = tuple(part.permute(1, 0, 2).unsqueeze(1) for part in hosts_OSR)
         module.lora_a_stacked, module.lora_b_stacked = (first[0], second[0]) if one else (first, second)
@@ -117,15 +119,14 @@ class LinearAdapters:
         return y + self._added(x) if self._slots.are_set else y
 
     def add_lora_logits(self, y: torch.Tensor, x: torch.Tensor, *args: Any, **named: Any) -> torch.Tensor:
-        """`y` may be wider than the vocabulary, and have a dtype of its own."""
+        # `y` may be wider than the vocabulary, and have a different dtype.
         if not self._slots.are_set:
             return y
         added = self._added(x, self._broadcast).to(y.dtype)
         return y.narrow(1, 0, added.shape[1]) + added
 
     def _broadcast(self, columns_TC: torch.Tensor) -> torch.Tensor:
-        """One rank's columns on all ranks: the logits that they are added to are gathered, so the same bits on every
-        rank; states are not."""
+        # Gathered logits have the same bits on every rank, but states do not, so all ranks add one rank's columns.
         if self._group is None:
             return columns_TC
         communicator = self._group.device_communicator
@@ -145,7 +146,7 @@ class LinearAdapters:
 
 
 class EmbeddingAdapters:
-    """The adapters of vLLM's wrapper of an embedding table, which does the first product itself, as a look-up."""
+    """Adapters of vLLM's wrapper of an embedding table, which does the first product itself as a lookup."""
 
     def __init__(self, module: Any, slots: TokenSlots, upload: Upload) -> None:
         self._slots = slots
@@ -173,8 +174,8 @@ class EmbeddingAdapters:
         return y + functional.linear(self._slots.mask_columns(columns_TNC)[:, 0], self._second.device)
 
 
-def adapters_of(module: BaseLayerWithLoRA, slots: TokenSlots, upload: Upload) -> LinearAdapters | EmbeddingAdapters:
-    """Make tables for one of vLLM's wrappers, which then writes to their host side."""
+def make_adapters(module: BaseLayerWithLoRA, slots: TokenSlots, upload: Upload) -> LinearAdapters | EmbeddingAdapters:
+    """Make tables for one of vLLM's wrappers, which then writes to their tensors on the host."""
     if isinstance(module, VocabParallelEmbeddingWithLoRA):
         return EmbeddingAdapters(module, slots, upload)
     if isinstance(module, LogitsProcessorWithLoRA):

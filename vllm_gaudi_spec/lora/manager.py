@@ -1,8 +1,7 @@
-"""Loading adapters: vLLM's own managers, and checks before anything is changed.
+"""Loads adapters with vLLM's managers, and checks them before anything changes.
 
-vLLM checks an adapter's configuration and the names of its modules. It would find matrices of other sizes while it
-copies them into a slot, when the adapter is already registered, or not at all; so everything that can be wrong is
-checked here, before.
+vLLM checks an adapter's configuration and the names of its modules. It would notice matrices of wrong sizes only while
+it copies them into a slot, when the adapter is already registered, or never. So adapters are fully checked here first.
 """
 
 from __future__ import annotations
@@ -16,7 +15,7 @@ from vllm.exceptions import LoRAAdapterNotFoundError
 from vllm.logger import init_logger
 
 from vllm_gaudi_spec.config import REFUSED_ADAPTER, UnsupportedConfigError, in_one_line
-from vllm_gaudi_spec.lora.application import TokenSlots, Upload, adapters_of
+from vllm_gaudi_spec.lora.application import TokenSlots, Upload, make_adapters
 from vllm_gaudi_spec.upstream.linear import QKVParallelLinear
 from vllm_gaudi_spec.upstream.lora import (
     LogitsProcessorWithLoRA,
@@ -39,21 +38,21 @@ logger = init_logger(__name__)
 
 
 class AdapterError(ValueError):
-    """An adapter that is not served, and why."""
+    """Raised for an adapter that cannot be served."""
 
 
 class SlottedAdapters(LRUCacheLoRAModelManager):
-    """Slots that vLLM fills on the host, and their transfer to the device."""
+    """Slots that vLLM fills on the host, and their copies to the device."""
 
     def make_tables(self, upload: Upload) -> TokenSlots:
-        """Give each wrapped layer its tables, instead of those that vLLM made on the device."""
+        """Replace the tensors that vLLM made on the device by tables for each wrapped layer."""
         if not self.modules:
             raise UnsupportedConfigError(
                 f"{type(self.model).__name__} has none of these modules; change --lora-target-modules or leave it out."
             )
         (slots,) = {id(module.punica_wrapper): module.punica_wrapper for module in self.modules.values()}.values()
         for module in self.modules.values():
-            module.set_mapping(adapters_of(module, slots, upload))
+            module.set_mapping(make_adapters(module, slots, upload))
         return cast(TokenSlots, slots)
 
     def activate_adapter(self, lora_id: int) -> bool:
@@ -64,26 +63,29 @@ class SlottedAdapters(LRUCacheLoRAModelManager):
         return newly
 
     def pin_adapter(self, lora_id: int) -> bool:
-        # vLLM could then evict none, and would fail in the step of a request for another adapter.
+        # Otherwise vLLM could evict no adapter, and would fail at the next request for another one.
         if len(self._active_adapters.pinned_items - {lora_id}) + 1 >= self.lora_slots:
-            raise ValueError(f"pinning adapter {lora_id} would leave no slot for others; raise --max-loras.")
+            raise ValueError(f"Pinning adapter {lora_id} would leave no slot for others; raise --max-loras.")
         pinned: bool = super().pin_adapter(lora_id)
         return pinned
 
     def make_room(self, lora_ids: set[int]) -> None:
-        """Unpins adapters in whose stead a step needs others. vLLM's scheduler allows as many adapters a step as there
-        are slots, whatever is pinned, and its caches would drop one of the step's own for the last."""
+        """Unpin adapters whose slots a step needs.
+
+        vLLM's scheduler allows as many adapters per step as there are slots, whatever is pinned, and its caches would
+        evict one of the step's own adapters.
+        """
         for cache, size in ((self._active_adapters, self.lora_slots), (self._registered_adapters, self.capacity)):
             unused = sorted(cache.pinned_items - lora_ids)
             for lora_id in unused[: max(0, len(unused) + len(lora_ids) - size)]:
                 cache.pinned_items.remove(lora_id)
                 logger.warning(
-                    "Adapter %d is not pinned any more: requests need all the room; raise --max-loras.", lora_id
+                    "Adapter %d is no longer pinned, because requests need its slot; raise --max-loras.", lora_id
                 )
 
 
 class AdapterLoader(LRUCacheWorkerLoRAManager):
-    """Keeps adapters on the host and puts those that a step needs into slots."""
+    """Keeps adapters on the host, and loads those that a step needs into slots."""
 
     _manager_cls = SlottedAdapters
 
@@ -94,14 +96,16 @@ class AdapterLoader(LRUCacheWorkerLoRAManager):
         self.create_lora_manager(model, vllm_config)
         self.slots: TokenSlots = self._adapter_manager.make_tables(upload)
         self._sizes = {
-            name: sizes for module_name in self._adapter_manager.modules for name, sizes in self._sizes_of(module_name)
+            name: sizes
+            for module_name in self._adapter_manager.modules
+            for name, sizes in self._list_sizes(module_name)
         }
 
-    def in_slots(self, adapters: Iterable[LoRARequest]) -> dict[int, int]:
-        """Make sure that these adapters have slots. Returns the slots by adapter id."""
+    def load_into_slots(self, adapters: Iterable[LoRARequest]) -> dict[int, int]:
+        """Load adapters into slots if they are not, and return all slots by adapter id."""
         manager, adapters = self._adapter_manager, list(adapters)
         manager.make_room({request.lora_int_id for request in adapters})
-        # Loaded ones first, so that loading the others does not evict them.
+        # Loaded adapters first, so that loading the others does not evict them.
         for request in sorted(adapters, key=lambda request: request.lora_int_id not in manager.list_adapters()):
             number = request.lora_int_id
             if manager.get_adapter(number) is None:
@@ -116,7 +120,7 @@ class AdapterLoader(LRUCacheWorkerLoRAManager):
         try:
             _refuse_pickle(Path(get_adapter_absolute_path(lora_request.lora_path)))
             loaded = super()._load_adapter(lora_request)
-            for reason in self._mistakes(loaded.loras):
+            for reason in self._check(loaded.loras):
                 raise AdapterError(reason)
         except LoRAAdapterNotFoundError:
             raise
@@ -126,13 +130,14 @@ class AdapterLoader(LRUCacheWorkerLoRAManager):
             ) from error
         return loaded
 
-    def _mistakes(self, loras: dict[str, LoRALayerWeights]) -> Iterator[str]:
+    def _check(self, loras: dict[str, LoRALayerWeights]) -> Iterator[str]:
+        """Yield what is wrong with an adapter's matrices."""
         if not loras:
             yield "there is no matrix in it."
         for name, lora in loras.items():
             sizes = self._sizes.get(name)
             if sizes is None:
-                # A deployment may restrict adapters to some modules; then the others are left out.
+                # A deployment may restrict adapters to some modules. Matrices of others are then ignored.
                 if self.lora_config.target_modules is None:
                     yield f"the model has no module {name} that takes adapters."
                 continue
@@ -144,11 +149,11 @@ class AdapterLoader(LRUCacheWorkerLoRAManager):
             if found != expected:
                 yield f"the matrices of {name} have shapes {found}, and {expected} are expected."
             elif not all(_is_finite(part) for part in (lora.lora_a, lora.lora_b, lora.lora_b * lora.scaling)):
-                # 0 times such a number is not 0, so it would reach requests without the adapter.
+                # 0 times such a number is not 0, so it would affect requests without the adapter.
                 yield f"not all numbers in {name} are finite."
 
-    def _sizes_of(self, module_name: str) -> Iterator[tuple[str, tuple[int, int]]]:
-        """Sizes of inputs and outputs, before they are split among ranks, by the names that adapters use."""
+    def _list_sizes(self, module_name: str) -> Iterator[tuple[str, tuple[int, int]]]:
+        """Yield the sizes of inputs and outputs of all ranks together, by the names that adapters use."""
         manager = self._adapter_manager
         module = manager.modules[module_name]
         names = manager.packed_modules.get(module_name, [module_name])
@@ -157,7 +162,7 @@ class AdapterLoader(LRUCacheWorkerLoRAManager):
             outputs = [sum(outputs)]
         if len(names) != len(outputs):
             raise UnsupportedConfigError(
-                f"LoRA adapters of {module_name} are not supported, which is put together of {len(outputs)} parts for "
+                f"LoRA adapters of {module_name} are not supported, which is fused from {len(outputs)} parts with "
                 f"{len(names)} names; leave out --enable-lora."
             )
         return ((name, (num_inputs, size)) for name, size in zip(names, outputs, strict=True))

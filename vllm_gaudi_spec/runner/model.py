@@ -376,7 +376,7 @@ class LoadedModel:
 
     def adapters_of(self, rows_B: torch.Tensor, num_queries: int = 1) -> torch.Tensor | None:
         """int32: the slot of each row's LoRA adapter, `num_queries` times; None where there are no adapters."""
-        return None if self.adapters is None else self.adapters.of_rows(rows_B, num_queries)
+        return None if self.adapters is None else self.adapters.gather(rows_B, num_queries)
 
     def _adapting(self, adapters_T: torch.Tensor | None) -> AbstractContextManager[None]:
         """Around work of the model's layers on these tokens, or rows of states."""

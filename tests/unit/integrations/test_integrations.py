@@ -30,13 +30,13 @@ def installed(monkeypatch: pytest.MonkeyPatch) -> pytest.MonkeyPatch:
 
 
 def test_the_pair_is_accepted(installed: pytest.MonkeyPatch) -> None:
-    assert versions.why_unsupported() is None
+    assert versions.explain_unsupported() is None
 
 
 @pytest.mark.parametrize("ascend", ["0.23.0", "0.23.0.post2", "0.24.0rc1", "0.18.0"])
 def test_another_vllm_ascend_is_named_beside_the_pair(installed: pytest.MonkeyPatch, ascend: str) -> None:
     installed.setattr(versions, "version", lambda name: ascend)
-    reason = versions.why_unsupported()
+    reason = versions.explain_unsupported()
     assert reason is not None
     assert "works with vllm-ascend 0.23.0.post1 and vLLM 0.23.0;" in reason
     assert f"installed are vllm-ascend {ascend} and vLLM 0.23.0+empty." in reason
@@ -45,7 +45,7 @@ def test_another_vllm_ascend_is_named_beside_the_pair(installed: pytest.MonkeyPa
 @pytest.mark.parametrize("ours", ["0.23.1", "0.24.0", "0.32.0", "0.23.0rc1"])
 def test_another_vllm_is_named_beside_the_pair(installed: pytest.MonkeyPatch, ours: str) -> None:
     installed.setattr(vllm, "__version__", ours)
-    assert f"and vLLM {ours}." in (versions.why_unsupported() or "")
+    assert f"and vLLM {ours}." in (versions.explain_unsupported() or "")
 
 
 def test_a_vllm_ascend_that_was_never_installed_harms_nobody(installed: pytest.MonkeyPatch) -> None:
@@ -56,7 +56,7 @@ def test_a_vllm_ascend_that_was_never_installed_harms_nobody(installed: pytest.M
 
     installed.setattr(versions, "version", version)
     assert "installed are vllm-ascend of an unknown version and vLLM 0.23.0+empty." in (
-        versions.why_unsupported() or ""
+        versions.explain_unsupported() or ""
     )
 
 
@@ -69,7 +69,8 @@ def test_beside_other_releases_only_who_asks_is_refused(installed: pytest.Monkey
     installed.setattr(logging.getLogger("vllm"), "info", lambda text, *values: said.append(text % values))
     for _ in range(2):
         vllm_ascend.register()
-    assert all("adds nothing to vllm-ascend: Method universal_draft works with" in line for line in said)
+    refusal = "does not add universal_draft to vllm-ascend: Method universal_draft works with"
+    assert all(refusal in line for line in said)
     assert len(said) == 2
     with pytest.raises(UnsupportedConfigError, match=r"works with vllm-ascend 0\.23\.0\.post1 and vLLM 0\.23\.0;"):
         SpeculativeConfig(method="universal_draft", model="some/model", num_speculative_tokens=2)

@@ -182,7 +182,7 @@ class Loader:
     def add_adapter(self, wanted: LoRARequest) -> None:
         self.loaded.append(wanted.lora_int_id)
 
-    def in_slots(self, wanted: Iterable[LoRARequest]) -> dict[int, int]:
+    def load_into_slots(self, wanted: Iterable[LoRARequest]) -> dict[int, int]:
         self.wanted.append([request.lora_int_id for request in wanted])
         return self.slots
 
@@ -216,15 +216,15 @@ def test_rows_follow_their_adapters() -> None:
     adapters.loader.slots = {5: 1, 6: 0}
     adapters.apply(step({"p": 1, "q": 1, "r": 3}), requests)
     assert adapters.loader.wanted == [[5, 6]]
-    assert adapters.of_rows(rows, 2).tolist() == [1, 1, NO_SLOT, NO_SLOT, NO_SLOT, NO_SLOT]
+    assert adapters.gather(rows, 2).tolist() == [1, 1, NO_SLOT, NO_SLOT, NO_SLOT, NO_SLOT]
     adapters.apply(step({"p": 1, "r": 1}), requests)
     assert len(sent) == 1, "nothing has changed"
     adapters.loader.slots = {5: 0}  # another one took its slot in between
     adapters.apply(step({"p": 1}), requests)
-    assert adapters.of_rows(rows).tolist() == [0, NO_SLOT, NO_SLOT]
+    assert adapters.gather(rows).tolist() == [0, NO_SLOT, NO_SLOT]
     by_id["p"].lora = None  # the row's next request
     adapters.apply(step({"p": 1}), requests)
-    assert adapters.of_rows(rows).tolist() == [NO_SLOT] * 3
+    assert adapters.gather(rows).tolist() == [NO_SLOT] * 3
 
 
 def test_a_request_may_ask_for_its_adapter_to_be_read_again() -> None:
@@ -260,9 +260,9 @@ def test_a_step_that_needs_all_slots_gets_that_of_a_pinned_adapter(max_cpu_loras
     loader.add_adapter(pinned)
     assert loader.pin_adapter(1)
     for other in others:
-        assert loader.in_slots([other]).keys() == {1, other.lora_int_id}, "it stays while there is room"
-    assert loader.in_slots(others).keys() == {2, 3}
-    assert loader.in_slots([pinned]).keys() >= {1}
+        assert loader.load_into_slots([other]).keys() == {1, other.lora_int_id}, "it stays while there is room"
+    assert loader.load_into_slots(others).keys() == {2, 3}
+    assert loader.load_into_slots([pinned]).keys() >= {1}
 
 
 @pytest.mark.parametrize(("backend", "skips"), [(HostBackend(), True), (CapturingBackend(), False)])
@@ -273,13 +273,13 @@ def test_where_shapes_follow_values_nobody_computes_for_no_adapter(backend: Host
     requests: Any = SimpleNamespace(by_id=by_id, freed_rows=[], admitted=[])
     adapters.loader.slots = {5: 1}
     row = torch.tensor([0])
-    assert (adapters.of_rows(row) is None) == skips
+    assert (adapters.gather(row) is None) == skips
     adapters.apply(step({"p": 1, "q": 1}), requests)
-    assert adapters.of_rows(row).tolist() == [NO_SLOT]
+    assert adapters.gather(row).tolist() == [NO_SLOT]
     adapters.apply(step({"q": 1}), requests)
-    assert adapters.of_rows(row) is not None, "it waits, and may be in the next step"
+    assert adapters.gather(row) is not None, "it waits, and may be in the next step"
     requests.freed_rows = [2]
     adapters.apply(step({"q": 1}), requests)
-    assert (adapters.of_rows(row) is None) == skips
+    assert (adapters.gather(row) is None) == skips
     assert len(sent) == 2
     assert sent[-1].tolist() == [NO_SLOT] * 4

@@ -1,6 +1,6 @@
-"""Every in-memory change to vllm-ascend and to the vLLM that it runs on: what, why, and when it can go.
+"""All in-memory changes to vllm-ascend and its vLLM, each with its reason and when it can be removed.
 
-tests/integrations/ fails when upstream moves under one of these.
+tests/integrations/ fails if upstream changes what a patch relies on.
 """
 
 from __future__ import annotations
@@ -12,29 +12,29 @@ from vllm_gaudi_spec.config import ADDITIONAL_CONFIG_KEY, IS_UNIVERSAL, UNIVERSA
 from vllm_gaudi_spec.upstream.patching import raise_unchanged, widen, wrap
 
 _DRAFT_MODEL = "draft_model"
-# Options of a speculative configuration whose other values would bypass the mapping.
+# The only values of speculative options that do not bypass the vocabulary map.
 _ONLY = {"draft_sample_method": "greedy", "use_local_argmax_reduction": False, "parallel_drafting": False}
 
 
 def apply() -> None:
-    """All patches for the supported releases. Safe to call again."""
+    """Apply all patches for the supported releases. Can be called repeatedly."""
     admit_universal_draft()
     make_universal_proposers()
 
 
 def admit_universal_draft() -> None:
-    """Method `universal_draft` in a speculative configuration: to vLLM a `draft_model` with a vocabulary of its own.
+    """Accept method `universal_draft` in a speculative configuration, as a `draft_model` with its own vocabulary.
 
-    Reason: upstream's methods are a closed list, it gives a drafter the target's tokenizer, and it refuses vocabularies
-    of other sizes. All its other decisions by the method's name shall be those of a draft model.
-    Remove when: the vLLM that vllm-ascend runs on has `use_heterogeneous_vocab`, and vllm-ascend heeds it.
+    Reason: vLLM's list of methods is closed, it gives a drafter the target's tokenizer, and it refuses vocabularies of
+    different sizes. All its other decisions by method must be those for a draft model.
+    Remove when: the vLLM that vllm-ascend runs on has `use_heterogeneous_vocab`, and vllm-ascend supports it.
     """
     from vllm.config import SpeculativeConfig
 
     widen(SpeculativeConfig, {"method": (UNIVERSAL_DRAFT,)})
     raise_unchanged(UnsupportedConfigError, SpeculativeConfig)
     wrap(SpeculativeConfig, "__post_init__", _note_universal_draft)
-    wrap(SpeculativeConfig, "verify_equal_vocab_size_if_draft_model", _compare_sizes_of_others)
+    wrap(SpeculativeConfig, "verify_equal_vocab_size_if_draft_model", _skip_vocab_size_check)
 
 
 def _note_universal_draft(original: Callable[..., None], config: Any) -> None:
@@ -65,7 +65,7 @@ def _note_universal_draft(original: Callable[..., None], config: Any) -> None:
     draft.tokenizer, draft.tokenizer_revision = draft.model, draft.revision
 
 
-def _compare_sizes_of_others(original: Callable[..., None], config: Any) -> None:
+def _skip_vocab_size_check(original: Callable[..., None], config: Any) -> None:
     if not is_universal(config):
         original(config)
 
@@ -75,10 +75,10 @@ def is_universal(config: Any) -> bool:
 
 
 def make_universal_proposers() -> None:
-    """Let vllm-ascend's `get_spec_decode_method` make our proposer where that method was asked for.
+    """Make vllm-ascend's `get_spec_decode_method` return our proposer for this method.
 
-    Reason: it chooses among classes of its own, by the method's name. It is wrapped when a worker starts, because its
-    module can only be imported after others of vllm-ascend, whose worker imports all of them in the right order.
+    Reason: it chooses among its own classes by the method's name. It is wrapped when a worker starts, because its
+    module can only be imported after others, which vllm-ascend's worker imports in the right order.
     Remove when: vllm-ascend lets a plugin add a method.
     """
     from vllm.v1.worker.worker_base import WorkerBase
@@ -92,7 +92,7 @@ def _wrap_when_a_worker_starts(original: Callable[..., None], worker: Any, *args
         from vllm_ascend import spec_decode
         from vllm_ascend.worker import model_runner_v1
 
-        for module in (spec_decode, model_runner_v1):  # the runner has the function under a name of its own
+        for module in (spec_decode, model_runner_v1):  # the runner module imports the function by name
             wrap(module, "get_spec_decode_method", _get_spec_decode_method)
 
 
@@ -111,9 +111,9 @@ def _get_spec_decode_method(
 
 
 def refuse_universal_draft(reason: str) -> None:
-    """Refuse the method with the reason why it is not supported; nothing else changes.
+    """Refuse the method with the reason why it is not supported.
 
-    Reason: upstream would answer with its list of methods.
+    Reason: vLLM would only list its own methods.
     Remove when: no unsupported releases are left.
     """
     from vllm.config import SpeculativeConfig

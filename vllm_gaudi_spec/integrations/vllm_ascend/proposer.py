@@ -1,7 +1,7 @@
-"""vllm-ascend's draft-model proposer, for a drafter that has another vocabulary than its target.
+"""vllm-ascend's draft-model proposer for a drafter with a different vocabulary than its target.
 
-The drafter reads and writes its own tokens throughout upstream's loop over k, which is unchanged: the two vocabularies
-meet only in the loop's input, in the logits for the best token, and in its output.
+The drafter reads and writes its own tokens throughout vllm-ascend's loop over k, which is unchanged. Tokens are
+translated only in the loop's input, in the logits for the best token, and in its output.
 """
 
 from __future__ import annotations
@@ -21,10 +21,12 @@ from vllm_gaudi_spec.integrations.vllm_ascend.versions import VLLM_ASCEND
 
 
 class AscendUniversalDraftProposer(AscendDraftModelProposer):
+    """Proposer of method `universal_draft` in vllm-ascend."""
+
     def __init__(self, vllm_config: Any, device: torch.device, runner: Any = None) -> None:
         super().__init__(vllm_config, device, runner=runner)
         if self.use_cuda_graph and vllm_config.compilation_config.cudagraph_mode.has_full_cudagraphs():
-            # It makes the stream that updates them where DraftModelProposer, which comes first, does nothing.
+            # vllm-ascend makes the stream that updates full graphs in a method that DraftModelProposer overrides.
             raise UnsupportedConfigError(
                 f"vllm-ascend {VLLM_ASCEND} cannot run draft models in full graphs. For method {UNIVERSAL_DRAFT} "
                 """start with --compilation-config '{"cudagraph_mode": "PIECEWISE"}', or keep full graphs for the """
@@ -42,13 +44,13 @@ class AscendUniversalDraftProposer(AscendDraftModelProposer):
             )
 
     def _raise_if_vocab_size_mismatch(self) -> None:
-        """Sizes may differ: tokens are compared when the models are loaded, and none in common is an error there."""
+        """No-op: tokens are compared when the models are loaded, which fails without common tokens."""
 
     def load_model(self, model: torch.nn.Module) -> None:
         super().load_model(model)
         pair = Pair.load(self.vllm_config, cache_folder())
         self._read: MappedTokens = pair.mapped(self.device)
-        # Tokens without a counterpart in the target are never drafted; some id has to stand there.
+        # Tokens without a counterpart in the target are never drafted, so any id will do for them.
         self._target_U = torch.tensor(pair.map.draft_to_target, device=self.device).clamp(min=0)
         self._last_target = len(pair.map.target_to_draft) - 1
         shared = OwnTokens(pair.map.draftable, self.device)
@@ -62,11 +64,11 @@ class AscendUniversalDraftProposer(AscendDraftModelProposer):
         )
 
     def _to_drafter(self, tokens: torch.Tensor) -> torch.Tensor:
-        # Async scheduling leaves ids of -1 for tokens not sampled yet; what is read there does not count.
+        # With async scheduling, tokens that are not sampled yet have id -1. What is read there is not used.
         return self._read.to_drafter(tokens.clamp(0, self._last_target)).to(tokens.dtype)
 
     def _run_merged_draft(self, *args: Any, **named: Any) -> torch.Tensor:
-        """Logits are confined to tokens of both vocabularies: each step's best token is the drafter's next input."""
+        # Logits are limited to tokens of both vocabularies, as each step's best token is the drafter's next input.
         drafts = super()._run_merged_draft(*args, **named)
         return self._target_U.index_select(0, drafts.flatten()).view(drafts.shape).to(drafts.dtype)
 

@@ -1,4 +1,4 @@
-"""The one pair of releases that the integration is made for, and tested with."""
+"""The releases that the integration supports and is tested with."""
 
 from __future__ import annotations
 
@@ -8,12 +8,12 @@ VLLM_ASCEND = "0.23.0.post1"
 VLLM = "0.23.0"
 
 
-def why_unsupported() -> str | None:
-    """The message for users of the method beside other releases; None beside these."""
+def explain_unsupported() -> str | None:
+    """Return why the installed releases are not supported, or None."""
     import vllm
 
     found = {"vllm-ascend": _vllm_ascend(), "vLLM": vllm.__version__}
-    # The part after a plus names a build of one release, such as vLLM's for other platforms.
+    # The part after a plus names a build of a release, such as vLLM's for other platforms.
     if {name: text.split("+")[0] for name, text in found.items()} == {"vllm-ascend": VLLM_ASCEND, "vLLM": VLLM}:
         return None
     return (
@@ -26,5 +26,5 @@ def why_unsupported() -> str | None:
 def _vllm_ascend() -> str:
     try:
         return version("vllm-ascend")
-    except PackageNotFoundError:  # it runs from a folder on the path that was never installed
+    except PackageNotFoundError:  # a source folder on the path that was never installed
         return "of an unknown version"

@@ -1,7 +1,7 @@
-"""LoRA adapters of the rows: the slot of each row, on the device, and loading the adapters that a step needs.
+"""The adapter slot of each row, on the device, and loading the adapters that a step needs.
 
-Only the target has adapters. Heads that share layers of it got them before they were wrapped; a user's class gets the
-wrapped target, whose layers add nothing where no slots are set.
+Only the target has adapters. Heads share its layers from before they were wrapped. A user's drafter class gets the
+wrapped target, whose layers add nothing if no slots are set.
 """
 
 from __future__ import annotations
@@ -27,8 +27,10 @@ if TYPE_CHECKING:
 
 
 class Adapters(Extension):
+    """The adapters of the target."""
+
     def __init__(self, vllm_config: VllmConfig, model: nn.Module, backend: DeviceBackend) -> None:
-        """Wraps the layers of `model`, which is on the device already."""
+        """Wrap the layers of `model`, which must be on the device."""
         self._backend = backend
         with torch.inference_mode():  # as steps are
             self.loader = AdapterLoader(vllm_config, model, backend.traits.torch_device, backend.memory.upload)
@@ -38,29 +40,29 @@ class Adapters(Extension):
         self._put = backend.graphs.graph(self._put_slots)
 
     def apply(self, scheduled: SpecSchedulerOutput, requests: Requests) -> None:
-        """Before a step's forwards. Rows that are not in the step keep their slots until they are in one.
+        """Assign slots to the rows of a step before its forwards. Other rows keep their slots.
 
-        A slot may have got another adapter since the last step, for a request or by a call of the user's.
+        A slot may have got a different adapter since the last step, for a request or by a call of `add_lora`.
         """
         admitted = [request.lora for request in requests.admitted if request.lora is not None]
         for again in {lora.lora_int_id: lora for lora in admitted if lora.load_inplace}.values():
             self.loader.add_adapter(again)
         members = [requests.by_id[req_id] for req_id in scheduled.num_scheduled_tokens]
         adapters = {request.lora.lora_int_id: request.lora for request in members if request.lora is not None}
-        slots = self.loader.in_slots(adapters.values()) if adapters else {}
+        slots = self.loader.load_into_slots(adapters.values()) if adapters else {}
         before = self._slots_np.copy()
-        self._slots_np[requests.freed_rows] = NO_SLOT  # else `of_rows` would see an adapter that no request uses
+        self._slots_np[requests.freed_rows] = NO_SLOT  # otherwise `gather` would see an adapter that no request uses
         for request in members:
             self._slots_np[request.row] = NO_SLOT if request.lora is None else slots[request.lora.lora_int_id]
         if not np.array_equal(before, self._slots_np):
             self._send()
 
     def warm_up(self) -> None:
-        """Run what a change of rows runs."""
+        """Run the graph that updates the rows' slots."""
         self._send()
 
     def _send(self) -> None:
-        # A copy: the device may read it only after the next step has changed the original.
+        # Copied, because the device may read it after the next step has changed the original.
         self._put(self._backend.memory.upload(torch.from_numpy(self._slots_np.copy())))
 
     # --- what runs on the device ---
@@ -68,15 +70,18 @@ class Adapters(Extension):
     def _put_slots(self, slots_R: torch.Tensor) -> None:
         self._slots_R.copy_(slots_R)
 
-    def of_rows(self, rows_B: torch.Tensor, queries: int = 1) -> torch.Tensor | None:
-        """int32 [B * Q]: the slots of rows' tokens. None if no row has an adapter, on devices that do not capture."""
+    def gather(self, rows_B: torch.Tensor, queries: int = 1) -> torch.Tensor | None:
+        """Return the slots of the rows' tokens as int32 [B * Q].
+
+        None if no row has an adapter, on devices that do not capture graphs.
+        """
         if not self._backend.traits.captures and (self._slots_np == NO_SLOT).all():
             return None
         return self._slots_R.index_select(0, rows_B)[:, None].expand(-1, queries).flatten()
 
     @contextmanager
     def applied(self, slots_T: torch.Tensor | None) -> Iterator[None]:
-        """Around work of the model on so many tokens, or rows of states."""
+        """Use these slots for the tokens, or rows of states, that the model computes in this context."""
         if slots_T is None:
             yield
             return
