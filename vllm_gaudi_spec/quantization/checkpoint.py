@@ -1,8 +1,7 @@
-"""A quantized checkpoint, read as the one that it stands for: weights in the model's dtype, under their own names.
-Linear layers that a device computes with as they are stay so.
+"""Reads a quantized checkpoint as if it held weights in the model's dtype.
 
-Models are then made and loaded like those of any other checkpoint: layers that are merged, cut for tensor parallelism,
-absorbed (MLA), adapted (LoRA) or experts need nothing of their own.
+Linear layers for which the device has kernels stay quantized. All other layers load like those of any checkpoint, so
+merged layers, tensor parallelism, MLA, LoRA and experts need no special code.
 """
 
 from __future__ import annotations
@@ -23,7 +22,7 @@ from vllm_gaudi_spec.quantization.formats import CheckpointFormat
 
 logger = init_logger(__name__)
 
-# Of activations, or written for other kernels: the weight does not depend on them.
+# Tensors for activations or for other kernels. Weights do not depend on them.
 _UNUSED = (
     "input_scale",
     "input_zero_point",
@@ -33,7 +32,7 @@ _UNUSED = (
     "weight_shape",
     "bias_scale",
 )
-# Other names of a scale, as Mistral and some writers of FP8 have them.
+# Other names of scales, as in checkpoints of Mistral and some FP8 tools.
 _ALIASES = {"weight_scale_inv": "weight_scale", "qscale_weight": "weight_scale"}
 _QUANTIZED = re.compile(
     r"(^|_)(packed|qweight|qzeros|g_idx|weight_zero_point|weight_scale(_2)?|scale_inv|weight_global_scale|qscale_weight)$"
@@ -43,6 +42,8 @@ _MIB = 2**20
 
 @dataclass(slots=True)
 class _Counts:
+    """Matrices of one kind, and their bytes before and after reading."""
+
     matrices: int = 0
     read: int = 0
     made: int = 0
@@ -50,29 +51,34 @@ class _Counts:
 
 @dataclass(slots=True, kw_only=True)
 class Checkpoint:
+    """A reader of a quantized checkpoint's tensors."""
+
     model: str
-    """Its folder or name, for messages."""
+    """The model's folder or name, for messages."""
     format: CheckpointFormat
     dtype: torch.dtype
     is_native: Callable[[str], bool] = field(default=lambda layer: False)
-    """Whether a layer takes e4m3 numbers with a scale for each row, or words of 4-bit integers."""
+    """Whether a layer takes e4m3 numbers with a scale per row, or words of 4-bit integers."""
     is_unused: Callable[[str], bool] = field(default=lambda name: False)
-    """Whether the model drops a tensor of that name."""
+    """Whether the model ignores a tensor of this name."""
     _waiting: dict[str, dict[str, torch.Tensor]] = field(default_factory=dict)
-    """By layer, the tensors of its weight that have come."""
+    """Maps a layer to the tensors of its weight that were read so far."""
     _counts: dict[tuple[str, str], _Counts] = field(default_factory=dict)
 
     def weights(self, tensors: Iterable[tuple[str, torch.Tensor]]) -> Iterator[tuple[str, torch.Tensor]]:
-        """Of all tensors of the files, in any order. Those of a layer may be in several files."""
+        """Yield the model's weights from all tensors of its files, in any order.
+
+        The tensors of a layer may be in different files.
+        """
         for name, tensor in tensors:
             if self.is_unused(name):
                 continue
             layer, _, part = name.rpartition(self.format.before_part)
-            encoding = self.format.encoding_of(layer)
+            encoding = self.format.find_encoding(layer)
             if encoding is not None and part not in encoding.parts:
                 part = _ALIASES.get(part, part)
             if encoding is None or not _belongs(part, tensor, encoding):
-                # Those of a `fake_quantizer` are scales of KV, which are read.
+                # Tensors of a `fake_quantizer` are scales of KV, which are kept.
                 if part not in (*_UNUSED, *self.format.unused) or layer.endswith("_fake_quantizer"):
                     self._check_plain(name, part, tensor)
                     yield name, tensor
@@ -82,12 +88,12 @@ class Checkpoint:
             if all(needed in parts for needed in encoding.parts):
                 yield from self._read(layer, encoding, self._waiting.pop(layer))
         for layer, parts in self._waiting.items():
-            encoding = self.format.encoding_of(layer)
+            encoding = self.format.find_encoding(layer)
             assert encoding is not None
-            list(self._read(layer, encoding, parts))  # raises, with what is missing
+            list(self._read(layer, encoding, parts))  # raises with the missing tensor
 
     def _check_plain(self, name: str, part: str, tensor: torch.Tensor) -> None:
-        """A model would take the bytes of quantized numbers for weights."""
+        """Raise EncodingError for quantized numbers that the model would load as weights."""
         is_byte = tensor.dtype.itemsize == 1 and tensor.dtype != torch.bool
         if is_byte or _QUANTIZED.search(part):
             reason = f"is quantized in a way that config.json ({self.format.name}) does not describe"
@@ -95,7 +101,7 @@ class Checkpoint:
 
     def _read(self, layer: str, encoding: Encoding, parts: Parts) -> Iterator[tuple[str, torch.Tensor]]:
         try:
-            kept_as, found = self._made(layer, encoding, parts)
+            kept_as, found = self._convert(layer, encoding, parts)
         except EncodingError as error:
             reason = f"{self.model}: layer {layer} {error}; {error.remedy}."
             raise EncodingError(reason, remedy=error.remedy) from error
@@ -106,8 +112,8 @@ class Checkpoint:
             counts.made += tensor.nbytes
             yield f"{layer}{self.format.weight if part == 'weight' else f'.{part}'}", tensor.contiguous()
 
-    def _made(self, layer: str, encoding: Encoding, parts: Parts) -> tuple[str, dict[str, torch.Tensor]]:
-        """What the layer becomes, and its tensors, of which the first is the weight."""
+    def _convert(self, layer: str, encoding: Encoding, parts: Parts) -> tuple[str, dict[str, torch.Tensor]]:
+        """Return how the layer is kept, and its tensors, starting with the weight."""
         stored = parts.get("weight")
         is_e4m3 = stored is not None and stored.dtype == torch.float8_e4m3fn
         if not ((is_e4m3 or encoding.grouped is not None) and self.is_native(layer)):
@@ -132,6 +138,7 @@ class Checkpoint:
         return made
 
     def report(self) -> None:
+        """Log how many matrices were read, and their sizes."""
         for (name, kept_as), counts in self._counts.items():
             logger.info(
                 "%s: %d matrices of %s (%s) became %s while they were read: %.1f MiB, %.2f times the %.1f MiB in the "
@@ -161,12 +168,12 @@ def _check_finite(*tensors: torch.Tensor) -> None:
 
 
 def _belongs(part: str, tensor: torch.Tensor, encoding: Encoding) -> bool:
-    """A layer that is left as it was has a weight of floating point numbers."""
+    """Whether a tensor is part of a quantized weight. Unquantized layers have a weight of floating-point numbers."""
     return part in encoding.parts and not (part == "weight" and tensor.dtype.itemsize > 1)
 
 
 class _Headers(Checkpoint):
-    """Of tensors without data: those that are alike fit alike, and a large model has thousands of few kinds."""
+    """Reads tensors without data. Each kind is checked once, as a large model has thousands of tensors of few kinds."""
 
     def __init__(self, **fields: Any) -> None:
         super().__init__(**fields)
@@ -179,17 +186,23 @@ class _Headers(Checkpoint):
             self._fit.add(kind)
 
 
-def misfit(model: str, format: CheckpointFormat, files: Iterable[Path], damage_alone: bool = False) -> str | None:
-    """Why a checkpoint cannot be read, as far as the headers of its files show. `damage_alone`: not if others might."""
+def find_misfit(model: str, format: CheckpointFormat, files: Iterable[Path], damage_alone: bool = False) -> str | None:
+    """Return why a checkpoint cannot be read according to the headers of its files, or None.
+
+    Args:
+        damage_alone: Ignore reasons that do not apply to other readers, such as vLLM's.
+    """
     error = _misfit(model, format, _headers(files))
     return None if error is None or (damage_alone and not error.is_damage) else str(error)
 
 
-def checked(
+def check_tensors(
     model: str, format: CheckpointFormat, tensors: Iterable[tuple[str, torch.Tensor]]
 ) -> Iterator[tuple[str, torch.Tensor]]:
-    """Tensors as they are, for kernels of vLLM's. It takes scales that are not finite, and where a scale is missing it
-    leaves what the memory held."""
+    """Yield tensors unchanged for vLLM's kernels, and raise EncodingError if scales are missing or not finite.
+
+    vLLM accepts scales that are not finite, and leaves missing ones uninitialized.
+    """
     headers: list[tuple[str, torch.Tensor]] = []
     for name, tensor in tensors:
         if "scale" in name.rpartition(".")[2] and not _is_finite(tensor.float()):
@@ -202,7 +215,7 @@ def checked(
 
 
 def _misfit(model: str, format: CheckpointFormat, headers: Iterable[tuple[str, torch.Tensor]]) -> EncodingError | None:
-    """What is done with tensors while they are read is done here with tensors without data."""
+    """Read tensors without data as real ones are read, and return the error, if any."""
     try:
         for _ in _Headers(model=model, format=format, dtype=torch.float32).weights(headers):
             pass
@@ -214,7 +227,7 @@ def _misfit(model: str, format: CheckpointFormat, headers: Iterable[tuple[str, t
 def _headers(files: Iterable[Path]) -> Iterator[tuple[str, torch.Tensor]]:
     for file in files:
         with safe_open(file, "pt") as opened:
-            for name in opened.keys():  # noqa: SIM118  (no mapping)
+            for name in opened.keys():  # noqa: SIM118  (not a mapping)
                 header = opened.get_slice(name)
                 dtype = _DTYPES.get(header.get_dtype())
                 if dtype is not None:
@@ -234,4 +247,4 @@ _DTYPES = {
     "I8": torch.int8,
     "U8": torch.uint8,
 }
-"""As safetensors names them."""
+"""Maps safetensors' names of dtypes to torch's."""

@@ -1,6 +1,6 @@
-"""The contents of a QUANT_CONFIG file, as Intel Neural Compressor (INC) reads it.
+"""The QUANT_CONFIG file of Intel Neural Compressor (INC).
 
-The file is INC's. On a Gaudi INC itself reads it; elsewhere it is simulated (`simulation.py`).
+On a Gaudi INC itself reads it; elsewhere it is simulated (`simulation.py`).
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ if TYPE_CHECKING:
 
 MEASURE, QUANTIZE = "MEASURE", "QUANTIZE"
 
-# Fields that do not change what a simulation computes, or that `QuantConfig` has.
+# Fields that `QuantConfig` has, or that do not change what a simulation computes.
 _READ_OR_IGNORED = frozenset(
     [
         "mode",
@@ -53,7 +53,7 @@ _READ_OR_IGNORED = frozenset(
         "calibration_sample_interval",
     ]
 )
-# Fields of which a simulation supports one value only.
+# Fields of which a simulation supports a single value.
 _ONLY = {
     "observer": "maxabs",
     "fp8_config": "e4m3",
@@ -67,31 +67,34 @@ _ONLY = {
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class QuantConfig:
+    """A QUANT_CONFIG file."""
+
     option: str
     """The option or variable that names the file, for messages."""
     path: str
     mode: str
     dump_stats_path: str
-    """Prefix of the names of measurement and scale files."""
+    """The prefix of the names of measurement and scale files."""
     scale_method: str
     measures_outputs: bool
     skips_unknown: bool
-    """Modules without scales stay as they are; else they are refused."""
+    """Whether modules without scales stay unquantized instead of being refused."""
     allowed_names: tuple[str, ...]
     allowed_types: tuple[str, ...]
     blocked_names: tuple[str, ...]
     blocked_types: tuple[str, ...]
     fields: dict[str, Any]
-    """All of the file."""
+    """All fields of the file."""
 
     @classmethod
     def read(cls, path: str, option: str) -> QuantConfig:
+        """Read and check the file that `option` names."""
         try:
             fields = json.loads(read_named_file(path))
         except OSError as error:
             raise UnsupportedConfigError(f"{option}: {path} cannot be read: {error.strerror}.") from None
         except (ValueError, RecursionError) as error:
-            raise UnsupportedConfigError(f"{option}: {path} is no JSON file: {error}.") from None
+            raise UnsupportedConfigError(f"{option}: {path} is not a JSON file: {error}.") from None
         if not isinstance(fields, dict):
             raise UnsupportedConfigError(f"{option}: {path} must hold one JSON object.")
         mode = str(fields.get("mode", "")).upper()
@@ -107,7 +110,7 @@ class QuantConfig:
             dump_stats_path=fields["dump_stats_path"],
             scale_method=str(fields.get("scale_method", "maxabs_hw")),
             measures_outputs=str(fields.get("measure_exclude", "OUTPUT")).upper() not in ("OUTPUT", "ALL"),
-            skips_unknown=_truth(fields.get("ignore_modules_wo_measures", False)),
+            skips_unknown=_is_true(fields.get("ignore_modules_wo_measures", False)),
             allowed_names=allowed[0],
             allowed_types=allowed[1],
             blocked_names=blocked[0],
@@ -120,15 +123,15 @@ class QuantConfig:
         return self.mode == MEASURE
 
     def takes(self, name: str, kind: str) -> bool:
-        """Whether a module is measured or quantized, by its name in the model and the name of its class."""
+        """Whether a module with this name and class is measured or quantized."""
         if kind in self.blocked_types or _found(self.blocked_names, name):
             return False
         if not self.allowed_names and not self.allowed_types:
             return True
         return kind in self.allowed_types or _found(self.allowed_names, name)
 
-    def not_simulated(self) -> Iterator[str]:
-        """Fields of the file that only INC supports."""
+    def unsimulated_refusals(self) -> Iterator[str]:
+        """Yield reasons against fields of the file that only INC supports."""
         for name, value in self.fields.items():
             supported = _ONLY.get(name)
             if supported is not None and str(value).lower() != supported:
@@ -151,25 +154,29 @@ def _found(patterns: tuple[str, ...], name: str) -> bool:
     return any(re.search(pattern, name) for pattern in patterns)
 
 
-def _truth(value: Any) -> bool:
+def _is_true(value: Any) -> bool:
     return str(value).lower() == "true"
 
 
 def target_config() -> QuantConfig | None:
+    """Return the target's QUANT_CONFIG, or None."""
     path = quant_config_path()
     return None if path is None else QuantConfig.read(path, "QUANT_CONFIG")
 
 
 def drafter_config(options: Options) -> QuantConfig | None:
+    """Return the drafter's QUANT_CONFIG, or None."""
     path = options.draft_quant_config
     name = f"additional_config.{ADDITIONAL_CONFIG_KEY}.draft_quant_config"
     return None if path is None else QuantConfig.read(path, name)
 
 
-def cpu_weights_of(vllm_config: VllmConfig) -> str | None:
-    """The option `cpu_weights`; float32 where the user left it and anything is rounded to FP8, by --kv-cache-dtype or
-    a file: oneDNN's kernel computes a token alike however many there are, the float16 kernel does not, and a last bit
-    can be the next FP8 number."""
+def get_cpu_weights(vllm_config: VllmConfig) -> str | None:
+    """Return the option `cpu_weights`. By default float32 if anything is rounded to FP8.
+
+    The result of oneDNN's float32 kernel does not depend on the number of tokens. That of the float16 kernel does, and
+    one bit can change the FP8 number.
+    """
     options = Options.from_vllm(vllm_config)
     if options.cpu_weights is not None:
         return options.cpu_weights
@@ -179,7 +186,7 @@ def cpu_weights_of(vllm_config: VllmConfig) -> str | None:
 
 
 def missing_scales(config: QuantConfig, world: int) -> Iterator[str]:
-    """Why a model cannot be quantized by its files, as far as the files alone show."""
+    """Yield why a model cannot be quantized with its scale files, without looking at the model."""
     try:
         files.read_world(config.dump_stats_path, world, config.scale_method)
     except files.QuantFilesError as error:
@@ -187,7 +194,7 @@ def missing_scales(config: QuantConfig, world: int) -> Iterator[str]:
 
 
 def hostile_scales(config: QuantConfig) -> Iterator[str]:
-    """Why INC must not read the files of a model: reading runs what is in them."""
+    """Yield why INC must not read a model's files, which would run code in them."""
     try:
         files.check_harmless(config.dump_stats_path)
     except files.QuantFilesError as error:

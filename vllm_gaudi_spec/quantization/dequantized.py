@@ -1,7 +1,7 @@
-"""Quantized checkpoints that are dequantized while they are read, and which of them are.
+"""Chooses whether a quantized checkpoint is dequantized at load, and reads it.
 
-Formats that can be read become the method `dequantized` (`method.py`) while vLLM makes the configuration; a model goes
-back to vLLM's own method where the device has native kernels for its format.
+While vLLM makes the configuration, formats that we can read become the method `dequantized` (`method.py`). A model goes
+back to vLLM's own method if the device has vLLM's kernels for its format.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING, Any
 from vllm.logger import init_logger
 
 from vllm_gaudi_spec.config import NATIVE, REFERENCE, Options, UnsupportedConfigError, in_one_line
-from vllm_gaudi_spec.quantization.checkpoint import Checkpoint, checked, dtype_name
+from vllm_gaudi_spec.quantization.checkpoint import Checkpoint, check_tensors, dtype_name
 from vllm_gaudi_spec.quantization.formats import (
     FP8,
     UINT4,
@@ -45,12 +45,12 @@ _left_to_vllm: ContextVar[bool] = ContextVar("left_to_vllm", default=False)
 
 
 def is_left_to_vllm() -> bool:
-    """Whether the method that vLLM is looking for is to be its own."""
+    """Whether vLLM should find its own quantization method."""
     return _left_to_vllm.get()
 
 
 def use_device(load_backend: Callable[[], DeviceBackend]) -> None:
-    """Name what loads the device, for layers and readers that vLLM makes by itself."""
+    """Set the function that loads the device, for layers and readers that vLLM creates."""
     global _load_backend
     _load_backend = load_backend
 
@@ -61,24 +61,32 @@ def device() -> DeviceBackend:
 
 
 def native_inputs(format: CheckpointFormat, weights: Weights) -> tuple[str, ...]:
-    """Dtypes of the inputs with which the device computes linear layers of the format as they are."""
+    """Return the input dtypes of the device's native kernels for linear layers of a format; empty without kernels."""
     if format.native == FP8 and weights.multiplies_fp8:
-        return ("bfloat16", "float32")  # the cast to FP8 has no form for float16 (lesson O30)
+        return ("bfloat16", "float32")  # the cast to FP8 does not take float16 (lesson O30)
     if format.native == UINT4 and weights.converts_uint4:
-        return ("bfloat16",)  # the one in which vllm-gaudi calls the operator (lesson Q09)
+        return ("bfloat16",)  # the only dtype with which vllm-gaudi calls the operator (lesson Q09)
     return ()
 
 
 def is_native(format: CheckpointFormat, dtype: torch.dtype, requested: str | None, weights: Weights) -> bool:
-    """Whether linear layers of the format stay as they are. `requested`: the option `weight_kernels`. Converting 4-bit
-    integers at each step saves memory alone, so that it is asked for."""
+    """Whether linear layers of a format stay quantized.
+
+    4-bit integers, whose conversion at each step saves nothing but memory, stay only on request.
+
+    Args:
+        requested: The option `weight_kernels`.
+    """
     takes_part = requested == NATIVE or (requested is None and format.native == FP8)
     return takes_part and dtype_name(dtype) in native_inputs(format, weights)
 
 
 def choose_kernels(vllm_config: VllmConfig, model: ModelConfig, backend: DeviceBackend) -> None:
-    """Of a model that would be dequantized: with reference kernels if the user asks for them, with native kernels of
-    the device if it has some, else with vLLM's own if they run on it or the user asks for them."""
+    """Choose the kernels of a quantized model.
+
+    Reference kernels if the user asks for them, native kernels if the device has some, otherwise vLLM's if they run on
+    the device or the user asks for them.
+    """
     requested = Options.from_vllm(vllm_config).weight_kernels
     if model.quantization != DEQUANTIZED:
         return
@@ -113,7 +121,7 @@ def _choose_vllms(vllm_config: VllmConfig, model: ModelConfig, requested: str | 
     try:
         _leave_to_vllm(vllm_config, model)
         reason = None if requested == NATIVE else weights.missing_kernel(vllm_config, model)
-    # vLLM's own refusal of a format, or of one in this dtype, and what else a malformed description comes to.
+    # vLLM's refusals of a format or of its dtype, and errors from a malformed description.
     except (ValueError, LookupError, TypeError, AttributeError) as error:
         reason = in_one_line(error)
         if requested == NATIVE:
@@ -157,21 +165,21 @@ def _leaving_to_vllm() -> Iterator[None]:
 
 
 def format_of(model: ModelConfig) -> CheckpointFormat:
-    """Of a model that is dequantized while it is read."""
+    """Return the format of a model that is dequantized at load."""
     return read_format(described(model))
 
 
 def format_if_read(model: ModelConfig) -> CheckpointFormat | None:
-    """Of a quantized checkpoint, whatever kernels it has; None of others, and where the format is vLLM's to check."""
+    """Return the format of a quantized checkpoint, or None if it is unquantized or we do not read its format."""
     try:
         return format_of(model) if described(model) else None
     except UnknownFormatError:
-        logger.debug("The format of %s is vLLM's to check.", model.model, exc_info=True)
+        logger.debug("The quantized format of %s is not known here; vLLM checks it.", model.model, exc_info=True)
         return None
 
 
 def described(model: ModelConfig) -> dict[str, Any]:
-    """A checkpoint's `quantization_config`."""
+    """Return a checkpoint's `quantization_config`, empty if it has none."""
     found: dict[str, Any] | None = model.model_arch_config.quantization_config
     return found or {}
 
@@ -179,10 +187,10 @@ def described(model: ModelConfig) -> dict[str, Any]:
 def read_weights(
     tensors: Iterable[tuple[str, torch.Tensor]], model: ModelConfig, loaded: nn.Module
 ) -> Iterator[tuple[str, torch.Tensor]]:
-    """The weights of `loaded`, of what its files hold."""
+    """Return the weights for the model `loaded` from the tensors of its files."""
     if model.quantization != DEQUANTIZED:
         format = format_if_read(model)
-        return iter(tensors) if format is None else checked(model.model, format, tensors)
+        return iter(tensors) if format is None else check_tensors(model.model, format, tensors)
     from vllm.config import get_current_vllm_config
 
     format, requested = format_of(model), Options.from_vllm(get_current_vllm_config()).weight_kernels
@@ -201,8 +209,10 @@ def _read(checkpoint: Checkpoint, tensors: Iterable[tuple[str, torch.Tensor]]) -
 
 
 def _forget_format(loaded: nn.Module) -> None:
-    """vLLM's gpt-oss reads its files by what its configuration names, not by the method of its layers: it gets one of a
-    model that is not quantized."""
+    """Remove the quantization from the configuration of vLLM's gpt-oss.
+
+    Its class reads files by the configuration instead of by the method of its layers.
+    """
     if type(loaded).__name__ != "GptOssForCausalLM":
         return
     for module in (loaded, loaded.model):
@@ -213,7 +223,7 @@ def _forget_format(loaded: nn.Module) -> None:
 
 
 def native_layers(model: nn.Module, format: CheckpointFormat) -> Callable[[str], bool]:
-    """Whether `model` keeps the layer of a name in the checkpoint as it is."""
+    """Return whether a layer, by its name in the checkpoint, stays quantized in `model`."""
     from vllm_gaudi_spec.quantization.fp8_linear import Fp8Linear
     from vllm_gaudi_spec.quantization.uint4_linear import Uint4Linear
 
@@ -234,7 +244,7 @@ def native_layers(model: nn.Module, format: CheckpointFormat) -> Callable[[str],
         found = next((modules[name] for name in names if name in modules), None)
         if found is not None:
             return is_made_native(found)
-        # Renamed by the model itself while it loads, as MTP heads are: as those whose names end alike.
+        # Models such as MTP heads rename layers while they load, so compare with layers whose names end alike.
         ends = tuple("." + ".".join(name.split(".")[-2:]) for name in names)
         alike = (module for other, module in modules.items() if other.endswith(ends))
         return format.may_be_native(layer) and all(map(is_made_native, alike))

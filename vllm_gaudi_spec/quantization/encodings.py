@@ -1,7 +1,7 @@
-"""How a quantized matrix lies in a checkpoint: the tensors in its weight's stead, and what they stand for.
+"""Decodes quantized matrices from the tensors that a checkpoint has in place of a weight.
 
-All arithmetic is torch's, in float32, on [outputs N, inputs K]. It is also run on tensors without data, made from the
-headers of files, so that what does not fit is found before anything is read.
+Arithmetic is torch's, in float32, on [outputs N, inputs K]. It also runs on tensors without data, made from the headers
+of files, to find tensors that do not fit before anything is read.
 """
 
 from __future__ import annotations
@@ -15,14 +15,14 @@ import torch
 from vllm_gaudi_spec.config import OTHER_MODEL
 
 Parts = Mapping[str, torch.Tensor]
-"""Tensors by the end of their names."""
+"""Maps the end of a tensor's name to the tensor."""
 Read = TypeVar("Read")
 Block = tuple[int, int]
-"""Rows and columns that share a scale; -1 for all there are."""
+"""The numbers of rows and columns that share a scale; -1 for all."""
 
 TENSOR, CHANNEL = (-1, -1), (1, -1)
 AWQ_COLUMNS = (0, 4, 1, 5, 2, 6, 3, 7)
-"""Where AWQ keeps each of the eight columns of a word."""
+"""The position in a word at which AWQ keeps each of eight columns."""
 E4M3 = torch.finfo(torch.float8_e4m3fn).max
 FP4 = (0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0)
 
@@ -31,7 +31,7 @@ _OTHER_COPY = "take another copy of the model"
 
 
 class EncodingError(ValueError):
-    """Tensors do not fit their format; the reason in one line."""
+    """Raised for tensors that do not fit their format. The message is the reason, in one line."""
 
     def __init__(self, reason: str, *, remedy: str = _OTHER_COPY) -> None:
         super().__init__(reason)
@@ -39,12 +39,12 @@ class EncodingError(ValueError):
 
     @property
     def is_damage(self) -> bool:
-        """Whether nobody could read them; else it is that they are not read here."""
+        """Whether no reader could read the tensors, rather than only ours."""
         return self.remedy == _OTHER_COPY
 
 
 class Grouped(NamedTuple):
-    """Unsigned integers whose inputs share scales and zero points by groups G."""
+    """Unsigned integers. Inputs of a group G share scales and zero points."""
 
     values_KN: torch.Tensor
     scales_GN: torch.Tensor
@@ -52,13 +52,13 @@ class Grouped(NamedTuple):
     groups_K: torch.Tensor
 
     def weight(self) -> torch.Tensor:
-        """float32 [N, K]."""
+        """Return the weight as float32 [N, K]."""
         shifted_KN = (self.values_KN - self.zeros_GN[self.groups_K]).float()
         return (shifted_KN * self.scales_GN[self.groups_K]).t()
 
 
 class Words(NamedTuple):
-    """4-bit integers, eight outputs in an int32 from its lowest bits up, as W counts them."""
+    """4-bit integers, eight outputs per int32, starting at the lowest bits. W counts words."""
 
     weight_KW: torch.Tensor
     scales_GN: torch.Tensor
@@ -67,15 +67,17 @@ class Words(NamedTuple):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Encoding:
+    """How a weight is stored."""
+
     name: str
     parts: tuple[str, ...]
-    """Names' ends of the tensors that make one weight; all are needed."""
+    """The ends of the names of the tensors that make a weight. All are needed."""
     decode: Callable[[Parts], torch.Tensor]
-    """float32 [N, K]; of stacked experts bfloat16 [E, K, N]."""
+    """Returns float32 [N, K], or bfloat16 [E, K, N] for stacked experts."""
     rows: Callable[[Parts], tuple[torch.Tensor, torch.Tensor]] | None = None
-    """The same as e4m3 numbers and a scale for each row, [N, 1]; None where it is not such numbers."""
+    """Returns the weight as e4m3 numbers and a scale per row, [N, 1]. None for other numbers."""
     grouped: Callable[[Parts], Grouped] | None = None
-    """The same as integers in groups of `group_size` inputs; None where it is not, or where groups have an order."""
+    """Returns the weight as integers in groups of `group_size` inputs. None for other numbers or reordered groups."""
     group_size: int = 0
 
     def weight(self, parts: Parts) -> torch.Tensor:
@@ -95,7 +97,7 @@ class Encoding:
             raise EncodingError(f"has no {missing[0]}")
         try:
             return read(parts)
-        except (RuntimeError, IndexError) as error:  # torch's, of shapes and indices that do not fit
+        except (RuntimeError, IndexError) as error:  # raised by torch for shapes and indices that do not fit
             raise EncodingError(f"has tensors that do not fit: {str(error).splitlines()[0]}") from error
 
 
@@ -105,7 +107,14 @@ class Encoding:
 def numbers(
     block: Block | None, *, scale: str = "weight_scale", integers: bool = False, zero_point: bool = False
 ) -> Encoding:
-    """8-bit numbers, one a byte: e4m3, or integers. `block` None: a scale for all, or one a row."""
+    """Return the encoding of 8-bit numbers, e4m3 or integers.
+
+    Args:
+        block: The rows and columns that share a scale, or None for one scale per matrix or per row.
+        scale: The name of the scale.
+        integers: Whether the numbers are integers.
+        zero_point: Whether there are zero points.
+    """
     parts = ("weight", scale, *(["weight_zero_point"] if zero_point else []))
 
     def spread_scale(tensors: Parts) -> torch.Tensor:
@@ -133,7 +142,10 @@ def numbers(
 
 
 def packed_integers(bits: int, block: Block, *, zero_point: bool, reordered: bool) -> Encoding:
-    """compressed-tensors: integers of a row packed into words. `reordered`: each column names its group."""
+    """Return the encoding of compressed-tensors' integers, packed into words by row.
+
+    If `reordered`, a tensor has the group of each column.
+    """
     more = [*(["weight_zero_point"] if zero_point else []), *(["weight_g_idx"] if reordered else [])]
 
     def read(tensors: Parts) -> Grouped:
@@ -149,7 +161,7 @@ def packed_integers(bits: int, block: Block, *, zero_point: bool, reordered: boo
             scales_NG = _spread(scales_NG, shape_NG, TENSOR if block == TENSOR else (1, 1)).expand(shape_NG)
         if zero_point:
             zeros_NG = _unpacked(_matrix(tensors["weight_zero_point"]), bits, dim=0)
-            zeros_NG = zeros_NG[:num_outputs]  # the last words may be part-filled
+            zeros_NG = zeros_NG[:num_outputs]  # the last words may not be full
         else:
             zeros_NG = torch.full_like(scales_NG, 1 << (bits - 1), dtype=torch.int32)
         return Grouped(values_NK.t(), scales_NG.t(), zeros_NG.t(), groups_K)
@@ -159,8 +171,13 @@ def packed_integers(bits: int, block: Block, *, zero_point: bool, reordered: boo
 
 
 def gptq(*, size: int | None, reordered: bool, zero_offset: int) -> Encoding:
-    """`size`: inputs of a group, -1 for all; None if the format has none. `zero_offset`: what is added to zero
-    points as they are stored."""
+    """Return the encoding of GPTQ.
+
+    Args:
+        size: The inputs of a group, -1 for all, or None if the format does not say.
+        reordered: Whether a tensor has the group of each input.
+        zero_offset: The number to add to stored zero points.
+    """
 
     def read(tensors: Parts) -> Grouped:
         scales_GN = _scale(tensors["scales"])
@@ -170,7 +187,7 @@ def gptq(*, size: int | None, reordered: bool, zero_offset: int) -> Encoding:
         if reordered:
             groups_K = _groups(tensors["g_idx"], values_KN.shape[0], scales_GN.shape[0])
         else:
-            groups_K = _groups_of(size, values_KN, scales_GN)
+            groups_K = _groups_in_order(size, values_KN, scales_GN)
         return Grouped(values_KN, scales_GN, zeros_GN, groups_K)
 
     parts = ("qweight", "qzeros", "scales", *(["g_idx"] if reordered else []))
@@ -178,18 +195,18 @@ def gptq(*, size: int | None, reordered: bool, zero_offset: int) -> Encoding:
 
 
 def awq(size: int | None) -> Encoding:
-    """`size`: as of `gptq`."""
+    """Return the encoding of AWQ. `size` is as in `gptq`."""
 
     def read(tensors: Parts) -> Grouped:
         scales_GN = _scale(tensors["scales"])
         values_KN, zeros_GN = (_awq_columns(_matrix(tensors[part])) for part in ("qweight", "qzeros"))
-        return Grouped(values_KN, scales_GN, zeros_GN, _groups_of(size, values_KN, scales_GN))
+        return Grouped(values_KN, scales_GN, zeros_GN, _groups_in_order(size, values_KN, scales_GN))
 
     return _integers("AWQ", ("qweight", "qzeros", "scales"), read, size)
 
 
 def _integers(name: str, parts: tuple[str, ...], read: Callable[[Parts], Grouped], size: int | None) -> Encoding:
-    """`size`: inputs of a group, where groups are of one size, known and in the order of the inputs."""
+    """Return the encoding of grouped integers. `size` is None if unknown or if groups are not in the inputs' order."""
 
     def grouped(tensors: Parts) -> Grouped:
         found = read(tensors)
@@ -208,7 +225,10 @@ def _integers(name: str, parts: tuple[str, ...], read: Callable[[Parts], Grouped
 
 
 def fp4(size: int, *, codes: str, whole: str | None = None, divides: bool = False) -> Encoding:
-    """e2m1 numbers, two a byte, a scale for `size` of a row. `whole`: a scale of all scales, which `divides` or not."""
+    """Return the encoding of e2m1 numbers, two per byte, with a scale for `size` numbers of a row.
+
+    `whole` names a scale of all scales, by which they are divided if `divides`, otherwise multiplied.
+    """
 
     def decode(tensors: Parts) -> torch.Tensor:
         values = _fp4_values(_matrix(tensors[codes]))
@@ -226,8 +246,10 @@ _FP4_NAME = "4-bit floating point numbers"
 
 
 def stacked_fp4() -> Encoding:
-    """gpt-oss: of all experts of a layer, blocks of 32 e2m1 numbers, two a byte, with an exponent each. A model in
-    bfloat16 has such a stack the other way round: [experts, inputs, outputs]."""
+    """Return the encoding of gpt-oss: all experts of a layer, in blocks of 32 e2m1 numbers with an exponent each.
+
+    The model in bfloat16 has the transposed stack: [experts, inputs, outputs].
+    """
 
     def decode(tensors: Parts) -> torch.Tensor:
         blocks_ENGH, scales_ENG = tensors["blocks"], tensors["scales"]
@@ -236,7 +258,7 @@ def stacked_fp4() -> Encoding:
         _same(scales_ENG.shape, blocks_ENGH.shape[:-1])
         experts, outputs, groups, half = blocks_ENGH.shape
         shape = experts, groups * 2 * half, outputs
-        # Exact in bfloat16. One expert after the other, since all of a layer in float32 can be 8 GiB.
+        # Exact in bfloat16. Experts are decoded one by one, as all of a layer in float32 can take 8 GiB.
         weight_EKN = torch.empty(shape, dtype=torch.bfloat16, device=blocks_ENGH.device)
         for expert in range(experts):
             values_NK = _fp4_values(blocks_ENGH[expert].flatten(1))
@@ -251,7 +273,7 @@ def stacked_fp4() -> Encoding:
 
 
 def _scale(stored: torch.Tensor) -> torch.Tensor:
-    """A byte is an exponent of two (e8m0), of which the highest is none."""
+    """Return scales as float32. Bytes are exponents of two (e8m0), the highest of which is NaN."""
     if stored.dtype != torch.uint8:
         return stored.float()
     exponents = stored.float() - 127
@@ -259,7 +281,7 @@ def _scale(stored: torch.Tensor) -> torch.Tensor:
 
 
 def _fp4_values(bytes_NH: torch.Tensor) -> torch.Tensor:
-    """float32 [N, 2 * H]: the first of a byte from its lower half."""
+    """Return e2m1 numbers as float32 [N, 2 * H]. The lower half of a byte comes first."""
     low_high = torch.stack((bytes_NH & 15, bytes_NH >> 4), dim=-1).flatten(1).long()
     table = torch.tensor(FP4, device=bytes_NH.device)
     return torch.cat((table, -table))[low_high]
@@ -271,7 +293,7 @@ def _rounded_rows(values: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
 
 
 def _spread(scale: torch.Tensor, shape: torch.Size, block: Block | None) -> torch.Tensor:
-    """Scales of blocks, so that they multiply a matrix of that shape."""
+    """Expand scales of blocks so that they broadcast with a matrix of that shape."""
     if scale.numel() == 1 and block in (None, TENSOR):
         return scale.reshape(1, 1)
     sizes = [all_of if size < 0 else size for size, all_of in zip(block or CHANNEL, shape, strict=True)]
@@ -300,8 +322,8 @@ def _matrix(tensor: torch.Tensor) -> torch.Tensor:
     return tensor
 
 
-def _groups_of(size: int | None, values_KN: torch.Tensor, scales_GN: torch.Tensor) -> torch.Tensor:
-    """Of each input, in their order."""
+def _groups_in_order(size: int | None, values_KN: torch.Tensor, scales_GN: torch.Tensor) -> torch.Tensor:
+    """Return the group of each input, for groups in the order of the inputs."""
     (num_inputs, num_outputs), num_groups = values_KN.shape, scales_GN.shape[0]
     if size is None:
         if num_groups == 0 or num_inputs % num_groups:
@@ -325,7 +347,7 @@ def _groups(indices: torch.Tensor, num_inputs: int, num_groups: int) -> torch.Te
 
 
 def _bits(words: int, values: int) -> int:
-    """Of an integer, by how many words so many values take."""
+    """Return the bits per integer from the number of words and values."""
     in_word = values // words if words else 0
     if in_word not in (4, 8) or words * in_word != values:
         raise EncodingError(f"packs {values} values into {words} words; integers of 4 or 8 bits are known")
@@ -333,7 +355,7 @@ def _bits(words: int, values: int) -> int:
 
 
 def _unpacked(words: torch.Tensor, bits: int, dim: int) -> torch.Tensor:
-    """int32: unsigned values of words along `dim`, the first of a word from its lowest bits."""
+    """Unpack words along `dim` into unsigned int32 values, starting at the lowest bits."""
     shifts = torch.arange(0, 32, bits, dtype=torch.int32, device=words.device)
     shape = [1, 1, 1]
     shape[dim + 1] = len(shifts)
@@ -346,12 +368,12 @@ def _words(found: Grouped) -> Words:
 
 
 def _packed(values: torch.Tensor) -> torch.Tensor:
-    """int32: 4-bit values, eight neighbors of a row in a word."""
+    """Pack eight consecutive 4-bit values of a row into each int32 word."""
     if not values.is_meta and bool((values > 15).any()):
         raise EncodingError("has values or zero points beyond the 4 bits that config.json names")
     in_words = values.unflatten(1, (-1, 8))
     shifts = torch.arange(0, 32, 4, dtype=torch.int32, device=values.device)
-    return (in_words << shifts).sum(-1, dtype=torch.int32)  # distinct bits, so that a sum is all of them
+    return (in_words << shifts).sum(-1, dtype=torch.int32)  # bits are distinct, so the sum is a bitwise or
 
 
 def _awq_columns(words: torch.Tensor) -> torch.Tensor:

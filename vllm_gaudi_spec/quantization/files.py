@@ -1,15 +1,15 @@
-"""Measurement and scale files in the layout of Intel Neural Compressor (INC).
+"""Reads and writes measurement and scale files in the layout of Intel Neural Compressor (INC).
 
 A run with QUANT_CONFIG's `dump_stats_path` P and W ranks has, for each rank r,
 
-    P_hooks_maxabs_r_W.json, .npz            what was measured: for each module the largest |x| of its tensors
-    P_hooks_maxabs_r_W_mod_list.json         the names of all modules that were looked at
-    P_hooks_maxabs_METHOD_r_W.json, .npz     the scales that `scale_method` METHOD makes of it
+    P_hooks_maxabs_r_W.json, .npz            measurements: the largest |x| of each module's tensors
+    P_hooks_maxabs_r_W_mod_list.json         the names of all measured modules
+    P_hooks_maxabs_METHOD_r_W.json, .npz     the scales that `scale_method` METHOD derives from them
 
-The .json and the .npz hold the same values. INC reads the .npz, which is a pickle; here the .json is read, and the .npz
-is only checked to be whole and harmless, since unpickling a file means to run it. INC looks at `Nodes` alone, so more
-keys hold what it does not record: `Model`, a fingerprint, `Linears`, how weights are spread over ranks, and for scales
-the `Device`.
+The .json and the .npz hold the same values. INC reads the .npz, which contains a pickle. We read the .json, and only
+check that the .npz is complete and harmless, because unpickling a file runs code in it. INC reads only `Nodes`, so we
+add keys for what it does not record: `Model` (a fingerprint), `Linears` (how weights are split among ranks), and for
+scales the `Device`.
 """
 
 from __future__ import annotations
@@ -27,31 +27,31 @@ import numpy as np
 
 from vllm_gaudi_spec.environment import cached_files
 from vllm_gaudi_spec.environment.cached_files import stays_inside
-from vllm_gaudi_spec.quantization.pickles import foreign_calls
+from vllm_gaudi_spec.quantization.pickles import list_foreign_calls
 
 MEASURED = "DynamicRange"
 SCALED = "Scale"
 _LOOKED_AT = "_mod_list.json"
-# The serving user may be another than the one who measured, whatever the latter's umask.
+# The user who serves may not be the one who measured, so files are readable by all whatever the umask.
 _RIGHTS = 0o644
 _ARCHIVES = (b"PK\3\4", b"PK\5\6")
 """The first bytes of a file that numpy reads as an archive."""
 
 
 class QuantFilesError(ValueError):
-    """Measurement or scale files cannot be used; the message names them and the reason in one line."""
+    """Raised for measurement or scale files that cannot be used. The message names them and the reason."""
 
 
 @dataclass(frozen=True)
 class Part:
-    """Neighboring rows of a linear's whole weight that ranks share out among themselves: q, k, v, gate or up."""
+    """Consecutive rows of a linear layer's weight that are split among ranks: q, k, v, gate or up."""
 
     rows: int
     heads: int = 0
-    """With more ranks than heads, ranks hold copies of a head; 0 where rows may be cut anywhere."""
+    """The number of heads, or 0 if rows may be split anywhere. With more ranks than heads, ranks hold copies."""
 
     def owners(self, world: int) -> int:
-        """How many ranks hold different rows."""
+        """Return how many ranks hold different rows."""
         return min(world, self.heads) if self.heads else world
 
     def local_rows(self, world: int) -> int:
@@ -65,7 +65,7 @@ class Part:
 
 @dataclass(frozen=True)
 class LinearShape:
-    """How a linear's weight, [rows, columns], is spread over tensor-parallel ranks; sizes are the whole model's."""
+    """How a linear layer's weight, [rows, columns], is split among ranks. Sizes are those of all ranks together."""
 
     axis: Literal["rows", "columns", "whole"]
     parts: tuple[Part, ...]
@@ -85,12 +85,12 @@ class LinearShape:
 
 @dataclass
 class Node:
-    """The values of one module: [1, 1] a tensor, or [channels, 1] for a weight (as scales: [] or [channels])."""
+    """The values of one module: [1, 1] per tensor, or [channels, 1] for a weight (as scales: [] or [channels])."""
 
     inputs: list[np.ndarray]
     outputs: list[np.ndarray] = field(default_factory=list)
     params: dict[str, Any] = field(default_factory=dict)
-    """`weight`: an array, or for scales per channel {0: those of outputs, 1: those of inputs}."""
+    """`weight`: an array, or for scales per channel {0: scales of outputs, 1: scales of inputs}."""
 
     def arrays(self) -> Iterator[np.ndarray]:
         yield from self.inputs
@@ -101,30 +101,30 @@ class Node:
 
 @dataclass
 class Record:
-    """One rank's file."""
+    """The contents of one rank's files."""
 
     rank: int
     world: int
     mode: str
     nodes: dict[str, Node]
     looked_at: list[str] = field(default_factory=list)
-    """All modules that are measured; nodes has those that saw a value."""
+    """All measured modules. `nodes` has only those that saw a value."""
     model: str = ""
     linears: dict[str, LinearShape] = field(default_factory=dict)
     device: str = ""
-    """Scales: the card whose FP8 range they fill, gaudi2 or gaudi3."""
+    """For scales: the card for whose FP8 range they are made, gaudi2 or gaudi3."""
 
 
 # ---- names -------------------------------------------------------------------------------------------
 
 
 def stem(prefix: str | Path, rank: int, world: int, method: str = "") -> Path:
-    """A file's path without its ending: measurements, or the scales of `method`."""
+    """Return the path, without its suffix, of measurements or of the scales of `method`."""
     return Path(f"{prefix}_hooks_maxabs{'_' + method.upper() if method else ''}_{rank}_{world}")
 
 
-def worlds(prefix: str | Path, method: str = "") -> dict[int, set[int]]:
-    """World size -> ranks that have a file."""
+def find_ranks(prefix: str | Path, method: str = "") -> dict[int, set[int]]:
+    """Return the ranks that have a file, by world size."""
     prefix = Path(prefix)
     named = re.escape(stem(prefix.name, 0, 1, method).name.removesuffix("_0_1"))
     found: dict[int, set[int]] = {}
@@ -138,9 +138,9 @@ def worlds(prefix: str | Path, method: str = "") -> dict[int, set[int]]:
 
 
 def read_world(prefix: str | Path, world: int | None = None, method: str = "") -> list[Record]:
-    """The files of all ranks, which have to be of one model; without `world`, of the only world size there."""
+    """Read the files of all ranks, which must be of one model. `world` may be omitted if there is only one size."""
     what = "scale" if method else "measurement"
-    found = worlds(prefix, method)
+    found = find_ranks(prefix, method)
     if not found:
         raise QuantFilesError(f"no {what} files: {stem(prefix, 0, world or 1, method)}.json is missing")
     if world is None and len(found) > 1:
@@ -155,7 +155,7 @@ def read_world(prefix: str | Path, world: int | None = None, method: str = "") -
 
 
 def read(path: Path) -> Record:
-    """One rank's file, by its stem."""
+    """Read one rank's files by their path without a suffix."""
     written = Path(f"{path}.json")
     for part in (written, Path(f"{path}.npz"), Path(f"{path}{_LOOKED_AT}")):
         _check_inside_folder(part)
@@ -169,18 +169,18 @@ def read(path: Path) -> Record:
     except (ValueError, KeyError, TypeError, AttributeError, RecursionError) as error:
         if isinstance(error, QuantFilesError):
             raise
-        raise QuantFilesError(f"{written} is truncated or no such file ({type(error).__name__}: {error})") from None
+        raise QuantFilesError(f"{written} is truncated or not such a file ({type(error).__name__}: {error})") from None
     _check_whole(Path(f"{path}.npz"))
     return record
 
 
 def check_same_model(expected: Record, other: Record, what: str) -> None:
-    """Refuses files that belong together but were measured on different models."""
+    """Raise QuantFilesError if files that belong together were measured on different models."""
     if expected.model and other.model and expected.model != other.model:
         raise QuantFilesError(f"{what} was measured on another model ({other.model}, not {expected.model})")
     missing = sorted(set(expected.looked_at) ^ set(other.looked_at))
     if missing:
-        raise QuantFilesError(f"{what} was measured on another model: {missing[0]} is in one of the two only")
+        raise QuantFilesError(f"{what} was measured on another model: {missing[0]} is in only one of the two")
 
 
 def _decode(stored: Mapping[str, Any], path: Path) -> Record:
@@ -190,7 +190,7 @@ def _decode(stored: Mapping[str, Any], path: Path) -> Record:
     nodes = {name: _decode_node(node) for name, node in stored["Nodes"].items()}
     for name, node in nodes.items():
         if not all(np.isfinite(values).all() and (values >= 0).all() for values in node.arrays()):
-            raise QuantFilesError(f"{path}.json has values that are no maxima: {name}")
+            raise QuantFilesError(f"{path}.json has values that are not maxima: {name}")
     listed = Path(f"{path}{_LOOKED_AT}")
     return Record(
         rank=rank,
@@ -226,7 +226,7 @@ def _array(values: Any) -> np.ndarray:
 
 
 def check_harmless(prefix: str | Path) -> None:
-    """All .npz files at a prefix, before INC gets to read them."""
+    """Check all .npz files at a prefix before INC reads them."""
     prefix = Path(prefix)
     for path in sorted(prefix.parent.glob("*.npz")):
         if path.name.startswith(prefix.name):
@@ -240,17 +240,17 @@ def _check_inside_folder(path: Path) -> None:
 
 
 def _check_whole(path: Path) -> None:
-    """The .npz is a zip archive with checksums, and INC will run the pickle in it."""
+    """Check the zip archive's checksums, and that its pickles call nothing, because INC will run them."""
     try:
         with path.open("rb") as file:
-            # An archive is found from its end, and something else may stand before it; numpy looks at the beginning.
+            # zipfile finds an archive from its end, even after other data. numpy looks at the beginning.
             if file.read(4) not in _ARCHIVES:
                 raise zipfile.BadZipFile("it does not begin as an archive does")
             archive = zipfile.ZipFile(file)
             damaged = archive.testzip()
             for name in [] if damaged else archive.namelist():
                 with archive.open(name) as member:
-                    foreign = next(foreign_calls(member), None)
+                    foreign = next(list_foreign_calls(member), None)
                 if foreign is not None:
                     raise QuantFilesError(f"{path} would call {foreign} when it is read; do not use it")
     except FileNotFoundError:
@@ -267,7 +267,7 @@ def _check_whole(path: Path) -> None:
 
 
 def write(prefix: str | Path, record: Record, method: str = "") -> Path:
-    """Both files of one rank, each whole or not at all; returns their stem."""
+    """Write both files of one rank atomically, and return their path without a suffix."""
     path = stem(prefix, record.rank, record.world, method)
     common = {"GlobalRank": None, "LocalRank": record.rank, "Mode": record.mode}
     extra = {
@@ -289,7 +289,7 @@ def write(prefix: str | Path, record: Record, method: str = "") -> Path:
 
 
 def write_looked_at(path: Path, names: Sequence[str]) -> None:
-    """The list of modules beside the measurements of a rank, which are named by their stem."""
+    """Write the list of measured modules of a rank, whose files have the path `path` without a suffix."""
     replace(Path(f"{path}{_LOOKED_AT}"), json.dumps(list(names), indent=4).encode())
 
 
@@ -306,8 +306,7 @@ def _encode(node: Node, encode: Any) -> dict[str, Any]:
 
 
 def replace(path: Path, content: bytes) -> None:
-    """Write a file, and its folder where that is missing. A link of that name is replaced, and its target
-    left alone: no user named it."""
+    """Write a file atomically, creating its folder if it is missing. A link is replaced, not followed."""
     try:
         path.parent.mkdir(parents=True, exist_ok=True)
         cached_files.replace(path, content, _RIGHTS)

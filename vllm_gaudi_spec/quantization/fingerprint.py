@@ -1,4 +1,4 @@
-"""A short name for the weights of a model, by which files that were measured on another one are noticed."""
+"""A fingerprint of a model's weights, to notice files that were measured on a different model."""
 
 from __future__ import annotations
 
@@ -7,14 +7,16 @@ import json
 from pathlib import Path
 
 _SAMPLE = 1 << 20
-# What a copy or another version of transformers changes, and the weights do not depend on.
+# Fields that a copy or another version of transformers changes, although the weights are the same.
 _VOLATILE = ("_name_or_path", "transformers_version")
 
 
 def fingerprint(model: str) -> str:
-    """Of a folder's configuration, and of the size, beginning and end of each file of weights; of a name on the Hugging
-    Face hub what was downloaded. "" where there are no weights yet."""
-    folder = folder_of(model)
+    """Return a hash of a model's configuration and of the size, beginning and end of each weight file.
+
+    Empty if the weights are neither in a folder nor downloaded.
+    """
+    folder = find_model_folder(model)
     weights = sorted([*folder.glob("*.safetensors"), *folder.glob("*.bin")]) if folder is not None else []
     if folder is None or not weights:
         return ""
@@ -32,8 +34,8 @@ def fingerprint(model: str) -> str:
     return digest.hexdigest()[:16]
 
 
-def folder_of(model: str) -> Path | None:
-    """A model's files: its own folder, or what was downloaded of a name on the hub."""
+def find_model_folder(model: str) -> Path | None:
+    """Return the folder of a model's files, or of its download from the Hugging Face hub, or None."""
     if (Path(model) / "config.json").is_file():
         return Path(model)
     from huggingface_hub import try_to_load_from_cache

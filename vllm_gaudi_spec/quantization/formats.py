@@ -1,4 +1,4 @@
-"""The formats of quantized checkpoints: which encoding each layer has by their `quantization_config`."""
+"""Formats of quantized checkpoints: the encoding of each layer, from `quantization_config`."""
 
 from __future__ import annotations
 
@@ -23,49 +23,52 @@ from vllm_gaudi_spec.quantization.encodings import (
 )
 
 FP8, UINT4 = "FP8", "4-bit integers"
-"""What linear layers may be kept as."""
+"""Formats in which linear layers can stay."""
 Described = Mapping[str, Any]
-"""`quantization_config` of config.json."""
+"""The `quantization_config` of config.json."""
 
 
 class UnknownFormatError(ValueError):
-    """No encoding for what a checkpoint describes; the reason in one line, as a relative clause without its pronoun."""
+    """Raised for formats that are not read. The message completes "the model has quantized weights, which"."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class CheckpointFormat:
+    """The format of a checkpoint."""
+
     name: str
     default: Encoding | None
-    """None where only named layers are quantized."""
+    """The encoding of layers, or None if only layers in `by_layer` are quantized."""
     by_layer: tuple[tuple[str, Encoding], ...] = ()
-    """Patterns of layers' names with encodings of their own; the first one counts."""
+    """Encodings by patterns of layer names. The first match counts."""
     ignored: tuple[str, ...] = ()
-    """Names of layers that are not quantized, or of what contains them; patterns begin with `re:`."""
+    """Names of layers that are not quantized, or of modules that contain them. Patterns begin with `re:`."""
     unused: tuple[str, ...] = ()
-    """Names' ends of tensors beside a weight that do not change it."""
+    """Ends of the names of tensors that belong to a weight but do not change it."""
     before_part: str = "."
-    """What stands between the name of a layer and that of a part of its weight."""
+    """The separator between the name of a layer and that of a part of its weight."""
     weight: str = ".weight"
-    """How the name of a weight that was read ends."""
+    """The suffix of a decoded weight's name."""
     native: str | None = None
-    """FP8 if linear layers are e4m3 numbers that are multiplied by such numbers, UINT4 if they are 4-bit integers in
-    groups beside inputs that are not rounded; where names distinguish them from layers that are not."""
+    """FP8 if linear layers are e4m3 numbers multiplied by such numbers, UINT4 if they are 4-bit integers in groups with
+    inputs that are not rounded, None otherwise or if names do not tell these layers from others."""
 
-    def encoding_of(self, layer: str) -> Encoding | None:
-        """`layer`: its name in the checkpoint."""
+    def find_encoding(self, layer: str) -> Encoding | None:
+        """Return the encoding of a layer, by its name in the checkpoint, or None."""
         return next((encoding for pattern, encoding in self.by_layer if re.search(pattern, layer)), self.default)
 
     def may_be_native(self, layer: str) -> bool:
-        """By a name in the checkpoint, or in the model before parts are merged."""
+        """Whether a layer can stay quantized, by its name in the checkpoint or in the model before parts are merged."""
         is_linear = ".experts." not in layer and not layer.endswith(_NEVER_NATIVE)
         return is_linear and not any(re.search(_pattern(name), layer) for name in self.ignored)
 
 
-# Absorbed by latent attention, or no linear layers of vLLM's.
+# Layers that latent attention absorbs, or that are not linear layers in vLLM.
 _NEVER_NATIVE = ("kv_b_proj", "lm_head", "embed_tokens")
 
 
 def read_format(described: Described) -> CheckpointFormat:
+    """Return the format that a `quantization_config` describes, or raise UnknownFormatError."""
     method = method_of(described)
     if method not in _READERS:
         raise UnknownFormatError(f"are in {method}, which is not read")
@@ -79,7 +82,7 @@ def read_format(described: Described) -> CheckpointFormat:
 
 
 def method_of(described: Described) -> str:
-    """Files of ModelOpt's may describe themselves by their producer alone."""
+    """Return the quantization method. Checkpoints of ModelOpt may name only their producer."""
     producer = described.get("producer")
     unnamed = "modelopt" if isinstance(producer, dict) and producer.get("name") == "modelopt" else "no known format"
     return str(described.get("quant_method") or unnamed).lower()
@@ -100,7 +103,7 @@ def _compressed_tensors(described: Described) -> CheckpointFormat:
         if (weights := group.get("weights")) is None:
             continue
         layout = str(group.get("format") or described.get("format"))
-        encoding = _of_group(weights, layout)
+        encoding = _read_group(weights, layout)
         for target in group["targets"]:
             if not re.fullmatch(r"[A-Z]\w*", target):
                 named.append((_pattern(target), encoding))
@@ -137,7 +140,7 @@ def _names(names: Iterable[str] | None) -> tuple[str, ...]:
     return found
 
 
-def _of_group(weights: Mapping[str, Any], layout: str) -> Encoding:
+def _read_group(weights: Mapping[str, Any], layout: str) -> Encoding:
     bits, kind = int(weights["num_bits"]), weights["type"]
     is_symmetric = bool(weights.get("symmetric", True))
     reordered = weights.get("actorder") in ("group", "dynamic", True)
@@ -170,7 +173,7 @@ def _block(weights: Mapping[str, Any]) -> Block:
 
 
 def _size(written: Any) -> int:
-    """How many share a scale; -1: all."""
+    """Return how many numbers share a scale, -1 for all."""
     if (size := int(written)) < 1 and size != -1:
         raise UnknownFormatError(f"have scales of {size} numbers each, which cannot be")
     return size
@@ -186,7 +189,7 @@ def _fp8(described: Described) -> CheckpointFormat:
     return CheckpointFormat(name="fp8", default=whole, ignored=_names(ignored), native=FP8)
 
 
-# GPTQ does not name what it leaves as it is, and AWQ's writers name experts' routers by ends of names, if at all.
+# GPTQ does not name unquantized layers, and AWQ tools name routers of experts by the ends of names, if at all.
 _ROUTERS = (r"re:(^|\.)(\w+_)?(gate|router)$",)
 
 
@@ -197,11 +200,11 @@ def _gptq(described: Described) -> CheckpointFormat:
         raise UnknownFormatError(f"are in GPTQ's layout {described['checkpoint_format']}, which is not read")
     is_new = described.get("checkpoint_format") == "gptq_v2"
     if not described.get("sym", True) and not is_new:
-        # One less than a zero point of 0 is stored as another number by each of the tools.
+        # Zero points are stored minus 1, and tools differ in how they store -1.
         raise UnknownFormatError("have zero points in GPTQ's first layout, whose writers differ")
     reordered = bool(described.get("desc_act", False))
     encoding = gptq(size=_group_size(described), reordered=reordered, zero_offset=0 if is_new else 1)
-    # Some layers may have other bits, or none.
+    # With these fields, some layers may have other bits or may not be quantized.
     is_uniform = not described.get("modules_in_block_to_quantize") and not described.get("extra_config")
     is_uint4 = encoding.grouped is not None and int(described.get("bits", 4)) == 4 and is_uniform
     return CheckpointFormat(
@@ -257,7 +260,7 @@ def _modelopt(described: Described) -> CheckpointFormat:
 
 
 def _mxfp4(described: Described) -> CheckpointFormat:
-    """gpt-oss. Nothing but experts is in it, so that what is not converted need not be looked at."""
+    """Return the format of gpt-oss, in which only experts are quantized."""
     experts = (r"\.experts\.(gate_up|down)_proj$", stacked_fp4())
     return CheckpointFormat(name="mxfp4", default=None, by_layer=(experts,), before_part="_", weight="")
 
@@ -274,5 +277,5 @@ _READERS: dict[str, Callable[[Described], CheckpointFormat]] = {
     "mxfp4": _mxfp4,
     "gpt_oss_mxfp4": _mxfp4,
 }
-"""By `quant_method`, as vLLM completes it."""
+"""Maps `quant_method`, as vLLM completes it, to the reader of its format."""
 FORMATS = tuple(_READERS)

@@ -1,4 +1,4 @@
-"""Linear layers with e4m3 weights and a scale for each row, whose inputs are rounded to e4m3 token by token."""
+"""Linear layers with e4m3 weights and a scale per row. Inputs are rounded to e4m3 token by token."""
 
 from __future__ import annotations
 
@@ -18,14 +18,16 @@ from vllm_gaudi_spec.upstream.linear import (
     replace_parameter,
 )
 
-# A row of padding is all zeros, and must not be divided by nothing: what comes out would be no number (lesson Q06).
+# Added to scales, because a row of padding is all zeros: 0 / 0 would be NaN (lesson Q06).
 _SMALLEST = 1e-8
-_NOT_LOADED = torch.finfo(torch.float32).min  # what vLLM makes a scale of
+_NOT_LOADED = torch.finfo(torch.float32).min  # vLLM's initial value of a scale
 
 
 class Fp8Linear(LinearMethodBase):
+    """Linear method of layers that stay FP8."""
+
     def __init__(self, *, arithmetic: Callable[[float], Arithmetic], largest: float, prefix: str) -> None:
-        """`largest`: of the e4m3 numbers that the device multiplies."""
+        """Use arithmetic with e4m3 numbers up to `largest`, the device's maximum."""
         self._arithmetic, self._largest, self._prefix = arithmetic(largest), largest, prefix
 
     def create_weights(
@@ -47,13 +49,13 @@ class Fp8Linear(LinearMethodBase):
         layer.register_parameter("weight_scale", scale)
 
     def process_weights_after_loading(self, layer: nn.Module) -> None:
-        """On the host, where numbers above a card's range are numbers still (lesson Q03)."""
+        # On the host, where e4m3 numbers beyond the card's range are still finite (lesson Q03).
         weight_NK, scale_N = layer.weight.data, layer.weight_scale.data.squeeze(1)
         if bool((scale_N == _NOT_LOADED).any()):
-            raise RuntimeError(f"{self._prefix} is kept in FP8, and its checkpoint has no such weight for it.")
+            raise RuntimeError(f"{self._prefix} is kept in FP8, but its checkpoint has no such weight for it.")
         if self._largest < E4M3:
-            # Half of the largest number fits into the range. Numbers below 2**-5 may be rounded by that, so only rows
-            # that need it are halved (lesson Q02).
+            # Half of the largest number fits the range. Halving may round numbers below 2**-5, so only rows that need
+            # it are halved (lesson Q02).
             factor_N = 1.0 + (weight_NK.float().abs().amax(1) > self._largest)
             weight_NK, scale_N = (weight_NK.float() / factor_N[:, None]).to(torch.float8_e4m3fn), scale_N * factor_N
         replace_parameter(layer, "weight", self._arithmetic.keep(weight_NK.t().contiguous()))

@@ -1,7 +1,7 @@
-"""KV in FP8 by --kv-cache-dtype: the caches of a loaded model's layers, with the scales of its checkpoint.
+"""Quantizes the KV caches of a loaded model for --kv-cache-dtype fp8, with the scales of its checkpoint.
 
-A key or value is cast to e4m3 as it is written and scaled back as it is read, by the same modules that a QUANT_CONFIG
-puts there; a layer whose caches a QUANT_CONFIG has quantized keeps those.
+Keys and values are cast to e4m3 when written and scaled back when read, by the same modules that QUANT_CONFIG uses.
+Layers whose caches QUANT_CONFIG has quantized keep them.
 """
 
 from __future__ import annotations
@@ -14,9 +14,9 @@ from vllm.logger import init_logger
 
 from vllm_gaudi_spec.attention.backend import RectangleAttentionImpl
 from vllm_gaudi_spec.config import E4M3_MAX, FP8_KV, GAUDI2, Options, UnsupportedConfigError
-from vllm_gaudi_spec.quantization.kv_scheme import how_to_keep_the_models_dtype
+from vllm_gaudi_spec.quantization.kv_scheme import suggest_model_dtype
 from vllm_gaudi_spec.quantization.layers import KV_DTYPE, Fp8Cache, kv_range
-from vllm_gaudi_spec.quantization.models import range_on
+from vllm_gaudi_spec.quantization.models import choose_fp8_range
 from vllm_gaudi_spec.upstream.kv_cache import AttentionLayerBase
 
 if TYPE_CHECKING:
@@ -30,31 +30,35 @@ if TYPE_CHECKING:
 logger = init_logger(__name__)
 
 _GAUDI2_FACTOR = 2.0
-"""Checkpoints' scales are for e4m3 up to 448, and a Gaudi 2 ends at 240. Twice the scale keeps what is past 240 (lesson
-Q02 does the same to weights), and costs a bit of numbers below a 32nd of the scale. Not of a scale of 1, which was not
-made for any numbers."""
+"""Scales of checkpoints are for e4m3 up to 448, but a Gaudi 2 has numbers up to 240. Doubling the scale keeps larger
+numbers, as lesson Q02 does for weights, and costs numbers below 1/32 of the scale one bit. A scale of 1 is not doubled,
+as it was not made for any numbers."""
 
 
 def quantize_kv(vllm_config: VllmConfig, backend: DeviceBackend, model: str, others: Collection[str]) -> None:
-    """Of the layers that were just loaded. `model`: its name, for messages. `others`: names of layers that were there
-    before it."""
+    """Quantize the KV of the layers that were just loaded.
+
+    Args:
+        model: The model's name, for messages.
+        others: The names of layers that were loaded before.
+    """
     if vllm_config.cache_config.cache_dtype != FP8_KV:
         return
     make = backend.weights.fp8_arithmetic
     assert make is not None, "refused at start-up"
-    fp8_range = kv_range(range_on(backend, Options.from_vllm(vllm_config).fp8_range))
+    fp8_range = kv_range(choose_fp8_range(backend, Options.from_vllm(vllm_config).fp8_range))
     arithmetic = make(E4M3_MAX[fp8_range])
     layers: dict[str, Any] = {
         name: layer
         for name, layer in get_layers_from_vllm_config(vllm_config, AttentionLayerBase).items()
         if name not in others and isinstance(getattr(layer, "impl", None), RectangleAttentionImpl)
     }
-    remedy = how_to_keep_the_models_dtype(vllm_config)
+    remedy = suggest_model_dtype(vllm_config)
     unscaled, factor = 0, _GAUDI2_FACTOR if fp8_range == GAUDI2 else 1.0
     for name, layer in layers.items():
         if layer.impl.kv_dtype is not None:
             continue
-        # A layer that reads the KV of another one reads it by the scales that it was written with.
+        # A layer that reads another layer's KV uses the scales with which it was written.
         owner = getattr(layer, "kv_sharing_target_layer_name", None) or name
         k_scale, v_scale = (_scale(layers[owner], owner, which, remedy) for which in ("k_scale", "v_scale"))
         unscaled += bool((k_scale == 1).all() or (v_scale == 1).all())
@@ -62,8 +66,8 @@ def quantize_kv(vllm_config: VllmConfig, backend: DeviceBackend, model: str, oth
         _quantize_layer(layer.impl, k_scale, v_scale, arithmetic)
     if unscaled:
         logger.warning(
-            "Keys or values of %d of %d layers of %s have scale 1.0, as they do without scales in the checkpoint: they "
-            "are cut at %d, and small ones are coarse.",
+            "Keys or values of %d of %d layers of %s have scale 1.0, as they do without scales in the checkpoint. They "
+            "are clamped to %d, and small values lose precision.",
             unscaled,
             len(layers),
             model,
@@ -79,11 +83,11 @@ def _quantize_layer(
 
 
 def _scale(layer: Any, name: str, which: str, remedy: str) -> torch.Tensor:
-    """float32 [] or [heads, 1], as vLLM has loaded it."""
+    """Return a scale that vLLM has loaded, as float32 [] or [heads, 1]."""
     scale: torch.Tensor = getattr(layer, f"_{which}").detach().float().cpu()
     if not (scale.isfinite() & (scale > 0)).all():
         raise UnsupportedConfigError(
-            f"{which} of {name} is {scale.flatten().tolist()[0]:g}, and a scale is a number above 0; correct the "
+            f"{which} of {name} is {scale.flatten().tolist()[0]:g}, but a scale must be above 0; correct the "
             f"checkpoint, or {remedy}."
         )
     return scale.reshape(-1, 1) if scale.numel() > 1 else scale.reshape(())

@@ -1,7 +1,7 @@
-"""In which dtype KV is kept: what the user chose, what the checkpoints ask for, and what the device can do.
+"""Chooses the dtype of KV from the user's option, the checkpoints' schemes and the device.
 
-One dtype serves the target and its drafter, whose layers share memory. vLLM follows a checkpoint's scheme while it
-makes the layers, long after configurations were looked at; so it is taken or set aside here.
+The target and its drafter have the same dtype, because their layers share memory. vLLM applies a checkpoint's scheme
+while it makes the layers, which is after configurations are checked, so schemes are accepted or dropped here.
 """
 
 from __future__ import annotations
@@ -21,32 +21,35 @@ if TYPE_CHECKING:
 
 logger = init_logger(__name__)
 
-# vLLM's other names for e4m3; the last is the one of vllm-gaudi.
+# Other names for e4m3: vLLM's and vllm-gaudi's.
 _E4M3_NAMES = ("fp8", "fp8_inc")
 _AUTO = "auto"
-# vLLM has no name for float32: against a checkpoint's scheme these mean the model's dtype, whatever it is.
+# vLLM has no name for float32. If the checkpoint has a scheme, these values mean the model's dtype.
 _UNQUANTIZED = ("bfloat16", "float16")
 BY_HEAD = "attn_head"
-"""The strategy of a compressed-tensors scheme with a scale for each head; else there is one for all."""
+"""The strategy of compressed-tensors schemes with a scale per head instead of one for all heads."""
 _STRATEGIES = ("tensor", BY_HEAD)
 _SET_ASIDE = "kv_cache_scheme_set_aside"
-"""Beside a scheme that is: the checkpoint has its scales and zero points all the same."""
+"""Marks a configuration whose scheme is dropped, although the checkpoint has its scales and zero points."""
 _OF_SCHEMES = re.compile(r"\.[qkv]_(?:scale|zero_point)$")
 
 
 def choose_kv_dtype(vllm_config: VllmConfig, model: ModelConfig, *, has_fp8: bool) -> None:
-    """Before anything is loaded, for the target and then for a drafter beside it. `has_fp8`: whether the device keeps
-    KV in FP8."""
+    """Set the KV dtype before anything is loaded: for the target first, then for its drafter.
+
+    Args:
+        has_fp8: Whether the device supports FP8 KV.
+    """
     cache, is_target = vllm_config.cache_config, model is get_target_config(vllm_config)
     dtype = str(model.dtype).removeprefix("torch.")
     if cache.cache_dtype in _E4M3_NAMES:
         cache.cache_dtype = FP8_KV
     elif cache.cache_dtype == dtype or (cache.cache_dtype in _UNQUANTIZED and _asks_for_quantized_kv(model)):
-        _set_aside(vllm_config, model)  # the user's choice, against the checkpoint
+        _set_aside(vllm_config, model)  # the user overrides the checkpoint
         cache.cache_dtype = _AUTO
     for written in _quantization_configs(model):
-        # Of modelopt's formats vLLM has taken the dtype already, and whether the user named it too is lost; of
-        # compressed-tensors' it takes it from the scheme.
+        # For ModelOpt's formats vLLM has already set the dtype, and whether the user set it too is lost. For
+        # compressed-tensors it will take the dtype from the scheme.
         taken = cache.cache_dtype != _AUTO and cache.cache_dtype == get_kv_cache_quant_algo_string(written)
         scheme = None if taken else written.get("kv_cache_scheme")
         is_supported = cache.cache_dtype == FP8_KV if taken else scheme is not None and _is_served(scheme, model)
@@ -61,7 +64,7 @@ def choose_kv_dtype(vllm_config: VllmConfig, model: ModelConfig, *, has_fp8: boo
         else:
             continue
         logger.warning_once(
-            "%s asks for a quantized KV cache%s: KV is kept in %s, and the scales of its files are not used.",
+            "%s asks for a quantized KV cache%s: KV is kept in %s, and the scales in its files are not used.",
             model.model,
             ", and a drafter keeps KV as its target does"
             if is_served and not is_target
@@ -70,8 +73,8 @@ def choose_kv_dtype(vllm_config: VllmConfig, model: ModelConfig, *, has_fp8: boo
         )
 
 
-def how_to_keep_the_models_dtype(vllm_config: VllmConfig) -> str:
-    """What to do about KV in FP8, for messages: it depends on who asks for it."""
+def suggest_model_dtype(vllm_config: VllmConfig) -> str:
+    """Return how to keep KV in the model's dtype, for messages. It depends on who asks for FP8."""
     target = get_target_config(vllm_config)
     if _asks_for_quantized_kv(target):
         return f"use --kv-cache-dtype bfloat16, which keeps the KV of {target.model} in the model's dtype"
@@ -79,21 +82,23 @@ def how_to_keep_the_models_dtype(vllm_config: VllmConfig) -> str:
 
 
 def was_set_aside(model: ModelConfig) -> bool:
-    """Whether nothing of a scheme is read that the checkpoint's files may have."""
+    """Whether the checkpoint's scheme is dropped, so that its scales are not read."""
     return any(written.get(_SET_ASIDE) for written in _quantization_configs(model))
 
 
 def drop_scales_set_aside(
     tensors: Iterable[tuple[str, torch.Tensor]], model: ModelConfig
 ) -> Iterator[tuple[str, torch.Tensor]]:
-    """A model's tensors without those of a scheme that was set aside: layers may have no parameters of
-    their shape, and would keep others for FP8 that they were not made for."""
+    """Return a model's tensors without the scales of a dropped scheme.
+
+    Layers may not have parameters of their shape, or would use them for FP8 KV for which they were not made.
+    """
     drops = was_set_aside(model)
     return (pair for pair in tensors if not (drops and _OF_SCHEMES.search(pair[0])))
 
 
-def schemes_of(model: ModelConfig) -> list[dict[str, Any]]:
-    """Those of compressed-tensors that were not set aside."""
+def list_schemes(model: ModelConfig) -> list[dict[str, Any]]:
+    """Return the schemes of compressed-tensors that were not dropped."""
     written = (written.get("kv_cache_scheme") for written in _quantization_configs(model))
     return [scheme for scheme in written if isinstance(scheme, dict) and "strategy" in scheme]
 
@@ -104,7 +109,7 @@ def _is_served(scheme: dict[str, Any], model: ModelConfig) -> bool:
         and scheme.get("type") == "float"
         and bool(scheme.get("symmetric"))
         and scheme.get("strategy") in _STRATEGIES
-        and not (model.use_mla and scheme["strategy"] == BY_HEAD)  # latent keys are of no head
+        and not (model.use_mla and scheme["strategy"] == BY_HEAD)  # latent keys belong to no head
     )
 
 
@@ -124,7 +129,7 @@ def _asks_for_quantized_kv(model: ModelConfig) -> bool:
 
 
 def _quantization_configs(model: ModelConfig) -> Iterator[dict[str, Any]]:
-    """Where vLLM looks for them."""
+    """Yield the quantization configurations of a model, wherever vLLM looks for them."""
     described = (model.hf_config, model.hf_text_config)
     for config in described if described[0] is not described[1] else described[:1]:
         for name in ("quantization_config", "compression_config"):

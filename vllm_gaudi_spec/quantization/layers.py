@@ -1,7 +1,7 @@
-"""A layer's parts in FP8, with the scales of a file: linears, the matmuls and the softmax of attention, caches.
+"""FP8 modules with scales from a file: linear layers, the matmuls and the softmax of attention, and KV caches.
 
-As Intel Neural Compressor's on a Gaudi: operands are cast, products are scaled back in the dtype of the model, and a
-bias is added after that. A cache keeps 8 bits a number, whoever asked for them: a QUANT_CONFIG or --kv-cache-dtype.
+They compute like those of Intel Neural Compressor on a Gaudi: operands are cast, products are scaled back in the
+model's dtype, and a bias is added afterwards. Caches serve QUANT_CONFIG and --kv-cache-dtype alike.
 """
 
 from __future__ import annotations
@@ -14,17 +14,19 @@ from vllm_gaudi_spec.config import GAUDI3
 from vllm_gaudi_spec.quantization.fp8 import Arithmetic
 
 KV_DTYPE = torch.float8_e4m3fn
-"""Of quantized caches."""
+"""The dtype of quantized caches."""
 
 
 def kv_range(fp8_range: str | None) -> str:
-    """Whose e4m3 numbers KV is kept in. `fp8_range`: the device's, or the user's choice. Without either it is that of a
-    Gaudi 3, simulated, which checkpoints' scales are made for."""
+    """Return the card whose e4m3 range KV uses: the device's or the user's choice, else a simulated Gaudi 3's.
+
+    Scales of checkpoints are made for the range of a Gaudi 3.
+    """
     return fp8_range or GAUDI3
 
 
 class Cast(nn.Module):
-    """To e4m3 by a scale, and back."""
+    """Casts to e4m3 with a scale, and back."""
 
     scale: torch.Tensor
     inverse: torch.Tensor
@@ -39,12 +41,12 @@ class Cast(nn.Module):
         return self._arithmetic.cast(x, self.inverse)
 
     def back(self, x: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
-        """e4m3 numbers scaled back."""
+        """Scale e4m3 numbers back."""
         return self._arithmetic.uncast(x, self.scale, dtype)
 
 
 class CalibratedLinear(nn.Module):
-    """Replaces a layer's `quant_method`; the layer gives up its weight."""
+    """An FP8 `quant_method` of a layer, whose own weight it replaces."""
 
     weight_scale: torch.Tensor
 
@@ -56,7 +58,7 @@ class CalibratedLinear(nn.Module):
         weight_scale: torch.Tensor,
         arithmetic: Arithmetic,
     ) -> None:
-        """`weight_KN`: e4m3 already, by `weight_scale`, which is [] or [N]."""
+        """Take over an e4m3 weight with its scale, which is [] or [N]."""
         super().__init__()
         self._arithmetic = arithmetic
         self.input = Cast(input_scale, arithmetic)
@@ -70,6 +72,8 @@ class CalibratedLinear(nn.Module):
 
 
 class Fp8Matmul(Matmul):
+    """A matmul of attention in FP8."""
+
     def __init__(self, x_scale: torch.Tensor, y_scale: torch.Tensor, arithmetic: Arithmetic) -> None:
         super().__init__()
         self._arithmetic = arithmetic
@@ -80,6 +84,8 @@ class Fp8Matmul(Matmul):
 
 
 class Fp8Softmax(Softmax):
+    """A softmax whose result is rounded to FP8."""
+
     def __init__(self, scale: torch.Tensor, arithmetic: Arithmetic) -> None:
         super().__init__()
         self.output = Cast(scale, arithmetic)
@@ -89,8 +95,10 @@ class Fp8Softmax(Softmax):
 
 
 class Fp8Cache(VLLMKVCache):
+    """A KV cache in FP8."""
+
     def __init__(self, scale: torch.Tensor, arithmetic: Arithmetic, dtype: torch.dtype) -> None:
-        """`scale`: [], or [heads, 1]. `dtype`: the model's, in which blocks are read."""
+        """Cast with `scale`, which is [] or [heads, 1], and return blocks in `dtype`, the model's."""
         super().__init__()
         self.input = Cast(scale, arithmetic)
         self._dtype = dtype

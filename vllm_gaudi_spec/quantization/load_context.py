@@ -1,4 +1,4 @@
-"""Between the runner, which loads models, and what measures or quantizes them."""
+"""Records between the runner, which loads models, and the modules that measure or quantize them."""
 
 from __future__ import annotations
 
@@ -17,26 +17,26 @@ class LoadContext:
     """The model, rank and device for which weights are loaded."""
 
     model: str
-    """Its folder, or its name."""
+    """The model's folder or name."""
     rank: int
     world: int
-    """Ranks, each with files of its own."""
+    """The number of ranks, each with its own files."""
     fp8_range: str | None
-    """The card whose e4m3 range is simulated; None for that of the scales."""
+    """The card whose e4m3 range is simulated, or None for that of the scales."""
     apart: Collection[nn.Module] = ()
-    """Modules that stay as they are: those shared with another model, and latent attention's."""
+    """Modules that are left unchanged: those shared with another model, and latent attention's."""
 
 
 class Measuring(Protocol):
-    """A model that is measured."""
+    """A model that is being measured."""
 
     reads_logits: bool
-    """Whether logits are computed for every token, so that their layer is measured as well."""
+    """Whether logits are computed for every token, so that their layer is measured too."""
 
     def counting(self, real_T: torch.Tensor) -> AbstractContextManager[None]:
-        """Around a forward of T tokens, of which the real ones count."""
+        """Measure the real tokens of a forward of T tokens in this context."""
         ...
 
     def write(self) -> None:
-        """Write all values so far to the files, over older ones."""
+        """Write all values so far, replacing older files."""
         ...

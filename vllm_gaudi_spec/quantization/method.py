@@ -1,6 +1,6 @@
-"""`dequantized`, a quantization method of vLLM's: the layers are those of a model that is not quantized.
+"""The vLLM quantization method `dequantized`, whose layers are those of an unquantized model.
 
-vLLM asks it first for every checkpoint with a `quantization_config`, while it makes the configuration.
+vLLM asks it first about every checkpoint with a `quantization_config`, while it makes the configuration.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ if TYPE_CHECKING:
     from vllm_gaudi_spec.upstream.models import WeightsMapper
     from vllm_gaudi_spec.upstream.quantization import QuantizeMethodBase
 
-# Of formats that vLLM has under another name, and of those that it distinguishes itself.
+# Other names that vLLM uses for formats, including variants that it distinguishes.
 _MODELOPT = ("modelopt", "modelopt_fp4", "modelopt_mxfp8")
 _VLLMS_NAMES = {
     "awq": ("auto_awq",),
@@ -33,23 +33,25 @@ _VLLMS_NAMES = {
 }
 
 
-def _renamed(name: str, renaming: WeightsMapper) -> str:
+def _rename(name: str, renaming: WeightsMapper) -> str:
     if name.startswith("re:"):
         return name
-    # As of a tensor: the prefixes of a mapper end in dots.
+    # Mapped as a tensor's name, because prefixes of a mapper end in dots.
     return str(renaming.map_name(f"{name}.weight")).removesuffix(".weight")
 
 
 @register_quantization_config(DEQUANTIZED)
 class DequantizedConfig(QuantizationConfig):
+    """Configuration of the method `dequantized`."""
+
     def __init__(self, written: dict[str, Any] | None = None) -> None:
-        """`written`: the checkpoint's `quantization_config`."""
+        """Keep the checkpoint's `quantization_config`."""
         super().__init__()
         self._written = written or {}
         self._renamings: list[WeightsMapper] = []
-        # Where vLLM looks for it.
+        # vLLM reads this attribute.
         self.kv_cache_scheme = self._written.get("kv_cache_scheme")
-        # vLLM's, of the whole model; a rank's heads are cut out of them.
+        # Set by vLLM for the whole model, to split heads among ranks.
         self.total_num_heads = self._written.get("total_num_heads")
         self.total_num_kv_heads = self._written.get("total_num_kv_heads")
         self._has_scales_by_head = (self.kv_cache_scheme or {}).get("strategy") == BY_HEAD
@@ -81,24 +83,24 @@ class DequantizedConfig(QuantizationConfig):
         if is_left_to_vllm() or (method := method_of(hf_quant_cfg)) not in FORMATS:
             return None
         if user_quant not in (None, DEQUANTIZED, method, *_VLLMS_NAMES.get(method, ())):
-            return None  # vLLM's to take or to refuse
-        return DEQUANTIZED  # what of the format is not read is refused later, with the reason
+            return None  # vLLM accepts or refuses it
+        return DEQUANTIZED  # variants that we cannot read are refused later, with the reason
 
     def apply_vllm_mapper(self, hf_to_vllm_mapper: WeightsMapper) -> None:
-        """Layers are asked for by their names in the model, and config.json has those of the files."""
+        # config.json has the names in the files, but vLLM asks about layers by their names in the model.
         self._renamings.append(hf_to_vllm_mapper)
 
     def get_quant_method(self, layer: nn.Module, prefix: str) -> QuantizeMethodBase | None:
-        # Not at the top: general plugins are loaded before a process may need layers.
+        # Imported late: general plugins are loaded in processes that need no layers.
         from vllm_gaudi_spec.upstream.layers import Attention, MLAAttention
         from vllm_gaudi_spec.upstream.linear import LinearBase, UnquantizedLinearMethod
 
         if isinstance(layer, LinearBase):
             return self._native_linear(prefix) or UnquantizedLinearMethod()
         if isinstance(layer, Attention | MLAAttention):
-            # Scales of KV are read as they are; those by head are cut for tensor parallelism.
+            # Reads the scales of KV; those per head are split among tensor-parallel ranks.
             return make_kv_cache_method(self, has_scales_by_head=self._has_scales_by_head)
-        return None  # vLLM's own choice for experts and embeddings that are not quantized
+        return None  # vLLM's default for unquantized experts and embeddings
 
     def _native_linear(self, prefix: str) -> QuantizeMethodBase | None:
         from vllm.config import get_current_vllm_config
@@ -109,7 +111,7 @@ class DequantizedConfig(QuantizationConfig):
         weights, requested = device().weights, Options.from_vllm(get_current_vllm_config()).weight_kernels
         format = read_format(self._written)
         for renaming in self._renamings:
-            format = replace(format, ignored=tuple(_renamed(name, renaming) for name in format.ignored))
+            format = replace(format, ignored=tuple(_rename(name, renaming) for name in format.ignored))
         if not is_native(format, torch.get_default_dtype(), requested, weights):
             return None
         *path, name = prefix.split(".")
@@ -120,7 +122,7 @@ class DequantizedConfig(QuantizationConfig):
             assert format.default is not None
             return Uint4Linear(convert=weights.from_uint4, group_size=format.default.group_size, prefix=prefix)
         assert weights.fp8_arithmetic is not None
-        assert weights.fp8_range is not None  # hardware that multiplies FP8 has a range of its own
+        assert weights.fp8_range is not None  # a device that multiplies FP8 has a range
         largest = E4M3_MAX[weights.fp8_range]
         return Fp8Linear(arithmetic=weights.fp8_arithmetic, largest=largest, prefix=prefix)
 

@@ -1,4 +1,4 @@
-"""Which models are measured or quantized: the target by the environment's QUANT_CONFIG, the drafter by an option."""
+"""Measures or quantizes models: the target by the variable QUANT_CONFIG, the drafter by an option."""
 
 from __future__ import annotations
 
@@ -29,14 +29,14 @@ logger = init_logger(__name__)
 
 @dataclass(frozen=True, slots=True)
 class Quantization:
-    """The quantization of one model that is going to be loaded."""
+    """The quantization of a model that will be loaded."""
 
     quant_config: QuantConfig
     model: str
     fp8_range: str | None
-    """The user's choice."""
+    """The option `fp8_range`."""
     shared_with: nn.Module | None = None
-    """A model that this one may share modules with."""
+    """A model with which this one may share modules."""
 
     @classmethod
     def of_target(cls, vllm_config: VllmConfig) -> Quantization | None:
@@ -70,7 +70,7 @@ class Quantization:
             model=self.model,
             rank=get_tensor_model_parallel_rank(),
             world=get_tensor_model_parallel_world_size(),
-            fp8_range=range_on(backend, self.fp8_range),
+            fp8_range=choose_fp8_range(backend, self.fp8_range),
             apart=shared | latent,
         )
         return backend.weights.quantize(model, self.quant_config, load_context)
@@ -80,16 +80,18 @@ class Quantization:
 
 
 def _latent(model: nn.Module) -> Iterator[nn.Module]:
-    """Of latent attention, what is neither measured nor quantized, in any file: it keeps one row as key and value, and
-    has absorbed `kv_b_proj`."""
+    """Yield the modules of latent attention, which are never measured or quantized.
+
+    Its cache has one row for key and value, and it absorbs `kv_b_proj`.
+    """
     for module in model.modules():
         if isinstance(module, MLAAttention):
             yield module.impl
             yield module.kv_b_proj
 
 
-def range_on(backend: DeviceBackend, requested: str | None) -> str | None:
-    """Whose e4m3 numbers are computed with. `requested`: the option fp8_range."""
+def choose_fp8_range(backend: DeviceBackend, requested: str | None) -> str | None:
+    """Return the card whose e4m3 range is used. `requested` is the option `fp8_range`."""
     device_range = backend.weights.fp8_range
     if requested is not None and device_range is not None and requested != device_range:
         raise UnsupportedConfigError(

@@ -1,7 +1,7 @@
-"""Measuring: the largest |x| of what passes a module, of real tokens alone.
+"""Modules that measure the largest |x| of their tensors, for real tokens only.
 
-Padding runs through the model too: token 0 at position 0, and whatever a row has after its end. A forward has a mask of
-its real tokens, and no others count.
+Padding also passes through the model: token 0 at position 0, and whatever follows a row's end. A mask of each forward
+has the real tokens.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from vllm_gaudi_spec.attention.operations import Matmul, Rows, Softmax, VLLMKVCa
 
 
 class RealTokens:
-    """Which of a forward's T tokens are real; None outside of forwards, where nothing counts."""
+    """The mask of a forward's T real tokens. None outside of forwards, where nothing is measured."""
 
     real_T: torch.Tensor | None = None
 
@@ -30,15 +30,15 @@ class RealTokens:
         finally:
             self.real_T = None
 
-    def only(self, x: torch.Tensor) -> torch.Tensor:
-        """`x` [T, ...], zero where a token is not real."""
+    def mask(self, x: torch.Tensor) -> torch.Tensor:
+        """Return `x` [T, ...] with zeros for tokens that are not real."""
         if self.real_T is None:
             return torch.zeros_like(x)
         return torch.where(self.real_T.view(-1, *[1] * (x.dim() - 1)), x, 0)
 
 
 class MaxAbs(nn.Module):
-    """The largest |x| so far, [1, 1] as in a file."""
+    """The largest |x| so far, as [1, 1] like in a file."""
 
     largest: torch.Tensor
 
@@ -51,15 +51,15 @@ class MaxAbs(nn.Module):
 
 
 def largest_by_output(weight_NK: torch.Tensor) -> torch.Tensor:
-    """[N, 1]"""
+    """Return the largest |x| of each output, [N, 1]."""
     return weight_NK.detach().float().abs().amax(1, keepdim=True)
 
 
 class MeasuredLinear(nn.Module):
-    """Replaces a layer's `quant_method`."""
+    """A `quant_method` that measures a linear layer."""
 
     def __init__(self, layer: nn.Module, tokens: RealTokens, *, measures_outputs: bool, measures_sums: bool) -> None:
-        """`measures_sums`: also what the ranks' outputs add up to, which leaves the layer."""
+        """Measure a layer, and with `measures_sums` also the sum of the ranks' outputs, which the layer returns."""
         super().__init__()
         self._method = getattr(layer, "quant_method", None)
         self._tokens = tokens
@@ -71,11 +71,11 @@ class MeasuredLinear(nn.Module):
             layer.register_forward_hook(self._see_sum)
 
     def apply(self, layer: nn.Module, x: torch.Tensor, bias: torch.Tensor | None = None) -> torch.Tensor:
-        self.input.see(self._tokens.only(x))
+        self.input.see(self._tokens.mask(x))
         if self.output is None:
             return self._multiply(layer, x, bias)
         out = self._multiply(layer, x, None)
-        self.output.see(self._tokens.only(out))
+        self.output.see(self._tokens.mask(out))
         return out if bias is None else out + bias
 
     def _multiply(self, layer: nn.Module, x: torch.Tensor, bias: torch.Tensor | None) -> torch.Tensor:
@@ -86,15 +86,18 @@ class MeasuredLinear(nn.Module):
 
     def _see_sum(self, layer: nn.Module, args: Any, output: Any) -> None:
         assert self.sum is not None
-        self.sum.see(self._tokens.only(output[0] if isinstance(output, tuple) else output))
+        self.sum.see(self._tokens.mask(output[0] if isinstance(output, tuple) else output))
 
     def outputs(self) -> list[MaxAbs]:
         return [part for part in (self.output, self.sum) if part is not None]
 
 
 class MeasuredMatmul(Matmul):
-    """Its first operand; the second comes out of a cache and was measured when it was written. Padded queries have to
-    be zero before, and what a softmax gives them is below 1, which the first token of any request reaches."""
+    """A matmul that measures its first operand. The second comes from a cache, which measures it when it is written.
+
+    Queries of padding must be zero. Softmax results of padding are below 1, which the first token of any request
+    reaches.
+    """
 
     def __init__(self) -> None:
         super().__init__()
@@ -106,6 +109,8 @@ class MeasuredMatmul(Matmul):
 
 
 class MeasuredSoftmax(Softmax):
+    """A softmax that measures its result."""
+
     def __init__(self) -> None:
         super().__init__()
         self.output = MaxAbs()
@@ -117,18 +122,20 @@ class MeasuredSoftmax(Softmax):
 
 
 class MeasuredCache(VLLMKVCache):
+    """A KV cache that measures what is written."""
+
     def __init__(self, tokens: RealTokens) -> None:
         super().__init__()
         self._tokens = tokens
         self.input = MaxAbs()
 
     def forward(self, input: torch.Tensor, cache: Rows, slot_mapping: torch.Tensor) -> Rows:
-        self.input.see(self._tokens.only(input))
+        self.input.see(self._tokens.mask(input))
         return super().forward(input, cache, slot_mapping)
 
 
 def serve_linear(layer: nn.Module, linear: Any) -> None:
-    """Let `linear.apply(layer, x, bias)` compute a layer of vLLM's or of torch's."""
+    """Make `linear.apply(layer, x, bias)` compute a linear layer of vLLM or of torch."""
     if isinstance(layer, nn.Linear):
         layer.served_by = linear
         layer.forward = partial(_forward, layer)

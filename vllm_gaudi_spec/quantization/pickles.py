@@ -1,7 +1,7 @@
-"""The calls that reading a pickle would make, found without reading it.
+"""Finds the calls that unpickling would make, without unpickling.
 
-Intel Neural Compressor (INC) keeps measurements and scales in .npz files with a pickled dictionary, and reads them on a
-Gaudi by unpickling. Nothing here does, and files are checked before INC reads them.
+Intel Neural Compressor (INC) keeps measurements and scales in .npz files with a pickled dictionary, and unpickles them
+on a Gaudi. We never do, and check files before INC reads them.
 """
 
 from __future__ import annotations
@@ -13,7 +13,7 @@ from typing import IO, cast
 import numpy as np
 from numpy.lib import format as npy
 
-# The calls of an array of objects, in all formats that numpy writes.
+# The calls of an object array, in all formats that numpy writes.
 _OF_ARRAYS = {
     *(
         f"{module}.{name}"
@@ -26,23 +26,27 @@ _TEXTS = {"UNICODE", "SHORT_BINUNICODE", "BINUNICODE", "BINUNICODE8"}
 _STORES = {"MEMOIZE", "PUT", "BINPUT", "LONG_BINPUT"}
 _FETCHES = {"GET", "BINGET", "LONG_BINGET"}
 _NAMES = {"GLOBAL", "INST"}
-# Objects that the reading program would provide.
+# Objects that the unpickling program would provide.
 _OUTSIDE = {"EXT1", "EXT2", "EXT4", "PERSID", "BINPERSID"}
 _MARKS = {"PROTO", "FRAME"}
 
 
-def foreign_calls(member: IO[bytes]) -> Iterator[str]:
-    """Of an .npy file: what its pickle would import or call that no array needs. ValueError if it is none."""
+def list_foreign_calls(member: IO[bytes]) -> Iterator[str]:
+    """Yield what the pickle in an .npy file would import or call that an array does not need.
+
+    Raises:
+        ValueError: It is not an .npy file.
+    """
     version = npy.read_magic(member)
     read_header = npy.read_array_header_1_0 if version == (1, 0) else npy.read_array_header_2_0
     _, _, dtype = read_header(member)
     if np.dtype(dtype).hasobject:
-        yield from (name for name in called(member.read()) if name not in _OF_ARRAYS)
+        yield from (name for name in list_calls(member.read()) if name not in _OF_ARRAYS)
 
 
-def called(pickled: bytes) -> Iterator[str]:
-    """Dotted names of what is called; where a name is computed, a text that is no name."""
-    texts: list[object] = []  # what lies on top of the stack, as far down as it is text
+def list_calls(pickled: bytes) -> Iterator[str]:
+    """Yield the dotted names of what is called. For a computed name, yield a text that is not a name."""
+    texts: list[object] = []  # the strings on top of the stack
     memo: dict[int, object] = {}
     for operation, argument, _ in pickletools.genops(pickled):
         kind = operation.name

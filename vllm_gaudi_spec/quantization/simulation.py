@@ -1,6 +1,6 @@
-"""Measuring and FP8 without Intel Neural Compressor (INC): on the CPU and the emulated Gaudi.
+"""Measures and quantizes models without Intel Neural Compressor (INC), on the CPU and the emulated Gaudi.
 
-The modules are those that INC would take, by name and class, and so are the files.
+It chooses the same modules by name and class as INC, and uses the same files.
 """
 
 from __future__ import annotations
@@ -17,10 +17,10 @@ from vllm.logger import init_logger
 from vllm_gaudi_spec.config import E4M3_MAX, GAUDI2, UnsupportedConfigError
 from vllm_gaudi_spec.quantization import files
 from vllm_gaudi_spec.quantization.config import QuantConfig
+from vllm_gaudi_spec.quantization.files import LinearShape, Part
 from vllm_gaudi_spec.quantization.fingerprint import fingerprint
 from vllm_gaudi_spec.quantization.fp8 import Arithmetic, to_e4m3
 from vllm_gaudi_spec.quantization.layers import KV_DTYPE, CalibratedLinear, Fp8Cache, Fp8Matmul, Fp8Softmax
-from vllm_gaudi_spec.quantization.linear_shape import linear_shape
 from vllm_gaudi_spec.quantization.load_context import LoadContext, Measuring
 from vllm_gaudi_spec.quantization.observers import (
     MaxAbs,
@@ -30,6 +30,12 @@ from vllm_gaudi_spec.quantization.observers import (
     MeasuredSoftmax,
     RealTokens,
     serve_linear,
+)
+from vllm_gaudi_spec.upstream.linear import (
+    ColumnParallelLinear,
+    ParallelLMHead,
+    QKVParallelLinear,
+    RowParallelLinear,
 )
 
 logger = init_logger(__name__)
@@ -45,11 +51,13 @@ _LINEARS = (
     _LOGITS,
 )
 MATMUL, SOFTMAX, CACHE = "Matmul", "Softmax", "VLLMKVCache"
-# Which cache a matmul's second operand comes out of.
+# The cache from which a matmul's second operand comes.
 _CACHE_OF = {"matmul_qk": "k_cache", "matmul_av": "v_cache"}
 
 
 class Found(NamedTuple):
+    """A module to measure or quantize."""
+
     name: str
     kind: str
     module: nn.Module
@@ -60,8 +68,8 @@ class Found(NamedTuple):
         return self.name.rpartition(".")[2]
 
 
-def modules_of(model: nn.Module, quant_config: QuantConfig, apart: Collection[nn.Module] = ()) -> Iterator[Found]:
-    """The modules of a model that INC would take. `apart`: as `LoadContext`'s."""
+def find_modules(model: nn.Module, quant_config: QuantConfig, apart: Collection[nn.Module] = ()) -> Iterator[Found]:
+    """Yield the modules of a model that INC would take, without those in `apart`."""
     for name, module in list(model.named_modules()):
         kind = type(module).__name__
         if kind in (*_LINEARS, MATMUL, SOFTMAX, CACHE) and quant_config.takes(name, kind) and module not in apart:
@@ -71,7 +79,7 @@ def modules_of(model: nn.Module, quant_config: QuantConfig, apart: Collection[nn
 def apply(
     model: nn.Module, quant_config: QuantConfig, load_context: LoadContext, arithmetic: Callable[[float], Arithmetic]
 ) -> Measuring | None:
-    """As `Weights.quantize`. `arithmetic`: of numbers up to a largest."""
+    """Implement `Weights.quantize`. `arithmetic` takes the largest e4m3 number."""
     try:
         if quant_config.measures:
             return Measured(model, quant_config, load_context)
@@ -82,7 +90,7 @@ def apply(
 
 
 class Measured:
-    """The largest values of a model's modules so far; see `Measuring`."""
+    """Measures a model's modules; see `Measuring`."""
 
     reads_logits = False
 
@@ -91,15 +99,15 @@ class Measured:
         self._quant_config, self._load_context = quant_config, load_context
         self._measured: dict[str, nn.Module] = {}
         self._linears: dict[str, files.LinearShape] = {}
-        for found in modules_of(model, quant_config, load_context.apart):
+        for found in find_modules(model, quant_config, load_context.apart):
             if found.kind in _LINEARS:
-                self._linears[found.name] = linear_shape(found.module)
+                self._linears[found.name] = _get_linear_shape(found.module)
             self._measured[found.name] = self._measure(found)
             self.reads_logits |= found.kind == _LOGITS
         for module in model.modules():
             if isinstance(getattr(module, "matmul_qk", None), MeasuredMatmul):
-                module.only_real = self._tokens.only
-        logger.info("%s: %d modules are measured.", quant_config.option, len(self._measured))
+                module.only_real = self._tokens.mask
+        logger.info("%s: measuring %d modules.", quant_config.option, len(self._measured))
 
     def counting(self, real_T: torch.Tensor) -> AbstractContextManager[None]:
         return self._tokens.counting(real_T)
@@ -124,10 +132,10 @@ class Measured:
         return measured
 
     def write(self) -> None:
-        """Write all values since the model was loaded, over older files."""
+        """Write all values since the model was loaded, replacing older files."""
         seen = {name: self._node(name, measured) for name, measured in self._measured.items()}
         if not any(map(_saw_something, seen.values())):
-            logger.warning("%s: no request was served, so nothing is written.", self._quant_config.option)
+            logger.warning("%s: no request was served, so no measurements are written.", self._quant_config.option)
             return
         record = files.Record(
             rank=self._load_context.rank,
@@ -142,7 +150,11 @@ class Measured:
         except files.QuantFilesError as error:
             raise UnsupportedConfigError(f"{self._quant_config.option}: {error}.") from None
         logger.info(
-            "%s: %d of %d modules were measured: %s.", self._quant_config.option, len(record.nodes), len(seen), path
+            "%s: wrote measurements of %d of %d modules to %s.",
+            self._quant_config.option,
+            len(record.nodes),
+            len(seen),
+            path,
         )
 
     def _node(self, name: str, measured: nn.Module) -> files.Node:
@@ -168,6 +180,28 @@ def _saw_something(node: files.Node) -> bool:
     return any((values > 0).any() for values in (*node.inputs, *node.outputs))
 
 
+def _get_linear_shape(linear: nn.Module) -> LinearShape:
+    """Return how vLLM splits a linear layer's weight among tensor-parallel ranks.
+
+    The layer must not be quantized: its weight is [rows of this rank, columns of this rank].
+    """
+    rows, columns = linear.weight.shape
+    world = getattr(linear, "tp_size", 1)
+    if getattr(linear, "disable_tp", False):
+        return LinearShape("whole", (Part(rows),), columns)
+    if isinstance(linear, QKVParallelLinear):
+        heads, kv_heads = linear.total_num_heads, linear.total_num_kv_heads
+        sizes = [(heads, linear.head_size), (kv_heads, linear.head_size), (kv_heads, linear.v_head_size)]
+        return LinearShape("rows", tuple(Part(count * size, count) for count, size in sizes), columns)
+    if isinstance(linear, ColumnParallelLinear):
+        return LinearShape("rows", tuple(Part(size * world) for size in linear.output_partition_sizes), columns)
+    if isinstance(linear, ParallelLMHead):
+        return LinearShape("rows", (Part(rows * world),), columns)
+    if isinstance(linear, RowParallelLinear):
+        return LinearShape("columns", (Part(rows),), columns * world)
+    return LinearShape("whole", (Part(rows),), columns)
+
+
 # --- FP8 ---
 
 
@@ -177,7 +211,7 @@ def quantize(
     load_context: LoadContext,
     arithmetic: Callable[[float], Arithmetic],
 ) -> None:
-    """Put FP8 in place of a model's modules, with the scales of its files."""
+    """Replace a model's modules by FP8 modules with the scales of its files."""
     prefix = quant_config.dump_stats_path
     record = files.read_world(prefix, load_context.world, quant_config.scale_method)[load_context.rank]
     loaded = fingerprint(load_context.model) if record.model else ""
@@ -186,13 +220,13 @@ def quantize(
     fp8_range = load_context.fp8_range or record.device or GAUDI2
     if record.device and record.device != fp8_range:
         raise files.QuantFilesError(
-            f"the scales at {prefix} were made for {record.device}, and this computes as a {fp8_range}"
+            f"the scales at {prefix} are for {record.device}, but this device computes like {fp8_range}"
         )
     scales, largest = record.nodes, E4M3_MAX[fp8_range]
-    chosen = list(modules_of(model, quant_config, load_context.apart))
-    _refuse_another_model(quant_config, chosen, scales)
+    chosen = list(find_modules(model, quant_config, load_context.apart))
+    _check_scales_exist(quant_config, chosen, scales)
     served = [found for found in chosen if found.name in scales]
-    _refuse_half_a_cache(quant_config, served)
+    _check_cache_pairs(quant_config, served)
     for found in served:
         node = scales[found.name]
         try:
@@ -213,10 +247,10 @@ def quantize(
 
 
 class _WrongScales(Exception):
-    pass
+    """Raised for scales that do not fit a module."""
 
 
-def _refuse_another_model(quant_config: QuantConfig, chosen: list[Found], scales: dict[str, files.Node]) -> None:
+def _check_scales_exist(quant_config: QuantConfig, chosen: list[Found], scales: dict[str, files.Node]) -> None:
     unknown = [found.name for found in chosen if found.name not in scales]
     if unknown and (not quant_config.skips_unknown or len(unknown) == len(chosen)):
         raise files.QuantFilesError(
@@ -224,10 +258,10 @@ def _refuse_another_model(quant_config: QuantConfig, chosen: list[Found], scales
             f"{unknown[0]}; calibrate this model, or name them in the blocklist of {quant_config.path}"
         )
     if unknown:
-        logger.warning("%s: %d modules without scales stay as they are.", quant_config.option, len(unknown))
+        logger.warning("%s: %d modules without scales are not quantized.", quant_config.option, len(unknown))
 
 
-def _refuse_half_a_cache(quant_config: QuantConfig, served: list[Found]) -> None:
+def _check_cache_pairs(quant_config: QuantConfig, served: list[Found]) -> None:
     caches = {found.name for found in served if found.kind == CACHE}
     for name in sorted(caches):
         parent, _, last = name.rpartition(".")
@@ -259,7 +293,7 @@ def _replace(found: Found, node: files.Node, largest: float, arithmetic: Arithme
 
 
 def _weight_scale(node: files.Node, num_outputs: int) -> torch.Tensor:
-    """[] or [N]"""
+    """Return the scale of a weight, [] or [N]."""
     weight_scale = node.params["weight"]
     if not isinstance(weight_scale, dict):
         return _tensor(weight_scale)
@@ -270,7 +304,7 @@ def _weight_scale(node: files.Node, num_outputs: int) -> torch.Tensor:
 
 
 def _tensor(values: np.ndarray) -> torch.Tensor:
-    """A scale of a whole tensor."""
+    """Return the scale of a whole tensor."""
     if values.size != 1 or not (values > 0).all():
         raise _WrongScales
     return torch.tensor(float(values.reshape(-1)[0]), dtype=torch.float32)

@@ -1,4 +1,4 @@
-"""Linear layers whose weights stay 4-bit integers, which an operator of the device makes floats of at each step."""
+"""Linear layers whose weights stay 4-bit integers. An operator of the device converts them at each step."""
 
 from __future__ import annotations
 
@@ -20,8 +20,10 @@ _IN_WORD = 8
 
 
 class Uint4Linear(LinearMethodBase):
+    """Linear method of layers that stay 4-bit integers."""
+
     def __init__(self, *, convert: Callable[[Words, torch.dtype], torch.Tensor], group_size: int, prefix: str) -> None:
-        """`group_size`: inputs that share a scale."""
+        """Convert weights with `convert`. `group_size` is the number of inputs that share a scale."""
         self._convert, self._group_size, self._prefix = convert, group_size, prefix
 
     def create_weights(
@@ -36,7 +38,7 @@ class Uint4Linear(LinearMethodBase):
     ) -> None:
         num_inputs, num_outputs = input_size_per_partition, sum(output_partition_sizes)
         if num_inputs % self._group_size or any(size % _IN_WORD for size in output_partition_sizes):
-            # A rank's part begins or ends within a group or a word: the reader sees this method, and decodes.
+            # A rank's part begins or ends within a group or a word. The reader sees this method and dequantizes.
             layer.quant_method = UnquantizedLinearMethod()
             layer.quant_method.create_weights(
                 layer,
@@ -60,7 +62,7 @@ class Uint4Linear(LinearMethodBase):
 
     def process_weights_after_loading(self, layer: nn.Module) -> None:
         if bool(layer.weight_scale.isnan().any()):
-            raise RuntimeError(f"{self._prefix} is kept in 4 bits, and its checkpoint has no such weight for it.")
+            raise RuntimeError(f"{self._prefix} is kept in 4 bits, but its checkpoint has no such weight for it.")
 
     def apply(self, layer: nn.Module, x: torch.Tensor, bias: torch.Tensor | None = None) -> torch.Tensor:
         words = Words(layer.weight_packed, layer.weight_scale, layer.weight_zero_point)

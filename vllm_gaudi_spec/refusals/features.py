@@ -19,7 +19,7 @@ from vllm_gaudi_spec.config import (
 from vllm_gaudi_spec.environment import SKIP_WARMUP, WARMUP, skip_warmup, warms_up_in_background
 from vllm_gaudi_spec.quantization.config import target_config
 from vllm_gaudi_spec.quantization.dequantized import DEQUANTIZED, format_of, is_native
-from vllm_gaudi_spec.quantization.kv_scheme import how_to_keep_the_models_dtype
+from vllm_gaudi_spec.quantization.kv_scheme import suggest_model_dtype
 from vllm_gaudi_spec.recurrent.table import has_states
 
 if TYPE_CHECKING:
@@ -126,7 +126,7 @@ def _kv_dtype_refusals(vllm_config: VllmConfig, backend: DeviceBackend) -> Itera
     if cache.kv_cache_dtype_skip_layers:
         yield "All layers keep KV in one dtype; leave out --kv-cache-dtype-skip-layers."
     if (config := target_config()) is not None and config.measures:
-        remedy = how_to_keep_the_models_dtype(vllm_config)
+        remedy = suggest_model_dtype(vllm_config)
         yield f"QUANT_CONFIG measures KV in the model's dtype; {remedy} while it does."
 
 

@@ -16,7 +16,7 @@ from vllm_gaudi_spec.config import (
     get_target_config,
 )
 from vllm_gaudi_spec.methods import has_model
-from vllm_gaudi_spec.quantization.checkpoint import misfit
+from vllm_gaudi_spec.quantization.checkpoint import find_misfit
 from vllm_gaudi_spec.quantization.config import drafter_config, hostile_scales, missing_scales, target_config
 from vllm_gaudi_spec.quantization.dequantized import (
     DEQUANTIZED,
@@ -91,7 +91,7 @@ def _tensor_refusals(
     from vllm_gaudi_spec.upstream.model_loader import filter_duplicate_safetensors_files
 
     found = filter_duplicate_safetensors_files(sorted(map(str, folder.glob(files[0]))), str(folder), files[1])
-    if (reason := misfit(model.model, format, map(Path, found), damage_alone=damage_alone)) is not None:
+    if (reason := find_misfit(model.model, format, map(Path, found), damage_alone=damage_alone)) is not None:
         yield reason
 
 
@@ -148,7 +148,7 @@ def _quantized_model_refusals(config: QuantConfig, model: ModelConfig, backend: 
         name = backend.traits.name
         yield f"{config.option} is for a Gaudi, the emulated one, and the CPU, and this is {name}; unset it."
     elif backend.traits.simulates_quantization:
-        yield from config.not_simulated()
+        yield from config.unsimulated_refusals()
     if getattr(model.hf_text_config, "num_kv_shared_layers", 0):
         yield f"{model.model} has layers that share KV, which {config.option} does not serve yet; unset it."
     if model.quantization is not None:

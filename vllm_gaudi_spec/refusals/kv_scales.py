@@ -9,8 +9,8 @@ from typing import TYPE_CHECKING
 from safetensors import safe_open
 
 from vllm_gaudi_spec.config import FP8_KV
-from vllm_gaudi_spec.quantization.fingerprint import folder_of
-from vllm_gaudi_spec.quantization.kv_scheme import BY_HEAD, how_to_keep_the_models_dtype, schemes_of, was_set_aside
+from vllm_gaudi_spec.quantization.fingerprint import find_model_folder
+from vllm_gaudi_spec.quantization.kv_scheme import BY_HEAD, list_schemes, suggest_model_dtype, was_set_aside
 from vllm_gaudi_spec.refusals.files import find_weight_files
 from vllm_gaudi_spec.refusals.models import list_models
 
@@ -28,16 +28,16 @@ def kv_scale_refusals(vllm_config: VllmConfig, backend: DeviceBackend) -> Iterat
         return
     for model, load_format in list_models(vllm_config):
         if model.quantization is not None and not was_set_aside(model):  # the loader reads no scales of other models
-            remedy = how_to_keep_the_models_dtype(vllm_config)
+            remedy = suggest_model_dtype(vllm_config)
             yield from (f"{fault}; correct the checkpoint, or {remedy}." for fault in _scale_faults(model, load_format))
 
 
 def _scale_faults(model: ModelConfig, load_format: str) -> Iterator[str]:
     """Yield what is wrong with scales in a model's local files."""
-    folder = folder_of(model.model)
+    folder = find_model_folder(model.model)
     if folder is None or (read := find_weight_files(folder, load_format)) is None:
         return
-    by_head = any(scheme["strategy"] == BY_HEAD for scheme in schemes_of(model))
+    by_head = any(scheme["strategy"] == BY_HEAD for scheme in list_schemes(model))
     num_scales = model.get_total_num_kv_heads() if by_head else 1
     for file in sorted(folder.glob(read[0])):
         with safe_open(file, "pt") as tensors:

@@ -20,7 +20,7 @@ from tests.unit.quantization.test_kv_scheme import checkpoint, configured
 from vllm_gaudi_spec.config import UnsupportedConfigError
 from vllm_gaudi_spec.devices.base import Weights
 from vllm_gaudi_spec.devices.cpu.backend import CpuWeights
-from vllm_gaudi_spec.quantization.checkpoint import Checkpoint, checked, misfit
+from vllm_gaudi_spec.quantization.checkpoint import Checkpoint, check_tensors, find_misfit
 from vllm_gaudi_spec.quantization.dequantized import DEQUANTIZED
 from vllm_gaudi_spec.quantization.encodings import EncodingError, Words
 from vllm_gaudi_spec.quantization.formats import read_format
@@ -280,19 +280,19 @@ def test_what_vllms_own_kernels_get_is_checked(name: str) -> None:
     format = read_format(FORMATS[name].config)
     parts, _ = FORMATS[name].weights(torch.ones(GROUP, GROUP))
     tensors = tensors_of(parts)
-    assert dict(checked("model", format, tensors.items())) == tensors
+    assert dict(check_tensors("model", format, tensors.items())) == tensors
     (scale,) = (key for key in tensors if "scale" in key)
     without = {key: tensor for key, tensor in tensors.items() if key != scale}
     with pytest.raises(EncodingError, match=f"model: layer {NAME} has no {scale.removeprefix(NAME)[1:]}; take another"):
-        list(checked("model", format, without.items()))
+        list(check_tensors("model", format, without.items()))
     broken = tensors | {scale: tensors[scale] * float("nan")}
     with pytest.raises(EncodingError, match=f"model: {scale} has values that are not finite; take another copy"):
-        list(checked("model", format, broken.items()))
+        list(check_tensors("model", format, broken.items()))
 
 
 def test_what_is_only_not_read_here_is_left_to_vllm() -> None:
     stacked = {"layers.0.experts.weight": torch.ones(2, 4, 4, dtype=torch.int8), "layers.0.experts.weight_scale": ONE}
-    assert dict(checked("model", read_format(CT), stacked.items())) == stacked
+    assert dict(check_tensors("model", read_format(CT), stacked.items())) == stacked
 
 
 ONE = torch.ones(1)
@@ -384,6 +384,6 @@ def test_headers_of_files_are_enough(tmp_path: Path) -> None:
     files = [tmp_path / "a.safetensors", tmp_path / "b.safetensors"]
     save_file({f"{NAME}.weight": parts["weight"]}, files[0])
     save_file({f"{NAME}.weight_scale": parts["weight_scale"]}, files[1])
-    assert misfit("model", read_format(CT), files) is None
+    assert find_misfit("model", read_format(CT), files) is None
     missing = f"model: layer {NAME} has no weight_scale; take another copy of the model."
-    assert misfit("model", read_format(CT), files[:1]) == missing
+    assert find_misfit("model", read_format(CT), files[:1]) == missing

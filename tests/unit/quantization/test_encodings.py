@@ -24,7 +24,7 @@ def matrix(rows: int = 2 * GROUP, columns: int = 3 * GROUP) -> torch.Tensor:
 @pytest.mark.parametrize("name", QUANTIZED)
 def test_a_weight_is_what_it_stands_for(name: str) -> None:
     parts, meant = FORMATS[name].weights(matrix())
-    encoding = read_format(FORMATS[name].config).encoding_of(LAYER)
+    encoding = read_format(FORMATS[name].config).find_encoding(LAYER)
     torch.testing.assert_close(encoding.weight(parts), meant, rtol=1e-6, atol=1e-6)
 
 
@@ -37,7 +37,7 @@ def test_stacked_experts_are_what_transformers_makes_of_them() -> None:
 
     assert MXFP4.stacks is not None
     parts, meant = MXFP4.stacks(torch.randn(3, 96, 40, generator=torch.Generator().manual_seed(0)))
-    found = read_format(MXFP4.config).encoding_of(f"{EXPERTS}.gate_up_proj").weight(parts)
+    found = read_format(MXFP4.config).find_encoding(f"{EXPERTS}.gate_up_proj").weight(parts)
     assert torch.equal(found.float(), meant)
     assert torch.equal(found, convert_moe_packed_tensors(parts["blocks"], parts["scales"]))
 
@@ -58,7 +58,7 @@ def test_stacks_that_do_not_fit(part: str, change: Any, reason: str, device: str
         del parts[part]
     else:
         parts[part] = change(parts[part])
-    encoding = read_format(MXFP4.config).encoding_of(f"{EXPERTS}.down_proj")
+    encoding = read_format(MXFP4.config).find_encoding(f"{EXPERTS}.down_proj")
     with pytest.raises(EncodingError, match=reason):
         encoding.weight({key: tensor.to(device) for key, tensor in parts.items()})
 
@@ -97,7 +97,7 @@ def test_it_is_what_compressed_tensors_makes_of_it(
     parts = compressor.compress(rounding_of(weights, matrix(*shape)), scheme)
     expected = compressor.decompress(parts, scheme)["weight"].float()
     assert expected.std() > 0.5
-    encoding = read_format(compressed(layout, weights)).encoding_of(LAYER)
+    encoding = read_format(compressed(layout, weights)).find_encoding(LAYER)
     torch.testing.assert_close(encoding.weight(parts), expected, rtol=1e-6, atol=1e-6)
 
 
@@ -105,7 +105,7 @@ def test_scales_that_are_exponents() -> None:
     """MXFP8: of the highest byte there is no number."""
     weight = matrix(4, 64).to(torch.float8_e4m3fn)
     scale = torch.tensor([[127, 128], [120, 126], [127, 127], [255, 127]], dtype=torch.uint8)
-    encoding = read_format(dict(quant_method="modelopt", quant_algo="MXFP8")).encoding_of(LAYER)
+    encoding = read_format(dict(quant_method="modelopt", quant_algo="MXFP8")).find_encoding(LAYER)
     found = encoding.weight({"weight": weight, "weight_scale": scale})
     torch.testing.assert_close(found[0], weight[0].float() * torch.tensor([1.0, 2.0]).repeat_interleave(32))
     torch.testing.assert_close(found[1], weight[1].float() * torch.tensor([2**-7, 0.5]).repeat_interleave(32))
@@ -116,7 +116,7 @@ def test_scales_that_are_exponents() -> None:
 def test_blocks_at_the_edges_are_cut() -> None:
     parts, meant = FORMATS["fp8-block"].weights(matrix())
     cut = parts | {"weight": parts["weight"][:200, :300]}
-    encoding = read_format(FORMATS["fp8-block"].config).encoding_of(LAYER)
+    encoding = read_format(FORMATS["fp8-block"].config).find_encoding(LAYER)
     torch.testing.assert_close(encoding.weight(cut), meant[:200, :300], rtol=0, atol=0)
 
 
@@ -131,20 +131,20 @@ def cut_to_576(name: str) -> tuple[dict[str, torch.Tensor], torch.Tensor]:
 def test_the_last_group_may_be_smaller(name: str) -> None:
     """Five groups of 576 inputs are of 128, and not of 116."""
     parts, meant = cut_to_576(name)
-    encoding = read_format(FORMATS[name].config).encoding_of(LAYER)
+    encoding = read_format(FORMATS[name].config).find_encoding(LAYER)
     torch.testing.assert_close(encoding.weight(parts), meant, rtol=1e-6, atol=1e-6)
 
 
 @pytest.mark.parametrize("name", ["gptq", "awq"])
 def test_groups_of_another_size_than_the_format_says(name: str) -> None:
     parts, _ = FORMATS[name].weights(matrix())
-    wrong = read_format(FORMATS[name].config | dict(group_size=64)).encoding_of(LAYER)
+    wrong = read_format(FORMATS[name].config | dict(group_size=64)).find_encoding(LAYER)
     with pytest.raises(EncodingError, match=r"of shape \[3, 256\], where its weight needs \[6, 256\]"):
         wrong.weight(parts)
     unsaid = {key: value for key, value in FORMATS[name].config.items() if key != "group_size"}
-    assert read_format(unsaid).encoding_of(LAYER).weight(parts).shape == (256, 384)
+    assert read_format(unsaid).find_encoding(LAYER).weight(parts).shape == (256, 384)
     with pytest.raises(EncodingError, match="has 5 groups of 576 inputs, and config"):
-        read_format(unsaid).encoding_of(LAYER).weight(cut_to_576(name)[0])
+        read_format(unsaid).find_encoding(LAYER).weight(cut_to_576(name)[0])
 
 
 @pytest.mark.parametrize("name", ["ct-fp8-dynamic", "fp8-block"])
@@ -152,7 +152,7 @@ def test_scales_below_zero(name: str) -> None:
     parts, _ = FORMATS[name].weights(matrix())
     scale = next(part for part in parts if part != "weight")
     parts[scale][1, 0] *= -1
-    encoding = read_format(FORMATS[name].config).encoding_of(LAYER)
+    encoding = read_format(FORMATS[name].config).find_encoding(LAYER)
     for read in (encoding.weight, encoding.fp8_rows):
         with pytest.raises(EncodingError, match="has scales below 0"):
             read(parts)
@@ -161,7 +161,7 @@ def test_scales_below_zero(name: str) -> None:
 def test_a_block_in_one_word() -> None:
     parts, meant = FORMATS["ct-fp8-block"].weights(matrix())
     described = compressed("float-quantized", BLOCKS | dict(block_structure=f"{GROUP}x{GROUP}"))
-    torch.testing.assert_close(read_format(described).encoding_of(LAYER).weight(parts), meant, rtol=0, atol=0)
+    torch.testing.assert_close(read_format(described).find_encoding(LAYER).weight(parts), meant, rtol=0, atol=0)
 
 
 def rounding_of(weights: dict[str, Any], weight: torch.Tensor) -> dict[str, torch.Tensor]:
@@ -209,7 +209,7 @@ def test_tensors_that_do_not_fit(name: str, part: str, change: Any, reason: str,
     changed = parts | ({part: change(parts[part])} if change else {})
     if change is None:
         del changed[part]
-    encoding = read_format(FORMATS[name].config).encoding_of(LAYER)
+    encoding = read_format(FORMATS[name].config).find_encoding(LAYER)
     with pytest.raises(EncodingError, match=reason) as found:
         encoding.weight({key: tensor.to(device) for key, tensor in changed.items()})
     assert len(str(found.value).splitlines()) == 1
@@ -218,7 +218,7 @@ def test_tensors_that_do_not_fit(name: str, part: str, change: Any, reason: str,
 def test_group_indices_outside() -> None:
     parts, _ = FORMATS["gptq-desc-act"].weights(matrix())
     parts["g_idx"][5] = -1
-    encoding = read_format(FORMATS["gptq-desc-act"].config).encoding_of(LAYER)
+    encoding = read_format(FORMATS["gptq-desc-act"].config).find_encoding(LAYER)
     with pytest.raises(EncodingError, match="outside of its 3 groups"):
         encoding.weight(parts)
 
@@ -299,7 +299,7 @@ def test_words_take_no_more_than_four_bits() -> None:
     """Which a GPTQ checkpoint names, and its tensors show."""
     parts, _ = FORMATS["gptq-int8"].weights(matrix())
     with pytest.raises(EncodingError, match="beyond the 4 bits that config"):
-        read_format(FORMATS["gptq"].config).encoding_of(LAYER).words(parts)
+        read_format(FORMATS["gptq"].config).find_encoding(LAYER).words(parts)
 
 
 def test_layers_with_encodings_of_their_own() -> None:
@@ -310,6 +310,6 @@ def test_layers_with_encodings_of_their_own() -> None:
         format="float-quantized",
     )
     found = read_format(described)
-    assert found.encoding_of("model.layers.0.mlp.up_proj").parts[0] == "weight_packed"
-    assert found.encoding_of("model.layers.0.mlp.down_proj").parts[0] == "weight"
-    assert found.encoding_of("model.layers.1.mlp.up_proj").parts[0] == "weight"
+    assert found.find_encoding("model.layers.0.mlp.up_proj").parts[0] == "weight_packed"
+    assert found.find_encoding("model.layers.0.mlp.down_proj").parts[0] == "weight"
+    assert found.find_encoding("model.layers.1.mlp.up_proj").parts[0] == "weight"

@@ -25,7 +25,7 @@ def matrix(rows: int, seed: int = 0) -> torch.Tensor:
 
 
 def linear(parts: dict[str, torch.Tensor], name: str, largest: float, bias: bool = False) -> ReplicatedLinear:
-    weight, scale = read_format(FORMATS[name].config).encoding_of(LAYER).fp8_rows(parts)
+    weight, scale = read_format(FORMATS[name].config).find_encoding(LAYER).fp8_rows(parts)
     method = Fp8Linear(arithmetic=HostArithmetic, largest=largest, prefix=LAYER)
     made = layer_with(method, bias)
     made.weight.data.copy_(weight)
@@ -107,7 +107,7 @@ def test_dummy_scales_are_scales() -> None:
 
 def test_a_checkpoint_without_such_weights_is_an_error() -> None:
     method = Fp8Linear(arithmetic=HostArithmetic, largest=448.0, prefix=LAYER)
-    with pytest.raises(RuntimeError, match=f"{LAYER} is kept in FP8, and its checkpoint has no such weight"):
+    with pytest.raises(RuntimeError, match=f"{LAYER} is kept in FP8, but its checkpoint has no such weight"):
         method.process_weights_after_loading(layer_with(method))
 
 

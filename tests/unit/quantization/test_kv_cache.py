@@ -181,7 +181,7 @@ def quantize(
     monkeypatch: pytest.MonkeyPatch, *layers: Any, cache_dtype: str = "fp8_e4m3", fp8_range: str | None = None
 ) -> None:
     config: Any = SimpleNamespace(cache_config=SimpleNamespace(cache_dtype=cache_dtype), additional_config={})
-    monkeypatch.setattr(kv_cache, "how_to_keep_the_models_dtype", lambda _: "leave it out")
+    monkeypatch.setattr(kv_cache, "suggest_model_dtype", lambda _: "leave it out")
     backend: Any = SimpleNamespace(weights=SimpleNamespace(fp8_arithmetic=HostArithmetic, fp8_range=fp8_range))
     by_name = {f"layers.{number}": one for number, one in enumerate(layers)}
     monkeypatch.setattr(kv_cache, "get_layers_from_vllm_config", lambda *_: by_name)
@@ -236,15 +236,17 @@ def test_a_scale_of_1_is_for_no_range(
     assert one.impl.v_cache.input.scale == 1.0
     (line,) = warned
     assert line == (
-        "Keys or values of 1 of 2 layers of a model have scale 1.0, as they do without scales in the checkpoint: they "
-        f"are cut at {largest}, and small ones are coarse."
+        "Keys or values of 1 of 2 layers of a model have scale 1.0, as they do without scales in the checkpoint. They "
+        f"are clamped to {largest}, and small values lose precision."
     )
 
 
 @pytest.mark.parametrize("value", [0.0, -1.0, float("nan"), float("inf")])
 @pytest.mark.parametrize("which", ["k_scale", "v_scale"])
 def test_no_scale_at_all(which: str, value: float, monkeypatch: pytest.MonkeyPatch) -> None:
-    with pytest.raises(UnsupportedConfigError, match=rf"^{which} of layers\.0 is {value:g}, and a scale is a number"):
+    with pytest.raises(
+        UnsupportedConfigError, match=rf"^{which} of layers\.0 is {value:g}, but a scale must be above 0"
+    ):
         quantize(monkeypatch, layer(**{which: value}))
 
 

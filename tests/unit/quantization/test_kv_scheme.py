@@ -22,7 +22,7 @@ from vllm_gaudi_spec.devices.base import Weights
 from vllm_gaudi_spec.devices.cpu import formats as cpu_formats
 from vllm_gaudi_spec.devices.cpu.backend import CpuWeights
 from vllm_gaudi_spec.quantization import kv_scheme
-from vllm_gaudi_spec.quantization.config import cpu_weights_of
+from vllm_gaudi_spec.quantization.config import get_cpu_weights
 from vllm_gaudi_spec.quantization.kv_scheme import drop_scales_set_aside
 
 SCHEME = dict(num_bits=8, type="float", strategy="tensor", symmetric=True, dynamic=False)
@@ -259,7 +259,7 @@ def test_weights_of_a_cpu_whose_kernel_does_not_round_by_the_number_of_rows(
     if quantizes is not None:
         (tmp_path / "file.json").write_text(json.dumps(dict(mode=quantizes, dump_stats_path=str(tmp_path / "inc"))))
         monkeypatch.setenv("QUANT_CONFIG", str(tmp_path / "file.json"))
-    assert cpu_weights_of(made) == expected
+    assert get_cpu_weights(made) == expected
 
 
 def test_the_other_kernel_is_refused(tmp_path: Path) -> None:

@@ -59,7 +59,7 @@ def test_caches_and_attention() -> None:
     for x in inputs:
         with tokens.counting(REAL):
             cache(x, stored, slots)
-            matmul(tokens.only(x), torch.ones(4, 3))
+            matmul(tokens.mask(x), torch.ones(4, 3))
         assert torch.equal(stored[slots[REAL]], x[REAL])
     assert torch.equal(cache.input.largest, largest(inputs))
     assert torch.equal(matmul.input.largest, largest(inputs))

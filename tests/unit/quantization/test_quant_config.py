@@ -30,7 +30,7 @@ def test_a_gaudi_users_file(tmp_path: Path) -> None:
     assert config.measures_outputs
     assert config.skips_unknown
     assert (config.scale_method, config.dump_stats_path) == ("maxabs_pow2", "some/inc")
-    assert not list(config.not_simulated())
+    assert not list(config.unsimulated_refusals())
     plain = read(tmp_path)
     assert (plain.measures, plain.measures_outputs, plain.skips_unknown) == (False, False, False)
     assert plain.scale_method == "maxabs_hw"
@@ -70,14 +70,14 @@ def test_which_modules_are_taken(lists: dict[str, Any], taken: str, tmp_path: Pa
     ids=str,
 )
 def test_what_only_a_gaudi_can_do(fields: dict[str, Any], reason: str, tmp_path: Path) -> None:
-    (said,) = read(tmp_path, **fields).not_simulated()
+    (said,) = read(tmp_path, **fields).unsimulated_refusals()
     assert reason in said
 
 
 @pytest.mark.parametrize(
     ("content", "reason"),
     [
-        ("{", "no JSON file"),
+        ("{", "not a JSON file"),
         ("[]", "one JSON object"),
         ('{"mode": "LOAD", "dump_stats_path": "x"}', "got LOAD"),
         ('{"dump_stats_path": "x"}', "got none"),

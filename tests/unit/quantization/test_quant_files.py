@@ -16,7 +16,7 @@ import pytest
 from tests.support.measurements import MODEL, measured, same
 from vllm_gaudi_spec.quantization import files
 from vllm_gaudi_spec.quantization.files import LinearShape, Part, QuantFilesError
-from vllm_gaudi_spec.quantization.pickles import called
+from vllm_gaudi_spec.quantization.pickles import list_calls
 from vllm_gaudi_spec.tools.calibration.scales import expand
 
 
@@ -86,9 +86,9 @@ def break_value(path: Path) -> None:
         (".npz", cut, r"_1_2\.npz is truncated or damaged"),
         (".npz", spoil, r"_1_2\.npz is damaged"),
         (".json", rename_rank, r"_1_2\.json is of rank 0"),
-        (".json", break_value, "values that are no maxima"),
-        (".json", lambda path: path.write_text("[]"), "is truncated or no such file"),
-        ("_mod_list.json", cut, "is truncated or no such file"),
+        (".json", break_value, "values that are not maxima"),
+        (".json", lambda path: path.write_text("[]"), "is truncated or not such a file"),
+        ("_mod_list.json", cut, "is truncated or not such a file"),
     ],
 )
 def test_a_damaged_file_is_refused_in_one_line(
@@ -117,7 +117,7 @@ def test_ranks_of_different_models_are_refused(prefix: Path) -> None:
     with pytest.raises(QuantFilesError, match=rf"rank 1 .* another model \({'f' * 16}, not {MODEL}\)"):
         files.read_world(prefix)
     files.write(prefix, replace(second, looked_at=[*first.looked_at, "lm_head"]))
-    with pytest.raises(QuantFilesError, match="lm_head is in one of the two only"):
+    with pytest.raises(QuantFilesError, match="lm_head is in only one of the two"):
         files.read_world(prefix)
 
 
@@ -185,7 +185,7 @@ HOSTILE = [
 
 @pytest.mark.parametrize("content", HOSTILE)
 def test_what_a_pickle_would_call_is_found(content: bytes) -> None:
-    assert any(not name.startswith("numpy.") for name in called(content))
+    assert any(not name.startswith("numpy.") for name in list_calls(content))
 
 
 def test_a_hostile_npz_is_not_handed_on(prefix: Path) -> None:

@@ -38,7 +38,7 @@ def matrix(rows: int, seed: int = 0, columns: int = 2 * GROUP) -> torch.Tensor:
 def words_of(name: str, weight: torch.Tensor) -> tuple[dict[str, torch.Tensor], torch.Tensor]:
     """As the reader yields them, and the weight that they stand for."""
     parts, meant = FORMATS[name].weights(weight)
-    words = read_format(FORMATS[name].config).encoding_of(LAYER).words(parts)
+    words = read_format(FORMATS[name].config).find_encoding(LAYER).words(parts)
     return dict(weight_packed=words.weight_KW, weight_scale=words.scales_GN, weight_zero_point=words.zeros_GW), meant
 
 
@@ -103,5 +103,5 @@ def test_a_part_that_ends_within_a_group_or_a_word_is_decoded(num_inputs: int, n
 
 def test_a_checkpoint_without_such_weights_is_an_error() -> None:
     made = layer(ReplicatedLinear, 2 * GROUP, GROUP, bias=False, disable_tp=True)
-    with pytest.raises(RuntimeError, match=f"{LAYER} is kept in 4 bits, and its checkpoint has no such weight"):
+    with pytest.raises(RuntimeError, match=f"{LAYER} is kept in 4 bits, but its checkpoint has no such weight"):
         made.quant_method.process_weights_after_loading(made)

@@ -300,8 +300,8 @@ def test_an_interrupted_first_chunk_is_done_again(folder: Folder, models: dict[s
         measure._done(folder, run, identity)
     write_json(folder.progress, identity | {"done": 0})
     assert measure._done(folder, run, identity) == 0
-    assert not files.worlds(folder.role(TARGET).measured)
-    assert not files.worlds(folder.role(DRAFT).measured)
+    assert not files.find_ranks(folder.role(TARGET).measured)
+    assert not files.find_ranks(folder.role(DRAFT).measured)
 
 
 def test_what_was_measured_is_known_again(folder: Folder, models: dict[str, str], tmp_path: Path) -> None:

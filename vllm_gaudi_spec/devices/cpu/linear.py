@@ -20,7 +20,7 @@ from vllm.config import get_current_vllm_config
 from vllm.logger import init_logger
 
 from vllm_gaudi_spec.config import FLOAT16, FLOAT32, INT8, Options, UnsupportedConfigError
-from vllm_gaudi_spec.quantization.config import cpu_weights_of
+from vllm_gaudi_spec.quantization.config import get_cpu_weights
 from vllm_gaudi_spec.upstream.cpu_kernels import custom_ops as vllm_ops
 from vllm_gaudi_spec.upstream.cpu_kernels import layer_utils as utils
 from vllm_gaudi_spec.upstream.linear import ParallelLMHead, VocabParallelEmbedding
@@ -275,7 +275,7 @@ def pack(original: Callable[..., None], layer: nn.Module, remove_weight: bool) -
         layer.cpu_linear = torch.nn.functional.linear
         return
     _keep_num_threads()
-    weight_format = cpu_weights_of(get_current_vllm_config())
+    weight_format = get_cpu_weights(get_current_vllm_config())
     is_16_bit = weight.dtype in (torch.bfloat16, torch.float16)
     if is_16_bit and isinstance(layer, VocabParallelEmbedding) and not weight.is_meta:
         make_logits = partial(Float32Logits, weight.detach())

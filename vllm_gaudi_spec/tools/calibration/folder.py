@@ -10,7 +10,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from vllm_gaudi_spec.quantization.files import QuantFilesError, replace, worlds
+from vllm_gaudi_spec.quantization.files import QuantFilesError, find_ranks, replace
 from vllm_gaudi_spec.tools.calibration.scales import SCALE_METHODS
 from vllm_gaudi_spec.tools.io.output import as_json
 
@@ -60,7 +60,7 @@ class Folder:
     @property
     def roles(self) -> list[str]:
         """The roles that have measurements."""
-        found = [name for name in ROLES if worlds(self.role(name).measured)]
+        found = [name for name in ROLES if find_ranks(self.role(name).measured)]
         if not found:
             raise QuantFilesError(f"{self.root} has no measurements: {self.role(TARGET).measured.parent} is empty")
         return found

@@ -119,7 +119,7 @@ def _done(folder: Folder, run: Run, identity: dict[str, Any]) -> int:
         print(f"{done} of {stored['of']} prompts were measured before", file=sys.stderr, flush=True)
         return done
     for name in (TARGET, DRAFT):
-        if not stored and files.worlds(folder.role(name).measured):
+        if not stored and files.find_ranks(folder.role(name).measured):
             raise QuantFilesError(f"{folder.progress} is missing beside measurements; start over with --fresh")
         _remove(folder.role(name).measured.parent)  # left by an interrupted first chunk
     write_json(folder.progress, identity | {"done": 0})
@@ -197,7 +197,7 @@ def _generate(llm: LLM, run: Run, prompts: Sequence[str]) -> None:
 
 def _keep(role: Role, world: int, model: str) -> None:
     """Merge the ranks' files into those of earlier runs. Idempotent."""
-    merged = {r.rank: r for r in files.read_world(role.measured, world)} if files.worlds(role.measured) else {}
+    merged = {r.rank: r for r in files.read_world(role.measured, world)} if files.find_ranks(role.measured) else {}
     for record in files.read_world(role.raw, world):
         if record.rank in merged:
             files.check_same_model(merged[record.rank], replace(record, model=model), str(role.raw))

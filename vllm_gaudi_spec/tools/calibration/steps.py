@@ -143,7 +143,7 @@ def make_scale_files(
     made = {}
     for name in roles:
         prefix = folder.role(name).final
-        worlds = [_measured(prefix, world, models.get(name)) for world in sorted(files.worlds(prefix)) or [1]]
+        worlds = [_measured(prefix, world, models.get(name)) for world in sorted(files.find_ranks(prefix)) or [1]]
         included = [[_without(record, exclude) for record in ranks] for ranks in worlds]
         chosen = methods or [method for method in SCALE_METHODS if _can_be_made(method, included[0][0])]
         scales = {

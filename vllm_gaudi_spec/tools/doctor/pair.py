@@ -27,8 +27,8 @@ from vllm_gaudi_spec.devices.common import host_memory
 from vllm_gaudi_spec.drafting.memory import NO_ROOM_FOR_KV, KVBlock, drafting_bytes
 from vllm_gaudi_spec.drafting.universal.pairs import ENOUGH, Pair, same_tokens
 from vllm_gaudi_spec.environment import cache_folder
-from vllm_gaudi_spec.quantization.config import cpu_weights_of
-from vllm_gaudi_spec.quantization.fingerprint import folder_of
+from vllm_gaudi_spec.quantization.config import get_cpu_weights
+from vllm_gaudi_spec.quantization.fingerprint import find_model_folder
 from vllm_gaudi_spec.recurrent.table import (
     num_layers_with_kv,
     num_pending,
@@ -174,9 +174,9 @@ _CPU_BYTES = {None: 6, FLOAT32: 4, FLOAT16: 2, INT8: 1}
 
 def estimate_weights(vllm_config: VllmConfig, model: ModelConfig) -> int:
     """Return the approximate bytes of weights on one rank; 0 without files."""
-    folder, width = folder_of(model.model), model.dtype.itemsize
+    folder, width = find_model_folder(model.model), model.dtype.itemsize
     if load_backend().traits.takes_cpu_weights and width == 4:
-        width = _CPU_BYTES[cpu_weights_of(vllm_config)]
+        width = _CPU_BYTES[get_cpu_weights(vllm_config)]
     read = find_weight_files(folder, str(vllm_config.load_config.load_format)) if folder is not None else None
     if folder is None or read is None:
         return 0
