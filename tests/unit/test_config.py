@@ -72,7 +72,7 @@ def test_defaults_and_lists() -> None:
     ],
     ids=lambda value: str(value)[:40],
 )
-def test_mistakes_are_named(options: Any, message: str) -> None:
+def test_wrong_options_are_refused_by_name(options: Any, message: str) -> None:
     with pytest.raises(UnsupportedConfigError, match=message) as refused:
         Options.from_vllm(vllm_config({"gaudi_spec": options}))
     assert len(str(refused.value)) < 1000
@@ -94,13 +94,13 @@ def test_additional_config_is_an_object(given: Any) -> None:
         ("goodput", "additional_config.gaudi_spec.goodput"),
     ],
 )
-def test_a_key_that_means_ours_is_refused(key: str, meant: str) -> None:
+def test_misspelled_key_is_refused(key: str, meant: str) -> None:
     with pytest.raises(UnsupportedConfigError, match=rf"^additional_config has no '{key}'; did you mean {meant}\?$"):
         Options.from_vllm(vllm_config({key: {"goodput": True}}))
 
 
 @pytest.mark.parametrize("name", ["batch_buckets", "prefill_buckets"])
-def test_a_bucket_that_is_far_too_large_is_refused(name: str, tmp_path: Path) -> None:
+def test_oversized_bucket_is_refused(name: str, tmp_path: Path) -> None:
     with pytest.raises(UnsupportedConfigError, match=f"{name} goes up to {2**40}, .*leave the large ones out"):
         engine_config(tmp_path, None, additional_config={"gaudi_spec": {name: [4096, 2**40]}})
 
@@ -122,7 +122,7 @@ def test_pickled_weights_are_refused(file: str, of_drafter: bool, tmp_path: Path
     engine_config(target, speculative)
 
 
-def test_weights_in_gguf_are_refused(tmp_path: Path) -> None:
+def test_gguf_weights_are_refused(tmp_path: Path) -> None:
     engine_config(tmp_path, None)
     (tmp_path / "model-Q4_K_M.gguf").write_bytes(b"GGUF")
     with pytest.raises(UnsupportedConfigError, match=r"are in GGUF \(model-Q4_K_M\.gguf\), .*bfloat16") as refused:
@@ -132,7 +132,7 @@ def test_weights_in_gguf_are_refused(tmp_path: Path) -> None:
     engine_config(tmp_path, None)
 
 
-def test_loading_from_pickles_is_refused(tmp_path: Path) -> None:
+def test_load_formats_that_read_pickles_are_refused(tmp_path: Path) -> None:
     with pytest.raises(UnsupportedConfigError, match=r"format pt reads pickles; .*\.safetensors"):
         engine_config(tmp_path, None, load_format="pt")
     draft = dict(method="draft_model", model=str(tmp_path), draft_load_config={"load_format": "npcache"})
@@ -146,7 +146,7 @@ def index(folder: Path, kind: str) -> None:
     (folder / f"{kind}.safetensors.index.json").write_text(json.dumps(weight_map))
 
 
-def test_made_up_weights_need_no_files(tmp_path: Path) -> None:
+def test_dummy_weights_need_no_files(tmp_path: Path) -> None:
     """--load-format dummy with a folder of which only the small files were copied."""
     index(tmp_path, "model")
     with pytest.raises(UnsupportedConfigError, match=r"names model-00001-of-00001\.safetensors, which is missing"):
@@ -171,9 +171,7 @@ def test_made_up_weights_need_no_files(tmp_path: Path) -> None:
         ("consolidated", "hf", False),
     ],
 )
-def test_only_the_index_that_is_used_has_to_be_right(
-    there: str, load_format: str, is_whole: bool, tmp_path: Path
-) -> None:
+def test_unused_index_is_not_checked(there: str, load_format: str, is_whole: bool, tmp_path: Path) -> None:
     """Repositories have the same weights twice, and who copies one leaves both indexes."""
     for kind in ("model", "consolidated"):
         index(tmp_path, kind)
@@ -197,7 +195,7 @@ def test_unknown_device_is_refused_by_vllm_itself() -> None:
     )
 
 
-def test_each_engine_of_a_process_asks_anew_how_to_start(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_start_method_is_chosen_for_each_engine(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.delenv("VLLM_WORKER_MULTIPROC_METHOD", raising=False)
     monkeypatch.delenv("VGS_START_METHOD_CHOSEN_BY", raising=False)
     for answer in ("fork", "spawn"):
@@ -301,7 +299,7 @@ def here(speculative: dict[str, Any], folder: Path) -> dict[str, Any]:
     ],
     ids=str,
 )
-def test_plain_speculation_is_let_in(speculative: dict[str, Any], tmp_path: Path) -> None:
+def test_supported_speculation_is_accepted(speculative: dict[str, Any], tmp_path: Path) -> None:
     made = engine_config(tmp_path, here(speculative, tmp_path))
     # As for a drafter that is loaded with a copy of the configuration: the platform looks at it again.
     again = replace(made, parallel_config=made.parallel_config)
@@ -334,13 +332,13 @@ def test_plain_speculation_is_let_in(speculative: dict[str, Any], tmp_path: Path
     ],
     ids=str,
 )
-def test_speculation_that_would_not_work_is_refused(speculative: dict[str, Any], message: str, tmp_path: Path) -> None:
+def test_unsupported_speculation_is_refused(speculative: dict[str, Any], message: str, tmp_path: Path) -> None:
     with pytest.raises(UnsupportedConfigError, match=message):
         engine_config(tmp_path, here(speculative, tmp_path))
 
 
 @pytest.mark.parametrize("speculative", [NGRAM, SUFFIX, CUSTOM], ids=str)
-def test_a_speculative_configuration_needs_no_target(speculative: dict[str, Any], tmp_path: Path) -> None:
+def test_weightless_method_needs_no_target(speculative: dict[str, Any], tmp_path: Path) -> None:
     """`EngineArgs` sets the target in it; a program that makes a `VllmConfig` by itself may leave it out."""
     upstream.apply()
     made = engine_config(tmp_path, None)
@@ -359,7 +357,7 @@ def test_a_speculative_configuration_needs_no_target(speculative: dict[str, Any]
 
 @pytest.mark.parametrize("missing", ["target_model_config", "target_parallel_config"])
 @pytest.mark.parametrize("trusted", [False, True])
-def test_a_drafter_that_is_a_model_needs_its_target(missing: str, trusted: bool, tmp_path: Path) -> None:
+def test_draft_model_needs_its_target(missing: str, trusted: bool, tmp_path: Path) -> None:
     upstream.apply()
     made = engine_config(tmp_path, None, trust_remote_code=trusted)
     given = dict(target_model_config=made.model_config, target_parallel_config=made.parallel_config)
@@ -368,7 +366,7 @@ def test_a_drafter_that_is_a_model_needs_its_target(missing: str, trusted: bool,
         SpeculativeConfig(method="draft_model", model=str(tmp_path), num_speculative_tokens=3, **given)
 
 
-def test_a_model_without_layers_for_the_method_is_refused_by_name(tmp_path: Path) -> None:
+def test_model_without_layers_for_the_method_is_refused(tmp_path: Path) -> None:
     upstream.apply()
     with pytest.raises(UnsupportedConfigError, match=rf"Method mtp finds nothing that drafts in {tmp_path} \(llama\);"):
         engine_config(tmp_path, dict(method="mtp", num_speculative_tokens=1))
@@ -397,13 +395,13 @@ MODEL_ONLY = {
 
 
 @pytest.mark.parametrize("drafter", [NGRAM, dict(method="ngram_gpu"), SUFFIX, CUSTOM], ids=str)
-def test_options_of_a_drafters_model_are_refused_without_one(drafter: dict[str, Any], tmp_path: Path) -> None:
+def test_drafter_model_options_are_refused_without_a_model(drafter: dict[str, Any], tmp_path: Path) -> None:
     for name, (value, way_out) in MODEL_ONLY.items():
         with pytest.raises(UnsupportedConfigError, match=f"^{name.strip()} .*{way_out}"):
             engine_config(tmp_path, drafter | {name.strip(): value})
 
 
-def test_the_lists_of_options_are_upstreams() -> None:
+def test_lists_of_options_match_vllm() -> None:
     """Each option of upstream's is used, refused by us, or refused by upstream: a new one has to be thought about."""
     refused_upstream = {"tensor_parallel_size", "use_heterogeneous_vocab", "index_share_for_mtp_iteration"}
     filled_in = {"target_model_config", "target_parallel_config", "draft_model_config", "draft_parallel_config"}
@@ -424,22 +422,20 @@ def test_the_lists_of_options_are_upstreams() -> None:
     ],
     ids=str,
 )
-def test_batch_invariance_is_refused_where_it_would_not_hold(
-    options: dict[str, Any], message: str, tmp_path: Path
-) -> None:
+def test_unsupported_batch_invariance_is_refused(options: dict[str, Any], message: str, tmp_path: Path) -> None:
     asked = dict(additional_config={"gaudi_spec": {"batch_invariant": True}})
     engine_config(tmp_path, None, **asked)
     with pytest.raises(UnsupportedConfigError, match=message):
         engine_config(tmp_path, None, **asked, **options)
 
 
-def test_vllms_switch_of_batch_invariance_names_ours(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_vllms_batch_invariance_variable_is_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("VLLM_BATCH_INVARIANT", "1")
     with pytest.raises(UnsupportedConfigError, match=r"unset it, and set batch_invariant in additional_config"):
         engine_config(tmp_path, None)
 
 
-def test_batch_invariance_is_the_targets_alone(tmp_path: Path) -> None:
+def test_batch_invariance_does_not_apply_to_drafters(tmp_path: Path) -> None:
     asked = dict(additional_config={"gaudi_spec": {"batch_invariant": True}})
     made = engine_config(tmp_path, here(DRAFT, tmp_path), **asked)
     assert config.needs_batch_invariance(made)
@@ -476,7 +472,7 @@ RETOKENIZE = dict(universal_context="retokenize")
     ],
     ids=str,
 )
-def test_universal_options_that_would_not_work_are_refused(
+def test_unsupported_universal_options_are_refused(
     speculative: dict[str, Any] | None, options: dict[str, Any], message: str, tmp_path: Path
 ) -> None:
     given = None if speculative is None else here(speculative, tmp_path)
@@ -493,7 +489,9 @@ def test_universal_options_that_would_not_work_are_refused(
         ({}, {}, 0),
     ],
 )
-def test_what_a_drafter_can_keep(more: dict[str, Any], options: dict[str, Any], kv_len: int, tmp_path: Path) -> None:
+def test_universal_kv_len_default_and_limit(
+    more: dict[str, Any], options: dict[str, Any], kv_len: int, tmp_path: Path
+) -> None:
     made = engine_config(tmp_path, here(UNIVERSAL | more, tmp_path), additional_config=dict(gaudi_spec=options))
     speculation = Speculation.from_vllm(made)
     assert speculation is not None
@@ -501,7 +499,7 @@ def test_what_a_drafter_can_keep(more: dict[str, Any], options: dict[str, Any], 
 
 
 @pytest.mark.parametrize("overlap", [True, False])
-def test_the_scheduler_is_always_one_of_ours(overlap: bool, tmp_path: Path) -> None:
+def test_scheduler_is_one_of_ours(overlap: bool, tmp_path: Path) -> None:
     for speculative in (None, dict(method="ngram_gpu")):
         made = engine_config(tmp_path, speculative, async_scheduling=overlap)
         scheduler = made.scheduler_config.get_scheduler_cls()
@@ -515,7 +513,7 @@ class Theirs(SpecScheduler):
 
 
 @pytest.mark.parametrize("name", [Theirs, f"{__name__}.Theirs"])
-def test_a_scheduler_of_the_users_derives_from_ours(name: Any, tmp_path: Path) -> None:
+def test_users_scheduler_must_derive_from_ours(name: Any, tmp_path: Path) -> None:
     more = dict(async_scheduling=False, scheduler_cls=name)
     made = engine_config(tmp_path, NGRAM, **more)
     assert made.scheduler_config.get_scheduler_cls().__name__ == "Theirs"
@@ -591,7 +589,7 @@ COMPILED = {"traits.captures": True, "traits.torch_device": SimpleNamespace(type
     ],
     ids=lambda value: next(iter(value), "images") if isinstance(value, dict) else "",
 )
-def test_images_that_would_not_work_are_refused(changed: dict[str, Any], refused: str | None) -> None:
+def test_unsupported_images_are_refused(changed: dict[str, Any], refused: str | None) -> None:
     media = SimpleNamespace(
         is_multimodal_pruning_enabled=lambda: False,
         enable_mm_embeds=False,
@@ -624,7 +622,7 @@ def test_images_that_would_not_work_are_refused(changed: dict[str, Any], refused
 
 
 @pytest.mark.parametrize("option", ["adaptive", "goodput"])
-def test_pacing_that_would_not_work_is_refused(option: str, tmp_path: Path) -> None:
+def test_pacing_without_speculation_is_refused(option: str, tmp_path: Path) -> None:
     more = dict(additional_config={"gaudi_spec": {option: True}})
     with pytest.raises(UnsupportedConfigError, match="have no effect without speculation; leave them out"):
         engine_config(tmp_path, None, **more)
@@ -634,14 +632,14 @@ def test_pacing_that_would_not_work_is_refused(option: str, tmp_path: Path) -> N
         engine_config(tmp_path, NGRAM, additional_config={"gaudi_spec": {option: 1}})
 
 
-def test_audits_that_would_not_work_are_refused(tmp_path: Path) -> None:
+def test_audits_without_speculation_are_refused(tmp_path: Path) -> None:
     more = dict(additional_config={"gaudi_spec": {"audit_every": 10}})
     engine_config(tmp_path, NGRAM, **more)
     with pytest.raises(UnsupportedConfigError, match=r"audit_every in .* has no effect without speculation"):
         engine_config(tmp_path, None, **more)
 
 
-def test_audits_of_ranks_in_step_are_refused(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+def test_audits_of_data_parallel_experts_are_refused(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     made = engine_config(tmp_path, NGRAM, additional_config={"gaudi_spec": {"audit_every": 10}})
     monkeypatch.setattr(speculation, "ranks_in_step", lambda _: 2)
     (reason,) = speculation._audit_refusals(made)
@@ -656,7 +654,7 @@ def test_audits_of_ranks_in_step_are_refused(monkeypatch: pytest.MonkeyPatch, tm
         ("cpu", {}, None),
     ],
 )
-def test_weight_formats_that_would_not_work_are_refused(
+def test_unsupported_weight_formats_are_refused(
     device: str, options: dict[str, Any], message: str | None, tmp_path: Path
 ) -> None:
     made = engine_config(tmp_path, None, **options)
@@ -680,7 +678,7 @@ def test_weight_formats_that_would_not_work_are_refused(
     ],
     ids=str,
 )
-def test_quantization_that_would_not_work_is_refused(
+def test_unsupported_quantization_is_refused(
     device: str, options: dict[str, str], message: str | None, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     path = tmp_path / "quant.json"
@@ -726,7 +724,7 @@ def test_v13_pooling_models_that_are_not_served_are_refused(
     ],
     ids=str,
 )
-def test_prompts_of_encoders_are_not_cut(changed: dict[str, Any], option: str | None) -> None:
+def test_options_that_split_encoder_prompts_are_refused(changed: dict[str, Any], option: str | None) -> None:
     scheduler = dict(long_prefill_token_threshold=0, max_num_scheduled_tokens=None, max_num_batched_tokens=512)
     made: Any = SimpleNamespace(
         model_config=SimpleNamespace(model="m", max_model_len=512),
@@ -791,7 +789,7 @@ def test_l06_experts_of_the_transformers_backend_are_refused(is_moe: bool, backe
     assert not list(models._graph_refusals(model, dataclasses.replace(traits, updates_views=True)))
 
 
-def test_gemma3n_without_its_package_is_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_gemma3n_without_timm_is_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(models, "_PACKAGES", {"LlamaForCausalLM": "no_package_of_this_name"})
     line = r"\(LlamaForCausalLM\) needs the package no_package_of_this_name, for text too; run `pip install no_pack"
     with pytest.raises(UnsupportedConfigError, match=line):
@@ -801,7 +799,7 @@ def test_gemma3n_without_its_package_is_refused(tmp_path: Path, monkeypatch: pyt
 
 
 @pytest.mark.parametrize(("threshold", "is_refused"), [(0, False), (1, True), (3, True), (4, False)])
-def test_a_threshold_that_cuts_steps_with_drafts_is_refused(threshold: int, is_refused: bool, tmp_path: Path) -> None:
+def test_prefill_threshold_below_a_verify_step_is_refused(threshold: int, is_refused: bool, tmp_path: Path) -> None:
     ngram = dict(method="ngram", num_speculative_tokens=3, prompt_lookup_max=2)
     made, plain = (engine_config(tmp_path, spec_config) for spec_config in (ngram, None))
     for one in (made, plain):
@@ -834,9 +832,7 @@ def test_recovery_of_failed_engines_is_refused(tmp_path: Path) -> None:
         ({}, 4, "attn_res_block_size"),
     ],
 )
-def test_parts_of_kimi_k3_are_refused(
-    parts: dict[str, Any], attn_res_block_size: int | None, named: str | None
-) -> None:
+def test_kimi_k3_is_refused(parts: dict[str, Any], attn_res_block_size: int | None, named: str | None) -> None:
     """Its text shares class and configuration with Kimi Linear."""
     config = SimpleNamespace(linear_attn_config=parts, attn_res_block_size=attn_res_block_size)
     model: Any = SimpleNamespace(model="m", architectures=["KimiLinearForCausalLM"], hf_text_config=config)
@@ -860,7 +856,7 @@ def test_parts_of_kimi_k3_are_refused(
         ("cuda", "captured", "Qwen3NextForCausalLM", True),
     ],
 )
-def test_recurrent_layers_are_refused_where_no_graph_of_them_was_compared(
+def test_recurrent_layers_never_compared_in_graphs_are_refused(
     device: str, mode: str, architecture: str, refused: bool
 ) -> None:
     backend = backend_of(device, captures=mode != "eager")
@@ -877,9 +873,7 @@ def test_recurrent_layers_are_refused_where_no_graph_of_them_was_compared(
     assert all("m has recurrent layers, which were not compared on" in line for line in found)
 
 
-def test_what_is_left_of_an_earlier_measurement_does_not_stop_the_next(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_files_of_earlier_measurement_are_ignored(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """A run that was killed leaves half a file. Who serves with it is told."""
     made, path = engine_config(tmp_path, None), tmp_path / "quant.json"
     (tmp_path / "inc_hooks_maxabs_0_1.npz").write_bytes(b"PK\x03\x04 and no more")
@@ -892,13 +886,13 @@ def test_what_is_left_of_an_earlier_measurement_does_not_stop_the_next(
         refusals.refuse_unsupported(made, backend_of("hpu"))
 
 
-def test_a_range_without_quantization_is_refused(tmp_path: Path) -> None:
+def test_fp8_range_without_quantization_is_refused(tmp_path: Path) -> None:
     with pytest.raises(UnsupportedConfigError, match="fp8_range is for QUANT_CONFIG and --kv-cache-dtype fp8; leave"):
         engine_config(tmp_path, None, additional_config={"gaudi_spec": {"fp8_range": "gaudi3"}})
     engine_config(tmp_path, None, kv_cache_dtype="fp8", additional_config={"gaudi_spec": {"fp8_range": "gaudi3"}})
 
 
-def test_kv_is_measured_in_the_models_dtype(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_measuring_with_fp8_kv_is_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     path = tmp_path / "quant.json"
     monkeypatch.setenv("QUANT_CONFIG", str(path))
     path.write_text(json.dumps({"mode": "MEASURE", "dump_stats_path": str(tmp_path / "inc")}))
@@ -928,7 +922,7 @@ def installed_processor(tmp_path_factory: pytest.TempPathFactory, monkeypatch: p
     monkeypatch.syspath_prepend(str(folder))
 
 
-def test_logits_processors_of_packages_are_not_used_with_speculation(
+def test_installed_logits_processors_are_logged_with_speculation(
     installed_processor: None, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """As upstream has it. Without speculation they run, and on the host."""
@@ -955,7 +949,7 @@ ON_HOST = {
 
 @pytest.mark.parametrize("asked", [None, True, False])
 @pytest.mark.parametrize("name", ON_HOST)
-def test_drafters_on_the_host_run_step_by_step_and_say_so_once(
+def test_host_drafters_disable_async_scheduling_and_log_it_once(
     name: str, asked: bool | None, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     said: list[str] = []
@@ -973,7 +967,7 @@ def test_drafters_on_the_host_run_step_by_step_and_say_so_once(
 
 @pytest.mark.parametrize("asked", [None, True, False])
 @pytest.mark.parametrize("speculative", [None, dict(method="ngram_gpu"), DRAFT, UNIVERSAL], ids=str)
-def test_steps_overlap_unless_the_user_says_no(
+def test_async_scheduling_is_on_unless_disabled(
     speculative: dict[str, Any] | None, asked: bool | None, tmp_path: Path
 ) -> None:
     given = speculative and here(speculative, tmp_path)
@@ -981,7 +975,7 @@ def test_steps_overlap_unless_the_user_says_no(
     assert made.scheduler_config.async_scheduling is (asked is not False)
 
 
-def test_custom_logits_processors_end_the_overlap_of_steps(tmp_path: Path) -> None:
+def test_custom_logits_processors_disable_async_scheduling(tmp_path: Path) -> None:
     processor = "vllm.v1.sample.logits_processor:MinPLogitsProcessor"
     made = engine_config(tmp_path, None, logits_processors=[processor], async_scheduling=True)
     assert made.scheduler_config.async_scheduling is False
@@ -998,7 +992,7 @@ def test_speculation_from_the_command_line(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize(("wanted", "fine"), [(0, True), (3, True), (-1, False), (True, False), (1.0, False)])
-def test_drafts_that_a_request_asks_for(wanted: Any, fine: bool) -> None:
+def test_requested_number_of_drafts_is_checked(wanted: Any, fine: bool) -> None:
     reason = check_request(SamplingParams(extra_args={"num_speculative_tokens": wanted}))
     assert (reason is None) == fine
     if reason is not None:
@@ -1038,7 +1032,7 @@ HALF = "\ud800"
         (dict(structured_outputs=StructuredOutputsParams(json={"enum": [HALF]})), "structured_outputs"),
     ],
 )
-def test_halves_of_characters_are_refused(given: dict[str, Any], name: str) -> None:
+def test_lone_surrogates_are_refused(given: dict[str, Any], name: str) -> None:
     reason = check_request(SamplingParams(**given))
     assert reason is not None
     assert reason.startswith(f"{name} has a lone surrogate")
@@ -1049,7 +1043,7 @@ def test_halves_of_characters_are_refused(given: dict[str, Any], name: str) -> N
     assert check_request(SamplingParams(stop=["\U00010000"], bad_words=["é"])) is None
 
 
-def test_what_prompt_embeddings_are_refused_beside() -> None:
+def test_unsupported_prompt_embeddings_are_refused() -> None:
     embeds, image = dict(type="embeds", prompt_embeds=torch.ones(2, 4)), dict(prompt_embeds=[(0, 2)], image=[(4, 9)])
     assert check_request(SamplingParams(), prompt=embeds) is None
     reason = check_request(SamplingParams(prompt_logprobs=1), prompt=embeds)
@@ -1058,7 +1052,7 @@ def test_what_prompt_embeddings_are_refused_beside() -> None:
     assert reason == "prompt_embeds are not supported beside images, video and sound; leave one of them out."
 
 
-def test_integers_that_are_too_long_are_refused() -> None:
+def test_integers_beyond_64_bits_are_refused() -> None:
     """Upstream looks at those of `extra_args` itself."""
     params = SamplingParams(stream_interval=2**64)
     reason = check_request(params)

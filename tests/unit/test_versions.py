@@ -20,7 +20,9 @@ from vllm_gaudi_spec import versions
     ],
     ids=str,
 )
-def test_torchvision_of_another_build(found: dict[str, str], fits: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_mismatched_torchvision_build_is_detected(
+    found: dict[str, str], fits: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
     def find(name: str) -> str:
         if name not in found:
             raise PackageNotFoundError(name)

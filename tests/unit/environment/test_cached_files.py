@@ -39,7 +39,7 @@ def elsewhere(tmp_path: Path) -> Path:
     return folder
 
 
-def test_what_is_written_is_read(cache: Path) -> None:
+def test_written_file_is_read_back(cache: Path) -> None:
     cached_files.write(cache / "inner" / "file", b"ours")
     assert cached_files.read(cache / "inner" / "file", 4) == b"ours"
     assert [path.name for path in (cache / "inner").iterdir()] == ["file"]
@@ -48,7 +48,7 @@ def test_what_is_written_is_read(cache: Path) -> None:
 
 
 @pytest.mark.parametrize("target", ["file", "missing"])
-def test_a_link_in_a_files_place(target: str, cache: Path, elsewhere: Path) -> None:
+def test_link_instead_of_file_is_refused(target: str, cache: Path, elsewhere: Path) -> None:
     """Not read; a write takes its place and leaves alone what it points to."""
     (cache / "file").symlink_to(elsewhere / target)
     with pytest.raises(UntrustedCacheError, match="symbolic link"):
@@ -60,7 +60,7 @@ def test_a_link_in_a_files_place(target: str, cache: Path, elsewhere: Path) -> N
 
 
 @pytest.mark.parametrize("target", ["elsewhere", "missing"])
-def test_a_link_in_a_folders_place(target: str, tmp_path: Path, elsewhere: Path) -> None:
+def test_link_instead_of_folder_is_refused(target: str, tmp_path: Path, elsewhere: Path) -> None:
     (tmp_path / "cache").symlink_to(tmp_path / target)
     with pytest.raises(OSError):
         cached_files.write(tmp_path / "cache" / "file", b"ours")
@@ -70,7 +70,7 @@ def test_a_link_in_a_folders_place(target: str, tmp_path: Path, elsewhere: Path)
     assert not (tmp_path / "missing").exists()
 
 
-def test_a_folder_that_everybody_may_write_to(cache: Path) -> None:
+def test_world_writable_folder_is_refused(cache: Path) -> None:
     cached_files.write(cache / "file", b"ours")
     cache.chmod(0o777)
     for attempt in (lambda: cached_files.read(cache / "file", 100), lambda: cached_files.write(cache / "file", b"")):
@@ -79,7 +79,7 @@ def test_a_folder_that_everybody_may_write_to(cache: Path) -> None:
     assert (cache / "file").read_bytes() == b"ours"
 
 
-def test_a_folder_that_somebody_else_could_make(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_folder_of_another_user_is_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """As /tmp is: what lies there is ours only if we made it."""
     tmp_path.chmod(0o1777)
     made = cached_files.make_folder(tmp_path / "cache")
@@ -92,7 +92,7 @@ def test_a_folder_that_somebody_else_could_make(tmp_path: Path, monkeypatch: pyt
         cached_files.make_folder(tmp_path / "cache")
 
 
-def test_a_folder_is_closed_whatever_the_umask(tmp_path: Path) -> None:
+def test_folder_is_not_world_writable_with_any_umask(tmp_path: Path) -> None:
     before = os.umask(0)
     try:
         made = cached_files.make_folder(tmp_path / "cache")
@@ -112,7 +112,7 @@ def make_open_file(path: Path) -> None:
 
 @pytest.mark.timeout(20)
 @pytest.mark.parametrize("make", [make_pipe, Path.mkdir, make_open_file])
-def test_what_is_no_file_of_ours(make: Callable[[Path], None], cache: Path) -> None:
+def test_special_files_are_refused(make: Callable[[Path], None], cache: Path) -> None:
     """A pipe would be waited for."""
     make(cache / "file")
     with pytest.raises(OSError):
@@ -126,7 +126,7 @@ def small_map() -> vocab_map.VocabMap:
     return vocab_map.VocabMap.of_pairs(PAIRS, np.array([True, False]), 3, 2)
 
 
-def test_a_vocabulary_map_is_not_read_through_a_link(cache: Path, elsewhere: Path) -> None:
+def test_vocabulary_map_is_not_read_through_a_link(cache: Path, elsewhere: Path) -> None:
     vocab_map._write(elsewhere / "map", "key", small_map())
     assert vocab_map._read(elsewhere / "map", "key", 3, 2).num_matched == 2
     (cache / "map").symlink_to(elsewhere / "map")
@@ -157,7 +157,7 @@ def forged(**header: Any) -> bytes:
         forged() + b"\0" * 2000,
     ],
 )
-def test_a_forged_vocabulary_map_is_made_again(content: bytes, cache: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_forged_vocabulary_map_is_rebuilt(content: bytes, cache: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """What somebody wrote there who knows the layout; the untouched file is read."""
     monkeypatch.setattr(vocab_map, "content_hash", lambda model: "hash")
     monkeypatch.setattr(vocab_map, "read_vocabulary", lambda model: None)
@@ -171,7 +171,7 @@ def test_a_forged_vocabulary_map_is_made_again(content: bytes, cache: Path, monk
     assert path.read_bytes() == whole
 
 
-def test_the_list_of_programs_is_not_written_through_a_link(
+def test_graph_manifest_is_not_written_through_a_link(
     tmp_path: Path, elsewhere: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
@@ -238,13 +238,13 @@ SOUND = {"format": demo_model.FORMAT, "gguf_sha256": demo_model.GGUF_SHA256}
         plant_manifest(" " * 100_000),
     ],
 )
-def test_a_demo_model_that_was_tampered_with_is_made_again(change: Callable[[Path], None], cache: Path) -> None:
+def test_modified_demo_model_is_rebuilt(change: Callable[[Path], None], cache: Path) -> None:
     folder = prepared(cache / "model")
     change(folder)
     assert demo_model.damaged_files(folder, checksums=False)
 
 
-def test_the_lock_of_the_demo_model_is_no_link(cache: Path, elsewhere: Path) -> None:
+def test_lock_of_demo_model_does_not_follow_links(cache: Path, elsewhere: Path) -> None:
     """Opening it would empty the file behind it."""
     (cache / f".{demo_model.NAME}.lock").symlink_to(elsewhere / "file")
     with pytest.raises(OSError), demo_model.exclusive(cache):
@@ -252,7 +252,7 @@ def test_the_lock_of_the_demo_model_is_no_link(cache: Path, elsewhere: Path) -> 
     assert (elsewhere / "file").read_bytes() == b"theirs"
 
 
-def test_the_demo_model_is_not_kept_where_everybody_may_write(tmp_path: Path) -> None:
+def test_demo_model_is_not_kept_in_world_writable_folder(tmp_path: Path) -> None:
     tmp_path.chmod(0o777)
     with pytest.raises(UntrustedCacheError, match="chmod o-w"):
         demo_model.demo_model_path(tmp_path)

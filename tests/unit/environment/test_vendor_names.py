@@ -36,13 +36,15 @@ def nothing_is_set(monkeypatch: pytest.MonkeyPatch) -> None:
         ({"VLLM_SKIP_WARMUP": "false", "VGS_SKIP_WARMUP": "1"}, True),
     ],
 )
-def test_skipping_warm_up(variables: dict[str, str], skipped: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_skip_warmup_reads_both_variables(
+    variables: dict[str, str], skipped: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
     for name, value in variables.items():
         monkeypatch.setenv(name, value)
     assert environment.skip_warmup() is skipped
 
 
-def test_a_word_for_neither_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_value_that_is_not_a_boolean_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("VLLM_SKIP_WARMUP", "maybe")
     with pytest.raises(UnsupportedConfigError, match="VLLM_SKIP_WARMUP=maybe is neither true nor false"):
         environment.skip_warmup()
@@ -53,7 +55,7 @@ def is_linear(**options: Any) -> bool:
     return Buckets.choose(Options(**options), backend).linear
 
 
-def test_bucketing_strategy(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_vendors_bucket_strategy_is_read(monkeypatch: pytest.MonkeyPatch) -> None:
     """An option comes before the variable."""
     assert not is_linear()
     monkeypatch.setenv("VLLM_BUCKETING_STRATEGY", "")
@@ -69,7 +71,7 @@ def test_bucketing_strategy(monkeypatch: pytest.MonkeyPatch) -> None:
         is_linear()
 
 
-def test_numbers(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_vendors_numbers_are_read(monkeypatch: pytest.MonkeyPatch) -> None:
     """The share of memory that graphs may take, and the layers of a recipe."""
     for name in ("VLLM_GRAPH_RESERVED_MEM", "VLLM_CONFIG_HIDDEN_LAYERS"):
         monkeypatch.delenv(name, raising=False)
@@ -85,7 +87,7 @@ def test_numbers(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 @pytest.mark.parametrize("value", ["10%", "10", "-1", "1", "nan"])
-def test_what_is_no_share_of_memory(value: str, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_graph_memory_outside_0_to_1_is_refused(value: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """Refused where the configuration is checked, before a model is loaded."""
     monkeypatch.setenv("VLLM_GRAPH_RESERVED_MEM", value)
     monkeypatch.setattr(hpu, "set_gaudi_defaults", lambda: None)

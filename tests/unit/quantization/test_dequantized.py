@@ -38,7 +38,7 @@ def kernels(which: str) -> dict[str, Any]:
     return dict(additional_config=dict(gaudi_spec=dict(weight_kernels=which)))
 
 
-def test_vllm_takes_the_method(tmp_path: Path) -> None:
+def test_vllm_uses_our_method(tmp_path: Path) -> None:
     """In float32 too, which vLLM's own method for the format refuses."""
     found = configured(checkpoint(tmp_path, dict(FORMATS["fp8-block"].config)), **reference())
     assert found.model_config.quantization == DEQUANTIZED
@@ -49,7 +49,7 @@ def test_vllm_takes_the_method(tmp_path: Path) -> None:
     assert isinstance(again, DequantizedConfig)
 
 
-def test_a_format_that_is_not_read_is_refused(tmp_path: Path) -> None:
+def test_unsupported_format_is_refused(tmp_path: Path) -> None:
     model = checkpoint(tmp_path, FORMATS["gptq"].config | dict(checkpoint_format="gptq", sym=False))
     with pytest.raises(UnsupportedConfigError, match="zero points in GPTQ's first layout") as refused:
         configured(model, dtype="bfloat16")
@@ -65,7 +65,7 @@ def test_a_malformed_description_is_refused_in_one_line(tmp_path: Path) -> None:
         assert len(str(refused.value).splitlines()) == 1
 
 
-def test_the_methods_of_the_user(tmp_path: Path) -> None:
+def test_users_quantization_method_is_respected(tmp_path: Path) -> None:
     """What is not the checkpoint's own is vLLM's to refuse."""
     model = checkpoint(tmp_path, dict(FORMATS["awq"].config))
     for name in ("awq", "auto_awq", DEQUANTIZED):
@@ -75,7 +75,7 @@ def test_the_methods_of_the_user(tmp_path: Path) -> None:
             configured(model, **reference(quantization=name))
 
 
-def test_kernels_that_the_user_names_and_that_are_missing(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_missing_kernels_that_the_user_asks_for_are_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(CpuWeights, "missing_kernel", Weights.missing_kernel)
     monkeypatch.setattr(type(current_platform), "supported_dtypes", [torch.float16])
     model = checkpoint(tmp_path, dict(FORMATS["gptq"].config))
@@ -108,7 +108,7 @@ def test_tensors_that_do_not_fit_are_refused_at_configuration(
     assert len(str(refused.value).splitlines()) == 1
 
 
-def test_damage_is_refused_beside_vllms_own_kernels_too(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_damaged_checkpoint_is_refused_with_vllms_kernels(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Which every CPU has for int8 in bfloat16."""
     monkeypatch.setattr(type(current_platform), "supported_dtypes", [torch.bfloat16])
     options = kernels("native") | dict(dtype="bfloat16")
@@ -122,11 +122,11 @@ def test_damage_is_refused_beside_vllms_own_kernels_too(tmp_path: Path, monkeypa
     assert configured(model, **options).model_config.quantization == "compressed-tensors"
 
 
-def test_those_that_fit_are_let_in(tmp_path: Path) -> None:
+def test_checkpoints_that_fit_are_accepted(tmp_path: Path) -> None:
     configured(write(tmp_path), **reference())
 
 
-def test_only_files_of_the_index_are_looked_at(tmp_path: Path) -> None:
+def test_only_files_in_the_index_are_checked(tmp_path: Path) -> None:
     model = write(tmp_path)
     save_file({f"{NAME}.weight_scale": torch.ones(7, 1)}, tmp_path / "stray.safetensors")
     with pytest.raises(UnsupportedConfigError, match="take another copy"):
@@ -171,7 +171,7 @@ def tensors_of(parts: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
     return {f"{NAME}.{part}": tensor for part, tensor in parts.items()}
 
 
-def test_what_is_not_quantized_stays() -> None:
+def test_unquantized_tensors_are_unchanged() -> None:
     """Norms, biases, scales of KV, and a layer that the format leaves as it is; scales of activations are dropped."""
     parts, meant = fp8_channel(torch.randn(GROUP, GROUP))
     others = {
@@ -186,7 +186,7 @@ def test_what_is_not_quantized_stays() -> None:
     assert all(found[name] is tensor for name, tensor in others.items())
 
 
-def test_tensors_come_in_any_order() -> None:
+def test_tensors_may_come_in_any_order() -> None:
     parts, meant = FORMATS["ct-w4a16"].weights(torch.randn(GROUP, GROUP))
     found = read(dict(reversed(tensors_of(parts).items())), compressed("pack-quantized", CT_W4))
     torch.testing.assert_close(found[f"{NAME}.weight"], meant)
@@ -233,7 +233,7 @@ def kept_or_decoded(found: dict[str, torch.Tensor]) -> torch.Tensor:
 
 
 @pytest.mark.parametrize(("name", "part", "keeps"), SCALES)
-def test_a_scale_of_zero_is_contained(name: str, part: str, keeps: bool) -> None:
+def test_zero_scale_gives_finite_weights(name: str, part: str, keeps: bool) -> None:
     """It makes zeros of the weights that share it, and changes no other."""
     tensors, meant = changed(name, part, first(0.0))
     if part == "weight_global_scale":  # which divides
@@ -250,7 +250,7 @@ def test_a_scale_of_zero_is_contained(name: str, part: str, keeps: bool) -> None
 
 
 @pytest.mark.parametrize(("name", "part", "keeps"), SCALES)
-def test_scales_that_are_not_finite_are_refused(name: str, part: str, keeps: bool) -> None:
+def test_non_finite_scales_are_refused(name: str, part: str, keeps: bool) -> None:
     for value in (float("nan"), float("inf")):
         tensors, _ = changed(name, part, first(value))
         if part == "weight_global_scale" and value == float("inf"):  # which divides: the weights are zeros
@@ -262,7 +262,7 @@ def test_scales_that_are_not_finite_are_refused(name: str, part: str, keeps: boo
 
 @pytest.mark.parametrize("device", ["cpu", "meta"])
 @pytest.mark.parametrize(("name", "part", "keeps"), SCALES)
-def test_scales_that_are_missing_or_too_many_are_refused(name: str, part: str, keeps: bool, device: str) -> None:
+def test_wrong_number_of_scales_is_refused(name: str, part: str, keeps: bool, device: str) -> None:
     """By the headers of the files alone, too."""
     for change, reason in (
         (lambda scale: None, f"has no {part}"),
@@ -275,7 +275,7 @@ def test_scales_that_are_missing_or_too_many_are_refused(name: str, part: str, k
 
 
 @pytest.mark.parametrize("name", ["ct-int8", "ct-w4a16", "awq", "gptq", "fp8-block"])
-def test_what_vllms_own_kernels_get_is_checked(name: str) -> None:
+def test_tensors_for_vllms_kernels_are_checked(name: str) -> None:
     """And not changed."""
     format = read_format(FORMATS[name].config)
     parts, _ = FORMATS[name].weights(torch.ones(GROUP, GROUP))
@@ -290,7 +290,7 @@ def test_what_vllms_own_kernels_get_is_checked(name: str) -> None:
         list(check_tensors("model", format, broken.items()))
 
 
-def test_what_is_only_not_read_here_is_left_to_vllm() -> None:
+def test_tensors_that_only_we_cannot_read_are_left_to_vllm() -> None:
     stacked = {"layers.0.experts.weight": torch.ones(2, 4, 4, dtype=torch.int8), "layers.0.experts.weight_scale": ONE}
     assert dict(check_tensors("model", read_format(CT), stacked.items())) == stacked
 
@@ -313,9 +313,7 @@ NAMED["config_groups"]["group_0"]["targets"] = ["re:.*down_proj$"]
         (f"{NAME}.weight", E4M3, NAMED),
     ],
 )
-def test_quantized_tensors_that_are_not_read_are_refused(
-    name: str, tensor: torch.Tensor, config: dict[str, Any]
-) -> None:
+def test_undescribed_quantized_tensors_are_refused(name: str, tensor: torch.Tensor, config: dict[str, Any]) -> None:
     with pytest.raises(
         EncodingError, match=rf"model: {name} is quantized in a way that config.json .*; use a model in"
     ):
@@ -323,7 +321,7 @@ def test_quantized_tensors_that_are_not_read_are_refused(
     assert not read({name: tensor}, config, is_unused=lambda unused: unused == name)
 
 
-def test_experts_in_one_tensor_are_no_damage() -> None:
+def test_experts_in_one_tensor_are_not_damage() -> None:
     parts = {"weight": torch.ones(2, 4, 4).to(torch.float8_e4m3fn), "weight_scale": torch.ones(2, 4, 1)}
     with pytest.raises(EncodingError, match="of 3 dimensions, where only matrices are read; use a model in bfloat16"):
         read(tensors_of(parts))
@@ -378,7 +376,7 @@ def test_a_scale_without_its_weight_is_refused() -> None:
         read({f"{NAME}.weight_scale": torch.ones(4, 1)}, is_native=lambda layer: True)
 
 
-def test_headers_of_files_are_enough(tmp_path: Path) -> None:
+def test_check_reads_only_headers(tmp_path: Path) -> None:
     """A layer's tensors may be in several files."""
     parts, _ = fp8_channel(torch.ones(GROUP, GROUP))
     files = [tmp_path / "a.safetensors", tmp_path / "b.safetensors"]

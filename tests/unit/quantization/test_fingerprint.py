@@ -27,7 +27,7 @@ def changed(at: int) -> bytes:
     return bytes(weights)
 
 
-def test_a_copy_has_the_same(tmp_path: Path) -> None:
+def test_copy_has_the_same_fingerprint(tmp_path: Path) -> None:
     saved_again = {"transformers_version": "9.9.9", "_name_or_path": "/elsewhere"}
     name = fingerprint(make(tmp_path / "a"))
     assert len(name) == 16
@@ -35,15 +35,15 @@ def test_a_copy_has_the_same(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("weights", [changed(0), changed(SIZE - 1), bytes(SIZE + 1)], ids=["begin", "end", "size"])
-def test_other_weights_have_another(tmp_path: Path, weights: bytes) -> None:
+def test_different_weights_have_different_fingerprints(tmp_path: Path, weights: bytes) -> None:
     assert fingerprint(make(tmp_path / "a")) != fingerprint(make(tmp_path / "b", weights=weights))
 
 
-def test_another_configuration_has_another(tmp_path: Path) -> None:
+def test_different_configuration_has_a_different_fingerprint(tmp_path: Path) -> None:
     assert fingerprint(make(tmp_path / "a")) != fingerprint(make(tmp_path / "b", {"rope_theta": 1e6}))
 
 
-def test_there_is_none_before_there_are_weights(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_fingerprint_is_empty_without_weights(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """The cache of a hub may have nothing, or the configuration alone."""
     assert fingerprint(make(tmp_path / "a", weights=None)) == ""
     assert fingerprint(str(tmp_path / "nowhere")) == ""

@@ -93,7 +93,7 @@ def expected(
 
 
 @pytest.mark.parametrize("scales", [SCALES, BY_HEAD], ids=["per tensor", "per head"])
-def test_what_is_read_is_what_e4m3_holds(scales: tuple[torch.Tensor, torch.Tensor]) -> None:
+def test_read_values_are_e4m3_numbers(scales: tuple[torch.Tensor, torch.Tensor]) -> None:
     cache, impl = empty(), impl_with(HOST, scales)
     stored(cache, scales)
     positions = range(START, START + QUERIES)
@@ -106,7 +106,7 @@ def test_what_is_read_is_what_e4m3_holds(scales: tuple[torch.Tensor, torch.Tenso
     assert error.max() < 0.7
 
 
-def test_a_verify_step_has_the_bits_of_plain_steps() -> None:
+def test_verify_step_has_the_bits_of_decodes() -> None:
     together, apart, impl = empty(), empty(), impl_with(HOST)
     for cache in (together, apart):
         stored(cache)
@@ -121,7 +121,7 @@ def test_a_verify_step_has_the_bits_of_plain_steps() -> None:
     assert torch.equal(together.view(torch.uint8), apart.view(torch.uint8))
 
 
-def test_what_is_too_large_is_cut_and_bad_numbers_stay_in_their_slot() -> None:
+def test_large_values_are_clamped_and_nan_stays_in_its_slot() -> None:
     cache, impl = empty(), impl_with(HOST)
     bad = torch.full((2, KV_HEADS, SIZE), torch.nan)
     bad[0] = torch.inf
@@ -198,14 +198,14 @@ def test_scales_of_the_checkpoint(monkeypatch: pytest.MonkeyPatch, warned: list[
     assert not warned
 
 
-def test_kv_of_another_layer_is_read_by_its_scales(monkeypatch: pytest.MonkeyPatch, warned: list[str]) -> None:
+def test_shared_kv_is_read_with_its_owners_scales(monkeypatch: pytest.MonkeyPatch, warned: list[str]) -> None:
     first, reader = layer(0.5, 0.25), layer(owner="layers.0")
     quantize(monkeypatch, first, reader)
     assert (reader.impl.k_cache.input.scale, reader.impl.v_cache.input.scale) == (0.5, 0.25)
     assert not warned
 
 
-def test_a_gaudi_2_doubles_them(monkeypatch: pytest.MonkeyPatch, warned: list[str]) -> None:
+def test_gaudi_2_doubles_scales(monkeypatch: pytest.MonkeyPatch, warned: list[str]) -> None:
     """Twice 240 holds what 448 does, in the same bits but for small numbers, of which it loses one."""
     one = layer(0.5, 0.25)
     quantize(monkeypatch, one, fp8_range="gaudi2")
@@ -228,7 +228,7 @@ def test_a_gaudi_2_doubles_them(monkeypatch: pytest.MonkeyPatch, warned: list[st
 
 
 @pytest.mark.parametrize(("fp8_range", "largest"), [("gaudi2", 240), ("gaudi3", 448), (None, 448)])
-def test_a_scale_of_1_is_for_no_range(
+def test_scale_of_1_is_not_doubled_and_logged(
     fp8_range: str | None, largest: int, monkeypatch: pytest.MonkeyPatch, warned: list[str]
 ) -> None:
     one = layer(0.5, 1.0)
@@ -243,14 +243,14 @@ def test_a_scale_of_1_is_for_no_range(
 
 @pytest.mark.parametrize("value", [0.0, -1.0, float("nan"), float("inf")])
 @pytest.mark.parametrize("which", ["k_scale", "v_scale"])
-def test_no_scale_at_all(which: str, value: float, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_bad_scale_is_refused(which: str, value: float, monkeypatch: pytest.MonkeyPatch) -> None:
     with pytest.raises(
         UnsupportedConfigError, match=rf"^{which} of layers\.0 is {value:g}, but a scale must be above 0"
     ):
         quantize(monkeypatch, layer(**{which: value}))
 
 
-def test_kv_in_the_models_dtype_and_caches_of_a_quant_config_stay(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_unquantized_kv_and_caches_of_quant_config_are_unchanged(monkeypatch: pytest.MonkeyPatch) -> None:
     plain, quantized = layer(), layer()
     quantize(monkeypatch, plain, cache_dtype="auto")
     assert plain.impl.kv_dtype is None

@@ -69,13 +69,13 @@ def without_fp8(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 @pytest.mark.parametrize("name", ["fp8", "fp8_e4m3", "fp8_inc"])
-def test_names_of_the_same(name: str, tmp_path: Path, warnings: list[str]) -> None:
+def test_aliases_of_e4m3_are_unified(name: str, tmp_path: Path, warnings: list[str]) -> None:
     made = configured(checkpoint(tmp_path, None), kv_cache_dtype=name)
     assert made.cache_config.cache_dtype == FP8_KV
     assert not warnings
 
 
-def test_a_scheme_is_followed(tmp_path: Path, warnings: list[str]) -> None:
+def test_supported_scheme_sets_fp8_kv(tmp_path: Path, warnings: list[str]) -> None:
     for strategy in ("tensor", "attn_head"):
         made = configured(checkpoint(tmp_path, with_scheme(strategy=strategy)))
         assert made.cache_config.cache_dtype == FP8_KV
@@ -85,7 +85,7 @@ def test_a_scheme_is_followed(tmp_path: Path, warnings: list[str]) -> None:
 
 @pytest.mark.parametrize("change", [dict(type="int"), dict(symmetric=False), dict(strategy="channel")])
 @pytest.mark.parametrize("requested", ["auto", "fp8"])
-def test_one_that_is_not_served_is_set_aside(
+def test_unsupported_scheme_is_dropped(
     requested: str, change: dict[str, Any], tmp_path: Path, warnings: list[str]
 ) -> None:
     made = configured(checkpoint(tmp_path, with_scheme(**change)), kv_cache_dtype=requested)
@@ -100,7 +100,7 @@ def test_one_that_is_not_served_is_set_aside(
     )
 
 
-def test_on_a_device_without_fp8(tmp_path: Path, warnings: list[str], without_fp8: None) -> None:
+def test_scheme_is_dropped_on_device_without_fp8(tmp_path: Path, warnings: list[str], without_fp8: None) -> None:
     made = configured(checkpoint(tmp_path, with_scheme()))
     assert made.cache_config.cache_dtype == "auto"
     assert made.quant_config.kv_cache_scheme is None
@@ -110,7 +110,7 @@ def test_on_a_device_without_fp8(tmp_path: Path, warnings: list[str], without_fp
     assert Weights.fp8_arithmetic is None  # of devices that say nothing else: Ascend and CUDA
 
 
-def test_one_without_a_scheme_is_left_alone(tmp_path: Path, warnings: list[str]) -> None:
+def test_checkpoint_without_scheme_is_unchanged(tmp_path: Path, warnings: list[str]) -> None:
     made = configured(checkpoint(tmp_path, dict(COMPRESSED)))
     assert made.cache_config.cache_dtype == "auto"
     assert not warnings
@@ -128,9 +128,7 @@ def test_modelopts_formats(has_fp8: bool, tmp_path: Path, warnings: list[str], m
     assert bool(warnings) != has_fp8
 
 
-def test_the_user_may_keep_the_models_dtype(
-    tmp_path: Path, warnings: list[str], monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_user_can_keep_kv_in_models_dtype(tmp_path: Path, warnings: list[str], monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(type(current_platform), "supported_dtypes", [torch.bfloat16])
     made = configured(checkpoint(tmp_path, with_scheme()), dtype="bfloat16", kv_cache_dtype="bfloat16")
     assert made.cache_config.cache_dtype == "auto"
@@ -139,7 +137,7 @@ def test_the_user_may_keep_the_models_dtype(
 
 
 @pytest.mark.parametrize("requested", ["bfloat16", "float16"])
-def test_so_they_do_in_float32(requested: str, tmp_path: Path, warnings: list[str]) -> None:
+def test_user_can_keep_kv_in_float32(requested: str, tmp_path: Path, warnings: list[str]) -> None:
     """For which vLLM has no name; without a scheme it is another dtype than the model's, and refused."""
     made = configured(checkpoint(tmp_path, with_scheme()), kv_cache_dtype=requested)
     assert made.cache_config.cache_dtype == "auto"
@@ -147,7 +145,7 @@ def test_so_they_do_in_float32(requested: str, tmp_path: Path, warnings: list[st
     assert not warnings
 
 
-def test_tensors_of_a_scheme_set_aside_are_dropped(tmp_path: Path) -> None:
+def test_scales_of_dropped_scheme_are_not_loaded(tmp_path: Path) -> None:
     model = checkpoint(tmp_path, with_scheme(strategy="attn_head"))
     attention, scale = "model.layers.0.self_attn.", torch.ones(2, 1, 1)
     of_schemes = {f"{attention}{which}_{part}": scale for which in "qkv" for part in ("scale", "zero_point")}
@@ -223,7 +221,7 @@ _NAMES = [
 ]
 
 
-def test_the_remedy_is_by_who_asks_for_fp8(tmp_path: Path) -> None:
+def test_remedy_depends_on_who_asks_for_fp8(tmp_path: Path) -> None:
     for quantization, requested, remedy in (
         (with_scheme(), "auto", "use --kv-cache-dtype bfloat16, which keeps the KV of"),
         (dict(COMPRESSED), "fp8", "leave out --kv-cache-dtype"),
@@ -246,7 +244,7 @@ def test_the_remedy_is_by_who_asks_for_fp8(tmp_path: Path) -> None:
         ("auto", "MEASURE", None, None),
     ],
 )
-def test_weights_of_a_cpu_whose_kernel_does_not_round_by_the_number_of_rows(
+def test_cpu_weights_default_to_float32_with_fp8(
     requested: str,
     quantizes: str | None,
     chosen: str | None,
@@ -262,7 +260,7 @@ def test_weights_of_a_cpu_whose_kernel_does_not_round_by_the_number_of_rows(
     assert get_cpu_weights(made) == expected
 
 
-def test_the_other_kernel_is_refused(tmp_path: Path) -> None:
+def test_float16_weights_with_fp8_kv_are_refused(tmp_path: Path) -> None:
     options = dict(additional_config={"gaudi_spec": {"cpu_weights": "float16"}})
     configured(checkpoint(tmp_path, None), **options)
     with pytest.raises(
@@ -281,7 +279,7 @@ def test_scales_by_head(tmp_path: Path) -> None:
         configured(model)
 
 
-def test_scales_of_a_scheme_set_aside_are_not_looked_at(tmp_path: Path) -> None:
+def test_scales_of_dropped_scheme_are_not_checked(tmp_path: Path) -> None:
     model = checkpoint(tmp_path, with_scheme(strategy="attn_head", type="int"))
     save_file({"model.layers.0.self_attn.k_scale": torch.zeros(3)}, tmp_path / "model.safetensors")
     configured(model, kv_cache_dtype="fp8")

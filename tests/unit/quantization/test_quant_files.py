@@ -37,14 +37,14 @@ def test_names_are_those_of_neural_compressor(prefix: Path) -> None:
     assert files.stem(prefix, 1, 2, "maxabs_hw").name == "inc_hooks_maxabs_MAXABS_HW_1_2"
 
 
-def test_what_was_written_is_read(prefix: Path) -> None:
+def test_written_files_are_read_back(prefix: Path) -> None:
     for read, written in zip(files.read_world(prefix), expand(measured(), 2), strict=True):
         same(read, written)
         assert (read.rank, read.world, read.mode) == (written.rank, 2, files.MEASURED)
         assert (read.model, read.linears, read.looked_at) == (MODEL, written.linears, written.looked_at)
 
 
-def test_both_files_hold_the_same(prefix: Path) -> None:
+def test_json_and_npz_hold_the_same_values(prefix: Path) -> None:
     stored = np.load(f"{prefix}_hooks_maxabs_0_2.npz", allow_pickle=True)["arr_0"].item()
     written = json.loads(Path(f"{prefix}_hooks_maxabs_0_2.json").read_text())
     assert {key: stored[key] for key in ("GlobalRank", "LocalRank", "Mode")} == {
@@ -100,7 +100,7 @@ def test_a_damaged_file_is_refused_in_one_line(
     assert "\n" not in str(refused.value)
 
 
-def test_another_world_size_is_refused(prefix: Path) -> None:
+def test_wrong_world_size_is_refused(prefix: Path) -> None:
     with pytest.raises(QuantFilesError, match="are for world size 2, not 4"):
         files.read_world(prefix, 4)
     with pytest.raises(QuantFilesError, match="no scale files"):
@@ -121,7 +121,7 @@ def test_ranks_of_different_models_are_refused(prefix: Path) -> None:
         files.read_world(prefix)
 
 
-def test_a_write_that_fails_leaves_what_was_there(prefix: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_failed_write_leaves_old_file(prefix: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     before = {path: path.read_bytes() for path in prefix.parent.iterdir()}
 
     def refuse(*args: object, **options: object) -> None:
@@ -138,7 +138,7 @@ def test_a_write_that_fails_leaves_what_was_there(prefix: Path, monkeypatch: pyt
     assert {path: path.read_bytes() for path in prefix.parent.iterdir()} == before
 
 
-def test_a_link_in_the_place_of_a_file_makes_room(tmp_path: Path) -> None:
+def test_link_is_replaced_by_a_file(tmp_path: Path) -> None:
     """And whatever the umask is, others may read what was measured."""
     (tmp_path / "not ours").write_text("kept")
     written = Path(f"{files.write(tmp_path / 'inc', measured())}.json")
@@ -154,13 +154,13 @@ def test_a_link_in_the_place_of_a_file_makes_room(tmp_path: Path) -> None:
     assert (tmp_path / "not ours").read_text() == "kept"
 
 
-def test_a_file_in_the_place_of_the_folder_is_named(tmp_path: Path) -> None:
+def test_file_instead_of_folder_is_named(tmp_path: Path) -> None:
     (tmp_path / "stats").write_text("")
     with pytest.raises(QuantFilesError, match=r"stats/.* cannot be written: "):
         files.write(tmp_path / "stats" / "inc", measured())
 
 
-def test_parts_that_do_not_spread_are_refused() -> None:
+def test_parts_that_ranks_cannot_split_are_refused() -> None:
     assert LinearShape("rows", (Part(64, 8), Part(16, 2)), 32).local_parts(4) == [16, 8]
     with pytest.raises(QuantFilesError, match="do not spread over 3 ranks"):
         LinearShape("rows", (Part(64, 8),), 32).local_parts(3)
@@ -184,11 +184,11 @@ HOSTILE = [
 
 
 @pytest.mark.parametrize("content", HOSTILE)
-def test_what_a_pickle_would_call_is_found(content: bytes) -> None:
+def test_calls_of_a_pickle_are_found(content: bytes) -> None:
     assert any(not name.startswith("numpy.") for name in list_calls(content))
 
 
-def test_a_hostile_npz_is_not_handed_on(prefix: Path) -> None:
+def test_hostile_npz_is_refused(prefix: Path) -> None:
     """INC unpickles it, on a Gaudi without our reading anything; its JSON is beyond doubt."""
     files.check_harmless(prefix)
     np.savez(f"{prefix}_hooks_maxabs_1_2.npz", np.array({"Nodes": Bomb()}))
@@ -204,7 +204,7 @@ def npy_of_a_pickle() -> bytes:
 
 
 @pytest.mark.parametrize("front", [HOSTILE[0], HOSTILE[1], npy_of_a_pickle()], ids=["pickle", "text pickle", "npy"])
-def test_an_archive_after_a_pickle_is_not_handed_on(front: bytes, prefix: Path) -> None:
+def test_archive_after_a_pickle_is_refused(front: bytes, prefix: Path) -> None:
     """zipfile finds the archive from the file's end; numpy looks at the beginning, and would run what stands there."""
     path = Path(f"{prefix}_hooks_maxabs_1_2.npz")
     path.write_bytes(front + path.read_bytes())

@@ -77,14 +77,14 @@ def replaced(model: Model) -> list[str]:
     return [name for name in ALL if parts[name] != plain[name] or name in served]
 
 
-def test_all_that_has_scales(tmp_path: Path) -> None:
+def test_all_modules_with_scales_are_quantized(tmp_path: Path) -> None:
     model = apply(tmp_path, scales())
     assert replaced(model) == ALL
     assert model.impl.kv_dtype is torch.float8_e4m3fn
     assert model.first(torch.randn(3, 8)).shape == (3, 6)
 
 
-def test_what_is_blocked_or_another_models_stays(tmp_path: Path) -> None:
+def test_blocked_and_shared_modules_are_not_quantized(tmp_path: Path) -> None:
     blocked = {"names": ["^last$"], "types": ["Softmax"]}
     caches = "impl.k_cache", "impl.v_cache"
     model = apply(tmp_path, scales(), apart=caches, blocklist=blocked)
@@ -92,7 +92,7 @@ def test_what_is_blocked_or_another_models_stays(tmp_path: Path) -> None:
     assert model.impl.kv_dtype is None
 
 
-def test_half_a_cache(tmp_path: Path) -> None:
+def test_scales_for_only_keys_or_values_are_refused(tmp_path: Path) -> None:
     """On a card the other half would be written to a cache of another dtype."""
     blocked = {"names": ["v_cache"]}
     with pytest.raises(UnsupportedConfigError, match="quantizes k_cache of impl and not v_cache, and KV has one dtype"):
@@ -120,14 +120,14 @@ def test_q22_modules_without_scales(tmp_path: Path) -> None:
     ],
     ids=["rows", "columns", "not by axis", "zero", "no input", "no weight"],
 )
-def test_scales_of_another_module(node: Node, tmp_path: Path) -> None:
+def test_scales_of_another_module_are_refused(node: Node, tmp_path: Path) -> None:
     record = scales()
     record.nodes["first"] = node
     with pytest.raises(UnsupportedConfigError, match=r"QUANT_CONFIG: the scales of first at .* do not fit"):
         apply(tmp_path, record)
 
 
-def test_files_that_are_missing_or_for_others(tmp_path: Path) -> None:
+def test_missing_or_foreign_files_are_refused(tmp_path: Path) -> None:
     with pytest.raises(UnsupportedConfigError, match="QUANT_CONFIG: no scale files"):
         apply(tmp_path)
     (two := tmp_path / "two").mkdir()
@@ -137,7 +137,7 @@ def test_files_that_are_missing_or_for_others(tmp_path: Path) -> None:
         apply(tmp_path / "two", scale_method="maxabs_hw")
 
 
-def test_scales_of_another_model(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_scales_of_another_model_are_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Where both are known by their weights."""
     monkeypatch.setattr(simulation, "fingerprint", lambda model: "mine")
     apply(tmp_path, scales(model="mine"))
@@ -148,14 +148,14 @@ def test_scales_of_another_model(tmp_path: Path, monkeypatch: pytest.MonkeyPatch
     apply(tmp_path, scales(model="another"))
 
 
-def test_the_range_is_that_of_the_scales(tmp_path: Path) -> None:
+def test_range_is_that_of_the_scales(tmp_path: Path) -> None:
     """Unless the device has one."""
     for card, largest in (("gaudi2", 240.0), ("gaudi3", 448.0), ("", 240.0)):
         model = apply(tmp_path, scales(device=card))
         assert model.impl.softmax.output(torch.tensor([1e4])).item() == largest
 
 
-def test_measurements_are_written_when_there_are_some(tmp_path: Path) -> None:
+def test_measurements_are_written_only_after_requests(tmp_path: Path) -> None:
     path = tmp_path / "quant.json"
     path.write_text(json.dumps({"mode": "MEASURE", "dump_stats_path": str(tmp_path / "inc")}))
     model = Model()

@@ -38,7 +38,7 @@ def statuses(result: Result, status: str) -> set[str]:
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
-def test_a_card_that_is_right_passes(dtype: torch.dtype) -> None:
+def test_correct_device_passes(dtype: torch.dtype) -> None:
     result = self_test(make_card(), dtype)
     assert not result.failed, result.failed
     assert statuses(result, NOT_CHECKED) == NEEDS_RANKS | HAS_NOT
@@ -48,7 +48,7 @@ def test_a_card_that_is_right_passes(dtype: torch.dtype) -> None:
     assert all(result.passed(check.name) == (check.name not in NEEDS_RANKS | HAS_NOT) for check in CHECKS)
 
 
-def test_the_cpu_passes() -> None:
+def test_cpu_passes() -> None:
     """Where it has a kernel of vLLM's, with that. It captures and counts nothing."""
     from vllm.platforms import current_platform
 
@@ -101,7 +101,7 @@ class HasOneScale(HostArithmetic):
         (HasOneScale, r"in a chunk, by scale 0\.5"),
     ],
 )
-def test_kv_in_fp8_that_is_wrong(arithmetic: Callable[[float], HostArithmetic], found: str) -> None:
+def test_wrong_fp8_kv_fails(arithmetic: Callable[[float], HostArithmetic], found: str) -> None:
     class Wrong(CpuWeights):
         fp8_arithmetic = arithmetic
 
@@ -110,7 +110,7 @@ def test_kv_in_fp8_that_is_wrong(arithmetic: Callable[[float], HostArithmetic], 
         check_fp8_kv(Subject(backend=wrong, dtype=torch.float32, group=None, seconds=1.0))
 
 
-def test_kv_in_fp8_that_decodes_read_wrong(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_fp8_kv_that_decodes_misread_fails(monkeypatch: pytest.MonkeyPatch) -> None:
     """Code of their own reads it for one query a row, and on a Gaudi over lists of blocks."""
     original = torch_ops.attend
 
@@ -145,7 +145,7 @@ def test_ranks_pass_together() -> None:
         assert statuses(result, PASSED) == {check.name for check in CHECKS} - {run.MEMORY, *HAS_NOT}
 
 
-def test_downloads_end_in_time() -> None:
+def test_check_of_downloads_respects_time_limit() -> None:
     """A slow device downloads fewer, and reports how many."""
     result = self_test(make_card(), torch.float32, seconds=0.0)
     assert {check.name: check.detail for check in result.checks}[run.DOWNLOADS] == "50 downloads, 8 at a time"
@@ -463,7 +463,7 @@ FAULTS: dict[Callable[[], DeviceBackend], tuple[str, str, str]] = {
 
 
 @pytest.mark.parametrize("fault", FAULTS, ids=lambda fault: fault.__name__)
-def test_a_fault_fails_its_check_alone(fault: Callable[[], DeviceBackend]) -> None:
+def test_fault_fails_only_its_check(fault: Callable[[], DeviceBackend]) -> None:
     name, measured, advice = FAULTS[fault]
     result = self_test(fault(), torch.float32, seconds=0.2)
     assert_only_fails(result, name, measured, advice)
@@ -503,7 +503,7 @@ class Crossed(ThreadGroup):
         (Crossed, "all_gather of 2 ranks in a captured graph"),
     ],
 )
-def test_collectives_that_lose_a_rank(group: type[ThreadGroup], measured: str) -> None:
+def test_wrong_collectives_fail(group: type[ThreadGroup], measured: str) -> None:
     for result in on_each_rank(lambda given: on_card_of(group(given._ranks, given.rank_in_group))):
         assert_only_fails(result, run.COLLECTIVES, measured, "--tensor-parallel-size")
 
@@ -513,7 +513,7 @@ def test_every_check_has_a_fault() -> None:
     assert {name for name, _, _ in FAULTS.values()} | NEEDS_RANKS | HAS_NOT == {check.name for check in CHECKS}
 
 
-def test_a_device_that_refuses_fails_a_check_and_the_others_run() -> None:
+def test_exception_fails_one_check_and_others_still_run() -> None:
     class Memory(CardMemory):
         def start_download(self, tensor: torch.Tensor) -> Callable[[], torch.Tensor]:
             raise RuntimeError("synStatus 26\n[Generic failure]")
@@ -524,7 +524,7 @@ def test_a_device_that_refuses_fails_a_check_and_the_others_run() -> None:
     assert statuses(result, NOT_CHECKED) == NEEDS_RANKS | HAS_NOT
 
 
-def test_what_is_switched_off_needs_no_check() -> None:
+def test_failed_check_of_unused_feature_is_not_fatal() -> None:
     result = self_test(downloads_leave_late(), torch.float32, seconds=0.2)
     result.refuse(EVERY_FEATURE - {"async scheduling"})
     with pytest.raises(SelfTestError):
@@ -534,7 +534,7 @@ def test_what_is_switched_off_needs_no_check() -> None:
         needed_by_all.refuse(set())
 
 
-def test_drawn_tokens_of_the_captured_step_are_far_from_ties() -> None:
+def test_tokens_of_captured_step_are_not_near_ties() -> None:
     """Kernels that round otherwise when captured choose the same tokens."""
     from vllm_gaudi_spec.sampling.noise import Stream, gumbel
     from vllm_gaudi_spec.self_test import graphs
@@ -552,7 +552,7 @@ def test_drawn_tokens_of_the_captured_step_are_far_from_ties() -> None:
 
 
 @pytest.mark.parametrize(("value", "runs"), [(None, True), ("1", True), ("0", False)])
-def test_the_variable_that_skips_it(value: str | None, runs: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_variable_skips_self_test(value: str | None, runs: bool, monkeypatch: pytest.MonkeyPatch) -> None:
     from vllm_gaudi_spec.environment import runs_self_test
 
     monkeypatch.delenv("VGS_SELF_TEST", raising=False)

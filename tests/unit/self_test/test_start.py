@@ -72,7 +72,7 @@ def start(
     return worker, given
 
 
-def test_one_line_where_all_is_well(monkeypatch: pytest.MonkeyPatch, lines: list[tuple[int, str]]) -> None:
+def test_passed_self_test_logs_one_line(monkeypatch: pytest.MonkeyPatch, lines: list[tuple[int, str]]) -> None:
     worker, given = start(monkeypatch)
     assert lines == [(logging.INFO, "Self-test of the card: 14 checks passed in 3.5 s.")]
     assert given == [torch.bfloat16, None]
@@ -81,7 +81,9 @@ def test_one_line_where_all_is_well(monkeypatch: pytest.MonkeyPatch, lines: list
     assert start(monkeypatch, ranks=2)[1][1].world_size == 2
 
 
-def test_where_it_does_not_run(monkeypatch: pytest.MonkeyPatch, lines: list[tuple[int, str]]) -> None:
+def test_self_test_is_skipped_without_captures_or_by_the_user(
+    monkeypatch: pytest.MonkeyPatch, lines: list[tuple[int, str]]
+) -> None:
     """On the CPU, and where the user skips it."""
     worker, given = start(monkeypatch, run.HASH, captures=False)
     assert worker.self_test is None
@@ -101,7 +103,7 @@ def test_where_it_does_not_run(monkeypatch: pytest.MonkeyPatch, lines: list[tupl
         (run.MEMORY, {"kv_bytes": 1 << 30}, "set --kv-cache-memory-bytes"),
     ],
 )
-def test_the_advice_lets_it_start(
+def test_engine_starts_after_following_the_advice(
     failing: str,
     switched_off: dict[str, Any],
     advice: str,
@@ -121,6 +123,6 @@ def test_the_advice_lets_it_start(
 
 
 @pytest.mark.parametrize("failing", [check.name for check in run.CHECKS if not check.needed_by])
-def test_what_everything_needs_ends_every_start(failing: str, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_failed_check_that_everything_needs_ends_start(failing: str, monkeypatch: pytest.MonkeyPatch) -> None:
     with pytest.raises(SelfTestError, match=f"{failing}: as measured; "):
         start(monkeypatch, failing, async_scheduling=False, speculation=None, kv_bytes=1)
