@@ -642,7 +642,7 @@ def test_audits_without_speculation_are_refused(tmp_path: Path) -> None:
 def test_audits_of_data_parallel_experts_are_refused(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     made = engine_config(tmp_path, NGRAM, additional_config={"gaudi_spec": {"audit_every": 10}})
     monkeypatch.setattr(speculation, "ranks_in_step", lambda _: 2)
-    (reason,) = speculation._audit_refusals(made)
+    (reason,) = speculation._audit_refusals(made, Options.from_vllm(made))
     assert reason.endswith("is not supported with data parallelism of a mixture of experts; leave it out.")
 
 

@@ -37,11 +37,13 @@ _NO_EFFECT = {
 
 
 def speculation_refusals(vllm_config: VllmConfig, backend: DeviceBackend) -> Iterator[str]:
-    spec_config = vllm_config.speculative_config
-    yield from _pacing_refusals(vllm_config)
-    yield from _audit_refusals(vllm_config)
+    spec_config, options = vllm_config.speculative_config, Options.from_vllm(vllm_config)
+    if options.adapts_num_drafts and spec_config is None:
+        names = f"adaptive and goodput in additional_config.{ADDITIONAL_CONFIG_KEY}"
+        yield f"{names} have no effect without speculation; leave them out, or give a --speculative-config."
+    yield from _audit_refusals(vllm_config, options)
     if spec_config is None:
-        yield from _useless_universal_options(vllm_config, "no speculation")
+        yield from _useless_universal_options(options, "no speculation")
         return
     if spec_config.method not in METHODS:
         yield (
@@ -69,7 +71,7 @@ def speculation_refusals(vllm_config: VllmConfig, backend: DeviceBackend) -> Ite
         )
     for name in set_options(spec_config, _NO_EFFECT):
         yield f"{name} is not supported{_NO_EFFECT[name]}; leave it out of --speculative-config."
-    yield from _universal_refusals(vllm_config)
+    yield from _universal_refusals(vllm_config, options)
     if METHODS[spec_config.method].has_model:
         yield from drafter_model_refusals(spec_config)
     else:
@@ -81,16 +83,8 @@ def speculation_refusals(vllm_config: VllmConfig, backend: DeviceBackend) -> Ite
         )
 
 
-def _pacing_refusals(vllm_config: VllmConfig) -> Iterator[str]:
-    if not Options.from_vllm(vllm_config).adapts_num_drafts:
-        return
-    options = f"adaptive and goodput in additional_config.{ADDITIONAL_CONFIG_KEY}"
-    if vllm_config.speculative_config is None:
-        yield f"{options} have no effect without speculation; leave them out, or give a --speculative-config."
-
-
-def _audit_refusals(vllm_config: VllmConfig) -> Iterator[str]:
-    if not Options.from_vllm(vllm_config).audit_every:
+def _audit_refusals(vllm_config: VllmConfig, options: Options) -> Iterator[str]:
+    if not options.audit_every:
         return
     option = f"audit_every in additional_config.{ADDITIONAL_CONFIG_KEY}"
     if vllm_config.speculative_config is None:
@@ -100,11 +94,11 @@ def _audit_refusals(vllm_config: VllmConfig) -> Iterator[str]:
         yield f"{option} is not supported with data parallelism of a mixture of experts; leave it out."
 
 
-def _universal_refusals(vllm_config: VllmConfig) -> Iterator[str]:
-    speculation, options = Speculation.from_vllm(vllm_config), Options.from_vllm(vllm_config)
+def _universal_refusals(vllm_config: VllmConfig, options: Options) -> Iterator[str]:
+    speculation = Speculation.from_vllm(vllm_config)
     assert speculation is not None
     if not speculation.universal:
-        yield from _useless_universal_options(vllm_config, f"method {speculation.method}")
+        yield from _useless_universal_options(options, f"method {speculation.method}")
         return
     if speculation.universal_match == SLEM and not speculation.retokenizes:
         yield (
@@ -120,8 +114,7 @@ def _universal_refusals(vllm_config: VllmConfig) -> Iterator[str]:
         yield f"universal_kv_len is for universal_context {RETOKENIZE}; leave it out."
 
 
-def _useless_universal_options(vllm_config: VllmConfig, used: str) -> Iterator[str]:
-    options = Options.from_vllm(vllm_config)
+def _useless_universal_options(options: Options, used: str) -> Iterator[str]:
     for name in ("universal_context", "universal_match", "universal_kv_len"):
         if getattr(options, name) is not None:
             yield (

@@ -1,1 +1,1 @@
-"""How far to speculate, decided where vLLM schedules: one decision for all ranks, and sent to them with each step."""
+"""Decides how far to speculate where vLLM schedules, so that all ranks get the same decision with a step."""
