@@ -10,11 +10,11 @@ from tests.full_tests.heads import METHODS, head, target, text
 from tests.full_tests.reference import Reference
 from tests.full_tests.sampling_distribution import chi_square, token_probs
 from tests.full_tests.speculation import accepted, speculating
-from vllm_gaudi_spec.sampling.rules import table
+from vllm_gaudi_spec import methods
 
 SEEDS = 20_000
 SETTING = dict(temperature=0.9, top_k=7, top_p=0.95)
-RULES = [name for name, rule in table.RULES.items() if rule.needs_probs]
+RULES = [name for name, rule in methods.RULES.items() if rule.needs_probs]
 ALPHA = 1e-3 / (len(METHODS) * len(RULES))
 PROMPT = text(12)
 
