@@ -19,7 +19,7 @@ from tests.full_tests.tiny_models import VOCAB
 from tests.promql import check_all
 from vllm_gaudi_spec.drafting.universal.token_bytes import load_tokenizer, read_vocabulary
 from vllm_gaudi_spec.drafting.universal.vocab_map import match
-from vllm_gaudi_spec.scheduling.metrics import COVERAGE, SERIES
+from vllm_gaudi_spec.metrics import COVERAGE, SERIES
 
 DRAFTERS_VOCAB, LONGEST, K = 300, 96, 3
 

@@ -10,7 +10,7 @@ from tests.full_tests.prompts import random_prompts
 from tests.full_tests.speculation import METHODS, accounts, custom, speculating
 from tests.full_tests.tiny_models import VOCAB
 from tests.full_tests.workload import mixed_requests
-from vllm_gaudi_spec.scheduling.metrics import ROWS, ROWS_WITHOUT_DRAFTS
+from vllm_gaudi_spec.metrics import ROWS, ROWS_WITHOUT_DRAFTS
 
 PREFIX = "vllm:spec_decode_"
 

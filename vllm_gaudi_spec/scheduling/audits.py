@@ -17,9 +17,9 @@ from uuid import uuid4
 
 from vllm.logger import init_logger
 
+from vllm_gaudi_spec import metrics
 from vllm_gaudi_spec.config import Speculation
 from vllm_gaudi_spec.sampling.noise import fresh_seed
-from vllm_gaudi_spec.scheduling import metrics
 from vllm_gaudi_spec.scheduling.comparison import (
     ALARM,
     TIES,
@@ -38,7 +38,7 @@ from vllm_gaudi_spec.upstream.scheduler import FinishReason, Request, RequestSta
 if TYPE_CHECKING:
     from vllm.config import VllmConfig
 
-    from vllm_gaudi_spec.scheduling.metrics import StepMetrics
+    from vllm_gaudi_spec.metrics import StepMetrics
     from vllm_gaudi_spec.upstream.scheduler import EngineCoreOutput
 
 logger = init_logger(__name__)

@@ -12,11 +12,11 @@ from typing import TYPE_CHECKING
 
 from vllm.logger import init_logger
 
+from vllm_gaudi_spec import metrics
 from vllm_gaudi_spec.config import Speculation
+from vllm_gaudi_spec.metrics import StepMetrics
 from vllm_gaudi_spec.records import NoDraftReason
-from vllm_gaudi_spec.scheduling import metrics
 from vllm_gaudi_spec.scheduling.limits import NOTHING_PROPOSED, DraftLimits, Reason, explain_no_drafts
-from vllm_gaudi_spec.scheduling.metrics import StepMetrics
 
 if TYPE_CHECKING:
     from vllm_gaudi_spec.outputs import SpecSchedulerOutput, SpeculativeOutput

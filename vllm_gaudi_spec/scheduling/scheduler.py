@@ -12,20 +12,20 @@ from typing import TYPE_CHECKING, Any
 
 from vllm.logger import init_logger
 
+from vllm_gaudi_spec import metrics
 from vllm_gaudi_spec.config import Options, Speculation
 from vllm_gaudi_spec.devices import load_backend
 from vllm_gaudi_spec.environment import warms_up_in_background
+from vllm_gaudi_spec.metrics import StepMetrics
 from vllm_gaudi_spec.outputs import CountedOutput, Pace, SpecSchedulerOutput, SpeculativeOutput
 from vllm_gaudi_spec.records import NoDraftReason
 from vllm_gaudi_spec.recurrent.table import num_snapshots
 from vllm_gaudi_spec.runner.shapes import Shapes
-from vllm_gaudi_spec.scheduling import metrics
 from vllm_gaudi_spec.scheduling.audits import AUDITOR, Audits
 from vllm_gaudi_spec.scheduling.counts import DraftCounts
 from vllm_gaudi_spec.scheduling.goodput import Goodput
 from vllm_gaudi_spec.scheduling.health import DrafterHealth
 from vllm_gaudi_spec.scheduling.lengths import Lengths
-from vllm_gaudi_spec.scheduling.metrics import StepMetrics
 from vllm_gaudi_spec.scheduling.sessions import Sessions
 from vllm_gaudi_spec.scheduling.snapshots import Snapshots
 from vllm_gaudi_spec.upstream.kv_cache import FullAttentionSpec, UniformTypeKVCacheSpecs

@@ -9,7 +9,7 @@ from collections import deque
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import TYPE_CHECKING, Any, NamedTuple
 
-from vllm_gaudi_spec.scheduling import metrics
+from vllm_gaudi_spec import metrics
 from vllm_gaudi_spec.tools.io import output
 from vllm_gaudi_spec.tools.io.command_line import positive
 from vllm_gaudi_spec.tools.io.output import FINE, PROBLEMS, fail

@@ -6,14 +6,14 @@ import dataclasses
 from collections.abc import Callable
 from typing import Any
 
-from vllm_gaudi_spec.scheduling import metrics
+from vllm_gaudi_spec import metrics
 from vllm_gaudi_spec.upstream.patching import wrap
 
 _FIELD = metrics.STATS_FIELD
 
 
 def carry_metrics() -> None:
-    """Add the metrics of `scheduling/metrics.py`, with speculation and without.
+    """Add the metrics of `metrics.py`, with speculation and without.
 
     Reason: vLLM's scheduler sends its front end a closed record, and its loggers show only that. Ours are one more
     field of it, which our schedulers fill; vLLM's own figures are unchanged.

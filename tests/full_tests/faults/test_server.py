@@ -21,8 +21,8 @@ from tests.full_tests.faults.clients import Slow, bodies, check_all_came_back, c
 from tests.full_tests.faults.deaths import check_death, processes
 from tests.full_tests.faults.injected import Injected
 from tests.full_tests.server import Server
+from vllm_gaudi_spec.metrics import DRAFTER_FAULTS, DRAFTER_SWITCHED_OFF
 from vllm_gaudi_spec.scheduling.health import MAX_FAULTS_IN_A_ROW
-from vllm_gaudi_spec.scheduling.metrics import DRAFTER_FAULTS, DRAFTER_SWITCHED_OFF
 
 pytestmark = pytest.mark.slow
 

@@ -6,7 +6,7 @@ from typing import Any
 import pytest
 
 from tests.promql import alerts, all_expressions, dashboard_expressions, series_in
-from vllm_gaudi_spec.scheduling.metrics import SERIES
+from vllm_gaudi_spec.metrics import SERIES
 
 EXPORTED = {name if series.is_gauge else f"{name}_total" for name, series in SERIES.items()}
 

@@ -15,13 +15,13 @@ from vllm.v1.request import RequestStatus
 
 from tests.support.fakes import CapturingBackend, CompilingBackend, CopyingMemory, HostBackend
 from tests.support.small_engine import FAVORITES, ROOMY, STANDARD, SmallEngine, Variant
+from vllm_gaudi_spec import metrics
 from vllm_gaudi_spec.config import UnsupportedConfigError
 from vllm_gaudi_spec.devices.base import Graphs
 from vllm_gaudi_spec.environment import warms_up_in_background
 from vllm_gaudi_spec.records import DECODE, Shape
 from vllm_gaudi_spec.refusals import features
 from vllm_gaudi_spec.runner import warmup
-from vllm_gaudi_spec.scheduling import metrics
 
 
 @pytest.fixture(autouse=True)

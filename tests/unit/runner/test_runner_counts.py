@@ -12,7 +12,7 @@ from vllm import SamplingParams
 
 from tests.support.fakes import CapturingBackend, CompilingBackend, HostBackend
 from tests.support.small_engine import ROOMY, SmallEngine, Variant
-from vllm_gaudi_spec.scheduling.metrics import COMPILED
+from vllm_gaudi_spec.metrics import COMPILED
 
 BOTH = pytest.mark.parametrize("overlap", [False, True], ids=["one by one", "overlapping"])
 

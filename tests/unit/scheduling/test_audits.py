@@ -20,8 +20,9 @@ from vllm.v1.request import Request, RequestStatus
 from tests.support.fakes import CapturingBackend
 from tests.support.schedulers import PROMPT, scheduler_of
 from tests.support.small_engine import FAVORITES, ROOMY, STANDARD, SmallEngine, Variant
+from vllm_gaudi_spec import metrics
 from vllm_gaudi_spec.records import Verification
-from vllm_gaudi_spec.scheduling import audits, comparison, metrics
+from vllm_gaudi_spec.scheduling import audits, comparison
 from vllm_gaudi_spec.scheduling.scheduler import SpecAsyncScheduler, SpecScheduler
 
 KINDS: list[dict[str, Any]] = [

@@ -12,11 +12,11 @@ import torch
 from vllm import SamplingParams
 
 from tests.support.small_engine import _HASHED, _logits, _number
+from vllm_gaudi_spec import metrics
 from vllm_gaudi_spec.config import REQUEST_OPTION
 from vllm_gaudi_spec.sampling import drafts
 from vllm_gaudi_spec.sampling.rules import standard
 from vllm_gaudi_spec.sampling.rules.registry import TORCH
-from vllm_gaudi_spec.scheduling import metrics
 from vllm_gaudi_spec.scheduling.comparison import (
     ALARM,
     Evidence,

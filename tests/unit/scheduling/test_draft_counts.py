@@ -11,12 +11,9 @@ from vllm.v1.request import Request, RequestStatus
 
 from tests.support.schedulers import NUM_DRAFTS, PROMPT, answer, scheduler_of
 from tests.unit.test_config import engine_config
-from vllm_gaudi_spec import upstream
+from vllm_gaudi_spec import metrics, upstream
 from vllm_gaudi_spec.config import Speculation
-from vllm_gaudi_spec.records import DraftRound, NoDraftReason, WorkerCounts
-from vllm_gaudi_spec.scheduling import metrics
-from vllm_gaudi_spec.scheduling.counts import DraftCounts
-from vllm_gaudi_spec.scheduling.metrics import (
+from vllm_gaudi_spec.metrics import (
     COMPILED,
     COVERAGE,
     HOST_SYNCS,
@@ -26,6 +23,8 @@ from vllm_gaudi_spec.scheduling.metrics import (
     STEPS,
     WARM_UP_LEFT,
 )
+from vllm_gaudi_spec.records import DraftRound, NoDraftReason, WorkerCounts
+from vllm_gaudi_spec.scheduling.counts import DraftCounts
 from vllm_gaudi_spec.scheduling.scheduler import SpecAsyncScheduler, SpecScheduler
 
 Kind = type[SpecScheduler | SpecAsyncScheduler]

@@ -15,10 +15,10 @@ from vllm.v1.serial_utils import MsgpackDecoder, MsgpackEncoder
 
 from tests.support.schedulers import NUM_DRAFTS, PROMPT, answer, scheduler_of
 from vllm_gaudi_spec import upstream
+from vllm_gaudi_spec.metrics import DRAFTER_FAULTS, DRAFTER_SWITCHED_OFF
 from vllm_gaudi_spec.outputs import DrafterStatus
 from vllm_gaudi_spec.records import DraftRound
 from vllm_gaudi_spec.scheduling.health import DrafterHealth
-from vllm_gaudi_spec.scheduling.metrics import DRAFTER_FAULTS, DRAFTER_SWITCHED_OFF
 from vllm_gaudi_spec.scheduling.scheduler import SpecAsyncScheduler, SpecScheduler
 
 GOOD = DraftRound()

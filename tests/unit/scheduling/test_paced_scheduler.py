@@ -14,7 +14,7 @@ from vllm.v1.serial_utils import MsgpackDecoder, MsgpackEncoder
 
 from tests.support.schedulers import NUM_DRAFTS, PROMPT, answer, scheduler_of
 from vllm_gaudi_spec import upstream
-from vllm_gaudi_spec.scheduling.metrics import SKIPPED_STEPS
+from vllm_gaudi_spec.metrics import SKIPPED_STEPS
 from vllm_gaudi_spec.scheduling.scheduler import SpecAsyncScheduler, SpecScheduler
 
 Kind = type[SpecScheduler | SpecAsyncScheduler]

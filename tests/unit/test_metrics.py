@@ -17,9 +17,8 @@ from vllm.v1.metrics.stats import SchedulerStats
 from vllm.v1.serial_utils import MsgpackDecoder, MsgpackEncoder
 
 from tests.unit.test_config import engine_config
-from vllm_gaudi_spec import upstream
-from vllm_gaudi_spec.scheduling import metrics
-from vllm_gaudi_spec.scheduling.metrics import COMPILED, COVERAGE, DRAFTER_FAULTS, HOST_SYNCS, ROWS, SERIES, STEPS
+from vllm_gaudi_spec import metrics, upstream
+from vllm_gaudi_spec.metrics import COMPILED, COVERAGE, DRAFTER_FAULTS, HOST_SYNCS, ROWS, SERIES, STEPS
 
 
 @pytest.fixture(autouse=True)
