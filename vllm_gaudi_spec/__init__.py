@@ -13,8 +13,8 @@ def platform_plugin() -> str | None:
     from vllm_gaudi_spec import upstream, versions
     from vllm_gaudi_spec.devices import (
         REFUSING_PLATFORM,
-        asked_for,
         choose_device,
+        is_requested,
         log_wrong_vllm,
         other_platform_plugins,
         platform_class,
@@ -24,7 +24,7 @@ def platform_plugin() -> str | None:
     if device is None:
         return None
     if (reason := versions.explain_wrong_vllm()) is not None:
-        if not asked_for():
+        if not is_requested():
             log_wrong_vllm(reason)
             return None
         upstream.end_errors_with_their_message()

@@ -95,7 +95,7 @@ def test_o14_blocks_are_copied_in_all_layers(backend: DeviceBackend, kinds: dict
     for number, layer in enumerate(layers.values()):
         for offset in (0, last):
             layer.write(torch.arange(1.0, 12.0) + 100 * number + 20 * offset, every[1:12], offset)
-    copy = backend.memory.block_copier(caches)
+    copy = backend.memory.make_block_copier(caches)
     copy([(0, 0)])
     made = compiled(backend)
     copy([(1, 13), *((2, target) for target in range(14, 23))])

@@ -9,7 +9,7 @@ import torch
 
 from tests.conformance.graphs import compiled
 from tests.support.recurrence import KINDS, PAD_ROW, SLOT, Layer, part, sequential
-from vllm_gaudi_spec.recurrent.layers import _normed
+from vllm_gaudi_spec.recurrent.layers import _normalize
 
 if TYPE_CHECKING:
     from vllm_gaudi_spec.devices.base import DeviceBackend
@@ -61,7 +61,7 @@ def test_snapshots(kind: str, backend: DeviceBackend) -> None:
 @pytest.mark.parametrize("queries", [1, 4, 128])
 def test_c34_queries_and_keys_get_the_length_one(queries: int, dtype: torch.dtype, backend: DeviceBackend) -> None:
     numbers = torch.randn(2, queries, 4, 128, generator=torch.Generator().manual_seed(0)).to(dtype)
-    found = backend.graphs.graph(_normed)(backend.memory.upload(numbers))
+    found = backend.graphs.graph(_normalize)(backend.memory.upload(numbers))
     expected = numbers.double() / (numbers.double().square().sum(-1, keepdim=True) + 1e-6).sqrt()
     error = (backend.memory.download(found).double() - expected).abs().max().item()
     assert error < (1e-6 if dtype is torch.float32 else 4e-3)

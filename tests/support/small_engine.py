@@ -191,7 +191,7 @@ class _KVMemory(CopyingMemory):
         # Whoever reads what nobody wrote notices.
         return {name: torch.full((kv_cache_config.num_blocks, BLOCK), 12345) for name in names}
 
-    def block_copier(self, kv_caches: dict[str, Any]) -> Callable[[list[tuple[int, int]]], None]:
+    def make_block_copier(self, kv_caches: dict[str, Any]) -> Callable[[list[tuple[int, int]]], None]:
         return partial(copy_blocks, kv_caches)
 
 

@@ -743,10 +743,10 @@ def test_a24_models_that_select_keys(tmp_path: Path) -> None:
         return engine_config(tmp_path, None, hf_overrides=latent, **options)
 
     made = make("DeepseekV32ForCausalLM")
-    for device in ("cpu", "npu", "cuda"):
-        backend = backend_of(device)
-        backend.traits = dataclasses.replace(backend.traits, torch_device=SimpleNamespace(type=device))
-        assert bool(list(models._selection_refusals(made, backend))) is (device != "cpu")
+    for selects_keys in (True, False):
+        backend = backend_of("npu")
+        backend.traits = dataclasses.replace(backend.traits, selects_keys=selects_keys)
+        assert bool(list(models._selection_refusals(made, backend))) is not selects_keys
     with pytest.raises(UnsupportedConfigError, match=r"selects keys by an indexer \(index_topk\), which is supported"):
         make("DeepseekV2ForCausalLM")
     with pytest.raises(UnsupportedConfigError, match="use --kv-cache-dtype auto"):

@@ -1,4 +1,4 @@
-"""vLLM's attention backend interface, over the device backend. Below the runner only this file knows the rectangle."""
+"""vLLM's attention backend interface over the device backend."""
 
 from __future__ import annotations
 
@@ -30,14 +30,13 @@ if TYPE_CHECKING:
 
 
 class NoMetadataBuilder(AttentionMetadataBuilder[Any]):
-    """A stub, never instantiated: vLLM derives a builder from it for layers that attend in chunks, and does not
-    instantiate that either."""
+    """A placeholder: vLLM subclasses a builder for layers that attend in chunks, but does not instantiate it."""
 
     def __init__(self, *args: Any, **named: Any) -> None:
-        raise RuntimeError("this platform's runner describes attention calls itself")
+        raise RuntimeError("this platform's runner does not use metadata builders")
 
     def build(self, *args: Any, **named: Any) -> Any:
-        raise RuntimeError("this platform's runner describes attention calls itself")
+        raise RuntimeError("this platform's runner does not use metadata builders")
 
 
 class RectangleAttentionBackend(AttentionBackend):
@@ -67,7 +66,7 @@ class RectangleAttentionBackend(AttentionBackend):
 
     @classmethod
     def supported_kv_cache_layouts(cls) -> tuple[KVCacheLayout, ...]:
-        # A block's heads lie together, and in a head its keys before its values.
+        # A block has head after head, and a head its keys before its values.
         return (KVCacheLayout.LBHNC,)
 
     @classmethod
@@ -86,11 +85,11 @@ class RectangleAttentionImpl(AttentionImpl, nn.Module):
     """As in `AttentionLayerSpec`."""
     layer_operations = False
     kv_dtype: torch.dtype | None = None
-    """The dtype of its caches, where it is not the model's."""
+    """The dtype of the KV cache if it is not the model's."""
     batch_invariant = False
     """Whether the layer's results must not depend on the batch. `LoadedModel` sets it before `bind`."""
-    only_real: Callable[[torch.Tensor], torch.Tensor] | None = None
-    """Where the layer is calibrated: zeroes the queries of padding."""
+    zero_padding: Callable[[torch.Tensor], torch.Tensor] | None = None
+    """Zeroes the queries of padding while the layer is calibrated."""
     slopes: torch.Tensor | None
 
     def __init__(
@@ -131,7 +130,10 @@ class RectangleAttentionImpl(AttentionImpl, nn.Module):
         """Whether the layer's KV was ever written; checked after warm-up."""
 
     def keep_sinks(self, sinks: torch.Tensor | None) -> None:
-        """`sinks`: a parameter of the model's attention, whose own it stays: in a tuple a module does not find it."""
+        """Refer to a parameter of the model's attention.
+
+        In a tuple it is not registered as a parameter of this module.
+        """
         self._sinks = (sinks,)
 
     @property
@@ -139,14 +141,16 @@ class RectangleAttentionImpl(AttentionImpl, nn.Module):
         return self._sinks[0]
 
     def make_layer_operations(self) -> None:
-        """Make matmuls, softmax and caches modules of this layer, so that they can be replaced."""
+        """Make matmuls, softmax and caches submodules of this layer, so that they can be replaced."""
         self.layer_operations = True
         self.k_cache, self.v_cache = VLLMKVCache(), VLLMKVCache()
         self.matmul_qk, self.softmax, self.matmul_av = Matmul(), Softmax(), Matmul()
 
     def quantize_kv(self, dtype: torch.dtype, k_cache: VLLMKVCache, v_cache: VLLMKVCache, matmul: Matmul) -> None:
-        """Keep KV in `dtype` from now on. `matmul`: of what comes out of the caches; a layer that has operations of its
-        own keeps its own."""
+        """Keep KV in `dtype` from now on.
+
+        `matmul` multiplies what comes out of the caches, unless the layer has operations of its own.
+        """
         self.kv_dtype = dtype
         self.k_cache, self.v_cache = k_cache, v_cache
         if not self.layer_operations:
@@ -157,15 +161,18 @@ class RectangleAttentionImpl(AttentionImpl, nn.Module):
         return self if self.layer_operations or self.kv_dtype is not None else PLAIN
 
     def bind(self, layer: Any, kv_cache: Any) -> None:
-        """Choose the kernel for a layer and its KV cache, which have to agree: kernels take dtype and shape from the
-        layer, and would write past the end of a cache that differs."""
+        """Choose the kernel for a layer and its KV cache.
+
+        Raises RuntimeError if they disagree: kernels take dtype and shape from the layer, and would write past the end
+        of a cache that differs.
+        """
         self.has_written = False
         backend = load_backend()
         found = backend.attention.kv_shape(kv_cache)
         row_size = self.head_size if self.value_size is not None else 2 * self.head_size
         needed = found._replace(num_kv_heads=self.num_kv_heads, row_size=row_size, dtype=self.kv_dtype or self.dtype)
         if found != needed:
-            raise RuntimeError(f"The KV cache of {layer.layer_name} is {found}; its kernel takes {needed}.")
+            raise RuntimeError(f"The KV cache of {layer.layer_name} is {found}, but its kernel needs {needed}.")
         self.spec = AttentionLayerSpec(
             num_heads=self.num_heads,
             num_kv_heads=self.num_kv_heads,
@@ -204,7 +211,7 @@ class RectangleAttentionImpl(AttentionImpl, nn.Module):
         slot_mapping: torch.Tensor,
     ) -> None:
         assert key.dtype == self.dtype
-        # What one request leaves in a block, another finds there.
+        # Another request may be given a block with what this one leaves there.
         key, value = self._finite(key), None if value is None else self._finite(value)
         self._ops.write_kv(key, value, kv_cache, slot_mapping, self.spec, self._operations)
         self.has_written = True
@@ -223,11 +230,11 @@ class RectangleAttentionImpl(AttentionImpl, nn.Module):
     ) -> torch.Tensor:
         if output is not None:
             raise RuntimeError("attention returns its output; see upstream.return_attention_outputs")
-        if self.only_real is not None:
-            query = self.only_real(query)
+        if self.zero_padding is not None:
+            query = self.zero_padding(query)
         spans = attn_metadata.spans
         if spans is not None and spans.in_windows_only and self.sliding_window is None:
-            attn_metadata = replace(attn_metadata, spans=None)  # with the same plans
+            attn_metadata = replace(attn_metadata, spans=None)  # keeps the plans
         attended: torch.Tensor = self._ops.attend(query, kv_cache, attn_metadata, self.spec, self._operations)
         return attended
 
@@ -239,8 +246,11 @@ def attend_layer(
     value_TKD: torch.Tensor | None,
     index: IndexQueries | None = None,
 ) -> torch.Tensor:
-    """[T, H, output size] of a layer, whose KV is written before. Without a key: KV that another layer has written.
-    `index`: of a layer that selects keys by scores of its own."""
+    """Write a layer's KV and attend; returns [T, H, output size].
+
+    Without a key, the layer reads KV that another layer has written. `index` has the queries of a layer that selects
+    keys.
+    """
     context = get_forward_context()
     if key_TKD is not None and layer.impl.kv_sharing_target_layer_name is None:
         slots_T = context.slot_mapping[layer.layer_name]

@@ -12,8 +12,11 @@ from vllm_gaudi_spec.upstream.layers import MMEncoderAttention
 
 @MMEncoderAttention.register_oot
 class MaskedEncoderAttention(MMEncoderAttention):
-    """vLLM's cuts its tokens at the ends of sequences, which it reads on the host: a graph would wait for that, and
-    have their lengths in its shapes. Here all see all, and a mask leaves other sequences out."""
+    """Attention with a mask between sequences.
+
+    vLLM's layer splits tokens at the ends of sequences, which it reads on the host: a captured graph would wait for
+    them, and have their lengths in its shapes.
+    """
 
     def forward_oot(
         self,
@@ -33,15 +36,18 @@ class MaskedEncoderAttention(MMEncoderAttention):
             )
         scores_BHSS = torch.matmul(query_BHSD * self.scale, key_BHSD.transpose(2, 3)).float()
         if cu_seqlens is not None:
-            sequence_S = sequences(cu_seqlens, num_queries)
+            sequence_S = number_sequences(cu_seqlens, num_queries)
             scores_BHSS = scores_BHSS.masked_fill(sequence_S[:, None] != sequence_S, -torch.inf)
         weights_BHSS = torch.softmax(scores_BHSS, dim=-1).to(value_BHSD.dtype)
         output = torch.matmul(weights_BHSS, value_BHSD).transpose(1, 2)
-        # In the shape that it was given.
+        # Return the shape of the query.
         return output.reshape(batch, num_queries, -1) if query.dim() != 4 else output.contiguous()
 
 
-def sequences(ends_E: torch.Tensor, num_tokens: int) -> torch.Tensor:
-    """int32 [S]: which sequence a token is of. `ends_E`: 0, and the end of each; those after the last are one more."""
+def number_sequences(ends_E: torch.Tensor, num_tokens: int) -> torch.Tensor:
+    """Return the index of each token's sequence, int32 [S].
+
+    `ends_E` is 0, then the end of each sequence. Tokens after the last end form one more.
+    """
     tokens_S = torch.arange(num_tokens, dtype=torch.int32, device=ends_E.device)
     return (tokens_S[:, None] >= ends_E[1:].int()).int().sum(dim=1, dtype=torch.int32)

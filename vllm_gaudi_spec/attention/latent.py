@@ -1,8 +1,8 @@
-"""Multi-head latent attention: one row of numbers a token, which is the key of all heads and holds their value.
+"""Multi-head latent attention: a token has one row of numbers, which is the key of all heads and holds their value.
 
-T tokens, H query heads. Queries are multiplied into the latent space before attention, and results out of it after,
-so that prompt chunks, decodes and verify steps are one rectangle over the same rows as anywhere else. Importing this
-module replaces vLLM's wrapper; `upstream.make_mla_layers` does it for the layer.
+T tokens, H query heads. Queries are multiplied into the latent space before attention, and results out of it after, so
+that prompt chunks, decodes and verify steps are rectangles over the same rows as elsewhere. Importing this module
+replaces vLLM's wrapper; `upstream.make_mla_layers` replaces the layer.
 """
 
 from __future__ import annotations
@@ -53,8 +53,10 @@ class LatentAttentionImpl(RectangleAttentionImpl):
         index_group_builder: object | None = None,
         **common: Any,
     ) -> None:
-        """`topk_indices_buffer`: of layers with sparse attention. Its size alone is of use: what is selected here is a
-        mask, which the layers of one forward share without a buffer."""
+        """Take the number of selected keys from the size of `topk_indices_buffer`, if there is one.
+
+        The buffer itself is not used: the selection is a mask, which the layers of one forward share.
+        """
         super().__init__(**common)
         self.value_size = kv_lora_rank
         if topk_indices_buffer is not None:
@@ -65,7 +67,7 @@ class LatentAttentionImpl(RectangleAttentionImpl):
 
 
 class NoPrefill:
-    """A no-op: vLLM's layer requires a second kernel, for prompts."""
+    """A placeholder for the second kernel, for prompts, that vLLM's layer requires."""
 
     def __init__(self, **of_the_layer: Any) -> None:
         pass
@@ -76,25 +78,25 @@ class NoPrefill:
 
 
 class Index(NamedTuple):
-    """What an indexer makes of tokens."""
+    """An indexer's keys and queries for tokens."""
 
     key_TR: torch.Tensor
     queries: IndexQueries | None
-    """None where no row can be so long that a layer selects from its keys."""
+    """None if no row can be long enough for a layer to select from its keys."""
 
 
 class LatentAttention(MLAAttention):
-    """vLLM's layer, with its weights and its entry among the layers that keep KV, called as the others are.
+    """vLLM's layer with its weights and its registration as a layer with KV, called as other layers are.
 
-    With sparse attention a token's row holds the indexer's key as well, after the latent numbers: both are written and
-    read together, and blocks, prefixes and drafts need not know of it.
+    With sparse attention, a token's row also holds the indexer's key, after the latent numbers. Both are written and
+    read together, so blocks, prefixes and drafts are not concerned with it.
     """
 
     impl: LatentAttentionImpl
 
     def get_kv_cache_spec(self, vllm_config: VllmConfig) -> KVCacheSpec:
         spec = super().get_kv_cache_spec(vllm_config)
-        # vLLM makes groups of layers that share a selection, for tables that are not used here.
+        # vLLM groups layers that share a selection, for tables that are not used here.
         groups = dict(is_index_group_leader=False) if isinstance(spec, MLAAttentionSpec) else {}
         return replace(spec, head_size=self.impl.head_size, **groups)
 
@@ -103,7 +105,7 @@ class LatentAttention(MLAAttention):
 
     def process_weights_after_loading(self, act_dtype: torch.dtype) -> None:
         super().process_weights_after_loading(act_dtype)
-        # Its halves are kept in the form that queries and results are multiplied with; the whole is not needed.
+        # Only its halves are used, in the form that queries and results are multiplied by.
         self.kv_b_proj.weight = nn.Parameter(torch.empty(0), requires_grad=False)
 
     def forward(
@@ -119,7 +121,7 @@ class LatentAttention(MLAAttention):
         row, query = [kv_c_normed.unsqueeze(1), k_pe], [_by_head(nope_THN, self.W_UK_T), rope_THR]
         if index is not None:
             row.append(index.key_TR.unsqueeze(1))
-            # Multiplied by zero: taking the other numbers out of the rows would copy them all.
+            # Zeros meet the index keys: slicing those off the rows would copy all rows.
             query.append(rope_THR.new_zeros(*rope_THR.shape[:-1], self.impl.index_size))
         attended_THR = attend_layer(
             self, torch.cat(query, dim=-1), torch.cat(row, dim=-1), None, index and index.queries
@@ -128,13 +130,13 @@ class LatentAttention(MLAAttention):
 
 
 def _by_head(x_THI: torch.Tensor, weight_HIO: torch.Tensor) -> torch.Tensor:
-    """[T, H, O]: each head's input times its own matrix."""
+    """Multiply each head's input by its own matrix; returns [T, H, O]."""
     return torch.bmm(x_THI.transpose(0, 1), weight_HIO).transpose(0, 1)
 
 
 @MultiHeadLatentAttentionWrapper.register_oot
 class LatentAttentionWrapper(MultiHeadLatentAttentionWrapper):
-    """vLLM's work around its layer: projections, norms, rotary embedding."""
+    """vLLM's module around the layer: projections, norms, rotary embedding."""
 
     rotary_emb: nn.Module | None
     mla_attn: LatentAttention
@@ -142,13 +144,13 @@ class LatentAttentionWrapper(MultiHeadLatentAttentionWrapper):
     def __init__(self, *args: Any, **named: Any) -> None:
         super().__init__(*args, **named)
         if self.indexer is not None:
-            _leave_to_rows(self.indexer)
+            _remove_indexer_cache(self.indexer)
             self.topk_indices_buffer = None
 
     def forward(
         self, positions: torch.Tensor, hidden_states: torch.Tensor, llama_4_scaling: torch.Tensor | None = None
     ) -> torch.Tensor:
-        """vLLM's writes rotated and scaled queries into views, which a captured graph on a Gaudi does not take."""
+        """Do as vLLM's forward, without writing to views, which a captured graph on a Gaudi cannot do."""
         index: Index | None = None
         latent_size = self.kv_lora_rank + self.qk_rope_head_dim
         if self.q_lora_rank is None:
@@ -175,7 +177,8 @@ class LatentAttentionWrapper(MultiHeadLatentAttentionWrapper):
         return output
 
     def _index(self, hidden_TH: torch.Tensor, compressed_query: torch.Tensor, positions: torch.Tensor) -> Index:
-        """As transformers has it, in the model's dtype: vLLM's kernels round queries and keys to FP8."""
+        """Compute index keys and queries as transformers does, in the model's dtype. vLLM's kernels round them to
+        FP8."""
         indexer = self.indexer
         rope_size, head_size, num_heads = indexer.rope_dim, indexer.head_dim, indexer.n_head
         key_TR, weights_TI = indexer.wk_weights_proj(hidden_TH)[0].split((head_size, num_heads), dim=-1)
@@ -193,8 +196,8 @@ class LatentAttentionWrapper(MultiHeadLatentAttentionWrapper):
         return Index(key_TR, IndexQueries(query_TIR, weights_TI.float() * scale))
 
 
-def _leave_to_rows(indexer: Indexer) -> None:
-    """Take away the cache of an indexer, its kernel and the buffer for it: its keys are in the rows of its layer."""
+def _remove_indexer_cache(indexer: Indexer) -> None:
+    """Remove an indexer's cache, kernel and buffer: its keys are in the rows of its layer."""
     del get_current_vllm_config().compilation_config.static_forward_context[indexer.k_cache.prefix]
     del indexer.k_cache, indexer.indexer_op
     indexer.topk_indices_buffer = None

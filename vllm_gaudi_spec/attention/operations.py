@@ -1,7 +1,6 @@
-"""A layer's matmuls, softmax and caches as modules, for layers that are calibrated or quantized only.
+"""A layer's matmuls, softmax and caches as modules, for layers that are calibrated or quantized.
 
-The names of these classes, and of the modules in `RectangleAttentionImpl`, are those by which Intel Neural Compressor
-finds and replaces them.
+Intel Neural Compressor finds and replaces these classes, and the modules of `RectangleAttentionImpl`, by their names.
 """
 
 from __future__ import annotations
@@ -12,18 +11,18 @@ import torch
 from torch import nn
 
 LARGEST = 2.0**56
-"""Of numbers that attention and recurrent layers take: far from any that models make, and in float32 a sum of thousands
-of their products is finite."""
+"""The largest number that attention and recurrent layers accept: far above any that models make, and a float32 sum of
+thousands of such products is finite."""
 
 
 def finite(tensor: torch.Tensor) -> torch.Tensor:
-    """`tensor` with 0 in place of what is no number, infinite or larger than any number that a model makes.
+    """Replace NaN, infinities and numbers above `LARGEST` by 0.
 
-    Kernels leave tokens out by multiplying them by 0, or by adding a large negative number to their scores. Of NaN both
-    make NaN: in KV it would reach whoever has the block next, through the pad block everybody, and in a matmul over a
-    batch its neighbors.
+    Kernels mask tokens by multiplying by 0 or by adding a large negative number to scores. Either turns NaN into NaN:
+    in KV it would reach the next owner of the block, through the pad block everyone, and in a batched matmul the row's
+    neighbors.
     """
-    # Three operations that a compiler makes one of; nan_to_num is nine on a Gaudi (bridge, nantonum_gen.cpp).
+    # A compiler fuses these three operations; nan_to_num is nine on a Gaudi (bridge, nantonum_gen.cpp).
     largest = min(LARGEST, torch.finfo(tensor.dtype).max)
     return torch.where(tensor.abs() <= largest, tensor, 0)
 
@@ -45,7 +44,7 @@ class Rows(Protocol):
 
 
 class VLLMKVCache(nn.Module):
-    # Read by replacements: blocks are gathered by their ids, wherever they are.
+    # Read by INC's replacements: blocks are gathered by ids, wherever they are.
     use_contiguous_pa = False
 
     def forward(self, input: torch.Tensor, cache: Rows, slot_mapping: torch.Tensor) -> Rows:
@@ -54,7 +53,7 @@ class VLLMKVCache(nn.Module):
         return cache
 
     def fetch_from_cache(self, cache: torch.Tensor, blocks: torch.Tensor) -> torch.Tensor:
-        """Blocks of `cache` [blocks, ...] by their ids."""
+        """Return blocks of `cache` [blocks, ...] by their ids."""
         return cache.index_select(0, blocks)
 
 

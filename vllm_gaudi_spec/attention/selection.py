@@ -1,7 +1,7 @@
-"""The keys that a layer of sparse attention selects: those that its indexer scores highest, as a mask over dense ones.
+"""Selects the keys of sparse attention that an indexer scores highest, as a mask over dense attention.
 
-I heads of an indexer, R numbers each; B rows of Q queries, and keys as padded.py and flat.py have them. Shapes are
-static, and no value is read on the host.
+I heads of an indexer, R numbers each; B rows of Q queries, and keys as in padded.py and flat.py. Shapes are static, and
+no value is read on the host.
 """
 
 from __future__ import annotations
@@ -14,24 +14,24 @@ if TYPE_CHECKING:
     from vllm_gaudi_spec.attention.metadata import AttentionCall, AttentionLayerSpec
 
 
-def queries_by_row(call: AttentionCall) -> tuple[torch.Tensor, torch.Tensor]:
-    """Queries [B, I, Q, R], and weights [B, I, Q]."""
+def group_index_queries(call: AttentionCall) -> tuple[torch.Tensor, torch.Tensor]:
+    """Return the indexer's queries [B, I, Q, R] and weights [B, I, Q]."""
     assert call.index is not None, "the layer has an indexer, and the call no queries of it"
     query_TIR, weights_TI = call.index
     shape = (call.num_rows, call.num_queries)
     return query_TIR.unflatten(0, shape).transpose(1, 2), weights_TI.unflatten(0, shape).transpose(1, 2)
 
 
-def index_scores(
+def score_keys(
     query: torch.Tensor, weights: torch.Tensor, keys: torch.Tensor, spec: AttentionLayerSpec
 ) -> torch.Tensor:
-    """float32 [..., Q, keys] of queries [..., I, Q, R], weights [..., I, Q] and keys [..., keys, D].
+    """Return scores, float32 [..., Q, keys], for queries [..., I, Q, R], weights [..., I, Q] and keys [..., keys, D].
 
-    Some heads at a time: indexers have more than a rank has of attention, and all their products would be the largest
-    tensor of the model.
+    A few heads are scored at a time: indexers have more heads than a rank has of attention, and all their products
+    would be the largest tensor of the model.
     """
     num_heads, num_queries = query.shape[-3:-1]
-    # In float32: rounded products would be equal where they are not.
+    # In float32, since rounding would make different products equal.
     query, keys = query.float(), keys[..., -spec.index_size :].float().transpose(-1, -2)
     total: torch.Tensor | None = None
     for first in range(0, num_heads, spec.num_heads):
@@ -45,8 +45,11 @@ def index_scores(
 
 
 def select(scores_BQK: torch.Tensor, number: int) -> torch.Tensor:
-    """bool: the `number` highest of each query. Of equal scores the first: a product below zero counts as zero, so
-    equal ones are common, and what is selected must not depend on how many keys there are after it."""
+    """Return which keys are the `number` highest of each query, bool.
+
+    Of equal scores the first ones are selected. Products below zero count as zero, so equal scores are common, and the
+    selection must not depend on how many keys follow.
+    """
     last = scores_BQK.topk(number, dim=-1).values[..., -1:]
     above, equal = scores_BQK > last, scores_BQK == last
     room = number - above.sum(-1, keepdim=True, dtype=torch.int32)

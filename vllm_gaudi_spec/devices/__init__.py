@@ -1,4 +1,4 @@
-"""Device name -> backend. A backend's module is imported only when its device was chosen."""
+"""The devices, by name. A backend's module is imported only when its device is chosen."""
 
 from __future__ import annotations
 
@@ -22,31 +22,31 @@ PLUGIN = "gaudi_spec"
 
 
 EMULATOR = "card_emulator"
-"""The package that plays cards."""
+"""The package that emulates cards."""
 GET_EMULATOR = "install it from the folder card_emulator/ of a checkout, or from its wheel beside this project's"
 
 
 class Device(NamedTuple):
     backend: str
-    """The module whose `make_backend` makes the device's backend."""
+    """The module whose `make_backend` returns the device's backend."""
     platform: str
     """The platform class through which vLLM sees the device."""
     title: str
     """What users call the card."""
     software: str | None = None
-    """The package that comes with a card's image, without which there is no such card."""
+    """The package from the vendor's image without which the card cannot be used."""
     nodes: tuple[tuple[str, str], ...] = ()
-    """Where its driver shows cards: folders and patterns of files."""
+    """Where the driver shows cards: folders and patterns of file names."""
     computes_on_host: bool = False
-    """True for the CPU and for emulated cards: the host's memory and cores are the device's."""
+    """Whether the host's memory and cores are the device's, as for the CPU and emulated cards."""
     has_graph_check: bool = False
-    """True where `graph-check` can count graphs that are made late."""
+    """Whether `graph-check` can count graphs that are made late."""
 
 
 _HPU = "vllm_gaudi_spec.platforms.hpu.HpuSpecPlatform"
 _ASCEND = "vllm_gaudi_spec.platforms.ascend.AscendSpecPlatform"
-# By the value of VGS_DEVICE. A device that is here and nowhere else is complete; where several cards are found, the
-# first one serves.
+# By the value of VGS_DEVICE. This row is all that a device needs outside of its folder. If there are several kinds of
+# cards, the first one here is used.
 DEVICES = {
     "cpu": Device(
         "vllm_gaudi_spec.devices.cpu.backend",
@@ -59,7 +59,7 @@ DEVICES = {
         _HPU,
         "Gaudi",
         "habana_frameworks",
-        # Current Gaudis, and those before the kernel's accelerator class.
+        # Current drivers, and those before Linux had a class for accelerators.
         (("/dev/accel", "accel[0-9]*"), ("/dev", "hl[0-9]*")),
         has_graph_check=True,
     ),
@@ -87,17 +87,17 @@ DEVICES = {
 }
 
 
-# Where vLLM cannot run: the module refuses as it is imported.
+# For other releases of vLLM: importing the module raises the refusal.
 REFUSING_PLATFORM = "vllm_gaudi_spec.platforms.refusing.Platform"
 
 
-def asked_for() -> bool:
-    """Whether the user named this platform, rather than just installed it."""
+def is_requested() -> bool:
+    """Whether the user named this platform rather than just installed it."""
     return environment.requested_device() is not None or PLUGIN in (environment.list_allowed_plugins() or ())
 
 
 def choose_device() -> str | None:
-    """The device this process runs on; None when another platform plugin should serve it."""
+    """Return the device of this process; None if another platform plugin should serve it."""
     if (requested := environment.requested_device()) is not None:
         return requested
     if others := other_platform_plugins():
@@ -108,7 +108,10 @@ def choose_device() -> str | None:
 
 @cache
 def has_card(device: str) -> bool:
-    """Whether there are a card and its software. Opens nothing, and raises nothing: vLLM asks while it is imported."""
+    """Whether there is a card and its software.
+
+    Opens nothing and raises nothing, since vLLM asks while it is imported.
+    """
     try:
         return missing_software(device) is None and bool(cards(device))
     except (ImportError, OSError, ValueError):
@@ -116,24 +119,24 @@ def has_card(device: str) -> bool:
 
 
 def missing_software(device: str) -> str | None:
-    """The package that a card needs and that is not installed."""
+    """Return the package that a card needs, if it is not installed."""
     software = DEVICES[device].software
     return software if software is not None and find_spec(software) is None else None
 
 
-def comes_with_an_image(package: str) -> bool:
+def is_vendor_package(package: str) -> bool:
     return any(package == entry.software for entry in DEVICES.values())
 
 
 def cards(device: str, root: Path = Path("/")) -> list[str]:
-    """The cards of a kind that a driver shows, by the files through which they are opened."""
+    """List the device files of the cards of a kind."""
     folders = ((root / folder.removeprefix("/"), pattern) for folder, pattern in DEVICES[device].nodes)
     return sorted(str(found) for folder, pattern in folders for found in folder.glob(pattern))
 
 
 @cache
 def other_platform_plugins() -> tuple[str, ...]:
-    """Platform plugins of others that vLLM would load."""
+    """Return the names of other platform plugins that vLLM would load."""
     allowed = environment.list_allowed_plugins()
     return tuple(
         plugin.name
@@ -145,11 +148,11 @@ def other_platform_plugins() -> tuple[str, ...]:
 @cache
 def _log_inactive(others: tuple[str, ...]) -> None:
     logger = logging.getLogger("vllm")
-    if others == ("ascend",):  # whether integrations/ serves there is logged as soon as it is known
-        logger.info("The platforms of vllm_gaudi_spec stay inactive beside vllm-ascend's.")
+    if others == ("ascend",):  # integrations/ logs later whether it is used there
+        logger.info("The platforms of vllm_gaudi_spec are inactive because vllm-ascend is installed.")
     else:
         logger.warning(
-            "vllm_gaudi_spec stays inactive beside the platform plugin %s; set VLLM_PLUGINS=%s to use it.",
+            "vllm_gaudi_spec is inactive because of the platform plugin %s; set VLLM_PLUGINS=%s to use it.",
             ", ".join(others),
             PLUGIN,
         )
@@ -161,7 +164,10 @@ def log_wrong_vllm(reason: str) -> None:
 
 
 def platform_class(device: str) -> str:
-    """An unknown device gets the CPU's: vLLM swallows what a plugin raises, so the platform has to refuse it."""
+    """Return the platform class of a device.
+
+    An unknown device gets the CPU's, which refuses it: vLLM swallows exceptions of plugins.
+    """
     return DEVICES.get(device, DEVICES["cpu"]).platform
 
 
@@ -173,7 +179,7 @@ def refuse_unknown_device() -> None:
 
 @cache
 def load_backend(device: str | None = None) -> DeviceBackend:
-    """The backend of a device (this process's device by default), made once."""
+    """Return the backend of a device, by default this process's. It is made once."""
     name = device or choose_device() or "cpu"
     try:
         backend: DeviceBackend = importlib.import_module(DEVICES[name].backend).make_backend()
@@ -185,6 +191,6 @@ def load_backend(device: str | None = None) -> DeviceBackend:
 
 
 def describe_device() -> dict[str, str]:
-    """Device and mode, as every report prints them."""
+    """Return device and mode as reports print them."""
     backend = load_backend()
     return {"device": backend.traits.name, "mode": backend.traits.mode}

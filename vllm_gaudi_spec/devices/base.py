@@ -1,6 +1,6 @@
-"""The contract between the engine and a device: a record of traits and four objects with defaults.
+"""The contract between the engine and a device.
 
-A device overrides what it does otherwise than the defaults. Nothing above `devices/` asks which device it is.
+A device overrides the defaults where it differs from them. Nothing above `devices/` asks which device it is.
 """
 
 from __future__ import annotations
@@ -38,173 +38,183 @@ Function = TypeVar("Function", bound=Callable[..., Any])
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class DeviceTraits:
-    """Facts about a device that decide how the engine uses it."""
+    """Facts about a device that determine how the engine uses it."""
 
     name: str
     """The value of VGS_DEVICE."""
     mode: str
-    """How steps are run: eager, lazy, captured."""
+    """How steps run: eager, lazy, compiled or captured."""
     torch_device: torch.device
     captures: bool = False
-    """True when each shape of a step, and each branch of it, is a graph of its own that warm-up has to make: then
-    branches are few, and a number that changes from step to step is a tensor. False where shapes may follow values,
-    which are read without a wait: then models compute no padding."""
+    """Whether every shape and branch of a step is a graph that warm-up has to capture.
+
+    If so, branches are few, and a number that changes from step to step is a tensor. If not, shapes may depend on
+    values, since reading one does not wait, and models compute no padding.
+    """
     updates_views: bool = True
-    """False when no graph takes a layer that changes a tensor through a view, as some of vLLM's models do
-    (lesson L06)."""
+    """Whether a graph may contain a layer that writes through a view (docs/gaudi_lessons.md, L06)."""
     compiles: bool = False
-    """True when each of those graphs is compiled, which takes seconds to minutes: then sampling passes share few."""
+    """Whether capturing a graph compiles it, which takes seconds to minutes: sampling passes then share few graphs."""
     block_size: int = 128
-    """Tokens in a KV block unless the user chose otherwise."""
+    """Default number of tokens in a KV block."""
     flat_decode: bool = False
-    """True when decodes read the blocks of all rows as one list, and so do not pay for the longest row."""
+    """Whether decodes read the blocks of all rows as one list, so that short rows do not pay for the longest."""
     needs_host_lengths: bool = False
-    """True when attention needs an upper bound of each row's keys on the host: then functions that attend get
-    `Blocks.lengths_B`, whose values make no new graph."""
+    """Whether attention needs an upper bound of each row's number of keys on the host.
+
+    If so, functions that attend are given `Blocks.lengths_B`, whose values do not select a graph.
+    """
     exact_context_width: bool = False
-    """True when attention reads only the blocks a row has, so that one table width serves every context."""
+    """Whether attention reads only the blocks that a row has, so that one table width serves every context."""
     prefill_rows: tuple[int, ...] = (1,)
-    """How many prompt chunks of one length may share a step, unless the user chose otherwise."""
+    """Default numbers of prompt chunks of one length that may share a step."""
     smallest_prefill: int = 128
-    """The smallest prefill bucket, of which the others are multiples."""
+    """The smallest prefill bucket; the others are multiples of it."""
     prefill_growth: float = 2.0
     """Ratio of neighboring prefill buckets: small where padding costs more than another shape."""
+    selects_keys: bool = False
+    """Whether sparse attention, whose keys an indexer selects, was compared with another implementation."""
     max_drafts: int = MAX_DRAFTS
-    """The largest number of drafts of a row that its kernels verify in one step."""
+    """The largest number of drafts per row that the device's kernels verify in one step."""
     takes_quant_config: bool = False
-    """True when it measures and quantizes models: `Weights.loading` and `Weights.quantize`."""
+    """Whether the device measures and quantizes models, by `Weights.loading` and `Weights.quantize`."""
     simulates_quantization: bool = False
-    """True when QUANT_CONFIG is simulated here, and not done by Intel Neural Compressor."""
+    """Whether QUANT_CONFIG is simulated instead of applied by Intel Neural Compressor."""
     takes_cpu_weights: bool = False
-    """True when the option `cpu_weights` chooses the format of weights."""
+    """Whether the option `cpu_weights` chooses the format of weights."""
     offers_batch_invariance: bool = False
-    """True when it can compute a row bit for bit alike in every batch: `Weights.make_batch_invariant` and
+    """Whether a row's results can be made bit-identical in every batch, by `Weights.make_batch_invariant` and
     `Attention.is_batch_invariant`."""
     warmup_tokens: int = -1
-    """Shapes of up to this many tokens are worth running during warm-up; -1 means all."""
+    """Run shapes of up to this many tokens during warm-up; -1 means all."""
 
 
 class Graphs:
-    """How functions are run. The defaults run them as they are."""
+    """How functions are run. By default they run eagerly."""
 
     def graph(self, function: Function) -> Function:
-        """`function`, run as one graph for each set of shapes and of arguments that are not tensors.
+        """Return `function` so that it runs as one graph per set of tensor shapes and non-tensor arguments.
 
-        Arguments are tensors, numbers, texts, None, and tuples of those. The function waits for nothing and reads no
-        value; what it changes besides, it changes as a whole tensor and not through a view. What it reads
-        besides stays the same tensor, which may get other values but no other shape. Where a device captures,
-        the result may be overwritten when the same graph runs again.
+        Arguments are tensors, numbers, strings, None, and tuples of these. The function must not wait for the device
+        or read a value. A tensor that is not an argument must be written as a whole, not through a view, and must keep
+        its identity and shape between calls. If the device captures, the next run of the same graph may overwrite the
+        result.
         """
         return function
 
     def compiling_only(self) -> AbstractContextManager[None]:
-        """For warm-up: graphs are made in here and compute nothing, where the device knows such a mode."""
+        """Return a context in which warm-up compiles graphs without computing, if the device has such a mode."""
         return nullcontext()
 
     def describe_warm_up(self, work: WarmUpWork) -> str:
-        """What is to be compiled and how long it may take, as a text; empty where that is unknown."""
+        """Describe what warm-up will compile and how long it may take; empty if unknown."""
         return ""
 
     def num_recipes(self) -> int:
-        """What was compiled so far, as the device itself counts it; 0 where it does not count."""
+        """Return the device's count of compilations so far; 0 if it does not count."""
         return 0
 
     def warming_up_later(self) -> AbstractContextManager[None]:
-        """As `compiling_only`, for warm-up between two steps: what is compiled in here is none of serving's."""
+        """Return the context of `compiling_only` for warm-up between two steps; its compilations count as warm-up."""
         return nullcontext()
 
     def warmed_up(self) -> None:
-        """From here on nothing should be compiled. A no-op where nothing is."""
+        """Mark the end of warm-up: nothing should be compiled from here on."""
 
     def step_done(self) -> None:
-        """All work of a step was issued. A no-op where work starts as it is issued."""
+        """Mark that all work of a step was issued. No-op: by default work starts as it is issued."""
 
     def compiled_after_warmup(self) -> int:
-        """Graphs, as the device itself counts them; 0 where it does not count."""
+        """Return the device's count of graphs compiled after warm-up; 0 if it does not count."""
         return 0
 
     def counts(self) -> dict[str, Any]:
-        """What the device itself counts, `compiled_after_warmup` above all; empty where it does not count."""
+        """Return everything that the device counts, `compiled_after_warmup` above all."""
         return {}
 
 
-def size_text(num_bytes: int) -> str:
-    """For messages."""
+def format_size(num_bytes: int) -> str:
+    """Format a size in GiB or MiB."""
     gib, mib = num_bytes / 2**30, num_bytes / 2**20
     return f"{gib:.2f} GiB" if abs(gib) >= 1 else f"{mib:.1f} MiB"
 
 
 class Memory:
-    """Copies to and from the device, and its KV cache. Copies are the host's own by default."""
+    """Copies to and from the device, and its KV cache. By default the device's memory is the host's."""
 
     num_host_syncs = 0
-    """How often `download` and `start_download` were called."""
+    """Number of calls of `download` and `start_download`."""
 
     def upload(self, host: torch.Tensor) -> torch.Tensor:
-        """Copy to the device without waiting for it."""
+        """Copy a tensor to the device without waiting."""
         return host
 
     def download(self, tensor: torch.Tensor) -> torch.Tensor:
-        """Copy to the host and wait. Every call counts as one device-to-host sync."""
+        """Copy a tensor to the host and wait. Every call counts as one device-to-host sync."""
         self.num_host_syncs += 1
         return tensor
 
     def start_download(self, tensor: torch.Tensor) -> Callable[[], torch.Tensor]:
-        """Begin a copy to the host, counted as well; the answer waits for it. The tensor may be overwritten by the next
-        step before that."""
+        """Start a copy to the host, and return a function that waits for it.
+
+        Counts as one device-to-host sync. The next step may overwrite the tensor before the function is called.
+        """
         return partial(self.download, tensor)
 
     def synchronize(self) -> None:
-        """Wait for all issued work. A no-op where work is done when the call returns."""
+        """Wait for all issued work. No-op: by default work is done when its call returns."""
 
     def free_bytes(self) -> int | None:
-        """What is free on the card, by its own count; None where the memory is the host's, which others use too."""
+        """Return the free memory that the card reports; None if the device uses the host's memory."""
         return None
 
     measures_peak = False
-    """Whether `peak_of` measures."""
+    """Whether `measure_peak` is implemented."""
 
-    def peak_of(self, run: Callable[[], object]) -> int:
-        """The most bytes that `run` needs at once, beside what is there before it."""
+    def measure_peak(self, run: Callable[[], object]) -> int:
+        """Return the most bytes that `run` allocates at once, in addition to what is allocated before."""
         raise NotImplementedError
 
     def bytes_asked(self, error: RuntimeError) -> int | None:
-        """How much was asked for by an operation that failed for want of memory, 0 where the error has no number; None
-        for one that failed for another reason."""
+        """Return the size of a failed allocation, or 0 if the error does not name it.
+
+        Returns None if `error` is not an out-of-memory error.
+        """
         return None
 
     def available_memory(self, utilization: float, num_ranks: int) -> int:
-        """Bytes that may be used for KV by this one of the host's `num_ranks` processes."""
+        """Return how many bytes one of the host's `num_ranks` processes may use for KV."""
         raise NotImplementedError
 
     def allocate_kv(self, kv_cache_config: KVCacheConfig, layout: KVCacheLayout) -> dict[str, Any]:
-        """The KV cache of each layer, by layer name; zero."""
+        """Allocate a zeroed KV cache for each layer, keyed by layer name."""
         raise NotImplementedError
 
-    def block_copier(self, kv_caches: dict[str, Any]) -> Callable[[list[tuple[int, int]]], None]:
-        """A function that copies KV blocks (from, to) in all layers of what `allocate_kv` made."""
+    def make_block_copier(self, kv_caches: dict[str, Any]) -> Callable[[list[tuple[int, int]]], None]:
+        """Return a function that copies KV blocks, as (source, target) pairs, in all caches from `allocate_kv`."""
         raise NotImplementedError
 
 
 class Attention:
-    """Attention over the KV caches that `Memory.allocate_kv` made. T tokens, H query heads, K KV heads, D head size."""
+    """Attention over the KV caches of `Memory.allocate_kv`. T tokens, H query heads, K KV heads, D head size."""
 
     def kv_shape(self, kv_cache: Any) -> KVShape:
-        """The shape of one layer's KV cache."""
+        """Return the shape of one layer's KV cache."""
         raise NotImplementedError
 
     def supports_attention(self, spec: AttentionLayerSpec) -> bool:
-        """Whether the device's own kernel takes this layer; else `torch_ops` serves it."""
+        """Whether the device's kernel supports this layer. If not, `torch_ops` serves it."""
         return True
 
     def is_batch_invariant(self, spec: AttentionLayerSpec) -> bool:
-        """Whether the kernel adds up a query's keys in an order that depends on nothing but their positions, where
-        `spec.batch_invariant` asks for it."""
+        """Whether the kernel can add up a query's keys in an order that depends on their positions alone.
+
+        It does so where `spec.batch_invariant` is set.
+        """
         return False
 
     def finite(self, tensor: torch.Tensor) -> torch.Tensor:
-        """Keys or values as `write_kv` takes them, maybe the tensor itself: `attention.operations.finite`, unless the
-        kernel that writes does that."""
+        """Replace non-finite keys or values before `write_kv`; the identity if the kernel that writes does it."""
         return finite(tensor)
 
     def write_kv(
@@ -216,9 +226,11 @@ class Attention:
         spec: AttentionLayerSpec,
         operations: Operations = PLAIN,
     ) -> None:
-        """Store keys and values, made finite before, at their slots; values are None where they are a part of the keys.
-        Duplicated slots may only be pad slots. `operations`: the layer's, to be called where `spec.layer_operations` is
-        set."""
+        """Store finite keys and values at their slots.
+
+        `value_TKD` is None if values are a part of the keys. Only pad slots may occur twice. `operations` are the
+        layer's own, to be called if `spec.layer_operations` is set.
+        """
         raise NotImplementedError
 
     def attend(
@@ -229,64 +241,69 @@ class Attention:
         spec: AttentionLayerSpec,
         operations: Operations = PLAIN,
     ) -> torch.Tensor:
-        """[T, H, output size]: causal attention of Q queries a row over the row's blocks; each block is read once. A
-        tensor of its own: a captured graph on a Gaudi must not write through a view, nor into a given buffer."""
+        """Attend causally with Q queries per row over the row's blocks, reading each block once.
+
+        Returns a new tensor [T, H, output size], since a captured graph on a Gaudi must not write through a view or
+        into a given buffer.
+        """
         raise NotImplementedError
 
 
 class Weights:
-    """What a device does with a model's weights. By default layers keep them as they were loaded, and no format of
-    weights has a kernel."""
+    """What a device does with a model's weights. By default they stay as loaded, and quantized formats are refused."""
 
     device_name = "this device"
-    """For messages."""
+    """The device's name in messages."""
     fp8_arithmetic: Callable[[float], Arithmetic] | None = None
-    """Makes the arithmetic of e4m3 numbers up to a largest one; None: KV is not kept in FP8."""
+    """Factory of e4m3 arithmetic, given the largest number; None if KV is not kept in FP8."""
     multiplies_fp8 = False
-    """Whether it multiplies them faster than floats, so that linear layers of FP8 checkpoints keep them."""
+    """Whether FP8 products are faster than products of floats, so that linear layers of FP8 checkpoints stay FP8."""
     converts_uint4 = False
-    """Whether it has an operator for `from_uint4`, so that linear layers can keep 4-bit integers."""
+    """Whether there is an operator for `from_uint4`, so that linear layers can keep 4-bit integers."""
 
     @property
     def fp8_range(self) -> str | None:
-        """Whose e4m3 numbers it computes with, gaudi2's or gaudi3's; None where that is the user's choice."""
+        """The card whose e4m3 range applies, gaudi2 or gaudi3; None if the user chooses."""
         return None
 
     def loading(self, quant_config: QuantConfig) -> AbstractContextManager[None]:
-        """Around the loading of a model that is going to be measured or quantized."""
+        """Return the context in which a model is loaded that will be measured or quantized."""
         raise NotImplementedError("refused at start-up")
 
     def quantize(self, model: nn.Module, quant_config: QuantConfig, load_context: LoadContext) -> Measuring | None:
-        """Measure or quantize a loaded model, before `prepare_model`. The answer has what was measured."""
+        """Measure or quantize a loaded model, before `prepare_model`. Returns the measurement, if it measures."""
         raise NotImplementedError("refused at start-up")
 
     def from_uint4(self, words: Words, dtype: torch.dtype) -> torch.Tensor:
-        """The weight [K, N] that words stand for."""
+        """Return the weight [K, N] that is packed in `words`."""
         raise NotImplementedError("refused at start-up")
 
     def missing_kernel(self, vllm_config: VllmConfig, model: ModelConfig) -> str | None:
-        """Why the device does not compute with a model whose weights have a format of their own; None where it does.
-        Asked before anything is loaded, and in processes that must not open the card."""
+        """Return why the device cannot compute with a model's quantized weights; None if it can.
+
+        Called before anything is loaded, and in processes that must not open the card.
+        """
         return f"for which there are no kernels yet on {self.device_name}"
 
     def prepare_model(self, model: nn.Module) -> None:
-        """Bring weights to the device and lay them out as it needs them, after loading. A no-op where they are."""
+        """Move loaded weights to the device, in the layout that it needs. No-op: by default they are there."""
 
     def make_batch_invariant(self, model: nn.Module) -> None:
         """Make each row of the linear layers' results independent of the other rows, after `prepare_model`."""
         raise NotImplementedError("refused at start-up")
 
     def unpacked_weights(self, model: nn.Module) -> Iterator[tuple[str, torch.Tensor]]:
-        """By name, the weights that only a kernel has in a form of its own, as they were loaded."""
+        """Yield names and original values of the weights that were packed for a kernel and dropped."""
         return iter(())
 
     def weights_changed(self, model: nn.Module) -> None:
-        """Make again what was made of weights, after others were copied into their storages. A no-op where nothing
-        was."""
+        """Rebuild what was derived from weights, after new weights were copied into their storages."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class DeviceBackend:
+    """One device, as the engine sees it."""
+
     traits: DeviceTraits
     memory: Memory
     attention: Attention

@@ -106,7 +106,7 @@ class Measured:
             self.reads_logits |= found.kind == _LOGITS
         for module in model.modules():
             if isinstance(getattr(module, "matmul_qk", None), MeasuredMatmul):
-                module.only_real = self._tokens.mask
+                module.zero_padding = self._tokens.mask
         logger.info("%s: measuring %d modules.", quant_config.option, len(self._measured))
 
     def counting(self, real_T: torch.Tensor) -> AbstractContextManager[None]:

@@ -1,1 +1,1 @@
-"""Layers with a recurrent state: what it is, how it follows the target, and the layers of vLLM's that have one."""
+"""Layers with a recurrent state: vLLM's layers, what their state is, and how it follows the target."""

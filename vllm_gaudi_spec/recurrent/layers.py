@@ -1,7 +1,7 @@
-"""vLLM's recurrent layers around our recurrences. Importing this registers them.
+"""vLLM's recurrent layers around our recurrences. Importing this module registers them.
 
-Parameters, their loading, projections and norms are vLLM's. What its layers leave to kernels of Triton, CUDA or C++ in
-between is `LayerState.follow`. Letters as in `scans.py`; D heads of keys, S size of a Mamba state.
+Parameters, their loading, projections and norms are vLLM's. `LayerState.follow` replaces the kernels in Triton, CUDA or
+C++ between them. Letters as in `scans.py`; D heads of keys, S size of a Mamba state.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ from vllm_gaudi_spec.upstream.recurrent import (
 
 
 class RecurrentLayer:
-    """What is common to them. It stands before a class of vLLM's."""
+    """Mixin for vLLM's layers with a recurrent state."""
 
     prefix: str
     state: LayerState
@@ -39,11 +39,14 @@ class RecurrentLayer:
     def recur(
         self, convolved_BQC: torch.Tensor, gates_BQG: torch.Tensor | None, is_real_BQ: torch.Tensor, state: torch.Tensor
     ) -> tuple[torch.Tensor, torch.Tensor]:
-        """As `Recurrence`; never called for a layer without a state."""
+        """Compute the layer's `Recurrence`. Never called for a layer without a state."""
         raise NotImplementedError
 
     def follow(self, inputs_TC: torch.Tensor, gates_TG: torch.Tensor | None, conv: Any) -> torch.Tensor:
-        """[T, ...] of a forward's tokens. `conv`: vLLM's module of the convolution's parameters."""
+        """Return the outputs [T, ...] for a forward's tokens.
+
+        `conv` is vLLM's module with the convolution's parameters.
+        """
         call: StateCall = get_forward_context().attn_metadata[self.prefix]
         inputs_BQC = call.by_row(inputs_TC)
         gates_BQG = None if gates_TG is None else call.by_row(gates_TG)
@@ -51,18 +54,18 @@ class RecurrentLayer:
         return call.flat(out_BQ).to(inputs_TC.dtype)
 
 
-def _real(tensor: torch.Tensor, is_real_BQ: torch.Tensor) -> torch.Tensor:
+def _zero_padding(tensor: torch.Tensor, is_real_BQ: torch.Tensor) -> torch.Tensor:
     return torch.where(is_real_BQ.view(*is_real_BQ.shape, *[1] * (tensor.dim() - 2)), tensor, 0.0)
 
 
-def _heads(tensor: torch.Tensor, groups: int, num_heads: int) -> torch.Tensor:
-    """[B, Q, groups * size] as [B, Q, H, size]: each group serves several heads."""
+def _split_heads(tensor: torch.Tensor, groups: int, num_heads: int) -> torch.Tensor:
+    """Reshape [B, Q, groups * size] to [B, Q, H, size], where each group serves several heads."""
     tensor = tensor.unflatten(-1, (groups, 1, -1))
     return tensor.expand(*tensor.shape[:-2], num_heads // groups, -1).flatten(2, 3)
 
 
 class DeltaNet(RecurrentLayer):
-    """Gated delta nets of one decay for each head."""
+    """Gated delta nets with one decay per head."""
 
     conv_dim: int
     conv_kernel_size: int
@@ -77,7 +80,7 @@ class DeltaNet(RecurrentLayer):
     dt_bias: torch.Tensor
     get_state_dtype: Callable[[], tuple[torch.dtype, ...]]
     allow_neg_eigval = False
-    """Whether a value may be taken away from twice, so that what a key read changes its sign."""
+    """Whether beta goes up to 2, so that what a key reads can change its sign."""
 
     def layer_shape(self) -> LayerShape:
         dtypes = self.get_state_dtype()
@@ -97,24 +100,26 @@ class DeltaNet(RecurrentLayer):
         assert gates_BQG is not None
         groups, num_heads = self.num_k_heads // self.tp_size, self.num_v_heads // self.tp_size
         key_size, value_size = self.key_dim // self.tp_size, self.value_dim // self.tp_size
-        query, key, value = _real(F.silu(convolved_BQC), is_real_BQ).split([key_size, key_size, value_size], dim=-1)
+        query, key, value = _zero_padding(F.silu(convolved_BQC), is_real_BQ).split(
+            [key_size, key_size, value_size], dim=-1
+        )
         b_BQH, a_BQH = gates_BQG.float().chunk(2, dim=-1)
         decay_BQH = -self.A_log.float().exp() * F.softplus(a_BQH + self.dt_bias.float())
         beta_BQH = b_BQH.sigmoid() * 2 if self.allow_neg_eigval else b_BQH.sigmoid()
         return scan(
-            _normed(_heads(query, groups, num_heads)) * self.head_k_dim**-0.5,
-            _normed(_heads(key, groups, num_heads)),
-            _heads(value, num_heads, num_heads),
-            _real(decay_BQH, is_real_BQ).unsqueeze(-1),
+            _normalize(_split_heads(query, groups, num_heads)) * self.head_k_dim**-0.5,
+            _normalize(_split_heads(key, groups, num_heads)),
+            _split_heads(value, num_heads, num_heads),
+            _zero_padding(decay_BQH, is_real_BQ).unsqueeze(-1),
             state,
-            _real(beta_BQH, is_real_BQ),
+            _zero_padding(beta_BQH, is_real_BQ),
         )
 
 
-# The class of vLLM's registry is the one whose name its models call.
+# Registered under the class that vLLM's models instantiate.
 @QwenGatedDeltaNetAttention.register_oot
 class GatedDeltaNet(DeltaNet, QwenGatedDeltaNetAttention):
-    """Of Qwen3-Next, and of the text of Qwen3.5."""
+    """The layer of Qwen3-Next and of Qwen3.5's text model."""
 
     def forward(self, hidden_states: torch.Tensor) -> torch.Tensor:
         qkvz, _ = self.in_proj_qkvz(hidden_states)
@@ -131,7 +136,7 @@ class GatedDeltaNet(DeltaNet, QwenGatedDeltaNetAttention):
 
 @OlmoHybridGatedDeltaNetAttention.register_oot
 class OlmoDeltaNet(DeltaNet, OlmoHybridGatedDeltaNetAttention):
-    """Of OLMo Hybrid."""
+    """The layer of OLMo Hybrid."""
 
     def forward(self, hidden_states: torch.Tensor, output: torch.Tensor) -> None:
         sizes = [self.conv_dim // self.tp_size, self.value_dim // self.tp_size]
@@ -144,7 +149,7 @@ class OlmoDeltaNet(DeltaNet, OlmoHybridGatedDeltaNetAttention):
 
 @KimiGatedDeltaNetAttention.register_oot
 class KimiDeltaAttention(RecurrentLayer, KimiGatedDeltaNetAttention):
-    """Of Kimi Linear: each number of a key has a decay of its own."""
+    """The layer of Kimi Linear, in which each number of a key has a decay of its own."""
 
     def layer_shape(self) -> LayerShape:
         dtypes = self.get_state_dtype()
@@ -159,7 +164,7 @@ class KimiDeltaAttention(RecurrentLayer, KimiGatedDeltaNetAttention):
         )
 
     def forward(self, hidden_states: torch.Tensor, positions: torch.Tensor) -> torch.Tensor:
-        """Positions are in the states."""
+        """Ignore `positions`, which are in the states."""
         sizes = [3 * self.local_projection_size, self.local_num_heads, self.head_dim]
         qkv, beta, decay = self.in_proj_qkvgfab(hidden_states)[0].split(sizes, dim=-1)
         gates = torch.cat((beta, self.f_b_proj(decay)[0]), dim=-1)
@@ -174,28 +179,29 @@ class KimiDeltaAttention(RecurrentLayer, KimiGatedDeltaNetAttention):
         assert gates_BQG is not None
         num_heads = self.local_num_heads
         query, key, value = (
-            part.unflatten(-1, (num_heads, -1)) for part in _real(F.silu(convolved_BQC), is_real_BQ).chunk(3, dim=-1)
+            part.unflatten(-1, (num_heads, -1))
+            for part in _zero_padding(F.silu(convolved_BQC), is_real_BQ).chunk(3, dim=-1)
         )
         b_BQH, a_BQC = gates_BQG.float().split([num_heads, self.local_projection_size], dim=-1)
         steps_BQHK = F.softplus(a_BQC + self.dt_bias.float()).unflatten(-1, (num_heads, -1))
         return scan(
-            _normed(query) * self.head_dim**-0.5,
-            _normed(key),
+            _normalize(query) * self.head_dim**-0.5,
+            _normalize(key),
             value,
-            _real(-self.A_log.float().exp().unsqueeze(-1) * steps_BQHK, is_real_BQ),
+            _zero_padding(-self.A_log.float().exp().unsqueeze(-1) * steps_BQHK, is_real_BQ),
             state,
-            _real(b_BQH.sigmoid(), is_real_BQ),
+            _zero_padding(b_BQH.sigmoid(), is_real_BQ),
         )
 
 
-def _normed(tensor: torch.Tensor) -> torch.Tensor:
-    """Of length 1, as the kernels that models were trained with make it."""
+def _normalize(tensor: torch.Tensor) -> torch.Tensor:
+    """Normalize to length 1, as the kernels do that models were trained with."""
     return tensor * torch.rsqrt(tensor.square().sum(-1, keepdim=True) + 1e-6)
 
 
 @MambaMixer2.register_oot
 class Mamba2(RecurrentLayer, MambaMixer2):
-    """Of Granite 4, Nemotron-H and Falcon-H1."""
+    """The layer of Granite 4, Nemotron-H and Falcon-H1."""
 
     def layer_shape(self) -> LayerShape:
         dtypes = self.get_state_dtype()
@@ -222,12 +228,12 @@ class Mamba2(RecurrentLayer, MambaMixer2):
     ) -> tuple[torch.Tensor, torch.Tensor]:
         assert gates_BQG is not None
         groups, num_heads = self.n_groups // self.tp_size, self.tped_dt_size
-        value, key, query = self.split_hidden_states_B_C_fn(_real(F.silu(convolved_BQC), is_real_BQ))
-        value_BQHV = _heads(value, num_heads, num_heads)
-        step_BQH = _real(F.softplus(gates_BQG.float() + self.dt_bias.float()), is_real_BQ)
+        value, key, query = self.split_hidden_states_B_C_fn(_zero_padding(F.silu(convolved_BQC), is_real_BQ))
+        value_BQHV = _split_heads(value, num_heads, num_heads)
+        step_BQH = _zero_padding(F.softplus(gates_BQG.float() + self.dt_bias.float()), is_real_BQ)
         out_BQHV, state = scan(
-            _heads(query, groups, num_heads),
-            _heads(key, groups, num_heads),
+            _split_heads(query, groups, num_heads),
+            _split_heads(key, groups, num_heads),
             value_BQHV * step_BQH.unsqueeze(-1),
             (step_BQH * self.A.float()).unsqueeze(-1),
             state,
@@ -237,7 +243,7 @@ class Mamba2(RecurrentLayer, MambaMixer2):
 
 @MambaMixer.register_oot
 class Mamba1(RecurrentLayer, MambaMixer):
-    """Of Jamba and the first Mambas. Its gates are made of what was convolved."""
+    """The layer of Jamba and the first Mambas, whose gates are computed from the convolution's outputs."""
 
     def layer_shape(self) -> LayerShape:
         dtypes = self.get_state_dtype()
@@ -257,17 +263,17 @@ class Mamba1(RecurrentLayer, MambaMixer):
     def recur(
         self, convolved_BQC: torch.Tensor, gates_BQG: torch.Tensor | None, is_real_BQ: torch.Tensor, state: torch.Tensor
     ) -> tuple[torch.Tensor, torch.Tensor]:
-        value_BQC = _real(F.silu(convolved_BQC), is_real_BQ)
+        value_BQC = _zero_padding(F.silu(convolved_BQC), is_real_BQ)
         step_CT, key_TK, query_TK = self._ssm_transform(value_BQC.flatten(0, 1).to(self.conv1d.weight.dtype))
         step_TC, key, query = step_CT.T.float() + self.dt_proj.bias.float(), key_TK.float(), query_TK.float()
         step, key, query = (tensor.unflatten(0, is_real_BQ.shape) for tensor in (F.softplus(step_TC), key, query))
-        out_BQC, state = scan_each(query, key, value_BQC, _real(step, is_real_BQ), self.A, state)
+        out_BQC, state = scan_each(query, key, value_BQC, _zero_padding(step, is_real_BQ), self.A, state)
         return out_BQC + value_BQC * self.D.float(), state
 
 
 @ShortConv.register_oot
 class ShortConvolution(RecurrentLayer, ShortConv):
-    """Of LFM2."""
+    """The layer of LFM2."""
 
     def layer_shape(self) -> LayerShape:
         (dtype,) = self.get_state_dtype()

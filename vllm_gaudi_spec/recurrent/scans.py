@@ -13,13 +13,16 @@ import torch
 from torch.nn import functional as F
 
 _CHUNK = 64
-"""The most positions that are computed at once, by matrices of that size. A power of two."""
+"""The most positions that are computed at once, by matrices of that size; a power of two."""
 
 
 def convolve(
     history_BWC: torch.Tensor, inputs_BQC: torch.Tensor, weight_CW: torch.Tensor, bias_C: torch.Tensor | None
 ) -> torch.Tensor:
-    """[B, Q, C] in float32: each channel's causal convolution. `history_BWC`: the W - 1 inputs before the first."""
+    """Return each channel's causal convolution, float32 [B, Q, C].
+
+    `history_BWC` has the W - 1 inputs before the first.
+    """
     num_queries = inputs_BQC.shape[1]
     inputs = torch.cat((history_BWC, inputs_BQC), dim=1).float()
     weight_WC = weight_CW.float().T
@@ -37,33 +40,36 @@ def scan(
     state_BHKV: torch.Tensor,
     beta_BQH: torch.Tensor | None = None,
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """[B, Q, H, V], what each position reads of the state, and the state after the last; all in float32.
+    """Return what each position reads of the state, [B, Q, H, V], and the state after the last, in float32.
 
-    At a position the state is multiplied by exp(decay), then key x value is added to it, then the query reads it. D is
-    1, or K where each number of a key decays by itself. With `beta` the delta rule decides what is added: beta times
-    what the value is off from what the key reads. A position of decay 0 whose value, or beta, is 0 leaves the state as
-    it was.
+    At each position the state is multiplied by exp(decay), then key x value is added, then the query reads it. D is 1,
+    or K if each number of a key has its own decay. With `beta` the delta rule determines what is added: beta times the
+    difference of the value from what the key reads. A position with decay 0 whose value, or beta, is 0 leaves the state
+    unchanged.
     """
     num_queries = query_BQHK.shape[1]
     length = min(_CHUNK, 1 << (num_queries - 1).bit_length())
     missing = -num_queries % length
 
     def chunked(tensor: torch.Tensor) -> torch.Tensor:
-        """[B, N, H, L, ...]. A copy: of what is made of a transposed tensor a compiler may take wrong strides."""
+        """Reshape to [B, N, H, L, ...].
+
+        This copies, since a compiler may take wrong strides from a transposed tensor.
+        """
         padded = F.pad(tensor, (*[0, 0] * (tensor.dim() - 2), 0, missing)) if missing else tensor
         return padded.unflatten(1, (-1, length)).transpose(2, 3).contiguous()
 
     query, key, value = chunked(query_BQHK), chunked(key_BQHK), chunked(value_BQHV)
     since_BNHLD = chunked(decay_BQHD).cumsum(-2)
     """Decay since the chunk began."""
-    products = _decayed_once(since_BNHLD) if since_BNHLD.shape[-1] == 1 else _decayed_by_number(since_BNHLD)
+    products = _decay_per_head(since_BNHLD) if since_BNHLD.shape[-1] == 1 else _decay_per_number(since_BNHLD)
     kept_BNHLD = since_BNHLD.exp()
     read = None
     if beta_BQH is not None:
-        # Within a chunk each value depends on those before it: a triangular system, solved for all at once.
+        # Within a chunk each value depends on earlier ones: solve the triangular system for all at once.
         beta_BNHL1 = chunked(beta_BQH).unsqueeze(-1)
         scaled = key * beta_BNHL1
-        solved = _inverse_of_unit(products(scaled, key).tril(-1))
+        solved = _invert_unit_triangular(products(scaled, key).tril(-1))
         value, read = solved @ (value * beta_BNHL1), solved @ (scaled * kept_BNHLD)
     weights_BNHLL = products(query, key)
     query = query * kept_BNHLD
@@ -82,12 +88,12 @@ def scan(
 
 
 Products = Callable[[torch.Tensor, torch.Tensor], torch.Tensor]
-"""From two tensors [B, N, H, L, K] to [B, N, H, L, L]: of each position of the first with each of the second that is
-not after it, the product of what decay leaves in between; else 0."""
+"""Products of each position in the first tensor with each earlier or equal one in the second, times the decay between
+them; 0 for later ones. From two tensors [B, N, H, L, K] to [B, N, H, L, L]."""
 
 
-def _decayed_once(since_BNHL1: torch.Tensor) -> Products:
-    """One decay for all numbers of a key."""
+def _decay_per_head(since_BNHL1: torch.Tensor) -> Products:
+    """Return `Products` for one decay per head."""
     length = since_BNHL1.shape[-2]
     is_before = torch.ones(length, length, dtype=torch.bool, device=since_BNHL1.device).tril()
     between_BNHLL = torch.where(is_before, since_BNHL1 - since_BNHL1.transpose(-1, -2), 0.0)
@@ -95,9 +101,12 @@ def _decayed_once(since_BNHL1: torch.Tensor) -> Products:
     return lambda left, right: left @ right.transpose(-1, -2) * between_BNHLL
 
 
-def _decayed_by_number(since_BNHLK: torch.Tensor) -> Products:
-    """A decay for each. L x L x K of them would be too many, and exp(since) times exp(-since) overflows: so blocks on
-    the diagonal double in size, and what is below them decays to where its first half ends, and from there."""
+def _decay_per_number(since_BNHLK: torch.Tensor) -> Products:
+    """Return `Products` for one decay per number of a key.
+
+    L x L x K decays would be too many, and exp(since) times exp(-since) overflows. So blocks on the diagonal double in
+    size, and the block below two of them decays to the end of the first one, and from there.
+    """
 
     def products(left_BNHLK: torch.Tensor, right_BNHLK: torch.Tensor) -> torch.Tensor:
         length = left_BNHLK.shape[-2]
@@ -111,21 +120,21 @@ def _decayed_by_number(since_BNHLK: torch.Tensor) -> Products:
             after = left[:, 1] * (since[:, 1] - border).exp()
             before = right[:, 0] * (border - since[:, 0]).exp()
             first, second = found.unflatten(0, (-1, 2)).unbind(1)
-            found = _joined(first, after @ before.transpose(-1, -2), second)
+            found = _join_blocks(first, after @ before.transpose(-1, -2), second)
             size *= 2
         return found.view(*left_BNHLK.shape[:-1], length)
 
     return products
 
 
-def _joined(first: torch.Tensor, below: torch.Tensor, second: torch.Tensor) -> torch.Tensor:
-    """Blocks of a lower triangular matrix."""
+def _join_blocks(first: torch.Tensor, below: torch.Tensor, second: torch.Tensor) -> torch.Tensor:
+    """Join blocks of a lower triangular matrix."""
     top = torch.cat((first, torch.zeros_like(first)), dim=-1)
     return torch.cat((top, torch.cat((below, second), dim=-1)), dim=-2)
 
 
 _SHORT_CHUNK = 16
-"""The same where a position takes C x K numbers a row."""
+"""The same for recurrences that need C x K numbers per position and row."""
 
 
 def scan_each(
@@ -136,9 +145,10 @@ def scan_each(
     rate_CK: torch.Tensor,
     state_BCK: torch.Tensor,
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """[B, Q, C], what each position reads, and the state after the last; all in float32. Each number of the state has a
-    decay of its own: at a position it is multiplied by exp(step x rate), then step x value x key is added, then the
-    query reads it. A position whose step is 0 leaves the state as it was.
+    """Return what each position reads, [B, Q, C], and the state after the last, in float32.
+
+    Each number of the state has its own decay: at each position it is multiplied by exp(step x rate), then step x value
+    x key is added, then the query reads it. A position with step 0 leaves the state unchanged.
     """
     num_queries = query_BQK.shape[1]
     length = min(_SHORT_CHUNK, 1 << (num_queries - 1).bit_length())
@@ -152,7 +162,7 @@ def scan_each(
         queries, keys, values, steps = (tensor.narrow(1, begin, length) for tensor in (query, key, value, step))
         kept_BLCK = (steps.unsqueeze(-1) * rate_CK).exp()
         added_BLCK = values.unsqueeze(-1) * keys.unsqueeze(2)
-        # Each position takes in the ones before it, of twice as many at a time.
+        # A prefix scan: each position takes in earlier ones, twice as many each time.
         reach = 1
         while reach < length:
             added_BLCK = added_BLCK + kept_BLCK * _later(added_BLCK, reach, 0.0)
@@ -169,11 +179,11 @@ def _later(tensor_BLCK: torch.Tensor, positions: int, first: float) -> torch.Ten
     return F.pad(tensor_BLCK, (0, 0, 0, 0, positions, 0), value=first).narrow(1, 0, length)
 
 
-def _inverse_of_unit(strict_LL: torch.Tensor) -> torch.Tensor:
-    """The inverse of I + a strictly lower triangular matrix [..., L, L], L a power of two.
+def _invert_unit_triangular(strict_LL: torch.Tensor) -> torch.Tensor:
+    """Invert I + a strictly lower triangular matrix [..., L, L], with L a power of two.
 
-    Blocks on the diagonal are inverted in pairs, which double in size. Powers of the matrix would take fewer products,
-    but for keys that are alike they grow as binomial coefficients do, and float32 loses all digits.
+    Blocks on the diagonal are inverted in pairs, which double in size. Powers of the matrix would need fewer products,
+    but for similar keys they grow as binomial coefficients do, and float32 loses all digits.
     """
     blocks, belows = strict_LL.flatten(0, -3), []  # [M, size, size]
     while (half := blocks.shape[-1] // 2) > 0:
@@ -182,5 +192,5 @@ def _inverse_of_unit(strict_LL: torch.Tensor) -> torch.Tensor:
     inverse = torch.ones_like(blocks)
     for below in reversed(belows):
         first, second = inverse.unflatten(0, (-1, 2)).unbind(1)
-        inverse = _joined(first, -(second @ below @ first), second)
+        inverse = _join_blocks(first, -(second @ below @ first), second)
     return inverse.view(strict_LL.shape)

@@ -1,4 +1,4 @@
-"""Architectures with recurrent layers that are served, and what is known of their layers before they are built."""
+"""The supported architectures with recurrent layers, and what is known of their layers before they are built."""
 
 from __future__ import annotations
 
@@ -12,15 +12,15 @@ if TYPE_CHECKING:
 
 
 class Gates(NamedTuple):
-    """How many numbers gate a token in a layer, for each head of its state."""
+    """How many numbers gate a token in a layer, per head of its state."""
 
-    of_head: int = 0
-    of_key: int = 0
-    """And for each number of a head's key."""
+    per_head: int = 0
+    per_key: int = 0
+    """In addition, for each number of a head's key."""
 
-    def of_state(self, state: tuple[int, ...]) -> int:
-        """`state`: heads, numbers of a key, and of a value; empty for a layer that is its convolution alone."""
-        return state[0] * (self.of_head + self.of_key * state[1]) if state else 0
+    def count_gates(self, state: tuple[int, ...]) -> int:
+        """Count the gates for a `state` of heads, numbers of a key and of a value; empty for a convolution alone."""
+        return state[0] * (self.per_head + self.per_key * state[1]) if state else 0
 
 
 _DELTA_NET, _KIMI_DELTA, _MAMBA_2, _MAMBA_1, _SHORT_CONVOLUTION = Gates(2), Gates(1, 1), Gates(1), Gates(), Gates()
@@ -46,7 +46,7 @@ SERVED = {
     "OlmoHybridForCausalLM": _DELTA_NET,
     "Zamba2ForCausalLM": _MAMBA_2,
 }
-"""Those that were held against transformers as a whole, on the CPU."""
+"""Architectures that were compared with transformers as a whole, on the CPU."""
 _ON_THE_CPU_ALONE = (
     "ColBERTLfm2Model",
     "JambaForSequenceClassification",
@@ -79,33 +79,36 @@ CAPTURED: dict[tuple[str, str], tuple[str, ...]] = {
         "Qwen3NextForCausalLM",
     ),
 }
-"""Of a device that captures graphs and its mode: those that were held against transformers in such graphs too."""
+"""By device type and mode: architectures that were also compared with transformers in captured graphs."""
 
-# Types of layers, as configurations name them. A hybrid one has both.
+# Types of layers in configurations. A hybrid layer has both.
 _WITH_STATE = ("linear_attention", "mamba", "conv", "hybrid")
 _WITH_KV = ("full_attention", "attention", "hybrid")
 
 
 def num_pending(num_drafts: int) -> int:
-    """The most tokens of a row that a step leaves to the next one, which knows how many were accepted."""
+    """Return the most tokens of a row that a step leaves to the next one, which knows how many were accepted."""
     return 1 + num_drafts if num_drafts else 0
 
 
-def states_of(num_rows: int) -> str:
-    """A name for their memory."""
+def describe_states(num_rows: int) -> str:
+    """Name the states in messages about memory."""
     return f"recurrent states of {num_rows} requests (--max-num-seqs)"
 
 
-def snapshots_of(num_slots: int) -> str:
+def describe_snapshots(num_slots: int) -> str:
     return f"{num_slots} snapshots of recurrent states (state_snapshots)"
 
 
 _MOST_SNAPSHOTS = 32
-"""Without a choice: as many as requests, up to here. For large models a state is 75 MB and more."""
+"""The default number of snapshots is that of requests, up to this. For large models a state is 75 MB and more."""
 
 
 def num_snapshots(vllm_config: VllmConfig, requested: int | None) -> int:
-    """How many states are kept for the prefix cache; 0 without one. `requested`: by the option `state_snapshots`."""
+    """Return how many states are kept for the prefix cache; 0 without one.
+
+    `requested` is the option `state_snapshots`.
+    """
     model = vllm_config.model_config
     if model is None or not (has_states(model) and vllm_config.cache_config.enable_prefix_caching):
         return 0
@@ -117,17 +120,17 @@ def has_states(model: ModelConfig) -> bool:
 
 
 def num_layers_with_kv(model: ModelConfig, parallel: ParallelConfig) -> int:
-    """On one rank."""
+    """Return the number of layers with KV on one rank."""
     if model.is_attention_free:
         return 0
     if model.is_hybrid:
         return _count(model, parallel, _WITH_KV)
-    # vLLM counts none where a checkpoint has an MTP layer and names no number of them.
+    # vLLM counts none if a checkpoint has MTP layers without giving their number.
     return max(int(model.get_num_layers(parallel)), 1)
 
 
 def state_bytes(vllm_config: VllmConfig, num_rows: int, num_pending: int) -> int:
-    """What a target's layers keep of so many requests, on one rank; 0 for targets without recurrent layers."""
+    """Return the size of the states of `num_rows` rows on one rank; 0 for targets without recurrent layers."""
     model = vllm_config.model_config
     if not has_states(model):
         return 0
@@ -140,20 +143,22 @@ def state_bytes(vllm_config: VllmConfig, num_rows: int, num_pending: int) -> int
 
 def _count(model: ModelConfig, parallel: ParallelConfig, kinds: tuple[str, ...]) -> int:
     config = model.hf_text_config
-    types = getattr(config, "layers_block_type", None) or getattr(config, "layer_types", None) or _kimi_types(config)
+    types = (
+        getattr(config, "layers_block_type", None) or getattr(config, "layer_types", None) or _list_kimi_types(config)
+    )
     start, end = model.get_layers_start_end_indices(parallel)
     return sum(kind in kinds for kind in types[start:end])
 
 
-def _kimi_types(config: Any) -> list[str]:
-    """vLLM's configuration of Kimi Linear has numbers of layers, the first of which is 1."""
+def _list_kimi_types(config: Any) -> list[str]:
+    """List the types of Kimi Linear's layers, which vLLM's configuration gives as numbers from 1 on."""
     recurrent = config.linear_attn_config["kda_layers"]
     numbers = range(1, config.num_hidden_layers + 1)
     return ["linear_attention" if number in recurrent else "full_attention" for number in numbers]
 
 
 def _layer_shape(vllm_config: VllmConfig) -> LayerShape:
-    """From what vLLM's class would keep, which with drafts has more inputs of the convolution."""
+    """Return the shape that vLLM's class would keep without drafts, with which its convolution has more inputs."""
     from vllm_gaudi_spec.upstream.models import ModelRegistry, is_conv_state_dim_first
 
     model = vllm_config.model_config
@@ -168,7 +173,7 @@ def _layer_shape(vllm_config: VllmConfig) -> LayerShape:
     return LayerShape(
         num_channels=num_channels,
         num_taps=num_before + 1,
-        num_gates=SERVED[architecture].of_state(state),
+        num_gates=SERVED[architecture].count_gates(state),
         state=state,
         dtype=dtypes[0],
         state_dtype=dtypes[-1],

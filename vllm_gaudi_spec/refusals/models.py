@@ -124,7 +124,7 @@ def _selection_refusals(vllm_config: VllmConfig, backend: DeviceBackend) -> Iter
     model = vllm_config.model_config
     if not hasattr(model.hf_text_config, "index_topk"):
         return
-    if backend.traits.torch_device.type not in ("cpu", "hpu"):
+    if not backend.traits.selects_keys:
         yield (
             f"{model.model} selects keys by an indexer, which was not compared on {backend.traits.name} yet; set "
             "VGS_DEVICE=cpu."

@@ -25,7 +25,7 @@ class KVCache:
         layout = vllm_config.cache_config.get_resolved_kv_cache_layout()
         self.by_layer = backend.memory.allocate_kv(kv_cache_config, layout)
         """Each layer's KV cache."""
-        self._copy_blocks = backend.memory.block_copier(self.by_layer)
+        self._copy_blocks = backend.memory.make_block_copier(self.by_layer)
         self.num_blocks = kv_cache_config.num_blocks
         # Layers share one allocation, whose size each of them has.
         self.num_bytes = max((tensor.size for tensor in kv_cache_config.kv_cache_tensors), default=0)

@@ -12,7 +12,7 @@ from contextlib import contextmanager
 from typing import TYPE_CHECKING
 
 from vllm_gaudi_spec.config import UnsupportedConfigError
-from vllm_gaudi_spec.devices.base import size_text
+from vllm_gaudi_spec.devices.base import format_size
 from vllm_gaudi_spec.environment import WARMUP
 from vllm_gaudi_spec.runner.graphs import DRAFTERS_READS, ENCODERS, PROMPT_CHUNKS, PROMPT_LOGPROBS
 from vllm_gaudi_spec.sampling.params import USUAL_LOGPROBS
@@ -57,9 +57,9 @@ class WarmUpMemory:
         """One line; None where the device does not report its memory."""
         if not self._runs:
             return None
-        kinds = ", ".join(f"{size_text(self._kept[kind])} in {runs} {kind}" for kind, runs in self._runs.items())
+        kinds = ", ".join(f"{format_size(self._kept[kind])} in {runs} {kind}" for kind, runs in self._runs.items())
         free = self._memory.free_bytes() or 0
-        return f"Graphs keep {size_text(self._kept.total())} ({kinds}); {size_text(free)} are free."
+        return f"Graphs keep {format_size(self._kept.total())} ({kinds}); {format_size(free)} are free."
 
     def refuse_without_room(self, postponed: Sequence[Job]) -> None:
         """Before anything is served, where what idle steps will make may not fit: memory that ends in one of them ends
@@ -72,8 +72,8 @@ class WarmUpMemory:
             return
         kind = expected.most_common(1)[0][0]
         raise UnsupportedConfigError(
-            f"{size_text(free)} of the card's memory are free, and {len(postponed)} runs of warm-up in the background "
-            f"may keep {size_text(expected.total())}, as those before them did; lower "
+            f"{format_size(free)} of the card's memory are free, and {len(postponed)} runs of warm-up in the "
+            f"background may keep {format_size(expected.total())}, as those before them did; lower "
             f"{lower(self._vllm_config, kind, self._kv_bytes, missing)}, or leave out {WARMUP.name}."
         )
 
@@ -83,8 +83,8 @@ class WarmUpMemory:
         except RuntimeError:  # the card may answer nothing any more
             free = 0
         missing = asked - free + sum(map(self._expected, rest))
-        found = f"{size_text(asked)} were asked for" if asked else "a run asked for more than there is"
-        found += f", {size_text(free)} are free"
+        found = f"{format_size(asked)} were asked for" if asked else "a run asked for more than there is"
+        found += f", {format_size(free)} are free"
         number = self._runs.total() + 1
         return (
             f"The card's memory ended {self._where} at {number} of {number + len(rest)} runs, in {job.kind}: {found}; "

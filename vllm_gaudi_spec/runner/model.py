@@ -17,7 +17,7 @@ from vllm_gaudi_spec.attention import latent
 from vllm_gaudi_spec.attention.backend import RectangleAttentionImpl, attend_layer
 from vllm_gaudi_spec.attention.metadata import NO_MEDIA, Packed
 from vllm_gaudi_spec.config import UnsupportedConfigError, needs_batch_invariance, ranks_in_step
-from vllm_gaudi_spec.devices.base import size_text
+from vllm_gaudi_spec.devices.base import format_size
 from vllm_gaudi_spec.quantization.kv_cache import quantize_kv
 from vllm_gaudi_spec.records import Hidden
 from vllm_gaudi_spec.recurrent.states import RecurrentStates
@@ -260,8 +260,8 @@ class LoadedModel:
         logger.info(
             "Recurrent states of %d layers: %s a request, %s for %d rows and %d snapshots (state_snapshots).",
             len(shapes),
-            size_text(self.state_bytes(1, num_pending)),
-            size_text(self.state_bytes(every, num_pending)),
+            format_size(self.state_bytes(1, num_pending)),
+            format_size(self.state_bytes(every, num_pending)),
             num_rows,
             num_snapshots,
         )

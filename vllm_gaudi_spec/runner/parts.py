@@ -13,7 +13,7 @@ from vllm_gaudi_spec.drafting.load import load_drafting
 from vllm_gaudi_spec.drafting.memory import block_of, drafting_bytes
 from vllm_gaudi_spec.drafting.models import kv_beside_target, load_drafter
 from vllm_gaudi_spec.quantization.models import Quantization
-from vllm_gaudi_spec.recurrent.table import num_pending, num_snapshots, snapshots_of, states_of
+from vllm_gaudi_spec.recurrent.table import describe_snapshots, describe_states, num_pending, num_snapshots
 from vllm_gaudi_spec.runner.device_step import DeviceStep
 from vllm_gaudi_spec.runner.extensions import Extension
 from vllm_gaudi_spec.runner.extensions.adapters import Adapters
@@ -84,9 +84,9 @@ class RunnerParts:
         """Memory that is taken besides weights and the KV cache, by purpose."""
         speculation, taken = self.speculation, {}
         if num_bytes := self.target.state_bytes(self.max_rows + 1, num_pending(self.num_drafts)):
-            taken[states_of(self.max_rows)] = num_bytes
+            taken[describe_states(self.max_rows)] = num_bytes
         if num_bytes := self.target.state_bytes(self.num_snapshots, num_pending(self.num_drafts)):
-            taken[snapshots_of(self.num_snapshots)] = num_bytes
+            taken[describe_snapshots(self.num_snapshots)] = num_bytes
         if self.encoders is not None:
             taken["outputs of image encoders"] = self.encoders.num_bytes
         if self.drafter is None or speculation is None:

@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING
 from vllm.logger import init_logger
 
 from vllm_gaudi_spec.config import UnsupportedConfigError
-from vllm_gaudi_spec.devices.base import Graphs, size_text
+from vllm_gaudi_spec.devices.base import Graphs, format_size
 from vllm_gaudi_spec.runner.graphs import StepRecorder
 from vllm_gaudi_spec.runner.memory import WarmUpMemory, lower
 from vllm_gaudi_spec.runner.warmup import jobs, manifest
@@ -48,13 +48,13 @@ def peak_bytes(runner: ModelRunner, budget: int) -> int:
         vars(runner).update(before)
         clear_layer_kv_caches(runner.vllm_config.compilation_config.static_forward_context.values())
         gc.collect()  # parts of the runner refer to each other
-    needed = ", ".join(f"{size_text(peak)} ({kind})" for kind, peak in peaks.items())
+    needed = ", ".join(f"{format_size(peak)} ({kind})" for kind, peak in peaks.items())
     logger.info("The largest steps need %s.", needed)
     kind = max(peaks, key=lambda kind: peaks[kind])
     if peaks[kind] >= budget:
         raise UnsupportedConfigError(
-            f"The largest steps need {size_text(peaks[kind])} ({kind}), and there are {size_text(budget)} for them and "
-            f"the KV cache; lower {lower(runner.vllm_config, kind, kv_bytes=0, missing=0)}."
+            f"The largest steps need {format_size(peaks[kind])} ({kind}), and there are {format_size(budget)} for them "
+            f"and the KV cache; lower {lower(runner.vllm_config, kind, kv_bytes=0, missing=0)}."
         )
     return peaks[kind]
 
@@ -71,7 +71,7 @@ def _peaks(runner: ModelRunner, few: KVCacheConfig, num_blocks: int) -> dict[str
     chosen = list(_largest(jobs(runner)))
     for number, job in enumerate(chosen, start=1):
         with measured.measuring(job, chosen[number:]):
-            peaks[job.kind] = max(peaks.get(job.kind, 0), memory.peak_of(job.run))
+            peaks[job.kind] = max(peaks.get(job.kind, 0), memory.measure_peak(job.run))
     return peaks
 
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import torch
 
-from vllm_gaudi_spec.devices.base import size_text
+from vllm_gaudi_spec.devices.base import format_size
 from vllm_gaudi_spec.self_test.subject import Failed, NotChecked, Subject
 
 _SIZE = 128 << 20
@@ -21,7 +21,7 @@ def check_memory(subject: Subject) -> str:
     if before is None:
         raise NotChecked("the device does not report its free memory")
     if before < 2 * _SIZE:
-        raise Failed(f"only {size_text(before)} are reported as free before anything is loaded")
+        raise Failed(f"{format_size(before)} are reported as free before anything was loaded")
     held = []
     for _ in range(_ATTEMPTS):
         free = backend.memory.free_bytes() or 0
@@ -30,5 +30,5 @@ def check_memory(subject: Subject) -> str:
         backend.memory.synchronize()
         taken = free - (backend.memory.free_bytes() or 0)
         if _LEAST * _SIZE <= taken <= _MOST * _SIZE:
-            return f"{size_text(before)} free"
-    raise Failed(f"free memory fell by {size_text(taken)} when {size_text(_SIZE)} were allocated")
+            return f"{format_size(before)} free"
+    raise Failed(f"free memory fell by {format_size(taken)} when {format_size(_SIZE)} were taken")

@@ -1,4 +1,4 @@
-"""Plain paged attention over vLLM's layout of KV, against dense attention in float64; with padding and without."""
+"""Attention in plain torch over vLLM's KV layout, against dense attention in float64; padded and packed."""
 
 from __future__ import annotations
 
@@ -80,8 +80,8 @@ def test_rectangle_equals_dense(
             assert torch.allclose(out[row * queries + q].double(), expected, atol=2e-5)
 
 
-def test_without_its_padding_a_rectangle_says_the_same() -> None:
-    """Some rows of it are short, one has no query at all."""
+def test_packed_rectangle_equals_padded() -> None:
+    """Some rows are short, and one has no query at all."""
     generator = torch.Generator().manual_seed(0)
     kv = torch.randn(2, 5 * 32, 2, 32, generator=generator)
     cache = torch.zeros(5, 2, 32, 64)
@@ -106,13 +106,13 @@ def test_without_its_padding_a_rectangle_says_the_same() -> None:
 
 
 @pytest.mark.parametrize("counts", [[2, 2], [0, 0]])
-def test_nothing_is_packed_where_all_or_nothing_is_real(counts: list[int]) -> None:
+def test_nothing_is_packed_if_all_or_no_tokens_are_real(counts: list[int]) -> None:
     assert Packed.of(torch.tensor(counts, dtype=torch.int32), 2) is None
 
 
 @pytest.mark.parametrize("window", [None, 5])
-def test_where_layers_are_not_causal_a_query_sees_all_keys_of_its_row(window: int | None) -> None:
-    """In a batch of prompts of other lengths, whose blocks lie one after another, after another batch left its own."""
+def test_bidirectional_query_sees_all_keys_of_its_row(window: int | None) -> None:
+    """In a batch of prompts of different lengths with adjacent blocks, after another batch left keys there."""
     generator = torch.Generator().manual_seed(0)
     spec = replace(SPEC, sliding_window=window, block_size=16, is_causal=False)
     counts_B = torch.tensor([20, 3, 16], dtype=torch.int32)

@@ -1,4 +1,4 @@
-"""One layer of latent attention against transformers': prompts in chunks, then verify steps, over paged KV."""
+"""A layer of latent attention against transformers: prompts in chunks, then verify steps, over paged KV."""
 
 from __future__ import annotations
 
@@ -71,7 +71,7 @@ def our_layer(theirs: DeepseekV3Attention) -> LatentAttention:
 
 
 @torch.inference_mode()
-def test_a_layer_is_that_of_transformers(config: VllmConfig) -> None:
+def test_latent_layer_equals_transformers(config: VllmConfig) -> None:
     theirs, rotary = reference_layer()
     ours = our_layer(theirs)
     lengths = [53, 30]
@@ -93,7 +93,7 @@ def test_a_layer_is_that_of_transformers(config: VllmConfig) -> None:
     table = torch.tensor([[3, 7, 1, 9], [5, 2, 11, 0]], dtype=torch.int32)
     attended = torch.zeros(2, max(lengths), HEADS * VALUE)
     done = [0, 0]
-    # Chunks of a prompt, then a token and three drafts a step; the last real ones are fewer.
+    # Chunks of a prompt, then steps of a token and three drafts; the last ones have fewer real tokens.
     for queries in (20, 4, 4, 20, 5):
         real = [min(queries, length - start) for length, start in zip(lengths, done, strict=True)]
         inputs = rectangle(
@@ -103,7 +103,7 @@ def test_a_layer_is_that_of_transformers(config: VllmConfig) -> None:
             Blocks((torch.nn.functional.pad(table, (0, 2)),), (BLOCK,)),
             row_operations.TORCH,
         )
-        # What is padded gives any numbers, and goes to the pad block.
+        # Padding returns arbitrary numbers, and writes to the pad block.
         places = (torch.tensor(done)[:, None] + torch.arange(queries)).clamp(max=max(lengths) - 1)
         rows = torch.arange(2)[:, None]
         names = {ours.layer_name: inputs.calls[0]}

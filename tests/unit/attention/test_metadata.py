@@ -1,4 +1,4 @@
-"""The inputs of a rectangle: where padding is, nothing is looked up."""
+"""The inputs of a rectangle, in which padding looks nothing up."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from vllm_gaudi_spec.attention.metadata import Blocks, columns, rectangle
 
 
 class NoPermutedInt64(TorchDispatchMode):
-    """Which leaves a Gaudi's compiled graph (lesson C16)."""
+    """Fails on a permutation of int64, which breaks a Gaudi's compiled graph (lesson C16)."""
 
     def __torch_dispatch__(self, operation: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         permutes = operation in (torch.ops.aten.permute.default, torch.ops.aten.t.default, torch.ops.aten.transpose.int)
@@ -31,7 +31,7 @@ def test_padding_may_extend_past_the_block_table() -> None:
     assert inputs.token_ids_T.view(2, 6).tolist() == [[0, 1, 2, 0, 0, 0], [6, 7, 8, 9, 10, 11]]
 
 
-def test_the_positions_of_a_rectangle_one_after_another_are_rectangles_of_one() -> None:
+def test_columns_equal_rectangles_of_one_query() -> None:
     tokens_BQ = torch.zeros(3, 3, dtype=torch.int32)
     starts_B, num_real_B = torch.tensor([5, 0, 3], dtype=torch.int32), torch.tensor([2, 3, -1], dtype=torch.int32)
     lengths = torch.ones(3, dtype=torch.int32)
@@ -56,7 +56,7 @@ def test_the_positions_of_a_rectangle_one_after_another_are_rectangles_of_one() 
             (column.slots[0][real_B], alone.slots[0][real_B]),
         ):
             assert ours.dtype == expected.dtype
-            # Kernels take a row's entry by its number.
+            # Kernels index a row's entries.
             assert ours.is_contiguous()
             assert torch.equal(ours, expected)
         pads = column.slots[0][~real_B]

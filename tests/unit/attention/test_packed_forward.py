@@ -1,4 +1,4 @@
-"""A model that computes no padding says what it says with it, and heads get the states that are theirs."""
+"""A model that computes no padding returns the same, and passes the right states to heads."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ PADDING = [2, 3, 4, 5, 10, 11]
 
 
 class Model:
-    """States and logits tell tokens, positions and what was carried apart."""
+    """States and logits that differ by token, position and carried states."""
 
     def __init__(self) -> None:
         self.rows: list[int] = []
@@ -57,7 +57,7 @@ def inputs() -> Inputs:
 
 
 def test_ranks_in_step_compute_as_many_tokens_each() -> None:
-    """A head beside them packs, as what it runs is its own affair, and still tells vLLM how many ranks there are."""
+    """A head packs its own tokens, and still tells vLLM the number of ranks."""
     together, head = (model(True, Hidden) for _ in range(2))
     together._is_in_step, together._num_in_context, head._num_in_context = True, 2, 2
     together.forward(inputs())

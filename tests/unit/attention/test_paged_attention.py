@@ -15,8 +15,8 @@ from tests.support.reference.attention import attend_row
 from vllm_gaudi_spec.attention import flat, padded
 from vllm_gaudi_spec.attention.metadata import AttentionCall, AttentionLayerSpec, FlatBlocks
 
-# Absolute and relative, for values of size 1. float32: sums of up to 4096 terms in another order. bfloat16: scores,
-# weights, each block's part, their sum and the result are rounded to 8 bits; the reference gets the same inputs.
+# Absolute and relative, for values of size 1. In float32, sums of up to 4096 terms have another order. In bfloat16,
+# scores, weights, each block's part, their sum and the result are rounded to 8 bits. The reference has the same inputs.
 TOLERANCE = {torch.float32: (2e-5, 0.0), torch.bfloat16: (1.5e-2, 1.5e-2)}
 
 
@@ -24,7 +24,7 @@ Form = Callable[..., torch.Tensor]
 
 
 def in_slices(*args: Any) -> torch.Tensor:
-    """So short that most rows have entries in several, and some have none in one."""
+    """Slices so short that most rows have entries in several, and some slices have none of a row."""
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(flat, "SLICE", 3)
         return flat.attend(*args)
@@ -35,22 +35,22 @@ FORMS: dict[str, Form] = {"padded": padded.attend, "flat": flat.attend, "flat, i
 
 @dataclasses.dataclass
 class Scene:
-    """A batch: its real rows from 0 on, then rows of padding."""
+    """A batch: real rows first, then rows of padding."""
 
     spec: AttentionLayerSpec
     call: AttentionCall
     query_BQHD: torch.Tensor
     keys: torch.Tensor
     values: torch.Tensor | None
-    """None where they are a part of the keys."""
+    """None if values are a part of the keys."""
     starts: list[int]
     real: list[int]
-    """How many queries of a row are real."""
+    """The number of real queries of each row."""
     blocks: list[dict[int, int]]
-    """Of each real row: place -> block."""
+    """For each real row, blocks by their index."""
 
     def attend(self, form: Form, call: AttentionCall | None = None) -> torch.Tensor:
-        """[B, Q, H, D]."""
+        """Return [B, Q, H, D]."""
         query = self.query_BQHD.flatten(0, 1)
         out = form(query, self.keys, self.values, call or self.call, self.spec)
         assert out.dtype == query.dtype
@@ -98,10 +98,10 @@ def make_scene(
     sinks: float | None = None,
     slopes: bool = False,
 ) -> Scene:
-    """Rows own random blocks, those wholly behind the window none. Entries of the list are shuffled, padding with them.
+    """Make a batch whose rows own random blocks, but none wholly behind the window.
 
-    Blocks of nobody hold nan, the pad block large values, and so does what lies behind a row's keys. `sinks`: how far
-    apart those of the heads are.
+    Entries of the list are shuffled, including padding. Unowned blocks hold NaN; the pad block and what follows a row's
+    keys hold large values. `sinks` is how far the heads' sinks are apart.
     """
     generator = torch.Generator().manual_seed(0)
     real = real or [queries] * len(starts)
@@ -215,7 +215,7 @@ def test_windows(window: int, queries: int, soft_cap: float) -> None:
 @pytest.mark.parametrize("chunk", [1, 7, 32, 40, 1000])
 @pytest.mark.parametrize("queries", [1, 4, 50])
 def test_chunks(chunk: int, queries: int) -> None:
-    """A chunk ends inside a verify step and inside a block, and where one does."""
+    """Chunks end inside a verify step, inside a block, and at the end of one."""
     check(make_scene([0, 5, 31, 39, 64, 95, 200], queries, chunk=chunk))
 
 
@@ -238,7 +238,7 @@ def test_bfloat16(window: int | None, queries: int, soft_cap: float) -> None:
 @pytest.mark.parametrize("queries", [1, 2, 5, 64])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 def test_values_that_are_a_part_of_the_keys(head_size: int, value_size: int, queries: int, dtype: torch.dtype) -> None:
-    """The cache of latent attention: one head for all queries."""
+    """As in the cache of latent attention, with one head for all queries."""
     sizes = dict(heads=8, kv_heads=1, head_size=head_size, value_size=value_size)
     check(make_scene([0, 31, 70, 200], queries, **sizes, dtype=dtype, real=[queries, 1, queries, 1]))
 
@@ -248,7 +248,8 @@ def test_values_that_are_a_part_of_the_keys(head_size: int, value_size: int, que
 @pytest.mark.parametrize("sinks", [0.0, 3.0, 300.0])
 @pytest.mark.parametrize(("heads", "kv_heads", "dtype"), [(6, 2, torch.float32), (4, 4, torch.bfloat16)])
 def test_a03_sinks(sinks: float, queries: int, window: int | None, heads: int, kv_heads: int, dtype: Any) -> None:
-    """One a head takes its share of the weights once a row: far above all scores it leaves nothing, far below all."""
+    """A head's sink takes its share of the weights once per row: far above all scores nothing is left, far below
+    everything."""
     sizes = dict(heads=heads, kv_heads=kv_heads, dtype=dtype)
     check(make_scene([0, 5, 31, 64, 200], queries, **sizes, window=window, sinks=sinks))
 
@@ -256,7 +257,7 @@ def test_a03_sinks(sinks: float, queries: int, window: int | None, heads: int, k
 @pytest.mark.parametrize("queries", [1, 4, 9])
 @pytest.mark.parametrize(("heads", "kv_heads"), [(4, 4), (6, 2), (5, 1)])
 def test_a23_slopes(queries: int, heads: int, kv_heads: int) -> None:
-    """A score falls with the distance between query and key, in each head otherwise."""
+    """Scores fall with the distance between query and key, at a different rate in each head."""
     check(make_scene([0, 1, 30, 100, 700], queries, heads=heads, kv_heads=kv_heads, slopes=True))
 
 
@@ -265,7 +266,7 @@ def test_sinks_slopes_windows_and_soft_caps_together() -> None:
 
 
 def test_scores_far_apart() -> None:
-    """Blocks whose largest scores differ by more than exp can span."""
+    """The largest scores of blocks differ by more than exp can represent."""
     check(make_scene([90, 300], 2, query_size=100.0))
 
 
@@ -299,8 +300,8 @@ def test_prompts_behind_a_cached_prefix(queries: int, window: int | None) -> Non
 
 
 @pytest.mark.parametrize("window", [None, 3])
-def test_queries_behind_the_real_ones(window: int | None) -> None:
-    """They may stand behind the row's last block, and behind the table."""
+def test_padding_queries_beyond_the_last_block(window: int | None) -> None:
+    """They may be beyond the row's last block, and beyond the table."""
     check(make_scene([30, 62, 63, 0], 9, real=[1, 2, 1, 9], window=window))
 
 
@@ -311,8 +312,8 @@ def test_rows_and_entries_of_padding(pad_rows: int, pad_entries: int) -> None:
 
 
 @pytest.mark.parametrize("form", ["padded", "flat"])
-def test_r11_the_pad_block_does_not_matter(form: str) -> None:
-    """Anything finite, even what is too large for a score."""
+def test_r11_contents_of_the_pad_block_have_no_effect(form: str) -> None:
+    """It holds finite numbers, some too large for a score."""
     outs = [make_scene([10, 70], 3, pad_rows=0, pad_size=size).attend(FORMS[form]) for size in (0.0, 1.0, 3e38)]
     assert torch.isfinite(outs[0]).all()
     assert torch.equal(outs[0], outs[1])
@@ -321,16 +322,16 @@ def test_r11_the_pad_block_does_not_matter(form: str) -> None:
 
 @pytest.mark.parametrize(("sinks", "slopes"), [(None, False), (3.0, False), (None, True)])
 @pytest.mark.parametrize("form", FORMS)
-def test_o32_nobody_sees_anything(form: str, sinks: float | None, slopes: bool) -> None:
-    """Rows whose keys lie behind the window altogether."""
+def test_o32_queries_that_see_no_key(form: str, sinks: float | None, slopes: bool) -> None:
+    """All keys of these rows are behind the window."""
     scene = make_scene([10, 20], 2, window=4, sinks=sinks, slopes=slopes)
     call = dataclasses.replace(scene.call, starts_B=torch.tensor([1000, 2000, 3000], dtype=torch.int32), _plans={})
     assert torch.equal(scene.attend(FORMS[form], call), torch.zeros_like(scene.query_BQHD))
 
 
 @pytest.mark.parametrize("form", ["flat"])
-def test_nothing_but_padding(form: str) -> None:
-    """A warm-up step."""
+def test_all_rows_are_padding(form: str) -> None:
+    """As in a warm-up step."""
     scene = make_scene([10], 2)
     listed = scene.call.flat
     assert listed is not None
@@ -343,7 +344,7 @@ def test_nothing_but_padding(form: str) -> None:
 
 
 class Watch(TorchDispatchMode):
-    """Counts operations, and the blocks gathered from each of the tensors named."""
+    """Counts operations, and the blocks gathered from each of the named tensors."""
 
     def __init__(self, **stored: torch.Tensor) -> None:
         super().__init__()
@@ -371,7 +372,7 @@ def test_every_listed_block_is_read_once(queries: int) -> None:
         rectangle = scene.attend(flat.attend)
     assert watch.gathers == [("keys", num_listed), ("values", num_listed)]
 
-    # The same queries as rows of one, each listing its row's blocks again.
+    # The same queries as rows of one query, each with its row's blocks.
     rows_NQ = listed.rows_N[:, None] * queries + torch.arange(queries, dtype=torch.int32)
     nobody = scene.call.num_rows * queries
     flattened = AttentionCall(
@@ -393,7 +394,7 @@ def test_every_listed_block_is_read_once(queries: int) -> None:
 
 
 @pytest.mark.parametrize("form", ["padded", "flat"])
-def test_keys_that_hold_their_values_are_read_once(form: str) -> None:
+def test_latent_keys_are_read_once(form: str) -> None:
     scene = make_scene([0, 31, 70], 5, kv_heads=1, head_size=56, value_size=40)
     listed = scene.call.flat
     assert listed is not None
@@ -403,7 +404,7 @@ def test_keys_that_hold_their_values_are_read_once(form: str) -> None:
     assert watch.gathers == [("keys", num_read)]
 
 
-def test_the_table_reads_as_wide_as_the_longest_row() -> None:
+def test_table_is_read_to_the_width_of_the_longest_row() -> None:
     scene = make_scene([0, 31, 70, 300], 5)
     with Watch(keys=scene.keys, values=scene.values) as watch:
         scene.attend(padded.attend)
@@ -425,7 +426,7 @@ def test_layers_share_the_mask(form: str, window: int | None) -> None:
     assert second.calls["le"] == (form == "flat"), "of queries, which are made finite"
 
 
-def test_layers_of_other_windows_have_other_masks() -> None:
+def test_layers_with_different_windows_have_different_masks() -> None:
     scene = make_scene([0, 70], 3)
     for form in FORMS.values():
         scene.attend(form)
@@ -435,8 +436,8 @@ def test_layers_of_other_windows_have_other_masks() -> None:
 
 @pytest.mark.parametrize("form", ["padded", "flat"])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-def test_nothing_waits_for_the_device(form: str, dtype: torch.dtype) -> None:
-    """Operations whose shape or path follows values split a Gaudi's graph, and advanced indexing leaves it."""
+def test_attention_does_not_wait_for_the_device(form: str, dtype: torch.dtype) -> None:
+    """Operations whose shape or path depends on values split a Gaudi's graph, and advanced indexing breaks it."""
     scene = make_scene([0, 70], 3, window=40, soft_cap=5.0, dtype=dtype)
     with Watch() as watch:
         scene.attend(FORMS[form])
@@ -445,7 +446,7 @@ def test_nothing_waits_for_the_device(form: str, dtype: torch.dtype) -> None:
 
 
 def test_views_serve_as_blocks() -> None:
-    """Heads before tokens, keys and values in one allocation: the layout that vLLM is asked for."""
+    """vLLM is asked for this layout: heads before tokens, keys and values in one allocation."""
     scene = make_scene([0, 70], 3)
     cache = torch.cat([scene.keys.transpose(1, 2), scene.values.transpose(1, 2)], dim=-1).contiguous()
     size = scene.spec.head_size
@@ -454,7 +455,7 @@ def test_views_serve_as_blocks() -> None:
 
 
 class Largest(TorchDispatchMode):
-    """The most numbers of a tensor that an operation made."""
+    """The most numbers in a tensor that an operation made."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -471,8 +472,8 @@ def _is_tensor(value: Any) -> bool:
     return isinstance(value, torch.Tensor)
 
 
-def test_a_long_list_needs_no_more_at_once(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Beside the mask, which layers share."""
+def test_memory_does_not_grow_with_the_list(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Except for the mask, which layers share."""
     scene, sizes = make_scene([2000], 3), {}
     listed = scene.call.flat
     assert listed is not None

@@ -11,7 +11,7 @@ from tests.unit.attention.test_paged_attention import FORMS, Scene, make_scene
 from vllm_gaudi_spec.attention.metadata import AttentionCall, IndexQueries
 from vllm_gaudi_spec.attention.selection import select
 
-HEADS, LATENT, INDEX, INDEX_HEADS = 4, 56, 24, 7  # no multiple: the indexer's heads are taken some at a time
+HEADS, LATENT, INDEX, INDEX_HEADS = 4, 56, 24, 7  # not a multiple of the heads that are scored at a time
 
 
 def make(starts: list[int], queries: int, number: int, real: list[int] | None = None) -> tuple[Scene, AttentionCall]:
@@ -28,7 +28,7 @@ def make(starts: list[int], queries: int, number: int, real: list[int] | None = 
 
 
 def expected(scene: Scene, call: AttentionCall, row: int, query: int) -> torch.Tensor:
-    """[H, output size] in float64, of the keys with the highest scores."""
+    """Return [H, output size] in float64, from the keys with the highest scores."""
     blocks, position = scene.blocks[row], scene.starts[row] + query
     keys = torch.cat([scene.keys[blocks[place]] for place in range(max(blocks) + 1)])[: position + 1, 0].double()
     assert call.index is not None
@@ -53,12 +53,12 @@ def check(scene: Scene, call: AttentionCall) -> None:
 
 @pytest.mark.parametrize("number", [1, 8, 32, 100, 1000])
 @pytest.mark.parametrize("queries", [1, 4])
-def test_the_keys_with_the_highest_scores_are_read(number: int, queries: int) -> None:
-    """Fewer than a row has, as many, and more than any has."""
+def test_keys_with_the_highest_scores_are_read(number: int, queries: int) -> None:
+    """Fewer keys than a row has, as many, and more than any row has."""
     check(*make([0, 7, 31, 64, 200], queries, number, real=[queries, 1, queries, 1, queries]))
 
 
-def test_a_layer_without_an_indexer_reads_what_the_one_before_it_selected() -> None:
+def test_layer_without_an_indexer_reuses_the_selection() -> None:
     scene, call = make([5, 64, 200], 3, 8)
     without = replace(scene.spec, index_size=0)
     for name, form in FORMS.items():
@@ -70,7 +70,7 @@ def test_a_layer_without_an_indexer_reads_what_the_one_before_it_selected() -> N
         torch.testing.assert_close(first, second, msg=name)
 
 
-def test_of_equal_scores_the_first_are_selected_however_long_the_row_is() -> None:
+def test_first_of_equal_scores_are_selected() -> None:
     scores = torch.tensor([[[3.0, 0.0, -0.0, 5.0, 0.0, -1.0]]])
     wanted = [True, True, True, True, False, False]
     assert select(scores, 4)[0, 0].tolist() == wanted

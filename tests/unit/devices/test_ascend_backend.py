@@ -1,4 +1,4 @@
-"""The Ascend backend without a device: when it is chosen, what it refuses, what it gives graphs and gets of rows."""
+"""The Ascend backend without a device: when it is chosen, what it refuses, and what it passes to graphs."""
 
 from __future__ import annotations
 
@@ -65,28 +65,28 @@ def host(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Iterator[Path]:
         (("accel0", "davinci0"), "hpu"),
     ],
 )
-def test_a_card_is_chosen_when_it_is_there(nodes: tuple[str, ...], chosen: str, host: Path) -> None:
+def test_npu_is_chosen_when_a_card_is_present(nodes: tuple[str, ...], chosen: str, host: Path) -> None:
     for name in nodes:
         (host / name).touch()
     assert devices.choose_device() == chosen
 
 
-def test_a_card_without_its_software_is_none(host: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_card_without_its_software_is_ignored(host: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     (host / "davinci0").touch()
     monkeypatch.setattr(devices, "find_spec", lambda name: None)
     assert devices.choose_device() == "cpu"
 
 
 @pytest.mark.parametrize("device", ["ascend", "ascend-emulated"])
-def test_its_platform(device: str) -> None:
+def test_ascend_platform_class(device: str) -> None:
     from vllm_gaudi_spec.platforms.ascend import AscendSpecPlatform
 
     assert devices.platform_class(device) == f"{AscendSpecPlatform.__module__}.{AscendSpecPlatform.__qualname__}"
     assert (AscendSpecPlatform.device_type, AscendSpecPlatform.dist_backend) == ("npu", "hccl")
 
 
-def test_the_card_of_a_rank(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Of those that vLLM assigned to the engine on this machine, counted as this process sees them."""
+def test_rank_selects_its_card(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A rank takes one of the cards that vLLM assigned to the engine on this machine, as numbered in this process."""
     from vllm.platforms import interface
 
     from vllm_gaudi_spec.platforms.ascend import AscendSpecPlatform
@@ -100,14 +100,14 @@ def test_the_card_of_a_rank(monkeypatch: pytest.MonkeyPatch) -> None:
     assert AscendSpecPlatform.find_card(1, [4, 6]) == 2
 
 
-def test_without_torch_npu_the_refusal_names_what_to_do(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_refusal_without_torch_npu_names_the_remedy(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(sys.modules, "torch_npu", None)
     with pytest.raises(UnsupportedConfigError, match=r"needs torch_npu and CANN.*set VGS_DEVICE to ascend-emulated"):
         ascend.make_backend()
 
 
-def test_the_emulated_one_names_what_it_needs(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """torch_npu, and a compiler of C++ for what is below it."""
+def test_emulated_npu_refusal_names_requirements(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """It needs torch_npu, and a C++ compiler for what is below it."""
     with pytest.raises(SetupError, match=rf"not in {tmp_path}; .*pip install --no-deps --target "):
         cann.install(tmp_path, tmp_path / "cache")
     header = tmp_path / "torch_npu" / "include" / "acl" / "acl_rt.h"
@@ -122,8 +122,8 @@ def test_the_emulated_one_names_what_it_needs(tmp_path: Path, monkeypatch: pytes
         cann.install(tmp_path, tmp_path / "cache")
 
 
-def test_where_the_emulated_one_finds_torch_npu(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """On a card's machine, the one that is installed."""
+def test_emulated_npu_finds_installed_torch_npu(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """On a machine with a card, torch_npu is installed."""
     monkeypatch.delenv("VGS_TORCH_NPU", raising=False)
     monkeypatch.setattr(sys, "path", [str(tmp_path)])
     assert environment.torch_npu_folder() == Path(sys.prefix, "torch-npu")
@@ -174,15 +174,15 @@ def test_npu_g04_g05_settings_with_which_nothing_is_captured(variables: dict[str
     ("version", "torch_version", "remedy"),
     [("2.14.0", "2.13.0+cpu", "torch-npu==2.13.0"), ("2.13.0", "2.11.0+cpu", "torch==2.13.0")],
 )
-def test_npu_v01_a_torch_npu_of_another_torch(version: str, torch_version: str, remedy: str) -> None:
-    """The remedy is one that this device takes."""
+def test_npu_v01_torch_npu_for_another_torch_is_refused(version: str, torch_version: str, remedy: str) -> None:
+    """The remedy is a release that this device accepts."""
     assert ascend_device.refusal(version, {}, torch_version) == (
         f"torch_npu {version} is for torch {version[:4]}, and torch {torch_version} is installed; pip install {remedy}."
     )
 
 
 @pytest.mark.parametrize(("ranks", "mode", "refused"), [(2, "AIV", True), (1, "AIV", False), (2, "HOST", False)])
-def test_npu_g13_collectives_on_vector_cores(
+def test_npu_g13_collectives_on_vector_cores_are_refused(
     ranks: int, mode: str, refused: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     from vllm_gaudi_spec.platforms import ascend as platform
@@ -208,7 +208,7 @@ def test_npu_g13_collectives_on_vector_cores(
         ("Ascend950PR", 260, True),
     ],
 )
-def test_npu_s14_cards_without_the_fused_attention(
+def test_npu_s14_cards_without_fused_attention_are_refused(
     name: str, number: int, served: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     from vllm_gaudi_spec.platforms.ascend import AscendSpecPlatform
@@ -232,8 +232,8 @@ def test_the_refusal_comes_before_the_card_is_opened(monkeypatch: pytest.MonkeyP
 
 
 def unopened() -> Any:
-    """What is asked of the backend before there is a card."""
-    traits = ascend.traits_of("ascend", torch.device("cpu"))
+    """A backend whose card has not been opened."""
+    traits = ascend.make_traits("ascend", torch.device("cpu"))
     return SimpleNamespace(traits=traits, weights=ascend.AscendWeights(Memory()))
 
 
@@ -269,7 +269,7 @@ def test_formats_without_kernels_are_refused(tmp_path: Path, monkeypatch: pytest
         refusals.refuse_unsupported(made, unopened())
 
 
-def test_batches_of_ragged_drafts_are_refused_with_the_reason(tmp_path: Path) -> None:
+def test_ragged_drafts_are_refused_with_the_reason(tmp_path: Path) -> None:
     ragged = here(dict(method="draft_model", disable_padded_drafter_batch=True), tmp_path)
     with pytest.raises(
         UnsupportedConfigError, match=r"disable_padded_drafter_batch.*since all rows of a batch draft in"
@@ -299,11 +299,11 @@ def test_batches_of_ragged_drafts_are_refused_with_the_reason(tmp_path: Path) ->
         (dict(num_heads=512, num_kv_heads=512, head_size=128), False),
     ],
 )
-def test_layers_that_the_operation_takes(changes: dict[str, Any], fused: bool) -> None:
+def test_layers_supported_by_the_fused_operation(changes: dict[str, Any], fused: bool) -> None:
     assert ascend_attention.takes(layer(**changes), 4, 1024, ascend.FUSED_DTYPES) is fused
 
 
-def test_a_single_query_over_the_longest_contexts_is_not_for_it() -> None:
+def test_single_query_over_longest_context_is_not_fused() -> None:
     for num_queries, num_keys, fused in ((1, 262_144, True), (1, 262_272, False), (2, 262_272, True)):
         assert ascend_attention.takes(layer(), num_queries, num_keys, ascend.FUSED_DTYPES) is fused
 
@@ -315,7 +315,7 @@ class Issued(NamedTuple):
 
 
 def issued(num_blocks: int, *, rows: int = 1, width: int = 1, adds_up_blocks: bool = False) -> list[Issued]:
-    """What attention of one query a row makes of tables with `width` blocks."""
+    """Return what attention with one query per row issues for tables of `width` blocks."""
     found: list[Issued] = []
     captures = cast(Any, SimpleNamespace(issue=lambda fused, *given: found.append(Issued(*given))))
     call = AttentionCall(
@@ -337,18 +337,18 @@ def issued(num_blocks: int, *, rows: int = 1, width: int = 1, adds_up_blocks: bo
 
 
 def test_npu_a01_the_order_of_queries_and_keys_is_left_to_the_mask() -> None:
-    """All of it, and said so: a build that took other defaults would read the first keys of a row only."""
+    """The arguments say so explicitly: a build with other defaults would read the first keys of a row only."""
     (one,) = issued(2)
     assert one.arguments["pre_tokens"] == one.arguments["next_tokens"] == 2**31 - 1
     assert one.arguments["atten_mask"].tolist() == [[[[False] + [True] * 127]]]
 
 
-def test_npu_a04_rows_that_may_have_more_blocks_together_than_there_are() -> None:
-    """As with shared prefixes. A run takes as many rows as cannot."""
+def test_npu_a04_rows_are_split_when_their_blocks_may_exceed_the_cache() -> None:
+    """Rows with a shared prefix may exceed it. A run has as many rows as cannot."""
     (whole,) = issued(11, rows=5, width=5)
     assert (whole.lengths.rows, whole.lengths.longest) == (slice(0, 5), 640)
     parts = issued(11, rows=5, width=5, adds_up_blocks=True)
-    longest = [part.lengths.arguments_of_longest()["actual_seq_lengths_kv"] for part in parts]
+    longest = [part.lengths.get_longest_arguments()["actual_seq_lengths_kv"] for part in parts]
     assert [len(lengths) for lengths in longest] == [2, 2, 1]
     for part, lengths in zip(parts, longest, strict=True):
         assert sum(lengths) <= 11 * 128
@@ -360,7 +360,7 @@ def test_npu_a04_rows_that_may_have_more_blocks_together_than_there_are() -> Non
 
 
 def chunks(num_queries: int = 8, **changes: Any) -> AttentionCall:
-    """A prompt chunk of 5 tokens after 200, a whole one of `num_queries`, and a row of padding."""
+    """A prompt chunk of 5 tokens after 200, a whole chunk of `num_queries`, and a row of padding."""
     lengths = torch.tensor([205, num_queries, 1], dtype=torch.int32)
     given: dict[str, Any] = dict(
         num_rows=3,
@@ -381,14 +381,14 @@ def chunks(num_queries: int = 8, **changes: Any) -> AttentionCall:
         (chunks(), dict(head_size=512), False),
         (chunks(), dict(attention_chunk=64), False),
         (chunks(num_queries=1), {}, False),
-        # A decode: of its lengths there are bounds.
+        # A decode, for which the host has bounds only.
         (chunks(host_counts_B=None), {}, False),
-        # Images that are seen in both directions.
+        # With bidirectional images.
         (chunks(spans=Spans(torch.zeros(3, 8, dtype=torch.int32))), {}, False),
     ],
     ids=str,
 )
-def test_calls_that_take_compressed_masks(call: AttentionCall, changes: dict[str, Any], taken: bool) -> None:
+def test_calls_with_compressed_masks(call: AttentionCall, changes: dict[str, Any], taken: bool) -> None:
     assert ascend_attention.takes_compressed_masks(layer(**changes), call) is taken
 
 
@@ -413,13 +413,13 @@ def issued_chunks(
 
 
 def test_npu_a06_a07_a22_chunks_and_their_padding_are_rows() -> None:
-    """All queries are some row's, also those of padding, and none is without keys."""
+    """Every query belongs to a row, including padding, and every row has keys."""
     (one,) = issued_chunks()
-    assert one.lengths.arguments_now() == {
+    assert one.lengths.get_current_arguments() == {
         "actual_seq_lengths": [5, 8, 16, 16, 16, 24],
         "actual_seq_lengths_kv": [205, 1, 8, 1, 1, 1],
     }
-    assert one.lengths.arguments_of_longest() == {
+    assert one.lengths.get_longest_arguments() == {
         "actual_seq_lengths": [8, 8, 16, 16, 24, 24],
         "actual_seq_lengths_kv": [256, 1] * 3,
     }
@@ -428,7 +428,7 @@ def test_npu_a06_a07_a22_chunks_and_their_padding_are_rows() -> None:
 
 
 def test_npu_a12_windows_of_chunks() -> None:
-    """The last 100 keys, a query's own included."""
+    """A window has the last 100 keys, including a query's own."""
     (whole,), (window,) = issued_chunks(), issued_chunks(sliding_window=100)
     forms = [
         tuple(part.arguments[name] for name in ("input_layout", "sparse_mode", "pre_tokens", "next_tokens"))
@@ -438,21 +438,21 @@ def test_npu_a12_windows_of_chunks() -> None:
 
 
 def test_npu_a33_chunks_go_to_the_kernel_that_others_use() -> None:
-    """It takes heads of up to 256, and corrects no queries without keys: that is for dense masks."""
+    """That kernel supports heads of up to 256. Correction of queries without keys is for dense masks."""
     (chunk,), (rectangle,) = issued_chunks(), issued_chunks(compressed=False)
     forms = [(part.arguments["input_layout"], part.arguments["inner_precise"]) for part in (chunk, rectangle)]
     assert forms == [("TND", 0), ("BSND", 2)]
 
 
-def test_npu_a04_chunks_that_may_have_more_blocks_together_than_there_are() -> None:
-    """Their padding has a block too."""
+def test_npu_a04_chunks_are_split_when_their_blocks_may_exceed_the_cache() -> None:
+    """Their padding has a block as well."""
     parts = issued_chunks(7, adds_up_blocks=True)
     assert [part.lengths.rows for part in parts] == [slice(0, 2), slice(2, 3)]
     assert [len(part.arguments["query"]) for part in parts] == [len(part.out[0]) for part in parts] == [16, 8]
     assert [len(part.arguments["block_table"]) for part in parts] == [4, 2]
-    assert parts[1].lengths.arguments_now() == {"actual_seq_lengths": [0, 8], "actual_seq_lengths_kv": [1, 1]}
+    assert parts[1].lengths.get_current_arguments() == {"actual_seq_lengths": [0, 8], "actual_seq_lengths_kv": [1, 1]}
     for part in issued_chunks(2, adds_up_blocks=True):
-        assert sum(part.lengths.arguments_of_longest()["actual_seq_lengths_kv"]) <= 2 * 128, "no more than there are"
+        assert sum(part.lengths.get_longest_arguments()["actual_seq_lengths_kv"]) <= 2 * 128, "no more than there are"
 
 
 def test_prompts_can_have_dense_masks(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -496,7 +496,7 @@ def test_npu_v06_the_card_is_asked_whether_it_adds_up_blocks() -> None:
 
 
 class Card:
-    """As the older kernel of CANN checks prompt chunks: heads of some sizes, and bfloat16 alone."""
+    """Checks prompt chunks as the older kernel of CANN does: some head sizes, and bfloat16 alone."""
 
     def __init__(self, *, takes_padding: bool) -> None:
         self.takes_padding = takes_padding
@@ -526,10 +526,8 @@ class Card:
         (dict(dtype=torch.float16), True, "BSND"),
     ],
 )
-def test_npu_a32_chunks_that_the_form_of_prompts_is_not_for(
-    changes: dict[str, Any], takes_padding: bool, layout: str
-) -> None:
-    """They have dense masks. The card is asked once for all layers of a kind."""
+def test_npu_a32_unsupported_chunks_use_dense_masks(changes: dict[str, Any], takes_padding: bool, layout: str) -> None:
+    """The card is asked once for all layers of a kind."""
     issued: list[dict[str, Any]] = []
     captures = SimpleNamespace(issue=lambda fused, arguments, lengths, out: issued.append(arguments))
     npu = Card(takes_padding=takes_padding)
@@ -549,7 +547,7 @@ def test_npu_a32_chunks_that_the_form_of_prompts_is_not_for(
 
 
 @pytest.mark.parametrize(("dtype", "by_the_operation"), [(torch.bfloat16, True), (torch.float32, False)])
-def test_kv_writes_of_dtypes_that_the_operation_does_not_take(dtype: torch.dtype, by_the_operation: bool) -> None:
+def test_kv_writes_of_unsupported_dtypes(dtype: torch.dtype, by_the_operation: bool) -> None:
     calls: list[str] = []
     scatter = SimpleNamespace(npu_scatter_pa_kv_cache=lambda *given, **named: calls.append("operation"))
     card = cast(Any, SimpleNamespace(torch_npu=scatter, torch_device=None, captures=None))
@@ -563,7 +561,7 @@ def test_kv_writes_of_dtypes_that_the_operation_does_not_take(dtype: torch.dtype
 
 @pytest.mark.parametrize(("num_tokens", "written"), [(256, [256]), (300, [256, 44])])
 def test_npu_a34_more_tokens_than_the_cache_has_slots(num_tokens: int, written: list[int]) -> None:
-    """The profile run: its cache is small, and its steps are the largest."""
+    """The profile run has a small cache and the largest steps."""
     sizes: list[int] = []
 
     def scatter(key: Any, value: Any, keys: Any, values: Any, slots: Any, cache_mode: str) -> None:
@@ -590,7 +588,7 @@ def test_npu_a34_more_tokens_than_the_cache_has_slots(num_tokens: int, written: 
 
 
 class PlayedRuntime:
-    """`torch.npu` as a list of what was asked of it. A graph is a call that is made later."""
+    """Records the calls of `torch.npu`. A graph is a function that is called at replay."""
 
     def __init__(self) -> None:
         self.asked: list[Any] = []
@@ -639,10 +637,10 @@ class PlayedRuntime:
         )
 
 
-def test_npu_g08_h02_bounds_are_updated_before_a_run_where_a_row_needs_another_block(
+def test_npu_g08_h02_bounds_are_updated_when_a_row_needs_another_block(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    """On a stream of their own, after the graph's last run, and before the graph may pass."""
+    """They are updated on a stream of their own, after the graph's last run and before its next."""
     kept: list[int] = []
 
     def place_of(tensor: torch.Tensor) -> torch.Tensor:
@@ -711,7 +709,7 @@ def test_npu_g08_h02_bounds_are_updated_before_a_run_where_a_row_needs_another_b
         "resource alloc fail stream wait event failed",
     ],
 )
-def test_npu_g06_g07_s10_a_card_without_room_for_more_graphs_names_what_to_do(message: str) -> None:
+def test_npu_g06_g07_s10_error_without_room_for_graphs_names_the_remedy(message: str) -> None:
     captures = NpuCaptures(PlayedRuntime(), torch.device("cpu"))
 
     def full() -> None:
@@ -746,12 +744,15 @@ def test_npu_s09_g23_errors_in_captures_are_explained(monkeypatch: pytest.Monkey
     ],
 )
 def test_npu_g23_codes_in_messages(text: str, codes: list[int]) -> None:
-    assert errors.codes_in(text) == codes
+    assert errors.find_codes(text) == codes
     assert all(errors.CODES[code].remedy for code in codes)
 
 
 class CardMemory:
-    """`torch.npu` of a card with 1,000 bytes. A run takes 300 from torch's allocator, which keeps them, and CANN 50."""
+    """`torch.npu` of a card with 1,000 bytes.
+
+    A run takes 300 from torch's allocator, which keeps them, and CANN takes 50.
+    """
 
     def __init__(self) -> None:
         self.allocated, self.peak, self.cached, self.of_cann = 100, 700, 200, 0
@@ -781,13 +782,13 @@ class CardMemory:
 
 
 def test_npu_m03_the_peak_is_read_before_memory_is_given_back() -> None:
-    """Twice the same: what the first run left in the allocator's cache is taken again by the second, and what it left
-    with CANN stays there."""
+    """Two runs give the same result: the second one reuses what the first left in the allocator's cache, and CANN keeps
+    its memory."""
     card = CardMemory()
     memory = ascend.AscendMemory(card, torch.device("cpu"), Graphs())
-    assert memory.peak_of(card.run) == 350
-    assert memory.peak_of(card.run) == 350
-    assert memory.peak_of(lambda: None) == 50
+    assert memory.measure_peak(card.run) == 350
+    assert memory.measure_peak(card.run) == 350
+    assert memory.measure_peak(lambda: None) == 50
 
 
 @pytest.mark.parametrize(
@@ -800,8 +801,8 @@ def test_npu_m03_the_peak_is_read_before_memory_is_given_back() -> None:
         ("NPU function error: call aclnnMm failed, error code is 561002", None),
     ],
 )
-def test_how_much_was_asked_for(text: str, asked: int | None) -> None:
-    """In the words of torch_npu 2.13.0's allocators; of CANN there is a code alone."""
+def test_size_of_a_failed_allocation(text: str, asked: int | None) -> None:
+    """The messages are those of torch_npu 2.13.0's allocators. CANN has only a code."""
     memory = ascend.AscendMemory(None, torch.device("cpu"), Graphs())
     assert memory.bytes_asked(RuntimeError(text)) == asked
 
@@ -825,7 +826,7 @@ def rows_of(backend: HostBackend) -> Requests:
     return requests
 
 
-def test_devices_that_do_not_ask_get_nothing() -> None:
+def test_devices_without_host_lengths_get_none() -> None:
     requests = rows_of(HostBackend())
     members = list(requests.by_id.values())
     shape = Shape(PREFILL, 2, 48, 64)
@@ -843,9 +844,9 @@ def test_devices_that_do_not_ask_get_nothing() -> None:
     [
         (Shape(PREFILL, 4, 48, 64), [0, 1], [40, 1], [40, 2, 1, 1]),
         (Shape(PREFILL, 2, 16, 64), [16, 1], [16, 1], [32, 2]),
-        # A verify step may write as many tokens as it has positions, whatever the device knows of drafts.
+        # A verify step may write one token per position, whatever the device knows about drafts.
         (Shape(DECODE, 4, 4, 64), [40, 2], [4, 1], [44, 6, 1, 1]),
-        # No more than the table has, where the host allows for drafts in flight.
+        # The table limits bounds that allow for drafts in flight.
         (Shape(DECODE, 2, 4, 64), [62, 2], [4, 1], [64, 6]),
     ],
     ids=str,
@@ -866,7 +867,7 @@ def test_bounds_of_a_batch(shape: Shape, computed: list[int], counts: list[int],
     assert exact == (None if shape.phase == DECODE else counts + [0] * (shape.rows - 2))
 
 
-def test_padding_looks_at_one_key() -> None:
+def test_padding_reads_one_key() -> None:
     requests = rows_of(AskingBackend())
     rows_np = np.full(3, requests.pad_row)
     for blocks in (requests.blocks(rows_np, [], 64), requests.decode_blocks(rows_np, [], 64)):
@@ -874,7 +875,7 @@ def test_padding_looks_at_one_key() -> None:
         assert blocks.lengths_B.tolist() == [1, 1, 1]
 
 
-def test_a_running_row_grows_by_what_it_decodes() -> None:
+def test_bounds_of_a_running_row_grow_with_its_tokens() -> None:
     requests = rows_of(AskingBackend())
     requests.apply(step({"long": 4}, running=cached({"long": 40})))
     request = requests.by_id["long"]

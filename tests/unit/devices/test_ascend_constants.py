@@ -1,4 +1,4 @@
-"""Constants of NPU graphs: what is kept, what is made again, and that results stay the same."""
+"""Constants of NPU graphs: which tensors are kept, which are computed again, and that results stay the same."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ X = torch.tensor([[5, -3, 8], [1 << 20, 0, 2]], dtype=torch.int32)
 
 
 class Counting(TorchDispatchMode):
-    """Operations that compute something, by name; views do not."""
+    """Counts operations that compute something, by name; views do not."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -30,7 +30,7 @@ class Counting(TorchDispatchMode):
 
 
 def recorded(constants: Constants, function: Callable[[], torch.Tensor]) -> tuple[torch.Tensor, list[str]]:
-    """The result of the run that is recorded, and what it computed."""
+    """Return the result of the captured run, and what it computed."""
     with torch.inference_mode():
         expected = function()
         with constants.finding():
@@ -60,12 +60,12 @@ FOLDED: dict[str, tuple[Callable[[], torch.Tensor], list[str]]] = {
 
 
 @pytest.mark.parametrize("case", FOLDED)
-def test_npu_g15_numbers_are_made_once(case: str) -> None:
+def test_npu_g15_constants_are_computed_once(case: str) -> None:
     function, left = FOLDED[case]
     assert recorded(Constants(), function)[1] == left
 
 
-def test_numbers_that_are_equal_but_not_the_same() -> None:
+def test_constants_of_equal_numbers_of_different_types_differ() -> None:
     constants, mask = Constants(), torch.tensor([True])
     x = torch.ones(1)
     zeros = [recorded(constants, lambda zero=zero: torch.where(~mask, x, zero))[0] for zero in (0.0, -0.0)]  # type: ignore[misc]
@@ -74,18 +74,18 @@ def test_numbers_that_are_equal_but_not_the_same() -> None:
     assert dtypes == [torch.int64, torch.float32]
 
 
-def test_a_range_that_is_written_to_is_made_each_time() -> None:
+def test_written_range_is_no_constant() -> None:
     constants = Constants()
     _, names = recorded(constants, lambda: torch.arange(4).mul_(3) + 1)
     assert names == ["arange", "mul_", "add"]
     _, names = recorded(constants, lambda: torch.arange(4) + torch.ones(4))
     assert names == ["ones", "add"]
-    # And where another function has it, it stays what it was.
+    # For another function that uses the constant, it stays unchanged.
     recorded(constants, lambda: torch.arange(4).fill_(0))
     assert recorded(constants, lambda: torch.arange(4) + 0)[0].tolist() == [0, 1, 2, 3]
 
 
-def test_what_is_made_of_a_range_after_a_write_is_none_of_it() -> None:
+def test_results_from_a_written_range_are_no_constants() -> None:
     def function() -> torch.Tensor:
         numbers = torch.arange(4)
         doubled = numbers * 2
@@ -98,7 +98,7 @@ def test_what_is_made_of_a_range_after_a_write_is_none_of_it() -> None:
     assert found.tolist() == [0, 24, 28, 32]
 
 
-def test_neither_random_numbers_nor_large_tensors_are_kept() -> None:
+def test_random_numbers_and_large_tensors_are_not_kept() -> None:
     constants, others = Constants(), Constants()
     with torch.inference_mode(), constants.finding():
         numbers = torch.arange(2).float()

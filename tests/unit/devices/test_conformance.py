@@ -1,4 +1,4 @@
-"""Every backend keeps the promises of `DeviceBackend`: tests/conformance, in a process of its own for each device."""
+"""Runs tests/conformance for every backend, each device in its own process."""
 
 from __future__ import annotations
 
@@ -11,12 +11,11 @@ ON_HOST = [name for name, device in DEVICES.items() if device.computes_on_host]
 
 
 @pytest.mark.parametrize("device", [*ON_HOST, pytest.param("cuda", marks=pytest.mark.cuda)])
-def test_a_backend(device: str) -> None:
+def test_backend_conformance(device: str) -> None:
     run_tests("tests/conformance", VGS_DEVICE=device, PT_HPU_LAZY_MODE="1")
 
 
-# Promises that compiled mode keeps by other code than lazy mode: graphs, and attention of each form and states in
-# regions.
+# What compiled mode implements by other code than lazy mode: graphs, and each form of attention and states in regions.
 IN_REGIONS = (
     "test_graphs.py",
     "test_attention.py::test_contexts_at_the_ends_of_blocks[heads in groups-4]",
@@ -29,10 +28,10 @@ IN_REGIONS = (
 )
 
 
-def test_a_gaudi_in_compiled_mode() -> None:
+def test_compiled_gaudi_conformance() -> None:
     run_tests(*(f"tests/conformance/{one}" for one in IN_REGIONS), VGS_DEVICE="hpu-emulated", PT_HPU_LAZY_MODE="0")
 
 
 @pytest.mark.slow
-def test_all_of_a_gaudi_in_compiled_mode() -> None:
+def test_compiled_gaudi_conformance_in_full() -> None:
     run_tests("tests/conformance", VGS_DEVICE="hpu-emulated", PT_HPU_LAZY_MODE="0")

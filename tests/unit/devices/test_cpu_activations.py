@@ -1,4 +1,4 @@
-"""The gated activation on the CPU has the bits of vLLM's own, and leaves its input alone."""
+"""The gated activation on the CPU has the same bits as vLLM's, and does not change its input."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from vllm.model_executor.layers.activation import SiluAndMul
 from vllm_gaudi_spec.devices.cpu.activations import CpuSiluAndMul
 
 
-def test_the_same_bits() -> None:
+def test_gated_activation_has_the_bits_of_vllm() -> None:
     with set_current_vllm_config(VllmConfig()):
         layer = SiluAndMul()
     assert isinstance(layer, CpuSiluAndMul)

@@ -1,4 +1,4 @@
-"""Images whose tokens see each other in both directions: the kernel and plain torch against dense attention."""
+"""Bidirectional attention within images: the CPU kernel and plain torch against dense attention."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ HEADS, KV_HEADS, SIZE, BLOCK = 4, 2, 64, 32
 QUERIES = 16
 STARTS, REAL = [0, 40], [16, 11]
 SPANS = [[(2, 6), (7, 14)], [(35, 45)]]
-"""By row: two images side by side, and one that began before the chunk."""
+"""Spans by row: two adjacent images, and one that began before the chunk."""
 ATTENTION = make_backend().attention
 FORMS = [torch_ops] + [ATTENTION] * hasattr(torch.ops._C, "cpu_attention_with_kv_cache")
 
@@ -39,7 +39,7 @@ def spec(window: int | None) -> AttentionLayerSpec:
 @pytest.mark.parametrize("is_packed", [False, True])
 @pytest.mark.parametrize("window", [None, 12])
 @pytest.mark.parametrize("form", FORMS, ids=lambda form: "torch" if form is torch_ops else "kernel")
-def test_tokens_of_an_image_see_all_of_it(form: object, window: int | None, is_packed: bool) -> None:
+def test_image_tokens_attend_in_both_directions(form: object, window: int | None, is_packed: bool) -> None:
     torch.manual_seed(0)
     layer = spec(window)
     keys, values = torch.randn(2, 5 * BLOCK, KV_HEADS, SIZE)
@@ -82,8 +82,8 @@ def test_tokens_of_an_image_see_all_of_it(form: object, window: int | None, is_p
 
 @pytest.mark.parametrize("window", [None, 12])
 @pytest.mark.parametrize("in_windows_only", [False, True])
-def test_layers_without_a_window_may_see_an_image_in_one_direction(window: int | None, in_windows_only: bool) -> None:
-    """As those of Gemma 4 do."""
+def test_layers_without_a_window_can_stay_causal_over_images(window: int | None, in_windows_only: bool) -> None:
+    """Gemma 4 has such layers."""
     torch.manual_seed(0)
     keys, values = torch.randn(2, 2 * BLOCK, KV_HEADS, SIZE)
     cache = torch.zeros(2, KV_HEADS, BLOCK, 2 * SIZE)

@@ -1,4 +1,4 @@
-"""Collectives between CPU ranks: the same bits on each, which is what ranks rest on that decide alike untold."""
+"""Collectives between CPU ranks return the same bits on each rank, on which ranks rely to decide alike."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ def work(rank: int, world: int, folder: str, shared: bool, results: Any) -> None
     mine = torch.randn(SIZE) * 10.0 ** torch.randint(-3, 4, (SIZE,))
     gathered = ranks.all_gather(mine, dim=0)
     states = ranks.broadcast(ranks.all_reduce(mine.clone()))
-    # Data-parallel ranks, which vLLM lets use gloo, with several tensors of different kinds at once.
+    # vLLM lets data-parallel ranks use gloo, with several tensors of different dtypes at once.
     tokens, experts = torch.full((2, 3), float(rank)), torch.full((2, 1), rank, dtype=torch.int32)
     engines = CpuSpecCommunicator(dist.group.WORLD, device_group=dist.group.WORLD, unique_name="dp:0")
     each = engines.all_gatherv([tokens, experts], dim=0, sizes=[2] * world)
@@ -38,14 +38,14 @@ def work(rank: int, world: int, folder: str, shared: bool, results: Any) -> None
     results_of_rank = [gathered, states, *each, own]
     results.put((rank, ranks.supports_tensor_dict, [part.numpy().tobytes() for part in results_of_rank], own.tolist()))
     dist.barrier()
-    os._exit(0)  # torch's groups would wait for each other
+    os._exit(0)  # skip the destruction of torch's groups, which wait for each other
 
 
 @pytest.mark.parametrize(("world", "shared"), [(2, True), (3, True), (3, False)])
 def test_every_rank_has_the_same_bits(world: int, shared: bool, tmp_path: Path) -> None:
-    """Over shared memory, where vLLM's build for this CPU has it, and over gloo as between machines."""
+    """Over shared memory, if vLLM's build for this CPU has it, and over gloo, as between machines."""
     fork = multiprocessing.get_context("fork")
-    load_backend("cpu")  # with vLLM's kernels
+    load_backend("cpu")  # loads vLLM's kernels
     shared = shared and hasattr(torch.ops._C, "init_shm_manager")
     results = fork.SimpleQueue()
     workers = [fork.Process(target=work, args=(rank, world, str(tmp_path), shared, results)) for rank in range(world)]
@@ -63,7 +63,7 @@ def test_every_rank_has_the_same_bits(world: int, shared: bool, tmp_path: Path) 
         assert own == [[rank * sum(10.0**other for other in range(world))] * 3] * 2
 
 
-def test_ranks_that_share_no_memory_have_other_names(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_ranks_on_other_machines_use_other_names(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("VLLM_DIST_IDENT", "")
     environment.name_process_group("tcp://127.0.0.1:4711")
     here = os.environ["VLLM_DIST_IDENT"]

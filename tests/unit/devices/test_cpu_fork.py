@@ -1,4 +1,4 @@
-"""The engine process is forked only from a process whose child could compute."""
+"""The engine process is forked only if a forked child can compute."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from vllm_gaudi_spec.environment import OPENMP
     ("before", "method", "patience"), [("", "fork", 300), ("torch.ones(1 << 22).exp_();", "spawn", 2)]
 )
 def test_start_method(before: str, method: str, patience: int) -> None:
-    """A child that can compute is waited for as long as a machine with other work to do needs."""
+    """The wait for the child is long enough for a busy machine."""
     code = f"import torch; torch.set_num_threads(2); {before}"
     code += f"from vllm_gaudi_spec.devices.cpu import fork; fork._PATIENCE_S = {patience}; print(fork.start_method(1))"
     result = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
@@ -28,7 +28,7 @@ def test_start_method(before: str, method: str, patience: int) -> None:
 @pytest.mark.skipif(len(os.sched_getaffinity(0)) == 1, reason="a machine with one core")
 @pytest.mark.parametrize(("settings", "is_bound"), [({}, True), ({"KMP_AFFINITY": "none"}, False)], ids=str)
 def test_intels_openmp_binds_forked_processes(settings: dict[str, str], is_bound: bool) -> None:
-    """Why several ranks are spawned."""
+    """This is why several ranks are spawned."""
     code = (
         "import os, torch\nif os.fork(): os.wait()\nelse: print(len(os.sched_getaffinity(0)), flush=True); os._exit(0)"
     )
@@ -39,8 +39,8 @@ def test_intels_openmp_binds_forked_processes(settings: dict[str, str], is_bound
     assert int(result.stdout) == (1 if is_bound else len(os.sched_getaffinity(0)))
 
 
-def test_a_process_that_cannot_be_forked_is_asked_once(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Each engine of a process would wait for a child, in vain."""
+def test_failed_fork_is_tried_only_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Each further engine of the process would wait for a child in vain."""
     asked = []
     monkeypatch.setattr(fork, "_has_threads", False)
     monkeypatch.setattr(fork, "_forked_child_can_compute", lambda: bool(asked.append(1)))

@@ -1,4 +1,4 @@
-"""Formats that this CPU has kernels for are computed with them, and others are dequantized."""
+"""Formats with kernels for this CPU stay quantized, and others are dequantized."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ def bfloat16_too(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(type(current_platform), "supported_dtypes", [torch.float32, torch.bfloat16])
 
 
-# Operations that a format needs, and whether this build has them: the one for AVX2 has others than that for AVX-512.
+# Whether this build has the operations that a format needs: builds for AVX2 and AVX-512 differ.
 HAS_4_BITS = hasattr(torch.ops._C, "cpu_gemm_wna16")
 HAS_STATIC_FP8 = bool(torch.ops._C.static_scaled_fp8_quant.default._schema.arguments)
 
@@ -52,7 +52,7 @@ def test_formats_without_a_kernel_are_dequantized(
 
 
 @FORMATS
-def test_native_kernels_that_are_asked_for_and_missing_are_refused(
+def test_requested_native_kernels_are_refused_if_missing(
     quantization: dict[str, Any], has_kernel: bool, tmp_path: Path
 ) -> None:
     options = dict(dtype="bfloat16", additional_config=dict(gaudi_spec=dict(weight_kernels="native")))
@@ -78,11 +78,11 @@ DYNAMIC_FP8 = compressed("float-quantized", *CT_FP8)
         pytest.param(COMPRESSED, "_is_avx512_supported", id="int8"),
     ],
 )
-def test_slow_kernels_are_for_those_who_ask_for_them(
+def test_slow_kernels_are_used_only_on_request(
     quantization: dict[str, Any], instructions: str, is_fast: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(torch.cpu, instructions, lambda: is_fast)
-    if instructions == "_is_avx512_supported":  # with AMX vLLM has another product of int8
+    if instructions == "_is_avx512_supported":  # with AMX vLLM uses another INT8 product
         monkeypatch.setattr(torch.cpu, "_is_amx_tile_supported", lambda: False)
     model = checkpoint(tmp_path, dict(quantization))
     by_default = configured(model, dtype="bfloat16").model_config.quantization

@@ -1,4 +1,4 @@
-"""Linear layers on the CPU: what each format keeps of a weight, and what it gives back."""
+"""Linear layers on the CPU: what each format keeps of a weight, and its results."""
 
 from __future__ import annotations
 
@@ -20,12 +20,12 @@ from vllm_gaudi_spec.devices.cpu import linear as cpu_linear
 from vllm_gaudi_spec.devices.cpu.linear import FEW_ROWS, ByRows, Float16Linear, Int8Linear, OnFirstCall
 
 ROWS = (1, 2, 3, 5, 8, 13, FEW_ROWS, FEW_ROWS + 1, 70)
-SHAPES = ((192, 64), (96, 160), (80, 36))  # the last one no int8 kernel of whole tiles takes
+SHAPES = ((192, 64), (96, 160), (80, 36))  # no INT8 kernel with whole tiles supports the last one
 needs_int8 = pytest.mark.skipif(not cpu_linear.has_int8_kernel(), reason="a CPU without VNNI instructions")
 
 
 def weight_of(shape: tuple[int, int], dtype: torch.dtype = torch.bfloat16) -> torch.Tensor:
-    """As a checkpoint of `dtype` has it, run in float32; with some values that float16 has only when scaled."""
+    """Return a weight as in a checkpoint of `dtype`, run in float32, with values that float16 has only when scaled."""
     torch.manual_seed(0)
     weight = torch.randn(shape) * 0.1
     weight[:, 0] = 2.0**-30
@@ -33,7 +33,7 @@ def weight_of(shape: tuple[int, int], dtype: torch.dtype = torch.bfloat16) -> to
 
 
 def layer_of(weight: torch.Tensor, choice: str | None, keep: bool = False) -> nn.Module:
-    """A layer after vLLM's loader packed it."""
+    """Return a layer after vLLM's loader packed it."""
     layer = nn.Module()
     layer.weight = nn.Parameter(weight.clone(), requires_grad=False)
     pack(layer, choice, keep)
@@ -54,7 +54,7 @@ def apply(layer: nn.Module, x: torch.Tensor, bias: torch.Tensor | None = None) -
 
 @pytest.mark.parametrize("shape", SHAPES)
 @pytest.mark.parametrize("choice", [None, "float32", "float16"])
-def test_bfloat16_checkpoints_lose_nothing(choice: str | None, shape: tuple[int, int]) -> None:
+def test_bfloat16_checkpoints_are_exact_in_float16(choice: str | None, shape: tuple[int, int]) -> None:
     weight = weight_of(shape)
     layer = layer_of(weight, choice)
     bias = torch.randn(shape[0])
@@ -66,7 +66,7 @@ def test_bfloat16_checkpoints_lose_nothing(choice: str | None, shape: tuple[int,
     assert torch.equal(apply(layer, identity), weight.t()[:FEW_ROWS])
 
 
-def test_what_float16_does_not_hold_stays_float32_unless_asked_for() -> None:
+def test_weights_beyond_float16_stay_float32_by_default() -> None:
     weight = weight_of((96, 64), torch.float32)
     assert Float16Linear.exact(weight) is None
     assert not isinstance(layer_of(weight, None).cpu_linear, ByRows)
@@ -94,10 +94,10 @@ def test_logits_of_16_bit_weights_are_float32(dtype: torch.dtype) -> None:
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
-def test_rows_of_an_invariant_layer_depend_on_nothing_beside_them(dtype: torch.dtype) -> None:
+def test_rows_of_an_invariant_layer_are_independent(dtype: torch.dtype) -> None:
     for shape in SHAPES:
         layer = layer_of(weight_of(shape).to(dtype), None)
-        cpu_linear.fix_rows(layer)
+        cpu_linear.use_fixed_rows(layer)
         x = torch.randn(70, shape[1]).to(dtype)
         alone = torch.cat([apply(layer, row[None]) for row in x])
         for rows in ROWS:
@@ -105,7 +105,7 @@ def test_rows_of_an_invariant_layer_depend_on_nothing_beside_them(dtype: torch.d
         assert torch.equal(apply(layer, x.view(2, 35, -1)).flatten(0, 1), alone)
 
 
-def test_few_rows_read_the_copy_and_many_do_not() -> None:
+def test_only_few_rows_use_the_float16_copy() -> None:
     layer = layer_of(weight_of((96, 64)), None)
     read: list[str] = []
     layer.cpu_linear = ByRows(
@@ -120,13 +120,13 @@ def test_few_rows_read_the_copy_and_many_do_not() -> None:
 @needs_int8
 @pytest.mark.parametrize("shape", SHAPES)
 @pytest.mark.parametrize("wide", [False, True])
-def test_int8_errs_as_much_as_its_steps_allow(wide: bool, shape: tuple[int, int]) -> None:
+def test_int8_error_is_within_its_rounding(wide: bool, shape: tuple[int, int]) -> None:
     """Each product is off by half a step of the weight's scale and half a step of the row's; they add up as noise."""
     weight = weight_of(shape)
     linear = Int8Linear(weight, wide)
     for rows in ROWS:
         x = torch.randn(rows, shape[1])
-        x[0] *= 50  # a loud row does not spoil its neighbors
+        x[0] *= 50  # a row with large values must not affect its neighbors
         exact = F.linear(x, weight)
         steps = weight.abs().amax(1)[None] / 127 * x.norm(dim=1)[:, None]
         steps = steps + x.abs().amax(1)[:, None] / 127 * weight.norm(dim=1)[None]
@@ -140,8 +140,8 @@ def test_int8_errs_as_much_as_its_steps_allow(wide: bool, shape: tuple[int, int]
     not torch.cpu._is_avx512_supported(), reason="a CPU without AVX-512, whose kernels round otherwise for other rows"
 )
 @pytest.mark.parametrize("choice", [None, "float16", pytest.param("int8", marks=needs_int8)])
-def test_a_row_does_not_depend_on_how_many_there_are(choice: str | None) -> None:
-    """So a verify step rounds as a plain one, as long as both are few rows."""
+def test_result_does_not_depend_on_the_number_of_few_rows(choice: str | None) -> None:
+    """So a verify step rounds as a plain step, as long as both have few rows."""
     for shape in SHAPES:
         layer = layer_of(weight_of(shape), choice)
         x = torch.randn(FEW_ROWS, shape[1])
@@ -165,7 +165,7 @@ def test_weights_are_freed_and_embedding_tables_kept(choice: str | None) -> None
 
 
 @pytest.mark.parametrize("choice", [None, "float16"])
-def test_a_table_that_is_never_multiplied_with_has_no_copy(choice: str | None) -> None:
+def test_unused_embedding_table_has_no_copy(choice: str | None) -> None:
     weight = weight_of((96, 64))
     table, head = (cls.__new__(cls) for cls in (VocabParallelEmbedding, ParallelLMHead))
     for layer in (table, head):
@@ -179,7 +179,7 @@ def test_a_table_that_is_never_multiplied_with_has_no_copy(choice: str | None) -
     assert table.cpu_linear._linear is not None
 
 
-def test_a_weight_that_vllm_does_not_pack_stays(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_weight_that_vllm_does_not_pack_is_kept(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(vllm_ops, "_supports_onednn", False)
     for dtype in (torch.bfloat16, torch.float32):
         weight = weight_of((96, 64), dtype)
@@ -208,7 +208,7 @@ def test_copies_are_reported(caplog: pytest.LogCaptureFixture, monkeypatch: pyte
     logged: list[Any] = []
     monkeypatch.setattr(cpu_linear, "logger", SimpleNamespace(info=lambda *words: logged.append(words)))
     model = nn.ModuleList([layer_of(weight_of((96, 64)), None), layer_of(weight_of((96, 64), torch.float32), None)])
-    cpu_linear.report(model)
+    cpu_linear.log_copies(model)
     ((_, copies, matrices, size, _),) = logged
     assert (copies, matrices, size) == (1, 2, 96 * 64 * 2 / 2**30)
 
@@ -216,7 +216,7 @@ def test_copies_are_reported(caplog: pytest.LogCaptureFixture, monkeypatch: pyte
 def test_weights_of_one_shape_are_packed_alike(
     monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
-    """oneDNN packs by the number of threads, and vLLM keeps its primitives by shape: one of them would read noise.
+    """oneDNN packs by the number of threads, and vLLM caches its primitives by shape, so one weight would read noise.
 
     An engine with several ranks lowers the number in the process that makes it, where another engine may follow.
     """
@@ -227,7 +227,7 @@ def test_weights_of_one_shape_are_packed_alike(
         for num_threads in (2, 1):
             torch.set_num_threads(num_threads)
             torch.manual_seed(num_threads)
-            weight = torch.randn(160, 48)  # two layouts, of those that were tried
+            weight = torch.randn(160, 48)  # a shape with two packed layouts
             layer = layer_of(weight, "float32")
             for rows in (1, 8, 33, 64):
                 x = torch.randn(rows, 48)

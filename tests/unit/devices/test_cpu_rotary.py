@@ -1,4 +1,4 @@
-"""Rotary embeddings on the CPU, for queries in every form in which vLLM's models pass them."""
+"""Rotary embeddings on the CPU, for queries in every shape that vLLM's models pass."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ TOKENS, HEADS, KV_HEADS, SIZE = 7, 4, 2, 16
 
 def heads_of(form: str, num_heads: int) -> torch.Tensor:
     torch.manual_seed(num_heads)
-    rows = torch.randn(TOKENS, num_heads * SIZE + 8)[:, : num_heads * SIZE]  # a part of what a matrix returns
+    rows = torch.randn(TOKENS, num_heads * SIZE + 8)[:, : num_heads * SIZE]  # a slice of a projection's result
     if form == "side by side":
         return rows
     if form == "apart":
@@ -24,7 +24,7 @@ def heads_of(form: str, num_heads: int) -> torch.Tensor:
 
 @pytest.mark.parametrize("is_neox_style", [True, False])
 @pytest.mark.parametrize("form", ["side by side", "apart", "parts of heads"])
-def test_each_head_is_turned_by_its_tokens_position(form: str, is_neox_style: bool) -> None:
+def test_heads_rotate_by_their_tokens_position(form: str, is_neox_style: bool) -> None:
     with set_current_vllm_config(VllmConfig()):
         layer = RotaryEmbedding(SIZE, SIZE, 64, 10_000.0, is_neox_style, torch.float32)
     positions = torch.arange(TOKENS) + 20

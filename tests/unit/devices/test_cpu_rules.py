@@ -1,4 +1,4 @@
-"""The CPU's own rules return what the reference returns."""
+"""The CPU's rules return what the reference returns."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from vllm_gaudi_spec.sampling.rules.registry import TORCH
 
 @pytest.mark.parametrize("vocab", [1, 7, 64, 49155])
 def test_greedy_tokens(vocab: int) -> None:
-    """The first of equal ones, where much is masked, and out of a wider matrix."""
+    """The first of equal logits wins, with masked logits, and in a slice of a wider matrix."""
     generator = torch.Generator().manual_seed(0)
     logits_BQV = torch.randint(-9, 9, (5, 4, vocab + 3), generator=generator).float()[..., :vocab]
     logits_BQV[1] = -torch.inf

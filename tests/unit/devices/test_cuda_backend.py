@@ -1,4 +1,4 @@
-"""The GPU backend beside what all backends promise (tests/conformance): uploads and downloads wait for nothing."""
+"""The GPU backend beyond tests/conformance: uploads and downloads do not wait."""
 
 from __future__ import annotations
 
@@ -51,7 +51,7 @@ def test_uploads_and_downloads(backend: Any) -> None:
 
 
 @pytest.mark.parametrize("reads_own_cache", [True, False])
-def test_attention_reads_the_keys_that_its_layer_has_just_written(
+def test_attention_uses_kv_that_its_layer_just_wrote(
     backend: Any, reads_own_cache: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """A layer that reads another layer's KV gets none, and neither does a second call."""

@@ -1,6 +1,6 @@
-"""Decoder layers with their norms and gates within linear layers give what their classes' own forward gives.
+"""Fused decoder layers return what the forwards of their classes return.
 
-On a GPU, and without one where TRITON_INTERPRET=1 has Triton play it.
+Run on a GPU, or without one with TRITON_INTERPRET=1.
 """
 
 from __future__ import annotations
@@ -50,7 +50,7 @@ def without_making(cls: type[nn.Module]) -> Any:
 
 
 def make_layer(layer_class: type[nn.Module], attention_class: type[nn.Module], mlp_class: type[nn.Module]) -> Any:
-    """Its attention gives back the queries, and turns nothing."""
+    """Make a layer whose attention returns the queries without rotating them."""
     layer, attention = without_making(layer_class), without_making(attention_class)
     attention.qkv_proj = QKVParallelLinear(HIDDEN, SIZE, HEADS, 2, bias=attention_class is Qwen2Attention)
     attention.o_proj = RowParallelLinear(HEADS * SIZE, HIDDEN, bias=False)
@@ -71,11 +71,11 @@ def make_layer(layer_class: type[nn.Module], attention_class: type[nn.Module], m
 )
 @pytest.mark.parametrize("rows", [1, 2, 5])
 @pytest.mark.parametrize("is_first", [True, False])
-def test_a_layer(classes: Any, rows: int, is_first: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_fused_layer_equals_its_class(classes: Any, rows: int, is_first: bool, monkeypatch: pytest.MonkeyPatch) -> None:
     from vllm_gaudi_spec.devices.cuda import decoder, linear
 
     layer = make_layer(*classes)
-    linear.use_in(layer)
+    linear.install(layer)
     hidden = torch.randn(rows, HIDDEN, device=DEVICE)
     residual = None if is_first else torch.randn(rows, HIDDEN, device=DEVICE)
     positions = torch.arange(rows, device=DEVICE)
@@ -84,11 +84,13 @@ def test_a_layer(classes: Any, rows: int, is_first: bool, monkeypatch: pytest.Mo
         return layer(positions, hidden.clone(), None if residual is None else residual.clone())
 
     expected = run()
-    decoder.use_in(layer)
+    decoder.install(layer)
     called: list[str] = []
-    few_rows = linear.few_rows
+    multiply_few_rows = linear.multiply_few_rows
     monkeypatch.setattr(
-        linear, "few_rows", lambda x, *args, **named: called.append(type(x).__name__) or few_rows(x, *args, **named)
+        linear,
+        "multiply_few_rows",
+        lambda x, *args, **named: called.append(type(x).__name__) or multiply_few_rows(x, *args, **named),
     )
     for found, wanted in zip(run(), expected, strict=True):
         torch.testing.assert_close(found, wanted, atol=1e-5, rtol=1e-4)
@@ -96,7 +98,7 @@ def test_a_layer(classes: Any, rows: int, is_first: bool, monkeypatch: pytest.Mo
 
 
 class AttentionLayer(nn.Module):
-    """vLLM's, as far as a model's attention knows it: it writes, and then attends."""
+    """A stand-in for vLLM's attention layer: it writes KV, then attends."""
 
     layer_name = "layer"
 
@@ -132,13 +134,13 @@ class AttentionLayer(nn.Module):
 def test_attention(
     attention_class: type[nn.Module], queries: int, owner: str | None, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Where the kernel takes a call, the layer of attention is not called, and its KV is written all the same."""
+    """If the kernel supports a call, the attention layer is not called, and KV is written all the same."""
     from vllm.model_executor.layers.rotary_embedding.base import RotaryEmbedding
 
     from vllm_gaudi_spec.devices.cuda import decoder, linear
-    from vllm_gaudi_spec.devices.cuda.layers import TurnsInPlace
+    from vllm_gaudi_spec.devices.cuda.layers import RotatesInPlace
 
-    class Rotary(TurnsInPlace, RotaryEmbedding):
+    class Rotary(RotatesInPlace, RotaryEmbedding):
         def forward(self, *args: Any) -> Any:
             return self.forward_oot(*args)
 
@@ -159,12 +161,12 @@ def test_attention(
     hidden = torch.randn(len(slots_T), HIDDEN, device=DEVICE)
     before = [stored.clone() for stored in layer.kv_cache.tensors()]
 
-    linear.use_in(attention)
+    linear.install(attention)
     expected = attention(positions=positions_BQ.flatten(), hidden_states=hidden)
     written = [stored.clone() for stored in layer.kv_cache.tensors()]
     for stored, one in zip(layer.kv_cache.tensors(), before, strict=True):
         stored.copy_(one)
-    decoder.use_in(attention)
+    decoder.install(attention)
     found = attention(positions=positions_BQ.flatten(), hidden_states=hidden)
     torch.testing.assert_close(found, expected, atol=1e-5, rtol=1e-4)
     for stored, wanted in zip(layer.kv_cache.tensors(), written, strict=True):

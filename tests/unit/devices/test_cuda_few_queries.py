@@ -1,6 +1,6 @@
 """The GPU's kernel for rows of few queries against vLLM's rotary embedding and dense attention in float64.
 
-It runs on a GPU, and without one where TRITON_INTERPRET=1 has Triton play it.
+Run on a GPU, or without one with TRITON_INTERPRET=1.
 """
 
 from __future__ import annotations
@@ -17,12 +17,12 @@ from vllm_gaudi_spec.devices.common.kv_pair import KVPair
 pytestmark = pytest.mark.cuda
 
 DEVICE = torch.device("cuda" if torch.cuda.is_available() else "cpu")
-# Triton's interpreter neither multiplies bfloat16 nor rounds to it.
+# Triton's interpreter can neither multiply bfloat16 nor round to it.
 HALF = [torch.float16, torch.bfloat16] if torch.cuda.is_available() else [torch.float16]
 
 
 def indices_of(scene: Scene) -> tuple[torch.Tensor, torch.Tensor]:
-    """Positions and slots of all tokens; padding is at position 0, and in the pad block."""
+    """Return positions and slots of all tokens. Padding is at position 0 and in the pad block."""
     rows, queries = scene.call.num_rows, scene.call.num_queries
     positions, slots = torch.zeros(2, rows, queries, dtype=torch.int64).unbind(0)
     size = scene.spec.block_size
@@ -48,7 +48,7 @@ def check(scene: Scene, rotary_dim: int | None = None, times: int = 1) -> None:
     for row, real in enumerate(scene.real):
         is_real[row, :real] = True
     is_real = is_real.flatten()
-    # As a projection makes them, with something after them.
+    # Slices of a projection's result.
     projected = torch.randn(tokens, (heads + 2 * spec.num_kv_heads) * size + 16).to(dtype)
     query, key, value, _ = projected.split([heads * size, *[spec.num_kv_heads * size] * 2, 16], dim=-1)
     angles = torch.rand(max(scene.starts) + scene.call.num_queries, dim // 2) * 6
@@ -57,7 +57,7 @@ def check(scene: Scene, rotary_dim: int | None = None, times: int = 1) -> None:
 
     keys, values = (stored.flatten(0, 1).clone() for stored in (scene.keys, scene.values) if stored is not None)
     for stored in (keys, values):
-        # What is not written yet.
+        # Slots that are not written yet.
         stored[slots[is_real]] = torch.nan
     kv = KVPair(keys.to(DEVICE), values.to(DEVICE), spec.block_size)
     call = dataclasses.replace(
@@ -113,7 +113,7 @@ def test_blocks_and_windows(splits: None, block_size: int, window: int | None, q
     check(make_scene([0, 15, 16, 130, 300], queries, block_size=block_size, window=window))
 
 
-def test_padding_and_a_part_of_a_head_that_turns(splits: None) -> None:
+def test_padding_and_partial_rotation(splits: None) -> None:
     check(make_scene([7, 90], 5, real=[5, 2], head_size=80, pad_rows=2), rotary_dim=32)
 
 
@@ -130,19 +130,19 @@ def test_half_precision(splits: None, dtype: torch.dtype) -> None:
     check(make_scene([0, 200], 5, dtype=dtype, heads=8, kv_heads=2, head_size=128, pad_size=1.0))
 
 
-def test_more_parts_than_are_put_together_at_once() -> None:
+def test_more_parts_than_are_combined_at_once() -> None:
     check(make_scene([600, 5], 5, heads=8, kv_heads=2, head_size=128, block_size=16))
 
 
-def test_counters_are_left_as_they_were() -> None:
-    """Each call would otherwise put its parts together too early, or never."""
+def test_arrival_counters_are_reset() -> None:
+    """Otherwise the next call would combine its parts too early, or never."""
     from vllm_gaudi_spec.devices.cuda import few_queries
 
     check(make_scene([70, 300], 1), times=3)
-    assert not few_queries._arrivals(DEVICE).any()
+    assert not few_queries._get_arrivals(DEVICE).any()
 
 
-def test_longer_calls_are_not_taken() -> None:
+def test_longer_calls_are_not_supported() -> None:
     from vllm_gaudi_spec.devices.cuda import few_queries
 
     spec: Any = make_scene([0], 1, heads=8, kv_heads=1).spec

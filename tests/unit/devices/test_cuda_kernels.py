@@ -1,6 +1,6 @@
-"""The GPU's Triton kernels against dense attention in float64 and vLLM's own layers.
+"""The GPU's Triton kernels against dense attention in float64 and vLLM's layers.
 
-They run on a GPU, and without one where TRITON_INTERPRET=1 has Triton play it.
+Run on a GPU, or without one with TRITON_INTERPRET=1.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from vllm_gaudi_spec.devices.common.kv_pair import KVPair
 pytestmark = pytest.mark.cuda
 
 DEVICE = torch.device("cuda" if torch.cuda.is_available() else "cpu")
-# Triton's interpreter neither multiplies bfloat16 nor rounds to it.
+# Triton's interpreter can neither multiply bfloat16 nor round to it.
 HALF = [torch.float16, torch.bfloat16] if torch.cuda.is_available() else [torch.float16]
 
 
@@ -33,7 +33,7 @@ def by_kernel(
 ) -> torch.Tensor:
     from vllm_gaudi_spec.devices.cuda import attention as cuda_attention
 
-    # Queries come as a part of what a projection made, so a token's lie further apart than they are long.
+    # Queries are a slice of a projection's result, so tokens are further apart than they are long.
     projected = torch.full((query.shape[0], query.shape[1] + 2, query.shape[2]), torch.nan, dtype=query.dtype)
     projected[:, 1:-1] = query
     kv = KVPair(keys.flatten(0, 1).to(DEVICE), values.flatten(0, 1).to(DEVICE), spec.block_size)
@@ -78,7 +78,7 @@ def test_blocks_and_windows(splits: None, block_size: int, window: int | None, q
 @pytest.mark.parametrize("window", [None, 20])
 @pytest.mark.parametrize("starts", [[0], [0, 77]])
 def test_prompt_chunks(splits: None, window: int | None, starts: list[int]) -> None:
-    """More lanes than a tile has."""
+    """With more lanes than a tile has."""
     real = [90, 41][: len(starts)]
     check(make_scene(starts, 96, real=real, window=window, head_size=32))
 
@@ -86,7 +86,7 @@ def test_prompt_chunks(splits: None, window: int | None, starts: list[int]) -> N
 @pytest.mark.parametrize("block_size", [16, 64])
 @pytest.mark.parametrize("starts", [[0], [5, 130]])
 def test_prompt_chunks_of_long_heads(splits: None, starts: list[int], block_size: int) -> None:
-    """Tiles of 64 lanes, which take the keys that all of their lanes see apart from the others."""
+    """With tiles of 64 lanes, which read the keys that all lanes see separately."""
     check(make_scene(starts, 70, real=[70, 33][: len(starts)], block_size=block_size, heads=4, head_size=128))
 
 
@@ -126,7 +126,7 @@ def by_torch(
 
 @pytest.mark.parametrize("head_size", [64, 128])
 @pytest.mark.parametrize("starts", [[0], [5, 130, 0]])
-def test_a_chunks_own_keys_are_not_read_from_the_cache(
+def test_own_keys_of_a_chunk_are_not_read_from_the_cache(
     monkeypatch: pytest.MonkeyPatch, starts: list[int], head_size: int
 ) -> None:
     from vllm_gaudi_spec.devices.cuda import attention as cuda_attention
@@ -145,7 +145,7 @@ def test_a_chunks_own_keys_are_not_read_from_the_cache(
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="cuDNN needs a GPU")
 @pytest.mark.parametrize("dtype", HALF)
 @pytest.mark.parametrize("head_size", [64, 128])
-def test_cudnn_attends_over_a_chunks_own_keys(
+def test_cudnn_attends_over_own_keys_of_a_chunk(
     monkeypatch: pytest.MonkeyPatch, dtype: torch.dtype, head_size: int
 ) -> None:
     from vllm_gaudi_spec.devices.cuda import attention as cuda_attention
@@ -184,7 +184,7 @@ def test_rows_of_one_query_equal_one_row_of_several() -> None:
     torch.testing.assert_close(scene.attend(by_kernel, apart), scene.attend(by_kernel), atol=1e-5, rtol=1e-5)
 
 
-def test_the_number_of_splits_does_not_follow_lengths() -> None:
+def test_number_of_splits_does_not_depend_on_lengths() -> None:
     from vllm_gaudi_spec.devices.cuda import attention as cuda_attention
 
     spec = AttentionLayerSpec(
@@ -199,12 +199,12 @@ def test_the_number_of_splits_does_not_follow_lengths() -> None:
     )
     assert [cuda_attention.num_splits(528, 8 * rows, 64, spec, 64) for rows in (1, 4, 8, 24)] == [32, 16, 8, 2]
     assert [cuda_attention.num_splits(528, 8 * rows, 16, spec, 64) for rows in (8, 24)] == [8, 1]
-    # A short table has nothing to split, and a window no more than it reaches.
+    # A short table has nothing to split, and a window no more than its reach.
     assert cuda_attention.num_splits(528, 8, 2, spec, 64) == 2
     assert cuda_attention.num_splits(528, 8, 64, dataclasses.replace(spec, sliding_window=256), 64) == 4
 
 
-def test_keys_and_values_are_written_where_they_belong() -> None:
+def test_keys_and_values_are_written_to_their_slots() -> None:
     from vllm_gaudi_spec.devices.cuda import attention as cuda_attention
 
     projected = torch.randn(5, 2, 3, 24, device=DEVICE)
@@ -244,7 +244,7 @@ def test_norms(shape: tuple[int, ...], dtype: torch.dtype) -> None:
 @pytest.mark.parametrize(("head_size", "rotary_dim", "apart"), [(64, 64, 0), (80, 32, 0), (64, 64, 16)])
 @pytest.mark.parametrize("with_key", [True, False])
 def test_rotary_embedding(head_size: int, rotary_dim: int, apart: int, with_key: bool) -> None:
-    """Heads may lie further apart than they are long."""
+    """Heads may be further apart than they are long."""
     from vllm.model_executor.layers.rotary_embedding.base import RotaryEmbedding
 
     from vllm_gaudi_spec.devices.cuda import kernels as cuda_kernels
@@ -280,14 +280,14 @@ def test_gated_activation(shape: tuple[int, ...]) -> None:
 )
 @pytest.mark.parametrize("has_bias", [True, False])
 def test_linear_layers_of_few_rows(dtype: torch.dtype, rows: int, outputs: int, inputs: int, has_bias: bool) -> None:
-    """Weights and inputs may be parts of longer rows; what a tile does not hold is read in several parts."""
+    """Weights and inputs may be slices of longer rows; what a tile cannot hold is read in several parts."""
     from vllm_gaudi_spec.devices.cuda import linear as cuda_linear
 
     x = torch.randn(rows, inputs + 8, device=DEVICE).to(dtype)[:, :inputs]
     weight = torch.randn(outputs, inputs + 16, device=DEVICE).to(dtype)[:, :inputs]
     bias = torch.randn(outputs, device=DEVICE).to(dtype) if has_bias else None
     expected = torch.nn.functional.linear(*(None if one is None else one.double() for one in (x, weight, bias)))
-    found = cuda_linear.few_rows(x, weight, bias)
+    found = cuda_linear.multiply_few_rows(x, weight, bias)
     assert found.dtype == dtype
     close: dict[str, Any] = dict(atol=1e-4, rtol=1e-5) if dtype == torch.float32 else dict(atol=2e-2, rtol=1e-2)
     torch.testing.assert_close(found.double(), expected, **close)
@@ -297,7 +297,7 @@ def test_linear_layers_of_few_rows(dtype: torch.dtype, rows: int, outputs: int, 
 @pytest.mark.parametrize(("rows", "outputs", "inputs"), [(1, 14, 96), (2, 260, 700), (2, 8, 1024)])
 @pytest.mark.parametrize("has_residual", [True, False])
 @pytest.mark.parametrize("gated", [True, False])
-def test_a_norm_within_a_linear_layer(
+def test_norm_inside_a_linear_layer(
     dtype: torch.dtype, rows: int, outputs: int, inputs: int, has_residual: bool, gated: bool
 ) -> None:
     from vllm.model_executor.layers.activation import SiluAndMul
@@ -338,7 +338,7 @@ def test_a_norm_within_a_linear_layer(
 def test_linear_layers_of_some_rows(
     dtype: torch.dtype, rows: int, outputs: int, inputs: int, gated: bool, splits: int, has_bias: bool
 ) -> None:
-    """Twice: where instances share an output's inputs, a call leaves its counters as it found them."""
+    """Each call runs twice: instances that share an output's inputs must reset their counters."""
     from vllm.model_executor.layers.activation import SiluAndMul
 
     from vllm_gaudi_spec.devices.cuda import linear as cuda_linear
@@ -358,10 +358,10 @@ def test_linear_layers_of_some_rows(
 @pytest.mark.parametrize(
     ("kib", "tile_m", "stages"), [(227, 16, 8), (227, 64, 7), (163, 32, 6), (99, 32, 4), (99, 64, 3)]
 )
-def test_instances_that_share_outputs_read_ahead_as_far_as_a_multiprocessor_has_room(
+def test_number_of_stages_fills_shared_memory(
     kib: int, tile_m: int, stages: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     from vllm_gaudi_spec.devices.cuda import linear as cuda_linear
 
-    monkeypatch.setattr(cuda_linear, "_shared_memory", lambda device: kib << 10)
+    monkeypatch.setattr(cuda_linear, "_get_shared_memory", lambda device: kib << 10)
     assert cuda_linear._num_stages(tile_m, 2, DEVICE) == stages

@@ -1,6 +1,6 @@
-"""The GPU's kernels for bookkeeping give the numbers of the torch operations that they stand for.
+"""The GPU's kernels for row operations return what the torch functions return.
 
-They run on a GPU, and without one where TRITON_INTERPRET=1 has Triton play it.
+Run on a GPU, or without one with TRITON_INTERPRET=1.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ def there(value: Any) -> Any:
 
 
 def apart(value: Any) -> Any:
-    """The same numbers as a column of what lies side by side, as uploads come."""
+    """Return the same numbers as a column of a wider tensor, as host-to-device copies have them."""
     if not isinstance(value, torch.Tensor):
         return value
     return torch.stack([value, torch.full_like(value, 1)], dim=-1)[..., 0]
@@ -48,7 +48,7 @@ def check(name: str, *args: Any, changes: bool = False, **named: Any) -> list[to
     """
     from vllm_gaudi_spec.devices.cuda.row_kernels import ROW_OPERATIONS
 
-    # What is written to, or is a table of rows, has its rows side by side.
+    # Tensors that are written to, and the history, are contiguous.
     first = args[0].clone() if changes or name == "take_newest" else apart(args[0])
     given = there((first, *map(apart, args[1:])))
     found = tensors_of(getattr(ROW_OPERATIONS, name)(*given, **named))
@@ -99,7 +99,7 @@ def test_take_newest() -> None:
 
 def test_append() -> None:
     history = torch.randint(100, ((PAD_ROW + 1) * WIDTH,), dtype=torch.int32)
-    # What the pad row gets is never read.
+    # The contents of the pad row are never read.
     history[PAD_ROW * WIDTH :] = int32(7, 8, 9, *[0] * (WIDTH - 3))
     tokens_BN = int32(7, 8, 9).repeat(4, 1)
     rows_B, first_B, num_B = torch.tensor([3, 0, PAD_ROW, 5]), int32(7, 2, 1, WIDTH - 3), int32(2, 0, 3, 3)

@@ -1,6 +1,6 @@
-"""The GPU's sampling and acceptance beside the reference: the same tokens, and nothing left over between calls.
+"""The GPU's sampling and acceptance against the reference, and that nothing is left over between calls.
 
-On a GPU, and without one where TRITON_INTERPRET=1 has Triton play it.
+Run on a GPU, or without one with TRITON_INTERPRET=1.
 """
 
 from __future__ import annotations
@@ -55,7 +55,7 @@ def counted(verification: Verification) -> list[list[int]]:
 
 
 def shortfall(given: dict[str, torch.Tensor], sampled_BQ: torch.Tensor, stream: Stream) -> float:
-    """How far below the best score the sampled tokens' scores lie."""
+    """Return how far below the best score the sampled tokens' scores are."""
     logits = given["logits_BQV"]
     tokens = torch.arange(logits.shape[2], dtype=torch.int32, device=logits.device)
     noise = gumbel(given["keys_B2"], given["positions_BQ"], stream, tokens)
@@ -63,9 +63,9 @@ def shortfall(given: dict[str, torch.Tensor], sampled_BQ: torch.Tensor, stream: 
     return float((scores.amax(-1) - scores.gather(2, sampled_BQ.long()[..., None])[..., 0]).max())
 
 
-# One chunk and many, a last one that is not full, rows that are not aligned, chunks of either size.
+# One chunk and many, a partial last chunk, unaligned rows, chunks of either size.
 SHAPES = [(200, 3, 6), (50, 1, 1025), (9, 4, 5000), (200, 2, 32_000), (17, 16, 16_001)]
-if DEVICE.type == "cpu":  # an instance in the interpreter takes milliseconds
+if DEVICE.type == "cpu":  # in the interpreter an instance takes milliseconds
     SHAPES = [(60, 3, 6), (4, 1, 1025), (2, 4, 2500)]
 
 
@@ -75,7 +75,7 @@ def test_samples(cuda: Rules, rows: int, positions: int, vocab: int, dtype: torc
     given = case_on_gpu(rows, positions, vocab)
     logits = given["logits_BQV"].to(dtype)
     given["logits_BQV"] = logits.float()
-    assert torch.equal(cuda.sample_greedy(logits), TORCH.sample_greedy(logits))  # in bfloat16 many are equal
+    assert torch.equal(cuda.sample_greedy(logits), TORCH.sample_greedy(logits))  # in bfloat16 many logits are equal
     noise = given["temperature_B"], given["keys_B2"], given["positions_BQ"]
     for stream in (Stream.TARGET, Stream.DRAFT):
         sampled = cuda.sample_random(logits, *noise, stream)
@@ -86,17 +86,17 @@ def test_samples(cuda: Rules, rows: int, positions: int, vocab: int, dtype: torc
 
 @pytest.mark.parametrize(("rows", "positions", "vocab"), SHAPES)
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-def test_drafts_and_whether_their_logits_are_numbers(
+def test_sound_argmax(
     cuda: Rules, rows: int, positions: int, vocab: int, dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    if DEVICE.type == "cpu":  # several chunks in the interpreter too
+    if DEVICE.type == "cpu":  # several chunks in the interpreter as well
         monkeypatch.setattr("vllm_gaudi_spec.devices.cuda.rules._SOUND_CHUNK", 1024)
     logits = case_on_gpu(rows, positions, vocab)["logits_BQV"].flatten(0, 1).to(dtype)
-    # In the first chunk and the last, and beside minus infinity.
+    # In the first and last chunk, and beside minus infinity.
     for row, (position, value) in enumerate([(0, torch.nan), (vocab - 1, torch.nan), (vocab // 2, torch.inf)]):
         logits[row, position] = value
-    logits[3, vocab // 2 :] = 99.0  # of the best, which are in several chunks, the first
-    for _ in range(2):  # counters are left as they were
+    logits[3, vocab // 2 :] = 99.0  # equal best logits in several chunks: the first wins
+    for _ in range(2):  # the first call must reset the counters
         tokens, is_sound = cuda.sound_argmax(logits)
         assert is_sound.tolist() == [row > 2 for row in range(len(logits))] == TORCH.are_sound(logits).tolist()
         assert torch.equal(tokens[3:], TORCH.sample_greedy(logits[:, None])[3:, 0])
@@ -112,7 +112,7 @@ def test_drafts_and_whether_their_logits_are_numbers(
 def test_verifications(cuda: Rules, rule: str, rows: int, positions: int, vocab: int) -> None:
     given = case_on_gpu(rows, positions, vocab, seed=1)
     found, expected = counted(verify(cuda, rule, given)), counted(verify(TORCH, rule, given))
-    # A draw may lie within rounding of a probability, a score of another.
+    # A draw may be within rounding of a probability, and a score of another score.
     differing = sum(own != other for own, other in zip(found, expected, strict=True))
     assert differing <= rows // 100
     assert counted(verify(cuda, rule, given)) == found
@@ -120,22 +120,25 @@ def test_verifications(cuda: Rules, rule: str, rows: int, positions: int, vocab:
 
 @pytest.fixture(params=[None, (512, 8, 48, True), (1024, 8, 64, True)], ids=["one wave", "waves", "many waves"])
 def work(cuda: Rules, request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Kernel instances as there are where they run one after the other, and look whether they are needed."""
+    """Settings for kernel instances that run one after the other, and check whether they are needed."""
     from vllm_gaudi_spec.devices.cuda import rules as cuda_rules
 
     if request.param:
-        monkeypatch.setattr(cuda_rules._Work, "of", lambda rows, vocab: cuda_rules._Work(*request.param))
+        monkeypatch.setattr(cuda_rules._Work, "choose", lambda rows, vocab: cuda_rules._Work(*request.param))
 
 
 @pytest.mark.skipif(DEVICE.type == "cpu", reason="the interpreter takes minutes")
 @pytest.mark.parametrize("rule", ["strict_greedy", "strict_random"])
-def test_instances_that_run_one_after_the_other(cuda: Rules, work: None, rule: str) -> None:
+def test_results_do_not_depend_on_the_order_of_instances(cuda: Rules, work: None, rule: str) -> None:
     test_verifications(cuda, rule, 280, 4, 32_000)
 
 
 @pytest.mark.parametrize("rule", ["strict_greedy", "strict_random"])
-def test_what_lies_after_an_end_is_no_answer_and_leaves_nothing(cuda: Rules, work: None, rule: str) -> None:
-    """Ends at every position: no drafts, a wrong one, all right. Whether positions after them are read is left open."""
+def test_positions_after_the_end_of_a_request_have_no_effect(cuda: Rules, work: None, rule: str) -> None:
+    """The end is at every position: without drafts, after a wrong one, after correct ones.
+
+    Later positions may be skipped.
+    """
     rows, positions, vocab = 12, 4, 3000
     given = case_on_gpu(rows, positions - 1, vocab, seed=4)
     right = verify(TORCH, rule, given).tokens_BQ[:, : positions - 1]
@@ -159,8 +162,9 @@ def test_more_rows_than_can_be_counted(cuda: Rules) -> None:
 
 
 @pytest.mark.parametrize("rule", ["standard", "block"])
-def test_where_nothing_is_left_of_the_target_it_is_sampled(cuda: Rules, rule: str) -> None:
-    """Drafts that are no tokens are rejected; the drafter's distribution is the target's, so there is no residual."""
+def test_empty_residual_samples_from_the_target(cuda: Rules, rule: str) -> None:
+    """Drafts outside of the vocabulary are rejected; the drafter's distribution is the target's, so the residual is
+    empty."""
     given = case_on_gpu(8, 2, 3000)
     given["draft_probs_BKV"] = given["logits_BQV"][:, :2].softmax(-1) + 1e-6
     given["drafts_BK"].fill_(-1)
@@ -169,7 +173,7 @@ def test_where_nothing_is_left_of_the_target_it_is_sampled(cuda: Rules, rule: st
 
 
 def test_rows_with_views_for_inputs(cuda: Rules) -> None:
-    """As the runner has them: keys are columns of a wider tensor, positions may be the same memory for all rows."""
+    """Keys are columns of a wider tensor, and all rows' positions may be the same memory, as in the runner."""
     given = case_on_gpu(8, 3, 2000)
     wide = torch.cat((given["keys_B2"], given["keys_B2"]), 1)
     given["keys_B2"] = wide[:, 2:]
@@ -204,12 +208,12 @@ def test_filters_keep_what_a_sort_keeps(cuda: Rules, rows: int, vocab: int, monk
     from vllm_gaudi_spec.devices.cuda import rules as cuda_rules
 
     if DEVICE.type == "cpu":
-        monkeypatch.setattr(cuda_rules, "_FILTER_CHUNK", 256)  # several chunks a row here, too
+        monkeypatch.setattr(cuda_rules, "_FILTER_CHUNK", 256)  # several chunks per row here as well
     num_rows, num_open = check_rows(cuda.filter_logits, rows, vocab, seed=vocab, device=DEVICE)
     assert num_open < num_rows / 10
 
 
-def test_filters_leave_out_positions_that_nobody_samples(cuda: Rules) -> None:
+def test_filters_skip_positions_that_are_not_sampled(cuda: Rules) -> None:
     logits = torch.randn(3, 4, 300).to(DEVICE)
     top_p = torch.tensor([0.5, 0.9, torch.inf], device=DEVICE)
     num_sampling = torch.tensor([2, 1, 4], dtype=torch.int32, device=DEVICE)

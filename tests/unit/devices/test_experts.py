@@ -1,4 +1,4 @@
-"""Experts: who is chosen, with what weight, and what they compute in each form, against plain loops over tokens."""
+"""Mixtures of experts: routing, and each form of the computation against plain loops over tokens."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ from vllm_gaudi_spec.devices.hpu import experts as hpu_experts
 
 
 def choose(scores: list[float], wanted: list[float], groups: int, top_groups: int, top_k: int) -> dict[int, float]:
-    """Of one token: expert -> its score."""
+    """Return the scores of one token's experts, by expert."""
     size = len(wanted) // groups
     best = {
         g: sum(sorted(wanted[g * size : (g + 1) * size])[-2 if wanted is not scores else -1 :]) for g in range(groups)
@@ -79,7 +79,7 @@ def gaudis(call: Call) -> torch.Tensor:
 
 
 def npu_grouped_matmul(rows: Any, matrices: Any, **how: Any) -> list[torch.Tensor]:
-    """With groups that are sizes of rows, in one tensor, as tests/emulated_cann has it."""
+    """A stand-in with one tensor of rows, grouped by sizes, as in tests/emulated_cann."""
     counts = how.pop("group_list")
     assert how == dict(split_item=2, group_type=0, group_list_type=1)
     return [by_counts(rows[0], matrices[0], counts)]
@@ -94,7 +94,7 @@ def fused_of(device: ModuleType, kernel: Callable[..., Any] = torch.nn.functiona
 
 
 def in_slices(call: Call) -> torch.Tensor:
-    """Two experts at once, and one in the end where there are three."""
+    """Compute two experts at once, and a single one at the end if there are three."""
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(experts, "_ROWS_AT_ONCE", 2 * len(call.x_TH))
         return experts.dense(call)
@@ -112,19 +112,19 @@ FORMS: dict[str, Form] = {
 PLAIN = [name for name in FORMS if name != "Gaudi's"]
 EXPERTS, HIDDEN, INNER, TOP_K = 6, 8, 4, 2
 PARTS = [None, (0, 3), (3, 3)]
-"""With expert parallelism: the first expert of a rank, and how many it has."""
+"""Under expert parallelism: the first expert of a rank, and their number."""
 
 
 def best_by_sigmoid(
     hidden_states: torch.Tensor, gating_output: torch.Tensor, topk: int, renormalize: bool
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """A model's own way to choose, as Llama 4 has one."""
+    """A model's own routing function, like Llama 4's."""
     scores, ids = gating_output.topk(topk, dim=-1)
     return scores.sigmoid(), ids.int()
 
 
 def some_logits() -> torch.Tensor:
-    """The first two tokens choose experts of their own."""
+    """Return router logits in which the first two tokens choose experts of their own."""
     logits = torch.randn(7, EXPERTS)
     logits[0, 4:] += 6.0
     logits[1, 2:4] += 6.0
@@ -132,7 +132,7 @@ def some_logits() -> torch.Tensor:
 
 
 class Model:
-    """A layer, and what vLLM calls with it: of all experts, or of one rank's."""
+    """A layer with all experts, or one rank's, and the calls that vLLM makes."""
 
     def __init__(self, local: tuple[int, int] | None, has_bias: bool = False, **options: Any) -> None:
         torch.manual_seed(0)
@@ -162,7 +162,7 @@ class Model:
 
     def run(self, form: str, x: torch.Tensor, logits: torch.Tensor) -> torch.Tensor:
         with pytest.MonkeyPatch.context() as patch:
-            patch.setattr(experts, "form_of", lambda call, fused: FORMS[form])
+            patch.setattr(experts, "choose_form", lambda call, fused: FORMS[form])
             return experts.Experts.apply_monolithic(self.method, self.layer, x, logits)
 
 
@@ -171,7 +171,7 @@ class Model:
 @pytest.mark.parametrize("weighs_inputs", [False, True])
 @pytest.mark.parametrize("local", PARTS)
 def test_experts(local: tuple[int, int] | None, weighs_inputs: bool, routing: str, form: str) -> None:
-    """All of them; or under expert parallelism a part, whose sum over ranks is what all compute."""
+    """With all experts, or with one part under expert parallelism; the ranks' sum is the result of all."""
     if weighs_inputs and form not in PLAIN:
         pytest.skip("not taken")
     bias = torch.tensor([0.0, 0.3, -0.2, 0.1, 0.4, -0.3])
@@ -189,7 +189,7 @@ def test_experts(local: tuple[int, int] | None, weighs_inputs: bool, routing: st
     model = Model(local, apply_router_weight_on_input=weighs_inputs, **options)
     x, logits = torch.randn(7, HIDDEN), some_logits()
     found = model.run(form, x, logits)
-    # Two tokens do not choose all experts.
+    # Two tokens cannot choose all experts.
     torch.testing.assert_close(model.run(form, x[:2], logits[:2]), found[:2], atol=1e-4, rtol=1e-4)
     for token, row in enumerate(logits):
         if routing == "its own":
@@ -211,7 +211,7 @@ def test_experts(local: tuple[int, int] | None, weighs_inputs: bool, routing: st
 @pytest.mark.parametrize("form", PLAIN)
 @pytest.mark.parametrize("local", PARTS)
 def test_experts_of_gpt_oss(local: tuple[int, int] | None, form: str) -> None:
-    """Biases, and gates that alternate with what they open or close, clamped on one side."""
+    """With biases, and clamped gates that alternate with what they multiply."""
     model = Model(local, has_bias=True, activation=MoEActivation.SWIGLUOAI, routed_scaling_factor=1.0)
     x, logits = torch.randn(7, HIDDEN) * 2, some_logits()
     found = model.run(form, x, logits)
@@ -231,16 +231,19 @@ def test_experts_of_gpt_oss(local: tuple[int, int] | None, form: str) -> None:
     assert clamped > 10
 
 
-def test_m03_gaudis_operator_has_one_gelu_the_tanh_form() -> None:
+def test_m03_gaudi_operator_has_only_the_tanh_gelu() -> None:
     model = Model(None, activation=MoEActivation.GELU_TANH)
     x, logits = torch.randn(7, HIDDEN), torch.randn(7, EXPERTS)
     torch.testing.assert_close(model.run("Gaudi's", x, logits), model.run("dense", x, logits))
 
 
 @pytest.mark.parametrize("local", PARTS)
-def test_m01_m02_gaudis_operator_gets_ids_of_this_rank(local: tuple[int, int] | None) -> None:
-    """From 0 on, and the last is included; in torch's own form of it, ids that are outside or there twice end or spoil
-    a scatter. A token without an expert here has some of weight 0."""
+def test_m01_m02_gaudi_operator_gets_ids_of_this_rank(local: tuple[int, int] | None) -> None:
+    """Ids count from 0, and the last one is included.
+
+    In torch's form, ids that are out of range or repeated break a scatter. A token without an expert here has some with
+    weight 0.
+    """
     seen: dict[str, Any] = {}
 
     def mixture(**given: Any) -> torch.Tensor:
@@ -252,7 +255,7 @@ def test_m01_m02_gaudis_operator_gets_ids_of_this_rank(local: tuple[int, int] | 
     for name in ("w13_weight", "w2_weight"):
         setattr(model.layer, name, getattr(model.layer, name).bfloat16())
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(experts, "form_of", lambda call, fused: fused_of(hpu_experts, mixture).run)
+        patch.setattr(experts, "choose_form", lambda call, fused: fused_of(hpu_experts, mixture).run)
         experts.Experts.apply_monolithic(model.method, model.layer, x, logits)
     table = seen["expert_routing_table"]
     assert table.dtype == torch.int64
@@ -284,7 +287,7 @@ def call_of(tokens: int, num_experts: int, top_k: int, **options: Any) -> Call:
         (64, 32, 4, "fused", "dense"),
         (64, 1024, 4, "fused", "gathered"),
         (2048, 128, 8, "fused", "dense"),
-        # A rank that has no more experts than a token chooses.
+        # A rank with as many experts as a token chooses.
         (2048, 8, 8, "dense", "dense"),
     ],
 )
@@ -293,12 +296,12 @@ def test_m10_the_form_is_chosen_by_shape(
 ) -> None:
     forms: dict[str, Form] = {"dense": experts.dense, "gathered": experts.gathered, "fused": lambda call: call.x_TH}
     fused, call = Fused(forms["fused"], lambda call: True, min_tokens=64), call_of(tokens, num_experts, top_k)
-    assert experts.form_of(call, fused) is forms[with_operator]
-    assert experts.form_of(call, fused._replace(takes=lambda call: False)) is forms[without]
-    assert experts.form_of(call, None) is forms[without]
+    assert experts.choose_form(call, fused) is forms[with_operator]
+    assert experts.choose_form(call, fused._replace(takes=lambda call: False)) is forms[without]
+    assert experts.choose_form(call, None) is forms[without]
 
 
-def test_m03_what_gaudis_operator_takes() -> None:
+def test_m03_calls_supported_by_the_gaudi_operator() -> None:
     call = call_of(2048, 8, 2)
     assert hpu_experts._takes(call)
     assert not hpu_experts._takes(call._replace(b13_EJ=torch.zeros(8, 32)))
@@ -317,17 +320,17 @@ def test_m03_what_gaudis_operator_takes() -> None:
         (torch.bfloat16, (9, 0), 12, False),
     ],
 )
-def test_what_cudas_grouped_product_takes(
+def test_calls_supported_by_the_cuda_grouped_product(
     dtype: torch.dtype, capability: tuple[int, int], width: int, taken: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """What it does not take it computes after a read on the host, which no captured graph may have."""
+    """Other calls are computed after a read on the host, which a captured graph cannot have."""
     monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: capability)
     x = cast(Any, SimpleNamespace(dtype=dtype, device="cuda", is_cuda=True))
     call = call_of(8, 4, 2)._replace(x_TH=x, w13_EJH=torch.zeros(4, 16, width), w2_EHI=torch.zeros(4, width, 8))
     assert cuda_experts._takes(call) is taken
 
 
-# Of an H100, docs/performance.md: tokens -> the grouped form's time over the dense one's.
+# From docs/performance.md, on an H100: by tokens, the grouped form's time relative to the dense one's.
 MEASURED = {
     (32, 4, 2048, 1024): {1: 0.69, 4: 1.04, 8: 1.21, 16: 1.33, 64: 1.56, 128: 1.43, 192: 1.27, 256: 1.11, 512: 0.70},
     (128, 8, 2048, 768): {1: 0.30, 8: 0.63, 16: 0.81, 32: 1.11, 64: 1.10, 96: 1.00, 128: 0.93, 256: 0.71, 2048: 0.16},
@@ -336,7 +339,7 @@ MEASURED = {
 
 
 @pytest.mark.parametrize("shape", MEASURED)
-def test_cudas_form_is_within_a_tenth_of_the_fastest_measured(shape: tuple[int, int, int, int]) -> None:
+def test_cuda_form_is_within_a_tenth_of_the_fastest_measured(shape: tuple[int, int, int, int]) -> None:
     num_experts, top_k, hidden, inner = shape
     w13 = torch.empty(1, dtype=torch.bfloat16).expand(num_experts, 2 * inner, hidden)
     w2 = w13.new_empty(1).expand(num_experts, hidden, inner)
@@ -352,9 +355,9 @@ def test_small_layers_count_as_the_smallest_that_was_measured() -> None:
 
 @pytest.mark.parametrize("first", range(EXPERTS - TOP_K + 1))
 @pytest.mark.parametrize("form", ["dense", "gathered"])
-def test_a_row_that_is_not_a_number_is_no_others(form: str, first: int) -> None:
+def test_nan_in_one_row_does_not_reach_others(form: str, first: int) -> None:
     model = Model(None)
-    # Fewer are gathered than there are.
+    # Only some are gathered.
     x, logits = torch.randn(2, HIDDEN), torch.zeros(2, EXPERTS)
     logits[0, first : first + TOP_K] = torch.tensor([5.0, 4.0])
     expected = model.run("dense", x, logits)
@@ -364,7 +367,7 @@ def test_a_row_that_is_not_a_number_is_no_others(form: str, first: int) -> None:
 
 @pytest.mark.parametrize("form", ["dense", "gathered", "grouped"])
 @pytest.mark.parametrize("weighs_inputs", [False, True])
-def test_an_expert_beyond_float16_counts_for_those_alone_that_chose_it(form: str, weighs_inputs: bool) -> None:
+def test_float16_overflow_affects_only_tokens_that_chose_the_expert(form: str, weighs_inputs: bool) -> None:
     call = call_of(2, 4, 1)
     w13, w2 = torch.full((4, 8, 4), 0.5, dtype=torch.float16), torch.ones(4, 4, 4, dtype=torch.float16)
     w13[3] = 200.0
@@ -400,7 +403,7 @@ def test_more_weights_than_are_gathered_at_once(monkeypatch: pytest.MonkeyPatch)
     torch.testing.assert_close(model.run("gathered", x, logits), expected, atol=1e-4, rtol=1e-4)
 
 
-def test_scores_of_nothing() -> None:
+def test_rows_with_scores_of_zero() -> None:
     weights = experts.route(torch.full((1, 4), -200.0), top_k=2, scoring="sigmoid", renormalize=True)
     assert weights.isfinite().all()
 
@@ -412,7 +415,7 @@ def test_npu_e08_groups_of_one_tensor() -> None:
 
 
 @pytest.mark.parametrize("device", [ascend_experts, cuda_experts, hpu_experts])
-def test_a_release_without_the_operator(device: ModuleType, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_release_without_the_operator(device: ModuleType, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(device, "find_kernel", lambda module, name: None)
     assert device.fused() is None
 
@@ -433,7 +436,7 @@ class Largest(TorchDispatchMode):
 
 @pytest.mark.parametrize("form", ["dense", "grouped"])
 def test_l14_no_tensor_of_all_experts_and_all_tokens(form: str) -> None:
-    """Nor with their inner sizes. What there is at once has a bound, and is a part of it."""
+    """The largest tensor has a bound."""
     tokens, num_experts, top_k = 2048, 64, 2
     call = call_of(tokens, num_experts, top_k)
     with Largest() as largest:
@@ -446,19 +449,19 @@ def test_l14_no_tensor_of_all_experts_and_all_tokens(form: str) -> None:
 # --- vLLM's layers ---
 
 
-def test_m12_only_logits_of_the_experts_route() -> None:
-    """Where vLLM routes in its runner, hidden states come in their place."""
+def test_m12_hidden_states_are_refused_as_router_logits() -> None:
+    """vLLM passes hidden states if it routes in its runner."""
     here: Any = SimpleNamespace(local_experts=None, moe=SimpleNamespace(num_experts=6))
     hidden = torch.zeros(7, 8)
-    with pytest.raises(ValueError, match="6 experts are routed by 8 logits"):
+    with pytest.raises(ValueError, match="6 experts cannot be routed by 8 logits"):
         experts.Experts.apply_monolithic(here, SimpleNamespace(), hidden, hidden)
 
 
 def test_local_experts() -> None:
-    assert experts._local_experts(None) is None
-    assert experts._local_experts(torch.tensor([-1, -1, 0, 1, -1])) == (2, 2)
+    assert experts._find_local_experts(None) is None
+    assert experts._find_local_experts(torch.tensor([-1, -1, 0, 1, -1])) == (2, 2)
     with pytest.raises(UnsupportedConfigError, match="--expert-placement-strategy linear"):
-        experts._local_experts(torch.tensor([0, -1, 1, -1]))
+        experts._find_local_experts(torch.tensor([0, -1, 1, -1]))
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float16])

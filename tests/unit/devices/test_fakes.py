@@ -1,4 +1,4 @@
-"""Tensors without values: what is remembered of an operation is what PyTorch works out."""
+"""Cached results of operations without values equal those that PyTorch derives."""
 
 from __future__ import annotations
 
@@ -20,15 +20,15 @@ def without_gradients(request: pytest.FixtureRequest) -> Any:
 
 
 class Asked(Tracer):
-    """Counts what PyTorch worked out."""
+    """Counts what PyTorch derived."""
 
     def __init__(self, results: Results) -> None:
         super().__init__({}, "cpu", results)
         self.asked: list[str] = []
 
-    def _without_values(self, func: Any, args: Any, kwargs: Any, source: str) -> Any:
+    def _run_fake(self, func: Any, args: Any, kwargs: Any, source: str) -> Any:
         self.asked.append(func._schema.name.partition("::")[2])
-        return super()._without_values(func, args, kwargs, source)
+        return super()._run_fake(func, args, kwargs, source)
 
 
 def trace(function: Callable[..., Any], tensors: list[torch.Tensor], results: Results) -> tuple[Asked, list[Any]]:
@@ -36,11 +36,11 @@ def trace(function: Callable[..., Any], tensors: list[torch.Tensor], results: Re
     arguments = [tracer.fakes.enter(tensor) for tensor in tensors]
     with tracer:
         found = function(*arguments)
-    return tracer, [tracer.number_of(one) for one in tree_leaves(found)]
+    return tracer, [tracer.get_number(one) for one in tree_leaves(found)]
 
 
 def shown(tracer: Asked) -> list[Any]:
-    """Each value's geometry, and which is the first that has the same memory."""
+    """Return each value's geometry, and the first value with the same memory."""
     first: dict[int, int] = {}
     return [
         (
@@ -85,7 +85,7 @@ def _complex(x: torch.Tensor, y: torch.Tensor) -> Any:
 
 @pytest.mark.parametrize("function", [_writes, _views, _several, _makes, _numbers, _complex])
 @pytest.mark.parametrize("arguments", ["apart", "one", "views"])
-def test_what_is_remembered(function: Callable[..., Any], arguments: str) -> None:
+def test_results_are_cached_by_geometry(function: Callable[..., Any], arguments: str) -> None:
     x = torch.randn(3, 3)
     tensors = {"apart": [x, torch.randn(3, 3)], "one": [x, x], "views": [x, x.view(3, 3)]}[arguments]
     results = Results()
@@ -98,7 +98,7 @@ def test_what_is_remembered(function: Callable[..., Any], arguments: str) -> Non
     assert [(one.inputs, one.outputs, one.positions) for segment in again.segments for one in segment.operations] == [
         (one.inputs, one.outputs, one.positions) for segment in alone.segments for one in segment.operations
     ]
-    assert function is _complex or not again.asked  # what is conjugated when it is read is asked for each time
+    assert function is _complex or not again.asked  # lazily conjugated tensors are not cached
 
 
 def test_equal_layers_ask_once() -> None:
@@ -112,8 +112,8 @@ def test_equal_layers_ask_once() -> None:
     assert sum(len(segment.operations) for segment in tracer.segments) == 24
 
 
-def test_which_operand_is_returned() -> None:
-    """One that is another one, too, in one call and not in the next."""
+def test_operation_that_returns_an_operand() -> None:
+    """Two operands may be the same tensor in one call and not in the next."""
     x, results = torch.randn(3, 3), Results()
     found = []
     for y in (x, x.view(3, 3), torch.randn(3, 3), x):
@@ -122,7 +122,7 @@ def test_which_operand_is_returned() -> None:
     assert found == [(0,), (1,), (1,), (0,)]
 
 
-def test_of_which_operand_a_result_is_a_view() -> None:
+def test_result_that_is_a_view_of_an_operand() -> None:
     def found(y: torch.Tensor) -> bool:
         tracer = Tracer({}, "cpu", results)
         _, second = tracer.fakes.enter(x), tracer.fakes.enter(y)
@@ -134,7 +134,7 @@ def test_of_which_operand_a_result_is_a_view() -> None:
     assert [found(y) for y in (x.view(3, 3), torch.randn(3, 3))] == [True, True]
 
 
-def test_results_in_a_part_of_their_memory_are_not_remembered() -> None:
+def test_results_in_part_of_their_memory_are_not_cached() -> None:
     results = Results()
     for _ in range(2):
         tracer = Tracer({}, "cpu", results)
@@ -144,7 +144,7 @@ def test_results_in_a_part_of_their_memory_are_not_remembered() -> None:
 
 
 def test_tensors_from_outside_of_inference_mode() -> None:
-    """As weights are; torch counts changes of their views."""
+    """Weights are such tensors; torch counts changes of their views."""
     with torch.inference_mode(False):
         x = torch.nn.Parameter(torch.randn(3, 3))
     results = Results()
@@ -153,7 +153,7 @@ def test_tensors_from_outside_of_inference_mode() -> None:
     assert not tracer.asked
 
 
-def test_the_default_dtype_counts() -> None:
+def test_cache_depends_on_the_default_dtype() -> None:
     results, x = Results(), torch.ones(2, dtype=torch.int64)
     first, (number,) = trace(lambda x: x / 2, [x], results)
     torch.set_default_dtype(torch.float64)
@@ -164,7 +164,7 @@ def test_the_default_dtype_counts() -> None:
     assert (first.fakes.values[number].dtype, second.fakes.values[other].dtype) == (torch.float32, torch.float64)
 
 
-def test_what_changes_an_operands_geometry_is_not_remembered() -> None:
+def test_operations_that_change_geometry_are_not_cached() -> None:
     def turn(x: torch.Tensor) -> torch.Tensor:
         x.t_()
         return x + 1

@@ -1,4 +1,4 @@
-"""The first collectives of groups of ranks: what is compared, and how a fault is named."""
+"""The first collectives of groups of ranks: what is compared, and the errors."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ import torch
 from vllm.distributed import parallel_state
 
 from tests.support.fakes import CopyingMemory
-from vllm_gaudi_spec.devices.common.group_check import _numbers, check_group, check_groups
+from vllm_gaudi_spec.devices.common.group_check import _make_numbers, check_group, check_groups
 
 Collective = Callable[[torch.Tensor], torch.Tensor]
 
@@ -32,23 +32,23 @@ class Group:
 
     def all_gather(self, sent: torch.Tensor, dim: int) -> torch.Tensor:
         assert dim == 0
-        return self._finish("all_gather", torch.cat([_numbers(0), sent]))
+        return self._finish("all_gather", torch.cat([_make_numbers(0), sent]))
 
     def all_reduce(self, sent: torch.Tensor) -> torch.Tensor:
-        return self._finish("all_reduce", sent.add_(_numbers(0)))  # in place, as on a Gaudi
+        return self._finish("all_reduce", sent.add_(_make_numbers(0)))  # in place, as on a Gaudi
 
     def _finish(self, name: str, result: torch.Tensor) -> torch.Tensor:
         self.done.append(name)
         return self.spoil.get(name, torch.clone)(result)
 
 
-def test_n01_both_collectives_of_every_group_that_has_ranks(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_n01_both_collectives_run_in_every_group(monkeypatch: pytest.MonkeyPatch) -> None:
     groups = [Group("tp:0"), Group("ep:0"), Group("world:0", communicator=None), Group("pp:0"), Group("tp:1")]
     groups[3].world_size = 1  # type: ignore[misc]
-    del groups[4].device_group  # destroyed, and still referred to
+    del groups[4].device_group  # destroyed, but still referred to
     registered = {group.unique_name: weakref.ref(group) for group in groups}
-    registered["old:0"] = weakref.ref(Group())  # nobody has it any more
-    monkeypatch.setattr(parallel_state, "_groups", registered)
+    registered["old:0"] = weakref.ref(Group())  # no longer alive
+    monkeypatch.setattr("vllm_gaudi_spec.devices.common.group_check.groups", registered)
     check_groups(CopyingMemory())
     assert [group.done for group in groups] == [["all_gather", "all_reduce"]] * 2 + [[], [], []]
 
@@ -81,20 +81,26 @@ def _fails(result: torch.Tensor) -> torch.Tensor:
 @pytest.mark.parametrize(
     ("collective", "spoil", "words"),
     [
-        ("all_gather", _wrong_at_3, "gives 4 for 3"),
-        ("all_reduce", _wrong_at_3, "gives 15 for 14"),
-        ("all_gather", lambda result: result[:128], r"gives \(128,\) numbers"),
-        ("all_reduce", _fails, "fails: no route to rank 4"),
+        ("all_gather", _wrong_at_3, "returned 4 instead of 3"),
+        ("all_reduce", _wrong_at_3, "returned 15 instead of 14"),
+        ("all_gather", lambda result: result[:128], r"returned a tensor of shape \(128,\)"),
+        ("all_reduce", _fails, "failed: no route to rank 4"),
     ],
 )
-def test_a_fault_names_the_collective_the_group_and_its_ranks(collective: str, spoil: Collective, words: str) -> None:
+def test_error_names_the_collective_group_and_ranks(collective: str, spoil: Collective, words: str) -> None:
     group = Group()
     group.spoil = {collective: spoil}
     with pytest.raises(RuntimeError, match=rf"{collective} of group tp:0 \(ranks 4, 6\) {words}; check the network"):
         check_group(group, CopyingMemory())  # type: ignore[arg-type]
 
 
-def test_a_sum_of_one_rank_or_of_the_wrong_one_is_seen() -> None:
-    """No rank's numbers are another's, nor their sum."""
-    sums = [_numbers(0), _numbers(1), _numbers(0) + _numbers(1), _numbers(0) + _numbers(2), 2 * _numbers(1)]
+def test_wrong_sums_are_detected() -> None:
+    """No rank's numbers equal another's or their sum."""
+    sums = [
+        _make_numbers(0),
+        _make_numbers(1),
+        _make_numbers(0) + _make_numbers(1),
+        _make_numbers(0) + _make_numbers(2),
+        2 * _make_numbers(1),
+    ]
     assert len({tuple(numbers.tolist()) for numbers in sums}) == len(sums)

@@ -1,4 +1,4 @@
-"""What is asked of Intel Neural Compressor on a Gaudi: of a stand-in, since nobody here has either."""
+"""The calls of Intel Neural Compressor on a Gaudi, to a stand-in for both."""
 
 import importlib
 import json
@@ -44,7 +44,7 @@ class Model(nn.Module):
 
 @pytest.fixture
 def log(monkeypatch: pytest.MonkeyPatch) -> list[Any]:
-    """What was called, in its order."""
+    """The calls, in order."""
     calls: list[Any] = []
 
     def patch(mode: str, model: Model, path: str) -> None:
@@ -93,19 +93,19 @@ def test_q15_q21_q24_measuring(log: list[Any], tmp_path: Path) -> None:
 
 
 def test_a_measured_model_lists_its_own_modules(log: list[Any], tmp_path: Path) -> None:
-    """Where a drafter is measured beside its target, INC lists the modules of both for each."""
+    """If a drafter is measured beside its target, INC lists the modules of both for each."""
     model = Model(log)
     measured = hpu_fp8.apply(model, given(tmp_path, "MEASURE"), load_context())
     assert measured is not None
     model.first.k_cache._mod_extra_config = model.lm_head._mod_extra_config = object()
-    model.second.k_cache._mod_extra_config = None  # INC leaves that in modules that it does not measure
+    model.second.k_cache._mod_extra_config = None  # INC sets this on modules that it does not measure
     listed = tmp_path / "inc_hooks_maxabs_0_1_mod_list.json"
     listed.write_text(json.dumps(["first.k_cache", "lm_head", "model.layers.29.mlp.down_proj"]))
     measured.write()
     assert json.loads(listed.read_text()) == ["first.k_cache", "lm_head"]
 
 
-def test_quantizing_leaves_alone_what_is_another_models(log: list[Any], tmp_path: Path) -> None:
+def test_quantizing_skips_modules_of_another_model(log: list[Any], tmp_path: Path) -> None:
     model = Model(log)
     assert hpu_fp8.apply(model, given(tmp_path, "QUANTIZE"), load_context(model.lm_head)) is None
     (mode, content), *_ = log
@@ -116,11 +116,11 @@ def test_quantizing_leaves_alone_what_is_another_models(log: list[Any], tmp_path
     taken = [name for name, _ in model.named_modules() if name and not any(re.search(p, name) for p in blocked)]
     assert "lm_head" not in taken
     assert "first.k_cache" in taken
-    # Caches that were replaced hold 8 bits.
+    # Replaced caches hold 8 bits.
     assert (model.first.kv_dtype, model.second.kv_dtype) == (torch.float8_e4m3fn, None)
 
 
-def test_without_inc_the_refusal_names_what_to_install(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_refusal_without_inc_names_the_package(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(sys.modules, "neural_compressor", None)
     with pytest.raises(UnsupportedConfigError, match=r"QUANT_CONFIG: QUANTIZE on a Gaudi needs .*neural-compressor-pt"):
         hpu_fp8._import(given(tmp_path, "QUANTIZE"))

@@ -14,14 +14,14 @@ from vllm_gaudi_spec.platforms import hpu
 
 @pytest.fixture
 def alone(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Without the checks of all platforms."""
+    """The checks of this platform without those of all platforms."""
     monkeypatch.setattr(hpu, "set_gaudi_defaults", lambda: None)
     monkeypatch.setattr(hpu.CapturingPlatform, "check_and_update_config", lambda config: None)
 
 
 @pytest.mark.parametrize(("dtype", "refused"), [("float16", True), ("bfloat16", False), ("float32", False)])
 def test_s17_float16_is_refused(dtype: str, refused: bool, alone: None) -> None:
-    """It loaded, and ended in the self-test of the card, whose error named the card's software."""
+    """It used to load and fail in the card's self-test with an error that named the card's software."""
     model = SimpleNamespace(model="MODEL", dtype=getattr(torch, dtype))
     config: Any = SimpleNamespace(model_config=model)
     if not refused:

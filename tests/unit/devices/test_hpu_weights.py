@@ -1,4 +1,4 @@
-"""Weights on their way to a Gaudi; the meta device stands for the card, since only devices are compared."""
+"""Moving weights to a Gaudi. The meta device stands for the card, since only devices are compared."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from vllm_gaudi_spec.devices.hpu.backend import _move_plain_tensors
 CARD = torch.device("meta")
 
 
-def test_s16_tensors_that_no_module_registered_go_to_the_card() -> None:
+def test_s16_unregistered_tensors_move_to_the_card() -> None:
     model = nn.Sequential(nn.Linear(2, 2), nn.Linear(2, 2))
     first, second = model
     shared = torch.zeros(3)

@@ -1,4 +1,4 @@
-"""KV as two tensors a layer: who shares memory with whom."""
+"""KV as two tensors per layer, and which layers share memory."""
 
 from __future__ import annotations
 
@@ -41,7 +41,7 @@ def test_layers_at_one_offset_share_their_kv() -> None:
         kv_pair.allocate(plan(layers), torch.device("cpu"))
 
 
-def test_keys_that_hold_their_values_have_no_others() -> None:
+def test_latent_keys_have_no_separate_values() -> None:
     spec = MLAAttentionSpec(block_size=BLOCK, num_kv_heads=1, head_size=56, dtype=torch.float32)
     size = BLOCKS * spec.page_size_bytes
     tensors = [KVCacheTensor(size, ["a"], size, spec.page_size_bytes, 0)]

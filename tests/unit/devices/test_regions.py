@@ -46,7 +46,7 @@ def without_gradients() -> Any:
 
 
 class Layers:
-    """A model of equal layers with a cache each, and a marker after each."""
+    """A model of equal layers, with a cache for each and a marker after each."""
 
     def __init__(self, regions: RegionCompiler | None, count: int = 4) -> None:
         generator = torch.Generator().manual_seed(0)
@@ -64,7 +64,7 @@ class Layers:
 
 
 @pytest.mark.parametrize("backend", ["eager", "aot_eager"])
-def test_it_computes_what_the_function_does(backend: str) -> None:
+def test_compiled_function_returns_the_same(backend: str) -> None:
     regions = RegionCompiler(Compiler(backend), "cpu")
     plain, layers = Layers(None), Layers(regions)
     run = regions.compiled(layers.forward)
@@ -103,7 +103,7 @@ def test_nothing_is_computed_while_a_function_is_compiled(regions: RegionCompile
     assert all(cache.any() for cache in layers.caches)
 
 
-def test_markers_with_nothing_between_them_are_one(regions: RegionCompiler) -> None:
+def test_empty_regions_are_dropped(regions: RegionCompiler) -> None:
     def function(x: torch.Tensor) -> torch.Tensor:
         regions.cut()
         y = x + 1
@@ -119,7 +119,7 @@ def test_markers_with_nothing_between_them_are_one(regions: RegionCompiler) -> N
 
 @pytest.mark.parametrize("is_cut", [False, True])
 def test_views_stay_views(is_cut: bool, regions: RegionCompiler) -> None:
-    """What is changed through one is changed in all, in a region and from region to region."""
+    """A change through one view shows in all, within a region and across regions."""
     table = torch.zeros(4, 3)
 
     def function(x: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
@@ -147,7 +147,7 @@ def test_views_stay_views(is_cut: bool, regions: RegionCompiler) -> None:
 
 
 def test_arguments_that_share_memory(regions: RegionCompiler) -> None:
-    """With each other, or with what a function reads besides: before and after calls in which they do not."""
+    """They share it with each other or with outside tensors, before and after calls in which they do not."""
     table = torch.zeros(2)
 
     def function(x: torch.Tensor, y: torch.Tensor) -> torch.Tensor:
@@ -169,8 +169,8 @@ def test_arguments_that_share_memory(regions: RegionCompiler) -> None:
                 assert called(same, tabled) == [float(same + tabled)] * 2, (same, tabled)
 
 
-def test_numbers_that_equal_others(regions: RegionCompiler) -> None:
-    """0.0 and -0.0 do; NaN does not equal itself."""
+def test_equal_numbers_of_different_types_differ(regions: RegionCompiler) -> None:
+    """0.0 equals -0.0; NaN does not equal itself."""
     regions.traces_twice = True
 
     def scale(x: torch.Tensor, by: float) -> torch.Tensor:
@@ -194,23 +194,26 @@ class _Keeps:
         return x * self.table
 
 
-def test_a_tensor_that_is_kept_from_a_trace_is_refused(regions: RegionCompiler) -> None:
+def test_tensor_kept_from_a_trace_is_refused(regions: RegionCompiler) -> None:
     keeps = _Keeps()
     regions.compiled(keeps.forward)(torch.ones(3))
     with pytest.raises(NotCompilableError, match=r"kept from an earlier trace .*test_regions\.py.* in forward"):
         regions.compiled(keeps.forward)(torch.ones(2, 3))
 
 
-def test_what_no_graph_holds_is_refused(regions: RegionCompiler) -> None:
+def test_argument_that_a_graph_cannot_hold_is_refused(regions: RegionCompiler) -> None:
     generator = torch.Generator()
     with pytest.raises(NotCompilableError, match="takes a Generator"):
         regions.compiled(lambda x: torch.empty_like(x).uniform_(generator=generator))(torch.ones(1))
 
 
-def test_a_collective_of_another_form_is_refused(regions: RegionCompiler) -> None:
-    """A region of its own is made of those that torch.distributed calls."""
+def test_functional_collective_is_refused(regions: RegionCompiler) -> None:
+    """Collectives of torch.distributed become steps of their own instead."""
     all_reduce = torch.ops._c10d_functional.all_reduce
-    with pytest.raises(NotCompilableError, match=r"all_reduce.* has no step of its own: .*test_regions\.py"):
+    with pytest.raises(
+        NotCompilableError,
+        match=r"all_reduce.* is a functional collective, which cannot be compiled: .*test_regions\.py",
+    ):
         regions.compiled(lambda x: all_reduce(x, "sum", "a group"))(torch.ones(1))
 
 
@@ -219,7 +222,7 @@ def test_a_tensor_on_another_device_is_refused(regions: RegionCompiler) -> None:
         regions.compiled(lambda x: torch.empty_like(x, device="meta"))(torch.ones(1))
 
 
-def test_operations_that_return_several(regions: RegionCompiler) -> None:
+def test_operations_with_several_results(regions: RegionCompiler) -> None:
     def function(x: torch.Tensor) -> tuple[Any, ...]:
         values, indices = x.topk(2)
         left, right = x.split([1, 2], dim=-1)
@@ -241,17 +244,19 @@ def _has_a_mask(x: torch.Tensor) -> torch.Tensor:
 
 
 @pytest.mark.parametrize("function", [_reads_a_value, _has_a_mask])
-def test_what_needs_values_is_refused_with_its_line(function: Callable[..., Any], regions: RegionCompiler) -> None:
+def test_operation_that_needs_values_is_refused_with_its_line(
+    function: Callable[..., Any], regions: RegionCompiler
+) -> None:
     with pytest.raises(NotCompilableError) as refused:
         regions.compiled(function)(torch.randn(4))
     assert f'test_regions.py", line {function.__code__.co_firstlineno + 1}, in {function.__name__}' in str(
         refused.value
     )
     assert regions.functions.total() == 0
-    assert regions.compiled(torch.neg)(torch.ones(1)).tolist() == [-1.0]  # nothing is left open
+    assert regions.compiled(torch.neg)(torch.ones(1)).tolist() == [-1.0]  # the failed trace left nothing open
 
 
-def test_what_python_counts_is_refused_where_functions_are_traced_twice(regions: RegionCompiler) -> None:
+def test_number_counted_in_python_is_refused_when_traced_twice(regions: RegionCompiler) -> None:
     calls: list[None] = []
 
     def function(x: torch.Tensor) -> torch.Tensor:
@@ -260,7 +265,7 @@ def test_what_python_counts_is_refused_where_functions_are_traced_twice(regions:
 
     assert regions.compiled(function)(torch.zeros(1)).tolist() == [1.0]
     regions.traces_twice = True
-    with pytest.raises(NotCompilableError, match=r"aten\.add\.Tensor .*other numbers.* in function"):
+    with pytest.raises(NotCompilableError, match=r"aten\.add\.Tensor .*different numbers.* in function"):
         regions.compiled(function)(torch.zeros(1))
 
 
@@ -277,7 +282,7 @@ def test_rewrites(compiler: Compiler) -> None:
 
 @pytest.fixture
 def group() -> Iterator[dist.ProcessGroup]:
-    """Of this process alone."""
+    """A group of this process alone."""
     if dist.is_initialized():
         yield dist.new_group([dist.get_rank()], backend="gloo")
         return
@@ -286,10 +291,10 @@ def group() -> Iterator[dist.ProcessGroup]:
     dist.destroy_process_group()
 
 
-def test_c23_collectives_are_no_part_of_a_region(
+def test_c23_collectives_run_outside_of_regions(
     group: dist.ProcessGroup, regions: RegionCompiler, compiler: Compiler
 ) -> None:
-    """They run as they are, in their place."""
+    """They run eagerly, in order."""
     regions.traces_twice = True
 
     def function(x: torch.Tensor) -> torch.Tensor:

@@ -1,4 +1,4 @@
-"""Tables of rotary embeddings are looked up once a forward, for all layers that turn by them."""
+"""Tables of rotary embeddings are looked up once per forward, for all layers that share them."""
 
 from __future__ import annotations
 
@@ -47,7 +47,7 @@ def turning(given: list[Any]) -> type:
             turned = torch.stack((-heads[..., 1::2], heads[..., ::2]), -1).flatten(-2)
         return heads * cos + turned * sin
 
-    return layers._turning(turn)
+    return layers._make_rotary_mixin(turn)
 
 
 @pytest.fixture
@@ -71,7 +71,7 @@ def turned(rotary: Any, positions: torch.Tensor) -> tuple[torch.Tensor, torch.Te
     return cast(tuple[torch.Tensor, torch.Tensor], found)
 
 
-def test_layers_of_a_forward_share_them(rotary: Any, given: list[Any], config: VllmConfig) -> None:
+def test_layers_of_a_forward_share_tables(rotary: Any, given: list[Any], config: VllmConfig) -> None:
     positions = torch.tensor([3, 9, 0])
     with set_forward_context({"layer": call()}, config, 3):
         turned(rotary, positions)
@@ -80,14 +80,14 @@ def test_layers_of_a_forward_share_them(rotary: Any, given: list[Any], config: V
     assert len(given) == 4
 
 
-def test_other_positions_have_their_own(rotary: Any, config: VllmConfig) -> None:
-    """Also those that come to lie where others did."""
+def test_other_positions_have_other_tables(rotary: Any, config: VllmConfig) -> None:
+    """Even if they reuse the memory of earlier positions."""
     with set_forward_context({"layer": call()}, config, 3):
         for start in range(20):
             turned(rotary, torch.arange(start, start + 3))
 
 
-def test_the_next_forward_has_its_own(rotary: Any, config: VllmConfig) -> None:
+def test_next_forward_has_other_tables(rotary: Any, config: VllmConfig) -> None:
     """A buffer may hold other positions by then."""
     positions = torch.tensor([3, 9, 0])
     for _ in range(3):
@@ -96,7 +96,7 @@ def test_the_next_forward_has_its_own(rotary: Any, config: VllmConfig) -> None:
         positions += 5
 
 
-def test_without_attention(rotary: Any, config: VllmConfig) -> None:
+def test_tables_without_attention(rotary: Any, config: VllmConfig) -> None:
     turned(rotary, torch.tensor([3, 9, 0]))
     with set_forward_context({"layer": cast(Any, SimpleNamespace())}, config, 3):
         turned(rotary, torch.tensor([3, 9, 0]))
@@ -107,7 +107,7 @@ def test_without_attention(rotary: Any, config: VllmConfig) -> None:
 def test_positions_of_several_dimensions(
     config: VllmConfig, halves: bool, turning: type, sections: list[int], interleaved: bool
 ) -> None:
-    """Each channel turns by the dimension whose section it is of; text has one position for all."""
+    """Each channel rotates by the dimension of its section; text has one position for all dimensions."""
     cls = type("Rotary", (turning, MRotaryEmbedding), {})
     rotary = cls(HEAD, HEAD, LENGTH, 10000.0, halves, torch.float32, sections, interleaved)
     turned(rotary, torch.tensor([[3, 9, 0], [5, 1, 2], [7, 7, 60]]))

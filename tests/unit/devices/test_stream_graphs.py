@@ -1,4 +1,4 @@
-"""What devices of recorded streams promise about graphs, which plain calls play; and how the GPU is chosen."""
+"""Captured streams as graphs, emulated by plain calls; and how the GPU is chosen."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from vllm_gaudi_spec.devices.common.stream_graphs import Captures, Graphed
 
 
 class PlayedCaptures(Captures):
-    """A graph is a call that is made later."""
+    """A graph is a function that is called at replay."""
 
     def record(self, run: Callable[[], None]) -> Any:
         return SimpleNamespace(replay=run)
@@ -28,7 +28,7 @@ def captures() -> PlayedCaptures:
     return PlayedCaptures(None, object, torch.device("cpu"))
 
 
-def test_nothing_is_collected_while_a_graph_is_recorded() -> None:
+def test_garbage_collector_is_paused_during_capture() -> None:
     runtime = SimpleNamespace(
         graph_pool_handle=object,
         Stream=object,
@@ -52,7 +52,7 @@ class Pair(NamedTuple):
     right: torch.Tensor | None
 
 
-def test_a_step_is_applied_once_whether_its_graph_is_new_or_not(captures: PlayedCaptures) -> None:
+def test_step_is_applied_once_when_its_graph_is_captured(captures: PlayedCaptures) -> None:
     state = torch.zeros(1)
 
     def advance(by: torch.Tensor) -> torch.Tensor:
@@ -64,7 +64,7 @@ def test_a_step_is_applied_once_whether_its_graph_is_new_or_not(captures: Played
     assert len(captures.names) == 1
 
 
-def test_graphs_follow_shapes_dtypes_and_what_is_no_tensor(captures: PlayedCaptures) -> None:
+def test_graphs_depend_on_shapes_dtypes_and_non_tensors(captures: PlayedCaptures) -> None:
     def scale(x: torch.Tensor, by: int, pair: Pair) -> Pair:
         return Pair(x * by + pair.left, pair.right)
 
@@ -84,7 +84,7 @@ def test_graphs_follow_shapes_dtypes_and_what_is_no_tensor(captures: PlayedCaptu
     assert captures.names == [scale.__qualname__] * len(calls)
 
 
-def test_inputs_are_taken_when_the_graph_is_called(captures: PlayedCaptures) -> None:
+def test_inputs_are_read_at_the_call(captures: PlayedCaptures) -> None:
     run = Graphed(torch.clone, captures)
     x = torch.tensor([1.0, 2.0])
     first = run(x)
@@ -94,8 +94,8 @@ def test_inputs_are_taken_when_the_graph_is_called(captures: PlayedCaptures) -> 
     assert first.tolist() == [7, 8]
 
 
-def test_another_graph_leaves_results_alone(captures: PlayedCaptures) -> None:
-    """They share the buffers that they read, and a result may be what was given."""
+def test_results_survive_another_graph(captures: PlayedCaptures) -> None:
+    """Graphs share the buffers that they read, and a result may be an argument."""
     give = Graphed(lambda x: x, captures)
     negate = Graphed(lambda x: -x, captures)
     given = give(torch.ones(2))
@@ -108,19 +108,19 @@ def asked_for_cuda(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("VGS_DEVICE", "cuda")
 
 
-def test_it_is_taken_when_asked_for(asked_for_cuda: None) -> None:
+def test_cuda_is_chosen_on_request(asked_for_cuda: None) -> None:
     assert devices.choose_device() == "cuda"
     assert devices.platform_class("cuda") == "vllm_gaudi_spec.platforms.cuda.CudaSpecPlatform"
     devices.refuse_unknown_device()
 
 
-def test_it_is_never_chosen(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_cuda_is_never_chosen_by_default(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.delenv("VGS_DEVICE", raising=False)
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
     assert devices.choose_device() != "cuda"
 
 
-def test_without_a_gpu_the_refusal_names_what_to_do(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_refusal_without_a_gpu_names_the_remedy(monkeypatch: pytest.MonkeyPatch) -> None:
     from vllm_gaudi_spec.devices.cuda.backend import make_backend
 
     monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
@@ -128,7 +128,7 @@ def test_without_a_gpu_the_refusal_names_what_to_do(monkeypatch: pytest.MonkeyPa
         make_backend()
 
 
-def test_more_gpus_than_there_are_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_more_gpus_than_present_are_refused(monkeypatch: pytest.MonkeyPatch) -> None:
     from vllm_gaudi_spec.platforms.cuda import CudaSpecPlatform
 
     monkeypatch.setattr(torch.cuda, "device_count", lambda: 1)

@@ -112,11 +112,11 @@ def test_registration_is_logged(installed: pytest.MonkeyPatch) -> None:
 @pytest.mark.parametrize(
     ("plugin", "level", "text"),
     [
-        ("ascend", logging.INFO, "The platforms of vllm_gaudi_spec stay inactive beside vllm-ascend's."),
+        ("ascend", logging.INFO, "The platforms of vllm_gaudi_spec are inactive because vllm-ascend is installed."),
         (
             "hpu",
             logging.WARNING,
-            "vllm_gaudi_spec stays inactive beside the platform plugin hpu; set VLLM_PLUGINS=gaudi_spec to use it.",
+            "vllm_gaudi_spec is inactive because of the platform plugin hpu; set VLLM_PLUGINS=gaudi_spec to use it.",
         ),
     ],
 )

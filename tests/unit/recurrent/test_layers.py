@@ -1,4 +1,4 @@
-"""vLLM's layers with our recurrences give what those of transformers give, whose recurrences are its own."""
+"""vLLM's layers with our recurrences against transformers, which has its own."""
 
 from __future__ import annotations
 
@@ -159,7 +159,7 @@ ARCHITECTURES = {
     OlmoDeltaNet: "OlmoHybridForCausalLM",
     ShortConvolution: "Lfm2ForCausalLM",
 }
-# Of names of transformers', those that vLLM's models rename when they load a checkpoint, and which part of it they are.
+# Names in transformers that vLLM's models rename when they load a checkpoint, with the part that each becomes.
 RENAMED: dict[type, dict[str, tuple[str, int | None]]] = {
     KimiDeltaAttention: {
         "q_proj.weight": ("in_proj_qkvgfab.weight", 0),
@@ -190,7 +190,7 @@ def load(ours: nn.Module, theirs: nn.Module) -> None:
         own = parameters[own_name]
         loader = getattr(own, "weight_loader", lambda own, loaded: own.copy_(loaded.view_as(own)))
         if isinstance(ours, KimiDeltaAttention | OlmoDeltaNet) and name == "conv1d.weight":
-            # Of queries, keys and values, as checkpoints have them.
+            # Queries, keys and values as in checkpoints.
             sizes = [len(getattr(theirs, part).weight) for part in ("q_proj", "k_proj", "v_proj")]
             for part, taps in enumerate(weight.split(sizes)):
                 loader(own, taps, part)
@@ -206,7 +206,7 @@ def load(ours: nn.Module, theirs: nn.Module) -> None:
 @pytest.mark.parametrize(("kind", "make"), KINDS)
 @pytest.mark.parametrize("num_drafts", [0, 2])
 @torch.no_grad()
-def test_prompts_and_verify_steps_are_those_of_transformers(
+def test_prompts_and_verify_steps_equal_transformers(
     kind: type, make: Callable[[VllmConfig], tuple[nn.Module, Any]], num_drafts: int, config: VllmConfig
 ) -> None:
     torch.manual_seed(0)
@@ -215,7 +215,9 @@ def test_prompts_and_verify_steps_are_those_of_transformers(
     assert type(ours) is kind, "registered out of tree"
     load(ours, theirs)
     shape = ours.layer_shape()
-    assert shape.num_gates == SERVED[ARCHITECTURES[kind]].of_state(shape.state), "memory is planned before it is built"
+    assert shape.num_gates == SERVED[ARCHITECTURES[kind]].count_gates(shape.state), (
+        "memory is planned before it is built"
+    )
     num_pending = num_drafts + 1 if num_drafts else 0
     states = RecurrentStates([(NAME, shape)], num_rows=3, num_pending=num_pending, device=torch.device("cpu"))
     ours.state = states.by_layer[NAME]
@@ -224,7 +226,7 @@ def test_prompts_and_verify_steps_are_those_of_transformers(
     expected = (expected[0] if isinstance(expected, tuple) else expected)[0]
 
     def read(begin: int, end: int, wrong: int = 0, *, is_prompt: bool) -> torch.Tensor:
-        """In row 1; row 2 is padding. The last `wrong` tokens are rejected."""
+        """Read tokens in row 1; row 2 is padding. The last `wrong` tokens are rejected."""
         queries = end - begin + wrong
         hidden = torch.cat((text[begin:end], torch.randn(wrong + queries, HIDDEN)))
         call = states.call(

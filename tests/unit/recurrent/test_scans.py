@@ -32,7 +32,7 @@ def token_by_token(
 @pytest.mark.parametrize("has_beta", [False, True])
 @pytest.mark.parametrize("num_decays", [1, KEY])
 @pytest.mark.parametrize("length", [1, 2, 3, 7, 64, 65, 150])
-def test_chunks_are_the_recurrence(length: int, num_decays: int, has_beta: bool) -> None:
+def test_chunked_scan_equals_recurrence(length: int, num_decays: int, has_beta: bool) -> None:
     torch.manual_seed(length)
     query, key = torch.randn(2, ROWS, length, HEADS, KEY).div(KEY**0.5).unbind(0)
     value, decay = torch.randn(ROWS, length, HEADS, VALUE), -torch.rand(ROWS, length, HEADS, num_decays)
@@ -45,7 +45,7 @@ def test_chunks_are_the_recurrence(length: int, num_decays: int, has_beta: bool)
 
 
 @pytest.mark.parametrize("length", [1, 2, 3, 7, 16, 17, 50])
-def test_each_number_decays_by_itself(length: int) -> None:
+def test_scan_with_decay_per_number(length: int) -> None:
     torch.manual_seed(length)
     channels = 4
     query, key = torch.randn(2, ROWS, length, KEY).unbind(0)
@@ -62,8 +62,8 @@ def test_each_number_decays_by_itself(length: int) -> None:
 
 
 @pytest.mark.parametrize("num_decays", [1, KEY])
-def test_v09_keys_that_are_all_the_same_lose_no_digits(num_decays: int) -> None:
-    """As in a prompt of one token repeated: powers of such a triangle have entries of 1e18."""
+def test_v09_equal_keys_keep_precision(num_decays: int) -> None:
+    """As in a prompt that repeats one token: powers of such a triangle have entries of 1e18."""
     key = torch.ones(1, 64, 1, KEY) / KEY**0.5
     value, beta = torch.randn(1, 64, 1, VALUE), torch.full((1, 64, 1), 0.99)
     arguments = key, key, value, torch.zeros(1, 64, 1, num_decays), torch.zeros(1, 1, KEY, VALUE), beta
@@ -72,14 +72,14 @@ def test_v09_keys_that_are_all_the_same_lose_no_digits(num_decays: int) -> None:
 
 
 @pytest.mark.parametrize("num_decays", [1, KEY])
-def test_strong_decay_overflows_nowhere(num_decays: int) -> None:
+def test_strong_decay_does_not_overflow(num_decays: int) -> None:
     key, value = torch.randn(1, 64, 1, KEY), torch.randn(1, 64, 1, VALUE)
     arguments = key, key, value, torch.full((1, 64, 1, num_decays), -50.0), torch.ones(1, 1, KEY, VALUE)
     for found, expected in zip(scan(*arguments), token_by_token(*arguments, None), strict=True):
         torch.testing.assert_close(found, expected)
 
 
-def test_a_convolution_continues_where_it_was() -> None:
+def test_convolution_continues_from_history() -> None:
     inputs_BQC, weight_CW, bias_C = torch.randn(ROWS, 9, 6), torch.randn(6, 4), torch.randn(6)
     padded = torch.nn.functional.pad(inputs_BQC, (0, 0, 3, 0)).transpose(1, 2)
     expected = torch.nn.functional.conv1d(padded, weight_CW[:, None], bias_C, groups=6).transpose(1, 2)

@@ -1,4 +1,4 @@
-"""The state of a row whose drafts are accepted and rejected is that of its text decoded token by token."""
+"""The state of a row with accepted and rejected drafts equals that of its text decoded token by token."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ from vllm_gaudi_spec.recurrent.states import LayerShape, RecurrentStates
 @pytest.mark.parametrize("kind", KINDS)
 @pytest.mark.parametrize("num_drafts", [1, 3, 5])
 def test_every_number_of_accepted_drafts(kind: str, num_drafts: int) -> None:
-    """After each, every number again: what is pending then begins at another token."""
+    """Each number is followed by every number, so that pending tokens begin at different positions."""
     width = num_drafts + 1
     for first, second in product(range(1, width + 1), repeat=2):
         layer = Layer(kind, num_drafts)
@@ -43,14 +43,14 @@ def test_every_number_of_accepted_drafts(kind: str, num_drafts: int) -> None:
             out = layer.read([1], [at], [guess], width)
             torch.testing.assert_close(out[0, :accepted], expected[at : at + accepted], atol=1e-5, rtol=1e-5)
             at += accepted
-        # The next chunk begins where the accepted ones end, and what they left is read into the state.
+        # The next chunk begins after the accepted tokens, whose inputs are read into the state.
         layer.read([1], [at], [layer.text(0)], 8, is_prompt=True)
         for some, others in zip(layer.kept(1), kept, strict=True):
             torch.testing.assert_close(some, others, atol=1e-5, rtol=1e-5)
 
 
 @pytest.mark.parametrize("kind", KINDS)
-def test_a_step_without_drafts_among_others(kind: str) -> None:
+def test_step_without_drafts_between_others(kind: str) -> None:
     layer = Layer(kind, 3)
     text = layer.text(16)
     expected, _ = sequential(kind, text)
@@ -66,8 +66,8 @@ def test_a_step_without_drafts_among_others(kind: str) -> None:
 
 @pytest.mark.parametrize("kind", KINDS)
 @pytest.mark.parametrize("num_drafts", [0, 3])
-def test_v06_a_prompt_in_chunks_beside_others(kind: str, num_drafts: int) -> None:
-    """Rows of different lengths, in another order each time, with padding."""
+def test_v06_chunked_prompts_beside_other_rows(kind: str, num_drafts: int) -> None:
+    """Rows of different lengths, in a different order each time, with padding."""
     layer = Layer(kind, num_drafts)
     texts = [layer.text(length) for length in (90, 7, 40)]
     expected = [sequential(kind, text)[0] for text in texts]
@@ -83,16 +83,18 @@ def test_v06_a_prompt_in_chunks_beside_others(kind: str, num_drafts: int) -> Non
 
 @pytest.mark.parametrize("kind", KINDS)
 @pytest.mark.parametrize("num_drafts", [1, 3, 5])
-def test_rows_that_accept_other_numbers_beside_each_other(kind: str, num_drafts: int) -> None:
-    """Prompts come in chunks between verify steps, and one request is preempted: its text so far is a prompt again,
-    in a row that another one had."""
+def test_rows_with_different_acceptance_in_one_batch(kind: str, num_drafts: int) -> None:
+    """Prompts come in chunks between verify steps.
+
+    One request is preempted: its text is a prompt again, in another request's former row.
+    """
     layer, random, width = Layer(kind, num_drafts), Random(num_drafts), num_drafts + 1
     texts = [layer.text(length) for length in (48, 40, 44)]
     expected = [sequential(kind, text) for text in texts]
     prompts, rows, at = [9, 14, 3], [0, 1, 2], [0, 0, 0]
 
     def read(requests: list[int], counts: list[int], guessed: int, columns: int, *, is_prompt: bool) -> None:
-        """`guessed`: tokens of a row; those after its count are wrong."""
+        """`guessed` are tokens of a row; those after its count are wrong."""
         some = [part(texts[one], at[one], at[one] + count) for one, count in zip(requests, counts, strict=True)]
         noise = [layer.text(max(guessed - count, 0)) for count in counts]
         both = [(torch.cat((a, c)), torch.cat((b, d))) for (a, b), (c, d) in zip(some, noise, strict=True)]
@@ -127,7 +129,7 @@ def test_rows_that_accept_other_numbers_beside_each_other(kind: str, num_drafts:
 
 
 @pytest.mark.parametrize("kind", KINDS)
-def test_v05_padding_changes_nobodys_state(kind: str) -> None:
+def test_v05_padding_changes_no_state(kind: str) -> None:
     layer = Layer(kind, 3)
     for row in range(ROWS):
         layer.read([row], [0], [layer.text(6)], 8, is_prompt=True)
@@ -141,21 +143,21 @@ def test_v05_padding_changes_nobodys_state(kind: str) -> None:
 
 
 @pytest.mark.parametrize("kind", KINDS)
-def test_a_row_starts_anew_with_its_next_request(kind: str) -> None:
-    """Also where the last one left drafts, and where the next one has a prompt of one token."""
+def test_next_request_of_a_row_starts_with_a_zero_state(kind: str) -> None:
+    """Even if the last request left drafts, and if the next one has a prompt of one token."""
     layer = Layer(kind, 3)
     layer.read([0], [0], [layer.text(6)], 8, is_prompt=True)
     layer.read([0], [6], [layer.text(4)], 4)
     text = layer.text(3)
     expected, _ = sequential(kind, text)
-    layer.layer.inputs_RWC[0, 1] = float("nan")  # whatever it left
+    layer.layer.inputs_RWC[0, 1] = float("nan")  # left by the last request
     for at in range(3):
         out = layer.read([0], [at], [part(text, at, at + 1)], 1)
         torch.testing.assert_close(out[0], expected[at : at + 1], atol=1e-5, rtol=1e-5)
 
 
 @pytest.mark.parametrize("kind", [kind for kind in KINDS if STATES[kind]])
-def test_rejected_drafts_that_are_no_numbers_spoil_nothing(kind: str) -> None:
+def test_nan_in_rejected_drafts_does_not_reach_the_state(kind: str) -> None:
     layer = Layer(kind, 1)
     text = layer.text(4)
     expected, _ = sequential(kind, text)
@@ -168,8 +170,8 @@ def test_rejected_drafts_that_are_no_numbers_spoil_nothing(kind: str) -> None:
 
 @pytest.mark.parametrize("kind", KINDS)
 @pytest.mark.parametrize("num_drafts", [0, 3])
-def test_a_row_goes_on_from_a_snapshot_of_another(kind: str, num_drafts: int) -> None:
-    """The row had drafts of its last request pending, and what a snapshot was made of goes on too, otherwise."""
+def test_row_continues_from_a_snapshot(kind: str, num_drafts: int) -> None:
+    """The row has pending drafts of its last request, and the row that was copied continues differently."""
     layer = Layer(kind, num_drafts)
     text, other = layer.text(20), layer.text(12)
     expected, _ = sequential(kind, text)
@@ -181,14 +183,14 @@ def test_a_row_goes_on_from_a_snapshot_of_another(kind: str, num_drafts: int) ->
     layer.copy(SLOT, 2)
     out = layer.read([2], [9], [part(text, 9, 15)], 8, is_prompt=True)
     torch.testing.assert_close(out[0, :6], expected[9:15], atol=1e-5, rtol=1e-5)
-    layer.copy(SLOT, 1)  # and again, where a decode is next
+    layer.copy(SLOT, 1)  # and again before a decode
     out = layer.read([1, PAD_ROW], [9, 0], [part(text, 9, 10), layer.text(0)], num_drafts + 1)
     torch.testing.assert_close(out[0, :1], expected[9:10], atol=1e-5, rtol=1e-5)
     out = layer.read([1], [10], [part(text, 10, 11)], num_drafts + 1)
     torch.testing.assert_close(out[0, :1], expected[10:11], atol=1e-5, rtol=1e-5)
 
 
-def test_memory_is_counted_as_it_is_taken() -> None:
+def test_planned_memory_equals_allocated_memory() -> None:
     shape = LayerShape(CHANNELS, TAPS, GATES[GATED_DELTA], STATES[GATED_DELTA], torch.bfloat16, torch.float32)
     states = RecurrentStates([("layer", shape)], num_rows=5, num_pending=4, device=torch.device("cpu"))
     layer = states.by_layer["layer"]

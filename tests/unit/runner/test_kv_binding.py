@@ -50,10 +50,10 @@ def loaded(layers: list[Any]) -> Any:
 @pytest.mark.parametrize(
     ("wrong", "words"),
     [
-        (cache(torch.uint8), "torch.uint8; its kernel takes .*torch.float32"),
-        (cache(torch.bfloat16), "torch.bfloat16; its kernel takes .*torch.float32"),
-        (cache(heads=1), "1 heads of 64 numbers.* takes .*2 heads of 64"),
-        (cache(size=64), "2 heads of 128 numbers.* takes .*2 heads of 64"),
+        (cache(torch.uint8), "torch.uint8, but its kernel needs .*torch.float32"),
+        (cache(torch.bfloat16), "torch.bfloat16, but its kernel needs .*torch.float32"),
+        (cache(heads=1), "1 heads of 64 numbers.* needs .*2 heads of 64"),
+        (cache(size=64), "2 heads of 128 numbers.* needs .*2 heads of 64"),
     ],
     ids=["bytes", "half as wide", "heads", "head size"],
 )
@@ -111,5 +111,5 @@ def test_layers_that_attend_in_chunks_say_so(config: VllmConfig, monkeypatch: py
     chunked = ChunkedLocalAttention(4, SIZE, 1.0, 48, num_kv_heads=HEADS, prefix=OWNER)
     loaded([chunked]).bind_kv({OWNER: cache()}, [[OWNER]])
     assert chunked.impl.spec.attention_chunk == 48
-    with pytest.raises(RuntimeError, match="describes attention calls itself"):
+    with pytest.raises(RuntimeError, match="does not use metadata builders"):
         chunked.get_attn_backend().get_builder_cls()(None, [], config, torch.device("cpu"))

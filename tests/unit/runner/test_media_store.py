@@ -16,7 +16,7 @@ from vllm.multimodal.inputs import MultiModalFeatureSpec, PlaceholderRange
 from tests.support import media
 from tests.support.fakes import HostBackend, new_request, step
 from tests.support.media import CONFIG
-from vllm_gaudi_spec.attention.encoders import MaskedEncoderAttention, sequences
+from vllm_gaudi_spec.attention.encoders import MaskedEncoderAttention, number_sequences
 from vllm_gaudi_spec.attention.metadata import NO_MEDIA, MultimodalInputs
 from vllm_gaudi_spec.records import DECODE, PREFILL, Batch, Shape
 from vllm_gaudi_spec.refusals.models import CAPTURED_MEDIA
@@ -384,7 +384,7 @@ def _module(**parts: Any) -> ModuleType:
 
 
 def test_sequences_and_what_is_after_the_last() -> None:
-    assert sequences(torch.tensor([0, 2, 5, 5, 5]), 7).tolist() == [0, 0, 1, 1, 1, 4, 4]
+    assert number_sequences(torch.tensor([0, 2, 5, 5, 5]), 7).tolist() == [0, 0, 1, 1, 1, 4, 4]
 
 
 @pytest.mark.parametrize("ends", [None, [0, 3, 7], [0, 3, 6, 6]])

@@ -1,9 +1,8 @@
-"""The NPU's fused attention over paged KV, for prompt chunks, decodes and verify steps alike.
+"""The NPU's fused attention over paged KV, for prompt chunks, decodes and verify steps.
 
-Of prompt chunks the host knows all lengths: they take the form that others use, layout TND with exact lengths and one
-small mask for causal attention or a window. Of decodes it would know them after it waited for the step before. There a
-mask made on the device holds which keys a query sees, and the lengths on the host are bounds, after which nothing is
-read.
+The host knows all lengths of prompt chunks, so these use layout TND with exact lengths and one small mask, causal or
+windowed. Lengths of decodes are known only after the previous step. For them a mask made on the device determines which
+keys a query sees, and the lengths on the host are upper bounds of what is read.
 """
 
 from __future__ import annotations
@@ -19,69 +18,71 @@ from vllm_gaudi_spec.attention.metadata import AttentionCall, AttentionLayerSpec
 from vllm_gaudi_spec.devices.ascend.graphs import HostLengths, HostLengthsOperation, NpuCaptures
 from vllm_gaudi_spec.devices.common.kv_pair import KVPair
 
-# What the operation's documentation allows with paged KV, in layout BSND.
+# Documented limits of the operation with paged KV in layout BSND.
 _BLOCK_SIZES = range(128, 513, 128)
 _MAX_HEAD_SIZE = 512
 _MAX_GROUP = 64
 _MAX_HEADS = 256
 _MAX_KV_WIDTH = 65535
 _MAX_KEYS_OF_ONE_QUERY = 262_144
-# In TND: vllm-ascend keeps 512 from it on these cards. Which of the others it takes, `compresses_masks` finds.
+# In TND. vllm-ascend excludes 512 on these cards; `compresses_masks` finds out about other sizes.
 _MAX_COMPRESSED_HEAD_SIZE = 256
 _COMPRESSED_MASK = 2048
 _CAUSAL, _WINDOW = 3, 4
 """Values of `sparse_mode`. Both count from the ends of a row's queries and keys."""
 _EVERYTHING = 2**31 - 1
-# In the error of a call that CANN does not take.
+# Part of the error for a call that CANN does not support.
 _REFUSED = "aclnnFusedInferAttentionScore"
-# It makes a difference to padding alone: after a window, or after a bound, a query of it may see no key at all. It
-# comes out zero.
+# Makes the result zero for queries that see no key. Only padding after a window or a bound does.
 _CORRECTS_EMPTY_ROWS = 2
-# Under compressed masks, as vllm-ascend leaves it: with another, heads in groups go to another kernel than its own, for
-# heads of 64, 128 and 192 (CANN 9.1.0, CheckSpecConditions in fused_infer_attention_score_tiling_v3.cpp).
+# Under compressed masks, the value of vllm-ascend. Another would send grouped heads of 64, 128 and 192 to another
+# kernel than vllm-ascend's (CANN 9.1.0, CheckSpecConditions in fused_infer_attention_score_tiling_v3.cpp).
 _AS_OTHERS = 0
 
 
 @dataclass(frozen=True, slots=True)
 class Bounds:
-    """Of rows that decode: how many keys they have at most."""
+    """Upper bounds of the number of keys of rows that decode."""
 
     lengths_B: torch.Tensor
     """The graph's argument, on the host."""
     rows: slice
     step: int
-    """They are rounded up to its multiples, so that most steps have those of the step before and need no update."""
+    """Bounds are rounded up to multiples of this, so that most steps need no update."""
     longest: int
-    """Never more."""
+    """The largest bound."""
 
-    def arguments_now(self) -> dict[str, list[int]]:
+    def get_current_arguments(self) -> dict[str, list[int]]:
         lengths = self.lengths_B[self.rows].tolist()
         return {"actual_seq_lengths_kv": [min(-(-length // self.step) * self.step, self.longest) for length in lengths]}
 
-    def arguments_of_longest(self) -> dict[str, list[int]]:
+    def get_longest_arguments(self) -> dict[str, list[int]]:
         return {"actual_seq_lengths_kv": [self.longest] * len(self.lengths_B[self.rows])}
 
 
 @dataclass(frozen=True, slots=True)
 class ChunkLengths:
-    """Of prompt chunks: their queries and keys. After each comes a row of its padding, since all queries of a call have
-    to be some row's. That one has a single key, as the row that vllm-ascend adds (attention_v1.py at 182b75ea84):
-    the page wants as many as queries, but more blocks might be too many together."""
+    """Queries and keys of prompt chunks.
+
+    Each chunk is followed by a row for its padding, since all queries of a call must belong to a row. That row has a
+    single key, as the one that vllm-ascend adds (attention_v1.py at 182b75ea84): the documentation asks for as many
+    keys as queries, but these might need too many blocks.
+    """
 
     lengths_B: torch.Tensor
     counts_B: torch.Tensor
     """The graph's arguments, on the host."""
     rows: slice
     num_queries: int
-    """Of a row of the rectangle, padding included."""
+    """Queries of a row of the rectangle, padding included."""
     longest: int
 
-    def arguments_now(self) -> dict[str, list[int]]:
+    def get_current_arguments(self) -> dict[str, list[int]]:
         return self._of(self.counts_B[self.rows].tolist(), self.lengths_B[self.rows].tolist())
 
-    def arguments_of_longest(self) -> dict[str, list[int]]:
+    def get_longest_arguments(self) -> dict[str, list[int]]:
         rows = len(self.lengths_B[self.rows])
-        # A workspace grows with the queries, which are as many in each call.
+        # A workspace grows with the number of queries, which is the same in each call.
         return self._of([self.num_queries] * rows, [self.longest] * rows)
 
     def _of(self, counts: list[int], lengths: list[int]) -> dict[str, list[int]]:
@@ -94,7 +95,7 @@ class ChunkLengths:
 
 
 def fused_operation(torch_npu: Any) -> HostLengthsOperation | None:
-    """None on builds that do not have it."""
+    """Return the fused operation; None for builds that do not have it."""
     attention = getattr(torch_npu, "npu_fused_infer_attention_score", None)
     workspace = getattr(torch_npu, "_npu_fused_infer_attention_score_get_max_workspace", None)
     if attention is None or workspace is None:
@@ -107,8 +108,11 @@ def takes_blocks(block_size: int) -> bool:
 
 
 def takes(spec: AttentionLayerSpec, num_queries: int, num_keys: int, dtypes: frozenset[torch.dtype]) -> bool:
-    """Whether the operation takes this layer over tables of so many keys. A latent key is its own value, which it has
-    no form for; sinks are an argument of its second version alone (`learnable_sink`), in another layout."""
+    """Whether the operation supports this layer over tables of `num_keys` keys.
+
+    It has no form for latent keys, which are their own values. Sinks are an argument of its second version alone
+    (`learnable_sink`), in another layout.
+    """
     return (
         spec.dtype in dtypes
         and spec.value_size is None
@@ -125,7 +129,7 @@ def takes(spec: AttentionLayerSpec, num_queries: int, num_keys: int, dtypes: fro
 
 
 def takes_compressed_masks(spec: AttentionLayerSpec, call: AttentionCall) -> bool:
-    """Of what the operation takes: prompt chunks, whose mask is none but causal attention or a window."""
+    """Whether the call is of prompt chunks whose mask is causal or windowed and nothing else."""
     return (
         call.host_counts_B is not None
         and call.num_queries > 1
@@ -137,7 +141,7 @@ def takes_compressed_masks(spec: AttentionLayerSpec, call: AttentionCall) -> boo
 
 
 def compressed_mask(device: torch.device) -> torch.Tensor:
-    """int8: the part of any causal mask that the operation wants to see."""
+    """Return the part (int8) that the operation needs of any causal mask."""
     return torch.ones(_COMPRESSED_MASK, _COMPRESSED_MASK, dtype=torch.int8, device=device).triu(1)
 
 
@@ -160,7 +164,11 @@ def attend(
     adds_up_blocks: bool,
     mask: torch.Tensor | None = None,
 ) -> torch.Tensor:
-    """`adds_up_blocks`: as `adds_up_blocks` below found it. `mask`: the compressed one, for calls that take it."""
+    """Attend by the fused operation.
+
+    `adds_up_blocks` is the result of the function of that name. `mask` is the compressed mask, for calls that support
+    it.
+    """
     keys, values = kv_cache.blocks()
     assert values is not None
     shared = dict(
@@ -173,16 +181,16 @@ def attend(
     )
     query_THD, out_THD = query_THD.contiguous(), query_THD.new_empty(query_THD.shape)
     if mask is None:
-        parts = _under_dense_mask(query_THD, out_THD, call, spec, keys.shape[0], adds_up_blocks)
+        parts = _split_under_dense_mask(query_THD, out_THD, call, spec, keys.shape[0], adds_up_blocks)
     else:
-        parts = _under_compressed_mask(query_THD, out_THD, call, spec, mask, keys.shape[0], adds_up_blocks)
-    sums = _no_sums(out_THD)
+        parts = _split_under_compressed_mask(query_THD, out_THD, call, spec, mask, keys.shape[0], adds_up_blocks)
+    sums = _make_unused_sums(out_THD)
     for part in parts:
         captures.issue(fused, shared | part.arguments, part.lengths, [part.out, sums])
     return out_THD
 
 
-def _under_dense_mask(
+def _split_under_dense_mask(
     query_THD: torch.Tensor,
     out_THD: torch.Tensor,
     call: AttentionCall,
@@ -192,9 +200,9 @@ def _under_dense_mask(
 ) -> Iterator[_Part]:
     rectangle = call.num_rows, call.num_queries, spec.num_heads, spec.head_size
     query, out = query_THD.view(rectangle), out_THD.view(rectangle)
-    mask = call.plan(("hidden", spec.mask_key), lambda: ~padded.visible(call, spec)[:, None])
+    mask = call.plan(("hidden", spec.mask_key), lambda: ~padded.find_visible(call, spec)[:, None])
     for bounds in call.plan(
-        ("bounds", spec.block_size, num_blocks), lambda: _bounds(call, spec, num_blocks, adds_up_blocks)
+        ("bounds", spec.block_size, num_blocks), lambda: _make_bounds(call, spec, num_blocks, adds_up_blocks)
     ):
         arguments = dict(
             query=query[bounds.rows],
@@ -203,14 +211,14 @@ def _under_dense_mask(
             input_layout="BSND",
             inner_precise=_CORRECTS_EMPTY_ROWS if call.num_queries > 1 else 0,
             sparse_mode=0,
-            # The mask holds all. Under other defaults keys after the first 512 would not be read (an open report).
+            # The mask alone decides. With the defaults, keys after the first 512 would not be read (an open report).
             pre_tokens=_EVERYTHING,
             next_tokens=_EVERYTHING,
         )
         yield _Part(arguments, bounds, out[bounds.rows])
 
 
-def _under_compressed_mask(
+def _split_under_compressed_mask(
     query_THD: torch.Tensor,
     out_THD: torch.Tensor,
     call: AttentionCall,
@@ -220,10 +228,10 @@ def _under_compressed_mask(
     adds_up_blocks: bool,
 ) -> Iterator[_Part]:
     queries = call.num_queries
-    # A row, and its padding.
+    # A row for the chunk, and one for its padding.
     table = call.plan("twice", lambda: torch.stack([call.block_table_BW] * 2, 1).flatten(0, 1))
     for lengths in call.plan(
-        ("chunks", spec.block_size, num_blocks), lambda: _chunk_lengths(call, spec, num_blocks, adds_up_blocks)
+        ("chunks", spec.block_size, num_blocks), lambda: _make_chunk_lengths(call, spec, num_blocks, adds_up_blocks)
     ):
         rows = lengths.rows
         tokens = slice(rows.start * queries, rows.stop * queries)
@@ -231,36 +239,39 @@ def _under_compressed_mask(
             query=query_THD[tokens],
             atten_mask=mask,
             block_table=table[2 * rows.start : 2 * rows.stop],
-            **_form_of_chunks(spec.sliding_window),
+            **_build_chunk_arguments(spec.sliding_window),
         )
         yield _Part(arguments, lengths, out_THD[tokens])
 
 
-def _bounds(call: AttentionCall, spec: AttentionLayerSpec, num_blocks: int, adds_up_blocks: bool) -> list[Bounds]:
+def _make_bounds(call: AttentionCall, spec: AttentionLayerSpec, num_blocks: int, adds_up_blocks: bool) -> list[Bounds]:
     assert call.host_lengths_B is not None, "the runner knows how long rows may be"
-    longest, parts = _runs(call, spec, num_blocks, adds_up_blocks, of_padding=0)
+    longest, parts = _split_rows(call, spec, num_blocks, adds_up_blocks, of_padding=0)
     return [Bounds(call.host_lengths_B, rows, spec.block_size, longest) for rows in parts]
 
 
-def _chunk_lengths(
+def _make_chunk_lengths(
     call: AttentionCall, spec: AttentionLayerSpec, num_blocks: int, adds_up_blocks: bool
 ) -> list[ChunkLengths]:
     assert call.host_lengths_B is not None
     assert call.host_counts_B is not None
-    longest, parts = _runs(call, spec, num_blocks, adds_up_blocks, of_padding=1)
+    longest, parts = _split_rows(call, spec, num_blocks, adds_up_blocks, of_padding=1)
     return [ChunkLengths(call.host_lengths_B, call.host_counts_B, rows, call.num_queries, longest) for rows in parts]
 
 
-def _runs(
+def _split_rows(
     call: AttentionCall, spec: AttentionLayerSpec, num_blocks: int, adds_up_blocks: bool, of_padding: int
 ) -> tuple[int, list[slice]]:
-    """How many keys a row has at most; and for each run of the operation its rows: all, or as few as cannot have too
-    many blocks together, each with so many `of_padding`."""
+    """Return the most keys that a row may have, and the rows of each run of the operation.
+
+    If `adds_up_blocks`, a run has as few rows as cannot exceed the number of blocks, counting `of_padding` more for
+    each row.
+    """
     width = call.block_table_BW.shape[1]
     longest = width * spec.block_size
     at_once = call.num_rows
     if adds_up_blocks:
-        # No row's queries see more keys than there are blocks for.
+        # No row has more keys than all blocks together.
         longest = min(longest, (num_blocks - of_padding) * spec.block_size)
         at_once = min(at_once, max(num_blocks // (width + of_padding), 1))
     starts = range(0, call.num_rows, at_once)
@@ -270,18 +281,18 @@ def _runs(
 def adds_up_blocks(
     torch_npu: Any, device: torch.device, spec: AttentionLayerSpec, num_queries: int, mask: torch.Tensor | None = None
 ) -> bool:
-    """Whether the operation refuses rows that have more blocks together than there are, as rows do that share a prefix.
+    """Whether the operation refuses rows that together have more blocks than the cache.
 
-    Its page does. The sources of CANN 8.5.0 check it in one of its kernels, for several queries a row and some sizes of
-    heads, those of 9.0.0 and 9.1.0 do not. So the card is asked, for each form: two rows of the one block that there
-    is. `mask`: the compressed one.
+    Rows with a shared prefix may. The documentation says that it refuses them. The sources of CANN 8.5.0 check it in
+    one kernel, for several queries per row and some head sizes; those of 9.0.0 and 9.1.0 do not. So each form is tried
+    on the card, with two rows of the only block. `mask` is the compressed mask.
     """
     query = torch.zeros(2, num_queries, spec.num_heads, spec.head_size, dtype=spec.dtype, device=device)
     form: dict[str, Any] = dict(input_layout="BSND", pre_tokens=_EVERYTHING, next_tokens=_EVERYTHING)
     if mask is not None:
         query = query.flatten(0, 1)
         lengths = [num_queries, 2 * num_queries]
-        form = dict(atten_mask=mask, actual_seq_lengths=lengths, **_form_of_chunks(None))
+        form = dict(atten_mask=mask, actual_seq_lengths=lengths, **_build_chunk_arguments(None))
     block = spec.block_size
     keys = torch.zeros(1, block, spec.num_kv_heads * spec.head_size, dtype=spec.dtype, device=device)
     table = torch.zeros(2, 1, dtype=torch.int32, device=device)
@@ -291,12 +302,12 @@ def adds_up_blocks(
 
 
 def compresses_masks(torch_npu: Any, device: torch.device, spec: AttentionLayerSpec, mask: torch.Tensor) -> bool:
-    """Whether the operation takes prompt chunks of such a layer in the form that they have here.
+    """Whether the operation supports prompt chunks of such a layer in the form used here.
 
-    Its page has heads of 128 and 192. CANN 9.1.0 takes all up to 256; in 8.5.0 it depends on the kernel that a layer is
-    sent to, by its heads, groups, window and blocks, and one of them takes bfloat16 alone and no row of more queries
+    Its documentation lists heads of 128 and 192. CANN 9.1.0 supports all up to 256. In 8.5.0 it depends on the kernel
+    that heads, groups, window and blocks select, and one kernel supports bfloat16 alone and no row with more queries
     than keys, as padding is (CheckSpecConditions, CheckInputShapeWhenLayoutIsTND). Cards refused 256 and 96
-    (vllm-ascend 9632, its page of MiniCPM3). So the card is asked: a chunk of one query, and its padding.
+    (vllm-ascend#9632, its page of MiniCPM3). So it is tried on the card, with a chunk of one query and its padding.
     """
     query = torch.zeros(4, spec.num_heads, spec.head_size, dtype=spec.dtype, device=device)
     keys = torch.zeros(2, spec.block_size, spec.num_kv_heads * spec.head_size, dtype=spec.dtype, device=device)
@@ -311,7 +322,7 @@ def compresses_masks(torch_npu: Any, device: torch.device, spec: AttentionLayerS
         block_size=spec.block_size,
         num_heads=spec.num_heads,
         num_key_value_heads=spec.num_kv_heads,
-        **_form_of_chunks(spec.sliding_window),
+        **_build_chunk_arguments(spec.sliding_window),
     )
 
 
@@ -325,7 +336,7 @@ def _refuses(torch_npu: Any, query: torch.Tensor, keys: torch.Tensor, **form: An
     return False
 
 
-def _form_of_chunks(window: int | None) -> dict[str, Any]:
+def _build_chunk_arguments(window: int | None) -> dict[str, Any]:
     form: dict[str, Any] = dict(input_layout="TND", inner_precise=_AS_OTHERS)
     if window is None:
         return form | dict(sparse_mode=_CAUSAL, pre_tokens=_EVERYTHING, next_tokens=_EVERYTHING)
@@ -333,10 +344,10 @@ def _form_of_chunks(window: int | None) -> dict[str, Any]:
 
 
 def num_keys(call: AttentionCall, spec: AttentionLayerSpec) -> int:
-    """For which there is room in each row's table."""
+    """Return how many keys each row's table has room for."""
     return call.block_table_BW.shape[1] * spec.block_size
 
 
-def _no_sums(out: torch.Tensor) -> torch.Tensor:
-    """The operation's second result, which nobody asked for."""
+def _make_unused_sums(out: torch.Tensor) -> torch.Tensor:
+    """Return memory for the operation's second result, which is not used."""
     return torch.empty(1, dtype=torch.float32, device=out.device)

@@ -1,6 +1,6 @@
-"""Ascend NPUs: vLLM's steps as NPU graphs, over torch_npu.
+"""Ascend NPUs: steps run as NPU graphs, over torch_npu.
 
-Never run on an NPU so far: the emulated device of `card_emulator/` runs this file as it is.
+This has not run on an NPU so far. The emulated device of `card_emulator/` runs this file as it is.
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ logger = init_logger(__name__)
 
 _BLOCK_SIZE = 128
 FUSED_DTYPES = frozenset({torch.float16, torch.bfloat16})
-"""What the fused attention and the KV writes take. Others are served by plain torch."""
+"""Dtypes that the fused attention and the KV writes support. Plain torch serves the others."""
 
 
 class Card(NamedTuple):
@@ -55,9 +55,9 @@ def make_backend() -> DeviceBackend:
 
 
 def open_card() -> Card:
-    """vLLM's front end makes a backend too, and must not open the card. The import does not."""
+    """Import torch_npu without opening the card, since vLLM's front end makes a backend too."""
     module = usable_torch_npu()
-    # Each process is given one card (`Platform.set_device`), which this means without its number.
+    # Without a number this is the process's one card (`Platform.set_device`).
     device = torch.device("npu")
     return Card(module, torch.npu, device, NpuCaptures(torch.npu, device))
 
@@ -65,11 +65,11 @@ def open_card() -> Card:
 def assemble(
     name: str, card: Card, graphs: Graphs, memory: Memory, weights: Weights, fused_dtypes: frozenset[torch.dtype]
 ) -> DeviceBackend:
-    traits, attention = traits_of(name, card.torch_device), AscendAttention(card, fused_dtypes)
+    traits, attention = make_traits(name, card.torch_device), AscendAttention(card, fused_dtypes)
     return DeviceBackend(traits=traits, graphs=graphs, memory=memory, attention=attention, weights=weights)
 
 
-def traits_of(name: str, torch_device: torch.device) -> DeviceTraits:
+def make_traits(name: str, torch_device: torch.device) -> DeviceTraits:
     return DeviceTraits(
         name=name,
         mode="captured",
@@ -77,22 +77,22 @@ def traits_of(name: str, torch_device: torch.device) -> DeviceTraits:
         captures=True,
         block_size=_BLOCK_SIZE,
         needs_host_lengths=True,
-        # 16 tokens of a row in a step, drafts and one more, are the most that vllm-ascend verifies.
+        # vllm-ascend verifies at most 16 tokens per row in a step.
         max_drafts=15,
     )
 
 
-# As torch_npu writes it (NPUCachingAllocator.cpp, NPUWorkspaceAllocator.cpp).
+# Formatted as by torch_npu (NPUCachingAllocator.cpp, NPUWorkspaceAllocator.cpp).
 _OUT_OF_MEMORY = re.compile(r"NPU out of memory\.(?:.*?ried to allocate (\d+(?:\.\d+)?) (bytes|[KMG]iB))?")
 _UNITS = {"bytes": 1, "KiB": 2**10, "MiB": 2**20, "GiB": 2**30}
 
 
 class AscendMemory(StreamMemory):
     measures_peak = True
-    _of_cann: int | None = None
-    """What is not torch_npu's, before the first run that is measured."""
+    _measure_cann: int | None = None
+    """Return the memory that torch_npu does not account for, before the first measured run."""
     _fault: RuntimeError | None = None
-    """What ended a download: torch_npu raises an error once, and takes no work from then on."""
+    """The error that ended a download: torch_npu raises it once, and accepts no work from then on."""
 
     def _host_buffer(self, tensor: torch.Tensor) -> torch.Tensor:
         self._refuse_after_a_fault()
@@ -109,21 +109,21 @@ class AscendMemory(StreamMemory):
 
     def _refuse_after_a_fault(self) -> None:
         if self._fault is not None:
-            raise RuntimeError(f"the NPU has failed before: {in_one_line(self._fault)}") from self._fault
+            raise RuntimeError(f"the NPU failed earlier: {in_one_line(self._fault)}") from self._fault
 
-    def peak_of(self, run: Callable[[], object]) -> int:
-        # Workspaces of operators, and what CANN takes for itself, show in what is free. CANN keeps them: what one run
-        # made it take is there beside the next one's tensors.
+    def measure_peak(self, run: Callable[[], object]) -> int:
+        # Operators' workspaces and CANN's own memory show in the card's free memory only. CANN keeps them, so what it
+        # took in one run adds to the tensors of the next.
         self.synchronize()
         self._runtime.empty_cache()
-        if self._of_cann is None:
-            self._of_cann = self._not_of_torch()
+        if self._measure_cann is None:
+            self._measure_cann = self._not_of_torch()
         allocated = int(self._runtime.memory_allocated())
         self._runtime.reset_peak_memory_stats()
         run()
         self.synchronize()
         of_torch = max(int(self._runtime.max_memory_allocated()), int(self._runtime.memory_reserved())) - allocated
-        return max(of_torch + self._not_of_torch() - self._of_cann, 0)
+        return max(of_torch + self._not_of_torch() - self._measure_cann, 0)
 
     def _not_of_torch(self) -> int:
         free, total = self._runtime.mem_get_info()
@@ -134,7 +134,7 @@ class AscendMemory(StreamMemory):
         if (found := _OUT_OF_MEMORY.search(text)) is not None:
             amount, unit = found.groups()
             return 0 if amount is None else int(float(amount) * _UNITS[unit])
-        return 0 if errors.NO_MEMORY & set(errors.codes_in(text)) else None
+        return 0 if errors.NO_MEMORY & set(errors.find_codes(text)) else None
 
     def allocate_kv(self, kv_cache_config: KVCacheConfig, layout: KVCacheLayout) -> dict[str, KVPair]:
         by_layer = super().allocate_kv(kv_cache_config, layout)
@@ -158,8 +158,8 @@ class AscendWeights(StreamWeights):
         self._memory.synchronize()
 
 
-def _form_of(spec: AttentionLayerSpec) -> tuple[Hashable, ...]:
-    """By which the operation chooses its kernel."""
+def _make_form_key(spec: AttentionLayerSpec) -> tuple[Hashable, ...]:
+    """Return the arguments by which the operation chooses its kernel."""
     return spec.num_heads, spec.num_kv_heads, spec.head_size, spec.dtype, spec.block_size
 
 
@@ -178,17 +178,17 @@ class AscendAttention(PairAttention):
 
     @cached_property
     def _compressed_mask(self) -> torch.Tensor | None:
-        """Made in a run that is not captured, and kept for all graphs. None: prompt chunks have dense masks too."""
+        """Return the compressed mask, made in an eager run and kept for all graphs; None to use dense masks."""
         if not environment.compresses_prompt_masks():
             return None
         return ascend_attention.compressed_mask(self._torch_device)
 
-    def _mask_of_prompts(self, spec: AttentionLayerSpec) -> torch.Tensor | None:
-        """Asked outside of captures, as below."""
+    def _choose_prompt_mask(self, spec: AttentionLayerSpec) -> torch.Tensor | None:
+        """Return the mask of prompt chunks. The card is asked in an eager run, as below."""
         mask = self._compressed_mask
         if mask is None:
             return None
-        form = *_form_of(spec), spec.sliding_window
+        form = *_make_form_key(spec), spec.sliding_window
         if form not in self._compresses:
             self._compresses[form] = ascend_attention.compresses_masks(self._torch_npu, self._torch_device, spec, mask)
             if not self._compresses[form]:
@@ -203,9 +203,9 @@ class AscendAttention(PairAttention):
         return mask if self._compresses[form] else None
 
     def _adds_up_blocks(self, spec: AttentionLayerSpec, num_queries: int, mask: torch.Tensor | None) -> bool:
-        """Asked outside of captures: functions run before they are captured. One query a row is a form of its own."""
+        """Ask the card in an eager run, which precedes each capture. One query per row is a form of its own."""
         queries = min(num_queries, 2)
-        form = *_form_of(spec), queries, mask is not None
+        form = *_make_form_key(spec), queries, mask is not None
         if form not in self._adds_up:
             self._adds_up[form] = ascend_attention.adds_up_blocks(
                 self._torch_npu, self._torch_device, spec, queries, mask
@@ -235,11 +235,11 @@ class AscendAttention(PairAttention):
         if value_TKD is None or values is None or not fused:
             kv_cache.write(key_TKD, value_TKD, slots_T, operations)
         else:
-            # The operation refuses more tokens than the cache has slots: the profile run has such steps.
+            # The operation refuses more tokens than the cache has slots, as steps of the profile run have.
             num_slots = keys.shape[0] * keys.shape[1]
             parts = (tensor.split(num_slots) for tensor in (key_TKD.contiguous(), value_TKD.contiguous(), slots_T))
             for key, value, slots in zip(*parts, strict=True):
-                # "Norm" is this layout. The operation's own default, on some builds, is another.
+                # "Norm" is this layout, which is not the default of some builds.
                 self._scatter_kv(key, value, keys, values, slots, cache_mode="Norm")
 
     def attend(
@@ -252,7 +252,7 @@ class AscendAttention(PairAttention):
     ) -> torch.Tensor:
         num_keys = ascend_attention.num_keys(call, spec)
         if self._fused is not None and ascend_attention.takes(spec, call.num_queries, num_keys, self.fused_dtypes):
-            mask = self._mask_of_prompts(spec) if ascend_attention.takes_compressed_masks(spec, call) else None
+            mask = self._choose_prompt_mask(spec) if ascend_attention.takes_compressed_masks(spec, call) else None
             adds_up_blocks = self._adds_up_blocks(spec, call.num_queries, mask)
             return ascend_attention.attend(
                 self._fused, self._captures, query_THD, kv_cache, call, spec, adds_up_blocks=adds_up_blocks, mask=mask

@@ -1,9 +1,9 @@
-"""What follows from numbers alone is computed once, and not by each replay of each graph.
+"""Computes tensors that follow from numbers alone once, instead of in each replay of each graph.
 
-To an NPU the Python number in `torch.where(mask, x, 0)` or `x >> 16` is a tensor that an operation of the graph fills,
-or copies from the host; so is each `arange`, with what is made of it. A function runs twice when its graph is
-made. The first run finds which of its tensors are such constants and keeps them; the second, which is recorded, takes
-them from there. One that the function writes to is none.
+On an NPU the Python number in `torch.where(mask, x, 0)` or `x >> 16` is a tensor that an operation of the graph fills,
+or copies from the host; so is each `arange` and what is computed from it. A function runs twice when its graph is made.
+The first run finds such constants among its tensors and keeps them; the second run, which is captured, uses the kept
+ones. A tensor that the function writes to is no constant.
 """
 
 from __future__ import annotations
@@ -19,23 +19,23 @@ aten = torch.ops.aten
 
 _RANGES = (aten.arange.default, aten.arange.start, aten.arange.start_step)
 _SHIFTS = {aten.__rshift__.Scalar: aten.__rshift__.Tensor, aten.__lshift__.Scalar: aten.__lshift__.Tensor}
-# New memory for the caller to fill.
+# These return memory for the caller to fill.
 _FOR_WRITING = ("empty", "zeros", "ones", "full", "new_", "rand", "clone", "copy")
 _LARGEST = 1 << 20
-"""Numbers in a tensor that is kept."""
+"""Most numbers of a tensor that is kept."""
 
 
 class Constants:
-    """Of all graphs of a process."""
+    """The constants of all graphs of a process."""
 
     def __init__(self) -> None:
         self._kept: dict[Hashable, torch.Tensor] = {}
         self._spoiled: set[Hashable] = set()
-        """Constants that the function writes to whose graph is being made."""
+        """Constants that are written to by the function whose graph is being made."""
 
     @contextmanager
     def finding(self) -> Iterator[None]:
-        """Around the first run of a function."""
+        """Return the context of a function's first run."""
         run = _Finding(self._kept)
         with run:
             yield
@@ -46,7 +46,7 @@ class Constants:
 
     @contextmanager
     def using(self) -> Iterator[None]:
-        """Around its second run."""
+        """Return the context of its second run."""
         with _Using(self._kept, self._spoiled):
             yield
 
@@ -55,15 +55,15 @@ class Constants:
 
 
 class _Run(TorchDispatchMode):
-    """A run of a function, in which constants have keys: how they follow from numbers."""
+    """A run of a function, in which each constant has a key that describes how it follows from numbers."""
 
     def __init__(self, constants: dict[Hashable, torch.Tensor]) -> None:
         super().__init__()
         self.constants = constants
         self.memory: dict[Hashable, Hashable] = {}
-        """Whose memory a constant has: a view's is that of the constant it is of."""
+        """The tensor whose memory a constant has; for a view, the one that it views."""
         self._tensors: dict[int, tuple[Hashable, torch.Tensor]] = {}
-        """By the tensors' ids, which are not used again while the tensors are here."""
+        """By ids, which are not reused as long as the tensors are here."""
 
     def __torch_dispatch__(self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
@@ -84,17 +84,17 @@ class _Run(TorchDispatchMode):
         return tensor
 
     def number(self, key: Hashable, number: float, dtype: torch.dtype, device: torch.device) -> torch.Tensor:
-        """Of no dimensions. Nobody else has it, so that nobody writes to it."""
+        """Return a number as a tensor without dimensions, which nothing else refers to or writes to."""
         return torch.full((), number, dtype=dtype, device=device)
 
     def written(self, key: Hashable) -> None:
-        """A constant that the function writes to."""
+        """Mark a constant that the function writes to."""
 
     def _key_of(self, tensor: torch.Tensor) -> Hashable | None:
         return self._tensors[id(tensor)][0] if id(tensor) in self._tensors else None
 
     def _key(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Hashable | None:
-        """None for what is no constant."""
+        """Return the key of an operation's result; None if it is no constant."""
         if func not in _RANGES:
             tensors = [arg for arg in args if isinstance(arg, torch.Tensor)]
             if not tensors or any(id(tensor) not in self._tensors for tensor in tensors) or not _is_pure(func):
@@ -102,15 +102,15 @@ class _Run(TorchDispatchMode):
         rest = (*(arg for arg in args if not isinstance(arg, torch.Tensor)), *kwargs.values())
         if not all(isinstance(value, _PLAIN) for value in _flat(rest)):
             return None
-        named = tuple([(name, _hashable(value)) for name, value in sorted(kwargs.items())])
+        named = tuple([(name, _make_hashable(value)) for name, value in sorted(kwargs.items())])
         return (
             func,
-            tuple([self._key_of(arg) if isinstance(arg, torch.Tensor) else _hashable(arg) for arg in args]),
+            tuple([self._key_of(arg) if isinstance(arg, torch.Tensor) else _make_hashable(arg) for arg in args]),
             named,
         )
 
     def _write(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
-        """What has the same memory is no constant any more, nor what is made of it from here on."""
+        """Mark everything with this memory, and what is computed from it from here on, as no constant."""
         for index, argument in enumerate(func._schema.arguments):
             if argument.alias_info is None or not argument.alias_info.is_write:
                 continue
@@ -128,7 +128,7 @@ class _Run(TorchDispatchMode):
         self._tensors = {number: (key, tensor) for number, (key, tensor) in found if self.memory[key] != memory}
 
     def _with_tensors(self, func: Any, args: tuple[Any, ...]) -> tuple[Any, tuple[Any, ...]]:
-        """The same operation without numbers that an NPU would make tensors of."""
+        """Run the operation with tensors in place of numbers that an NPU would convert to tensors."""
         if func in _SHIFTS:
             x, bits = args
             return _SHIFTS[func], (x, self._number(bits, x.dtype, x.device))
@@ -145,12 +145,12 @@ class _Run(TorchDispatchMode):
         return func, args
 
     def _number(self, number: float, dtype: torch.dtype, device: torch.device) -> torch.Tensor:
-        key = _hashable(number), dtype, device
+        key = _make_hashable(number), dtype, device
         return self.constants[key] if key in self.constants else self.number(key, number, dtype, device)
 
 
 class _Finding(_Run):
-    """Every tensor is made; those that are constants are noted."""
+    """Makes every tensor, and records those that are constants."""
 
     def __init__(self, constants: dict[Hashable, torch.Tensor]) -> None:
         super().__init__(constants)
@@ -170,7 +170,7 @@ class _Finding(_Run):
 
 
 class _Using(_Run):
-    """Constants are those that were kept."""
+    """Uses the constants that were kept."""
 
     def __init__(self, constants: dict[Hashable, torch.Tensor], spoiled: set[Hashable]) -> None:
         super().__init__(constants)
@@ -186,7 +186,7 @@ _PLAIN = (bool, int, float, str, torch.dtype, torch.device, torch.layout, torch.
 
 
 def _is_pure(func: Any) -> bool:
-    """Whether the one tensor that it returns follows from its arguments, and is not for the caller to fill."""
+    """Whether an operation returns one tensor that follows from its arguments and is not for the caller to fill."""
     schema = func._schema
     name = schema.name.partition("::")[2]
     return (
@@ -208,8 +208,8 @@ def _flat(value: Any) -> Iterator[Any]:
         yield value
 
 
-def _hashable(value: Any) -> Hashable:
-    """Other than with ==, 1, 1.0 and True differ, as do 0.0 and -0.0, and nan is nan."""
+def _make_hashable(value: Any) -> Hashable:
+    """Convert an argument so that 1, 1.0 and True differ, as do 0.0 and -0.0, and NaN equals NaN."""
     if isinstance(value, list | tuple):
-        return tuple(map(_hashable, value))
+        return tuple(map(_make_hashable, value))
     return (type(value), repr(value)) if isinstance(value, int | float) else value

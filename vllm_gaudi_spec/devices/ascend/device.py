@@ -1,7 +1,7 @@
-"""torch_npu, which gives torch the device "npu" and the process group "hccl".
+"""Imports torch_npu, which gives torch the device "npu" and the process group "hccl".
 
-vLLM names the device before a backend is made, for example in a configuration that another process unpacks. So this is
-imported with the platform.
+vLLM names the device before a backend is made, for example in a configuration that another process unpickles. So this
+module is imported with the platform.
 """
 
 from __future__ import annotations
@@ -19,11 +19,11 @@ from vllm_gaudi_spec.config import UnsupportedConfigError
 from vllm_gaudi_spec.devices import choose_device
 
 _OLDEST = (2, 13)
-"""Before it, torch.accelerator fails an assertion after the weights are loaded."""
+"""In earlier releases, torch.accelerator fails an assertion after the weights are loaded."""
 
 
 def refusal(version: str, variables: Mapping[str, str], torch_version: str) -> str | None:
-    """Why nothing could be served, in one line: torch_npu itself raises, and only once graphs are captured."""
+    """Return in one line why nothing can be served: torch_npu itself raises only once graphs are captured."""
     if Version(version).release[:2] < _OLDEST:
         return (
             f"torch_npu {version} is installed; device ascend needs 2.13 or newer beside vLLM's torch: "
@@ -48,14 +48,16 @@ def refusal(version: str, variables: Mapping[str, str], torch_version: str) -> s
     return None
 
 
-# torch_npu's numbers of cards (NpuVariables.h): from 220 on they have bfloat16; 240 and up are the 310B.
+# torch_npu's numbers of cards (NpuVariables.h): those from 220 on have bfloat16; 240 and up are the 310B.
 _FIRST_SERVED = 220
 _NOT_SERVED = range(240, 250)
 
 
 def refuse_other_cards() -> None:
-    """Older ones and 310s, which have no fused attention over blocks or no KV writes, and failed after the weights were
-    loaded. Asked of a card that is open."""
+    """Refuse older cards and 310s, which lack fused attention over blocks or KV writes.
+
+    They would fail after the weights are loaded. The card must be open.
+    """
     npu = torch_npu().npu
     number = npu.get_soc_version()
     if number < _FIRST_SERVED or number in _NOT_SERVED:
@@ -70,7 +72,7 @@ def _dotted(release: tuple[int, ...]) -> str:
 
 
 def usable_torch_npu() -> Any:
-    """Refuses before a card is opened."""
+    """Import torch_npu, or refuse before a card is opened."""
     module = torch_npu()
     if why := refusal(module.__version__, environment.list_npu_variables(), torch.__version__):
         raise UnsupportedConfigError(why)
@@ -87,7 +89,7 @@ def torch_npu() -> Any:
         ) from error
 
 
-# Where torch_npu or the emulator is missing or broken, the backend refuses when it is made.
+# The backend refuses a missing or broken torch_npu or emulator when it is made.
 with suppress(UnsupportedConfigError, ImportError):
     if choose_device() == "ascend-emulated":
         from vllm_gaudi_spec.devices.common.emulated import install_npu

@@ -1,9 +1,9 @@
-"""Waiting for a copy to the host that may never have been made.
+"""Waits for copies to the host that may never have been made.
 
-torch_npu hands its work to CANN from a queue of its own. Once an operator has failed it drops what is in the queue and
-what comes after, events too, and raises that error a single time, to whichever call comes first. Waiting for an event
-that was dropped either returns at once, as if the copy were there, or never does (NPUEvent::synchronize in NPUEvent.cpp
-and Repository::ReadQueue in NPUQueue.cpp, Ascend/pytorch 9e73e708a).
+torch_npu hands its work to CANN from a queue of its own. Once an operator has failed, it drops what is in the queue and
+what comes after, including events, and raises the error once, in whichever call comes first. Waiting for a dropped
+event returns at once, as if the copy were there, or never (NPUEvent::synchronize in NPUEvent.cpp and
+Repository::ReadQueue in NPUQueue.cpp, Ascend/pytorch 9e73e708a).
 """
 
 from __future__ import annotations
@@ -15,10 +15,10 @@ import torch
 
 _MARK = 0xA5
 _MARKED_BYTES = 64
-"""A copy is made as a whole or not at all. No token, count or flag has these bytes, and no 16 numbers."""
+"""A copy is made as a whole or not at all. No token, count or flag has these bytes, nor do 16 numbers."""
 _TIMEOUT_S = 10.0
 _POLL_S = 2e-5
-"""A sleep of 60 to 100 microseconds, by Linux."""
+"""Linux sleeps for 60 to 100 microseconds."""
 
 _DROPPED = (
     "torch_npu dropped a copy to the host: an operator failed before it, whose error is further up in the log. The "
@@ -27,18 +27,18 @@ _DROPPED = (
 
 
 def mark(host: torch.Tensor) -> torch.Tensor:
-    """Pinned memory is used again and again, so without a mark it would hold an older step's tokens."""
+    """Mark a buffer as not yet written: pinned memory is reused, and would show an older step's tokens."""
     _first_bytes(host).fill_(_MARK)
     return host
 
 
 def wait_for(done: Any, host: torch.Tensor, runtime: Any) -> None:
-    """`done` was recorded after the copy to `host`."""
-    # Polled, since the call that waits may not return.
+    """Wait for `done`, which was recorded after the copy to `host`."""
+    # Poll, since the call that waits may not return.
     deadline = time.monotonic() + _TIMEOUT_S
     while not done.query():
         if time.monotonic() > deadline:
-            # After this the event has happened, or never will.
+            # After this the event has happened or never will.
             runtime.synchronize()
             if not done.query():
                 raise RuntimeError(_DROPPED)

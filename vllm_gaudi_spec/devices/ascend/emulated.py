@@ -1,4 +1,4 @@
-"""The Ascend backend, unchanged, on the emulated card."""
+"""The Ascend backend, unchanged, on an emulated card."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ import torch
 
 from vllm_gaudi_spec.devices.common.emulated import EmulatedGraphs, EmulatedMemory, EmulatedWeights, install_npu
 
-# Before the import of the backend. The platform has done so where there is one.
+# Before importing the backend. The platform, if there is one, has done so already.
 install_npu()
 
 from vllm_gaudi_spec.devices.ascend import backend as ascend  # noqa: E402
@@ -17,7 +17,7 @@ from vllm_gaudi_spec.devices.common.stream_device import StreamGraphs  # noqa: E
 if TYPE_CHECKING:
     from vllm_gaudi_spec.devices.base import DeviceBackend
 
-# So that answers of the fused attention can be held against those of other devices, number by number.
+# To compare the fused attention with that of other devices, number by number.
 _FUSED_DTYPES = ascend.FUSED_DTYPES | {torch.float32}
 
 

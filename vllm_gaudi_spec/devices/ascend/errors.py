@@ -1,4 +1,4 @@
-"""CANN's error codes: what each means for a user, in words. Names and numbers are those of `acl/error_codes`."""
+"""What CANN's error codes mean for a user. Names and numbers are those of `acl/error_codes`."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ NO_ROOM_FOR_GRAPHS = (
     "alloc sq cq fail",
     "resource alloc fail stream wait event failed",
 )
-"""How CANN and drivers report that graphs have taken all streams, queues or events of a card; in lower case."""
+"""How CANN and drivers report that graphs hold all streams, queues or events of a card, in lower case."""
 
 CODES = {
     107025: Explanation(
@@ -77,8 +77,8 @@ CODES = {
 NO_MEMORY = frozenset({207001, 207018})
 
 
-def codes_in(text: str) -> list[int]:
-    """Those that are explained here, as a message has them, each once."""
+def find_codes(text: str) -> list[int]:
+    """Return the codes of a message that are explained here, each once."""
     found = dict.fromkeys(int(code) for code in re.findall(r"(?<![\d.])\d{6}(?![\d.]\d|\d)", text))
     return [code for code in found if code in CODES]
 

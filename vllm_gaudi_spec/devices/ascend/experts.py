@@ -1,4 +1,4 @@
-"""The NPU's grouped product for experts."""
+"""The NPU's grouped product for mixtures of experts."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ import torch
 from vllm_gaudi_spec.devices.common.experts import Call, Fused, grouped
 from vllm_gaudi_spec.devices.common.layers import find_kernel
 
-# Groups of one tensor of matrices. 128, which pages of CANN name too, is for lists of matrices (op-plugin 517f2e7d,
+# Most groups for one tensor of matrices. The 128 in some pages of CANN is for lists of matrices (op-plugin 517f2e7d,
 # npu_grouped_matmul; aclnn_grouped_matmul.cpp of CANN 8.5, CheckGroupListCommonTensor).
 _MAX_EXPERTS = 1024
 
@@ -18,8 +18,10 @@ def fused() -> Fused | None:
     matmul = find_kernel("torch_npu", "npu_grouped_matmul")
 
     def product(rows: torch.Tensor, matrices: torch.Tensor, counts_E: torch.Tensor) -> torch.Tensor:
-        """As vllm-ascend calls it (ops/fused_moe/moe_mlp.py, unquant_apply_mlp): one tensor of rows, grouped by rows,
-        by the size of each group."""
+        """Call the operator as vllm-ascend does (ops/fused_moe/moe_mlp.py, unquant_apply_mlp).
+
+        The rows are one tensor, grouped along rows by the size of each group.
+        """
         result: torch.Tensor = matmul(
             [rows], [matrices], group_list=counts_E, split_item=2, group_type=0, group_list_type=1
         )[0]

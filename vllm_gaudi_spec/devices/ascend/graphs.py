@@ -1,8 +1,8 @@
-"""NPU graphs. Fused operations that take lengths on the host get new ones before their graph runs again.
+"""NPU graphs whose fused operations get new lengths from the host before each replay.
 
-Such an operation is recorded as a group of tasks. Before the graph is replayed with other lengths it is issued once
-more on a stream for updates, which computes nothing and writes its arguments into the recorded tasks. On the device the
-updates of a graph wait for its last run, and its next run for them; the host waits for nothing.
+Such an operation is captured as a group of tasks. Before a replay with other lengths it is issued once more on a stream
+for updates, which computes nothing and writes its arguments into the captured tasks. On the device the updates of a
+graph wait for its last run, and its next run waits for them; the host waits for nothing.
 """
 
 from __future__ import annotations
@@ -24,23 +24,23 @@ logger = init_logger(__name__)
 
 
 class HostLengthsOperation(NamedTuple):
-    """A fused operation that takes lengths on the host, in the form that writes to memory of the caller."""
+    """A fused operation with lengths on the host, in its out-variant."""
 
     run: Callable[..., Any]
     workspace: Callable[..., torch.Tensor]
-    """What that form needs besides, by the operation's arguments."""
+    """Returns the workspace that this variant needs, from the operation's arguments."""
 
 
 class HostLengths(Protocol):
-    """Of some rows of a graph: the arguments that are lists on the host, by their names."""
+    """The arguments of an operation that are lists on the host, by name, for some rows of a graph."""
 
-    def arguments_now(self) -> dict[str, list[int]]: ...
+    def get_current_arguments(self) -> dict[str, list[int]]: ...
 
-    def arguments_of_longest(self) -> dict[str, list[int]]: ...
+    def get_longest_arguments(self) -> dict[str, list[int]]: ...
 
 
 class _Task(NamedTuple):
-    """One operation of a recorded graph."""
+    """One operation of a captured graph."""
 
     operation: HostLengthsOperation
     arguments: dict[str, Any]
@@ -52,7 +52,7 @@ class NpuCaptures(Captures):
     def __init__(self, runtime: Any, device: torch.device) -> None:
         super().__init__(runtime, runtime.NPUGraph, device)
         self._tasks: list[_Task] | None = None
-        """Of the graph that is being recorded."""
+        """The tasks of the graph that is being captured."""
         self._updates: Any = None
         self._constants = Constants()
 
@@ -74,7 +74,7 @@ class NpuCaptures(Captures):
                     "sizes as batch_buckets and prefill_buckets in additional_config.gaudi_spec, or lower "
                     "--max-num-seqs. Drivers before HDK 25.5.1 have room for fewer."
                 ) from error
-            for code in errors.codes_in(str(error)):
+            for code in errors.find_codes(str(error)):
                 meaning, remedy = errors.CODES[code]
                 logger.error("CANN's error %d while a graph was captured: %s; %s.", code, meaning, remedy)
             raise
@@ -92,9 +92,9 @@ class NpuCaptures(Captures):
         out: list[torch.Tensor],
     ) -> None:
         """Run `operation` into `out`."""
-        with_lengths = arguments | lengths.arguments_now()
-        # Enough for all lengths that the recorded operation will get.
-        workspace = operation.workspace(**arguments, **lengths.arguments_of_longest())
+        with_lengths = arguments | lengths.get_current_arguments()
+        # Large enough for all lengths that the captured operation will get.
+        workspace = operation.workspace(**arguments, **lengths.get_longest_arguments())
         outputs = {"workspace": workspace, "out": out}
         if self._tasks is None:
             operation.run(**with_lengths, **outputs)
@@ -103,8 +103,8 @@ class NpuCaptures(Captures):
         self._runtime.graph_task_group_begin(stream)
         operation.run(**with_lengths, **outputs)
         handle = self._runtime.graph_task_group_end(stream)
-        # Kept for updates is where things lie: were it the tensors, no memory of the graph could be shared.
-        references = {name: _weak_reference(value) for name, value in (arguments | outputs).items()}
+        # Weak references: a graph could not reuse the memory of tensors that are kept alive.
+        references = {name: _make_weak(value) for name, value in (arguments | outputs).items()}
         self._tasks.append(_Task(operation, references, lengths, handle))
 
 
@@ -119,7 +119,7 @@ class _Updated:
         self._written, self._done = runtime.Event(), runtime.Event()
         self._lengths = list({id(task.lengths): task.lengths for task in tasks}.values())
         self._recorded = self._lengths_now()
-        """What the graph's tasks have, as lists."""
+        """The lengths that the graph's tasks have."""
 
     def replay(self) -> None:
         now = self._lengths_now()
@@ -130,7 +130,7 @@ class _Updated:
         self._done.record()
 
     def _lengths_now(self) -> dict[int, dict[str, list[int]]]:
-        return {id(lengths): lengths.arguments_now() for lengths in self._lengths}
+        return {id(lengths): lengths.get_current_arguments() for lengths in self._lengths}
 
     def _update(self, now: dict[int, dict[str, list[int]]]) -> None:
         runtime, updates = self._runtime, self._updates
@@ -144,9 +144,9 @@ class _Updated:
         runtime.current_stream().wait_event(self._written)
 
 
-def _weak_reference(value: Any) -> Any:
+def _make_weak(value: Any) -> Any:
     if isinstance(value, list):
-        return [_weak_reference(item) for item in value]
+        return [_make_weak(item) for item in value]
     if isinstance(value, torch.Tensor):
         return importlib.import_module("torch_npu")._C._weak_ref_tensor(value)
     return value

@@ -1,1 +1,1 @@
-"""What several devices share."""
+"""Code that several devices share."""

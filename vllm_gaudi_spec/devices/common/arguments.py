@@ -1,4 +1,4 @@
-"""A function's arguments as a list of tensors and a hashable rest: the key of a captured graph."""
+"""Splits a function's arguments into a list of tensors and a hashable rest, the key of a captured graph."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ import torch
 
 
 class _Tensor(NamedTuple):
-    """Stands for the tensor at an index of the list."""
+    """A placeholder for the tensor at an index of the list."""
 
     tensor_index: int
 
@@ -20,7 +20,7 @@ class _Tuple(NamedTuple):
 
 
 class _Number(NamedTuple):
-    """One that equals an int, and is none."""
+    """A bool or float, which might equal an int and must not share its key."""
 
     kind: type
     value: Any
@@ -30,11 +30,11 @@ _PLAIN = frozenset({int, str, type(None)})
 
 
 def flatten(value: Any) -> tuple[list[torch.Tensor], Hashable]:
-    """`value` is a tensor, a number, a text, None, or a tuple of those, named or not."""
+    """Split a tensor, number, string or None, or a tuple of these, into tensors and the hashable rest."""
     tensors: list[torch.Tensor] = []
 
     def walk(part: Any) -> Hashable:
-        if type(part) in _PLAIN:  # most parts are, and to ask for a tensor takes longer
+        if type(part) in _PLAIN:  # first, as most parts are, and isinstance takes longer
             return part
         if isinstance(part, torch.Tensor):
             tensors.append(part)
@@ -42,22 +42,22 @@ def flatten(value: Any) -> tuple[list[torch.Tensor], Hashable]:
         if isinstance(part, bool):
             return _Number(bool, part)
         if isinstance(part, float):
-            return _Number(float, part.hex())  # -0.0 equals 0.0, and NaN no NaN
+            return _Number(float, part.hex())  # as text: -0.0 would equal 0.0, and NaN would not equal NaN
         if isinstance(part, tuple):
             return _Tuple(type(part), tuple(walk(item) for item in part))
-        hash(part)  # what has none would make a graph at every call
+        hash(part)  # an unhashable argument cannot be part of a key
         return part
 
     return tensors, walk(value)
 
 
-def tensors_in(value: Any) -> Iterator[torch.Tensor]:
-    """Of what an operation takes or returns: tensors, and lists of them among other things."""
+def find_tensors(value: Any) -> Iterator[torch.Tensor]:
+    """Yield every tensor in an operator's arguments or results, including those nested in lists."""
     if isinstance(value, torch.Tensor):
         yield value
     elif isinstance(value, (list, tuple)):
         for item in value:
-            yield from tensors_in(item)
+            yield from find_tensors(item)
 
 
 def rebuild(tensors: list[torch.Tensor], rest: Any) -> Any:
@@ -71,11 +71,11 @@ def rebuild(tensors: list[torch.Tensor], rest: Any) -> Any:
     return rest
 
 
-def key_of(tensors: Sequence[torch.Tensor], rest: Hashable) -> Hashable:
-    """What a graph is made for. The bridge's own key is a hash without dtypes, to which -1 and -2 are one."""
+def make_key(tensors: Sequence[torch.Tensor], rest: Hashable) -> Hashable:
+    """Return the key of a graph. The bridge's own key is a hash without dtypes, which is the same for -1 and -2."""
     return (rest, *[(tensor.dtype, tensor.shape, tensor.stride(), tensor.storage_offset()) for tensor in tensors])
 
 
-def name_of(function: Any) -> str:
-    """What a function, or a part-application of one, is called in reports."""
+def get_name(function: Any) -> str:
+    """Return the name of a function or `partial` for reports."""
     return str(getattr(function, "__qualname__", "") or function.func.__qualname__)

@@ -1,6 +1,6 @@
-"""What is added to a device's own objects where the emulator plays its card: it only looks at it.
+"""Mixins that add counting to a device's classes when the emulator plays its card.
 
-Each class stands before the device's own.
+Each class is a base before the device's own class.
 """
 
 from __future__ import annotations
@@ -71,21 +71,23 @@ class EmulatedMemory(Memory):
                 card_emulator.tag_kv(tensor)
         return by_layer
 
-    def peak_of(self, run: Callable[[], object]) -> int:
-        """Sizes are known without values, and the host would take minutes to compute these."""
+    def measure_peak(self, run: Callable[[], object]) -> int:
+        """Run without computing: sizes are known without values, which would take the host minutes to compute."""
         device = card_emulator.counted()
         device.compile_only = True
         try:
-            return super().peak_of(run)
+            return super().measure_peak(run)
         finally:
             device.compile_only = False
 
     def available_memory(self, utilization: float, num_ranks: int) -> int:
-        # A card has more than the host that plays it.
-        return min(super().available_memory(utilization, num_ranks), host_memory.for_kv(utilization) // num_ranks)
+        # The emulated card reports more memory than the host has.
+        return min(
+            super().available_memory(utilization, num_ranks), host_memory.choose_kv_bytes(utilization) // num_ranks
+        )
 
 
 class EmulatedWeights(Weights):
     def prepare_model(self, model: nn.Module) -> None:
-        card_emulator.counted().sealed = False  # another engine of this process warms up as well
+        card_emulator.counted().sealed = False  # a second engine of the process also warms up
         super().prepare_model(model)

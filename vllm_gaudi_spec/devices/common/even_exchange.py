@@ -1,5 +1,7 @@
-"""The exchange between vLLM's experts on data-parallel ranks that have as many tokens each, by collectives that every
-device has. See `runner/extensions/data_parallel.py`."""
+"""Exchange of tokens between data-parallel ranks with equally many tokens, by collectives that every device has.
+
+vLLM's experts need it; `runner/extensions/data_parallel.py` makes the numbers of tokens equal.
+"""
 
 from __future__ import annotations
 
@@ -30,7 +32,7 @@ class EvenExchange(DeviceCommunicatorBase):
         assert sizes is None or len(set(sizes)) == 1
         return self.reduce_scatter(input_, dim)
 
-    # vLLM's class for devices in general leaves tokens where they are.
+    # vLLM's base class does not exchange tokens.
 
     def dispatch_router_logits(self, *tensors: Any, **named: Any) -> Any:
         return self.all2all_manager.dispatch_router_logits(*tensors, **named)

@@ -1,11 +1,13 @@
-"""Experts without quantization, for which vLLM leaves out-of-tree platforms without a kernel.
+"""Unquantized mixtures of experts, for which vLLM gives out-of-tree platforms no kernel.
 
-T tokens, H hidden size, K experts of a token; E experts of this rank, S some of them, I inner size. Which experts a
-token chooses decides no shape, and is not read by the host. So that is how they are computed by T, K and E alone:
+T tokens, H hidden size, K experts per token; E experts of this rank, S some of them, I inner size.
 
-- by the device's own operator, where it has one that takes the layer;
-- `gathered`: where few weights are needed, these are copied together, and every token sees the experts of all;
-- `dense`: every token sees every expert. Those not chosen count nothing.
+Shapes must not depend on which experts a token chooses, and the host does not read that. So T, K and E alone select a
+form:
+
+- the device's own operator, if it supports the layer;
+- `gathered`: if few weights are needed, copy these together and send every token through all of them;
+- `dense`: send every token through every expert, with weight 0 for those that it did not choose.
 """
 
 from __future__ import annotations
@@ -19,7 +21,7 @@ import torch
 from vllm_gaudi_spec.config import UnsupportedConfigError
 from vllm_gaudi_spec.upstream.layers import MoEActivation, MoERunner, UnquantizedFusedMoEMethod
 
-# What a gathered weight costs beside one that is used where it lies: it is read, written, and read again.
+# Cost of a gathered weight relative to one used in place: it is read, written, and read again.
 COST_OF_GATHERING = 3
 GATHERED_BYTES_AT_ONCE = 256 << 20
 
@@ -28,8 +30,8 @@ GATHERED_BYTES_AT_ONCE = 256 << 20
 Activation = Callable[[torch.Tensor], torch.Tensor]
 
 
-def _gated_by(function: Activation) -> Activation:
-    """Of inputs whose first half opens or closes the second."""
+def _make_gated(function: Activation) -> Activation:
+    """Return an activation that multiplies `function` of the inputs' first half with the second half."""
 
     def activate(inputs: torch.Tensor) -> torch.Tensor:
         gate, up = inputs.chunk(2, dim=-1)
@@ -39,18 +41,18 @@ def _gated_by(function: Activation) -> Activation:
 
 
 def _clamped_swiglu(inputs: torch.Tensor) -> torch.Tensor:
-    """Of gpt-oss, whose gates alternate with what they open or close."""
+    """The activation of gpt-oss, whose gates alternate with the values that they multiply."""
     gate, up = inputs.unflatten(-1, (-1, 2)).unbind(-1)
     gate = gate.clamp(max=_LIMIT)
     return gate * torch.sigmoid(gate * _ALPHA) * (up.clamp(min=-_LIMIT, max=_LIMIT) + 1)
 
 
-# As vLLM's kernels have them; a model with others is refused.
+# The values of vLLM's kernels; a model with others is refused.
 _ALPHA, _LIMIT = 1.702, 7.0
 _ACTIVATIONS = {
-    MoEActivation.SILU: _gated_by(torch.nn.functional.silu),
-    MoEActivation.GELU: _gated_by(torch.nn.functional.gelu),
-    MoEActivation.GELU_TANH: _gated_by(partial(torch.nn.functional.gelu, approximate="tanh")),
+    MoEActivation.SILU: _make_gated(torch.nn.functional.silu),
+    MoEActivation.GELU: _make_gated(torch.nn.functional.gelu),
+    MoEActivation.GELU_TANH: _make_gated(partial(torch.nn.functional.gelu, approximate="tanh")),
     MoEActivation.SWIGLUOAI: _clamped_swiglu,
 }
 
@@ -65,22 +67,22 @@ def num_gathered(num_tokens: int, top_k: int, num_experts: int) -> int:
 
 
 class Call(NamedTuple):
-    """What experts compute: of the weights, J is 2 I. Biases are None where a model has none."""
+    """The arguments of a layer of experts. J is 2 I. Biases are None if the model has none."""
 
     x_TH: torch.Tensor
     weights_TE: torch.Tensor
-    """What the router gives an expert, 0 for those not chosen."""
+    """The router's weights; 0 for experts that were not chosen."""
     w13_EJH: torch.Tensor
     b13_EJ: torch.Tensor | None
     w2_EHI: torch.Tensor
     b2_EH: torch.Tensor | None
     activation: MoEActivation
     weighs_inputs: bool
-    """Whether weights count before the activation."""
+    """Whether weights are applied before the activation."""
     top_k: int
 
-    def of_experts(self, part: Callable[[torch.Tensor, int], torch.Tensor]) -> Call:
-        """`part` takes some of the experts, which lie along a dimension of a tensor."""
+    def select_experts(self, part: Callable[[torch.Tensor, int], torch.Tensor]) -> Call:
+        """Return the call for some experts. `part(tensor, dim)` selects them along a dimension of a tensor."""
         return self._replace(
             weights_TE=part(self.weights_TE, 1),
             w13_EJH=part(self.w13_EJH, 0),
@@ -89,32 +91,35 @@ class Call(NamedTuple):
             b2_EH=None if self.b2_EH is None else part(self.b2_EH, 0),
         )
 
-    def inner(self, products: torch.Tensor, weights: torch.Tensor, bias: torch.Tensor | None) -> torch.Tensor:
-        """What the second product is made of, from the first."""
+    def compute_inner(self, products: torch.Tensor, weights: torch.Tensor, bias: torch.Tensor | None) -> torch.Tensor:
+        """Return the inputs of the second product, from the results of the first."""
         activate = _ACTIVATIONS[self.activation]
         if bias is not None:
             products = products + bias
-        # As if the inputs were weighed: the products are linear, and an input of zero comes out zero.
+        # Equal to weighing the inputs: the products are linear, and an input of zero gives zero.
         inner = activate(products * weights) if self.weighs_inputs else activate(products) * weights
-        # Where float16 ends, an expert that nobody chose would count: infinity times 0 is NaN.
+        # A float16 overflow of an expert that was not chosen would count: infinity times 0 is NaN.
         return inner.masked_fill(weights == 0, 0.0) if inner.dtype == torch.float16 else inner
 
     def chosen(self) -> tuple[torch.Tensor, torch.Tensor]:
-        """int64 and weights [T, K]: K experts of this rank for each token, all that it chose among them. The others, of
-        weight 0, stand for experts of other ranks: so no index is outside, and none is there twice."""
+        """Return int64 ids [T, K] and weights [T, K] of this rank's experts for each token.
+
+        They include all experts of the rank that the token chose. The others have weight 0 and stand in for experts of
+        other ranks, so that no id is out of range or repeated.
+        """
         ids_TK = self.weights_TE.abs().topk(min(self.top_k, self.weights_TE.shape[1]), dim=-1).indices
         return ids_TK, self.weights_TE.gather(1, ids_TK)
 
 
 Form = Callable[[Call], torch.Tensor]
 
-# Tokens times experts whose products are there at once. vllm-gaudi's go up to twice as many, 512 times 32: larger ones
-# do not compile on a Gaudi (v0.26.0, ops/hpu_fused_moe.py).
+# Most tokens times experts that are computed at once. vllm-gaudi goes up to twice as many, 512 times 32; larger
+# products do not compile on a Gaudi (v0.26.0, ops/hpu_fused_moe.py).
 _ROWS_AT_ONCE = 8192
 
 
 def dense(call: Call) -> torch.Tensor:
-    """Some experts after the others, so that memory does not grow with all of them times all tokens."""
+    """Compute with a few experts at a time, so that memory does not grow with experts times tokens."""
     num_tokens, num_experts = call.weights_TE.shape
     if num_tokens > _ROWS_AT_ONCE:
         some_tokens = zip(call.x_TH.split(_ROWS_AT_ONCE), call.weights_TE.split(_ROWS_AT_ONCE), strict=True)
@@ -122,10 +127,10 @@ def dense(call: Call) -> torch.Tensor:
     size = min(max(_ROWS_AT_ONCE // max(num_tokens, 1), 1), num_experts)
     total = None
     for first in range(0, num_experts, size):
-        some = call.of_experts(partial(_narrow, first, min(size, num_experts - first)))
+        some = call.select_experts(partial(_narrow, first, min(size, num_experts - first)))
         products_STJ = torch.matmul(some.x_TH, some.w13_EJH.transpose(1, 2))
         bias_S1J = None if some.b13_EJ is None else some.b13_EJ.unsqueeze(1)
-        inner_STI = some.inner(products_STJ, some.weights_TE.T.unsqueeze(-1), bias_S1J)
+        inner_STI = some.compute_inner(products_STJ, some.weights_TE.T.unsqueeze(-1), bias_S1J)
         result = torch.matmul(inner_STI, some.w2_EHI.transpose(1, 2)).sum(0)
         if some.b2_EH is not None:
             result = result + some.weights_TE @ some.b2_EH
@@ -141,11 +146,11 @@ def _narrow(first: int, count: int, tensor: torch.Tensor, dim: int) -> torch.Ten
 def gathered(call: Call) -> torch.Tensor:
     num_tokens, num_experts = call.weights_TE.shape
     count = min(num_tokens * call.top_k, num_experts)
-    # NaN, which is not itself, in one row must not choose for the others.
+    # NaN differs from itself: a row with NaN must not choose experts for the others.
     is_chosen_TE = (call.weights_TE != 0) & (call.weights_TE == call.weights_TE)
     ids_S = is_chosen_TE.float().amax(0).topk(count).indices
     size = max(GATHERED_BYTES_AT_ONCE // (call.w13_EJH[0].nbytes + call.w2_EHI[0].nbytes), 1)
-    parts = [dense(call.of_experts(partial(_select, some_S))) for some_S in ids_S.split(size)]
+    parts = [dense(call.select_experts(partial(_select, some_S))) for some_S in ids_S.split(size)]
     return parts[0] if len(parts) == 1 else torch.stack(parts).sum(0)
 
 
@@ -154,14 +159,14 @@ def _select(ids_S: torch.Tensor, tensor: torch.Tensor, dim: int) -> torch.Tensor
 
 
 GroupedProduct = Callable[[torch.Tensor, torch.Tensor, torch.Tensor], torch.Tensor]
-"""Of rows [N, in] and matrices [E, in, out]: the first rows with the first matrix, and so on, by int64 counts [E]."""
+"""Multiplies rows [N, in] by matrices [E, in, out], group after group, by int64 counts [E]."""
 
 
 def grouped(product: GroupedProduct, call: Call) -> torch.Tensor:
-    """Each token with the experts that it chose alone: its copies are sorted by their experts."""
+    """Compute each token with the experts that it chose, by copies of tokens sorted by expert."""
     (num_tokens, num_experts), hidden = call.weights_TE.shape, call.x_TH.shape[1]
     ids_TK, weights_TK = call.chosen()
-    # As floats: an NPU sorts integers on its AI CPU (lesson Q07).
+    # As floats, since an NPU sorts integers on its AI CPU (lesson Q07).
     ids_N, order_N = ids_TK.flatten().float().sort()
     counts_E = (ids_N == torch.arange(num_experts, dtype=ids_N.dtype, device=ids_N.device).unsqueeze(-1)).sum(1)
     tokens_TK = torch.arange(num_tokens, device=ids_N.device).unsqueeze(-1).expand_as(ids_TK)
@@ -169,26 +174,26 @@ def grouped(product: GroupedProduct, call: Call) -> torch.Tensor:
     weights_N1 = weights_TK.flatten().index_select(0, order_N).unsqueeze(-1)
     b13_NJ, b2_NH = (None if b is None else b.index_select(0, ids_N.long()) for b in (call.b13_EJ, call.b2_EH))
     products_NJ = product(rows_NH, call.w13_EJH.transpose(1, 2), counts_E)
-    results_NH = product(call.inner(products_NJ, weights_N1, b13_NJ), call.w2_EHI.transpose(1, 2), counts_E)
+    results_NH = product(call.compute_inner(products_NJ, weights_N1, b13_NJ), call.w2_EHI.transpose(1, 2), counts_E)
     if b2_NH is not None:
         results_NH = results_NH + weights_N1 * b2_NH
-    # Back in their order, and not added where they belong: the order of such additions differs from run to run.
+    # Restore the order instead of adding by index, whose order of additions differs from run to run.
     return results_NH.index_select(0, order_N.float().argsort()).view(num_tokens, -1, hidden).sum(1)
 
 
 class Fused(NamedTuple):
-    """An operator of a device's own."""
+    """A device's own operator."""
 
     run: Form
     takes: Callable[[Call], bool]
     min_tokens: int
-    """From here on it is used."""
+    """The smallest number of tokens for which the operator is used."""
 
 
-def form_of(call: Call, fused: Fused | None) -> Form:
-    """docs/performance.md has what was measured, and of which devices."""
+def choose_form(call: Call, fused: Fused | None) -> Form:
+    """Choose the fastest form for a call; docs/performance.md has the measurements."""
     num_tokens, num_experts = call.weights_TE.shape
-    # Where a rank has as few experts as a token chooses, the operator computes no less.
+    # If a rank has only as many experts as a token chooses, the operator computes no less.
     if fused and num_tokens >= fused.min_tokens and call.top_k < num_experts and fused.takes(call):
         return fused.run
     return gathered if num_gathered(num_tokens, call.top_k, num_experts) else dense
@@ -198,13 +203,13 @@ def form_of(call: Call, fused: Fused | None) -> Form:
 
 
 def register(fused: Fused | None = None) -> None:
-    """In place of vLLM's, once in a process."""
+    """Register these experts in place of vLLM's. Call once per process."""
     MoERunner.register_oot(VisibleRunner)
     UnquantizedFusedMoEMethod.register_oot(type("DeviceExperts", (Experts,), {"fused": fused}))
 
 
 class VisibleRunner(MoERunner):
-    """Without the operation in which vLLM hides its experts from compilers: here they are a part of the step."""
+    """vLLM's runner without the custom operator that hides experts from compilers: here they are part of the step."""
 
     def _select_forward(self) -> Callable[..., Any]:
         return self._run
@@ -222,8 +227,11 @@ class VisibleRunner(MoERunner):
     def _maybe_apply_routed_scale_to_output(
         self, shared_output: torch.Tensor | None, fused_output: torch.Tensor
     ) -> tuple[torch.Tensor | None, torch.Tensor]:
-        """As vLLM's, but not in place: several ranks' outputs are views, through which a captured graph on a Gaudi must
-        not write (lesson L06)."""
+        """Scale as vLLM does, but not in place.
+
+        With several ranks the outputs are views, and a captured graph on a Gaudi cannot write through views (lesson
+        L06).
+        """
         factor = self.routed_scaling_factor
         if factor == 1.0:
             return shared_output, fused_output
@@ -233,13 +241,13 @@ class VisibleRunner(MoERunner):
 
 
 class Experts(UnquantizedFusedMoEMethod):
-    # It routes too: vLLM's routers are kernels of other devices.
+    # This includes routing, since vLLM's routers are kernels of other devices.
     is_monolithic = True
     fused: Fused | None = None
 
     def create_weights(self, layer: Any, *args: Any, **kwargs: Any) -> None:
         for is_unsupported, what in (
-            # An expert that is not chosen would not come out zero.
+            # With a bias, an expert that was not chosen would not give zero.
             (self.moe.has_bias and layer.apply_router_weight_on_input, "biases and weighted inputs"),
             (layer.activation not in _ACTIVATIONS, f"activation {layer.activation.value}"),
             (
@@ -253,16 +261,18 @@ class Experts(UnquantizedFusedMoEMethod):
         ):
             if is_unsupported:
                 raise UnsupportedConfigError(f"{layer.layer_name}: experts with {what} are not supported.")
-        self.local_experts = _local_experts(layer.expert_map)
+        self.local_experts = _find_local_experts(layer.expert_map)
         super().create_weights(layer, *args, **kwargs)
 
     def apply_monolithic(
         self, layer: Any, x: torch.Tensor, router_logits: torch.Tensor, input_ids: torch.Tensor | None = None
     ) -> torch.Tensor:
         num_experts = self.moe.num_experts
-        if router_logits.shape[-1] != num_experts:  # hidden states, where vLLM routes elsewhere: no error would follow
-            raise ValueError(f"{num_experts} experts are routed by {router_logits.shape[-1]} logits")
-        weights_TE = _weights(layer, x, router_logits)
+        if (
+            router_logits.shape[-1] != num_experts
+        ):  # if vLLM routes elsewhere, it passes hidden states, which would not fail
+            raise ValueError(f"{num_experts} experts cannot be routed by {router_logits.shape[-1]} logits")
+        weights_TE = _compute_weights(layer, x, router_logits)
         if self.local_experts is not None:
             weights_TE = weights_TE.narrow(1, *self.local_experts)
         call = Call(
@@ -276,14 +286,14 @@ class Experts(UnquantizedFusedMoEMethod):
             weighs_inputs=layer.apply_router_weight_on_input,
             top_k=layer.top_k,
         )
-        return form_of(call, self.fused)(call)
+        return choose_form(call, self.fused)(call)
 
 
 # --- routing ---
 
 
-def _weights(layer: Any, x: torch.Tensor, router_logits: torch.Tensor) -> torch.Tensor:
-    """float32 [T, E], by the model's own function where it has one."""
+def _compute_weights(layer: Any, x: torch.Tensor, router_logits: torch.Tensor) -> torch.Tensor:
+    """Return the weights of experts, float32 [T, E], by the model's own routing function if it has one."""
     if layer.custom_routing_function is None:
         return route(
             router_logits,
@@ -301,8 +311,8 @@ def _weights(layer: Any, x: torch.Tensor, router_logits: torch.Tensor) -> torch.
     return weights_TE.scatter(-1, ids_TK.long(), chosen_TK.float())
 
 
-def _local_experts(expert_map: torch.Tensor | None) -> tuple[int, int] | None:
-    """With expert parallelism: the first of this rank's experts, and how many follow each other from there."""
+def _find_local_experts(expert_map: torch.Tensor | None) -> tuple[int, int] | None:
+    """Return the first expert of this rank and their number, under expert parallelism."""
     if expert_map is None:
         return None
     ids = (expert_map >= 0).nonzero().flatten().tolist()
@@ -315,7 +325,7 @@ _SCORINGS: dict[str, Activation] = {
     "softmax": partial(torch.softmax, dim=-1),
     "sigmoid": torch.sigmoid,
 }
-# For scores that are all 0.
+# For rows whose scores are all 0.
 _TINY = 1e-20
 
 
@@ -329,9 +339,10 @@ def route(
     num_groups: int = 1,
     top_groups: int = 1,
 ) -> torch.Tensor:
-    """float32 [T, E]: the weight of each expert, 0 for those not chosen. A bias counts in the choice only.
+    """Return the weight of each expert, float32 [T, E]; 0 for experts that were not chosen.
 
-    Of several groups of experts the best are chosen first: by their best expert, or with a bias by their best two.
+    A bias affects the choice only. With several groups of experts, the best groups are chosen first, by their best
+    expert, or with a bias by their best two.
     """
     logits_TE = logits_TE.float()
     scores_TE = _SCORINGS[scoring](logits_TE)

@@ -1,7 +1,7 @@
-"""The first collectives of each group of ranks: real ones, with checked results, before anything else is done.
+"""Runs and checks the first collectives of each group of ranks before anything else is done.
 
-A communicator comes into being at a group's first collective. On a Gaudi that one must not stand in a captured graph,
-and a wrong network or module map shows in it, often as a hang: vllm-gaudi too does one in `init_device` (lesson N01).
+A group's communicator is created at its first collective. On a Gaudi that one must not be part of a captured graph, and
+a wrong network or module map shows in it, often as a hang. vllm-gaudi does one in `init_device` as well (lesson N01).
 """
 
 from __future__ import annotations
@@ -20,21 +20,26 @@ if TYPE_CHECKING:
 logger = init_logger(__name__)
 
 _SIZE = 128
-"""Numbers that a rank sends: an even count, and few."""
+"""How many numbers a rank sends; few, and even."""
 
 
 def check_groups(memory: Memory) -> None:
-    """Of every group through which ranks exchange tensors: tensor-, data- and expert-parallel ones. All ranks call
-    this, and have their groups in the same order."""
+    """Check every tensor-, data- and expert-parallel group.
+
+    All ranks call this, with their groups in the same order.
+    """
     for reference in groups.values():
         group = reference()
-        # One that was destroyed may still be referred to, and groups without a communicator are for the host.
+        # A destroyed group may still be referred to, and groups without a communicator are for the host.
         if group is None or group.world_size == 1 or not hasattr(group, "device_group"):
             continue
         if getattr(group, "device_communicator", None) is None:
             continue
         if group.rank_in_group == 0:
-            logger.info("First collectives of %s; if nothing follows, its ranks do not reach each other.", _name(group))
+            logger.info(
+                "Running the first collectives of %s. If nothing follows, its ranks cannot reach each other.",
+                _name(group),
+            )
         check_group(group, memory)
 
 
@@ -52,9 +57,9 @@ class Group(Protocol):
 
 
 def check_group(group: Group, memory: Memory) -> None:
-    """Raises a RuntimeError where a rank gets something else than was sent."""
+    """Run the collectives of a group. Raises RuntimeError if a rank receives anything but what was sent."""
     name = _name(group)
-    sent = [_numbers(rank) for rank in range(group.world_size)]
+    sent = [_make_numbers(rank) for rank in range(group.world_size)]
     with torch.inference_mode():
         sent_here = memory.upload(sent[group.rank_in_group])
         _check(name, "all_gather", torch.cat(sent), lambda: group.all_gather(sent_here, dim=0), memory)
@@ -70,14 +75,14 @@ def _check(name: str, collective: str, expected: torch.Tensor, run: Callable[[],
     try:
         found = memory.download(run())
     except Exception as error:
-        raise RuntimeError(f"{collective} of {name} fails: {error}; {advice}") from error
+        raise RuntimeError(f"{collective} of {name} failed: {error}; {advice}") from error
     if found.shape != expected.shape:
-        raise RuntimeError(f"{collective} of {name} gives {tuple(found.shape)} numbers; {advice}")
+        raise RuntimeError(f"{collective} of {name} returned a tensor of shape {tuple(found.shape)}; {advice}")
     if len(wrong := (found != expected).nonzero()):
         index = int(wrong[0])
-        raise RuntimeError(f"{collective} of {name} gives {found[index]:g} for {expected[index]:g}; {advice}")
+        raise RuntimeError(f"{collective} of {name} returned {found[index]:g} instead of {expected[index]:g}; {advice}")
 
 
-def _numbers(rank: int) -> torch.Tensor:
-    """float32, whose sums are exact; no two ranks have the same, and no two neighbors of a rank."""
+def _make_numbers(rank: int) -> torch.Tensor:
+    """Return float32 numbers whose sums are exact, different for each rank and for neighbors within a rank."""
     return torch.arange(_SIZE) % 7 + 8.0 * rank**2

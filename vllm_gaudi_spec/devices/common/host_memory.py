@@ -1,4 +1,4 @@
-"""How much of a host's memory the KV cache takes, where the host is the device."""
+"""How much memory the KV cache may take if the host is the device."""
 
 from __future__ import annotations
 
@@ -11,12 +11,12 @@ def free() -> int:
     return int(psutil.virtual_memory().available)
 
 
-def of_children() -> int:
-    """What the processes that this one started have for themselves alone."""
+def measure_children() -> int:
+    """Return the memory that child processes have for themselves alone, in bytes."""
     return sum(child.memory_full_info().uss for child in psutil.Process().children(recursive=True))
 
 
-def for_kv(utilization: float, less: int = 0) -> int:
-    """`less`: what will not be free any more when the cache is made."""
-    # Unlike a card's memory this one has other users, and clearing it takes time at every start.
+def choose_kv_bytes(utilization: float, less: int = 0) -> int:
+    """Return the size of the KV cache. `less` is memory that will be taken before the cache is allocated."""
+    # Unlike a card's memory, the host's has other users, and zeroing it takes time at every start.
     return min(int((free() - less) * utilization / 2), _MOST)

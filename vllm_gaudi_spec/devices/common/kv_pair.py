@@ -1,4 +1,4 @@
-"""KV as two tensors a layer, for devices with kernels of their own or none."""
+"""KV caches as two tensors per layer."""
 
 from __future__ import annotations
 
@@ -20,16 +20,16 @@ from vllm_gaudi_spec.upstream.kv_cache import AttentionSpec, UniformTypeKVCacheS
 if TYPE_CHECKING:
     from vllm_gaudi_spec.upstream.kv_cache import KVCacheConfig, KVCacheLayout
 
-# Block copies of one graph; what is left over copies the pad block onto itself.
+# Block copies per graph. Unused ones copy the pad block to itself.
 _COPIES = 8
 
 
 class KVPair(NamedTuple):
-    """Keys and values of a layer, a tensor [slots, K, D] each: Gaudi changes tensors as a whole, not through views."""
+    """Keys and values of a layer, a tensor [slots, K, D] each, since a Gaudi cannot write through views."""
 
     keys: torch.Tensor
     values: torch.Tensor | None
-    """None where they are a part of the keys."""
+    """None if values are a part of the keys."""
     block_size: int
 
     def tensors(self) -> tuple[torch.Tensor, ...]:
@@ -42,7 +42,7 @@ class KVPair(NamedTuple):
         return KVShape(num_slots // self.block_size, self.block_size, num_kv_heads, row_size, self.keys.dtype)
 
     def blocks(self) -> tuple[torch.Tensor, torch.Tensor | None]:
-        """For reading: [blocks, block_size, K, D]."""
+        """Return views [blocks, block_size, K, D] for reading."""
         keys, *values = (tensor.unflatten(0, (-1, self.block_size)) for tensor in self.tensors())
         return keys, values[0] if values else None
 
@@ -60,7 +60,7 @@ class KVPair(NamedTuple):
 
 
 class PairMemory(Memory):
-    """Memory of a device whose KV cache is such pairs."""
+    """Memory of a device whose KV caches are `KVPair`s."""
 
     def __init__(self, torch_device: torch.device, graphs: Graphs) -> None:
         self.torch_device = torch_device
@@ -72,8 +72,8 @@ class PairMemory(Memory):
     def allocate_kv(self, kv_cache_config: KVCacheConfig, layout: KVCacheLayout) -> dict[str, KVPair]:
         return allocate(kv_cache_config, self.torch_device)
 
-    def block_copier(self, kv_caches: dict[str, KVPair]) -> Callable[[list[tuple[int, int]]], None]:
-        """As `Memory.block_copier`, by one graph."""
+    def make_block_copier(self, kv_caches: dict[str, KVPair]) -> Callable[[list[tuple[int, int]]], None]:
+        """Return a function that copies blocks by one graph."""
         distinct = list({id(pair.keys): pair for pair in kv_caches.values()}.values())
         copy_blocks = self._graphs.graph(partial(_copy_blocks, distinct))
 
@@ -87,7 +87,7 @@ class PairMemory(Memory):
 
 
 class PairAttention(Attention):
-    """Attention over such pairs, in plain torch: for devices to override where they have kernels."""
+    """Attention over `KVPair`s in plain torch, for devices to override with kernels."""
 
     def kv_shape(self, kv_cache: KVPair) -> KVShape:
         return kv_cache.shape
@@ -111,16 +111,16 @@ class PairAttention(Attention):
         spec: AttentionLayerSpec,
         operations: Operations = PLAIN,
     ) -> torch.Tensor:
-        if call.packed is not None:  # never where graphs are captured
+        if call.packed is not None:  # never if the device captures
             return torch_ops.attend_packed(self.attend, query_THD, kv_cache, call, spec, operations)
         return padded.attend(query_THD, *kv_cache.blocks(), call, spec, operations)
 
 
 def allocate(kv_cache_config: KVCacheConfig, device: torch.device) -> dict[str, KVPair]:
-    """By layer name; zero."""
+    """Allocate zeroed caches by layer name."""
     by_offset: dict[int, KVPair] = {}
     by_layer: dict[str, KVPair] = {}
-    for layer in kv_layers(kv_cache_config):
+    for layer in iterate_kv_layers(kv_cache_config):
         if layer.offset not in by_offset:
             shape = (layer.num_blocks * layer.block_size, layer.num_kv_heads, layer.head_size)
             make = partial(torch.zeros, shape, dtype=layer.dtype, device=device)
@@ -141,21 +141,22 @@ def _copy_blocks(kv_pairs: list[KVPair], blocks_2N: torch.Tensor) -> None:
 class KVLayer:
     name: str
     offset: int
-    """Layers of different groups may have the same: a block belongs to one group at a time, so they share memory."""
+    """Layers of different groups may have the same offset: a block belongs to one group at a time, so they share
+    memory."""
     num_blocks: int
     block_size: int
     num_kv_heads: int
     head_size: int
     dtype: torch.dtype
     has_values: bool
-    """False where they are a part of the keys."""
+    """False if values are a part of the keys."""
 
 
-def kv_layers(kv_cache_config: KVCacheConfig) -> Iterator[KVLayer]:
+def iterate_kv_layers(kv_cache_config: KVCacheConfig) -> Iterator[KVLayer]:
     by_offset: dict[int, tuple[object, ...]] = {}
     for tensor in kv_cache_config.kv_cache_tensors:
         for index, name in enumerate(tensor.layers):
-            spec = _spec_of(kv_cache_config, name)
+            spec = _find_spec(kv_cache_config, name)
             offset = tensor.offset + index * tensor.layer_stride
             kind = (spec.block_size, spec.num_kv_heads, spec.head_size, spec.dtype, spec.head_size_v > 0)
             if by_offset.setdefault(offset, kind) != kind:
@@ -165,10 +166,10 @@ def kv_layers(kv_cache_config: KVCacheConfig) -> Iterator[KVLayer]:
             yield KVLayer(name, offset, kv_cache_config.num_blocks, *kind)
 
 
-def _spec_of(kv_cache_config: KVCacheConfig, name: str) -> AttentionSpec:
+def _find_spec(kv_cache_config: KVCacheConfig, name: str) -> AttentionSpec:
     spec = next(group.kv_cache_spec for group in kv_cache_config.kv_cache_groups if name in group.layer_names)
     if isinstance(spec, UniformTypeKVCacheSpecs):
         spec = spec.kv_cache_specs[name]
     if not isinstance(spec, AttentionSpec):
-        raise UnsupportedConfigError(f"{name} keeps no attention KV; use a model whose layers are all attention.")
+        raise UnsupportedConfigError(f"{name} has no attention KV; use a model whose layers are all attention.")
     return spec

@@ -1,4 +1,4 @@
-"""Puts a device's kernels in place of vLLM's layers: norms through its IR, rotary embeddings by class."""
+"""Registers a device's kernels in place of vLLM's layers: norms through its IR, rotary embeddings by class."""
 
 from __future__ import annotations
 
@@ -24,10 +24,10 @@ logger = init_logger(__name__)
 
 
 def find_kernel(module: str, name: str) -> Any:
-    """A kernel of the device's software; None, logged once, where this build has none."""
+    """Return a kernel of the device's software; None if this build has none, which is logged once."""
     kernel = getattr(pkgutil.resolve_name(module), name, None)
     if kernel is None:
-        logger.info("This build of %s has no %s; plain torch operations serve.", module.partition(".")[0], name)
+        logger.info("This build of %s has no %s; using plain torch operations.", module.partition(".")[0], name)
     return kernel
 
 
@@ -49,8 +49,11 @@ def register_norms(
     takes: Callable[[torch.Tensor], bool] = lambda x: True,
     in_place: bool = False,
 ) -> None:
-    """`takes`: which inputs the kernels take, besides those of the weight's dtype. `in_place`: `add_norm` writes its
-    results over its inputs."""
+    """Register kernels for RMS norms, with and without a residual.
+
+    `takes` says which inputs the kernels support, beyond having the weight's dtype. With `in_place`, `add_norm` writes
+    its results over its inputs.
+    """
 
     def supports(
         x: torch.Tensor, weight: torch.Tensor | None, epsilon: float, variance_size: int | None = None
@@ -89,26 +92,29 @@ def register_norms(
 
 
 class Turn(Protocol):
-    """A device's kernel."""
+    """A device's kernel for rotary embedding."""
 
     def __call__(
         self, heads_THR: torch.Tensor, cos_T1R: torch.Tensor, sin_T1R: torch.Tensor, *, halves: bool
     ) -> torch.Tensor:
-        """Numbers that turn together stand half a head apart (`halves`), or side by side; the tables name each."""
+        """Rotate heads.
+
+        Numbers that rotate together are half a head apart (`halves`) or adjacent; tables have an entry for each.
+        """
         ...
 
 
-def _turning(turn: Turn) -> type:
-    """To stand before a class of vLLM's that turns queries and keys as `RotaryEmbedding` does."""
+def _make_rotary_mixin(turn: Turn) -> type:
+    """Return a mixin for vLLM's classes that rotate queries and keys as `RotaryEmbedding` does."""
 
     class _Turning:
         def forward_oot(
             self: RotaryEmbeddingBase, positions: torch.Tensor, query: torch.Tensor, key: torch.Tensor | None = None
         ) -> tuple[torch.Tensor, torch.Tensor | None]:
-            # With the positions, so that no others come to have their id.
-            cos, sin, _ = _once_a_forward(
+            # Keep the positions, so that their id is not reused.
+            cos, sin, _ = _compute_once_per_forward(
                 ("rotary", id(self), id(positions), query.dtype),
-                lambda: (*_tables(self, positions, query), positions),
+                lambda: (*_look_up_tables(self, positions, query), positions),
             )
 
             def all_heads(heads: torch.Tensor) -> torch.Tensor:
@@ -123,16 +129,21 @@ def _turning(turn: Turn) -> type:
     return _Turning
 
 
-def _tables(
+def _look_up_tables(
     rotary: RotaryEmbeddingBase, positions: torch.Tensor, query: torch.Tensor
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """cos and sin of each number of a head, [T, 1, R]. `positions`: [T], or [D, T] of a multimodal embedding."""
+    """Return cos and sin for each number of a head, [T, 1, R].
+
+    `positions` is [T], or [D, T] for a multimodal embedding.
+    """
     table = rotary._match_cos_sin_cache_dtype(query)
-    # Not by an index, which leaves a compiled graph (lesson C16).
+    # Indexing would break a compiled graph (lesson C16).
     found = table.index_select(0, positions.flatten())
     if positions.ndim == 2:
         assert isinstance(rotary, MRotaryEmbedding)
-        found = torch.cat([_by_section(rotary, part) for part in found.unflatten(0, positions.shape).chunk(2, -1)], -1)
+        found = torch.cat(
+            [_select_sections(rotary, part) for part in found.unflatten(0, positions.shape).chunk(2, -1)], -1
+        )
     cos, sin = found.unsqueeze(1).chunk(2, dim=-1)
     if rotary.is_neox_style:
         return torch.cat((cos, cos), -1), torch.cat((sin, sin), -1)
@@ -140,8 +151,8 @@ def _tables(
     return cos, sin
 
 
-def _by_section(rotary: MRotaryEmbedding, found_DTC: torch.Tensor) -> torch.Tensor:
-    """[T, C]: of each channel the numbers at the dimension of the position that it turns by."""
+def _select_sections(rotary: MRotaryEmbedding, found_DTC: torch.Tensor) -> torch.Tensor:
+    """Return [T, C]: for each channel, the entry of the position dimension that rotates it."""
     assert rotary.mrope_section is not None
     if rotary.mrope_interleaved:
         return apply_interleaved_rope(found_DTC, rotary.mrope_section)
@@ -149,8 +160,8 @@ def _by_section(rotary: MRotaryEmbedding, found_DTC: torch.Tensor) -> torch.Tens
     return torch.cat([part_DTC[dimension] for dimension, part_DTC in enumerate(parts)], dim=-1)
 
 
-def _once_a_forward(key: Hashable, build: Callable[[], Any]) -> Any:
-    """What all layers of a forward need alike: a few small operations a layer are a tenth of a step's launches."""
+def _compute_once_per_forward(key: Hashable, build: Callable[[], Any]) -> Any:
+    """Cache what all layers of a forward share: small operations per layer would be a tenth of a step's launches."""
     metadata = get_forward_context().attn_metadata if is_forward_context_available() else None
     calls = metadata.values() if isinstance(metadata, dict) else ()
     call = next((call for call in calls if isinstance(call, AttentionCall)), None)
@@ -158,18 +169,17 @@ def _once_a_forward(key: Hashable, build: Callable[[], Any]) -> Any:
 
 
 def register_rotary(prefix: str, turn: Turn) -> None:
-    """For all of vLLM's classes that turn queries and keys alike."""
+    """Register a kernel for all of vLLM's classes that rotate queries and keys in the common way."""
     for base in (RotaryEmbedding, DeepseekScalingRotaryEmbedding, MRotaryEmbedding):
-        register_rotary_class(prefix, _turning(turn), base)
+        register_rotary_class(prefix, _make_rotary_mixin(turn), base)
 
 
 def register_rotary_class(prefix: str, mixin: type, base: type[RotaryEmbeddingBase]) -> None:
-    """`mixin` stands before `base` and before each class below it that turns as `base` does, whatever its table
-    holds."""
-    for cls in _with_subclasses(base):
+    """Put `mixin` before `base` and before each subclass that rotates as `base` does, whatever its table holds."""
+    for cls in _list_subclasses(base):
         if cls.forward_native is base.forward_native:
             cls.register_oot(type(f"{prefix}{cls.__name__}", (mixin, cls), {}))
 
 
-def _with_subclasses(cls: type[RotaryEmbeddingBase]) -> list[type[RotaryEmbeddingBase]]:
-    return [cls, *(found for subclass in cls.__subclasses__() for found in _with_subclasses(subclass))]
+def _list_subclasses(cls: type[RotaryEmbeddingBase]) -> list[type[RotaryEmbeddingBase]]:
+    return [cls, *(found for subclass in cls.__subclasses__() for found in _list_subclasses(subclass))]

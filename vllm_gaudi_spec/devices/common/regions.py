@@ -1,10 +1,10 @@
-"""A function as compiled regions: traced once without values, cut at markers, each region compiled for its shapes.
+"""Compiles a function as regions: it is traced once without values, cut at markers, and each region is compiled.
 
-A region is what happened to tensors between two markers, as an FX graph whose inputs are all that it reads: arguments,
-weights, caches, and results of regions before it. Python does not run in it, so there is nothing to guard and no break;
-and regions that do the same to tensors of the same geometry, as a model's layers do, are one compilation. torch.compile
-on the function itself would have a guard for each name of a layer and each branch of Python, and compile each layer
-(lessons C03, C04, C06-C11).
+A region is the operations between two markers, as an FX graph whose inputs are all that it reads: arguments, weights,
+caches, and results of earlier regions. No Python runs in it, so there are no guards and no graph breaks, and regions
+that do the same to tensors of the same geometry, as a model's layers do, are compiled once. torch.compile on the
+function itself would guard each name of a layer and each branch of Python, and compile every layer (lessons C03, C04,
+C06-C11).
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple, cast
 import torch
 from torch import fx
 
-from vllm_gaudi_spec.devices.common.arguments import flatten, key_of, name_of, rebuild, tensors_in
+from vllm_gaudi_spec.devices.common.arguments import find_tensors, flatten, get_name, make_key, rebuild
 from vllm_gaudi_spec.devices.common.fakes import Results
 from vllm_gaudi_spec.devices.common.tracing import (
     Operation,
@@ -30,7 +30,7 @@ if TYPE_CHECKING:
     from vllm_gaudi_spec.devices.base import Function
 
 Compiler = Callable[[fx.GraphModule, list[torch.Tensor]], Callable[..., Sequence[Any]]]
-"""A backend of torch.compile. It gets tensors without values."""
+"""A backend of torch.compile, called with tensors without values."""
 
 
 class _Step(NamedTuple):
@@ -40,11 +40,11 @@ class _Step(NamedTuple):
     inputs: tuple[int, ...]
     outputs: tuple[int, ...]
     dead: tuple[int, ...]
-    """Numbers of values that nothing later reads."""
+    """Numbers of values that no later step reads."""
 
 
 class RegionCompiler:
-    """Makes compiled functions, and keeps what was compiled for others of the same form."""
+    """Compiles functions, and reuses regions of the same form."""
 
     def __init__(
         self,
@@ -52,16 +52,16 @@ class RegionCompiler:
         device_type: str,
         rewrites: Mapping[Any, Callable[..., Any]] | None = None,
     ) -> None:
-        """`rewrites`: instead of an operation, a function that does the same by others, or returns NotImplemented."""
+        """`rewrites` maps an operation to a function that expresses it by others, or returns NotImplemented."""
         self._compiler = compiler
         self._device_type = device_type
         self._rewrites = rewrites or {}
         self._results = Results()
         self._compiled: dict[Hashable, Callable[..., Sequence[Any]]] = {}
         self.functions: Counter[str] = Counter()
-        """How many were compiled of each, by name: one for each geometry of arguments."""
+        """How often each function was compiled, by name: once per geometry of its arguments."""
         self.traces_twice = False
-        """Whether a function has to do the same twice: what Python counts would be compiled as the number it was."""
+        """Whether to trace twice and compare: a number that Python counts would be compiled as a constant."""
         self._tracer: Tracer | None = None
 
     @property
@@ -69,17 +69,17 @@ class RegionCompiler:
         return len(self._compiled)
 
     def cut(self) -> None:
-        """The marker: while a function is traced, a region ends here."""
+        """End a region here, while a function is traced."""
         if self._tracer is not None:
             self._tracer.cut()
 
     def compiled(self, function: Function) -> Function:
-        """`function`, compiled for each set of shapes and of arguments that are not tensors."""
+        """Return `function`, compiled for each set of tensor shapes and non-tensor arguments."""
         made: dict[Hashable, list[CompiledFunction]] = {}
 
         def run(*args: Any) -> Any:
             tensors, rest = flatten(args)
-            candidates = made.setdefault((key_of(tensors, rest), _sharing(tensors)), [])
+            candidates = made.setdefault((make_key(tensors, rest), _find_sharing(tensors)), [])
             found = next((one for one in candidates if one.fits(tensors)), None)
             if found is None:
                 found = self.compile(function, tensors, rest)
@@ -89,13 +89,13 @@ class RegionCompiler:
         return cast("Function", run)
 
     def compile(self, function: Callable[..., Any], tensors: Sequence[torch.Tensor], rest: Any) -> CompiledFunction:
-        """`tensors`, `rest`: its flattened arguments."""
+        """Compile a function for its flattened arguments `tensors` and `rest`."""
         tracer, results, form = self._trace(function, tensors, rest)
         steps = self._steps(tracer, results)
         if self.traces_twice:
             again, _, _ = self._trace(function, tensors, rest)
             check_equal(tracer, again)
-        self.functions[name_of(function)] += 1
+        self.functions[get_name(function)] += 1
         return CompiledFunction(tensors, steps, tracer, results, form)
 
     def _trace(
@@ -110,7 +110,7 @@ class RegionCompiler:
         finally:
             self._tracer = None
         found, form = flatten(result)
-        return tracer, [tracer.number_of(tensor) for tensor in found], form
+        return tracer, [tracer.get_number(tensor) for tensor in found], form
 
     def _steps(self, tracer: Tracer, results: Sequence[int]) -> list[_Step]:
         segments = [segment for segment in tracer.segments if segment.operations]
@@ -127,7 +127,7 @@ class RegionCompiler:
             new: dict[int, None] = {}
             for operation in segment.operations:
                 inputs.update(dict.fromkeys(number for number in operation.inputs if number not in new))
-                # One that it was given is changed in place.
+                # The step changes one of its inputs in place.
                 new.update(dict.fromkeys(number for number in operation.outputs if number not in inputs))
             outputs = tuple(number for number in new if last_use[number] > index or number in results)
             made.update(new)
@@ -146,13 +146,13 @@ class RegionCompiler:
             return _collective(segment.operations[0], inputs, outputs)
         key = _form(segment, tracer, inputs, outputs)
         if key not in self._compiled:
-            module = _graph_of(segment, inputs, outputs)
+            module = _build_graph(segment, inputs, outputs)
             self._compiled[key] = self._compiler(module, [tracer.fakes.values[number] for number in inputs])
         return self._compiled[key]
 
 
 class CompiledFunction:
-    """A function for arguments of one geometry, as steps."""
+    """A function for arguments of one geometry, as a list of steps."""
 
     def __init__(
         self,
@@ -172,11 +172,11 @@ class CompiledFunction:
         self._form = form
 
     def fits(self, tensors: Sequence[torch.Tensor]) -> bool:
-        """Whether they share memory with tensors from outside as those did that it was made for."""
+        """Whether these tensors share memory with outside tensors as the ones did that it was compiled for."""
         return self._sharing_outside(tensors) == self._sharing
 
     def _sharing_outside(self, tensors: Sequence[torch.Tensor]) -> tuple[int | None, ...]:
-        """Of each, the number of a tensor from outside that has the same memory."""
+        """Return, for each tensor, the number of an outside tensor with the same memory."""
         return tuple(self._number_by_storage.get(_storage(tensor)) for tensor in tensors)
 
     @property
@@ -197,13 +197,13 @@ class CompiledFunction:
 
 
 def _form(segment: Segment, tracer: Tracer, inputs: Sequence[int], outputs: Sequence[int]) -> Hashable:
-    """What a region does, with its own numbers of values: equal for regions that may share what is compiled."""
+    """Describe a region with numbers of its own: equal for regions that may share compiled code."""
     local: dict[int, int] = {}
     storages: dict[int, int] = {}
     geometries = []
     for number in inputs:
         local[number] = len(local)
-        geometry, storage = tracer.fakes.geometry_of(number)
+        geometry, storage = tracer.fakes.get_geometry(number)
         geometries.append((geometry, storages.setdefault(storage, len(storages))))
     operations = [
         (
@@ -216,8 +216,8 @@ def _form(segment: Segment, tracer: Tracer, inputs: Sequence[int], outputs: Sequ
     return tuple(geometries), tuple(operations), tuple(local[number] for number in outputs)
 
 
-def _sharing(tensors: Sequence[torch.Tensor]) -> tuple[int, ...]:
-    """Of each, the first that has the same memory: regions are made for arguments that share it as these do."""
+def _find_sharing(tensors: Sequence[torch.Tensor]) -> tuple[int, ...]:
+    """Return, for each tensor, the index of the first one with the same memory."""
     first: dict[int, int] = {}
     return tuple(first.setdefault(_storage(tensor), index) for index, tensor in enumerate(tensors))
 
@@ -227,7 +227,7 @@ def _storage(tensor: torch.Tensor) -> int:
     return storage
 
 
-def _graph_of(segment: Segment, inputs: Sequence[int], outputs: Sequence[int]) -> fx.GraphModule:
+def _build_graph(segment: Segment, inputs: Sequence[int], outputs: Sequence[int]) -> fx.GraphModule:
     graph = fx.Graph()
     nodes: dict[int, fx.Node] = {number: graph.placeholder(f"input_{index}") for index, number in enumerate(inputs)}
     for one in segment.operations:
@@ -253,7 +253,7 @@ def _collective(operation: Operation, inputs: Sequence[int], outputs: Sequence[i
         arguments, named = fill_in((operation.args, dict(operation.kwargs)), dict(zip(inputs, tensors, strict=True)))
         result = operation.target(*arguments, **named)
         result[-1].wait() if isinstance(result, tuple) else result.wait()
-        found = dict(zip(operation.outputs, tensors_in(result), strict=True))
+        found = dict(zip(operation.outputs, find_tensors(result), strict=True))
         return [found[number] for number in outputs]
 
     return run

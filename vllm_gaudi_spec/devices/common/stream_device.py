@@ -1,6 +1,6 @@
-"""What accelerators have in common whose streams are recorded as graphs: graphs, memory and weights.
+"""Graphs, memory and weights of accelerators that capture streams as graphs.
 
-Their modules of torch, `torch.cuda` and those made after it, have one form.
+They have torch modules of the form of `torch.cuda`.
 """
 
 from __future__ import annotations
@@ -21,13 +21,13 @@ from vllm_gaudi_spec.devices.common.stream_graphs import Captures, Graphed
 
 logger = init_logger(__name__)
 
-# The share of free memory that is kept for what captured graphs compute in.
+# The share of free memory that is kept for captured graphs.
 _GRAPH_RESERVE = 0.1
 
 
 class StreamGraphs(Graphs):
     def __init__(self, runtime: Any, captures: Captures) -> None:
-        # Helpers of vLLM that are decorated with torch.compile are a part of the captured step.
+        # Functions of vLLM that are decorated with torch.compile are a part of the captured step.
         torch.compiler.set_stance("force_eager")
         self._runtime = runtime
         self._captures = captures
@@ -43,7 +43,7 @@ class StreamGraphs(Graphs):
         self._captured_in_warmup += len(self._captures.names) - before
 
     def warmed_up(self) -> None:
-        # What was computed besides the graphs has left memory cached.
+        # Eager runs have left memory in torch's cache.
         self._runtime.empty_cache()
         self._captured_in_warmup = len(self._captures.names)
 
@@ -67,13 +67,13 @@ class StreamMemory(PairMemory):
         return int(self._runtime.mem_get_info()[0])
 
     def available_memory(self, utilization: float, num_ranks: int) -> int:
-        # A rank has a card of its own.
+        # Each rank has its own card.
         free, total = self._runtime.mem_get_info()
         logger.info("%.1f of %.1f GiB are free after loading.", free / 2**30, total / 2**30)
         return int(free * utilization * (1 - _GRAPH_RESERVE))
 
     def upload(self, host: torch.Tensor) -> torch.Tensor:
-        # From pinned memory, which torch keeps and does not hand out again before the copy is done.
+        # Torch does not reuse pinned memory before its copy is done.
         return host.pin_memory().to(self.torch_device, non_blocking=True)
 
     def download(self, tensor: torch.Tensor) -> torch.Tensor:
@@ -81,8 +81,8 @@ class StreamMemory(PairMemory):
 
     def start_download(self, tensor: torch.Tensor) -> Callable[[], torch.Tensor]:
         self.num_host_syncs += 1
-        # Between two graphs: the next one overwrites the tensor after this. A stream beside them would want a copy
-        # of it, which takes the device as long, and costs the host more.
+        # On the stream of the graphs, before the next one overwrites the tensor. Another stream would need a clone,
+        # which takes the device as long and costs the host more.
         host = self._host_buffer(tensor)
         host.copy_(tensor, non_blocking=True)
         done = self._runtime.Event()
@@ -105,5 +105,5 @@ class StreamWeights(Weights):
         self._memory = memory
 
     def weights_changed(self, model: nn.Module) -> None:
-        """Nothing is made of weights: graphs read them where they are."""
+        """Wait for the copies. Nothing is derived from weights: graphs read them where they are."""
         self._memory.synchronize()

@@ -1,6 +1,6 @@
-"""Functions as graphs of recorded streams: one graph for each set of shapes and of arguments that are no tensors.
+"""Functions as captured streams: one graph per set of tensor shapes and non-tensor arguments.
 
-The runtime is torch's module of the device, `torch.cuda` or one of the same form.
+The runtime is the device's torch module, `torch.cuda` or one of the same form.
 """
 
 from __future__ import annotations
@@ -13,7 +13,7 @@ from typing import Any, NamedTuple, Protocol
 
 import torch
 
-from vllm_gaudi_spec.devices.common.arguments import flatten, name_of, rebuild
+from vllm_gaudi_spec.devices.common.arguments import flatten, get_name, rebuild
 
 
 class Form(NamedTuple):
@@ -33,18 +33,18 @@ class Recorded(Protocol):
 class _Captured(NamedTuple):
     graph: Recorded
     inputs: list[list[torch.Tensor]]
-    """What the graph reads, by device and dtype: one copy serves all tensors of one."""
+    """What the graph reads, grouped by device and dtype, since one copy can fill a whole group."""
     argument_indices: list[list[int]]
-    """Where in the arguments each of them comes from."""
+    """Indices of the arguments that fill each group."""
     result: Any
 
 
 class Captures:
-    """All graphs of a process: they share the memory in which they compute, and the buffers that they read."""
+    """All graphs of a process, which share their memory and the buffers that they read."""
 
     def __init__(self, runtime: Any, new_graph: Callable[[], Any], device: torch.device) -> None:
         self.names: list[str] = []
-        """One entry a graph, in the order in which they were made."""
+        """The name of each graph, in the order of capture."""
         self._runtime = runtime
         self._new_graph = new_graph
         self._device = device
@@ -52,17 +52,19 @@ class Captures:
         self._stream: Any = None
         self._pool: Any = None
         self._keeper: Any = None
-        """A graph of nothing: a pool that lost its last one, as between two engines, cannot be used again."""
+        """An empty graph: a memory pool that lost its last graph, as between two engines, cannot be used again."""
 
     def buffer(self, index: int, form: Form) -> torch.Tensor:
-        """Where the argument at `index` of any graph goes: filled right before a graph runs, in stream order; arguments
-        on the host, at once."""
+        """Return the buffer for the argument at `index` of any graph.
+
+        It is filled right before a graph runs, in stream order, or at once if it is on the host.
+        """
         if (index, form) not in self._buffers:
             self._buffers[index, form] = torch.empty(form.shape, dtype=form.dtype, device=form.device)
         return self._buffers[index, form]
 
     def record(self, run: Callable[[], None]) -> Recorded:
-        """`run` as a graph; nothing is computed."""
+        """Capture `run` as a graph, without computing."""
         self._give_back_cached()
         if self._keeper is None:
             self._pool, self._stream = self._runtime.graph_pool_handle(), self._runtime.Stream()
@@ -71,7 +73,7 @@ class Captures:
 
     def _record(self, run: Callable[[], Any]) -> Recorded:
         graph = self._new_graph()
-        with _no_collecting(), self._runtime.stream(self._stream):
+        with _pause_collector(), self._runtime.stream(self._stream):
             graph.capture_begin(pool=self._pool, capture_error_mode="thread_local")
             try:
                 run()
@@ -81,23 +83,23 @@ class Captures:
         return recorded
 
     def first_run(self) -> AbstractContextManager[None]:
-        """Around a function that is going to be recorded, while it runs as it is."""
+        """Return the context of a function's eager run before its capture."""
         return nullcontext()
 
     def second_run(self) -> AbstractContextManager[None]:
-        """Around the same, while it is recorded."""
+        """Return the context of the run that is captured."""
         return nullcontext()
 
     def _give_back_cached(self) -> None:
-        """Graphs cannot use what torch caches of the memory that the same work took uncaptured."""
+        """Free memory that torch cached in eager runs, which graphs cannot use."""
         cached = self._runtime.memory_reserved() - self._runtime.memory_allocated()
         if cached > self._runtime.mem_get_info()[0]:
             self._runtime.empty_cache()
 
 
 @contextmanager
-def _no_collecting() -> Iterator[None]:
-    """The collector may find graphs of an engine that is gone, and a recording fails when another graph is freed."""
+def _pause_collector() -> Iterator[None]:
+    """Pause the garbage collector: freeing a graph of an earlier engine makes a capture fail."""
     collects = gc.isenabled()
     gc.disable()
     try:
@@ -108,7 +110,7 @@ def _no_collecting() -> Iterator[None]:
 
 
 class Graphed:
-    """A function given to `Graphs.graph`."""
+    """A function passed to `Graphs.graph`."""
 
     def __init__(self, function: Callable[..., Any], captures: Captures) -> None:
         self._function = function
@@ -128,10 +130,10 @@ class Graphed:
         return captured.result
 
     def _make(self, tensors: list[torch.Tensor], rest: Any) -> _Captured:
-        """Run the function once as it is, which compiles its kernels and gives this call's result, then record it.
+        """Run the function once eagerly, which compiles its kernels and returns this call's result, then capture it.
 
-        Recording computes nothing, so what the function changes besides it changes once, also when a graph is first
-        needed while requests are served.
+        Capturing computes nothing, so side effects happen once, even if a graph is first needed while requests are
+        served.
         """
         buffers = [self._captures.buffer(i, Form.of(tensor)) for i, tensor in enumerate(tensors)]
         for buffer, tensor in zip(buffers, tensors, strict=True):
@@ -139,7 +141,7 @@ class Graphed:
         arguments = rebuild(buffers, rest)
         with self._captures.first_run():
             first, form = flatten(self._function(*arguments))
-        # Results lie outside of the memory that graphs share: another graph may run before they are read.
+        # Keep results outside of the graphs' shared memory: another graph may run before they are read.
         results = [tensor.clone(memory_format=torch.contiguous_format) for tensor in first]
         del first
 
@@ -151,7 +153,7 @@ class Graphed:
                 result.copy_(tensor)
 
         graph = self._captures.record(run)
-        self._captures.names.append(name_of(self._function))
+        self._captures.names.append(get_name(self._function))
         by_kind: dict[Hashable, list[int]] = {}
         for index, tensor in enumerate(tensors):
             by_kind.setdefault((tensor.device, tensor.dtype), []).append(index)

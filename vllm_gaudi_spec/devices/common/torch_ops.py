@@ -1,7 +1,7 @@
-"""Attention in plain torch: serves layers that a device's kernel does not take, and is the tests' oracle.
+"""Attention in plain torch, for layers that a device's kernel does not support and as reference of tests.
 
-KV of a layer is [blocks, K, block_size, 2 * D] as vLLM allocates it; a head of a block holds its keys, then its values.
-Where values are a part of the keys it is [blocks, K, block_size, D].
+A layer's KV is [blocks, K, block_size, 2 * D] as vLLM allocates it; a head of a block holds its keys, then its values.
+If values are a part of the keys it is [blocks, K, block_size, D].
 """
 
 from __future__ import annotations
@@ -21,14 +21,14 @@ if TYPE_CHECKING:
 
 
 def split_kv(kv_cache: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-    """Views of keys and values, each [blocks, K, block_size, D]."""
+    """Return views of keys and values, each [blocks, K, block_size, D]."""
     num_blocks, num_kv_heads, block_size, double = kv_cache.shape
     halves = kv_cache.view(num_blocks, num_kv_heads, 2, block_size, double // 2)
     return halves[:, :, 0], halves[:, :, 1]
 
 
 def copy_blocks(kv_caches: dict[str, torch.Tensor], pairs: list[tuple[int, int]]) -> None:
-    """From the first of each pair to the second, in every layer's cache."""
+    """Copy the first block of each pair to the second, in every layer's cache."""
     for kv_cache in kv_caches.values():
         for source, target in pairs:
             kv_cache[target] = kv_cache[source]
@@ -42,7 +42,7 @@ def write_kv(
     spec: AttentionLayerSpec,
     operations: Operations = PLAIN,
 ) -> None:
-    keys, values = _keys_and_values(kv_cache, spec)
+    keys, values = _split_layer_kv(kv_cache, spec)
     operations.k_cache(key_TKD, _Slots(keys), slots_T)
     if values is not None:
         assert value_TKD is not None
@@ -58,20 +58,20 @@ def attend(
 ) -> torch.Tensor:
     if call.packed is not None:
         return attend_packed(attend, query_THD, kv_cache, call, spec, operations)
-    keys, values = _keys_and_values(kv_cache, spec)
+    keys, values = _split_layer_kv(kv_cache, spec)
     values = None if values is None else values.transpose(1, 2)
 
-    def as_wide_as_needed() -> AttentionCall:
+    def narrow_table() -> AttentionCall:
         num_blocks = -(-(int(call.starts_B.max()) + call.num_queries) // spec.block_size)
         return replace(call, block_table_BW=call.block_table_BW[:, :num_blocks], _plans={})
 
-    needed: AttentionCall = call.plan(("as wide as needed", spec.block_size), as_wide_as_needed)
+    needed: AttentionCall = call.plan(("as wide as needed", spec.block_size), narrow_table)
     needed = needed.with_index(call.index)
     return attend_padded(query_THD, keys.transpose(1, 2), values, needed, spec, operations)
 
 
 class _Slots:
-    """Blocks [blocks, K, block_size, D] as one line of slots."""
+    """Blocks [blocks, K, block_size, D], indexed by slot."""
 
     def __init__(self, blocks: torch.Tensor) -> None:
         self._blocks = blocks
@@ -89,7 +89,7 @@ def attend_packed(
     spec: AttentionLayerSpec,
     operations: Operations,
 ) -> torch.Tensor:
-    """For an `attend` that takes rectangles only."""
+    """Attend with packed tokens by an `attend` that supports rectangles only."""
     packed = call.packed
     assert packed is not None
     whole: AttentionCall = call.plan("rectangle", lambda: replace(call, packed=None, _plans={}))
@@ -99,5 +99,5 @@ def attend_packed(
     return attend(query, kv_cache, whole, spec, operations).index_select(0, packed.index_T)
 
 
-def _keys_and_values(kv_cache: torch.Tensor, spec: AttentionLayerSpec) -> tuple[torch.Tensor, torch.Tensor | None]:
+def _split_layer_kv(kv_cache: torch.Tensor, spec: AttentionLayerSpec) -> tuple[torch.Tensor, torch.Tensor | None]:
     return (kv_cache, None) if spec.value_size is not None else split_kv(kv_cache)

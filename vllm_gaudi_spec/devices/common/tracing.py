@@ -1,4 +1,4 @@
-"""What a function does to tensors, as a list of operations: it runs once on tensors without values."""
+"""Records the operations of a function as a list, by running it once on tensors without values."""
 
 from __future__ import annotations
 
@@ -18,16 +18,16 @@ from torch._C._distributed_c10d import FakeWork
 from torch._subclasses.fake_tensor import DataDependentOutputException, DynamicOutputShapeException, FakeTensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from vllm_gaudi_spec.devices.common.arguments import tensors_in
+from vllm_gaudi_spec.devices.common.arguments import find_tensors
 from vllm_gaudi_spec.devices.common.fakes import Fakes, Results
 
 
 class NotCompilableError(RuntimeError):
-    """What a function does cannot be compiled, or would be compiled as something else. Names the line."""
+    """An operation cannot be compiled, or would be compiled as something else. Names the line."""
 
 
 class Value(NamedTuple):
-    """Stands for the value with this number."""
+    """A placeholder for the value with this number."""
 
     number: int
 
@@ -36,24 +36,24 @@ class Operation(NamedTuple):
     target: Any
     args: Any
     kwargs: Mapping[str, Any]
-    """Both with `Value`s instead of tensors."""
+    """Both with `Value`s in place of tensors."""
     form: Hashable
-    """What it does, without saying to which tensors: equal for operations that do the same."""
+    """Describes the operation without its tensors: equal for operations that do the same."""
     inputs: tuple[int, ...]
     """Numbers of the tensors that it takes, in order."""
     outputs: tuple[int, ...]
-    """Of those that it returns, which may be some that it takes."""
+    """Numbers of the tensors that it returns, which may include inputs."""
     positions: tuple[int, ...] | None
-    """Of those in what it returns; None where it returns one tensor."""
+    """Their positions in the result; None if the result is one tensor."""
     source: str
-    """The line it came from, as in a traceback."""
+    """The line that issued it, as in a traceback."""
 
 
 @dataclass
 class Segment:
     operations: list[Operation] = field(default_factory=list)
     is_compiled: bool = True
-    """False for a single collective, which runs as it is: compiled ones are known to add wrongly (lesson C23)."""
+    """False for a single collective, which runs eagerly: compiled ones are known to add wrongly (lesson C23)."""
 
 
 class ByNumber(Protocol):
@@ -63,29 +63,29 @@ class ByNumber(Protocol):
 
 
 class Tracer(TorchDispatchMode):
-    """Notes operations, and runs them on tensors without values."""
+    """Records operations, and runs them on tensors without values."""
 
     def __init__(
         self, rewrites: Mapping[Any, Callable[..., Any]], device_type: str, results: Results | None = None
     ) -> None:
-        """`results`: of operations in earlier traces."""
+        """`results` are the results of operations in earlier traces."""
         super().__init__()
         self._rewrites = rewrites
         self._device_type = device_type
         self.fakes = Fakes(results or Results())
         self._numbers_outside: dict[int, int] = {}
         self.outside: dict[int, torch.Tensor] = {}
-        """By number, tensors that were neither passed nor made."""
+        """By number, tensors that are neither arguments nor results."""
         self.segments = [Segment()]
 
-    def number_of(self, tensor: torch.Tensor) -> int:
-        number = self.fakes.number_of(tensor)
+    def get_number(self, tensor: torch.Tensor) -> int:
+        number = self.fakes.get_number(tensor)
         if number is not None:
             return number
         number = self._numbers_outside.get(id(tensor))
         if number is None:
             if isinstance(tensor, FakeTensor):
-                raise NotCompilableError(f"a tensor that was kept from an earlier trace is used: {_source()}")
+                raise NotCompilableError(f"a tensor kept from an earlier trace is used: {_find_source()}")
             self.fakes.enter(tensor)
             number = self._numbers_outside[id(tensor)] = len(self.fakes.values) - 1
             self.outside[number] = tensor
@@ -97,7 +97,7 @@ class Tracer(TorchDispatchMode):
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
-        if func.namespace == "prim":  # asks where a tensor is, and computes nothing
+        if func.namespace == "prim":  # queries such as a tensor's device, which compute nothing
             if func is torch.ops.prim.device.default and isinstance(args[0], FakeTensor):
                 return args[0].fake_device
             with self.fakes.mode:
@@ -117,22 +117,22 @@ class Tracer(TorchDispatchMode):
         note = _Note(self)
         noted_args = note.of(args)
         noted_kwargs = {name: note.of(value) for name, value in kwargs.items()} if kwargs else kwargs
-        source = _source()
+        source = _find_source()
         form = (func, *note.form, *noted_kwargs)
         inputs = tuple(note.inputs)
         positions: tuple[int, ...] | None
         if is_collective:
-            result = _without_communication(func, args)
-            outputs, positions = tuple(map(self.number_of, tensors_in(result))), ()
+            result = _fake_collective(func, args)
+            outputs, positions = tuple(map(self.get_number, find_tensors(result))), ()
             self.cut()
             self.segments[-1].is_compiled = False
         else:
             for item in note.others:
-                raise NotCompilableError(f"{func} takes a {type(item).__name__}, which no graph holds: {source}")
+                raise NotCompilableError(f"{func} takes a {type(item).__name__}, which a graph cannot hold: {source}")
             result, outputs, positions = self.fakes.result(
                 form if func.namespace == "aten" else None,
                 inputs,
-                partial(self._without_values, func, noted_args, noted_kwargs, source),
+                partial(self._run_fake, func, noted_args, noted_kwargs, source),
             )
         self.segments[-1].operations.append(
             Operation(func, noted_args, noted_kwargs, form, inputs, outputs, positions, source)
@@ -141,18 +141,20 @@ class Tracer(TorchDispatchMode):
             self.cut()
         return result
 
-    def _without_values(self, func: Any, args: Any, kwargs: Any, source: str) -> Any:
+    def _run_fake(self, func: Any, args: Any, kwargs: Any, source: str) -> Any:
         if func.namespace == "_c10d_functional":
-            raise NotCompilableError(f"{func} is a collective that has no step of its own: {source}")
+            raise NotCompilableError(f"{func} is a functional collective, which cannot be compiled: {source}")
         values = self.fakes.values
         try:
             with self.fakes.mode:
                 result = func(*fill_in(args, values), **fill_in(kwargs, values))
         except (DataDependentOutputException, DynamicOutputShapeException) as error:
-            raise NotCompilableError(f"{func} needs values, and a graph that is compiled has none: {source}") from error
+            raise NotCompilableError(
+                f"{func} needs values, which do not exist in a compiled graph: {source}"
+            ) from error
         if isinstance(result, (list, tuple)) and any(isinstance(item, (list, tuple)) for item in result):
-            raise NotCompilableError(f"{func} returns lists in lists: {source}")
-        for tensor in tensors_in(result):
+            raise NotCompilableError(f"{func} returns nested lists: {source}")
+        for tensor in find_tensors(result):
             if tensor.device.type != self._device_type:
                 raise NotCompilableError(f"{func} makes a tensor on {tensor.device} in a compiled graph: {source}")
         return result
@@ -164,24 +166,24 @@ def _can_decompose(func: Any) -> bool:
 
 
 class _Note:
-    """What an operation takes, taken apart: which tensors, and the rest."""
+    """Splits an operation's arguments into tensors and the rest."""
 
     def __init__(self, tracer: Tracer) -> None:
-        self._number_of = tracer.number_of
+        self._get_number = tracer.get_number
         self.form: list[Hashable] = []
-        """All that is no tensor, in order. Equal for equal ones: 0.0 and -0.0 are none, 1 and True are none, and NaN
-        is NaN."""
+        """The non-tensor arguments in order, made comparable: 0.0 differs from -0.0, 1 from True, and NaN equals
+        NaN."""
         self.inputs: list[int] = []
         self.others: list[Any] = []
-        """What no graph holds."""
+        """Arguments that a graph cannot hold."""
 
     def of(self, value: Any) -> Any:
-        """The same with `Value`s instead of tensors."""
+        """Return `value` with `Value`s in place of tensors, and record it."""
         kind: Any = type(value)
         if kind in _PRINTABLE:
             self.form.append(value)
         elif isinstance(value, torch.Tensor):
-            number = self._number_of(value)
+            number = self._get_number(value)
             self.inputs.append(number)
             self.form.append(Value)
             return Value(number)
@@ -191,26 +193,26 @@ class _Note:
             return items if isinstance(value, list) else tuple(items)
         elif isinstance(value, float):
             self.form.append((float, value.hex()))
-        elif isinstance(value, (int, str)):  # True, and numbers with names
+        elif isinstance(value, (int, str)):  # booleans, and enumerations
             self.form.append((kind, value))
         else:
-            # Objects of the communication library are others each time.
+            # Objects of the communication library differ in each trace.
             self.form.append(kind)
             self.others.append(value)
         return value
 
 
-def _without_communication(func: Any, args: Any) -> Any:
-    """What a collective returns: the tensors that it changes, which come first, and something to wait for."""
+def _fake_collective(func: Any, args: Any) -> Any:
+    """Return a collective's result: the tensors that it changes, which come first, and something to wait for."""
     work = FakeWork().boxed()
     return (args[0], work) if len(func._schema.returns) == 2 else work
 
 
-# What an argument of a graph may be, and equals nothing else.
+# Types of arguments whose equal values are the same constant in a graph.
 _PRINTABLE = frozenset({int, str, type(None), torch.dtype, torch.device, torch.layout, torch.memory_format})
 
 _emulator = find_spec("card_emulator")
-# Of the functions of torch, also of those that an emulated card replaces, the line is that of their caller.
+# Files whose frames are skipped: torch and what an emulated card replaces in it.
 _SKIPPED = (
     os.path.dirname(torch.__file__) + os.sep,
     *([os.path.dirname(_emulator.origin) + os.sep] if _emulator is not None and _emulator.origin else []),
@@ -221,8 +223,8 @@ _SKIPPED = (
 )
 
 
-def _source() -> str:
-    """The line that issued an operation: the innermost outside of torch and this file."""
+def _find_source() -> str:
+    """Return the line that issued an operation: the innermost one outside of torch and this file."""
     frame = sys._getframe(2)
     while frame.f_back is not None and frame.f_code.co_filename.startswith(_SKIPPED):
         frame = frame.f_back
@@ -230,7 +232,7 @@ def _source() -> str:
 
 
 def replace(value: Any, change: Callable[[Any], Any]) -> Any:
-    """`change` of each item of nested lists, tuples and dicts."""
+    """Apply `change` to each item of nested lists, tuples and dicts."""
     if isinstance(value, Value):
         return change(value)
     if isinstance(value, (list, tuple)):
@@ -242,22 +244,22 @@ def replace(value: Any, change: Callable[[Any], Any]) -> Any:
 
 
 def fill_in(value: Any, by_number: ByNumber) -> Any:
-    """`value` with what stands at each number instead of a `Value`."""
+    """Return `value` with each `Value` replaced by what has its number."""
     return replace(value, lambda item: by_number[item.number] if isinstance(item, Value) else item)
 
 
 def check_equal(first: Tracer, second: Tracer) -> None:
-    """Two traces of one function."""
+    """Raise NotCompilableError if two traces of one function differ."""
     operations, again = (
         [one for segment in tracer.segments for one in segment.operations] for tracer in (first, second)
     )
     for one, other in itertools.zip_longest(operations, again):
-        if one is None or other is None or _does(one) != _does(other):
+        if one is None or other is None or _identify(one) != _identify(other):
             found = other or one
             raise NotCompilableError(
-                f"{found.target} is another operation each time, or has other numbers: {found.source}"
+                f"{found.target} differs between two traces, or has different numbers: {found.source}"
             )
 
 
-def _does(operation: Operation) -> Hashable:
+def _identify(operation: Operation) -> Hashable:
     return operation.form, operation.inputs, operation.outputs

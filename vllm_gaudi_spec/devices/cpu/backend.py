@@ -1,4 +1,4 @@
-"""The CPU backend: the embedded default. vLLM's own CPU kernels where its build has them, plain torch where not."""
+"""The CPU backend, the embedded default. It uses vLLM's CPU kernels if its build has them, and plain torch if not."""
 
 from __future__ import annotations
 
@@ -34,15 +34,15 @@ if TYPE_CHECKING:
 logger = init_logger(__name__)
 
 _DEVICE = torch.device("cpu")
-# Head sizes that vLLM's CPU attention kernel is compiled for.
+# The head sizes of vLLM's CPU attention kernel.
 _KERNEL_HEAD_SIZES = frozenset({32, 64, 80, 96, 112, 128, 160, 192, 224, 256, 512})
 
 
 def make_backend() -> DeviceBackend:
     has_kernel = hasattr(torch.ops._C, "cpu_attention_with_kv_cache")
     if torch.cpu._is_amx_tile_supported():
-        # Linux gives tiles to a process that asks, as oneDNN does for its first product. vLLM's attention in bfloat16
-        # does not ask: where it came first, the process was ended by SIGILL.
+        # A process has to request AMX tiles from Linux, as oneDNN does before its first product. vLLM's attention in
+        # bfloat16 does not request them, and the process died of SIGILL if it came first.
         torch.cpu._init_amx()
     traits = DeviceTraits(
         name="cpu",
@@ -53,11 +53,12 @@ def make_backend() -> DeviceBackend:
         prefill_rows=(1, 2, 4, 8, 16),
         smallest_prefill=16,
         prefill_growth=1.25,
+        selects_keys=True,
         takes_quant_config=True,
         simulates_quantization=True,
         takes_cpu_weights=True,
         offers_batch_invariance=True,
-        # Nothing is compiled for a shape here; running the small ones warms caches and finds defects early.
+        # Shapes are not compiled here; running the small ones warms caches and finds defects early.
         warmup_tokens=16,
     )
     return DeviceBackend(
@@ -67,12 +68,12 @@ def make_backend() -> DeviceBackend:
 
 class CpuMemory(Memory):
     def available_memory(self, utilization: float, num_ranks: int) -> int:
-        return host_memory.for_kv(utilization) // num_ranks
+        return host_memory.choose_kv_bytes(utilization) // num_ranks
 
     def allocate_kv(self, kv_cache_config: KVCacheConfig, layout: KVCacheLayout) -> dict[str, Any]:
         return allocate_kv_cache(kv_cache_config, _DEVICE, layout)
 
-    def block_copier(self, kv_caches: dict[str, Any]) -> Callable[[list[tuple[int, int]]], None]:
+    def make_block_copier(self, kv_caches: dict[str, Any]) -> Callable[[list[tuple[int, int]]], None]:
         return partial(torch_ops.copy_blocks, kv_caches)
 
 
@@ -86,7 +87,7 @@ class CpuAttention(Attention):
 
     def supports_attention(self, spec: AttentionLayerSpec) -> bool:
         if spec.value_size is not None:
-            return False  # the kernel for latent KV takes one query a row
+            return False  # the kernel for latent KV supports one query per row
         if spec.layer_operations or spec.kv_dtype is not None or spec.attention_chunk is not None:
             return False
         supported = self._has_kernel and spec.head_size in _KERNEL_HEAD_SIZES and spec.block_size % 16 == 0
@@ -98,8 +99,10 @@ class CpuAttention(Attention):
         return True
 
     def finite(self, tensor: torch.Tensor) -> torch.Tensor:
-        """In place, by one operation: several new tensors would cost percents of a small model's step. Large ones may
-        stay, since kernels replace scores by masks, and models compute no padding here."""
+        """Replace non-finite numbers in place by one operation; more would cost percents of a small model's step.
+
+        Large finite numbers may stay, since kernels replace scores under masks, and models compute no padding here.
+        """
         is_expanded = 0 in tensor.stride()
         return (torch.nan_to_num if is_expanded else torch.nan_to_num_)(tensor, nan=0.0, posinf=0.0, neginf=0.0)
 
@@ -112,8 +115,8 @@ class CpuAttention(Attention):
         spec: AttentionLayerSpec,
         operations: Operations = PLAIN,
     ) -> None:
-        keys, values = _kernel_views(kv_cache)
-        vllm_ops.cpu_attn_reshape_and_cache(key_TKD, value_TKD, keys, values, slots_T, _instruction_set(spec))
+        keys, values = _split_cache(kv_cache)
+        vllm_ops.cpu_attn_reshape_and_cache(key_TKD, value_TKD, keys, values, slots_T, _choose_instruction_set(spec))
 
     def attend(
         self,
@@ -123,14 +126,14 @@ class CpuAttention(Attention):
         spec: AttentionLayerSpec,
         operations: Operations = PLAIN,
     ) -> torch.Tensor:
-        keys, values = _kernel_views(kv_cache)
-        rows = call.plan(("rows", spec.is_causal), lambda: _rows(call, spec))
+        keys, values = _split_cache(kv_cache)
+        rows = call.plan(("rows", spec.is_causal), lambda: _build_rows(call, spec))
         attended_THD = _attend(query_THD, keys, values, rows, call, spec)
         if call.spans is not None:
-            # Once more as rows of their own, of which each query sees all keys.
+            # Attend again with the spans as rows, whose queries see all of their keys.
             assert call.spans.rows is not None
             of_spans = call.spans.rows
-            index_T, spans = call.plan("spans", lambda: _rows_of_spans(of_spans, call, rows.query_starts))
+            index_T, spans = call.plan("spans", lambda: _build_span_rows(of_spans, call, rows.query_starts))
             found = _attend(query_THD.index_select(0, index_T), keys, values, spans, call, spec)
             attended_THD.index_copy_(0, index_T, found)
         return attended_THD
@@ -140,7 +143,7 @@ class CpuWeights(Weights):
     fp8_arithmetic = HostArithmetic
 
     def loading(self, quant_config: QuantConfig) -> AbstractContextManager[None]:
-        return cpu_linear.unpacked()
+        return cpu_linear.keep_unpacked()
 
     def quantize(self, model: nn.Module, quant_config: QuantConfig, load_context: LoadContext) -> Measuring | None:
         return simulation.apply(model, quant_config, load_context, HostArithmetic)
@@ -149,11 +152,11 @@ class CpuWeights(Weights):
         return cpu_formats.missing_kernel(vllm_config, model)
 
     def prepare_model(self, model: nn.Module) -> None:
-        """Weights were packed one by one while they were loaded (see platforms/cpu.py)."""
-        cpu_linear.report(model)
+        """Log the copies of weights, which were packed while they were loaded (platforms/cpu.py)."""
+        cpu_linear.log_copies(model)
 
     def make_batch_invariant(self, model: nn.Module) -> None:
-        cpu_linear.fix_rows(model)
+        cpu_linear.use_fixed_rows(model)
 
     def unpacked_weights(self, model: nn.Module) -> Iterator[tuple[str, torch.Tensor]]:
         return cpu_linear.unpacked_weights(model)
@@ -162,43 +165,43 @@ class CpuWeights(Weights):
         cpu_linear.repack_tables(model)
 
 
-def _kernel_views(kv_cache: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+def _split_cache(kv_cache: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
     num_blocks, num_kv_heads, block_size, _ = kv_cache.shape
     keys, values = kv_cache.view(num_blocks, num_kv_heads, block_size * 2, -1).chunk(2, dim=2)
     return keys, values
 
 
 class _Rows(NamedTuple):
-    """As the kernel takes them, int32. Some may have no queries."""
+    """Rows as the kernel takes them, int32. Some may have no queries."""
 
     query_starts: torch.Tensor
-    """Where each one's queries begin, and where the last one's end."""
+    """Where each row's queries begin, and where the last row's end."""
     key_ends: torch.Tensor
     tables: torch.Tensor
     is_causal: bool = True
-    """Else each query sees all keys, of those after it as many as of those before it where there is a window."""
+    """If not, each query sees all keys; under a window, as many later ones as earlier ones."""
 
 
-def _rows(call: AttentionCall, spec: AttentionLayerSpec) -> _Rows:
-    if call.packed is None:  # all tokens are real, or none is
+def _build_rows(call: AttentionCall, spec: AttentionLayerSpec) -> _Rows:
+    if call.packed is None:  # all tokens are real, or none
         starts = torch.arange(call.num_rows + 1, dtype=torch.int32) * call.num_queries
         return _Rows(starts, call.starts_B + call.num_queries, call.block_table_BW, spec.is_causal)
     counts_B = call.packed.num_real_B
-    return _Rows(_starts(counts_B), call.starts_B + counts_B, call.block_table_BW, spec.is_causal)
+    return _Rows(_compute_starts(counts_B), call.starts_B + counts_B, call.block_table_BW, spec.is_causal)
 
 
-def _rows_of_spans(spans: SpanRows, call: AttentionCall, query_starts: torch.Tensor) -> tuple[torch.Tensor, _Rows]:
-    """int64: which queries are a span's, and the spans as rows of them alone."""
+def _build_span_rows(spans: SpanRows, call: AttentionCall, query_starts: torch.Tensor) -> tuple[torch.Tensor, _Rows]:
+    """Return the indices (int64) of queries inside spans, and the spans as rows of these queries alone."""
     rows_S, firsts_S, lasts_S = spans
     first_queries_S = torch.maximum(firsts_S, call.starts_B.index_select(0, rows_S))
     counts_S = lasts_S + 1 - first_queries_S
-    starts = _starts(counts_S)
+    starts = _compute_starts(counts_S)
     offsets_S = query_starts.index_select(0, rows_S) + first_queries_S - call.starts_B.index_select(0, rows_S)
     index_T = torch.arange(int(starts[-1])) + (offsets_S - starts[:-1]).repeat_interleave(counts_S)
     return index_T, _Rows(starts, lasts_S + 1, call.block_table_BW.index_select(0, rows_S), is_causal=False)
 
 
-def _starts(counts: torch.Tensor) -> torch.Tensor:
+def _compute_starts(counts: torch.Tensor) -> torch.Tensor:
     return torch.cat((counts.new_zeros(1), counts.cumsum(0, dtype=torch.int32)))
 
 
@@ -210,7 +213,7 @@ def _attend(
     call: AttentionCall,
     spec: AttentionLayerSpec,
 ) -> torch.Tensor:
-    schedule = call.plan((spec, "schedule", rows.is_causal), lambda: _schedule(rows, spec))
+    schedule = call.plan((spec, "schedule", rows.is_causal), lambda: _make_schedule(rows, spec))
     out_THD = query_THD.new_empty(query_THD.shape)
     vllm_ops.cpu_attention_with_kv_cache(
         query=query_THD,
@@ -222,16 +225,16 @@ def _attend(
         scale=spec.scale,
         causal=rows.is_causal,
         alibi_slopes=spec.slopes_H,
-        sliding_window=_window(spec),
+        sliding_window=_get_window(spec),
         block_table=rows.tables,
         softcap=spec.logits_soft_cap,
         scheduler_metadata=schedule,
-        s_aux=_kernel_sinks(spec),
+        s_aux=_convert_sinks(spec),
     )
     return out_THD
 
 
-def _schedule(rows: _Rows, spec: AttentionLayerSpec) -> torch.Tensor:
+def _make_schedule(rows: _Rows, spec: AttentionLayerSpec) -> torch.Tensor:
     return vllm_ops.cpu_attn_get_scheduler_metadata(
         num_reqs=len(rows.key_ends),
         num_heads=spec.num_heads,
@@ -241,23 +244,23 @@ def _schedule(rows: _Rows, spec: AttentionLayerSpec) -> torch.Tensor:
         dtype=spec.dtype,
         query_start_loc=rows.query_starts,
         causal=rows.is_causal,
-        sliding_window_size=_window(spec),
-        isa=_instruction_set(spec),
-        # How keys are split depends on the other rows. Otherwise the kernel takes a row's keys in one order.
+        sliding_window_size=_get_window(spec),
+        isa=_choose_instruction_set(spec),
+        # Splits of keys depend on the other rows. Without them the kernel reads a row's keys in one order.
         enable_kv_split=envs.VLLM_CPU_ATTN_SPLIT_KV and not spec.batch_invariant,
     )
 
 
-def _kernel_sinks(spec: AttentionLayerSpec) -> torch.Tensor | None:
-    """The kernel takes bfloat16 and float32."""
+def _convert_sinks(spec: AttentionLayerSpec) -> torch.Tensor | None:
+    """Convert sinks to a dtype that the kernel supports, bfloat16 or float32."""
     sinks_H = spec.sinks_H
     return sinks_H if sinks_H is None or sinks_H.dtype == torch.bfloat16 else sinks_H.float()
 
 
-def _window(spec: AttentionLayerSpec) -> int:
+def _get_window(spec: AttentionLayerSpec) -> int:
     return -1 if spec.sliding_window is None else spec.sliding_window
 
 
-def _instruction_set(spec: AttentionLayerSpec) -> str:
-    """vLLM's own choice of vector code for this layer."""
+def _choose_instruction_set(spec: AttentionLayerSpec) -> str:
+    """Return vLLM's choice of vector instructions for this layer."""
     return choose_instruction_set(spec.dtype, spec.block_size, spec.head_size)

@@ -1,4 +1,4 @@
-"""Collectives between CPU ranks: vLLM's, over shared memory or gloo, and what those lack."""
+"""Collectives between CPU ranks: vLLM's over shared memory or gloo, and those that they lack."""
 
 from __future__ import annotations
 
@@ -7,4 +7,4 @@ from vllm_gaudi_spec.upstream.distributed import CpuCommunicator
 
 
 class CpuSpecCommunicator(EvenExchange, CpuCommunicator):
-    """The first brings what the second lacks."""
+    """vLLM's communicator with the exchange of `EvenExchange`."""

@@ -1,11 +1,11 @@
-"""Whether the engine process may be forked: it starts in half the time of a spawned one, which imports vLLM again.
+"""Decides whether the engine process may be forked, which starts in half the time: a spawned one imports vLLM again.
 
 GNU OpenMP does not survive a fork once its threads exist: the child's first parallel loop waits for threads that it
 does not have. Nothing shows from outside whether they exist, so a child is forked and asked to compute.
 
-Intel's OpenMP survives a fork and binds the first thread of the child to the first core. One rank alone is faster so;
-several would compute on that core in turns, and are spawned. A forked process has the libraries of its parent, so an
-engine of `LLM(...)` computes with Intel's OpenMP only if its script was started with it, or if it is spawned.
+Intel's OpenMP survives a fork, and binds the first thread of the child to the first core. That is faster for a single
+rank; several ranks would take turns on that core and are spawned. A forked process has its parent's libraries, so an
+engine of `LLM(...)` uses Intel's OpenMP only if its script was started with it, or if it is spawned.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ _PATIENCE_S = 2.0
 _ELEMENTS = 1 << 20
 
 _has_threads = False
-"""Whether a child waited in vain. OpenMP's threads stay as long as the process, so any later one would, too."""
+"""Whether a child waited in vain. OpenMP's threads live as long as the process, so later children would as well."""
 
 
 def start_method(num_ranks: int) -> str:
@@ -35,12 +35,14 @@ def start_method(num_ranks: int) -> str:
     if not _has_threads and _forked_child_can_compute():
         return "fork"
     _has_threads = True
-    logger.info("This process has computed with torch already: the engine process is spawned, which takes longer.")
+    logger.info(
+        "The engine process is spawned, which takes longer, because this process has already computed with torch."
+    )
     return "spawn"
 
 
 def _has_intels_openmp() -> bool:
-    """Whether this process has loaded it, and with it a forked one."""
+    """Whether this process, and so a forked one, has loaded Intel's OpenMP."""
     return hasattr(ctypes.CDLL(None), "kmp_get_blocktime")
 
 

@@ -1,7 +1,7 @@
-"""Which formats of weights this CPU computes with: a small layer of each is tried before anything is loaded.
+"""Finds out which weight formats this CPU computes with, by trying a small layer of each before anything is loaded.
 
-vLLM chooses kernels while it makes the layers and finds some of them missing in the first forward: its build for CPUs
-with AVX-512 has more than the one for AVX2, and no table lists which.
+vLLM chooses kernels while it makes the layers, and misses some only in the first forward: its build for CPUs with
+AVX-512 has more than the one for AVX2, and no table lists which.
 """
 
 from __future__ import annotations
@@ -25,29 +25,29 @@ if TYPE_CHECKING:
 
 logger = init_logger(__name__)
 
-# There are no groups of ranks yet, and vLLM's parameters ask for their rank in one.
+# vLLM's parameters ask for their rank in a group, and there are no groups yet.
 _ALONE = SimpleNamespace(rank_in_group=0, world_size=1)
-# Every format's groups and blocks divide it.
+# A multiple of every format's group and block sizes.
 _SIZE = 256
-# Layers that nearly every model has, for checkpoints that are not here.
+# Layers that nearly every model has, if the checkpoint is not on this machine.
 _LAYERS = ("model.layers.0.self_attn.o_proj", "model.layers.1.mlp.down_proj")
-# What a layer's names end with, where its weight is in a format.
+# Suffixes of tensor names of layers with quantized weights.
 _QUANTIZED = (".weight_packed", ".weight_scale", ".weight_scale_inv", ".qweight")
 
 
 def missing_kernel(vllm_config: VllmConfig, model: ModelConfig) -> str | None:
-    """As `Weights.missing_kernel`. A slow kernel is one for those who ask for it."""
+    """Implement `Weights.missing_kernel`. A slow kernel counts only if the user asked for the format."""
     from vllm_gaudi_spec.upstream.cpu_kernels import has_expert_kernels  # imports vLLM's layers
 
     takes_slow = Options.from_vllm(vllm_config).weight_kernels == NATIVE or not described(model)
     if model.is_moe and not has_expert_kernels():
         return "for whose experts vLLM has no kernel on this CPU"
-    for name in _quantized_layers(Path(model.model)) or _LAYERS:
+    for name in _find_quantized_layers(Path(model.model)) or _LAYERS:
         called = _Called()
         try:
             with called:
                 _compute(vllm_config, model, name)
-        except Exception as error:  # whatever a kernel, or the lack of one, comes to
+        except Exception as error:  # a missing kernel may raise anything
             logger.debug("Layer %s of %s was tried:", name, model.model, exc_info=True)
             reason = str(error).strip().splitlines()
             return f"for which vLLM has no kernel on this CPU ({reason[0] if reason else type(error).__name__})"
@@ -58,7 +58,7 @@ def missing_kernel(vllm_config: VllmConfig, model: ModelConfig) -> str | None:
 
 
 class _Called(TorchDispatchMode):
-    """Which of torch's operations are."""
+    """Records which of torch's operations are called."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -70,16 +70,22 @@ class _Called(TorchDispatchMode):
 
 
 def _multiplies_fp8() -> bool:
-    """Torch's `_scaled_mm` (aten/src/ATen/native/Blas.cpp) leaves FP8 to oneDNN on CPUs with AMX, and oneDNN 3.12 has a
-    kernel for it from AMX-FP16 on (`check_isa_with_datatype` in src/cpu/x64/matmul/brgemm_matmul_utils.cpp; AVX10.2,
-    its other condition, is only reached with AMX). Elsewhere both copy the operands: on AVX2 a product took 10 to 70
-    times as long as one in float32, with AMX but not AMX-FP16 40 to 80 times."""
+    """Whether the CPU has instructions for FP8 products.
+
+    Torch's `_scaled_mm` (aten/src/ATen/native/Blas.cpp) leaves FP8 to oneDNN on CPUs with AMX, and oneDNN 3.12 has a
+    kernel from AMX-FP16 on (`check_isa_with_datatype` in src/cpu/x64/matmul/brgemm_matmul_utils.cpp; AVX10.2, its other
+    condition, is only reached with AMX). Elsewhere both copy the operands: on AVX2 a product took 10 to 70 times as
+    long as in float32, with AMX but not AMX-FP16 40 to 80 times.
+    """
     return torch.cpu._is_amx_fp16_supported()
 
 
 def _multiplies_int8() -> bool:
-    """By the same function of oneDNN from AVX-512 on, and on AVX2 with VNNI, for which torch cannot be asked. On AVX2
-    alone a product took 7 to 17 times as long as one in float32 for one row, and 2 to 5 times for 4."""
+    """Whether the CPU has instructions for INT8 products.
+
+    The same function of oneDNN requires AVX-512, or AVX2 with VNNI, which torch cannot report. On AVX2 alone a product
+    took 7 to 17 times as long as in float32 for one row, and 2 to 5 times for 4.
+    """
     return torch.cpu._is_avx512_supported()
 
 
@@ -92,17 +98,18 @@ _SLOW = {
     "aten._scaled_mm": _Product("torch's product of FP8", _multiplies_fp8),
     "_C.onednn_scaled_mm": _Product("oneDNN's product of int8", _multiplies_int8),
 }
-"""Operations that every CPU has, and not every CPU instructions for."""
+"""Operations that every CPU has, though not every CPU has instructions for them."""
 
 
-def _quantized_layers(folder: Path) -> tuple[str, ...]:
-    """Of a folder's first file that has some, the first layer of attention and the first of the rest."""
+def _find_quantized_layers(folder: Path) -> tuple[str, ...]:
+    """Return the first quantized layer of attention and the first other one, from a folder's first file that has
+    any."""
     for file in sorted(folder.glob("*.safetensors")):
         try:
             with safe_open(file, "pt") as opened:
                 names = sorted(opened.keys())
         except (OSError, SafetensorError):
-            continue  # refused for itself
+            continue  # has a refusal of its own
         layers = [name.rpartition(".")[0] for name in names if name.endswith(_QUANTIZED)]
         kinds = {"attn" in layer: layer for layer in reversed(layers) if ".experts." not in layer}
         if kinds:
@@ -112,7 +119,7 @@ def _quantized_layers(folder: Path) -> tuple[str, ...]:
 
 @torch.inference_mode()
 def _compute(vllm_config: VllmConfig, model: ModelConfig, name: str) -> None:
-    """One product of a layer of zeros."""
+    """Multiply once with a layer of zeros."""
     from vllm.config import VllmConfig, set_current_vllm_config
 
     from vllm_gaudi_spec.upstream.linear import ReplicatedLinear

@@ -1,9 +1,9 @@
-"""Linear layers on the CPU: in which format a weight is kept, and which library kernel multiplies with it.
+"""Linear layers on the CPU: the format in which a weight is kept, and the library kernel that multiplies with it.
 
-A step of few tokens reads every weight once, so it costs what it reads. Weights of bfloat16 and float16 checkpoints are
-float16 numbers too (up to a power of two for the whole matrix), and FBGEMM multiplies float32 activations with those
-in float32: half the bytes, and nothing is rounded that was not rounded before. Such a copy serves steps of few tokens;
-those of many are bound by arithmetic, where oneDNN's float32 kernel is ahead (docs/performance.md).
+A step of few tokens reads every weight once, so its cost is what it reads. Weights of bfloat16 and float16 checkpoints
+are exact in float16, up to a power of two for the whole matrix, and FBGEMM multiplies float32 activations with float16
+weights: half the bytes, and no additional rounding. Such a copy serves steps of few tokens. Steps of many tokens are
+bound by arithmetic, where oneDNN's float32 kernel is faster (docs/performance.md).
 """
 
 from __future__ import annotations
@@ -27,11 +27,11 @@ from vllm_gaudi_spec.upstream.linear import ParallelLMHead, VocabParallelEmbeddi
 
 logger = init_logger(__name__)
 
-# Up to so many rows the float16 kernel is ahead, with AVX2 and with AVX-512.
+# Up to this many rows the float16 kernel is faster, with AVX2 and with AVX-512.
 FEW_ROWS = 24
 
 Linear = Callable[[torch.Tensor, torch.Tensor, torch.Tensor | None], torch.Tensor]
-"""As vLLM calls it: input, the layer's weight (empty where it was packed), bias."""
+"""Called as vLLM does: input, the layer's weight (empty if it was packed), bias."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -43,13 +43,13 @@ class Float16Linear:
 
     @classmethod
     def of(cls, weight_NK: torch.Tensor) -> Float16Linear:
-        """Rounded where float16 does not hold it."""
-        return cls._scaled(weight_NK, _exact_scale(weight_NK) or _power_of_two(weight_NK))
+        """Convert a weight, rounding what float16 cannot represent."""
+        return cls._scaled(weight_NK, _find_exact_scale(weight_NK) or _choose_power_of_two(weight_NK))
 
     @classmethod
     def exact(cls, weight_NK: torch.Tensor) -> Float16Linear | None:
-        """None where float16 does not hold it."""
-        scale = _exact_scale(weight_NK)
+        """Convert a weight without rounding; None if float16 cannot represent it."""
+        scale = _find_exact_scale(weight_NK)
         return None if scale is None else cls._scaled(weight_NK, scale)
 
     @classmethod
@@ -77,9 +77,9 @@ class ByRows:
 class Float32Logits:
     """An output matrix in bfloat16 or float16, multiplied into float32 logits.
 
-    A 16-bit kernel would round logits to a grid as coarse as 0.125, on which the two best tokens are often equal. Few
-    rows read an exact float16 copy. For many rows, slices of the weight become float32 one after another; oneDNN may
-    multiply them in bfloat16, which is exact for numbers that were bfloat16 before.
+    A 16-bit kernel would round logits to steps of up to 0.125, so that the two best tokens are often equal. Few rows
+    read an exact float16 copy. For many rows, slices of the weight are converted to float32 one after another; oneDNN
+    may multiply them in bfloat16, which is exact for numbers that were bfloat16 before.
     """
 
     def __init__(self, weight_NK: torch.Tensor) -> None:
@@ -96,13 +96,13 @@ class Float32Logits:
         return out if bias is None else out.add_(bias)
 
 
-# Numbers of a weight that are converted at a time: larger slices do not stay in a core's cache.
+# Numbers of a weight converted at a time; larger slices do not stay in a core's cache.
 _SLICE_NUMBERS = 1 << 22
 
 
 @contextmanager
 def _fast_float32(dtype: torch.dtype) -> Iterator[None]:
-    """Let oneDNN convert float32 operands that hold numbers of `dtype` to bfloat16, where that loses nothing."""
+    """Let oneDNN convert float32 operands that hold numbers of `dtype` to bfloat16, if that is exact."""
     matmul = torch.backends.mkldnn.matmul
     before = matmul.fp32_precision
     if dtype == torch.bfloat16:
@@ -119,9 +119,9 @@ INVARIANT_ROWS = 16
 
 @dataclass(frozen=True, slots=True)
 class FixedRows:
-    """Multiply a fixed number of rows at a time, padded with zeros.
+    """Multiplies a fixed number of rows at a time, padded with zeros.
 
-    Kernels choose blocking and even instructions by the number of rows, and so add a row's products in different
+    Kernels choose blocking and even instructions by the number of rows, and so add up a row's products in different
     orders. With a single shape there is a single order.
     """
 
@@ -137,10 +137,10 @@ class FixedRows:
 
 
 class Int8Linear:
-    """A scale for each output, and one for each row of activations, which are rounded to 8 bits as well."""
+    """Multiplies in INT8, with a scale for each output and each row of activations."""
 
     def __init__(self, weight_NK: torch.Tensor, wide: bool) -> None:
-        """`wide`: the outputs are logits, which the faster kernel's bfloat16 would round to a few values."""
+        """Set `wide` for logits: the bfloat16 results of the faster kernel would leave few distinct values."""
         self.num_outputs, num_inputs = weight_NK.shape
         self.scales_N = weight_NK.abs().amax(1).clamp(min=torch.finfo(torch.float32).tiny) / 127
         values_NK = (weight_NK / self.scales_N[:, None]).round().to(torch.int8)
@@ -148,7 +148,7 @@ class Int8Linear:
         if not wide and num_inputs % 32 == 0 and self.num_outputs % 16 == 0:
             self.packed = torch.ops._C.convert_weight_packed(values_NK)
         else:
-            # It keeps pointers to both.
+            # The kernel keeps pointers to both.
             self.values_NK, self.scales_1N = values_NK, self.scales_N[None]
             self.handler = vllm_ops.create_onednn_scaled_mm(
                 self.values_NK.t(), self.scales_1N, torch.float32, dynamic_quant=True, use_azp=False
@@ -173,17 +173,17 @@ def _is_float16(weight: torch.Tensor) -> bool:
     return torch.equal(weight.half().float(), weight)
 
 
-def _power_of_two(weight: torch.Tensor) -> float:
-    """What a matrix is divided by to end just below float16's largest value, as far from its smallest as can be."""
+def _choose_power_of_two(weight: torch.Tensor) -> float:
+    """Return the power of two that scales a matrix to end just below float16's largest number."""
     _, exponent = torch.frexp(weight.abs().amax())
     return 2.0 ** (int(exponent) - 15)
 
 
-def _exact_scale(weight: torch.Tensor) -> float | None:
-    """What a matrix is divided by to survive in float16 unchanged; None where nothing helps."""
+def _find_exact_scale(weight: torch.Tensor) -> float | None:
+    """Return the power of two by which a matrix must be divided to be exact in float16; None if there is none."""
     if _is_float16(weight):
         return 1.0
-    scale = _power_of_two(weight)
+    scale = _choose_power_of_two(weight)
     return scale if _is_float16(weight / scale) else None
 
 
@@ -199,7 +199,7 @@ _KERNELS = {FLOAT32: lambda: True, FLOAT16: has_float16_kernel, INT8: has_int8_k
 
 
 def refuse_missing_kernel(options: Options) -> None:
-    weight_format = options.cpu_weights or FLOAT32  # without a choice there are copies where there is a kernel for them
+    weight_format = options.cpu_weights or FLOAT32  # by default there are copies if there is a kernel for them
     if not _KERNELS[weight_format]():
         found = " or ".join(name for name, is_there in _KERNELS.items() if is_there())
         raise UnsupportedConfigError(
@@ -208,15 +208,15 @@ def refuse_missing_kernel(options: Options) -> None:
 
 
 _LINEAR = "gaudi_spec_linear"
-"""On a weight that two layers share: what multiplies with it. Nobody changes a weight after that."""
+"""Attribute of a weight that two layers share: its `Linear`. The weight does not change after that."""
 
 
 _SHAPE = "gaudi_spec_weight_shape"
-"""On a layer: the shape of its weight, which may be packed and gone."""
+"""Attribute of a layer: the shape of its weight, which may have been packed and dropped."""
 
 
 class OnFirstCall:
-    """For tables of embeddings, with which most models never multiply."""
+    """Chooses the kernel at the first call, for embedding tables, with which most models never multiply."""
 
     def __init__(self, make: Callable[[], Linear]) -> None:
         self._make = make
@@ -231,15 +231,15 @@ class OnFirstCall:
 class _State:
     keeps_weights = False
     num_threads: int | None = None
-    """Of torch, when this process packed its first weight."""
+    """Torch's number of threads when this process packed its first weight."""
 
 
 def _keep_num_threads() -> None:
     """Pack each weight under the number of threads of the first one.
 
-    oneDNN chooses a packed layout by it, and vLLM's wrapper keeps what it has compiled by the weight's shape alone, for
-    the whole process: a second weight of a shape, in another layout, would be read as noise. An engine with several
-    ranks sets the number to one in the process that makes it, and another engine may follow there.
+    oneDNN chooses a packed layout by that number, and vLLM's wrapper caches compiled kernels by the weight's shape
+    alone, for the whole process: a second weight of the same shape in another layout would be read as noise. An engine
+    with several ranks sets the number to one in the process that makes it, and another engine may follow there.
     """
     found = torch.get_num_threads()
     if _State.num_threads is None:
@@ -255,8 +255,8 @@ def _keep_num_threads() -> None:
 
 
 @contextmanager
-def unpacked() -> Iterator[None]:
-    """Models that are loaded in here keep their weights as they are, for what is made of them later."""
+def keep_unpacked() -> Iterator[None]:
+    """Keep the weights of models loaded in this context as they are, for later conversion."""
     _State.keeps_weights = True
     try:
         yield
@@ -265,9 +265,9 @@ def unpacked() -> Iterator[None]:
 
 
 def pack(original: Callable[..., None], layer: nn.Module, remove_weight: bool) -> None:
-    """In place of vLLM's choice of a kernel for a layer that was just loaded, which is `original`.
+    """Choose the kernel for a layer that was just loaded, in place of vLLM's choice `original`.
 
-    `remove_weight`: nobody else reads it. Embedding tables keep theirs, as tokens are looked up in them.
+    With `remove_weight` nothing else reads the weight. Embedding tables keep theirs for looking up tokens.
     """
     weight = layer.weight
     setattr(layer, _SHAPE, weight.shape)
@@ -308,7 +308,7 @@ def _choose(
         return Int8Linear(weight, wide=not remove_weight) if weight_format == INT8 else Float16Linear.of(weight)
     few = Float16Linear.exact(weight) if has_float16_kernel() else None
     chosen = getattr(layer, "cpu_linear", None)
-    # It keeps the weight where it has no kernel that packs it.
+    # vLLM keeps the weight if it has no kernel that packs it.
     original(layer, remove_weight)
     many: Linear = layer.cpu_linear
     if chosen is not None:
@@ -317,7 +317,7 @@ def _choose(
 
 
 def unpacked_weights(model: nn.Module) -> Iterator[tuple[str, torch.Tensor]]:
-    """By name, the weights that were packed and dropped, read back from their kernels."""
+    """Yield names and values of the weights that were packed and dropped, read back from their kernels."""
     for name, layer in model.named_modules():
         linear = getattr(layer, "cpu_linear", None)
         if linear is None or layer.weight.numel():
@@ -332,12 +332,12 @@ def unpacked_weights(model: nn.Module) -> Iterator[tuple[str, torch.Tensor]]:
         yield f"{name}.weight", _read_back(linear, layer.weight, getattr(layer, _SHAPE))
 
 
-# Rows of the unit matrix at a time: many, as few rows may have a kernel of their own.
+# Rows of the unit matrix at a time; few rows might select another kernel.
 _UNIT_ROWS = 256
 
 
 def _read_back(linear: Linear, dropped: torch.Tensor, shape: torch.Size) -> torch.Tensor:
-    """A unit matrix times the weight: one product and zeros are exact in any order, but for the sign of a zero."""
+    """Multiply a unit matrix by the weight, which is exact in any order of addition, except for the sign of a zero."""
     num_outputs, num_inputs = shape
     weight_NK = dropped.new_empty(num_outputs, num_inputs)
     for begin in range(0, num_inputs, _UNIT_ROWS):
@@ -346,13 +346,16 @@ def _read_back(linear: Linear, dropped: torch.Tensor, shape: torch.Size) -> torc
         unit[:, begin:end].fill_diagonal_(1)
         weight_NK[:, begin:end] = linear(unit, dropped, None).t()
     if not weight_NK.isfinite().all():
-        raise UnsupportedConfigError("A weight has numbers that are not finite, which a packed one cannot be read for.")
+        raise UnsupportedConfigError("A packed weight with non-finite numbers cannot be read back.")
     return weight_NK
 
 
 def repack_tables(model: nn.Module) -> None:
-    """After new weights were copied into the old storages. Layers that drop their weight were packed while they were
-    loaded; embedding tables and output matrices keep theirs, may share one, and were packed from the old values."""
+    """Pack embedding tables and output matrices again after new weights were copied into them.
+
+    They keep their weight, may share one, and were packed from the old values. Layers that drop their weight were
+    packed while they were loaded.
+    """
     tables = [
         module
         for module in model.modules()
@@ -365,20 +368,20 @@ def repack_tables(model: nn.Module) -> None:
         utils.dispatch_cpu_unquantized_gemm(table, remove_weight=False)
 
 
-def fix_rows(model: nn.Module) -> None:
+def use_fixed_rows(model: nn.Module) -> None:
     """Make every linear layer of a loaded model multiply a fixed number of rows at a time."""
     for layer in model.modules():
         if hasattr(layer, "cpu_linear"):
             layer.cpu_linear = FixedRows(layer.cpu_linear)
 
 
-def report(model: nn.Module) -> None:
-    """Log what copies there are."""
+def log_copies(model: nn.Module) -> None:
+    """Log how many float16 copies there are, and their size."""
     linears = {id(linear): linear for module in model.modules() if (linear := getattr(module, "cpu_linear", None))}
     copies = [few.nbytes for linear in linears.values() if (few := getattr(linear, "few", None)) is not None]
     if copies:
         logger.info(
-            "%d of %d weight matrices are the same in float16: copies of %.2f GiB, for steps of up to %d tokens.",
+            "%d of %d weight matrices are exact in float16; their copies of %.2f GiB serve steps of up to %d tokens.",
             len(copies),
             len(linears),
             sum(copies) / 2**30,

@@ -1,8 +1,8 @@
-"""vLLM's C++ rotary embedding for the CPU, with heads side by side. Importing this registers it.
+"""vLLM's C++ rotary embedding for the CPU, called with contiguous heads. Importing this module registers it.
 
-The kernel (csrc/cpu/pos_encoding.cpp of vLLM 0.32) takes the size of the last dimension for all heads of a token, and
-the stride before it for the distance between tokens. Given queries [T, H, D], as LFM2 passes them, it turns other
-numbers by other positions, without an error; and upstream's CPU platform answers with the text of another model.
+The kernel (csrc/cpu/pos_encoding.cpp of vLLM 0.32) takes the size of the last dimension as all heads of a token, and
+the stride before it as the distance between tokens. Given queries [T, H, D], as LFM2 passes them, it rotates the wrong
+numbers by the wrong positions without an error, and vLLM's own CPU platform returns wrong text.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ from vllm_gaudi_spec.upstream.layers import RotaryEmbedding
 
 
 class _SideBySide:
-    """Stands before a class of vLLM's that turns queries and keys as `RotaryEmbedding` does."""
+    """Mixin for vLLM's classes that rotate queries and keys as `RotaryEmbedding` does."""
 
     def forward_cpu(
         self: RotaryEmbedding, positions: torch.Tensor, query: torch.Tensor, key: torch.Tensor | None = None

@@ -1,7 +1,7 @@
-"""Sampling on a CPU: what `sampling/` does, with what a processor does fast, and as much work as a row needs.
+"""Sampling on a CPU: the functions of `sampling/`, with vector instructions and no more work than a row needs.
 
-NumPy looks for largest numbers with vectors, PyTorch one number at a time. N positions, V the vocabulary, C the best
-tokens of a position.
+NumPy searches for the largest number with vector instructions, PyTorch does not. N positions, V the vocabulary, C the
+best tokens of a position.
 """
 
 from __future__ import annotations
@@ -19,9 +19,9 @@ from vllm_gaudi_spec.sampling.rules.registry import TORCH
 
 _NEG_INF = np.float32(-np.inf)
 _LISTS = (1024, 16384)
-"""So many tokens are sorted first: most positions need no others."""
+"""How many tokens are sorted at first; most positions need no others."""
 _FEW = 8
-"""Noise is for single tokens where at most one in so many is left; the pass that finds them costs as much as some."""
+"""Compute noise for single tokens if at most one in this many is left; finding them costs as much as some noise."""
 
 
 def sample_greedy(logits_BQV: torch.Tensor) -> torch.Tensor:
@@ -40,7 +40,7 @@ def sample_random(
     positions_BQ: torch.Tensor,
     stream: Stream = Stream.TARGET,
 ) -> torch.Tensor:
-    """Filters mostly leave few tokens, and only those need noise."""
+    """Sample with noise for the tokens alone that filters left, which are usually few."""
     num_rows, num_positions, vocab = logits_BQV.shape
     logits_NV = logits_BQV.reshape(-1, vocab).numpy()
     which = np.flatnonzero(logits_NV > _NEG_INF)
@@ -60,7 +60,7 @@ def sample_random(
     starts_N = np.concatenate(([0], counts_N.cumsum()[:-1]))
     best_N = np.maximum.reduceat(scores_T, starts_N)
     tokens_T = np.where(scores_T == best_N[row_T], token_T, vocab)
-    sampled_N = np.minimum(np.minimum.reduceat(tokens_T, starts_N), vocab - 1)  # where a score is no number
+    sampled_N = np.minimum(np.minimum.reduceat(tokens_T, starts_N), vocab - 1)  # if a score is NaN
     return torch.from_numpy(sampled_N.reshape(num_rows, num_positions)).int()
 
 
@@ -87,7 +87,7 @@ def filter_logits(
     longest: int = 0,
     num_sampling_B: torch.Tensor | None = None,
 ) -> torch.Tensor:
-    """From the best tokens of each position where those are enough, and from a sort of all of them where not."""
+    """Filter by the best tokens of each position if those suffice, and by a sort of all tokens if not."""
     num_rows, num_positions, vocab = logits_BQV.shape
     logits_NV = logits_BQV.reshape(-1, vocab)
 
@@ -99,9 +99,9 @@ def filter_logits(
     asked = _Asked(by_position(min_p_B, 0), by_position(top_k_B, vocab), by_position(top_p_B, np.inf))
     if num_sampling_B is not None:
         asked.leave_out((torch.arange(num_positions) >= num_sampling_B[:, None]).flatten().numpy(), vocab)
-    floor_N = _floors(logits_NV, asked, vocab)
+    floor_N = _find_floors(logits_NV, asked, vocab)
     filtered_NV = torch.empty_like(logits_NV)
-    # What is kept is larger than the number before the floor. This operation uses vectors; `where` does not.
+    # Keep what is above the number before the floor. `threshold` is vectorized, `where` is not.
     below_N = np.nextafter(floor_N, _NEG_INF).tolist()
     for logits_V, below, filtered_V in zip(logits_NV, below_N, filtered_NV, strict=True):
         torch.ops.aten.threshold.out(logits_V, below, filters.NEG_INF, out=filtered_V)
@@ -121,28 +121,28 @@ class _Asked(NamedTuple):
         return _Asked(*(values[which] for values in self))
 
 
-def _chosen(logits_NV: torch.Tensor, which: np.ndarray) -> torch.Tensor:
+def _select_rows(logits_NV: torch.Tensor, which: np.ndarray) -> torch.Tensor:
     return logits_NV if len(which) == len(logits_NV) else logits_NV.index_select(0, torch.from_numpy(which))
 
 
-def _floors(logits_NV: torch.Tensor, asked: _Asked, vocab: int) -> np.ndarray:
-    """float32 [N]: the least logit that is kept."""
+def _find_floors(logits_NV: torch.Tensor, asked: _Asked, vocab: int) -> np.ndarray:
+    """Return the smallest logit that is kept, float32 [N]."""
     is_searched_N = (asked.top_k_N < vocab) | (asked.top_p_N < 1)
     floor_N = np.full(len(logits_NV), _NEG_INF)
     if len(which := np.flatnonzero(~is_searched_N & (asked.min_p_N > 0))):
-        floor_N[which] = _chosen(logits_NV, which).numpy().max(-1) + np.log(asked.min_p_N[which], dtype=np.float32)
+        floor_N[which] = _select_rows(logits_NV, which).numpy().max(-1) + np.log(asked.min_p_N[which], dtype=np.float32)
     which = np.flatnonzero(is_searched_N)
     for length in (*(length for length in _LISTS if length < vocab), vocab):
         if not len(which):
             break
-        found, is_found = _from_list(_chosen(logits_NV, which), asked.of(which), length)
+        found, is_found = _find_floors_in_list(_select_rows(logits_NV, which), asked.of(which), length)
         floor_N[which[is_found]] = found[is_found]
         which = which[~is_found]
     return floor_N
 
 
-def _from_list(logits_NV: torch.Tensor, asked: _Asked, length: int) -> tuple[np.ndarray, np.ndarray]:
-    """Floors from the `length` best logits, and for which rows those are enough."""
+def _find_floors_in_list(logits_NV: torch.Tensor, asked: _Asked, length: int) -> tuple[np.ndarray, np.ndarray]:
+    """Return the floors that follow from the `length` best logits, and for which rows these logits suffice."""
     vocab = logits_NV.shape[1]
     values_NV = logits_NV.numpy()
     if length < vocab:
@@ -154,7 +154,7 @@ def _from_list(logits_NV: torch.Tensor, asked: _Asked, length: int) -> tuple[np.
     top_k_N1 = asked.top_k_N[:, None]
     kth_N1 = np.take_along_axis(best_NC, np.minimum(top_k_N1, length) - 1, axis=-1)
     floor_N1 = np.where(top_k_N1 < vocab, np.maximum(floor_N1, kth_N1), floor_N1)
-    # The list has all tokens above its last; of those like its last there may be more.
+    # The list has all tokens above its last, but maybe not all that are equal to it.
     is_whole_N = (floor_N1[:, 0] > best_NC[:, -1]) | (length == vocab)
     with np.errstate(over="ignore", invalid="ignore"):
         weights_NC = np.where(best_NC >= floor_N1, np.exp(best_NC - peak_N1), 0)
@@ -162,7 +162,7 @@ def _from_list(logits_NV: torch.Tensor, asked: _Asked, length: int) -> tuple[np.
     mass_N = reached_NC[:, -1].copy()
     is_limited_N = asked.top_p_N < 1
     if len(beyond := np.flatnonzero(is_limited_N & ~is_whole_N)):
-        mass_N[beyond] = _mass(logits_NV, beyond, peak_N1[beyond], floor_N1[beyond])
+        mass_N[beyond] = _sum_mass(logits_NV, beyond, peak_N1[beyond], floor_N1[beyond])
     target_N = np.where(is_limited_N, asked.top_p_N, 1) * mass_N
     enough_N = (reached_NC < target_N[:, None]).sum(-1)
     last_N1 = np.take_along_axis(best_NC, np.minimum(enough_N, length - 1)[:, None], axis=-1)
@@ -171,9 +171,9 @@ def _from_list(logits_NV: torch.Tensor, asked: _Asked, length: int) -> tuple[np.
     return floor_N1[:, 0], is_found_N
 
 
-def _mass(logits_NV: torch.Tensor, which: np.ndarray, peak_N1: np.ndarray, floor_N1: np.ndarray) -> np.ndarray:
-    """Of the tokens at or above the floors of some rows."""
-    rows = _chosen(logits_NV, which)
+def _sum_mass(logits_NV: torch.Tensor, which: np.ndarray, peak_N1: np.ndarray, floor_N1: np.ndarray) -> np.ndarray:
+    """Return the probability mass at or above the floors of some rows."""
+    rows = _select_rows(logits_NV, which)
     weights = (rows - torch.from_numpy(peak_N1)).exp_()
     if (floor_N1 > _NEG_INF).any():
         weights.masked_fill_(rows < torch.from_numpy(floor_N1), 0)

@@ -1,10 +1,11 @@
-"""Paged attention on a GPU: one Triton kernel for decodes, verify steps and prompt chunks. Where a chunk's own keys are
-the most there is, cuDNN attends over those, and the kernel goes on with the cached ones.
+"""Paged attention on a GPU: one Triton kernel for decodes, verify steps and prompt chunks.
 
-B rows of Q queries; H query heads in K groups of G, one a KV head; D head size; T = B * Q. The Q * G queries of a row
+Where most keys are a chunk's own, cuDNN attends over those, and the kernel continues with the cached ones.
+
+B rows of Q queries; H query heads in K groups of G, one per KV head; D head size; T = B * Q. The Q * G queries of a row
 that meet one KV head are the lanes of a tile, so each key is read once for all of them. Keys are split over kernel
-instances where rows and heads alone would not fill the GPU; how often follows from shapes and not from lengths, so
-that a captured launch serves every step.
+instances if rows and heads alone would not fill the GPU. The number of splits follows from shapes and not from lengths,
+so that a captured launch serves every step.
 """
 
 from __future__ import annotations
@@ -22,19 +23,19 @@ if TYPE_CHECKING:
     from vllm_gaudi_spec.attention.metadata import AttentionCall, AttentionLayerSpec
     from vllm_gaudi_spec.devices.common.kv_pair import KVPair
 
-# Kernel instances that keep a large GPU busy: four for each of an H200's multiprocessors. More parts than these cost
-# more to put together than they gain.
+# Kernel instances that keep a large GPU busy: four for each of an H200's multiprocessors. Combining more parts costs
+# more than they save.
 _BUSY = 528
-# From so many on, and over contexts as short as were measured, splitting them costs more than it gains.
+# With this many instances and contexts this short, splitting keys costs more than it saves.
 _FULL, _SHORT = 192, 1024
-# As many have a multiprocessor each. A tile of many lanes leaves much to put together, which takes longer than what it
-# gains beyond them.
+# This many instances have a multiprocessor each. With many lanes per tile, combining further parts costs more than
+# they save.
 _ONE_EACH = 128
 _MOST_SPLITS = 32
 _INVARIANT_LANES = 64
 _KEY_TILE_BYTES = 16 << 10
 _LOG2_E = tl.constexpr(1.4426950408889634)
-# The score of a key that a query may not read. Finite: inf - inf is nan where a tile has nothing for a query.
+# The score of a masked key. Finite, since inf - inf would be NaN if a tile has no key for a query.
 LOWEST = tl.constexpr(-1e30)
 _LARGEST = tl.constexpr(operations.LARGEST)
 
@@ -55,16 +56,16 @@ def attend(
     group, tile_d = spec.num_heads // spec.num_kv_heads, triton.next_power_of_2(spec.head_size)
     lanes = call.num_queries * group
     tile_m = min(max(triton.next_power_of_2(lanes), 16), 128 if tile_d <= 128 else 64)
-    tile_n = key_tile(spec.block_size, tile_d * keys.element_size())
+    tile_n = choose_key_tile(spec.block_size, tile_d * keys.element_size())
     tiles = triton.cdiv(lanes, tile_m)
-    # Short heads leave an instance less to do.
+    # With short heads an instance has less work.
     busy = _BUSY * max(128 // tile_d, 1) if tiles == 1 else _ONE_EACH
     splits = num_splits(busy, tiles * spec.num_kv_heads * call.num_rows, call.block_table_BW.shape[1], spec, tile_n)
     if spec.batch_invariant:
-        # One form for decodes, verify steps and prompts: its instances take a query's keys from the first to the last.
+        # One form for decodes, verify steps and prompts: an instance reads a query's keys from first to last.
         tile_m, splits = _INVARIANT_LANES, 1
         tiles = triton.cdiv(lanes, tile_m)
-    # Of a prompt's tiles most have many keys that all of their lanes see. Measured for heads of 64 and 128 alone.
+    # Most tiles of a prompt have many keys that all lanes see. Measured for heads of 64 and 128 only.
     has_unmasked_keys = tiles > 1 and splits == 1 and spec.sliding_window is None and spec.head_size in (64, 128)
     has_unmasked_keys = has_unmasked_keys and not spec.batch_invariant
     attended = None
@@ -72,7 +73,7 @@ def attend(
         attended = attend_own(query_THD, *own_kv, call, spec)
     out_THD, log_sums = (query_THD.new_empty(query_THD.shape), query_THD) if attended is None else attended
     if has_unmasked_keys:
-        # So that two instances share a multiprocessor: one multiplies while the other takes its exponentials.
+        # Two instances then share a multiprocessor: one multiplies while the other computes exponentials.
         tile_m = 64
         tiles = triton.cdiv(lanes, tile_m)
     parts, maxima, sums = out_THD, out_THD, out_THD
@@ -133,8 +134,11 @@ def attend(
 
 
 def _is_long(call: AttentionCall, spec: AttentionLayerSpec) -> bool:
-    """Whether cuDNN gains more than a second kernel costs, where no keys are cached. After 2,048 cached ones, chunks of
-    512 took 3 % longer. With heads of 64 it gains little, and only beyond 2,048."""
+    """Whether cuDNN saves more than a second kernel costs, if no keys are cached.
+
+    After 2,048 cached keys, chunks of 512 took 3 % longer. With heads of 64 it saves little, and only beyond 2,048
+    queries.
+    """
     return spec.head_size == 128 and call.num_queries >= 256 and call.num_rows * call.num_queries >= 2048
 
 
@@ -179,8 +183,8 @@ def write_kv(key_TKD: torch.Tensor, value_TKD: torch.Tensor, kv: KVPair, slots_T
     )
 
 
-def key_tile(block_size: int, key_bytes: int, tile_bytes: int = _KEY_TILE_BYTES) -> int:
-    """Keys read at once: a part of one block, so that they lie at one distance from each other."""
+def choose_key_tile(block_size: int, key_bytes: int, tile_bytes: int = _KEY_TILE_BYTES) -> int:
+    """Return the number of keys read at once: a part of one block, so that they are at equal distances."""
     tile = 64
     while block_size % tile or (tile > 16 and tile * key_bytes > tile_bytes):
         tile //= 2
@@ -196,7 +200,7 @@ def num_splits(busy: int, num_instances: int, width: int, spec: AttentionLayerSp
     return max(1, min(busy // num_instances, triton.cdiv(reach, tile_n), _MOST_SPLITS))
 
 
-# What differs from instance to instance is no constant: one compilation serves all batch sizes and chunk lengths.
+# These are not constants, so that one compilation serves all batch sizes and chunk lengths.
 @triton.jit(do_not_specialize=["queries", "splits"])
 def _attend_tile(
     query_ptr,
@@ -234,7 +238,7 @@ def _attend_tile(
     tile = tl.program_id(0) // splits
     split = tl.program_id(0) % splits
     if UNMASKED:
-        # The longest first, so that none is left to begin when the others end.
+        # Longest first, so that no long tile starts last.
         tile = tl.cdiv(queries * GROUP, TILE_M) - 1 - tile
     head = tl.program_id(1)
     row = tl.program_id(2)
@@ -245,7 +249,7 @@ def _attend_tile(
     head_M = head * GROUP + lane_M % GROUP
     used_M = lane_M < queries * GROUP
     if CACHED_ONLY:
-        # Without such keys there is nothing to do.
+        # A row without cached keys has nothing to do.
         used_M = used_M & (start > 0)
     token_M = (row * queries + offset_M).to(tl.int64)
     position_M = start + offset_M
@@ -257,7 +261,7 @@ def _attend_tile(
         other=0.0,
     )
 
-    # The keys that any lane of the tile sees, and of those the share of this split, in whole tiles.
+    # The keys that any lane of the tile sees, then this split's share of them, in whole tiles.
     last = tl.minimum((tile * TILE_M + TILE_M - 1) // GROUP, queries - 1)
     end = start if CACHED_ONLY else start + last + 1
     begin = 0
@@ -283,7 +287,7 @@ def _attend_tile(
         )
     first_masked = low
     if UNMASKED:
-        # Whole tiles of keys that every lane sees: positions need no comparison.
+        # Every lane sees all keys of these tiles, so positions need no comparison.
         first_masked = tl.maximum(low, tl.minimum(high, start + tile * TILE_M // GROUP + 1) // TILE_N * TILE_N)
         for first in range(low, first_masked, TILE_N):
             state = take_keys(
@@ -331,7 +335,7 @@ def _attend_tile(
         )
     max_M, sum_M, total_MD = state
 
-    # Not before: instances of the next kernel would hold multiprocessors that those of this one need.
+    # Not earlier: the next kernel's instances would hold multiprocessors that this one's need.
     launch.let_next_start(EARLY)
     if not IS_SPLIT:
         result_MD = total_MD / sum_M[:, None]
@@ -365,7 +369,10 @@ def take_keys(
     TILE_N: tl.constexpr,
     TILE_D: tl.constexpr,
 ):
-    """A tile of keys into the softmax so far. Not masked: all lanes see all of its keys, and heads fill their tile."""
+    """Add a tile of keys to the softmax so far.
+
+    Without MASKED, all lanes see all keys of the tile, and heads fill their tile.
+    """
     position_N = first + tl.arange(0, TILE_N)
     exists_N = position_N < end
     keys_ND, values_ND = load_keys(
@@ -381,7 +388,7 @@ def take_keys(
 
 @triton.jit
 def finite(numbers):
-    """As `attention.operations.finite`."""
+    """Replace non-finite numbers as `attention.operations.finite` does."""
     return tl.where(tl.abs(numbers.to(tl.float32)) <= _LARGEST, numbers, 0.0).to(numbers.dtype)
 
 
@@ -400,7 +407,7 @@ def load_keys(
     TILE_N: tl.constexpr,
     TILE_D: tl.constexpr,
 ):
-    """Keys and values of a tile, which lies in one block."""
+    """Load the keys and values of a tile, which lies in one block."""
     dim_D = tl.arange(0, TILE_D)
     inside_N = tl.arange(0, TILE_N)
     block = tl.load(table_ptr + first // BLOCK_SIZE).to(tl.int64)
@@ -431,11 +438,11 @@ def take(
     CAPPED: tl.constexpr,
     MASKED: tl.constexpr,
 ):
-    """Keys and values into the softmax so far: of each lane, the highest score, the sum of weights, and of values."""
+    """Add keys and values to the softmax so far: per lane, the highest score, the sum of weights, and of values."""
     max_M, sum_M, total_MD = state
     score_MN = tl.dot(query_MD, tl.trans(keys_ND), input_precision="ieee")
     if CAPPED:
-        # tanh, without the library that only GPUs have.
+        # tanh without libdevice, which the interpreter lacks.
         score_MN = soft_cap * (1.0 - 2.0 / (tl.exp(2.0 * (score_MN * scale) / soft_cap) + 1.0)) * _LOG2_E
     else:
         score_MN = score_MN * (scale * _LOG2_E)
@@ -472,7 +479,7 @@ def _combine(
     used_S = split_S < splits
     part_S = (token * HEADS + head) * splits + split_S
     max_S = tl.load(maxima_ptr + part_S, mask=used_S, other=LOWEST)
-    # A split without keys of a query has the lowest maximum: it weighs nothing beside one that has some.
+    # A split without keys for a query has the lowest maximum, and no weight beside one that has keys.
     weight_S = tl.exp2(max_S - tl.max(max_S, 0))
     sum_S = tl.load(sums_ptr + part_S, mask=used_S, other=0.0)
     parts_SD = tl.load(parts_ptr + part_S[:, None] * TILE_D + dim_D[None, :], mask=used_S[:, None], other=0.0)

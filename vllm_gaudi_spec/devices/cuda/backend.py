@@ -1,4 +1,4 @@
-"""The reference accelerator: every step a CUDA graph, on NVIDIA GPUs, without vLLM's compiled parts."""
+"""NVIDIA GPUs, the reference accelerator: every step is a CUDA graph, without vLLM's compiled parts."""
 
 from __future__ import annotations
 
@@ -19,13 +19,13 @@ from vllm_gaudi_spec.devices.common.stream_graphs import Captures
 
 
 def make_backend() -> DeviceBackend:
-    # vLLM's front end makes a backend too, and does not open the card. These look without opening it.
+    # vLLM's front end makes a backend too and must not open the card; these checks do not.
     if not torch.cuda.is_available() or find_spec("triton") is None:
         raise UnsupportedConfigError(
             "VGS_DEVICE=cuda needs an NVIDIA GPU, a torch built for it and Triton, which torch "
             f"{torch.__version__} here does not have; set VGS_DEVICE to cpu or hpu-emulated."
         )
-    # Each process is given one card (`Platform.set_device`), which this means without its number.
+    # Without a number this is the process's one card (`Platform.set_device`).
     device = torch.device("cuda")
     traits = DeviceTraits(
         name="cuda",
@@ -38,7 +38,7 @@ def make_backend() -> DeviceBackend:
         prefill_rows=(1, 2, 4, 8, 16),
         offers_batch_invariance=True,
     )
-    # Imported here, as in the classes below: without Triton these modules cannot be imported.
+    # Imported late, here and below: these modules need Triton.
     from vllm_gaudi_spec.devices.cuda.row_kernels import ROW_OPERATIONS
     from vllm_gaudi_spec.devices.cuda.rules import RULES
 
@@ -65,8 +65,8 @@ class CudaWeights(StreamWeights):
 
         torch.set_float32_matmul_precision("highest")
         torch.backends.cudnn.allow_tf32 = False
-        linear.use_in(model)
-        decoder.use_in(model)
+        linear.install(model)
+        decoder.install(model)
 
     def make_batch_invariant(self, model: nn.Module) -> None:
         from vllm_gaudi_spec.devices.cuda import linear

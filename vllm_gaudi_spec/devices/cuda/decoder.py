@@ -1,8 +1,10 @@
-"""Decoder layers of Llama's form in fewer kernels: a norm within the linear layer that reads it, the gated activation
-within the one before it, and rotary embedding and KV write within attention.
+"""Runs decoder layers of Llama's form in fewer kernels.
 
-A layer that is known by its class's forward is run as that forward runs it, save that what its attention and its MLP
-get may not be normed yet: both hand it to a linear layer first, and use it for nothing else.
+A norm is computed in the linear layer that reads it, the gated activation in the one before it, and rotary embedding
+and KV writes in attention.
+
+A layer is recognized by its class's forward and runs as that forward does, except that the inputs of its attention and
+MLP may not be normed yet: both pass them to a linear layer first, and use them for nothing else.
 """
 
 from __future__ import annotations
@@ -13,7 +15,7 @@ from typing import TYPE_CHECKING, Any
 from torch import nn
 
 from vllm_gaudi_spec.devices.cuda import few_queries, linear
-from vllm_gaudi_spec.devices.cuda.layers import TurnsInPlace
+from vllm_gaudi_spec.devices.cuda.layers import RotatesInPlace
 from vllm_gaudi_spec.upstream.decoders import (
     LlamaAttention,
     LlamaDecoderLayer,
@@ -40,8 +42,8 @@ _MLPS = {cls.forward for cls in (LlamaMLP, Qwen2MLP)}
 _States = tuple["torch.Tensor", "torch.Tensor"]
 
 
-def use_in(model: nn.Module) -> None:
-    """After `linear.use_in`."""
+def install(model: nn.Module) -> None:
+    """Replace the forwards of a model's decoder layers, after `linear.install`."""
     for module in model.modules():
         forward = type(module).forward
         if forward in _MLPS and isinstance(module.act_fn, SiluAndMul):
@@ -53,16 +55,16 @@ def use_in(model: nn.Module) -> None:
 
 
 def _turns_halves(rotary: Any) -> bool:
-    return isinstance(rotary, TurnsInPlace) and bool(rotary.is_neox_style)  # type: ignore[attr-defined]
+    return isinstance(rotary, RotatesInPlace) and bool(rotary.is_neox_style)  # type: ignore[attr-defined]
 
 
 def _takes(layer: Any) -> bool:
-    """Whether a norm may be left to the linear layers that read it."""
+    """Whether a layer's norms may be left to the linear layers that read them."""
     norms = (layer.input_layernorm, layer.post_attention_layernorm)
     return (
         type(layer.self_attn).forward in _ATTENTIONS
         and type(layer.mlp).forward in _MLPS
-        # An EAGLE head's first layer has none before its attention.
+        # The first layer of an EAGLE head has no norm before its attention.
         and all(isinstance(norm, RMSNorm) and norm.has_weight for norm in norms)
         and all(norm.variance_size_override is None for norm in norms)
         and layer.input_layernorm.weight.shape[0] <= linear.MOST_NORMED
@@ -70,7 +72,7 @@ def _takes(layer: Any) -> bool:
 
 
 def _is_plain(layer: Any, cls: type) -> bool:
-    """False for a wrapper with adapters, and for quantized weights."""
+    """Whether a layer is unquantized and not wrapped for adapters."""
     return type(layer) is cls and isinstance(getattr(layer, "quant_method", None), linear.FewRowsLinear)
 
 

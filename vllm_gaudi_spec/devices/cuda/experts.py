@@ -1,4 +1,4 @@
-"""torch's grouped product for experts."""
+"""torch's grouped product for mixtures of experts."""
 
 from __future__ import annotations
 
@@ -11,12 +11,12 @@ from vllm_gaudi_spec.devices.common.layers import find_kernel
 
 _WITH_KERNEL = (9, 10)
 """Major versions of the compute capability (torch 2.11 and 2.13, GroupedBlas.cpp)."""
-# Measured on an H100 (docs/performance.md, Experts). Sorting and putting back take as long as reading so many bytes of
-# weights, and the products of so many tokens with every expert as long as reading these once more.
+# Measured on an H100 (docs/performance.md, Experts). Sorting and restoring the order take as long as reading this many
+# bytes of weights. Multiplying this many tokens by every expert takes as long as reading the weights once more.
 _BYTES_OF_SORTING = 270e6
 _TOKENS_OF_READING = 400
 _FEWEST_BYTES = 400e6
-"""Of a layer that was measured: smaller ones count as it does."""
+"""Bytes of the weights of the layer that was measured; smaller layers count as this one."""
 
 
 def fused() -> Fused | None:
@@ -34,7 +34,10 @@ def _serves(call: Call) -> bool:
 
 
 def _is_faster(call: Call) -> bool:
-    """Than every expert for every token. It reads the chosen experts alone: nearly all, where many tokens choose."""
+    """Whether this is faster than every expert for every token.
+
+    It reads the chosen experts alone, which are nearly all if many tokens choose.
+    """
     num_tokens, num_experts = call.weights_TE.shape
     sorting = _BYTES_OF_SORTING / max(call.w13_EJH.nbytes + call.w2_EHI.nbytes, _FEWEST_BYTES)
     reading = 1 - (1 - call.top_k / num_experts) ** num_tokens
@@ -42,8 +45,10 @@ def _is_faster(call: Call) -> bool:
 
 
 def _takes(call: Call) -> bool:
-    """Elsewhere torch reads the counts on the host, which a captured graph must not. Rows start at multiples of 16
-    bytes."""
+    """Whether torch has a kernel for a call, whose rows start at multiples of 16 bytes.
+
+    Without one it reads the counts on the host, which a captured graph cannot.
+    """
     x, rows = call.x_TH, (call.w13_EJH, call.w2_EHI)
     if x.dtype != torch.bfloat16 or not x.is_cuda or torch.cuda.get_device_capability(x.device)[0] not in _WITH_KERNEL:
         return False

@@ -1,11 +1,13 @@
-"""A layer's attention in one Triton kernel where rows have few queries: decodes, verify steps and drafts.
+"""A layer's attention in one Triton kernel for rows with few queries: decodes, verify steps and drafts.
 
-It turns queries and keys, writes keys and values, attends, and puts together the parts that several instances made.
-What a row's queries see of earlier keys comes from the cache; new keys come from the projection, so that no instance
-waits for another's write. An instance reads its first keys before the kernel ahead has ended: they are from an earlier
-forward, and between two forwards there are kernels that do not start early, such as the lookup of embeddings. The same
-is true of whatever the call is described by. As in `attention`: B rows of Q queries, H heads in K groups of G, one a KV
-head; D head size; T = B * Q; the Q * G queries of a row that meet one KV head are the lanes of a tile.
+The kernel rotates queries and keys, writes keys and values, attends, and combines the parts of several instances.
+Earlier keys are read from the cache and new ones from the projection, so that no instance waits for another's write. An
+instance reads its first keys before the kernel ahead has ended. They are from an earlier forward, and between two
+forwards there are kernels that do not start early, such as the lookup of embeddings; the same holds for the tensors
+that describe the call.
+
+Letters as in `attention`: B rows of Q queries, H heads in K groups of G, one per KV head; D head size; T = B * Q; the Q
+* G queries of a row that meet one KV head are the lanes of a tile.
 """
 
 from __future__ import annotations
@@ -24,31 +26,31 @@ if TYPE_CHECKING:
     from vllm_gaudi_spec.devices.common.kv_pair import KVPair
 
 MOST_QUERIES, MOST_LANES = 16, 64
-"""Of a row: its new keys are one tile, and so are its lanes."""
+"""Limits of a row: its new keys are one tile, and so are its lanes."""
 _MOST_ARRIVALS = 4096
-"""Rows by KV heads of which the keys are split: with as many there is nothing to split."""
+"""Rows times KV heads whose keys may be split; with more there is nothing to split."""
 _COMBINED = 8192
-"""Numbers of parts that are put together at once."""
+"""How many numbers of parts are combined at once."""
 
 
 class Form(NamedTuple):
     """How an instance works."""
 
     key_tile_bytes: int
-    """Of keys that it reads at once, as far as a block has them."""
+    """Bytes of keys read at once, limited by the block."""
     num_warps: int
     instances: int
-    """So many are made of few rows, by splitting their keys."""
+    """The number of instances that few rows are split into."""
 
 
-# Instances of 128 threads with 128 registers each: an H100 has room for 528 at a time.
+# An H100 has room for 528 instances of 128 threads with 128 registers each.
 SHORT_HEADS = Form(8 << 10, 4, 528)
-"""For heads of 64 and less. Twice as many parts, half as many warps and half as long tiles were slower."""
+"""For heads of up to 64. Twice as many parts, half as many warps and half as long tiles were slower."""
 LONG_HEADS = Form(16 << 10, 4, 528)
 
 
 class Projected(NamedTuple):
-    """What a projection made of a forward's tokens; a token's numbers lie together, heads one after another."""
+    """The projections of a forward's tokens. A token's numbers are contiguous, head after head."""
 
     query_TH: torch.Tensor
     key_TK: torch.Tensor
@@ -57,7 +59,7 @@ class Projected(NamedTuple):
 
 
 class Rotary(NamedTuple):
-    """The first `dim` numbers of a head turn; halves belong together. `table`: [positions, cosines and sines]."""
+    """Rotates the first `dim` numbers of each head, by halves. `table` is [positions, cosines and sines]."""
 
     positions_T: torch.Tensor
     table: torch.Tensor
@@ -76,24 +78,24 @@ def takes(call: AttentionCall, spec: AttentionLayerSpec) -> bool:
 
 
 @cache
-def _arrivals(device: torch.device) -> torch.Tensor:
-    """Counters of instances that arrived, by row and KV head. Kernels of one stream share them, and leave zeros."""
+def _get_arrivals(device: torch.device) -> torch.Tensor:
+    """Return counters of arrived instances by row and KV head. Kernels of one stream share them, and leave zeros."""
     if device.type == "cuda" and torch.cuda.is_current_stream_capturing():
-        raise RuntimeError("attention of split keys has to run once before it is captured")
+        raise RuntimeError("attention with split keys must run once before it is captured")
     return torch.zeros(_MOST_ARRIVALS, dtype=torch.int32, device=device)
 
 
 def attend(
     projected: Projected, rotary: Rotary, kv: KVPair, call: AttentionCall, spec: AttentionLayerSpec
 ) -> torch.Tensor:
-    """[T, H * D]. Keys and values are in the cache then."""
+    """Write keys and values to the cache, and return the result of attention [T, H * D]."""
     query_TH, key_TK, value_TK, slots_T = projected
     keys, values = kv.tensors()
     out_TH = query_TH.new_empty(query_TH.shape)
     group, tile_d = spec.num_heads // spec.num_kv_heads, triton.next_power_of_2(spec.head_size)
     form = SHORT_HEADS if tile_d <= 64 else LONG_HEADS
     lanes = call.num_queries * group
-    tile_n = attention.key_tile(spec.block_size, tile_d * keys.element_size(), form.key_tile_bytes)
+    tile_n = attention.choose_key_tile(spec.block_size, tile_d * keys.element_size(), form.key_tile_bytes)
     width = call.block_table_BW.shape[1]
     splits = attention.num_splits(form.instances, spec.num_kv_heads * call.num_rows, width, spec, tile_n)
     parts, maxima, sums, arrivals = out_TH, out_TH, out_TH, out_TH
@@ -101,7 +103,7 @@ def attend(
         shape = (len(query_TH), spec.num_heads, splits)
         parts = torch.empty((*shape, tile_d), dtype=torch.float32, device=out_TH.device)
         maxima, sums = torch.empty((2, *shape), dtype=torch.float32, device=out_TH.device).unbind(0)
-        arrivals = _arrivals(out_TH.device)
+        arrivals = _get_arrivals(out_TH.device)
     tile_l = triton.next_power_of_2(lanes)
     _attend[(splits, spec.num_kv_heads, call.num_rows)](
         query_TH,
@@ -148,7 +150,7 @@ def attend(
     return out_TH
 
 
-# What differs from instance to instance is no constant: one compilation serves all batch sizes.
+# These are not constants, so that one compilation serves all batch sizes.
 @triton.jit(do_not_specialize=["queries", "splits"])
 def _attend(
     query_ptr,
@@ -202,28 +204,28 @@ def _attend(
     token_M = (row * queries + offset_M).to(tl.int64)
     offset_Q = tl.arange(0, TILE_Q)
     token_Q = (row * queries + offset_Q).to(tl.int64)
-    # First what does not depend on what is read, so that one latency serves all of it.
+    # Issue loads that do not depend on each other together, so that their latencies overlap.
     start = tl.load(starts_ptr + row)
     position_M = tl.load(positions_ptr + token_M, mask=used_M, other=0)
     position_Q = tl.load(positions_ptr + token_Q, mask=offset_Q < queries, other=0)
     slot_Q = tl.load(slots_ptr + token_Q, mask=offset_Q < queries, other=0)
-    cos_MD, sin_MD = _angles(position_M, used_M, rotary_ptr, HALF, TILE_D)
+    cos_MD, sin_MD = _load_angles(position_M, used_M, rotary_ptr, HALF, TILE_D)
 
-    # The earlier keys that any lane sees, and of those the share of this split, in whole tiles.
+    # The earlier keys that any lane sees, then this split's share of them, in whole tiles.
     begin = 0
     if WINDOW > 0:
         begin = tl.maximum(start - WINDOW + 1, 0) // TILE_N * TILE_N
     share = tl.cdiv(tl.cdiv(start - begin, TILE_N), splits) * TILE_N
     low = begin + split * share
     high = tl.minimum(low + share, start)
-    # The new keys come after the last share that has any, where there is a split for them. Splits after theirs have
-    # nothing to do: how many there are follows from the longest row of a bucket.
+    # New keys belong to the split after the last share with earlier keys, if there is one. Later splits have nothing to
+    # do: their number follows from the longest row of a bucket.
     last = tl.minimum(tl.cdiv(start - begin, tl.maximum(share, 1)), splits - 1)
     used_Q = (offset_Q < queries) & (split == last)
-    cos_QD, sin_QD = _angles(position_Q, used_Q, rotary_ptr, HALF, TILE_D)
+    cos_QD, sin_QD = _load_angles(position_Q, used_Q, rotary_ptr, HALF, TILE_D)
     exists_N = low + tl.arange(0, TILE_N) < high
     keys_ND, values_ND = attention.load_keys(
-        # A share may begin where there are no more keys, and its row's blocks end.
+        # A share may begin behind the last key, where the row's blocks end.
         tl.where(low < high, low, 0),
         exists_N,
         table_ptr + row * table_stride,
@@ -241,14 +243,14 @@ def _attend(
     launch.wait(EARLY)
     if split > last:
         return
-    # What other kernels wrote, all at once.
+    # Load everything that other kernels wrote together.
     new_QD = head * HEAD_SIZE + dim_D[None, :]
     used_QD = used_Q[:, None] & (dim_D < HEAD_SIZE)[None, :]
     value_QD = tl.load(value_ptr + token_Q[:, None] * value_stride + new_QD, mask=used_QD, other=0.0)
     key_Q = key_ptr + token_Q * key_stride + head * HEAD_SIZE
-    key_QD = _turned(key_Q, used_Q, cos_QD, sin_QD, HEAD_SIZE, HALF, TILE_D)
+    key_QD = _load_rotated(key_Q, used_Q, cos_QD, sin_QD, HEAD_SIZE, HALF, TILE_D)
     query_M = query_ptr + token_M * query_stride + head_M * HEAD_SIZE
-    query_MD = _turned(query_M, used_M, cos_MD, sin_MD, HEAD_SIZE, HALF, TILE_D)
+    query_MD = _load_rotated(query_M, used_M, cos_MD, sin_MD, HEAD_SIZE, HALF, TILE_D)
     state = (
         tl.full((TILE_M,), attention.LOWEST, dtype=tl.float32),
         tl.zeros((TILE_M,), dtype=tl.float32),
@@ -301,7 +303,7 @@ def _attend(
         tl.store(parts_ptr + part_M[:, None] * TILE_D + dim_D[None, :], total_MD, mask=used_M[:, None])
         tl.store(maxima_ptr + part_M, max_M, mask=used_M)
         tl.store(sums_ptr + part_M, sum_M, mask=used_M)
-        # All threads' stores come before the arrival.
+        # All threads must have stored before the arrival is counted.
         tl.debug_barrier()
         arrivals = arrivals_ptr + row * KV_HEADS + head
         if tl.atomic_add(arrivals, 1, sem="acq_rel") == last:
@@ -326,8 +328,8 @@ def _attend(
 
 
 @triton.jit
-def _angles(position_X, used_X, rotary_ptr, HALF: tl.constexpr, TILE_D: tl.constexpr):
-    """Cosines and sines; of numbers that do not turn, 1 and 0."""
+def _load_angles(position_X, used_X, rotary_ptr, HALF: tl.constexpr, TILE_D: tl.constexpr):
+    """Load cosines and sines; 1 and 0 for numbers that do not rotate."""
     dim_D = tl.arange(0, TILE_D)
     entry_XD = rotary_ptr + position_X[:, None] * (2 * HALF) + dim_D[None, :] % HALF
     turns_XD = used_X[:, None] & (dim_D < 2 * HALF)[None, :]
@@ -337,7 +339,7 @@ def _angles(position_X, used_X, rotary_ptr, HALF: tl.constexpr, TILE_D: tl.const
 
 
 @triton.jit
-def _turned(
+def _load_rotated(
     at_X,
     used_X,
     cos_XD,
@@ -346,7 +348,7 @@ def _turned(
     HALF: tl.constexpr,
     TILE_D: tl.constexpr,
 ):
-    """Heads from `at_X` on, turned. Each number is read beside the one that it turns with."""
+    """Load heads from `at_X` on and rotate them, reading each number beside the one that it rotates with."""
     dim_D = tl.arange(0, TILE_D)
     other_D = tl.where(dim_D < HALF, dim_D + HALF, tl.where(dim_D < 2 * HALF, dim_D - HALF, dim_D))
     used_XD = used_X[:, None] & (dim_D < HEAD_SIZE)[None, :]
@@ -374,8 +376,10 @@ def _combine(
     TILE_S: tl.constexpr,
     TILE_D: tl.constexpr,
 ):
-    """Parts of a row and a KV head, in the same order whichever instance came last. They are read from where the other
-    instances' stores are seen, which is not this multiprocessor's own cache."""
+    """Combine the parts of a row and a KV head, in an order that does not depend on which instance came last.
+
+    The parts are read past this multiprocessor's own cache, which does not see the stores of other instances.
+    """
     dim_D = tl.arange(0, TILE_D)
     lane_L = tl.arange(0, TILE_L)
     used_L = lane_L < queries * GROUP
@@ -397,7 +401,7 @@ def _combine(
             cache_modifier=".cg",
         )
         new_max_L = tl.maximum(max_L, tl.max(max_LS, 1))
-        # A split without keys of a query has the lowest maximum: it weighs nothing beside one that has some.
+        # A split without keys for a query has the lowest maximum, and no weight beside one that has keys.
         weight_LS = tl.exp2(max_LS - new_max_L[:, None])
         rescale_L = tl.exp2(max_L - new_max_L)
         sum_L = sum_L * rescale_L + tl.sum(sum_LS * weight_LS, 1)

@@ -1,7 +1,7 @@
-"""The filters of `sampling/filters.py` in Triton: one launch, an instance a position.
+"""The filters of `sampling/filters.py` in Triton: one launch, with an instance per position.
 
-An instance reads its row, which stays in the L2 cache, as often as its search needs: a row of a language model about
-ten times. All sums of a row are made in the same order whatever other rows there are.
+An instance reads its row, which stays in the L2 cache, as often as its search needs: about ten times for a row of a
+language model. All sums of a row are made in the same order, whatever other rows there are.
 
 Thresholds are keys: integers in the order of the float32 logits.
 """
@@ -12,14 +12,14 @@ import triton
 import triton.language as tl
 
 _BY_VALUE = tl.constexpr(14)
-"""Rounds that divide an interval of logits, in which real ones are spread; later ones divide keys."""
+"""Rounds that bisect an interval of logits, which real logits spread over; later rounds bisect keys."""
 _FAR = tl.constexpr(32.0)
-"""Where the first thresholds are tried, below the likeliest token."""
+"""How far below the likeliest token the first thresholds are tried."""
 
 
 @triton.jit
 def _key_of(values):
-    bits = (values + 0.0).to(tl.int32, bitcast=True)  # the two zeros are one
+    bits = (values + 0.0).to(tl.int32, bitcast=True)  # makes -0.0 equal 0.0
     return bits ^ ((bits >> 31) & 0x7FFFFFFF)
 
 
@@ -37,7 +37,7 @@ def _weights(values, peak, IS_COUNT: tl.constexpr):
 
 @triton.jit
 def _mass(row, vocab, peak, threshold, CHUNK: tl.constexpr):
-    """Of the tokens at or above one threshold."""
+    """Return the mass of the tokens at or above one threshold."""
     offsets = tl.arange(0, CHUNK)
     weight = tl.zeros((CHUNK,), tl.float32)
     for start in range(0, vocab, CHUNK):
@@ -48,14 +48,14 @@ def _mass(row, vocab, peak, threshold, CHUNK: tl.constexpr):
 
 @triton.jit
 def _search(row, vocab, peak, floor, target, IS_COUNT: tl.constexpr, CHUNK: tl.constexpr):
-    """The largest logit at or above which there is as much as `target`, or `floor`, above which there is as much."""
+    """Return the largest logit at or above which the mass is `target`; `floor` if the mass above that suffices."""
     offsets = tl.arange(0, CHUNK)
-    # At or above `low` there is enough, at or above `high` there is not.
+    # Invariant: the mass at or above `low` suffices, that at or above `high` does not.
     low = _key_of(floor).to(tl.int64)
     high = _key_of(peak).to(tl.int64) + 1
     rounds = 0
     while high - low > 1:
-        # Three thresholds, all in the interval.
+        # Three thresholds inside the interval.
         first, second, third = low + (high - low) // 4, low + (high - low) // 2, low + (high - low) * 3 // 4
         if rounds < _BY_VALUE:
             top = _value_of((high - 1).to(tl.int32))
@@ -84,7 +84,7 @@ def _search(row, vocab, peak, floor, target, IS_COUNT: tl.constexpr, CHUNK: tl.c
             above_third += tl.where(values >= third_value, weights, 0.0)
             least = tl.minimum(least, tl.where(values >= low_value, values, float("inf")))
             largest = tl.maximum(largest, tl.where(values <= high_value, values, float("-inf")))
-        # Only logits that there are can end the interval.
+        # Move the ends of the interval to logits that occur.
         low = tl.maximum(low, _key_of(tl.min(least, axis=0)).to(tl.int64))
         high = tl.minimum(high, _key_of(tl.max(largest, axis=0)).to(tl.int64) + 1)
         if tl.sum(above_first, axis=0) >= target:
@@ -103,7 +103,7 @@ def _search(row, vocab, peak, floor, target, IS_COUNT: tl.constexpr, CHUNK: tl.c
     return _value_of(low.to(tl.int32))
 
 
-# One compilation for every number of positions.
+# Not a constant, so that one compilation serves every number of positions.
 @triton.jit(do_not_specialize=["num_positions"])
 def filter_kernel(
     logits,
@@ -123,7 +123,10 @@ def filter_kernel(
     SOME: tl.constexpr,
     CHUNK: tl.constexpr,
 ):
-    """Copy a row, with minus infinity for what its filters leave out. Only SOME positions are sampled."""
+    """Copy a row, with minus infinity in place of what its filters exclude.
+
+    With SOME, only sampled positions are copied.
+    """
     position = tl.program_id(0).to(tl.int64)
     b, q = position // num_positions, position % num_positions
     if SOME:
@@ -147,7 +150,7 @@ def filter_kernel(
             values = tl.load(row + start + offsets, mask=start + offsets < vocab, other=float("-inf"))
             best = tl.maximum(best, values)
         peak = tl.max(best, axis=0)
-        # A row in which everything is forbidden, or that has plus infinity or NaN, is left as it is.
+        # Rows in which everything is forbidden, or with plus infinity or NaN, are copied unchanged.
         if tl.abs(peak) < float("inf"):
             if ratio > 0.0:
                 floor = peak + tl.log(ratio)

@@ -1,4 +1,4 @@
-"""Small Triton kernels for what stands between a model's matrices: norms, rotary embedding, gated activation."""
+"""Small Triton kernels for what is between a model's matrices: norms, rotary embedding, gated activation."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ def rms_norm(x: torch.Tensor, weight: torch.Tensor, epsilon: float) -> torch.Ten
 def add_rms_norm(
     x: torch.Tensor, residual: torch.Tensor, weight: torch.Tensor, epsilon: float
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """The norm of the sum, and the sum."""
+    """Return the norm of the sum, and the sum."""
     rows, others = x.reshape(-1, x.shape[-1]), residual.reshape(-1, x.shape[-1])
     out, added = torch.empty_like(rows), torch.empty_like(rows)
     _norm[(rows.shape[0],)](
@@ -81,7 +81,7 @@ def _norm(
         tl.store(added_ptr + row * SIZE + offset, x.to(dtype), mask=used)
     scale = tl.rsqrt(tl.sum(x * x, 0) / SIZE + epsilon)
     weight = tl.load(weight_ptr + offset, mask=used, other=0.0)
-    # Rounded before it is weighed, as vLLM's own is.
+    # Round before applying the weight, as vLLM does.
     normed = (x * scale).to(dtype) * weight
     tl.store(out_ptr + row * SIZE + offset, normed, mask=used)
 
@@ -93,8 +93,10 @@ def rotate(
     table: torch.Tensor,
     rotary_dim: int,
 ) -> None:
-    """Turn the first `rotary_dim` numbers of each head in place; halves belong together. `table`: [positions, cosines
-    and sines]."""
+    """Rotate the first `rotary_dim` numbers of each head in place, by halves.
+
+    `table` is [positions, cosines and sines].
+    """
     other = query_THD if key_TKD is None else key_TKD
     heads, half = max(query_THD.shape[1], other.shape[1]), rotary_dim // 2
     _rotate[(query_THD.shape[0], 1 if key_TKD is None else 2)](
@@ -157,7 +159,7 @@ def _rotate(
 
 
 def silu_and_mul(x: torch.Tensor) -> torch.Tensor:
-    """silu of the first half of the last dimension times the second."""
+    """Return silu of the first half of the last dimension times the second half."""
     rows = x.reshape(-1, x.shape[-1])
     size, tile = x.shape[-1] // 2, 1024
     out = rows.new_empty((rows.shape[0], size))
@@ -179,6 +181,6 @@ def _silu_and_mul(x_ptr, out_ptr, x_stride, SIZE: tl.constexpr, TILE: tl.constex
 
 @triton.jit
 def gate(x):
-    """silu, rounded before it is multiplied, as vLLM's own is."""
+    """Compute silu, rounded before it is multiplied, as vLLM's is."""
     wide = x.to(tl.float32)
     return (wide / (1.0 + tl.exp(-wide))).to(x.dtype)

@@ -1,7 +1,7 @@
-"""Kernels that are launched before the one ahead of them has ended, so that their launches cost nothing.
+"""Programmatic dependent launch: a kernel starts before the one ahead has ended, so that launches cost nothing.
 
-CUDA calls it programmatic dependent launch. A kernel that is launched so waits for the one before it by itself, and
-may do first what does not depend on that one, such as reading weights. Graphs record it.
+Such a kernel waits for the one ahead by itself, and can first do what does not depend on it, such as reading weights.
+CUDA graphs record this.
 """
 
 from __future__ import annotations
@@ -17,8 +17,11 @@ from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
 @cache
 def options() -> dict[str, Any]:
-    """For the launch of a kernel that waits by `wait`. Asked when one is launched: to know the GPU is to open it."""
-    can = torch.cuda.is_available() and torch.cuda.get_device_capability() >= (9, 0)  # from Hopper on
+    """Return launch options for a kernel that calls `wait`.
+
+    Called at a launch, because asking for the GPU's capability opens it.
+    """
+    can = torch.cuda.is_available() and torch.cuda.get_device_capability() >= (9, 0)  # Hopper and later
     return {"EARLY": True, "launch_pdl": True} if can else {"EARLY": False}
 
 
@@ -30,22 +33,24 @@ def let_next_start(EARLY: tl.constexpr):
 
 @triton.jit
 def wait(EARLY: tl.constexpr):
-    """Before the first access to what another kernel wrote or may still read. Every instance has to come here, or a
-    later kernel would not wait for what is before this one."""
+    """Wait, before the first access to what another kernel wrote or may still read.
+
+    Every instance must call this, or a later kernel would not wait for what precedes this one.
+    """
     if EARLY:
         gdc_wait()
 
 
 @triton.jit
 def begin(EARLY: tl.constexpr):
-    """Both, for kernels with nothing to do before."""
+    """Let the next kernel start and wait, in kernels that have nothing to do before."""
     let_next_start(EARLY)
     wait(EARLY)
 
 
 @triton.jit
 def fetch(pointers, EARLY: tl.constexpr):
-    """Begin to bring what is there into the cache: before `wait`, what no kernel writes."""
+    """Start loading memory into the cache, before `wait`, that no kernel writes."""
     if EARLY:
         tl.inline_asm_elementwise(
             "prefetch.global.L2 [$1]; mov.u32 $0, 0;",

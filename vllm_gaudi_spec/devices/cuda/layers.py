@@ -27,8 +27,8 @@ def _add_norm(
 layers.register_norms(PROVIDER, _norm, _add_norm, available=True)
 
 
-class TurnsInPlace:
-    """Stands before a class of vLLM's that turns queries and keys as `RotaryEmbedding` does."""
+class RotatesInPlace:
+    """Mixin for vLLM's classes that rotate queries and keys as `RotaryEmbedding` does."""
 
     def forward_oot(
         self: RotaryEmbedding, positions: torch.Tensor, query: torch.Tensor, key: torch.Tensor | None = None
@@ -45,7 +45,7 @@ class TurnsInPlace:
         return query, key
 
 
-layers.register_rotary_class("Cuda", TurnsInPlace, RotaryEmbedding)
+layers.register_rotary_class("Cuda", RotatesInPlace, RotaryEmbedding)
 
 
 @SiluAndMul.register_oot

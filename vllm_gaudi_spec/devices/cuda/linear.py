@@ -1,9 +1,9 @@
-"""Linear layers of few rows: Triton kernels that read a weight once, where a library's kernels are slower.
+"""Linear layers for few rows: Triton kernels that read a weight once and are faster than a library's.
 
-N outputs of K inputs, M rows. A step of few rows costs what it reads, and a kernel may start to read its weight while
-the kernel before it still runs. With one or two rows an instance has a few outputs and all of their inputs, and may
-compute the norm before the layer itself. With more rows the matrix units multiply; where outputs are few, several
-instances share an output's inputs, and the last of them adds up.
+N outputs of K inputs, M rows. With few rows the cost is what is read, and a kernel may start to read its weight while
+the kernel before it still runs. With one or two rows an instance computes a few outputs from all of their inputs, and
+may compute the preceding norm itself. With more rows the matrix units multiply; if outputs are few, several instances
+share an output's inputs, and the last one adds up.
 """
 
 from __future__ import annotations
@@ -21,15 +21,16 @@ from vllm_gaudi_spec.upstream import batch_invariant_linear
 from vllm_gaudi_spec.upstream.linear import UnquantizedEmbeddingMethod, UnquantizedLinearMethod
 
 FEW_ROWS = 2
-"""Up to so many rows the kernel without matrix units is the faster one,"""
+"""Up to this many rows, the kernel without matrix units is faster."""
 SOME_ROWS = 64
-"""and up to so many the other one, for some layers."""
+"""Up to this many rows, the kernel with matrix units is faster for some layers."""
 MOST_NORMED = 1024
-"""Up to so many inputs an instance computes the norm itself, from what it has in registers."""
+"""Up to this many inputs, an instance computes the norm itself, from registers."""
 
 
 class Unnormed:
-    """What a norm would make of `x`, or of its sum with a residual; a layer of this file computes it as it reads."""
+    """The deferred norm of `x`, or of its sum with a residual, which a linear layer of this file computes as it
+    reads."""
 
     def __init__(self, x: torch.Tensor, residual: torch.Tensor | None, weight_K: torch.Tensor, epsilon: float) -> None:
         self.x = x.reshape(-1, x.shape[-1])
@@ -54,20 +55,20 @@ def linear(
     16-bit weights, or None for the dtype of `x`; it excludes `gated` and a norm.
     """
     if isinstance(x, Unnormed):
-        return few_rows(x, weight_NK, bias_N, gated=gated)
+        return multiply_few_rows(x, weight_NK, bias_N, gated=gated)
     num_rows = x.numel() // x.shape[-1]
     if weight_NK.stride(-1) == 1:
         if 0 < num_rows <= FEW_ROWS:
-            return few_rows(x, weight_NK, bias_N, gated=gated, dtype=dtype)
+            return multiply_few_rows(x, weight_NK, bias_N, gated=gated, dtype=dtype)
         if num_rows and (splits := _num_splits(num_rows, weight_NK, gated=gated)):
-            return some_rows(x, weight_NK, bias_N, splits, gated=gated, dtype=dtype)
+            return multiply_some_rows(x, weight_NK, bias_N, splits, gated=gated, dtype=dtype)
     if dtype is not None:
-        return _float32_product(x, weight_NK, bias_N)
+        return _multiply_float32(x, weight_NK, bias_N)
     out = nn.functional.linear(x, weight_NK, bias_N)
     return kernels.silu_and_mul(out) if gated else out
 
 
-def _float32_product(x: torch.Tensor, weight_NK: torch.Tensor, bias_N: torch.Tensor | None) -> torch.Tensor:
+def _multiply_float32(x: torch.Tensor, weight_NK: torch.Tensor, bias_N: torch.Tensor | None) -> torch.Tensor:
     out_MN = torch.mm(x.reshape(-1, x.shape[-1]), weight_NK.t(), out_dtype=torch.float32)
     out_MN = out_MN if bias_N is None else out_MN + bias_N
     return out_MN.view(*x.shape[:-1], weight_NK.shape[0])
@@ -82,8 +83,8 @@ class _Tile(NamedTuple):
     num_warps: int
 
     @classmethod
-    def of(cls, num_outputs: int, num_inputs: int, *, is_normed: bool, gated: bool) -> _Tile:
-        """The fastest of ten for the layers of two models on an H100, or near it."""
+    def choose(cls, num_outputs: int, num_inputs: int, *, is_normed: bool, gated: bool) -> _Tile:
+        """Choose the fastest of ten tiles for the layers of two models on an H100, or one near it."""
         if gated:
             return _GATED if num_inputs <= 1024 else cls(1, 2048, 8)
         if num_inputs > 1024:
@@ -94,7 +95,7 @@ class _Tile(NamedTuple):
 _GATED = _Tile(2, 1024, 4)
 
 
-def few_rows(
+def multiply_few_rows(
     x: torch.Tensor | Unnormed,
     weight_NK: torch.Tensor,
     bias_N: torch.Tensor | None,
@@ -102,14 +103,14 @@ def few_rows(
     gated: bool = False,
     dtype: torch.dtype | None = None,
 ) -> torch.Tensor:
-    """Multiply one or two rows. `dtype` is the result's, if not that of `x`, and is for layers without a norm."""
+    """Multiply one or two rows. `dtype` is the result's, by default that of `x`; it excludes a norm."""
     norm = x if isinstance(x, Unnormed) else None
     rows = x.x if isinstance(x, Unnormed) else x
     x_MK = rows.reshape(-1, rows.shape[-1])
     residual_MK = x_MK if norm is None or norm.residual is None else norm.residual
     num_outputs, num_inputs = weight_NK.shape
     num_outputs = num_outputs // 2 if gated else num_outputs
-    tile = _Tile.of(num_outputs, num_inputs, is_normed=norm is not None, gated=gated)
+    tile = _Tile.choose(num_outputs, num_inputs, is_normed=norm is not None, gated=gated)
     out_MN = x_MK.new_empty(x_MK.shape[0], num_outputs, dtype=dtype)
     _few_rows[(triton.cdiv(num_outputs, tile.outputs),)](
         x_MK,
@@ -168,7 +169,7 @@ def _few_rows(
     used_N = output_N < num_outputs
     dtype = out_ptr.dtype.element_ty
     at_NK = weight_ptr + output_N.to(tl.int64)[:, None] * weight_stride + input_K[None, :]
-    # Of a gated layer, the second half of the outputs.
+    # Distance to the second half of a gated layer's outputs.
     half = num_outputs * weight_stride
     used_NK = used_N[:, None] & (input_K < num_inputs)[None, :]
     weight_NK = tl.load(at_NK, mask=used_NK, other=0.0)
@@ -177,7 +178,7 @@ def _few_rows(
     parts: tl.constexpr = 2 if GATED else 1
     sums = ()
     if NORM:
-        # All inputs fit the tile.
+        # The tile holds all inputs.
         used_K = input_K < num_inputs
         norm_K = tl.load(norm_ptr + input_K, mask=used_K, other=0.0)
         for row in tl.static_range(ROWS):
@@ -186,7 +187,7 @@ def _few_rows(
                 x_K += tl.load(residual_ptr + row * residual_stride + input_K, mask=used_K, other=0.0).to(tl.float32)
                 tl.store(added_ptr + row * num_inputs + input_K, x_K.to(dtype), mask=used_K & (tl.program_id(0) == 0))
             scale = tl.rsqrt(tl.sum(x_K * x_K, 0) / num_inputs + epsilon)
-            # Rounded where a norm of its own would be.
+            # Round where a separate norm would.
             x_K = ((x_K * scale).to(dtype) * norm_K).to(tl.float32)
             for part in tl.static_range(parts):
                 # Triton does not unpack tuples.
@@ -203,7 +204,7 @@ def _few_rows(
                     total_NK = sums[row * parts + part] + weights[part].to(tl.float32) * x_K.to(tl.float32)[None, :]
                     more = more + (total_NK,)  # type: ignore[assignment]  # noqa: RUF005
             sums = more
-            # The next part; nothing after the last.
+            # Load the next part; fully masked after the last.
             next_NK = at_NK + start + TILE_K
             follows_NK = used_N[:, None] & (start + TILE_K + input_K < num_inputs)[None, :]
             weight_NK = tl.load(next_NK, mask=follows_NK, other=0.0)
@@ -225,15 +226,17 @@ def _few_rows(
 
 _TILE_N, _TILE_K = 64, 128
 _AT_ONCE = 264
-"""Instances that an H100 has room for."""
+"""How many instances run at once on an H100."""
 _MOST_STAGES = 8
 _MOST_TILES = 16
-"""Of outputs whose inputs are shared."""
+"""Most tiles of outputs whose inputs are shared by instances."""
 
 
 def _num_splits(num_rows: int, weight_NK: torch.Tensor, *, gated: bool) -> int:
-    """How many instances share an output's inputs; 0 where a library's kernel is the faster one, or has to be. By times
-    of two models' layers on an H100."""
+    """Return how many instances share an output's inputs; 0 to use a library's kernel.
+
+    By times of two models' layers on an H100.
+    """
     num_outputs, num_inputs = weight_NK.shape
     if num_rows > SOME_ROWS or weight_NK.itemsize != 2 or num_inputs % _TILE_K:
         return 0
@@ -245,14 +248,14 @@ def _num_splits(num_rows: int, weight_NK: torch.Tensor, *, gated: bool) -> int:
 
 
 @cache
-def _arrivals(device: torch.device) -> torch.Tensor:
-    """Counters of instances that arrived, by tile of outputs. Kernels of one stream share them, and leave zeros."""
+def _get_arrivals(device: torch.device) -> torch.Tensor:
+    """Return counters of arrived instances by tile of outputs. Kernels of one stream share them, and leave zeros."""
     if device.type == "cuda" and torch.cuda.is_current_stream_capturing():
-        raise RuntimeError("a linear layer of shared inputs has to run once before it is captured")
+        raise RuntimeError("a linear layer with shared inputs must run once before it is captured")
     return torch.zeros(_MOST_TILES, dtype=torch.int32, device=device)
 
 
-def some_rows(
+def multiply_some_rows(
     x: torch.Tensor,
     weight_NK: torch.Tensor,
     bias_N: torch.Tensor | None,
@@ -261,7 +264,7 @@ def some_rows(
     gated: bool = False,
     dtype: torch.dtype | None = None,
 ) -> torch.Tensor:
-    """Multiply up to `SOME_ROWS` rows. `dtype` is the result's, if not that of `x`."""
+    """Multiply up to `SOME_ROWS` rows. `dtype` is the result's, by default that of `x`."""
     x_MK = x.reshape(-1, x.shape[-1])
     (num_rows, num_inputs), num_outputs = x_MK.shape, weight_NK.shape[0]
     num_tiles = triton.cdiv(num_outputs, _TILE_N)
@@ -269,7 +272,7 @@ def some_rows(
     parts_SMN, arrivals = out_MN, out_MN
     if splits > 1:
         parts_SMN = torch.empty(splits, num_rows, num_outputs, dtype=torch.float32, device=x.device)
-        arrivals = _arrivals(x.device)
+        arrivals = _get_arrivals(x.device)
     tile_m = max(triton.next_power_of_2(num_rows), 16)
     _some_rows[(num_tiles, splits)](
         x_MK,
@@ -286,7 +289,7 @@ def some_rows(
         BIAS=bias_N is not None,
         GATED=gated,
         SPLITS=splits,
-        # Worth it where all instances run at once.
+        # Worth it only if all instances run at once.
         AHEAD=8 if num_tiles * splits <= _AT_ONCE else 0,
         TILE_M=tile_m,
         TILE_N=_TILE_N,
@@ -299,17 +302,20 @@ def some_rows(
 
 
 def _num_stages(tile_m: int, splits: int, device: torch.device) -> int:
-    """Tiles that an instance reads ahead. Instances that share outputs are few, so that each may have the shared memory
-    of a multiprocessor; of others two fit one."""
+    """Return how many tiles an instance reads ahead.
+
+    Instances that share outputs are few, so each may have a multiprocessor's shared memory; of other instances two
+    share it.
+    """
     if splits == 1:
         return 4 if tile_m <= 32 else 3
-    # Inputs and weights are of two bytes.
-    return min(_MOST_STAGES, _shared_memory(device) // (2 * _TILE_K * (_TILE_N + tile_m)))
+    # Inputs and weights have two bytes.
+    return min(_MOST_STAGES, _get_shared_memory(device) // (2 * _TILE_K * (_TILE_N + tile_m)))
 
 
 @cache
-def _shared_memory(device: torch.device) -> int:
-    """Bytes that an instance may have."""
+def _get_shared_memory(device: torch.device) -> int:
+    """Return how many bytes of shared memory an instance may have."""
     if device.type != "cuda":
         return 96 << 10
     return int(torch.cuda.get_device_properties(device).shared_memory_per_block_optin)
@@ -344,10 +350,10 @@ def _some_rows(
     input_K = tl.arange(0, TILE_K)
     half: tl.constexpr = TILE_N // 2
     if GATED:
-        # The first half of a tile has outputs, the second what they are multiplied with.
+        # The first half of a tile has gates, the second half what they are multiplied by.
         output_N = tl.program_id(0) * half + lane_N % half + lane_N // half * num_outputs
     else:
-        # Lanes after the last output do what it does, and store nothing.
+        # Lanes after the last output repeat it, and store nothing.
         output_N = tl.minimum(tl.program_id(0) * TILE_N + lane_N, num_outputs - 1)
     share = tl.cdiv(num_inputs, SPLITS * TILE_K) * TILE_K
     begin = tl.program_id(1) * share
@@ -370,13 +376,13 @@ def _some_rows(
         part_NM = parts_ptr + row_M[None, :] * num_outputs + output_N[:, None]
         size = num_rows * num_outputs
         tl.store(part_NM + tl.program_id(1) * size, sums_NM, mask=used_NM)
-        # All threads' stores come before the arrival.
+        # All threads must have stored before the arrival is counted.
         tl.debug_barrier()
         is_last = tl.atomic_add(arrivals_ptr + tl.program_id(0), 1, sem="acq_rel") == SPLITS - 1
         if is_last:
             tl.store(arrivals_ptr + tl.program_id(0), 0)
             sums_NM = tl.zeros((TILE_N, TILE_M), tl.float32)
-            # In the same order whichever came last.
+            # In an order that does not depend on which instance came last.
             for split in tl.static_range(SPLITS):
                 sums_NM += tl.load(part_NM + split * size, mask=used_NM, other=0.0)
     if BIAS:
@@ -412,8 +418,8 @@ class _FewRowsEmbedding(UnquantizedEmbeddingMethod):
 _METHODS = {UnquantizedLinearMethod: FewRowsLinear, UnquantizedEmbeddingMethod: _FewRowsEmbedding}
 
 
-def use_in(model: nn.Module) -> None:
-    """For the model's layers with weights of 2 dimensions as they were loaded; others keep their method."""
+def install(model: nn.Module) -> None:
+    """Replace the methods of a model's unquantized layers; other layers keep theirs."""
     for layer in model.modules():
         method = _METHODS.get(type(getattr(layer, "quant_method", None)))
         if method is not None:
@@ -423,7 +429,7 @@ def use_in(model: nn.Module) -> None:
 # --- batch invariance ---
 
 _INVARIANT_ROWS = 64
-"""The number of rows in every product with an output matrix. A library adds up in one order for one shape."""
+"""The number of rows in every product with an output matrix. For one shape, a library adds up in one order."""
 
 
 class _InvariantLinear(UnquantizedLinearMethod):
@@ -437,12 +443,12 @@ class _InvariantEmbedding(UnquantizedEmbeddingMethod):
             return batch_invariant_linear(x, layer.weight, bias)
         x_MK = x.reshape(-1, x.shape[-1])
         padded_MK = nn.functional.pad(x_MK, (0, 0, 0, -x_MK.shape[0] % _INVARIANT_ROWS))
-        tiles = [_float32_product(tile, layer.weight, bias) for tile in padded_MK.split(_INVARIANT_ROWS)]
+        tiles = [_multiply_float32(tile, layer.weight, bias) for tile in padded_MK.split(_INVARIANT_ROWS)]
         return torch.cat(tiles)[: x_MK.shape[0]].view(*x.shape[:-1], layer.weight.shape[0])
 
 
 def make_batch_invariant(model: nn.Module) -> None:
-    """Replace the methods that `use_in` set. The fused forms of decoder.py then leave these layers alone."""
+    """Replace the methods that `install` set. The fused forms of decoder.py then leave these layers alone."""
     for layer in model.modules():
         method = getattr(layer, "quant_method", None)
         if isinstance(method, FewRowsLinear):

@@ -1,8 +1,8 @@
-"""Noise and races in Triton: what `sampling/noise.py` does, and the argmax of logits plus noise.
+"""Noise in Triton, as `sampling/noise.py` defines it, and races: the argmax of logits plus noise.
 
-A race needs two logarithms a token, too much for the speed of the memory. So groups of a row's tokens are ranked by an
-upper bound of their best score, which costs none, and the scores are computed of those groups that can hold the winner:
-nearly always one.
+A race needs two logarithms per token, which would take longer than reading the logits. So groups of a row's tokens are
+ranked by an upper bound of their best score, which needs no logarithm, and scores are computed for those groups alone
+that can hold the winner, nearly always one.
 """
 
 from __future__ import annotations
@@ -11,7 +11,7 @@ import triton
 import triton.language as tl
 
 _STREAM_ACCEPT = tl.constexpr(1)
-# Tokens whose scores are computed at once: more would cost registers that the reading needs.
+# Tokens whose scores are computed at once; more would take registers that loads need.
 PIECE = tl.constexpr(512)
 
 # --- noise: sampling/noise.py in unsigned integers ---
@@ -41,17 +41,17 @@ def keys_of_block(low, high, start):
 
 @triton.jit
 def hash_position(low, high, position, STREAM: tl.constexpr):
-    """What the hash of a token needs of everything else."""
+    """Hash everything that a token's noise depends on except the token."""
     hashed = _mix(position.to(tl.uint32, bitcast=True) * 0x85EBCA6B + STREAM * 0x27D4EB2F)
     first = _mix(hashed ^ low)
     second = _mix(first + high)
-    # The last shift of one finalizer and the first of the next cancel, but for these bits.
+    # The last shift of one finalizer and the first of the next cancel except for these bits.
     return first, second ^ (second >> 16)
 
 
 @triton.jit
 def hash_from(first, number):
-    """`first` for tokens that are counted from this one."""
+    """Return `first` for tokens counted from `number`."""
     return first + number.to(tl.uint32, bitcast=True) * 0x9E3779B1
 
 
@@ -71,7 +71,7 @@ def _hash_tokens(tokens, first, second):
 
 @triton.jit
 def _unit(hashed):
-    """In (0, 1], of 31 bits."""
+    """Convert 31 bits to a number in (0, 1]."""
     return (hashed & 0xFFFFFFFE).to(tl.float32) * 2.3283064365386963e-10 + 2.3283064365386963e-10
 
 
@@ -79,15 +79,18 @@ def _unit(hashed):
 def _gumbel(hashed):
     unit = tl.minimum(_unit(hashed), 0.99999994)
     left = 1.0 - unit
-    # log1p: the division puts back what was rounded away in 1 - unit.
+    # log1p: the division restores what was rounded away in 1 - unit.
     exponential = tl.where(left == 1.0, unit, -tl.log(left) * (unit / (1.0 - left)))
     return -tl.log(exponential)
 
 
 @triton.jit
 def _rough_gumbel(hashed):
-    """At least `_gumbel` and seldom more than 0.1 above it where it is large: -log(u), with the float's own bits as its
-    logarithm to base 2, and u not rounded up. `_ROUGH_OFFSET` is still to be added."""
+    """Return an upper bound of `_gumbel`, seldom more than 0.1 above it where it is large.
+
+    This is -log(u) with the float's own bits as its logarithm to base 2, and u not rounded up. The caller adds
+    `_ROUGH_OFFSET`.
+    """
     return hashed.to(tl.float32).to(tl.int32, bitcast=True).to(tl.float32) * -8.262958294867817e-08
 
 
@@ -105,8 +108,8 @@ def uniform(low, high, positions):
 
 
 @triton.jit
-def values_of(row, probs_row, tokens, vocab, from_residual, peak, scale):
-    """Logits, or the logarithms of what the target has more than the drafter's distribution."""
+def load_values(row, probs_row, tokens, vocab, from_residual, peak, scale):
+    """Load logits, or logarithms of the residual: what the target's probabilities exceed the drafter's by."""
     mask = tokens < vocab
     values = tl.load(row + tokens, mask=mask, other=float("-inf")).to(tl.float32)
     if from_residual:
@@ -116,8 +119,8 @@ def values_of(row, probs_row, tokens, vocab, from_residual, peak, scale):
 
 
 @triton.jit
-def bound_of(values, tokens, random, first, second):
-    """No token of the first dimension scores more."""
+def compute_bound(values, tokens, random, first, second):
+    """Return an upper bound of the scores along the first dimension."""
     offset = 0.0
     if random:
         values += _rough_gumbel(_hash_tokens(tokens, first, second))
@@ -126,8 +129,8 @@ def bound_of(values, tokens, random, first, second):
 
 
 @triton.jit
-def scores_of(row, probs_row, tokens, vocab, random, first, second, from_residual, peak, scale):
-    values = values_of(row, probs_row, tokens, vocab, from_residual, peak, scale)
+def compute_scores(row, probs_row, tokens, vocab, random, first, second, from_residual, peak, scale):
+    values = load_values(row, probs_row, tokens, vocab, from_residual, peak, scale)
     if random:
         values += _gumbel(_hash_tokens(tokens, first, second))
     return values
@@ -135,13 +138,13 @@ def scores_of(row, probs_row, tokens, vocab, random, first, second, from_residua
 
 @triton.jit
 def first_best(scores, tokens, vocab):
-    """The best score, and the first token that has it."""
+    """Return the best score, and the first token that has it."""
     top = tl.max(scores, axis=0)
     return top, tl.minimum(tl.min(tl.where(scores == top, tokens, vocab), axis=0), vocab - 1)
 
 
 @triton.jit
-def winner_of(
+def find_winner(
     row,
     probs_row,
     bounds,
@@ -158,9 +161,10 @@ def winner_of(
     WIDTH: tl.constexpr,
     PADDED_BOUNDS: tl.constexpr,
 ):
-    """The token with the best score, and that score; token 0 and -inf where no token has one.
+    """Return the token with the best score, and that score; token 0 and -inf if no token has one.
 
-    A bound is of SPAN tokens: WIDTH next to each other in every STRIDE, which it shares with its neighbors' tokens.
+    A bound is of SPAN tokens: WIDTH adjacent ones of every STRIDE, which is shared with the tokens of neighboring
+    bounds.
     """
     bound_indices = tl.arange(0, PADDED_BOUNDS)
     left = tl.load(bounds + bound_indices, mask=bound_indices < num_bounds, other=float("-inf"), cache_modifier=".cg")
@@ -177,7 +181,7 @@ def winner_of(
         for piece in range(0, SPAN, size):
             at = piece + tl.arange(0, size)
             tokens = start + at // WIDTH * STRIDE + at % WIDTH
-            values = scores_of(row, probs_row, tokens, vocab, random, first, second, from_residual, peak, scale)
+            values = compute_scores(row, probs_row, tokens, vocab, random, first, second, from_residual, peak, scale)
             found = tl.where(values > scores, tokens, found)
             scores = tl.maximum(values, scores)
         top, token = first_best(scores, found, vocab)
@@ -186,7 +190,7 @@ def winner_of(
             winner = token
         worth = best
         if random:
-            # Both the bound and the score are rounded.
+            # Allow for the rounding of the bound and the score.
             worth = best - (1e-3 + 1e-6 * tl.abs(best))
         left = tl.where(bound_indices == bound_index, float("-inf"), left)
         highest, bound_index = tl.max(left, axis=0, return_indices=True)

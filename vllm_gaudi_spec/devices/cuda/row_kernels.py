@@ -17,7 +17,7 @@ _TILE = 128
 _MOST_TOKENS = 1 << 31
 
 
-def _dense(*tensors: torch.Tensor) -> Iterator[torch.Tensor]:
+def _make_contiguous(*tensors: torch.Tensor) -> Iterator[torch.Tensor]:
     """Make tensors contiguous: some are columns of a tensor that was copied from the host as a whole."""
     return (tensor.contiguous() for tensor in tensors)
 
@@ -30,7 +30,7 @@ def locate_rectangle(
     sizes: tuple[int, ...],
 ) -> Positions:
     rows, queries = tokens_BQ.shape
-    tokens_BQ, starts_B, num_real_B = _dense(tokens_BQ, starts_B, num_real_B)
+    tokens_BQ, starts_B, num_real_B = _make_contiguous(tokens_BQ, starts_B, num_real_B)
     tokens_T = tokens_BQ.new_empty(rows * queries)
     positions_T = tokens_BQ.new_empty(rows * queries, dtype=torch.int64)
     slots = tuple(torch.empty_like(positions_T) for _ in tables)
@@ -98,7 +98,7 @@ def locate_columns(
     sizes: tuple[int, ...],
 ) -> ColumnPositions:
     rows = len(starts_B)
-    starts_B, num_real_B = _dense(starts_B, num_real_B)
+    starts_B, num_real_B = _make_contiguous(starts_B, num_real_B)
     starts_QB = starts_B.new_empty(queries, rows, dtype=torch.int32)
     num_real_QB = torch.empty_like(starts_QB)
     positions_QB = torch.empty_like(starts_QB, dtype=torch.int64)
@@ -150,7 +150,7 @@ def _locate_columns(
     tl.store(positions_out + at_T, position_T, mask=used_T)
     tl.store(num_real_out + at_T, real_T.to(tl.int32), mask=used_T)
     if SLOTS:
-        # The number that a token has in the rectangle.
+        # A pad slot follows from the token's index in the rectangle.
         slot_T = _slot(table_ptr, table_stride, row_T, position_T, row_T * queries + query_T, real_T, SIZE)
         tl.store(slots_out + at_T, slot_T, mask=used_T)
 
@@ -159,7 +159,7 @@ def take_newest(
     history_RM: torch.Tensor, rows_B: torch.Tensor, lengths_B: torch.Tensor, wanted_B: torch.Tensor, count: int
 ) -> Newest:
     rows = len(rows_B)
-    rows_B, lengths_B, wanted_B = _dense(rows_B, lengths_B, wanted_B)
+    rows_B, lengths_B, wanted_B = _make_contiguous(rows_B, lengths_B, wanted_B)
     tokens_BN = history_RM.new_empty(rows, count)
     starts_B, num_real_B = torch.empty_like(lengths_B), rows_B.new_empty(rows, dtype=torch.int32)
     _take_newest[(triton.cdiv(rows, _TILE),)](
@@ -216,7 +216,7 @@ def append(
     pad_row: int,
 ) -> None:
     rows, count = tokens_BN.shape
-    rows_B, first_B, tokens_BN, num_B = _dense(rows_B, first_B, tokens_BN, num_B)
+    rows_B, first_B, tokens_BN, num_B = _make_contiguous(rows_B, first_B, tokens_BN, num_B)
     _append[(triton.cdiv(rows * count, _TILE),)](
         history,
         width,
@@ -257,7 +257,7 @@ def _append(
 
 def put(state_R: torch.Tensor, rows_B: torch.Tensor, numbers_B: torch.Tensor, *, pad_row: int) -> None:
     rows = len(rows_B)
-    rows_B, numbers_B = _dense(rows_B, numbers_B)
+    rows_B, numbers_B = _make_contiguous(rows_B, numbers_B)
     _put[(triton.cdiv(rows, _TILE),)](state_R, rows_B, numbers_B, rows, pad_row, TILE=_TILE, num_warps=4)
 
 
@@ -280,13 +280,13 @@ def check_drafts(
     mark: int,
 ) -> tuple[torch.Tensor, torch.Tensor]:
     rows, count = tokens_BK.shape
-    tokens_BK, num_B, most_B = _dense(tokens_BK, num_B, most_B)
+    tokens_BK, num_B, most_B = _make_contiguous(tokens_BK, num_B, most_B)
     known_BK, checked_B = tokens_BK.new_empty(rows, count), num_B.new_empty(rows, dtype=torch.int32)
     _check_drafts[(triton.cdiv(rows, _TILE),)](
         tokens_BK,
         num_B,
         most_B,
-        # Of one byte each.
+        # As bytes.
         tokens_BK if sound_BK is None else sound_BK.contiguous().view(torch.uint8),
         known_BK,
         checked_B,

@@ -1,13 +1,12 @@
-"""Triton kernels of the acceptance rules. `rules.py` calls them; `sampling/` is their reference.
+"""Triton kernels of the acceptance rules, called by `rules.py`. Their reference is `sampling/`.
 
-A kernel reads its rows once, in chunks, PARTS of them an instance. The last instance that arrives at a row finishes it,
-and the last that finishes a row of a request verifies it: launches for the few numbers that are left would cost more
-than reading 64 MB of logits does. Who came last is counted in `arrivals`, which is zero before and after a kernel.
-
-Races for the best token are run by `races.py`.
+A kernel reads its rows once, in chunks, PARTS of them per instance. The last instance that arrives at a row finishes
+it, and the last that finishes a row of a request verifies the request: further launches for the few remaining numbers
+would cost more than reading 64 MB of logits. Arrivals are counted in `arrivals`, which is zero before and after a
+kernel. `races.py` finds the best token.
 
 Names: an instance has one `tl.program_id`; a row is a position of a request; b counts requests, `vocab` tokens,
-`num_chunks` chunks of CHUNK tokens a row.
+`num_chunks` chunks of CHUNK tokens per row.
 """
 
 from __future__ import annotations
@@ -17,24 +16,24 @@ import triton.language as tl
 
 from vllm_gaudi_spec.devices.cuda.races import (
     PIECE,
-    bound_of,
+    compute_bound,
+    compute_scores,
+    find_winner,
     first_best,
     hash_from,
     hash_position,
     keys_of_block,
     load_keys,
-    scores_of,
+    load_values,
     uniform,
-    values_of,
-    winner_of,
 )
 
 _STREAM_TARGET = tl.constexpr(0)
 _STREAM_RESIDUAL = tl.constexpr(3)
-# What an instance that read nothing adds to its row's arrivals.
+# Added to a row's arrivals by an instance that read nothing.
 _UNREAD = tl.constexpr(1 << 16)
-# What position 0 adds to its request's arrivals where it is the end, position 1 twice as much, and so on: room for
-# 22, of which 16 drafts need 17.
+# Added to a request's arrivals by position 0 if it ends the request, twice that by position 1, and so on. There is room
+# for 22 positions; 16 drafts need 17.
 _END = tl.constexpr(1 << 8)
 _LARGEST = tl.constexpr(3.4028234663852886e38)
 
@@ -50,7 +49,7 @@ def _is_last(arrivals, expected):
 # --- strict ---
 
 
-# One compilation for every number of requests and drafts.
+# Not constants, so that one compilation serves every number of requests and drafts.
 @triton.jit(do_not_specialize=["num_requests", "num_positions", "num_instances"])
 def strict_kernel(
     logits,
@@ -82,11 +81,11 @@ def strict_kernel(
     SPAN: tl.constexpr,
     PADDED_BOUNDS: tl.constexpr,
 ):
-    """Sample every position; where it is to VERIFY, count the drafts that equal their samples.
+    """Sample every position; with VERIFY, count the drafts that equal their samples.
 
-    First positions come first. A position after one that is known to end its request is left out: one after the drafts
-    that there are, and after a draft that was wrong, for which an instance has to LOOK. `arrivals` has, above the
-    number of positions that are done, a bit for each that ends the request.
+    First positions come first. A position after one that is known to end its request is skipped: after the last draft,
+    and after a wrong draft, which an instance with LOOK checks for. Above the number of finished positions, `arrivals`
+    has a bit for each position that ends the request.
     """
     bounds_each: tl.constexpr = PARTS * CHUNK // SPAN
     part, row_index = tl.program_id(0) % num_instances, tl.program_id(0) // num_instances
@@ -104,7 +103,7 @@ def strict_kernel(
         num = tl.load(num_drafts + b)
         is_needed = q <= num
         if LOOK:
-            # Others may change it meanwhile: an atomic returns one value to all threads.
+            # Other instances may change it meanwhile; an atomic returns one value to all threads.
             ended = tl.atomic_or(arrivals + b, 0, sem="relaxed") // _END
             is_needed = is_needed & ((ended & ((1 << q) - 1)) == 0)
     arrival = 1 + _UNREAD
@@ -115,12 +114,12 @@ def strict_kernel(
         tokens = tl.arange(0, CHUNK // SPAN)[:, None] * SPAN + tl.arange(0, SPAN)[None, :]
         bound = tl.full((SPAN,), float("-inf"), tl.float32)
         for begin in range(0, length, CHUNK):
-            values = values_of(own_row + begin, own_row, tokens, length - begin, False, 0.0, 0.0)
+            values = load_values(own_row + begin, own_row, tokens, length - begin, False, 0.0, 0.0)
             own_first = first
             if RANDOM:
                 own_first = hash_from(first, start + begin)
-            bound = tl.maximum(bound, bound_of(values, tokens, random, own_first, second))
-        # Each of them is of SPAN tokens again.
+            bound = tl.maximum(bound, compute_bound(values, tokens, random, own_first, second))
+        # Each covers SPAN tokens again.
         bound = tl.max(tl.reshape(bound, (bounds_each, SPAN // bounds_each)), axis=1)
         tl.store(own_bounds + part * bounds_each + tl.arange(0, bounds_each), bound)
         arrival = 1
@@ -130,7 +129,7 @@ def strict_kernel(
         is_read = arrived == num_instances
         token = tl.zeros((), tl.int32)
         if is_read:
-            token, _ = winner_of(
+            token, _ = find_winner(
                 row,
                 row,
                 own_bounds,
@@ -196,8 +195,11 @@ def weigh_kernel(
     CHUNK: tl.constexpr,
     PADDED_CHUNKS: tl.constexpr,
 ):
-    """The softmax of every draft's position as peak and mass, p / q of every draft; then the standard rule's number of
-    accepted drafts, or the block rule's weights. Of greedy rows the ratio is 1 where the draft is the argmax."""
+    """Compute the softmax at every draft's position, as peak and mass, and p / q of every draft.
+
+    Then compute the standard rule's number of accepted drafts, or the block rule's weights. In greedy rows the ratio is
+    1 if the draft is the argmax.
+    """
     chunk, row_index = tl.program_id(0), tl.program_id(1)
     b, k = row_index // max_drafts, row_index % max_drafts
     row = logits + b.to(tl.int64) * stride_b + k.to(tl.int64) * stride_q
@@ -206,7 +208,7 @@ def weigh_kernel(
     own_peaks, own_masses = peaks + row_index * num_chunks, masses + row_index * num_chunks
     if is_real:
         tokens = chunk * CHUNK + tl.arange(0, CHUNK)
-        values = values_of(row, row, tokens, vocab, False, 0.0, 0.0)
+        values = load_values(row, row, tokens, vocab, False, 0.0, 0.0)
         peak = tl.max(values, axis=0)
         tl.store(own_peaks + chunk, peak)
         if random:
@@ -232,7 +234,7 @@ def weigh_kernel(
                     if q > 0:
                         ratio = tl.minimum(p / q, _LARGEST)
             else:
-                token, _ = winner_of(
+                token, _ = find_winner(
                     row,
                     row,
                     own_peaks,
@@ -297,8 +299,8 @@ def block_kernel(
     CHUNK: tl.constexpr,
     PADDED_CHUNKS: tl.constexpr,
 ):
-    """The sums of max(w p - q, 0) at the positions 1 to K - 1, then the block rule's number of accepted drafts."""
-    # Position 1 has instances for K = 1 too, to verify.
+    """Compute the sums of max(w p - q, 0) at positions 1 to K - 1, then the block rule's number of accepted drafts."""
+    # Position 1 has instances also for K = 1, to verify.
     inner = tl.maximum(max_drafts - 1, 1)
     chunk, row = tl.program_id(0), tl.program_id(1)
     b, k = row // inner, 1 + row % inner
@@ -369,7 +371,7 @@ def next_token_kernel(
     CHUNK: tl.constexpr,
     PADDED_CHUNKS: tl.constexpr,
 ):
-    """The token after the accepted drafts, and the verification."""
+    """Sample the token after the accepted drafts, and write the verification."""
     chunk, b = tl.program_id(0), tl.program_id(1)
     accepted = tl.load(num_accepted + b)
     random = tl.load(temperature + b) > 0
@@ -392,11 +394,11 @@ def next_token_kernel(
             low, high = keys_of_block(low, high, tl.load(positions + b * position_stride))
         first, second = hash_position(low, high, position, _STREAM_RESIDUAL)
     tokens = chunk * CHUNK + tl.arange(0, CHUNK)
-    values = values_of(row, probs_row, tokens, vocab, from_residual, peak, scale)
+    values = load_values(row, probs_row, tokens, vocab, from_residual, peak, scale)
     own_bounds = bounds + b * num_chunks
-    tl.store(own_bounds + chunk, bound_of(values, tokens, random, first, second))
+    tl.store(own_bounds + chunk, compute_bound(values, tokens, random, first, second))
     if _is_last(arrivals + b, num_chunks):
-        token, best = winner_of(
+        token, best = find_winner(
             row,
             probs_row,
             own_bounds,
@@ -414,12 +416,12 @@ def next_token_kernel(
             PADDED_CHUNKS,
         )
         if from_residual & (best == float("-inf")):
-            # p = q, and only rounding can have led here: the target, read by this instance alone.
+            # p = q, so only rounding can lead here: sample from the target, read by this instance alone.
             low, high = load_keys(keys, key_stride, b)
             first, second = hash_position(low, high, position, _STREAM_TARGET)
             for start in range(0, vocab, PIECE):
                 piece = start + tl.arange(0, PIECE)
-                scores = scores_of(row, probs_row, piece, vocab, True, first, second, False, 0.0, 0.0)
+                scores = compute_scores(row, probs_row, piece, vocab, True, first, second, False, 0.0, 0.0)
                 top, candidate = first_best(scores, piece, vocab)
                 if top > best:
                     best = top

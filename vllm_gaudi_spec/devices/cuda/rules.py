@@ -1,5 +1,4 @@
-"""Sampling and acceptance on a CUDA GPU: what `sampling/` does, in one to three launches of `rule_kernels.py` and
-`sound_kernels.py`."""
+"""Sampling and acceptance on a GPU: the functions of `sampling/` in one to three kernel launches each."""
 
 from __future__ import annotations
 
@@ -16,24 +15,24 @@ from vllm_gaudi_spec.records import Verification
 from vllm_gaudi_spec.sampling.noise import Stream
 from vllm_gaudi_spec.sampling.rules.registry import TORCH
 
-# Rows of logits of one call: no grid may be higher.
+# Most rows of logits per call, the limit of a grid's second dimension.
 _MOST_ROWS = 65535
-# Tokens of a chunk of the rules with draft probabilities: as many as keep its loads in flight, fewer where they would
-# leave multiprocessors idle.
+# Tokens of a chunk in the rules with draft probabilities: enough to keep loads in flight, fewer if multiprocessors
+# would be idle.
 _PROBS_CHUNK, _SMALL_CHUNK = 2048, 1024
 _FEW_INSTANCES = 512
-# Tokens of a bound on scores.
+# Tokens covered by a bound on scores.
 _SPAN = 256
 _WARPS = 2
-# Of an instance that filters a row, the fastest of eight tried on an H100: few rows have a multiprocessor each.
+# Of an instance that filters a row: the fastest of eight settings on an H100 with few rows.
 _FILTER_CHUNK, _FILTER_WARPS = 8192, 16
-# Of a row of logits, what an instance looks at for numbers, and for a drafter's best token.
+# Tokens that an instance checks, and searches for a drafter's best token.
 _SOUND_CHUNK = 4096
-# Positions, chunks and bounds that any kernel has lanes for: fewer kernels to compile.
+# Minimum lanes for positions, chunks and bounds, so that fewer kernels are compiled.
 _POSITIONS, _CHUNKS, _BOUNDS = 8, 256, 256
 
 
-def _padded(number: int, least: int) -> int:
+def _round_up(number: int, least: int) -> int:
     return max(triton.next_power_of_2(number), least)
 
 
@@ -42,28 +41,28 @@ class _Chunks(NamedTuple):
     number: int
 
     @classmethod
-    def of(cls, rows: int, vocab: int, usual: int) -> _Chunks:
+    def choose(cls, rows: int, vocab: int, usual: int) -> _Chunks:
         size = usual if rows * vocab >= _FEW_INSTANCES * usual else _SMALL_CHUNK
         return cls(size, triton.cdiv(vocab, size))
 
     def settings(self) -> dict[str, int]:
-        return {"CHUNK": self.size, "PADDED_CHUNKS": _padded(self.number, _CHUNKS), "num_warps": _WARPS}
+        return {"CHUNK": self.size, "PADDED_CHUNKS": _round_up(self.number, _CHUNKS), "num_warps": _WARPS}
 
 
 class _Work(NamedTuple):
-    """What an instance of a sampling kernel does: so many chunks, in so many registers a thread."""
+    """The work of an instance of a sampling kernel: its chunks, and the registers of a thread."""
 
     chunk: int
     parts: int
     registers: int
     waves: bool
-    """Not all instances run at once, so that a later one can know what an earlier one found."""
+    """Whether not all instances run at once, so that later ones can use what earlier ones found."""
 
     @classmethod
-    def of(cls, rows: int, vocab: int) -> _Work:
-        # In 48 registers 21 instances fit each of an H200's 132 multiprocessors; on others this is merely slower. A
-        # second wave of few would take as long as the first, so the largest instances are for one wave or for many, and
-        # at least some are for every multiprocessor.
+    def choose(cls, rows: int, vocab: int) -> _Work:
+        # With 48 registers, 21 instances fit each of an H200's 132 multiprocessors; on other GPUs this is merely
+        # slower. A second wave of few instances would take as long as the first, so use the largest instances that
+        # make one wave or many, with some for every multiprocessor.
         num_instances = rows * triton.cdiv(vocab, 8192)
         if num_instances > 8192:
             return cls(1024, 8, 64, True)
@@ -74,19 +73,22 @@ class _Work(NamedTuple):
 
 
 @cache
-def _zeros(device: torch.device) -> tuple[torch.Tensor, ...]:
+def _make_counters(device: torch.device) -> tuple[torch.Tensor, ...]:
     if device.type == "cuda" and torch.cuda.is_current_stream_capturing():
-        raise RuntimeError("sampling and acceptance have to run once before they are captured")
+        raise RuntimeError("sampling and acceptance must run once before they are captured")
     return torch.zeros(2, _MOST_ROWS, dtype=torch.int32, device=device).unbind(0)
 
 
-def _arrivals(device: torch.device, rows: int) -> tuple[torch.Tensor, ...]:
-    """Counters of instances that arrived, by row and by request. Kernels of one stream share them, and leave zeros."""
+def _get_arrivals(device: torch.device, rows: int) -> tuple[torch.Tensor, ...]:
+    """Return counters of arrived instances, by row and by request.
+
+    Kernels of one stream share them, and leave zeros.
+    """
     if rows > _MOST_ROWS:
         raise ValueError(
             f"a step samples at most {_MOST_ROWS} rows of logits on a GPU, not {rows}: fewer requests or drafts"
         )
-    return _zeros(device)
+    return _make_counters(device)
 
 
 def _strict(
@@ -98,9 +100,9 @@ def _strict(
     positions_BQ: torch.Tensor | None,
     stream: Stream = Stream.TARGET,
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """Samples, and how many tokens of a row count; the latter not written where there are no drafts to verify."""
+    """Return the samples, and the number of valid tokens per row, which is unset if there are no drafts to verify."""
     rows, num_positions, vocab = logits_BQV.shape
-    work = _Work.of(rows * num_positions, vocab)
+    work = _Work.choose(rows * num_positions, vocab)
     num_instances = triton.cdiv(vocab, work.parts * work.chunk)
     num_bounds = num_instances * work.parts * work.chunk // _SPAN
     bounds = logits_BQV.new_empty(rows * num_positions, num_bounds, dtype=torch.float32)
@@ -118,7 +120,7 @@ def _strict(
         0 if drafts_BK is None else drafts_BK.stride(0),
         num_drafts_B,
         bounds,
-        *_arrivals(logits_BQV.device, rows * num_positions),
+        *_get_arrivals(logits_BQV.device, rows * num_positions),
         sampled_BQ,
         num_sampled_B,
         vocab,
@@ -132,7 +134,7 @@ def _strict(
         PARTS=work.parts,
         CHUNK=work.chunk,
         SPAN=_SPAN,
-        PADDED_BOUNDS=_padded(num_bounds, _BOUNDS),
+        PADDED_BOUNDS=_round_up(num_bounds, _BOUNDS),
         num_warps=_WARPS,
         maxnreg=work.registers,
     )
@@ -168,7 +170,7 @@ def strict_random(
     return Verification(*_strict(logits_BQV, drafts_BK, num_drafts_B, temperature_B, keys_B2, positions_BQ))
 
 
-def _by_probs(
+def _verify_with_probs(
     is_block: bool,
     logits_BQV: torch.Tensor,
     draft_probs_BKV: torch.Tensor,
@@ -180,18 +182,18 @@ def _by_probs(
 ) -> Verification:
     rows, num_drafts = drafts_BK.shape
     vocab = logits_BQV.shape[2]
-    row_arrivals, arrivals = _arrivals(logits_BQV.device, rows * (num_drafts + 1))
+    row_arrivals, arrivals = _get_arrivals(logits_BQV.device, rows * (num_drafts + 1))
     logits = logits_BQV, *logits_BQV.stride()[:2]
     draft_probs = draft_probs_BKV, *draft_probs_BKV.stride()[:2]
     drafts = drafts_BK, drafts_BK.stride(0), num_drafts_B
     noise = temperature_B, keys_B2, keys_B2.stride(0), positions_BQ, positions_BQ.stride(0)
-    padded_drafts = _padded(num_drafts, _POSITIONS)
+    padded_drafts = _round_up(num_drafts, _POSITIONS)
     peaks_BK, masses_BK, ratios_BK = logits_BQV.new_empty(3, rows, num_drafts, dtype=torch.float32).unbind(0)
     weights_BQ = logits_BQV.new_empty(rows, num_drafts + 1, dtype=torch.float32)
     num_accepted_B, num_sampled_B = logits_BQV.new_empty(2, rows, dtype=torch.int32).unbind(0)
     tokens_BQ = logits_BQV.new_empty(rows, num_drafts + 1, dtype=torch.int32)
 
-    chunks = _Chunks.of(rows * num_drafts, vocab, _PROBS_CHUNK)
+    chunks = _Chunks.choose(rows * num_drafts, vocab, _PROBS_CHUNK)
     parts = logits_BQV.new_empty(2, rows * num_drafts, chunks.number, dtype=torch.float32)
     kernels.weigh_kernel[(chunks.number, rows * num_drafts)](
         *logits,
@@ -231,7 +233,7 @@ def _by_probs(
             PADDED_DRAFTS=padded_drafts,
             **chunks.settings(),
         )
-    chunks = _Chunks.of(rows, vocab, _PROBS_CHUNK)
+    chunks = _Chunks.choose(rows, vocab, _PROBS_CHUNK)
     kernels.next_token_kernel[(chunks.number, rows)](
         *logits,
         *draft_probs,
@@ -249,18 +251,18 @@ def _by_probs(
         chunks.number,
         num_drafts,
         BLOCK_RULE=is_block,
-        PADDED_POSITIONS=_padded(num_drafts + 1, _POSITIONS),
+        PADDED_POSITIONS=_round_up(num_drafts + 1, _POSITIONS),
         **chunks.settings(),
     )
     return Verification(tokens_BQ, num_sampled_B)
 
 
 def standard(*inputs: torch.Tensor) -> Verification:
-    return _by_probs(False, *inputs)
+    return _verify_with_probs(False, *inputs)
 
 
 def block(*inputs: torch.Tensor) -> Verification:
-    return _by_probs(True, *inputs)
+    return _verify_with_probs(True, *inputs)
 
 
 def are_sound(logits_BV: torch.Tensor) -> torch.Tensor:
@@ -285,13 +287,13 @@ def sound_argmax(logits_BV: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
         logits_BV.stride(0),
         tops_BN,
         found_BN,
-        _arrivals(logits_BV.device, rows)[0],
+        _get_arrivals(logits_BV.device, rows)[0],
         tokens_B,
         sound_B,
         vocab,
         chunks,
         CHUNK=_SOUND_CHUNK,
-        PADDED_CHUNKS=_padded(chunks, _CHUNKS),
+        PADDED_CHUNKS=_round_up(chunks, _CHUNKS),
     )
     return tokens_B, sound_B
 
@@ -304,7 +306,7 @@ def filter_logits(
     longest: int = 0,
     num_sampling_B: torch.Tensor | None = None,
 ) -> torch.Tensor:
-    """One search serves every k: `longest` makes none faster."""
+    """Filter by one search for any k, so that `longest` has no use."""
     rows, num_positions, vocab = logits_BQV.shape
     filtered_BQV = logits_BQV.new_empty(logits_BQV.shape)
     filter_kernel[(rows * num_positions,)](

@@ -1,20 +1,19 @@
-"""Triton kernels that look at a drafter's logits: whether they are numbers, and which token is the best of them.
-`rules.py` calls them."""
+"""Triton kernels that check a drafter's logits and find the best token, called by `rules.py`."""
 
 from __future__ import annotations
 
 import triton
 import triton.language as tl
 
-from vllm_gaudi_spec.devices.cuda.races import first_best, values_of
+from vllm_gaudi_spec.devices.cuda.races import first_best, load_values
 
-# What a chunk that is not sound adds to its row's arrivals.
+# Added to a row's arrivals by an unsound chunk.
 _UNSOUND = tl.constexpr(1 << 16)
 
 
 @triton.jit
 def sound_kernel(logits, stride, sound_out, vocab, num_chunks, CHUNK: tl.constexpr):
-    """Whether a chunk of a row has neither NaN nor plus infinity."""
+    """Check that a chunk of a row has neither NaN nor plus infinity."""
     chunk, row = tl.program_id(0), tl.program_id(1)
     tokens = chunk * CHUNK + tl.arange(0, CHUNK)
     values = tl.load(logits + row.to(tl.int64) * stride + tokens, mask=tokens < vocab, other=0.0)
@@ -35,18 +34,18 @@ def sound_argmax_kernel(
     CHUNK: tl.constexpr,
     PADDED_CHUNKS: tl.constexpr,
 ):
-    """The best token of a row, and whether the row is sound: a chunk that is not shows in the row's arrivals."""
+    """Find the best token of a row, and whether the row is sound: unsound chunks show in its arrivals."""
     chunk, row_index = tl.program_id(0), tl.program_id(1)
     row = logits + row_index.to(tl.int64) * stride
     tokens = chunk * CHUNK + tl.arange(0, CHUNK)
-    values = values_of(row, row, tokens, vocab, False, 0.0, 0.0)
+    values = load_values(row, row, tokens, vocab, False, 0.0, 0.0)
     top, token = first_best(values, tokens, vocab)
     own_tops, own_found = tops + row_index * num_chunks, found + row_index * num_chunks
     tl.store(own_tops + chunk, top)
     tl.store(own_found + chunk, token)
-    # What the mask puts after the last token is minus infinity, and sound.
+    # Masked lanes after the last token load minus infinity, which is sound.
     arrival = tl.where(tl.sum(values, 0) < float("inf"), 1, 1 + _UNSOUND)
-    # All threads' stores come before the arrival.
+    # All threads must have stored before the arrival is counted.
     tl.debug_barrier()
     arrived = tl.atomic_add(row_arrivals + row_index, arrival, sem="acq_rel") + arrival
     if arrived % _UNSOUND == num_chunks:
@@ -55,7 +54,7 @@ def sound_argmax_kernel(
         is_chunk = chunks < num_chunks
         highest = tl.load(own_tops + chunks, mask=is_chunk, other=float("-inf"), cache_modifier=".cg")
         token = tl.load(own_found + chunks, mask=is_chunk, other=0, cache_modifier=".cg")
-        # The first of those that are equal.
+        # The first of equal ones.
         token = tl.min(tl.where(highest == tl.max(highest, 0), token, vocab - 1), 0)
         tl.store(tokens_out + row_index, token)
         tl.store(sound_out + row_index, arrived == num_chunks)

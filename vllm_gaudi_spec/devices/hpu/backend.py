@@ -1,6 +1,6 @@
-"""Intel Gaudi: vLLM's steps as HPU graphs in lazy mode, or compiled by `hpu_backend` where lazy mode is off.
+"""Intel Gaudi: steps run as HPU graphs in lazy mode, or compiled by `hpu_backend` in compiled mode.
 
-Never run on a card so far: the emulated device of `card_emulator/` runs this file as it is, in both modes.
+This has not run on a card so far. The emulated device of `card_emulator/` runs this file as it is, in both modes.
 """
 
 from __future__ import annotations
@@ -23,12 +23,12 @@ from vllm_gaudi_spec.attention.metadata import AttentionCall, AttentionLayerSpec
 from vllm_gaudi_spec.attention.operations import PLAIN, Operations
 from vllm_gaudi_spec.config import GAUDI2, GAUDI3
 from vllm_gaudi_spec.devices.base import DeviceBackend, DeviceTraits, Graphs, Memory, Weights
-from vllm_gaudi_spec.devices.common.arguments import flatten, key_of
+from vllm_gaudi_spec.devices.common.arguments import flatten, make_key
 from vllm_gaudi_spec.devices.common.kv_pair import KVPair, PairAttention, PairMemory
 from vllm_gaudi_spec.devices.hpu import fp8 as hpu_fp8
 from vllm_gaudi_spec.devices.hpu.bridge import Bridge, open_bridge
 from vllm_gaudi_spec.devices.hpu.captured import CapturedFunction
-from vllm_gaudi_spec.devices.hpu.compile_time import recipes_of
+from vllm_gaudi_spec.devices.hpu.compile_time import estimate_recipes
 from vllm_gaudi_spec.environment import gaudi_is_lazy, gaudi_layers_of_a_recipe, gaudi_memory_reserve
 from vllm_gaudi_spec.upstream.kv_cache import AttentionLayerBase
 
@@ -43,7 +43,7 @@ if TYPE_CHECKING:
 logger = init_logger(__name__)
 
 
-# The mode that is written down here is the one that is emulated.
+# Of lazy mode; `assemble` adapts them to compiled mode.
 TRAITS = DeviceTraits(
     name="hpu",
     mode="lazy",
@@ -52,12 +52,13 @@ TRAITS = DeviceTraits(
     updates_views=False,
     compiles=True,
     flat_decode=True,
+    selects_keys=True,
     takes_quant_config=True,
 )
 
 
-# The bridge raises RuntimeErrors. As in issues of vllm-fork (257, 484) and in the calibration guide of vllm-gaudi: for
-# the memory of a recipe while it runs, and for a tensor.
+# RuntimeErrors of the bridge, for the memory of a running recipe and for a tensor (vllm-fork#257, #484, and the
+# calibration guide of vllm-gaudi).
 _ALLOCATION_FAILED = re.compile(r"Allocation (?:of|failed for) size ?::(\d+)")
 
 
@@ -86,17 +87,17 @@ class HpuGraphs(Graphs):
 
         def run(*args: Any) -> Any:
             tensors, rest = flatten(args)
-            key = key_of(tensors, rest)
-            # What was issued outside belongs to a graph of its own, whatever comes next.
+            key = make_key(tensors, rest)
+            # Work that was issued before must not become a part of this graph.
             self._bridge.mark_step()
             if graph := graphs.get(key):
-                return graph.result_of(tensors, graph(tensors))
+                return graph.unpack_result(tensors, graph(tensors))
             made = CapturedFunction(function, rest)
             graph = self._bridge.habana.hpu.wrap_in_hpu_graph(made, disable_tensor_cache=True)
-            result = graph.result_of(tensors, graph(tensors))
+            result = graph.unpack_result(tensors, graph(tensors))
             graphs[key] = graph
             if self._compiling_only:
-                graph(tensors)  # the second call may compile what the first did not need
+                graph(tensors)  # the second call may compile more than the first
             return result
 
         return cast("Function", run)
@@ -113,7 +114,7 @@ class HpuGraphs(Graphs):
 
     @contextmanager
     def warming_up_later(self) -> Iterator[None]:
-        # The mode is the process's: a step in flight, which there is after an abort, is to be computed.
+        # The mode applies to the whole process, and a step in flight, as after an abort, must compute.
         torch.hpu.synchronize()
         before = self._num_compiled()
         with self.compiling_only():
@@ -123,8 +124,8 @@ class HpuGraphs(Graphs):
 
     def describe_warm_up(self, work: WarmUpWork) -> str:
         if self._bridge.regions is not None or gaudi_layers_of_a_recipe() != 1:
-            return f"{work.num_graphs} graphs"  # nobody published how many recipes those are
-        recipes = recipes_of(work)
+            return f"{work.num_graphs} graphs"  # the number of recipes is not published
+        recipes = estimate_recipes(work)
         cold, cached = (recipes.seconds(cached=cache) / 60 for cache in (False, True))
         return (
             f"about {recipes.total} different recipes, which may take {cold:.1f} min, {cached:.1f} with a recipe cache "
@@ -149,23 +150,22 @@ class HpuGraphs(Graphs):
             **({} if regions is None else {"captured": dict(regions.functions), "regions": regions.num_compiled}),
             "compiled_in_warmup": self._compiled_in_warmup,
             "compiled_after_warmup": self.compiled_after_warmup(),
-            "graph_compilation": _metric("graph_compilation"),
-            "cpu_fallback": _metric("cpu_fallback"),
+            "graph_compilation": _read_metric("graph_compilation"),
+            "cpu_fallback": _read_metric("cpu_fallback"),
         }
 
     def _num_compiled(self) -> int:
-        return int(_metric("graph_compilation").get("TotalNumber", 0))
+        return int(_read_metric("graph_compilation").get("TotalNumber", 0))
 
 
 class PinnedBuffers:
-    """Host memory that the card writes into by itself, kept for the next download of the same shape: allocating it
-    means a call of the driver."""
+    """Pinned host memory for downloads, kept for reuse by shape because allocating it is a call of the driver."""
 
     def __init__(self) -> None:
         self._free: dict[tuple[torch.Size, torch.dtype], list[torch.Tensor]] = {}
 
     def take(self, like: torch.Tensor) -> torch.Tensor | None:
-        """None where torch has no such memory."""
+        """Return a buffer for a copy of `like`; None if torch cannot allocate pinned memory."""
         if free := self._free.get((like.shape, like.dtype)):
             return free.pop()
         try:
@@ -176,7 +176,7 @@ class PinnedBuffers:
             if buffer.is_pinned():
                 return buffer
             reason = "torch's is not pinned"
-        logger.warning_once("No pinned host memory (%s): each step waits for its results.", reason)
+        logger.warning_once("Torch has no pinned host memory (%s), so each step waits for its results.", reason)
         return None
 
     def give_back(self, buffer: torch.Tensor) -> None:
@@ -199,8 +199,8 @@ class HpuMemory(PairMemory):
 
     measures_peak = True
 
-    def peak_of(self, run: Callable[[], object]) -> int:
-        # What a recipe needs while it runs may be of the bridge's pool, or of the driver: the larger one is right.
+    def measure_peak(self, run: Callable[[], object]) -> int:
+        # The memory of a running recipe may be of the bridge's pool or of the driver; the larger number is right.
         torch.hpu.synchronize()
         allocated, free = torch.hpu.memory_allocated(), self.free_bytes()
         torch.hpu.reset_peak_memory_stats()
@@ -214,11 +214,11 @@ class HpuMemory(PairMemory):
         return int(found[1]) if found else None
 
     def available_memory(self, utilization: float, num_ranks: int) -> int:
-        # A rank has a card of its own.
+        # Each rank has its own card.
         free, total = torch.hpu.mem_get_info()
         reserve = gaudi_memory_reserve()
         logger.info(
-            "%.1f of %.1f GiB are free after loading; %.0f %% of that is kept for graphs.",
+            "%.1f of %.1f GiB are free after loading; %.0f %% of that is reserved for graphs.",
             free / 2**30,
             total / 2**30,
             100 * reserve,
@@ -230,7 +230,7 @@ class HpuMemory(PairMemory):
 
     @cached_property
     def _downloads(self) -> Any:
-        """A stream for results on their way to the host."""
+        """The stream that copies results to the host."""
         return torch.hpu.Stream()
 
     def download(self, tensor: torch.Tensor) -> torch.Tensor:
@@ -241,11 +241,11 @@ class HpuMemory(PairMemory):
         self.num_host_syncs += 1
         host = self._pinned.take(tensor)
         if host is None:
-            # Into other memory the bridge copies by a callback that no event covers: one would read what was there.
+            # The bridge copies to other memory by a callback that no event covers, so old contents could be read.
             arrived = tensor.cpu()
             return lambda: arrived
-        # A captured graph puts its results in the same memory again, maybe before they have left: so they leave from
-        # a copy, on a stream of their own as vllm-gaudi's do.
+        # The next replay may overwrite the results before they are copied, so download a clone, on a stream of its own
+        # as vllm-gaudi does.
         copy = tensor.clone()
         issued = torch.hpu.current_stream()
         with torch.hpu.stream(self._downloads):
@@ -256,7 +256,7 @@ class HpuMemory(PairMemory):
         return partial(self._finish_download, done, host, copy)
 
     def _finish_download(self, done: Any, host: torch.Tensor, source: torch.Tensor) -> torch.Tensor:
-        """`source` lives as long as somebody waits."""
+        """Wait for a download. The argument `source` keeps the copied tensor alive until then."""
         done.synchronize()
         arrived = host.clone()
         self._pinned.give_back(host)
@@ -266,10 +266,10 @@ class HpuMemory(PairMemory):
         torch.hpu.synchronize()
 
 
-# Bytes of one row's mask that the fused kernel does not take (vllm-gaudi, pull request 1749).
+# Bytes of one row's mask from which on the fused kernel fails (vllm-gaudi#1749).
 LARGEST_MASK = 2**31
 
-# The fast softmax is too coarse for these: vllm-gaudi, extension/features.py (fp32_softmax), and its pull request 831.
+# Models for which the fast softmax is too coarse: vllm-gaudi, extension/features.py (fp32_softmax), vllm-gaudi#831.
 _SOFTMAX_MODES = dict.fromkeys(("qwen2", "qwen2_5_vl", "qwen2_5_vl_text"), "fp32")
 
 
@@ -291,13 +291,16 @@ class HpuAttention(PairAttention):
         keys, values = kv_cache.blocks()
         if call.flat is not None:
             return flat.attend(query_THD, keys, values, call, spec, operations)
-        if values is None or not self._fuses(spec):
-            # No size of a latent key is among those that the fused kernel is documented for.
+        if values is None or not self._can_fuse(spec):
+            # The fused kernel is not documented for the sizes of latent keys.
             return padded.attend(query_THD, keys, values, call, spec, operations)
         return self._attend_fused(query_THD, keys, values, call, spec, operations)
 
-    def _fuses(self, spec: AttentionLayerSpec) -> bool:
-        """Slopes would be a bias of each head, of the size of all scores (lesson A23)."""
+    def _can_fuse(self, spec: AttentionLayerSpec) -> bool:
+        """Whether the fused kernel supports a layer.
+
+        ALiBi slopes would need a bias per head of the size of all scores (lesson A23).
+        """
         if self._fused_sdpa is None or spec.layer_operations or spec.logits_soft_cap or spec.slopes_H is not None:
             return False
         return spec.sinks_H is None or self._fuses_sinks
@@ -311,16 +314,16 @@ class HpuAttention(PairAttention):
         spec: AttentionLayerSpec,
         operations: Operations,
     ) -> torch.Tensor:
-        """Prompt chunks, over all that is cached of their rows and themselves."""
+        """Attend with prompt chunks over everything cached for their rows, themselves included."""
         query_BHQD = query_THD.unflatten(0, (call.num_rows, call.num_queries)).transpose(1, 2)
         keys_BKSD = padded.gather_rows(keys_NSKD, call.block_table_BW, operations.k_cache)
         values_BKSD = padded.gather_rows(values_NSKD, call.block_table_BW, operations.v_cache)
-        mask = call.plan(("mask", spec.mask_key, spec.dtype), lambda: _mask(call, spec))
+        mask = call.plan(("mask", spec.mask_key, spec.dtype), lambda: _build_mask(call, spec))
         softmax_mode = "None" if spec.dtype != torch.bfloat16 else _SOFTMAX_MODES.get(spec.model_type, "fast")
-        # Positions alone are documented: no dropout mask, no probabilities, no window.
+        # Only positional arguments are documented: no dropout mask, no probabilities, no window.
         sinks = () if spec.sinks_H is None else (False, False, (-1, -1), spec.sinks_H)
         rest = (0.0, False, spec.scale, softmax_mode, True, None, "right", *sinks)
-        size = _queries_at_once(mask)
+        size = _choose_split(mask)
         if size == call.num_queries:
             attended_BHQD = self._fused_sdpa.apply(query_BHQD, keys_BKSD, values_BKSD, mask, *rest)
         else:
@@ -329,7 +332,7 @@ class HpuAttention(PairAttention):
                 [self._fused_sdpa.apply(query, keys_BKSD, values_BKSD, part, *rest) for query, part in parts], dim=2
             )
         if sinks and self._bridge.regions is None:
-            self._bridge.mark_step()  # as vllm-gaudi does after it; nobody published why (lesson A13)
+            self._bridge.mark_step()  # as vllm-gaudi does, for an unpublished reason (lesson A13)
         return attended_BHQD.transpose(1, 2).flatten(0, 1)
 
 
@@ -344,13 +347,13 @@ class HpuWeights(Weights):
 
     @property
     def fp8_range(self) -> str | None:
-        # Not by the name, which comes with lines of the runtime's log where it has a console.
+        # Asking for the name instead may print lines of the runtime's log.
         experimental = importlib.import_module("habana_frameworks.torch.utils.experimental")
         kind = experimental._get_device_type()
         return {
             experimental.synDeviceType.synDeviceGaudi2: GAUDI2,
             experimental.synDeviceType.synDeviceGaudi3: GAUDI3,
-        }.get(kind, GAUDI2)  # of a card that is neither, the narrower range, which every card has
+        }.get(kind, GAUDI2)  # every card has the narrower range
 
     def loading(self, quant_config: QuantConfig) -> AbstractContextManager[None]:
         return hpu_fp8.loading()
@@ -372,14 +375,17 @@ class HpuWeights(Weights):
         self.weights_changed(model)
 
     def weights_changed(self, model: nn.Module) -> None:
-        """Nothing is made of weights: graphs read them where they are."""
+        """Wait for the copies. Nothing is derived from weights: graphs read them where they are."""
         self._bridge.mark_step()
         torch.hpu.synchronize()
 
 
 def mark_layers(model: nn.Module, mark_step: Callable[[], None], every: int) -> None:
-    """A marker after each n-th layer with attention: equal layers are one recipe, which is compiled once. A whole model
-    as one recipe takes the compiler long, and may be too large to run (lessons L12, L13; optimum-habana 1722)."""
+    """Break the graph after every `every`-th layer with attention.
+
+    Equal layers are then one recipe, which is compiled once. A whole model as one recipe takes the compiler long and
+    may be too large to run (lessons L12, L13; optimum-habana 1722).
+    """
     layers: list[nn.Module] = []
     inside: set[nn.Module] = set()
     for module in model.modules():
@@ -397,49 +403,58 @@ def _has_attention(module: nn.Module) -> bool:
 
 
 def _move_plain_tensors(model: nn.Module, device: torch.device) -> None:
-    """Those that are neither parameters nor buffers, which `Module.to` leaves on the host. Modules that share one share
-    it afterwards. INC wants its scales where they are (lesson Q15), and a number on the host is part of a graph."""
+    """Move tensors that are neither parameters nor buffers, which `Module.to` leaves on the host.
+
+    Modules that share a tensor share it afterwards. INC wants its scales where they are (lesson Q15), and a tensor of
+    no dimensions on the host is part of a graph.
+    """
     moved: dict[int, tuple[torch.Tensor, torch.Tensor]] = {}
     for module in model.modules():
         scales = getattr(module, "scale_members", ())
         for name, tensor in list(vars(module).items()):
             if isinstance(tensor, torch.Tensor) and tensor.device.type == "cpu" and tensor.dim() and name not in scales:
-                # The first one is kept, too: another tensor must not get its id meanwhile.
+                # Keep the original as well: its id must not be reused meanwhile.
                 setattr(module, name, moved.setdefault(id(tensor), (tensor, tensor.to(device)))[1])
 
 
 def _has_argument(fused: Any, name: str) -> bool:
-    """Of an operation of the bridge: `apply` of its class takes what `forward` does, and does not name it."""
+    """Whether an operator of the bridge takes an argument. Its class names arguments in `forward`, `apply`, or both."""
     functions = (getattr(fused, kind, None) for kind in ("forward", "apply"))
     return any(name in inspect.signature(function).parameters for function in functions if function is not None)
 
 
 def _passes_sinks_on() -> bool:
-    """The bridge takes sinks without a word where this flag of it keeps them from the kernel (lesson A32)."""
+    """Whether the bridge passes sinks to the kernel.
+
+    If its flag is off, it drops them without an error (lesson A32).
+    """
     bridge = importlib.import_module("habana_frameworks.torch.internal.bridge_config")
     flag = getattr(bridge, "get_pt_hpu_enable_fused_sdpa_sink", None)
     return flag is not None and bool(flag())
 
 
-def _mask(call: AttentionCall, spec: AttentionLayerSpec) -> torch.Tensor:
-    """[B, 1, Q, keys], to be added to scores."""
-    # Tensors of the dtype: a choice between numbers is float32, and the mask would be a copy of it.
+def _build_mask(call: AttentionCall, spec: AttentionLayerSpec) -> torch.Tensor:
+    """Return the mask [B, 1, Q, keys] that is added to scores."""
+    # `where` on Python numbers would be float32, and the mask a converted copy.
     seen, hidden = (
         torch.full((), value, dtype=spec.dtype, device=call.starts_B.device)
         for value in (0.0, torch.finfo(spec.dtype).min)
     )
-    return torch.where(padded.visible(call, spec)[:, None], seen, hidden)
+    return torch.where(padded.find_visible(call, spec)[:, None], seen, hidden)
 
 
-def _queries_at_once(mask: torch.Tensor) -> int:
-    """For a [B, 1, Q, keys] mask: as few calls as possible, of sizes alike. The kernel's offsets into the mask have 32
-    bits, and a row whose mask has 2 GiB comes out as NaN (lesson A30)."""
+def _choose_split(mask: torch.Tensor) -> int:
+    """Return how many queries of a mask [B, 1, Q, keys] to attend with at once.
+
+    The result is the fewest calls of similar size. The kernel's offsets into the mask have 32 bits, and a row whose
+    mask has 2 GiB comes out as NaN (lesson A30).
+    """
     num_queries, num_keys = mask.shape[-2:]
     at_once = max((LARGEST_MASK - 1) // (num_keys * mask.element_size()), 1)
     return -(-num_queries // -(-num_queries // at_once))
 
 
-def _metric(name: str) -> dict[str, Any]:
-    """What the bridge counts since the process began; nothing on builds that do not count it."""
+def _read_metric(name: str) -> dict[str, Any]:
+    """Return what the bridge has counted since the process began; empty for builds that do not count it."""
     metric = importlib.import_module("habana_frameworks.torch.hpu.metrics").metric_global(name)
     return {} if metric is None else dict(entry for entry in metric.stats() if len(entry) == 2)

@@ -1,4 +1,4 @@
-"""`habana_frameworks`, Intel's bridge between torch and a Gaudi: how it is loaded, and the mode that it runs in."""
+"""Loads `habana_frameworks`, Intel's bridge between torch and a Gaudi, and determines its mode."""
 
 from __future__ import annotations
 
@@ -17,14 +17,14 @@ if TYPE_CHECKING:
 
 
 class Bridge(NamedTuple):
-    """`habana_frameworks.torch`, and the mode that it runs in."""
+    """`habana_frameworks.torch` and the mode that it runs in."""
 
     habana: Any
     regions: RegionCompiler | None
-    """None in lazy mode."""
+    """The compiler of compiled mode; None in lazy mode."""
 
     def mark_step(self) -> None:
-        """End the pending graph and launch it; in compiled mode, end the region that is traced."""
+        """End and launch the pending graph; in compiled mode, end the region being traced."""
         if self.regions is None:
             self.habana.core.mark_step()
         else:
@@ -32,8 +32,11 @@ class Bridge(NamedTuple):
 
 
 def open_bridge() -> Bridge:
-    """vLLM's front end makes a backend too, and must not open the card: it would not be free for the engine. The import
-    does not; it registers `torch.hpu` and the process group "hccl", and reads the environment once."""
+    """Load the bridge without opening the card.
+
+    vLLM's front end makes a backend too, and a card that it opened would not be free for the engine. The import
+    registers `torch.hpu` and the process group "hccl", and reads the environment once.
+    """
     habana, is_lazy = _import_bridge(), gaudi_is_lazy()
     if habana.utils.internal.is_lazy() != is_lazy:
         raise UnsupportedConfigError(
@@ -42,7 +45,7 @@ def open_bridge() -> Bridge:
         )
     if not is_lazy:
         _keep_states_apart()
-    # Helpers of vLLM that are decorated with torch.compile are a part of the step.
+    # Functions of vLLM that are decorated with torch.compile are a part of the step.
     torch.compiler.set_stance("force_eager")
     return Bridge(habana, None if is_lazy else make_region_compiler())
 
@@ -55,7 +58,7 @@ def _import_bridge() -> Any:
             f"device hpu needs habana_frameworks, which comes with Intel's Gaudi image ({error}); set VGS_DEVICE to "
             "hpu-emulated or cpu where there is no Gaudi."
         ) from error
-    except (AssertionError, AttributeError) as error:  # of versions, and of stock torch in lazy mode
+    except (AssertionError, AttributeError) as error:  # by mismatched versions, and by stock torch in lazy mode
         advice = (
             "leave PT_HPU_LAZY_MODE unset, or use Intel's image pytorch-installer, whose torch has lazy mode"
             if "lazy" in str(error).lower()
@@ -66,7 +69,8 @@ def _import_bridge() -> Any:
 
 
 def _keep_states_apart() -> None:
-    """Where torch has loaded the bridge by itself, it read the variable before our default was set (lesson C33)."""
+    """Disable input reuse in a bridge that torch loaded by itself, before our default was in the environment (lesson
+    C33)."""
     found: Any = sys.modules.get("habana_frameworks.torch.dynamo.compile_backend.config")
     if INPUT_REUSE.value == "0" and hasattr(found, "enable_synapse_input_reuse"):
         found.enable_synapse_input_reuse = False

@@ -1,4 +1,4 @@
-"""Compiled mode: what `hpu_backend` is given, and what is kept from it."""
+"""Compiled mode: rewrites of operations that `hpu_backend` does not compile, or compiles wrongly."""
 
 from __future__ import annotations
 
@@ -18,13 +18,13 @@ def make_region_compiler() -> RegionCompiler:
 
 
 def _compile(module: fx.GraphModule, examples: list[torch.Tensor]) -> Any:
-    from torch._dynamo import lookup_backend  # takes a second, and lazy mode needs none of it
+    from torch._dynamo import lookup_backend  # imported late: it takes a second, and lazy mode does not need it
 
     return lookup_backend("hpu_backend")(module, examples)
 
 
 def _integer_where(condition: torch.Tensor, left: torch.Tensor, right: torch.Tensor) -> Any:
-    """It is compiled wrongly for integers (lesson C17)."""
+    """Rewrite `where` on integers, which is compiled wrongly (lesson C17)."""
     if any(value.is_floating_point() or value.dtype is torch.bool for value in (left, right)):
         return NotImplemented
     kind = torch.result_type(left, right)
@@ -33,12 +33,12 @@ def _integer_where(condition: torch.Tensor, left: torch.Tensor, right: torch.Ten
 
 
 def _product(left: torch.Tensor, right: Any) -> Any:
-    """With True or False it leaves the compiled graph (lesson C16)."""
+    """Rewrite products with booleans, which break the graph (lesson C16)."""
     return left * int(right) if isinstance(right, bool) and left.dtype is not torch.bool else NotImplemented
 
 
 def _booleans(make: Any) -> Callable[..., Any]:
-    """What fills a tensor with True or False leaves the compiled graph (lesson C16)."""
+    """Rewrite the filling of a tensor with booleans, which breaks the graph (lesson C16)."""
 
     def rewrite(*args: Any, **kwargs: Any) -> Any:
         like = args[0].dtype if isinstance(args[0], torch.Tensor) else None
@@ -52,7 +52,7 @@ def _booleans(make: Any) -> Callable[..., Any]:
 
 
 def _rows(tensor: torch.Tensor, indices: list[torch.Tensor | None]) -> Any:
-    """An index leaves the compiled graph (lesson C16); entries of one dimension are read without it."""
+    """Rewrite an index along one dimension, which breaks the graph (lesson C16)."""
     indexed = [(dim, index) for dim, index in enumerate(indices) if index is not None]
     if len(indexed) != 1 or indexed[0][1].dtype in (torch.bool, torch.uint8) or not indexed[0][1].dim():
         return NotImplemented

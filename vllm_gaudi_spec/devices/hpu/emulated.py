@@ -1,4 +1,4 @@
-"""The Gaudi backend on the emulated card, unchanged but for FP8."""
+"""The Gaudi backend on an emulated card. Only FP8 differs."""
 
 from __future__ import annotations
 
@@ -19,8 +19,8 @@ from vllm_gaudi_spec.environment import (
     gaudi_is_lazy,
 )
 
-# Before the import: the emulator puts a `habana_frameworks` in place. Where torch has loaded the card by itself, as it
-# loads Habana's bridge, it has a mode already, and `open_bridge` compares it.
+# Before importing the backend, since the emulator provides `habana_frameworks`. If torch has loaded the card by itself,
+# as it loads Habana's bridge, the card has a mode already, which `open_bridge` compares.
 _card = card_emulator.device()
 card_emulator.install(generation=emulated_generation(), lazy=_card.lazy if _card.installed else gaudi_is_lazy())
 _card.lazy_collectives = gaudi_has_lazy_collectives()
@@ -53,7 +53,7 @@ def make_backend() -> DeviceBackend:
 
 class _Graphs(EmulatedGraphs, hpu.HpuGraphs):
     def num_recipes(self) -> int:
-        # The bridge's metric counts graphs here.
+        # On the emulated card the bridge's metric counts graphs.
         return len(card_emulator.device().graph_recipes)
 
 
@@ -70,5 +70,5 @@ class _Weights(EmulatedWeights, hpu.HpuWeights):
         return nullcontext()
 
     def quantize(self, model: nn.Module, quant_config: QuantConfig, load_context: LoadContext) -> Measuring | None:
-        # What Intel Neural Compressor does on the card needs the card.
+        # Intel Neural Compressor needs a real card.
         return simulation.apply(model, quant_config, load_context, GaudiArithmetic)

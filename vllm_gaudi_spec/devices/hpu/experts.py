@@ -1,4 +1,4 @@
-"""Gaudi's operator for experts."""
+"""Gaudi's fused operator for mixtures of experts."""
 
 from __future__ import annotations
 
@@ -8,11 +8,10 @@ from vllm_gaudi_spec.devices.common.experts import Call, Fused
 from vllm_gaudi_spec.devices.common.layers import find_kernel
 from vllm_gaudi_spec.upstream.layers import MoEActivation
 
-# Number of tokens from which on the operator is used. Below, reading weights takes longer than computing with all of
-# them: a Gaudi 2 does 432 TFLOPS in bfloat16, and reads 2.45 TB/s. At batch 1 the operator was no faster
-# (vllm-gaudi#1733).
+# With fewer tokens, reading the weights takes longer than computing with all of them: a Gaudi 2 has 432 TFLOPS in
+# bfloat16 and reads 2.45 TB/s. At batch size 1 the operator was not faster (vllm-gaudi#1733).
 GAUDI_OPERATOR_FROM = 128
-# Its gelu is the tanh form (vllm-gaudi v0.26.0, ops/hpu_fused_moe.py).
+# The operator's gelu is the tanh form (vllm-gaudi v0.26.0, ops/hpu_fused_moe.py).
 _ACTIVATIONS = {MoEActivation.SILU: "silu", MoEActivation.GELU_TANH: "gelu"}
 
 
@@ -20,8 +19,11 @@ def fused() -> Fused | None:
     mixture = find_kernel("torch.ops.hpu", "mixture_of_experts")
 
     def run(call: Call) -> torch.Tensor:
-        """Called as vllm-gaudi does (v0.26.0, extension/ops.py), but for ids: the operator looks its weights up by
-        them, so they count from this rank's first expert (vllm-gaudi, pull request 1796). The last one is included."""
+        """Call the operator as vllm-gaudi does (v0.26.0, extension/ops.py), except for expert ids.
+
+        The operator looks weights up by ids, so they count from this rank's first expert (vllm-gaudi#1796).
+        `experts_max` is included.
+        """
         ids_TK, weights_TK = call.chosen()
         result: torch.Tensor = mixture(
             hidden_states=call.x_TH,
@@ -40,5 +42,8 @@ def fused() -> Fused | None:
 
 
 def _takes(call: Call) -> bool:
-    """Not the form with biases, for gpt-oss: on a Gaudi 3 with release 1.24 users got incoherent texts from it."""
+    """Whether the operator supports a call.
+
+    Biases, which gpt-oss has, are refused: users of a Gaudi 3 with release 1.24 got incoherent text from that form.
+    """
     return call.activation in _ACTIVATIONS and call.b13_EJ is None and not call.weighs_inputs

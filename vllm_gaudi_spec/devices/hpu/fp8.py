@@ -1,7 +1,7 @@
 """FP8 on a Gaudi: its arithmetic, and Intel Neural Compressor (INC), which quantizes models there.
 
-INC's part is written from its sources and vllm-gaudi's use of them, and has not been run anywhere. On the emulated card
-the arithmetic serves the simulation of INC.
+The INC part is written from INC's sources and vllm-gaudi's use of them, and has not been run. On the emulated card the
+arithmetic serves the simulation of INC.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ logger = init_logger(__name__)
 
 
 class GaudiArithmetic:
-    """As `quantization.fp8.Arithmetic`, by the bridge's own operations."""
+    """`quantization.fp8.Arithmetic` by operators of the bridge."""
 
     matmul = PLAIN.matmul_qk
 
@@ -38,8 +38,8 @@ class GaudiArithmetic:
         self._largest = largest
 
     def cast(self, x: torch.Tensor, inverse: torch.Tensor) -> torch.Tensor:
-        # Clamped first: that the card's own cast saturates is published nowhere (lesson Q01), nor which shapes of a
-        # scale it takes.
+        # Clamp first: it is not published whether the card's cast saturates (lesson Q01), nor which shapes of scales it
+        # supports.
         multiplier: torch.Tensor | None = None
         if inverse.dim() > 1:
             x = (x.float() * inverse).clamp(-self._largest, self._largest)
@@ -71,18 +71,18 @@ class GaudiArithmetic:
 
 @contextmanager
 def loading() -> Iterator[None]:
-    """The bridge wants to know before weights are loaded that a model will be quantized."""
+    """Tell the bridge, before weights are loaded, that the model will be quantized."""
     importlib.import_module("habana_frameworks.torch.core").hpu_inference_set_env()
     yield
 
 
 class Measured:
-    """A model that INC measures; see `Measuring`. INC sees padding as well."""
+    """A model that INC measures; see `Measuring`. INC measures padding as well."""
 
     reads_logits = False
 
     def __init__(self, inc: Any, model: nn.Module, stem: Path) -> None:
-        """`stem`: of the files that INC writes."""
+        """`stem` is the common beginning of the names of INC's files."""
         self._inc, self._model, self._stem = inc, model, stem
 
     def counting(self, real_T: torch.Tensor) -> AbstractContextManager[None]:
@@ -90,15 +90,15 @@ class Measured:
 
     def write(self) -> None:
         self._inc.finalize_calibration(self._model)
-        # INC keeps one list for all models of a process; what it measures carries this.
+        # INC has one list for all models of a process. It sets this attribute on modules that it measures.
         measured = [name for name, module in self._model.named_modules() if getattr(module, "_mod_extra_config", None)]
         files.write_looked_at(self._stem, [name.replace("_orig_mod.", "") for name in measured])
 
 
 def apply(model: nn.Module, quant_config: QuantConfig, load_context: LoadContext) -> Measured | None:
-    """As `Weights.quantize`."""
+    """Measure or quantize a model, as `Weights.quantize` does."""
     inc = _import(quant_config)
-    with _without_apart(model, quant_config, load_context) as path:
+    with _exclude_modules(model, quant_config, load_context) as path:
         (inc.prepare if quant_config.measures else inc.convert)(model, inc.FP8Config.from_json_file(path))
     model.to("hpu")
     core = importlib.import_module("habana_frameworks.torch.core")
@@ -109,7 +109,7 @@ def apply(model: nn.Module, quant_config: QuantConfig, load_context: LoadContext
         cache = getattr(module, "k_cache", None)
         if cache is not None and type(cache) is not VLLMKVCache:
             module.kv_dtype = KV_DTYPE
-    logger.info("%s: quantized by Intel Neural Compressor.", quant_config.option)
+    logger.info("%s: the model was quantized by Intel Neural Compressor.", quant_config.option)
     return None
 
 
@@ -124,8 +124,8 @@ def _import(quant_config: QuantConfig) -> Any:
 
 
 @contextmanager
-def _without_apart(model: nn.Module, quant_config: QuantConfig, load_context: LoadContext) -> Iterator[str]:
-    """The user's file, or a copy of it that blocks what stays as it is."""
+def _exclude_modules(model: nn.Module, quant_config: QuantConfig, load_context: LoadContext) -> Iterator[str]:
+    """Yield the path of the user's file, or of a copy that also blocks the modules of `LoadContext.apart`."""
     apart = [name for name, module in model.named_modules() if name and module in load_context.apart]
     if not apart:
         yield quant_config.path

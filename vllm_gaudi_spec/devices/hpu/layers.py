@@ -1,5 +1,7 @@
-"""Gaudi's fused norms and rotary embeddings, experts, and scaled logits, in place of vLLM's layers. Importing this
-registers them."""
+"""Gaudi's fused norms, rotary embeddings and experts, and scaled logits, in place of vLLM's layers.
+
+Importing this module registers them.
+"""
 
 from __future__ import annotations
 
@@ -22,7 +24,7 @@ _modes = layers.find_kernel("habana_frameworks.torch.hpex.kernels", "RotaryPosEm
 
 
 def _norm(x: torch.Tensor, weight: torch.Tensor | None, epsilon: float) -> torch.Tensor:
-    # The kernel wants three dimensions.
+    # The kernel requires three dimensions.
     return _rms_norm.apply(x.reshape(1, -1, x.shape[-1]), weight, epsilon).view(x.shape)
 
 
@@ -57,8 +59,11 @@ experts.register(hpu_experts.fused())
 
 @LogitsProcessor.register_oot
 class HpuLogitsProcessor(LogitsProcessor):
-    """Granite, Cohere and others scale their logits. vLLM does so in place, in a view that leaves the padding of the
-    vocabulary out, and a captured graph has no update through views (lesson L06)."""
+    """Scales logits, as Granite and Cohere do, without writing through a view.
+
+    vLLM scales in place, in a view without the padding of the vocabulary, and a captured graph on a Gaudi cannot write
+    through views (lesson L06).
+    """
 
     def forward(
         self,
@@ -72,7 +77,7 @@ class HpuLogitsProcessor(LogitsProcessor):
             logits = hidden_states
         else:
             logits = self._get_logits(hidden_states, lm_head, embedding_bias, skip_gather)
-        if logits is None:  # of a rank that gathers none
+        if logits is None:  # this rank gathers none
             return None
         if self.soft_cap is not None:
             logits = torch.tanh(logits / self.soft_cap) * self.soft_cap

@@ -127,12 +127,12 @@ class Comparison:
     def run_side_by_side(self, names: Sequence[str], setup: Setup) -> dict[str, Run]:
         from vllm_gaudi_spec.tools.compare.measure import explain_lack_of_memory, take_turns
 
-        shared = setup.sharing(len(names), host_memory.for_kv(SHARE_FOR_KV))
+        shared = setup.sharing(len(names), host_memory.choose_kv_bytes(SHARE_FOR_KV))
         runs: dict[str, Run] = {}
         for name in names:
             self.load(name, shared, runs)
             if list(runs) == [names[0]] == [name] and (
-                reason := explain_lack_of_memory(len(names), host_memory.of_children(), host_memory.free())
+                reason := explain_lack_of_memory(len(names), host_memory.measure_children(), host_memory.free())
             ):
                 self.why_one_by_one = reason
                 self.log(f"the engines run one after the other: {reason}")

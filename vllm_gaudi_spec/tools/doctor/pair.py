@@ -30,12 +30,12 @@ from vllm_gaudi_spec.environment import cache_folder
 from vllm_gaudi_spec.quantization.config import get_cpu_weights
 from vllm_gaudi_spec.quantization.fingerprint import find_model_folder
 from vllm_gaudi_spec.recurrent.table import (
+    describe_snapshots,
+    describe_states,
     num_layers_with_kv,
     num_pending,
     num_snapshots,
-    snapshots_of,
     state_bytes,
-    states_of,
 )
 from vllm_gaudi_spec.refusals import find_weight_files
 from vllm_gaudi_spec.tools.doctor.findings import Finding, note, ok, problem, refusal, warning
@@ -212,7 +212,7 @@ def estimate_states(vllm_config: VllmConfig, speculation: Speculation | None) ->
     rows = vllm_config.scheduler_config.max_num_seqs
     slots = num_snapshots(vllm_config, Options.from_vllm(vllm_config).state_snapshots)
     pending = num_pending(speculation.num_drafts if speculation else 0)
-    sizes = {states_of(rows): rows + 1, snapshots_of(slots): slots}
+    sizes = {describe_states(rows): rows + 1, describe_snapshots(slots): slots}
     found = {name: state_bytes(vllm_config, count, pending) for name, count in sizes.items()}
     return {name: num_bytes for name, num_bytes in found.items() if num_bytes}
 
@@ -241,4 +241,4 @@ def _find_room_for_kv(vllm_config: VllmConfig, weights: int, drafting: int) -> i
     if not DEVICES[load_backend().traits.name].computes_on_host:
         return None
     ranks = vllm_config.parallel_config.local_world_size
-    return host_memory.for_kv(cache.gpu_memory_utilization, less=ranks * weights) // ranks - drafting
+    return host_memory.choose_kv_bytes(cache.gpu_memory_utilization, less=ranks * weights) // ranks - drafting

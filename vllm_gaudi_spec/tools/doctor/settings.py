@@ -69,7 +69,7 @@ def check_npu_settings() -> Iterator[Finding]:
 
 def explain_error(message: str) -> Iterator[Finding]:
     """Explain CANN's error codes in a message or a log."""
-    found = errors.codes_in(message)
+    found = errors.find_codes(message)
     for code in found:
         meaning, remedy = errors.CODES[code]
         yield note("error", f"{code}: {meaning}", remedy)

@@ -218,9 +218,9 @@ def guard(command: str, work: Callable[[], int], *, verbose: bool = False) -> in
 
 
 def _explain_how_to_get(package: str) -> str:
-    from vllm_gaudi_spec.devices import EMULATOR, GET_EMULATOR, comes_with_an_image
+    from vllm_gaudi_spec.devices import EMULATOR, GET_EMULATOR, is_vendor_package
 
-    if comes_with_an_image(package):
+    if is_vendor_package(package):
         return "use the image of the card's vendor, which has it"
     return GET_EMULATOR if package == EMULATOR else "run `make setup`, or install this package again"
 
