@@ -1,19 +1,18 @@
 """Step 3: run the prompts, and measure the largest value of every layer of the target and its drafter.
 
-It starts the engine that will serve the models, with QUANT_CONFIG in its environment, in mode MEASURE. Interrupted, it
-goes on after the last chunk of prompts when it is run again with the same options.
+It starts the engine that will serve the models, with a QUANT_CONFIG in mode MEASURE. After an interruption, it
+continues after the last chunk of prompts when it is run again with the same options.
 """
 
 import os
 import sys
 from pathlib import Path
 
-from vllm_gaudi_spec.tools.calibration.folder import TARGET, Folder
+from vllm_gaudi_spec.tools.calibration.folder import TARGET, Folder, run_step
 from vllm_gaudi_spec.tools.calibration.measure import Run, measure
-from vllm_gaudi_spec.tools.calibration.steps import exit_status
 from vllm_gaudi_spec.tools.io.command_line import Parser, add_shared, json_object, positive
 
-HEADS_OF_THE_TARGET = ("mtp",)
+TARGET_HEADS = ("mtp",)
 
 
 def main() -> int:
@@ -47,7 +46,7 @@ def main() -> int:
     add("--verbose", action="store_true", help="show where an error comes from")
     options = parser.parse_args()
     method = options.method or ("draft_model" if options.draft else None)
-    if method and not options.draft and method not in HEADS_OF_THE_TARGET:
+    if method and not options.draft and method not in TARGET_HEADS:
         parser.error(f"--method {method} needs --draft")
     folder = Folder(options.out.absolute())
     run = Run(
@@ -68,7 +67,7 @@ def main() -> int:
         os.environ["QUANT_CONFIG"] = str(folder.role(TARGET).measure_config)
         print(f"{measure(folder, run, fresh=options.fresh)} prompts measured")
 
-    return exit_status("step 3", step, verbose=options.verbose)
+    return run_step("step 3", step, verbose=options.verbose)
 
 
 if __name__ == "__main__":

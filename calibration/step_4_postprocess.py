@@ -1,28 +1,42 @@
-"""Step 4: check the measurements of each rank, and make them fit.
+"""Step 4: check the measurements of each rank, and adapt them.
 
 Matmuls of attention get the range of the cache that they read. A module that saw no value has no range: that is an
-error, or with --allow-unseen a warning, and it stays in high precision.
+error, or with --allow-unseen a warning, and the module stays in high precision.
 """
 
 import sys
 from pathlib import Path
 
-from vllm_gaudi_spec.tools.calibration.folder import DRAFT, TARGET, Folder
-from vllm_gaudi_spec.tools.calibration.steps import exit_status, postprocess_measurements
+from vllm_gaudi_spec.quantization import files
+from vllm_gaudi_spec.tools.calibration.folder import MODEL_OPTIONS, Folder, read_measurements, run_step
+from vllm_gaudi_spec.tools.calibration.scales import postprocess
 from vllm_gaudi_spec.tools.io.command_line import Parser, add_shared
 
 
 def main() -> int:
     parser = Parser(description=__doc__)
-    parser.add_argument("--out", type=Path, required=True, help="the folder of this calibration")
-    parser.add_argument("--model", help="make sure that the target's measurements are of this model")
-    add_shared(parser.add_argument, "--draft", help="make sure that the drafter's measurements are of this model")
-    parser.add_argument("--allow-unseen", action="store_true", help="leave modules that saw nothing in high precision")
+    add = parser.add_argument
+    add("--out", type=Path, required=True, help="the folder of this calibration")
+    add("--model", help="make sure that the target's measurements are of this model")
+    add_shared(add, "--draft", help="make sure that the drafter's measurements are of this model")
+    add("--allow-unseen", action="store_true", help="leave modules that saw no value in high precision")
     options = parser.parse_args()
-    models = {name: model for name, model in ((TARGET, options.model), (DRAFT, options.draft)) if model}
-    return exit_status(
-        "step 4", lambda: postprocess_measurements(Folder(options.out), models, allow_unseen=options.allow_unseen)
-    )
+
+    def step() -> None:
+        folder = Folder(options.out)
+        done = {}
+        for name in folder.roles:  # all are read and checked before one is written
+            records = read_measurements(folder.role(name).measured, None, getattr(options, MODEL_OPTIONS[name]))
+            done[name] = [postprocess(record, allow_unseen=options.allow_unseen) for record in records]
+        for name, made in done.items():
+            for record, _, _ in made:
+                files.write(folder.role(name).processed, record)
+            record, shared, unseen = made[0]
+            print(f"{name}: {len(record.nodes)} modules; {len(shared)} matmuls have the range of their cache")
+            for module in unseen:
+                print(f"{name}: warning: {module} saw no value and stays in high precision", file=sys.stderr)
+
+    return run_step("step 4", step)
 
 
 if __name__ == "__main__":

@@ -1,14 +1,15 @@
-"""Step 5: put the measurements of tensor-parallel ranks together, and write them for the ranks that will serve.
+"""Step 5: combine the measurements of tensor-parallel ranks, and write them for the ranks that will serve.
 
-All ranks get the same ranges, those that one rank would have measured. With --from and --to it works on measurements of
-any folder, given as QUANT_CONFIG's dump_stats_path gives them, without _hooks_maxabs and what follows.
+All ranks get the ranges that a single rank would have measured. With --from and --to, it works on measurements of any
+folder, named by QUANT_CONFIG's dump_stats_path, without _hooks_maxabs and what follows.
 """
 
 import sys
 from pathlib import Path
 
-from vllm_gaudi_spec.tools.calibration.folder import Folder
-from vllm_gaudi_spec.tools.calibration.steps import exit_status, unify_ranks
+from vllm_gaudi_spec.quantization import files
+from vllm_gaudi_spec.tools.calibration.folder import Folder, read_measurements, run_step
+from vllm_gaudi_spec.tools.calibration.scales import expand, unify
 from vllm_gaudi_spec.tools.io.command_line import Parser, positive
 
 
@@ -19,21 +20,27 @@ def main() -> int:
     add("--from", type=Path, dest="source", metavar="PREFIX", help="instead: measurements to read")
     add("--to", type=Path, dest="destination", metavar="PREFIX", help="and where to write them")
     add("--world-size", type=positive, metavar="N", help="ranks that will serve (default: as many as measured)")
-    add("--measured-world-size", type=positive, metavar="N", help="which measurements, where there are several")
+    add("--measured-world-size", type=positive, metavar="N", help="which measurements, if there are several")
     add("--model", help="make sure that the target's measurements, or those of --from, are of this model")
     options = parser.parse_args()
     if (options.out is None) == (options.source is None) or (options.source is None) != (options.destination is None):
         parser.error("give --out, or --from and --to")
 
     def step() -> None:
-        if options.source is not None:
-            pairs = [(options.source, options.destination)]
-        else:
+        pairs = [(options.source, options.destination)]
+        if options.out is not None:
             folder = Folder(options.out)
             pairs = [(folder.role(name).processed, folder.role(name).final) for name in folder.roles]
-        unify_ranks(pairs, options.world_size, options.measured_world_size, options.model)
+        done = []
+        for source, destination in pairs:  # all are read and checked before one is written
+            records = read_measurements(source, options.measured_world_size, None if done else options.model)
+            done.append((source, destination, len(records), expand(unify(records), options.world_size or len(records))))
+        for source, destination, number, made in done:
+            for record in made:
+                files.write(destination, record)
+            print(f"{source}: {number} ranks measured, files for {len(made)}")
 
-    return exit_status("step 5", step)
+    return run_step("step 5", step)
 
 
 if __name__ == "__main__":

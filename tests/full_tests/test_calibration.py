@@ -17,9 +17,9 @@ import pytest
 from vllm_gaudi_spec.quantization import files
 from vllm_gaudi_spec.quantization.files import Record
 from vllm_gaudi_spec.tools.calibration import measure
-from vllm_gaudi_spec.tools.calibration.folder import DRAFT, ROLES, TARGET, Folder
+from vllm_gaudi_spec.tools.calibration.folder import DRAFT, ROLES, TARGET, Folder, write_prompts
 from vllm_gaudi_spec.tools.calibration.scales import SCALE_METHODS, make_scales, unify
-from vllm_gaudi_spec.tools.calibration.steps import prepare_prompts
+from vllm_gaudi_spec.tools.io.prompts import load_prompts
 
 ROOT = Path(__file__).parents[2]
 SMALL = dict(dtype="float32", kv_cache_memory_bytes=64 << 20, enforce_eager=True, seed=0)
@@ -27,7 +27,7 @@ SMALL = dict(dtype="float32", kv_cache_memory_bytes=64 << 20, enforce_eager=True
 
 def prepared(root: Path, prompts: int) -> Folder:
     folder = Folder(root)
-    prepare_prompts(folder, None, prompts)
+    write_prompts(folder, load_prompts(None, prompts))
     return folder
 
 
@@ -100,10 +100,10 @@ def test_measurement_with_other_settings_is_refused(
         other = measure.Run(**{**vars(run), **change})
         with pytest.raises(files.QuantFilesError, match=f"measurements with another {what}; choose another --out"):
             measure.measure(folder, other)
-    prepare_prompts(folder, None, 3)
+    write_prompts(folder, load_prompts(None, 3))
     with pytest.raises(files.QuantFilesError, match="with another prompts"):
         measure.measure(folder, run)
-    prepare_prompts(folder, None, 4)
+    write_prompts(folder, load_prompts(None, 4))
     assert {path: path.read_bytes() for path in before} == before
     measured = Path(f"{files.stem(folder.role(TARGET).measured, 0, 1)}.json")
     measured.write_bytes(measured.read_bytes()[:1000])

@@ -12,7 +12,6 @@ from typing import Any
 import pytest
 
 from tests.support.http_server import Answers, answering, events
-from tests.support.ports import free_port
 from tests.unit.tools.test_top import RECORDED, changed
 from vllm_gaudi_spec.tools import cli
 from vllm_gaudi_spec.tools.chat import (
@@ -60,55 +59,47 @@ START_AGAIN = changed(num_accepted_tokens_total=0)
 # ---- pieces ----------------------------------------------------------------------------------------------
 
 
-def pieces(k: int, *found: dict[str, Any]) -> tuple[list[Piece], Answer]:
+def reasoning(text: str, *tokens: int, content: str = "") -> dict[str, Any]:
+    return {"choices": [{"delta": {"reasoning": text, "content": content}, "token_ids": list(tokens)}]}
+
+
+PLAIN = [{"choices": [{"delta": {"content": text}}]} for text in ("One", " two")]
+REPLACEMENT, FACE = "\N{REPLACEMENT CHARACTER}", "\N{GRINNING FACE}"
+
+
+@pytest.mark.parametrize(
+    ("k", "found", "pieces", "counts"),
+    [
+        # The end token, which is not shown, was the target's.
+        (3, ANSWER, [("One", TARGET), (" two three", DRAFT), (" four", TARGET), ("!", DRAFT)], (6, 3, 0)),
+        # More tokens than a step has.
+        (
+            1,
+            [event("abc", "a", "b", "c"), event("de", "d", "e")],
+            [("abc", UNKNOWN), ("d", DRAFT), ("e", TARGET)],
+            (5, 1, 3),
+        ),
+        # A character of two tokens is held back until it is whole.
+        (
+            3,
+            [event("x", "x", REPLACEMENT), event(f"{FACE}y", "", "y")],
+            [("x", DRAFT), (FACE, DRAFT), ("y", TARGET)],
+            (4, 2, 0),
+        ),
+        (3, [reasoning("Hm.", 1), event("Yes", "Yes")], [("Hm.", REASONING), ("Yes", TARGET)], (2, 0, 0)),
+        # Where the reasoning of a step ends is unknown.
+        (3, [reasoning(".", 1, 2, content="Yes")], [(".", REASONING), ("Yes", UNKNOWN)], (2, 0, 2)),
+        (3, [event("", "<tool_call>", "{")], [], (2, 0, 2)),
+        (0, PLAIN, [("One", TARGET), (" two", TARGET)], (0, 0, 0)),
+    ],
+)
+def test_all_but_the_last_token_of_a_step_are_drafts(
+    k: int, found: list[dict[str, Any]], pieces: list[tuple[str, str]], counts: tuple[int, int, int]
+) -> None:
     answer = Answer(k)
-    return list(answer.read(found)), answer
-
-
-def test_all_but_the_last_token_of_a_step_were_drafts() -> None:
-    found, answer = pieces(3, *ANSWER)
-    assert found == [
-        Piece("One", TARGET),
-        Piece(" two three", DRAFT),
-        Piece(" four", TARGET),
-        Piece("!", DRAFT),  # the end token, which is not shown, was the target's
-    ]
-    assert (answer.text, answer.num_tokens, answer.num_drafts, answer.num_unknown) == (TEXT, 6, 3, 0)
-    assert answer.finish_reason == "stop"
-
-
-def test_more_tokens_than_a_step_has_are_not_known() -> None:
-    found, answer = pieces(1, event("abc", "a", "b", "c"), event("de", "d", "e"))
-    assert found == [Piece("abc", UNKNOWN), Piece("d", DRAFT), Piece("e", TARGET)]
-    assert (answer.num_drafts, answer.num_unknown) == (1, 3)
-
-
-def test_text_that_is_held_back_until_it_is_whole() -> None:
-    """A character of two tokens: the first event has the first one's, the second the rest."""
-    found, _ = pieces(3, event("x", "x", "\N{REPLACEMENT CHARACTER}"), event("\N{GRINNING FACE}y", "", "y"))
-    assert found == [Piece("x", DRAFT), Piece("\N{GRINNING FACE}", DRAFT), Piece("y", TARGET)]
-
-
-def test_reasoning_is_no_text_of_the_answer() -> None:
-    thought = {"choices": [{"delta": {"reasoning": "Hm."}, "token_ids": [1]}]}
-    found, answer = pieces(3, thought, event("Yes", "Yes"))
-    assert found == [Piece("Hm.", REASONING), Piece("Yes", TARGET)]
-    assert answer.text == "Yes"
-
-
-def test_where_reasoning_ends_in_a_step_is_not_known() -> None:
-    thought = {"choices": [{"delta": {"reasoning": "Hm, well"}, "token_ids": [1, 2, 3]}]}
-    last = event("Yes", "</think>", "Yes")
-    last["choices"][0]["delta"]["reasoning"] = "."
-    held_back = event("", "<tool_call>", "{")
-    found, answer = pieces(3, thought, last, held_back)
-    assert found == [Piece("Hm, well", REASONING), Piece(".", REASONING), Piece("Yes", UNKNOWN)]
-    assert (answer.num_tokens, answer.num_drafts, answer.num_unknown) == (7, 0, 7)
-
-
-def test_without_drafts_everything_is_the_targets() -> None:
-    plain = [{"choices": [{"delta": {"content": text}}]} for text in ("One", " two")]
-    assert pieces(0, *plain)[0] == [Piece("One", TARGET), Piece(" two", TARGET)]
+    assert list(answer.read(found)) == [Piece(*piece) for piece in pieces]
+    assert (answer.num_tokens, answer.num_drafts, answer.num_unknown) == counts
+    assert answer.text == "".join(text for text, kind in pieces if kind != REASONING)
 
 
 # ---- conversations ---------------------------------------------------------------------------------------
@@ -346,10 +337,3 @@ def test_a_key(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[st
         monkeypatch.setenv("OPENAI_API_KEY", "secret\n")
         assert ask(monkeypatch, "Count!", address) == 0
         assert capsys.readouterr().out == f"{TEXT}\n"
-
-
-def test_no_server(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
-    address = f"http://127.0.0.1:{free_port()}"
-    assert ask(monkeypatch, "Count!", address) == 1
-    (line,) = capsys.readouterr().err.splitlines()
-    assert line.startswith(f"gaudi-spec chat: error: no server answers at {address} (")

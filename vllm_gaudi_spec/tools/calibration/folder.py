@@ -5,17 +5,22 @@ from __future__ import annotations
 import hashlib
 import json
 import re
-from collections.abc import Sequence
+import sys
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from vllm_gaudi_spec.quantization.files import QuantFilesError, find_ranks, replace
+from vllm_gaudi_spec.config import in_one_line
+from vllm_gaudi_spec.quantization.files import QuantFilesError, Record, find_ranks, read_world, replace
+from vllm_gaudi_spec.quantization.fingerprint import fingerprint
 from vllm_gaudi_spec.tools.calibration.scales import SCALE_METHODS
-from vllm_gaudi_spec.tools.io.output import as_json
+from vllm_gaudi_spec.tools.io.output import FINE, INTERRUPTED, PROBLEMS, as_json
 
 TARGET, DRAFT = "target", "draft"
 ROLES = (TARGET, DRAFT)
+MODEL_OPTIONS = {TARGET: "model", DRAFT: "draft"}
+"""Maps the roles to the options of steps that name their models."""
 
 
 @dataclass(frozen=True)
@@ -95,7 +100,37 @@ def read_json(path: Path) -> dict[str, Any]:
     return content
 
 
-def fingerprint_of(prompts: Sequence[str]) -> str:
+def write_prompts(folder: Folder, prompts: Sequence[str]) -> None:
+    lines = "".join(json.dumps({"prompt": text}, ensure_ascii=False) + "\n" for text in prompts)
+    replace(folder.prompts, lines.encode())
+
+
+def read_measurements(prefix: Path, world: int | None, model: str | None) -> list[Record]:
+    """Read the measurements of all ranks, and make sure that they are of the model, if one is named."""
+    records = read_world(prefix, world)
+    expected = fingerprint(model) if model else ""
+    if expected and records[0].model and records[0].model != expected:
+        raise QuantFilesError(f"{prefix} was measured on another model than {model}")
+    return records
+
+
+def run_step(name: str, step: Callable[[], None], *, verbose: bool = False) -> int:
+    """Run a step of a calibration, report an error in one line, and return the exit status."""
+    try:
+        step()
+    except KeyboardInterrupt:
+        print(f"{name}: interrupted; run it again to continue", file=sys.stderr)
+        return INTERRUPTED
+    except Exception as error:
+        if verbose:
+            raise
+        kind = "" if isinstance(error, ValueError) else f"{type(error).__name__}: "
+        print(f"{name}: error: {kind}{in_one_line(error)}", file=sys.stderr, flush=True)
+        return PROBLEMS
+    return FINE
+
+
+def hash_prompts(prompts: Sequence[str]) -> str:
     return hashlib.sha256(json.dumps(list(prompts)).encode()).hexdigest()[:16]
 
 

@@ -155,6 +155,47 @@ def _stored(inputs: list[torch.Tensor], outputs: list[torch.Tensor], params: dic
     )
 
 
+def supports_method(record: Record, method: str) -> bool:
+    """Whether the weights were measured as the method needs them."""
+    if not SCALE_METHODS[method].weight_per_channel:
+        return True
+    weights = ((name, node.params["weight"]) for name, node in record.nodes.items() if "weight" in node.params)
+    return all(name in record.linears and weight.size > 1 for name, weight in weights)
+
+
+# ---- one rank ------------------------------------------------------------------------------------------------
+
+# The cache from which a matmul reads its second input. It must use the scale of that cache, since INC also measures
+# padding in the input, which was never written.
+_READ_FROM = {"matmul_qk": "k_cache", "matmul_av": "v_cache"}
+
+
+def postprocess(record: Record, *, allow_unseen: bool = False) -> tuple[Record, list[str], list[str]]:
+    """Drop modules that saw no value, and give matmuls of attention the range of the cache that they read.
+
+    Returns:
+        The new record, the matmuls that have the range of their cache, and the modules that saw no value.
+    """
+    names = record.looked_at
+    nodes = {name: record.nodes[name] for name in names if name in record.nodes and _has_seen(record.nodes[name])}
+    unseen, shared = [name for name in names if name not in nodes], []
+    if not nodes or (unseen and not allow_unseen):
+        raise QuantFilesError(
+            f"{len(unseen)} of {len(names)} modules saw no value, including {' and '.join(unseen[:2])}; measure with "
+            "more prompts, or leave them in high precision with --allow-unseen"
+        )
+    for name, node in nodes.items():
+        parent, _, kind = name.rpartition(".")
+        if (cache := nodes.get(f"{parent}.{_READ_FROM.get(kind)}")) is not None:
+            nodes[name] = replace(node, inputs=[node.inputs[0], cache.inputs[0]])
+            shared.append(name)
+    return replace(record, nodes=nodes), shared, unseen
+
+
+def _has_seen(node: Node) -> bool:
+    return any(values.max() > 0 for values in [*node.inputs, *node.outputs])
+
+
 # ---- ranks ---------------------------------------------------------------------------------------------------
 
 _WEIGHT = "weight"

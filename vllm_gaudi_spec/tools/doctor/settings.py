@@ -83,7 +83,17 @@ def explain_error(message: str) -> Iterator[Finding]:
 
 
 _PYTHONS = ((3, 11), (3, 12))
-_PACKAGES = ("vllm-gaudi-spec", "torch", "transformers", "tokenizers", "numpy", "rich", "jinja2", "prometheus-client")
+_PACKAGES = (
+    "vllm-gaudi-spec",
+    "torch",
+    "transformers",
+    "tokenizers",
+    "numpy",
+    "rich",
+    "jinja2",
+    "httpx",
+    "prometheus-client",
+)
 _CARD_PACKAGES = ("habana-torch-plugin", "torch-npu", "vllm-ascend", "vllm-gaudi", "triton")
 _ASCEND = "ascend"
 
