@@ -39,15 +39,15 @@ KERNELS = "vllm._C_stable_libtorch"
 METHODS = ("no speculation", "draft_model", "ngram", "eagle", "heterogeneous", "mtp")
 DEMO = "demo"
 FEWER_WORDS = 32000
-"""Vocabulary of a drafter with another one than the target's: a part of its words, under other ids."""
+"""Size of the vocabulary of a drafter that has some of the target's words under other ids."""
 SAMPLING = {"greedy": (0.0, 1.0), "sampled": (0.7, 0.9)}
 """Temperature and top-p."""
 STEP_TOKENS = 16384
-"""Tokens of a step in every engine: upstream's offline default on a GPU of this size. Our default is 8,192."""
+"""Maximum tokens per step in every engine: upstream's offline default on a GPU of this size, where ours is 8,192."""
 FIRST = 16
-"""Tokens of the turns whose whole time is reported as that of prompts."""
+"""Tokens of the turns whose time is reported as that of prompts."""
 STEPS = "vllm:iteration_tokens_total"
-"""Counts an engine's steps. The drafts that a turn accepts vary at random; the time of a step hardly does."""
+"""Metric that counts an engine's steps. Acceptance varies from turn to turn, unlike the time of a step."""
 
 
 def parse_options() -> argparse.Namespace:
@@ -111,7 +111,7 @@ def measure(method: str, prompt: int, options: argparse.Namespace) -> dict[str, 
 
 
 def configure(method: str, prompt: int, options: argparse.Namespace, folder: Path) -> tuple[str, dict[str, Any]]:
-    """A model, and the options of every engine."""
+    """A model and the options that all engines share."""
     length = prompt + options.tokens + options.drafts + 1
     settings: dict[str, Any] = {"max_model_len": length, "max_num_seqs": max(options.batches)}
     settings["max_num_batched_tokens"] = max(STEP_TOKENS, length)
@@ -138,7 +138,7 @@ def configure(method: str, prompt: int, options: argparse.Namespace, folder: Pat
 
 
 def of_shape(method: str, size: str, drafter: str, folder: Path) -> tuple[str, dict[str, Any] | None]:
-    """A target with random weights, and what drafts for it."""
+    """A target with random weights and its drafter."""
     if method == "mtp":
         mimo = {"architectures": ["MiMoForCausalLM"], "model_type": "qwen2", "num_nextn_predict_layers": 1}
         return dummy.write_model(folder, size, **mimo), {"method": "mtp"}
@@ -160,7 +160,7 @@ def of_shape(method: str, size: str, drafter: str, folder: Path) -> tuple[str, d
 
 def measure_cell(engines: dict[str, Engine], batch: int, sampling: str, options: argparse.Namespace) -> dict[str, Any]:
     def turn(engine: Engine, tokens: int) -> np.ndarray:
-        """Seconds and steps."""
+        """Return the seconds and the number of steps."""
         before = engine.counter(STEPS)
         seconds = engine.turn(batch, tokens, *SAMPLING[sampling])
         return np.array([seconds, engine.counter(STEPS) - before])

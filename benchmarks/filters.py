@@ -42,7 +42,7 @@ def make_logits(batch: int, vocab: int, even: bool, device: str, seed: int) -> t
 
 
 def milliseconds(run: Run, inputs: list[torch.Tensor]) -> float:
-    """The median of an input's time."""
+    """Return the median time for an input."""
     if inputs[0].device.type == "cpu":
         return _host_milliseconds(run, inputs)
     for one in inputs:
@@ -75,7 +75,7 @@ def _host_milliseconds(run: Run, inputs: list[torch.Tensor]) -> float:
 
 
 def upstream(min_p: float, top_k: int, top_p: float, batch: int, device: str) -> Run | None:
-    """Filters alone; it works in place, so on a copy. None for min-p, which is a part of its sampler."""
+    """Return upstream's filters, which work in place and get a copy; None for min-p, which is part of its sampler."""
     if min_p:
         return None
     from vllm.v1.sample.ops.topk_topp_sampler import apply_top_k_top_p

@@ -2,10 +2,9 @@
 
 python -m benchmarks host_overhead --json .bench/host_overhead.json
 
-The real runner, given the same step again and again; every row brings k drafts to it. On the CPU, where the host is the
-device too, models cost nothing: with ngram no drafter is asked, with draft_model a round of drafts is made of nothing.
-On an accelerator (VGS_DEVICE=cuda) the model and its drafter are of the size that is asked for, and calls only hand
-them to the device: what the host waits for it is no overhead, and is left out of the sum.
+The real runner runs the same step repeatedly, in which every row has k drafts. On a CPU, the models are replaced by
+stand-ins that cost nothing. On an accelerator (VGS_DEVICE=cuda), the model and its drafter have the requested size, and
+calls only launch their work; the time in which the host waits for the device is not overhead and not in the sum.
 """
 
 import argparse
@@ -28,7 +27,7 @@ LIMIT_US = 1500.0
 
 
 class FreeModel:
-    """Stands in for vLLM's: shapes are right, values are not looked at."""
+    """Stand-in for vLLM's model: the shapes are right, and the values are not used."""
 
     VOCAB = 64
 
@@ -81,7 +80,7 @@ def engine(options: argparse.Namespace) -> Any:
 
 
 def free_of_models(runner: Any) -> None:
-    """The device is the host: leave the models out."""
+    """Replace the models, since on a CPU their time would be the host's."""
     for loaded in filter(None, (runner.target, runner.drafter)):
         loaded.model = FreeModel(runner.max_rows, loaded.model.config.hidden_size)
     if runner.drafter is None:
@@ -92,7 +91,7 @@ def free_of_models(runner: Any) -> None:
 
 
 def admit(runner: Any, names: list[str]) -> None:
-    """Requests with one token of their context left to compute."""
+    """Add requests with one token of their context left to compute."""
     # All in the same few blocks: where a row's KV lies makes no difference to the host.
     block_ids = list(range(1, 1 + -(-(CONTEXT + 2 * NUM_DRAFTS) // min(runner.kv_cache.block_sizes))))
     new = [
@@ -132,7 +131,7 @@ def step(runner: Any, tokens: dict[str, int], cached: Any, new: list[Any], draft
 
 
 def measure(runner: Any, phases: Phases, batch: int, steps: int) -> dict[str, Any]:
-    """Median microseconds of a step, and of its phases. Lengths are put back each time, so all steps are alike."""
+    """Return the median microseconds of a step and of its phases. Lengths are reset, so that all steps are alike."""
     names = [f"{batch}-{i}" for i in range(batch)]
     admit(runner, names)
     rows = torch.tensor([runner.requests.by_id[name].row for name in names], device=runner.backend.traits.torch_device)

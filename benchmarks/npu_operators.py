@@ -20,7 +20,7 @@ from vllm_gaudi_spec.tools.io.command_line import Parser
 NUM_DRAFTS = 3
 PROMPT = [3 + index % 7 for index in range(40)]
 STEPS_BEFORE = 6
-"""Steps of a request until all further ones are alike."""
+"""Number of steps of a request after which all further steps are alike."""
 
 METHODS: dict[str, dict[str, Any] | None] = {
     "plain": None,

@@ -51,7 +51,7 @@ TIE = 1e-4
 
 
 class Case(NamedTuple):
-    """A set of inputs."""
+    """The inputs of one measurement."""
 
     rule: str
     logits_BQV: torch.Tensor
@@ -61,7 +61,7 @@ class Case(NamedTuple):
     keys_B2: torch.Tensor
     positions_BQ: torch.Tensor
     draft_logits_BKV: torch.Tensor | None
-    """bfloat16, before temperature."""
+    """Logits in bfloat16, before temperature."""
     draft_probs_BKV: torch.Tensor | None
 
 
@@ -195,7 +195,7 @@ def has_rule(sampler: str, rule: str) -> bool:
 
 
 def check_equal(rules: Rules, case: Case) -> int:
-    """Number of rows whose result on the device differs from the reference, all of them ties; else an error."""
+    """Return the number of rows that differ from the reference, and raise if one of them is not a tie."""
     found, expected = judge(rules, case), judge(TORCH, case)
     position = torch.arange(found.tokens_BQ.shape[1], device=found.tokens_BQ.device)
     same_number = found.num_sampled_B == expected.num_sampled_B
@@ -218,8 +218,10 @@ def check_equal(rules: Rules, case: Case) -> int:
 
 
 def check_rate(run: Callable[[Case], Verification], rule: str, device: str) -> float:
-    """Over many rows of a small vocabulary, the first draft is accepted as often as the distributions imply; else an
-    error. In standard deviations."""
+    """Check the acceptance rate of the first draft over many rows of a small vocabulary.
+
+    Return the deviation from the rate that the distributions imply, in standard deviations; raise if it is too large.
+    """
     case = make_case(rule, 4096, 1, 64, device, seed=5)
     probs = case.logits_BQV[:, 0].softmax(-1)
     if rule == "greedy":
@@ -295,7 +297,7 @@ class Cell:
     vocab: int
     accepted: float
     seconds: dict[str, float]
-    """Ours, newer, older."""
+    """Seconds of our sampler and of upstream's newer and older ones."""
     must_read: float
     logits: int
 
@@ -305,7 +307,7 @@ class Cell:
 
     @property
     def ratio(self) -> float | None:
-        """Time of upstream's faster sampler divided by ours; None without upstream's."""
+        """Return the time of upstream's faster sampler divided by ours, or None without upstream's."""
         upstream = [time for name, time in self.seconds.items() if name != "ours"]
         return min(upstream) / self.seconds["ours"] if upstream else None
 
@@ -315,7 +317,7 @@ class Cell:
 
     @property
     def speed(self) -> float:
-        """Bytes of logits per second, whether they are read or not."""
+        """Return the bytes of logits divided by the time, whether they are all read or not."""
         return self.logits / self.seconds["ours"]
 
 

@@ -25,7 +25,7 @@ class Drafter(NamedTuple):
     config: dict[str, Any]
     is_model: bool = True
     learns: bool = False
-    """Whether the drafter learns from the answers that it has seen. Each temperature then gets a fresh one."""
+    """Whether the drafter learns from earlier answers, so that each temperature needs a fresh one."""
 
 
 class Way(NamedTuple):
@@ -33,7 +33,7 @@ class Way(NamedTuple):
     rule: str
     config: dict[str, str]
     same_tokens: bool
-    """Whether a seeded request has the output that it has without speculation; if not, it has the same distribution."""
+    """Whether a seeded request has the same output as without speculation, and not just the same distribution."""
 
 
 DRAFTERS = {

@@ -38,7 +38,7 @@ class Pair:
 class Method:
     label: str
     options: dict[str, str] = field(default_factory=dict)
-    """Under gaudi_spec in additional_config."""
+    """Options for `gaudi_spec` in additional_config."""
     greedy_drafts_only: bool = False
 
 
@@ -72,7 +72,7 @@ def pairs(options: argparse.Namespace) -> dict[str, Pair]:
 
 
 def measure(options: argparse.Namespace) -> dict[str, Any]:
-    """One case, by the number of drafts."""
+    """Return the results of one case by number of drafts."""
     name, method, mode = options.part.split("/")
     pair, temperature = pairs(options)[name], TEMPERATURES[mode]
     from vllm.tokenizers import get_tokenizer

@@ -37,7 +37,7 @@ GRIDS = {
     "tiny": {"batches": [1, 4], "contexts": [64, 256]},
 }
 FULL_K = 4
-"""The number of drafts that is measured at every context, and flattened."""
+"""The number of drafts that is measured at every context, and with flattened rows."""
 
 
 def parse_options() -> argparse.Namespace:
@@ -84,7 +84,7 @@ def engine(options: argparse.Namespace) -> Any:
 
 
 class Steps:
-    """Steps of requests with a context of their own; each of them has rows enough to be flattened."""
+    """Return steps of requests that share no context, with enough rows to be flattened."""
 
     def __init__(self, runner: Any, batches: int, copies: int, longest: int) -> None:
         self._runner = runner
@@ -168,7 +168,7 @@ class Steps:
         }
 
     def flattened(self, batch: int, context: int, num_drafts: int, repeats: int) -> float:
-        """The forward of as many tokens, a row each."""
+        """Return the time of a forward with as many tokens, one per row."""
         put = self.set_context(context, 0)
         names = [name for row in self._rows[:batch] for name in row[: 1 + num_drafts]]
         return dummy.seconds_of(self.forward(names, 1), put, repeats, self._synchronize)
@@ -178,7 +178,7 @@ class Steps:
 
 
 def cells(options: argparse.Namespace) -> list[tuple[int, int, int]]:
-    """Batch, context, k: all k at one context, one k at all contexts."""
+    """Yield batch, context and k: every k at one context, and one k at every context."""
     full = FULL_K if FULL_K in options.drafts else options.drafts[-1]
     return [
         (batch, context, k)

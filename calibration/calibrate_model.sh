@@ -1,29 +1,29 @@
 #!/usr/bin/env bash
-# All steps of a calibration, one after the other. Run again with the same options it repeats nothing that was measured.
+# Run all steps of a calibration. Run again with the same options, it repeats no measurement.
 set -euo pipefail
 
 usage() {
     cat <<'END'
 usage: calibrate_model.sh MODEL --out FOLDER [options]
 
-FP8 scales for MODEL, a folder or a name on the Hugging Face hub, and for its drafter. Runs with the Python that
-`make setup` made, with python3 where there is none, or with the one that PYTHON names.
+Make FP8 scales for MODEL, a folder or Hugging Face id, and for its drafter. Uses the Python of `make setup`, the one
+that the variable PYTHON names, or python3.
 
-  --out FOLDER              where everything goes; the same folder goes on with an interrupted calibration
-  --draft DRAFT             the drafter; without one only MODEL is calibrated
-  --method NAME             how it drafts, in vLLM's words (default: draft_model)
-  --num-speculative-tokens K  how many tokens it drafts (default: 3)
+  --out FOLDER              folder of the calibration; the same folder continues an interrupted one
+  --draft DRAFT             the drafter (default: only MODEL is calibrated)
+  --method NAME             speculation method, as in vLLM (default: draft_model)
+  --num-speculative-tokens K  drafts per step (default: 3)
   --prompts SOURCE          a .jsonl or .txt file, a folder of .txt files, or a Hugging Face data set (default: a built-in set)
-  --limit N                 take the first N prompts
-  --chat                    ask each prompt in the chat template of MODEL
-  --card gaudi2|gaudi3      which card the scales are for (default: the one that is there; without a Gaudi gaudi2)
+  --limit N                 use the first N prompts
+  --chat                    put each prompt into the chat template of MODEL
+  --card gaudi2|gaudi3      card that the scales are for (default: the one of this machine, or gaudi2 without a Gaudi)
   --tensor-parallel-size N  ranks to measure with (default: 1)
   --world-size N            ranks that will serve (default: as many as measured)
-  --scale-method NAME       one way of making scales; may be repeated (default: all)
+  --scale-method NAME       method for the scales; may be repeated (default: all)
   --exclude REGEX           modules that stay in high precision; may be repeated
   --allow-unseen            leave modules that saw no value in high precision
   --engine JSON             more options for vllm.LLM while measuring
-  --fresh                   forget what was measured into FOLDER before
+  --fresh                   delete earlier measurements in FOLDER
 END
 }
 
@@ -45,7 +45,7 @@ while [ $# -gt 0 ]; do
         --allow-unseen) unseen+=("$1"); shift; continue ;;
         --chat) chat=1; shift; continue ;;
         -*) [ $# -gt 1 ] || fail "$1 needs a value" ;;
-        *) [ -z "$model" ] || fail "one model, not also $1"; model=$1; shift; continue ;;
+        *) [ -z "$model" ] || fail "only one model can be given, got also $1"; model=$1; shift; continue ;;
     esac
     case $1 in
         --out) out=$2 ;;
@@ -59,7 +59,7 @@ while [ $# -gt 0 ]; do
     esac
     shift 2
 done
-[ -n "$model" ] || fail "which model? (--help)"
+[ -n "$model" ] || fail "the model is missing (--help)"
 [ -n "$out" ] || fail "--out is missing"
 [ -z "$chat" ] || prompts+=(--chat "$model")
 drafter=()

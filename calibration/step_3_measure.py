@@ -18,10 +18,15 @@ TARGET_HEADS = ("mtp",)
 def main() -> int:
     parser = Parser(description=__doc__)
     add = parser.add_argument
-    add("model", metavar="MODEL", help="the target: a folder, or a name on the Hugging Face hub")
+    add("model", metavar="MODEL", help="folder or Hugging Face id of the target")
     add("--out", type=Path, required=True, help="the folder of this calibration")
-    add_shared(add, "--draft", metavar="MODEL", help="the drafter; without one only the target is measured")
-    add("--method", help="how it drafts, in vLLM's words (default with --draft: draft_model); mtp needs no --draft")
+    add_shared(
+        add,
+        "--draft",
+        metavar="MODEL",
+        help="folder or Hugging Face id of the drafter (default: only the target is measured)",
+    )
+    add("--method", help="speculation method, as in vLLM (default with --draft: draft_model); mtp needs no --draft")
     add_shared(
         add,
         "--num-speculative-tokens",
@@ -29,21 +34,21 @@ def main() -> int:
         type=positive,
         default=3,
         metavar="K",
-        help="tokens it drafts (default: %(default)s)",
+        help="drafts per step",
     )
-    add("--tensor-parallel-size", type=positive, default=1, metavar="N", help="ranks (default: %(default)s)")
-    add("--batch-size", type=positive, default=8, metavar="N", help="prompts in a chunk (default: %(default)s)")
-    add("--max-tokens", type=positive, default=32, metavar="N", help="length of answers (default: %(default)s)")
+    add("--tensor-parallel-size", type=positive, default=1, metavar="N", help="number of ranks")
+    add("--batch-size", type=positive, default=8, metavar="N", help="number of prompts in a chunk")
+    add("--max-tokens", type=positive, default=32, metavar="N", help="length of answers, in tokens")
     add(
         "--max-prompt-tokens",
         type=positive,
         default=512,
         metavar="N",
-        help="prompts are cut there (default: %(default)s)",
+        help="length to which prompts are cut, in tokens",
     )
     add("--engine", type=json_object, default={}, metavar="JSON", help="more options for vllm.LLM")
-    add("--fresh", action="store_true", help="forget what was measured into this folder before")
-    add("--verbose", action="store_true", help="show where an error comes from")
+    add("--fresh", action="store_true", help="delete earlier measurements in this folder")
+    add("--verbose", action="store_true", help="show the traceback of an error")
     options = parser.parse_args()
     method = options.method or ("draft_model" if options.draft else None)
     if method and not options.draft and method not in TARGET_HEADS:

@@ -44,7 +44,7 @@ def main() -> int:
         for name in roles:  # all are read and checked before one is written
             prefix = folder.role(name).final
             model = getattr(options, MODEL_OPTIONS[name])
-            ranks = [read_measurements(prefix, world, model) for world in sorted(files.worlds(prefix)) or [1]]
+            ranks = [read_measurements(prefix, world, model) for world in sorted(files.find_ranks(prefix)) or [1]]
             included = [[without(record, options.exclude) for record in records] for records in ranks]
             methods = options.scale_method or [one for one in SCALE_METHODS if supports_method(included[0][0], one)]
             scales = {

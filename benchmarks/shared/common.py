@@ -28,7 +28,7 @@ QUIET = {"VLLM_NO_USAGE_STATS": "1", "DO_NOT_TRACK": "1"}
 
 
 def check_platform(expected: str, chosen: str | None = None) -> None:
-    """`chosen`: the module of vLLM's platform, where that was asked elsewhere."""
+    """Refuse another platform than this one; `chosen` is the module of vLLM's platform, if the caller knows it."""
     if chosen is None:
         from vllm.platforms import current_platform
 
@@ -46,7 +46,7 @@ def add_json(parser: argparse.ArgumentParser) -> None:
 
 
 def add_num_drafts(parser: argparse.ArgumentParser, dest: str, default: int | list[int]) -> None:
-    """One number, or several where the default is several."""
+    """Add an option for one number, or for several if the default has several."""
     several = isinstance(default, list)
     add_shared(
         parser.add_argument,
@@ -119,7 +119,7 @@ def run_part(program: str, part: list[str], *, log_name: str, environment: dict[
 
 
 def end_group(child: subprocess.Popen[bytes]) -> None:
-    """End all processes of the child: an engine that outlives it would disturb the next measurement."""
+    """Kill all processes of the child, since an engine that outlives it would disturb the next measurement."""
     with contextlib.suppress(ProcessLookupError):
         os.killpg(child.pid, signal.SIGKILL)
     child.wait()
@@ -133,7 +133,7 @@ def hand_back(result: Path, answer: Any) -> None:
 
 
 def last_level_cache_bytes() -> int:
-    """The largest cache that the first core sees; 64 MiB where the kernel does not report it."""
+    """Return the size of the first core's largest cache, or 64 MiB if the kernel does not report it."""
     sizes = [64 << 20]
     for path in Path("/sys/devices/system/cpu/cpu0/cache").glob("index*/size"):
         text = path.read_text().strip()
@@ -143,7 +143,7 @@ def last_level_cache_bytes() -> int:
 
 
 def read_bandwidth(repeats: int = 7) -> float:
-    """Bytes per second that all threads together read from memory; the best of several passes."""
+    """Return the bytes per second that all threads together read from memory, the best of several passes."""
     import torch
 
     num_bytes = max(1 << 30, 16 * last_level_cache_bytes())
@@ -160,7 +160,7 @@ def read_bandwidth(repeats: int = 7) -> float:
 
 
 def warn_if_busy() -> None:
-    """Warn when other work is waiting for the cores; the last minute's average counts."""
+    """Warn if other processes used the cores during the last minute."""
     load, cores = os.getloadavg()[0], len(os.sched_getaffinity(0))
     if load > cores / 2:
         log(f"warning: the load average is {load:.1f} on {cores} cores: other work runs and will show in the figures")
@@ -181,7 +181,7 @@ def describe_machine() -> dict[str, Any]:
 
 
 def model_folder(model: str) -> Path:
-    """The folder of a model given as path or Hugging Face id (downloaded if it is not there)."""
+    """Return the folder of a model, which is downloaded if a Hugging Face id names it."""
     if Path(model).is_dir():
         return Path(model)
     from huggingface_hub import snapshot_download

@@ -66,11 +66,11 @@ def add_acceptance_options(parser: argparse.ArgumentParser, report: str) -> None
 
 
 FLAGS = {"tokens": "--output-len", "drafts": "--num-speculative-tokens", "batch_size": "--batch-size"}
-"""Options whose attribute has another name."""
+"""Maps attributes to their options, if the names differ."""
 
 
 def cli(options: argparse.Namespace, *names: str) -> list[str]:
-    """These options for a part; those that were not given are left out."""
+    """Return the given ones of these options as arguments for a part."""
     words: list[str] = []
     for name in names:
         value = getattr(options, name)
@@ -102,7 +102,7 @@ def run_whole(whole: Callable[[], None]) -> int:
 
 
 def prompt_sets(limit: int | None = None) -> dict[str, list[str]]:
-    """The repetitive texts of the full tests, and the eight fixed openings of their spec_decode.py."""
+    """Return the repetitive texts of the full tests, and the eight fixed prompts of spec_decode.py."""
     sys.path.append(str(TESTS))
     from repetitive import repetitive_prompts
 
@@ -112,7 +112,7 @@ def prompt_sets(limit: int | None = None) -> dict[str, list[str]]:
 
 
 def general_prompts(limit: int | None = None) -> list[str]:
-    """Questions that are unlike all that the demo drafters were trained on."""
+    """Return questions unlike those that the demo's drafters were trained on."""
     written = runpy.run_path(str(DEMO / "training_prompts.py"))
     return [written["as_chat"](question) for question in written["OUT_OF_TEMPLATE"][:limit]]
 
@@ -121,7 +121,7 @@ TEXTS = ("openings", "general")
 
 
 def texts_named(name: str, limit: int | None = None) -> list[str]:
-    """One of `TEXTS`."""
+    """Load one of `TEXTS`."""
     return general_prompts(limit) if name == "general" else prompt_sets(limit)["openings"]
 
 
@@ -131,7 +131,7 @@ def random_prompts(length: int, count: int) -> list[list[int]]:
 
 
 def encode(tokenizer: Any, texts: list[str], bos: bool) -> list[list[int]]:
-    """Encode texts, with a beginning-of-text token if `bos`: some models need it, others were trained without one."""
+    """Encode texts, with a beginning-of-text token if `bos`, which some models need and others do not know."""
     before = [tokenizer.bos_token_id] if bos else []
     return [before + tokenizer.encode(text, add_special_tokens=False) for text in texts]
 
@@ -153,7 +153,7 @@ def engine(model: str, speculative_config: dict[str, Any] | None = None, **optio
 
 
 def sampling(temperature: float, tokens: int, seed: int, num_drafts: int | None = None) -> Any:
-    """`num_drafts`: what the request asks for, 0 for a plain one; None is the engine's own."""
+    """Make sampling parameters with the request's number of drafts; None leaves it to the engine."""
     from vllm import SamplingParams
 
     extra = None if num_drafts is None else {"num_speculative_tokens": num_drafts}
@@ -219,13 +219,15 @@ class Rates:
         return _estimate(self._tokens_N.sum() / self._steps_N.sum(), self._resampled())
 
     def against(self, other: "Rates") -> Estimate:
-        """The ratio of tokens per step."""
+        """Return the ratio of tokens per step."""
         value = self.tokens_per_step().value / other.tokens_per_step().value
         return _estimate(value, self._resampled() / other._resampled())
 
     def positions(self) -> list[Estimate]:
-        """The share of target steps in which so many drafts, or more, were accepted. A request's last steps, where it
-        has less room than k, count as well."""
+        """Return the share of target steps that accepted so many drafts or more.
+
+        The last steps of a request count as well, although fewer than k drafts may fit.
+        """
         steps_S = self._weights_SN @ self._steps_N
         return [_estimate(at_N.sum() / self._steps_N.sum(), self._weights_SN @ at_N / steps_S) for at_N in self._at_KN]
 
@@ -243,7 +245,7 @@ def _estimate(value: float, resampled_S: np.ndarray) -> Estimate:
 
 @dataclass
 class Kept:
-    """The cases that a report has, under the settings that it was made with. Written after each case."""
+    """The finished cases of a report and their settings, written after each case."""
 
     path: Path
     settings: dict[str, Any]

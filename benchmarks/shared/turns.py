@@ -22,7 +22,7 @@ _PATIENCE_S = 900
 Asked = TypeVar("Asked")
 Answer = TypeVar("Answer")
 Turn = dict[str, float]
-"""Seconds of neighboring turns, by engine."""
+"""Maps each engine to the seconds of its turns."""
 
 
 def parser_of(doc: str | None, turns: int, drafts_help: str = "drafts per step") -> argparse.ArgumentParser:
