@@ -18,7 +18,7 @@ from vllm_gaudi_spec.quantization import files
 from vllm_gaudi_spec.quantization.files import Node
 from vllm_gaudi_spec.quantization.fingerprint import fingerprint
 from vllm_gaudi_spec.tools.calibration import measure
-from vllm_gaudi_spec.tools.calibration.folder import DRAFT, ROLES, TARGET, Folder, write_json
+from vllm_gaudi_spec.tools.calibration.folder import DRAFT, ROLES, TARGET, Folder, run_step, write_json
 from vllm_gaudi_spec.tools.calibration.scales import SCALE_METHODS, expand
 
 SCRIPTS = Path(__file__).parents[3] / "calibration"
@@ -332,3 +332,13 @@ def test_engine_options_of_the_user_win_and_additional_config_is_merged() -> Non
     }
     assert measure.engine_options(defaults, {}) == defaults
     assert measure.engine_options({}, overrides) == overrides
+
+
+def test_an_error_is_one_line_or_with_verbose_a_traceback(capsys: pytest.CaptureFixture[str]) -> None:
+    def fail() -> None:
+        raise ValueError("deep inside")
+
+    assert run_step("step 9", fail) == 1
+    assert capsys.readouterr().err == "step 9: error: deep inside\n"
+    with pytest.raises(ValueError, match="deep inside"):
+        run_step("step 9", fail, verbose=True)

