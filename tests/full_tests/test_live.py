@@ -109,8 +109,8 @@ def test_top_shows_the_server_metrics(drafting: Server, tmp_path: Path) -> None:
 
 def test_chat_shows_accepted_drafts(drafting: Server, tmp_path: Path) -> None:
     """All drafts that the server counted are shown, but for a last token. Steps of a tiny model are faster than their
-    stream: where some come together, more than those are green or not known."""
-    typed, piped = commands_for("tests/full_tests/test_live.py::test_chat_shows_accepted_drafts", PAGE)
+    stream: where some come together, more than those are green or unknown."""
+    typed, piped = commands_for("tests/full_tests/test_live.py::test_chat_of_the_page", PAGE)
     plain = run(piped.rpartition("| ")[2] + " --max-tokens 40", drafting, tmp_path, "Who are you?\n")
     assert plain.endswith("\n")
     assert plain.strip()
@@ -118,7 +118,7 @@ def test_chat_shows_accepted_drafts(drafting: Server, tmp_path: Path) -> None:
     shown = typed_on_a_terminal(f"{typed} --temperature 0 --max-tokens {TOKENS}", drafting, "Who are you?\n")
     assert "k = 3: " in shown
     found = re.search(
-        r"(\d+) tokens, [\d.]+ s, (\d+) shown as accepted drafts(?:, (\d+) not known)?; the server counted (\d+)", shown
+        r"(\d+) tokens, [\d.]+ s, (\d+) shown as accepted drafts(?:, (\d+) unknown)?; the server counted (\d+)", shown
     )
     assert found is not None, shown
     tokens, drafts, unknown, counted = (int(number or 0) for number in found.groups())

@@ -287,14 +287,10 @@ def show(made: dict[str, Any], file: TextIO) -> None:
     write(f"k {k}, {len(first['answers'])} prompts, concurrency {settings['batch_size']}\n")
     output.show_table(COLUMNS, [make_row(report) for report in reports.values()], file)
     write("")
-    for report in reports.values():
-        if report.get("acc_rate_elsewhere") is not None:
-            write(f"{report['task']}: acceptance rate {report['acc_rate_elsewhere']:.3f} on other prompts than the")
-            write("drafter was trained on.")
-    write(record.describe_measurement(made["measurement"]))
-    write("speedup: median of the time without speculation divided by the task's time, prompt by prompt.")
-    write("acceptance length: mean number of tokens per step with drafts; all steps: per step. Neither depends on the")
-    write("machine.")
+    if len(reports) > 1:
+        write(record.describe_measurement(made["measurement"]))
+        write("speedup: median of the time without speculation divided by the task's time, prompt by prompt.")
+    write("acceptance length: mean tokens per step with drafts, and over all steps; neither depends on the machine.")
     if device["device"] == "cpu":
         write("On a CPU, the speedup is largest at concurrency 1; at 8, drafting often costs more than it saves.")
     write("")
