@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 import unicodedata
-from collections.abc import Generator, Iterator
+from collections.abc import Generator, Iterable, Iterator
 from contextlib import contextmanager
 from typing import TYPE_CHECKING, Any
 from urllib.parse import urlsplit
@@ -76,7 +76,7 @@ class Server:
     def stream(self, path: str, body: dict[str, Any]) -> Generator[dict[str, Any], None, None]:
         """Yield the events of a streamed answer as they arrive; raise an error that the server sends among them."""
         with self._request("POST", path, json=body, timeout=_SECONDS_OF_A_STREAM) as response:
-            for line in response.iter_lines():
+            for line in _split_lines(response.iter_bytes()):
                 if not line.startswith("data:"):
                     continue
                 if (data := line.removeprefix("data:").strip()) == "[DONE]":
@@ -105,6 +105,15 @@ class Server:
         except httpx.HTTPError as error:
             reason = str(error) or type(error).__name__
             raise ServerError(f"{self.base} gave no complete answer: {reason}") from None
+
+
+def _split_lines(chunks: Iterable[bytes]) -> Iterator[str]:
+    """Split at line feeds alone: the text of an event may contain Unicode's other line separators."""
+    rest = b""
+    for chunk in chunks:
+        *lines, rest = (rest + chunk).split(b"\n")
+        for line in lines:
+            yield line.decode(errors="replace").strip()
 
 
 def _explain_refusal(response: httpx.Response) -> str:

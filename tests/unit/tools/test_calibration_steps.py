@@ -143,12 +143,6 @@ def cut(path: Path) -> None:
     path.write_bytes(path.read_bytes()[: path.stat().st_size // 2])
 
 
-def block(path: Path) -> None:
-    """A file where the step wants to make a folder."""
-    shutil.rmtree(path.parent, ignore_errors=True)
-    path.parent.write_text("")
-
-
 STEPS = {
     "step_4_postprocess": lambda role: role.measured,
     "step_5_unify_ranks": lambda role: role.processed,

@@ -153,6 +153,12 @@ def test_a_conversation_grows(address: str, bodies: list[dict[str, Any]]) -> Non
     assert bodies[-1]["messages"] == [first]
 
 
+def test_unicode_line_separators_do_not_end_an_event() -> None:
+    stream = 'data: {"choices": [{"delta": {"content": "a\u2028b\x85c"}}]}\n\ndata: [DONE]\n\n'
+    with answering({CHAT: lambda body: (200, stream)}) as address:
+        assert conversation(address, k=0).ask("Count!", lambda piece: None).text == "a\u2028b\x85c"
+
+
 def test_an_answer_that_is_interrupted_stays(address: str, bodies: list[dict[str, Any]]) -> None:
     talk = conversation(address)
 

@@ -3,7 +3,6 @@ tests/full_tests/test_live.py asks a server."""
 
 from __future__ import annotations
 
-import io
 import json
 import re
 import sys
@@ -12,7 +11,6 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
-from rich.console import Console
 
 from tests.support.http_server import Answers, answering
 from tests.support.ports import free_port
@@ -239,19 +237,6 @@ def test_no_server(capsys: pytest.CaptureFixture[str]) -> None:
     assert cli.main(["top", address, "--once"]) == 1
     (line,) = capsys.readouterr().err.splitlines()
     assert line.startswith(f"gaudi-spec top: error: no server answers at {address} (")
-
-
-def test_a_screen_holds_everything() -> None:
-    history = History(10.0)
-    for number in range(59):
-        history.add(Reading(changed(generation_tokens_total=27 + number), float(number)))
-    history.add(Reading(changed(LATER, audits_total__different=1, audit_evidence=4), 59.0))
-    out = io.StringIO()
-    console = Console(file=out, width=80, height=24, force_terminal=True, color_system=None)
-    console.print(top.make_screen(history, Server("127.0.0.1:8000"), "no server answers; trying again"))
-    lines = out.getvalue().splitlines()
-    assert len(lines) <= 24
-    assert any(line.startswith("without drafts ") and "nothing: 16%" in line for line in lines)
 
 
 def test_live_until_it_is_interrupted(
