@@ -104,7 +104,6 @@ TESTS = (
     "test_logprobs",
     "test_structured",
     "test_draft_model",
-    "test_retokenize",
     "test_catch_up",
     "test_speculation_oracle",
     "test_speculation_logprobs",

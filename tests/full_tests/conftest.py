@@ -8,9 +8,8 @@ import pytest
 from transformers import PreTrainedModel
 
 from tests.full_tests import adapters, tiny_models
-from tests.full_tests.engines import engine
 from tests.full_tests.server import Server
-from tests.full_tests.workload import Answer, Plain, Request, mixed_requests, run_together, without_drafts
+from tests.full_tests.workload import Plain, Request, without_drafts
 from vllm_gaudi_spec.environment import cache_folder
 
 
@@ -67,18 +66,6 @@ def looping_llama(tmp_path_factory: pytest.TempPathFactory) -> str:
     return tiny_models.save(tiny_models.looping_llama, tmp_path_factory.mktemp("looping"))
 
 
-@pytest.fixture(scope="session")
-def mixed() -> list[Request]:
-    return mixed_requests()
-
-
-@pytest.fixture(scope="session")
-def mixed_answers(looping_llama: str, mixed: list[Request]) -> list[list[Answer]]:
-    """What the looping Llama says to them without speculation."""
-    with engine(looping_llama) as llm:
-        return run_together(llm, mixed)
-
-
 @pytest.fixture(scope="module")
 def plain(requests: list[Request]) -> Plain:
     """For modules with `requests` of their own."""
@@ -128,8 +115,5 @@ def merged_loras(looping_llama: str, lora_folder: Path) -> adapters.Merged:
 @pytest.fixture(scope="session")
 def server(tiny_llama: str, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Server]:
     """One `vllm serve` on the tiny Llama for all tests that talk to a server."""
-    server = Server(tiny_llama, tmp_path_factory.mktemp("server") / "log.txt")
-    try:
+    with Server(tiny_llama, tmp_path_factory.mktemp("server") / "log.txt") as server:
         yield server
-    finally:
-        server.stop()

@@ -9,7 +9,7 @@ import sys
 import time
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, Self
 
 import httpx
 import psutil
@@ -72,6 +72,12 @@ class Running:
         except BaseException:  # Ctrl-C too: nobody has this object yet who could end it
             self.end()
             raise
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, *raised: object) -> None:
+        self.stop()
 
     def wait_ready(self) -> None:
         deadline = time.monotonic() + READY_SECONDS

@@ -99,11 +99,8 @@ def test_reasoning_is_separated(demo_model: str, tmp_path: Path) -> None:
     """The grammar makes the model write what the parser splits."""
     grammars = '{"backend": "xgrammar", "enable_in_reasoning": true}'
     options = ["--reasoning-parser", "olmo3", "--structured-outputs-config", grammars, "--max-model-len", "512"]
-    server = Server(demo_model, tmp_path / "serve.log", *options, "--speculative-config", json.dumps(DRAFTS))
-    try:
+    with Server(demo_model, tmp_path / "serve.log", *options, "--speculative-config", json.dumps(DRAFTS)) as server:
         found = message(server, structured_outputs={"regex": "<think>[a-z]{3,6}</think>[a-z]{3,6}"}, max_tokens=60)
-    finally:
-        server.stop()
     assert found["reasoning"].isalpha()
     assert found["content"].isalpha()
 

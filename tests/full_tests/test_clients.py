@@ -36,11 +36,8 @@ def python() -> str:
 def drafting(demo_model: str, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Server]:
     log = tmp_path_factory.mktemp("clients") / "log.txt"
     options = ("--max-num-seqs", "4", "--max-model-len", "1024", "--enable-tokenizer-info-endpoint", *COMPACT, *TOOLS)
-    server = Server(demo_model, log, *options, "--speculative-config", json.dumps(DRAFTS))
-    try:
+    with Server(demo_model, log, *options, "--speculative-config", json.dumps(DRAFTS)) as server:
         yield server
-    finally:
-        server.stop()
 
 
 @pytest.fixture(autouse=True)

@@ -58,11 +58,8 @@ def asked(made: Callable[[str], str], tmp_path_factory: pytest.TempPathFactory) 
     drafts = ["--speculative-config", '{"method": "ngram", "num_speculative_tokens": 3}']
     path = os.pathsep.join(filter(None, [os.environ.get("PYTHONPATH"), str(vision.FOLDER)]))
     log = tmp_path_factory.mktemp("images") / "log"
-    server = Server(made("qwen2.5-vl-images"), log, *options, *drafts, environment={"PYTHONPATH": path})
-    try:
+    with Server(made("qwen2.5-vl-images"), log, *options, *drafts, environment={"PYTHONPATH": path}) as server:
         yield server
-    finally:
-        server.stop()
 
 
 def url(data: bytes) -> str:

@@ -28,11 +28,8 @@ TOKENS = 150
 @pytest.fixture(scope="module")
 def drafting(looping_llama: str, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Server]:
     log = tmp_path_factory.mktemp("live") / "log.txt"
-    server = Server(looping_llama, log, "--max-num-seqs", "4", "--speculative-config", json.dumps(NGRAM))
-    try:
+    with Server(looping_llama, log, "--max-num-seqs", "4", "--speculative-config", json.dumps(NGRAM)) as server:
         yield server
-    finally:
-        server.stop()
 
 
 def here(command: str, server: Server) -> str:

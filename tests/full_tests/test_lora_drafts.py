@@ -152,8 +152,7 @@ def test_adapters_are_loaded_over_http(
     options = ["--enable-lora", "--max-loras", "2", "--max-lora-rank", "8", "--max-model-len", "512"]
     modules = ["--lora-modules", *(f"{adapter.folder.name}={adapter.folder}" for adapter in loras[:2])]
     drafts = ["--speculative-config.method", "ngram_gpu", "--speculative-config.num_speculative_tokens", "3"]
-    server = Server(looping_llama, tmp_path / "log", *options, *modules, *drafts)
-    try:
+    with Server(looping_llama, tmp_path / "log", *options, *modules, *drafts) as server:
         ids = [model["id"] for model in server.client.get("/v1/models").json()["data"]]
         assert ids == ["tiny", "a", "b"]
 
@@ -186,5 +185,3 @@ def test_adapters_are_loaded_over_http(
         assert gone.status_code == 200
         assert server.client.post("/v1/completions", json=dict(model="c", prompt="x")).status_code == 404
         assert ask("a")
-    finally:
-        server.stop()

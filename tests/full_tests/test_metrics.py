@@ -27,11 +27,8 @@ DRAFTERS_VOCAB, LONGEST, K = 300, 96, 3
 @contextmanager
 def serving(target: str, log: Path, *options: str, **speculative: Any) -> Iterator[Server]:
     drafts = ["--speculative-config", json.dumps(dict(num_speculative_tokens=K) | speculative)]
-    server = Server(target, log, "--max-model-len", "256", "--max-num-seqs", "4", *drafts, *options)
-    try:
+    with Server(target, log, "--max-model-len", "256", "--max-num-seqs", "4", *drafts, *options) as server:
         yield server
-    finally:
-        server.stop()
 
 
 @pytest.fixture(scope="module")

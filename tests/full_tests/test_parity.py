@@ -10,7 +10,7 @@ from tests.full_tests.engines import engine, first_tokens, generate
 from tests.full_tests.equality import Tally
 from tests.full_tests.prompts import PROMPTS, random_prompts
 from tests.full_tests.reference import Reference
-from tests.full_tests.tiny_models import FAMILIES, VOCAB
+from tests.full_tests.tiny_models import VOCAB
 
 # Shorter than a block, around a power of two, and well past both families' sliding windows (32 and 64).
 LENGTHS = [3, 17, 32, 63, 90, 150]
@@ -38,13 +38,8 @@ def test_demo_model_equals_transformers(demo_model: str) -> None:
     tally.check()
 
 
-# The others are looked at by test_models.py or `make verify-models`, with drafts and without.
-ONLY_HERE = ("mixtral", "deepseek_lite")
-
-
-@pytest.mark.parametrize(
-    "family", [pytest.param(family, marks=() if family in ONLY_HERE else pytest.mark.slow) for family in FAMILIES]
-)
+# test_models.py and `make verify-models` compare the others, with drafts and without.
+@pytest.mark.parametrize("family", ["mixtral", "deepseek_lite"])
 def test_family_equals_transformers(family: str, tiny: Callable[[str], str]) -> None:
     prompts = random_prompts(LENGTHS, VOCAB)
     with engine(tiny(family)) as llm:

@@ -59,11 +59,8 @@ class Asked:
 
 
 def running(folder: str, kind: Any, log: Path) -> Iterator[Asked]:
-    server = Server(folder, log, "--max-model-len", str(MAX_LEN))
-    try:
+    with Server(folder, log, "--max-model-len", str(MAX_LEN)) as server:
         yield Asked(folder, kind, server)
-    finally:
-        server.stop()
 
 
 def serving(case: str, kind: Any) -> Callable[..., Iterator[Asked]]:

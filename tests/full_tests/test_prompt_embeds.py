@@ -140,11 +140,8 @@ def encoded(value: Any) -> str:
 def asked(tiny_llama: str, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Server]:
     drafts = ["--speculative-config", '{"method": "ngram", "num_speculative_tokens": 3}']
     log = tmp_path_factory.mktemp("embeds") / "log"
-    server = Server(tiny_llama, log, "--enable-prompt-embeds", "--max-model-len", "256", *drafts)
-    try:
+    with Server(tiny_llama, log, "--enable-prompt-embeds", "--max-model-len", "256", *drafts) as server:
         yield server
-    finally:
-        server.stop()
 
 
 def body(prompt_embeds: Any, **more: Any) -> dict[str, Any]:

@@ -85,10 +85,7 @@ def test_wheel_serves(binaries: Path, tmp_path: Path) -> None:
     drafts = {"method": "eagle3", "model": f"{models}/eagle3", "num_speculative_tokens": 3}
     options = ["--port", str(port), "--dtype", "float32", "--speculative-config", json.dumps(drafts)]
     command = [str(binaries / "vllm"), "serve", f"{models}/target", *options]
-    server = Running(command, port, tmp_path / "serve.log", serve_environment(PYTHONPATH=""), tmp_path)
-    try:
+    with Running(command, port, tmp_path / "serve.log", serve_environment(PYTHONPATH=""), tmp_path) as server:
         answer = server.complete(model=f"{models}/target", prompt="The quick", max_tokens=24, temperature=0)
         assert answer["usage"]["completion_tokens"] > 0
         assert server.metric("vllm:spec_decode_num_accepted_tokens_total") > 0
-    finally:
-        server.stop()

@@ -73,11 +73,8 @@ def serving(configuration: Configuration, request: pytest.FixtureRequest, log: P
         "VLLM_SERVER_DEV_MODE": "1",
         "PYTHONPATH": os.pathsep.join([str(ROOT), os.environ.get("PYTHONPATH", "")]),
     }
-    server = Server(target, log, *configuration.options, *given, environment=environment)
-    try:
+    with Server(target, log, *configuration.options, *given, environment=environment) as server:
         yield server, target
-    finally:
-        server.stop()
 
 
 def bodies_for(configuration: Configuration, target: str) -> list[dict[str, Any]]:
