@@ -1,8 +1,4 @@
-"""Requests of at most 1 MB that are as large as they can be in one respect, and what each may cost.
-
-A request may add `MOST_MEBIBYTES` to the memory of all processes of the server, at its peak, and may make requests
-beside it take up to `MOST_SLOWDOWN` times as long as they take otherwise.
-"""
+"""Requests of at most 1 MB that are as large as they can be in one respect, and what each may cost."""
 
 import base64
 import json
@@ -18,7 +14,9 @@ from tests.full_tests.tiny_models import VOCAB
 
 MOST_BYTES = 1_000_000
 MOST_MEBIBYTES = 64.0
+"""Added to the peak memory of all processes of the server."""
 MOST_SLOWDOWN = 2.0
+"""How much longer other requests may take beside it."""
 _SHOWN = 120
 ATTEMPTS = 3
 """A machine with other work to do slows a neighbor now and then: the least of these counts."""

@@ -1,8 +1,4 @@
-"""A draft checkpoint that is damaged, half written or of another shape ends the start with one line that names it.
-
-Expected of every case: no engine, an error that names the file or the folder, and what to do; over `vllm serve` exit
-code 1 and that line in the log.
-"""
+"""A damaged draft checkpoint ends the start with one line that names it."""
 
 import json
 import shutil

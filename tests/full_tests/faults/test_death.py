@@ -1,12 +1,4 @@
-"""Deaths of a server's parts, each in a server of its own. test_one_rank.py and test_server.py end theirs so as well.
-
-Expected:
-* SIGKILL to the engine: /health fails, pending requests get an error, exit code 1, nothing survives
-* no memory in a step of the target: the same, and the log's error says so
-* an output that vLLM cannot send to the server: the same, and the log has the error
-* SIGKILL to the engine while nobody asks anything: exit code 1, nothing survives; started again it serves as before
-* SIGKILL to the server itself: engine and workers end by themselves
-"""
+"""Deaths of a server's parts, each in a server of its own."""
 
 import contextlib
 import os

@@ -1,9 +1,4 @@
-"""A drafter's fault is not noticed by a client: its outputs are those of no speculation. The step is counted; three in
-a row switch the drafter off, with one error in the log and a metric.
-
-Expected of every case: all outputs as without speculation, the counters as written beside the case, no error but the
-one of the switch, one read a step, nothing new after warm-up.
-"""
+"""A drafter's fault changes no output. It is counted; three in a row switch the drafter off, with one error."""
 
 import logging
 from collections.abc import Callable, Iterator

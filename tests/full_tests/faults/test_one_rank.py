@@ -1,12 +1,4 @@
-"""A server of one rank, which is quick: clients that go away, then the death of its engine. test_server.py and
-test_death.py do more.
-
-Expected:
-* 60 requests that go away at random times: others' outputs are those of a quiet server, and no request, row or block
-  is left
-* SIGKILL to the engine in the middle of a step: /health fails, every pending request gets an error, the server's exit
-  code is 1, no process of it is left, and the log says that the engine ended
-"""
+"""Clients that go away from a server of one rank, then the death of its engine; the quick part of test_server.py."""
 
 import os
 import signal

@@ -1,13 +1,4 @@
-"""Clients that misbehave on a server of two ranks that drafts; at last one of its workers is killed.
-
-Expected:
-* 200 requests that go away at random times: others' outputs are those of a quiet server, and no request, row or block
-  is left
-* a client that reads a byte at a time, or nothing: the same, and its own text is whole
-* the drafter of one rank raises, each time: the same; three steps are counted, and the drafter is off on all ranks
-* SIGKILL to a worker in the middle of a step: /health fails, every pending request gets an error, the server's exit
-  code is 1, no process of it is left, and the log says which died; started again it serves
-"""
+"""Clients that misbehave on a server of two ranks that drafts; at last one of its workers is killed."""
 
 import json
 import os
