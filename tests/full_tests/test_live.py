@@ -107,7 +107,7 @@ def test_top_shows_the_server_metrics(drafting: Server, tmp_path: Path) -> None:
 def test_chat_shows_accepted_drafts(drafting: Server, tmp_path: Path) -> None:
     """All drafts that the server counted are shown, but for a last token. Steps of a tiny model are faster than their
     stream: where some come together, more than those are green or unknown."""
-    typed, piped = commands_for("tests/full_tests/test_live.py::test_chat_of_the_page", PAGE)
+    typed, piped = commands_for("tests/full_tests/test_live.py::test_chat_shows_accepted_drafts", PAGE)
     plain = run(piped.rpartition("| ")[2] + " --max-tokens 40", drafting, tmp_path, "Who are you?\n")
     assert plain.endswith("\n")
     assert plain.strip()

@@ -196,6 +196,9 @@ class RectangleAttentionImpl(AttentionImpl, nn.Module):
         )
         self._finite = backend.attention.finite
         self._ops: Any = backend.attention if backend.attention.supports_attention(self.spec) else torch_ops
+        # The keys of a layer that reads another layer's cache are in no cache.
+        is_owner = self.kv_sharing_target_layer_name is None
+        self._reads_own_kv = is_owner and self._ops is not torch_ops and backend.attention.reads_own_kv
         if self.batch_invariant and (self._ops is torch_ops or not backend.attention.is_batch_invariant(self.spec)):
             raise UnsupportedConfigError(
                 f"{layer.layer_name} has no batch-invariant attention kernel on {backend.traits.name}; leave "
@@ -235,6 +238,8 @@ class RectangleAttentionImpl(AttentionImpl, nn.Module):
         spans = attn_metadata.spans
         if spans is not None and spans.in_windows_only and self.sliding_window is None:
             attn_metadata = replace(attn_metadata, spans=None)  # keeps the plans
+        if self._reads_own_kv and key is not None and value is not None:
+            attn_metadata = replace(attn_metadata, own_kv=(key, value))
         attended: torch.Tensor = self._ops.attend(query, kv_cache, attn_metadata, self.spec, self._operations)
         return attended
 

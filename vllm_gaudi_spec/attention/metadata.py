@@ -188,6 +188,9 @@ class AttentionCall:
     """Of prompt chunks alone: a decode may have the last token of an image, which sees no later one."""
     index: IndexQueries | None = None
     """Of a layer that selects keys; a forward's call has none."""
+    own_kv: tuple[torch.Tensor, torch.Tensor] | None = None
+    """[T, K, D] each: keys and values of the call's own tokens, which the layer's cache holds as well. Set for devices
+    with `reads_own_kv`, and not for a layer that reads another layer's cache."""
     _plans: dict[Any, Any] = field(default_factory=dict)
 
     def plan(self, key: Any, build: Callable[[], Any]) -> Any:

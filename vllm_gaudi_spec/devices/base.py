@@ -206,6 +206,9 @@ class Attention:
         """Whether the device's kernel supports this layer. If not, `torch_ops` serves it."""
         return True
 
+    reads_own_kv = False
+    """Whether `attend` gets `AttentionCall.own_kv`."""
+
     def is_batch_invariant(self, spec: AttentionLayerSpec) -> bool:
         """Whether the kernel can add up a query's keys in an order that depends on their positions alone.
 

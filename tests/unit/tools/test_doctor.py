@@ -19,7 +19,6 @@ import pytest
 from tests.models import vision
 from tests.support.processes import ROOT, forget_bridge
 from vllm_gaudi_spec import devices, versions
-from vllm_gaudi_spec.config import UnsupportedConfigError
 from vllm_gaudi_spec.environment import VARIABLES
 from vllm_gaudi_spec.tools import cli
 from vllm_gaudi_spec.tools.doctor import machine, pair, probe, settings

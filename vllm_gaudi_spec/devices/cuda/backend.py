@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from importlib.util import find_spec
-from typing import NamedTuple
 
 import torch
 from torch import nn
@@ -74,17 +73,8 @@ class CudaWeights(StreamWeights):
         linear.make_batch_invariant(model)
 
 
-class _Written(NamedTuple):
-    """The keys and values that were written last, and the cache that holds them."""
-
-    kv_cache: KVPair
-    key_TKD: torch.Tensor
-    value_TKD: torch.Tensor
-
-
 class CudaAttention(PairAttention):
-    def __init__(self) -> None:
-        self._written: _Written | None = None
+    reads_own_kv = True
 
     def is_batch_invariant(self, spec: AttentionLayerSpec) -> bool:
         return spec.value_size is None and not _needs_plain_torch(spec)
@@ -108,7 +98,6 @@ class CudaAttention(PairAttention):
             kv_cache.write(finite(key_TKD), None, slots_T)
         else:
             attention.write_kv(key_TKD, value_TKD, kv_cache, slots_T)
-            self._written = _Written(kv_cache, key_TKD, value_TKD)
 
     def attend(
         self,
@@ -120,15 +109,10 @@ class CudaAttention(PairAttention):
     ) -> torch.Tensor:
         from vllm_gaudi_spec.devices.cuda import attention
 
-        # A layer writes its KV right before it attends. A layer that reads another layer's cache writes none.
-        written, self._written = self._written, None
         if kv_cache.values is None or _needs_plain_torch(spec) or call.spans is not None:
             # Latent keys are too long for the kernel's tiles.
             return padded.attend(query_THD, *kv_cache.blocks(), call, spec)
-        own_kv = None
-        if written is not None and written.kv_cache is kv_cache:
-            own_kv = written.key_TKD, written.value_TKD
-        return attention.attend(query_THD, kv_cache, call, spec, own_kv)
+        return attention.attend(query_THD, kv_cache, call, spec, call.own_kv)
 
 
 def _needs_plain_torch(spec: AttentionLayerSpec) -> bool:
