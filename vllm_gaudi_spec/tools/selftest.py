@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING, Any
 from vllm_gaudi_spec import versions
 from vllm_gaudi_spec.config import in_one_line
 from vllm_gaudi_spec.tools.io import output
+from vllm_gaudi_spec.tools.io.command_line import Parser
 
 if TYPE_CHECKING:
     from vllm_gaudi_spec.self_test.result import Result
@@ -102,7 +103,7 @@ def show(result: Result) -> None:
 
 
 if __name__ == "__main__":
-    from vllm_gaudi_spec.tools.cli import make_parser
-
-    parsed = make_parser().parse_args()
+    parser = Parser()
+    add_to(parser.add_subparsers())
+    parsed = parser.parse_args()
     sys.exit(output.guard("selftest", lambda: run_checks(parsed), verbose=parsed.verbose))

@@ -22,7 +22,7 @@ from vllm_gaudi_spec.tools.calibration.folder import (
     TARGET,
     Folder,
     Role,
-    fingerprint_of,
+    hash_prompts,
     measuring_config,
     read_json,
     write_json,
@@ -95,7 +95,7 @@ def measure(folder: Folder, run: Run, *, fresh: bool = False) -> int:
 
 def _identity(run: Run, prompts: Sequence[str]) -> dict[str, Any]:
     settings = {k: v for k, v in asdict(run).items() if k not in ("model", "draft", "batch_size")}
-    return _fingerprints(run) | {"prompts": fingerprint_of(prompts), "settings": settings}
+    return _fingerprints(run) | {"prompts": hash_prompts(prompts), "settings": settings}
 
 
 def _fingerprints(run: Run) -> dict[str, str]:
