@@ -12,13 +12,13 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Protocol
 
 import numpy as np
+from vllm.v1.outputs import DraftTokenIds
 
 from vllm_gaudi_spec.records import Context, DraftRequest, Drafts, Hidden
 
 if TYPE_CHECKING:
     import torch
     from vllm.config import VllmConfig
-    from vllm.v1.outputs import DraftTokenIds
 
     from vllm_gaudi_spec.attention.metadata import Inputs
     from vllm_gaudi_spec.config import Speculation
@@ -110,6 +110,8 @@ class Drafting(ABC):
     scheduler what it may schedule. A default here does nothing: a kind overrides the events that concern it.
     """
 
+    verifies_drafts = True
+    """Whether a step reports how many drafts it verified."""
     reports_drafts = False
     """Whether `propose` drafts, so that the host may need drafts with the step's report."""
     lookahead = 0
@@ -184,3 +186,21 @@ class Drafting(ABC):
     def jobs(self) -> Iterator[Job]:
         """Warm-up of every graph that drafting may run. Default: none."""
         yield from ()
+
+
+class NoDrafting(Drafting):
+    """Drafting of an engine without speculation."""
+
+    verifies_drafts = False
+
+    def apply(self, requests: Requests) -> None:
+        pass
+
+    def on_drafter_status(self, again: list[Request], never: list[Request], *, is_off: bool) -> None:
+        pass
+
+    def take_rounds(self) -> list[DraftRound]:
+        return []
+
+    def drafts_of(self, step: StepResult) -> DraftTokenIds:
+        return DraftTokenIds([], [])

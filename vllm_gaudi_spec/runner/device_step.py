@@ -39,7 +39,7 @@ class DeviceStep:
         hidden_states: HiddenStateBuffer,
         sampling: Sampling,
         rule: Rule,
-        drafting: Drafting | None,
+        drafting: Drafting,
         custom: CustomProcessors | None,
     ) -> None:
         self._target = target
@@ -49,7 +49,7 @@ class DeviceStep:
         self._rules = backend.rules
         self.rule = rule
         self._drafting = drafting
-        self._hands_on_rows = drafting is not None and drafting.needs_rows_alone
+        self._hands_on_rows = drafting.needs_rows_alone
         self._custom = custom
         graph = backend.graphs.graph
         self.forward = graph(self._forward)
@@ -106,13 +106,12 @@ class DeviceStep:
             rules=self._rules,
             logprobs_mode=self._sampling.logprobs_mode,
         )
-        drafting = self._drafting
         if listed is None:
             adapters_N = self._target.adapters_of(rows_B, num_queries)
             logits_NV = self._target.logits_of_rows(hidden_NH, 1 + num_drafts_B, adapters_N).float()
             verification = verify(
                 logits_NV.view(*positions_BQ.shape, -1),
-                draft_probs_BKV=drafting.probs(rows_B) if drafting and num_queries > 1 else None,
+                draft_probs_BKV=self._drafting.probs(rows_B) if num_queries > 1 else None,
                 rule=self.rule,
                 custom=self._custom,
                 **common,
@@ -123,12 +122,11 @@ class DeviceStep:
             verification = verify_listed(logits_NV, listed, **common)
         last_B = positions_BQ[:, 0]
         lengths_B = last_B + 1 + verification.num_sampled_B
-        if drafting is not None:  # before `advance` clears the rows' drafts
+        if self._drafting.verifies_drafts:  # before `advance` clears the rows' drafts
             reported_B = self._requests.reported_drafts(rows_B, acceptable_B)
             verification = verification._replace(num_drafts_B=reported_B)
         self._requests.advance(rows_B, last_B, verification)
-        if drafting is not None:
-            drafting.on_verified(rows_B, lengths_B)
+        self._drafting.on_verified(rows_B, lengths_B)
         return verification, rows_B
 
     def _drafts(self, rows_B: torch.Tensor, num_drafts: int) -> Drafts:

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING
 import torch
 
 from vllm_gaudi_spec.config import Options, Speculation, ranks_in_step
-from vllm_gaudi_spec.drafting.base import Drafting, DraftingContext
+from vllm_gaudi_spec.drafting.base import Drafting, DraftingContext, NoDrafting
 from vllm_gaudi_spec.drafting.load import load_drafting
 from vllm_gaudi_spec.drafting.memory import block_of, drafting_bytes
 from vllm_gaudi_spec.drafting.models import kv_beside_target, load_drafter
@@ -24,14 +24,13 @@ from vllm_gaudi_spec.runner.extensions.media_store import MediaStore
 from vllm_gaudi_spec.runner.extensions.multimodal import Multimodal
 from vllm_gaudi_spec.runner.extensions.pooling import Pooling, output_of
 from vllm_gaudi_spec.runner.extensions.prompt_embeds import PromptEmbeds
+from vllm_gaudi_spec.runner.extensions.prompt_logprobs import PromptLogprobs
 from vllm_gaudi_spec.runner.extensions.snapshots import SnapshotRows
-from vllm_gaudi_spec.runner.graphs import (
-    StepRecorder,
-)
+from vllm_gaudi_spec.runner.graphs import StepRecorder
 from vllm_gaudi_spec.runner.hidden_states import HiddenStateBuffer
 from vllm_gaudi_spec.runner.kv_cache import KVCache, of_one_forward
 from vllm_gaudi_spec.runner.model import LoadedModel
-from vllm_gaudi_spec.runner.report import Downloads, PromptLogprobs, Reports
+from vllm_gaudi_spec.runner.report import Downloads, Reports
 from vllm_gaudi_spec.runner.requests import Requests
 from vllm_gaudi_spec.runner.sample_shapes import SampleShapes
 from vllm_gaudi_spec.runner.shapes import Shapes
@@ -105,9 +104,12 @@ class RunnerParts:
         in it, and no logits processor of a user's is made.
         """
         self._make_kv_cache(kv_cache_config, profiled_blocks)
-        self._make_extensions(has_users_processors=profiled_blocks is None)
+        self.custom: CustomProcessors | None = None
+        if profiled_blocks is None:
+            self.custom = CustomProcessors.load(self.vllm_config, self.device, self.max_rows)
         self._make_sampling()
-        self.drafting: Drafting | None = None
+        self._make_extensions()
+        self.drafting: Drafting = NoDrafting()
         if self.speculation is not None and (profiled_blocks is None or self.speculation.needs_device):
             self.drafting = self._load_drafting(self.speculation)
         self.device_step = DeviceStep(
@@ -164,16 +166,16 @@ class RunnerParts:
             carried_size=self.target.carried_size,
         )
 
-    def _make_extensions(self, *, has_users_processors: bool) -> None:
-        """Make what only this model and these options need, in the order in which a step calls their hooks."""
+    def _make_extensions(self) -> None:
+        """Make the extensions that this model and these options need, in the order in which a step calls them."""
         model_config, target = self.model_config, self.target
-        self.custom: CustomProcessors | None = None
-        if has_users_processors:
-            self.custom = CustomProcessors.load(self.vllm_config, self.device, self.max_rows)
+        found: list[Extension | None] = []
         self.pooling: Pooling | None = None
         if model_config.runner_type == "pooling":
             self.pooling = Pooling(target.model, self.hidden_states, self.backend.memory)
-        found: list[Extension | None] = []
+        else:
+            chunk_TH = self.hidden_states.chunk_TH
+            found.append(PromptLogprobs(target, chunk_TH, self.sampling, self.backend, self._downloads, self.recorder))
         if model_config.supports_multimodal_inputs:
             store = None if self.encoders is None else MediaStore(self.encoders, self.backend, self.recorder)
             target.media_SW = None if store is None else store.rows_SW
@@ -205,11 +207,8 @@ class RunnerParts:
             lists=self.backend.traits.compiles and self.custom is None,
             needs_rectangle=partial(needs_rectangle, self.speculation),
         )
-        downloads = Downloads(self.backend, overlap=self.async_scheduling)
-        self.prompt_logprobs = PromptLogprobs(
-            self.target, self.hidden_states.chunk_TH, self.sampling, self.backend, downloads
-        )
-        self.reports = Reports(self.backend, downloads)
+        self._downloads = Downloads(self.backend, overlap=self.async_scheduling)
+        self.reports = Reports(self.backend, self._downloads, self.recorder)
 
     def _load_drafting(self, speculation: Speculation) -> Drafting:
         return load_drafting(

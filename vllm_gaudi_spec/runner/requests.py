@@ -8,7 +8,7 @@ Row `pad_row` belongs to no request: padding reads and writes there.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from typing import TYPE_CHECKING
 
 import numpy as np
@@ -104,10 +104,10 @@ class Requests:
         self._write_admitted()
         self.max_drafts = scheduled.max_drafts
 
-    def running(self, req_id: str) -> Request | None:
-        """The request, if it has a row."""
-        request = self.by_id.get(req_id)
-        return None if request is None or request.row == NO_ROW else request
+    def find_running(self, req_ids: Iterable[str]) -> list[Request]:
+        """Return those of the requests that have a row."""
+        found = (self.by_id.get(req_id) for req_id in req_ids)
+        return [request for request in found if request is not None and request.row != NO_ROW]
 
     def paced_rows(self) -> list[tuple[int, int]]:
         """`max_drafts` by row."""

@@ -42,7 +42,7 @@ if TYPE_CHECKING:
     from vllm_gaudi_spec.runner.graphs import StepRecorder
     from vllm_gaudi_spec.runner.kv_cache import KVCache
     from vllm_gaudi_spec.runner.model import LoadedModel
-    from vllm_gaudi_spec.runner.report import PromptLogprobs
+    from vllm_gaudi_spec.runner.report import Reports
     from vllm_gaudi_spec.runner.requests import Requests
     from vllm_gaudi_spec.runner.sample_shapes import SampleShapes
     from vllm_gaudi_spec.runner.shapes import Shapes
@@ -51,12 +51,6 @@ if TYPE_CHECKING:
 logger = init_logger(__name__)
 
 Size = TypeVar("Size")
-
-
-class Sent(Protocol):
-    """A step's results on their way to the host."""
-
-    def to_host(self) -> object: ...
 
 
 class Runner(Protocol):
@@ -71,10 +65,10 @@ class Runner(Protocol):
     shapes: Shapes
     sample_shapes: SampleShapes
     sampling: Sampling
-    prompt_logprobs: PromptLogprobs
+    reports: Reports
     target: LoadedModel
     drafter: LoadedModel | None
-    drafting: Drafting | None
+    drafting: Drafting
     pooling: Pooling | None
     shows_progress: bool
 
@@ -82,14 +76,11 @@ class Runner(Protocol):
     def make_batch(self, planned: Planned) -> Batch: ...
     def sample(self, batch: SampleBatch, sample_pass: SamplePass) -> StepResult: ...
     def drafts_after(self, step: StepResult) -> Drafts: ...
-    def send(self, step: StepResult) -> Sent: ...
 
 
 def jobs(runner: Runner) -> Iterator[Job]:
     """Jobs for every step signature that the configuration can reach, forwards from the largest on."""
     yield Job("states", partial(_touch_states, runner))
-    if runner.pooling is None:  # else there are no logits
-        yield from runner.prompt_logprobs.jobs(runner.recorder.saw)
     for extension in runner.extensions:
         yield from extension.jobs()
     for shape in runner.shapes.all():
@@ -99,8 +90,7 @@ def jobs(runner: Runner) -> Iterator[Job]:
         return
     for of_pass, branch in runner.sample_shapes.every(sorted(runner.sampling.branches())):
         yield _sampling_pass(runner, of_pass, branch)
-    if runner.drafting is not None:
-        yield from runner.drafting.jobs()
+    yield from runner.drafting.jobs()
 
 
 def manifest(runner: Runner) -> set[Hashable]:
@@ -284,7 +274,7 @@ def _forward(runner: Runner, shape: Shape) -> None:
 
 def _sampling_pass(runner: Runner, shape: SampleShape, branch: Branch) -> Job:
     """With the reports of its step: without drafts, and with them where a drafter on the device may report some."""
-    sizes, has_drafts = sizes_of_report(shape, branch), _reports_drafts(runner)
+    sizes, has_drafts = sizes_of_report(shape, branch), runner.drafting.reports_drafts
     reports = [report_signature(sizes, has_drafts=kind) for kind in ((False, True) if has_drafts else (False,))]
     drafts = [drafts_signature(shape.rows)] if has_drafts else []
     signatures = (runner.sampling.signature(shape, branch), *reports, *drafts)
@@ -293,15 +283,11 @@ def _sampling_pass(runner: Runner, shape: SampleShape, branch: Branch) -> Job:
     return Job("sampling passes", run, signatures, num_tokens, branch == Branch(), (shape, branch))
 
 
-def _reports_drafts(runner: Runner) -> bool:
-    return runner.drafting is not None and runner.drafting.reports_drafts
-
-
 def _sample(runner: Runner, shape: SampleShape, branch: Branch) -> None:
     batch = make_sample_batch(runner.requests, shape, [])
     step = runner.sample(batch, runner.sampling.make_pass(batch, branch, {}))
     # Waited for: a device may keep the host's memory of a download for the next one.
-    runner.send(step).to_host()
-    if _reports_drafts(runner):
+    runner.reports.send(step).to_host()
+    if runner.drafting.reports_drafts:
         step.drafts = runner.drafts_after(step)
-        runner.send(step).to_host()
+        runner.reports.send(step).to_host()

@@ -15,6 +15,7 @@ from tests.support.small_engine import _SPEC, MAX_ROWS, RETOKENIZE, ROOMY, STAND
 from tests.unit.runner.test_memory import GIB, config
 from vllm_gaudi_spec.config import UnsupportedConfigError
 from vllm_gaudi_spec.devices.base import Memory
+from vllm_gaudi_spec.drafting.base import NoDrafting
 from vllm_gaudi_spec.runner import profile
 from vllm_gaudi_spec.runner.graphs import Job
 from vllm_gaudi_spec.runner.warmup import jobs
@@ -98,8 +99,8 @@ def test_a_drafter_on_the_device_is_profiled(method: str, tmp_path: Path) -> Non
         layers = layers + runner.drafter.layer_names  # type: ignore[union-attr]
     with torch.inference_mode():
         runner.initialize_kv_cache(KVCacheConfig(2, [], [KVCacheGroupSpec(layers, _SPEC)]), profiled_blocks=ROOMY)
-        probs = runner.drafting.probs  # type: ignore[union-attr]
-        runner.drafting.probs = lambda rows_B: (gathered.append(len(rows_B)), probs(rows_B))[1]  # type: ignore[method-assign, union-attr, func-returns-value]
+        probs = runner.drafting.probs
+        runner.drafting.probs = lambda rows_B: (gathered.append(len(rows_B)), probs(rows_B))[1]  # type: ignore[method-assign, func-returns-value]
         found = list(profile._largest(jobs(runner)))
         for one in found:
             one.run()
@@ -117,4 +118,4 @@ def test_a_drafter_on_the_host_is_not(method: str, tmp_path: Path) -> None:
         runner.initialize_kv_cache(
             KVCacheConfig(2, [], [KVCacheGroupSpec(runner.target.layer_names, _SPEC)]), profiled_blocks=9
         )
-    assert runner.drafting is None
+    assert isinstance(runner.drafting, NoDrafting)

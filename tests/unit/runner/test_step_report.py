@@ -29,13 +29,15 @@ from vllm_gaudi_spec.records import (
     Verification,
 )
 from vllm_gaudi_spec.runner.extensions.pooling import Pooling
-from vllm_gaudi_spec.runner.report import Downloads, PromptLogprobs, Report, Reports
+from vllm_gaudi_spec.runner.extensions.prompt_logprobs import PromptLogprobs
+from vllm_gaudi_spec.runner.graphs import StepRecorder
+from vllm_gaudi_spec.runner.report import Downloads, Report, Reports
 from vllm_gaudi_spec.runner.requests import Requests
 from vllm_gaudi_spec.sampling.params import Sampling
 
 
 def send(step: StepResult, backend: HostBackend) -> Report:
-    return Reports(backend, Downloads(backend, overlap=True)).send(step)  # type: ignore[arg-type]
+    return Reports(backend, Downloads(backend, overlap=True), StepRecorder()).send(step)  # type: ignore[arg-type]
 
 
 def request(name: str, **params: Any) -> Request:
@@ -137,8 +139,9 @@ def test_prompt_logprobs_travel_with_the_step_that_ends_the_prompt(
     listed = shapes(max_num_seqs=4, max_tokens=512, max_len=512, prefill_rows=(1, 2, 4))
     requests = Requests(backend, max_rows=4, max_len=600, block_sizes=[16], max_context=listed.max_context, seed=0)  # type: ignore[arg-type]
     sampling = Sampling(backend, max_rows=4, vocab_size=VOCAB, max_logprobs=-1, logprobs_mode="raw_logprobs")  # type: ignore[arg-type]
-    chunk_TV, seen = torch.zeros(512, VOCAB), set()
-    scoring = PromptLogprobs(HiddenLogits(), chunk_TV, sampling, backend, Downloads(backend, overlap=overlap))  # type: ignore[arg-type]
+    chunk_TV, recorder, downloads = torch.zeros(512, VOCAB), StepRecorder(), Downloads(backend, overlap=overlap)  # type: ignore[arg-type]
+    scoring = PromptLogprobs(HiddenLogits(), chunk_TV, sampling, backend, downloads, recorder)  # type: ignore[arg-type]
+    recorder.expect(signatures_of(scoring.jobs()))
     wanted = {"a": 3, "b": -1, "c": None}
     length = {"a": 131, "b": 64, "c": 20}
     prompts = {name: torch.randint(VOCAB, (length[name],)).tolist() for name in wanted}
@@ -157,9 +160,10 @@ def test_prompt_logprobs_travel_with_the_step_that_ends_the_prompt(
             for row, member, count in zip(hidden_TV, batch.requests, batch.counts, strict=False):
                 row[:count] = hidden[member.req_id][member.num_computed : member.num_computed + count]
             chunk_TV[: batch.shape.tokens] = hidden_TV.flatten(0, 1)
-            scoring.collect(batch, seen.add)
+            scoring.after_forward(batch)
         finishing = [member for batch in pending for member, _ in batch.finishing()]
-        done = StepResult(finishing, prompt_logprobs=scoring.take(finishing))
+        done = StepResult(finishing)
+        scoring.add_to_result(done)
         done.unfinished = [member for batch in pending for member in batch.continuing()]
         done.verification = Verification(torch.ones(4, 1).int(), torch.ones(4).int())
         before = backend.memory.num_host_syncs
@@ -174,7 +178,7 @@ def test_prompt_logprobs_travel_with_the_step_that_ends_the_prompt(
     assert set(steps_of) == {"a", "b"}
     assert same(steps_of["a"], expected_scores(hidden["a"], prompts["a"][1:], 3))
     assert same(steps_of["b"], expected_scores(hidden["b"], prompts["b"][1:], VOCAB))
-    assert seen <= set(signatures_of(scoring.jobs(seen.add)))
+    assert not recorder.unexpected
 
 
 def through_vllm(**fields: Any) -> EngineCoreOutput:
@@ -237,12 +241,14 @@ def test_after_a_preemption_prompt_logprobs_are_not_scored_again() -> None:
     requests = Requests(backend, max_rows=4, max_len=100, block_sizes=[16], max_context=listed.max_context, seed=0)  # type: ignore[arg-type]
     sampling = Sampling(backend, max_rows=4, vocab_size=VOCAB, max_logprobs=5, logprobs_mode="raw_logprobs")  # type: ignore[arg-type]
     downloads = Downloads(backend, overlap=True)  # type: ignore[arg-type]
-    scoring = PromptLogprobs(HiddenLogits(), torch.randn(64, VOCAB), sampling, backend, downloads)  # type: ignore[arg-type]
+    scoring = PromptLogprobs(HiddenLogits(), torch.randn(64, VOCAB), sampling, backend, downloads, StepRecorder())  # type: ignore[arg-type]
     again = new_request("a", [1, 2, 3], [1], prefill=[1, 2, 3, 4, 5], params=SamplingParams(prompt_logprobs=1))
     requests.apply(step({"a": 5}, new=[again]))
     (batch,) = batches_of(step({"a": 5}), requests, listed, {})
-    scoring.collect(batch, lambda signature: None)
-    assert scoring.take(batch.requests) == []
+    scoring.after_forward(batch)
+    result = StepResult(batch.requests)
+    scoring.add_to_result(result)
+    assert result.prompt_logprobs == []
     assert backend.memory.num_host_syncs == 0
 
 

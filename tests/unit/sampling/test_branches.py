@@ -16,6 +16,7 @@ from tests.support.fakes import CapturingBackend, CompilingBackend, HostBackend,
 from vllm_gaudi_spec.config import Speculation
 from vllm_gaudi_spec.records import SampleShape, StepResult
 from vllm_gaudi_spec.runner.batch import make_sample_batch
+from vllm_gaudi_spec.runner.graphs import StepRecorder
 from vllm_gaudi_spec.runner.report import Downloads, Reports
 from vllm_gaudi_spec.runner.requests import Requests
 from vllm_gaudi_spec.sampling.params import LISTED, SEARCHED, Branch, Grammar, Sampling
@@ -200,7 +201,7 @@ class Case:
             rule = choose_rule(speculation, HostBackend())
             verification = verify(logits, rule=rule, custom=None, draft_probs_BKV=self.draft_probs, **common)  # type: ignore[arg-type]
         done = StepResult(members, verification._replace(num_drafts_B=num_drafts_B))
-        return inputs.branch, Reports(backend, Downloads(backend, overlap=True)).send(done).get_output()
+        return inputs.branch, Reports(backend, Downloads(backend, overlap=True), StepRecorder()).send(done).get_output()
 
     def told(self, output: ModelRunnerOutput) -> dict[str, tuple[Any, ...]]:
         """What each request learns: its tokens, and of the log-probabilities what vLLM takes of them."""

@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
     from vllm_gaudi_spec.outputs import SpecSchedulerOutput
-    from vllm_gaudi_spec.records import Batch, Planned, Request
+    from vllm_gaudi_spec.records import Batch, Planned, Request, StepResult
     from vllm_gaudi_spec.runner.graphs import Job
     from vllm_gaudi_spec.runner.requests import Requests
 
@@ -36,6 +36,9 @@ class Extension:
 
     def after_forwards(self, scheduled: SpecSchedulerOutput) -> None:
         """Act after the last forward of a step."""
+
+    def add_to_result(self, step: StepResult) -> None:
+        """Add what a step reports besides sampled tokens. `step` is still on the device."""
 
     def after_read(self, requests: list[Request], sampled: list[list[int]]) -> None:
         """Follow the tokens of a step that the host has read; without async scheduling only."""

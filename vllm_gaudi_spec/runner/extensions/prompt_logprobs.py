@@ -1,0 +1,116 @@
+"""Log-probabilities of prompt tokens: each chunk's are computed and sent to the host with the chunk.
+
+They have copies of their own, and are reported in the step that ends the prompt.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Hashable, Iterator
+from functools import partial
+from typing import TYPE_CHECKING
+
+import numpy as np
+import torch
+
+from vllm_gaudi_spec.records import PREFILL, PromptScores
+from vllm_gaudi_spec.runner.extensions import Extension
+from vllm_gaudi_spec.runner.graphs import PROMPT_LOGPROBS, Job
+from vllm_gaudi_spec.sampling.logprobs import gather_logprobs
+
+if TYPE_CHECKING:
+    from vllm_gaudi_spec.devices.base import DeviceBackend
+    from vllm_gaudi_spec.records import Batch, StepResult
+    from vllm_gaudi_spec.runner.graphs import StepRecorder
+    from vllm_gaudi_spec.runner.model import LoadedModel
+    from vllm_gaudi_spec.runner.report import Downloads, Wait
+    from vllm_gaudi_spec.sampling.params import Sampling
+
+_SLICE = 64
+"""Prompt positions whose logits are computed at a time: those of a whole chunk would not fit beside the KV cache."""
+
+
+class PromptLogprobs(Extension):
+    """Scores the prompts of requests that ask for `prompt_logprobs`. S: positions of a slice."""
+
+    def __init__(
+        self,
+        target: LoadedModel,
+        chunk_TH: torch.Tensor,
+        sampling: Sampling,
+        backend: DeviceBackend,
+        downloads: Downloads,
+        recorder: StepRecorder,
+    ) -> None:
+        """`chunk_TH`: the buffer that holds the hidden states of the newest batch of prompt chunks."""
+        self._target = target
+        self._chunk_TH = chunk_TH
+        self._sampling = sampling
+        self._backend = backend
+        self._downloads = downloads
+        self._recorder = recorder
+        self._score = backend.graphs.graph(self._score_slice)
+
+    def after_forward(self, batch: Batch) -> None:
+        """Score the prompt tokens that these chunks predict."""
+        if batch.shape.phase != PREFILL:
+            return
+        for index, request in enumerate(batch.requests):
+            num_requested = request.params.prompt_logprobs
+            # After a preemption the outputs are prefilled too, and the user already has the prompt's scores.
+            if num_requested is None or len(request.all_token_ids) > request.num_prompt:
+                continue
+            begin = request.num_computed
+            following = request.all_token_ids[begin + 1 : min(begin + batch.counts[index], request.num_prompt - 1) + 1]
+            count = self._sampling.prompt_logprob_count(num_requested)
+            for first in range(0, len(following), _SLICE):
+                tokens = following[first : first + _SLICE]
+                scores = PromptScores(
+                    wait=self._start_scoring(index * batch.shape.queries + first, tokens, count, request.row),
+                    num_tokens=len(tokens),
+                    num_computed=count,
+                    num_requested=count if num_requested < 0 else num_requested,
+                )
+                request.prompt_logprobs.append(scores)
+
+    def add_to_result(self, step: StepResult) -> None:
+        """Add the scores that are complete: vLLM expects those of a prompt in the step that ends it."""
+        for request in step.requests:
+            if request.prompt_logprobs:
+                step.prompt_logprobs.append((request, list(request.prompt_logprobs)))
+                request.prompt_logprobs.clear()
+
+    def _start_scoring(self, begin: int, tokens: list[int], count: int, row: int) -> Wait:
+        """Score `tokens`, which follow the chunk's tokens from index `begin` on, and start their copy to the host.
+
+        A short slice is padded, so that all have one shape.
+        """
+        self._recorder.saw(_signature(count))
+        small = np.zeros((3, _SLICE), dtype=np.int64)
+        small[0] = np.minimum(begin + np.arange(_SLICE), self._chunk_TH.shape[0] - 1)
+        small[1, : len(tokens)] = tokens
+        small[2] = row
+        return self._downloads.start(self._score(self._backend.memory.upload(torch.from_numpy(small)), count))
+
+    def _score_slice(self, small_3S: torch.Tensor, count: int) -> torch.Tensor:
+        """Return int32 [S, 2 * (1 + count) + 1]: token ids, their scores, and the rank of the first."""
+        index_S, tokens_S, rows_S = small_3S.unbind(0)
+        scores = self._target.logits(self._chunk_TH.index_select(0, index_S), self._target.adapters_of(rows_S)).float()
+        if self._sampling.logprobs_mode.endswith("logprobs"):
+            scores = scores.log_softmax(-1)
+        result = gather_logprobs(scores, tokens_S.int(), count)
+        ids, values, ranks = result.logprob_token_ids, result.logprobs, result.selected_token_ranks
+        return torch.cat((ids.int(), values.float().view(torch.int32), ranks.int()[:, None]), dim=1)
+
+    def jobs(self) -> Iterator[Job]:
+        # A device that captures compiles these for prompts of any length, so no limit on tokens excludes them.
+        num_tokens = 0 if self._backend.traits.captures else _SLICE
+        for count in self._sampling.prompt_logprob_counts():
+            yield Job(PROMPT_LOGPROBS, partial(self._score_padding, count), (_signature(count),), num_tokens)
+
+    def _score_padding(self, count: int) -> None:
+        # Wait: a device may keep the host's memory of a download for the next one.
+        self._start_scoring(0, [0], count, 0)()
+
+
+def _signature(count: int) -> Hashable:
+    return ("prompt logprobs", count)
