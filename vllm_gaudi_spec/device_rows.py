@@ -1,9 +1,9 @@
 """Tables on the device with one row per running request, written when a request is admitted.
 
 The host notes which rows changed, and `flush` copies just those to the device before the next step reads them. A step
-gathers its rows on the device, so that what changes at admission is not copied again in every step.
+gathers its rows on the device, so that it does not copy what changes only at admission.
 
-R rows of the request state, N rows that are written together, X the shape of a row.
+R: rows of the request state. N: rows that are written together. X: shape of a row.
 """
 
 from __future__ import annotations
@@ -22,7 +22,10 @@ _T = TypeVar("_T")
 
 
 def group_rows(items: Sequence[_T]) -> Iterator[Sequence[_T]]:
-    """Yield groups of eight, then the rest one by one: rows are written by two graphs, however many there are."""
+    """Yield groups of eight, then the rest one by one.
+
+    Two graphs are then enough to write any number of rows.
+    """
     while items:
         size = _ROWS_AT_ONCE if len(items) >= _ROWS_AT_ONCE else 1
         yield items[:size]
@@ -30,26 +33,32 @@ def group_rows(items: Sequence[_T]) -> Iterator[Sequence[_T]]:
 
 
 def group_sizes(max_rows: int) -> tuple[int, ...]:
-    """Return the sizes of groups that `group_rows` yields for up to `max_rows` rows."""
+    """Return the sizes of the groups that `group_rows` yields for up to `max_rows` rows."""
     return (1,) if max_rows < _ROWS_AT_ONCE else (1, _ROWS_AT_ONCE)
 
 
 class DeviceRows:
     def __init__(self, backend: DeviceBackend, max_rows: int, default_X: np.ndarray) -> None:
-        """`default_X`: the values of a row without a request. The pad row, `max_rows`, keeps them."""
+        """Make a table of default values.
+
+        `default_X` holds the values of a row without a request, which the pad row, `max_rows`, keeps.
+        """
         self._upload = backend.memory.upload
         self._max_rows = max_rows
         self._default_X = default_X
         host_RX = torch.from_numpy(default_X).expand(max_rows + 1, *default_X.shape).contiguous()
         self.table_RX = host_RX.to(backend.traits.torch_device)
-        """For graphs to gather rows from; always the same tensor."""
+        """The table, from which graphs gather rows. It is always the same tensor."""
         self._changed: dict[int, np.ndarray] = {}
         self._differs: set[int] = set()
         """Rows whose values are not the default."""
         self._run_put = backend.graphs.graph(self._put_rows)
 
     def set(self, row: int, values_X: np.ndarray | None) -> None:
-        """Set a row; None stands for the default, which is copied only if the row has other values."""
+        """Set a row, where None stands for the default.
+
+        A row that already has the default values is not copied again.
+        """
         if values_X is not None:
             self._changed[row] = values_X
             self._differs.add(row)
@@ -58,13 +67,13 @@ class DeviceRows:
             self._differs.discard(row)
 
     def flush(self) -> None:
-        """Copy the changed rows to the device. A no-op in steps without admissions."""
+        """Copy the changed rows to the device. This is a no-op in steps without admissions."""
         changed, self._changed = self._changed, {}
         for group in group_rows(list(changed.items())):
             self._write([row for row, _ in group], [values_X for _, values_X in group])
 
     def warm_up(self) -> None:
-        """Run what admissions run, on the pad row."""
+        """Run the writes of an admission on the pad row."""
         for size in group_sizes(self._max_rows):
             self._write([self._max_rows] * size, [self._default_X] * size)
 

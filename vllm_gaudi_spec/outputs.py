@@ -38,7 +38,7 @@ class Pace(NamedTuple):
 
 @dataclass
 class SpecSchedulerOutput(SchedulerOutput):
-    """A step, and how much to draft after it."""
+    """A step, and how far to draft after it."""
 
     max_drafts: dict[str, int] = field(default_factory=dict)
     """The maximum number of drafts of each request after this step, where it is not `num_spec_tokens_to_schedule`."""

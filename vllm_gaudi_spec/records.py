@@ -36,13 +36,13 @@ NO_ROW = -1
 
 
 class PromptEmbeddings(NamedTuple):
-    """A prompt of embeddings, or of embeddings and tokens.
+    """A prompt of embeddings in place of some or all of its tokens.
 
-    Drafters and penalties see token 0 in place of an embedding, or the token that the user passes for it.
+    The token id of an embedding is 0, or whatever the user passes for it. Drafters and penalties see that id.
     """
 
     rows_LH: torch.Tensor
-    """Embeddings of all positions, including those of tokens, on the host."""
+    """Embeddings of all positions, including those of tokens, in host memory."""
     is_embeds_np: np.ndarray
     """bool [L]: positions that are embeddings."""
 
@@ -52,36 +52,37 @@ class PromptScores:
     """Log-probabilities of consecutive prompt tokens, on their way to the host."""
 
     wait: Callable[[], torch.Tensor]
-    """Returns the copy on the host: int32 [tokens, 2 * (1 + count) + 1], ids, scores and ranks side by side."""
+    """Waits for the copy and returns it: int32 [tokens, 2 * (1 + num_computed) + 1] with ids, scores and ranks side by
+    side."""
     num_tokens: int
     num_computed: int
-    """How many of the most likely tokens were computed per position."""
+    """Number of the likeliest tokens computed for each position."""
     num_requested: int
-    """How many of them the request asked for."""
+    """Number of those that the request asked for."""
 
 
 @dataclass(slots=True, eq=False, kw_only=True)
 class Request:
-    """The host's view of a request. It exists until the request finishes, with or without a row."""
+    """The host's view of a request, with or without a row. It lives until the request finishes."""
 
     req_id: str
     params: SamplingParams
     seed_words: tuple[int, int]
     prompt: list[int]
     outputs: list[int] = field(default_factory=list)
-    """Output tokens at admission. With custom logits processors, all output tokens that have reached the host."""
+    """Output tokens that have reached the host, if the user brought logits processors; else those at admission."""
     row: int = NO_ROW
     all_token_ids: list[int] = field(default_factory=list)
-    """All tokens at admission: the prompt, and the outputs if the request was preempted."""
+    """All tokens at admission: the prompt, and the outputs of a preempted request."""
     num_computed: int = 0
     prompt_logprobs: list[PromptScores] = field(default_factory=list)
-    """Log-probabilities of the prompt chunks computed so far."""
+    """Scores of the prompt chunks computed so far."""
     lora: LoRARequest | None = None
     pooling: PoolingParams | None = None
-    """Set for pooling requests. `params` is then a placeholder that belongs to no request."""
+    """How to pool the prompt; None if the request generates. `params` is then a placeholder."""
     embeds: PromptEmbeddings | None = None
     media_end: int = 0
-    """On devices that capture graphs: the position after the last image, which only prompt chunks compute."""
+    """Position after the last image, which only prompt chunks can compute; set where steps are captured."""
 
     @property
     def num_prompt(self) -> int:
@@ -94,9 +95,10 @@ DECODE, PREFILL = "decode", "prefill"
 
 
 class Shape(NamedTuple):
-    """The shape of a forward: `rows` requests of `queries` tokens each, with at most `context` tokens of KV per row.
+    """`rows` requests with `queries` tokens each, and the size of the context that they attend to.
 
-    For decodes on devices that list the blocks of all rows, `context` is the number of those blocks.
+    `context` is the most tokens of KV per row or, for a decode on a device that lists the blocks of all rows, the most
+    KV blocks in total.
     """
 
     phase: str
@@ -110,9 +112,10 @@ class Shape(NamedTuple):
 
 
 class SampleShape(NamedTuple):
-    """The positions of a sampling pass: `queries` positions of each of `rows` rows.
+    """The positions at which a sampling pass has logits.
 
-    If `positions` is not 0, the pass lists that many of these positions instead.
+    These are `queries` positions of each of `rows` rows or, if `positions` is not 0, that many of them, listed one by
+    one.
     """
 
     rows: int
@@ -122,24 +125,26 @@ class SampleShape(NamedTuple):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Planned:
-    """A batch on the host: B rows of Q tokens. Rows beyond `requests` are padding."""
+    """A batch on the host: B rows of Q tokens. Rows after those of `requests` are padding."""
 
     shape: Shape
     requests: list[Request]
     counts: list[int]
-    """Tokens of each row: exact for a prompt chunk, the maximum for a decode, whose drafts the device counts."""
+    """Number of tokens per row: exact for a prompt chunk, an upper bound for a decode, whose drafts the device
+    counts."""
     ends: list[int]
-    """The maximum number of tokens of KV of each row when the step ends, including the drafts that follow a decode."""
+    """Most tokens of KV that each row may have when the step ends. For a decode this includes the drafts that follow
+    it."""
     finishes: list[bool]
-    """Whether each request samples in this step, because its prompt does not continue."""
+    """Whether each request samples in this step: all do but those whose prompt continues."""
 
     def finishing(self) -> list[tuple[Request, int]]:
-        """Return the requests that sample, and the maximum length of each including its drafts."""
+        """Return the requests that sample, and the most tokens that each has then, drafts included."""
         ends = [request.num_computed + count for request, count in zip(self.requests, self.counts, strict=True)]
         return list(compress(zip(self.requests, ends, strict=True), self.finishes))
 
     def num_positions(self) -> list[int]:
-        """Return the maximum number of positions at which each sampling request samples."""
+        """Return the most positions at which each request that samples may do so."""
         counts = self.counts if self.shape.phase == DECODE else [1] * len(self.counts)
         return list(compress(counts, self.finishes))
 
@@ -148,7 +153,7 @@ class Planned:
 
     @property
     def num_sampled(self) -> int:
-        """The number of positions at which a row of this batch may sample."""
+        """Number of positions at which a row of this batch may sample."""
         return self.shape.queries if self.shape.phase == DECODE else 1
 
 
@@ -159,33 +164,34 @@ class Batch(Planned):
     inputs: StepInputs
     multimodal: MultimodalInputs | None = None
     token_types_T: torch.Tensor | None = None
-    """int32 [B * Q]: which of two texts a token belongs to, for requests with two texts."""
+    """int32 [B * Q]: which of its request's two texts a token belongs to; None where no request has two."""
 
 
 class Listed(NamedTuple):
-    """N of a batch's B * Q positions. Padding repeats the first one."""
+    """N of the B * Q positions of a batch. Padding repeats the first one."""
 
     index_2N: torch.Tensor
-    """int64: the batch row and the query of each position."""
+    """int64: row in the batch and query of each listed position."""
     slots_BQ: torch.Tensor
-    """int64: the index of each position in the list; undefined for positions that are not in it."""
+    """int64: index in the list of each position; arbitrary for positions that are not listed."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class SampleBatch:
-    """The B rows of a step that sample, at up to Q positions each, from all batches of the step.
+    """The B rows of a step that sample, at up to Q positions each.
 
-    The last row of a prompt is a verification of zero drafts.
+    One pass samples them all, whichever batch computed them. A row that comes from a prompt is a verification of zero
+    drafts.
     """
 
     requests: list[Request]
     shape: SampleShape
     rows_np: np.ndarray
-    """int32. Padding uses the pad row."""
+    """int32 [B]; padding has the pad row."""
     index_np: np.ndarray | None = None
-    """int32 [2, N]: the batch row and the query of each position, if positions are listed."""
+    """int32 [2, N]: row in the batch and query of each listed position; None for a rectangle."""
     slots_np: np.ndarray | None = None
-    """int32 [B, Q]: the index of each position in the list."""
+    """int32 [B, Q]: index in the list of each position; None for a rectangle."""
 
     @property
     def num_queries(self) -> int:
@@ -198,27 +204,27 @@ class SampledRows:
 
     requests: list[Request]
     ends: list[int]
-    """The most tokens that each request may have now, its drafts of this step included."""
+    """Most tokens that each request may have now, including this step's drafts."""
     num_queries: int
-    """Positions of each row that the step verified."""
+    """Number of positions of each row that the step verified."""
     decode: Batch | None
-    """The step's batch, if it is one decode: a drafter reads its rows and blocks, which are on the device already."""
+    """The step's batch if it is a single decode, so that a drafter can reuse its rows and blocks on the device."""
     rows_alone: StepInputs | None
-    """The same without the blocks, for a drafter without KV."""
+    """The rows of `decode` without their blocks, for a drafter without KV."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class DraftBatch:
-    """The rows of a round of drafts, on the device, in a rectangle like those of decodes."""
+    """The rows of a drafting round on the device, in a rectangle like that of a decode."""
 
     requests: list[Request]
     ends: list[int]
     num_queries: int
     """As in `SampledRows`."""
     inputs: StepInputs
-    """With room in the blocks for the drafts that follow."""
+    """The rows, and blocks with room for the drafts that follow."""
     context: int
-    """Of the blocks, as `Shapes` counts it for decodes; 0 without blocks."""
+    """Size of the blocks, as `Shapes` counts it for decodes; 0 without blocks."""
 
 
 # --- drafts ---
@@ -228,20 +234,20 @@ class Hidden(NamedTuple):
     """A model's output: hidden states of tokens."""
 
     last: torch.Tensor
-    """The states from which logits are computed."""
+    """States from which logits are computed."""
     carried: torch.Tensor | None = None
-    """The states that a head reads beside the next token; often the same."""
+    """States that a head reads beside the following token; None if they are `last`."""
 
 
 class Drafted(NamedTuple):
     """One draft per row."""
 
     tokens_B: torch.Tensor
-    """int32."""
+    """int32"""
     probs_BV: torch.Tensor | None
-    """float32: the distribution from which the tokens were sampled, if drafting is probabilistic."""
+    """float32: the distribution that the tokens were drawn from; in probabilistic mode only."""
     sound_B: torch.Tensor | None = None
-    """bool: whether the logits were finite, if that was checked."""
+    """bool: whether the logits were finite; None where that was not checked."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -250,10 +256,10 @@ class Context:
 
     req_id: str
     tokens_np: np.ndarray
-    """int32 [n]: prompt and outputs. The view is valid only during the call."""
+    """int32 [n]: prompt and outputs. A view that is valid only during the call."""
     num_prompt: int
     max_drafts: int
-    """The maximum number of drafts that the request can use, at least 1."""
+    """Most drafts that this request can use; at least 1."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -263,49 +269,51 @@ class DraftRequest:
     rows_B: torch.Tensor
     """int64: rows of the request state."""
     history_RM: torch.Tensor
-    """int32: prompt and outputs of every row. Tokens beyond a row's length are undefined."""
+    """int32: prompt and outputs of every row. Do not read past a row's length."""
     lengths_B: torch.Tensor
-    """int32: the number of tokens of each row, including the most recent one."""
+    """int32: number of tokens of each row, including the newest."""
     max_drafts_B: torch.Tensor
-    """int32: the maximum number of drafts that each row can use, 0 to K."""
+    """int32: most drafts that a row can use, from 0 to K."""
     num_drafts: int
     """K."""
     blocks: Blocks
-    """The rows' KV blocks, with room for all drafts but the last. Empty if the drafter keeps no KV."""
+    """KV blocks of the rows, with room for all drafts but the last; empty if the drafter keeps no KV."""
     row_operations: RowOperations
     choose: Callable[[torch.Tensor, int], Drafted]
-    """Chooses drafts as configured, with the rows' temperatures and filters. Takes a drafter's logits [B, V] in the
-    target's token ids, which it may overwrite, and the number of earlier drafts."""
+    """Chooses drafts from a drafter's logits [B, V] over the target's ids and the number of earlier drafts.
+
+    It applies the configured mode and the rows' temperatures and filters. It may overwrite the logits.
+    """
     hidden: Hidden | None = None
-    """[B, H]: the state from which each row's first draft follows, for drafters that read hidden states."""
+    """[B, H]: the state that each row's first draft follows from, for drafters that read hidden states."""
 
 
 FAULTY = -1
-"""In place of a row's number of drafts: its drafts cannot be used."""
+"""Replaces a row's number of drafts when its drafts cannot be used."""
 UNVERIFIED = -2
-"""In place of a row's number of verified drafts: a grammar or the scheduler removed all of them."""
+"""Replaces a row's number of verified drafts when a grammar or the scheduler removed all of them."""
 
 
 class Drafts(NamedTuple):
     """The drafts of a batch."""
 
     tokens_BK: torch.Tensor
-    """int32. Tokens beyond a row's `num_drafts` are undefined."""
+    """int32; arbitrary after the first `num_drafts_B` tokens of a row."""
     num_drafts_B: torch.Tensor
-    """int32: at most `max_drafts_B`."""
+    """int32: number of drafts of each row, or `FAULTY`."""
     probs_BKV: torch.Tensor | None = None
-    """float32: the distribution from which each draft was sampled, if drafting is probabilistic."""
+    """float32: the distribution that each draft was drawn from; in probabilistic mode only."""
     sound_BK: torch.Tensor | None = None
-    """bool: whether the logits of each draft were finite. None for drafters without logits."""
+    """bool: whether the logits of each draft were finite; None if drafts come from no logits."""
 
     @property
     def for_host(self) -> Drafts:
-        """The drafts as the host sees them: a faulty row has none."""
+        """The drafts as reported to the host, where a faulty row has none."""
         return Drafts(self.tokens_BK, self.num_drafts_B.clamp(min=0))
 
 
 class NoDraftReason(StrEnum):
-    """Why a request decodes without drafts: the values of a metric's label (docs/metrics.md)."""
+    """Why a request decodes without drafts; the label values of a metric (docs/metrics.md)."""
 
     REQUEST = "request"
     LENGTH = "length"
@@ -334,19 +342,19 @@ class DraftRound(NamedTuple):
 class Verification(NamedTuple):
     """The result of a sampling pass for B rows at Q positions each.
 
-    An acceptance rule sets the tokens and their number, the sampling pass sets the rest.
+    An acceptance rule fills in the tokens and their number, and the pass around it the rest.
     """
 
     tokens_BQ: torch.Tensor
-    """int32. Only the first `num_sampled` tokens of a row are valid."""
+    """int32; only the first `num_sampled_B` tokens of a row count."""
     num_sampled_B: torch.Tensor
-    """int32: the number of accepted drafts plus 1, or 0 for rows that do not sample in this step."""
+    """int32: number of accepted drafts plus one; 0 for rows that do not sample in this step."""
     logprobs: LogprobsTensors | None = None
-    """B * Q rows: the sampled token and the most likely tokens."""
+    """B * Q rows: the sampled token and the likeliest tokens."""
     scores: LogprobsTensors | None = None
     """B * Q rows: the sampled token and the tokens that a request named."""
     num_drafts_B: torch.Tensor | None = None
-    """int32: the number of verified drafts of each row, or `FAULTY` or `UNVERIFIED`. None without speculation."""
+    """int32: number of verified drafts of each row, `FAULTY` or `UNVERIFIED`; None without speculation."""
 
 
 @dataclass(slots=True)
@@ -361,39 +369,39 @@ class StepResult:
     prompt_logprobs: list[tuple[Request, list[PromptScores]]] = field(default_factory=list)
     unfinished: list[Request] = field(default_factory=list)
     started: list[Request] = field(default_factory=list)
-    """The requests whose prompt ended in this step, or that were resumed: they had no drafts to verify."""
+    """Requests without anything to verify: their prompt ended in this step, or they were resumed."""
     signature: tuple[Hashable, ...] = ()
-    """The signature of the tensors that are copied to the host."""
+    """Sizes of the tensors that are copied to the host, see `sizes_of_report`."""
     drafts: Drafts | None = None
     """Drafts for the next step, if they were made on the device and the scheduler needs them on the host."""
     draft_rounds: list[DraftRound] = field(default_factory=list)
-    """Drafting rounds of this step on the host."""
+    """Rounds of this step that the host observed."""
 
 
 class WorkerCounts(NamedTuple):
-    """What a worker reports about itself with each step's output, counted since warm-up."""
+    """A worker's counters since warm-up, reported with each step's output."""
 
     steps: int
     num_host_syncs: int
     compiled: int
     coverage: Mapping[str, float]
-    """The share of each vocabulary's tokens that have a counterpart in the other. Empty without universal drafting."""
+    """Fraction of the output that each vocabulary covers; empty if the drafter has the target's vocabulary."""
     num_left: int = 0
-    """The number of warm-up runs that wait for idle steps."""
+    """Number of warm-up runs that wait for idle steps."""
 
 
 class WarmUpWork(NamedTuple):
-    """The number of graphs that warm-up makes, by kind, for estimates."""
+    """The graphs that warm-up makes, by kind, for estimates."""
 
     forwards: tuple[Shape, ...]
     """Forwards of the target."""
     num_passes: int
-    """The number of sampling passes, reports and prompt scores."""
+    """Number of sampling passes, reports and prompt scorings."""
     num_pass_sizes: int
-    """The number of sizes of sampling passes, whatever their branch."""
+    """Number of distinct sizes of sampling passes, whatever their branch."""
     num_drafter_runs: int
     num_ranks: int
-    """The number of ranks that share the target."""
+    """Number of ranks that the target is split over."""
 
     @property
     def num_graphs(self) -> int:

@@ -1,6 +1,6 @@
-"""Device-neutral description of a forward: a rectangle of tokens with positions and KV slots, and its attention calls.
+"""Device-neutral description of a forward: a rectangle of tokens, their positions and KV slots, and attention calls.
 
-vLLM's model classes take the tokens, our attention backend the rest, by vLLM's forward context.
+vLLM's model classes take the tokens. Our attention backend gets the rest through vLLM's forward context.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ class KVShape(NamedTuple):
     block_size: int
     num_kv_heads: int
     row_size: int
-    """Numbers per token and head: a key, and a value where values are stored."""
+    """Elements per token and head: a key and, if the layer stores values, a value."""
     dtype: torch.dtype
 
     def __str__(self) -> str:
@@ -35,43 +35,47 @@ class KVShape(NamedTuple):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class AttentionLayerSpec:
-    """Constants of a layer. Hashable: plans are cached per distinct spec, and none depends on its tensors."""
+    """Constants of a layer.
+
+    Specs are hashable, since plans are cached per distinct spec. No plan depends on the tensors of a spec.
+    """
 
     num_heads: int
     num_kv_heads: int
     head_size: int
     scale: float
     sliding_window: int | None
-    """How many of the last keys a query sees, itself included; None: all."""
+    """Number of last keys that a query sees, including its own; None for all."""
     logits_soft_cap: float
     dtype: torch.dtype
     block_size: int
     value_size: int | None = None
-    """For a layer that stores no values: how many of a key's first numbers are its value."""
+    """Number of leading elements of a key that form its value, for a layer that stores no values."""
     num_selected: int | None = None
-    """A query reads only so many of the keys that it sees: those that an indexer scores highest. None: all."""
+    """Number of keys that a query reads of those it sees: the ones that an indexer scores highest; None for all."""
     index_size: int = 0
-    """How many of a key's last numbers are the indexer's. 0: the layer reads what the layer before it selected."""
+    """Number of trailing elements of a key that belong to the indexer; 0 if the layer reuses the previous layer's
+    selection."""
     attention_chunk: int | None = None
-    """Queries see keys of their own chunk only: chunks have so many positions."""
+    """Number of positions in a chunk, if queries see only the keys of their own chunk."""
     is_causal: bool = True
-    """Else, as in an encoder, a query sees the keys after its own too: under a window as many as of those before it."""
+    """False for an encoder, whose queries also see later keys; a window then extends equally far both ways."""
     layer_operations: bool = False
-    """Its matmuls, softmax and caches are modules of the layer, which no fused kernel would call."""
+    """Whether the layer has modules for its matmuls, softmax and caches, which a fused kernel would bypass."""
     kv_dtype: torch.dtype | None = None
-    """Of its caches, where it is not `dtype`: keys and values are written and read through the layer's operations."""
+    """Dtype of the KV cache if it is not `dtype`. The layer's operations then read and write keys and values."""
     model_type: str = ""
-    """As transformers names it: a kernel's precision may do for some models only."""
+    """Model type in transformers, since a kernel's precision may be sufficient for some models only."""
     batch_invariant: bool = False
-    """The order in which a query's keys are added must depend on nothing but their positions."""
+    """Whether the order in which a query's keys are added may depend only on their positions."""
     sinks_H: torch.Tensor | None = field(default=None, compare=False)
-    """One more score of each head, with a value of zero: it takes its share of the weights, and nothing else."""
+    """An additional score per head, whose value is zero: it only takes a share of the softmax."""
     slopes_H: torch.Tensor | None = field(default=None, compare=False)
-    """ALiBi, float32: what a key's score loses for each position between it and the query."""
+    """ALiBi slopes in float32: how much a key's score decreases per position of distance from the query."""
 
     @property
     def has_plain_scores(self) -> bool:
-        """Whether a score is a product of a query and a key alone, scaled."""
+        """Whether a score is just the scaled product of a query and a key."""
         return not self.logits_soft_cap and self.sinks_H is None and self.slopes_H is None
 
     @property
@@ -80,32 +84,32 @@ class AttentionLayerSpec:
 
     @property
     def mask_key(self) -> tuple[int | None, int | None, int, bool]:
-        """Layers with the same key have the same mask."""
+        """Key that is equal for layers with the same mask."""
         return self.sliding_window, self.attention_chunk, self.block_size, self.is_causal
 
 
 @dataclass(frozen=True, slots=True)
 class FlatBlocks:
-    """The blocks of all rows in one list, so that a step's work grows with the rows' blocks, not with the longest row.
+    """The blocks of all rows in one list, so that work grows with the total number of blocks, not with the longest row.
 
-    Entries may be in any order. Blocks that none of the row's queries can read any more need not be listed.
+    Entries may be in any order. Blocks that none of a row's queries can read any more may be left out.
     """
 
     ids_N: torch.Tensor
     """int32 block ids; padding is block 0."""
     rows_N: torch.Tensor
-    """int32: the row of the batch that owns the entry; padding has row B, which does not exist."""
+    """int32: row of the batch that owns the entry; B, which does not exist, for padding."""
     index_N: torch.Tensor
-    """int32: the entry's index in its row's block table: its first key is at position index * block_size."""
+    """int32: index of the entry in its row's block table. Its first key is at position index * block_size."""
 
 
 class Packed(NamedTuple):
-    """The real tokens of a rectangle: where nothing is compiled per shape, a model computes no padding."""
+    """The real tokens of a rectangle. Devices that compile nothing per shape compute only these."""
 
     index_T: torch.Tensor
     """int64: index of each real token in the flat rectangle."""
     num_real_B: torch.Tensor
-    """int32: how many each row has."""
+    """int32: number of real tokens in each row."""
 
     @classmethod
     def of(cls, num_real_B: torch.Tensor, num_queries: int) -> Packed | None:
@@ -117,37 +121,41 @@ class Packed(NamedTuple):
         return cls((offsets_Q < num_real_B[:, None]).flatten().nonzero().flatten(), num_real_B)
 
     def spread(self, states: torch.Tensor, num_positions: int) -> torch.Tensor:
-        """States of real tokens at their positions in the rectangle; zero where there is padding."""
+        """Return states at the positions of their tokens in the rectangle, with zeros at padding."""
         return states.new_zeros(num_positions, *states.shape[1:]).index_copy_(0, self.index_T, states)
 
 
 class SpanRows(NamedTuple):
-    """Spans as rows of their own."""
+    """Spans as a list."""
 
     rows_S: torch.Tensor
-    """int64: the row of the batch."""
+    """int64: row of the batch."""
     firsts_S: torch.Tensor
-    """int32: the position of the first token, which may have been computed earlier,"""
+    """int32: position of the first token, which an earlier chunk may have computed."""
     lasts_S: torch.Tensor
-    """and of the last."""
+    """int32: position of the last token."""
 
 
 class Spans(NamedTuple):
-    """Positions whose tokens see each other in both directions, as those of an image do for some models: a query of
-    one sees all its keys, later ones too. None is longer than a window, and all keys are written before its queries
-    attend."""
+    """Positions whose tokens see each other in both directions, such as those of an image in some models.
+
+    A query within a span also sees the span's later keys. No span is longer than a window, and all keys of a span are
+    written before its queries attend.
+    """
 
     lasts_BQ: torch.Tensor
-    """int32: the last position of a query's span; 0 where it is of none."""
+    """int32: last position of the span that a query belongs to; 0 if it belongs to none."""
     rows: SpanRows | None = None
-    """None where steps are captured, since there are more or less of them in each; never empty."""
+    """Never empty. None where steps are captured, since the number of spans changes from step to step."""
     in_windows_only: bool = False
-    """Whether layers without a sliding window see in one direction alone."""
+    """Whether spans apply only to layers with a sliding window."""
 
 
 class IndexQueries(NamedTuple):
-    """A layer's own scores of keys, by which it selects some. I heads of R numbers each, which all score one key: a
-    score is the sum of the heads' products, those above zero alone, each by its weight."""
+    """Queries with which a layer scores keys to select some of them. I: index heads. R: elements of each.
+
+    All heads score the same key. Its score is the weighted sum of their products, of which negative ones count as zero.
+    """
 
     query_TIR: torch.Tensor
     weights_TI: torch.Tensor
@@ -159,11 +167,11 @@ class IndexQueries(NamedTuple):
 
 @dataclass(slots=True, kw_only=True)
 class AttentionCall:
-    """A rectangle of B rows with Q queries each over paged KV; prefill and decode alike.
+    """A rectangle of B rows with Q queries each over paged KV, for prefill and decode alike.
 
-    Query q of row b is at position starts_B[b] + q and sees the keys 0 .. that position, in a layer that is not causal
-    those of all the row's real queries. Queries after a row's real ones are padding: their results are never used, and
-    their keys go to the pad block.
+    Query q of row b is at position starts_B[b] + q. It sees the keys up to that position or, in a layer that is not
+    causal, those of all real queries of the row. Results of queries after a row's real ones are never used, and their
+    keys go to the pad block.
     """
 
     num_rows: int
@@ -171,41 +179,45 @@ class AttentionCall:
     starts_B: torch.Tensor
     """int32: position of the first query of each row."""
     block_table_BW: torch.Tensor
-    """int32: the row's blocks; block 0 is the pad block."""
+    """int32: blocks of each row; block 0 is the pad block."""
     num_real_B: torch.Tensor | None = None
-    """int32: how many of each row's queries are not padding. Causal layers need not know."""
+    """int32: number of queries of each row that are not padding. Causal layers do not need it."""
     packed: Packed | None = None
-    """Where queries are real ones only, row after row: their indices."""
+    """Indices of the real queries, if the call has only those, row after row."""
     flat: FlatBlocks | None = None
-    """The same blocks as a list, for backends that attend over one."""
+    """The same blocks as one list, for backends that attend over a list."""
     host_lengths_B: torch.Tensor | None = None
-    """int32, on the host, for backends that need it: an upper bound of the keys that a row's queries see. `starts_B`
-    has the exact numbers."""
+    """int32 in host memory, for backends that need it: an upper bound of the keys that a row's queries see.
+
+    `starts_B` gives the exact numbers.
+    """
     host_counts_B: torch.Tensor | None = None
-    """The same of prompt chunks: of how many queries a row's chunk is. Then `host_lengths_B` is exact. A head may read
-    less of a chunk, which begins after as many keys."""
+    """int32 in host memory, for prompt chunks: number of queries of each row, for which `host_lengths_B` is exact.
+
+    A head may read a shorter part of a chunk, which begins after the same number of keys.
+    """
     spans: Spans | None = None
-    """Of prompt chunks alone: a decode may have the last token of an image, which sees no later one."""
+    """For prompt chunks only. A decode may contain the last token of an image, which sees no later one anyway."""
     index: IndexQueries | None = None
-    """Of a layer that selects keys; a forward's call has none."""
+    """Set by a layer that selects keys; None in the call of a forward."""
     own_kv: tuple[torch.Tensor, torch.Tensor] | None = None
     """[T, K, D] each: keys and values of the call's own tokens, which the layer's cache holds as well. Set for devices
     with `reads_own_kv`, and not for a layer that reads another layer's cache."""
     _plans: dict[Any, Any] = field(default_factory=dict)
 
     def plan(self, key: Any, build: Callable[[], Any]) -> Any:
-        """What a kernel derives from this call and a layer's spec, built once and shared by all such layers."""
+        """Return what a kernel derives from this call and a layer's spec, built once for all layers with that spec."""
         if key not in self._plans:
             self._plans[key] = build()
         return self._plans[key]
 
     def with_index(self, index: IndexQueries | None) -> AttentionCall:
-        """The same call, with the same plans, for a layer that selects keys."""
+        """Return the same call, sharing its plans, with the index queries of a layer."""
         return self if index is self.index else replace(self, index=index)
 
     @property
     def selection(self) -> torch.Tensor | None:
-        """What the last layer with an indexer selected, in the form that attends; for the layers after it."""
+        """Selection of the last layer with an indexer, for the layers after it."""
         return self._plans.get("selection")
 
     def keep_selection(self, selection: torch.Tensor) -> None:
@@ -214,30 +226,30 @@ class AttentionCall:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class StateCall:
-    """The same rectangle as layers with a recurrent state see it."""
+    """The same rectangle, as layers with a recurrent state see it."""
 
     rows_B: torch.Tensor
-    """int64: rows of the request state, which states are kept by; padding has the pad row."""
+    """int64: rows of the request state, by which states are kept; padding has the pad row."""
     starts_B: torch.Tensor
     """int32: position of each row's first token."""
     num_real_B: torch.Tensor
-    """int32: how many of a row's tokens are not padding."""
+    """int32: number of tokens of each row that are not padding."""
     num_pending_B: torch.Tensor
-    """int32: how many tokens before the first are not in the row's state yet; they are kept beside it."""
+    """int32: number of tokens before the first that are not yet in the row's state but kept beside it."""
     num_queries: int
     commits: bool
-    """Whether the real tokens go into the state now. Else they are pending: some may be drafts that are rejected."""
+    """Whether the real tokens enter the state now. Otherwise they stay pending, since some may be rejected drafts."""
     packed: Packed | None = None
 
     def by_row(self, tensor_T: torch.Tensor) -> torch.Tensor:
-        """[B, Q, ...]"""
+        """Reshape [T, ...] to [B, Q, ...]."""
         shape = (len(self.rows_B), self.num_queries)
         if self.packed is not None:
             tensor_T = self.packed.spread(tensor_T, shape[0] * shape[1])
         return tensor_T.unflatten(0, shape)
 
     def flat(self, tensor_BQ: torch.Tensor) -> torch.Tensor:
-        """[T, ...]: the reverse."""
+        """Reshape [B, Q, ...] to [T, ...]."""
         tensor_T = tensor_BQ.flatten(0, 1)
         return tensor_T if self.packed is None else tensor_T.index_select(0, self.packed.index_T)
 
@@ -246,28 +258,28 @@ class StateCall:
 
 
 NO_MEDIA = 0
-"""In place of the row of a token that is none of an image. Row 0 and those of other pads are never read."""
+"""Row of the media store for a token that belongs to no image. It is never read, nor are the rows of other pads."""
 
 
 class MultimodalInputs(NamedTuple):
-    """What images, video and audio change of a forward's tokens. D: dimensions of a rotary position."""
+    """What images, video and audio change about a forward's tokens. D: dimensions of a rotary position."""
 
     embeddings: Sequence[torch.Tensor] = ()
-    """[n, H] of encoders, in the order of the tokens that they replace,"""
+    """[n, H] of each encoded item, in the order of the tokens that they replace."""
     is_media_T: torch.Tensor | None = None
-    """bool: which those are; None where there are no embeddings."""
+    """bool: tokens that `embeddings` replace; None if there are none."""
     rows_T: torch.Tensor | None = None
-    """int64: in place of both, where steps are captured: each token's row in the store of encoders' outputs."""
+    """int64: each token's row in the media store. Replaces both of the above where steps are captured."""
     embeds_NH: torch.Tensor | None = None
-    """Rows of prompts of embeddings, in the order of the tokens that they replace,"""
+    """Rows of prompt embeddings, in the order of the tokens that they replace."""
     is_embeds_T: torch.Tensor | None = None
-    """bool: and which those are."""
+    """bool: tokens that `embeds_NH` replaces."""
     rotary_DT: torch.Tensor | None = None
-    """int64: positions for rotary embeddings, where any are not those of the tokens."""
+    """int64: positions for rotary embeddings, where some differ from the tokens' positions."""
     offset_B: torch.Tensor | None = None
-    """int64, of a decode: the same as a difference, since all dimensions of a position are alike there."""
+    """int64, for a decode: the same as a difference, since all dimensions of a position are equal there."""
     spans: Spans | None = None
-    """For models whose images are seen in both directions."""
+    """For models that attend to images in both directions."""
 
     @property
     def has_embeddings(self) -> bool:
@@ -280,7 +292,7 @@ class MultimodalInputs(NamedTuple):
         return (positions_T.view(len(self.offset_B), -1) + self.offset_B[:, None]).flatten().clamp(min=0)
 
     def pack(self, index_T: torch.Tensor) -> MultimodalInputs:
-        """Of the real tokens alone, among which all those of media are."""
+        """Keep only the real tokens, which include all tokens of media."""
         masks = {"is_media_T": self.is_media_T, "is_embeds_T": self.is_embeds_T}
         return self._replace(
             **{name: mask.index_select(0, index_T) for name, mask in masks.items() if mask is not None}
@@ -289,36 +301,36 @@ class MultimodalInputs(NamedTuple):
 
 @dataclass(frozen=True, slots=True)
 class Inputs:
-    """T = B * Q tokens, flat as vLLM's model classes take them."""
+    """Inputs of a model for T = B * Q tokens, flat as vLLM's model classes take them."""
 
     token_ids_T: torch.Tensor
     positions_T: torch.Tensor
     slots: tuple[torch.Tensor, ...]
-    """int64 [T], one a KV cache group."""
+    """int64 [T] for each KV cache group."""
     calls: tuple[AttentionCall, ...]
     num_real_B: torch.Tensor
-    """int32: of each row, how many tokens are not padding."""
+    """int32: number of tokens of each row that are not padding."""
     adapters_T: torch.Tensor | None = None
-    """int32: the slot of each token's LoRA adapter, where there are adapters."""
+    """int32: slot of each token's LoRA adapter; None without adapters."""
     states: StateCall | None = None
     """For models with recurrent layers."""
     multimodal: MultimodalInputs | None = None
     """For models that take images, video or audio."""
     rotary: torch.Tensor | None = None
-    """int64 [T] or [D, T]: positions for rotary embeddings, where they are others."""
+    """int64 [T] or [D, T]: positions for rotary embeddings, if they differ from `positions_T`."""
     token_types_T: torch.Tensor | None = None
-    """int32: which of two texts a token is of, for models that compare texts."""
+    """int32: which of two texts a token belongs to, for models that compare texts."""
 
     @property
     def call(self) -> AttentionCall | StateCall:
-        """The rectangle, which is the same in all calls. Models without attention have that of their states."""
+        """The rectangle, which all calls share. Models without attention have that of their states."""
         if self.calls:
             return self.calls[0]
         assert self.states is not None
         return self.states
 
     def real_T(self) -> torch.Tensor:
-        """bool [T]: which tokens are not padding."""
+        """Return bool [T]: which tokens are not padding."""
         call = self.call
         if call.packed is not None:
             return torch.ones_like(self.token_ids_T, dtype=torch.bool)
@@ -332,7 +344,7 @@ class Inputs:
         return replace(self, multimodal=multimodal, rotary=multimodal.rotary(self.positions_T), calls=calls)
 
     def pack(self, packed: Packed) -> Inputs:
-        """Of the real tokens alone."""
+        """Keep only the real tokens."""
         index_T = packed.index_T
         return replace(
             self,
@@ -354,18 +366,17 @@ class Blocks(NamedTuple):
     tables: tuple[torch.Tensor, ...]
     """int32 [B, W]."""
     sizes: tuple[int, ...]
-    """Tokens in a block."""
+    """Number of tokens in a block."""
     flat: tuple[torch.Tensor, ...] = ()
-    """int32 [3, N]: the same blocks in one list, as `FlatBlocks` has them; for devices that decode over such lists."""
+    """int32 [3, N]: the same blocks as one list, see `FlatBlocks`, for devices that decode over lists."""
     lengths_B: torch.Tensor | None = None
-    """int32, on the host: an upper bound of each row's tokens of KV when the graph that reads this ends, whatever is in
-    flight; for devices that read tables and need it."""
+    """int32 in host memory, for devices that need it: an upper bound of each row's tokens of KV when the graph ends."""
     counts_B: torch.Tensor | None = None
-    """int32, on the host, with those of prompt chunks: how many tokens each row has, and then those are exact."""
+    """int32 in host memory, for prompt chunks: number of tokens of each row, for which `lengths_B` is exact."""
 
 
 class HostBlocks(NamedTuple):
-    """The same on the host, before `StepInputs.pack` copies it to the device."""
+    """`Blocks` on the host, before `StepInputs.pack` copies them to the device."""
 
     tables: tuple[np.ndarray, ...] = ()
     sizes: tuple[int, ...] = ()
@@ -375,11 +386,11 @@ class HostBlocks(NamedTuple):
 
 
 _SECTION = 16
-"""Sections of a packed tensor begin at multiples of so many numbers, as kernels prefer aligned addresses."""
+"""Alignment in elements of the sections of a packed tensor, as kernels prefer aligned addresses."""
 
 
 class Packing(NamedTuple):
-    """Several int32 tensors packed into one, which is copied to the device at once and split inside the graph."""
+    """Several int32 tensors packed into one, which is copied to the device once and split inside the graph."""
 
     packed: torch.Tensor
     shapes: tuple[tuple[int, ...], ...]
@@ -408,30 +419,30 @@ def _round_up(size: int) -> int:
 
 
 class RowInputs(NamedTuple):
-    """`StepInputs` on the device, split."""
+    """`StepInputs`, split inside a graph."""
 
     rows_B: torch.Tensor
     """int64: rows of the request state; padding has the pad row."""
     starts_B: torch.Tensor
-    """int32, as the host knows it: the position of each row's first token,"""
+    """int32: position of each row's first token, as the host knows it."""
     counts_B: torch.Tensor
-    """int32: how many tokens it has,"""
+    """int32: number of tokens of each row."""
     max_drafts_B: torch.Tensor
-    """int32: and the most drafts that it may have after this step, besides the limits of its request."""
+    """int32: most drafts of each row after this step, besides the limits of its request."""
     more_BX: torch.Tensor | None
-    """int32: what a drafter on the host has for each row."""
+    """int32: what a drafter on the host passes for each row."""
     blocks: Blocks
 
 
 class StepInputs(NamedTuple):
-    """All that a forward needs from the host, as one copy: which rows, where they begin, and their KV blocks."""
+    """Everything that a forward needs from the host, as one copy: the rows, where they begin, and their KV blocks."""
 
     packing: Packing
     block_sizes: tuple[int, ...]
     has_more: bool
     lengths_B: torch.Tensor | None
     counts_B: torch.Tensor | None
-    """On the host, both as `Blocks` has them."""
+    """`Blocks.lengths_B` and `Blocks.counts_B`, which stay on the host."""
 
     @classmethod
     def pack(
@@ -441,7 +452,7 @@ class StepInputs(NamedTuple):
         upload: Callable[[torch.Tensor], torch.Tensor],
         more_BX: np.ndarray | None = None,
     ) -> StepInputs:
-        """`header_4B`: rows, starts, counts and draft limits, in the order of `RowInputs`."""
+        """Pack and copy. `header_4B` holds rows, starts, counts and draft limits, in the order of `RowInputs`."""
         more = [] if more_BX is None else [more_BX]
         packing = Packing.pack([header_4B, *blocks.tables, *blocks.flat, *more], upload)
         return cls(packing, blocks.sizes, more_BX is not None, blocks.lengths_B, blocks.counts_B)
@@ -451,7 +462,7 @@ class StepInputs(NamedTuple):
         return self.packing.shapes[0][1]
 
     def split(self) -> RowInputs:
-        """Split the copy; inside a graph."""
+        """Split the copy inside a graph."""
         header_4B, *rest = self.packing.split()
         more_BX = rest.pop() if self.has_more else None
         num_groups = len(self.block_sizes)
@@ -462,7 +473,7 @@ class StepInputs(NamedTuple):
         return RowInputs(rows_B.long(), starts_B, counts_B, max_drafts_B, more_BX, blocks)
 
     def header(self) -> StepInputs:
-        """Copy the rows without their blocks, inside a graph: one shape for every context."""
+        """Copy the rows without their blocks inside a graph. The result has the same shape for every context."""
         shape = self.packing.shapes[0]
         packing = Packing(self.packing.packed.narrow(0, 0, _round_up(math.prod(shape))).clone(), (shape,))
         return StepInputs(packing, (), has_more=False, lengths_B=None, counts_B=None)
