@@ -1,7 +1,4 @@
-"""From the scheduler's output to batches: who decodes, who prefills, in which rectangles of rows and tokens.
-
-Each step makes its batches, which have no state.
-"""
+"""Planning of a step's batches: which requests decode and which prefill, in which rectangles of rows and tokens."""
 
 from __future__ import annotations
 
@@ -25,8 +22,11 @@ if TYPE_CHECKING:
 
 
 def locate(phase: str, rows: RowInputs, requests: Requests) -> Located:
-    """Prompt chunks start at the host's count of computed tokens. Decodes start at the device's count, and verify as
-    many drafts as the device has, up to the number that the host scheduled."""
+    """Return where each row's tokens begin, and how many of them are real.
+
+    Prompt chunks start at the host's count of computed tokens. Decodes start at the device's count, and verify as many
+    drafts as the device has, up to the number that the host scheduled.
+    """
     starts_B, num_real_B = rows.starts_B, rows.counts_B
     if phase == DECODE:
         starts_B = requests.computed_R.index_select(0, rows.rows_B)
@@ -36,7 +36,7 @@ def locate(phase: str, rows: RowInputs, requests: Requests) -> Located:
 
 
 def build_inputs(queries: int, rows: RowInputs, located: Located, requests: Requests) -> Inputs:
-    """Look up a rectangle's tokens on the device."""
+    """Gather a rectangle's tokens on the device."""
     offsets_Q = torch.arange(queries, dtype=torch.int32, device=located.starts_B.device)
     tokens_BQ = requests.tokens_at(rows.rows_B, located.starts_B[:, None] + offsets_Q)
     row_operations = requests.backend.row_operations
@@ -44,7 +44,7 @@ def build_inputs(queries: int, rows: RowInputs, located: Located, requests: Requ
 
 
 def pad_rows(requests: Requests, members: Sequence[Request], size: int) -> np.ndarray:
-    """Return the members' rows and, up to `size`, the pad row: int32."""
+    """Return int32 [size]: the rows of `members`, padded with the pad row."""
     rows_np = np.full(size, requests.pad_row, dtype=np.int32)
     rows_np[: len(members)] = [request.row for request in members]
     return rows_np
@@ -53,10 +53,12 @@ def pad_rows(requests: Requests, members: Sequence[Request], size: int) -> np.nd
 def make_batch(
     requests: Requests, planned: Planned, max_drafts: Sequence[int] = (), more: np.ndarray | None = None
 ) -> Batch:
-    """Copy the host's part of a batch to the device: which rows, how much of each, and their blocks.
+    """Copy the host's part of a batch to the device: rows, numbers of tokens, and KV blocks.
 
-    `max_drafts`: the most drafts of each member after this step, for drafters on the device.
-    `more`: of each member, what a drafter on the host has for it.
+    Args:
+        planned: The batch.
+        max_drafts: For drafters on the device, the most drafts of each request after this step.
+        more: What a drafter on the host passes for each request.
     """
     shape, members, counts = planned.shape, planned.requests, planned.counts
     header_np = np.zeros((4, shape.rows), dtype=np.int32)
@@ -91,9 +93,10 @@ def make_draft_batch(
     context: int,
     lookahead: int,
 ) -> DraftBatch:
-    """Copy the rows that sampled to the device, for a drafter: those of several batches, or of padding.
+    """Copy the rows that sampled to the device for a drafter.
 
-    `max_drafts`: of each row. `context`: 0 for a drafter without KV; else blocks have room for `lookahead` tokens more.
+    `max_drafts` limits each row's drafts. `context` is 0 for a drafter without KV; otherwise the blocks have room for
+    `lookahead` more tokens.
     """
     header_np = np.zeros((4, num_rows), dtype=np.int32)
     header_np[0] = rows_np = pad_rows(requests, sampled.requests, num_rows)
@@ -113,7 +116,10 @@ def make_draft_batch(
 def make_sample_batch(
     requests: Requests, shape: SampleShape, members: list[Request], num_positions: Sequence[int] = ()
 ) -> SampleBatch:
-    """`num_positions`: of each member, where the shape lists positions."""
+    """Make the batch of the sampling pass.
+
+    If the shape lists positions, `num_positions` gives the number of positions of each member.
+    """
     rows_np = pad_rows(requests, members, shape.rows)
     if not shape.positions:
         return SampleBatch(requests=members, shape=shape, rows_np=rows_np)
@@ -130,12 +136,12 @@ def make_sample_batch(
 
 
 def padding_of(shape: Shape) -> Planned:
-    """For warm-up."""
+    """Return a batch without requests, for warm-up."""
     return Planned(shape=shape, requests=[], counts=[], ends=[], finishes=[])
 
 
 def no_samples(num_queries: int) -> SampledRows:
-    """For warm-up."""
+    """Return the result of a step in which no row sampled, for warm-up."""
     return SampledRows(requests=[], ends=[], num_queries=num_queries, decode=None, rows_alone=None)
 
 
@@ -146,14 +152,14 @@ def plan_batches(
     num_drafts: dict[str, int],
     lookahead: int = 0,
 ) -> list[Planned]:
-    """Running decodes as one rectangle, then all others in the scheduler's order.
+    """Plan running decodes as one rectangle, then all other requests in the scheduler's order.
 
-    `num_drafts`: the most drafts of a request that this step may verify; a request that is not in it has none.
-    `lookahead`: tokens after those of a decode for which its blocks have room, so that a drafter can use the same.
+    The order matters: a request admitted on a prefix-cache hit may read blocks that this very step writes, by a decode
+    that fills its block or by a prompt chunk admitted before it. A prompt with a single token left is a decode too, but
+    keeps its position among the chunks.
 
-    The order matters: a request admitted on a prefix-cache hit may read blocks that are written in this very step, by a
-    decode that fills its block or by a prompt chunk admitted before it. One with a single token left is a decode too,
-    but keeps its position among the chunks.
+    `num_drafts` maps a request to the most drafts that this step may verify, 0 if it is missing. Blocks of decodes have
+    room for `lookahead` tokens after the first, so that a drafter can use the same blocks.
     """
     running: list[Request] = []
     groups: list[list[tuple[Request, int]]] = []
@@ -185,7 +191,7 @@ def _is_last_token(request: Request) -> bool:
 
 
 def _fits(group: list[tuple[Request, int]], request: Request, num_tokens: int, shapes: Shapes) -> bool:
-    """Whether a request may share the rectangle of the ones before it: of its kind, and of a length like theirs."""
+    """Whether a request can share a rectangle with the group: of the same kind and of similar length."""
     if _is_last_token(group[0][0]) or _is_last_token(request):
         return _is_last_token(group[0][0]) and _is_last_token(request)
     counts = [num_tokens, *(count for _, count in group)]

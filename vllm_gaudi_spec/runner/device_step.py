@@ -1,4 +1,4 @@
-"""What a step computes on the device: a forward of the target, then verification, and drafts for the host."""
+"""What a step computes on the device: the target's forward, the verification, and drafts for the host."""
 
 from __future__ import annotations
 
@@ -25,9 +25,10 @@ if TYPE_CHECKING:
 
 
 class DeviceStep:
-    """Functions of tensors and static values, each a graph for every set of shapes and static values (`Graphs.graph`).
+    """Functions of tensors and static values; each becomes one graph per set of shapes and static values.
 
-    They wait for nothing and change the state of requests in place; the next run overwrites what they return.
+    They never wait for the device, and update the request state in place. The next run of a function overwrites its
+    result.
     """
 
     def __init__(
@@ -65,8 +66,10 @@ class DeviceStep:
         multimodal: MultimodalInputs | None = None,
         token_types_T: torch.Tensor | None = None,
     ) -> StepInputs | None:
-        """Run the target over a batch; its hidden states stay in their buffer. Return the rows, for a drafter that
-        needs nothing else."""
+        """Run the target over a batch and store its hidden states.
+
+        Return the rows for a drafter that needs nothing else, otherwise None.
+        """
         target, requests = self._target, self._requests
         rows = step.split()
         if rows.more_BX is not None:
@@ -88,8 +91,10 @@ class DeviceStep:
         return step.header() if self._hands_on_rows and phase == DECODE else None
 
     def _finish(self, sample_pass: SamplePass) -> tuple[Verification, torch.Tensor]:
-        """Compute logits of the positions that sample, apply the acceptance rule, and advance the rows. Return the rows
-        as well, for `drafts`."""
+        """Compute the logits of the positions that sample, apply the acceptance rule, and advance the rows.
+
+        Return the rows as well, as input for `drafts`.
+        """
         rows_B, listed, grammars = sample_pass.split()
         num_queries = sample_pass.shape.queries
         inputs = self._sampling.gather(rows_B, sample_pass.branch, sample_pass.edit_sizes, grammars)
@@ -130,5 +135,5 @@ class DeviceStep:
         return verification, rows_B
 
     def _drafts(self, rows_B: torch.Tensor, num_drafts: int) -> Drafts:
-        """Return the drafts of a pass's rows, for the host."""
+        """Return the drafts of the rows that sampled, for the host."""
         return self._requests.drafts(rows_B, num_drafts)

@@ -1,4 +1,4 @@
-"""Signatures of steps: the warm-up jobs that make them, and the recorder that reports new ones after warm-up."""
+"""Signatures of steps, the warm-up jobs that make them, and the recorder that reports new ones after warm-up."""
 
 from __future__ import annotations
 
@@ -21,34 +21,34 @@ if TYPE_CHECKING:
 logger = init_logger(__name__)
 
 _ASK_EVERY = 16
-"""Steps between two queries of the device's count of compiled graphs: a query's cost depends on its software."""
+"""Number of steps between queries for the device's count of compiled graphs, as a query may be slow."""
 
 
 DRAFTS, PROMPT_LOGPROBS = "rounds of drafts", "prompt logprobs"
 PROMPT_CHUNKS, DRAFTERS_READS = "prompt chunks", "drafter's reads"
-"""Kinds of jobs that are as large as `--max-num-batched-tokens` allows."""
+"""Kinds of jobs whose size `--max-num-batched-tokens` limits."""
 ENCODERS = "encoders"
-"""Of images: as large as the model's processor makes them."""
+"""Jobs of image encoders, whose size the model's processor limits."""
 
 
 class Job(NamedTuple):
     """A run of warm-up on padding, through the functions that serve requests."""
 
     kind: str
-    """Its name in the progress bar of warm-up."""
+    """Name in the progress bar of warm-up."""
     run: Callable[[], object]
     signatures: tuple[Hashable, ...] = ()
-    """The step signatures that the run makes, which form the manifest; empty for a change of state."""
+    """Step signatures that the run makes; empty for a change of state. The manifest is all of them."""
     num_tokens: int = 0
-    """Compared with the limit of warm-up, `warmup_tokens`."""
+    """Compared with the option `warmup_tokens`."""
     is_common: bool = True
-    """False for a branch other than greedy, which is run only where warm-up has no limit."""
+    """False for a branch other than greedy, which runs only where warm-up has no limit."""
     size: Hashable = None
-    """What a batch may be padded to a larger one of, see `ColdSizes`; None for what every server needs at once."""
+    """Size that a larger one can replace, see `ColdSizes`; None if every server needs the job at once."""
 
 
 def sizes_of_report(shape: SampleShape, branch: Branch) -> tuple[Hashable, ...]:
-    """Of the tensors that a step's report takes to the host."""
+    """Return the sizes of the tensors in a step's report."""
     return shape.rows, shape.queries, branch.of_reports()
 
 
@@ -57,16 +57,16 @@ def report_signature(sizes: tuple[Hashable, ...], *, has_drafts: bool) -> Hashab
 
 
 def drafts_signature(num_rows: int) -> Hashable:
-    """Of the drafts that a report takes to the host."""
+    """Return the signature of the drafts in a report."""
     return ("drafts", num_rows)
 
 
 class ColdSizes:
-    """Sizes whose graphs are not all made, while warm-up goes on in idle steps: batches are padded to larger ones."""
+    """Sizes whose graphs background warm-up has not made yet. Batches are padded to larger sizes meanwhile."""
 
     def __init__(self) -> None:
         self._left = Counter[Hashable]()
-        """Runs of each size."""
+        """Number of runs left for each size."""
 
     def postpone(self, jobs: Iterable[Job]) -> None:
         self._left.update(job.size for job in jobs)
@@ -87,32 +87,32 @@ class StepRecorder:
         self._seen: set[Hashable] = set()
         self._postponed: set[Hashable] = set()
         self.num_left = 0
-        """Runs of warm-up that wait for idle steps."""
+        """Number of warm-up runs that wait for idle steps."""
         self.num_steps = 0
         self._syncs_before = 0
         self._compiled = 0
         self.coverage: Mapping[str, float] = {}
-        """As `WorkerCounts` has it; set once, at load."""
+        """As in `WorkerCounts`; set once when the drafter is loaded."""
 
     def expect(self, signatures: Iterable[Hashable]) -> None:
-        """Add signatures that the configuration can reach: warm-up runs some and lists the others."""
+        """Add signatures that the configuration can reach, whether warm-up runs or only lists them."""
         self.manifest.update(signatures)
 
     def warm_up_done(self, num_host_syncs: int) -> None:
-        """`num_host_syncs`: those so far, which are not counted for steps."""
+        """Start counting steps. `num_host_syncs` device-to-host syncs happened before and are not counted."""
         self.warmed, self._seen = self._seen, set()
         self._syncs_before = num_host_syncs
         # Counts of warm-up's own steps include graphs that were compiled for warm-up.
         self._compiled = 0
 
     def postpone(self, jobs: Sequence[Job]) -> None:
-        """Warm-up runs these in idle steps, and is done with all others."""
+        """Leave these jobs to idle steps. Warm-up has run all others."""
         self.num_left = len(jobs)
         self._postponed = {signature for job in jobs for signature in job.signatures} - self.warmed
 
     @contextmanager
     def making(self, job: Job, memory: Memory) -> Iterator[None]:
-        """Around a postponed run, whose device-to-host syncs are none of a step's."""
+        """Run a postponed job in this context, which excludes its device-to-host syncs from those of steps."""
         before = memory.num_host_syncs
         self._postponed.difference_update(job.signatures)
         yield
@@ -133,7 +133,10 @@ class StepRecorder:
         self.num_steps += 1
 
     def worked(self, backend: DeviceBackend, *, is_last: bool = False) -> WorkerCounts:
-        """For the scheduler, with each step. `is_last`: the next step may be long after this one."""
+        """Return the counters that a step reports to the scheduler.
+
+        With `is_last`, the next step may come long after this one.
+        """
         if is_last or self.num_steps % _ASK_EVERY == 0:
             # A device whose counter was reset, or that does not answer, counts from 0: the earlier count still holds.
             self._compiled = max(self._compiled, backend.graphs.compiled_after_warmup())

@@ -1,6 +1,6 @@
 """The hidden states that tokens are sampled from, by row of the request state.
 
-Row `pad_row` of `Requests` belongs to no request: padding writes there.
+Row `pad_row` of `Requests` belongs to no request. Padding writes there.
 """
 
 from __future__ import annotations
@@ -21,21 +21,22 @@ class Located(NamedTuple):
     starts_B: torch.Tensor
     """int32: position of each row's first token."""
     num_real_B: torch.Tensor
-    """int32: how many of the Q tokens are real."""
+    """int32: number of real tokens among the Q of each row."""
 
 
 class SampledStates(NamedTuple):
     hidden_NH: torch.Tensor
-    """N = B * Q rows, or those that are listed."""
+    """States of N = B * Q positions, or of the listed ones."""
     positions_BQ: torch.Tensor
     num_drafts_B: torch.Tensor
-    """int32: drafts in the forward."""
+    """int32: number of drafts in the forward."""
 
 
 class HiddenStateBuffer:
-    """By row: hidden states that tokens are sampled from, the position of the first, and the number of drafts.
+    """The hidden states of each row, the position of the first, and the number of drafts among them.
 
-    Forwards leave them here, so that sampling is one pass of its own shape, whatever the rectangles of the step.
+    Forwards store their states here, so that sampling is one pass with a shape of its own, whatever the step's
+    rectangles.
     """
 
     def __init__(
@@ -49,13 +50,14 @@ class HiddenStateBuffer:
         device: torch.device,
         carried_size: int | None = None,
     ) -> None:
-        """`carried_size`: of the states that heads read, where they are not those that logits are made of."""
+        """Allocate the buffer. `carried_size` is the size of the states that heads read, if they are not those for
+        logits."""
         self.dtype = dtype
         self._num_queries = num_queries
         self._hidden_NH = torch.zeros(num_rows * num_queries, hidden_size, dtype=dtype, device=device)
-        """N = R * Q: one flat tensor, changed as a whole."""
+        """N = R * Q: flat, since devices that capture steps change a tensor only as a whole."""
         self.chunk_TH = torch.zeros(max_chunk_tokens, hidden_size, dtype=dtype, device=device)
-        """All states of the newest prompt chunk, for the scores of its tokens."""
+        """All states of the newest batch of prompt chunks, to score prompt tokens."""
         self._carried_NH, self._carried_chunk_TH = self._hidden_NH, self.chunk_TH
         if carried_size is not None:
             self._carried_NH, self._carried_chunk_TH = (
@@ -66,7 +68,7 @@ class HiddenStateBuffer:
         self._num_drafts_R = torch.zeros(num_rows, dtype=torch.int32, device=device)
 
     def put(self, phase: str, queries: int, rows_B: torch.Tensor, located: Located, hidden: Hidden) -> None:
-        """`hidden`: of all T tokens."""
+        """Store the states of a forward's T tokens."""
         index_BQ, positions_BQ = _sampled_positions(phase, queries, located)
         chosen_N, index_N = index_BQ.flatten(), self._index(rows_B, index_BQ.shape[1])
         for states_TH, rows_NH, chunk_TH in self._destinations(hidden):
@@ -82,7 +84,7 @@ class HiddenStateBuffer:
         self._num_drafts_R.index_copy_(0, rows_B, num_drafts_B)
 
     def take(self, rows_B: torch.Tensor, num_queries: int, index_2N: torch.Tensor | None = None) -> SampledStates:
-        """`index_2N`: as a batch lists its positions; None: all of each row."""
+        """Return the states at which the rows sample: all of each row, or those listed in `index_2N`."""
         offsets_Q = torch.arange(num_queries, dtype=torch.int32, device=rows_B.device)
         if index_2N is None:
             index_N = self._index(rows_B, num_queries)
@@ -98,7 +100,7 @@ class HiddenStateBuffer:
     # --- what heads read ---
 
     def _destinations(self, hidden: Hidden) -> list[tuple[torch.Tensor, torch.Tensor, torch.Tensor]]:
-        """Each kind of states, and its tensors for rows and for chunks."""
+        """Return each kind of states with its buffers for rows and for chunks."""
         pairs = [(hidden.last, self._hidden_NH, self.chunk_TH)]
         if self._carried_NH is not self._hidden_NH:
             assert hidden.carried is not None
@@ -106,19 +108,19 @@ class HiddenStateBuffer:
         return pairs
 
     def first(self, rows_B: torch.Tensor) -> torch.Tensor:
-        """int32 [B]: position of each row's first state."""
+        """Return int32 [B]: position of each row's first state."""
         return self._first_R.index_select(0, rows_B)
 
     def carried(self, rows_B: torch.Tensor, num_queries: int) -> torch.Tensor:
-        """[B * Q, H], from the first of each row on."""
+        """Return [B * Q, H]: the states that heads read, from each row's first on."""
         return self._carried_NH.index_select(0, self._index(rows_B, num_queries))
 
     def chunk(self, num_tokens: int) -> torch.Tensor:
-        """[T, H] of the newest prompt chunk."""
+        """Return [T, H]: the states that heads read of the newest batch of prompt chunks."""
         return self._carried_chunk_TH.narrow(0, 0, num_tokens)
 
     def last_accepted(self, rows_B: torch.Tensor, lengths_B: torch.Tensor) -> torch.Tensor:
-        """[B, H]: the states of the last accepted tokens, from which the last of `lengths_B` tokens were sampled."""
+        """Return [B, H]: the states from which the last of each row's `lengths_B` tokens were sampled."""
         offset_B = (lengths_B - 2 - self.first(rows_B)).clamp(min=0, max=self._num_queries - 1)
         return self._hidden_NH.index_select(0, rows_B * self._num_queries + offset_B)
 
@@ -128,8 +130,10 @@ class HiddenStateBuffer:
 
 
 def _sampled_positions(phase: str, queries: int, located: Located) -> tuple[torch.Tensor, torch.Tensor]:
-    """Where tokens are sampled, [B, Q]: indices in the flat rectangle, and positions. All tokens of a decode, the last
-    one of a prompt chunk."""
+    """Return int32 [B, Q]: indices in the flat rectangle of the tokens that sample, and their positions.
+
+    All tokens of a decode sample, but only the last one of a prompt chunk.
+    """
     rows, device = located.starts_B.shape[0], located.starts_B.device
     row_B = torch.arange(rows, dtype=torch.int32, device=device)
     if phase == DECODE:

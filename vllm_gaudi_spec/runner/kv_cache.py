@@ -1,4 +1,4 @@
-"""KV cache memory: allocation as the engine planned, and block copies. `LoadedModel.bind_kv` gives it to the layers."""
+"""KV cache memory: allocation as planned by the engine, and block copies."""
 
 from __future__ import annotations
 
@@ -33,23 +33,26 @@ class KVCache:
         specs = [_of_a_layer(group.kv_cache_spec) for group in kv_cache_config.kv_cache_groups]
         self.block_sizes = [spec.block_size for spec in specs]
         self.windows = [spec.sliding_window if isinstance(spec, SlidingWindowSpec) else None for spec in specs]
-        """The sliding window of each group's layers; None: no window."""
+        """Sliding window of each group's layers, or None."""
 
     def apply(self, scheduled: SchedulerOutput) -> None:
-        """Copy blocks, before the step reads or writes any."""
+        """Copy blocks before the step reads or writes any."""
         # vLLM requests cleared blocks only for layers with a state, and such layers are refused.
         assert not scheduled.new_block_ids_to_zero
         if copies := scheduled.kv_cache_block_copies:
             self._copy_blocks([(copy.src_block_id, copy.dst_block_id) for copy in copies])
 
     def warm_up(self) -> None:
-        """Run what a copy runs, on the pad block."""
+        """Run a block copy on the pad block."""
         self._copy_blocks([(0, 0)])
 
 
 def of_one_forward(specs: dict[str, FullAttentionSpec], *, max_tokens: int, max_rows: int) -> KVCacheConfig:
-    """Of an encoder, whose prompts are computed whole: nothing of its KV is read after the layer that wrote it, so all
-    layers write to the same memory, which has room for the largest forward and for the pad block."""
+    """Return the KV cache config of an encoder, whose KV lasts for one forward.
+
+    Prompts are computed whole, and nothing is read after the layer that wrote it has attended. So all layers share the
+    same memory, with room for the largest forward and the pad block.
+    """
     (spec,) = set(specs.values())
     # A row's last block may hold a single token.
     num_blocks = 1 + max_tokens // spec.block_size + max_rows

@@ -1,7 +1,7 @@
-"""Memory of a card during warm-up: what captured graphs keep, by kind, and what to lower where it ends.
+"""Device memory during warm-up: how much captured graphs keep, and which option to lower if it runs out.
 
-A card without memory left serves nothing any more (lessons L30, R08), so nothing is tried again: the error is one line
-with the option to change.
+A Gaudi without free memory serves nothing any more, so nothing is retried: the error is one line that names the option
+to change.
 """
 
 from __future__ import annotations
@@ -25,22 +25,21 @@ if TYPE_CHECKING:
 
 
 class WarmUpMemory:
-    """Measures runs of warm-up on a card that reports its free memory; elsewhere it measures nothing."""
+    """Measures the memory that warm-up keeps, on a device that reports its free memory."""
 
     def __init__(self, memory: Memory, vllm_config: VllmConfig, kv_bytes: int, *, where: str = "in warm-up") -> None:
-        """`kv_bytes`: the size of the KV cache, which can be made smaller; 0 where there is none yet. `where`: for the
-        error."""
+        """`kv_bytes` is the size of the KV cache, 0 if there is none yet. `where` goes into the error message."""
         self._where = where
         self._memory = memory
         self._vllm_config = vllm_config
         self._kv_bytes = kv_bytes
         self._kept: Counter[str] = Counter()
-        """Bytes by kind of run."""
+        """Bytes kept by each kind of job."""
         self._runs: Counter[str] = Counter()
 
     @contextmanager
     def measuring(self, job: Job, rest: Sequence[Job]) -> Iterator[None]:
-        """Around a run. `rest`: those that come after it."""
+        """Measure a job that runs in this context. The jobs in `rest` come after it."""
         free = self._memory.free_bytes()
         try:
             yield
@@ -54,7 +53,7 @@ class WarmUpMemory:
             self._runs[job.kind] += 1
 
     def summary(self) -> str | None:
-        """One line; None where the device does not report its memory."""
+        """Return a line for the log, or None if the device does not report its memory."""
         if not self._runs:
             return None
         kinds = ", ".join(f"{format_size(self._kept[kind])} in {runs} {kind}" for kind, runs in self._runs.items())
@@ -62,8 +61,10 @@ class WarmUpMemory:
         return f"Graphs keep {format_size(self._kept.total())} ({kinds}); {format_size(free)} are free."
 
     def refuse_without_room(self, postponed: Sequence[Job]) -> None:
-        """Before anything is served, where what idle steps will make may not fit: memory that ends in one of them ends
-        the server."""
+        """Refuse to serve if what idle steps will make may not fit.
+
+        Running out of memory in an idle step would end the server.
+        """
         expected = Counter[str]()
         for job in postponed:
             expected[job.kind] += self._expected(job)
@@ -92,13 +93,18 @@ class WarmUpMemory:
         )
 
     def _expected(self, job: Job) -> int:
-        """What a run will keep, as those of its kind did so far: the largest come first. 0 for a kind without any."""
+        """Return how much a job will probably keep: the average of its kind so far, or 0 without any.
+
+        The largest jobs of a kind run first, so this is an upper bound.
+        """
         return max(self._kept[job.kind], 0) // max(self._runs[job.kind], 1)
 
 
 def lower(vllm_config: VllmConfig, kind: str, kv_bytes: int, missing: int) -> str:
-    """The option to lower, its value, and one with which `missing` bytes more would be free for runs of a kind. A KV
-    cache of less than half is of less use than fewer sequences, or shorter prompt chunks."""
+    """Return the option to lower, with its value and the one that frees `missing` bytes for jobs of this kind.
+
+    Cutting the KV cache by more than half helps less than fewer sequences or shorter prompt chunks.
+    """
     cache, scheduler = vllm_config.cache_config, vllm_config.scheduler_config
     share = 1 - max(missing, 1) / max(kv_bytes, 1)
     if share >= 0.5:
@@ -118,8 +124,11 @@ def lower(vllm_config: VllmConfig, kind: str, kv_bytes: int, missing: int) -> st
 
 
 def _lower_prompt_logprobs(vllm_config: VllmConfig) -> str:
-    """They take the same for requests and chunks of all sizes. What their number does not need is other memory: a
-    rank of more has smaller weights."""
+    """Return the option to lower for prompt log-probabilities.
+
+    Their memory does not depend on the number of requests or the length of chunks. If their number is not the cause,
+    smaller weights per rank make room.
+    """
     max_logprobs = vllm_config.model_config.max_logprobs
     if not 0 <= max_logprobs <= USUAL_LOGPROBS:
         return f"--max-logprobs {max_logprobs} -> {USUAL_LOGPROBS}"

@@ -65,7 +65,7 @@ def _keeping_all(spec: KVCacheSpec) -> KVCacheSpec:
 
 
 def _reach(layer: Any) -> tuple[int | None, int | None]:
-    """A layer's sliding window and attention chunk."""
+    """Return a layer's sliding window and attention chunk."""
     return layer.impl.sliding_window, getattr(layer, "attention_chunk_size", None)
 
 
@@ -85,9 +85,15 @@ class LoadedModel:
         quantization: Quantization | None = None,
         group: GroupCoordinator | None = None,
     ) -> None:
-        """`model_config`, `load_config`: where they are not those of `vllm_config`. `adapt`: a change to the model
-        before it goes to the device. `quantization`: applied after `adapt`. `group`: the ranks that the model is split
-        over, where that is not the target's tensor-parallel group."""
+        """Load a model and prepare it for the device.
+
+        Args:
+            model_config: Config of the model, if it is not that of `vllm_config`.
+            load_config: Likewise.
+            adapt: Changes the model before it goes to the device.
+            quantization: Applied after `adapt`.
+            group: Ranks that the model is split over; by default the target's tensor-parallel group.
+        """
         self.vllm_config = vllm_config
         self.group = group or get_tp_group()
         self._packs = not backend.traits.captures
@@ -97,7 +103,7 @@ class LoadedModel:
         self._num_in_context = ranks_in_step(vllm_config)
         self._returns_hidden_states = False
         self.output_ids: torch.Tensor | None = None
-        """int64: the target's ids that its logits cover; None where they cover the whole vocabulary."""
+        """int64: ids of the target that the logits cover; None if they cover the whole vocabulary."""
         self.set_outputs(_logits_only)
         upstream.make_mla_layers(latent.LatentAttention)
         upstream.return_attention_outputs(RectangleAttentionImpl, attend_layer)
@@ -135,7 +141,7 @@ class LoadedModel:
             for name, layer in self._layers.items()
             if getattr(layer, "attn_type", None) == AttentionType.ENCODER_ONLY
         }
-        """Layers whose queries see later keys too."""
+        """Layers whose queries also see later keys."""
         if self._encoding and (model_config or vllm_config.model_config).attn_type != AttentionType.ENCODER_ONLY:
             raise UnsupportedConfigError(
                 f"{vllm_config.model_config.model} sees later tokens, which only pooling models may; use --runner "
@@ -148,11 +154,11 @@ class LoadedModel:
             )
         self.states: RecurrentStates | None = None
         self.media_SW: torch.Tensor | None = None
-        """The rows of the `MediaStore`, where there is one."""
+        """Rows of the `MediaStore`, if there is one."""
         self._kv_owners = {
             name: getattr(layer, "kv_sharing_target_layer_name", None) or name for name, layer in self._layers.items()
         }
-        """By layer, the layer whose KV it reads: another one where layers share KV."""
+        """Maps each layer to the layer whose KV it reads, usually itself."""
         sinks = self._names_of_sinks()
         backend.weights.prepare_model(self.model)
         if needs_batch_invariance(vllm_config, model_config):
@@ -165,20 +171,28 @@ class LoadedModel:
         self.adapters: Adapters | None = None
 
     def _names_of_sinks(self) -> dict[RectangleAttentionImpl, str]:
-        """A model that moves to a device gets other parameters, of the same names."""
+        """Return the parameter name of each layer's sinks.
+
+        Moving a model to a device replaces its parameters, but keeps their names.
+        """
         names = {id(parameter): name for name, parameter in self.model.named_parameters()}
         impls = [layer.impl for layer in self._layers.values() if getattr(layer.impl, "sinks", None) is not None]
         return {impl: names[id(impl.sinks)] for impl in impls}
 
     def set_outputs(self, hidden_of: Callable[[Any, Inputs], Hidden], carried_size: int | None = None) -> None:
-        """Make `hidden_of` what the model's class returns for a forward's inputs. `carried_size`: of the states that a
-        head reads, where they are not those that logits are made of."""
+        """Set how to extract hidden states from what the model's class returns.
+
+        `carried_size` is the size of the states that a head reads, if they are not those for logits.
+        """
         self._hidden_of = hidden_of
         self.carried_size = carried_size
 
     def return_hidden_states(self) -> None:
-        """Return one rank's states on all ranks of the model: sums that each rank makes need not be the same bits, and
-        drafts made from them have to be the same."""
+        """Make all ranks of the model return the same rank's states.
+
+        Each rank sums up its own states, which may differ in their last bits, but drafts made from them have to be
+        equal.
+        """
         self._returns_hidden_states = True
 
     def _broadcast(self, hidden: Hidden) -> Hidden:
@@ -189,7 +203,7 @@ class LoadedModel:
         return Hidden(states if carried is hidden.last else hidden.last, None if hidden.carried is None else states)
 
     def kv_cache_spec(self) -> dict[str, KVCacheSpec]:
-        """The KV cache spec of each attention layer; a layer that reads another's KV has none and is left out."""
+        """Return the KV cache spec of each attention layer, except layers that read another layer's KV."""
         specs: dict[str, KVCacheSpec] = {}
         for name, layer in self._layers.items():
             if name in self._encoding:
@@ -209,8 +223,10 @@ class LoadedModel:
         return specs
 
     def encoder_kv_spec(self, block_size: int) -> dict[str, FullAttentionSpec]:
-        """For layers whose queries see later keys: what a forward keeps until the layer has attended, in blocks of so
-        many tokens. Empty for decoders."""
+        """Return the KV specs of layers whose queries also see later keys, which are empty for decoders.
+
+        The KV of such a layer is kept, in blocks of `block_size` tokens, until the layer has attended.
+        """
         return {
             name: FullAttentionSpec(
                 block_size=block_size,
@@ -222,18 +238,24 @@ class LoadedModel:
         }
 
     def kv_cache_spec_of_drafter(self) -> dict[str, KVCacheSpec]:
-        """The same without sliding windows. vLLM frees blocks outside a window and gives them to other requests without
-        notice to the worker; a drafter that catches up would write to them."""
+        """Return the specs without sliding windows, for a drafter.
+
+        vLLM gives blocks outside a window to other requests without telling the worker. A drafter that catches up would
+        write to them.
+        """
         return {name: _keeping_all(spec) for name, spec in self.kv_cache_spec().items()}
 
     @property
     def layer_names(self) -> list[str]:
-        """Attention layers with KV."""
+        """Names of the attention layers, which have KV."""
         return list(self._layers)
 
     def bind_kv(self, caches: dict[str, Any], groups: list[list[str]]) -> None:
-        """Give each layer its KV cache, or that of the layer whose KV it reads. `groups`: layers with KV
-        by KV cache group; those that share it join the group of its owner, whose blocks and slots they need."""
+        """Give each layer its KV cache, or that of the layer whose KV it reads.
+
+        `groups` lists the layers of each KV cache group. A layer without KV of its own joins the group of the owner,
+        whose blocks and slots it needs.
+        """
         sharing = {name: owner for name, owner in self._kv_owners.items() if name != owner}
         self._groups = [[*names, *(name for name, owner in sharing.items() if owner in names)] for names in groups]
         for name, owner in self._kv_owners.items():
@@ -244,12 +266,18 @@ class LoadedModel:
             layer.impl.bind(layer, caches[owner])
 
     def state_bytes(self, num_rows: int, num_pending: int) -> int:
-        """What recurrent layers keep of so many requests; 0 for models without any."""
+        """Return the bytes that recurrent layers keep for `num_rows` requests, 0 without such layers."""
         return num_rows * sum(layer.layer_shape().num_bytes(num_pending) for layer in self._recurrent.values())
 
     def make_states(self, num_rows: int, num_snapshots: int, num_pending: int, device: torch.device) -> None:
-        """A no-op for models without recurrent layers. `num_rows`: the pad row included; snapshots have rows after it.
-        `num_pending`: the most tokens of a row whose acceptance is not decided when a forward ends."""
+        """Allocate the states of recurrent layers; a no-op without such layers.
+
+        Args:
+            num_rows: Number of rows, including the pad row. Rows of snapshots come after them.
+            num_snapshots: Number of snapshots.
+            num_pending: Most tokens of a row whose acceptance is undecided when a forward ends.
+            device: Device of the states.
+        """
         if not self._recurrent:
             return
         shapes = [(name, layer.layer_shape()) for name, layer in self._recurrent.items()]
@@ -267,13 +295,19 @@ class LoadedModel:
         )
 
     def check_kv_is_written(self) -> None:
-        """After warm-up: a layer that reads KV that no layer writes would output noise, with and without drafts."""
+        """Check after warm-up that every layer whose KV is read has written it.
+
+        Otherwise the model would output noise, with and without drafts.
+        """
         owners = set(self._kv_owners.values())
         if unwritten := sorted(name for name in owners if not self._layers[name].impl.has_written):
             raise RuntimeError(f"Warm-up wrote no KV for {', '.join(unwritten)}, which attention reads.")
 
     def forward(self, inputs: Inputs, carried_TH: torch.Tensor | None = None) -> Hidden:
-        """[T, H]; KV of all real tokens is written. `carried_TH`: for heads, the states that they read."""
+        """Return the hidden states [T, H] and write the KV of all real tokens.
+
+        `carried_TH` holds the states that a head reads.
+        """
         # Ranks in lockstep compute the same number of tokens; no rank knows how many of another's are real.
         packs = self._packs and not self._is_in_step
         packed = Packed.of(inputs.num_real_B, inputs.call.num_queries) if packs else None
@@ -317,7 +351,7 @@ class LoadedModel:
             return hidden
 
     def _call(self, inputs: Inputs, carried_TH: torch.Tensor | None) -> Any:
-        """vLLM's model class, by what it takes."""
+        """Call vLLM's model class with the arguments that it takes."""
         tokens_T, media = inputs.token_ids_T, inputs.multimodal
         positions = inputs.positions_T if inputs.rotary is None else inputs.rotary
         if inputs.token_types_T is not None:
@@ -338,7 +372,8 @@ class LoadedModel:
     def _embed(
         self, tokens_T: torch.Tensor, media: MultimodalInputs
     ) -> tuple[torch.Tensor, IntermediateTensors | None]:
-        """And what is added after each of the first layers, where the device keeps what encoders left."""
+        """Return embeddings, and what is added after each of the first layers, where the device stores outputs of
+        encoders."""
         deeper = None
         if media.embeddings:
             embeddings_TH = self.model.embed_input_ids(
@@ -355,8 +390,10 @@ class LoadedModel:
     def _with_media(
         self, text_TH: torch.Tensor, rows_T: torch.Tensor
     ) -> tuple[torch.Tensor, IntermediateTensors | None]:
-        """What vLLM's classes merge by a mask, whose number of tokens no graph knows: embeddings, and what is added
-        after each of the first layers."""
+        """Return the embeddings, and what is added after each of the first layers, as vLLM's classes merge them.
+
+        They merge by a mask, so the number of tokens is unknown to a graph.
+        """
         assert self.media_SW is not None
         is_media_T1 = (rows_T != NO_MEDIA).unsqueeze(1)
         found_TW = self.media_SW.index_select(0, rows_T)
@@ -371,19 +408,19 @@ class LoadedModel:
         )
 
     def counting(self, inputs: Inputs) -> AbstractContextManager[None]:
-        """Around work on a forward's tokens where the model is measured: only real tokens count."""
+        """Restrict measurements to the real tokens of a forward that runs in this context."""
         return nullcontext() if self.measuring is None else self.measuring.counting(inputs.real_T())
 
     def adapters_of(self, rows_B: torch.Tensor, num_queries: int = 1) -> torch.Tensor | None:
-        """int32: the slot of each row's LoRA adapter, `num_queries` times; None where there are no adapters."""
-        return None if self.adapters is None else self.adapters.gather(rows_B, num_queries)
+        """Return int32: the slot of each row's LoRA adapter, repeated `num_queries` times, or None without adapters."""
+        return None if self.adapters is None else self.adapters.of_rows(rows_B, num_queries)
 
     def _adapting(self, adapters_T: torch.Tensor | None) -> AbstractContextManager[None]:
-        """Around work of the model's layers on these tokens, or rows of states."""
+        """Apply adapters to the model's layers in this context."""
         return nullcontext() if self.adapters is None else self.adapters.applied(adapters_T)
 
     def _measure_logits(self, measuring: Measuring, hidden_TH: torch.Tensor, real_T: torch.Tensor) -> None:
-        """For every real token: those that a step samples are few."""
+        """Compute the logits of every real token, since a step samples only a few."""
         for states, real in zip(hidden_TH.split(_MEASURED_LOGITS), real_T.split(_MEASURED_LOGITS), strict=True):
             with measuring.counting(real):
                 self.logits(states)
@@ -391,7 +428,7 @@ class LoadedModel:
     def logits_of_rows(
         self, hidden_NH: torch.Tensor, num_real_B: torch.Tensor, adapters_N: torch.Tensor | None = None
     ) -> torch.Tensor:
-        """[N, V] of B rows with Q states each, of which the first `num_real_B` are used."""
+        """Return logits [N, V] of B rows with Q states each, of which the first `num_real_B` are used."""
         num_positions = hidden_NH.shape[0]
         packed = Packed.of(num_real_B, num_positions // len(num_real_B)) if self._packs else None
         if packed is None:
@@ -401,7 +438,10 @@ class LoadedModel:
         return packed.spread(self.logits(hidden_NH.index_select(0, packed.index_T), adapters_N), num_positions)
 
     def logits(self, hidden: torch.Tensor, adapters_N: torch.Tensor | None = None) -> torch.Tensor:
-        """[rows, V], in the model's dtype or in float32. `adapters_N`: the slots of the rows' LoRA adapters."""
+        """Return logits [rows, V] in the model's dtype or float32.
+
+        `adapters_N` holds the slots of the rows' LoRA adapters.
+        """
         with upstream.tensor_parallel_group(self.group), self._adapting(adapters_N):
             logits: torch.Tensor = self.model.compute_logits(hidden)
         return logits

@@ -1,4 +1,4 @@
-"""The parts of the model runner that last: the models, the state of requests, and what computes a step."""
+"""The long-lived parts of the model runner: models, request state, and what computes a step."""
 
 from __future__ import annotations
 
@@ -46,7 +46,7 @@ if TYPE_CHECKING:
 
 
 class RunnerParts:
-    """Loads the models and makes everything that steps use, once."""
+    """Loads the models and makes, once, everything that steps use."""
 
     def __init__(self, vllm_config: VllmConfig, backend: DeviceBackend, *, shows_progress: bool) -> None:
         self.vllm_config = vllm_config
@@ -74,13 +74,13 @@ class RunnerParts:
             self.target.adapters = Adapters(self.vllm_config, self.target.model, self.backend)
 
     def save_measurements(self) -> None:
-        """Write the measurements so far of models that are measured."""
+        """Write the quantization measurements collected so far."""
         for loaded in (self.target, self.drafter):
             if loaded is not None and loaded.measuring is not None:
                 loaded.measuring.write()
 
     def bytes_beside_kv(self) -> dict[str, int]:
-        """Memory that is taken besides weights and the KV cache, by purpose."""
+        """Return the device memory needed besides weights and the KV cache, by purpose."""
         speculation, taken = self.speculation, {}
         if num_bytes := self.target.state_bytes(self.max_rows + 1, num_pending(self.num_drafts)):
             taken[describe_states(self.max_rows)] = num_bytes
@@ -98,10 +98,10 @@ class RunnerParts:
         return self.target.kv_cache_spec() | kv_beside_target(self.speculation, self.drafter)
 
     def initialize_kv_cache(self, kv_cache_config: KVCacheConfig, *, profiled_blocks: int | None = None) -> None:
-        """Make all that depends on the KV cache.
+        """Make everything that depends on the KV cache.
 
-        `profiled_blocks`: for a profile run, the number of blocks that sizes are made for. Drafters on the host are not
-        in it, and no logits processor of a user's is made.
+        A profile run passes `profiled_blocks`, the number of blocks to derive sizes from. It leaves out drafters on the
+        host and logits processors that users bring.
         """
         self._make_kv_cache(kv_cache_config, profiled_blocks)
         self.custom: CustomProcessors | None = None
@@ -227,7 +227,7 @@ class RunnerParts:
         )
 
     def release_late_interaction_query_cache(self, query_keys: list[str]) -> None:
-        """Called by vLLM's worker class: texts that ended before all others were compared with them."""
+        """Release queries whose documents have all been compared with them. Called by vLLM's worker class."""
         if self.pooling is not None:
             self.pooling.comparisons.release_queries(query_keys)
 
@@ -253,5 +253,5 @@ class RunnerParts:
         return self.target.model
 
     def get_draft_model(self) -> nn.Module | None:
-        """None where the drafter has no model."""
+        """Return the drafter's model, or None if it has none."""
         return None if self.drafter is None else self.drafter.model

@@ -1,7 +1,7 @@
-"""The profile run: before the KV cache is sized, the largest steps run on padding, and what they need at most counts.
+"""The profile run, which measures the peak memory of the largest steps before the KV cache is sized.
 
-Steps run uncaptured and read a KV cache of a few blocks, which is enough for padding. Their sizes are those of warm-up
-for as many blocks as there would be without this run: a few more than there are in the end.
+Steps run uncaptured on padding, with a KV cache of a few blocks. Their sizes are those of warm-up with all the memory
+given to the KV cache, which is slightly more than there will be.
 """
 
 from __future__ import annotations
@@ -32,12 +32,14 @@ if TYPE_CHECKING:
 logger = init_logger(__name__)
 
 _BLOCKS = 2
-"""The pad block, and one that nobody has."""
+"""The pad block and one other."""
 
 
 def peak_bytes(runner: ModelRunner, budget: int) -> int:
-    """What the largest steps of the target and of its drafter need beside weights and KV; 0 on a device that does not
-    measure it. `budget`: bytes that KV could have without them."""
+    """Return the bytes that the largest steps need besides weights and KV, 0 if the device does not measure it.
+
+    `budget` is the number of bytes that the KV cache could have without them.
+    """
     if not runner.backend.memory.measures_peak:
         return 0
     before = dict(vars(runner))
@@ -60,7 +62,7 @@ def peak_bytes(runner: ModelRunner, budget: int) -> int:
 
 
 def _peaks(runner: ModelRunner, few: KVCacheConfig, num_blocks: int) -> dict[str, int]:
-    """By kind of step. Changes the runner."""
+    """Return the peak of each kind of job. This changes the runner."""
     memory = runner.backend.memory
     runner.backend = replace(runner.backend, graphs=_Uncaptured(runner.backend.graphs))
     runner.recorder = StepRecorder()
@@ -76,7 +78,7 @@ def _peaks(runner: ModelRunner, few: KVCacheConfig, num_blocks: int) -> dict[str
 
 
 class _Uncaptured(Graphs):
-    """Functions as they are: nothing that runs once is worth a graph."""
+    """Graphs that run functions directly, since nothing that runs once is worth a capture."""
 
     def __init__(self, graphs: Graphs) -> None:
         self._graphs = graphs
@@ -86,8 +88,11 @@ class _Uncaptured(Graphs):
 
 
 def _largest(jobs: Iterator[Job]) -> Iterator[Job]:
-    """Of each kind: of its largest runs the first, which has the longest context, and the last, which has the most
-    branches. They may be one: ranks, whose lists may differ in length, have as many runs each."""
+    """Yield two of the largest jobs of each kind: the longest context and the most branches.
+
+    The first of a kind has the longest context, the last the most branches. If they are the same job, it is yielded
+    twice, so that ranks whose lists differ in length run the same number of jobs.
+    """
     by_kind: dict[str, list[Job]] = {}
     for job in jobs:
         if job.signatures:
@@ -100,7 +105,7 @@ def _largest(jobs: Iterator[Job]) -> Iterator[Job]:
 
 
 def _kv_cache_configs(runner: ModelRunner, budget: int) -> tuple[KVCacheConfig, int]:
-    """Of a few blocks; and how many blocks `budget` is enough for."""
+    """Return a KV cache config of a few blocks, and the number of blocks that fit in `budget`."""
     vllm_config = runner.vllm_config
     groups = get_kv_cache_groups(vllm_config, runner.kv_cache_spec())
     expected = get_kv_cache_config_from_groups(vllm_config, groups, budget).num_blocks

@@ -40,7 +40,10 @@ class Downloads:
         self._overlap = overlap
 
     def start(self, tensor: torch.Tensor) -> Wait:
-        """Start a copy to the host. The result waits for it; the tensor may be overwritten once this has returned."""
+        """Start a copy to the host and return a function that waits for it.
+
+        The tensor may be overwritten as soon as this returns.
+        """
         if self._overlap:
             return self._backend.memory.start_download(tensor)
         host = self._backend.memory.download(tensor)
@@ -48,7 +51,7 @@ class Downloads:
 
 
 def _moved(step: StepResult, move: Callable[[torch.Tensor], torch.Tensor]) -> tuple[Verification | None, Drafts | None]:
-    """The parts of a step that are on the device, with `move` applied to every tensor, always in the same order."""
+    """Return the parts of a step on the device with `move` applied to every tensor, always in the same order."""
 
     def scores(record: LogprobsTensors | None) -> LogprobsTensors | None:
         return record and LogprobsTensors(*(move(tensor) for tensor in record[:3]))
@@ -66,15 +69,18 @@ def _moved(step: StepResult, move: Callable[[torch.Tensor], torch.Tensor]) -> tu
 
 
 def leave_out_scores(step: StepResult, shape: SampleShape) -> None:
-    """For a step in which a full branch computed log-probabilities that nobody asked for: they stay on the device. Its
-    report is that of a step of the same size that computed none, so it is no graph more."""
+    """Leave log-probabilities that no request asked for on the device.
+
+    A full branch computes them anyway. The report is then that of a step of the same size without them, which saves a
+    graph.
+    """
     assert step.verification is not None
     step.verification = step.verification._replace(logprobs=None, scores=None)
     step.signature = sizes_of_report(shape, Branch())
 
 
 class Reports:
-    """Sends a step's results as one int32 tensor."""
+    """Sends a step's results to the host as one int32 tensor."""
 
     def __init__(self, backend: DeviceBackend, downloads: Downloads, recorder: StepRecorder) -> None:
         self._downloads = downloads
@@ -100,20 +106,22 @@ def _pack(*parts: torch.Tensor) -> torch.Tensor:
 
 
 class Report(AsyncModelRunnerOutput):
-    """A step's results; the copy is started before this is made and before the next step changes them. `get_output`
-    waits for it."""
+    """The results of a step on their way to the host.
+
+    The copy starts before this object is made and before the next step overwrites the results.
+    """
 
     def __init__(self, sent: StepResult, wait: Wait | None) -> None:
-        """`wait`: returns all tensors of `sent` in one, on the host; None if there are none."""
+        """`wait` returns all tensors of `sent` as one on the host; None if there are none."""
         self._sent = sent  # on the device; the host may add to it until `get_output` is called
         self._wait = wait
         self.step: StepResult | None = None
         """The step on the host; None until `get_output` was called."""
         self.worker_counts: WorkerCounts | None = None
-        """The worker's counters, reported with this step."""
+        """Counters of the worker, reported with this step."""
 
     def to_host(self) -> StepResult:
-        """Wait for the device."""
+        """Wait for the copy and return the step on the host."""
         if self._wait is None:
             return self._sent
         packed, begin = self._wait(), 0
@@ -129,7 +137,7 @@ class Report(AsyncModelRunnerOutput):
         return replace(self._sent, verification=verified, drafts=drafts)
 
     def get_output(self) -> ModelRunnerOutput:
-        """Called once."""
+        """Wait for the copy and return vLLM's record. This can be called only once."""
         step = self.step = self.to_host()
         sampled = _sampled_tokens(step)
         names = [request.req_id for request in (*step.requests, *step.unfinished)]
@@ -159,8 +167,8 @@ class Report(AsyncModelRunnerOutput):
 def copy_contiguous(tensor: torch.Tensor) -> torch.Tensor:
     """Return a copy that vLLM can serialize.
 
-    Its encoder views a tensor as bytes. That requires a last stride of 1 even where a dimension has a single element:
-    such a tensor counts as contiguous whatever its strides, so `contiguous` would return it as it is.
+    Its encoder views a tensor as bytes, which requires a last stride of 1. A dimension with a single element may have
+    any stride in a contiguous tensor, so `contiguous` could return it unchanged.
     """
     return tensor.clone(memory_format=torch.contiguous_format)
 
@@ -169,14 +177,14 @@ _REASONS = {FAULTY: NoDraftReason.FAULT, UNVERIFIED: NoDraftReason.UNVERIFIED}
 
 
 def _verified_round(verified: dict[str, int]) -> list[DraftRound]:
-    """The device's observations of the round whose drafts this step verified."""
+    """Return what the device observed of the round whose drafts this step verified."""
     faulty = tuple(req_id for req_id, number in verified.items() if number == FAULTY)
     worked = any(number > 0 or number == UNVERIFIED for number in verified.values())
     return [DraftRound(faulty, worked)] if faulty or worked else []
 
 
 def _sampled_tokens(step: StepResult) -> list[list[int]]:
-    """Each sampling request's new tokens."""
+    """Return the new tokens of each request that sampled."""
     if step.verification is None:
         return []
     rows, counts = step.verification.tokens_BQ.tolist(), step.verification.num_sampled_B.tolist()
@@ -184,7 +192,7 @@ def _sampled_tokens(step: StepResult) -> list[list[int]]:
 
 
 def _join(step: StepResult, sampled: list[list[int]]) -> LogprobsLists | None:
-    """One table over all tokens of the step; requests that ask for fewer leave columns or rows empty."""
+    """Return one table for all tokens of the step. Requests that ask for fewer scores leave columns or rows empty."""
     verified = step.verification
     if verified is None or (verified.logprobs is None and verified.scores is None):
         return None
@@ -213,7 +221,7 @@ def _join(step: StepResult, sampled: list[list[int]]) -> LogprobsLists | None:
 
 
 def _prompt_tensors(scores: PromptScores) -> LogprobsTensors:
-    """The part that the request asked for; waits for the copy."""
+    """Wait for the copy and return the scores that the request asked for."""
     packed, width, columns = scores.wait()[: scores.num_tokens], 1 + scores.num_computed, 1 + scores.num_requested
     scores_NC = copy_contiguous(packed[:, width : width + columns]).view(torch.float32)
     return LogprobsTensors(copy_contiguous(packed[:, :columns]), scores_NC, copy_contiguous(packed[:, 2 * width]))

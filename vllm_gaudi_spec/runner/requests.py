@@ -1,9 +1,10 @@
-"""State that lasts from step to step: one row per running request.
+"""State that lasts from step to step, with one row per running request.
 
-The device holds what changes with every token (the token history, how much of it has KV), so that no work between two
-steps waits for the host. The host holds the scheduler's part: block tables and parameters. The states that are sampled
-from are in hidden_states.py.
-Row `pad_row` belongs to no request: padding reads and writes there.
+The device holds what changes with every token: the token history and how much of it has KV. So no work between two
+steps waits for the host. The host holds the scheduler's part: block tables and parameters. Hidden states are in
+hidden_states.py.
+
+Row `pad_row` belongs to no request. Padding reads and writes there.
 """
 
 from __future__ import annotations
@@ -41,9 +42,14 @@ class Requests:
         in_flight: int = 0,
         keeps_kv: bool = True,
     ) -> None:
-        """`windows`: the sliding window of each KV cache group's layers; None: no window.
-        `keeps_kv`: False for encoders, whose KV is for one forward: the scheduler gives their requests no blocks.
-        `in_flight`: the host's count of a row's tokens may be too high by this many, those of a step included."""
+        """Allocate the rows.
+
+        Args:
+            windows: Sliding window of each KV cache group's layers, or None.
+            in_flight: By how much the host's count of a row's tokens may be too high, including the tokens of the step.
+            keeps_kv: False for encoders, whose KV lasts for one forward and whose requests get no blocks from the
+                scheduler.
+        """
         self.backend = backend
         self._windows = list(windows or [None] * len(block_sizes))
         self._in_flight = in_flight
@@ -57,7 +63,7 @@ class Requests:
         self.ended: list[str] = []
         """Requests that finished with the last `apply`."""
         self.max_drafts: dict[str, int] = {}
-        """The limits of requests that may draft fewer than k after the step of the last `apply`."""
+        """Maps requests that may draft fewer than k tokens after the step of the last `apply` to their limits."""
         self._free_rows = list(range(max_rows - 1, -1, -1))
         self._seed = seed
         self._num_seen = 0
@@ -70,23 +76,27 @@ class Requests:
         self._history = torch.zeros((max_rows + 1) * max_len, dtype=torch.int32, device=backend.traits.torch_device)
         self.computed_R = torch.zeros(max_rows + 1, dtype=torch.int32, device=backend.traits.torch_device)
         self.num_drafts_R = torch.zeros(max_rows + 1, dtype=torch.int32, device=backend.traits.torch_device)
-        """How many drafts follow a row's last token, to be verified; or `FAULTY`."""
+        """Number of drafts after each row's last token that wait for verification, or `FAULTY`."""
         self._write_rows = backend.graphs.graph(self._start_rows)
 
     @property
     def history_RM(self) -> torch.Tensor:
-        """int32: every row's tokens; read-only."""
+        """Return int32 [R, M]: the tokens of every row, read-only."""
         return self._history.view(-1, self.max_len)
 
     def in_use(self) -> dict[str, int]:
-        """All zero once all requests have ended and a step has reported it."""
+        """Return the numbers of requests and rows in use, which are 0 once a step has reported that all requests
+        ended."""
         return {"requests": len(self.by_id), "rows": self.pad_row - len(self._free_rows)}
 
     # --- the scheduler's output ---
 
     def apply(self, scheduled: SpecSchedulerOutput) -> None:
-        """Free before admitting: an id may leave and come back in one step. Sorted, since sets of strings have another
-        order in each process: rows and suffix caches have to be assigned in the same order on every rank."""
+        """Follow the scheduler's output.
+
+        Rows are freed before requests are admitted, since an id may leave and come back in one step. Ids are sorted,
+        because the order of a set of strings differs between processes and all ranks must assign the same rows.
+        """
         self.admitted.clear()
         self.freed_rows.clear()
         self.ended.clear()
@@ -105,12 +115,12 @@ class Requests:
         self.max_drafts = scheduled.max_drafts
 
     def find_running(self, req_ids: Iterable[str]) -> list[Request]:
-        """Return those of the requests that have a row."""
+        """Return those requests that have a row."""
         found = (self.by_id.get(req_id) for req_id in req_ids)
         return [request for request in found if request is not None and request.row != NO_ROW]
 
     def paced_rows(self) -> list[tuple[int, int]]:
-        """`max_drafts` by row."""
+        """Return the row and the limit of each request in `max_drafts`."""
         return [(self.by_id[req_id].row, max_drafts) for req_id, max_drafts in self.max_drafts.items()]
 
     def _apply_new(self, new: NewRequestData) -> None:
@@ -175,13 +185,13 @@ class Requests:
         )
 
     def warm_up(self) -> None:
-        """Run what admissions run, on the pad row."""
+        """Run the graphs of admissions on the pad row."""
         for num_rows in group_sizes(self.pad_row):
             tokens_NM = np.zeros((num_rows, self.max_len), dtype=np.int32)
             self._write([self.pad_row] * num_rows, tokens_NM, [0] * num_rows)
 
     def _start_rows(self, rows_N: torch.Tensor, tokens: torch.Tensor, num_computed_N: torch.Tensor) -> None:
-        """`tokens`: int32 [N * M]."""
+        """Write the histories of admitted rows. `tokens` is int32 [N * M]."""
         offsets_M = torch.arange(self.max_len, dtype=torch.int32, device=rows_N.device)
         self._history.index_copy_(0, (rows_N[:, None] * self.max_len + offsets_M).flatten(), tokens)
         self.computed_R.index_copy_(0, rows_N, num_computed_N)
@@ -202,8 +212,11 @@ class Requests:
     def blocks(
         self, rows_np: np.ndarray, ends: Sequence[int], context: int, counts: Sequence[int] | None = None
     ) -> HostBlocks:
-        """The rows' block tables, wide enough for `context` tokens. The first rows end at `ends`; of
-        prompt chunks, which end there exactly, after `counts` tokens."""
+        """Return the rows' block tables, wide enough for `context` tokens.
+
+        `ends` holds the numbers of tokens of the first rows; the rest is padding. For prompt chunks `counts` holds the
+        numbers of tokens in the chunks, and `ends` is exact.
+        """
         if self._keeps_kv:
             tables = tuple(
                 table[rows_np, : -(-context // size)]
@@ -216,7 +229,7 @@ class Requests:
         return HostBlocks(tables, tuple(self.block_sizes), lengths_B=lengths_B, counts_B=counts_B)
 
     def decode_blocks(self, rows_np: np.ndarray, ends: Sequence[int], context: int) -> HostBlocks:
-        """The blocks of a decode whose first rows have `ends` tokens; `context` as `Shapes` counts it for decodes."""
+        """Return the blocks of a decode whose first rows have `ends` tokens. `Shapes` defines `context` for decodes."""
         if not self.backend.traits.flat_decode:
             return self.blocks(rows_np, ends, context)
         tables, flat = [], []
@@ -238,15 +251,15 @@ class Requests:
     # --- state on the device ---
 
     def tokens_at(self, rows_B: torch.Tensor, positions_BQ: torch.Tensor) -> torch.Tensor:
-        """int32: tokens of the rows' histories at the given positions, shape of `positions_BQ`."""
+        """Return int32, in the shape of `positions_BQ`: tokens of the rows' histories at these positions."""
         shape = positions_BQ.shape
         index = rows_B.view(-1, *[1] * (len(shape) - 1)) * self.max_len + positions_BQ
         return self._history.index_select(0, index.flatten()).view(shape)
 
     def advance(self, rows_B: torch.Tensor, last_B: torch.Tensor, verification: Verification) -> None:
-        """Append what was sampled. `last_B` is the position of each row's last token before this step.
+        """Append the sampled tokens and drop the drafts after them.
 
-        This drops the drafts after the newest token.
+        `last_B` is the position of each row's last token before this step.
         """
         self._append(rows_B, last_B + 1, verification.tokens_BQ, verification.num_sampled_B)
         # KV exists for everything but the newest token.
@@ -258,42 +271,44 @@ class Requests:
         self.num_drafts_R.index_copy_(0, rows_B, torch.zeros_like(rows_B, dtype=torch.int32))
 
     def reported_drafts(self, rows_B: torch.Tensor, num_verified_B: torch.Tensor) -> torch.Tensor:
-        """int32: how many drafts a step verified, as reported to the host: `FAULTY` if their drafter failed,
-        `UNVERIFIED` if it drafted and none of its drafts was verified."""
+        """Return int32 [B]: the number of drafts that a step verified, as reported to the host.
+
+        It is `FAULTY` if the drafter failed, and `UNVERIFIED` if the row had drafts and none of them was verified.
+        """
         num_drafts_B = self.num_drafts_R.index_select(0, rows_B)
         reported_B = torch.where((num_drafts_B > 0) & (num_verified_B == 0), UNVERIFIED, num_verified_B)
         return torch.where(num_drafts_B == FAULTY, FAULTY, reported_B).int()
 
     def lengths(self, rows_B: torch.Tensor) -> torch.Tensor:
-        """int32 [B]: tokens of rows that have sampled, the newest included: all but that one have KV."""
+        """Return int32 [B]: number of tokens of rows that have sampled. All but the newest token have KV."""
         return self.computed_R.index_select(0, rows_B) + 1
 
     def drafts(self, rows_B: torch.Tensor, num_drafts: int) -> Drafts:
-        """The drafts that wait to be verified, `num_drafts` at most; none in a row with a fault."""
+        """Return the drafts that wait for verification, at most `num_drafts` per row and none for a faulty row."""
         offsets_K = torch.arange(num_drafts, dtype=torch.int32, device=rows_B.device)
         tokens_BK = self.tokens_at(rows_B, self.lengths(rows_B)[:, None] + offsets_K)
         return Drafts(tokens_BK, self.num_drafts_R.index_select(0, rows_B).clamp(min=0))
 
     def put_drafts(self, rows_B: torch.Tensor, lengths_B: torch.Tensor, drafts: Drafts) -> None:
-        """Write drafts after the `lengths_B` tokens of each row, for the next step to verify."""
+        """Write drafts after the first `lengths_B` tokens of each row, for the next step to verify."""
         self._append(rows_B, lengths_B, drafts.tokens_BK, drafts.num_drafts_B)
         self.backend.row_operations.put(self.num_drafts_R, rows_B, drafts.num_drafts_B, pad_row=self.pad_row)
 
     def put_host_drafts(self, rows_B: torch.Tensor, more_BX: torch.Tensor) -> None:
-        """Write drafts that the host made: of each row their number, then the tokens."""
+        """Write drafts made on the host. Each row of `more_BX` has their number, then the tokens."""
         num_drafts_B, tokens_BK = more_BX.split([1, more_BX.shape[1] - 1], dim=1)
         self.put_drafts(rows_B, self.lengths(rows_B), Drafts(tokens_BK, num_drafts_B.squeeze(1)))
 
     def _append(
         self, rows_B: torch.Tensor, first_B: torch.Tensor, tokens_BN: torch.Tensor, num_B: torch.Tensor
     ) -> None:
-        """Write the first `num_B` tokens of each row from position `first_B` on; the others go to the pad row."""
+        """Write the first `num_B` tokens of each row from position `first_B` on. The others go to the pad row."""
         self.backend.row_operations.append(
             self._history, rows_B, first_B, tokens_BN, num_B, width=self.max_len, pad_row=self.pad_row
         )
 
     def set_computed(self, rows_B: torch.Tensor, computed_B: torch.Tensor) -> None:
-        """How many tokens of each row have KV. The pad row stays at 0."""
+        """Set the number of tokens of each row that have KV. The pad row stays at 0."""
         self.backend.row_operations.put(self.computed_R, rows_B, computed_B, pad_row=self.pad_row)
 
     def _upload(self, array: np.ndarray) -> torch.Tensor:
@@ -301,7 +316,10 @@ class Requests:
 
 
 def _prompt_of(new: NewRequestData) -> tuple[list[int], PromptEmbeddings | None]:
-    """The tokens of a prompt, and its embeddings. In place of these vLLM may send what is no token of the model."""
+    """Return a prompt's tokens and its embeddings.
+
+    In place of embeddings vLLM may send ids that are not in the vocabulary; they become 0.
+    """
     if new.prompt_embeds is None:
         assert new.prompt_token_ids is not None
         return list(new.prompt_token_ids), None
@@ -314,7 +332,8 @@ def _prompt_of(new: NewRequestData) -> tuple[list[int], PromptEmbeddings | None]
 
 
 def _in_turn(num_rows: int, ends: Sequence[int], context: int, block_size: int) -> np.ndarray:
-    """int32 [B, W]: blocks of memory that no row keeps, one row's after another's from block 1 on."""
+    """Return int32 [B, W]: consecutive blocks for one row after another, starting at block 1, in memory that no row
+    keeps."""
     counts_np = np.zeros(num_rows, dtype=np.int32)
     counts_np[: len(ends)] = -(-np.asarray(ends, dtype=np.int32) // block_size)
     first_np = 1 + counts_np.cumsum(dtype=np.int32) - counts_np
@@ -323,9 +342,10 @@ def _in_turn(num_rows: int, ends: Sequence[int], context: int, block_size: int) 
 
 
 def _listed(table_np: np.ndarray, begin_np: np.ndarray, end_np: np.ndarray, size: int) -> np.ndarray:
-    """int32 [3, size]: block, row and index of the rows' blocks from `begin_np` to `end_np`. Padding belongs to no row.
+    """Return int32 [3, size]: block, row and index of the rows' blocks from `begin_np` to `end_np`.
 
-    For a resumed request vLLM puts block 0 where a sliding window has passed; it is not listed.
+    Padding belongs to no row. For a resumed request vLLM puts block 0 where a sliding window has passed; it is left
+    out.
     """
     rows, width = table_np.shape
     index_np = np.arange(width)
@@ -338,8 +358,11 @@ def _listed(table_np: np.ndarray, begin_np: np.ndarray, end_np: np.ndarray, size
 
 
 def host_lengths(backend: DeviceBackend, num_rows: int, ends: Sequence[int], context: int) -> torch.Tensor | None:
-    """For `Blocks.lengths_B`: the first rows have at most `ends` tokens of KV when the graph ends, and none has more
-    than `context`, for which there are blocks. The rest is padding, which reads one key."""
+    """Return `Blocks.lengths_B`, or None on devices that do not need it.
+
+    The first rows have at most `ends` tokens of KV when the graph ends, and no more than `context`, for which there are
+    blocks. The rest is padding, which reads one key.
+    """
     if not backend.traits.needs_host_lengths:
         return None
     lengths_np = np.ones(num_rows, dtype=np.int32)
@@ -348,7 +371,7 @@ def host_lengths(backend: DeviceBackend, num_rows: int, ends: Sequence[int], con
 
 
 def host_counts(num_rows: int, counts: Sequence[int]) -> torch.Tensor:
-    """For `Blocks.counts_B`: rows of padding have none."""
+    """Return `Blocks.counts_B`, with 0 for rows of padding."""
     counts_np = np.zeros(num_rows, dtype=np.int32)
     counts_np[: len(counts)] = counts
     return torch.from_numpy(counts_np)

@@ -1,8 +1,8 @@
-"""The closed list of shapes of sampling passes, and the smallest that fits.
+"""The closed list of shapes of sampling passes.
 
-Where each shape and branch is compiled, a pass lists the positions that sample, whatever rows they belong to: a verify
-step of few rows and a plain step of many are one graph, and a row without drafts has one position in either. Elsewhere,
-and where an acceptance rule reads the positions of a row together, a pass is a rectangle.
+Where each shape and branch is compiled, a pass lists the positions that sample, whichever rows they belong to. So a
+verification of few rows and a plain step of many rows share a graph, and a row without drafts has one position in both.
+Elsewhere, and where an acceptance rule reads the positions of a row together, a pass is a rectangle.
 """
 
 from __future__ import annotations
@@ -19,16 +19,16 @@ if TYPE_CHECKING:
     from vllm_gaudi_spec.sampling.params import Branch
 
 _SMALLEST = 16
-"""Fewer positions cost about as much: reading the weights of the output layer takes longer than computing with them."""
+"""Fewer positions cost about as much, since reading the output layer's weights takes longer than the computation."""
 _NUM_LISTED, _NUM_RECTANGLES = 7, 5
-"""At most so many sizes for a branch, the largest: so a configuration has at most 40 of these graphs."""
+"""Most sizes of a branch, so that a configuration has at most 40 of these graphs."""
 
 
 class SampleShapes:
     def __init__(
         self, shapes: Shapes, *, max_rows: int, lists: bool, needs_rectangle: Callable[[Branch], bool]
     ) -> None:
-        """`lists`: whether passes list positions. `needs_rectangle`: whether a verify step of a branch does not."""
+        """`lists`: whether passes list positions. `needs_rectangle`: whether the verification of a branch does not."""
         self._lists = lists
         self._needs_rectangle = needs_rectangle
         self._max_rows = max_rows
@@ -40,7 +40,7 @@ class SampleShapes:
         self._usual = _halved(max_rows * self._max_queries, _SMALLEST)[-_NUM_LISTED:]
 
     def fit(self, num_queries: int, num_positions: Sequence[int], branch: Branch) -> SampleShape:
-        """For a step whose requests have up to `num_queries` positions each: each has `num_positions`."""
+        """Return the shape of a step whose requests have `num_positions` positions each, at most `num_queries`."""
         if self._is_rectangle(num_queries, branch):
             num_rows = len(num_positions)
             rows = fit(_fewer(self._rectangles, branch), num_rows) if self._lists else self._fit_rows(num_rows)
@@ -53,7 +53,7 @@ class SampleShapes:
         return min(every)[0]
 
     def every(self, branches: Iterable[Branch]) -> Iterator[tuple[SampleShape, Branch]]:
-        """All that `fit` can return, the largest of each branch first."""
+        """Yield every shape and branch that `fit` can return, the largest shape of each branch first."""
         for branch in branches:
             if self._lists:
                 for size in reversed(self._sizes(branch)):
@@ -78,20 +78,21 @@ class SampleShapes:
 
 
 def _fewer(sizes: tuple[int, ...], branch: Branch, at_least: int = 1) -> tuple[int, ...]:
-    """For branches that few requests need: every second, or every fourth; for all, every `at_least`-th."""
+    """Return every second or fourth size for branches that few requests need, and every `at_least`-th for all."""
     step = 4 if branch.is_rarest else 2 if branch.is_full else 1
     return sizes[:: -max(step, at_least)][::-1]
 
 
 def holds(large: tuple[SampleShape, Branch], small: tuple[SampleShape, Branch]) -> bool:
-    """Whether a pass can be padded to another: of the same branch, over more positions or rows."""
+    """Whether a pass can be padded to another one: of the same branch, with more positions or rows."""
     (of_large, branch), (of_small, same) = large, small
     alike = branch == same and of_large.queries == of_small.queries
     return alike and bool(of_large.positions) == bool(of_small.positions) and of_large >= of_small
 
 
 def _halved(largest: int, smallest: int) -> tuple[int, ...]:
-    """From `largest` down to at least `smallest`: a full bucket of rows with drafts fits exactly."""
+    """Return sizes from `largest` down to at least `smallest`, so that a full bucket of rows with drafts fits
+    exactly."""
     sizes = [largest]
     while sizes[-1] >= 2 * smallest:
         sizes.append(-(-sizes[-1] // 2))

@@ -1,4 +1,4 @@
-"""The closed list of step shapes: every rectangle that a configuration can reach, and the smallest that fits."""
+"""The closed list of step shapes: every rectangle that a configuration can reach."""
 
 from __future__ import annotations
 
@@ -29,27 +29,27 @@ logger = init_logger(__name__)
 class Shapes:
     decode_rows: tuple[int, ...]
     decode_queries: tuple[int, ...]
-    """1 for plain decoding, and 1 + k when there are drafts to verify."""
+    """1 for plain decoding, and 1 + k if there are drafts to verify."""
     prefill_rows: tuple[int, ...]
     prefill_queries: tuple[int, ...]
     contexts: tuple[int, ...]
-    """Tokens of KV a row."""
+    """Tokens of KV per row."""
     entries: tuple[int, ...]
-    """Blocks of KV in all rows of a decode, on devices that list them; else none, and `contexts` serve decodes too."""
+    """Total KV blocks of a decode on devices that list them; elsewhere empty, and `contexts` serve decodes too."""
     max_len: int
-    """The most tokens of a row."""
+    """Most tokens of a row."""
     block_size: int
-    """Tokens of a block."""
+    """Number of tokens in a block."""
     most_rows: int
-    """As `--max-num-seqs` allows; more than the last of `decode_rows` where the user's list is shorter."""
+    """`--max-num-seqs`, which exceeds the last of `decode_rows` if the user's list is shorter."""
     longest_chunk: int
-    """As `--max-num-batched-tokens` allows; the same for `prefill_queries`."""
+    """`--max-num-batched-tokens`, which may exceed the last of `prefill_queries` likewise."""
     max_prefill_tokens: int
-    """The most tokens of prompt chunks that share a forward, padding included. A single chunk may be longer."""
+    """Most tokens of prompt chunks that share a forward, padding included. A single chunk may be longer."""
     buckets: Buckets
     """How the lists were made."""
     cold: ColdSizes = field(default_factory=ColdSizes, compare=False, repr=False)
-    """Those that are not made yet."""
+    """Sizes that background warm-up has not made yet."""
     computes_padding: bool = False
     """Whether a token of padding costs as much as any other."""
 
@@ -64,7 +64,10 @@ class Shapes:
         block_size: int | None = None,
         num_blocks: int | None = None,
     ) -> Shapes:
-        """`block_size`: of the smallest blocks, and how many blocks of KV there are, once they are known."""
+        """Derive the lists from the options.
+
+        `block_size` and `num_blocks` are those of the smallest KV blocks, once they are known.
+        """
         scheduler, max_len = vllm_config.scheduler_config, vllm_config.model_config.max_model_len
         if num_drafts > backend.traits.max_drafts:
             raise UnsupportedConfigError(
@@ -115,7 +118,7 @@ class Shapes:
         )
 
     def of_length(self, max_len: int, backend: DeviceBackend) -> Shapes:
-        """The same batches for rows of up to `max_len` tokens with block tables."""
+        """Return shapes with the same batches for rows of up to `max_len` tokens, with block tables."""
         # A drafter's step may read one token more than a verify step has.
         widest = max(self.longest_chunk, self.decode_queries[-1] + 1)
         return replace(
@@ -131,25 +134,28 @@ class Shapes:
         return self.contexts[-1]
 
     def fit_rows(self, num_rows: int) -> int:
-        """The bucket for `num_rows` rows that decode or sample in one step."""
+        """Return the bucket for `num_rows` rows that decode or sample in one step."""
         return _fit_or_late(self.decode_rows, num_rows, self.most_rows, "batch_buckets")
 
     def fit_queries(self, num_tokens: int) -> int:
-        """The bucket for a prompt chunk."""
+        """Return the bucket for a prompt chunk."""
         return _fit_or_late(self.prefill_queries, num_tokens, self.longest_chunk, "prefill_buckets")
 
     def fit_context(self, num_tokens: int) -> int:
         return fit(self.contexts, num_tokens)
 
     def decode_context(self, ends: Sequence[int]) -> int:
-        """For a decode of rows with `ends` tokens of KV, those of the step included."""
+        """Return the context of a decode whose rows have `ends` tokens of KV, including those of the step."""
         if not self.entries:
             return fit(self.contexts, min(max(ends, default=0), self.max_context))
         num_entries = sum(-(-min(end, self.max_len) // self.block_size) for end in ends)
         return fit(self.entries, num_entries) if num_entries <= self.entries[-1] else self._unlisted(num_entries)
 
     def _unlisted(self, num_entries: int) -> int:
-        """A size beyond the list: a graph that is made late, where sequences share more KV blocks than the list has."""
+        """Return a size beyond the list, whose graph is made late.
+
+        A step needs it if sequences share more KV blocks than the list allows for.
+        """
         logger.warning_once(
             "A decode lists %d KV blocks, and the largest block bucket is %d: a graph is made while serving. Raise "
             "additional_config.gaudi_spec.block_buckets, or lower --max-num-seqs.",
@@ -162,7 +168,7 @@ class Shapes:
         return size
 
     def decode(self, num_queries: int, ends: Sequence[int], num_rows: int = 0) -> Shape:
-        """`num_rows`: where it is more than the rows of `ends`."""
+        """Return the shape of a decode. `num_rows` may exceed the number of `ends`."""
         rows, context = self.fit_rows(max(len(ends), num_rows)), self.decode_context(ends)
         if self.entries and rows > self.fit_rows(len(ends)):
             # So many rows have more blocks than these, or it would be another shape.
@@ -171,13 +177,17 @@ class Shapes:
         return self._warm(Shape(DECODE, rows, num_queries, context))
 
     def prefill(self, num_rows: int, longest: int, end: int) -> Shape:
-        """`end`: that of the row with the most tokens; padding may extend past the context."""
+        """Return the shape of prompt chunks.
+
+        `end` is the largest number of tokens of a row. Padding may extend past the context.
+        """
         queries = self.fit_queries(longest)
         context = fit(self.prefill_contexts(queries), end)
         return self._warm(Shape(PREFILL, fit(self.prefill_rows, num_rows), queries, context))
 
     def prefill_contexts(self, queries: int) -> tuple[int, ...]:
-        """Of chunks of this bucket: that of a prompt's first chunk, and all that a later one may have."""
+        """Return the contexts of chunks in this bucket: that of a prompt's first chunk, and all those of later
+        chunks."""
         if len(self.contexts) == 1:  # the device reads the blocks that a row has, whatever the width
             return self.contexts
         first = round_up(queries, self.block_size)
@@ -185,7 +195,7 @@ class Shapes:
         return tuple(sorted({first, *(size for size in self.contexts if first < size < longest), longest}))
 
     def _warm(self, shape: Shape) -> Shape:
-        """The shape, or while its graphs are not made the smallest that holds it and has its graphs."""
+        """Return the shape or, while its graphs are not made, the smallest one that holds it and has its graphs."""
         if shape not in self.cold:
             return shape
         return min(
@@ -201,7 +211,7 @@ class Shapes:
         return (wider == 0 or large.phase == PREFILL) and large.context >= small.context
 
     def prefill_rows_at(self, queries: int) -> int:
-        """How many chunks of this bucket may share a forward."""
+        """Return how many chunks of this bucket may share a forward."""
         bucket = self.fit_queries(queries)
         if bucket > self.prefill_queries[-1]:
             return 1  # made late, and larger than what memory was measured with
@@ -209,7 +219,7 @@ class Shapes:
 
     @property
     def largest_prefill(self) -> int:
-        """Tokens of the largest rectangle of prompt chunks, also if it is made late."""
+        """Number of tokens in the largest rectangle of prompt chunks, even if it is made late."""
         return max(self.longest_chunk, *(shape.tokens for shape in self.prefills()))
 
     def share_chunk(self, longest: int, shortest: int) -> bool:
@@ -217,7 +227,7 @@ class Shapes:
         return not self.computes_padding or self.fit_queries(longest) == self.fit_queries(shortest)
 
     def split_rows(self, num_rows: int, longest: int) -> list[int]:
-        """How many of so many chunks each rectangle has, so that none is padding for a large part."""
+        """Return how many chunks each rectangle gets, so that no rectangle is mostly padding."""
         if not self.computes_padding:
             return [num_rows]
         parts, queries = [], self.fit_queries(longest)
@@ -230,7 +240,7 @@ class Shapes:
         return parts
 
     def prefills(self) -> list[Shape]:
-        """Every shape of prompt chunks that can be reached."""
+        """Yield every reachable shape of prompt chunks."""
         return [
             Shape(PREFILL, rows, queries, context)
             for queries in self.prefill_queries
@@ -240,7 +250,7 @@ class Shapes:
         ]
 
     def decode_sizes(self) -> list[tuple[int, int]]:
-        """Rows and contexts of every decode that can be reached."""
+        """Yield rows and context of every reachable decode."""
         if not self.entries:
             return list(product(self.decode_rows, self.contexts))
         max_blocks = -(-self.max_len // self.block_size)
@@ -253,7 +263,7 @@ class Shapes:
         ]
 
     def all(self) -> list[Shape]:
-        """Every shape, largest first: memory is allocated once, by the shape that needs most."""
+        """Yield every shape, largest first, so that the shape that needs the most memory allocates it once."""
         decodes = (
             Shape(DECODE, rows, queries, context)
             for rows, context in self.decode_sizes()
@@ -269,12 +279,14 @@ def _contexts(buckets: Buckets, max_len: int, widest: int, backend: DeviceBacken
 
 
 _TOKENS_OF_A_FORWARD = 256
-"""So much padding costs about as much as another forward, which reads all weights again."""
+"""This much padding costs about as much as another forward, which reads all weights again."""
 
 BLOCK_SHARING = 3
-"""How often sequences that share a prefix may list one KV block. Without a bound the largest bucket would be
-max_num_seqs * max_model_len, whatever the memory holds: vllm-gaudi ran out of memory in warm-up for that and has this
-bound since its pull request 1700, where about 2 was observed."""
+"""How often sequences that share a prefix may list one KV block.
+
+Without this bound the largest bucket would be max_num_seqs * max_model_len, whatever the memory holds. vllm-gaudi ran
+out of memory in warm-up for that reason and has had this bound since vllm-gaudi#1700, where about 2 was observed.
+"""
 
 
 def _entries(buckets: Buckets, max_entries: int, num_blocks: int | None) -> tuple[int, ...]:
@@ -285,7 +297,7 @@ def _entries(buckets: Buckets, max_entries: int, num_blocks: int | None) -> tupl
 
 
 def fit(buckets: tuple[int, ...], size: int) -> int:
-    """The smallest bucket that holds `size`."""
+    """Return the smallest bucket that holds `size`."""
     index = bisect_left(buckets, size)
     if index == len(buckets):
         raise AssertionError(f"{size} is larger than the largest bucket {buckets[-1]}")
@@ -293,7 +305,7 @@ def fit(buckets: tuple[int, ...], size: int) -> int:
 
 
 def _fit_or_late(buckets: tuple[int, ...], size: int, largest: int, name: str) -> int:
-    """`largest`, where the user's list ends before `size`: all that exceeds the list shares what is made late."""
+    """Return the bucket or, if the user's list ends before `size`, `largest`, whose graph is made late."""
     if size <= buckets[-1]:
         return fit(buckets, size)
     logger.warning_once(
@@ -321,21 +333,21 @@ def _must_not_waste(name: str, buckets: tuple[int, ...], needed: int, option: st
 
 _LISTS = ("batch", "prefill", "blocks")
 _NUM_LINEAR = 16
-"""Sizes of a linear list, which determine its step."""
+"""Number of sizes in a linear list, which determines its step."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Buckets:
-    """Lists of the user, and how the others are made."""
+    """The user's lists, and how the other lists are made."""
 
     batch: tuple[int, ...] | None = None
     """Decode batch sizes."""
     prefill: tuple[int, ...] | None = None
     """Prompt chunk lengths."""
     blocks: tuple[int, ...] | None = None
-    """Blocks of KV in all rows of a decode."""
+    """Total KV blocks of a decode."""
     coarse: bool = False
-    """Each size costs a graph: grow by powers of two."""
+    """Whether sizes grow by powers of two, since each costs a graph."""
     linear: bool = False
 
     @classmethod
@@ -359,7 +371,7 @@ class Buckets:
         return _linear(smallest, largest) if self.linear else geometric(smallest, largest, growth)
 
     def batch_sizes(self, largest: int) -> tuple[int, ...]:
-        """1, 2, 3, 4, 6, 8, 12, 16, ...: at most a third of a step is padding. Powers of two if each costs a graph."""
+        """Return 1, 2, 3, 4, 6, 8, 12, 16, ..., which pads a step by at most a third, or powers of two if `coarse`."""
         if self.linear:
             return _linear(1, largest)
         steps = (2,) if self.coarse else (2, 3)
@@ -368,7 +380,7 @@ class Buckets:
 
 
 def _read(path: Path) -> dict[str, tuple[int, ...]]:
-    """A JSON file with some of the lists by name."""
+    """Read lists by name from a JSON file."""
     option = f"additional_config.gaudi_spec.buckets_file {path}"
     try:
         lists = json.loads(read_named_file(path))
@@ -385,7 +397,7 @@ def _linear(smallest: int, largest: int) -> tuple[int, ...]:
 
 
 def geometric(smallest: int, largest: int, growth: float) -> tuple[int, ...]:
-    """Multiples of `smallest` that grow by at most about `growth`, up to one that covers `largest`."""
+    """Return multiples of `smallest` that grow by at most about `growth`, up to one that covers `largest`."""
     buckets = [smallest]
     while buckets[-1] < largest:
         buckets.append(max(buckets[-1] + smallest, _round_down(int(buckets[-1] * growth), smallest)))

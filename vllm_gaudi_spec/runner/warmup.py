@@ -1,4 +1,4 @@
-"""Run every step signature once, through the functions that serve requests, on padding only."""
+"""Warm-up, which runs every step signature once on padding, through the functions that serve requests."""
 
 from __future__ import annotations
 
@@ -54,7 +54,7 @@ Size = TypeVar("Size")
 
 
 class Runner(Protocol):
-    """The parts of the model runner that warm-up runs."""
+    """The parts of the model runner that warm-up uses."""
 
     vllm_config: VllmConfig
     backend: DeviceBackend
@@ -79,7 +79,7 @@ class Runner(Protocol):
 
 
 def jobs(runner: Runner) -> Iterator[Job]:
-    """Jobs for every step signature that the configuration can reach, forwards from the largest on."""
+    """Yield jobs for every step signature that the configuration can reach, starting with the largest forwards."""
     yield Job("states", partial(_touch_states, runner))
     for extension in runner.extensions:
         yield from extension.jobs()
@@ -94,18 +94,21 @@ def jobs(runner: Runner) -> Iterator[Job]:
 
 
 def manifest(runner: Runner) -> set[Hashable]:
-    """Every step signature that the configuration can reach, listed without running."""
+    """Return every step signature that the configuration can reach, without running any."""
     return {signature for job in jobs(runner) for signature in job.signatures}
 
 
 def is_run(job: Job, max_tokens: int) -> bool:
-    """Whether a job is run and not only listed: it has `max_tokens` tokens at most (-1: no limit) and a greedy branch.
-    Where nothing is compiled per shape, running the others would only cost time."""
+    """Whether warm-up runs a job instead of only listing it.
+
+    It does if the job has a greedy branch and at most `max_tokens` tokens (-1: no limit). Where nothing is compiled per
+    shape, running the others would only cost time.
+    """
     return max_tokens < 0 or (job.is_common and job.num_tokens <= max_tokens)
 
 
 def warm_up(runner: Runner, max_tokens: int) -> IdleWarmUp:
-    """What is returned is left for idle steps."""
+    """Run warm-up and return what it leaves to idle steps."""
     recorder, backend = runner.recorder, runner.backend
     memory = WarmUpMemory(backend.memory, runner.vllm_config, runner.kv_cache.num_bytes)
     recorder.expect(manifest(runner))
@@ -167,8 +170,11 @@ def warm_up(runner: Runner, max_tokens: int) -> IdleWarmUp:
 
 
 def split(runner: Runner, chosen: list[Job]) -> tuple[list[Job], list[Job]]:
-    """Runs that serving needs: those of a size that no other can stand in for, and all that have none. And the others,
-    the smallest sizes first, which most batches of a server have that has just begun."""
+    """Return the jobs to run before serving, and those left to idle steps.
+
+    Serving needs the jobs without a size, and the sizes that no other size can replace. The others are sorted from the
+    smallest on, as most batches of a newly started server are small.
+    """
     shapes: list[Shape] = []
     passes: list[tuple[SampleShape, Branch]] = []
     for job in chosen:
@@ -193,7 +199,7 @@ def _largest(sizes: list[Size], holds: Callable[[Size, Size], bool]) -> Iterator
 
 
 class IdleWarmUp:
-    """The rest of warm-up, a run at a time: while no client has a request."""
+    """The rest of warm-up, run one job at a time while there are no requests."""
 
     def __init__(self, runner: Runner, postponed: list[Job], memory: WarmUpMemory) -> None:
         self._runner = runner
@@ -203,7 +209,7 @@ class IdleWarmUp:
         runner.shapes.cold.postpone(postponed)
 
     def run_next(self) -> None:
-        """A no-op where nothing is left."""
+        """Run the next job, if any is left."""
         if not self._jobs:
             return
         job, backend, recorder = self._jobs.popleft(), self._runner.backend, self._runner.recorder
@@ -221,7 +227,7 @@ class IdleWarmUp:
 
 
 def work_of(runner: Runner, chosen: list[Job]) -> WarmUpWork:
-    """What these runs make, for the device's estimate."""
+    """Return what these jobs make, for the device's estimate."""
     made = {signature for job in chosen for signature in job.signatures}
     passes = {job.size for job in chosen if isinstance(job.size, tuple) and not isinstance(job.size, Shape)}
     forwards = tuple(signature for signature in made if isinstance(signature, Shape))
@@ -240,7 +246,7 @@ def _listed(sizes: tuple[int, ...]) -> str:
 
 
 def write_manifest(runner: Runner) -> None:
-    """Write a JSON file, named by a hash of its content. The server does not need it."""
+    """Write the manifest to a JSON file named by a hash of its content. The server itself does not need it."""
     model = runner.vllm_config.model_config
     device = {"device": runner.backend.traits.name, "mode": runner.backend.traits.mode, "dtype": str(model.dtype)}
     text = json.dumps(device | {"graphs": sorted(map(str, runner.recorder.manifest))}, indent=1) + "\n"
@@ -273,7 +279,10 @@ def _forward(runner: Runner, shape: Shape) -> None:
 
 
 def _sampling_pass(runner: Runner, shape: SampleShape, branch: Branch) -> Job:
-    """With the reports of its step: without drafts, and with them where a drafter on the device may report some."""
+    """Make the job of a sampling pass and of its step's reports.
+
+    A report may or may not contain drafts if they are made on the device.
+    """
     sizes, has_drafts = sizes_of_report(shape, branch), runner.drafting.reports_drafts
     reports = [report_signature(sizes, has_drafts=kind) for kind in ((False, True) if has_drafts else (False,))]
     drafts = [drafts_signature(shape.rows)] if has_drafts else []

@@ -1,4 +1,4 @@
-"""Extensions of the model runner: features that only some models or options have.
+"""Extensions of the model runner: features that only some models or options need.
 
 The runner holds a list of them and calls their hooks; it knows none by name. To delete a feature, delete its file and
 its line in `RunnerParts._make_extensions`.
@@ -17,22 +17,24 @@ if TYPE_CHECKING:
 
 
 class Extension:
-    """The hooks, in the order in which a step calls them. By default they do nothing."""
+    """The hooks in the order in which a step calls them. The defaults do nothing."""
 
     def apply(self, scheduled: SpecSchedulerOutput, requests: Requests) -> None:
-        """Follow the scheduler's output. `requests` has followed it already."""
+        """Follow the scheduler's output, which `requests` has already followed."""
 
     def fit(self, planned: list[Planned]) -> list[Planned]:
         """Return the batches that this rank runs."""
         return planned
 
     def add_to(self, batch: Batch) -> Batch:
-        """Return the batch with what its forward reads besides tokens. Padding, which has no requests, gets the same
-        form where steps are captured."""
+        """Return the batch with what its forward reads besides tokens.
+
+        Where steps are captured, padding, which has no requests, has to get the same form.
+        """
         return batch
 
     def after_forward(self, batch: Batch) -> None:
-        """Take what a batch's forward left, before the next one overwrites it."""
+        """Use what a batch's forward left before the next one overwrites it."""
 
     def after_forwards(self, scheduled: SpecSchedulerOutput) -> None:
         """Act after the last forward of a step."""
@@ -41,10 +43,10 @@ class Extension:
         """Add what a step reports besides sampled tokens. `step` is still on the device."""
 
     def after_read(self, requests: list[Request], sampled: list[list[int]]) -> None:
-        """Follow the tokens of a step that the host has read; without async scheduling only."""
+        """Follow the tokens of a step that the host has read. Not called with async scheduling."""
 
     def reset_encoder_cache(self) -> None:
-        """Forget what encoders made: the weights are others, or about to be."""
+        """Forget the outputs of encoders, because the weights change."""
 
     # --- warm-up ---
 
@@ -52,5 +54,5 @@ class Extension:
         """Run the changes of state that steps run."""
 
     def jobs(self) -> Iterator[Job]:
-        """Yield the warm-up jobs of graphs besides those of forwards and sampling."""
+        """Yield the warm-up jobs of graphs other than forwards and sampling."""
         yield from ()

@@ -1,7 +1,7 @@
-"""The adapter slot of each row, on the device, and loading the adapters that a step needs.
+"""LoRA adapters: loads those that a step needs, and keeps the slot of each row on the device.
 
-Only the target has adapters. Heads share its layers from before they were wrapped. A user's drafter class gets the
-wrapped target, whose layers add nothing if no slots are set.
+Only the target has adapters. Heads that share its layers got them before they were wrapped. A user's class gets the
+wrapped target, whose layers add nothing while no slots are set.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ class Adapters(Extension):
     """The adapters of the target."""
 
     def __init__(self, vllm_config: VllmConfig, model: nn.Module, backend: DeviceBackend) -> None:
-        """Wrap the layers of `model`, which must be on the device."""
+        """Wrap the layers of `model`, which is already on the device."""
         self._backend = backend
         with torch.inference_mode():  # as steps are
             self.loader = AdapterLoader(vllm_config, model, backend.traits.torch_device, backend.memory.upload)
@@ -40,9 +40,10 @@ class Adapters(Extension):
         self._put = backend.graphs.graph(self._put_slots)
 
     def apply(self, scheduled: SpecSchedulerOutput, requests: Requests) -> None:
-        """Assign slots to the rows of a step before its forwards. Other rows keep their slots.
+        """Load the adapters of a step and update the slots of its rows.
 
-        A slot may have got a different adapter since the last step, for a request or by a call of `add_lora`.
+        Rows that are not in the step keep their slots. A slot may have got another adapter since the last step, for a
+        request or through a call by the user.
         """
         admitted = [request.lora for request in requests.admitted if request.lora is not None]
         for again in {lora.lora_int_id: lora for lora in admitted if lora.load_inplace}.values():
@@ -58,7 +59,7 @@ class Adapters(Extension):
             self._send()
 
     def warm_up(self) -> None:
-        """Run the graph that updates the rows' slots."""
+        """Run the graph that changes slots."""
         self._send()
 
     def _send(self) -> None:
@@ -70,10 +71,10 @@ class Adapters(Extension):
     def _put_slots(self, slots_R: torch.Tensor) -> None:
         self._slots_R.copy_(slots_R)
 
-    def gather(self, rows_B: torch.Tensor, queries: int = 1) -> torch.Tensor | None:
-        """Return the slots of the rows' tokens as int32 [B * Q].
+    def of_rows(self, rows_B: torch.Tensor, queries: int = 1) -> torch.Tensor | None:
+        """Return int32 [B * Q]: the slots of the rows' tokens.
 
-        None if no row has an adapter, on devices that do not capture graphs.
+        Return None if no row has an adapter, on devices that do not capture.
         """
         if not self._backend.traits.captures and (self._slots_np == NO_SLOT).all():
             return None
@@ -81,7 +82,7 @@ class Adapters(Extension):
 
     @contextmanager
     def applied(self, slots_T: torch.Tensor | None) -> Iterator[None]:
-        """Use these slots for the tokens, or rows of states, that the model computes in this context."""
+        """Apply the adapters to the model's layers in this context, which computes one row per slot."""
         if slots_T is None:
             yield
             return

@@ -1,4 +1,5 @@
-"""Logits processors of users (`--logits-processors`, entry points): they index rows and run on what the host knows."""
+"""Logits processors of users (`--logits-processors` and entry points), which run on the host and index logits by
+row."""
 
 from __future__ import annotations
 
@@ -21,7 +22,10 @@ if TYPE_CHECKING:
 class CustomProcessors(Extension):
     @classmethod
     def load(cls, vllm_config: VllmConfig, device: torch.device, max_rows: int) -> CustomProcessors | None:
-        """None when the user brought none: the built-in ones are ours (see logit_edits.py, logits.py)."""
+        """Return the user's processors, or None if there are none.
+
+        The built-in ones are implemented in `sampling/`.
+        """
         if vllm_config.speculative_config is not None:
             return None  # start-up refuses processors with speculation
         built = build_logitsprocs(vllm_config, device, False, False, vllm_config.model_config.logits_processors or ())
@@ -33,7 +37,7 @@ class CustomProcessors(Extension):
         self._max_rows = max_rows
 
     def apply(self, scheduled: SpecSchedulerOutput, requests: Requests) -> None:
-        """Pass removed and added requests to the processors; output lists are live."""
+        """Pass removed and added requests to the processors, which keep references to the lists of outputs."""
         update, freed_rows, admitted = None, requests.freed_rows, requests.admitted
         if freed_rows or admitted:
             added = [(request.row, request.params, request.prompt, request.outputs) for request in admitted]
@@ -48,7 +52,7 @@ class CustomProcessors(Extension):
             request.outputs.extend(new)
 
     def change_logits(self, logits_BQV: torch.Tensor, rows_B: torch.Tensor, *, argmax_invariant: bool) -> None:
-        """Processors index logits by row, so the batch is spread over all rows and gathered back."""
+        """Spread the batch over all rows, as processors index logits by row, apply them, and gather it back."""
         chosen = [p for p in self._processors if p.is_argmax_invariant() == argmax_invariant]
         if not chosen:
             return

@@ -1,9 +1,9 @@
-"""Data-parallel ranks that have experts in common, and therefore run every forward of the target together.
+"""Data-parallel ranks that share experts, and therefore run every forward of the target in lockstep.
 
-Each rank schedules its own requests, so ranks have different work. But experts are spread over the ranks: within a
-forward the ranks exchange tokens, so all of them need the same number of forwards, of the same number of tokens each.
-Before a step computes anything the ranks exchange their lists of rectangles, and all of them run forwards that fit
-every list. A rank that has nothing to compute in one of them runs it on padding.
+Each rank schedules its own requests. But experts are spread over the ranks, which exchange tokens within a forward, so
+all need the same number of forwards with the same number of tokens. Before a step computes anything, the ranks exchange
+their lists of rectangles and derive forwards that fit every list. A rank without work in one of them runs it on
+padding.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ if TYPE_CHECKING:
 
 
 class Rectangle(NamedTuple):
-    """A `Shape` without the context, which may differ between ranks."""
+    """A `Shape` without its context, which may differ between ranks."""
 
     decodes: int
     rows: int
@@ -35,12 +35,15 @@ class SharedForward(NamedTuple):
 
     rectangle: Rectangle
     ranks: tuple[int, ...]
-    """Those with real tokens in it."""
+    """Ranks with real tokens in it."""
 
 
 def merged(plans: list[list[Rectangle]]) -> list[SharedForward]:
-    """The forwards that fit every rank's plan, each plan in its own order: a later batch may read what an earlier one
-    wrote. The result is the same on all ranks, since each has all plans."""
+    """Return the forwards that fit every rank's plan.
+
+    They keep the order of each plan, as a later batch may read what an earlier one wrote. The result is the same on all
+    ranks, since each has all plans.
+    """
     cursors, steps = [0] * len(plans), list[SharedForward]()
     while True:
         next_rectangles = {
@@ -58,15 +61,15 @@ def merged(plans: list[list[Rectangle]]) -> list[SharedForward]:
 
 
 class DataParallelLockstep(Extension):
-    """Fits the batches of one rank's step to those of the other ranks."""
+    """Fits the batches of this rank to those of the other ranks."""
 
     def __init__(self, shapes: Shapes, max_forwards: int) -> None:
-        """`max_forwards`: the most forwards of a step."""
+        """`max_forwards`: most forwards of a step."""
         self._shapes = shapes
         self._max_forwards = max_forwards
 
     def fit(self, planned: list[Planned]) -> list[Planned]:
-        """The planned that this rank runs in this step, some on padding. A collective."""
+        """Return the batches that this rank runs, some of them on padding. This is a collective."""
         plan = [Rectangle(int(b.shape.phase == DECODE), b.shape.rows, b.shape.queries) for b in planned]
         rank, waiting = get_dp_group().rank_in_group, iter(planned)
         return [
@@ -75,7 +78,7 @@ class DataParallelLockstep(Extension):
         ]
 
     def _exchange(self, plan: list[Rectangle]) -> list[list[Rectangle]]:
-        """Every rank's plan, exchanged through the hosts without waiting for a device."""
+        """Return every rank's plan, exchanged through the hosts without waiting for a device."""
         group = get_dp_group()
         plan_F3 = torch.zeros(self._max_forwards, len(Rectangle._fields), dtype=torch.int32)
         if plan:
@@ -85,7 +88,7 @@ class DataParallelLockstep(Extension):
         return [[Rectangle(*row) for row in each.tolist() if row[1]] for each in plans]
 
     def _widened(self, batch: Planned | None, rectangle: Rectangle) -> Planned:
-        """The batch, or padding, in a rectangle that is as large as the largest of all ranks."""
+        """Return the batch, or padding, in a rectangle as large as the largest of all ranks."""
         if batch is not None and (batch.shape.rows, batch.shape.queries) == rectangle[1:]:
             return batch
         if batch is None:

@@ -1,9 +1,8 @@
-"""Encoders of images, video and sound where steps are captured: one item at a time, in one of a few listed shapes.
+"""Encoders of images, video and audio where steps are captured: one item at a time, in one of a few listed sizes.
 
-Which shapes depends on the model's class (`FORMS`). What no list has is computed all the same, in a graph that is made
-late.
+The sizes depend on the model's class (`FORMS`). An item beyond the list is encoded in a graph that is made late.
 
-    N  rows of an encoder's output: tokens of the prompt        P  patches
+N: rows of an encoder's output, that is, tokens of the prompt. P: patches.
 """
 
 from __future__ import annotations
@@ -24,29 +23,29 @@ if TYPE_CHECKING:
     from vllm.multimodal.inputs import MultiModalKwargsItem
 
 IMAGE, VIDEO = "image", "video"
-"""As vLLM names them."""
+"""Names of modalities in vLLM."""
 _PIXELS = {IMAGE: "pixel_values", VIDEO: "pixel_values_videos"}
 _SMALLEST = 64
-"""Tokens of an image of 224 x 224, from which on vLLM's own CUDA graphs of encoders are sized."""
+"""Tokens of a 224 x 224 image, the smallest size of vLLM's own CUDA graphs of encoders."""
 
 
 class Item(NamedTuple):
-    """An image, a clip or a sound."""
+    """An image, a video or an audio clip."""
 
     modality: str
     data: MultiModalKwargsItem
     num_rows: int
-    """Tokens that it stands for."""
+    """Number of tokens that it stands for."""
 
 
 class Encoding(NamedTuple):
-    """What an encoder takes of one item."""
+    """Inputs of an encoder for one item."""
 
     modality: str
     num_rows: int
-    """N: those of the item, and then what padding has."""
+    """N: rows of the item, followed by those of padding."""
     inputs: dict[str, torch.Tensor]
-    """On the host."""
+    """Tensors in host memory."""
 
     @property
     def signature(self) -> Hashable:
@@ -54,44 +53,46 @@ class Encoding(NamedTuple):
 
 
 class WholeItems:
-    """Encoders of one size, such as those that scale each image to the same square."""
+    """Encoders with a single size, such as those that scale every image to the same square."""
 
     def __init__(self, model: Any, width: int) -> None:
-        """`width`: of a token's embedding."""
+        """`width`: size of a token's embedding."""
         self._model = model
         self.width = width
-        """Of a row of the outputs."""
+        """Size of a row of the outputs."""
         self._sizes: dict[str, tuple[int, ...]] = {}
-        """By modality, those that are made in warm-up; of encoders that are padded."""
+        """Maps a modality to the sizes made in warm-up, for encoders that are padded."""
 
     def _fit(self, modality: str, size: int) -> int:
-        """The size to pad to: a listed one, or twice the last or more, which is made late."""
+        """Return the size to pad to: a listed one, or a multiple of the last by a power of two, which is made late."""
         fitting = next((listed for listed in self._sizes[modality] if listed >= size), self._sizes[modality][-1])
         while fitting < size:
             fitting *= 2
         return fitting
 
     def _list_rows(self, largest: Item) -> tuple[int, ...]:
-        """Of encoders that are padded by patches: the tokens of each size."""
+        """Return the listed numbers of tokens, for encoders that are padded by patches."""
         self._sizes[largest.modality] = geometric(min(_SMALLEST, largest.num_rows), largest.num_rows, 2.0)
         return self._sizes[largest.modality]
 
     def listed(self, largest: Item) -> Iterator[Encoding]:
-        """Of each size that is made in warm-up, an example."""
+        """Yield an example of each size that warm-up makes."""
         yield self.encoding(largest)
 
     def encoding(self, item: Item) -> Encoding:
         return Encoding(item.modality, item.num_rows, _inputs_of(item))
 
     def run(self, modality: str, inputs: dict[str, torch.Tensor]) -> torch.Tensor:
-        """[N, H]. In a graph: it reads no value of a tensor."""
+        """Return [N, H]. This runs inside a graph, so it reads no value of a tensor."""
         outputs = [output.flatten(0, -2) for output in self._model.embed_multimodal(**inputs)]
         return outputs[0] if len(outputs) == 1 else torch.cat(outputs)
 
 
 class Tiles(WholeItems):
-    """Encoders that cut an image into tiles of one size, each of which is encoded by itself: padded by tiles. A frame
-    of a clip is a tile, so the sizes of both are one list."""
+    """Encoders that cut an image into tiles of one size and encode each by itself, padded by tiles.
+
+    A frame of a video is a tile, so images and videos share one list of sizes.
+    """
 
     def listed(self, largest: Item) -> Iterator[Encoding]:
         pixels = self._pixels_of(largest)
@@ -115,20 +116,22 @@ class Tiles(WholeItems):
         return super().run(modality, inputs | self._as_one_image(len(inputs["pixel_values"])))
 
     def _as_one_image(self, num_tiles: int) -> dict[str, torch.Tensor]:
-        """What vLLM's class wants to know besides, on the host."""
+        """Return the other arguments of vLLM's class, in host memory."""
         return {"image_num_patches": torch.tensor([num_tiles]), "image_token_id": torch.tensor(0)}
 
 
 class Crops(Tiles):
-    """Those of Gemma 3: the whole image, and parts of it where the processor makes some ("pan and scan")."""
+    """The encoder of Gemma 3: the whole image, and crops of it if the processor makes some ("pan and scan")."""
 
     def _as_one_image(self, num_tiles: int) -> dict[str, torch.Tensor]:
         return {"num_patches": torch.tensor([num_tiles])}
 
 
 class Patches(WholeItems):
-    """Encoders of Qwen-VL, which take images of any size by their patches, and clips by those of all frames: padded by
-    patches. What follows from the grid of patches is computed on the host, by vLLM's class."""
+    """Encoders of Qwen-VL, which take images of any size as patches, and videos as the patches of all frames.
+
+    Inputs are padded by patches. vLLM's class derives other inputs from the grid of patches on the host.
+    """
 
     def __init__(self, model: Any, width: int) -> None:
         visual = model.visual
@@ -149,7 +152,7 @@ class Patches(WholeItems):
 
     @property
     def _side(self) -> int:
-        """Patches in a row of those that become one token."""
+        """Number of patches per side of the square that becomes one token."""
         return int(self._merged**0.5)
 
     def encoding(self, item: Item) -> Encoding:
@@ -180,9 +183,11 @@ class Patches(WholeItems):
 
 
 class PlacedPatches(Patches):
-    """Those of Qwen3-VL, which also add positions to patches, read between rows of a table as the image's grid lies in
-    it. Where a patch reads is computed on the host, and what in the graph, which has the table. A row of the outputs
-    has more than a token's embedding: what the first layers of the model add, too."""
+    """The encoder of Qwen3-VL, which also adds position embeddings, interpolated from a table, to patches.
+
+    The host computes which rows of the table each patch reads, and the graph reads them. A row of the outputs also
+    holds what is added after the model's first layers.
+    """
 
     def __init__(self, model: Any, width: int) -> None:
         super().__init__(model, width)
@@ -208,8 +213,10 @@ class PlacedPatches(Patches):
 
 
 def corners_of(indices_P2: torch.Tensor, height: int, width: int, side: int) -> tuple[torch.Tensor, torch.Tensor]:
-    """int64 and float32 [P, 4]: rows of a table of `side` x `side` positions around each patch, and the share of each,
-    where the first and last of `height` x `width` patches lie at its edges."""
+    """Return int64 and float32 [P, 4]: the table rows around each patch and their weights.
+
+    The table has `side` x `side` positions. The outermost of the `height` x `width` patches lie at its edges.
+    """
     rows, columns = (
         torch.linspace(0, side - 1, size)[indices_P2[:, axis]] for axis, size in enumerate((height, width))
     )
@@ -221,9 +228,11 @@ def corners_of(indices_P2: torch.Tensor, height: int, width: int, side: int) -> 
 
 
 class SquaresOfPatches(WholeItems):
-    """Mistral 3 with Pixtral's encoder, which take images of any size by their patches: padded by patches. vLLM's
-    classes cut them out, embed their positions and merge squares of them by the sizes of images. Here the host does the
-    first two, and lists squares one after another, so that a token's patches lie side by side."""
+    """The encoder of Mistral 3 (Pixtral), which takes images of any size as patches, padded by patches.
+
+    vLLM's classes cut out patches, embed their positions and merge squares of them by the sizes of images. Here the
+    host does the first two and orders patches by square, so that the patches of a token are adjacent.
+    """
 
     def __init__(self, model: Any, width: int) -> None:
         # Other models need none of it, and it wants torchvision.
@@ -244,7 +253,7 @@ class SquaresOfPatches(WholeItems):
         return self._padded(item.modality, self._patches_of(item), self._fit(item.modality, item.num_rows))
 
     def _patches_of(self, item: Item) -> dict[str, torch.Tensor]:
-        """[P, ...]: pixels, and what turns queries and keys."""
+        """Return [P, ...]: pixels, and the rotation of queries and keys."""
         (image,) = _inputs_of(item)[_PIXELS[item.modality]]
         tower, side = self._model.vision_tower, self._side
         size = tower.config.patch_size
@@ -286,7 +295,7 @@ FORMS: dict[str, type[WholeItems]] = {
     "Qwen3VLForConditionalGeneration": PlacedPatches,
     "Qwen3VLMoeForConditionalGeneration": PlacedPatches,
 }
-"""By architecture. Others are refused at start-up."""
+"""Maps supported architectures to the form of their encoder. Others are refused at start-up."""
 
 
 def _inputs_of(item: Item) -> dict[str, torch.Tensor]:
@@ -299,7 +308,7 @@ def _with_rows(tensor: torch.Tensor, num_rows: int, fill: int = 0) -> torch.Tens
 
 
 def _copy_on_host(module: nn.Module) -> nn.Module:
-    """With tensors of its own; whatever else it has is shared."""
+    """Return a copy with tensors of its own in host memory. Everything else is shared."""
     made = copy.copy(module)
     for kind in ("_parameters", "_buffers"):
         tensors: dict[str, Any] = getattr(module, kind)
@@ -309,7 +318,7 @@ def _copy_on_host(module: nn.Module) -> nn.Module:
 
 
 class Encoders:
-    """Those of a model, and all sizes that are listed before the first request."""
+    """The encoders of a model, and all sizes that are listed before the first request."""
 
     def __init__(self, vllm_config: VllmConfig, model: nn.Module) -> None:
         config = vllm_config.model_config
@@ -317,7 +326,7 @@ class Encoders:
         form = make(model, config.get_inputs_embeds_size())
         budget = MultiModalBudget(vllm_config, MULTIMODAL_REGISTRY, enable_cache=False)
         self.num_kept = budget.encoder_cache_size
-        """Tokens of items that vLLM's scheduler keeps at most."""
+        """Most tokens of items that vLLM's scheduler keeps."""
         self.width = form.width
         self.dtype = config.dtype
         listed: dict[Hashable, Encoding] = {}
@@ -331,10 +340,10 @@ class Encoders:
 
     @property
     def num_pads(self) -> int:
-        """Rows that padding needs, and warm-up."""
+        """Number of rows that padding and warm-up need."""
         return max(encoding.num_rows for encoding in self.listed)
 
     @property
     def num_bytes(self) -> int:
-        """Of the outputs that are kept."""
+        """Size of the outputs that are kept."""
         return (self.num_pads + self.num_kept) * self.width * self.dtype.itemsize

@@ -1,9 +1,9 @@
-"""What encoders make of images on devices that capture: a row of one tensor for each token, which prompt chunks read.
+"""The media store: outputs of encoders on devices that capture, one row per token, which prompt chunks read.
 
-Rows are numbered as KV slots are: the host decides which of them an image has, and a prompt chunk gets one number for
-each of its tokens, so that its graph knows nothing of images.
+Rows are numbered like KV slots: the host decides which rows an image gets, and a prompt chunk gets one number per
+token, so its graph is independent of images.
 
-    S  rows of the store        N  rows of an encoder's output        W  their width: embeddings of a token
+S: rows of the store. N: rows of an encoder's output. W: width of a row, the embeddings of a token.
 """
 
 from __future__ import annotations
@@ -45,7 +45,7 @@ class MediaStore:
             device=backend.traits.torch_device,
         )
         self._rows_np: dict[str, np.ndarray] = {}
-        """int64: the rows of each item, by its hash."""
+        """int64: maps the hash of an item to its rows."""
         self._run_encode = backend.graphs.graph(self._encode)
 
     # --- encoders ---
@@ -55,7 +55,7 @@ class MediaStore:
             yield Job(ENCODERS, partial(self._run, encoding), (encoding.signature,), encoding.num_rows)
 
     def encode(self, mm_hash: str, item: Item) -> None:
-        """A no-op for what is in the store."""
+        """Encode an item unless it is in the store."""
         if mm_hash in self._rows_np:
             return
         assert item.num_rows <= len(self._free_np), "vLLM's scheduler keeps more tokens of images than it has room for"
@@ -63,8 +63,10 @@ class MediaStore:
         self._run(self._encoders.encoding(item), self._rows_np[mm_hash])
 
     def _run(self, encoding: Encoding, rows_np: np.ndarray = _NO_ROWS) -> None:
-        """`rows_np`: where the outputs go; those of padding, which come after them, go where nothing is read. Without
-        any it is warm-up, where all are."""
+        """Encode an item into the rows `rows_np`.
+
+        Padding follows them and goes to rows that are never read. Warm-up passes no rows, so everything goes there.
+        """
         self._recorder.saw(encoding.signature)
         pads_np = np.resize(self._pads_np, encoding.num_rows - len(rows_np))
         rows_N = self._upload(torch.from_numpy(np.concatenate((rows_np, pads_np))))
@@ -88,7 +90,8 @@ class MediaStore:
     # --- prompt chunks ---
 
     def rows_of(self, batch: Batch, features: dict[str, list[MultiModalFeatureSpec]]) -> torch.Tensor:
-        """int64 [T]: the row of each token of a rectangle, or `NO_MEDIA`. `features`: by request."""
+        """Return int64 [T]: the row of each token of a rectangle, or `NO_MEDIA`. `features` maps requests to their
+        items."""
         rows_np = np.full(batch.shape.tokens, NO_MEDIA, dtype=np.int64)
         for row, (request, count) in enumerate(zip(batch.requests, batch.counts, strict=True)):
             chunk_np = rows_np[row * batch.shape.queries :][:count]
@@ -96,7 +99,7 @@ class MediaStore:
         return self._upload(torch.from_numpy(rows_np))
 
     def _put(self, chunk_np: np.ndarray, start: int, features: Sequence[MultiModalFeatureSpec]) -> None:
-        """`chunk_np`: of tokens from position `start` on."""
+        """Fill in the rows of a chunk's tokens, which begin at position `start`."""
         end = start + len(chunk_np)
         begin, stop = get_mm_features_in_window(list(features), start=start, end=end)
         for feature in features[begin:stop]:

@@ -1,8 +1,9 @@
 """Images, video and audio in prompts: encoded in the step that the scheduler names, then merged into embeddings.
 
-Encoders, their cache and the search for what a chunk needs are those of vLLM's newer runner. Drafters see tokens only.
+The encoders, their cache and the search for what a chunk needs are those of vLLM's newer runner. Drafters see only
+tokens.
 
-    D  dimensions of a multimodal rotary position
+D: dimensions of a multimodal rotary position.
 """
 
 from __future__ import annotations
@@ -37,16 +38,16 @@ if TYPE_CHECKING:
 
 
 _SEEN_BOTH_WAYS_IN_WINDOWS = ("gemma4",)
-"""`model_type` of models whose images see themselves in both directions in layers with a sliding window alone."""
+"""`model_type` of models that attend to images in both directions only in layers with a sliding window."""
 
 
 class Multimodal(Extension):
-    """What a target's prompts hold besides text."""
+    """Media in the target's prompts."""
 
     def __init__(
         self, model_config: ModelConfig, model: nn.Module, backend: DeviceBackend, store: MediaStore | None = None
     ) -> None:
-        """`store`: where steps are captured."""
+        """`store` is given where steps are captured."""
         if getattr(model, "_has_oov_mm_tokens", False):
             raise UnsupportedConfigError(
                 f"{model_config.model} marks images by tokens outside of its vocabulary, which is not supported; add "
@@ -69,12 +70,12 @@ class Multimodal(Extension):
         self._sliding_window = model_config.get_sliding_window()
         self._num_dims = model_config.mrope_num_dims if model_config.uses_mrope else 0
         self._rotary_np: dict[str, np.ndarray] = {}
-        """int64 [D, L] of each prompt whose positions are not those of its tokens."""
+        """int64 [D, L] of each prompt whose rotary positions differ from those of its tokens."""
         self._offsets: dict[str, int] = {}
-        """And what is added to the position of a token after such a prompt."""
+        """Added to the position of a token after such a prompt."""
 
     def apply(self, scheduled: SchedulerOutput, requests: Requests) -> None:
-        """Forget what ended, note what was admitted, and run the encoders that this step needs."""
+        """Forget ended requests, register admitted ones, and run the encoders that this step needs."""
         for mm_hash in scheduled.free_encoder_mm_hashes:
             self._cache.free_encoder_cache(mm_hash)
             if self.store is not None:
@@ -108,14 +109,16 @@ class Multimodal(Extension):
                     store.encode(feature.identifier, item)
 
     def reset_encoder_cache(self) -> None:
-        """Forget what was encoded: the weights are others, or about to be."""
+        """Forget the encoded items, because the weights change."""
         self._cache.reset_encoder_cache()
         if self.store is not None:
             self.store.reset()
 
     def add_to(self, batch: Batch) -> Batch:
-        """With embeddings and positions, where they are not those of its tokens. The last of a prompt may come as a
-        decode, and be one of an image."""
+        """Return the batch with embeddings, and with rotary positions if they differ from those of its tokens.
+
+        The last token of a prompt may come as a decode, even if it belongs to an image.
+        """
         if self.store is not None:
             return replace(batch, multimodal=self._captured(self.store, batch))
         if not batch.requests:
@@ -134,8 +137,11 @@ class Multimodal(Extension):
             yield from self.store.jobs()
 
     def _captured(self, store: MediaStore, batch: Batch) -> MultimodalInputs:
-        """One form for each phase, whatever is in the batch: a graph for text alone would be another to compile, and
-        saves no more than a choice between two rows of each token."""
+        """Return the same form for every batch of a phase.
+
+        A graph for text alone would have to be compiled too, and would save no more than a choice between two rows per
+        token.
+        """
         if batch.shape.phase == DECODE:  # the last token of a prompt has the positions of what follows it
             return MultimodalInputs(offset_B=self._offsets_of(batch) if self._num_dims else None)
         return MultimodalInputs(
@@ -145,7 +151,7 @@ class Multimodal(Extension):
         )
 
     def _embeddings_of(self, batch: Batch) -> tuple[list[torch.Tensor], torch.Tensor | None]:
-        """Encoders' outputs in the order of the batch's tokens, and which tokens they stand for."""
+        """Return outputs of encoders in the order of the batch's tokens, and which tokens they replace."""
         counts_np = np.array(batch.counts, dtype=np.int64)
         embeddings, is_media_T = self._encoders.gather_mm_embeddings(
             [request.req_id for request in batch.requests],
@@ -158,8 +164,10 @@ class Multimodal(Extension):
         return embeddings, self._upload(is_media_T) if embeddings else None
 
     def _spans_of(self, batch: Batch) -> Spans | None:
-        """Images of which the chunks hold a part: the end of one, since the scheduler ends no chunk within an image;
-        the prefix cache may have its beginning."""
+        """Return the spans of images that end in the batch's chunks.
+
+        The scheduler ends no chunk within an image, but the prefix cache may hold its beginning.
+        """
         if not self._sees_both_ways or batch.shape.phase == DECODE:
             return None  # the last token of an image sees what it would see anyway
         images = compute_mm_prefix_ranges(

@@ -1,6 +1,6 @@
-"""Pooling models: what vLLM's pooler makes of a prompt's hidden states, in place of sampled tokens.
+"""Pooling models: vLLM's pooler turns a prompt's hidden states into the output, and no tokens are sampled.
 
-A pooler is a module of vLLM's with lists of requests and work on the host, so it is never captured.
+vLLM's poolers take lists of requests and work on the host, so they are never captured.
 """
 
 from __future__ import annotations
@@ -37,7 +37,10 @@ def tasks_of(model: nn.Module) -> tuple[str, ...]:
 
 
 def output_of(model: nn.Module, config: ModelConfig) -> tuple[int, torch.dtype]:
-    """Size and dtype of what a forward gives for a token: vLLM's classes that classify tokens do so there."""
+    """Return size and dtype of a forward's output per token.
+
+    In vLLM's token classification models the forward itself returns scores of classes.
+    """
     if config.architecture.endswith("ForTokenClassification") and hasattr(model, "num_labels"):
         return model.num_labels, config.head_dtype
     return config.get_hidden_size(), config.dtype
@@ -49,11 +52,11 @@ class Pooling(Extension):
         self._hidden_states = hidden_states
         self._memory = memory
         self.comparisons = LateInteractionRunner(enable_flash=False)
-        """Token embeddings of texts that others are compared with, until the last of those has come."""
+        """Token embeddings of queries, kept until the last document has been compared with them."""
         self._states: dict[str, PoolingStates] = {}
-        """By request: what its prompt chunks so far leave for the last one, where all states are returned."""
+        """Maps requests to what their prompt chunks keep for the last one, if all states are returned."""
         self._pooled: dict[str, torch.Tensor] = {}
-        """Of requests whose prompt ended in this step."""
+        """Outputs of requests whose prompt ended in this step."""
 
     def apply(self, scheduled: SpecSchedulerOutput, requests: Requests) -> None:
         for req_id in requests.ended:
@@ -66,7 +69,10 @@ class Pooling(Extension):
             self._states[request.req_id] = PoolingStates()
 
     def add_to(self, batch: Batch) -> Batch:
-        """With the types of tokens, where a request has two texts. vLLM sends the position where the second begins."""
+        """Return the batch with token types if a request has two texts.
+
+        vLLM passes the position where the second text begins.
+        """
         firsts = [(_params_of(request).extra_kwargs or {}).get(_SECOND_TEXT) for request in batch.requests]
         if all(first is None for first in firsts):
             return batch
@@ -100,7 +106,7 @@ class Pooling(Extension):
                 self._pooled[request.req_id] = output
 
     def _states_of(self, batch: Batch) -> torch.Tensor:
-        """[T, H] of the batch's real tokens."""
+        """Return [T, H] of the batch's real tokens."""
         if batch.shape.phase == DECODE:  # prompts with one token left
             return self._hidden_states.take(batch.inputs.split().rows_B, 1).hidden_NH[: len(batch.requests)]
         begins = range(0, batch.shape.tokens, batch.shape.queries)
@@ -124,7 +130,7 @@ def _params_of(request: Request) -> PoolingParams:
 
 
 def _padded(prompts: list[list[int]]) -> torch.Tensor:
-    """For poolers that look at tokens."""
+    """Return prompts as one tensor, for poolers that look at tokens."""
     padded_np = np.zeros((len(prompts), max(map(len, prompts))), dtype=np.int64)
     for row_np, prompt in zip(padded_np, prompts, strict=True):
         row_np[: len(prompt)] = prompt

@@ -1,6 +1,6 @@
-"""Prompts of embeddings in place of tokens (`--enable-prompt-embeds`): merged in the forward as those of images are.
+"""Prompts of embeddings in place of tokens (`--enable-prompt-embeds`), merged in the forward like those of images.
 
-N  positions that are embeddings
+N: positions that are embeddings.
 """
 
 from __future__ import annotations
@@ -39,7 +39,10 @@ class PromptEmbeds(Extension):
         self._upload = backend.memory.upload
 
     def add_to(self, batch: Batch) -> Batch:
-        """With the embeddings that lie in it. The last one of a prompt may come as a decode."""
+        """Return the batch with the embeddings of its positions.
+
+        The last position of a prompt may come as a decode.
+        """
         is_embeds_np = np.zeros((batch.shape.rows, batch.shape.queries), dtype=bool)
         chunks = []
         for row_np, request, count in zip(is_embeds_np, batch.requests, batch.counts, strict=False):  # rest: padding
@@ -57,7 +60,7 @@ class PromptEmbeds(Extension):
 
 
 def _chunk_of(request: Request, count: int) -> tuple[torch.Tensor, np.ndarray] | None:
-    """[L, H] of the next `count` positions, as far as they are the prompt's, and which of them are no tokens."""
+    """Return [L, H] of the next `count` positions that belong to the prompt, and which of them are embeddings."""
     if request.embeds is None:
         return None
     chunk = slice(request.num_computed, request.num_computed + count)

@@ -1,4 +1,4 @@
-"""Snapshots of recurrent states on the device: rows of them that no request has, after those of requests."""
+"""Snapshots of recurrent states on the device, stored in rows after those of requests."""
 
 from __future__ import annotations
 
@@ -16,8 +16,10 @@ if TYPE_CHECKING:
 
 
 class SnapshotRows(Extension):
-    """Copies one row at a time: a state is large, so padding to a number of rows would cost more than it saves, and
-    there is one graph."""
+    """Copies snapshots one row at a time.
+
+    A state is large, so padding to a fixed number of rows would cost more than it saves. So there is one graph.
+    """
 
     def __init__(self, states: RecurrentStates, requests: Requests, backend: DeviceBackend) -> None:
         self._requests = requests
@@ -35,7 +37,7 @@ class SnapshotRows(Extension):
             self._copy(self._requests.by_id[req_id].row, self._first + slot)
 
     def warm_up(self) -> None:
-        """Run what a copy runs, on the pad row."""
+        """Run a copy on the pad row."""
         self._copy(self._requests.pad_row, self._requests.pad_row)
 
     def _copy(self, source: int, target: int) -> None:
