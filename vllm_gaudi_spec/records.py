@@ -138,17 +138,17 @@ class Planned:
     finishes: list[bool]
     """Whether each request samples in this step: all do but those whose prompt continues."""
 
-    def finishing(self) -> list[tuple[Request, int]]:
+    def list_finishing(self) -> list[tuple[Request, int]]:
         """Return the requests that sample, and the most tokens that each has then, drafts included."""
         ends = [request.num_computed + count for request, count in zip(self.requests, self.counts, strict=True)]
         return list(compress(zip(self.requests, ends, strict=True), self.finishes))
 
-    def num_positions(self) -> list[int]:
+    def count_positions(self) -> list[int]:
         """Return the most positions at which each request that samples may do so."""
         counts = self.counts if self.shape.phase == DECODE else [1] * len(self.counts)
         return list(compress(counts, self.finishes))
 
-    def continuing(self) -> list[Request]:
+    def list_continuing(self) -> list[Request]:
         return [request for request, finishes in zip(self.requests, self.finishes, strict=True) if not finishes]
 
     @property
@@ -371,7 +371,7 @@ class StepResult:
     started: list[Request] = field(default_factory=list)
     """Requests without anything to verify: their prompt ended in this step, or they were resumed."""
     signature: tuple[Hashable, ...] = ()
-    """Sizes of the tensors that are copied to the host, see `sizes_of_report`."""
+    """Sizes of the tensors that are copied to the host, see `report_sizes`."""
     drafts: Drafts | None = None
     """Drafts for the next step, if they were made on the device and the scheduler needs them on the host."""
     draft_rounds: list[DraftRound] = field(default_factory=list)

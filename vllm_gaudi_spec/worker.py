@@ -24,7 +24,7 @@ from vllm_gaudi_spec.drafting.memory import NO_ROOM_FOR_KV
 from vllm_gaudi_spec.environment import name_process_group, runs_self_test
 from vllm_gaudi_spec.outputs import SpecSchedulerOutput
 from vllm_gaudi_spec.quantization.config import target_config
-from vllm_gaudi_spec.runner.extensions.pooling import tasks_of
+from vllm_gaudi_spec.runner.extensions.pooling import list_tasks
 from vllm_gaudi_spec.runner.model_runner import ModelRunner
 from vllm_gaudi_spec.runner.profile import peak_bytes
 from vllm_gaudi_spec.self_test.result import ASYNC_SCHEDULING, KV_FROM_FREE_MEMORY, KV_IN_FP8, SPECULATION
@@ -174,7 +174,7 @@ class Worker(WorkerBase):
 
     def get_supported_tasks(self) -> tuple[str, ...]:
         if self.model_config.runner_type == "pooling":
-            return tasks_of(self.get_model())
+            return list_tasks(self.get_model())
         return ("generate",)
 
     # --- steps ---

@@ -11,10 +11,10 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from tests.support.reference.attention import attend_one
-from vllm_gaudi_spec.attention.metadata import AttentionLayerSpec, Blocks, rectangle
+from vllm_gaudi_spec.attention.metadata import AttentionLayerSpec, Blocks, build_rectangle
 from vllm_gaudi_spec.attention.operations import PLAIN, Operations
 from vllm_gaudi_spec.devices.common import torch_ops
-from vllm_gaudi_spec.runner.requests import host_counts, host_lengths
+from vllm_gaudi_spec.runner.requests import make_host_counts, make_host_lengths
 
 if TYPE_CHECKING:
     from vllm_gaudi_spec.devices.base import DeviceBackend
@@ -112,7 +112,7 @@ class Layer:
     ) -> torch.Tensor:
         rows = starts_B.shape[0]
         tokens_BQ = torch.zeros((rows, len(query_THD) // rows), dtype=torch.int32, device=starts_B.device)
-        inputs = rectangle(tokens_BQ, starts_B, num_real_B, blocks, self.backend.row_operations)
+        inputs = build_rectangle(tokens_BQ, starts_B, num_real_B, blocks, self.backend.row_operations)
         finite = self.backend.attention.finite
         key_TKD, value_TKD = finite(key_TKD), None if value_TKD is None else finite(value_TKD)
         self.ops.write_kv(key_TKD, value_TKD, self.kv_cache, inputs.slots[0], self.spec, self.operations)
@@ -206,8 +206,8 @@ class Texts:
             listed = (backend.memory.upload(torch.tensor(entries, dtype=torch.int32).T.contiguous()),)
         # The host knows of a decode what it may come to have at most.
         ends = [start + (queries if decode else count) for start, count in zip(starts, real, strict=True)]
-        lengths_B = host_lengths(backend, rows, ends, table.shape[1] * size)
-        counts_B = None if lengths_B is None or decode else host_counts(rows, real)
+        lengths_B = make_host_lengths(backend, rows, ends, table.shape[1] * size)
+        counts_B = None if lengths_B is None or decode else make_host_counts(rows, real)
         return Blocks((backend.memory.upload(table),), (size,), listed, lengths_B, counts_B)
 
     def _compare(

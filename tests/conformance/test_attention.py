@@ -11,7 +11,7 @@ import torch
 from tests.conformance.fused import Called, of_attention
 from tests.conformance.graphs import compiled
 from tests.conformance.paged import Kind, Layer, Texts, allocate
-from vllm_gaudi_spec.attention.metadata import Packed, rectangle
+from vllm_gaudi_spec.attention.metadata import Packed, build_rectangle
 from vllm_gaudi_spec.attention.operations import OWN, PLAIN
 
 if TYPE_CHECKING:
@@ -118,7 +118,7 @@ def write_all(found: Texts, lengths: list[int]) -> None:
 
     def write(starts_B: torch.Tensor, num_real_B: torch.Tensor, blocks: Any, key: Any, value: Any) -> None:
         tokens = torch.zeros((len(lengths), longest), dtype=torch.int32, device=starts_B.device)
-        slots = rectangle(tokens, starts_B, num_real_B, blocks, layer.backend.row_operations).slots[0]
+        slots = build_rectangle(tokens, starts_B, num_real_B, blocks, layer.backend.row_operations).slots[0]
         layer.ops.write_kv(key, value, layer.kv_cache, slots, layer.spec, layer.operations)
 
     rows = list(range(len(lengths)))
@@ -201,7 +201,7 @@ def test_layers_of_one_call(backend: DeviceBackend, decode: bool) -> None:
 
     def step(starts_B: torch.Tensor, real_B: torch.Tensor, blocks: Any, query: Any, key: Any, value: Any) -> Any:
         tokens = torch.zeros((rows, queries), dtype=torch.int32, device=starts_B.device)
-        inputs = rectangle(tokens, starts_B, real_B, blocks, backend.row_operations)
+        inputs = build_rectangle(tokens, starts_B, real_B, blocks, backend.row_operations)
         results = []
         for found in each.values():
             layer = found.layer
@@ -254,8 +254,8 @@ def test_without_its_padding_a_rectangle_gives_the_same(backend: DeviceBackend, 
 
     def step(starts_B: Any, num_real_B: Any, blocks: Any, query: Any, key: Any, value: Any) -> torch.Tensor:
         tokens = torch.zeros((len(starts_B), queries), dtype=torch.int32)
-        inputs = rectangle(tokens, starts_B, num_real_B, blocks, layer.backend.row_operations)
-        kept = Packed.of(num_real_B, queries)
+        inputs = build_rectangle(tokens, starts_B, num_real_B, blocks, layer.backend.row_operations)
+        kept = Packed.from_counts(num_real_B, queries)
         assert kept is not None
         places, call = kept.index_T, replace(inputs.calls[0], packed=kept, _plans={})
         own_value = None if value is None else value[places]

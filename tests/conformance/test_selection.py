@@ -35,7 +35,7 @@ def test_a24_selected_keys(backend: DeviceBackend, form: ModuleType, queries: in
         index, listed = IndexQueries(*rest[:2]), FlatBlocks(*rest[2:])
         here = replace(call, starts_B=starts, block_table_BW=table, flat=listed, index=index, _plans={})
         first = form.attend(query, keys, None, here, scene.spec)
-        return first, form.attend(query, keys, None, here.with_index(None), shared)
+        return first, form.attend(query, keys, None, here.replace_index(None), shared)
 
     blocks = (call.flat.ids_N, call.flat.rows_N, call.flat.index_N)
     arguments = (query, scene.keys, call.starts_B, call.block_table_BW, *call.index, *blocks)

@@ -68,7 +68,7 @@ class Reads:
         self.vllm_config = vllm_config
         self._size = vllm_config.model_config.get_hidden_size()
 
-    def adapters_of(self, rows_B: torch.Tensor, num_queries: int = 1) -> None:
+    def gather_adapters(self, rows_B: torch.Tensor, num_queries: int = 1) -> None:
         return None
 
     def kv_cache_spec(self) -> dict[str, KVCacheSpec]:
@@ -97,7 +97,7 @@ class Reads:
         hidden[:, 0] = (sums_BC.gather(1, last_BQ) % _HASHED).flatten().float()
         return Hidden(hidden)
 
-    def logits_of_rows(
+    def compute_row_logits(
         self, hidden_NH: torch.Tensor, num_real_B: torch.Tensor, adapters_N: torch.Tensor | None = None
     ) -> torch.Tensor:
         return self.logits(hidden_NH)
@@ -125,11 +125,11 @@ class Remembers(Reads):
         assert self.states is not None
         assert inputs.states is not None
         hidden, call = super().forward(inputs, carried_TH), inputs.states
-        numbers_BQ1 = call.by_row(_number(inputs.token_ids_T, inputs.positions_T).float()).unsqueeze(-1)
+        numbers_BQ1 = call.unflatten(_number(inputs.token_ids_T, inputs.positions_T).float()).unsqueeze(-1)
         only_itself = torch.tensor([[0.0, 1.0]])
         sums_BQ1 = self.states.by_layer["sum"].follow(call, numbers_BQ1, None, only_itself, None, _add_up)
         self.states.advance(call)
-        is_same_T = hidden.last[:, 0] == call.flat(sums_BQ1)[:, 0]
+        is_same_T = hidden.last[:, 0] == call.flatten(sums_BQ1)[:, 0]
         return Hidden(torch.where(is_same_T[:, None], hidden.last, hidden.last + 1))
 
 

@@ -260,6 +260,6 @@ def attend_layer(
     if key_TKD is not None and layer.impl.kv_sharing_target_layer_name is None:
         slots_T = context.slot_mapping[layer.layer_name]
         layer.impl.do_kv_cache_update(layer, key_TKD, value_TKD, layer.kv_cache, slots_T)
-    call = context.attn_metadata[layer.layer_name].with_index(index)
+    call = context.attn_metadata[layer.layer_name].replace_index(index)
     attended: torch.Tensor = layer.impl.forward(layer, query_THD, key_TKD, value_TKD, layer.kv_cache, call)
     return attended

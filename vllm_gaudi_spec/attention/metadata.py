@@ -112,7 +112,7 @@ class Packed(NamedTuple):
     """int32: number of real tokens in each row."""
 
     @classmethod
-    def of(cls, num_real_B: torch.Tensor, num_queries: int) -> Packed | None:
+    def from_counts(cls, num_real_B: torch.Tensor, num_queries: int) -> Packed | None:
         """None where all tokens are real, or, as in warm-up, none is."""
         # The host has these tensors, and a sum of a list is a tenth of what the index costs.
         if sum(num_real_B.tolist()) in (0, len(num_real_B) * num_queries):
@@ -211,7 +211,7 @@ class AttentionCall:
             self._plans[key] = build()
         return self._plans[key]
 
-    def with_index(self, index: IndexQueries | None) -> AttentionCall:
+    def replace_index(self, index: IndexQueries | None) -> AttentionCall:
         """Return the same call, sharing its plans, with the index queries of a layer."""
         return self if index is self.index else replace(self, index=index)
 
@@ -241,14 +241,14 @@ class StateCall:
     """Whether the real tokens enter the state now. Otherwise they stay pending, since some may be rejected drafts."""
     packed: Packed | None = None
 
-    def by_row(self, tensor_T: torch.Tensor) -> torch.Tensor:
+    def unflatten(self, tensor_T: torch.Tensor) -> torch.Tensor:
         """Reshape [T, ...] to [B, Q, ...]."""
         shape = (len(self.rows_B), self.num_queries)
         if self.packed is not None:
             tensor_T = self.packed.spread(tensor_T, shape[0] * shape[1])
         return tensor_T.unflatten(0, shape)
 
-    def flat(self, tensor_BQ: torch.Tensor) -> torch.Tensor:
+    def flatten(self, tensor_BQ: torch.Tensor) -> torch.Tensor:
         """Reshape [B, Q, ...] to [T, ...]."""
         tensor_T = tensor_BQ.flatten(0, 1)
         return tensor_T if self.packed is None else tensor_T.index_select(0, self.packed.index_T)
@@ -285,7 +285,7 @@ class MultimodalInputs(NamedTuple):
     def has_embeddings(self) -> bool:
         return bool(self.embeddings) or self.rows_T is not None or self.embeds_NH is not None
 
-    def rotary(self, positions_T: torch.Tensor) -> torch.Tensor | None:
+    def compute_rotary(self, positions_T: torch.Tensor) -> torch.Tensor | None:
         if self.offset_B is None:
             return self.rotary_DT
         # Padding has position 0, and tables of rotary embeddings begin there.
@@ -329,7 +329,7 @@ class Inputs:
         assert self.states is not None
         return self.states
 
-    def real_T(self) -> torch.Tensor:
+    def mark_real(self) -> torch.Tensor:
         """Return bool [T]: which tokens are not padding."""
         call = self.call
         if call.packed is not None:
@@ -337,11 +337,11 @@ class Inputs:
         offsets_Q = torch.arange(call.num_queries, dtype=torch.int32, device=self.num_real_B.device)
         return (offsets_Q < self.num_real_B[:, None]).flatten()
 
-    def with_media(self, multimodal: MultimodalInputs) -> Inputs:
+    def add_media(self, multimodal: MultimodalInputs) -> Inputs:
         calls = self.calls
         if multimodal.spans is not None:
             calls = tuple(replace(call, spans=multimodal.spans, _plans={}) for call in calls)
-        return replace(self, multimodal=multimodal, rotary=multimodal.rotary(self.positions_T), calls=calls)
+        return replace(self, multimodal=multimodal, rotary=multimodal.compute_rotary(self.positions_T), calls=calls)
 
     def pack(self, packed: Packed) -> Inputs:
         """Keep only the real tokens."""
@@ -472,14 +472,14 @@ class StepInputs(NamedTuple):
         rows_B, starts_B, counts_B, max_drafts_B = header_4B.unbind(0)
         return RowInputs(rows_B.long(), starts_B, counts_B, max_drafts_B, more_BX, blocks)
 
-    def header(self) -> StepInputs:
+    def copy_header(self) -> StepInputs:
         """Copy the rows without their blocks inside a graph. The result has the same shape for every context."""
         shape = self.packing.shapes[0]
         packing = Packing(self.packing.packed.narrow(0, 0, _round_up(math.prod(shape))).clone(), (shape,))
         return StepInputs(packing, (), has_more=False, lengths_B=None, counts_B=None)
 
 
-def rectangle(
+def build_rectangle(
     tokens_BQ: torch.Tensor,
     starts_B: torch.Tensor,
     num_real_B: torch.Tensor,
@@ -499,7 +499,7 @@ def rectangle(
     return Inputs(tokens_T, positions_T, slots, calls, num_real_B)
 
 
-def columns(
+def build_columns(
     starts_B: torch.Tensor, num_real_B: torch.Tensor, num_columns: int, blocks: Blocks, row_operations: RowOperations
 ) -> list[Inputs]:
     """Such a rectangle's columns, each a rectangle of one query a row, to be run one after another. The tokens are for

@@ -29,7 +29,7 @@ def locate_rectangle(
     tables: tuple[torch.Tensor, ...],
     sizes: tuple[int, ...],
 ) -> Positions:
-    """Return the flat tokens, positions and slots of a rectangle; `metadata.rectangle` describes its padding.
+    """Return the flat tokens, positions and slots of a rectangle; `metadata.build_rectangle` describes its padding.
 
     `tables` and `sizes` are those of `Blocks`.
     """

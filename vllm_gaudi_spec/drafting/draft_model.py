@@ -20,7 +20,7 @@ from typing import TYPE_CHECKING, NamedTuple
 import numpy as np
 import torch
 
-from vllm_gaudi_spec.attention.metadata import Packing, StepInputs, columns, rectangle
+from vllm_gaudi_spec.attention.metadata import Packing, StepInputs, build_columns, build_rectangle
 from vllm_gaudi_spec.drafting.kv_sync import DrafterKVSync
 from vllm_gaudi_spec.drafting.universal.pairs import same_tokens
 from vllm_gaudi_spec.records import PREFILL, DraftRequest, Drafts, Hidden
@@ -67,7 +67,9 @@ class AutoregressiveProposer:
             request.history_RM, request.rows_B, request.lengths_B, request.max_drafts_B, NUM_NEWEST
         )
         tokens_BN = self._translation.to_drafter(tokens_BN)
-        hidden = self._model.forward(rectangle(tokens_BN, starts_B, num_real_B, request.blocks, request.row_operations))
+        hidden = self._model.forward(
+            build_rectangle(tokens_BN, starts_B, num_real_B, request.blocks, request.row_operations)
+        )
         return Hidden(hidden.last.view(*tokens_BN.shape, -1).select(1, NUM_NEWEST - 1))
 
 
@@ -93,7 +95,7 @@ def _steps(request: DraftRequest, starts_B: torch.Tensor) -> list[Inputs]:
     num_steps = request.num_drafts - 1
     if not num_steps:
         return []
-    return columns(starts_B, request.max_drafts_B - 1, num_steps, request.blocks, request.row_operations)
+    return build_columns(starts_B, request.max_drafts_B - 1, num_steps, request.blocks, request.row_operations)
 
 
 def stack_drafts(drafted: list[Drafted], num_drafts_B: torch.Tensor) -> Drafts:
@@ -118,7 +120,9 @@ def forward(
 ) -> Hidden:
     """[B * N, H]. A row without a token here is at position 0 and writes to the pad block."""
     starts_B = torch.where(num_real_B > 0, starts_B, 0)
-    return model.forward(rectangle(tokens_BN, starts_B, num_real_B, request.blocks, request.row_operations), carried)
+    return model.forward(
+        build_rectangle(tokens_BN, starts_B, num_real_B, request.blocks, request.row_operations), carried
+    )
 
 
 # --- drafter KV sync ---
@@ -295,7 +299,7 @@ class DraftModelKVSync(DrafterKVSync):
         self._put(rows_P, reach_P + num_real_P)
         offsets_L = torch.arange(queries, dtype=torch.int32, device=rows_P.device)
         tokens_PL = self._requests.tokens_at(rows_P, starts_P[:, None] + offsets_L)
-        self._read(rectangle(tokens_PL, starts_P, num_real_P, rows.blocks, self._requests.backend.row_operations))
+        self._read(build_rectangle(tokens_PL, starts_P, num_real_P, rows.blocks, self._requests.backend.row_operations))
 
     def on_verified(self, rows_B: torch.Tensor, lengths_B: torch.Tensor) -> None:
         """Once after each verification: what was written for drafts beyond the newest token does not count. They were

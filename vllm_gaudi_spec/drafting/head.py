@@ -19,12 +19,12 @@ from typing import TYPE_CHECKING
 
 import torch
 
-from vllm_gaudi_spec.attention.metadata import Blocks, Inputs, StepInputs, rectangle
+from vllm_gaudi_spec.attention.metadata import Blocks, Inputs, StepInputs, build_rectangle
 from vllm_gaudi_spec.drafting.draft_model import draft_chain
 from vllm_gaudi_spec.drafting.kv_sync import DrafterKVSync
 from vllm_gaudi_spec.drafting.vocabulary import FewerTokens, SameTokens
 from vllm_gaudi_spec.records import PREFILL, Hidden
-from vllm_gaudi_spec.runner.batch import make_batch, make_draft_batch, no_samples, padding_of
+from vllm_gaudi_spec.runner.batch import make_batch, make_draft_batch, make_no_samples, make_padding
 from vllm_gaudi_spec.runner.graphs import DRAFTERS_READS, Job
 
 if TYPE_CHECKING:
@@ -185,7 +185,7 @@ class HeadKVSync(DrafterKVSync):
         starts_B = torch.where(num_real_B > 0, starts_B, 0)
         offsets_Q = torch.arange(queries, dtype=torch.int32, device=rows_B.device)
         tokens_BQ = self._requests.tokens_at(rows_B, starts_B[:, None] + 1 + offsets_Q)
-        return rectangle(tokens_BQ, starts_B, num_real_B, blocks, self._requests.backend.row_operations)
+        return build_rectangle(tokens_BQ, starts_B, num_real_B, blocks, self._requests.backend.row_operations)
 
     # --- warm-up ---
 
@@ -204,10 +204,10 @@ class HeadKVSync(DrafterKVSync):
             yield Job(DRAFTERS_READS, partial(self._read_no_samples, *sizes), (self._signature(*sizes),), num_rows)
 
     def _read_padding(self, shape: Shape) -> None:
-        self._read(make_batch(self._requests, padding_of(shape)))
+        self._read(make_batch(self._requests, make_padding(shape)))
 
     def _read_no_samples(self, num_rows: int, num_queries: int, context: int) -> None:
-        nobody = no_samples(num_queries)
+        nobody = make_no_samples(num_queries)
         self._read_sampled(
             make_draft_batch(self._requests, nobody, (), num_rows=num_rows, context=context, lookahead=0)
         )

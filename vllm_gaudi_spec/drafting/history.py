@@ -36,7 +36,7 @@ class RequestHistory:
         """By row: the number of drafts that wait to be verified, and these."""
 
     def apply(self) -> None:
-        self._split.pace(self._requests.paced_rows())
+        self._split.pace(self._requests.list_paced_rows())
 
     def exclude(self, row: int) -> None:
         self._split.exclude(row)

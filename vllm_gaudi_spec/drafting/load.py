@@ -109,7 +109,7 @@ def _text_drafting(context: DraftingContext, pair: Pair) -> TextDrafting:
     speculation, requests, drafter = context.speculation, context.requests, context.drafter
     assert drafter is not None
     texts, rewrites = Texts.load(pair), speculation.universal_match == SLEM
-    shapes = context.shapes.of_length(speculation.universal_kv_len, requests.backend)
+    shapes = context.shapes.change_length(speculation.universal_kv_len, requests.backend)
     translation = texts.untranslated(context.device) if rewrites else pair.mapped(context.device)
     length, max_context = speculation.universal_kv_len, shapes.max_context
     return TextDrafting(

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, NamedTuple
 import numpy as np
 
 from vllm_gaudi_spec.attention.metadata import HostBlocks
-from vllm_gaudi_spec.runner.requests import host_lengths
+from vllm_gaudi_spec.runner.requests import make_host_lengths
 from vllm_gaudi_spec.upstream.kv_cache import AttentionSpec, KVCacheConfig, KVCacheGroupSpec, KVCacheTensor
 
 if TYPE_CHECKING:
@@ -99,7 +99,7 @@ class DrafterKVRegion:
     def blocks(self, rows_np: np.ndarray, ends: Sequence[int], context: int) -> HostBlocks:
         """Wide enough for `context` tokens. The first rows end at `ends`."""
         table_np = self._table_np[rows_np, : -(-context // self._size)]
-        lengths_B = host_lengths(self._backend, len(rows_np), ends, context)
+        lengths_B = make_host_lengths(self._backend, len(rows_np), ends, context)
         return HostBlocks((table_np,), (self._size,), lengths_B=lengths_B)
 
 

@@ -88,7 +88,7 @@ def kv_beside_target(speculation: Speculation | None, drafter: LoadedModel | Non
     if speculation is None or drafter is None or speculation.retokenizes:
         return {}
     # A head never catches up, so it needs no block that vLLM freed.
-    return drafter.kv_cache_spec() if speculation.is_head else drafter.kv_cache_spec_of_drafter()
+    return drafter.kv_cache_spec() if speculation.is_head else drafter.drafter_kv_cache_spec()
 
 
 # --- heads ---

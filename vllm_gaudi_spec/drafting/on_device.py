@@ -13,7 +13,7 @@ from vllm.v1.outputs import DraftTokenIds
 
 from vllm_gaudi_spec.drafting.base import Drafting
 from vllm_gaudi_spec.records import DraftBatch
-from vllm_gaudi_spec.runner.batch import make_draft_batch, no_samples
+from vllm_gaudi_spec.runner.batch import make_draft_batch, make_no_samples
 from vllm_gaudi_spec.runner.graphs import DRAFTS, Job
 from vllm_gaudi_spec.sampling.params import Branch
 
@@ -71,7 +71,7 @@ class DeviceDrafting(Drafting):
             self._split.admit(request.row, request.params, request.num_prompt)
             if self._coverage is not None:
                 self._coverage.saw(request.prompt)
-        self._split.pace(requests.paced_rows())
+        self._split.pace(requests.list_paced_rows())
         self._kv_sync.on_admitted()
 
     def on_drafter_status(self, again: list[Request], never: list[Request], *, is_off: bool) -> None:
@@ -213,7 +213,7 @@ class DeviceDrafting(Drafting):
             yield Job(DRAFTS, run, (signature,), num_rows, branch == Branch())
 
     def _draft_padding(self, num_rows: int, context: int, branch: Branch) -> None:
-        nobody = no_samples(1)
+        nobody = make_no_samples(1)
         batch = make_draft_batch(self._requests, nobody, (), num_rows=num_rows, context=context, lookahead=0)
         self._draft(batch, branch)
 

@@ -48,10 +48,10 @@ class RecurrentLayer:
         `conv` is vLLM's module with the convolution's parameters.
         """
         call: StateCall = get_forward_context().attn_metadata[self.prefix]
-        inputs_BQC = call.by_row(inputs_TC)
-        gates_BQG = None if gates_TG is None else call.by_row(gates_TG)
+        inputs_BQC = call.unflatten(inputs_TC)
+        gates_BQG = None if gates_TG is None else call.unflatten(gates_TG)
         out_BQ = self.state.follow(call, inputs_BQC, gates_BQG, conv.weight.squeeze(1), conv.bias, self.recur)
-        return call.flat(out_BQ).to(inputs_TC.dtype)
+        return call.flatten(out_BQ).to(inputs_TC.dtype)
 
 
 def _zero_padding(tensor: torch.Tensor, is_real_BQ: torch.Tensor) -> torch.Tensor:

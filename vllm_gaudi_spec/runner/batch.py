@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING
 import numpy as np
 import torch
 
-from vllm_gaudi_spec.attention.metadata import HostBlocks, Inputs, RowInputs, StepInputs, rectangle
+from vllm_gaudi_spec.attention.metadata import HostBlocks, Inputs, RowInputs, StepInputs, build_rectangle
 from vllm_gaudi_spec.records import DECODE, Batch, DraftBatch, Planned, SampleBatch, SampledRows
 from vllm_gaudi_spec.runner.hidden_states import Located
 
@@ -40,7 +40,7 @@ def build_inputs(queries: int, rows: RowInputs, located: Located, requests: Requ
     offsets_Q = torch.arange(queries, dtype=torch.int32, device=located.starts_B.device)
     tokens_BQ = requests.tokens_at(rows.rows_B, located.starts_B[:, None] + offsets_Q)
     row_operations = requests.backend.row_operations
-    return rectangle(tokens_BQ, located.starts_B, located.num_real_B, rows.blocks, row_operations)
+    return build_rectangle(tokens_BQ, located.starts_B, located.num_real_B, rows.blocks, row_operations)
 
 
 def pad_rows(requests: Requests, members: Sequence[Request], size: int) -> np.ndarray:
@@ -135,12 +135,12 @@ def make_sample_batch(
     )
 
 
-def padding_of(shape: Shape) -> Planned:
+def make_padding(shape: Shape) -> Planned:
     """Return a batch without requests, for warm-up."""
     return Planned(shape=shape, requests=[], counts=[], ends=[], finishes=[])
 
 
-def no_samples(num_queries: int) -> SampledRows:
+def make_no_samples(num_queries: int) -> SampledRows:
     """Return the result of a step in which no row sampled, for warm-up."""
     return SampledRows(requests=[], ends=[], num_queries=num_queries, decode=None, rows_alone=None)
 

@@ -78,17 +78,17 @@ class DeviceStep:
         inputs = build_inputs(queries, rows, located, requests)
         if token_types_T is not None:
             inputs = replace(inputs, token_types_T=token_types_T)
-        if (adapters_T := target.adapters_of(rows.rows_B, queries)) is not None:
+        if (adapters_T := target.gather_adapters(rows.rows_B, queries)) is not None:
             inputs = replace(inputs, adapters_T=adapters_T)
         if multimodal is not None:
-            inputs = inputs.with_media(multimodal)
+            inputs = inputs.add_media(multimodal)
         if target.states is not None:
             call = target.states.call(rows.rows_B, *located, queries, is_prompt=phase != DECODE)
             inputs = replace(inputs, states=call)
         self._hidden_states.put(phase, queries, rows.rows_B, located, target.forward(inputs))
         # `finish` advances rows that sample; this is for prompts that go on in a later step.
         requests.set_computed(rows.rows_B, located.starts_B + located.num_real_B)
-        return step.header() if self._hands_on_rows and phase == DECODE else None
+        return step.copy_header() if self._hands_on_rows and phase == DECODE else None
 
     def _finish(self, sample_pass: SamplePass) -> tuple[Verification, torch.Tensor]:
         """Compute the logits of the positions that sample, apply the acceptance rule, and advance the rows.
@@ -112,8 +112,8 @@ class DeviceStep:
             logprobs_mode=self._sampling.logprobs_mode,
         )
         if listed is None:
-            adapters_N = self._target.adapters_of(rows_B, num_queries)
-            logits_NV = self._target.logits_of_rows(hidden_NH, 1 + num_drafts_B, adapters_N).float()
+            adapters_N = self._target.gather_adapters(rows_B, num_queries)
+            logits_NV = self._target.compute_row_logits(hidden_NH, 1 + num_drafts_B, adapters_N).float()
             verification = verify(
                 logits_NV.view(*positions_BQ.shape, -1),
                 draft_probs_BKV=self._drafting.probs(rows_B) if num_queries > 1 else None,
@@ -122,13 +122,13 @@ class DeviceStep:
                 **common,
             )
         else:
-            adapters_N = self._target.adapters_of(rows_B.index_select(0, listed.index_2N[0]))
+            adapters_N = self._target.gather_adapters(rows_B.index_select(0, listed.index_2N[0]))
             logits_NV = self._target.logits(hidden_NH, adapters_N).float()
             verification = verify_listed(logits_NV, listed, **common)
         last_B = positions_BQ[:, 0]
         lengths_B = last_B + 1 + verification.num_sampled_B
         if self._drafting.verifies_drafts:  # before `advance` clears the rows' drafts
-            reported_B = self._requests.reported_drafts(rows_B, acceptable_B)
+            reported_B = self._requests.count_reported_drafts(rows_B, acceptable_B)
             verification = verification._replace(num_drafts_B=reported_B)
         self._requests.advance(rows_B, last_B, verification)
         self._drafting.on_verified(rows_B, lengths_B)

@@ -47,7 +47,7 @@ class Job(NamedTuple):
     """Size that a larger one can replace, see `ColdSizes`; None if every server needs the job at once."""
 
 
-def sizes_of_report(shape: SampleShape, branch: Branch) -> tuple[Hashable, ...]:
+def report_sizes(shape: SampleShape, branch: Branch) -> tuple[Hashable, ...]:
     """Return the sizes of the tensors in a step's report."""
     return shape.rows, shape.queries, branch.of_reports()
 

@@ -30,7 +30,7 @@ class KVCache:
         # Layers share one allocation, whose size each of them has.
         self.num_bytes = max((tensor.size for tensor in kv_cache_config.kv_cache_tensors), default=0)
         self.layer_groups = [list(group.layer_names) for group in kv_cache_config.kv_cache_groups]
-        specs = [_of_a_layer(group.kv_cache_spec) for group in kv_cache_config.kv_cache_groups]
+        specs = [_layer_spec(group.kv_cache_spec) for group in kv_cache_config.kv_cache_groups]
         self.block_sizes = [spec.block_size for spec in specs]
         self.windows = [spec.sliding_window if isinstance(spec, SlidingWindowSpec) else None for spec in specs]
         """Sliding window of each group's layers, or None."""
@@ -47,7 +47,7 @@ class KVCache:
         self._copy_blocks([(0, 0)])
 
 
-def of_one_forward(specs: dict[str, FullAttentionSpec], *, max_tokens: int, max_rows: int) -> KVCacheConfig:
+def single_forward_config(specs: dict[str, FullAttentionSpec], *, max_tokens: int, max_rows: int) -> KVCacheConfig:
     """Return the KV cache config of an encoder, whose KV lasts for one forward.
 
     Prompts are computed whole, and nothing is read after the layer that wrote it has attended. So all layers share the
@@ -67,5 +67,5 @@ def of_one_forward(specs: dict[str, FullAttentionSpec], *, max_tokens: int, max_
     )
 
 
-def _of_a_layer(spec: KVCacheSpec) -> KVCacheSpec:
+def _layer_spec(spec: KVCacheSpec) -> KVCacheSpec:
     return next(iter(spec.kv_cache_specs.values())) if isinstance(spec, UniformTypeKVCacheSpecs) else spec

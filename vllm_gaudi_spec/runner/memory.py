@@ -73,9 +73,9 @@ class WarmUpMemory:
             return
         kind = expected.most_common(1)[0][0]
         raise UnsupportedConfigError(
-            f"{format_size(free)} of the card's memory are free, and {len(postponed)} runs of warm-up in the "
-            f"background may keep {format_size(expected.total())}, as those before them did; lower "
-            f"{lower(self._vllm_config, kind, self._kv_bytes, missing)}, or leave out {WARMUP.name}."
+            f"{format_size(free)} of the card's memory are free, and {len(postponed)} runs of warm-up in the background "
+            f"may keep {format_size(expected.total())}, as those before them did; lower "
+            f"{suggest_option(self._vllm_config, kind, self._kv_bytes, missing)}, or leave out {WARMUP.name}."
         )
 
     def _advice(self, job: Job, rest: Sequence[Job], asked: int) -> str:
@@ -89,7 +89,7 @@ class WarmUpMemory:
         number = self._runs.total() + 1
         return (
             f"The card's memory ended {self._where} at {number} of {number + len(rest)} runs, in {job.kind}: {found}; "
-            f"lower {lower(self._vllm_config, job.kind, self._kv_bytes, missing)}."
+            f"lower {suggest_option(self._vllm_config, job.kind, self._kv_bytes, missing)}."
         )
 
     def _expected(self, job: Job) -> int:
@@ -100,7 +100,7 @@ class WarmUpMemory:
         return max(self._kept[job.kind], 0) // max(self._runs[job.kind], 1)
 
 
-def lower(vllm_config: VllmConfig, kind: str, kv_bytes: int, missing: int) -> str:
+def suggest_option(vllm_config: VllmConfig, kind: str, kv_bytes: int, missing: int) -> str:
     """Return the option to lower, with its value and the one that frees `missing` bytes for jobs of this kind.
 
     Cutting the KV cache by more than half helps less than fewer sequences or shorter prompt chunks.
@@ -115,7 +115,7 @@ def lower(vllm_config: VllmConfig, kind: str, kv_bytes: int, missing: int) -> st
         percent = min(int(100 * cache.gpu_memory_utilization * share), round(100 * cache.gpu_memory_utilization) - 1)
         return f"--gpu-memory-utilization {cache.gpu_memory_utilization:g} -> {percent / 100:g}"
     if kind == PROMPT_LOGPROBS:
-        return _lower_prompt_logprobs(vllm_config)
+        return _suggest_for_prompt_logprobs(vllm_config)
     if kind == ENCODERS:
         return "the size of images, by --mm-processor-kwargs (for Qwen-VL max_pixels)"
     if kind not in (PROMPT_CHUNKS, DRAFTERS_READS) and scheduler.max_num_seqs > 1:
@@ -123,7 +123,7 @@ def lower(vllm_config: VllmConfig, kind: str, kv_bytes: int, missing: int) -> st
     return f"--max-num-batched-tokens {scheduler.max_num_batched_tokens} -> {scheduler.max_num_batched_tokens // 2}"
 
 
-def _lower_prompt_logprobs(vllm_config: VllmConfig) -> str:
+def _suggest_for_prompt_logprobs(vllm_config: VllmConfig) -> str:
     """Return the option to lower for prompt log-probabilities.
 
     Their memory does not depend on the number of requests or the length of chunks. If their number is not the cause,

@@ -57,14 +57,14 @@ _ENCODERS = "vllm_gaudi_spec.attention.encoders"
 _MEASURED_LOGITS = 64
 
 
-def _keeping_all(spec: KVCacheSpec) -> KVCacheSpec:
+def _drop_window(spec: KVCacheSpec) -> KVCacheSpec:
     if not isinstance(spec, SlidingWindowSpec | ChunkedLocalAttentionSpec):
         return spec
     common = {field.name for field in fields(FullAttentionSpec) if field.init} - {"sliding_window"}
     return FullAttentionSpec(**{f.name: getattr(spec, f.name) for f in fields(spec) if f.name in common})
 
 
-def _reach(layer: Any) -> tuple[int | None, int | None]:
+def _get_window(layer: Any) -> tuple[int | None, int | None]:
     """Return a layer's sliding window and attention chunk."""
     return layer.impl.sliding_window, getattr(layer, "attention_chunk_size", None)
 
@@ -159,7 +159,7 @@ class LoadedModel:
             name: getattr(layer, "kv_sharing_target_layer_name", None) or name for name, layer in self._layers.items()
         }
         """Maps each layer to the layer whose KV it reads, usually itself."""
-        sinks = self._names_of_sinks()
+        sinks = self._find_sink_names()
         backend.weights.prepare_model(self.model)
         if needs_batch_invariance(vllm_config, model_config):
             backend.weights.make_batch_invariant(self.model)
@@ -170,7 +170,7 @@ class LoadedModel:
         self._groups: list[list[str]] = []
         self.adapters: Adapters | None = None
 
-    def _names_of_sinks(self) -> dict[RectangleAttentionImpl, str]:
+    def _find_sink_names(self) -> dict[RectangleAttentionImpl, str]:
         """Return the parameter name of each layer's sinks.
 
         Moving a model to a device replaces its parameters, but keeps their names.
@@ -237,13 +237,13 @@ class LoadedModel:
             for name, layer in self._encoding.items()
         }
 
-    def kv_cache_spec_of_drafter(self) -> dict[str, KVCacheSpec]:
+    def drafter_kv_cache_spec(self) -> dict[str, KVCacheSpec]:
         """Return the specs without sliding windows, for a drafter.
 
         vLLM gives blocks outside a window to other requests without telling the worker. A drafter that catches up would
         write to them.
         """
-        return {name: _keeping_all(spec) for name, spec in self.kv_cache_spec().items()}
+        return {name: _drop_window(spec) for name, spec in self.kv_cache_spec().items()}
 
     @property
     def layer_names(self) -> list[str]:
@@ -260,7 +260,7 @@ class LoadedModel:
         self._groups = [[*names, *(name for name, owner in sharing.items() if owner in names)] for names in groups]
         for name, owner in self._kv_owners.items():
             layer = self._layers[name]
-            if _reach(layer) != _reach(self._layers[owner]):
+            if _get_window(layer) != _get_window(self._layers[owner]):
                 raise RuntimeError(f"{name} reads the KV of {owner}, which keeps it for another window.")
             layer.bind_kv_cache(caches[owner])
             layer.impl.bind(layer, caches[owner])
@@ -310,7 +310,7 @@ class LoadedModel:
         """
         # Ranks in lockstep compute the same number of tokens; no rank knows how many of another's are real.
         packs = self._packs and not self._is_in_step
-        packed = Packed.of(inputs.num_real_B, inputs.call.num_queries) if packs else None
+        packed = Packed.from_counts(inputs.num_real_B, inputs.call.num_queries) if packs else None
         hidden = self._run_packed(inputs, carried_TH, packed)
         if inputs.states is not None:
             assert self.states is not None
@@ -342,12 +342,12 @@ class LoadedModel:
             upstream.tensor_parallel_group(self.group),
             set_forward_context(metadata, self.vllm_config, num_tokens, on_each, slot_mapping=slots),
         ):
-            with self.counting(inputs), self._adapting(inputs.adapters_T):
+            with self.counting(inputs), self._apply_adapters(inputs.adapters_T):
                 hidden = self._hidden_of(self._call(inputs, carried_TH), inputs)
             if self._returns_hidden_states:
                 hidden = self._broadcast(hidden)
             if self.measuring is not None and self.measuring.reads_logits:
-                self._measure_logits(self.measuring, hidden.last, inputs.real_T())
+                self._measure_logits(self.measuring, hidden.last, inputs.mark_real())
             return hidden
 
     def _call(self, inputs: Inputs, carried_TH: torch.Tensor | None) -> Any:
@@ -382,12 +382,12 @@ class LoadedModel:
         else:
             embeddings_TH = self.model.embed_input_ids(tokens_T)
         if media.rows_T is not None:
-            embeddings_TH, deeper = self._with_media(embeddings_TH, media.rows_T)
+            embeddings_TH, deeper = self._merge_media(embeddings_TH, media.rows_T)
         if media.embeds_NH is not None and media.is_embeds_T is not None:
             embeddings_TH = embeddings_TH.masked_scatter(media.is_embeds_T.unsqueeze(1), media.embeds_NH)
         return embeddings_TH, deeper
 
-    def _with_media(
+    def _merge_media(
         self, text_TH: torch.Tensor, rows_T: torch.Tensor
     ) -> tuple[torch.Tensor, IntermediateTensors | None]:
         """Return the embeddings, and what is added after each of the first layers, as vLLM's classes merge them.
@@ -409,13 +409,13 @@ class LoadedModel:
 
     def counting(self, inputs: Inputs) -> AbstractContextManager[None]:
         """Restrict measurements to the real tokens of a forward that runs in this context."""
-        return nullcontext() if self.measuring is None else self.measuring.counting(inputs.real_T())
+        return nullcontext() if self.measuring is None else self.measuring.counting(inputs.mark_real())
 
-    def adapters_of(self, rows_B: torch.Tensor, num_queries: int = 1) -> torch.Tensor | None:
+    def gather_adapters(self, rows_B: torch.Tensor, num_queries: int = 1) -> torch.Tensor | None:
         """Return int32: the slot of each row's LoRA adapter, repeated `num_queries` times, or None without adapters."""
-        return None if self.adapters is None else self.adapters.of_rows(rows_B, num_queries)
+        return None if self.adapters is None else self.adapters.gather_slots(rows_B, num_queries)
 
-    def _adapting(self, adapters_T: torch.Tensor | None) -> AbstractContextManager[None]:
+    def _apply_adapters(self, adapters_T: torch.Tensor | None) -> AbstractContextManager[None]:
         """Apply adapters to the model's layers in this context."""
         return nullcontext() if self.adapters is None else self.adapters.applied(adapters_T)
 
@@ -425,12 +425,12 @@ class LoadedModel:
             with measuring.counting(real):
                 self.logits(states)
 
-    def logits_of_rows(
+    def compute_row_logits(
         self, hidden_NH: torch.Tensor, num_real_B: torch.Tensor, adapters_N: torch.Tensor | None = None
     ) -> torch.Tensor:
         """Return logits [N, V] of B rows with Q states each, of which the first `num_real_B` are used."""
         num_positions = hidden_NH.shape[0]
-        packed = Packed.of(num_real_B, num_positions // len(num_real_B)) if self._packs else None
+        packed = Packed.from_counts(num_real_B, num_positions // len(num_real_B)) if self._packs else None
         if packed is None:
             return self.logits(hidden_NH, adapters_N)
         if adapters_N is not None:
@@ -442,6 +442,6 @@ class LoadedModel:
 
         `adapters_N` holds the slots of the rows' LoRA adapters.
         """
-        with upstream.tensor_parallel_group(self.group), self._adapting(adapters_N):
+        with upstream.tensor_parallel_group(self.group), self._apply_adapters(adapters_N):
             logits: torch.Tensor = self.model.compute_logits(hidden)
         return logits

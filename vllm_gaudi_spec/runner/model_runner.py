@@ -9,9 +9,9 @@ from vllm.v1.outputs import EMPTY_MODEL_RUNNER_OUTPUT
 from vllm_gaudi_spec.outputs import CountedOutput, DrafterStatus, SpeculativeOutput
 from vllm_gaudi_spec.records import DECODE, Batch, NoDraftReason, Planned, Request, SampledRows, StepResult
 from vllm_gaudi_spec.runner.batch import make_batch, make_sample_batch, plan_batches
-from vllm_gaudi_spec.runner.graphs import drafts_signature, sizes_of_report
+from vllm_gaudi_spec.runner.graphs import drafts_signature, report_sizes
 from vllm_gaudi_spec.runner.parts import RunnerParts
-from vllm_gaudi_spec.runner.report import Report, leave_out_scores
+from vllm_gaudi_spec.runner.report import Report, drop_scores
 from vllm_gaudi_spec.runner.warmup import warm_up
 from vllm_gaudi_spec.sampling.params import Branch, Grammar, SamplePass, read_grammars
 
@@ -164,19 +164,19 @@ class ModelRunner(RunnerParts):
 
         The last position of a prompt is a verification of zero drafts.
         """
-        finishing = [member for batch in pending for member in batch.finishing()]
-        unfinished = [request for batch in pending for request in batch.continuing()]
+        finishing = [member for batch in pending for member in batch.list_finishing()]
+        unfinished = [request for batch in pending for request in batch.list_continuing()]
         if not finishing:
             return self.reports.send(StepResult([], unfinished=unfinished))
         requests, ends = [request for request, _ in finishing], [end for _, end in finishing]
-        num_positions = [count for batch in pending for count in batch.num_positions()]
+        num_positions = [count for batch in pending for count in batch.count_positions()]
         num_queries = max(batch.num_sampled for batch in pending)
         branch = self.sampling.branch(requests, grammars)
         shape = self.sample_shapes.fit(num_queries, num_positions, branch)
         batch = make_sample_batch(self.requests, shape, requests, num_positions)
         step = self.sample(batch, self.sampling.make_pass(batch, branch, grammars))
         if not self.sampling.reports(requests, branch):
-            leave_out_scores(step, batch.shape)
+            drop_scores(step, batch.shape)
         step.unfinished = unfinished
         step.started = [request for request in requests if request.num_computed < len(request.all_token_ids)]
         for extension in self.extensions:
@@ -191,7 +191,7 @@ class ModelRunner(RunnerParts):
     def sample(self, batch: SampleBatch, sample_pass: SamplePass) -> StepResult:
         self.recorder.saw(self.sampling.signature(batch.shape, sample_pass.branch))
         verification, rows_B = self.device_step.finish(sample_pass)
-        signature = sizes_of_report(batch.shape, sample_pass.branch)
+        signature = report_sizes(batch.shape, sample_pass.branch)
         return StepResult(batch.requests, verification, rows_B, signature=signature)
 
     def send_and_propose(self, step: StepResult, sampled: SampledRows, branch: Branch, max_drafts: int) -> Report:

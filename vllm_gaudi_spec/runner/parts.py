@@ -22,13 +22,13 @@ from vllm_gaudi_spec.runner.extensions.data_parallel import DataParallelLockstep
 from vllm_gaudi_spec.runner.extensions.encoders import Encoders
 from vllm_gaudi_spec.runner.extensions.media_store import MediaStore
 from vllm_gaudi_spec.runner.extensions.multimodal import Multimodal
-from vllm_gaudi_spec.runner.extensions.pooling import Pooling, output_of
+from vllm_gaudi_spec.runner.extensions.pooling import Pooling, get_output_format
 from vllm_gaudi_spec.runner.extensions.prompt_embeds import PromptEmbeds
 from vllm_gaudi_spec.runner.extensions.prompt_logprobs import PromptLogprobs
 from vllm_gaudi_spec.runner.extensions.snapshots import SnapshotRows
 from vllm_gaudi_spec.runner.graphs import StepRecorder
 from vllm_gaudi_spec.runner.hidden_states import HiddenStateBuffer
-from vllm_gaudi_spec.runner.kv_cache import KVCache, of_one_forward
+from vllm_gaudi_spec.runner.kv_cache import KVCache, single_forward_config
 from vllm_gaudi_spec.runner.model import LoadedModel
 from vllm_gaudi_spec.runner.report import Downloads, Reports
 from vllm_gaudi_spec.runner.requests import Requests
@@ -128,7 +128,7 @@ class RunnerParts:
         if encodes := self.target.encoder_kv_spec(self.backend.traits.block_size):
             shapes = Shapes.from_config(self.vllm_config, self.options, self.backend, 0)
             max_rows = max(shapes.most_rows, *shapes.prefill_rows)
-            kv_cache_config = of_one_forward(encodes, max_tokens=shapes.largest_prefill, max_rows=max_rows)
+            kv_cache_config = single_forward_config(encodes, max_tokens=shapes.largest_prefill, max_rows=max_rows)
         self.kv_cache = KVCache(kv_cache_config, self.vllm_config, self.backend)
         self.shapes = Shapes.from_config(
             self.vllm_config,
@@ -155,7 +155,7 @@ class RunnerParts:
             seed=self.model_config.seed,
             keeps_kv=not encodes,
         )
-        states_size, states_dtype = output_of(self.target.model, self.model_config)
+        states_size, states_dtype = get_output_format(self.target.model, self.model_config)
         self.hidden_states = HiddenStateBuffer(
             num_rows=self.max_rows + 1,
             num_queries=1 + self.num_drafts,

@@ -16,7 +16,7 @@ from vllm.logger import init_logger
 from vllm_gaudi_spec.config import UnsupportedConfigError
 from vllm_gaudi_spec.devices.base import Graphs, format_size
 from vllm_gaudi_spec.runner.graphs import StepRecorder
-from vllm_gaudi_spec.runner.memory import WarmUpMemory, lower
+from vllm_gaudi_spec.runner.memory import WarmUpMemory, suggest_option
 from vllm_gaudi_spec.runner.warmup import jobs, manifest
 from vllm_gaudi_spec.upstream.kv_memory import (
     clear_layer_kv_caches,
@@ -55,8 +55,8 @@ def peak_bytes(runner: ModelRunner, budget: int) -> int:
     kind = max(peaks, key=lambda kind: peaks[kind])
     if peaks[kind] >= budget:
         raise UnsupportedConfigError(
-            f"The largest steps need {format_size(peaks[kind])} ({kind}), and there are {format_size(budget)} for them "
-            f"and the KV cache; lower {lower(runner.vllm_config, kind, kv_bytes=0, missing=0)}."
+            f"The largest steps need {format_size(peaks[kind])} ({kind}), and there are {format_size(budget)} for them and "
+            f"the KV cache; lower {suggest_option(runner.vllm_config, kind, kv_bytes=0, missing=0)}."
         )
     return peaks[kind]
 

@@ -22,7 +22,7 @@ from vllm_gaudi_spec.records import (
     Verification,
     WorkerCounts,
 )
-from vllm_gaudi_spec.runner.graphs import report_signature, sizes_of_report
+from vllm_gaudi_spec.runner.graphs import report_signature, report_sizes
 from vllm_gaudi_spec.sampling.params import Branch
 
 if TYPE_CHECKING:
@@ -50,7 +50,9 @@ class Downloads:
         return lambda: host
 
 
-def _moved(step: StepResult, move: Callable[[torch.Tensor], torch.Tensor]) -> tuple[Verification | None, Drafts | None]:
+def _move_tensors(
+    step: StepResult, move: Callable[[torch.Tensor], torch.Tensor]
+) -> tuple[Verification | None, Drafts | None]:
     """Return the parts of a step on the device with `move` applied to every tensor, always in the same order."""
 
     def scores(record: LogprobsTensors | None) -> LogprobsTensors | None:
@@ -68,7 +70,7 @@ def _moved(step: StepResult, move: Callable[[torch.Tensor], torch.Tensor]) -> tu
     return verified, drafts and Drafts(move(drafts.tokens_BK), move(drafts.num_drafts_B))
 
 
-def leave_out_scores(step: StepResult, shape: SampleShape) -> None:
+def drop_scores(step: StepResult, shape: SampleShape) -> None:
     """Leave log-probabilities that no request asked for on the device.
 
     A full branch computes them anyway. The report is then that of a step of the same size without them, which saves a
@@ -76,7 +78,7 @@ def leave_out_scores(step: StepResult, shape: SampleShape) -> None:
     """
     assert step.verification is not None
     step.verification = step.verification._replace(logprobs=None, scores=None)
-    step.signature = sizes_of_report(shape, Branch())
+    step.signature = report_sizes(shape, Branch())
 
 
 class Reports:
@@ -97,7 +99,7 @@ class Reports:
             parts.append(tensor)
             return tensor
 
-        _moved(step, collect)
+        _move_tensors(step, collect)
         return Report(step, self._downloads.start(self._pack(*parts)) if parts else None)
 
 
@@ -133,22 +135,22 @@ class Report(AsyncModelRunnerOutput):
             begin += like.numel()
             return piece.view(like.dtype).view(like.shape)
 
-        verified, drafts = _moved(self._sent, cut)
+        verified, drafts = _move_tensors(self._sent, cut)
         return replace(self._sent, verification=verified, drafts=drafts)
 
     def get_output(self) -> ModelRunnerOutput:
         """Wait for the copy and return vLLM's record. This can be called only once."""
         step = self.step = self.to_host()
-        sampled = _sampled_tokens(step)
+        sampled = _list_sampled_tokens(step)
         names = [request.req_id for request in (*step.requests, *step.unfinished)]
         common: dict[str, Any] = dict(
             worked=self.worker_counts,
             req_ids=names,
             req_id_to_index=dict(zip(names, range(len(names)), strict=True)),
             sampled_token_ids=[*sampled, *([] for _ in step.unfinished)],
-            logprobs=_join(step, sampled),
+            logprobs=_join_logprobs(step, sampled),
             prompt_logprobs_dict={
-                request.req_id: LogprobsTensors.cat([_prompt_tensors(piece) for piece in pieces])
+                request.req_id: LogprobsTensors.cat([_wait_for_prompt_scores(piece) for piece in pieces])
                 for request, pieces in step.prompt_logprobs
             },
         )
@@ -183,7 +185,7 @@ def _verified_round(verified: dict[str, int]) -> list[DraftRound]:
     return [DraftRound(faulty, worked)] if faulty or worked else []
 
 
-def _sampled_tokens(step: StepResult) -> list[list[int]]:
+def _list_sampled_tokens(step: StepResult) -> list[list[int]]:
     """Return the new tokens of each request that sampled."""
     if step.verification is None:
         return []
@@ -191,7 +193,7 @@ def _sampled_tokens(step: StepResult) -> list[list[int]]:
     return [row[:count] for row, count in zip(rows, counts, strict=True)][: len(step.requests)]
 
 
-def _join(step: StepResult, sampled: list[list[int]]) -> LogprobsLists | None:
+def _join_logprobs(step: StepResult, sampled: list[list[int]]) -> LogprobsLists | None:
     """Return one table for all tokens of the step. Requests that ask for fewer scores leave columns or rows empty."""
     verified = step.verification
     if verified is None or (verified.logprobs is None and verified.scores is None):
@@ -220,7 +222,7 @@ def _join(step: StepResult, sampled: list[list[int]]) -> LogprobsLists | None:
     return LogprobsLists(ids, scores, ranks, offsets.tolist())
 
 
-def _prompt_tensors(scores: PromptScores) -> LogprobsTensors:
+def _wait_for_prompt_scores(scores: PromptScores) -> LogprobsTensors:
     """Wait for the copy and return the scores that the request asked for."""
     packed, width, columns = scores.wait()[: scores.num_tokens], 1 + scores.num_computed, 1 + scores.num_requested
     scores_NC = copy_contiguous(packed[:, width : width + columns]).view(torch.float32)

@@ -119,12 +119,12 @@ class Requests:
         found = (self.by_id.get(req_id) for req_id in req_ids)
         return [request for request in found if request is not None and request.row != NO_ROW]
 
-    def paced_rows(self) -> list[tuple[int, int]]:
+    def list_paced_rows(self) -> list[tuple[int, int]]:
         """Return the row and the limit of each request in `max_drafts`."""
         return [(self.by_id[req_id].row, max_drafts) for req_id, max_drafts in self.max_drafts.items()]
 
     def _apply_new(self, new: NewRequestData) -> None:
-        prompt, embeds = _prompt_of(new)
+        prompt, embeds = _read_prompt(new)
         params = new.sampling_params or SamplingParams()
         # A request of `by_id` may come as a new one: resumed under the V2 contract, or the next turn of a session with
         # a longer prompt and other parameters. It keeps its noise unless it has another seed.
@@ -223,9 +223,9 @@ class Requests:
                 for table, size in zip(self.tables_np, self.block_sizes, strict=True)
             )
         else:
-            tables = tuple(_in_turn(len(rows_np), ends, context, size) for size in self.block_sizes)
-        lengths_B = host_lengths(self.backend, len(rows_np), ends, context)
-        counts_B = None if lengths_B is None or counts is None else host_counts(len(rows_np), counts)
+            tables = tuple(_assign_in_turn(len(rows_np), ends, context, size) for size in self.block_sizes)
+        lengths_B = make_host_lengths(self.backend, len(rows_np), ends, context)
+        counts_B = None if lengths_B is None or counts is None else make_host_counts(len(rows_np), counts)
         return HostBlocks(tables, tuple(self.block_sizes), lengths_B=lengths_B, counts_B=counts_B)
 
     def decode_blocks(self, rows_np: np.ndarray, ends: Sequence[int], context: int) -> HostBlocks:
@@ -245,7 +245,7 @@ class Requests:
                 begin_np = np.maximum(ends_np - self._in_flight - window, 0) // size
                 length = min(context, len(rows_np) * (1 + -(-(window + self._in_flight) // size)))
             tables.append(table_np)
-            flat.append(_listed(table_np, begin_np, end_np, length))
+            flat.append(_list_blocks(table_np, begin_np, end_np, length))
         return HostBlocks(tuple(tables), tuple(self.block_sizes), tuple(flat))
 
     # --- state on the device ---
@@ -270,7 +270,7 @@ class Requests:
         # Not by index_fill_: Ascend's CANN before 8.3 or so reads each index on the host for it.
         self.num_drafts_R.index_copy_(0, rows_B, torch.zeros_like(rows_B, dtype=torch.int32))
 
-    def reported_drafts(self, rows_B: torch.Tensor, num_verified_B: torch.Tensor) -> torch.Tensor:
+    def count_reported_drafts(self, rows_B: torch.Tensor, num_verified_B: torch.Tensor) -> torch.Tensor:
         """Return int32 [B]: the number of drafts that a step verified, as reported to the host.
 
         It is `FAULTY` if the drafter failed, and `UNVERIFIED` if the row had drafts and none of them was verified.
@@ -315,7 +315,7 @@ class Requests:
         return self.backend.memory.upload(torch.from_numpy(array))
 
 
-def _prompt_of(new: NewRequestData) -> tuple[list[int], PromptEmbeddings | None]:
+def _read_prompt(new: NewRequestData) -> tuple[list[int], PromptEmbeddings | None]:
     """Return a prompt's tokens and its embeddings.
 
     In place of embeddings vLLM may send ids that are not in the vocabulary; they become 0.
@@ -331,7 +331,7 @@ def _prompt_of(new: NewRequestData) -> tuple[list[int], PromptEmbeddings | None]
     return np.where(is_embeds_np, 0, tokens).tolist(), PromptEmbeddings(new.prompt_embeds, is_embeds_np)
 
 
-def _in_turn(num_rows: int, ends: Sequence[int], context: int, block_size: int) -> np.ndarray:
+def _assign_in_turn(num_rows: int, ends: Sequence[int], context: int, block_size: int) -> np.ndarray:
     """Return int32 [B, W]: consecutive blocks for one row after another, starting at block 1, in memory that no row
     keeps."""
     counts_np = np.zeros(num_rows, dtype=np.int32)
@@ -341,7 +341,7 @@ def _in_turn(num_rows: int, ends: Sequence[int], context: int, block_size: int) 
     return np.where(offsets_np < counts_np[:, None], first_np[:, None] + offsets_np, 0)
 
 
-def _listed(table_np: np.ndarray, begin_np: np.ndarray, end_np: np.ndarray, size: int) -> np.ndarray:
+def _list_blocks(table_np: np.ndarray, begin_np: np.ndarray, end_np: np.ndarray, size: int) -> np.ndarray:
     """Return int32 [3, size]: block, row and index of the rows' blocks from `begin_np` to `end_np`.
 
     Padding belongs to no row. For a resumed request vLLM puts block 0 where a sliding window has passed; it is left
@@ -357,7 +357,7 @@ def _listed(table_np: np.ndarray, begin_np: np.ndarray, end_np: np.ndarray, size
     return listed
 
 
-def host_lengths(backend: DeviceBackend, num_rows: int, ends: Sequence[int], context: int) -> torch.Tensor | None:
+def make_host_lengths(backend: DeviceBackend, num_rows: int, ends: Sequence[int], context: int) -> torch.Tensor | None:
     """Return `Blocks.lengths_B`, or None on devices that do not need it.
 
     The first rows have at most `ends` tokens of KV when the graph ends, and no more than `context`, for which there are
@@ -370,7 +370,7 @@ def host_lengths(backend: DeviceBackend, num_rows: int, ends: Sequence[int], con
     return torch.from_numpy(lengths_np)
 
 
-def host_counts(num_rows: int, counts: Sequence[int]) -> torch.Tensor:
+def make_host_counts(num_rows: int, counts: Sequence[int]) -> torch.Tensor:
     """Return `Blocks.counts_B`, with 0 for rows of padding."""
     counts_np = np.zeros(num_rows, dtype=np.int32)
     counts_np[: len(counts)] = counts

@@ -35,15 +35,15 @@ class SampleShapes:
         self._max_queries = shapes.decode_queries[-1]
         self._queries = shapes.decode_queries
         self._rows, self._fit_rows = shapes.decode_rows, shapes.fit_rows
-        self._rectangles = _halved(max_rows, 1)[-_NUM_RECTANGLES:]
+        self._rectangles = _halve(max_rows, 1)[-_NUM_RECTANGLES:]
         self._cold = shapes.cold
-        self._usual = _halved(max_rows * self._max_queries, _SMALLEST)[-_NUM_LISTED:]
+        self._usual = _halve(max_rows * self._max_queries, _SMALLEST)[-_NUM_LISTED:]
 
     def fit(self, num_queries: int, num_positions: Sequence[int], branch: Branch) -> SampleShape:
         """Return the shape of a step whose requests have `num_positions` positions each, at most `num_queries`."""
         if self._is_rectangle(num_queries, branch):
             num_rows = len(num_positions)
-            rows = fit(_fewer(self._rectangles, branch), num_rows) if self._lists else self._fit_rows(num_rows)
+            rows = fit(_thin_out(self._rectangles, branch), num_rows) if self._lists else self._fit_rows(num_rows)
             shape = SampleShape(rows, num_queries)
         else:
             shape = self._listed(fit(self._sizes(branch), sum(num_positions)))
@@ -58,7 +58,7 @@ class SampleShapes:
             if self._lists:
                 for size in reversed(self._sizes(branch)):
                     yield self._listed(size), branch
-            all_rows = _fewer(self._rectangles, branch) if self._lists else self._rows
+            all_rows = _thin_out(self._rectangles, branch) if self._lists else self._rows
             for rows, queries in product(reversed(all_rows), reversed(self._queries)):
                 if self._is_rectangle(queries, branch):
                     yield SampleShape(rows, queries), branch
@@ -68,16 +68,16 @@ class SampleShapes:
 
     def _sizes(self, branch: Branch) -> tuple[int, ...]:
         if not self._needs_rectangle(branch):
-            return _fewer(self._usual, branch)
+            return _thin_out(self._usual, branch)
         # Only plain steps: a position a row. Verify steps have as many graphs again.
         plain = tuple(size for size in self._usual if size <= fit(self._usual, self._max_rows))
-        return _fewer(plain, branch, at_least=2)
+        return _thin_out(plain, branch, at_least=2)
 
     def _listed(self, num_positions: int) -> SampleShape:
         return SampleShape(min(num_positions, self._max_rows), self._max_queries, num_positions)
 
 
-def _fewer(sizes: tuple[int, ...], branch: Branch, at_least: int = 1) -> tuple[int, ...]:
+def _thin_out(sizes: tuple[int, ...], branch: Branch, at_least: int = 1) -> tuple[int, ...]:
     """Return every second or fourth size for branches that few requests need, and every `at_least`-th for all."""
     step = 4 if branch.is_rarest else 2 if branch.is_full else 1
     return sizes[:: -max(step, at_least)][::-1]
@@ -90,7 +90,7 @@ def holds(large: tuple[SampleShape, Branch], small: tuple[SampleShape, Branch]) 
     return alike and bool(of_large.positions) == bool(of_small.positions) and of_large >= of_small
 
 
-def _halved(largest: int, smallest: int) -> tuple[int, ...]:
+def _halve(largest: int, smallest: int) -> tuple[int, ...]:
     """Return sizes from `largest` down to at least `smallest`, so that a full bucket of rows with drafts fits
     exactly."""
     sizes = [largest]

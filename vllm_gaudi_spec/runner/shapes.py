@@ -117,7 +117,7 @@ class Shapes:
             computes_padding=backend.traits.captures,
         )
 
-    def of_length(self, max_len: int, backend: DeviceBackend) -> Shapes:
+    def change_length(self, max_len: int, backend: DeviceBackend) -> Shapes:
         """Return shapes with the same batches for rows of up to `max_len` tokens, with block tables."""
         # A drafter's step may read one token more than a verify step has.
         widest = max(self.longest_chunk, self.decode_queries[-1] + 1)
@@ -135,11 +135,11 @@ class Shapes:
 
     def fit_rows(self, num_rows: int) -> int:
         """Return the bucket for `num_rows` rows that decode or sample in one step."""
-        return _fit_or_late(self.decode_rows, num_rows, self.most_rows, "batch_buckets")
+        return _fit_or_largest(self.decode_rows, num_rows, self.most_rows, "batch_buckets")
 
     def fit_queries(self, num_tokens: int) -> int:
         """Return the bucket for a prompt chunk."""
-        return _fit_or_late(self.prefill_queries, num_tokens, self.longest_chunk, "prefill_buckets")
+        return _fit_or_largest(self.prefill_queries, num_tokens, self.longest_chunk, "prefill_buckets")
 
     def fit_context(self, num_tokens: int) -> int:
         return fit(self.contexts, num_tokens)
@@ -304,7 +304,7 @@ def fit(buckets: tuple[int, ...], size: int) -> int:
     return buckets[index]
 
 
-def _fit_or_late(buckets: tuple[int, ...], size: int, largest: int, name: str) -> int:
+def _fit_or_largest(buckets: tuple[int, ...], size: int, largest: int, name: str) -> int:
     """Return the bucket or, if the user's list ends before `size`, `largest`, whose graph is made late."""
     if size <= buckets[-1]:
         return fit(buckets, size)

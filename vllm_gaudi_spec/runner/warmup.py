@@ -15,7 +15,7 @@ from vllm.logger import init_logger
 from vllm_gaudi_spec import environment
 from vllm_gaudi_spec.environment import cached_files
 from vllm_gaudi_spec.records import DECODE, PREFILL, Shape, WarmUpWork
-from vllm_gaudi_spec.runner.batch import make_sample_batch, padding_of
+from vllm_gaudi_spec.runner.batch import make_padding, make_sample_batch
 from vllm_gaudi_spec.runner.graphs import (
     DRAFTERS_READS,
     DRAFTS,
@@ -23,7 +23,7 @@ from vllm_gaudi_spec.runner.graphs import (
     Job,
     drafts_signature,
     report_signature,
-    sizes_of_report,
+    report_sizes,
 )
 from vllm_gaudi_spec.runner.memory import WarmUpMemory
 from vllm_gaudi_spec.runner.sample_shapes import holds
@@ -98,7 +98,7 @@ def manifest(runner: Runner) -> set[Hashable]:
     return {signature for job in jobs(runner) for signature in job.signatures}
 
 
-def is_run(job: Job, max_tokens: int) -> bool:
+def should_run(job: Job, max_tokens: int) -> bool:
     """Whether warm-up runs a job instead of only listing it.
 
     It does if the job has a greedy branch and at most `max_tokens` tokens (-1: no limit). Where nothing is compiled per
@@ -118,10 +118,10 @@ def warm_up(runner: Runner, max_tokens: int) -> IdleWarmUp:
         logger.warning("Warm-up skipped (VGS_SKIP_WARMUP, or VLLM_SKIP_WARMUP): first steps of each shape may be slow.")
         _done(runner)
         return IdleWarmUp(runner, [], memory)
-    chosen = [job for job in jobs(runner) if is_run(job, max_tokens)]
+    chosen = [job for job in jobs(runner) if should_run(job, max_tokens)]
     postponed: list[Job] = []
     if environment.warms_up_in_background():
-        chosen, postponed = split(runner, chosen)
+        chosen, postponed = split_jobs(runner, chosen)
     kinds = Counter(job.kind for job in chosen)
     logger.info("Warm-up: %s.", ", ".join(f"{count} {kind}" for kind, count in kinds.items()))
     shapes = runner.shapes
@@ -133,7 +133,7 @@ def warm_up(runner: Runner, max_tokens: int) -> IdleWarmUp:
         _listed(shapes.prefill_queries),
         _listed(tuple(sorted({shape.context for shape in shapes.prefills()}))),
     )
-    if estimate := backend.graphs.describe_warm_up(work_of(runner, chosen)):
+    if estimate := backend.graphs.describe_warm_up(count_work(runner, chosen)):
         logger.info("It makes %s.", estimate)
     started = time.perf_counter()
     with (
@@ -163,13 +163,13 @@ def warm_up(runner: Runner, max_tokens: int) -> IdleWarmUp:
         len(recorder.manifest),
     )
     if postponed:
-        estimate = backend.graphs.describe_warm_up(work_of(runner, postponed))
+        estimate = backend.graphs.describe_warm_up(count_work(runner, postponed))
         makes = f", which make {estimate}" if estimate else ""
         logger.info("Warm-up goes on with %d runs while no request is there%s.", len(postponed), makes)
     return IdleWarmUp(runner, postponed, memory)
 
 
-def split(runner: Runner, chosen: list[Job]) -> tuple[list[Job], list[Job]]:
+def split_jobs(runner: Runner, chosen: list[Job]) -> tuple[list[Job], list[Job]]:
     """Return the jobs to run before serving, and those left to idle steps.
 
     Serving needs the jobs without a size, and the sizes that no other size can replace. The others are sorted from the
@@ -226,7 +226,7 @@ class IdleWarmUp:
                 logger.info(summary)
 
 
-def work_of(runner: Runner, chosen: list[Job]) -> WarmUpWork:
+def count_work(runner: Runner, chosen: list[Job]) -> WarmUpWork:
     """Return what these jobs make, for the device's estimate."""
     made = {signature for job in chosen for signature in job.signatures}
     passes = {job.size for job in chosen if isinstance(job.size, tuple) and not isinstance(job.size, Shape)}
@@ -275,7 +275,7 @@ def _touch_states(runner: Runner) -> None:
 
 
 def _forward(runner: Runner, shape: Shape) -> None:
-    runner.compute(runner.make_batch(padding_of(shape)))
+    runner.compute(runner.make_batch(make_padding(shape)))
 
 
 def _sampling_pass(runner: Runner, shape: SampleShape, branch: Branch) -> Job:
@@ -283,7 +283,7 @@ def _sampling_pass(runner: Runner, shape: SampleShape, branch: Branch) -> Job:
 
     A report may or may not contain drafts if they are made on the device.
     """
-    sizes, has_drafts = sizes_of_report(shape, branch), runner.drafting.reports_drafts
+    sizes, has_drafts = report_sizes(shape, branch), runner.drafting.reports_drafts
     reports = [report_signature(sizes, has_drafts=kind) for kind in ((False, True) if has_drafts else (False,))]
     drafts = [drafts_signature(shape.rows)] if has_drafts else []
     signatures = (runner.sampling.signature(shape, branch), *reports, *drafts)

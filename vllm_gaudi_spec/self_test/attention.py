@@ -12,13 +12,13 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
-from vllm_gaudi_spec.attention.metadata import AttentionCall, AttentionLayerSpec, Blocks, FlatBlocks, rectangle
+from vllm_gaudi_spec.attention.metadata import AttentionCall, AttentionLayerSpec, Blocks, FlatBlocks, build_rectangle
 from vllm_gaudi_spec.attention.operations import PLAIN
 from vllm_gaudi_spec.config import E4M3_MAX
 from vllm_gaudi_spec.devices.common import torch_ops
 from vllm_gaudi_spec.quantization.fp8 import to_e4m3
 from vllm_gaudi_spec.quantization.layers import KV_DTYPE, Fp8Cache, kv_range
-from vllm_gaudi_spec.runner.requests import host_counts, host_lengths
+from vllm_gaudi_spec.runner.requests import make_host_counts, make_host_lengths
 from vllm_gaudi_spec.self_test.subject import Failed, NotChecked, Subject, random
 from vllm_gaudi_spec.upstream.kv_cache import (
     FullAttentionSpec,
@@ -139,7 +139,7 @@ def check_writes(subject: Subject) -> str:
 
     def self_test_step(starts_B: Any, num_real_B: Any, table_BW: Any, key_TKD: Any, value_TKD: Any) -> None:
         tokens = torch.zeros((3, queries), dtype=torch.int32, device=starts_B.device)
-        slots_T = rectangle(
+        slots_T = build_rectangle(
             tokens, starts_B, num_real_B, Blocks((table_BW,), (block,)), subject.backend.row_operations
         ).slots[0]
         layer.operations.write_kv(key_TKD, value_TKD, layer.kv_cache, slots_T, layer.spec)
@@ -284,8 +284,8 @@ class _Layer:
         memory = self.backend.memory
         # For decodes the host knows only an upper bound of the lengths.
         ends = [start + count for start, count in zip(starts, counts or [queries] * len(starts), strict=True)]
-        lengths_B = host_lengths(self.backend, len(starts), ends, table_BW.shape[1] * self.spec.block_size)
-        counts_B = None if lengths_B is None or counts is None else host_counts(len(starts), counts)
+        lengths_B = make_host_lengths(self.backend, len(starts), ends, table_BW.shape[1] * self.spec.block_size)
+        counts_B = None if lengths_B is None or counts is None else make_host_counts(len(starts), counts)
         shape = len(starts), queries, tuple(table_BW.shape), None if flat is None else tuple(flat.shape)
         if shape not in self.graphs:
             self.graphs[shape] = self._make_graph(len(starts), queries)

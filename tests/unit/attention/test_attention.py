@@ -9,7 +9,7 @@ import torch
 
 from tests.support.reference.attention import attend_one
 from vllm_gaudi_spec.attention import row_operations
-from vllm_gaudi_spec.attention.metadata import AttentionCall, AttentionLayerSpec, Blocks, Packed, rectangle
+from vllm_gaudi_spec.attention.metadata import AttentionCall, AttentionLayerSpec, Blocks, Packed, build_rectangle
 from vllm_gaudi_spec.devices.common import torch_ops
 
 CONTEXTS = [0, 1, 31, 32, 70]
@@ -95,7 +95,7 @@ def test_packed_rectangle_equals_padded() -> None:
     query = torch.randn(12, 4, 32, generator=generator)
     expected = torch_ops.attend(query, cache, whole, SPEC)
     counts_B = torch.tensor([2, 0, 3, 1], dtype=torch.int32)
-    kept = Packed.of(counts_B, 3)
+    kept = Packed.from_counts(counts_B, 3)
     assert kept is not None
     assert kept.index_T.tolist() == [0, 1, 6, 7, 8, 9]
     out = torch_ops.attend(query[kept.index_T], cache, replace(whole, packed=kept, _plans={}), SPEC)
@@ -106,8 +106,8 @@ def test_packed_rectangle_equals_padded() -> None:
 
 
 @pytest.mark.parametrize("counts", [[2, 2], [0, 0]])
-def test_nothing_is_packed_if_all_or_no_tokens_are_real(counts: list[int]) -> None:
-    assert Packed.of(torch.tensor(counts, dtype=torch.int32), 2) is None
+def test_nothing_is_packed_where_all_or_nothing_is_real(counts: list[int]) -> None:
+    assert Packed.from_counts(torch.tensor(counts, dtype=torch.int32), 2) is None
 
 
 @pytest.mark.parametrize("window", [None, 5])
@@ -118,14 +118,14 @@ def test_bidirectional_query_sees_all_keys_of_its_row(window: int | None) -> Non
     counts_B = torch.tensor([20, 3, 16], dtype=torch.int32)
     tables = torch.tensor([[1, 2], [3, 0], [4, 0]], dtype=torch.int32)
     cache = 9 * torch.randn(5, 2, 16, 64, generator=generator)
-    inputs = rectangle(
+    inputs = build_rectangle(
         torch.ones(3, 20, dtype=torch.int32),
         torch.zeros_like(counts_B),
         counts_B,
         Blocks((tables,), (16,)),
         row_operations.TORCH,
     )
-    packed = Packed.of(counts_B, 20)
+    packed = Packed.from_counts(counts_B, 20)
     assert packed is not None
     inputs = inputs.pack(packed)
     query, keys, values = (torch.randn(39, heads, 32, generator=generator) for heads in (4, 2, 2))

@@ -19,7 +19,7 @@ from vllm.model_executor.layers.linear import UnquantizedLinearMethod
 
 from vllm_gaudi_spec.attention import row_operations
 from vllm_gaudi_spec.attention.latent import LatentAttention, LatentAttentionBackend
-from vllm_gaudi_spec.attention.metadata import Blocks, rectangle
+from vllm_gaudi_spec.attention.metadata import Blocks, build_rectangle
 
 HEADS, NOPE, ROPE, VALUE, RANK, HIDDEN = 4, 24, 16, 20, 40, 64
 BLOCK = 16
@@ -96,7 +96,7 @@ def test_latent_layer_equals_transformers(config: VllmConfig) -> None:
     # Chunks of a prompt, then steps of a token and three drafts; the last ones have fewer real tokens.
     for queries in (20, 4, 4, 20, 5):
         real = [min(queries, length - start) for length, start in zip(lengths, done, strict=True)]
-        inputs = rectangle(
+        inputs = build_rectangle(
             torch.zeros(2, queries, dtype=torch.int64),
             torch.tensor(done, dtype=torch.int32),
             torch.tensor(real, dtype=torch.int32),

@@ -8,7 +8,7 @@ import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from vllm_gaudi_spec.attention import row_operations
-from vllm_gaudi_spec.attention.metadata import Blocks, columns, rectangle
+from vllm_gaudi_spec.attention.metadata import Blocks, build_columns, build_rectangle
 
 
 class NoPermutedInt64(TorchDispatchMode):
@@ -24,7 +24,7 @@ def test_padding_may_extend_past_the_block_table() -> None:
     tokens_BQ = torch.arange(12, dtype=torch.int32).view(2, 6)
     starts_B, num_real_B = torch.tensor([5, 0], dtype=torch.int32), torch.tensor([3, 6], dtype=torch.int32)
     table_BW = torch.tensor([[7, 3], [9, 2]], dtype=torch.int32)
-    inputs = rectangle(tokens_BQ, starts_B, num_real_B, Blocks((table_BW,), (4,)), row_operations.TORCH)
+    inputs = build_rectangle(tokens_BQ, starts_B, num_real_B, Blocks((table_BW,), (4,)), row_operations.TORCH)
     (slots,) = inputs.slots
     assert slots.view(2, 6).tolist() == [[13, 14, 15, 3, 0, 1], [36, 37, 38, 39, 8, 9]]
     assert inputs.positions_T.view(2, 6).tolist() == [[5, 6, 7, 0, 0, 0], [0, 1, 2, 3, 4, 5]]
@@ -37,11 +37,11 @@ def test_columns_equal_rectangles_of_one_query() -> None:
     lengths = torch.ones(3, dtype=torch.int32)
     blocks = Blocks((torch.tensor([[7, 3], [9, 2], [5, 6]], dtype=torch.int32),), (4,), (), lengths, lengths)
     with NoPermutedInt64():
-        made = columns(starts_B, num_real_B, 3, blocks, row_operations.TORCH)
+        made = build_columns(starts_B, num_real_B, 3, blocks, row_operations.TORCH)
     assert len(made) == 3
     for query, column in enumerate(made):
         real_B = num_real_B > query
-        alone = rectangle(
+        alone = build_rectangle(
             tokens_BQ[:, query : query + 1],
             torch.where(real_B, starts_B + query, 0),
             real_B.int(),

@@ -9,7 +9,7 @@ import pytest
 import torch
 
 from vllm_gaudi_spec.attention import row_operations
-from vllm_gaudi_spec.attention.metadata import Blocks, Inputs, rectangle
+from vllm_gaudi_spec.attention.metadata import Blocks, Inputs, build_rectangle
 from vllm_gaudi_spec.records import Hidden
 from vllm_gaudi_spec.runner import model as loaded_model
 from vllm_gaudi_spec.runner.model import LoadedModel
@@ -53,7 +53,9 @@ def model(packs: bool, hidden_of: Any) -> LoadedModel:
 def inputs() -> Inputs:
     blocks = Blocks((torch.ones(4, 1, dtype=torch.int32),), (16,))
     tokens_BQ = torch.arange(12, dtype=torch.int32).view(4, 3)
-    return rectangle(tokens_BQ, torch.tensor([4, 0, 7, 1], dtype=torch.int32), COUNTS_B, blocks, row_operations.TORCH)
+    return build_rectangle(
+        tokens_BQ, torch.tensor([4, 0, 7, 1], dtype=torch.int32), COUNTS_B, blocks, row_operations.TORCH
+    )
 
 
 def test_ranks_in_step_compute_as_many_tokens_each() -> None:
@@ -87,7 +89,7 @@ def test_states(hidden_of: Any, carries: bool) -> None:
 def test_logits() -> None:
     packing, whole = model(True, Hidden), model(False, Hidden)
     hidden_NH = torch.rand(12, 2, generator=torch.Generator().manual_seed(1)) + 1
-    ours, expected = (loaded.logits_of_rows(hidden_NH, COUNTS_B) for loaded in (packing, whole))
+    ours, expected = (loaded.compute_row_logits(hidden_NH, COUNTS_B) for loaded in (packing, whole))
     assert packing.model.rows == [len(REAL)]
     assert torch.equal(ours[REAL], expected[REAL])
     assert not ours[PADDING].any()

@@ -24,7 +24,7 @@ def make(starts: list[int], queries: int, number: int, real: list[int] | None = 
         torch.randn(num_tokens, INDEX_HEADS, INDEX, generator=generator),
         torch.randn(num_tokens, INDEX_HEADS, generator=generator),
     )
-    return scene, scene.call.with_index(index)
+    return scene, scene.call.replace_index(index)
 
 
 def expected(scene: Scene, call: AttentionCall, row: int, query: int) -> torch.Tensor:
@@ -65,7 +65,7 @@ def test_layer_without_an_indexer_reuses_the_selection() -> None:
         here = replace(call, _plans={})
         first = scene.attend(form, here)
         scene.spec, spec = without, scene.spec
-        second = scene.attend(form, here.with_index(None))
+        second = scene.attend(form, here.replace_index(None))
         scene.spec = spec
         torch.testing.assert_close(first, second, msg=name)
 

@@ -24,7 +24,7 @@ from tests.support.fakes import HostBackend, cached, new_request, step
 from tests.unit.test_config import backend_of, engine_config, here
 from vllm_gaudi_spec import devices, environment, refusals
 from vllm_gaudi_spec.attention import row_operations
-from vllm_gaudi_spec.attention.metadata import AttentionCall, Spans, rectangle
+from vllm_gaudi_spec.attention.metadata import AttentionCall, Spans, build_rectangle
 from vllm_gaudi_spec.config import Options, UnsupportedConfigError
 from vllm_gaudi_spec.devices.ascend import attention as ascend_attention
 from vllm_gaudi_spec.devices.ascend import backend as ascend
@@ -833,7 +833,7 @@ def test_devices_without_host_lengths_get_none() -> None:
     planned = Planned(shape=shape, requests=members, counts=[40, 1], ends=[40, 2], finishes=[True, True])
     rows = make_batch(requests, planned).inputs.split()
     assert rows.blocks.lengths_B is None
-    given = rectangle(
+    given = build_rectangle(
         torch.zeros(2, 48, dtype=torch.int32), rows.starts_B, rows.counts_B, rows.blocks, row_operations.TORCH
     )
     assert given.calls[0].host_lengths_B is None

@@ -61,7 +61,7 @@ def test_image_tokens_attend_in_both_directions(form: object, window: int | None
     query = torch.randn(2, QUERIES, HEADS, SIZE)
     given = query.flatten(0, 1)
     if is_packed:
-        packed = Packed.of(torch.tensor(REAL, dtype=torch.int32), QUERIES)
+        packed = Packed.from_counts(torch.tensor(REAL, dtype=torch.int32), QUERIES)
         assert packed is not None
         call, given = replace(call, packed=packed), given.index_select(0, packed.index_T)
     found = form.attend(given, cache, call, layer)  # type: ignore[attr-defined]

@@ -373,5 +373,5 @@ def test_no_number_in_one_row_leaves_it_without_drafts_and_is_reported(device: t
     assert drafts["a"] == rows.expected("a")
     numbers = {name: int(rows.requests.num_drafts_R[rows.requests.by_id[name].row]) for name in PROMPTS}
     assert numbers == {"a": 3, "b": FAULTY, "c": 3}
-    reported = rows.requests.reported_drafts(torch.tensor([rows.requests.by_id["b"].row]), torch.tensor([0]))
+    reported = rows.requests.count_reported_drafts(torch.tensor([rows.requests.by_id["b"].row]), torch.tensor([0]))
     assert reported.tolist() == [FAULTY]

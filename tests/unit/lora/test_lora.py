@@ -216,15 +216,15 @@ def test_rows_keep_their_adapters_slots() -> None:
     adapters.loader.slots = {5: 1, 6: 0}
     adapters.apply(step({"p": 1, "q": 1, "r": 3}), requests)
     assert adapters.loader.wanted == [[5, 6]]
-    assert adapters.gather(rows, 2).tolist() == [1, 1, NO_SLOT, NO_SLOT, NO_SLOT, NO_SLOT]
+    assert adapters.gather_slots(rows, 2).tolist() == [1, 1, NO_SLOT, NO_SLOT, NO_SLOT, NO_SLOT]
     adapters.apply(step({"p": 1, "r": 1}), requests)
     assert len(sent) == 1, "nothing has changed"
     adapters.loader.slots = {5: 0}  # another one took its slot in between
     adapters.apply(step({"p": 1}), requests)
-    assert adapters.gather(rows).tolist() == [0, NO_SLOT, NO_SLOT]
+    assert adapters.gather_slots(rows).tolist() == [0, NO_SLOT, NO_SLOT]
     by_id["p"].lora = None  # the row's next request
     adapters.apply(step({"p": 1}), requests)
-    assert adapters.gather(rows).tolist() == [NO_SLOT] * 3
+    assert adapters.gather_slots(rows).tolist() == [NO_SLOT] * 3
 
 
 def test_request_can_reload_its_adapter() -> None:
@@ -273,13 +273,13 @@ def test_no_slots_are_gathered_without_adapters(backend: HostBackend, skips: boo
     requests: Any = SimpleNamespace(by_id=by_id, freed_rows=[], admitted=[])
     adapters.loader.slots = {5: 1}
     row = torch.tensor([0])
-    assert (adapters.gather(row) is None) == skips
+    assert (adapters.gather_slots(row) is None) == skips
     adapters.apply(step({"p": 1, "q": 1}), requests)
-    assert adapters.gather(row).tolist() == [NO_SLOT]
+    assert adapters.gather_slots(row).tolist() == [NO_SLOT]
     adapters.apply(step({"q": 1}), requests)
-    assert adapters.gather(row) is not None, "it waits, and may be in the next step"
+    assert adapters.gather_slots(row) is not None, "it waits, and may be in the next step"
     requests.freed_rows = [2]
     adapters.apply(step({"q": 1}), requests)
-    assert (adapters.gather(row) is None) == skips
+    assert (adapters.gather_slots(row) is None) == skips
     assert len(sent) == 2
     assert sent[-1].tolist() == [NO_SLOT] * 4

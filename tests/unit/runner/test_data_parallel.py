@@ -15,7 +15,7 @@ from vllm_gaudi_spec.config import Options
 from vllm_gaudi_spec.devices import load_backend
 from vllm_gaudi_spec.records import DECODE, Planned, Request
 from vllm_gaudi_spec.runner.extensions import data_parallel
-from vllm_gaudi_spec.runner.extensions.data_parallel import DataParallelLockstep, Rectangle, SharedForward, merged
+from vllm_gaudi_spec.runner.extensions.data_parallel import DataParallelLockstep, Rectangle, SharedForward, merge_plans
 from vllm_gaudi_spec.runner.shapes import Shapes
 
 DECODES = st.builds(Rectangle, st.just(1), st.sampled_from((1, 2, 4, 8)), st.sampled_from((1, 4)))
@@ -27,7 +27,7 @@ PLANS = st.lists(st.lists(st.one_of(DECODES, CHUNKS), max_size=6), min_size=1, m
 @settings(deadline=None, database=None, derandomize=True, suppress_health_check=[HealthCheck.too_slow])
 @given(PLANS)
 def test_every_rank_computes_its_plan_in_its_order(plans: list[list[Rectangle]]) -> None:
-    steps = merged(plans)
+    steps = merge_plans(plans)
     for rank, plan in enumerate(plans):
         own = [step.rectangle for step in steps if rank in step.ranks]
         assert len(own) == len(plan)
@@ -41,13 +41,13 @@ def test_every_rank_computes_its_plan_in_its_order(plans: list[list[Rectangle]])
 
 def test_what_runs_together() -> None:
     decode, wide, chunk = Rectangle(1, 2, 1), Rectangle(1, 1, 4), Rectangle(0, 1, 16)
-    assert merged([[decode, chunk], [wide], []]) == [
+    assert merge_plans([[decode, chunk], [wide], []]) == [
         SharedForward(Rectangle(1, 2, 4), (0, 1)),
         SharedForward(chunk, (0,)),
     ]
     # A chunk that could go at once waits for another rank's decode, and for the chunk behind it.
-    assert merged([[chunk], [decode, chunk]]) == [SharedForward(decode, (1,)), SharedForward(chunk, (0, 1))]
-    assert merged([[], []]) == []
+    assert merge_plans([[chunk], [decode, chunk]]) == [SharedForward(decode, (1,)), SharedForward(chunk, (0, 1))]
+    assert merge_plans([[], []]) == []
 
 
 MAX_LEN, K = 64, 3
@@ -87,7 +87,7 @@ def test_shapes_of_ranks_in_step_are_listed(shapes: Shapes, monkeypatch: pytest.
                 monkeypatch.setattr(here, "_exchange", lambda own, plans=plans: plans)
                 fitted = here.fit(mine)
                 assert [batch.shape.tokens for batch in fitted] == [
-                    step.rectangle.rows * step.rectangle.queries for step in merged(plans)
+                    step.rectangle.rows * step.rectangle.queries for step in merge_plans(plans)
                 ]
                 assert {batch.shape for batch in fitted} <= listed
                 assert [batch.requests for batch in fitted if batch.requests] == [batch.requests for batch in mine]

@@ -123,7 +123,7 @@ def run(rng: random.Random, backend: HostBackend, num_steps: int) -> int:
         scheduled, drafts = scheduler.step()
         requests.apply(scheduled)  # type: ignore[arg-type]
         batches = batches_of(scheduled, requests, shapes, drafts)  # type: ignore[arg-type]
-        finishing = [member for batch in batches for member in batch.finishing()]
+        finishing = [member for batch in batches for member in batch.list_finishing()]
         for batch in batches:
             assert batch.shape in listed, f"{batch.shape} is not among {len(listed)} shapes"
             if backend.traits.flat_decode and batch.shape.phase == "decode":

@@ -31,7 +31,7 @@ from vllm_gaudi_spec.runner.extensions.encoders import (
     SquaresOfPatches,
     Tiles,
     WholeItems,
-    corners_of,
+    compute_corners,
 )
 from vllm_gaudi_spec.runner.extensions.media_store import MediaStore
 from vllm_gaudi_spec.runner.extensions.multimodal import Multimodal
@@ -253,7 +253,7 @@ def test_tiles_are_padded(monkeypatch: pytest.MonkeyPatch) -> None:
 
     pixels = torch.arange(3.0)[:, None, None, None].expand(-1, 3, 2, 2)
     monkeypatch.setattr(
-        "vllm_gaudi_spec.runner.extensions.encoders._inputs_of", lambda asked: {"pixel_values": asked.data}
+        "vllm_gaudi_spec.runner.extensions.encoders._take_inputs", lambda asked: {"pixel_values": asked.data}
     )
     form = Tiles(Tower(), WIDTH)
     listed = list(form.listed(Item("image", pixels.repeat(2, 1, 1, 1), 12)))
@@ -280,7 +280,7 @@ def test_patches_of_warm_up_stay_within_the_tables_of_positions(monkeypatch: pyt
             return {"rotary_pos_emb_cos": torch.zeros(int(ends[-1]), 1), "cu_seqlens": ends}
 
     pixels = {"pixel_values": torch.zeros(4 * 16_384, 1)}
-    monkeypatch.setattr(encoders, "_inputs_of", lambda asked: pixels)
+    monkeypatch.setattr(encoders, "_take_inputs", lambda asked: pixels)
     listed = list(Patches(SimpleNamespace(visual=Tower()), WIDTH).listed(Item("image", None, 16_384)))
     for one in listed:
         assert {name: len(value) for name, value in one.inputs.items()} == {
@@ -298,7 +298,7 @@ def test_positions_between_rows_of_a_table(height: int, width: int) -> None:
     side = 4
     table = torch.randn(side * side, 3)
     places_P2 = torch.cartesian_prod(torch.arange(height), torch.arange(width))[torch.randperm(height * width)]
-    corners_P4, shares_P4 = corners_of(places_P2, height, width, side)
+    corners_P4, shares_P4 = compute_corners(places_P2, height, width, side)
     found = (table[corners_P4] * shares_P4[..., None]).sum(1)
     image = table.T.reshape(1, 3, side, side)
     scaled = torch.nn.functional.interpolate(image, (height, width), mode="bilinear", align_corners=True)[0]
@@ -312,7 +312,7 @@ def test_crops_are_tiles_that_the_model_counts_by_another_name(monkeypatch: pyte
             return (pixel_values,)
 
     monkeypatch.setattr(
-        "vllm_gaudi_spec.runner.extensions.encoders._inputs_of", lambda asked: {"pixel_values": asked.data}
+        "vllm_gaudi_spec.runner.extensions.encoders._take_inputs", lambda asked: {"pixel_values": asked.data}
     )
     form = Crops(Tower(), WIDTH)
     assert [one.num_rows for one in form.listed(Item("image", torch.ones(2, 4, WIDTH), 8))] == [4, 8]
@@ -359,7 +359,7 @@ def test_squares_of_patches_lie_side_by_side(monkeypatch: pytest.MonkeyPatch) ->
     )
     projector.patch_merger.merging_layer = identity
     image = torch.randn(1, 3, 2 * size, 4 * size)
-    monkeypatch.setattr(encoders, "_inputs_of", lambda asked: {"pixel_values": image})
+    monkeypatch.setattr(encoders, "_take_inputs", lambda asked: {"pixel_values": image})
     monkeypatch.setitem(sys.modules, "vllm.model_executor.models.pixtral", _module(position_ids_in_meshgrid=grid))
     model = SimpleNamespace(
         vision_tower=Vision(), multi_modal_projector=projector, config=SimpleNamespace(spatial_merge_size=side)

@@ -12,7 +12,7 @@ from vllm_gaudi_spec.config import UnsupportedConfigError
 from vllm_gaudi_spec.devices.base import Memory
 from vllm_gaudi_spec.devices.hpu.backend import HpuMemory
 from vllm_gaudi_spec.runner.graphs import Job
-from vllm_gaudi_spec.runner.memory import WarmUpMemory, lower
+from vllm_gaudi_spec.runner.memory import WarmUpMemory, suggest_option
 
 GIB = 1 << 30
 
@@ -131,7 +131,7 @@ def test_other_errors_stay() -> None:
     ],
 )
 def test_the_option_to_lower(missing: int, kind: str, options: dict[str, Any], words: str) -> None:
-    assert lower(config(**options), kind, 60 * GIB, missing * GIB) == words
+    assert suggest_option(config(**options), kind, 60 * GIB, missing * GIB) == words
 
 
 @pytest.mark.parametrize(
@@ -163,4 +163,4 @@ def test_a_device_of_torchs_own_words() -> None:
     ],
 )
 def test_prompt_logprobs_take_the_same_for_all_batches(options: dict[str, Any], words: str) -> None:
-    assert lower(config(**options), "prompt logprobs", kv_bytes=0, missing=0) == words
+    assert suggest_option(config(**options), "prompt logprobs", kv_bytes=0, missing=0) == words

@@ -81,11 +81,11 @@ def test_decodes_add_one_number(requests: Requests, multimodal: Multimodal) -> N
     requests.by_id["text"].num_computed = 3
     inputs = found(multimodal, batch(requests, DECODE, 2, {"text": 2, "image": 2}, computed=6))
     assert not inputs.embeddings
-    rotary = inputs.rotary(torch.tensor([3, 4, 6, 0]))
+    rotary = inputs.compute_rotary(torch.tensor([3, 4, 6, 0]))
     assert rotary is not None
     assert rotary.tolist() == [3, 4, 4, 0], "padding stays at 0"
     inputs = found(multimodal, batch(requests, DECODE, 2, {"text": 2}, computed=6))
-    assert inputs.rotary(torch.tensor([3, 4])) is None
+    assert inputs.compute_rotary(torch.tensor([3, 4])) is None
 
 
 def test_nothing_is_left_of_a_request(requests: Requests, multimodal: Multimodal) -> None:

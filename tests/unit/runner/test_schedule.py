@@ -212,7 +212,7 @@ def test_a_row_whose_drafts_could_not_be_used_is_an_ordinary_decode() -> None:
     requests.apply(scheduled)
     (batch,) = batches_of(scheduled, requests, wide, {"a": 3, "b": 2})
     assert located(batch, requests).num_real_B.tolist()[:2] == [1, 3]
-    assert requests.reported_drafts(rows, torch.zeros(1)).tolist() == [FAULTY]
+    assert requests.count_reported_drafts(rows, torch.zeros(1)).tolist() == [FAULTY]
 
 
 def test_a_drafter_whose_drafts_a_grammar_took_back_has_done_its_work() -> None:
@@ -220,5 +220,5 @@ def test_a_drafter_whose_drafts_a_grammar_took_back_has_done_its_work() -> None:
     rows = torch.tensor([requests.by_id[name].row for name in "ab"])
     drafts = Drafts(torch.tensor([[9, 9, 9]] * 2).int(), torch.tensor([2, 0]).int())
     requests.put_drafts(rows, torch.tensor([4, 4]), drafts)
-    assert requests.reported_drafts(rows, torch.tensor([0, 0])).tolist() == [UNVERIFIED, 0]
-    assert requests.reported_drafts(rows, torch.tensor([1, 0])).tolist() == [1, 0]
+    assert requests.count_reported_drafts(rows, torch.tensor([0, 0])).tolist() == [UNVERIFIED, 0]
+    assert requests.count_reported_drafts(rows, torch.tensor([1, 0])).tolist() == [1, 0]

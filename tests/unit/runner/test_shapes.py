@@ -16,7 +16,7 @@ from vllm_gaudi_spec.devices.base import DeviceTraits
 from vllm_gaudi_spec.records import DECODE
 from vllm_gaudi_spec.runner.graphs import Job
 from vllm_gaudi_spec.runner.shapes import Shapes
-from vllm_gaudi_spec.runner.warmup import split
+from vllm_gaudi_spec.runner.warmup import split_jobs
 
 
 def shapes(
@@ -88,7 +88,7 @@ def test_the_strategy_reaches_contexts() -> None:
     chosen = shapes(max_len=8192, exact=False, bucket_strategy="linear")
     steps = {longer - shorter for shorter, longer in pairwise(chosen.contexts)}
     assert steps == {1024, 512}
-    assert chosen.of_length(4096, HostBackend()).contexts[:4] == (512, 1024, 1536, 2048)  # type: ignore[arg-type]
+    assert chosen.change_length(4096, HostBackend()).contexts[:4] == (512, 1024, 1536, 2048)  # type: ignore[arg-type]
     assert shapes(max_len=8192, exact=False).contexts[:4] == (512, 1024, 2048, 4096)
 
 
@@ -165,7 +165,7 @@ def test_a_lone_prompt_does_not_wait_for_the_rectangle_of_many() -> None:
     chosen = shapes(prefill_buckets=(64, 512), prefill_rows=(1, 2, 4, 8), max_tokens=4096, max_len=512, captures=True)
     jobs = [Job("prompt chunks", list, (shape,), shape.tokens, size=shape) for shape in chosen.prefills()]
     runner: Any = SimpleNamespace(shapes=chosen)
-    needed, postponed = split(runner, jobs)
+    needed, postponed = split_jobs(runner, jobs)
     assert {(job.size.rows, job.size.queries) for job in needed} == {(8, 512), (1, 512)}  # type: ignore[attr-defined]
     assert len(needed) + len(postponed) == len(jobs)
 
@@ -246,7 +246,7 @@ def test_r06_a_decode_of_more_blocks_than_are_listed_is_made_late_and_not_refuse
 
 def test_a_drafter_of_its_own_length_has_tables_on_every_device() -> None:
     backend = HostBackend()
-    own = shapes(max_num_seqs=8, max_len=1024, exact=False, drafts=3, flat=True).of_length(2000, backend)  # type: ignore[arg-type]
+    own = shapes(max_num_seqs=8, max_len=1024, exact=False, drafts=3, flat=True).change_length(2000, backend)  # type: ignore[arg-type]
     assert own.entries == ()
     assert own.decode_context([2000]) in own.contexts
     assert all(shape.context in own.contexts for shape in own.all() if shape.phase == DECODE)

@@ -105,7 +105,7 @@ def test_each_request_gets_the_logprobs_it_asked_for() -> None:
 class HiddenLogits:
     """A model whose hidden states are its logits."""
 
-    def adapters_of(self, rows_B: torch.Tensor) -> None:
+    def gather_adapters(self, rows_B: torch.Tensor) -> None:
         return None
 
     def logits(self, hidden_NH: torch.Tensor, adapters_N: torch.Tensor | None) -> torch.Tensor:
@@ -161,10 +161,10 @@ def test_prompt_logprobs_travel_with_the_step_that_ends_the_prompt(
                 row[:count] = hidden[member.req_id][member.num_computed : member.num_computed + count]
             chunk_TV[: batch.shape.tokens] = hidden_TV.flatten(0, 1)
             scoring.after_forward(batch)
-        finishing = [member for batch in pending for member, _ in batch.finishing()]
+        finishing = [member for batch in pending for member, _ in batch.list_finishing()]
         done = StepResult(finishing)
         scoring.add_to_result(done)
-        done.unfinished = [member for batch in pending for member in batch.continuing()]
+        done.unfinished = [member for batch in pending for member in batch.list_continuing()]
         done.verification = Verification(torch.ones(4, 1).int(), torch.ones(4).int())
         before = backend.memory.num_host_syncs
         output = send(done, backend).get_output()

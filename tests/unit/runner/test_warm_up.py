@@ -11,7 +11,7 @@ from tests.support.fakes import CapturingBackend, CompilingBackend, HostBackend
 from tests.support.small_engine import RETOKENIZE, STANDARD, SmallEngine, Variant
 from tests.support.warm_up import listed, run_jobs
 from vllm_gaudi_spec.runner.graphs import Job, StepRecorder
-from vllm_gaudi_spec.runner.warmup import is_run, jobs, manifest
+from vllm_gaudi_spec.runner.warmup import jobs, manifest, should_run
 
 METHODS = (None, "ngram", "ngram_gpu", "draft_model", RETOKENIZE)
 USUAL_BRANCHES = 40
@@ -46,8 +46,8 @@ def test_a_job_that_lists_something_else_is_found(lists: tuple[str, ...]) -> Non
 def test_a_bound_lists_more_than_it_runs(method: str | None, tmp_path: Path) -> None:
     runner = SmallEngine(Variant(method), tmp_path).runner
     found = list(jobs(runner))
-    assert all(is_run(job, -1) for job in found)
-    ran = [job for job in found if is_run(job, 4)]
+    assert all(should_run(job, -1) for job in found)
+    ran = [job for job in found if should_run(job, 4)]
     assert all(job.num_tokens <= 4 and job.is_common for job in ran)
     assert {job.kind for job in ran} >= {"states", "decodes", "sampling passes"}
     assert set(listed(ran)) < set(listed(found)) == manifest(runner)

@@ -66,7 +66,7 @@ def attend(
         return replace(call, block_table_BW=call.block_table_BW[:, :num_blocks], _plans={})
 
     needed: AttentionCall = call.plan(("as wide as needed", spec.block_size), narrow_table)
-    needed = needed.with_index(call.index)
+    needed = needed.replace_index(call.index)
     return attend_padded(query_THD, keys.transpose(1, 2), values, needed, spec, operations)
 
 
@@ -95,7 +95,7 @@ def attend_packed(
     whole: AttentionCall = call.plan("rectangle", lambda: replace(call, packed=None, _plans={}))
     num_positions = call.num_rows * call.num_queries
     query = packed.spread(query_THD, num_positions)
-    whole = whole.with_index(None if call.index is None else call.index.spread(packed, num_positions))
+    whole = whole.replace_index(None if call.index is None else call.index.spread(packed, num_positions))
     return attend(query, kv_cache, whole, spec, operations).index_select(0, packed.index_T)
 
 

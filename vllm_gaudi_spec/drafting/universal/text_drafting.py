@@ -21,7 +21,7 @@ import numpy as np
 import torch
 from vllm.v1.outputs import DraftTokenIds
 
-from vllm_gaudi_spec.attention.metadata import StepInputs, rectangle
+from vllm_gaudi_spec.attention.metadata import StepInputs, build_rectangle
 from vllm_gaudi_spec.drafting.base import Drafting
 from vllm_gaudi_spec.drafting.draft_model import NUM_NEWEST, draft_chain, forward
 from vllm_gaudi_spec.drafting.universal.timeline import Timeline
@@ -315,7 +315,9 @@ class TextDrafting(Drafting):
         rows = step.split()
         chunk = _unread(rows)
         row_operations = self._backend.row_operations
-        self._proposer.read(rectangle(chunk.tokens_BN, chunk.starts_B, chunk.num_real_B, rows.blocks, row_operations))
+        self._proposer.read(
+            build_rectangle(chunk.tokens_BN, chunk.starts_B, chunk.num_real_B, rows.blocks, row_operations)
+        )
 
     def _draft_chain(self, step: StepInputs, branch: Branch) -> Drafts:
         rows = step.split()

@@ -52,7 +52,7 @@ class Adapters(Extension):
         adapters = {request.lora.lora_int_id: request.lora for request in members if request.lora is not None}
         slots = self.loader.load_into_slots(adapters.values()) if adapters else {}
         before = self._slots_np.copy()
-        self._slots_np[requests.freed_rows] = NO_SLOT  # otherwise `gather` would see an adapter that no request uses
+        self._slots_np[requests.freed_rows] = NO_SLOT  # else `gather_slots` would see an adapter that no request uses
         for request in members:
             self._slots_np[request.row] = NO_SLOT if request.lora is None else slots[request.lora.lora_int_id]
         if not np.array_equal(before, self._slots_np):
@@ -71,7 +71,7 @@ class Adapters(Extension):
     def _put_slots(self, slots_R: torch.Tensor) -> None:
         self._slots_R.copy_(slots_R)
 
-    def of_rows(self, rows_B: torch.Tensor, queries: int = 1) -> torch.Tensor | None:
+    def gather_slots(self, rows_B: torch.Tensor, queries: int = 1) -> torch.Tensor | None:
         """Return int32 [B * Q]: the slots of the rows' tokens.
 
         Return None if no row has an adapter, on devices that do not capture.

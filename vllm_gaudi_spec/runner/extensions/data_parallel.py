@@ -38,7 +38,7 @@ class SharedForward(NamedTuple):
     """Ranks with real tokens in it."""
 
 
-def merged(plans: list[list[Rectangle]]) -> list[SharedForward]:
+def merge_plans(plans: list[list[Rectangle]]) -> list[SharedForward]:
     """Return the forwards that fit every rank's plan.
 
     They keep the order of each plan, as a later batch may read what an earlier one wrote. The result is the same on all
@@ -73,8 +73,8 @@ class DataParallelLockstep(Extension):
         plan = [Rectangle(int(b.shape.phase == DECODE), b.shape.rows, b.shape.queries) for b in planned]
         rank, waiting = get_dp_group().rank_in_group, iter(planned)
         return [
-            self._widened(next(waiting) if rank in ranks else None, rectangle)
-            for rectangle, ranks in merged(self._exchange(plan))
+            self._widen(next(waiting) if rank in ranks else None, rectangle)
+            for rectangle, ranks in merge_plans(self._exchange(plan))
         ]
 
     def _exchange(self, plan: list[Rectangle]) -> list[list[Rectangle]]:
@@ -87,7 +87,7 @@ class DataParallelLockstep(Extension):
         dist.all_gather(plans, plan_F3, group=group.cpu_group)
         return [[Rectangle(*row) for row in each.tolist() if row[1]] for each in plans]
 
-    def _widened(self, batch: Planned | None, rectangle: Rectangle) -> Planned:
+    def _widen(self, batch: Planned | None, rectangle: Rectangle) -> Planned:
         """Return the batch, or padding, in a rectangle as large as the largest of all ranks."""
         if batch is not None and (batch.shape.rows, batch.shape.queries) == rectangle[1:]:
             return batch

@@ -80,7 +80,7 @@ class WholeItems:
         yield self.encoding(largest)
 
     def encoding(self, item: Item) -> Encoding:
-        return Encoding(item.modality, item.num_rows, _inputs_of(item))
+        return Encoding(item.modality, item.num_rows, _take_inputs(item))
 
     def run(self, modality: str, inputs: dict[str, torch.Tensor]) -> torch.Tensor:
         """Return [N, H]. This runs inside a graph, so it reads no value of a tensor."""
@@ -106,7 +106,7 @@ class Tiles(WholeItems):
         return self._padded(item, pixels, self._fit(IMAGE, len(pixels)))
 
     def _pixels_of(self, item: Item) -> torch.Tensor:
-        return _inputs_of(item)[_PIXELS[item.modality]]
+        return _take_inputs(item)[_PIXELS[item.modality]]
 
     def _padded(self, item: Item, pixels: torch.Tensor, num_tiles: int) -> Encoding:
         rows_of_tile = item.num_rows // len(self._pixels_of(item))
@@ -146,7 +146,7 @@ class Patches(WholeItems):
         for num_rows in self._list_rows(largest):
             # As many images as tokens: one strip of them would be longer than vLLM's tables of positions.
             grid = [num_rows, self._side, self._side]
-            example = _inputs_of(largest)[_PIXELS[largest.modality]]
+            example = _take_inputs(largest)[_PIXELS[largest.modality]]
             pixels = example.new_zeros(num_rows * self._merged, *example.shape[1:])
             yield self._padded(largest.modality, pixels, grid, num_rows)
 
@@ -156,7 +156,7 @@ class Patches(WholeItems):
         return int(self._merged**0.5)
 
     def encoding(self, item: Item) -> Encoding:
-        inputs, num_rows = _inputs_of(item), self._fit(item.modality, item.num_rows)
+        inputs, num_rows = _take_inputs(item), self._fit(item.modality, item.num_rows)
         grid = inputs[f"{item.modality}_grid_thw"].flatten().tolist()
         return self._padded(item.modality, inputs[_PIXELS[item.modality]], grid, num_rows)
 
@@ -199,7 +199,7 @@ class PlacedPatches(Patches):
         visual = self._on_host
         _, height, width = grid
         indices_P2 = visual.rot_pos_ids(height, width, visual.spatial_merge_size)
-        corners = corners_of(indices_P2, height, width, visual.num_grid_per_side)
+        corners = compute_corners(indices_P2, height, width, visual.num_grid_per_side)
         frames, num_patches = grid[0], len(encoding.inputs["pixels"])
         padded = (_with_rows(part.repeat(frames, 1), num_patches) for part in corners)
         return encoding._replace(inputs=encoding.inputs | dict(zip(("corners", "shares"), padded, strict=True)))
@@ -212,7 +212,7 @@ class PlacedPatches(Patches):
         return super().run(modality, others | {"pos_embeds": (found_P4H * shares_P4.unsqueeze(-1)).sum(1)})
 
 
-def corners_of(indices_P2: torch.Tensor, height: int, width: int, side: int) -> tuple[torch.Tensor, torch.Tensor]:
+def compute_corners(indices_P2: torch.Tensor, height: int, width: int, side: int) -> tuple[torch.Tensor, torch.Tensor]:
     """Return int64 and float32 [P, 4]: the table rows around each patch and their weights.
 
     The table has `side` x `side` positions. The outermost of the `height` x `width` patches lie at its edges.
@@ -244,17 +244,17 @@ class SquaresOfPatches(WholeItems):
         self._side: int = model.config.spatial_merge_size
 
     def listed(self, largest: Item) -> Iterator[Encoding]:
-        inputs = self._patches_of(largest)
+        inputs = self._make_patches(largest)
         for num_rows in self._list_rows(largest):
             part = {name: value[: num_rows * self._side**2] for name, value in inputs.items()}
             yield self._padded(largest.modality, part, num_rows)
 
     def encoding(self, item: Item) -> Encoding:
-        return self._padded(item.modality, self._patches_of(item), self._fit(item.modality, item.num_rows))
+        return self._padded(item.modality, self._make_patches(item), self._fit(item.modality, item.num_rows))
 
-    def _patches_of(self, item: Item) -> dict[str, torch.Tensor]:
+    def _make_patches(self, item: Item) -> dict[str, torch.Tensor]:
         """Return [P, ...]: pixels, and the rotation of queries and keys."""
-        (image,) = _inputs_of(item)[_PIXELS[item.modality]]
+        (image,) = _take_inputs(item)[_PIXELS[item.modality]]
         tower, side = self._model.vision_tower, self._side
         size = tower.config.patch_size
         height, width = (length // size for length in image.shape[1:])
@@ -298,7 +298,7 @@ FORMS: dict[str, type[WholeItems]] = {
 """Maps supported architectures to the form of their encoder. Others are refused at start-up."""
 
 
-def _inputs_of(item: Item) -> dict[str, torch.Tensor]:
+def _take_inputs(item: Item) -> dict[str, torch.Tensor]:
     ((_, _, named),) = group_and_batch_mm_kwargs([(item.modality, item.data)])
     return {name: value for name, value in sorted(named.items()) if isinstance(value, torch.Tensor)}
 

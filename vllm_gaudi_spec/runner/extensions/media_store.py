@@ -89,7 +89,7 @@ class MediaStore:
 
     # --- prompt chunks ---
 
-    def rows_of(self, batch: Batch, features: dict[str, list[MultiModalFeatureSpec]]) -> torch.Tensor:
+    def find_rows(self, batch: Batch, features: dict[str, list[MultiModalFeatureSpec]]) -> torch.Tensor:
         """Return int64 [T]: the row of each token of a rectangle, or `NO_MEDIA`. `features` maps requests to their
         items."""
         rows_np = np.full(batch.shape.tokens, NO_MEDIA, dtype=np.int64)

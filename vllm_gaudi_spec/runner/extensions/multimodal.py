@@ -87,7 +87,7 @@ class Multimodal(Extension):
         for new in scheduled.scheduled_new_reqs:
             self._cache.add_request(new.req_id, new.mm_features)
             if self.store is not None:
-                requests.by_id[new.req_id].media_end = _end_of(new.mm_features)
+                requests.by_id[new.req_id].media_end = _find_end(new.mm_features)
             if self._num_dims and new.mm_features:
                 assert supports_mrope(self._model)
                 assert new.prompt_token_ids is not None
@@ -125,11 +125,11 @@ class Multimodal(Extension):
             return batch
         newest = batch.requests[0]  # the others of a decode are like it
         if batch.shape.phase == DECODE and newest.num_computed >= len(newest.all_token_ids):
-            found = MultimodalInputs(offset_B=self._offsets_of(batch) if self._has_offsets(batch) else None)
+            found = MultimodalInputs(offset_B=self._make_offsets(batch) if self._has_offsets(batch) else None)
         else:
-            embeddings, is_media_T = self._embeddings_of(batch)
-            rotary_DT = self._rotary_of(batch) if self._has_rotary(batch) else None
-            found = MultimodalInputs(embeddings, is_media_T, rotary_DT=rotary_DT, spans=self._spans_of(batch))
+            embeddings, is_media_T = self._gather_embeddings(batch)
+            rotary_DT = self._make_rotary(batch) if self._has_rotary(batch) else None
+            found = MultimodalInputs(embeddings, is_media_T, rotary_DT=rotary_DT, spans=self._find_spans(batch))
         return replace(batch, multimodal=found)
 
     def jobs(self) -> Iterator[Job]:
@@ -143,14 +143,14 @@ class Multimodal(Extension):
         token.
         """
         if batch.shape.phase == DECODE:  # the last token of a prompt has the positions of what follows it
-            return MultimodalInputs(offset_B=self._offsets_of(batch) if self._num_dims else None)
+            return MultimodalInputs(offset_B=self._make_offsets(batch) if self._num_dims else None)
         return MultimodalInputs(
-            rows_T=store.rows_of(batch, self._cache.mm_features),
-            rotary_DT=self._rotary_of(batch) if self._num_dims else None,
-            spans=self._spans_of(batch),
+            rows_T=store.find_rows(batch, self._cache.mm_features),
+            rotary_DT=self._make_rotary(batch) if self._num_dims else None,
+            spans=self._find_spans(batch),
         )
 
-    def _embeddings_of(self, batch: Batch) -> tuple[list[torch.Tensor], torch.Tensor | None]:
+    def _gather_embeddings(self, batch: Batch) -> tuple[list[torch.Tensor], torch.Tensor | None]:
         """Return outputs of encoders in the order of the batch's tokens, and which tokens they replace."""
         counts_np = np.array(batch.counts, dtype=np.int64)
         embeddings, is_media_T = self._encoders.gather_mm_embeddings(
@@ -163,7 +163,7 @@ class Multimodal(Extension):
         )
         return embeddings, self._upload(is_media_T) if embeddings else None
 
-    def _spans_of(self, batch: Batch) -> Spans | None:
+    def _find_spans(self, batch: Batch) -> Spans | None:
         """Return the spans of images that end in the batch's chunks.
 
         The scheduler ends no chunk within an image, but the prefix cache may hold its beginning.
@@ -197,7 +197,7 @@ class Multimodal(Extension):
     def _has_rotary(self, batch: Batch) -> bool:
         return any(request.req_id in self._rotary_np for request in batch.requests)
 
-    def _rotary_of(self, batch: Batch) -> torch.Tensor:
+    def _make_rotary(self, batch: Batch) -> torch.Tensor:
         rows, queries = batch.shape.rows, batch.shape.queries
         rotary_np = np.zeros((self._num_dims, rows, queries), dtype=np.int64)
         for row, (request, count) in enumerate(zip(batch.requests, batch.counts, strict=True)):
@@ -212,11 +212,11 @@ class Multimodal(Extension):
     def _has_offsets(self, batch: Batch) -> bool:
         return any(self._offsets.get(request.req_id, 0) for request in batch.requests)
 
-    def _offsets_of(self, batch: Batch) -> torch.Tensor:
+    def _make_offsets(self, batch: Batch) -> torch.Tensor:
         offsets_np = np.zeros(batch.shape.rows, dtype=np.int64)
         offsets_np[: len(batch.requests)] = [self._offsets.get(request.req_id, 0) for request in batch.requests]
         return self._upload(torch.from_numpy(offsets_np))
 
 
-def _end_of(features: Sequence[MultiModalFeatureSpec]) -> int:
+def _find_end(features: Sequence[MultiModalFeatureSpec]) -> int:
     return max((feature.mm_position.offset + feature.mm_position.length for feature in features), default=0)

@@ -32,11 +32,11 @@ TASKS = ("embed", "classify", "token_embed", "token_classify")
 _SECOND_TEXT = "compressed_token_type_ids"
 
 
-def tasks_of(model: nn.Module) -> tuple[str, ...]:
+def list_tasks(model: nn.Module) -> tuple[str, ...]:
     return tuple(sorted(model.pooler.get_supported_tasks().intersection(TASKS)))
 
 
-def output_of(model: nn.Module, config: ModelConfig) -> tuple[int, torch.dtype]:
+def get_output_format(model: nn.Module, config: ModelConfig) -> tuple[int, torch.dtype]:
     """Return size and dtype of a forward's output per token.
 
     In vLLM's token classification models the forward itself returns scores of classes.
@@ -63,7 +63,7 @@ class Pooling(Extension):
             self._states.pop(req_id, None)
         self.comparisons.on_requests_finished(requests.ended)
         for request in requests.admitted:
-            params = _params_of(request)
+            params = _get_params(request)
             self._pooler.get_pooling_updates(params.task).apply(params)
             self.comparisons.register_request(request.req_id, params)
             self._states[request.req_id] = PoolingStates()
@@ -73,7 +73,7 @@ class Pooling(Extension):
 
         vLLM passes the position where the second text begins.
         """
-        firsts = [(_params_of(request).extra_kwargs or {}).get(_SECOND_TEXT) for request in batch.requests]
+        firsts = [(_get_params(request).extra_kwargs or {}).get(_SECOND_TEXT) for request in batch.requests]
         if all(first is None for first in firsts):
             return batch
         types_np = np.zeros((batch.shape.rows, batch.shape.queries), dtype=np.int32)
@@ -83,13 +83,13 @@ class Pooling(Extension):
         return replace(batch, token_types_T=self._memory.upload(torch.from_numpy(types_np.reshape(-1))))
 
     def after_forward(self, batch: Batch) -> None:
-        states_TH = self._states_of(batch)
-        looks = any(_params_of(request).requires_token_ids for request in batch.requests)
+        states_TH = self._gather_states(batch)
+        looks = any(_get_params(request).requires_token_ids for request in batch.requests)
         metadata = PoolingMetadata(
             prompt_lens=torch.tensor([request.num_prompt for request in batch.requests]),
             prompt_token_ids=None,
-            prompt_token_ids_cpu=_padded([request.prompt for request in batch.requests]) if looks else None,
-            pooling_params=[_params_of(request) for request in batch.requests],
+            prompt_token_ids_cpu=_pad([request.prompt for request in batch.requests]) if looks else None,
+            pooling_params=[_get_params(request) for request in batch.requests],
             pooling_states=[self._states[request.req_id] for request in batch.requests],
         )
         counts_np = np.array(batch.counts)
@@ -105,7 +105,7 @@ class Pooling(Extension):
             if finishes:
                 self._pooled[request.req_id] = output
 
-    def _states_of(self, batch: Batch) -> torch.Tensor:
+    def _gather_states(self, batch: Batch) -> torch.Tensor:
         """Return [T, H] of the batch's real tokens."""
         if batch.shape.phase == DECODE:  # prompts with one token left
             return self._hidden_states.take(batch.inputs.split().rows_B, 1).hidden_NH[: len(batch.requests)]
@@ -124,12 +124,12 @@ class Pooling(Extension):
         )
 
 
-def _params_of(request: Request) -> PoolingParams:
+def _get_params(request: Request) -> PoolingParams:
     assert request.pooling is not None  # an engine either generates or pools
     return request.pooling
 
 
-def _padded(prompts: list[list[int]]) -> torch.Tensor:
+def _pad(prompts: list[list[int]]) -> torch.Tensor:
     """Return prompts as one tensor, for poolers that look at tokens."""
     padded_np = np.zeros((len(prompts), max(map(len, prompts))), dtype=np.int64)
     for row_np, prompt in zip(padded_np, prompts, strict=True):

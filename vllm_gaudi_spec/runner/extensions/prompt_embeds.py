@@ -46,7 +46,7 @@ class PromptEmbeds(Extension):
         is_embeds_np = np.zeros((batch.shape.rows, batch.shape.queries), dtype=bool)
         chunks = []
         for row_np, request, count in zip(is_embeds_np, batch.requests, batch.counts, strict=False):  # rest: padding
-            if (found := _chunk_of(request, count)) is not None:
+            if (found := _slice_chunk(request, count)) is not None:
                 chunk_LH, is_embeds_L = found
                 row_np[: len(chunk_LH)] = is_embeds_L
                 chunks.append(chunk_LH[torch.from_numpy(is_embeds_L)])
@@ -59,7 +59,7 @@ class PromptEmbeds(Extension):
         return replace(batch, multimodal=media)
 
 
-def _chunk_of(request: Request, count: int) -> tuple[torch.Tensor, np.ndarray] | None:
+def _slice_chunk(request: Request, count: int) -> tuple[torch.Tensor, np.ndarray] | None:
     """Return [L, H] of the next `count` positions that belong to the prompt, and which of them are embeddings."""
     if request.embeds is None:
         return None

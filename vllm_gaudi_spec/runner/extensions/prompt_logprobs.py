@@ -94,7 +94,9 @@ class PromptLogprobs(Extension):
     def _score_slice(self, small_3S: torch.Tensor, count: int) -> torch.Tensor:
         """Return int32 [S, 2 * (1 + count) + 1]: token ids, their scores, and the rank of the first."""
         index_S, tokens_S, rows_S = small_3S.unbind(0)
-        scores = self._target.logits(self._chunk_TH.index_select(0, index_S), self._target.adapters_of(rows_S)).float()
+        scores = self._target.logits(
+            self._chunk_TH.index_select(0, index_S), self._target.gather_adapters(rows_S)
+        ).float()
         if self._sampling.logprobs_mode.endswith("logprobs"):
             scores = scores.log_softmax(-1)
         result = gather_logprobs(scores, tokens_S.int(), count)
