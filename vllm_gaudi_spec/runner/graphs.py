@@ -102,7 +102,7 @@ class StepRecorder:
         """Start counting steps. `num_host_syncs` device-to-host syncs happened before and are not counted."""
         self.warmed, self._seen = self._seen, set()
         self._syncs_before = num_host_syncs
-        # Counts of warm-up's own steps include graphs that were compiled for warm-up.
+        # Steps of warm-up counted the graphs that were compiled for warm-up.
         self._compiled = 0
 
     def postpone(self, jobs: Sequence[Job]) -> None:
@@ -127,7 +127,10 @@ class StepRecorder:
             self.manifest.add(signature)
             self._postponed.discard(signature)
             self.unexpected.append(signature)
-            logger.warning("Step signature %s was not part of the warm-up.", signature)
+            logger.warning(
+                "Step signature %s was not part of the warm-up, so its graph is compiled while requests wait.",
+                signature,
+            )
 
     def step_done(self) -> None:
         self.num_steps += 1
@@ -138,7 +141,7 @@ class StepRecorder:
         With `is_last`, the next step may come long after this one.
         """
         if is_last or self.num_steps % _ASK_EVERY == 0:
-            # A device whose counter was reset, or that does not answer, counts from 0: the earlier count still holds.
+            # A counter that was reset or cannot be read starts at 0. The earlier count is still valid.
             self._compiled = max(self._compiled, backend.graphs.compiled_after_warmup())
         syncs = backend.memory.num_host_syncs - self._syncs_before
         compiled = max(len(self.unexpected), self._compiled)

@@ -73,22 +73,22 @@ class WarmUpMemory:
             return
         kind = expected.most_common(1)[0][0]
         raise UnsupportedConfigError(
-            f"{format_size(free)} of the card's memory are free, and {len(postponed)} runs of warm-up in the background "
-            f"may keep {format_size(expected.total())}, as those before them did; lower "
+            f"{format_size(free)} of device memory are free, but {len(postponed)} runs of background warm-up may keep "
+            f"{format_size(expected.total())}, judging by earlier runs; lower "
             f"{suggest_option(self._vllm_config, kind, self._kv_bytes, missing)}, or leave out {WARMUP.name}."
         )
 
     def _advice(self, job: Job, rest: Sequence[Job], asked: int) -> str:
         try:
             free = max(self._memory.free_bytes() or 0, 0)
-        except RuntimeError:  # the card may answer nothing any more
+        except RuntimeError:  # the device may not answer any more
             free = 0
         missing = asked - free + sum(map(self._expected, rest))
-        found = f"{format_size(asked)} were asked for" if asked else "a run asked for more than there is"
-        found += f", {format_size(free)} are free"
+        found = f"{format_size(asked)} requested" if asked else "more requested than available"
+        found += f", {format_size(free)} free"
         number = self._runs.total() + 1
         return (
-            f"The card's memory ended {self._where} at {number} of {number + len(rest)} runs, in {job.kind}: {found}; "
+            f"The card ran out of memory {self._where}, in run {number} of {number + len(rest)} ({job.kind}): {found}; "
             f"lower {suggest_option(self._vllm_config, job.kind, self._kv_bytes, missing)}."
         )
 

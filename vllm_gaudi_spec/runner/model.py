@@ -53,7 +53,7 @@ logger = init_logger(__name__)
 _RECURRENT_LAYERS = "vllm_gaudi_spec.recurrent.layers"
 _ENCODERS = "vllm_gaudi_spec.attention.encoders"
 
-# Rows of logits at a time, where those of all tokens are measured.
+# Rows of logits at a time when measuring the logits of all tokens.
 _MEASURED_LOGITS = 64
 
 
@@ -73,7 +73,20 @@ def _logits_only(output: torch.Tensor, inputs: Inputs) -> Hidden:
     return Hidden(output)
 
 
+def _replace_layers(model_config: ModelConfig, backend: DeviceBackend) -> None:
+    """Let vLLM's model class build our layers where we have any."""
+    upstream.make_mla_layers(latent.LatentAttention)
+    upstream.return_attention_outputs(RectangleAttentionImpl, attend_layer)
+    upstream.apply_to_models(model_config.architectures)
+    if has_states(model_config):
+        importlib.import_module(_RECURRENT_LAYERS)  # takes a second, and most models have no such layers
+    if backend.traits.captures and model_config.supports_multimodal_inputs:
+        importlib.import_module(_ENCODERS)
+
+
 class LoadedModel:
+    """A model with its attention layers, KV binding, recurrent states and adapters."""
+
     def __init__(
         self,
         vllm_config: VllmConfig,
@@ -94,24 +107,19 @@ class LoadedModel:
             quantization: Applied after `adapt`.
             group: Ranks that the model is split over; by default the target's tensor-parallel group.
         """
+        model_config = model_config or vllm_config.model_config
         self.vllm_config = vllm_config
         self.group = group or get_tp_group()
         self._packs = not backend.traits.captures
         self._is_in_step = ranks_in_step(vllm_config, model_config) > 1
-        # A head runs on one rank, in its target's forward context: without one vLLM would ask the other ranks for their
-        # token counts.
+        # A head runs on one rank but in its target's forward context. Otherwise vLLM would ask the other ranks for
+        # their token counts.
         self._num_in_context = ranks_in_step(vllm_config)
         self._returns_hidden_states = False
         self.output_ids: torch.Tensor | None = None
         """int64: ids of the target that the logits cover; None if they cover the whole vocabulary."""
         self.set_outputs(_logits_only)
-        upstream.make_mla_layers(latent.LatentAttention)
-        upstream.return_attention_outputs(RectangleAttentionImpl, attend_layer)
-        upstream.apply_to_models((model_config or vllm_config.model_config).architectures)
-        if has_states(model_config or vllm_config.model_config):
-            importlib.import_module(_RECURRENT_LAYERS)  # takes a second, and most models have none
-        if backend.traits.captures and (model_config or vllm_config.model_config).supports_multimodal_inputs:
-            importlib.import_module(_ENCODERS)
+        _replace_layers(model_config, backend)
         others = set(get_layers_from_vllm_config(vllm_config, AttentionLayerBase))
         loads_on = (load_config or vllm_config.load_config).device
         with upstream.tensor_parallel_group(self.group):
@@ -125,16 +133,10 @@ class LoadedModel:
             if adapt is not None:
                 adapt(self.model)
             self.measuring = quantization.apply(self.model, backend) if quantization else None
-            quantize_kv(vllm_config, backend, (model_config or vllm_config.model_config).model, others)
+            quantize_kv(vllm_config, backend, model_config.model, others)
         layers = get_layers_from_vllm_config(vllm_config, AttentionLayerBase)
         layers = {name: layer for name, layer in layers.items() if name not in others}
         self._recurrent = {name: layer for name, layer in layers.items() if isinstance(layer, MambaBase)}
-        for name, layer in self._recurrent.items():
-            if not hasattr(layer, "layer_shape"):
-                kind = type(layer).__name__
-                raise UnsupportedConfigError(
-                    f"{name} is a {kind}, whose recurrence is not supported; use another model."
-                )
         self._layers = {name: layer for name, layer in layers.items() if name not in self._recurrent}
         self._encoding = {
             name: layer
@@ -142,16 +144,7 @@ class LoadedModel:
             if getattr(layer, "attn_type", None) == AttentionType.ENCODER_ONLY
         }
         """Layers whose queries also see later keys."""
-        if self._encoding and (model_config or vllm_config.model_config).attn_type != AttentionType.ENCODER_ONLY:
-            raise UnsupportedConfigError(
-                f"{vllm_config.model_config.model} sees later tokens, which only pooling models may; use --runner "
-                "pooling, or a model that generates."
-            )
-        if self._encoding and (len(self._encoding) < len(self._layers) or self._recurrent):
-            raise UnsupportedConfigError(
-                f"Some layers of {vllm_config.model_config.model} see later tokens and others do not, which is not "
-                "supported; use another model."
-            )
+        self._check_layers(model_config)
         self.states: RecurrentStates | None = None
         self.media_SW: torch.Tensor | None = None
         """Rows of the `MediaStore`, if there is one."""
@@ -169,6 +162,26 @@ class LoadedModel:
             impl.keep_sinks(self.model.get_parameter(parameter))
         self._groups: list[list[str]] = []
         self.adapters: Adapters | None = None
+
+    def _check_layers(self, model_config: ModelConfig) -> None:
+        for name, layer in self._recurrent.items():
+            if not hasattr(layer, "layer_shape"):
+                kind = type(layer).__name__
+                raise UnsupportedConfigError(
+                    f"{name} is a {kind}, whose recurrence is not supported; use another model."
+                )
+        if not self._encoding:
+            return
+        name = self.vllm_config.model_config.model
+        if model_config.attn_type != AttentionType.ENCODER_ONLY:
+            raise UnsupportedConfigError(
+                f"{name} has bidirectional attention, which only pooling models support; use --runner pooling, or a "
+                "model that generates."
+            )
+        if len(self._encoding) < len(self._layers) or self._recurrent:
+            raise UnsupportedConfigError(
+                f"Only some layers of {name} have bidirectional attention, which is not supported; use another model."
+            )
 
     def _find_sink_names(self) -> dict[RectangleAttentionImpl, str]:
         """Return the parameter name of each layer's sinks.
@@ -209,14 +222,18 @@ class LoadedModel:
             if name in self._encoding:
                 continue
             if self._kv_owners[name] != name:
-                continue  # vLLM's layer returns a spec all the same
+                continue  # vLLM's layer would return a spec anyway
             spec = layer.get_kv_cache_spec(self.vllm_config)
             if not isinstance(spec, AttentionSpec):
-                raise UnsupportedConfigError(f"{name} keeps no KV of attention; use a model whose layers all do.")
+                raise UnsupportedConfigError(
+                    f"{name} keeps no KV of attention; use a model whose attention layers all do."
+                )
             if not isinstance(layer.impl, RectangleAttentionImpl):
-                raise UnsupportedConfigError(f"{name} brings its own attention kernel; use a model that names none.")
+                raise UnsupportedConfigError(
+                    f"{name} has an attention kernel of its own; use a model that does not set one."
+                )
             if layer.impl.value_size is None and spec.head_size_v != spec.head_size:
-                raise UnsupportedConfigError(f"{name} has values of another size than keys; use a model without.")
+                raise UnsupportedConfigError(f"{name} has values and keys of different sizes; use another model.")
             if (kv_dtype := getattr(layer.impl, "kv_dtype", None)) is not None:
                 spec = replace(spec, dtype=kv_dtype)
             specs[name] = layer.get_attn_backend().customize_spec(spec)
@@ -286,7 +303,7 @@ class LoadedModel:
         for name, layer in self._recurrent.items():
             layer.state = self.states.by_layer[name]
         logger.info(
-            "Recurrent states of %d layers: %s a request, %s for %d rows and %d snapshots (state_snapshots).",
+            "Recurrent states of %d layers take %s per request and %s for %d rows and %d snapshots (state_snapshots).",
             len(shapes),
             format_size(self.state_bytes(1, num_pending)),
             format_size(self.state_bytes(every, num_pending)),
@@ -308,7 +325,7 @@ class LoadedModel:
 
         `carried_TH` holds the states that a head reads.
         """
-        # Ranks in lockstep compute the same number of tokens; no rank knows how many of another's are real.
+        # Ranks in lockstep compute the same number of tokens, and none knows how many of another rank's are real.
         packs = self._packs and not self._is_in_step
         packed = Packed.from_counts(inputs.num_real_B, inputs.call.num_queries) if packs else None
         hidden = self._run_packed(inputs, carried_TH, packed)
@@ -364,7 +381,7 @@ class LoadedModel:
         embeddings_TH, deeper = self._embed(tokens_T, media)
         if deeper is None:
             return self.model(raw_T, positions, inputs_embeds=embeddings_TH)
-        # vLLM's class would read them from buffers of its own.
+        # vLLM's outer class would read `deeper` from buffers of its own.
         return self.model.language_model.model(
             raw_T, positions, inputs_embeds=embeddings_TH, deepstack_input_embeds=deeper
         )
@@ -372,8 +389,7 @@ class LoadedModel:
     def _embed(
         self, tokens_T: torch.Tensor, media: MultimodalInputs
     ) -> tuple[torch.Tensor, IntermediateTensors | None]:
-        """Return embeddings, and what is added after each of the first layers, where the device stores outputs of
-        encoders."""
+        """Return the tokens' embeddings and, if they come from a media store, what the first layers add."""
         deeper = None
         if media.embeddings:
             embeddings_TH = self.model.embed_input_ids(
@@ -390,9 +406,10 @@ class LoadedModel:
     def _merge_media(
         self, text_TH: torch.Tensor, rows_T: torch.Tensor
     ) -> tuple[torch.Tensor, IntermediateTensors | None]:
-        """Return the embeddings, and what is added after each of the first layers, as vLLM's classes merge them.
+        """Merge rows of the media store into the text's embeddings.
 
-        They merge by a mask, so the number of tokens is unknown to a graph.
+        Return also what is added after each of the first layers. vLLM's classes merge by a mask instead, whose number
+        of tokens a graph cannot know.
         """
         assert self.media_SW is not None
         is_media_T1 = (rows_T != NO_MEDIA).unsqueeze(1)

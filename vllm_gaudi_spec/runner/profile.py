@@ -49,14 +49,14 @@ def peak_bytes(runner: ModelRunner, budget: int) -> int:
         vars(runner).clear()
         vars(runner).update(before)
         clear_layer_kv_caches(runner.vllm_config.compilation_config.static_forward_context.values())
-        gc.collect()  # parts of the runner refer to each other
+        gc.collect()  # the parts of the runner form reference cycles
     needed = ", ".join(f"{format_size(peak)} ({kind})" for kind, peak in peaks.items())
     logger.info("The largest steps need %s.", needed)
     kind = max(peaks, key=lambda kind: peaks[kind])
     if peaks[kind] >= budget:
         raise UnsupportedConfigError(
-            f"The largest steps need {format_size(peaks[kind])} ({kind}), and there are {format_size(budget)} for them and "
-            f"the KV cache; lower {suggest_option(runner.vllm_config, kind, kv_bytes=0, missing=0)}."
+            f"The largest steps need {format_size(peaks[kind])} ({kind}), but only {format_size(budget)} are available "
+            f"for them and the KV cache; lower {suggest_option(runner.vllm_config, kind, kv_bytes=0, missing=0)}."
         )
     return peaks[kind]
 

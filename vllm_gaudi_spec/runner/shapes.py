@@ -157,8 +157,8 @@ class Shapes:
         A step needs it if sequences share more KV blocks than the list allows for.
         """
         logger.warning_once(
-            "A decode lists %d KV blocks, and the largest block bucket is %d: a graph is made while serving. Raise "
-            "additional_config.gaudi_spec.block_buckets, or lower --max-num-seqs.",
+            "A decode lists %d KV blocks, more than the largest block bucket (%d), so its graph is made while serving. "
+            "Raise additional_config.gaudi_spec.block_buckets, or lower --max-num-seqs.",
             num_entries,
             self.entries[-1],
         )

@@ -134,7 +134,7 @@ def warm_up(runner: Runner, max_tokens: int) -> IdleWarmUp:
         _listed(tuple(sorted({shape.context for shape in shapes.prefills()}))),
     )
     if estimate := backend.graphs.describe_warm_up(count_work(runner, chosen)):
-        logger.info("It makes %s.", estimate)
+        logger.info("Warm-up makes %s.", estimate)
     started = time.perf_counter()
     with (
         backend.graphs.compiling_only(),
@@ -154,7 +154,7 @@ def warm_up(runner: Runner, max_tokens: int) -> IdleWarmUp:
             if loaded is not None:
                 loaded.check_kv_is_written()
     else:
-        logger.info("Warm-up ran no forward, so it is not checked that all KV is written.")
+        logger.info("Warm-up ran no decode, so it could not check that every layer writes its KV.")
     _done(runner)
     logger.info(
         "Warm-up took %.1f s; it ran %d of %d step signatures.",
@@ -165,7 +165,7 @@ def warm_up(runner: Runner, max_tokens: int) -> IdleWarmUp:
     if postponed:
         estimate = backend.graphs.describe_warm_up(count_work(runner, postponed))
         makes = f", which make {estimate}" if estimate else ""
-        logger.info("Warm-up goes on with %d runs while no request is there%s.", len(postponed), makes)
+        logger.info("Warm-up continues with %d runs in idle steps%s.", len(postponed), makes)
     return IdleWarmUp(runner, postponed, memory)
 
 
@@ -182,7 +182,7 @@ def split_jobs(runner: Runner, chosen: list[Job]) -> tuple[list[Job], list[Job]]
             shapes.append(job.size)
         elif job.size is not None:
             passes.append(cast("tuple[SampleShape, Branch]", job.size))
-    # A lone prompt does not wait for the rectangle of many.
+    # A single prompt should not have to run in the rectangle of many.
     single = [shape for shape in shapes if shape.phase == PREFILL and shape.rows == 1]
     needed = {
         None,
@@ -255,7 +255,7 @@ def write_manifest(runner: Runner) -> None:
         path = cached_files.make_folder(environment.cache_folder()) / "manifests" / f"{name}.json"
         cached_files.write(path, text.encode())
     except (OSError, RuntimeError) as error:  # no folder, no space, or no home
-        logger.warning("The list of graphs could not be written: %s.", error)
+        logger.warning("Could not write the list of graphs: %s. Serving does not need it.", error)
         return
     logger.info("The %d graphs of this configuration are listed in %s.", len(runner.recorder.manifest), path)
 
@@ -295,7 +295,7 @@ def _sampling_pass(runner: Runner, shape: SampleShape, branch: Branch) -> Job:
 def _sample(runner: Runner, shape: SampleShape, branch: Branch) -> None:
     batch = make_sample_batch(runner.requests, shape, [])
     step = runner.sample(batch, runner.sampling.make_pass(batch, branch, {}))
-    # Waited for: a device may keep the host's memory of a download for the next one.
+    # Wait: a device may reuse the host buffer of a download for the next one.
     runner.reports.send(step).to_host()
     if runner.drafting.reports_drafts:
         step.drafts = runner.drafts_after(step)

@@ -167,8 +167,8 @@ def test_both_parts_are_estimated(tmp_path: Path, monkeypatch: pytest.MonkeyPatc
     monkeypatch.setattr(Graphs, "describe_warm_up", lambda _, work: f"{work.num_graphs} graphs")
     engine = started(None, tmp_path)
     first, rest = (line for line in lines if " graphs" in line)
-    assert first.startswith("It makes ")
-    assert rest.startswith(f"Warm-up goes on with {left(engine)} runs while no request is there, which make ")
+    assert first.startswith("Warm-up makes ")
+    assert rest.startswith(f"Warm-up continues with {left(engine)} runs in idle steps, which make ")
     both = sum(int(line.split()[-2]) for line in (first.rstrip("."), rest.rstrip(".")))
     assert both >= len(engine.runner.recorder.manifest)
 
@@ -184,7 +184,7 @@ def test_memory_that_would_end_in_an_idle_run_ends_the_start(tmp_path: Path, mon
     engine = started(None, tmp_path)
     # Each of the others would keep as much as one did.
     free[0] = 1000 - free[0] + left(engine) // 2
-    words = r"runs of warm-up in the background may keep .*, or leave out VGS_WARMUP"
+    words = r"runs of background warm-up may keep .*, or leave out VGS_WARMUP"
     with pytest.raises(UnsupportedConfigError, match=words):
         started(None, tmp_path)
 

@@ -75,8 +75,8 @@ def test_l30_r08_memory_that_ends_names_what_to_lower() -> None:
     with pytest.raises(UnsupportedConfigError) as raised:
         warm_up(Card(3 * GIB), [decode, decode, ("prompt chunks", 3 * GIB), decode, decode])
     assert str(raised.value) == (
-        "The card's memory ended in warm-up at 3 of 5 runs, in prompt chunks: 3.00 GiB were asked for, 1.00 GiB are "
-        "free; lower --gpu-memory-utilization 0.9 -> 0.84."
+        "The card ran out of memory in warm-up, in run 3 of 5 (prompt chunks): 3.00 GiB requested, 1.00 GiB free; "
+        "lower --gpu-memory-utilization 0.9 -> 0.84."
     )
 
 
@@ -91,8 +91,8 @@ def test_runs_left_for_idle_steps_have_room(num_postponed: int, words: str | Non
     with pytest.raises(UnsupportedConfigError) as raised:
         memory.refuse_without_room(postponed)
     assert str(raised.value) == (
-        "3.00 GiB of the card's memory are free, and 5 runs of warm-up in the background may keep 4.00 GiB, as those "
-        f"before them did; lower {words}, or leave out VGS_WARMUP."
+        "3.00 GiB of device memory are free, but 5 runs of background warm-up may keep 4.00 GiB, judging by earlier "
+        f"runs; lower {words}, or leave out VGS_WARMUP."
     )
 
 
@@ -107,7 +107,7 @@ def test_a_card_that_answers_nothing_any_more() -> None:
         card.free_bytes = refuse  # type: ignore[method-assign]
         card.take(6 * GIB)
 
-    words = r"6.00 GiB were asked for, 0.0 MiB are free; lower .* 0.9 -> 0.81\."
+    words = r"6.00 GiB requested, 0.0 MiB free; lower .* 0.9 -> 0.81\."
     with pytest.raises(UnsupportedConfigError, match=words), memory.measuring(Job("decodes", run), []):
         run()
 

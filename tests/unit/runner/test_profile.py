@@ -77,8 +77,8 @@ def test_a_profile_run_that_fails_leaves_the_runner_as_before(runner: Any) -> No
 def test_steps_that_leave_nothing_for_kv_name_what_to_lower(runner: Any) -> None:
     runner.peaks = {"decodes": 2 * GIB, "prompt chunks": 3 * GIB}
     words = (
-        r"The largest steps need 3.00 GiB \(prompt chunks\), and there are 3.00 GiB for them and the KV cache; "
-        r"lower --max-num-batched-tokens 8192 -> 4096\."
+        r"The largest steps need 3.00 GiB \(prompt chunks\), but only 3.00 GiB are available for them and the KV "
+        r"cache; lower --max-num-batched-tokens 8192 -> 4096\."
     )
     with pytest.raises(UnsupportedConfigError, match=words):
         profile.peak_bytes(runner, 3 * GIB)

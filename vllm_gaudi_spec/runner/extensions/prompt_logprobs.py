@@ -110,7 +110,7 @@ class PromptLogprobs(Extension):
             yield Job(PROMPT_LOGPROBS, partial(self._score_padding, count), (_signature(count),), num_tokens)
 
     def _score_padding(self, count: int) -> None:
-        # Wait: a device may keep the host's memory of a download for the next one.
+        # Wait: a device may reuse the host buffer of a download for the next one.
         self._start_scoring(0, [0], count, 0)()
 
 
