@@ -1,4 +1,4 @@
-"""A layer of attention as the backends are asked about it."""
+"""An attention layer as the backends see it."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""A card that torch loads when it is imported, as it loads Habana's bridge: by an entry point of `torch.backends`."""
+"""A backend that torch loads on import through an entry point of `torch.backends`, as it loads Habana's bridge."""
 
 from __future__ import annotations
 
@@ -16,8 +16,11 @@ def load():
 
 
 def write_bridge(folder: Path, default_mode: int = 1) -> None:
-    """Into a folder for PYTHONPATH. Like the bridge it reads PT_HPU_LAZY_MODE once, when torch is imported.
-    `default_mode`: 1 in the bridge's sources of 1.19, 0 in today's documentation."""
+    """Write the bridge into a folder for PYTHONPATH.
+
+    Like the real one it reads PT_HPU_LAZY_MODE once, when torch is imported. `default_mode` is 1 in the sources of
+    bridge 1.19, and 0 in today's documentation.
+    """
     (folder / "autoloaded_gaudi.py").write_text(_MODULE.format(default=default_mode))
     info = folder / "habana_torch_plugin-1.24.0.400.dist-info"
     info.mkdir()

@@ -1,4 +1,4 @@
-"""A card on the host that keeps every promise of `DeviceBackend` and no more, for tests that break one promise."""
+"""A device on the host that keeps every promise of `DeviceBackend` and no more, for tests that break one of them."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ TRAITS = DeviceTraits(
 
 
 class CardGraphs(CapturingGraphs):
-    """Counts what it captures."""
+    """Graphs that count their captures."""
 
     num_compiled = 0
 
@@ -50,7 +50,7 @@ class CardGraphs(CapturingGraphs):
 
 
 class CardMemory(PairMemory):
-    """Copies are copies, and what is free falls."""
+    """Memory whose copies are real and whose free bytes decrease."""
 
     def upload(self, host: torch.Tensor) -> torch.Tensor:
         return host.clone()

@@ -1,4 +1,4 @@
-"""A headless Chromium over a pipe, as far as looking at a page of ours needs it. It reaches nothing but files."""
+"""A headless Chromium controlled over a pipe, to look at our pages. It can only read files."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ _OPTIONS = (
 
 
 class Browser:
-    """Speaks Chromium's protocol: JSON with a zero byte after it, to descriptor 3 and from descriptor 4."""
+    """A client of Chromium's protocol: zero-terminated JSON, to descriptor 3 and from descriptor 4."""
 
     def __init__(self, process: subprocess.Popen[bytes], to: int, back: int) -> None:
         self._process, self._to, self._back = process, to, back
@@ -66,7 +66,7 @@ class Browser:
         return message
 
     def open(self, path: Path, *, width: int = 1100, dark: bool = False) -> None:
-        """In a fresh tab, whose events are kept from the beginning."""
+        """Open a page in a new tab, whose events are kept from the beginning."""
         self._session, self.events = "", []
         target = self.call("Target.createTarget", url="about:blank")["targetId"]
         self._session = self.call("Target.attachToTarget", targetId=target, flatten=True)["sessionId"]
@@ -97,7 +97,7 @@ class Browser:
         path.write_bytes(base64.b64decode(taken["data"]))
 
     def complaints(self) -> list[str]:
-        """What the page's console would show."""
+        """Return what the page's console would show."""
         kinds = ("Log.entryAdded", "Runtime.consoleAPICalled", "Runtime.exceptionThrown")
         return [json.dumps(event["params"]) for event in self.events if event.get("method") in kinds]
 
@@ -112,7 +112,7 @@ def _is_load(event: dict[str, Any], loader: str) -> bool:
 
 
 def _pipe() -> tuple[int, int]:
-    """Two ends out of the way of the descriptors that Chromium uses."""
+    """Return both ends of a pipe, moved away from the descriptors that Chromium uses."""
     ends = os.pipe()
     moved = [fcntl.fcntl(end, fcntl.F_DUPFD_CLOEXEC, 10) for end in ends]
     for end in ends:

@@ -1,6 +1,6 @@
 """Small language models given as tables, the distribution of their texts, and tests of samples against it.
 
-The next token of a table depends on the last `order` tokens. C contexts, V tokens, L the length of a text, N rows.
+The next token of a table depends on the last `order` tokens. C: contexts. V: tokens. L: length of a text. N: rows.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ Rule = Callable[..., Verification]
 @dataclass(frozen=True)
 class Table:
     logits_CV: torch.Tensor
-    """float32, with temperature and filters done; context 0 is where a text begins."""
+    """float32, after temperature and filters. Context 0 is the beginning of a text."""
 
     @property
     def vocab(self) -> int:
@@ -55,7 +55,10 @@ def request_keys(first: int, count: int) -> torch.Tensor:
 
 
 def text_probs(table: Table, length: int, contexts: np.ndarray | None = None) -> np.ndarray:
-    """[N, V ** L]: probabilities of the next `length` tokens after each context. A text's cell is its base-V number."""
+    """Return the probabilities of the next `length` tokens after each context.
+
+    The index of a text, [N, V ** L], is the number that its tokens spell in base V.
+    """
     contexts = np.zeros(1, dtype=np.int64) if contexts is None else contexts
     probs, now = np.ones((len(contexts), 1)), contexts[:, None]
     for _ in range(length):
@@ -73,7 +76,7 @@ def cells(tokens_NL: np.ndarray, vocab: int) -> np.ndarray:
 
 @dataclass
 class Texts:
-    """The texts of N requests so far."""
+    """The texts of N requests."""
 
     tokens_NL: np.ndarray
     length_N: np.ndarray
@@ -84,7 +87,7 @@ class Texts:
         return cls(np.zeros((rows, length), dtype=np.int64), np.zeros(rows, dtype=np.int64), np.zeros(rows, np.int64))
 
     def append(self, table: Table, tokens_N: np.ndarray, which_N: np.ndarray) -> None:
-        """Tokens beyond the length that is looked at are dropped."""
+        """Append tokens, and drop those beyond the length under test."""
         fits = which_N & (self.length_N < self.tokens_NL.shape[1])
         self.tokens_NL[fits, self.length_N[fits]] = tokens_N[fits]
         self.length_N[which_N] += 1
@@ -101,7 +104,7 @@ def step(
     num_drafts_N: np.ndarray,
     draft_starts: bool = True,
 ) -> np.ndarray:
-    """Draft and verify once, as a runner would; returns how many drafts were accepted."""
+    """Draft and verify once, as a runner would, and return the number of accepted drafts."""
     rows = len(texts.context_N)
     starts_N = torch.from_numpy(texts.length_N + FIRST).int()
     temperature_N = torch.ones(rows)
@@ -138,7 +141,7 @@ def step(
 
 
 def finish(target: Table, texts: Texts, rng: np.random.Generator) -> np.ndarray:
-    """Texts that stopped early go on with ordinary sampling: a rule is exact when the target's distribution results."""
+    """Complete texts that stopped early by ordinary sampling. A rule is exact if the target's distribution results."""
     cumulative = target.probs_CV.cumsum(1)
     cumulative[:, -1] = 1
     while (short := texts.length_N < texts.tokens_NL.shape[1]).any():
@@ -161,9 +164,9 @@ def write(
     draft_starts: bool = True,
     chunk: int = 50_000,
 ) -> tuple[np.ndarray, float]:
-    """Texts [rows, length] written by `steps` steps of draft and verify, and the mean number of accepted drafts.
+    """Return texts [rows, length] of `steps` steps each, and the mean number of accepted drafts.
 
-    With `ragged` the number of drafts varies from row to row and step to step.
+    With `ragged` the number of drafts varies from row to row and from step to step.
     """
     written, accepted = [], 0
     for first in range(0, rows, chunk):
@@ -178,7 +181,7 @@ def write(
 
 
 def pool(probs: np.ndarray, total: int, max_bins: int | None = None) -> np.ndarray:
-    """A bin for every cell: cells too rare to test are pooled, and there are at most `max_bins` bins of like mass."""
+    """Return a bin for every cell. Rare cells are pooled, and there are at most `max_bins` bins of similar mass."""
     order = np.argsort(-probs, kind="stable")
     if max_bins is None:
         expected = probs[order] * total
@@ -200,7 +203,7 @@ def binned(values: np.ndarray, bins: np.ndarray) -> np.ndarray:
 
 
 def p_value(sampled: np.ndarray, probs: np.ndarray, max_bins: int | None = None) -> float:
-    """Chi-square p-value of sampled cells under `probs`; 0 if anything impossible was seen."""
+    """Return the chi-square p-value of sampled cells under `probs`, 0 if an impossible cell was sampled."""
     counts = np.bincount(sampled, minlength=len(probs))
     if counts[probs <= 0].any():
         return 0.0
@@ -213,7 +216,7 @@ def p_value(sampled: np.ndarray, probs: np.ndarray, max_bins: int | None = None)
 
 
 def power(biased: np.ndarray, probs: np.ndarray, total: int, max_bins: int | None = None) -> float:
-    """How often `p_value` < ALPHA for `total` draws from `biased`: noncentral chi-square."""
+    """Return the probability that `p_value` < ALPHA for `total` draws from `biased`, by a noncentral chi-square."""
     bins = pool(probs, total, max_bins)
     expected, shifted = binned(probs, bins), binned(biased, bins)
     possible = expected > 0
@@ -223,7 +226,8 @@ def power(biased: np.ndarray, probs: np.ndarray, total: int, max_bins: int | Non
 
 
 def p_values(texts_NL: np.ndarray, target: Table, max_bins: int | None = None) -> list[float]:
-    """The whole text against its joint distribution, and its first tokens alone: fewer cells show a bias better."""
+    """Test whole texts against their joint distribution, and first tokens alone, whose fewer cells show a bias
+    better."""
     lengths = sorted({length for length in (1, 2, texts_NL.shape[1]) if length <= texts_NL.shape[1]})
     return [
         p_value(cells(texts_NL[:, :length], target.vocab), text_probs(target, length)[0], max_bins)

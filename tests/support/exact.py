@@ -39,15 +39,15 @@ def block_stops(*inputs: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
 @dataclass
 class StepDistribution:
     emitted: list[np.ndarray]
-    """[N, V ** n] for n = 1 to K + 1: P(the step emits exactly these n tokens)."""
+    """[N, V ** n] for n = 1 to K + 1: probability that the step emits exactly these n tokens."""
     mean_accepted: np.ndarray
-    """[N]."""
+    """[N]"""
 
 
 def step_distribution(
     stops: StopProbs, target: Table, drafter: Table, contexts: np.ndarray, num_positions: int, num_drafts: np.ndarray
 ) -> StepDistribution:
-    """One step after each of N contexts, with a number of drafts for each."""
+    """Return the distribution of one step after each of N contexts, with a number of drafts for each."""
     vocab, rows = target.vocab, len(contexts)
     blocks = vocab**num_positions
     drafts = np.stack(np.unravel_index(np.arange(blocks), (vocab,) * num_positions), 1)
@@ -81,8 +81,10 @@ def step_distribution(
 
 
 def completed(parts: Iterator[tuple[np.ndarray, np.ndarray]], target: Table, length: int) -> np.ndarray:
-    """[N, V ** L]: texts of several lengths that go on with ordinary sampling. `parts`: their probabilities, the
-    contexts after them."""
+    """Return [N, V ** L]: texts of several lengths, completed by ordinary sampling.
+
+    `parts` holds their probabilities and the contexts after them.
+    """
     total: np.ndarray | float = 0.0
     for probs, contexts in parts:
         rows, texts = probs.shape
@@ -94,7 +96,7 @@ def completed(parts: Iterator[tuple[np.ndarray, np.ndarray]], target: Table, len
 
 
 def contexts_after(target: Table, contexts: np.ndarray, length: int) -> np.ndarray:
-    """[N, V ** length]: the context after each text of a length."""
+    """Return [N, V ** length]: the context after each text of a length."""
     now = contexts[:, None]
     for _ in range(length):
         now = target.after(now[..., None], np.arange(target.vocab)).reshape(len(contexts), -1)
@@ -112,9 +114,9 @@ def one_step_text(
 def two_step_text(
     stops: StopProbs, target: Table, drafter: Table, num_positions: int, num_drafts: Callable[[int], np.ndarray]
 ) -> np.ndarray:
-    """[V ** 2(K + 1)]: the joint distribution of what two steps write, and of ordinary sampling to full length.
+    """Return [V ** 2(K + 1)]: the joint distribution of the text of two steps, completed by ordinary sampling.
 
-    `num_drafts(n)` gives the numbers of drafts for n rows: a number may depend on what was written before it.
+    `num_drafts(n)` returns the numbers of drafts of n rows, which may depend on the text before.
     """
     start = np.zeros(1, dtype=np.int64)
     length = 2 * (num_positions + 1)

@@ -1,4 +1,4 @@
-"""Scripted schedulers in place of mocks: the records that vLLM sends, made by hand."""
+"""Scripted schedulers instead of mocks: vLLM's records, made by hand."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ def batches_of(
 
 
 class HostBackend:
-    """Just enough of a device for the runner's bookkeeping."""
+    """A minimal device for the runner's bookkeeping."""
 
     traits = DeviceTraits(name="small", mode="eager", torch_device=torch.device("cpu"))
     rules = TORCH
@@ -65,8 +65,11 @@ class CompilingBackend(CapturingBackend):
 
 
 class CapturingGraphs(Graphs):
-    """As hard as the contract of `Graphs.graph` allows: arguments of few kinds, one graph for each set of shapes and
-    of what is no tensor, and a result that the graph's next run overwrites."""
+    """Graphs as strict as the contract of `Graphs.graph`.
+
+    Arguments are of few kinds, each set of shapes and static values has one graph, and a graph's next run overwrites
+    its result.
+    """
 
     def graph(self, function: Any) -> Any:
         results: dict[Any, Any] = {}
@@ -90,7 +93,7 @@ class CapturingGraphs(Graphs):
 
 
 def sampled(answers: list[list[int]], num_rows: int) -> Verification:
-    """Each row got these tokens; rows after them are padding."""
+    """Return a verification in which each row sampled these tokens. Rows after them are padding."""
     tokens = torch.zeros(num_rows, max(map(len, answers)), dtype=torch.int32)
     counts = torch.ones(num_rows, dtype=torch.int32)
     for index, answer in enumerate(answers):
@@ -126,7 +129,7 @@ def cached(
     blocks: dict[str, list[int]] | None = None,
     resumed: dict[str, list[int]] | None = None,
 ) -> CachedRequestData:
-    """`resumed` maps a request to all its tokens."""
+    """Return vLLM's record of cached requests. `resumed` maps a request to all its tokens."""
     resumed = resumed or {}
     new_blocks = [(blocks[req_id],) if blocks and req_id in blocks else None for req_id in num_computed]
     return CachedRequestData(

@@ -1,4 +1,4 @@
-"""Rows for the filters of sampling, and what a sort in float64 keeps of them."""
+"""Rows for the sampling filters, and what a float64 sort keeps of them."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ OFF = torch.inf
 
 
 class Filters(NamedTuple):
-    """The parameters of N rows."""
+    """Filter parameters of N rows."""
 
     min_p_N: torch.Tensor
     top_k_N: torch.Tensor
@@ -33,14 +33,14 @@ def _steep(rows: int, vocab: int, random: torch.Generator) -> torch.Tensor:
 
 
 def _peaked(rows: int, vocab: int, random: torch.Generator) -> torch.Tensor:
-    """As a language model's: a few likely tokens above a long tail."""
+    """Return logits like a language model's: a few likely tokens above a long tail."""
     logits = torch.randn(rows, vocab, generator=random) * 2.5
     best = torch.randint(vocab, (rows, 20), generator=random)
     return logits.scatter_add_(1, best, torch.rand(rows, 20, generator=random) * 15)
 
 
 def _half_precision(rows: int, vocab: int, random: torch.Generator) -> torch.Tensor:
-    """Many equal logits, at thresholds too."""
+    """Return logits of which many are equal, also at thresholds."""
     return (torch.randn(rows, vocab, generator=random) * 4).bfloat16().float() / 0.7
 
 
@@ -58,7 +58,7 @@ def _one_hot(rows: int, vocab: int, random: torch.Generator) -> torch.Tensor:
 
 
 def _masked(rows: int, vocab: int, random: torch.Generator) -> torch.Tensor:
-    """All but about 5 %, and in every fourth row all but one."""
+    """Mask all but about 5 % of the tokens, and in every fourth row all but one."""
     logits = torch.randn(rows, vocab, generator=random) * 3
     forbidden = torch.rand(rows, vocab, generator=random) < 0.95
     forbidden[::4] = True
@@ -67,19 +67,19 @@ def _masked(rows: int, vocab: int, random: torch.Generator) -> torch.Tensor:
 
 
 def _neighbors(rows: int, vocab: int, random: torch.Generator) -> torch.Tensor:
-    """Logits that differ in their last bits only, either side of zero, and both zeros."""
+    """Return logits around zero that differ only in their last bits, and zeros of both signs."""
     bits = torch.randint(-40, 40, (rows, vocab), generator=random, dtype=torch.int32)
     return torch.where(bits < 0, bits.neg() | torch.tensor(-(1 << 31), dtype=torch.int32), bits).view(torch.float32)
 
 
 def _close(rows: int, vocab: int, random: torch.Generator) -> torch.Tensor:
-    """The same around a number far from zero."""
+    """Return logits that differ only in their last bits, far from zero."""
     bits = torch.randint(-4000, 4000, (rows, vocab), generator=random, dtype=torch.int32)
     return (torch.full((rows, vocab), 11.5).view(torch.int32) + bits).view(torch.float32)
 
 
 def _geometric(rows: int, vocab: int, random: torch.Generator) -> torch.Tensor:
-    """Sums of probabilities that come near many a p, in order and out of order."""
+    """Return logits with partial sums of probabilities close to many values of p, sorted and unsorted."""
     logits = -torch.arange(vocab, dtype=torch.float32).expand(rows, vocab) * 2.0**0.5 / 2
     return logits.clone() if vocab % 2 else logits[:, torch.randperm(vocab, generator=random)]
 
@@ -105,7 +105,7 @@ ROWS = (
 
 
 def random_filters(rows: int, vocab: int, random: torch.Generator) -> Filters:
-    """Each in about half of the rows; p next to one and tiny, k of one and of all but one."""
+    """Set each filter in about half of the rows, with extreme values among them."""
     few = torch.tensor([1e-6, 0.1, 0.5, 0.9, 0.95, 0.999, 0.999999, OFF])
     top_p = few[torch.randint(len(few), (rows,), generator=random)]
     top_p = torch.where(torch.rand(rows, generator=random) < 0.3, torch.rand(rows, generator=random), top_p)
@@ -117,7 +117,10 @@ def random_filters(rows: int, vocab: int, random: torch.Generator) -> Filters:
 
 
 def check_kept(logits_NV: torch.Tensor, filters: Filters, filtered_NV: torch.Tensor) -> int:
-    """That the filters kept what a sort keeps. Returns how many rows it left open: with a sum within rounding of p."""
+    """Check that the filters kept what a sort keeps.
+
+    Return the number of rows left open, whose sums are within rounding of p.
+    """
     kept_NV = filtered_NV > -torch.inf
     assert torch.equal(filtered_NV, torch.where(kept_NV, logits_NV, -torch.inf)), "what is kept is unchanged"
     ordered, order = logits_NV.sort(dim=-1, descending=True)
@@ -154,7 +157,7 @@ def check_kept(logits_NV: torch.Tensor, filters: Filters, filtered_NV: torch.Ten
 
 
 def check_rows(keep: Filter, rows_each: int, vocab: int, seed: int, device: torch.device) -> tuple[int, int]:
-    """Rows of every kind with random filters: how many there were, and how many were left open."""
+    """Check rows of every kind with random filters. Return the numbers of rows in total and of rows left open."""
     random = torch.Generator().manual_seed(seed)
     num_open = 0
     for kind in ROWS:

@@ -1,4 +1,4 @@
-"""A server of a few fixed answers, for what asks one over HTTP."""
+"""An HTTP server with a few fixed answers, for testing clients."""
 
 from __future__ import annotations
 
@@ -10,12 +10,12 @@ from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from typing import Any
 
 Answers = dict[str, Callable[[Any], tuple[int, str]]]
-"""By path: of a request's body (None without one), the status and the text of the answer."""
+"""Maps a path to a function of the request's body (None without one) that returns status and text."""
 
 
 @contextmanager
 def answering(answers: Answers, by_headers: Answers | None = None) -> Iterator[str]:
-    """Yields its address. What is in `by_headers` is asked with a request's headers."""
+    """Serve the answers and yield the address. Functions in `by_headers` get the request's headers instead."""
 
     class Handler(BaseHTTPRequestHandler):
         def do_GET(self) -> None:
@@ -34,7 +34,7 @@ def answering(answers: Answers, by_headers: Answers | None = None) -> Iterator[s
             self.wfile.write(text.encode())
 
         def log_message(self, format: str, *arguments: object) -> None:
-            """Tests look at stderr."""
+            """Log nothing, since tests read stderr."""
 
     server = ThreadingHTTPServer(("127.0.0.1", 0), Handler)
     thread = threading.Thread(target=server.serve_forever, kwargs={"poll_interval": 0.01})
@@ -48,5 +48,5 @@ def answering(answers: Answers, by_headers: Answers | None = None) -> Iterator[s
 
 
 def events(*found: dict[str, Any]) -> str:
-    """A streamed answer."""
+    """Return a streamed answer."""
     return "".join(f"data: {json.dumps(one)}\n\n" for one in found) + "data: [DONE]\n\n"

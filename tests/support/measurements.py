@@ -1,4 +1,4 @@
-"""Measurements of a model that does not exist: two layers of a Llama with four heads, and two for keys and values."""
+"""Quantization measurements of a fictitious model: two Llama layers with four heads and two KV heads."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ MODEL = "0123456789abcdef"
 
 
 def measured(seed: int = 0, model: str = MODEL) -> Record:
-    """By one rank."""
+    """Return the measurements of one rank."""
     rng = np.random.default_rng(seed)
 
     def largest(rows: int = 1) -> np.ndarray:

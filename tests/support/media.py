@@ -1,4 +1,4 @@
-"""For the runner's bookkeeping of images: a model's configuration, and batches with a request that has some."""
+"""Configuration of a multimodal model and batches with images, to test the runner's bookkeeping."""
 
 from __future__ import annotations
 
@@ -31,8 +31,10 @@ def batch(
     num_rows: int | None = None,
     name: str = "image",
 ) -> Batch:
-    """`counts`: tokens of each request. The one of that name has `computed` before them. Without `num_rows` no row is
-    padding."""
+    """Return a batch with `counts` tokens of each request.
+
+    The request that is named has `computed` tokens before them. Without `num_rows` no row is padding.
+    """
     members = [requests.by_id[name] for name in counts]
     requests.by_id[name].num_computed = computed
     shape = Shape(phase, num_rows or len(members), queries, 16)

@@ -8,8 +8,10 @@ _RESERVED: list[socket.socket] = []
 
 
 def free_port() -> int:
-    """Free for a server for as long as this process lives: a server takes tens of seconds to come to it, and until then
-    nobody else gets it. Where nobody listens, connections are refused."""
+    """Return a port that stays reserved for a server of this process.
+
+    A server takes tens of seconds to bind it. Until then no other process gets it, and connections are refused.
+    """
     reserved = socket.socket()
     # With this set on both sides, and nobody listening on this one, a server may bind the same port.
     reserved.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)

@@ -1,4 +1,4 @@
-"""Tests that need a process of their own: an emulated card changes torch for good, and a process has one."""
+"""Tests that need a process of their own, because an emulated card changes torch for good."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ _SECONDS = 500
 
 
 def run_tests(*tests: str, **environment: str) -> None:
-    """All tests of a folder, or those with these names, in a fresh process."""
+    """Run the tests of a folder, or those with these names, in a new process."""
     inherited = {name: value for name, value in os.environ.items() if name != "VGS_DEVICE"}
     paths = os.pathsep.join(filter(None, [str(ROOT), os.environ.get("PYTHONPATH")]))
     command = [sys.executable, "-m", "pytest", *tests, "-q", "--no-header", "-p", "no:cacheprovider"]
@@ -36,7 +36,7 @@ def run_tests(*tests: str, **environment: str) -> None:
 
 
 def clients_python() -> str:
-    """Of the environment of requirements/clients.txt, which is made once."""
+    """Return the Python of the environment of requirements/clients.txt, which is created once."""
     folder = ROOT / ".verify" / "clients"
     make = [sys.executable, str(ROOT / "requirements" / "environment.py"), "clients", str(folder)]
     subprocess.run(make, cwd=ROOT, check=True)
@@ -44,14 +44,16 @@ def clients_python() -> str:
 
 
 def forget_bridge(patch: pytest.MonkeyPatch) -> None:
-    """Tests of the emulated Gaudi leave its bridge to those that come after them in a process."""
+    """Unload a bridge that earlier tests in this process left behind."""
     for name in [name for name in sys.modules if name.partition(".")[0] == "habana_frameworks"]:
         patch.delitem(sys.modules, name)
 
 
 def still_alive(processes: Iterable[psutil.Process], seconds: float = 60) -> list[psutil.Process]:
-    """Those that have not ended after so long. Who has died has ended, even where nobody asks for its exit status: a
-    process whose parent is gone is the init process's, which asks when it comes to it."""
+    """Return the processes that have not ended after the timeout.
+
+    A dead process counts as ended even if its exit status was not collected: that of an orphan is left to init.
+    """
     alive, until = list(processes), time.monotonic() + seconds
     while True:
         alive = [process for process in alive if _is_alive(process)]

@@ -1,4 +1,4 @@
-"""Records of runs, as `gaudi-spec demo --json` writes them, with figures that are easy to check."""
+"""Records of runs, as written by `gaudi-spec demo --json`, with figures that are easy to check."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from vllm_gaudi_spec.tools.report import record
 
 
 def answer(prompt: str, *steps: tuple[str, int]) -> dict[str, Any]:
-    """Each step as its tokens, a word each, and how many of them were drafts."""
+    """Return an answer of these steps: their tokens, one word each, and the number of drafts among them."""
     pieces = [f" {piece}" for text, _ in steps for piece in text.split()]
     return {"prompt": prompt, "pieces": pieces, "steps": [[len(text.split()), drafts] for text, drafts in steps]}
 
@@ -20,7 +20,7 @@ DRAFTED = answer("Once upon a time", ("there", 0), ("was a boat", 2))
 def task(
     name: str, speed: float, *, k: int = 2, answers: list[dict[str, Any]] | None = None, **more: Any
 ) -> dict[str, Any]:
-    """The baseline with k = 0; else 10 steps with drafts: two accepted none of theirs, three one, five two."""
+    """Return a task: the baseline for k = 0, else 10 steps of which two accepted no draft, three one and five two."""
     drafted: dict[str, Any] = {
         "acc_rate": 0.65,
         "acc_counts": [8, 5],

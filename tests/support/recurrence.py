@@ -1,4 +1,4 @@
-"""A small layer of each kind that keeps a state, on random weights, and its text decoded token by token."""
+"""A small recurrent layer of each kind with random weights, and its text decoded token by token."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ if TYPE_CHECKING:
 TAPS, HEADS, KEY, VALUE, ROWS = 4, 2, 4, 3, 3
 PAD_ROW = ROWS
 SLOT = PAD_ROW + 1
-"""A row for a snapshot."""
+"""Row of a snapshot."""
 CHANNELS = HEADS * (2 * KEY + VALUE)
 GATED_DELTA, MAMBA_1, MAMBA_2, CONVOLUTION = "gated delta net", "Mamba 1", "Mamba 2", "short convolution"
 GATES = {GATED_DELTA: 2 * HEADS, MAMBA_1: 0, MAMBA_2: 2 * HEADS, CONVOLUTION: 0}
@@ -49,7 +49,7 @@ def recur(
 def _recur_each(
     convolved: torch.Tensor, is_real: torch.Tensor, state: torch.Tensor
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """What gates a token is made of it."""
+    """Apply the recurrence to gates that follow from the inputs alone."""
     value = torch.where(is_real[..., None], F.silu(convolved), 0.0)
     step = torch.where(is_real[..., None], F.softplus(convolved), 0.0)
     query, key, _ = value.split([KEY, KEY, CHANNELS - 2 * KEY], -1)
@@ -62,10 +62,10 @@ def _as_it_is(tensor: torch.Tensor) -> torch.Tensor:
 
 
 class Layer:
-    """One layer's states, and texts that it reads."""
+    """The states of one layer, and the texts that it reads."""
 
     def __init__(self, kind: str, num_drafts: int, backend: DeviceBackend | None = None) -> None:
-        """`backend`: of a device whose graphs read the texts. Without one it is this process."""
+        """`backend`: device whose graphs read the texts; by default they are read in this process."""
         torch.manual_seed(0)
         device = backend.traits.torch_device if backend is not None else torch.device("cpu")
         self._upload = backend.memory.upload if backend is not None else _as_it_is
@@ -90,7 +90,7 @@ class Layer:
         self._run_copy = backend.graphs.graph(self.states.copy_rows) if backend is not None else self.states.copy_rows
 
     def text(self, length: int) -> tuple[torch.Tensor, torch.Tensor]:
-        """What a layer gets of so many tokens: inputs and gates."""
+        """Return random inputs and gates of `n` tokens."""
         return torch.randn(length, CHANNELS), torch.randn(length, self.num_gates)
 
     def read(
@@ -102,7 +102,7 @@ class Layer:
         *,
         is_prompt: bool = False,
     ) -> torch.Tensor:
-        """A forward; what a row has fewer than `num_queries` is padding, full of noise."""
+        """Run a forward. A row's missing tokens, up to `num_queries`, are padding full of noise."""
         inputs, gates = (
             torch.randn(len(rows), num_queries, CHANNELS),
             torch.randn(len(rows), num_queries, self.num_gates),
@@ -135,7 +135,7 @@ class Layer:
         self._run_copy(self._upload(torch.tensor([source])), self._upload(torch.tensor([target])))
 
     def kept(self, row: int) -> list[torch.Tensor]:
-        """The state, and the inputs before its position."""
+        """Return the state, and the inputs before its position."""
         inputs = self.layer.inputs_RWC[row, : TAPS - 1].clone()
         return [inputs] if self.layer.state is None else [inputs, self.layer.state[row].clone()]
 
@@ -145,7 +145,7 @@ def part(text: tuple[torch.Tensor, torch.Tensor], begin: int, end: int) -> tuple
 
 
 def sequential(kind: str, text: tuple[torch.Tensor, torch.Tensor]) -> tuple[torch.Tensor, list[torch.Tensor]]:
-    """Outputs of each token, and what is kept after the last."""
+    """Return the outputs of each token, and what is kept after the last."""
     one = Layer(kind, num_drafts=0)
     outs = [one.read([0], [at], [part(text, at, at + 1)], 1)[0] for at in range(len(text[0]))]
     return torch.cat(outs), one.kept(0)

@@ -1,4 +1,4 @@
-"""Schedulers and configurations of drafters, small, and the output of a scripted worker."""
+"""Small schedulers and drafter configurations, and the output of a scripted worker."""
 
 from __future__ import annotations
 

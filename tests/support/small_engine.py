@@ -43,16 +43,16 @@ from vllm_gaudi_spec.runner.warmup import manifest
 BLOCK, MAX_LEN, MAX_ROWS, BUDGET = 4, 64, 4, 20
 NUM_DRAFTS = 3
 ROOMY, SCARCE = 120, 26
-"""Blocks of KV, block 0 included: room for everybody, and for one and a half of the longest requests."""
+"""Numbers of KV blocks, including block 0: enough for all requests, and for one and a half of the longest."""
 FAVORITES = list(range(10, 18))
-"""The model's most frequent tokens, so that texts repeat now and then and n-gram drafters are right now and then."""
+"""The model's most frequent tokens. Texts repeat because of them, so that n-gram drafters are sometimes right."""
 _HASHED = 1 << 20
 _TARGET, _DRAFTER = "model.layers.0.attn", "draft_model.layers.0.attn"
 _SPEC = FullAttentionSpec(block_size=BLOCK, num_kv_heads=1, head_size=8, dtype=torch.float32)
 
 
 class Reads:
-    """The target, or a drafter of one mind with it."""
+    """The target, or a drafter that always agrees with it."""
 
     adapters = None
     carried_size = None
@@ -61,7 +61,7 @@ class Reads:
     output_ids = None
     states = None
     model = None
-    """A drafter of the user's may ask for it."""
+    """The module that a drafter of the user's may ask for."""
 
     def __init__(self, layer: str, vllm_config: VllmConfig) -> None:
         self.layer_names = [layer]
@@ -83,10 +83,10 @@ class Reads:
         self._group = next(index for index, names in enumerate(groups) if name in names)
 
     def make_states(self, num_rows: int, num_snapshots: int, num_pending: int, device: torch.device) -> None:
-        """A no-op: it keeps none."""
+        """No-op: this model keeps no states."""
 
     def check_kv_is_written(self) -> None:
-        """What is read and not written is a number that nobody expects."""
+        """No-op: reading KV that was not written changes the output."""
 
     def forward(self, inputs: Inputs, carried_TH: torch.Tensor | None = None) -> Hidden:
         call = inputs.calls[self._group]
@@ -107,8 +107,10 @@ class Reads:
 
 
 class Remembers(Reads):
-    """The same target with a recurrent layer besides, whose state is the sum over the text. Where that is not the sum
-    over the blocks of KV, the next token is another."""
+    """The same target with a recurrent layer, whose state is the sum over the text.
+
+    The next token changes if that sum differs from the sum over the KV blocks.
+    """
 
     states: RecurrentStates | None = None
 
@@ -147,7 +149,7 @@ def _number(tokens: torch.Tensor, positions: torch.Tensor) -> torch.Tensor:
 
 
 def _logits(sums_N: torch.Tensor) -> torch.Tensor:
-    """Between 0 and 2, of the favorites between 0 and 8."""
+    """Return logits between 0 and 2, and between 0 and 8 for the favorites."""
     token_V = torch.arange(VOCAB)
     mixed = (sums_N[:, None] + 1) * (2 * token_V + 1) * 2246822519 & 0xFFFFFFFF
     mixed = (mixed ^ (mixed >> 15)) * 2654435761 & 0xFFFFFFFF
@@ -157,7 +159,7 @@ def _logits(sums_N: torch.Tensor) -> torch.Tensor:
 
 
 def greedy_text(prompt: list[int], count: int) -> list[int]:
-    """The model's next tokens, from its own text alone."""
+    """Return the model's next tokens, computed from the text alone."""
     text = list(prompt)
     for _ in range(count):
         numbers = _number(torch.tensor(text), torch.arange(len(text)))
@@ -166,7 +168,7 @@ def greedy_text(prompt: list[int], count: int) -> list[int]:
 
 
 class Guesses:
-    """For vLLM's `custom_class`: a greedy row's next tokens, at times with a mistake."""
+    """A `custom_class` proposer that drafts a greedy row's next tokens, with occasional mistakes."""
 
     def __init__(self, vllm_config: Any) -> None:
         self._count = vllm_config.speculative_config.num_speculative_tokens
@@ -184,7 +186,7 @@ class Guesses:
 
 
 class _KVMemory(CopyingMemory):
-    """What the runner asks of a device's memory besides."""
+    """Device memory with what else the runner asks for."""
 
     def allocate_kv(self, kv_cache_config: KVCacheConfig, layout: object) -> dict[str, torch.Tensor]:
         names = [name for group in kv_cache_config.kv_cache_groups for name in group.layer_names]
@@ -214,17 +216,17 @@ def _small_backend(kind: type[HostBackend]) -> Any:
 class Variant:
     method: str | None = None
     overlap: bool = False
-    """Whether a step is scheduled before the one before it was read."""
+    """Whether each step is scheduled before the previous one was read."""
     v2: bool = False
-    """Which of vLLM's contracts decides how a request comes back."""
+    """Which of vLLM's contracts applies to a resumed request."""
     num_blocks: int = SCARCE
     backend: type[HostBackend] = HostBackend
     adaptive: bool = False
     audit_every: int = 0
     num_snapshots: int = 0
-    """Of the states of a target that has some; 0: it has none."""
+    """Number of snapshots of the target's states; 0 if it has none."""
     short_lists: bool = False
-    """Whether bucket lists of the user end before the largest batch and the longest chunk."""
+    """Whether the user's bucket lists end before the largest batch and the longest chunk."""
 
     def __str__(self) -> str:
         parts = [self.method or "plain", "overlapping" if self.overlap else "one by one", "V2" if self.v2 else "V1"]
@@ -251,18 +253,18 @@ _SPECULATIVE: dict[str | None, dict[str, Any] | None] = {
 
 @dataclass
 class Held:
-    """All that the scheduler sent of a request that is not yet reported as finished: a model of the runner's state."""
+    """Everything that the scheduler sent about an unfinished request: a model of the runner's state."""
 
     tokens: list[int]
     num_computed: int
     blocks: list[int] = field(default_factory=list)
     has_row: bool = True
     has_sampled: bool = False
-    """Since it was admitted, or came back."""
+    """Whether the request has sampled since it was admitted or resumed."""
 
 
 class SmallEngine:
-    """As `EngineCore.step` and `step_with_batch_queue` go about it. Everything is checked against `Held` as it goes."""
+    """Runs steps like `EngineCore.step` and `step_with_batch_queue`, and checks each against `Held`."""
 
     def __init__(self, variant: Variant, folder: Path) -> None:
         self.variant = variant
@@ -285,18 +287,18 @@ class SmallEngine:
             self.runner.initialize_kv_cache(kv_cache)
         self.runner.recorder.expect(_manifest(variant, self.runner))
         self.texts: dict[str, list[int]] = {}
-        """The tokens sent to each request's client."""
+        """Tokens sent to each request's client."""
         self.ended: set[str] = set()
         self.num_turns = Counter[str]()
-        """That each session was asked for."""
+        """Number of turns requested of each session."""
         self.answers: dict[str, list[tuple[list[int], FinishReason]]] = {}
-        """The turns of each session that are done; what its newest one has so far is among the texts."""
+        """Finished turns of each session. The current turn is in `texts`."""
         self.held: dict[str, Held] = {}
         self.counts = Counter[tuple[str, str]]()
-        """Our metrics, by name and value of the label."""
+        """Our metrics by name and label."""
         self.num_steps = self.num_preempted = self.num_accepted = self.num_verified = 0
         self.num_loaded = self.num_resumed = 0
-        """Requests that started from a snapshot, and those of them that were preempted before."""
+        """Number of requests that started from a snapshot, and of those that had been preempted."""
         self._in_flight: deque[tuple[SpecSchedulerOutput, Any, dict[str, Held]]] = deque()
         self._depth = 2 if variant.overlap else 1
 
@@ -308,7 +310,7 @@ class SmallEngine:
         self.texts[name] = []
 
     def add_turn(self, name: str, prompt: list[int], params: SamplingParams) -> None:
-        """The first input of a session, or its next one. It has ended while each of them is answered."""
+        """Add the first or next input of a session. The session ends once all its inputs are answered."""
         hasher = get_request_block_hasher(BLOCK, sha256)
         self.scheduler.add_request(Request(name, [*prompt], params, None, block_hasher=hasher, resumable=True))
         self.texts.setdefault(name, [])
@@ -317,7 +319,7 @@ class SmallEngine:
         self.ended.discard(name)
 
     def end_inputs(self, name: str) -> None:
-        """Of a session, which goes on with those that wait."""
+        """Close a session, which continues with the inputs that wait."""
         self.scheduler.add_request(Request(name, [0], SamplingParams(), None))
 
     def abort(self, name: str) -> None:
@@ -325,7 +327,7 @@ class SmallEngine:
         self.ended.add(name)
 
     def interrupt(self) -> None:
-        """Every running request is preempted, and the prefix cache forgotten."""
+        """Preempt every running request and clear the prefix cache."""
         assert self.scheduler.reset_prefix_cache(reset_running_requests=True)
 
     @property
@@ -372,7 +374,7 @@ class SmallEngine:
         self.ended.add(name)
 
     def finish(self) -> None:
-        """Nothing is left to do, and nothing is left."""
+        """Run until nothing is left to do, and check that no state is left."""
         for _ in range(5000):
             if not (self.scheduler.has_requests() or self._in_flight):
                 break
@@ -433,7 +435,7 @@ class SmallEngine:
                 assert 0 <= len(tokens) - 1 <= real.get(name, 0) <= NUM_DRAFTS
 
     def _check_rows(self) -> None:
-        """After a forward: who has which row, and its blocks."""
+        """Check after a forward which request has which row and blocks."""
         requests = self.runner.requests
         rows = {name: requests.by_id[name].row for name in self.held if name in requests.by_id}
         assert rows.keys() == self.held.keys() == requests.by_id.keys()
@@ -446,7 +448,7 @@ class SmallEngine:
                 assert table == [*held.blocks, *[0] * (len(table) - len(held.blocks))], name
 
     def _check_tokens(self) -> None:
-        """The device may have more tokens of a row than were reported."""
+        """Check a row's tokens. The device may have more of them than were reported."""
         requests = self.runner.requests
         rows = {name: requests.by_id[name].row for name, held in self.held.items() if held.has_row}
         for name, row in rows.items():

@@ -1,4 +1,4 @@
-"""Random inputs of the acceptance rules, with everything a rule must cope with, and the loops' verification on them."""
+"""Random inputs of the acceptance rules that cover what a rule must handle, and loops that verify them."""
 
 from __future__ import annotations
 
@@ -33,7 +33,8 @@ class Case:
 
 
 def random_case(rows: int, num_positions: int, vocab: int = 6, seed: int = 0, masked: float = 0.2) -> Case:
-    """Ragged rows with some tokens forbidden to either side; a tenth of the drafts is not the drafter's."""
+    """Return ragged rows with tokens that are masked in the target or drafter. A tenth of the drafts is not the
+    drafter's."""
     generator = torch.Generator().manual_seed(seed)
     shape = (rows, num_positions, vocab)
     draft_logits = torch.randn(shape, generator=generator) * 1.5
@@ -77,5 +78,5 @@ def loop_tokens(loop: Loop, case: Case, row: int, keyed_by_start: bool) -> list[
 
 
 def counted(verification: Verification, row: int = 0) -> list[int]:
-    """The tokens of a row that count."""
+    """Return the tokens of a row that count."""
     return verification.tokens_BQ[row, : verification.num_sampled_B[row]].tolist()

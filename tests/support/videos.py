@@ -1,4 +1,4 @@
-"""Video as files have it."""
+"""Video files."""
 
 from pathlib import Path
 from tempfile import TemporaryDirectory
@@ -8,7 +8,7 @@ import numpy as np
 
 
 def video(width: int = 84, height: int = 56, frames: int = 4, fps: int = 4) -> bytes:
-    """An AVI of noise, each frame a JPEG. `frames`: of 0 or 1 there is none in it that decodes."""
+    """Return an AVI of noise with JPEG frames. With 0 or 1 `frames` none of them can be decoded."""
     noise = np.random.default_rng(width * frames)
     with TemporaryDirectory() as folder:
         path = Path(folder) / "video.avi"

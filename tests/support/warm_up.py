@@ -1,4 +1,4 @@
-"""Jobs of warm-up: what they list, and whether they make it."""
+"""Warm-up jobs: the signatures that they list, and whether running them makes these."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ def listed(jobs: Iterable[Job]) -> list[Hashable]:
 
 
 def run_jobs(jobs: Iterable[Job], recorder: StepRecorder) -> None:
-    """Run each; fails where one makes other signatures than it lists."""
+    """Run each job. Fail if it makes other signatures than it lists."""
     for job in jobs:
         before, recorder._seen = recorder._seen, set()
         job.run()

@@ -1,4 +1,4 @@
-"""Dense attention of one query over the keys it may see: the oracle of the paged versions."""
+"""Dense attention of one query over the keys that it sees: the reference for paged attention."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ def attend_one(
     slopes_H: torch.Tensor | None = None,
     span: tuple[int, int] | None = None,
 ) -> torch.Tensor:
-    """float64 [H, D]. `span`: its first and its last position, all of which the query sees besides."""
+    """Return float64 [H, D]. The query also sees the positions from the first to the last of `span`."""
     first = 0 if window is None else max(0, position - window + 1)
     if chunk is not None:
         first = max(first, position // chunk * chunk)
@@ -59,7 +59,10 @@ def attend_row(
     slopes_H: torch.Tensor | None = None,
     spans: Sequence[tuple[int, int]] = (),
 ) -> torch.Tensor:
-    """float64 [Q, H, D] of queries from `start` on. `blocks`: index in the row -> block; one missing holds nan."""
+    """Return float64 [Q, H, D] of queries from `start` on.
+
+    `blocks` maps an index in the row to a block. A missing block is read as NaN.
+    """
     missing = torch.full_like(keys_NSKD[0], torch.nan)
     keys, values = (
         torch.cat([stored[blocks[index]] if index in blocks else missing for index in range(max(blocks) + 1)]).double()

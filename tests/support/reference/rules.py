@@ -21,7 +21,7 @@ class Noise:
 
 
 def race(weights: Probs, gumbel: Sequence[float]) -> int:
-    """The token with the largest log-weight plus noise."""
+    """Return the token with the largest sum of log-weight and noise."""
     best, best_score = 0, -math.inf
     for token, (weight, noise) in enumerate(zip(weights, gumbel, strict=True)):
         score = math.log(weight) + noise if weight > 0 else -math.inf

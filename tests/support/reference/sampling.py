@@ -1,4 +1,4 @@
-"""Slow, obvious versions of what sampling/ does with whole tensors: one row, one position, plain Python."""
+"""Slow, obvious versions of what sampling/ does with whole tensors: one row and one position in plain Python."""
 
 from __future__ import annotations
 
@@ -12,13 +12,13 @@ def softmax(logits: list[float]) -> list[float]:
 
 
 def keep_top_k(logits: list[float], k: int) -> set[int]:
-    """The k best, and those equal to the last of them."""
+    """Keep the k best tokens, and those equal to the last of them."""
     last = sorted(logits, reverse=True)[min(k, len(logits)) - 1]
     return {token for token, value in enumerate(logits) if value >= last}
 
 
 def keep_top_p(logits: list[float], p: float) -> set[int]:
-    """Best first until the probability reaches p, and those equal to the last of them."""
+    """Keep the best tokens until their probability reaches p, and those equal to the last of them."""
     probabilities = softmax(logits)
     reached, last = 0.0, -math.inf
     for token in sorted(range(len(logits)), key=lambda t: -logits[t]):
@@ -46,7 +46,8 @@ def penalize(
 
 
 def accept(drafts: list[int], sampled: list[int]) -> list[int]:
-    """The strict rule: the target's own tokens, up to and with the first that is no draft."""
+    """Apply the strict rule: return the target's own tokens up to and including the first that differs from its
+    draft."""
     out: list[int] = []
     for index, token in enumerate(sampled):
         out.append(token)

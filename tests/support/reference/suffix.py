@@ -1,10 +1,10 @@
-"""Suffix decoding, by counting every pattern in every text from its first token to its last."""
+"""Suffix decoding by counting every pattern in every text from its first token to its last."""
 
 from __future__ import annotations
 
 
 def next_token(texts: list[list[int]], pattern: list[int]) -> tuple[int, float] | None:
-    """The most frequent token after the pattern (of several, that seen last) and its share."""
+    """Return the most frequent token after the pattern, the most recent one of a tie, and its share."""
     follow = []
     for text in texts:
         for begin in range(len(text) - len(pattern)):
@@ -20,7 +20,7 @@ def next_token(texts: list[list[int]], pattern: list[int]) -> tuple[int, float] 
 def suffix_drafts(
     texts: list[list[int]], context: list[int], depth: int, max_drafts: int, factor: float, min_prob: float
 ) -> list[tuple[list[int], float]]:
-    """The draft, and its score, after each suffix of the context."""
+    """Return the draft and its score after each suffix of the context."""
     found = []
     for size in range(1, min(len(context), depth) + 1):
         pattern = context[-size:]
