@@ -31,12 +31,12 @@ def listed(folder: Path, content: object) -> str:
     return str(path)
 
 
-def test_batch_sizes_have_two_steps_an_octave() -> None:
+def test_batch_sizes_have_two_steps_per_octave() -> None:
     assert buckets().batch_sizes(20) == (1, 2, 3, 4, 6, 8, 12, 16, 20)
     assert buckets(bucket_strategy="exponential") == buckets(), "which is the default"
 
 
-def test_where_sizes_are_dear_there_is_one() -> None:
+def test_batch_sizes_are_powers_of_two_where_each_costs_a_graph() -> None:
     assert buckets(captures=True).batch_sizes(20) == (1, 2, 4, 8, 16, 20)
 
 
@@ -57,7 +57,7 @@ def test_batch_sizes_cover_every_batch_and_end_at_the_largest(strategy: str, cap
 @pytest.mark.parametrize("strategy", ["exponential", "linear"])
 @pytest.mark.parametrize("smallest", [1, 16, 128])
 @pytest.mark.parametrize("growth", [1.25, 2.0])
-def test_growing_lists_are_multiples_up_to_one_that_covers(strategy: str, smallest: int, growth: float) -> None:
+def test_growing_lists_are_multiples_that_cover_the_largest(strategy: str, smallest: int, growth: float) -> None:
     chosen = buckets(bucket_strategy=strategy)
     for largest in (1, 7, 16, 17, 100, 127, 128, 129, 1000, 2048, 8191):
         sizes = chosen.growing(smallest, largest, growth)
@@ -69,7 +69,7 @@ def test_growing_lists_are_multiples_up_to_one_that_covers(strategy: str, smalle
             assert all(large <= max(small * growth, small + smallest) for small, large in pairwise(sizes))
 
 
-def test_linear_lists_have_equal_steps_and_few_of_them() -> None:
+def test_linear_lists_have_few_equal_steps() -> None:
     chosen = buckets(bucket_strategy="linear")
     assert chosen.growing(1, 64, 2.0) == (1, *range(4, 65, 4))
     assert chosen.growing(128, 2048, 1.25) == tuple(range(128, 2049, 128))
@@ -83,7 +83,7 @@ def test_linear_lists_have_equal_steps_and_few_of_them() -> None:
         assert first == 1
 
 
-def test_geometric_lists_never_stand_still() -> None:
+def test_geometric_lists_always_grow() -> None:
     assert geometric(16, 96, 1.25) == (16, 32, 48, 64, 80, 96)
     assert geometric(512, 500, 2.0) == (512,)
     assert geometric(512, 5000, 2.0) == (512, 1024, 2048, 4096, 5120)
@@ -94,14 +94,14 @@ def test_options_list_sizes_in_any_order() -> None:
     assert (given.batch, given.prefill, given.blocks) == ((1, 8), (64, 256), (7, 100))
 
 
-def test_a_file_lists_sizes_by_name(tmp_path: Path) -> None:
+def test_buckets_file_lists_sizes_by_name(tmp_path: Path) -> None:
     path = listed(tmp_path, {"batch": [4, 1], "blocks": [9, 3]})
     found = buckets(buckets_file=path)
     assert (found.batch, found.prefill, found.blocks) == ((1, 4), None, (3, 9))
     assert buckets(buckets_file=listed(tmp_path, {})) == buckets()
 
 
-def test_an_option_is_worth_more_than_the_file(tmp_path: Path) -> None:
+def test_option_overrides_the_buckets_file(tmp_path: Path) -> None:
     path = listed(tmp_path, {"batch": [4, 1], "prefill": [32]})
     found = buckets(buckets_file=path, batch_buckets=[1, 64], bucket_strategy="linear")
     assert (found.batch, found.prefill, found.linear) == ((1, 64), (32,), True)
@@ -122,18 +122,18 @@ def test_an_option_is_worth_more_than_the_file(tmp_path: Path) -> None:
         ({"blocks": [1.5]}, r"buckets_file: blocks must be a list of positive integers, got \[1.5\]"),
     ],
 )
-def test_what_a_file_must_not_hold(tmp_path: Path, content: object, message: str) -> None:
+def test_invalid_buckets_file_is_refused(tmp_path: Path, content: object, message: str) -> None:
     with pytest.raises(UnsupportedConfigError, match=message):
         buckets(buckets_file=listed(tmp_path, content))
 
 
-def test_bytes_that_are_no_text_are_refused(tmp_path: Path) -> None:
+def test_binary_buckets_file_is_refused(tmp_path: Path) -> None:
     (tmp_path / "buckets.json").write_bytes(b"\xff\xfe{")
     with pytest.raises(UnsupportedConfigError, match=r"buckets_file .* cannot be read"):
         buckets(buckets_file=str(tmp_path / "buckets.json"))
 
 
-def test_a_file_that_is_not_there_is_named(tmp_path: Path) -> None:
+def test_missing_buckets_file_is_named(tmp_path: Path) -> None:
     with pytest.raises(
         UnsupportedConfigError, match=r"additional_config.gaudi_spec.buckets_file .*gone.json cannot be"
     ):
@@ -143,18 +143,18 @@ def test_a_file_that_is_not_there_is_named(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("name", "value"), [("bucket_strategy", "quadratic"), ("buckets_file", ""), ("buckets_file", 3)]
 )
-def test_options_of_another_kind_are_refused(name: str, value: object) -> None:
+def test_options_of_the_wrong_type_are_refused(name: str, value: object) -> None:
     with pytest.raises(UnsupportedConfigError, match=rf"additional_config.gaudi_spec.{name} must be"):
         buckets(**{name: value})
 
 
-def test_lists_of_a_file(tmp_path: Path) -> None:
+def test_shapes_use_the_lists_of_the_file(tmp_path: Path) -> None:
     chosen = shapes(max_num_seqs=8, max_tokens=64, buckets_file=listed(tmp_path, {"batch": [8], "prefill": [64]}))
     assert (chosen.decode_rows, chosen.prefill_queries) == ((8,), (64,))
 
 
 @pytest.mark.parametrize("method", [None, "ngram", "ngram_gpu", "draft_model", RETOKENIZE], ids=str)
-def test_batches_that_exceed_short_lists_are_served(method: str | None, tmp_path: Path) -> None:
+def test_batches_beyond_short_lists_are_served(method: str | None, tmp_path: Path) -> None:
     """Of four rows where the list ends at two, and of prompt chunks of up to 20 tokens where it ends at 8. The engine
     checks that such steps were reported."""
     engine = SmallEngine(Variant(method, num_blocks=ROOMY, short_lists=True), tmp_path)

@@ -26,7 +26,7 @@ PLANS = st.lists(st.lists(st.one_of(DECODES, CHUNKS), max_size=6), min_size=1, m
 # The same examples in every run, and a slow machine is no failure.
 @settings(deadline=None, database=None, derandomize=True, suppress_health_check=[HealthCheck.too_slow])
 @given(PLANS)
-def test_every_rank_computes_its_plan_in_its_order(plans: list[list[Rectangle]]) -> None:
+def test_merged_plans_keep_the_order_of_every_rank(plans: list[list[Rectangle]]) -> None:
     steps = merge_plans(plans)
     for rank, plan in enumerate(plans):
         own = [step.rectangle for step in steps if rank in step.ranks]
@@ -39,7 +39,7 @@ def test_every_rank_computes_its_plan_in_its_order(plans: list[list[Rectangle]])
     assert len(steps) <= sum(map(len, plans))
 
 
-def test_what_runs_together() -> None:
+def test_merged_plans_run_decodes_first() -> None:
     decode, wide, chunk = Rectangle(1, 2, 1), Rectangle(1, 1, 4), Rectangle(0, 1, 16)
     assert merge_plans([[decode, chunk], [wide], []]) == [
         SharedForward(Rectangle(1, 2, 4), (0, 1)),
@@ -61,7 +61,7 @@ def shapes(tmp_path: Path) -> Shapes:
     return Shapes.from_config(config, Options(), load_backend(), K)
 
 
-def test_shapes_of_ranks_in_step_are_listed(shapes: Shapes, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_lockstep_shapes_are_listed(shapes: Shapes, monkeypatch: pytest.MonkeyPatch) -> None:
     """Whatever another rank brings, this one runs shapes that warm-up has run."""
     assert shapes.prefill_rows == (1,)
     here = DataParallelLockstep(shapes, max_forwards=5)

@@ -26,7 +26,7 @@ class CountingGraphs(Graphs):
         return self.num_compiled
 
 
-def test_counts_are_those_since_warm_up() -> None:
+def test_counters_start_after_warm_up() -> None:
     backend: Any = CountingBackend()
     recorder = StepRecorder()
     recorder.expect(["known"])
@@ -42,7 +42,7 @@ def test_counts_are_those_since_warm_up() -> None:
     assert recorder.worked(backend) == (1, 2, 1, {"target": 0.5}, 0)
 
 
-def test_the_device_is_asked_now_and_then() -> None:
+def test_compiled_count_is_queried_every_few_steps() -> None:
     """It may compile what no step of ours shows."""
     backend: Any = CountingBackend()
     recorder = StepRecorder()
@@ -60,7 +60,7 @@ def test_the_device_is_asked_now_and_then() -> None:
     assert recorder.worked(backend, is_last=True).compiled == 5, "nobody may ask again for long"
 
 
-def test_what_the_device_once_counted_stays() -> None:
+def test_compiled_count_never_decreases() -> None:
     """It answers 0 where it does not know, and after a reset."""
     backend: Any = CountingBackend()
     recorder = StepRecorder()
@@ -71,7 +71,7 @@ def test_what_the_device_once_counted_stays() -> None:
     assert counts == [3, 3, 5]
 
 
-def test_what_warm_up_compiled_is_not_counted() -> None:
+def test_graphs_compiled_in_warm_up_are_not_counted() -> None:
     """Its steps report like others, before the device knows which of its programs are warm-up's."""
     backend: Any = CountingBackend()
     recorder = StepRecorder()

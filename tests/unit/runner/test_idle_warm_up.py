@@ -72,7 +72,7 @@ def texts_of(engine: SmallEngine, idle_steps: int) -> dict[str, list[int]]:
     ],
     ids=str,
 )
-def test_no_step_makes_a_graph_and_texts_are_the_same(
+def test_background_warm_up_compiles_in_no_step_and_keeps_outputs(
     method: str | None, backend: type[HostBackend], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     engine = started(method, tmp_path, backend)
@@ -84,7 +84,7 @@ def test_no_step_makes_a_graph_and_texts_are_the_same(
     assert texts_of(started(method, tmp_path, backend), idle_steps=0) == texts
 
 
-def test_it_serves_padded_to_what_is_warm(tmp_path: Path) -> None:
+def test_steps_are_padded_to_warm_shapes_during_background_warm_up(tmp_path: Path) -> None:
     engine = started(None, tmp_path)
     runner, seen = engine.runner, set[Shape]()
     compute = runner.compute
@@ -110,14 +110,14 @@ def test_it_serves_padded_to_what_is_warm(tmp_path: Path) -> None:
     assert {shape.rows for shape in shapes()} == {1}
 
 
-def test_a_paused_engine_rests(tmp_path: Path) -> None:
+def test_paused_engine_does_not_warm_up(tmp_path: Path) -> None:
     engine = started(None, tmp_path)
     assert engine.scheduler.has_requests()
     engine.scheduler.set_pause_state(PauseState.PAUSED_ALL)
     assert not engine.scheduler.has_requests()
 
 
-def test_it_goes_on_after_a_pause_with_an_abort(tmp_path: Path) -> None:
+def test_background_warm_up_continues_after_a_pause_with_abort(tmp_path: Path) -> None:
     """As by `pause_generation(mode="abort")`."""
     engine = started(None, tmp_path)
     engine.scheduler.set_pause_state(PauseState.PAUSED_NEW)
@@ -127,7 +127,7 @@ def test_it_goes_on_after_a_pause_with_an_abort(tmp_path: Path) -> None:
     assert engine.scheduler.has_requests()
 
 
-def test_an_engine_that_is_shut_down_ends_with_its_requests(tmp_path: Path) -> None:
+def test_shutdown_does_not_wait_for_background_warm_up(tmp_path: Path) -> None:
     engine = started(None, tmp_path)
     ask(engine, "one")
     engine.scheduler.shut_down()
@@ -139,7 +139,7 @@ def test_an_engine_that_is_shut_down_ends_with_its_requests(tmp_path: Path) -> N
     assert not engine.scheduler.has_requests()
 
 
-def test_downloads_are_waited_for(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_warm_up_waits_for_its_downloads(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """A card keeps the memory of one for the next, from when somebody has waited for it."""
     counts = Counter[str]()
     start_download = CopyingMemory.start_download
@@ -161,7 +161,7 @@ def test_downloads_are_waited_for(tmp_path: Path, monkeypatch: pytest.MonkeyPatc
     assert 0 < counts["waited"] == counts["started"]
 
 
-def test_both_parts_are_estimated(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_both_parts_of_warm_up_are_estimated(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     lines: list[str] = []
     monkeypatch.setattr(warmup.logger, "info", lambda text, *values: lines.append(text % values))
     monkeypatch.setattr(Graphs, "describe_warm_up", lambda _, work: f"{work.num_graphs} graphs")
@@ -173,7 +173,9 @@ def test_both_parts_are_estimated(tmp_path: Path, monkeypatch: pytest.MonkeyPatc
     assert both >= len(engine.runner.recorder.manifest)
 
 
-def test_memory_that_would_end_in_an_idle_run_ends_the_start(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_start_fails_if_background_warm_up_would_run_out_of_memory(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     free = [1000]
 
     def free_bytes(_: CopyingMemory) -> int:
@@ -189,14 +191,14 @@ def test_memory_that_would_end_in_an_idle_run_ends_the_start(tmp_path: Path, mon
         started(None, tmp_path)
 
 
-def test_a_signature_that_is_left_is_no_serving_one(tmp_path: Path) -> None:
+def test_serving_a_postponed_signature_is_unexpected(tmp_path: Path) -> None:
     recorder = started(None, tmp_path).runner.recorder
     postponed = sorted(recorder._postponed, key=str)
     recorder.saw(postponed[0])
     assert recorder.unexpected == postponed[:1]
 
 
-def test_another_value_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_unknown_warm_up_mode_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("VGS_WARMUP", "never")
     with pytest.raises(UnsupportedConfigError, match="use before or background"):
         warms_up_in_background()

@@ -57,21 +57,21 @@ def loaded(layers: list[Any]) -> Any:
     ],
     ids=["bytes", "half as wide", "heads", "head size"],
 )
-def test_a_cache_of_another_kind_is_not_bound(wrong: torch.Tensor, words: str, config: VllmConfig) -> None:
+def test_kv_cache_of_the_wrong_shape_or_dtype_is_not_bound(wrong: torch.Tensor, words: str, config: VllmConfig) -> None:
     """vLLM resolves some caches' dtype while it makes the layers; a float32 kernel wrote past such a one's end."""
     with pytest.raises(RuntimeError, match=f"KV cache of {OWNER} is .*{words}") as refused:
         loaded([layer()]).bind_kv({OWNER: wrong}, [[OWNER]])
     assert len(str(refused.value).splitlines()) == 1
 
 
-def test_pairs_of_tensors_say_what_they_hold() -> None:
+def test_kv_shape_of_a_pair_of_tensors() -> None:
     """What accelerators keep KV in."""
     keys = torch.zeros(BLOCKS * BLOCK, HEADS, SIZE)
     assert KVPair(keys, keys, BLOCK).shape == cpu.make_backend().attention.kv_shape(cache())
     assert KVPair(keys.byte(), None, BLOCK).shape == (BLOCKS, BLOCK, HEADS, SIZE, torch.uint8)
 
 
-def test_a_layer_that_shares_kv_is_in_the_group_of_its_owner(config: VllmConfig) -> None:
+def test_layer_sharing_kv_joins_the_group_of_its_owner(config: VllmConfig) -> None:
     owner, other = layer(), layer("layers.1.attn", per_layer_sliding_window=64)
     reader = layer(READER, kv_sharing_target_layer_name=OWNER)
     model = loaded([owner, other, reader])
@@ -83,7 +83,7 @@ def test_a_layer_that_shares_kv_is_in_the_group_of_its_owner(config: VllmConfig)
     assert model._groups == [["layers.1.attn"], [OWNER, READER]]
 
 
-def test_a_layer_of_another_window_cannot_share(config: VllmConfig) -> None:
+def test_layers_with_different_windows_cannot_share_kv(config: VllmConfig) -> None:
     """Of blocks behind a window vLLM makes others."""
     owner = layer(per_layer_sliding_window=64)
     reader = layer(READER, kv_sharing_target_layer_name=OWNER)
@@ -91,7 +91,7 @@ def test_a_layer_of_another_window_cannot_share(config: VllmConfig) -> None:
         loaded([owner, reader]).bind_kv({OWNER: cache()}, [[OWNER]])
 
 
-def test_kv_that_nobody_writes_is_an_error(config: VllmConfig) -> None:
+def test_unwritten_kv_is_an_error_after_warm_up(config: VllmConfig) -> None:
     owner, reader = layer(), layer(READER, kv_sharing_target_layer_name=OWNER)
     model = loaded([owner, reader])
     model.bind_kv({OWNER: cache()}, [[OWNER]])
@@ -102,7 +102,7 @@ def test_kv_that_nobody_writes_is_an_error(config: VllmConfig) -> None:
     model.check_kv_is_written()
 
 
-def test_layers_that_attend_in_chunks_say_so(config: VllmConfig, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_chunked_attention_layers_report_their_chunk(config: VllmConfig, monkeypatch: pytest.MonkeyPatch) -> None:
     """vLLM derives their backend from ours, and tells nobody else."""
     monkeypatch.setattr(
         "vllm.model_executor.layers.attention.chunked_local_attention.get_attn_backend",

@@ -140,14 +140,14 @@ def run(rng: random.Random, backend: HostBackend, num_steps: int) -> int:
 
 @pytest.mark.parametrize("backend", [FlatBackend, PaddedBackend])
 @pytest.mark.parametrize("part", range(4))
-def test_ten_thousand_schedules_stay_inside(backend: type[FlatBackend], part: int) -> None:
+def test_random_schedules_stay_within_the_manifest(backend: type[FlatBackend], part: int) -> None:
     asked = 0
     for seed in range(SCHEDULES // 8):
         asked += run(random.Random(f"{backend.__name__} {part} {seed}"), backend(), num_steps=8)
     assert asked > SCHEDULES // 8 * 4
 
 
-def test_a_missing_shape_is_found(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_manifest_test_detects_a_missing_shape(monkeypatch: pytest.MonkeyPatch) -> None:
     """The property test can fail: without the largest decode somebody asks for it."""
     whole = Shapes.all
 
@@ -159,7 +159,7 @@ def test_a_missing_shape_is_found(monkeypatch: pytest.MonkeyPatch) -> None:
         sum(run(random.Random(seed), FlatBackend(), num_steps=8) for seed in range(50))
 
 
-def test_uploads_of_a_listed_decode_have_its_shape() -> None:
+def test_warm_up_and_steps_copy_tensors_of_the_same_shapes() -> None:
     """Warm-up and steps give the forward tensors of the same shapes: else the program would be another one."""
     backend = FlatBackend()
     config = SimpleNamespace(

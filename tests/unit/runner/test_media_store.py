@@ -106,19 +106,19 @@ def merged(store: MediaStore, multimodal: Multimodal, asked: Batch) -> list[int]
     return [int(value) for value in torch.where(inputs.rows_T == NO_MEDIA, 0, found)]
 
 
-def test_a_chunk_reads_its_part_of_an_image(requests: Requests, store: MediaStore) -> None:
+def test_chunk_reads_its_part_of_an_image(requests: Requests, store: MediaStore) -> None:
     multimodal = admit(requests, store, [image("one", 2, 3)])
     assert merged(store, multimodal, batch(requests, PREFILL, 4, {"text": 3, "image": 4}, 0)) == [0] * 6 + [1, 2]
     assert merged(store, multimodal, batch(requests, PREFILL, 4, {"text": 3, "image": 2}, 4)) == [0] * 4 + [3, 0, 0, 0]
 
 
-def test_words_around_an_image_are_text(requests: Requests, store: MediaStore) -> None:
+def test_tokens_around_an_image_are_text(requests: Requests, store: MediaStore) -> None:
     multimodal = admit(requests, store, [image("one", 1, 4, [False, True, True, False])])
     assert merged(store, multimodal, batch(requests, PREFILL, 6, {"image": 6}, 0))[:6] == [0, 0, 1, 2, 0, 0]
     assert merged(store, multimodal, batch(requests, PREFILL, 6, {"image": 3}, 3))[:3] == [2, 0, 0]
 
 
-def test_what_prompt_chunks_and_decodes_take_is_always_of_one_form(requests: Requests, store: MediaStore) -> None:
+def test_captured_inputs_have_one_form_per_phase(requests: Requests, store: MediaStore) -> None:
     """Else there would be graphs that warm-up does not list."""
     multimodal = admit(requests, store, [image("one", 2, 3)])
     for phase, queries in ((PREFILL, 4), (DECODE, 2)):
@@ -130,7 +130,7 @@ def test_what_prompt_chunks_and_decodes_take_is_always_of_one_form(requests: Req
         assert len(forms) == 1
 
 
-def test_rows_are_those_of_one_image_until_it_is_freed(requests: Requests, store: MediaStore) -> None:
+def test_rows_belong_to_one_image_until_it_is_freed(requests: Requests, store: MediaStore) -> None:
     multimodal = admit(requests, store, [image("one", 0, 3), image("two", 3, 3), image("one", 6, 3)], [0] * 9)
     assert merged(store, multimodal, batch(requests, PREFILL, 9, {"image": 9}, 0))[:9] == [1, 2, 3] * 3
     rows = multimodal.add_to(batch(requests, PREFILL, 9, {"image": 9}, 0)).multimodal.rows_T[:9].tolist()  # type: ignore[union-attr,index]
@@ -146,9 +146,7 @@ def test_rows_are_those_of_one_image_until_it_is_freed(requests: Requests, store
     assert sorted(store._free_np.tolist()) == list(range(NUM_PADS, NUM_PADS + NUM_KEPT))
 
 
-def test_the_last_token_of_a_prompt_comes_as_a_chunk_where_it_is_of_an_image(
-    requests: Requests, store: MediaStore
-) -> None:
+def test_last_prompt_token_is_a_chunk_if_it_belongs_to_an_image(requests: Requests, store: MediaStore) -> None:
     shapes: Any = SimpleNamespace(
         prefill_rows_at=lambda queries: 4,
         share_chunk=lambda longest, shortest: True,
@@ -166,7 +164,7 @@ def test_the_last_token_of_a_prompt_comes_as_a_chunk_where_it_is_of_an_image(
         assert planned.counts == [1]
 
 
-def test_warm_up_runs_what_is_listed_and_late_sizes_are_counted() -> None:
+def test_warm_up_runs_listed_sizes_and_late_sizes_are_counted() -> None:
     recorder = StepRecorder()
     store = MediaStore(Padding(), HostBackend(), recorder)  # type: ignore[arg-type]
     (job,) = store.jobs()
@@ -178,7 +176,7 @@ def test_warm_up_runs_what_is_listed_and_late_sizes_are_counted() -> None:
     assert len(recorder.unexpected) == 1
 
 
-def test_tokens_that_see_their_image_in_both_directions(requests: Requests, store: MediaStore) -> None:
+def test_captured_spans_have_the_shape_of_the_rectangle(requests: Requests, store: MediaStore) -> None:
     """The last position that each sees besides those before it, in the rectangle's shape whatever is in it."""
     multimodal = admit(requests, store, [image("one", 2, 3)])
     multimodal._sees_both_ways = True
@@ -192,7 +190,7 @@ def test_tokens_that_see_their_image_in_both_directions(requests: Requests, stor
         assert inputs.spans.lasts_BQ.tolist() == lasts
 
 
-def test_what_first_layers_add_is_that_of_the_images_tokens() -> None:
+def test_first_layers_add_to_image_tokens_only() -> None:
     """Rows of three parts: an embedding, and what each of two layers adds; rows of text hold what another left."""
     target = LoadedModel.__new__(LoadedModel)
     target.media_SW = torch.tensor([[9.0, 9.0, 9.0], [1.0, 2.0, 3.0]]).repeat_interleave(WIDTH, dim=1)
@@ -228,11 +226,11 @@ def test_what_first_layers_add_is_that_of_the_images_tokens() -> None:
 # ---- forms -----------------------------------------------------------------------------------------------
 
 
-def test_what_is_not_refused_has_a_form() -> None:
+def test_every_supported_architecture_has_an_encoder_form() -> None:
     assert {name for names in CAPTURED_MEDIA.values() for name in names} <= set(FORMS)
 
 
-def test_sizes_that_are_padded_to() -> None:
+def test_items_are_padded_to_listed_sizes() -> None:
     form = WholeItems(None, WIDTH)
     form._sizes["image"] = (64, 128, 192)
     assert [form._fit("image", size) for size in (1, 64, 65, 192, 193, 400)] == [64, 64, 128, 192, 384, 768]
@@ -263,7 +261,7 @@ def test_tiles_are_padded(monkeypatch: pytest.MonkeyPatch) -> None:
     assert form.run("image", found.inputs).flatten().tolist() == [0, 0, 1, 1, 2, 2, 0, 0]
 
 
-def test_patches_of_warm_up_stay_within_the_tables_of_positions(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_warm_up_patches_stay_within_the_position_table(monkeypatch: pytest.MonkeyPatch) -> None:
     """vLLM's have 8,192 rows, and an example may have more patches than that: in one strip they would not fit."""
 
     class Tower(torch.nn.Module):
@@ -292,7 +290,7 @@ def test_patches_of_warm_up_stay_within_the_tables_of_positions(monkeypatch: pyt
 
 
 @pytest.mark.parametrize(("height", "width"), [(2, 2), (4, 6), (7, 3)])
-def test_positions_between_rows_of_a_table(height: int, width: int) -> None:
+def test_position_embeddings_are_interpolated(height: int, width: int) -> None:
     """The table, scaled to an image; patches come in any order."""
     torch.manual_seed(0)
     side = 4
@@ -305,7 +303,7 @@ def test_positions_between_rows_of_a_table(height: int, width: int) -> None:
     torch.testing.assert_close(found, scaled[:, places_P2[:, 0], places_P2[:, 1]].T)
 
 
-def test_crops_are_tiles_that_the_model_counts_by_another_name(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_crops_are_padded_as_tiles(monkeypatch: pytest.MonkeyPatch) -> None:
     class Tower:
         def embed_multimodal(self, pixel_values: torch.Tensor, num_patches: torch.Tensor) -> tuple[torch.Tensor, ...]:
             assert num_patches.tolist() == [2]
@@ -320,7 +318,7 @@ def test_crops_are_tiles_that_the_model_counts_by_another_name(monkeypatch: pyte
     assert form.run("image", found.inputs).shape == (8, WIDTH)
 
 
-def test_squares_of_patches_lie_side_by_side(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_patches_of_a_square_are_adjacent(monkeypatch: pytest.MonkeyPatch) -> None:
     """As vLLM's projector of Mistral 3 unfolds an image; padding comes after it, and is a sequence of its own."""
     size, side = 3, 2
 
@@ -383,7 +381,7 @@ def _module(**parts: Any) -> ModuleType:
 # ---- attention -------------------------------------------------------------------------------------------
 
 
-def test_sequences_and_what_is_after_the_last() -> None:
+def test_padding_follows_the_last_sequence() -> None:
     assert number_sequences(torch.tensor([0, 2, 5, 5, 5]), 7).tolist() == [0, 0, 1, 1, 1, 4, 4]
 
 

@@ -55,21 +55,21 @@ def warm_up(card: Card, runs: list[tuple[str, int]], **options: Any) -> WarmUpMe
     return memory
 
 
-def test_l29_what_graphs_keep_is_one_line_by_kind() -> None:
+def test_l29_memory_kept_by_graphs_is_logged_by_kind() -> None:
     memory = warm_up(Card(8 * GIB), [("prompt chunks", 2 * GIB), ("prompt chunks", GIB), ("decodes", GIB // 2)])
     assert memory.summary() == (
         "Graphs keep 3.50 GiB (3.00 GiB in 2 prompt chunks, 512.0 MiB in 1 decodes); 4.50 GiB are free."
     )
 
 
-def test_a_device_that_does_not_report_its_memory() -> None:
+def test_no_summary_without_memory_reports() -> None:
     memory = WarmUpMemory(Memory(), config(), kv_bytes=GIB)
     with memory.measuring(Job("decodes", int), []):
         pass
     assert memory.summary() is None
 
 
-def test_l30_r08_memory_that_ends_names_what_to_lower() -> None:
+def test_l30_r08_out_of_memory_error_names_the_option_to_lower() -> None:
     """3 GiB are asked for and 1 is free; two more runs like the first are to come, and keep a GiB each: 4 of 60."""
     decode = ("decodes", GIB)
     with pytest.raises(UnsupportedConfigError) as raised:
@@ -81,7 +81,7 @@ def test_l30_r08_memory_that_ends_names_what_to_lower() -> None:
 
 
 @pytest.mark.parametrize(("num_postponed", "words"), [(3, None), (4, "--gpu-memory-utilization 0.9 -> 0.88")])
-def test_runs_left_for_idle_steps_have_room(num_postponed: int, words: str | None) -> None:
+def test_refuses_if_postponed_runs_have_no_room(num_postponed: int, words: str | None) -> None:
     """Each may keep what those of its kind did; 3 GiB are left."""
     memory = warm_up(Card(5 * GIB), [("decodes", GIB), ("decodes", GIB)])
     postponed = [Job("decodes", int)] * num_postponed + [Job("a kind without any", int)]
@@ -96,7 +96,7 @@ def test_runs_left_for_idle_steps_have_room(num_postponed: int, words: str | Non
     )
 
 
-def test_a_card_that_answers_nothing_any_more() -> None:
+def test_out_of_memory_error_of_an_unresponsive_device() -> None:
     card = Card(GIB)
     memory = WarmUpMemory(card, config(), kv_bytes=60 * GIB)
 
@@ -112,7 +112,7 @@ def test_a_card_that_answers_nothing_any_more() -> None:
         run()
 
 
-def test_other_errors_stay() -> None:
+def test_other_errors_are_not_changed() -> None:
     memory = WarmUpMemory(Card(GIB), config(), kv_bytes=GIB)
     with pytest.raises(RuntimeError, match=r"^shapes$"), memory.measuring(Job("decodes", int), []):
         raise RuntimeError("shapes")
@@ -130,7 +130,7 @@ def test_other_errors_stay() -> None:
         (40, "decodes", {"max_num_seqs": 1}, "--max-num-batched-tokens 8192 -> 4096"),
     ],
 )
-def test_the_option_to_lower(missing: int, kind: str, options: dict[str, Any], words: str) -> None:
+def test_suggested_option(missing: int, kind: str, options: dict[str, Any], words: str) -> None:
     assert suggest_option(config(**options), kind, 60 * GIB, missing * GIB) == words
 
 
@@ -142,11 +142,11 @@ def test_the_option_to_lower(missing: int, kind: str, options: dict[str, Any], w
         ("Graph compile failed. synStatus 26 [Generic failure]", None),
     ],
 )
-def test_r16_how_a_gaudi_names_that_its_memory_ended(text: str, asked: int | None) -> None:
+def test_r16_out_of_memory_messages_of_a_gaudi(text: str, asked: int | None) -> None:
     assert Card(0).bytes_asked(RuntimeError(text)) == asked
 
 
-def test_a_device_of_torchs_own_words() -> None:
+def test_out_of_memory_message_of_torch() -> None:
     from vllm_gaudi_spec.devices.common.kv_pair import PairMemory
 
     asked = PairMemory.bytes_asked
@@ -162,5 +162,5 @@ def test_a_device_of_torchs_own_words() -> None:
         (dict(tensor_parallel_size=2), "the weights of a rank: --tensor-parallel-size 2 -> 4"),
     ],
 )
-def test_prompt_logprobs_take_the_same_for_all_batches(options: dict[str, Any], words: str) -> None:
+def test_suggested_option_for_prompt_logprobs(options: dict[str, Any], words: str) -> None:
     assert suggest_option(config(**options), "prompt logprobs", kv_bytes=0, missing=0) == words

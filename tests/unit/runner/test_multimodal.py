@@ -57,7 +57,7 @@ def found(multimodal: Multimodal, asked: Batch) -> MultimodalInputs:
     return inputs
 
 
-def test_a_chunk_takes_its_part_of_an_image(requests: Requests, multimodal: Multimodal) -> None:
+def test_chunk_takes_its_part_of_an_image(requests: Requests, multimodal: Multimodal) -> None:
     inputs = found(multimodal, batch(requests, PREFILL, 4, {"text": 3, "image": 3}, computed=1))
     assert torch.cat(inputs.embeddings)[:, 0].tolist() == [10, 11]
     assert inputs.is_media_T is not None
@@ -67,7 +67,7 @@ def test_a_chunk_takes_its_part_of_an_image(requests: Requests, multimodal: Mult
     assert inputs.rotary_DT.view(3, 2, 4)[:, 1, :3].tolist() == [[1, 2, 2], [1, 2, 2], [1, 2, 3]]
 
 
-def test_the_last_token_of_a_prompt_may_be_of_an_image(requests: Requests, multimodal: Multimodal) -> None:
+def test_last_prompt_token_may_belong_to_an_image(requests: Requests, multimodal: Multimodal) -> None:
     """It comes as a decode: where a chunk or the prefix cache leaves one token."""
     inputs = found(multimodal, batch(requests, DECODE, 1, {"image": 1}, computed=5))
     assert torch.cat(inputs.embeddings)[:, 0].tolist() == [13]
@@ -77,7 +77,7 @@ def test_the_last_token_of_a_prompt_may_be_of_an_image(requests: Requests, multi
     assert inputs.rotary_DT.flatten().tolist() == [2, 3, 3]
 
 
-def test_decodes_add_one_number(requests: Requests, multimodal: Multimodal) -> None:
+def test_decodes_add_one_rotary_offset(requests: Requests, multimodal: Multimodal) -> None:
     requests.by_id["text"].num_computed = 3
     inputs = found(multimodal, batch(requests, DECODE, 2, {"text": 2, "image": 2}, computed=6))
     assert not inputs.embeddings
@@ -88,7 +88,7 @@ def test_decodes_add_one_number(requests: Requests, multimodal: Multimodal) -> N
     assert inputs.compute_rotary(torch.tensor([3, 4])) is None
 
 
-def test_nothing_is_left_of_a_request(requests: Requests, multimodal: Multimodal) -> None:
+def test_ended_request_leaves_no_media(requests: Requests, multimodal: Multimodal) -> None:
     scheduled = step({"text": 1}, running=cached({"text": 3}), finished={"image"})
     scheduled.free_encoder_mm_hashes.append("an image")
     requests.apply(scheduled)
@@ -99,7 +99,7 @@ def test_nothing_is_left_of_a_request(requests: Requests, multimodal: Multimodal
     assert not multimodal._offsets
 
 
-def test_an_image_that_sees_itself_in_both_directions(requests: Requests, multimodal: Multimodal) -> None:
+def test_spans_of_bidirectional_images(requests: Requests, multimodal: Multimodal) -> None:
     assert found(multimodal, batch(requests, PREFILL, 4, {"text": 3, "image": 3}, computed=1)).spans is None
     multimodal._sees_both_ways = True
     spans = found(multimodal, batch(requests, PREFILL, 8, {"text": 3, "image": 6}, computed=0)).spans
@@ -121,7 +121,7 @@ def test_an_image_that_sees_itself_in_both_directions(requests: Requests, multim
     assert found(multimodal, batch(requests, PREFILL, 8, {"image": 6}, computed=0)).spans is None, "as in vLLM"
 
 
-def test_placeholders_outside_of_the_vocabulary_are_refused() -> None:
+def test_placeholders_outside_the_vocabulary_are_refused() -> None:
     model = Model()
     model._has_oov_mm_tokens = True
     with pytest.raises(UnsupportedConfigError, match="add --language-model-only"):

@@ -25,7 +25,7 @@ def job(kind: str, name: str, num_tokens: int) -> Job:
     return Job(kind, lambda: name, (name,), num_tokens)
 
 
-def test_of_each_kind_the_longest_context_and_the_most_branches() -> None:
+def test_profile_runs_longest_context_and_most_branches_of_each_kind() -> None:
     found = [
         Job("states", str),
         job("decodes", "4 rows, long", 4),
@@ -60,21 +60,21 @@ def runner(monkeypatch: pytest.MonkeyPatch) -> Any:
     return SimpleNamespace(backend=SimpleNamespace(memory=Measuring()), vllm_config=vllm_config, peaks={})
 
 
-def test_r01_the_largest_peak_counts_and_the_runner_is_as_before(runner: Any) -> None:
+def test_r01_profile_returns_the_largest_peak_and_restores_the_runner(runner: Any) -> None:
     runner.peaks = {"decodes": 2 * GIB, "prompt chunks": 3 * GIB}
     before = dict(vars(runner))
     assert profile.peak_bytes(runner, 4 * GIB) == 3 * GIB
     assert vars(runner) == before
 
 
-def test_a_profile_run_that_fails_leaves_the_runner_as_before(runner: Any) -> None:
+def test_failed_profile_run_restores_the_runner(runner: Any) -> None:
     before = dict(vars(runner))
     with pytest.raises(RuntimeError, match="shapes"):
         profile.peak_bytes(runner, 4 * GIB)
     assert vars(runner) == before
 
 
-def test_steps_that_leave_nothing_for_kv_name_what_to_lower(runner: Any) -> None:
+def test_error_names_the_option_if_no_memory_is_left_for_kv(runner: Any) -> None:
     runner.peaks = {"decodes": 2 * GIB, "prompt chunks": 3 * GIB}
     words = (
         r"The largest steps need 3.00 GiB \(prompt chunks\), but only 3.00 GiB are available for them and the KV "
@@ -84,13 +84,13 @@ def test_steps_that_leave_nothing_for_kv_name_what_to_lower(runner: Any) -> None
         profile.peak_bytes(runner, 3 * GIB)
 
 
-def test_a_device_that_measures_no_peak_runs_nothing(runner: Any) -> None:
+def test_no_profile_run_without_peak_measurement(runner: Any) -> None:
     runner.backend = SimpleNamespace(memory=Memory())
     assert profile.peak_bytes(runner, GIB) == 0
 
 
 @pytest.mark.parametrize("method", ["draft_model", STANDARD, RETOKENIZE, "ngram_gpu"])
-def test_a_drafter_on_the_device_is_profiled(method: str, tmp_path: Path) -> None:
+def test_device_drafter_is_profiled(method: str, tmp_path: Path) -> None:
     """And what a rule gathers of its distributions, in the largest sampling pass."""
     engine = SmallEngine(Variant(method, num_blocks=ROOMY, backend=CompilingBackend), tmp_path)
     runner, gathered = engine.runner, list[int]()
@@ -111,7 +111,7 @@ def test_a_drafter_on_the_device_is_profiled(method: str, tmp_path: Path) -> Non
 
 
 @pytest.mark.parametrize("method", ["ngram", "custom_class"])
-def test_a_drafter_on_the_host_is_not(method: str, tmp_path: Path) -> None:
+def test_host_drafter_is_not_profiled(method: str, tmp_path: Path) -> None:
     """It takes none of the device's memory, and a class of the user's is made once."""
     runner = SmallEngine(Variant(method, num_blocks=ROOMY, backend=CompilingBackend), tmp_path).runner
     with torch.inference_mode():

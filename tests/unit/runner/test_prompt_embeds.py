@@ -47,13 +47,13 @@ def requests() -> Requests:
     return made
 
 
-def test_tokens_where_embeddings_are(requests: Requests) -> None:
+def test_tokens_of_embeddings_are_zero(requests: Requests) -> None:
     assert requests.by_id["embeds"].prompt == [0] * 6
     assert requests.by_id["both"].prompt == [5, 0, 6, 0]
     assert requests.by_id["text"].embeds is None
 
 
-def test_tokens_that_a_user_says_they_stand_for(requests: Requests) -> None:
+def test_embeddings_keep_the_tokens_passed_by_the_user(requests: Requests) -> None:
     named = replace(new_request("named", [5, 6, 7, 8, 9, 10], [6]), prompt_embeds=ROWS_LH)
     requests.apply(step({"named": 6}, new=[named], finished={"text"}))
     assert requests.by_id["named"].prompt == [5, 6, 7, 8, 9, 10]
@@ -61,7 +61,7 @@ def test_tokens_that_a_user_says_they_stand_for(requests: Requests) -> None:
     assert requests.by_id["named"].embeds.is_embeds_np.all()
 
 
-def test_a_chunk_takes_its_rows(requests: Requests, embeds: PromptEmbeds) -> None:
+def test_chunk_takes_its_embeddings(requests: Requests, embeds: PromptEmbeds) -> None:
     asked = batch(requests, PREFILL, 4, {"embeds": 3, "text": 2, "both": 3}, computed=1, name="embeds")
     found = embeds.add_to(asked).multimodal
     assert found is not None
@@ -72,14 +72,14 @@ def test_a_chunk_takes_its_rows(requests: Requests, embeds: PromptEmbeds) -> Non
     assert found.embeds_NH[:, 0].tolist() == [2, 4, 6, -2]
 
 
-def test_the_last_of_a_prompt_may_come_as_a_decode(requests: Requests, embeds: PromptEmbeds) -> None:
+def test_last_prompt_embedding_may_come_as_a_decode(requests: Requests, embeds: PromptEmbeds) -> None:
     found = embeds.add_to(batch(requests, DECODE, 1, {"embeds": 1}, computed=5, name="embeds")).multimodal
     assert found is not None
     assert found.embeds_NH is not None
     assert found.embeds_NH.tolist() == [[10, 11]]
 
 
-def test_nothing_is_taken_after_a_prompt(requests: Requests, embeds: PromptEmbeds) -> None:
+def test_no_embeddings_after_the_prompt(requests: Requests, embeds: PromptEmbeds) -> None:
     """Nor are drafts, nor the outputs of a resumed request."""
     assert embeds.add_to(batch(requests, DECODE, 3, {"embeds": 3}, computed=6, name="embeds")).multimodal is None
     found = embeds.add_to(batch(requests, PREFILL, 4, {"embeds": 4}, computed=4, name="embeds")).multimodal
@@ -88,7 +88,7 @@ def test_nothing_is_taken_after_a_prompt(requests: Requests, embeds: PromptEmbed
     assert found.is_embeds_T.tolist() == [True, True, False, False]
 
 
-def test_what_images_add_is_kept(requests: Requests, embeds: PromptEmbeds) -> None:
+def test_prompt_embeddings_keep_multimodal_inputs(requests: Requests, embeds: PromptEmbeds) -> None:
     offset_B = torch.ones(1)
     asked = replace(
         batch(requests, DECODE, 1, {"embeds": 1}, computed=5, name="embeds"),
@@ -100,14 +100,14 @@ def test_what_images_add_is_kept(requests: Requests, embeds: PromptEmbeds) -> No
     assert found.embeds_NH is not None
 
 
-def test_padding_is_left_out_of_masks() -> None:
+def test_packing_drops_padding_from_masks() -> None:
     packed = MultimodalInputs(is_embeds_T=torch.tensor([True, False, False])).pack(torch.tensor([0, 2]))
     assert packed.is_embeds_T is not None
     assert packed.is_embeds_T.tolist() == [True, False]
     assert packed.is_media_T is None
 
 
-def test_rows_are_put_where_the_tokens_are() -> None:
+def test_embeddings_replace_their_tokens() -> None:
     class Loaded(LoadedModel):
         def __init__(self) -> None:
             self.model = SimpleNamespace(embed_input_ids=lambda tokens_T: tokens_T[:, None].repeat(1, 2).float())
@@ -118,12 +118,12 @@ def test_rows_are_put_where_the_tokens_are() -> None:
     assert found.tolist() == [[7, 7], [0.5, 1.5], [8, 8], [2.5, 3.5]]
 
 
-def test_a_class_that_takes_none_is_refused() -> None:
+def test_model_class_without_inputs_embeds_is_refused() -> None:
     with pytest.raises(UnsupportedConfigError, match="Tiny takes no embeddings; leave out --enable-prompt-embeds"):
         PromptEmbeds(CONFIG, model(lambda input_ids, positions: None), HostBackend())  # type: ignore[arg-type]
 
 
-def test_a_class_with_embeddings_of_each_layer_is_refused() -> None:
+def test_model_with_per_layer_embeddings_is_refused() -> None:
     """Gemma 3n and 4: without tokens vLLM leaves them out, for all that share the batch."""
     config = SimpleNamespace(**vars(CONFIG) | dict(hf_text_config=SimpleNamespace(hidden_size_per_layer_input=8)))
     with pytest.raises(UnsupportedConfigError, match=r"of their own.*leave out --enable-prompt-embeds"):

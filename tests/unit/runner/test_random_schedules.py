@@ -120,7 +120,7 @@ def said_alone(place: int, folder: Path) -> list[int] | None:
     return engine.texts["alone"]
 
 
-def test_alone_a_greedy_request_follows_from_its_text(folder: Path) -> None:
+def test_single_greedy_request_matches_its_text(folder: Path) -> None:
     for place in range(0, NUM_ASKED, len(KINDS)):
         prompt, params = asked(place)
         assert said_alone(place, folder) == greedy_text(prompt, params.max_tokens)
@@ -255,7 +255,7 @@ def test_many_random_schedules(variant: Variant, folder: Path) -> None:
 
 
 @pytest.mark.parametrize("variant", VARIANTS, ids=str)
-def test_h10_h11_what_schedules_consist_of(variant: Variant, folder: Path) -> None:
+def test_h10_h11_known_schedule_preempts_and_verifies(variant: Variant, folder: Path) -> None:
     """A schedule that is known to preempt and to verify drafts: what the random ones are made of does happen."""
     engine = SmallEngine(variant, folder)
     for place in range(NUM_ASKED):
@@ -272,13 +272,13 @@ def test_h10_h11_what_schedules_consist_of(variant: Variant, folder: Path) -> No
 
 
 @pytest.mark.parametrize("variant", VARIANTS, ids=str)
-def test_sessions_in_a_full_engine(variant: Variant, folder: Path) -> None:
+def test_more_sessions_than_rows(variant: Variant, folder: Path) -> None:
     """More of them than rows, and others between their turns. Some outgrow the model while all rows are taken."""
     take_turns(replace(variant, num_blocks=ROOMY), folder, random.Random(0), 60)
 
 
 @pytest.mark.parametrize("variant", VARIANTS, ids=str)
-def test_sessions_that_lack_each_others_memory(variant: Variant, folder: Path) -> None:
+def test_sessions_with_scarce_kv_make_progress(variant: Variant, folder: Path) -> None:
     """With vLLM's scheduler alone most such engines never end."""
     take_turns(replace(variant, num_blocks=SCARCE), folder, random.Random(2), 60)
 
@@ -309,7 +309,7 @@ def take_turns(variant: Variant, folder: Path, rng: random.Random, count: int) -
 
 
 @pytest.mark.parametrize("variant", [v for v in VARIANTS if v.method == "draft_model"], ids=str)
-def test_a_drafter_of_one_mind_with_the_target_is_never_wrong(variant: Variant, folder: Path) -> None:
+def test_drafts_equal_to_the_target_are_always_accepted(variant: Variant, folder: Path) -> None:
     """Its KV follows rows through blocks that others read before them, chunks and preemptions; a draft that is rejected
     was made of something else than the row's text."""
     engine, rng = SmallEngine(variant, folder), random.Random(0)

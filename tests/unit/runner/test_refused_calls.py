@@ -27,7 +27,7 @@ def paused_engine() -> Any:
     return engine
 
 
-def test_an_engine_that_is_to_release_its_kv_memory_goes_on_when_it_is_woken_up() -> None:
+def test_engine_continues_after_refused_release_of_kv_memory() -> None:
     """vLLM takes the memory for released, and an engine that is not whole schedules nothing."""
     engine = paused_engine()
     with pytest.raises(UnsupportedConfigError, match="Sleep mode is not supported"):
@@ -37,7 +37,7 @@ def test_an_engine_that_is_to_release_its_kv_memory_goes_on_when_it_is_woken_up(
     assert not engine.is_sleeping()
 
 
-def test_who_asks_for_sleep_learns_that_requests_wait() -> None:
+def test_refusal_of_sleep_says_that_requests_wait() -> None:
     """vLLM pauses an engine before it asks the workers, so after the refusal a client would wait for ever."""
     engine = paused_engine()
     engine.scheduler.set_pause_state(PauseState.UNPAUSED)

@@ -59,9 +59,7 @@ EVERY_KIND = pytest.mark.parametrize("backend", [HostBackend, CapturingBackend, 
 
 
 @EVERY_KIND
-def test_with_async_scheduling_tokens_leave_before_drafts_are_computed(
-    backend: type[HostBackend], tmp_path: Path
-) -> None:
+def test_async_scheduling_sends_tokens_before_drafting(backend: type[HostBackend], tmp_path: Path) -> None:
     engine = engine_of(backend, tmp_path, overlap=True)
     engine.finish()
     events = engine.runner.backend.memory.events
@@ -74,7 +72,7 @@ def test_with_async_scheduling_tokens_leave_before_drafts_are_computed(
 
 
 @EVERY_KIND
-def test_without_it_drafts_leave_with_the_tokens(backend: type[HostBackend], tmp_path: Path) -> None:
+def test_sync_scheduling_sends_drafts_with_tokens(backend: type[HostBackend], tmp_path: Path) -> None:
     engine = engine_of(backend, tmp_path, overlap=False)
     engine.finish()
     events = engine.runner.backend.memory.events
@@ -85,7 +83,7 @@ def test_without_it_drafts_leave_with_the_tokens(backend: type[HostBackend], tmp
 
 
 @EVERY_KIND
-def test_a_grammar_gets_the_drafts_with_the_tokens(backend: type[HostBackend], tmp_path: Path) -> None:
+def test_grammar_requests_get_drafts_with_tokens(backend: type[HostBackend], tmp_path: Path) -> None:
     """Only in steps with a request that has one: two requests, of which one gets a grammar after a while."""
     engine = engine_of(backend, tmp_path, overlap=True)
     for _ in range(4):

@@ -39,14 +39,14 @@ def test_admission_and_growth(requests: Requests) -> None:
     assert requests.by_id["a"].num_computed == 16
 
 
-def test_an_id_may_finish_and_come_back_in_one_step(requests: Requests) -> None:
+def test_id_may_finish_and_return_in_one_step(requests: Requests) -> None:
     requests.apply(step({"a": 2}, new=[new_request("a", [1, 2, 3], [1, 2])]))
     requests.apply(step({"a": 1}, new=[new_request("a", [4], [3])], finished={"a"}))
     assert history(requests, "a", 4) == [4, 0, 0, 0], "nothing of the old request is left"
     assert table(requests, "a") == [3, 0, 0, 0]
 
 
-def test_many_that_come_at_once_are_written_together() -> None:
+def test_simultaneous_admissions_are_written_in_groups() -> None:
     backend = HostBackend()
     shapes: list[int] = []
 
@@ -84,7 +84,7 @@ class Backwards(Forwards):
 
 
 @pytest.mark.parametrize("kind", ["finished", "preempted"])
-def test_every_rank_gives_the_same_rows(kind: str) -> None:
+def test_every_rank_assigns_the_same_rows(kind: str) -> None:
     given = []
     for order in (Forwards, Backwards):
         ranks = Requests(HostBackend(), max_rows=3, max_len=64, block_sizes=[16], max_context=64, seed=0)  # type: ignore[arg-type]
@@ -97,7 +97,7 @@ def test_every_rank_gives_the_same_rows(kind: str) -> None:
 
 
 @pytest.mark.parametrize("contract", ["V1", "V2"])
-def test_preemption_replaces_blocks_and_keeps_the_noise(requests: Requests, contract: str) -> None:
+def test_preemption_replaces_blocks_and_keeps_the_seed(requests: Requests, contract: str) -> None:
     requests.apply(step({"a": 3}, new=[new_request("a", [1, 2, 3], [1])]))
     requests.by_id["a"].seed_words = (11, 12)  # as if it had come without a seed
     requests.apply(step({}, preempted={"a"}))
@@ -115,7 +115,7 @@ def test_preemption_replaces_blocks_and_keeps_the_noise(requests: Requests, cont
     assert requests.by_id["a"].outputs == [40, 41]
 
 
-def test_a_preempted_request_may_be_aborted_before_the_next_step(requests: Requests) -> None:
+def test_preempted_request_may_be_aborted(requests: Requests) -> None:
     requests.apply(step({"a": 3}, new=[new_request("a", [1, 2, 3], [1])]))
     requests.apply(step({}, preempted={"a"}, finished={"a"}))
     assert "a" not in requests.by_id
@@ -123,7 +123,7 @@ def test_a_preempted_request_may_be_aborted_before_the_next_step(requests: Reque
         requests.apply(step({name: 1}, new=[new_request(name, [1], [1])]))
 
 
-def test_the_next_turn_of_a_session_brings_a_longer_prompt_and_its_own_parameters(requests: Requests) -> None:
+def test_next_session_turn_replaces_prompt_and_parameters(requests: Requests) -> None:
     from vllm.sampling_params import SamplingParams
 
     requests.apply(step({"a": 3}, new=[new_request("a", [1, 2, 3], [1])]))
@@ -134,7 +134,7 @@ def test_the_next_turn_of_a_session_brings_a_longer_prompt_and_its_own_parameter
     assert requests.by_id["a"].seed_words == fold_seed(1)
 
 
-def test_rows_run_out_only_when_all_are_held(requests: Requests) -> None:
+def test_rows_run_out_only_when_all_are_in_use(requests: Requests) -> None:
     for name in "abc":
         requests.apply(step({name: 1}, new=[new_request(name, [1], [1])]))
     assert {requests.by_id[name].row for name in "abc"} == {0, 1, 2}
@@ -142,7 +142,7 @@ def test_rows_run_out_only_when_all_are_held(requests: Requests) -> None:
     assert len({requests.by_id[name].row for name in "acd"}) == 3
 
 
-def test_without_a_seed_every_admission_draws_its_own(requests: Requests) -> None:
+def test_unseeded_requests_get_different_seeds(requests: Requests) -> None:
     from vllm.sampling_params import SamplingParams
 
     words = set()
@@ -152,7 +152,7 @@ def test_without_a_seed_every_admission_draws_its_own(requests: Requests) -> Non
     assert len(words) == 20
 
 
-def test_advance_writes_what_was_sampled_and_nothing_else(requests: Requests) -> None:
+def test_advance_writes_only_sampled_tokens(requests: Requests) -> None:
     requests.apply(step({"a": 3, "b": 2}, new=[new_request("a", [1, 2, 3], [1]), new_request("b", [4, 5], [2])]))
     row_a, row_b = requests.by_id["a"].row, requests.by_id["b"].row
     rows = torch.tensor([row_b, row_a, requests.pad_row])
@@ -168,7 +168,7 @@ def test_advance_writes_what_was_sampled_and_nothing_else(requests: Requests) ->
     assert requests.computed_R[requests.pad_row] == 0
 
 
-def test_drafts_wait_behind_the_last_token_and_go_with_the_next(requests: Requests) -> None:
+def test_drafts_follow_the_last_token_until_advance(requests: Requests) -> None:
     requests.apply(step({"a": 3, "b": 2}, new=[new_request("a", [1, 2, 3], [1]), new_request("b", [4, 5], [2])]))
     row_a, row_b = requests.by_id["a"].row, requests.by_id["b"].row
     rows = torch.tensor([row_a, row_b, requests.pad_row])
@@ -184,7 +184,7 @@ def test_drafts_wait_behind_the_last_token_and_go_with_the_next(requests: Reques
     assert requests.num_drafts_R[row_a] == 0, "what stands behind the new token was drafted for another"
 
 
-def test_a_row_is_handed_on_without_drafts(requests: Requests) -> None:
+def test_reused_row_has_no_drafts(requests: Requests) -> None:
     requests.apply(step({"a": 1}, new=[new_request("a", [1], [1])]))
     row = torch.tensor([requests.by_id["a"].row])
     one = torch.tensor([1], dtype=torch.int32)
@@ -225,7 +225,7 @@ def entries(flat_3N: np.ndarray) -> list[tuple[int, ...]]:
     return [tuple(entry) for entry in flat_3N.T.tolist()]
 
 
-def test_a_decode_lists_each_rows_blocks_once_and_in_order() -> None:
+def test_decode_lists_blocks_of_each_row_once_in_order() -> None:
     requests = flat_requests([16])
     rows_np = admitted(requests, {"a": ([4, 9, 5],), "b": ([7],), "c": ([3, 8],)})
     found = requests.decode_blocks(rows_np, [17, 16, 48], 10)
@@ -238,7 +238,7 @@ def test_a_decode_lists_each_rows_blocks_once_and_in_order() -> None:
     assert table.shape[1] * 16 >= 192, "wide enough for every position, so that its shape says nothing of the rows"
 
 
-def test_blocks_behind_a_rows_end_are_not_listed() -> None:
+def test_blocks_after_the_end_of_a_row_are_not_listed() -> None:
     """The scheduler may have given more than this step reads; and what was not given cannot be listed."""
     requests = flat_requests([16])
     rows_np = admitted(requests, {"a": ([4, 9, 5],), "b": ([7],)})
@@ -246,7 +246,7 @@ def test_blocks_behind_a_rows_end_are_not_listed() -> None:
     assert entries(flat) == [(7, 0, 0), (4, 1, 0)] + [(0, 3, 0)] * 2
 
 
-def test_what_a_sliding_window_left_behind_is_not_listed() -> None:
+def test_null_blocks_of_a_sliding_window_are_not_listed() -> None:
     requests = flat_requests([16])
     rows_np = admitted(requests, {"a": ([WINDOW, WINDOW, 5, 6],), "b": ([2, 3],)})
     (flat,) = requests.decode_blocks(rows_np, [32, 64], 6).flat
@@ -254,7 +254,7 @@ def test_what_a_sliding_window_left_behind_is_not_listed() -> None:
 
 
 @pytest.mark.parametrize("in_flight", [0, 6])
-def test_what_no_layer_of_a_group_looks_back_to_is_not_listed(in_flight: int) -> None:
+def test_blocks_outside_the_window_are_not_listed(in_flight: int) -> None:
     """A running request keeps its old blocks in the table, whoever has them by now. The host's word of its length may
     be too high by what is in flight."""
     backend: Any = FlatBackend()
@@ -278,7 +278,7 @@ def test_what_no_layer_of_a_group_looks_back_to_is_not_listed(in_flight: int) ->
         assert (every.shape, some.shape) == ((3, 16), (3, 6)), "no longer than needed, whatever the context"
 
 
-def test_groups_of_different_block_sizes_have_lists_of_their_own() -> None:
+def test_each_block_size_has_its_own_list() -> None:
     requests = flat_requests([16, 64])
     rows_np = admitted(requests, {"a": ([4, 9, 5], [2]), "b": ([7, 8, 10, 11, 12], [3, 6])})
     found = requests.decode_blocks(rows_np, [70, 40], 8)
@@ -290,7 +290,7 @@ def test_groups_of_different_block_sizes_have_lists_of_their_own() -> None:
 
 
 @pytest.mark.parametrize("seed", range(20))
-def test_lists_say_what_tables_say(seed: int) -> None:
+def test_block_lists_agree_with_block_tables(seed: int) -> None:
     """The blocks that a row's tokens are in, as its table has them."""
     rng = random.Random(seed)
     requests, free = flat_requests([16, 32]), list(range(1, 200))
@@ -310,14 +310,14 @@ def test_lists_say_what_tables_say(seed: int) -> None:
         assert entries(flat) == needed + [(0, len(rows_np), 0)] * (60 - len(needed))
 
 
-def test_a_decode_elsewhere_has_tables_alone(requests: Requests) -> None:
+def test_decode_has_only_tables_without_flat_decode(requests: Requests) -> None:
     requests.apply(step({"a": 2}, new=[new_request("a", [1, 2], [4, 9])]))
     found = requests.decode_blocks(np.array([requests.by_id["a"].row, requests.pad_row]), [2], 32)
     assert found.flat == ()
     assert found.tables[0].tolist() == [[4, 9], [0, 0]]
 
 
-def test_ended_requests_are_told_in_one_order_on_every_rank() -> None:
+def test_every_rank_reports_ended_requests_in_the_same_order() -> None:
     """A set of names has another order in each process; a drafter on the host remembers who ended last."""
     names = [f"request {index}" for index in range(40)]
     requests = Requests(HostBackend(), max_rows=40, max_len=64, block_sizes=[16], max_context=64, seed=0)  # type: ignore[arg-type]
@@ -327,7 +327,7 @@ def test_ended_requests_are_told_in_one_order_on_every_rank() -> None:
     assert requests.ended == sorted(names)
 
 
-def test_rows_of_one_forward_have_blocks_one_after_another() -> None:
+def test_encoder_rows_have_consecutive_blocks() -> None:
     """Where no KV is kept, as for encoders; the scheduler gives such requests no blocks."""
     requests = Requests(
         HostBackend(),  # type: ignore[arg-type]

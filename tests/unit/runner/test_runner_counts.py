@@ -26,7 +26,7 @@ def greedy(max_tokens: int) -> SamplingParams:
 
 
 @BOTH
-def test_what_the_last_steps_compiled_is_told_when_nothing_is_left(overlap: bool, tmp_path: Path) -> None:
+def test_last_empty_step_reports_compiled_graphs(overlap: bool, tmp_path: Path) -> None:
     engine: Any = SmallEngine(Variant(method(overlap), overlap=overlap), tmp_path)
     engine.add("a", [3, 4, 5], greedy(10))
     for _ in range(2):
@@ -39,7 +39,7 @@ def test_what_the_last_steps_compiled_is_told_when_nothing_is_left(overlap: bool
 
 @BOTH
 @pytest.mark.parametrize("v2", [False, True], ids=["V1", "V2"])
-def test_a_row_starts_where_its_prompt_ends(v2: bool, overlap: bool, tmp_path: Path) -> None:
+def test_first_sampled_token_is_reported_as_a_start(v2: bool, overlap: bool, tmp_path: Path) -> None:
     """Once for each time that it is admitted: the engine checks that it is the row's first token."""
     engine: Any = SmallEngine(Variant(method(overlap), overlap=overlap, v2=v2, num_blocks=ROOMY), tmp_path)
     started: Counter[str] = Counter()
@@ -67,7 +67,7 @@ def test_a_row_starts_where_its_prompt_ends(v2: bool, overlap: bool, tmp_path: P
 
 @pytest.mark.parametrize("backend", [CapturingBackend, CompilingBackend])
 @pytest.mark.parametrize("wants", [dict(logprobs=3), dict(logprob_token_ids=[5, 6])], ids=["likeliest", "named"])
-def test_log_probabilities_that_nobody_asked_for_are_not_downloaded(
+def test_unrequested_logprobs_are_not_downloaded(
     backend: type[HostBackend], wants: dict[str, Any], tmp_path: Path
 ) -> None:
     """A full branch computes them, for a penalty or a grammar: only steps of those who ask take them to the host."""

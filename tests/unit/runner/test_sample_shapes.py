@@ -75,7 +75,7 @@ def test_sampling_has_few_graphs_on_a_gaudi(rectangles: bool, max_logprobs: int)
             assert len(set(listed)) == len(listed) <= MAX_GRAPHS, (max_rows, num_drafts)
 
 
-def test_every_report_without_log_probabilities_is_listed() -> None:
+def test_every_report_without_logprobs_is_listed() -> None:
     """A step that computed some for nobody leaves them out of its report."""
     for rectangles, max_logprobs in ((False, 20), (True, 20), (False, 100), (True, 100)):
         found, sampling = sample_shapes(256, 8192, 3, rectangles=rectangles, max_logprobs=max_logprobs)
@@ -84,14 +84,14 @@ def test_every_report_without_log_probabilities_is_listed() -> None:
         assert {shape[:2] for shape, _ in every} == plain
 
 
-def test_the_numbers_of_a_server_with_three_drafts() -> None:
+def test_sample_shapes_of_a_server_with_three_drafts() -> None:
     counts = [len(signatures(*sample_shapes(rows, 8192, 3))) for rows in (8, 64, 128, 256)]
     assert counts == [11, 29, 33, 40]
 
 
 @pytest.mark.parametrize("rectangles", [False, True])
 @pytest.mark.parametrize("lists", [False, True])
-def test_what_a_step_needs_is_listed(lists: bool, rectangles: bool) -> None:
+def test_every_fitted_sample_shape_is_listed(lists: bool, rectangles: bool) -> None:
     rng = random.Random(0)
     for max_rows, num_drafts in ((1, 0), (1, 3), (3, 1), (6, 4), (100, 3), (256, 5)):
         found, sampling = sample_shapes(max_rows, 1024, num_drafts, lists=lists, rectangles=rectangles)
@@ -108,7 +108,7 @@ def test_what_a_step_needs_is_listed(lists: bool, rectangles: bool) -> None:
             assert shape.queries >= num_queries
 
 
-def test_a_rule_that_reads_rows_has_rectangles_and_lists_for_plain_steps_only() -> None:
+def test_rules_over_rows_list_positions_only_in_plain_steps() -> None:
     found, _ = sample_shapes(64, 1024, 3, rectangles=True)
     random_branch = Branch(random=True)
     assert found.fit(4, [4] * 9, random_branch) == SampleShape(16, 4)
@@ -119,7 +119,7 @@ def test_a_rule_that_reads_rows_has_rectangles_and_lists_for_plain_steps_only() 
     assert {shape.queries for shape in every if not shape.positions} == {4}
 
 
-def test_a_plain_step_and_a_verify_step_of_as_many_positions_are_one_graph() -> None:
+def test_plain_and_verify_steps_of_equal_positions_share_a_graph() -> None:
     found, _ = sample_shapes(256, 8192, 3)
     assert found.fit(1, [1] * 60, Branch()) == found.fit(4, [4] * 15, Branch()) == SampleShape(64, 4, 64)
     full = Branch(random=True, edited=True, reported=True)
@@ -129,7 +129,7 @@ def test_a_plain_step_and_a_verify_step_of_as_many_positions_are_one_graph() -> 
 
 
 @pytest.mark.parametrize("num_drafts", [1, 3, 5])
-def test_full_buckets_of_rows_with_drafts_need_no_padding(num_drafts: int) -> None:
+def test_full_buckets_with_drafts_need_no_padding(num_drafts: int) -> None:
     found, _ = sample_shapes(256, 8192, num_drafts)
     for rows in (256, 128, 64, 32, 16):
         assert found.fit(1 + num_drafts, [1 + num_drafts] * rows, Branch()).positions == rows * (1 + num_drafts)

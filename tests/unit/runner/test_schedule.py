@@ -49,7 +49,7 @@ def plan(
     ]
 
 
-def test_the_end_of_a_long_prompt_beside_a_new_prompt() -> None:
+def test_context_is_that_of_the_longest_row() -> None:
     """The context is that of the row with the most tokens: no row has the tokens of one and the chunk of the other."""
     two = shapes(max_num_seqs=2, max_tokens=1024, max_len=2000, exact=False, prefill_rows=(1, 2))
     requests = Requests(
@@ -63,7 +63,7 @@ def test_the_end_of_a_long_prompt_beside_a_new_prompt() -> None:
     assert (batch.shape.rows, batch.shape.context) == (2, 2000)
 
 
-def test_running_decodes_then_everything_else_in_order(requests: Requests, small: Shapes) -> None:
+def test_running_decodes_come_first(requests: Requests, small: Shapes) -> None:
     first = step(
         {"a": 3, "b": 40, "c": 1, "d": 2},
         new=[
@@ -89,7 +89,7 @@ def test_running_decodes_then_everything_else_in_order(requests: Requests, small
     ]
 
 
-def test_neighboring_chunks_share_a_rectangle_when_allowed(requests: Requests) -> None:
+def test_adjacent_chunks_share_a_rectangle_if_allowed(requests: Requests) -> None:
     wide = shapes(max_num_seqs=4, max_tokens=64, max_len=96, prefill_rows=(1, 2))
     scheduled = step(
         {"a": 9, "b": 12, "c": 5},
@@ -98,7 +98,7 @@ def test_neighboring_chunks_share_a_rectangle_when_allowed(requests: Requests) -
     assert [names for _, names, _, _ in plan(requests, wide, scheduled)] == [["a", "b"], ["c"]]
 
 
-def test_chunks_are_cut_where_padding_is_computed(requests: Requests) -> None:
+def test_chunks_are_split_where_padding_is_computed(requests: Requests) -> None:
     lists: dict[str, Any] = dict(prefill_buckets=(16, 192), prefill_rows=(1, 2, 4), max_tokens=2048, max_len=256)
     counts = {"a": 9, "b": 12, "c": 180, "d": 5}
     scheduled = step(counts, new=[new_request(name, list(range(size)), [1]) for name, size in counts.items()])
@@ -106,7 +106,7 @@ def test_chunks_are_cut_where_padding_is_computed(requests: Requests) -> None:
     assert [names for _, names, _, _ in plan(requests, padded, scheduled)] == [["a", "b"], ["c"], ["d"]]
 
 
-def test_a_chunk_may_leave_a_single_token(requests: Requests, small: Shapes) -> None:
+def test_last_token_after_a_chunk_is_a_decode(requests: Requests, small: Shapes) -> None:
     """That last token is a decode: it must start where the chunk ended, not where the request was admitted."""
     first = step({"a": 24}, new=[new_request("a", list(range(100, 125)), [7, 9])])
     requests.apply(first)
@@ -135,7 +135,7 @@ def test_inputs_of_a_padded_rectangle(requests: Requests, small: Shapes) -> None
     assert inputs.calls[0].starts_B.tolist() == [16]
 
 
-def test_decodes_start_where_the_device_stands(requests: Requests, small: Shapes) -> None:
+def test_decodes_start_at_the_device_count(requests: Requests, small: Shapes) -> None:
     requests.apply(step({"a": 3}, new=[new_request("a", [1, 2, 3], [5])]))
     requests.computed_R[requests.by_id["a"].row] = 7  # the device is ahead of what the host was told
     scheduled = step({"a": 1}, running=cached({"a": 4}))
@@ -172,7 +172,7 @@ def drafting() -> tuple[Requests, Shapes]:
     return requests, wide
 
 
-def test_a_verify_step_has_one_shape_whatever_was_drafted() -> None:
+def test_verify_step_shape_does_not_depend_on_drafts() -> None:
     requests, wide = drafting()
     # The scheduler had room for two of b's three drafts; in c's places the device knows no draft.
     scheduled = step({"a": 4, "b": 3, "c": 4}, running=cached({"a": 4, "b": 4, "c": 4}))
@@ -188,7 +188,7 @@ def test_a_verify_step_has_one_shape_whatever_was_drafted() -> None:
     assert blocks == [[5, 5, 5, 0], [6, 6, 6, 0], [7, 0, 0, 0]]
 
 
-def test_without_a_draft_the_step_is_one_token_wide() -> None:
+def test_step_without_drafts_has_one_query() -> None:
     requests, wide = drafting()
     scheduled = step({"c": 1, "a": 1}, running=cached({"c": 4, "a": 4}))
     requests.apply(scheduled)
@@ -197,14 +197,14 @@ def test_without_a_draft_the_step_is_one_token_wide() -> None:
     assert located(batch, requests).num_real_B.tolist() == [1, 1], "drafts that the scheduler dropped are not verified"
 
 
-def test_padding_of_a_new_request_is_not_a_draft(requests: Requests) -> None:
+def test_placeholders_of_a_new_request_are_not_drafts(requests: Requests) -> None:
     """vLLM schedules 1 + k places for a request that was admitted with one token left."""
     wide = shapes(max_num_seqs=4, max_tokens=64, max_len=96, drafts=3)
     new = new_request("c", list(range(17)), [5, 6], num_computed=16)
     assert plan(requests, wide, step({"c": 4}, new=[new]), {"c": 3}) == [("decode", ["c"], [1], [True])]
 
 
-def test_a_row_whose_drafts_could_not_be_used_is_an_ordinary_decode() -> None:
+def test_faulty_row_is_a_plain_decode() -> None:
     requests, wide = drafting()
     rows = torch.tensor([requests.by_id["a"].row])
     requests.put_drafts(rows, torch.tensor([4]), Drafts(torch.tensor([[9, 9, 9]]).int(), torch.tensor([FAULTY]).int()))
@@ -215,7 +215,7 @@ def test_a_row_whose_drafts_could_not_be_used_is_an_ordinary_decode() -> None:
     assert requests.count_reported_drafts(rows, torch.zeros(1)).tolist() == [FAULTY]
 
 
-def test_a_drafter_whose_drafts_a_grammar_took_back_has_done_its_work() -> None:
+def test_drafts_removed_by_a_grammar_are_unverified() -> None:
     requests, _ = drafting()
     rows = torch.tensor([requests.by_id[name].row for name in "ab"])
     drafts = Drafts(torch.tensor([[9, 9, 9]] * 2).int(), torch.tensor([2, 0]).int())

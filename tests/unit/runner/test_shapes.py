@@ -84,7 +84,7 @@ def test_chunks_share_a_rectangle_with_little_padding() -> None:
     assert packed.share_chunk(500, 60)
 
 
-def test_the_strategy_reaches_contexts() -> None:
+def test_bucket_strategy_applies_to_contexts() -> None:
     chosen = shapes(max_len=8192, exact=False, bucket_strategy="linear")
     steps = {longer - shorter for shorter, longer in pairwise(chosen.contexts)}
     assert steps == {1024, 512}
@@ -93,7 +93,7 @@ def test_the_strategy_reaches_contexts() -> None:
 
 
 @pytest.mark.parametrize("max_len", [100, 512, 1000, 8192])
-def test_a_prompts_first_chunk_reads_no_more_than_itself_and_none_more_than_a_row_may_have(max_len: int) -> None:
+def test_prefill_contexts_are_bounded(max_len: int) -> None:
     chosen = shapes(max_len=max_len, exact=False, flat=True, prefill_buckets=(128, 256, 512, 2048))
     longest = -(-max_len // 16) * 16
     for length in (size for size in (1, 90, 128, 129, 257, 512, 2048) if size <= max_len):
@@ -110,20 +110,20 @@ def test_padding_is_bounded() -> None:
         assert chosen.prefill(1, length, length).queries <= length * 1.25 + 16
 
 
-def test_drafts_double_the_decode_shapes_whatever_their_number() -> None:
+def test_number_of_drafts_does_not_multiply_decode_shapes() -> None:
     def count(drafts: int) -> int:
         return sum(shape.phase == "decode" for shape in shapes(drafts=drafts).all())
 
     assert count(1) == count(3) == count(8) == 2 * count(0)
 
 
-def test_buckets_of_the_user() -> None:
+def test_user_buckets() -> None:
     assert shapes(batch_buckets=(1, 64)).decode(1, [5, 5]).rows == 64
     with pytest.raises(UnsupportedConfigError, match="prefill_rows must contain 1"):
         shapes(prefill_rows=(2,))
 
 
-def test_what_exceeds_a_short_list_has_one_size_that_is_made_late(caplog: pytest.LogCaptureFixture) -> None:
+def test_sizes_beyond_a_short_list_share_a_late_size(caplog: pytest.LogCaptureFixture) -> None:
     chosen = shapes(64, 300, 1024, exact=False, drafts=3, flat=True, batch_buckets=(1, 32), prefill_buckets=(128,))
     assert (chosen.most_rows, chosen.longest_chunk) == (64, 304)
     listed = set(chosen.all())
@@ -145,7 +145,7 @@ def test_what_exceeds_a_short_list_has_one_size_that_is_made_late(caplog: pytest
         chosen.fit_rows(65)  # more than --max-num-seqs
 
 
-def test_chunks_of_many_prompts_fill_a_step_where_graphs_make_them_cheap() -> None:
+def test_chunks_of_many_prompts_fill_a_captured_step() -> None:
     lists: dict[str, Any] = dict(prefill_buckets=(64, 512), prefill_rows=(1, 2, 4, 8, 16), max_tokens=4096, max_len=512)
     captured, eager = shapes(**lists, captures=True), shapes(**lists)
     assert [captured.prefill_rows_at(length) for length in (64, 512)] == [16, 8]
@@ -160,7 +160,7 @@ def test_chunks_of_many_prompts_fill_a_step_where_graphs_make_them_cheap() -> No
     assert small.prefill_rows_at(64) == 8, "as many as in the longest bucket"
 
 
-def test_a_lone_prompt_does_not_wait_for_the_rectangle_of_many() -> None:
+def test_single_prompt_shapes_are_warmed_up_first() -> None:
     """While graphs are made in the background it would be padded to all of it."""
     chosen = shapes(prefill_buckets=(64, 512), prefill_rows=(1, 2, 4, 8), max_tokens=4096, max_len=512, captures=True)
     jobs = [Job("prompt chunks", list, (shape,), shape.tokens, size=shape) for shape in chosen.prefills()]
@@ -170,7 +170,7 @@ def test_a_lone_prompt_does_not_wait_for_the_rectangle_of_many() -> None:
     assert len(needed) + len(postponed) == len(jobs)
 
 
-def test_a_device_may_verify_fewer_drafts() -> None:
+def test_device_limit_on_drafts_is_enforced() -> None:
     assert shapes(drafts=8).decode_queries == (1, 9)
     with pytest.raises(UnsupportedConfigError, match=r"small verifies at most 8 drafts .* set num_speculative_tokens"):
         shapes(drafts=9)
@@ -195,14 +195,14 @@ def test_r07_every_flat_decode_is_listed(max_len: int, drafts: int, strategy: st
                 assert shape.context >= sum(-(-min(end, max_len) // 16) for end in ends), "every block has a place"
 
 
-def test_a_flat_decode_pays_for_its_blocks_and_not_for_the_longest_row() -> None:
+def test_flat_decode_shape_follows_the_total_blocks() -> None:
     chosen = shapes(max_num_seqs=64, max_len=1024, exact=False, flat=True)
     assert chosen.decode(1, [1024] + [16] * 63).context <= 2 * (64 + 63)
     for num_blocks in range(1, 64 * 64):
         assert chosen.decode_context([16] * num_blocks) < max(2 * num_blocks, 2)
 
 
-def test_flat_decodes_that_can_not_be_are_not_listed() -> None:
+def test_unreachable_flat_decodes_are_not_listed() -> None:
     """Eight rows have eight blocks at least, and one row has at most those of the longest context."""
     chosen = shapes(max_num_seqs=16, max_len=128, exact=False, flat=True)
     found = {(shape.rows, shape.context) for shape in chosen.all() if shape.phase == DECODE}
@@ -215,14 +215,14 @@ def test_flat_decodes_that_can_not_be_are_not_listed() -> None:
     assert found == reachable
 
 
-def test_drafts_double_the_flat_decode_shapes_whatever_their_number() -> None:
+def test_number_of_drafts_does_not_multiply_flat_decode_shapes() -> None:
     def count(drafts: int) -> int:
         return sum(shape.phase == DECODE for shape in shapes(exact=False, drafts=drafts, flat=True).all())
 
     assert count(1) == count(3) == count(5) == 2 * count(0)
 
 
-def test_r05_block_buckets_end_at_what_the_memory_holds() -> None:
+def test_r05_block_buckets_are_bounded_by_memory() -> None:
     """256 sequences of 128k tokens would list 262,144 blocks, 86 GB of keys and values a layer, of 1,000 that exist."""
     chosen = shapes(max_num_seqs=256, max_len=16 * 1024, exact=False, flat=True, num_blocks=1000)
     assert chosen.entries[-1] == 3 * 1000
@@ -230,7 +230,7 @@ def test_r05_block_buckets_end_at_what_the_memory_holds() -> None:
     assert everything.entries[-1] == 4 * 10, "and at what the configuration can reach"
 
 
-def test_r06_a_decode_of_more_blocks_than_are_listed_is_made_late_and_not_refused(
+def test_r06_decode_beyond_the_listed_blocks_is_made_late(
     caplog: pytest.LogCaptureFixture,
 ) -> None:
     chosen = shapes(max_num_seqs=8, max_len=1024, exact=False, flat=True, block_buckets=(10, 100))
@@ -244,7 +244,7 @@ def test_r06_a_decode_of_more_blocks_than_are_listed_is_made_late_and_not_refuse
         shapes(max_num_seqs=8, max_len=1024, exact=False, flat=True, block_buckets=(10, 1_000_000))
 
 
-def test_a_drafter_of_its_own_length_has_tables_on_every_device() -> None:
+def test_drafter_with_own_length_has_block_tables() -> None:
     backend = HostBackend()
     own = shapes(max_num_seqs=8, max_len=1024, exact=False, drafts=3, flat=True).change_length(2000, backend)  # type: ignore[arg-type]
     assert own.entries == ()
@@ -252,14 +252,14 @@ def test_a_drafter_of_its_own_length_has_tables_on_every_device() -> None:
     assert all(shape.context in own.contexts for shape in own.all() if shape.phase == DECODE)
 
 
-def test_prompt_chunks_of_ranks_in_step_go_one_by_one() -> None:
+def test_lockstep_ranks_run_prompt_chunks_one_by_one() -> None:
     assert shapes(num_ranks=2).prefill_rows == (1,)
     with pytest.raises(UnsupportedConfigError, match="leave out additional_config"):
         shapes(num_ranks=2, prefill_rows=(1, 2))
 
 
 @pytest.mark.parametrize("flat", [False, True])
-def test_decodes_as_wide_as_another_ranks_are_listed(flat: bool) -> None:
+def test_decodes_widened_for_other_ranks_are_listed(flat: bool) -> None:
     """Also of fewer blocks than so many rows would have."""
     chosen = shapes(max_num_seqs=9, max_len=200, flat=flat, drafts=2)
     listed = set(chosen.all())

@@ -49,7 +49,7 @@ def logprobs(rows: int, columns: int, start: float) -> LogprobsTensors:
     return LogprobsTensors(values.int(), values, torch.arange(rows, dtype=torch.int32))
 
 
-def test_ragged_tokens_in_one_read() -> None:
+def test_ragged_tokens_are_read_in_one_copy() -> None:
     backend = HostBackend()
     a, b, c = request("a"), request("b"), request("c")
     verification = Verification(
@@ -63,7 +63,7 @@ def test_ragged_tokens_in_one_read() -> None:
     assert output.logprobs is None
 
 
-def test_what_was_sent_stays_on_the_device() -> None:
+def test_sent_step_stays_on_the_device() -> None:
     """Warm-up sends a step twice, and graphs take what is on the device."""
     verification = Verification(torch.tensor([[5]], dtype=torch.int32), torch.tensor([1]).int())
     drafts = Drafts(torch.tensor([[6]], dtype=torch.int32), torch.tensor([1]).int())
@@ -75,14 +75,14 @@ def test_what_was_sent_stays_on_the_device() -> None:
     assert on_host.drafts is not drafts
 
 
-def test_a_step_in_which_nobody_samples_reads_nothing() -> None:
+def test_step_without_samples_reads_nothing() -> None:
     backend = HostBackend()
     output = send(StepResult([], unfinished=[request("c")]), backend).get_output()
     assert output.sampled_token_ids == [[]]
     assert backend.memory.num_host_syncs == 0
 
 
-def test_each_request_gets_the_logprobs_it_asked_for() -> None:
+def test_each_request_gets_its_requested_logprobs() -> None:
     """One wants the three likeliest, one named two tokens, one wants nothing, in one batch of Q = 2."""
     backend = HostBackend()
     top, named, none = request("t", logprobs=3), request("n", logprob_token_ids=[1, 2]), request("x")
@@ -131,7 +131,7 @@ def same(found: LogprobsTensors | None, expected: LogprobsTensors) -> bool:
 @pytest.mark.parametrize("overlap", [True, False])
 @pytest.mark.parametrize("device", [HostBackend, CapturingBackend])
 @pytest.mark.parametrize("chunk", [5, 100, 130, 200])
-def test_prompt_logprobs_travel_with_the_step_that_ends_the_prompt(
+def test_prompt_logprobs_are_reported_when_the_prompt_ends(
     device: type[HostBackend], chunk: int, overlap: bool
 ) -> None:
     """Two requests that want different numbers, one that wants none; chunks that are cut into slices."""
@@ -235,7 +235,7 @@ def test_vllm_serializes_pooled_columns(size: int) -> None:
     assert torch.equal(received, column)
 
 
-def test_after_a_preemption_prompt_logprobs_are_not_scored_again() -> None:
+def test_preempted_request_does_not_score_its_prompt_again() -> None:
     """The user has them; outputs are prefilled beside the prompt."""
     backend, listed = HostBackend(), shapes(max_num_seqs=4, max_tokens=64, max_len=64)
     requests = Requests(backend, max_rows=4, max_len=100, block_sizes=[16], max_context=listed.max_context, seed=0)  # type: ignore[arg-type]
@@ -252,7 +252,7 @@ def test_after_a_preemption_prompt_logprobs_are_not_scored_again() -> None:
     assert backend.memory.num_host_syncs == 0
 
 
-def test_drafts_and_their_number_travel_in_the_same_read() -> None:
+def test_drafts_and_their_number_share_the_copy() -> None:
     backend = HostBackend()
     a, b = request("a"), request("b")
     verification = Verification(
@@ -283,7 +283,7 @@ def test_drafts_and_their_number_travel_in_the_same_read() -> None:
         ([0, 0, 0], []),
     ],
 )
-def test_faults_of_the_drafter_are_told_in_place_of_numbers(numbers: list[int], rounds: list[DraftRound]) -> None:
+def test_drafter_faults_are_reported_instead_of_counts(numbers: list[int], rounds: list[DraftRound]) -> None:
     backend = HostBackend()
     verification = Verification(
         torch.tensor([[5, 6], [8, 0], [0, 0]]).int(),

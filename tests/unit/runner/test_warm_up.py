@@ -26,7 +26,9 @@ def some(found: list[Job]) -> list[Job]:
 
 @pytest.mark.parametrize("backend", [HostBackend, CapturingBackend, CompilingBackend])
 @pytest.mark.parametrize("method", [*METHODS, STANDARD], ids=str)
-def test_each_job_makes_what_it_lists(method: str | None, backend: type[HostBackend], tmp_path: Path) -> None:
+def test_each_job_makes_the_signatures_that_it_lists(
+    method: str | None, backend: type[HostBackend], tmp_path: Path
+) -> None:
     runner = SmallEngine(Variant(method, backend=backend), tmp_path).runner
     assert runner.recorder.manifest == manifest(runner)
     with torch.inference_mode():
@@ -34,7 +36,7 @@ def test_each_job_makes_what_it_lists(method: str | None, backend: type[HostBack
 
 
 @pytest.mark.parametrize("lists", [(), ("made", "never made"), ("another",)])
-def test_a_job_that_lists_something_else_is_found(lists: tuple[str, ...]) -> None:
+def test_job_with_wrong_signatures_is_detected(lists: tuple[str, ...]) -> None:
     recorder = StepRecorder()
     job = Job("a kind", lambda: recorder.saw("made"), lists)
     recorder.expect(["made"])
@@ -43,7 +45,7 @@ def test_a_job_that_lists_something_else_is_found(lists: tuple[str, ...]) -> Non
 
 
 @pytest.mark.parametrize("method", METHODS, ids=str)
-def test_a_bound_lists_more_than_it_runs(method: str | None, tmp_path: Path) -> None:
+def test_warm_up_limit_lists_more_than_it_runs(method: str | None, tmp_path: Path) -> None:
     runner = SmallEngine(Variant(method), tmp_path).runner
     found = list(jobs(runner))
     assert all(should_run(job, -1) for job in found)

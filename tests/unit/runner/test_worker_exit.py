@@ -22,7 +22,7 @@ def called(monkeypatch: pytest.MonkeyPatch) -> list[str]:
 
 
 @pytest.mark.parametrize("is_child", [False, True])
-def test_a_worker_ends_before_the_software_of_its_card(
+def test_worker_shuts_down_before_the_device_software(
     is_child: bool, called: list[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """What Python calls at exit is called in the reverse order: registered once the card's software is loaded. The
