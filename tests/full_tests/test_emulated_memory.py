@@ -96,7 +96,7 @@ def test_l29_r08_memory_that_ends_in_warm_up(looping_llama: str, card: Any, monk
     monkeypatch.setenv("VLLM_GRAPH_RESERVED_MEM", "0")
     shares = [1.0]
     while (words := served_with(looping_llama, card, monkeypatch, shares[-1])) is not None:
-        found = re.search(r"in warm-up at \d+ of \d+ runs, .*; lower --gpu-memory-utilization (.*) -> (.*)\.$", words)
+        found = re.search(r"in warm-up, in run \d+ of \d+ .*; lower --gpu-memory-utilization (.*) -> (.*)\.$", words)
         assert found, words
         assert float(found[1]) == shares[-1]
         shares.append(float(found[2]))
@@ -119,6 +119,6 @@ def served_with(model: str, card: Any, monkeypatch: pytest.MonkeyPatch, utilizat
 
 def test_memory_that_ends_in_the_profile_run(looping_llama: str, card: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     shrink(card, monkeypatch, 32 * MIB)
-    words = r"ended in the profile run .*; lower --max-num-batched-tokens 4096 -> 2048\.$"
+    words = r"ran out of memory in the profile run.*; lower --max-num-batched-tokens 4096 -> 2048\.$"
     with pytest.raises(UnsupportedConfigError, match=words):
         start(looping_llama, max_num_batched_tokens=4096, max_model_len=4096).__enter__()

@@ -1,4 +1,4 @@
-"""Lists of sizes: by strategy, as options list them, or from a file."""
+"""Lists of sizes, made by a strategy, given as options, or read from a file."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ from vllm_gaudi_spec.runner.shapes import Buckets, geometric, round_up
 
 
 def buckets(*, captures: bool = False, **given: Any) -> Buckets:
-    """As a user writes them."""
+    """Return the buckets of options as a user writes them."""
     options = Options.from_vllm(SimpleNamespace(additional_config={"gaudi_spec": given}))  # type: ignore[arg-type]
     return Buckets.choose(options, SimpleNamespace(traits=SimpleNamespace(captures=captures)))  # type: ignore[arg-type]
 
@@ -155,8 +155,8 @@ def test_shapes_use_the_lists_of_the_file(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("method", [None, "ngram", "ngram_gpu", "draft_model", RETOKENIZE], ids=str)
 def test_batches_beyond_short_lists_are_served(method: str | None, tmp_path: Path) -> None:
-    """Of four rows where the list ends at two, and of prompt chunks of up to 20 tokens where it ends at 8. The engine
-    checks that such steps were reported."""
+    """Batches exceed a list that ends at two rows, and prompt chunks one that ends at 8 tokens. The engine checks every
+    step."""
     engine = SmallEngine(Variant(method, num_blocks=ROOMY, short_lists=True), tmp_path)
     prompts = {f"r{size}": [7 + size % 3] * size for size in (3, 18, 19, 20, 2)}
     for name, prompt in prompts.items():

@@ -37,7 +37,7 @@ EVERYTHING: dict[str, Any] = dict(
 def test_a_decode_step_copies_twice_and_waits_once(
     method: str | None, overlap: bool, params: dict[str, Any], backend: type[HostBackend], tmp_path: Path
 ) -> None:
-    """Text drafting drafts after the host has read the step, and so copies once more."""
+    """Text drafting copies once more, because it drafts after the host has read the step."""
     engine = SmallEngine(Variant(method, overlap=overlap, backend=backend, num_blocks=200), tmp_path)
     memory, copies = engine.runner.backend.memory, []
     upload = memory.upload

@@ -1,4 +1,4 @@
-"""Data-parallel ranks with experts in common run the same rectangles, whatever each of them has to compute."""
+"""Data-parallel ranks that share experts run the same rectangles, whatever work each of them has."""
 
 from __future__ import annotations
 
@@ -62,7 +62,7 @@ def shapes(tmp_path: Path) -> Shapes:
 
 
 def test_lockstep_shapes_are_listed(shapes: Shapes, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Whatever another rank brings, this one runs shapes that warm-up has run."""
+    """Whatever shapes other ranks bring, this rank runs shapes that warm-up has run."""
     assert shapes.prefill_rows == (1,)
     here = DataParallelLockstep(shapes, max_forwards=5)
     group = SimpleNamespace(rank_in_group=0)

@@ -1,4 +1,4 @@
-"""What a worker reports of itself with each step."""
+"""The counters that a worker reports with each step."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ class CountingBackend(HostBackend):
 
 
 class CountingGraphs(Graphs):
-    """A device that counts its graphs by itself."""
+    """Graphs of a device that counts its own compilations."""
 
     num_compiled = 0
     num_asked = 0
@@ -43,7 +43,7 @@ def test_counters_start_after_warm_up() -> None:
 
 
 def test_compiled_count_is_queried_every_few_steps() -> None:
-    """It may compile what no step of ours shows."""
+    """The device may compile graphs that none of our signatures shows."""
     backend: Any = CountingBackend()
     recorder = StepRecorder()
     recorder.saw("new")
@@ -61,7 +61,7 @@ def test_compiled_count_is_queried_every_few_steps() -> None:
 
 
 def test_compiled_count_never_decreases() -> None:
-    """It answers 0 where it does not know, and after a reset."""
+    """The device returns 0 if it does not know, and after a reset."""
     backend: Any = CountingBackend()
     recorder = StepRecorder()
     counts = []
@@ -72,7 +72,7 @@ def test_compiled_count_never_decreases() -> None:
 
 
 def test_graphs_compiled_in_warm_up_are_not_counted() -> None:
-    """Its steps report like others, before the device knows which of its programs are warm-up's."""
+    """Steps of warm-up report too, before the device knows which graphs belong to warm-up."""
     backend: Any = CountingBackend()
     recorder = StepRecorder()
     backend.graphs.num_compiled = 186

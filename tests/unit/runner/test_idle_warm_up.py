@@ -1,4 +1,4 @@
-"""Warm-up that goes on in idle steps: what serves meanwhile, and that nothing is made while a request waits."""
+"""Background warm-up: how requests are served meanwhile, and that nothing is compiled while a request waits."""
 
 from __future__ import annotations
 
@@ -52,7 +52,7 @@ def ask(engine: SmallEngine, name: str) -> None:
 
 
 def texts_of(engine: SmallEngine, idle_steps: int) -> dict[str, list[int]]:
-    """Of requests that come in waves, with idle steps between them."""
+    """Return the texts of requests that come in waves, with idle steps between them."""
     for wave in range(8):
         for number in range(wave % 4 + 1):
             ask(engine, f"{wave} {number}")
@@ -118,7 +118,7 @@ def test_paused_engine_does_not_warm_up(tmp_path: Path) -> None:
 
 
 def test_background_warm_up_continues_after_a_pause_with_abort(tmp_path: Path) -> None:
-    """As by `pause_generation(mode="abort")`."""
+    """The pause is that of `pause_generation(mode="abort")`."""
     engine = started(None, tmp_path)
     engine.scheduler.set_pause_state(PauseState.PAUSED_NEW)
     engine.scheduler.finish_requests(None, RequestStatus.FINISHED_ABORTED)
@@ -140,7 +140,7 @@ def test_shutdown_does_not_wait_for_background_warm_up(tmp_path: Path) -> None:
 
 
 def test_warm_up_waits_for_its_downloads(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """A card keeps the memory of one for the next, from when somebody has waited for it."""
+    """A device may reuse the host buffer of a download once somebody has waited for it."""
     counts = Counter[str]()
     start_download = CopyingMemory.start_download
 

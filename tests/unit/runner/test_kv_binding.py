@@ -1,4 +1,4 @@
-"""Layers, their KV caches and kernels agree, or nothing is bound; layers that share KV read their owner's."""
+"""Binding of KV caches: layers, caches and kernels must agree, and layers that share KV read their owner's."""
 
 from __future__ import annotations
 
@@ -58,14 +58,15 @@ def loaded(layers: list[Any]) -> Any:
     ids=["bytes", "half as wide", "heads", "head size"],
 )
 def test_kv_cache_of_the_wrong_shape_or_dtype_is_not_bound(wrong: torch.Tensor, words: str, config: VllmConfig) -> None:
-    """vLLM resolves some caches' dtype while it makes the layers; a float32 kernel wrote past such a one's end."""
+    """vLLM resolves the dtype of some caches while it builds layers. A float32 kernel once wrote past the end of such a
+    cache."""
     with pytest.raises(RuntimeError, match=f"KV cache of {OWNER} is .*{words}") as refused:
         loaded([layer()]).bind_kv({OWNER: wrong}, [[OWNER]])
     assert len(str(refused.value).splitlines()) == 1
 
 
 def test_kv_shape_of_a_pair_of_tensors() -> None:
-    """What accelerators keep KV in."""
+    """Accelerators keep keys and values in a pair of tensors."""
     keys = torch.zeros(BLOCKS * BLOCK, HEADS, SIZE)
     assert KVPair(keys, keys, BLOCK).shape == cpu.make_backend().attention.kv_shape(cache())
     assert KVPair(keys.byte(), None, BLOCK).shape == (BLOCKS, BLOCK, HEADS, SIZE, torch.uint8)
@@ -84,7 +85,7 @@ def test_layer_sharing_kv_joins_the_group_of_its_owner(config: VllmConfig) -> No
 
 
 def test_layers_with_different_windows_cannot_share_kv(config: VllmConfig) -> None:
-    """Of blocks behind a window vLLM makes others."""
+    """vLLM reuses blocks outside a window."""
     owner = layer(per_layer_sliding_window=64)
     reader = layer(READER, kv_sharing_target_layer_name=OWNER)
     with pytest.raises(RuntimeError, match=f"{READER} reads the KV of {OWNER}, which keeps it for another window"):
@@ -103,7 +104,7 @@ def test_unwritten_kv_is_an_error_after_warm_up(config: VllmConfig) -> None:
 
 
 def test_chunked_attention_layers_report_their_chunk(config: VllmConfig, monkeypatch: pytest.MonkeyPatch) -> None:
-    """vLLM derives their backend from ours, and tells nobody else."""
+    """vLLM derives the backend of these layers from ours, and stores the chunk nowhere else."""
     monkeypatch.setattr(
         "vllm.model_executor.layers.attention.chunked_local_attention.get_attn_backend",
         lambda *_: RectangleAttentionBackend,

@@ -1,4 +1,4 @@
-"""The manifest is closed: whatever a scheduler may ask for in a small configuration is a listed signature."""
+"""The manifest is closed: whatever a scheduler requests in a small configuration is a listed signature."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ SCHEDULES = 10_000
 
 
 class FlatBackend(HostBackend):
-    """A device that captures programs and lists the blocks of a decode."""
+    """A device that captures graphs and decodes over lists of blocks."""
 
     traits = replace(
         HostBackend.traits, captures=True, flat_decode=True, block_size=BLOCK, smallest_prefill=16, max_drafts=8
@@ -31,13 +31,13 @@ class PaddedBackend(FlatBackend):
 
 
 class Scheduler:
-    """A scheduler of random taste that keeps vLLM's promises: chunks in order, blocks for all scheduled tokens."""
+    """A random scheduler that keeps vLLM's promises: chunks in order, and blocks for all scheduled tokens."""
 
     def __init__(self, rng: random.Random, max_rows: int, max_tokens: int, max_len: int, num_drafts: int) -> None:
         self.rng = rng
         self.max_rows, self.max_tokens, self.max_len, self.num_drafts = max_rows, max_tokens, max_len, num_drafts
         self.running: dict[str, list[int]] = {}
-        """Tokens known, computed, and blocks of each request."""
+        """Known tokens, computed tokens and blocks of each request."""
         self.num_made = 0
 
     def step(self) -> tuple[object, dict[str, int]]:
@@ -98,7 +98,7 @@ class Scheduler:
 
 
 def run(rng: random.Random, backend: HostBackend, num_steps: int) -> int:
-    """Play a schedule; how many shapes were asked for. Fails at one that is not listed."""
+    """Run a schedule and return the number of distinct shapes. Fail at one that is not listed."""
     max_rows, max_len = rng.randint(1, 6), rng.choice((40, 96, 200))
     num_drafts, max_tokens = rng.choice((0, 1, 3, 5)), rng.choice((16, 64, 256))
     config = SimpleNamespace(
@@ -148,7 +148,7 @@ def test_random_schedules_stay_within_the_manifest(backend: type[FlatBackend], p
 
 
 def test_manifest_test_detects_a_missing_shape(monkeypatch: pytest.MonkeyPatch) -> None:
-    """The property test can fail: without the largest decode somebody asks for it."""
+    """Without the largest decode, some schedule needs a shape that is not listed."""
     whole = Shapes.all
 
     def all_but_verifies(self: Shapes) -> list[object]:
@@ -160,7 +160,7 @@ def test_manifest_test_detects_a_missing_shape(monkeypatch: pytest.MonkeyPatch) 
 
 
 def test_warm_up_and_steps_copy_tensors_of_the_same_shapes() -> None:
-    """Warm-up and steps give the forward tensors of the same shapes: else the program would be another one."""
+    """Otherwise steps would need graphs that warm-up has not made."""
     backend = FlatBackend()
     config = SimpleNamespace(
         scheduler_config=SimpleNamespace(max_num_seqs=4, max_num_batched_tokens=64),

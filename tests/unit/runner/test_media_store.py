@@ -1,4 +1,4 @@
-"""Images where steps are captured: each token of a prompt chunk gets the number of a row of encoders' outputs."""
+"""Images where steps are captured: each token of a prompt chunk gets the number of a row in the media store."""
 
 from __future__ import annotations
 
@@ -43,11 +43,12 @@ batch = partial(media.batch, num_rows=2)
 
 NUM_PADS, NUM_KEPT, WIDTH = 4, 8, 2
 PROMPT = [7, 8, 0, 0, 0, 9]
-"""With an image of three tokens, from the third on."""
+"""Its third token begins an image of three tokens."""
 
 
 class Padding:
-    """Encoders of a model that pads each item to four rows. A row is the number of its token, from 1 on."""
+    """The encoders of a model that pads each item to four rows. Rows hold the numbers of their tokens, starting at
+    1."""
 
     num_pads, num_kept, width, dtype = NUM_PADS, NUM_KEPT, WIDTH, torch.float32
     listed = (Encoding("image", NUM_PADS, {"pixels": torch.zeros(NUM_PADS, 1)}),)
@@ -98,7 +99,7 @@ def admit(
 
 
 def merged(store: MediaStore, multimodal: Multimodal, asked: Batch) -> list[int]:
-    """For each token of a rectangle the number of the token of an image, from 1 on; 0 for text."""
+    """Return the number of the image token at each token of a rectangle, starting at 1, and 0 for text."""
     inputs = multimodal.add_to(asked).multimodal
     assert inputs is not None
     assert inputs.rows_T is not None
@@ -119,7 +120,7 @@ def test_tokens_around_an_image_are_text(requests: Requests, store: MediaStore) 
 
 
 def test_captured_inputs_have_one_form_per_phase(requests: Requests, store: MediaStore) -> None:
-    """Else there would be graphs that warm-up does not list."""
+    """Otherwise steps would need graphs that warm-up does not list."""
     multimodal = admit(requests, store, [image("one", 2, 3)])
     for phase, queries in ((PREFILL, 4), (DECODE, 2)):
         forms = set()
@@ -177,7 +178,7 @@ def test_warm_up_runs_listed_sizes_and_late_sizes_are_counted() -> None:
 
 
 def test_captured_spans_have_the_shape_of_the_rectangle(requests: Requests, store: MediaStore) -> None:
-    """The last position that each sees besides those before it, in the rectangle's shape whatever is in it."""
+    """`lasts_BQ` holds the last position that each token sees besides those before it."""
     multimodal = admit(requests, store, [image("one", 2, 3)])
     multimodal._sees_both_ways = True
     expected = {(3, 6): [[0] * 6, [0, 0, 4, 4, 4, 0]], (3, 0): [[0] * 6] * 2}
@@ -191,7 +192,7 @@ def test_captured_spans_have_the_shape_of_the_rectangle(requests: Requests, stor
 
 
 def test_first_layers_add_to_image_tokens_only() -> None:
-    """Rows of three parts: an embedding, and what each of two layers adds; rows of text hold what another left."""
+    """A row of the store has an embedding and what two layers add. Rows read for text hold leftovers."""
     target = LoadedModel.__new__(LoadedModel)
     target.media_SW = torch.tensor([[9.0, 9.0, 9.0], [1.0, 2.0, 3.0]]).repeat_interleave(WIDTH, dim=1)
     calls: list[dict[str, Any]] = []
@@ -262,7 +263,7 @@ def test_tiles_are_padded(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def test_warm_up_patches_stay_within_the_position_table(monkeypatch: pytest.MonkeyPatch) -> None:
-    """vLLM's have 8,192 rows, and an example may have more patches than that: in one strip they would not fit."""
+    """vLLM's tables have 8,192 rows. An example with more patches than that would not fit if it were a single strip."""
 
     class Tower(torch.nn.Module):
         spatial_merge_size, out_hidden_size = 2, WIDTH
@@ -291,7 +292,7 @@ def test_warm_up_patches_stay_within_the_position_table(monkeypatch: pytest.Monk
 
 @pytest.mark.parametrize(("height", "width"), [(2, 2), (4, 6), (7, 3)])
 def test_position_embeddings_are_interpolated(height: int, width: int) -> None:
-    """The table, scaled to an image; patches come in any order."""
+    """The reference scales the table to the size of the image. Patches come in any order."""
     torch.manual_seed(0)
     side = 4
     table = torch.randn(side * side, 3)
@@ -319,7 +320,8 @@ def test_crops_are_padded_as_tiles(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def test_patches_of_a_square_are_adjacent(monkeypatch: pytest.MonkeyPatch) -> None:
-    """As vLLM's projector of Mistral 3 unfolds an image; padding comes after it, and is a sequence of its own."""
+    """They come in the order in which vLLM's projector of Mistral 3 unfolds an image. Padding follows as a sequence of
+    its own."""
     size, side = 3, 2
 
     def grid(patches: list[torch.Tensor], max_width: int) -> torch.Tensor:

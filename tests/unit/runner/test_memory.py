@@ -1,4 +1,4 @@
-"""What graphs keep of a card's memory, and the option that is named where it ends."""
+"""How much memory graphs keep, and the option that an out-of-memory error names."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ GIB = 1 << 30
 
 
 class Card(Memory):
-    """Each run takes as many bytes as the test sets."""
+    """Memory of which each run takes as many bytes as the test sets."""
 
     def __init__(self, free: int) -> None:
         self.free = free
@@ -38,7 +38,7 @@ class Card(Memory):
 
 
 def config(**options: Any) -> Any:
-    """The defaults of vLLM where the user set nothing."""
+    """Return vLLM's defaults, changed by `options`."""
     values = dict(kv_cache_memory_bytes=None, num_gpu_blocks_override=None, gpu_memory_utilization=0.9)
     values |= dict(max_num_seqs=256, max_num_batched_tokens=8192) | options
     values = dict(max_logprobs=20, tensor_parallel_size=1) | values
@@ -70,7 +70,8 @@ def test_no_summary_without_memory_reports() -> None:
 
 
 def test_l30_r08_out_of_memory_error_names_the_option_to_lower() -> None:
-    """3 GiB are asked for and 1 is free; two more runs like the first are to come, and keep a GiB each: 4 of 60."""
+    """3 GiB are requested and 1 is free. Two more runs like the first will keep a GiB each, so 4 of 60 GiB are
+    missing."""
     decode = ("decodes", GIB)
     with pytest.raises(UnsupportedConfigError) as raised:
         warm_up(Card(3 * GIB), [decode, decode, ("prompt chunks", 3 * GIB), decode, decode])
@@ -82,7 +83,7 @@ def test_l30_r08_out_of_memory_error_names_the_option_to_lower() -> None:
 
 @pytest.mark.parametrize(("num_postponed", "words"), [(3, None), (4, "--gpu-memory-utilization 0.9 -> 0.88")])
 def test_refuses_if_postponed_runs_have_no_room(num_postponed: int, words: str | None) -> None:
-    """Each may keep what those of its kind did; 3 GiB are left."""
+    """Each run may keep as much as the earlier runs of its kind did. 3 GiB are free."""
     memory = warm_up(Card(5 * GIB), [("decodes", GIB), ("decodes", GIB)])
     postponed = [Job("decodes", int)] * num_postponed + [Job("a kind without any", int)]
     if words is None:

@@ -1,4 +1,4 @@
-"""What a batch's tokens do not tell where prompts hold images: embeddings at their places, and rotary positions."""
+"""Inputs of prompts with images beyond token ids: embeddings and rotary positions."""
 
 from __future__ import annotations
 
@@ -19,12 +19,12 @@ from vllm_gaudi_spec.runner.requests import Requests
 
 BEGIN, LENGTH = 2, 4
 PROMPT = [7, 8, 0, 0, 0, 0]
-"""Ends with an image of four tokens."""
+"""It ends with an image of four tokens."""
 OFFSET = -2
 
 
 class Model:
-    """Rows of an image of 2 x 2 tokens have positions of their own."""
+    """A model in which the rows of an image of 2 x 2 tokens have positions of their own."""
 
     supports_mrope = True
     _has_oov_mm_tokens = False
@@ -68,7 +68,7 @@ def test_chunk_takes_its_part_of_an_image(requests: Requests, multimodal: Multim
 
 
 def test_last_prompt_token_may_belong_to_an_image(requests: Requests, multimodal: Multimodal) -> None:
-    """It comes as a decode: where a chunk or the prefix cache leaves one token."""
+    """It comes as a decode if a chunk or the prefix cache leaves a single token."""
     inputs = found(multimodal, batch(requests, DECODE, 1, {"image": 1}, computed=5))
     assert torch.cat(inputs.embeddings)[:, 0].tolist() == [13]
     assert inputs.is_media_T is not None

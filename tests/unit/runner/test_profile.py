@@ -1,4 +1,4 @@
-"""Which runs of warm-up the profile run takes, and what becomes of their peaks. The emulated Gaudi's tests measure."""
+"""Which warm-up jobs the profile run measures, and how it uses their peaks. The emulated Gaudi measures real ones."""
 
 from __future__ import annotations
 
@@ -43,7 +43,7 @@ class Measuring(Memory):
 
 @pytest.fixture
 def runner(monkeypatch: pytest.MonkeyPatch) -> Any:
-    """Its steps change it, and need what `peaks` has."""
+    """Return a runner that steps change, and whose jobs need the memory in `peaks`."""
 
     def peaks(runner: Any, *configs: object) -> dict[str, int]:
         runner.kv_cache = configs
@@ -91,7 +91,7 @@ def test_no_profile_run_without_peak_measurement(runner: Any) -> None:
 
 @pytest.mark.parametrize("method", ["draft_model", STANDARD, RETOKENIZE, "ngram_gpu"])
 def test_device_drafter_is_profiled(method: str, tmp_path: Path) -> None:
-    """And what a rule gathers of its distributions, in the largest sampling pass."""
+    """So are the distributions that a rule gathers in the largest sampling pass."""
     engine = SmallEngine(Variant(method, num_blocks=ROOMY, backend=CompilingBackend), tmp_path)
     runner, gathered = engine.runner, list[int]()
     layers = runner.target.layer_names
@@ -112,7 +112,7 @@ def test_device_drafter_is_profiled(method: str, tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("method", ["ngram", "custom_class"])
 def test_host_drafter_is_not_profiled(method: str, tmp_path: Path) -> None:
-    """It takes none of the device's memory, and a class of the user's is made once."""
+    """It uses no device memory, and a user's class must not be created twice."""
     runner = SmallEngine(Variant(method, num_blocks=ROOMY, backend=CompilingBackend), tmp_path).runner
     with torch.inference_mode():
         runner.initialize_kv_cache(

@@ -1,4 +1,4 @@
-"""Prompts of embeddings: which rows a batch takes, and where."""
+"""Prompts of embeddings: which rows a batch takes, and where they go."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ def embeds() -> PromptEmbeds:
 
 @pytest.fixture
 def requests() -> Requests:
-    """One of embeddings, one of text, and one of both."""
+    """Return requests with embeddings, with text, and with both."""
     made = Requests(HostBackend(), max_rows=3, max_len=64, block_sizes=[16], max_context=64, seed=0)  # type: ignore[arg-type]
     all_embeds = replace(new_request("embeds", [0], [4]), prompt_token_ids=None, prompt_embeds=ROWS_LH.double())
     both = replace(
@@ -80,7 +80,7 @@ def test_last_prompt_embedding_may_come_as_a_decode(requests: Requests, embeds: 
 
 
 def test_no_embeddings_after_the_prompt(requests: Requests, embeds: PromptEmbeds) -> None:
-    """Nor are drafts, nor the outputs of a resumed request."""
+    """Drafts and the outputs of a resumed request have none either."""
     assert embeds.add_to(batch(requests, DECODE, 3, {"embeds": 3}, computed=6, name="embeds")).multimodal is None
     found = embeds.add_to(batch(requests, PREFILL, 4, {"embeds": 4}, computed=4, name="embeds")).multimodal
     assert found is not None
@@ -124,7 +124,7 @@ def test_model_class_without_inputs_embeds_is_refused() -> None:
 
 
 def test_model_with_per_layer_embeddings_is_refused() -> None:
-    """Gemma 3n and 4: without tokens vLLM leaves them out, for all that share the batch."""
+    """In Gemma 3n and 4, vLLM would leave these embeddings out for all requests of the batch."""
     config = SimpleNamespace(**vars(CONFIG) | dict(hf_text_config=SimpleNamespace(hidden_size_per_layer_input=8)))
     with pytest.raises(UnsupportedConfigError, match=r"of their own.*leave out --enable-prompt-embeds"):
         PromptEmbeds(config, model(lambda input_ids, positions, inputs_embeds: None), HostBackend())  # type: ignore[arg-type]

@@ -38,7 +38,7 @@ from tests.support.small_engine import (
 )
 
 MOST_REQUESTS = 2 * MAX_ROWS
-"""At a time: some have to wait."""
+"""Most requests at a time, of which some have to wait."""
 
 KINDS: list[dict[str, Any]] = [
     dict(temperature=0),
@@ -54,11 +54,11 @@ KINDS: list[dict[str, Any]] = [
 ]
 UNKNOWN = KINDS[-1]
 PLAIN = [{"temperature": 0}, {"temperature": 1.0, "seed": 1}]
-"""Those that a drafter of one mind with the target drafts for without a mistake."""
+"""Parameters for which a drafter that agrees with the target never makes a mistake."""
 
 
 def asked(place: int) -> tuple[list[int], SamplingParams]:
-    """Prompt and parameters of one request out of a fixed list. Two thirds begin as others do."""
+    """Return prompt and parameters of a request from a fixed list. Two thirds share their beginning with others."""
     rng = random.Random(place)
     begin = random.Random(place % 3).choices(range(2, VOCAB), k=rng.randint(0, 24)) if place % 3 else []
     prompt = [*begin, *rng.choices(range(2, VOCAB), k=rng.randint(1, 20))]
@@ -69,7 +69,7 @@ NUM_ASKED = 40
 
 
 def turn(place: int) -> tuple[list[int], SamplingParams]:
-    """An input of a session, one out of a fixed list, whose answer `greedy_text` knows."""
+    """Return a session input from a fixed list, whose answer `greedy_text` can compute."""
     rng = random.Random(place)
     prompt = rng.choices(range(2, VOCAB), k=rng.choice([1, 4, 9, 30]))
     stop = FAVORITES[:2] if place % 2 else []
@@ -77,7 +77,7 @@ def turn(place: int) -> tuple[list[int], SamplingParams]:
 
 
 def answers_alone(turns: list[int]) -> Iterator[tuple[list[int], FinishReason]]:
-    """Of a session's turns, as requests of their own: each starts after all tokens before it but the last."""
+    """Return a session's answers, computed as requests that start after all earlier tokens but the last."""
     text: list[int] = []
     has_failed = False
     for place in turns:
@@ -97,7 +97,7 @@ def answers_alone(turns: list[int]) -> Iterator[tuple[list[int], FinishReason]]:
 
 @pytest.fixture(scope="module", autouse=True)
 def one_thread() -> Iterator[None]:
-    """These tensors are small."""
+    """Use one thread, since the tensors are small."""
     before = torch.get_num_threads()
     torch.set_num_threads(1)
     yield
@@ -143,9 +143,9 @@ class Schedules(RuleBasedStateMachine):
         self.places: dict[str, int] = {}
         self.aborted: set[str] = set()
         self.turns: dict[str, list[int]] = {}
-        """Of each session."""
+        """Number of turns of each session."""
         self.session: str | None = None
-        """The one whose inputs have not ended."""
+        """The session that still gets inputs."""
 
     @precondition(lambda self: len(self.engine.running) < MOST_REQUESTS)
     @rule(place=st.integers(0, NUM_ASKED - 1))
@@ -166,7 +166,7 @@ class Schedules(RuleBasedStateMachine):
     @precondition(lambda self: self.session is not None)
     @rule()
     def end_inputs(self) -> None:
-        """A front end sends it after an error too, and not once the session is aborted."""
+        """Close a session. A front end also does so after an error, but not after an abort."""
         if self.session is not None:
             self.engine.end_inputs(self.session)
         self.session = None
@@ -250,13 +250,13 @@ def test_random_schedules(variant: Variant, folder: Path) -> None:
 @pytest.mark.slow
 @pytest.mark.parametrize("variant", VARIANTS, ids=str)
 def test_many_random_schedules(variant: Variant, folder: Path) -> None:
-    """Other ones each time; a failure prints how to repeat it."""
+    """Schedules differ in every run. A failure prints how to repeat it."""
     explore(variant, folder, max_examples=400, stateful_step_count=60, print_blob=True)
 
 
 @pytest.mark.parametrize("variant", VARIANTS, ids=str)
 def test_h10_h11_known_schedule_preempts_and_verifies(variant: Variant, folder: Path) -> None:
-    """A schedule that is known to preempt and to verify drafts: what the random ones are made of does happen."""
+    """Random schedules consist of such events, so this shows that they occur."""
     engine = SmallEngine(variant, folder)
     for place in range(NUM_ASKED):
         engine.add(f"{place}", *asked(place))
@@ -273,13 +273,13 @@ def test_h10_h11_known_schedule_preempts_and_verifies(variant: Variant, folder: 
 
 @pytest.mark.parametrize("variant", VARIANTS, ids=str)
 def test_more_sessions_than_rows(variant: Variant, folder: Path) -> None:
-    """More of them than rows, and others between their turns. Some outgrow the model while all rows are taken."""
+    """Other requests run between their turns. Some sessions outgrow the model while all rows are taken."""
     take_turns(replace(variant, num_blocks=ROOMY), folder, random.Random(0), 60)
 
 
 @pytest.mark.parametrize("variant", VARIANTS, ids=str)
 def test_sessions_with_scarce_kv_make_progress(variant: Variant, folder: Path) -> None:
-    """With vLLM's scheduler alone most such engines never end."""
+    """With vLLM's own scheduler most of these engines never finish."""
     take_turns(replace(variant, num_blocks=SCARCE), folder, random.Random(2), 60)
 
 
@@ -310,8 +310,8 @@ def take_turns(variant: Variant, folder: Path, rng: random.Random, count: int) -
 
 @pytest.mark.parametrize("variant", [v for v in VARIANTS if v.method == "draft_model"], ids=str)
 def test_drafts_equal_to_the_target_are_always_accepted(variant: Variant, folder: Path) -> None:
-    """Its KV follows rows through blocks that others read before them, chunks and preemptions; a draft that is rejected
-    was made of something else than the row's text."""
+    """The drafter's KV follows rows through shared blocks, chunks and preemptions. A rejected draft would mean that it
+    was made from something other than the row's text."""
     engine, rng = SmallEngine(variant, folder), random.Random(0)
     for index in range(40):
         prompt, _ = asked(rng.randrange(NUM_ASKED))

@@ -1,4 +1,4 @@
-"""A call of vLLM's that workers refuse leaves the engine as it was."""
+"""A call by vLLM that workers refuse leaves the engine unchanged."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ def paused_engine() -> Any:
 
 
 def test_engine_continues_after_refused_release_of_kv_memory() -> None:
-    """vLLM takes the memory for released, and an engine that is not whole schedules nothing."""
+    """vLLM would believe that the memory was released, and such an engine schedules nothing."""
     engine = paused_engine()
     with pytest.raises(UnsupportedConfigError, match="Sleep mode is not supported"):
         engine.release_kv_cache_memory()
@@ -38,7 +38,7 @@ def test_engine_continues_after_refused_release_of_kv_memory() -> None:
 
 
 def test_refusal_of_sleep_says_that_requests_wait() -> None:
-    """vLLM pauses an engine before it asks the workers, so after the refusal a client would wait for ever."""
+    """vLLM pauses the engine before it asks the workers, so clients would wait forever after the refusal."""
     engine = paused_engine()
     engine.scheduler.set_pause_state(PauseState.UNPAUSED)
     engine.scheduler.finish_requests = lambda *of_all: None

@@ -1,4 +1,4 @@
-"""When a step's tokens and drafts leave for the host: seen by a device that writes down what it is asked."""
+"""When a step sends tokens and drafts to the host, as recorded by a device."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ COPY, DRAFT = "copy", "draft"
 
 
 def record_copies(memory: Any) -> list[str]:
-    """Copies of this memory are made when they are started."""
+    """Record the copies of a memory that makes them when they are started."""
     events: list[str] = []
     download = memory.download
 
@@ -47,7 +47,7 @@ def engine_of(backend: type[HostBackend], folder: Path, *, overlap: bool) -> Any
 
 
 def drafted_in(events: list[str]) -> list[tuple[str, str]]:
-    """Steps that drafted: what was done first and second. A step has one copy, and drafts once or not at all."""
+    """Return, for each step that drafted, what it did first and second. A step copies once, and drafts at most once."""
     first = events[0]
     steps = [place for place, event in enumerate(events) if event == first]
     parts = [events[begin:end] for begin, end in zip(steps, [*steps[1:], len(events)], strict=True)]
@@ -84,7 +84,7 @@ def test_sync_scheduling_sends_drafts_with_tokens(backend: type[HostBackend], tm
 
 @EVERY_KIND
 def test_grammar_requests_get_drafts_with_tokens(backend: type[HostBackend], tmp_path: Path) -> None:
-    """Only in steps with a request that has one: two requests, of which one gets a grammar after a while."""
+    """Only steps with such a request send both: here one of two requests has a grammar."""
     engine = engine_of(backend, tmp_path, overlap=True)
     for _ in range(4):
         engine.step()

@@ -1,4 +1,4 @@
-"""The rows of running requests: who holds which, what it contains, and that nobody's trace stays behind."""
+"""The rows of running requests: which request has which row, and that nothing of an ended request is left in it."""
 
 from __future__ import annotations
 
@@ -209,7 +209,7 @@ def flat_requests(block_sizes: list[int]) -> Requests:
 
 
 def admitted(requests: Requests, blocks: dict[str, tuple[list[int], ...]]) -> np.ndarray:
-    """Rows of a batch: the last admitted first, then one that is padding."""
+    """Return rows of a batch: the last admitted first, then one of padding."""
     new = []
     for name, ids in blocks.items():
         record = new_request(name, [1, 2], [])
@@ -220,7 +220,7 @@ def admitted(requests: Requests, blocks: dict[str, tuple[list[int], ...]]) -> np
 
 
 def entries(flat_3N: np.ndarray) -> list[tuple[int, ...]]:
-    """Block, row and index of each."""
+    """Return block, row and index of each entry."""
     assert flat_3N.dtype == np.int32
     return [tuple(entry) for entry in flat_3N.T.tolist()]
 
@@ -239,7 +239,8 @@ def test_decode_lists_blocks_of_each_row_once_in_order() -> None:
 
 
 def test_blocks_after_the_end_of_a_row_are_not_listed() -> None:
-    """The scheduler may have given more than this step reads; and what was not given cannot be listed."""
+    """The scheduler may have allocated more blocks than this step reads. Blocks that are not allocated cannot be
+    listed."""
     requests = flat_requests([16])
     rows_np = admitted(requests, {"a": ([4, 9, 5],), "b": ([7],)})
     (flat,) = requests.decode_blocks(rows_np, [200, 16], 4).flat
@@ -255,8 +256,8 @@ def test_null_blocks_of_a_sliding_window_are_not_listed() -> None:
 
 @pytest.mark.parametrize("in_flight", [0, 6])
 def test_blocks_outside_the_window_are_not_listed(in_flight: int) -> None:
-    """A running request keeps its old blocks in the table, whoever has them by now. The host's word of its length may
-    be too high by what is in flight."""
+    """A running request keeps its old blocks in the table even if they were reused. The host's count of its tokens may
+    be too high by `in_flight`."""
     backend: Any = FlatBackend()
     requests = Requests(
         backend,
@@ -291,7 +292,7 @@ def test_each_block_size_has_its_own_list() -> None:
 
 @pytest.mark.parametrize("seed", range(20))
 def test_block_lists_agree_with_block_tables(seed: int) -> None:
-    """The blocks that a row's tokens are in, as its table has them."""
+    """Both name the blocks that hold a row's tokens."""
     rng = random.Random(seed)
     requests, free = flat_requests([16, 32]), list(range(1, 200))
     rng.shuffle(free)
@@ -318,7 +319,7 @@ def test_decode_has_only_tables_without_flat_decode(requests: Requests) -> None:
 
 
 def test_every_rank_reports_ended_requests_in_the_same_order() -> None:
-    """A set of names has another order in each process; a drafter on the host remembers who ended last."""
+    """The order of a set of strings differs between processes, and a drafter on the host depends on the order."""
     names = [f"request {index}" for index in range(40)]
     requests = Requests(HostBackend(), max_rows=40, max_len=64, block_sizes=[16], max_context=64, seed=0)  # type: ignore[arg-type]
     new = [new_request(name, [1, 2], [1 + index]) for index, name in enumerate(names)]
@@ -328,7 +329,7 @@ def test_every_rank_reports_ended_requests_in_the_same_order() -> None:
 
 
 def test_encoder_rows_have_consecutive_blocks() -> None:
-    """Where no KV is kept, as for encoders; the scheduler gives such requests no blocks."""
+    """Encoders keep no KV, so the scheduler gives their requests no blocks."""
     requests = Requests(
         HostBackend(),  # type: ignore[arg-type]
         max_rows=3,

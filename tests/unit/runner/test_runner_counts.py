@@ -1,4 +1,4 @@
-"""What a runner counts, and says of its rows, while vLLM's scheduler plays with it."""
+"""What a runner counts and reports about its rows, driven by vLLM's scheduler."""
 
 from __future__ import annotations
 
@@ -40,7 +40,7 @@ def test_last_empty_step_reports_compiled_graphs(overlap: bool, tmp_path: Path) 
 @BOTH
 @pytest.mark.parametrize("v2", [False, True], ids=["V1", "V2"])
 def test_first_sampled_token_is_reported_as_a_start(v2: bool, overlap: bool, tmp_path: Path) -> None:
-    """Once for each time that it is admitted: the engine checks that it is the row's first token."""
+    """It is reported once per admission. The engine checks that it is the first token of the row."""
     engine: Any = SmallEngine(Variant(method(overlap), overlap=overlap, v2=v2, num_blocks=ROOMY), tmp_path)
     started: Counter[str] = Counter()
     observe = engine._observe_tokens
@@ -70,7 +70,7 @@ def test_first_sampled_token_is_reported_as_a_start(v2: bool, overlap: bool, tmp
 def test_unrequested_logprobs_are_not_downloaded(
     backend: type[HostBackend], wants: dict[str, Any], tmp_path: Path
 ) -> None:
-    """A full branch computes them, for a penalty or a grammar: only steps of those who ask take them to the host."""
+    """A full branch computes them for a penalty or a grammar. Only steps with requests that ask for them copy them."""
     engine: Any = SmallEngine(Variant("ngram", num_blocks=ROOMY, backend=backend), tmp_path)
     memory = engine.runner.backend.memory
     download, sizes = memory.download, list[int]()

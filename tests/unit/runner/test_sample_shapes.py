@@ -1,4 +1,4 @@
-"""Shapes of sampling passes: few where each is a graph, and whatever a step needs is one of them."""
+"""Shapes of sampling passes: there are few where each costs a graph, and every step needs a listed one."""
 
 from __future__ import annotations
 
@@ -76,7 +76,7 @@ def test_sampling_has_few_graphs_on_a_gaudi(rectangles: bool, max_logprobs: int)
 
 
 def test_every_report_without_logprobs_is_listed() -> None:
-    """A step that computed some for nobody leaves them out of its report."""
+    """A step that computed logprobs that nobody asked for leaves them out of its report."""
     for rectangles, max_logprobs in ((False, 20), (True, 20), (False, 100), (True, 100)):
         found, sampling = sample_shapes(256, 8192, 3, rectangles=rectangles, max_logprobs=max_logprobs)
         every = list(found.every(sampling.branches()))

@@ -1,4 +1,4 @@
-"""From the scheduler's output to rectangles."""
+"""Planning of batches from the scheduler's output."""
 
 from __future__ import annotations
 
@@ -50,7 +50,7 @@ def plan(
 
 
 def test_context_is_that_of_the_longest_row() -> None:
-    """The context is that of the row with the most tokens: no row has the tokens of one and the chunk of the other."""
+    """No row has both the context of one request and the chunk of another."""
     two = shapes(max_num_seqs=2, max_tokens=1024, max_len=2000, exact=False, prefill_rows=(1, 2))
     requests = Requests(
         HostBackend(), max_rows=2, max_len=two.max_context + 1, block_sizes=[16], max_context=two.max_context, seed=0
@@ -107,7 +107,7 @@ def test_chunks_are_split_where_padding_is_computed(requests: Requests) -> None:
 
 
 def test_last_token_after_a_chunk_is_a_decode(requests: Requests, small: Shapes) -> None:
-    """That last token is a decode: it must start where the chunk ended, not where the request was admitted."""
+    """It must start where the chunk ended, not where the request was admitted."""
     first = step({"a": 24}, new=[new_request("a", list(range(100, 125)), [7, 9])])
     requests.apply(first)
     (chunk,) = batches_of(first, requests, small, {})
@@ -123,7 +123,8 @@ def test_last_token_after_a_chunk_is_a_decode(requests: Requests, small: Shapes)
 
 
 def test_inputs_of_a_padded_rectangle(requests: Requests, small: Shapes) -> None:
-    """Chunk 16..19 of a prompt: real tokens go to their blocks, padding is token 0 at position 0 in the pad block."""
+    """The chunk covers positions 16 to 19. Real tokens go to their blocks; padding is token 0 at position 0 in the pad
+    block."""
     scheduled = step({"a": 4}, new=[new_request("a", list(range(100, 125)), [7, 9], num_computed=16)])
     requests.apply(scheduled)
     (batch,) = batches_of(scheduled, requests, small, {})
@@ -157,7 +158,7 @@ def test_a25_pad_rows_touch_only_the_pad_block(requests: Requests, small: Shapes
 
 
 def drafting() -> tuple[Requests, Shapes]:
-    """Three requests that wait to decode from position 3 on; "a" has two drafts, "b" three, "c" none."""
+    """Return three requests that decode from position 3 on: "a" has two drafts, "b" three, and "c" none."""
     wide = shapes(max_num_seqs=4, max_tokens=64, max_len=96, drafts=3)
     backend = HostBackend()
     requests = Requests(
@@ -198,7 +199,7 @@ def test_step_without_drafts_has_one_query() -> None:
 
 
 def test_placeholders_of_a_new_request_are_not_drafts(requests: Requests) -> None:
-    """vLLM schedules 1 + k places for a request that was admitted with one token left."""
+    """vLLM schedules 1 + k positions for a request admitted with a single token left."""
     wide = shapes(max_num_seqs=4, max_tokens=64, max_len=96, drafts=3)
     new = new_request("c", list(range(17)), [5, 6], num_computed=16)
     assert plan(requests, wide, step({"c": 4}, new=[new]), {"c": 3}) == [("decode", ["c"], [1], [True])]

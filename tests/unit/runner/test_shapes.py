@@ -1,4 +1,4 @@
-"""The list of shapes is closed: whatever a scheduler may ask for is in it, and small."""
+"""The list of shapes is closed and small: it holds every shape that a scheduler may request."""
 
 from __future__ import annotations
 
@@ -161,7 +161,7 @@ def test_chunks_of_many_prompts_fill_a_captured_step() -> None:
 
 
 def test_single_prompt_shapes_are_warmed_up_first() -> None:
-    """While graphs are made in the background it would be padded to all of it."""
+    """Otherwise background warm-up would pad a single prompt to the rectangle of many."""
     chosen = shapes(prefill_buckets=(64, 512), prefill_rows=(1, 2, 4, 8), max_tokens=4096, max_len=512, captures=True)
     jobs = [Job("prompt chunks", list, (shape,), shape.tokens, size=shape) for shape in chosen.prefills()]
     runner: Any = SimpleNamespace(shapes=chosen)
@@ -180,7 +180,7 @@ def test_device_limit_on_drafts_is_enforced() -> None:
 @pytest.mark.parametrize("drafts", [0, 5])
 @pytest.mark.parametrize("max_len", [16, 100, 1024])
 def test_r07_every_flat_decode_is_listed(max_len: int, drafts: int, strategy: str) -> None:
-    """Whatever lengths rows have together: all of one block, all as long as can be, anything between."""
+    """Rows may have any lengths: all of one block, all of the maximum length, or anything between."""
     chosen = shapes(17, 300, max_len, exact=False, drafts=drafts, flat=True, bucket_strategy=strategy)
     listed, rng = set(chosen.all()), random.Random(0)
     longest = max_len + drafts  # a verify step's padding may stand behind the last position
@@ -203,7 +203,7 @@ def test_flat_decode_shape_follows_the_total_blocks() -> None:
 
 
 def test_unreachable_flat_decodes_are_not_listed() -> None:
-    """Eight rows have eight blocks at least, and one row has at most those of the longest context."""
+    """Eight rows have at least eight blocks, and one row has at most those of the longest context."""
     chosen = shapes(max_num_seqs=16, max_len=128, exact=False, flat=True)
     found = {(shape.rows, shape.context) for shape in chosen.all() if shape.phase == DECODE}
     reachable = {
@@ -223,7 +223,7 @@ def test_number_of_drafts_does_not_multiply_flat_decode_shapes() -> None:
 
 
 def test_r05_block_buckets_are_bounded_by_memory() -> None:
-    """256 sequences of 128k tokens would list 262,144 blocks, 86 GB of keys and values a layer, of 1,000 that exist."""
+    """Otherwise 256 sequences of 128k tokens would list 262,144 blocks, 86 GB of KV per layer, where 1,000 exist."""
     chosen = shapes(max_num_seqs=256, max_len=16 * 1024, exact=False, flat=True, num_blocks=1000)
     assert chosen.entries[-1] == 3 * 1000
     everything = shapes(max_num_seqs=4, max_len=160, exact=False, flat=True, num_blocks=1000)
@@ -260,7 +260,7 @@ def test_lockstep_ranks_run_prompt_chunks_one_by_one() -> None:
 
 @pytest.mark.parametrize("flat", [False, True])
 def test_decodes_widened_for_other_ranks_are_listed(flat: bool) -> None:
-    """Also of fewer blocks than so many rows would have."""
+    """This includes decodes with fewer blocks than that many rows would have."""
     chosen = shapes(max_num_seqs=9, max_len=200, flat=flat, drafts=2)
     listed = set(chosen.all())
     for num_rows in chosen.decode_rows:

@@ -1,4 +1,4 @@
-"""A step's results reach the host in one copy and in vLLM's own records."""
+"""A step's results reach the host in one copy, as vLLM's own records."""
 
 from __future__ import annotations
 
@@ -64,7 +64,7 @@ def test_ragged_tokens_are_read_in_one_copy() -> None:
 
 
 def test_sent_step_stays_on_the_device() -> None:
-    """Warm-up sends a step twice, and graphs take what is on the device."""
+    """Warm-up sends a step twice, and graphs read the tensors on the device."""
     verification = Verification(torch.tensor([[5]], dtype=torch.int32), torch.tensor([1]).int())
     drafts = Drafts(torch.tensor([[6]], dtype=torch.int32), torch.tensor([1]).int())
     sent = StepResult([request("a")], verification, drafts=drafts)
@@ -83,7 +83,8 @@ def test_step_without_samples_reads_nothing() -> None:
 
 
 def test_each_request_gets_its_requested_logprobs() -> None:
-    """One wants the three likeliest, one named two tokens, one wants nothing, in one batch of Q = 2."""
+    """In one batch with Q = 2, one request wants the three likeliest tokens, one named two tokens, and one wants
+    nothing."""
     backend = HostBackend()
     top, named, none = request("t", logprobs=3), request("n", logprob_token_ids=[1, 2]), request("x")
     tokens = torch.tensor([[5, 6], [7, 8], [9, 0]], dtype=torch.int32)
@@ -134,7 +135,7 @@ def same(found: LogprobsTensors | None, expected: LogprobsTensors) -> bool:
 def test_prompt_logprobs_are_reported_when_the_prompt_ends(
     device: type[HostBackend], chunk: int, overlap: bool
 ) -> None:
-    """Two requests that want different numbers, one that wants none; chunks that are cut into slices."""
+    """Two requests want different numbers and one wants none. Chunks are cut into slices."""
     backend = device()
     listed = shapes(max_num_seqs=4, max_tokens=512, max_len=512, prefill_rows=(1, 2, 4))
     requests = Requests(backend, max_rows=4, max_len=600, block_sizes=[16], max_context=listed.max_context, seed=0)  # type: ignore[arg-type]
@@ -205,7 +206,7 @@ def test_vllm_serializes_sampled_logprobs(num_tokens: int, count: int) -> None:
 @pytest.mark.parametrize("pieces", [(1,), (2,), (3,), (3, 1), (1, 1, 1)])
 @pytest.mark.parametrize("count", [0, 1, 2, 3])
 def test_vllm_serializes_prompt_logprobs(pieces: tuple[int, ...], count: int) -> None:
-    """One scored token leaves a rank whose stride is that of the table it is cut from."""
+    """The rank of a single scored token has the stride of the table it was cut from."""
     tables = [torch.arange(4 * 9, dtype=torch.int32).view(4, 9) + 100 * index for index in range(len(pieces))]
     scores = [
         PromptScores(wait=lambda table=table: table, num_tokens=num_tokens, num_computed=3, num_requested=count)  # type: ignore[misc]
@@ -236,7 +237,7 @@ def test_vllm_serializes_pooled_columns(size: int) -> None:
 
 
 def test_preempted_request_does_not_score_its_prompt_again() -> None:
-    """The user has them; outputs are prefilled beside the prompt."""
+    """The user already has the scores, and outputs are prefilled together with the prompt."""
     backend, listed = HostBackend(), shapes(max_num_seqs=4, max_tokens=64, max_len=64)
     requests = Requests(backend, max_rows=4, max_len=100, block_sizes=[16], max_context=listed.max_context, seed=0)  # type: ignore[arg-type]
     sampling = Sampling(backend, max_rows=4, vocab_size=VOCAB, max_logprobs=5, logprobs_mode="raw_logprobs")  # type: ignore[arg-type]

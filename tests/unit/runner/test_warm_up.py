@@ -1,4 +1,4 @@
-"""Warm-up's jobs are the manifest: each makes the signatures that it lists, and a bound leaves out some of them."""
+"""Warm-up jobs make the signatures that they list, and `warmup_tokens` leaves out some of them."""
 
 from __future__ import annotations
 
@@ -15,11 +15,11 @@ from vllm_gaudi_spec.runner.warmup import jobs, manifest, should_run
 
 METHODS = (None, "ngram", "ngram_gpu", "draft_model", RETOKENIZE)
 USUAL_BRANCHES = 40
-"""Of thousands that a device may run which does not compile: sampling passes differ in nothing else."""
+"""A few of the thousands of branches of a device that does not compile. Sampling passes differ in nothing else."""
 
 
 def some(found: list[Job]) -> list[Job]:
-    """All jobs but sampling passes, and of those a few that are spread evenly."""
+    """Return all jobs except sampling passes, and an even selection of those."""
     passes = [job for job in found if job.kind == "sampling passes"]
     return [job for job in found if job.kind != "sampling passes"] + passes[:: -(-len(passes) // USUAL_BRANCHES)]
 

@@ -1,4 +1,4 @@
-"""How a worker's process ends."""
+"""How a worker process exits."""
 
 from __future__ import annotations
 
