@@ -124,7 +124,7 @@ REFUSED: dict[str, tuple[dict[str, Any], dict[str, Any], str]] = {
         {},
         "disable_padded_drafter_batch is not supported, since all rows of a batch draft in one shape",
     ),
-    "more drafts than the attention takes": (NGRAM | dict(num_speculative_tokens=16), {}, "at most 15 drafts a step"),
+    "more drafts than the attention takes": (NGRAM | dict(num_speculative_tokens=16), {}, "at most 15 drafts per step"),
     "dflash": (dict(method="dflash", num_speculative_tokens=3), {}, "Speculative method dflash is not supported yet"),
     "extract_hidden_states": (
         dict(

@@ -114,7 +114,7 @@ class Packed(NamedTuple):
     @classmethod
     def from_counts(cls, num_real_B: torch.Tensor, num_queries: int) -> Packed | None:
         """None where all tokens are real, or, as in warm-up, none is."""
-        # The host has these tensors, and a sum of a list is a tenth of what the index costs.
+        # These tensors are on the host, where summing a list costs a tenth of computing the index.
         if sum(num_real_B.tolist()) in (0, len(num_real_B) * num_queries):
             return None
         offsets_Q = torch.arange(num_queries, dtype=torch.int32)
@@ -288,7 +288,7 @@ class MultimodalInputs(NamedTuple):
     def compute_rotary(self, positions_T: torch.Tensor) -> torch.Tensor | None:
         if self.offset_B is None:
             return self.rotary_DT
-        # Padding has position 0, and tables of rotary embeddings begin there.
+        # Padding has position 0, where tables of rotary embeddings begin.
         return (positions_T.view(len(self.offset_B), -1) + self.offset_B[:, None]).flatten().clamp(min=0)
 
     def pack(self, index_T: torch.Tensor) -> MultimodalInputs:

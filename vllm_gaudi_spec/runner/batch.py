@@ -168,7 +168,7 @@ def plan_batches(
         if request.num_computed >= len(request.all_token_ids):
             running.append(request)
             continue
-        # One that was just admitted may have placeholders of drafts, which are padding.
+        # A newly admitted request may have placeholders for drafts, which are padding.
         num_tokens = min(num_tokens, len(request.all_token_ids) - request.num_computed)
         if groups and _fits(groups[-1], request, num_tokens, shapes):
             groups[-1].append((request, num_tokens))

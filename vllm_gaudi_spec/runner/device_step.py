@@ -54,7 +54,7 @@ class DeviceStep:
         self._custom = custom
         graph = backend.graphs.graph
         self.forward = graph(self._forward)
-        # Processors of a user's may do anything on the host.
+        # Custom processors may do anything on the host, so they cannot be captured.
         self.finish = self._finish if custom is not None else graph(self._finish)
         self.drafts = graph(self._drafts)
 
@@ -86,7 +86,7 @@ class DeviceStep:
             call = target.states.call(rows.rows_B, *located, queries, is_prompt=phase != DECODE)
             inputs = replace(inputs, states=call)
         self._hidden_states.put(phase, queries, rows.rows_B, located, target.forward(inputs))
-        # `finish` advances rows that sample; this is for prompts that go on in a later step.
+        # `finish` advances rows that sample. This is for prompts that continue in a later step.
         requests.set_computed(rows.rows_B, located.starts_B + located.num_real_B)
         return step.copy_header() if self._hands_on_rows and phase == DECODE else None
 

@@ -27,7 +27,7 @@ class KVCache:
         """Each layer's KV cache."""
         self._copy_blocks = backend.memory.make_block_copier(self.by_layer)
         self.num_blocks = kv_cache_config.num_blocks
-        # Layers share one allocation, whose size each of them has.
+        # All layers share one allocation, and each reports its whole size.
         self.num_bytes = max((tensor.size for tensor in kv_cache_config.kv_cache_tensors), default=0)
         self.layer_groups = [list(group.layer_names) for group in kv_cache_config.kv_cache_groups]
         specs = [_layer_spec(group.kv_cache_spec) for group in kv_cache_config.kv_cache_groups]
@@ -37,7 +37,7 @@ class KVCache:
 
     def apply(self, scheduled: SchedulerOutput) -> None:
         """Copy blocks before the step reads or writes any."""
-        # vLLM requests cleared blocks only for layers with a state, and such layers are refused.
+        # vLLM asks to zero blocks only for layers that keep a state in them, and such layers are refused.
         assert not scheduled.new_block_ids_to_zero
         if copies := scheduled.kv_cache_block_copies:
             self._copy_blocks([(copy.src_block_id, copy.dst_block_id) for copy in copies])
@@ -54,7 +54,7 @@ def single_forward_config(specs: dict[str, FullAttentionSpec], *, max_tokens: in
     same memory, with room for the largest forward and the pad block.
     """
     (spec,) = set(specs.values())
-    # A row's last block may hold a single token.
+    # The last block of each row may hold a single token.
     num_blocks = 1 + max_tokens // spec.block_size + max_rows
     size = num_blocks * spec.page_size_bytes
     return KVCacheConfig(

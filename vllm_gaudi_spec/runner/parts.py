@@ -70,7 +70,7 @@ class RunnerParts:
         self.encoders: Encoders | None = None
         if self.vllm_config.model_config.supports_multimodal_inputs and self.backend.traits.captures:
             self.encoders = Encoders(self.vllm_config, self.target.model)
-        if self.vllm_config.lora_config is not None:  # last: a head shares the target's layers without adapters
+        if self.vllm_config.lora_config is not None:  # last, since a head shares the target's layers without adapters
             self.target.adapters = Adapters(self.vllm_config, self.target.model, self.backend)
 
     def save_measurements(self) -> None:
@@ -141,7 +141,7 @@ class RunnerParts:
         device = self.backend.traits.torch_device
         self.target.bind_kv(self.kv_cache.by_layer, self.kv_cache.layer_groups)
         self.target.make_states(self.max_rows + 1, self.num_snapshots, num_pending(self.num_drafts), device)
-        # A drafter that counts positions of its own has a `DrafterKVRegion`, which binds it.
+        # The KV of a drafter with positions of its own is bound by its `DrafterKVRegion`.
         if self.drafter is not None and not (self.speculation and self.speculation.retokenizes):
             self.drafter.bind_kv(self.kv_cache.by_layer, self.kv_cache.layer_groups)
         self.requests = Requests(
@@ -185,7 +185,7 @@ class RunnerParts:
         if self.num_snapshots and target.states is not None:
             found.append(SnapshotRows(target.states, self.requests, self.backend))
         if ranks_in_step(self.vllm_config) > 1:
-            # One decode, and at most a chunk of each request.
+            # One decode, and at most one chunk per request.
             found.append(DataParallelLockstep(self.shapes, max_forwards=1 + self.max_rows))
         found += [target.adapters, self.pooling, self.custom]
         self.extensions = [extension for extension in found if extension is not None]
@@ -203,7 +203,7 @@ class RunnerParts:
         self.sample_shapes = SampleShapes(
             self.shapes,
             max_rows=self.max_rows,
-            # Custom processors may do anything on the host, so they are not captured, and index logits by row.
+            # Custom processors are not captured, as they may do anything on the host, and they index logits by row.
             lists=self.backend.traits.compiles and self.custom is None,
             needs_rectangle=partial(needs_rectangle, self.speculation),
         )

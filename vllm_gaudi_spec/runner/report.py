@@ -115,7 +115,7 @@ class Report(AsyncModelRunnerOutput):
 
     def __init__(self, sent: StepResult, wait: Wait | None) -> None:
         """`wait` returns all tensors of `sent` as one on the host; None if there are none."""
-        self._sent = sent  # on the device; the host may add to it until `get_output` is called
+        self._sent = sent  # tensors are on the device; other fields may be set until `get_output` is called
         self._wait = wait
         self.step: StepResult | None = None
         """The step on the host; None until `get_output` was called."""
@@ -127,7 +127,7 @@ class Report(AsyncModelRunnerOutput):
         if self._wait is None:
             return self._sent
         packed, begin = self._wait(), 0
-        self._wait = None  # it holds the device's copy
+        self._wait = None  # release the copy on the device
 
         def cut(like: torch.Tensor) -> torch.Tensor:
             nonlocal begin

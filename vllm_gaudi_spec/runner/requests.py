@@ -71,7 +71,7 @@ class Requests:
         sizes = block_sizes if keeps_kv else []
         self.tables_np = [np.zeros((max_rows + 1, -(-max_context // size)), dtype=np.int32) for size in sizes]
         self.num_blocks = [np.zeros(max_rows + 1, dtype=np.int64) for _ in sizes]
-        # Flat: devices that capture steps change a tensor only as a whole, not through a view.
+        # Flat, since devices that capture steps can change a tensor only as a whole, not through a view.
         self.max_len = max_len
         self._history = torch.zeros((max_rows + 1) * max_len, dtype=torch.int32, device=backend.traits.torch_device)
         self.computed_R = torch.zeros(max_rows + 1, dtype=torch.int32, device=backend.traits.torch_device)
@@ -105,7 +105,7 @@ class Requests:
                 self._free_row(request)
                 self.ended.append(req_id)
         for req_id in sorted(scheduled.preempted_req_ids or ()):
-            # A request may be preempted and, before the next step, aborted: then it was removed above.
+            # A request that was preempted and then aborted before this step has been removed above.
             if (request := self.by_id.get(req_id)) is not None:
                 self._free_row(request)
         for new in scheduled.scheduled_new_reqs:
@@ -126,8 +126,8 @@ class Requests:
     def _apply_new(self, new: NewRequestData) -> None:
         prompt, embeds = _read_prompt(new)
         params = new.sampling_params or SamplingParams()
-        # A request of `by_id` may come as a new one: resumed under the V2 contract, or the next turn of a session with
-        # a longer prompt and other parameters. It keeps its noise unless it has another seed.
+        # A known request may come as a new one: resumed under the V2 contract, or the next turn of a session with a
+        # longer prompt and other parameters. It keeps its noise unless its seed changed.
         request = self.by_id.get(new.req_id)
         if request is None or request.params.seed != params.seed:
             seed_words = self._seed_words(new.req_id, params.seed)
@@ -159,7 +159,7 @@ class Requests:
 
     def _give_row(self, request: Request, token_ids: list[int], num_computed: int) -> None:
         self._free_row(request)
-        # The row that it had, if it had one: a session's next turn goes on with the recurrent state there.
+        # This is its previous row, if it had one: a session's next turn continues with the recurrent state there.
         row = request.row = self._free_rows.pop()
         request.all_token_ids, request.num_computed = token_ids, num_computed
         request.outputs[:] = token_ids[request.num_prompt :]
@@ -238,7 +238,7 @@ class Requests:
         groups = zip(self.tables_np, self.num_blocks, self.block_sizes, self._windows, strict=True)
         for table, counts, size, window in groups:
             table_np = table[rows_np]
-            # Padding ends at 0, and so has no blocks.
+            # Padding ends at 0 and therefore has no blocks.
             end_np = np.minimum(-(-ends_np // size), counts[rows_np])
             begin_np, length = np.zeros_like(ends_np), context
             if window is not None:
@@ -267,7 +267,7 @@ class Requests:
         self._drop_drafts(rows_B)
 
     def _drop_drafts(self, rows_B: torch.Tensor) -> None:
-        # Not by index_fill_: Ascend's CANN before 8.3 or so reads each index on the host for it.
+        # index_fill_ would read each index on the host with Ascend's CANN before about 8.3.
         self.num_drafts_R.index_copy_(0, rows_B, torch.zeros_like(rows_B, dtype=torch.int32))
 
     def count_reported_drafts(self, rows_B: torch.Tensor, num_verified_B: torch.Tensor) -> torch.Tensor:

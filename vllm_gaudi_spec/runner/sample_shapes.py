@@ -69,7 +69,7 @@ class SampleShapes:
     def _sizes(self, branch: Branch) -> tuple[int, ...]:
         if not self._needs_rectangle(branch):
             return _thin_out(self._usual, branch)
-        # Only plain steps: a position a row. Verify steps have as many graphs again.
+        # Only plain steps, with one position per row. Verify steps have as many graphs again.
         plain = tuple(size for size in self._usual if size <= fit(self._usual, self._max_rows))
         return _thin_out(plain, branch, at_least=2)
 

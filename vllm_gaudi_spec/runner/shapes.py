@@ -71,7 +71,7 @@ class Shapes:
         scheduler, max_len = vllm_config.scheduler_config, vllm_config.model_config.max_model_len
         if num_drafts > backend.traits.max_drafts:
             raise UnsupportedConfigError(
-                f"Device {backend.traits.name} verifies at most {backend.traits.max_drafts} drafts a step; "
+                f"Device {backend.traits.name} verifies at most {backend.traits.max_drafts} drafts per step; "
                 "set num_speculative_tokens in --speculative-config to that or less."
             )
         longest_chunk = min(scheduler.max_num_batched_tokens, max_len)
@@ -87,21 +87,11 @@ class Shapes:
             longest_chunk = round_up(longest_chunk, backend.traits.smallest_prefill)
         else:
             longest_chunk = prefill[-1]
-        # For ranks in lockstep: a rectangle as wide as one rank's and as long as another's need not be a listed one.
-        default_rows = (1,) if ranks_in_step(vllm_config) > 1 else backend.traits.prefill_rows
-        rows = options.prefill_rows or default_rows
-        if 1 not in rows:
-            raise UnsupportedConfigError("additional_config.gaudi_spec.prefill_rows must contain 1.")
-        if ranks_in_step(vllm_config) > 1 and rows != (1,):
-            raise UnsupportedConfigError(
-                "Data-parallel ranks that share experts run prompt chunks one by one; leave out "
-                "additional_config.gaudi_spec.prefill_rows."
-            )
         size = block_size or backend.traits.block_size
         return cls(
             decode_rows=decode,
             decode_queries=(1,) if num_drafts == 0 else (1, 1 + num_drafts),
-            prefill_rows=rows,
+            prefill_rows=_choose_prefill_rows(vllm_config, options, backend),
             prefill_queries=prefill,
             contexts=_contexts(buckets, max_len, max(longest_chunk, 1 + num_drafts), backend),
             entries=_entries(buckets, most_rows * -(-max_len // size), num_blocks)
@@ -111,7 +101,7 @@ class Shapes:
             block_size=size,
             most_rows=most_rows,
             longest_chunk=longest_chunk,
-            # Elsewhere a longer forward is no faster than two, and takes more memory.
+            # Where nothing is captured, a longer forward is no faster than two and takes more memory.
             max_prefill_tokens=max(prefill[-1], scheduler.max_num_batched_tokens if backend.traits.captures else 0),
             buckets=buckets,
             computes_padding=backend.traits.captures,
@@ -119,7 +109,7 @@ class Shapes:
 
     def change_length(self, max_len: int, backend: DeviceBackend) -> Shapes:
         """Return shapes with the same batches for rows of up to `max_len` tokens, with block tables."""
-        # A drafter's step may read one token more than a verify step has.
+        # A drafter's step may read one token more than a verify step.
         widest = max(self.longest_chunk, self.decode_queries[-1] + 1)
         return replace(
             self,
@@ -171,7 +161,7 @@ class Shapes:
         """Return the shape of a decode. `num_rows` may exceed the number of `ends`."""
         rows, context = self.fit_rows(max(len(ends), num_rows)), self.decode_context(ends)
         if self.entries and rows > self.fit_rows(len(ends)):
-            # So many rows have more blocks than these, or it would be another shape.
+            # Smaller totals belong to shapes with fewer rows.
             sizes = (size for of_rows, size in self.decode_sizes() if of_rows == rows and size >= context)
             context = min(sizes, default=context)
         return self._warm(Shape(DECODE, rows, num_queries, context))
@@ -188,7 +178,7 @@ class Shapes:
     def prefill_contexts(self, queries: int) -> tuple[int, ...]:
         """Return the contexts of chunks in this bucket: that of a prompt's first chunk, and all those of later
         chunks."""
-        if len(self.contexts) == 1:  # the device reads the blocks that a row has, whatever the width
+        if len(self.contexts) == 1:  # the device reads only a row's own blocks, whatever the width
             return self.contexts
         first = round_up(queries, self.block_size)
         longest = max(first, round_up(self.max_len, self.block_size))
@@ -214,7 +204,7 @@ class Shapes:
         """Return how many chunks of this bucket may share a forward."""
         bucket = self.fit_queries(queries)
         if bucket > self.prefill_queries[-1]:
-            return 1  # made late, and larger than what memory was measured with
+            return 1  # made late, and larger than the sizes whose memory was measured
         return max(rows for rows in self.prefill_rows if rows == 1 or rows * bucket <= self.max_prefill_tokens)
 
     @property
@@ -258,7 +248,7 @@ class Shapes:
             (rows, entries)
             for fewer, rows in pairwise((0, *self.decode_rows))
             for less, entries in pairwise((0, *self.entries))
-            # More than `fewer` rows, of 1 to `max_blocks` blocks each.
+            # There are more than `fewer` rows with 1 to `max_blocks` blocks each.
             if entries > fewer and less < rows * max_blocks
         ]
 
@@ -296,6 +286,20 @@ def _entries(buckets: Buckets, max_entries: int, num_blocks: int | None) -> tupl
     return entries
 
 
+def _choose_prefill_rows(vllm_config: VllmConfig, options: Options, backend: DeviceBackend) -> tuple[int, ...]:
+    lockstep = ranks_in_step(vllm_config) > 1
+    # A rectangle as wide as one rank's and as long as another's need not be listed.
+    rows = options.prefill_rows or ((1,) if lockstep else backend.traits.prefill_rows)
+    if 1 not in rows:
+        raise UnsupportedConfigError("additional_config.gaudi_spec.prefill_rows must contain 1.")
+    if lockstep and rows != (1,):
+        raise UnsupportedConfigError(
+            "Data-parallel ranks that share experts run prompt chunks one by one; leave out "
+            "additional_config.gaudi_spec.prefill_rows."
+        )
+    return rows
+
+
 def fit(buckets: tuple[int, ...], size: int) -> int:
     """Return the smallest bucket that holds `size`."""
     index = bisect_left(buckets, size)
@@ -319,7 +323,7 @@ def _fit_or_largest(buckets: tuple[int, ...], size: int, largest: int, name: str
     return fit((largest,), size)
 
 
-# How many times as large as needed a bucket may be. A list may serve more than one server; a typo exceeds this.
+# By which factor a bucket may exceed what is needed. One list may be used for several servers, but a typo exceeds this.
 _MAX_RATIO, _SMALL = 64, 256
 
 

@@ -244,7 +244,7 @@ def test_sixteen_drafts_are_refused() -> None:
         parallel_config=SimpleNamespace(data_parallel_size=1),
     )
     Shapes.from_config(cast(Any, config), Options(), unopened(), 15)
-    with pytest.raises(UnsupportedConfigError, match="Device ascend verifies at most 15 drafts a step; set num_spec"):
+    with pytest.raises(UnsupportedConfigError, match="Device ascend verifies at most 15 drafts per step; set num_spec"):
         Shapes.from_config(cast(Any, config), Options(), unopened(), 16)
 
 

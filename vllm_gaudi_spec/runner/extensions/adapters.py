@@ -32,7 +32,7 @@ class Adapters(Extension):
     def __init__(self, vllm_config: VllmConfig, model: nn.Module, backend: DeviceBackend) -> None:
         """Wrap the layers of `model`, which is already on the device."""
         self._backend = backend
-        with torch.inference_mode():  # as steps are
+        with torch.inference_mode():  # steps run in it too
             self.loader = AdapterLoader(vllm_config, model, backend.traits.torch_device, backend.memory.upload)
             num_rows = vllm_config.scheduler_config.max_num_seqs + 1
             self._slots_np = np.full(num_rows, NO_SLOT, dtype=np.int32)
@@ -52,7 +52,7 @@ class Adapters(Extension):
         adapters = {request.lora.lora_int_id: request.lora for request in members if request.lora is not None}
         slots = self.loader.load_into_slots(adapters.values()) if adapters else {}
         before = self._slots_np.copy()
-        self._slots_np[requests.freed_rows] = NO_SLOT  # else `gather_slots` would see an adapter that no request uses
+        self._slots_np[requests.freed_rows] = NO_SLOT  # otherwise `gather_slots` would find an adapter in use
         for request in members:
             self._slots_np[request.row] = NO_SLOT if request.lora is None else slots[request.lora.lora_int_id]
         if not np.array_equal(before, self._slots_np):
@@ -63,7 +63,7 @@ class Adapters(Extension):
         self._send()
 
     def _send(self) -> None:
-        # Copied, because the device may read it after the next step has changed the original.
+        # Copy it, as the device may read it only after the next step has changed the original.
         self._put(self._backend.memory.upload(torch.from_numpy(self._slots_np.copy())))
 
     # --- what runs on the device ---

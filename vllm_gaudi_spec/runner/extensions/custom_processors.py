@@ -27,7 +27,7 @@ class CustomProcessors(Extension):
         The built-in ones are implemented in `sampling/`.
         """
         if vllm_config.speculative_config is not None:
-            return None  # start-up refuses processors with speculation
+            return None  # start-up refuses processors together with speculation
         built = build_logitsprocs(vllm_config, device, False, False, vllm_config.model_config.logits_processors or ())
         processors = [processor for processor in built.all if type(processor) not in BUILTIN_LOGITS_PROCESSORS]
         return cls(processors, max_rows) if processors else None

@@ -51,7 +51,7 @@ def merge_plans(plans: list[list[Rectangle]]) -> list[SharedForward]:
         }
         if not next_rectangles:
             return steps
-        # Decodes first: plans begin with them.
+        # Decodes run first, as plans begin with them.
         decodes = max(one.decodes for one in next_rectangles.values())
         members = {rank: one for rank, one in next_rectangles.items() if one.decodes == decodes}
         rows, queries = (max(getattr(one, name) for one in members.values()) for name in ("rows", "queries"))
@@ -95,7 +95,7 @@ class DataParallelLockstep(Extension):
             batch = Planned(shape=Shape("", 0, 0, 0), requests=[], counts=[], ends=[], finishes=[])
         rows, queries = rectangle.rows, rectangle.queries
         if rectangle.decodes:
-            # Another rank may have drafts in this step, and this one none.
+            # Another rank may have drafts in this step even if this one has none.
             longest = [
                 max(end, request.num_computed + queries)
                 for request, end in zip(batch.requests, batch.ends, strict=True)

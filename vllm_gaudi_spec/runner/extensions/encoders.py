@@ -144,7 +144,7 @@ class Patches(WholeItems):
 
     def listed(self, largest: Item) -> Iterator[Encoding]:
         for num_rows in self._list_rows(largest):
-            # As many images as tokens: one strip of them would be longer than vLLM's tables of positions.
+            # One image per token, since a single strip would exceed vLLM's position tables.
             grid = [num_rows, self._side, self._side]
             example = _take_inputs(largest)[_PIXELS[largest.modality]]
             pixels = example.new_zeros(num_rows * self._merged, *example.shape[1:])
@@ -166,7 +166,7 @@ class Patches(WholeItems):
         inputs = {"pixels": _with_rows(pixels, num_patches)}
         for name, value in sorted(found.items()):
             if name.startswith("cu_"):
-                # As many as there can be; the patches after the last are a sequence of their own.
+                # Pad to the largest number of sequences. The patches after the last are a sequence of their own.
                 inputs[name] = _with_rows(value, num_rows + 1, fill=int(value[-1]))
             elif name in ("window_index", "reverse_indices"):
                 inputs[name] = torch.cat((value, torch.arange(len(value), num_rows)))
@@ -175,7 +175,7 @@ class Patches(WholeItems):
         return Encoding(modality, num_rows, inputs)
 
     def run(self, modality: str, inputs: dict[str, torch.Tensor]) -> torch.Tensor:
-        # Lengths on the host, which other kernels of attention want.
+        # Other attention kernels would need lengths on the host.
         unused = dict.fromkeys(("max_seqlen", "max_seqlen_full", "max_seqlen_window"))
         metadata = unused | {name: value for name, value in inputs.items() if name != "pixels"}
         found: torch.Tensor = self._model.visual(inputs["pixels"], None, encoder_metadata=metadata)
@@ -191,7 +191,7 @@ class PlacedPatches(Patches):
 
     def __init__(self, model: Any, width: int) -> None:
         super().__init__(model, width)
-        # vLLM's would read the table on the host.
+        # vLLM's method would read the table on the host.
         self._on_host.fast_pos_embed_interpolate = lambda grids: None
 
     def _padded(self, modality: str, pixels: torch.Tensor, grid: list[int], num_rows: int) -> Encoding:
@@ -235,7 +235,7 @@ class SquaresOfPatches(WholeItems):
     """
 
     def __init__(self, model: Any, width: int) -> None:
-        # Other models need none of it, and it wants torchvision.
+        # Imported here because other models do not need it, and it requires torchvision.
         from vllm_gaudi_spec.upstream.vision import position_ids_in_meshgrid
 
         super().__init__(model, width)
@@ -267,7 +267,7 @@ class SquaresOfPatches(WholeItems):
     def _padded(self, modality: str, inputs: dict[str, torch.Tensor], num_rows: int) -> Encoding:
         num_patches = len(inputs["pixels"])
         padded = {name: _with_rows(value, num_rows * self._side**2) for name, value in inputs.items()}
-        # What follows the image's patches is a sequence of its own.
+        # Padding after the image's patches is a sequence of its own.
         return Encoding(modality, num_rows, padded | {"ends": torch.tensor([0, num_patches], dtype=torch.int32)})
 
     def run(self, modality: str, inputs: dict[str, torch.Tensor]) -> torch.Tensor:
@@ -275,10 +275,10 @@ class SquaresOfPatches(WholeItems):
         weight = tower.patch_conv.weight
         pixels = tower.input_norm(inputs["pixels"], weight.dtype)
         states_1PH = tower.ln_pre(torch.nn.functional.linear(pixels, weight.flatten(1))[None])
-        lengths = (None, None)  # which other kernels of attention want
+        lengths = (None, None)  # needed by other attention kernels only
         turns = inputs["cos"], inputs["sin"]
         encoded_PH = tower.transformer(states_1PH, turns, inputs["ends"], *lengths, return_all_hidden_states=False)[0]
-        # Of each channel its square, as vLLM's `unfold` has them.
+        # Order by channel, then by position in the square, like vLLM's `unfold`.
         squares = projector.norm(encoded_PH).unflatten(0, (-1, self._side**2)).transpose(1, 2).flatten(1)
         hidden, _ = projector.linear_1(projector.patch_merger.merging_layer(squares))
         found: torch.Tensor = projector.linear_2(projector.act(hidden))[0]

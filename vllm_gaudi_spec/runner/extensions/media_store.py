@@ -106,7 +106,7 @@ class MediaStore:
             span = feature.mm_position
             first, last = max(start - span.offset, 0), min(end - span.offset, span.length)
             used = slice(*span.get_embeds_indices_in_range(first, last))
-            if used.start == used.stop:  # of the words around an image alone
+            if used.start == used.stop:  # the chunk contains only text around the image
                 continue
             part_np = chunk_np[span.offset + first - start : span.offset + last - start]
             is_media: Any = slice(None) if span.is_embed is None else span.is_embed[first:last].numpy()

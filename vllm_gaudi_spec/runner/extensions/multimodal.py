@@ -59,7 +59,7 @@ class Multimodal(Extension):
         self._cache = EncoderCache()
         self._encoders = EncoderRunner(
             model,
-            max_num_tokens=0,  # of a buffer for embeddings, which are merged in the forward here
+            max_num_tokens=0,  # the buffer for embeddings is not used, as the forward merges them
             hidden_size=0,
             encoder_cache=self._cache,
             dtype=model_config.dtype,
@@ -123,7 +123,7 @@ class Multimodal(Extension):
             return replace(batch, multimodal=self._captured(self.store, batch))
         if not batch.requests:
             return batch
-        newest = batch.requests[0]  # the others of a decode are like it
+        newest = batch.requests[0]  # all requests of a decode are of the same kind
         if batch.shape.phase == DECODE and newest.num_computed >= len(newest.all_token_ids):
             found = MultimodalInputs(offset_B=self._make_offsets(batch) if self._has_offsets(batch) else None)
         else:
@@ -142,7 +142,7 @@ class Multimodal(Extension):
         A graph for text alone would have to be compiled too, and would save no more than a choice between two rows per
         token.
         """
-        if batch.shape.phase == DECODE:  # the last token of a prompt has the positions of what follows it
+        if batch.shape.phase == DECODE:  # the last token of a prompt has the same offset as its outputs
             return MultimodalInputs(offset_B=self._make_offsets(batch) if self._num_dims else None)
         return MultimodalInputs(
             rows_T=store.find_rows(batch, self._cache.mm_features),
@@ -169,7 +169,7 @@ class Multimodal(Extension):
         The scheduler ends no chunk within an image, but the prefix cache may hold its beginning.
         """
         if not self._sees_both_ways or batch.shape.phase == DECODE:
-            return None  # the last token of an image sees what it would see anyway
+            return None  # the last token of an image sees all of it anyway
         images = compute_mm_prefix_ranges(
             [request.req_id for request in batch.requests], self._cache.mm_features, self._sliding_window
         )
@@ -184,7 +184,7 @@ class Multimodal(Extension):
         lasts_np = np.zeros((batch.shape.rows, batch.shape.queries), dtype=np.int32)
         for row, first, last in found:
             start = batch.requests[row].num_computed
-            # Else its first tokens would be computed, and kept, as if the image ended there.
+            # Otherwise KV of the image's first tokens would be computed as if the image ended there.
             assert last < start + batch.counts[row], "a chunk ends within an image"
             lasts_np[row, max(first - start, 0) : last + 1 - start] = last
         rows = None if self.store is not None else self._span_rows(found)
@@ -202,7 +202,7 @@ class Multimodal(Extension):
         rotary_np = np.zeros((self._num_dims, rows, queries), dtype=np.int64)
         for row, (request, count) in enumerate(zip(batch.requests, batch.counts, strict=True)):
             positions_np = np.arange(request.num_computed, request.num_computed + count)
-            # A resumed request has outputs among its tokens.
+            # The tokens of a resumed request include outputs.
             rotary_np[:, row, :count] = positions_np + self._offsets.get(request.req_id, 0)
             if (prompt_np := self._rotary_np.get(request.req_id)) is not None:
                 part_np = prompt_np[:, request.num_computed : request.num_computed + count]

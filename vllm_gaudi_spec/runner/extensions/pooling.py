@@ -77,7 +77,7 @@ class Pooling(Extension):
         if all(first is None for first in firsts):
             return batch
         types_np = np.zeros((batch.shape.rows, batch.shape.queries), dtype=np.int32)
-        for row_np, request, first in zip(types_np, batch.requests, firsts, strict=False):  # the others are padding
+        for row_np, request, first in zip(types_np, batch.requests, firsts, strict=False):  # the rest is padding
             if first is not None:
                 row_np[max(first - request.num_computed, 0) :] = 1
         return replace(batch, token_types_T=self._memory.upload(torch.from_numpy(types_np.reshape(-1))))
@@ -107,7 +107,7 @@ class Pooling(Extension):
 
     def _gather_states(self, batch: Batch) -> torch.Tensor:
         """Return [T, H] of the batch's real tokens."""
-        if batch.shape.phase == DECODE:  # prompts with one token left
+        if batch.shape.phase == DECODE:  # prompts with a single token left
             return self._hidden_states.take(batch.inputs.split().rows_B, 1).hidden_NH[: len(batch.requests)]
         begins = range(0, batch.shape.tokens, batch.shape.queries)
         parts = [self._hidden_states.chunk_TH.narrow(0, *part) for part in zip(begins, batch.counts, strict=False)]

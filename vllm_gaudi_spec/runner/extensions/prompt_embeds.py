@@ -45,7 +45,9 @@ class PromptEmbeds(Extension):
         """
         is_embeds_np = np.zeros((batch.shape.rows, batch.shape.queries), dtype=bool)
         chunks = []
-        for row_np, request, count in zip(is_embeds_np, batch.requests, batch.counts, strict=False):  # rest: padding
+        for row_np, request, count in zip(
+            is_embeds_np, batch.requests, batch.counts, strict=False
+        ):  # the rest is padding
             if (found := _slice_chunk(request, count)) is not None:
                 chunk_LH, is_embeds_L = found
                 row_np[: len(chunk_LH)] = is_embeds_L

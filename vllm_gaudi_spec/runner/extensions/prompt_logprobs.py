@@ -104,7 +104,7 @@ class PromptLogprobs(Extension):
         return torch.cat((ids.int(), values.float().view(torch.int32), ranks.int()[:, None]), dim=1)
 
     def jobs(self) -> Iterator[Job]:
-        # A device that captures compiles these for prompts of any length, so no limit on tokens excludes them.
+        # A device that captures needs these graphs for prompts of any length, so `warmup_tokens` must not exclude them.
         num_tokens = 0 if self._backend.traits.captures else _SLICE
         for count in self._sampling.prompt_logprob_counts():
             yield Job(PROMPT_LOGPROBS, partial(self._score_padding, count), (_signature(count),), num_tokens)
