@@ -1,4 +1,4 @@
-"""How a drafter that is a model chooses its next token. B rows, V the vocabulary of the target."""
+"""How a draft model chooses its next token. B rows, V: the target's vocabulary size."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ Mode = Literal["greedy"] | SampledMode
 
 
 def draft_greedy(rules: Rules, logits_BV: torch.Tensor) -> Drafted:
-    """Choose the argmax of the drafter's logits, which are in its own dtype."""
+    """Choose the argmax of the drafter's logits, which may have any dtype."""
     tokens_B, sound_B = rules.sound_argmax(logits_BV)
     return Drafted(tokens_B, None, sound_B)
 
@@ -29,22 +29,23 @@ def draft(
     positions_B: torch.Tensor,
     starts_B: torch.Tensor,
 ) -> Drafted:
-    """Sample the token after `positions_B` from the drafter's logits, to which temperature and filters were applied.
+    """Sample the token after `positions_B` from logits to which temperature and filters were applied.
 
-    `starts_B` is the position of the newest token that is no draft: the first query of the step that will verify.
     Rows with temperature 0 take their argmax.
+
+    Args:
+        starts_B: Position of the newest token that is not a draft: the first query of the step that will verify.
     """
     logits_B1V, positions_B1 = logits_BV[:, None], positions_B[:, None]
     if mode == "coupled":
-        # The same noise with which the target samples at this position: where the two distributions are close, the
-        # tokens are mostly equal.
+        # The noise with which the target samples at this position: similar distributions give mostly equal tokens.
         return Drafted(rules.sample_random(logits_B1V, temperature_B, keys_B2, positions_B1).squeeze(1), None)
-    # Keyed by the start as well: where the block rule stops depends on drafts that it does not accept, so the next
-    # step may not draw from their noise again. The standard rule does not need this; it is exact either way.
+    # Also keyed by the start: where the block rule stops depends on drafts that it rejects, so the next step must not
+    # use their noise again. The standard rule is exact either way.
     keys_B2 = keys_of_block(keys_B2, starts_B)
     tokens_B = rules.sample_random(logits_B1V, temperature_B, keys_B2, positions_B1, Stream.DRAFT).squeeze(1)
     tokens_V = torch.arange(logits_BV.shape[1], dtype=torch.int32, device=logits_BV.device)
     one_hot_BV = (tokens_B[:, None] == tokens_V).float()
-    # Where all logits are -inf there is no distribution: the chosen token is proposed as one-hot.
+    # If all logits are -inf there is no distribution: the chosen token is proposed as one-hot.
     has_probs_B1 = (temperature_B > 0)[:, None] & (logits_BV.amax(-1, keepdim=True) > -torch.inf)
     return Drafted(tokens_B, torch.where(has_probs_B1, logits_BV.softmax(-1), one_hot_BV))

@@ -1,13 +1,13 @@
-"""Top-k, top-p and min-p: the tokens of a position that may be sampled.
+"""Top-k, top-p and min-p filters: the tokens of a position that may be sampled.
 
-Each filter is a threshold on a position's logits, and so are all of them together: min-p by the likeliest token, top-k
-by the k-th, top-p by where the probability of all tokens from the likeliest on reaches p, of what the other two left.
-Tokens with equal logits are kept together, the likeliest always.
+Each filter is a threshold on a position's logits, and so is their combination: min-p by the probability of the most
+likely token, top-k by the k-th largest logit, top-p by where the cumulative probability reaches p, among the tokens
+that the other two keep. Tokens with equal logits are kept or removed together; the most likely ones are always kept.
 
-Exactness: the kept tokens are those of a sort in float64, but where a sum of probabilities lies within `ROUNDING` of p.
-There the next token may be kept or not; which does not depend on other rows.
+Exactness: the kept tokens equal those of a sort in float64, except where a cumulative probability lies within
+`ROUNDING` of p. There the next token may be kept or not, independently of other rows.
 
-N positions, V the vocabulary, G blocks of S tokens, M thresholds that are tried together.
+N positions, V vocabulary size, G blocks of S tokens, M thresholds that are tried together.
 """
 
 from __future__ import annotations
@@ -17,16 +17,16 @@ from torch.nn import functional
 
 NEG_INF = float("-inf")
 ROUNDING = 4e-6
-"""Of float32 sums over a vocabulary, in parts of one."""
+"""Relative error of float32 sums over a vocabulary."""
 
 _BLOCK, _RUN, _FAN = 512, 64, 8
-"""Tokens of a block that is sorted, and of its eight runs, each of eight parts of eight."""
+"""Sizes of a sorted block, of its eight runs, and of the eight parts of a run."""
 _TRIED = 3
-"""Thresholds of a round: they decide two bits of the logits."""
+"""Thresholds per round, which decide two bits of the logits."""
 _LOWEST = -(1 << 31)
 _KEY_OF_NEG_INF = -0x7F800001
 _LIST_BLOCK = 128
-"""Tokens; common vocabularies are multiples of it."""
+"""Number of tokens; common vocabulary sizes are multiples of it."""
 
 
 def filter_logits(
@@ -37,12 +37,13 @@ def filter_logits(
     longest: int = 0,
     num_sampling_B: torch.Tensor | None = None,
 ) -> torch.Tensor:
-    """Forbid what the filters leave out. A filter that no row uses is None; a row without one has min-p 0, k = V, or
-    p = inf.
+    """Mask the tokens that the filters remove.
 
-    `longest`: no row has a larger k than that, but for those with k = V, which have no top-p. Zero: rows may have any.
-    `num_sampling_B`: positions of a row that are sampled; for a device that can leave out the others, which are then
-    undefined.
+    A filter is None if no row uses it; a row without it has min-p 0, k = V, or p = inf.
+
+    Args:
+        longest: Largest k of any row with k < V; rows with k = V then have no top-p. 0 if rows may have any k.
+        num_sampling_B: Number of positions of each row that are sampled. A device may leave the others undefined.
     """
     if longest:
         if min_p_B is not None:
@@ -55,7 +56,7 @@ def filter_logits(
 
 
 def apply_min_p(logits_BQV: torch.Tensor, min_p_B: torch.Tensor) -> torch.Tensor:
-    """Forbid tokens less likely than `min_p` times the most likely one; at 0 the filter is off (log 0 is -inf)."""
+    """Mask tokens less likely than `min_p` times the most likely one; 0 disables the filter (log 0 is -inf)."""
     floor = logits_BQV.amax(-1, keepdim=True) + min_p_B.log()[:, None, None]
     return logits_BQV.masked_fill(logits_BQV < floor, NEG_INF)
 
@@ -63,7 +64,7 @@ def apply_min_p(logits_BQV: torch.Tensor, min_p_B: torch.Tensor) -> torch.Tensor
 def apply_list(
     logits_BQV: torch.Tensor, top_k_B: torch.Tensor, top_p_B: torch.Tensor | None, longest: int
 ) -> torch.Tensor:
-    """Top-k and top-p from the `longest` best logits alone."""
+    """Apply top-k and top-p using only the `longest` largest logits."""
     best = _best(logits_BQV, longest)
     top_k = top_k_B.long()[:, None, None].expand(*best.shape[:-1], 1)
     last = best.gather(-1, top_k.clamp(max=longest) - 1)
@@ -78,8 +79,10 @@ def apply_list(
 
 
 def _best(logits_BQV: torch.Tensor, number: int) -> torch.Tensor:
-    """The largest logits, in order: a top-k over whole vocabularies is slow, and they lie in the blocks whose largest
-    logits are largest."""
+    """Return the largest logits, sorted.
+
+    A top-k over whole vocabularies is slow, and they lie in the blocks with the largest maxima.
+    """
     vocab = logits_BQV.shape[-1]
     if vocab % _LIST_BLOCK or vocab < 4 * number * _LIST_BLOCK:
         return logits_BQV.topk(number, dim=-1).values
@@ -95,14 +98,14 @@ def search(
     top_k_B: torch.Tensor | None,
     top_p_B: torch.Tensor | None,
 ) -> torch.Tensor:
-    """The filters over the whole vocabulary, for any k and p.
+    """Apply the filters over the whole vocabulary, for any k and p.
 
-    A sort of a vocabulary is the most expensive operation of an HPU, and sums by index come in no order. Here blocks of
-    it are sorted, in which three small steps find how many tokens, and how much probability, lie above a threshold; so
-    the largest threshold that leaves enough is found bit by bit without reading the vocabulary again.
+    Sorting a vocabulary is the most expensive operation of an HPU, and it has no ordered sums by index. So blocks are
+    sorted, in which three small steps find how many tokens, and how much probability, lie above a threshold. The
+    largest threshold that keeps enough is then found bit by bit without reading the vocabulary again.
     """
     num_rows, num_queries, vocab = logits_BQV.shape
-    # Nothing as large as the logits is held for longer than it is needed.
+    # Tensors as large as the logits are freed as soon as possible.
     padded_NV = functional.pad(logits_BQV.flatten(0, 1), (0, -vocab % _BLOCK), value=NEG_INF)
     blocks_NGS = padded_NV.unflatten(-1, (-1, _BLOCK)).sort(dim=-1, descending=True).values
     del padded_NV
@@ -118,7 +121,7 @@ def search(
         tries = _Thresholds(blocks_NGS, None)
         floor_N1 = torch.maximum(floor_N1, tries.largest(by_position(top_k_B).float()))
     if top_p_B is not None:
-        # A row in which everything is forbidden has no peak.
+        # A row in which all tokens are masked has a peak of -inf.
         weights_NGS = (blocks_NGS - peak_N1.clamp(min=torch.finfo().min)[..., None]).exp_()
         tries = _Thresholds(blocks_NGS, weights_NGS)
         del weights_NGS
@@ -128,7 +131,7 @@ def search(
 
 
 class _Thresholds:
-    """How many tokens there are, or what they weigh, at or above thresholds on their logits."""
+    """Number or total weight of the tokens at or above thresholds on their logits."""
 
     def __init__(self, blocks_NGS: torch.Tensor, weights_NGS: torch.Tensor | None) -> None:
         self._values_NGS = blocks_NGS
@@ -136,14 +139,14 @@ class _Thresholds:
         self._ends_of_runs = blocks_NGS[..., _RUN - 1 :: _RUN].contiguous()
         self._within: torch.Tensor | None = None
         if weights_NGS is not None:
-            # Added up in two levels: a long chain of additions rounds as often.
+            # Summed in two levels to limit rounding errors.
             within = weights_NGS.unflatten(-1, (-1, _RUN)).cumsum(-1)
             self._within = within.flatten(-2)
             self._before = functional.pad(within[..., :-1, -1].cumsum(-1), (1, 0))
         self._offsets = torch.arange(_FAN, device=blocks_NGS.device)
 
     def weigh(self, threshold_NM: torch.Tensor) -> torch.Tensor:
-        """float32 [N, M]."""
+        """Return the number or weight of tokens at or above each threshold, float32 [N, M]."""
         count_NGM = self._count(threshold_NM)
         if self._within is None:
             return count_NGM.sum(1).float()
@@ -152,8 +155,10 @@ class _Thresholds:
         return (weight_NGM * (count_NGM > 0)).sum(1)
 
     def _count(self, threshold_NM: torch.Tensor) -> torch.Tensor:
-        """int64 [N, G, M], by block: of eight ends in their order those above the threshold are counted, then of the
-        part after them."""
+        """Return the number of tokens at or above each threshold by block, int64 [N, G, M].
+
+        Of eight sorted ends those at or above the threshold are counted, then of the part after them.
+        """
         threshold = threshold_NM[:, None, :, None]
         full = (self._ends_of_runs[:, :, None] >= threshold).sum(-1)
         for finer in (self._ends_of_parts, self._values_NGS):
@@ -164,18 +169,20 @@ class _Thresholds:
         return full
 
     def largest(self, target_N1: torch.Tensor) -> torch.Tensor:
-        """The largest float32 at or above which there is as much as `target`; -inf where there is too little."""
+        """Return the largest float32 at or above which there is at least `target`; -inf if there is none."""
         key_N1 = torch.full_like(target_N1, _LOWEST, dtype=torch.int32)
         steps_M = torch.arange(1, _TRIED + 1, dtype=torch.int32, device=target_N1.device)
         for bit in range(30, -1, -2):
-            tried_NM = key_N1 + steps_M * (1 << bit)  # wraps, from the lowest key upwards
+            tried_NM = key_N1 + steps_M * (1 << bit)  # wraps around from the lowest key
             reached = (self.weigh(_float_of(tried_NM)) >= target_N1).sum(-1, keepdim=True)
             key_N1 = key_N1 + reached.int() * (1 << bit)
         return _float_of(key_N1)
 
 
 def _float_of(key: torch.Tensor) -> torch.Tensor:
-    """The float32 of a key: int32 in the same order. Below minus infinity there is nothing else; keys above the other
-    infinity are no numbers, and no token is at or above those."""
+    """Return the float32 of a key: int32 in the same order.
+
+    Keys below that of -inf are -inf. Those above +inf are NaN, and no token is at or above NaN.
+    """
     key = key.clamp(min=_KEY_OF_NEG_INF)
     return (key ^ ((key >> 31) & 0x7FFFFFFF)).view(torch.float32)

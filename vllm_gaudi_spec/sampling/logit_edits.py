@@ -1,5 +1,8 @@
-"""Logit bias, bad words and min-tokens as one kind of logit edit: add a bias to a token, until so many tokens are out,
-after a certain prefix. See `sampling.logits.apply_logit_edits`."""
+"""Logit bias, bad words and min-tokens as one kind of logit edit.
+
+An edit adds a bias to a token, up to a number of output tokens, after a certain prefix. See
+`sampling.logits.apply_logit_edits`.
+"""
 
 from __future__ import annotations
 
@@ -20,30 +23,32 @@ if TYPE_CHECKING:
 _ALWAYS = np.iinfo(np.int32).max
 ANY_TOKEN = -1
 _MULTIPLE = 8
-"""Where tables are not read whole, a multiple of so many columns is."""
+"""Column counts are rounded up to multiples of this if tables are not read as a whole."""
 
 
 class EditTables(NamedTuple):
-    """The edits of B rows on the device: N edits a row, and P prefix tokens for all of them."""
+    """Logit edits of B rows on the device: N edits per row, with P prefix tokens in total."""
 
     edits_B2N: torch.Tensor
-    """int32: the token, and the number of outputs until which the edit applies. Unused ones never apply."""
+    """int32: the token, and the number of output tokens up to which the edit applies; 0 for unused edits."""
     bias_BN: torch.Tensor
     """float32."""
     prefix_B3P: torch.Tensor
-    """int32: a token, how many outputs it is before the newest one, and the index of its edit. Unused ones are
-    ANY_TOKEN."""
+    """int32: a token, how far before the newest output token it must be, and the index of its edit.
+
+    Unused entries are ANY_TOKEN.
+    """
 
     def at(self, row_N: torch.Tensor) -> EditTables:
         return EditTables(*(table.index_select(0, row_N) for table in self))
 
 
 class LogitEdits:
-    """The edits of the requests that have a row, in tables on the device."""
+    """Logit edits of all requests with a row, in tables on the device."""
 
     def __init__(self, backend: DeviceBackend, max_rows: int) -> None:
         self._has_fixed_shapes = backend.traits.captures
-        """Tables are read whole then, whatever those of a batch need."""
+        """Whether tables are read as a whole, whatever a batch needs."""
         no_prefix = np.zeros((3, MAX_BAD_WORD_TOKENS), dtype=np.int32)
         no_prefix[0] = ANY_TOKEN
         self._edits = DeviceRows(backend, max_rows, np.zeros((2, MAX_LOGIT_EDITS), dtype=np.int32))
@@ -51,15 +56,15 @@ class LogitEdits:
         self._prefix = DeviceRows(backend, max_rows, no_prefix)
         self.tables = (self._edits, self._bias, self._prefix)
         self._sizes_np = np.zeros((max_rows + 1, 2), dtype=np.int32)
-        """Of each row: how many edits and prefix tokens it has."""
+        """Number of edits and prefix tokens of each row."""
 
     def admit(self, request: Request) -> bool:
-        """Write the edits of a request into its row; False when it has none."""
+        """Write a request's edits into its row. Return whether it has any."""
         num_edits, num_tokens = count_edits(request.params)
         if num_edits > MAX_LOGIT_EDITS or num_tokens > MAX_BAD_WORD_TOKENS:
             raise ValueError(
-                f"Request {request.req_id} has {num_edits} logit edits, and {num_tokens} tokens in bad words; "
-                f"vLLM's front end should have refused more than {MAX_LOGIT_EDITS} and {MAX_BAD_WORD_TOKENS}."
+                f"Request {request.req_id} has {num_edits} logit edits and {num_tokens} tokens in bad words; vLLM's "
+                f"front end should have refused more than {MAX_LOGIT_EDITS} and {MAX_BAD_WORD_TOKENS}."
             )
         rows = _tables_of(request.params) if num_edits else (None, None, None)
         for table, values in zip(self.tables, rows, strict=True):
@@ -75,7 +80,7 @@ class LogitEdits:
         return min(_round_up(num_edits), MAX_LOGIT_EDITS), min(_round_up(num_prefix), MAX_BAD_WORD_TOKENS)
 
     def gather(self, rows_B: torch.Tensor, sizes: tuple[int, int]) -> EditTables:
-        """Gather the tables of a batch's rows; inside a graph."""
+        """Gather the tables of a batch's rows; runs inside a graph."""
         num_edits, num_prefix = sizes
         return EditTables(
             self._edits.table_RX.narrow(2, 0, num_edits).index_select(0, rows_B),
@@ -92,15 +97,15 @@ def count_edits(params: SamplingParams) -> tuple[int, int]:
 
 
 def _tables_of(params: SamplingParams) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
-    """Return one row of each of the `EditTables`."""
+    """Return a request's row of each of the `EditTables`."""
     edits = [(int(token), _ALWAYS, float(bias)) for token, bias in (params.logit_bias or {}).items()]
     prefix: list[tuple[int, int, int]] = []
     for *before, token in params.bad_words_token_ids or ():
         prefix += [(other, len(before) - 1 - index, len(edits)) for index, other in enumerate(before)]
         edits.append((token, _ALWAYS, -np.inf))
     if params.min_tokens:
-        # Negative: not where a grammar leaves nothing else.
-        num_tokens = min(params.min_tokens, _ALWAYS)  # no context is that long, and the table is int32
+        # Negative: skipped where a grammar allows nothing else.
+        num_tokens = min(params.min_tokens, _ALWAYS)  # the table is int32, and no context is that long
         until = num_tokens if params.structured_outputs is None else -num_tokens
         edits += [(token, until, -np.inf) for token in sorted(params.all_stop_token_ids)]
     tokens, untils, biases = zip(*edits, strict=True)

@@ -1,7 +1,7 @@
-"""A request's parameters applied to its logits, at each of the Q positions of a verify step.
+"""Applies a request's sampling parameters to its logits, at each of the Q positions of a verify step.
 
-B rows, Q positions, V the vocabulary. All functions return new logits; masked tokens are -inf. The logits given are a
-view of what the output matrix returned, and a captured graph on a Gaudi takes no write through a view.
+B rows, Q positions, V vocabulary size. All functions return new logits; masked tokens are -inf. The input is a view of
+the output layer's result, and a graph on a Gaudi must not write through a view.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ NEG_INF = float("-inf")
 
 
 def apply_bitmask(logits_BQV: torch.Tensor, bitmask_BQW: torch.Tensor) -> torch.Tensor:
-    """Forbid the tokens whose bit is 0. Bit t % 32 of int32 word t // 32 stands for token t."""
+    """Mask the tokens whose bit is 0. Bit t % 32 of int32 word t // 32 represents token t."""
     vocab = logits_BQV.shape[-1]
     token = torch.arange(vocab, device=logits_BQV.device)
     bits = bitmask_BQW.index_select(-1, token // 32)
@@ -30,10 +30,16 @@ def apply_bitmask(logits_BQV: torch.Tensor, bitmask_BQW: torch.Tensor) -> torch.
 def apply_logit_edits(
     logits_BQV: torch.Tensor, tables: EditTables, recent_BQP: torch.Tensor, num_outputs_BQ: torch.Tensor
 ) -> torch.Tensor:
-    """Add each edit's bias to its token while fewer than |`until`| tokens are out and its whole prefix matches.
+    """Add each edit's bias to its token while there are fewer than
 
-    `recent_BQP`: the output token that each prefix token is compared with. Logit bias, bad words and min-tokens are all
-    logit edits of this kind. Those of a negative `until` are left out at a position where they would leave no token.
+    `until`
+
+    output tokens and its whole prefix matches.
+
+    Edits with a negative `until` are skipped at positions where they would leave no token.
+
+    Args:
+        recent_BQP: The output token that each prefix token is compared with.
     """
     token_BN, until_BN = tables.edits_B2N.unbind(1)
     prefix_BP, _, edit_BP = tables.prefix_B3P.unbind(1)
@@ -60,15 +66,15 @@ def apply_penalties(
     frequency_B: torch.Tensor,
     repetition_B: torch.Tensor,
 ) -> torch.Tensor:
-    """OpenAI's presence and frequency penalties over the output, and the repetition penalty over prompt and output.
+    """Apply presence and frequency penalties over the output, and the repetition penalty over prompt and output.
 
-    Query q of a row sees the tokens up to its own position: those before it that are still drafts are counted, as
-    they would be if they had been sampled one by one. The positions of a row are consecutive.
+    Each query counts the tokens up to its own position, including draft tokens, as if they had been sampled one by one.
+    The positions of a row are consecutive.
     """
     queries, vocab = logits_BQV.shape[1:]
     token_BM = history_BM.long()
     counts_BV, prompt_BV = _counts(token_BM, prompt_len_B, positions_BQ[:, 0], vocab)
-    newest_BQ = history_BM.gather(1, positions_BQ.long()).long()  # there is no gather of int64 on a Gaudi
+    newest_BQ = history_BM.gather(1, positions_BQ.long()).long()  # a Gaudi has no int64 gather
     one = torch.ones_like(counts_BV[:, :1])
     penalized = []
     for q in range(queries):
@@ -88,11 +94,11 @@ def apply_penalties_at(
     frequency_N: torch.Tensor,
     repetition_N: torch.Tensor,
 ) -> torch.Tensor:
-    """The same for N positions of the rows: `index_2N` has the row of each, and its query. Penalties of positions."""
+    """Apply penalties to N positions. `index_2N` has their rows and queries; the penalties are per position."""
     row_N, query_N = index_2N.unbind(0)
     token_BM = history_BM.long()
     counts_BV, prompt_BV = _counts(token_BM, prompt_len_B, positions_BQ[:, 0], logits_NV.shape[-1])
-    # A history is read once a row; of the drafts after it each position adds those before its own.
+    # Each row's history is counted once; each position then adds the drafts before its own.
     counts_NV = counts_BV.index_select(0, row_N)
     draft_NQ = history_BM.gather(1, positions_BQ.long()).long().index_select(0, row_N)
     queries_Q = torch.arange(positions_BQ.shape[1], device=logits_NV.device)
@@ -109,7 +115,12 @@ def _penalize(
     frequency_B: torch.Tensor,
     repetition_B: torch.Tensor,
 ) -> torch.Tensor:
-    """`counts_BV`: in the output. `prompt_BV`: whether a token occurs in the prompt."""
+    """Apply penalties.
+
+    Args:
+        counts_BV: How often each token occurs in the output.
+        prompt_BV: Whether each token occurs in the prompt.
+    """
     is_output = counts_BV > 0
     factor = torch.where(is_output | prompt_BV, repetition_B[:, None], 1.0)
     logits_BV = torch.where(logits_BV > 0, logits_BV / factor, logits_BV * factor)
@@ -119,7 +130,7 @@ def _penalize(
 def _counts(
     token_BM: torch.Tensor, prompt_len_B: torch.Tensor, last_B: torch.Tensor, vocab: int
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """[B, V] each: how often a token occurs in the output up to position `last`, and whether it does in the prompt."""
+    """Return how often each token occurs in the output up to `last_B`, and whether it is in the prompt; [B, V] each."""
     offsets_M = torch.arange(token_BM.shape[1], device=token_BM.device)
     in_prompt = offsets_M < prompt_len_B[:, None]
     counts_BV = _count(token_BM, ~in_prompt & (offsets_M <= last_B[:, None]), vocab)
@@ -127,12 +138,12 @@ def _counts(
 
 
 def _count(token_BM: torch.Tensor, which_BM: torch.Tensor, vocab: int) -> torch.Tensor:
-    """float32 [B, V]: how often each token occurs at the chosen positions."""
+    """Return how often each token occurs at the selected positions, float32 [B, V]."""
     counts = torch.zeros(token_BM.shape[0], vocab, device=token_BM.device)
     return counts.scatter_add_(1, token_BM, which_BM.float())
 
 
 def apply_temperature(logits_BQV: torch.Tensor, temperature_B: torch.Tensor) -> torch.Tensor:
-    """Rows with temperature 0 are greedy and are not scaled: scaling would not change their argmax."""
+    """Divide by the temperature. Rows with temperature 0 are greedy, so scaling would not change their argmax."""
     scale = torch.where(temperature_B > 0, temperature_B, 1.0)
     return logits_BQV / scale[:, None, None]

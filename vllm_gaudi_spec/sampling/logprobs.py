@@ -9,9 +9,9 @@ from vllm.v1.outputs import LogprobsTensors
 def gather_logprobs(
     scores_NV: torch.Tensor, tokens_N: torch.Tensor, num_top: int, extra_ids_NE: torch.Tensor | None = None
 ) -> LogprobsTensors:
-    """Scores of the chosen token, then of the `num_top` best (or of the requested ids), and the chosen token's rank.
+    """Gather the score and rank of the chosen token, then the `num_top` best scores or those of given ids.
 
-    Column 0 is the chosen token. Ranks count from 1 and, as in vLLM, include every token of an equal score.
+    Column 0 is the chosen token. As in vLLM, ranks start at 1 and include every token with an equal score.
     """
     chosen = tokens_N.long()[:, None]
     chosen_score = scores_NV.gather(-1, chosen)

@@ -1,6 +1,6 @@
-"""Requests' sampling parameters, in tables on the device, and what a sampling pass needs from the host besides.
+"""Sampling parameters of requests in device tables, and what a sampling pass copies besides.
 
-Parameters are written when a request is admitted. A pass copies only which rows sample and the masks of grammars.
+Parameters are written at admission. A pass only copies which rows sample, and grammar masks.
 """
 
 from __future__ import annotations
@@ -27,10 +27,10 @@ if TYPE_CHECKING:
 _FLOATS = ("temperature", "top_p", "min_p", "presence_penalty", "frequency_penalty", "repetition_penalty")
 _NEUTRAL = (0.0, np.inf, 0.0, 0.0, 0.0, 1.0)
 _NUM_INTS = 4
-"""Top-k, prompt length, two words of the seed."""
+"""Top-k, prompt length, and two words of the seed."""
 
 
-# Sizes that depend on a request come from closed lists, so that no request makes a new shape.
+# Sizes that depend on a request come from closed lists, so that no request creates a new shape.
 _USUAL_TOP_K = 64
 _TOP_K_LISTS = (_USUAL_TOP_K, 1024)
 _SCORED_COUNTS = (8, 32, 128)
@@ -39,51 +39,52 @@ LISTED, SEARCHED = 1, 2
 
 
 class Branch(NamedTuple):
-    """Which parts of sampling a batch needs. Devices that capture have a graph for few branches: see `coarse`, and
-    `merged` where graphs are compiled.
+    """Parts of sampling that a batch needs: the largest value of each field over its requests.
 
-    The branch of a batch is the largest of each field over its requests.
+    Devices that capture graphs do so for few branches: see `coarse`, and `merged` for compiled graphs.
     """
 
     random: bool = False
     min_p: bool = False
     top_k: int = 0
-    """Length of the list of best logits that holds every request's k; the vocabulary size if none is long enough."""
+    """Length of the list of largest logits that covers every request's k; the vocabulary size if no list does."""
     top_p: int = 0
-    """1: within that list; 2: over the whole vocabulary."""
+    """`LISTED`: within that list; `SEARCHED`: over the whole vocabulary."""
     edited: bool = False
-    """A request has logit edits."""
+    """Whether a request has logit edits."""
     constrained: bool = False
-    """A request has a grammar."""
+    """Whether a request has a grammar."""
     masked: bool = False
-    """A request allows certain tokens only."""
+    """Whether a request has allowed tokens."""
     penalized: bool = False
     scored: int = 0
-    """The most tokens that a request named for log-probabilities."""
+    """The most token ids that a request named for log-probabilities."""
     reported: bool = False
-    """A request asks for the log-probability of the sampled token,"""
+    """Whether a request asks for the log-probability of the sampled token."""
     num_logprobs: int = 0
-    """and for those of so many of the likeliest."""
+    """The most likely tokens whose log-probabilities are reported with it."""
 
     @classmethod
     def largest(cls, branches_BF: np.ndarray) -> Branch:
-        """The largest of several branches, given as numbers; no field set is 0."""
+        """Return the largest of several branches, given as numbers; 0 means that a field is not set."""
         if not branches_BF.any():
             return cls()
         values = branches_BF.max(axis=0).tolist()
         return cls._make(type(none)(value) for none, value in zip(cls(), values, strict=True))
 
     def of_drafting(self) -> Branch:
-        """The part that a drafter applies: it samples inside a request's support, and leaves the rest to the target."""
+        """Return the part that drafters apply: they sample inside a request's support."""
         return Branch(random=self.random, min_p=self.min_p, top_k=self.top_k, top_p=self.top_p)
 
     def of_reports(self) -> Branch:
-        """What travels to the host besides tokens."""
+        """Return the part that concerns what is reported to the host besides tokens."""
         return Branch(scored=self.scored, reported=self.reported, num_logprobs=self.num_logprobs)
 
     def coarse(self, vocab_size: int, logprob_counts: tuple[int, ...]) -> Branch:
-        """A branch that includes this one, out of so few that each can be captured. Unused parts get neutral values,
-        so the result is the same."""
+        """Return a branch that includes this one, from a set so small that each can be captured.
+
+        Unused parts get neutral values, so results are the same.
+        """
         top_k, top_p = self.top_k, self.top_p
         if top_k == vocab_size or (top_k and top_p == SEARCHED):
             top_k, top_p = vocab_size, SEARCHED
@@ -99,7 +100,7 @@ class Branch(NamedTuple):
     def _including(
         self, filters: tuple[int, int], *, edits: bool, reports: bool, logprob_counts: tuple[int, ...]
     ) -> Branch:
-        """With top-k and top-p as given, and with all edits of logits, and all reports, or none."""
+        """Return a branch with these filters, and with all logit edits and all reports or none."""
         top_k, top_p = filters
         return Branch(
             random=self.random,
@@ -117,7 +118,7 @@ class Branch(NamedTuple):
 
     @classmethod
     def every_coarse(cls, vocab_size: int, logprob_counts: tuple[int, ...]) -> Iterator[Branch]:
-        """All branches that `coarse` can return."""
+        """Yield all branches that `coarse` can return."""
         lists = [size for size in _TOP_K_LISTS if size < vocab_size]
         filters = [(0, 0), (0, SEARCHED), *((size, LISTED) for size in lists), (vocab_size, SEARCHED)]
         choices = [Branch(), *(Branch(random=True, top_k=size, top_p=mass) for size, mass in filters)]
@@ -127,17 +128,19 @@ class Branch(NamedTuple):
             yield branch.coarse(vocab_size, logprob_counts)
 
     def merged(self, vocab_size: int, logprob_counts: tuple[int, ...], *, by_rows: bool = False) -> Branch:
-        """The same out of fewer branches, so that each can be compiled. `by_rows`: out of fewer still, where the rule
-        reads the positions of a row together, and sampled verify steps have graphs of their own.
+        """Return a branch that includes this one, from an even smaller set, so that each can be compiled.
 
-        What a step pays for is chosen from what many requests use: nothing but the argmax, noise, a short list for
-        top-k, a search for top-p. All that few requests use is in a `full` branch: edits of logits, penalties, masks,
-        log-probabilities, a longer top-k.
+        What many requests use has its own branches: the argmax, noise, a short list for top-k, a search for top-p.
+        Everything else is in a `full` branch: logit edits, penalties, masks, log-probabilities, and a longer top-k.
+
+        Args:
+            by_rows: Use an even smaller set, for rules that read the positions of a row together: sampled verify steps
+                then have their own graphs.
         """
         listed = usual_list(vocab_size)
         is_full = any(self._replace(random=False, min_p=False, top_k=0, top_p=0)) or self.top_k > listed
         top_k, top_p = self.top_k, self.top_p
-        # With as many counts of log-probabilities as these, whatever is sampled in a full branch has all filters.
+        # To limit the number of full branches, those that sample have all filters.
         has_few_full = by_rows or len(_coarse_counts(logprob_counts)) > 1
         if is_full and (top_k or top_p or (self.random and has_few_full)):
             top_k, top_p = vocab_size, SEARCHED
@@ -149,19 +152,19 @@ class Branch(NamedTuple):
 
     @property
     def is_full(self) -> bool:
-        """Of merged branches: with all that few requests use."""
+        """Whether a merged branch includes everything that few requests use."""
         return self.edited and self.reported
 
     @property
     def is_rarest(self) -> bool:
-        """Full, with more log-probabilities than most servers allow."""
+        """Whether it is full, with more log-probabilities than most servers allow."""
         return self.is_full and self.num_logprobs > USUAL_LOGPROBS
 
     @classmethod
     def every_merged(
         cls, vocab_size: int, logprob_counts: tuple[int, ...], *, by_rows: bool = False
     ) -> Iterator[Branch]:
-        """All branches that `merged` can return."""
+        """Yield all branches that `merged` can return."""
         listed = usual_list(vocab_size)
         choices = [cls(), cls(random=True), cls(random=True, top_p=SEARCHED)]
         usual = [*choices, *([cls(random=True, top_k=listed)] if listed else [])]
@@ -183,16 +186,19 @@ class Branch(NamedTuple):
 
 
 class Grammar(NamedTuple):
-    """The grammar of one request in this step."""
+    """A request's grammar masks in a step."""
 
     mask_NW: np.ndarray
-    """int32 bitmask of its first N positions; drafts after them are not constrained and must not be accepted."""
+    """int32 bitmask of its first N positions; drafts after them are unconstrained and must not be accepted."""
     num_acceptable: int
-    """Drafts that the grammar allows."""
+    """Number of drafts that the grammar allows."""
 
 
 def read_grammars(output: GrammarOutput | None, scheduled: SchedulerOutput) -> dict[str, Grammar]:
-    """Constrained requests of a step. vLLM lays their masks end to end: a row for each scheduled draft and one more."""
+    """Return the grammars of a step by request.
+
+    vLLM concatenates their masks: one row per scheduled draft token, and one more.
+    """
     if output is None:
         return {}
     grammars, begin = {}, 0
@@ -206,16 +212,16 @@ def read_grammars(output: GrammarOutput | None, scheduled: SchedulerOutput) -> d
 
 
 class SamplePass(NamedTuple):
-    """All that a sampling pass needs from the host, as one copy that is split inside the graph."""
+    """Everything that a sampling pass needs from the host: one copy that is split inside the graph."""
 
     branch: Branch
     shape: SampleShape
     edit_sizes: tuple[int, int]
-    """How many columns of the tables of logit edits are read."""
+    """Number of columns of the logit edit tables that are read."""
     packing: Packing
 
     def split(self) -> tuple[torch.Tensor, Listed | None, GrammarInputs | None]:
-        """Return the rows, int64; the positions, where the pass lists them; and grammars, where it has some."""
+        """Return the rows, int64; the positions, if the pass lists them; and grammars, if it has any."""
         parts = iter(self.packing.split())
         rows_B = next(parts).long()
         listed = Listed(next(parts).long(), next(parts).long()) if self.shape.positions else None
@@ -225,14 +231,13 @@ class SamplePass(NamedTuple):
 
 class GrammarInputs(NamedTuple):
     masks_BQW: torch.Tensor
-    """int32; [N, 1, W] for a pass that lists its positions."""
+    """int32; [N, 1, W] if the pass lists its positions."""
     bounds_2B: torch.Tensor
-    """int32: drafts that a row's grammar allows, and 1 for rows without a grammar."""
+    """int32: number of drafts that a row's grammar allows, and 1 for rows without a grammar."""
 
 
 class SamplingInputs(NamedTuple):
-    """Inputs of a sampling pass besides logits, on the device. B is the rows of a batch, or its positions after
-    `at`."""
+    """Inputs of a sampling pass on the device, besides logits. B is the rows of a batch; after `at`, its positions."""
 
     branch: Branch
     floats_FB: torch.Tensor
@@ -248,12 +253,12 @@ class SamplingInputs(NamedTuple):
 
     @property
     def floats(self) -> dict[str, torch.Tensor]:
-        """[B] each, by parameter name."""
+        """Parameters by name, [B] each."""
         return dict(zip(_FLOATS, self.floats_FB.unbind(0), strict=True))
 
     @property
     def penalties(self) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-        """[B] each: presence, frequency, repetition."""
+        """Presence, frequency and repetition penalties, [B] each."""
         floats = self.floats
         return floats["presence_penalty"], floats["frequency_penalty"], floats["repetition_penalty"]
 
@@ -278,7 +283,7 @@ class SamplingInputs(NamedTuple):
         return None if self.grammars is None else self.grammars.bounds_2B[1] > 0
 
     def at(self, row_N: torch.Tensor) -> SamplingInputs:
-        """The inputs of each of N positions, from those of its row in the batch."""
+        """Return the inputs of N positions, from those of their rows in the batch."""
         return self._replace(
             floats_FB=self.floats_FB.index_select(1, row_N),
             ints_B4=self.ints_B4.index_select(0, row_N),
@@ -321,7 +326,7 @@ class Sampling:
         params, row = request.params, request.row
         floats = np.array([getattr(params, name) for name in _FLOATS], dtype=np.float32)
         if params.top_p >= 1:
-            floats[1] = np.inf  # no sum of probabilities reaches it, so rounding forbids no token
+            floats[1] = np.inf  # no cumulative probability reaches it, so rounding cannot mask a token
         top_k = params.top_k if 0 < params.top_k < self.vocab_size else self.vocab_size
         scored = params.logprob_token_ids or []
         ints = np.zeros(_NUM_INTS + _SCORED_COUNTS[-1], dtype=np.int32)
@@ -358,11 +363,11 @@ class Sampling:
         return _fit(self.logprob_counts, self.vocab_size if params.logprobs < 0 else params.logprobs)
 
     def prompt_logprob_counts(self) -> tuple[int, ...]:
-        """How many of the likeliest tokens are reported for each token of a prompt, whatever the requests ask for."""
+        """Return every number of top tokens that may be reported for each token of a prompt."""
         return _coarse_counts(self.logprob_counts) if self.backend.traits.captures else self.logprob_counts
 
     def prompt_logprob_count(self, num_requested: int) -> int:
-        """The smallest of those counts that is enough."""
+        """Return the smallest of these numbers that covers `num_requested`."""
         num_requested = self.vocab_size if num_requested < 0 else num_requested
         return next(count for count in self.prompt_logprob_counts() if count >= num_requested)
 
@@ -372,12 +377,12 @@ class Sampling:
         return np.packbits(allowed, bitorder="little").view(np.int32)
 
     def branch(self, requests: list[Request], grammars: Collection[str]) -> Branch:
-        """What requests need that sample in one step. `grammars`: ids of requests with a grammar."""
+        """Return the branch for requests that sample in one step. `grammars` are the ids of requests with a grammar."""
         branch = Branch.largest(self._branches_np[[request.row for request in requests]])
         if grammars:
             branch = branch._replace(constrained=any(request.req_id in grammars for request in requests))
         if branch.top_k == self.vocab_size and branch.top_p:
-            branch = branch._replace(top_p=SEARCHED)  # there is no list to look in
+            branch = branch._replace(top_p=SEARCHED)  # there is no list
         if self.backend.traits.compiles:
             return branch.merged(self.vocab_size, self.logprob_counts, by_rows=self._by_rows)
         if self.backend.traits.captures:
@@ -385,23 +390,23 @@ class Sampling:
         return branch
 
     def reports(self, requests: list[Request], branch: Branch) -> bool:
-        """Whether one of them asks for log-probabilities, which a merged branch computes for others too."""
+        """Return whether a request asks for log-probabilities, which a merged branch computes for others too."""
         if not any(branch.of_reports()):
             return False
         return any(Branch.largest(self._branches_np[[request.row for request in requests]]).of_reports())
 
     def flush(self) -> None:
-        """Copy the parameters of requests that were admitted since the last call to the device."""
+        """Copy the parameters of newly admitted requests to the device."""
         for table in self._tables:
             table.flush()
 
     def warm_up(self) -> None:
-        """Run what admissions run."""
+        """Run the graphs that admissions run."""
         for table in self._tables:
             table.warm_up()
 
     def make_pass(self, batch: SampleBatch, branch: Branch, grammars: dict[str, Grammar]) -> SamplePass:
-        """Copy to the device what a pass over a batch needs. `branch`: covers its requests. `grammars`: by request."""
+        """Copy the inputs of a pass over a batch to the device. `branch` covers its requests."""
         self.flush()
         parts = [batch.rows_np]
         if batch.index_np is not None and batch.slots_np is not None:
@@ -418,7 +423,7 @@ class Sampling:
         edit_sizes: tuple[int, int] = (0, 0),
         grammars: GrammarInputs | None = None,
     ) -> SamplingInputs:
-        """Gather the parameters of rows that a branch reads; inside a graph."""
+        """Gather the parameters of rows that a branch reads; runs inside a graph."""
         ints_RX = self._ints.table_RX
         scored_RE = ints_RX.narrow(1, _NUM_INTS, branch.scored) if branch.scored else None
         return SamplingInputs(
@@ -432,8 +437,10 @@ class Sampling:
         )
 
     def _grammar_masks(self, batch: SampleBatch, grammars: dict[str, Grammar]) -> np.ndarray:
-        """int32 [B, Q, W], or [N, 1, W] where the batch lists its positions: all ones where no token is forbidden. A
-        grammar has masks for the first few positions of its row."""
+        """Return the masks, int32 [B, Q, W], or [N, 1, W] if the batch lists its positions.
+
+        A grammar has masks for the first few positions of its row; other masks allow every token.
+        """
         if batch.index_np is None:
             row_BQ, query_BQ = np.indices((len(batch.rows_np), batch.num_queries))
         else:
@@ -441,13 +448,13 @@ class Sampling:
         mask = np.full((*row_BQ.shape, self.mask_words), -1, dtype=np.int32)
         for index, request in enumerate(batch.requests):
             if (grammar := grammars.get(request.req_id)) is not None:
-                # Padding of a new request may bring more rows than this step has positions.
+                # Padding of a new request may add more masks than this step has positions.
                 where = np.nonzero((row_BQ == index) & (query_BQ < len(grammar.mask_NW)))
                 mask[where] = grammar.mask_NW[query_BQ[where], : self.mask_words]
         return mask
 
     def signature(self, shape: SampleShape, branch: Branch) -> Hashable:
-        """What the graph of a sampling pass depends on."""
+        """Return what the graph of a sampling pass depends on."""
         return (*shape, branch)
 
     def branches(self) -> Iterator[Branch]:
@@ -458,7 +465,7 @@ class Sampling:
 
 
 def _bounds(batch: SampleBatch, grammars: dict[str, Grammar]) -> np.ndarray:
-    """Return how many drafts each row's grammar allows, and which rows have no grammar."""
+    """Return how many drafts each row's grammar allows, and which rows have no grammar; int32 [2, B]."""
     bounds = np.full((2, len(batch.rows_np)), batch.num_queries - 1, dtype=np.int32)
     bounds[1] = 1
     for index, request in enumerate(batch.requests):
@@ -468,15 +475,15 @@ def _bounds(batch: SampleBatch, grammars: dict[str, Grammar]) -> np.ndarray:
 
 
 def usual_list(vocab_size: int) -> int:
-    """The length of the list that serves most values of top-k; 0 where it would hold the whole vocabulary."""
+    """Return the list length that covers most values of top-k; 0 if it would cover the whole vocabulary."""
     return _USUAL_TOP_K if vocab_size > _USUAL_TOP_K else 0
 
 
 def _coarse_counts(logprob_counts: tuple[int, ...]) -> tuple[int, ...]:
-    """The counts from the usual maximum on, up to what the configuration allows."""
+    """Return the log-probability counts from the usual maximum up to the configured one."""
     return tuple(count for count in logprob_counts if count >= USUAL_LOGPROBS) or logprob_counts[-1:]
 
 
 def _fit(sizes: tuple[int, ...], needed: int) -> int:
-    """The smallest size that is at least `needed`; 0 if `needed` is 0."""
+    """Return the smallest size that is at least `needed`; 0 if `needed` is 0."""
     return next((size for size in sizes if size >= needed), needed) if needed else 0

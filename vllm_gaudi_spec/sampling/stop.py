@@ -1,10 +1,10 @@
-"""What the acceptance rules share: how a draft compares with the target, and the token after the accepted drafts.
+"""Parts shared by acceptance rules: comparing drafts with the target, and the token after the accepted drafts.
 
-B rows, K drafts at most, Q = K + 1 positions, V the vocabulary. Position i has the target's distribution of the token
+B rows, K drafts at most, Q = K + 1 positions, V vocabulary size. Position i has the target's distribution of the token
 that draft i proposes; the position after a row's last draft has that of the bonus token.
 
-Of a row's K drafts the first `num_drafts` are real. The rules are exact as long as that number does not depend on the
-drafts it leaves out: a drafter may stop before it draws a draft, but not withdraw one because of its token.
+Of a row's K drafts the first `num_drafts` are real. The rules are exact if this number does not depend on the drafts
+that it excludes: a drafter may stop before it samples a draft, but must not withdraw one because of its token.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ _LARGEST = torch.finfo(torch.float32).max
 
 
 def real_drafts(drafts_BK: torch.Tensor, num_drafts_B: torch.Tensor, vocab: int) -> torch.Tensor:
-    """bool [B, K]: drafts that may be accepted: among a row's first `num_drafts`, and tokens of the vocabulary."""
+    """Return which drafts may be accepted, bool [B, K]: the first `num_drafts` of a row that are valid tokens."""
     offsets_K = torch.arange(drafts_BK.shape[1], device=drafts_BK.device)
     return (offsets_K < num_drafts_B[:, None]) & (drafts_BK >= 0) & (drafts_BK < vocab)
 
@@ -26,7 +26,7 @@ def real_drafts(drafts_BK: torch.Tensor, num_drafts_B: torch.Tensor, vocab: int)
 def ratios(
     probs_BKV: torch.Tensor, draft_probs_BKV: torch.Tensor, drafts_BK: torch.Tensor, num_drafts_B: torch.Tensor
 ) -> torch.Tensor:
-    """p / q of each draft, finite; 0 for drafts that are not real or whose draft probability is 0."""
+    """Return p / q of each draft, finite; 0 for drafts that are not real or whose draft probability is 0."""
     vocab = probs_BKV.shape[2]
     index = drafts_BK.clamp(0, vocab - 1).long()[..., None]
     p = probs_BKV.gather(2, index).squeeze(2)
@@ -37,18 +37,18 @@ def ratios(
 
 
 def matches(logits_BKV: torch.Tensor, drafts_BK: torch.Tensor, num_drafts_B: torch.Tensor) -> torch.Tensor:
-    """float32 [B, K]: 1 for drafts up to the first that is not the target's argmax, 0 from there on."""
+    """Return 1 for drafts before the first that is not the target's argmax, 0 from there on; float32 [B, K]."""
     equal = logits_BKV.argmax(-1) == drafts_BK
     return (equal & real_drafts(drafts_BK, num_drafts_B, logits_BKV.shape[2])).float().cumprod(-1)
 
 
 def residual(probs_BV: torch.Tensor, draft_probs_BV: torch.Tensor, weight_B: torch.Tensor) -> torch.Tensor:
-    """max(w p - q, 0), not normalized: the mass of the target that accepted drafts do not provide."""
+    """Return max(w p - q, 0), not normalized: the target's mass that accepted drafts do not cover."""
     return (weight_B[:, None] * probs_BV - draft_probs_BV).clamp_(min=0)
 
 
 def at_index(values_BQV: torch.Tensor, index_B: torch.Tensor) -> torch.Tensor:
-    """[B, V]: each row's values at one of its Q positions."""
+    """Return each row's values at one of its Q positions, [B, V]."""
     rows, queries = values_BQV.shape[:2]
     first = torch.arange(0, rows * queries, queries, device=values_BQV.device)
     return values_BQV.flatten(0, 1).index_select(0, first + index_B)
@@ -65,23 +65,24 @@ def sample_next(
     residual_keys_B2: torch.Tensor,
     positions_BQ: torch.Tensor,
 ) -> torch.Tensor:
-    """int32 [B]: the token after the accepted drafts: recovered, from the residual, or when all drafts were accepted
-    the bonus token, from the target.
+    """Sample the token after the accepted drafts, int32 [B].
 
-    The bonus token uses the noise of ordinary decoding, so a row without drafts gets the token it would get there.
+    After a rejection it is sampled from the residual; if all drafts were accepted, it is the bonus token, sampled from
+    the target. The bonus token uses the noise of ordinary decoding, so a row without drafts gets the same token as
+    there.
     """
     vocab = logits_BQV.shape[2]
     logits_BV = at_index(logits_BQV, num_accepted_B)
     draft_probs_BV = at_index(draft_probs_BKV, num_accepted_B.clamp(max=draft_probs_BKV.shape[1] - 1))
     residual_BV = residual(logits_BV.softmax(-1), draft_probs_BV, weight_B)
     random_B = temperature_B > 0
-    # Where p = q the residual is 0, and only rounding can lead to a rejection.
+    # If p = q the residual is 0, and only rounding can cause a rejection.
     from_residual_B = (num_accepted_B < num_drafts_B) & random_B & (residual_BV.amax(-1) > 0)
     stream_B1 = torch.where(from_residual_B, int(Stream.RESIDUAL), int(Stream.TARGET)).int()[:, None]
     noise_keys_B2 = torch.where(from_residual_B[:, None], residual_keys_B2, keys_B2)
     position_B1 = positions_BQ.gather(1, num_accepted_B.long()[:, None])
     tokens_V = torch.arange(vocab, dtype=torch.int32, device=logits_BQV.device)
-    # One position needs noise, not all Q: the row's stream is chosen before the vocabulary is spanned.
+    # Only one position per row needs noise, so its stream is chosen before noise is computed over the vocabulary.
     noise_BV = gumbel(noise_keys_B2, position_B1, stream_B1, tokens_V).squeeze(1)
     chosen_BV = torch.where(from_residual_B[:, None], residual_BV.log(), logits_BV)
     return (noise_BV * random_B[:, None] + chosen_BV).argmax(-1).int()
@@ -90,7 +91,7 @@ def sample_next(
 def verification(
     drafts_BK: torch.Tensor, num_accepted_B: torch.Tensor, token_B: torch.Tensor, vocab: int
 ) -> Verification:
-    """The accepted drafts and the token after them; all entries are tokens, also those that do not count."""
+    """Combine the accepted drafts and the token after them. Unused entries are valid tokens too."""
     offsets_Q = torch.arange(drafts_BK.shape[1] + 1, device=drafts_BK.device)
     tokens_BQ = torch.cat((drafts_BK.clamp(0, vocab - 1), token_B[:, None]), dim=1)
     tokens_BQ = torch.where(offsets_Q == num_accepted_B[:, None], token_B[:, None], tokens_BQ)

@@ -1,6 +1,6 @@
-"""One pass over the positions that sample: logit processing, then the acceptance rule, then scores.
+"""A pass over the positions that sample: logits processing, the acceptance rule, then log-probabilities.
 
-Every parameter applies at each of the Q positions as it would have without drafts: a position sees the drafts before
+Every parameter applies at each of the Q positions as it would without drafts: a position sees the draft tokens before
 it as if they had been sampled.
 """
 
@@ -39,10 +39,10 @@ class Rule(Protocol):
 
 
 def choose_rule(speculation: Speculation | None, backend: DeviceBackend) -> Rule:
-    """The rule that the user asked for.
+    """Return the acceptance rule that the user asked for.
 
-    Drafts without probabilities are one-hot, for which all exact rules have the same distribution. Then the strict rule
-    runs, the only one that keeps a seeded request's tokens.
+    Drafts without probabilities are one-hot, for which all exact rules have the same distribution. The strict rule runs
+    then, since only it preserves the tokens of seeded requests.
     """
     rules = backend.rules
     strict = partial(_strict, rules)
@@ -52,15 +52,17 @@ def choose_rule(speculation: Speculation | None, backend: DeviceBackend) -> Rule
     if RULES[speculation.rule].needs_probs:
         return partial(_with_probs, rules, verify) if speculation.keeps_probs else strict
     if speculation.rule == SYNTHETIC:
-        with torch.inference_mode():  # as in steps: an emulated card requires it of tensors that they slice
+        with torch.inference_mode():  # as in steps: the emulated card requires it for tensors that are sliced there
             rates_K = torch.tensor(speculation.synthetic_rates, device=backend.traits.torch_device)
         verify = partial(verify, rates_K=rates_K)
     return partial(_without_probs, rules, verify)
 
 
 def needs_rectangle(speculation: Speculation | None, branch: Branch) -> bool:
-    """Whether the rule of a verify step reads the positions of a row together. Otherwise the token of each position is
-    chosen by itself, and compared with the draft there: the strict rule."""
+    """Return whether a verify step's rule reads the positions of a row together.
+
+    Otherwise the token of each position is chosen on its own and compared with the draft there: the strict rule.
+    """
     if speculation is None or speculation.rule == STRICT:
         return False
     if RULES[speculation.rule].needs_probs:
@@ -103,8 +105,8 @@ def _with_probs(
     )
     if inputs.free_B is None:
         return verification
-    # A grammar withdraws drafts because of their tokens, and then these rules are not exact. The strict rule always
-    # is: the target's own token does not depend on a draft.
+    # A grammar withdraws drafts because of their tokens, which makes these rules inexact. The strict rule stays exact:
+    # the target's own token does not depend on a draft.
     exact = _strict(rules, logits_BQV, positions_BQ, proposed, inputs)
     return Verification(
         torch.where(inputs.free_B[:, None], verification.tokens_BQ, exact.tokens_BQ),
@@ -184,9 +186,10 @@ def verify_listed(
     rules: Rules,
     logprobs_mode: str,
 ) -> Verification:
-    """The same from logits of listed positions only: each of those is sampled by itself, as a row with one position.
-    That is the strict rule, and for rows with one position every rule. Other positions of what is returned do not
-    count."""
+    """Verify from logits of listed positions only, each of which is sampled as a row with one position.
+
+    That is the strict rule, and for rows with one position every rule. Other positions of the result are undefined.
+    """
     row_N, query_N = listed.index_2N.unbind(0)
     of_positions = inputs.at(row_N)
     positions_N1 = positions_BQ.flatten().index_select(0, row_N * positions_BQ.shape[1] + query_N)[:, None]
@@ -203,7 +206,7 @@ def verify_listed(
         )[:, None]
 
     def spread(values_NX: torch.Tensor) -> torch.Tensor:
-        """To all positions of all rows, [B * Q, X]."""
+        """Copy values of listed positions to all positions of all rows, [B * Q, X]."""
         return values_NX.index_select(0, listed.slots_BQ.flatten())
 
     logits_N1V, raw = _process(
@@ -244,15 +247,20 @@ def _process(
     custom: CustomProcessors | None,
     logprobs_mode: str,
 ) -> tuple[torch.Tensor, torch.Tensor | None]:
-    """Logits after masks, logit edits, penalties, temperature and filters; and the raw ones if they are reported.
-    `num_sampling_B`: positions of a row that may be sampled, where not all are."""
+    """Return processed logits, and the raw ones if they are reported.
+
+    Applies masks, logit edits, penalties, temperature and filters.
+
+    Args:
+        num_sampling_B: Number of positions of each row that may be sampled; None for all.
+    """
     branch = inputs.branch
     needs_scores = branch.reported or branch.scored
     if branch.constrained:
-        # Before the raw log-probabilities are taken, as those are over what the grammar allows.
+        # Before raw log-probabilities, which cover the tokens that the grammar allows.
         assert inputs.grammars is not None
         logits_BQV = edit.apply_bitmask(logits_BQV, inputs.grammars.masks_BQW)
-    # A copy: custom processors change logits in place.
+    # A copy, since custom processors change logits in place.
     raw = logits_BQV.clone() if needs_scores and logprobs_mode.startswith("raw") else None
     if branch.masked:
         assert inputs.allowed_B1W is not None
@@ -274,7 +282,7 @@ def _process(
 
 
 def restrict(rules: Rules, logits_BQV: torch.Tensor, inputs: SamplingInputs, branch: Branch) -> torch.Tensor:
-    """Temperature and filters alone: what a drafter applies."""
+    """Apply temperature and filters only, as drafters do."""
     return _filter(rules, edit.apply_temperature(logits_BQV, inputs.floats["temperature"]), inputs, branch)
 
 
@@ -301,7 +309,7 @@ def _filter(
 def _logprobs(
     logits_BQV: torch.Tensor, sampled_N: torch.Tensor, inputs: SamplingInputs, num_queries: int, logprobs_mode: str
 ) -> tuple[LogprobsTensors | None, LogprobsTensors | None]:
-    """For N = B * Q positions: of the likeliest tokens, and of those that requests named."""
+    """Gather log-probabilities of N = B * Q positions: of the most likely tokens, and of requested ones."""
     branch = inputs.branch
     if not (branch.reported or branch.scored):
         return None, None
@@ -319,8 +327,10 @@ def _logprobs(
 def recent_outputs(
     requests: Requests, rows_B: torch.Tensor, positions_BQ: torch.Tensor, inputs: SamplingInputs
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """The output token that each prefix token of an edit is compared with ([B, Q, P], -2 where that is before the
-    output), and the number of outputs."""
+    """Return the output tokens that edit prefixes are compared with, and the number of output tokens.
+
+    The former, [B, Q, P], are -2 before the start of the output; the latter are [B, Q].
+    """
     assert inputs.logit_edits is not None
     recent_BQP = positions_BQ[..., None] - inputs.logit_edits.prefix_B3P[:, None, 1]
     tokens = requests.tokens_at(rows_B, recent_BQP.clamp(min=0))

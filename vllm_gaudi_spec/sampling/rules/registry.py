@@ -1,9 +1,8 @@
-"""The functions that pass over whole vocabularies, for one device.
+"""Functions over whole vocabularies, for one device.
 
-The functions of this folder are the reference. A device where their launches or passes over memory cost too much
-replaces some by name, with the same arguments and the same tokens; scores within 1e-4 of each other may swap ranks, and
-filters differ by as much as `sampling/filters.py` leaves open. For a row with NaN the only promise is that its token is
-in the vocabulary.
+The functions of this folder are the reference. A device on which their launches or memory passes cost too much replaces
+some by name, with the same arguments and tokens; scores within 1e-4 of each other may swap ranks, and filters may
+differ within the tolerance of `sampling/filters.py`. Rows with NaN only need to return valid tokens.
 """
 
 from __future__ import annotations
@@ -25,7 +24,10 @@ def _modules_verify() -> dict[str, Callable[..., Verification]]:
 
 
 def _are_sound(logits_BV: torch.Tensor) -> torch.Tensor:
-    """bool [B]. One pass finds NaN and plus infinity. All minus infinity is sound: nothing may be sampled."""
+    """Return whether rows have neither NaN nor +inf, bool [B], in one pass.
+
+    A row of -inf is sound: it only forbids all tokens.
+    """
     return logits_BV.sum(-1) < torch.inf
 
 
@@ -44,8 +46,11 @@ class Rules(NamedTuple):
     strict_greedy: Callable[..., Verification] = strict.verify_greedy
     strict_random: Callable[..., Verification] = strict.verify_random
     verify: Mapping[str, Callable[..., Verification]] = _modules_verify()
-    """The other rules by name. One that needs probabilities is called as `standard.verify` is, others as
-    `synthetic.verify`; `rates_K` is for the synthetic rule alone."""
+    """The other rules by name.
+
+    Those that need probabilities are called like `standard.verify`, others like `synthetic.verify`; only the synthetic
+    rule takes `rates_K`.
+    """
 
 
 TORCH = Rules()

@@ -1,5 +1,4 @@
-"""The strict rule: the target is sampled at every position with position-keyed noise; drafts are accepted while they
-equal its tokens.
+"""The strict rule: sample the target at every position with position-keyed noise; accept drafts while they are equal.
 
 Its output is, token for token, that of decoding without drafts. Without drafts it is ordinary sampling.
 """
@@ -31,7 +30,7 @@ def sample_random(
 
 
 def verify(sampled_BQ: torch.Tensor, drafts_BK: torch.Tensor, num_drafts_B: torch.Tensor) -> Verification:
-    """Accept drafts up to the first that differs from the target's own token; that token comes after them."""
+    """Accept drafts before the first that differs from the target's own token, which comes after them."""
     num_positions = drafts_BK.shape[1]
     offsets_K = torch.arange(num_positions, device=sampled_BQ.device)
     equal = (drafts_BK == sampled_BQ[:, :num_positions]) & (offsets_K < num_drafts_B[:, None])

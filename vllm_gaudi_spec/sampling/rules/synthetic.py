@@ -1,4 +1,4 @@
-"""The synthetic rule: drafts are accepted at given rates, whatever the models output.
+"""The synthetic rule: accept drafts at given rates, whatever the models output.
 
 For benchmarks only: the output follows neither model's distribution.
 """
@@ -18,7 +18,7 @@ if TYPE_CHECKING:
 
 
 def accept_probs(rates_K: torch.Tensor) -> torch.Tensor:
-    """float32 [K]: the rate of a draft given that all drafts before it were accepted; `rates_K` never increase."""
+    """Return the rate of each draft if all drafts before it were accepted, float32 [K]; `rates_K` never increase."""
     before_K = torch.cat((torch.ones_like(rates_K[:1]), rates_K[: rates_K.shape[0] - 1]))
     return torch.where(before_K > 0, rates_K / before_K, 0.0)
 
@@ -33,7 +33,7 @@ def verify(
     keys_B2: torch.Tensor,
     positions_BQ: torch.Tensor,
 ) -> Verification:
-    """Accept draft i and all before it with probability `rates_K[i]`; the target's own token comes after them."""
+    """Accept draft i and all before it with probability `rates_K[i]`, then the target's own token."""
     num_positions, vocab = drafts_BK.shape[1], logits_BQV.shape[2]
     drawn_BK = uniform(keys_B2, positions_BQ[:, :num_positions], Stream.ACCEPT) < accept_probs(rates_K)
     accepted_BK = drawn_BK & stop.real_drafts(drafts_BK, num_drafts_B, vocab)
