@@ -1,7 +1,7 @@
-"""Drafting methods and acceptance rules by name, with the facts that are needed before PyTorch is imported.
+"""Tables of drafting methods and acceptance rules, with the facts that are needed before PyTorch is imported.
 
 A method's drafter is a class in `drafting/`; `drafting/proposers.py` imports it. A rule is the function `verify` of the
-module in `sampling/rules/` that has the rule's name; `sampling/rules/registry.py` imports it.
+module in `sampling/rules/` with the rule's name; `sampling/rules/registry.py` imports it.
 """
 
 from __future__ import annotations
@@ -11,27 +11,29 @@ from dataclasses import dataclass, replace
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Method:
-    """Facts of a drafting method."""
+    """A drafting method."""
 
     proposer: str
     """Module in `drafting/` and class, which has a constructor `build`."""
     about: str
-    """How it drafts, in a few plain words."""
+    """Plain description of how it drafts."""
     on_device: bool
-    """Whether it drafts on the device, between two steps, and so supports async scheduling. Others draft on the host,
-    after the step's device-to-host sync."""
+    """Whether it drafts on the device, and so supports async scheduling.
+
+    Others draft on the host, after the device-to-host sync of a step.
+    """
     has_model: bool = False
-    """Whether the drafter is a model, loaded beside the target. Others look up tokens or are a user's class."""
+    """Whether the drafter is a model, loaded next to the target. Others look up tokens or are a user's class."""
     has_kv: bool = False
-    """Whether the drafter keeps KV of its own."""
+    """Whether the drafter has its own KV."""
     reads_hidden_states: bool = False
     """Whether the drafter reads the target's hidden states."""
     in_target: bool = False
-    """Whether the drafter's layers come with the target's checkpoint, so that users need not name a model."""
+    """Whether the target's checkpoint contains the drafter's layers, so that users need not name a model."""
     remembers_requests: bool = False
     """Whether the drafter also drafts from the tokens of finished requests."""
     options: tuple[str, ...] = ()
-    """Options of `speculative_config` that only this method takes; they are refused with other methods."""
+    """Options of `speculative_config` that are refused with other methods."""
     in_vllm: bool = False
     """Whether vLLM accepts this value of `method`; `upstream/` adds the others."""
 
@@ -104,9 +106,9 @@ METHODS = {
 
 
 def has_model(method: str | None) -> bool:
-    """Whether the method's drafter is a model.
+    """Return whether the method's drafter is a model.
 
-    True also for methods of vLLM that have no row here: vLLM loads a model before the method can be refused.
+    True also for vLLM's methods that are not in the table: vLLM loads a model before the method can be refused.
     """
     return method not in METHODS or METHODS[method].has_model
 
@@ -118,13 +120,15 @@ STRICT, SYNTHETIC = "strict", "synthetic"
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class AcceptanceRule:
-    """Facts of an acceptance rule."""
+    """An acceptance rule."""
 
     about: str
-    """What the rule is for, in a few words."""
+    """Short description of its purpose."""
     needs_probs: bool = False
-    """Whether it reads the probabilities that drafts were drawn from. Without them (greedy or coupled drafting) the
-    strict rule runs instead, which then has the same distribution."""
+    """Whether it reads the probabilities that drafts were sampled from.
+
+    Without them (greedy or coupled drafting) the strict rule runs instead, which then has the same distribution.
+    """
     in_vllm: bool = False
     """Whether vLLM accepts this value of `rejection_sample_method`; `upstream/` adds the others."""
 

@@ -97,9 +97,9 @@ def foreign(bare: str, tmp_path_factory: pytest.TempPathFactory) -> str:
 @pytest.mark.parametrize(
     ("who", "method", "remedy"),
     [
-        ("bare", "universal_draft", "Give a model whose folder holds its tokenizer files"),
-        ("bare", "draft_model", "Give a model whose folder holds its tokenizer files"),
-        ("foreign", "universal_draft", "Give another model in speculative_config"),
+        ("bare", "universal_draft", "Use a model whose folder contains its tokenizer files"),
+        ("bare", "draft_model", "Use a model whose folder contains its tokenizer files"),
+        ("foreign", "universal_draft", "Use another model in speculative_config"),
         ("stranger", "draft_model", "use method universal_draft"),
     ],
     ids=lambda value: value.partition(" ")[0],

@@ -39,7 +39,7 @@ def test_head_for_another_size_is_refused(
 
 def test_target_without_auxiliary_states_is_refused() -> None:
     message = refusal(target("mtp"), speculative_config=head("eagle3", 3))
-    assert "MiMoForCausalLM does not give out the states of its layers" in message
+    assert "MiMoForCausalLM does not return the hidden states of its layers" in message
     assert "use another method" in message
 
 

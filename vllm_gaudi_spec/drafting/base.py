@@ -1,7 +1,7 @@
-"""The interfaces of this package: what a proposer gets and returns, and when drafting runs in a step.
+"""Interfaces between the runner and drafters.
 
-Two kinds of proposers. A host proposer looks at token histories on the host, after a step's result was read. A device
-proposer works on device tensors and never waits for the device, so that it fits between two steps of async scheduling.
+A host proposer reads token histories on the host, after the step's result was read. A device proposer works on device
+tensors and never waits for the device, so it supports async scheduling.
 """
 
 from __future__ import annotations
@@ -34,21 +34,21 @@ if TYPE_CHECKING:
 
 class HostProposer(Protocol):
     def propose(self, contexts: list[Context]) -> list[Sequence[int]]:
-        """At most `max_drafts` drafts for each context, fewer or none where it has none."""
+        """Return at most `max_drafts` draft tokens for each context; fewer or none if it has no more."""
         ...
 
     def forget(self, req_ids: Iterable[str]) -> None:
-        """Drop what is kept of these requests: they have ended. An id may come again with other tokens."""
+        """Drop the state of requests that have ended. A later request may reuse an id."""
         ...
 
     @property
     def num_remembered(self) -> int:
-        """Requests of which something is kept until they are forgotten."""
+        """Number of requests whose state is kept until they are forgotten."""
         ...
 
 
 class DeviceProposer(Protocol):
-    """Static shapes, no wait for the device."""
+    """A proposer of static shapes that never waits for the device."""
 
     def propose(self, request: DraftRequest) -> Drafts: ...
 
@@ -57,20 +57,20 @@ class Model(Protocol):
     """A loaded model."""
 
     output_ids: torch.Tensor | None
-    """int64: the target's ids that its logits cover; None where they cover the whole vocabulary, or another one."""
+    """int64: ids of the target that the logits cover; None if they cover the model's whole vocabulary."""
 
     def forward(self, inputs: Inputs, carried_TH: torch.Tensor | None = None) -> Hidden:
-        """[T, H]; KV of all T tokens is written. A head needs `carried_TH`, other models do not."""
+        """Write the KV of all T tokens and return their hidden states, [T, H]. Only heads take `carried_TH`."""
         ...
 
     def logits(self, hidden: torch.Tensor) -> torch.Tensor:
-        """[rows, V], in the model's dtype."""
+        """Return the logits, [rows, V], in the model's dtype."""
         ...
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class DraftingContext:
-    """The parts of a loaded runner that drafting is built over."""
+    """Parts of a loaded runner that drafting is built from."""
 
     speculation: Speculation
     vllm_config: VllmConfig
@@ -79,7 +79,7 @@ class DraftingContext:
     shapes: Shapes
     kv_cache: KVCache
     hidden_states: HiddenStateBuffer
-    """The hidden-state buffer of the target."""
+    """The target's hidden-state buffer."""
     target: LoadedModel
     drafter: LoadedModel | None
     """None for methods without a model."""
@@ -104,87 +104,98 @@ class DraftingContext:
 
 
 class Drafting(ABC):
-    """When and for whom the drafter runs: on the device between two steps, or on the host after a step's one read.
+    """Runs the drafter on the device within a step, or on the host after the step's device-to-host sync.
 
-    Every kind leaves its drafts at the end of the rows' tokens, where the next step finds them, and reports to vLLM's
-    scheduler what it may schedule. A default here does nothing: a kind overrides the events that concern it.
+    Draft tokens are stored after each row's history, where the next step verifies them. Defaults do nothing; a subclass
+    overrides what concerns it.
     """
 
     verifies_drafts = True
     """Whether a step reports how many drafts it verified."""
     reports_drafts = False
-    """Whether `propose` drafts, so that the host may need drafts with the step's report."""
+    """Whether `propose` drafts, so that a step's report may include draft tokens."""
     lookahead = 0
-    """Tokens after those of a decode for which its blocks have room, so that the drafter can read them too."""
+    """Tokens beyond a decode's own for which its blocks need room, so that the drafter can write KV there."""
     needs_rows_alone = False
-    """Whether a drafter on the device reads rows without their blocks."""
+    """Whether a drafter on the device reads row numbers but no block tables."""
 
     # --- the scheduler ---
 
     @abstractmethod
     def apply(self, requests: Requests) -> None:
-        """Requests were admitted or ended: `requests.admitted`, `requests.ended`."""
+        """Update state for the requests that were admitted and ended."""
 
     @abstractmethod
     def on_drafter_status(self, again: list[Request], never: list[Request], *, is_off: bool) -> None:
-        """The scheduler's decision about faults, see `DrafterStatus`. With `is_off` it requests no drafts any more,
-        which is all that drafters on the host need. On the device, steps in flight and reads without drafts have to
-        stop as well."""
+        """Apply the scheduler's decision about drafter faults, see `DrafterStatus`.
+
+        With `is_off` the scheduler requests no more drafts, which is enough for drafters on the host. Drafters on the
+        device must also ignore drafts in flight and stop following the target.
+        """
 
     def max_drafts(self, requests: list[Request], num_scheduled: list[int]) -> np.ndarray:
-        """int32: the most drafts that the device may have for each request, at most those that were scheduled."""
+        """Return the largest number of draft tokens that each request may have on the device, int32.
+
+        It never exceeds the number that was scheduled.
+        """
         return np.array(num_scheduled, dtype=np.int32)
 
     def outgrown(self) -> Collection[str]:
-        """Requests without drafts in the newest step because their text exceeds a limit that only the drafter knows.
-        Default: none."""
+        """Return requests without drafts in the last step because they exceed a limit known only to the drafter."""
         return ()
 
     @abstractmethod
     def take_rounds(self) -> list[DraftRound]:
-        """Rounds that the host has observed since the last call."""
+        """Return and clear the drafting rounds that the host has observed."""
 
     @abstractmethod
     def drafts_of(self, step: StepResult) -> DraftTokenIds:
-        """The drafts that follow a step whose result is on the host."""
+        """Return the draft tokens that follow a step whose result is on the host."""
 
     def in_use(self) -> dict[str, int]:
-        """Number of requests with state of the drafter's, by kind of state. Default: none."""
+        """Return the number of requests with drafter state, by kind of state."""
         return {}
 
     # --- a step ---
 
     def limit_drafts(self, requests: list[Request], max_drafts: int) -> Sequence[int]:
-        """The most drafts that the scheduler requests of each request after this step, for drafters on the device."""
+        """Return how many draft tokens the scheduler wants for each request after this step.
+
+        Only drafters on the device need it.
+        """
         return ()
 
     def host_drafts(self, requests: list[Request]) -> np.ndarray | None:
-        """int32 [requests, 1 + K]: for each request the number of its drafts, and these, where they are made on the
-        host: they are copied to the device with the step that verifies them."""
+        """Return the draft tokens that were made on the host, to be copied with the step that verifies them.
+
+        int32 [requests, 1 + K]: the number of draft tokens, then the tokens. None if drafts are made on the device.
+        """
         return None
 
     def follow(self, batch: Batch) -> None:  # noqa: B027
-        """The target has computed a batch. Default: no-op."""
+        """Update the drafter's KV after the target's forward pass over a batch."""
 
     def probs(self, rows_B: torch.Tensor) -> torch.Tensor | None:
-        """float32 [B, K, V]: the distributions of the rows' drafts. Default: None, no rule needs them."""
+        """Return the distributions of the rows' drafts, float32 [B, K, V]; None if no rule needs them."""
         return None
 
     def on_verified(self, rows_B: torch.Tensor, lengths_B: torch.Tensor) -> None:  # noqa: B027
-        """A part of the sampling pass, on the device: rows have `lengths_B` tokens now. Default: no-op."""
+        """Update device state in the sampling pass, which has set the rows' lengths to `lengths_B`."""
 
     def propose(self, sampled: SampledRows, branch: Branch, max_drafts: int) -> bool:
-        """Draft on the device, after the verification: at most `max_drafts` a row. Return whether there was a round;
-        default: no, drafts follow when the host has read the step."""
+        """Draft at most `max_drafts` tokens per row on the device, after verification.
+
+        Returns whether a round ran. Drafters on the host draft in `propose_on_host` instead.
+        """
         return False
 
     def propose_on_host(self, step: StepResult, max_drafts: int) -> None:  # noqa: B027
-        """Drafts on the host, after the read of a step. Default: no-op."""
+        """Draft on the host, after a step's result was read."""
 
     # --- warm-up ---
 
     def jobs(self) -> Iterator[Job]:
-        """Warm-up of every graph that drafting may run. Default: none."""
+        """Yield warm-up jobs for every graph that drafting may run."""
         yield from ()
 
 

@@ -1,4 +1,4 @@
-"""How drafts are chosen from a drafter's logits, and the distributions that they were drawn from."""
+"""Choosing draft tokens from a drafter's logits, and keeping the distributions they were sampled from."""
 
 from __future__ import annotations
 
@@ -33,21 +33,24 @@ class DraftChoice:
         self._num_drafts = speculation.num_drafts
 
     def branch(self, branch: Branch) -> Branch:
-        """The part of a step's branch that drafting takes."""
+        """Return the part of a step's branch that applies to drafting."""
         return Branch() if self._mode == "greedy" else branch.of_drafting()
 
     def branch_of(self, requests: list[Request]) -> Branch:
-        """The branch of drafting for requests whose step is done."""
+        """Return the drafting branch for requests whose step is done."""
         return self.branch(self._sampling.branch(requests, ()))
 
     def branches(self) -> set[Branch]:
-        """All branches that drafting can take."""
+        """Return every branch that drafting can take."""
         return {self.branch(branch) for branch in self._sampling.branches()}
 
     def _chooser(self, rows_B: torch.Tensor, lengths_B: torch.Tensor, branch: Branch) -> Choose:
-        """For rows of `lengths_B` tokens: chooses drafts from logits in the target's ids, after so many drafts."""
+        """Return a function that chooses draft tokens from logits over the target's vocabulary.
+
+        Its second argument is the number of draft tokens chosen before; rows have `lengths_B` tokens without them.
+        """
         inputs = None if self._mode == "greedy" else self._sampling.gather(rows_B, branch)
-        # Once for all drafts: as many small operations a step cost as much as a small model's layer.
+        # Computed once for all drafts: many small operations per step would cost as much as a layer of a small model.
         newest_B = lengths_B - 1
 
         def choose(logits_BV: torch.Tensor, before: int) -> Drafted:
@@ -74,7 +77,7 @@ class DraftChoice:
         branch: Branch,
         hidden: Hidden | None = None,
     ) -> DraftRequest:
-        """The request that a proposer gets."""
+        """Build the request for a proposer."""
         return DraftRequest(
             rows_B=rows_B,
             history_RM=requests.history_RM,
@@ -89,7 +92,7 @@ class DraftChoice:
 
 
 class DraftProbs:
-    """The distribution of each draft that waits to be verified, by row; nothing where no rule needs distributions."""
+    """Distributions of draft tokens that wait for verification, by row; empty if no rule needs them."""
 
     def __init__(self, speculation: Speculation, max_rows: int, vocab_size: int, device: torch.device) -> None:
         self.vocab_size = vocab_size
@@ -100,10 +103,10 @@ class DraftProbs:
     def put(self, rows_B: torch.Tensor, drafts: Drafts) -> None:
         if self._probs_RKV is not None:
             assert drafts.probs_BKV is not None
-            # A faulty distribution never reaches a rule: a row with a fault keeps the one before it, which is not used.
+            # Faulty rows keep their previous, unused distribution, so that no rule reads a faulty one.
             written_B = torch.where(drafts.num_drafts_B < 0, self._pad_row, rows_B)
             self._probs_RKV.index_copy_(0, written_B, drafts.probs_BKV)
 
     def of(self, rows_B: torch.Tensor) -> torch.Tensor | None:
-        """float32 [B, K, V]."""
+        """Return the rows' distributions, float32 [B, K, V]; None if none are kept."""
         return None if self._probs_RKV is None else self._probs_RKV.index_select(0, rows_B)

@@ -1,6 +1,6 @@
-"""A user's own drafter: vLLM's method `custom_class`, where `model` names a class.
+"""vLLM's method `custom_class`: `model` names a user's drafter class.
 
-Upstream passes such a class its runner's arrays. Here they are built, for the requests that may draft and no others.
+vLLM passes its runner's arrays to such a class. Here they are built for the requests that may draft.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ class CustomProposer:
         self._proposer = create_custom_proposer(vllm_config)
         self._width = vllm_config.model_config.max_model_len
         self._num_seen: dict[str, int] = {}
-        """How many tokens each request had when drafts were last made for it: the tokens after these are new."""
+        """Length of each request when drafts were last made for it; later tokens are new to the drafter."""
 
     @classmethod
     def build(cls, context: ProposerContext) -> CustomProposer:
@@ -44,12 +44,12 @@ class CustomProposer:
             row_np[: context.tokens_np.size] = context.tokens_np
         sampled = [self._new_tokens(context) for context in contexts]
         outputs = self._proposer.propose(sampled, lengths_np, tokens_np, slot_mappings=None)
-        # Only after it has returned: a drafter that failed has not seen them.
+        # After the call: a drafter that raised has not seen these tokens.
         self._num_seen.update((context.req_id, context.tokens_np.size) for context in contexts)
         if len(outputs) != len(contexts):
             raise ValueError(
-                f"{type(self._proposer).__name__}.propose returned lists for {len(outputs)} of {len(contexts)} "
-                "requests: it must return one list for each, empty where it has no drafts"
+                f"{type(self._proposer).__name__}.propose returned {len(outputs)} lists for {len(contexts)} requests. "
+                "Return one list per request, empty if it has no drafts."
             )
         return [_without_filling(output) for output in outputs]
 
@@ -62,9 +62,9 @@ class CustomProposer:
         return len(self._num_seen)
 
     def _new_tokens(self, context: Context) -> list[int]:
-        """What this step sampled; upstream passes it apart from the texts.
+        """Return the tokens sampled in this step, which vLLM passes separately.
 
-        Never empty: an empty list stands for a request that is still in its prompt.
+        Never empty: an empty list means that the request is still in its prompt.
         """
         begin = self._num_seen.get(context.req_id, context.num_prompt)
         new: list[int] = context.tokens_np[min(begin, context.tokens_np.size - 1) :].tolist()
@@ -72,5 +72,5 @@ class CustomProposer:
 
 
 def _without_filling(output: Sequence[int]) -> Sequence[int]:
-    """Up to the first -1: upstream's drafters fill up with those. The caller checks the rest."""
+    """Return the tokens before the first -1, with which vLLM's drafters pad. The caller checks the rest."""
     return list(takewhile(lambda token: token != -1, output)) if isinstance(output, Iterable) else output

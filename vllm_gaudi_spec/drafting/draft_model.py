@@ -1,12 +1,11 @@
-"""A drafter that is a model: k steps of it after each verification, as one loop of static shapes.
+"""Drafting with a separate model: a loop of k forward passes after each verification.
 
-Its KV is beside the target's, in the same blocks, and is written with every prompt chunk. A draft's own KV is
-written when the next one is drafted, so the last of k has none; if all were accepted, two tokens are new to the drafter
-then. The first call of a round therefore always takes the two newest tokens, and at times writes the same KV again.
+The drafter's KV is in the target's blocks. A draft token's KV is written when the next one is drafted, so the last of k
+has none, and after full acceptance two tokens are new to the drafter. The first pass of a round therefore always reads
+the two newest tokens.
 
-`DraftModelKVSync` tracks how far the drafter has read, row by row, and what it takes to catch up. The device has exact
-counts. The host has a lower bound, since drafts may be in flight: enough to decide which rows have to catch up, and in
-which shape.
+`DraftModelKVSync` tracks how much of each row the drafter has read. The device has exact counts. The host has a lower
+bound, since drafts may be in flight; it decides which rows have to catch up, and in which shape.
 """
 
 from __future__ import annotations
@@ -39,7 +38,7 @@ if TYPE_CHECKING:
     from vllm_gaudi_spec.runner.shapes import Shapes
 
 NUM_NEWEST = 2
-"""Tokens that the first call takes."""
+"""Number of tokens that the first pass of a round reads."""
 
 
 class AutoregressiveProposer:
@@ -55,14 +54,14 @@ class AutoregressiveProposer:
         return cls(context.model, same_tokens(context.vllm_config))
 
     def read(self, chunk: Inputs) -> None:
-        """Writes the drafter's KV of tokens of the target, such as a prompt chunk."""
+        """Write the drafter's KV for tokens of the target, such as a prompt chunk."""
         self._model.forward(replace(chunk, token_ids_T=self._translation.to_drafter(chunk.token_ids_T)))
 
     def propose(self, request: DraftRequest) -> Drafts:
         return draft_chain(self._model, self._translation, request, self._read_newest(request), request.lengths_B)
 
     def _read_newest(self, request: DraftRequest) -> Hidden:
-        """[B, H]: the hidden state after each row's newest token."""
+        """Return the hidden state after each row's newest token, [B, H]."""
         tokens_BN, starts_B, num_real_B = request.row_operations.take_newest(
             request.history_RM, request.rows_B, request.lengths_B, request.max_drafts_B, NUM_NEWEST
         )
@@ -76,8 +75,11 @@ class AutoregressiveProposer:
 def draft_chain(
     model: Model, translation: Translation, request: DraftRequest, hidden: Hidden, starts_B: torch.Tensor
 ) -> Drafts:
-    """The steps of a round, from the hidden states [B, H] that the first draft follows from. `starts_B`: that draft's
-    position in the drafter's own count, which need not be the target's."""
+    """Draft one token after another, starting from the hidden states [B, H] that predict the first.
+
+    Args:
+        starts_B: Position of the first draft token, in the drafter's own count.
+    """
     drafted: list[Drafted] = []
     steps = _steps(request, starts_B)
     for step in range(request.num_drafts):
@@ -91,7 +93,7 @@ def draft_chain(
 
 
 def _steps(request: DraftRequest, starts_B: torch.Tensor) -> list[Inputs]:
-    """What the drafter reads after each draft but the last, without the tokens."""
+    """Return the drafter's inputs after each draft token but the last, without token ids."""
     num_steps = request.num_drafts - 1
     if not num_steps:
         return []
@@ -99,7 +101,7 @@ def _steps(request: DraftRequest, starts_B: torch.Tensor) -> list[Inputs]:
 
 
 def stack_drafts(drafted: list[Drafted], num_drafts_B: torch.Tensor) -> Drafts:
-    """The steps of a round, as one record."""
+    """Combine the draft tokens of a round into one record."""
     probs = [draft.probs_BV for draft in drafted if draft.probs_BV is not None]
     sound = [draft.sound_B for draft in drafted if draft.sound_B is not None]
     return Drafts(
@@ -118,7 +120,7 @@ def forward(
     request: DraftRequest,
     carried: torch.Tensor | None = None,
 ) -> Hidden:
-    """[B * N, H]. A row without a token here is at position 0 and writes to the pad block."""
+    """Return the hidden states, [B * N, H]. Rows without tokens are at position 0 and write to the pad block."""
     starts_B = torch.where(num_real_B > 0, starts_B, 0)
     return model.forward(
         build_rectangle(tokens_BN, starts_B, num_real_B, request.blocks, request.row_operations), carried
@@ -129,11 +131,11 @@ def forward(
 
 
 class Read(NamedTuple):
-    """Tokens that the drafter reads next, in a shape of prompt chunks."""
+    """Tokens that the drafter reads next, in the shape of a prompt chunk."""
 
     shape: Shape
     inputs: StepInputs
-    """With the first position of each row, as far as the host knows; a row of which less was read is left out."""
+    """`starts_B` is the host's lower bound; rows of which the drafter has read less are skipped."""
 
 
 @dataclass(slots=True)
@@ -143,7 +145,7 @@ class _Lag:
     request: Request
     end: int = 0
     gap: int = 0
-    """Up to so many tokens are unread."""
+    """Upper bound on the number of unread tokens before `end`."""
 
 
 class DraftModelKVSync(DrafterKVSync):
@@ -159,7 +161,11 @@ class DraftModelKVSync(DrafterKVSync):
         num_drafts: int,
         blocks: ReadBlocks,
     ) -> None:
-        """`read`: writes the drafter's KV of tokens, on the device."""
+        """
+        Args:
+            read: Writes the drafter's KV for tokens, on the device.
+            drafter_max_len: The drafter's longest context.
+        """
         self._read = read
         self._requests = requests
         self._recorder = recorder
@@ -168,13 +174,13 @@ class DraftModelKVSync(DrafterKVSync):
         self._num_drafts = num_drafts
         num_rows = requests.pad_row + 1
         self._reach_R = torch.zeros(num_rows, dtype=torch.int32, device=requests.backend.traits.torch_device)
-        """Positions up to here have the drafter's KV, as far as their drafts were accepted."""
+        """Number of tokens of each row whose KV the drafter has, provided that their drafts were accepted."""
         self._reach_np = np.zeros(num_rows, dtype=np.int32)
-        """The host's lower bound."""
+        """The host's lower bound of `_reach_R`."""
         self._keeps_up_np = np.zeros(num_rows, dtype=bool)
         """Rows of which the drafter has read all but the newest tokens, as far as the host knows."""
         self._arrived: set[int] = set()
-        """Rows whose first forward is still to come."""
+        """Rows that were admitted and have not run a forward pass yet."""
         self._blocks = blocks
         self._run_read = requests.backend.graphs.graph(self._read_rows)
         self._set_reach = requests.backend.graphs.graph(self._put_reach)
@@ -200,7 +206,7 @@ class DraftModelKVSync(DrafterKVSync):
         self._run_read(read.inputs, read.shape.queries)
 
     def _chunk(self, batch: Batch) -> Read | None:
-        """The part of a batch that the drafter reads: a prompt chunk, cut at the drafter's longest context."""
+        """Return the part of a batch that the drafter reads: a prompt chunk, up to the drafter's longest context."""
         self._start_rows(batch.requests)
         if batch.shape.phase != PREFILL:
             return None
@@ -213,11 +219,14 @@ class DraftModelKVSync(DrafterKVSync):
         self._note(
             [request for request, _ in following], [request.num_computed + count for request, count in following]
         )
-        # A row with a gap before its chunk reads both when it catches up: the device knows how much that is.
+        # Without counts: a row with a gap before its chunk reads both when it catches up, as the device knows the gap.
         return Read(batch.shape, batch.inputs._replace(counts_B=None))
 
     def _start_rows(self, requests: list[Request]) -> None:
-        """Not at admission: a row may share blocks that are written in this very step, by one that came before it."""
+        """Initialize the reach of new rows at their first forward pass.
+
+        At admission it would be too early: a row may share blocks that an earlier row writes in the same step.
+        """
         rows = [request.row for request in requests if request.row in self._arrived]
         if not rows:
             return
@@ -227,7 +236,7 @@ class DraftModelKVSync(DrafterKVSync):
                 self._reach_np[request.row] = reach
                 self._keeps_up_np[request.row] = reach == request.num_computed
         self._arrived.difference_update(rows)
-        # In the shape of all rows, so that every step runs the same graph.
+        # Padded to all rows, so that every step runs the same graph.
         rows_np = np.full(len(self._reach_np), self._requests.pad_row, dtype=np.int64)
         rows_np[: len(rows)] = rows
         self._upload_reach(rows_np)
@@ -237,7 +246,7 @@ class DraftModelKVSync(DrafterKVSync):
         self._set_reach(packing)
 
     def _note(self, requests: list[Request], reach: list[int]) -> None:
-        """The drafter has read these requests up to `reach`, or up to its longest context."""
+        """Record that the drafter has read requests up to `reach`, or up to its longest context."""
         rows_np = np.array([request.row for request in requests], dtype=np.int64)
         reach_np = np.minimum(np.array(reach, dtype=np.int32), self._max_len)
         before_np = self._reach_np[rows_np]
@@ -246,12 +255,14 @@ class DraftModelKVSync(DrafterKVSync):
         self._reach_np[rows_np[further_np]] = reach_np[further_np]
 
     def _catch_up(self, requests: list[Request], max_drafts_np: np.ndarray) -> Iterator[Read]:
-        """What the drafter has to read first, in the shapes of prompt chunks, of rows that may draft now and did not
-        before. Rows that may not draft lag."""
+        """Yield the reads that rows need before they can draft again, in the shapes of prompt chunks.
+
+        Rows that may not draft now are left to lag.
+        """
         rows_np = np.array([request.row for request in requests], dtype=np.int64)
         lags = [_Lag(requests[index]) for index in np.flatnonzero((max_drafts_np > 0) & ~self._keeps_up_np[rows_np])]
         for lag in lags:
-            # All but the newest tokens, at most: those a row may have, whatever is in flight.
+            # An upper bound on the row's length, whatever is in flight.
             request = lag.request
             lag.end = min(max(request.num_computed + 1 + self._num_drafts, len(request.all_token_ids)), self._max_len)
             lag.gap = lag.end - int(self._reach_np[request.row])
@@ -274,7 +285,7 @@ class DraftModelKVSync(DrafterKVSync):
         self._note(drafted, [request.num_computed - self._num_drafts for request in drafted])
 
     def invalidate(self, requests: list[Request]) -> None:
-        """All tokens of these requests are read again, in the shapes in which rows catch up."""
+        """Make rows read all their tokens again, as rows that catch up do."""
         for request in requests:
             self._blocks.forget(request.row)
         rows_np = np.full(len(self._reach_np), self._requests.pad_row, dtype=np.int64)
@@ -288,8 +299,7 @@ class DraftModelKVSync(DrafterKVSync):
     # --- device ---
 
     def _read_rows(self, step: StepInputs, queries: int) -> None:
-        """Read the next tokens that the drafter has not read, all but the newest, of rows that it has read at least up
-        to their start."""
+        """Read the next tokens, except the newest, of rows that were read at least up to their start."""
         rows = step.split()
         rows_P = rows.rows_B
         reach_P = self._reach_R.index_select(0, rows_P)
@@ -302,16 +312,15 @@ class DraftModelKVSync(DrafterKVSync):
         self._read(build_rectangle(tokens_PL, starts_P, num_real_P, rows.blocks, self._requests.backend.row_operations))
 
     def on_verified(self, rows_B: torch.Tensor, lengths_B: torch.Tensor) -> None:
-        """Once after each verification: what was written for drafts beyond the newest token does not count. They were
-        rejected."""
+        """Exclude KV written for rejected drafts from the reach."""
         self._put(rows_B, torch.minimum(self._reach_R.index_select(0, rows_B), lengths_B - 1))
 
     def draftable(self, rows_B: torch.Tensor, lengths_B: torch.Tensor, max_drafts_B: torch.Tensor) -> torch.Tensor:
-        """`max_drafts_B` of rows of which the drafter has read all but the newest tokens, 0 of others."""
+        """Return `max_drafts_B`, or 0 for rows of which more than the newest tokens is unread."""
         return torch.where(self._reach_R.index_select(0, rows_B) >= lengths_B - NUM_NEWEST, max_drafts_B, 0)
 
     def on_round_written(self, rows_B: torch.Tensor, lengths_B: torch.Tensor, drafts: Drafts) -> None:
-        """The round wrote KV of the newest tokens and of all drafts but the last."""
+        """Extend the reach to the newest tokens and all draft tokens but the last."""
         reach_B = self._reach_R.index_select(0, rows_B)
         wrote_B = lengths_B + drafts.num_drafts_B - 1
         self._put(rows_B, torch.where(drafts.num_drafts_B > 0, wrote_B, reach_B))
@@ -332,7 +341,7 @@ class DraftModelKVSync(DrafterKVSync):
     def jobs(self) -> Iterator[Job]:
         nobody_np = np.full(len(self._reach_np), self._requests.pad_row, dtype=np.int64)
         yield Job("states", partial(self._upload_reach, nobody_np))
-        for shape in reversed(self._shapes.prefills()):  # memory is claimed once, by the largest
+        for shape in reversed(self._shapes.prefills()):  # the largest claims the memory for all
             yield Job(DRAFTERS_READS, partial(self._read_padding, shape), (self._signature(shape),), shape.tokens)
 
     def _read_padding(self, shape: Shape) -> None:

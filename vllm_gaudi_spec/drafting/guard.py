@@ -1,8 +1,8 @@
-"""Keeps a drafter's faults from its requests: they go on as if nothing had been drafted, and the scheduler is informed.
+"""Isolates requests from drafter faults: they continue without drafts, and the scheduler is informed.
 
-Two kinds. An exception reaches the host at once. The output is checked on the device, in the graph that drafts: a row
-with a fault gets `FAULTY` in place of its number of drafts, which is none, and the report of the step that would have
-verified them contains it.
+Exceptions reach the host at once. Draft tokens are checked on the device, in the graph that makes them: a faulty row
+gets `FAULTY` as its number of drafts, which counts as 0, and the report of the step that would have verified them
+contains it.
 """
 
 from __future__ import annotations
@@ -25,45 +25,54 @@ if TYPE_CHECKING:
 logger = init_logger(__name__)
 
 Agree = Callable[[Mapping[str, Sequence[int]] | None], bool]
-"""Whether every rank drafted the same; None: this one failed. All ranks call it, after each round."""
+"""Whether all ranks drafted the same tokens. Every rank calls it after each round, with None if its drafter failed."""
 
 
 class Guard:
     def __init__(self, *, independent: bool, replicas: GroupCoordinator | None = None) -> None:
-        """`independent`: no other rank may wait, in the middle of a drafter's collective, for one that failed.
-        `replicas`: the ranks of the target, where each of them has the whole drafter."""
+        """
+        Args:
+            independent: Whether a failure here cannot block another rank in a collective of the drafter.
+            replicas: The target's ranks, if each of them runs the whole drafter.
+        """
         self._independent = independent
         self._replicas = replicas
         self._rounds: list[DraftRound] = []
         self._num_caught = 0
 
     def caught(self, error: Exception, requests: Sequence[Request]) -> None:
-        """A drafter on the device raised in service; raises again among several ranks, which cannot survive that.
-        Warm-up does not call it: its jobs raise."""
+        """Handle an exception of a drafter on the device.
+
+        Raises it again if there are several ranks, which cannot recover. Warm-up jobs raise on their own.
+        """
         if not self._independent:
             raise error
         self.failed(error, requests)
 
     def failed(self, error: Exception, requests: Sequence[Request]) -> None:
-        """Nothing was drafted for these requests, because of the drafter."""
+        """Record a round without drafts for these requests, because the drafter failed."""
         self._num_caught += 1
-        if self._num_caught & (self._num_caught - 1) == 0:  # a drafter that fails now and then would fill the log
-            logger.warning("The drafter failed, %d times so far.", self._num_caught, exc_info=error)
+        if (
+            self._num_caught & (self._num_caught - 1) == 0
+        ):  # log at powers of two: an unstable drafter would fill the log
+            logger.warning(
+                "The drafter failed (%d failures so far); this step has no drafts.", self._num_caught, exc_info=error
+            )
         self._rounds.append(DraftRound(tuple(request.req_id for request in requests), worked=False))
 
     def usable(self, drafts: Drafts, request: DraftRequest, vocab_size: int | None) -> Drafts:
-        """On the device: `mark_unusable`, with the same result on all ranks."""
+        """Run `mark_unusable` on the device, with the same result on all ranks."""
         checked = mark_unusable(drafts, request, vocab_size)
         return checked if self._replicas is None else mark_different(checked, self._replicas)
 
     def done(self, faulty: Sequence[str], num_requested: int) -> None:
-        """A round on the host, in which drafts of some rows may have been unusable."""
+        """Record a round on the host. `faulty` lists the requests whose drafts were unusable."""
         if faulty:
-            logger.warning_once("The drafter returned ids that are no tokens; its drafts of that step were dropped.")
+            logger.warning_once("The drafter returned invalid token ids; the drafts of those requests are dropped.")
         self._rounds.append(DraftRound(tuple(faulty), worked=len(faulty) < num_requested))
 
     def take(self) -> list[DraftRound]:
-        """The rounds of this step, merged: at most one."""
+        """Return and clear the rounds of this step, merged into at most one."""
         rounds, self._rounds = self._rounds, []
         if len(rounds) < 2:
             return rounds
@@ -72,7 +81,10 @@ class Guard:
 
 
 def agreement(vllm_config: VllmConfig) -> Agree:
-    """For drafters on the host, each rank's own. Drafts that differ between ranks would make their steps differ."""
+    """Return the agreement check for host drafters, which every rank runs on its own.
+
+    Different drafts would make the ranks' steps differ.
+    """
     if vllm_config.parallel_config.tensor_parallel_size == 1:
         return lambda drafts: drafts is not None
 
@@ -98,13 +110,16 @@ def agreement(vllm_config: VllmConfig) -> Agree:
 
 
 def mark_unusable(drafts: Drafts, request: DraftRequest, vocab_size: int | None) -> Drafts:
-    """Marks rows whose drafts cannot be used, and replaces ids that are no tokens. `vocab_size`: None where the drafts
-    are in the drafter's own vocabulary, which the host checks."""
+    """Mark rows whose drafts cannot be used, and replace invalid token ids.
+
+    Args:
+        vocab_size: None if drafts are in the drafter's own vocabulary, which the host checks.
+    """
     rows, num_drafts = request.rows_B.shape[0], request.num_drafts
     if drafts.tokens_BK.shape != (rows, num_drafts) or drafts.num_drafts_B.shape != (rows,):
         raise ValueError(
-            f"a drafter returned {tuple(drafts.tokens_BK.shape)} tokens and {tuple(drafts.num_drafts_B.shape)} "
-            f"counts for {rows} rows of {num_drafts} drafts"
+            f"A drafter returned tokens of shape {tuple(drafts.tokens_BK.shape)} and counts of shape "
+            f"{tuple(drafts.num_drafts_B.shape)}; expected ({rows}, {num_drafts}) and ({rows},)."
         )
     tokens_BK, num_drafts_B = request.row_operations.check_drafts(
         drafts.tokens_BK, drafts.num_drafts_B, request.max_drafts_B, drafts.sound_BK, vocab_size, mark=FAULTY
@@ -113,10 +128,10 @@ def mark_unusable(drafts: Drafts, request: DraftRequest, vocab_size: int | None)
 
 
 def mark_different(drafts: Drafts, group: GroupCoordinator) -> Drafts:
-    """Marks rows whose drafts differ between the ranks of `group`. A collective, of a few numbers a row.
+    """Mark rows whose drafts differ between the ranks of `group`; a collective of a few numbers per row.
 
-    Ranks that have a drafter each compute its logits each, so that NaN of one rank shows on that rank only; and a step
-    that verified other drafts on each rank would add up partial sums of different tokens.
+    Each rank with a whole drafter computes its own logits, so NaN may appear on one rank only. Verifying different
+    drafts per rank would add partial sums of different tokens.
     """
     num_B = drafts.num_drafts_B
     is_draft_BK = torch.arange(drafts.tokens_BK.shape[1], dtype=torch.int32, device=num_B.device) < num_B[:, None]
@@ -127,7 +142,7 @@ def mark_different(drafts: Drafts, group: GroupCoordinator) -> Drafts:
     local_BN = torch.cat([part.int() for part in parts], dim=1)
     communicator = group.device_communicator
     assert communicator is not None
-    # As floats, of which only the bits are moved: not every device's ranks exchange integers.
+    # Exchanged as floats, since not every device's collectives support integers; only the bits are moved.
     gathered = communicator.all_gather(local_BN.view(torch.float32), 0).view(torch.int32)
     parted_B = (gathered.view(group.world_size, *local_BN.shape) != local_BN).any(2).any(0)
     return drafts._replace(num_drafts_B=torch.where(parted_B, FAULTY, num_B).int())

@@ -1,13 +1,13 @@
-"""EAGLE, EAGLE-3 and MTP: a head that reads the target's hidden states, each beside the token that follows it.
+"""EAGLE, EAGLE-3 and MTP: a head that reads the target's hidden states, each with the token that follows it.
 
-At position p it reads token p + 1 and the target's hidden state after token p, and keeps its KV there. Its output
-predicts the target's hidden state after token p + 1: the next draft follows from it, and the step after that reads it
-instead of the target's. Whatever it wrote for drafts is written again, from the target's own states, once it is known
+At position p the head reads token p + 1 and the target's hidden state of token p, and writes its KV there. Its output
+approximates the target's hidden state of token p + 1: it predicts the next draft token, and the next pass reads it
+instead of the target's. What was written for draft tokens is overwritten from the target's states once it is known
 which were accepted (`HeadKVSync`).
 
-The target's hidden states cannot be made again later. So a head reads with the target at every step, drafts or none, of
-every row up to its longest context: then all blocks that requests share hold its KV, and no row has to catch up. Where
-a read failed, or a row failed beside good ones, that row drafts no more, nor does one that shares its blocks.
+The target's hidden states cannot be recomputed later. So a head reads every row at every step, with or without drafts,
+up to its longest context: shared blocks then always hold its KV, and no row has to catch up. If a read fails, its rows
+never draft again, and neither do rows that share their blocks.
 """
 
 from __future__ import annotations
@@ -54,13 +54,13 @@ class HeadProposer:
 
     def propose(self, request: DraftRequest) -> Drafts:
         assert request.hidden is not None
-        # The newest token stands beside the state before it, so a head's position is one less than the target's.
+        # A head reads the newest token with the state before it, so its position is one less than the target's.
         starts_B = request.lengths_B - 1
         return draft_chain(self._model, self._translation, request, request.hidden, starts_B)
 
 
 def translation_of(head: Model, vocab_size: int) -> Translation:
-    """A head reads the target's tokens, and its logits may cover fewer."""
+    """Return the translation for a head, which reads the target's tokens and may predict fewer."""
     return SameTokens(vocab_size, vocab_size) if head.output_ids is None else FewerTokens(head.output_ids, vocab_size)
 
 
@@ -68,7 +68,7 @@ def translation_of(head: Model, vocab_size: int) -> Translation:
 
 
 class StateKVSync(DrafterKVSync):
-    """Of drafters without KV that read the target's hidden state from which each row's newest token was sampled."""
+    """KV sync of drafters without KV that read the hidden state behind each row's newest token."""
 
     def __init__(self, hidden_states: HiddenStateBuffer) -> None:
         self._hidden_states = hidden_states
@@ -94,7 +94,11 @@ class HeadKVSync(DrafterKVSync):
         head_size: int,
         max_len: int,
     ) -> None:
-        """`head_size`: of its hidden states. `max_len`: positions that it has."""
+        """
+        Args:
+            head_size: Size of the head's hidden states.
+            max_len: Number of positions that the head supports.
+        """
         self._head = head
         self._hidden_states = hidden_states
         self._requests = requests
@@ -106,7 +110,7 @@ class HeadKVSync(DrafterKVSync):
         shape = (requests.pad_row + 1, head_size)
         device, dtype = requests.backend.traits.torch_device, hidden_states.dtype
         self._last_RH, self._carried_RH = (torch.zeros(shape, dtype=dtype, device=device) for _ in range(2))
-        """The head's output, by row, after the last token that it read."""
+        """The head's output after the last token that it read, by row."""
         self._run_chunk = requests.backend.graphs.graph(self._read_chunk)
         self._run_newest = requests.backend.graphs.graph(self._read_newest)
 
@@ -126,7 +130,7 @@ class HeadKVSync(DrafterKVSync):
             self._split.exclude(request.row)
 
     def on_forward(self, batch: Batch) -> None:
-        """Prompt chunks."""
+        """Read prompt chunks."""
         if batch.shape.phase == PREFILL and min(request.num_computed for request in batch.requests) < self._max_len:
             self._read(batch)
 
@@ -135,9 +139,9 @@ class HeadKVSync(DrafterKVSync):
         self._run_chunk(batch.shape.queries, batch.inputs)
 
     def before_round(self, sampled: SampledRows, max_drafts_np: np.ndarray, batch: DraftBatch | None) -> None:
-        """What this step sampled: decodes, and the ends of prompts."""
+        """Read the tokens that this step sampled, in decodes and at the ends of prompts."""
         assert batch is not None
-        # The host counts its own drafts as accepted, and asynchronously those of the step in flight.
+        # The host counts its drafts as accepted, and with async scheduling those of the step in flight too.
         ahead = 2 * self._shapes.decode_queries[-1]
         if min(end - ahead for end in batch.ends) < self._max_len:
             self._read_sampled(batch)
@@ -152,8 +156,11 @@ class HeadKVSync(DrafterKVSync):
         return Hidden(self._last_RH.index_select(0, rows_B), self._carried_RH.index_select(0, rows_B))
 
     def _read_chunk(self, queries: int, step: StepInputs) -> None:
-        """Of a prompt that ends here the last position is read as well, beside a token that does not exist yet: it is
-        read again once that token is sampled."""
+        """Read a prompt chunk.
+
+        The last position of a prompt is paired with a token that does not exist yet. It is read again once that token
+        is sampled.
+        """
         rows = step.split()
         inputs = self._shifted(queries, rows.rows_B, rows.starts_B, rows.counts_B, rows.blocks)
         self._head.forward(inputs, self._hidden_states.chunk(step.num_rows * queries))
@@ -162,7 +169,7 @@ class HeadKVSync(DrafterKVSync):
         rows = step.split()
         rows_B, blocks = rows.rows_B, rows.blocks._replace(counts_B=None)
         first_B = self._hidden_states.first(rows_B)
-        # The newest token has no state of its own yet. Rejected drafts have one, and are not read.
+        # The newest token has no state yet. Rejected drafts have one and are not read.
         num_read_B = self._requests.lengths(rows_B) - 1 - first_B
         inputs = self._shifted(queries, rows_B, first_B, num_read_B, blocks)
         output = self._head.forward(inputs, self._hidden_states.carried(rows_B, queries))
@@ -180,7 +187,7 @@ class HeadKVSync(DrafterKVSync):
         counts_B: torch.Tensor,
         blocks: Blocks,
     ) -> Inputs:
-        """Positions from `starts_B` on, each with the token that follows it, up to the head's last position."""
+        """Return positions from `starts_B` on, each with the token that follows it, up to the head's last position."""
         num_real_B = torch.minimum(counts_B, self._max_len - starts_B).clamp(min=0).int()
         starts_B = torch.where(num_real_B > 0, starts_B, 0)
         offsets_Q = torch.arange(queries, dtype=torch.int32, device=rows_B.device)
@@ -196,7 +203,7 @@ class HeadKVSync(DrafterKVSync):
         return ("head", num_rows, num_queries, context)
 
     def jobs(self) -> Iterator[Job]:
-        for shape in reversed(self._shapes.prefills()):  # memory is claimed once, by the largest
+        for shape in reversed(self._shapes.prefills()):  # the largest claims the memory for all
             run = partial(self._read_padding, shape)
             yield Job(DRAFTERS_READS, run, (self._chunk_signature(shape),), shape.tokens)
         for (num_rows, context), num_queries in product(self._shapes.decode_sizes(), self._shapes.decode_queries):

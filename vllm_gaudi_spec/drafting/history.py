@@ -1,4 +1,4 @@
-"""The request history on the host, brought up to date by each step's read: for drafters that wait for it."""
+"""Token histories on the host, updated with each step's result, for drafters that run after it."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ class DraftingRow:
 
     request: Request
     index: int
-    """In the step's batch."""
+    """Index in the step's batch."""
     max_drafts: int
     """At least 1."""
 
@@ -33,7 +33,7 @@ class RequestHistory:
         self._history_np = np.zeros(tuple(requests.history_RM.shape), dtype=np.int32)
         self._lengths_np = np.zeros(len(self._history_np), dtype=np.int32)
         self._drafts_np = np.zeros((len(self._history_np), 1 + num_drafts), dtype=np.int32)
-        """By row: the number of drafts that wait to be verified, and these."""
+        """Number of draft tokens of each row that wait for verification, then the tokens."""
 
     def apply(self) -> None:
         self._split.pace(self._requests.list_paced_rows())
@@ -48,11 +48,11 @@ class RequestHistory:
         self._drafts_np[request.row] = 0
 
     def tokens_np(self, row: int, begin: int = 0) -> np.ndarray:
-        """int32: a view that is valid until the next step."""
+        """Return a row's tokens, int32: a view that is valid until the next step."""
         return self._history_np[row, begin : self._lengths_np[row]]
 
     def append(self, step: StepResult) -> list[list[int]]:
-        """Returns the tokens that each row of the step sampled."""
+        """Append the tokens that a step sampled, and return them by row of the step."""
         verification = step.verification
         if verification is None:
             return []
@@ -68,8 +68,10 @@ class RequestHistory:
         return [row[:count].tolist() for row, count in zip(tokens_np, counts_np, strict=True)]
 
     def drafting_rows(self, step: StepResult, new: list[list[int]], limit: int) -> list[DraftingRow]:
-        """Rows that can use drafts, each `limit` at most. Rows that stopped cannot: the scheduler drops the tokens
-        after a stop and ends the request."""
+        """Return the rows that can use drafts, at most `limit` each.
+
+        Rows that reached a stop token cannot: the scheduler drops later tokens and ends the request.
+        """
         rows_np = _rows_of(step)
         max_drafts_np = self._split.max_drafts_np(rows_np, self._lengths_np[rows_np], self._split.paced(rows_np, limit))
         return [
@@ -79,13 +81,13 @@ class RequestHistory:
         ]
 
     def keep_drafts(self, step: StepResult, drafts: dict[str, list[int]]) -> None:
-        """Keep drafts until a step verifies them: it copies them to the device."""
+        """Keep draft tokens until the step that verifies them copies them to the device."""
         for request in step.requests:
             if tokens := drafts.get(request.req_id):
                 self._drafts_np[request.row, : 1 + len(tokens)] = len(tokens), *tokens
 
     def drafts_np(self, requests: list[Request]) -> np.ndarray:
-        """int32 [requests, 1 + K]: the number of each request's drafts, and these."""
+        """Return the number of each request's draft tokens, then the tokens: int32 [requests, 1 + K]."""
         found: np.ndarray = self._drafts_np[[request.row for request in requests]]
         return found
 
@@ -95,5 +97,5 @@ def _rows_of(step: StepResult) -> np.ndarray:
 
 
 def _stops(params: SamplingParams, tokens: list[int]) -> bool:
-    """Whether the scheduler ends a request at one of these. An end token that is to be ignored is no stop."""
+    """Return whether the scheduler ends the request at one of these tokens. Ignored end tokens do not count."""
     return params.eos_token_id in tokens or not set(params.stop_token_ids or ()).isdisjoint(tokens)

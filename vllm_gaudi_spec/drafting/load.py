@@ -1,4 +1,4 @@
-"""From a configuration to its drafting: which proposer, for which rows, and how its KV follows the target."""
+"""Builds drafting from the configuration."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ if TYPE_CHECKING:
 
 
 def load_drafting(context: DraftingContext) -> Drafting:
-    """The drafter that the configuration names."""
+    """Build the drafting that the configuration names."""
     speculation = context.speculation
     pair = Pair.load(context.vllm_config, cache_folder()) if speculation.universal else None
     if pair is not None:
@@ -154,6 +154,6 @@ def _coverage(context: DraftingContext, pair: Pair | None) -> Coverage | None:
 
 
 def guard_of(target: LoadedModel, drafter: LoadedModel | None) -> Guard:
-    """Data-parallel ranks draft each for itself: none waits for another here."""
+    """Return the guard of a drafter on the device. Data-parallel ranks draft independently of each other."""
     same_ranks = drafter is None or drafter.group is target.group
     return Guard(independent=target.group.world_size == 1, replicas=None if same_ranks else target.group)

@@ -1,4 +1,4 @@
-"""Medusa: as many heads as drafts, all on the target's one hidden state. No loop, and no KV."""
+"""Medusa: one head per draft token, all on the target's newest hidden state. There is no loop and no KV."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ if TYPE_CHECKING:
 
 class Heads(Protocol):
     def logits_of_heads(self, hidden_BH: torch.Tensor, max_drafts_B: torch.Tensor) -> Iterator[torch.Tensor]:
-        """[B, U], head after head; rows that request no drafts are padding."""
+        """Yield the logits of each head, [B, U]. Rows that request no drafts are padding."""
         ...
 
 

@@ -1,5 +1,4 @@
-"""Memory that drafting takes besides weights and the KV cache: its size, for the worker and for doctor, which loads no
-model; and the drafter KV region."""
+"""Memory of drafting besides weights and the KV cache: its size, and the drafter KV region."""
 
 from __future__ import annotations
 
@@ -27,17 +26,17 @@ _FLOAT32_BYTES = 4
 
 
 def probs_shape(speculation: Speculation, max_rows: int, vocab_size: int) -> tuple[int, int, int]:
-    """Of the distributions of drafts, in float32; zero rows where none is kept."""
+    """Return the shape of the buffer of draft distributions; it has 0 rows if none are kept."""
     return (max_rows + 1 if speculation.keeps_probs else 0), speculation.num_drafts, vocab_size
 
 
 def region_blocks(max_rows: int, length: int, block_size: int) -> int:
-    """Blocks of a drafter KV region: each row's, and the pad block."""
+    """Return the number of blocks of a drafter KV region: those of each row, and the pad block."""
     return 1 + max_rows * -(-length // block_size)
 
 
 class KVBlock(NamedTuple):
-    """Of a drafter, in all its layers."""
+    """Size of a drafter's KV block, over all its layers."""
 
     num_tokens: int
     num_bytes: int
@@ -46,7 +45,7 @@ class KVBlock(NamedTuple):
 def drafting_bytes(
     speculation: Speculation, max_rows: int, vocab_size: int, region_block: KVBlock | None
 ) -> dict[str, int]:
-    """Bytes by purpose. `region_block`: None for a drafter without a KV region."""
+    """Return bytes by purpose. `region_block` is None for a drafter without a KV region."""
     length = speculation.universal_kv_len
     parts = {
         "the float32 distributions of drafts: sequences x drafts x vocabulary": (
@@ -62,15 +61,15 @@ def drafting_bytes(
 
 
 class DrafterKVRegion:
-    """KV of a drafter that counts positions of its own: each row has one range of blocks, for good.
+    """KV of a drafter with its own positions: each row has a fixed range of blocks.
 
-    It cannot be in the target's blocks: those follow the target's tokens, and are shared by what they hold.
+    The target's blocks cannot hold it: they follow the target's tokens, and are shared by their contents.
     """
 
     def __init__(
         self, model: LoadedModel, backend: DeviceBackend, num_rows: int, length: int, max_context: int
     ) -> None:
-        """`length` tokens a row; tables are as wide as `max_context`, which padding may reach."""
+        """Allocate `length` tokens per row. Block tables cover `max_context` tokens, which padding may reach."""
         specs = model.kv_cache_spec()
         self.length = length
         self._size, block_bytes = block_of(specs)
@@ -97,7 +96,7 @@ class DrafterKVRegion:
         model.bind_kv(by_layer, [list(specs)])
 
     def blocks(self, rows_np: np.ndarray, ends: Sequence[int], context: int) -> HostBlocks:
-        """Wide enough for `context` tokens. The first rows end at `ends`."""
+        """Return block tables for `context` tokens. The first rows end at `ends`."""
         table_np = self._table_np[rows_np, : -(-context // self._size)]
         lengths_B = make_host_lengths(self._backend, len(rows_np), ends, context)
         return HostBlocks((table_np,), (self._size,), lengths_B=lengths_B)
@@ -109,5 +108,5 @@ def block_of(specs: dict[str, KVCacheSpec]) -> KVBlock:
 
 def _block_size(specs: dict[str, KVCacheSpec]) -> int:
     sizes = {spec.block_size for spec in specs.values() if isinstance(spec, AttentionSpec)}
-    assert len(sizes) == 1, "a drafter's layers have blocks of one size"
+    assert len(sizes) == 1, "a drafter's layers must have one block size"
     return sizes.pop()

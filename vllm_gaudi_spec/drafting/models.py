@@ -1,5 +1,4 @@
-"""Loading a drafter's model; for heads also the modules that they share with their target, and the states that they
-read of it."""
+"""Loads a drafter's model; for heads also the modules and states that they take from their target."""
 
 from __future__ import annotations
 
@@ -34,7 +33,7 @@ if TYPE_CHECKING:
 def load_drafter(
     speculation: Speculation, vllm_config: VllmConfig, backend: DeviceBackend, target: LoadedModel
 ) -> LoadedModel | None:
-    """The drafter's model, if the method has one: loaded beside the target, so that its layers join the KV cache."""
+    """Load the drafter's model, if the method has one, next to the target, so that its layers join the KV cache."""
     if not speculation.has_model:
         return None
     group = _group_of_drafter(vllm_config, target)
@@ -52,30 +51,33 @@ def load_drafter(
         assert spec_config is not None
         reason = " ".join(str(error).split()) or type(error).__name__
         raise UnsupportedConfigError(
-            f"The drafter {spec_config.draft_model_config.model} cannot be loaded: {reason}. Is its checkpoint whole, "
-            "and for this target? Give another model in --speculative-config."
+            f"The drafter {spec_config.draft_model_config.model} cannot be loaded: {reason}. Check that its checkpoint "
+            "is complete and made for this target, or set another model in --speculative-config."
         ) from error
 
 
 def _group_of_drafter(vllm_config: VllmConfig, target: LoadedModel) -> GroupCoordinator:
-    """The target's ranks, or this one alone: with `draft_tensor_parallel_size` 1 each rank runs the whole drafter."""
+    """Return the ranks that the drafter is split over.
+
+    Those of the target, or this rank alone if `draft_tensor_parallel_size` is 1 and each rank runs the whole drafter.
+    """
     spec_config = vllm_config.speculative_config
     assert spec_config is not None
     if spec_config.draft_parallel_config.tensor_parallel_size == target.group.world_size:
         return target.group
-    this_rank = get_pp_group()  # a pipeline has one stage here, so that its group has one rank
+    this_rank = get_pp_group()  # pipelines have one stage here, so this group has one rank
     assert this_rank.world_size == 1
     return this_rank
 
 
 def draft_config(vllm_config: VllmConfig) -> VllmConfig:
-    """vLLM's configuration of the drafter's model."""
+    """Return vLLM's configuration of the drafter's model."""
     spec_config = vllm_config.speculative_config
     assert spec_config is not None
     parallel = replace(spec_config.draft_parallel_config, rank=vllm_config.parallel_config.rank)
     draft_vllm_config = replace(
         vllm_config,
-        quant_config=None,  # the drafter's is found with its weights
+        quant_config=None,  # read from the drafter's checkpoint
         model_config=spec_config.draft_model_config,
         parallel_config=parallel,
         load_config=spec_config.draft_load_config or vllm_config.load_config,
@@ -84,10 +86,10 @@ def draft_config(vllm_config: VllmConfig) -> VllmConfig:
 
 
 def kv_beside_target(speculation: Speculation | None, drafter: LoadedModel | None) -> dict[str, KVCacheSpec]:
-    """KV of the drafter's layers in the target's blocks; none where it is in a `DrafterKVRegion`."""
+    """Return the specs of drafter layers whose KV is in the target's blocks, not in a `DrafterKVRegion`."""
     if speculation is None or drafter is None or speculation.retokenizes:
         return {}
-    # A head never catches up, so it needs no block that vLLM freed.
+    # A head never catches up, so it does not need blocks that vLLM freed.
     return drafter.kv_cache_spec() if speculation.is_head else drafter.drafter_kv_cache_spec()
 
 
@@ -97,7 +99,10 @@ def kv_beside_target(speculation: Speculation | None, drafter: LoadedModel | Non
 def load_head(
     method: str, vllm_config: VllmConfig, backend: DeviceBackend, target: LoadedModel, group: GroupCoordinator
 ) -> LoadedModel:
-    """vLLM's classes of heads take the target's configuration, and the rest from its speculative part."""
+    """Load a head.
+
+    vLLM's head classes take the target's configuration, and read their own from its speculative part.
+    """
     spec_config = vllm_config.speculative_config
     assert spec_config is not None
     quantization = Quantization.of_drafter(vllm_config, target.model)
@@ -131,11 +136,11 @@ class LoadedHead(LoadedModel):
             self.output_ids = offsets + torch.arange(len(offsets), device=offsets.device)
 
     def logits(self, hidden: torch.Tensor, adapters_N: torch.Tensor | None = None) -> torch.Tensor:
-        assert adapters_N is None, "adapters are the target's alone"
+        assert adapters_N is None, "only the target has adapters"
         with upstream.tensor_parallel_group(self._group_of_output):
             if self.output_ids is None:
                 logits: torch.Tensor = self.model.compute_logits(hidden)
-            else:  # the class would spread them over the target's vocabulary with a scatter; `FewerTokens` gathers
+            else:  # `compute_logits` would scatter them over the target's vocabulary, while `FewerTokens` gathers
                 logits = self.model.logits_processor(self.model.lm_head, hidden)
         return logits
 
@@ -146,7 +151,7 @@ class LoadedMedusa(LoadedModel):
         self.output_ids = self.model.token_map
 
     def logits_of_heads(self, hidden: torch.Tensor, max_drafts_B: torch.Tensor) -> Iterator[torch.Tensor]:
-        """[rows, U], head after head."""
+        """Yield the logits of each head, [rows, U]."""
         with nullcontext() if self.measuring is None else self.measuring.counting(max_drafts_B > 0):
             for states, lm_head in zip(self.model(hidden), self.model.lm_heads, strict=True):
                 with upstream.tensor_parallel_group(self.group):
@@ -155,7 +160,7 @@ class LoadedMedusa(LoadedModel):
 
 
 def with_carried(output: Any, inputs: Inputs) -> Hidden:
-    """Some heads have one state for the output matrix and carry another to their next step."""
+    """Split a head's output: some heads have one state for the logits and another for their next step."""
     return Hidden(*output) if isinstance(output, tuple) else Hidden(output, output)
 
 
@@ -163,7 +168,7 @@ def with_carried(output: Any, inputs: Inputs) -> Hidden:
 
 
 class _InItsGroup(nn.Module):
-    """A part of the target in a head that is cut over other ranks, or over none."""
+    """Runs a module of the target in the target's tensor-parallel group, for a head in another group."""
 
     def __init__(self, part: nn.Module, group: GroupCoordinator) -> None:
         super().__init__()
@@ -176,24 +181,25 @@ class _InItsGroup(nn.Module):
 
 
 def _embeddings(target: nn.Module) -> nn.Module | None:
-    """gpt-oss has a name of its own for them."""
+    """Return the embeddings, which gpt-oss names differently."""
     return getattr(target.model, "embed_tokens", getattr(target.model, "embedding", None))
 
 
 def _output_matrix(target: nn.Module) -> nn.Module | None:
-    """Some targets use their embeddings as output matrix."""
+    """Return the output matrix. Some targets use their embeddings."""
     return getattr(target, "lm_head", _embeddings(target))
 
 
 def share(target: nn.Module, head: nn.Module, group: GroupCoordinator | None = None) -> None:
-    """Embeddings and output matrix, where the checkpoint has none of its own, or the same once more.
+    """Share the target's embeddings and output matrix with a head whose checkpoint has none, or an equal copy.
 
-    `group`: the ranks that the target is cut over. A head that each of them has whole still finds there what it shares.
+    Args:
+        group: The target's ranks; shared modules run in them even if each rank has the whole head.
     """
     embeddings = _embeddings(target)
     if embeddings is None:
         raise UnsupportedConfigError(
-            f"{type(target).__name__} keeps its embeddings where heads do not look for them; use another method in "
+            f"{type(target).__name__} has no embeddings under a name that heads know; use another method in "
             "--speculative-config."
         )
     if _lacks(head, "has_own_embed_tokens", getattr(head.model, "embed_tokens", None), embeddings):
@@ -203,13 +209,16 @@ def share(target: nn.Module, head: nn.Module, group: GroupCoordinator | None = N
     if _lacks(head, "has_own_lm_head", getattr(head, "lm_head", None), output):
         _replace(head, "lm_head", output)
         for module in head.modules():
-            # DeepSeek's form: each layer has a head of its own, with a norm before it.
+            # As in DeepSeek's models: each layer has its own output head after a norm.
             if hasattr(module, "shared_head"):
                 _replace(module.shared_head, "head", output)
 
 
 def _lacks(head: nn.Module, flag: str, head_module: nn.Module | None, target_module: nn.Module) -> bool:
-    """vLLM sets the flag, in classes that have it, when the checkpoint contains such a matrix."""
+    """Return whether a head has no matrix of its own.
+
+    vLLM sets the flag, in classes that have it, if the checkpoint contains such a matrix.
+    """
     if head_module is None or not getattr(head, flag, False):
         return True
     ours, others = getattr(head_module, "weight", None), getattr(target_module, "weight", None)
@@ -227,8 +236,8 @@ def _replace(owner: nn.Module, name: str, module: nn.Module) -> None:
 def _refuse_special_states(target: nn.Module) -> None:
     if hasattr(target, "get_mtp_target_hidden_states"):
         raise UnsupportedConfigError(
-            f"{type(target).__name__} has states for its MTP layer that its forward does not return, which is not "
-            "supported yet; use another method in --speculative-config."
+            f"{type(target).__name__} does not return the hidden states of its MTP layer from its forward, which is "
+            "not supported; use another method in --speculative-config."
         )
 
 
@@ -236,10 +245,10 @@ def _refuse_special_states(target: nn.Module) -> None:
 
 
 def _read_layers(target: LoadedModel, head: LoadedModel, size: int) -> None:
-    """Let the target's forward hand out the states of early, middle and late layers that the head reads, combined."""
+    """Make the target return the combined states of the early, middle and late layers that the head reads."""
     unsupported = UnsupportedConfigError(
-        f"{type(target.model).__name__} does not give out the states of its layers, which an EAGLE-3 head reads; use "
-        "another method in --speculative-config."
+        f"{type(target.model).__name__} does not return the hidden states of its layers, which an EAGLE-3 head reads; "
+        "use another method in --speculative-config."
     )
     if not supports_eagle3(target.model):
         raise unsupported
@@ -257,6 +266,6 @@ def _read_layers(target: LoadedModel, head: LoadedModel, size: int) -> None:
 
 
 def layers_of(config: Any) -> list[int] | None:
-    """The layers that the head's configuration names, if it does."""
+    """Return the layers that the head's configuration names, if any."""
     layer_ids = getattr(config, "eagle_aux_hidden_state_layer_ids", None)
     return layer_ids or (getattr(config, "eagle_config", None) or {}).get("eagle_aux_hidden_state_layer_ids")

@@ -1,9 +1,9 @@
-"""N-gram drafting: the tokens after an earlier occurrence of the end of the text.
+"""N-gram drafting: propose the tokens that followed an earlier occurrence of the text's last tokens.
 
-The longest suffix of min_ngram to max_ngram tokens that also ends earlier wins; of several matches the most recent. A
-match d tokens before the end suggests that the text goes on with period d, so the drafts are the last d tokens, over
-and over. A loop, whose most recent match is one round old, is thus drafted in full length; and where a text repeats
-with changes, the latest version is a better prediction than the first.
+The longest suffix of min_ngram to max_ngram tokens that also occurs earlier is used, at its most recent occurrence. A
+match d tokens before the end suggests a period of d, so the drafts repeat the last d tokens. A loop, whose most recent
+match is one period back, is thus drafted in full length; and if a text repeats with changes, its latest version
+predicts better than its first.
 
 B rows, K drafts, M tokens of history.
 """
@@ -47,16 +47,16 @@ class NgramProposer:
         return (drafts * -(-max_drafts // distance))[:max_drafts]
 
     def _distance(self, tokens_np: np.ndarray) -> int:
-        """How far before the end the chosen match ends; 0 if there is none."""
+        """Return how far before the end the chosen match ends; 0 if there is none."""
         last = tokens_np.size - 1
-        # matches_np[e]: the n-gram of the length reached so far that ends at e equals the one that ends the text.
-        # Whole-array passes cost the same whatever the text is; lists of candidates would be slow for loops.
+        # matches_np[e]: the n-gram of the current length that ends at e equals the one at the end of the text.
+        # Passes over the array cost the same for every text; lists of candidates would be slow for loops.
         found = 0
         matches_np = np.ones(max(last, 0), dtype=bool)
         for back in range(min(self.max_ngram, last)):
             matches_np[:back] = False
             matches_np[back:] &= tokens_np[: last - back] == tokens_np[last - back]
-            nearest = matches_np.tobytes().rfind(b"\1")  # several times faster than numpy can look from the end
+            nearest = matches_np.tobytes().rfind(b"\1")  # several times faster than numpy
             if nearest < 0:
                 break
             if back + 1 >= self.min_ngram:
@@ -65,7 +65,7 @@ class NgramProposer:
 
 
 class DeviceNgramProposer:
-    """The same drafts for all rows at once; the work depends on the shapes alone."""
+    """N-gram drafting for all rows at once, on the device. The work depends on the shapes alone."""
 
     def __init__(self, min_ngram: int, max_ngram: int) -> None:
         _check(min_ngram, max_ngram)
@@ -85,11 +85,11 @@ class DeviceNgramProposer:
         index_BK = torch.where(found_B1, lengths_B1 - distance_B1 + offsets_K % distance_B1.clamp(min=1), 0)
         drafts_BK = tokens_BM.gather(1, index_BK.long())
         num_drafts_B = request.max_drafts_B * found_B1[:, 0]
-        # Of a row of length 0 not even the first token is known.
+        # In a row of length 0 even the first token is unknown.
         return Drafts(torch.where(offsets_K < num_drafts_B[:, None], drafts_BK, 0), num_drafts_B.int())
 
     def _distance(self, tokens_BM: torch.Tensor, lengths_B1: torch.Tensor) -> torch.Tensor:
-        """int32 [B, 1]: how far before the end each row's match ends; 0 if there is none."""
+        """Return how far before the end each row's match ends, int32 [B, 1]; 0 if there is none."""
         width = tokens_BM.shape[1]
         end_M = torch.arange(width, dtype=torch.int32, device=tokens_BM.device)
         matches_BM = end_M < lengths_B1 - 1
@@ -109,5 +109,5 @@ class DeviceNgramProposer:
 def _check(min_ngram: int, max_ngram: int) -> None:
     if not 1 <= min_ngram <= max_ngram:
         raise ValueError(
-            f"n-grams of {min_ngram} to {max_ngram} tokens: give 1 <= prompt_lookup_min <= prompt_lookup_max"
+            f"Invalid n-gram sizes {min_ngram} to {max_ngram}: set 1 <= prompt_lookup_min <= prompt_lookup_max."
         )

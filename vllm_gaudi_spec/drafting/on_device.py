@@ -1,4 +1,4 @@
-"""Drafters that work on device tensors, between the verification and the report, and so with async scheduling."""
+"""Drafting on the device, between verification and report, so that it supports async scheduling."""
 
 from __future__ import annotations
 
@@ -79,7 +79,7 @@ class DeviceDrafting(Drafting):
         if again:
             self._kv_sync.on_faulty(again)
         if never:
-            self._kv_sync.invalidate(never)  # the cause may be in blocks that others would share
+            self._kv_sync.invalidate(never)  # other requests would share blocks that may be the cause
         for request in never:
             self._split.exclude(request.row)
 
@@ -92,8 +92,8 @@ class DeviceDrafting(Drafting):
         return self._possible(requests, np.array(num_scheduled, dtype=np.int32))
 
     def _possible(self, requests: list[Request], limit: int | np.ndarray) -> np.ndarray:
-        """int32: the most drafts that the device may have for each request, whatever is in flight."""
-        # Asynchronously scheduled, `num_computed` counts the drafts of the step in flight as accepted.
+        """Return the most drafts that each request may have, whatever is in flight; int32."""
+        # With async scheduling `num_computed` counts the drafts of the step in flight as accepted.
         shortest_np = np.array([request.num_computed for request in requests], dtype=np.int32) + 1 - self._num_drafts
         return self._split.max_drafts_np(_rows_of(requests), shortest_np, limit)
 
@@ -144,7 +144,7 @@ class DeviceDrafting(Drafting):
         return True
 
     def _batch(self, sampled: SampledRows, limits: Sequence[int]) -> DraftBatch:
-        """The rows of a round: those of the step's decode, which are on the device, or a copy of their own."""
+        """Return the rows of a round: those of the step's decode, which are on the device, or a copy of their own."""
         inputs, context = sampled.rows_alone, 0
         if sampled.decode is not None and self._kv_sync.has_kv:
             inputs, context = sampled.decode.inputs, sampled.decode.shape.context
@@ -183,7 +183,7 @@ class DeviceDrafting(Drafting):
         request = self._choice.request(self._requests, rows_B, lengths_B, max_drafts_B, rows.blocks, branch, hidden)
         drafts = self._guard.usable(self._proposer.propose(request), request, self._draft_probs.vocab_size)
         self._draft_probs.put(rows_B, drafts)
-        # Last of what may fail: until then the rows have no drafts.
+        # After everything that may fail, so that rows have no drafts then.
         self._requests.put_drafts(rows_B, lengths_B, drafts)
         self._kv_sync.on_round_written(rows_B, lengths_B, drafts)
 
@@ -202,7 +202,7 @@ class DeviceDrafting(Drafting):
         return ("draft", num_rows, context, branch)
 
     def jobs(self) -> Iterator[Job]:
-        """What the drafter reads, and rounds of drafts by rows, context and filters."""
+        """Yield the drafter's reads, and drafting rounds by rows, context and branch."""
         yield Job("states", self._split.on_device.warm_up)
         yield from self._kv_sync.jobs()
         shapes, branches = self._shapes, sorted(self._choice.branches())

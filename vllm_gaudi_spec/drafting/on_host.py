@@ -1,4 +1,4 @@
-"""Drafters that read token histories on the host, after the one device-to-host sync of a step."""
+"""Drafting on the host, from token histories, after a step's device-to-host sync."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ class HostDrafting(Drafting):
         self._history = history
         self._vocab_size = vocab_size
         self._agree = agree
-        self._guard = Guard(independent=True)  # no rank waits for another's drafter on the host
+        self._guard = Guard(independent=True)  # host drafters run no collectives
         self._drafts: dict[str, list[int]] = {}
 
     def apply(self, requests: Requests) -> None:
@@ -62,7 +62,7 @@ class HostDrafting(Drafting):
             self._guard.failed(error, requests)
             return
         if not self._agree(drafts):
-            self._guard.failed(RuntimeError("another rank failed, or drafted other tokens"), requests)
+            self._guard.failed(RuntimeError("Another rank failed or drafted different tokens."), requests)
             return
         self._guard.done(faulty, len(requests))
         self._drafts = drafts
@@ -72,7 +72,7 @@ class HostDrafting(Drafting):
         return self._history.drafts_np(requests)
 
     def _ask(self, members: list[DraftingRow]) -> tuple[dict[str, list[int]], list[str]]:
-        """Drafts of requests that have some, and requests whose drafts cannot be used."""
+        """Return the draft tokens by request, and the requests whose drafts are unusable."""
         contexts = [
             Context(
                 req_id=member.request.req_id,
@@ -94,7 +94,7 @@ class HostDrafting(Drafting):
         return drafts, faulty
 
     def _tokens(self, output: Sequence[Any], max_drafts: int) -> list[int] | None:
-        """The first `max_drafts` tokens; the rest is ignored. None if they are no tokens."""
+        """Return the first `max_drafts` tokens, ignoring the rest; None if they are not valid tokens."""
         try:
             tokens = [index(token) for token in islice(output, max_drafts)]
         except (TypeError, ValueError):

@@ -19,7 +19,7 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ProposerContext:
-    """What a proposer is built from."""
+    """Parts that a proposer is built from."""
 
     speculation: Speculation
     vllm_config: VllmConfig
@@ -27,7 +27,7 @@ class ProposerContext:
     model: Model | None
     """The drafter's model, for methods that have one."""
     pair: Pair | None
-    """The two vocabularies, where the drafter has one of its own."""
+    """The two vocabularies, if the drafter has another one than the target."""
 
     @property
     def spec_config(self) -> SpeculativeConfig:
@@ -36,7 +36,7 @@ class ProposerContext:
 
     @property
     def vocab_size(self) -> int:
-        """Of the target."""
+        """Size of the target's vocabulary."""
         size: int = self.vllm_config.model_config.get_vocab_size()
         return size
 

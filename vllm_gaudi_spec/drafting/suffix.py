@@ -1,12 +1,12 @@
-"""Suffix decoding (arXiv 2411.04975): draft what most often comes after the end of the text, here or in past responses.
+"""Suffix decoding (arXiv 2411.04975): propose the most frequent continuation of the text's last tokens.
 
-Every pattern of the last tokens is looked up in the request's own text and in the responses of requests that ended.
-From a pattern of m tokens the path goes on with the most frequent next token, as long as the probability of the whole
-path is at least min_token_prob, for max_spec_factor * m tokens at most and max_tree_depth together with the
-pattern. The path with the largest sum of probabilities wins: the expected number of accepted drafts.
+Each suffix of the text is looked up in the request's own text and in the responses of finished requests. From a suffix
+of m tokens the path continues with the most frequent next token while the probability of the whole path is at least
+min_token_prob, for at most max_spec_factor * m tokens, and at most max_tree_depth including the suffix. The path with
+the largest sum of probabilities wins: the expected number of accepted drafts.
 
-arctic-inference has suffix trees in C++ and is used where it is installed. `SuffixCache` below has the same methods
-and no dependencies.
+arctic-inference implements suffix trees in C++ and is used if installed. `SuffixCache` has the same methods and no
+dependencies.
 """
 
 from __future__ import annotations
@@ -28,14 +28,14 @@ if TYPE_CHECKING:
 logger = init_logger(__name__)
 
 NOTHING = -1
-"""No position; as a token, what separates responses and replaces forgotten ones."""
+"""Neither a position nor a token: separates responses and replaces erased tokens."""
 
 MAX_OCCURRENCES = 16
-"""How many occurrences of a pattern are compared, newest first: more cost time and got no more drafts accepted."""
+"""Number of occurrences of a pattern that are compared, newest first. More cost time without raising acceptance."""
 
 
 class SuffixProposer:
-    """The options are vLLM's `suffix_decoding_*`."""
+    """Proposer over a suffix cache. The options are vLLM's `suffix_decoding_*`."""
 
     def __init__(
         self, max_tree_depth: int, max_cached_requests: int, max_spec_factor: float, min_token_prob: float
@@ -45,7 +45,7 @@ class SuffixProposer:
         self.min_token_prob = min_token_prob
         self._cache = _build_cache(max_tree_depth, max_cached_requests)
         self._fed: dict[str, tuple[int, np.ndarray]] = {}
-        """By active request: the length of its prompt, and all tokens that the cache has."""
+        """Maps active requests to the length of the prompt, and all tokens that the cache has."""
 
     @classmethod
     def build(cls, context: ProposerContext) -> SuffixProposer:
@@ -81,7 +81,7 @@ class SuffixProposer:
         return list(draft.token_ids)
 
     def _feed(self, context: Context) -> None:
-        """Give the cache what it has not seen; a text that does not continue the earlier one replaces it."""
+        """Give the cache the tokens that it lacks; a text that does not continue the previous one replaces it."""
         num_prompt, fed_np = self._fed.get(context.req_id, (context.num_prompt, context.tokens_np[:0]))
         if num_prompt != context.num_prompt or not np.array_equal(context.tokens_np[: fed_np.size], fed_np):
             self.forget([context.req_id])
@@ -95,7 +95,7 @@ class SuffixProposer:
 
 
 def _owned(tokens_np: np.ndarray) -> np.ndarray:
-    """A contiguous copy: the context's view does not outlive the call."""
+    """Return a contiguous copy, since the context's view does not outlive the call."""
     return np.array(tokens_np, dtype=np.int32)
 
 
@@ -103,30 +103,30 @@ def _build_cache(max_tree_depth: int, max_cached_requests: int) -> Any:
     try:
         cache = importlib.import_module("arctic_inference.suffix_decoding").SuffixDecodingCache
     except ImportError as error:
-        logger.info("Suffix decoding with the built-in cache: arctic-inference cannot be imported (%s)", error)
+        logger.info("Suffix decoding uses the built-in cache: arctic-inference cannot be imported (%s).", error)
         cache = SuffixCache
     else:
-        logger.info("Suffix decoding with arctic-inference")
+        logger.info("Suffix decoding uses arctic-inference.")
     return cache(max_tree_depth=max_tree_depth, max_cached_requests=max_cached_requests)
 
 
 class Draft(NamedTuple):
     token_ids: list[int] = []  # noqa: RUF012  (never changed)
     score: float = 0.0
-    """How many of the tokens should be accepted: the sum of their probabilities, each that of the path up to it."""
+    """The expected number of accepted tokens: the sum of their probabilities, each that of the path up to it."""
 
 
 class SuffixCache:
-    """The texts of active requests and the responses of the last `max_cached_requests` that ended."""
+    """The texts of active requests, and the responses of the last `max_cached_requests` that ended."""
 
     def __init__(self, max_tree_depth: int, max_cached_requests: int) -> None:
         self.max_tree_depth = max_tree_depth
         self.max_cached_requests = max_cached_requests
         self._active: dict[str, tuple[int, Text]] = {}
-        """By request: the begin of the response, and the text of prompt and response."""
+        """Maps requests to the start of the response, and the text of prompt and response."""
         self._past = Text(max_tree_depth)
         self._cached: dict[str, tuple[int, int]] = {}
-        """Which positions of `_past` are a request's response, oldest first."""
+        """Maps requests, oldest first, to the range of `_past` that is the response."""
 
     @property
     def active_requests(self) -> KeysView[str]:
@@ -137,9 +137,9 @@ class SuffixCache:
         return self._cached.keys()
 
     def start_request(self, req_id: str, prompt_token_ids: Sequence[int] | np.ndarray) -> None:
-        """An id that comes again replaces its earlier response."""
+        """Start a request. A reused id replaces its earlier response."""
         if req_id in self._active:
-            raise ValueError(f"request {req_id} is active already")
+            raise ValueError(f"Request {req_id} is already active.")
         if req_id in self._cached:
             self.evict_cached_response(req_id)
         text = Text(self.max_tree_depth)
@@ -175,7 +175,7 @@ class SuffixCache:
         pattern = np.asarray(context)[-self.max_tree_depth :].tolist()
         # limits[m]: how many drafts a match of m tokens may have.
         limits = [
-            # A bit more, so that a factor like 0.1 of 10 tokens is one token whatever its last binary digit.
+            # Rounds up by a little, so that a factor of 0.1 gives one token for 10 despite its binary representation.
             max(0, min(max_spec_tokens, int(m * max_spec_factor + 1e-6), self.max_tree_depth - m))
             for m in range(len(pattern) + 1)
         ]
@@ -184,22 +184,22 @@ class SuffixCache:
 
 
 class Text:
-    """A text that grows, and what follows a pattern in it.
+    """A growing text, and a search for what follows a pattern in it.
 
-    Not a tree: the counts of a tree are computed on request, over the positions where the pattern occurs. To find them,
-    the positions that end with the same 1, 2, 4 or 8 tokens are chained, newest first, in hash buckets. That takes
-    some forty bytes and a microsecond a token, where the nodes of a tree in Python would take a thousand bytes.
+    Instead of a tree, its counts are computed on request, over the positions where the pattern occurs. To find them,
+    positions that end with the same 1, 2, 4 or 8 tokens are chained in hash buckets, newest first. That takes about 40
+    bytes and a microsecond per token; the nodes of a tree in Python would take 1000 bytes.
     """
 
     def __init__(self, max_depth: int) -> None:
         self._depth = max_depth
-        # The tokens before the text are equal to no token, so that no look back needs a bound.
+        # The text starts with padding that matches no token, so that no look-back needs a bound.
         self._tokens = array("i", [NOTHING]) * max_depth
         self._dropped = 0
-        """How many tokens are gone from the beginning: positions go on counting."""
+        """Number of tokens dropped from the start. Positions still count them."""
         self._sizes = [size for size in (8, 4, 2, 1) if size < max_depth]
         self._heads = [array("i", [NOTHING]) * 1024 for _ in self._sizes]
-        """[size][bucket]: the newest position in a bucket, an index of `_tokens`, of a pattern's last token."""
+        """[size][bucket]: the newest position, as an index of `_tokens`, at which a pattern of the bucket ends."""
         self._earlier = [array("i", self._tokens) for _ in self._sizes]
         """[size][position]: the position before it in its bucket."""
 
@@ -215,7 +215,7 @@ class Text:
         self._tokens.extend(np.asarray(token_ids).tolist())
         for size, earlier, heads in zip(self._sizes, self._earlier, self._heads, strict=True):
             while len(heads) < len(self._tokens):
-                # Both halves of a bucket keep the old chain. It is mixed, but each match is compared anyway.
+                # Both halves of a bucket keep the old, mixed chain, since each match is compared anyway.
                 heads *= 2
             mask = len(heads) - 1
             tokens = self._tokens[begin + 1 - size :].tolist()
@@ -225,11 +225,11 @@ class Text:
                 heads[key & mask] = index
 
     def erase(self, begin: int, end: int) -> None:
-        """Replaces the tokens between two positions, so that they are not found any more."""
+        """Replace the tokens of a range, so that they are no longer found."""
         self._tokens[begin - self._dropped : end - self._dropped] = array("i", [NOTHING]) * (end - begin)
 
     def drop_before(self, position: int) -> None:
-        """Frees erased tokens before the position. Done in large pieces, as all the rest moves."""
+        """Free erased tokens before the position, in large pieces, since the rest is moved."""
         count = position - self._dropped - self._depth
         if count <= len(self._tokens) // 2:
             return
@@ -241,13 +241,13 @@ class Text:
         self._dropped += count
 
     def speculate(self, pattern: list[int], limits: list[int], min_prob: float, best: Draft) -> Draft:
-        """`best`, or a better one: the best draft after any suffix of the pattern.
+        """Return the best draft after any suffix of the pattern, or `best` if none is better.
 
         `limits[m]` bounds the drafts after a suffix of m tokens.
         """
         above = len(limits)
         for index, size in enumerate(self._sizes):
-            # No draft can expect more accepted tokens than it has tokens: most searches end here, at the first size.
+            # A draft's score cannot exceed its length: most searches end here, at the first size.
             limit = max(limits[size:above], default=0)
             if limit > best.score:
                 matches = self._matches(index, pattern, above - 1, limit)
@@ -256,7 +256,10 @@ class Text:
         return best
 
     def _matches(self, index: int, pattern: list[int], longest: int, limit: int) -> list[Match]:
-        """Occurrences of at least the last `size` tokens of the pattern, newest first, equal ones merged."""
+        """Return occurrences of at least the last `size` tokens of the pattern, newest first.
+
+        Equal occurrences are merged.
+        """
         size, earlier, heads, depth = self._sizes[index], self._earlier[index], self._heads[index], self._depth
         position = heads[hash(tuple(pattern[-size:])) & (len(heads) - 1)]
         windows: dict[bytes, int] = {}
@@ -276,14 +279,17 @@ class Text:
                     break
                 m += 1
             if m >= size:
-                # The end of the text may be less than `limit` away.
+                # The text may end within `limit` tokens.
                 matches.append(Match(m, count, [*tokens[depth:], *[NOTHING] * (depth + limit - len(tokens))]))
         return matches
 
     def _best_draft(self, matches: list[Match], size: int, limits: list[int], min_prob: float, best: Draft) -> Draft:
-        """A match of m tokens is also one of every smaller number: for each number, all that have it count."""
+        """Return the best draft over all suffix lengths that the matches have.
+
+        A match of m tokens also counts for every shorter suffix.
+        """
         sizes = sorted({size - 1, *(match.size for match in matches)})
-        # From one size of a match to the next, the same matches count: the longest draft that they may have is enough.
+        # The same matches count for all sizes between two: only the longest allowed draft is needed.
         bounds = [(max(limits[low + 1 : high + 1]), high) for low, high in pairwise(sizes)]
         for limit, high in sorted(bounds, reverse=True):
             if limit > best.score:
@@ -294,26 +300,26 @@ class Text:
 
 class Match(NamedTuple):
     size: int
-    """How many of the pattern's last tokens match."""
+    """Number of the pattern's last tokens that match."""
     num_positions: int
-    """How often this window occurred."""
+    """Number of occurrences of this window."""
     follow: list[int]
-    """The tokens after it, then NOTHING."""
+    """The tokens after it, padded with NOTHING."""
 
 
 def _follow(paths: list[tuple[int, list[int]]], limit: int, min_prob: float) -> Draft:
-    """The most frequent path. `paths`: how often each was seen, and its tokens."""
+    """Return the most frequent path. `paths` contains how often each was seen, and its tokens."""
     token_ids: list[int] = []
     prob, score = 1.0, 0.0
     for i in range(limit):
         counts: dict[int, int] = {}
         for count, tokens in paths:
             counts[tokens[i]] = counts.get(tokens[i], 0) + count
-        # Where the text or a response ended is no evidence about what comes.
+        # The end of a text or response is no evidence for a next token.
         counts.pop(NOTHING, None)
         if not counts:
             break
-        # Of equally frequent tokens the one seen last: newer paths come first, and `max` takes the first.
+        # Ties go to the newest path: newer paths come first, and `max` takes the first.
         token = max(counts, key=counts.__getitem__)
         prob *= counts[token] / sum(counts.values())
         if prob < min_prob:

@@ -1,4 +1,4 @@
-"""Between the target's tokens and the drafter's. V: the target's vocabulary, U: the drafter's."""
+"""Translation between the vocabularies of target (size V) and drafter (size U)."""
 
 from __future__ import annotations
 
@@ -12,23 +12,23 @@ if TYPE_CHECKING:
 
 class Translation(Protocol):
     def to_drafter(self, tokens: torch.Tensor) -> torch.Tensor:
-        """int32, of the target's ids: what the drafter reads instead of them."""
+        """Return the ids, int32, that the drafter reads for the target's ids."""
         ...
 
     def to_target(self, logits_BU: torch.Tensor) -> torch.Tensor:
-        """[B, V]: -inf for ids that are not to be drafted."""
+        """Return logits over the target's vocabulary, [B, V]: -inf for ids that must not be drafted."""
         ...
 
 
 class SameTokens:
-    """Equal ids mean equal tokens; output matrices may be padded, each model's to a size of its own."""
+    """Translation between equal vocabularies. Each model may pad its output matrix to another size."""
 
     def __init__(self, vocab_size: int, drafter_size: int) -> None:
         self._vocab_size = vocab_size
         self._largest = drafter_size - 1
 
     def to_drafter(self, tokens: torch.Tensor) -> torch.Tensor:
-        # Beyond the tokenizer there is padding only, which a prompt of ids may hold all the same.
+        # Prompts given as ids may contain ids of the padding beyond the tokenizer.
         return tokens.clamp(max=self._largest)
 
     def to_target(self, logits_BU: torch.Tensor) -> torch.Tensor:
@@ -38,10 +38,10 @@ class SameTokens:
 
 
 class MappedTokens:
-    """Id by id: a token without a partner is never drafted, and is read as `stand_in`."""
+    """Translates id by id. A target token without a partner is never drafted, and is read as `stand_in`."""
 
     def __init__(self, target_to_draft: np.ndarray, draftable: np.ndarray, stand_in: int, device: torch.device) -> None:
-        """`draftable`: bool by the drafter's ids."""
+        """Copy the map to the device. `draftable` is indexed by the drafter's ids."""
         draft_V = torch.tensor(target_to_draft, device=device)
         matched_V = draft_V >= 0
         self._index_V = draft_V.clamp(min=0)
@@ -56,10 +56,10 @@ class MappedTokens:
 
 
 class FewerTokens:
-    """A head reads the target's tokens, and its logits cover only some of them."""
+    """Translation for a head that reads the target's vocabulary and predicts a part of it."""
 
     def __init__(self, output_ids: torch.Tensor, vocab_size: int) -> None:
-        """`output_ids`: the target's ids that the head's logits cover."""
+        """Index the head's logits. `output_ids` are the target's ids that they cover."""
         index_V = torch.full((vocab_size,), -1, dtype=torch.int64)
         index_V[output_ids.cpu().long()] = torch.arange(len(output_ids))
         self._draftable_V = (index_V >= 0).to(output_ids.device)
@@ -73,10 +73,10 @@ class FewerTokens:
 
 
 class OwnTokens:
-    """No translation: drafts are in the drafter's own vocabulary, and the host rewrites them in the target's."""
+    """Identity: drafts are in the drafter's own vocabulary, and the host rewrites them."""
 
     def __init__(self, draftable: np.ndarray, device: torch.device) -> None:
-        """`draftable`: bool by the drafter's ids."""
+        """Copy the mask to the device. `draftable` is indexed by the drafter's ids."""
         self._draftable_U = torch.tensor(draftable, device=device)
 
     def to_drafter(self, tokens: torch.Tensor) -> torch.Tensor:

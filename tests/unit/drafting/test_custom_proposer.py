@@ -110,7 +110,7 @@ def test_one_that_failed_has_not_seen_what_it_was_given() -> None:
 def test_a_wrong_number_of_answers_is_said_clearly() -> None:
     proposer, user = build()
     user.answers = [[1]]
-    with pytest.raises(ValueError, match="returned lists for 1 of 2"):
+    with pytest.raises(ValueError, match="returned 1 lists for 2 requests"):
         proposer.propose([context("a", [1, 2], 1), context("b", [1, 2], 1)])
 
 

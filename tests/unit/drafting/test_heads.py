@@ -360,7 +360,7 @@ def test_a_target_may_write_with_its_embeddings() -> None:
     target, head = model_of(inner_embed_tokens=linear()), model_of(inner_embed_tokens=linear())
     share(target, head)
     assert head.lm_head is target.model.embed_tokens  # type: ignore[union-attr]
-    with pytest.raises(UnsupportedConfigError, match="keeps its embeddings where heads do not look"):
+    with pytest.raises(UnsupportedConfigError, match="has no embeddings under a name that heads know"):
         share(model_of(lm_head=linear()), head)
 
 
@@ -407,7 +407,7 @@ def test_a_whole_head_reads_one_ranks_states(another: bool) -> None:
 
 def test_a_head_takes_no_adapters() -> None:
     head: Any = LoadedHead.__new__(LoadedHead)
-    with pytest.raises(AssertionError, match="the target's alone"):
+    with pytest.raises(AssertionError, match="only the target has adapters"):
         head.logits(torch.zeros(1, 2), torch.zeros(1, dtype=torch.int32))
 
 

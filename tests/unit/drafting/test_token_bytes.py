@@ -456,7 +456,7 @@ def test_a_slow_sentencepiece_tokenizer(tmp_path: Path) -> None:
 def test_what_can_not_be_read_is_refused(tokenizer: Any, reason: str) -> None:
     with pytest.raises(UnsupportedConfigError, match=reason) as caught:
         read_vocabulary(ModelTokenizer(tokenizer))
-    assert "Give a model with a fast tokenizer" in str(caught.value)
+    assert "Use a model with a fast tokenizer" in str(caught.value)
 
 
 def test_an_unknown_decoder_is_refused() -> None:
@@ -497,7 +497,7 @@ def test_loading_works_without_generation_config(tmp_path: Path) -> None:
 
 def test_a_model_without_tokenizer_is_refused(tmp_path: Path) -> None:
     (tmp_path / "config.json").write_text('{"model_type": "llama"}')
-    with pytest.raises(UnsupportedConfigError, match=r"[^.]\. Give a model whose folder holds its tokenizer files"):
+    with pytest.raises(UnsupportedConfigError, match=r"[^.]\. Use a model whose folder contains its tokenizer files"):
         load_tokenizer(str(tmp_path))
 
 

@@ -194,7 +194,7 @@ def test_an_empty_intersection_is_refused() -> None:
             leading_space=False,
         )
 
-    with pytest.raises(UnsupportedConfigError, match="Give another model"):
+    with pytest.raises(UnsupportedConfigError, match="Use another model"):
         match(vocabulary(b"a"), vocabulary(b"b"), 2, 2)
     with pytest.raises(UnsupportedConfigError):  # only in the padding of the drafter
         match(vocabulary(b"a"), vocabulary(b"a"), 2, 0)

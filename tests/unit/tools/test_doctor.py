@@ -140,7 +140,7 @@ def test_the_emulated_gaudi() -> None:
 @pytest.mark.parametrize(
     ("options", "about", "words"),
     [
-        (["--model", TARGET, "--draft", DRAFTER], "vocabulary", "has other tokens than"),
+        (["--model", TARGET, "--draft", DRAFTER], "vocabulary", "has another vocabulary than"),
         (["--model", TARGET, "--method", "ngram", "--num-speculative-tokens", "17"], "models", "too many"),
         (["--model", str(ROOT / "docs")], "models", "docs"),
         (["--model", TARGET, "--max-num-seqs", "4", "--max-model-len", "100000"], "models", "max_model_len"),

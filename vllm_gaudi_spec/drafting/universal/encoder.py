@@ -1,4 +1,4 @@
-"""From text to tokens and their ends in the text, so that a growing text is not encoded from its start each time."""
+"""Encoding of a growing text without encoding it from its start each time."""
 
 from __future__ import annotations
 
@@ -12,8 +12,8 @@ from vllm_gaudi_spec.config import UnsupportedConfigError
 if TYPE_CHECKING:
     from vllm_gaudi_spec.drafting.universal.token_bytes import ModelTokenizer
 
-# How many tokens are encoded again when a text goes on. What follows changes the last word, or the last few where a
-# tokenizer has no words; the first of a window may differ from what they are in the middle of a text.
+# How many tokens are encoded again when a text grows. New text changes the last word, or the last few tokens of
+# tokenizers without words; the first tokens of a window may differ from those within a text.
 _WINDOW = 32
 _UNSURE = 8
 
@@ -25,24 +25,27 @@ class Encoded:
     """The end of each token, in characters. Tokens that share a character all end after it."""
 
     def tokens_before(self, position: int) -> int | None:
-        """How many tokens are before this position in the text; None if one extends across it."""
+        """Return the number of tokens before a position of the text; None if a token extends across it."""
         count = bisect_right(self.ends, position)
         return count if position == (self.ends[count - 1] if count else 0) else None
 
 
 class Encoder:
-    """A fast tokenizer, without the tokens that it would put around a text."""
+    """A fast tokenizer that adds no special tokens around a text."""
 
     def __init__(self, model: ModelTokenizer, size: int) -> None:
-        """`size`: of the model's vocabulary. A tokenizer may have tokens that its model has not."""
+        """
+        Args:
+            size: Size of the model's vocabulary; the tokenizer may have more tokens.
+        """
         from tokenizers import processors
 
         backend: Any = getattr(model.tokenizer, "backend_tokenizer", None)
         if backend is None:
             name = getattr(model.tokenizer, "name_or_path", "") or type(model.tokenizer).__name__
             raise UnsupportedConfigError(
-                f"Reading and writing text (universal_context retokenize, universal_match slem) needs a fast tokenizer "
-                f"(tokenizer.json), which {name} has not; leave both out of additional_config.gaudi_spec."
+                f"universal_context retokenize and universal_match slem need a fast tokenizer (tokenizer.json), which "
+                f"{name} does not have; remove both from additional_config.gaudi_spec."
             )
         self._size = size
         self._backend = type(backend).from_str(backend.to_str())
@@ -51,9 +54,9 @@ class Encoder:
         bare, whole = self._backend.encode("a", add_special_tokens=False).ids, self._backend.encode("a").ids
         self.opening: list[int] = [token for token in whole[: _index(whole, bare)] if token < size]
         """Tokens that the tokenizer puts in front of a text, such as bos."""
-        # A special token's name in a text is text: the target wrote it letter by letter.
+        # The name of a special token in a text is text, which the target spelled out.
         self._backend.encode_special_tokens = True
-        # Some post-processors report tokens without the spaces around them.
+        # Some post-processors exclude spaces from the offsets of tokens.
         self._backend.post_processor = processors.ByteLevel(trim_offsets=False)
 
     def encode(self, text: str) -> Encoded:
@@ -62,8 +65,10 @@ class Encoder:
         return Encoded([token for token, _ in pairs], [end for _, end in pairs])
 
     def extend(self, encoded: Encoded, text: str) -> int:
-        """Brings `encoded`, the tokens of a text that has grown to `text`, up to date. Returns how many tokens at its
-        beginning stayed as they were."""
+        """Update the tokens of a text that has grown to `text`.
+
+        Returns how many tokens at the start are unchanged.
+        """
         before = max(len(encoded.ids) - _WINDOW, 0)
         begin = encoded.ends[before - 1] if before else 0
         before = bisect_right(encoded.ends, begin) if before else 0
@@ -79,7 +84,7 @@ class Encoder:
 
 
 def _splice(encoded: Encoded, old: int, window: Encoded, new: int) -> int:
-    """Replaces the tokens from `old` on by those of the window from `new` on."""
+    """Replace the tokens from `old` on with those of the window from `new` on."""
     fresh = window.ids[new:]
     same = old + num_equal(encoded.ids[old:], fresh)
     encoded.ids[old:] = fresh
@@ -88,7 +93,7 @@ def _splice(encoded: Encoded, old: int, window: Encoded, new: int) -> int:
 
 
 def num_equal(some: Sequence[int], others: Sequence[int]) -> int:
-    """The length of the common prefix."""
+    """Return the length of the common prefix."""
     pairs = enumerate(zip(some, others, strict=False))
     return next((i for i, (a, b) in pairs if a != b), min(len(some), len(others)))
 

@@ -1,4 +1,4 @@
-"""How the vocabularies of two loaded models relate: read from their tokenizers, at start-up."""
+"""The relation of two models' vocabularies, read from their tokenizers at start-up."""
 
 from __future__ import annotations
 
@@ -25,22 +25,23 @@ logger = init_logger(__name__)
 
 
 def same_tokens(vllm_config: VllmConfig) -> SameTokens:
-    """For method `draft_model`, after making sure that equal ids are equal tokens."""
+    """Check that equal ids are equal tokens, as method `draft_model` requires."""
     speculative = vllm_config.speculative_config
     assert speculative is not None
     target, draft = vllm_config.model_config, speculative.draft_model_config
-    # vLLM gives the drafter the target's tokenizer; its own is with its weights.
+    # vLLM assigns the target's tokenizer to the drafter; its own is next to its weights.
     draft_vocab = load_tokenizer(draft.model, draft.revision, draft.trust_remote_code).tokenizer.get_vocab()
     if draft_vocab != _tokenizer(target).tokenizer.get_vocab():
         raise UnsupportedConfigError(
-            f"{draft.model} has other tokens than {target.model}; use method {UNIVERSAL_DRAFT} in --speculative-config."
+            f"{draft.model} has another vocabulary than {target.model}; use method {UNIVERSAL_DRAFT} in "
+            "--speculative-config."
         )
     return SameTokens(target.get_vocab_size(), draft.get_vocab_size())
 
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Pair:
-    """Two models with vocabularies of their own, as their tokenizers describe them."""
+    """Two models with different vocabularies, as their tokenizers describe them."""
 
     target: ModelTokenizer
     drafter: ModelTokenizer
@@ -66,7 +67,7 @@ class Pair:
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Texts:
-    """The parts that go through text from one vocabulary to the other."""
+    """Builds the parts that convert tokens of one vocabulary to the other through text."""
 
     pair: Pair
     target: Vocabulary
@@ -93,7 +94,7 @@ class Texts:
         )
 
     def untranslated(self, device: torch.device) -> OwnTokens:
-        """All tokens that spell something, and those with a partner by role."""
+        """Allow all tokens that stand for text, and those with a partner by role."""
         draftable = self.pair.map.draftable.copy()
         spelled = [token for token, piece in enumerate(self.drafter.bytes_by_id[: len(draftable)]) if piece is not None]
         draftable[spelled] = True
@@ -103,17 +104,17 @@ class Texts:
 def _tokenizer(model: ModelConfig) -> ModelTokenizer:
     loaded = load_tokenizer(model.tokenizer, model.tokenizer_revision, model.trust_remote_code)
     ids, size = loaded.tokenizer.get_vocab().values(), model.get_vocab_size()
-    # Ids after the model's last are harmless padding, but the tokens by id are a list as long as the largest.
+    # Ids beyond the model's are harmless padding, but the list of tokens by id is as long as the largest id.
     if (largest := max(ids, default=0)) >= max(len(ids), size):
         raise UnsupportedConfigError(
-            f"The tokenizer of {model.model} has {len(ids)} tokens, one of them with id {largest}, and the model has "
-            f"{size} ids. Repair its tokenizer.json, or give another model."
+            f"The tokenizer of {model.model} has {len(ids)} tokens, but its largest id is {largest}, and the model has "
+            f"{size} ids. Repair its tokenizer.json, or use another model."
         )
     return loaded
 
 
 def _stand_in(drafter: ModelTokenizer) -> int:
-    """The token that the drafter reads for a target's token that it does not have: each token has one position.
+    """Return the token that the drafter reads for target tokens that it lacks, so that each token has a position.
 
     A space means least. The drafter's unk is often its end of text, which means that a document ended.
     """
@@ -124,13 +125,15 @@ def _stand_in(drafter: ModelTokenizer) -> int:
 # --- whether a pair shares enough to be worth drafting with ---
 
 ENOUGH = 0.8
-"""Of the tokens that the target reads and writes. A draft ends, at the latest, at the first token without a partner: at
-0.8 that alone holds the mean accepted length under five."""
+"""Share of the target's tokens that the drafter should have.
+
+A draft ends at the first token without a partner: at 0.8 that alone keeps the mean acceptance length below five.
+"""
 _NUM_SEEN = 2000
 
 
 class Coverage:
-    """Warns once, when it has seen enough of the prompts that came in, that too few tokens have a partner."""
+    """Warns once, after enough prompts, that too few of their tokens have a partner."""
 
     def __init__(self, target_to_draft: np.ndarray) -> None:
         self._matched_V = target_to_draft >= 0
@@ -148,10 +151,9 @@ class Coverage:
         share = self._num_matched / self._num_seen
         if share < ENOUGH:
             logger.warning(
-                "The drafter has only %.0f%% of the tokens in the prompts seen (%d of %d), so most of its drafts "
-                "cannot be what the target generates. universal_context retokenize with universal_match slem, in "
-                "additional_config.gaudi_spec, drafts with the drafter's whole vocabulary; another drafter, or method "
-                "ngram, may serve better.",
+                "The drafter's vocabulary has only %.0f%% of the tokens in the first prompts (%d of %d), so most "
+                "drafts will be rejected. Set universal_context to retokenize and universal_match to slem in "
+                "additional_config.gaudi_spec to use its whole vocabulary, or use another drafter or method ngram.",
                 100 * share,
                 self._num_matched,
                 self._num_seen,

@@ -1,12 +1,11 @@
-"""A drafter that is a model and reads the target's text in its own tokens, at positions of its own, after the one
-device-to-host sync of a step.
+"""Drafting with a model that reads the target's text in its own tokens and at its own positions.
 
-The host keeps every row's text in the drafter's tokens. The first call of a round reads what the drafter has not read,
-if it is little; a longer rest, as a prompt's, is read before in the shapes of prompt chunks. So it makes no difference
-why a row lags: it is new, it came back, its prefix was cached or it did not draft for a while. The proposer works on
-the device, in static shapes.
+The host keeps each row's text in the drafter's tokens, so drafting follows the step's device-to-host sync. The first
+pass of a round reads the unread tokens if there are few; more of them, such as a prompt, are read before in the shapes
+of prompt chunks. The cause of the lag makes no difference: a new or resumed row, a cached prefix, or a while without
+drafting. The proposer runs on the device, in static shapes.
 
-N is the number of tokens that a row reads in a call.
+N is the number of tokens that a row reads in a pass.
 """
 
 from __future__ import annotations
@@ -47,18 +46,18 @@ if TYPE_CHECKING:
     from vllm_gaudi_spec.runner.shapes import Shapes
 
 
-# By so many tokens a text may shrink when its end is encoded again.
+# How many tokens a text may shrink by when its end is encoded again.
 _SLACK = 64
 
 
 @dataclass(frozen=True, slots=True)
 class Unread:
-    """Tokens that the drafter has to read before it can draft; a row that does not draft has none."""
+    """Tokens that the drafter has to read before it can draft; none for rows that do not draft."""
 
     tokens_BN: torch.Tensor
-    """int32, the drafter's."""
+    """int32, in the drafter's vocabulary."""
     starts_B: torch.Tensor
-    """int32: the position of the first, in the drafter's count."""
+    """int32: the position of the first token, in the drafter's count."""
     num_real_B: torch.Tensor
     """int32."""
 
@@ -69,7 +68,7 @@ class RetokenizedProposer:
         self._translation = translation
 
     def read(self, chunk: Inputs) -> None:
-        """Writes KV of a text that is longer than a round reads."""
+        """Write the KV of a text that is longer than a round reads."""
         self._model.forward(chunk)
 
     def propose(self, request: DraftRequest, unread: Unread) -> Drafts:
@@ -99,8 +98,11 @@ class TextDrafting(Drafting):
         guard: Guard,
         coverage: Coverage | None,
     ) -> None:
-        """`shapes`: for rows as long as the KV region has room for. With a `rewriter` drafts are the drafter's own
-        tokens, which the host rewrites in the target's."""
+        """
+        Args:
+            rewriter: Rewrites drafts, then in the drafter's own tokens, in the target's.
+            shapes: Shapes for rows as long as the KV region allows.
+        """
         self._guard = guard
         self._proposer = proposer
         self._reader = reader
@@ -116,13 +118,13 @@ class TextDrafting(Drafting):
         self._coverage = coverage
         self._widths = (NUM_NEWEST, NUM_NEWEST + num_drafts)
         self._timelines: dict[int, Timeline] = {}
-        """By row."""
+        """Maps rows to timelines."""
         self._num_followed: dict[int, int] = {}
-        """By row: how many of the target's tokens its timeline holds."""
+        """Maps rows to the number of the target's tokens that the timeline contains."""
         self._outgrown: dict[int, str] = {}
-        """By row, until it samples again: requests that got no drafts because of the drafter's own length."""
+        """Maps rows, until they sample again, to requests without drafts because of the drafter's length."""
         self._drafts: dict[str, list[int]] = {}
-        """By request: the drafts if they are on the host, else zeros, of which only the number counts."""
+        """Maps requests to draft tokens; to zeros, of which only the number counts, if they are on the device."""
         self._unread_drafts: Drafts | None = None
         self._read_rows = requests.backend.graphs.graph(self._read)
         self._draft_rows = requests.backend.graphs.graph(self._draft_chain)
@@ -152,7 +154,7 @@ class TextDrafting(Drafting):
             self._history.exclude(request.row)
 
     def _start_anew(self, requests: list[Request]) -> None:
-        """As if the drafter had read nothing of these requests. Rows without a timeline stay without."""
+        """Reset what the drafter has read of these requests. Rows without a timeline stay without."""
         for request in requests:
             if request.row in self._timelines:
                 self._timelines[request.row] = Timeline(self._reader)
@@ -162,7 +164,7 @@ class TextDrafting(Drafting):
         return self._guard.take()
 
     def outgrown(self) -> Collection[str]:
-        return tuple(self._outgrown.values())  # as they are now: proposing changes them
+        return tuple(self._outgrown.values())  # a copy, since `propose_on_host` changes it
 
     def probs(self, rows_B: torch.Tensor) -> torch.Tensor | None:
         return self._draft_probs.of(rows_B)
@@ -173,7 +175,7 @@ class TextDrafting(Drafting):
     def drafts_of(self, step: StepResult) -> DraftTokenIds:
         names = [request.req_id for request in step.requests]
         if self._unread_drafts is not None and any(request.params.structured_outputs for request in step.requests):
-            # A grammar checks the drafts before they are verified.
+            # The scheduler checks drafts against the grammar before they are verified.
             tokens = self._backend.memory.download(self._unread_drafts.tokens_BK).tolist()
             for name, row in zip(names, tokens, strict=False):
                 self._drafts[name] = row[: len(self._drafts.get(name, ()))]
@@ -206,7 +208,7 @@ class TextDrafting(Drafting):
         self._catch_up([member.request.row for member in members])
         unread = max(self._num_unread(member.request.row) for member in members)
         longest = max(len(self._timelines[member.request.row]) for member in members)
-        # Padding reaches beyond the longest row, as do its drafts.
+        # Padding and drafts extend beyond the longest row.
         context = self._shapes.fit_context(longest + self._widths[-1])
         width = next(width for width in self._widths if width >= unread)
         num_rows, branch = self._shapes.fit_rows(len(step.requests)), self._choice.branch_of(step.requests)
@@ -217,7 +219,7 @@ class TextDrafting(Drafting):
             self._put_rewritten(step, members, drafts)
 
     def _limited(self, member: DraftingRow) -> DraftingRow | None:
-        """The drafter's own limit, in its own tokens."""
+        """Apply the drafter's own limit, in its own tokens; None for a row that cannot draft."""
         row = member.request.row
         timeline = self._timelines.get(row)
         if timeline is None:
@@ -227,7 +229,7 @@ class TextDrafting(Drafting):
         timeline.extend(new_np.tolist())
         self._num_followed[row] += len(new_np)
         if len(timeline) > self._kv_region.length + _SLACK:
-            del self._timelines[row]  # for good
+            del self._timelines[row]  # permanently
             self._outgrown[row] = member.request.req_id
             return None
         if not timeline.is_complete or not len(timeline):
@@ -241,12 +243,12 @@ class TextDrafting(Drafting):
         return replace(member, max_drafts=max_drafts)
 
     def _num_unread(self, row: int) -> int:
-        """At least 1: the logits after the last token are needed in any case."""
+        """Return the number of unread tokens, at least 1: the logits after the last token are always needed."""
         timeline = self._timelines[row]
         return max(len(timeline) - timeline.num_read, 1)
 
     def _catch_up(self, rows: list[int]) -> None:
-        """Reads until a round can read the rest."""
+        """Read until a round can read the rest."""
         max_unread = self._widths[-1]
         while lagging := sorted(
             (row for row in rows if self._num_unread(row) > max_unread), key=self._num_unread, reverse=True
@@ -259,7 +261,7 @@ class TextDrafting(Drafting):
             self._read_chunks(list(zip(group, counts, strict=True)), shape.rows, shape.queries, shape.context)
 
     def _read_chunks(self, members: list[tuple[int, int]], num_rows: int, width: int, context: int) -> None:
-        """`members`: rows, and how many tokens each reads."""
+        """Read chunks. `members` contains rows, and how many tokens each reads."""
         self._recorder.saw(self._read_signature(num_rows, width, context))
         header_np = np.zeros((4, num_rows), dtype=np.int32)
         header_np[0] = self._requests.pad_row
@@ -279,7 +281,7 @@ class TextDrafting(Drafting):
         context: int,
         branch: Branch,
     ) -> Drafts:
-        """Run a round. `members`: those of the requests that may draft."""
+        """Run a round. `members` are the requests that may draft."""
         self._recorder.saw(self._signature(num_rows, width, context, branch))
         header_np, ends, unread = np.zeros((4, num_rows), dtype=np.int32), [0] * num_rows, []
         header_np[0] = pad_rows(self._requests, requests, num_rows)
@@ -300,7 +302,11 @@ class TextDrafting(Drafting):
         return StepInputs.pack(header_np, blocks, self._backend.memory.upload, unread_np)
 
     def _unread_np(self, members: list[tuple[int, int, int]], num_rows: int, width: int) -> np.ndarray:
-        """int32 [B, N + 2], as `_unread` splits it. `members`: indices in the batch, rows, and how many tokens each."""
+        """Pack unread tokens, int32 [B, N + 2], as `_unread` splits them.
+
+        Args:
+            members: Index in the batch, row and number of tokens of each.
+        """
         small = np.zeros((num_rows, width + 2), dtype=np.int32)
         for index, row, count in members:
             timeline = self._timelines[row]
@@ -330,7 +336,7 @@ class TextDrafting(Drafting):
             self._draft_probs.put(rows_B, drafts)
             self._requests.put_drafts(rows_B, lengths_B, drafts)
             return drafts.for_host
-        # The host copies only the tokens of the drafter's vocabulary: in a row with a fault they are `FAULTY`.
+        # The host copies tokens but no counts, so the tokens of a faulty row are `FAULTY`.
         drafts = self._guard.usable(proposed, request, None)
         tokens_BK = torch.where((drafts.num_drafts_B < 0)[:, None], FAULTY, drafts.tokens_BK)
         return Drafts(tokens_BK, drafts.num_drafts_B)
@@ -371,9 +377,9 @@ class TextDrafting(Drafting):
         return ("read", num_rows, width, context)
 
     def jobs(self) -> Iterator[Job]:
-        """Reads, and rounds of drafts. In service nothing is read before a step has sampled."""
+        """Yield reads and drafting rounds. In service nothing is read before a step has sampled."""
         shapes, branches = self._shapes, sorted(self._choice.branches())
-        for shape in reversed(shapes.prefills()):  # memory is claimed once, by the largest
+        for shape in reversed(shapes.prefills()):  # the largest claims the memory for all
             sizes = shape.rows, shape.queries, shape.context
             run = partial(self._read_chunks, [], *sizes)
             yield Job(DRAFTERS_READS, run, (self._read_signature(*sizes),), shape.tokens)

@@ -1,8 +1,8 @@
-"""From the target's tokens to the drafter's and back, by way of text.
+"""Conversion of the target's tokens to the drafter's and back, through text.
 
-A timeline is a row's text in the drafter's own tokens: the part that the drafter has read, and the rest.
-A rewriter turns drafts, in the drafter's tokens, into tokens of the target that spell the same: string-level exact
-match. The drafter's whole vocabulary may be drafted, whether the target has its tokens or not.
+A timeline is a row's text in the drafter's tokens, and how much of it the drafter has read. A rewriter turns the
+drafter's tokens into tokens of the target that spell the same: string-level exact match. The drafter may then use its
+whole vocabulary, whether the target has its tokens or not.
 """
 
 from __future__ import annotations
@@ -19,26 +19,29 @@ from vllm_gaudi_spec.drafting.universal.token_bytes import Vocabulary
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Reader:
-    """How the drafter reads the target's output."""
+    """The vocabularies and the encoder with which the drafter reads the target's output."""
 
     target: Vocabulary
     drafter: Vocabulary
     encoder: Encoder
-    """The drafter's."""
+    """The drafter's encoder."""
     target_to_draft: np.ndarray
 
     def text_of(self, token: int) -> bytes | None:
-        """None for special tokens, and for ids beyond the tokenizer."""
+        """Return a token's text; None for special tokens and for ids beyond the tokenizer."""
         return self.target.bytes_by_id[token] if token < len(self.target.bytes_by_id) else None
 
     def partner(self, token: int) -> int:
-        """The drafter's token with the same bytes or the same role, -1 if there is none."""
+        """Return the drafter's token with the same bytes or role; -1 if there is none."""
         return int(self.target_to_draft[token])
 
 
 class Timeline:
-    """Ordinary tokens are text, encoded again at its end. Special ones are translated by role, and left
-    out where the drafter has none of that kind."""
+    """A row's text in the drafter's tokens.
+
+    Ordinary tokens are text, which is encoded again at its end. Special tokens are translated by role, and left out if
+    the drafter has none with that role.
+    """
 
     def __init__(self, reader: Reader) -> None:
         self._reader = reader
@@ -48,10 +51,10 @@ class Timeline:
         self._text = ""
         self._decoder = codecs.getincrementaldecoder("utf-8")("replace")
         self._tail: list[int] = []
-        """A token for each byte at the end that is no whole character yet."""
+        """A token for each byte of an incomplete character at the end."""
         self._drops_space = reader.target.leading_space
         self._kv: list[int] = []
-        """The tokens whose KV exists, those of accepted drafts included."""
+        """Tokens that have KV, including those of accepted drafts."""
         self._num_drafts = 0
         self.is_complete = True
         """False while the text ends in bytes that the drafter has no tokens for."""
@@ -70,7 +73,7 @@ class Timeline:
 
     @property
     def num_read(self) -> int:
-        """How many tokens at the beginning have KV."""
+        """Number of tokens at the start that have KV."""
         return min(len(self._kv), len(self))
 
     @property
@@ -79,23 +82,29 @@ class Timeline:
         return None if self._incomplete_bytes() else self._text
 
     def read(self, num_tokens: int) -> None:
-        """The drafter has read `num_tokens` tokens."""
+        """Record that the drafter has read the first `num_tokens` tokens."""
         self._kv[self.num_read :] = self.tokens(self.num_read, num_tokens)
 
     def drafted(self, num_drafts: int, tokens: Sequence[int] = ()) -> None:
-        """The drafter has read all and wrote `num_drafts` drafts after the end; the last has no KV. `tokens`: the
-        drafts in its own vocabulary, where they are on the host."""
+        """Record that the drafter has read everything and drafted `num_drafts` tokens; the last has no KV.
+
+        Args:
+            tokens: The drafts in the drafter's vocabulary, if they are on the host.
+        """
         self._num_drafts = num_drafts
         self._kv.extend(tokens[:-1])
 
     def verified(self, accepted: Sequence[int]) -> None:
-        """The target accepted these tokens of its vocabulary; once after each verification."""
-        if len(self._kv) == len(self):  # else the host had the drafts
+        """Record the tokens that the target accepted, in its vocabulary.
+
+        Called once after each verification.
+        """
+        if len(self._kv) == len(self):  # otherwise `drafted` got the tokens
             self._kv.extend(self._reader.partner(token) for token in accepted[: max(self._num_drafts - 1, 0)])
         self._num_drafts = 0
 
     def extend(self, tokens: Sequence[int]) -> None:
-        """Appends the target's new tokens."""
+        """Append new tokens of the target."""
         same = len(self._closed) + len(self._open.ids)
         for segment, special in self._segments(tokens):
             same = min(same, len(self._closed) + self._write(segment))
@@ -110,7 +119,7 @@ class Timeline:
         del self._kv[same + num_equal(ahead, self.tokens(same, min(same + len(ahead), len(self)))) :]
 
     def _segments(self, tokens: Sequence[int]) -> Iterator[tuple[bytes, int | None]]:
-        """Text, each with the special token after it."""
+        """Yield text, each with the special token after it."""
         pieces: list[bytes] = []
         for token in tokens:
             piece = self._reader.text_of(token)
@@ -123,7 +132,10 @@ class Timeline:
             yield b"".join(pieces), None
 
     def _write(self, segment: bytes) -> int:
-        """Returns how many tokens of the open segment stayed as they were."""
+        """Append text to the open segment.
+
+        Returns how many of its tokens are unchanged.
+        """
         if segment and self._drops_space:
             segment, self._drops_space = segment.removeprefix(b" "), False
         more = self._decoder.decode(segment)
@@ -135,7 +147,7 @@ class Timeline:
     def _close(self, special: int) -> None:
         partner = self._reader.partner(special)
         self._closed += [*self._open.ids, *([partner] if partner >= 0 else [])]
-        # The target's bos and the one that the drafter's tokenizer puts in front are one.
+        # The target's bos and the one that the drafter's tokenizer adds must not both appear.
         if self._closed == [*self._reader.encoder.opening, *self._reader.encoder.opening]:
             self._closed = list(self._reader.encoder.opening)
         self._open, self._text = Encoded(), ""
@@ -145,21 +157,26 @@ class Timeline:
         return self._decoder.getstate()[0]
 
 
-# How many characters before the draft are encoded with it: its first word may continue the last one of the text.
+# How many characters of the text are encoded with a draft, whose first word may continue the last one.
 _CONTEXT = 48
 
 
 class Rewriter:
     def __init__(self, target: Vocabulary, drafter: Vocabulary, encoder: Encoder, draft_to_target: np.ndarray) -> None:
-        """`encoder`: the target's."""
+        """
+        Args:
+            encoder: The target's encoder.
+        """
         self._target = target
         self._drafter = drafter
         self._encoder = encoder
         self._draft_to_target = draft_to_target
 
     def rewrite(self, drafts: Sequence[int], text_before: str) -> list[int]:
-        """Drafts in the target's tokens, after a text that ends in `text_before`. Bytes at the end that are no whole
-        character are left out; so is everything after a special token."""
+        """Return drafts in the target's tokens, after a text that ends in `text_before`.
+
+        Leaves out an incomplete character at the end, and everything after a special token.
+        """
         spelled, special = b"", None
         for token in drafts:
             piece = self._drafter.bytes_by_id[token] if token < len(self._drafter.bytes_by_id) else None
@@ -169,7 +186,7 @@ class Rewriter:
             spelled += piece
         text = spelled.decode(errors="ignore")
         if not spelled.startswith(text.encode()):
-            return []  # bytes that are no text are in between
+            return []  # there are invalid bytes within
         ids = self._encode(text, text_before[-_CONTEXT:])
         whole = len(text.encode()) == len(spelled)
         return [*ids, special] if special is not None and special >= 0 and whole else ids
@@ -177,8 +194,8 @@ class Rewriter:
     def _encode(self, text: str, text_before: str) -> list[int]:
         together = self._encoder.encode(text_before + text)
         begin = together.tokens_before(len(text_before))
-        # None if a token extends from the text before into the draft: the tokens of that text end between them.
+        # None: a token extends across the start of the draft, although the text's last token ends there.
         ids = self._encoder.encode(text).ids if begin is None else together.ids[begin:]
         spelled = b"".join(self._target.bytes_by_id[token] or b"" for token in ids)
-        # Some tokenizers put a space in front, some write signs in another way.
+        # Some tokenizers add a space in front or normalize characters.
         return ids if spelled == text.encode() else []

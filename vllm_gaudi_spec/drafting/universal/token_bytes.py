@@ -1,16 +1,17 @@
-"""The byte string that each token of a tokenizer stands for, and what its special tokens are for.
+"""The byte string that each token of a tokenizer stands for, and the roles of its special tokens.
 
 The tokenizer's own decoder defines how a token is spelled, never the model's name:
 
-* Byte-level BPE (GPT-2's alphabet of printable signs; converted tiktoken vocabularies too): each sign is one byte.
-* SentencePiece, BPE or Unigram: `▁` is a space, `<0x0A>` is that byte where the decoder knows byte fallback. Many add
-  a space in front of a text. It belongs to the first token as to any other; see `Vocabulary.leading_space`.
-* WordPiece: `##` continues a word and is not part of the text. Any other token starts a word, and whether a space
-  stood before it is not in the ids. It stands for what the decoder writes anywhere but at the start of a text: a
-  space and the word, or the sign alone where the decoder takes that space away again ("," and the like).
-* tiktoken and mistral-common (Tekken) objects are asked for their bytes.
-* A slow tokenizer around a SentencePiece model is read like a fast one. Other slow tokenizers are refused: they do not
-  define how they are spelled.
+- Byte-level BPE (GPT-2's alphabet of printable characters; also converted tiktoken vocabularies): each character is one
+  byte.
+- SentencePiece, BPE or Unigram: `▁` is a space, and `<0x0A>` is that byte if the decoder has byte fallback. Many add a
+  space in front of a text. It belongs to the first token as to any other; see `Vocabulary.leading_space`.
+- WordPiece: `##` continues a word and is not part of the text. Any other token starts a word, and the ids do not say
+  whether a space preceded it. It stands for what the decoder writes anywhere but at the start of a text: a space and
+  the word, or the character alone if the decoder removes that space (before "," and the like).
+- tiktoken and mistral-common (Tekken) objects return their bytes.
+- A slow tokenizer around a SentencePiece model is read like a fast one. Other slow tokenizers are refused: they do not
+  define their spelling.
 
 Added tokens stand for their literal text. Special tokens stand for no text; they have roles and names.
 """
@@ -33,20 +34,20 @@ class ModelTokenizer:
     """A tokenizer as its model uses it."""
 
     tokenizer: Any
-    """Of transformers, or an object that has as much of its interface as the functions here ask for."""
+    """A tokenizer of transformers, or an object with the part of its interface that is used here."""
     end_ids: tuple[int, ...] = ()
-    """What the model's configurations name as the end of a generation, besides the tokenizer's own eos."""
+    """End tokens that the model's configurations name, besides the tokenizer's own eos."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Roles:
-    """What special tokens are for. A token may have several roles, as the pad token that is the eos token."""
+    """Roles of special tokens. A token may have several, such as a pad token that is also the eos token."""
 
     bos: int | None = None
     end_of_turn: int | None = None
-    """The one that the chat template writes after a message."""
+    """The token that the chat template writes after a message."""
     eos: tuple[int, ...] = ()
-    """All others that end a generation, the tokenizer's own first."""
+    """All other tokens that end a generation, the tokenizer's own first."""
     pad: int | None = None
     unk: int | None = None
 
@@ -55,7 +56,10 @@ class Roles:
         return self.eos if self.end_of_turn is None else (self.end_of_turn, *self.eos)
 
     def of(self, token_id: int) -> set[str]:
-        """The end of a turn and the end of a text are both an end: models differ in which of them they know."""
+        """Return the roles of a token.
+
+        The ends of a turn and of a text are one role: models differ in which of them they have.
+        """
         held = {"bos": (self.bos,), "end": self.ends, "pad": (self.pad,), "unk": (self.unk,)}
         return {role for role, ids in held.items() if token_id in ids}
 
@@ -65,28 +69,28 @@ class Vocabulary:
     bytes_by_id: tuple[bytes | None, ...]
     """None for special tokens, for tokens without text, and for ids that the tokenizer leaves out."""
     id_by_bytes: dict[bytes, int]
-    """Of several tokens with the same bytes the one that the tokenizer emits for them."""
+    """If several tokens have the same bytes, the one that the tokenizer emits."""
     special_names: dict[int, str]
     roles: Roles
     leading_space: bool
-    """The tokenizer puts a space in front of a text: its tokens spell one byte more than the text."""
+    """Whether the tokenizer puts a space in front of a text, so that its tokens spell one byte more."""
 
 
 def load_tokenizer(path: str, revision: str | None = None, trust_remote_code: bool = False) -> ModelTokenizer:
-    """The tokenizer that belongs to a model, with the end tokens that the model's configurations name."""
+    """Load a model's tokenizer, with the end tokens that the model's configurations name."""
     from transformers import AutoTokenizer, GenerationConfig, PretrainedConfig
 
     try:
         tokenizer = AutoTokenizer.from_pretrained(path, revision=revision, trust_remote_code=trust_remote_code)
-    except Exception as error:  # what is raised depends on which file is missing or odd, and on remote code
+    except Exception as error:  # the type depends on the missing or invalid file, and on remote code
         reason = in_one_line(error).rstrip(".")
         raise UnsupportedConfigError(
-            f"A draft model needs a tokenizer of its own, and that of {path} cannot be loaded: {reason}. "
-            f"Give a model whose folder holds its tokenizer files (tokenizer.json, tokenizer_config.json); a head "
-            f"needs none, but its kind as `method`."
+            f"A draft model needs its own tokenizer, and that of {path} cannot be loaded: {reason}. Use a model whose "
+            f"folder contains its tokenizer files (tokenizer.json, tokenizer_config.json). If it is a head, which "
+            f"needs no tokenizer, set `method` to its kind."
         ) from error
     ends: list[int] = []
-    # Many models have no generation config, and a folder of a test or of a tokenizer alone has neither.
+    # Many models have no generation config, and a folder with only a tokenizer has neither.
     with contextlib.suppress(OSError, ValueError):
         ends += _as_ids(GenerationConfig.from_pretrained(path, revision=revision).eos_token_id)
     with contextlib.suppress(OSError, ValueError):
@@ -98,8 +102,8 @@ def load_tokenizer(path: str, revision: str | None = None, trust_remote_code: bo
 def read_vocabulary(model: ModelTokenizer) -> Vocabulary:
     pieces = _read_pieces(model.tokenizer)
     roles = _roles(model, pieces)
-    # A role can belong to a token that nobody marked as special; it is one all the same. An ordinary word among the end
-    # tokens ("stop at a line break") stays a word.
+    # Added tokens with a role are special even if they are not marked as such. An ordinary word among the end tokens
+    # ("stop at a line break") stays a word.
     special = pieces.special | {i: text for i, text in pieces.added.items() if roles.of(i)}
     by_id = list(pieces.by_id)
     for token_id in special:
@@ -116,7 +120,7 @@ def read_vocabulary(model: ModelTokenizer) -> Vocabulary:
 
 
 def content_hash(model: ModelTokenizer) -> str:
-    """Equal for tokenizers that read and write alike. Cheaper than reading the vocabulary."""
+    """Return a hash that is equal for tokenizers that encode and decode alike, without reading the vocabulary."""
     tokenizer = model.tokenizer
     backend = getattr(tokenizer, "backend_tokenizer", None)
     if backend is not None:
@@ -125,7 +129,7 @@ def content_hash(model: ModelTokenizer) -> str:
         content = hashlib.sha256()
         for piece in _read_pieces(tokenizer).by_id:
             content.update(b"-" if piece is None else b"%d:%b" % (len(piece), piece))
-    # Outside the tokenizer's file, and relevant for roles.
+    # Roles also depend on what is not in the tokenizer's file.
     names = [getattr(tokenizer, f"{role}_token_id", None) for role in ("bos", "eos", "pad", "unk")]
     special = sorted(getattr(tokenizer, "all_special_ids", ()))
     template = getattr(tokenizer, "chat_template", None)
@@ -140,11 +144,11 @@ def content_hash(model: ModelTokenizer) -> str:
 class _Pieces:
     by_id: list[bytes | None]
     special: dict[int, str]
-    """Id -> literal text."""
+    """Maps ids to literal text."""
     added: dict[int, str]
-    """All added tokens, the special ones among them."""
+    """All added tokens, including the special ones."""
     fallback: frozenset[int]
-    """Tokens for a single byte, which SentencePiece uses only where no other token fits."""
+    """Single-byte tokens, which SentencePiece uses only if no other token fits."""
     encode: Callable[[str], Sequence[int]]
 
 
@@ -159,9 +163,7 @@ def _read_pieces(tokenizer: Any) -> _Pieces:
             return _asked_pieces(tokenizer, part.decode_single_token_bytes, names)
         if hasattr(part, "id_to_byte_piece"):
             return _asked_pieces(tokenizer, part.id_to_byte_piece, {})
-    raise _unreadable(
-        tokenizer, "it is a slow tokenizer that is neither a SentencePiece model nor tiktoken nor mistral-common"
-    )
+    raise _unreadable(tokenizer, "it is a slow tokenizer other than a SentencePiece model, tiktoken or mistral-common")
 
 
 def _fast_pieces(tokenizer: Any) -> _Pieces:
@@ -176,7 +178,7 @@ def _fast_pieces(tokenizer: Any) -> _Pieces:
     added = {i: token.content for i, token in added_tokens.items()}
     special = {i: token.content for i, token in added_tokens.items() if token.special}
     special |= {i: tokens[i] or "" for i in tokenizer.all_special_ids if i < len(tokens)}
-    # Such a token is in no alphabet: its signs are its text.
+    # These tokens do not use the decoder's alphabet: their characters are their text.
     literal = {i for i, text in added.items() if backend.model.token_to_id(text) is None}
     steps = _spelling(tokenizer)
     by_id, fallback = _spelled(tokenizer, tokens, steps, literal)
@@ -204,16 +206,16 @@ def _sentencepiece_pieces(tokenizer: Any) -> _Pieces:
 
 
 def _asked_pieces(tokenizer: Any, ask: Callable[[int], bytes], special: dict[int, str]) -> _Pieces:
-    """For vocabularies that hold bytes; `special` are those that the wrapper may not know of."""
+    """Read a vocabulary of bytes. `special` are tokens that the wrapper may not know."""
     by_id: list[bytes | None] = []
     for token_id in range(len(tokenizer)):
-        # tiktoken has a KeyError for ids in the gaps of a vocabulary; a wrapper may hold more tokens than it wraps.
+        # tiktoken raises KeyError for gaps in its vocabulary; a wrapper may have more tokens than what it wraps.
         try:
             by_id.append(ask(token_id) or None)
         except (KeyError, IndexError, ValueError):
             by_id.append(None)
     added_tokens = getattr(tokenizer, "added_tokens_decoder", None)
-    # mistral-common's has a method of this name, and no added tokens.
+    # mistral-common has a method of this name, and no added tokens.
     added = {i: str(token) for i, token in added_tokens.items()} if isinstance(added_tokens, dict) else {}
     for token_id, text in added.items():
         if token_id < len(by_id) and by_id[token_id] is None:
@@ -229,7 +231,7 @@ def _asked_pieces(tokenizer: Any, ask: Callable[[int], bytes], special: dict[int
 
 
 def _inner_parts(tokenizer: Any) -> Iterator[Any]:
-    """Where wrappers keep what they wrap."""
+    """Yield the objects that a wrapper wraps."""
     yield tokenizer
     for path in ("tokenizer", "_tokenizer", "model", "encoding", "tokenizer.instruct_tokenizer.tokenizer"):
         part = tokenizer
@@ -242,7 +244,7 @@ def _inner_parts(tokenizer: Any) -> Iterator[Any]:
 # ---- spelling ------------------------------------------------------------------------------------------
 
 _BYTE = re.compile(r"<0x([0-9A-Fa-f]{2})>")
-# What the WordPiece decoder does to each token, in its order.
+# Replacements of the WordPiece decoder in each token, in order.
 _CLEANUP = (
     (" .", "."),
     (" ?", "?"),
@@ -259,7 +261,7 @@ _CLEANUP = (
 
 
 def _spelling(tokenizer: Any) -> list[dict[str, Any]]:
-    """The steps of the tokenizer's decoder. Without one, those that undo its pre-tokenizer and normalizer."""
+    """Return the steps of the tokenizer's decoder; without one, those that undo its pre-tokenizer and normalizer."""
     backend = tokenizer.backend_tokenizer
     steps = list(_flat(backend.decoder))
     if steps:
@@ -276,7 +278,7 @@ def _spelling(tokenizer: Any) -> list[dict[str, Any]]:
 
 
 def _flat(component: Any) -> Iterator[dict[str, Any]]:
-    """A component's JSON, sequences taken apart."""
+    """Yield a component's JSON, with sequences flattened."""
     if component is not None:
         todo = [json.loads(component.__getstate__())]
         while todo:
@@ -291,7 +293,7 @@ def _flat(component: Any) -> Iterator[dict[str, Any]]:
 def _spelled(
     tokenizer: Any, tokens: Sequence[str | None], steps: Iterable[dict[str, Any]], literal: set[int]
 ) -> tuple[list[bytes | None], frozenset[int]]:
-    """What a decoder of these steps writes for each token in the middle of a text; and the byte-fallback tokens."""
+    """Return what a decoder of these steps writes for each token within a text, and the byte-fallback tokens."""
     texts = ["" if token is None else token for token in tokens]
     found: dict[int, bytes] = {}
     byte_level = fused = False
@@ -316,7 +318,7 @@ def _spelled(
         elif kind == "Fuse":
             fused = True
         elif kind == "Strip":
-            # After Fuse it sees the text as a whole and takes away the leading space only.
+            # After Fuse, Strip sees the whole text and removes only its leading space.
             if not fused:
                 texts = [_stripped(text, step) for text in texts]
         else:
@@ -327,17 +329,19 @@ def _spelled(
         by_id = [text.encode() for text in texts]
     for i, byte in found.items():
         by_id[i] = byte
-    # An empty token adds nothing to a text and could be drafted forever.
+    # An empty token does not extend a text and could be drafted forever.
     return [piece or None for piece in by_id], frozenset(found)
 
 
 def _alphabet() -> dict[int, str]:
-    """Sign of GPT-2's alphabet -> the byte it stands for, both as code points. Bytes that print stand for themselves,
-    the rest for the signs from 256 on, in order."""
+    """Map characters of GPT-2's alphabet to bytes, both as code points.
+
+    Printable bytes stand for themselves, the others for the characters from 256 on, in order.
+    """
     prints = {*range(33, 127), *range(161, 173), *range(174, 256)}
     table = {byte: chr(byte) for byte in prints}
     others = [byte for byte in range(256) if byte not in prints]
-    # These are signs that the alphabet does not have; as code points below 256 they would pass for bytes.
+    # These characters are not in the alphabet; left as code points below 256, they would be taken for bytes.
     table |= dict.fromkeys(others, "\uffff")
     return table | {256 + index: chr(byte) for index, byte in enumerate(others)}
 
@@ -348,7 +352,7 @@ _ALPHABET = _alphabet()
 def _from_alphabet(text: str) -> bytes:
     try:
         return text.translate(_ALPHABET).encode("latin-1")
-    except UnicodeEncodeError:  # a sign outside the alphabet: the decoder then writes the whole token as it is
+    except UnicodeEncodeError:  # a character outside the alphabet: the decoder then writes the token as it is
         return text.encode()
 
 
@@ -388,7 +392,7 @@ def _emitted(pieces: _Pieces, by_id: Sequence[bytes | None]) -> dict[bytes, int]
 
 
 def _emitted_one(pieces: _Pieces, by_id: Sequence[bytes | None], piece: bytes, candidates: list[int]) -> int:
-    # After a line break no tokenizer puts the space that some put in front of a text.
+    # After a line break no tokenizer adds the leading space that some add to a text.
     with contextlib.suppress(UnicodeDecodeError):
         text = piece.decode()
         for front in ("", "\n"):
@@ -437,7 +441,7 @@ def _end_of_turn(tokenizer: Any, ends: dict[int, str]) -> int | None:
 
 
 def _as_ids(value: Any) -> list[int]:
-    """Configurations give one id, a list, or nothing."""
+    """Return a list of ids. Configurations have one id, a list, or none."""
     if value is None:
         return []
     return [int(i) for i in value] if isinstance(value, list | tuple) else [int(value)]
@@ -446,6 +450,6 @@ def _as_ids(value: Any) -> list[int]:
 def _unreadable(tokenizer: Any, reason: str) -> UnsupportedConfigError:
     name = getattr(tokenizer, "name_or_path", "") or type(tokenizer).__name__
     return UnsupportedConfigError(
-        f"Universal drafting cannot derive which bytes the tokens of {name} stand for: {reason}. Give a model with a "
+        f"Universal drafting cannot derive which bytes the tokens of {name} stand for: {reason}. Use a model with a "
         f"fast tokenizer (tokenizer.json) of a known family: byte-level BPE, SentencePiece or WordPiece."
     )

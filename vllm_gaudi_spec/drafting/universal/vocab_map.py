@@ -1,14 +1,20 @@
-"""Which token of a drafter is which token of its target.
+"""Which token of a drafter matches which token of its target.
 
-Two tokens match when they stand for the same bytes. Special tokens, which stand for no text, match when both sides
-give them the same name (as <|im_start|>), unless their roles contradict. Those that are left match by role: end of turn
-with end of turn, end of text with end of text, then any end that is left with any other; bos with bos, pad with pad,
-unk with unk. The name comes first so that a tokenizer matches itself id by id even where one model's configuration
-names another end than the other's.
+Two tokens match if they stand for the same bytes. Special tokens, which stand for no text, match if both sides give
+them the same name (such as <
 
-Every pair is mutual. A pair may be read both ways, but pairs that have nothing in common but the role of pad or unk are
-never drafted: no target writes those, while the drafter's unk can be a token that it does write (<|endoftext|>). The
-bos token may be drafted; for some models it opens every turn.
+im_start
+
+>), unless their roles contradict. The others match by role: end of turn with end of turn, end of text with end of text,
+then any remaining end with any other; bos with bos, pad with pad, unk with unk. Names come first so that a tokenizer
+matches itself id by id even if one model's configuration names another end than the other's.
+
+All pairs are mutual, and any pair may be read. Pairs that share nothing but the role of pad or unk are never drafted:
+no target writes those, while the drafter's unk can be a token that it does write (<
+
+endoftext
+
+>). The bos token may be drafted; in some models it opens every turn.
 """
 
 from __future__ import annotations
@@ -31,28 +37,31 @@ from vllm_gaudi_spec.environment import cached_files
 
 logger = init_logger(__name__)
 
-# Raised when tokens are matched in another way or the file is laid out in another way.
+# Increment when the matching or the file layout changes.
 FORMAT = 2
 
 
 @dataclass(frozen=True, slots=True, eq=False)
 class VocabMap:
     target_to_draft: np.ndarray
-    """int32 [target's vocabulary size, as its model has it]: the drafter's id, -1 where there is none."""
+    """int32 [target's vocabulary size, with padding]: the drafter's id, -1 if there is none."""
     draft_to_target: np.ndarray
-    """int32 [drafter's vocabulary size]: the other way round."""
+    """int32 [drafter's vocabulary size]: the target's id, -1 if there is none."""
     draftable: np.ndarray
-    """bool [drafter's vocabulary size]: which of the drafter's tokens may be proposed; all of them have a partner."""
+    """bool [drafter's vocabulary size]: tokens that may be proposed; all of them have a partner."""
     num_matched: int
 
     def coverage(self) -> dict[str, float]:
-        """The share of tokens with a partner, on either side."""
+        """Return the share of tokens with a partner, on either side."""
         sides = {"target": self.target_to_draft, "drafter": self.draft_to_target}
         return {side: self.num_matched / len(tokens) for side, tokens in sides.items()}
 
     @classmethod
     def of_pairs(cls, pairs: np.ndarray, draftable: np.ndarray, target_size: int, draft_size: int) -> VocabMap:
-        """From int32 [n, 2], a target's and a drafter's id each, and bool [n]. ValueError if they cannot be that."""
+        """Build a map from pairs of a target's and a drafter's id, int32 [n, 2], and `draftable`, bool [n].
+
+        Raises ValueError if ids are out of range or in two pairs.
+        """
         target_ids, draft_ids = pairs.T
         for ids, size in ((target_ids, target_size), (draft_ids, draft_size)):
             if ids.size and (ids.min() < 0 or ids.max() >= size or np.bincount(ids).max() > 1):
@@ -71,9 +80,11 @@ class VocabMap:
 def vocab_map(
     target: ModelTokenizer, draft: ModelTokenizer, target_size: int, draft_size: int, cache: Path | None = None
 ) -> VocabMap:
-    """The map of two models. The sizes are those of the models' logits, padding included.
+    """Return the map of two models.
 
-    `cache` is a folder for the result; the file there is used only if it is whole and was made of the same input.
+    Args:
+        target_size: Size of the target's logits, including padding; `draft_size` likewise.
+        cache: Folder for the result. A file there is used only if it is intact and was made from the same input.
     """
     if cache is None:
         return match(read_vocabulary(target), read_vocabulary(draft), target_size, draft_size)
@@ -86,12 +97,12 @@ def vocab_map(
     try:
         _write(path, key, made)
     except OSError as error:
-        logger.warning("The vocabulary map cannot be kept in %s and is made at each start: %s", cache, error)
+        logger.warning("The vocabulary map cannot be saved in %s and is rebuilt at each start: %s", cache, error)
     return made
 
 
 def match(target: Vocabulary, draft: Vocabulary, target_size: int, draft_size: int) -> VocabMap:
-    """Ids beyond a tokenizer or beyond its model have no partner."""
+    """Match two vocabularies. Ids beyond a tokenizer or beyond its model have no partner."""
     draft_ids = np.fromiter(draft.id_by_bytes.values(), dtype=np.int32)
     partners = map(target.id_by_bytes.get, draft.id_by_bytes, itertools.repeat(target_size))
     target_ids = np.fromiter(partners, dtype=np.int32)
@@ -99,7 +110,7 @@ def match(target: Vocabulary, draft: Vocabulary, target_size: int, draft_size: i
     if not len(found):
         raise UnsupportedConfigError(
             "No token of the drafter stands for the same text as a token of the target, so nothing could be drafted. "
-            'Give another model in speculative_config, or "method": "ngram", which needs no drafter.'
+            'Use another model in speculative_config, or "method": "ngram", which needs no drafter.'
         )
     special = np.array(list(_special_pairs(target, draft)), dtype=np.int32).reshape(-1, 3)
     special = special[(special[:, 0] < target_size) & (special[:, 1] < draft_size)]
@@ -109,7 +120,7 @@ def match(target: Vocabulary, draft: Vocabulary, target_size: int, draft_size: i
 
 
 def _special_pairs(target: Vocabulary, draft: Vocabulary) -> Iterator[tuple[int, int, bool]]:
-    """Target's id, drafter's id, whether it may be drafted."""
+    """Yield the target's id, the drafter's id, and whether the pair may be drafted."""
     taken: set[int] = set()
     taken_draft: set[int] = set()
     draft_ids = {name: token_id for token_id, name in draft.special_names.items()}
@@ -126,7 +137,7 @@ def _special_pairs(target: Vocabulary, draft: Vocabulary) -> Iterator[tuple[int,
     ours, theirs = target.roles, draft.roles
     for left, right, draftable in (
         (ours.eos, theirs.eos, True),
-        (ours.ends, theirs.ends, True),  # the end of a turn stands first
+        (ours.ends, theirs.ends, True),  # the end of a turn comes first
         ((ours.bos,), (theirs.bos,), True),
         ((ours.pad,), (theirs.pad,), False),
         ((ours.unk,), (theirs.unk,), False),
@@ -149,7 +160,7 @@ def _write(path: Path, key: str, made: VocabMap) -> None:
     pairs = np.stack([made.draft_to_target[draft_ids], draft_ids], axis=1).astype("<i4")
     payload = pairs.tobytes() + made.draftable[draft_ids].tobytes()
     header = {"format": FORMAT, "key": key, "pairs": len(pairs), "sha256": hashlib.sha256(payload).hexdigest()}
-    # Should the machine fail, the checksum finds a file that was only half written.
+    # The checksum detects a file that is incomplete after a crash.
     cached_files.write(path, json.dumps(header).encode() + b"\n" + payload)
 
 
@@ -157,7 +168,10 @@ _PAIR_BYTES, _MOST_HEADER_BYTES = 9, 1024
 
 
 def _read(path: Path, key: str, target_size: int, draft_size: int) -> VocabMap:
-    """OSError, ValueError, KeyError, TypeError or RecursionError if it is not a whole file of ours, made for `key`."""
+    """Read a map.
+
+    Raises OSError, ValueError, KeyError, TypeError or RecursionError unless it is an intact file made for `key`.
+    """
     largest = _MOST_HEADER_BYTES + _PAIR_BYTES * min(target_size, draft_size)
     line, _, payload = cached_files.read(path, largest).partition(b"\n")
     header: dict[str, Any] = json.loads(line)
