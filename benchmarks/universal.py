@@ -119,13 +119,13 @@ def match_strings() -> None:
         target_ids = found.draft_to_target_ids.numpy()
         draft_ids = np.flatnonzero(target_ids >= 0)
         matches = np.stack([target_ids[draft_ids], draft_ids], axis=1).astype(np.int32)
-        return VocabMap.of_pairs(matches, np.ones(len(matches), dtype=bool), target_size, draft_size)
+        return VocabMap.from_pairs(matches, np.ones(len(matches), dtype=bool), target_size, draft_size)
 
     def unknown_token(drafter: Any) -> int:
         found = VocabMapping(drafter.tokenizer, drafter.tokenizer, 1, 1, "cpu").draft_unk_token_id
         return int(found)
 
-    vocab_pairs.vocab_map, vocab_pairs._stand_in = string_map, unknown_token
+    vocab_pairs.load_vocab_map, vocab_pairs._choose_stand_in = string_map, unknown_token
 
 
 # ---- in the parent -------------------------------------------------------------------------------------

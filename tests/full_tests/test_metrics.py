@@ -18,7 +18,7 @@ from tests.full_tests.server import Server
 from tests.full_tests.tiny_models import VOCAB
 from tests.promql import check_all
 from vllm_gaudi_spec.drafting.universal.token_bytes import load_tokenizer, read_vocabulary
-from vllm_gaudi_spec.drafting.universal.vocab_map import match
+from vllm_gaudi_spec.drafting.universal.vocab_map import match_vocabularies
 from vllm_gaudi_spec.metrics import COVERAGE, SERIES
 
 DRAFTERS_VOCAB, LONGEST, K = 300, 96, 3
@@ -132,7 +132,7 @@ def test_a_row_without_drafts_has_a_reason(asked: dict[str, int], expected: dict
 def test_vocabulary_coverage_is_exported(drafting: Server, looping_llama: str, stranger: str) -> None:
     ask(drafting)
     sides = [read_vocabulary(load_tokenizer(path)) for path in (looping_llama, stranger)]
-    found = match(*sides, VOCAB, DRAFTERS_VOCAB).num_matched
+    found = match_vocabularies(*sides, VOCAB, DRAFTERS_VOCAB).num_matched
     assert 0 < found < VOCAB
     shown = by_label(drafting, COVERAGE, "vocabulary")
     assert shown == {"target": pytest.approx(found / VOCAB), "drafter": pytest.approx(found / DRAFTERS_VOCAB)}

@@ -16,7 +16,7 @@ from vllm.v1.spec_decode.vocab_mapping import VocabMapping
 
 from tests.full_tests.gemma import gemma_path
 from vllm_gaudi_spec.drafting.universal.token_bytes import ModelTokenizer, Vocabulary, load_tokenizer, read_vocabulary
-from vllm_gaudi_spec.drafting.universal.vocab_map import VocabMap, match, vocab_map
+from vllm_gaudi_spec.drafting.universal.vocab_map import VocabMap, load_vocab_map, match_vocabularies
 from vllm_gaudi_spec.tools.demo_model import demo_model_path
 
 pytestmark = pytest.mark.slow
@@ -53,12 +53,12 @@ def smollm() -> Side:
 @pytest.fixture(scope="module")
 def found(gemma: Side, smollm: Side) -> VocabMap:
     """For Gemma as the target."""
-    return match(gemma.vocabulary, smollm.vocabulary, gemma.size, smollm.size)
+    return match_vocabularies(gemma.vocabulary, smollm.vocabulary, gemma.size, smollm.size)
 
 
 def test_more_tokens_match_than_upstream_finds(gemma: Side, smollm: Side, found: VocabMap) -> None:
     started = time.perf_counter()
-    again = vocab_map(gemma.model, smollm.model, gemma.size, smollm.size)
+    again = load_vocab_map(gemma.model, smollm.model, gemma.size, smollm.size)
     seconds = time.perf_counter() - started
     theirs = VocabMapping(
         gemma.model.tokenizer, smollm.model.tokenizer, gemma.size, smollm.size, torch.device("cpu")

@@ -68,7 +68,7 @@ def step_distribution(
     for offset in range(num_positions + 1):
         whole = num <= offset
         draft = draft_probs[:, min(offset, num_positions - 1)]
-        left = stop.residual(probs[:, offset], draft, weights[:, offset].float())
+        left = stop.compute_residual(probs[:, offset], draft, weights[:, offset].float())
         usable = (~whole & (left.amax(-1) > 0))[:, None]
         last = torch.where(usable, left, probs[:, offset]).double()
         last = (last / last.sum(-1, keepdim=True)).numpy()

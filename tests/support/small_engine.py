@@ -463,7 +463,7 @@ class SmallEngine:
             waiting = int(requests.num_drafts_R[row])
             assert waiting == 0 or len(held.tokens) + waiting <= longest, "no draft that nobody has a use for"
             if (history := getattr(self.runner.drafting, "_history", None)) is not None:
-                assert history.tokens_np(row).tolist() == held.tokens, name
+                assert history.get_tokens(row).tolist() == held.tokens, name
 
 
 @cache

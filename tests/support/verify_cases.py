@@ -10,7 +10,7 @@ import torch
 from tests.support.distributions import request_keys
 from tests.support.reference.rules import Noise
 from vllm_gaudi_spec.records import Verification
-from vllm_gaudi_spec.sampling.noise import Stream, gumbel, keys_of_block, uniform
+from vllm_gaudi_spec.sampling.noise import Stream, derive_block_keys, gumbel, uniform
 
 Loop = Callable[..., list[int]]
 
@@ -62,7 +62,7 @@ def loop_noise(case: Case, row: int, keyed_by_start: bool) -> Noise:
     one = case.row(row)
     keys, positions = one["keys_B2"], one["positions_BQ"]
     vocab = torch.arange(case.logits_BQV.shape[-1], dtype=torch.int32)
-    own = keys_of_block(keys, positions[:, 0]) if keyed_by_start else keys
+    own = derive_block_keys(keys, positions[:, 0]) if keyed_by_start else keys
     return Noise(
         accept=uniform(own, positions, Stream.ACCEPT)[0].tolist(),
         residual=gumbel(own, positions, Stream.RESIDUAL, vocab)[0].tolist(),

@@ -126,21 +126,21 @@ class Drafting(ABC):
         """Update state for the requests that were admitted and ended."""
 
     @abstractmethod
-    def on_drafter_status(self, again: list[Request], never: list[Request], *, is_off: bool) -> None:
+    def update_drafter_state(self, resumed: list[Request], excluded: list[Request], *, disabled: bool) -> None:
         """Apply the scheduler's decision about drafter faults, see `DrafterStatus`.
 
-        With `is_off` the scheduler requests no more drafts, which is enough for drafters on the host. Drafters on the
+        With `disabled` the scheduler requests no more drafts, which is enough for drafters on the host. Drafters on the
         device must also ignore drafts in flight and stop following the target.
         """
 
-    def max_drafts(self, requests: list[Request], num_scheduled: list[int]) -> np.ndarray:
+    def cap_scheduled_drafts(self, requests: list[Request], num_scheduled: list[int]) -> np.ndarray:
         """Return the largest number of draft tokens that each request may have on the device, int32.
 
         It never exceeds the number that was scheduled.
         """
         return np.array(num_scheduled, dtype=np.int32)
 
-    def outgrown(self) -> Collection[str]:
+    def find_outgrown_requests(self) -> Collection[str]:
         """Return requests without drafts in the last step because they exceed a limit known only to the drafter."""
         return ()
 
@@ -149,7 +149,7 @@ class Drafting(ABC):
         """Return and clear the drafting rounds that the host has observed."""
 
     @abstractmethod
-    def drafts_of(self, step: StepResult) -> DraftTokenIds:
+    def get_draft_token_ids(self, step: StepResult) -> DraftTokenIds:
         """Return the draft tokens that follow a step whose result is on the host."""
 
     def in_use(self) -> dict[str, int]:
@@ -175,7 +175,7 @@ class Drafting(ABC):
     def follow(self, batch: Batch) -> None:  # noqa: B027
         """Update the drafter's KV after the target's forward pass over a batch."""
 
-    def probs(self, rows_B: torch.Tensor) -> torch.Tensor | None:
+    def gather_probs(self, rows_B: torch.Tensor) -> torch.Tensor | None:
         """Return the distributions of the rows' drafts, float32 [B, K, V]; None if no rule needs them."""
         return None
 

@@ -7,11 +7,11 @@ from typing import TYPE_CHECKING, cast
 
 import torch
 
-from vllm_gaudi_spec.drafting.memory import probs_shape
+from vllm_gaudi_spec.drafting.memory import get_probs_shape
 from vllm_gaudi_spec.records import Drafted, DraftRequest
 from vllm_gaudi_spec.sampling.drafts import Mode, draft, draft_greedy
 from vllm_gaudi_spec.sampling.params import Branch
-from vllm_gaudi_spec.sampling.verify import restrict
+from vllm_gaudi_spec.sampling.verify import apply_temperature_and_filters
 
 if TYPE_CHECKING:
     from vllm_gaudi_spec.attention.metadata import Blocks
@@ -32,19 +32,19 @@ class DraftChoice:
         self._keeps_probs = speculation.keeps_probs
         self._num_drafts = speculation.num_drafts
 
-    def branch(self, branch: Branch) -> Branch:
+    def select_branch(self, branch: Branch) -> Branch:
         """Return the part of a step's branch that applies to drafting."""
-        return Branch() if self._mode == "greedy" else branch.of_drafting()
+        return Branch() if self._mode == "greedy" else branch.select_drafting()
 
-    def branch_of(self, requests: list[Request]) -> Branch:
+    def choose_branch(self, requests: list[Request]) -> Branch:
         """Return the drafting branch for requests whose step is done."""
-        return self.branch(self._sampling.branch(requests, ()))
+        return self.select_branch(self._sampling.branch(requests, ()))
 
-    def branches(self) -> set[Branch]:
+    def list_branches(self) -> set[Branch]:
         """Return every branch that drafting can take."""
-        return {self.branch(branch) for branch in self._sampling.branches()}
+        return {self.select_branch(branch) for branch in self._sampling.branches()}
 
-    def _chooser(self, rows_B: torch.Tensor, lengths_B: torch.Tensor, branch: Branch) -> Choose:
+    def _make_chooser(self, rows_B: torch.Tensor, lengths_B: torch.Tensor, branch: Branch) -> Choose:
         """Return a function that chooses draft tokens from logits over the target's vocabulary.
 
         Its second argument is the number of draft tokens chosen before; rows have `lengths_B` tokens without them.
@@ -59,7 +59,7 @@ class DraftChoice:
             logits_BV = logits_BV.float()
             sound_B = self._rules.are_sound(logits_BV)
             if branch.random:
-                logits_BV = restrict(self._rules, logits_BV[:, None], inputs, branch).squeeze(1)
+                logits_BV = apply_temperature_and_filters(self._rules, logits_BV[:, None], inputs, branch).squeeze(1)
             temperature_B, keys_B2 = inputs.floats["temperature"], inputs.keys_B2
             positions_B = newest_B + before if before else newest_B
             drafted = draft(self._rules, logits_BV, self._mode, temperature_B, keys_B2, positions_B, newest_B)
@@ -67,7 +67,7 @@ class DraftChoice:
 
         return choose
 
-    def request(
+    def make_request(
         self,
         requests: Requests,
         rows_B: torch.Tensor,
@@ -86,7 +86,7 @@ class DraftChoice:
             num_drafts=self._num_drafts,
             blocks=blocks,
             row_operations=requests.backend.row_operations,
-            choose=self._chooser(rows_B, lengths_B, branch),
+            choose=self._make_chooser(rows_B, lengths_B, branch),
             hidden=hidden,
         )
 
@@ -97,7 +97,7 @@ class DraftProbs:
     def __init__(self, speculation: Speculation, max_rows: int, vocab_size: int, device: torch.device) -> None:
         self.vocab_size = vocab_size
         self._pad_row = max_rows
-        shape = probs_shape(speculation, max_rows, vocab_size)
+        shape = get_probs_shape(speculation, max_rows, vocab_size)
         self._probs_RKV = torch.zeros(shape, device=device) if shape[0] else None
 
     def put(self, rows_B: torch.Tensor, drafts: Drafts) -> None:
@@ -107,6 +107,6 @@ class DraftProbs:
             written_B = torch.where(drafts.num_drafts_B < 0, self._pad_row, rows_B)
             self._probs_RKV.index_copy_(0, written_B, drafts.probs_BKV)
 
-    def of(self, rows_B: torch.Tensor) -> torch.Tensor | None:
+    def gather(self, rows_B: torch.Tensor) -> torch.Tensor | None:
         """Return the rows' distributions, float32 [B, K, V]; None if none are kept."""
         return None if self._probs_RKV is None else self._probs_RKV.index_select(0, rows_B)

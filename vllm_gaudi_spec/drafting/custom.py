@@ -42,7 +42,7 @@ class CustomProposer:
         tokens_np = np.zeros((len(contexts), max(self._width, int(lengths_np.max()))), dtype=np.int32)
         for row_np, context in zip(tokens_np, contexts, strict=True):
             row_np[: context.tokens_np.size] = context.tokens_np
-        sampled = [self._new_tokens(context) for context in contexts]
+        sampled = [self._get_new_tokens(context) for context in contexts]
         outputs = self._proposer.propose(sampled, lengths_np, tokens_np, slot_mappings=None)
         # After the call: a drafter that raised has not seen these tokens.
         self._num_seen.update((context.req_id, context.tokens_np.size) for context in contexts)
@@ -51,7 +51,7 @@ class CustomProposer:
                 f"{type(self._proposer).__name__}.propose returned {len(outputs)} lists for {len(contexts)} requests. "
                 "Return one list per request, empty if it has no drafts."
             )
-        return [_without_filling(output) for output in outputs]
+        return [_strip_padding(output) for output in outputs]
 
     def forget(self, req_ids: Iterable[str]) -> None:
         for req_id in req_ids:
@@ -61,7 +61,7 @@ class CustomProposer:
     def num_remembered(self) -> int:
         return len(self._num_seen)
 
-    def _new_tokens(self, context: Context) -> list[int]:
+    def _get_new_tokens(self, context: Context) -> list[int]:
         """Return the tokens sampled in this step, which vLLM passes separately.
 
         Never empty: an empty list means that the request is still in its prompt.
@@ -71,6 +71,6 @@ class CustomProposer:
         return new
 
 
-def _without_filling(output: Sequence[int]) -> Sequence[int]:
+def _strip_padding(output: Sequence[int]) -> Sequence[int]:
     """Return the tokens before the first -1, with which vLLM's drafters pad. The caller checks the rest."""
     return list(takewhile(lambda token: token != -1, output)) if isinstance(output, Iterable) else output

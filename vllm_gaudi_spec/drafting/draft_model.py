@@ -21,7 +21,7 @@ import torch
 
 from vllm_gaudi_spec.attention.metadata import Packing, StepInputs, build_columns, build_rectangle
 from vllm_gaudi_spec.drafting.kv_sync import DrafterKVSync
-from vllm_gaudi_spec.drafting.universal.pairs import same_tokens
+from vllm_gaudi_spec.drafting.universal.pairs import require_same_vocabulary
 from vllm_gaudi_spec.records import PREFILL, DraftRequest, Drafts, Hidden
 from vllm_gaudi_spec.runner.batch import pad_rows
 from vllm_gaudi_spec.runner.graphs import DRAFTERS_READS, Job
@@ -50,8 +50,8 @@ class AutoregressiveProposer:
     def build(cls, context: ProposerContext) -> AutoregressiveProposer:
         assert context.model is not None
         if context.pair is not None:
-            return cls(context.model, context.pair.mapped(context.device))
-        return cls(context.model, same_tokens(context.vllm_config))
+            return cls(context.model, context.pair.make_mapped_vocabulary(context.device))
+        return cls(context.model, require_same_vocabulary(context.vllm_config))
 
     def read(self, chunk: Inputs) -> None:
         """Write the drafter's KV for tokens of the target, such as a prompt chunk."""
@@ -81,7 +81,7 @@ def draft_chain(
         starts_B: Position of the first draft token, in the drafter's own count.
     """
     drafted: list[Drafted] = []
-    steps = _steps(request, starts_B)
+    steps = _make_step_inputs(request, starts_B)
     for step in range(request.num_drafts):
         if step:
             inputs = steps[step - 1]
@@ -92,7 +92,7 @@ def draft_chain(
     return stack_drafts(drafted, request.max_drafts_B)
 
 
-def _steps(request: DraftRequest, starts_B: torch.Tensor) -> list[Inputs]:
+def _make_step_inputs(request: DraftRequest, starts_B: torch.Tensor) -> list[Inputs]:
     """Return the drafter's inputs after each draft token but the last, without token ids."""
     num_steps = request.num_drafts - 1
     if not num_steps:
@@ -194,7 +194,7 @@ class DraftModelKVSync(DrafterKVSync):
         self._blocks.clear_new()
 
     def on_forward(self, batch: Batch) -> None:
-        if (read := self._chunk(batch)) is not None:
+        if (read := self._take_chunk(batch)) is not None:
             self._read_chunk(read)
 
     def before_round(self, sampled: SampledRows, max_drafts_np: np.ndarray, batch: DraftBatch | None) -> None:
@@ -205,7 +205,7 @@ class DraftModelKVSync(DrafterKVSync):
         self._recorder.saw(self._signature(read.shape))
         self._run_read(read.inputs, read.shape.queries)
 
-    def _chunk(self, batch: Batch) -> Read | None:
+    def _take_chunk(self, batch: Batch) -> Read | None:
         """Return the part of a batch that the drafter reads: a prompt chunk, up to the drafter's longest context."""
         self._start_rows(batch.requests)
         if batch.shape.phase != PREFILL:
@@ -216,7 +216,7 @@ class DraftModelKVSync(DrafterKVSync):
         if not any(follows):
             return None
         following = list(compress(zip(batch.requests, batch.counts, strict=True), follows))
-        self._note(
+        self._record_read(
             [request for request, _ in following], [request.num_computed + count for request, count in following]
         )
         # Without counts: a row with a gap before its chunk reads both when it catches up, as the device knows the gap.
@@ -232,7 +232,7 @@ class DraftModelKVSync(DrafterKVSync):
             return
         for request in requests:
             if request.row in self._arrived:
-                reach = self._blocks.reach(request.row, request.num_computed)
+                reach = self._blocks.count_read(request.row, request.num_computed)
                 self._reach_np[request.row] = reach
                 self._keeps_up_np[request.row] = reach == request.num_computed
         self._arrived.difference_update(rows)
@@ -245,13 +245,13 @@ class DraftModelKVSync(DrafterKVSync):
         packing = Packing.pack([rows_np, self._reach_np[rows_np]], self._requests.backend.memory.upload)
         self._set_reach(packing)
 
-    def _note(self, requests: list[Request], reach: list[int]) -> None:
+    def _record_read(self, requests: list[Request], reach: list[int]) -> None:
         """Record that the drafter has read requests up to `reach`, or up to its longest context."""
         rows_np = np.array([request.row for request in requests], dtype=np.int64)
         reach_np = np.minimum(np.array(reach, dtype=np.int32), self._max_len)
         before_np = self._reach_np[rows_np]
         further_np = reach_np > before_np
-        self._blocks.note(rows_np[further_np], before_np[further_np], reach_np[further_np])
+        self._blocks.record_read(rows_np[further_np], before_np[further_np], reach_np[further_np])
         self._reach_np[rows_np[further_np]] = reach_np[further_np]
 
     def _catch_up(self, requests: list[Request], max_drafts_np: np.ndarray) -> Iterator[Read]:
@@ -269,12 +269,12 @@ class DraftModelKVSync(DrafterKVSync):
         while lags := [lag for lag in lags if lag.gap > 0]:
             count = min(max(lag.gap for lag in lags), self._shapes.prefill_queries[-1])
             group = lags[: self._shapes.prefill_rows_at(count)]
-            yield self._part(group, self._shapes.prefill(len(group), count, max(lag.end for lag in group)))
+            yield self._pack_read(group, self._shapes.prefill(len(group), count, max(lag.end for lag in group)))
             for lag in group:
                 lag.gap -= count
         self._keeps_up_np[rows_np] = max_drafts_np > 0
 
-    def _part(self, group: list[_Lag], shape: Shape) -> Read:
+    def _pack_read(self, group: list[_Lag], shape: Shape) -> Read:
         header_np = np.zeros((4, shape.rows), dtype=np.int32)
         header_np[0] = rows_np = pad_rows(self._requests, [lag.request for lag in group], shape.rows)
         blocks = self._requests.blocks(rows_np, [lag.end for lag in group], shape.context)
@@ -282,7 +282,7 @@ class DraftModelKVSync(DrafterKVSync):
 
     def on_drafted(self, requests: list[Request], max_drafts_np: np.ndarray) -> None:
         drafted = list(compress(requests, max_drafts_np > 0))
-        self._note(drafted, [request.num_computed - self._num_drafts for request in drafted])
+        self._record_read(drafted, [request.num_computed - self._num_drafts for request in drafted])
 
     def invalidate(self, requests: list[Request]) -> None:
         """Make rows read all their tokens again, as rows that catch up do."""
@@ -315,7 +315,7 @@ class DraftModelKVSync(DrafterKVSync):
         """Exclude KV written for rejected drafts from the reach."""
         self._put(rows_B, torch.minimum(self._reach_R.index_select(0, rows_B), lengths_B - 1))
 
-    def draftable(self, rows_B: torch.Tensor, lengths_B: torch.Tensor, max_drafts_B: torch.Tensor) -> torch.Tensor:
+    def limit_drafts(self, rows_B: torch.Tensor, lengths_B: torch.Tensor, max_drafts_B: torch.Tensor) -> torch.Tensor:
         """Return `max_drafts_B`, or 0 for rows of which more than the newest tokens is unread."""
         return torch.where(self._reach_R.index_select(0, rows_B) >= lengths_B - NUM_NEWEST, max_drafts_B, 0)
 
@@ -345,4 +345,4 @@ class DraftModelKVSync(DrafterKVSync):
             yield Job(DRAFTERS_READS, partial(self._read_padding, shape), (self._signature(shape),), shape.tokens)
 
     def _read_padding(self, shape: Shape) -> None:
-        self._read_chunk(self._part([], shape))
+        self._read_chunk(self._pack_read([], shape))

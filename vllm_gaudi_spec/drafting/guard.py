@@ -40,16 +40,16 @@ class Guard:
         self._rounds: list[DraftRound] = []
         self._num_caught = 0
 
-    def caught(self, error: Exception, requests: Sequence[Request]) -> None:
+    def handle_error(self, error: Exception, requests: Sequence[Request]) -> None:
         """Handle an exception of a drafter on the device.
 
         Raises it again if there are several ranks, which cannot recover. Warm-up jobs raise on their own.
         """
         if not self._independent:
             raise error
-        self.failed(error, requests)
+        self.record_failure(error, requests)
 
-    def failed(self, error: Exception, requests: Sequence[Request]) -> None:
+    def record_failure(self, error: Exception, requests: Sequence[Request]) -> None:
         """Record a round without drafts for these requests, because the drafter failed."""
         self._num_caught += 1
         if (
@@ -60,18 +60,18 @@ class Guard:
             )
         self._rounds.append(DraftRound(tuple(request.req_id for request in requests), worked=False))
 
-    def usable(self, drafts: Drafts, request: DraftRequest, vocab_size: int | None) -> Drafts:
+    def check_drafts(self, drafts: Drafts, request: DraftRequest, vocab_size: int | None) -> Drafts:
         """Run `mark_unusable` on the device, with the same result on all ranks."""
         checked = mark_unusable(drafts, request, vocab_size)
         return checked if self._replicas is None else mark_different(checked, self._replicas)
 
-    def done(self, faulty: Sequence[str], num_requested: int) -> None:
+    def record_round(self, faulty: Sequence[str], num_requested: int) -> None:
         """Record a round on the host. `faulty` lists the requests whose drafts were unusable."""
         if faulty:
             logger.warning_once("The drafter returned invalid token ids; the drafts of those requests are dropped.")
         self._rounds.append(DraftRound(tuple(faulty), worked=len(faulty) < num_requested))
 
-    def take(self) -> list[DraftRound]:
+    def take_rounds(self) -> list[DraftRound]:
         """Return and clear the rounds of this step, merged into at most one."""
         rounds, self._rounds = self._rounds, []
         if len(rounds) < 2:
@@ -80,7 +80,7 @@ class Guard:
         return [DraftRound(tuple(faulty), worked=all(done.worked for done in rounds))]
 
 
-def agreement(vllm_config: VllmConfig) -> Agree:
+def make_agreement_check(vllm_config: VllmConfig) -> Agree:
     """Return the agreement check for host drafters, which every rank runs on its own.
 
     Different drafts would make the ranks' steps differ.

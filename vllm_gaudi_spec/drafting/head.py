@@ -22,7 +22,7 @@ import torch
 from vllm_gaudi_spec.attention.metadata import Blocks, Inputs, StepInputs, build_rectangle
 from vllm_gaudi_spec.drafting.draft_model import draft_chain
 from vllm_gaudi_spec.drafting.kv_sync import DrafterKVSync
-from vllm_gaudi_spec.drafting.vocabulary import FewerTokens, SameTokens
+from vllm_gaudi_spec.drafting.vocabulary import ReducedVocabulary, SameVocabulary
 from vllm_gaudi_spec.records import PREFILL, Hidden
 from vllm_gaudi_spec.runner.batch import make_batch, make_draft_batch, make_no_samples, make_padding
 from vllm_gaudi_spec.runner.graphs import DRAFTERS_READS, Job
@@ -50,7 +50,7 @@ class HeadProposer:
     @classmethod
     def build(cls, context: ProposerContext) -> HeadProposer:
         assert context.model is not None
-        return cls(context.model, translation_of(context.model, context.vocab_size))
+        return cls(context.model, make_head_translation(context.model, context.vocab_size))
 
     def propose(self, request: DraftRequest) -> Drafts:
         assert request.hidden is not None
@@ -59,9 +59,13 @@ class HeadProposer:
         return draft_chain(self._model, self._translation, request, request.hidden, starts_B)
 
 
-def translation_of(head: Model, vocab_size: int) -> Translation:
+def make_head_translation(head: Model, vocab_size: int) -> Translation:
     """Return the translation for a head, which reads the target's tokens and may predict fewer."""
-    return SameTokens(vocab_size, vocab_size) if head.output_ids is None else FewerTokens(head.output_ids, vocab_size)
+    return (
+        SameVocabulary(vocab_size, vocab_size)
+        if head.output_ids is None
+        else ReducedVocabulary(head.output_ids, vocab_size)
+    )
 
 
 # --- drafter KV sync ---
@@ -73,7 +77,7 @@ class StateKVSync(DrafterKVSync):
     def __init__(self, hidden_states: HiddenStateBuffer) -> None:
         self._hidden_states = hidden_states
 
-    def hidden(self, rows_B: torch.Tensor, lengths_B: torch.Tensor) -> Hidden:
+    def gather_hidden(self, rows_B: torch.Tensor, lengths_B: torch.Tensor) -> Hidden:
         return Hidden(self._hidden_states.last_accepted(rows_B, lengths_B))
 
 
@@ -121,7 +125,7 @@ class HeadKVSync(DrafterKVSync):
             self._blocks.admit(request.row, request.num_computed)
         self._blocks.clear_new()
         for request in self._requests.admitted:
-            if self._blocks.reach(request.row, request.num_computed) < request.num_computed:
+            if self._blocks.count_read(request.row, request.num_computed) < request.num_computed:
                 self.invalidate([request])
 
     def invalidate(self, requests: list[Request]) -> None:
@@ -152,7 +156,7 @@ class HeadKVSync(DrafterKVSync):
 
     # --- device ---
 
-    def hidden(self, rows_B: torch.Tensor, lengths_B: torch.Tensor) -> Hidden:
+    def gather_hidden(self, rows_B: torch.Tensor, lengths_B: torch.Tensor) -> Hidden:
         return Hidden(self._last_RH.index_select(0, rows_B), self._carried_RH.index_select(0, rows_B))
 
     def _read_chunk(self, queries: int, step: StepInputs) -> None:
@@ -162,7 +166,7 @@ class HeadKVSync(DrafterKVSync):
         is sampled.
         """
         rows = step.split()
-        inputs = self._shifted(queries, rows.rows_B, rows.starts_B, rows.counts_B, rows.blocks)
+        inputs = self._shift_inputs(queries, rows.rows_B, rows.starts_B, rows.counts_B, rows.blocks)
         self._head.forward(inputs, self._hidden_states.chunk(step.num_rows * queries))
 
     def _read_newest(self, queries: int, step: StepInputs) -> None:
@@ -171,7 +175,7 @@ class HeadKVSync(DrafterKVSync):
         first_B = self._hidden_states.first(rows_B)
         # The newest token has no state yet. Rejected drafts have one and are not read.
         num_read_B = self._requests.lengths(rows_B) - 1 - first_B
-        inputs = self._shifted(queries, rows_B, first_B, num_read_B, blocks)
+        inputs = self._shift_inputs(queries, rows_B, first_B, num_read_B, blocks)
         output = self._head.forward(inputs, self._hidden_states.carried(rows_B, queries))
         row_B = torch.arange(rows_B.shape[0], dtype=torch.int32, device=rows_B.device)
         index_B = row_B * queries + (num_read_B - 1).clamp(min=0, max=queries - 1)
@@ -179,7 +183,7 @@ class HeadKVSync(DrafterKVSync):
         self._last_RH.index_copy_(0, rows_B, output.last.index_select(0, index_B))
         self._carried_RH.index_copy_(0, rows_B, output.carried.index_select(0, index_B))
 
-    def _shifted(
+    def _shift_inputs(
         self,
         queries: int,
         rows_B: torch.Tensor,

@@ -47,7 +47,7 @@ class RequestHistory:
         self._lengths_np[request.row] = len(request.all_token_ids)
         self._drafts_np[request.row] = 0
 
-    def tokens_np(self, row: int, begin: int = 0) -> np.ndarray:
+    def get_tokens(self, row: int, begin: int = 0) -> np.ndarray:
         """Return a row's tokens, int32: a view that is valid until the next step."""
         return self._history_np[row, begin : self._lengths_np[row]]
 
@@ -56,7 +56,7 @@ class RequestHistory:
         verification = step.verification
         if verification is None:
             return []
-        rows_np = _rows_of(step)
+        rows_np = _get_rows(step)
         counts_np = verification.num_sampled_B.numpy()[: len(rows_np)]
         tokens_np = verification.tokens_BQ.numpy()[: len(rows_np)]
         offsets_Q = np.arange(tokens_np.shape[1])
@@ -67,12 +67,12 @@ class RequestHistory:
         self._drafts_np[rows_np] = 0
         return [row[:count].tolist() for row, count in zip(tokens_np, counts_np, strict=True)]
 
-    def drafting_rows(self, step: StepResult, new: list[list[int]], limit: int) -> list[DraftingRow]:
+    def select_drafting_rows(self, step: StepResult, new: list[list[int]], limit: int) -> list[DraftingRow]:
         """Return the rows that can use drafts, at most `limit` each.
 
         Rows that reached a stop token cannot: the scheduler drops later tokens and ends the request.
         """
-        rows_np = _rows_of(step)
+        rows_np = _get_rows(step)
         max_drafts_np = self._split.max_drafts_np(rows_np, self._lengths_np[rows_np], self._split.paced(rows_np, limit))
         return [
             DraftingRow(step.requests[index], index, int(max_drafts_np[index]))
@@ -86,13 +86,13 @@ class RequestHistory:
             if tokens := drafts.get(request.req_id):
                 self._drafts_np[request.row, : 1 + len(tokens)] = len(tokens), *tokens
 
-    def drafts_np(self, requests: list[Request]) -> np.ndarray:
+    def get_drafts(self, requests: list[Request]) -> np.ndarray:
         """Return the number of each request's draft tokens, then the tokens: int32 [requests, 1 + K]."""
         found: np.ndarray = self._drafts_np[[request.row for request in requests]]
         return found
 
 
-def _rows_of(step: StepResult) -> np.ndarray:
+def _get_rows(step: StepResult) -> np.ndarray:
     return np.array([request.row for request in step.requests], dtype=np.int64)
 
 

@@ -56,11 +56,11 @@ class DrafterKVSync:
     def on_verified(self, rows_B: torch.Tensor, lengths_B: torch.Tensor) -> None:
         """Handle that rows have `lengths_B` tokens now."""
 
-    def draftable(self, rows_B: torch.Tensor, lengths_B: torch.Tensor, max_drafts_B: torch.Tensor) -> torch.Tensor:
+    def limit_drafts(self, rows_B: torch.Tensor, lengths_B: torch.Tensor, max_drafts_B: torch.Tensor) -> torch.Tensor:
         """Return `max_drafts_B`, int32 [B], reduced for rows of which too little was read."""
         return max_drafts_B
 
-    def hidden(self, rows_B: torch.Tensor, lengths_B: torch.Tensor) -> Hidden | None:
+    def gather_hidden(self, rows_B: torch.Tensor, lengths_B: torch.Tensor) -> Hidden | None:
         """Return the hidden states that predict each row's first draft token, for drafters that read them."""
         return None
 
@@ -111,7 +111,7 @@ class ReadBlocks:
                 self._read_np[table[row, seen[row] : counts[row]]] = size if self._keeps_up else 0
                 seen[row] = counts[row]
 
-    def reach(self, row: int, num_computed: int) -> int:
+    def count_read(self, row: int, num_computed: int) -> int:
         """Return how many of the `num_computed` tokens of an admitted row the drafter has read."""
         reach = num_computed
         for table, size in zip(self._tables, self._sizes, strict=True):
@@ -126,7 +126,7 @@ class ReadBlocks:
         for table, counts in zip(self._tables, self._counts, strict=True):
             self._read_np[table[row, : counts[row]]] = 0
 
-    def note(self, rows_np: np.ndarray, begins_np: np.ndarray, ends_np: np.ndarray) -> None:
+    def record_read(self, rows_np: np.ndarray, begins_np: np.ndarray, ends_np: np.ndarray) -> None:
         """Record that the drafter has read rows from `begins_np` up to `ends_np`."""
         for table, size in zip(self._tables, self._sizes, strict=True):
             first_np = begins_np // size

@@ -8,7 +8,7 @@ from vllm_gaudi_spec.config import SLEM, TLI
 from vllm_gaudi_spec.drafting.choice import DraftChoice, DraftProbs
 from vllm_gaudi_spec.drafting.custom import CustomProposer
 from vllm_gaudi_spec.drafting.draft_model import AutoregressiveProposer, DraftModelKVSync
-from vllm_gaudi_spec.drafting.guard import Guard, agreement
+from vllm_gaudi_spec.drafting.guard import Guard, make_agreement_check
 from vllm_gaudi_spec.drafting.head import HeadKVSync, StateKVSync
 from vllm_gaudi_spec.drafting.history import RequestHistory
 from vllm_gaudi_spec.drafting.kv_sync import DrafterKVSync, ReadBlocks
@@ -31,7 +31,7 @@ def load_drafting(context: DraftingContext) -> Drafting:
     speculation = context.speculation
     pair = Pair.load(context.vllm_config, cache_folder()) if speculation.universal else None
     if pair is not None:
-        context.recorder.coverage = pair.map.coverage()
+        context.recorder.coverage = pair.map.compute_coverage()
     if speculation.retokenizes:
         assert pair is not None
         return _text_drafting(context, pair)
@@ -61,7 +61,7 @@ def _device_drafting(context: DraftingContext, proposer: DeviceProposer, pair: P
         num_drafts=context.speculation.num_drafts,
         choice=choice,
         draft_probs=_draft_probs(context),
-        guard=guard_of(context.target, context.drafter),
+        guard=make_guard(context.target, context.drafter),
         kv_sync=_kv_sync(context, proposer, limits),
         coverage=_coverage(context, pair),
     )
@@ -110,12 +110,14 @@ def _text_drafting(context: DraftingContext, pair: Pair) -> TextDrafting:
     assert drafter is not None
     texts, rewrites = Texts.load(pair), speculation.universal_match == SLEM
     shapes = context.shapes.change_length(speculation.universal_kv_len, requests.backend)
-    translation = texts.untranslated(context.device) if rewrites else pair.mapped(context.device)
+    translation = (
+        texts.make_drafter_vocabulary(context.device) if rewrites else pair.make_mapped_vocabulary(context.device)
+    )
     length, max_context = speculation.universal_kv_len, shapes.max_context
     return TextDrafting(
         proposer=RetokenizedProposer(drafter, translation),
-        reader=texts.reader(),
-        rewriter=texts.rewriter() if rewrites else None,
+        reader=texts.make_reader(),
+        rewriter=texts.make_rewriter() if rewrites else None,
         kv_region=DrafterKVRegion(drafter, requests.backend, context.max_rows, length, max_context),
         history=RequestHistory(_limits(context), requests, speculation.num_drafts),
         requests=requests,
@@ -124,7 +126,7 @@ def _text_drafting(context: DraftingContext, pair: Pair) -> TextDrafting:
         choice=DraftChoice(speculation, requests.backend.rules, context.sampling),
         draft_probs=_draft_probs(context),
         num_drafts=speculation.num_drafts,
-        guard=guard_of(context.target, drafter),
+        guard=make_guard(context.target, drafter),
         coverage=_coverage(context, pair),
     )
 
@@ -133,7 +135,7 @@ def _host_drafting(context: DraftingContext, proposer: HostProposer) -> HostDraf
     if isinstance(proposer, CustomProposer):
         proposer.load_model(context.target.model)
     history = RequestHistory(_limits(context), context.requests, context.speculation.num_drafts)
-    return HostDrafting(proposer, history, context.vocab_size, agreement(context.vllm_config))
+    return HostDrafting(proposer, history, context.vocab_size, make_agreement_check(context.vllm_config))
 
 
 # --- parts of several kinds ---
@@ -153,7 +155,7 @@ def _coverage(context: DraftingContext, pair: Pair | None) -> Coverage | None:
     return Coverage(pair.map.target_to_draft)
 
 
-def guard_of(target: LoadedModel, drafter: LoadedModel | None) -> Guard:
+def make_guard(target: LoadedModel, drafter: LoadedModel | None) -> Guard:
     """Return the guard of a drafter on the device. Data-parallel ranks draft independently of each other."""
     same_ranks = drafter is None or drafter.group is target.group
     return Guard(independent=target.group.world_size == 1, replicas=None if same_ranks else target.group)

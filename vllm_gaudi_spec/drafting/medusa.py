@@ -6,7 +6,7 @@ from collections.abc import Iterator
 from typing import TYPE_CHECKING, Protocol, cast
 
 from vllm_gaudi_spec.drafting.draft_model import stack_drafts
-from vllm_gaudi_spec.drafting.head import translation_of
+from vllm_gaudi_spec.drafting.head import make_head_translation
 
 if TYPE_CHECKING:
     import torch
@@ -17,7 +17,7 @@ if TYPE_CHECKING:
 
 
 class Heads(Protocol):
-    def logits_of_heads(self, hidden_BH: torch.Tensor, max_drafts_B: torch.Tensor) -> Iterator[torch.Tensor]:
+    def compute_head_logits(self, hidden_BH: torch.Tensor, max_drafts_B: torch.Tensor) -> Iterator[torch.Tensor]:
         """Yield the logits of each head, [B, U]. Rows that request no drafts are padding."""
         ...
 
@@ -30,11 +30,11 @@ class MedusaProposer:
     @classmethod
     def build(cls, context: ProposerContext) -> MedusaProposer:
         assert context.model is not None
-        return cls(cast(Heads, context.model), translation_of(context.model, context.vocab_size))
+        return cls(cast(Heads, context.model), make_head_translation(context.model, context.vocab_size))
 
     def propose(self, request: DraftRequest) -> Drafts:
         assert request.hidden is not None
-        logits = self._heads.logits_of_heads(request.hidden.last, request.max_drafts_B)
+        logits = self._heads.compute_head_logits(request.hidden.last, request.max_drafts_B)
         drafted = [
             request.choose(self._translation.to_target(logits_BU), index)
             for index, logits_BU in zip(range(request.num_drafts), logits, strict=False)

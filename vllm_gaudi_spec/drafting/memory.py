@@ -25,12 +25,12 @@ NO_ROOM_FOR_KV = (
 _FLOAT32_BYTES = 4
 
 
-def probs_shape(speculation: Speculation, max_rows: int, vocab_size: int) -> tuple[int, int, int]:
+def get_probs_shape(speculation: Speculation, max_rows: int, vocab_size: int) -> tuple[int, int, int]:
     """Return the shape of the buffer of draft distributions; it has 0 rows if none are kept."""
     return (max_rows + 1 if speculation.keeps_probs else 0), speculation.num_drafts, vocab_size
 
 
-def region_blocks(max_rows: int, length: int, block_size: int) -> int:
+def count_region_blocks(max_rows: int, length: int, block_size: int) -> int:
     """Return the number of blocks of a drafter KV region: those of each row, and the pad block."""
     return 1 + max_rows * -(-length // block_size)
 
@@ -42,19 +42,19 @@ class KVBlock(NamedTuple):
     num_bytes: int
 
 
-def drafting_bytes(
+def compute_drafting_bytes(
     speculation: Speculation, max_rows: int, vocab_size: int, region_block: KVBlock | None
 ) -> dict[str, int]:
     """Return bytes by purpose. `region_block` is None for a drafter without a KV region."""
     length = speculation.universal_kv_len
     parts = {
         "the float32 distributions of drafts: sequences x drafts x vocabulary": (
-            _FLOAT32_BYTES * math.prod(probs_shape(speculation, max_rows, vocab_size))
+            _FLOAT32_BYTES * math.prod(get_probs_shape(speculation, max_rows, vocab_size))
         ),
         f"the drafter's KV: sequences x {length} tokens (universal_kv_len)": (
             0
             if region_block is None
-            else region_blocks(max_rows, length, region_block.num_tokens) * region_block.num_bytes
+            else count_region_blocks(max_rows, length, region_block.num_tokens) * region_block.num_bytes
         ),
     }
     return {name: size for name, size in parts.items() if size}
@@ -72,9 +72,9 @@ class DrafterKVRegion:
         """Allocate `length` tokens per row. Block tables cover `max_context` tokens, which padding may reach."""
         specs = model.kv_cache_spec()
         self.length = length
-        self._size, block_bytes = block_of(specs)
+        self._size, block_bytes = get_kv_block(specs)
         self._backend = backend
-        num_blocks = region_blocks(num_rows, length, self._size)
+        num_blocks = count_region_blocks(num_rows, length, self._size)
         self._allocate(model, specs, num_blocks, block_bytes)
         width = -(-length // self._size)
         self._table_np = np.zeros((num_rows + 1, -(-max_context // self._size)), dtype=np.int32)
@@ -102,7 +102,7 @@ class DrafterKVRegion:
         return HostBlocks((table_np,), (self._size,), lengths_B=lengths_B)
 
 
-def block_of(specs: dict[str, KVCacheSpec]) -> KVBlock:
+def get_kv_block(specs: dict[str, KVCacheSpec]) -> KVBlock:
     return KVBlock(_block_size(specs), sum(spec.page_size_bytes for spec in specs.values()))
 
 

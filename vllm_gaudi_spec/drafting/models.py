@@ -36,13 +36,13 @@ def load_drafter(
     """Load the drafter's model, if the method has one, next to the target, so that its layers join the KV cache."""
     if not speculation.has_model:
         return None
-    group = _group_of_drafter(vllm_config, target)
+    group = _get_drafter_group(vllm_config, target)
     try:
         if speculation.reads_states:
             return load_head(speculation.method, vllm_config, backend, target, group)
         quantization = Quantization.of_drafter(vllm_config, target.model)
         return LoadedModel(
-            draft_config(vllm_config), backend, prefix="draft_model", quantization=quantization, group=group
+            make_draft_config(vllm_config), backend, prefix="draft_model", quantization=quantization, group=group
         )
     except UnsupportedConfigError:
         raise
@@ -56,7 +56,7 @@ def load_drafter(
         ) from error
 
 
-def _group_of_drafter(vllm_config: VllmConfig, target: LoadedModel) -> GroupCoordinator:
+def _get_drafter_group(vllm_config: VllmConfig, target: LoadedModel) -> GroupCoordinator:
     """Return the ranks that the drafter is split over.
 
     Those of the target, or this rank alone if `draft_tensor_parallel_size` is 1 and each rank runs the whole drafter.
@@ -70,7 +70,7 @@ def _group_of_drafter(vllm_config: VllmConfig, target: LoadedModel) -> GroupCoor
     return this_rank
 
 
-def draft_config(vllm_config: VllmConfig) -> VllmConfig:
+def make_draft_config(vllm_config: VllmConfig) -> VllmConfig:
     """Return vLLM's configuration of the drafter's model."""
     spec_config = vllm_config.speculative_config
     assert spec_config is not None
@@ -85,7 +85,7 @@ def draft_config(vllm_config: VllmConfig) -> VllmConfig:
     return spec_config.apply_draft_overrides(draft_vllm_config)
 
 
-def kv_beside_target(speculation: Speculation | None, drafter: LoadedModel | None) -> dict[str, KVCacheSpec]:
+def get_kv_specs_in_target(speculation: Speculation | None, drafter: LoadedModel | None) -> dict[str, KVCacheSpec]:
     """Return the specs of drafter layers whose KV is in the target's blocks, not in a `DrafterKVRegion`."""
     if speculation is None or drafter is None or speculation.retokenizes:
         return {}
@@ -118,29 +118,29 @@ def load_head(
         return LoadedMedusa(vllm_config, backend, **configs)
     head = LoadedHead(vllm_config, backend, **configs, target=target)
     if method == EAGLE3 and getattr(head.model.model, "use_aux_hidden_state", True):
-        _read_layers(target, head, spec_config.draft_model_config.get_hidden_size())
+        _output_layer_states(target, head, spec_config.draft_model_config.get_hidden_size())
     else:
         _refuse_special_states(target.model)
-        target.set_outputs(with_carried)
+        target.set_outputs(split_carried)
     return head
 
 
 class LoadedHead(LoadedModel):
     def __init__(self, *args: Any, target: LoadedModel, **named: Any) -> None:
-        named["adapt"] = partial(share, target.model, group=target.group)
+        named["adapt"] = partial(share_modules, target.model, group=target.group)
         super().__init__(*args, **named)
-        self.set_outputs(with_carried)
-        shares_output = getattr(self.model, "lm_head", None) is _output_matrix(target.model)
-        self._group_of_output = target.group if shares_output else self.group
+        self.set_outputs(split_carried)
+        shares_output = getattr(self.model, "lm_head", None) is _get_output_matrix(target.model)
+        self._output_group = target.group if shares_output else self.group
         if (offsets := getattr(self.model, "draft_id_to_target_id", None)) is not None:
             self.output_ids = offsets + torch.arange(len(offsets), device=offsets.device)
 
     def logits(self, hidden: torch.Tensor, adapters_N: torch.Tensor | None = None) -> torch.Tensor:
         assert adapters_N is None, "only the target has adapters"
-        with upstream.tensor_parallel_group(self._group_of_output):
+        with upstream.tensor_parallel_group(self._output_group):
             if self.output_ids is None:
                 logits: torch.Tensor = self.model.compute_logits(hidden)
-            else:  # `compute_logits` would scatter them over the target's vocabulary, while `FewerTokens` gathers
+            else:  # `compute_logits` would scatter them over the target's vocabulary, while `ReducedVocabulary` gathers
                 logits = self.model.logits_processor(self.model.lm_head, hidden)
         return logits
 
@@ -150,7 +150,7 @@ class LoadedMedusa(LoadedModel):
         super().__init__(*args, **named)
         self.output_ids = self.model.token_map
 
-    def logits_of_heads(self, hidden: torch.Tensor, max_drafts_B: torch.Tensor) -> Iterator[torch.Tensor]:
+    def compute_head_logits(self, hidden: torch.Tensor, max_drafts_B: torch.Tensor) -> Iterator[torch.Tensor]:
         """Yield the logits of each head, [rows, U]."""
         with nullcontext() if self.measuring is None else self.measuring.counting(max_drafts_B > 0):
             for states, lm_head in zip(self.model(hidden), self.model.lm_heads, strict=True):
@@ -159,7 +159,7 @@ class LoadedMedusa(LoadedModel):
                 yield logits
 
 
-def with_carried(output: Any, inputs: Inputs) -> Hidden:
+def split_carried(output: Any, inputs: Inputs) -> Hidden:
     """Split a head's output: some heads have one state for the logits and another for their next step."""
     return Hidden(*output) if isinstance(output, tuple) else Hidden(output, output)
 
@@ -167,7 +167,7 @@ def with_carried(output: Any, inputs: Inputs) -> Hidden:
 # --- modules of the target ---
 
 
-class _InItsGroup(nn.Module):
+class _InTargetGroup(nn.Module):
     """Runs a module of the target in the target's tensor-parallel group, for a head in another group."""
 
     def __init__(self, part: nn.Module, group: GroupCoordinator) -> None:
@@ -180,33 +180,33 @@ class _InItsGroup(nn.Module):
             return self.part(*args)
 
 
-def _embeddings(target: nn.Module) -> nn.Module | None:
+def _get_embeddings(target: nn.Module) -> nn.Module | None:
     """Return the embeddings, which gpt-oss names differently."""
     return getattr(target.model, "embed_tokens", getattr(target.model, "embedding", None))
 
 
-def _output_matrix(target: nn.Module) -> nn.Module | None:
+def _get_output_matrix(target: nn.Module) -> nn.Module | None:
     """Return the output matrix. Some targets use their embeddings."""
-    return getattr(target, "lm_head", _embeddings(target))
+    return getattr(target, "lm_head", _get_embeddings(target))
 
 
-def share(target: nn.Module, head: nn.Module, group: GroupCoordinator | None = None) -> None:
+def share_modules(target: nn.Module, head: nn.Module, group: GroupCoordinator | None = None) -> None:
     """Share the target's embeddings and output matrix with a head whose checkpoint has none, or an equal copy.
 
     Args:
         group: The target's ranks; shared modules run in them even if each rank has the whole head.
     """
-    embeddings = _embeddings(target)
+    embeddings = _get_embeddings(target)
     if embeddings is None:
         raise UnsupportedConfigError(
             f"{type(target).__name__} has no embeddings under a name that heads know; use another method in "
             "--speculative-config."
         )
-    if _lacks(head, "has_own_embed_tokens", getattr(head.model, "embed_tokens", None), embeddings):
+    if _has_no_matrix(head, "has_own_embed_tokens", getattr(head.model, "embed_tokens", None), embeddings):
         other_ranks = group is not None and group is not get_tp_group()
-        _replace(head.model, "embed_tokens", _InItsGroup(embeddings, group) if other_ranks else embeddings)
-    output = _output_matrix(target)
-    if _lacks(head, "has_own_lm_head", getattr(head, "lm_head", None), output):
+        _replace(head.model, "embed_tokens", _InTargetGroup(embeddings, group) if other_ranks else embeddings)
+    output = _get_output_matrix(target)
+    if _has_no_matrix(head, "has_own_lm_head", getattr(head, "lm_head", None), output):
         _replace(head, "lm_head", output)
         for module in head.modules():
             # As in DeepSeek's models: each layer has its own output head after a norm.
@@ -214,7 +214,7 @@ def share(target: nn.Module, head: nn.Module, group: GroupCoordinator | None = N
                 _replace(module.shared_head, "head", output)
 
 
-def _lacks(head: nn.Module, flag: str, head_module: nn.Module | None, target_module: nn.Module) -> bool:
+def _has_no_matrix(head: nn.Module, flag: str, head_module: nn.Module | None, target_module: nn.Module) -> bool:
     """Return whether a head has no matrix of its own.
 
     vLLM sets the flag, in classes that have it, if the checkpoint contains such a matrix.
@@ -244,7 +244,7 @@ def _refuse_special_states(target: nn.Module) -> None:
 # --- EAGLE-3 ---
 
 
-def _read_layers(target: LoadedModel, head: LoadedModel, size: int) -> None:
+def _output_layer_states(target: LoadedModel, head: LoadedModel, size: int) -> None:
     """Make the target return the combined states of the early, middle and late layers that the head reads."""
     unsupported = UnsupportedConfigError(
         f"{type(target.model).__name__} does not return the hidden states of its layers, which an EAGLE-3 head reads; "
@@ -252,20 +252,20 @@ def _read_layers(target: LoadedModel, head: LoadedModel, size: int) -> None:
     )
     if not supports_eagle3(target.model):
         raise unsupported
-    layers = layers_of(head.model.config) or target.model.get_eagle3_default_aux_hidden_state_layers()
+    layers = get_aux_layers(head.model.config) or target.model.get_eagle3_default_aux_hidden_state_layers()
     target.model.set_aux_hidden_state_layers(tuple(layers))
 
     def combined(output: Any, inputs: Inputs) -> Hidden:
         if not isinstance(output, tuple):  # a class may inherit the interface without supporting it
             raise unsupported
-        last, of_layers = output
+        last, layer_states = output
         with head.counting(inputs):
-            return Hidden(last, head.model.combine_hidden_states(torch.cat(of_layers, dim=-1)))
+            return Hidden(last, head.model.combine_hidden_states(torch.cat(layer_states, dim=-1)))
 
     target.set_outputs(combined, size)
 
 
-def layers_of(config: Any) -> list[int] | None:
+def get_aux_layers(config: Any) -> list[int] | None:
     """Return the layers that the head's configuration names, if any."""
     layer_ids = getattr(config, "eagle_aux_hidden_state_layer_ids", None)
     return layer_ids or (getattr(config, "eagle_config", None) or {}).get("eagle_aux_hidden_state_layer_ids")

@@ -24,7 +24,7 @@ if TYPE_CHECKING:
 
 class NgramProposer:
     def __init__(self, min_ngram: int, max_ngram: int) -> None:
-        _check(min_ngram, max_ngram)
+        _check_sizes(min_ngram, max_ngram)
         self.min_ngram, self.max_ngram = min_ngram, max_ngram
 
     @classmethod
@@ -32,21 +32,21 @@ class NgramProposer:
         return cls(context.spec_config.prompt_lookup_min, context.spec_config.prompt_lookup_max)
 
     def propose(self, contexts: list[Context]) -> list[Sequence[int]]:
-        return [self._drafts(context.tokens_np, context.max_drafts) for context in contexts]
+        return [self._draft(context.tokens_np, context.max_drafts) for context in contexts]
 
     def forget(self, req_ids: Iterable[str]) -> None:
         """No-op: no state is kept."""
 
     num_remembered = 0
 
-    def _drafts(self, tokens_np: np.ndarray, max_drafts: int) -> list[int]:
-        distance = self._distance(tokens_np)
+    def _draft(self, tokens_np: np.ndarray, max_drafts: int) -> list[int]:
+        distance = self._find_distance(tokens_np)
         if distance == 0:
             return []
         drafts = tokens_np[tokens_np.size - distance :][:max_drafts].tolist()
         return (drafts * -(-max_drafts // distance))[:max_drafts]
 
-    def _distance(self, tokens_np: np.ndarray) -> int:
+    def _find_distance(self, tokens_np: np.ndarray) -> int:
         """Return how far before the end the chosen match ends; 0 if there is none."""
         last = tokens_np.size - 1
         # matches_np[e]: the n-gram of the current length that ends at e equals the one at the end of the text.
@@ -68,7 +68,7 @@ class DeviceNgramProposer:
     """N-gram drafting for all rows at once, on the device. The work depends on the shapes alone."""
 
     def __init__(self, min_ngram: int, max_ngram: int) -> None:
-        _check(min_ngram, max_ngram)
+        _check_sizes(min_ngram, max_ngram)
         self.min_ngram, self.max_ngram = min_ngram, max_ngram
 
     @classmethod
@@ -78,7 +78,7 @@ class DeviceNgramProposer:
     def propose(self, request: DraftRequest) -> Drafts:
         tokens_BM = request.history_RM.index_select(0, request.rows_B)
         lengths_B1 = request.lengths_B[:, None]
-        distance_B1 = self._distance(tokens_BM, lengths_B1)
+        distance_B1 = self._find_distance(tokens_BM, lengths_B1)
         found_B1 = distance_B1 > 0
         offsets_K = torch.arange(request.num_drafts, dtype=torch.int32, device=tokens_BM.device)
         # A row without a match gathers its first token and drops it.
@@ -88,7 +88,7 @@ class DeviceNgramProposer:
         # In a row of length 0 even the first token is unknown.
         return Drafts(torch.where(offsets_K < num_drafts_B[:, None], drafts_BK, 0), num_drafts_B.int())
 
-    def _distance(self, tokens_BM: torch.Tensor, lengths_B1: torch.Tensor) -> torch.Tensor:
+    def _find_distance(self, tokens_BM: torch.Tensor, lengths_B1: torch.Tensor) -> torch.Tensor:
         """Return how far before the end each row's match ends, int32 [B, 1]; 0 if there is none."""
         width = tokens_BM.shape[1]
         end_M = torch.arange(width, dtype=torch.int32, device=tokens_BM.device)
@@ -106,7 +106,7 @@ class DeviceNgramProposer:
         return torch.where(best_B1 >= 0, lengths_B1 - 1 - best_B1 % width, 0)
 
 
-def _check(min_ngram: int, max_ngram: int) -> None:
+def _check_sizes(min_ngram: int, max_ngram: int) -> None:
     if not 1 <= min_ngram <= max_ngram:
         raise ValueError(
             f"Invalid n-gram sizes {min_ngram} to {max_ngram}: set 1 <= prompt_lookup_min <= prompt_lookup_max."

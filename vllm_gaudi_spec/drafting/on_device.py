@@ -51,7 +51,7 @@ class DeviceDrafting(Drafting):
         coverage: Coverage | None,
     ) -> None:
         self._guard = guard
-        self._is_off = False
+        self._disabled = False
         self._proposer = proposer
         self._split = split
         self._requests = requests
@@ -70,80 +70,80 @@ class DeviceDrafting(Drafting):
         for request in requests.admitted:
             self._split.admit(request.row, request.params, request.num_prompt)
             if self._coverage is not None:
-                self._coverage.saw(request.prompt)
+                self._coverage.add_prompt(request.prompt)
         self._split.pace(requests.list_paced_rows())
         self._kv_sync.on_admitted()
 
-    def on_drafter_status(self, again: list[Request], never: list[Request], *, is_off: bool) -> None:
-        self._is_off = is_off
-        if again:
-            self._kv_sync.on_faulty(again)
-        if never:
-            self._kv_sync.invalidate(never)  # other requests would share blocks that may be the cause
-        for request in never:
+    def update_drafter_state(self, resumed: list[Request], excluded: list[Request], *, disabled: bool) -> None:
+        self._disabled = disabled
+        if resumed:
+            self._kv_sync.on_faulty(resumed)
+        if excluded:
+            self._kv_sync.invalidate(excluded)  # other requests would share blocks that may be the cause
+        for request in excluded:
             self._split.exclude(request.row)
 
     def take_rounds(self) -> list[DraftRound]:
-        return self._guard.take()
+        return self._guard.take_rounds()
 
-    def max_drafts(self, requests: list[Request], num_scheduled: list[int]) -> np.ndarray:
-        if self._is_off:
+    def cap_scheduled_drafts(self, requests: list[Request], num_scheduled: list[int]) -> np.ndarray:
+        if self._disabled:
             return np.zeros(len(requests), dtype=np.int32)
-        return self._possible(requests, np.array(num_scheduled, dtype=np.int32))
+        return self._cap_drafts(requests, np.array(num_scheduled, dtype=np.int32))
 
-    def _possible(self, requests: list[Request], limit: int | np.ndarray) -> np.ndarray:
+    def _cap_drafts(self, requests: list[Request], limit: int | np.ndarray) -> np.ndarray:
         """Return the most drafts that each request may have, whatever is in flight; int32."""
         # With async scheduling `num_computed` counts the drafts of the step in flight as accepted.
         shortest_np = np.array([request.num_computed for request in requests], dtype=np.int32) + 1 - self._num_drafts
-        return self._split.max_drafts_np(_rows_of(requests), shortest_np, limit)
+        return self._split.max_drafts_np(_get_rows(requests), shortest_np, limit)
 
     def follow(self, batch: Batch) -> None:
-        if self._is_off:
+        if self._disabled:
             return
         try:
             self._kv_sync.on_forward(batch)
         except Exception as error:
-            self._guard.caught(error, batch.requests)
+            self._guard.handle_error(error, batch.requests)
             self._kv_sync.invalidate(batch.requests)
 
-    def probs(self, rows_B: torch.Tensor) -> torch.Tensor | None:
-        return self._draft_probs.of(rows_B)
+    def gather_probs(self, rows_B: torch.Tensor) -> torch.Tensor | None:
+        return self._draft_probs.gather(rows_B)
 
     def on_verified(self, rows_B: torch.Tensor, lengths_B: torch.Tensor) -> None:
         self._kv_sync.on_verified(rows_B, lengths_B)
 
     def limit_drafts(self, requests: list[Request], max_drafts: int) -> Sequence[int]:
-        limits: list[int] = self._split.paced(_rows_of(requests), max_drafts).tolist()
+        limits: list[int] = self._split.paced(_get_rows(requests), max_drafts).tolist()
         return limits
 
     def propose(self, sampled: SampledRows, branch: Branch, max_drafts: int) -> bool:
-        if self._is_off:
+        if self._disabled:
             return False
         requests = sampled.requests
         limits = self.limit_drafts(requests, max_drafts)
-        max_drafts_np = self._possible(requests, np.array(limits, dtype=np.int32))
+        max_drafts_np = self._cap_drafts(requests, np.array(limits, dtype=np.int32))
         drafts_follow = max_drafts > 0 and max_drafts_np.any()
         batch = None
         if drafts_follow or self._kv_sync.reads_every_step:
-            batch = self._batch(sampled, limits)
+            batch = self._make_round_batch(sampled, limits)
         try:
             self._kv_sync.before_round(sampled, max_drafts_np, batch)
         except Exception as error:
-            self._guard.caught(error, requests)
+            self._guard.handle_error(error, requests)
             self._kv_sync.invalidate(requests)
             return False
         if batch is None or not drafts_follow:
             return False
         try:
-            self._draft(batch, self._choice.branch(branch))
+            self._draft(batch, self._choice.select_branch(branch))
         except Exception as error:
-            self._guard.caught(error, requests)
+            self._guard.handle_error(error, requests)
             self._kv_sync.on_faulty(requests)
             return False
         self._kv_sync.on_drafted(requests, max_drafts_np)
         return True
 
-    def _batch(self, sampled: SampledRows, limits: Sequence[int]) -> DraftBatch:
+    def _make_round_batch(self, sampled: SampledRows, limits: Sequence[int]) -> DraftBatch:
         """Return the rows of a round: those of the step's decode, which are on the device, or a copy of their own."""
         inputs, context = sampled.rows_alone, 0
         if sampled.decode is not None and self._kv_sync.has_kv:
@@ -178,10 +178,12 @@ class DeviceDrafting(Drafting):
         rows_B = rows.rows_B
         lengths_B = self._requests.lengths(rows_B)
         limits_B = self._split.max_drafts_on_device(rows_B, lengths_B, rows.max_drafts_B)
-        max_drafts_B = self._kv_sync.draftable(rows_B, lengths_B, limits_B)
-        hidden = self._kv_sync.hidden(rows_B, lengths_B)
-        request = self._choice.request(self._requests, rows_B, lengths_B, max_drafts_B, rows.blocks, branch, hidden)
-        drafts = self._guard.usable(self._proposer.propose(request), request, self._draft_probs.vocab_size)
+        max_drafts_B = self._kv_sync.limit_drafts(rows_B, lengths_B, limits_B)
+        hidden = self._kv_sync.gather_hidden(rows_B, lengths_B)
+        request = self._choice.make_request(
+            self._requests, rows_B, lengths_B, max_drafts_B, rows.blocks, branch, hidden
+        )
+        drafts = self._guard.check_drafts(self._proposer.propose(request), request, self._draft_probs.vocab_size)
         self._draft_probs.put(rows_B, drafts)
         # After everything that may fail, so that rows have no drafts then.
         self._requests.put_drafts(rows_B, lengths_B, drafts)
@@ -189,7 +191,7 @@ class DeviceDrafting(Drafting):
 
     # --- after a step ---
 
-    def drafts_of(self, step: StepResult) -> DraftTokenIds:
+    def get_draft_token_ids(self, step: StepResult) -> DraftTokenIds:
         names = [request.req_id for request in step.requests]
         if step.drafts is None:
             return DraftTokenIds(names, [[] for _ in names])
@@ -205,7 +207,7 @@ class DeviceDrafting(Drafting):
         """Yield the drafter's reads, and drafting rounds by rows, context and branch."""
         yield Job("states", self._split.on_device.warm_up)
         yield from self._kv_sync.jobs()
-        shapes, branches = self._shapes, sorted(self._choice.branches())
+        shapes, branches = self._shapes, sorted(self._choice.list_branches())
         sizes = shapes.decode_sizes() if self._kv_sync.has_kv else [(rows, 0) for rows in shapes.decode_rows]
         for (num_rows, context), branch in product(reversed(sizes), branches):
             run = partial(self._draft_padding, num_rows, context, branch)
@@ -218,5 +220,5 @@ class DeviceDrafting(Drafting):
         self._draft(batch, branch)
 
 
-def _rows_of(requests: list[Request]) -> np.ndarray:
+def _get_rows(requests: list[Request]) -> np.ndarray:
     return np.array([request.row for request in requests], dtype=np.int64)

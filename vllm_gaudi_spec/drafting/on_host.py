@@ -39,44 +39,44 @@ class HostDrafting(Drafting):
         if requests.ended:
             self._proposer.forget(requests.ended)
 
-    def on_drafter_status(self, again: list[Request], never: list[Request], *, is_off: bool) -> None:
-        for request in never:
+    def update_drafter_state(self, resumed: list[Request], excluded: list[Request], *, disabled: bool) -> None:
+        for request in excluded:
             self._history.exclude(request.row)
 
     def take_rounds(self) -> list[DraftRound]:
-        return self._guard.take()
+        return self._guard.take_rounds()
 
     def propose_on_host(self, step: StepResult, max_drafts: int) -> None:
         self._drafts = {}
         new = self._history.append(step)
-        members = self._history.drafting_rows(step, new, max_drafts) if new else []
+        members = self._history.select_drafting_rows(step, new, max_drafts) if new else []
         if not members:
             return
         requests = [member.request for member in members]
         drafts: dict[str, list[int]] | None = None
         faulty: list[str] = []
         try:
-            drafts, faulty = self._ask(members)
+            drafts, faulty = self._collect_drafts(members)
         except Exception as error:
             self._agree(None)
-            self._guard.failed(error, requests)
+            self._guard.record_failure(error, requests)
             return
         if not self._agree(drafts):
-            self._guard.failed(RuntimeError("Another rank failed or drafted different tokens."), requests)
+            self._guard.record_failure(RuntimeError("Another rank failed or drafted different tokens."), requests)
             return
-        self._guard.done(faulty, len(requests))
+        self._guard.record_round(faulty, len(requests))
         self._drafts = drafts
         self._history.keep_drafts(step, drafts)
 
     def host_drafts(self, requests: list[Request]) -> np.ndarray:
-        return self._history.drafts_np(requests)
+        return self._history.get_drafts(requests)
 
-    def _ask(self, members: list[DraftingRow]) -> tuple[dict[str, list[int]], list[str]]:
+    def _collect_drafts(self, members: list[DraftingRow]) -> tuple[dict[str, list[int]], list[str]]:
         """Return the draft tokens by request, and the requests whose drafts are unusable."""
         contexts = [
             Context(
                 req_id=member.request.req_id,
-                tokens_np=self._history.tokens_np(member.request.row),
+                tokens_np=self._history.get_tokens(member.request.row),
                 num_prompt=member.request.num_prompt,
                 max_drafts=member.max_drafts,
             )
@@ -86,14 +86,14 @@ class HostDrafting(Drafting):
         drafts: dict[str, list[int]] = {}
         faulty: list[str] = []
         for context, output in zip(contexts, outputs, strict=True):
-            tokens = self._tokens(output, context.max_drafts)
+            tokens = self._validate_tokens(output, context.max_drafts)
             if tokens is None:
                 faulty.append(context.req_id)
             elif tokens:
                 drafts[context.req_id] = tokens
         return drafts, faulty
 
-    def _tokens(self, output: Sequence[Any], max_drafts: int) -> list[int] | None:
+    def _validate_tokens(self, output: Sequence[Any], max_drafts: int) -> list[int] | None:
         """Return the first `max_drafts` tokens, ignoring the rest; None if they are not valid tokens."""
         try:
             tokens = [index(token) for token in islice(output, max_drafts)]
@@ -101,7 +101,7 @@ class HostDrafting(Drafting):
             return None
         return tokens if all(0 <= token < self._vocab_size for token in tokens) else None
 
-    def drafts_of(self, step: StepResult) -> DraftTokenIds:
+    def get_draft_token_ids(self, step: StepResult) -> DraftTokenIds:
         names = [request.req_id for request in step.requests]
         return DraftTokenIds(names, [self._drafts.get(name, []) for name in names])
 

@@ -58,7 +58,7 @@ class SuffixProposer:
         )
 
     def propose(self, contexts: list[Context]) -> list[Sequence[int]]:
-        return [self._drafts(context) for context in contexts]
+        return [self._draft(context) for context in contexts]
 
     def forget(self, req_ids: Iterable[str]) -> None:
         for req_id in req_ids:
@@ -69,11 +69,11 @@ class SuffixProposer:
     def num_remembered(self) -> int:
         return max(len(self._fed), len(self._cache.active_requests))
 
-    def _drafts(self, context: Context) -> Sequence[int]:
+    def _draft(self, context: Context) -> Sequence[int]:
         self._feed(context)
         draft = self._cache.speculate(
             context.req_id,
-            _owned(context.tokens_np[-self.max_tree_depth :]),
+            _copy_tokens(context.tokens_np[-self.max_tree_depth :]),
             max_spec_tokens=context.max_drafts,
             max_spec_factor=self.max_spec_factor,
             min_token_prob=self.min_token_prob,
@@ -85,7 +85,7 @@ class SuffixProposer:
         num_prompt, fed_np = self._fed.get(context.req_id, (context.num_prompt, context.tokens_np[:0]))
         if num_prompt != context.num_prompt or not np.array_equal(context.tokens_np[: fed_np.size], fed_np):
             self.forget([context.req_id])
-        tokens_np = _owned(context.tokens_np)
+        tokens_np = _copy_tokens(context.tokens_np)
         if context.req_id not in self._fed:
             fed_np = tokens_np[: context.num_prompt]
             self._cache.start_request(context.req_id, fed_np)
@@ -94,7 +94,7 @@ class SuffixProposer:
         self._fed[context.req_id] = (context.num_prompt, tokens_np)
 
 
-def _owned(tokens_np: np.ndarray) -> np.ndarray:
+def _copy_tokens(tokens_np: np.ndarray) -> np.ndarray:
     """Return a contiguous copy, since the context's view does not outlive the call."""
     return np.array(tokens_np, dtype=np.int32)
 
@@ -250,12 +250,12 @@ class Text:
             # A draft's score cannot exceed its length: most searches end here, at the first size.
             limit = max(limits[size:above], default=0)
             if limit > best.score:
-                matches = self._matches(index, pattern, above - 1, limit)
-                best = self._best_draft(matches, size, limits, min_prob, best)
+                matches = self._find_matches(index, pattern, above - 1, limit)
+                best = self._choose_draft(matches, size, limits, min_prob, best)
             above = size
         return best
 
-    def _matches(self, index: int, pattern: list[int], longest: int, limit: int) -> list[Match]:
+    def _find_matches(self, index: int, pattern: list[int], longest: int, limit: int) -> list[Match]:
         """Return occurrences of at least the last `size` tokens of the pattern, newest first.
 
         Equal occurrences are merged.
@@ -283,7 +283,7 @@ class Text:
                 matches.append(Match(m, count, [*tokens[depth:], *[NOTHING] * (depth + limit - len(tokens))]))
         return matches
 
-    def _best_draft(self, matches: list[Match], size: int, limits: list[int], min_prob: float, best: Draft) -> Draft:
+    def _choose_draft(self, matches: list[Match], size: int, limits: list[int], min_prob: float, best: Draft) -> Draft:
         """Return the best draft over all suffix lengths that the matches have.
 
         A match of m tokens also counts for every shorter suffix.
@@ -294,7 +294,7 @@ class Text:
         for limit, high in sorted(bounds, reverse=True):
             if limit > best.score:
                 paths = [(match.num_positions, match.follow) for match in matches if match.size >= high]
-                best = max(best, _follow(paths, limit, min_prob), key=_score)
+                best = max(best, _follow_most_frequent(paths, limit, min_prob), key=_score)
         return best
 
 
@@ -307,7 +307,7 @@ class Match(NamedTuple):
     """The tokens after it, padded with NOTHING."""
 
 
-def _follow(paths: list[tuple[int, list[int]]], limit: int, min_prob: float) -> Draft:
+def _follow_most_frequent(paths: list[tuple[int, list[int]]], limit: int, min_prob: float) -> Draft:
     """Return the most frequent path. `paths` contains how often each was seen, and its tokens."""
     token_ids: list[int] = []
     prob, score = 1.0, 0.0

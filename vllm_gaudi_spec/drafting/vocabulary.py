@@ -20,7 +20,7 @@ class Translation(Protocol):
         ...
 
 
-class SameTokens:
+class SameVocabulary:
     """Translation between equal vocabularies. Each model may pad its output matrix to another size."""
 
     def __init__(self, vocab_size: int, drafter_size: int) -> None:
@@ -37,7 +37,7 @@ class SameTokens:
         return torch.nn.functional.pad(logits_BV, (0, missing), value=-torch.inf) if missing else logits_BV
 
 
-class MappedTokens:
+class MappedVocabulary:
     """Translates id by id. A target token without a partner is never drafted, and is read as `stand_in`."""
 
     def __init__(self, target_to_draft: np.ndarray, draftable: np.ndarray, stand_in: int, device: torch.device) -> None:
@@ -55,7 +55,7 @@ class MappedTokens:
         return torch.where(self._draftable_V, logits_BU.index_select(1, self._index_V), -torch.inf)
 
 
-class FewerTokens:
+class ReducedVocabulary:
     """Translation for a head that reads the target's vocabulary and predicts a part of it."""
 
     def __init__(self, output_ids: torch.Tensor, vocab_size: int) -> None:
@@ -72,7 +72,7 @@ class FewerTokens:
         return torch.where(self._draftable_V, logits_BU.index_select(1, self._index_V), -torch.inf)
 
 
-class OwnTokens:
+class DrafterVocabulary:
     """Identity: drafts are in the drafter's own vocabulary, and the host rewrites them."""
 
     def __init__(self, draftable: np.ndarray, device: torch.device) -> None:

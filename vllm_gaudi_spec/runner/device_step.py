@@ -116,7 +116,7 @@ class DeviceStep:
             logits_NV = self._target.compute_row_logits(hidden_NH, 1 + num_drafts_B, adapters_N).float()
             verification = verify(
                 logits_NV.view(*positions_BQ.shape, -1),
-                draft_probs_BKV=self._drafting.probs(rows_B) if num_queries > 1 else None,
+                draft_probs_BKV=self._drafting.gather_probs(rows_B) if num_queries > 1 else None,
                 rule=self.rule,
                 custom=self._custom,
                 **common,

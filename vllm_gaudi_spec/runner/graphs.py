@@ -49,7 +49,7 @@ class Job(NamedTuple):
 
 def report_sizes(shape: SampleShape, branch: Branch) -> tuple[Hashable, ...]:
     """Return the sizes of the tensors in a step's report."""
-    return shape.rows, shape.queries, branch.of_reports()
+    return shape.rows, shape.queries, branch.select_reports()
 
 
 def report_signature(sizes: tuple[Hashable, ...], *, has_drafts: bool) -> Hashable:

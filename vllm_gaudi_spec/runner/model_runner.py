@@ -93,7 +93,7 @@ class ModelRunner(RunnerParts):
         report = self.report
         if report is None or report.step is None or not self.host_needs_drafts(report.step.requests):
             return None
-        return self.drafting.drafts_of(report.step)
+        return self.drafting.get_draft_token_ids(report.step)
 
     # --- the parts of a step ---
 
@@ -115,7 +115,7 @@ class ModelRunner(RunnerParts):
         if (status := scheduled.drafter_status) is not None:
             self.drafter_status = status
             resumed, stopped = (self.requests.find_running(names) for names in status[:2])
-            self.drafting.on_drafter_status(resumed, stopped, is_off=status.is_off)
+            self.drafting.update_drafter_state(resumed, stopped, disabled=status.is_off)
 
     def max_scheduled_drafts(self, scheduled: SchedulerOutput) -> dict[str, int]:
         """Return the most drafts of each request that this step may verify.
@@ -126,7 +126,7 @@ class ModelRunner(RunnerParts):
         by_id = scheduled.scheduled_spec_decode_tokens
         paddings = 0 if self.async_scheduling else 1
         counts = [len(tokens) - paddings * tokens.count(-1) for tokens in by_id.values()]
-        max_drafts = self.drafting.max_drafts([self.requests.by_id[req_id] for req_id in by_id], counts)
+        max_drafts = self.drafting.cap_scheduled_drafts([self.requests.by_id[req_id] for req_id in by_id], counts)
         return dict(zip(by_id, max_drafts.tolist(), strict=True))
 
     def max_drafts_after(self, scheduled: SpecSchedulerOutput) -> int:
@@ -228,7 +228,7 @@ class ModelRunner(RunnerParts):
         assert step is not None
         for extension in self.extensions:
             extension.after_read(step.requests, output.sampled_token_ids)
-        outgrown = self.drafting.outgrown()
+        outgrown = self.drafting.find_outgrown_requests()
         self.drafting.propose_on_host(step, max_drafts)
         if isinstance(output, SpeculativeOutput):
             output.why.update(dict.fromkeys(outgrown, NoDraftReason.LENGTH))

@@ -10,8 +10,8 @@ import torch
 from vllm_gaudi_spec.config import Options, Speculation, ranks_in_step
 from vllm_gaudi_spec.drafting.base import Drafting, DraftingContext, NoDrafting
 from vllm_gaudi_spec.drafting.load import load_drafting
-from vllm_gaudi_spec.drafting.memory import block_of, drafting_bytes
-from vllm_gaudi_spec.drafting.models import kv_beside_target, load_drafter
+from vllm_gaudi_spec.drafting.memory import compute_drafting_bytes, get_kv_block
+from vllm_gaudi_spec.drafting.models import get_kv_specs_in_target, load_drafter
 from vllm_gaudi_spec.quantization.models import Quantization
 from vllm_gaudi_spec.recurrent.table import describe_snapshots, describe_states, num_pending, num_snapshots
 from vllm_gaudi_spec.runner.device_step import DeviceStep
@@ -90,12 +90,12 @@ class RunnerParts:
             taken["outputs of image encoders"] = self.encoders.num_bytes
         if self.drafter is None or speculation is None:
             return taken
-        kv_region_block = block_of(self.drafter.kv_cache_spec()) if speculation.retokenizes else None
+        kv_region_block = get_kv_block(self.drafter.kv_cache_spec()) if speculation.retokenizes else None
         vocab_size = self.vllm_config.model_config.get_vocab_size()
-        return taken | drafting_bytes(speculation, self.max_rows, vocab_size, kv_region_block)
+        return taken | compute_drafting_bytes(speculation, self.max_rows, vocab_size, kv_region_block)
 
     def kv_cache_spec(self) -> dict[str, KVCacheSpec]:
-        return self.target.kv_cache_spec() | kv_beside_target(self.speculation, self.drafter)
+        return self.target.kv_cache_spec() | get_kv_specs_in_target(self.speculation, self.drafter)
 
     def initialize_kv_cache(self, kv_cache_config: KVCacheConfig, *, profiled_blocks: int | None = None) -> None:
         """Make everything that depends on the KV cache.
@@ -198,7 +198,7 @@ class RunnerParts:
             vocab_size=model_config.get_vocab_size(),
             max_logprobs=model_config.max_logprobs,
             logprobs_mode=model_config.logprobs_mode,
-            by_rows=needs_rectangle(self.speculation, Branch(random=True)),
+            joint=needs_rectangle(self.speculation, Branch(random=True)),
         )
         self.sample_shapes = SampleShapes(
             self.shapes,

@@ -7,7 +7,7 @@ from typing import Literal
 import torch
 
 from vllm_gaudi_spec.records import Drafted
-from vllm_gaudi_spec.sampling.noise import Stream, keys_of_block
+from vllm_gaudi_spec.sampling.noise import Stream, derive_block_keys
 from vllm_gaudi_spec.sampling.rules.registry import Rules
 
 SampledMode = Literal["probabilistic", "coupled"]
@@ -42,7 +42,7 @@ def draft(
         return Drafted(rules.sample_random(logits_B1V, temperature_B, keys_B2, positions_B1).squeeze(1), None)
     # Also keyed by the start: where the block rule stops depends on drafts that it rejects, so the next step must not
     # use their noise again. The standard rule is exact either way.
-    keys_B2 = keys_of_block(keys_B2, starts_B)
+    keys_B2 = derive_block_keys(keys_B2, starts_B)
     tokens_B = rules.sample_random(logits_B1V, temperature_B, keys_B2, positions_B1, Stream.DRAFT).squeeze(1)
     tokens_V = torch.arange(logits_BV.shape[1], dtype=torch.int32, device=logits_BV.device)
     one_hot_BV = (tokens_B[:, None] == tokens_V).float()

@@ -65,7 +65,7 @@ def apply_list(
     logits_BQV: torch.Tensor, top_k_B: torch.Tensor, top_p_B: torch.Tensor | None, longest: int
 ) -> torch.Tensor:
     """Apply top-k and top-p using only the `longest` largest logits."""
-    best = _best(logits_BQV, longest)
+    best = _find_largest(logits_BQV, longest)
     top_k = top_k_B.long()[:, None, None].expand(*best.shape[:-1], 1)
     last = best.gather(-1, top_k.clamp(max=longest) - 1)
     floor = torch.where(top_k <= longest, last, NEG_INF)
@@ -78,7 +78,7 @@ def apply_list(
     return logits_BQV.masked_fill(logits_BQV < floor, NEG_INF)
 
 
-def _best(logits_BQV: torch.Tensor, number: int) -> torch.Tensor:
+def _find_largest(logits_BQV: torch.Tensor, number: int) -> torch.Tensor:
     """Return the largest logits, sorted.
 
     A top-k over whole vocabularies is slow, and they lie in the blocks with the largest maxima.
@@ -112,21 +112,21 @@ def search(
     peak_N1 = blocks_NGS[..., 0].amax(-1, keepdim=True)
     floor_N1 = torch.full_like(peak_N1, NEG_INF)
 
-    def by_position(values_B: torch.Tensor) -> torch.Tensor:
+    def expand_rows(values_B: torch.Tensor) -> torch.Tensor:
         return values_B[:, None].expand(num_rows, num_queries).reshape(-1, 1)
 
     if min_p_B is not None:
-        floor_N1 = peak_N1 + by_position(min_p_B).log()
+        floor_N1 = peak_N1 + expand_rows(min_p_B).log()
     if top_k_B is not None:
         tries = _Thresholds(blocks_NGS, None)
-        floor_N1 = torch.maximum(floor_N1, tries.largest(by_position(top_k_B).float()))
+        floor_N1 = torch.maximum(floor_N1, tries.largest(expand_rows(top_k_B).float()))
     if top_p_B is not None:
         # A row in which all tokens are masked has a peak of -inf.
         weights_NGS = (blocks_NGS - peak_N1.clamp(min=torch.finfo().min)[..., None]).exp_()
         tries = _Thresholds(blocks_NGS, weights_NGS)
         del weights_NGS
         kept_N1 = tries.weigh(floor_N1)
-        floor_N1 = torch.maximum(floor_N1, tries.largest(by_position(top_p_B) * kept_N1))
+        floor_N1 = torch.maximum(floor_N1, tries.largest(expand_rows(top_p_B) * kept_N1))
     return logits_BQV.masked_fill(logits_BQV < floor_N1.view(num_rows, num_queries, 1), NEG_INF)
 
 
@@ -174,12 +174,12 @@ class _Thresholds:
         steps_M = torch.arange(1, _TRIED + 1, dtype=torch.int32, device=target_N1.device)
         for bit in range(30, -1, -2):
             tried_NM = key_N1 + steps_M * (1 << bit)  # wraps around from the lowest key
-            reached = (self.weigh(_float_of(tried_NM)) >= target_N1).sum(-1, keepdim=True)
+            reached = (self.weigh(_key_to_float(tried_NM)) >= target_N1).sum(-1, keepdim=True)
             key_N1 = key_N1 + reached.int() * (1 << bit)
-        return _float_of(key_N1)
+        return _key_to_float(key_N1)
 
 
-def _float_of(key: torch.Tensor) -> torch.Tensor:
+def _key_to_float(key: torch.Tensor) -> torch.Tensor:
     """Return the float32 of a key: int32 in the same order.
 
     Keys below that of -inf are -inf. Those above +inf are NaN, and no token is at or above NaN.

@@ -66,13 +66,13 @@ class LogitEdits:
                 f"Request {request.req_id} has {num_edits} logit edits and {num_tokens} tokens in bad words; vLLM's "
                 f"front end should have refused more than {MAX_LOGIT_EDITS} and {MAX_BAD_WORD_TOKENS}."
             )
-        rows = _tables_of(request.params) if num_edits else (None, None, None)
+        rows = _build_tables(request.params) if num_edits else (None, None, None)
         for table, values in zip(self.tables, rows, strict=True):
             table.set(request.row, values)
         self._sizes_np[request.row] = num_edits, num_tokens
         return bool(num_edits)
 
-    def sizes(self, rows_np: np.ndarray) -> tuple[int, int]:
+    def get_sizes(self, rows_np: np.ndarray) -> tuple[int, int]:
         """Return how many columns of the tables a batch of these rows reads."""
         if self._has_fixed_shapes:
             return MAX_LOGIT_EDITS, MAX_BAD_WORD_TOKENS
@@ -96,7 +96,7 @@ def count_edits(params: SamplingParams) -> tuple[int, int]:
     return len(params.logit_bias or ()) + len(bad_words) + num_stops, sum(map(len, bad_words))
 
 
-def _tables_of(params: SamplingParams) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
+def _build_tables(params: SamplingParams) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
     """Return a request's row of each of the `EditTables`."""
     edits = [(int(token), _ALWAYS, float(bias)) for token, bias in (params.logit_bias or {}).items()]
     prefix: list[tuple[int, int, int]] = []

@@ -55,7 +55,7 @@ def _mix_(x: torch.Tensor) -> torch.Tensor:
     return x.bitwise_xor_(_shift_right(x, 16))
 
 
-def keys_of_block(keys_B2: torch.Tensor, starts_B: torch.Tensor) -> torch.Tensor:
+def derive_block_keys(keys_B2: torch.Tensor, starts_B: torch.Tensor) -> torch.Tensor:
     """Return keys for noise that is used in one verify step only.
 
     Two steps of a request never start at the same position, so they share no noise under these keys.
@@ -91,7 +91,7 @@ def exponential(hashed: torch.Tensor) -> torch.Tensor:
     unit = _shift_right(hashed, 1).float().add_(0.5).mul_(2.0**-31).clamp_(max=1.0 - 2.0**-24)
     if unit.device.type in _ACCURATE_LOG1P:
         return unit.neg_().log1p_().neg_()
-    return minus_log1p_of_minus(unit)
+    return neg_log1p_neg(unit)
 
 
 _ACCURATE_LOG1P = ("cpu", "cuda")
@@ -102,7 +102,7 @@ Gaudi and Ascend publish no error bound; if theirs is log(1 + x), the noise of o
 _SERIES_BELOW = 2.0**-6
 
 
-def minus_log1p_of_minus(unit: torch.Tensor) -> torch.Tensor:
+def neg_log1p_neg(unit: torch.Tensor) -> torch.Tensor:
     """Return -log1p(-unit) for (0, 1), from logarithms of numbers that are not near 1."""
     # Four terms: the fifth is smaller than half of the last bit.
     series = unit * (unit * (unit * (unit * (1 / 4) + 1 / 3) + 1 / 2) + 1)

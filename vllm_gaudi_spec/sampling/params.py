@@ -41,7 +41,7 @@ LISTED, SEARCHED = 1, 2
 class Branch(NamedTuple):
     """Parts of sampling that a batch needs: the largest value of each field over its requests.
 
-    Devices that capture graphs do so for few branches: see `coarse`, and `merged` for compiled graphs.
+    Devices that capture graphs do so for few branches: see `coarsen`, and `merge` for compiled graphs.
     """
 
     random: bool = False
@@ -72,15 +72,15 @@ class Branch(NamedTuple):
         values = branches_BF.max(axis=0).tolist()
         return cls._make(type(none)(value) for none, value in zip(cls(), values, strict=True))
 
-    def of_drafting(self) -> Branch:
+    def select_drafting(self) -> Branch:
         """Return the part that drafters apply: they sample inside a request's support."""
         return Branch(random=self.random, min_p=self.min_p, top_k=self.top_k, top_p=self.top_p)
 
-    def of_reports(self) -> Branch:
+    def select_reports(self) -> Branch:
         """Return the part that concerns what is reported to the host besides tokens."""
         return Branch(scored=self.scored, reported=self.reported, num_logprobs=self.num_logprobs)
 
-    def coarse(self, vocab_size: int, logprob_counts: tuple[int, ...]) -> Branch:
+    def coarsen(self, vocab_size: int, logprob_counts: tuple[int, ...]) -> Branch:
         """Return a branch that includes this one, from a set so small that each can be captured.
 
         Unused parts get neutral values, so results are the same.
@@ -90,14 +90,14 @@ class Branch(NamedTuple):
             top_k, top_p = vocab_size, SEARCHED
         elif top_k:
             top_p = LISTED
-        return self._including(
+        return self._extend(
             (top_k, top_p),
             edits=self.edited or self.constrained or self.masked or self.penalized,
             reports=self.reported or bool(self.scored),
             logprob_counts=logprob_counts,
         )
 
-    def _including(
+    def _extend(
         self, filters: tuple[int, int], *, edits: bool, reports: bool, logprob_counts: tuple[int, ...]
     ) -> Branch:
         """Return a branch with these filters, and with all logit edits and all reports or none."""
@@ -113,42 +113,42 @@ class Branch(NamedTuple):
             penalized=edits,
             scored=_SCORED_COUNTS[-1] if reports else 0,
             reported=reports,
-            num_logprobs=_fit(_coarse_counts(logprob_counts), max(self.num_logprobs, 1)) if reports else 0,
+            num_logprobs=_fit(_select_coarse_counts(logprob_counts), max(self.num_logprobs, 1)) if reports else 0,
         )
 
     @classmethod
-    def every_coarse(cls, vocab_size: int, logprob_counts: tuple[int, ...]) -> Iterator[Branch]:
-        """Yield all branches that `coarse` can return."""
+    def iter_coarse(cls, vocab_size: int, logprob_counts: tuple[int, ...]) -> Iterator[Branch]:
+        """Yield all branches that `coarsen` can return."""
         lists = [size for size in _TOP_K_LISTS if size < vocab_size]
         filters = [(0, 0), (0, SEARCHED), *((size, LISTED) for size in lists), (vocab_size, SEARCHED)]
         choices = [Branch(), *(Branch(random=True, top_k=size, top_p=mass) for size, mass in filters)]
-        reports = [Branch(), *(Branch(reported=True, num_logprobs=n) for n in _coarse_counts(logprob_counts))]
+        reports = [Branch(), *(Branch(reported=True, num_logprobs=n) for n in _select_coarse_counts(logprob_counts))]
         for choice, has_edits, report in product(choices, (False, True), reports):
             branch = choice._replace(edited=has_edits, reported=report.reported, num_logprobs=report.num_logprobs)
-            yield branch.coarse(vocab_size, logprob_counts)
+            yield branch.coarsen(vocab_size, logprob_counts)
 
-    def merged(self, vocab_size: int, logprob_counts: tuple[int, ...], *, by_rows: bool = False) -> Branch:
+    def merge(self, vocab_size: int, logprob_counts: tuple[int, ...], *, joint: bool = False) -> Branch:
         """Return a branch that includes this one, from an even smaller set, so that each can be compiled.
 
         What many requests use has its own branches: the argmax, noise, a short list for top-k, a search for top-p.
         Everything else is in a `full` branch: logit edits, penalties, masks, log-probabilities, and a longer top-k.
 
         Args:
-            by_rows: Use an even smaller set, for rules that read the positions of a row together: sampled verify steps
+            joint: Use an even smaller set, for rules that read the positions of a row together: sampled verify steps
                 then have their own graphs.
         """
-        listed = usual_list(vocab_size)
+        listed = usual_list_length(vocab_size)
         is_full = any(self._replace(random=False, min_p=False, top_k=0, top_p=0)) or self.top_k > listed
         top_k, top_p = self.top_k, self.top_p
         # To limit the number of full branches, those that sample have all filters.
-        has_few_full = by_rows or len(_coarse_counts(logprob_counts)) > 1
+        has_few_full = joint or len(_select_coarse_counts(logprob_counts)) > 1
         if is_full and (top_k or top_p or (self.random and has_few_full)):
             top_k, top_p = vocab_size, SEARCHED
-        elif top_p == SEARCHED or (by_rows and top_k):
+        elif top_p == SEARCHED or (joint and top_k):
             top_k, top_p = listed, SEARCHED
         elif top_k:
             top_p = LISTED
-        return self._including((top_k, top_p), edits=is_full, reports=is_full, logprob_counts=logprob_counts)
+        return self._extend((top_k, top_p), edits=is_full, reports=is_full, logprob_counts=logprob_counts)
 
     @property
     def is_full(self) -> bool:
@@ -161,20 +161,18 @@ class Branch(NamedTuple):
         return self.is_full and self.num_logprobs > USUAL_LOGPROBS
 
     @classmethod
-    def every_merged(
-        cls, vocab_size: int, logprob_counts: tuple[int, ...], *, by_rows: bool = False
-    ) -> Iterator[Branch]:
-        """Yield all branches that `merged` can return."""
-        listed = usual_list(vocab_size)
+    def iter_merged(cls, vocab_size: int, logprob_counts: tuple[int, ...], *, joint: bool = False) -> Iterator[Branch]:
+        """Yield all branches that `merge` can return."""
+        listed = usual_list_length(vocab_size)
         choices = [cls(), cls(random=True), cls(random=True, top_p=SEARCHED)]
         usual = [*choices, *([cls(random=True, top_k=listed)] if listed else [])]
-        counts = _coarse_counts(logprob_counts)
+        counts = _select_coarse_counts(logprob_counts)
         full = (choice._replace(edited=True, num_logprobs=count) for count, choice in product(counts, choices))
-        merged = (branch.merged(vocab_size, logprob_counts, by_rows=by_rows) for branch in (*usual, *full))
+        merged = (branch.merge(vocab_size, logprob_counts, joint=joint) for branch in (*usual, *full))
         yield from dict.fromkeys(merged)
 
     @classmethod
-    def every(cls, vocab_size: int, logprob_counts: tuple[int, ...]) -> Iterator[Branch]:
+    def iter_all(cls, vocab_size: int, logprob_counts: tuple[int, ...]) -> Iterator[Branch]:
         lists = [size for size in _TOP_K_LISTS if size < vocab_size]
         filters = [(0, 0), (0, SEARCHED), (vocab_size, SEARCHED), (vocab_size, 0)]
         filters += [(size, mass) for size in lists for mass in (0, LISTED, SEARCHED)]
@@ -302,11 +300,14 @@ class Sampling:
         vocab_size: int,
         max_logprobs: int,
         logprobs_mode: str,
-        by_rows: bool = False,
+        joint: bool = False,
     ) -> None:
-        """`by_rows`: as `Branch.merged` has it."""
+        """
+        Args:
+            joint: See `Branch.merge`.
+        """
         self.backend = backend
-        self._by_rows = by_rows
+        self._joint = joint
         self.vocab_size = vocab_size
         largest = vocab_size if max_logprobs < 0 else min(max_logprobs, vocab_size)
         self.logprob_counts = tuple(sorted({0, *(count for count in (5, USUAL_LOGPROBS) if count < largest), largest}))
@@ -333,9 +334,9 @@ class Sampling:
         ints[: _NUM_INTS + len(scored)] = (top_k, request.num_prompt, *request.seed_words, *scored)
         self._floats.set(row, floats)
         self._ints.set(row, ints)
-        self._allowed.set(row, self._pack(params.allowed_token_ids) if params.allowed_token_ids else None)
+        self._allowed.set(row, self._pack_mask(params.allowed_token_ids) if params.allowed_token_ids else None)
         random = params.temperature > 0
-        listed = self._top_k_list(top_k) if random else 0
+        listed = self._fit_top_k(top_k) if random else 0
         self._branches_np[row] = Branch(
             random=random,
             min_p=random and params.min_p > 0,
@@ -346,10 +347,10 @@ class Sampling:
             penalized=bool(params.presence_penalty or params.frequency_penalty or params.repetition_penalty != 1),
             scored=_fit(_SCORED_COUNTS, len(scored)),
             reported=params.logprobs is not None and not params.logprob_token_ids,
-            num_logprobs=self._logprob_count(params),
+            num_logprobs=self._fit_logprob_count(params),
         )
 
-    def _top_k_list(self, top_k: int) -> int:
+    def _fit_top_k(self, top_k: int) -> int:
         if top_k == self.vocab_size:
             return 0
         return next((size for size in _TOP_K_LISTS if top_k <= size < self.vocab_size), self.vocab_size)
@@ -357,21 +358,21 @@ class Sampling:
     def _top_p_kind(self, listed: int) -> int:
         return LISTED if 0 < listed < self.vocab_size else SEARCHED
 
-    def _logprob_count(self, params: SamplingParams) -> int:
+    def _fit_logprob_count(self, params: SamplingParams) -> int:
         if params.logprobs is None or params.logprob_token_ids:
             return 0
         return _fit(self.logprob_counts, self.vocab_size if params.logprobs < 0 else params.logprobs)
 
     def prompt_logprob_counts(self) -> tuple[int, ...]:
         """Return every number of top tokens that may be reported for each token of a prompt."""
-        return _coarse_counts(self.logprob_counts) if self.backend.traits.captures else self.logprob_counts
+        return _select_coarse_counts(self.logprob_counts) if self.backend.traits.captures else self.logprob_counts
 
     def prompt_logprob_count(self, num_requested: int) -> int:
         """Return the smallest of these numbers that covers `num_requested`."""
         num_requested = self.vocab_size if num_requested < 0 else num_requested
         return next(count for count in self.prompt_logprob_counts() if count >= num_requested)
 
-    def _pack(self, token_ids: list[int]) -> np.ndarray:
+    def _pack_mask(self, token_ids: list[int]) -> np.ndarray:
         allowed = np.zeros(self.mask_words * 32, dtype=bool)
         allowed[np.array(token_ids)] = True
         return np.packbits(allowed, bitorder="little").view(np.int32)
@@ -384,16 +385,16 @@ class Sampling:
         if branch.top_k == self.vocab_size and branch.top_p:
             branch = branch._replace(top_p=SEARCHED)  # there is no list
         if self.backend.traits.compiles:
-            return branch.merged(self.vocab_size, self.logprob_counts, by_rows=self._by_rows)
+            return branch.merge(self.vocab_size, self.logprob_counts, joint=self._joint)
         if self.backend.traits.captures:
-            return branch.coarse(self.vocab_size, self.logprob_counts)
+            return branch.coarsen(self.vocab_size, self.logprob_counts)
         return branch
 
     def reports(self, requests: list[Request], branch: Branch) -> bool:
         """Return whether a request asks for log-probabilities, which a merged branch computes for others too."""
-        if not any(branch.of_reports()):
+        if not any(branch.select_reports()):
             return False
-        return any(Branch.largest(self._branches_np[[request.row for request in requests]]).of_reports())
+        return any(Branch.largest(self._branches_np[[request.row for request in requests]]).select_reports())
 
     def flush(self) -> None:
         """Copy the parameters of newly admitted requests to the device."""
@@ -412,8 +413,8 @@ class Sampling:
         if batch.index_np is not None and batch.slots_np is not None:
             parts += [batch.index_np, batch.slots_np]
         if branch.constrained:
-            parts += [self._grammar_masks(batch, grammars), _bounds(batch, grammars)]
-        sizes = self._logit_edits.sizes(batch.rows_np) if branch.edited else (0, 0)
+            parts += [self._grammar_masks(batch, grammars), _get_grammar_bounds(batch, grammars)]
+        sizes = self._logit_edits.get_sizes(batch.rows_np) if branch.edited else (0, 0)
         return SamplePass(branch, batch.shape, sizes, Packing.pack(parts, self.backend.memory.upload))
 
     def gather(
@@ -459,12 +460,12 @@ class Sampling:
 
     def branches(self) -> Iterator[Branch]:
         if self.backend.traits.compiles:
-            return Branch.every_merged(self.vocab_size, self.logprob_counts, by_rows=self._by_rows)
-        every = Branch.every_coarse if self.backend.traits.captures else Branch.every
+            return Branch.iter_merged(self.vocab_size, self.logprob_counts, joint=self._joint)
+        every = Branch.iter_coarse if self.backend.traits.captures else Branch.iter_all
         return every(self.vocab_size, self.logprob_counts)
 
 
-def _bounds(batch: SampleBatch, grammars: dict[str, Grammar]) -> np.ndarray:
+def _get_grammar_bounds(batch: SampleBatch, grammars: dict[str, Grammar]) -> np.ndarray:
     """Return how many drafts each row's grammar allows, and which rows have no grammar; int32 [2, B]."""
     bounds = np.full((2, len(batch.rows_np)), batch.num_queries - 1, dtype=np.int32)
     bounds[1] = 1
@@ -474,12 +475,12 @@ def _bounds(batch: SampleBatch, grammars: dict[str, Grammar]) -> np.ndarray:
     return bounds
 
 
-def usual_list(vocab_size: int) -> int:
+def usual_list_length(vocab_size: int) -> int:
     """Return the list length that covers most values of top-k; 0 if it would cover the whole vocabulary."""
     return _USUAL_TOP_K if vocab_size > _USUAL_TOP_K else 0
 
 
-def _coarse_counts(logprob_counts: tuple[int, ...]) -> tuple[int, ...]:
+def _select_coarse_counts(logprob_counts: tuple[int, ...]) -> tuple[int, ...]:
     """Return the log-probability counts from the usual maximum up to the configured one."""
     return tuple(count for count in logprob_counts if count >= USUAL_LOGPROBS) or logprob_counts[-1:]
 

@@ -17,13 +17,13 @@ from vllm_gaudi_spec.sampling.noise import Stream, gumbel
 _LARGEST = torch.finfo(torch.float32).max
 
 
-def real_drafts(drafts_BK: torch.Tensor, num_drafts_B: torch.Tensor, vocab: int) -> torch.Tensor:
+def mask_real_drafts(drafts_BK: torch.Tensor, num_drafts_B: torch.Tensor, vocab: int) -> torch.Tensor:
     """Return which drafts may be accepted, bool [B, K]: the first `num_drafts` of a row that are valid tokens."""
     offsets_K = torch.arange(drafts_BK.shape[1], device=drafts_BK.device)
     return (offsets_K < num_drafts_B[:, None]) & (drafts_BK >= 0) & (drafts_BK < vocab)
 
 
-def ratios(
+def compute_ratios(
     probs_BKV: torch.Tensor, draft_probs_BKV: torch.Tensor, drafts_BK: torch.Tensor, num_drafts_B: torch.Tensor
 ) -> torch.Tensor:
     """Return p / q of each draft, finite; 0 for drafts that are not real or whose draft probability is 0."""
@@ -31,23 +31,23 @@ def ratios(
     index = drafts_BK.clamp(0, vocab - 1).long()[..., None]
     p = probs_BKV.gather(2, index).squeeze(2)
     q = draft_probs_BKV.gather(2, index).squeeze(2)
-    possible = real_drafts(drafts_BK, num_drafts_B, vocab) & (q > 0)
+    possible = mask_real_drafts(drafts_BK, num_drafts_B, vocab) & (q > 0)
     # Finite: the block rule multiplies it by weights that can be 0.
     return torch.where(possible, p / q, 0.0).clamp_(max=_LARGEST)
 
 
-def matches(logits_BKV: torch.Tensor, drafts_BK: torch.Tensor, num_drafts_B: torch.Tensor) -> torch.Tensor:
+def match_argmax(logits_BKV: torch.Tensor, drafts_BK: torch.Tensor, num_drafts_B: torch.Tensor) -> torch.Tensor:
     """Return 1 for drafts before the first that is not the target's argmax, 0 from there on; float32 [B, K]."""
     equal = logits_BKV.argmax(-1) == drafts_BK
-    return (equal & real_drafts(drafts_BK, num_drafts_B, logits_BKV.shape[2])).float().cumprod(-1)
+    return (equal & mask_real_drafts(drafts_BK, num_drafts_B, logits_BKV.shape[2])).float().cumprod(-1)
 
 
-def residual(probs_BV: torch.Tensor, draft_probs_BV: torch.Tensor, weight_B: torch.Tensor) -> torch.Tensor:
+def compute_residual(probs_BV: torch.Tensor, draft_probs_BV: torch.Tensor, weight_B: torch.Tensor) -> torch.Tensor:
     """Return max(w p - q, 0), not normalized: the target's mass that accepted drafts do not cover."""
     return (weight_B[:, None] * probs_BV - draft_probs_BV).clamp_(min=0)
 
 
-def at_index(values_BQV: torch.Tensor, index_B: torch.Tensor) -> torch.Tensor:
+def select_position(values_BQV: torch.Tensor, index_B: torch.Tensor) -> torch.Tensor:
     """Return each row's values at one of its Q positions, [B, V]."""
     rows, queries = values_BQV.shape[:2]
     first = torch.arange(0, rows * queries, queries, device=values_BQV.device)
@@ -72,9 +72,9 @@ def sample_next(
     there.
     """
     vocab = logits_BQV.shape[2]
-    logits_BV = at_index(logits_BQV, num_accepted_B)
-    draft_probs_BV = at_index(draft_probs_BKV, num_accepted_B.clamp(max=draft_probs_BKV.shape[1] - 1))
-    residual_BV = residual(logits_BV.softmax(-1), draft_probs_BV, weight_B)
+    logits_BV = select_position(logits_BQV, num_accepted_B)
+    draft_probs_BV = select_position(draft_probs_BKV, num_accepted_B.clamp(max=draft_probs_BKV.shape[1] - 1))
+    residual_BV = compute_residual(logits_BV.softmax(-1), draft_probs_BV, weight_B)
     random_B = temperature_B > 0
     # If p = q the residual is 0, and only rounding can cause a rejection.
     from_residual_B = (num_accepted_B < num_drafts_B) & random_B & (residual_BV.amax(-1) > 0)
@@ -88,7 +88,7 @@ def sample_next(
     return (noise_BV * random_B[:, None] + chosen_BV).argmax(-1).int()
 
 
-def verification(
+def make_verification(
     drafts_BK: torch.Tensor, num_accepted_B: torch.Tensor, token_B: torch.Tensor, vocab: int
 ) -> Verification:
     """Combine the accepted drafts and the token after them. Unused entries are valid tokens too."""

@@ -45,17 +45,17 @@ def choose_rule(speculation: Speculation | None, backend: DeviceBackend) -> Rule
     then, since only it preserves the tokens of seeded requests.
     """
     rules = backend.rules
-    strict = partial(_strict, rules)
+    strict = partial(_verify_strict, rules)
     if speculation is None or speculation.rule == STRICT:
         return strict
     verify = rules.verify[speculation.rule]
     if RULES[speculation.rule].needs_probs:
-        return partial(_with_probs, rules, verify) if speculation.keeps_probs else strict
+        return partial(_verify_with_probs, rules, verify) if speculation.keeps_probs else strict
     if speculation.rule == SYNTHETIC:
         with torch.inference_mode():  # as in steps: the emulated card requires it for tensors that are sliced there
             rates_K = torch.tensor(speculation.synthetic_rates, device=backend.traits.torch_device)
         verify = partial(verify, rates_K=rates_K)
-    return partial(_without_probs, rules, verify)
+    return partial(_verify_without_probs, rules, verify)
 
 
 def needs_rectangle(speculation: Speculation | None, branch: Branch) -> bool:
@@ -70,7 +70,7 @@ def needs_rectangle(speculation: Speculation | None, branch: Branch) -> bool:
     return True
 
 
-def _strict(
+def _verify_strict(
     rules: Rules,
     logits_BQV: torch.Tensor,
     positions_BQ: torch.Tensor,
@@ -84,7 +84,7 @@ def _strict(
     return rules.strict_greedy(logits_BQV, *drafts)
 
 
-def _with_probs(
+def _verify_with_probs(
     rules: Rules,
     verify: Callable[..., Verification],
     logits_BQV: torch.Tensor,
@@ -93,7 +93,7 @@ def _with_probs(
     inputs: SamplingInputs,
 ) -> Verification:
     if not inputs.branch.random or proposed.probs_BKV is None or not proposed.tokens_BK.shape[1]:
-        return _strict(rules, logits_BQV, positions_BQ, proposed, inputs)
+        return _verify_strict(rules, logits_BQV, positions_BQ, proposed, inputs)
     verification = verify(
         logits_BQV,
         proposed.probs_BKV,
@@ -107,14 +107,14 @@ def _with_probs(
         return verification
     # A grammar withdraws drafts because of their tokens, which makes these rules inexact. The strict rule stays exact:
     # the target's own token does not depend on a draft.
-    exact = _strict(rules, logits_BQV, positions_BQ, proposed, inputs)
+    exact = _verify_strict(rules, logits_BQV, positions_BQ, proposed, inputs)
     return Verification(
         torch.where(inputs.free_B[:, None], verification.tokens_BQ, exact.tokens_BQ),
         torch.where(inputs.free_B, verification.num_sampled_B, exact.num_sampled_B),
     )
 
 
-def _without_probs(
+def _verify_without_probs(
     rules: Rules,
     verify: Callable[..., Verification],
     logits_BQV: torch.Tensor,
@@ -123,7 +123,7 @@ def _without_probs(
     inputs: SamplingInputs,
 ) -> Verification:
     if not proposed.tokens_BK.shape[1]:
-        return _strict(rules, logits_BQV, positions_BQ, proposed, inputs)
+        return _verify_strict(rules, logits_BQV, positions_BQ, proposed, inputs)
     return verify(
         rules,
         logits_BQV=logits_BQV,
@@ -155,7 +155,7 @@ def verify(
         history_BM = requests.history_RM.index_select(0, rows_B)
         return edit.apply_penalties(logits_BQV, history_BM, inputs.prompt_len_B, positions_BQ, *inputs.penalties)
 
-    logits_BQV, raw = _process(
+    logits_BQV, raw = _process_logits(
         logits_BQV,
         positions_BQ,
         rows_B,
@@ -170,7 +170,7 @@ def verify(
     proposed = Drafts(requests.tokens_at(rows_B, positions_BQ[:, 1:]), num_drafts_B, draft_probs_BKV)
     verification = rule(logits_BQV, positions_BQ, proposed, inputs)
     reported, sampled_N = logits_BQV if raw is None else raw, verification.tokens_BQ.flatten()
-    logprobs, scores = _logprobs(reported, sampled_N, inputs, positions_BQ.shape[1], logprobs_mode)
+    logprobs, scores = _gather_logprobs(reported, sampled_N, inputs, positions_BQ.shape[1], logprobs_mode)
     return verification._replace(logprobs=logprobs, scores=scores)
 
 
@@ -209,7 +209,7 @@ def verify_listed(
         """Copy values of listed positions to all positions of all rows, [B * Q, X]."""
         return values_NX.index_select(0, listed.slots_BQ.flatten())
 
-    logits_N1V, raw = _process(
+    logits_N1V, raw = _process_logits(
         logits_NV[:, None],
         positions_N1,
         rows_B.index_select(0, row_N),
@@ -229,12 +229,12 @@ def verify_listed(
     sampled_N = sampled_N1.flatten()
     drafts_BK = requests.tokens_at(rows_B, positions_BQ[:, 1:])
     verification = strict.verify(spread(sampled_N).view(positions_BQ.shape), drafts_BK, num_drafts_B)
-    found = _logprobs(logits_N1V if raw is None else raw, sampled_N, of_positions, 1, logprobs_mode)
+    found = _gather_logprobs(logits_N1V if raw is None else raw, sampled_N, of_positions, 1, logprobs_mode)
     logprobs, scores = (part and LogprobsTensors(*map(spread, part[:3])) for part in found)
     return verification._replace(logprobs=logprobs, scores=scores)
 
 
-def _process(
+def _process_logits(
     logits_BQV: torch.Tensor,
     positions_BQ: torch.Tensor,
     rows_B: torch.Tensor,
@@ -267,7 +267,7 @@ def _process(
         logits_BQV = edit.apply_bitmask(logits_BQV, inputs.allowed_B1W)
     if branch.edited:
         assert inputs.logit_edits is not None
-        recent, num_outputs = recent_outputs(requests, rows_B, positions_BQ, inputs)
+        recent, num_outputs = gather_recent_outputs(requests, rows_B, positions_BQ, inputs)
         logits_BQV = edit.apply_logit_edits(logits_BQV, inputs.logit_edits, recent, num_outputs)
     if custom is not None:
         custom.change_logits(logits_BQV, rows_B, argmax_invariant=False)
@@ -277,16 +277,18 @@ def _process(
         logits_BQV = edit.apply_temperature(logits_BQV, inputs.floats["temperature"])
         if custom is not None:
             custom.change_logits(logits_BQV, rows_B, argmax_invariant=True)
-        logits_BQV = _filter(rules, logits_BQV, inputs, branch, num_sampling_B)
+        logits_BQV = _apply_filters(rules, logits_BQV, inputs, branch, num_sampling_B)
     return logits_BQV, raw
 
 
-def restrict(rules: Rules, logits_BQV: torch.Tensor, inputs: SamplingInputs, branch: Branch) -> torch.Tensor:
+def apply_temperature_and_filters(
+    rules: Rules, logits_BQV: torch.Tensor, inputs: SamplingInputs, branch: Branch
+) -> torch.Tensor:
     """Apply temperature and filters only, as drafters do."""
-    return _filter(rules, edit.apply_temperature(logits_BQV, inputs.floats["temperature"]), inputs, branch)
+    return _apply_filters(rules, edit.apply_temperature(logits_BQV, inputs.floats["temperature"]), inputs, branch)
 
 
-def _filter(
+def _apply_filters(
     rules: Rules,
     logits_BQV: torch.Tensor,
     inputs: SamplingInputs,
@@ -306,7 +308,7 @@ def _filter(
     )
 
 
-def _logprobs(
+def _gather_logprobs(
     logits_BQV: torch.Tensor, sampled_N: torch.Tensor, inputs: SamplingInputs, num_queries: int, logprobs_mode: str
 ) -> tuple[LogprobsTensors | None, LogprobsTensors | None]:
     """Gather log-probabilities of N = B * Q positions: of the most likely tokens, and of requested ones."""
@@ -324,7 +326,7 @@ def _logprobs(
     return likeliest, gather_logprobs(scores_NV, sampled_N, 0, ids_NE)
 
 
-def recent_outputs(
+def gather_recent_outputs(
     requests: Requests, rows_B: torch.Tensor, positions_BQ: torch.Tensor, inputs: SamplingInputs
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """Return the output tokens that edit prefixes are compared with, and the number of output tokens.

@@ -44,7 +44,7 @@ def self_test_hash(
     return (
         noise.bits(keys_B2, positions_BQ, streams_BQ, tokens_V),
         noise.uniform(keys_B2, positions_BQ, Stream.ACCEPT),
-        noise.keys_of_block(keys_B2, positions_BQ.select(1, 0)),
+        noise.derive_block_keys(keys_B2, positions_BQ.select(1, 0)),
     )
 
 

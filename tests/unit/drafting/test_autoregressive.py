@@ -23,7 +23,7 @@ from vllm_gaudi_spec.drafting.draft_model import AutoregressiveProposer, DraftMo
 from vllm_gaudi_spec.drafting.guard import Guard
 from vllm_gaudi_spec.drafting.kv_sync import DrafterKVSync, ReadBlocks
 from vllm_gaudi_spec.drafting.on_device import DeviceDrafting
-from vllm_gaudi_spec.drafting.vocabulary import SameTokens
+from vllm_gaudi_spec.drafting.vocabulary import SameVocabulary
 from vllm_gaudi_spec.records import Batch, Hidden, SampledRows
 from vllm_gaudi_spec.runner.batch import locate, pad_rows
 from vllm_gaudi_spec.runner.graphs import StepRecorder
@@ -98,7 +98,7 @@ class Rows:
 
     def build(self, drafter_max_len: int) -> DeviceDrafting:
         self.model = Remembers(drafter_max_len)
-        proposer = AutoregressiveProposer(self.model, SameTokens(VOCAB, VOCAB + 3))
+        proposer = AutoregressiveProposer(self.model, SameVocabulary(VOCAB, VOCAB + 3))
         blocks = ReadBlocks(self.requests, 1 + 3 * MOST_BLOCKS, [0])
         kv_sync = DraftModelKVSync(
             proposer.read, self.requests, self.recorder, self.shapes, drafter_max_len, self.num_drafts, blocks
@@ -349,7 +349,7 @@ def test_requests_that_come_together_share_what_was_read() -> None:
     rows.requests.apply(step({name: len(prompt) - 2 * BLOCK for name, prompt in both.items()}, new=new))
     rows.drafting.apply(rows.requests)
     blocks = rows.drafting._kv_sync._blocks  # type: ignore[attr-defined]
-    assert [blocks.reach(request.row, 2 * BLOCK) for request in rows.requests.admitted] == [2 * BLOCK] * 2
+    assert [blocks.count_read(request.row, 2 * BLOCK) for request in rows.requests.admitted] == [2 * BLOCK] * 2
 
 
 def test_a_block_that_comes_back_was_not_read_for_its_new_owner() -> None:

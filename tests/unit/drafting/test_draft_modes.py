@@ -14,7 +14,7 @@ from tests.support.distributions import ALPHA, Table, random_table, request_keys
 from tests.support.reference.rules import race
 from tests.unit.sampling.test_noise import reference_mix
 from vllm_gaudi_spec.sampling.drafts import SampledMode, draft, draft_greedy
-from vllm_gaudi_spec.sampling.noise import Stream, bits, fold_seed, gumbel, keys_of_block, uniform
+from vllm_gaudi_spec.sampling.noise import Stream, bits, derive_block_keys, fold_seed, gumbel, uniform
 from vllm_gaudi_spec.sampling.rules.registry import TORCH
 from vllm_gaudi_spec.sampling.rules.strict import sample_random, verify
 
@@ -63,7 +63,7 @@ def test_temperature_0_takes_the_argmax_in_every_mode(mode: SampledMode) -> None
 def test_probabilistic_equals_the_loop() -> None:
     logits, temperature, keys, positions, starts = inputs()
     drafted = draft(TORCH, logits, "probabilistic", temperature, keys, positions, starts)
-    noise = gumbel(keys_of_block(keys, starts), positions[:, None], Stream.DRAFT, torch.arange(VOCAB).int())[:, 0]
+    noise = gumbel(derive_block_keys(keys, starts), positions[:, None], Stream.DRAFT, torch.arange(VOCAB).int())[:, 0]
     for row in range(ROWS):
         expected = race(logits[row].double().softmax(-1).tolist(), noise[row].tolist())
         assert drafted.tokens_B[row] == expected
@@ -146,7 +146,7 @@ def reference_block_key(seed: int, start: int) -> list[int]:
 def test_block_keys_equal_unbounded_integer_arithmetic(seed: int) -> None:
     starts = torch.tensor([0, 1, 77, 131071], dtype=torch.int32)
     keys = torch.tensor([fold_seed(seed)] * 4, dtype=torch.int32)
-    result = keys_of_block(keys, starts).numpy().view(np.uint32).tolist()
+    result = derive_block_keys(keys, starts).numpy().view(np.uint32).tolist()
     assert result == [reference_block_key(seed, start) for start in starts.tolist()]
 
 
@@ -154,7 +154,7 @@ def test_block_keys_differ() -> None:
     """From start to start, from request to request, and from the request's own."""
     starts = torch.arange(2000, dtype=torch.int32)
     keys = request_keys(0, 2).repeat_interleave(2000, 0)
-    own = keys_of_block(keys, starts.repeat(2))
+    own = derive_block_keys(keys, starts.repeat(2))
     assert len({*map(tuple, own.tolist()), *map(tuple, keys.tolist())}) == 4002
 
 

@@ -18,7 +18,7 @@ from vllm_gaudi_spec.attention import row_operations
 from vllm_gaudi_spec.drafting.choice import DraftChoice, DraftProbs
 from vllm_gaudi_spec.drafting.guard import Guard, mark_different, mark_unusable
 from vllm_gaudi_spec.drafting.history import RequestHistory
-from vllm_gaudi_spec.drafting.load import guard_of
+from vllm_gaudi_spec.drafting.load import make_guard
 from vllm_gaudi_spec.drafting.on_host import HostDrafting
 from vllm_gaudi_spec.records import FAULTY, DraftRound, Drafts
 from vllm_gaudi_spec.sampling.params import Branch
@@ -75,7 +75,7 @@ def test_logits_are_looked_at_before_anything_is_made_of_them(value: float, soun
     choice = DraftChoice(speculation, TORCH, cast(Any, None))
     logits_BV = torch.zeros(2, VOCAB)
     logits_BV[1, 17] = value
-    chosen = choice._chooser(torch.tensor([0, 1]), torch.tensor([5, 5]), Branch())(logits_BV, 0)
+    chosen = choice._make_chooser(torch.tensor([0, 1]), torch.tensor([5, 5]), Branch())(logits_BV, 0)
     assert chosen.sound_B is not None
     assert chosen.sound_B.tolist() == [True, sound]
 
@@ -88,7 +88,7 @@ def test_a_faulty_distribution_never_reaches_a_rule() -> None:
     draft_probs.put(
         rows_B, Drafts(torch.zeros(2, 1).int(), torch.tensor([1, FAULTY]), torch.full((2, 1, 4), torch.nan))
     )
-    found = draft_probs.of(rows_B)
+    found = draft_probs.gather(rows_B)
     assert found is not None
     assert found[0].isnan().all()
     assert found[1].tolist() == [[0.25] * 4]
@@ -129,7 +129,8 @@ def test_draft_probs_of_ranks_are_alike_too() -> None:
 
 def test_a_cut_drafter_asks_nobody() -> None:
     """All its ranks have the logits of all."""
-    assert Guard(independent=False).usable(drafted([[1, 2, 3]], [3]), request([3]), VOCAB).num_drafts_B.tolist() == [3]
+    drafts = Guard(independent=False).check_drafts(drafted([[1, 2, 3]], [3]), request([3]), VOCAB)
+    assert drafts.num_drafts_B.tolist() == [3]
 
 
 # --- drafters on the host ---
@@ -154,7 +155,7 @@ def after_step(ask: Ask) -> tuple[HostDrafting, Any, list[list[int]]]:
     drafting.apply(requests)
     done, _ = sampled(requests, names, [[12, 13], [26], [33]])
     drafting.propose_on_host(done, K)
-    return drafting, requests, drafting.drafts_of(done).draft_token_ids
+    return drafting, requests, drafting.get_draft_token_ids(done).draft_token_ids
 
 
 def raises(contexts: list[Any]) -> Any:
@@ -198,7 +199,7 @@ def test_a_row_that_drafts_no_more_is_not_asked_for() -> None:
     proposer = Counts()
     drafting = HostDrafting(proposer, RequestHistory(split, requests, K), VOCAB, on_one_rank)
     drafting.apply(requests)
-    drafting.on_drafter_status([], [requests.by_id["a"]], is_off=False)
+    drafting.update_drafter_state([], [requests.by_id["a"]], disabled=False)
     drafting.propose_on_host(sampled(requests, names, [[12, 13], [26], [33]])[0], K)
     assert [[name for name, _, _ in call] for call in proposer.calls] == [["b"]]
 
@@ -230,7 +231,7 @@ def test_ranks_that_differ_have_no_drafts() -> None:
     done, _ = sampled(requests, names, [[12, 13], [26], [33]])
     drafting.propose_on_host(done, K)
     assert asked == [{"a": [14, 15, 16], "b": [27, 28, 29]}]
-    assert drafting.drafts_of(done).draft_token_ids == [[], [], []]
+    assert drafting.get_draft_token_ids(done).draft_token_ids == [[], [], []]
     assert requests.num_drafts_R.tolist() == [0] * 5
     assert drafting.take_rounds() == [DraftRound(("a", "b"), worked=False)]
 
@@ -264,11 +265,11 @@ def test_warm_up_is_not_survived(kind: type[Rows], broken: str) -> None:
 def test_several_ranks_are_not_survived() -> None:
     somebody = cast(Any, [SimpleNamespace(req_id="a")])
     with pytest.raises(ZeroDivisionError):
-        Guard(independent=False).caught(ZeroDivisionError(), somebody)
+        Guard(independent=False).handle_error(ZeroDivisionError(), somebody)
     guard = Guard(independent=True)
-    guard.caught(ZeroDivisionError(), somebody)
-    guard.caught(ZeroDivisionError(), somebody)
-    assert guard.take() == [DraftRound(("a",), worked=False)], "one step, one round"
+    guard.handle_error(ZeroDivisionError(), somebody)
+    guard.handle_error(ZeroDivisionError(), somebody)
+    assert guard.take_rounds() == [DraftRound(("a",), worked=False)], "one step, one round"
 
 
 def test_ranks_that_may_wait_in_a_drafter_are_those_of_its_target() -> None:
@@ -285,7 +286,7 @@ def test_ranks_that_may_wait_in_a_drafter_are_those_of_its_target() -> None:
         (two, two, False, None),
         (two, one, False, two),
     ):
-        guard = guard_of(model(target), drafter and model(drafter))
+        guard = make_guard(model(target), drafter and model(drafter))
         assert (guard._independent, guard._replicas) == (alone, apart)
 
 
@@ -335,7 +336,7 @@ def test_blocks_of_a_row_that_a_head_failed_for_are_not_shared() -> None:
     rows.start(PROMPTS)
     drafts = rows.sample({name: [2] for name in PROMPTS})
     assert drafts == {name: rows.expected(name) for name in PROMPTS}
-    rows.drafting.on_drafter_status([], [rows.requests.by_id["b"]], is_off=False)
+    rows.drafting.update_drafter_state([], [rows.requests.by_id["b"]], disabled=False)
     assert rows.sample({name: [3] for name in PROMPTS})["b"] == []
     check_nobody_shares(rows)
 
@@ -354,12 +355,12 @@ def check_nobody_shares(rows: HeadRows) -> None:
 def test_the_decision_of_the_scheduler_holds_until_the_row_is_given_up() -> None:
     rows = started_rows(Rows)
     by_id = rows.requests.by_id
-    rows.drafting.on_drafter_status([by_id["a"]], [by_id["b"]], is_off=False)
+    rows.drafting.update_drafter_state([by_id["a"]], [by_id["b"]], disabled=False)
     drafts = rows.sample({name: [3] for name in PROMPTS})
     assert drafts == {name: [] if name == "b" else rows.expected(name) for name in PROMPTS}
-    rows.drafting.on_drafter_status([], [], is_off=True)
+    rows.drafting.update_drafter_state([], [], disabled=True)
     assert not any(rows.sample({name: [3] for name in PROMPTS}).values())
-    assert rows.drafting.max_drafts([by_id["a"]], [3]).tolist() == [0]
+    assert rows.drafting.cap_scheduled_drafts([by_id["a"]], [3]).tolist() == [0]
 
 
 @pytest.mark.parametrize("device", [HostBackend, CapturingBackend])

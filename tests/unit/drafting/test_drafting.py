@@ -137,7 +137,7 @@ def test_the_host_drafter_sees_the_rows_that_have_something_to_gain() -> None:
     # "b" has 7 tokens and room for one more; "c" has speculation off.
     assert proposer.calls == [[("a", [10, 11, 12, 13], 3), ("b", [20, 21, 22, 23, 24, 25, 26], 1)]]
     assert [waiting(requests, *row) for row in (("a", 4), ("b", 7), ("c", 4))] == [[14, 15, 16], [27], []]
-    reported = drafting.drafts_of(step_)
+    reported = drafting.get_draft_token_ids(step_)
     assert dict(zip(reported.req_ids, reported.draft_token_ids, strict=True)) == {"a": [14, 15, 16], "b": [27], "c": []}
 
 
@@ -146,7 +146,7 @@ def test_a_step_in_which_nobody_may_draft_costs_no_call() -> None:
     drafting.propose_on_host(sampled(requests, ["a"], [[1]])[0], 0)
     drafting.propose_on_host(StepResult([]), K)  # nobody sampled: prompts go on
     assert proposer.calls == []
-    assert drafting.drafts_of(step_).draft_token_ids == [[], [], []]
+    assert drafting.get_draft_token_ids(step_).draft_token_ids == [[], [], []]
 
 
 def test_nothing_is_drafted_after_a_stop() -> None:
@@ -185,7 +185,7 @@ def test_the_device_drafter_proposes_after_the_verification() -> None:
     step_.drafts = requests.drafts(torch.tensor([request.row for request in step_.requests]), K)
     assert [waiting(requests, *row) for row in (("a", 4), ("b", 7), ("c", 4))] == [[14, 15, 16], [27], []]
     assert requests.num_drafts_R[requests.pad_row] == 0
-    reported = drafting.drafts_of(step_)
+    reported = drafting.get_draft_token_ids(step_)
     assert dict(zip(reported.req_ids, reported.draft_token_ids, strict=True)) == {"a": [14, 15, 16], "b": [27], "c": []}
     assert not recorder.unexpected
     assert not drafting.propose(batch, Branch(), 0)
@@ -201,11 +201,11 @@ def test_what_the_device_cannot_have_is_not_verified() -> None:
     max_drafts = {}
     for length in range(6, 14):
         row.num_computed = length - 1  # if all drafts of the step in flight are accepted
-        (max_drafts[length],) = drafting.max_drafts([row], [K])
+        (max_drafts[length],) = drafting.cap_scheduled_drafts([row], [K])
     # Up to K tokens of the length may be taken back: only then is it sure that 8 is reached.
     assert max_drafts == {6: 3, 7: 3, 8: 3, 9: 2, 10: 1, 11: 0, 12: 0, 13: 0}
     row.num_computed = 5
-    assert drafting.max_drafts([requests.by_id["c"], row], [K, 2]).tolist() == [0, 2]
+    assert drafting.cap_scheduled_drafts([requests.by_id["c"], row], [K, 2]).tolist() == [0, 2]
 
 
 def test_a_batch_in_which_nobody_may_draft_costs_no_call_on_the_device() -> None:

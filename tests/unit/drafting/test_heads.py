@@ -23,9 +23,9 @@ from vllm_gaudi_spec.config import UnsupportedConfigError
 from vllm_gaudi_spec.drafting.head import HeadKVSync, HeadProposer, StateKVSync
 from vllm_gaudi_spec.drafting.kv_sync import ReadBlocks
 from vllm_gaudi_spec.drafting.medusa import MedusaProposer
-from vllm_gaudi_spec.drafting.models import LoadedHead, layers_of, share, with_carried
+from vllm_gaudi_spec.drafting.models import LoadedHead, get_aux_layers, share_modules, split_carried
 from vllm_gaudi_spec.drafting.on_device import DeviceDrafting
-from vllm_gaudi_spec.drafting.vocabulary import FewerTokens, SameTokens
+from vllm_gaudi_spec.drafting.vocabulary import ReducedVocabulary, SameVocabulary
 from vllm_gaudi_spec.records import DECODE, PREFILL, Batch, Hidden
 from vllm_gaudi_spec.runner.batch import locate
 from vllm_gaudi_spec.runner.hidden_states import HiddenStateBuffer, Located
@@ -92,7 +92,7 @@ class HeadRows(Rows):
             head_size=1,
             max_len=drafter_max_len,
         )
-        proposer = HeadProposer(self.head, SameTokens(VOCAB, VOCAB))
+        proposer = HeadProposer(self.head, SameVocabulary(VOCAB, VOCAB))
         return self.drafting_of("eagle", proposer, kv_sync, drafter_max_len, split)
 
     def forward(self, batch: Batch) -> None:
@@ -243,7 +243,7 @@ def test_warm_up_runs_every_shape_that_can_come(device: type[HostBackend]) -> No
 class SaysMultiples:
     """Head i outputs (i + 1) times the state."""
 
-    def logits_of_heads(self, hidden_BH: torch.Tensor, max_drafts_B: torch.Tensor) -> Iterator[torch.Tensor]:
+    def compute_head_logits(self, hidden_BH: torch.Tensor, max_drafts_B: torch.Tensor) -> Iterator[torch.Tensor]:
         state_B = hidden_BH[:, 0].long()
         return (torch.nn.functional.one_hot(state_B * (head + 1) % VOCAB, VOCAB).float() for head in range(6))
 
@@ -259,7 +259,7 @@ class MedusaRows(HeadRows):
             device=torch.device("cpu"),
         )
         self.fresh: set[str] = set()
-        proposer = MedusaProposer(SaysMultiples(), SameTokens(VOCAB, VOCAB))
+        proposer = MedusaProposer(SaysMultiples(), SameVocabulary(VOCAB, VOCAB))
         return self.drafting_of("medusa", proposer, StateKVSync(self.hidden_states), drafter_max_len)
 
     def expected(self, name: str) -> list[int]:
@@ -280,7 +280,7 @@ def test_medusa_reads_the_state_after_the_last_accepted_token(num_drafts: int, d
 
 def test_a_head_whose_logits_cover_fewer_tokens() -> None:
     output_ids = torch.tensor([2, 5, 6])
-    translation = FewerTokens(output_ids, 8)
+    translation = ReducedVocabulary(output_ids, 8)
     logits = torch.tensor([[1.0, 2.0, 3.0]])
     expected = torch.full((1, 8), -torch.inf)
     expected[0, output_ids] = logits[0]
@@ -329,7 +329,7 @@ def test_a_head_without_matrices_gets_the_targets() -> None:
     target = model_of(inner_embed_tokens=linear(), lm_head=linear())
     head = model_of(inner_embed_tokens=linear())
     head.has_own_embed_tokens = head.has_own_lm_head = False  # type: ignore[assignment]
-    share(target, head)
+    share_modules(target, head)
     assert head.model.embed_tokens is target.model.embed_tokens  # type: ignore[union-attr]
     assert head.lm_head is target.lm_head
 
@@ -341,7 +341,7 @@ def test_matrices_of_its_own_stay_unless_they_are_the_same(equal: bool) -> None:
     head.has_own_embed_tokens = head.has_own_lm_head = True  # type: ignore[assignment]
     if equal:
         head.lm_head.weight = nn.Parameter(target.lm_head.weight.clone())  # type: ignore[union-attr]
-    share(target, head)
+    share_modules(target, head)
     assert head.model.embed_tokens is not target.model.embed_tokens  # type: ignore[union-attr]
     assert (head.lm_head is target.lm_head) == equal
 
@@ -352,16 +352,16 @@ def test_each_layer_of_several_token_prediction_writes_with_the_targets_matrix(c
     layer = nn.Module()
     layer.shared_head = model_of(head=linear())
     target = model_of(inner_embed_tokens=linear(), lm_head=linear())
-    share(target, model_of(inner_layers=container([layer]), inner_embed_tokens=linear()))
+    share_modules(target, model_of(inner_layers=container([layer]), inner_embed_tokens=linear()))
     assert layer.shared_head.head is target.lm_head
 
 
 def test_a_target_may_write_with_its_embeddings() -> None:
     target, head = model_of(inner_embed_tokens=linear()), model_of(inner_embed_tokens=linear())
-    share(target, head)
+    share_modules(target, head)
     assert head.lm_head is target.model.embed_tokens  # type: ignore[union-attr]
     with pytest.raises(UnsupportedConfigError, match="has no embeddings under a name that heads know"):
-        share(model_of(lm_head=linear()), head)
+        share_modules(model_of(lm_head=linear()), head)
 
 
 def test_a_whole_head_takes_parts_of_a_target_that_is_cut(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -377,7 +377,7 @@ def test_a_whole_head_takes_parts_of_a_target_that_is_cut(monkeypatch: pytest.Mo
     target = model_of(inner_embed_tokens=Embeddings(), lm_head=linear())
     head = model_of(inner_embed_tokens=linear())
     monkeypatch.setattr(parallel_state, "_TP", alone)
-    share(target, head, target_group)  # type: ignore[arg-type]
+    share_modules(target, head, target_group)  # type: ignore[arg-type]
     assert head.model.embed_tokens(torch.tensor(3)) == 4  # type: ignore[union-attr, operator]
     assert asked == [target_group]
     assert parallel_state.get_tp_group() is alone
@@ -413,15 +413,15 @@ def test_a_head_takes_no_adapters() -> None:
 
 def test_a_head_with_two_answers_carries_the_second() -> None:
     first, second = torch.zeros(1), torch.ones(1)
-    assert with_carried((first, second), None) == Hidden(first, second)
-    assert with_carried(first, None) == Hidden(first, first)
+    assert split_carried((first, second), None) == Hidden(first, second)
+    assert split_carried(first, None) == Hidden(first, first)
 
 
 def test_the_layers_that_a_head_reads() -> None:
     nested = {"eagle_aux_hidden_state_layer_ids": [1, 5]}
-    assert layers_of(SimpleNamespace(eagle_aux_hidden_state_layer_ids=[2, 3], eagle_config=nested)) == [2, 3]
-    assert layers_of(SimpleNamespace(eagle_config=nested)) == [1, 5]
-    assert layers_of(SimpleNamespace(eagle_config=None)) is None
+    assert get_aux_layers(SimpleNamespace(eagle_aux_hidden_state_layer_ids=[2, 3], eagle_config=nested)) == [2, 3]
+    assert get_aux_layers(SimpleNamespace(eagle_config=nested)) == [1, 5]
+    assert get_aux_layers(SimpleNamespace(eagle_config=None)) is None
 
 
 def test_requests_end_and_their_rows_serve_others() -> None:

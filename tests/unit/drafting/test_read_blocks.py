@@ -27,9 +27,9 @@ def test_many_rows_at_once_are_noted_as_each_alone() -> None:
         rows = [row for row in rng.sample(range(ROWS), rng.randint(0, ROWS)) if known[row] < LONGEST]
         reach = [rng.randint(known[row] + 1, LONGEST) for row in rows]
         begins = np.array([known[row] for row in rows], dtype=np.int32)
-        blocks.note(np.array(rows, dtype=np.int64), begins, np.array(reach, dtype=np.int32))
+        blocks.record_read(np.array(rows, dtype=np.int64), begins, np.array(reach, dtype=np.int32))
         for row, end in zip(rows, reach, strict=True):
             known[row] = end
-        assert [blocks.reach(row, LONGEST) for row in range(ROWS)] == known
+        assert [blocks.count_read(row, LONGEST) for row in range(ROWS)] == known
         for row, end in enumerate(known):
-            assert blocks.reach(row, end) == end
+            assert blocks.count_read(row, end) == end

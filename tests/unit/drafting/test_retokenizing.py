@@ -17,7 +17,7 @@ from vllm_gaudi_spec.drafting.universal.encoder import Encoded, Encoder
 from vllm_gaudi_spec.drafting.universal.pairs import Coverage
 from vllm_gaudi_spec.drafting.universal.timeline import Reader, Rewriter, Timeline
 from vllm_gaudi_spec.drafting.universal.token_bytes import ModelTokenizer, read_vocabulary
-from vllm_gaudi_spec.drafting.universal.vocab_map import match
+from vllm_gaudi_spec.drafting.universal.vocab_map import match_vocabularies
 
 SPECIAL = dict(bos_token="<s>", eos_token="</s>")
 NAMED_OTHERWISE = dict(bos_token="<|begin|>", eos_token="<|end|>")
@@ -39,7 +39,7 @@ class Languages:
         self.tokenizers = TOKENIZERS[target](), TOKENIZERS[drafter]()
         self.models = [ModelTokenizer(tokenizer) for tokenizer in self.tokenizers]
         self.target, self.drafter = (read_vocabulary(model) for model in self.models)
-        self.map = match(self.target, self.drafter, *map(len, self.tokenizers))
+        self.map = match_vocabularies(self.target, self.drafter, *map(len, self.tokenizers))
         self.reader = Reader(
             self.target, self.drafter, Encoder(self.models[1], len(self.tokenizers[1])), self.map.target_to_draft
         )
@@ -231,8 +231,8 @@ def test_what_counts_as_read_was_read(languages: Languages, host_knows_drafts: b
                 device.read_all(rng)
                 wanted = rng.randint(1, 5)
                 right = ids[begin : begin + rng.randint(0, wanted)]
-                accepted = next((i for i, t in enumerate(right) if languages.reader.partner(t) < 0), len(right))
-                drafts = [languages.reader.partner(token) for token in right[:accepted]]
+                accepted = next((i for i, t in enumerate(right) if languages.reader.get_partner(t) < 0), len(right))
+                drafts = [languages.reader.get_partner(token) for token in right[:accepted]]
                 drafts += [rng.randrange(300) for _ in range(wanted - accepted)]
                 device.write(len(timeline), drafts[:-1])
                 timeline.drafted(wanted, drafts if host_knows_drafts else ())
@@ -319,10 +319,10 @@ def test_too_few_common_tokens_are_reported_once(monkeypatch: pytest.MonkeyPatch
     for covered, expected in ((np.zeros(100), 0), (half, 1)):
         messages.clear()
         coverage = Coverage(covered)
-        coverage.saw(list(range(100)))
+        coverage.add_prompt(list(range(100)))
         assert not messages, "too early"
         for _ in range(100):
-            coverage.saw(list(range(100)))
+            coverage.add_prompt(list(range(100)))
         assert len(messages) == expected
     assert "50%" in messages[0]
     assert "slem" in messages[0]

@@ -23,7 +23,7 @@ from vllm_gaudi_spec.drafting.guard import Guard
 from vllm_gaudi_spec.drafting.history import RequestHistory
 from vllm_gaudi_spec.drafting.universal.text_drafting import RetokenizedProposer, TextDrafting
 from vllm_gaudi_spec.drafting.universal.timeline import Timeline
-from vllm_gaudi_spec.drafting.vocabulary import MappedTokens, OwnTokens, Translation
+from vllm_gaudi_spec.drafting.vocabulary import DrafterVocabulary, MappedVocabulary, Translation
 from vllm_gaudi_spec.records import StepResult
 from vllm_gaudi_spec.runner.batch import pad_rows
 from vllm_gaudi_spec.runner.graphs import StepRecorder
@@ -99,8 +99,8 @@ class Rows:
         )  # type: ignore[arg-type]
         pairs, device = self.languages.map, torch.device("cpu")
         spelled = np.array([(piece or b"\xff").isascii() for piece in self.languages.drafter.bytes_by_id])
-        self.mapped = MappedTokens(pairs.target_to_draft, pairs.draftable, 0, device)
-        self.translation: Translation = OwnTokens(spelled, device) if match == "slem" else self.mapped
+        self.mapped = MappedVocabulary(pairs.target_to_draft, pairs.draftable, 0, device)
+        self.translation: Translation = DrafterVocabulary(spelled, device) if match == "slem" else self.mapped
         self.model = ClosestToken(length, own)
         self.recorder = StepRecorder()
         split = LengthSplit(self.backend, NUM_ROWS, self.speculation, MAX_LEN)  # type: ignore[arg-type]
@@ -148,7 +148,7 @@ class Rows:
         if (drafts := self.drafting.host_drafts(members)) is not None:  # the next step copies them to the device
             self.requests.put_host_drafts(rows_B[: len(members)], torch.from_numpy(drafts))
         waiting = {name: self.waiting(name) for name in answers}
-        reported = dict(zip(answers, self.drafting.drafts_of(done).draft_token_ids, strict=True))
+        reported = dict(zip(answers, self.drafting.get_draft_token_ids(done).draft_token_ids, strict=True))
         assert {name: len(drafts) for name, drafts in waiting.items()} == {
             name: len(reported[name]) for name in reported
         }
@@ -256,7 +256,7 @@ def test_a_row_that_outgrows_the_kv_region_goes_on_without_drafts() -> None:
     assert len(drafts["a"]) == 4
 
     def outgrown() -> set[str]:
-        return set(rows.drafting.outgrown())
+        return set(rows.drafting.find_outgrown_requests())
 
     assert outgrown() == {"c"}
     while len(rows.read("a")) < 40:
@@ -277,11 +277,11 @@ def test_requests_that_outgrew_the_drafter_are_those_of_the_step_that_asks() -> 
     rows = Rows(num_drafts=4, length=40)
     rows.start(prompts(rows))
     rows.sample({"c": [7]})
-    asked = rows.drafting.outgrown()
+    asked = rows.drafting.find_outgrown_requests()
     assert list(asked) == ["c"]
     rows.start({"c": [5]}, preempted={"c"})
     rows.sample({"c": [7]})
-    assert not rows.drafting.outgrown()
+    assert not rows.drafting.find_outgrown_requests()
     assert list(asked) == ["c"]
 
 
@@ -302,7 +302,7 @@ def test_a_grammar_sees_the_drafts() -> None:
     rows.requests.by_id["b"].params.structured_outputs = StructuredOutputsParams(regex="a*")
     members = [rows.requests.by_id["b"]]
     drafts = rows.sample({"b": [8]})["b"]
-    assert rows.drafting.drafts_of(StepResult(members)).draft_token_ids == [drafts]
+    assert rows.drafting.get_draft_token_ids(StepResult(members)).draft_token_ids == [drafts]
 
 
 def test_the_probs_of_a_sampled_draft_are_kept() -> None:
@@ -310,7 +310,7 @@ def test_the_probs_of_a_sampled_draft_are_kept() -> None:
     rows.start(prompts(rows))
     drafts = rows.sample({"a": [7], "b": [8]})
     for name in "ab":
-        probs = rows.drafting.probs(torch.tensor([rows.requests.by_id[name].row]))
+        probs = rows.drafting.gather_probs(torch.tensor([rows.requests.by_id[name].row]))
         assert probs is not None
         read = rows.read(name)
         for probs_V, draft in zip(probs[0], drafts[name], strict=True):

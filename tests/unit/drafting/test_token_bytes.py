@@ -20,7 +20,7 @@ from vllm_gaudi_spec.config import UnsupportedConfigError
 from vllm_gaudi_spec.drafting.universal.token_bytes import (
     ModelTokenizer,
     Vocabulary,
-    content_hash,
+    hash_content,
     load_tokenizer,
     read_vocabulary,
 )
@@ -302,7 +302,7 @@ def test_roles_and_names_of_special_tokens() -> None:
     assert (roles.end_of_turn, roles.eos) == (end, (eos, call))
     assert roles.ends == (end, eos, call)
     assert (roles.bos, roles.pad, roles.unk) == (id_of(tokenizer, "<|start|>"), eos, id_of(tokenizer, "<|unk|>"))
-    assert roles.of(eos) == {"end", "pad"}
+    assert roles.get_roles(eos) == {"end", "pad"}
     assert set(vocabulary.special_names.values()) == {"<|start|>", "<|eos|>", "<|unk|>", "<|end|>", "<|call|>"}
     assert all(vocabulary.bytes_by_id[token_id] is None for token_id in vocabulary.special_names)
 
@@ -413,7 +413,7 @@ def test_mistral_common_is_asked(tmp_path: Path) -> None:
     assert vocabulary.bytes_by_id == (*[None] * len(names), *pieces)
     assert vocabulary.special_names == dict(enumerate(names))
     assert (vocabulary.roles.bos, vocabulary.roles.ends) == (1, (2,))
-    assert content_hash(model) == content_hash(load_tokenizer(str(tmp_path)))
+    assert hash_content(model) == hash_content(load_tokenizer(str(tmp_path)))
 
 
 def test_a_slow_sentencepiece_tokenizer(tmp_path: Path) -> None:
@@ -505,7 +505,7 @@ def test_the_hash_follows_the_content() -> None:
     def hashed(change: Callable[[PreTrainedTokenizerFast], object] = lambda _: None, *ends: int) -> str:
         tokenizer = chat_tokenizer()
         change(tokenizer)
-        return content_hash(ModelTokenizer(tokenizer, ends))
+        return hash_content(ModelTokenizer(tokenizer, ends))
 
     def other_template(tokenizer: PreTrainedTokenizerFast) -> None:
         tokenizer.chat_template = "other"

@@ -1,4 +1,4 @@
-"""Exactness through another vocabulary: the drafter reads and speaks through MappedTokens, knows a part of the target's
+"""Exactness through another vocabulary: the drafter reads and drafts by MappedVocabulary, knows a part of the target's
 tokens, and has tokens of its own; what is written follows the target's distribution all the same.
 
 By enumeration where the drafts can be enumerated, and by sampling with the noise that is really used.
@@ -17,7 +17,7 @@ from tests.support import distributions, exact
 from tests.support.distributions import ALPHA, FIRST, Table, Texts, random_table, request_keys, text_probs, write
 from tests.unit.sampling.test_exact_rules import ROUNDING, RULES, STOPS, every_rule
 from vllm_gaudi_spec.drafting.universal.vocab_map import VocabMap
-from vllm_gaudi_spec.drafting.vocabulary import MappedTokens
+from vllm_gaudi_spec.drafting.vocabulary import MappedVocabulary
 from vllm_gaudi_spec.sampling.drafts import draft
 from vllm_gaudi_spec.sampling.rules import strict
 from vllm_gaudi_spec.sampling.rules.registry import TORCH
@@ -52,8 +52,8 @@ def pair(vocab: int, share: float, order: int = 1, seed: int = 0, drafter_is_tar
     draftable = np.ones(count, dtype=bool)
     draftable[1:2] = share == 1.0
     pairs = np.stack([target_ids, draft_ids], axis=1).astype(np.int32)
-    vocabularies = VocabMap.of_pairs(pairs, draftable, vocab, count + DRAFTERS_OWN)
-    translation = MappedTokens(
+    vocabularies = VocabMap.from_pairs(pairs, draftable, vocab, count + DRAFTERS_OWN)
+    translation = MappedVocabulary(
         vocabularies.target_to_draft, vocabularies.draftable, int(draft_ids[0]), torch.device("cpu")
     )
 

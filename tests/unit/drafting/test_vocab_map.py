@@ -30,7 +30,7 @@ from tests.unit.drafting.test_token_bytes import (
 from vllm_gaudi_spec.config import UnsupportedConfigError
 from vllm_gaudi_spec.drafting.universal import vocab_map as module
 from vllm_gaudi_spec.drafting.universal.token_bytes import ModelTokenizer, Roles, Vocabulary, read_vocabulary
-from vllm_gaudi_spec.drafting.universal.vocab_map import VocabMap, match, vocab_map
+from vllm_gaudi_spec.drafting.universal.vocab_map import VocabMap, load_vocab_map, match_vocabularies
 
 PADDING = 37
 """The models' vocabularies are larger than their tokenizers'."""
@@ -52,10 +52,10 @@ class Pair:
         self.models = ModelTokenizer(target, ends), ModelTokenizer(draft, draft_ends)
         self.sizes = len(target) + PADDING, len(draft) + 2 * PADDING
         self.vocabularies = read_vocabulary(self.models[0]), read_vocabulary(self.models[1])
-        self.map = match(*self.vocabularies, *self.sizes)
+        self.map = match_vocabularies(*self.vocabularies, *self.sizes)
 
     def build(self, cache: Path | None) -> VocabMap:
-        return vocab_map(*self.models, *self.sizes, cache)
+        return load_vocab_map(*self.models, *self.sizes, cache)
 
 
 @pytest.fixture(params=PAIRS, scope="module")
@@ -167,16 +167,16 @@ def test_a_vocabulary_matches_itself_id_by_id() -> None:
 def test_ids_beyond_a_model_have_no_partner() -> None:
     """A tokenizer can be larger than its model, too."""
     vocabulary = read_vocabulary(ModelTokenizer(byte_level(eos_token="<eos>")))
-    made = match(vocabulary, vocabulary, 300, 200)
+    made = match_vocabularies(vocabulary, vocabulary, 300, 200)
     assert (made.target_to_draft.size, made.draft_to_target.size, made.num_matched) == (300, 200, 200)
-    assert made.coverage() == {"target": 200 / 300, "drafter": 1}
+    assert made.compute_coverage() == {"target": 200 / 300, "drafter": 1}
     assert (made.target_to_draft[200:] == -1).all()
 
 
 def test_special_tokens_beyond_a_model_have_no_partner() -> None:
     vocabulary = special("<a> <b> <c>")
     for sizes in ((2, 4), (4, 2)):
-        assert match(vocabulary, vocabulary, *sizes).num_matched == 2
+        assert match_vocabularies(vocabulary, vocabulary, *sizes).num_matched == 2
 
 
 def test_arrays_can_not_be_changed(pair: Pair) -> None:
@@ -195,10 +195,10 @@ def test_an_empty_intersection_is_refused() -> None:
         )
 
     with pytest.raises(UnsupportedConfigError, match="Use another model"):
-        match(vocabulary(b"a"), vocabulary(b"b"), 2, 2)
+        match_vocabularies(vocabulary(b"a"), vocabulary(b"b"), 2, 2)
     with pytest.raises(UnsupportedConfigError):  # only in the padding of the drafter
-        match(vocabulary(b"a"), vocabulary(b"a"), 2, 0)
-    assert match(vocabulary(b"a"), vocabulary(b"a"), 2, 2).num_matched == 2
+        match_vocabularies(vocabulary(b"a"), vocabulary(b"a"), 2, 0)
+    assert match_vocabularies(vocabulary(b"a"), vocabulary(b"a"), 2, 2).num_matched == 2
 
 
 # ---- special tokens --------------------------------------------------------------------------------------
@@ -217,7 +217,7 @@ def special(names: str, **roles: Any) -> Vocabulary:
 
 
 def partners(target: Vocabulary, draft: Vocabulary) -> dict[int, int]:
-    made = match(target, draft, 20, 20)
+    made = match_vocabularies(target, draft, 20, 20)
     return {i: int(made.target_to_draft[i]) for i in np.flatnonzero(made.target_to_draft >= 0).tolist() if i}
 
 
@@ -225,7 +225,7 @@ def test_roles_pair_tokens_of_other_names() -> None:
     target = special("<pad> <eos> <bos> <unk> <turn>", pad=1, eos=(2,), bos=3, unk=4, end_of_turn=5)
     draft = special("[t] [e] [b] [p] [u]", end_of_turn=1, eos=(2,), bos=3, pad=4, unk=5)
     assert partners(target, draft) == {1: 4, 2: 2, 3: 3, 4: 5, 5: 1}
-    made = match(target, draft, 20, 20)
+    made = match_vocabularies(target, draft, 20, 20)
     assert np.flatnonzero(made.draftable).tolist() == [0, 1, 2, 3]
 
 
@@ -278,14 +278,14 @@ def never(*_: Any) -> Any:
 def test_a_second_build_reads_the_file(small: Pair, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     first = small.build(tmp_path / "deep" / "cache")
     assert equal(first, small.map)
-    monkeypatch.setattr(module, "match", never)
+    monkeypatch.setattr(module, "match_vocabularies", never)
     assert equal(small.build(tmp_path / "deep" / "cache"), first)
 
 
 def test_other_inputs_are_other_files(small: Pair, tmp_path: Path) -> None:
     def built(pair: Pair) -> VocabMap:
         made = pair.build(tmp_path)
-        assert equal(made, match(*pair.vocabularies, *pair.sizes))
+        assert equal(made, match_vocabularies(*pair.vocabularies, *pair.sizes))
         return made
 
     built(small)
@@ -356,7 +356,7 @@ def test_pairs_that_can_not_be_are_refused_even_with_a_right_checksum() -> None:
     flags = np.array([True, True])
     for pairs in ([[0, 0], [0, 1]], [[0, 1], [1, 1]], [[0, 0], [4, 1]], [[0, -1], [1, 0]]):
         with pytest.raises(ValueError):
-            VocabMap.of_pairs(np.array(pairs, dtype=np.int32), flags, 4, 4)
+            VocabMap.from_pairs(np.array(pairs, dtype=np.int32), flags, 4, 4)
 
 
 def test_a_folder_that_can_not_be_written_costs_the_file_only(small: Pair, tmp_path: Path) -> None:
@@ -412,6 +412,6 @@ def test_a_large_pair_is_quick() -> None:
 
     target, draft = large(30000, "▁", unk_token="<unk>"), large(20000, " ", unk_token="<unk>")
     started = time.process_time()
-    made = vocab_map(ModelTokenizer(target), ModelTokenizer(draft), len(target), len(draft))
+    made = load_vocab_map(ModelTokenizer(target), ModelTokenizer(draft), len(target), len(draft))
     assert time.process_time() - started < 2
     assert made.num_matched == 20000 + 256 + 1

@@ -123,7 +123,7 @@ def test_special_files_are_refused(make: Callable[[Path], None], cache: Path) ->
 
 
 def small_map() -> vocab_map.VocabMap:
-    return vocab_map.VocabMap.of_pairs(PAIRS, np.array([True, False]), 3, 2)
+    return vocab_map.VocabMap.from_pairs(PAIRS, np.array([True, False]), 3, 2)
 
 
 def test_vocabulary_map_is_not_read_through_a_link(cache: Path, elsewhere: Path) -> None:
@@ -159,15 +159,15 @@ def forged(**header: Any) -> bytes:
 )
 def test_forged_vocabulary_map_is_rebuilt(content: bytes, cache: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """What somebody wrote there who knows the layout; the untouched file is read."""
-    monkeypatch.setattr(vocab_map, "content_hash", lambda model: "hash")
+    monkeypatch.setattr(vocab_map, "hash_content", lambda model: "hash")
     monkeypatch.setattr(vocab_map, "read_vocabulary", lambda model: None)
-    monkeypatch.setattr(vocab_map, "match", lambda *_: small_map())
+    monkeypatch.setattr(vocab_map, "match_vocabularies", lambda *_: small_map())
     model: Any = SimpleNamespace()
-    vocab_map.vocab_map(model, model, 3, 2, cache)
+    vocab_map.load_vocab_map(model, model, 3, 2, cache)
     (path,) = cache.iterdir()
     whole, key = path.read_bytes(), json.loads(path.read_bytes().partition(b"\n")[0])["key"]
     path.write_bytes(content.replace(b'"key": "key"', f'"key": "{key}"'.encode()))
-    assert vocab_map.vocab_map(model, model, 3, 2, cache).num_matched == 2
+    assert vocab_map.load_vocab_map(model, model, 3, 2, cache).num_matched == 2
     assert path.read_bytes() == whole
 
 

@@ -45,12 +45,12 @@ def kept(cache: Path) -> list[Path]:
 
 
 def test_vocabulary_map_is_made_without_a_file(cache: Path, full_disk: None, monkeypatch: pytest.MonkeyPatch) -> None:
-    made = vocab_map.VocabMap.of_pairs(np.array([[0, 1], [2, 0]], dtype=np.int32), np.array([True, False]), 3, 2)
-    monkeypatch.setattr(vocab_map, "content_hash", lambda model: "hash")
+    made = vocab_map.VocabMap.from_pairs(np.array([[0, 1], [2, 0]], dtype=np.int32), np.array([True, False]), 3, 2)
+    monkeypatch.setattr(vocab_map, "hash_content", lambda model: "hash")
     monkeypatch.setattr(vocab_map, "read_vocabulary", lambda model: None)
-    monkeypatch.setattr(vocab_map, "match", lambda *_: made)
+    monkeypatch.setattr(vocab_map, "match_vocabularies", lambda *_: made)
     model: Any = SimpleNamespace()
-    assert vocab_map.vocab_map(model, model, 3, 2, cache).num_matched == 2
+    assert vocab_map.load_vocab_map(model, model, 3, 2, cache).num_matched == 2
     assert not kept(cache)
 
 

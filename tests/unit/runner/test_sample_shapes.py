@@ -56,7 +56,7 @@ def sample_shapes(
         vocab_size=VOCAB,
         max_logprobs=max_logprobs,
         logprobs_mode="raw_logprobs",
-        by_rows=rectangles,
+        joint=rectangles,
     )
     return found, sampling
 
@@ -80,7 +80,7 @@ def test_every_report_without_logprobs_is_listed() -> None:
     for rectangles, max_logprobs in ((False, 20), (True, 20), (False, 100), (True, 100)):
         found, sampling = sample_shapes(256, 8192, 3, rectangles=rectangles, max_logprobs=max_logprobs)
         every = list(found.every(sampling.branches()))
-        plain = {shape[:2] for shape, branch in every if branch.of_reports() == Branch()}
+        plain = {shape[:2] for shape, branch in every if branch.select_reports() == Branch()}
         assert {shape[:2] for shape, _ in every} == plain
 
 

@@ -57,7 +57,7 @@ def test_drafts_with_the_smallest_probabilities_stay_numbers() -> None:
 def test_noise_of_the_position_alone_is_too_little(forgotten: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """The bias is in the second step: the first token alone does not show it."""
     module = drafting if forgotten == "drafting" else block
-    monkeypatch.setattr(module, "keys_of_block", lambda keys_B2, starts_B: keys_B2)
+    monkeypatch.setattr(module, "derive_block_keys", lambda keys_B2, starts_B: keys_B2)
     target, drafter = random_table(3, 2, seed=1), random_table(3, 2, seed=2)
     texts, _ = write(block.verify, target, drafter, num_positions=2, steps=2, length=6, rows=200_000)
     first, *joint = distributions.p_values(texts, target)

@@ -43,8 +43,8 @@ class Grain(NamedTuple):
 
 
 GRAINS = {
-    "captured": Grain(CapturingBackend, Branch.coarse, Branch.every_coarse, 36),
-    "compiled": Grain(CompilingBackend, Branch.merged, Branch.every_merged, 4 + 3 * 2),
+    "captured": Grain(CapturingBackend, Branch.coarsen, Branch.iter_coarse, 36),
+    "compiled": Grain(CompilingBackend, Branch.merge, Branch.iter_merged, 4 + 3 * 2),
 }
 grains = pytest.mark.parametrize("grain", GRAINS.values(), ids=GRAINS)
 
@@ -58,7 +58,7 @@ def test_a_coarse_branch_is_one_of_few_and_its_own_coarse_branch(grain: Grain, v
     every = list(grain.every(vocab, counts))
     assert len(set(every)) == len(every) <= grain.most
     assert list(given.branches()) == every
-    found = {grain.coarse(branch, vocab, counts) for branch in Branch.every(vocab, counts)}
+    found = {grain.coarse(branch, vocab, counts) for branch in Branch.iter_all(vocab, counts)}
     assert found == set(every)
     assert all(grain.coarse(branch, vocab, counts) == branch for branch in every)
 
@@ -68,7 +68,7 @@ def test_a_coarse_branch_is_one_of_few_and_its_own_coarse_branch(grain: Grain, v
 @pytest.mark.parametrize("most", MOST_LOGPROBS)
 def test_a_coarse_branch_has_all_that_was_asked(grain: Grain, vocab: int, most: int) -> None:
     counts = sampling(vocab, most).logprob_counts
-    for fine in Branch.every(vocab, counts):
+    for fine in Branch.iter_all(vocab, counts):
         coarse = grain.coarse(fine, vocab, counts)
         assert coarse.random == fine.random, "noise is nothing that can be idle"
         for name, own, asked in zip(Branch._fields, coarse, fine, strict=True):
@@ -77,13 +77,13 @@ def test_a_coarse_branch_has_all_that_was_asked(grain: Grain, vocab: int, most: 
 
 def test_what_a_merged_branch_does_not_pay_for() -> None:
     counts = (0, 5, 20)
-    assert Branch().merged(1500, counts) == Branch()
+    assert Branch().merge(1500, counts) == Branch()
     plain = Branch(random=True, min_p=True)
-    assert Branch(random=True).merged(1500, counts) == plain, "no filter but min-p"
-    assert Branch(random=True, top_k=64).merged(1500, counts) == plain._replace(top_k=64, top_p=LISTED), "no search"
-    searched = Branch(random=True, top_p=SEARCHED).merged(1500, counts)
+    assert Branch(random=True).merge(1500, counts) == plain, "no filter but min-p"
+    assert Branch(random=True, top_k=64).merge(1500, counts) == plain._replace(top_k=64, top_p=LISTED), "no search"
+    searched = Branch(random=True, top_p=SEARCHED).merge(1500, counts)
     assert searched == plain._replace(top_k=64, top_p=SEARCHED), "one search, not two"
-    assert Branch(reported=True).merged(1500, counts).top_p == 0, "a greedy request that asks for log-probabilities"
+    assert Branch(reported=True).merge(1500, counts).top_p == 0, "a greedy request that asks for log-probabilities"
 
 
 # --- the same outcome ---

@@ -16,7 +16,7 @@ from vllm_gaudi_spec.config import MAX_BAD_WORD_TOKENS, MAX_LOGIT_EDITS
 from vllm_gaudi_spec.records import Request
 from vllm_gaudi_spec.sampling.logit_edits import ANY_TOKEN, EditTables, LogitEdits
 from vllm_gaudi_spec.sampling.logits import apply_logit_edits
-from vllm_gaudi_spec.sampling.verify import recent_outputs
+from vllm_gaudi_spec.sampling.verify import gather_recent_outputs
 
 
 def request(row: int, bad_words: list[list[int]] | None = None, **params: Any) -> Request:
@@ -28,7 +28,7 @@ def request(row: int, bad_words: list[list[int]] | None = None, **params: Any) -
 def gather(edits: LogitEdits, *rows: int) -> EditTables:
     for table in edits.tables:
         table.flush()
-    return edits.gather(torch.tensor(rows), edits.sizes(np.array(rows)))
+    return edits.gather(torch.tensor(rows), edits.get_sizes(np.array(rows)))
 
 
 def logit_edits(has_fixed_shapes: bool = False) -> LogitEdits:
@@ -131,7 +131,7 @@ def test_bad_words_are_those_of_upstream(seed: int) -> None:
 
     requests: Any = SimpleNamespace(tokens_at=tokens_at)
     inputs: Any = SimpleNamespace(logit_edits=tables, prompt_len_B=prompt_len_B)
-    recent_BQP, num_outputs_BQ = recent_outputs(requests, torch.arange(len(words)), positions_BQ, inputs)
+    recent_BQP, num_outputs_BQ = gather_recent_outputs(requests, torch.arange(len(words)), positions_BQ, inputs)
     logits_BQV = torch.randn(len(words), queries, vocab)
     expected_BQV = logits_BQV.clone()
     for query in range(queries):

@@ -22,7 +22,7 @@ def test_acceptance_is_the_ratio() -> None:
 
 
 def test_the_residual_is_what_the_drafter_lacks() -> None:
-    left = stop.residual(P[0], Q[0], torch.ones(1))
+    left = stop.compute_residual(P[0], Q[0], torch.ones(1))
     torch.testing.assert_close(left, torch.tensor([[0.3, 0.0, 0.2, 0.0]]))
 
 

@@ -24,7 +24,7 @@ class Encoded:
     ends: list[int] = field(default_factory=list)
     """The end of each token, in characters. Tokens that share a character all end after it."""
 
-    def tokens_before(self, position: int) -> int | None:
+    def count_tokens_before(self, position: int) -> int | None:
         """Return the number of tokens before a position of the text; None if a token extends across it."""
         count = bisect_right(self.ends, position)
         return count if position == (self.ends[count - 1] if count else 0) else None
@@ -52,7 +52,7 @@ class Encoder:
         self._backend.no_truncation()
         self._backend.no_padding()
         bare, whole = self._backend.encode("a", add_special_tokens=False).ids, self._backend.encode("a").ids
-        self.opening: list[int] = [token for token in whole[: _index(whole, bare)] if token < size]
+        self.opening: list[int] = [token for token in whole[: _find_sublist(whole, bare)] if token < size]
         """Tokens that the tokenizer puts in front of a text, such as bos."""
         # The name of a special token in a text is text, which the target spelled out.
         self._backend.encode_special_tokens = True
@@ -76,7 +76,7 @@ class Encoder:
         window.ends = [begin + end for end in window.ends]
         if before:
             for position in encoded.ends[before + _UNSURE :]:
-                old, new = encoded.tokens_before(position), window.tokens_before(position)
+                old, new = encoded.count_tokens_before(position), window.count_tokens_before(position)
                 if old is not None and new:
                     return _splice(encoded, old, window, new)
             window = self.encode(text)
@@ -86,18 +86,18 @@ class Encoder:
 def _splice(encoded: Encoded, old: int, window: Encoded, new: int) -> int:
     """Replace the tokens from `old` on with those of the window from `new` on."""
     fresh = window.ids[new:]
-    same = old + num_equal(encoded.ids[old:], fresh)
+    same = old + count_common_prefix(encoded.ids[old:], fresh)
     encoded.ids[old:] = fresh
     encoded.ends[old:] = window.ends[new:]
     return same
 
 
-def num_equal(some: Sequence[int], others: Sequence[int]) -> int:
+def count_common_prefix(some: Sequence[int], others: Sequence[int]) -> int:
     """Return the length of the common prefix."""
     pairs = enumerate(zip(some, others, strict=False))
     return next((i for i, (a, b) in pairs if a != b), min(len(some), len(others)))
 
 
-def _index(whole: list[int], part: list[int]) -> int:
+def _find_sublist(whole: list[int], part: list[int]) -> int:
     found = (i for i in range(len(whole) - len(part) + 1) if whole[i : i + len(part)] == part)
     return next(found, 0)

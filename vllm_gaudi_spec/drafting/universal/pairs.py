@@ -15,8 +15,8 @@ from vllm_gaudi_spec.config import UNIVERSAL_DRAFT, UnsupportedConfigError
 from vllm_gaudi_spec.drafting.universal.encoder import Encoder
 from vllm_gaudi_spec.drafting.universal.timeline import Reader, Rewriter
 from vllm_gaudi_spec.drafting.universal.token_bytes import ModelTokenizer, Vocabulary, load_tokenizer, read_vocabulary
-from vllm_gaudi_spec.drafting.universal.vocab_map import VocabMap, vocab_map
-from vllm_gaudi_spec.drafting.vocabulary import MappedTokens, OwnTokens, SameTokens
+from vllm_gaudi_spec.drafting.universal.vocab_map import VocabMap, load_vocab_map
+from vllm_gaudi_spec.drafting.vocabulary import DrafterVocabulary, MappedVocabulary, SameVocabulary
 
 if TYPE_CHECKING:
     from vllm.config import ModelConfig, VllmConfig
@@ -24,19 +24,19 @@ if TYPE_CHECKING:
 logger = init_logger(__name__)
 
 
-def same_tokens(vllm_config: VllmConfig) -> SameTokens:
+def require_same_vocabulary(vllm_config: VllmConfig) -> SameVocabulary:
     """Check that equal ids are equal tokens, as method `draft_model` requires."""
     speculative = vllm_config.speculative_config
     assert speculative is not None
     target, draft = vllm_config.model_config, speculative.draft_model_config
     # vLLM assigns the target's tokenizer to the drafter; its own is next to its weights.
     draft_vocab = load_tokenizer(draft.model, draft.revision, draft.trust_remote_code).tokenizer.get_vocab()
-    if draft_vocab != _tokenizer(target).tokenizer.get_vocab():
+    if draft_vocab != _load_tokenizer(target).tokenizer.get_vocab():
         raise UnsupportedConfigError(
             f"{draft.model} has another vocabulary than {target.model}; use method {UNIVERSAL_DRAFT} in "
             "--speculative-config."
         )
-    return SameTokens(target.get_vocab_size(), draft.get_vocab_size())
+    return SameVocabulary(target.get_vocab_size(), draft.get_vocab_size())
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -52,17 +52,17 @@ class Pair:
         speculative = vllm_config.speculative_config
         assert speculative is not None
         target, draft = vllm_config.model_config, speculative.draft_model_config
-        tokenizers = _tokenizer(target), _tokenizer(draft)
-        found = vocab_map(*tokenizers, target.get_vocab_size(), draft.get_vocab_size(), cache)
+        tokenizers = _load_tokenizer(target), _load_tokenizer(draft)
+        found = load_vocab_map(*tokenizers, target.get_vocab_size(), draft.get_vocab_size(), cache)
         logger.info(
             "Universal drafting: %d tokens in common, %.1f%% of the target's and %.1f%% of the drafter's.",
             found.num_matched,
-            *(100 * share for share in found.coverage().values()),
+            *(100 * share for share in found.compute_coverage().values()),
         )
         return cls(*tokenizers, found)
 
-    def mapped(self, device: torch.device) -> MappedTokens:
-        return MappedTokens(self.map.target_to_draft, self.map.draftable, _stand_in(self.drafter), device)
+    def make_mapped_vocabulary(self, device: torch.device) -> MappedVocabulary:
+        return MappedVocabulary(self.map.target_to_draft, self.map.draftable, _choose_stand_in(self.drafter), device)
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -77,7 +77,7 @@ class Texts:
     def load(cls, pair: Pair) -> Texts:
         return cls(pair, read_vocabulary(pair.target), read_vocabulary(pair.drafter))
 
-    def reader(self) -> Reader:
+    def make_reader(self) -> Reader:
         return Reader(
             self.target,
             self.drafter,
@@ -85,7 +85,7 @@ class Texts:
             self.pair.map.target_to_draft,
         )
 
-    def rewriter(self) -> Rewriter:
+    def make_rewriter(self) -> Rewriter:
         return Rewriter(
             self.target,
             self.drafter,
@@ -93,15 +93,15 @@ class Texts:
             self.pair.map.draft_to_target,
         )
 
-    def untranslated(self, device: torch.device) -> OwnTokens:
+    def make_drafter_vocabulary(self, device: torch.device) -> DrafterVocabulary:
         """Allow all tokens that stand for text, and those with a partner by role."""
         draftable = self.pair.map.draftable.copy()
         spelled = [token for token, piece in enumerate(self.drafter.bytes_by_id[: len(draftable)]) if piece is not None]
         draftable[spelled] = True
-        return OwnTokens(draftable, device)
+        return DrafterVocabulary(draftable, device)
 
 
-def _tokenizer(model: ModelConfig) -> ModelTokenizer:
+def _load_tokenizer(model: ModelConfig) -> ModelTokenizer:
     loaded = load_tokenizer(model.tokenizer, model.tokenizer_revision, model.trust_remote_code)
     ids, size = loaded.tokenizer.get_vocab().values(), model.get_vocab_size()
     # Ids beyond the model's are harmless padding, but the list of tokens by id is as long as the largest id.
@@ -113,7 +113,7 @@ def _tokenizer(model: ModelConfig) -> ModelTokenizer:
     return loaded
 
 
-def _stand_in(drafter: ModelTokenizer) -> int:
+def _choose_stand_in(drafter: ModelTokenizer) -> int:
     """Return the token that the drafter reads for target tokens that it lacks, so that each token has a position.
 
     A space means least. The drafter's unk is often its end of text, which means that a document ended.
@@ -140,7 +140,7 @@ class Coverage:
         self._num_seen = self._num_matched = 0
         self._is_checked = False
 
-    def saw(self, prompt: Sequence[int]) -> None:
+    def add_prompt(self, prompt: Sequence[int]) -> None:
         if self._is_checked:
             return
         self._num_seen += len(prompt)

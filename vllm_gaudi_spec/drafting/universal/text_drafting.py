@@ -126,8 +126,8 @@ class TextDrafting(Drafting):
         self._drafts: dict[str, list[int]] = {}
         """Maps requests to draft tokens; to zeros, of which only the number counts, if they are on the device."""
         self._unread_drafts: Drafts | None = None
-        self._read_rows = requests.backend.graphs.graph(self._read)
-        self._draft_rows = requests.backend.graphs.graph(self._draft_chain)
+        self._read_rows = requests.backend.graphs.graph(self._read_on_device)
+        self._draft_rows = requests.backend.graphs.graph(self._draft_on_device)
 
     @property
     def _backend(self) -> DeviceBackend:
@@ -146,14 +146,14 @@ class TextDrafting(Drafting):
             self._timelines[request.row] = Timeline(self._reader)
             self._num_followed[request.row] = 0
             if self._coverage is not None:
-                self._coverage.saw(request.prompt)
+                self._coverage.add_prompt(request.prompt)
 
-    def on_drafter_status(self, again: list[Request], never: list[Request], *, is_off: bool) -> None:
-        self._start_anew(again)
-        for request in never:
+    def update_drafter_state(self, resumed: list[Request], excluded: list[Request], *, disabled: bool) -> None:
+        self._reset_rows(resumed)
+        for request in excluded:
             self._history.exclude(request.row)
 
-    def _start_anew(self, requests: list[Request]) -> None:
+    def _reset_rows(self, requests: list[Request]) -> None:
         """Reset what the drafter has read of these requests. Rows without a timeline stay without."""
         for request in requests:
             if request.row in self._timelines:
@@ -161,18 +161,18 @@ class TextDrafting(Drafting):
                 self._num_followed[request.row] = 0
 
     def take_rounds(self) -> list[DraftRound]:
-        return self._guard.take()
+        return self._guard.take_rounds()
 
-    def outgrown(self) -> Collection[str]:
+    def find_outgrown_requests(self) -> Collection[str]:
         return tuple(self._outgrown.values())  # a copy, since `propose_on_host` changes it
 
-    def probs(self, rows_B: torch.Tensor) -> torch.Tensor | None:
-        return self._draft_probs.of(rows_B)
+    def gather_probs(self, rows_B: torch.Tensor) -> torch.Tensor | None:
+        return self._draft_probs.gather(rows_B)
 
     def host_drafts(self, requests: list[Request]) -> np.ndarray | None:
-        return None if self._rewriter is None else self._history.drafts_np(requests)
+        return None if self._rewriter is None else self._history.get_drafts(requests)
 
-    def drafts_of(self, step: StepResult) -> DraftTokenIds:
+    def get_draft_token_ids(self, step: StepResult) -> DraftTokenIds:
         names = [request.req_id for request in step.requests]
         if self._unread_drafts is not None and any(request.params.structured_outputs for request in step.requests):
             # The scheduler checks drafts against the grammar before they are verified.
@@ -191,41 +191,41 @@ class TextDrafting(Drafting):
             return
         new = self._history.append(step)
         try:
-            self._draft_for(step, new, max_drafts)
+            self._draft_step(step, new, max_drafts)
         except Exception as error:
-            self._guard.caught(error, step.requests)
-            self._start_anew(step.requests)
+            self._guard.handle_error(error, step.requests)
+            self._reset_rows(step.requests)
             self._drafts, self._unread_drafts = {}, None
 
-    def _draft_for(self, step: StepResult, new: list[list[int]], max_drafts: int) -> None:
+    def _draft_step(self, step: StepResult, new: list[list[int]], max_drafts: int) -> None:
         for request, tokens in zip(step.requests, new, strict=True):
             if (timeline := self._timelines.get(request.row)) is not None:
                 timeline.verified(tokens[:-1])
-        found = map(self._limited, self._history.drafting_rows(step, new, max_drafts))
+        found = map(self._apply_own_limit, self._history.select_drafting_rows(step, new, max_drafts))
         members = [member for member in found if member is not None]
         if not members:
             return
         self._catch_up([member.request.row for member in members])
-        unread = max(self._num_unread(member.request.row) for member in members)
+        unread = max(self._count_unread(member.request.row) for member in members)
         longest = max(len(self._timelines[member.request.row]) for member in members)
         # Padding and drafts extend beyond the longest row.
         context = self._shapes.fit_context(longest + self._widths[-1])
         width = next(width for width in self._widths if width >= unread)
-        num_rows, branch = self._shapes.fit_rows(len(step.requests)), self._choice.branch_of(step.requests)
+        num_rows, branch = self._shapes.fit_rows(len(step.requests)), self._choice.choose_branch(step.requests)
         drafts = self._draft(step.requests, members, num_rows, width, context, branch)
         if self._rewriter is None:
-            self._put(members, drafts)
+            self._store_drafts(members, drafts)
         else:
-            self._put_rewritten(step, members, drafts)
+            self._store_rewritten_drafts(step, members, drafts)
 
-    def _limited(self, member: DraftingRow) -> DraftingRow | None:
+    def _apply_own_limit(self, member: DraftingRow) -> DraftingRow | None:
         """Apply the drafter's own limit, in its own tokens; None for a row that cannot draft."""
         row = member.request.row
         timeline = self._timelines.get(row)
         if timeline is None:
             self._outgrown[row] = member.request.req_id
             return None
-        new_np = self._history.tokens_np(row, self._num_followed[row])
+        new_np = self._history.get_tokens(row, self._num_followed[row])
         timeline.extend(new_np.tolist())
         self._num_followed[row] += len(new_np)
         if len(timeline) > self._kv_region.length + _SLACK:
@@ -242,7 +242,7 @@ class TextDrafting(Drafting):
             return None
         return replace(member, max_drafts=max_drafts)
 
-    def _num_unread(self, row: int) -> int:
+    def _count_unread(self, row: int) -> int:
         """Return the number of unread tokens, at least 1: the logits after the last token are always needed."""
         timeline = self._timelines[row]
         return max(len(timeline) - timeline.num_read, 1)
@@ -251,11 +251,11 @@ class TextDrafting(Drafting):
         """Read until a round can read the rest."""
         max_unread = self._widths[-1]
         while lagging := sorted(
-            (row for row in rows if self._num_unread(row) > max_unread), key=self._num_unread, reverse=True
+            (row for row in rows if self._count_unread(row) > max_unread), key=self._count_unread, reverse=True
         ):
-            queries = min(self._num_unread(lagging[0]) - 1, self._shapes.prefill_queries[-1])
+            queries = min(self._count_unread(lagging[0]) - 1, self._shapes.prefill_queries[-1])
             group = lagging[: self._shapes.prefill_rows_at(queries)]
-            counts = [min(self._num_unread(row) - 1, queries) for row in group]
+            counts = [min(self._count_unread(row) - 1, queries) for row in group]
             ends = [self._timelines[row].num_read + count for row, count in zip(group, counts, strict=True)]
             shape = self._shapes.prefill(len(group), max(counts), max(ends))
             self._read_chunks(list(zip(group, counts, strict=True)), shape.rows, shape.queries, shape.context)
@@ -266,7 +266,7 @@ class TextDrafting(Drafting):
         header_np = np.zeros((4, num_rows), dtype=np.int32)
         header_np[0] = self._requests.pad_row
         header_np[0, : len(members)] = [row for row, _ in members]
-        unread_np = self._unread_np([(index, *member) for index, member in enumerate(members)], num_rows, width)
+        unread_np = self._pack_unread([(index, *member) for index, member in enumerate(members)], num_rows, width)
         ends = [self._timelines[row].num_read + count for row, count in members]
         self._read_rows(self._pack(header_np, ends, context, unread_np))
         for row, count in members:
@@ -289,8 +289,8 @@ class TextDrafting(Drafting):
             row = member.request.row
             header_np[3, member.index] = member.max_drafts
             ends[member.index] = len(self._timelines[row]) + member.max_drafts
-            unread.append((member.index, row, self._num_unread(row)))
-        step = self._pack(header_np, ends, context, self._unread_np(unread, num_rows, width))
+            unread.append((member.index, row, self._count_unread(row)))
+        step = self._pack(header_np, ends, context, self._pack_unread(unread, num_rows, width))
         drafts = self._draft_rows(step, branch)
         for member in members:
             timeline = self._timelines[member.request.row]
@@ -301,8 +301,8 @@ class TextDrafting(Drafting):
         blocks = self._kv_region.blocks(header_np[0], ends, context)
         return StepInputs.pack(header_np, blocks, self._backend.memory.upload, unread_np)
 
-    def _unread_np(self, members: list[tuple[int, int, int]], num_rows: int, width: int) -> np.ndarray:
-        """Pack unread tokens, int32 [B, N + 2], as `_unread` splits them.
+    def _pack_unread(self, members: list[tuple[int, int, int]], num_rows: int, width: int) -> np.ndarray:
+        """Pack unread tokens, int32 [B, N + 2], as `_split_unread` splits them.
 
         Args:
             members: Index in the batch, row and number of tokens of each.
@@ -317,43 +317,43 @@ class TextDrafting(Drafting):
 
     # --- what runs on the device ---
 
-    def _read(self, step: StepInputs) -> None:
+    def _read_on_device(self, step: StepInputs) -> None:
         rows = step.split()
-        chunk = _unread(rows)
+        chunk = _split_unread(rows)
         row_operations = self._backend.row_operations
         self._proposer.read(
             build_rectangle(chunk.tokens_BN, chunk.starts_B, chunk.num_real_B, rows.blocks, row_operations)
         )
 
-    def _draft_chain(self, step: StepInputs, branch: Branch) -> Drafts:
+    def _draft_on_device(self, step: StepInputs, branch: Branch) -> Drafts:
         rows = step.split()
         rows_B = rows.rows_B
         lengths_B = self._requests.lengths(rows_B)
-        request = self._choice.request(self._requests, rows_B, lengths_B, rows.max_drafts_B, rows.blocks, branch)
-        proposed = self._proposer.propose(request, _unread(rows))
+        request = self._choice.make_request(self._requests, rows_B, lengths_B, rows.max_drafts_B, rows.blocks, branch)
+        proposed = self._proposer.propose(request, _split_unread(rows))
         if self._rewriter is None:
-            drafts = self._guard.usable(proposed, request, self._draft_probs.vocab_size)
+            drafts = self._guard.check_drafts(proposed, request, self._draft_probs.vocab_size)
             self._draft_probs.put(rows_B, drafts)
             self._requests.put_drafts(rows_B, lengths_B, drafts)
             return drafts.for_host
         # The host copies tokens but no counts, so the tokens of a faulty row are `FAULTY`.
-        drafts = self._guard.usable(proposed, request, None)
+        drafts = self._guard.check_drafts(proposed, request, None)
         tokens_BK = torch.where((drafts.num_drafts_B < 0)[:, None], FAULTY, drafts.tokens_BK)
         return Drafts(tokens_BK, drafts.num_drafts_B)
 
     # --- where drafts go ---
 
-    def _put(self, members: list[DraftingRow], drafts: Drafts) -> None:
+    def _store_drafts(self, members: list[DraftingRow], drafts: Drafts) -> None:
         self._unread_drafts = drafts
         for member in members:
             self._timelines[member.request.row].drafted(member.max_drafts)
             self._drafts[member.request.req_id] = [0] * member.max_drafts
 
-    def _put_rewritten(self, step: StepResult, members: list[DraftingRow], drafts: Drafts) -> None:
+    def _store_rewritten_drafts(self, step: StepResult, members: list[DraftingRow], drafts: Drafts) -> None:
         assert self._rewriter is not None
         tokens = self._backend.memory.download(drafts.tokens_BK).tolist()
         faulty = [member.request.req_id for member in members if FAULTY in tokens[member.index]]
-        self._guard.done(faulty, len(members))
+        self._guard.record_round(faulty, len(members))
         for member in members:
             if member.request.req_id in faulty:
                 continue
@@ -378,7 +378,7 @@ class TextDrafting(Drafting):
 
     def jobs(self) -> Iterator[Job]:
         """Yield reads and drafting rounds. In service nothing is read before a step has sampled."""
-        shapes, branches = self._shapes, sorted(self._choice.branches())
+        shapes, branches = self._shapes, sorted(self._choice.list_branches())
         for shape in reversed(shapes.prefills()):  # the largest claims the memory for all
             sizes = shape.rows, shape.queries, shape.context
             run = partial(self._read_chunks, [], *sizes)
@@ -390,7 +390,7 @@ class TextDrafting(Drafting):
             )
 
 
-def _unread(rows: RowInputs) -> Unread:
+def _split_unread(rows: RowInputs) -> Unread:
     assert rows.more_BX is not None
     width = rows.more_BX.shape[1] - 2
     return Unread(rows.more_BX[:, :width], rows.more_BX[:, width], rows.more_BX[:, width + 1])

@@ -13,7 +13,7 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from vllm_gaudi_spec.drafting.universal.encoder import Encoded, Encoder, num_equal
+from vllm_gaudi_spec.drafting.universal.encoder import Encoded, Encoder, count_common_prefix
 from vllm_gaudi_spec.drafting.universal.token_bytes import Vocabulary
 
 
@@ -27,11 +27,11 @@ class Reader:
     """The drafter's encoder."""
     target_to_draft: np.ndarray
 
-    def text_of(self, token: int) -> bytes | None:
+    def get_bytes(self, token: int) -> bytes | None:
         """Return a token's text; None for special tokens and for ids beyond the tokenizer."""
         return self.target.bytes_by_id[token] if token < len(self.target.bytes_by_id) else None
 
-    def partner(self, token: int) -> int:
+    def get_partner(self, token: int) -> int:
         """Return the drafter's token with the same bytes or role; -1 if there is none."""
         return int(self.target_to_draft[token])
 
@@ -79,7 +79,7 @@ class Timeline:
     @property
     def open_text(self) -> str | None:
         """The segment of text at the end; None if it ends within a character."""
-        return None if self._incomplete_bytes() else self._text
+        return None if self._get_incomplete_bytes() else self._text
 
     def read(self, num_tokens: int) -> None:
         """Record that the drafter has read the first `num_tokens` tokens."""
@@ -100,7 +100,7 @@ class Timeline:
         Called once after each verification.
         """
         if len(self._kv) == len(self):  # otherwise `drafted` got the tokens
-            self._kv.extend(self._reader.partner(token) for token in accepted[: max(self._num_drafts - 1, 0)])
+            self._kv.extend(self._reader.get_partner(token) for token in accepted[: max(self._num_drafts - 1, 0)])
         self._num_drafts = 0
 
     def extend(self, tokens: Sequence[int]) -> None:
@@ -110,19 +110,19 @@ class Timeline:
             same = min(same, len(self._closed) + self._write(segment))
             if special is not None:
                 self._close(special)
-        incomplete = self._incomplete_bytes()
+        incomplete = self._get_incomplete_bytes()
         found = [self._reader.drafter.id_by_bytes.get(bytes([byte])) for byte in incomplete]
         self._tail = [token for token in found if token is not None]
         self.is_complete = len(self._tail) == len(incomplete)
         same = min(same, len(self._kv))
         ahead = self._kv[same:]
-        del self._kv[same + num_equal(ahead, self.tokens(same, min(same + len(ahead), len(self)))) :]
+        del self._kv[same + count_common_prefix(ahead, self.tokens(same, min(same + len(ahead), len(self)))) :]
 
     def _segments(self, tokens: Sequence[int]) -> Iterator[tuple[bytes, int | None]]:
         """Yield text, each with the special token after it."""
         pieces: list[bytes] = []
         for token in tokens:
-            piece = self._reader.text_of(token)
+            piece = self._reader.get_bytes(token)
             if piece is None:
                 yield b"".join(pieces), token
                 pieces = []
@@ -145,7 +145,7 @@ class Timeline:
         return self._reader.encoder.extend(self._open, self._text)
 
     def _close(self, special: int) -> None:
-        partner = self._reader.partner(special)
+        partner = self._reader.get_partner(special)
         self._closed += [*self._open.ids, *([partner] if partner >= 0 else [])]
         # The target's bos and the one that the drafter's tokenizer adds must not both appear.
         if self._closed == [*self._reader.encoder.opening, *self._reader.encoder.opening]:
@@ -153,7 +153,7 @@ class Timeline:
         self._open, self._text = Encoded(), ""
         self._decoder.reset()
 
-    def _incomplete_bytes(self) -> bytes:
+    def _get_incomplete_bytes(self) -> bytes:
         return self._decoder.getstate()[0]
 
 
@@ -193,7 +193,7 @@ class Rewriter:
 
     def _encode(self, text: str, text_before: str) -> list[int]:
         together = self._encoder.encode(text_before + text)
-        begin = together.tokens_before(len(text_before))
+        begin = together.count_tokens_before(len(text_before))
         # None: a token extends across the start of the draft, although the text's last token ends there.
         ids = self._encoder.encode(text).ids if begin is None else together.ids[begin:]
         spelled = b"".join(self._target.bytes_by_id[token] or b"" for token in ids)

@@ -55,7 +55,7 @@ class Roles:
     def ends(self) -> tuple[int, ...]:
         return self.eos if self.end_of_turn is None else (self.end_of_turn, *self.eos)
 
-    def of(self, token_id: int) -> set[str]:
+    def get_roles(self, token_id: int) -> set[str]:
         """Return the roles of a token.
 
         The ends of a turn and of a text are one role: models differ in which of them they have.
@@ -92,24 +92,24 @@ def load_tokenizer(path: str, revision: str | None = None, trust_remote_code: bo
     ends: list[int] = []
     # Many models have no generation config, and a folder with only a tokenizer has neither.
     with contextlib.suppress(OSError, ValueError):
-        ends += _as_ids(GenerationConfig.from_pretrained(path, revision=revision).eos_token_id)
+        ends += _to_ids(GenerationConfig.from_pretrained(path, revision=revision).eos_token_id)
     with contextlib.suppress(OSError, ValueError):
         config, _ = PretrainedConfig.get_config_dict(path, revision=revision)
-        ends += _as_ids(config.get("eos_token_id", (config.get("text_config") or {}).get("eos_token_id")))
+        ends += _to_ids(config.get("eos_token_id", (config.get("text_config") or {}).get("eos_token_id")))
     return ModelTokenizer(tokenizer, tuple(dict.fromkeys(ends)))
 
 
 def read_vocabulary(model: ModelTokenizer) -> Vocabulary:
     pieces = _read_pieces(model.tokenizer)
-    roles = _roles(model, pieces)
+    roles = _find_roles(model, pieces)
     # Added tokens with a role are special even if they are not marked as such. An ordinary word among the end tokens
     # ("stop at a line break") stays a word.
-    special = pieces.special | {i: text for i, text in pieces.added.items() if roles.of(i)}
+    special = pieces.special | {i: text for i, text in pieces.added.items() if roles.get_roles(i)}
     by_id = list(pieces.by_id)
     for token_id in special:
         if token_id < len(by_id):
             by_id[token_id] = None
-    emitted = _emitted(pieces, by_id)
+    emitted = _index_by_bytes(pieces, by_id)
     return Vocabulary(
         bytes_by_id=tuple(by_id),
         id_by_bytes=emitted,
@@ -119,7 +119,7 @@ def read_vocabulary(model: ModelTokenizer) -> Vocabulary:
     )
 
 
-def content_hash(model: ModelTokenizer) -> str:
+def hash_content(model: ModelTokenizer) -> str:
     """Return a hash that is equal for tokenizers that encode and decode alike, without reading the vocabulary."""
     tokenizer = model.tokenizer
     backend = getattr(tokenizer, "backend_tokenizer", None)
@@ -154,23 +154,23 @@ class _Pieces:
 
 def _read_pieces(tokenizer: Any) -> _Pieces:
     if getattr(tokenizer, "backend_tokenizer", None) is not None:
-        return _fast_pieces(tokenizer)
+        return _read_fast_pieces(tokenizer)
     if hasattr(tokenizer, "sp_model"):
-        return _sentencepiece_pieces(tokenizer)
-    for part in _inner_parts(tokenizer):
+        return _read_sentencepiece_pieces(tokenizer)
+    for part in _iter_inner_objects(tokenizer):
         if hasattr(part, "decode_single_token_bytes"):
             names = {part.encode_single_token(name): name for name in part.special_tokens_set}
-            return _asked_pieces(tokenizer, part.decode_single_token_bytes, names)
+            return _read_byte_pieces(tokenizer, part.decode_single_token_bytes, names)
         if hasattr(part, "id_to_byte_piece"):
-            return _asked_pieces(tokenizer, part.id_to_byte_piece, {})
-    raise _unreadable(tokenizer, "it is a slow tokenizer other than a SentencePiece model, tiktoken or mistral-common")
+            return _read_byte_pieces(tokenizer, part.id_to_byte_piece, {})
+    raise _make_refusal(tokenizer, "it is a slow tokenizer other than SentencePiece, tiktoken or mistral-common")
 
 
-def _fast_pieces(tokenizer: Any) -> _Pieces:
+def _read_fast_pieces(tokenizer: Any) -> _Pieces:
     backend = tokenizer.backend_tokenizer
     ids = backend.get_vocab(with_added_tokens=True)
     if not ids:
-        raise _unreadable(tokenizer, "its vocabulary is empty")
+        raise _make_refusal(tokenizer, "its vocabulary is empty")
     tokens: list[str | None] = [None] * (max(ids.values()) + 1)
     for token, token_id in ids.items():
         tokens[token_id] = token
@@ -180,8 +180,8 @@ def _fast_pieces(tokenizer: Any) -> _Pieces:
     special |= {i: tokens[i] or "" for i in tokenizer.all_special_ids if i < len(tokens)}
     # These tokens do not use the decoder's alphabet: their characters are their text.
     literal = {i for i, text in added.items() if backend.model.token_to_id(text) is None}
-    steps = _spelling(tokenizer)
-    by_id, fallback = _spelled(tokenizer, tokens, steps, literal)
+    steps = _get_decoder_steps(tokenizer)
+    by_id, fallback = _decode_tokens(tokenizer, tokens, steps, literal)
     return _Pieces(
         by_id=by_id,
         special=special,
@@ -191,10 +191,10 @@ def _fast_pieces(tokenizer: Any) -> _Pieces:
     )
 
 
-def _sentencepiece_pieces(tokenizer: Any) -> _Pieces:
+def _read_sentencepiece_pieces(tokenizer: Any) -> _Pieces:
     tokens = tokenizer.convert_ids_to_tokens(list(range(len(tokenizer))))
     added = {i: str(token) for i, token in tokenizer.added_tokens_decoder.items()}
-    by_id, fallback = _spelled(tokenizer, tokens, [{"type": "Metaspace"}, {"type": "ByteFallback"}], set())
+    by_id, fallback = _decode_tokens(tokenizer, tokens, [{"type": "Metaspace"}, {"type": "ByteFallback"}], set())
     special = {i: tokens[i] for i in tokenizer.all_special_ids if i < len(tokens)}
     return _Pieces(
         by_id=by_id,
@@ -205,7 +205,7 @@ def _sentencepiece_pieces(tokenizer: Any) -> _Pieces:
     )
 
 
-def _asked_pieces(tokenizer: Any, ask: Callable[[int], bytes], special: dict[int, str]) -> _Pieces:
+def _read_byte_pieces(tokenizer: Any, ask: Callable[[int], bytes], special: dict[int, str]) -> _Pieces:
     """Read a vocabulary of bytes. `special` are tokens that the wrapper may not know."""
     by_id: list[bytes | None] = []
     for token_id in range(len(tokenizer)):
@@ -230,7 +230,7 @@ def _asked_pieces(tokenizer: Any, ask: Callable[[int], bytes], special: dict[int
     )
 
 
-def _inner_parts(tokenizer: Any) -> Iterator[Any]:
+def _iter_inner_objects(tokenizer: Any) -> Iterator[Any]:
     """Yield the objects that a wrapper wraps."""
     yield tokenizer
     for path in ("tokenizer", "_tokenizer", "model", "encoding", "tokenizer.instruct_tokenizer.tokenizer"):
@@ -260,13 +260,13 @@ _CLEANUP = (
 )
 
 
-def _spelling(tokenizer: Any) -> list[dict[str, Any]]:
+def _get_decoder_steps(tokenizer: Any) -> list[dict[str, Any]]:
     """Return the steps of the tokenizer's decoder; without one, those that undo its pre-tokenizer and normalizer."""
     backend = tokenizer.backend_tokenizer
-    steps = list(_flat(backend.decoder))
+    steps = list(_flatten_steps(backend.decoder))
     if steps:
         return steps
-    for step in [*_flat(backend.pre_tokenizer), *_flat(backend.normalizer)]:
+    for step in [*_flatten_steps(backend.pre_tokenizer), *_flatten_steps(backend.normalizer)]:
         undo: dict[str, Any] | None = None
         if step["type"] in ("ByteLevel", "Metaspace"):
             undo = step
@@ -274,10 +274,10 @@ def _spelling(tokenizer: Any) -> list[dict[str, Any]]:
             undo = {"type": "Replace", "pattern": {"String": step["content"]}, "content": " "}
         if undo is not None:
             return [undo, {"type": "ByteFallback"}] if getattr(backend.model, "byte_fallback", False) else [undo]
-    raise _unreadable(tokenizer, "its tokenizer.json has no decoder and no pre-tokenizer that defines a space")
+    raise _make_refusal(tokenizer, "its tokenizer.json has no decoder and no pre-tokenizer that defines a space")
 
 
-def _flat(component: Any) -> Iterator[dict[str, Any]]:
+def _flatten_steps(component: Any) -> Iterator[dict[str, Any]]:
     """Yield a component's JSON, with sequences flattened."""
     if component is not None:
         todo = [json.loads(component.__getstate__())]
@@ -290,7 +290,7 @@ def _flat(component: Any) -> Iterator[dict[str, Any]]:
                 yield step
 
 
-def _spelled(
+def _decode_tokens(
     tokenizer: Any, tokens: Sequence[str | None], steps: Iterable[dict[str, Any]], literal: set[int]
 ) -> tuple[list[bytes | None], frozenset[int]]:
     """Return what a decoder of these steps writes for each token within a text, and the byte-fallback tokens."""
@@ -314,17 +314,17 @@ def _spelled(
                 if token is not None and len(token) == 6 and (match := _BYTE.fullmatch(token))
             }
         elif kind == "WordPiece":
-            texts = [_word(text, step) for text in texts]
+            texts = [_decode_word_piece(text, step) for text in texts]
         elif kind == "Fuse":
             fused = True
         elif kind == "Strip":
             # After Fuse, Strip sees the whole text and removes only its leading space.
             if not fused:
-                texts = [_stripped(text, step) for text in texts]
+                texts = [_strip_token(text, step) for text in texts]
         else:
-            raise _unreadable(tokenizer, f"its decoder has a step {json.dumps(step)}")
+            raise _make_refusal(tokenizer, f"its decoder has a step {json.dumps(step)}")
     if byte_level:
-        by_id = [text.encode() if i in literal else _from_alphabet(text) for i, text in enumerate(texts)]
+        by_id = [text.encode() if i in literal else _decode_alphabet(text) for i, text in enumerate(texts)]
     else:
         by_id = [text.encode() for text in texts]
     for i, byte in found.items():
@@ -333,7 +333,7 @@ def _spelled(
     return [piece or None for piece in by_id], frozenset(found)
 
 
-def _alphabet() -> dict[int, str]:
+def _make_alphabet() -> dict[int, str]:
     """Map characters of GPT-2's alphabet to bytes, both as code points.
 
     Printable bytes stand for themselves, the others for the characters from 256 on, in order.
@@ -346,17 +346,17 @@ def _alphabet() -> dict[int, str]:
     return table | {256 + index: chr(byte) for index, byte in enumerate(others)}
 
 
-_ALPHABET = _alphabet()
+_ALPHABET = _make_alphabet()
 
 
-def _from_alphabet(text: str) -> bytes:
+def _decode_alphabet(text: str) -> bytes:
     try:
         return text.translate(_ALPHABET).encode("latin-1")
     except UnicodeEncodeError:  # a character outside the alphabet: the decoder then writes the token as it is
         return text.encode()
 
 
-def _word(text: str, step: dict[str, Any]) -> str:
+def _decode_word_piece(text: str, step: dict[str, Any]) -> str:
     text = text.removeprefix(step["prefix"]) if text.startswith(step["prefix"]) else f" {text}"
     if step.get("cleanup", True):
         for before, after in _CLEANUP:
@@ -364,7 +364,7 @@ def _word(text: str, step: dict[str, Any]) -> str:
     return text
 
 
-def _stripped(text: str, step: dict[str, Any]) -> str:
+def _strip_token(text: str, step: dict[str, Any]) -> str:
     sign = step["content"]
     for _ in range(step["start"]):
         text = text.removeprefix(sign)
@@ -380,18 +380,18 @@ def _spell(by_id: Sequence[bytes | None], ids: Iterable[int]) -> bytes:
     return b"".join(by_id[i] or b"" for i in ids if i < len(by_id))
 
 
-def _emitted(pieces: _Pieces, by_id: Sequence[bytes | None]) -> dict[bytes, int]:
+def _index_by_bytes(pieces: _Pieces, by_id: Sequence[bytes | None]) -> dict[bytes, int]:
     first: dict[bytes, int] = {}
     several: dict[bytes, list[int]] = {}
     for token_id, piece in enumerate(by_id):
         if piece is not None and first.setdefault(piece, token_id) != token_id:
             several.setdefault(piece, [first[piece]]).append(token_id)
     for piece, candidates in several.items():
-        first[piece] = _emitted_one(pieces, by_id, piece, candidates)
+        first[piece] = _choose_emitted(pieces, by_id, piece, candidates)
     return first
 
 
-def _emitted_one(pieces: _Pieces, by_id: Sequence[bytes | None], piece: bytes, candidates: list[int]) -> int:
+def _choose_emitted(pieces: _Pieces, by_id: Sequence[bytes | None], piece: bytes, candidates: list[int]) -> int:
     # After a line break no tokenizer adds the leading space that some add to a text.
     with contextlib.suppress(UnicodeDecodeError):
         text = piece.decode()
@@ -403,7 +403,7 @@ def _emitted_one(pieces: _Pieces, by_id: Sequence[bytes | None], piece: bytes, c
     return min(candidates, key=lambda token_id: (token_id in pieces.fallback, token_id))
 
 
-def _roles(model: ModelTokenizer, pieces: _Pieces) -> Roles:
+def _find_roles(model: ModelTokenizer, pieces: _Pieces) -> Roles:
     tokenizer = model.tokenizer
 
     def marked(token_id: Any) -> bool:
@@ -414,7 +414,7 @@ def _roles(model: ModelTokenizer, pieces: _Pieces) -> Roles:
         return token_id if marked(token_id) else None
 
     ends = dict.fromkeys(i for i in (named("eos"), *model.end_ids) if i is not None and marked(i))
-    end_of_turn = _end_of_turn(tokenizer, {i: pieces.added[i] for i in ends})
+    end_of_turn = _find_end_of_turn(tokenizer, {i: pieces.added[i] for i in ends})
     return Roles(
         bos=named("bos"),
         end_of_turn=end_of_turn,
@@ -424,7 +424,7 @@ def _roles(model: ModelTokenizer, pieces: _Pieces) -> Roles:
     )
 
 
-def _end_of_turn(tokenizer: Any, ends: dict[int, str]) -> int | None:
+def _find_end_of_turn(tokenizer: Any, ends: dict[int, str]) -> int | None:
     """Return the first end token that the chat template names after a message's content.
 
     The template is searched and never rendered: it is code, and that of a drafter's folder may run for ever.
@@ -440,14 +440,14 @@ def _end_of_turn(tokenizer: Any, ends: dict[int, str]) -> int | None:
     return eos if eos in ends and "eos_token" in after else None
 
 
-def _as_ids(value: Any) -> list[int]:
+def _to_ids(value: Any) -> list[int]:
     """Return a list of ids. Configurations have one id, a list, or none."""
     if value is None:
         return []
     return [int(i) for i in value] if isinstance(value, list | tuple) else [int(value)]
 
 
-def _unreadable(tokenizer: Any, reason: str) -> UnsupportedConfigError:
+def _make_refusal(tokenizer: Any, reason: str) -> UnsupportedConfigError:
     name = getattr(tokenizer, "name_or_path", "") or type(tokenizer).__name__
     return UnsupportedConfigError(
         f"Universal drafting cannot derive which bytes the tokens of {name} stand for: {reason}. Use a model with a "

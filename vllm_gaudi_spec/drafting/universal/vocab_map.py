@@ -32,7 +32,7 @@ import numpy as np
 from vllm.logger import init_logger
 
 from vllm_gaudi_spec.config import UnsupportedConfigError
-from vllm_gaudi_spec.drafting.universal.token_bytes import ModelTokenizer, Vocabulary, content_hash, read_vocabulary
+from vllm_gaudi_spec.drafting.universal.token_bytes import ModelTokenizer, Vocabulary, hash_content, read_vocabulary
 from vllm_gaudi_spec.environment import cached_files
 
 logger = init_logger(__name__)
@@ -51,13 +51,13 @@ class VocabMap:
     """bool [drafter's vocabulary size]: tokens that may be proposed; all of them have a partner."""
     num_matched: int
 
-    def coverage(self) -> dict[str, float]:
+    def compute_coverage(self) -> dict[str, float]:
         """Return the share of tokens with a partner, on either side."""
         sides = {"target": self.target_to_draft, "drafter": self.draft_to_target}
         return {side: self.num_matched / len(tokens) for side, tokens in sides.items()}
 
     @classmethod
-    def of_pairs(cls, pairs: np.ndarray, draftable: np.ndarray, target_size: int, draft_size: int) -> VocabMap:
+    def from_pairs(cls, pairs: np.ndarray, draftable: np.ndarray, target_size: int, draft_size: int) -> VocabMap:
         """Build a map from pairs of a target's and a drafter's id, int32 [n, 2], and `draftable`, bool [n].
 
         Raises ValueError if ids are out of range or in two pairs.
@@ -77,7 +77,7 @@ class VocabMap:
         return cls(target_to_draft, draft_to_target, may_draft, len(pairs))
 
 
-def vocab_map(
+def load_vocab_map(
     target: ModelTokenizer, draft: ModelTokenizer, target_size: int, draft_size: int, cache: Path | None = None
 ) -> VocabMap:
     """Return the map of two models.
@@ -87,13 +87,13 @@ def vocab_map(
         cache: Folder for the result. A file there is used only if it is intact and was made from the same input.
     """
     if cache is None:
-        return match(read_vocabulary(target), read_vocabulary(draft), target_size, draft_size)
-    inputs = [FORMAT, content_hash(target), content_hash(draft), target_size, draft_size]
+        return match_vocabularies(read_vocabulary(target), read_vocabulary(draft), target_size, draft_size)
+    inputs = [FORMAT, hash_content(target), hash_content(draft), target_size, draft_size]
     key = hashlib.sha256(json.dumps(inputs).encode()).hexdigest()
     path = cache / f"vocab-map-{key[:32]}"
     with contextlib.suppress(OSError, ValueError, KeyError, TypeError, RecursionError):
         return _read(path, key, target_size, draft_size)
-    made = match(read_vocabulary(target), read_vocabulary(draft), target_size, draft_size)
+    made = match_vocabularies(read_vocabulary(target), read_vocabulary(draft), target_size, draft_size)
     try:
         _write(path, key, made)
     except OSError as error:
@@ -101,7 +101,7 @@ def vocab_map(
     return made
 
 
-def match(target: Vocabulary, draft: Vocabulary, target_size: int, draft_size: int) -> VocabMap:
+def match_vocabularies(target: Vocabulary, draft: Vocabulary, target_size: int, draft_size: int) -> VocabMap:
     """Match two vocabularies. Ids beyond a tokenizer or beyond its model have no partner."""
     draft_ids = np.fromiter(draft.id_by_bytes.values(), dtype=np.int32)
     partners = map(target.id_by_bytes.get, draft.id_by_bytes, itertools.repeat(target_size))
@@ -116,7 +116,7 @@ def match(target: Vocabulary, draft: Vocabulary, target_size: int, draft_size: i
     special = special[(special[:, 0] < target_size) & (special[:, 1] < draft_size)]
     pairs = np.concatenate([found, special[:, :2]])
     draftable = np.concatenate([np.ones(len(found), dtype=bool), special[:, 2] == 1])
-    return VocabMap.of_pairs(pairs, draftable, target_size, draft_size)
+    return VocabMap.from_pairs(pairs, draftable, target_size, draft_size)
 
 
 def _special_pairs(target: Vocabulary, draft: Vocabulary) -> Iterator[tuple[int, int, bool]]:
@@ -128,7 +128,7 @@ def _special_pairs(target: Vocabulary, draft: Vocabulary) -> Iterator[tuple[int,
         draft_id = draft_ids.get(name)
         if draft_id is None:
             continue
-        roles, draft_roles = target.roles.of(target_id), draft.roles.of(draft_id)
+        roles, draft_roles = target.roles.get_roles(target_id), draft.roles.get_roles(draft_id)
         if roles and draft_roles and not roles & draft_roles:
             continue
         taken.add(target_id)
@@ -184,4 +184,4 @@ def _read(path: Path, key: str, target_size: int, draft_size: int) -> VocabMap:
     draftable = np.frombuffer(payload, dtype=np.uint8, offset=8 * count)
     if draftable.max(initial=0) > 1:
         raise ValueError("damaged")
-    return VocabMap.of_pairs(pairs, draftable.astype(bool), target_size, draft_size)
+    return VocabMap.from_pairs(pairs, draftable.astype(bool), target_size, draft_size)

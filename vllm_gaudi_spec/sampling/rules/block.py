@@ -10,7 +10,7 @@ import torch
 
 from vllm_gaudi_spec.records import Verification
 from vllm_gaudi_spec.sampling import stop
-from vllm_gaudi_spec.sampling.noise import Stream, keys_of_block, uniform
+from vllm_gaudi_spec.sampling.noise import Stream, derive_block_keys, uniform
 
 
 def accept_probs(
@@ -21,7 +21,7 @@ def accept_probs(
     The former are the paper's h_1 to h_K: to accept the first i drafts when no longer prefix was accepted. The latter
     are its p_0 to p_K.
     """
-    ratio_BK = stop.ratios(probs_BKV, draft_probs_BKV, drafts_BK, num_drafts_B)
+    ratio_BK = stop.compute_ratios(probs_BKV, draft_probs_BKV, drafts_BK, num_drafts_B)
     num_positions = drafts_BK.shape[1]
     weights = [torch.ones_like(ratio_BK[:, 0])]
     for index in range(num_positions):
@@ -57,11 +57,11 @@ def verify(
     num_positions, vocab = drafts_BK.shape[1], logits_BQV.shape[2]
     logits_BKV = logits_BQV[:, :num_positions]
     accept_BK, weights_BQ = accept_probs(logits_BKV.softmax(-1), draft_probs_BKV, drafts_BK, num_drafts_B)
-    matches_BK = stop.matches(logits_BKV, drafts_BK, num_drafts_B)
+    matches_BK = stop.match_argmax(logits_BKV, drafts_BK, num_drafts_B)
     accept_BK = torch.where((temperature_B > 0)[:, None], accept_BK, matches_BK)
     # Whether a row stops at a position depends on drafts and noise of later positions. With keys of the position alone
     # the next step would use that noise again, and its tokens would depend on where this step stopped.
-    block_keys_B2 = keys_of_block(keys_B2, positions_BQ[:, 0])
+    block_keys_B2 = derive_block_keys(keys_B2, positions_BQ[:, 0])
     accepted_BK = uniform(block_keys_B2, positions_BQ[:, :num_positions], Stream.ACCEPT) < accept_BK
     lengths_K = torch.arange(1, num_positions + 1, dtype=torch.int32, device=drafts_BK.device)
     num_accepted_B = (accepted_BK * lengths_K).amax(-1)
@@ -76,4 +76,4 @@ def verify(
         block_keys_B2,
         positions_BQ,
     )
-    return stop.verification(drafts_BK, num_accepted_B, token_B, vocab)
+    return stop.make_verification(drafts_BK, num_accepted_B, token_B, vocab)

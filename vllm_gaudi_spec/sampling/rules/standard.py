@@ -16,7 +16,7 @@ def accept_probs(
     probs_BKV: torch.Tensor, draft_probs_BKV: torch.Tensor, drafts_BK: torch.Tensor, num_drafts_B: torch.Tensor
 ) -> torch.Tensor:
     """Return min(1, p / q), float32 [B, K]: the probability to accept a draft if those before it were accepted."""
-    return stop.ratios(probs_BKV, draft_probs_BKV, drafts_BK, num_drafts_B).clamp_(max=1)
+    return stop.compute_ratios(probs_BKV, draft_probs_BKV, drafts_BK, num_drafts_B).clamp_(max=1)
 
 
 def verify(
@@ -41,7 +41,7 @@ def verify(
     accept_BK = torch.where(
         (temperature_B > 0)[:, None],
         accept_probs(logits_BKV.softmax(-1), draft_probs_BKV, drafts_BK, num_drafts_B),
-        stop.matches(logits_BKV, drafts_BK, num_drafts_B),
+        stop.match_argmax(logits_BKV, drafts_BK, num_drafts_B),
     )
     # Keys of the position alone are enough: whether a row stops at a position, and with which token, depends only on
     # noise of this and earlier positions. The next step starts after it, with unused noise.
@@ -58,4 +58,4 @@ def verify(
         keys_B2,
         positions_BQ,
     )
-    return stop.verification(drafts_BK, num_accepted_B, token_B, vocab)
+    return stop.make_verification(drafts_BK, num_accepted_B, token_B, vocab)

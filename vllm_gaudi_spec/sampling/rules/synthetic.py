@@ -36,9 +36,9 @@ def verify(
     """Accept draft i and all before it with probability `rates_K[i]`, then the target's own token."""
     num_positions, vocab = drafts_BK.shape[1], logits_BQV.shape[2]
     drawn_BK = uniform(keys_B2, positions_BQ[:, :num_positions], Stream.ACCEPT) < accept_probs(rates_K)
-    accepted_BK = drawn_BK & stop.real_drafts(drafts_BK, num_drafts_B, vocab)
+    accepted_BK = drawn_BK & stop.mask_real_drafts(drafts_BK, num_drafts_B, vocab)
     num_accepted_B = accepted_BK.int().cumprod(-1).sum(-1).int()
-    logits_BV = stop.at_index(logits_BQV, num_accepted_B)
+    logits_BV = stop.select_position(logits_BQV, num_accepted_B)
     position_B1 = positions_BQ.gather(1, num_accepted_B.long()[:, None])
     token_B = rules.sample_random(logits_BV[:, None], temperature_B, keys_B2, position_B1).squeeze(1)
-    return stop.verification(drafts_BK, num_accepted_B, token_B, vocab)
+    return stop.make_verification(drafts_BK, num_accepted_B, token_B, vocab)

@@ -24,8 +24,8 @@ from vllm_gaudi_spec.config import (
 )
 from vllm_gaudi_spec.devices import DEVICES, load_backend
 from vllm_gaudi_spec.devices.common import host_memory
-from vllm_gaudi_spec.drafting.memory import NO_ROOM_FOR_KV, KVBlock, drafting_bytes
-from vllm_gaudi_spec.drafting.universal.pairs import ENOUGH, Pair, same_tokens
+from vllm_gaudi_spec.drafting.memory import NO_ROOM_FOR_KV, KVBlock, compute_drafting_bytes
+from vllm_gaudi_spec.drafting.universal.pairs import ENOUGH, Pair, require_same_vocabulary
 from vllm_gaudi_spec.environment import cache_folder
 from vllm_gaudi_spec.quantization.config import get_cpu_weights
 from vllm_gaudi_spec.quantization.fingerprint import find_model_folder
@@ -88,7 +88,7 @@ def _describe(vllm_config: VllmConfig, speculation: Speculation | None) -> str:
 def _check_vocabularies(vllm_config: VllmConfig, speculation: Speculation) -> Iterator[Finding]:
     try:
         if not speculation.universal:
-            same_tokens(vllm_config)
+            require_same_vocabulary(vllm_config)
             yield ok("vocabulary", "the drafter has the target's vocabulary")
             return
         pair = Pair.load(vllm_config, cache_folder())
@@ -204,7 +204,7 @@ def estimate_drafting(
     rows, vocabulary = vllm_config.scheduler_config.max_num_seqs, vllm_config.model_config.get_vocab_size()
     size = vllm_config.cache_config.block_size
     kv_region_block = KVBlock(size, size * count_kv_bytes(drafter, vllm_config)) if speculation.retokenizes else None
-    return drafting_bytes(speculation, rows, vocabulary, kv_region_block)
+    return compute_drafting_bytes(speculation, rows, vocabulary, kv_region_block)
 
 
 def estimate_states(vllm_config: VllmConfig, speculation: Speculation | None) -> dict[str, int]:
