@@ -207,11 +207,11 @@ class NoDrafting(Drafting):
     def apply(self, requests: Requests) -> None:
         pass
 
-    def on_drafter_status(self, again: list[Request], never: list[Request], *, is_off: bool) -> None:
+    def update_drafter_state(self, resumed: list[Request], excluded: list[Request], *, disabled: bool) -> None:
         pass
 
     def take_rounds(self) -> list[DraftRound]:
         return []
 
-    def drafts_of(self, step: StepResult) -> DraftTokenIds:
+    def get_draft_token_ids(self, step: StepResult) -> DraftTokenIds:
         return DraftTokenIds([], [])
