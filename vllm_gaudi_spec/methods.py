@@ -1,6 +1,6 @@
 """Tables of drafting methods and acceptance rules, with the facts that are needed before PyTorch is imported.
 
-A method's drafter is a class in `drafting/`; `drafting/proposers.py` imports it. A rule is the function `verify` of the
+A method's drafter is a class in `drafting/`; `drafting/load.py` imports it. A rule is the function `verify` of the
 module in `sampling/rules/` with the rule's name; `sampling/rules/registry.py` imports it.
 """
 
@@ -14,7 +14,7 @@ class Method:
     """A drafting method."""
 
     proposer: str
-    """Module in `drafting/` and class, which has a constructor `build`."""
+    """Module in `drafting/` and class, with a class method `build`."""
     about: str
     """Plain description of how it drafts."""
     on_device: bool

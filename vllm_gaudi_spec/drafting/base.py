@@ -14,14 +14,16 @@ from typing import TYPE_CHECKING, Protocol
 import numpy as np
 from vllm.v1.outputs import DraftTokenIds
 
+from vllm_gaudi_spec.drafting.kv_sync import DrafterKVSync, ReadBlocks
 from vllm_gaudi_spec.records import Context, DraftRequest, Drafts, Hidden
 
 if TYPE_CHECKING:
     import torch
-    from vllm.config import VllmConfig
+    from vllm.config import SpeculativeConfig, VllmConfig
 
     from vllm_gaudi_spec.attention.metadata import Inputs
     from vllm_gaudi_spec.config import Speculation
+    from vllm_gaudi_spec.drafting.universal.pairs import Pair
     from vllm_gaudi_spec.records import Batch, DraftRound, Request, SampledRows, StepResult
     from vllm_gaudi_spec.runner.graphs import Job, StepRecorder
     from vllm_gaudi_spec.runner.hidden_states import HiddenStateBuffer
@@ -30,6 +32,7 @@ if TYPE_CHECKING:
     from vllm_gaudi_spec.runner.requests import Requests
     from vllm_gaudi_spec.runner.shapes import Shapes
     from vllm_gaudi_spec.sampling.params import Branch, Sampling
+    from vllm_gaudi_spec.scheduling.limits import LengthSplit
 
 
 class HostProposer(Protocol):
@@ -47,10 +50,16 @@ class HostProposer(Protocol):
         ...
 
 
-class DeviceProposer(Protocol):
+class DeviceProposer(ABC):
     """A proposer of static shapes that never waits for the device."""
 
-    def propose(self, request: DraftRequest) -> Drafts: ...
+    @abstractmethod
+    def propose(self, request: DraftRequest) -> Drafts:
+        """Draft for the rows of a request."""
+
+    def make_kv_sync(self, context: DraftingContext, split: LengthSplit) -> DrafterKVSync:
+        """Return what lets the drafter's KV and states follow the target. Default: the drafter has neither."""
+        return DrafterKVSync()
 
 
 class Model(Protocol):
@@ -84,6 +93,13 @@ class DraftingContext:
     drafter: LoadedModel | None
     """None for methods without a model."""
     sampling: Sampling
+    pair: Pair | None = None
+    """The two vocabularies, if the drafter has another one than the target."""
+
+    @property
+    def spec_config(self) -> SpeculativeConfig:
+        assert self.vllm_config.speculative_config is not None
+        return self.vllm_config.speculative_config
 
     @property
     def device(self) -> torch.device:
@@ -98,9 +114,22 @@ class DraftingContext:
         return self.vllm_config.model_config.max_model_len
 
     @property
+    def drafter_max_len(self) -> int:
+        """The longest context of which the drafter has KV in the target's blocks."""
+        return min(self.speculation.drafter_max_len or self.max_model_len, self.max_model_len)
+
+    @property
     def vocab_size(self) -> int:
+        """Size of the target's vocabulary."""
         size: int = self.vllm_config.model_config.get_vocab_size()
         return size
+
+    def make_read_blocks(self, *, keeps_up: bool) -> ReadBlocks:
+        """Return a tracker of the blocks that hold the drafter's KV; `keeps_up` as in `ReadBlocks`."""
+        assert self.drafter is not None
+        names = set(self.drafter.layer_names)
+        groups = [index for index, layers in enumerate(self.kv_cache.layer_groups) if names & set(layers)]
+        return ReadBlocks(self.requests, self.kv_cache.num_blocks, groups, keeps_up=keeps_up)
 
 
 class Drafting(ABC):

@@ -17,7 +17,7 @@ from vllm_gaudi_spec.upstream.worker import create_custom_proposer
 if TYPE_CHECKING:
     from vllm.config import VllmConfig
 
-    from vllm_gaudi_spec.drafting.proposers import ProposerContext
+    from vllm_gaudi_spec.drafting.base import DraftingContext
 
 
 class CustomProposer:
@@ -28,8 +28,10 @@ class CustomProposer:
         """Length of each request when drafts were last made for it; later tokens are new to the drafter."""
 
     @classmethod
-    def build(cls, context: ProposerContext) -> CustomProposer:
-        return cls(context.vllm_config)
+    def build(cls, context: DraftingContext) -> CustomProposer:
+        proposer = cls(context.vllm_config)
+        proposer.load_model(context.target.model)
+        return proposer
 
     def load_model(self, target_model: Any) -> None:
         if hasattr(self._proposer, "load_model"):

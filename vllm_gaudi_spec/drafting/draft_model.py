@@ -20,6 +20,7 @@ import numpy as np
 import torch
 
 from vllm_gaudi_spec.attention.metadata import Packing, StepInputs, build_columns, build_rectangle
+from vllm_gaudi_spec.drafting.base import DeviceProposer
 from vllm_gaudi_spec.drafting.kv_sync import DrafterKVSync
 from vllm_gaudi_spec.drafting.universal.pairs import require_same_vocabulary
 from vllm_gaudi_spec.records import PREFILL, DraftRequest, Drafts, Hidden
@@ -28,30 +29,41 @@ from vllm_gaudi_spec.runner.graphs import DRAFTERS_READS, Job
 
 if TYPE_CHECKING:
     from vllm_gaudi_spec.attention.metadata import Inputs
-    from vllm_gaudi_spec.drafting.base import Model
+    from vllm_gaudi_spec.drafting.base import DraftingContext, Model
     from vllm_gaudi_spec.drafting.kv_sync import ReadBlocks
-    from vllm_gaudi_spec.drafting.proposers import ProposerContext
     from vllm_gaudi_spec.drafting.vocabulary import Translation
     from vllm_gaudi_spec.records import Batch, DraftBatch, Drafted, Request, SampledRows, Shape
     from vllm_gaudi_spec.runner.graphs import StepRecorder
     from vllm_gaudi_spec.runner.requests import Requests
     from vllm_gaudi_spec.runner.shapes import Shapes
+    from vllm_gaudi_spec.scheduling.limits import LengthSplit
 
 NUM_NEWEST = 2
 """Number of tokens that the first pass of a round reads."""
 
 
-class AutoregressiveProposer:
+class AutoregressiveProposer(DeviceProposer):
     def __init__(self, model: Model, translation: Translation) -> None:
         self._model = model
         self._translation = translation
 
     @classmethod
-    def build(cls, context: ProposerContext) -> AutoregressiveProposer:
-        assert context.model is not None
+    def build(cls, context: DraftingContext) -> AutoregressiveProposer:
+        assert context.drafter is not None
         if context.pair is not None:
-            return cls(context.model, context.pair.make_mapped_vocabulary(context.device))
-        return cls(context.model, require_same_vocabulary(context.vllm_config))
+            return cls(context.drafter, context.pair.make_mapped_vocabulary(context.device))
+        return cls(context.drafter, require_same_vocabulary(context.vllm_config))
+
+    def make_kv_sync(self, context: DraftingContext, split: LengthSplit) -> DraftModelKVSync:
+        return DraftModelKVSync(
+            self.read,
+            context.requests,
+            context.recorder,
+            context.shapes,
+            context.drafter_max_len,
+            context.speculation.num_drafts,
+            context.make_read_blocks(keeps_up=False),
+        )
 
     def read(self, chunk: Inputs) -> None:
         """Write the drafter's KV for tokens of the target, such as a prompt chunk."""

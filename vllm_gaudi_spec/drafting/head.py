@@ -20,6 +20,7 @@ from typing import TYPE_CHECKING
 import torch
 
 from vllm_gaudi_spec.attention.metadata import Blocks, Inputs, StepInputs, build_rectangle
+from vllm_gaudi_spec.drafting.base import DeviceProposer
 from vllm_gaudi_spec.drafting.draft_model import draft_chain
 from vllm_gaudi_spec.drafting.kv_sync import DrafterKVSync
 from vllm_gaudi_spec.drafting.vocabulary import ReducedVocabulary, SameVocabulary
@@ -30,9 +31,8 @@ from vllm_gaudi_spec.runner.graphs import DRAFTERS_READS, Job
 if TYPE_CHECKING:
     import numpy as np
 
-    from vllm_gaudi_spec.drafting.base import Model
+    from vllm_gaudi_spec.drafting.base import DraftingContext, Model
     from vllm_gaudi_spec.drafting.kv_sync import ReadBlocks
-    from vllm_gaudi_spec.drafting.proposers import ProposerContext
     from vllm_gaudi_spec.drafting.vocabulary import Translation
     from vllm_gaudi_spec.records import Batch, DraftBatch, DraftRequest, Drafts, Request, SampledRows, Shape
     from vllm_gaudi_spec.runner.graphs import StepRecorder
@@ -42,15 +42,28 @@ if TYPE_CHECKING:
     from vllm_gaudi_spec.scheduling.limits import LengthSplit
 
 
-class HeadProposer:
+class HeadProposer(DeviceProposer):
     def __init__(self, model: Model, translation: Translation) -> None:
         self._model = model
         self._translation = translation
 
     @classmethod
-    def build(cls, context: ProposerContext) -> HeadProposer:
-        assert context.model is not None
-        return cls(context.model, make_head_translation(context.model, context.vocab_size))
+    def build(cls, context: DraftingContext) -> HeadProposer:
+        assert context.drafter is not None
+        return cls(context.drafter, make_head_translation(context.drafter, context.vocab_size))
+
+    def make_kv_sync(self, context: DraftingContext, split: LengthSplit) -> HeadKVSync:
+        return HeadKVSync(
+            head=self._model,
+            hidden_states=context.hidden_states,
+            requests=context.requests,
+            recorder=context.recorder,
+            shapes=context.shapes,
+            split=split,
+            blocks=context.make_read_blocks(keeps_up=True),
+            head_size=context.spec_config.draft_model_config.get_hidden_size(),
+            max_len=context.drafter_max_len,
+        )
 
     def propose(self, request: DraftRequest) -> Drafts:
         assert request.hidden is not None
@@ -69,16 +82,6 @@ def make_head_translation(head: Model, vocab_size: int) -> Translation:
 
 
 # --- drafter KV sync ---
-
-
-class StateKVSync(DrafterKVSync):
-    """KV sync of drafters without KV that read the hidden state behind each row's newest token."""
-
-    def __init__(self, hidden_states: HiddenStateBuffer) -> None:
-        self._hidden_states = hidden_states
-
-    def gather_hidden(self, rows_B: torch.Tensor, lengths_B: torch.Tensor) -> Hidden:
-        return Hidden(self._hidden_states.last_accepted(rows_B, lengths_B))
 
 
 class HeadKVSync(DrafterKVSync):

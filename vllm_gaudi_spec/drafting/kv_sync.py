@@ -19,7 +19,7 @@ if TYPE_CHECKING:
 
 
 class DrafterKVSync:
-    """Base class, and the KV sync of drafters without KV or states: every event is a no-op."""
+    """Base class, and the KV sync of drafters without KV or states: all events are no-ops."""
 
     has_kv = False
     """Whether drafting rounds read and write the drafter's own KV."""

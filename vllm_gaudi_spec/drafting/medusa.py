@@ -5,15 +5,20 @@ from __future__ import annotations
 from collections.abc import Iterator
 from typing import TYPE_CHECKING, Protocol, cast
 
+from vllm_gaudi_spec.drafting.base import DeviceProposer
 from vllm_gaudi_spec.drafting.draft_model import stack_drafts
 from vllm_gaudi_spec.drafting.head import make_head_translation
+from vllm_gaudi_spec.drafting.kv_sync import DrafterKVSync
+from vllm_gaudi_spec.records import Hidden
 
 if TYPE_CHECKING:
     import torch
 
-    from vllm_gaudi_spec.drafting.proposers import ProposerContext
+    from vllm_gaudi_spec.drafting.base import DraftingContext
     from vllm_gaudi_spec.drafting.vocabulary import Translation
     from vllm_gaudi_spec.records import DraftRequest, Drafts
+    from vllm_gaudi_spec.runner.hidden_states import HiddenStateBuffer
+    from vllm_gaudi_spec.scheduling.limits import LengthSplit
 
 
 class Heads(Protocol):
@@ -22,15 +27,28 @@ class Heads(Protocol):
         ...
 
 
-class MedusaProposer:
+class StateKVSync(DrafterKVSync):
+    """KV sync of drafters without KV that read the hidden state behind each row's newest token."""
+
+    def __init__(self, hidden_states: HiddenStateBuffer) -> None:
+        self._hidden_states = hidden_states
+
+    def gather_hidden(self, rows_B: torch.Tensor, lengths_B: torch.Tensor) -> Hidden:
+        return Hidden(self._hidden_states.last_accepted(rows_B, lengths_B))
+
+
+class MedusaProposer(DeviceProposer):
     def __init__(self, model: Heads, translation: Translation) -> None:
         self._heads = model
         self._translation = translation
 
     @classmethod
-    def build(cls, context: ProposerContext) -> MedusaProposer:
-        assert context.model is not None
-        return cls(cast(Heads, context.model), make_head_translation(context.model, context.vocab_size))
+    def build(cls, context: DraftingContext) -> MedusaProposer:
+        assert context.drafter is not None
+        return cls(cast(Heads, context.drafter), make_head_translation(context.drafter, context.vocab_size))
+
+    def make_kv_sync(self, context: DraftingContext, split: LengthSplit) -> StateKVSync:
+        return StateKVSync(context.hidden_states)
 
     def propose(self, request: DraftRequest) -> Drafts:
         assert request.hidden is not None

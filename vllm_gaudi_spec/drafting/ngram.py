@@ -16,10 +16,11 @@ from typing import TYPE_CHECKING
 import numpy as np
 import torch
 
+from vllm_gaudi_spec.drafting.base import DeviceProposer
 from vllm_gaudi_spec.records import Context, DraftRequest, Drafts
 
 if TYPE_CHECKING:
-    from vllm_gaudi_spec.drafting.proposers import ProposerContext
+    from vllm_gaudi_spec.drafting.base import DraftingContext
 
 
 class NgramProposer:
@@ -28,7 +29,7 @@ class NgramProposer:
         self.min_ngram, self.max_ngram = min_ngram, max_ngram
 
     @classmethod
-    def build(cls, context: ProposerContext) -> NgramProposer:
+    def build(cls, context: DraftingContext) -> NgramProposer:
         return cls(context.spec_config.prompt_lookup_min, context.spec_config.prompt_lookup_max)
 
     def propose(self, contexts: list[Context]) -> list[Sequence[int]]:
@@ -64,7 +65,7 @@ class NgramProposer:
         return found
 
 
-class DeviceNgramProposer:
+class DeviceNgramProposer(DeviceProposer):
     """N-gram drafting for all rows at once, on the device. The work depends on the shapes alone."""
 
     def __init__(self, min_ngram: int, max_ngram: int) -> None:
@@ -72,7 +73,7 @@ class DeviceNgramProposer:
         self.min_ngram, self.max_ngram = min_ngram, max_ngram
 
     @classmethod
-    def build(cls, context: ProposerContext) -> DeviceNgramProposer:
+    def build(cls, context: DraftingContext) -> DeviceNgramProposer:
         return cls(context.spec_config.prompt_lookup_min, context.spec_config.prompt_lookup_max)
 
     def propose(self, request: DraftRequest) -> Drafts:

@@ -23,7 +23,7 @@ from vllm.logger import init_logger
 from vllm_gaudi_spec.records import Context
 
 if TYPE_CHECKING:
-    from vllm_gaudi_spec.drafting.proposers import ProposerContext
+    from vllm_gaudi_spec.drafting.base import DraftingContext
 
 logger = init_logger(__name__)
 
@@ -48,7 +48,7 @@ class SuffixProposer:
         """Maps active requests to the length of the prompt, and all tokens that the cache has."""
 
     @classmethod
-    def build(cls, context: ProposerContext) -> SuffixProposer:
+    def build(cls, context: DraftingContext) -> SuffixProposer:
         config = context.spec_config
         return cls(
             max_tree_depth=config.suffix_decoding_max_tree_depth,

@@ -20,9 +20,9 @@ from tests.support.fakes import CapturingBackend, HostBackend, batches_of, cache
 from tests.unit.drafting.test_autoregressive import BLOCK, MOST_BLOCKS, PROMPTS, VOCAB, Rows, following
 from vllm_gaudi_spec.attention.metadata import Inputs
 from vllm_gaudi_spec.config import UnsupportedConfigError
-from vllm_gaudi_spec.drafting.head import HeadKVSync, HeadProposer, StateKVSync
+from vllm_gaudi_spec.drafting.head import HeadKVSync, HeadProposer
 from vllm_gaudi_spec.drafting.kv_sync import ReadBlocks
-from vllm_gaudi_spec.drafting.medusa import MedusaProposer
+from vllm_gaudi_spec.drafting.medusa import MedusaProposer, StateKVSync
 from vllm_gaudi_spec.drafting.models import LoadedHead, get_aux_layers, share_modules, split_carried
 from vllm_gaudi_spec.drafting.on_device import DeviceDrafting
 from vllm_gaudi_spec.drafting.vocabulary import ReducedVocabulary, SameVocabulary
