@@ -249,13 +249,13 @@ PROMPTS = {"a": [5, 6, 7], "b": list(range(1, 42)), "c": [9] * 17}
 @pytest.mark.parametrize("num_drafts", [1, 2, 5])
 @pytest.mark.parametrize("seed", range(3))
 @pytest.mark.parametrize("device", [HostBackend, CapturingBackend])
-def test_every_draft_follows_from_the_whole_context(num_drafts: int, seed: int, device: type[HostBackend]) -> None:
+def test_drafts_follow_from_whole_context(num_drafts: int, seed: int, device: type[HostBackend]) -> None:
     rows = Rows(num_drafts, backend=device())
     rows.start(PROMPTS)
     rows.check_steps(seed)
 
 
-def test_a_row_past_the_drafters_longest_rides_along_without_drafts() -> None:
+def test_row_beyond_drafter_length_continues_without_drafts() -> None:
     rows = Rows(num_drafts=4, drafter_max_len=32)
     rows.start({"a": [5, 6, 7], "long": list(range(1, 60)), "near": list(range(2, 30))})
     drafted = rows.sample({"a": [1], "long": [2], "near": [3]})
@@ -266,7 +266,7 @@ def test_a_row_past_the_drafters_longest_rides_along_without_drafts() -> None:
 
 
 @pytest.mark.parametrize("num_off", [1, 2, 4, 40])
-def test_a_row_that_did_not_draft_for_a_while_catches_up(num_off: int) -> None:
+def test_row_catches_up_after_steps_without_drafts(num_off: int) -> None:
     """Speculation was off for some steps, of which the drafter has read nothing."""
     rows = Rows(num_drafts=3)
     rows.start(PROMPTS)
@@ -278,7 +278,7 @@ def test_a_row_that_did_not_draft_for_a_while_catches_up(num_off: int) -> None:
     assert not rows.recorder.unexpected
 
 
-def test_a_long_gap_is_read_in_several_chunks() -> None:
+def test_long_gap_is_read_in_chunks() -> None:
     rows = Rows(num_drafts=2, drafter_max_len=400, max_len=400)
     assert rows.shapes.prefill_queries[-1] < 100
     rows.start(PROMPTS)
@@ -290,7 +290,7 @@ def test_a_long_gap_is_read_in_several_chunks() -> None:
 
 @pytest.mark.parametrize("overlapping", [False, True])
 @pytest.mark.parametrize("num_read", [0, 2, *range(10, 15)])
-def test_shared_blocks_count_as_read_only_where_they_were(num_read: int, overlapping: bool) -> None:
+def test_shared_blocks_count_as_read_only_if_drafter_read_them(num_read: int, overlapping: bool) -> None:
     """A request's answer is found in the prefix cache by another that begins with it; the drafter had read it up to
     `num_read` tokens of the answer, then speculation was off."""
     rows = Rows(num_drafts=3)
@@ -311,7 +311,7 @@ def test_shared_blocks_count_as_read_only_where_they_were(num_read: int, overlap
     assert len([signature for signature in rows.recorder._seen if "prefill" in signature]) == chunks  # type: ignore[operator]
 
 
-def test_a_prompt_with_a_gap_before_it_may_share_a_rectangle() -> None:
+def test_prompt_after_gap_shares_rectangle_with_others() -> None:
     """With one that has none, and is read at once."""
     rows = Rows(num_drafts=3)
     rows.start({"a": [5, 6, 7]})
@@ -336,7 +336,7 @@ def test_a_prompt_with_a_gap_before_it_may_share_a_rectangle() -> None:
     assert rows.sample({"b": [1], "c": [2]}) == {"b": rows.expected("b"), "c": rows.expected("c")}
 
 
-def test_requests_that_come_together_share_what_was_read() -> None:
+def test_requests_admitted_together_share_read_blocks() -> None:
     rows = Rows(num_drafts=3)
     prompt_ids = list(range(1, 40))
     rows.start({"a": prompt_ids}, blocks=list(range(1, 10)))
@@ -352,7 +352,7 @@ def test_requests_that_come_together_share_what_was_read() -> None:
     assert [blocks.count_read(request.row, 2 * BLOCK) for request in rows.requests.admitted] == [2 * BLOCK] * 2
 
 
-def test_a_block_that_comes_back_was_not_read_for_its_new_owner() -> None:
+def test_reused_block_is_unread_for_its_new_owner() -> None:
     rows = Rows(num_drafts=3)
     rows.start({"a": list(range(1, 40))}, blocks=[1, 2, 3, 4, 5])
     rows.sample({"a": [4]})
@@ -365,7 +365,7 @@ def test_a_block_that_comes_back_was_not_read_for_its_new_owner() -> None:
     assert rows.sample({"c": [8]}) == {"c": rows.expected("c")}
 
 
-def test_rounds_fit_the_context_on_devices_that_have_several() -> None:
+def test_rounds_use_context_bucket_that_fits() -> None:
     """A prompt that ends in this step is longer than what was computed when the step began."""
     rows = Rows(num_drafts=3, drafter_max_len=600, max_len=600, exact_context=False)
     assert len(rows.shapes.contexts) > 1
@@ -380,6 +380,6 @@ def test_rounds_fit_the_context_on_devices_that_have_several() -> None:
 
 
 @pytest.mark.parametrize("device", [HostBackend, CapturingBackend])
-def test_warm_up_runs_every_shape_that_can_come(device: type[HostBackend]) -> None:
+def test_warm_up_covers_every_shape(device: type[HostBackend]) -> None:
     rows = Rows(num_drafts=3, drafter_max_len=600, max_len=600, exact_context=False, backend=device())
     rows.check_warm_up()

@@ -46,7 +46,7 @@ def context(req_id: str, tokens: list[int], num_prompt: int, max_drafts: int = 4
     )
 
 
-def test_arrays_hold_the_rows_that_may_draft() -> None:
+def test_arrays_contain_only_rows_that_may_draft() -> None:
     proposer, user = build()
     user.answers = [[1], [2]]
     assert proposer.propose([context("a", [3, 4, 5], 2), context("b", [6, 7, 8, 9, 1], 2)]) == [[1], [2]]
@@ -59,7 +59,7 @@ def test_arrays_hold_the_rows_that_may_draft() -> None:
     assert tokens[1].tolist() == [6, 7, 8, 9, 1] + [0] * 11
 
 
-def test_sampled_tokens_are_those_of_this_step() -> None:
+def test_sampled_tokens_are_those_of_current_step() -> None:
     proposer, user = build()
     user.answers = [[]]
     for size in (3, 4, 7, 7):  # the last: preempted and back
@@ -67,7 +67,7 @@ def test_sampled_tokens_are_those_of_this_step() -> None:
     assert [asked[0] for asked in user.asked] == [[[2]], [[3]], [[4, 5, 6]], [[6]]]
 
 
-def test_a_forgotten_id_starts_at_its_prompt() -> None:
+def test_forgotten_id_starts_at_its_prompt() -> None:
     proposer, user = build()
     user.answers = [[]]
     proposer.propose([context("a", list(range(9)), 2)])
@@ -88,14 +88,14 @@ def test_a_forgotten_id_starts_at_its_prompt() -> None:
         (None, None),
     ],
 )
-def test_answers_lose_their_filling_and_nothing_else(answer: Any, expected: Any) -> None:
+def test_padding_is_stripped_from_answers(answer: Any, expected: Any) -> None:
     proposer, user = build()
     user.answers = [answer]
     (drafts,) = proposer.propose([context("a", [1, 2, 3], 2)])
     assert drafts == expected
 
 
-def test_one_that_failed_has_not_seen_what_it_was_given() -> None:
+def test_failed_drafter_gets_the_same_tokens_again() -> None:
     proposer, user = build()
     user.answers = [[]]
     proposer.propose([context("a", [1, 2, 3], 2)])
@@ -107,20 +107,20 @@ def test_one_that_failed_has_not_seen_what_it_was_given() -> None:
     assert [asked[0] for asked in user.asked] == [[[3]], [[4, 5]], [[6]]]
 
 
-def test_a_wrong_number_of_answers_is_said_clearly() -> None:
+def test_wrong_number_of_answers_is_reported() -> None:
     proposer, user = build()
     user.answers = [[1]]
     with pytest.raises(ValueError, match="returned 1 lists for 2 requests"):
         proposer.propose([context("a", [1, 2], 1), context("b", [1, 2], 1)])
 
 
-def test_nobody_to_ask_for() -> None:
+def test_drafter_is_not_called_without_requests() -> None:
     proposer, user = build()
     assert proposer.propose([]) == []
     assert not user.asked
 
 
-def test_a_model_is_loaded_where_there_is_one() -> None:
+def test_load_model_is_called_if_defined() -> None:
     target = object()
     build()[0].load_model(target)
     proposer, user = build("Loading")

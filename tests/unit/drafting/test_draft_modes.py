@@ -30,7 +30,7 @@ def inputs(rows: int = ROWS) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, 
     return logits, torch.ones(rows), request_keys(0, rows), starts + 2, starts
 
 
-def test_greedy_takes_the_argmax_and_has_no_distribution() -> None:
+def test_greedy_takes_argmax_without_probs() -> None:
     logits, *_ = inputs()
     drafted = draft_greedy(TORCH, logits)
     assert drafted.tokens_B.dtype == torch.int32
@@ -38,7 +38,7 @@ def test_greedy_takes_the_argmax_and_has_no_distribution() -> None:
     assert drafted.probs_BV is None
 
 
-def test_greedy_takes_logits_in_any_dtype_and_sees_which_are_no_numbers() -> None:
+def test_greedy_accepts_any_dtype_and_detects_nan() -> None:
     logits = inputs()[0].bfloat16()
     logits[3, 5], logits[4] = torch.nan, -torch.inf
     drafted = draft_greedy(TORCH, logits)
@@ -48,7 +48,7 @@ def test_greedy_takes_logits_in_any_dtype_and_sees_which_are_no_numbers() -> Non
 
 
 @pytest.mark.parametrize("mode", ["probabilistic", "coupled"])
-def test_temperature_0_takes_the_argmax_in_every_mode(mode: SampledMode) -> None:
+def test_temperature_0_takes_argmax_in_every_mode(mode: SampledMode) -> None:
     logits, temperature, *rest = inputs()
     temperature[::2] = 0
     drafted = draft(TORCH, logits, mode, temperature, *rest)
@@ -60,7 +60,7 @@ def test_temperature_0_takes_the_argmax_in_every_mode(mode: SampledMode) -> None
         torch.testing.assert_close(drafted.probs_BV[1::2], logits[1::2].softmax(-1))
 
 
-def test_probabilistic_equals_the_loop() -> None:
+def test_probabilistic_equals_reference_loop() -> None:
     logits, temperature, keys, positions, starts = inputs()
     drafted = draft(TORCH, logits, "probabilistic", temperature, keys, positions, starts)
     noise = gumbel(derive_block_keys(keys, starts), positions[:, None], Stream.DRAFT, torch.arange(VOCAB).int())[:, 0]
@@ -69,7 +69,7 @@ def test_probabilistic_equals_the_loop() -> None:
         assert drafted.tokens_B[row] == expected
 
 
-def test_probabilistic_follows_its_distribution() -> None:
+def test_probabilistic_follows_distribution() -> None:
     table, rows = random_table(VOCAB, 0, seed=3), 200_000
     position = torch.full((rows,), 9, dtype=torch.int32)
     logits = table.logits_CV.expand(rows, VOCAB)
@@ -79,7 +79,7 @@ def test_probabilistic_follows_its_distribution() -> None:
     assert distributions.p_value(drafted.tokens_B.numpy(), table.probs_CV[0]) > ALPHA
 
 
-def test_probabilistic_drafts_of_two_steps_are_unrelated() -> None:
+def test_probabilistic_drafts_of_two_steps_are_independent() -> None:
     """The same position, drafted for by steps that start at different ones."""
     table, rows = random_table(4, 0, seed=3), 50_000
     position = torch.full((rows,), 9, dtype=torch.int32)
@@ -94,7 +94,7 @@ def test_probabilistic_drafts_of_two_steps_are_unrelated() -> None:
     assert distributions.p_value((first * 4 + second).numpy(), joint) > ALPHA
 
 
-def test_coupled_is_the_targets_own_sampling() -> None:
+def test_coupled_equals_target_sampling() -> None:
     """Whatever the step: with the same logits the same token, at every position."""
     logits, temperature, keys, positions, starts = inputs()
     drafted = draft(TORCH, logits, "coupled", temperature, keys, positions, starts)
@@ -106,7 +106,7 @@ def test_coupled_is_the_targets_own_sampling() -> None:
 
 @pytest.mark.parametrize("seed", [1, 2, 3])
 @pytest.mark.parametrize("closeness", [0.1, 0.5, 1.5])
-def test_coupled_acceptance_lies_between_its_bounds(seed: int, closeness: float) -> None:
+def test_coupled_acceptance_is_within_bounds(seed: int, closeness: float) -> None:
     """(1 - TV) / (1 + TV) <= P(equal) <= 1 - TV: Daliri, Musco and Suresh."""
     rows = 50_000
     target = random_table(8, 0, seed)
@@ -123,7 +123,7 @@ def test_coupled_acceptance_lies_between_its_bounds(seed: int, closeness: float)
 
 
 @pytest.mark.parametrize("mode", ["probabilistic", "coupled"])
-def test_rows_do_not_depend_on_their_batch(mode: SampledMode) -> None:
+def test_drafts_do_not_depend_on_batch(mode: SampledMode) -> None:
     logits, *rest = inputs(50)
     together = draft(TORCH, logits, mode, *rest)
     for row in range(50):
@@ -143,7 +143,7 @@ def reference_block_key(seed: int, start: int) -> list[int]:
 
 
 @pytest.mark.parametrize("seed", [0, 1, -5, 2**63 - 1])
-def test_block_keys_equal_unbounded_integer_arithmetic(seed: int) -> None:
+def test_block_keys_equal_unbounded_arithmetic(seed: int) -> None:
     starts = torch.tensor([0, 1, 77, 131071], dtype=torch.int32)
     keys = torch.tensor([fold_seed(seed)] * 4, dtype=torch.int32)
     result = derive_block_keys(keys, starts).numpy().view(np.uint32).tolist()
@@ -178,7 +178,7 @@ def test_uniform_stays_below_1(monkeypatch: pytest.MonkeyPatch) -> None:
         assert least <= value < below
 
 
-def test_streams_given_by_row_are_those_given_at_once() -> None:
+def test_streams_by_row_equal_single_stream() -> None:
     keys, positions = request_keys(0, 4), torch.arange(4, dtype=torch.int32)[:, None]
     tokens = torch.arange(9, dtype=torch.int32)
     mixed = bits(keys, positions, torch.arange(4, dtype=torch.int32)[:, None], tokens)

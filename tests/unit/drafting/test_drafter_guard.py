@@ -39,7 +39,7 @@ def drafted(tokens: list[list[int]], counts: list[int], sound: list[list[bool]] 
     return Drafts(torch.tensor(tokens).int(), torch.tensor(counts).int(), None, sound_BK)
 
 
-def test_rows_with_faults_have_no_drafts_and_others_keep_theirs() -> None:
+def test_faulty_rows_lose_drafts_and_others_keep_theirs() -> None:
     tokens = [[1, 2, 3], [1, VOCAB, 3], [1, 2, -7], [4, 5, 6], [7, 8, VOCAB]]
     checked = mark_unusable(drafted(tokens, [3, 3, 3, 4, 2]), request([3, 3, 3, 3, 3]), VOCAB)
     assert checked.num_drafts_B.tolist() == [3, FAULTY, FAULTY, FAULTY, 2]
@@ -47,12 +47,12 @@ def test_rows_with_faults_have_no_drafts_and_others_keep_theirs() -> None:
     assert checked.for_host.num_drafts_B.tolist() == [3, 0, 0, 0, 2]
 
 
-def test_more_than_was_wanted_or_fewer_than_none() -> None:
+def test_draft_counts_out_of_range_are_faults() -> None:
     checked = mark_unusable(drafted([[1, 2, 3]] * 3, [2, -3, 1]), request([1, 3, 1]), VOCAB)
     assert checked.num_drafts_B.tolist() == [FAULTY, FAULTY, 1]
 
 
-def test_what_is_no_number_counts_where_a_draft_was_made_of_it() -> None:
+def test_unsound_logits_count_only_for_drafts_made_from_them() -> None:
     sound = [[True, True, True], [True, False, True], [True, False, True]]
     checked = mark_unusable(drafted([[1, 2, 3]] * 3, [3, 3, 1], sound), request([3, 3, 1]), VOCAB)
     assert checked.num_drafts_B.tolist() == [3, FAULTY, 1]
@@ -61,7 +61,7 @@ def test_what_is_no_number_counts_where_a_draft_was_made_of_it() -> None:
 @pytest.mark.parametrize(
     ("tokens", "counts"), [([[1, 2]], [2]), ([[1, 2, 3]] * 2, [3, 3]), ([[1, 2, 3]], [3, 3]), ([[1, 2, 3]], [[3]])]
 )
-def test_wrong_shapes_are_refused(tokens: list[list[int]], counts: Any) -> None:
+def test_wrong_shapes_raise(tokens: list[list[int]], counts: Any) -> None:
     with pytest.raises(ValueError, match=r"expected \(1, 3\) and \(1,\)"):
         mark_unusable(drafted(tokens, counts), request([3]), VOCAB)
 
@@ -70,7 +70,7 @@ def test_wrong_shapes_are_refused(tokens: list[list[int]], counts: Any) -> None:
     ("value", "sound"),
     [(float("nan"), False), (float("inf"), False), (float("-inf"), True), (-1e30, True), (0.0, True)],
 )
-def test_logits_are_looked_at_before_anything_is_made_of_them(value: float, sound: bool) -> None:
+def test_logits_are_checked_before_sampling(value: float, sound: bool) -> None:
     speculation = cast(Any, SimpleNamespace(drafting="greedy", keeps_probs=False, num_drafts=K))
     choice = DraftChoice(speculation, TORCH, cast(Any, None))
     logits_BV = torch.zeros(2, VOCAB)
@@ -80,7 +80,7 @@ def test_logits_are_looked_at_before_anything_is_made_of_them(value: float, soun
     assert chosen.sound_B.tolist() == [True, sound]
 
 
-def test_a_faulty_distribution_never_reaches_a_rule() -> None:
+def test_faulty_probs_are_not_stored() -> None:
     speculation = cast(Any, SimpleNamespace(keeps_probs=True, num_drafts=1))
     draft_probs = DraftProbs(speculation, 2, 4, torch.device("cpu"))
     rows_B, even = torch.tensor([0, 1]), torch.full((2, 1, 4), 0.25)
@@ -111,13 +111,13 @@ def of_both(own: Drafts, other: Drafts) -> list[list[int]]:
     return [alike_drafts.num_drafts_B.tolist() for alike_drafts in (first, mark_different(other, group))]
 
 
-def test_ranks_that_each_have_the_drafter_use_what_they_drafted_alike() -> None:
+def test_replicated_drafters_use_drafts_that_agree() -> None:
     own = drafted([[1, 2, 3], [1, 2, 3], [1, 2, 3], [1, 2, 3], [1, 2, 3]], [3, 3, 3, 2, FAULTY])
     other = drafted([[1, 2, 3], [1, 2, 3], [1, 9, 3], [1, 2, 9], [4, 5, 6]], [3, FAULTY, 3, 2, FAULTY])
     assert of_both(own, other) == [[3, FAULTY, FAULTY, 2, FAULTY]] * 2
 
 
-def test_draft_probs_of_ranks_are_alike_too() -> None:
+def test_replicated_drafters_need_equal_probs() -> None:
     """Else one of them would accept what another does not."""
     probs = torch.full((3, K, VOCAB), 0.01)
     other = probs.clone()
@@ -127,7 +127,7 @@ def test_draft_probs_of_ranks_are_alike_too() -> None:
     assert of_both(own, own._replace(probs_BKV=other)) == [[3, FAULTY, FAULTY]] * 2
 
 
-def test_a_cut_drafter_asks_nobody() -> None:
+def test_split_drafter_runs_no_comparison() -> None:
     """All its ranks have the logits of all."""
     drafts = Guard(independent=False).check_drafts(drafted([[1, 2, 3]], [3]), request([3]), VOCAB)
     assert drafts.num_drafts_B.tolist() == [3]
@@ -180,7 +180,7 @@ def raises(contexts: list[Any]) -> Any:
         lambda contexts: 5,
     ],
 )
-def test_a_round_of_nonsense_is_a_fault_of_all_and_leaves_no_drafts(ask: Ask) -> None:
+def test_invalid_round_is_a_fault_of_every_request(ask: Ask) -> None:
     drafting, requests, reported = after_step(ask)
     assert reported == [[], [], []]
     assert requests.num_drafts_R.tolist() == [0] * 5
@@ -188,13 +188,13 @@ def test_a_round_of_nonsense_is_a_fault_of_all_and_leaves_no_drafts(ask: Ask) ->
     assert drafting.take_rounds() == []
 
 
-def test_one_row_of_nonsense_leaves_the_others_their_drafts() -> None:
+def test_invalid_row_does_not_affect_others() -> None:
     drafting, _, reported = after_step(lambda contexts: [[14, VOCAB], [27]])
     assert reported == [[], [27], []]
     assert drafting.take_rounds() == [DraftRound(("a",), worked=True)]
 
 
-def test_a_row_that_drafts_no_more_is_not_asked_for() -> None:
+def test_excluded_row_is_not_requested() -> None:
     requests, split, names = started()
     proposer = Counts()
     drafting = HostDrafting(proposer, RequestHistory(split, requests, K), VOCAB, on_one_rank)
@@ -204,12 +204,12 @@ def test_a_row_that_drafts_no_more_is_not_asked_for() -> None:
     assert [[name for name, _, _ in call] for call in proposer.calls] == [["b"]]
 
 
-def test_answers_of_any_kind_of_integer_are_tokens() -> None:
+def test_any_integer_type_is_a_token() -> None:
     _, _, reported = after_step(lambda contexts: torch.tensor([[14, 15], [27, 28]]))
     assert reported == [[14, 15], [27, 28], []]
 
 
-def test_tokens_after_the_requested_drafts_are_no_fault() -> None:
+def test_extra_tokens_are_ignored() -> None:
     """As of a class that fills its rows up to one length."""
     drafting, _, reported = after_step(
         lambda contexts: [[14] * context.max_drafts + [VOCAB, -3] for context in contexts]
@@ -218,7 +218,7 @@ def test_tokens_after_the_requested_drafts_are_no_fault() -> None:
     assert drafting.take_rounds() == [DraftRound((), worked=True)]
 
 
-def test_ranks_that_differ_have_no_drafts() -> None:
+def test_ranks_with_different_drafts_use_none() -> None:
     requests, split, names = started()
     asked: list[Any] = []
 
@@ -236,7 +236,7 @@ def test_ranks_that_differ_have_no_drafts() -> None:
     assert drafting.take_rounds() == [DraftRound(("a", "b"), worked=False)]
 
 
-def test_one_that_raises_still_answers_the_other_ranks() -> None:
+def test_failed_rank_still_answers_others() -> None:
     requests, split, names = started()
     asked: list[Any] = []
     drafting = HostDrafting(
@@ -252,7 +252,7 @@ def test_one_that_raises_still_answers_the_other_ranks() -> None:
 
 @pytest.mark.parametrize("kind", [Rows, HeadRows])
 @pytest.mark.parametrize("broken", ["read", "propose"])
-def test_warm_up_is_not_survived(kind: type[Rows], broken: str) -> None:
+def test_warm_up_errors_are_raised(kind: type[Rows], broken: str) -> None:
     rows = kind(3)
     model: Any = rows.head if isinstance(rows, HeadRows) else rows.model
     owner, name = (rows.drafting._proposer, "propose") if broken == "propose" else (model, "forward")
@@ -262,7 +262,7 @@ def test_warm_up_is_not_survived(kind: type[Rows], broken: str) -> None:
     assert rows.drafting.take_rounds() == []
 
 
-def test_several_ranks_are_not_survived() -> None:
+def test_errors_are_raised_with_several_ranks() -> None:
     somebody = cast(Any, [SimpleNamespace(req_id="a")])
     with pytest.raises(ZeroDivisionError):
         Guard(independent=False).handle_error(ZeroDivisionError(), somebody)
@@ -272,7 +272,7 @@ def test_several_ranks_are_not_survived() -> None:
     assert guard.take_rounds() == [DraftRound(("a",), worked=False)], "one step, one round"
 
 
-def test_ranks_that_may_wait_in_a_drafter_are_those_of_its_target() -> None:
+def test_guard_depends_on_ranks_of_target_and_drafter() -> None:
     """Engines that run data parallel draft each for itself, with experts in common too."""
 
     def model(group: Any) -> Any:
@@ -310,19 +310,19 @@ def while_broken(rows: Rows, owner: object, name: str) -> None:
 
 
 @pytest.mark.parametrize("kind", [Rows, HeadRows])
-def test_after_a_round_that_raised_drafts_are_what_they_would_have_been(kind: type[Rows]) -> None:
+def test_failed_round_does_not_change_later_drafts(kind: type[Rows]) -> None:
     rows = started_rows(kind)
     while_broken(rows, rows.drafting._proposer, "propose")
     rows.check_steps(1)
 
 
-def test_a_draft_model_that_could_not_read_reads_again() -> None:
+def test_draft_model_reads_again_after_failed_read() -> None:
     rows = started_rows(Rows)
     while_broken(rows, rows.model, "forward")
     rows.check_steps(1)
 
 
-def test_rows_of_which_a_head_could_not_read_everything_draft_no_more() -> None:
+def test_rows_stop_drafting_after_failed_head_read() -> None:
     rows = HeadRows(3)
     rows.start(PROMPTS)
     while_broken(rows, rows.head, "forward")
@@ -330,7 +330,7 @@ def test_rows_of_which_a_head_could_not_read_everything_draft_no_more() -> None:
     check_nobody_shares(rows)
 
 
-def test_blocks_of_a_row_that_a_head_failed_for_are_not_shared() -> None:
+def test_blocks_are_not_shared_after_failed_head_read() -> None:
     """What the head wrote there may be no numbers, and whoever reads it would fail as well."""
     rows = HeadRows(3)
     rows.start(PROMPTS)
@@ -352,7 +352,7 @@ def check_nobody_shares(rows: HeadRows) -> None:
     assert rows.sample({"own": [1]}) == {"own": rows.expected("own")} != {"own": []}
 
 
-def test_the_decision_of_the_scheduler_holds_until_the_row_is_given_up() -> None:
+def test_exclusion_holds_until_row_is_freed() -> None:
     rows = started_rows(Rows)
     by_id = rows.requests.by_id
     rows.drafting.update_drafter_state([by_id["a"]], [by_id["b"]], disabled=False)
@@ -364,7 +364,7 @@ def test_the_decision_of_the_scheduler_holds_until_the_row_is_given_up() -> None
 
 
 @pytest.mark.parametrize("device", [HostBackend, CapturingBackend])
-def test_no_number_in_one_row_leaves_it_without_drafts_and_is_reported(device: type[HostBackend]) -> None:
+def test_nan_in_row_removes_its_drafts_and_is_reported(device: type[HostBackend]) -> None:
     rows = Rows(3, backend=device())
     rows.start(PROMPTS)
     working, faulty_token = rows.model.logits, following([*PROMPTS["b"], 4])

@@ -132,7 +132,7 @@ def after_a_step(drafter_max_len: int) -> tuple[Requests, Counts, HostDrafting, 
     return requests, proposer, drafting, step_
 
 
-def test_the_host_drafter_sees_the_rows_that_have_something_to_gain() -> None:
+def test_host_drafter_gets_only_rows_that_can_use_drafts() -> None:
     requests, proposer, drafting, step_ = after_a_step(drafter_max_len=8)
     # "b" has 7 tokens and room for one more; "c" has speculation off.
     assert proposer.calls == [[("a", [10, 11, 12, 13], 3), ("b", [20, 21, 22, 23, 24, 25, 26], 1)]]
@@ -141,7 +141,7 @@ def test_the_host_drafter_sees_the_rows_that_have_something_to_gain() -> None:
     assert dict(zip(reported.req_ids, reported.draft_token_ids, strict=True)) == {"a": [14, 15, 16], "b": [27], "c": []}
 
 
-def test_a_step_in_which_nobody_may_draft_costs_no_call() -> None:
+def test_host_drafter_is_not_called_without_rows() -> None:
     requests, proposer, drafting, step_ = after_a_step(drafter_max_len=3)
     drafting.propose_on_host(sampled(requests, ["a"], [[1]])[0], 0)
     drafting.propose_on_host(StepResult([]), K)  # nobody sampled: prompts go on
@@ -149,7 +149,7 @@ def test_a_step_in_which_nobody_may_draft_costs_no_call() -> None:
     assert drafting.get_draft_token_ids(step_).draft_token_ids == [[], [], []]
 
 
-def test_nothing_is_drafted_after_a_stop() -> None:
+def test_no_drafts_after_stop_token() -> None:
     """The scheduler ends the request there, whatever was accepted after it."""
     requests, split, names = started()
     requests.by_id["a"].params = SamplingParams(max_tokens=50, stop_token_ids=[12])
@@ -165,7 +165,7 @@ def test_nothing_is_drafted_after_a_stop() -> None:
     assert [req_id for req_id, _, _ in proposer.calls[0]] == ["b"]
 
 
-def test_the_host_drafter_is_informed_of_ends() -> None:
+def test_host_drafter_forgets_ended_requests() -> None:
     requests, split, _ = started()
     proposer = Counts()
     drafting = HostDrafting(proposer, RequestHistory(split, requests, K), VOCAB, on_one_rank)
@@ -174,7 +174,7 @@ def test_the_host_drafter_is_informed_of_ends() -> None:
     assert proposer.forgotten == ["b"]
 
 
-def test_the_device_drafter_proposes_after_the_verification() -> None:
+def test_device_drafter_proposes_after_verification() -> None:
     requests, split, names = started(drafter_max_len=8)
     proposer = CountsOnDevice()
     drafting, recorder = on_device(proposer, split, requests)
@@ -192,7 +192,7 @@ def test_the_device_drafter_proposes_after_the_verification() -> None:
     assert proposer.num_calls == 1, "nobody may draft: no call"
 
 
-def test_what_the_device_cannot_have_is_not_verified() -> None:
+def test_drafts_beyond_device_limit_are_not_verified() -> None:
     """With async scheduling the host schedules slots; past a row's limit it knows that there are no drafts."""
     requests, split, _ = started(drafter_max_len=8)
     drafting, _ = on_device(CountsOnDevice(), split, requests)
@@ -208,7 +208,7 @@ def test_what_the_device_cannot_have_is_not_verified() -> None:
     assert drafting.cap_scheduled_drafts([requests.by_id["c"], row], [K, 2]).tolist() == [0, 2]
 
 
-def test_a_batch_in_which_nobody_may_draft_costs_no_call_on_the_device() -> None:
+def test_device_drafter_is_not_called_without_rows() -> None:
     """The host knows it, from the scheduler's output: here by request, by the drafter's length, or by both."""
     requests, split, _ = started(drafter_max_len=3)
     proposer = CountsOnDevice()

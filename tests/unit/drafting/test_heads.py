@@ -142,13 +142,13 @@ class HeadRows(Rows):
 @pytest.mark.parametrize("num_drafts", [1, 2, 5])
 @pytest.mark.parametrize("seed", range(3))
 @pytest.mark.parametrize("device", [HostBackend, CapturingBackend])
-def test_every_draft_follows_from_all_tokens_and_states(num_drafts: int, seed: int, device: type[HostBackend]) -> None:
+def test_drafts_follow_from_all_tokens_and_states(num_drafts: int, seed: int, device: type[HostBackend]) -> None:
     rows = HeadRows(num_drafts, backend=device())
     rows.start(PROMPTS)
     rows.check_steps(seed, share_off=0.3)
 
 
-def test_a_row_past_the_heads_longest_rides_along_without_drafts() -> None:
+def test_row_beyond_head_length_continues_without_drafts() -> None:
     rows = HeadRows(num_drafts=4, drafter_max_len=32)
     rows.start({"a": [5, 6, 7], "long": list(range(1, 60)), "near": list(range(2, 30))})
     drafted = rows.sample({"a": [1], "long": [2], "near": [3]})
@@ -159,7 +159,7 @@ def test_a_row_past_the_heads_longest_rides_along_without_drafts() -> None:
     assert rows.sample({"a": [9]})["a"] == rows.expected("a")
 
 
-def test_a_head_that_is_not_asked_reads_on() -> None:
+def test_head_reads_steps_without_drafts() -> None:
     """Through a request that wants no drafts, whose blocks another request takes over."""
     rows = HeadRows(num_drafts=3)
     rows.start({"a": [5, 6, 7]})
@@ -172,7 +172,7 @@ def test_a_head_that_is_not_asked_reads_on() -> None:
     assert rows.sample({"b": [8]}) == {"b": rows.expected("b")}
 
 
-def test_a_row_that_the_host_sees_too_far_ahead_is_read() -> None:
+def test_row_is_read_although_host_counts_ahead() -> None:
     """Its last eight drafts were rejected, which the host did not know when it scheduled a step without drafts; by its
     count the row is past the head's longest."""
     rows = HeadRows(num_drafts=8, drafter_max_len=32)
@@ -185,7 +185,7 @@ def test_a_row_that_the_host_sees_too_far_ahead_is_read() -> None:
     assert rows.sample({"a": [52]})["a"] == rows.expected("a") != []
 
 
-def test_of_a_rectangle_only_the_rows_within_reach_are_read() -> None:
+def test_only_rows_within_head_length_are_read() -> None:
     rows = HeadRows(num_drafts=2, drafter_max_len=24)
     rows.start({"a": [5, 6, 7], "b": list(range(1, 40))}, chunk=24)
     prompt_ids = {"c": list(range(3, 20)), "d": list(range(2, 42))}
@@ -203,7 +203,7 @@ def test_of_a_rectangle_only_the_rows_within_reach_are_read() -> None:
     assert rows.sample({"c": [1], "d": [2]}) == {"c": rows.expected("c"), "d": []}
 
 
-def test_nothing_is_read_when_every_row_is_past() -> None:
+def test_nothing_is_read_if_all_rows_exceed_head_length() -> None:
     rows = HeadRows(num_drafts=2, drafter_max_len=16)
     rows.start({"a": list(range(1, 60))}, chunk=64)
     rows.sample({"a": [1]})
@@ -214,7 +214,7 @@ def test_nothing_is_read_when_every_row_is_past() -> None:
     assert torch.equal(rows.head.kv, kv)
 
 
-def test_rejected_and_padded_positions_leave_nothing_that_is_read() -> None:
+def test_rejected_and_padded_positions_are_not_read() -> None:
     """After each step, the slots up to the last position that was read hold exactly what the tokens say."""
     rng = random.Random(1)
     rows = HeadRows(num_drafts=4)
@@ -232,7 +232,7 @@ def test_rejected_and_padded_positions_leave_nothing_that_is_read() -> None:
 
 
 @pytest.mark.parametrize("device", [HostBackend, CapturingBackend])
-def test_warm_up_runs_every_shape_that_can_come(device: type[HostBackend]) -> None:
+def test_warm_up_covers_every_shape(device: type[HostBackend]) -> None:
     rows = HeadRows(num_drafts=3, drafter_max_len=600, max_len=600, exact_context=False, backend=device())
     rows.check_warm_up()
 
@@ -269,7 +269,7 @@ class MedusaRows(HeadRows):
 
 @pytest.mark.parametrize("num_drafts", [1, 4])
 @pytest.mark.parametrize("device", [HostBackend, CapturingBackend])
-def test_medusa_reads_the_state_after_the_last_accepted_token(num_drafts: int, device: type[HostBackend]) -> None:
+def test_medusa_reads_state_of_last_accepted_token(num_drafts: int, device: type[HostBackend]) -> None:
     rows = MedusaRows(num_drafts, backend=device())
     rows.start(PROMPTS)
     rows.check_steps(seed=0)
@@ -278,7 +278,7 @@ def test_medusa_reads_the_state_after_the_last_accepted_token(num_drafts: int, d
 # --- vocabularies ---
 
 
-def test_a_head_whose_logits_cover_fewer_tokens() -> None:
+def test_head_with_reduced_vocabulary_drafts_only_its_tokens() -> None:
     output_ids = torch.tensor([2, 5, 6])
     translation = ReducedVocabulary(output_ids, 8)
     logits = torch.tensor([[1.0, 2.0, 3.0]])
@@ -288,7 +288,7 @@ def test_a_head_whose_logits_cover_fewer_tokens() -> None:
     assert torch.equal(translation.to_drafter(output_ids), output_ids)
 
 
-def test_a_target_may_carry_other_states_than_those_of_its_logits() -> None:
+def test_target_may_carry_states_other_than_those_of_logits() -> None:
     hidden_states = HiddenStateBuffer(
         num_rows=3,
         num_queries=2,
@@ -325,7 +325,7 @@ def model_of(**parts: nn.Module) -> nn.Module:
     return made
 
 
-def test_a_head_without_matrices_gets_the_targets() -> None:
+def test_head_without_matrices_shares_those_of_target() -> None:
     target = model_of(inner_embed_tokens=linear(), lm_head=linear())
     head = model_of(inner_embed_tokens=linear())
     head.has_own_embed_tokens = head.has_own_lm_head = False  # type: ignore[assignment]
@@ -335,7 +335,7 @@ def test_a_head_without_matrices_gets_the_targets() -> None:
 
 
 @pytest.mark.parametrize("equal", [False, True])
-def test_matrices_of_its_own_stay_unless_they_are_the_same(equal: bool) -> None:
+def test_own_matrices_are_kept_unless_equal(equal: bool) -> None:
     target = model_of(inner_embed_tokens=linear(), lm_head=linear())
     head = model_of(inner_embed_tokens=linear(), lm_head=linear())
     head.has_own_embed_tokens = head.has_own_lm_head = True  # type: ignore[assignment]
@@ -347,7 +347,7 @@ def test_matrices_of_its_own_stay_unless_they_are_the_same(equal: bool) -> None:
 
 
 @pytest.mark.parametrize("container", [nn.ModuleList, lambda layers: nn.ModuleDict({"9": layers[0]})])
-def test_each_layer_of_several_token_prediction_writes_with_the_targets_matrix(container: Any) -> None:
+def test_each_mtp_layer_uses_output_matrix_of_target(container: Any) -> None:
     """Whether the class says what its checkpoint has, or not."""
     layer = nn.Module()
     layer.shared_head = model_of(head=linear())
@@ -356,7 +356,7 @@ def test_each_layer_of_several_token_prediction_writes_with_the_targets_matrix(c
     assert layer.shared_head.head is target.lm_head
 
 
-def test_a_target_may_write_with_its_embeddings() -> None:
+def test_embeddings_of_target_may_be_its_output_matrix() -> None:
     target, head = model_of(inner_embed_tokens=linear()), model_of(inner_embed_tokens=linear())
     share_modules(target, head)
     assert head.lm_head is target.model.embed_tokens  # type: ignore[union-attr]
@@ -364,7 +364,7 @@ def test_a_target_may_write_with_its_embeddings() -> None:
         share_modules(model_of(lm_head=linear()), head)
 
 
-def test_a_whole_head_takes_parts_of_a_target_that_is_cut(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_whole_head_shares_modules_of_split_target(monkeypatch: pytest.MonkeyPatch) -> None:
     """They ask the ranks that have the rest of them, from within a head that asks nobody."""
     target_group, alone = SimpleNamespace(world_size=2), SimpleNamespace(world_size=1)
     asked: list[Any] = []
@@ -385,7 +385,7 @@ def test_a_whole_head_takes_parts_of_a_target_that_is_cut(monkeypatch: pytest.Mo
 
 
 @pytest.mark.parametrize("another", [False, True])
-def test_a_whole_head_reads_one_ranks_states(another: bool) -> None:
+def test_whole_head_reads_states_of_one_rank(another: bool) -> None:
     """`another`: a head reads other states than those that logits are made of."""
     sent: list[torch.Tensor] = []
 
@@ -405,26 +405,26 @@ def test_a_whole_head_reads_one_ranks_states(another: bool) -> None:
     assert loaded._broadcast(Hidden(last)).carried is None
 
 
-def test_a_head_takes_no_adapters() -> None:
+def test_head_rejects_adapters() -> None:
     head: Any = LoadedHead.__new__(LoadedHead)
     with pytest.raises(AssertionError, match="only the target has adapters"):
         head.logits(torch.zeros(1, 2), torch.zeros(1, dtype=torch.int32))
 
 
-def test_a_head_with_two_answers_carries_the_second() -> None:
+def test_head_with_two_outputs_carries_the_second() -> None:
     first, second = torch.zeros(1), torch.ones(1)
     assert split_carried((first, second), None) == Hidden(first, second)
     assert split_carried(first, None) == Hidden(first, first)
 
 
-def test_the_layers_that_a_head_reads() -> None:
+def test_aux_layers_are_read_from_config() -> None:
     nested = {"eagle_aux_hidden_state_layer_ids": [1, 5]}
     assert get_aux_layers(SimpleNamespace(eagle_aux_hidden_state_layer_ids=[2, 3], eagle_config=nested)) == [2, 3]
     assert get_aux_layers(SimpleNamespace(eagle_config=nested)) == [1, 5]
     assert get_aux_layers(SimpleNamespace(eagle_config=None)) is None
 
 
-def test_requests_end_and_their_rows_serve_others() -> None:
+def test_rows_of_ended_requests_are_reused() -> None:
     rows = HeadRows(num_drafts=3)
     rows.start({"a": list(range(1, 40))})
     rows.sample({"a": [4]})

@@ -13,7 +13,7 @@ from vllm_gaudi_spec.methods import METHODS, has_model
 
 
 @pytest.mark.parametrize("name", METHODS)
-def test_each_row_names_a_proposer(name: str) -> None:
+def test_each_method_names_a_proposer(name: str) -> None:
     module, proposer = METHODS[name].proposer.split(".")
     found = getattr(import_module(f"{drafting.__name__}.{module}"), proposer)
     assert callable(found.build)
@@ -21,19 +21,19 @@ def test_each_row_names_a_proposer(name: str) -> None:
 
 
 @pytest.mark.parametrize("name", METHODS)
-def test_facts_agree_with_each_other(name: str) -> None:
+def test_method_facts_are_consistent(name: str) -> None:
     method = METHODS[name]
     of_models = (method.has_kv, method.reads_hidden_states, method.in_target)
     assert method.has_model or not any(of_models), "only a model has these"
     assert method.on_device or not method.has_model, "models draft on the device"
 
 
-def test_rows_say_which_values_are_vllms() -> None:
+def test_in_vllm_matches_vllm_methods() -> None:
     vllms = {*values_of(upstream.SpeculativeMethod)}
     assert {name for name, method in METHODS.items() if method.in_vllm} == vllms & set(METHODS)
 
 
-def test_a_method_without_a_row_is_described_as_a_model() -> None:
+def test_unknown_method_counts_as_model() -> None:
     """vLLM loads one for it before it can be refused."""
     assert has_model("mlp_speculator")
     assert not has_model("ngram")

@@ -43,35 +43,35 @@ def random_texts(seed: int, count: int, longest: int) -> list[list[int]]:
 
 
 @pytest.mark.parametrize("sizes", SIZES)
-def test_host_equals_the_loop(sizes: tuple[int, int]) -> None:
+def test_host_equals_reference_loop(sizes: tuple[int, int]) -> None:
     for max_drafts in (1, 4, 11):
         for text in random_texts(max_drafts, 200, 40):
             assert on_host(text, sizes, max_drafts) == ngram_drafts(text, *sizes, max_drafts), text
 
 
-def test_a_loop_is_drafted_in_full_length() -> None:
+def test_loop_is_drafted_in_full_length() -> None:
     assert on_host([7, 1, 2, 3, 1, 2, 3], (2, 3), 8) == [1, 2, 3, 1, 2, 3, 1, 2]
     assert on_host([5, 5, 5], (1, 4), 6) == [5] * 6
 
 
-def test_a_longer_match_beats_a_more_recent_one() -> None:
+def test_longest_match_wins() -> None:
     assert on_host([1, 2, 3, 9, 0, 3, 8, 1, 2, 3], (1, 3), 1) == [9]
 
 
-def test_of_equal_matches_the_most_recent_one_counts() -> None:
+def test_most_recent_of_equal_matches_wins() -> None:
     assert on_host([2, 3, 8, 2, 3, 9, 0, 2, 3], (2, 2), 1) == [9]
 
 
-def test_a_match_below_the_minimum_is_none() -> None:
+def test_match_below_minimum_is_ignored() -> None:
     assert on_host([3, 9, 3], (2, 4), 4) == []
 
 
 @pytest.mark.parametrize("tokens", [[], [1]])
-def test_a_text_too_short_to_repeat(tokens: list[int]) -> None:
+def test_text_too_short_to_repeat_has_no_drafts(tokens: list[int]) -> None:
     assert on_host(tokens, (1, 3), 4) == []
 
 
-def test_host_reads_inside_the_view_only() -> None:
+def test_host_reads_only_inside_view() -> None:
     """The array after the view goes on."""
     array = np.array([4, 1, 2, 5, 1, 2, 5, 1, 2], dtype=np.int32)
     context = Context(req_id="a", tokens_np=array[1:6], num_prompt=2, max_drafts=4)
@@ -111,7 +111,7 @@ def test_device_equals_host(sizes: tuple[int, int], num_drafts: int) -> None:
             assert drafts.tokens_BK[b, : drafts.num_drafts_B[b]].tolist() == expected
 
 
-def test_device_graph_depends_on_shapes_alone() -> None:
+def test_device_graph_depends_only_on_shapes() -> None:
     """It exports as one graph: no read of a value, no shape that depends on one."""
 
     class Graph(torch.nn.Module):
@@ -140,6 +140,6 @@ def test_device_graph_depends_on_shapes_alone() -> None:
 
 @pytest.mark.parametrize("sizes", [(0, 3), (4, 3)])
 @pytest.mark.parametrize("proposer", [NgramProposer, DeviceNgramProposer])
-def test_wrong_sizes_are_refused(proposer: type, sizes: tuple[int, int]) -> None:
+def test_invalid_sizes_are_refused(proposer: type, sizes: tuple[int, int]) -> None:
     with pytest.raises(ValueError, match="prompt_lookup_min"):
         proposer(*sizes)

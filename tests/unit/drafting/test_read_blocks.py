@@ -13,7 +13,7 @@ from vllm_gaudi_spec.drafting.kv_sync import ReadBlocks
 ROWS, SIZES, LONGEST = 5, (4, 8), 40
 
 
-def test_many_rows_at_once_are_noted_as_each_alone() -> None:
+def test_recording_many_rows_equals_recording_each() -> None:
     rng = random.Random(0)
     widths = [LONGEST // size for size in SIZES]
     # Each block belongs to one row of one group.

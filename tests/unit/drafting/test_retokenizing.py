@@ -78,7 +78,7 @@ def pieces(ids: list[int], rng: random.Random, most: int = 5) -> Iterator[list[i
 # ---- reading -------------------------------------------------------------------------------------------
 
 
-def test_a_growing_text_is_encoded_like_a_whole_one(languages: Languages) -> None:
+def test_growing_text_is_encoded_like_whole_text(languages: Languages) -> None:
     rng = random.Random(1)
     # Without words, the best way to cut a text depends on all of it.
     compared = languages.spelled if "unigram" in languages.name else list
@@ -92,7 +92,7 @@ def test_a_growing_text_is_encoded_like_a_whole_one(languages: Languages) -> Non
         assert compared(grown.tokens(0)) == compared(whole.tokens(0))
 
 
-def test_what_the_drafter_reads_spells_the_text() -> None:
+def test_drafter_tokens_spell_the_text() -> None:
     languages = Languages("sentencepiece", "byte_level")
     for text in random_texts(7, 50):
         timeline = Timeline(languages.reader)
@@ -100,7 +100,7 @@ def test_what_the_drafter_reads_spells_the_text() -> None:
         assert languages.spelled(timeline.tokens(0)).decode() == text
 
 
-def test_only_the_end_of_a_long_text_is_encoded_again() -> None:
+def test_only_end_of_long_text_is_encoded_again() -> None:
     encoder = Encoder(ModelTokenizer(TOKENIZERS["byte_level"]()), 1000)
     text, known, lengths = "", Encoded(), []
     original = encoder.encode
@@ -118,7 +118,7 @@ def test_only_the_end_of_a_long_text_is_encoded_again() -> None:
     assert sum(length > 400 for length in lengths) < len(lengths) / 50
 
 
-def test_characters_cut_in_two_come_back_whole() -> None:
+def test_split_characters_are_reassembled() -> None:
     """Byte by byte, as a target writes what its vocabulary does not have."""
     languages = Languages("byte_level", "byte_level")
     text = "né 東京 🙂!"
@@ -133,7 +133,7 @@ def test_characters_cut_in_two_come_back_whole() -> None:
     assert timeline.tokens(0) == languages.reader.encoder.encode(text).ids
 
 
-def test_a_drafter_without_bytes_waits_for_the_whole_character() -> None:
+def test_drafter_without_byte_tokens_waits_for_whole_character() -> None:
     languages = Languages("byte_level", "word_piece")
     timeline = Timeline(languages.reader)
     first, *others = [languages.target.id_by_bytes[bytes([byte])] for byte in "é".encode()]
@@ -143,7 +143,7 @@ def test_a_drafter_without_bytes_waits_for_the_whole_character() -> None:
     assert timeline.is_complete
 
 
-def test_special_tokens_are_read_by_what_they_are_for() -> None:
+def test_special_tokens_are_translated_by_role() -> None:
     languages = Languages("sentencepiece", "byte_level")
     target, drafter = languages.target.roles, languages.drafter.roles
     timeline = Timeline(languages.reader)
@@ -153,14 +153,14 @@ def test_special_tokens_are_read_by_what_they_are_for() -> None:
     assert timeline.open_text == "two"
 
 
-def test_names_of_special_tokens_in_a_text_are_text() -> None:
+def test_special_token_names_in_text_are_text() -> None:
     languages = Languages("sentencepiece", "byte_level")
     timeline = Timeline(languages.reader)
     timeline.extend([languages.target.id_by_bytes[bytes([byte])] for byte in b"a<|end|>b"])
     assert not set(timeline.tokens(0)) & set(languages.drafter.special_names)
 
 
-def test_bos_stands_once() -> None:
+def test_bos_appears_once() -> None:
     """The drafter's tokenizer puts one in front; the target may have written one as well."""
     from tokenizers.processors import TemplateProcessing
 
@@ -178,12 +178,12 @@ def test_bos_stands_once() -> None:
         assert timeline.tokens(0) == [bos, *reader.encoder.encode("one").ids]
 
 
-def test_a_slow_tokenizer_is_refused() -> None:
+def test_slow_tokenizer_is_refused() -> None:
     with pytest.raises(UnsupportedConfigError, match="fast tokenizer"):
         Encoder(ModelTokenizer(object()), 1000)
 
 
-def test_tokens_that_the_model_has_not_are_left_out() -> None:
+def test_tokens_beyond_model_are_left_out() -> None:
     languages = Languages("sentencepiece", "byte_level")
     languages.tokenizers[1].add_tokens(["lovely"])
     size = len(languages.tokenizers[1]) - 1
@@ -218,7 +218,7 @@ class Device:
 
 
 @pytest.mark.parametrize("host_knows_drafts", [False, True])
-def test_what_counts_as_read_was_read(languages: Languages, host_knows_drafts: bool) -> None:
+def test_num_read_counts_only_read_tokens(languages: Languages, host_knows_drafts: bool) -> None:
     """Rounds with any number of drafts, of which any number is accepted, or none were made."""
     rng = random.Random(5)
     kept = 0
@@ -258,7 +258,7 @@ def spelled(languages: Languages, ids: list[int]) -> bytes:
     return b"".join(languages.target.bytes_by_id[token] or b"" for token in ids)
 
 
-def test_a_draft_is_written_anew(languages: Languages) -> None:
+def test_drafts_are_rewritten_in_target_tokens(languages: Languages) -> None:
     """Whatever comes out spells the beginning of what was drafted, and mostly all of it."""
     rewriter, rng, whole = languages.rewriter(), random.Random(3), 0
     texts = random_texts(17, 30)
@@ -276,7 +276,7 @@ def test_a_draft_is_written_anew(languages: Languages) -> None:
     assert whole > len(texts) / 2
 
 
-def test_a_draft_that_ends_within_a_character_is_cut_before_it() -> None:
+def test_incomplete_character_is_cut_from_draft() -> None:
     languages = Languages("byte_level", "byte_level")
     rewriter = languages.rewriter()
     drafts = [languages.drafter.id_by_bytes[bytes([byte])] for byte in "ok é".encode()]
@@ -285,7 +285,7 @@ def test_a_draft_that_ends_within_a_character_is_cut_before_it() -> None:
     assert rewriter.rewrite(drafts[-1:], "") == []
 
 
-def test_the_end_of_a_draft_ends_it_on_the_other_side() -> None:
+def test_end_token_ends_rewritten_draft() -> None:
     languages = Languages("sentencepiece", "byte_level")
     (end,), (target_end,) = languages.drafter.roles.eos, languages.target.roles.eos
     found = languages.rewriter().rewrite([*draft(languages, "yes"), end, *draft(languages, "no")], "")
@@ -293,7 +293,7 @@ def test_the_end_of_a_draft_ends_it_on_the_other_side() -> None:
     assert found[-1] == target_end
 
 
-def test_a_draft_that_goes_on_within_a_word_is_written_as_the_target_would() -> None:
+def test_draft_within_word_is_encoded_as_by_target() -> None:
     """After "the", " the" and not "t", "h", "e": the earlier text stands before it when it is encoded."""
     languages = Languages("byte_level", "small byte_level")
     text_before, rest = "the ", "the"
@@ -308,7 +308,7 @@ def test_a_draft_that_goes_on_within_a_word_is_written_as_the_target_would() -> 
 # ---- coverage ------------------------------------------------------------------------------------------
 
 
-def test_too_few_common_tokens_are_reported_once(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_low_coverage_is_reported_once(monkeypatch: pytest.MonkeyPatch) -> None:
     messages: list[str] = []
 
     def warn(message: str, *args: Any) -> None:

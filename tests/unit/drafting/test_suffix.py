@@ -63,14 +63,14 @@ def test_drafts_equal_the_count_over_all_substrings(
         assert_best(draft, [way for each in ways for way in each])
 
 
-def test_only_the_newest_occurrences_count_and_time_is_bounded(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_only_newest_occurrences_are_compared(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(suffix, "MAX_OCCURRENCES", 3)
     text = Text(24)
     text.append([1, 5] * 10 + [1, 6] * 3 + [1])
     assert text.speculate([1], [0, 1], 0.0, Draft()) == Draft([6], 1.0)
 
 
-def test_a_long_text_is_found_in_after_its_tables_grew() -> None:
+def test_long_text_is_found_after_tables_grow() -> None:
     rng = np.random.default_rng(3)
     tokens = rng.permutation(5000).tolist()
     text = Text(24)
@@ -83,7 +83,7 @@ def test_a_long_text_is_found_in_after_its_tables_grew() -> None:
         assert draft == Draft(tokens[end : end + 6], 6.0)
 
 
-def test_old_responses_leave_their_memory_and_the_rest_is_found() -> None:
+def test_old_responses_are_freed_and_others_are_found() -> None:
     cache = SuffixCache(8, 3)
     for number in range(50):
         cache.start_request(str(number), [])
@@ -99,7 +99,7 @@ def test_old_responses_leave_their_memory_and_the_rest_is_found() -> None:
     assert all(len(earlier) == len(past._tokens) for earlier in past._earlier)
 
 
-def test_no_cached_requests_means_no_memory_of_responses() -> None:
+def test_no_cached_requests_keeps_no_responses() -> None:
     cache = SuffixCache(8, 0)
     cache.start_request("a", [1, 2])
     cache.add_active_response("a", [3, 4, 5])
@@ -160,14 +160,14 @@ def test_new_tokens_are_fed_once(proposer: SuffixProposer) -> None:
 
 
 @pytest.mark.parametrize(("tokens", "num_prompt"), [([1, 9, 3, 4], 3), ([1, 2, 3], 3), ([1, 2, 3, 4, 5], 4)])
-def test_a_text_that_does_not_go_on_starts_anew(proposer: SuffixProposer, tokens: list[int], num_prompt: int) -> None:
+def test_diverging_text_replaces_previous_one(proposer: SuffixProposer, tokens: list[int], num_prompt: int) -> None:
     ask(proposer, [1, 2, 3, 4], 3)
     del proposer._cache.calls[:]
     ask(proposer, tokens, num_prompt)
     assert proposer._cache.calls[:2] == [("stop", "a"), ("start", "a", tokens[:num_prompt])]
 
 
-def test_a_forgotten_request_lives_on_as_a_past_response(proposer: SuffixProposer) -> None:
+def test_forgotten_request_is_kept_as_past_response(proposer: SuffixProposer) -> None:
     ask(proposer, [1, 2, 3, 4, 5, 6], 3)
     proposer.forget(["a", "never seen"])
     proposer.forget(["a"])
@@ -176,7 +176,7 @@ def test_a_forgotten_request_lives_on_as_a_past_response(proposer: SuffixPropose
     assert ask(proposer, [9, 2], 1, "c") == []  # a prompt is nobody else's
 
 
-def test_an_id_comes_again(proposer: SuffixProposer) -> None:
+def test_request_id_can_be_reused(proposer: SuffixProposer) -> None:
     for _ in range(2):
         ask(proposer, [1, 2, 3, 4, 5, 6], 3)
         proposer.forget(["a"])
@@ -185,12 +185,12 @@ def test_an_id_comes_again(proposer: SuffixProposer) -> None:
     assert [token for token in tokens if token != NOTHING] == [4, 5, 6]
 
 
-def test_no_more_drafts_than_wanted(proposer: SuffixProposer) -> None:
+def test_drafts_are_limited_to_max_drafts(proposer: SuffixProposer) -> None:
     for wanted in (1, 2, 5):
         assert ask(proposer, [1, 2, 3, 4, 5, 6, 7, 8, 1, 2, 3, 4], 12, wanted=wanted) == [5, 6, 7, 8][:wanted]
 
 
-def test_without_arctic_the_own_cache_serves(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_built_in_cache_is_used_without_arctic(monkeypatch: pytest.MonkeyPatch) -> None:
     messages: list[str] = []
     monkeypatch.setattr(suffix.logger, "info", lambda message, *args: messages.append(message % args))
     monkeypatch.setitem(sys.modules, "arctic_inference.suffix_decoding", None)
@@ -199,7 +199,7 @@ def test_without_arctic_the_own_cache_serves(monkeypatch: pytest.MonkeyPatch) ->
     assert "built-in" in messages[0]
 
 
-def test_the_real_arctic_accepts_what_it_is_fed() -> None:
+def test_real_arctic_accepts_our_calls() -> None:
     """A walk through all doors; its own counts differ slightly (the end of a text counts as a place)."""
     pytest.importorskip("arctic_inference.suffix_decoding")
     proposer = SuffixProposer(24, 10, 1.0, 0.1)

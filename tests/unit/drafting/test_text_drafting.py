@@ -196,9 +196,7 @@ def prompts(rows: Rows) -> dict[str, list[int]]:
 @pytest.mark.parametrize("num_drafts", [1, 2, 5])
 @pytest.mark.parametrize("seed", range(3))
 @pytest.mark.parametrize("device", [HostBackend, CapturingBackend])
-def test_every_draft_follows_from_the_whole_text(
-    match: str, num_drafts: int, seed: int, device: type[HostBackend]
-) -> None:
+def test_drafts_follow_from_whole_text(match: str, num_drafts: int, seed: int, device: type[HostBackend]) -> None:
     """Whatever is accepted and whoever is scheduled; rows that sat out some steps catch up."""
     rng, drafted = random.Random(seed), 0
     rows = Rows(num_drafts, match=match, backend=device())
@@ -218,7 +216,7 @@ def test_every_draft_follows_from_the_whole_text(
     assert not rows.recorder.unexpected
 
 
-def test_a_long_prompt_is_read_in_chunks_that_were_warmed_up() -> None:
+def test_long_prompt_is_read_in_warmed_up_chunks() -> None:
     rows = Rows(num_drafts=3)
     rows.start({"a": rows.languages.target_ids(" ".join(TEXTS[:6]))[:150]})
     assert rows.sample({"a": [5]})["a"] == rows.expected("a")
@@ -227,7 +225,7 @@ def test_a_long_prompt_is_read_in_chunks_that_were_warmed_up() -> None:
     assert not rows.recorder.unexpected
 
 
-def test_a_row_that_did_not_draft_for_a_while_drafts_again() -> None:
+def test_row_drafts_again_after_steps_without_drafts() -> None:
     rows = Rows(num_drafts=3)
     rows.start(prompts(rows))
     for token in (5, 6, 7, 8, 9, 10):
@@ -235,7 +233,7 @@ def test_a_row_that_did_not_draft_for_a_while_drafts_again() -> None:
     assert rows.sample({"b": [11], "c": [12]}) == {"b": rows.expected("b"), "c": rows.expected("c")}
 
 
-def test_a_preempted_row_reads_its_text_again() -> None:
+def test_preempted_row_reads_its_text_again() -> None:
     rows = Rows(num_drafts=3)
     rows.start(prompts(rows))
     rows.sample({name: [7] for name in "abc"})
@@ -246,7 +244,7 @@ def test_a_preempted_row_reads_its_text_again() -> None:
     assert rows.sample({"b": [8], "d": [9]}) == {"b": rows.expected("b"), "d": rows.expected("d")}
 
 
-def test_a_row_that_outgrows_the_kv_region_goes_on_without_drafts() -> None:
+def test_row_beyond_kv_region_continues_without_drafts() -> None:
     rows = Rows(num_drafts=4, length=40)
     texts = prompts(rows)
     rows.start(texts)
@@ -272,7 +270,7 @@ def test_a_row_that_outgrows_the_kv_region_goes_on_without_drafts() -> None:
     assert not outgrown()
 
 
-def test_requests_that_outgrew_the_drafter_are_those_of_the_step_that_asks() -> None:
+def test_outgrown_requests_are_those_of_current_step() -> None:
     """The runner asks before it proposes for the next step, and reports after."""
     rows = Rows(num_drafts=4, length=40)
     rows.start(prompts(rows))
@@ -285,7 +283,7 @@ def test_requests_that_outgrew_the_drafter_are_those_of_the_step_that_asks() -> 
     assert list(asked) == ["c"]
 
 
-def test_only_rewriting_reads_the_device() -> None:
+def test_only_rewriting_syncs_with_device() -> None:
     """Drafts of tokens that both know stay there: the host needs their number alone."""
     for match, num_reads in (("tli", 0), ("slem", 1)):
         rows = Rows(num_drafts=3, match=match)
@@ -294,7 +292,7 @@ def test_only_rewriting_reads_the_device() -> None:
         assert rows.backend.memory.num_host_syncs == num_reads
 
 
-def test_a_grammar_sees_the_drafts() -> None:
+def test_drafts_are_read_for_grammars() -> None:
     from vllm.sampling_params import StructuredOutputsParams
 
     rows = Rows(num_drafts=3)
@@ -305,7 +303,7 @@ def test_a_grammar_sees_the_drafts() -> None:
     assert rows.drafting.get_draft_token_ids(StepResult(members)).draft_token_ids == [drafts]
 
 
-def test_the_probs_of_a_sampled_draft_are_kept() -> None:
+def test_probs_of_sampled_drafts_are_kept() -> None:
     rows = Rows(num_drafts=2, drafting="probabilistic", temperature=0.7)
     rows.start(prompts(rows))
     drafts = rows.sample({"a": [7], "b": [8]})
@@ -320,7 +318,7 @@ def test_the_probs_of_a_sampled_draft_are_kept() -> None:
             read += rows.translation.to_drafter(torch.tensor([draft])).tolist()
 
 
-def test_within_a_character_nothing_is_rewritten() -> None:
+def test_nothing_is_rewritten_within_character() -> None:
     rows = Rows(num_drafts=3, match="slem")
     rows.start(prompts(rows))
     first, second = (rows.languages.target.id_by_bytes[bytes([byte])] for byte in "é".encode())
@@ -328,7 +326,7 @@ def test_within_a_character_nothing_is_rewritten() -> None:
     assert rows.sample({"b": [second]}) == {"b": rows.expected("b")}
 
 
-def test_a_drafter_that_can_not_spell_the_end_waits() -> None:
+def test_drafter_waits_if_it_cannot_spell_text_end() -> None:
     rows = Rows(num_drafts=3)
     rows.start(prompts(rows))
     first, second = (rows.languages.target.id_by_bytes[bytes([byte])] for byte in "é".encode())
@@ -337,7 +335,7 @@ def test_a_drafter_that_can_not_spell_the_end_waits() -> None:
     assert rows.sample({"b": [second]}) == {"b": rows.expected("b")}
 
 
-def test_warm_up_runs_every_shape_that_can_come() -> None:
+def test_warm_up_covers_every_shape() -> None:
     """On a device with several contexts as well."""
     rows = Rows(num_drafts=3, contexts=(64, 128, 384))
     run_jobs(rows.drafting.jobs(), rows.recorder)

@@ -164,7 +164,7 @@ def id_of(tokenizer: Any, token: str) -> int:
 
 
 @pytest.mark.parametrize("name", FAMILIES)
-def test_the_tokens_of_a_text_spell_it(name: str) -> None:
+def test_token_bytes_spell_encoded_text(name: str) -> None:
     tokenizer, vocabulary = family(name)
     assert vocabulary.leading_space == (name in ("sentencepiece_bpe_with_prefix", "unigram"))
     for text in [*random_texts(1, 300), *CORPUS]:
@@ -175,7 +175,7 @@ def test_the_tokens_of_a_text_spell_it(name: str) -> None:
 
 
 @pytest.mark.parametrize("name", [name for name in FAMILIES if name != "byte_level_without_decoder"])
-def test_each_token_is_what_the_decoder_writes(name: str) -> None:
+def test_token_bytes_equal_decoder_output(name: str) -> None:
     """Behind another token, for at the start of a text some decoders take a space away."""
     tokenizer, vocabulary = family(name)
     front = tokenizer.encode("a", add_special_tokens=False)
@@ -188,7 +188,7 @@ def test_each_token_is_what_the_decoder_writes(name: str) -> None:
     assert checked > 100 or name == "unigram"
 
 
-def test_word_piece_is_what_its_decoder_writes_behind_another_token() -> None:
+def test_word_piece_bytes_equal_decoder_output_within_text() -> None:
     tokenizer = word_piece()
     vocabulary = read_vocabulary(ModelTokenizer(tokenizer))
     assert vocabulary.bytes_by_id[id_of(tokenizer, "the")] == b" the"
@@ -203,7 +203,7 @@ def test_word_piece_is_what_its_decoder_writes_behind_another_token() -> None:
         assert spelled(vocabulary, ids) == b" " + tokenizer.decode(ids).encode() or tokenizer.unk_token_id in ids
 
 
-def test_byte_fallback_is_a_byte_only_where_the_decoder_says_so() -> None:
+def test_byte_fallback_needs_decoder_step() -> None:
     tokenizer, vocabulary = family("sentencepiece_bpe")
     assert vocabulary.bytes_by_id[id_of(tokenizer, "<0x0A>")] == b"\n"
     assert vocabulary.bytes_by_id[id_of(tokenizer, "<0xE4>")] == b"\xe4"
@@ -212,13 +212,13 @@ def test_byte_fallback_is_a_byte_only_where_the_decoder_says_so() -> None:
     assert read_vocabulary(ModelTokenizer(plain)).bytes_by_id == (b"<0x0A>", b"a")
 
 
-def test_the_sign_for_a_space_is_the_tokenizers_own() -> None:
+def test_space_character_is_read_from_tokenizer() -> None:
     tokenizer = wrapped(Tokenizer(models.BPE({"_a": 0, "▁a": 1, "Ċ": 2}, [])))
     tokenizer.backend_tokenizer.decoder = decoders.Metaspace(replacement="_")
     assert read_vocabulary(ModelTokenizer(tokenizer)).bytes_by_id == (b" a", "▁a".encode(), "Ċ".encode())
 
 
-def test_added_tokens_are_their_literal_text() -> None:
+def test_added_tokens_stand_for_literal_text() -> None:
     """Even where each sign is in the alphabet, as in the Vietnamese word."""
     tokenizer = byte_level()
     tokenizer.add_tokens(["<tool_call>", "\n  \n", "không", "Ċ!"])
@@ -229,7 +229,7 @@ def test_added_tokens_are_their_literal_text() -> None:
         assert vocabulary.bytes_by_id[token_id] == text.encode()
 
 
-def test_signs_outside_the_alphabet_are_themselves() -> None:
+def test_characters_outside_alphabet_stand_for_themselves() -> None:
     """The decoder writes such a token as it is: the no-break space, and a word with one."""
     signs = ["\xa0", "中", "é\xad", "é\x7f", "Ġ中", "\x85"]
     tokenizer = wrapped(Tokenizer(models.BPE({sign: i for i, sign in enumerate(signs)}, [])))
@@ -239,7 +239,7 @@ def test_signs_outside_the_alphabet_are_themselves() -> None:
 
 
 @pytest.mark.parametrize("prefix", [False, True])
-def test_of_duplicates_the_id_that_the_tokenizer_emits(prefix: bool) -> None:
+def test_emitted_duplicate_is_indexed(prefix: bool) -> None:
     tokenizer = sentencepiece_bpe(prefix=prefix)
     vocabulary = read_vocabulary(ModelTokenizer(tokenizer))
     duplicates = [token for token in tokenizer.get_vocab() if len(token) == 1 and token.isascii()]
@@ -251,7 +251,7 @@ def test_of_duplicates_the_id_that_the_tokenizer_emits(prefix: bool) -> None:
         assert vocabulary.id_by_bytes[token.encode()] == piece
 
 
-def test_an_added_token_comes_before_one_of_the_same_bytes() -> None:
+def test_added_token_precedes_token_with_same_bytes() -> None:
     tokenizer = byte_level()
     inside = id_of(tokenizer, "Ġthe")
     tokenizer.add_tokens([AddedToken(" the", normalized=False)])
@@ -260,7 +260,7 @@ def test_an_added_token_comes_before_one_of_the_same_bytes() -> None:
     assert vocabulary.id_by_bytes[b" the"] == tokenizer.encode(" the")[0] == id_of(tokenizer, " the")
 
 
-def test_of_duplicates_the_one_emitted_inside_a_text() -> None:
+def test_duplicate_emitted_within_text_is_indexed() -> None:
     """At its start this tokenizer writes "▁a", which tells nothing of "a"."""
     vocab = {"<unk>": 0, "q": 1, "a": 2, "▁": 3, "▁a": 4, "\n": 5}
     tokenizer = wrapped(Tokenizer(models.BPE(vocab, [("▁", "a")], unk_token="<unk>")), unk_token="<unk>")
@@ -271,7 +271,7 @@ def test_of_duplicates_the_one_emitted_inside_a_text() -> None:
     assert vocabulary.id_by_bytes[b"a"] == 2
 
 
-def test_duplicates_that_the_tokenizer_emits_neither_of_go_to_the_lowest_whole_token() -> None:
+def test_lowest_whole_token_is_indexed_if_none_is_emitted() -> None:
     vocab = {"<unk>": 0, "<0x61>": 1, "q": 2, "x": 3, "▁": 4, "_": 5}
     tokenizer = wrapped(Tokenizer(models.BPE(vocab, [], unk_token="<unk>")), unk_token="<unk>")
     tokenizer.backend_tokenizer.normalizer = normalizers.Replace("q", "x")
@@ -294,7 +294,7 @@ def chat_tokenizer() -> PreTrainedTokenizerFast:
     return tokenizer
 
 
-def test_roles_and_names_of_special_tokens() -> None:
+def test_special_tokens_have_roles_and_names() -> None:
     tokenizer = chat_tokenizer()
     end, call, eos = (id_of(tokenizer, f"<|{name}|>") for name in ("end", "call", "eos"))
     vocabulary = read_vocabulary(ModelTokenizer(tokenizer, (eos, call, end)))
@@ -317,7 +317,7 @@ def test_roles_and_names_of_special_tokens() -> None:
         "<|call|>{% for m in messages %}{{ m.content }}<|end|>{% endfor %}",
     ],
 )
-def test_the_end_of_turn_is_what_comes_first_behind_a_message(template: Any) -> None:
+def test_end_of_turn_is_first_end_token_after_message(template: Any) -> None:
     tokenizer = chat_tokenizer()
     tokenizer.chat_template = template
     end, call = id_of(tokenizer, "<|end|>"), id_of(tokenizer, "<|call|>")
@@ -325,7 +325,7 @@ def test_the_end_of_turn_is_what_comes_first_behind_a_message(template: Any) -> 
     assert (roles.end_of_turn, roles.eos) == (end, (tokenizer.eos_token_id, call))
 
 
-def test_an_end_that_no_configuration_names_is_none() -> None:
+def test_end_token_must_be_named_by_configuration() -> None:
     tokenizer = chat_tokenizer()
     roles = read_vocabulary(ModelTokenizer(tokenizer)).roles
     assert roles.ends == (tokenizer.eos_token_id,)
@@ -336,7 +336,7 @@ def test_an_end_that_no_configuration_names_is_none() -> None:
     ("template", "is_eos"),
     [("{{ message.content + eos_token }}", True), ("{{ message.content }}", False), ("<|end|>", False), (None, False)],
 )
-def test_the_end_of_turn_may_be_the_eos_token_or_none(template: str | None, is_eos: bool) -> None:
+def test_end_of_turn_may_be_eos_or_none(template: str | None, is_eos: bool) -> None:
     tokenizer = chat_tokenizer()
     tokenizer.chat_template = template
     end, eos = id_of(tokenizer, "<|end|>"), tokenizer.eos_token_id
@@ -344,7 +344,7 @@ def test_the_end_of_turn_may_be_the_eos_token_or_none(template: str | None, is_e
     assert (roles.end_of_turn, roles.eos) == ((eos, (end,)) if is_eos else (None, (eos, end)))
 
 
-def test_an_ordinary_word_among_the_ends_stays_a_word_an_added_token_becomes_special() -> None:
+def test_only_added_tokens_among_ends_become_special() -> None:
     tokenizer = byte_level(eos_token="<|eos|>")
     tokenizer.add_tokens(["<stop>"])
     newline, stop = id_of(tokenizer, "Ċ"), id_of(tokenizer, "<stop>")
@@ -355,7 +355,7 @@ def test_an_ordinary_word_among_the_ends_stays_a_word_an_added_token_becomes_spe
     assert vocabulary.special_names[stop] == "<stop>"
 
 
-def test_empty_tokens_and_gaps_stand_for_nothing() -> None:
+def test_empty_tokens_and_gaps_have_no_bytes() -> None:
     tokenizer = wrapped(Tokenizer(models.BPE({"a": 0, "": 1, "b": 5}, [])))
     tokenizer.backend_tokenizer.decoder = decoders.ByteLevel()
     assert read_vocabulary(ModelTokenizer(tokenizer)).bytes_by_id == (b"a", None, None, None, None, b"b")
@@ -364,7 +364,7 @@ def test_empty_tokens_and_gaps_stand_for_nothing() -> None:
 # ---- tokenizers that are not fast ------------------------------------------------------------------------
 
 
-def test_tiktoken_is_asked() -> None:
+def test_tiktoken_returns_its_bytes() -> None:
     tiktoken = pytest.importorskip("tiktoken")
     ranks = {bytes([byte]): byte for byte in range(256)} | {b" t": 256, b"he": 257, b" the": 258}
     encoding = tiktoken.Encoding("tiny", pat_str=r"[\s\S]+", mergeable_ranks=ranks, special_tokens={"<|end|>": 261})
@@ -390,7 +390,7 @@ def test_tiktoken_is_asked() -> None:
         assert spelled(vocabulary, Wrapper().encode(text, False)) == text.encode()
 
 
-def test_mistral_common_is_asked(tmp_path: Path) -> None:
+def test_mistral_common_returns_its_bytes(tmp_path: Path) -> None:
     pytest.importorskip("mistral_common")
     pieces = [*(bytes([byte]) for byte in range(256)), b" t", b"\n\n"]
     names = ["<unk>", "<s>", "</s>", "[INST]", "[/INST]", "[AVAILABLE_TOOLS]", "[/AVAILABLE_TOOLS]", "[TOOL_RESULTS]"]
@@ -416,7 +416,7 @@ def test_mistral_common_is_asked(tmp_path: Path) -> None:
     assert hash_content(model) == hash_content(load_tokenizer(str(tmp_path)))
 
 
-def test_a_slow_sentencepiece_tokenizer(tmp_path: Path) -> None:
+def test_slow_sentencepiece_tokenizer_is_read_like_fast_one(tmp_path: Path) -> None:
     sentencepiece = pytest.importorskip("sentencepiece")
     from transformers.tokenization_utils_sentencepiece import SentencePieceBackend
 
@@ -453,13 +453,13 @@ def test_a_slow_sentencepiece_tokenizer(tmp_path: Path) -> None:
     ],
     ids=["slow", "no_decoder", "empty"],
 )
-def test_what_can_not_be_read_is_refused(tokenizer: Any, reason: str) -> None:
+def test_unreadable_tokenizer_is_refused(tokenizer: Any, reason: str) -> None:
     with pytest.raises(UnsupportedConfigError, match=reason) as caught:
         read_vocabulary(ModelTokenizer(tokenizer))
     assert "Use a model with a fast tokenizer" in str(caught.value)
 
 
-def test_an_unknown_decoder_is_refused() -> None:
+def test_unknown_decoder_is_refused() -> None:
     tokenizer = byte_level()
     tokenizer.backend_tokenizer.decoder = decoders.CTC()
     with pytest.raises(UnsupportedConfigError, match='"type": "CTC"'):
@@ -476,7 +476,7 @@ def saved(tokenizer: PreTrainedTokenizerFast, folder: Path, **configs: dict[str,
     return str(folder)
 
 
-def test_loading_finds_the_ends_of_both_configurations(tmp_path: Path) -> None:
+def test_loading_reads_end_tokens_of_both_configurations(tmp_path: Path) -> None:
     tokenizer = chat_tokenizer()
     end, call = id_of(tokenizer, "<|end|>"), id_of(tokenizer, "<|call|>")
     path = saved(
@@ -495,13 +495,13 @@ def test_loading_works_without_generation_config(tmp_path: Path) -> None:
     assert load_tokenizer(path).end_ids == (3,)
 
 
-def test_a_model_without_tokenizer_is_refused(tmp_path: Path) -> None:
+def test_model_without_tokenizer_is_refused(tmp_path: Path) -> None:
     (tmp_path / "config.json").write_text('{"model_type": "llama"}')
     with pytest.raises(UnsupportedConfigError, match=r"[^.]\. Use a model whose folder contains its tokenizer files"):
         load_tokenizer(str(tmp_path))
 
 
-def test_the_hash_follows_the_content() -> None:
+def test_hash_depends_on_content() -> None:
     def hashed(change: Callable[[PreTrainedTokenizerFast], object] = lambda _: None, *ends: int) -> str:
         tokenizer = chat_tokenizer()
         change(tokenizer)

@@ -75,7 +75,7 @@ def pair(vocab: int, share: float, order: int = 1, seed: int = 0, drafter_is_tar
 
 
 @every_share
-def test_the_drafters_distribution_is_its_own_among_the_common_tokens(share: float) -> None:
+def test_draft_distribution_is_restricted_to_common_tokens(share: float) -> None:
     """Cut and normalized, after the text as it reads it: without a partner a token is read as the stand-in."""
     made = pair(VOCAB, share)
     expected, stand_in = np.zeros((VOCAB, VOCAB)), next(iter(made.partners.values()))
@@ -92,7 +92,7 @@ def test_the_drafters_distribution_is_its_own_among_the_common_tokens(share: flo
 @every_rule
 @every_share
 @pytest.mark.parametrize("num_positions", [1, 2])
-def test_distribution_of_one_step(rule: str, share: float, num_positions: int) -> None:
+def test_one_step_follows_target_distribution(rule: str, share: float, num_positions: int) -> None:
     for seed in range(2):
         made = pair(VOCAB, share, seed=seed)
         # Contexts that the drafter reads as they are, and one that it reads as the stand-in where there is any.
@@ -111,7 +111,7 @@ def numbers_of_drafts(rng: np.random.Generator, least: int, most: int) -> Callab
 @every_rule
 @pytest.mark.parametrize("num_matched", [1, 2, 4])
 @pytest.mark.parametrize("num_positions", [1, 2])
-def test_joint_distribution_of_two_steps(rule: str, num_matched: int, num_positions: int) -> None:
+def test_two_steps_follow_joint_target_distribution(rule: str, num_matched: int, num_positions: int) -> None:
     """A vocabulary small enough to enumerate everything that two steps can write, for numbers of drafts that vary."""
     vocab = 4
     for seed in range(3):
@@ -127,7 +127,7 @@ def test_joint_distribution_of_two_steps(rule: str, num_matched: int, num_positi
 
 @every_rule
 @every_share
-def test_two_sampled_steps(rule: str, share: float) -> None:
+def test_two_sampled_steps_follow_target_distribution(rule: str, share: float) -> None:
     """Drawn, drafted and verified as in the engine. Of one draft a step the overlap is accepted."""
     made = pair(VOCAB, share)
     texts, _ = write(
@@ -158,7 +158,7 @@ def forbid(made: Pair, contexts: slice) -> Pair:
     ],
     ids=["standard-all", "block-all", "standard-half", "block-half"],
 )
-def test_a_drafter_whose_tokens_are_all_forbidden(rule: str, contexts: slice) -> None:
+def test_output_is_exact_if_all_draft_tokens_are_masked(rule: str, contexts: slice) -> None:
     """It then drafts what cannot be accepted; after all contexts, or with sound drafts before and behind."""
     made = forbid(pair(VOCAB, 0.5), contexts)
     assert torch.isinf(made.seen.logits_CV[0]).all()
@@ -198,7 +198,7 @@ def write_coupled(made: Pair, num_positions: int, length: int, rows: int) -> tup
 
 @every_share
 @pytest.mark.parametrize("num_positions", [1, 3])
-def test_coupled_drafts_leave_the_targets_own_tokens(share: float, num_positions: int) -> None:
+def test_coupled_drafts_do_not_change_target_tokens(share: float, num_positions: int) -> None:
     """And a drafter that is the target in other ids is right exactly where the target's token is one of its own: both
     are drawn with the noise of the target's ids."""
     for drafter_is_target in (False, True):

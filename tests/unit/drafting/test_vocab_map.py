@@ -86,7 +86,7 @@ def test_pairs_are_mutual_and_never_padding(pair: Pair) -> None:
     assert not made.draftable[made.draft_to_target < 0].any()
 
 
-def test_text_of_matched_tokens_reads_the_same_on_both_sides(pair: Pair) -> None:
+def test_matched_tokens_have_equal_text(pair: Pair) -> None:
     """Random tokens, as the two decoders write them behind another token: at the start of a text some take spaces away.
     Where the bytes are no UTF-8 each decoder writes something else."""
     made, rng = pair.map, random.Random(0)
@@ -108,7 +108,7 @@ def test_text_of_matched_tokens_reads_the_same_on_both_sides(pair: Pair) -> None
     assert compared > 300
 
 
-def test_random_bytes_written_with_matched_tokens_come_back(pair: Pair) -> None:
+def test_random_bytes_survive_translation(pair: Pair) -> None:
     """Any string of bytes that greedy matching can write at all."""
     target, draft = pair.vocabularies
     made, rng = pair.map, random.Random(1)
@@ -130,7 +130,7 @@ def test_random_bytes_written_with_matched_tokens_come_back(pair: Pair) -> None:
     assert written == len(texts) or "WordPiece" in repr(pair.draft.backend_tokenizer.decoder) or written > 50
 
 
-def test_nothing_with_the_same_bytes_is_left_out(pair: Pair) -> None:
+def test_all_tokens_with_equal_bytes_match(pair: Pair) -> None:
     target, draft = pair.vocabularies
     common = {piece for piece in target.bytes_by_id if piece} & {piece for piece in draft.bytes_by_id if piece}
     ordinary = [i for i in np.flatnonzero(pair.map.target_to_draft >= 0) if target.bytes_by_id[i] is not None]
@@ -150,13 +150,13 @@ def test_whitespace_bytes_and_accents_match_between_families() -> None:
     assert false.map.target_to_draft[:3].tolist() == [-1, id_of(false.draft, "Ġ"), id_of(false.draft, "Ċ")]
 
 
-def test_a_duplicate_that_the_tokenizer_does_not_emit_has_no_partner() -> None:
+def test_duplicate_that_is_not_emitted_has_no_partner() -> None:
     pair = Pair(sentencepiece_bpe(), byte_level())
     assert pair.map.target_to_draft[id_of(pair.target, "a")] == id_of(pair.draft, "a")
     assert pair.map.target_to_draft[id_of(pair.target, "<0x61>")] == -1
 
 
-def test_a_vocabulary_matches_itself_id_by_id() -> None:
+def test_vocabulary_matches_itself_id_by_id() -> None:
     tokenizer = chat_tokenizer()
     end, eos = id_of(tokenizer, "<|end|>"), tokenizer.eos_token_id
     pair = Pair(tokenizer, tokenizer, ends=(end,), draft_ends=())
@@ -164,7 +164,7 @@ def test_a_vocabulary_matches_itself_id_by_id() -> None:
     assert pair.map.draftable[[end, eos]].all()
 
 
-def test_ids_beyond_a_model_have_no_partner() -> None:
+def test_ids_beyond_model_have_no_partner() -> None:
     """A tokenizer can be larger than its model, too."""
     vocabulary = read_vocabulary(ModelTokenizer(byte_level(eos_token="<eos>")))
     made = match_vocabularies(vocabulary, vocabulary, 300, 200)
@@ -173,18 +173,18 @@ def test_ids_beyond_a_model_have_no_partner() -> None:
     assert (made.target_to_draft[200:] == -1).all()
 
 
-def test_special_tokens_beyond_a_model_have_no_partner() -> None:
+def test_special_tokens_beyond_model_have_no_partner() -> None:
     vocabulary = special("<a> <b> <c>")
     for sizes in ((2, 4), (4, 2)):
         assert match_vocabularies(vocabulary, vocabulary, *sizes).num_matched == 2
 
 
-def test_arrays_can_not_be_changed(pair: Pair) -> None:
+def test_arrays_are_read_only(pair: Pair) -> None:
     with pytest.raises(ValueError):
         pair.map.target_to_draft[0] = 1
 
 
-def test_an_empty_intersection_is_refused() -> None:
+def test_empty_intersection_is_refused() -> None:
     def vocabulary(piece: bytes) -> Vocabulary:
         return Vocabulary(
             bytes_by_id=(piece, None),
@@ -221,7 +221,7 @@ def partners(target: Vocabulary, draft: Vocabulary) -> dict[int, int]:
     return {i: int(made.target_to_draft[i]) for i in np.flatnonzero(made.target_to_draft >= 0).tolist() if i}
 
 
-def test_roles_pair_tokens_of_other_names() -> None:
+def test_roles_match_tokens_with_different_names() -> None:
     target = special("<pad> <eos> <bos> <unk> <turn>", pad=1, eos=(2,), bos=3, unk=4, end_of_turn=5)
     draft = special("[t] [e] [b] [p] [u]", end_of_turn=1, eos=(2,), bos=3, pad=4, unk=5)
     assert partners(target, draft) == {1: 4, 2: 2, 3: 3, 4: 5, 5: 1}
@@ -229,18 +229,18 @@ def test_roles_pair_tokens_of_other_names() -> None:
     assert np.flatnonzero(made.draftable).tolist() == [0, 1, 2, 3]
 
 
-def test_an_only_end_pairs_with_whichever_end_there_is() -> None:
+def test_single_end_matches_any_end() -> None:
     base, chat = special("<eos>", eos=(1,)), special("x [turn]", end_of_turn=2)
     assert partners(base, chat) == {1: 2}
     assert partners(chat, base) == {2: 1}
 
 
-def test_the_end_of_turn_goes_first_where_one_end_is_for_two() -> None:
+def test_end_of_turn_matches_before_other_ends() -> None:
     target = special("<eos> <turn>", eos=(1,), end_of_turn=2)
     assert partners(target, special("[end]", end_of_turn=1, pad=1)) == {2: 1}
 
 
-def test_names_come_before_roles_unless_these_contradict() -> None:
+def test_names_match_before_roles_unless_contradicting() -> None:
     chat = special("<text> <turn>", end_of_turn=2, unk=1)
     base = special("<text> <turn>", eos=(1,), unk=1, bos=1)
     assert partners(chat, base) == {1: 1, 2: 2}
@@ -248,7 +248,7 @@ def test_names_come_before_roles_unless_these_contradict() -> None:
     assert partners(special("</s> <s>", eos=(1,), bos=2), swapped) == {1: 2, 2: 1}
 
 
-def test_several_ends_pair_in_order_and_bytes_do_not_mix_with_names() -> None:
+def test_ends_match_in_order_and_names_are_not_bytes() -> None:
     target = special("<e1> <e2> <e3> <call>", eos=(3, 1, 2))
     draft = special("[e1] [e2] <call>", eos=(1, 2))
     assert partners(target, draft) == {3: 1, 1: 2, 4: 3}
@@ -275,14 +275,14 @@ def never(*_: Any) -> Any:
     raise AssertionError("built anew")
 
 
-def test_a_second_build_reads_the_file(small: Pair, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_second_build_reads_file(small: Pair, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     first = small.build(tmp_path / "deep" / "cache")
     assert equal(first, small.map)
     monkeypatch.setattr(module, "match_vocabularies", never)
     assert equal(small.build(tmp_path / "deep" / "cache"), first)
 
 
-def test_other_inputs_are_other_files(small: Pair, tmp_path: Path) -> None:
+def test_different_inputs_use_different_files(small: Pair, tmp_path: Path) -> None:
     def built(pair: Pair) -> VocabMap:
         made = pair.build(tmp_path)
         assert equal(made, match_vocabularies(*pair.vocabularies, *pair.sizes))
@@ -333,7 +333,7 @@ def rewrite(**values: Any) -> Any:
         rewrite(pairs=10**9),
     ],
 )
-def test_a_damaged_file_is_made_again(small: Pair, tmp_path: Path, change: Any) -> None:
+def test_damaged_file_is_rebuilt(small: Pair, tmp_path: Path, change: Any) -> None:
     small.build(tmp_path)
     (file,) = tmp_path.iterdir()
     whole = file.read_bytes()
@@ -343,7 +343,7 @@ def test_a_damaged_file_is_made_again(small: Pair, tmp_path: Path, change: Any) 
     assert [path.read_bytes() for path in tmp_path.iterdir()] == [whole]
 
 
-def test_a_file_of_another_pair_is_not_trusted(small: Pair, tmp_path: Path) -> None:
+def test_file_of_another_pair_is_ignored(small: Pair, tmp_path: Path) -> None:
     small.build(tmp_path / "one")
     other = Pair(small.draft, small.target)
     other.build(tmp_path / "two")
@@ -352,19 +352,19 @@ def test_a_file_of_another_pair_is_not_trusted(small: Pair, tmp_path: Path) -> N
     assert equal(small.build(tmp_path / "one"), small.map)
 
 
-def test_pairs_that_can_not_be_are_refused_even_with_a_right_checksum() -> None:
+def test_invalid_pairs_are_refused_despite_valid_checksum() -> None:
     flags = np.array([True, True])
     for pairs in ([[0, 0], [0, 1]], [[0, 1], [1, 1]], [[0, 0], [4, 1]], [[0, -1], [1, 0]]):
         with pytest.raises(ValueError):
             VocabMap.from_pairs(np.array(pairs, dtype=np.int32), flags, 4, 4)
 
 
-def test_a_folder_that_can_not_be_written_costs_the_file_only(small: Pair, tmp_path: Path) -> None:
+def test_read_only_folder_only_disables_cache(small: Pair, tmp_path: Path) -> None:
     (tmp_path / "file").write_text("in the way")
     assert equal(small.build(tmp_path / "file"), small.map)
 
 
-def test_an_interrupted_write_leaves_nothing(small: Pair, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_interrupted_write_leaves_no_file(small: Pair, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     def interrupted(*_: Any) -> None:
         raise KeyboardInterrupt
 
@@ -374,7 +374,7 @@ def test_an_interrupted_write_leaves_nothing(small: Pair, tmp_path: Path, monkey
     assert not list(tmp_path.iterdir())
 
 
-def test_writers_and_readers_at_once(small: Pair, tmp_path: Path) -> None:
+def test_concurrent_writers_and_readers_do_not_interfere(small: Pair, tmp_path: Path) -> None:
     """Every reader sees no file or a whole one."""
     small.build(tmp_path)
     (file,) = tmp_path.iterdir()
@@ -399,7 +399,7 @@ def test_writers_and_readers_at_once(small: Pair, tmp_path: Path) -> None:
     assert [path.read_bytes() for path in tmp_path.iterdir()] == [whole]
 
 
-def test_a_large_pair_is_quick() -> None:
+def test_large_pair_is_matched_quickly() -> None:
     """The work grows with the vocabularies, not with their product: seconds at 262k x 152k, so well below one here."""
 
     def large(count: int, space: str, **special: str) -> PreTrainedTokenizerFast:

@@ -17,7 +17,7 @@ TARGET = Table(torch.tensor([[1 / 3, 2 / 3]]).log())
 DRAFTER = Table(torch.tensor([[2 / 3, 1 / 3]]).log())
 
 
-def test_weights_and_acceptance_by_hand() -> None:
+def test_weights_and_acceptance_equal_manual_computation() -> None:
     drafts = torch.tensor([[0, 0], [0, 1], [1, 0], [1, 1]], dtype=torch.int32)
     probs, draft_probs = (t.logits_CV.softmax(-1).expand(4, 2, 2) for t in (TARGET, DRAFTER))
     accept, weights = block.accept_probs(probs, draft_probs, drafts, torch.full((4,), 2, dtype=torch.int32))
@@ -26,7 +26,7 @@ def test_weights_and_acceptance_by_hand() -> None:
     torch.testing.assert_close(accept, torch.tensor([[0, 0.25], [0, 1], [1, 0.5], [1, 1]]))
 
 
-def test_accepted_lengths_by_hand() -> None:
+def test_accepted_lengths_equal_manual_computation() -> None:
     context, num = np.zeros(1, dtype=np.int64), np.full(1, 2)
     by_block = exact.step_distribution(exact.block_stops, TARGET, DRAFTER, context, 2, num)
     by_standard = exact.step_distribution(exact.standard_stops, TARGET, DRAFTER, context, 2, num)
@@ -35,7 +35,7 @@ def test_accepted_lengths_by_hand() -> None:
     np.testing.assert_allclose(by_block.mean_accepted, 11 / 9, atol=1e-6)
 
 
-def test_one_draft_is_judged_as_by_the_standard_rule() -> None:
+def test_single_draft_is_accepted_as_by_standard_rule() -> None:
     case = random_case(200, 3)
     inputs = (case.logits_BQV[:, :3].softmax(-1), case.draft_probs_BKV, case.drafts_BK)
     one = torch.ones(200, dtype=torch.int32)
@@ -43,7 +43,7 @@ def test_one_draft_is_judged_as_by_the_standard_rule() -> None:
     assert torch.equal(by_block, standard.accept_probs(*inputs, one))
 
 
-def test_drafts_with_the_smallest_probabilities_stay_numbers() -> None:
+def test_smallest_draft_probabilities_stay_finite() -> None:
     """p / q may overflow, and the weight it is multiplied with may be 0."""
     probs = torch.tensor([[[0.0, 1.0], [1.0, 0.0]]])
     draft_probs = torch.tensor([[[1.0, 0.0], [1e-45, 1.0]]])
@@ -54,7 +54,7 @@ def test_drafts_with_the_smallest_probabilities_stay_numbers() -> None:
 
 
 @pytest.mark.parametrize("forgotten", ["drafting", "acceptance"])
-def test_noise_of_the_position_alone_is_too_little(forgotten: str, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_position_keyed_noise_is_not_exact(forgotten: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """The bias is in the second step: the first token alone does not show it."""
     module = drafting if forgotten == "drafting" else block
     monkeypatch.setattr(module, "derive_block_keys", lambda keys_B2, starts_B: keys_B2)

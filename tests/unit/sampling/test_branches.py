@@ -52,7 +52,7 @@ grains = pytest.mark.parametrize("grain", GRAINS.values(), ids=GRAINS)
 @grains
 @pytest.mark.parametrize("vocab", VOCABS)
 @pytest.mark.parametrize("most", MOST_LOGPROBS)
-def test_a_coarse_branch_is_one_of_few_and_its_own_coarse_branch(grain: Grain, vocab: int, most: int) -> None:
+def test_coarse_branches_are_few_and_idempotent(grain: Grain, vocab: int, most: int) -> None:
     given = sampling(vocab, most, grain.backend())
     counts = given.logprob_counts
     every = list(grain.every(vocab, counts))
@@ -66,7 +66,7 @@ def test_a_coarse_branch_is_one_of_few_and_its_own_coarse_branch(grain: Grain, v
 @grains
 @pytest.mark.parametrize("vocab", VOCABS)
 @pytest.mark.parametrize("most", MOST_LOGPROBS)
-def test_a_coarse_branch_has_all_that_was_asked(grain: Grain, vocab: int, most: int) -> None:
+def test_coarse_branch_includes_original(grain: Grain, vocab: int, most: int) -> None:
     counts = sampling(vocab, most).logprob_counts
     for fine in Branch.iter_all(vocab, counts):
         coarse = grain.coarse(fine, vocab, counts)
@@ -75,7 +75,7 @@ def test_a_coarse_branch_has_all_that_was_asked(grain: Grain, vocab: int, most: 
             assert own >= asked, name
 
 
-def test_what_a_merged_branch_does_not_pay_for() -> None:
+def test_merged_branch_excludes_unused_common_parts() -> None:
     counts = (0, 5, 20)
     assert Branch().merge(1500, counts) == Branch()
     plain = Branch(random=True, min_p=True)
@@ -243,7 +243,7 @@ RULES = {
 @pytest.mark.parametrize("rule", RULES)
 @pytest.mark.parametrize("mode", ["raw_logprobs", "processed_logits"])
 @pytest.mark.parametrize("vocab", [50, 1500])
-def test_a_coarse_branch_decides_and_reports_the_same(grain: Grain, rule: str, mode: str, vocab: int) -> None:
+def test_coarse_branch_gives_same_tokens_and_reports(grain: Grain, rule: str, mode: str, vocab: int) -> None:
     chosen, coarser, accepted = RULES[rule], 0, 0
     backend = grain.backend()
     listed = set(sampling(vocab, -1, backend).branches())

@@ -43,7 +43,7 @@ every_rule = pytest.mark.parametrize("rule", list(RULES))
 
 @every_rule
 @pytest.mark.parametrize("num_positions", [1, 2, 3, 5])
-def test_equals_the_loop(rule: str, num_positions: int) -> None:
+def test_rule_equals_reference_loop(rule: str, num_positions: int) -> None:
     case = random_case(400, num_positions, seed=num_positions)
     verification = RULES[rule].verify(**case.tensors())
     assert verification.tokens_BQ.dtype == verification.num_sampled_B.dtype == torch.int32
@@ -54,7 +54,7 @@ def test_equals_the_loop(rule: str, num_positions: int) -> None:
 
 
 @every_rule
-def test_all_accepted_rows_keep_their_bonus(rule: str) -> None:
+def test_fully_accepted_rows_get_bonus_token(rule: str) -> None:
     """Where target and drafter agree nothing is rejected, however few drafts a row has."""
     case = random_case(300, 4, seed=1, masked=0)
     case.logits_BQV[:, :4] = case.draft_probs_BKV.log()
@@ -69,7 +69,7 @@ def test_all_accepted_rows_keep_their_bonus(rule: str) -> None:
 
 
 @every_rule
-def test_rows_without_drafts_are_ordinary_sampling(rule: str) -> None:
+def test_rows_without_drafts_sample_ordinarily(rule: str) -> None:
     case = random_case(200, 3, vocab=50)
     case.num_drafts_B.zero_()
     verification = RULES[rule].verify(**case.tensors())
@@ -80,7 +80,7 @@ def test_rows_without_drafts_are_ordinary_sampling(rule: str) -> None:
 
 @every_rule
 @pytest.mark.parametrize("garbage", [-1, 10**9, -(2**31)])
-def test_what_stands_behind_the_drafts_never_matters(rule: str, garbage: int) -> None:
+def test_entries_after_drafts_are_ignored(rule: str, garbage: int) -> None:
     case = random_case(200, 4)
     clean = RULES[rule].verify(**case.tensors())
     behind = torch.arange(4) >= case.num_drafts_B[:, None]
@@ -95,7 +95,7 @@ def test_what_stands_behind_the_drafts_never_matters(rule: str, garbage: int) ->
 
 @every_rule
 @pytest.mark.parametrize(("rows", "num_positions", "vocab"), [(60, 3, 500), (5, 1, 40_000), (5, 2, 40_000)])
-def test_rows_do_not_depend_on_their_batch(rule: str, rows: int, num_positions: int, vocab: int) -> None:
+def test_rows_do_not_depend_on_batch(rule: str, rows: int, num_positions: int, vocab: int) -> None:
     """Nor, with a large vocabulary, on how many threads share the work of a row."""
     case = random_case(rows, num_positions, vocab)
     case.temperature_B[::4] = 0
@@ -107,7 +107,7 @@ def test_rows_do_not_depend_on_their_batch(rule: str, rows: int, num_positions: 
 
 
 @every_rule
-def test_inputs_stay_as_they_are(rule: str) -> None:
+def test_inputs_are_not_modified(rule: str) -> None:
     case = random_case(20, 3)
     inputs = case.tensors()
     RULES[rule].verify(**inputs)
@@ -115,7 +115,7 @@ def test_inputs_stay_as_they_are(rule: str) -> None:
 
 
 @every_rule
-def test_greedy_rows_follow_the_argmax(rule: str) -> None:
+def test_greedy_rows_take_argmax(rule: str) -> None:
     """Among random rows, and whatever law is given for their drafts."""
     case = random_case(300, 4, vocab=3, masked=0)
     case.temperature_B[::2] = 0
@@ -142,7 +142,7 @@ def test_impossible_drafts_are_rejected(rule: str) -> None:
     assert torch.isfinite(chosen).all()
 
 
-def test_nothing_left_falls_back_to_the_target() -> None:
+def test_empty_residual_falls_back_to_target() -> None:
     """A rejection where p = q can only be an accident of rounding."""
     case = random_case(100, 2, masked=0.4)
     case.draft_probs_BKV = case.logits_BQV[:, :2].softmax(-1)
@@ -175,7 +175,7 @@ def test_nothing_left_falls_back_to_the_target() -> None:
     ],
 )
 @pytest.mark.parametrize("ragged", [False, True], ids=["full", "ragged"])
-def test_joint_law_of_two_steps(rule: str, vocab: int, num_positions: int, ragged: bool) -> None:
+def test_two_steps_follow_joint_target_distribution(rule: str, vocab: int, num_positions: int, ragged: bool) -> None:
     for seed in range(3):
         target, drafter = random_table(vocab, 2, seed), random_table(vocab, 2, 100 + seed)
         if seed == 1:  # each side forbids tokens
@@ -195,7 +195,7 @@ def test_joint_law_of_two_steps(rule: str, vocab: int, num_positions: int, ragge
 
 @every_rule
 @pytest.mark.parametrize("vocab", [2, 3, 4])
-def test_law_of_one_step_over_many_models(rule: str, vocab: int) -> None:
+def test_one_step_follows_target_distribution(rule: str, vocab: int) -> None:
     for seed in range(20):
         target, drafter = random_table(vocab, 1, seed, scale=3.0), random_table(vocab, 1, 50 + seed, scale=3.0)
         contexts = np.arange(vocab)
@@ -213,7 +213,7 @@ def test_law_of_one_step_over_many_models(rule: str, vocab: int) -> None:
     [(3, 2), *(pytest.param(v, k, marks=pytest.mark.slow) for v, k in ((2, 1), (2, 3), (3, 3), (5, 2), (6, 3)))],
 )
 @pytest.mark.parametrize("ragged", [False, True], ids=["full", "ragged"])
-def test_two_sampled_steps(rule: str, vocab: int, num_positions: int, ragged: bool) -> None:
+def test_two_sampled_steps_follow_target_distribution(rule: str, vocab: int, num_positions: int, ragged: bool) -> None:
     target, drafter = random_table(vocab, 2, seed=1), random_table(vocab, 2, seed=2)
     length = min(2 * (num_positions + 1), 6)
     texts, _ = write(
@@ -321,7 +321,7 @@ QUICK_ADVERSARIES = [("all filters", 8)]
         for vocab in (8, 50)
     ],
 )
-def test_adversaries(rule: str, adversary: str, vocab: int) -> None:
+def test_adversarial_drafter_does_not_change_distribution(rule: str, adversary: str, vocab: int) -> None:
     """Rows of several lengths, two steps; the joint law of the first three tokens."""
     target, drafter = ADVERSARIES[adversary](random_table(vocab, 1, seed=3), random_table(vocab, 1, seed=4))
     texts, _ = write(
@@ -334,7 +334,7 @@ def test_adversaries(rule: str, adversary: str, vocab: int) -> None:
 @every_rule
 @pytest.mark.slow
 @pytest.mark.timeout(3600)
-def test_large_vocabulary(rule: str) -> None:
+def test_large_vocabulary_follows_target_distribution(rule: str) -> None:
     """V = 50k in at most 200 bins: the first token, and the second, which is a bonus where a draft was accepted."""
     target = random_table(50_000, 0, seed=5, scale=2.5)
     drafter = Table(target.logits_CV + random_table(50_000, 0, seed=6).logits_CV)
@@ -352,7 +352,7 @@ def test_large_vocabulary(rule: str) -> None:
 
 
 @every_rule
-def test_one_draft_is_accepted_with_the_overlap(rule: str) -> None:
+def test_single_draft_is_accepted_with_overlap_probability(rule: str) -> None:
     """sum of min(p, q): no rule can accept more."""
     target, drafter = random_table(8, 0, seed=7), random_table(8, 0, seed=8)
     overlap = np.minimum(target.probs_CV, drafter.probs_CV).sum()
@@ -399,7 +399,7 @@ def expected_block(target: Table, drafter: Table, num_positions: int) -> np.ndar
 
 
 @pytest.mark.slow
-def test_sampled_lengths_meet_the_closed_forms() -> None:
+def test_sampled_lengths_match_closed_forms() -> None:
     target, drafter = random_table(8, 1, seed=1), random_table(8, 1, seed=2)
     expected = {"standard": expected_standard, "block": expected_block}
     for rule in RULES:
@@ -419,7 +419,7 @@ def off_by(table: Table, distance: float) -> Table:
     return Table(torch.from_numpy(probs).log().float())
 
 
-def test_power_against_a_small_bias() -> None:
+def test_detects_small_bias() -> None:
     """By the noncentral chi-square law: a bias of 0.01 in two cells is seen in 99 of 100 runs, for every vocabulary."""
     for vocab, scale, most in ((8, 1.5, None), (50, 1.5, None), (50_000, 2.5, 200)):
         table = random_table(vocab, 0, seed=5, scale=scale)
@@ -433,7 +433,7 @@ def test_power_against_a_small_bias() -> None:
 
 @every_rule
 @pytest.mark.parametrize("repetitions", [3, pytest.param(100, marks=pytest.mark.slow)])
-def test_a_small_bias_is_rejected(rule: str, repetitions: int) -> None:
+def test_small_bias_is_rejected(rule: str, repetitions: int) -> None:
     """A rule that is exact for a law 0.01 away from the target's."""
     target, drafter = random_table(8, 0, seed=5), random_table(8, 0, seed=6)
     wrong = off_by(target, 0.01)
@@ -467,7 +467,7 @@ def shared_stream_law(p: np.ndarray, q: np.ndarray) -> np.ndarray:
 
 @every_rule
 @pytest.mark.parametrize("repetitions", [3, pytest.param(100, marks=pytest.mark.slow)])
-def test_a_shared_noise_stream_is_rejected(rule: str, repetitions: int, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_shared_noise_stream_is_rejected(rule: str, repetitions: int, monkeypatch: pytest.MonkeyPatch) -> None:
     """Acceptance draws out of the residuals' stream; with one draft both rules are the same then."""
     shared = SimpleNamespace(**(dict(Stream.__members__) | {"ACCEPT": Stream.RESIDUAL}))
     monkeypatch.setattr(RULES[rule], "Stream", shared)

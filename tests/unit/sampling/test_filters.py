@@ -29,7 +29,7 @@ def in_every_row(number: float) -> torch.Tensor:
 
 @EITHER
 @pytest.mark.parametrize("vocab", [1, 40, 1500])
-def test_kept_tokens_are_those_of_a_sort(keep: Filter, vocab: int) -> None:
+def test_kept_tokens_equal_sort(keep: Filter, vocab: int) -> None:
     """Rows that are even, steep, masked, equal, of few values, of neighboring numbers; filters alone and together."""
     num_rows, num_open = check_rows(keep, 16, vocab, seed=vocab, device=HOST)
     assert num_open < num_rows / 10
@@ -38,7 +38,7 @@ def test_kept_tokens_are_those_of_a_sort(keep: Filter, vocab: int) -> None:
 @pytest.mark.slow
 @EITHER
 @pytest.mark.parametrize(("vocab", "rows_each"), [(300, 4200), (600, 4200), (32_000, 50), (128_256, 10)])
-def test_kept_tokens_of_many_rows(keep: Filter, vocab: int, rows_each: int) -> None:
+def test_kept_tokens_equal_sort_for_many_rows(keep: Filter, vocab: int, rows_each: int) -> None:
     """100,000 of them, and some of real vocabularies."""
     at_once, done, num_open = min(100, rows_each), 0, 0
     while done < rows_each * len(ROWS):
@@ -47,7 +47,7 @@ def test_kept_tokens_of_many_rows(keep: Filter, vocab: int, rows_each: int) -> N
     assert num_open < done / 10
 
 
-def test_a_list_is_enough_where_it_holds_every_k() -> None:
+def test_list_equals_search_if_it_covers_every_k() -> None:
     random = torch.Generator().manual_seed(0)
     logits = torch.randn(20, 1, 700, generator=random) * 4
     top_k = torch.randint(1, 64, (20,), generator=random).int()
@@ -60,7 +60,7 @@ def test_a_list_is_enough_where_it_holds_every_k() -> None:
 
 @EITHER
 @pytest.mark.parametrize("longest", [0, 40])
-def test_filters_beside_a_slow_loop(keep: Filter, longest: int) -> None:
+def test_filters_equal_reference_loop(keep: Filter, longest: int) -> None:
     for top_k in (1, 7, 39, 40):
         filtered = keep(LOGITS, None, in_every_row(top_k).int(), None, longest)
         for found, logits in zip(filtered.flatten(0, 1), LOGITS.flatten(0, 1), strict=True):
@@ -77,7 +77,7 @@ def test_filters_beside_a_slow_loop(keep: Filter, longest: int) -> None:
 
 @EITHER
 @pytest.mark.parametrize("longest", [0, 8])
-def test_top_p_is_of_what_top_k_left(keep: Filter, longest: int) -> None:
+def test_top_p_applies_to_tokens_kept_by_top_k(keep: Filter, longest: int) -> None:
     """Rows: both filters; top-k alone; neither."""
     logits, top_k, top_p = LOGITS[:3], torch.tensor([6, 6, 40]).int(), torch.tensor([0.7, OFF, OFF])
     filtered = keep(logits, None, top_k, top_p, longest)
@@ -89,7 +89,7 @@ def test_top_p_is_of_what_top_k_left(keep: Filter, longest: int) -> None:
 
 
 @EITHER
-def test_what_others_ask_for_changes_no_row(keep: Filter) -> None:
+def test_filters_do_not_depend_on_other_rows(keep: Filter) -> None:
     """Alone, and beside a row whose likeliest tokens are not enough."""
     logits = torch.cat((torch.zeros(1, 1, 5000), torch.randn(3, 1, 5000) * 4))
     top_p = torch.tensor([0.9, 0.9, 0.5, OFF])
@@ -100,7 +100,7 @@ def test_what_others_ask_for_changes_no_row(keep: Filter) -> None:
 
 @EITHER
 @pytest.mark.parametrize("broken", [float("nan"), torch.inf])
-def test_rows_that_are_no_numbers_harm_no_other(keep: Filter, broken: float) -> None:
+def test_nan_rows_do_not_affect_others(keep: Filter, broken: float) -> None:
     logits = LOGITS.clone()
     logits[1, 0, 3] = broken
     filters = Filters(in_every_row(0.01), in_every_row(9).int(), in_every_row(0.8))
@@ -110,7 +110,7 @@ def test_rows_that_are_no_numbers_harm_no_other(keep: Filter, broken: float) -> 
     assert torch.equal(filtered[sound], expected[sound])
 
 
-def test_on_a_cpu_positions_that_nobody_samples_are_left_as_they_are() -> None:
+def test_cpu_skips_positions_that_are_not_sampled() -> None:
     filters = Filters(in_every_row(0.3), in_every_row(5).int(), in_every_row(0.8))
     filtered = filter_on_cpu(LOGITS, *filters, num_sampling_B=torch.tensor([1, 2, 1, 2, 1, 2]).int())
     expected = filter_on_cpu(LOGITS, *filters)
@@ -138,7 +138,7 @@ class Passes(TorchDispatchMode):
 
 
 @pytest.mark.parametrize("top_k", [None, 50])
-def test_on_a_gaudi_top_p_reads_the_vocabulary_four_times_at_most(card: Any, top_k: int | None) -> None:
+def test_gaudi_top_p_reads_vocabulary_at_most_four_times(card: Any, top_k: int | None) -> None:
     rows, vocab = 4, 32_000
     logits = torch.randn(rows, 1, vocab, generator=torch.Generator().manual_seed(0)) * 3
     top_ks = None if top_k is None else torch.full((rows,), top_k, dtype=torch.int32)

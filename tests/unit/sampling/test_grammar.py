@@ -9,7 +9,7 @@ from tests.support.fakes import step
 from vllm_gaudi_spec.sampling.params import read_grammars
 
 
-def test_each_request_gets_a_row_for_every_draft_and_one_more() -> None:
+def test_each_request_has_one_mask_more_than_drafts() -> None:
     scheduled = step({"a": 1, "b": 3, "c": 1})
     scheduled.scheduled_spec_decode_tokens = {"b": [7, -1], "x": [1, 2, 3]}
     masks = np.arange(10).reshape(5, 2).astype(np.int32)
@@ -22,5 +22,5 @@ def test_each_request_gets_a_row_for_every_draft_and_one_more() -> None:
     assert {name: grammar.num_acceptable for name, grammar in found.items()} == {"a": 0, "b": 1, "c": 0}
 
 
-def test_no_grammar_no_masks() -> None:
+def test_no_masks_without_grammar() -> None:
     assert read_grammars(None, step({"a": 1})) == {}

@@ -35,11 +35,11 @@ def logit_edits(has_fixed_shapes: bool = False) -> LogitEdits:
     return LogitEdits(CapturingBackend() if has_fixed_shapes else HostBackend(), max_rows=4)  # type: ignore[arg-type]
 
 
-def test_no_logit_edits() -> None:
+def test_request_without_logit_edits() -> None:
     assert not logit_edits().admit(request(0))
 
 
-def test_each_kind() -> None:
+def test_edits_of_each_kind_are_stored() -> None:
     edits = logit_edits()
     assert edits.admit(request(1, [[5], [6, 4, 7]], logit_bias={3: 1.5}, min_tokens=4, stop_token_ids=[9, 8]))
     tables = gather(edits, 1)
@@ -52,14 +52,14 @@ def test_each_kind() -> None:
     assert set(tables.prefix_B3P[0, 0, 2:].tolist()) == {ANY_TOKEN}
 
 
-def test_a_row_forgets_its_last_request() -> None:
+def test_row_forgets_previous_request() -> None:
     edits = logit_edits()
     edits.admit(request(0, logit_bias={3: 1.5}))
     edits.admit(request(0))
     assert not gather(edits, 0).bias_BN.any()
 
 
-def test_min_tokens_yields_to_a_grammar() -> None:
+def test_min_tokens_yields_to_grammar() -> None:
     edits = logit_edits()
     grammar = StructuredOutputsParams(choice=["a"])
     edits.admit(request(0, min_tokens=4, stop_token_ids=[9], structured_outputs=grammar))
@@ -67,7 +67,7 @@ def test_min_tokens_yields_to_a_grammar() -> None:
 
 
 @pytest.mark.parametrize("grammar", [None, StructuredOutputsParams(choice=["a"])])
-def test_min_tokens_beyond_every_context_never_end(grammar: StructuredOutputsParams | None) -> None:
+def test_min_tokens_beyond_context_never_ends(grammar: StructuredOutputsParams | None) -> None:
     edits = logit_edits()
     edits.admit(request(0, max_tokens=None, min_tokens=2**40, stop_token_ids=[9], structured_outputs=grammar))
     assert abs(int(gather(edits, 0).edits_B2N[0, 1, 0])) == 2**31 - 1
@@ -79,7 +79,7 @@ LARGEST: dict[str, Any] = dict(
 
 
 @pytest.mark.parametrize("has_fixed_shapes", [True, False])
-def test_the_largest_request_changes_nothing_of_others_and_no_shape_of_a_graph(has_fixed_shapes: bool) -> None:
+def test_largest_request_changes_no_other_row_and_no_graph_shape(has_fixed_shapes: bool) -> None:
     edits = logit_edits(has_fixed_shapes)
     edits.admit(request(0, [[6, 7]]))
     without = gather(edits, 0, 1)
@@ -101,7 +101,7 @@ def test_the_largest_request_changes_nothing_of_others_and_no_shape_of_a_graph(h
         dict(bad_words=[[1] * (MAX_BAD_WORD_TOKENS + 1)]),
     ],
 )
-def test_a_request_that_the_front_end_should_have_refused_leaves_nothing(params: dict[str, Any]) -> None:
+def test_oversized_request_is_refused_without_trace(params: dict[str, Any]) -> None:
     edits = logit_edits()
     with pytest.raises(ValueError, match="front end should have refused"):
         edits.admit(request(0, **params))
@@ -109,7 +109,7 @@ def test_a_request_that_the_front_end_should_have_refused_leaves_nothing(params:
 
 
 @pytest.mark.parametrize("seed", range(20))
-def test_bad_words_are_those_of_upstream(seed: int) -> None:
+def test_bad_words_match_vllm(seed: int) -> None:
     """At each position of a verify step, whose drafts count as outputs, over few tokens so that prefixes match."""
     vocab, queries, generator = 6, 4, np.random.default_rng(seed)
     lengths = [(3, 0), (1, 1), (2, 9), (5, 30)]  # of each row's prompt and output, without drafts

@@ -19,7 +19,7 @@ def kept(logits: torch.Tensor) -> set[int]:
     return set(torch.isfinite(logits).nonzero().flatten().tolist())
 
 
-def test_temperature_leaves_greedy_rows_alone() -> None:
+def test_temperature_does_not_scale_greedy_rows() -> None:
     logits = random_logits(3, 2)
     result = edit.apply_temperature(logits.clone(), torch.tensor([0.0, 0.5, 2.0]))
     assert torch.equal(result[0], logits[0])
@@ -27,7 +27,7 @@ def test_temperature_leaves_greedy_rows_alone() -> None:
     assert torch.allclose(result[2], logits[2] / 2)
 
 
-def test_penalties_see_the_drafts_before_them() -> None:
+def test_penalties_count_drafts_before_position() -> None:
     """Row: prompt 3 4 4, output 5 3, drafts 5 9. Query q sees everything up to its own position."""
     history = torch.zeros(2, 12, dtype=torch.int32)
     history[0, :7] = torch.tensor([3, 4, 4, 5, 3, 5, 9])
@@ -48,7 +48,7 @@ def test_penalties_see_the_drafts_before_them() -> None:
     assert torch.allclose(result[1], logits[1]), "neutral penalties change nothing"
 
 
-def test_bitmask() -> None:
+def test_bitmask_masks_forbidden_tokens() -> None:
     logits = random_logits(1, 2)
     mask = torch.full((1, 2, 2), -1, dtype=torch.int32)
     mask[0, 1, 0] = 0b101
@@ -77,7 +77,7 @@ def test_logit_edits_bias_forbid_and_expire() -> None:
     assert torch.equal(result[..., untouched], logits[..., untouched])
 
 
-def test_a_stop_token_stays_where_a_grammar_leaves_nothing_else() -> None:
+def test_stop_token_stays_if_grammar_allows_nothing_else() -> None:
     """Token 9 is held back until three outputs are there. At the first position the grammar leaves only token 9."""
     logits = random_logits(1, 2)
     logits[0, 0, torch.arange(VOCAB) != 9] = -torch.inf
@@ -96,7 +96,7 @@ def test_a_stop_token_stays_where_a_grammar_leaves_nothing_else() -> None:
     assert not kept(edited(3)[0, 0]), "without a grammar it is not looked at"
 
 
-def test_penalties_of_listed_positions_are_those_of_rows() -> None:
+def test_penalties_of_listed_positions_equal_those_of_rows() -> None:
     rows, queries, vocab, length = 3, 4, 12, 20
     generator = torch.Generator().manual_seed(0)
     logits_BQV = torch.randn(rows, queries, vocab, generator=generator)

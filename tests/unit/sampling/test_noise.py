@@ -49,7 +49,7 @@ def reference_bits(seed: int, position: int, stream: int, token: int) -> int:
 
 @pytest.mark.parametrize("seed", [0, 1, -5, 2**63 - 1, -(2**63)])
 @pytest.mark.parametrize("stream", list(Stream))
-def test_equals_unbounded_integer_arithmetic(seed: int, stream: Stream) -> None:
+def test_hash_equals_unbounded_arithmetic(seed: int, stream: Stream) -> None:
     """Wrapping 32-bit tensors and logical shifts, against Python integers."""
     result = hashed([seed], [[0, 77, 131071]], stream, vocab=50)
     for place, position in enumerate((0, 77, 131071)):
@@ -57,14 +57,14 @@ def test_equals_unbounded_integer_arithmetic(seed: int, stream: Stream) -> None:
         assert (result[0, place].numpy().view(np.uint32) == np.array(expected, dtype=np.uint32)).all()
 
 
-def test_does_not_depend_on_the_batch() -> None:
+def test_hash_does_not_depend_on_batch() -> None:
     together = hashed([3, 9, 4], [[5, 6], [100, 101], [7, 8]])
     alone = hashed([9], [[100, 101]])
     assert torch.equal(together[1:2], alone)
     assert torch.equal(hashed([9], [[101]])[:, 0], alone[:, 1])
 
 
-def test_streams_seeds_and_positions_differ() -> None:
+def test_hash_differs_by_stream_seed_and_position() -> None:
     base = hashed([1], [[10]], vocab=4096)
     others = [hashed([2], [[10]], vocab=4096), hashed([1], [[11]], vocab=4096)]
     others += [hashed([1], [[10]], stream, vocab=4096) for stream in Stream if stream != Stream.TARGET]
@@ -74,14 +74,14 @@ def test_streams_seeds_and_positions_differ() -> None:
         assert abs(correlation) < 5 / math.sqrt(4096)
 
 
-def test_exponential_law() -> None:
+def test_exponential_follows_distribution() -> None:
     sample = exponential(hashed(list(range(64)), [[5]] * 64, vocab=4096)).flatten().double().numpy()
     assert np.isfinite(sample).all()
     assert (sample > 0).all()
     assert stats.kstest(sample, "expon").pvalue > 1e-3
 
 
-def test_smallest_variates_are_fine_grained() -> None:
+def test_small_variates_are_fine_grained() -> None:
     """Large vocabularies are decided by the smallest of many variates: those must not come in coarse steps."""
     smallest = exponential(torch.arange(0, 2000, 2, dtype=torch.int32))
     assert smallest.unique().numel() == smallest.numel()
@@ -94,7 +94,7 @@ def test_gumbel_extremes_are_finite() -> None:
 
 
 @pytest.mark.parametrize("logits", [[0.0, 0.0, 0.0], [2.0, 0.0, -3.0], [-10.0, 0.0, 0.1]])
-def test_argmax_with_noise_samples_the_softmax(logits: list[float]) -> None:
+def test_argmax_with_noise_samples_softmax(logits: list[float]) -> None:
     num = 40_000
     place = torch.zeros(num, 1, dtype=torch.int32)
     noise = gumbel(keys(*range(num)), place, Stream.TARGET, torch.arange(3, dtype=torch.int32))
@@ -110,7 +110,7 @@ def test_seeds_fold_and_fresh_seeds_differ() -> None:
     assert len({fresh_seed(0, count, "a") for count in range(1000)}) == 1000
 
 
-def test_o23_without_log1p_noise_is_as_good() -> None:
+def test_o23_noise_without_log1p_is_as_accurate() -> None:
     """On every scale, from the smallest variate to the largest, and where the series ends."""
     edges = 2.0 ** -torch.arange(1, 33) * torch.linspace(0.5, 1.5, 1001)[:, None]
     unit = torch.cat((edges.flatten(), torch.linspace(2.0**-32, 1 - 2.0**-24, 100_001)))

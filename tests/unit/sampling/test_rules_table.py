@@ -16,19 +16,19 @@ from vllm_gaudi_spec.sampling.rules.registry import TORCH
 NO_RULES = {"__init__", "registry"}
 
 
-def test_each_row_has_its_module_and_each_module_its_row() -> None:
+def test_rules_and_modules_correspond() -> None:
     modules = {path.stem for path in Path(rules.__path__[0]).glob("*.py")} - NO_RULES
     assert modules == set(RULES)
     assert set(TORCH.verify) == set(RULES) - {STRICT}
 
 
 @pytest.mark.parametrize("name", TORCH.verify)
-def test_rules_take_what_they_are_called_with(name: str) -> None:
+def test_rules_have_expected_parameters(name: str) -> None:
     parameters = set(inspect.signature(TORCH.verify[name]).parameters)
     common = {"logits_BQV", "drafts_BK", "num_drafts_B", "temperature_B", "keys_B2", "positions_BQ"}
     own = {"draft_probs_BKV"} if RULES[name].needs_probs else {"rules"}
     assert parameters - {"rates_K"} == common | own
 
 
-def test_rows_say_which_values_are_vllms() -> None:
+def test_in_vllm_matches_vllm_rules() -> None:
     assert {name for name, rule in RULES.items() if rule.in_vllm} == set(values_of(upstream.RejectionSampleMethod))

@@ -13,7 +13,7 @@ P = torch.tensor([[[0.5, 0.3, 0.2, 0.0]]])
 Q = torch.tensor([[[0.2, 0.6, 0.0, 0.2]]])
 
 
-def test_acceptance_is_the_ratio() -> None:
+def test_acceptance_equals_probability_ratio() -> None:
     drafts = torch.tensor([[0], [1], [2], [3], [-1], [4]], dtype=torch.int32)
     num = torch.ones(6, dtype=torch.int32)
     accept = standard.accept_probs(P.expand(6, 1, 4), Q.expand(6, 1, 4), drafts, num)
@@ -21,12 +21,12 @@ def test_acceptance_is_the_ratio() -> None:
     assert standard.accept_probs(P, Q, drafts[:1], num[:1] * 0).item() == 0
 
 
-def test_the_residual_is_what_the_drafter_lacks() -> None:
+def test_residual_is_mass_that_drafter_lacks() -> None:
     left = stop.compute_residual(P[0], Q[0], torch.ones(1))
     torch.testing.assert_close(left, torch.tensor([[0.3, 0.0, 0.2, 0.0]]))
 
 
-def test_noise_of_the_position_alone_is_enough() -> None:
+def test_position_keyed_noise_is_exact() -> None:
     """Drafts that are rejected unseen may be drawn from noise that the next step uses again."""
     target, drafter = random_table(3, 2, seed=1), random_table(3, 2, seed=2)
     texts, _ = write(

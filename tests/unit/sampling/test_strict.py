@@ -9,7 +9,7 @@ from vllm_gaudi_spec.sampling.noise import fold_seed
 from vllm_gaudi_spec.sampling.rules.strict import sample_greedy, sample_random, verify
 
 
-def test_verify_equals_the_loop() -> None:
+def test_verify_equals_reference_loop() -> None:
     generator = torch.Generator().manual_seed(1)
     for drafts in range(6):
         sampled = torch.randint(0, 2, (200, drafts + 1), generator=generator, dtype=torch.int32)
@@ -21,7 +21,7 @@ def test_verify_equals_the_loop() -> None:
             assert verification.tokens_BQ[row, : verification.num_sampled_B[row]].tolist() == expected
 
 
-def test_greedy_rows_of_a_random_batch_take_their_argmax() -> None:
+def test_greedy_rows_in_random_batch_take_argmax() -> None:
     logits = torch.randn(4, 2, 100)
     keys = torch.tensor([fold_seed(seed) for seed in range(4)], dtype=torch.int32)
     positions = torch.zeros(4, 2, dtype=torch.int32)

@@ -22,7 +22,7 @@ def verify(case: Case, rates: list[float]) -> Verification:
     return synthetic.verify(TORCH, **inputs, rates_K=torch.tensor(rates))
 
 
-def test_equals_the_loop() -> None:
+def test_rule_equals_reference_loop() -> None:
     case = random_case(300, 4)
     verification = verify(case, RATES)
     for row in range(300):
@@ -45,7 +45,7 @@ def test_rates_are_unconditional(rates: list[float]) -> None:
 
 
 @pytest.mark.parametrize("rate", [0.0, 1.0])
-def test_the_targets_own_token_follows(rate: float) -> None:
+def test_token_of_target_follows_accepted_drafts(rate: float) -> None:
     """Rows with temperature 0 take their argmax; drafts that are not real never count."""
     case = random_case(200, 4)
     case.drafts_BK.clamp_(0, 5)
@@ -59,7 +59,7 @@ def test_the_targets_own_token_follows(rate: float) -> None:
         assert counted(verification, row) == [*case.drafts_BK[row, :accepted].tolist(), own[row, accepted].item()]
 
 
-def test_rows_do_not_depend_on_their_batch() -> None:
+def test_rows_do_not_depend_on_batch() -> None:
     case = random_case(50, 3)
     together = verify(case, RATES[:3])
     for row in range(50):

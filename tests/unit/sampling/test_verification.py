@@ -27,7 +27,7 @@ def rule(name: str, drafting: str) -> Rule:
     return choose_rule(speculation, HostBackend())
 
 
-def test_a_rule_that_is_not_known_is_refused() -> None:
+def test_unknown_rule_is_refused() -> None:
     """It must not run as another one."""
     with pytest.raises(UnsupportedConfigError, match="method typical is not known here; use one of strict"):
         rule("typical", "greedy")
@@ -61,7 +61,7 @@ def strictly(logits: torch.Tensor, positions: torch.Tensor, drafted: Drafts, inp
 
 @pytest.mark.parametrize("name", ["strict", "standard", "block"])
 @pytest.mark.parametrize("drafting", ["greedy", "coupled"])
-def test_drafts_without_a_law_are_judged_by_the_strict_rule(name: str, drafting: str) -> None:
+def test_drafts_without_probs_use_strict_rule(name: str, drafting: str) -> None:
     logits, positions, drafted, inputs = case()
     drafted = drafted._replace(probs_BKV=None)
     assert texts(rule(name, drafting)(logits, positions, drafted, inputs)) == strictly(
@@ -70,7 +70,7 @@ def test_drafts_without_a_law_are_judged_by_the_strict_rule(name: str, drafting:
 
 
 @pytest.mark.parametrize(("name", "module"), [("standard", standard), ("block", block)])
-def test_a_grammar_takes_back_drafts_so_its_rows_are_judged_by_the_strict_rule(name: str, module: Any) -> None:
+def test_rows_with_grammar_use_strict_rule(name: str, module: Any) -> None:
     logits, positions, drafted, inputs = case()
     inputs.free_B = torch.arange(ROWS) % 3 > 0
     found = texts(rule(name, "probabilistic")(logits, positions, drafted, inputs))
@@ -93,7 +93,7 @@ def test_a_grammar_takes_back_drafts_so_its_rows_are_judged_by_the_strict_rule(n
     ]
 
 
-def test_a_step_of_one_place_is_ordinary_sampling_under_every_rule() -> None:
+def test_single_position_is_ordinary_sampling_under_every_rule() -> None:
     logits, positions, drafted, inputs = case()
     none = Drafts(drafted.tokens_BK[:, :0], torch.zeros(ROWS).int(), None)
     expected = strictly(logits[:, :1], positions[:, :1], none, inputs)
