@@ -1,6 +1,6 @@
-"""A drafter that is a model, over a model whose next token depends on every token of the context at its own position.
+"""Drafting with a model whose next token depends on every token of the context and its position.
 
-So one slot, position or token that is off by one gives another draft.
+A slot, position or token that is off by one therefore changes the draft.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ from vllm_gaudi_spec.sampling.params import Sampling
 from vllm_gaudi_spec.scheduling.limits import LengthSplit
 
 VOCAB, BLOCK, LONGEST = 97, 16, 96
-MOST_BLOCKS = 64  # of a row
+MOST_BLOCKS = 64  # per row
 
 
 def following(tokens: list[int], vocab: int = VOCAB) -> int:
@@ -40,7 +40,7 @@ def following(tokens: list[int], vocab: int = VOCAB) -> int:
 
 
 class Remembers:
-    """Keeps (position + 1) * token in the KV slots and answers with the sum over the context."""
+    """Stores (position + 1) * token in the KV slots and predicts the sum over the context."""
 
     def __init__(self, longest: int = LONGEST, vocab: int = VOCAB) -> None:
         self.kv = torch.zeros((1 + 3 * MOST_BLOCKS) * BLOCK, dtype=torch.long)
@@ -62,14 +62,14 @@ class Remembers:
         return Hidden(torch.stack(hidden)[:, None].float())
 
     def logits(self, hidden: torch.Tensor) -> torch.Tensor:
-        # The output matrix is padded beyond the vocabulary, with ids that must never be drafted.
+        # Padding of the output matrix, whose ids must never be drafted.
         logits = torch.nn.functional.one_hot(hidden[:, 0].long(), VOCAB + 3).float()
         logits[:, VOCAB:] = 2.0
         return logits
 
 
 class Rows:
-    """Three requests that start with prompts of different lengths, one in two chunks, and go on as a test says."""
+    """Three requests with prompts of different lengths, one in two chunks, driven by a test."""
 
     def __init__(
         self,
@@ -174,14 +174,14 @@ class Rows:
         self.tokens |= {name: list(prompt) for name, prompt in prompts.items()}
 
     def forward(self, batch: Batch) -> None:
-        """Of the target's forward only the count that it leaves."""
+        """Emulate the computed count that the target's forward leaves."""
         rows = batch.inputs.split()
         located = locate(batch.shape.phase, rows, self.requests)
         self.requests.set_computed(rows.rows_B, located.starts_B + located.num_real_B)
         self.drafting.follow(batch)
 
     def sample(self, answers: dict[str, list[int]], max_drafts: int | None = None) -> dict[str, list[int]]:
-        """Each named row gets these tokens from the target; returns what is drafted after them."""
+        """Give each named row these tokens from the target, and return the drafts after them."""
         members = [self.requests.by_id[name] for name in answers]
         ends = [len(self.tokens[name]) + self.num_drafts for name in answers]  # as the scheduler counts
         queries = self.computed(list(answers))
@@ -190,8 +190,8 @@ class Rows:
         verification, last = sampled(list(answers.values()), num_rows), torch.zeros(num_rows).int()
         for index, (name, answer) in enumerate(answers.items()):
             last[index] = len(self.tokens[name]) - 1
-            if name in self.rejected:  # else its prompt ends here
-                # The scheduler counted the drafts of the step before as accepted, if it could not wait for it.
+            if name in self.rejected:  # otherwise its prompt ends here
+                # With async scheduling the scheduler counted the drafts of the previous step as accepted.
                 members[index].num_computed = int(last[index]) + self.overlapping * self.rejected[name]
             self.rejected[name] = self.drafted.get(name, 0) - (len(answer) - 1)
             self.tokens[name] += answer
@@ -209,7 +209,7 @@ class Rows:
         return found
 
     def computed(self, names: list[str]) -> int:
-        """What the target's forward leaves of the rows that sample; the answer is how many positions of each."""
+        """Emulate the target's forward for rows that sample, and return the number of positions of each."""
         return 1
 
     def expected(self, name: str) -> list[int]:
@@ -220,8 +220,7 @@ class Rows:
         return drafts
 
     def check_steps(self, seed: int, share_off: float = 0.0) -> None:
-        """Steps of rows in any company, of whose drafts nothing, something or all is accepted; at some nobody may
-        draft."""
+        """Check random steps in which none, some or all drafts are accepted; in some no row may draft."""
         rng = random.Random(seed)
         drafts: dict[str, list[int]] = {name: [] for name in PROMPTS}
         for _ in range(14):
@@ -267,7 +266,7 @@ def test_row_beyond_drafter_length_continues_without_drafts() -> None:
 
 @pytest.mark.parametrize("num_off", [1, 2, 4, 40])
 def test_row_catches_up_after_steps_without_drafts(num_off: int) -> None:
-    """Speculation was off for some steps, of which the drafter has read nothing."""
+    """The drafter has read nothing of the steps in which speculation was off."""
     rows = Rows(num_drafts=3)
     rows.start(PROMPTS)
     rows.sample({"a": [1], "b": [2]})
@@ -291,8 +290,7 @@ def test_long_gap_is_read_in_chunks() -> None:
 @pytest.mark.parametrize("overlapping", [False, True])
 @pytest.mark.parametrize("num_read", [0, 2, *range(10, 15)])
 def test_shared_blocks_count_as_read_only_if_drafter_read_them(num_read: int, overlapping: bool) -> None:
-    """A request's answer is found in the prefix cache by another that begins with it; the drafter had read it up to
-    `num_read` tokens of the answer, then speculation was off."""
+    """A request finds another's answer in the prefix cache, of which the drafter read `num_read` tokens."""
     rows = Rows(num_drafts=3)
     rows.overlapping = overlapping
     rows.start({"a": [5, 6, 7]})
@@ -302,7 +300,7 @@ def test_shared_blocks_count_as_read_only_if_drafter_read_them(num_read: int, ov
     prompt_ids = [*rows.tokens["a"][: 2 * BLOCK], *[9] * 20]
     rows.start({"b": prompt_ids}, num_computed=2 * BLOCK, blocks=[*shared, *range(100, 110)])
     assert rows.sample({"b": [8]}) == {"b": rows.expected("b")}
-    # Those of a request that drafted all the time are taken as they are.
+    # Blocks of a request that always drafted need no reading.
     rows.start({"c": list(range(1, 40))}, blocks=list(range(120, 132)))
     rows.recorder._seen.clear()
     rows.start({"d": [*range(1, 33), 4]}, num_computed=2 * BLOCK, blocks=[120, 121, *range(140, 150)])
@@ -312,7 +310,7 @@ def test_shared_blocks_count_as_read_only_if_drafter_read_them(num_read: int, ov
 
 
 def test_prompt_after_gap_shares_rectangle_with_others() -> None:
-    """With one that has none, and is read at once."""
+    """The other prompt has no gap and is read at once."""
     rows = Rows(num_drafts=3)
     rows.start({"a": [5, 6, 7]})
     for token in range(40):
@@ -366,7 +364,7 @@ def test_reused_block_is_unread_for_its_new_owner() -> None:
 
 
 def test_rounds_use_context_bucket_that_fits() -> None:
-    """A prompt that ends in this step is longer than what was computed when the step began."""
+    """A prompt that ends in this step is longer than its computed length at the start of the step."""
     rows = Rows(num_drafts=3, drafter_max_len=600, max_len=600, exact_context=False)
     assert len(rows.shapes.contexts) > 1
     rows.start({"a": [n % VOCAB for n in range(505)], "b": [4, 5]}, chunk=64)

@@ -1,4 +1,4 @@
-"""What a user's drafter is handed, and what is made of its answers."""
+"""The arguments and results of a user's drafter."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from vllm_gaudi_spec.records import Context
 
 
 class Scripted:
-    """Answers what the test put there and keeps what it was asked."""
+    """Returns scripted answers and records its arguments."""
 
     def __init__(self, vllm_config: Any) -> None:
         self.config = vllm_config
@@ -62,7 +62,7 @@ def test_arrays_contain_only_rows_that_may_draft() -> None:
 def test_sampled_tokens_are_those_of_current_step() -> None:
     proposer, user = build()
     user.answers = [[]]
-    for size in (3, 4, 7, 7):  # the last: preempted and back
+    for size in (3, 4, 7, 7):  # the last one: resumed after preemption
         proposer.propose([context("a", list(range(size)), 2)])
     assert [asked[0] for asked in user.asked] == [[[2]], [[3]], [[4, 5, 6]], [[6]]]
 

@@ -1,4 +1,4 @@
-"""How a drafter samples, and the noise that drafting and the rules add to that of plain sampling."""
+"""How a drafter samples, and the noise that drafting and acceptance rules use."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ MASK = 0xFFFFFFFF
 
 
 def inputs(rows: int = ROWS) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]:
-    """Logits with forbidden tokens, temperatures, keys, positions, starts."""
+    """Return logits with forbidden tokens, temperatures, keys, positions and starts."""
     logits = random_table(VOCAB, 1, seed=1).logits_CV.repeat(-(-rows // VOCAB), 1)[:rows]
     logits[::2, ::3] = -torch.inf
     starts = torch.arange(rows, dtype=torch.int32) * 3 % 101
@@ -80,7 +80,7 @@ def test_probabilistic_follows_distribution() -> None:
 
 
 def test_probabilistic_drafts_of_two_steps_are_independent() -> None:
-    """The same position, drafted for by steps that start at different ones."""
+    """Two steps with different starts draft for the same position."""
     table, rows = random_table(4, 0, seed=3), 50_000
     position = torch.full((rows,), 9, dtype=torch.int32)
     logits = table.logits_CV.expand(rows, 4)
@@ -95,7 +95,7 @@ def test_probabilistic_drafts_of_two_steps_are_independent() -> None:
 
 
 def test_coupled_equals_target_sampling() -> None:
-    """Whatever the step: with the same logits the same token, at every position."""
+    """Equal logits give the same token at every position, in whatever step."""
     logits, temperature, keys, positions, starts = inputs()
     drafted = draft(TORCH, logits, "coupled", temperature, keys, positions, starts)
     own = sample_random(logits[:, None], temperature, keys, positions[:, None])[:, 0]
@@ -151,7 +151,7 @@ def test_block_keys_equal_unbounded_arithmetic(seed: int) -> None:
 
 
 def test_block_keys_differ() -> None:
-    """From start to start, from request to request, and from the request's own."""
+    """Keys differ by start and request, and from the request's own keys."""
     starts = torch.arange(2000, dtype=torch.int32)
     keys = request_keys(0, 2).repeat_interleave(2000, 0)
     own = derive_block_keys(keys, starts.repeat(2))

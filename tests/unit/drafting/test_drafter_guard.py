@@ -1,4 +1,4 @@
-"""What a drafter does wrong costs its requests nothing, and is reported."""
+"""Faults of a drafter do not affect its requests, and are reported."""
 
 from __future__ import annotations
 
@@ -95,7 +95,7 @@ def test_faulty_probs_are_not_stored() -> None:
 
 
 def of_both(own: Drafts, other: Drafts) -> list[list[int]]:
-    """What two ranks that each have the drafter make of their drafts: how many each row has, on both."""
+    """Return the number of drafts of each row on both of two ranks with a whole drafter each."""
     sent: list[torch.Tensor] = []
 
     def all_gather(numbers: torch.Tensor, dim: int) -> torch.Tensor:
@@ -118,7 +118,7 @@ def test_replicated_drafters_use_drafts_that_agree() -> None:
 
 
 def test_replicated_drafters_need_equal_probs() -> None:
-    """Else one of them would accept what another does not."""
+    """Otherwise one rank would accept what the other rejects."""
     probs = torch.full((3, K, VOCAB), 0.01)
     other = probs.clone()
     other[1, 2, 3] = torch.tensor(0.01).nextafter(torch.tensor(1.0))
@@ -128,7 +128,7 @@ def test_replicated_drafters_need_equal_probs() -> None:
 
 
 def test_split_drafter_runs_no_comparison() -> None:
-    """All its ranks have the logits of all."""
+    """All its ranks have the same gathered logits."""
     drafts = Guard(independent=False).check_drafts(drafted([[1, 2, 3]], [3]), request([3]), VOCAB)
     assert drafts.num_drafts_B.tolist() == [3]
 
@@ -139,7 +139,7 @@ Ask = Callable[[list[Any]], Any]
 
 
 class Odd(Counts):
-    """Answers as a test likes."""
+    """Returns what a test sets."""
 
     def __init__(self, ask: Ask) -> None:
         super().__init__()
@@ -210,7 +210,7 @@ def test_any_integer_type_is_a_token() -> None:
 
 
 def test_extra_tokens_are_ignored() -> None:
-    """As of a class that fills its rows up to one length."""
+    """Some classes pad their rows to one length."""
     drafting, _, reported = after_step(
         lambda contexts: [[14] * context.max_drafts + [VOCAB, -3] for context in contexts]
     )
@@ -273,7 +273,7 @@ def test_errors_are_raised_with_several_ranks() -> None:
 
 
 def test_guard_depends_on_ranks_of_target_and_drafter() -> None:
-    """Engines that run data parallel draft each for itself, with experts in common too."""
+    """Data-parallel engines draft independently, even with shared experts."""
 
     def model(group: Any) -> Any:
         return SimpleNamespace(group=group)
@@ -299,7 +299,7 @@ def started_rows(kind: type[Rows]) -> Rows:
 
 
 def while_broken(rows: Rows, owner: object, name: str) -> None:
-    """A step of all rows in which the drafter fails: nothing is drafted, and it is reported."""
+    """Run a step in which the drafter fails: no drafts are made, and the failure is reported."""
     working = getattr(owner, name)
     setattr(owner, name, lambda *given, **named: raises([]))
     assert not any(rows.sample({name: [1] for name in PROMPTS}).values())
@@ -331,7 +331,7 @@ def test_rows_stop_drafting_after_failed_head_read() -> None:
 
 
 def test_blocks_are_not_shared_after_failed_head_read() -> None:
-    """What the head wrote there may be no numbers, and whoever reads it would fail as well."""
+    """The head may have written NaN there, which would fail for every reader."""
     rows = HeadRows(3)
     rows.start(PROMPTS)
     drafts = rows.sample({name: [2] for name in PROMPTS})
@@ -342,7 +342,7 @@ def test_blocks_are_not_shared_after_failed_head_read() -> None:
 
 
 def check_nobody_shares(rows: HeadRows) -> None:
-    """A request that shares blocks with `b` shares what is wrong with them; one with blocks of its own does not."""
+    """Check that requests that share blocks with `b` do not draft, and others do."""
     blocks = rows.requests.tables_np[0][rows.requests.by_id["b"].row].tolist()
     rows.requests.apply(step({}, finished=set(PROMPTS)))
     rows.start({"shares": PROMPTS["b"]}, num_computed=BLOCK, blocks=blocks)

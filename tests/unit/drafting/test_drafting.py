@@ -1,4 +1,4 @@
-"""When the drafter runs, for whom, and where its drafts end up."""
+"""When the drafter runs, for which rows, and where its drafts are stored."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ def on_one_rank(drafts: Mapping[str, Sequence[int]] | None) -> bool:
 
 
 class Counts:
-    """A host proposer that counts on from the last token, once more than it was asked."""
+    """A host proposer that counts up from the last token, with one draft more than requested."""
 
     def __init__(self) -> None:
         self.calls: list[list[tuple[str, list[int], int]]] = []
@@ -87,7 +87,7 @@ def sampling(requests: Requests) -> Sampling:
 
 
 def started(drafter_max_len: int | None = None) -> tuple[Requests, LengthSplit, list[str]]:
-    """Three rows with contexts of 2, 6 and 3 tokens; the third has speculation off."""
+    """Return three rows with contexts of 2, 6 and 3 tokens; speculation is off for the third."""
     requests = Requests(HostBackend(), max_rows=4, max_len=64, block_sizes=[16], max_context=64, seed=0)  # type: ignore[arg-type]
     off = SamplingParams(max_tokens=50, extra_args={"num_speculative_tokens": 0})
     on = SamplingParams(max_tokens=50)
@@ -102,7 +102,7 @@ def started(drafter_max_len: int | None = None) -> tuple[Requests, LengthSplit, 
 
 
 def sampled(requests: Requests, names: list[str], tokens: list[list[int]]) -> tuple[StepResult, torch.Tensor]:
-    """A step in which each row got its tokens, padded by one row; and the lengths after it."""
+    """Return a step in which each row got its tokens, padded by one row, and the new lengths."""
     members = [requests.by_id[name] for name in names]
     width = max(map(len, tokens))
     tokens_BQ = torch.tensor([[*row, *[0] * (width - len(row))] for row in [*tokens, []]], dtype=torch.int32)
@@ -114,13 +114,13 @@ def sampled(requests: Requests, names: list[str], tokens: list[list[int]]) -> tu
 
 
 def waiting(requests: Requests, name: str, length: int) -> list[int]:
-    """The drafts after a row's last token."""
+    """Return the drafts after a row's last token."""
     row = requests.by_id[name].row
     return requests.history_RM[row, length : length + int(requests.num_drafts_R[row])].tolist()
 
 
 def after_a_step(drafter_max_len: int) -> tuple[Requests, Counts, HostDrafting, StepResult]:
-    """A host drafter that was asked after a step of all three rows."""
+    """Return a host drafter that ran after a step of all three rows."""
     requests, split, names = started(drafter_max_len)
     proposer = Counts()
     drafting = HostDrafting(proposer, RequestHistory(split, requests, K), VOCAB, on_one_rank)
@@ -144,7 +144,7 @@ def test_host_drafter_gets_only_rows_that_can_use_drafts() -> None:
 def test_host_drafter_is_not_called_without_rows() -> None:
     requests, proposer, drafting, step_ = after_a_step(drafter_max_len=3)
     drafting.propose_on_host(sampled(requests, ["a"], [[1]])[0], 0)
-    drafting.propose_on_host(StepResult([]), K)  # nobody sampled: prompts go on
+    drafting.propose_on_host(StepResult([]), K)  # no row sampled: prompts continue
     assert proposer.calls == []
     assert drafting.get_draft_token_ids(step_).draft_token_ids == [[], [], []]
 
@@ -153,7 +153,7 @@ def test_no_drafts_after_stop_token() -> None:
     """The scheduler ends the request there, whatever was accepted after it."""
     requests, split, names = started()
     requests.by_id["a"].params = SamplingParams(max_tokens=50, stop_token_ids=[12])
-    # As vLLM's front end leaves them: an end token that is ignored stays among those that min_tokens forbids.
+    # As set by vLLM's front end: min_tokens also masks an ignored end token.
     ignores = requests.by_id["b"].params = SamplingParams(max_tokens=50, ignore_eos=True)
     ignores.update_from_generation_config({}, eos_token_id=26)
     assert 26 in ignores.all_stop_token_ids
@@ -193,7 +193,7 @@ def test_device_drafter_proposes_after_verification() -> None:
 
 
 def test_drafts_beyond_device_limit_are_not_verified() -> None:
-    """With async scheduling the host schedules slots; past a row's limit it knows that there are no drafts."""
+    """With async scheduling the host schedules slots, but has no drafts beyond a row's limit."""
     requests, split, _ = started(drafter_max_len=8)
     drafting, _ = on_device(CountsOnDevice(), split, requests)
     drafting.apply(requests)
@@ -202,14 +202,14 @@ def test_drafts_beyond_device_limit_are_not_verified() -> None:
     for length in range(6, 14):
         row.num_computed = length - 1  # if all drafts of the step in flight are accepted
         (max_drafts[length],) = drafting.cap_scheduled_drafts([row], [K])
-    # Up to K tokens of the length may be taken back: only then is it sure that 8 is reached.
+    # Up to K tokens of the length may be rejected; 8 is certainly reached only without them.
     assert max_drafts == {6: 3, 7: 3, 8: 3, 9: 2, 10: 1, 11: 0, 12: 0, 13: 0}
     row.num_computed = 5
     assert drafting.cap_scheduled_drafts([requests.by_id["c"], row], [K, 2]).tolist() == [0, 2]
 
 
 def test_device_drafter_is_not_called_without_rows() -> None:
-    """The host knows it, from the scheduler's output: here by request, by the drafter's length, or by both."""
+    """The host knows that from request options, the drafter's length, or both."""
     requests, split, _ = started(drafter_max_len=3)
     proposer = CountsOnDevice()
     drafting, _ = on_device(proposer, split, requests)

@@ -1,6 +1,6 @@
-"""Heads, over a target whose state and a head whose answer depend on every token and state at its own position.
+"""Heads whose drafts depend on every token and hidden state at its position.
 
-So one slot, position, token or hidden state that is off by one gives another draft.
+A slot, position, token or hidden state that is off by one therefore changes the draft.
 """
 
 from __future__ import annotations
@@ -31,11 +31,11 @@ from vllm_gaudi_spec.runner.batch import locate
 from vllm_gaudi_spec.runner.hidden_states import HiddenStateBuffer, Located
 from vllm_gaudi_spec.runner.model import LoadedModel
 
-NOBODYS = 89.0  # the state of what is no real token
+NOBODYS = 89.0  # the state of padding and rejected tokens
 
 
 def state_after(tokens: list[int]) -> int:
-    """The target's, after the last of them."""
+    """Return the target's state after the last token."""
     return (11 * following(tokens) + 2) % VOCAB
 
 
@@ -44,7 +44,7 @@ def carry(states: torch.Tensor) -> torch.Tensor:
 
 
 class ReadsStates:
-    """Keeps (position + 1) * token + 5 * state in the KV slots, and says the sum over the context."""
+    """Stores (position + 1) * token + 5 * state in the KV slots, and predicts the sum over the context."""
 
     def __init__(self, longest: int) -> None:
         self.kv = torch.zeros((1 + 3 * MOST_BLOCKS) * BLOCK, dtype=torch.long)
@@ -160,21 +160,20 @@ def test_row_beyond_head_length_continues_without_drafts() -> None:
 
 
 def test_head_reads_steps_without_drafts() -> None:
-    """Through a request that wants no drafts, whose blocks another request takes over."""
+    """Another request takes over the blocks of one that wants no drafts."""
     rows = HeadRows(num_drafts=3)
     rows.start({"a": [5, 6, 7]})
     for token in range(40):
         rows.sample({"a": [token]}, max_drafts=0)
     shared = [int(block) for block in rows.requests.tables_np[0][rows.requests.by_id["a"].row][:2]]
-    # Of the last shared block the head's last slot belongs to a token that need not be the same: vLLM drops that block.
+    # The head's last slot of a shared prefix depends on the next token, so vLLM drops the last block.
     prompt_ids = [*rows.tokens["a"][: 2 * BLOCK], *rows.tokens["a"][2 * BLOCK : 2 * BLOCK + 1], 9, 9]
     rows.start({"b": prompt_ids}, num_computed=2 * BLOCK, blocks=[*shared, *range(100, 110)])
     assert rows.sample({"b": [8]}) == {"b": rows.expected("b")}
 
 
 def test_row_is_read_although_host_counts_ahead() -> None:
-    """Its last eight drafts were rejected, which the host did not know when it scheduled a step without drafts; by its
-    count the row is past the head's longest."""
+    """Its last eight drafts were rejected, so the host's count, but not the row, exceeds the head's length."""
     rows = HeadRows(num_drafts=8, drafter_max_len=32)
     rows.start({"a": list(range(1, 26))})
     rows.sample({"a": [40]})
@@ -215,7 +214,7 @@ def test_nothing_is_read_if_all_rows_exceed_head_length() -> None:
 
 
 def test_rejected_and_padded_positions_are_not_read() -> None:
-    """After each step, the slots up to the last position that was read hold exactly what the tokens say."""
+    """After each step the slots up to the last position that was read are exact."""
     rng = random.Random(1)
     rows = HeadRows(num_drafts=4)
     rows.start(PROMPTS)
@@ -317,7 +316,7 @@ def linear(*size: int) -> nn.Linear:
 
 
 def model_of(**parts: nn.Module) -> nn.Module:
-    """`inner_x` becomes `model.x`."""
+    """Return a model in which `inner_x` becomes `model.x`."""
     made, made.model = nn.Module(), nn.Module()
     for name, part in parts.items():
         owner = made.model if name.startswith("inner_") else made
@@ -348,7 +347,7 @@ def test_own_matrices_are_kept_unless_equal(equal: bool) -> None:
 
 @pytest.mark.parametrize("container", [nn.ModuleList, lambda layers: nn.ModuleDict({"9": layers[0]})])
 def test_each_mtp_layer_uses_output_matrix_of_target(container: Any) -> None:
-    """Whether the class says what its checkpoint has, or not."""
+    """With and without a flag for the checkpoint's own matrix."""
     layer = nn.Module()
     layer.shared_head = model_of(head=linear())
     target = model_of(inner_embed_tokens=linear(), lm_head=linear())
@@ -365,7 +364,7 @@ def test_embeddings_of_target_may_be_its_output_matrix() -> None:
 
 
 def test_whole_head_shares_modules_of_split_target(monkeypatch: pytest.MonkeyPatch) -> None:
-    """They ask the ranks that have the rest of them, from within a head that asks nobody."""
+    """Shared modules run in the target's group, within a head of one rank."""
     target_group, alone = SimpleNamespace(world_size=2), SimpleNamespace(world_size=1)
     asked: list[Any] = []
 
@@ -386,7 +385,7 @@ def test_whole_head_shares_modules_of_split_target(monkeypatch: pytest.MonkeyPat
 
 @pytest.mark.parametrize("another", [False, True])
 def test_whole_head_reads_states_of_one_rank(another: bool) -> None:
-    """`another`: a head reads other states than those that logits are made of."""
+    """`another`: a head reads states other than those of the logits."""
     sent: list[torch.Tensor] = []
 
     def broadcast(states: torch.Tensor) -> torch.Tensor:
@@ -400,7 +399,7 @@ def test_whole_head_reads_states_of_one_rank(another: bool) -> None:
     assert len(sent) == 1
     assert told.carried.tolist() == [[101.0 if another else 100.0] * 3] * 2
     assert (told.last is last) if another else (told.last is told.carried)
-    # Medusa reads what logits are made of.
+    # Medusa reads the states of the logits.
     assert loaded._broadcast(Hidden(last)).last.tolist() == [[100.0] * 3] * 2
     assert loaded._broadcast(Hidden(last)).carried is None
 

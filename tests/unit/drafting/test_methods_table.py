@@ -1,4 +1,4 @@
-"""Each drafting method is a row, and its proposer is found and can be built."""
+"""The table of drafting methods."""
 
 from __future__ import annotations
 
@@ -34,6 +34,6 @@ def test_in_vllm_matches_vllm_methods() -> None:
 
 
 def test_unknown_method_counts_as_model() -> None:
-    """vLLM loads one for it before it can be refused."""
+    """vLLM loads a model for it before it can be refused."""
     assert has_model("mlp_speculator")
     assert not has_model("ngram")

@@ -1,4 +1,4 @@
-"""N-gram drafts against a loop, on the host and, for whole batches, on the device."""
+"""N-gram drafts on the host and on the device, compared with a reference loop."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from vllm_gaudi_spec.records import Context, Drafted, DraftRequest
 
 SIZES = [(1, 1), (1, 3), (2, 2), (2, 5), (4, 9)]
 NEVER = 999
-"""Stands after a row's end. A draft that holds it was read from where nothing is known."""
+"""Follows a row's end: a draft that contains it was read out of bounds."""
 
 
 def no_model(logits_BV: torch.Tensor, positions_B: torch.Tensor) -> Drafted:
@@ -29,7 +29,7 @@ def on_host(tokens: list[int], sizes: tuple[int, int], max_drafts: int) -> list[
 
 
 def random_texts(seed: int, count: int, longest: int) -> list[list[int]]:
-    """Tiny alphabets and loops, so that matches of every length and distance come up."""
+    """Return texts over tiny alphabets, with loops, so that matches of all lengths and distances occur."""
     rng = np.random.default_rng(seed)
     texts = []
     for _ in range(count):
@@ -72,7 +72,7 @@ def test_text_too_short_to_repeat_has_no_drafts(tokens: list[int]) -> None:
 
 
 def test_host_reads_only_inside_view() -> None:
-    """The array after the view goes on."""
+    """The array continues after the view."""
     array = np.array([4, 1, 2, 5, 1, 2, 5, 1, 2], dtype=np.int32)
     context = Context(req_id="a", tokens_np=array[1:6], num_prompt=2, max_drafts=4)
     assert list(NgramProposer(1, 3).propose([context])[0]) == [5, 1, 2, 5]
@@ -112,7 +112,7 @@ def test_device_equals_host(sizes: tuple[int, int], num_drafts: int) -> None:
 
 
 def test_device_graph_depends_only_on_shapes() -> None:
-    """It exports as one graph: no read of a value, no shape that depends on one."""
+    """It exports as one graph without data-dependent reads or shapes."""
 
     class Graph(torch.nn.Module):
         def forward(self, rows_B, history_RM, lengths_B, max_drafts_B):

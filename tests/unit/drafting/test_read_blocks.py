@@ -1,4 +1,4 @@
-"""What is known of blocks that a drafter has read, against a plain account token by token."""
+"""Tracking of the blocks that a drafter has read, compared with a reference that counts token by token."""
 
 from __future__ import annotations
 

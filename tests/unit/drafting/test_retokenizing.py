@@ -1,4 +1,4 @@
-"""Text between two vocabularies: the drafter's tokens of a growing text, and the target's tokens of a draft."""
+"""Text between two vocabularies: the drafter's tokens of a growing text, and rewritten drafts."""
 
 from __future__ import annotations
 
@@ -45,12 +45,12 @@ class Languages:
         )
 
     def target_ids(self, text: str) -> list[int]:
-        """By the target."""
+        """Return the target's tokens of a text."""
         ids: list[int] = self.tokenizers[0].encode(text, add_special_tokens=False)
         return ids
 
     def spelled(self, ids: list[int]) -> bytes:
-        """By tokens of the drafter."""
+        """Return the text of the drafter's tokens."""
         return b"".join(self.drafter.bytes_by_id[token] or b"" for token in ids)
 
     def rewriter(self) -> Rewriter:
@@ -80,7 +80,7 @@ def pieces(ids: list[int], rng: random.Random, most: int = 5) -> Iterator[list[i
 
 def test_growing_text_is_encoded_like_whole_text(languages: Languages) -> None:
     rng = random.Random(1)
-    # Without words, the best way to cut a text depends on all of it.
+    # Without words, the best segmentation depends on the whole text.
     compared = languages.spelled if "unigram" in languages.name else list
     for text in [*random_texts(3, 10), " ".join(random_texts(5, 40))]:
         ids = languages.target_ids(text)
@@ -119,7 +119,7 @@ def test_only_end_of_long_text_is_encoded_again() -> None:
 
 
 def test_split_characters_are_reassembled() -> None:
-    """Byte by byte, as a target writes what its vocabulary does not have."""
+    """The target writes characters that its vocabulary lacks byte by byte."""
     languages = Languages("byte_level", "byte_level")
     text = "né 東京 🙂!"
     timeline = Timeline(languages.reader)
@@ -161,7 +161,7 @@ def test_special_token_names_in_text_are_text() -> None:
 
 
 def test_bos_appears_once() -> None:
-    """The drafter's tokenizer puts one in front; the target may have written one as well."""
+    """The drafter's tokenizer adds bos, and the target may have written one too."""
     from tokenizers.processors import TemplateProcessing
 
     languages = Languages("sentencepiece", "byte_level")
@@ -197,7 +197,7 @@ def test_tokens_beyond_model_are_left_out() -> None:
 
 
 class Device:
-    """Keeps, by position, the token whose KV was written last."""
+    """Stores, by position, the token whose KV was written last."""
 
     def __init__(self, timeline: Timeline) -> None:
         self.timeline, self.kv = timeline, [-1] * 5000
@@ -219,7 +219,7 @@ class Device:
 
 @pytest.mark.parametrize("host_knows_drafts", [False, True])
 def test_num_read_counts_only_read_tokens(languages: Languages, host_knows_drafts: bool) -> None:
-    """Rounds with any number of drafts, of which any number is accepted, or none were made."""
+    """Rounds have any number of drafts and accept any number of them."""
     rng = random.Random(5)
     kept = 0
     for text in random_texts(13, 15):
@@ -243,7 +243,7 @@ def test_num_read_counts_only_read_tokens(languages: Languages, host_knows_draft
             timeline.extend(new)
             device.check()
             kept += timeline.num_read > before
-    # Most tokens of word pieces have no partner.
+    # Most WordPiece tokens have no partner.
     assert kept > (0 if languages.name == "word_piece" else 5), "accepted drafts are read again"
 
 
@@ -259,7 +259,7 @@ def spelled(languages: Languages, ids: list[int]) -> bytes:
 
 
 def test_drafts_are_rewritten_in_target_tokens(languages: Languages) -> None:
-    """Whatever comes out spells the beginning of what was drafted, and mostly all of it."""
+    """The result spells the start of the draft, and mostly all of it."""
     rewriter, rng, whole = languages.rewriter(), random.Random(3), 0
     texts = random_texts(17, 30)
     for text in texts:
@@ -294,7 +294,7 @@ def test_end_token_ends_rewritten_draft() -> None:
 
 
 def test_draft_within_word_is_encoded_as_by_target() -> None:
-    """After "the", " the" and not "t", "h", "e": the earlier text stands before it when it is encoded."""
+    """After "the": " the" and not "t", "h", "e", since the text before is encoded with it."""
     languages = Languages("byte_level", "small byte_level")
     text_before, rest = "the ", "the"
     whole = languages.target_ids(text_before + rest)

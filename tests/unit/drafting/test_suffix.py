@@ -1,4 +1,4 @@
-"""Suffix decoding against a count over all substrings, and what the proposer feeds into a cache."""
+"""Suffix decoding compared with a count over all substrings, and what the proposer feeds into a cache."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ OPTIONS = [(24, 8, 1.0, 0.1), (24, 3, 2.0, 0.5), (6, 8, 1.0, 0.0), (3, 8, 4.0, 0
 
 
 def texts_of(rng: np.random.Generator, count: int, longest: int) -> list[list[int]]:
-    """A loop with a few tokens changed: matches of all lengths, certain and uncertain ones."""
+    """Return loops with a few changed tokens: matches of all lengths, certain and uncertain."""
     texts = []
     for _ in range(count):
         text = np.resize(rng.integers(0, 4, int(rng.integers(1, 9))), int(rng.integers(1, longest)))
@@ -34,7 +34,7 @@ def pieces(rng: np.random.Generator, text: list[int]) -> list[list[int]]:
 def assert_best(draft: Draft, expected: list[tuple[list[int], float]]) -> None:
     best = max((score for _, score in expected), default=0.0)
     assert draft.score == pytest.approx(best)
-    # Suffixes of different lengths may promise the same: then either is right.
+    # Suffixes of different lengths may have equal scores: then either draft is correct.
     assert not draft.token_ids or draft.token_ids in [ids for ids, score in expected if score == pytest.approx(best)]
 
 
@@ -113,7 +113,7 @@ def test_no_cached_requests_keeps_no_responses() -> None:
 
 
 class FakeCache(SuffixCache):
-    """Arctic's methods; remembers its inputs."""
+    """Has the methods of arctic-inference and records their arguments."""
 
     def __init__(self, max_tree_depth: int, max_cached_requests: int) -> None:
         super().__init__(max_tree_depth, max_cached_requests)
@@ -148,14 +148,14 @@ def proposer(monkeypatch: pytest.MonkeyPatch) -> SuffixProposer:
 def ask(proposer: SuffixProposer, tokens: list[int], num_prompt: int, req_id: str = "a", wanted: int = 4) -> list[int]:
     array = np.array(tokens, dtype=np.int32)
     (drafts,) = proposer.propose([Context(req_id=req_id, tokens_np=array, num_prompt=num_prompt, max_drafts=wanted)])
-    array[:] = 77  # the view is valid during the call only
+    array[:] = 77  # the view is only valid during the call
     return list(drafts)
 
 
 def test_new_tokens_are_fed_once(proposer: SuffixProposer) -> None:
     ask(proposer, [1, 2, 3, 4], 3)
     ask(proposer, [1, 2, 3, 4, 5, 6], 3)
-    ask(proposer, [1, 2, 3, 4, 5, 6], 3)  # preempted and back
+    ask(proposer, [1, 2, 3, 4, 5, 6], 3)  # resumed after preemption
     assert proposer._cache.calls == [("start", "a", [1, 2, 3]), ("add", "a", [4]), ("add", "a", [5, 6])]
 
 
@@ -173,7 +173,7 @@ def test_forgotten_request_is_kept_as_past_response(proposer: SuffixProposer) ->
     proposer.forget(["a"])
     assert proposer._cache.calls[-1] == ("stop", "a")
     assert ask(proposer, [9, 9, 4, 5], 2, "b") == [6]
-    assert ask(proposer, [9, 2], 1, "c") == []  # a prompt is nobody else's
+    assert ask(proposer, [9, 2], 1, "c") == []  # prompts are not shared between requests
 
 
 def test_request_id_can_be_reused(proposer: SuffixProposer) -> None:
@@ -200,7 +200,7 @@ def test_built_in_cache_is_used_without_arctic(monkeypatch: pytest.MonkeyPatch) 
 
 
 def test_real_arctic_accepts_our_calls() -> None:
-    """A walk through all doors; its own counts differ slightly (the end of a text counts as a place)."""
+    """Only the calls are tested: its counts differ slightly (the end of a text counts as a position)."""
     pytest.importorskip("arctic_inference.suffix_decoding")
     proposer = SuffixProposer(24, 10, 1.0, 0.1)
     assert not isinstance(proposer._cache, SuffixCache)

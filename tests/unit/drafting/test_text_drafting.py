@@ -1,4 +1,4 @@
-"""A drafter that reads the text in its own tokens, over a model whose next token depends on all that it has read."""
+"""Drafting in the drafter's own tokens, with a model whose next token depends on everything that it has read."""
 
 from __future__ import annotations
 
@@ -36,14 +36,14 @@ NUM_ROWS, MAX_LEN = 4, 256
 
 
 class ClosestToken(Remembers):
-    """Of the tokens that may be drafted the one whose id is closest to what follows."""
+    """Chooses the draftable token whose id is closest to the prediction."""
 
     def logits(self, hidden: torch.Tensor) -> torch.Tensor:
         return -(torch.arange(self.vocab) - hidden).abs().float()
 
 
 class FixedRegion:
-    """Three rows' worth of the model's memory, in an order that no other table has."""
+    """Model memory for three rows, in an order that no other table has."""
 
     def __init__(self, length: int) -> None:
         self.length = length
@@ -133,7 +133,7 @@ class Rows:
         self.tokens |= {name: list(prompt) for name, prompt in prompts.items()}
 
     def sample(self, answers: dict[str, list[int]], max_drafts: int | None = None) -> dict[str, list[int]]:
-        """Each named row gets these tokens from the target; returns the drafts that wait after them."""
+        """Give each named row these tokens from the target, and return the drafts that wait after them."""
         members = [self.requests.by_id[name] for name in answers]
         num_rows = self.shapes.fit_rows(len(members))
         rows_B = torch.from_numpy(pad_rows(self.requests, members, num_rows)).long()
@@ -164,7 +164,7 @@ class Rows:
         return timeline.tokens(0)
 
     def own_drafts(self, name: str) -> list[int]:
-        """What the drafter should draft after all of the text, by its translation."""
+        """Return the expected drafts after the whole text, in the drafter's tokens."""
         read, drafts = self.read(name), []
         for _ in range(max(min(self.num_drafts, self.model.longest - len(read)), 0)):
             hidden = torch.tensor([[following(read, self.model.vocab)]])
@@ -185,7 +185,7 @@ TEXTS = random_texts(23, 40)
 
 
 def prompts(rows: Rows) -> dict[str, list[int]]:
-    """One of a single token, one that takes a chunk, one that takes several."""
+    """Return prompts of one token, of one chunk and of several chunks."""
     texts = [
         rows.languages.target_ids(text) for text in (TEXTS[0][:1] or "a", " ".join(TEXTS[1:3]), " ".join(TEXTS[3:6]))
     ]
@@ -197,7 +197,7 @@ def prompts(rows: Rows) -> dict[str, list[int]]:
 @pytest.mark.parametrize("seed", range(3))
 @pytest.mark.parametrize("device", [HostBackend, CapturingBackend])
 def test_drafts_follow_from_whole_text(match: str, num_drafts: int, seed: int, device: type[HostBackend]) -> None:
-    """Whatever is accepted and whoever is scheduled; rows that sat out some steps catch up."""
+    """Whatever is accepted and scheduled; rows that skipped some steps catch up."""
     rng, drafted = random.Random(seed), 0
     rows = Rows(num_drafts, match=match, backend=device())
     rows.start(prompts(rows))
@@ -261,7 +261,7 @@ def test_row_beyond_kv_region_continues_without_drafts() -> None:
         assert rows.sample({"a": [7]})["a"] == rows.expected("a")
         assert ("a" in outgrown()) == (len(rows.read("a")) >= 40), "it is about its newest step"
         assert "c" in outgrown(), "its next step may come later"
-    for _ in range(80):  # at first it may come back, for its end may be read anew in fewer tokens
+    for _ in range(80):  # at first it may draft again, if its end is encoded again in fewer tokens
         assert rows.sample({"a": [7]})["a"] == []
         assert outgrown() == {"a", "c"}
     rows.sample({"a": [7]}, max_drafts=0)
@@ -284,7 +284,7 @@ def test_outgrown_requests_are_those_of_current_step() -> None:
 
 
 def test_only_rewriting_syncs_with_device() -> None:
-    """Drafts of tokens that both know stay there: the host needs their number alone."""
+    """Drafts of common tokens stay on the device: the host needs only their number."""
     for match, num_reads in (("tli", 0), ("slem", 1)):
         rows = Rows(num_drafts=3, match=match)
         rows.start(prompts(rows))
@@ -336,7 +336,7 @@ def test_drafter_waits_if_it_cannot_spell_text_end() -> None:
 
 
 def test_warm_up_covers_every_shape() -> None:
-    """On a device with several contexts as well."""
+    """Also on a device with several context buckets."""
     rows = Rows(num_drafts=3, contexts=(64, 128, 384))
     run_jobs(rows.drafting.jobs(), rows.recorder)
     assert rows.recorder._seen == rows.recorder.manifest

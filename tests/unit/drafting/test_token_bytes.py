@@ -1,4 +1,4 @@
-"""What tokens stand for, against what the tokenizers themselves write, for tiny tokenizers of each family."""
+"""The bytes of tokens, compared with what tiny tokenizers of each family decode."""
 
 from __future__ import annotations
 
@@ -84,7 +84,7 @@ def byte_level(vocab_size: int = 420, *, with_decoder: bool = True, **special: s
 
 
 def sentencepiece_bpe(vocab_size: int = 420, *, prefix: bool = False, **special: str) -> PreTrainedTokenizerFast:
-    """As Gemma's or, with `prefix`, as Llama 2's."""
+    """Return a tokenizer like Gemma's or, with `prefix`, like Llama 2's."""
     special = {"unk_token": "<unk>", **special}
     tokenizer = Tokenizer(models.BPE(byte_fallback=True, unk_token="<unk>", fuse_unk=True))
     replace = normalizers.Replace(" ", "▁")
@@ -103,8 +103,10 @@ def sentencepiece_bpe(vocab_size: int = 420, *, prefix: bool = False, **special:
 
 
 def with_ordinary_bytes(tokenizer: Tokenizer, special: dict[str, str]) -> Tokenizer:
-    """The trainer makes all that must be in the vocabulary special; of those, byte pieces are not. Nor does it know
-    words that start with a space, without a pre-tokenizer that splits them."""
+    """Make byte pieces ordinary tokens, and add words that start with a space.
+
+    The trainer marks required tokens as special, and finds no such words without a pre-tokenizer that splits them.
+    """
     content = json.loads(tokenizer.to_str())
     content["added_tokens"] = [token for token in content["added_tokens"] if token["content"] in special.values()]
     vocab, merges = content["model"]["vocab"], content["model"]["merges"]
@@ -168,7 +170,7 @@ def test_token_bytes_spell_encoded_text(name: str) -> None:
     tokenizer, vocabulary = family(name)
     assert vocabulary.leading_space == (name in ("sentencepiece_bpe_with_prefix", "unigram"))
     for text in [*random_texts(1, 300), *CORPUS]:
-        # Metaspace adds its space only where a text does not start with one.
+        # Metaspace adds its space only if the text does not start with one.
         space = vocabulary.leading_space and not (name == "unigram" and text.startswith(" "))
         ids = tokenizer.encode(text, add_special_tokens=False)
         assert spelled(vocabulary, ids) == b" " * space + text.encode(), text
@@ -176,7 +178,7 @@ def test_token_bytes_spell_encoded_text(name: str) -> None:
 
 @pytest.mark.parametrize("name", [name for name in FAMILIES if name != "byte_level_without_decoder"])
 def test_token_bytes_equal_decoder_output(name: str) -> None:
-    """Behind another token, for at the start of a text some decoders take a space away."""
+    """Decoded after another token, since some decoders remove a space at the start of a text."""
     tokenizer, vocabulary = family(name)
     front = tokenizer.encode("a", add_special_tokens=False)
     before = tokenizer.decode(front)
@@ -219,7 +221,7 @@ def test_space_character_is_read_from_tokenizer() -> None:
 
 
 def test_added_tokens_stand_for_literal_text() -> None:
-    """Even where each sign is in the alphabet, as in the Vietnamese word."""
+    """Even if each character is in the alphabet, as in the Vietnamese word."""
     tokenizer = byte_level()
     tokenizer.add_tokens(["<tool_call>", "\n  \n", "không", "Ċ!"])
     vocabulary = read_vocabulary(ModelTokenizer(tokenizer))
@@ -230,7 +232,7 @@ def test_added_tokens_stand_for_literal_text() -> None:
 
 
 def test_characters_outside_alphabet_stand_for_themselves() -> None:
-    """The decoder writes such a token as it is: the no-break space, and a word with one."""
+    """The decoder writes such tokens unchanged: the no-break space, and a word with one."""
     signs = ["\xa0", "中", "é\xad", "é\x7f", "Ġ中", "\x85"]
     tokenizer = wrapped(Tokenizer(models.BPE({sign: i for i, sign in enumerate(signs)}, [])))
     tokenizer.backend_tokenizer.decoder = decoders.ByteLevel()
@@ -261,7 +263,7 @@ def test_added_token_precedes_token_with_same_bytes() -> None:
 
 
 def test_duplicate_emitted_within_text_is_indexed() -> None:
-    """At its start this tokenizer writes "▁a", which tells nothing of "a"."""
+    """At the start of a text this tokenizer writes "▁a", which says nothing about "a"."""
     vocab = {"<unk>": 0, "q": 1, "a": 2, "▁": 3, "▁a": 4, "\n": 5}
     tokenizer = wrapped(Tokenizer(models.BPE(vocab, [("▁", "a")], unk_token="<unk>")), unk_token="<unk>")
     tokenizer.backend_tokenizer.normalizer = normalizers.Prepend("▁")
@@ -370,7 +372,7 @@ def test_tiktoken_returns_its_bytes() -> None:
     encoding = tiktoken.Encoding("tiny", pat_str=r"[\s\S]+", mergeable_ranks=ranks, special_tokens={"<|end|>": 261})
 
     class Wrapper:
-        """As remote code wraps it."""
+        """Wraps it as remote code does."""
 
         tokenizer = encoding
         all_special_ids: tuple[int, ...] = ()

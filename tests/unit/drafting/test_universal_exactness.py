@@ -1,7 +1,7 @@
-"""Exactness through another vocabulary: the drafter reads and drafts by MappedVocabulary, knows a part of the target's
-tokens, and has tokens of its own; what is written follows the target's distribution all the same.
+"""Exactness with another vocabulary: output follows the target's distribution although tokens differ.
 
-By enumeration where the drafts can be enumerated, and by sampling with the noise that is really used.
+The drafter reads and drafts through MappedVocabulary, has only some of the target's tokens, and others of its own.
+Checked by enumeration if drafts can be enumerated, and by sampling with the real noise.
 """
 
 from __future__ import annotations
@@ -24,11 +24,11 @@ from vllm_gaudi_spec.sampling.rules.registry import TORCH
 
 VOCAB = 100
 DRAFTERS_OWN = 30
-"""Tokens that the target does not have; the drafter's vocabulary is otherwise what the two have in common."""
+"""Number of tokens that only the drafter has."""
 DRAWS = 60_000
-BINS = 100  # of like mass, for cells that are too many to be tested one by one
+BINS = 100  # of similar mass, for too many cells to test one by one
 
-# The share of the target's tokens that the drafter has as well.
+# Share of the target's tokens that the drafter also has.
 every_share = pytest.mark.parametrize("share", [0.01, 0.5, 1.0], ids="{:.0%}".format)
 
 
@@ -36,16 +36,16 @@ every_share = pytest.mark.parametrize("share", [0.01, 0.5, 1.0], ids="{:.0%}".fo
 class Pair:
     target: Table
     seen: Table
-    """What the target sees of the drafter: its logits in the target's ids, by what the target wrote."""
+    """Return the drafter's logits in the target's ids, by the target's context."""
     drafter: Table
     partners: dict[int, int]
-    """Target's id -> drafter's."""
+    """Map the target's ids to the drafter's."""
     matched_V: np.ndarray
-    """Which of the target's tokens may be drafted."""
+    """Return which of the target's tokens may be drafted."""
 
 
 def pair(vocab: int, share: float, order: int = 1, seed: int = 0, drafter_is_target: bool = False) -> Pair:
-    """Two random models over vocabularies in no order; with a few tokens in common, one of them may not be drafted."""
+    """Return two random models over shuffled vocabularies; of a few common tokens one may not be drafted."""
     rng = np.random.default_rng(seed)
     count = max(1, round(share * vocab))
     target_ids, draft_ids = rng.permutation(vocab)[:count], rng.permutation(count + DRAFTERS_OWN)[:count]
@@ -76,7 +76,7 @@ def pair(vocab: int, share: float, order: int = 1, seed: int = 0, drafter_is_tar
 
 @every_share
 def test_draft_distribution_is_restricted_to_common_tokens(share: float) -> None:
-    """Cut and normalized, after the text as it reads it: without a partner a token is read as the stand-in."""
+    """Restricted and normalized; tokens without a partner are read as the stand-in."""
     made = pair(VOCAB, share)
     expected, stand_in = np.zeros((VOCAB, VOCAB)), next(iter(made.partners.values()))
     for context in range(VOCAB):
@@ -112,7 +112,7 @@ def numbers_of_drafts(rng: np.random.Generator, least: int, most: int) -> Callab
 @pytest.mark.parametrize("num_matched", [1, 2, 4])
 @pytest.mark.parametrize("num_positions", [1, 2])
 def test_two_steps_follow_joint_target_distribution(rule: str, num_matched: int, num_positions: int) -> None:
-    """A vocabulary small enough to enumerate everything that two steps can write, for numbers of drafts that vary."""
+    """Enumerates everything that two steps can write, for varying numbers of drafts."""
     vocab = 4
     for seed in range(3):
         made, rng = pair(vocab, num_matched / vocab, order=2, seed=seed), np.random.default_rng(seed)
@@ -128,7 +128,7 @@ def test_two_steps_follow_joint_target_distribution(rule: str, num_matched: int,
 @every_rule
 @every_share
 def test_two_sampled_steps_follow_target_distribution(rule: str, share: float) -> None:
-    """Drawn, drafted and verified as in the engine. Of one draft a step the overlap is accepted."""
+    """Drafted and verified as in the engine. A single draft is accepted with the overlap probability."""
     made = pair(VOCAB, share)
     texts, _ = write(
         RULES[rule].verify, made.target, made.seen, num_positions=2, steps=2, length=4, rows=DRAWS, seed=3, ragged=True
@@ -141,7 +141,7 @@ def test_two_sampled_steps_follow_target_distribution(rule: str, share: float) -
 
 
 def forbid(made: Pair, contexts: slice) -> Pair:
-    """After these contexts the request allows no token that the drafter has."""
+    """Mask all tokens that the drafter has, after these contexts."""
     target, seen = (Table(table.logits_CV.clone()) for table in (made.target, made.seen))
     for table in (target, seen):
         table.logits_CV[contexts, torch.from_numpy(made.matched_V)] = -torch.inf
@@ -159,7 +159,7 @@ def forbid(made: Pair, contexts: slice) -> Pair:
     ids=["standard-all", "block-all", "standard-half", "block-half"],
 )
 def test_output_is_exact_if_all_draft_tokens_are_masked(rule: str, contexts: slice) -> None:
-    """It then drafts what cannot be accepted; after all contexts, or with sound drafts before and behind."""
+    """After all contexts, or only after some, so that usable drafts precede and follow."""
     made = forbid(pair(VOCAB, 0.5), contexts)
     assert torch.isinf(made.seen.logits_CV[0]).all()
     texts, _ = write(RULES[rule].verify, made.target, made.seen, num_positions=2, steps=2, length=2, rows=DRAWS, seed=5)
@@ -171,7 +171,7 @@ def test_output_is_exact_if_all_draft_tokens_are_masked(rule: str, contexts: sli
 
 
 def write_coupled(made: Pair, num_positions: int, length: int, rows: int) -> tuple[Texts, list[np.ndarray]]:
-    """Texts with coupled drafts under the strict rule; and per step how many drafts of each row were accepted."""
+    """Return texts with coupled drafts under the strict rule, and the accepted drafts of each step and row."""
     texts, keys_N2, steps = Texts.empty(rows, length), request_keys(0, rows), []
     temperature_N = torch.ones(rows)
     while (texts.length_N < length).any():
@@ -199,8 +199,10 @@ def write_coupled(made: Pair, num_positions: int, length: int, rows: int) -> tup
 @every_share
 @pytest.mark.parametrize("num_positions", [1, 3])
 def test_coupled_drafts_do_not_change_target_tokens(share: float, num_positions: int) -> None:
-    """And a drafter that is the target in other ids is right exactly where the target's token is one of its own: both
-    are drawn with the noise of the target's ids."""
+    """A drafter equal to the target is right exactly where the target's token is common.
+
+    Both use the noise of the target's ids.
+    """
     for drafter_is_target in (False, True):
         made = pair(VOCAB, share, drafter_is_target=drafter_is_target)
         texts, steps = write_coupled(made, num_positions, length=12, rows=500)

@@ -1,4 +1,4 @@
-"""Which tokens of two vocabularies are paired, and the file that keeps the pairs."""
+"""Matching of two vocabularies, and the file that stores the pairs."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ from vllm_gaudi_spec.drafting.universal.token_bytes import ModelTokenizer, Roles
 from vllm_gaudi_spec.drafting.universal.vocab_map import VocabMap, load_vocab_map, match_vocabularies
 
 PADDING = 37
-"""The models' vocabularies are larger than their tokenizers'."""
+"""Padding ids of the models' vocabularies beyond their tokenizers'."""
 NAMES = dict(bos_token="<s>", eos_token="</s>", pad_token="<pad>")
 OTHER_NAMES = dict(bos_token="<|begin|>", eos_token="<|end|>", pad_token="<|pad|>", unk_token="<|unk|>")
 PAIRS = {
@@ -87,8 +87,10 @@ def test_pairs_are_mutual_and_never_padding(pair: Pair) -> None:
 
 
 def test_matched_tokens_have_equal_text(pair: Pair) -> None:
-    """Random tokens, as the two decoders write them behind another token: at the start of a text some take spaces away.
-    Where the bytes are no UTF-8 each decoder writes something else."""
+    """Decoded after another token, since some decoders remove a space at the start of a text.
+
+    Decoders differ for bytes that are not UTF-8.
+    """
     made, rng = pair.map, random.Random(0)
     target = pair.vocabularies[0]
     ordinary = [i for i in np.flatnonzero(made.target_to_draft >= 0).tolist() if target.bytes_by_id[i] is not None]
@@ -109,7 +111,7 @@ def test_matched_tokens_have_equal_text(pair: Pair) -> None:
 
 
 def test_random_bytes_survive_translation(pair: Pair) -> None:
-    """Any string of bytes that greedy matching can write at all."""
+    """Any byte string that greedy matching can write."""
     target, draft = pair.vocabularies
     made, rng = pair.map, random.Random(1)
     known = {piece: i for piece, i in target.id_by_bytes.items() if made.target_to_draft[i] >= 0}
@@ -143,7 +145,7 @@ def test_whitespace_bytes_and_accents_match_between_families() -> None:
     pair = Pair(sentencepiece_bpe(), byte_level(600))
     for token, partner in [("▁", "Ġ"), ("▁▁", "ĠĠ"), ("▁the", "Ġthe"), ("\n", "Ċ"), ("<0x0B>", "ċ"), ("<0xE4>", "ä")]:
         assert pair.map.target_to_draft[id_of(pair.target, token)] == id_of(pair.draft, partner), token
-    # "Ċ" as a letter of a text is not the newline, whose sign it is in the other alphabet.
+    # "Ċ" in a text is not the newline that it stands for in the other alphabet.
     friend = wrapped(Tokenizer(models.BPE({"Ċ": 0, "▁": 1, "\n": 2}, [])))
     friend.backend_tokenizer.decoder = sentencepiece_bpe().backend_tokenizer.decoder
     false = Pair(friend, byte_level())
@@ -165,7 +167,7 @@ def test_vocabulary_matches_itself_id_by_id() -> None:
 
 
 def test_ids_beyond_model_have_no_partner() -> None:
-    """A tokenizer can be larger than its model, too."""
+    """A tokenizer can have more ids than its model."""
     vocabulary = read_vocabulary(ModelTokenizer(byte_level(eos_token="<eos>")))
     made = match_vocabularies(vocabulary, vocabulary, 300, 200)
     assert (made.target_to_draft.size, made.draft_to_target.size, made.num_matched) == (300, 200, 200)
@@ -205,7 +207,7 @@ def test_empty_intersection_is_refused() -> None:
 
 
 def special(names: str, **roles: Any) -> Vocabulary:
-    """Of one ordinary token and special ones, ids from 1 on."""
+    """Return a vocabulary of one ordinary token and special tokens, with ids from 1 on."""
     held = names.split()
     return Vocabulary(
         bytes_by_id=(b"a", *[None] * len(held)),
@@ -375,7 +377,7 @@ def test_interrupted_write_leaves_no_file(small: Pair, tmp_path: Path, monkeypat
 
 
 def test_concurrent_writers_and_readers_do_not_interfere(small: Pair, tmp_path: Path) -> None:
-    """Every reader sees no file or a whole one."""
+    """Every reader sees no file or a complete one."""
     small.build(tmp_path)
     (file,) = tmp_path.iterdir()
     whole, key = file.read_bytes(), json.loads(file.read_bytes().partition(b"\n")[0])["key"]
@@ -400,7 +402,7 @@ def test_concurrent_writers_and_readers_do_not_interfere(small: Pair, tmp_path: 
 
 
 def test_large_pair_is_matched_quickly() -> None:
-    """The work grows with the vocabularies, not with their product: seconds at 262k x 152k, so well below one here."""
+    """The time is linear in the vocabulary sizes: seconds at 262k x 152k, so well below one here."""
 
     def large(count: int, space: str, **special: str) -> PreTrainedTokenizerFast:
         vocab = {piece: i for i, piece in enumerate([*BYTE_PIECES, *special.values()])}

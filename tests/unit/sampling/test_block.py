@@ -1,4 +1,4 @@
-"""The block rule by hand, and the noise it needs; that it is exact stands in test_exact_rules.py."""
+"""The block rule compared with manual computation, and its noise. See test_exact_rules.py for exactness."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from tests.support.verify_cases import random_case
 from vllm_gaudi_spec.sampling import drafts as drafting
 from vllm_gaudi_spec.sampling.rules import block, standard
 
-# Two tokens, the same laws behind every context: small enough to work out by hand.
+# Two tokens with the same distribution after every context, to compute manually.
 TARGET = Table(torch.tensor([[1 / 3, 2 / 3]]).log())
 DRAFTER = Table(torch.tensor([[2 / 3, 1 / 3]]).log())
 
@@ -44,7 +44,7 @@ def test_single_draft_is_accepted_as_by_standard_rule() -> None:
 
 
 def test_smallest_draft_probabilities_stay_finite() -> None:
-    """p / q may overflow, and the weight it is multiplied with may be 0."""
+    """p / q may overflow, and may be multiplied by a weight of 0."""
     probs = torch.tensor([[[0.0, 1.0], [1.0, 0.0]]])
     draft_probs = torch.tensor([[[1.0, 0.0], [1e-45, 1.0]]])
     num = torch.tensor([2], dtype=torch.int32)
@@ -55,7 +55,7 @@ def test_smallest_draft_probabilities_stay_finite() -> None:
 
 @pytest.mark.parametrize("forgotten", ["drafting", "acceptance"])
 def test_position_keyed_noise_is_not_exact(forgotten: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    """The bias is in the second step: the first token alone does not show it."""
+    """The bias is in the second step; the first token alone does not show it."""
     module = drafting if forgotten == "drafting" else block
     monkeypatch.setattr(module, "derive_block_keys", lambda keys_B2, starts_B: keys_B2)
     target, drafter = random_table(3, 2, seed=1), random_table(3, 2, seed=2)

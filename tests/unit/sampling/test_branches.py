@@ -1,4 +1,4 @@
-"""Branches of sampling: on devices where each is a program there are few, and what is idle in one changes nothing."""
+"""Sampling branches: devices that capture graphs have few, and unused parts do not change results."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ def sampling(vocab: int, most: int, backend: HostBackend | None = None, mode: st
 
 
 class Grain(NamedTuple):
-    """How a device takes branches."""
+    """A device's way to choose branches."""
 
     backend: type[HostBackend]
     coarse: Callable[[Branch, int, tuple[int, ...]], Branch]
@@ -119,12 +119,12 @@ def random_params(rng: random.Random, vocab: int) -> SamplingParams:
 
 
 class Case:
-    """Requests with random wishes, some with a grammar, and a step's logits, drafts and draft probabilities."""
+    """Requests with random parameters, some with a grammar, and a step's logits, drafts and draft probabilities."""
 
     def __init__(self, seed: int, vocab: int) -> None:
         self.rng, self.vocab = random.Random(seed), vocab
         generator = torch.Generator().manual_seed(seed)
-        # Wishes that are rare together must come alone as well: at times nobody wants more than plain sampling.
+        # Rare parameters must also occur alone, so some cases only sample.
         simple = self.rng.random() < 0.3
         self.params = {
             name: SamplingParams(temperature=self.rng.choice([0.0, 1.0]), seed=seed)
@@ -132,7 +132,7 @@ class Case:
             else random_params(self.rng, vocab)
             for name in "abcde"[: self.rng.randint(1, MAX_ROWS)]
         }
-        few = min(vocab, 12)  # so that tokens come twice
+        few = min(vocab, 12)  # so that tokens repeat
         self.prompts = {name: self.tokens(self.rng.randint(1, 8), few) for name in self.params}
         self.outputs = {name: self.tokens(self.rng.randint(0, 8), few) for name in self.params}
         self.logits = torch.randn(ROWS, K + 1, vocab, generator=generator) * 2
@@ -155,7 +155,7 @@ class Case:
         return [self.rng.randrange(vocab) for _ in range(count)]
 
     def run(self, backend: HostBackend, mode: str, speculation: Speculation) -> tuple[Branch, ModelRunnerOutput]:
-        """As the runner does it."""
+        """Verify as the runner does."""
         given = sampling(self.vocab, -1, backend, mode)
         requests = Requests(backend, max_rows=MAX_ROWS, max_len=MAX_LEN, block_sizes=[16], max_context=MAX_LEN, seed=0)
         new = [
@@ -204,7 +204,7 @@ class Case:
         return inputs.branch, Reports(backend, Downloads(backend, overlap=True), StepRecorder()).send(done).get_output()
 
     def told(self, output: ModelRunnerOutput) -> dict[str, tuple[Any, ...]]:
-        """What each request learns: its tokens, and of the log-probabilities what vLLM takes of them."""
+        """Return the tokens of each request, and the log-probabilities that vLLM reads."""
         found: dict[str, tuple[Any, ...]] = {}
         for index, (name, params) in enumerate(self.params.items()):
             tokens = output.sampled_token_ids[index]
@@ -216,7 +216,7 @@ class Case:
             own = output.logprobs.slice_request(index, len(tokens))
             width = 1 + (self.vocab if wanted < 0 else wanted)
             scores = own.logprobs[:, :width].tolist()
-            # Which of the likeliest of equal scores comes first is nobody's business; forbidden tokens are all equal.
+            # The order of equal scores is undefined, and all masked tokens have equal scores.
             ids = np.where(own.logprobs[:, :width] > -np.inf, own.logprob_token_ids[:, :width], -1).tolist()
             found[name] = (tokens, ids, scores, own.sampled_token_ranks.tolist())
         return found

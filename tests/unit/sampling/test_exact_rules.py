@@ -1,8 +1,8 @@
-"""What the standard and the block rule have in common: the target's law, and robustness against what drafts may hold.
+"""Exactness and robustness of the standard and the block rule.
 
-The law is shown twice: by enumeration of every draft, with the functions the rules take their probabilities from, and
-by sampling with the rules as they are, with their real noise. Always for more than one step: noise that is used again
-in the next step shows in no single one.
+Exactness is shown twice: by enumerating every draft with the functions that compute acceptance probabilities, and by
+sampling with the rules and their real noise. Always for more than one step, since a rule may be exact for the first
+token only.
 """
 
 from __future__ import annotations
@@ -28,11 +28,11 @@ from vllm_gaudi_spec.sampling.rules import block, standard, strict
 RULES = {"standard": standard, "block": block}
 LOOPS = {"standard": loops.standard, "block": loops.block}
 STOPS = {"standard": exact.standard_stops, "block": exact.block_stops}
-# float32 probabilities, added up
+# of summed float32 probabilities
 ROUNDING = 1e-6
 DRAWS = 200_000
 
-# Vocabulary and drafts at most; what is not quick is slow.
+# Largest vocabulary and number of drafts that are not marked slow.
 QUICK_SHAPES = [(2, 1), (2, 3), (3, 2)]
 
 every_rule = pytest.mark.parametrize("rule", list(RULES))
@@ -55,7 +55,7 @@ def test_rule_equals_reference_loop(rule: str, num_positions: int) -> None:
 
 @every_rule
 def test_fully_accepted_rows_get_bonus_token(rule: str) -> None:
-    """Where target and drafter agree nothing is rejected, however few drafts a row has."""
+    """If target and drafter agree nothing is rejected, whatever the number of drafts."""
     case = random_case(300, 4, seed=1, masked=0)
     case.logits_BQV[:, :4] = case.draft_probs_BKV.log()
     case.drafts_BK = case.draft_probs_BKV.flatten(0, 1).multinomial(1).view(300, 4).int()
@@ -96,7 +96,7 @@ def test_entries_after_drafts_are_ignored(rule: str, garbage: int) -> None:
 @every_rule
 @pytest.mark.parametrize(("rows", "num_positions", "vocab"), [(60, 3, 500), (5, 1, 40_000), (5, 2, 40_000)])
 def test_rows_do_not_depend_on_batch(rule: str, rows: int, num_positions: int, vocab: int) -> None:
-    """Nor, with a large vocabulary, on how many threads share the work of a row."""
+    """Nor, for a large vocabulary, on how many threads share the work of a row."""
     case = random_case(rows, num_positions, vocab)
     case.temperature_B[::4] = 0
     together = RULES[rule].verify(**case.tensors())
@@ -116,7 +116,7 @@ def test_inputs_are_not_modified(rule: str) -> None:
 
 @every_rule
 def test_greedy_rows_take_argmax(rule: str) -> None:
-    """Among random rows, and whatever law is given for their drafts."""
+    """Among random rows, whatever their draft probabilities."""
     case = random_case(300, 4, vocab=3, masked=0)
     case.temperature_B[::2] = 0
     case.draft_probs_BKV[::4] = 0
@@ -130,7 +130,7 @@ def test_greedy_rows_take_argmax(rule: str) -> None:
 
 @every_rule
 def test_impossible_drafts_are_rejected(rule: str) -> None:
-    """Outside the vocabulary, forbidden by the target, or with probability 0 by the drafter's own account."""
+    """Outside the vocabulary, masked by the target, or with draft probability 0."""
     case = random_case(200, 1, masked=0)
     case.num_drafts_B.fill_(1)
     case.drafts_BK[:50], case.drafts_BK[50:100], case.drafts_BK[100:] = -1, 6, 2
@@ -143,7 +143,7 @@ def test_impossible_drafts_are_rejected(rule: str) -> None:
 
 
 def test_empty_residual_falls_back_to_target() -> None:
-    """A rejection where p = q can only be an accident of rounding."""
+    """A rejection if p = q can only be a rounding error."""
     case = random_case(100, 2, masked=0.4)
     case.draft_probs_BKV = case.logits_BQV[:, :2].softmax(-1)
     place = torch.zeros(100, dtype=torch.int32)
@@ -242,7 +242,7 @@ def filtered(table: Table, top_k: int | None = None, top_p: float = torch.inf, m
 
 
 def biased(table: Table) -> Table:
-    """Logit bias for two tokens, and one bad word."""
+    """Return logit bias for two tokens, and one bad word."""
     values, rows = table.logits_CV.clone()[:, None], len(table.logits_CV)
     tables = EditTables(
         edits_B2N=torch.tensor([[[0, 1, 2], [10**6] * 3]], dtype=torch.int32).expand(rows, 2, 3),
@@ -254,7 +254,7 @@ def biased(table: Table) -> Table:
 
 
 def penalized(table: Table) -> Table:
-    """With the context as the only output so far, behind a prompt of two tokens."""
+    """Return penalties with the context as the only output, after a prompt of two tokens."""
     values, rows = table.logits_CV.clone()[:, None], len(table.logits_CV)
     history = torch.stack((torch.full((rows,), 3), torch.full((rows,), 1), torch.arange(rows) % table.vocab), 1)
     factor = torch.ones(rows)
@@ -272,7 +272,7 @@ def penalized(table: Table) -> Table:
 
 
 def one_hot(table: Table, shift: int = 0) -> Table:
-    """Each context allows one token only."""
+    """Return a model in which each context allows one token only."""
     only = torch.full_like(table.logits_CV, -torch.inf)
     rows = torch.arange(len(only))
     only[rows, (rows + shift) % table.vocab] = 0.0
@@ -322,7 +322,7 @@ QUICK_ADVERSARIES = [("all filters", 8)]
     ],
 )
 def test_adversarial_drafter_does_not_change_distribution(rule: str, adversary: str, vocab: int) -> None:
-    """Rows of several lengths, two steps; the joint law of the first three tokens."""
+    """Rows of several lengths over two steps: the joint distribution of the first three tokens."""
     target, drafter = ADVERSARIES[adversary](random_table(vocab, 1, seed=3), random_table(vocab, 1, seed=4))
     texts, _ = write(
         RULES[rule].verify, target, drafter, num_positions=2, steps=2, length=3, rows=DRAWS, ragged=adversary == "zeros"
@@ -335,7 +335,7 @@ def test_adversarial_drafter_does_not_change_distribution(rule: str, adversary: 
 @pytest.mark.slow
 @pytest.mark.timeout(3600)
 def test_large_vocabulary_follows_target_distribution(rule: str) -> None:
-    """V = 50k in at most 200 bins: the first token, and the second, which is a bonus where a draft was accepted."""
+    """V = 50k in at most 200 bins: the first token, and the second, which may be a bonus token."""
     target = random_table(50_000, 0, seed=5, scale=2.5)
     drafter = Table(target.logits_CV + random_table(50_000, 0, seed=6).logits_CV)
     texts, accepted = write(
@@ -353,7 +353,7 @@ def test_large_vocabulary_follows_target_distribution(rule: str) -> None:
 
 @every_rule
 def test_single_draft_is_accepted_with_overlap_probability(rule: str) -> None:
-    """sum of min(p, q): no rule can accept more."""
+    """The sum of min(p, q), which no rule can exceed."""
     target, drafter = random_table(8, 0, seed=7), random_table(8, 0, seed=8)
     overlap = np.minimum(target.probs_CV, drafter.probs_CV).sum()
     _, accepted = write(RULES[rule].verify, target, drafter, num_positions=1, steps=1, length=1, rows=DRAWS)
@@ -361,7 +361,7 @@ def test_single_draft_is_accepted_with_overlap_probability(rule: str) -> None:
 
 
 def test_block_accepts_at_least_as_much_as_standard() -> None:
-    """In expectation, behind every context; and as much as the closed forms say."""
+    """In expectation, after every context, and exactly as often as the closed forms say."""
     gains = []
     for seed in range(10):
         target, drafter = random_table(4, 1, seed), random_table(4, 1, 10 + seed)
@@ -378,7 +378,10 @@ def test_block_accepts_at_least_as_much_as_standard() -> None:
 
 
 def expected_standard(target: Table, drafter: Table, num_positions: int) -> np.ndarray:
-    """A_k(c) = sum over x of min(p, q)(x | c) * (1 + A_{k-1}(c x)), by context of order 1."""
+    """Return A_k(c) = sum over x of min(p, q)(x
+
+    c) * (1 + A_{k-1}(c x)), by context of order 1.
+    """
     expected = np.zeros(target.vocab)
     for _ in range(num_positions):
         expected = np.minimum(target.probs_CV, drafter.probs_CV) @ (1 + expected)
@@ -386,7 +389,7 @@ def expected_standard(target: Table, drafter: Table, num_positions: int) -> np.n
 
 
 def expected_block(target: Table, drafter: Table, num_positions: int) -> np.ndarray:
-    """The sum over i of E[p_i], where p_i = min(p_{i-1} p / q, 1) and drafts come from q."""
+    """Return the sum over i of E[p_i], where p_i = min(p_{i-1} p / q, 1) and drafts come from q."""
     p, q = target.probs_CV, drafter.probs_CV
 
     def below(context: int, weight: float, places: int) -> float:
@@ -411,7 +414,10 @@ def test_sampled_lengths_match_closed_forms() -> None:
 
 
 def off_by(table: Table, distance: float) -> Table:
-    """A law at this total variation from the table's: mass goes from the likeliest token to the third."""
+    """Return a distribution at this total variation from the table's.
+
+    Mass moves from the most likely token to the third.
+    """
     probs = table.probs_CV.copy()
     order = np.argsort(-probs[0])
     probs[:, order[0]] -= distance
@@ -420,7 +426,7 @@ def off_by(table: Table, distance: float) -> Table:
 
 
 def test_detects_small_bias() -> None:
-    """By the noncentral chi-square law: a bias of 0.01 in two cells is seen in 99 of 100 runs, for every vocabulary."""
+    """By the noncentral chi-square distribution a bias of 0.01 in two cells is detected in 99 of 100 runs."""
     for vocab, scale, most in ((8, 1.5, None), (50, 1.5, None), (50_000, 2.5, 200)):
         table = random_table(vocab, 0, seed=5, scale=scale)
         shifted = table.probs_CV[0].copy()
@@ -434,7 +440,7 @@ def test_detects_small_bias() -> None:
 @every_rule
 @pytest.mark.parametrize("repetitions", [3, pytest.param(100, marks=pytest.mark.slow)])
 def test_small_bias_is_rejected(rule: str, repetitions: int) -> None:
-    """A rule that is exact for a law 0.01 away from the target's."""
+    """A rule that is exact for a distribution 0.01 away from the target's."""
     target, drafter = random_table(8, 0, seed=5), random_table(8, 0, seed=6)
     wrong = off_by(target, 0.01)
     assert distributions.power(wrong.probs_CV[0], target.probs_CV[0], DRAWS) > 0.99
@@ -446,10 +452,10 @@ def test_small_bias_is_rejected(rule: str, repetitions: int) -> None:
 
 
 def shared_stream_law(p: np.ndarray, q: np.ndarray) -> np.ndarray:
-    """First token when the draw that rejects is also the residual's noise for token 0.
+    """Return the distribution of the first token if rejection and the residual of token 0 share noise.
 
-    A rejection says that this noise, an exponential, is at least c = -log(1 - a); what lies above c is a unit
-    exponential again. So token 0 can win the race only when nobody else arrives before c.
+    A rejection says that this noise, an exponential, is at least c = -log(1 - a); the excess over c is a unit
+    exponential again. So token 0 can only win if no other token is below c.
     """
     law = np.minimum(p, q)
     left = np.maximum(p - q, 0)
@@ -468,7 +474,7 @@ def shared_stream_law(p: np.ndarray, q: np.ndarray) -> np.ndarray:
 @every_rule
 @pytest.mark.parametrize("repetitions", [3, pytest.param(100, marks=pytest.mark.slow)])
 def test_shared_noise_stream_is_rejected(rule: str, repetitions: int, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Acceptance draws out of the residuals' stream; with one draft both rules are the same then."""
+    """Acceptance uses the residuals' stream; with one draft both rules are the same then."""
     shared = SimpleNamespace(**(dict(Stream.__members__) | {"ACCEPT": Stream.RESIDUAL}))
     monkeypatch.setattr(RULES[rule], "Stream", shared)
     target, drafter = random_table(8, 0, seed=5), random_table(8, 0, seed=6)

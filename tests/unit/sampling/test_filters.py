@@ -1,4 +1,4 @@
-"""Filters keep what a sort keeps, on the devices that run here."""
+"""Filters keep the tokens that a sort keeps, on the devices that run here."""
 
 from __future__ import annotations
 
@@ -39,7 +39,7 @@ def test_kept_tokens_equal_sort(keep: Filter, vocab: int) -> None:
 @EITHER
 @pytest.mark.parametrize(("vocab", "rows_each"), [(300, 4200), (600, 4200), (32_000, 50), (128_256, 10)])
 def test_kept_tokens_equal_sort_for_many_rows(keep: Filter, vocab: int, rows_each: int) -> None:
-    """100,000 of them, and some of real vocabularies."""
+    """100,000 rows, some of them with real vocabulary sizes."""
     at_once, done, num_open = min(100, rows_each), 0, 0
     while done < rows_each * len(ROWS):
         num_rows, left_open = check_rows(keep, at_once, vocab, seed=vocab + done, device=HOST)
@@ -90,7 +90,7 @@ def test_top_p_applies_to_tokens_kept_by_top_k(keep: Filter, longest: int) -> No
 
 @EITHER
 def test_filters_do_not_depend_on_other_rows(keep: Filter) -> None:
-    """Alone, and beside a row whose likeliest tokens are not enough."""
+    """Alone, and next to a row whose list is too short."""
     logits = torch.cat((torch.zeros(1, 1, 5000), torch.randn(3, 1, 5000) * 4))
     top_p = torch.tensor([0.9, 0.9, 0.5, OFF])
     together = keep(logits, None, None, top_p)
@@ -119,8 +119,10 @@ def test_cpu_skips_positions_that_are_not_sampled() -> None:
 
 
 class Passes(TorchDispatchMode):
-    """Operations that read a whole vocabulary and cannot be computed together with the one before them. A gather reads
-    as much as it returns."""
+    """Counts operations that read a whole vocabulary and cannot be fused with the previous one.
+
+    A gather reads as much as it returns.
+    """
 
     def __init__(self, size: int) -> None:
         super().__init__()

@@ -1,4 +1,4 @@
-"""vLLM lays the masks of a step end to end; requests take theirs."""
+"""vLLM concatenates the masks of a step; each request takes its own."""
 
 from __future__ import annotations
 

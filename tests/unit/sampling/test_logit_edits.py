@@ -1,4 +1,4 @@
-"""Bias, bad words and min-tokens as logit edits of one kind."""
+"""Logit bias, bad words and min-tokens as logit edits."""
 
 from __future__ import annotations
 
@@ -110,7 +110,7 @@ def test_oversized_request_is_refused_without_trace(params: dict[str, Any]) -> N
 
 @pytest.mark.parametrize("seed", range(20))
 def test_bad_words_match_vllm(seed: int) -> None:
-    """At each position of a verify step, whose drafts count as outputs, over few tokens so that prefixes match."""
+    """At each position of a verify step, whose drafts count as output; few tokens, so that prefixes match."""
     vocab, queries, generator = 6, 4, np.random.default_rng(seed)
     lengths = [(3, 0), (1, 1), (2, 9), (5, 30)]  # of each row's prompt and output, without drafts
     history = [generator.integers(3, size=sum(length) + queries).tolist() for length in lengths]

@@ -1,4 +1,4 @@
-"""Edits of logits against slow loops."""
+"""Processing of logits, compared with reference loops."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ def test_temperature_does_not_scale_greedy_rows() -> None:
 
 
 def test_penalties_count_drafts_before_position() -> None:
-    """Row: prompt 3 4 4, output 5 3, drafts 5 9. Query q sees everything up to its own position."""
+    """Row: prompt 3 4 4, output 5 3, drafts 5 9. Query q counts everything up to its own position."""
     history = torch.zeros(2, 12, dtype=torch.int32)
     history[0, :7] = torch.tensor([3, 4, 4, 5, 3, 5, 9])
     logits = random_logits(2, 3)
@@ -59,7 +59,7 @@ def test_bitmask_masks_forbidden_tokens() -> None:
 
 
 def test_logit_edits_bias_forbid_and_expire() -> None:
-    """Token 7 +2 always; token 8 forbidden after (5, 6); token 9 forbidden until two outputs are there."""
+    """Token 7 +2 always; token 8 masked after (5, 6); token 9 masked until there are two outputs."""
     tables = EditTables(
         edits_B2N=torch.tensor([[[7, 8, 9, 0], [1000, 1000, 2, 0]]], dtype=torch.int32),
         bias_BN=torch.tensor([[2.0, -torch.inf, -torch.inf, 0.0]]),
@@ -78,7 +78,7 @@ def test_logit_edits_bias_forbid_and_expire() -> None:
 
 
 def test_stop_token_stays_if_grammar_allows_nothing_else() -> None:
-    """Token 9 is held back until three outputs are there. At the first position the grammar leaves only token 9."""
+    """Token 9 is masked until there are three outputs. At the first position the grammar allows only token 9."""
     logits = random_logits(1, 2)
     logits[0, 0, torch.arange(VOCAB) != 9] = -torch.inf
 

@@ -1,4 +1,4 @@
-"""The noise must be good, the same everywhere, and independent of who else is in the batch."""
+"""Noise follows its distribution, is equal on every device, and does not depend on the batch."""
 
 from __future__ import annotations
 
@@ -50,7 +50,7 @@ def reference_bits(seed: int, position: int, stream: int, token: int) -> int:
 @pytest.mark.parametrize("seed", [0, 1, -5, 2**63 - 1, -(2**63)])
 @pytest.mark.parametrize("stream", list(Stream))
 def test_hash_equals_unbounded_arithmetic(seed: int, stream: Stream) -> None:
-    """Wrapping 32-bit tensors and logical shifts, against Python integers."""
+    """Wrapping 32-bit tensors and logical shifts, compared with Python integers."""
     result = hashed([seed], [[0, 77, 131071]], stream, vocab=50)
     for place, position in enumerate((0, 77, 131071)):
         expected = [reference_bits(seed, position, int(stream), token) for token in range(50)]
@@ -82,7 +82,7 @@ def test_exponential_follows_distribution() -> None:
 
 
 def test_small_variates_are_fine_grained() -> None:
-    """Large vocabularies are decided by the smallest of many variates: those must not come in coarse steps."""
+    """The smallest of many variates decides in large vocabularies, so these must not have coarse steps."""
     smallest = exponential(torch.arange(0, 2000, 2, dtype=torch.int32))
     assert smallest.unique().numel() == smallest.numel()
     assert smallest[0] < 1e-9
@@ -111,7 +111,7 @@ def test_seeds_fold_and_fresh_seeds_differ() -> None:
 
 
 def test_o23_noise_without_log1p_is_as_accurate() -> None:
-    """On every scale, from the smallest variate to the largest, and where the series ends."""
+    """At every scale, from the smallest variate to the largest, and where the series ends."""
     edges = 2.0 ** -torch.arange(1, 33) * torch.linspace(0.5, 1.5, 1001)[:, None]
     unit = torch.cat((edges.flatten(), torch.linspace(2.0**-32, 1 - 2.0**-24, 100_001)))
     unit = unit.clamp(2.0**-32, 1 - 2.0**-24)

@@ -1,4 +1,4 @@
-"""Each acceptance rule is a row and a module of the same name."""
+"""Each acceptance rule has a row in the table and a module of the same name."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The standard rule by hand; that it is exact stands in test_exact_rules.py."""
+"""The standard rule compared with manual computation. See test_exact_rules.py for exactness."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ def test_residual_is_mass_that_drafter_lacks() -> None:
 
 
 def test_position_keyed_noise_is_exact() -> None:
-    """Drafts that are rejected unseen may be drawn from noise that the next step uses again."""
+    """The next step may reuse the noise of rejected drafts, which nothing emitted depends on."""
     target, drafter = random_table(3, 2, seed=1), random_table(3, 2, seed=2)
     texts, _ = write(
         standard.verify, target, drafter, num_positions=2, steps=2, length=6, rows=200_000, draft_starts=False

@@ -1,4 +1,4 @@
-"""The strict rule against a loop, for ragged drafts."""
+"""The strict rule compared with a reference loop, for different numbers of drafts."""
 
 from __future__ import annotations
 

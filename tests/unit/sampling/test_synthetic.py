@@ -1,4 +1,4 @@
-"""The synthetic rule: given rates, the target's own token after them."""
+"""The synthetic rule: given acceptance rates, then the target's own token."""
 
 from __future__ import annotations
 

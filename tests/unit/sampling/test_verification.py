@@ -1,4 +1,4 @@
-"""Which rule judges which row."""
+"""Which acceptance rule applies to which row."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ def rule(name: str, drafting: str) -> Rule:
 
 
 def test_unknown_rule_is_refused() -> None:
-    """It must not run as another one."""
+    """It must not run as another rule."""
     with pytest.raises(UnsupportedConfigError, match="method typical is not known here; use one of strict"):
         rule("typical", "greedy")
 
