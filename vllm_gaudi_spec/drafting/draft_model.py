@@ -124,21 +124,6 @@ def stack_drafts(drafted: list[Drafted], num_drafts_B: torch.Tensor) -> Drafts:
     )
 
 
-def forward(
-    model: Model,
-    tokens_BN: torch.Tensor,
-    starts_B: torch.Tensor,
-    num_real_B: torch.Tensor,
-    request: DraftRequest,
-    carried: torch.Tensor | None = None,
-) -> Hidden:
-    """Return the hidden states, [B * N, H]. Rows without tokens are at position 0 and write to the pad block."""
-    starts_B = torch.where(num_real_B > 0, starts_B, 0)
-    return model.forward(
-        build_rectangle(tokens_BN, starts_B, num_real_B, request.blocks, request.row_operations), carried
-    )
-
-
 # --- drafter KV sync ---
 
 

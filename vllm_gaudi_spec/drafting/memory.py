@@ -103,10 +103,6 @@ class DrafterKVRegion:
 
 
 def get_kv_block(specs: dict[str, KVCacheSpec]) -> KVBlock:
-    return KVBlock(_block_size(specs), sum(spec.page_size_bytes for spec in specs.values()))
-
-
-def _block_size(specs: dict[str, KVCacheSpec]) -> int:
     sizes = {spec.block_size for spec in specs.values() if isinstance(spec, AttentionSpec)}
     assert len(sizes) == 1, "a drafter's layers must have one block size"
-    return sizes.pop()
+    return KVBlock(sizes.pop(), sum(spec.page_size_bytes for spec in specs.values()))

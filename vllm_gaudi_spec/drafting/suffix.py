@@ -294,7 +294,7 @@ class Text:
         for limit, high in sorted(bounds, reverse=True):
             if limit > best.score:
                 paths = [(match.num_positions, match.follow) for match in matches if match.size >= high]
-                best = max(best, _follow_most_frequent(paths, limit, min_prob), key=_score)
+                best = max(best, _follow_most_frequent(paths, limit, min_prob), key=lambda draft: draft.score)
         return best
 
 
@@ -328,7 +328,3 @@ def _follow_most_frequent(paths: list[tuple[int, list[int]]], limit: int, min_pr
         score += prob
         paths = [(count, tokens) for count, tokens in paths if tokens[i] == token]
     return Draft(token_ids, score)
-
-
-def _score(draft: Draft) -> float:
-    return draft.score

@@ -336,12 +336,14 @@ class Sampling:
         self._ints.set(row, ints)
         self._allowed.set(row, self._pack_mask(params.allowed_token_ids) if params.allowed_token_ids else None)
         random = params.temperature > 0
-        listed = self._fit_top_k(top_k) if random else 0
+        listed, top_p = self._fit_top_k(top_k) if random else 0, 0
+        if random and params.top_p < 1:
+            top_p = LISTED if 0 < listed < self.vocab_size else SEARCHED
         self._branches_np[row] = Branch(
             random=random,
             min_p=random and params.min_p > 0,
             top_k=listed,
-            top_p=self._top_p_kind(listed) if random and params.top_p < 1 else 0,
+            top_p=top_p,
             edited=self._logit_edits.admit(request),
             masked=bool(params.allowed_token_ids),
             penalized=bool(params.presence_penalty or params.frequency_penalty or params.repetition_penalty != 1),
@@ -354,9 +356,6 @@ class Sampling:
         if top_k == self.vocab_size:
             return 0
         return next((size for size in _TOP_K_LISTS if top_k <= size < self.vocab_size), self.vocab_size)
-
-    def _top_p_kind(self, listed: int) -> int:
-        return LISTED if 0 < listed < self.vocab_size else SEARCHED
 
     def _fit_logprob_count(self, params: SamplingParams) -> int:
         if params.logprobs is None or params.logprob_token_ids:

@@ -22,7 +22,7 @@ from vllm.v1.outputs import DraftTokenIds
 
 from vllm_gaudi_spec.attention.metadata import StepInputs, build_rectangle
 from vllm_gaudi_spec.drafting.base import Drafting
-from vllm_gaudi_spec.drafting.draft_model import NUM_NEWEST, draft_chain, forward
+from vllm_gaudi_spec.drafting.draft_model import NUM_NEWEST, draft_chain
 from vllm_gaudi_spec.drafting.universal.timeline import Timeline
 from vllm_gaudi_spec.records import FAULTY, Drafts, Hidden
 from vllm_gaudi_spec.runner.batch import pad_rows
@@ -73,7 +73,11 @@ class RetokenizedProposer:
 
     def propose(self, request: DraftRequest, unread: Unread) -> Drafts:
         rows, width = unread.tokens_BN.shape
-        hidden = forward(self._model, unread.tokens_BN, unread.starts_B, unread.num_real_B, request)
+        # A row without unread tokens is at position 0 and writes to the pad block.
+        starts_B = torch.where(unread.num_real_B > 0, unread.starts_B, 0)
+        hidden = self._model.forward(
+            build_rectangle(unread.tokens_BN, starts_B, unread.num_real_B, request.blocks, request.row_operations)
+        )
         row_B = torch.arange(rows, dtype=torch.int32, device=unread.starts_B.device)
         last_BH = hidden.last.index_select(0, row_B * width + (unread.num_real_B - 1).clamp(min=0))
         ends_B = unread.starts_B + unread.num_real_B
