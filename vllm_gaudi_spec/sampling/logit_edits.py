@@ -39,7 +39,7 @@ class EditTables(NamedTuple):
     Unused entries are ANY_TOKEN.
     """
 
-    def at(self, row_N: torch.Tensor) -> EditTables:
+    def select_rows(self, row_N: torch.Tensor) -> EditTables:
         return EditTables(*(table.index_select(0, row_N) for table in self))
 
 

@@ -235,7 +235,10 @@ class GrammarInputs(NamedTuple):
 
 
 class SamplingInputs(NamedTuple):
-    """Inputs of a sampling pass on the device, besides logits. B is the rows of a batch; after `at`, its positions."""
+    """Inputs of a sampling pass on the device, besides logits.
+
+    B is the rows of a batch or, after `select_rows`, its positions.
+    """
 
     branch: Branch
     floats_FB: torch.Tensor
@@ -280,13 +283,13 @@ class SamplingInputs(NamedTuple):
     def free_B(self) -> torch.Tensor | None:
         return None if self.grammars is None else self.grammars.bounds_2B[1] > 0
 
-    def at(self, row_N: torch.Tensor) -> SamplingInputs:
+    def select_rows(self, row_N: torch.Tensor) -> SamplingInputs:
         """Return the inputs of N positions, from those of their rows in the batch."""
         return self._replace(
             floats_FB=self.floats_FB.index_select(1, row_N),
             ints_B4=self.ints_B4.index_select(0, row_N),
             allowed_B1W=None if self.allowed_B1W is None else self.allowed_B1W.index_select(0, row_N),
-            logit_edits=self.logit_edits and self.logit_edits.at(row_N),
+            logit_edits=self.logit_edits and self.logit_edits.select_rows(row_N),
             scored_ids_BE=None if self.scored_ids_BE is None else self.scored_ids_BE.index_select(0, row_N),
         )
 

@@ -191,7 +191,7 @@ def verify_listed(
     That is the strict rule, and for rows with one position every rule. Other positions of the result are undefined.
     """
     row_N, query_N = listed.index_2N.unbind(0)
-    of_positions = inputs.at(row_N)
+    position_inputs = inputs.select_rows(row_N)
     positions_N1 = positions_BQ.flatten().index_select(0, row_N * positions_BQ.shape[1] + query_N)[:, None]
 
     def penalize(logits_N1V: torch.Tensor) -> torch.Tensor:
@@ -202,7 +202,7 @@ def verify_listed(
             history_BM,
             inputs.prompt_len_B,
             positions_BQ,
-            *of_positions.penalties,
+            *position_inputs.penalties,
         )[:, None]
 
     def spread(values_NX: torch.Tensor) -> torch.Tensor:
@@ -214,7 +214,7 @@ def verify_listed(
         positions_N1,
         rows_B.index_select(0, row_N),
         requests,
-        of_positions,
+        position_inputs,
         rules=rules,
         num_sampling_B=None,
         penalize=penalize,
@@ -222,14 +222,14 @@ def verify_listed(
         logprobs_mode=logprobs_mode,
     )
     if inputs.branch.random:
-        temperature_N = of_positions.floats["temperature"]
-        sampled_N1 = rules.sample_random(logits_N1V, temperature_N, of_positions.keys_B2, positions_N1)
+        temperature_N = position_inputs.floats["temperature"]
+        sampled_N1 = rules.sample_random(logits_N1V, temperature_N, position_inputs.keys_B2, positions_N1)
     else:
         sampled_N1 = rules.sample_greedy(logits_N1V)
     sampled_N = sampled_N1.flatten()
     drafts_BK = requests.tokens_at(rows_B, positions_BQ[:, 1:])
     verification = strict.verify(spread(sampled_N).view(positions_BQ.shape), drafts_BK, num_drafts_B)
-    found = _gather_logprobs(logits_N1V if raw is None else raw, sampled_N, of_positions, 1, logprobs_mode)
+    found = _gather_logprobs(logits_N1V if raw is None else raw, sampled_N, position_inputs, 1, logprobs_mode)
     logprobs, scores = (part and LogprobsTensors(*map(spread, part[:3])) for part in found)
     return verification._replace(logprobs=logprobs, scores=scores)
 

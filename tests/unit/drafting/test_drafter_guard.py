@@ -94,7 +94,7 @@ def test_faulty_probs_are_not_stored() -> None:
     assert found[1].tolist() == [[0.25] * 4]
 
 
-def of_both(own: Drafts, other: Drafts) -> list[list[int]]:
+def count_drafts_on_both(own: Drafts, other: Drafts) -> list[list[int]]:
     """Return the number of drafts of each row on both of two ranks with a whole drafter each."""
     sent: list[torch.Tensor] = []
 
@@ -114,7 +114,7 @@ def of_both(own: Drafts, other: Drafts) -> list[list[int]]:
 def test_replicated_drafters_use_drafts_that_agree() -> None:
     own = drafted([[1, 2, 3], [1, 2, 3], [1, 2, 3], [1, 2, 3], [1, 2, 3]], [3, 3, 3, 2, FAULTY])
     other = drafted([[1, 2, 3], [1, 2, 3], [1, 9, 3], [1, 2, 9], [4, 5, 6]], [3, FAULTY, 3, 2, FAULTY])
-    assert of_both(own, other) == [[3, FAULTY, FAULTY, 2, FAULTY]] * 2
+    assert count_drafts_on_both(own, other) == [[3, FAULTY, FAULTY, 2, FAULTY]] * 2
 
 
 def test_replicated_drafters_need_equal_probs() -> None:
@@ -124,7 +124,7 @@ def test_replicated_drafters_need_equal_probs() -> None:
     other[1, 2, 3] = torch.tensor(0.01).nextafter(torch.tensor(1.0))
     other[2] = torch.nan
     own = drafted([[1, 2, 3]] * 3, [3, 3, 3])._replace(probs_BKV=probs)
-    assert of_both(own, own._replace(probs_BKV=other)) == [[3, FAULTY, FAULTY]] * 2
+    assert count_drafts_on_both(own, own._replace(probs_BKV=other)) == [[3, FAULTY, FAULTY]] * 2
 
 
 def test_split_drafter_runs_no_comparison() -> None:

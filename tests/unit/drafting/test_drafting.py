@@ -63,14 +63,14 @@ def speculation(drafter_max_len: int | None = None) -> Speculation:
 
 def on_device(proposer: CountsOnDevice, split: LengthSplit, requests: Requests) -> tuple[DeviceDrafting, StepRecorder]:
     recorder = StepRecorder()
-    of_steps = shapes(max_num_seqs=4, max_tokens=64, max_len=64, drafts=K)
+    step_shapes = shapes(max_num_seqs=4, max_tokens=64, max_len=64, drafts=K)
     draft_probs = DraftProbs(speculation(), 4, VOCAB, requests.backend.traits.torch_device)
     drafting = DeviceDrafting(
         proposer=proposer,
         split=split,
         requests=requests,
         recorder=recorder,
-        shapes=of_steps,
+        shapes=step_shapes,
         num_drafts=K,
         choice=DraftChoice(speculation(), requests.backend.rules, sampling(requests)),
         draft_probs=draft_probs,

@@ -23,8 +23,8 @@ def test_each_method_names_a_proposer(name: str) -> None:
 @pytest.mark.parametrize("name", METHODS)
 def test_method_facts_are_consistent(name: str) -> None:
     method = METHODS[name]
-    of_models = (method.has_kv, method.reads_hidden_states, method.in_target)
-    assert method.has_model or not any(of_models), "only a model has these"
+    model_facts = (method.has_kv, method.reads_hidden_states, method.in_target)
+    assert method.has_model or not any(model_facts), "only a model has these"
     assert method.on_device or not method.has_model, "models draft on the device"
 
 

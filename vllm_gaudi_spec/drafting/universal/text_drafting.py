@@ -387,11 +387,9 @@ class TextDrafting(Drafting):
             sizes = shape.rows, shape.queries, shape.context
             run = partial(self._read_chunks, [], *sizes)
             yield Job(DRAFTERS_READS, run, (self._read_signature(*sizes),), shape.tokens)
-        for of_round in product(shapes.decode_rows, self._widths, shapes.contexts, branches):
-            is_common = of_round[-1] == Branch()
-            yield Job(
-                DRAFTS, partial(self._draft, [], [], *of_round), (self._signature(*of_round),), of_round[0], is_common
-            )
+        for key in product(shapes.decode_rows, self._widths, shapes.contexts, branches):
+            is_common = key[-1] == Branch()
+            yield Job(DRAFTS, partial(self._draft, [], [], *key), (self._signature(*key),), key[0], is_common)
 
 
 def _split_unread(rows: RowInputs) -> Unread:
