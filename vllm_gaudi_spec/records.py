@@ -220,7 +220,7 @@ class DraftBatch:
     requests: list[Request]
     ends: list[int]
     num_queries: int
-    """As in `SampledRows`."""
+    """Number of positions of each row that the step verified."""
     inputs: StepInputs
     """The rows, and blocks with room for the drafts that follow."""
     context: int
@@ -363,7 +363,7 @@ class StepResult:
 
     requests: list[Request]
     verification: Verification | None = None
-    """None if no request sampled."""
+    """Result of the sampling pass; None if no request sampled."""
     rows_B: torch.Tensor | None = None
     """int64: the rows of the sampling pass, on the device."""
     prompt_logprobs: list[tuple[Request, list[PromptScores]]] = field(default_factory=list)

@@ -113,7 +113,7 @@ class Packed(NamedTuple):
 
     @classmethod
     def from_counts(cls, num_real_B: torch.Tensor, num_queries: int) -> Packed | None:
-        """None where all tokens are real, or, as in warm-up, none is."""
+        """Return the real tokens' indices, or None if all tokens are real or, as in warm-up, none is."""
         # These tensors are on the host, where summing a list costs a tenth of computing the index.
         if sum(num_real_B.tolist()) in (0, len(num_real_B) * num_queries):
             return None
@@ -197,7 +197,7 @@ class AttentionCall:
     A head may read a shorter part of a chunk, which begins after the same number of keys.
     """
     spans: Spans | None = None
-    """For prompt chunks only. A decode may contain the last token of an image, which sees no later one anyway."""
+    """Spans of prompt chunks. A decode has none, as the last token of an image sees no later token anyway."""
     index: IndexQueries | None = None
     """Set by a layer that selects keys; None in the call of a forward."""
     own_kv: tuple[torch.Tensor, torch.Tensor] | None = None
@@ -279,7 +279,7 @@ class MultimodalInputs(NamedTuple):
     offset_B: torch.Tensor | None = None
     """int64, for a decode: the same as a difference, since all dimensions of a position are equal there."""
     spans: Spans | None = None
-    """For models that attend to images in both directions."""
+    """Spans of images, for models that attend to them in both directions."""
 
     @property
     def has_embeddings(self) -> bool:
@@ -313,9 +313,9 @@ class Inputs:
     adapters_T: torch.Tensor | None = None
     """int32: slot of each token's LoRA adapter; None without adapters."""
     states: StateCall | None = None
-    """For models with recurrent layers."""
+    """The rectangle as layers with a recurrent state see it; None without such layers."""
     multimodal: MultimodalInputs | None = None
-    """For models that take images, video or audio."""
+    """Inputs from images, video and audio; None for models or batches without any."""
     rotary: torch.Tensor | None = None
     """int64 [T] or [D, T]: positions for rotary embeddings, if they differ from `positions_T`."""
     token_types_T: torch.Tensor | None = None

@@ -71,7 +71,7 @@ class ColdSizes:
     def postpone(self, jobs: Iterable[Job]) -> None:
         self._left.update(job.size for job in jobs)
 
-    def made(self, job: Job) -> None:
+    def mark_made(self, job: Job) -> None:
         self._left[job.size] -= 1
 
     def __contains__(self, size: Hashable) -> bool:
@@ -92,7 +92,7 @@ class StepRecorder:
         self._syncs_before = 0
         self._compiled = 0
         self.coverage: Mapping[str, float] = {}
-        """As in `WorkerCounts`; set once when the drafter is loaded."""
+        """Fraction of the output that each vocabulary covers; set once when the drafter is loaded."""
 
     def expect(self, signatures: Iterable[Hashable]) -> None:
         """Add signatures that the configuration can reach, whether warm-up runs or only lists them."""
@@ -111,7 +111,7 @@ class StepRecorder:
         self._postponed = {signature for job in jobs for signature in job.signatures} - self.warmed
 
     @contextmanager
-    def making(self, job: Job, memory: Memory) -> Iterator[None]:
+    def record_postponed(self, job: Job, memory: Memory) -> Iterator[None]:
         """Run a postponed job in this context, which excludes its device-to-host syncs from those of steps."""
         before = memory.num_host_syncs
         self._postponed.difference_update(job.signatures)
@@ -135,7 +135,7 @@ class StepRecorder:
     def step_done(self) -> None:
         self.num_steps += 1
 
-    def worked(self, backend: DeviceBackend, *, is_last: bool = False) -> WorkerCounts:
+    def make_counts(self, backend: DeviceBackend, *, is_last: bool = False) -> WorkerCounts:
         """Return the counters that a step reports to the scheduler.
 
         With `is_last`, the next step may come long after this one.

@@ -16,7 +16,7 @@ if TYPE_CHECKING:
 
 
 class Located(NamedTuple):
-    """Where a rectangle begins in the request state, and how much of it is real."""
+    """Position and number of the real tokens of a rectangle's rows."""
 
     starts_B: torch.Tensor
     """int32: position of each row's first token."""

@@ -38,7 +38,7 @@ class WarmUpMemory:
         self._runs: Counter[str] = Counter()
 
     @contextmanager
-    def measuring(self, job: Job, rest: Sequence[Job]) -> Iterator[None]:
+    def measure(self, job: Job, rest: Sequence[Job]) -> Iterator[None]:
         """Measure a job that runs in this context. The jobs in `rest` come after it."""
         free = self._memory.free_bytes()
         try:
@@ -47,7 +47,7 @@ class WarmUpMemory:
             asked = self._memory.bytes_asked(error)
             if asked is None:
                 raise
-            raise UnsupportedConfigError(self._advice(job, rest, asked)) from error
+            raise UnsupportedConfigError(self._describe_failure(job, rest, asked)) from error
         if free is not None:
             self._kept[job.kind] += free - (self._memory.free_bytes() or 0)
             self._runs[job.kind] += 1
@@ -67,7 +67,7 @@ class WarmUpMemory:
         """
         expected = Counter[str]()
         for job in postponed:
-            expected[job.kind] += self._expected(job)
+            expected[job.kind] += self._estimate_kept(job)
         free = self._memory.free_bytes()
         if free is None or (missing := expected.total() - free) <= 0:
             return
@@ -78,12 +78,12 @@ class WarmUpMemory:
             f"{suggest_option(self._vllm_config, kind, self._kv_bytes, missing)}, or leave out {WARMUP.name}."
         )
 
-    def _advice(self, job: Job, rest: Sequence[Job], asked: int) -> str:
+    def _describe_failure(self, job: Job, rest: Sequence[Job], asked: int) -> str:
         try:
             free = max(self._memory.free_bytes() or 0, 0)
         except RuntimeError:  # the device may not answer any more
             free = 0
-        missing = asked - free + sum(map(self._expected, rest))
+        missing = asked - free + sum(map(self._estimate_kept, rest))
         found = f"{format_size(asked)} requested" if asked else "more requested than available"
         found += f", {format_size(free)} free"
         number = self._runs.total() + 1
@@ -92,7 +92,7 @@ class WarmUpMemory:
             f"lower {suggest_option(self._vllm_config, job.kind, self._kv_bytes, missing)}."
         )
 
-    def _expected(self, job: Job) -> int:
+    def _estimate_kept(self, job: Job) -> int:
         """Return how much a job will probably keep: the average of its kind so far, or 0 without any.
 
         The largest jobs of a kind run first, so this is an upper bound.

@@ -51,7 +51,7 @@ class ModelRunner(RunnerParts):
             if scheduled.warms_up:
                 self.idle_warm_up.run_next()
             # vLLM runs this step after the last request ended. The next step may come long after it.
-            return CountedOutput([], {}, worked=self.recorder.worked(self.backend, is_last=True))
+            return CountedOutput([], {}, worked=self.recorder.make_counts(self.backend, is_last=True))
         self.scheduled = scheduled
         num_drafts = self.max_scheduled_drafts(scheduled)
         self.pending = plan_batches(scheduled, self.requests, self.shapes, num_drafts, self.drafting.lookahead)
@@ -66,7 +66,7 @@ class ModelRunner(RunnerParts):
     def pool(self, pooling: Pooling) -> ModelRunnerOutput:
         pending, self.pending = self.pending, []
         self.recorder.step_done()
-        output = pooling.report(pending, self.recorder.worked(self.backend))
+        output = pooling.report(pending, self.recorder.make_counts(self.backend))
         self.backend.graphs.step_done()
         return output
 
@@ -84,7 +84,7 @@ class ModelRunner(RunnerParts):
         self.recorder.step_done()
         max_drafts = self.max_drafts_after(self.scheduled)
         self.report = self.finish(pending, read_grammars(constraints, self.scheduled), max_drafts)
-        self.report.worker_counts = self.recorder.worked(self.backend)
+        self.report.worker_counts = self.recorder.make_counts(self.backend)
         self.backend.graphs.step_done()
         return self.report if self.async_scheduling else self.read(self.report, max_drafts)
 

@@ -72,7 +72,7 @@ def _peaks(runner: ModelRunner, few: KVCacheConfig, num_blocks: int) -> dict[str
     measured = WarmUpMemory(memory, runner.vllm_config, kv_bytes=0, where="in the profile run")
     chosen = list(_largest(jobs(runner)))
     for number, job in enumerate(chosen, start=1):
-        with measured.measuring(job, chosen[number:]):
+        with measured.measure(job, chosen[number:]):
             peaks[job.kind] = max(peaks.get(job.kind, 0), memory.measure_peak(job.run))
     return peaks
 

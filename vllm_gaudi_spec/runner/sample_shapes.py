@@ -46,7 +46,7 @@ class SampleShapes:
             rows = fit(_thin_out(self._rectangles, branch), num_rows) if self._lists else self._fit_rows(num_rows)
             shape = SampleShape(rows, num_queries)
         else:
-            shape = self._listed(fit(self._sizes(branch), sum(num_positions)))
+            shape = self._list_positions(fit(self._sizes(branch), sum(num_positions)))
         if (shape, branch) not in self._cold:
             return shape
         every = (one for one in self.every([branch]) if one not in self._cold and holds(one, (shape, branch)))
@@ -57,7 +57,7 @@ class SampleShapes:
         for branch in branches:
             if self._lists:
                 for size in reversed(self._sizes(branch)):
-                    yield self._listed(size), branch
+                    yield self._list_positions(size), branch
             all_rows = _thin_out(self._rectangles, branch) if self._lists else self._rows
             for rows, queries in product(reversed(all_rows), reversed(self._queries)):
                 if self._is_rectangle(queries, branch):
@@ -73,7 +73,7 @@ class SampleShapes:
         plain = tuple(size for size in self._usual if size <= fit(self._usual, self._max_rows))
         return _thin_out(plain, branch, at_least=2)
 
-    def _listed(self, num_positions: int) -> SampleShape:
+    def _list_positions(self, num_positions: int) -> SampleShape:
         return SampleShape(min(num_positions, self._max_rows), self._max_queries, num_positions)
 
 

@@ -80,8 +80,8 @@ class Shapes:
             backend.traits.smallest_prefill, longest_chunk, backend.traits.prefill_growth
         )
         decode = buckets.batch or buckets.batch_sizes(scheduler.max_num_seqs)
-        _must_not_waste("batch_buckets", decode, scheduler.max_num_seqs, "--max-num-seqs")
-        _must_not_waste("prefill_buckets", prefill, longest_chunk, "--max-num-batched-tokens")
+        _refuse_waste("batch_buckets", decode, scheduler.max_num_seqs, "--max-num-seqs")
+        _refuse_waste("prefill_buckets", prefill, longest_chunk, "--max-num-batched-tokens")
         most_rows = max(decode[-1], scheduler.max_num_seqs)
         if longest_chunk > prefill[-1]:
             longest_chunk = round_up(longest_chunk, backend.traits.smallest_prefill)
@@ -139,9 +139,9 @@ class Shapes:
         if not self.entries:
             return fit(self.contexts, min(max(ends, default=0), self.max_context))
         num_entries = sum(-(-min(end, self.max_len) // self.block_size) for end in ends)
-        return fit(self.entries, num_entries) if num_entries <= self.entries[-1] else self._unlisted(num_entries)
+        return fit(self.entries, num_entries) if num_entries <= self.entries[-1] else self._fit_unlisted(num_entries)
 
-    def _unlisted(self, num_entries: int) -> int:
+    def _fit_unlisted(self, num_entries: int) -> int:
         """Return a size beyond the list, whose graph is made late.
 
         A step needs it if sequences share more KV blocks than the list allows for.
@@ -164,7 +164,7 @@ class Shapes:
             # Smaller totals belong to shapes with fewer rows.
             sizes = (size for of_rows, size in self.decode_sizes() if of_rows == rows and size >= context)
             context = min(sizes, default=context)
-        return self._warm(Shape(DECODE, rows, num_queries, context))
+        return self._find_warm(Shape(DECODE, rows, num_queries, context))
 
     def prefill(self, num_rows: int, longest: int, end: int) -> Shape:
         """Return the shape of prompt chunks.
@@ -173,7 +173,7 @@ class Shapes:
         """
         queries = self.fit_queries(longest)
         context = fit(self.prefill_contexts(queries), end)
-        return self._warm(Shape(PREFILL, fit(self.prefill_rows, num_rows), queries, context))
+        return self._find_warm(Shape(PREFILL, fit(self.prefill_rows, num_rows), queries, context))
 
     def prefill_contexts(self, queries: int) -> tuple[int, ...]:
         """Return the contexts of chunks in this bucket: that of a prompt's first chunk, and all those of later
@@ -184,7 +184,7 @@ class Shapes:
         longest = max(first, round_up(self.max_len, self.block_size))
         return tuple(sorted({first, *(size for size in self.contexts if first < size < longest), longest}))
 
-    def _warm(self, shape: Shape) -> Shape:
+    def _find_warm(self, shape: Shape) -> Shape:
         """Return the shape or, while its graphs are not made, the smallest one that holds it and has its graphs."""
         if shape not in self.cold:
             return shape
@@ -282,7 +282,7 @@ out of memory in warm-up for that reason and has had this bound since vllm-gaudi
 def _entries(buckets: Buckets, max_entries: int, num_blocks: int | None) -> tuple[int, ...]:
     needed = max_entries if num_blocks is None else min(max_entries, BLOCK_SHARING * num_blocks)
     entries = buckets.blocks or buckets.growing(1, needed, 2.0)
-    _must_not_waste("block_buckets", entries, max_entries, "--max-num-seqs with --max-model-len")
+    _refuse_waste("block_buckets", entries, max_entries, "--max-num-seqs with --max-model-len")
     return entries
 
 
@@ -327,7 +327,7 @@ def _fit_or_largest(buckets: tuple[int, ...], size: int, largest: int, name: str
 _MAX_RATIO, _SMALL = 64, 256
 
 
-def _must_not_waste(name: str, buckets: tuple[int, ...], needed: int, option: str) -> None:
+def _refuse_waste(name: str, buckets: tuple[int, ...], needed: int, option: str) -> None:
     if buckets[-1] > _MAX_RATIO * max(needed, _SMALL):
         raise UnsupportedConfigError(
             f"additional_config.gaudi_spec.{name} goes up to {buckets[-1]}, and {option} needs {needed}; "

@@ -116,7 +116,7 @@ def warm_up(runner: Runner, max_tokens: int) -> IdleWarmUp:
         write_manifest(runner)
     if environment.skip_warmup():
         logger.warning("Warm-up skipped (VGS_SKIP_WARMUP, or VLLM_SKIP_WARMUP): first steps of each shape may be slow.")
-        _done(runner)
+        _finish_warm_up(runner)
         return IdleWarmUp(runner, [], memory)
     chosen = [job for job in jobs(runner) if should_run(job, max_tokens)]
     postponed: list[Job] = []
@@ -127,11 +127,11 @@ def warm_up(runner: Runner, max_tokens: int) -> IdleWarmUp:
     shapes = runner.shapes
     logger.info(
         "Decodes of %s rows, %s queries and %s; prompt chunks of %s tokens over contexts of %s.",
-        _listed(shapes.decode_rows),
-        _listed(shapes.decode_queries),
-        f"{_listed(shapes.entries)} blocks" if shapes.entries else f"contexts of {_listed(shapes.contexts)}",
-        _listed(shapes.prefill_queries),
-        _listed(tuple(sorted({shape.context for shape in shapes.prefills()}))),
+        _join_sizes(shapes.decode_rows),
+        _join_sizes(shapes.decode_queries),
+        f"{_join_sizes(shapes.entries)} blocks" if shapes.entries else f"contexts of {_join_sizes(shapes.contexts)}",
+        _join_sizes(shapes.prefill_queries),
+        _join_sizes(tuple(sorted({shape.context for shape in shapes.prefills()}))),
     )
     if estimate := backend.graphs.describe_warm_up(count_work(runner, chosen)):
         logger.info("Warm-up makes %s.", estimate)
@@ -143,7 +143,7 @@ def warm_up(runner: Runner, max_tokens: int) -> IdleWarmUp:
         for number, job in enumerate(bar, start=1):
             recipes = backend.graphs.num_recipes()
             bar.set_postfix_str(f"{job.kind}, {recipes} recipes" if recipes else job.kind, refresh=False)
-            with memory.measuring(job, [*chosen[number:], *postponed]):
+            with memory.measure(job, [*chosen[number:], *postponed]):
                 job.run()
     backend.memory.synchronize()
     if summary := memory.summary():
@@ -155,7 +155,7 @@ def warm_up(runner: Runner, max_tokens: int) -> IdleWarmUp:
                 loaded.check_kv_is_written()
     else:
         logger.info("Warm-up ran no decode, so it could not check that every layer writes its KV.")
-    _done(runner)
+    _finish_warm_up(runner)
     logger.info(
         "Warm-up took %.1f s; it ran %d of %d step signatures.",
         time.perf_counter() - started,
@@ -215,11 +215,11 @@ class IdleWarmUp:
         job, backend, recorder = self._jobs.popleft(), self._runner.backend, self._runner.recorder
         with (
             backend.graphs.warming_up_later(),
-            recorder.making(job, backend.memory),
-            self._memory.measuring(job, list(self._jobs)),
+            recorder.record_postponed(job, backend.memory),
+            self._memory.measure(job, list(self._jobs)),
         ):
             job.run()
-        self._runner.shapes.cold.made(job)
+        self._runner.shapes.cold.mark_made(job)
         if not self._jobs:
             logger.info("Warm-up is complete: all %d step signatures are warm.", len(recorder.warmed))
             if summary := self._memory.summary():
@@ -241,7 +241,7 @@ def count_work(runner: Runner, chosen: list[Job]) -> WarmUpWork:
     )
 
 
-def _listed(sizes: tuple[int, ...]) -> str:
+def _join_sizes(sizes: tuple[int, ...]) -> str:
     return ", ".join(map(str, sizes))
 
 
@@ -260,7 +260,7 @@ def write_manifest(runner: Runner) -> None:
     logger.info("The %d graphs of this configuration are listed in %s.", len(runner.recorder.manifest), path)
 
 
-def _done(runner: Runner) -> None:
+def _finish_warm_up(runner: Runner) -> None:
     runner.recorder.warm_up_done(runner.backend.memory.num_host_syncs)
     runner.backend.graphs.warmed_up()
 

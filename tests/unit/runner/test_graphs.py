@@ -35,11 +35,11 @@ def test_counters_start_after_warm_up() -> None:
     recorder.saw("known")
     recorder.step_done()
     backend.memory.num_host_syncs += 2
-    assert recorder.worked(backend) == (1, 2, 0, {}, 0)
+    assert recorder.make_counts(backend) == (1, 2, 0, {}, 0)
     recorder.saw("new")
     recorder.saw("new")
     recorder.coverage = {"target": 0.5}
-    assert recorder.worked(backend) == (1, 2, 1, {"target": 0.5}, 0)
+    assert recorder.make_counts(backend) == (1, 2, 1, {"target": 0.5}, 0)
 
 
 def test_compiled_count_is_queried_every_few_steps() -> None:
@@ -51,13 +51,13 @@ def test_compiled_count_is_queried_every_few_steps() -> None:
     counts = []
     for _ in range(64):
         recorder.step_done()
-        counts.append(recorder.worked(backend).compiled)
+        counts.append(recorder.make_counts(backend).compiled)
     assert (counts[0], counts[-1]) == (1, 3)
     assert backend.graphs.num_asked == 4
     recorder.step_done()
     backend.graphs.num_compiled = 5
-    assert recorder.worked(backend).compiled == 3
-    assert recorder.worked(backend, is_last=True).compiled == 5, "nobody may ask again for long"
+    assert recorder.make_counts(backend).compiled == 3
+    assert recorder.make_counts(backend, is_last=True).compiled == 5, "nobody may ask again for long"
 
 
 def test_compiled_count_never_decreases() -> None:
@@ -67,7 +67,7 @@ def test_compiled_count_never_decreases() -> None:
     counts = []
     for backend.graphs.num_compiled in (3, 0, 5):
         recorder.num_steps += 16
-        counts.append(recorder.worked(backend).compiled)
+        counts.append(recorder.make_counts(backend).compiled)
     assert counts == [3, 3, 5]
 
 
@@ -76,11 +76,11 @@ def test_graphs_compiled_in_warm_up_are_not_counted() -> None:
     backend: Any = CountingBackend()
     recorder = StepRecorder()
     backend.graphs.num_compiled = 186
-    recorder.worked(backend)
+    recorder.make_counts(backend)
     backend.graphs.num_compiled = 0
     recorder.warm_up_done(backend.memory.num_host_syncs)
     counts = []
     for _ in range(17):
         recorder.step_done()
-        counts.append(recorder.worked(backend).compiled)
+        counts.append(recorder.make_counts(backend).compiled)
     assert not any(counts)

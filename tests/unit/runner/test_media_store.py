@@ -255,7 +255,7 @@ def test_tiles_are_padded(monkeypatch: pytest.MonkeyPatch) -> None:
         "vllm_gaudi_spec.runner.extensions.encoders._take_inputs", lambda asked: {"pixel_values": asked.data}
     )
     form = Tiles(Tower(), WIDTH)
-    listed = list(form.listed(Item("image", pixels.repeat(2, 1, 1, 1), 12)))
+    listed = list(form.list_encodings(Item("image", pixels.repeat(2, 1, 1, 1), 12)))
     assert [len(one.inputs["pixel_values"]) for one in listed] == [1, 2, 4, 6]
     found = form.encoding(Item("image", pixels, 6))
     assert found.num_rows == 8
@@ -280,7 +280,7 @@ def test_warm_up_patches_stay_within_the_position_table(monkeypatch: pytest.Monk
 
     pixels = {"pixel_values": torch.zeros(4 * 16_384, 1)}
     monkeypatch.setattr(encoders, "_take_inputs", lambda asked: pixels)
-    listed = list(Patches(SimpleNamespace(visual=Tower()), WIDTH).listed(Item("image", None, 16_384)))
+    listed = list(Patches(SimpleNamespace(visual=Tower()), WIDTH).list_encodings(Item("image", None, 16_384)))
     for one in listed:
         assert {name: len(value) for name, value in one.inputs.items()} == {
             "pixels": 4 * one.num_rows,
@@ -314,7 +314,7 @@ def test_crops_are_padded_as_tiles(monkeypatch: pytest.MonkeyPatch) -> None:
         "vllm_gaudi_spec.runner.extensions.encoders._take_inputs", lambda asked: {"pixel_values": asked.data}
     )
     form = Crops(Tower(), WIDTH)
-    assert [one.num_rows for one in form.listed(Item("image", torch.ones(2, 4, WIDTH), 8))] == [4, 8]
+    assert [one.num_rows for one in form.list_encodings(Item("image", torch.ones(2, 4, WIDTH), 8))] == [4, 8]
     found = form.encoding(Item("image", torch.ones(2, 4, WIDTH), 8))
     assert form.run("image", found.inputs).shape == (8, WIDTH)
 
@@ -366,7 +366,7 @@ def test_patches_of_a_square_are_adjacent(monkeypatch: pytest.MonkeyPatch) -> No
     )
     form = SquaresOfPatches(model, WIDTH)
     monkeypatch.setattr(form, "_turns_at", lambda like, places: (places, places))
-    assert [one.num_rows for one in form.listed(Item("image", None, 2))] == [2]
+    assert [one.num_rows for one in form.list_encodings(Item("image", None, 2))] == [2]
     form._sizes["image"] = (3,)
     found = form.run("image", form.encoding(Item("image", None, 2)).inputs)
     patches = torch.nn.functional.conv2d(image, Vision.patch_conv.weight, stride=size)

@@ -50,7 +50,7 @@ def warm_up(card: Card, runs: list[tuple[str, int]], **options: Any) -> WarmUpMe
     memory = WarmUpMemory(card, config(**options), kv_bytes=60 * GIB)
     jobs = [Job(kind, lambda size=size: card.take(size)) for kind, size in runs]
     for number, job in enumerate(jobs, start=1):
-        with memory.measuring(job, jobs[number:]):
+        with memory.measure(job, jobs[number:]):
             job.run()
     return memory
 
@@ -64,7 +64,7 @@ def test_l29_memory_kept_by_graphs_is_logged_by_kind() -> None:
 
 def test_no_summary_without_memory_reports() -> None:
     memory = WarmUpMemory(Memory(), config(), kv_bytes=GIB)
-    with memory.measuring(Job("decodes", int), []):
+    with memory.measure(Job("decodes", int), []):
         pass
     assert memory.summary() is None
 
@@ -109,13 +109,13 @@ def test_out_of_memory_error_of_an_unresponsive_device() -> None:
         card.take(6 * GIB)
 
     words = r"6.00 GiB requested, 0.0 MiB free; lower .* 0.9 -> 0.81\."
-    with pytest.raises(UnsupportedConfigError, match=words), memory.measuring(Job("decodes", run), []):
+    with pytest.raises(UnsupportedConfigError, match=words), memory.measure(Job("decodes", run), []):
         run()
 
 
 def test_other_errors_are_not_changed() -> None:
     memory = WarmUpMemory(Card(GIB), config(), kv_bytes=GIB)
-    with pytest.raises(RuntimeError, match=r"^shapes$"), memory.measuring(Job("decodes", int), []):
+    with pytest.raises(RuntimeError, match=r"^shapes$"), memory.measure(Job("decodes", int), []):
         raise RuntimeError("shapes")
 
 

@@ -75,7 +75,7 @@ class WholeItems:
         self._sizes[largest.modality] = geometric(min(_SMALLEST, largest.num_rows), largest.num_rows, 2.0)
         return self._sizes[largest.modality]
 
-    def listed(self, largest: Item) -> Iterator[Encoding]:
+    def list_encodings(self, largest: Item) -> Iterator[Encoding]:
         """Yield an example of each size that warm-up makes."""
         yield self.encoding(largest)
 
@@ -94,22 +94,22 @@ class Tiles(WholeItems):
     A frame of a video is a tile, so images and videos share one list of sizes.
     """
 
-    def listed(self, largest: Item) -> Iterator[Encoding]:
-        pixels = self._pixels_of(largest)
+    def list_encodings(self, largest: Item) -> Iterator[Encoding]:
+        pixels = self._take_pixels(largest)
         sizes = geometric(1, len(pixels), 2.0)
         self._sizes[IMAGE] = max(self._sizes.get(IMAGE, ()), sizes, key=len)
         for num_tiles in sizes:
-            yield self._padded(largest, pixels[: min(num_tiles, len(pixels))], num_tiles)
+            yield self._pad(largest, pixels[: min(num_tiles, len(pixels))], num_tiles)
 
     def encoding(self, item: Item) -> Encoding:
-        pixels = self._pixels_of(item)
-        return self._padded(item, pixels, self._fit(IMAGE, len(pixels)))
+        pixels = self._take_pixels(item)
+        return self._pad(item, pixels, self._fit(IMAGE, len(pixels)))
 
-    def _pixels_of(self, item: Item) -> torch.Tensor:
+    def _take_pixels(self, item: Item) -> torch.Tensor:
         return _take_inputs(item)[_PIXELS[item.modality]]
 
-    def _padded(self, item: Item, pixels: torch.Tensor, num_tiles: int) -> Encoding:
-        rows_of_tile = item.num_rows // len(self._pixels_of(item))
+    def _pad(self, item: Item, pixels: torch.Tensor, num_tiles: int) -> Encoding:
+        rows_of_tile = item.num_rows // len(self._take_pixels(item))
         return Encoding(IMAGE, rows_of_tile * num_tiles, {"pixel_values": _with_rows(pixels, num_tiles)})
 
     def run(self, modality: str, inputs: dict[str, torch.Tensor]) -> torch.Tensor:
@@ -142,13 +142,13 @@ class Patches(WholeItems):
         for name in ("rotary_pos_emb", "patch_embed"):  # the latter names the device
             self._on_host._modules[name] = _copy_on_host(getattr(visual, name))
 
-    def listed(self, largest: Item) -> Iterator[Encoding]:
+    def list_encodings(self, largest: Item) -> Iterator[Encoding]:
         for num_rows in self._list_rows(largest):
             # One image per token, since a single strip would exceed vLLM's position tables.
             grid = [num_rows, self._side, self._side]
             example = _take_inputs(largest)[_PIXELS[largest.modality]]
             pixels = example.new_zeros(num_rows * self._merged, *example.shape[1:])
-            yield self._padded(largest.modality, pixels, grid, num_rows)
+            yield self._pad(largest.modality, pixels, grid, num_rows)
 
     @property
     def _side(self) -> int:
@@ -158,9 +158,9 @@ class Patches(WholeItems):
     def encoding(self, item: Item) -> Encoding:
         inputs, num_rows = _take_inputs(item), self._fit(item.modality, item.num_rows)
         grid = inputs[f"{item.modality}_grid_thw"].flatten().tolist()
-        return self._padded(item.modality, inputs[_PIXELS[item.modality]], grid, num_rows)
+        return self._pad(item.modality, inputs[_PIXELS[item.modality]], grid, num_rows)
 
-    def _padded(self, modality: str, pixels: torch.Tensor, grid: list[int], num_rows: int) -> Encoding:
+    def _pad(self, modality: str, pixels: torch.Tensor, grid: list[int], num_rows: int) -> Encoding:
         num_patches = num_rows * self._merged
         found = self._on_host.prepare_encoder_metadata([grid], device=torch.device("cpu"))
         inputs = {"pixels": _with_rows(pixels, num_patches)}
@@ -194,8 +194,8 @@ class PlacedPatches(Patches):
         # vLLM's method would read the table on the host.
         self._on_host.fast_pos_embed_interpolate = lambda grids: None
 
-    def _padded(self, modality: str, pixels: torch.Tensor, grid: list[int], num_rows: int) -> Encoding:
-        encoding = super()._padded(modality, pixels, grid, num_rows)
+    def _pad(self, modality: str, pixels: torch.Tensor, grid: list[int], num_rows: int) -> Encoding:
+        encoding = super()._pad(modality, pixels, grid, num_rows)
         visual = self._on_host
         _, height, width = grid
         indices_P2 = visual.rot_pos_ids(height, width, visual.spatial_merge_size)
@@ -243,14 +243,14 @@ class SquaresOfPatches(WholeItems):
         self._turns_at = _copy_on_host(model.vision_tower.patch_positional_embedding)
         self._side: int = model.config.spatial_merge_size
 
-    def listed(self, largest: Item) -> Iterator[Encoding]:
+    def list_encodings(self, largest: Item) -> Iterator[Encoding]:
         inputs = self._make_patches(largest)
         for num_rows in self._list_rows(largest):
             part = {name: value[: num_rows * self._side**2] for name, value in inputs.items()}
-            yield self._padded(largest.modality, part, num_rows)
+            yield self._pad(largest.modality, part, num_rows)
 
     def encoding(self, item: Item) -> Encoding:
-        return self._padded(item.modality, self._make_patches(item), self._fit(item.modality, item.num_rows))
+        return self._pad(item.modality, self._make_patches(item), self._fit(item.modality, item.num_rows))
 
     def _make_patches(self, item: Item) -> dict[str, torch.Tensor]:
         """Return [P, ...]: pixels, and the rotation of queries and keys."""
@@ -264,7 +264,7 @@ class SquaresOfPatches(WholeItems):
         cos, sin = self._turns_at(image.new_empty(0, dtype=tower.dtype), indices)
         return {name: value[index] for name, value in (("cos", cos), ("pixels", pixels.flatten(1)), ("sin", sin))}
 
-    def _padded(self, modality: str, inputs: dict[str, torch.Tensor], num_rows: int) -> Encoding:
+    def _pad(self, modality: str, inputs: dict[str, torch.Tensor], num_rows: int) -> Encoding:
         num_patches = len(inputs["pixels"])
         padded = {name: _with_rows(value, num_rows * self._side**2) for name, value in inputs.items()}
         # Padding after the image's patches is a sequence of its own.
@@ -334,7 +334,7 @@ class Encoders:
             made = budget.processor.get_dummy_mm_inputs({modality: 1}, cache=None)
             (position,) = made["mm_placeholders"][modality]
             largest = Item(modality, made["mm_kwargs"][modality][0], position.get_num_embeds())
-            listed |= {one.signature: one for one in form.listed(largest)}
+            listed |= {one.signature: one for one in form.list_encodings(largest)}
         self.listed = tuple(listed.values())
         self.encoding, self.run = form.encoding, form.run
 

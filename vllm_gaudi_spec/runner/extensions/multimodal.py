@@ -120,7 +120,7 @@ class Multimodal(Extension):
         The last token of a prompt may come as a decode, even if it belongs to an image.
         """
         if self.store is not None:
-            return replace(batch, multimodal=self._captured(self.store, batch))
+            return replace(batch, multimodal=self._make_captured_inputs(self.store, batch))
         if not batch.requests:
             return batch
         newest = batch.requests[0]  # all requests of a decode are of the same kind
@@ -136,7 +136,7 @@ class Multimodal(Extension):
         if self.store is not None:
             yield from self.store.jobs()
 
-    def _captured(self, store: MediaStore, batch: Batch) -> MultimodalInputs:
+    def _make_captured_inputs(self, store: MediaStore, batch: Batch) -> MultimodalInputs:
         """Return the same form for every batch of a phase.
 
         A graph for text alone would have to be compiled too, and would save no more than a choice between two rows per
