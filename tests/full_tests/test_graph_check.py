@@ -54,7 +54,6 @@ def test_clean_engine_is_reported_clean(tiny_llama: str, tmp_path: Path) -> None
     assert mixed["steps"] >= mixed["host_syncs"] > 4
     assert mixed["kv_bytes_read"] > 0
     assert result["graphs"]["captured"] > result["graphs"]["never_used"]
-    assert 0 < mixed["estimate_seconds"]["gaudi3"]["mean"] <= mixed["estimate_seconds"]["gaudi2"]["mean"]
 
 
 def test_drafter_that_waits_for_the_device_is_named_by_line(tiny_llama: str, tmp_path: Path) -> None:

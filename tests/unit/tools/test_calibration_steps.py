@@ -125,7 +125,7 @@ def test_a_module_that_saw_nothing(run: Run, folder: Folder) -> None:
     before = tree(folder.root)
     status, _, err = run("step_4_postprocess", "--out", folder.root)
     assert status == 1
-    assert "2 of 20 modules saw no value, model.fc and lm_head among them" in err
+    assert "2 of 20 modules saw no value, including model.fc and lm_head" in err
     assert tree(folder.root) == before
     status, _, err = run("step_4_postprocess", "--out", folder.root, "--allow-unseen")
     assert status == 0
@@ -270,7 +270,7 @@ def test_prompts(run: Run, tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("content", "message"),
     [
-        ('"one"\n{"answer": "two"}\n', "line 2 of .*: a string, or an object with one of prompt, text"),
+        ('"one"\n{"answer": "two"}\n', "line 2 of .*: expected a string, or an object with one of prompt, text"),
         ('"one"\n{"prompt"\n', "line 2 of .*: Expecting"),
         ("\n", "has no prompts"),
         (None, "cannot be read: No such file or directory"),
@@ -291,9 +291,9 @@ def test_an_interrupted_first_chunk_is_done_again(folder: Folder, models: dict[s
     run = measure.Run(model=models[TARGET], draft=models[DRAFT], method="draft_model", world=2)
     identity = measure._identity(run, ["a prompt"])
     with pytest.raises(files.QuantFilesError, match=r"measured\.json is missing beside measurements"):
-        measure._done(folder, run, identity)
+        measure._claim(folder, run, identity)
     write_json(folder.progress, identity | {"done": 0})
-    assert measure._done(folder, run, identity) == 0
+    assert measure._claim(folder, run, identity) == 0
     assert not files.find_ranks(folder.role(TARGET).measured)
     assert not files.find_ranks(folder.role(DRAFT).measured)
 
@@ -303,7 +303,7 @@ def test_what_was_measured_is_known_again(folder: Folder, models: dict[str, str]
     identity = measure._identity(run, ["a prompt"])
     write_json(folder.progress, identity | {"done": 5, "of": 8})
     before = tree(folder.root)
-    assert measure._done(folder, replace(run, batch_size=1), measure._identity(run, ["a prompt"])) == 5
+    assert measure._claim(folder, replace(run, batch_size=1), measure._identity(run, ["a prompt"])) == 5
     tuned = make_model(tmp_path / "tuned", b"tuned further")
     others = {
         "target": (replace(run, model=tuned), ["a prompt"]),
@@ -313,7 +313,7 @@ def test_what_was_measured_is_known_again(folder: Folder, models: dict[str, str]
     }
     for what, (other, prompts) in others.items():
         with pytest.raises(files.QuantFilesError, match=f"measurements with another {what}; choose another --out"):
-            measure._done(folder, other, measure._identity(other, prompts))
+            measure._claim(folder, other, measure._identity(other, prompts))
     assert tree(folder.root) == before
 
 

@@ -19,7 +19,7 @@ from vllm_gaudi_spec.tools import cli, demo
 from vllm_gaudi_spec.tools.io import output
 from vllm_gaudi_spec.tools.io.command_line import json_object, not_negative, positive, share, use_dashes
 
-HEAVY = ("vllm", "torch", "numpy", "transformers", "rich", "jinja2", "httpx", "pydantic")
+HEAVY = ("vllm", "torch", "numpy", "transformers", "rich", "jinja2", "httpx")
 COMMANDS: dict[str, argparse.ArgumentParser] = next(
     action.choices for action in cli.make_parser()._actions if isinstance(action, argparse._SubParsersAction)
 )

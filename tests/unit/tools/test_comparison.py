@@ -92,7 +92,6 @@ def test_pieces_are_what_vllm_writes() -> None:
 
 def test_the_table_has_a_line_for_each_task() -> None:
     made, pipe = run(), io.StringIO()
-    made["tasks"]["ngram"]["acc_rate_elsewhere"] = 0.25
     comparison.show(made, pipe)
     lines = [re.split(r"  +", line) for line in pipe.getvalue().splitlines()]
     header = lines.index(list(comparison.COLUMNS))
@@ -100,7 +99,6 @@ def test_the_table_has_a_line_for_each_task() -> None:
     matches = "1 equal, 0 tied, 0 different"
     assert lines[header + 2] == ["ngram", "60.0", "1.50", "1.25 to 2.00", "2.30", "2.30", "0.650", matches]
     assert "'Once upon a time there was a boat'" in pipe.getvalue()
-    assert "0.250 on other prompts" in pipe.getvalue()
     assert comparison.make_row(task("ngram", 60.0, speedup=None))[2] == "-", "there is no baseline to compare with"
 
 
@@ -204,7 +202,6 @@ def test_another_platform_is_refused_before_a_model_is_loaded(
         ("universal_draft", "draft-other-vocab"),
         ("eagle3", "tiny/target"),
         ("mtp", "tiny/mtp"),
-        ("draft_model", "training_prompts.py"),
     ],
 )
 def test_a_part_of_the_demo_that_is_not_installed_is_named(
@@ -212,11 +209,8 @@ def test_a_part_of_the_demo_that_is_not_installed_is_named(
 ) -> None:
     for part in ("draft-same-vocab", "draft-other-vocab", "tiny/eagle3", "tiny/target", "tiny/mtp"):
         (tmp_path / part).mkdir(parents=True)
-    prompts = tmp_path / "training_prompts.py"
-    prompts.touch()
     monkeypatch.setattr(comparison, "DEMO", tmp_path)
     monkeypatch.setattr(tasks, "DEMO", tmp_path)
-    monkeypatch.setattr(comparison, "TRAINING_PROMPTS", prompts)
     monkeypatch.setattr("vllm_gaudi_spec.platforms.base.is_active", lambda: True)
     options = comparison.parse_options(["--task", task])
     comparison.check_installation(options)

@@ -1,15 +1,12 @@
-"""graph-check without an engine: its workload, its counts and its conclusion, and the comparison of verify-gaudi."""
+"""graph-check without an engine: its workload, its counts and its conclusion."""
 
 from __future__ import annotations
 
-import dataclasses
-import sys
 from collections.abc import Sequence
 from typing import Any
 
 import pytest
 
-from tests import verify_device
 from vllm_gaudi_spec.tools import cli
 from vllm_gaudi_spec.tools.graph_check import counting, engine, workload
 
@@ -78,7 +75,6 @@ def report(
         "steps": list(steps)[-4:],
         "events": [{**dict(zip(names, key, strict=True)), "count": count} for key, count in (events or {}).items()],
         "graphs": graphs,
-        "estimate": {},
     }
     return real_report(len(steps), total["compiles"], emulated=emulated)
 
@@ -140,7 +136,6 @@ def test_a_clean_run() -> None:
     table = [" ".join(line.split()) for line in counting.make_table(result).splitlines()]
     assert "graphs captured in warm-up 3, of which 1 were not used" in table
     assert "device-to-host syncs per step 1.00, at most 1" in table
-    assert any(line.startswith("estimate of a step, gaudi3 mean 0.") for line in table)
     assert f"6 x {READ[1]} at {READ[2]}" in table
 
 
@@ -189,17 +184,14 @@ def test_steps_that_were_not_kept_are_an_error() -> None:
 
 
 def test_what_another_card_captured_is_counted() -> None:
-    """By the backend, and without estimates: nothing is published that one could count with."""
-
     def captured(programs: int, steps: int) -> dict[str, Any]:
         found = report([GOOD] * steps, {READ: steps})
-        emulated = {**found["device"]["emulator"], "estimate": None}
-        return {**found, "device": {"captured": {"Runner._forward": programs, "_pack": 2}, "emulator": emulated}}
+        device = {"captured": {"Runner._forward": programs, "_pack": 2}, "emulator": found["device"]["emulator"]}
+        return {**found, "device": device}
 
     result = result_after(captured(5, 3), first=captured(5, 0))
     assert result["graphs"]["compiles_until_ready"] == 7
     assert result["phases"]["mixed"]["compiles"] == 0
-    assert "estimate" not in counting.make_table(result)
     late = real_report(3, 0) | {"device": {"captured": {"Runner._forward": 6}}}
     first = real_report(0, 0) | {"device": {"captured": {"Runner._forward": 5}}}
     assert result_after(late, first=first)["findings"] == ["compiled after warm-up, in the mixed phase: 1 graphs"]
@@ -238,96 +230,3 @@ def test_an_error_is_one_line_or_with_verbose_a_traceback(
     options.verbose = True
     with pytest.raises(ValueError, match=r"^deep inside$"):
         engine.check(options)
-
-
-# ---- verify-gaudi, verify-ascend ------------------------------------------------------------------------------
-
-
-def both_phases(result: dict[str, Any]) -> dict[str, Any]:
-    return result | {"phases": result["phases"] | {"prompt log-probabilities": result["phases"]["mixed"]}}
-
-
-def card_and_emulated() -> tuple[dict[str, Any], dict[str, Any]]:
-    card = result_after(real_report(4, 0), first=real_report(0, 0))
-    return both_phases(card), both_phases(result_after(report([GOOD] * 4, {READ: 4})))
-
-
-def test_comparison_of_card_and_emulation() -> None:
-    rows = verify_device.compare(*card_and_emulated())
-    conclusions = {row.name: row.conclusion for row in rows}
-    assert conclusions["KV bytes read"] == conclusions["device-to-host syncs, all"] == verify_device.NOT_COUNTED
-    assert {conclusion for conclusion in conclusions.values() if conclusion != verify_device.NOT_COUNTED} == {"equal"}
-    assert verify_device.agrees(rows)
-
-
-def test_a_difference_that_matters() -> None:
-    card, emulated = card_and_emulated()
-    card["phases"]["mixed"]["compiles"] = 2
-    card["phases"]["mixed"]["steps"] += 1
-    rows = {row.name: row for row in verify_device.compare(card, emulated)}
-    assert rows["graphs compiled after warm-up"].conclusion == "DIFFERENT"
-    assert rows["steps"].conclusion == "different"
-    assert not verify_device.agrees(list(rows.values()))
-
-
-def test_verify_gaudi_runs_in_one_mode(monkeypatch: pytest.MonkeyPatch) -> None:
-    """The user's, else that of the card's torch."""
-    monkeypatch.setenv("PT_HPU_LAZY_MODE", "0")
-    assert verify_device.environment("hpu")["PT_HPU_LAZY_MODE"] == "0"
-    monkeypatch.delenv("PT_HPU_LAZY_MODE")
-    monkeypatch.setattr(verify_device.devices, "has_card", lambda name: True)
-    monkeypatch.setattr(verify_device, "gaudi_has_lazy_mode", lambda: False)
-    assert {verify_device.environment(device)["PT_HPU_LAZY_MODE"] for device in ("hpu", "hpu-emulated")} == {"0"}
-
-
-def checked(title: str, rows: Sequence[verify_device.Row]) -> dict[str, Any]:
-    return {
-        "title": title,
-        "error": None,
-        "rows": [{**row.__dict__, "conclusion": row.conclusion} for row in rows],
-        "findings": {"card": [], "emulated card": ["2 programs"]},
-    }
-
-
-def test_markdown_for_the_documentation() -> None:
-    rows = [
-        verify_device.Row("steps", 1200, 1201, must_agree=False),
-        verify_device.Row("KV bytes read", None, 5000, must_agree=False),
-        verify_device.Row("device-to-host syncs of results per step", 0.9, 0.9, must_agree=True),
-    ]
-    failed = {"title": "ngram", "error": "graph-check on hpu ended with status 1: no memory"}
-    record = {
-        "a_card": "a Gaudi",
-        "rehearsal": False,
-        "machine": {"torch": "2.11", "driver": "1.24"},
-        "self_test": {"checks": [{"name": "noise", "status": "failed", "detail": "9 ulp"}]},
-        "tests": [{"name": "test_chunks", "result": "passed", "seconds": 12.3}],
-        "checks": [checked("draft_model", rows), failed],
-        "result": "all agree",
-    }
-    lines = verify_device.markdown(record).splitlines()
-    assert lines[0] == "## Verified on a Gaudi"
-    assert "| noise | failed | 9 ulp |" in lines
-    assert "| test_chunks | passed | 12 |" in lines
-    assert "| steps | 1,200 | 1,201 | different |" in lines
-    assert "| KV bytes read |  | 5,000 | not counted on the device |" in lines
-    assert "| device-to-host syncs of results per step | 0.9 | 0.9 | equal |" in lines
-    assert "graph-check, emulated card: 2 programs" in lines
-    assert failed["error"] in lines
-    rehearsed = verify_device.markdown(record | {"rehearsal": True})
-    assert rehearsed.startswith("## Rehearsal on the emulated card")
-    assert "| count | in place of the card | emulated | |" in rehearsed
-    assert "graph-check, in place of the card: clean" in rehearsed
-
-
-@pytest.mark.parametrize("device", verify_device.DEVICES.values(), ids=lambda device: device.name)
-def test_without_a_card_it_is_an_error(
-    device: verify_device.Device, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
-    without = dataclasses.replace(device, is_available=lambda: False)
-    monkeypatch.setitem(verify_device.DEVICES, device.name, without)
-    monkeypatch.setattr(sys, "argv", ["verify_device.py", device.name])
-    assert verify_device.main() == 2
-    said = capsys.readouterr().err
-    assert said.startswith(f"error: there is no {device.kind} here: verify-{device.name} needs a card")
-    assert said.count("\n") == 1

@@ -1,4 +1,4 @@
-"""The folder through which the steps of a calibration pass their results, and the QUANT_CONFIG files in it."""
+"""The folder through which the steps of a calibration pass their results, and its QUANT_CONFIG files."""
 
 from __future__ import annotations
 
@@ -23,41 +23,32 @@ MODEL_OPTIONS = {TARGET: "model", DRAFT: "draft"}
 """Maps the roles to the options of steps that name their models."""
 
 
-@dataclass(frozen=True)
+@dataclass
 class Role:
-    """Paths to the files of one model. Measurements have a prefix instead of a name, as in dump_stats_path."""
+    """Paths to the files of one model. Measurements have prefixes, as in QUANT_CONFIG's dump_stats_path."""
 
     folder: Path
 
-    @property
-    def raw(self) -> Path:
-        """Prefix of the files that the running engine writes."""
-        return self.folder / "raw" / "inc"
-
-    @property
-    def measured(self) -> Path:
-        return self.folder / "measured" / "inc"
-
-    @property
-    def processed(self) -> Path:
-        return self.folder / "processed" / "inc"
-
-    @property
-    def final(self) -> Path:
-        """Prefix of the measurements and scales that an engine serves with."""
-        return self.folder / "inc"
-
-    @property
-    def measure_config(self) -> Path:
-        return self.folder / "measure.json"
+    def __post_init__(self) -> None:
+        self.raw = self.folder / "raw" / "inc"  # written by the running engine
+        self.measured = self.folder / "measured" / "inc"
+        self.processed = self.folder / "processed" / "inc"
+        self.final = self.folder / "inc"  # with the scales that an engine serves with
+        self.measure_config = self.folder / "measure.json"
 
     def quant_config(self, method: str) -> Path:
         return self.folder / f"quant_{method}.json"
 
 
-@dataclass(frozen=True)
+@dataclass
 class Folder:
     root: Path
+
+    def __post_init__(self) -> None:
+        self.device = self.root / "device.json"
+        self.prompts = self.root / "prompts.jsonl"
+        # Which prompts were measured, with which models and settings.
+        self.progress = self.root / "measured.json"
 
     def role(self, name: str) -> Role:
         return Role(self.root / name)
@@ -69,19 +60,6 @@ class Folder:
         if not found:
             raise QuantFilesError(f"{self.root} has no measurements: {self.role(TARGET).measured.parent} is empty")
         return found
-
-    @property
-    def device(self) -> Path:
-        return self.root / "device.json"
-
-    @property
-    def prompts(self) -> Path:
-        return self.root / "prompts.jsonl"
-
-    @property
-    def progress(self) -> Path:
-        """The file that records which prompts were measured, with which models and settings."""
-        return self.root / "measured.json"
 
 
 def write_json(path: Path, content: Any) -> None:
@@ -139,21 +117,22 @@ def hash_prompts(prompts: Sequence[str]) -> str:
 
 def measuring_config(prefix: Path) -> dict[str, Any]:
     """Return the QUANT_CONFIG of an engine that measures into files with this prefix."""
-    return _common(prefix, []) | {"mode": "MEASURE"}
+    return _make_config(prefix, [], mode="MEASURE")
 
 
 def serving_config(prefix: Path, method: str, exclude: Sequence[str], unseen: Sequence[str]) -> dict[str, Any]:
     """Return the QUANT_CONFIG of an engine that serves; unseen and excluded modules keep their precision."""
     patterns = [*exclude, *(f"^{re.escape(name)}$" for name in unseen)]
     scale_format = "const" if SCALE_METHODS[method].weight_per_channel else "scalar"
-    return _common(prefix, patterns) | {"mode": "QUANTIZE", "scale_method": method, "scale_format": scale_format}
+    return _make_config(prefix, patterns, mode="QUANTIZE", scale_method=method, scale_format=scale_format)
 
 
-def _common(prefix: Path, exclude: Sequence[str]) -> dict[str, Any]:
+def _make_config(prefix: Path, exclude: Sequence[str], **options: str) -> dict[str, Any]:
     return {
         "method": "HOOKS",
         "observer": "maxabs",
         "allowlist": {"types": [], "names": []},
         "blocklist": {"types": [], "names": list(exclude)},
         "dump_stats_path": str(prefix.absolute()),
+        **options,
     }

@@ -1,6 +1,6 @@
 """Measure the largest value of every layer of a target and its drafter, in the engine that will serve them.
 
-Prompts run in chunks. After each chunk the ranks write their maxima so far, which are merged into those of earlier
+Prompts run in chunks. After each chunk, the ranks write their maxima so far, which are merged into those of earlier
 runs, and the number of finished prompts is stored, so that an interrupted run continues after its last chunk.
 """
 
@@ -34,9 +34,6 @@ from vllm_gaudi_spec.tools.io.prompts import load_prompts
 if TYPE_CHECKING:
     from vllm import LLM
 
-# The method of the worker that writes its maxima.
-_SAVE = "save_measurements"
-
 
 @dataclass(frozen=True, kw_only=True)
 class Run:
@@ -62,26 +59,25 @@ class Run:
 def measure(folder: Folder, run: Run, *, fresh: bool = False) -> int:
     """Run the prompts that were not measured yet, and return their number.
 
-    QUANT_CONFIG in the environment has to name the target's `measure_config`, which is written before the engine
-    starts.
+    QUANT_CONFIG in the environment must name the target's `measure_config`, which is written before the engine starts.
     """
     prompts = load_prompts(str(folder.prompts))
     if fresh:
         _forget(folder)
     llm = None
     try:
-        if not all(_fingerprints(run).values()):
+        if not all(_fingerprint(run).values()):
             llm = _open(folder, run, prompts)  # downloads models that are named by their id
         identity = _identity(run, prompts)
-        done = before = _done(folder, run, identity)
+        done = before = _claim(folder, run, identity)
         if done == len(prompts):
             return 0
         llm = llm or _open(folder, run, prompts)
         for chunk in _chunks(prompts, done, run.batch_size):
             _generate(llm, run, chunk)
-            llm.collective_rpc(_SAVE)
+            llm.collective_rpc("save_measurements")
             for name in run.roles:
-                _keep(folder.role(name), run.world, identity[name])
+                _merge_files(folder.role(name), run.world, identity[name])
             done += len(chunk)
             write_json(folder.progress, identity | {"done": done, "of": len(prompts)})
     finally:
@@ -95,16 +91,16 @@ def measure(folder: Folder, run: Run, *, fresh: bool = False) -> int:
 
 def _identity(run: Run, prompts: Sequence[str]) -> dict[str, Any]:
     settings = {k: v for k, v in asdict(run).items() if k not in ("model", "draft", "batch_size")}
-    return _fingerprints(run) | {"prompts": hash_prompts(prompts), "settings": settings}
+    return _fingerprint(run) | {"prompts": hash_prompts(prompts), "settings": settings}
 
 
-def _fingerprints(run: Run) -> dict[str, str]:
+def _fingerprint(run: Run) -> dict[str, str]:
     """Fingerprint the models by role; a head that is part of the target has the target's fingerprint."""
     models = {TARGET: run.model, DRAFT: run.draft or run.model}
     return {name: fingerprint(models[name]) for name in run.roles}
 
 
-def _done(folder: Folder, run: Run, identity: dict[str, Any]) -> int:
+def _claim(folder: Folder, run: Run, identity: dict[str, Any]) -> int:
     """Return how many prompts were measured before, and claim the folder for this run."""
     stored = read_json(folder.progress) if folder.progress.exists() else {}
     for key in sorted({*identity, TARGET, DRAFT}) if stored else ():
@@ -151,7 +147,7 @@ def _open(folder: Folder, run: Run, prompts: Sequence[str]) -> LLM:
         model=run.model,
         tensor_parallel_size=run.world,
         max_num_seqs=run.batch_size,
-        max_model_len=_longest(run, prompts) + run.max_tokens,
+        max_model_len=_measure_longest(run, prompts) + run.max_tokens,
         enable_prefix_caching=False,  # every token of each prompt has to be computed
     )
     if run.method:
@@ -172,7 +168,7 @@ def engine_options(defaults: Mapping[str, Any], overrides: Mapping[str, Any]) ->
     return merged
 
 
-def _longest(run: Run, prompts: Sequence[str]) -> int:
+def _measure_longest(run: Run, prompts: Sequence[str]) -> int:
     from vllm.tokenizers import get_tokenizer
 
     tokenizer = get_tokenizer(run.model)
@@ -195,8 +191,8 @@ def _generate(llm: LLM, run: Run, prompts: Sequence[str]) -> None:
     llm.generate([{"prompt_token_ids": each} for each in ids], sampling, use_tqdm=False)
 
 
-def _keep(role: Role, world: int, model: str) -> None:
-    """Merge the ranks' files into those of earlier runs. Idempotent."""
+def _merge_files(role: Role, world: int, model: str) -> None:
+    """Merge the ranks' files into those of earlier runs; doing it twice changes nothing."""
     merged = {r.rank: r for r in files.read_world(role.measured, world)} if files.find_ranks(role.measured) else {}
     for record in files.read_world(role.raw, world):
         if record.rank in merged:

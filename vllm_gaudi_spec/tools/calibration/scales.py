@@ -1,10 +1,10 @@
 """Make scales from the measurements of ranks, with the arithmetic of Intel Neural Compressor (INC).
 
-FP8 holds x / scale. Every operation is in bfloat16, as in INC, so that a Gaudi gets the numbers that INC would make.
+FP8 holds x / scale. Every operation is in bfloat16, as in INC, so that a Gaudi gets the same numbers.
 
-Ranks get the maximum of an activation over all of them, so that every rank has the scales of a model on one rank.
-Output channels of a weight are concatenated where ranks hold different channels, and get the maximum where ranks share
-them. A rank's part of a sum is dropped, since only an FP8 all-reduce, which is off, would be scaled by it.
+All ranks get the maximum of an activation over ranks, so that each has the scales of a model on one rank. Output
+channels of a weight are concatenated if ranks hold different channels, and get the maximum if ranks share them. A
+rank's part of a sum is dropped, since only an FP8 all-reduce, which is off, would use it.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ _BITS = torch.bfloat16
 
 @dataclass(frozen=True)
 class Fp8Card:
-    """The range of a card's FP8, and the scales that its matrix engine applies at no cost."""
+    """The range of a card's FP8, and the scales that its matrix engine applies for free."""
 
     largest: float
     smallest_scale: float
@@ -72,7 +72,7 @@ SCALE_METHODS = {
 }
 """Maps INC's names to methods. INC's `opt` methods need the weights and run on a Gaudi while it loads them."""
 
-# Share of FP8's range that the largest measured value takes: a prompt may bring a larger activation, weights are fixed.
+# The share of FP8's range that the largest measured value takes. Prompts may bring larger activations, unlike weights.
 _ACTIVATION_SHARE, _WEIGHT_SHARE = 0.25, 0.5
 _TINY = torch.finfo(_BITS).tiny
 

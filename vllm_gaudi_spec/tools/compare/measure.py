@@ -33,7 +33,6 @@ Log = Callable[[str], None]
 LONGEST_FIXED_PROMPT = 32
 """An upper bound for the tokens of a fixed prompt, in any vocabulary."""
 WARMUP_TOKENS = 16
-OTHER_TOKENS = 128
 # Two candidates closer than this are tied, since kernels for one and for several rows round differently.
 TIE = 1e-4
 # A drafter has a cache of its own, and blocks are not filled to the end.
@@ -51,8 +50,6 @@ class Setup:
 
     model: str
     prompts: list[str]
-    other_prompts: list[str]
-    """Prompts for a second acceptance rate, after the measured run; may be empty."""
     dtype: str
     osl: int
     batch_size: int
@@ -65,9 +62,7 @@ class Setup:
 
     def engine_options(self, config: dict[str, Any] | None) -> dict[str, Any]:
         tokenizer = get_tokenizer(self.model)
-        longest = max(
-            LONGEST_FIXED_PROMPT, *(len(tokenizer.encode(text)) for text in self.prompts + self.other_prompts)
-        )
+        longest = max(LONGEST_FIXED_PROMPT, *(len(tokenizer.encode(text)) for text in self.prompts))
         return dict(
             model=self.model,
             dtype=self.dtype,
@@ -166,7 +161,6 @@ class Run:
             "compiled_after_warmup": steps["device"].get("compiled_after_warmup"),
             "steps": steps["steps"],
             "host_syncs_per_step": steps["host_syncs_per_step"],
-            "acc_rate_elsewhere": self._rate_elsewhere(llm, k) if k and setup.other_prompts else None,
             "matches_baseline": None,
             "trace": str(trace) if trace else None,
             "answers": [
@@ -174,12 +168,6 @@ class Run:
                 for answer in self.answers
             ],
         }
-
-    def _rate_elsewhere(self, llm: LLM, k: int) -> float | None:
-        self._log(f"{len(self.setup.other_prompts)} other prompts, for the acceptance rate alone")
-        answers = self.setup.generate(llm, self.setup.other_prompts, min(OTHER_TOKENS, self.setup.osl))
-        rate: float | None = count_acceptance(answers, k)["acc_rate"]
-        return rate
 
     def compare_with(self, base: Run) -> None:
         """Add the comparison with the baseline to the report; the baseline's engine resolves ties."""

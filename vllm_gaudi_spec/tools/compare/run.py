@@ -6,7 +6,6 @@ As a program, this is the engine part of `gaudi-spec demo`, in a process whose e
 from __future__ import annotations
 
 import argparse
-import runpy
 import sys
 from collections.abc import Sequence
 from pathlib import Path
@@ -24,11 +23,10 @@ from vllm_gaudi_spec.tools.compare.tasks import (
     DEMO,
     PROMPTS,
     TASKS,
-    demo_targets,
-    draft_model,
-    speculative_config,
-    tasks_of,
-    uses_demo_drafter,
+    find_demo_targets,
+    find_draft_model,
+    list_tasks,
+    make_speculative_config,
 )
 from vllm_gaudi_spec.tools.demo_model import demo_model_path
 from vllm_gaudi_spec.tools.io import output
@@ -40,8 +38,6 @@ if TYPE_CHECKING:
     from vllm_gaudi_spec.tools.compare.measure import Run, Setup
 
 
-OTHER_PROMPTS = 8
-TRAINING_PROMPTS = DEMO / "training_prompts.py"
 ENOUGH_S = 60.0
 """Seconds after which no further turn starts, so that a slow machine takes fewer turns."""
 SHARE_FOR_KV = 0.9
@@ -165,7 +161,7 @@ class Comparison:
         from vllm_gaudi_spec.tools.compare.measure import Run
 
         try:
-            runs[name] = Run(name, speculative_config(name, self.options), setup, self.log)
+            runs[name] = Run(name, make_speculative_config(name, self.options), setup, self.log)
         except Exception as error:
             self.drop(runs, {name: error})
 
@@ -182,7 +178,7 @@ def make_setup(options: argparse.Namespace, *, computes_on_host: bool) -> Setup:
 
     model = options.model
     if not model:
-        (folder,) = demo_targets(options)
+        (folder,) = find_demo_targets(options)
         model = demo_model_path() if folder is None else str(DEMO / folder)
     if options.prompts:
         prompts = load_prompts(options.prompts, options.num_prompts)
@@ -191,47 +187,29 @@ def make_setup(options: argparse.Namespace, *, computes_on_host: bool) -> Setup:
     return Setup(
         model=model,
         prompts=prompts,
-        other_prompts=load_other_prompts() if needs_other_prompts(options) else [],
         dtype=options.dtype or ("float32" if computes_on_host else "auto"),
         **{name: getattr(options, name) for name in Setup.OPTIONS if name != "turns"},
         turns=1 if any(TASKS[name].remembers_answers for name in options.tasks) else options.turns,
     )
 
 
-def needs_other_prompts(options: argparse.Namespace) -> bool:
-    """Whether the only task drafts with a drafter of the demo, which was trained on the fixed prompts."""
-    (name, *others) = options.tasks
-    return not (others or options.model or options.draft_model) and TASKS[name].was_trained_on_the_prompts
-
-
-def load_other_prompts() -> list[str]:
-    written = runpy.run_path(str(TRAINING_PROMPTS))
-    questions = written["OUT_OF_TEMPLATE"]
-    return [written["as_chat"](question) for question in questions[:: len(questions) // OTHER_PROMPTS]]
-
-
 def check_installation(options: argparse.Namespace) -> None:
     """Check the models, the demo's files and the platform before a model is loaded."""
     from vllm_gaudi_spec.platforms.base import is_active
 
-    for path in list_demo_files(options):
-        if not path.exists():
-            raise ValueError(
-                f"{path}, which belongs to the demo, is missing from this installation; install it again, or give "
-                "--model and --draft"
-            )
-    if mistake := output.find_model_mistake(options.model, *(draft_model(name, options) for name in options.tasks)):
+    drafters = [find_draft_model(name, options) for name in options.tasks]
+    demo = [Path(str(drafter)) for drafter in drafters if drafter and Path(drafter).is_relative_to(DEMO)]
+    if not options.model:
+        demo += [DEMO / folder for folder in find_demo_targets(options) if folder]
+    if missing := [str(path) for path in demo if not path.exists()]:
+        raise ValueError(
+            f"{missing[0]}, a part of the demo, is missing from this installation; install it again, or give --model "
+            "and --draft"
+        )
+    if mistake := output.find_model_mistake(options.model, *drafters):
         raise ValueError(mistake)
     if not is_active():
         raise ValueError("vLLM runs on another platform plugin; unset VLLM_PLUGINS, or set it to gaudi_spec")
-
-
-def list_demo_files(options: argparse.Namespace) -> list[Path]:
-    """Return the files of this package that the tasks read."""
-    drafters = [draft_model(name, options) for name in options.tasks if uses_demo_drafter(name, options)]
-    targets = [] if options.model else [DEMO / folder for folder in demo_targets(options) if folder]
-    prompts = [TRAINING_PROMPTS] if needs_other_prompts(options) else []
-    return [*map(Path, filter(None, drafters)), *targets, *prompts]
 
 
 def name_trace(name: str, options: argparse.Namespace) -> Path | None:
@@ -303,7 +281,7 @@ def make_row(report: dict[str, Any]) -> tuple[str, ...]:
         f"{report['tokens_per_s']:.1f}",
         f"{speedup['ratio']:.2f}" if speedup else "1.00" if report["task"] == BASELINE else "-",
         "{low:.2f} to {high:.2f}".format(**speedup) if speedup else "-",
-        f"{record.mean_acceptance_length(report):.2f}",
+        f"{record.compute_acceptance_length(report):.2f}",
         f"{report['tokens_per_step']:.2f}",
         "-" if rate is None else f"{rate:.3f}",
         ", ".join(f"{number} {name}" for name, number in matches.items()) if matches else "-",
@@ -317,7 +295,7 @@ def parse_options(arguments: Sequence[str]) -> argparse.Namespace:
     parser = Parser(description=f"{__doc__}\n\n{command_line.DESCRIPTION}")
     command_line.add_to(parser)
     options = parser.parse_args(arguments)
-    options.tasks = tasks_of(options)
+    options.tasks = list_tasks(options)
     if mistake := command_line.find_mistake(options):
         parser.error(mistake)
     return options

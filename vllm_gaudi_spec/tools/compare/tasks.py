@@ -42,10 +42,6 @@ class Task:
     demo_drafts: int | None = None
     """The maximum number of drafts of the demo's drafter, if it has a limit."""
 
-    @property
-    def was_trained_on_the_prompts(self) -> bool:
-        return self.needs_draft_model and self.demo_target is None
-
 
 BASELINE = "baseline"
 _DEMOS: dict[str, dict[str, Any]] = {
@@ -83,7 +79,7 @@ _RULES = [rule for rule in RULES if rule != "synthetic"]
 _DRAFTING = ("greedy", "probabilistic", "coupled")
 
 
-def speculative_config(name: str, options: argparse.Namespace) -> dict[str, Any] | None:
+def make_speculative_config(name: str, options: argparse.Namespace) -> dict[str, Any] | None:
     """Return the task's `speculative_config` for vLLM."""
     task = TASKS[name]
     if task.method is None:
@@ -92,13 +88,13 @@ def speculative_config(name: str, options: argparse.Namespace) -> dict[str, Any]
     config = {"method": task.method, "num_speculative_tokens": min(options.num_spec_tokens, max_drafts or sys.maxsize)}
     config |= {name: getattr(options, name) for name in task.options}
     if task.needs_draft_model:
-        config["model"] = draft_model(name, options)
+        config["model"] = find_draft_model(name, options)
     for choice in options.acceptance or ():
         config["rejection_sample_method" if choice in _RULES else "draft_sample_method"] = choice
     return config
 
 
-def draft_model(name: str, options: argparse.Namespace) -> str | None:
+def find_draft_model(name: str, options: argparse.Namespace) -> str | None:
     """Return the user's draft model, else the demo's if the target is the demo model."""
     drafter = TASKS[name].demo_drafter
     return str(DEMO / drafter) if drafter and uses_demo_drafter(name, options) else options.draft_model
@@ -108,20 +104,20 @@ def uses_demo_drafter(name: str, options: argparse.Namespace) -> bool:
     return not (options.draft_model or options.model) and TASKS[name].demo_drafter is not None
 
 
-def demo_targets(options: argparse.Namespace) -> set[str | None]:
+def find_demo_targets(options: argparse.Namespace) -> set[str | None]:
     """Return the targets of the tasks that draft; None stands for the demo model."""
     drafting = [TASKS[name] for name in options.tasks if TASKS[name].method is not None]
     return {task.demo_target for task in drafting} or {None}
 
 
-def tasks_of(options: argparse.Namespace) -> list[str]:
+def list_tasks(options: argparse.Namespace) -> list[str]:
     """Return each task once, with the baseline first if there are several."""
-    asked = [name for task in options.task for name in (compared(options) if task == COMPARE else [task])]
+    asked = [name for task in options.task for name in (_list_compared(options) if task == COMPARE else [task])]
     return list(dict.fromkeys(asked if len(set(asked)) == 1 else [BASELINE, *asked]))
 
 
-def compared(options: argparse.Namespace) -> list[str]:
-    return [name for name in COMPARED if draft_model(name, options) or not TASKS[name].needs_draft_model]
+def _list_compared(options: argparse.Namespace) -> list[str]:
+    return [name for name in COMPARED if find_draft_model(name, options) or not TASKS[name].needs_draft_model]
 
 
 # ---- options -----------------------------------------------------------------------------------------------
@@ -137,8 +133,8 @@ Without --model, the target is the demo model, and --draft may be left out: its 
 eagle3, medusa and mtp, the demo has a tiny model with poor texts but high acceptance. With a model of your own and no
 --draft, `compare` leaves out the methods that need one; mtp drafts with the model itself.
 
-The drafters of the demo model were trained on the fixed prompts. If one of them is the only task, its acceptance rate
-on other prompts is reported as well.
+The drafters of the demo model were trained on the fixed prompts, so their acceptance rate is lower on --prompts of
+yours.
 
 Exit status: 0 when the task ran and met its threshold, 1 when it failed (the last line has the reason), 2 for wrong
 options.
@@ -227,18 +223,18 @@ def add_to(parser: argparse.ArgumentParser, num_prompts: str = "default: as --ba
 
 
 def find_mistake(options: argparse.Namespace) -> str | None:
-    """Return a message about options that contradict each other, or None. Needs `options.tasks` from `tasks_of`."""
+    """Return a message about options that contradict each other, or None. Needs `options.tasks` from `list_tasks`."""
     names = " and ".join(options.tasks)
     drafting = [name for name in options.tasks if TASKS[name].needs_draft_model]
     choices = options.acceptance or []
     if options.draft_model and not drafting:
         return f"task {names} needs no draft model; leave out --draft"
-    if lacking := [name for name in drafting if not draft_model(name, options)]:
+    if lacking := [name for name in drafting if not find_draft_model(name, options)]:
         return f"task {lacking[0]} needs --draft"
     if all(TASKS[name].method is None for name in options.tasks):
         if choices or options.assert_accept_rate is not None:
             return f"task {names} drafts nothing; leave out --acceptance and --assert-accept-rate"
-    if not options.model and len(demo_targets(options)) > 1:
+    if not options.model and len(find_demo_targets(options)) > 1:
         return f"the demo has no common target for {names}; run one at a time, or give --model"
     if any(len([one for one in choices if one in kind]) > 1 for kind in (_RULES, _DRAFTING)):
         return "--acceptance takes at most one rule and one drafting mode"

@@ -15,8 +15,7 @@ from vllm_gaudi_spec.tools.io.command_line import add_shared, at_least, json_obj
 DESCRIPTION = """\
 Run a mixed workload on a model, and report whether a Gaudi or an Ascend NPU runs only graphs that warm-up captured. The
 workload has prompts of many lengths, batches that grow and shrink, all kinds of sampling, late arrivals and aborts. The
-default device is an emulated Gaudi, which needs no card. Figures named "estimate" are computed from counted bytes and
-operations, not measured.
+default device is an emulated Gaudi, which needs no card.
 
 Examples:
   gaudi-spec graph-check

@@ -6,8 +6,6 @@ from collections import Counter
 from collections.abc import Iterator, Sequence
 from typing import Any
 
-from vllm_gaudi_spec.config import GAUDIS
-
 Event = tuple[str, str, str]
 Line = dict[str, Any]
 """The keys are count, what, where."""
@@ -67,7 +65,6 @@ def count_phase(meter: Meter) -> dict[str, Any]:
         "fallbacks": _subtract(_read_metric(last, "cpu_fallback"), _read_metric(first, "cpu_fallback")),
         "fallback_lines": [],
         **dict.fromkeys(("garbage_reads", "upload_bytes", "download_bytes", "kv_bytes_read")),
-        "estimate_seconds": {},  # by generation of Gaudi
     }
     before, after = find_emulated(first), find_emulated(last)
     if before is None or after is None:
@@ -87,8 +84,6 @@ def count_phase(meter: Meter) -> dict[str, Any]:
         "dynamic_lines": _list_lines(events, "dynamic op"),
         "fallback_lines": _list_lines(events, "CPU fallback"),
     }
-    if after["estimate"] is not None:
-        found["estimate_seconds"] = {generation: estimate(meter.steps, generation) for generation in GAUDIS}
     return found
 
 
@@ -107,20 +102,6 @@ def _list_lines(events: Counter[Event], kind: str) -> list[Line]:
         for (its_kind, what, where), count in events.most_common()
         if its_kind == kind
     ]
-
-
-def estimate(steps: Sequence[dict[str, int]], generation: str) -> dict[str, float]:
-    """Return the estimated seconds of the mean, median and longest step."""
-    from card_emulator.cost import step_seconds
-    from card_emulator.counters import Tally
-
-    names = Tally.__dataclass_fields__
-    seconds = sorted(
-        step_seconds(Tally(**{name: step[name] for name in names if name in step}), generation) for step in steps
-    )
-    if not seconds:
-        return {}
-    return {"mean": sum(seconds) / len(seconds), "median": seconds[len(seconds) // 2], "longest": seconds[-1]}
 
 
 def count_graphs(warm: dict[str, Any], last: dict[str, Any]) -> dict[str, Any]:
@@ -244,9 +225,6 @@ def _make_phase_rows(phase: dict[str, Any]) -> Iterator[tuple[str, str]]:
     yield "bytes uploaded per step", per_step("upload_bytes")
     yield "bytes downloaded per step", per_step("download_bytes")
     yield "KV bytes read per step", per_step("kv_bytes_read")
-    for generation, seconds in phase["estimate_seconds"].items():
-        text = ", ".join(f"{name} {value * 1e3:.3f} ms" for name, value in seconds.items())
-        yield f"estimate of a step, {generation}", text or "no steps"
 
 
 def _make_line_rows(lines: Sequence[Line]) -> Iterator[tuple[str, str]]:

@@ -33,6 +33,8 @@ def add_to(commands: Any) -> None:
 
 
 def start(options: argparse.Namespace, arguments: Sequence[str]) -> int:
+    from jinja2 import UndefinedError
+
     from vllm_gaudi_spec.tools.report import page, record
 
     if mistake := find_mistake("--output", options.output):
@@ -40,8 +42,14 @@ def start(options: argparse.Namespace, arguments: Sequence[str]) -> int:
     if record.is_record(options.output):
         return fail("report", f"--output would overwrite the record {options.output}; name another file")
     try:
-        page.write([page.Run(str(path), record.read(path)) for path in options.runs], options.output)
-    except (record.RecordError, OSError) as error:
+        runs = [page.Run(str(path), record.read(path)) for path in options.runs]
+    except record.RecordError as error:
         return fail("report", str(error))
+    for run in runs:
+        try:
+            page.render([run])
+        except (LookupError, TypeError, ValueError, ArithmeticError, AttributeError, UndefinedError) as error:
+            return fail("report", f"{run.name} is damaged ({type(error).__name__}: {error}); make it again")
+    page.write(runs, options.output)
     print(f"report: {options.output.absolute()}")
     return FINE

@@ -18,7 +18,7 @@ from typing import Any
 from vllm_gaudi_spec.config import UNIVERSAL_DRAFT
 from vllm_gaudi_spec.methods import METHODS
 from vllm_gaudi_spec.tools.io import output
-from vllm_gaudi_spec.tools.report.record import describe_measurement, mean_acceptance_length
+from vllm_gaudi_spec.tools.report.record import compute_acceptance_length, describe_measurement
 
 BASELINE = "baseline"
 # Two measurements of the same configuration differ by as much.
@@ -68,7 +68,7 @@ def _describe_run(run: Run, fastest: float) -> dict[str, Any]:
     record, settings = run.record, run.record["settings"]
     tasks = [_describe_task(name, task, record["tasks"], fastest) for name, task in record["tasks"].items()]
     answers = next(iter(record["tasks"].values()))["answers"]
-    variables = [f"{name}={shlex.quote(value)}" for name, value in record["environment"].items()]
+    variables = [f"{shlex.quote(name)}={shlex.quote(value)}" for name, value in record["environment"].items()]
     return {
         "name": run.name,
         "model": PurePath(settings["model"]).name,
@@ -99,8 +99,7 @@ def _summarize(tasks: list[dict[str, Any]]) -> str:
 
 
 def _describe_task(name: str, task: dict[str, Any], tasks: dict[str, Any], fastest: float) -> dict[str, Any]:
-    speedup, drafted_steps = task["speedup"], sum(task["accepted_lengths"])
-    matches = task["matches_baseline"]
+    speedup, matches, num_steps = task["speedup"], task["matches_baseline"], sum(task["accepted_lengths"])
     return {
         **task,
         "name": name,
@@ -108,14 +107,12 @@ def _describe_task(name: str, task: dict[str, Any], tasks: dict[str, Any], faste
         "drafter": PurePath(task["draft_model"]).name if task["draft_model"] else "",
         "bar": _percent(task["tokens_per_s"], fastest),
         "ratio": 1.0 if name == BASELINE and len(tasks) > 1 else speedup["ratio"] if speedup else None,
-        "mean_acceptance_length": mean_acceptance_length(task),
+        "acceptance_length": compute_acceptance_length(task),
         "same_text": ", ".join(f"{number} {kind}" for kind, number in matches.items() if number) if matches else "",
-        "drafted_steps": drafted_steps,
+        # For 0, 1, ... k: the acceptance rate of that position, and the steps that accepted as many drafts.
         "positions": [
-            (position, _percent(count, drafted_steps)) for position, count in enumerate(task["acc_counts"], 1)
-        ],
-        "lengths": [
-            (length, count, _percent(count, drafted_steps)) for length, count in enumerate(task["accepted_lengths"])
+            (number, _percent(rate, num_steps) if number else None, steps, _percent(steps, num_steps))
+            for number, (rate, steps) in enumerate(zip([0, *task["acc_counts"]], task["accepted_lengths"], strict=True))
         ],
         "spreads": [_spread(task, latency) for latency in _LATENCIES],
     }
