@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import Any
 
 from vllm_gaudi_spec import versions
+from vllm_gaudi_spec.environment import list_set_variables
 
 FORMAT = "vllm-gaudi-spec run"
 VERSION = 4
