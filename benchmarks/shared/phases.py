@@ -95,9 +95,9 @@ def _functions(runner: Any) -> Iterator[tuple[Any, str, str]]:
     yield runner.sampling, "branch", "prepare sampling"
     yield runner.sampling, "make_pass", "prepare sampling"
     yield runner.device_step, "finish", "finish call"
-    yield runner, "send", "report"
+    yield runner.reports, "send", "report"
     yield Report, "get_output", "report"
     yield runner.backend.memory, "download", WAIT
-    if runner.drafting is not None:
+    if runner.speculation is not None:
         for name in ("follow", "propose", "propose_on_host"):
             yield runner.drafting, name, "draft"
