@@ -114,8 +114,8 @@ class ModelRunner(RunnerParts):
         self.drafting.apply(self.requests)
         if (status := scheduled.drafter_status) is not None:
             self.drafter_status = status
-            resumed, stopped = (self.requests.find_running(names) for names in status[:2])
-            self.drafting.update_drafter_state(resumed, stopped, disabled=status.is_off)
+            restarted, excluded = (self.requests.find_running(names) for names in status[:2])
+            self.drafting.update_drafter_state(restarted, excluded, disabled=status.is_off)
 
     def max_scheduled_drafts(self, scheduled: SchedulerOutput) -> dict[str, int]:
         """Return the most drafts of each request that this step may verify.

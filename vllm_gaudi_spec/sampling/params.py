@@ -326,7 +326,7 @@ class Sampling:
         self._tables = (self._floats, self._ints, self._allowed, *self._logit_edits.tables)
 
     def admit(self, request: Request) -> None:
-        """Write a request's parameters into its row."""
+        """Note a request's parameters for its row, which `flush` copies to the device."""
         params, row = request.params, request.row
         floats = np.array([getattr(params, name) for name in _FLOATS], dtype=np.float32)
         if params.top_p >= 1:

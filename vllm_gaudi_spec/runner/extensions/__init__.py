@@ -1,7 +1,6 @@
 """Extensions of the model runner: features that only some models or options need.
 
-The runner holds a list of them and calls their hooks; it knows none by name. To delete a feature, delete its file and
-its line in `RunnerParts._make_extensions`.
+The runner holds a list of them and calls their hooks. `RunnerParts._make_extensions` chooses them.
 """
 
 from __future__ import annotations
