@@ -140,6 +140,8 @@ def measure(runner: Any, phases: Phases, batch: int, steps: int) -> dict[str, An
     taken = []
     for _ in range(steps):
         runner.requests.computed_R[rows], runner.requests.num_drafts_R[rows] = CONTEXT, NUM_DRAFTS
+        if (history := getattr(runner.drafting, "_history", None)) is not None:  # drafts of the host
+            history._drafts_np[rows.tolist()] = [NUM_DRAFTS, *[1] * NUM_DRAFTS]
         runner.backend.memory.synchronize()
         phases.take()
         started = time.perf_counter()

@@ -68,9 +68,10 @@ class DeviceRows:
 
     def flush(self) -> None:
         """Copy the changed rows to the device. This is a no-op in steps without admissions."""
-        changed, self._changed = self._changed, {}
-        for group in group_rows(list(changed.items())):
+        for group in group_rows(list(self._changed.items())):
             self._write([row for row, _ in group], [values_X for _, values_X in group])
+            for row, _ in group:  # only now: an error leaves the rest for the next call
+                del self._changed[row]
 
     def warm_up(self) -> None:
         """Run the writes of an admission on the pad row."""

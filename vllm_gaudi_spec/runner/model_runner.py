@@ -67,6 +67,7 @@ class ModelRunner(RunnerParts):
         pending, self.pending = self.pending, []
         self.recorder.step_done()
         output = pooling.report(pending, self.recorder.make_counts(self.backend))
+        self.batches = []  # they hold outputs of encoders that vLLM may free
         self.backend.graphs.step_done()
         return output
 
@@ -85,6 +86,7 @@ class ModelRunner(RunnerParts):
         max_drafts = self.max_drafts_after(self.scheduled)
         self.report = self.finish(pending, read_grammars(constraints, self.scheduled), max_drafts)
         self.report.worker_counts = self.recorder.make_counts(self.backend)
+        self.batches, self.rows_alone = [], None
         self.backend.graphs.step_done()
         return self.report if self.async_scheduling else self.read(self.report, max_drafts)
 
@@ -109,8 +111,11 @@ class ModelRunner(RunnerParts):
         self.kv_cache.apply(scheduled)
         for extension in self.extensions:
             extension.apply(scheduled, self.requests)
-        for request in self.requests.admitted:
-            self.sampling.admit(request)
+        if self.pooling is None:
+            for request in self.requests.admitted:
+                self.sampling.admit(request)
+            # Not in the sampling pass: a pass of background warm-up may only compile, and would lose the values.
+            self.sampling.flush()
         self.drafting.apply(self.requests)
         if (status := scheduled.drafter_status) is not None:
             self.drafter_status = status

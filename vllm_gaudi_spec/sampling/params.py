@@ -410,7 +410,6 @@ class Sampling:
 
     def make_pass(self, batch: SampleBatch, branch: Branch, grammars: dict[str, Grammar]) -> SamplePass:
         """Copy the inputs of a pass over a batch to the device. `branch` covers its requests."""
-        self.flush()
         parts = [batch.rows_np]
         if batch.index_np is not None and batch.slots_np is not None:
             parts += [batch.index_np, batch.slots_np]

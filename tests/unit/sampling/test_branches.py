@@ -179,6 +179,7 @@ class Case:
             length = len(request.all_token_ids)
             first_B[index] = length - 1
             requests.history_RM[request.row, length : length + K] = self.drafts[index]
+        given.flush()
         sample_pass = given.make_pass(batch, branch, self.grammars)
         rows_B, listed, grammars = sample_pass.split()
         inputs = given.gather(rows_B, branch, sample_pass.edit_sizes, grammars)

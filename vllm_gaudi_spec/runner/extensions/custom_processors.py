@@ -28,7 +28,9 @@ class CustomProcessors(Extension):
         """
         if vllm_config.speculative_config is not None:
             return None  # start-up refuses processors together with speculation
-        built = build_logitsprocs(vllm_config, device, False, False, vllm_config.model_config.logits_processors or ())
+        model_config = vllm_config.model_config
+        is_pooling = model_config.runner_type == "pooling"
+        built = build_logitsprocs(vllm_config, device, False, is_pooling, model_config.logits_processors or ())
         processors = [processor for processor in built.all if type(processor) not in BUILTIN_LOGITS_PROCESSORS]
         return cls(processors, max_rows) if processors else None
 
