@@ -27,8 +27,9 @@ if TYPE_CHECKING:
     from vllm.sampling_params import SamplingParams
     from vllm.v1.outputs import LogprobsTensors
 
-    from vllm_gaudi_spec.attention.metadata import Blocks, MultimodalInputs, StepInputs
+    from vllm_gaudi_spec.attention.metadata import Blocks, MultimodalInputs
     from vllm_gaudi_spec.attention.row_operations import RowOperations
+    from vllm_gaudi_spec.step_inputs import StepInputs
 
 # --- requests ---
 

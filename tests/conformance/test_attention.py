@@ -220,7 +220,7 @@ def test_layers_of_one_call(backend: DeviceBackend, decode: bool) -> None:
 
 
 def test_own_operations_are_called(backend: DeviceBackend) -> None:
-    """Those of a layer that is measured or quantized, where the device serves such layers."""
+    """A measured or quantized layer replaces operations, and the device's kernels must call its own."""
     if not backend.traits.takes_quant_config:
         pytest.skip(f"QUANT_CONFIG is refused on {backend.traits.name}")
     called: set[str] = set()

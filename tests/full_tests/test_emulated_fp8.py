@@ -105,7 +105,7 @@ def test_fp8_weights_stay_fp8(num_ranks: int, looping_llama: str, tmp_path: Path
 
 @pytest.mark.slow
 def test_deepseek_mtp_in_fp8_blocks(tmp_path: Path) -> None:
-    """As DeepSeek-V3 is published; what latent attention absorbs is dequantized."""
+    """DeepSeek-V3 is published in this form. The matrices that latent attention absorbs are dequantized."""
     quantized, _ = rewritten(save_deepseek_with_mtp(tmp_path / "plain"), "fp8-block", tmp_path)
     kept = {torch.float8_e4m3fn, torch.float32}
     texts_with_and_without_drafts(quantized, NATIVE, speculative=MTP, least=5, kept_as=kept)

@@ -157,7 +157,7 @@ def table_in(said: str) -> dict[str, list[str]]:
 @pytest.mark.slow  # CI runs one of them on an emulated card
 @pytest.mark.parametrize("task", ["medusa", "eagle", "eagle3", "mtp"])
 def test_demo_heads(task: str, tmp_path: Path) -> None:
-    """With nothing but the task's name, for the default number of drafts."""
+    """The task's name is enough to choose a head, which drafts the default number of tokens."""
     file = tmp_path / "report.json"
     status, said = script("--task", task, "--osl", "24", "--batch_size", "4", "--run_base", "--json", str(file))
     assert status == 0, said

@@ -5,12 +5,10 @@ vLLM's model classes take the tokens. Our attention backend gets the rest throug
 
 from __future__ import annotations
 
-import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any, NamedTuple
 
-import numpy as np
 import torch
 
 from vllm_gaudi_spec.attention.row_operations import RowOperations
@@ -373,110 +371,6 @@ class Blocks(NamedTuple):
     """int32 in host memory, for devices that need it: an upper bound of each row's tokens of KV when the graph ends."""
     counts_B: torch.Tensor | None = None
     """int32 in host memory, for prompt chunks: number of tokens of each row, for which `lengths_B` is exact."""
-
-
-class HostBlocks(NamedTuple):
-    """`Blocks` on the host, before `StepInputs.pack` copies them to the device."""
-
-    tables: tuple[np.ndarray, ...] = ()
-    sizes: tuple[int, ...] = ()
-    flat: tuple[np.ndarray, ...] = ()
-    lengths_B: torch.Tensor | None = None
-    counts_B: torch.Tensor | None = None
-
-
-_SECTION = 16
-"""Alignment in elements of the sections of a packed tensor, as kernels prefer aligned addresses."""
-
-
-class Packing(NamedTuple):
-    """Several int32 tensors packed into one, which is copied to the device once and split inside the graph."""
-
-    packed: torch.Tensor
-    shapes: tuple[tuple[int, ...], ...]
-
-    @classmethod
-    def pack(cls, arrays: Sequence[np.ndarray], upload: Callable[[torch.Tensor], torch.Tensor]) -> Packing:
-        packed_np = np.zeros(sum(_round_up(array.size) for array in arrays), dtype=np.int32)
-        begin = 0
-        for array in arrays:
-            packed_np[begin : begin + array.size] = array.reshape(-1)
-            begin += _round_up(array.size)
-        return cls(upload(torch.from_numpy(packed_np)), tuple(array.shape for array in arrays))
-
-    def split(self) -> list[torch.Tensor]:
-        """Return the tensors, as views."""
-        parts, begin = [], 0
-        for shape in self.shapes:
-            size = math.prod(shape)
-            parts.append(self.packed.narrow(0, begin, size).view(shape))
-            begin += _round_up(size)
-        return parts
-
-
-def _round_up(size: int) -> int:
-    return -(-size // _SECTION) * _SECTION
-
-
-class RowInputs(NamedTuple):
-    """`StepInputs`, split inside a graph."""
-
-    rows_B: torch.Tensor
-    """int64: rows of the request state; padding has the pad row."""
-    starts_B: torch.Tensor
-    """int32: position of each row's first token, as the host knows it."""
-    counts_B: torch.Tensor
-    """int32: number of tokens of each row."""
-    max_drafts_B: torch.Tensor
-    """int32: most drafts of each row after this step, besides the limits of its request."""
-    more_BX: torch.Tensor | None
-    """int32: what a drafter on the host passes for each row."""
-    blocks: Blocks
-
-
-class StepInputs(NamedTuple):
-    """Everything that a forward needs from the host, as one copy: the rows, where they begin, and their KV blocks."""
-
-    packing: Packing
-    block_sizes: tuple[int, ...]
-    has_more: bool
-    lengths_B: torch.Tensor | None
-    counts_B: torch.Tensor | None
-    """`Blocks.lengths_B` and `Blocks.counts_B`, which stay on the host."""
-
-    @classmethod
-    def pack(
-        cls,
-        header_4B: np.ndarray,
-        blocks: HostBlocks,
-        upload: Callable[[torch.Tensor], torch.Tensor],
-        more_BX: np.ndarray | None = None,
-    ) -> StepInputs:
-        """Pack and copy. `header_4B` holds rows, starts, counts and draft limits, in the order of `RowInputs`."""
-        more = [] if more_BX is None else [more_BX]
-        packing = Packing.pack([header_4B, *blocks.tables, *blocks.flat, *more], upload)
-        return cls(packing, blocks.sizes, more_BX is not None, blocks.lengths_B, blocks.counts_B)
-
-    @property
-    def num_rows(self) -> int:
-        return self.packing.shapes[0][1]
-
-    def split(self) -> RowInputs:
-        """Split the copy inside a graph."""
-        header_4B, *rest = self.packing.split()
-        more_BX = rest.pop() if self.has_more else None
-        num_groups = len(self.block_sizes)
-        blocks = Blocks(
-            tuple(rest[:num_groups]), self.block_sizes, tuple(rest[num_groups:]), self.lengths_B, self.counts_B
-        )
-        rows_B, starts_B, counts_B, max_drafts_B = header_4B.unbind(0)
-        return RowInputs(rows_B.long(), starts_B, counts_B, max_drafts_B, more_BX, blocks)
-
-    def copy_header(self) -> StepInputs:
-        """Copy the rows without their blocks inside a graph. The result has the same shape for every context."""
-        shape = self.packing.shapes[0]
-        packing = Packing(self.packing.packed.narrow(0, 0, _round_up(math.prod(shape))).clone(), (shape,))
-        return StepInputs(packing, (), has_more=False, lengths_B=None, counts_B=None)
 
 
 def build_rectangle(

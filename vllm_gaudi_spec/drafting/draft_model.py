@@ -19,13 +19,14 @@ from typing import TYPE_CHECKING, NamedTuple
 import numpy as np
 import torch
 
-from vllm_gaudi_spec.attention.metadata import Packing, StepInputs, build_columns, build_rectangle
+from vllm_gaudi_spec.attention.metadata import build_columns, build_rectangle
 from vllm_gaudi_spec.drafting.base import DeviceProposer
 from vllm_gaudi_spec.drafting.kv_sync import DrafterKVSync
 from vllm_gaudi_spec.drafting.universal.pairs import require_same_vocabulary
 from vllm_gaudi_spec.records import PREFILL, DraftRequest, Drafts, Hidden
 from vllm_gaudi_spec.runner.batch import pad_rows
 from vllm_gaudi_spec.runner.graphs import DRAFTERS_READS, Job
+from vllm_gaudi_spec.step_inputs import Packing, StepInputs
 
 if TYPE_CHECKING:
     from vllm_gaudi_spec.attention.metadata import Inputs

@@ -19,7 +19,7 @@ from typing import TYPE_CHECKING
 
 import torch
 
-from vllm_gaudi_spec.attention.metadata import Blocks, Inputs, StepInputs, build_rectangle
+from vllm_gaudi_spec.attention.metadata import Blocks, Inputs, build_rectangle
 from vllm_gaudi_spec.drafting.base import DeviceProposer
 from vllm_gaudi_spec.drafting.draft_model import draft_chain
 from vllm_gaudi_spec.drafting.kv_sync import DrafterKVSync
@@ -27,6 +27,7 @@ from vllm_gaudi_spec.drafting.vocabulary import ReducedVocabulary, SameVocabular
 from vllm_gaudi_spec.records import PREFILL, Hidden
 from vllm_gaudi_spec.runner.batch import make_batch, make_draft_batch, make_no_samples, make_padding
 from vllm_gaudi_spec.runner.graphs import DRAFTERS_READS, Job
+from vllm_gaudi_spec.step_inputs import StepInputs
 
 if TYPE_CHECKING:
     import numpy as np

@@ -8,8 +8,8 @@ from typing import TYPE_CHECKING, NamedTuple
 
 import numpy as np
 
-from vllm_gaudi_spec.attention.metadata import HostBlocks
 from vllm_gaudi_spec.runner.requests import make_host_lengths
+from vllm_gaudi_spec.step_inputs import HostBlocks
 from vllm_gaudi_spec.upstream.kv_cache import AttentionSpec, KVCacheConfig, KVCacheGroupSpec, KVCacheTensor
 
 if TYPE_CHECKING:

@@ -18,7 +18,6 @@ from vllm_gaudi_spec.runner.graphs import DRAFTS, Job
 from vllm_gaudi_spec.sampling.params import Branch
 
 if TYPE_CHECKING:
-    from vllm_gaudi_spec.attention.metadata import StepInputs
     from vllm_gaudi_spec.drafting.base import DeviceProposer
     from vllm_gaudi_spec.drafting.choice import DraftChoice, DraftProbs
     from vllm_gaudi_spec.drafting.guard import Guard
@@ -30,6 +29,7 @@ if TYPE_CHECKING:
     from vllm_gaudi_spec.runner.shapes import Shapes
     from vllm_gaudi_spec.sampling.params import Branch
     from vllm_gaudi_spec.scheduling.limits import LengthSplit
+    from vllm_gaudi_spec.step_inputs import StepInputs
 
 
 class DeviceDrafting(Drafting):

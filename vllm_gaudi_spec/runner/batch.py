@@ -8,9 +8,10 @@ from typing import TYPE_CHECKING
 import numpy as np
 import torch
 
-from vllm_gaudi_spec.attention.metadata import HostBlocks, Inputs, RowInputs, StepInputs, build_rectangle
+from vllm_gaudi_spec.attention.metadata import Inputs, build_rectangle
 from vllm_gaudi_spec.records import DECODE, Batch, DraftBatch, Planned, SampleBatch, SampledRows
 from vllm_gaudi_spec.runner.hidden_states import Located
+from vllm_gaudi_spec.step_inputs import HostBlocks, RowInputs, StepInputs
 
 if TYPE_CHECKING:
     from collections.abc import Sequence

@@ -12,7 +12,7 @@ from vllm_gaudi_spec.runner.batch import build_inputs, locate
 from vllm_gaudi_spec.sampling.verify import verify, verify_listed
 
 if TYPE_CHECKING:
-    from vllm_gaudi_spec.attention.metadata import MultimodalInputs, StepInputs
+    from vllm_gaudi_spec.attention.metadata import MultimodalInputs
     from vllm_gaudi_spec.devices.base import DeviceBackend
     from vllm_gaudi_spec.drafting.base import Drafting
     from vllm_gaudi_spec.records import Drafts, Verification
@@ -22,6 +22,7 @@ if TYPE_CHECKING:
     from vllm_gaudi_spec.runner.requests import Requests
     from vllm_gaudi_spec.sampling.params import SamplePass, Sampling
     from vllm_gaudi_spec.sampling.verify import Rule
+    from vllm_gaudi_spec.step_inputs import StepInputs
 
 
 class DeviceStep:

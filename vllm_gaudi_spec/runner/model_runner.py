@@ -19,11 +19,11 @@ if TYPE_CHECKING:
     from vllm.config import VllmConfig
     from vllm.v1.outputs import AsyncModelRunnerOutput, DraftTokenIds, ModelRunnerOutput
 
-    from vllm_gaudi_spec.attention.metadata import StepInputs
     from vllm_gaudi_spec.devices.base import DeviceBackend
     from vllm_gaudi_spec.outputs import SpecSchedulerOutput
     from vllm_gaudi_spec.records import Drafts, SampleBatch
     from vllm_gaudi_spec.runner.extensions.pooling import Pooling
+    from vllm_gaudi_spec.step_inputs import StepInputs
     from vllm_gaudi_spec.upstream.scheduler_output import GrammarOutput, SchedulerOutput
 
 

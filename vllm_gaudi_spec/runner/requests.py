@@ -16,10 +16,10 @@ import numpy as np
 import torch
 from vllm.sampling_params import SamplingParams
 
-from vllm_gaudi_spec.attention.metadata import HostBlocks
 from vllm_gaudi_spec.device_rows import group_rows, group_sizes
 from vllm_gaudi_spec.records import FAULTY, NO_ROW, UNVERIFIED, Drafts, PromptEmbeddings, Request
 from vllm_gaudi_spec.sampling.noise import fold_seed, fresh_seed
+from vllm_gaudi_spec.step_inputs import HostBlocks
 
 if TYPE_CHECKING:
     from vllm_gaudi_spec.devices.base import DeviceBackend

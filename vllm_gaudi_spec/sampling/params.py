@@ -12,10 +12,10 @@ from typing import TYPE_CHECKING, NamedTuple
 import numpy as np
 import torch
 
-from vllm_gaudi_spec.attention.metadata import Packing
 from vllm_gaudi_spec.device_rows import DeviceRows
 from vllm_gaudi_spec.records import Listed
 from vllm_gaudi_spec.sampling.logit_edits import EditTables, LogitEdits
+from vllm_gaudi_spec.step_inputs import Packing
 
 if TYPE_CHECKING:
     from vllm.sampling_params import SamplingParams

@@ -1,4 +1,4 @@
-"""What is left in the engine's process: a worker extension that looks at the scheduler and at living objects."""
+"""A worker extension that reports what is left in the engine's process, from its scheduler and its living objects."""
 
 import gc
 import sys
@@ -18,7 +18,7 @@ SHORT_LIVED = (EngineRequest, SpecSchedulerOutput, Request, Batch, StepResult, R
 
 
 class Inside:
-    """For `--worker-extension-cls`. A worker in the engine's process is called from the engine's loop."""
+    """A class for `--worker-extension-cls`. The engine's loop calls a worker that is in the engine's process."""
 
     def inside(self) -> dict[str, Any]:
         engine = _engine()

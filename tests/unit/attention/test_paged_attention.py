@@ -47,7 +47,7 @@ class Scene:
     real: list[int]
     """The number of real queries of each row."""
     blocks: list[dict[int, int]]
-    """For each real row, blocks by their index."""
+    """Maps the index of a block to the block, for each real row."""
 
     def attend(self, form: Form, call: AttentionCall | None = None) -> torch.Tensor:
         """Return [B, Q, H, D]."""
@@ -238,7 +238,7 @@ def test_bfloat16(window: int | None, queries: int, soft_cap: float) -> None:
 @pytest.mark.parametrize("queries", [1, 2, 5, 64])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 def test_values_that_are_a_part_of_the_keys(head_size: int, value_size: int, queries: int, dtype: torch.dtype) -> None:
-    """As in the cache of latent attention, with one head for all queries."""
+    """The cache of latent attention has this form, with one head for all queries."""
     sizes = dict(heads=8, kv_heads=1, head_size=head_size, value_size=value_size)
     check(make_scene([0, 31, 70, 200], queries, **sizes, dtype=dtype, real=[queries, 1, queries, 1]))
 
@@ -331,7 +331,7 @@ def test_o32_queries_that_see_no_key(form: str, sinks: float | None, slopes: boo
 
 @pytest.mark.parametrize("form", ["flat"])
 def test_all_rows_are_padding(form: str) -> None:
-    """As in a warm-up step."""
+    """A warm-up step has only padding."""
     scene = make_scene([10], 2)
     listed = scene.call.flat
     assert listed is not None

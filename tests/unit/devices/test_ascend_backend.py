@@ -383,7 +383,7 @@ def chunks(num_queries: int = 8, **changes: Any) -> AttentionCall:
         (chunks(num_queries=1), {}, False),
         # A decode, for which the host has bounds only.
         (chunks(host_counts_B=None), {}, False),
-        # With bidirectional images.
+        # Bidirectional images need a mask of their own.
         (chunks(spans=Spans(torch.zeros(3, 8, dtype=torch.int32))), {}, False),
     ],
     ids=str,

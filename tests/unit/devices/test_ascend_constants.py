@@ -80,7 +80,7 @@ def test_written_range_is_no_constant() -> None:
     assert names == ["arange", "mul_", "add"]
     _, names = recorded(constants, lambda: torch.arange(4) + torch.ones(4))
     assert names == ["ones", "add"]
-    # For another function that uses the constant, it stays unchanged.
+    # The constant stays unchanged for other functions that use it.
     recorded(constants, lambda: torch.arange(4).fill_(0))
     assert recorded(constants, lambda: torch.arange(4) + 0)[0].tolist() == [0, 1, 2, 3]
 

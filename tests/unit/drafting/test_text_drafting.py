@@ -16,7 +16,6 @@ from tests.unit.drafting.test_autoregressive import BLOCK, Remembers, following
 from tests.unit.drafting.test_retokenizing import Languages
 from tests.unit.drafting.test_token_bytes import random_texts
 from tests.unit.runner.test_shapes import shapes
-from vllm_gaudi_spec.attention.metadata import HostBlocks
 from vllm_gaudi_spec.config import Speculation
 from vllm_gaudi_spec.drafting.choice import DraftChoice, DraftProbs
 from vllm_gaudi_spec.drafting.guard import Guard
@@ -31,6 +30,7 @@ from vllm_gaudi_spec.runner.requests import Requests
 from vllm_gaudi_spec.sampling.params import Sampling
 from vllm_gaudi_spec.sampling.rules.registry import TORCH
 from vllm_gaudi_spec.scheduling.limits import LengthSplit
+from vllm_gaudi_spec.step_inputs import HostBlocks
 
 NUM_ROWS, MAX_LEN = 4, 256
 

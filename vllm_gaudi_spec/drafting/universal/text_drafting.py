@@ -20,7 +20,7 @@ import numpy as np
 import torch
 from vllm.v1.outputs import DraftTokenIds
 
-from vllm_gaudi_spec.attention.metadata import StepInputs, build_rectangle
+from vllm_gaudi_spec.attention.metadata import build_rectangle
 from vllm_gaudi_spec.drafting.base import Drafting
 from vllm_gaudi_spec.drafting.draft_model import NUM_NEWEST, draft_chain
 from vllm_gaudi_spec.drafting.universal.timeline import Timeline
@@ -28,9 +28,10 @@ from vllm_gaudi_spec.records import FAULTY, Drafts, Hidden
 from vllm_gaudi_spec.runner.batch import pad_rows
 from vllm_gaudi_spec.runner.graphs import DRAFTERS_READS, DRAFTS, Job
 from vllm_gaudi_spec.sampling.params import Branch
+from vllm_gaudi_spec.step_inputs import StepInputs
 
 if TYPE_CHECKING:
-    from vllm_gaudi_spec.attention.metadata import Inputs, RowInputs
+    from vllm_gaudi_spec.attention.metadata import Inputs
     from vllm_gaudi_spec.devices.base import DeviceBackend
     from vllm_gaudi_spec.drafting.base import Model
     from vllm_gaudi_spec.drafting.choice import DraftChoice, DraftProbs
@@ -44,6 +45,7 @@ if TYPE_CHECKING:
     from vllm_gaudi_spec.runner.graphs import StepRecorder
     from vllm_gaudi_spec.runner.requests import Requests
     from vllm_gaudi_spec.runner.shapes import Shapes
+    from vllm_gaudi_spec.step_inputs import RowInputs
 
 
 # How many tokens a text may shrink by when its end is encoded again.
