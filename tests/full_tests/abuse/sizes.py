@@ -2,7 +2,6 @@
 
 import base64
 import json
-import statistics
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Any
@@ -18,7 +17,7 @@ MOST_MEBIBYTES = 64.0
 MOST_SLOWDOWN = 2.0
 """How much longer other requests may take beside it."""
 _SHOWN = 120
-ATTEMPTS = 3
+ATTEMPTS = 5
 """A machine with other work to do slows a neighbor now and then: the least of these counts."""
 
 COMPLETION = "/v1/completions"
@@ -94,7 +93,7 @@ class Cost:
     mebibytes: float
     """Growth of all processes together, at its peak."""
     slowdown: float
-    """How many times its usual time the slowest neighbor took."""
+    """How many times the time of its slowest neighbor just before the slowest neighbor took."""
 
     def __str__(self) -> str:
         return f"{self.name}: {self.answer}, {self.mebibytes:+.0f} MiB, neighbors {self.slowdown:.1f} times as slow"
@@ -113,13 +112,11 @@ class Scales:
     resident: Resident
     costs: list[Cost] = field(default_factory=list)
 
-    def __post_init__(self) -> None:
-        self._usual = [
-            statistics.median(times) for times in self._watch(lambda: self.watcher.wait_requests(5 * len(NORMAL)))
-        ]
-
     def measure(self, name: str) -> Cost:
-        """Return a request's cost: of several attempts the largest memory, and the least slowdown."""
+        """Return a request's cost: of several attempts the largest memory, and the least slowdown.
+
+        Neighbors are timed right before each attempt as well, since other programs of the machine slow both.
+        """
         path, fields = CASES[name]()
         body = json.dumps({"model": "tiny"} | fields)
         assert len(body) <= MOST_BYTES, len(body)
@@ -127,10 +124,11 @@ class Scales:
         for _ in range(ATTEMPTS):
             self.resident.sample()
             before = self.resident.now
+            usual = self._watch(lambda: self.watcher.wait_requests(2 * len(NORMAL)))
             self.resident.reset_peak()
             times = self._watch(lambda: self._send(path, body))
             mebibytes = max(mebibytes, self.resident.peak() - before)
-            ratios = [max(found) / usual for found, usual in zip(times, self._usual, strict=True) if found]
+            ratios = [max(found) / max(alone) for found, alone in zip(times, usual, strict=True) if found]
             slowdowns.append(max(ratios, default=1.0))
             if slowdowns[-1] <= MOST_SLOWDOWN:
                 break
