@@ -28,6 +28,10 @@ class Method:
     """Whether the drafter has its own KV."""
     reads_hidden_states: bool = False
     """Whether the drafter reads the target's hidden states."""
+    model_class: str = "models.LoadedHead"
+    """Module in `drafting/` and class of a loaded model that reads the target's hidden states."""
+    reads_layers: bool = False
+    """Whether the hidden states are those of several of the target's layers, if the checkpoint says no other."""
     in_target: bool = False
     """Whether the target's checkpoint contains the drafter's layers, so that users need not name a model."""
     remembers_requests: bool = False
@@ -58,6 +62,13 @@ _NGRAM = Method(
     on_device=False,
     options=("prompt_lookup_max", "prompt_lookup_min"),
     in_vllm=True,
+)
+_BLOCK = replace(
+    _HEAD,
+    proposer="block.BlockProposer",
+    model_class="block.BlockModel",
+    reads_layers=True,
+    about="a block of tokens is drafted in one pass",
 )
 DRAFT_MODEL, EAGLE3, MEDUSA = "draft_model", "eagle3", "medusa"
 METHODS = {
@@ -92,8 +103,10 @@ METHODS = {
         in_vllm=True,
     ),
     "eagle": _HEAD,
-    EAGLE3: _HEAD,
+    EAGLE3: replace(_HEAD, reads_layers=True),
     "mtp": replace(_HEAD, about="a layer of the model itself drafts", in_target=True),
+    "dflash": _BLOCK,
+    "dspark": replace(_BLOCK, about="a block is drafted in one pass, each token also from the one before"),
     MEDUSA: Method(
         proposer="medusa.MedusaProposer",
         about="several heads draft at once",

@@ -3,10 +3,8 @@
 Runs with VGS_DEVICE=ascend-emulated in a process of its own. The table in docs/ascend.md has a line for each case.
 """
 
-import json
 from collections.abc import Callable
 from functools import cache
-from pathlib import Path
 from typing import Any
 
 import pytest
@@ -125,7 +123,6 @@ REFUSED: dict[str, tuple[dict[str, Any], dict[str, Any], str]] = {
         "disable_padded_drafter_batch is not supported, since all rows of a batch draft in one shape",
     ),
     "more drafts than the attention takes": (NGRAM | dict(num_speculative_tokens=16), {}, "at most 15 drafts per step"),
-    "dflash": (dict(method="dflash", num_speculative_tokens=3), {}, "Speculative method dflash is not supported yet"),
     "extract_hidden_states": (
         dict(
             method="extract_hidden_states",
@@ -148,20 +145,10 @@ REFUSED: dict[str, tuple[dict[str, Any], dict[str, Any], str]] = {
 }
 
 
-@pytest.fixture
-def dflash(tmp_path: Path) -> str:
-    """The configuration of one: its weights are not looked for."""
-    config = json.loads((Path(head("eagle", 1)["model"]) / "config.json").read_text())
-    (tmp_path / "config.json").write_text(json.dumps(config | dict(architectures=["DFlashDraftModel"])))
-    return str(tmp_path)
-
-
 @pytest.mark.parametrize("case", REFUSED)
-def test_configuration_is_refused(
-    case: str, model: Callable[[str], str], looping_llama: str, twin: str, dflash: str
-) -> None:
+def test_configuration_is_refused(case: str, model: Callable[[str], str], looping_llama: str, twin: str) -> None:
     config, options, words = REFUSED[case]
-    config = drafter(config, looping_llama, twin) | (dict(model=dflash) if config["method"] == "dflash" else {})
+    config = drafter(config, looping_llama, twin)
     assert words in refusal(model(config["method"]), speculative_config=config, **options)
 
 

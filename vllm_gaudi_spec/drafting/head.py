@@ -160,7 +160,7 @@ class HeadKVSync(DrafterKVSync):
 
     # --- device ---
 
-    def gather_hidden(self, rows_B: torch.Tensor, lengths_B: torch.Tensor) -> Hidden:
+    def gather_hidden(self, rows_B: torch.Tensor, lengths_B: torch.Tensor) -> Hidden | None:
         return Hidden(self._last_RH.index_select(0, rows_B), self._carried_RH.index_select(0, rows_B))
 
     def _read_chunk(self, queries: int, step: StepInputs) -> None:

@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import nullcontext
 from functools import partial
+from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -13,15 +14,15 @@ from vllm.config import replace
 
 from vllm_gaudi_spec import upstream
 from vllm_gaudi_spec.config import UnsupportedConfigError
-from vllm_gaudi_spec.methods import EAGLE3, MEDUSA
+from vllm_gaudi_spec.methods import MEDUSA, METHODS
 from vllm_gaudi_spec.quantization.models import Quantization
 from vllm_gaudi_spec.records import Hidden
 from vllm_gaudi_spec.runner.model import LoadedModel
 from vllm_gaudi_spec.upstream.distributed import get_pp_group, get_tp_group
-from vllm_gaudi_spec.upstream.models import supports_eagle3
+from vllm_gaudi_spec.upstream.models import get_eagle3_aux_layers_from_config, supports_eagle3
 
 if TYPE_CHECKING:
-    from vllm.config import VllmConfig
+    from vllm.config import SpeculativeConfig, VllmConfig
 
     from vllm_gaudi_spec.attention.metadata import Inputs
     from vllm_gaudi_spec.config import Speculation
@@ -116,9 +117,12 @@ def load_head(
         target.return_hidden_states()
     if method == MEDUSA:
         return LoadedMedusa(vllm_config, backend, **configs)
-    head = LoadedHead(vllm_config, backend, **configs, target=target)
-    if method == EAGLE3 and getattr(head.model.model, "use_aux_hidden_state", True):
-        _output_layer_states(target, head, spec_config.draft_model_config.get_hidden_size())
+    module, name = METHODS[method].model_class.split(".")
+    head: LoadedHead = getattr(import_module(f"{__package__}.{module}"), name)(
+        vllm_config, backend, **configs, target=target
+    )
+    if METHODS[method].reads_layers and getattr(head.model.model, "use_aux_hidden_state", True):
+        _output_layer_states(target, head, spec_config)
     else:
         _refuse_special_states(target.model)
         target.set_outputs(split_carried)
@@ -244,15 +248,15 @@ def _refuse_special_states(target: nn.Module) -> None:
 # --- EAGLE-3 ---
 
 
-def _output_layer_states(target: LoadedModel, head: LoadedModel, size: int) -> None:
-    """Make the target return the combined states of the early, middle and late layers that the head reads."""
+def _output_layer_states(target: LoadedModel, head: LoadedModel, spec_config: SpeculativeConfig) -> None:
+    """Make the target return the combined states of the layers that the head reads."""
     unsupported = UnsupportedConfigError(
-        f"{type(target.model).__name__} does not return the hidden states of its layers, which an EAGLE-3 head reads; "
-        "use another method in --speculative-config."
+        f"{type(target.model).__name__} does not return the hidden states of its layers, which method "
+        f"{spec_config.method} reads; use another method in --speculative-config."
     )
     if not supports_eagle3(target.model):
         raise unsupported
-    layers = get_aux_layers(head.model.config) or target.model.get_eagle3_default_aux_hidden_state_layers()
+    layers = get_aux_layers(spec_config) or target.model.get_eagle3_default_aux_hidden_state_layers()
     target.model.set_aux_hidden_state_layers(tuple(layers))
 
     def combined(output: Any, inputs: Inputs) -> Hidden:
@@ -262,10 +266,10 @@ def _output_layer_states(target: LoadedModel, head: LoadedModel, size: int) -> N
         with head.counting(inputs):
             return Hidden(last, head.model.combine_hidden_states(torch.cat(layer_states, dim=-1)))
 
-    target.set_outputs(combined, size)
+    target.set_outputs(combined, spec_config.draft_model_config.get_hidden_size())
 
 
-def get_aux_layers(config: Any) -> list[int] | None:
+def get_aux_layers(spec_config: SpeculativeConfig) -> Sequence[int] | None:
     """Return the layers that the head's configuration names, if any."""
-    layer_ids = getattr(config, "eagle_aux_hidden_state_layer_ids", None)
-    return layer_ids or (getattr(config, "eagle_config", None) or {}).get("eagle_aux_hidden_state_layer_ids")
+    nested = getattr(spec_config.draft_model_config.hf_config, "eagle_config", None) or {}
+    return get_eagle3_aux_layers_from_config(spec_config) or nested.get("eagle_aux_hidden_state_layer_ids")

@@ -7,7 +7,7 @@ from dataclasses import fields
 from typing import TYPE_CHECKING
 
 from vllm_gaudi_spec.config import MAX_DRAFTS
-from vllm_gaudi_spec.methods import EAGLE3, MEDUSA, METHODS, RULES, SYNTHETIC
+from vllm_gaudi_spec.methods import MEDUSA, METHODS, RULES, SYNTHETIC
 
 if TYPE_CHECKING:
     from vllm.config import SpeculativeConfig
@@ -97,7 +97,7 @@ def _head_refusals(spec_config: SpeculativeConfig) -> Iterator[str]:
                 "that or less."
             )
     hidden_size = spec_config.draft_model_config.get_hidden_size()
-    if spec_config.method == EAGLE3:
+    if method.reads_layers:
         hidden_size = getattr(config, "target_hidden_size", None) or hidden_size
     if hidden_size != target.get_hidden_size():
         yield (

@@ -69,7 +69,8 @@ def speculation_refusals(vllm_config: VllmConfig, backend: DeviceBackend) -> Ite
             f"max_model_len {spec_config.max_model_len} in --speculative-config is more than the target's {longest}; "
             "use less, or leave it out."
         )
-    for name in set_options(spec_config, _NO_EFFECT):
+    sets_parallel = spec_config.use_dflash() or spec_config.use_dspark()  # vLLM sets the option itself
+    for name in set_options(spec_config, _NO_EFFECT.keys() - ({"parallel_drafting"} if sets_parallel else set())):
         yield f"{name} is not supported{_NO_EFFECT[name]}; leave it out of --speculative-config."
     yield from _universal_refusals(vllm_config, options)
     if METHODS[spec_config.method].has_model:

@@ -183,6 +183,28 @@ def admit_min_p_and_logit_bias() -> None:
     wrap(SamplingParams, "_validate_spec_decode", do_nothing)
 
 
+_ONLY_IN_SECOND_RUNNER = {
+    "dspark speculative decoding",
+    "mixed sliding/full dflash drafts",
+    "DFlash candidate-head drafts",
+}
+
+
+def admit_block_drafters() -> None:
+    """Let DSpark, DFlash2 and drafters that mix attention windows be configured.
+
+    Reason: upstream has two runners, counts a platform's own as the first, and refuses these drafters there.
+    Remove when: upstream leaves the check to the platform.
+    """
+    from vllm.config import VllmConfig
+
+    wrap(
+        VllmConfig,
+        "_get_v1_model_runner_unsupported_features",
+        lambda original, config: [name for name in original(config) if name not in _ONLY_IN_SECOND_RUNNER],
+    )
+
+
 def admit_suffix_without_arctic() -> None:
     """Let method suffix be configured where arctic-inference is not installed.
 

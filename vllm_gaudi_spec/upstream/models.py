@@ -13,6 +13,9 @@ from vllm.model_executor.models.interfaces import supports_eagle3 as supports_ea
 from vllm.model_executor.models.interfaces import supports_mrope as supports_mrope
 from vllm.model_executor.models.utils import WeightsMapper as WeightsMapper
 from vllm.sequence import IntermediateTensors as IntermediateTensors
+from vllm.v1.worker.gpu.spec_decode.eagle.eagle3_utils import (
+    get_eagle3_aux_layers_from_config as get_eagle3_aux_layers_from_config,
+)
 
 if TYPE_CHECKING:
     from vllm.model_executor.models.deepseek_v2 import Indexer as Indexer

@@ -418,9 +418,17 @@ def test_head_with_two_outputs_carries_the_second() -> None:
 
 def test_aux_layers_are_read_from_config() -> None:
     nested = {"eagle_aux_hidden_state_layer_ids": [1, 5]}
-    assert get_aux_layers(SimpleNamespace(eagle_aux_hidden_state_layer_ids=[2, 3], eagle_config=nested)) == [2, 3]
-    assert get_aux_layers(SimpleNamespace(eagle_config=nested)) == [1, 5]
-    assert get_aux_layers(SimpleNamespace(eagle_config=None)) is None
+
+    def read(**fields: Any) -> list[int] | None:
+        described = SimpleNamespace(draft_model_config=SimpleNamespace(hf_config=SimpleNamespace(**fields)))
+        layers = get_aux_layers(described)
+        return None if layers is None else list(layers)
+
+    assert read(eagle_aux_hidden_state_layer_ids=[2, 3], eagle_config=nested) == [2, 3]
+    assert read(eagle_config=nested) == [1, 5]
+    assert read(eagle_config=None) is None
+    # The outputs of these layers, which the layers after them read.
+    assert read(dflash_config=dict(target_layer_ids=[1, 5])) == [2, 6]
 
 
 def test_rows_of_ended_requests_are_reused() -> None:

@@ -24,7 +24,7 @@ from vllm_gaudi_spec.methods import METHODS
 PAGES = pages()
 BLOCKS = [block for page in PAGES for block in blocks(page)]
 # Another spelling of vLLM's, and methods of the vllm-ascend guide, which its page says to be refused.
-OTHER_METHODS = {"deepseek_mtp", "dflash", "extract_hidden_states"}
+OTHER_METHODS = {"deepseek_mtp", "extract_hidden_states"}
 SPECULATIVE, ADDITIONAL = re.compile(r"\{\"method\".*?\}(?=[`'])"), re.compile(r"\{\"gaudi_spec\".*?\}(?=[`'])")
 
 

@@ -1,0 +1,200 @@
+"""DFlash, DFlash2 and DSpark through the engine: the logits of every block equal a dense reference, whatever the
+engine's schedule, and drafts change no text."""
+
+from collections.abc import Callable
+from functools import cache
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from vllm import SamplingParams
+
+from tests.full_tests.block_drafters import KINDS, BlockReference, make_drafter
+from tests.full_tests.engines import counter, engine, first_tokens, generate, preemptions
+from tests.full_tests.heads import MAX_LEN, greedy, target, texts
+from tests.full_tests.speculation import accounts, speculating
+from vllm_gaudi_spec.drafting import block
+from vllm_gaudi_spec.worker import Worker
+
+K, NUM_TOKENS = 4, 12
+TARGET = target("dflash")
+PROMPTS = texts()[-9:]
+"""Around the borders of chunks and blocks."""
+SMALL = dict(kv_cache_memory_bytes=2 << 20, block_size=32)
+SCHEDULES: dict[str, dict[str, Any]] = {
+    "plain": {},
+    "chunked": dict(max_num_batched_tokens=64, enable_prefix_caching=False),
+    "one by one": dict(async_scheduling=False),
+}
+QUICK = [
+    ("dflash", "chunked"),
+    ("dflash mixed windows", "plain"),
+    ("dflash2", "chunked"),
+    ("dspark", "plain"),
+    ("dspark reduced vocabulary", "one by one"),
+]
+ALL = [(name, schedule) for name in KINDS for schedule in SCHEDULES]
+
+
+@pytest.fixture(scope="module")
+def drafter(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], str]:
+    folder = tmp_path_factory.mktemp("block")
+
+    @cache
+    def make(name: str) -> str:
+        return make_drafter(folder / name.replace(" ", "-"), KINDS[name], TARGET)
+
+    return make
+
+
+class Recorder:
+    """Records the lengths and logits of the first row of each round."""
+
+    def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        self.rounds: list[tuple[int, list[int], list[torch.Tensor]]] = []
+        propose, make_scores = block.BlockProposer.propose, block.BlockProposer._make_scores
+
+        def record_propose(proposer: Any, request: Any) -> Any:
+            self._logits: list[torch.Tensor] = []
+            drafts = propose(proposer, request)
+            if request.max_drafts_B[0] == request.num_drafts:  # not a warm-up run, and not at the end of a text
+                self.rounds.append((int(request.lengths_B[0]), drafts.tokens_BK[0].tolist(), self._logits))
+            return drafts
+
+        def record_scores(proposer: Any, newest_B: torch.Tensor, hidden_BKH: torch.Tensor) -> Any:
+            scores = make_scores(proposer, newest_B, hidden_BKH)
+            compute = scores.compute
+
+            def record(step: int, previous_B: torch.Tensor) -> torch.Tensor:
+                logits_BV = compute(step, previous_B)
+                self._logits.append(logits_BV[0].clone())
+                return logits_BV
+
+            scores.compute = record
+            return scores
+
+        monkeypatch.setattr(block.BlockProposer, "propose", record_propose)
+        monkeypatch.setattr(block.BlockProposer, "_make_scores", record_scores)
+
+
+@pytest.fixture(scope="module")
+def plain() -> list[list[int]]:
+    with engine(TARGET, max_model_len=MAX_LEN) as llm:
+        return first_tokens(generate(llm, PROMPTS, greedy(NUM_TOKENS)))
+
+
+@pytest.mark.parametrize(
+    ("name", "schedule"), [*QUICK, *(pytest.param(*case, marks=pytest.mark.slow) for case in ALL if case not in QUICK)]
+)
+def test_logits_of_every_block_equal_the_reference(
+    name: str,
+    schedule: str,
+    drafter: Callable[[str], str],
+    plain: list[list[int]],
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    reference = BlockReference(drafter(name), KINDS[name], TARGET)
+    recorder = Recorder(monkeypatch)
+    config = dict(method=KINDS[name].method, model=drafter(name), num_speculative_tokens=K)
+    num_compared = 0
+    with speculating(TARGET, config, max_model_len=MAX_LEN, **SCHEDULES[schedule]) as llm:
+        for prompt, expected in zip(PROMPTS, plain, strict=True):
+            recorder.rounds.clear()
+            output = first_tokens(generate(llm, [prompt], greedy(NUM_TOKENS)))[0]
+            assert output == expected
+            for length, drafts, logits in recorder.rounds:
+                wanted_KV = reference.block_logits([*prompt, *output][:length], drafts)
+                torch.testing.assert_close(torch.stack(logits), wanted_KV, atol=1e-4, rtol=1e-4)
+                num_compared += 1
+        assert llm.collective_rpc("step_report")[0]["host_syncs_per_step"] <= 1
+    assert num_compared > len(PROMPTS) * 4
+
+
+@pytest.mark.emulated
+@pytest.mark.every_card
+@pytest.mark.parametrize(
+    "name", ["dflash2", *(pytest.param(n, marks=pytest.mark.slow) for n in KINDS if n != "dflash2")]
+)
+def test_drafts_on_a_card_are_those_of_the_reference(
+    name: str, drafter: Callable[[str], str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """In graphs no test can record logits, so every greedy draft has to be the reference's best token, or a tie."""
+    reference = BlockReference(drafter(name), KINDS[name], TARGET)
+    drafts: list[list[int]] = []
+    take = Worker.take_draft_token_ids
+
+    def record(worker: Worker) -> Any:
+        taken = take(worker)
+        drafts.extend(tokens for tokens in taken.draft_token_ids if tokens)
+        return taken
+
+    monkeypatch.setattr(Worker, "take_draft_token_ids", record)
+    config = dict(method=KINDS[name].method, model=drafter(name), num_speculative_tokens=K)
+    options = dict(max_model_len=128, max_num_batched_tokens=64, max_num_seqs=2, async_scheduling=False)
+    with speculating(TARGET, config, **options) as llm:
+        for prompt in (PROMPTS[1], PROMPTS[5]):
+            drafts.clear()
+            outputs = generate(llm, [prompt], greedy(NUM_TOKENS))
+            output, (account,) = first_tokens(outputs)[0], accounts(outputs)
+            assert output == reference.continue_text(prompt, NUM_TOKENS)
+            length, num_compared = len(prompt) + 1, 0
+            for tokens, num_accepted in zip(drafts, account.accepted, strict=False):
+                whole = [*tokens, *[0] * (K - len(tokens))]
+                logits_KV = reference.block_logits([*prompt, *output][:length], whole)[: len(tokens)]
+                best_K, chosen_K = logits_KV.max(1).values, logits_KV[range(len(tokens)), tokens]
+                torch.testing.assert_close(chosen_K, best_K, atol=1e-3, rtol=1e-3)
+                length += 1 + num_accepted
+                num_compared += len(tokens)
+            assert num_compared > NUM_TOKENS
+        report = llm.collective_rpc("step_report")[0]
+        assert report["host_syncs_per_step"] <= 1
+
+
+@pytest.mark.parametrize(
+    ("name", "sampling"),
+    [
+        ("dflash2", "coupled"),
+        *(
+            pytest.param(name, sampling, marks=pytest.mark.slow)
+            for name in ("dflash", "dflash2", "dspark")
+            for sampling in ("greedy", "coupled", "probabilistic")
+            if (name, sampling) != ("dflash2", "coupled")
+        ),
+    ],
+)
+def test_drafts_change_no_text(name: str, sampling: str, drafter: Callable[[str], str]) -> None:
+    """Rows share steps, prefixes and too few KV blocks, greedy and seeded."""
+    params = [
+        SamplingParams(temperature=index % 2, seed=index, max_tokens=40, ignore_eos=True, detokenize=False)
+        for index in range(len(texts()))
+    ]
+    rule = dict(rejection_sample_method="strict", draft_sample_method=sampling)
+    config = dict(method=KINDS[name].method, model=drafter(name), num_speculative_tokens=K)
+    options: dict[str, Any] = dict(max_model_len=MAX_LEN, max_num_batched_tokens=96) | SMALL
+    with engine(TARGET, **options) as llm:
+        expected = first_tokens(generate(llm, texts(), params))
+    with speculating(TARGET, config | rule, **options) as llm:
+        assert first_tokens(generate(llm, texts(), params)) == expected
+        assert preemptions(llm) > 0
+        for _ in range(2):
+            assert first_tokens(generate(llm, texts()[-2:], params[-2:])) == expected[-2:]
+        assert counter(llm, "vllm:prefix_cache_hits") > 0
+        assert counter(llm, "vllm:spec_decode_num_draft_tokens") > 0
+
+
+def test_rows_beyond_the_drafter_decode_without_drafts(tmp_path: Path) -> None:
+    """A drafter of 128 positions drafts for a row until its block would reach beyond them."""
+    folder = make_drafter(tmp_path / "short", KINDS["dflash"], TARGET)
+    config = dict(method="dflash", model=folder, num_speculative_tokens=K, max_model_len=128)
+    prompts = [texts()[0][:20], texts()[-1]]
+    with engine(TARGET, max_model_len=MAX_LEN) as llm:
+        expected = first_tokens(generate(llm, prompts, greedy(130)))
+    with speculating(TARGET, config, max_model_len=MAX_LEN) as llm:
+        outputs = generate(llm, prompts, greedy(130))
+    assert first_tokens(outputs) == expected
+    short, long = accounts(outputs)
+    # The first token comes without drafts, and a step yields one token more than it accepts.
+    length = len(prompts[0]) + 1 + len(short.accepted) + sum(short.accepted)
+    assert 128 - 2 * K < length <= 128
+    assert not long.drafted

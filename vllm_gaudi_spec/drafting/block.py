@@ -1,0 +1,247 @@
+"""DFlash, DFlash2 and DSpark: a drafter that fills a whole block of tokens in one forward pass.
+
+The drafter keeps the target's context as KV of its own: each of its layers projects the target's hidden states to keys
+and values (`BlockModel.write_context`). A round is one rectangle: the newest token, then a mask token for each place to
+fill. Its queries see the whole context and, in most checkpoints, each other.
+
+KV that a round writes is overwritten from the target's hidden states once the target has computed those positions, so
+a drafter of this kind follows its target at every step, as a head does (`HeadKVSync`).
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any, Protocol
+
+import torch
+
+from vllm_gaudi_spec import upstream
+from vllm_gaudi_spec.attention.metadata import Blocks, Inputs, Packed, build_rectangle
+from vllm_gaudi_spec.config import UnsupportedConfigError
+from vllm_gaudi_spec.drafting.base import DeviceProposer
+from vllm_gaudi_spec.drafting.draft_model import stack_drafts
+from vllm_gaudi_spec.drafting.head import HeadKVSync, make_head_translation
+from vllm_gaudi_spec.drafting.models import LoadedHead
+from vllm_gaudi_spec.records import Drafts
+from vllm_gaudi_spec.upstream.block_drafters import (
+    DFlash2Qwen3ForCausalLM,
+    DFlashQwen3ForCausalLM,
+    Qwen3DSparkForCausalLM,
+    allow_mixed_windows,
+    get_parallel_drafting_token_id,
+)
+
+if TYPE_CHECKING:
+    from vllm_gaudi_spec.drafting.base import DraftingContext
+    from vllm_gaudi_spec.drafting.vocabulary import Translation
+    from vllm_gaudi_spec.records import Drafted, DraftRequest
+    from vllm_gaudi_spec.scheduling.limits import LengthSplit
+    from vllm_gaudi_spec.step_inputs import StepInputs
+
+
+class BlockModel(LoadedHead):
+    """A block drafter's model, of vLLM's classes for Qwen3."""
+
+    def __init__(self, *args: Any, **named: Any) -> None:
+        with allow_mixed_windows():
+            super().__init__(*args, **named)
+        if not isinstance(self.model, DFlashQwen3ForCausalLM):
+            raise UnsupportedConfigError(
+                f"Block drafters of the class {type(self.model).__name__} are not supported; use one whose "
+                "architecture is DFlashDraftModel, DFlash2DraftModel or Qwen3DSparkModel."
+            )
+        config = self.model.config
+        self.mask_token = get_parallel_drafting_token_id(config)
+        is_markov = isinstance(self.model, Qwen3DSparkForCausalLM)
+        self.num_anchors = 0 if is_markov and getattr(config, "sample_from_anchor", True) else 1
+        """Leading tokens of a block that predict nothing: the newest one, unless it predicts the first draft token."""
+        for layer in self.model.model.layers:
+            layer.self_attn.attn.impl.is_causal = layer.self_attn.causal
+
+    def write_context(self, inputs: Inputs, states_TH: torch.Tensor) -> None:
+        """Write the KV of tokens whose hidden states in the target are `states_TH`."""
+        packed = Packed.from_counts(inputs.num_real_B, inputs.call.num_queries) if self._packs else None
+        if packed is not None:
+            inputs, states_TH = inputs.pack(packed), states_TH.index_select(0, packed.index_T)
+        slots = {name: slots_T for names, slots_T in zip(self._groups, inputs.slots, strict=True) for name in names}
+        with upstream.tensor_parallel_group(self.group):
+            normed_TH = self.model.model.hidden_norm(states_TH)
+            for layer in self.model.model.layers:
+                attention = layer.self_attn
+                qkv, _ = attention.qkv_proj(normed_TH)
+                key, value = qkv[:, attention.q_size :].chunk(2, dim=-1)
+                key_TKD = attention.k_norm(key.unflatten(-1, (attention.num_kv_heads, attention.head_dim)))
+                key, _ = attention.rotary_emb(inputs.positions_T, key_TKD.flatten(1), None)
+                if attention.v_scale is not None:
+                    value = value * attention.v_scale
+                cache = attention.attn
+                key_TKD, value_TKD = (part.unflatten(-1, key_TKD.shape[1:]) for part in (key, value))
+                cache.impl.do_kv_cache_update(cache, key_TKD, value_TKD, cache.kv_cache, slots[cache.layer_name])
+
+
+# --- what turns a block's hidden states into draft tokens ---
+
+
+class Scores(Protocol):
+    """Logits of a block's draft tokens, one place after another."""
+
+    def compute(self, step: int, previous_B: torch.Tensor) -> torch.Tensor:
+        """Return the logits [B, V] over the target's ids of draft token `step`.
+
+        Args:
+            previous_B: int32: the token before it, which is the newest one at first.
+        """
+        ...
+
+
+class IndependentScores:
+    """DFlash: no draft token depends on another."""
+
+    def __init__(self, model: BlockModel, translation: Translation, hidden_BKH: torch.Tensor) -> None:
+        logits_NU = model.logits(hidden_BKH.flatten(0, 1))
+        self._logits_BKU = logits_NU.view(*hidden_BKH.shape[:2], -1)
+        self._translation = translation
+
+    def compute(self, step: int, previous_B: torch.Tensor) -> torch.Tensor:
+        return self._translation.to_target(self._logits_BKU.select(1, step))
+
+
+class MarkovScores(IndependentScores):
+    """DSpark: the token before adds a bias of low rank."""
+
+    def __init__(self, model: BlockModel, translation: Translation, hidden_BKH: torch.Tensor) -> None:
+        super().__init__(model, translation, hidden_BKH)
+        self._model = model
+
+    def compute(self, step: int, previous_B: torch.Tensor) -> torch.Tensor:
+        model = self._model.model
+        with upstream.tensor_parallel_group(self._model.group):
+            bias_BU = model.markov_bias(model.markov_embed(previous_B))
+        return self._translation.to_target(self._logits_BKU.select(1, step) + bias_BU)
+
+
+class CandidateScores:
+    """DFlash2: a selector scores pairs of neighbors among the likeliest tokens of each place, C candidates."""
+
+    def __init__(self, model: BlockModel, vocab_size: int, hidden_BKH: torch.Tensor, newest_B: torch.Tensor) -> None:
+        self._vocab_size = vocab_size
+        with upstream.tensor_parallel_group(model.group):
+            ids_NC, logits_NC = model.model.compute_candidates(hidden_BKH.flatten(0, 1))
+        places = hidden_BKH.shape[:2]
+        self._ids_BKC = ids_NC.view(*places, -1).long()
+        self._scores_BKCC = model.model.model.candidate_selector(
+            self._ids_BKC, logits_NC.view(*places, -1), hidden_BKH, newest_B.long()
+        )
+
+    def compute(self, step: int, previous_B: torch.Tensor) -> torch.Tensor:
+        scores_BCC = self._scores_BKCC.select(1, step)
+        if step:
+            is_previous_BC = self._ids_BKC.select(1, step - 1) == previous_B[:, None]
+            index_B = is_previous_BC.int().argmax(1)
+        else:  # every row of the first place's scores follows the newest token
+            index_B = torch.zeros_like(previous_B, dtype=torch.int64)
+        index_B1C = index_B[:, None, None].expand(-1, 1, scores_BCC.shape[2])
+        scores_BC = scores_BCC.gather(1, index_B1C).squeeze(1).float()
+        lowest_BV = scores_BC.new_full((len(scores_BC), self._vocab_size), -torch.inf)
+        return lowest_BV.scatter(1, self._ids_BKC.select(1, step), scores_BC)
+
+
+class BlockProposer(DeviceProposer):
+    def __init__(self, model: BlockModel, translation: Translation, vocab_size: int) -> None:
+        self._model = model
+        self._translation = translation
+        self._vocab_size = vocab_size
+
+    @classmethod
+    def build(cls, context: DraftingContext) -> BlockProposer:
+        assert isinstance(context.drafter, BlockModel)
+        translation = make_head_translation(context.drafter, context.vocab_size)
+        return cls(context.drafter, translation, context.vocab_size)
+
+    def make_kv_sync(self, context: DraftingContext, split: LengthSplit) -> BlockKVSync:
+        return BlockKVSync(
+            model=self._model,
+            block_size=self._model.num_anchors + context.speculation.num_drafts,
+            head=self._model,
+            hidden_states=context.hidden_states,
+            requests=context.requests,
+            recorder=context.recorder,
+            shapes=context.shapes,
+            split=split,
+            blocks=context.make_read_blocks(keeps_up=True),
+            head_size=0,
+            max_len=context.drafter_max_len,
+        )
+
+    def propose(self, request: DraftRequest) -> Drafts:
+        newest_B, hidden_BKH = self._fill_block(request)
+        scores = self._make_scores(newest_B, hidden_BKH)
+        drafted: list[Drafted] = []
+        previous_B = newest_B
+        for step in range(request.num_drafts):
+            drafted.append(request.choose(scores.compute(step, previous_B), step))
+            previous_B = drafted[-1].tokens_B
+        return stack_drafts(drafted, request.max_drafts_B)
+
+    def _fill_block(self, request: DraftRequest) -> tuple[torch.Tensor, torch.Tensor]:
+        """Return each row's newest token, int32 [B], and the hidden states of its draft tokens, [B, K, H]."""
+        first = self._model.num_anchors
+        num_queries = first + request.num_drafts
+        newest_B1, starts_B, is_drafting_B = request.row_operations.take_newest(
+            request.history_RM, request.rows_B, request.lengths_B, request.max_drafts_B, 1
+        )
+        masks_BM = torch.full_like(newest_B1, self._model.mask_token).expand(-1, num_queries - 1)
+        inputs = build_rectangle(
+            torch.cat((newest_B1, masks_BM), dim=1),
+            starts_B,
+            is_drafting_B * num_queries,
+            request.blocks._replace(flat=()),  # lists of blocks are for causal attention
+            request.row_operations,
+        )
+        hidden_TH = self._model.forward(inputs).last
+        hidden_BQH = hidden_TH.view(len(starts_B), num_queries, -1)
+        return newest_B1.squeeze(1), hidden_BQH.narrow(1, first, request.num_drafts)
+
+    def _make_scores(self, newest_B: torch.Tensor, hidden_BKH: torch.Tensor) -> Scores:
+        if isinstance(self._model.model, DFlash2Qwen3ForCausalLM):
+            return CandidateScores(self._model, self._vocab_size, hidden_BKH, newest_B)
+        kind = MarkovScores if isinstance(self._model.model, Qwen3DSparkForCausalLM) else IndependentScores
+        return kind(self._model, self._translation, hidden_BKH)
+
+
+# --- drafter KV sync ---
+
+
+class BlockKVSync(HeadKVSync):
+    """Writes the drafter's KV from the target's hidden states, each at its own position."""
+
+    def __init__(self, *, model: BlockModel, block_size: int, **named: Any) -> None:
+        super().__init__(**named)
+        self._model = model
+        self._block_size = block_size
+
+    def gather_hidden(self, rows_B: torch.Tensor, lengths_B: torch.Tensor) -> None:
+        return None
+
+    def limit_drafts(self, rows_B: torch.Tensor, lengths_B: torch.Tensor, max_drafts_B: torch.Tensor) -> torch.Tensor:
+        """Return `max_drafts_B`, or 0 for rows whose block would reach beyond the drafter's last position."""
+        return torch.where(lengths_B - 1 + self._block_size <= self._max_len, max_drafts_B, 0)
+
+    def _read_chunk(self, queries: int, step: StepInputs) -> None:
+        rows = step.split()
+        inputs = self._locate(queries, rows.starts_B, rows.counts_B, rows.blocks)
+        self._model.write_context(inputs, self._hidden_states.chunk(step.num_rows * queries))
+
+    def _read_newest(self, queries: int, step: StepInputs) -> None:
+        rows = step.split()
+        first_B = self._hidden_states.first(rows.rows_B)
+        # The newest token has no state yet. Rejected drafts have one and are not read.
+        num_read_B = self._requests.lengths(rows.rows_B) - 1 - first_B
+        inputs = self._locate(queries, first_B, num_read_B, rows.blocks._replace(counts_B=None))
+        self._model.write_context(inputs, self._hidden_states.carried(rows.rows_B, queries))
+
+    def _locate(self, queries: int, starts_B: torch.Tensor, counts_B: torch.Tensor, blocks: Blocks) -> Inputs:
+        """Return positions from `starts_B` on, up to the drafter's last position. Their tokens are not read."""
+        num_real_B = torch.minimum(counts_B, self._max_len - starts_B).clamp(min=0, max=queries).int()
+        starts_B = torch.where(num_real_B > 0, starts_B, 0)
+        no_tokens_BQ = torch.zeros(len(starts_B), queries, dtype=torch.int32, device=starts_B.device)
+        return build_rectangle(no_tokens_BQ, starts_B, num_real_B, blocks, self._requests.backend.row_operations)
