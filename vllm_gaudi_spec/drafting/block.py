@@ -77,6 +77,15 @@ class BlockModel(LoadedHead):
                 key_TKD, value_TKD = (part.unflatten(-1, key_TKD.shape[1:]) for part in (key, value))
                 cache.impl.do_kv_cache_update(cache, key_TKD, value_TKD, cache.kv_cache, slots[cache.layer_name])
 
+    def compute_candidates(self, hidden_NH: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        """Return the logits and ids [N, C] of DFlash2's candidates.
+
+        vLLM's method exchanges int64 ids between ranks, for which not every device has a collective.
+        """
+        with upstream.tensor_parallel_group(self._output_group):
+            logits_NV = self.model.candidate_logits_processor(self.model.lm_head, hidden_NH)
+        return logits_NV.topk(self.model.model.candidate_selector.top_k, dim=-1)
+
 
 # --- what turns a block's hidden states into draft tokens ---
 
@@ -124,8 +133,7 @@ class CandidateScores:
 
     def __init__(self, model: BlockModel, vocab_size: int, hidden_BKH: torch.Tensor, newest_B: torch.Tensor) -> None:
         self._vocab_size = vocab_size
-        with upstream.tensor_parallel_group(model.group):
-            ids_NC, logits_NC = model.model.compute_candidates(hidden_BKH.flatten(0, 1))
+        logits_NC, ids_NC = model.compute_candidates(hidden_BKH.flatten(0, 1))
         places = hidden_BKH.shape[:2]
         self._ids_BKC = ids_NC.view(*places, -1).long()
         self._scores_BKCC = model.model.model.candidate_selector(
