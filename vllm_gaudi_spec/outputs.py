@@ -8,7 +8,7 @@ from typing import NamedTuple
 from vllm.v1.outputs import ModelRunnerOutput
 
 from vllm_gaudi_spec.records import DraftRound, NoDraftReason, WorkerCounts
-from vllm_gaudi_spec.upstream.scheduler_output import SchedulerOutput
+from vllm_gaudi_spec.upstream.scheduler import SchedulerOutput
 
 # --- from the scheduler ---
 

@@ -36,16 +36,15 @@ from vllm_gaudi_spec.upstream.distributed import (
     get_tp_group,
     init_distributed_environment,
 )
-from vllm_gaudi_spec.upstream.kv_memory import clear_layer_kv_caches
-from vllm_gaudi_spec.upstream.model_loader import (
+from vllm_gaudi_spec.upstream.models import (
     ShardedStateLoader,
     compute_tensor_digests,
     finalize_layerwise_reload,
     get_model_loader,
     reload_weights,
 )
-from vllm_gaudi_spec.upstream.utils import set_random_seed
-from vllm_gaudi_spec.upstream.worker import CompilationTimes, WorkerBase
+from vllm_gaudi_spec.upstream.platforms import set_random_seed
+from vllm_gaudi_spec.upstream.worker import CompilationTimes, WorkerBase, clear_layer_kv_caches
 
 if TYPE_CHECKING:
     from vllm.config import LoadConfig, VllmConfig
@@ -56,7 +55,7 @@ if TYPE_CHECKING:
     from vllm_gaudi_spec.lora.manager import AdapterLoader
     from vllm_gaudi_spec.self_test.result import Result
     from vllm_gaudi_spec.upstream.kv_cache import KVCacheConfig, KVCacheSpec
-    from vllm_gaudi_spec.upstream.scheduler_output import GrammarOutput, SchedulerOutput
+    from vllm_gaudi_spec.upstream.scheduler import GrammarOutput, SchedulerOutput
 
 logger = init_logger(__name__)
 

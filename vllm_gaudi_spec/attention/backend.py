@@ -21,8 +21,8 @@ from vllm_gaudi_spec.upstream.attention_backend import (
     AttentionMetadataBuilder,
     AttentionType,
     MultipleOf,
+    get_forward_context,
 )
-from vllm_gaudi_spec.upstream.forward_context import get_forward_context
 from vllm_gaudi_spec.upstream.kv_cache import KVCacheLayout
 
 if TYPE_CHECKING:

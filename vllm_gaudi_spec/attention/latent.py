@@ -16,7 +16,7 @@ from vllm.config import get_current_vllm_config
 
 from vllm_gaudi_spec.attention.backend import RectangleAttentionBackend, RectangleAttentionImpl, attend_layer
 from vllm_gaudi_spec.attention.metadata import IndexQueries
-from vllm_gaudi_spec.upstream.forward_context import get_forward_context
+from vllm_gaudi_spec.upstream.attention_backend import get_forward_context
 from vllm_gaudi_spec.upstream.kv_cache import MLAAttentionSpec
 from vllm_gaudi_spec.upstream.layers import MLAAttention, MultiHeadLatentAttentionWrapper
 

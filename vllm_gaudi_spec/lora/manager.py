@@ -16,7 +16,7 @@ from vllm.logger import init_logger
 
 from vllm_gaudi_spec.config import REFUSED_ADAPTER, UnsupportedConfigError, in_one_line
 from vllm_gaudi_spec.lora.application import TokenSlots, Upload, make_adapters
-from vllm_gaudi_spec.upstream.linear import QKVParallelLinear
+from vllm_gaudi_spec.upstream.layers import QKVParallelLinear
 from vllm_gaudi_spec.upstream.lora import (
     LogitsProcessorWithLoRA,
     LRUCacheLoRAModelManager,

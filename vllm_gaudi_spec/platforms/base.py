@@ -33,13 +33,13 @@ from vllm_gaudi_spec.refusals import (
 )
 from vllm_gaudi_spec.refusals.models import list_models
 from vllm_gaudi_spec.runner.shapes import Shapes
-from vllm_gaudi_spec.upstream.utils import resolve_obj_by_qualname
+from vllm_gaudi_spec.upstream.platforms import resolve_obj_by_qualname
 
 if TYPE_CHECKING:
     from vllm.config import SchedulerConfig, VllmConfig
     from vllm.config.kernel import IrOpPriorityConfig
 
-    from vllm_gaudi_spec.upstream.utils import FlexibleArgumentParser
+    from vllm_gaudi_spec.upstream.platforms import FlexibleArgumentParser
 
 logger = init_logger(__name__)
 

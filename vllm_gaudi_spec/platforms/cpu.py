@@ -17,8 +17,7 @@ from vllm_gaudi_spec.environment import (
     preload_openmp,
 )
 from vllm_gaudi_spec.platforms.base import SpecPlatform
-from vllm_gaudi_spec.upstream.cpu_platform import CpuPlatform, get_visible_memory_node
-from vllm_gaudi_spec.upstream.utils import resolve_obj_by_qualname
+from vllm_gaudi_spec.upstream.platforms import CpuPlatform, get_visible_memory_node, resolve_obj_by_qualname
 
 if TYPE_CHECKING:
     from vllm.config import VllmConfig

@@ -13,7 +13,7 @@ from vllm_gaudi_spec.platforms.base import CapturingPlatform
 if TYPE_CHECKING:
     from vllm.config import VllmConfig
 
-    from vllm_gaudi_spec.upstream.utils import FlexibleArgumentParser
+    from vllm_gaudi_spec.upstream.platforms import FlexibleArgumentParser
 
 
 class CudaSpecPlatform(CapturingPlatform):

@@ -10,7 +10,7 @@ from vllm.logger import init_logger
 from vllm_gaudi_spec.devices import choose_device
 
 if TYPE_CHECKING:
-    from vllm_gaudi_spec.upstream.utils import FlexibleArgumentParser
+    from vllm_gaudi_spec.upstream.platforms import FlexibleArgumentParser
 
 logger = init_logger(__name__)
 

@@ -10,7 +10,7 @@ from torch import nn
 
 from vllm_gaudi_spec.quantization.encodings import E4M3
 from vllm_gaudi_spec.quantization.fp8 import Arithmetic
-from vllm_gaudi_spec.upstream.linear import (
+from vllm_gaudi_spec.upstream.layers import (
     ChannelQuantScaleParameter,
     LinearMethodBase,
     create_fp8_scale_parameter,

@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Any
 from vllm.logger import init_logger
 
 from vllm_gaudi_spec.config import FP8_KV, get_target_config
-from vllm_gaudi_spec.upstream.utils import get_kv_cache_quant_algo_string
+from vllm_gaudi_spec.upstream.platforms import get_kv_cache_quant_algo_string
 
 if TYPE_CHECKING:
     import torch

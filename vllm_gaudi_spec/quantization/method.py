@@ -92,8 +92,7 @@ class DequantizedConfig(QuantizationConfig):
 
     def get_quant_method(self, layer: nn.Module, prefix: str) -> QuantizeMethodBase | None:
         # Imported late: general plugins are loaded in processes that need no layers.
-        from vllm_gaudi_spec.upstream.layers import Attention, MLAAttention
-        from vllm_gaudi_spec.upstream.linear import LinearBase, UnquantizedLinearMethod
+        from vllm_gaudi_spec.upstream.layers import Attention, LinearBase, MLAAttention, UnquantizedLinearMethod
 
         if isinstance(layer, LinearBase):
             return self._native_linear(prefix) or UnquantizedLinearMethod()

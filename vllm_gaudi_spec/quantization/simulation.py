@@ -31,7 +31,7 @@ from vllm_gaudi_spec.quantization.observers import (
     RealTokens,
     serve_linear,
 )
-from vllm_gaudi_spec.upstream.linear import (
+from vllm_gaudi_spec.upstream.layers import (
     ColumnParallelLinear,
     ParallelLMHead,
     QKVParallelLinear,

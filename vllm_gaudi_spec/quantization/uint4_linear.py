@@ -9,7 +9,7 @@ import torch
 from torch import nn
 
 from vllm_gaudi_spec.quantization.encodings import Words
-from vllm_gaudi_spec.upstream.linear import (
+from vllm_gaudi_spec.upstream.layers import (
     GroupQuantScaleParameter,
     LinearMethodBase,
     PackedvLLMParameter,

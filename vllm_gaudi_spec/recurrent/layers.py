@@ -15,7 +15,7 @@ from torch.nn import functional as F
 from vllm_gaudi_spec.attention.metadata import StateCall
 from vllm_gaudi_spec.recurrent.scans import scan, scan_each
 from vllm_gaudi_spec.recurrent.states import LayerShape, LayerState
-from vllm_gaudi_spec.upstream.forward_context import get_forward_context
+from vllm_gaudi_spec.upstream.attention_backend import get_forward_context
 from vllm_gaudi_spec.upstream.recurrent import (
     KimiGatedDeltaNetAttention,
     MambaMixer,

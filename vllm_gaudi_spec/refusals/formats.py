@@ -88,7 +88,7 @@ def _tensor_refusals(
     folder = Path(model.model)
     if load_format == "dummy" or (files := find_weight_files(folder, load_format)) is None or not folder.is_dir():
         return
-    from vllm_gaudi_spec.upstream.model_loader import filter_duplicate_safetensors_files
+    from vllm_gaudi_spec.upstream.models import filter_duplicate_safetensors_files
 
     found = filter_duplicate_safetensors_files(sorted(map(str, folder.glob(files[0]))), str(folder), files[1])
     if (reason := find_misfit(model.model, format, map(Path, found), damage_alone=damage_alone)) is not None:

@@ -19,7 +19,7 @@ if TYPE_CHECKING:
     from vllm_gaudi_spec.records import Request, SampleShape, Shape
     from vllm_gaudi_spec.runner.requests import Requests
     from vllm_gaudi_spec.runner.shapes import Shapes
-    from vllm_gaudi_spec.upstream.scheduler_output import SchedulerOutput
+    from vllm_gaudi_spec.upstream.scheduler import SchedulerOutput
 
 
 def locate(phase: str, rows: RowInputs, requests: Requests) -> Located:

@@ -17,7 +17,7 @@ if TYPE_CHECKING:
 
     from vllm_gaudi_spec.devices.base import DeviceBackend
     from vllm_gaudi_spec.upstream.kv_cache import FullAttentionSpec, KVCacheSpec
-    from vllm_gaudi_spec.upstream.scheduler_output import SchedulerOutput
+    from vllm_gaudi_spec.upstream.scheduler import SchedulerOutput
 
 
 class KVCache:

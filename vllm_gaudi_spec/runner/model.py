@@ -22,9 +22,8 @@ from vllm_gaudi_spec.quantization.kv_cache import quantize_kv
 from vllm_gaudi_spec.records import Hidden
 from vllm_gaudi_spec.recurrent.states import RecurrentStates
 from vllm_gaudi_spec.recurrent.table import has_states
-from vllm_gaudi_spec.upstream.attention_backend import AttentionType
+from vllm_gaudi_spec.upstream.attention_backend import AttentionType, set_forward_context
 from vllm_gaudi_spec.upstream.distributed import get_tp_group
-from vllm_gaudi_spec.upstream.forward_context import set_forward_context
 from vllm_gaudi_spec.upstream.kv_cache import (
     AttentionLayerBase,
     AttentionSpec,
@@ -33,8 +32,7 @@ from vllm_gaudi_spec.upstream.kv_cache import (
     SlidingWindowSpec,
 )
 from vllm_gaudi_spec.upstream.layers import MambaBase
-from vllm_gaudi_spec.upstream.model_loader import get_model
-from vllm_gaudi_spec.upstream.models import IntermediateTensors, requires_raw_input_tokens
+from vllm_gaudi_spec.upstream.models import IntermediateTensors, get_model, requires_raw_input_tokens
 
 if TYPE_CHECKING:
     from torch import nn

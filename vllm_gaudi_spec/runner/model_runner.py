@@ -24,7 +24,7 @@ if TYPE_CHECKING:
     from vllm_gaudi_spec.records import Drafts, SampleBatch
     from vllm_gaudi_spec.runner.extensions.pooling import Pooling
     from vllm_gaudi_spec.step_inputs import StepInputs
-    from vllm_gaudi_spec.upstream.scheduler_output import GrammarOutput, SchedulerOutput
+    from vllm_gaudi_spec.upstream.scheduler import GrammarOutput, SchedulerOutput
 
 
 class ModelRunner(RunnerParts):

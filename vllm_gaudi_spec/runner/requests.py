@@ -25,7 +25,7 @@ if TYPE_CHECKING:
     from vllm_gaudi_spec.devices.base import DeviceBackend
     from vllm_gaudi_spec.outputs import SpecSchedulerOutput
     from vllm_gaudi_spec.records import Verification
-    from vllm_gaudi_spec.upstream.scheduler_output import CachedRequestData, NewRequestData
+    from vllm_gaudi_spec.upstream.scheduler import CachedRequestData, NewRequestData
 
 
 class Requests:

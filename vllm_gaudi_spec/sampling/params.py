@@ -22,7 +22,7 @@ if TYPE_CHECKING:
 
     from vllm_gaudi_spec.devices.base import DeviceBackend
     from vllm_gaudi_spec.records import Request, SampleBatch, SampleShape
-    from vllm_gaudi_spec.upstream.scheduler_output import GrammarOutput, SchedulerOutput
+    from vllm_gaudi_spec.upstream.scheduler import GrammarOutput, SchedulerOutput
 
 _FLOATS = ("temperature", "top_p", "min_p", "presence_penalty", "frequency_penalty", "repetition_penalty")
 _NEUTRAL = (0.0, np.inf, 0.0, 0.0, 0.0, 1.0)

@@ -45,8 +45,13 @@ if TYPE_CHECKING:
 
     from vllm_gaudi_spec.records import DraftRound, WorkerCounts
     from vllm_gaudi_spec.upstream.kv_cache import KVCacheConfig, KVCacheSpec
-    from vllm_gaudi_spec.upstream.scheduler import KVCacheBlocks, Request, SchedulerStats, SpecDecodingStats
-    from vllm_gaudi_spec.upstream.scheduler_output import SchedulerOutput
+    from vllm_gaudi_spec.upstream.scheduler import (
+        KVCacheBlocks,
+        Request,
+        SchedulerOutput,
+        SchedulerStats,
+        SpecDecodingStats,
+    )
 
 logger = init_logger(__name__)
 

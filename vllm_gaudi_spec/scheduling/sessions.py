@@ -12,8 +12,7 @@ from vllm_gaudi_spec.recurrent.table import has_states
 from vllm_gaudi_spec.upstream.scheduler import EngineCoreOutput, FinishReason, PauseState, RequestStatus, Scheduler
 
 if TYPE_CHECKING:
-    from vllm_gaudi_spec.upstream.scheduler import Request, StreamingUpdate
-    from vllm_gaudi_spec.upstream.scheduler_output import SchedulerOutput
+    from vllm_gaudi_spec.upstream.scheduler import Request, SchedulerOutput, StreamingUpdate
 
 
 class Sessions(Scheduler):

@@ -7,7 +7,6 @@ names of vLLM that are not public, by topic.
 from collections.abc import Iterable
 
 from vllm_gaudi_spec.upstream.attention import make_mla_layers, return_attention_outputs
-from vllm_gaudi_spec.upstream.batch_invariance import batch_invariant_linear
 from vllm_gaudi_spec.upstream.configuration import (
     admit_block_drafters,
     admit_min_p_and_logit_bias,
@@ -22,7 +21,7 @@ from vllm_gaudi_spec.upstream.configuration import (
 )
 from vllm_gaudi_spec.upstream.distribution import answer_for_vllm_distribution
 from vllm_gaudi_spec.upstream.domain_libraries import admit_domain_libraries_of_other_builds
-from vllm_gaudi_spec.upstream.experts import score_cpu_experts_by_sigmoid
+from vllm_gaudi_spec.upstream.experts import assign_cpu_experts, score_cpu_experts_by_sigmoid
 from vllm_gaudi_spec.upstream.loading import (
     answer_accelerator_calls,
     choose_cpu_linears,
@@ -41,7 +40,7 @@ from vllm_gaudi_spec.upstream.messages import (
 )
 from vllm_gaudi_spec.upstream.metrics import carry_metrics, list_metrics_of_ours
 from vllm_gaudi_spec.upstream.prompt_embeds import refuse_bad_embeds
-from vllm_gaudi_spec.upstream.ranks import assign_cpu_experts, ray_workers, tensor_parallel_group
+from vllm_gaudi_spec.upstream.ranks import ray_workers, tensor_parallel_group
 from vllm_gaudi_spec.upstream.server import (
     answer_bad_media,
     answer_contradictions,
@@ -75,7 +74,6 @@ __all__ = [
     "apply",
     "apply_to_models",
     "assign_cpu_experts",
-    "batch_invariant_linear",
     "choose_cpu_linears",
     "device_type_while_loading",
     "end_errors_with_their_message",

@@ -1,4 +1,4 @@
-"""How experts are chosen by vLLM's kernels."""
+"""The choice of experts in vLLM's kernels for the CPU."""
 
 from __future__ import annotations
 
@@ -24,3 +24,25 @@ def _in_one_group(original: Callable[..., None], router: Any, *args: Any, **name
     original(router, *args, **named)
     if router.scoring_func == "sigmoid" and router.custom_routing_function is None and not router.use_grouped_topk:
         router.use_grouped_topk, router.num_expert_group, router.topk_group = True, 1, 1
+
+
+def assign_cpu_experts() -> None:
+    """Let vLLM's MoE kernel for the CPU skip the experts of other ranks.
+
+    Reason: under `--enable-expert-parallel` a rank has the weights of some experts, and tokens routed to others too;
+    upstream's kernel does not get the map of the rank's experts, and reads past the end of its weights.
+    Remove when: `CPUUnquantizedExperts.apply` looks at `expert_map`.
+    """
+    from vllm.model_executor.layers.fused_moe.experts.cpu_moe import CPUUnquantizedExperts
+
+    wrap(CPUUnquantizedExperts, "apply", _own_experts_only)
+
+
+def _own_experts_only(
+    original: Callable[..., Any], experts: Any, *, topk_ids: Any, topk_weights: Any, expert_map: Any, **others: Any
+) -> Any:
+    if expert_map is not None:
+        local_ids = expert_map[topk_ids]
+        # The kernel has no index for "none": another rank's expert becomes our first one, with weight 0.
+        topk_weights, topk_ids = topk_weights.where(local_ids >= 0, 0.0), local_ids.clamp(min=0)
+    return original(experts, topk_ids=topk_ids, topk_weights=topk_weights, expert_map=None, **others)

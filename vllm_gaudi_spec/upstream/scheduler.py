@@ -1,12 +1,16 @@
-"""vLLM's schedulers, from which ours derive, with their requests, outputs and statistics.
+"""vLLM's schedulers, from which ours derive, with their requests, statistics, and what they send to workers.
 
-Breaks when a method that we override changes; `overrides.py` lists the private ones.
+Breaks when a method that we override changes (`overrides.py` lists the private ones), or a field that the runner reads.
 """
 
 from vllm.v1.core.kv_cache_manager import KVCacheBlocks as KVCacheBlocks
 from vllm.v1.core.kv_cache_utils import BlockHash as BlockHash
 from vllm.v1.core.sched.async_scheduler import AsyncScheduler as AsyncScheduler
 from vllm.v1.core.sched.interface import PauseState as PauseState
+from vllm.v1.core.sched.output import CachedRequestData as CachedRequestData
+from vllm.v1.core.sched.output import GrammarOutput as GrammarOutput
+from vllm.v1.core.sched.output import NewRequestData as NewRequestData
+from vllm.v1.core.sched.output import SchedulerOutput as SchedulerOutput
 from vllm.v1.core.sched.scheduler import Scheduler as Scheduler
 from vllm.v1.engine import EngineCoreOutput as EngineCoreOutput
 from vllm.v1.engine import EngineCoreOutputs as EngineCoreOutputs

@@ -1,8 +1,10 @@
-"""The base class of workers, and the proposer that a user's class is wrapped in.
+"""The base class of workers, the memory of their KV, and the proposer that a user's class is wrapped in.
 
 Breaks when an executor calls a worker by another name or with other arguments.
 """
 
 from vllm.v1.spec_decode.custom_class_proposer import create_custom_proposer as create_custom_proposer
+from vllm.v1.worker.utils import allocate_kv_cache as allocate_kv_cache
+from vllm.v1.worker.utils import clear_layer_kv_caches as clear_layer_kv_caches
 from vllm.v1.worker.worker_base import CompilationTimes as CompilationTimes
 from vllm.v1.worker.worker_base import WorkerBase as WorkerBase

@@ -6,7 +6,7 @@ import inspect
 
 from vllm.model_executor.determinism.batch_invariant import linear_batch_invariant
 
-from vllm_gaudi_spec.upstream import batch_invariant_linear
+from vllm_gaudi_spec.upstream.layers import batch_invariant_linear
 
 
 def test_the_product_takes_what_a_linear_layer_has() -> None:

@@ -10,7 +10,7 @@ import torch
 from vllm.logger import init_logger
 
 from vllm_gaudi_spec.attention.metadata import AttentionCall
-from vllm_gaudi_spec.upstream.forward_context import get_forward_context, is_forward_context_available
+from vllm_gaudi_spec.upstream.attention_backend import get_forward_context, is_forward_context_available
 from vllm_gaudi_spec.upstream.layers import (
     DeepseekScalingRotaryEmbedding,
     MRotaryEmbedding,

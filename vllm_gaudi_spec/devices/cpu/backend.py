@@ -26,7 +26,7 @@ from vllm_gaudi_spec.quantization.load_context import LoadContext, Measuring
 from vllm_gaudi_spec.upstream.cpu_kernels import choose_instruction_set
 from vllm_gaudi_spec.upstream.cpu_kernels import custom_ops as vllm_ops
 from vllm_gaudi_spec.upstream.kv_cache import KVCacheConfig, KVCacheLayout
-from vllm_gaudi_spec.upstream.kv_memory import allocate_kv_cache
+from vllm_gaudi_spec.upstream.worker import allocate_kv_cache
 
 if TYPE_CHECKING:
     from vllm.config import ModelConfig, VllmConfig

@@ -23,7 +23,7 @@ from vllm_gaudi_spec.config import FLOAT16, FLOAT32, INT8, Options, UnsupportedC
 from vllm_gaudi_spec.quantization.config import get_cpu_weights
 from vllm_gaudi_spec.upstream.cpu_kernels import custom_ops as vllm_ops
 from vllm_gaudi_spec.upstream.cpu_kernels import layer_utils as utils
-from vllm_gaudi_spec.upstream.linear import ParallelLMHead, VocabParallelEmbedding
+from vllm_gaudi_spec.upstream.layers import ParallelLMHead, VocabParallelEmbedding
 
 logger = init_logger(__name__)
 

@@ -16,6 +16,7 @@ from torch import nn
 
 from vllm_gaudi_spec.devices.cuda import few_queries, linear
 from vllm_gaudi_spec.devices.cuda.layers import RotatesInPlace
+from vllm_gaudi_spec.upstream.attention_backend import get_forward_context
 from vllm_gaudi_spec.upstream.decoders import (
     LlamaAttention,
     LlamaDecoderLayer,
@@ -26,9 +27,7 @@ from vllm_gaudi_spec.upstream.decoders import (
     Qwen3Attention,
     Qwen3DecoderLayer,
 )
-from vllm_gaudi_spec.upstream.forward_context import get_forward_context
-from vllm_gaudi_spec.upstream.layers import RMSNorm, SiluAndMul
-from vllm_gaudi_spec.upstream.linear import MergedColumnParallelLinear, QKVParallelLinear
+from vllm_gaudi_spec.upstream.layers import MergedColumnParallelLinear, QKVParallelLinear, RMSNorm, SiluAndMul
 
 if TYPE_CHECKING:
     from collections.abc import Callable

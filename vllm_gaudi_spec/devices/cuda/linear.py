@@ -17,8 +17,7 @@ import triton.language as tl
 from torch import nn
 
 from vllm_gaudi_spec.devices.cuda import kernels, launch
-from vllm_gaudi_spec.upstream import batch_invariant_linear
-from vllm_gaudi_spec.upstream.linear import UnquantizedEmbeddingMethod, UnquantizedLinearMethod
+from vllm_gaudi_spec.upstream.layers import UnquantizedEmbeddingMethod, UnquantizedLinearMethod, batch_invariant_linear
 
 FEW_ROWS = 2
 """Up to this many rows, the kernel without matrix units is faster."""

@@ -15,7 +15,7 @@ import torch
 from vllm.multimodal import MULTIMODAL_REGISTRY
 
 from vllm_gaudi_spec.runner.shapes import geometric
-from vllm_gaudi_spec.upstream.multimodal import MultiModalBudget, group_and_batch_mm_kwargs
+from vllm_gaudi_spec.upstream.models import MultiModalBudget, group_and_batch_mm_kwargs
 
 if TYPE_CHECKING:
     from torch import nn
@@ -236,7 +236,7 @@ class SquaresOfPatches(WholeItems):
 
     def __init__(self, model: Any, width: int) -> None:
         # Imported here because other models do not need it, and it requires torchvision.
-        from vllm_gaudi_spec.upstream.vision import position_ids_in_meshgrid
+        from vllm_gaudi_spec.upstream.models import position_ids_in_meshgrid
 
         super().__init__(model, width)
         self._indices_of = position_ids_in_meshgrid

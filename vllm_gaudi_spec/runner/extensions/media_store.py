@@ -17,7 +17,7 @@ import torch
 
 from vllm_gaudi_spec.attention.metadata import NO_MEDIA
 from vllm_gaudi_spec.runner.graphs import ENCODERS, Job
-from vllm_gaudi_spec.upstream.multimodal import get_mm_features_in_window
+from vllm_gaudi_spec.upstream.models import get_mm_features_in_window
 
 if TYPE_CHECKING:
     from vllm.multimodal.inputs import MultiModalFeatureSpec

@@ -19,8 +19,7 @@ from vllm_gaudi_spec.config import UnsupportedConfigError
 from vllm_gaudi_spec.records import DECODE
 from vllm_gaudi_spec.runner.extensions import Extension
 from vllm_gaudi_spec.runner.extensions.encoders import Item
-from vllm_gaudi_spec.upstream.models import supports_mrope
-from vllm_gaudi_spec.upstream.multimodal import EncoderCache, EncoderRunner, compute_mm_prefix_ranges
+from vllm_gaudi_spec.upstream.models import EncoderCache, EncoderRunner, compute_mm_prefix_ranges, supports_mrope
 
 if TYPE_CHECKING:
     from collections.abc import Iterator, Sequence
@@ -34,7 +33,7 @@ if TYPE_CHECKING:
     from vllm_gaudi_spec.runner.extensions.media_store import MediaStore
     from vllm_gaudi_spec.runner.graphs import Job
     from vllm_gaudi_spec.runner.requests import Requests
-    from vllm_gaudi_spec.upstream.scheduler_output import SchedulerOutput
+    from vllm_gaudi_spec.upstream.scheduler import SchedulerOutput
 
 
 _SEEN_BOTH_WAYS_IN_WINDOWS = ("gemma4",)

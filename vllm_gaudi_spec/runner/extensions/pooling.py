@@ -15,7 +15,7 @@ from vllm_gaudi_spec.outputs import CountedOutput
 from vllm_gaudi_spec.records import DECODE
 from vllm_gaudi_spec.runner.extensions import Extension
 from vllm_gaudi_spec.runner.report import copy_contiguous
-from vllm_gaudi_spec.upstream.pooling import LateInteractionRunner, PoolingMetadata, PoolingStates
+from vllm_gaudi_spec.upstream.sampling import LateInteractionRunner, PoolingMetadata, PoolingStates
 
 if TYPE_CHECKING:
     from torch import nn

@@ -14,7 +14,7 @@ import torch
 from vllm_gaudi_spec.attention.metadata import MultimodalInputs
 from vllm_gaudi_spec.config import UnsupportedConfigError
 from vllm_gaudi_spec.runner.extensions import Extension
-from vllm_gaudi_spec.upstream.utils import supports_kw
+from vllm_gaudi_spec.upstream.platforms import supports_kw
 
 if TYPE_CHECKING:
     from torch import nn

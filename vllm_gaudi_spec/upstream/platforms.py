@@ -1,11 +1,13 @@
-"""vLLM's helper functions.
+"""vLLM's CPU platform, from which ours derives, and the helper functions that platforms use.
 
-A platform imports this module while vLLM itself is half imported, so it takes from modules that import no platform.
-Breaks when a helper moves: upstream reorganizes `vllm.utils` often.
+Imported while vLLM itself is half imported, so it takes from modules that import no platform. Breaks when upstream
+changes the hooks that `platforms/cpu.py` overrides, or moves a helper: it reorganizes `vllm.utils` often.
 """
 
 from typing import TYPE_CHECKING
 
+from vllm.platforms.cpu import CpuPlatform as CpuPlatform
+from vllm.utils.cpu_resource_utils import get_visible_memory_node as get_visible_memory_node
 from vllm.utils.func_utils import supports_kw as supports_kw
 from vllm.utils.import_utils import resolve_obj_by_qualname as resolve_obj_by_qualname
 from vllm.utils.torch_utils import get_kv_cache_quant_algo_string as get_kv_cache_quant_algo_string
