@@ -11,9 +11,9 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from tests.support.reference.attention import attend_one
+from vllm_gaudi_spec.attention import torch_ops
 from vllm_gaudi_spec.attention.metadata import AttentionLayerSpec, Blocks, build_rectangle
 from vllm_gaudi_spec.attention.operations import PLAIN, Operations
-from vllm_gaudi_spec.devices.common import torch_ops
 from vllm_gaudi_spec.runner.requests import make_host_counts, make_host_lengths
 
 if TYPE_CHECKING:

@@ -33,7 +33,7 @@ from tests.support.fakes import CopyingMemory, HostBackend
 from tests.unit.test_config import engine_config
 from vllm_gaudi_spec import upstream
 from vllm_gaudi_spec.attention.metadata import Inputs
-from vllm_gaudi_spec.devices.common.torch_ops import copy_blocks
+from vllm_gaudi_spec.attention.torch_ops import copy_blocks
 from vllm_gaudi_spec.outputs import SpecSchedulerOutput
 from vllm_gaudi_spec.records import Hidden
 from vllm_gaudi_spec.recurrent.states import LayerShape, RecurrentStates

@@ -1,81 +1,27 @@
-"""vLLM's attention backend interface over the device backend."""
+"""vLLM's attention implementation over the kernels of a device."""
 
 from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import replace
-from typing import TYPE_CHECKING, Any, ClassVar
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import nn
 from vllm.config import get_current_vllm_config_or_none
 
+from vllm_gaudi_spec.attention import torch_ops
 from vllm_gaudi_spec.attention.metadata import AttentionCall, AttentionLayerSpec, IndexQueries
 from vllm_gaudi_spec.attention.operations import PLAIN, Matmul, Operations, Softmax, VLLMKVCache
-from vllm_gaudi_spec.config import ADDITIONAL_CONFIG_KEY, FP8_KV, UnsupportedConfigError
-from vllm_gaudi_spec.devices import load_backend
-from vllm_gaudi_spec.devices.common import torch_ops
+from vllm_gaudi_spec.config import ADDITIONAL_CONFIG_KEY, UnsupportedConfigError
 from vllm_gaudi_spec.upstream.attention_backend import (
-    AttentionBackend,
     AttentionImpl,
-    AttentionMetadataBuilder,
     AttentionType,
-    MultipleOf,
     get_forward_context,
 )
-from vllm_gaudi_spec.upstream.kv_cache import KVCacheLayout
 
 if TYPE_CHECKING:
-    from vllm.config.cache import CacheDType
-
-
-class NoMetadataBuilder(AttentionMetadataBuilder[Any]):
-    """A placeholder: vLLM subclasses a builder for layers that attend in chunks, but does not instantiate it."""
-
-    def __init__(self, *args: Any, **named: Any) -> None:
-        raise RuntimeError("this platform's runner does not use metadata builders")
-
-    def build(self, *args: Any, **named: Any) -> Any:
-        raise RuntimeError("this platform's runner does not use metadata builders")
-
-
-class RectangleAttentionBackend(AttentionBackend):
-    forward_includes_kv_cache_update = False
-    supported_dtypes: ClassVar[list[torch.dtype]] = [torch.float32, torch.bfloat16, torch.float16]
-    supported_kv_cache_dtypes: ClassVar[list[CacheDType]] = ["auto", FP8_KV]
-
-    @staticmethod
-    def get_name() -> str:
-        return "CUSTOM"
-
-    @staticmethod
-    def get_impl_cls() -> type[RectangleAttentionImpl]:
-        return RectangleAttentionImpl
-
-    @staticmethod
-    def get_builder_cls() -> type[NoMetadataBuilder]:
-        return NoMetadataBuilder
-
-    @staticmethod
-    def get_supported_kernel_block_sizes(kv_cache_spec: Any = None) -> list[int | MultipleOf]:
-        return [MultipleOf(16)]
-
-    @classmethod
-    def get_preferred_block_size(cls, default_block_size: int) -> int:
-        return load_backend().traits.block_size
-
-    @classmethod
-    def supported_kv_cache_layouts(cls) -> tuple[KVCacheLayout, ...]:
-        # A block has head after head, and a head its keys before its values.
-        return (KVCacheLayout.LBHNC,)
-
-    @classmethod
-    def supports_sliding_window(cls) -> bool:
-        return True
-
-    @classmethod
-    def supports_sink(cls) -> bool:
-        return True
+    from vllm_gaudi_spec.devices.base import DeviceBackend
 
 
 class RectangleAttentionImpl(AttentionImpl, nn.Module):
@@ -160,14 +106,13 @@ class RectangleAttentionImpl(AttentionImpl, nn.Module):
     def _operations(self) -> Operations:
         return self if self.layer_operations or self.kv_dtype is not None else PLAIN
 
-    def bind(self, layer: Any, kv_cache: Any) -> None:
-        """Choose the kernel for a layer and its KV cache.
+    def bind(self, layer: Any, kv_cache: Any, backend: DeviceBackend) -> None:
+        """Choose the device's kernel for a layer and its KV cache.
 
         Raises RuntimeError if they disagree: kernels take dtype and shape from the layer, and would write past the end
         of a cache that differs.
         """
         self.has_written = False
-        backend = load_backend()
         found = backend.attention.kv_shape(kv_cache)
         row_size = self.head_size if self.value_size is not None else 2 * self.head_size
         needed = found._replace(num_kv_heads=self.num_kv_heads, row_size=row_size, dtype=self.kv_dtype or self.dtype)

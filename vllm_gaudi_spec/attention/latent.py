@@ -14,7 +14,7 @@ import torch
 from torch import nn
 from vllm.config import get_current_vllm_config
 
-from vllm_gaudi_spec.attention.backend import RectangleAttentionBackend, RectangleAttentionImpl, attend_layer
+from vllm_gaudi_spec.attention.backend import RectangleAttentionImpl, attend_layer
 from vllm_gaudi_spec.attention.metadata import IndexQueries
 from vllm_gaudi_spec.upstream.attention_backend import get_forward_context
 from vllm_gaudi_spec.upstream.kv_cache import MLAAttentionSpec
@@ -25,16 +25,6 @@ if TYPE_CHECKING:
 
     from vllm_gaudi_spec.upstream.kv_cache import KVCacheSpec
     from vllm_gaudi_spec.upstream.models import Indexer
-
-
-class LatentAttentionBackend(RectangleAttentionBackend):
-    @staticmethod
-    def get_impl_cls() -> type[LatentAttentionImpl]:
-        return LatentAttentionImpl
-
-    @classmethod
-    def is_mla(cls) -> bool:
-        return True
 
 
 class LatentAttentionImpl(RectangleAttentionImpl):
@@ -64,17 +54,6 @@ class LatentAttentionImpl(RectangleAttentionImpl):
         if indexer is not None:
             self.index_size = indexer.head_dim
             self.head_size += self.index_size
-
-
-class NoPrefill:
-    """A placeholder for the second kernel, for prompts, that vLLM's layer requires."""
-
-    def __init__(self, **of_the_layer: Any) -> None:
-        pass
-
-    @staticmethod
-    def get_name() -> str:
-        return "no separate"
 
 
 class Index(NamedTuple):

@@ -49,9 +49,9 @@ _SCHEDULERS = {
     True: "vllm_gaudi_spec.scheduling.scheduler.SpecAsyncScheduler",
 }
 """Schedulers without and with async scheduling."""
-_ATTENTION = "vllm_gaudi_spec.attention.backend.RectangleAttentionBackend"
-_LATENT_ATTENTION = "vllm_gaudi_spec.attention.latent.LatentAttentionBackend"
-_LATENT_PREFILL = "vllm_gaudi_spec.attention.latent.NoPrefill"
+_ATTENTION = "vllm_gaudi_spec.platforms.attention.RectangleAttentionBackend"
+_LATENT_ATTENTION = "vllm_gaudi_spec.platforms.attention.LatentAttentionBackend"
+_LATENT_PREFILL = "vllm_gaudi_spec.platforms.attention.NoPrefill"
 _QUANTIZATION_METHOD = "vllm_gaudi_spec.quantization.method"
 _LORA = "vllm_gaudi_spec.lora.application.TokenSlots"
 

@@ -107,6 +107,7 @@ class LoadedModel:
         """
         model_config = model_config or vllm_config.model_config
         self.vllm_config = vllm_config
+        self._backend = backend
         self.group = group or get_tp_group()
         self._packs = not backend.traits.captures
         self._is_in_step = ranks_in_step(vllm_config, model_config) > 1
@@ -278,7 +279,7 @@ class LoadedModel:
             if _get_window(layer) != _get_window(self._layers[owner]):
                 raise RuntimeError(f"{name} reads the KV of {owner}, which keeps it for another window.")
             layer.bind_kv_cache(caches[owner])
-            layer.impl.bind(layer, caches[owner])
+            layer.impl.bind(layer, caches[owner], self._backend)
 
     def state_bytes(self, num_rows: int, num_pending: int) -> int:
         """Return the bytes that recurrent layers keep for `num_rows` requests, 0 without such layers."""

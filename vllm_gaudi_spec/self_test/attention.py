@@ -12,10 +12,10 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
+from vllm_gaudi_spec.attention import torch_ops
 from vllm_gaudi_spec.attention.metadata import AttentionCall, AttentionLayerSpec, Blocks, FlatBlocks, build_rectangle
 from vllm_gaudi_spec.attention.operations import PLAIN
 from vllm_gaudi_spec.config import E4M3_MAX
-from vllm_gaudi_spec.devices.common import torch_ops
 from vllm_gaudi_spec.quantization.fp8 import to_e4m3
 from vllm_gaudi_spec.quantization.layers import KV_DTYPE, Fp8Cache, kv_range
 from vllm_gaudi_spec.runner.requests import make_host_counts, make_host_lengths

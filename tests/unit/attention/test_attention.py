@@ -8,9 +8,8 @@ import pytest
 import torch
 
 from tests.support.reference.attention import attend_one
-from vllm_gaudi_spec.attention import row_operations
+from vllm_gaudi_spec.attention import row_operations, torch_ops
 from vllm_gaudi_spec.attention.metadata import AttentionCall, AttentionLayerSpec, Blocks, Packed, build_rectangle
-from vllm_gaudi_spec.devices.common import torch_ops
 
 CONTEXTS = [0, 1, 31, 32, 70]
 SPEC = AttentionLayerSpec(

@@ -18,8 +18,10 @@ from vllm.model_executor.layers.attention.mla_attention import MLAAttention
 from vllm.model_executor.layers.linear import UnquantizedLinearMethod
 
 from vllm_gaudi_spec.attention import row_operations
-from vllm_gaudi_spec.attention.latent import LatentAttention, LatentAttentionBackend
+from vllm_gaudi_spec.attention.latent import LatentAttention
 from vllm_gaudi_spec.attention.metadata import Blocks, build_rectangle
+from vllm_gaudi_spec.devices import load_backend
+from vllm_gaudi_spec.platforms.attention import LatentAttentionBackend
 
 HEADS, NOPE, ROPE, VALUE, RANK, HIDDEN = 4, 24, 16, 20, 40, 64
 BLOCK = 16
@@ -89,7 +91,7 @@ def test_latent_layer_equals_transformers(config: VllmConfig) -> None:
 
     kv_cache = torch.zeros(12, 1, BLOCK, RANK + ROPE)
     ours.bind_kv_cache(kv_cache)
-    ours.impl.bind(ours, kv_cache)
+    ours.impl.bind(ours, kv_cache, load_backend())
     table = torch.tensor([[3, 7, 1, 9], [5, 2, 11, 0]], dtype=torch.int32)
     attended = torch.zeros(2, max(lengths), HEADS * VALUE)
     done = [0, 0]

@@ -9,10 +9,10 @@ import pytest
 import torch
 
 from tests.support.reference.attention import attend_row
+from vllm_gaudi_spec.attention import torch_ops
 from vllm_gaudi_spec.attention.backend import RectangleAttentionImpl
 from vllm_gaudi_spec.attention.metadata import AttentionCall, AttentionLayerSpec, Packed, SpanRows, Spans
 from vllm_gaudi_spec.devices import load_backend
-from vllm_gaudi_spec.devices.common import torch_ops
 from vllm_gaudi_spec.devices.cpu.backend import make_backend
 
 HEADS, KV_HEADS, SIZE, BLOCK = 4, 2, 64, 32
@@ -89,7 +89,7 @@ def test_layers_without_a_window_can_stay_causal_over_images(window: int | None,
     keys, values = torch.randn(2, 2 * BLOCK, KV_HEADS, SIZE)
     cache = torch.zeros(2, KV_HEADS, BLOCK, 2 * SIZE)
     layer = RectangleAttentionImpl(HEADS, SIZE, SIZE**-0.5, KV_HEADS, None, window, "auto")
-    layer.bind(SimpleNamespace(layer_name="a layer"), cache)
+    layer.bind(SimpleNamespace(layer_name="a layer"), cache, load_backend())
     layer._ops.write_kv(keys, values, cache, torch.arange(2 * BLOCK), layer.spec)
     rows = SpanRows(torch.tensor([0]), *torch.tensor([[2], [6]], dtype=torch.int32))
     lasts = torch.tensor([[0, 0, 6, 6, 6, 6, 6, 0]], dtype=torch.int32)
@@ -129,7 +129,7 @@ def test_call_holds_own_kv_only_for_devices_that_read_it(
     layer = RectangleAttentionImpl(HEADS, SIZE, SIZE**-0.5, KV_HEADS, None, None, "auto")
     layer.kv_sharing_target_layer_name = "another layer" if shares_kv else None
     cache = torch.zeros(2, KV_HEADS, BLOCK, 2 * SIZE)
-    layer.bind(SimpleNamespace(layer_name="a layer"), cache)
+    layer.bind(SimpleNamespace(layer_name="a layer"), cache, load_backend())
     zero, one = torch.zeros(1, dtype=torch.int32), torch.ones(1, 1, dtype=torch.int32)
     call = AttentionCall(num_rows=1, num_queries=1, starts_B=zero, block_table_BW=one)
     key, value = torch.randn(2, 1, KV_HEADS, SIZE)

@@ -44,7 +44,7 @@ def import_graph(*, for_types: bool = True) -> dict[str, set[str]]:
     return {name: imported_modules(tree, for_types=for_types) - {name} for name, tree in trees.items()}
 
 
-ALLOWED_PAIRS = {("attention", "devices"), ("drafting", "runner")}
+ALLOWED_PAIRS = {("drafting", "runner")}
 """Rooms that still import each other at run time. Never add one: move what both need into a room below them."""
 
 

@@ -10,10 +10,9 @@ from torch import nn
 
 from tests.support.reference.e4m3 import nearest
 from tests.unit.attention.test_paged_attention import Scene, make_scene
-from vllm_gaudi_spec.attention import flat, padded
+from vllm_gaudi_spec.attention import flat, padded, torch_ops
 from vllm_gaudi_spec.attention.metadata import FlatBlocks
 from vllm_gaudi_spec.attention.operations import OWN, Operations, VLLMKVCache
-from vllm_gaudi_spec.devices.common import torch_ops
 from vllm_gaudi_spec.quantization.fp8 import HostArithmetic, to_e4m3
 from vllm_gaudi_spec.quantization.layers import CalibratedLinear, Fp8Cache, Fp8Matmul, Fp8Softmax
 from vllm_gaudi_spec.quantization.observers import serve_linear

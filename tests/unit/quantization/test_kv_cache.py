@@ -8,12 +8,11 @@ import torch
 
 from tests.support.reference.attention import attend_row
 from tests.support.reference.e4m3 import nearest
-from vllm_gaudi_spec.attention import flat, padded
+from vllm_gaudi_spec.attention import flat, padded, torch_ops
 from vllm_gaudi_spec.attention.backend import RectangleAttentionImpl
 from vllm_gaudi_spec.attention.metadata import AttentionCall, AttentionLayerSpec, FlatBlocks
 from vllm_gaudi_spec.attention.operations import PLAIN
 from vllm_gaudi_spec.config import UnsupportedConfigError
-from vllm_gaudi_spec.devices.common import torch_ops
 from vllm_gaudi_spec.devices.common.kv_pair import KVPair
 from vllm_gaudi_spec.devices.hpu.fp8 import GaudiArithmetic
 from vllm_gaudi_spec.quantization import kv_cache

@@ -12,10 +12,9 @@ from vllm.config import VllmConfig, set_current_vllm_config
 from vllm.model_executor.layers.attention import Attention
 from vllm.model_executor.layers.attention.chunked_local_attention import ChunkedLocalAttention
 
-from vllm_gaudi_spec.attention import backend as attention
-from vllm_gaudi_spec.attention.backend import RectangleAttentionBackend
 from vllm_gaudi_spec.devices.common.kv_pair import KVPair
 from vllm_gaudi_spec.devices.cpu import backend as cpu
+from vllm_gaudi_spec.platforms.attention import RectangleAttentionBackend
 from vllm_gaudi_spec.runner.model import LoadedModel
 
 BLOCKS, BLOCK, HEADS, SIZE = 3, 32, 2, 32
@@ -23,9 +22,8 @@ OWNER, READER = "layers.0.attn", "layers.2.attn"
 
 
 @pytest.fixture
-def config(monkeypatch: pytest.MonkeyPatch) -> Iterator[VllmConfig]:
-    made, device = VllmConfig(), cpu.make_backend()
-    monkeypatch.setattr(attention, "load_backend", lambda: device)
+def config() -> Iterator[VllmConfig]:
+    made = VllmConfig()
     with set_current_vllm_config(made):
         yield made
 
@@ -43,6 +41,7 @@ def loaded(layers: list[Any]) -> Any:
     model: Any = LoadedModel.__new__(LoadedModel)
     model._layers = {one.layer_name: one for one in layers}
     model._encoding = {}
+    model._backend = cpu.make_backend()
     model._kv_owners = {one.layer_name: one.kv_sharing_target_layer_name or one.layer_name for one in layers}
     return model
 

@@ -9,12 +9,11 @@ from typing import TYPE_CHECKING, NamedTuple
 
 import torch
 
-from vllm_gaudi_spec.attention import padded
+from vllm_gaudi_spec.attention import padded, torch_ops
 from vllm_gaudi_spec.attention.metadata import AttentionCall, AttentionLayerSpec, KVShape
 from vllm_gaudi_spec.attention.operations import PLAIN, Operations
 from vllm_gaudi_spec.config import UnsupportedConfigError
 from vllm_gaudi_spec.devices.base import Attention, Graphs, Memory
-from vllm_gaudi_spec.devices.common import torch_ops
 from vllm_gaudi_spec.upstream.kv_cache import AttentionSpec, UniformTypeKVCacheSpecs
 
 if TYPE_CHECKING:

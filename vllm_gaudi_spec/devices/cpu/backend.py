@@ -12,10 +12,11 @@ from torch import nn
 from vllm import envs
 from vllm.logger import init_logger
 
+from vllm_gaudi_spec.attention import torch_ops
 from vllm_gaudi_spec.attention.metadata import AttentionCall, AttentionLayerSpec, KVShape, SpanRows
 from vllm_gaudi_spec.attention.operations import PLAIN, Operations
 from vllm_gaudi_spec.devices.base import Attention, DeviceBackend, DeviceTraits, Memory, Weights
-from vllm_gaudi_spec.devices.common import host_memory, torch_ops
+from vllm_gaudi_spec.devices.common import host_memory
 from vllm_gaudi_spec.devices.cpu import formats as cpu_formats
 from vllm_gaudi_spec.devices.cpu import linear as cpu_linear
 from vllm_gaudi_spec.devices.cpu.rules import RULES
