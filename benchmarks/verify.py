@@ -27,7 +27,7 @@ from vllm.v1.core.sched.output import NewRequestData
 from benchmarks.shared import common, dummy
 from vllm_gaudi_spec.outputs import SpecSchedulerOutput
 from vllm_gaudi_spec.records import DECODE, Planned, Shape
-from vllm_gaudi_spec.runner.batch import make_sample_batch
+from vllm_gaudi_spec.runner.planning import make_sample_batch
 from vllm_gaudi_spec.tools.io.command_line import Parser
 
 CHUNK = 256

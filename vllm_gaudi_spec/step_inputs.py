@@ -25,6 +25,24 @@ class HostBlocks(NamedTuple):
     counts_B: torch.Tensor | None = None
 
 
+def make_host_lengths(num_rows: int, ends: Sequence[int], context: int) -> torch.Tensor:
+    """Return `Blocks.lengths_B`, for devices whose attention needs it (`DeviceTraits.needs_host_lengths`).
+
+    The first rows have at most `ends` tokens of KV when the graph ends, and no more than `context`, for which there are
+    blocks. The rest is padding, which reads one key.
+    """
+    lengths_np = np.ones(num_rows, dtype=np.int32)
+    lengths_np[: len(ends)] = np.clip(ends, 1, context)
+    return torch.from_numpy(lengths_np)
+
+
+def make_host_counts(num_rows: int, counts: Sequence[int]) -> torch.Tensor:
+    """Return `Blocks.counts_B`, with 0 for rows of padding."""
+    counts_np = np.zeros(num_rows, dtype=np.int32)
+    counts_np[: len(counts)] = counts
+    return torch.from_numpy(counts_np)
+
+
 _SECTION = 16
 """Alignment in elements of the sections of a packed tensor, as kernels prefer aligned addresses."""
 

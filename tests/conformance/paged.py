@@ -14,7 +14,7 @@ from tests.support.reference.attention import attend_one
 from vllm_gaudi_spec.attention import torch_ops
 from vllm_gaudi_spec.attention.metadata import AttentionLayerSpec, Blocks, build_rectangle
 from vllm_gaudi_spec.attention.operations import PLAIN, Operations
-from vllm_gaudi_spec.runner.requests import make_host_counts, make_host_lengths
+from vllm_gaudi_spec.step_inputs import make_host_counts, make_host_lengths
 
 if TYPE_CHECKING:
     from vllm_gaudi_spec.devices.base import DeviceBackend
@@ -206,8 +206,10 @@ class Texts:
             listed = (backend.memory.upload(torch.tensor(entries, dtype=torch.int32).T.contiguous()),)
         # The host knows of a decode what it may come to have at most.
         ends = [start + (queries if decode else count) for start, count in zip(starts, real, strict=True)]
-        lengths_B = make_host_lengths(backend, rows, ends, table.shape[1] * size)
-        counts_B = None if lengths_B is None or decode else make_host_counts(rows, real)
+        lengths_B = counts_B = None
+        if backend.traits.needs_host_lengths:
+            lengths_B = make_host_lengths(rows, ends, table.shape[1] * size)
+            counts_B = None if decode else make_host_counts(rows, real)
         return Blocks((backend.memory.upload(table),), (size,), listed, lengths_B, counts_B)
 
     def _compare(

@@ -10,7 +10,7 @@ import torch
 from tests.conformance.graphs import compiled
 from tests.conformance.paged import Kind, Layer, allocate
 from vllm_gaudi_spec.attention.metadata import AttentionCall, Blocks
-from vllm_gaudi_spec.runner.requests import make_host_lengths
+from vllm_gaudi_spec.step_inputs import make_host_lengths
 
 if TYPE_CHECKING:
     from vllm_gaudi_spec.devices.base import DeviceBackend
@@ -54,7 +54,8 @@ class Peek:
     def read(self, blocks: list[int], offset: int) -> list[float]:
         backend, kind, rows = self.layer.backend, self.layer.kind, len(blocks)
         size, table = self.layer.spec.block_size, torch.tensor(blocks, dtype=torch.int32)[:, None]
-        lengths_B = make_host_lengths(backend, rows, [offset + 1] * rows, size)
+        needs_lengths = backend.traits.needs_host_lengths
+        lengths_B = make_host_lengths(rows, [offset + 1] * rows, size) if needs_lengths else None
         out = self._read(
             backend.memory.upload(torch.ones(rows, 1, kind.head_size)),
             backend.memory.upload(torch.full((rows,), offset, dtype=torch.int32)),

@@ -20,8 +20,8 @@ from tests.full_tests.tiny_models import VOCAB
 from vllm_gaudi_spec import worker
 from vllm_gaudi_spec.config import UnsupportedConfigError
 from vllm_gaudi_spec.devices import choose_device, load_backend
+from vllm_gaudi_spec.graphs import DRAFTERS_READS, DRAFTS
 from vllm_gaudi_spec.runner import profile
-from vllm_gaudi_spec.runner.graphs import DRAFTERS_READS, DRAFTS
 from vllm_gaudi_spec.runner.model_runner import ModelRunner
 from vllm_gaudi_spec.runner.profile import peak_bytes
 

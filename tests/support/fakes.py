@@ -12,10 +12,11 @@ from vllm.sampling_params import SamplingParams
 from vllm.v1.core.sched.output import CachedRequestData, NewRequestData
 
 from vllm_gaudi_spec.attention import row_operations
+from vllm_gaudi_spec.batches import make_batch
 from vllm_gaudi_spec.devices.base import DeviceTraits, Graphs, Memory
 from vllm_gaudi_spec.outputs import SpecSchedulerOutput
 from vllm_gaudi_spec.records import Batch, Verification
-from vllm_gaudi_spec.runner.batch import make_batch, plan_batches
+from vllm_gaudi_spec.runner.planning import plan_batches
 from vllm_gaudi_spec.runner.requests import Requests
 from vllm_gaudi_spec.runner.shapes import Shapes
 from vllm_gaudi_spec.sampling.rules.registry import TORCH

@@ -7,8 +7,8 @@ from typing import Any
 
 import torch
 
+from vllm_gaudi_spec.batches import make_batch
 from vllm_gaudi_spec.records import Batch, Planned, Shape
-from vllm_gaudi_spec.runner.batch import make_batch
 from vllm_gaudi_spec.runner.requests import Requests
 
 CONFIG: Any = SimpleNamespace(

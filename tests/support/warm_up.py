@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Hashable, Iterable
 
-from vllm_gaudi_spec.runner.graphs import Job, StepRecorder
+from vllm_gaudi_spec.graphs import Job, StepRecorder
 
 
 def listed(jobs: Iterable[Job]) -> list[Hashable]:

@@ -24,11 +24,11 @@ if TYPE_CHECKING:
     from vllm_gaudi_spec.attention.metadata import Inputs
     from vllm_gaudi_spec.config import Speculation
     from vllm_gaudi_spec.drafting.universal.pairs import Pair
+    from vllm_gaudi_spec.graphs import Job, StepRecorder
+    from vllm_gaudi_spec.model import LoadedModel
     from vllm_gaudi_spec.records import Batch, DraftRound, Request, SampledRows, StepResult
-    from vllm_gaudi_spec.runner.graphs import Job, StepRecorder
     from vllm_gaudi_spec.runner.hidden_states import HiddenStateBuffer
     from vllm_gaudi_spec.runner.kv_cache import KVCache
-    from vllm_gaudi_spec.runner.model import LoadedModel
     from vllm_gaudi_spec.runner.requests import Requests
     from vllm_gaudi_spec.runner.shapes import Shapes
     from vllm_gaudi_spec.sampling.params import Branch, Sampling

@@ -20,12 +20,12 @@ import numpy as np
 import torch
 
 from vllm_gaudi_spec.attention.metadata import build_columns, build_rectangle
+from vllm_gaudi_spec.batches import pad_rows
 from vllm_gaudi_spec.drafting.base import DeviceProposer
 from vllm_gaudi_spec.drafting.kv_sync import DrafterKVSync
 from vllm_gaudi_spec.drafting.universal.pairs import require_same_vocabulary
+from vllm_gaudi_spec.graphs import DRAFTERS_READS, Job
 from vllm_gaudi_spec.records import PREFILL, DraftRequest, Drafts, Hidden
-from vllm_gaudi_spec.runner.batch import pad_rows
-from vllm_gaudi_spec.runner.graphs import DRAFTERS_READS, Job
 from vllm_gaudi_spec.step_inputs import Packing, StepInputs
 
 if TYPE_CHECKING:
@@ -33,8 +33,8 @@ if TYPE_CHECKING:
     from vllm_gaudi_spec.drafting.base import DraftingContext, Model
     from vllm_gaudi_spec.drafting.kv_sync import ReadBlocks
     from vllm_gaudi_spec.drafting.vocabulary import Translation
+    from vllm_gaudi_spec.graphs import StepRecorder
     from vllm_gaudi_spec.records import Batch, DraftBatch, Drafted, Request, SampledRows, Shape
-    from vllm_gaudi_spec.runner.graphs import StepRecorder
     from vllm_gaudi_spec.runner.requests import Requests
     from vllm_gaudi_spec.runner.shapes import Shapes
     from vllm_gaudi_spec.scheduling.limits import LengthSplit

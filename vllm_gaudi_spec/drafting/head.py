@@ -20,13 +20,13 @@ from typing import TYPE_CHECKING
 import torch
 
 from vllm_gaudi_spec.attention.metadata import Blocks, Inputs, build_rectangle
+from vllm_gaudi_spec.batches import make_batch, make_draft_batch, make_no_samples, make_padding
 from vllm_gaudi_spec.drafting.base import DeviceProposer
 from vllm_gaudi_spec.drafting.draft_model import draft_chain
 from vllm_gaudi_spec.drafting.kv_sync import DrafterKVSync
 from vllm_gaudi_spec.drafting.vocabulary import ReducedVocabulary, SameVocabulary
+from vllm_gaudi_spec.graphs import DRAFTERS_READS, Job
 from vllm_gaudi_spec.records import PREFILL, Hidden
-from vllm_gaudi_spec.runner.batch import make_batch, make_draft_batch, make_no_samples, make_padding
-from vllm_gaudi_spec.runner.graphs import DRAFTERS_READS, Job
 from vllm_gaudi_spec.step_inputs import StepInputs
 
 if TYPE_CHECKING:
@@ -35,8 +35,8 @@ if TYPE_CHECKING:
     from vllm_gaudi_spec.drafting.base import DraftingContext, Model
     from vllm_gaudi_spec.drafting.kv_sync import ReadBlocks
     from vllm_gaudi_spec.drafting.vocabulary import Translation
+    from vllm_gaudi_spec.graphs import StepRecorder
     from vllm_gaudi_spec.records import Batch, DraftBatch, DraftRequest, Drafts, Request, SampledRows, Shape
-    from vllm_gaudi_spec.runner.graphs import StepRecorder
     from vllm_gaudi_spec.runner.hidden_states import HiddenStateBuffer
     from vllm_gaudi_spec.runner.requests import Requests
     from vllm_gaudi_spec.runner.shapes import Shapes

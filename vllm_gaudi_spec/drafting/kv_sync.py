@@ -13,8 +13,8 @@ import numpy as np
 if TYPE_CHECKING:
     import torch
 
+    from vllm_gaudi_spec.graphs import Job
     from vllm_gaudi_spec.records import Batch, DraftBatch, Drafts, Hidden, Request, SampledRows
-    from vllm_gaudi_spec.runner.graphs import Job
     from vllm_gaudi_spec.runner.requests import Requests
 
 

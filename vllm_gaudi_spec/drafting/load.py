@@ -21,7 +21,7 @@ from vllm_gaudi_spec.scheduling.limits import LengthSplit
 
 if TYPE_CHECKING:
     from vllm_gaudi_spec.drafting.base import DeviceProposer, Drafting, DraftingContext, HostProposer
-    from vllm_gaudi_spec.runner.model import LoadedModel
+    from vllm_gaudi_spec.model import LoadedModel
 
 
 def load_drafting(context: DraftingContext) -> Drafting:

@@ -8,14 +8,13 @@ from typing import TYPE_CHECKING, NamedTuple
 
 import numpy as np
 
-from vllm_gaudi_spec.runner.requests import make_host_lengths
-from vllm_gaudi_spec.step_inputs import HostBlocks
+from vllm_gaudi_spec.step_inputs import HostBlocks, make_host_lengths
 from vllm_gaudi_spec.upstream.kv_cache import AttentionSpec, KVCacheConfig, KVCacheGroupSpec, KVCacheTensor
 
 if TYPE_CHECKING:
     from vllm_gaudi_spec.config import Speculation
     from vllm_gaudi_spec.devices.base import DeviceBackend
-    from vllm_gaudi_spec.runner.model import LoadedModel
+    from vllm_gaudi_spec.model import LoadedModel
     from vllm_gaudi_spec.upstream.kv_cache import KVCacheSpec
 
 NO_ROOM_FOR_KV = (
@@ -98,7 +97,8 @@ class DrafterKVRegion:
     def blocks(self, rows_np: np.ndarray, ends: Sequence[int], context: int) -> HostBlocks:
         """Return block tables for `context` tokens. The first rows end at `ends`."""
         table_np = self._table_np[rows_np, : -(-context // self._size)]
-        lengths_B = make_host_lengths(self._backend, len(rows_np), ends, context)
+        needs_lengths = self._backend.traits.needs_host_lengths
+        lengths_B = make_host_lengths(len(rows_np), ends, context) if needs_lengths else None
         return HostBlocks((table_np,), (self._size,), lengths_B=lengths_B)
 
 

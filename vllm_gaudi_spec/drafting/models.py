@@ -15,9 +15,9 @@ from vllm.config import replace
 from vllm_gaudi_spec import upstream
 from vllm_gaudi_spec.config import UnsupportedConfigError
 from vllm_gaudi_spec.methods import MEDUSA, METHODS
+from vllm_gaudi_spec.model import LoadedModel
 from vllm_gaudi_spec.quantization.models import Quantization
 from vllm_gaudi_spec.records import Hidden
-from vllm_gaudi_spec.runner.model import LoadedModel
 from vllm_gaudi_spec.upstream.distributed import get_pp_group, get_tp_group
 from vllm_gaudi_spec.upstream.models import get_eagle3_aux_layers_from_config, supports_eagle3
 

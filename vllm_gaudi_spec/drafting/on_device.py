@@ -11,10 +11,10 @@ import numpy as np
 import torch
 from vllm.v1.outputs import DraftTokenIds
 
+from vllm_gaudi_spec.batches import make_draft_batch, make_no_samples
 from vllm_gaudi_spec.drafting.base import Drafting
+from vllm_gaudi_spec.graphs import DRAFTS, Job
 from vllm_gaudi_spec.records import DraftBatch
-from vllm_gaudi_spec.runner.batch import make_draft_batch, make_no_samples
-from vllm_gaudi_spec.runner.graphs import DRAFTS, Job
 from vllm_gaudi_spec.sampling.params import Branch
 
 if TYPE_CHECKING:
@@ -23,8 +23,8 @@ if TYPE_CHECKING:
     from vllm_gaudi_spec.drafting.guard import Guard
     from vllm_gaudi_spec.drafting.kv_sync import DrafterKVSync
     from vllm_gaudi_spec.drafting.universal.pairs import Coverage
+    from vllm_gaudi_spec.graphs import StepRecorder
     from vllm_gaudi_spec.records import Batch, DraftRound, Request, SampledRows, StepResult
-    from vllm_gaudi_spec.runner.graphs import StepRecorder
     from vllm_gaudi_spec.runner.requests import Requests
     from vllm_gaudi_spec.runner.shapes import Shapes
     from vllm_gaudi_spec.sampling.params import Branch

@@ -8,17 +8,17 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from vllm_gaudi_spec.records import DECODE
-from vllm_gaudi_spec.runner.batch import build_inputs, locate
+from vllm_gaudi_spec.runner.planning import build_inputs, locate
 from vllm_gaudi_spec.sampling.verify import verify, verify_listed
 
 if TYPE_CHECKING:
     from vllm_gaudi_spec.attention.metadata import MultimodalInputs
     from vllm_gaudi_spec.devices.base import DeviceBackend
     from vllm_gaudi_spec.drafting.base import Drafting
+    from vllm_gaudi_spec.model import LoadedModel
     from vllm_gaudi_spec.records import Drafts, Verification
     from vllm_gaudi_spec.runner.extensions.custom_processors import CustomProcessors
     from vllm_gaudi_spec.runner.hidden_states import HiddenStateBuffer
-    from vllm_gaudi_spec.runner.model import LoadedModel
     from vllm_gaudi_spec.runner.requests import Requests
     from vllm_gaudi_spec.sampling.params import SamplePass, Sampling
     from vllm_gaudi_spec.sampling.verify import Rule

@@ -6,11 +6,12 @@ from typing import TYPE_CHECKING
 
 from vllm.v1.outputs import EMPTY_MODEL_RUNNER_OUTPUT
 
+from vllm_gaudi_spec.batches import make_batch
+from vllm_gaudi_spec.graphs import drafts_signature, report_sizes
 from vllm_gaudi_spec.outputs import CountedOutput, DrafterStatus, SpeculativeOutput
 from vllm_gaudi_spec.records import DECODE, Batch, NoDraftReason, Planned, Request, SampledRows, StepResult
-from vllm_gaudi_spec.runner.batch import make_batch, make_sample_batch, plan_batches
-from vllm_gaudi_spec.runner.graphs import drafts_signature, report_sizes
 from vllm_gaudi_spec.runner.parts import RunnerParts
+from vllm_gaudi_spec.runner.planning import make_sample_batch, plan_batches
 from vllm_gaudi_spec.runner.report import Report, drop_scores
 from vllm_gaudi_spec.runner.warmup import warm_up
 from vllm_gaudi_spec.sampling.params import Branch, Grammar, SamplePass, read_grammars

@@ -12,6 +12,8 @@ from vllm_gaudi_spec.drafting.base import Drafting, DraftingContext, NoDrafting
 from vllm_gaudi_spec.drafting.load import load_drafting
 from vllm_gaudi_spec.drafting.memory import compute_drafting_bytes, get_kv_block
 from vllm_gaudi_spec.drafting.models import get_kv_specs_in_target, load_drafter
+from vllm_gaudi_spec.graphs import StepRecorder
+from vllm_gaudi_spec.model import LoadedModel
 from vllm_gaudi_spec.quantization.models import Quantization
 from vllm_gaudi_spec.recurrent.table import describe_snapshots, describe_states, num_pending, num_snapshots
 from vllm_gaudi_spec.runner.device_step import DeviceStep
@@ -26,10 +28,8 @@ from vllm_gaudi_spec.runner.extensions.pooling import Pooling, get_output_format
 from vllm_gaudi_spec.runner.extensions.prompt_embeds import PromptEmbeds
 from vllm_gaudi_spec.runner.extensions.prompt_logprobs import PromptLogprobs
 from vllm_gaudi_spec.runner.extensions.snapshots import SnapshotRows
-from vllm_gaudi_spec.runner.graphs import StepRecorder
 from vllm_gaudi_spec.runner.hidden_states import HiddenStateBuffer
 from vllm_gaudi_spec.runner.kv_cache import KVCache, single_forward_config
-from vllm_gaudi_spec.runner.model import LoadedModel
 from vllm_gaudi_spec.runner.report import Downloads, Reports
 from vllm_gaudi_spec.runner.requests import Requests
 from vllm_gaudi_spec.runner.sample_shapes import SampleShapes

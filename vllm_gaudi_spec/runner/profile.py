@@ -15,14 +15,14 @@ from vllm.logger import init_logger
 
 from vllm_gaudi_spec.config import UnsupportedConfigError
 from vllm_gaudi_spec.devices.base import Graphs, format_size
-from vllm_gaudi_spec.runner.graphs import StepRecorder
+from vllm_gaudi_spec.graphs import StepRecorder
 from vllm_gaudi_spec.runner.memory import WarmUpMemory, suggest_option
 from vllm_gaudi_spec.runner.warmup import jobs, manifest
 from vllm_gaudi_spec.upstream.kv_cache import get_kv_cache_config_from_groups, get_kv_cache_groups
 from vllm_gaudi_spec.upstream.worker import clear_layer_kv_caches
 
 if TYPE_CHECKING:
-    from vllm_gaudi_spec.runner.graphs import Job
+    from vllm_gaudi_spec.graphs import Job
     from vllm_gaudi_spec.runner.model_runner import ModelRunner
     from vllm_gaudi_spec.upstream.kv_cache import KVCacheConfig
 

@@ -10,6 +10,7 @@ import numpy as np
 import torch
 from vllm.v1.outputs import AsyncModelRunnerOutput, LogprobsLists, LogprobsTensors, ModelRunnerOutput
 
+from vllm_gaudi_spec.graphs import report_signature, report_sizes
 from vllm_gaudi_spec.outputs import CountedOutput, SpeculativeOutput
 from vllm_gaudi_spec.records import (
     FAULTY,
@@ -22,13 +23,12 @@ from vllm_gaudi_spec.records import (
     Verification,
     WorkerCounts,
 )
-from vllm_gaudi_spec.runner.graphs import report_signature, report_sizes
 from vllm_gaudi_spec.sampling.params import Branch
 
 if TYPE_CHECKING:
     from vllm_gaudi_spec.devices.base import DeviceBackend
+    from vllm_gaudi_spec.graphs import StepRecorder
     from vllm_gaudi_spec.records import SampleShape
-    from vllm_gaudi_spec.runner.graphs import StepRecorder
 
 
 Wait = Callable[[], "torch.Tensor"]

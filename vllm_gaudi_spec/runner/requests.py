@@ -19,7 +19,7 @@ from vllm.sampling_params import SamplingParams
 from vllm_gaudi_spec.device_rows import group_rows, group_sizes
 from vllm_gaudi_spec.records import FAULTY, NO_ROW, UNVERIFIED, Drafts, PromptEmbeddings, Request
 from vllm_gaudi_spec.sampling.noise import fold_seed, fresh_seed
-from vllm_gaudi_spec.step_inputs import HostBlocks
+from vllm_gaudi_spec.step_inputs import HostBlocks, make_host_counts, make_host_lengths
 
 if TYPE_CHECKING:
     from vllm_gaudi_spec.devices.base import DeviceBackend
@@ -224,8 +224,10 @@ class Requests:
             )
         else:
             tables = tuple(_assign_in_turn(len(rows_np), ends, context, size) for size in self.block_sizes)
-        lengths_B = make_host_lengths(self.backend, len(rows_np), ends, context)
-        counts_B = None if lengths_B is None or counts is None else make_host_counts(len(rows_np), counts)
+        lengths_B = counts_B = None
+        if self.backend.traits.needs_host_lengths:
+            lengths_B = make_host_lengths(len(rows_np), ends, context)
+            counts_B = None if counts is None else make_host_counts(len(rows_np), counts)
         return HostBlocks(tables, tuple(self.block_sizes), lengths_B=lengths_B, counts_B=counts_B)
 
     def decode_blocks(self, rows_np: np.ndarray, ends: Sequence[int], context: int) -> HostBlocks:
@@ -355,23 +357,3 @@ def _list_blocks(table_np: np.ndarray, begin_np: np.ndarray, end_np: np.ndarray,
     listed[1] = rows
     listed[:, : len(row)] = table_np[row, index], row, index
     return listed
-
-
-def make_host_lengths(backend: DeviceBackend, num_rows: int, ends: Sequence[int], context: int) -> torch.Tensor | None:
-    """Return `Blocks.lengths_B`, or None on devices that do not need it.
-
-    The first rows have at most `ends` tokens of KV when the graph ends, and no more than `context`, for which there are
-    blocks. The rest is padding, which reads one key.
-    """
-    if not backend.traits.needs_host_lengths:
-        return None
-    lengths_np = np.ones(num_rows, dtype=np.int32)
-    lengths_np[: len(ends)] = np.clip(ends, 1, context)
-    return torch.from_numpy(lengths_np)
-
-
-def make_host_counts(num_rows: int, counts: Sequence[int]) -> torch.Tensor:
-    """Return `Blocks.counts_B`, with 0 for rows of padding."""
-    counts_np = np.zeros(num_rows, dtype=np.int32)
-    counts_np[: len(counts)] = counts
-    return torch.from_numpy(counts_np)

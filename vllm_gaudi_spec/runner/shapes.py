@@ -14,8 +14,8 @@ from vllm.logger import init_logger
 
 from vllm_gaudi_spec.config import LINEAR, Options, UnsupportedConfigError, bucket_list, ranks_in_step, read_named_file
 from vllm_gaudi_spec.environment import read_vendors_bucket_strategy
+from vllm_gaudi_spec.graphs import ColdSizes
 from vllm_gaudi_spec.records import DECODE, PREFILL, Shape
-from vllm_gaudi_spec.runner.graphs import ColdSizes
 
 if TYPE_CHECKING:
     from vllm.config import VllmConfig

@@ -13,10 +13,9 @@ from tqdm import tqdm
 from vllm.logger import init_logger
 
 from vllm_gaudi_spec import environment
+from vllm_gaudi_spec.batches import make_padding
 from vllm_gaudi_spec.environment import cached_files
-from vllm_gaudi_spec.records import DECODE, PREFILL, Shape, WarmUpWork
-from vllm_gaudi_spec.runner.batch import make_padding, make_sample_batch
-from vllm_gaudi_spec.runner.graphs import (
+from vllm_gaudi_spec.graphs import (
     DRAFTERS_READS,
     DRAFTS,
     PROMPT_CHUNKS,
@@ -25,7 +24,9 @@ from vllm_gaudi_spec.runner.graphs import (
     report_signature,
     report_sizes,
 )
+from vllm_gaudi_spec.records import DECODE, PREFILL, Shape, WarmUpWork
 from vllm_gaudi_spec.runner.memory import WarmUpMemory
+from vllm_gaudi_spec.runner.planning import make_sample_batch
 from vllm_gaudi_spec.runner.sample_shapes import holds
 from vllm_gaudi_spec.sampling.params import Branch
 
@@ -36,12 +37,12 @@ if TYPE_CHECKING:
 
     from vllm_gaudi_spec.devices.base import DeviceBackend
     from vllm_gaudi_spec.drafting.base import Drafting
+    from vllm_gaudi_spec.graphs import StepRecorder
+    from vllm_gaudi_spec.model import LoadedModel
     from vllm_gaudi_spec.records import Batch, Drafts, Planned, SampleBatch, SampleShape, StepResult
     from vllm_gaudi_spec.runner.extensions import Extension
     from vllm_gaudi_spec.runner.extensions.pooling import Pooling
-    from vllm_gaudi_spec.runner.graphs import StepRecorder
     from vllm_gaudi_spec.runner.kv_cache import KVCache
-    from vllm_gaudi_spec.runner.model import LoadedModel
     from vllm_gaudi_spec.runner.report import Reports
     from vllm_gaudi_spec.runner.requests import Requests
     from vllm_gaudi_spec.runner.sample_shapes import SampleShapes

@@ -18,8 +18,8 @@ from vllm_gaudi_spec.attention.operations import PLAIN
 from vllm_gaudi_spec.config import E4M3_MAX
 from vllm_gaudi_spec.quantization.fp8 import to_e4m3
 from vllm_gaudi_spec.quantization.layers import KV_DTYPE, Fp8Cache, kv_range
-from vllm_gaudi_spec.runner.requests import make_host_counts, make_host_lengths
 from vllm_gaudi_spec.self_test.subject import Failed, NotChecked, Subject, random
+from vllm_gaudi_spec.step_inputs import make_host_counts, make_host_lengths
 from vllm_gaudi_spec.upstream.kv_cache import (
     FullAttentionSpec,
     KVCacheConfig,
@@ -284,8 +284,10 @@ class _Layer:
         memory = self.backend.memory
         # For decodes the host knows only an upper bound of the lengths.
         ends = [start + count for start, count in zip(starts, counts or [queries] * len(starts), strict=True)]
-        lengths_B = make_host_lengths(self.backend, len(starts), ends, table_BW.shape[1] * self.spec.block_size)
-        counts_B = None if lengths_B is None or counts is None else make_host_counts(len(starts), counts)
+        lengths_B = counts_B = None
+        if self.backend.traits.needs_host_lengths:
+            lengths_B = make_host_lengths(len(starts), ends, table_BW.shape[1] * self.spec.block_size)
+            counts_B = None if counts is None else make_host_counts(len(starts), counts)
         shape = len(starts), queries, tuple(table_BW.shape), None if flat is None else tuple(flat.shape)
         if shape not in self.graphs:
             self.graphs[shape] = self._make_graph(len(starts), queries)

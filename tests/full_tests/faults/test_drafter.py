@@ -21,7 +21,7 @@ from vllm_gaudi_spec.drafting.head import HeadProposer
 from vllm_gaudi_spec.drafting.ngram import DeviceNgramProposer
 from vllm_gaudi_spec.drafting.universal.text_drafting import RetokenizedProposer
 from vllm_gaudi_spec.metrics import DRAFTER_FAULTS, DRAFTER_SWITCHED_OFF
-from vllm_gaudi_spec.runner.model import LoadedModel
+from vllm_gaudi_spec.model import LoadedModel
 from vllm_gaudi_spec.scheduling.health import MAX_FAULTS_IN_A_ROW
 
 

@@ -8,11 +8,11 @@ from typing import Any
 import pytest
 import torch
 
+from vllm_gaudi_spec import model as loaded_model
 from vllm_gaudi_spec.attention import row_operations
 from vllm_gaudi_spec.attention.metadata import Blocks, Inputs, build_rectangle
+from vllm_gaudi_spec.model import LoadedModel
 from vllm_gaudi_spec.records import Hidden
-from vllm_gaudi_spec.runner import model as loaded_model
-from vllm_gaudi_spec.runner.model import LoadedModel
 
 COUNTS_B = torch.tensor([2, 0, 3, 1], dtype=torch.int32)
 REAL = [0, 1, 6, 7, 8, 9]

@@ -25,6 +25,7 @@ from tests.unit.test_config import backend_of, engine_config, here
 from vllm_gaudi_spec import devices, environment, refusals
 from vllm_gaudi_spec.attention import row_operations
 from vllm_gaudi_spec.attention.metadata import AttentionCall, Spans, build_rectangle
+from vllm_gaudi_spec.batches import make_batch
 from vllm_gaudi_spec.config import Options, UnsupportedConfigError
 from vllm_gaudi_spec.devices.ascend import attention as ascend_attention
 from vllm_gaudi_spec.devices.ascend import backend as ascend
@@ -35,7 +36,6 @@ from vllm_gaudi_spec.devices.ascend.graphs import HostLengthsOperation, NpuCaptu
 from vllm_gaudi_spec.devices.base import Graphs, Memory
 from vllm_gaudi_spec.devices.common.stream_graphs import Graphed
 from vllm_gaudi_spec.records import DECODE, PREFILL, Planned, Shape
-from vllm_gaudi_spec.runner.batch import make_batch
 from vllm_gaudi_spec.runner.requests import Requests
 from vllm_gaudi_spec.runner.shapes import Shapes
 

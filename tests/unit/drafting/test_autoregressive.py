@@ -16,6 +16,7 @@ from tests.support.fakes import CapturingBackend, HostBackend, batches_of, cache
 from tests.support.warm_up import listed, run_jobs
 from tests.unit.runner.test_shapes import shapes
 from vllm_gaudi_spec.attention.metadata import Inputs
+from vllm_gaudi_spec.batches import pad_rows
 from vllm_gaudi_spec.config import Speculation
 from vllm_gaudi_spec.drafting.base import DeviceProposer
 from vllm_gaudi_spec.drafting.choice import DraftChoice, DraftProbs
@@ -24,9 +25,9 @@ from vllm_gaudi_spec.drafting.guard import Guard
 from vllm_gaudi_spec.drafting.kv_sync import DrafterKVSync, ReadBlocks
 from vllm_gaudi_spec.drafting.on_device import DeviceDrafting
 from vllm_gaudi_spec.drafting.vocabulary import SameVocabulary
+from vllm_gaudi_spec.graphs import StepRecorder
 from vllm_gaudi_spec.records import Batch, Hidden, SampledRows
-from vllm_gaudi_spec.runner.batch import locate, pad_rows
-from vllm_gaudi_spec.runner.graphs import StepRecorder
+from vllm_gaudi_spec.runner.planning import locate
 from vllm_gaudi_spec.runner.requests import Requests
 from vllm_gaudi_spec.sampling.params import Sampling
 from vllm_gaudi_spec.scheduling.limits import LengthSplit

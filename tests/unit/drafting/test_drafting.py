@@ -17,8 +17,8 @@ from vllm_gaudi_spec.drafting.history import RequestHistory
 from vllm_gaudi_spec.drafting.kv_sync import DrafterKVSync
 from vllm_gaudi_spec.drafting.on_device import DeviceDrafting
 from vllm_gaudi_spec.drafting.on_host import HostDrafting
+from vllm_gaudi_spec.graphs import StepRecorder
 from vllm_gaudi_spec.records import Context, DraftRequest, Drafts, SampledRows, StepResult, Verification
-from vllm_gaudi_spec.runner.graphs import StepRecorder
 from vllm_gaudi_spec.runner.requests import Requests
 from vllm_gaudi_spec.sampling.params import Branch, Sampling
 from vllm_gaudi_spec.scheduling.limits import LengthSplit

@@ -26,10 +26,10 @@ from vllm_gaudi_spec.drafting.medusa import MedusaProposer, StateKVSync
 from vllm_gaudi_spec.drafting.models import LoadedHead, get_aux_layers, share_modules, split_carried
 from vllm_gaudi_spec.drafting.on_device import DeviceDrafting
 from vllm_gaudi_spec.drafting.vocabulary import ReducedVocabulary, SameVocabulary
+from vllm_gaudi_spec.model import LoadedModel
 from vllm_gaudi_spec.records import DECODE, PREFILL, Batch, Hidden
-from vllm_gaudi_spec.runner.batch import locate
 from vllm_gaudi_spec.runner.hidden_states import HiddenStateBuffer, Located
-from vllm_gaudi_spec.runner.model import LoadedModel
+from vllm_gaudi_spec.runner.planning import locate
 
 NOBODYS = 89.0  # the state of padding and rejected tokens
 

@@ -6,7 +6,7 @@ from typing import Any
 
 from tests.support.fakes import HostBackend
 from vllm_gaudi_spec.devices.base import Graphs
-from vllm_gaudi_spec.runner.graphs import StepRecorder
+from vllm_gaudi_spec.graphs import StepRecorder
 
 
 class CountingBackend(HostBackend):

@@ -14,8 +14,8 @@ from vllm.model_executor.layers.attention.chunked_local_attention import Chunked
 
 from vllm_gaudi_spec.devices.common.kv_pair import KVPair
 from vllm_gaudi_spec.devices.cpu import backend as cpu
+from vllm_gaudi_spec.model import LoadedModel
 from vllm_gaudi_spec.platforms.attention import RectangleAttentionBackend
-from vllm_gaudi_spec.runner.model import LoadedModel
 
 BLOCKS, BLOCK, HEADS, SIZE = 3, 32, 2, 32
 OWNER, READER = "layers.0.attn", "layers.2.attn"

@@ -18,9 +18,10 @@ from tests.support.fakes import HostBackend, new_request, step
 from tests.support.media import CONFIG
 from vllm_gaudi_spec.attention.encoders import MaskedEncoderAttention, number_sequences
 from vllm_gaudi_spec.attention.metadata import NO_MEDIA, MultimodalInputs
+from vllm_gaudi_spec.graphs import StepRecorder
+from vllm_gaudi_spec.model import LoadedModel
 from vllm_gaudi_spec.records import DECODE, PREFILL, Batch, Shape
 from vllm_gaudi_spec.refusals.models import CAPTURED_MEDIA
-from vllm_gaudi_spec.runner.batch import plan_batches
 from vllm_gaudi_spec.runner.extensions import encoders
 from vllm_gaudi_spec.runner.extensions.encoders import (
     FORMS,
@@ -35,8 +36,7 @@ from vllm_gaudi_spec.runner.extensions.encoders import (
 )
 from vllm_gaudi_spec.runner.extensions.media_store import MediaStore
 from vllm_gaudi_spec.runner.extensions.multimodal import Multimodal
-from vllm_gaudi_spec.runner.graphs import StepRecorder
-from vllm_gaudi_spec.runner.model import LoadedModel
+from vllm_gaudi_spec.runner.planning import plan_batches
 from vllm_gaudi_spec.runner.requests import Requests
 
 batch = partial(media.batch, num_rows=2)

@@ -11,7 +11,7 @@ import torch
 from vllm_gaudi_spec.config import UnsupportedConfigError
 from vllm_gaudi_spec.devices.base import Memory
 from vllm_gaudi_spec.devices.hpu.backend import HpuMemory
-from vllm_gaudi_spec.runner.graphs import Job
+from vllm_gaudi_spec.graphs import Job
 from vllm_gaudi_spec.runner.memory import WarmUpMemory, suggest_option
 
 GIB = 1 << 30

@@ -16,8 +16,8 @@ from tests.unit.runner.test_memory import GIB, config
 from vllm_gaudi_spec.config import UnsupportedConfigError
 from vllm_gaudi_spec.devices.base import Memory
 from vllm_gaudi_spec.drafting.base import NoDrafting
+from vllm_gaudi_spec.graphs import Job
 from vllm_gaudi_spec.runner import profile
-from vllm_gaudi_spec.runner.graphs import Job
 from vllm_gaudi_spec.runner.warmup import jobs
 
 

@@ -13,9 +13,9 @@ from tests.support.fakes import HostBackend, new_request, step
 from tests.support.media import batch
 from vllm_gaudi_spec.attention.metadata import MultimodalInputs
 from vllm_gaudi_spec.config import UnsupportedConfigError
+from vllm_gaudi_spec.model import LoadedModel
 from vllm_gaudi_spec.records import DECODE, PREFILL
 from vllm_gaudi_spec.runner.extensions.prompt_embeds import PromptEmbeds
-from vllm_gaudi_spec.runner.model import LoadedModel
 from vllm_gaudi_spec.runner.requests import Requests
 
 CONFIG = SimpleNamespace(dtype=torch.float32, architecture="Tiny", hf_text_config=None)

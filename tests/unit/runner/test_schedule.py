@@ -11,8 +11,8 @@ from tests.support.fakes import HostBackend, batches_of, cached, new_request, st
 from tests.unit.runner.test_shapes import shapes
 from vllm_gaudi_spec.attention.metadata import Inputs
 from vllm_gaudi_spec.records import FAULTY, UNVERIFIED, Batch, Drafts, Shape
-from vllm_gaudi_spec.runner.batch import build_inputs, locate
 from vllm_gaudi_spec.runner.hidden_states import Located
+from vllm_gaudi_spec.runner.planning import build_inputs, locate
 from vllm_gaudi_spec.runner.requests import Requests
 from vllm_gaudi_spec.runner.shapes import Shapes
 

@@ -13,8 +13,8 @@ import torch
 from tests.support.fakes import HostBackend
 from vllm_gaudi_spec.config import Options, UnsupportedConfigError
 from vllm_gaudi_spec.devices.base import DeviceTraits
+from vllm_gaudi_spec.graphs import Job
 from vllm_gaudi_spec.records import DECODE
-from vllm_gaudi_spec.runner.graphs import Job
 from vllm_gaudi_spec.runner.shapes import Shapes
 from vllm_gaudi_spec.runner.warmup import split_jobs
 

@@ -16,6 +16,7 @@ from vllm.v1.serial_utils import MsgpackDecoder, MsgpackEncoder
 from tests.support.fakes import CapturingBackend, HostBackend, batches_of, new_request, step
 from tests.support.warm_up import listed as signatures_of
 from tests.unit.runner.test_shapes import shapes
+from vllm_gaudi_spec.graphs import StepRecorder
 from vllm_gaudi_spec.outputs import SpeculativeOutput
 from vllm_gaudi_spec.records import (
     FAULTY,
@@ -30,7 +31,6 @@ from vllm_gaudi_spec.records import (
 )
 from vllm_gaudi_spec.runner.extensions.pooling import Pooling
 from vllm_gaudi_spec.runner.extensions.prompt_logprobs import PromptLogprobs
-from vllm_gaudi_spec.runner.graphs import StepRecorder
 from vllm_gaudi_spec.runner.report import Downloads, Report, Reports
 from vllm_gaudi_spec.runner.requests import Requests
 from vllm_gaudi_spec.sampling.params import Sampling

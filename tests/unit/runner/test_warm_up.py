@@ -10,7 +10,7 @@ import torch
 from tests.support.fakes import CapturingBackend, CompilingBackend, HostBackend
 from tests.support.small_engine import RETOKENIZE, STANDARD, SmallEngine, Variant
 from tests.support.warm_up import listed, run_jobs
-from vllm_gaudi_spec.runner.graphs import Job, StepRecorder
+from vllm_gaudi_spec.graphs import Job, StepRecorder
 from vllm_gaudi_spec.runner.warmup import jobs, manifest, should_run
 
 METHODS = (None, "ngram", "ngram_gpu", "draft_model", RETOKENIZE)

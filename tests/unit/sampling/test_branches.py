@@ -14,9 +14,9 @@ from vllm.v1.outputs import LogprobsLists, ModelRunnerOutput
 
 from tests.support.fakes import CapturingBackend, CompilingBackend, HostBackend, new_request, step
 from vllm_gaudi_spec.config import Speculation
+from vllm_gaudi_spec.graphs import StepRecorder
 from vllm_gaudi_spec.records import SampleShape, StepResult
-from vllm_gaudi_spec.runner.batch import make_sample_batch
-from vllm_gaudi_spec.runner.graphs import StepRecorder
+from vllm_gaudi_spec.runner.planning import make_sample_batch
 from vllm_gaudi_spec.runner.report import Downloads, Reports
 from vllm_gaudi_spec.runner.requests import Requests
 from vllm_gaudi_spec.sampling.params import LISTED, SEARCHED, Branch, Grammar, Sampling

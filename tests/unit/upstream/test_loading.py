@@ -156,7 +156,7 @@ def test_s16_the_platform_is_on_the_host_while_a_model_is_loaded_there(
 
     from tests.support.fakes import HostBackend
     from tests.unit.test_config import engine_config
-    from vllm_gaudi_spec.runner import model
+    from vllm_gaudi_spec import model
 
     found: list[str] = []
 

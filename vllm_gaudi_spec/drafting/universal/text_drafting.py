@@ -21,12 +21,12 @@ import torch
 from vllm.v1.outputs import DraftTokenIds
 
 from vllm_gaudi_spec.attention.metadata import build_rectangle
+from vllm_gaudi_spec.batches import pad_rows
 from vllm_gaudi_spec.drafting.base import Drafting
 from vllm_gaudi_spec.drafting.draft_model import NUM_NEWEST, draft_chain
 from vllm_gaudi_spec.drafting.universal.timeline import Timeline
+from vllm_gaudi_spec.graphs import DRAFTERS_READS, DRAFTS, Job
 from vllm_gaudi_spec.records import FAULTY, Drafts, Hidden
-from vllm_gaudi_spec.runner.batch import pad_rows
-from vllm_gaudi_spec.runner.graphs import DRAFTERS_READS, DRAFTS, Job
 from vllm_gaudi_spec.sampling.params import Branch
 from vllm_gaudi_spec.step_inputs import StepInputs
 
@@ -41,8 +41,8 @@ if TYPE_CHECKING:
     from vllm_gaudi_spec.drafting.universal.pairs import Coverage
     from vllm_gaudi_spec.drafting.universal.timeline import Reader, Rewriter
     from vllm_gaudi_spec.drafting.vocabulary import Translation
+    from vllm_gaudi_spec.graphs import StepRecorder
     from vllm_gaudi_spec.records import DraftRequest, DraftRound, Request, StepResult
-    from vllm_gaudi_spec.runner.graphs import StepRecorder
     from vllm_gaudi_spec.runner.requests import Requests
     from vllm_gaudi_spec.runner.shapes import Shapes
     from vllm_gaudi_spec.step_inputs import RowInputs

@@ -9,9 +9,9 @@ from collections.abc import Iterator
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
+    from vllm_gaudi_spec.graphs import Job
     from vllm_gaudi_spec.outputs import SpecSchedulerOutput
     from vllm_gaudi_spec.records import Batch, Planned, Request, StepResult
-    from vllm_gaudi_spec.runner.graphs import Job
     from vllm_gaudi_spec.runner.requests import Requests
 
 

@@ -16,16 +16,16 @@ import numpy as np
 import torch
 
 from vllm_gaudi_spec.attention.metadata import NO_MEDIA
-from vllm_gaudi_spec.runner.graphs import ENCODERS, Job
+from vllm_gaudi_spec.graphs import ENCODERS, Job
 from vllm_gaudi_spec.upstream.models import get_mm_features_in_window
 
 if TYPE_CHECKING:
     from vllm.multimodal.inputs import MultiModalFeatureSpec
 
     from vllm_gaudi_spec.devices.base import DeviceBackend
+    from vllm_gaudi_spec.graphs import StepRecorder
     from vllm_gaudi_spec.records import Batch
     from vllm_gaudi_spec.runner.extensions.encoders import Encoders, Encoding, Item
-    from vllm_gaudi_spec.runner.graphs import StepRecorder
 
 
 _NO_ROWS = np.empty(0, dtype=np.int64)

@@ -29,9 +29,9 @@ if TYPE_CHECKING:
     from vllm.multimodal.inputs import MultiModalFeatureSpec
 
     from vllm_gaudi_spec.devices.base import DeviceBackend
+    from vllm_gaudi_spec.graphs import Job
     from vllm_gaudi_spec.records import Batch
     from vllm_gaudi_spec.runner.extensions.media_store import MediaStore
-    from vllm_gaudi_spec.runner.graphs import Job
     from vllm_gaudi_spec.runner.requests import Requests
     from vllm_gaudi_spec.upstream.scheduler import SchedulerOutput
 

@@ -12,16 +12,16 @@ from typing import TYPE_CHECKING
 import numpy as np
 import torch
 
+from vllm_gaudi_spec.graphs import PROMPT_LOGPROBS, Job
 from vllm_gaudi_spec.records import PREFILL, PromptScores
 from vllm_gaudi_spec.runner.extensions import Extension
-from vllm_gaudi_spec.runner.graphs import PROMPT_LOGPROBS, Job
 from vllm_gaudi_spec.sampling.logprobs import gather_logprobs
 
 if TYPE_CHECKING:
     from vllm_gaudi_spec.devices.base import DeviceBackend
+    from vllm_gaudi_spec.graphs import StepRecorder
+    from vllm_gaudi_spec.model import LoadedModel
     from vllm_gaudi_spec.records import Batch, StepResult
-    from vllm_gaudi_spec.runner.graphs import StepRecorder
-    from vllm_gaudi_spec.runner.model import LoadedModel
     from vllm_gaudi_spec.runner.report import Downloads, Wait
     from vllm_gaudi_spec.sampling.params import Sampling
 

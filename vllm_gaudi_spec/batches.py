@@ -1,0 +1,96 @@
+"""Batches padded to a shape, with their rows and KV blocks copied to the device."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+import numpy as np
+
+from vllm_gaudi_spec.records import DECODE, Batch, DraftBatch, Planned, SampledRows
+from vllm_gaudi_spec.step_inputs import HostBlocks, StepInputs
+
+if TYPE_CHECKING:
+    from collections.abc import Sequence
+
+    from vllm_gaudi_spec.records import Request, Shape
+    from vllm_gaudi_spec.runner.requests import Requests
+
+
+def pad_rows(requests: Requests, members: Sequence[Request], size: int) -> np.ndarray:
+    """Return int32 [size]: the rows of `members`, padded with the pad row."""
+    rows_np = np.full(size, requests.pad_row, dtype=np.int32)
+    rows_np[: len(members)] = [request.row for request in members]
+    return rows_np
+
+
+def make_batch(
+    requests: Requests, planned: Planned, max_drafts: Sequence[int] = (), more: np.ndarray | None = None
+) -> Batch:
+    """Copy the host's part of a batch to the device: rows, numbers of tokens, and KV blocks.
+
+    Args:
+        planned: The batch.
+        max_drafts: For drafters on the device, the most drafts of each request after this step.
+        more: What a drafter on the host passes for each request.
+    """
+    shape, members, counts = planned.shape, planned.requests, planned.counts
+    header_np = np.zeros((4, shape.rows), dtype=np.int32)
+    header_np[0] = rows_np = pad_rows(requests, members, shape.rows)
+    header_np[1, : len(members)] = [request.num_computed for request in members]
+    header_np[2, : len(members)] = counts
+    header_np[3, : len(max_drafts)] = max_drafts
+    if shape.phase == DECODE:
+        blocks = requests.decode_blocks(rows_np, planned.ends, shape.context)
+    else:
+        blocks = requests.blocks(rows_np, planned.ends, shape.context, counts)
+    more_np = None
+    if more is not None:
+        more_np = np.zeros((shape.rows, more.shape[1]), dtype=np.int32)
+        more_np[: len(members)] = more
+    return Batch(
+        shape=shape,
+        requests=members,
+        counts=counts,
+        ends=planned.ends,
+        finishes=planned.finishes,
+        inputs=StepInputs.pack(header_np, blocks, requests.backend.memory.upload, more_np),
+    )
+
+
+def make_draft_batch(
+    requests: Requests,
+    sampled: SampledRows,
+    max_drafts: Sequence[int],
+    *,
+    num_rows: int,
+    context: int,
+    lookahead: int,
+) -> DraftBatch:
+    """Copy the rows that sampled to the device for a drafter.
+
+    `max_drafts` limits each row's drafts. `context` is 0 for a drafter without KV; otherwise the blocks have room for
+    `lookahead` more tokens.
+    """
+    header_np = np.zeros((4, num_rows), dtype=np.int32)
+    header_np[0] = rows_np = pad_rows(requests, sampled.requests, num_rows)
+    header_np[3, : len(max_drafts)] = max_drafts
+    blocks = HostBlocks()
+    if context:
+        blocks = requests.decode_blocks(rows_np, [end + lookahead for end in sampled.ends], context)
+    return DraftBatch(
+        requests=sampled.requests,
+        ends=sampled.ends,
+        num_queries=sampled.num_queries,
+        inputs=StepInputs.pack(header_np, blocks, requests.backend.memory.upload),
+        context=context,
+    )
+
+
+def make_padding(shape: Shape) -> Planned:
+    """Return a batch without requests, for warm-up."""
+    return Planned(shape=shape, requests=[], counts=[], ends=[], finishes=[])
+
+
+def make_no_samples(num_queries: int) -> SampledRows:
+    """Return the result of a step in which no row sampled, for warm-up."""
+    return SampledRows(requests=[], ends=[], num_queries=num_queries, decode=None, rows_alone=None)
