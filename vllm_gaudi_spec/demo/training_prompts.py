@@ -1,1 +1,0 @@
-../../demo/training_prompts.py
