@@ -8,7 +8,7 @@ is that of a Hugging Face data set, NAME or NAME:SPLIT, which needs the package 
 import sys
 from pathlib import Path
 
-from vllm_gaudi_spec.tools.calibration.folder import Folder, run_step, write_prompts
+from fp8_calibration.folder import Folder, run_step, write_prompts
 from vllm_gaudi_spec.tools.io.command_line import Parser, positive
 from vllm_gaudi_spec.tools.io.prompts import SOURCES, load_prompts
 

@@ -8,8 +8,8 @@ import os
 import sys
 from pathlib import Path
 
-from vllm_gaudi_spec.tools.calibration.folder import TARGET, Folder, run_step
-from vllm_gaudi_spec.tools.calibration.measure import Run, measure
+from fp8_calibration.folder import TARGET, Folder, run_step
+from fp8_calibration.measure import Run, measure
 from vllm_gaudi_spec.tools.io.command_line import Parser, add_shared, json_object, positive
 
 TARGET_HEADS = ("mtp",)

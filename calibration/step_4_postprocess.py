@@ -7,9 +7,9 @@ error, or with --allow-unseen a warning, and the module stays in high precision.
 import sys
 from pathlib import Path
 
+from fp8_calibration.folder import MODEL_OPTIONS, Folder, read_measurements, run_step
+from fp8_calibration.scales import postprocess
 from vllm_gaudi_spec.quantization import files
-from vllm_gaudi_spec.tools.calibration.folder import MODEL_OPTIONS, Folder, read_measurements, run_step
-from vllm_gaudi_spec.tools.calibration.scales import postprocess
 from vllm_gaudi_spec.tools.io.command_line import Parser, add_shared
 
 

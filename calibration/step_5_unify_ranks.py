@@ -7,9 +7,9 @@ folder, named by QUANT_CONFIG's dump_stats_path, without _hooks_maxabs and what 
 import sys
 from pathlib import Path
 
+from fp8_calibration.folder import Folder, read_measurements, run_step
+from fp8_calibration.scales import expand, unify
 from vllm_gaudi_spec.quantization import files
-from vllm_gaudi_spec.tools.calibration.folder import Folder, read_measurements, run_step
-from vllm_gaudi_spec.tools.calibration.scales import expand, unify
 from vllm_gaudi_spec.tools.io.command_line import Parser, positive
 
 

@@ -8,9 +8,7 @@ import sys
 from dataclasses import replace
 from pathlib import Path
 
-from vllm_gaudi_spec.quantization import files
-from vllm_gaudi_spec.quantization.files import QuantFilesError
-from vllm_gaudi_spec.tools.calibration.folder import (
+from fp8_calibration.folder import (
     MODEL_OPTIONS,
     Folder,
     read_json,
@@ -19,7 +17,9 @@ from vllm_gaudi_spec.tools.calibration.folder import (
     serving_config,
     write_json,
 )
-from vllm_gaudi_spec.tools.calibration.scales import CARDS, SCALE_METHODS, make_scales, supports_method
+from fp8_calibration.scales import CARDS, SCALE_METHODS, make_scales, supports_method
+from vllm_gaudi_spec.quantization import files
+from vllm_gaudi_spec.quantization.files import QuantFilesError
 from vllm_gaudi_spec.tools.io.command_line import Parser, add_shared
 
 

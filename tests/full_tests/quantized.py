@@ -9,11 +9,11 @@ from typing import Any
 import pytest
 from vllm import LLM, SamplingParams
 
+from fp8_calibration.folder import measuring_config, serving_config
+from fp8_calibration.scales import make_scales
 from tests.full_tests.engines import engine, generate
 from tests.full_tests.prompts import random_prompts
 from vllm_gaudi_spec.quantization import files
-from vllm_gaudi_spec.tools.calibration.folder import measuring_config, serving_config
-from vllm_gaudi_spec.tools.calibration.scales import make_scales
 
 METHODS = ("maxabs_pow2", "act_maxabs_pow2_weights_pcs_maxabs_pow2", "maxabs_arbitrary")
 VOCAB = 256

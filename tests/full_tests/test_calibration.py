@@ -14,11 +14,11 @@ from pathlib import Path
 import numpy as np
 import pytest
 
+from fp8_calibration import measure
+from fp8_calibration.folder import DRAFT, ROLES, TARGET, Folder, write_prompts
+from fp8_calibration.scales import SCALE_METHODS, make_scales, unify
 from vllm_gaudi_spec.quantization import files
 from vllm_gaudi_spec.quantization.files import Record
-from vllm_gaudi_spec.tools.calibration import measure
-from vllm_gaudi_spec.tools.calibration.folder import DRAFT, ROLES, TARGET, Folder, write_prompts
-from vllm_gaudi_spec.tools.calibration.scales import SCALE_METHODS, make_scales, unify
 from vllm_gaudi_spec.tools.io.prompts import load_prompts
 
 ROOT = Path(__file__).parents[2]

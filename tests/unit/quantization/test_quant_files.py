@@ -13,11 +13,11 @@ from typing import Any
 import numpy as np
 import pytest
 
+from fp8_calibration.scales import expand
 from tests.support.measurements import MODEL, measured, same
 from vllm_gaudi_spec.quantization import files
 from vllm_gaudi_spec.quantization.files import LinearShape, Part, QuantFilesError
 from vllm_gaudi_spec.quantization.pickles import list_calls
-from vllm_gaudi_spec.tools.calibration.scales import expand
 
 
 @pytest.fixture

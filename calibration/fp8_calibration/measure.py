@@ -13,11 +13,7 @@ from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from vllm_gaudi_spec.config import ADDITIONAL_CONFIG_KEY
-from vllm_gaudi_spec.quantization import files
-from vllm_gaudi_spec.quantization.files import QuantFilesError
-from vllm_gaudi_spec.quantization.fingerprint import fingerprint
-from vllm_gaudi_spec.tools.calibration.folder import (
+from fp8_calibration.folder import (
     DRAFT,
     TARGET,
     Folder,
@@ -27,7 +23,11 @@ from vllm_gaudi_spec.tools.calibration.folder import (
     read_json,
     write_json,
 )
-from vllm_gaudi_spec.tools.calibration.scales import merge
+from fp8_calibration.scales import merge
+from vllm_gaudi_spec.config import ADDITIONAL_CONFIG_KEY
+from vllm_gaudi_spec.quantization import files
+from vllm_gaudi_spec.quantization.files import QuantFilesError
+from vllm_gaudi_spec.quantization.fingerprint import fingerprint
 from vllm_gaudi_spec.tools.io.output import counted
 from vllm_gaudi_spec.tools.io.prompts import load_prompts
 

@@ -11,10 +11,10 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from fp8_calibration.scales import SCALE_METHODS
 from vllm_gaudi_spec.config import in_one_line
 from vllm_gaudi_spec.quantization.files import QuantFilesError, Record, find_ranks, read_world, replace
 from vllm_gaudi_spec.quantization.fingerprint import fingerprint
-from vllm_gaudi_spec.tools.calibration.scales import SCALE_METHODS
 from vllm_gaudi_spec.tools.io.output import FINE, INTERRUPTED, PROBLEMS, as_json
 
 TARGET, DRAFT = "target", "draft"

@@ -13,13 +13,13 @@ from pathlib import Path
 import numpy as np
 import pytest
 
+from fp8_calibration import measure
+from fp8_calibration.folder import DRAFT, ROLES, TARGET, Folder, run_step, write_json
+from fp8_calibration.scales import SCALE_METHODS, expand
 from tests.support.measurements import measured, same
 from vllm_gaudi_spec.quantization import files
 from vllm_gaudi_spec.quantization.files import Node
 from vllm_gaudi_spec.quantization.fingerprint import fingerprint
-from vllm_gaudi_spec.tools.calibration import measure
-from vllm_gaudi_spec.tools.calibration.folder import DRAFT, ROLES, TARGET, Folder, run_step, write_json
-from vllm_gaudi_spec.tools.calibration.scales import SCALE_METHODS, expand
 
 SCRIPTS = Path(__file__).parents[3] / "calibration"
 Run = Callable[..., tuple[int, str, str]]

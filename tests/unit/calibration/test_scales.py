@@ -16,12 +16,12 @@ import numpy as np
 import pytest
 import torch
 
+from fp8_calibration.folder import measuring_config, serving_config
+from fp8_calibration.scales import CARDS, SCALE_METHODS, expand, make_scales
 from tests.support.measurements import measured
 from tests.support.processes import forget_bridge
 from vllm_gaudi_spec.quantization import files
 from vllm_gaudi_spec.quantization.files import MEASURED, LinearShape, Node, Part, Record
-from vllm_gaudi_spec.tools.calibration.folder import measuring_config, serving_config
-from vllm_gaudi_spec.tools.calibration.scales import CARDS, SCALE_METHODS, expand, make_scales
 
 ROWS, COLUMNS = 24, 16
 

@@ -7,9 +7,9 @@ from dataclasses import replace
 import numpy as np
 import pytest
 
+from fp8_calibration.scales import SCALE_METHODS, expand, make_scales, merge, unify
 from tests.support.measurements import HEAD, HEADS, INNER, KV_HEADS, measured, same
 from vllm_gaudi_spec.quantization.files import Node, QuantFilesError, Record
-from vllm_gaudi_spec.tools.calibration.scales import SCALE_METHODS, expand, make_scales, merge, unify
 
 QKV, GATE_UP, O_PROJ = (
     f"model.layers.0.{name}" for name in ("self_attn.qkv_proj", "mlp.gate_up_proj", "self_attn.o_proj")
