@@ -4,11 +4,11 @@ Breaks when vLLM asks a backend, its metadata builder or its implementation for 
 `set_forward_context` takes other arguments.
 """
 
-from vllm.forward_context import get_forward_context as get_forward_context
-from vllm.forward_context import is_forward_context_available as is_forward_context_available
-from vllm.forward_context import set_forward_context as set_forward_context
-from vllm.v1.attention.backend import AttentionBackend as AttentionBackend
-from vllm.v1.attention.backend import AttentionImpl as AttentionImpl
-from vllm.v1.attention.backend import AttentionMetadataBuilder as AttentionMetadataBuilder
-from vllm.v1.attention.backend import AttentionType as AttentionType
-from vllm.v1.attention.backend import MultipleOf as MultipleOf
+from vllm.forward_context import get_forward_context, is_forward_context_available, set_forward_context
+from vllm.v1.attention.backend import (
+    AttentionBackend,
+    AttentionImpl,
+    AttentionMetadataBuilder,
+    AttentionType,
+    MultipleOf,
+)

@@ -6,13 +6,11 @@ changes the hooks that `platforms/cpu.py` overrides, or moves a helper: it reorg
 
 from typing import TYPE_CHECKING
 
-from vllm.platforms.cpu import CpuPlatform as CpuPlatform
-from vllm.utils.cpu_resource_utils import get_visible_memory_node as get_visible_memory_node
-from vllm.utils.func_utils import supports_kw as supports_kw
-from vllm.utils.import_utils import resolve_obj_by_qualname as resolve_obj_by_qualname
-from vllm.utils.torch_utils import get_kv_cache_quant_algo_string as get_kv_cache_quant_algo_string
-from vllm.utils.torch_utils import set_default_torch_dtype as set_default_torch_dtype
-from vllm.utils.torch_utils import set_random_seed as set_random_seed
+from vllm.platforms.cpu import CpuPlatform
+from vllm.utils.cpu_resource_utils import get_visible_memory_node
+from vllm.utils.func_utils import supports_kw
+from vllm.utils.import_utils import resolve_obj_by_qualname
+from vllm.utils.torch_utils import get_kv_cache_quant_algo_string, set_default_torch_dtype, set_random_seed
 
 if TYPE_CHECKING:
-    from vllm.utils.argparse_utils import FlexibleArgumentParser as FlexibleArgumentParser
+    from vllm.utils.argparse_utils import FlexibleArgumentParser

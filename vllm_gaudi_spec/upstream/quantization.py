@@ -6,9 +6,8 @@ else.
 
 from typing import Any
 
-from vllm.model_executor.layers.quantization import register_quantization_config as register_quantization_config
-from vllm.model_executor.layers.quantization.base_config import QuantizationConfig as QuantizationConfig
-from vllm.model_executor.layers.quantization.base_config import QuantizeMethodBase as QuantizeMethodBase
+from vllm.model_executor.layers.quantization import register_quantization_config
+from vllm.model_executor.layers.quantization.base_config import QuantizationConfig, QuantizeMethodBase
 
 
 def make_kv_cache_method(config: QuantizationConfig, *, has_scales_by_head: bool) -> Any:

@@ -3,5 +3,4 @@
 Breaks when the executor chooses the devices of its workers in another way.
 """
 
-from vllm.v1.executor.ray_executor_v2 import RayExecutorV2 as RayExecutorV2
-from vllm.v1.executor.ray_executor_v2 import RayWorkerProc as RayWorkerProc
+from vllm.v1.executor.ray_executor_v2 import RayExecutorV2, RayWorkerProc

@@ -4,15 +4,9 @@ Breaks when one has other parameters or another forward. The import takes a seco
 make it.
 """
 
-from vllm.model_executor.layers.mamba.gdn.kimi_gdn_linear_attn import (
-    KimiGatedDeltaNetAttention as KimiGatedDeltaNetAttention,
-)
-from vllm.model_executor.layers.mamba.gdn.olmo_gdn_linear_attn import (
-    OlmoHybridGatedDeltaNetAttention as OlmoHybridGatedDeltaNetAttention,
-)
-from vllm.model_executor.layers.mamba.gdn.qwen_gdn_linear_attn import (
-    QwenGatedDeltaNetAttention as QwenGatedDeltaNetAttention,
-)
-from vllm.model_executor.layers.mamba.mamba_mixer import MambaMixer as MambaMixer
-from vllm.model_executor.layers.mamba.mamba_mixer2 import MambaMixer2 as MambaMixer2
-from vllm.model_executor.layers.mamba.short_conv import ShortConv as ShortConv
+from vllm.model_executor.layers.mamba.gdn.kimi_gdn_linear_attn import KimiGatedDeltaNetAttention
+from vllm.model_executor.layers.mamba.gdn.olmo_gdn_linear_attn import OlmoHybridGatedDeltaNetAttention
+from vllm.model_executor.layers.mamba.gdn.qwen_gdn_linear_attn import QwenGatedDeltaNetAttention
+from vllm.model_executor.layers.mamba.mamba_mixer import MambaMixer
+from vllm.model_executor.layers.mamba.mamba_mixer2 import MambaMixer2
+from vllm.model_executor.layers.mamba.short_conv import ShortConv

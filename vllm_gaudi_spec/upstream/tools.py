@@ -3,6 +3,6 @@
 Breaks when one of these is renamed.
 """
 
-from vllm.transformers_utils.config import get_config as get_config
-from vllm.usage.usage_lib import UsageContext as UsageContext
-from vllm.v1.engine.detokenizer import IncrementalDetokenizer as IncrementalDetokenizer
+from vllm.transformers_utils.config import get_config
+from vllm.usage.usage_lib import UsageContext
+from vllm.v1.engine.detokenizer import IncrementalDetokenizer

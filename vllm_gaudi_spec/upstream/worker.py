@@ -3,8 +3,6 @@
 Breaks when an executor calls a worker by another name or with other arguments.
 """
 
-from vllm.v1.spec_decode.custom_class_proposer import create_custom_proposer as create_custom_proposer
-from vllm.v1.worker.utils import allocate_kv_cache as allocate_kv_cache
-from vllm.v1.worker.utils import clear_layer_kv_caches as clear_layer_kv_caches
-from vllm.v1.worker.worker_base import CompilationTimes as CompilationTimes
-from vllm.v1.worker.worker_base import WorkerBase as WorkerBase
+from vllm.v1.spec_decode.custom_class_proposer import create_custom_proposer
+from vllm.v1.worker.utils import allocate_kv_cache, clear_layer_kv_caches
+from vllm.v1.worker.worker_base import CompilationTimes, WorkerBase
