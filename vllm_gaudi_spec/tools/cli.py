@@ -4,8 +4,7 @@ from __future__ import annotations
 
 import argparse
 import sys
-from collections.abc import Iterator, Sequence
-from types import SimpleNamespace
+from collections.abc import Sequence
 from typing import Any
 
 from vllm_gaudi_spec import __version__
@@ -31,7 +30,6 @@ def make_parser() -> argparse.ArgumentParser:
     commands = parser.add_subparsers(dest="command", required=True, metavar="COMMAND")
     for command in COMMANDS.values():
         command.add_to(commands)
-    parser.set_defaults(parser=parser)  # completion reads all commands' options from it
     return parser
 
 
@@ -46,54 +44,6 @@ def main(argv: Sequence[str] | None = None) -> int:
     return output.guard(options.command, lambda: COMMANDS[options.command].start(options, arguments), verbose=verbose)
 
 
-# ---- completion --------------------------------------------------------------------------------------------
-
-
-_COMPLETION = """\
-Print a script that completes commands, options and their values. Load it in your shell's start-up file:
-
-  bash   eval "$(gaudi-spec completion bash)"
-  zsh    eval "$(gaudi-spec completion zsh)"
-  fish   gaudi-spec completion fish | source
-
-Exit status: 0 when it was printed, 2 for another shell.
-"""
-# What to print before shtab's script. In zsh, load the completion system if nothing has; -i skips folders of other
-# users without asking.
-_SHELLS = {
-    "bash": "",
-    "fish": "",
-    "zsh": "(( $+functions[compdef] )) || { autoload -Uz compinit && compinit -i }\n",
-}
-# Metavars of options and arguments that name a file or a folder.
-_PATHS = ("FILE", "FOLDER", "MODEL", "RUN.json", "SOURCE")
-
-
-def _add_completion_to(commands: Any) -> None:
-    parser = commands.add_parser(
-        "completion", help="print a completion script for bash, zsh or fish", description=_COMPLETION
-    )
-    parser.add_argument("shell", choices=sorted(_SHELLS), help="your shell")
-
-
-def _start_completion(options: argparse.Namespace, arguments: Sequence[str]) -> int:
-    import shtab
-
-    for action in _list_actions(options.parser):
-        if action.metavar in _PATHS:
-            vars(action)["complete"] = shtab.FILE
-    print(f"{_SHELLS[options.shell]}{shtab.complete(options.parser, shell=options.shell)}")
-    return output.FINE
-
-
-def _list_actions(parser: argparse.ArgumentParser) -> Iterator[argparse.Action]:
-    for action in parser._actions:
-        yield action
-        if isinstance(action, argparse._SubParsersAction):
-            for command in action.choices.values():
-                yield from _list_actions(command)
-
-
 COMMANDS: dict[str, Any] = {
     "doctor": doctor,
     "selftest": selftest,
@@ -102,7 +52,6 @@ COMMANDS: dict[str, Any] = {
     "graph-check": graph_check,
     "top": top,
     "chat": chat,
-    "completion": SimpleNamespace(add_to=_add_completion_to, start=_start_completion),
 }
 """Each command has `add_to(subparsers)` and `start(options, arguments)`, which returns the exit status."""
 
