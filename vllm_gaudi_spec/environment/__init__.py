@@ -107,21 +107,24 @@ GRAPH_MEMORY = Variable(
 LAYERS_OF_A_RECIPE = Variable(
     "VLLM_CONFIG_HIDDEN_LAYERS", "1", "on a Gaudi: how many decoder layers are compiled as one; 0: all of them"
 )
+VISIBLE_GAUDIS = Variable("HABANA_VISIBLE_DEVICES", "all", "in a container: which Gaudis it sees")
 VISIBLE_MODULES = Variable("HABANA_VISIBLE_MODULES", "all", "which Gaudis this process may open, by module")
+VISIBLE_NPUS = Variable("ASCEND_RT_VISIBLE_DEVICES", "all", "which NPUs this process may open")
 TASK_QUEUE = Variable("TASK_QUEUE_ENABLE", "1", "on an NPU: 2 is refused, since torch_npu captures no graphs with it")
 NPU_ALLOCATOR = Variable(
     "PYTORCH_NPU_ALLOC_CONF", "none", "on an NPU: pin_memory_expandable_segments is refused, for the same reason"
 )
+LAUNCH_BLOCKING = Variable("ASCEND_LAUNCH_BLOCKING", "0", "on an NPU: 1 is refused, for the same reason")
 PROMPT_MASKS = Variable(
     "VGS_NPU_PROMPT_MASKS",
     "compressed",
     "on an NPU: the form of attention for prompts; dense is that of decodes, with a mask of each query and key",
 )
-LAUNCH_BLOCKING = Variable("ASCEND_LAUNCH_BLOCKING", "0", "on an NPU: 1 is refused, for the same reason")
 HCCL_EXPANSION = Variable(
     "HCCL_OP_EXPANSION_MODE", "chosen by HCCL", "on several NPUs: AIV is refused, with which captures failed or hung"
 )
 CANN_HOME = Variable("ASCEND_HOME_PATH", "none", "on an NPU: where CANN is, which its set_env.sh sets")
+VISIBLE_GPUS = Variable("CUDA_VISIBLE_DEVICES", "all", "which GPUs this process may open")
 QUANT_CONFIG = Variable("QUANT_CONFIG", "none", "the target's quantization file, which measures or quantizes")
 KV_CACHE_SPACE = Variable("VLLM_CPU_KVCACHE_SPACE", "half of what is free, 4 at most", "on a CPU: GiB for the KV cache")
 THREADS_BIND = Variable(
@@ -138,52 +141,14 @@ START_METHOD = Variable(
     "VLLM_WORKER_MULTIPROC_METHOD", "chosen by a test", "how the engine process starts: fork or spawn"
 )
 ENGINE_PROCESS = Variable("VLLM_ENABLE_V1_MULTIPROCESSING", "1", "0 runs the engine in the caller's process")
-# Not in the table below, because `doctor` prints its values.
-API_KEY = Variable("OPENAI_API_KEY", "none", "sent to servers by gaudi-spec chat")
+LOGGING_LEVEL = Variable("VLLM_LOGGING_LEVEL", "INFO", "the log level of vLLM and of this platform")
+HUB_OFFLINE = Variable("HF_HUB_OFFLINE", "0", "1 takes models from folders and the cache only, and downloads nothing")
+HUB_HOME = Variable("HF_HOME", "~/.cache/huggingface", "where downloaded models lie")
 CACHE_HOME = Variable("XDG_CACHE_HOME", "~/.cache", "where the demo model and vocabulary maps are kept")
-VARIABLES = (
-    DEVICE,
-    SKIP_WARMUP,
-    VENDORS_SKIP_WARMUP,
-    VENDORS_BUCKETING,
-    WARMUP,
-    SELF_TEST,
-    EMULATED_GENERATION,
-    EMULATOR,
-    TORCH_NPU,
-    TRUST_DRAFT_CODE,
-    PLUGINS,
-    TARGET_DEVICE,
-    LAZY_MODE,
-    WEIGHT_SHARING,
-    LAZY_COLLECTIVES,
-    PARALLEL_COMPILATION,
-    INPUT_REUSE,
-    GRAPH_MEMORY,
-    LAYERS_OF_A_RECIPE,
-    Variable("HABANA_VISIBLE_DEVICES", "all", "in a container: which Gaudis it sees"),
-    VISIBLE_MODULES,
-    Variable("ASCEND_RT_VISIBLE_DEVICES", "all", "which NPUs this process may open"),
-    TASK_QUEUE,
-    NPU_ALLOCATOR,
-    LAUNCH_BLOCKING,
-    PROMPT_MASKS,
-    HCCL_EXPANSION,
-    CANN_HOME,
-    Variable("CUDA_VISIBLE_DEVICES", "all", "which GPUs this process may open"),
-    QUANT_CONFIG,
-    KV_CACHE_SPACE,
-    THREADS_BIND,
-    NUM_THREADS,
-    PRELOADED,
-    BLOCKTIME,
-    START_METHOD,
-    ENGINE_PROCESS,
-    Variable("VLLM_LOGGING_LEVEL", "INFO", "the log level of vLLM and of this platform"),
-    Variable("HF_HUB_OFFLINE", "0", "1 takes models from folders and the cache only, and downloads nothing"),
-    Variable("HF_HOME", "~/.cache/huggingface", "where downloaded models lie"),
-    CACHE_HOME,
-)
+VARIABLES = tuple(value for value in globals().copy().values() if isinstance(value, Variable))
+"""The documented variables: all of the above, in their order."""
+# Not in the table, because `doctor` prints its values.
+API_KEY = Variable("OPENAI_API_KEY", "none", "sent to servers by gaudi-spec chat")
 
 
 def requested_device() -> str | None:

@@ -278,10 +278,6 @@ class CapturingPlatform(SpecPlatform):
         """Return 0: vLLM's front end, which derives the token budget from it, must not open the card."""
         return 0
 
-    @classmethod
-    def update_block_size_for_backend(cls, vllm_config: VllmConfig) -> None:
-        Platform.update_block_size_for_backend.__func__(cls, vllm_config)
-
 
 def _choose_scheduler(config: SchedulerConfig) -> None:
     """Set one of our schedulers, or accept a subclass of it. Others neither limit nor count drafts."""

@@ -64,32 +64,6 @@ from vllm_gaudi_spec.upstream.views import (
     take_tokens_in_gemma3n,
 )
 
-# `apply`, and the patches that only some processes need, each called where it is needed.
-__all__ = [
-    "admit_domain_libraries_of_other_builds",
-    "answer_accelerator_calls",
-    "answer_bad_media",
-    "answer_contradictions",
-    "answer_for_vllm_distribution",
-    "apply",
-    "apply_to_models",
-    "assign_cpu_experts",
-    "choose_cpu_linears",
-    "device_type_while_loading",
-    "end_errors_with_their_message",
-    "fail_with_the_engine",
-    "make_mla_layers",
-    "mend_adapter_loading",
-    "ray_workers",
-    "read_weights",
-    "refuse_bad_embeds",
-    "refuse_params_before_verification",
-    "refuse_tokenized_params",
-    "return_attention_outputs",
-    "score_cpu_experts_by_sigmoid",
-    "tensor_parallel_group",
-]
-
 
 def apply() -> None:
     """Applies all patches that every vLLM process needs. Idempotent."""
