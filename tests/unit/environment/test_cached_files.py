@@ -195,7 +195,7 @@ def prepared(folder: Path) -> Path:
     (folder / "config.json").write_text("{}")
     (folder / "model.safetensors").write_text("weights")
     demo_model.write_manifest(folder)
-    assert demo_model.damaged_files(folder, checksums=True) == []
+    assert demo_model.damaged_files(folder) == []
     return folder
 
 
@@ -241,7 +241,7 @@ SOUND = {"format": demo_model.FORMAT, "gguf_sha256": demo_model.GGUF_SHA256}
 def test_modified_demo_model_is_rebuilt(change: Callable[[Path], None], cache: Path) -> None:
     folder = prepared(cache / "model")
     change(folder)
-    assert demo_model.damaged_files(folder, checksums=False)
+    assert demo_model.damaged_files(folder)
 
 
 def test_lock_of_demo_model_does_not_follow_links(cache: Path, elsewhere: Path) -> None:
