@@ -147,6 +147,8 @@ class LoadedModel:
         self.states: RecurrentStates | None = None
         self.media_SW: torch.Tensor | None = None
         """Rows of the `MediaStore`, if there is one."""
+        self.rotary_offsets_R: torch.Tensor | None = None
+        """Table of `Multimodal.rotary_offsets`, if there is one."""
         self._kv_owners = {
             name: getattr(layer, "kv_sharing_target_layer_name", None) or name for name, layer in self._layers.items()
         }

@@ -59,6 +59,7 @@ class Reads:
     group = SimpleNamespace(world_size=1)
     measuring = None
     output_ids = None
+    rotary_offsets_R = None
     states = None
     model = None
     """The module that a drafter of the user's may ask for."""

@@ -274,20 +274,12 @@ class MultimodalInputs(NamedTuple):
     """bool: tokens that `embeds_NH` replaces."""
     rotary_DT: torch.Tensor | None = None
     """int64: positions for rotary embeddings, where some differ from the tokens' positions."""
-    offset_B: torch.Tensor | None = None
-    """int64, for a decode: the same as a difference, since all dimensions of a position are equal there."""
     spans: Spans | None = None
     """Spans of images, for models that attend to them in both directions."""
 
     @property
     def has_embeddings(self) -> bool:
         return bool(self.embeddings) or self.rows_T is not None or self.embeds_NH is not None
-
-    def compute_rotary(self, positions_T: torch.Tensor) -> torch.Tensor | None:
-        if self.offset_B is None:
-            return self.rotary_DT
-        # Padding has position 0, where tables of rotary embeddings begin.
-        return (positions_T.view(len(self.offset_B), -1) + self.offset_B[:, None]).flatten().clamp(min=0)
 
     def pack(self, index_T: torch.Tensor) -> MultimodalInputs:
         """Keep only the real tokens, which include all tokens of media."""
@@ -339,7 +331,14 @@ class Inputs:
         calls = self.calls
         if multimodal.spans is not None:
             calls = tuple(replace(call, spans=multimodal.spans, _plans={}) for call in calls)
-        return replace(self, multimodal=multimodal, rotary=multimodal.compute_rotary(self.positions_T), calls=calls)
+        rotary = self.rotary if multimodal.rotary_DT is None else multimodal.rotary_DT
+        return replace(self, multimodal=multimodal, rotary=rotary, calls=calls)
+
+    def shift_rotary(self, offset_B: torch.Tensor) -> Inputs:
+        """Return the inputs with rotary positions that differ from the tokens' positions by an offset for each row."""
+        # Padding has position 0, where tables of rotary embeddings begin.
+        rotary_T = (self.positions_T.view(len(offset_B), -1) + offset_B[:, None]).flatten().clamp(min=0)
+        return replace(self, rotary=rotary_T)
 
     def pack(self, packed: Packed) -> Inputs:
         """Keep only the real tokens."""

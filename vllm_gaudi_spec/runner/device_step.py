@@ -81,6 +81,8 @@ class DeviceStep:
             inputs = replace(inputs, token_types_T=token_types_T)
         if (adapters_T := target.gather_adapters(rows.rows_B, queries)) is not None:
             inputs = replace(inputs, adapters_T=adapters_T)
+        if phase == DECODE and target.rotary_offsets_R is not None:
+            inputs = inputs.shift_rotary(target.rotary_offsets_R.index_select(0, rows.rows_B))
         if multimodal is not None:
             inputs = inputs.add_media(multimodal)
         if target.states is not None:

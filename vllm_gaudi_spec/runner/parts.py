@@ -179,7 +179,9 @@ class RunnerParts:
         if model_config.supports_multimodal_inputs:
             store = None if self.encoders is None else MediaStore(self.encoders, self.backend, self.recorder)
             target.media_SW = None if store is None else store.rows_SW
-            found.append(Multimodal(model_config, target.model, self.backend, store))
+            multimodal = Multimodal(model_config, target.model, self.backend, self.max_rows, store)
+            target.rotary_offsets_R = multimodal.rotary_offsets and multimodal.rotary_offsets.table_RX
+            found.append(multimodal)
         if model_config.enable_prompt_embeds:
             found.append(PromptEmbeds(model_config, target.model, self.backend))
         if self.num_snapshots and target.states is not None:

@@ -89,7 +89,7 @@ def image(name: str, offset: int, length: int, is_embed: list[bool] | None = Non
 def admit(
     requests: Requests, store: MediaStore, images: list[MultiModalFeatureSpec], prompt: list[int] = PROMPT
 ) -> Multimodal:
-    multimodal = Multimodal(CONFIG, Model(), HostBackend(), store)  # type: ignore[arg-type]
+    multimodal = Multimodal(CONFIG, Model(), HostBackend(), 3, store)  # type: ignore[arg-type]
     asked = replace(new_request("image", prompt, [4]), mm_features=images)
     scheduled = step({"text": 3, "image": len(prompt)}, new=[new_request("text", [5, 6, 7], [3]), asked])
     scheduled.scheduled_encoder_inputs["image"] = list(range(len(images)))
@@ -122,13 +122,13 @@ def test_tokens_around_an_image_are_text(requests: Requests, store: MediaStore) 
 def test_captured_inputs_have_one_form_per_phase(requests: Requests, store: MediaStore) -> None:
     """Otherwise steps would need graphs that warm-up does not list."""
     multimodal = admit(requests, store, [image("one", 2, 3)])
-    for phase, queries in ((PREFILL, 4), (DECODE, 2)):
-        forms = set()
-        for counts in ({}, {"text": 1}, {"text": 1, "image": 1}):
-            inputs = multimodal.add_to(batch(requests, phase, queries, counts, 0)).multimodal
-            assert inputs is not None
-            forms.add(tuple(part.shape if isinstance(part, torch.Tensor) else part for part in inputs))
-        assert len(forms) == 1
+    forms = set()
+    for counts in ({}, {"text": 1}, {"text": 1, "image": 1}):
+        inputs = multimodal.add_to(batch(requests, PREFILL, 4, counts, 0)).multimodal
+        assert inputs is not None
+        forms.add(tuple(part.shape if isinstance(part, torch.Tensor) else part for part in inputs))
+        assert multimodal.add_to(batch(requests, DECODE, 2, counts, 0)).multimodal is None
+    assert len(forms) == 1
 
 
 def test_rows_belong_to_one_image_until_it_is_freed(requests: Requests, store: MediaStore) -> None:

@@ -9,9 +9,9 @@ import pytest
 import torch
 from vllm.multimodal.inputs import MultiModalFeatureSpec, PlaceholderRange
 
-from tests.support.fakes import HostBackend, cached, new_request, step
+from tests.support.fakes import CapturingBackend, HostBackend, cached, new_request, step
 from tests.support.media import CONFIG, batch
-from vllm_gaudi_spec.attention.metadata import MultimodalInputs
+from vllm_gaudi_spec.attention.metadata import Inputs, MultimodalInputs
 from vllm_gaudi_spec.config import UnsupportedConfigError
 from vllm_gaudi_spec.records import DECODE, PREFILL, Batch
 from vllm_gaudi_spec.runner.extensions.multimodal import Multimodal
@@ -40,7 +40,7 @@ def requests() -> Requests:
 
 @pytest.fixture
 def multimodal(requests: Requests) -> Multimodal:
-    made = Multimodal(CONFIG, Model(), HostBackend())  # type: ignore[arg-type]
+    made = Multimodal(CONFIG, Model(), HostBackend(), max_rows=3)  # type: ignore[arg-type]
     made._cache.encoder_outputs["an image"] = torch.arange(LENGTH)[:, None] + torch.full((1, 2), 10.0)
     place = PlaceholderRange(offset=BEGIN, length=LENGTH)
     image = MultiModalFeatureSpec(data=None, modality="image", identifier="an image", mm_position=place)
@@ -55,6 +55,11 @@ def found(multimodal: Multimodal, asked: Batch) -> MultimodalInputs:
     inputs = multimodal.add_to(asked).multimodal
     assert inputs is not None
     return inputs
+
+
+def find_offsets(multimodal: Multimodal, requests: Requests, *names: str) -> torch.Tensor:
+    assert multimodal.rotary_offsets is not None
+    return multimodal.rotary_offsets.table_RX[[requests.by_id[name].row for name in names]]
 
 
 def test_chunk_takes_its_part_of_an_image(requests: Requests, multimodal: Multimodal) -> None:
@@ -79,13 +84,37 @@ def test_last_prompt_token_may_belong_to_an_image(requests: Requests, multimodal
 
 def test_decodes_add_one_rotary_offset(requests: Requests, multimodal: Multimodal) -> None:
     requests.by_id["text"].num_computed = 3
-    inputs = found(multimodal, batch(requests, DECODE, 2, {"text": 2, "image": 2}, computed=6))
-    assert not inputs.embeddings
-    rotary = inputs.compute_rotary(torch.tensor([3, 4, 6, 0]))
+    asked = batch(requests, DECODE, 2, {"text": 2, "image": 2}, computed=6)
+    assert multimodal.add_to(asked) is asked
+    inputs = Inputs(torch.zeros(4), torch.tensor([3, 4, 6, 0]), (), (), torch.tensor([2, 1]))
+    rotary = inputs.shift_rotary(find_offsets(multimodal, requests, "text", "image")).rotary
     assert rotary is not None
     assert rotary.tolist() == [3, 4, 4, 0], "padding stays at 0"
-    inputs = found(multimodal, batch(requests, DECODE, 2, {"text": 2}, computed=6))
-    assert inputs.compute_rotary(torch.tensor([3, 4])) is None
+
+
+def test_rotary_offset_follows_its_request_to_another_row(requests: Requests, multimodal: Multimodal) -> None:
+    preempting = step({"text": 1}, running=cached({"text": 3}), preempted={"image"})
+    requests.apply(preempting)
+    multimodal.apply(preempting, requests)
+    resuming = step(
+        {"image": 6},
+        new=[new_request("other", [5], [5])],
+        running=cached({"image": 0}, blocks={"image": [4]}, resumed={"image": PROMPT}),
+    )
+    row = requests._free_rows[-1]
+    requests.apply(resuming)
+    multimodal.apply(resuming, requests)
+    assert requests.by_id["other"].row == row, "it got the previous row of the image"
+    assert find_offsets(multimodal, requests, "image", "other", "text").tolist() == [OFFSET, 0, 0]
+
+
+def test_warm_up_covers_rotary_offsets() -> None:
+    multimodal = Multimodal(CONFIG, Model(), CapturingBackend(), max_rows=20)  # type: ignore[arg-type]
+    assert multimodal.rotary_offsets is not None
+    written: list[int] = []
+    multimodal.rotary_offsets._run_put = lambda rows_N, offsets_N: written.append(len(rows_N))
+    multimodal.warm_up()
+    assert written == [1, 8], "every number of rows that an admission writes at once"
 
 
 def test_ended_request_leaves_no_media(requests: Requests, multimodal: Multimodal) -> None:
@@ -125,4 +154,4 @@ def test_placeholders_outside_the_vocabulary_are_refused() -> None:
     model = Model()
     model._has_oov_mm_tokens = True
     with pytest.raises(UnsupportedConfigError, match="add --language-model-only"):
-        Multimodal(CONFIG, model, HostBackend())  # type: ignore[arg-type]
+        Multimodal(CONFIG, model, HostBackend(), max_rows=3)  # type: ignore[arg-type]

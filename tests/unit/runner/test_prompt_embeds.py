@@ -89,14 +89,14 @@ def test_no_embeddings_after_the_prompt(requests: Requests, embeds: PromptEmbeds
 
 
 def test_prompt_embeddings_keep_multimodal_inputs(requests: Requests, embeds: PromptEmbeds) -> None:
-    offset_B = torch.ones(1)
+    rotary_DT = torch.ones(3, 1)
     asked = replace(
         batch(requests, DECODE, 1, {"embeds": 1}, computed=5, name="embeds"),
-        multimodal=MultimodalInputs(offset_B=offset_B),
+        multimodal=MultimodalInputs(rotary_DT=rotary_DT),
     )
     found = embeds.add_to(asked).multimodal
     assert found is not None
-    assert found.offset_B is offset_B
+    assert found.rotary_DT is rotary_DT
     assert found.embeds_NH is not None
 
 

@@ -16,6 +16,7 @@ import torch
 
 from vllm_gaudi_spec.attention.metadata import MultimodalInputs, SpanRows, Spans
 from vllm_gaudi_spec.config import UnsupportedConfigError
+from vllm_gaudi_spec.device_rows import DeviceRows
 from vllm_gaudi_spec.records import DECODE
 from vllm_gaudi_spec.runner.extensions import Extension
 from vllm_gaudi_spec.runner.extensions.encoders import Item
@@ -44,7 +45,12 @@ class Multimodal(Extension):
     """Media in the target's prompts."""
 
     def __init__(
-        self, model_config: ModelConfig, model: nn.Module, backend: DeviceBackend, store: MediaStore | None = None
+        self,
+        model_config: ModelConfig,
+        model: nn.Module,
+        backend: DeviceBackend,
+        max_rows: int,
+        store: MediaStore | None = None,
     ) -> None:
         """`store` is given where steps are captured."""
         if getattr(model, "_has_oov_mm_tokens", False):
@@ -72,6 +78,10 @@ class Multimodal(Extension):
         """int64 [D, L] of each prompt whose rotary positions differ from those of its tokens."""
         self._offsets: dict[str, int] = {}
         """Added to the position of a token after such a prompt."""
+        self.rotary_offsets: DeviceRows | None = None
+        """The same by row, for decodes, where all dimensions of a position are equal. None without M-RoPE."""
+        if self._num_dims:
+            self.rotary_offsets = DeviceRows(backend, max_rows, np.array(0, dtype=np.int32))
 
     def apply(self, scheduled: SchedulerOutput, requests: Requests) -> None:
         """Forget ended requests, register admitted ones, and run the encoders that this step needs."""
@@ -92,6 +102,11 @@ class Multimodal(Extension):
                 assert new.prompt_token_ids is not None
                 rotary_DL, offset = self._model.get_mrope_input_positions(new.prompt_token_ids, new.mm_features)
                 self._rotary_np[new.req_id], self._offsets[new.req_id] = rotary_DL.numpy(), int(offset)
+        if self.rotary_offsets is not None:
+            for request in requests.admitted:
+                offset = self._offsets.get(request.req_id)
+                self.rotary_offsets.set(request.row, None if offset is None else np.array(offset, dtype=np.int32))
+            self.rotary_offsets.flush()
         if self.store is not None:
             self._fill(self.store, scheduled.scheduled_encoder_inputs)
             return
@@ -116,33 +131,36 @@ class Multimodal(Extension):
     def add_to(self, batch: Batch) -> Batch:
         """Return the batch with embeddings, and with rotary positions if they differ from those of its tokens.
 
-        The last token of a prompt may come as a decode, even if it belongs to an image.
+        Decodes need neither. But the last token of a prompt may come as a decode; where steps are not captured, even if
+        it belongs to an image.
         """
+        is_decode = batch.shape.phase == DECODE
         if self.store is not None:
-            return replace(batch, multimodal=self._make_captured_inputs(self.store, batch))
+            return batch if is_decode else replace(batch, multimodal=self._make_captured_inputs(self.store, batch))
         if not batch.requests:
             return batch
         newest = batch.requests[0]  # all requests of a decode are of the same kind
-        if batch.shape.phase == DECODE and newest.num_computed >= len(newest.all_token_ids):
-            found = MultimodalInputs(offset_B=self._make_offsets(batch) if self._has_offsets(batch) else None)
-        else:
-            embeddings, is_media_T = self._gather_embeddings(batch)
-            rotary_DT = self._make_rotary(batch) if self._has_rotary(batch) else None
-            found = MultimodalInputs(embeddings, is_media_T, rotary_DT=rotary_DT, spans=self._find_spans(batch))
+        if is_decode and newest.num_computed >= len(newest.all_token_ids):
+            return batch
+        embeddings, is_media_T = self._gather_embeddings(batch)
+        rotary_DT = self._make_rotary(batch) if self._has_rotary(batch) else None
+        found = MultimodalInputs(embeddings, is_media_T, rotary_DT=rotary_DT, spans=self._find_spans(batch))
         return replace(batch, multimodal=found)
+
+    def warm_up(self) -> None:
+        if self.rotary_offsets is not None:
+            self.rotary_offsets.warm_up()
 
     def jobs(self) -> Iterator[Job]:
         if self.store is not None:
             yield from self.store.jobs()
 
     def _make_captured_inputs(self, store: MediaStore, batch: Batch) -> MultimodalInputs:
-        """Return the same form for every batch of a phase.
+        """Return the same form for every batch of prompt chunks.
 
         A graph for text alone would have to be compiled too, and would save no more than a choice between two rows per
         token.
         """
-        if batch.shape.phase == DECODE:  # the last token of a prompt has the same offset as its outputs
-            return MultimodalInputs(offset_B=self._make_offsets(batch) if self._num_dims else None)
         return MultimodalInputs(
             rows_T=store.find_rows(batch, self._cache.mm_features),
             rotary_DT=self._make_rotary(batch) if self._num_dims else None,
@@ -207,14 +225,6 @@ class Multimodal(Extension):
                 part_np = prompt_np[:, request.num_computed : request.num_computed + count]
                 rotary_np[:, row, : part_np.shape[1]] = part_np
         return self._upload(torch.from_numpy(rotary_np.reshape(self._num_dims, -1)))
-
-    def _has_offsets(self, batch: Batch) -> bool:
-        return any(self._offsets.get(request.req_id, 0) for request in batch.requests)
-
-    def _make_offsets(self, batch: Batch) -> torch.Tensor:
-        offsets_np = np.zeros(batch.shape.rows, dtype=np.int64)
-        offsets_np[: len(batch.requests)] = [self._offsets.get(request.req_id, 0) for request in batch.requests]
-        return self._upload(torch.from_numpy(offsets_np))
 
 
 def _find_end(features: Sequence[MultiModalFeatureSpec]) -> int:
