@@ -40,7 +40,7 @@ class Pace(NamedTuple):
 class SpecSchedulerOutput(SchedulerOutput):
     """A step, and how far to draft after it."""
 
-    max_drafts: dict[str, int] = field(default_factory=dict)
+    max_drafts_by_id: dict[str, int] = field(default_factory=dict)
     """The maximum number of drafts of each request after this step, where it is not `num_spec_tokens_to_schedule`."""
     drafter_status: DrafterStatus | None = None
     """None if it has not changed."""

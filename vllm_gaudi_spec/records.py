@@ -168,7 +168,7 @@ class Batch(Planned):
     """int32 [B * Q]: which of its request's two texts a token belongs to; None where no request has two."""
 
 
-class Listed(NamedTuple):
+class PositionList(NamedTuple):
     """N of the B * Q positions of a batch. Padding repeats the first one."""
 
     index_2N: torch.Tensor

@@ -73,7 +73,9 @@ class RequestHistory:
         Rows that reached a stop token cannot: the scheduler drops later tokens and ends the request.
         """
         rows_np = _get_rows(step)
-        max_drafts_np = self._split.max_drafts_np(rows_np, self._lengths_np[rows_np], self._split.paced(rows_np, limit))
+        max_drafts_np = self._split.compute_max_drafts(
+            rows_np, self._lengths_np[rows_np], self._split.paced(rows_np, limit)
+        )
         return [
             DraftingRow(step.requests[index], index, int(max_drafts_np[index]))
             for index in np.flatnonzero(max_drafts_np).tolist()

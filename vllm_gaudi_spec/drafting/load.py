@@ -11,7 +11,7 @@ from vllm_gaudi_spec.drafting.choice import DraftChoice, DraftProbs
 from vllm_gaudi_spec.drafting.guard import Guard, make_agreement_check
 from vllm_gaudi_spec.drafting.history import RequestHistory
 from vllm_gaudi_spec.drafting.memory import DrafterKVRegion
-from vllm_gaudi_spec.drafting.on_device import DeviceDrafting
+from vllm_gaudi_spec.drafting.on_device import DeviceDrafting, DeviceLengthSplit
 from vllm_gaudi_spec.drafting.on_host import HostDrafting
 from vllm_gaudi_spec.drafting.universal.pairs import Coverage, Pair, Texts
 from vllm_gaudi_spec.drafting.universal.text_drafting import RetokenizedProposer, TextDrafting
@@ -40,11 +40,12 @@ def load_drafting(context: DraftingContext) -> Drafting:
 
 
 def _make_device_drafting(context: DraftingContext, proposer: DeviceProposer) -> DeviceDrafting:
-    limits = _make_limits(context)
-    choice = DraftChoice(context.speculation, context.requests.backend.rules, context.sampling)
+    backend = context.requests.backend
+    split = DeviceLengthSplit(backend, context.max_rows, context.speculation, context.max_model_len)
+    choice = DraftChoice(context.speculation, backend.rules, context.sampling)
     return DeviceDrafting(
         proposer=proposer,
-        split=limits,
+        split=split,
         requests=context.requests,
         recorder=context.recorder,
         shapes=context.shapes,
@@ -52,7 +53,7 @@ def _make_device_drafting(context: DraftingContext, proposer: DeviceProposer) ->
         choice=choice,
         draft_probs=_make_draft_probs(context),
         guard=make_guard(context.target, context.drafter),
-        kv_sync=proposer.make_kv_sync(context, limits),
+        kv_sync=proposer.make_kv_sync(context, split),
         coverage=_make_coverage(context),
     )
 
@@ -92,7 +93,7 @@ def _make_host_drafting(context: DraftingContext, proposer: HostProposer) -> Hos
 
 
 def _make_limits(context: DraftingContext) -> LengthSplit:
-    return LengthSplit(context.requests.backend, context.max_rows, context.speculation, context.max_model_len)
+    return LengthSplit(context.max_rows, context.speculation, context.max_model_len)
 
 
 def _make_draft_probs(context: DraftingContext) -> DraftProbs:

@@ -12,12 +12,16 @@ import torch
 from vllm.v1.outputs import DraftTokenIds
 
 from vllm_gaudi_spec.batches import make_draft_batch, make_no_samples
+from vllm_gaudi_spec.device_rows import DeviceRows
 from vllm_gaudi_spec.drafting.base import Drafting
 from vllm_gaudi_spec.graphs import DRAFTS, Job
 from vllm_gaudi_spec.records import DraftBatch
 from vllm_gaudi_spec.sampling.params import Branch
+from vllm_gaudi_spec.scheduling.limits import LengthSplit, apply_limits
 
 if TYPE_CHECKING:
+    from vllm_gaudi_spec.config import Speculation
+    from vllm_gaudi_spec.devices.base import DeviceBackend
     from vllm_gaudi_spec.drafting.base import DeviceProposer
     from vllm_gaudi_spec.drafting.choice import DraftChoice, DraftProbs
     from vllm_gaudi_spec.drafting.guard import Guard
@@ -28,8 +32,25 @@ if TYPE_CHECKING:
     from vllm_gaudi_spec.runner.requests import Requests
     from vllm_gaudi_spec.runner.shapes import Shapes
     from vllm_gaudi_spec.sampling.params import Branch
-    from vllm_gaudi_spec.scheduling.limits import LengthSplit
     from vllm_gaudi_spec.step_inputs import StepInputs
+
+
+class DeviceLengthSplit(LengthSplit):
+    """The same limits on the device too, for lengths that only the device knows."""
+
+    def __init__(self, backend: DeviceBackend, max_rows: int, speculation: Speculation, max_model_len: int) -> None:
+        super().__init__(max_rows, speculation, max_model_len)
+        self.table = DeviceRows(backend, max_rows, np.zeros(2, dtype=np.int32))
+
+    def _set(self, row: int, reach: int, max_drafts: int) -> None:
+        super()._set(row, reach, max_drafts)
+        self.table.set(row, self._limits_np[row].copy())
+
+    def compute_max_drafts_on_device(
+        self, rows_B: torch.Tensor, lengths_B: torch.Tensor, limits_B: torch.Tensor
+    ) -> torch.Tensor:
+        """Return how many drafts rows of these lengths can use, as int32 [B], at most `limits_B`; runs in a graph."""
+        return torch.minimum(apply_limits(self.table.table_RX.index_select(0, rows_B), lengths_B), limits_B)
 
 
 class DeviceDrafting(Drafting):
@@ -39,7 +60,7 @@ class DeviceDrafting(Drafting):
         self,
         *,
         proposer: DeviceProposer,
-        split: LengthSplit,
+        split: DeviceLengthSplit,
         requests: Requests,
         recorder: StepRecorder,
         shapes: Shapes,
@@ -95,7 +116,7 @@ class DeviceDrafting(Drafting):
         """Return the most drafts that each request may have, whatever is in flight; int32."""
         # With async scheduling `num_computed` counts the drafts of the step in flight as accepted.
         shortest_np = np.array([request.num_computed for request in requests], dtype=np.int32) + 1 - self._num_drafts
-        return self._split.max_drafts_np(_get_rows(requests), shortest_np, limit)
+        return self._split.compute_max_drafts(_get_rows(requests), shortest_np, limit)
 
     def follow(self, batch: Batch) -> None:
         if self._disabled:
@@ -168,7 +189,7 @@ class DeviceDrafting(Drafting):
 
     def _draft(self, batch: DraftBatch, branch: Branch) -> None:
         self._recorder.saw(self._signature(batch.inputs.num_rows, batch.context, branch))
-        self._split.on_device.flush()
+        self._split.table.flush()
         self._draft_rows(batch.inputs, branch)
 
     # --- what runs on the device ---
@@ -177,7 +198,7 @@ class DeviceDrafting(Drafting):
         rows = step.split()
         rows_B = rows.rows_B
         lengths_B = self._requests.lengths(rows_B)
-        limits_B = self._split.max_drafts_on_device(rows_B, lengths_B, rows.max_drafts_B)
+        limits_B = self._split.compute_max_drafts_on_device(rows_B, lengths_B, rows.max_drafts_B)
         max_drafts_B = self._kv_sync.limit_drafts(rows_B, lengths_B, limits_B)
         hidden = self._kv_sync.gather_hidden(rows_B, lengths_B)
         request = self._choice.make_request(
@@ -205,7 +226,7 @@ class DeviceDrafting(Drafting):
 
     def jobs(self) -> Iterator[Job]:
         """Yield the drafter's reads, and drafting rounds by rows, context and branch."""
-        yield Job("states", self._split.on_device.warm_up)
+        yield Job("states", self._split.table.warm_up)
         yield from self._kv_sync.jobs()
         shapes, branches = self._shapes, sorted(self._choice.list_branches())
         sizes = shapes.decode_sizes() if self._kv_sync.has_kv else [(rows, 0) for rows in shapes.decode_rows]

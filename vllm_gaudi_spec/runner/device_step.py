@@ -98,10 +98,10 @@ class DeviceStep:
 
         Return the rows as well, as input for `drafts`.
         """
-        rows_B, listed, grammars = sample_pass.split()
+        rows_B, position_list, grammars = sample_pass.split()
         num_queries = sample_pass.shape.queries
         inputs = self._sampling.gather(rows_B, sample_pass.branch, sample_pass.edit_sizes, grammars)
-        index_2N = None if listed is None else listed.index_2N
+        index_2N = None if position_list is None else position_list.index_2N
         hidden_NH, positions_BQ, num_drafts_B = self._hidden_states.take(rows_B, num_queries, index_2N)
         bound_B = inputs.acceptable_B
         acceptable_B = num_drafts_B if bound_B is None else torch.minimum(num_drafts_B, bound_B)
@@ -114,7 +114,7 @@ class DeviceStep:
             rules=self._rules,
             logprobs_mode=self._sampling.logprobs_mode,
         )
-        if listed is None:
+        if position_list is None:
             adapters_N = self._target.gather_adapters(rows_B, num_queries)
             logits_NV = self._target.compute_row_logits(hidden_NH, 1 + num_drafts_B, adapters_N).float()
             verification = verify(
@@ -125,9 +125,9 @@ class DeviceStep:
                 **common,
             )
         else:
-            adapters_N = self._target.gather_adapters(rows_B.index_select(0, listed.index_2N[0]))
+            adapters_N = self._target.gather_adapters(rows_B.index_select(0, position_list.index_2N[0]))
             logits_NV = self._target.logits(hidden_NH, adapters_N).float()
-            verification = verify_listed(logits_NV, listed, **common)
+            verification = verify_listed(logits_NV, position_list, **common)
         last_B = positions_BQ[:, 0]
         lengths_B = last_B + 1 + verification.num_sampled_B
         if self._drafting.verifies_drafts:  # before `advance` clears the rows' drafts

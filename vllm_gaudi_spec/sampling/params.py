@@ -13,7 +13,7 @@ import numpy as np
 import torch
 
 from vllm_gaudi_spec.device_rows import DeviceRows
-from vllm_gaudi_spec.records import Listed
+from vllm_gaudi_spec.records import PositionList
 from vllm_gaudi_spec.sampling.logit_edits import EditTables, LogitEdits
 from vllm_gaudi_spec.step_inputs import Packing
 
@@ -35,7 +35,7 @@ _USUAL_TOP_K = 64
 _TOP_K_LISTS = (_USUAL_TOP_K, 1024)
 _SCORED_COUNTS = (8, 32, 128)
 USUAL_LOGPROBS = 20
-LISTED, SEARCHED = 1, 2
+IN_LIST, SEARCHED = 1, 2
 
 
 class Branch(NamedTuple):
@@ -49,7 +49,7 @@ class Branch(NamedTuple):
     top_k: int = 0
     """Length of the list of largest logits that covers every request's k; the vocabulary size if no list does."""
     top_p: int = 0
-    """`LISTED`: within that list; `SEARCHED`: over the whole vocabulary."""
+    """`IN_LIST`: within that list; `SEARCHED`: over the whole vocabulary."""
     edited: bool = False
     """Whether a request has logit edits."""
     constrained: bool = False
@@ -89,7 +89,7 @@ class Branch(NamedTuple):
         if top_k == vocab_size or (top_k and top_p == SEARCHED):
             top_k, top_p = vocab_size, SEARCHED
         elif top_k:
-            top_p = LISTED
+            top_p = IN_LIST
         return self._extend(
             (top_k, top_p),
             edits=self.edited or self.constrained or self.masked or self.penalized,
@@ -120,7 +120,7 @@ class Branch(NamedTuple):
     def iter_coarse(cls, vocab_size: int, logprob_counts: tuple[int, ...]) -> Iterator[Branch]:
         """Yield all branches that `coarsen` can return."""
         lists = [size for size in _TOP_K_LISTS if size < vocab_size]
-        filters = [(0, 0), (0, SEARCHED), *((size, LISTED) for size in lists), (vocab_size, SEARCHED)]
+        filters = [(0, 0), (0, SEARCHED), *((size, IN_LIST) for size in lists), (vocab_size, SEARCHED)]
         choices = [Branch(), *(Branch(random=True, top_k=size, top_p=mass) for size, mass in filters)]
         reports = [Branch(), *(Branch(reported=True, num_logprobs=n) for n in _select_coarse_counts(logprob_counts))]
         for choice, has_edits, report in product(choices, (False, True), reports):
@@ -137,17 +137,17 @@ class Branch(NamedTuple):
             joint: Use an even smaller set, for rules that read the positions of a row together: sampled verify steps
                 then have their own graphs.
         """
-        listed = usual_list_length(vocab_size)
-        is_full = any(self._replace(random=False, min_p=False, top_k=0, top_p=0)) or self.top_k > listed
+        usual_length = usual_list_length(vocab_size)
+        is_full = any(self._replace(random=False, min_p=False, top_k=0, top_p=0)) or self.top_k > usual_length
         top_k, top_p = self.top_k, self.top_p
         # To limit the number of full branches, those that sample have all filters.
         has_few_full = joint or len(_select_coarse_counts(logprob_counts)) > 1
         if is_full and (top_k or top_p or (self.random and has_few_full)):
             top_k, top_p = vocab_size, SEARCHED
         elif top_p == SEARCHED or (joint and top_k):
-            top_k, top_p = listed, SEARCHED
+            top_k, top_p = usual_length, SEARCHED
         elif top_k:
-            top_p = LISTED
+            top_p = IN_LIST
         return self._extend((top_k, top_p), edits=is_full, reports=is_full, logprob_counts=logprob_counts)
 
     @property
@@ -163,9 +163,9 @@ class Branch(NamedTuple):
     @classmethod
     def iter_merged(cls, vocab_size: int, logprob_counts: tuple[int, ...], *, joint: bool = False) -> Iterator[Branch]:
         """Yield all branches that `merge` can return."""
-        listed = usual_list_length(vocab_size)
+        usual_length = usual_list_length(vocab_size)
         choices = [cls(), cls(random=True), cls(random=True, top_p=SEARCHED)]
-        usual = [*choices, *([cls(random=True, top_k=listed)] if listed else [])]
+        usual = [*choices, *([cls(random=True, top_k=usual_length)] if usual_length else [])]
         counts = _select_coarse_counts(logprob_counts)
         full = (choice._replace(edited=True, num_logprobs=count) for count, choice in product(counts, choices))
         merged = (branch.merge(vocab_size, logprob_counts, joint=joint) for branch in (*usual, *full))
@@ -175,7 +175,7 @@ class Branch(NamedTuple):
     def iter_all(cls, vocab_size: int, logprob_counts: tuple[int, ...]) -> Iterator[Branch]:
         lists = [size for size in _TOP_K_LISTS if size < vocab_size]
         filters = [(0, 0), (0, SEARCHED), (vocab_size, SEARCHED), (vocab_size, 0)]
-        filters += [(size, mass) for size in lists for mass in (0, LISTED, SEARCHED)]
+        filters += [(size, mass) for size in lists for mass in (0, IN_LIST, SEARCHED)]
         choices = [(False, False, 0, 0), *((True, m, *f) for m in (False, True) for f in filters)]
         reports = [(False, 0), *((True, count) for count in logprob_counts)]
         for choice, edits in product(choices, product((False, True), repeat=4)):
@@ -218,13 +218,13 @@ class SamplePass(NamedTuple):
     """Number of columns of the logit edit tables that are read."""
     packing: Packing
 
-    def split(self) -> tuple[torch.Tensor, Listed | None, GrammarInputs | None]:
+    def split(self) -> tuple[torch.Tensor, PositionList | None, GrammarInputs | None]:
         """Return the rows, int64; the positions, if the pass lists them; and grammars, if it has any."""
         parts = iter(self.packing.split())
         rows_B = next(parts).long()
-        listed = Listed(next(parts).long(), next(parts).long()) if self.shape.positions else None
+        position_list = PositionList(next(parts).long(), next(parts).long()) if self.shape.positions else None
         grammars = GrammarInputs(next(parts), next(parts)) if self.branch.constrained else None
-        return rows_B, listed, grammars
+        return rows_B, position_list, grammars
 
 
 class GrammarInputs(NamedTuple):
@@ -339,13 +339,13 @@ class Sampling:
         self._ints.set(row, ints)
         self._allowed.set(row, self._pack_mask(params.allowed_token_ids) if params.allowed_token_ids else None)
         random = params.temperature > 0
-        listed, top_p = self._fit_top_k(top_k) if random else 0, 0
+        list_length, top_p = self._fit_top_k(top_k) if random else 0, 0
         if random and params.top_p < 1:
-            top_p = LISTED if 0 < listed < self.vocab_size else SEARCHED
+            top_p = IN_LIST if 0 < list_length < self.vocab_size else SEARCHED
         self._branches_np[row] = Branch(
             random=random,
             min_p=random and params.min_p > 0,
-            top_k=listed,
+            top_k=list_length,
             top_p=top_p,
             edited=self._logit_edits.admit(request),
             masked=bool(params.allowed_token_ids),

@@ -23,7 +23,7 @@ from vllm_gaudi_spec.sampling.rules import strict
 if TYPE_CHECKING:
     from vllm_gaudi_spec.config import Speculation
     from vllm_gaudi_spec.devices.base import DeviceBackend
-    from vllm_gaudi_spec.records import Listed
+    from vllm_gaudi_spec.records import PositionList
     from vllm_gaudi_spec.runner.extensions.custom_processors import CustomProcessors
     from vllm_gaudi_spec.runner.requests import Requests
     from vllm_gaudi_spec.sampling.params import Branch, SamplingInputs
@@ -176,7 +176,7 @@ def verify(
 
 def verify_listed(
     logits_NV: torch.Tensor,
-    listed: Listed,
+    position_list: PositionList,
     *,
     positions_BQ: torch.Tensor,
     rows_B: torch.Tensor,
@@ -190,7 +190,7 @@ def verify_listed(
 
     That is the strict rule, and for rows with one position every rule. Other positions of the result are undefined.
     """
-    row_N, query_N = listed.index_2N.unbind(0)
+    row_N, query_N = position_list.index_2N.unbind(0)
     position_inputs = inputs.select_rows(row_N)
     positions_N1 = positions_BQ.flatten().index_select(0, row_N * positions_BQ.shape[1] + query_N)[:, None]
 
@@ -198,7 +198,7 @@ def verify_listed(
         history_BM = requests.history_RM.index_select(0, rows_B)
         return edit.apply_penalties_at(
             logits_N1V.squeeze(1),
-            listed.index_2N,
+            position_list.index_2N,
             history_BM,
             inputs.prompt_len_B,
             positions_BQ,
@@ -207,7 +207,7 @@ def verify_listed(
 
     def spread(values_NX: torch.Tensor) -> torch.Tensor:
         """Copy values of listed positions to all positions of all rows, [B * Q, X]."""
-        return values_NX.index_select(0, listed.slots_BQ.flatten())
+        return values_NX.index_select(0, position_list.slots_BQ.flatten())
 
     logits_N1V, raw = _process_logits(
         logits_NV[:, None],

@@ -14,14 +14,12 @@ import numpy as np
 import torch
 
 from vllm_gaudi_spec.config import REQUEST_OPTION
-from vllm_gaudi_spec.device_rows import DeviceRows
 from vllm_gaudi_spec.records import NoDraftReason
 
 if TYPE_CHECKING:
     from vllm.sampling_params import SamplingParams
 
     from vllm_gaudi_spec.config import Speculation
-    from vllm_gaudi_spec.devices.base import DeviceBackend
 
 
 class DraftLimits(NamedTuple):
@@ -110,15 +108,13 @@ def explain_no_drafts(
 
 
 class LengthSplit:
-    """The maximum number of drafts of each row, on the host and on the device."""
+    """The maximum number of drafts of each row, on the host."""
 
-    def __init__(self, backend: DeviceBackend, max_rows: int, speculation: Speculation, max_model_len: int) -> None:
+    def __init__(self, max_rows: int, speculation: Speculation, max_model_len: int) -> None:
         self._num_drafts = speculation.num_drafts
         self._max_len = speculation.longest(max_model_len)
         self._limits_np = np.zeros((max_rows + 1, 2), dtype=np.int32)
         """By row: the maximum length of context and drafts together, and the maximum number of drafts."""
-        self.on_device = DeviceRows(backend, max_rows, np.zeros(2, dtype=np.int32))
-        """The same, for lengths that only the device knows."""
         # By row: the maximum number of drafts that the scheduler allows after this step.
         self._paced_np = np.full(max_rows + 1, self._num_drafts, dtype=np.int32)
 
@@ -132,7 +128,6 @@ class LengthSplit:
 
     def _set(self, row: int, reach: int, max_drafts: int) -> None:
         self._limits_np[row] = reach, max_drafts
-        self.on_device.set(row, self._limits_np[row].copy())
 
     def pace(self, limits: Iterable[tuple[int, int]]) -> None:
         """Limit rows to a number of drafts after this step; all others may have k."""
@@ -144,19 +139,12 @@ class LengthSplit:
         """Return the scheduler's limits for these rows as int32, at most `limit`."""
         return np.minimum(self._paced_np[rows_np], limit)
 
-    def max_drafts_np(self, rows_np: np.ndarray, lengths_np: np.ndarray, limit: int | np.ndarray) -> np.ndarray:
+    def compute_max_drafts(self, rows_np: np.ndarray, lengths_np: np.ndarray, limit: int | np.ndarray) -> np.ndarray:
         """Return how many drafts rows of these lengths can use, as int32 [B], at most `limit`."""
         limits_B2, lengths_B = torch.from_numpy(self._limits_np[rows_np]), torch.from_numpy(lengths_np)
-        return np.minimum(max_drafts(limits_B2, lengths_B).numpy(), limit).astype(np.int32)
-
-    def max_drafts_on_device(
-        self, rows_B: torch.Tensor, lengths_B: torch.Tensor, limits_B: torch.Tensor
-    ) -> torch.Tensor:
-        """Return the same on the device, inside a graph."""
-        limits_B2 = self.on_device.table_RX.index_select(0, rows_B)
-        return torch.minimum(max_drafts(limits_B2, lengths_B), limits_B)
+        return np.minimum(apply_limits(limits_B2, lengths_B).numpy(), limit).astype(np.int32)
 
 
-def max_drafts(limits_B2: torch.Tensor, lengths_B: torch.Tensor) -> torch.Tensor:
+def apply_limits(limits_B2: torch.Tensor, lengths_B: torch.Tensor) -> torch.Tensor:
     """Return how many drafts rows of these lengths can use, as int32 [B]."""
     return torch.minimum(limits_B2[:, 0] - lengths_B, limits_B2[:, 1]).clamp(min=0).int()

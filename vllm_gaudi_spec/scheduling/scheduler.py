@@ -242,9 +242,9 @@ class _Speculating(Sessions):
         drafts = self._goodput is None or self._goodput.should_draft(len(sampling), may_try=only_decodes)
         skip_reason = NoDraftReason.GOODPUT
         if drafts and self._lengths is not None:
-            scheduled.max_drafts = self._lengths.choose(sampling)
-            drafts, skip_reason = any(scheduled.max_drafts.values()), NoDraftReason.ACCEPTANCE
-            for req_id, max_drafts in scheduled.max_drafts.items():
+            scheduled.max_drafts_by_id = self._lengths.choose(sampling)
+            drafts, skip_reason = any(scheduled.max_drafts_by_id.values()), NoDraftReason.ACCEPTANCE
+            for req_id, max_drafts in scheduled.max_drafts_by_id.items():
                 self._limit_placeholders(req_id, max_drafts)
         if not drafts:
             self._skip_drafts(scheduled, skip_reason)

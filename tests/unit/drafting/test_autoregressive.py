@@ -23,14 +23,13 @@ from vllm_gaudi_spec.drafting.choice import DraftChoice, DraftProbs
 from vllm_gaudi_spec.drafting.draft_model import AutoregressiveProposer, DraftModelKVSync
 from vllm_gaudi_spec.drafting.guard import Guard
 from vllm_gaudi_spec.drafting.kv_sync import DrafterKVSync, ReadBlocks
-from vllm_gaudi_spec.drafting.on_device import DeviceDrafting
+from vllm_gaudi_spec.drafting.on_device import DeviceDrafting, DeviceLengthSplit
 from vllm_gaudi_spec.drafting.vocabulary import SameVocabulary
 from vllm_gaudi_spec.graphs import StepRecorder
 from vllm_gaudi_spec.records import Batch, Hidden, SampledRows
 from vllm_gaudi_spec.runner.planning import locate
 from vllm_gaudi_spec.runner.requests import Requests
 from vllm_gaudi_spec.sampling.params import Sampling
-from vllm_gaudi_spec.scheduling.limits import LengthSplit
 
 VOCAB, BLOCK, LONGEST = 97, 16, 96
 MOST_BLOCKS = 64  # per row
@@ -115,8 +114,8 @@ class Rows:
             drafter_max_len=drafter_max_len,
         )
 
-    def split(self, speculation: Speculation) -> LengthSplit:
-        return LengthSplit(self.requests.backend, 4, speculation, self.max_len)
+    def split(self, speculation: Speculation) -> DeviceLengthSplit:
+        return DeviceLengthSplit(self.requests.backend, 4, speculation, self.max_len)
 
     def drafting_of(
         self,
@@ -124,7 +123,7 @@ class Rows:
         proposer: DeviceProposer,
         kv_sync: DrafterKVSync,
         drafter_max_len: int,
-        split: LengthSplit | None = None,
+        split: DeviceLengthSplit | None = None,
     ) -> DeviceDrafting:
         speculation = self.speculation(method, drafter_max_len)
         draft_probs = DraftProbs(speculation, 4, VOCAB, self.requests.backend.traits.torch_device)

@@ -15,13 +15,12 @@ from vllm_gaudi_spec.drafting.choice import DraftChoice, DraftProbs
 from vllm_gaudi_spec.drafting.guard import Guard
 from vllm_gaudi_spec.drafting.history import RequestHistory
 from vllm_gaudi_spec.drafting.kv_sync import DrafterKVSync
-from vllm_gaudi_spec.drafting.on_device import DeviceDrafting
+from vllm_gaudi_spec.drafting.on_device import DeviceDrafting, DeviceLengthSplit
 from vllm_gaudi_spec.drafting.on_host import HostDrafting
 from vllm_gaudi_spec.graphs import StepRecorder
 from vllm_gaudi_spec.records import Context, DraftRequest, Drafts, SampledRows, StepResult, Verification
 from vllm_gaudi_spec.runner.requests import Requests
 from vllm_gaudi_spec.sampling.params import Branch, Sampling
-from vllm_gaudi_spec.scheduling.limits import LengthSplit
 
 K = 3
 VOCAB = 100
@@ -61,7 +60,9 @@ def speculation(drafter_max_len: int | None = None) -> Speculation:
     return Speculation(method="ngram", num_drafts=K, rule="strict", drafting="greedy", drafter_max_len=drafter_max_len)
 
 
-def on_device(proposer: CountsOnDevice, split: LengthSplit, requests: Requests) -> tuple[DeviceDrafting, StepRecorder]:
+def on_device(
+    proposer: CountsOnDevice, split: DeviceLengthSplit, requests: Requests
+) -> tuple[DeviceDrafting, StepRecorder]:
     recorder = StepRecorder()
     step_shapes = shapes(max_num_seqs=4, max_tokens=64, max_len=64, drafts=K)
     draft_probs = DraftProbs(speculation(), 4, VOCAB, requests.backend.traits.torch_device)
@@ -86,7 +87,7 @@ def sampling(requests: Requests) -> Sampling:
     return Sampling(requests.backend, max_rows=4, vocab_size=VOCAB, max_logprobs=5, logprobs_mode="raw_logprobs")
 
 
-def started(drafter_max_len: int | None = None) -> tuple[Requests, LengthSplit, list[str]]:
+def started(drafter_max_len: int | None = None) -> tuple[Requests, DeviceLengthSplit, list[str]]:
     """Return three rows with contexts of 2, 6 and 3 tokens; speculation is off for the third."""
     requests = Requests(HostBackend(), max_rows=4, max_len=64, block_sizes=[16], max_context=64, seed=0)  # type: ignore[arg-type]
     off = SamplingParams(max_tokens=50, extra_args={"num_speculative_tokens": 0})
@@ -97,7 +98,7 @@ def started(drafter_max_len: int | None = None) -> tuple[Requests, LengthSplit, 
         new_request("c", [30, 31, 32], [3], params=off),
     ]
     requests.apply(step({"a": 2, "b": 6, "c": 3}, new=new))
-    split = LengthSplit(requests.backend, 4, speculation(drafter_max_len), 64)
+    split = DeviceLengthSplit(requests.backend, 4, speculation(drafter_max_len), 64)
     return requests, split, ["a", "b", "c"]
 
 

@@ -103,7 +103,7 @@ class Rows:
         self.translation: Translation = DrafterVocabulary(spelled, device) if match == "slem" else self.mapped
         self.model = ClosestToken(length, own)
         self.recorder = StepRecorder()
-        split = LengthSplit(self.backend, NUM_ROWS, self.speculation, MAX_LEN)  # type: ignore[arg-type]
+        split = LengthSplit(NUM_ROWS, self.speculation, MAX_LEN)
         self.drafting = TextDrafting(
             proposer=RetokenizedProposer(self.model, self.translation),
             reader=self.languages.reader,

@@ -19,7 +19,7 @@ from vllm_gaudi_spec.records import SampleShape, StepResult
 from vllm_gaudi_spec.runner.planning import make_sample_batch
 from vllm_gaudi_spec.runner.report import Downloads, Reports
 from vllm_gaudi_spec.runner.requests import Requests
-from vllm_gaudi_spec.sampling.params import LISTED, SEARCHED, Branch, Grammar, Sampling
+from vllm_gaudi_spec.sampling.params import IN_LIST, SEARCHED, Branch, Grammar, Sampling
 from vllm_gaudi_spec.sampling.rules.registry import TORCH
 from vllm_gaudi_spec.sampling.verify import choose_rule, needs_rectangle, verify, verify_listed
 
@@ -80,7 +80,7 @@ def test_merged_branch_excludes_unused_common_parts() -> None:
     assert Branch().merge(1500, counts) == Branch()
     plain = Branch(random=True, min_p=True)
     assert Branch(random=True).merge(1500, counts) == plain, "no filter but min-p"
-    assert Branch(random=True, top_k=64).merge(1500, counts) == plain._replace(top_k=64, top_p=LISTED), "no search"
+    assert Branch(random=True, top_k=64).merge(1500, counts) == plain._replace(top_k=64, top_p=IN_LIST), "no search"
     searched = Branch(random=True, top_p=SEARCHED).merge(1500, counts)
     assert searched == plain._replace(top_k=64, top_p=SEARCHED), "one search, not two"
     assert Branch(reported=True).merge(1500, counts).top_p == 0, "a greedy request that asks for log-probabilities"

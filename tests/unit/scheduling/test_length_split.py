@@ -8,24 +8,24 @@ from vllm.sampling_params import SamplingParams
 
 from tests.support.fakes import HostBackend
 from vllm_gaudi_spec.config import Speculation
-from vllm_gaudi_spec.scheduling.limits import LengthSplit
+from vllm_gaudi_spec.drafting.on_device import DeviceLengthSplit
 
 K = 4
 
 
-def split(drafter_max_len: int | None = None, max_model_len: int = 1000) -> LengthSplit:
+def split(drafter_max_len: int | None = None, max_model_len: int = 1000) -> DeviceLengthSplit:
     speculation = Speculation(
         method="ngram", num_drafts=K, rule="strict", drafting="greedy", drafter_max_len=drafter_max_len
     )
-    return LengthSplit(HostBackend(), 3, speculation, max_model_len)  # type: ignore[arg-type]
+    return DeviceLengthSplit(HostBackend(), 3, speculation, max_model_len)  # type: ignore[arg-type]
 
 
-def max_drafts(split: LengthSplit, lengths: dict[int, int], limit: int = K) -> list[int]:
+def max_drafts(split: DeviceLengthSplit, lengths: dict[int, int], limit: int = K) -> list[int]:
     rows, values = np.array(list(lengths), dtype=np.int64), np.array(list(lengths.values()), dtype=np.int32)
-    on_host = split.max_drafts_np(rows, values, limit)
-    split.on_device.flush()
+    on_host = split.compute_max_drafts(rows, values, limit)
+    split.table.flush()
     limits = torch.full((len(rows),), limit, dtype=torch.int32)
-    on_device = split.max_drafts_on_device(torch.from_numpy(rows), torch.from_numpy(values), limits)
+    on_device = split.compute_max_drafts_on_device(torch.from_numpy(rows), torch.from_numpy(values), limits)
     assert on_host.tolist() == on_device.tolist()
     return on_host.tolist()
 

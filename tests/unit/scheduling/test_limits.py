@@ -10,7 +10,6 @@ import numpy as np
 import pytest
 from vllm import SamplingParams
 
-from tests.support.fakes import HostBackend
 from tests.unit.scheduling.test_draft_counts import Play
 from vllm_gaudi_spec.config import Speculation
 from vllm_gaudi_spec.records import NoDraftReason
@@ -32,12 +31,12 @@ def test_reason_exists_exactly_if_row_has_no_drafts(
     )
     extra = None if asked is None else {"num_speculative_tokens": asked}
     params = SamplingParams(max_tokens=max_tokens, extra_args=extra)
-    split = LengthSplit(HostBackend(), 1, speculation, MAX_MODEL_LEN)  # type: ignore[arg-type]
+    split = LengthSplit(1, speculation, MAX_MODEL_LEN)
     split.admit(0, params, NUM_PROMPT)
     max_context = speculation.longest(MAX_MODEL_LEN)
     limits = DraftLimits.from_params(params, NUM_PROMPT, num_drafts=K, max_context=max_context)
     lengths = range(NUM_PROMPT, MAX_MODEL_LEN + 1)
-    counts = split.max_drafts_np(np.zeros(len(lengths), np.int64), np.array(lengths, dtype=np.int32), K).tolist()
+    counts = split.compute_max_drafts(np.zeros(len(lengths), np.int64), np.array(lengths, dtype=np.int32), K).tolist()
     assert [explain_no_drafts(limits, length) is None for length in lengths] == [count > 0 for count in counts]
 
 

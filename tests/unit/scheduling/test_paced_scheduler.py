@@ -110,8 +110,8 @@ def test_adaptive_k_limits_each_request(kind: Kind, tmp_path: Path) -> None:
         scheduler._lengths.observe("a", NUM_DRAFTS, NUM_DRAFTS)
         scheduler._lengths.observe("b", NUM_DRAFTS, 0)
     first = scheduler.schedule()
-    few = first.max_drafts["b"]
-    assert first.max_drafts["a"] == NUM_DRAFTS > few
+    few = first.max_drafts_by_id["b"]
+    assert first.max_drafts_by_id["a"] == NUM_DRAFTS > few
     if issubclass(kind, AsyncScheduler):
         positions = scheduler.schedule().scheduled_spec_decode_tokens
         assert {name: len(positions.get(name, ())) for name in "ab"} == {"a": NUM_DRAFTS, "b": few}
