@@ -54,6 +54,11 @@ class DeviceRows:
         """Rows whose values are not the default."""
         self._run_put = backend.graphs.graph(self._put_rows)
 
+    @staticmethod
+    def count_bytes(max_rows: int, default_X: np.ndarray) -> int:
+        """Return the size of a table."""
+        return (max_rows + 1) * default_X.nbytes
+
     def set(self, row: int, values_X: np.ndarray | None) -> None:
         """Set a row, where None stands for the default.
 

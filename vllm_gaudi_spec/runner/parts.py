@@ -81,7 +81,8 @@ class RunnerParts:
 
     def bytes_beside_kv(self) -> dict[str, int]:
         """Return the device memory needed besides weights and the KV cache, by purpose."""
-        speculation, taken = self.speculation, {}
+        speculation, vocab_size = self.speculation, self.model_config.get_vocab_size()
+        taken = {"sampling parameters of all sequences": Sampling.count_bytes(self.max_rows, vocab_size)}
         if num_bytes := self.target.state_bytes(self.max_rows + 1, num_pending(self.num_drafts)):
             taken[describe_states(self.max_rows)] = num_bytes
         if num_bytes := self.target.state_bytes(self.num_snapshots, num_pending(self.num_drafts)):
@@ -91,7 +92,6 @@ class RunnerParts:
         if self.drafter is None or speculation is None:
             return taken
         kv_region_block = get_kv_block(self.drafter.kv_cache_spec()) if speculation.retokenizes else None
-        vocab_size = self.vllm_config.model_config.get_vocab_size()
         return taken | compute_drafting_bytes(speculation, self.max_rows, vocab_size, kv_region_block)
 
     def kv_cache_spec(self) -> dict[str, KVCacheSpec]:

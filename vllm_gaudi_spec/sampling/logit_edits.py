@@ -49,12 +49,8 @@ class LogitEdits:
     def __init__(self, backend: DeviceBackend, max_rows: int) -> None:
         self._has_fixed_shapes = backend.traits.captures
         """Whether tables are read as a whole, whatever a batch needs."""
-        no_prefix = np.zeros((3, MAX_BAD_WORD_TOKENS), dtype=np.int32)
-        no_prefix[0] = ANY_TOKEN
-        self._edits = DeviceRows(backend, max_rows, np.zeros((2, MAX_LOGIT_EDITS), dtype=np.int32))
-        self._bias = DeviceRows(backend, max_rows, np.zeros(MAX_LOGIT_EDITS, dtype=np.float32))
-        self._prefix = DeviceRows(backend, max_rows, no_prefix)
-        self.tables = (self._edits, self._bias, self._prefix)
+        self.tables = [DeviceRows(backend, max_rows, row) for row in make_empty_rows()]
+        self._edits, self._bias, self._prefix = self.tables
         self._sizes_np = np.zeros((max_rows + 1, 2), dtype=np.int32)
         """Number of edits and prefix tokens of each row."""
 
@@ -66,7 +62,7 @@ class LogitEdits:
                 f"Request {request.req_id} has {num_edits} logit edits and {num_tokens} tokens in bad words; vLLM's "
                 f"front end should have refused more than {MAX_LOGIT_EDITS} and {MAX_BAD_WORD_TOKENS}."
             )
-        rows = _build_tables(request.params) if num_edits else (None, None, None)
+        rows = _build_rows(request.params) if num_edits else (None, None, None)
         for table, values in zip(self.tables, rows, strict=True):
             table.set(request.row, values)
         self._sizes_np[request.row] = num_edits, num_tokens
@@ -96,7 +92,16 @@ def count_edits(params: SamplingParams) -> tuple[int, int]:
     return len(params.logit_bias or ()) + len(bad_words) + num_stops, sum(map(len, bad_words))
 
 
-def _build_tables(params: SamplingParams) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
+def make_empty_rows() -> tuple[np.ndarray, np.ndarray, np.ndarray]:
+    """Return a row of each of the `EditTables`, without edits."""
+    edits_2N = np.zeros((2, MAX_LOGIT_EDITS), dtype=np.int32)
+    bias_N = np.zeros(MAX_LOGIT_EDITS, dtype=np.float32)
+    prefix_3P = np.zeros((3, MAX_BAD_WORD_TOKENS), dtype=np.int32)
+    prefix_3P[0] = ANY_TOKEN
+    return edits_2N, bias_N, prefix_3P
+
+
+def _build_rows(params: SamplingParams) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
     """Return a request's row of each of the `EditTables`."""
     edits = [(int(token), _ALWAYS, float(bias)) for token, bias in (params.logit_bias or {}).items()]
     prefix: list[tuple[int, int, int]] = []
@@ -109,12 +114,9 @@ def _build_tables(params: SamplingParams) -> tuple[np.ndarray, np.ndarray, np.nd
         until = num_tokens if params.structured_outputs is None else -num_tokens
         edits += [(token, until, -np.inf) for token in sorted(params.all_stop_token_ids)]
     tokens, untils, biases = zip(*edits, strict=True)
-    edits_2N = np.zeros((2, MAX_LOGIT_EDITS), dtype=np.int32)
+    edits_2N, bias_N, prefix_3P = make_empty_rows()
     edits_2N[:, : len(edits)] = tokens, untils
-    bias_N = np.zeros(MAX_LOGIT_EDITS, dtype=np.float32)
     bias_N[: len(edits)] = biases
-    prefix_3P = np.zeros((3, MAX_BAD_WORD_TOKENS), dtype=np.int32)
-    prefix_3P[0] = ANY_TOKEN
     prefix_3P[:, : len(prefix)] = np.array(prefix, dtype=np.int32).reshape(-1, 3).T
     return edits_2N, bias_N, prefix_3P
 

@@ -14,7 +14,7 @@ import torch
 
 from vllm_gaudi_spec.device_rows import DeviceRows
 from vllm_gaudi_spec.records import PositionList
-from vllm_gaudi_spec.sampling.logit_edits import EditTables, LogitEdits
+from vllm_gaudi_spec.sampling.logit_edits import EditTables, LogitEdits, make_empty_rows
 from vllm_gaudi_spec.step_inputs import Packing
 
 if TYPE_CHECKING:
@@ -316,14 +316,18 @@ class Sampling:
         self.logprob_counts = tuple(sorted({0, *(count for count in (5, USUAL_LOGPROBS) if count < largest), largest}))
         self.logprobs_mode = logprobs_mode
         self._branches_np = np.zeros((max_rows + 1, len(Branch._fields)), dtype=np.int32)
-        self.mask_words = -(-vocab_size // 32)
-        no_ints = np.zeros(_NUM_INTS + _SCORED_COUNTS[-1], dtype=np.int32)
-        no_ints[0] = vocab_size
-        self._floats = DeviceRows(backend, max_rows, np.array(_NEUTRAL, dtype=np.float32))
-        self._ints = DeviceRows(backend, max_rows, no_ints)
-        self._allowed = DeviceRows(backend, max_rows, np.full(self.mask_words, -1, dtype=np.int32))
+        self.mask_words = _count_mask_words(vocab_size)
+        self._floats, self._ints, self._allowed = (
+            DeviceRows(backend, max_rows, row) for row in _make_neutral_rows(vocab_size)
+        )
         self._logit_edits = LogitEdits(backend, max_rows)
         self._tables = (self._floats, self._ints, self._allowed, *self._logit_edits.tables)
+
+    @staticmethod
+    def count_bytes(max_rows: int, vocab_size: int) -> int:
+        """Return the size of the tables."""
+        rows = (*_make_neutral_rows(vocab_size), *make_empty_rows())
+        return sum(DeviceRows.count_bytes(max_rows, row) for row in rows)
 
     def admit(self, request: Request) -> None:
         """Note a request's parameters for its row, which `flush` copies to the device."""
@@ -474,6 +478,17 @@ def _get_grammar_bounds(batch: SampleBatch, grammars: dict[str, Grammar]) -> np.
         if (grammar := grammars.get(request.req_id)) is not None:
             bounds[:, index] = grammar.num_acceptable, 0
     return bounds
+
+
+def _count_mask_words(vocab_size: int) -> int:
+    return -(-vocab_size // 32)
+
+
+def _make_neutral_rows(vocab_size: int) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
+    """Return a row of each table of parameters: floats, ints and allowed tokens."""
+    ints = np.zeros(_NUM_INTS + _SCORED_COUNTS[-1], dtype=np.int32)
+    ints[0] = vocab_size
+    return np.array(_NEUTRAL, dtype=np.float32), ints, np.full(_count_mask_words(vocab_size), -1, dtype=np.int32)
 
 
 def usual_list_length(vocab_size: int) -> int:

@@ -59,6 +59,17 @@ def test_rows_that_could_not_be_written_are_written_by_the_next_flush() -> None:
     assert rows.table_RX[3].tolist() == [1, 2]
 
 
+def test_sampling_tables_are_counted_in_memory_beside_kv(tmp_path: Path) -> None:
+    engine = SmallEngine(Variant("ngram", num_snapshots=2), tmp_path)  # its target tells the size of its states
+    runner = engine.runner
+    runner.encoders = None
+    tables = [value for value in vars(runner.sampling).values() if isinstance(value, DeviceRows)]
+    tables += runner.sampling._logit_edits.tables
+    assert len(tables) == len(runner.sampling._tables) == 6
+    counted = runner.bytes_beside_kv()["sampling parameters of all sequences"]
+    assert counted == sum(table.table_RX.nbytes for table in tables)
+
+
 def test_row_is_reset_although_its_request_never_samples(tmp_path: Path) -> None:
     """A row passes from a request with a mask to one that is aborted before it samples, then to one without a mask.
 

@@ -38,6 +38,7 @@ from vllm_gaudi_spec.recurrent.table import (
     state_bytes,
 )
 from vllm_gaudi_spec.refusals import find_weight_files
+from vllm_gaudi_spec.sampling.params import Sampling
 from vllm_gaudi_spec.tools.doctor.findings import Finding, note, ok, problem, refusal, warning
 from vllm_gaudi_spec.tools.io.prompts import load_prompts
 
@@ -150,7 +151,8 @@ def _check_memory(vllm_config: VllmConfig, speculation: Speculation | None) -> F
     if drafter is not None and speculation is not None and not speculation.retokenizes:
         per_token += count_kv_bytes(drafter, vllm_config)
     text = ", ".join(f"{size / _GIB:.2f} GiB for {name}" for name, size in ({"weights": weights} | others).items())
-    cache = _find_room_for_kv(vllm_config, weights, sum(others.values()))
+    tables = Sampling.count_bytes(vllm_config.scheduler_config.max_num_seqs, model.get_vocab_size())
+    cache = _find_room_for_kv(vllm_config, weights, sum(others.values()) + tables)
     if cache is None:
         return note("memory", f"{text}, and {per_token / 1024:.0f} KiB of KV per token, of the card's memory")
     if cache <= 0 < sum(others.values()):
@@ -230,7 +232,7 @@ def count_kv_bytes(model: ModelConfig, vllm_config: VllmConfig) -> int:
     return int(num_layers * vectors * model.get_head_size() * width)
 
 
-def _find_room_for_kv(vllm_config: VllmConfig, weights: int, drafting: int) -> int | None:
+def _find_room_for_kv(vllm_config: VllmConfig, weights: int, others: int) -> int | None:
     """Return the bytes that a rank's worker would give to KV, or None.
 
     Only the memory of a host is known, since a card has to be opened to read its memory.
@@ -241,4 +243,4 @@ def _find_room_for_kv(vllm_config: VllmConfig, weights: int, drafting: int) -> i
     if not DEVICES[load_backend().traits.name].computes_on_host:
         return None
     ranks = vllm_config.parallel_config.local_world_size
-    return host_memory.choose_kv_bytes(cache.gpu_memory_utilization, less=ranks * weights) // ranks - drafting
+    return host_memory.choose_kv_bytes(cache.gpu_memory_utilization, less=ranks * weights) // ranks - others
