@@ -112,7 +112,7 @@ class ModelRunner(RunnerParts):
         self.kv_cache.apply(scheduled)
         for extension in self.extensions:
             extension.apply(scheduled, self.requests)
-        if self.pooling is None:
+        if self.pooling is None and self.requests.admitted:
             for request in self.requests.admitted:
                 self.sampling.admit(request)
             # Not in the sampling pass: a pass of background warm-up may only compile, and would lose the values.

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from functools import partial
 from typing import TYPE_CHECKING
 
 import torch
@@ -32,9 +31,8 @@ from vllm_gaudi_spec.runner.hidden_states import HiddenStateBuffer
 from vllm_gaudi_spec.runner.kv_cache import KVCache, single_forward_config
 from vllm_gaudi_spec.runner.report import Downloads, Reports
 from vllm_gaudi_spec.runner.requests import Requests
-from vllm_gaudi_spec.runner.sample_shapes import SampleShapes
-from vllm_gaudi_spec.runner.shapes import Shapes
-from vllm_gaudi_spec.sampling.params import Branch, Sampling
+from vllm_gaudi_spec.runner.shapes import SampleShapes, Shapes
+from vllm_gaudi_spec.sampling.params import Sampling
 from vllm_gaudi_spec.sampling.verify import choose_rule, needs_rectangle
 
 if TYPE_CHECKING:
@@ -194,20 +192,21 @@ class RunnerParts:
 
     def _make_sampling(self) -> None:
         model_config = self.model_config
+        rectangles = {random: needs_rectangle(self.speculation, random=random) for random in (False, True)}
         self.sampling = Sampling(
             self.backend,
             max_rows=self.max_rows,
             vocab_size=model_config.get_vocab_size(),
             max_logprobs=model_config.max_logprobs,
             logprobs_mode=model_config.logprobs_mode,
-            joint=needs_rectangle(self.speculation, Branch(random=True)),
+            joint=rectangles[True],
         )
         self.sample_shapes = SampleShapes(
             self.shapes,
             max_rows=self.max_rows,
             # Custom processors are not captured, as they may do anything on the host, and they index logits by row.
             lists=self.backend.traits.compiles and self.custom is None,
-            needs_rectangle=partial(needs_rectangle, self.speculation),
+            needs_rectangle=rectangles,
         )
         self._downloads = Downloads(self.backend, overlap=self.async_scheduling)
         self.reports = Reports(self.backend, self._downloads, self.recorder)

@@ -27,7 +27,7 @@ from vllm_gaudi_spec.graphs import (
 from vllm_gaudi_spec.records import DECODE, PREFILL, Shape, WarmUpWork
 from vllm_gaudi_spec.runner.memory import WarmUpMemory
 from vllm_gaudi_spec.runner.planning import make_sample_batch
-from vllm_gaudi_spec.runner.sample_shapes import holds
+from vllm_gaudi_spec.runner.shapes import holds
 from vllm_gaudi_spec.sampling.params import Branch
 
 if TYPE_CHECKING:
@@ -45,8 +45,7 @@ if TYPE_CHECKING:
     from vllm_gaudi_spec.runner.kv_cache import KVCache
     from vllm_gaudi_spec.runner.report import Reports
     from vllm_gaudi_spec.runner.requests import Requests
-    from vllm_gaudi_spec.runner.sample_shapes import SampleShapes
-    from vllm_gaudi_spec.runner.shapes import Shapes
+    from vllm_gaudi_spec.runner.shapes import SampleShapes, Shapes
     from vllm_gaudi_spec.sampling.params import SamplePass, Sampling
 
 logger = init_logger(__name__)

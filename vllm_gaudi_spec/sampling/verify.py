@@ -58,15 +58,15 @@ def choose_rule(speculation: Speculation | None, backend: DeviceBackend) -> Rule
     return partial(_verify_without_probs, rules, verify)
 
 
-def needs_rectangle(speculation: Speculation | None, branch: Branch) -> bool:
-    """Return whether a verify step's rule reads the positions of a row together.
+def needs_rectangle(speculation: Speculation | None, *, random: bool) -> bool:
+    """Return whether a verify step's rule, greedy or `random`, reads the positions of a row together.
 
     Otherwise the token of each position is chosen on its own and compared with the draft there: the strict rule.
     """
     if speculation is None or speculation.rule == STRICT:
         return False
     if RULES[speculation.rule].needs_probs:
-        return speculation.keeps_probs and branch.random
+        return random and speculation.keeps_probs
     return True
 
 

@@ -13,8 +13,7 @@ from tests.support.fakes import HostBackend
 from vllm_gaudi_spec.config import Options
 from vllm_gaudi_spec.devices.hpu.backend import TRAITS
 from vllm_gaudi_spec.records import SampleShape
-from vllm_gaudi_spec.runner.sample_shapes import SampleShapes
-from vllm_gaudi_spec.runner.shapes import Shapes
+from vllm_gaudi_spec.runner.shapes import SampleShapes, Shapes
 from vllm_gaudi_spec.sampling.params import Branch, Sampling
 
 VOCAB = 128256
@@ -48,7 +47,7 @@ def sample_shapes(
         shapes_of(max_rows, max_len, num_drafts, backend),
         max_rows=max_rows,
         lists=lists,
-        needs_rectangle=lambda branch: rectangles and branch.random,
+        needs_rectangle={False: False, True: rectangles},
     )
     sampling = Sampling(
         backend,  # type: ignore[arg-type]

@@ -167,7 +167,7 @@ class Case:
             given.admit(request)
         members = [requests.by_id[name] for name in self.params]
         branch = given.branch(members, self.grammars)
-        lists = backend.traits.compiles and not needs_rectangle(speculation, branch)
+        lists = backend.traits.compiles and not needs_rectangle(speculation, random=branch.random)
         num_drafts_B = self.num_drafts.clone()
         num_drafts_B[len(members) :] = 0
         # The host knows an upper bound of a row's drafts.
