@@ -3,25 +3,22 @@
 from __future__ import annotations
 
 from dataclasses import replace
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 import torch
 
 from vllm_gaudi_spec.records import DECODE
 from vllm_gaudi_spec.runner.planning import build_inputs, locate
-from vllm_gaudi_spec.sampling.verify import verify, verify_listed
 
 if TYPE_CHECKING:
     from vllm_gaudi_spec.attention.metadata import MultimodalInputs
-    from vllm_gaudi_spec.devices.base import DeviceBackend
     from vllm_gaudi_spec.drafting.base import Drafting
     from vllm_gaudi_spec.model import LoadedModel
     from vllm_gaudi_spec.records import Drafts, Verification
-    from vllm_gaudi_spec.runner.extensions.custom_processors import CustomProcessors
     from vllm_gaudi_spec.runner.hidden_states import HiddenStateBuffer
     from vllm_gaudi_spec.runner.requests import Requests
     from vllm_gaudi_spec.sampling.params import SamplePass, Sampling
-    from vllm_gaudi_spec.sampling.verify import Rule
+    from vllm_gaudi_spec.sampling.verify import Verifier
     from vllm_gaudi_spec.step_inputs import StepInputs
 
 
@@ -34,29 +31,25 @@ class DeviceStep:
 
     def __init__(
         self,
-        backend: DeviceBackend,
         *,
         target: LoadedModel,
         requests: Requests,
         hidden_states: HiddenStateBuffer,
         sampling: Sampling,
-        rule: Rule,
+        verifier: Verifier,
         drafting: Drafting,
-        custom: CustomProcessors | None,
     ) -> None:
         self._target = target
         self._requests = requests
         self._hidden_states = hidden_states
         self._sampling = sampling
-        self._rules = backend.rules
-        self.rule = rule
+        self.verifier = verifier
         self._drafting = drafting
         self._hands_on_rows = drafting.needs_rows_alone
-        self._custom = custom
-        graph = backend.graphs.graph
+        graph = requests.backend.graphs.graph
         self.forward = graph(self._forward)
         # Custom processors may do anything on the host, so they cannot be captured.
-        self.finish = self._finish if custom is not None else graph(self._finish)
+        self.finish = self._finish if verifier.custom is not None else graph(self._finish)
         self.drafts = graph(self._drafts)
 
     def _forward(
@@ -105,29 +98,18 @@ class DeviceStep:
         hidden_NH, positions_BQ, num_drafts_B = self._hidden_states.take(rows_B, num_queries, index_2N)
         bound_B = inputs.acceptable_B
         acceptable_B = num_drafts_B if bound_B is None else torch.minimum(num_drafts_B, bound_B)
-        common: dict[str, Any] = dict(
-            positions_BQ=positions_BQ,
-            rows_B=rows_B,
-            num_drafts_B=acceptable_B,
-            requests=self._requests,
-            inputs=inputs,
-            rules=self._rules,
-            logprobs_mode=self._sampling.logprobs_mode,
-        )
         if position_list is None:
             adapters_N = self._target.gather_adapters(rows_B, num_queries)
             logits_NV = self._target.compute_row_logits(hidden_NH, 1 + num_drafts_B, adapters_N).float()
-            verification = verify(
-                logits_NV.view(*positions_BQ.shape, -1),
-                draft_probs_BKV=self._drafting.gather_probs(rows_B) if num_queries > 1 else None,
-                rule=self.rule,
-                custom=self._custom,
-                **common,
-            )
+            probs_BKV = self._drafting.gather_probs(rows_B) if num_queries > 1 else None
+            logits_BQV = logits_NV.view(*positions_BQ.shape, -1)
+            verification = self.verifier.verify(logits_BQV, positions_BQ, rows_B, acceptable_B, inputs, probs_BKV)
         else:
             adapters_N = self._target.gather_adapters(rows_B.index_select(0, position_list.index_2N[0]))
             logits_NV = self._target.logits(hidden_NH, adapters_N).float()
-            verification = verify_listed(logits_NV, position_list, **common)
+            verification = self.verifier.verify_listed(
+                logits_NV, position_list, positions_BQ, rows_B, acceptable_B, inputs
+            )
         last_B = positions_BQ[:, 0]
         lengths_B = last_B + 1 + verification.num_sampled_B
         if self._drafting.verifies_drafts:  # before `advance` clears the rows' drafts

@@ -6,7 +6,7 @@ the output layer's result, and a graph on a Gaudi must not write through a view.
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, NamedTuple
 
 import torch
 
@@ -16,6 +16,14 @@ if TYPE_CHECKING:
     from vllm_gaudi_spec.sampling.logit_edits import EditTables
 
 NEG_INF = float("-inf")
+
+
+class Penalties(NamedTuple):
+    """Penalties of B rows, or of N positions."""
+
+    presence_B: torch.Tensor
+    frequency_B: torch.Tensor
+    repetition_B: torch.Tensor
 
 
 def apply_bitmask(logits_BQV: torch.Tensor, bitmask_BQW: torch.Tensor) -> torch.Tensor:
@@ -30,11 +38,7 @@ def apply_bitmask(logits_BQV: torch.Tensor, bitmask_BQW: torch.Tensor) -> torch.
 def apply_logit_edits(
     logits_BQV: torch.Tensor, tables: EditTables, recent_BQP: torch.Tensor, num_outputs_BQ: torch.Tensor
 ) -> torch.Tensor:
-    """Add each edit's bias to its token while there are fewer than
-
-    `until`
-
-    output tokens and its whole prefix matches.
+    """Add each edit's bias to its token while there are fewer than `until` output tokens and its whole prefix matches.
 
     Edits with a negative `until` are skipped at positions where they would leave no token.
 
@@ -62,9 +66,7 @@ def apply_penalties(
     history_BM: torch.Tensor,
     prompt_len_B: torch.Tensor,
     positions_BQ: torch.Tensor,
-    presence_B: torch.Tensor,
-    frequency_B: torch.Tensor,
-    repetition_B: torch.Tensor,
+    penalties_B: Penalties,
 ) -> torch.Tensor:
     """Apply presence and frequency penalties over the output, and the repetition penalty over prompt and output.
 
@@ -80,7 +82,7 @@ def apply_penalties(
     for q in range(queries):
         if q:
             counts_BV.scatter_add_(1, newest_BQ[:, q : q + 1], one)
-        penalized.append(_penalize(logits_BQV[:, q], counts_BV, prompt_BV, presence_B, frequency_B, repetition_B))
+        penalized.append(_penalize(logits_BQV[:, q], counts_BV, prompt_BV, penalties_B))
     return torch.stack(penalized, dim=1)
 
 
@@ -90,9 +92,7 @@ def apply_penalties_at(
     history_BM: torch.Tensor,
     prompt_len_B: torch.Tensor,
     positions_BQ: torch.Tensor,
-    presence_N: torch.Tensor,
-    frequency_N: torch.Tensor,
-    repetition_N: torch.Tensor,
+    penalties_N: Penalties,
 ) -> torch.Tensor:
     """Apply penalties to N positions. `index_2N` has their rows and queries; the penalties are per position."""
     row_N, query_N = index_2N.unbind(0)
@@ -104,16 +104,14 @@ def apply_penalties_at(
     queries_Q = torch.arange(positions_BQ.shape[1], device=logits_NV.device)
     before_NQ = (queries_Q > 0) & (queries_Q <= query_N[:, None])
     counts_NV.scatter_add_(1, draft_NQ, before_NQ.float())
-    return _penalize(logits_NV, counts_NV, prompt_BV.index_select(0, row_N), presence_N, frequency_N, repetition_N)
+    return _penalize(logits_NV, counts_NV, prompt_BV.index_select(0, row_N), penalties_N)
 
 
 def _penalize(
     logits_BV: torch.Tensor,
     counts_BV: torch.Tensor,
     prompt_BV: torch.Tensor,
-    presence_B: torch.Tensor,
-    frequency_B: torch.Tensor,
-    repetition_B: torch.Tensor,
+    penalties_B: Penalties,
 ) -> torch.Tensor:
     """Apply penalties.
 
@@ -121,6 +119,7 @@ def _penalize(
         counts_BV: How often each token occurs in the output.
         prompt_BV: Whether each token occurs in the prompt.
     """
+    presence_B, frequency_B, repetition_B = penalties_B
     is_output = counts_BV > 0
     factor = torch.where(is_output | prompt_BV, repetition_B[:, None], 1.0)
     logits_BV = torch.where(logits_BV > 0, logits_BV / factor, logits_BV * factor)

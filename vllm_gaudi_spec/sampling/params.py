@@ -15,6 +15,7 @@ import torch
 from vllm_gaudi_spec.device_rows import DeviceRows
 from vllm_gaudi_spec.records import PositionList
 from vllm_gaudi_spec.sampling.logit_edits import EditTables, LogitEdits, make_empty_rows
+from vllm_gaudi_spec.sampling.logits import Penalties
 from vllm_gaudi_spec.step_inputs import Packing
 
 if TYPE_CHECKING:
@@ -258,10 +259,9 @@ class SamplingInputs(NamedTuple):
         return dict(zip(_FLOATS, self.floats_FB.unbind(0), strict=True))
 
     @property
-    def penalties(self) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-        """Presence, frequency and repetition penalties, [B] each."""
+    def penalties(self) -> Penalties:
         floats = self.floats
-        return floats["presence_penalty"], floats["frequency_penalty"], floats["repetition_penalty"]
+        return Penalties(floats["presence_penalty"], floats["frequency_penalty"], floats["repetition_penalty"])
 
     @property
     def top_k_B(self) -> torch.Tensor:

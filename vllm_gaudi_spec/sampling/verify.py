@@ -135,150 +135,149 @@ def _verify_without_probs(
     )
 
 
-def verify(
-    logits_BQV: torch.Tensor,
-    *,
-    positions_BQ: torch.Tensor,
-    rows_B: torch.Tensor,
-    num_drafts_B: torch.Tensor,
-    draft_probs_BKV: torch.Tensor | None,
-    requests: Requests,
-    inputs: SamplingInputs,
-    rule: Rule,
-    rules: Rules,
-    custom: CustomProcessors | None,
-    logprobs_mode: str,
-) -> Verification:
-    """Choose the tokens after each row's first position, and gather the log-probabilities that requests ask for."""
+class Verifier:
+    """Verifies drafts and samples, for the rows of a step that sample."""
 
-    def penalize(logits_BQV: torch.Tensor) -> torch.Tensor:
-        history_BM = requests.history_RM.index_select(0, rows_B)
-        return edit.apply_penalties(logits_BQV, history_BM, inputs.prompt_len_B, positions_BQ, *inputs.penalties)
+    def __init__(
+        self,
+        requests: Requests,
+        rule: Rule,
+        rules: Rules,
+        logprobs_mode: str,
+        custom: CustomProcessors | None = None,
+    ) -> None:
+        self._requests = requests
+        self.rule = rule
+        self._rules = rules
+        self._logprobs_mode = logprobs_mode
+        self.custom = custom
 
-    logits_BQV, raw = _process_logits(
-        logits_BQV,
-        positions_BQ,
-        rows_B,
-        requests,
-        inputs,
-        rules=rules,
-        num_sampling_B=num_drafts_B + 1,
-        penalize=penalize,
-        custom=custom,
-        logprobs_mode=logprobs_mode,
-    )
-    proposed = Drafts(requests.tokens_at(rows_B, positions_BQ[:, 1:]), num_drafts_B, draft_probs_BKV)
-    verification = rule(logits_BQV, positions_BQ, proposed, inputs)
-    reported, sampled_N = logits_BQV if raw is None else raw, verification.tokens_BQ.flatten()
-    logprobs, scores = _gather_logprobs(reported, sampled_N, inputs, positions_BQ.shape[1], logprobs_mode)
-    return verification._replace(logprobs=logprobs, scores=scores)
+    def verify(
+        self,
+        logits_BQV: torch.Tensor,
+        positions_BQ: torch.Tensor,
+        rows_B: torch.Tensor,
+        num_drafts_B: torch.Tensor,
+        inputs: SamplingInputs,
+        draft_probs_BKV: torch.Tensor | None,
+    ) -> Verification:
+        """Choose the tokens after each row's first position, and gather the log-probabilities that requests ask for."""
 
+        def penalize(logits_BQV: torch.Tensor) -> torch.Tensor:
+            history_BM = self._requests.history_RM.index_select(0, rows_B)
+            return edit.apply_penalties(logits_BQV, history_BM, inputs.prompt_len_B, positions_BQ, inputs.penalties)
 
-def verify_listed(
-    logits_NV: torch.Tensor,
-    position_list: PositionList,
-    *,
-    positions_BQ: torch.Tensor,
-    rows_B: torch.Tensor,
-    num_drafts_B: torch.Tensor,
-    requests: Requests,
-    inputs: SamplingInputs,
-    rules: Rules,
-    logprobs_mode: str,
-) -> Verification:
-    """Verify from logits of listed positions only, each of which is sampled as a row with one position.
+        logits_BQV, raw = self._process_logits(logits_BQV, positions_BQ, rows_B, inputs, penalize, num_drafts_B + 1)
+        proposed = Drafts(self._requests.tokens_at(rows_B, positions_BQ[:, 1:]), num_drafts_B, draft_probs_BKV)
+        verification = self.rule(logits_BQV, positions_BQ, proposed, inputs)
+        reported, sampled_N = logits_BQV if raw is None else raw, verification.tokens_BQ.flatten()
+        logprobs, scores = self._gather_logprobs(reported, sampled_N, inputs, positions_BQ.shape[1])
+        return verification._replace(logprobs=logprobs, scores=scores)
 
-    That is the strict rule, and for rows with one position every rule. Other positions of the result are undefined.
-    """
-    row_N, query_N = position_list.index_2N.unbind(0)
-    position_inputs = inputs.select_rows(row_N)
-    positions_N1 = positions_BQ.flatten().index_select(0, row_N * positions_BQ.shape[1] + query_N)[:, None]
+    def verify_listed(
+        self,
+        logits_NV: torch.Tensor,
+        position_list: PositionList,
+        positions_BQ: torch.Tensor,
+        rows_B: torch.Tensor,
+        num_drafts_B: torch.Tensor,
+        inputs: SamplingInputs,
+    ) -> Verification:
+        """Verify from logits of listed positions only, each of which is sampled as a row with one position.
 
-    def penalize(logits_N1V: torch.Tensor) -> torch.Tensor:
-        history_BM = requests.history_RM.index_select(0, rows_B)
-        return edit.apply_penalties_at(
-            logits_N1V.squeeze(1),
-            position_list.index_2N,
-            history_BM,
-            inputs.prompt_len_B,
-            positions_BQ,
-            *position_inputs.penalties,
-        )[:, None]
+        That is the strict rule, and for rows with one position every rule. Other positions of the result are undefined.
+        """
+        row_N, query_N = position_list.index_2N.unbind(0)
+        position_inputs = inputs.select_rows(row_N)
+        positions_N1 = positions_BQ.flatten().index_select(0, row_N * positions_BQ.shape[1] + query_N)[:, None]
 
-    def spread(values_NX: torch.Tensor) -> torch.Tensor:
-        """Copy values of listed positions to all positions of all rows, [B * Q, X]."""
-        return values_NX.index_select(0, position_list.slots_BQ.flatten())
+        def penalize(logits_N1V: torch.Tensor) -> torch.Tensor:
+            history_BM = self._requests.history_RM.index_select(0, rows_B)
+            return edit.apply_penalties_at(
+                logits_N1V.squeeze(1),
+                position_list.index_2N,
+                history_BM,
+                inputs.prompt_len_B,
+                positions_BQ,
+                position_inputs.penalties,
+            )[:, None]
 
-    logits_N1V, raw = _process_logits(
-        logits_NV[:, None],
-        positions_N1,
-        rows_B.index_select(0, row_N),
-        requests,
-        position_inputs,
-        rules=rules,
-        num_sampling_B=None,
-        penalize=penalize,
-        custom=None,
-        logprobs_mode=logprobs_mode,
-    )
-    if inputs.branch.random:
-        temperature_N = position_inputs.floats["temperature"]
-        sampled_N1 = rules.sample_random(logits_N1V, temperature_N, position_inputs.keys_B2, positions_N1)
-    else:
-        sampled_N1 = rules.sample_greedy(logits_N1V)
-    sampled_N = sampled_N1.flatten()
-    drafts_BK = requests.tokens_at(rows_B, positions_BQ[:, 1:])
-    verification = strict.verify(spread(sampled_N).view(positions_BQ.shape), drafts_BK, num_drafts_B)
-    found = _gather_logprobs(logits_N1V if raw is None else raw, sampled_N, position_inputs, 1, logprobs_mode)
-    logprobs, scores = (part and LogprobsTensors(*map(spread, part[:3])) for part in found)
-    return verification._replace(logprobs=logprobs, scores=scores)
+        def spread(values_NX: torch.Tensor) -> torch.Tensor:
+            """Copy values of listed positions to all positions of all rows, [B * Q, X]."""
+            return values_NX.index_select(0, position_list.slots_BQ.flatten())
 
+        rows_N = rows_B.index_select(0, row_N)
+        logits_N1V, raw = self._process_logits(logits_NV[:, None], positions_N1, rows_N, position_inputs, penalize)
+        if inputs.branch.random:
+            temperature_N = position_inputs.floats["temperature"]
+            sampled_N1 = self._rules.sample_random(logits_N1V, temperature_N, position_inputs.keys_B2, positions_N1)
+        else:
+            sampled_N1 = self._rules.sample_greedy(logits_N1V)
+        sampled_N = sampled_N1.flatten()
+        drafts_BK = self._requests.tokens_at(rows_B, positions_BQ[:, 1:])
+        verification = strict.verify(spread(sampled_N).view(positions_BQ.shape), drafts_BK, num_drafts_B)
+        found = self._gather_logprobs(logits_N1V if raw is None else raw, sampled_N, position_inputs, 1)
+        logprobs, scores = (part and LogprobsTensors(*map(spread, part[:3])) for part in found)
+        return verification._replace(logprobs=logprobs, scores=scores)
 
-def _process_logits(
-    logits_BQV: torch.Tensor,
-    positions_BQ: torch.Tensor,
-    rows_B: torch.Tensor,
-    requests: Requests,
-    inputs: SamplingInputs,
-    *,
-    rules: Rules,
-    num_sampling_B: torch.Tensor | None,
-    penalize: Callable[[torch.Tensor], torch.Tensor],
-    custom: CustomProcessors | None,
-    logprobs_mode: str,
-) -> tuple[torch.Tensor, torch.Tensor | None]:
-    """Return processed logits, and the raw ones if they are reported.
+    def _process_logits(
+        self,
+        logits_BQV: torch.Tensor,
+        positions_BQ: torch.Tensor,
+        rows_B: torch.Tensor,
+        inputs: SamplingInputs,
+        penalize: Callable[[torch.Tensor], torch.Tensor],
+        num_sampling_B: torch.Tensor | None = None,
+    ) -> tuple[torch.Tensor, torch.Tensor | None]:
+        """Return processed logits, and the raw ones if they are reported.
 
-    Applies masks, logit edits, penalties, temperature and filters.
+        Applies masks, logit edits, penalties, temperature and filters.
 
-    Args:
-        num_sampling_B: Number of positions of each row that may be sampled; None for all.
-    """
-    branch = inputs.branch
-    needs_scores = branch.reported or branch.scored
-    if branch.constrained:
-        # Before raw log-probabilities, which cover the tokens that the grammar allows.
-        assert inputs.grammars is not None
-        logits_BQV = edit.apply_bitmask(logits_BQV, inputs.grammars.masks_BQW)
-    # A copy, since custom processors change logits in place.
-    raw = logits_BQV.clone() if needs_scores and logprobs_mode.startswith("raw") else None
-    if branch.masked:
-        assert inputs.allowed_B1W is not None
-        logits_BQV = edit.apply_bitmask(logits_BQV, inputs.allowed_B1W)
-    if branch.edited:
-        assert inputs.logit_edits is not None
-        recent, num_outputs = gather_recent_outputs(requests, rows_B, positions_BQ, inputs)
-        logits_BQV = edit.apply_logit_edits(logits_BQV, inputs.logit_edits, recent, num_outputs)
-    if custom is not None:
-        custom.change_logits(logits_BQV, rows_B, argmax_invariant=False)
-    if branch.penalized:
-        logits_BQV = penalize(logits_BQV)
-    if branch.random:
-        logits_BQV = edit.apply_temperature(logits_BQV, inputs.floats["temperature"])
-        if custom is not None:
-            custom.change_logits(logits_BQV, rows_B, argmax_invariant=True)
-        logits_BQV = _apply_filters(rules, logits_BQV, inputs, branch, num_sampling_B)
-    return logits_BQV, raw
+        Args:
+            num_sampling_B: Number of positions of each row that may be sampled; None for all.
+        """
+        branch = inputs.branch
+        needs_scores = branch.reported or branch.scored
+        if branch.constrained:
+            # Before raw log-probabilities, which cover the tokens that the grammar allows.
+            assert inputs.grammars is not None
+            logits_BQV = edit.apply_bitmask(logits_BQV, inputs.grammars.masks_BQW)
+        # A copy, since custom processors change logits in place.
+        raw = logits_BQV.clone() if needs_scores and self._logprobs_mode.startswith("raw") else None
+        if branch.masked:
+            assert inputs.allowed_B1W is not None
+            logits_BQV = edit.apply_bitmask(logits_BQV, inputs.allowed_B1W)
+        if branch.edited:
+            assert inputs.logit_edits is not None
+            recent, num_outputs = gather_recent_outputs(self._requests, rows_B, positions_BQ, inputs)
+            logits_BQV = edit.apply_logit_edits(logits_BQV, inputs.logit_edits, recent, num_outputs)
+        if self.custom is not None:
+            self.custom.change_logits(logits_BQV, rows_B, argmax_invariant=False)
+        if branch.penalized:
+            logits_BQV = penalize(logits_BQV)
+        if branch.random:
+            logits_BQV = edit.apply_temperature(logits_BQV, inputs.floats["temperature"])
+            if self.custom is not None:
+                self.custom.change_logits(logits_BQV, rows_B, argmax_invariant=True)
+            logits_BQV = _apply_filters(self._rules, logits_BQV, inputs, branch, num_sampling_B)
+        return logits_BQV, raw
+
+    def _gather_logprobs(
+        self, logits_BQV: torch.Tensor, sampled_N: torch.Tensor, inputs: SamplingInputs, num_queries: int
+    ) -> tuple[LogprobsTensors | None, LogprobsTensors | None]:
+        """Gather log-probabilities of N = B * Q positions: of the most likely tokens, and of requested ones."""
+        branch = inputs.branch
+        if not (branch.reported or branch.scored):
+            return None, None
+        scores_NV = logits_BQV.flatten(0, 1)
+        if self._logprobs_mode.endswith("logprobs"):
+            scores_NV = scores_NV.log_softmax(-1)
+        likeliest = gather_logprobs(scores_NV, sampled_N, branch.num_logprobs) if branch.reported else None
+        if not branch.scored:
+            return likeliest, None
+        assert inputs.scored_ids_BE is not None
+        ids_NE = inputs.scored_ids_BE[:, None].expand(-1, num_queries, -1).flatten(0, 1)
+        return likeliest, gather_logprobs(scores_NV, sampled_N, 0, ids_NE)
 
 
 def apply_temperature_and_filters(
@@ -306,24 +305,6 @@ def _apply_filters(
         branch.top_k if is_listed else 0,
         num_sampling_B,
     )
-
-
-def _gather_logprobs(
-    logits_BQV: torch.Tensor, sampled_N: torch.Tensor, inputs: SamplingInputs, num_queries: int, logprobs_mode: str
-) -> tuple[LogprobsTensors | None, LogprobsTensors | None]:
-    """Gather log-probabilities of N = B * Q positions: of the most likely tokens, and of requested ones."""
-    branch = inputs.branch
-    if not (branch.reported or branch.scored):
-        return None, None
-    scores_NV = logits_BQV.flatten(0, 1)
-    if logprobs_mode.endswith("logprobs"):
-        scores_NV = scores_NV.log_softmax(-1)
-    likeliest = gather_logprobs(scores_NV, sampled_N, branch.num_logprobs) if branch.reported else None
-    if not branch.scored:
-        return likeliest, None
-    assert inputs.scored_ids_BE is not None
-    ids_NE = inputs.scored_ids_BE[:, None].expand(-1, num_queries, -1).flatten(0, 1)
-    return likeliest, gather_logprobs(scores_NV, sampled_N, 0, ids_NE)
 
 
 def gather_recent_outputs(

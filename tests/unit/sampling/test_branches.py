@@ -21,7 +21,7 @@ from vllm_gaudi_spec.runner.report import Downloads, Reports
 from vllm_gaudi_spec.runner.requests import Requests
 from vllm_gaudi_spec.sampling.params import IN_LIST, SEARCHED, Branch, Grammar, Sampling
 from vllm_gaudi_spec.sampling.rules.registry import TORCH
-from vllm_gaudi_spec.sampling.verify import choose_rule, needs_rectangle, verify, verify_listed
+from vllm_gaudi_spec.sampling.verify import Verifier, choose_rule, needs_rectangle
 
 VOCABS = (2, 40, 64, 65, 1500, 50_000)
 MOST_LOGPROBS = (0, 1, 5, 20, 30, -1)
@@ -185,22 +185,15 @@ class Case:
         inputs = given.gather(rows_B, branch, sample_pass.edit_sizes, grammars)
         if inputs.acceptable_B is not None:
             num_drafts_B = torch.minimum(num_drafts_B, inputs.acceptable_B)
-        common = dict(
-            positions_BQ=first_B[:, None] + torch.arange(K + 1, dtype=torch.int32),
-            rows_B=rows_B,
-            num_drafts_B=num_drafts_B,
-            requests=requests,
-            inputs=inputs,
-            rules=TORCH,
-            logprobs_mode=mode,
-        )
+        verifier = Verifier(requests, choose_rule(speculation, HostBackend()), TORCH, mode)  # type: ignore[arg-type]
+        positions_BQ = first_B[:, None] + torch.arange(K + 1, dtype=torch.int32)
+        sampled = (positions_BQ, rows_B, num_drafts_B, inputs)
         logits = self.logits.clone()
         if listed is not None:
             row_N, query_N = listed.index_2N
-            verification = verify_listed(logits[row_N, query_N], listed, **common)  # type: ignore[arg-type]
+            verification = verifier.verify_listed(logits[row_N, query_N], listed, *sampled)
         else:
-            rule = choose_rule(speculation, HostBackend())
-            verification = verify(logits, rule=rule, custom=None, draft_probs_BKV=self.draft_probs, **common)  # type: ignore[arg-type]
+            verification = verifier.verify(logits, *sampled, self.draft_probs)
         done = StepResult(members, verification._replace(num_drafts_B=num_drafts_B))
         return inputs.branch, Reports(backend, Downloads(backend, overlap=True), StepRecorder()).send(done).get_output()
 

@@ -264,9 +264,7 @@ def penalized(table: Table) -> Table:
             history,
             torch.full((rows,), 2),
             torch.full((rows, 1), 2),
-            0.7 * factor,
-            0.4 * factor,
-            1.5 * factor,
+            edit.Penalties(0.7 * factor, 0.4 * factor, 1.5 * factor),
         ).squeeze(1)
     )
 

@@ -38,9 +38,7 @@ def test_penalties_count_drafts_before_position() -> None:
         history,
         torch.tensor([3, 1], dtype=torch.int32),
         positions,
-        torch.tensor([0.4, 0.0]),
-        torch.tensor([0.3, 0.0]),
-        torch.tensor([1.7, 1.0]),
+        edit.Penalties(torch.tensor([0.4, 0.0]), torch.tensor([0.3, 0.0]), torch.tensor([1.7, 1.0])),
     )
     for q, output in enumerate(([5, 3], [5, 3, 5], [5, 3, 5, 9])):
         expected = reference.penalize(logits[0, q].tolist(), [3, 4, 4], output, 0.4, 0.3, 1.7)
@@ -103,8 +101,10 @@ def test_penalties_of_listed_positions_equal_those_of_rows() -> None:
     history_BM = torch.randint(vocab, (rows, length), generator=generator, dtype=torch.int32)
     prompt_len_B, first_B = torch.tensor([5, 9, 3]), torch.tensor([4, 12, 7], dtype=torch.int32)
     positions_BQ = first_B[:, None] + torch.arange(queries, dtype=torch.int32)
-    penalties = torch.tensor([0.5, 0.0, 0.9]), torch.tensor([0.3, 0.2, 0.0]), torch.tensor([1.3, 1.0, 0.8])
-    expected = edit.apply_penalties(logits_BQV, history_BM, prompt_len_B, positions_BQ, *penalties)
+    penalties = edit.Penalties(
+        torch.tensor([0.5, 0.0, 0.9]), torch.tensor([0.3, 0.2, 0.0]), torch.tensor([1.3, 1.0, 0.8])
+    )
+    expected = edit.apply_penalties(logits_BQV, history_BM, prompt_len_B, positions_BQ, penalties)
     row_N, query_N = index_2N = torch.tensor([[0, 0, 0, 0, 1, 2, 2, 2, 0], [0, 1, 2, 3, 0, 0, 1, 3, 0]])
     found = edit.apply_penalties_at(
         logits_BQV[row_N, query_N],
@@ -112,6 +112,6 @@ def test_penalties_of_listed_positions_equal_those_of_rows() -> None:
         history_BM,
         prompt_len_B,
         positions_BQ,
-        *(values_B[row_N] for values_B in penalties),
+        edit.Penalties(*(values_B[row_N] for values_B in penalties)),
     )
     assert torch.equal(found, expected[row_N, query_N])

@@ -84,9 +84,10 @@ class Errs:
     """A rule that accepts a share of the drafts that it should reject."""
 
     def __init__(self, engine: SmallEngine, share: float) -> None:
-        self.rule, self.share, self.random = engine.runner.device_step.rule, share, torch.Generator().manual_seed(0)
+        verifier = engine.runner.device_step.verifier
+        self.rule, self.share, self.random = verifier.rule, share, torch.Generator().manual_seed(0)
         self.num_errors = 0
-        engine.runner.device_step.rule = self  # type: ignore[assignment]
+        verifier.rule = self  # type: ignore[assignment]
 
     def __call__(self, logits_BQV: Any, positions_BQ: Any, proposed: Any, inputs: Any) -> Verification:
         verification: Verification = self.rule(logits_BQV, positions_BQ, proposed, inputs)
@@ -162,14 +163,14 @@ def test_rounding_within_tolerance_is_a_tie(folder: Path, tolerance: float, kind
     engine = engine_of(folder)
     assert engine.scheduler._audits is not None
     engine.scheduler._audits._tolerance = tolerance
-    exact, noise = engine.runner.device_step.rule, torch.Generator().manual_seed(0)
+    exact, noise = engine.runner.device_step.verifier.rule, torch.Generator().manual_seed(0)
 
     def rounds(logits_BQV: torch.Tensor, *rest: Any) -> Verification:
         if logits_BQV.shape[1] > 1:
             logits_BQV += 0.2 * (2 * torch.rand(logits_BQV.shape, generator=noise) - 1)
         return exact(logits_BQV, *rest)
 
-    engine.runner.device_step.rule = rounds  # type: ignore[assignment]
+    engine.runner.device_step.verifier.rule = rounds  # type: ignore[assignment]
     kinds = [one for one in KINDS if one["temperature"] in (0, 1.0)]
     ask(engine, 40, kinds=kinds)
     found = results(engine)
