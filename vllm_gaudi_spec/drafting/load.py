@@ -7,7 +7,6 @@ from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
 from vllm_gaudi_spec.config import SLEM, TLI
-from vllm_gaudi_spec.drafting.choice import DraftChoice, DraftProbs
 from vllm_gaudi_spec.drafting.guard import Guard, make_agreement_check
 from vllm_gaudi_spec.drafting.history import RequestHistory
 from vllm_gaudi_spec.drafting.memory import DrafterKVRegion
@@ -42,16 +41,10 @@ def load_drafting(context: DraftingContext) -> Drafting:
 def _make_device_drafting(context: DraftingContext, proposer: DeviceProposer) -> DeviceDrafting:
     backend = context.requests.backend
     split = DeviceLengthSplit(backend, context.max_rows, context.speculation, context.max_model_len)
-    choice = DraftChoice(context.speculation, backend.rules, context.sampling)
     return DeviceDrafting(
+        context,
         proposer=proposer,
         split=split,
-        requests=context.requests,
-        recorder=context.recorder,
-        shapes=context.shapes,
-        num_drafts=context.speculation.num_drafts,
-        choice=choice,
-        draft_probs=_make_draft_probs(context),
         guard=make_guard(context.target, context.drafter),
         kv_sync=proposer.make_kv_sync(context, split),
         coverage=_make_coverage(context),
@@ -68,36 +61,23 @@ def _make_text_drafting(context: DraftingContext, pair: Pair) -> TextDrafting:
     )
     length, max_context = speculation.universal_kv_len, shapes.max_context
     return TextDrafting(
+        replace(context, shapes=shapes),
         proposer=RetokenizedProposer(drafter, translation),
         reader=texts.make_reader(),
         rewriter=texts.make_rewriter() if rewrites else None,
         kv_region=DrafterKVRegion(drafter, requests.backend, context.max_rows, length, max_context),
-        history=RequestHistory(_make_limits(context), requests, speculation.num_drafts),
-        requests=requests,
-        recorder=context.recorder,
-        shapes=shapes,
-        choice=DraftChoice(speculation, requests.backend.rules, context.sampling),
-        draft_probs=_make_draft_probs(context),
-        num_drafts=speculation.num_drafts,
         guard=make_guard(context.target, drafter),
         coverage=_make_coverage(context),
     )
 
 
 def _make_host_drafting(context: DraftingContext, proposer: HostProposer) -> HostDrafting:
-    history = RequestHistory(_make_limits(context), context.requests, context.speculation.num_drafts)
+    split = LengthSplit(context.max_rows, context.speculation, context.max_model_len)
+    history = RequestHistory(split, context.requests, context.speculation.num_drafts)
     return HostDrafting(proposer, history, context.vocab_size, make_agreement_check(context.vllm_config))
 
 
 # --- parts of several kinds ---
-
-
-def _make_limits(context: DraftingContext) -> LengthSplit:
-    return LengthSplit(context.max_rows, context.speculation, context.max_model_len)
-
-
-def _make_draft_probs(context: DraftingContext) -> DraftProbs:
-    return DraftProbs(context.speculation, context.max_rows, context.vocab_size, context.device)
 
 
 def _make_coverage(context: DraftingContext) -> Coverage | None:

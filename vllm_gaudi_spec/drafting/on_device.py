@@ -14,6 +14,7 @@ from vllm.v1.outputs import DraftTokenIds
 from vllm_gaudi_spec.batches import make_draft_batch, make_no_samples
 from vllm_gaudi_spec.device_rows import DeviceRows
 from vllm_gaudi_spec.drafting.base import Drafting
+from vllm_gaudi_spec.drafting.choice import DraftChoice, DraftProbs
 from vllm_gaudi_spec.graphs import DRAFTS, Job
 from vllm_gaudi_spec.records import DraftBatch
 from vllm_gaudi_spec.sampling.params import Branch
@@ -22,15 +23,13 @@ from vllm_gaudi_spec.scheduling.limits import LengthSplit, apply_limits
 if TYPE_CHECKING:
     from vllm_gaudi_spec.config import Speculation
     from vllm_gaudi_spec.devices.base import DeviceBackend
-    from vllm_gaudi_spec.drafting.base import DeviceProposer
-    from vllm_gaudi_spec.drafting.choice import DraftChoice, DraftProbs
+    from vllm_gaudi_spec.drafting.base import DeviceProposer, DraftingContext
     from vllm_gaudi_spec.drafting.guard import Guard
     from vllm_gaudi_spec.drafting.kv_sync import DrafterKVSync
     from vllm_gaudi_spec.drafting.universal.pairs import Coverage
     from vllm_gaudi_spec.graphs import StepRecorder
     from vllm_gaudi_spec.records import Batch, DraftRound, Request, SampledRows, StepResult
     from vllm_gaudi_spec.runner.requests import Requests
-    from vllm_gaudi_spec.runner.shapes import Shapes
     from vllm_gaudi_spec.sampling.params import Branch
     from vllm_gaudi_spec.step_inputs import StepInputs
 
@@ -58,31 +57,27 @@ class DeviceDrafting(Drafting):
 
     def __init__(
         self,
+        context: DraftingContext,
         *,
         proposer: DeviceProposer,
         split: DeviceLengthSplit,
-        requests: Requests,
-        recorder: StepRecorder,
-        shapes: Shapes,
-        num_drafts: int,
-        choice: DraftChoice,
-        draft_probs: DraftProbs,
         guard: Guard,
         kv_sync: DrafterKVSync,
-        coverage: Coverage | None,
+        coverage: Coverage | None = None,
     ) -> None:
         self._guard = guard
         self._disabled = False
         self._proposer = proposer
         self._split = split
+        speculation, requests = context.speculation, context.requests
         self._requests = requests
-        self._recorder = recorder
-        self._shapes = shapes
-        self._num_drafts = num_drafts
-        self._choice = choice
+        self._recorder = context.recorder
+        self._shapes = context.shapes
+        self._num_drafts = speculation.num_drafts
+        self._choice = DraftChoice(speculation, requests.backend.rules, context.sampling)
         self.lookahead = 1 + self._num_drafts if kv_sync.has_kv else 0
         self.needs_rows_alone = not kv_sync.has_kv
-        self._draft_probs = draft_probs
+        self._draft_probs = DraftProbs(speculation, context.max_rows, context.vocab_size, context.device)
         self._kv_sync = kv_sync
         self._coverage = coverage
         self._draft_rows = requests.backend.graphs.graph(self._draft_on_device)

@@ -14,12 +14,12 @@ from vllm.sampling_params import SamplingParams
 
 from tests.support.fakes import CapturingBackend, HostBackend, batches_of, cached, new_request, sampled, step
 from tests.support.warm_up import listed, run_jobs
+from tests.unit.drafting.test_drafting import make_context
 from tests.unit.runner.test_shapes import shapes
 from vllm_gaudi_spec.attention.metadata import Inputs
 from vllm_gaudi_spec.batches import pad_rows
 from vllm_gaudi_spec.config import Speculation
 from vllm_gaudi_spec.drafting.base import DeviceProposer
-from vllm_gaudi_spec.drafting.choice import DraftChoice, DraftProbs
 from vllm_gaudi_spec.drafting.draft_model import AutoregressiveProposer, DraftModelKVSync
 from vllm_gaudi_spec.drafting.guard import Guard
 from vllm_gaudi_spec.drafting.kv_sync import DrafterKVSync, ReadBlocks
@@ -126,21 +126,13 @@ class Rows:
         split: DeviceLengthSplit | None = None,
     ) -> DeviceDrafting:
         speculation = self.speculation(method, drafter_max_len)
-        draft_probs = DraftProbs(speculation, 4, VOCAB, self.requests.backend.traits.torch_device)
-        split = split or self.split(speculation)
-        guard = Guard(independent=True)
+        context = make_context(speculation, self.requests, self.recorder, self.shapes, self.sampling, self.max_len)
         return DeviceDrafting(
+            context,
             proposer=proposer,
-            split=split,
-            requests=self.requests,
-            recorder=self.recorder,
-            shapes=self.shapes,
-            num_drafts=self.num_drafts,
-            choice=DraftChoice(speculation, self.requests.backend.rules, self.sampling),
-            draft_probs=draft_probs,
-            guard=guard,
+            split=split or self.split(speculation),
+            guard=Guard(independent=True),
             kv_sync=kv_sync,
-            coverage=None,
         )
 
     def start(

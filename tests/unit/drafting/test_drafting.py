@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping, Sequence
+from types import SimpleNamespace
+from typing import Any
 
 import torch
 from vllm.sampling_params import SamplingParams
@@ -11,7 +13,7 @@ from tests.support.fakes import HostBackend, new_request, step
 from tests.support.warm_up import listed
 from tests.unit.runner.test_shapes import shapes
 from vllm_gaudi_spec.config import Speculation
-from vllm_gaudi_spec.drafting.choice import DraftChoice, DraftProbs
+from vllm_gaudi_spec.drafting.base import DraftingContext
 from vllm_gaudi_spec.drafting.guard import Guard
 from vllm_gaudi_spec.drafting.history import RequestHistory
 from vllm_gaudi_spec.drafting.kv_sync import DrafterKVSync
@@ -20,6 +22,7 @@ from vllm_gaudi_spec.drafting.on_host import HostDrafting
 from vllm_gaudi_spec.graphs import StepRecorder
 from vllm_gaudi_spec.records import Context, DraftRequest, Drafts, SampledRows, StepResult, Verification
 from vllm_gaudi_spec.runner.requests import Requests
+from vllm_gaudi_spec.runner.shapes import Shapes
 from vllm_gaudi_spec.sampling.params import Branch, Sampling
 
 K = 3
@@ -60,25 +63,39 @@ def speculation(drafter_max_len: int | None = None) -> Speculation:
     return Speculation(method="ngram", num_drafts=K, rule="strict", drafting="greedy", drafter_max_len=drafter_max_len)
 
 
+def make_context(
+    speculation: Speculation,
+    requests: Requests,
+    recorder: StepRecorder,
+    shapes: Shapes,
+    sampling: Sampling,
+    max_model_len: int,
+) -> DraftingContext:
+    """Return the context of a drafter that needs neither a KV cache nor the target's model."""
+    nothing: Any = None
+    model_config = SimpleNamespace(max_model_len=max_model_len, get_vocab_size=lambda: sampling.vocab_size)
+    return DraftingContext(
+        speculation=speculation,
+        vllm_config=SimpleNamespace(model_config=model_config),  # type: ignore[arg-type]
+        requests=requests,
+        recorder=recorder,
+        shapes=shapes,
+        kv_cache=nothing,
+        hidden_states=nothing,
+        target=nothing,
+        drafter=None,
+        sampling=sampling,
+    )
+
+
 def on_device(
     proposer: CountsOnDevice, split: DeviceLengthSplit, requests: Requests
 ) -> tuple[DeviceDrafting, StepRecorder]:
     recorder = StepRecorder()
     step_shapes = shapes(max_num_seqs=4, max_tokens=64, max_len=64, drafts=K)
-    draft_probs = DraftProbs(speculation(), 4, VOCAB, requests.backend.traits.torch_device)
-    drafting = DeviceDrafting(
-        proposer=proposer,
-        split=split,
-        requests=requests,
-        recorder=recorder,
-        shapes=step_shapes,
-        num_drafts=K,
-        choice=DraftChoice(speculation(), requests.backend.rules, sampling(requests)),
-        draft_probs=draft_probs,
-        guard=Guard(independent=True),
-        kv_sync=DrafterKVSync(),
-        coverage=None,
-    )
+    context = make_context(speculation(), requests, recorder, step_shapes, sampling(requests), max_model_len=64)
+    guard = Guard(independent=True)
+    drafting = DeviceDrafting(context, proposer=proposer, split=split, guard=guard, kv_sync=DrafterKVSync())
     recorder.expect(listed(drafting.jobs()))
     return drafting, recorder
 

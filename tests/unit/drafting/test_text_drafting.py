@@ -13,14 +13,13 @@ from vllm.sampling_params import SamplingParams
 from tests.support.fakes import CapturingBackend, HostBackend, new_request, sampled, step
 from tests.support.warm_up import listed, run_jobs
 from tests.unit.drafting.test_autoregressive import BLOCK, Remembers, following
+from tests.unit.drafting.test_drafting import make_context
 from tests.unit.drafting.test_retokenizing import Languages
 from tests.unit.drafting.test_token_bytes import random_texts
 from tests.unit.runner.test_shapes import shapes
 from vllm_gaudi_spec.batches import pad_rows
 from vllm_gaudi_spec.config import Speculation
-from vllm_gaudi_spec.drafting.choice import DraftChoice, DraftProbs
 from vllm_gaudi_spec.drafting.guard import Guard
-from vllm_gaudi_spec.drafting.history import RequestHistory
 from vllm_gaudi_spec.drafting.universal.text_drafting import RetokenizedProposer, TextDrafting
 from vllm_gaudi_spec.drafting.universal.timeline import Timeline
 from vllm_gaudi_spec.drafting.vocabulary import DrafterVocabulary, MappedVocabulary, Translation
@@ -28,8 +27,6 @@ from vllm_gaudi_spec.graphs import StepRecorder
 from vllm_gaudi_spec.records import StepResult
 from vllm_gaudi_spec.runner.requests import Requests
 from vllm_gaudi_spec.sampling.params import Sampling
-from vllm_gaudi_spec.sampling.rules.registry import TORCH
-from vllm_gaudi_spec.scheduling.limits import LengthSplit
 from vllm_gaudi_spec.step_inputs import HostBlocks
 
 NUM_ROWS, MAX_LEN = 4, 256
@@ -103,21 +100,13 @@ class Rows:
         self.translation: Translation = DrafterVocabulary(spelled, device) if match == "slem" else self.mapped
         self.model = ClosestToken(length, own)
         self.recorder = StepRecorder()
-        split = LengthSplit(NUM_ROWS, self.speculation, MAX_LEN)
         self.drafting = TextDrafting(
+            make_context(self.speculation, self.requests, self.recorder, self.shapes, self.sampling, MAX_LEN),
             proposer=RetokenizedProposer(self.model, self.translation),
             reader=self.languages.reader,
             rewriter=self.languages.rewriter() if match == "slem" else None,
             kv_region=FixedRegion(length),  # type: ignore[arg-type]
-            history=RequestHistory(split, self.requests, num_drafts),
-            requests=self.requests,
-            recorder=self.recorder,
-            shapes=self.shapes,
-            choice=DraftChoice(self.speculation, TORCH, self.sampling),
-            draft_probs=DraftProbs(self.speculation, NUM_ROWS, vocab, device),
-            num_drafts=num_drafts,
             guard=Guard(independent=True),
-            coverage=None,
         )
         self.recorder.expect(listed(self.drafting.jobs()))
         self.tokens: dict[str, list[int]] = {}

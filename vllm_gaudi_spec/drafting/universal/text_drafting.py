@@ -23,20 +23,22 @@ from vllm.v1.outputs import DraftTokenIds
 from vllm_gaudi_spec.attention.metadata import build_rectangle
 from vllm_gaudi_spec.batches import pad_rows
 from vllm_gaudi_spec.drafting.base import Drafting
+from vllm_gaudi_spec.drafting.choice import DraftChoice, DraftProbs
 from vllm_gaudi_spec.drafting.draft_model import NUM_NEWEST, draft_chain
+from vllm_gaudi_spec.drafting.history import RequestHistory
 from vllm_gaudi_spec.drafting.universal.timeline import Timeline
 from vllm_gaudi_spec.graphs import DRAFTERS_READS, DRAFTS, Job
 from vllm_gaudi_spec.records import FAULTY, Drafts, Hidden
 from vllm_gaudi_spec.sampling.params import Branch
+from vllm_gaudi_spec.scheduling.limits import LengthSplit
 from vllm_gaudi_spec.step_inputs import StepInputs
 
 if TYPE_CHECKING:
     from vllm_gaudi_spec.attention.metadata import Inputs
     from vllm_gaudi_spec.devices.base import DeviceBackend
-    from vllm_gaudi_spec.drafting.base import Model
-    from vllm_gaudi_spec.drafting.choice import DraftChoice, DraftProbs
+    from vllm_gaudi_spec.drafting.base import DraftingContext, Model
     from vllm_gaudi_spec.drafting.guard import Guard
-    from vllm_gaudi_spec.drafting.history import DraftingRow, RequestHistory
+    from vllm_gaudi_spec.drafting.history import DraftingRow
     from vllm_gaudi_spec.drafting.memory import DrafterKVRegion
     from vllm_gaudi_spec.drafting.universal.pairs import Coverage
     from vllm_gaudi_spec.drafting.universal.timeline import Reader, Rewriter
@@ -44,7 +46,6 @@ if TYPE_CHECKING:
     from vllm_gaudi_spec.graphs import StepRecorder
     from vllm_gaudi_spec.records import DraftRequest, DraftRound, Request, StepResult
     from vllm_gaudi_spec.runner.requests import Requests
-    from vllm_gaudi_spec.runner.shapes import Shapes
     from vllm_gaudi_spec.step_inputs import RowInputs
 
 
@@ -89,40 +90,36 @@ class RetokenizedProposer:
 class TextDrafting(Drafting):
     def __init__(
         self,
+        context: DraftingContext,
         *,
         proposer: RetokenizedProposer,
         reader: Reader,
         rewriter: Rewriter | None,
         kv_region: DrafterKVRegion,
-        history: RequestHistory,
-        requests: Requests,
-        recorder: StepRecorder,
-        shapes: Shapes,
-        choice: DraftChoice,
-        draft_probs: DraftProbs,
-        num_drafts: int,
         guard: Guard,
-        coverage: Coverage | None,
+        coverage: Coverage | None = None,
     ) -> None:
         """
         Args:
+            context: Its shapes are those for rows as long as the KV region allows.
             rewriter: Rewrites drafts, then in the drafter's own tokens, in the target's.
-            shapes: Shapes for rows as long as the KV region allows.
         """
+        speculation, requests = context.speculation, context.requests
+        split = LengthSplit(context.max_rows, speculation, context.max_model_len)
         self._guard = guard
         self._proposer = proposer
         self._reader = reader
         self._rewriter = rewriter
         self._kv_region = kv_region
-        self._history = history
+        self._history = RequestHistory(split, requests, speculation.num_drafts)
         self._requests = requests
-        self._recorder = recorder
-        self._shapes = shapes
-        self._choice = choice
-        self._draft_probs = draft_probs
-        self._num_drafts = num_drafts
+        self._recorder = context.recorder
+        self._shapes = context.shapes
+        self._choice = DraftChoice(speculation, requests.backend.rules, context.sampling)
+        self._draft_probs = DraftProbs(speculation, context.max_rows, context.vocab_size, context.device)
+        self._num_drafts = speculation.num_drafts
         self._coverage = coverage
-        self._widths = (NUM_NEWEST, NUM_NEWEST + num_drafts)
+        self._widths = (NUM_NEWEST, NUM_NEWEST + speculation.num_drafts)
         self._timelines: dict[int, Timeline] = {}
         """Maps rows to timelines."""
         self._num_followed: dict[int, int] = {}
