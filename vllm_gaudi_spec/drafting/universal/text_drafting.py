@@ -43,7 +43,6 @@ if TYPE_CHECKING:
     from vllm_gaudi_spec.drafting.universal.pairs import Coverage
     from vllm_gaudi_spec.drafting.universal.timeline import Reader, Rewriter
     from vllm_gaudi_spec.drafting.vocabulary import Translation
-    from vllm_gaudi_spec.graphs import StepRecorder
     from vllm_gaudi_spec.records import DraftRequest, DraftRound, Request, StepResult
     from vllm_gaudi_spec.runner.requests import Requests
     from vllm_gaudi_spec.step_inputs import RowInputs
