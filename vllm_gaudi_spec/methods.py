@@ -104,7 +104,13 @@ METHODS = {
     ),
     "eagle": _HEAD,
     EAGLE3: replace(_HEAD, reads_layers=True),
-    "mtp": replace(_HEAD, about="a layer of the model itself drafts", in_target=True),
+    "mtp": replace(
+        _HEAD,
+        proposer="mtp.ChainedProposer",
+        model_class="mtp.MTPModel",
+        about="a layer of the model itself drafts",
+        in_target=True,
+    ),
     "dflash": _BLOCK,
     "dspark": replace(_BLOCK, about="a block is drafted in one pass, each token also from the one before"),
     MEDUSA: Method(

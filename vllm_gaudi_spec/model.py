@@ -152,7 +152,7 @@ class LoadedModel:
         self._kv_owners = {
             name: getattr(layer, "kv_sharing_target_layer_name", None) or name for name, layer in self._layers.items()
         }
-        """Maps each layer to the layer whose KV it reads, usually itself."""
+        """Maps each layer to the layer whose KV it reads: usually itself, and the target's for a Gemma 4 assistant."""
         sinks = self._find_sink_names()
         backend.weights.prepare_model(self.model)
         if needs_batch_invariance(vllm_config, model_config):
@@ -276,9 +276,10 @@ class LoadedModel:
         """
         sharing = {name: owner for name, owner in self._kv_owners.items() if name != owner}
         self._groups = [[*names, *(name for name, owner in sharing.items() if owner in names)] for names in groups]
+        owners = get_layers_from_vllm_config(self.vllm_config, AttentionLayerBase)
         for name, owner in self._kv_owners.items():
             layer = self._layers[name]
-            if _get_window(layer) != _get_window(self._layers[owner]):
+            if _get_window(layer) != _get_window(owners[owner]):
                 raise RuntimeError(f"{name} reads the KV of {owner}, which keeps it for another window.")
             layer.bind_kv_cache(caches[owner])
             layer.impl.bind(layer, caches[owner], self._backend)
@@ -317,7 +318,7 @@ class LoadedModel:
 
         Otherwise the model would output noise, with and without drafts.
         """
-        owners = set(self._kv_owners.values())
+        owners = self._layers.keys() & set(self._kv_owners.values())
         if unwritten := sorted(name for name in owners if not self._layers[name].impl.has_written):
             raise RuntimeError(f"Warm-up wrote no KV for {', '.join(unwritten)}, which attention reads.")
 
@@ -375,7 +376,8 @@ class LoadedModel:
         if inputs.token_types_T is not None:
             return self.model(tokens_T, positions, token_type_ids=inputs.token_types_T)
         if carried_TH is not None:
-            return self.model(tokens_T, positions, carried_TH)
+            layer = {"spec_step_idx": inputs.head_layer} if inputs.head_layer else {}
+            return self.model(tokens_T, positions, carried_TH, **layer)
         if media is None or not media.has_embeddings:
             return self.model(tokens_T, positions)
         raw_T = tokens_T if requires_raw_input_tokens(self.model) else None

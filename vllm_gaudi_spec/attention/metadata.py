@@ -310,6 +310,8 @@ class Inputs:
     """int64 [T] or [D, T]: positions for rotary embeddings, if they differ from `positions_T`."""
     token_types_T: torch.Tensor | None = None
     """int32: which of two texts a token belongs to, for models that compare texts."""
+    head_layer: int = 0
+    """Which of a head's layers runs, for heads that run one at a time."""
 
     @property
     def call(self) -> AttentionCall | StateCall:

@@ -15,7 +15,7 @@ from __future__ import annotations
 from collections.abc import Hashable, Iterator
 from functools import partial
 from itertools import product
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import torch
 
@@ -53,8 +53,12 @@ class HeadProposer(DeviceProposer):
         assert context.drafter is not None
         return cls(context.drafter, make_head_translation(context.drafter, context.vocab_size))
 
-    def make_kv_sync(self, context: DraftingContext, split: LengthSplit) -> HeadKVSync:
-        return HeadKVSync(
+    def make_kv_sync(self, context: DraftingContext, split: LengthSplit) -> DrafterKVSync:
+        return HeadKVSync(**self.list_sync_parts(context, split))
+
+    def list_sync_parts(self, context: DraftingContext, split: LengthSplit) -> dict[str, Any]:
+        """Return the arguments of a `HeadKVSync`."""
+        return dict(
             head=self._model,
             hidden_states=context.hidden_states,
             requests=context.requests,
@@ -194,12 +198,13 @@ class HeadKVSync(DrafterKVSync):
         starts_B: torch.Tensor,
         counts_B: torch.Tensor,
         blocks: Blocks,
+        ahead: int = 1,
     ) -> Inputs:
-        """Return positions from `starts_B` on, each with the token that follows it, up to the head's last position."""
+        """Return positions from `starts_B` on, up to the head's last one, each with the token `ahead` of it."""
         num_real_B = torch.minimum(counts_B, self._max_len - starts_B).clamp(min=0).int()
         starts_B = torch.where(num_real_B > 0, starts_B, 0)
         offsets_Q = torch.arange(queries, dtype=torch.int32, device=rows_B.device)
-        tokens_BQ = self._requests.tokens_at(rows_B, starts_B[:, None] + 1 + offsets_Q)
+        tokens_BQ = self._requests.tokens_at(rows_B, starts_B[:, None] + ahead + offsets_Q)
         return build_rectangle(tokens_BQ, starts_B, num_real_B, blocks, self._requests.backend.row_operations)
 
     # --- warm-up ---

@@ -22,7 +22,7 @@ class DrafterKVSync:
     """Base class, and the KV sync of drafters without KV or states: all events are no-ops."""
 
     has_kv = False
-    """Whether drafting rounds read and write the drafter's own KV."""
+    """Whether drafting rounds read KV: the drafter's own, which they also write, or the target's."""
     reads_every_step = False
     """Whether the drafter reads after each verification, even without drafts."""
 

@@ -131,13 +131,16 @@ def load_head(
 
 class LoadedHead(LoadedModel):
     def __init__(self, *args: Any, target: LoadedModel, **named: Any) -> None:
-        named["adapt"] = partial(share_modules, target.model, group=target.group)
+        named["adapt"] = partial(self._adapt, target)
         super().__init__(*args, **named)
         self.set_outputs(split_carried)
         shares_output = getattr(self.model, "lm_head", None) is _get_output_matrix(target.model)
         self._output_group = target.group if shares_output else self.group
         if (offsets := getattr(self.model, "draft_id_to_target_id", None)) is not None:
             self.output_ids = offsets + torch.arange(len(offsets), device=offsets.device)
+
+    def _adapt(self, target: LoadedModel, head: nn.Module) -> None:
+        share_modules(target.model, head, group=target.group)
 
     def logits(self, hidden: torch.Tensor, adapters_N: torch.Tensor | None = None) -> torch.Tensor:
         assert adapters_N is None, "only the target has adapters"
@@ -186,12 +189,18 @@ class _InTargetGroup(nn.Module):
 
 def _get_embeddings(target: nn.Module) -> nn.Module | None:
     """Return the embeddings, which gpt-oss names differently."""
-    return getattr(target.model, "embed_tokens", getattr(target.model, "embedding", None))
+    text = _get_text_model(target).model
+    return getattr(text, "embed_tokens", getattr(text, "embedding", None))
 
 
 def _get_output_matrix(target: nn.Module) -> nn.Module | None:
     """Return the output matrix. Some targets use their embeddings."""
-    return getattr(target, "lm_head", _get_embeddings(target))
+    return getattr(_get_text_model(target), "lm_head", _get_embeddings(target))
+
+
+def _get_text_model(target: nn.Module) -> nn.Module:
+    """Return the part of a multimodal model that generates."""
+    return target.get_language_model() if hasattr(target, "get_language_model") else target
 
 
 def share_modules(target: nn.Module, head: nn.Module, group: GroupCoordinator | None = None) -> None:
@@ -221,10 +230,13 @@ def share_modules(target: nn.Module, head: nn.Module, group: GroupCoordinator | 
 def _has_no_matrix(head: nn.Module, flag: str, head_module: nn.Module | None, target_module: nn.Module) -> bool:
     """Return whether a head has no matrix of its own.
 
-    vLLM sets the flag, in classes that have it, if the checkpoint contains such a matrix.
+    vLLM sets the flag, in classes that have it, if the checkpoint contains such a matrix. Step 3.5 has one in each MTP
+    layer instead of `head_module`.
     """
-    if head_module is None or not getattr(head, flag, False):
+    if not getattr(head, flag, False):
         return True
+    if head_module is None:
+        return False
     ours, others = getattr(head_module, "weight", None), getattr(target_module, "weight", None)
     if ours is None or others is None:  # quantized
         return False

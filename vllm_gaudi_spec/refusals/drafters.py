@@ -33,6 +33,18 @@ _DRAFTER_LAYER_OPTIONS = (
     "kv_cache_dtype",
     "moe_backend",
 )
+_CHAINED = (
+    "BailingMoeV25MTPModel",
+    "BailingMoeV3MTPModel",
+    "DeepSeekMTPModel",
+    "DeepseekV32MTPModel",
+    "ExaoneMoeMTP",
+    "Glm4MoeLiteMTPModel",
+    "Glm4MoeMTPModel",
+    "HYV3MTPModel",
+    "Step3p5MTP",
+)
+"""vLLM's classes that run the MTP layer that they are asked for. Others have one, or always run the first."""
 
 
 def weightless_refusals(spec_config: SpeculativeConfig) -> Iterator[str]:
@@ -80,13 +92,10 @@ def _head_refusals(spec_config: SpeculativeConfig) -> Iterator[str]:
     """Yield reasons against drafters that read the target's hidden states: heads, MTP layers and Medusa."""
     config, target = spec_config.draft_model_config.hf_config, spec_config.target_model_config
     method = METHODS[spec_config.method]
-    if spec_config.use_gemma4_mtp() or spec_config.use_step3p5_mtp():
-        yield f"The MTP layers of {target.model} are not supported yet; use another method in --speculative-config."
     num_layers = getattr(config, "n_predict", None)
-    # vLLM makes one layer for checkpoints without a number, such as Qwen3-Next's.
-    if method.in_target and num_layers not in (1, None):
+    if method.in_target and (num_layers or 1) > 1 and not any(name in _CHAINED for name in config.architectures):
         yield (
-            f"{target.model} has {num_layers} MTP layers, and only one, run again for each draft, is supported; "
+            f"{target.model} has {num_layers} MTP layers, and vLLM's {config.architectures[0]} runs only the first; "
             "use another method in --speculative-config."
         )
     if spec_config.method == MEDUSA:
@@ -99,6 +108,8 @@ def _head_refusals(spec_config: SpeculativeConfig) -> Iterator[str]:
     hidden_size = spec_config.draft_model_config.get_hidden_size()
     if method.reads_layers:
         hidden_size = getattr(config, "target_hidden_size", None) or hidden_size
+    if spec_config.use_gemma4_mtp():
+        hidden_size = config.backbone_hidden_size
     if hidden_size != target.get_hidden_size():
         yield (
             f"{spec_config.model} reads hidden states of size {hidden_size}, and those of {target.model} have "

@@ -355,6 +355,26 @@ def test_each_mtp_layer_uses_output_matrix_of_target(container: Any) -> None:
     assert layer.shared_head.head is target.lm_head
 
 
+def test_mtp_layers_keep_output_matrices_of_their_own() -> None:
+    """As Step 3.5's do, which has none besides."""
+    layer = nn.Module()
+    layer.shared_head = model_of(head=linear())
+    own, target = layer.shared_head.head, model_of(inner_embed_tokens=linear(), lm_head=linear())
+    head = model_of(inner_layers=nn.ModuleList([layer]), inner_embed_tokens=linear())
+    head.has_own_lm_head = True  # type: ignore[assignment]
+    share_modules(target, head)
+    assert layer.shared_head.head is own
+
+
+def test_multimodal_target_shares_modules_of_its_text() -> None:
+    text = model_of(inner_embed_tokens=linear(), lm_head=linear())
+    target, head = model_of(), model_of(inner_embed_tokens=linear())
+    target.get_language_model = lambda: text  # type: ignore[assignment]
+    share_modules(target, head)
+    assert head.model.embed_tokens is text.model.embed_tokens  # type: ignore[union-attr]
+    assert head.lm_head is text.lm_head
+
+
 def test_embeddings_of_target_may_be_its_output_matrix() -> None:
     target, head = model_of(inner_embed_tokens=linear()), model_of(inner_embed_tokens=linear())
     share_modules(target, head)
