@@ -1,5 +1,6 @@
 """MTP layers of the families that have them: chained ones too, on targets with recurrent states too."""
 
+import json
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -52,6 +53,15 @@ def test_every_draft_is_right(family: str, layers: int, k: int, tmp_path: Path) 
 def test_every_draft_of_gemma4_assistant_is_right(target: str, k: int, tmp_path: Path) -> None:
     model, assistant = mtp_checkpoints.save_gemma4(target, tmp_path, share=0.0)
     check_every_draft(model, dict(method="mtp", model=assistant, num_speculative_tokens=k))
+
+
+def test_drafts_go_on_beyond_positions_of_checkpoint(tmp_path: Path) -> None:
+    """Longer contexts by --hf-overrides are the MTP layer's too (vllm#52873)."""
+    model = mtp_checkpoints.save("qwen3-next", tmp_path, share=0.0)
+    described = json.loads((tmp_path / "config.json").read_text())
+    longer = {"max_position_embeddings": described["max_position_embeddings"]}
+    (tmp_path / "config.json").write_text(json.dumps(described | {"max_position_embeddings": 64}))
+    check_every_draft(model, dict(method="mtp", num_speculative_tokens=2), hf_overrides=longer)
 
 
 def check_every_draft(model: str, config: dict[str, Any], **options: Any) -> None:

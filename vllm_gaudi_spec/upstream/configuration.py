@@ -91,7 +91,24 @@ def _describe_drafter(original: Callable[..., Any], config: Any) -> Any:
         # From here on upstream only refuses its own flag; `config.py` reads ours.
         config.use_heterogeneous_vocab = False
         setattr(config, IS_UNIVERSAL, True)
+    method = METHODS.get(config.method)
+    if target is not None and method is not None and method.in_target and _is_in_targets_folder(config):
+        _share_positions(config)
     return result
+
+
+def _share_positions(config: Any) -> None:
+    """Give layers of the target's checkpoint the target's positions.
+
+    vLLM reads their configuration anew, without --hf-overrides, so that drafts would end where the checkpoint's own
+    positions do (vllm#52873).
+    """
+    target, drafter = config.target_model_config, config.draft_model_config
+    for name in ("max_position_embeddings", "rope_parameters"):
+        if hasattr(target.hf_text_config, name):
+            setattr(drafter.hf_text_config, name, getattr(target.hf_text_config, name))
+    if config.max_model_len is None:
+        drafter.max_model_len = target.max_model_len
 
 
 def _describe_new_lookup(original: Callable[..., Any], config: Any) -> Any:
