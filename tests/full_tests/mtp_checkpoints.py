@@ -184,6 +184,8 @@ def as_ernie(weights: Weights, total: int, layers: int) -> Weights:
 
 FAMILIES: dict[str, Family] = {
     "deepseek-v3": Family("deepseek-v3", in_place),
+    "deepseek-v32": Family("deepseek-v32", in_place),
+    "glm-moe-dsa": Family("glm-moe-dsa", in_place),
     "glm4-moe": Family("glm4-moe", in_place),
     "glm4-moe-lite": Family("glm4-moe-lite", in_place),
     "hy-v3": Family("hy-v3", partial(in_place, final="final_layernorm")),

@@ -269,8 +269,8 @@ _TEXT_ONLY = ("Gemma3nForConditionalGeneration",)
 _SLOPES = ("BloomForCausalLM", "FalconForCausalLM")
 # vLLM classes with slopes of the square root of distances, for which `uses_alibi` is False.
 _ROOT_SLOPES = ("Step1ForCausalLM",)
-# vLLM classes with DeepSeek-V3.2's indexer that were compared with transformers. Their MTP layers were not.
-_SPARSE = ("DeepseekV32ForCausalLM", "GlmMoeDsaForCausalLM", "DeepseekV3ForCausalLM")
+# vLLM classes with DeepSeek-V3.2's indexer that were compared with transformers, and that of their MTP layers.
+_SPARSE = ("DeepseekV32ForCausalLM", "GlmMoeDsaForCausalLM", "DeepseekV3ForCausalLM", "DeepseekV32MTPModel")
 _SINK_KEYS = ("PanguProMoEV2ForCausalLM",)
 
 
