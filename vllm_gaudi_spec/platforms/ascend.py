@@ -23,15 +23,12 @@ class AscendSpecPlatform(CapturingPlatform):
     device_type = "npu"
     dispatch_key = "PrivateUse1"
     ray_device_key = "NPU"
+    layers = "vllm_gaudi_spec.devices.ascend.layers"
     dist_backend = "hccl"
     device_control_env_var = "ASCEND_RT_VISIBLE_DEVICES"
     takes_device_ids = True
     ray_noset_device_env_vars: ClassVar[list[str]] = ["RAY_EXPERIMENTAL_NOSET_ASCEND_RT_VISIBLE_DEVICES"]
     loads_on_host = True
-
-    @property
-    def supported_dtypes(self) -> list[torch.dtype]:
-        return [torch.bfloat16, torch.float16, torch.float32]
 
     @classmethod
     def pre_register_and_update(cls, parser: FlexibleArgumentParser | None = None) -> None:
@@ -47,12 +44,6 @@ class AscendSpecPlatform(CapturingPlatform):
             )
         compresses_prompt_masks()  # refuses unknown values
         super().check_and_update_config(vllm_config)
-
-    @classmethod
-    def norm_provider(cls) -> str:
-        from vllm_gaudi_spec.devices.ascend import layers as ascend_layers
-
-        return ascend_layers.PROVIDER
 
     @classmethod
     def get_device_communicator_cls(cls) -> str:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import importlib
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, ClassVar
 
 import torch
 from vllm.logger import init_logger
@@ -229,6 +229,12 @@ class CapturingPlatform(SpecPlatform):
     simple_compile_backend = "eager"
     loads_on_host = False
     """Whether weights are assembled on the host and copied once, which saves thousands of small graphs."""
+    layers: ClassVar[str]
+    """The module of the device's layers, whose import registers them with vLLM."""
+
+    @property
+    def supported_dtypes(self) -> list[torch.dtype]:
+        return [torch.bfloat16, torch.float16, torch.float32]
 
     @classmethod
     def check_and_update_config(cls, vllm_config: VllmConfig) -> None:
@@ -248,11 +254,6 @@ class CapturingPlatform(SpecPlatform):
         """No-op: vLLM's compiled operations are for other devices."""
 
     @classmethod
-    def norm_provider(cls) -> str:
-        """Return the provider name of the device's norms in vLLM's IR. Importing the device's layers registers them."""
-        raise NotImplementedError
-
-    @classmethod
     def import_ir_kernels(cls) -> None:
         super().import_ir_kernels()
         cls._norms()
@@ -266,8 +267,10 @@ class CapturingPlatform(SpecPlatform):
 
     @classmethod
     def _norms(cls) -> str:
+        """Return the name under which vLLM's IR knows the device's norms."""
         load_backend()  # a data-parallel engine calls this before a worker has loaded the device's software
-        return cls.norm_provider()
+        provider: str = importlib.import_module(cls.layers).PROVIDER
+        return provider
 
     @classmethod
     def get_device_name(cls, device_id: int = 0) -> str:

@@ -21,14 +21,11 @@ class CudaSpecPlatform(CapturingPlatform):
     device_type = "cuda"
     dispatch_key = "CUDA"
     ray_device_key = "GPU"
+    layers = "vllm_gaudi_spec.devices.cuda.layers"
     dist_backend = "nccl"
     device_control_env_var = "CUDA_VISIBLE_DEVICES"
     takes_device_ids = True
     ray_noset_device_env_vars: ClassVar[list[str]] = ["RAY_EXPERIMENTAL_NOSET_CUDA_VISIBLE_DEVICES"]
-
-    @property
-    def supported_dtypes(self) -> list[torch.dtype]:
-        return [torch.bfloat16, torch.float16, torch.float32]
 
     @classmethod
     def pre_register_and_update(cls, parser: FlexibleArgumentParser | None = None) -> None:
@@ -48,12 +45,6 @@ class CudaSpecPlatform(CapturingPlatform):
                 "Data parallelism is not supported on device cuda; leave out --data-parallel-size."
             )
         super().check_and_update_config(vllm_config)
-
-    @classmethod
-    def norm_provider(cls) -> str:
-        from vllm_gaudi_spec.devices.cuda import layers as cuda_layers
-
-        return cuda_layers.PROVIDER
 
     @classmethod
     def num_compute_units(cls, device_id: int = 0) -> int:

@@ -19,6 +19,7 @@ class HpuSpecPlatform(CapturingPlatform):
     device_type = "hpu"
     dispatch_key = "HPU"
     ray_device_key = "HPU"
+    layers = "vllm_gaudi_spec.devices.hpu.layers"
     dist_backend = "hccl"
     device_control_env_var = "HABANA_VISIBLE_MODULES"
     loads_on_host = True
@@ -34,12 +35,6 @@ class HpuSpecPlatform(CapturingPlatform):
         gaudi_layers_of_a_recipe()
         _refuse_float16(vllm_config)
         super().check_and_update_config(vllm_config)
-
-    @classmethod
-    def norm_provider(cls) -> str:
-        from vllm_gaudi_spec.devices.hpu import layers as hpu_layers
-
-        return hpu_layers.PROVIDER
 
     @classmethod
     def set_device(cls, device: torch.device) -> None:
