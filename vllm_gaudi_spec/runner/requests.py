@@ -111,7 +111,8 @@ class Requests:
         for new in scheduled.scheduled_new_reqs:
             self._apply_new(new)
         self._apply_cached(scheduled.scheduled_cached_reqs)
-        self._write_admitted()
+        if self.admitted:
+            self._write_admitted()
         self.max_drafts_by_id = scheduled.max_drafts_by_id
 
     def find_running(self, req_ids: Iterable[str]) -> list[Request]:
