@@ -62,14 +62,6 @@ def test_what_is_let_in(tmp_path: Path) -> None:
     assert ranks_in_step(engine_config(tmp_path, None, **TWO)) == 1
 
 
-@pytest.mark.parametrize("size", [None, 1, 2])
-def test_a_drafter_is_cut_as_its_target_or_not_at_all(size: int | None, tmp_path: Path) -> None:
-    alone = {} if size is None else dict(draft_tensor_parallel_size=size)
-    made = engine_config(tmp_path, here(DRAFT, tmp_path) | alone, tensor_parallel_size=2)
-    assert made.speculative_config is not None
-    assert made.speculative_config.draft_parallel_config.tensor_parallel_size == (size or 2)
-
-
 def test_other_sizes_are_refused() -> None:
     """By upstream too, before us."""
     sizes = dict(draft_parallel_config=SimpleNamespace(tensor_parallel_size=2))
@@ -77,11 +69,6 @@ def test_other_sizes_are_refused() -> None:
     assert next(drafter_model_refusals(spec_config)) == (
         "draft_tensor_parallel_size 2 is neither 1 nor the target's 4; use one of these."
     )
-
-
-def test_pipelines_are_refused(tmp_path: Path) -> None:
-    with pytest.raises(UnsupportedConfigError, match="use --pipeline-parallel-size 1"):
-        engine_config(tmp_path, None, pipeline_parallel_size=2)
 
 
 def test_ray_on_cpus(tmp_path: Path) -> None:

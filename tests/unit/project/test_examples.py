@@ -15,10 +15,6 @@ EXAMPLES = ROOT / "examples"
 COMPOSE: dict[str, Any] = yaml.safe_load((EXAMPLES / "compose.yaml").read_text())
 
 
-def test_bash_parses_the_script() -> None:
-    subprocess.run(["bash", "-n", str(EXAMPLES / "bench.sh")], check=True)
-
-
 @pytest.mark.parametrize("name", COMPOSE["services"])
 def test_service_builds_a_stage_and_listens_locally(name: str) -> None:
     service = COMPOSE["services"][name]

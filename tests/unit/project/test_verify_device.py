@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import dataclasses
 import sys
-from collections.abc import Sequence
 from typing import Any
 
 import pytest
@@ -48,46 +47,6 @@ def test_verify_gaudi_runs_in_one_mode(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(verify_device.devices, "has_card", lambda name: True)
     monkeypatch.setattr(verify_device, "gaudi_has_lazy_mode", lambda: False)
     assert {verify_device.environment(device)["PT_HPU_LAZY_MODE"] for device in ("hpu", "hpu-emulated")} == {"0"}
-
-
-def checked(title: str, rows: Sequence[verify_device.Row]) -> dict[str, Any]:
-    return {
-        "title": title,
-        "error": None,
-        "rows": [{**row.__dict__, "conclusion": row.conclusion} for row in rows],
-        "findings": {"card": [], "emulated card": ["2 programs"]},
-    }
-
-
-def test_markdown_for_the_documentation() -> None:
-    rows = [
-        verify_device.Row("steps", 1200, 1201, must_agree=False),
-        verify_device.Row("KV bytes read", None, 5000, must_agree=False),
-        verify_device.Row("device-to-host syncs of results per step", 0.9, 0.9, must_agree=True),
-    ]
-    failed = {"title": "ngram", "error": "graph-check on hpu ended with status 1: no memory"}
-    record = {
-        "a_card": "a Gaudi",
-        "rehearsal": False,
-        "machine": {"torch": "2.11", "driver": "1.24"},
-        "self_test": {"checks": [{"name": "noise", "status": "failed", "detail": "9 ulp"}]},
-        "tests": [{"name": "test_chunks", "result": "passed", "seconds": 12.3}],
-        "checks": [checked("draft_model", rows), failed],
-        "result": "all agree",
-    }
-    lines = verify_device.markdown(record).splitlines()
-    assert lines[0] == "## Verified on a Gaudi"
-    assert "| noise | failed | 9 ulp |" in lines
-    assert "| test_chunks | passed | 12 |" in lines
-    assert "| steps | 1,200 | 1,201 | different |" in lines
-    assert "| KV bytes read |  | 5,000 | not counted on the device |" in lines
-    assert "| device-to-host syncs of results per step | 0.9 | 0.9 | equal |" in lines
-    assert "graph-check, emulated card: 2 programs" in lines
-    assert failed["error"] in lines
-    rehearsed = verify_device.markdown(record | {"rehearsal": True})
-    assert rehearsed.startswith("## Rehearsal on the emulated card")
-    assert "| count | in place of the card | emulated | |" in rehearsed
-    assert "graph-check, in place of the card: clean" in rehearsed
 
 
 @pytest.mark.parametrize("device", verify_device.DEVICES.values(), ids=lambda device: device.name)
