@@ -99,7 +99,6 @@ TESTS = (
     "test_startup",
     "test_contracts",
     "test_batching",
-    "test_chunks",
     "test_sampling_params",
     "test_logprobs",
     "test_structured",

@@ -15,7 +15,7 @@ from tests.full_tests.speculation import accepted, speculating
 from tests.full_tests.test_refusals import refusal
 from tests.full_tests.tiny_models import save_deepseek_with_mtp
 from tests.full_tests.workload import Answer, differences, mixed_requests, run_together
-from vllm_gaudi_spec.devices import describe_device, load_backend
+from vllm_gaudi_spec.devices import describe_device
 
 pytestmark = pytest.mark.ascend
 
@@ -150,7 +150,3 @@ def test_configuration_is_refused(case: str, model: Callable[[str], str], loopin
     config, options, words = REFUSED[case]
     config = drafter(config, looping_llama, twin)
     assert words in refusal(model(config["method"]), speculative_config=config, **options)
-
-
-def test_backend_verifies_15_drafts() -> None:
-    assert load_backend().traits.max_drafts == 15

@@ -29,23 +29,14 @@ def schema_format(schema: dict[str, Any]) -> dict[str, Any]:
 # What is wrong, the body, and words that the message must contain.
 COMPLETIONS: list[Case] = [
     ("over-long text", dict(prompt="word " * 10_000), ["maximum context length", str(MAX_LEN)]),
-    ("over-long ids", dict(prompt=[5] * (MAX_LEN + 1)), ["maximum context length", str(MAX_LEN)]),
-    ("empty prompt", dict(prompt=""), ["prompt", "empty"]),
     ("id out of range", dict(prompt=[5, 400, 3]), ["400", "vocabulary"]),
     ("huge id", dict(prompt=[5, 2**63]), [str(2**63), "vocabulary"]),
-    ("negative id", dict(prompt=[5, -1]), ["prompt", "greater than or equal to 0"]),
-    ("no tokens", dict(prompt="hi", max_tokens=0), ["max_tokens", "0"]),
-    ("min_p", dict(prompt="hi", min_p=2), ["min_p", "2"]),
-    ("logprobs", dict(prompt="hi", logprobs=1000), ["logprobs", "1000"]),
     ("logit_bias", dict(prompt="hi", logit_bias={"100000": 1}), ["logit_bias", "100000", "vocab"]),
     ("allowed ids", dict(prompt="hi", allowed_token_ids=[100_000]), ["allowed_token_ids", "vocab"]),
     ("long bad word", dict(prompt="hi", bad_words=["x" * 20_000]), ["bad_words", "20000 characters", "16384"]),
     ("bad word of many tokens", dict(prompt="hi", bad_words=["x7" * 1000]), ["bad_words", "tokens", "1024"]),
-    ("min_tokens", dict(prompt="hi", min_tokens=9, max_tokens=4), ["min_tokens", "max_tokens"]),
     ("impossible range", structured(json=dict(type="integer", minimum=5, maximum=1)), ["minimum", "maximum"]),
     ("contradiction", structured(json=dict(allOf=[dict(type="integer"), dict(type="string")])), ["schema"]),
-    ("schema is not JSON", structured(json='{"type": '), ["json"]),
-    ("bad regex", structured(regex="(a"), ["regex"]),
     (
         "choice that is not allowed",
         structured(choice=["a"]) | dict(allowed_token_ids=[0]),
@@ -57,11 +48,7 @@ COMPLETIONS: list[Case] = [
         ["structured_outputs", "stop_token_ids"],
     ),
     ("choice of bad words", structured(choice=["a"]) | dict(bad_words=["a"]), ["structured_outputs", "bad_words"]),
-    ("no choice", structured(choice=[]), ["choice", "empty"]),
-    ("two constraints", structured(choice=["a"], regex="b"), ["one kind"]),
-    ("unknown model", dict(model="nope", prompt="hi"), ["nope", "not exist"]),
     ("10 MB of text", dict(prompt="a " * 5_000_000), ["maximum context length"]),
-    ("10 MB of ids", dict(prompt=[5] * 3_500_000), ["maximum context length"]),
 ]
 CHATS: list[Case] = [
     ("impossible schema", chat("hi", response_format=schema_format(dict(type="nonsense"))), ["nonsense"]),
@@ -81,13 +68,6 @@ def test_bad_request_is_refused(path: str, name: str, body: dict[str, Any], word
     check_alive(server)
 
 
-@pytest.mark.parametrize("body", [b"", b'{"model": "tiny", ', b"[1, 2]"], ids=["nothing", "half", "list"])
-def test_body_that_is_not_a_request_is_refused(body: bytes, server: Server) -> None:
-    headers = {"content-type": "application/json"}
-    check_error(server.client.post("/v1/completions", content=body, headers=headers), ["body"])
-    check_alive(server)
-
-
 def check_error(response: httpx.Response, words: list[str]) -> None:
     assert 400 <= response.status_code < 500, response.text[:500]
     error = response.json()["error"]
@@ -96,36 +76,6 @@ def check_error(response: httpx.Response, words: list[str]) -> None:
     missing = [word for word in words if word.lower() not in (error["message"] + str(error["param"])).lower()]
     assert not missing, f"{missing} not in: {error['message'][:500]}"
     assert len(error["message"]) < 20_000, "the message repeats the input"
-
-
-@pytest.mark.parametrize(
-    "extreme",
-    [
-        dict(temperature=1e-30),
-        dict(top_k=10**12, top_p=1e-9, min_p=1.0),
-        dict(logit_bias={"5": 1e30}),
-        dict(allowed_token_ids=[5], logit_bias={"5": -100}),
-        dict(seed=-(2**63)),
-        dict(seed=2**63 - 1),
-        dict(repetition_penalty=1e30, presence_penalty=2, frequency_penalty=-2),
-    ],
-    ids=str,
-)
-def test_extreme_parameters_are_served(extreme: dict[str, Any], server: Server) -> None:
-    """Values at the edge of what the front end lets through must not bring the sampler down."""
-    assert server.complete(**dict(prompt="hi", max_tokens=3) | extreme)["usage"]["completion_tokens"] > 0
-    check_alive(server)
-
-
-@pytest.mark.parametrize("value", ["NaN", "Infinity", "-Infinity"])
-@pytest.mark.parametrize("name", ["temperature", "top_p", "repetition_penalty", "logit_bias"])
-def test_number_that_is_not_finite_is_no_server_error(name: str, value: str, server: Server) -> None:
-    """Python's JSON reader lets these through. Refusing is right; an answer is tolerated, an error of ours is not."""
-    number = f'{{"5": {value}}}' if name == "logit_bias" else value
-    content = f'{{"model": "tiny", "prompt": "hi", "max_tokens": 3, "{name}": {number}}}'
-    response = server.client.post("/v1/completions", content=content, headers={"content-type": "application/json"})
-    assert response.status_code < 500, response.text
-    check_alive(server)
 
 
 @pytest.mark.parametrize("stream", [True, False], ids=["mid-stream", "waiting"])

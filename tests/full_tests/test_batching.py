@@ -3,8 +3,11 @@
 from typing import Any
 
 import pytest
+from vllm import SamplingParams
 
-from tests.full_tests.engines import SMALL_KV, counter, engine, preemptions
+from tests.full_tests.engines import SMALL_KV, counter, engine, first_tokens, generate, preemptions
+from tests.full_tests.prompts import random_prompts
+from tests.full_tests.tiny_models import VOCAB
 from tests.full_tests.workload import Answer, Request, differences, mixed_requests, run_alone, run_together
 
 # A tiny Llama takes 1 KiB of KV per token: this is room for about two of the longest requests, of 64.
@@ -76,3 +79,13 @@ def test_preemption(
     with engine(tiny_llama, **SMALL_KV, **options) as llm:
         check(requests, run_together(llm, requests), alone)
         assert preemptions(llm) > 0
+
+
+def test_same_prompt_many_times_with_few_blocks(tiny_llama: str) -> None:
+    """Requests that say the same hit blocks which others fill in the very step that admits them."""
+    prompt = random_prompts([40], VOCAB)[0]
+    long = SamplingParams(temperature=0, max_tokens=100, ignore_eos=True)
+    with engine(tiny_llama) as llm:
+        expected = first_tokens(generate(llm, [prompt], long))[0]
+    with engine(tiny_llama, kv_cache_memory_bytes=1 << 20, block_size=32) as llm:
+        assert first_tokens(generate(llm, [prompt] * 24, long)) == [expected] * 24

@@ -109,12 +109,3 @@ def test_drafter_of_an_unreadable_vocabulary_is_refused(
 ) -> None:
     config = drafting(request.getfixturevalue(who), 3, method)
     assert remedy in refusal(looping_llama, speculative_config=config)
-
-
-@pytest.mark.parametrize(("who", "method"), [("cousin", "draft_model"), ("stranger", "universal_draft")])
-def test_drafter_on_more_devices_than_the_target_is_refused(
-    who: str, method: str, looping_llama: str, request: pytest.FixtureRequest
-) -> None:
-    config = drafting(request.getfixturevalue(who), 3, method, draft_tensor_parallel_size=2)
-    with pytest.raises(ValueError, match="draft_tensor_parallel_size=2 cannot be other value than 1 or target"):
-        LLM(looping_llama, speculative_config=config)

@@ -1,4 +1,4 @@
-"""FP8 on the CPU: a target in FP8 says with drafts what it says without, and files that do not fit are refused."""
+"""FP8 on the CPU: a target in FP8 says with drafts what it says without."""
 
 from collections.abc import Callable
 from pathlib import Path
@@ -11,7 +11,6 @@ from tests.full_tests import heads
 from tests.full_tests.engines import counter, engine
 from tests.full_tests.quantized import METHODS, Calibrated, ask, calibrate, drafter, quantizing
 from tests.full_tests.speculation import accepted, ngram
-from tests.full_tests.test_refusals import refusal
 from vllm_gaudi_spec.config import REQUEST_OPTION
 from vllm_gaudi_spec.quantization import files
 from vllm_gaudi_spec.quantization.layers import CalibratedLinear
@@ -156,32 +155,3 @@ AROUND = {
 def _layers_in_fp8(worker: Any) -> list[str]:
     modules = worker.model_runner.target.model.named_modules()
     return [name for name, module in modules if isinstance(getattr(module, "quant_method", None), CalibratedLinear)]
-
-
-# --- refusals ---
-
-
-def test_scale_files_that_do_not_fit_are_refused(
-    looping_llama: str, tiny_llama: str, calibrated: Calibrated, tmp_path: Path
-) -> None:
-    method = "maxabs_pow2"
-    serving = calibrated.serving("target", method)
-    for change, remedy in (
-        (dict(dump_stats_path=str(tmp_path / "nothing")), "no scale files"),
-        (dict(mode="LOAD"), "must be MEASURE or QUANTIZE"),
-        (dict(dynamic_quantization="True"), "is not simulated; use false"),
-        (dict(scale_method="maxabs_hw"), "_MAXABS_HW_0_1.json is missing"),
-    ):
-        with quantizing(calibrated.serving("target", method, **change)):
-            assert remedy in refusal(looping_llama)
-    with quantizing(serving):
-        assert "cpu_weights" in refusal(looping_llama, additional_config={"gaudi_spec": {"cpu_weights": "float16"}})
-        assert "gaudi_spec.fp8_range" not in (message := refusal(looping_llama, enable_lora=True))
-        assert "--enable-lora" in message
-    assert "drafters that are models" in refusal(looping_llama, speculative_config=ngram(3), **drafter(serving))
-
-    path = files.stem(calibrated.prefix("target"), 0, 1, method)
-    whole = path.with_name(path.name + ".json").read_text()
-    path.with_name(path.name + ".json").write_text(whole[: len(whole) // 2])
-    with quantizing(serving):
-        assert "is truncated" in refusal(looping_llama)

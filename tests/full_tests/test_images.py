@@ -145,19 +145,3 @@ def test_prefix_cache_tells_videos_apart(asked: Server) -> None:
 def test_bad_video_is_a_bad_request(clip: Callable[[], bytes], words: list[str], asked: Server) -> None:
     check_error(asked.client.post("/v1/chat/completions", json=dict(model="tiny") | about(clip())), words)
     check_alive(asked)
-
-
-@pytest.mark.slow
-def test_half_a_video_is_answered_by_its_frames(asked: Server) -> None:
-    clip = video(frames=8)
-    found = asked.post("/v1/chat/completions", about(clip[: len(clip) * 3 // 4]))
-    assert found["usage"]["completion_tokens"] == 12
-    check_alive(asked)
-
-
-@pytest.mark.slow
-def test_more_images_than_fit_are_refused(asked: Server) -> None:
-    many = [png(picture((112, 112)))] * 40
-    response = asked.client.post("/v1/chat/completions", json=dict(model="tiny") | question(*many))
-    check_error(response, ["maximum", "256"])
-    check_alive(asked)

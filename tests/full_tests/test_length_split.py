@@ -114,17 +114,6 @@ def test_request_limits_its_number_of_drafts(tiny_llama: str, said: Record) -> N
         assert max(drafted, default=0) == min(4 if wish is None else wish, 4)
 
 
-def test_request_without_drafts_does_not_affect_others(tiny_llama: str) -> None:
-    prompts = [repeating(length, seed=length) for length in (20, 25, 30, 35)]
-    out = greedy(40, extra_args={"num_speculative_tokens": 0})
-    with speculating(tiny_llama, ngram(4), enable_prefix_caching=False) as llm:
-        alone = [account(generate(llm, [prompt], greedy(40))[0]) for prompt in prompts]
-        mixed = [account(o) for o in generate(llm, prompts, [greedy(40), out, greedy(40), out])]
-    assert mixed[0::2] == alone[0::2]
-    assert all(sum(steps.drafted) > 10 for steps in alone)
-    assert not any(sum(steps.drafted) for steps in mixed[1::2])
-
-
 def test_number_of_drafts_follows_the_load(tiny_llama: str, said: Record) -> None:
     """Up to two requests at a time draft four tokens each, more of them none; when the crowd is gone, the rest do."""
     script = drafters.play(said.next)

@@ -61,11 +61,6 @@ def test_prompt_logprobs_are_the_adapters(adapted: LLM, loras: list[Adapter], me
         )
 
 
-def test_adapters_of_a_batch_do_not_mix(adapted: LLM, loras: list[Adapter], alone: dict[str, list[Tokens]]) -> None:
-    jobs = mixed(24, loras[0], None, loras[1])
-    check_same(jobs, run(adapted, jobs), alone["a, none, b"])
-
-
 def test_adapters_loaded_and_removed_while_requests_run(
     adapted: LLM, loras: list[Adapter], alone: dict[str, list[Tokens]]
 ) -> None:

@@ -1,7 +1,5 @@
-"""The endpoints of pooling models: numbers are transformers', truncation is what was asked for, and bad requests are
-answered with 400."""
+"""The endpoints of pooling models answer with the numbers of transformers."""
 
-import base64
 import json
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
@@ -16,7 +14,6 @@ from transformers import AutoTokenizer, BertForSequenceClassification, Qwen3Mode
 
 from tests.full_tests.prompts import PROMPTS, random_prompts
 from tests.full_tests.server import Server
-from tests.full_tests.test_bad_input import check_error
 from tests.full_tests.tiny_models import BOS, EOS, VOCAB
 from tests.models import checkpoints
 from tests.models.run import CASES
@@ -26,7 +23,6 @@ pytestmark = pytest.mark.slow
 TOLERANCE = dict(atol=1e-4, rtol=0)
 MAX_LEN = 128
 SHORT = [text for text in PROMPTS if len(text) < 60]
-LONG = "the quick brown fox jumps over the lazy dog and " * 12
 MANY = random_prompts([1 + number * 7 % 90 for number in range(150)], VOCAB, seed=9)
 
 
@@ -53,9 +49,6 @@ class Asked:
         ids = self.ids(text) if isinstance(text, str) else text
         found: torch.Tensor = self.model(input_ids=torch.tensor([ids])).logits[0]
         return found
-
-    def refused(self, path: str, words: list[str], **body: Any) -> None:
-        check_error(self.server.client.post(path, json=dict(model="tiny") | body), words)
 
 
 def running(folder: str, kind: Any, log: Path) -> Iterator[Asked]:
@@ -117,26 +110,6 @@ def test_embeddings_of_many_concurrent_requests(embedding: Asked) -> None:
         check(found, state)
 
 
-def test_embedding_formats(embedding: Asked) -> None:
-    for found, text in zip(embeddings(embedding, SHORT), SHORT, strict=True):
-        check(found, embedding.states(embedding.ids(text))[-1])
-    (coded,) = embeddings(embedding, SHORT[0], encoding_format="base64")
-    check(
-        torch.frombuffer(bytearray(base64.b64decode(coded)), dtype=torch.float32),
-        embedding.states(embedding.ids(SHORT[0]))[-1],
-    )
-    (plain,) = embeddings(embedding, SHORT[0], use_activation=False)
-    assert abs(float(torch.tensor(plain).norm()) - 1) > 0.01, "not made of length 1"
-
-
-def test_truncated_embeddings(embedding: Asked) -> None:
-    ids = embedding.ids(LONG)
-    assert len(ids) > MAX_LEN
-    for length, side, kept in ((20, "right", ids[:20]), (20, "left", ids[-20:]), (-1, "right", ids[:MAX_LEN])):
-        (found,) = embeddings(embedding, LONG, truncate_prompt_tokens=length, truncation_side=side)
-        check(found, embedding.states(kept)[-1])
-
-
 def test_scores_of_embeddings(embedding: Asked) -> None:
     """The cosine of the angle between them."""
     query, *texts = SHORT
@@ -151,30 +124,6 @@ def test_scores_of_embeddings(embedding: Asked) -> None:
     ]
 
 
-def test_bad_embedding_requests_are_refused(embedding: Asked) -> None:
-    path = "/v1/embeddings"
-    embedding.refused(path, [str(MAX_LEN)], input=LONG)
-    embedding.refused(path, ["vocabulary"], input=[5, 10_000])
-    embedding.refused(path, ["prompt", "empty"], input=[[]])
-    embedding.refused(path, ["input"], input=5)
-    embedding.refused(path, ["truncate_prompt_tokens"], input="a", truncate_prompt_tokens=-2)
-    embedding.refused(path, ["truncate_prompt_tokens"], input="a", truncate_prompt_tokens=MAX_LEN + 1)
-    embedding.refused(path, ["truncation_side"], input="a", truncation_side="middle")
-    embedding.refused(path, ["dimensions"], input="a", dimensions=16)
-    embedding.refused(path, ["encoding_format"], input="a", encoding_format="roman")
-    embedding.refused(path, ["nope"], input="a", model="nope")
-    # A server has one task.
-    embedding.refused("/pooling", ["--pooler-config.task token_embed"], input="a", task="token_embed")
-    embedding.refused("/pooling", ["task"], input="a", task="classify")
-    embedding.refused("/pooling", ["task"], input="a", task="no such task")
-    check_alive_of_pooling(embedding)
-
-
-def check_alive_of_pooling(asked: Asked) -> None:
-    asked.server.wait_idle()
-    assert asked.server.client.get("/health").status_code == 200
-
-
 # ---- classes ---------------------------------------------------------------------------------------------
 
 
@@ -184,18 +133,6 @@ def test_classes_of_many_texts(classifying: Asked) -> None:
         check(found["probs"], probs)
         assert found["label"] == classifying.model.config.id2label[int(probs.argmax())]
         assert found["num_classes"] == len(probs)
-
-
-def test_classes_by_other_endpoints_and_truncated(classifying: Asked) -> None:
-    found = classifying.server.post("/pooling", dict(input=SHORT, task="classify"))["data"]
-    for one, text in zip(found, SHORT, strict=True):
-        check(one["data"], classifying.logits(text).softmax(-1))
-    (raw,) = classifying.server.post("/classify", dict(input=SHORT[0], use_activation=False))["data"]
-    check(raw["probs"], classifying.logits(SHORT[0]))
-    (cut,) = classifying.server.post("/classify", dict(input=LONG, truncate_prompt_tokens=9, truncation_side="left"))[
-        "data"
-    ]
-    check(cut["probs"], classifying.logits(classifying.ids(LONG)[-9:]).softmax(-1))
 
 
 # ---- scores of a model that reads both texts -------------------------------------------------------------
@@ -217,11 +154,3 @@ def test_scores_of_pairs(scoring: Asked) -> None:
     check([one["score"] for one in found], expected)
     ranked = scoring.server.post("/rerank", dict(query=query, documents=texts, top_n=3))["results"]
     check([one["relevance_score"] for one in ranked], expected.sort(descending=True).values[:3])
-
-
-def test_scores_of_truncated_pairs(scoring: Asked) -> None:
-    """From the right of the whole, with the types of what is left."""
-    found = scoring.server.post("/score", dict(text_1=SHORT[0], text_2=LONG, truncate_prompt_tokens=MAX_LEN))["data"]
-    given = scoring.tokenizer(SHORT[0], LONG, truncation=True, max_length=MAX_LEN, return_tensors="pt")
-    with torch.no_grad():
-        check([found[0]["score"]], scoring.model(**given).logits[0].sigmoid())

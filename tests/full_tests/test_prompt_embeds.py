@@ -1,9 +1,9 @@
 """Prompts of embeddings in place of tokens: answers are those of transformers, however prompts come, with drafts as
-without, and bad embeddings are bad requests."""
+without."""
 
 import base64
 import io
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from typing import Any
 
 import pytest
@@ -16,7 +16,6 @@ from tests.full_tests.engines import counter, engine, first_tokens, preemptions
 from tests.full_tests.prompts import random_prompts
 from tests.full_tests.server import Server
 from tests.full_tests.speculation import ngram
-from tests.full_tests.test_bad_input import check_alive, check_error
 from tests.full_tests.tiny_models import VOCAB
 
 LENGTHS = (40, 73, 1, 2, 64, 65, 33, 90, 17, 100)
@@ -169,29 +168,3 @@ def test_chat_with_embeddings(asked: Server, embedded: Embedded) -> None:
     of_embeds = asked.post("/v1/chat/completions", asked_for | dict(messages=[dict(role="user", content=[part])]))
     assert of_embeds["usage"] == of_text["usage"]
     assert of_embeds["choices"][0]["token_ids"] == of_text["choices"][0]["token_ids"]
-
-
-HOSTILE: dict[str, tuple[Callable[[int], Any], list[str]]] = {
-    "wrong width": (lambda width: encoded(torch.ones(5, width + 1)), ["hidden_size", "match"]),
-    "integers": (lambda width: encoded(torch.ones(5, width, dtype=torch.int32)), ["floating-point"]),
-    "one dimension": (lambda width: encoded(torch.ones(width)), ["2D"]),
-    "nan": (lambda width: encoded(torch.full((5, width), torch.nan)), ["finite"]),
-    "infinite": (lambda width: encoded(torch.full((5, width), -torch.inf)), ["finite"]),
-    "beyond the model's dtype": (lambda width: encoded(torch.full((5, width), 1e300, dtype=torch.float64)), ["finite"]),
-    "no rows": (lambda width: encoded(torch.ones(0, width)), ["empty"]),
-    "too many rows": (lambda width: encoded(torch.ones(300, width)), ["maximum"]),
-    "a list": (lambda width: encoded([1.0] * width), ["prompt_embeds"]),
-    "not a tensor file": (lambda width: base64.b64encode(b"not a tensor").decode(), ["deserialized"]),
-    "not base64": (lambda width: "?" * 40, ["base64"]),
-    "no bytes": (lambda width: "", ["prompt"]),
-    "a number": (lambda width: 5, ["prompt_embeds"]),
-}
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("name", HOSTILE)
-def test_bad_embeddings_are_bad_requests(name: str, asked: Server, embedded: Embedded) -> None:
-    make, words = HOSTILE[name]
-    sent = body(make(embedded.whole[0].shape[1]), model="tiny")
-    check_error(asked.client.post("/v1/completions", json=sent), words)
-    check_alive(asked)

@@ -99,17 +99,6 @@ def test_seeds_and_n(server: Server) -> None:
     assert len(set(unseeded)) == 3, "without a seed every request draws its own"
 
 
-def test_logprobs(server: Server) -> None:
-    logprobs = server.complete(**GREEDY, logprobs=2, echo=True)["choices"][0]["logprobs"]
-    assert logprobs["token_logprobs"][0] is None
-    assert all(value <= 0 for value in logprobs["token_logprobs"][1:])
-    # The first of two tokens has no score.
-    shortest = server.complete(prompt=[5, 6], max_tokens=1, temperature=0, echo=True, logprobs=1)
-    first, second, _ = shortest["choices"][0]["logprobs"]["token_logprobs"]
-    assert first is None
-    assert second <= 0
-
-
 def test_concurrent_requests_equal_single_ones(server: Server) -> None:
     """32 clients at once, seeded and greedy, get what each gets alone."""
     kinds = [dict(temperature=0), dict(temperature=1.0, top_p=0.9)]

@@ -902,6 +902,14 @@ def test_measuring_with_fp8_kv_is_refused(tmp_path: Path, monkeypatch: pytest.Mo
         engine_config(tmp_path, None, kv_cache_dtype="fp8_inc")
 
 
+def test_adapters_with_quant_config_are_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    path = tmp_path / "quant.json"
+    monkeypatch.setenv("QUANT_CONFIG", str(path))
+    path.write_text(json.dumps({"mode": "MEASURE", "dump_stats_path": str(tmp_path / "inc")}))
+    with pytest.raises(UnsupportedConfigError, match="LoRA adapters are not supported with QUANT_CONFIG"):
+        engine_config(tmp_path, None, enable_lora=True)
+
+
 def test_custom_logits_processors_are_refused_with_speculation(tmp_path: Path) -> None:
     processor = "vllm.v1.sample.logits_processor:MinPLogitsProcessor"
     way_out = "; leave out --logits-processors, or --speculative-config"

@@ -149,22 +149,6 @@ def test_drafts_up_to_the_context_limit_change_nothing(num_tokens: int, judge: J
     assert len({said(answer)[0] for answer in answers}) == 1
 
 
-@pytest.mark.parametrize(
-    ("num_tokens", "max_tokens", "status"),
-    [
-        (MAX_LEN - 1, 1, 200),
-        (MAX_LEN - 1, 2, 200),  # vLLM gives as many as there is room for
-        (MAX_LEN, 1, 400),
-        (MAX_LEN, None, 400),
-        (MAX_LEN + 1, 1, 400),
-        (100 * MAX_LEN, 1, 400),
-    ],
-)
-def test_the_limit_of_the_context(num_tokens: int, max_tokens: int | None, status: int, judge: Judge) -> None:
-    body = dict(prompt=[PICKED_ID] * num_tokens, max_tokens=max_tokens)
-    assert judge.send_json("/v1/completions", **body).status_code == status
-
-
 # ---- drafts that never count -------------------------------------------------------------------------------
 
 

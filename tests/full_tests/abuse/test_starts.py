@@ -17,31 +17,20 @@ HUGE = 10**40
 # What is given as --additional-config, and words that the last line must have.
 ADDITIONAL: list[tuple[str, list[str]]] = [
     ("{", ["additional_config"]),
-    ("[1]", ["additional_config"]),
     (DEEP, ["additional_config"]),
 ]
 # The same below gaudi_spec.
 OURS: list[tuple[Any, list[str]]] = [
-    ("text", ["gaudi_spec", "object"]),
-    ({"x" * 100_000: 1}, ["unknown option"]),
     ({"adaptive": {"deep": {"deeper": []}}}, ["adaptive", "true or false"]),
-    ({"batch_buckets": [HUGE]}, ["batch_buckets"]),
     ({"batch_buckets": list(range(-5, 100_000))}, ["batch_buckets"]),
-    ({"universal_kv_len": -HUGE}, ["universal_kv_len"]),
     ({"buckets_file": "/dev/zero"}, ["buckets_file"]),
-    ({"buckets_file": "/etc/passwd"}, ["buckets_file"]),
     ({"draft_quant_config": "/dev/zero"}, ["draft_quant_config"]),
 ]
 SPECULATIVE: list[tuple[str, list[str]]] = [
     ("{", ["--speculative-config"]),
-    ("5", ["speculative"]),
-    ('{"method": 5, "num_speculative_tokens": 3}', ["method"]),
     ('{"method": "no such", "num_speculative_tokens": 3}', ["method"]),
     ('{"method": "ngram", "num_speculative_tokens": 0}', ["num_speculative_tokens"]),
-    ('{"method": "ngram", "num_speculative_tokens": "many"}', ["num_speculative_tokens"]),
     (f'{{"method": "ngram", "num_speculative_tokens": {HUGE}}}', ["num_speculative_tokens"]),
-    ('{"method": "ngram", "num_speculative_tokens": NaN}', ["num_speculative_tokens"]),
-    ('{"method": "ngram", "num_speculative_tokens": 3, "no_such": 1}', ["no_such"]),
     ('{"method": "ngram", "num_speculative_tokens": 3, "prompt_lookup_max": -1}', ["prompt_lookup"]),
     ('{"method": "draft_model", "model": "/no/such", "num_speculative_tokens": 3}', ["/no/such"]),
     ('{"method": "draft_model", "model": "/etc/passwd", "num_speculative_tokens": 3}', ["/etc/passwd"]),

@@ -23,19 +23,8 @@ def truncated(folder: Path) -> None:
     file.write_bytes(file.read_bytes()[: file.stat().st_size // 2])
 
 
-def without_its_last_byte(folder: Path) -> None:
-    file = folder / WEIGHTS
-    file.write_bytes(file.read_bytes()[:-1])
-
-
 def empty(folder: Path) -> None:
     (folder / WEIGHTS).write_bytes(b"")
-
-
-def zeros(folder: Path) -> None:
-    """As a file system may leave it that lost its power."""
-    file = folder / WEIGHTS
-    file.write_bytes(bytes(file.stat().st_size))
 
 
 def without_a_part(folder: Path) -> None:
@@ -78,9 +67,7 @@ def fewer(weights: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
 
 CASES: dict[str, tuple[Callable[[Path], None], str]] = {
     "truncated": (truncated, "is damaged or was only half written"),
-    "without its last byte": (without_its_last_byte, "is damaged or was only half written"),
     "empty": (empty, "is damaged or was only half written"),
-    "zeros": (zeros, "is damaged or was only half written"),
     "without a part": (without_a_part, "model-00002-of-00002.safetensors, which is missing"),
     "without weights": (without_weights, "cannot be loaded"),
     "other shapes": (changed(narrower), "cannot be loaded"),
