@@ -43,3 +43,13 @@ def answer(new_tokens: dict[str, list[int]], num_real: dict[str, int] | None) ->
     if num_real is None:
         return ModelRunnerOutput([*new_tokens], index, sampled_token_ids=tokens)
     return SpeculativeOutput([*new_tokens], index, sampled_token_ids=tokens, num_real_drafts=num_real)
+
+
+class Never:
+    """A rule of goodput that is always against drafting."""
+
+    def should_draft(self, num_rows: int, *, may_try: bool) -> bool:
+        return False
+
+    def observe(self, *args: object, **kwargs: object) -> bool:
+        return False

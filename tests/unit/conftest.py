@@ -22,3 +22,12 @@ def card() -> Iterator[Any]:
     with torch.inference_mode():
         yield card
     card.reset()
+
+
+@pytest.fixture(scope="module")
+def one_thread() -> Iterator[None]:
+    """Run torch on one thread: more of them are slower where tensors are small."""
+    before = torch.get_num_threads()
+    torch.set_num_threads(1)
+    yield
+    torch.set_num_threads(before)

@@ -21,7 +21,6 @@ from vllm.config import SpeculativeConfig, VllmConfig
 from vllm.config.utils import replace
 from vllm.engine.arg_utils import EngineArgs
 from vllm.sampling_params import StructuredOutputsParams
-from vllm.utils.argparse_utils import FlexibleArgumentParser
 from vllm.v1.core.sched.async_scheduler import AsyncScheduler
 from vllm.v1.sample.logits_processor import LOGITSPROCS_GROUP, STR_SPEC_DEC_REJECTS_LOGITSPROCS
 from vllm.v1.serial_utils import MsgpackEncoder
@@ -58,6 +57,7 @@ def test_defaults_and_lists() -> None:
         ({"universal_context": "text"}, "universal_context must be map or retokenize, got 'text'"),
         ({"universal_match": 1}, "universal_match must be tli or slem, got 1"),
         ({"universal_kv_len": 0}, "universal_kv_len must be 1 or more, got 0"),
+        ({"state_snapshots": 0}, "state_snapshots must be 1 or more"),
         ({"cpu_weights": "int4"}, "cpu_weights must be float32 or float16 or int8, got 'int4'"),
         ("text", "gaudi_spec must be an object with options by name, got 'text'"),
         ({"goodput": None}, "goodput must be true or false"),
@@ -987,16 +987,6 @@ def test_custom_logits_processors_disable_async_scheduling(tmp_path: Path) -> No
     processor = "vllm.v1.sample.logits_processor:MinPLogitsProcessor"
     made = engine_config(tmp_path, None, logits_processors=[processor], async_scheduling=True)
     assert made.scheduler_config.async_scheduling is False
-
-
-def test_speculation_from_the_command_line(tmp_path: Path) -> None:
-    engine_config(tmp_path, NGRAM)
-    speculative = '{"method": "ngram", "num-speculative-tokens": 4, "rejection_sample_method": "strict"}'
-    words = ["--model", str(tmp_path), "--speculative-config", speculative, "--skip-tokenizer-init"]
-    given = EngineArgs.add_cli_args(FlexibleArgumentParser()).parse_args([*words, "--dtype", "float32"])
-    made = EngineArgs.from_cli_args(given).create_engine_config()
-    expected = Speculation(method="ngram", num_drafts=4, rule="strict", drafting="greedy", drafter_max_len=None)
-    assert Speculation.from_vllm(made) == expected
 
 
 @pytest.mark.parametrize(("wanted", "fine"), [(0, True), (3, True), (-1, False), (True, False), (1.0, False)])

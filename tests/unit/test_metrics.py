@@ -120,10 +120,3 @@ def test_gauge_can_be_zero() -> None:
     counted = metrics.StepMetrics()
     counted.set(COVERAGE, 0, "drafter")
     assert counted.take() == {COVERAGE: {"drafter": 0}}, "known to be 0 is not unknown"
-
-
-def test_labeled_series_requires_label_value() -> None:
-    with pytest.raises(AssertionError, match=ROWS):
-        metrics.StepMetrics().count(ROWS)
-    with pytest.raises(AssertionError, match=STEPS):
-        metrics.StepMetrics().count(STEPS, 1, "0")

@@ -16,7 +16,6 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-import torch
 from hypothesis import HealthCheck, settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, precondition, rule, run_state_machine_as_test
@@ -36,6 +35,8 @@ from tests.support.small_engine import (
     Variant,
     greedy_text,
 )
+
+pytestmark = pytest.mark.usefixtures("one_thread")
 
 MOST_REQUESTS = 2 * MAX_ROWS
 """Most requests at a time, of which some have to wait."""
@@ -93,15 +94,6 @@ def answers_alone(turns: list[int]) -> Iterator[tuple[list[int], FinishReason]]:
         answer = answer[: stops[0] + 1] if stops else answer
         yield answer, FinishReason.STOP if stops else FinishReason.LENGTH
         text += answer[:-1]
-
-
-@pytest.fixture(scope="module", autouse=True)
-def one_thread() -> Iterator[None]:
-    """Use one thread, since the tensors are small."""
-    before = torch.get_num_threads()
-    torch.set_num_threads(1)
-    yield
-    torch.set_num_threads(before)
 
 
 @pytest.fixture(scope="module")

@@ -5,7 +5,6 @@ from __future__ import annotations
 import json
 import random
 import stat
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -23,7 +22,9 @@ from tests.support.small_engine import FAVORITES, ROOMY, STANDARD, SmallEngine, 
 from vllm_gaudi_spec import metrics
 from vllm_gaudi_spec.records import Verification
 from vllm_gaudi_spec.scheduling import audits, comparison
-from vllm_gaudi_spec.scheduling.scheduler import SpecAsyncScheduler, SpecScheduler
+from vllm_gaudi_spec.scheduling.scheduler import SpecScheduler
+
+pytestmark = pytest.mark.usefixtures("one_thread")
 
 KINDS: list[dict[str, Any]] = [
     dict(temperature=0),
@@ -34,15 +35,6 @@ KINDS: list[dict[str, Any]] = [
     dict(temperature=0.9, logit_bias={FAVORITES[0]: -100, 30: 7.0}, repetition_penalty=1.2),
     dict(temperature=1.0, min_tokens=6, stop_token_ids=FAVORITES[:2], logprobs=2, prompt_logprobs=1),
 ]
-
-
-@pytest.fixture(scope="module", autouse=True)
-def one_thread() -> Iterator[None]:
-    """These tensors are small."""
-    before = torch.get_num_threads()
-    torch.set_num_threads(1)
-    yield
-    torch.set_num_threads(before)
 
 
 @pytest.fixture(autouse=True)
@@ -330,16 +322,6 @@ def test_client_request_with_an_audits_id_still_drafts(folder: Path) -> None:
         engine.finish()
         counts.append(engine.counts)
     assert counts[0] == counts[1]
-
-
-@pytest.mark.parametrize("kind", [SpecScheduler, SpecAsyncScheduler])
-def test_scheduler_without_audits_keeps_no_audit_state(kind: Any, tmp_path: Path) -> None:
-    scheduler: Any = scheduler_of(kind, tmp_path)
-    params = SamplingParams(max_tokens=1)
-    scheduler.add_request(Request("0", PROMPT, params, None))
-    assert scheduler._audits is None
-    assert scheduler.requests["0"].sampling_params is params
-    assert params.seed is None
 
 
 def audited(tmp_path: Path, **speculative: Any) -> Any:

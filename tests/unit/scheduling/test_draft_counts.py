@@ -9,7 +9,7 @@ import pytest
 from vllm import SamplingParams
 from vllm.v1.request import Request, RequestStatus
 
-from tests.support.schedulers import NUM_DRAFTS, PROMPT, answer, scheduler_of
+from tests.support.schedulers import NUM_DRAFTS, PROMPT, Never, answer, scheduler_of
 from tests.unit.test_config import engine_config
 from vllm_gaudi_spec import metrics, upstream
 from vllm_gaudi_spec.config import Speculation
@@ -132,14 +132,6 @@ def test_reason_with_schedule_by_batch_size(kind: Kind, tmp_path: Path) -> None:
     assert play.step() == {"load": 1}
     assert play.step() == {"nothing": 1}
     play.check()
-
-
-class Never:
-    def should_draft(self, num_rows: int, *, may_try: bool) -> bool:
-        return False
-
-    def observe(self, *args: object, **kwargs: object) -> bool:
-        return False
 
 
 class Chosen:
@@ -302,20 +294,6 @@ def test_excluded_request_has_fault_as_reason(tmp_path: Path) -> None:
     play.admit("a")
     play.step()
     assert play.step() == {"nothing": 1}, "another one of that name"
-
-
-def test_finished_requests_are_forgotten(tmp_path: Path) -> None:
-    play = Play(SpecAsyncScheduler, tmp_path, additional_config={"gaudi_spec": dict(adaptive=True)})
-    play.admit("a")
-    play.scheduler._lengths = Chosen(a=1, b=1)
-    play.step(draft_rounds=[DraftRound(("a",), worked=True)])
-    play.step()
-    play.admit("b")
-    play.scheduler.finish_requests("a", RequestStatus.FINISHED_ABORTED)
-    play.step()
-    counts = play.scheduler._draft_counts
-    assert set(counts._choices) == {"b"}
-    assert not counts._excluded
 
 
 def test_rows_of_finished_requests_are_not_counted(tmp_path: Path) -> None:

@@ -2,19 +2,15 @@
 
 from __future__ import annotations
 
-import logging
 from itertools import product
-from pathlib import Path
 
 import numpy as np
 import pytest
 from vllm import SamplingParams
 
-from tests.unit.scheduling.test_draft_counts import Play
 from vllm_gaudi_spec.config import Speculation
 from vllm_gaudi_spec.records import NoDraftReason
 from vllm_gaudi_spec.scheduling.limits import DraftLimits, LengthSplit, Reason, explain_no_drafts
-from vllm_gaudi_spec.scheduling.scheduler import SpecScheduler
 
 K, NUM_PROMPT, MAX_MODEL_LEN = 4, 10, 40
 LIMITS = DraftLimits(max_context=32, end=20, max_drafts=K)
@@ -57,22 +53,3 @@ def test_permanent_reason_precedes_temporary_one() -> None:
         assert reason.label == label
     asked_for_none = explain_no_drafts(LIMITS._replace(max_drafts=0), 40, is_excluded=True)
     assert asked_for_none == Reason(NoDraftReason.REQUEST, "it asked for no drafts")
-
-
-def test_reason_is_logged_only_when_it_changes(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
-    play = Play(SpecScheduler, tmp_path)
-    logger = logging.getLogger("vllm_gaudi_spec.scheduling.counts")
-    logger.addHandler(caplog.handler)
-    with caplog.at_level(logging.DEBUG, logger.name):
-        play.admit("a", max_tokens=7)
-        play.admit("b", extra_args={"num_speculative_tokens": 0})
-        for step in range(7):
-            play.step({"a": 1} if step == 2 else {})
-    logger.removeHandler(caplog.handler)
-    # Where loggers pass records on, the handler gets the same one twice.
-    messages = {id(record): record.getMessage() for record in caplog.records if record.name == logger.name}
-    assert list(messages.values()) == [
-        "Request a has no drafts: the drafter proposed nothing, or has not read the request yet",
-        "Request b has no drafts: it asked for no drafts",
-        "Request a has no drafts: length 10 >= 10: the next token is its last",
-    ]

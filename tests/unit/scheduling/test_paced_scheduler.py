@@ -12,7 +12,7 @@ from vllm.v1.engine import EngineCoreOutputs
 from vllm.v1.request import Request, RequestStatus
 from vllm.v1.serial_utils import MsgpackDecoder, MsgpackEncoder
 
-from tests.support.schedulers import NUM_DRAFTS, PROMPT, answer, scheduler_of
+from tests.support.schedulers import NUM_DRAFTS, PROMPT, Never, answer, scheduler_of
 from vllm_gaudi_spec import upstream
 from vllm_gaudi_spec.metrics import SKIPPED_STEPS
 from vllm_gaudi_spec.scheduling.scheduler import SpecAsyncScheduler, SpecScheduler
@@ -27,16 +27,6 @@ def paced(kind: Kind, folder: Path, **options: bool) -> Any:
     for name in "ab":
         scheduler.add_request(Request(name, PROMPT, SamplingParams(max_tokens=200), None))
     return scheduler
-
-
-class Never:
-    """A rule that is always against it."""
-
-    def should_draft(self, num_rows: int, *, may_try: bool) -> bool:
-        return False
-
-    def observe(self, *args: object, **kwargs: object) -> bool:
-        return False
 
 
 def test_no_positions_are_scheduled_for_drafts_when_drafting_is_slower(tmp_path: Path) -> None:

@@ -20,7 +20,6 @@ from vllm.v1.request import Request
 
 from tests.support.schedulers import answer, scheduler_of
 from vllm_gaudi_spec import upstream
-from vllm_gaudi_spec.config import Options, UnsupportedConfigError
 from vllm_gaudi_spec.outputs import SpecSchedulerOutput
 from vllm_gaudi_spec.platforms.base import _disable_vllm_state_caching
 from vllm_gaudi_spec.recurrent.table import num_snapshots
@@ -170,12 +169,6 @@ def test_number_of_slots_is_configured_or_number_of_requests(
         scheduler_config=SimpleNamespace(max_num_seqs=max_seqs),
     )
     assert num_snapshots(config, requested) == expected
-
-
-def test_zero_snapshots_are_refused() -> None:
-    config: Any = SimpleNamespace(additional_config={"gaudi_spec": {"state_snapshots": 0}})
-    with pytest.raises(UnsupportedConfigError, match="state_snapshots must be 1 or more"):
-        Options.from_vllm(config)
 
 
 def test_vllm_does_not_cache_states_itself() -> None:
