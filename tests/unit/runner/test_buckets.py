@@ -89,11 +89,6 @@ def test_geometric_lists_always_grow() -> None:
     assert geometric(512, 5000, 2.0) == (512, 1024, 2048, 4096, 5120)
 
 
-def test_options_list_sizes_in_any_order() -> None:
-    given = buckets(batch_buckets=[8, 1, 8], prefill_buckets=[256, 64], block_buckets=[100, 7])
-    assert (given.batch, given.prefill, given.blocks) == ((1, 8), (64, 256), (7, 100))
-
-
 def test_buckets_file_lists_sizes_by_name(tmp_path: Path) -> None:
     path = listed(tmp_path, {"batch": [4, 1], "blocks": [9, 3]})
     found = buckets(buckets_file=path)
@@ -111,15 +106,9 @@ def test_option_overrides_the_buckets_file(tmp_path: Path) -> None:
     ("content", "message"),
     [
         ("{", r"buckets_file .*buckets.json cannot be read"),
-        ("\xff", r"buckets_file .*buckets.json cannot be read"),
         ([1, 2], r"buckets_file .*must hold lists by name, out of batch, prefill, blocks"),
         ({"batches": [1]}, r"buckets_file .*must hold lists by name, out of batch, prefill, blocks"),
         ({"batch": 4}, r"buckets_file: batch must be a list of positive integers, got 4"),
-        ({"batch": []}, r"buckets_file: batch must be a list of positive integers, got \[\]"),
-        ({"batch": [1, 0]}, r"buckets_file: batch must be a list of positive integers, got \[1, 0\]"),
-        ({"batch": [True]}, r"buckets_file: batch must be a list of positive integers, got \[True\]"),
-        ({"prefill": ["64"]}, r"buckets_file: prefill must be a list of positive integers, got \['64'\]"),
-        ({"blocks": [1.5]}, r"buckets_file: blocks must be a list of positive integers, got \[1.5\]"),
     ],
 )
 def test_invalid_buckets_file_is_refused(tmp_path: Path, content: object, message: str) -> None:

@@ -17,11 +17,9 @@ from tests.support.fakes import CapturingBackend, CompilingBackend, CopyingMemor
 from tests.support.small_engine import FAVORITES, ROOMY, STANDARD, SmallEngine, Variant
 from vllm_gaudi_spec import metrics
 from vllm_gaudi_spec.config import UnsupportedConfigError
-from vllm_gaudi_spec.devices.base import Graphs
 from vllm_gaudi_spec.environment import warms_up_in_background
 from vllm_gaudi_spec.records import DECODE, Shape
 from vllm_gaudi_spec.refusals import features
-from vllm_gaudi_spec.runner import warmup
 
 
 @pytest.fixture(autouse=True)
@@ -159,18 +157,6 @@ def test_warm_up_waits_for_its_downloads(tmp_path: Path, monkeypatch: pytest.Mon
     while left(engine):
         engine.step()
     assert 0 < counts["waited"] == counts["started"]
-
-
-def test_both_parts_of_warm_up_are_estimated(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    lines: list[str] = []
-    monkeypatch.setattr(warmup.logger, "info", lambda text, *values: lines.append(text % values))
-    monkeypatch.setattr(Graphs, "describe_warm_up", lambda _, work: f"{work.num_graphs} graphs")
-    engine = started(None, tmp_path)
-    first, rest = (line for line in lines if " graphs" in line)
-    assert first.startswith("Warm-up makes ")
-    assert rest.startswith(f"Warm-up continues with {left(engine)} runs in idle steps, which make ")
-    both = sum(int(line.split()[-2]) for line in (first.rstrip("."), rest.rstrip(".")))
-    assert both >= len(engine.runner.recorder.manifest)
 
 
 def test_start_fails_if_background_warm_up_would_run_out_of_memory(

@@ -184,17 +184,6 @@ def test_drafts_follow_the_last_token_until_advance(requests: Requests) -> None:
     assert requests.num_drafts_R[row_a] == 0, "what stands behind the new token was drafted for another"
 
 
-def test_reused_row_has_no_drafts(requests: Requests) -> None:
-    requests.apply(step({"a": 1}, new=[new_request("a", [1], [1])]))
-    row = torch.tensor([requests.by_id["a"].row])
-    one = torch.tensor([1], dtype=torch.int32)
-    requests.put_drafts(row, one, Drafts(torch.tensor([[9]], dtype=torch.int32), one))
-    requests.apply(step({"b": 1}, new=[new_request("b", [1], [1])], finished={"a"}))
-    assert requests.by_id["b"].row == row
-    assert requests.num_drafts_R[row] == 0
-    assert requests.ended == ["a"]
-
-
 # --- blocks of a decode, listed for all rows at once ---
 
 WINDOW = 0  # what a sliding window has passed
@@ -316,16 +305,6 @@ def test_decode_has_only_tables_without_flat_decode(requests: Requests) -> None:
     found = requests.decode_blocks(np.array([requests.by_id["a"].row, requests.pad_row]), [2], 32)
     assert found.flat == ()
     assert found.tables[0].tolist() == [[4, 9], [0, 0]]
-
-
-def test_every_rank_reports_ended_requests_in_the_same_order() -> None:
-    """The order of a set of strings differs between processes, and a drafter on the host depends on the order."""
-    names = [f"request {index}" for index in range(40)]
-    requests = Requests(HostBackend(), max_rows=40, max_len=64, block_sizes=[16], max_context=64, seed=0)  # type: ignore[arg-type]
-    new = [new_request(name, [1, 2], [1 + index]) for index, name in enumerate(names)]
-    requests.apply(step(dict.fromkeys(names, 2), new=new))
-    requests.apply(step({}, finished=set(names)))
-    assert requests.ended == sorted(names)
 
 
 def test_encoder_rows_have_consecutive_blocks() -> None:

@@ -83,11 +83,6 @@ def test_every_report_without_logprobs_is_listed() -> None:
         assert {shape[:2] for shape, _ in every} == plain
 
 
-def test_sample_shapes_of_a_server_with_three_drafts() -> None:
-    counts = [len(signatures(*sample_shapes(rows, 8192, 3))) for rows in (8, 64, 128, 256)]
-    assert counts == [11, 29, 33, 40]
-
-
 @pytest.mark.parametrize("rectangles", [False, True])
 @pytest.mark.parametrize("lists", [False, True])
 def test_every_fitted_sample_shape_is_listed(lists: bool, rectangles: bool) -> None:

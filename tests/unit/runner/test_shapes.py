@@ -110,9 +110,10 @@ def test_padding_is_bounded() -> None:
         assert chosen.prefill(1, length, length).queries <= length * 1.25 + 16
 
 
-def test_number_of_drafts_does_not_multiply_decode_shapes() -> None:
+@pytest.mark.parametrize("flat", [False, True])
+def test_number_of_drafts_does_not_multiply_decode_shapes(flat: bool) -> None:
     def count(drafts: int) -> int:
-        return sum(shape.phase == "decode" for shape in shapes(drafts=drafts).all())
+        return sum(shape.phase == DECODE for shape in shapes(exact=not flat, drafts=drafts, flat=flat).all())
 
     assert count(1) == count(3) == count(8) == 2 * count(0)
 
@@ -213,13 +214,6 @@ def test_unreachable_flat_decodes_are_not_listed() -> None:
         for shape in [chosen.decode(1, [16 * (1 + min(max(more - 7 * row, 0), 7)) for row in range(num)])]
     }
     assert found == reachable
-
-
-def test_number_of_drafts_does_not_multiply_flat_decode_shapes() -> None:
-    def count(drafts: int) -> int:
-        return sum(shape.phase == DECODE for shape in shapes(exact=False, drafts=drafts, flat=True).all())
-
-    assert count(1) == count(3) == count(5) == 2 * count(0)
 
 
 def test_r05_block_buckets_are_bounded_by_memory() -> None:
