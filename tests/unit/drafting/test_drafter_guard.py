@@ -127,12 +127,6 @@ def test_replicated_drafters_need_equal_probs() -> None:
     assert count_drafts_on_both(own, own._replace(probs_BKV=other)) == [[3, FAULTY, FAULTY]] * 2
 
 
-def test_split_drafter_runs_no_comparison() -> None:
-    """All its ranks have the same gathered logits."""
-    drafts = Guard(independent=False).check_drafts(drafted([[1, 2, 3]], [3]), request([3]), VOCAB)
-    assert drafts.num_drafts_B.tolist() == [3]
-
-
 # --- drafters on the host ---
 
 Ask = Callable[[list[Any]], Any]

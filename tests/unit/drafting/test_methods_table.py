@@ -20,14 +20,6 @@ def test_each_method_names_a_proposer(name: str) -> None:
     assert callable(found.propose)
 
 
-@pytest.mark.parametrize("name", METHODS)
-def test_method_facts_are_consistent(name: str) -> None:
-    method = METHODS[name]
-    model_facts = (method.has_kv, method.reads_hidden_states, method.in_target)
-    assert method.has_model or not any(model_facts), "only a model has these"
-    assert method.on_device or not method.has_model, "models draft on the device"
-
-
 def test_in_vllm_matches_vllm_methods() -> None:
     vllms = {*values_of(upstream.SpeculativeMethod)}
     assert {name for name, method in METHODS.items() if method.in_vllm} == vllms & set(METHODS)

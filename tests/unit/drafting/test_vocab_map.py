@@ -17,11 +17,9 @@ from transformers import PreTrainedTokenizerFast
 
 from tests.unit.drafting.test_token_bytes import (
     BYTE_PIECES,
-    CORPUS,
     byte_level,
     chat_tokenizer,
     id_of,
-    random_texts,
     sentencepiece_bpe,
     unigram,
     word_piece,
@@ -110,28 +108,6 @@ def test_matched_tokens_have_equal_text(pair: Pair) -> None:
     assert compared > 300
 
 
-def test_random_bytes_survive_translation(pair: Pair) -> None:
-    """Any byte string that greedy matching can write."""
-    target, draft = pair.vocabularies
-    made, rng = pair.map, random.Random(1)
-    known = {piece: i for piece, i in target.id_by_bytes.items() if made.target_to_draft[i] >= 0}
-    longest = max(map(len, known))
-    texts = [text.encode() for text in (*random_texts(5, 100), *CORPUS)] + [rng.randbytes(30) for _ in range(100)]
-    written = 0
-    for text in texts:
-        ids, at = [], 0
-        while at < len(text):
-            sizes = [size for size in range(min(longest, len(text) - at), 0, -1) if text[at : at + size] in known]
-            if not sizes:
-                break
-            ids.append(known[text[at : at + sizes[0]]])
-            at += sizes[0]
-        else:
-            assert b"".join(draft.bytes_by_id[i] or b"?" for i in made.target_to_draft[ids]) == text
-            written += 1
-    assert written == len(texts) or "WordPiece" in repr(pair.draft.backend_tokenizer.decoder) or written > 50
-
-
 def test_all_tokens_with_equal_bytes_match(pair: Pair) -> None:
     target, draft = pair.vocabularies
     common = {piece for piece in target.bytes_by_id if piece} & {piece for piece in draft.bytes_by_id if piece}
@@ -179,11 +155,6 @@ def test_special_tokens_beyond_model_have_no_partner() -> None:
     vocabulary = special("<a> <b> <c>")
     for sizes in ((2, 4), (4, 2)):
         assert match_vocabularies(vocabulary, vocabulary, *sizes).num_matched == 2
-
-
-def test_arrays_are_read_only(pair: Pair) -> None:
-    with pytest.raises(ValueError):
-        pair.map.target_to_draft[0] = 1
 
 
 def test_empty_intersection_is_refused() -> None:
@@ -343,15 +314,6 @@ def test_damaged_file_is_rebuilt(small: Pair, tmp_path: Path, change: Any) -> No
     assert file.read_bytes() != whole
     assert equal(small.build(tmp_path), small.map)
     assert [path.read_bytes() for path in tmp_path.iterdir()] == [whole]
-
-
-def test_file_of_another_pair_is_ignored(small: Pair, tmp_path: Path) -> None:
-    small.build(tmp_path / "one")
-    other = Pair(small.draft, small.target)
-    other.build(tmp_path / "two")
-    (mine,), (theirs,) = (tmp_path / "one").iterdir(), (tmp_path / "two").iterdir()
-    mine.write_bytes(theirs.read_bytes())
-    assert equal(small.build(tmp_path / "one"), small.map)
 
 
 def test_invalid_pairs_are_refused_despite_valid_checksum() -> None:
