@@ -10,7 +10,7 @@ from tests.full_tests.adapters import LORA, PROMPTS, Merged, greedy, run
 from tests.full_tests.engines import engine
 from tests.full_tests.quantized_checkpoints import PACKED, check_reference, rewritten
 from tests.full_tests.test_refusals import refusal
-from tests.models.formats import FORMATS, kernels
+from tests.models.formats import kernels
 from vllm_gaudi_spec.config import NATIVE, REFERENCE
 
 
@@ -40,11 +40,3 @@ def test_adapters_beside_native_kernels_are_refused(looping_llama: str, tmp_path
     quantized, _ = rewritten(looping_llama, "ct-int8", tmp_path)
     options = LORA | kernels(NATIVE) | dict(dtype="bfloat16")  # with AMX int8 has kernels for it alone
     assert "gaudi_spec to reference, or leave out --enable-lora" in refusal(quantized, **options)
-
-
-def test_unsupported_layout_is_refused(looping_llama: str, tmp_path: Path) -> None:
-    assert FORMATS["gptq"].config["sym"]
-    quantized, _ = rewritten(looping_llama, "gptq", tmp_path)
-    config = Path(quantized) / "config.json"
-    config.write_text(config.read_text().replace('"sym": true', '"sym": false'))
-    assert "zero points in GPTQ's first layout" in refusal(quantized)

@@ -2,13 +2,10 @@
 from the device once at most."""
 
 import pytest
-from vllm import LLM, SamplingParams
+from vllm import LLM
 
-from tests.full_tests import drafters
-from tests.full_tests.engines import SMALL_KV, counter, engine, first_tokens, generate, preemptions
-from tests.full_tests.prompts import random_prompts
-from tests.full_tests.speculation import METHODS, accounts, custom, speculating
-from tests.full_tests.tiny_models import VOCAB
+from tests.full_tests.engines import SMALL_KV, counter, generate, preemptions
+from tests.full_tests.speculation import METHODS, accounts, speculating
 from tests.full_tests.workload import mixed_requests
 from vllm_gaudi_spec.metrics import ROWS, ROWS_WITHOUT_DRAFTS
 
@@ -60,39 +57,3 @@ def test_counters_are_the_sum_of_the_requests(method: str, small: dict[str, int]
     assert all(count == 0 for reason, count in reasons.items() if reason not in EXPECTED), reasons
     assert report["steps"] > 20
     assert report["host_syncs_per_step"] <= 1
-
-
-def test_row_counters_match_generated_tokens(looping_llama: str) -> None:
-    """A step in which a row is admitted, or comes back, yields a token and is no row that decodes; every other row
-    yields one token beside its accepted drafts."""
-    prompts = random_prompts([40 + 20 * (place % 9) for place in range(24)], VOCAB)
-    params = SamplingParams(temperature=0, max_tokens=40, ignore_eos=True)
-    with speculating(looping_llama, METHODS["ngram"](4), **SMALL_KV) as llm:
-        generate(llm, prompts, params)
-        rows = sum(by_label(llm, ROWS, "num_drafts").values())
-        accepted = counter(llm, PREFIX + "num_accepted_tokens")
-        generated = counter(llm, "vllm:generation_tokens")
-        resumed = preemptions(llm)
-    assert generated == len(prompts) * 40
-    assert accepted > 100
-    assert resumed > 0
-    assert rows == generated - accepted - len(prompts) - resumed
-
-
-def test_padding_is_not_counted_as_drafts(tiny_llama: str) -> None:
-    """Two drafts now and then where four are possible: the places that stay empty count for nothing."""
-    prompts = random_prompts([10, 20, 30], VOCAB)
-    params = SamplingParams(temperature=0, max_tokens=48, ignore_eos=True)
-    with engine(tiny_llama) as llm:
-        record = drafters.Record.of(prompts, first_tokens(generate(llm, prompts, params)))
-    script = drafters.play(lambda context, k: record.next(context, 2) if len(context) % 3 == 0 else [])
-    with speculating(tiny_llama, custom("Scripted", 4)) as llm:
-        steps = accounts(generate(llm, prompts, params))
-        totals = [counter(llm, PREFIX + name) for name in ("num_drafts", "num_draft_tokens", "num_accepted_tokens")]
-        assert per_position(llm)[2:] == [0, 0]
-    said = [drafts for _, drafts in script.rows() if drafts]
-    assert len(said) > 15
-    # The last of a request's drafts may come too late for a step.
-    assert len(said) - len(prompts) <= totals[0] <= len(said)
-    assert totals[1] == totals[2] <= 2 * totals[0]
-    assert all(n <= 2 for step in steps for n in step.drafted)

@@ -4,9 +4,7 @@ from __future__ import annotations
 
 import re
 import subprocess
-import sys
 from pathlib import Path
-from types import SimpleNamespace
 
 import pytest
 
@@ -23,10 +21,6 @@ EXCEPTIONS = {
 FULL_TESTS = sorted({job.file for job in JOBS if job.file.parent.name == "full_tests"})
 
 
-def test_jobs_do_not_share_results() -> None:
-    assert len({job.stem for job in JOBS}) == len({job.name for job in JOBS}) == len(JOBS)
-
-
 @pytest.mark.parametrize("file", FULL_TESTS, ids=lambda file: file.stem)
 def test_full_tests_run_where_they_belong(file: Path) -> None:
     marks = [mark for mark in DEVICES_BY_MARK if re.search(rf"^pytestmark = .*\.{mark}\b", file.read_text(), re.M)]
@@ -40,43 +34,6 @@ def test_full_tests_run_where_they_belong(file: Path) -> None:
             device, _, mode = job.device.partition(", ")
             environment = job.environment()
             assert (environment["VGS_DEVICE"], environment["PT_HPU_LAZY_MODE"]) == (device, "0" if mode else "1")
-
-
-def test_those_of_the_emulated_cann_run_there() -> None:
-    assert {job.device for job in JOBS if job.file.parent.name == "emulated_cann"} == {"ascend-emulated"}
-
-
-def test_all_others_run_on_the_device_that_is_chosen() -> None:
-    named = {*FULL_TESTS, *(verify.ROOT / "tests" / "emulated_cann").glob("test_*.py")}
-    assert {job.device for job in JOBS if job.file not in named} == {None}
-
-
-def test_what_runs_beside_other_releases_has_a_python_and_an_environment_of_its_own(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
-    made: list[list[str]] = []
-
-    def run(command: list[str], **named: object) -> SimpleNamespace:
-        made.append(command)
-        return SimpleNamespace(returncode=0)
-
-    monkeypatch.setattr("tests.verify.subprocess.run", run)
-    monkeypatch.setenv("VGS_DEVICE", "cpu")
-    monkeypatch.setenv("VLLM_PLUGINS", "gaudi_spec")
-    beside = [job for job in JOBS if job.file.parent == verify.ROOT / "tests" / "integrations"]
-    assert {job.file.name for job in beside} == {
-        "test_doubles.py",
-        "test_vllm_ascend_engine.py",
-        "test_vllm_ascend_patches.py",
-        "test_vllm_ascend_proposer.py",
-    }
-    for job in beside:
-        assert not {"VGS_DEVICE", "VLLM_PLUGINS"} & job.environment().keys()
-        assert verify.python_for(job) == str(verify.STATE / "vllm-ascend" / "bin" / "python")
-    assert [command[-2:] for command in made] == [["vllm-ascend", str(verify.STATE / "vllm-ascend")]] * len(beside)
-    other = next(job for job in JOBS if job not in beside)
-    assert verify.python_for(other) == sys.executable
-    assert other.environment()["VLLM_PLUGINS"] == "gaudi_spec"
 
 
 @pytest.mark.parametrize("has_git", [True, False], ids=["checkout", "archive"])
@@ -106,8 +63,3 @@ def test_a_pass_counts_for_the_files_that_it_was_seen_with(
         (tmp_path / name).parent.mkdir(parents=True)
         (tmp_path / name).write_text("")
         assert verify.tree_hash() in seen, name
-
-
-def test_what_lies_beside_code_and_tests_counts() -> None:
-    names = {str(path.relative_to(verify.ROOT)) for path in verify.sources()}
-    assert names >= {"Makefile", "mkdocs.yml", "SECURITY.md", "CHANGELOG.md", "Dockerfile", "examples/README.md"}

@@ -122,10 +122,6 @@ def test_damaged_checkpoint_is_refused_with_vllms_kernels(tmp_path: Path, monkey
     assert configured(model, **options).model_config.quantization == "compressed-tensors"
 
 
-def test_checkpoints_that_fit_are_accepted(tmp_path: Path) -> None:
-    configured(write(tmp_path), **reference())
-
-
 def test_only_files_in_the_index_are_checked(tmp_path: Path) -> None:
     model = write(tmp_path)
     save_file({f"{NAME}.weight_scale": torch.ones(7, 1)}, tmp_path / "stray.safetensors")

@@ -190,8 +190,6 @@ def rounding_of(weights: dict[str, Any], weight: torch.Tensor) -> dict[str, torc
 @pytest.mark.parametrize(
     ("name", "part", "change", "reason"),
     [
-        ("ct-fp8-dynamic", "weight_scale", lambda scale: scale[1:], "scales or zero points of shape"),
-        ("ct-fp8-dynamic", "weight_scale", None, "has no weight_scale"),
         ("fp8-block", "weight_scale_inv", lambda scale: scale.t(), "scales or zero points of shape"),
         ("ct-w4a16", "weight_packed", lambda words: words[:, 17:], "scales or zero points of shape"),
         ("ct-w4a16", "weight_packed", lambda words: words.flatten(), "of 1 dimensions"),
@@ -199,8 +197,6 @@ def rounding_of(weights: dict[str, Any], weight: torch.Tensor) -> dict[str, torc
         ("gptq-desc-act", "g_idx", lambda indices: indices[1:], "383 group indices for 384 inputs"),
         ("gptq-desc-act", "qzeros", lambda words: words[1:], "scales or zero points of shape"),
         ("ct-w4a16-asym", "weight_zero_point", lambda words: words[:, 1:], "scales or zero points of shape"),
-        ("awq", "scales", lambda scale: scale[:, 1:], "scales or zero points of shape"),
-        ("awq", "qzeros", None, "has no qzeros"),
     ],
 )
 def test_tensors_that_do_not_fit(name: str, part: str, change: Any, reason: str, device: str) -> None:

@@ -2,10 +2,8 @@
 
 from __future__ import annotations
 
-import inspect
 from pathlib import Path
 
-import pytest
 from vllm.config import speculative as upstream
 
 from tests.unit.upstream.test_configuration import values_of
@@ -20,14 +18,6 @@ def test_rules_and_modules_correspond() -> None:
     modules = {path.stem for path in Path(rules.__path__[0]).glob("*.py")} - NO_RULES
     assert modules == set(RULES)
     assert set(TORCH.verify) == set(RULES) - {STRICT}
-
-
-@pytest.mark.parametrize("name", TORCH.verify)
-def test_rules_have_expected_parameters(name: str) -> None:
-    parameters = set(inspect.signature(TORCH.verify[name]).parameters)
-    common = {"logits_BQV", "drafts_BK", "num_drafts_B", "temperature_B", "keys_B2", "positions_BQ"}
-    own = {"draft_probs_BKV"} if RULES[name].needs_probs else {"rules"}
-    assert parameters - {"rates_K"} == common | own
 
 
 def test_in_vllm_matches_vllm_rules() -> None:
