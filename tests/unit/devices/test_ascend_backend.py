@@ -26,7 +26,7 @@ from vllm_gaudi_spec import devices, environment, refusals
 from vllm_gaudi_spec.attention import row_operations
 from vllm_gaudi_spec.attention.metadata import AttentionCall, Spans, build_rectangle
 from vllm_gaudi_spec.batches import make_batch
-from vllm_gaudi_spec.config import Options, UnsupportedConfigError
+from vllm_gaudi_spec.config import UnsupportedConfigError
 from vllm_gaudi_spec.devices.ascend import attention as ascend_attention
 from vllm_gaudi_spec.devices.ascend import backend as ascend
 from vllm_gaudi_spec.devices.ascend import device as ascend_device
@@ -37,7 +37,6 @@ from vllm_gaudi_spec.devices.base import Graphs, Memory
 from vllm_gaudi_spec.devices.common.stream_graphs import Graphed
 from vllm_gaudi_spec.records import DECODE, PREFILL, Planned, Shape
 from vllm_gaudi_spec.runner.requests import Requests
-from vllm_gaudi_spec.runner.shapes import Shapes
 
 # --- when it is chosen ---
 
@@ -69,20 +68,6 @@ def test_npu_is_chosen_when_a_card_is_present(nodes: tuple[str, ...], chosen: st
     for name in nodes:
         (host / name).touch()
     assert devices.choose_device() == chosen
-
-
-def test_card_without_its_software_is_ignored(host: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    (host / "davinci0").touch()
-    monkeypatch.setattr(devices, "find_spec", lambda name: None)
-    assert devices.choose_device() == "cpu"
-
-
-@pytest.mark.parametrize("device", ["ascend", "ascend-emulated"])
-def test_ascend_platform_class(device: str) -> None:
-    from vllm_gaudi_spec.platforms.ascend import AscendSpecPlatform
-
-    assert devices.platform_class(device) == f"{AscendSpecPlatform.__module__}.{AscendSpecPlatform.__qualname__}"
-    assert (AscendSpecPlatform.device_type, AscendSpecPlatform.dist_backend) == ("npu", "hccl")
 
 
 def test_rank_selects_its_card(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -235,17 +220,6 @@ def unopened() -> Any:
     """A backend whose card has not been opened."""
     traits = ascend.make_traits("ascend", torch.device("cpu"))
     return SimpleNamespace(traits=traits, weights=ascend.AscendWeights(Memory()))
-
-
-def test_sixteen_drafts_are_refused() -> None:
-    config = SimpleNamespace(
-        scheduler_config=SimpleNamespace(max_num_seqs=2, max_num_batched_tokens=64),
-        model_config=SimpleNamespace(max_model_len=64, is_moe=False),
-        parallel_config=SimpleNamespace(data_parallel_size=1),
-    )
-    Shapes.from_config(cast(Any, config), Options(), unopened(), 15)
-    with pytest.raises(UnsupportedConfigError, match="Device ascend verifies at most 15 drafts per step; set num_spec"):
-        Shapes.from_config(cast(Any, config), Options(), unopened(), 16)
 
 
 def test_formats_without_kernels_are_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

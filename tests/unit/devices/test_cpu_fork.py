@@ -25,20 +25,6 @@ def test_start_method(before: str, method: str, patience: int) -> None:
     assert result.stdout.split()[-1] == method
 
 
-@pytest.mark.skipif(len(os.sched_getaffinity(0)) == 1, reason="a machine with one core")
-@pytest.mark.parametrize(("settings", "is_bound"), [({}, True), ({"KMP_AFFINITY": "none"}, False)], ids=str)
-def test_intels_openmp_binds_forked_processes(settings: dict[str, str], is_bound: bool) -> None:
-    """This is why several ranks are spawned."""
-    code = (
-        "import os, torch\nif os.fork(): os.wait()\nelse: print(len(os.sched_getaffinity(0)), flush=True); os._exit(0)"
-    )
-    child = {name: value for name, value in os.environ.items() if name != "KMP_AFFINITY"} | settings
-    child["LD_PRELOAD"] = str(OPENMP)
-    assert OPENMP.exists()
-    result = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True, env=child)
-    assert int(result.stdout) == (1 if is_bound else len(os.sched_getaffinity(0)))
-
-
 def test_failed_fork_is_tried_only_once(monkeypatch: pytest.MonkeyPatch) -> None:
     """Each further engine of the process would wait for a child in vain."""
     asked = []
@@ -73,13 +59,3 @@ def test_intels_openmp_is_preloaded_unless_another_is(
     environment.preload_openmp()
     expected = ":".join(filter(None, (before.get("LD_PRELOAD"), str(environment.OPENMP))))
     assert os.environ == ({"LD_PRELOAD": expected, "KMP_BLOCKTIME": "1"} if added else before)
-
-
-def test_an_engine_is_forked_from_a_process_without_intels_openmp(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Scripts without `if __name__ == "__main__":` keep working, and start in half the time."""
-    monkeypatch.setattr(fork, "_has_threads", False)
-    monkeypatch.setattr(fork, "_forked_child_can_compute", lambda: True)
-    monkeypatch.setenv("LD_PRELOAD", str(OPENMP))
-    assert fork.start_method(1) == "fork"
-    monkeypatch.setattr(fork, "_has_intels_openmp", lambda: False)
-    assert fork.start_method(2) == "fork"

@@ -2,9 +2,6 @@
 
 from __future__ import annotations
 
-from types import SimpleNamespace
-from typing import Any
-
 import pytest
 import torch
 from torch import nn
@@ -105,18 +102,6 @@ def test_rows_of_an_invariant_layer_are_independent(dtype: torch.dtype) -> None:
         assert torch.equal(apply(layer, x.view(2, 35, -1)).flatten(0, 1), alone)
 
 
-def test_only_few_rows_use_the_float16_copy() -> None:
-    layer = layer_of(weight_of((96, 64)), None)
-    read: list[str] = []
-    layer.cpu_linear = ByRows(
-        few=lambda *_: read.append("few"),  # type: ignore[arg-type]
-        many=lambda *_: read.append("many"),  # type: ignore[arg-type]
-    )
-    for rows in (1, FEW_ROWS, FEW_ROWS + 1):
-        apply(layer, torch.randn(rows, 64))
-    assert read == ["few", "few", "many"]
-
-
 @needs_int8
 @pytest.mark.parametrize("shape", SHAPES)
 @pytest.mark.parametrize("wide", [False, True])
@@ -202,15 +187,6 @@ def test_missing_kernels_are_refused(monkeypatch: pytest.MonkeyPatch) -> None:
     cpu_linear.refuse_missing_kernel(Options())
     with pytest.raises(UnsupportedConfigError, match="int8 has no kernel for this CPU; use float32 or float16"):
         cpu_linear.refuse_missing_kernel(Options(cpu_weights="int8"))
-
-
-def test_copies_are_reported(caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch) -> None:
-    logged: list[Any] = []
-    monkeypatch.setattr(cpu_linear, "logger", SimpleNamespace(info=lambda *words: logged.append(words)))
-    model = nn.ModuleList([layer_of(weight_of((96, 64)), None), layer_of(weight_of((96, 64), torch.float32), None)])
-    cpu_linear.log_copies(model)
-    ((_, copies, matrices, size, _),) = logged
-    assert (copies, matrices, size) == (1, 2, 96 * 64 * 2 / 2**30)
 
 
 def test_weights_of_one_shape_are_packed_alike(

@@ -34,19 +34,6 @@ def nodes(monkeypatch: pytest.MonkeyPatch, folder: Path, *names: str) -> None:
     monkeypatch.setitem(devices.DEVICES, "hpu", devices.DEVICES["hpu"]._replace(nodes=nodes))
 
 
-@pytest.mark.parametrize(
-    ("names", "there"), [((), False), (("accel0",), True), (("hl3",), True), (("accel_c",), False)]
-)
-def test_a_card_shows_in_dev(
-    software: None, names: tuple[str, ...], there: bool, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
-) -> None:
-    nodes(monkeypatch, tmp_path, *names)
-    assert devices.has_card("hpu") is there
-    monkeypatch.setattr(devices, "other_platform_plugins", tuple)
-    monkeypatch.delenv("VGS_DEVICE", raising=False)
-    assert devices.choose_device() == ("hpu" if there else "cpu")
-
-
 def test_a_card_without_its_software_is_none(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     nodes(monkeypatch, tmp_path, "accel0")
     monkeypatch.setattr(devices, "find_spec", lambda name: None)  # this process may have the emulated one

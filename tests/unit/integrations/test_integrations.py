@@ -99,16 +99,6 @@ def test_our_platform_is_not_imported_with_vllm_ascend(monkeypatch: pytest.Monke
     assert registered == [True]
 
 
-def test_registration_is_logged(installed: pytest.MonkeyPatch) -> None:
-    from vllm_gaudi_spec.integrations.vllm_ascend import patches
-
-    said: list[str] = []
-    installed.setattr(patches, "apply", lambda: None)
-    installed.setattr(logging.getLogger("vllm"), "info", lambda text, *values: said.append(text % values))
-    vllm_ascend.register()
-    assert said == ["vllm_gaudi_spec adds method universal_draft to vllm-ascend 0.23.0.post1."]
-
-
 @pytest.mark.parametrize(
     ("plugin", "level", "text"),
     [

@@ -549,13 +549,3 @@ def test_tokens_of_captured_step_are_not_near_ties() -> None:
         assert (first - second).min() > 1e-3
         numbers |= set(TORCH.strict_random(*step).num_sampled_B.tolist())
     assert numbers == {1, 2, 3, 4}, "0 to 3 drafts are accepted"
-
-
-@pytest.mark.parametrize(("value", "runs"), [(None, True), ("1", True), ("0", False)])
-def test_variable_skips_self_test(value: str | None, runs: bool, monkeypatch: pytest.MonkeyPatch) -> None:
-    from vllm_gaudi_spec.environment import runs_self_test
-
-    monkeypatch.delenv("VGS_SELF_TEST", raising=False)
-    if value is not None:
-        monkeypatch.setenv("VGS_SELF_TEST", value)
-    assert runs_self_test() == runs
