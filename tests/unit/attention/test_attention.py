@@ -7,11 +7,9 @@ from dataclasses import replace
 import pytest
 import torch
 
-from tests.support.reference.attention import attend_one
 from vllm_gaudi_spec.attention import row_operations, torch_ops
 from vllm_gaudi_spec.attention.metadata import AttentionCall, AttentionLayerSpec, Blocks, Packed, build_rectangle
 
-CONTEXTS = [0, 1, 31, 32, 70]
 SPEC = AttentionLayerSpec(
     num_heads=4,
     num_kv_heads=2,
@@ -22,61 +20,6 @@ SPEC = AttentionLayerSpec(
     dtype=torch.float32,
     block_size=32,
 )
-
-
-@pytest.mark.parametrize(("heads", "kv_heads"), [(4, 4), (6, 2), (4, 1)])
-@pytest.mark.parametrize("head_size", [32, 64])
-@pytest.mark.parametrize("queries", [1, 4])
-@pytest.mark.parametrize(
-    ("window", "soft_cap", "chunk"), [(None, 0.0, None), (33, 0.0, None), (None, 20.0, None), (None, 0.0, 24)]
-)
-def test_rectangle_equals_dense(
-    heads: int, kv_heads: int, head_size: int, queries: int, window: int | None, soft_cap: float, chunk: int | None
-) -> None:
-    generator = torch.Generator().manual_seed(0)
-    rows, block_size = len(CONTEXTS), 32
-    width = (max(CONTEXTS) + queries) // block_size + 2
-    spec = AttentionLayerSpec(
-        num_heads=heads,
-        num_kv_heads=kv_heads,
-        head_size=head_size,
-        scale=head_size**-0.5,
-        sliding_window=window,
-        logits_soft_cap=soft_cap,
-        dtype=torch.float32,
-        block_size=block_size,
-        attention_chunk=chunk,
-    )
-    table = (torch.randperm(rows * width, generator=generator) + 1).view(rows, width).int()
-    cache = torch.zeros(rows * width + 1, kv_heads, block_size, 2 * head_size)
-    keys = torch.randn(rows, width * block_size, kv_heads, head_size, generator=generator)
-    values = torch.randn(rows, width * block_size, kv_heads, head_size, generator=generator)
-    query = torch.randn(rows, queries, heads, head_size, generator=generator)
-    for row, context in enumerate(CONTEXTS):
-        length = context + queries
-        position = torch.arange(length)
-        slots = table[row, position // block_size].long() * block_size + position % block_size
-        torch_ops.write_kv(keys[row, :length].contiguous(), values[row, :length].contiguous(), cache, slots, spec)
-    call = AttentionCall(
-        num_rows=rows,
-        num_queries=queries,
-        starts_B=torch.tensor(CONTEXTS, dtype=torch.int32),
-        block_table_BW=table,
-    )
-    out = torch_ops.attend(query.flatten(0, 1), cache, call, spec)
-    for row, context in enumerate(CONTEXTS):
-        for q in range(queries):
-            expected = attend_one(
-                query[row, q],
-                keys[row],
-                values[row],
-                context + q,
-                scale=spec.scale,
-                window=window,
-                soft_cap=soft_cap,
-                chunk=chunk,
-            )
-            assert torch.allclose(out[row * queries + q].double(), expected, atol=2e-5)
 
 
 def test_packed_rectangle_equals_padded() -> None:
