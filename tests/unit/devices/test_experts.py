@@ -330,29 +330,6 @@ def test_calls_supported_by_the_cuda_grouped_product(
     assert cuda_experts._takes(call) is taken
 
 
-# From docs/performance.md, on an H100: by tokens, the grouped form's time relative to the dense one's.
-MEASURED = {
-    (32, 4, 2048, 1024): {1: 0.69, 4: 1.04, 8: 1.21, 16: 1.33, 64: 1.56, 128: 1.43, 192: 1.27, 256: 1.11, 512: 0.70},
-    (128, 8, 2048, 768): {1: 0.30, 8: 0.63, 16: 0.81, 32: 1.11, 64: 1.10, 96: 1.00, 128: 0.93, 256: 0.71, 2048: 0.16},
-    (8, 2, 4096, 14336): {1: 0.37, 4: 0.77, 16: 1.11, 32: 1.13, 64: 1.07, 96: 1.03, 128: 1.02, 192: 0.93, 256: 0.90},
-}
-
-
-@pytest.mark.parametrize("shape", MEASURED)
-def test_cuda_form_is_within_a_tenth_of_the_fastest_measured(shape: tuple[int, int, int, int]) -> None:
-    num_experts, top_k, hidden, inner = shape
-    w13 = torch.empty(1, dtype=torch.bfloat16).expand(num_experts, 2 * inner, hidden)
-    w2 = w13.new_empty(1).expand(num_experts, hidden, inner)
-    for tokens, ratio in MEASURED[shape].items():
-        call = call_of(tokens, num_experts, top_k)._replace(w13_EJH=w13, w2_EHI=w2)
-        assert (ratio < 1.1) if cuda_experts._is_faster(call) else (ratio > 0.9), tokens
-
-
-def test_small_layers_count_as_the_smallest_that_was_measured() -> None:
-    assert cuda_experts._is_faster(call_of(512, 8, 2))
-    assert not cuda_experts._is_faster(call_of(64, 8, 2))
-
-
 @pytest.mark.parametrize("first", range(EXPERTS - TOP_K + 1))
 @pytest.mark.parametrize("form", ["dense", "gathered"])
 def test_nan_in_one_row_does_not_reach_others(form: str, first: int) -> None:

@@ -54,31 +54,6 @@ def test_rule_equals_reference_loop(rule: str, num_positions: int) -> None:
 
 
 @every_rule
-def test_fully_accepted_rows_get_bonus_token(rule: str) -> None:
-    """If target and drafter agree nothing is rejected, whatever the number of drafts."""
-    case = random_case(300, 4, seed=1, masked=0)
-    case.logits_BQV[:, :4] = case.draft_probs_BKV.log()
-    case.drafts_BK = case.draft_probs_BKV.flatten(0, 1).multinomial(1).view(300, 4).int()
-    verification = RULES[rule].verify(**case.tensors())
-    # p / q is 1 but for rounding
-    assert (verification.num_sampled_B == case.num_drafts_B + 1).float().mean() > 0.99
-    own = strict.sample_random(case.logits_BQV, case.temperature_B, case.keys_B2, case.positions_BQ)
-    for row in range(300):
-        if verification.num_sampled_B[row] == case.num_drafts_B[row] + 1:
-            assert verification.tokens_BQ[row, case.num_drafts_B[row]] == own[row, case.num_drafts_B[row]]
-
-
-@every_rule
-def test_rows_without_drafts_sample_ordinarily(rule: str) -> None:
-    case = random_case(200, 3, vocab=50)
-    case.num_drafts_B.zero_()
-    verification = RULES[rule].verify(**case.tensors())
-    own = strict.sample_random(case.logits_BQV, case.temperature_B, case.keys_B2, case.positions_BQ)
-    assert (verification.num_sampled_B == 1).all()
-    assert torch.equal(verification.tokens_BQ[:, 0], own[:, 0])
-
-
-@every_rule
 @pytest.mark.parametrize("garbage", [-1, 10**9, -(2**31)])
 def test_entries_after_drafts_are_ignored(rule: str, garbage: int) -> None:
     case = random_case(200, 4)
