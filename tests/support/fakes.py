@@ -62,7 +62,7 @@ class CapturingBackend(HostBackend):
 
 
 class CompilingBackend(CapturingBackend):
-    traits = replace(CapturingBackend.traits, compiles=True)
+    traits = replace(CapturingBackend.traits, compiles=True, flat_decode=True)
 
 
 class CapturingGraphs(Graphs):

@@ -300,6 +300,15 @@ def test_block_lists_agree_with_block_tables(seed: int) -> None:
         assert entries(flat) == needed + [(0, len(rows_np), 0)] * (60 - len(needed))
 
 
+def test_warm_up_and_steps_copy_tensors_of_the_same_shapes() -> None:
+    """Otherwise steps would need graphs that warm-up has not made."""
+    requests = flat_requests([16])
+    rows_np = admitted(requests, {"a": ([1, 2, 3],)})
+    warm = requests.decode_blocks(np.full_like(rows_np, requests.pad_row), [], 8)
+    used = requests.decode_blocks(rows_np, [40], 8)
+    assert [part.shape for part in (*warm.tables, *warm.flat)] == [part.shape for part in (*used.tables, *used.flat)]
+
+
 def test_decode_has_only_tables_without_flat_decode(requests: Requests) -> None:
     requests.apply(step({"a": 2}, new=[new_request("a", [1, 2], [4, 9])]))
     found = requests.decode_blocks(np.array([requests.by_id["a"].row, requests.pad_row]), [2], 32)
