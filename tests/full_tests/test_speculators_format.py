@@ -1,13 +1,17 @@
-"""A head in the format of the library speculators, as most heads on the Hugging Face Hub: it drafts as the same head in
-its own format does. Such a checkpoint names its target, so it can also be served by itself."""
+"""Drafters in the format of the library speculators, as most on the Hugging Face Hub: each drafts as in its own format.
+Such a checkpoint names its target, so it can also be served by itself."""
 
 import json
+from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 from safetensors.torch import load_file, save_file
 from vllm import LLM
 
+from tests.full_tests import speculators_library
+from tests.full_tests.block_drafters import KINDS, BlockReference, make_drafter
 from tests.full_tests.engines import engine, first_tokens, generate
 from tests.full_tests.heads import MAX_LEN, TINY, greedy, head, target, texts
 from tests.full_tests.speculation import Account, accounts, speculating
@@ -59,3 +63,18 @@ def test_speculators_checkpoint_drafts_as_in_its_own_format(checkpoint: str) -> 
         options: dict[str, Any] = {} if config is None else dict(speculative_config=config)
         with engine(model, max_model_len=MAX_LEN, per_request_spec_decode_metrics="detailed", **options) as llm:
             assert drafted(llm) == expected, config
+
+
+@pytest.mark.parametrize("name", speculators_library.LENGTHS)
+def test_reference_of_block_drafters_computes_the_logits_of_the_library(name: str, tmp_path: Path) -> None:
+    """`BlockReference`, which the engine's blocks are compared with, against what release 0.9.0 computed."""
+    drafter = make_drafter(tmp_path / "drafter", KINDS[name], target("dflash"))
+    reference = BlockReference(drafter, KINDS[name], target("dflash"))
+    rounds = [each for each in json.loads(speculators_library.RECORDED.read_text())["rounds"] if each["kind"] == name]
+    assert [each["length"] for each in rounds] == [*speculators_library.LENGTHS[name]]
+    for each in rounds:
+        logits_KV = reference.block_logits(*speculators_library.split_text(each["length"]))
+        ids_KN, recorded_KN = torch.tensor(each["ids"]), torch.tensor(each["logits"])
+        torch.testing.assert_close(logits_KV.gather(1, ids_KN), recorded_KN, atol=1e-4, rtol=1e-5)
+        if KINDS[name].family != "dflash2":
+            assert torch.equal(logits_KV.argmax(1), ids_KN[:, 0])
