@@ -241,6 +241,14 @@ def engine_config(folder: Path, speculative: dict[str, Any] | None, **options: A
     return EngineArgs(str(folder), speculative_config=speculative, **(defaults | options)).create_engine_config()
 
 
+def save_block_drafter(folder: Path, architecture: str) -> str:
+    """Write a configuration, without weights, of a drafter for the target of `engine_config`."""
+    fields = dict(architectures=[architecture], target_layer_ids=[0], mask_token_id=0, markov_rank=8, block_size=4)
+    folder.mkdir(exist_ok=True)
+    (folder / "config.json").write_text(json.dumps(LlamaConfig(**common()).to_dict() | fields))
+    return str(folder)
+
+
 def backend_of(device: str, *, captures: bool = False) -> Any:
     """What refusals ask of it."""
     traits = DeviceTraits(
@@ -370,6 +378,32 @@ def test_model_without_layers_for_the_method_is_refused(tmp_path: Path) -> None:
     upstream.apply()
     with pytest.raises(UnsupportedConfigError, match=rf"Method mtp finds nothing that drafts in {tmp_path} \(llama\);"):
         engine_config(tmp_path, dict(method="mtp", num_speculative_tokens=1))
+
+
+@pytest.mark.parametrize(
+    ("method", "architecture", "named"),
+    [
+        ("dflash", "DFlash2DraftModel", None),
+        ("dflash", "LagunaForCausalLM", "DFlashLagunaForCausalLM"),
+        ("dflash", "LiLiCorrDraftModel", "LiLiCorrDraftModel"),
+        ("dspark", "Qwen3DSparkModel", None),
+        ("dspark", "Gemma4DSparkModel", "Gemma4DSparkModel"),
+        ("dspark", "K3DSparkModel", "K3DSparkModel"),
+        ("dspark", "DSparkDraftModel", "DSparkDraftModel"),
+    ],
+)
+def test_block_drafters_of_other_classes_are_refused(
+    method: str, architecture: str, named: str | None, tmp_path: Path
+) -> None:
+    drafter = save_block_drafter(tmp_path / "drafter", architecture)
+    speculative = dict(method=method, model=drafter)
+    if named is None:
+        engine_config(tmp_path, speculative)
+        return
+    message = rf"^{drafter} has the architecture {named}, which is not supported with method {method}; give a drafter"
+    with pytest.raises(UnsupportedConfigError, match=message) as refused:
+        engine_config(tmp_path, speculative)
+    assert len(str(refused.value).splitlines()) == 1
 
 
 # No drafter without a model can do these. Value, and the way out that the message names.

@@ -16,7 +16,6 @@ import torch
 
 from vllm_gaudi_spec import upstream
 from vllm_gaudi_spec.attention.metadata import Blocks, Inputs, Packed, build_rectangle
-from vllm_gaudi_spec.config import UnsupportedConfigError
 from vllm_gaudi_spec.drafting.base import DeviceProposer
 from vllm_gaudi_spec.drafting.draft_model import stack_drafts
 from vllm_gaudi_spec.drafting.head import HeadKVSync, make_head_translation
@@ -24,7 +23,6 @@ from vllm_gaudi_spec.drafting.models import LoadedHead
 from vllm_gaudi_spec.records import Drafts
 from vllm_gaudi_spec.upstream.block_drafters import (
     DFlash2Qwen3ForCausalLM,
-    DFlashQwen3ForCausalLM,
     Qwen3DSparkForCausalLM,
     allow_mixed_windows,
     get_parallel_drafting_token_id,
@@ -44,11 +42,6 @@ class BlockModel(LoadedHead):
     def __init__(self, *args: Any, **named: Any) -> None:
         with allow_mixed_windows():
             super().__init__(*args, **named)
-        if not isinstance(self.model, DFlashQwen3ForCausalLM):
-            raise UnsupportedConfigError(
-                f"Block drafters of the class {type(self.model).__name__} are not supported; use one whose "
-                "architecture is DFlashDraftModel, DFlash2DraftModel or Qwen3DSparkModel."
-            )
         config = self.model.config
         self.mask_token = get_parallel_drafting_token_id(config)
         is_markov = isinstance(self.model, Qwen3DSparkForCausalLM)

@@ -45,6 +45,11 @@ _CHAINED = (
     "Step3p5MTP",
 )
 """vLLM's classes that run the MTP layer that they are asked for. Others have one, or always run the first."""
+# Block drafters of vLLM's classes for Qwen3; `drafting/block.py` runs their layers.
+_BLOCK_ARCHITECTURES = {
+    "dflash": ("DFlashDraftModel", "DFlash2DraftModel", "DFlashMuseGlimmerAssistantModel"),
+    "dspark": ("Qwen3DSparkModel", "Qwen3OmniDSparkModel"),
+}
 
 
 def weightless_refusals(spec_config: SpeculativeConfig) -> Iterator[str]:
@@ -98,6 +103,8 @@ def _head_refusals(spec_config: SpeculativeConfig) -> Iterator[str]:
             f"{target.model} has {num_layers} MTP layers, and vLLM's {config.architectures[0]} runs only the first; "
             "use another method in --speculative-config."
         )
+    if spec_config.method in _BLOCK_ARCHITECTURES:
+        yield from _block_refusals(spec_config)
     if spec_config.method == MEDUSA:
         num_heads = _num_medusa_heads(spec_config)
         if num_heads < spec_config.num_speculative_tokens:
@@ -120,6 +127,17 @@ def _head_refusals(spec_config: SpeculativeConfig) -> Iterator[str]:
         yield (
             f"{spec_config.model} has a vocabulary of {vocab_size} tokens, and {target.model} one of "
             f"{target_size}; give a head that was trained for this model in --speculative-config."
+        )
+
+
+def _block_refusals(spec_config: SpeculativeConfig) -> Iterator[str]:
+    """Yield a reason against block drafters of another class than Qwen3's."""
+    found, supported = spec_config.draft_model_config.architectures, _BLOCK_ARCHITECTURES[spec_config.method]
+    if not set(found) & set(supported):
+        yield (
+            f"{spec_config.model} has the architecture {', '.join(found)}, which is not supported with method "
+            f"{spec_config.method}; give a drafter whose architecture is one of {', '.join(supported)} in "
+            "--speculative-config."
         )
 
 
