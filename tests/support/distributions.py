@@ -105,34 +105,54 @@ def step(
     draft_starts: bool = True,
 ) -> np.ndarray:
     """Draft and verify once, as a runner would, and return the number of accepted drafts."""
-    rows = len(texts.context_N)
-    starts_N = torch.from_numpy(texts.length_N + FIRST).int()
-    temperature_N = torch.ones(rows)
-    context, drafts, draft_probs, logits = texts.context_N, [], [], []
+    starts_N = first_positions(texts)
+    temperature_N = torch.ones(len(starts_N))
+    context, drafts, draft_probs = texts.context_N, [], []
     for offset in range(num_positions):
-        positions_N = starts_N + offset
         drafted = draft(
             TORCH,
             drafter.logits_CV[context],
             "probabilistic",
             temperature_N,
             keys_N2,
-            positions_N,
+            starts_N + offset,
             starts_N if draft_starts else torch.zeros_like(starts_N),
         )
         drafts.append(drafted.tokens_B)
         draft_probs.append(drafted.probs_BV)
-        logits.append(target.logits_CV[context])
         context = target.after(context, drafted.tokens_B.numpy())
+    return verify(rule, target, texts, keys_N2, torch.stack(drafts, 1), torch.stack(draft_probs, 1), num_drafts_N)
+
+
+def first_positions(texts: Texts) -> torch.Tensor:
+    """Return the position of the first query of each text's next step."""
+    return torch.from_numpy(texts.length_N + FIRST).int()
+
+
+def verify(
+    rule: Rule,
+    target: Table,
+    texts: Texts,
+    keys_N2: torch.Tensor,
+    drafts_NK: torch.Tensor,
+    draft_probs_NKV: torch.Tensor,
+    num_drafts_N: np.ndarray,
+) -> np.ndarray:
+    """Append what a rule makes of drafts, and return the number of accepted ones."""
+    num_positions = drafts_NK.shape[1]
+    context, logits = texts.context_N, []
+    for offset in range(num_positions):
+        logits.append(target.logits_CV[context])
+        context = target.after(context, drafts_NK[:, offset].numpy())
     logits.append(target.logits_CV[context])
     verification = rule(
         torch.stack(logits, 1),
-        torch.stack(draft_probs, 1),
-        torch.stack(drafts, 1),
+        draft_probs_NKV,
+        drafts_NK,
         torch.from_numpy(num_drafts_N).int(),
-        temperature_N,
+        torch.ones(len(drafts_NK)),
         keys_N2,
-        starts_N[:, None] + torch.arange(num_positions + 1, dtype=torch.int32),
+        first_positions(texts)[:, None] + torch.arange(num_positions + 1, dtype=torch.int32),
     )
     tokens, num = verification.tokens_BQ.numpy().astype(np.int64), verification.num_sampled_B.numpy()
     for offset in range(num_positions + 1):

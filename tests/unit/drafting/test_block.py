@@ -1,0 +1,169 @@
+"""Distributions that block drafters draw from: those that a dense computation gives, and those that are kept."""
+
+from __future__ import annotations
+
+from itertools import pairwise
+from types import SimpleNamespace
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+
+from tests.support import distributions
+from tests.support.distributions import ALPHA, Texts, cells, p_value, random_table, request_keys
+from vllm_gaudi_spec.drafting.block import (
+    BlockProposer,
+    CandidateScores,
+    IndependentScores,
+    MarkovScores,
+    Scores,
+)
+from vllm_gaudi_spec.drafting.vocabulary import SameVocabulary
+from vllm_gaudi_spec.records import Drafts
+from vllm_gaudi_spec.sampling.drafts import draft
+from vllm_gaudi_spec.sampling.rules import block, standard
+from vllm_gaudi_spec.sampling.rules.registry import TORCH
+
+VOCAB, NUM_DRAFTS, CANDIDATES = 4, 3, 3
+ROWS, STEPS, LENGTH = 50_000, 2, 5
+RULES = {"standard": standard, "block": block}
+KINDS = ("independent", "markov", "candidates")
+every_kind = pytest.mark.parametrize("kind", KINDS)
+
+
+class HandMade(BlockProposer):
+    """A block drafter whose hidden states, given by context and place, are its logits before any pair is scored."""
+
+    def __init__(self, kind: str) -> None:
+        model: Any = SimpleNamespace(group=None, logits=lambda hidden: hidden)
+        super().__init__(model, SameVocabulary(VOCAB, VOCAB), VOCAB)
+        generator = torch.Generator().manual_seed(3)
+        self._kind = kind
+        self._logits_CKV = 1.5 * torch.randn(VOCAB, NUM_DRAFTS, VOCAB, generator=generator)
+        self._pairs_VV = 1.5 * torch.randn(VOCAB, VOCAB, generator=generator)
+        """Scores of a token after another one."""
+
+    def draft(self, context_N: np.ndarray, keys_N2: torch.Tensor, starts_N: torch.Tensor) -> Drafts:
+        self._newest_N = torch.from_numpy(context_N).int()  # contexts are single tokens here
+
+        def choose(logits_NV: torch.Tensor, before: int) -> Any:
+            ones_N = torch.ones(len(logits_NV))
+            return draft(TORCH, logits_NV, "probabilistic", ones_N, keys_N2, starts_N + before, starts_N)
+
+        most_N = torch.full((len(context_N),), NUM_DRAFTS, dtype=torch.int32)
+        request: Any = SimpleNamespace(choose=choose, num_drafts=NUM_DRAFTS, max_drafts_B=most_N)
+        return self.propose(request)
+
+    def _fill_block(self, request: Any) -> tuple[torch.Tensor, torch.Tensor]:
+        return self._newest_N, self._logits_CKV[self._newest_N.long()]
+
+    def _make_scores(self, newest_B: torch.Tensor, hidden_BKH: torch.Tensor) -> Scores:
+        model: Any = self._model
+        if self._kind == "candidates":
+            model.model = SimpleNamespace(
+                compute_candidates=lambda hidden: tuple(reversed(hidden.topk(CANDIDATES))),
+                model=SimpleNamespace(candidate_selector=self._select),
+            )
+            return CandidateScores(model, VOCAB, hidden_BKH, newest_B)
+        if self._kind == "markov":
+            model.model = SimpleNamespace(
+                markov_embed=lambda tokens: tokens.long(), markov_bias=lambda rows: self._pairs_VV[rows]
+            )
+            return MarkovScores(model, self._translation, hidden_BKH)
+        return IndependentScores(model, self._translation, hidden_BKH)
+
+    def _select(
+        self, ids_BKC: torch.Tensor, logits_BKC: torch.Tensor, hidden_BKH: torch.Tensor, newest_B: torch.Tensor
+    ) -> torch.Tensor:
+        first_B1C = newest_B[:, None, None].expand(-1, 1, CANDIDATES)
+        before_BKC = torch.cat((first_B1C, ids_BKC[:, :-1]), dim=1)
+        return logits_BKC[:, :, None] + self._pairs_VV[before_BKC[..., None], ids_BKC[:, :, None]]
+
+    def probs(self, context: int, place: int, previous: int) -> torch.Tensor:
+        """Return the distribution of a draft token as the definition of its method has it."""
+        logits_V = self._logits_CKV[context, place]
+        scores_V = logits_V if self._kind == "independent" else logits_V + self._pairs_VV[previous]
+        if self._kind == "candidates":
+            left_out = logits_V.argsort(descending=True)[CANDIDATES:]
+            scores_V = scores_V.index_fill(0, left_out, -torch.inf)
+        return scores_V.softmax(-1)
+
+
+@every_kind
+def test_kept_probabilities_follow_the_token_drawn_before(kind: str) -> None:
+    drafter, context = HandMade(kind), np.arange(200) % VOCAB
+    drafts = drafter.draft(context, request_keys(0, 200), torch.full((200,), 9, dtype=torch.int32))
+    assert drafts.probs_BKV is not None
+    for row in range(200):
+        before = [context[row], *drafts.tokens_BK[row].tolist()]
+        for place, (previous, token) in enumerate(pairwise(before)):
+            kept_V = drafts.probs_BKV[row, place]
+            torch.testing.assert_close(kept_V, drafter.probs(context[row], place, previous))
+            assert kept_V[token] > 0
+            assert (kept_V > 0).sum() == (CANDIDATES if kind == "candidates" else VOCAB)
+
+
+@every_kind
+def test_blocks_are_drawn_from_the_kept_probabilities(kind: str) -> None:
+    """The negative control takes the newest token for the one before each draft."""
+    drafter, context = HandMade(kind), 1
+    starts_N = torch.full((ROWS,), 9, dtype=torch.int32)
+    drafts = drafter.draft(np.full(ROWS, context), request_keys(0, ROWS), starts_N)
+
+    def block_probs(follows_draft: bool) -> np.ndarray:
+        probs_VVV = torch.empty(VOCAB, VOCAB, VOCAB)
+        first_V = drafter.probs(context, 0, context)
+        for one in range(VOCAB):
+            second_V = drafter.probs(context, 1, one if follows_draft else context)
+            for two in range(VOCAB):
+                third_V = drafter.probs(context, 2, two if follows_draft else context)
+                probs_VVV[one, two] = first_V[one] * second_V[two] * third_V
+        return probs_VVV.flatten().double().numpy()
+
+    drawn = cells(drafts.tokens_BK.numpy(), VOCAB)
+    assert p_value(drawn, block_probs(follows_draft=True)) > ALPHA
+    if kind != "independent":
+        assert p_value(drawn, block_probs(follows_draft=False)) < ALPHA
+
+
+@pytest.mark.parametrize("rule", list(RULES))
+@every_kind
+def test_texts_follow_the_target(kind: str, rule: str) -> None:
+    texts, accepted = write(kind, rule)
+    p_values = distributions.p_values(texts, target())
+    assert min(p_values) > ALPHA, p_values
+    assert 0.5 < accepted < NUM_DRAFTS
+
+
+@pytest.mark.parametrize("rule", list(RULES))
+@pytest.mark.parametrize("kind", ["markov", "candidates"])
+def test_texts_of_drafts_with_wrong_probabilities_do_not_follow_the_target(kind: str, rule: str) -> None:
+    """Negative control: the kept probabilities are those after the newest token, not after the draft before."""
+    texts, _ = write(kind, rule, keeps_wrong=True)
+    p_values = distributions.p_values(texts, target())
+    assert min(p_values) < ALPHA, p_values
+
+
+def target() -> distributions.Table:
+    return random_table(VOCAB, 1, seed=1)
+
+
+def write(kind: str, rule: str, keeps_wrong: bool = False) -> tuple[np.ndarray, float]:
+    """Return texts [ROWS, LENGTH] whose first tokens come from drafts, and the mean number of accepted drafts."""
+    drafter, keys_N2 = HandMade(kind), request_keys(0, ROWS)
+    texts, accepted = Texts.empty(ROWS, LENGTH), 0
+    for _ in range(STEPS):
+        drafts = drafter.draft(texts.context_N, keys_N2, distributions.first_positions(texts))
+        probs_NKV = drafts.probs_BKV
+        assert probs_NKV is not None
+        if keeps_wrong:
+            wrong_CKV = torch.stack(
+                [torch.stack([drafter.probs(c, place, c) for place in range(NUM_DRAFTS)]) for c in range(VOCAB)]
+            )
+            probs_NKV = wrong_CKV[texts.context_N]
+        num_drafts_N = np.full(ROWS, NUM_DRAFTS)
+        accepted += distributions.verify(
+            RULES[rule].verify, target(), texts, keys_N2, drafts.tokens_BK, probs_NKV, num_drafts_N
+        ).sum()
+    return distributions.finish(target(), texts, np.random.default_rng(0)), accepted / ROWS / STEPS
