@@ -30,7 +30,7 @@ from vllm.v1.structured_output import StructuredOutputManager
 
 from tests.full_tests.tiny_models import VOCAB, byte_tokenizer
 from tests.support.fakes import CopyingMemory, HostBackend
-from tests.unit.test_config import engine_config
+from tests.unit.test_config import engine_config, save_block_drafter
 from vllm_gaudi_spec import upstream
 from vllm_gaudi_spec.attention.metadata import Inputs
 from vllm_gaudi_spec.attention.torch_ops import copy_blocks
@@ -96,6 +96,7 @@ class Reads:
         last_BQ = (call.starts_B[:, None] + torch.arange(call.num_queries)).clamp(max=sums_BC.shape[1] - 1).long()
         hidden = torch.zeros(len(inputs.token_ids_T), self._size)
         hidden[:, 0] = (sums_BC.gather(1, last_BQ) % _HASHED).flatten().float()
+        hidden[:, 1] = _number(inputs.token_ids_T, inputs.positions_T).float()
         return Hidden(hidden)
 
     def compute_row_logits(
@@ -105,6 +106,31 @@ class Reads:
 
     def logits(self, hidden: torch.Tensor, adapters_N: torch.Tensor | None = None) -> torch.Tensor:
         return _logits(hidden[:, 0].long())
+
+
+class FillsBlocks(Reads):
+    """A block drafter that agrees with the greedy target. Its KV slots are filled from the target's hidden states."""
+
+    mask_token = 0
+    num_anchors = 1
+
+    def write_context(self, inputs: Inputs, states_TH: torch.Tensor) -> None:
+        self._kv.view(-1).index_copy_(0, inputs.slots[self._group], states_TH[:, 1].long())
+
+    def forward(self, inputs: Inputs, carried_TH: torch.Tensor | None = None) -> Hidden:
+        call = inputs.calls[self._group]
+        # Whoever reads later what a block writes here notices.
+        self._kv.view(-1).index_copy_(0, inputs.slots[self._group], inputs.positions_T.long() + 12345)
+        slots_BC = self._kv[call.block_table_BW.long()].flatten(1)
+        is_context_BC = torch.arange(slots_BC.shape[1]) < call.starts_B[:, None]
+        sum_B = torch.where(is_context_BC, slots_BC, 0).sum(1)
+        token_B = inputs.token_ids_T.view(-1, call.num_queries)[:, 0]
+        hidden_BQH = torch.zeros(len(token_B), call.num_queries, self._size)
+        for place in range(1, call.num_queries):
+            sum_B = (sum_B + _number(token_B, call.starts_B + place - 1)) % _HASHED
+            hidden_BQH[:, place, 0] = sum_B.float()
+            token_B = _logits(sum_B).argmax(1)
+        return Hidden(hidden_BQH.flatten(0, 1))
 
 
 class Remembers(Reads):
@@ -237,7 +263,7 @@ class Variant:
         return ", ".join([*parts, *([graphs] if graphs else []), *(["paced"] * self.adaptive), *states])
 
 
-RETOKENIZE, STANDARD = "retokenize", "standard"
+BLOCK_DRAFTER, RETOKENIZE, STANDARD = "dflash", "retokenize", "standard"
 # Options of a method besides its name; one that is missing needs none.
 _SPECULATIVE: dict[str | None, dict[str, Any] | None] = {
     None: None,
@@ -249,6 +275,7 @@ _SPECULATIVE: dict[str | None, dict[str, Any] | None] = {
     # With tokens of its own, and so of another mind; it has a drafter KV region.
     RETOKENIZE: dict(method="universal_draft"),
     "suffix": dict(suffix_decoding_max_cached_requests=8),
+    BLOCK_DRAFTER: {},
 }
 
 
@@ -270,7 +297,8 @@ class SmallEngine:
     def __init__(self, variant: Variant, folder: Path) -> None:
         self.variant = variant
         self.vllm_config, structured = _config(variant, folder)
-        layers = [_TARGET, _DRAFTER] if variant.method in ("draft_model", STANDARD) else [_TARGET]
+        shares_blocks = variant.method in ("draft_model", STANDARD, BLOCK_DRAFTER)
+        layers = [_TARGET, _DRAFTER] if shares_blocks else [_TARGET]
         kv_cache = KVCacheConfig(variant.num_blocks, [], [KVCacheGroupSpec(layers, _SPEC)])
         scheduler_class: Any = self.vllm_config.scheduler_config.get_scheduler_cls()
         self.scheduler = scheduler_class(self.vllm_config, kv_cache, structured, block_size=BLOCK, log_stats=True)
@@ -282,8 +310,9 @@ class SmallEngine:
             self.scheduler.keep_snapshots(variant.num_snapshots)
             self.scheduler.has_states = True
             self.runner.num_snapshots = variant.num_snapshots
-        has_model = variant.method in ("draft_model", RETOKENIZE, STANDARD)
-        self.runner.drafter = Reads(_DRAFTER, self.vllm_config) if has_model else None  # type: ignore[assignment]
+        has_model = shares_blocks or variant.method == RETOKENIZE
+        drafter = FillsBlocks if variant.method == BLOCK_DRAFTER else Reads
+        self.runner.drafter = drafter(_DRAFTER, self.vllm_config) if has_model else None  # type: ignore[assignment]
         with torch.inference_mode():
             self.runner.initialize_kv_cache(kv_cache)
         self.runner.recorder.expect(_manifest(variant, self.runner))
@@ -477,6 +506,8 @@ def _config(variant: Variant, folder: Path) -> tuple[VllmConfig, StructuredOutpu
         speculative = dict(method=variant.method, num_speculative_tokens=NUM_DRAFTS) | speculative
         if variant.method in ("draft_model", STANDARD):
             speculative["model"] = str(folder)
+        if variant.method == BLOCK_DRAFTER:
+            speculative["model"] = save_block_drafter(folder / "block-drafter", "DFlashDraftModel")
         if variant.method == RETOKENIZE:
             speculative["model"] = str(folder / "drafter")
             engine_config(folder / "drafter", None)

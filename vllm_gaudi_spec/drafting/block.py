@@ -10,7 +10,7 @@ a drafter of this kind follows its target at every step, as a head does (`HeadKV
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Any, Protocol
+from typing import TYPE_CHECKING, Any, Protocol, cast
 
 import torch
 
@@ -154,9 +154,8 @@ class BlockProposer(DeviceProposer):
 
     @classmethod
     def build(cls, context: DraftingContext) -> BlockProposer:
-        assert isinstance(context.drafter, BlockModel)
-        translation = make_head_translation(context.drafter, context.vocab_size)
-        return cls(context.drafter, translation, context.vocab_size)
+        model = cast(BlockModel, context.drafter)
+        return cls(model, make_head_translation(model, context.vocab_size), context.vocab_size)
 
     def make_kv_sync(self, context: DraftingContext, split: LengthSplit) -> BlockKVSync:
         return BlockKVSync(

@@ -25,6 +25,7 @@ from vllm.v1.engine import FinishReason
 from tests.full_tests.tiny_models import VOCAB
 from tests.support.fakes import CapturingBackend, CompilingBackend
 from tests.support.small_engine import (
+    BLOCK_DRAFTER,
     FAVORITES,
     MAX_LEN,
     MAX_ROWS,
@@ -222,6 +223,8 @@ VARIANTS = [
     Variant("custom_class"),
     Variant("suffix", v2=True, adaptive=True),
     Variant(RETOKENIZE),
+    Variant(BLOCK_DRAFTER, overlap=True),
+    Variant(BLOCK_DRAFTER, v2=True, backend=CompilingBackend, adaptive=True),
     Variant(num_snapshots=2),
     Variant("ngram_gpu", overlap=True, backend=CapturingBackend, num_snapshots=6),
     Variant("draft_model", overlap=True, v2=True, num_snapshots=60),
@@ -300,14 +303,15 @@ def take_turns(variant: Variant, folder: Path, rng: random.Random, count: int) -
     assert min(reasons[reason] for reason in (FinishReason.STOP, FinishReason.LENGTH, FinishReason.ERROR)) > 3, reasons
 
 
-@pytest.mark.parametrize("variant", [v for v in VARIANTS if v.method == "draft_model"], ids=str)
+@pytest.mark.parametrize("variant", [v for v in VARIANTS if v.method in ("draft_model", BLOCK_DRAFTER)], ids=str)
 def test_drafts_equal_to_the_target_are_always_accepted(variant: Variant, folder: Path) -> None:
     """The drafter's KV follows rows through shared blocks, chunks and preemptions. A rejected draft would mean that it
     was made from something other than the row's text."""
     engine, rng = SmallEngine(variant, folder), random.Random(0)
+    plain = PLAIN[:1] if variant.method == BLOCK_DRAFTER else PLAIN  # a block is right about greedy requests only
     for index in range(40):
         prompt, _ = asked(rng.randrange(NUM_ASKED))
-        engine.add(f"{index}", prompt, SamplingParams(max_tokens=rng.randint(2, 18), **rng.choice(PLAIN)))
+        engine.add(f"{index}", prompt, SamplingParams(max_tokens=rng.randint(2, 18), **rng.choice(plain)))
         for _ in range(rng.randint(0, 5)):
             engine.step()
         if index % 10 == 9:
