@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING, Any, Protocol, cast
 import torch
 
 from vllm_gaudi_spec import upstream
-from vllm_gaudi_spec.attention.metadata import Blocks, Inputs, Packed, build_rectangle
+from vllm_gaudi_spec.attention.metadata import Inputs, Packed, build_rectangle
 from vllm_gaudi_spec.drafting.base import DeviceProposer
 from vllm_gaudi_spec.drafting.draft_model import stack_drafts
 from vllm_gaudi_spec.drafting.head import HeadKVSync, make_head_translation
@@ -228,20 +228,13 @@ class BlockKVSync(HeadKVSync):
 
     def _read_chunk(self, queries: int, step: StepInputs) -> None:
         rows = step.split()
-        inputs = self._locate(queries, rows.starts_B, rows.counts_B, rows.blocks)
+        inputs = self._shift_inputs(queries, rows.rows_B, rows.starts_B, rows.counts_B, rows.blocks, ahead=0)
         self._model.write_context(inputs, self._hidden_states.chunk(step.num_rows * queries))
 
     def _read_newest(self, queries: int, step: StepInputs) -> None:
         rows = step.split()
-        first_B = self._hidden_states.first(rows.rows_B)
+        first_B, blocks = self._hidden_states.first(rows.rows_B), rows.blocks._replace(counts_B=None)
         # The newest token has no state yet. Rejected drafts have one and are not read.
         num_read_B = self._requests.lengths(rows.rows_B) - 1 - first_B
-        inputs = self._locate(queries, first_B, num_read_B, rows.blocks._replace(counts_B=None))
+        inputs = self._shift_inputs(queries, rows.rows_B, first_B, num_read_B, blocks, ahead=0)
         self._model.write_context(inputs, self._hidden_states.carried(rows.rows_B, queries))
-
-    def _locate(self, queries: int, starts_B: torch.Tensor, counts_B: torch.Tensor, blocks: Blocks) -> Inputs:
-        """Return positions from `starts_B` on, up to the drafter's last position. Their tokens are not read."""
-        num_real_B = torch.minimum(counts_B, self._max_len - starts_B).clamp(min=0, max=queries).int()
-        starts_B = torch.where(num_real_B > 0, starts_B, 0)
-        no_tokens_BQ = torch.zeros(len(starts_B), queries, dtype=torch.int32, device=starts_B.device)
-        return build_rectangle(no_tokens_BQ, starts_B, num_real_B, blocks, self._requests.backend.row_operations)
