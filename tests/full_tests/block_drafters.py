@@ -56,6 +56,7 @@ KINDS = {
     "dflash2": Kind(DFLASH2),
     "dspark": Kind(DSPARK),
     "dspark fill-in": Kind(DSPARK, dict(sample_from_anchor=False)),
+    "dspark windows": Kind(DSPARK, _windows("sliding", "sliding") | dict(is_causal=False)),
     "dspark reduced vocabulary": Kind(DSPARK, draft_vocab=300),
 }
 

@@ -31,6 +31,7 @@ LENGTHS = {
     "dflash2": (12, 65),
     "dspark": (12, 65),
     "dspark fill-in": (12, 65),
+    "dspark windows": (12,),
     "dspark reduced vocabulary": (12, 65),
 }
 """Kinds that the library has -> lengths of texts. A window begins at the anchor there, and at each query in vLLM and in

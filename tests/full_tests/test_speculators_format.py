@@ -15,6 +15,8 @@ from tests.full_tests.block_drafters import KINDS, BlockReference, make_drafter
 from tests.full_tests.engines import engine, first_tokens, generate
 from tests.full_tests.heads import MAX_LEN, TINY, greedy, head, target, texts
 from tests.full_tests.speculation import Account, accounts, speculating
+from tests.full_tests.speculators_library import TARGET, rewrite_drafter
+from tests.full_tests.test_refusals import refusal
 
 K = 3
 
@@ -63,6 +65,40 @@ def test_speculators_checkpoint_drafts_as_in_its_own_format(checkpoint: str) -> 
         options: dict[str, Any] = {} if config is None else dict(speculative_config=config)
         with engine(model, max_model_len=MAX_LEN, per_request_spec_decode_metrics="detailed", **options) as llm:
             assert drafted(llm) == expected, config
+
+
+@pytest.mark.parametrize(
+    ("method", "words"), [("mtp", "and use method mtp"), ("xpress", "use a drafter of method eagle3, dflash")]
+)
+def test_other_methods_of_the_library_are_refused(method: str, words: str, checkpoint: str, tmp_path: Path) -> None:
+    config = json.loads((Path(checkpoint) / "config.json").read_text())
+    (tmp_path / "config.json").write_text(json.dumps(config | dict(speculators_model_type=method)))
+    drafter = str(tmp_path)
+    for model, options in (
+        (drafter, {}),
+        (TARGET, dict(speculative_config=dict(model=drafter))),
+        (TARGET, dict(speculative_config=dict(model=drafter, method="eagle3", num_speculative_tokens=2))),
+    ):
+        message = refusal(model, **options)
+        assert f"of method {method}, which vLLM does not read" in message
+        assert words in message
+
+
+@pytest.mark.parametrize(
+    ("name", "options", "words"),
+    [
+        ("dflash", dict(sample_from_anchor=True), "in the newest token's place too (sample_from_anchor)"),
+        ("dspark", dict(markov_head_type="gated"), "a Markov head of type gated, and only vanilla is supported"),
+    ],
+)
+def test_other_forms_of_block_drafters_are_refused(
+    name: str, options: dict[str, Any], words: str, tmp_path: Path
+) -> None:
+    drafter = make_drafter(tmp_path / "own", KINDS[name], TARGET)
+    checkpoint = Path(rewrite_drafter(drafter, tmp_path / "library", KINDS[name], K))
+    config = json.loads((checkpoint / "config.json").read_text())
+    (checkpoint / "config.json").write_text(json.dumps(config | options))
+    assert words in refusal(str(checkpoint))
 
 
 @pytest.mark.parametrize("name", speculators_library.LENGTHS)

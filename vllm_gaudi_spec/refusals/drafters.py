@@ -112,6 +112,17 @@ def _head_refusals(spec_config: SpeculativeConfig) -> Iterator[str]:
                 f"{spec_config.model} has {num_heads} heads; set num_speculative_tokens in --speculative-config to "
                 "that or less."
             )
+    markov_head = getattr(config, "markov_head_type", None)
+    if markov_head not in (None, "vanilla"):
+        yield (
+            f"{spec_config.model} has a Markov head of type {markov_head}, and only vanilla is supported; use another "
+            "drafter in --speculative-config."
+        )
+    if (getattr(config, "dflash_config", None) or {}).get("sample_from_anchor"):
+        yield (
+            f"{spec_config.model} drafts in the newest token's place too (sample_from_anchor), which only drafters of "
+            "method dspark may; use another drafter in --speculative-config."
+        )
     hidden_size = spec_config.draft_model_config.get_hidden_size()
     if method.reads_layers:
         hidden_size = getattr(config, "target_hidden_size", None) or hidden_size

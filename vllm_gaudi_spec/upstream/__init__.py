@@ -55,6 +55,7 @@ from vllm_gaudi_spec.upstream.server import (
     refuse_params_before_verification,
     refuse_tokenized_params,
 )
+from vllm_gaudi_spec.upstream.speculators_format import mend_speculators_format
 from vllm_gaudi_spec.upstream.views import (
     add_positions_in_siglip,
     add_to_states_of_gemma3n,
@@ -83,6 +84,7 @@ def apply() -> None:
     admit_min_p_and_logit_bias()
     admit_suffix_without_arctic()
     admit_block_drafters()
+    mend_speculators_format()
     leave_async_scheduling_to_the_platform()
     name_a_missing_torchvision()
     read_inc_from_quant_config()

@@ -14,7 +14,7 @@ from vllm_gaudi_spec.versions import installed
 
 
 def describe_drafters() -> None:
-    """Changes how a speculative configuration describes its drafter. One wrapper; each of its five parts can go alone.
+    """Changes how a speculative configuration describes its drafter. One wrapper; each of its six parts can go alone.
 
     Method `universal_draft` is an alias of a draft model with `use_heterogeneous_vocab`, for every draft sample method
     and for vocabularies of other sizes.
@@ -27,6 +27,12 @@ def describe_drafters() -> None:
     Reason: upstream passes the target's flag on, so that a user who trusts one folder runs the code of two. It does not
     pass on the revision that the user trusts.
     Remove when: a speculative configuration has an option of its own for trust in the drafter's code.
+
+    A checkpoint in the format of the library speculators says its method and its number of drafts, where the user does
+    not.
+    Reason: upstream reads them where such a checkpoint is served by itself. In a speculative configuration it takes the
+    method from the folder's name, and no number of drafts.
+    Remove when: upstream reads them in both places.
 
     A method of ours without a model is described as n-gram drafting, which has none either.
     Reason: upstream refuses every method that it does not know.
@@ -75,6 +81,9 @@ def _describe_with_target(original: Callable[..., Any], config: Any) -> Any:
 
 
 def _describe_drafter(original: Callable[..., Any], config: Any) -> Any:
+    is_described = config.method is not None and config.num_speculative_tokens is not None
+    if config.model is not None and has_model(config.method) and not is_described:
+        _read_speculators_format(config)
     if config.method == UNIVERSAL_DRAFT:
         config.method, config.use_heterogeneous_vocab = DRAFT_MODEL, True
     if not has_model(config.method) and not METHODS[config.method].in_vllm:
@@ -109,6 +118,22 @@ def _share_positions(config: Any) -> None:
             setattr(drafter.hf_text_config, name, getattr(target.hf_text_config, name))
     if config.max_model_len is None:
         drafter.max_model_len = target.max_model_len
+
+
+def _read_speculators_format(config: Any) -> None:
+    """Fill in what the checkpoint says, and the user does not."""
+    from transformers import PretrainedConfig
+    from vllm.transformers_utils.configs.speculators import SpeculatorsConfig
+
+    try:
+        in_file, _ = PretrainedConfig.get_config_dict(config.model, revision=config.revision)
+    except (OSError, ValueError):  # upstream's error is about the model
+        return
+    if "speculators_config" not in in_file:
+        return
+    for name, value in SpeculatorsConfig.extract_vllm_speculative_config(in_file).items():
+        if not getattr(config, name):
+            setattr(config, name, value)
 
 
 def _describe_new_lookup(original: Callable[..., Any], config: Any) -> Any:

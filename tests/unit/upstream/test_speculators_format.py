@@ -1,0 +1,70 @@
+"""The patch of how vLLM reads the format of the library speculators still has its reasons."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+from transformers import PretrainedConfig, Qwen3Config
+from vllm.model_executor.models.qwen3_dflash import _dflash_layer_causal
+from vllm.transformers_utils.configs.speculators import SpeculatorsConfig
+
+from tests.full_tests.tiny_models import common
+from tests.unit.test_config import engine_config
+from vllm_gaudi_spec import upstream
+
+TYPES = ["sliding_attention", "full_attention"]
+
+
+def checkpoint(method: str, sees_later: bool | None) -> dict[str, Any]:
+    flag = {} if sees_later is None else {"sliding_window_non_causal": sees_later}
+    layers = dict(model_type="qwen3", num_hidden_layers=2, layer_types=TYPES)
+    named = dict(aux_hidden_state_layer_ids=[1, 2], mask_token_id=7, transformer_layer_config=layers)
+    return dict(speculators_model_type=method) | named | flag
+
+
+def causal_layers(layers: dict[str, Any]) -> list[bool]:
+    config = PretrainedConfig(**layers)
+    return [_dflash_layer_causal(config, layer) for layer in range(len(TYPES))]
+
+
+@pytest.mark.parametrize("method", ["dflash", "dflash2", "dspark"])
+def test_only_layers_with_a_window_are_causal_and_only_if_the_checkpoint_says_so(method: str) -> None:
+    upstream.apply()
+    read = SpeculatorsConfig.extract_transformers_pre_trained_config
+    assert causal_layers(read(checkpoint(method, False))) == [True, False]
+    assert causal_layers(read(checkpoint(method, True))) == [False, False]
+    assert causal_layers(read(checkpoint(method, None))) == [method == "dspark", False]  # as upstream has it
+
+
+def test_upstream_still_reads_layers_otherwise() -> None:
+    """When this fails, so does the reason for `mend_speculators_format`."""
+    upstream.apply()
+    original = SpeculatorsConfig.extract_transformers_pre_trained_config.__wrapped__
+    assert causal_layers(original(checkpoint("dflash", False))) == [True, True]
+    assert causal_layers(original(checkpoint("dspark", True))) == [True, False]
+    with pytest.raises(ValueError, match="<function update_eagle3"):
+        original(checkpoint("xpress", None))
+
+
+@pytest.mark.parametrize(
+    ("given", "number"), [({}, 5), (dict(num_speculative_tokens=2), 2), (dict(method="dflash"), 5)], ids=str
+)
+def test_speculative_configuration_takes_the_rest_from_the_checkpoint(
+    given: dict[str, Any], number: int, tmp_path: Path
+) -> None:
+    upstream.apply()
+    saved = checkpoint("dflash2", True) | dict(
+        transformer_layer_config=Qwen3Config(**common()).to_dict(),
+        speculators_config=dict(
+            proposal_methods=[dict(speculative_tokens=5)], verifier=dict(name_or_path=str(tmp_path / "target"))
+        ),
+    )
+    (tmp_path / "drafter").mkdir()
+    (tmp_path / "drafter" / "config.json").write_text(json.dumps(saved))
+    options = dict(model=str(tmp_path / "drafter"), num_speculative_tokens=None) | given
+    made = engine_config(tmp_path / "target", options).speculative_config
+    assert (made.method, made.num_speculative_tokens) == ("dflash", number)
+    assert made.draft_model_config.architectures == ["DFlash2DraftModel"]
