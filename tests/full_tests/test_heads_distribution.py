@@ -15,7 +15,8 @@ from vllm_gaudi_spec import methods
 SEEDS = 20_000
 SETTING = dict(temperature=0.9, top_k=7, top_p=0.95)
 RULES = [name for name, rule in methods.RULES.items() if rule.needs_probs]
-ALPHA = 1e-3 / (len(METHODS) * len(RULES))
+DRAFTERS = (*METHODS, "dflash")
+ALPHA = 1e-3 / (len(DRAFTERS) * len(RULES))
 PROMPT = text(12)
 
 
@@ -49,7 +50,7 @@ def probs() -> tuple[list[int], np.ndarray]:
 
 @pytest.mark.slow
 @pytest.mark.parametrize("rule", RULES)
-@pytest.mark.parametrize("method", METHODS)
+@pytest.mark.parametrize("method", DRAFTERS)
 def test_drafted_tokens_follow_the_target_distribution(
     method: str, rule: str, probs: tuple[list[int], np.ndarray]
 ) -> None:
