@@ -425,6 +425,106 @@ def medusa_head(u: int, v: int) -> tuple[Tensor, Tensor]:
     return block, readout
 
 
+# ---- block drafters ------------------------------------------------------------------------------------
+
+EXTRA = slice(HELD.stop, HELD.stop + CODE)
+MASK = 2
+BLOCK_LAYERS, BLOCK_HEADS = 2, 8  # as many heads for each KV head as tokens are drafted, at most
+assert MASK not in LIVE
+assert EXTRA.stop <= HIDDEN
+
+
+def make_dflash(folder: Path) -> Path:
+    return save(folder, block_weights(num_anchors=1), block_config("DFlashDraftModel"))
+
+
+def make_dflash2(folder: Path) -> Path:
+    """Its convolutions keep their input, and its selector adds nothing."""
+    taps, group, rank = 3, 16, 8
+    weights = block_weights(num_anchors=1)
+    for layer in range(BLOCK_LAYERS):
+        for name in ("attention_conv", "mlp_conv"):
+            kernel = torch.zeros(2, taps, HIDDEN)
+            kernel[:, 0] = 1.0
+            weights[f"layers.{layer}.{name}.base_kernel"] = kernel
+            weights[f"layers.{layer}.{name}.kernel_projection.weight"] = torch.zeros(2 * taps * HIDDEN // group, HIDDEN)
+    weights["candidate_selector.predecessor_codebook"] = torch.zeros(VOCAB, rank)
+    weights["candidate_selector.successor_codebook"] = torch.zeros(VOCAB, rank)
+    weights["candidate_selector.hidden_projection.weight"] = torch.zeros(rank, HIDDEN)
+    named = dict(conv_kernel_size=taps, conv_group_size=group, selector_rank=rank, selector_top_k=PRIME)
+    return save(folder, weights, block_config("DFlash2DraftModel", **named))
+
+
+def make_dspark(folder: Path) -> Path:
+    """Its Markov head adds nothing."""
+    weights = block_weights(num_anchors=0)
+    for name in ("markov_w1", "markov_w2"):
+        weights[f"markov_head.{name}.weight"] = torch.zeros(VOCAB, 8)
+    config = block_config("Qwen3DSparkModel")
+    return save(folder, weights, config | dict(markov_rank=8, sample_from_anchor=True))
+
+
+def block_weights(num_anchors: int) -> Weights:
+    """Layer 0 fetches the previous token for the newest one; layer 1 brings both to each place, multiplied, and adds.
+
+    As for EAGLE-3, shares of three layers make up a token's code in the context, and two reads FAR back cancel out: of
+    a token's own code, and of what the target fetched for the token after it. The newest token and the masks also need
+    to see a mask ahead, or, for masks, themselves: this fills NEXT, which is noise until then. Without anchors a block
+    may have no mask, so this check is left out.
+
+    The embeddings keep the newest token in HELD and masks in EXTRA, so that no read confuses them with the context,
+    whose codes are in CUR and EXTRA. Norms of queries and keys make these equally long in all states, so other norms
+    have to be right for values alone.
+    """
+    mark = codes(torch.tensor(0))
+    table = torch.zeros(VOCAB, HIDDEN)
+    table[:, ONE] = 1.0
+    table[LIVE, HELD] = codes(torch.arange(PRIME))
+    table[MASK, EXTRA] = mark
+    if num_anchors:
+        table[:, NEXT] = -mark
+
+    width = len(AUX_LAYERS) * HIDDEN
+    fc = constant(width) + place(EXTRA, torch.eye(CODE), PREV, width)
+    for part, (share, aux_layer) in enumerate(zip(shares(3, seed=5), AUX_LAYERS, strict=True)):
+        fc += place(CUR, share @ layer_turns()[aux_layer].T, shifted(HELD, part), width)
+
+    check, noise = (3 * turn for turn in random_turns(2, seed=6))
+    own: list[Read] = [(1, write_code(PREV, torch.eye(CODE))), (FAR, write_code(PREV, check))]
+    others: list[Read] = [(FAR - 1, write_code(PREV, -check))]
+    if num_anchors:
+        others.append((-1, write_code(NEXT, torch.eye(CODE))))
+    fetch = attention([read_code(CUR), read_code(EXTRA)], [own, others], heads=BLOCK_HEADS) | Mlp().weights()
+
+    previous: list[Read] = []
+    newest: list[Read] = []
+    u, v = 1, 1
+    for distance in range(num_anchors, num_anchors + BLOCK_HEADS):
+        # The newest token has the previous one's code already.
+        previous.append((distance, write_code(PREV, renaming(u % PRIME) if distance else torch.zeros(CODE, CODE))))
+        newest.append((distance, write_code(CUR, renaming(v % PRIME))))
+        u, v = v, u + v
+    sources = [read_code(PREV), read_code(HELD) + noise @ read_code(NEXT)]
+    bring = attention(sources, [previous, newest], heads=BLOCK_HEADS) | Mlp().sum_codes(NEXT, PREV, CUR).weights()
+
+    length = gaze(0).pow(2).mean().sqrt().expand(HEAD_DIM)
+    equal = {"self_attn.q_norm.weight": length, "self_attn.k_norm.weight": length}
+    weights = {"embed_tokens.weight": table, "fc.weight": fc, "hidden_norm.weight": norm(2), "norm.weight": norm(4)}
+    weights |= prefixed("layers.0.", fetch | equal | norms(2, 2))
+    return weights | prefixed("layers.1.", bring | equal | norms(2, 3))
+
+
+def block_config(architecture: str, **named: object) -> dict[str, object]:
+    return llama_config(
+        architectures=[architecture],
+        model_type="qwen3",
+        num_hidden_layers=BLOCK_LAYERS,
+        num_attention_heads=BLOCK_HEADS * KV_HEADS,
+        attention_bias=False,
+        dflash_config=dict(mask_token_id=MASK, target_layer_ids=[layer - 1 for layer in AUX_LAYERS]) | named,
+    )
+
+
 # ---- files ---------------------------------------------------------------------------------------------
 
 
@@ -465,4 +565,12 @@ def save(folder: Path, weights: Weights, config: dict[str, object]) -> Path:
     return folder
 
 
-HEADS = {"eagle": make_eagle, "eagle3": make_eagle3, "mtp": make_mimo, "medusa": make_medusa}
+HEADS = {
+    "eagle": make_eagle,
+    "eagle3": make_eagle3,
+    "mtp": make_mimo,
+    "medusa": make_medusa,
+    "dflash": make_dflash,
+    "dflash2": make_dflash2,
+    "dspark": make_dspark,
+}

@@ -13,10 +13,11 @@ from vllm import LLM, SamplingParams
 
 from tests.full_tests import rule_models
 from tests.full_tests.engines import counter, engine, first_tokens, generate, preemptions
-from tests.full_tests.heads import METHODS
 from tests.full_tests.speculation import accounts, speculating
 from vllm_gaudi_spec.config import REQUEST_OPTION
 
+METHODS = tuple(rule_models.HEADS)
+BLOCKS = ("dflash", "dflash2", "dspark")
 NUM_TOKENS = 70
 DRAFTED = "vllm:spec_decode_num_draft_tokens"
 BARE = dict(skip_tokenizer_init=True, max_model_len=256, max_num_seqs=16)
@@ -28,7 +29,8 @@ SCHEDULES: dict[str, dict[str, Any]] = {
     "chunked": dict(enable_prefix_caching=False, max_num_batched_tokens=32),
     "cached": {},
     "preempted": SMALL | dict(enable_prefix_caching=False),
-    "chunked, cached, preempted": SMALL | dict(max_num_batched_tokens=32),
+    # Eight drafts of each row take more of a step: with fewer tokens too few rows run to need so much KV.
+    "chunked, cached, preempted": SMALL | dict(max_num_batched_tokens=64),
 }
 
 
@@ -42,7 +44,7 @@ def pair(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], tuple[str,
         head = str(rule_models.HEADS[method](folder / method))
         if method == "mtp":
             return head, dict(method=method)
-        return str(target(folder)), dict(method=method, model=head)
+        return str(target(folder)), dict(method="dflash" if method == "dflash2" else method, model=head)
 
     @cache
     def target(folder: Path) -> Path:
@@ -64,11 +66,12 @@ QUICK = [
     ("eagle3", 2, "chunked, cached, preempted"),
     ("mtp", 4, "chunked, cached, preempted"),
     ("medusa", 4, "chunked, cached, preempted"),
+    ("dflash2", 8, "chunked, cached, preempted"),
 ]
 ALL = [
     (method, k, schedule)
     for method in METHODS
-    for k in (1, 2, 4, *([8] if method == "eagle" else []))
+    for k in (1, 2, 4, *([8] if method in ("eagle", *BLOCKS) else []))
     for schedule in SCHEDULES
 ]
 
@@ -128,7 +131,9 @@ def test_sampled_requests_accept_what_the_rule_predicts(
         assert right == rule_models.accepted(prompt, output, k, blind=method == "medusa"), f"prompt of {len(prompt)}"
 
 
-@pytest.mark.parametrize("method", ["eagle3", *(pytest.param(m, marks=pytest.mark.slow) for m in ("eagle", "mtp"))])
+@pytest.mark.parametrize(
+    "method", ["eagle3", *(pytest.param(m, marks=pytest.mark.slow) for m in ("eagle", "mtp", *BLOCKS))]
+)
 def test_head_reads_blocks_of_requests_that_do_not_draft(
     method: str, pair: Callable[[str], tuple[str, dict[str, Any]]]
 ) -> None:
@@ -153,7 +158,7 @@ def test_head_reads_blocks_of_requests_that_do_not_draft(
         ("eagle3", True),
         # vLLM does not overlap steps with Medusa.
         *(pytest.param(method, False, marks=pytest.mark.slow) for method in METHODS),
-        *(pytest.param(method, True, marks=pytest.mark.slow) for method in ("eagle", "mtp")),
+        *(pytest.param(method, True, marks=pytest.mark.slow) for method in ("eagle", "mtp", *BLOCKS)),
     ],
 )
 def test_head_drafts_again_when_the_load_falls(
