@@ -16,6 +16,7 @@ from tests.full_tests.engines import engine, first_tokens, generate
 from tests.full_tests.heads import MAX_LEN, TINY, greedy, head, target, texts
 from tests.full_tests.speculation import Account, accounts, speculating
 from tests.full_tests.speculators_library import TARGET, rewrite_drafter
+from tests.full_tests.test_block_drafters import Recorder
 from tests.full_tests.test_refusals import refusal
 
 K = 3
@@ -24,8 +25,7 @@ K = 3
 @pytest.fixture(scope="module")
 def checkpoint(tmp_path_factory: pytest.TempPathFactory) -> str:
     """The tiny EAGLE-3 head, as speculators writes it."""
-    # vLLM takes the method from the name, as it stands in those on the Hub.
-    folder, source = tmp_path_factory.mktemp("Tiny-speculator.eagle3"), TINY / "eagle3"
+    folder, source = tmp_path_factory.mktemp("head"), TINY / "eagle3"
     layer = json.loads((source / "config.json").read_text())
     config = {
         "speculators_model_type": "eagle3",
@@ -59,12 +59,56 @@ def test_speculators_checkpoint_drafts_as_in_its_own_format(checkpoint: str) -> 
         expected = drafted(llm)
     assert sum(sum(account.accepted) for account in expected[1]) > 20
     for model, config in (
-        (target("eagle3"), dict(model=checkpoint, num_speculative_tokens=K)),
+        (target("eagle3"), dict(model=checkpoint)),
         (checkpoint, None),
     ):
         options: dict[str, Any] = {} if config is None else dict(speculative_config=config)
         with engine(model, max_model_len=MAX_LEN, per_request_spec_decode_metrics="detailed", **options) as llm:
             assert drafted(llm) == expected, config
+
+
+@pytest.mark.parametrize(
+    "name",
+    [
+        "dflash mixed windows",
+        *(
+            pytest.param(name, marks=pytest.mark.slow)
+            for name in speculators_library.LENGTHS
+            if name != "dflash mixed windows"
+        ),
+    ],
+)
+def test_block_drafter_of_the_library_drafts_as_its_reference(
+    name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    drafter = make_drafter(tmp_path / "own", KINDS[name], TARGET)
+    checkpoint = rewrite_drafter(drafter, tmp_path / "library", KINDS[name], K)
+    reference, recorder = BlockReference(drafter, KINDS[name], TARGET), Recorder(monkeypatch)
+    for model, options in ((TARGET, dict(speculative_config=dict(model=checkpoint))), (checkpoint, {})):
+        num_compared = 0
+        with engine(model, max_model_len=MAX_LEN, **options) as llm:
+            for prompt in texts()[-4:]:
+                recorder.rounds.clear()
+                output = first_tokens(generate(llm, [prompt], greedy(8)))[0]
+                for length, drafts, logits in recorder.rounds:
+                    wanted_KV = reference.block_logits([*prompt, *output][:length], drafts)
+                    torch.testing.assert_close(torch.stack(logits), wanted_KV, atol=1e-4, rtol=1e-4)
+                    assert len(drafts) == K
+                    num_compared += 1
+        assert num_compared > 8, options
+
+
+def test_trained_drafter_of_the_library_is_accepted() -> None:
+    """The demo's DFlash drafter, whose right drafts also reach places behind the first."""
+    with engine(TARGET, max_model_len=MAX_LEN) as llm:
+        expected = first_tokens(generate(llm, texts()[:6], greedy(24)))
+    with speculating(TARGET, dict(model=str(TINY / "dflash")), max_model_len=MAX_LEN) as llm:
+        tokens, every = drafted(llm)
+    assert tokens == expected
+    accepted = [number for account in every for number in account.accepted]
+    assert max(account.drafted[0] for account in every) == 7
+    assert sum(accepted) > 0.2 * len(accepted)
+    assert max(accepted) > 1
 
 
 @pytest.mark.parametrize(
