@@ -34,8 +34,8 @@ LENGTHS = {
     "dspark windows": (12,),
     "dspark reduced vocabulary": (12, 65),
 }
-"""Kinds that the library has -> lengths of texts. There a window is counted from the anchor for the whole block, in vLLM
-and here from each query, so texts of those kinds are shorter than the window."""
+"""Kinds that the library has -> lengths of texts. There a window is counted from the anchor for the whole block, in
+vLLM and here from each query, so texts of those kinds are shorter than the window."""
 _NOT_OF_THE_LAYERS = ("architectures", "dflash_config", "draft_vocab_size", "block_size", "is_causal")
 _SELECTOR = ("conv_kernel_size", "conv_group_size", "selector_rank", "selector_top_k")
 
