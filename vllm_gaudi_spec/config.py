@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Any
 from vllm_gaudi_spec.methods import METHODS, RULES, has_model
 
 if TYPE_CHECKING:
-    from vllm.config import ModelConfig, VllmConfig
+    from vllm.config import ModelConfig, SpeculativeConfig, VllmConfig
 
 
 ADDITIONAL_CONFIG_KEY = "gaudi_spec"
@@ -315,6 +315,9 @@ class Speculation:
     """For `retokenize`: how many of its own tokens the drafter keeps per request."""
     synthetic_rates: tuple[float, ...] = ()
     """For the synthetic rule: the probability that the first i + 1 drafts are all accepted."""
+    mask_token: int | None = None
+    """For parallel drafting: the id that stands for unknown tokens in the drafter's input. None if its checkpoint names
+    none."""
 
     def __post_init__(self) -> None:
         if self.rule not in RULES:  # one of vLLM's rules that we do not have
@@ -389,7 +392,21 @@ class Speculation:
             universal_match=options.universal_match or TLI,
             universal_kv_len=_choose_drafter_kv_len(vllm_config, options) if universal and context == RETOKENIZE else 0,
             synthetic_rates=tuple(spec_config.synthetic_acceptance_rates or ()),
+            mask_token=find_mask_token(spec_config),
         )
+
+
+# The names of the mask token in checkpoints: of speculators and DFlash, PARD, P-EAGLE, DSpark.
+_MASK_TOKEN_NAMES = ("mask_token_id", "pard_token", "ptd_token_id", "dspark_noise_token_id")
+
+
+def find_mask_token(spec_config: SpeculativeConfig) -> int | None:
+    """Return the mask token of a drafter that drafts in parallel."""
+    if not (spec_config.parallel_drafting and has_model(spec_config.method)):
+        return None
+    config = spec_config.draft_model_config.hf_config
+    found = vars(config) | (getattr(config, "dflash_config", None) or {})
+    return next((int(found[name]) for name in _MASK_TOKEN_NAMES if found.get(name) is not None), None)
 
 
 def _choose_drafter_kv_len(vllm_config: VllmConfig, options: Options) -> int:

@@ -15,6 +15,8 @@ class Method:
 
     proposer: str
     """Module in `drafting/` and class, with a class method `build`."""
+    parallel_proposer: str = ""
+    """Likewise, for `parallel_drafting`; empty if the method does not support it."""
     about: str
     """Plain description of how it drafts."""
     on_device: bool
@@ -66,6 +68,8 @@ _NGRAM = Method(
 _BLOCK = replace(
     _HEAD,
     proposer="block.BlockProposer",
+    parallel_proposer="block.BlockProposer",
+    options=("parallel_drafting",),  # vLLM sets it
     model_class="block.BlockModel",
     reads_layers=True,
     about="a block of tokens is drafted in one pass",
@@ -96,14 +100,21 @@ METHODS = {
     ),
     DRAFT_MODEL: Method(
         proposer="draft_model.AutoregressiveProposer",
+        parallel_proposer="parallel.ParallelModelProposer",
         about="a smaller model with the same tokens drafts",
         on_device=True,
         has_model=True,
         has_kv=True,
+        options=("parallel_drafting",),
         in_vllm=True,
     ),
     "eagle": _HEAD,
-    EAGLE3: replace(_HEAD, reads_layers=True),
+    EAGLE3: replace(
+        _HEAD,
+        reads_layers=True,
+        parallel_proposer="parallel.ParallelHeadProposer",
+        options=("parallel_drafting",),
+    ),
     "mtp": replace(
         _HEAD,
         proposer="mtp.ChainedProposer",

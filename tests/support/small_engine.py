@@ -18,6 +18,7 @@ from typing import Any
 
 import numpy as np
 import torch
+from transformers import LlamaConfig
 from vllm import SamplingParams
 from vllm.config import VllmConfig
 from vllm.utils.hashing import sha256
@@ -28,7 +29,7 @@ from vllm.v1.outputs import AsyncModelRunnerOutput, ModelRunnerOutput
 from vllm.v1.request import Request, RequestStatus
 from vllm.v1.structured_output import StructuredOutputManager
 
-from tests.full_tests.tiny_models import VOCAB, byte_tokenizer
+from tests.full_tests.tiny_models import VOCAB, byte_tokenizer, common
 from tests.support.fakes import CopyingMemory, HostBackend
 from tests.unit.test_config import engine_config, save_block_drafter
 from vllm_gaudi_spec import upstream
@@ -42,6 +43,8 @@ from vllm_gaudi_spec.runner.warmup import manifest
 
 BLOCK, MAX_LEN, MAX_ROWS, BUDGET = 4, 64, 4, 20
 NUM_DRAFTS = 3
+MASK = VOCAB + 1
+"""The mask token of the parallel drafter, which the target does not have."""
 ROOMY, SCARCE = 120, 26
 """Numbers of KV blocks, including block 0: enough for all requests, and for one and a half of the longest."""
 FAVORITES = list(range(10, 18))
@@ -111,7 +114,6 @@ class Reads:
 class FillsBlocks(Reads):
     """A block drafter that agrees with the greedy target. Its KV slots are filled from the target's hidden states."""
 
-    mask_token = 0
     num_anchors = 1
 
     def write_context(self, inputs: Inputs, states_TH: torch.Tensor) -> None:
@@ -131,6 +133,25 @@ class FillsBlocks(Reads):
             hidden_BQH[:, place, 0] = sum_B.float()
             token_B = _logits(sum_B).argmax(1)
         return Hidden(hidden_BQH.flatten(0, 1))
+
+
+class FillsMasks(Reads):
+    """A parallel drafter that always agrees with the greedy target: it reads each mask token as the token that it
+    predicts there."""
+
+    def forward(self, inputs: Inputs, carried_TH: torch.Tensor | None = None) -> Hidden:
+        hidden, call = super().forward(inputs, carried_TH), inputs.call
+        shape = call.num_rows, call.num_queries
+        tokens_BQ, positions_BQ = inputs.token_ids_T.view(shape), inputs.positions_T.view(shape)
+        sums_BQ, correction_B = hidden.last[:, 0].long().view(shape).clone(), torch.zeros(shape[0], dtype=torch.int64)
+        for query in range(1, call.num_queries):
+            predicted_B = _logits(sums_BQ[:, query - 1]).argmax(-1)
+            position_B, is_mask_B = positions_BQ[:, query], tokens_BQ[:, query] == MASK
+            difference_B = _number(predicted_B, position_B) - _number(tokens_BQ[:, query], position_B)
+            correction_B += torch.where(is_mask_B, difference_B, 0)
+            sums_BQ[:, query] = (sums_BQ[:, query] + correction_B) % _HASHED
+        hidden.last[:, 0] = sums_BQ.flatten().float()
+        return hidden
 
 
 class Remembers(Reads):
@@ -254,6 +275,7 @@ class Variant:
     """Number of snapshots of the target's states; 0 if it has none."""
     short_lists: bool = False
     """Whether the user's bucket lists end before the largest batch and the longest chunk."""
+    num_drafts: int = NUM_DRAFTS
 
     def __str__(self) -> str:
         parts = [self.method or "plain", "overlapping" if self.overlap else "one by one", "V2" if self.v2 else "V1"]
@@ -263,12 +285,19 @@ class Variant:
         return ", ".join([*parts, *([graphs] if graphs else []), *(["paced"] * self.adaptive), *states])
 
 
-BLOCK_DRAFTER, RETOKENIZE, STANDARD = "dflash", "retokenize", "standard"
+BLOCK_DRAFTER, RETOKENIZE, STANDARD, PARALLEL = "dflash", "retokenize", "standard", "parallel"
+_IN_TARGETS_BLOCKS = ("draft_model", STANDARD, PARALLEL, BLOCK_DRAFTER)
 # Options of a method besides its name; one that is missing needs none.
 _SPECULATIVE: dict[str | None, dict[str, Any] | None] = {
     None: None,
     "custom_class": dict(model=f"{__name__}.Guesses"),
     "draft_model": dict(draft_sample_method="coupled", rejection_sample_method="strict"),
+    PARALLEL: dict(
+        method="draft_model",
+        parallel_drafting=True,
+        draft_sample_method="coupled",
+        rejection_sample_method="strict",
+    ),
     STANDARD: dict(method="draft_model", draft_sample_method="probabilistic", rejection_sample_method="standard"),
     "ngram": dict(prompt_lookup_min=1, prompt_lookup_max=3),
     "ngram_gpu": dict(prompt_lookup_min=1, prompt_lookup_max=3),
@@ -297,8 +326,7 @@ class SmallEngine:
     def __init__(self, variant: Variant, folder: Path) -> None:
         self.variant = variant
         self.vllm_config, structured = _config(variant, folder)
-        shares_blocks = variant.method in ("draft_model", STANDARD, BLOCK_DRAFTER)
-        layers = [_TARGET, _DRAFTER] if shares_blocks else [_TARGET]
+        layers = [_TARGET, _DRAFTER] if variant.method in _IN_TARGETS_BLOCKS else [_TARGET]
         kv_cache = KVCacheConfig(variant.num_blocks, [], [KVCacheGroupSpec(layers, _SPEC)])
         scheduler_class: Any = self.vllm_config.scheduler_config.get_scheduler_cls()
         self.scheduler = scheduler_class(self.vllm_config, kv_cache, structured, block_size=BLOCK, log_stats=True)
@@ -310,8 +338,8 @@ class SmallEngine:
             self.scheduler.keep_snapshots(variant.num_snapshots)
             self.scheduler.has_states = True
             self.runner.num_snapshots = variant.num_snapshots
-        has_model = shares_blocks or variant.method == RETOKENIZE
-        drafter = FillsBlocks if variant.method == BLOCK_DRAFTER else Reads
+        drafter = {BLOCK_DRAFTER: FillsBlocks, PARALLEL: FillsMasks}.get(variant.method or "", Reads)
+        has_model = variant.method in (*_IN_TARGETS_BLOCKS, RETOKENIZE)
         self.runner.drafter = drafter(_DRAFTER, self.vllm_config) if has_model else None  # type: ignore[assignment]
         with torch.inference_mode():
             self.runner.initialize_kv_cache(kv_cache)
@@ -462,7 +490,7 @@ class SmallEngine:
                 members[name].has_sampled = True
                 self.num_accepted += len(tokens) - 1
                 self.num_verified += real.get(name, 0)
-                assert 0 <= len(tokens) - 1 <= real.get(name, 0) <= NUM_DRAFTS
+                assert 0 <= len(tokens) - 1 <= real.get(name, 0) <= self.variant.num_drafts
 
     def _check_rows(self) -> None:
         """Check after a forward which request has which row and blocks."""
@@ -503,11 +531,17 @@ def _config(variant: Variant, folder: Path) -> tuple[VllmConfig, StructuredOutpu
     byte_tokenizer().save_pretrained(folder)
     speculative, options = _SPECULATIVE.get(variant.method, {}), {}
     if speculative is not None:
-        speculative = dict(method=variant.method, num_speculative_tokens=NUM_DRAFTS) | speculative
+        speculative = dict(method=variant.method, num_speculative_tokens=variant.num_drafts) | speculative
         if variant.method in ("draft_model", STANDARD):
             speculative["model"] = str(folder)
         if variant.method == BLOCK_DRAFTER:
             speculative["model"] = save_block_drafter(folder / "block-drafter", "DFlashDraftModel")
+        if variant.method == PARALLEL:
+            speculative["model"] = str(folder / PARALLEL)
+            drafter_config = LlamaConfig(**common(vocab_size=MASK + 1), pard_token=MASK)
+            drafter_config.architectures = ["LlamaForCausalLM"]
+            drafter_config.save_pretrained(folder / PARALLEL)
+            byte_tokenizer().save_pretrained(folder / PARALLEL)
         if variant.method == RETOKENIZE:
             speculative["model"] = str(folder / "drafter")
             engine_config(folder / "drafter", None)

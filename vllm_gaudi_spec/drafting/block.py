@@ -25,7 +25,6 @@ from vllm_gaudi_spec.upstream.block_drafters import (
     DFlash2Qwen3ForCausalLM,
     Qwen3DSparkForCausalLM,
     allow_mixed_windows,
-    get_parallel_drafting_token_id,
 )
 
 if TYPE_CHECKING:
@@ -43,7 +42,6 @@ class BlockModel(LoadedHead):
         with allow_mixed_windows():
             super().__init__(*args, **named)
         config = self.model.config
-        self.mask_token = get_parallel_drafting_token_id(config)
         is_markov = isinstance(self.model, Qwen3DSparkForCausalLM)
         self.num_anchors = 0 if is_markov and getattr(config, "sample_from_anchor", True) else 1
         """Leading tokens of a block that predict nothing: the newest one, unless it predicts the first draft token."""
@@ -147,15 +145,18 @@ class CandidateScores:
 
 
 class BlockProposer(DeviceProposer):
-    def __init__(self, model: BlockModel, translation: Translation, vocab_size: int) -> None:
+    def __init__(self, model: BlockModel, translation: Translation, vocab_size: int, mask_token: int) -> None:
         self._model = model
+        self._mask_token = mask_token
         self._translation = translation
         self._vocab_size = vocab_size
 
     @classmethod
     def build(cls, context: DraftingContext) -> BlockProposer:
         model = cast(BlockModel, context.drafter)
-        return cls(model, make_head_translation(model, context.vocab_size), context.vocab_size)
+        assert context.speculation.mask_token is not None
+        translation = make_head_translation(model, context.vocab_size)
+        return cls(model, translation, context.vocab_size, context.speculation.mask_token)
 
     def make_kv_sync(self, context: DraftingContext, split: LengthSplit) -> BlockKVSync:
         return BlockKVSync(
@@ -189,7 +190,7 @@ class BlockProposer(DeviceProposer):
         newest_B1, starts_B, is_drafting_B = request.row_operations.take_newest(
             request.history_RM, request.rows_B, request.lengths_B, request.max_drafts_B, 1
         )
-        masks_BM = torch.full_like(newest_B1, self._model.mask_token).expand(-1, num_queries - 1)
+        masks_BM = torch.full_like(newest_B1, self._mask_token).expand(-1, num_queries - 1)
         inputs = build_rectangle(
             torch.cat((newest_B1, masks_BM), dim=1),
             starts_B,

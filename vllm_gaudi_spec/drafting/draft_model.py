@@ -14,7 +14,7 @@ from collections.abc import Callable, Hashable, Iterator
 from dataclasses import dataclass, replace
 from functools import partial
 from itertools import compress
-from typing import TYPE_CHECKING, NamedTuple
+from typing import TYPE_CHECKING, NamedTuple, Self
 
 import numpy as np
 import torch
@@ -51,20 +51,10 @@ class AutoregressiveProposer(DeviceProposer):
     @classmethod
     def build(cls, context: DraftingContext) -> AutoregressiveProposer:
         assert context.drafter is not None
-        if context.pair is not None:
-            return cls(context.drafter, context.pair.make_mapped_vocabulary(context.device))
-        return cls(context.drafter, require_same_vocabulary(context.vllm_config))
+        return cls(context.drafter, make_translation(context))
 
     def make_kv_sync(self, context: DraftingContext, split: LengthSplit) -> DraftModelKVSync:
-        return DraftModelKVSync(
-            self.read,
-            context.requests,
-            context.recorder,
-            context.shapes,
-            context.drafter_max_len,
-            context.speculation.num_drafts,
-            context.make_read_blocks(keeps_up=False),
-        )
+        return DraftModelKVSync.build(self.read, context)
 
     def read(self, chunk: Inputs) -> None:
         """Write the drafter's KV for tokens of the target, such as a prompt chunk."""
@@ -83,6 +73,13 @@ class AutoregressiveProposer(DeviceProposer):
             build_rectangle(tokens_BN, starts_B, num_real_B, request.blocks, request.row_operations)
         )
         return Hidden(hidden.last.view(*tokens_BN.shape, -1).select(1, NUM_NEWEST - 1))
+
+
+def make_translation(context: DraftingContext) -> Translation:
+    """Return the translation for a draft model that reads the target's tokens, id by id."""
+    if context.pair is not None:
+        return context.pair.make_mapped_vocabulary(context.device)
+    return require_same_vocabulary(context.vllm_config)
 
 
 def draft_chain(
@@ -182,6 +179,18 @@ class DraftModelKVSync(DrafterKVSync):
         self._blocks = blocks
         self._run_read = requests.backend.graphs.graph(self._read_rows)
         self._set_reach = requests.backend.graphs.graph(self._put_reach)
+
+    @classmethod
+    def build(cls, read: Callable[[Inputs], None], context: DraftingContext) -> Self:
+        return cls(
+            read,
+            context.requests,
+            context.recorder,
+            context.shapes,
+            context.drafter_max_len,
+            context.speculation.num_drafts,
+            context.make_read_blocks(keeps_up=False),
+        )
 
     # --- host ---
 

@@ -33,7 +33,9 @@ def load_drafting(context: DraftingContext) -> Drafting:
     if speculation.retokenizes:
         assert pair is not None
         return _make_text_drafting(context, pair)
-    module, name = METHODS[speculation.method].proposer.split(".")
+    method = METHODS[speculation.method]
+    is_parallel = context.spec_config.parallel_drafting
+    module, name = (method.parallel_proposer if is_parallel else method.proposer).split(".")
     proposer: Any = getattr(import_module(f"{__package__}.{module}"), name).build(context)
     return _make_device_drafting(context, proposer) if speculation.on_device else _make_host_drafting(context, proposer)
 

@@ -142,6 +142,19 @@ class LoadedHead(LoadedModel):
     def _adapt(self, target: LoadedModel, head: nn.Module) -> None:
         share_modules(target.model, head, group=target.group)
 
+    def compute_mask_state(self) -> torch.Tensor:
+        """Return the learned state, [H], that a parallel head reads beside mask tokens."""
+        learned = getattr(self.model, "mask_hidden", None)
+        if learned is None:
+            raise UnsupportedConfigError(
+                f"{type(self.model).__name__} does not draft in parallel; leave parallel_drafting out of "
+                "--speculative-config."
+            )
+        is_real = torch.ones(1, dtype=torch.bool, device=learned.device)
+        with nullcontext() if self.measuring is None else self.measuring.counting(is_real):
+            state: torch.Tensor = self.model.combine_hidden_states(learned)
+        return state.view(-1)
+
     def logits(self, hidden: torch.Tensor, adapters_N: torch.Tensor | None = None) -> torch.Tensor:
         assert adapters_N is None, "only the target has adapters"
         with upstream.tensor_parallel_group(self._output_group):

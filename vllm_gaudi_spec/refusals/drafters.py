@@ -6,7 +6,7 @@ from collections.abc import Iterable, Iterator
 from dataclasses import fields
 from typing import TYPE_CHECKING
 
-from vllm_gaudi_spec.config import MAX_DRAFTS
+from vllm_gaudi_spec.config import MAX_DRAFTS, find_mask_token
 from vllm_gaudi_spec.methods import MEDUSA, METHODS, RULES, SYNTHETIC
 
 if TYPE_CHECKING:
@@ -87,6 +87,13 @@ def drafter_model_refusals(spec_config: SpeculativeConfig) -> Iterator[str]:
     method = METHODS[spec_config.method]
     if method.reads_hidden_states:
         yield from _head_refusals(spec_config)
+    elif any(name.lower().startswith("peagle") for name in spec_config.draft_model_config.architectures):
+        yield (
+            f"{spec_config.model} is a P-EAGLE head; set method to {EAGLE3} and parallel_drafting to true in "
+            "--speculative-config."
+        )
+    if method.parallel_proposer and spec_config.parallel_drafting:
+        yield from _parallel_refusals(spec_config)
     useless = [*set_options(spec_config, _DRAFTER_LAYER_OPTIONS), *_options_of_other_methods(spec_config)]
     if method.is_head:  # the scheduler reads this option
         useless = [name for name in useless if name != "disable_eagle_block_drop"]
@@ -149,6 +156,21 @@ def _block_refusals(spec_config: SpeculativeConfig) -> Iterator[str]:
             f"{spec_config.model} has the architecture {', '.join(found)}, which is not supported with method "
             f"{spec_config.method}; give a drafter whose architecture is one of {', '.join(supported)} in "
             "--speculative-config."
+        )
+
+
+def _parallel_refusals(spec_config: SpeculativeConfig) -> Iterator[str]:
+    """Yield reasons against drafters that cannot draft all tokens in one forward pass."""
+    model, mask_token = spec_config.draft_model_config, find_mask_token(spec_config)
+    if mask_token is None:
+        yield (
+            f"{spec_config.model} names no mask token, so it was not trained to draft in parallel; leave parallel_drafting "
+            "out of --speculative-config, or give another drafter."
+        )
+    elif not 0 <= mask_token < model.get_vocab_size():
+        yield (
+            f"{spec_config.model} has the mask token {mask_token} and a vocabulary of {model.get_vocab_size()} tokens; "
+            "give a drafter whose mask token is in its vocabulary in --speculative-config."
         )
 
 

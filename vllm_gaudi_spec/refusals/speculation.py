@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING
 
 from vllm_gaudi_spec.config import (
     ADDITIONAL_CONFIG_KEY,
+    MAP,
     MAX_DRAFTS,
     RETOKENIZE,
     SLEM,
@@ -31,7 +32,6 @@ if TYPE_CHECKING:
 _NO_EFFECT = {
     "disable_padded_drafter_batch": ", since all rows of a batch draft in one shape",
     "enable_adaptive_verification": "",
-    "parallel_drafting": "",
     "use_local_argmax_reduction": "",
 }
 
@@ -69,8 +69,7 @@ def speculation_refusals(vllm_config: VllmConfig, backend: DeviceBackend) -> Ite
             f"max_model_len {spec_config.max_model_len} in --speculative-config is more than the target's {longest}; "
             "use less, or leave it out."
         )
-    sets_parallel = spec_config.use_dflash() or spec_config.use_dspark()  # vLLM sets the option itself
-    for name in set_options(spec_config, _NO_EFFECT.keys() - ({"parallel_drafting"} if sets_parallel else set())):
+    for name in set_options(spec_config, _NO_EFFECT):
         yield f"{name} is not supported{_NO_EFFECT[name]}; leave it out of --speculative-config."
     yield from _universal_refusals(vllm_config, options)
     if METHODS[spec_config.method].has_model:
@@ -110,6 +109,11 @@ def _universal_refusals(vllm_config: VllmConfig, options: Options) -> Iterator[s
         yield (
             f"universal_match {SLEM} verifies drafts as greedy ones; leave draft_sample_method and "
             f"rejection_sample_method out of --speculative-config, or use universal_match {TLI}."
+        )
+    if speculation.retokenizes and vllm_config.speculative_config.parallel_drafting:
+        yield (
+            f"parallel_drafting does not work with universal_context {RETOKENIZE}; leave it out of "
+            f"--speculative-config, or set universal_context in additional_config.{ADDITIONAL_CONFIG_KEY} to {MAP}."
         )
     if options.universal_kv_len is not None and not speculation.retokenizes:
         yield f"universal_kv_len is for universal_context {RETOKENIZE}; leave it out."

@@ -10,7 +10,6 @@ from contextlib import contextmanager
 from vllm import envs
 from vllm.model_executor.models.qwen3_dflash2 import DFlash2Qwen3ForCausalLM
 from vllm.model_executor.models.qwen3_dspark import Qwen3DSparkForCausalLM
-from vllm.v1.worker.gpu.spec_decode.utils import get_parallel_drafting_token_id
 
 _V2_RUNNER = "VLLM_USE_V2_MODEL_RUNNER"
 

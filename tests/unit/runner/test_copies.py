@@ -11,13 +11,13 @@ from vllm.sampling_params import SamplingParams
 
 from tests.support.fakes import CompilingBackend, CopyingMemory, HostBackend
 from tests.support.media import CONFIG
-from tests.support.small_engine import BLOCK_DRAFTER, RETOKENIZE, STANDARD, SmallEngine, Variant
+from tests.support.small_engine import BLOCK_DRAFTER, PARALLEL, RETOKENIZE, STANDARD, SmallEngine, Variant
 from tests.unit.runner.test_media_store import Model, Padding
 from vllm_gaudi_spec.runner.extensions.media_store import MediaStore
 from vllm_gaudi_spec.runner.extensions.multimodal import Multimodal
 
-METHODS = (None, "custom_class", "suffix", "ngram", "ngram_gpu", "draft_model", STANDARD, BLOCK_DRAFTER, RETOKENIZE)
-OVERLAPPING = (None, "ngram_gpu", "draft_model", STANDARD, BLOCK_DRAFTER)
+METHODS = (None, "custom_class", "suffix", "ngram", "ngram_gpu", "draft_model", PARALLEL, STANDARD, BLOCK_DRAFTER, RETOKENIZE)
+OVERLAPPING = (None, "ngram_gpu", "draft_model", PARALLEL, STANDARD, BLOCK_DRAFTER)
 EVERYTHING: dict[str, Any] = dict(
     temperature=0.8,
     seed=1,

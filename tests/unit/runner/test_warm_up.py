@@ -8,12 +8,12 @@ import pytest
 import torch
 
 from tests.support.fakes import CapturingBackend, CompilingBackend, HostBackend
-from tests.support.small_engine import RETOKENIZE, STANDARD, SmallEngine, Variant
+from tests.support.small_engine import PARALLEL, RETOKENIZE, STANDARD, SmallEngine, Variant
 from tests.support.warm_up import listed, run_jobs
 from vllm_gaudi_spec.graphs import Job, StepRecorder
 from vllm_gaudi_spec.runner.warmup import jobs, manifest, should_run
 
-METHODS = (None, "ngram", "ngram_gpu", "draft_model", RETOKENIZE)
+METHODS = (None, "ngram", "ngram_gpu", "draft_model", PARALLEL, RETOKENIZE)
 USUAL_BRANCHES = 40
 """A few of the thousands of branches of a device that does not compile. Sampling passes differ in nothing else."""
 

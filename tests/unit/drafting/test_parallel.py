@@ -1,0 +1,237 @@
+"""Parallel drafters whose drafts depend on every token of the context and its position.
+
+They read a mask token as the token that they predict there, so they draft what an autoregressive drafter does. KV of a
+mask token that is read later, or a token that is not read again after it was accepted, therefore changes a draft.
+"""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from vllm.sampling_params import SamplingParams
+
+from tests.full_tests.tiny_models import byte_tokenizer
+from tests.support.fakes import CapturingBackend, CompilingBackend, HostBackend
+from tests.support.small_engine import PARALLEL, ROOMY, SmallEngine, Variant, greedy_text
+from tests.unit.drafting.test_autoregressive import BLOCK, MOST_BLOCKS, PROMPTS, VOCAB, Remembers, Rows
+from tests.unit.drafting.test_heads import HeadRows, ReadsStates, carry
+from tests.unit.test_config import engine_config
+from vllm_gaudi_spec.attention.metadata import Inputs
+from vllm_gaudi_spec.config import Speculation, UnsupportedConfigError
+from vllm_gaudi_spec.drafting.head import HeadKVSync
+from vllm_gaudi_spec.drafting.kv_sync import ReadBlocks
+from vllm_gaudi_spec.drafting.on_device import DeviceDrafting
+from vllm_gaudi_spec.drafting.parallel import ParallelHeadProposer, ParallelModelKVSync, ParallelModelProposer
+from vllm_gaudi_spec.drafting.vocabulary import SameVocabulary
+from vllm_gaudi_spec.records import Hidden
+
+MASK = VOCAB + 1
+MASK_STATE = 53.0
+GARBAGE = 1000
+"""What drafters write for a mask token."""
+DEVICES = [HostBackend, CapturingBackend]
+
+
+class FillsMasks(Remembers):
+    def forward(self, inputs: Inputs, carried_TH: torch.Tensor | None = None) -> Hidden:
+        hidden, call = super().forward(inputs, carried_TH), inputs.call
+        is_mask_T = inputs.token_ids_T == MASK
+        self.kv[inputs.slots[0][is_mask_T]] = GARBAGE
+        predicted_BQ = hidden.last[:, 0].view(call.num_rows, call.num_queries)
+        for row, query in is_mask_T.view(call.num_rows, call.num_queries).nonzero().tolist():
+            position, before = int(call.starts_B[row]) + query, predicted_BQ[row, query - 1]
+            predicted_BQ[row, query] = (before + (position + 1) * before) % VOCAB
+        return hidden
+
+
+class ParallelRows(Rows):
+    def build(self, drafter_max_len: int) -> DeviceDrafting:
+        self.model = FillsMasks(drafter_max_len)
+        proposer = ParallelModelProposer(self.model, SameVocabulary(VOCAB, VOCAB + 3), MASK)
+        blocks = ReadBlocks(self.requests, 1 + 3 * MOST_BLOCKS, [0])
+        proposer.kv_sync = ParallelModelKVSync(
+            proposer.read, self.requests, self.recorder, self.shapes, drafter_max_len, self.num_drafts, blocks
+        )
+        return self.drafting_of("draft_model", proposer, proposer.kv_sync, drafter_max_len)
+
+
+class HeadFillsMasks(ReadsStates):
+    def forward(self, inputs: Inputs, carried_TH: torch.Tensor | None = None) -> Hidden:
+        hidden, call = super().forward(inputs, carried_TH), inputs.call
+        is_mask_T = inputs.token_ids_T == MASK
+        assert carried_TH is not None
+        assert (carried_TH[is_mask_T] == MASK_STATE).all()
+        self.kv[inputs.slots[0][is_mask_T]] = GARBAGE
+        for row in range(call.num_rows):
+            block_table = call.block_table_BW[row].long()
+            state = self.kv.view(-1, BLOCK)[block_table].flatten()[: int(call.starts_B[row])].sum() % VOCAB
+            for query in is_mask_T.view(call.num_rows, call.num_queries)[row].nonzero().flatten().tolist():
+                position = int(call.starts_B[row]) + query
+                state = (state + (position + 1) * state + 5 * carry(state)) % VOCAB
+                hidden.last[row * call.num_queries + query] = state
+        return hidden
+
+
+class ParallelHeadRows(HeadRows):
+    def build(self, drafter_max_len: int) -> DeviceDrafting:
+        autoregressive = super().build(drafter_max_len)
+        self.head = HeadFillsMasks(drafter_max_len)
+        kv_sync: Any = autoregressive._kv_sync
+        assert isinstance(kv_sync, HeadKVSync)
+        kv_sync._head = self.head
+        mask_state = torch.tensor([MASK_STATE])
+        proposer = ParallelHeadProposer(self.head, SameVocabulary(VOCAB, VOCAB), MASK, mask_state)
+        return self.drafting_of("eagle3", proposer, kv_sync, drafter_max_len, autoregressive._split)
+
+
+KINDS = [ParallelRows, ParallelHeadRows]
+
+
+@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("num_drafts", [1, 2, 4, 8])
+@pytest.mark.parametrize("seed", range(3))
+@pytest.mark.parametrize("device", DEVICES)
+def test_drafts_follow_from_whole_context(
+    kind: type[Rows], num_drafts: int, seed: int, device: type[HostBackend]
+) -> None:
+    """Steps accept none, some or all drafts, and some rows or steps do not draft."""
+    rows = kind(num_drafts, backend=device())
+    rows.start(PROMPTS)
+    rows.check_steps(seed, share_off=0.3)
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_row_beyond_drafter_length_continues_without_drafts(kind: type[Rows]) -> None:
+    rows = kind(num_drafts=4, drafter_max_len=32)
+    rows.start({"a": [5, 6, 7], "long": list(range(1, 60)), "near": list(range(2, 30))})
+    drafted = rows.sample({"a": [1], "long": [2], "near": [3]})
+    assert drafted == {"a": rows.expected("a"), "long": [], "near": rows.expected("near")}
+    assert len(drafted["near"]) == 3
+    rows.sample({"near": [4, 5, 6, 7]})
+    assert rows.sample({"near": [4, 5]})["near"] == []
+
+
+@pytest.mark.parametrize("num_off", [1, 2, 4, 40])
+def test_row_catches_up_after_steps_without_drafts(num_off: int) -> None:
+    rows = ParallelRows(num_drafts=3)
+    rows.start(PROMPTS)
+    drafts = rows.sample({"a": [1], "b": [2]})
+    rows.sample({"a": [*drafts["a"], 5], "b": [2]})  # the last round's drafts were all accepted
+    for token in range(num_off):
+        assert rows.sample({"a": [token]}, max_drafts=0)["a"] == []
+    for _ in range(2):
+        assert rows.sample({"a": [6], "b": [7]}) == {"a": rows.expected("a"), "b": rows.expected("b")}
+    assert not rows.recorder.unexpected
+
+
+@pytest.mark.parametrize("overlapping", [False, True])
+@pytest.mark.parametrize("num_read", [0, 2, *range(10, 15)])
+def test_shared_blocks_count_as_read_only_if_drafter_read_them(num_read: int, overlapping: bool) -> None:
+    """Blocks that hold KV of mask tokens where the text went on without drafts have not been read."""
+    rows = ParallelRows(num_drafts=3)
+    rows.overlapping = overlapping
+    rows.start({"a": [5, 6, 7]})
+    for token in range(40):
+        rows.sample({"a": [token]}, max_drafts=3 if token < num_read else 0)
+    shared = [int(block) for block in rows.requests.tables_np[0][rows.requests.by_id["a"].row][:2]]
+    prompt_ids = [*rows.tokens["a"][: 2 * BLOCK], *[9] * 20]
+    rows.start({"b": prompt_ids}, num_computed=2 * BLOCK, blocks=[*shared, *range(100, 110)])
+    assert rows.sample({"b": [8]}) == {"b": rows.expected("b")}
+
+
+@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("device", DEVICES)
+def test_warm_up_covers_every_shape(kind: type[Rows], device: type[HostBackend]) -> None:
+    kind(num_drafts=3, drafter_max_len=600, max_len=600, exact_context=False, backend=device()).check_warm_up()
+
+
+def test_round_runs_drafter_once() -> None:
+    """The first round reads the prompt's end and masks; a head's read of the newest token is separate."""
+    for kind, num_forwards in ((ParallelRows, 1), (ParallelHeadRows, 2)):
+        rows: Any = kind(num_drafts=5)
+        rows.start(PROMPTS)
+        model = rows.model if kind is ParallelRows else rows.head
+        forward, shapes = model.forward, []
+
+        def record(inputs: Inputs, carried_TH: Any = None, *, run: Any = forward, shapes: Any = shapes) -> Hidden:
+            shapes.append(inputs.call.num_queries)
+            return run(inputs, carried_TH)
+
+        model.forward = record
+        assert rows.sample({"a": [1]}) == {"a": rows.expected("a")}
+        assert shapes[-1] == (10 if kind is ParallelRows else 4)
+        assert len(shapes) == num_forwards
+
+
+# --- through vLLM's scheduler ---
+
+
+@pytest.mark.parametrize("num_drafts", [1, 4, 8])
+@pytest.mark.parametrize("overlap", [False, True])
+@pytest.mark.parametrize("backend", [HostBackend, CompilingBackend])
+def test_drafter_that_is_right_is_always_accepted(
+    num_drafts: int, overlap: bool, backend: type[HostBackend], tmp_path: Path
+) -> None:
+    variant = Variant(PARALLEL, overlap=overlap, backend=backend, num_blocks=ROOMY, num_drafts=num_drafts)
+    engine = SmallEngine(variant, tmp_path)
+    prompts = {f"{length}": list(range(20, 20 + length)) for length in (1, 2, 7, 19, 33)}
+    for name, prompt in prompts.items():
+        engine.add(name, prompt, SamplingParams(max_tokens=24, temperature=0, ignore_eos=True))
+    engine.finish()
+    for name, prompt in prompts.items():
+        assert engine.texts[name] == greedy_text(prompt, 24)
+    assert engine.num_accepted == engine.num_verified > 24 * num_drafts / (num_drafts + 1)
+
+
+# --- configuration ---
+
+
+def draft_folder(folder: Path, **described: Any) -> str:
+    engine_config(folder, None)
+    byte_tokenizer().save_pretrained(folder)
+    config = json.loads((folder / "config.json").read_text())
+    (folder / "config.json").write_text(json.dumps(config | described))
+    return str(folder)
+
+
+@pytest.mark.parametrize("name", ["mask_token_id", "pard_token", "ptd_token_id"])
+def test_mask_token_is_read_from_checkpoint(name: str, tmp_path: Path) -> None:
+    drafter = dict(method="draft_model", model=draft_folder(tmp_path / "drafter", **{name: 7}))
+    for is_parallel, expected in ((True, 7), (False, None)):
+        speculation = Speculation.from_vllm(engine_config(tmp_path, drafter | dict(parallel_drafting=is_parallel)))
+        assert speculation is not None
+        assert speculation.mask_token == expected
+
+
+@pytest.mark.parametrize(
+    ("described", "options", "message"),
+    [
+        ({}, {}, "names no mask token, so it was not trained for parallel drafting; leave parallel_drafting out"),
+        (dict(pard_token=400), {}, "has the mask token 400 and a vocabulary of 400 tokens"),
+        (
+            dict(architectures=["PEagleDraftModel"], pard_token=5),
+            {},
+            "is a P-EAGLE head; set method to eagle3 and parallel_drafting to true",
+        ),
+        (dict(pard_token=5), dict(method="eagle"), "parallel_drafting has no effect with method eagle; leave it out"),
+    ],
+    ids=str,
+)
+def test_unfit_drafter_is_refused(
+    described: dict[str, Any], options: dict[str, Any], message: str, tmp_path: Path
+) -> None:
+    drafter = dict(method="draft_model", model=draft_folder(tmp_path / "drafter", **described), parallel_drafting=True)
+    with pytest.raises(UnsupportedConfigError, match=message):
+        engine_config(tmp_path, drafter | options)
+
+
+def test_retokenize_is_refused(tmp_path: Path) -> None:
+    drafter = draft_folder(tmp_path / "drafter", pard_token=5)
+    options = {"gaudi_spec": {"universal_context": "retokenize"}}
+    speculative = dict(method="universal_draft", model=drafter, parallel_drafting=True)
+    with pytest.raises(UnsupportedConfigError, match="parallel_drafting does not work with universal_context"):
+        engine_config(tmp_path, speculative, additional_config=options)

@@ -1,0 +1,153 @@
+"""Parallel drafting (PARD and P-EAGLE): all draft tokens of a round come from one forward pass.
+
+A drafter trained for it predicts the first draft token after the newest token, and each further one after a mask token
+that stands for the draft token before it. No draft token depends on another, so each has a fixed distribution given the
+context, which is all that the acceptance rules require.
+
+KV written for mask tokens is always overwritten before another token attends to it.
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, cast
+
+import torch
+
+from vllm_gaudi_spec.attention.metadata import build_rectangle
+from vllm_gaudi_spec.drafting.draft_model import (
+    AutoregressiveProposer,
+    DraftModelKVSync,
+    make_translation,
+    stack_drafts,
+)
+from vllm_gaudi_spec.drafting.head import HeadProposer, make_head_translation
+
+if TYPE_CHECKING:
+    from vllm_gaudi_spec.drafting.base import DraftingContext, Model
+    from vllm_gaudi_spec.drafting.models import LoadedHead
+    from vllm_gaudi_spec.drafting.vocabulary import Translation
+    from vllm_gaudi_spec.records import DraftRequest, Drafts
+    from vllm_gaudi_spec.scheduling.limits import LengthSplit
+
+
+# --- draft models: PARD ---
+
+
+class ParallelModelProposer(AutoregressiveProposer):
+    """Drafts with a model that reads each row's unread tokens, followed by mask tokens.
+
+    Accepted draft tokens are unread, since mask tokens stood in their places. So a row has at most k + 1 unread tokens,
+    and a round is one forward pass of [B, 2k].
+    """
+
+    def __init__(self, model: Model, translation: Translation, mask_token: int) -> None:
+        super().__init__(model, translation)
+        self._mask_token = mask_token
+
+    @classmethod
+    def build(cls, context: DraftingContext) -> ParallelModelProposer:
+        assert context.drafter is not None
+        assert context.speculation.mask_token is not None
+        return cls(context.drafter, make_translation(context), context.speculation.mask_token)
+
+    def make_kv_sync(self, context: DraftingContext, split: LengthSplit) -> ParallelModelKVSync:
+        self.kv_sync = ParallelModelKVSync.build(self.read, context)
+        return self.kv_sync
+
+    def propose(self, request: DraftRequest) -> Drafts:
+        num_queries = 2 * request.num_drafts
+        is_wanted_B = request.max_drafts_B > 0
+        starts_B = torch.where(is_wanted_B, self.kv_sync.count_read(request.rows_B), 0)
+        num_unread_B = torch.where(is_wanted_B, request.lengths_B - starts_B, 0)
+        offsets_Q = torch.arange(num_queries, dtype=torch.int32, device=starts_B.device)
+        tokens_BQ = torch.where(
+            offsets_Q < num_unread_B[:, None],
+            self._translation.to_drafter(_take_tokens(request, starts_B[:, None] + offsets_Q)),
+            self._mask_token,
+        ).int()
+        num_real_B = num_unread_B + (request.max_drafts_B - 1).clamp(min=0)
+        inputs = build_rectangle(tokens_BQ, starts_B, num_real_B, request.blocks, request.row_operations)
+        hidden_TH = self._model.forward(inputs).last
+        # Each draft token follows from the output at the position before it; the first, at the newest token.
+        rows_B = torch.arange(len(starts_B), dtype=torch.int32, device=starts_B.device)
+        newest_B = rows_B * num_queries + (num_unread_B - 1).clamp(min=0)
+        index_KB = newest_B + offsets_Q[: request.num_drafts, None]
+        return _choose_drafts(self._model, self._translation, request, hidden_TH.index_select(0, index_KB.flatten()))
+
+
+def _take_tokens(request: DraftRequest, positions_BQ: torch.Tensor) -> torch.Tensor:
+    """Return int32, in the shape of `positions_BQ`: tokens of the rows' histories at these positions."""
+    width = request.history_RM.shape[1]
+    index_BQ = request.rows_B[:, None] * width + positions_BQ.clamp(max=width - 1)
+    return request.history_RM.view(-1).index_select(0, index_BQ.flatten()).view(index_BQ.shape)
+
+
+class ParallelModelKVSync(DraftModelKVSync):
+    """KV sync of a draft model whose rounds write the KV of the rows' own tokens, but not of draft tokens."""
+
+    def count_read(self, rows_B: torch.Tensor) -> torch.Tensor:
+        """Return int32 [B]: the number of tokens of each row that the drafter has read."""
+        return self._reach_R.index_select(0, rows_B)
+
+    def limit_drafts(self, rows_B: torch.Tensor, lengths_B: torch.Tensor, max_drafts_B: torch.Tensor) -> torch.Tensor:
+        """Return `max_drafts_B`, or 0 for rows with more unread tokens than a step samples."""
+        return torch.where(self.count_read(rows_B) >= lengths_B - (1 + self._num_drafts), max_drafts_B, 0)
+
+    def on_round_written(self, rows_B: torch.Tensor, lengths_B: torch.Tensor, drafts: Drafts) -> None:
+        """Extend the reach to the newest tokens."""
+        self._put(rows_B, torch.where(drafts.num_drafts_B > 0, lengths_B, self.count_read(rows_B)))
+
+
+# --- heads: P-EAGLE ---
+
+
+class ParallelHeadProposer(HeadProposer):
+    """Drafts with a head whose KV sync has read each row's newest token: only mask tokens are left to read.
+
+    A mask token is paired with a learned state in place of the target's. A round is one forward pass of [B, k - 1].
+    """
+
+    def __init__(self, model: Model, translation: Translation, mask_token: int, mask_state_H: torch.Tensor) -> None:
+        super().__init__(model, translation)
+        self._mask_token = mask_token
+        self._mask_state_H = mask_state_H
+
+    @classmethod
+    def build(cls, context: DraftingContext) -> ParallelHeadProposer:
+        head = cast("LoadedHead", context.drafter)
+        assert context.speculation.mask_token is not None
+        translation = make_head_translation(head, context.vocab_size)
+        return cls(head, translation, context.speculation.mask_token, head.compute_mask_state())
+
+    def propose(self, request: DraftRequest) -> Drafts:
+        assert request.hidden is not None
+        states = [request.hidden.last]
+        if request.num_drafts > 1:
+            states += self._read_masks(request)
+        return _choose_drafts(self._model, self._translation, request, torch.cat(states))
+
+    def _read_masks(self, request: DraftRequest) -> tuple[torch.Tensor, ...]:
+        """Return the hidden states, [B, H], of each column of mask tokens."""
+        shape = (len(request.rows_B), request.num_drafts - 1)
+        num_masks_B = (request.max_drafts_B - 1).clamp(min=0)
+        # As in `HeadProposer.propose`: positions of a head are one less than the target's.
+        starts_B = torch.where(num_masks_B > 0, request.lengths_B - 1, 0)
+        masks_BQ = torch.full(shape, self._mask_token, dtype=torch.int32, device=starts_B.device)
+        inputs = build_rectangle(masks_BQ, starts_B, num_masks_B, request.blocks, request.row_operations)
+        hidden = self._model.forward(inputs, self._mask_state_H.repeat(masks_BQ.numel(), 1))
+        return hidden.last.view(*shape, -1).unbind(1)
+
+
+# --- both ---
+
+
+def _choose_drafts(model: Model, translation: Translation, request: DraftRequest, hidden_NH: torch.Tensor) -> Drafts:
+    """Choose the draft tokens of a round.
+
+    Args:
+        hidden_NH: N = K * B states that draft tokens follow from: those of all first ones, all second ones, and so on.
+    """
+    logits_NV = translation.to_target(model.logits(hidden_NH))
+    by_position = logits_NV.split(len(request.rows_B))
+    drafted = [request.choose(logits_BV, position) for position, logits_BV in enumerate(by_position)]
+    return stack_drafts(drafted, request.max_drafts_B)
