@@ -276,6 +276,8 @@ class Variant:
     short_lists: bool = False
     """Whether the user's bucket lists end before the largest batch and the longest chunk."""
     num_drafts: int = NUM_DRAFTS
+    rule: str = ""
+    """An acceptance rule for probabilistic drafts, in place of the method's rule and drafts."""
 
     def __str__(self) -> str:
         parts = [self.method or "plain", "overlapping" if self.overlap else "one by one", "V2" if self.v2 else "V1"]
@@ -532,6 +534,8 @@ def _config(variant: Variant, folder: Path) -> tuple[VllmConfig, StructuredOutpu
     speculative, options = _SPECULATIVE.get(variant.method, {}), {}
     if speculative is not None:
         speculative = dict(method=variant.method, num_speculative_tokens=variant.num_drafts) | speculative
+        if variant.rule:
+            speculative |= dict(draft_sample_method="probabilistic", rejection_sample_method=variant.rule)
         if variant.method in ("draft_model", STANDARD):
             speculative["model"] = str(folder)
         if variant.method == BLOCK_DRAFTER:

@@ -10,24 +10,37 @@ import json
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 from vllm.sampling_params import SamplingParams
 
 from tests.full_tests.tiny_models import byte_tokenizer
+from tests.support.distributions import ALPHA, p_value
 from tests.support.fakes import CapturingBackend, CompilingBackend, HostBackend
-from tests.support.small_engine import PARALLEL, ROOMY, SmallEngine, Variant, greedy_text
+from tests.support.small_engine import (
+    _HASHED,
+    PARALLEL,
+    ROOMY,
+    SmallEngine,
+    Variant,
+    _logits,
+    _number,
+    greedy_text,
+)
 from tests.unit.drafting.test_autoregressive import BLOCK, MOST_BLOCKS, PROMPTS, VOCAB, Remembers, Rows
 from tests.unit.drafting.test_heads import HeadRows, ReadsStates, carry
 from tests.unit.test_config import engine_config
 from vllm_gaudi_spec.attention.metadata import Inputs
 from vllm_gaudi_spec.config import Speculation, UnsupportedConfigError
+from vllm_gaudi_spec.drafting import parallel
+from vllm_gaudi_spec.drafting.draft_model import stack_drafts
 from vllm_gaudi_spec.drafting.head import HeadKVSync
 from vllm_gaudi_spec.drafting.kv_sync import ReadBlocks
 from vllm_gaudi_spec.drafting.on_device import DeviceDrafting
 from vllm_gaudi_spec.drafting.parallel import ParallelHeadProposer, ParallelModelKVSync, ParallelModelProposer
 from vllm_gaudi_spec.drafting.vocabulary import SameVocabulary
-from vllm_gaudi_spec.records import Hidden
+from vllm_gaudi_spec.records import Drafts, Hidden
 
 MASK = VOCAB + 1
 MASK_STATE = 53.0
@@ -185,6 +198,56 @@ def test_drafter_that_is_right_is_always_accepted(
     for name, prompt in prompts.items():
         assert engine.texts[name] == greedy_text(prompt, 24)
     assert engine.num_accepted == engine.num_verified > 24 * num_drafts / (num_drafts + 1)
+
+
+def expected_texts(prompt: list[int], length: int, top_k: int) -> dict[tuple[int, ...], float]:
+    """Return the probability of each text of `length` tokens at temperature 1."""
+    probs: dict[tuple[int, ...], float] = {(): 1.0}
+    for _ in range(length):
+        longer = {}
+        for text, share in probs.items():
+            tokens = torch.tensor([*prompt, *text])
+            best = _logits(_number(tokens, torch.arange(len(tokens))).sum()[None] % _HASHED)[0].topk(top_k)
+            shares = best.values.double().softmax(-1) * share
+            longer |= {(*text, int(token)): float(one) for token, one in zip(best.indices, shares, strict=True)}
+        probs = longer
+    return probs
+
+
+def sampled_p_value(rule: str, folder: Path) -> tuple[float, float]:
+    """Sample a first token and two that were drafted, and test them against the target's distribution.
+
+    Return the p-value and the acceptance rate.
+    """
+    prompt, num_seeds, top_k = [11, 12, 13], 1500, 3
+    engine = SmallEngine(Variant(PARALLEL, num_blocks=ROOMY, num_drafts=2, rule=rule), folder)
+    for seed in range(num_seeds):
+        engine.add(f"{seed}", prompt, SamplingParams(max_tokens=4, temperature=1, top_k=top_k, seed=seed))
+    engine.finish()
+    probs = expected_texts(prompt, 3, top_k)
+    cells = {text: cell for cell, text in enumerate(probs)}
+    sampled = np.array([cells[tuple(text[:3])] for text in engine.texts.values()])
+    return p_value(sampled, np.array([*probs.values()])), engine.num_accepted / engine.num_verified
+
+
+@pytest.mark.parametrize("rule", ["standard", "block"])
+def test_sampled_drafts_do_not_change_distribution(rule: str, tmp_path: Path) -> None:
+    value, acceptance = sampled_p_value(rule, tmp_path)
+    assert value > ALPHA
+    assert 0.7 < acceptance < 0.95
+
+
+@pytest.mark.parametrize("rule", ["standard", "block"])
+def test_distributions_of_other_positions_would_show(
+    rule: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def exchange(*arguments: Any) -> Drafts:
+        drafts = stack_drafts(*arguments)
+        assert drafts.probs_BKV is not None
+        return drafts._replace(probs_BKV=drafts.probs_BKV.flip(1))
+
+    monkeypatch.setattr(parallel, "stack_drafts", exchange)
+    assert sampled_p_value(rule, tmp_path)[0] < ALPHA
 
 
 # --- configuration ---
