@@ -231,22 +231,23 @@ def write_code(rows: slice, matrix: Tensor) -> Tensor:
 class Mlp:
     """A gated MLP, written unit by unit."""
 
-    def __init__(self) -> None:
-        self.gate, self.up = torch.zeros(INTERMEDIATE, HIDDEN), torch.zeros(INTERMEDIATE, HIDDEN)
-        self.down = torch.zeros(HIDDEN, INTERMEDIATE)
+    def __init__(self, width: int = INTERMEDIATE) -> None:
+        self.gate, self.up = torch.zeros(width, HIDDEN), torch.zeros(width, HIDDEN)
+        self.down = torch.zeros(HIDDEN, width)
         self.units = count()
 
-    def linear(self, rows: slice, matrix: Tensor, columns: slice) -> "Mlp":
-        """A constant gate makes a unit linear."""
+    def linear(self, rows: slice, matrix: Tensor, columns: slice, in_masks: bool = False) -> "Mlp":
+        """A constant gate makes a unit linear. `in_masks`: it is closed where the flag is -1."""
         wide = 4.0
         for row, weights in zip(range(rows.start, rows.stop), matrix, strict=True):
             unit = next(self.units)
-            self.gate[unit, ONE] = wide
+            self.gate[unit, ONE] = wide / 2 if in_masks else wide
+            self.gate[unit, FLAG] = wide / 2 if in_masks else 0.0
             self.up[unit, columns] = weights
             self.down[row, unit] = 1 / F.silu(torch.tensor(wide))
         return self
 
-    def sum_codes(self, rows: slice, left: slice, right: slice, sign: float = 1.0) -> "Mlp":
+    def sum_codes(self, rows: slice, left: slice, right: slice, sign: float = 1.0, in_masks: bool = False) -> "Mlp":
         """The code of a sum: cos cos - sin sin, and sin cos + cos sin. `sign` is what `right` stands under."""
         for circle in range(CIRCLES):
             cos, sin = circle, circle + CIRCLES
@@ -254,6 +255,8 @@ class Mlp:
                 for half in (1.0, -1.0):
                     unit = next(self.units)
                     self.gate[unit, left.start + a] = half
+                    if in_masks:  # -40 without the flag, where silu is 0
+                        self.gate[unit, FLAG], self.gate[unit, ONE] = 20.0, -20.0
                     self.up[unit, right.start + b] = sign
                     self.down[rows.start + out, unit] = half * factor
         return self
@@ -428,9 +431,9 @@ def medusa_head(u: int, v: int) -> tuple[Tensor, Tensor]:
 # ---- block drafters ------------------------------------------------------------------------------------
 
 EXTRA = slice(HELD.stop, HELD.stop + CODE)
-MASK = 2
+BLOCK_MASK = 2
 BLOCK_LAYERS, BLOCK_HEADS = 2, 8  # as many heads for each KV head as tokens are drafted, at most
-assert MASK not in LIVE
+assert BLOCK_MASK not in LIVE
 assert EXTRA.stop <= HIDDEN
 
 
@@ -480,7 +483,7 @@ def block_weights(num_anchors: int) -> Weights:
     table = torch.zeros(VOCAB, HIDDEN)
     table[:, ONE] = 1.0
     table[LIVE, HELD] = codes(torch.arange(PRIME))
-    table[MASK, EXTRA] = mark
+    table[BLOCK_MASK, EXTRA] = mark
     if num_anchors:
         table[:, NEXT] = -mark
 
@@ -521,8 +524,98 @@ def block_config(architecture: str, **named: object) -> dict[str, object]:
         num_hidden_layers=BLOCK_LAYERS,
         num_attention_heads=BLOCK_HEADS * KV_HEADS,
         attention_bias=False,
-        dflash_config=dict(mask_token_id=MASK, target_layer_ids=[layer - 1 for layer in AUX_LAYERS]) | named,
+        dflash_config=dict(mask_token_id=BLOCK_MASK, target_layer_ids=[layer - 1 for layer in AUX_LAYERS]) | named,
     )
+
+
+# ---- parallel drafters ---------------------------------------------------------------------------------
+
+FLAG = HIDDEN - 1  # 1 at a mask token and -1 elsewhere
+MASK = VOCAB - 1
+MOST_MASKS = 7  # a layer for each: it foresees 8 tokens
+MASK_INTERMEDIATE = 9 * CODE  # a sum takes 4 units for each number of a code, and a linear map 1
+
+
+def mask_norm(amount: int) -> Tensor:
+    """Weights that undo the norm of a state of the constant, the flag and so many codes."""
+    return torch.full((HIDDEN,), ((2 + amount * CIRCLES) / HIDDEN + EPS) ** 0.5)
+
+
+def mask_embedding() -> Tensor:
+    """CUR. That of a mask token stands for any number, until a layer knows better."""
+    table = torch.zeros(VOCAB, HIDDEN)
+    table[:, ONE], table[:, FLAG], table[MASK, FLAG] = 1.0, -1.0, 1.0
+    table[LIVE, CUR] = codes(torch.arange(PRIME))
+    table[MASK, CUR] = codes(torch.tensor(0))
+    return table
+
+
+def mask_layers(first: Weights) -> list[Weights]:
+    """What follows a first layer that leaves a token's code in CUR and the code before it in HELD.
+
+    Each layer corrects both at mask tokens, from what stands one position back, so the n-th mask token is right after n
+    layers. The last layer adds CUR and HELD; what it reads FAR back adds nought as long as the KV there is in step.
+    """
+    (check,) = random_turns(1, seed=5)
+    copy, sources = torch.eye(CODE), [read_code(CUR), read_code(HELD)]
+    mlp = Mlp(MASK_INTERMEDIATE).sum_codes(CUR, PREV, NEXT, in_masks=True).linear(CUR, -copy, CUR, in_masks=True)
+    mlp.linear(HELD, copy, PREV, in_masks=True).linear(HELD, -copy, HELD, in_masks=True)
+    for used in (PREV, NEXT):
+        mlp.linear(used, -copy, used)
+    fill = attention(sources, [[(1, write_code(PREV, copy))], [(1, write_code(NEXT, copy))]]) | mlp.weights()
+    fill |= {"input_layernorm.weight": mask_norm(2), "post_attention_layernorm.weight": mask_norm(4)}
+    far: list[Read] = [(FAR, write_code(CUR, 3 * check)), (FAR - 1, write_code(CUR, -3 * check))]
+    last = attention(sources, [[read] for read in far]) | Mlp(MASK_INTERMEDIATE).sum_codes(NEXT, HELD, CUR).weights()
+    last |= {"input_layernorm.weight": mask_norm(2), "post_attention_layernorm.weight": mask_norm(2)}
+    return [first, *[fill] * MOST_MASKS, last]
+
+
+def mask_config(**overrides: object) -> dict[str, object]:
+    sizes: dict[str, object] = dict(num_hidden_layers=MOST_MASKS + 2, intermediate_size=MASK_INTERMEDIATE)
+    return llama_config(**sizes | overrides)
+
+
+def make_pard(folder: Path) -> Path:
+    """A draft model. Its first layer fetches the previous token."""
+    reads: list[list[Read]] = [[(1, write_code(HELD, torch.eye(CODE)))], []]
+    first = attention([read_code(CUR)] * KV_HEADS, reads) | Mlp(MASK_INTERMEDIATE).weights()
+    first |= {"input_layernorm.weight": mask_norm(1), "post_attention_layernorm.weight": mask_norm(2)}
+    weights = {"model.embed_tokens.weight": mask_embedding(), "lm_head.weight": output_head()}
+    for index, layer in enumerate(mask_layers(first)):
+        weights |= prefixed(f"model.layers.{index}.", layer)
+    weights["model.norm.weight"] = mask_norm(3)
+    return save(folder, weights, mask_config(pard_token=MASK))
+
+
+def make_peagle(folder: Path) -> Path:
+    """A head with embeddings of its own. HELD comes from three layers of the target, as shares; the state of a mask
+    token is that of the target at some number, but for the flag."""
+    width = 3 * HIDDEN
+    fc, mask_hidden = constant(width), torch.zeros(3, HIDDEN)
+    fc[FLAG, ONE], fc[FLAG, FLAG] = -1.0, 2.0
+    mask_hidden[:, ONE], mask_hidden[0, FLAG] = 1.0, 1.0
+    for part, (share, aux_layer) in enumerate(zip(shares(3, seed=6), AUX_LAYERS, strict=True)):
+        turn = layer_turns()[aux_layer]
+        fc += place(HELD, share @ turn.T, shifted(HELD, part), width)
+        mask_hidden[part, HELD] = turn @ codes(torch.tensor(0))
+
+    reads: list[list[Read]] = [[(HERE, write_code(CUR, torch.eye(CODE)))], []]
+    first = attention([read_code(CUR, width=2 * HIDDEN)] * KV_HEADS, reads) | Mlp(MASK_INTERMEDIATE).weights()
+    first |= {name: mask_norm(1) for name in ("input_layernorm.weight", "hidden_norm.weight")}
+    first["post_attention_layernorm.weight"] = mask_norm(2)
+    weights = {"embed_tokens.weight": mask_embedding(), "fc.weight": fc, "mask_hidden": mask_hidden.view(1, 1, -1)}
+    for index, layer in enumerate(mask_layers(first)):
+        weights |= prefixed(f"layers.{index}.", layer)
+    weights |= {"norm.weight": mask_norm(3), "lm_head.weight": output_head()[LIVE]}
+    weights["d2t"] = torch.tensor(LIVE) - torch.arange(PRIME)
+    weights["t2d"] = torch.tensor([token in NUMBERS for token in range(VOCAB)])
+    config = dict(
+        architectures=["LlamaForCausalLMEagle3"],
+        draft_vocab_size=PRIME,
+        eagle_aux_hidden_state_layer_ids=AUX_LAYERS,
+        ptd_token_id=MASK,
+    )
+    return save(folder, weights, mask_config(**config))
 
 
 # ---- files ---------------------------------------------------------------------------------------------

@@ -16,7 +16,18 @@ from tests.unit.runner.test_media_store import Model, Padding
 from vllm_gaudi_spec.runner.extensions.media_store import MediaStore
 from vllm_gaudi_spec.runner.extensions.multimodal import Multimodal
 
-METHODS = (None, "custom_class", "suffix", "ngram", "ngram_gpu", "draft_model", PARALLEL, STANDARD, BLOCK_DRAFTER, RETOKENIZE)
+METHODS = (
+    None,
+    "custom_class",
+    "suffix",
+    "ngram",
+    "ngram_gpu",
+    "draft_model",
+    PARALLEL,
+    STANDARD,
+    BLOCK_DRAFTER,
+    RETOKENIZE,
+)
 OVERLAPPING = (None, "ngram_gpu", "draft_model", PARALLEL, STANDARD, BLOCK_DRAFTER)
 EVERYTHING: dict[str, Any] = dict(
     temperature=0.8,

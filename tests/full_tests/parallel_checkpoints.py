@@ -1,0 +1,195 @@
+"""Parallel drafters as published, at a reduced size, with weights from a formula.
+
+A P-EAGLE head has the configuration and the weight names that the library speculators 0.9.0 writes, as
+`RedHatAI/Qwen3-8B-speculator.peagle` does. Run as a program where that library is installed, this file makes
+`peagle_logits.json`: the logits that the library's `PEagleDraftModel` computes from these weights.
+
+PARD is `amd/PARD-Llama-3.2-1B`: a tied Llama 3.2 whose configuration names a `pard_token`.
+"""
+
+import json
+import sys
+from pathlib import Path
+from typing import Any
+from zlib import crc32
+
+import torch
+from safetensors.torch import save_file
+from transformers import AutoModelForCausalLM, LlamaConfig, LlamaForCausalLM, PreTrainedModel, Qwen3Config
+
+EXPECTED = Path(__file__).with_name("peagle_logits.json")
+FAMILIES = {"llama": LlamaConfig, "qwen3": Qwen3Config}
+ARCHITECTURES = {"llama": "LlamaForCausalLM", "qwen3": "Qwen3ForCausalLM"}
+NUM_DRAFTS, NUM_LAYERS, AUX_LAYERS, MASK = 4, 2, [1, 2, 3], 95
+VOCAB, DRAFT_VOCAB, HIDDEN = 96, 16, 32
+PROMPT = [5, 17, 80, 33, 61, 9, 44, 70, 12]
+LENGTHS = [10, 13, 14, 21]
+"""Numbers of tokens behind which logits are compared."""
+SHAPE: dict[str, Any] = dict(
+    vocab_size=VOCAB,
+    hidden_size=HIDDEN,
+    intermediate_size=64,
+    num_hidden_layers=4,
+    num_attention_heads=2,
+    num_key_value_heads=1,
+    head_dim=16,
+    max_position_embeddings=128,
+    tie_word_embeddings=False,
+    bos_token_id=0,
+    eos_token_id=1,
+    pad_token_id=1,
+    dtype="float32",
+)
+
+
+def weight(name: str, *shape: int) -> torch.Tensor:
+    """Numbers that depend on the name and on nothing else. Norms are close to 1."""
+    mixed = (torch.arange(torch.Size(shape).numel()) + crc32(name.encode())) * 2654435761 & 0xFFFFFFFF
+    mixed = (mixed ^ (mixed >> 15)) * 2246822519 & 0xFFFFFFFF
+    spread = ((mixed ^ (mixed >> 13)).double() / (1 << 31) - 1).view(shape)
+    return (1 + 0.2 * spread if len(shape) == 1 else 0.5 * spread).float()
+
+
+def fill(model: PreTrainedModel) -> PreTrainedModel:
+    with torch.no_grad():
+        for name, parameter in model.named_parameters():
+            parameter.copy_(weight(name, *parameter.shape))
+    return model.float().eval()
+
+
+def make_target(folder: Path, family: str) -> str:
+    fill(AutoModelForCausalLM.from_config(FAMILIES[family](**SHAPE))).save_pretrained(folder)
+    return str(folder)
+
+
+def make_peagle(folder: Path, family: str, target: str) -> str:
+    """The two families have different norms around the projection of the target's states."""
+    is_llama = family == "llama"
+    config = {
+        "architectures": ["PEagleDraftModel"],
+        "draft_vocab_size": DRAFT_VOCAB,
+        "dtype": "float32",
+        "eagle_aux_hidden_state_layer_ids": AUX_LAYERS,
+        "embed_requires_grad": True,
+        "fc_norm": False,
+        "mask_token_id": MASK,
+        "norm_before_fc": is_llama,
+        "norm_before_residual": is_llama,
+        "norm_output": False,
+        "speculators_config": {
+            "algorithm": "peagle",
+            "default_proposal_method": "greedy",
+            "proposal_methods": [{"proposal_type": "greedy", "speculative_tokens": NUM_DRAFTS}],
+            "verifier": {"architectures": [ARCHITECTURES[family]], "name_or_path": target},
+        },
+        "speculators_model_type": "peagle",
+        "speculators_version": "0.9.0",
+        "target_hidden_size": None,
+        "transformer_layer_config": FAMILIES[family](**SHAPE | dict(num_hidden_layers=NUM_LAYERS)).to_dict(),
+    }
+    folder.mkdir()
+    (folder / "config.json").write_text(json.dumps(config))
+    save_file(peagle_weights(family), folder / "model.safetensors", {"format": "pt"})
+    return str(folder)
+
+
+def peagle_weights(family: str) -> dict[str, torch.Tensor]:
+    shapes: dict[str, tuple[int, ...]] = {
+        "embed_tokens.weight": (VOCAB, HIDDEN),
+        "fc.weight": (HIDDEN, 3 * HIDDEN),
+        "mask_hidden": (1, 1, 3 * HIDDEN),
+        "norm.weight": (HIDDEN,),
+        "lm_head.weight": (DRAFT_VOCAB, HIDDEN),
+    }
+    if family == "llama":
+        shapes["input_norm.weight"] = (3 * HIDDEN,)
+    for layer in range(NUM_LAYERS):
+        width = HIDDEN if layer else 2 * HIDDEN
+        parts: dict[str, tuple[int, ...]] = {
+            "input_layernorm": (HIDDEN,),
+            "post_attention_layernorm": (HIDDEN,),
+            "self_attn.q_proj": (32, width),
+            "self_attn.k_proj": (16, width),
+            "self_attn.v_proj": (16, width),
+            "self_attn.o_proj": (HIDDEN, 32),
+            "mlp.gate_proj": (64, HIDDEN),
+            "mlp.up_proj": (64, HIDDEN),
+            "mlp.down_proj": (HIDDEN, 64),
+        }
+        if not layer:
+            parts["hidden_norm"] = (HIDDEN,)
+        if family == "qwen3":
+            parts |= {"self_attn.q_norm": (16,), "self_attn.k_norm": (16,)}
+        shapes |= {f"layers.{layer}.{name}.weight": shape for name, shape in parts.items()}
+    ids = 2 * torch.arange(DRAFT_VOCAB) + 1
+    is_drafted = torch.zeros(VOCAB, dtype=torch.bool)
+    is_drafted[ids] = True
+    vocabulary = {"d2t": ids - torch.arange(DRAFT_VOCAB), "t2d": is_drafted}
+    return {name: weight(name, *shape) for name, shape in shapes.items()} | vocabulary
+
+
+def make_pard(folder: Path) -> str:
+    scaling = dict(
+        rope_type="llama3",
+        rope_theta=500000.0,
+        factor=32.0,
+        high_freq_factor=4.0,
+        low_freq_factor=1.0,
+        original_max_position_embeddings=64,
+    )
+    config = LlamaConfig(
+        **SHAPE | dict(tie_word_embeddings=True, num_hidden_layers=2), rope_parameters=scaling, pard_token=MASK
+    )
+    fill(LlamaForCausalLM(config)).save_pretrained(folder)
+    return str(folder)
+
+
+# --- the reference, which needs the library speculators ---
+
+
+@torch.no_grad()
+def reference_logits(family: str, folder: Path) -> tuple[list[int], list[Any]]:
+    """A greedy text of the target, and [LENGTHS, drafts, DRAFT_VOCAB] behind parts of it."""
+    from speculators.models.peagle import core
+
+    target_folder = make_target(folder / f"{family}-target", family)
+    head_folder = make_peagle(folder / family, family, target_folder)
+    target = AutoModelForCausalLM.from_pretrained(target_folder, dtype=torch.float32).eval()
+    text = list(PROMPT)
+    while len(text) < max(LENGTHS) + NUM_DRAFTS:
+        text.append(int(target(torch.tensor([text])).logits[0, -1].argmax()))
+    states = target(torch.tensor([text]), output_hidden_states=True).hidden_states
+    config = core.PEagleSpeculatorConfig.from_pretrained(head_folder)
+    config.transformer_layer_config._attn_implementation = "eager"
+    head = core.PEagleDraftModel(config).float().eval()
+    missing, unknown = head.load_state_dict(peagle_weights(family), strict=False)
+    assert not unknown
+    assert all("verifier" in name for name in missing), missing
+    logits: list[torch.Tensor] = []
+    head.lm_head.register_forward_hook(lambda module, inputs, output: logits.append(output[0]))
+    length = len(text) - 1
+    # Where training samples some places, take all.
+    places = [(anchor, depth) for depth in range(NUM_DRAFTS) for anchor in range(length - depth)]
+    core.generate_cod_sample_indices = lambda **_: torch.tensor(places).unbind(1)
+    try:
+        head(
+            hidden_states=torch.cat([states[layer] for layer in AUX_LAYERS], -1)[:, :length],
+            input_ids=torch.tensor([text[1:]]),
+            document_ids=torch.zeros(1, length, dtype=torch.long),
+            verifier_last_hidden_states=states[-1][:, :length],
+            num_depths=NUM_DRAFTS,
+        )
+    except RuntimeError as error:  # the loss, after the logits
+        if "Triton" not in str(error):
+            raise
+    by_place = dict(zip(places, logits[0], strict=True))
+    rounded = [
+        [[round(value, 6) for value in by_place[length - 2, depth].tolist()] for depth in range(NUM_DRAFTS)]
+        for length in LENGTHS
+    ]
+    return text, rounded
+
+
+if __name__ == "__main__":
+    made = {family: reference_logits(family, Path(sys.argv[1])) for family in FAMILIES}
+    EXPECTED.write_text(json.dumps({family: {"text": text, "logits": rows} for family, (text, rows) in made.items()}))

@@ -1,0 +1,181 @@
+"""Parallel drafters: some are never wrong as long as they are fed what they should be (rule_models.py), others compute
+the logits of a reference."""
+
+import json
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from tokenizers import Tokenizer, models
+from transformers import PreTrainedTokenizerFast
+from vllm import SamplingParams
+
+from tests.full_tests import parallel_checkpoints, rule_models
+from tests.full_tests.engines import counter, engine, first_tokens, generate, preemptions
+from tests.full_tests.reference import Reference
+from tests.full_tests.speculation import accounts, speculating
+from tests.full_tests.test_heads_rule import BARE, NUM_TOKENS, SCHEDULES, check_places, prompts
+from vllm_gaudi_spec.drafting import parallel
+
+COUPLED = dict(draft_sample_method="coupled", rejection_sample_method="strict")
+METHODS = {"peagle": ("eagle3", rule_models.make_peagle), "pard": ("draft_model", rule_models.make_pard)}
+
+
+@pytest.fixture(scope="module")
+def pair(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], tuple[str, dict[str, Any]]]:
+    """The target and the configuration that names the drafter."""
+    folder = tmp_path_factory.mktemp("rule")
+    rule_models.make_target(folder / "target")
+    made: dict[str, dict[str, Any]] = {}
+    for kind, (method, make) in METHODS.items():
+        made[kind] = dict(method=method, model=str(make(folder / kind)), parallel_drafting=True)
+    for name in ("target", "pard"):  # vocabularies are compared
+        save_tokenizer(folder / name, rule_models.VOCAB)
+    return lambda kind: (str(folder / "target"), made[kind])
+
+
+def save_tokenizer(folder: Path | str, vocab_size: int) -> None:
+    words = Tokenizer(models.WordLevel({f"w{token}": token for token in range(vocab_size)}))
+    PreTrainedTokenizerFast(tokenizer_object=words).save_pretrained(folder)
+
+
+QUICK = [
+    ("peagle", 4, "chunked, cached, preempted"),
+    ("pard", 4, "chunked, cached, preempted"),
+    ("peagle", 8, "plain"),
+    ("pard", 8, "plain"),
+    ("peagle", 1, "one by one"),
+    ("pard", 1, "one by one"),
+]
+ALL = [(kind, k, schedule) for kind in METHODS for k in (1, 4, 8) for schedule in SCHEDULES]
+
+
+@pytest.mark.parametrize(
+    ("kind", "k", "schedule"), [*QUICK, *(pytest.param(*c, marks=pytest.mark.slow) for c in ALL if c not in QUICK)]
+)
+def test_every_draft_is_right(
+    kind: str, k: int, schedule: str, pair: Callable[[str], tuple[str, dict[str, Any]]]
+) -> None:
+    model, config = pair(kind)
+    asked, params = prompts(), SamplingParams(temperature=0, max_tokens=NUM_TOKENS, ignore_eos=True, detokenize=False)
+    options = SCHEDULES[schedule]
+    if "kv_cache_memory_bytes" in options:  # these drafters have more layers than the heads that it was chosen for
+        options = options | dict(kv_cache_memory_bytes=9 << 18)
+    with speculating(model, config | dict(num_speculative_tokens=k), **options, **BARE) as llm:
+        for _ in range(2 if "cached" in schedule else 1):
+            outputs = generate(llm, asked, params)
+            for prompt, output in zip(asked, first_tokens(outputs), strict=True):
+                assert output == rule_models.continuation(prompt, NUM_TOKENS)
+            for prompt, (drafted, accepted) in zip(asked, accounts(outputs), strict=True):
+                assert accepted == drafted, f"prompt of {len(prompt)}"
+                assert len(drafted) == (NUM_TOKENS - 2 + k) // (k + 1) or "preempted" in schedule
+        check_places(llm, k)
+        assert (preemptions(llm) > 0) == ("preempted" in schedule)
+        assert (counter(llm, "vllm:prefix_cache_hits") > 0) == ("cached" in schedule)
+        assert llm.collective_rpc("step_report")[0]["host_syncs_per_step"] <= 1
+
+
+@pytest.mark.parametrize("kind", METHODS)
+@pytest.mark.parametrize("options", [{}, COUPLED], ids=str)
+def test_sampled_texts_are_those_of_no_speculation(
+    kind: str, options: dict[str, Any], pair: Callable[[str], tuple[str, dict[str, Any]]]
+) -> None:
+    """Every third token breaks the rule, so drafts are rejected anywhere."""
+    model, config = pair(kind)
+    k, asked = 4, prompts()
+    params = [
+        SamplingParams(temperature=1.5, seed=index, max_tokens=NUM_TOKENS, ignore_eos=True, detokenize=False)
+        for index in range(len(asked))
+    ]
+    with engine(model, **BARE) as llm:
+        plain = first_tokens(generate(llm, asked, params))
+    with speculating(model, config | options | dict(num_speculative_tokens=k), **BARE) as llm:
+        outputs = generate(llm, asked, params)
+    assert first_tokens(outputs) == plain
+    if options:  # a drawn draft breaks the rule where the target does, but the ones after it do not know
+        return
+    for prompt, output, (drafted, accepted) in zip(asked, plain, accounts(outputs), strict=True):
+        full = [count for count, wanted in zip(accepted, drafted, strict=True) if wanted == k]
+        right = [sum(count > place for count in full) for place in range(k)]
+        assert right == rule_models.accepted(prompt, output, k), f"prompt of {len(prompt)}"
+
+
+@pytest.mark.parametrize("kind", METHODS)
+def test_row_drafts_again_when_the_load_falls(kind: str, pair: Callable[[str], tuple[str, dict[str, Any]]]) -> None:
+    """Up to two requests draft, four do not: the last two have missed all drafting until then."""
+    model, config = pair(kind)
+    by_load = dict(num_speculative_tokens=4, num_speculative_tokens_per_batch_size=[[1, 2, 4], [3, 64, 0]])
+    params = [
+        SamplingParams(temperature=0, max_tokens=length, ignore_eos=True, detokenize=False)
+        for length in (NUM_TOKENS // 2, NUM_TOKENS // 2, 2 * NUM_TOKENS, 2 * NUM_TOKENS)
+    ]
+    with speculating(model, config | by_load, **BARE) as llm:
+        outputs = generate(llm, prompts()[:4], params)
+    for drafted, accepted in accounts(outputs)[2:]:
+        assert accepted == drafted
+        assert sum(drafted) > NUM_TOKENS // 2
+
+
+# --- logits ---
+
+
+@pytest.fixture
+def drafted(monkeypatch: pytest.MonkeyPatch) -> dict[int, torch.Tensor]:
+    """The drafter's logits, [drafts, its vocabulary], by length of a text that is served alone."""
+    by_length: dict[int, torch.Tensor] = {}
+    choose = parallel._choose_drafts
+
+    def record(model: Any, translation: Any, request: Any, hidden_NH: torch.Tensor) -> Any:
+        logits_KBU = model.logits(hidden_NH).unflatten(0, (request.num_drafts, -1))
+        if request.max_drafts_B[0] == request.num_drafts:
+            by_length[int(request.lengths_B[0])] = logits_KBU[:, 0].clone()
+        return choose(model, translation, request, hidden_NH)
+
+    monkeypatch.setattr(parallel, "_choose_drafts", record)
+    return by_length
+
+
+ALONE = BARE | dict(max_num_seqs=1, max_model_len=64)
+
+
+@pytest.mark.parametrize("names_target", [False, True])
+@pytest.mark.parametrize("family", parallel_checkpoints.FAMILIES)
+def test_peagle_computes_the_logits_of_the_library_speculators(
+    family: str, names_target: bool, drafted: dict[int, torch.Tensor], tmp_path: Path
+) -> None:
+    """Served by itself, and as the head of a target."""
+    target = parallel_checkpoints.make_target(tmp_path / "target", family)
+    head = parallel_checkpoints.make_peagle(tmp_path / "head", family, target)
+    expected = json.loads(parallel_checkpoints.EXPECTED.read_text())[family]
+    text, prompt, k = expected["text"], parallel_checkpoints.PROMPT, parallel_checkpoints.NUM_DRAFTS
+    options: dict[str, Any] = {}
+    if names_target:
+        named = dict(method="eagle3", model=head, parallel_drafting=True, num_speculative_tokens=k)
+        options = dict(speculative_config=named)
+    params = SamplingParams(temperature=0, max_tokens=k + 2, ignore_eos=True, detokenize=False)
+    with engine(target if names_target else head, **options, **ALONE) as llm:
+        for length in parallel_checkpoints.LENGTHS:
+            (output,) = first_tokens(generate(llm, [text[: length - 1]], params))
+            assert output[:k] == text[length - 1 :][:k]
+    assert text[: len(prompt)] == prompt
+    for length, logits in zip(parallel_checkpoints.LENGTHS, expected["logits"], strict=True):
+        torch.testing.assert_close(drafted[length], torch.tensor(logits), atol=1e-4, rtol=0)
+
+
+def test_pard_computes_the_logits_of_transformers(drafted: dict[int, torch.Tensor], tmp_path: Path) -> None:
+    target = parallel_checkpoints.make_target(tmp_path / "target", "llama")
+    drafter = parallel_checkpoints.make_pard(tmp_path / "drafter")
+    for folder in (target, drafter):
+        save_tokenizer(folder, parallel_checkpoints.VOCAB)
+    k, prompt, reference = 6, parallel_checkpoints.PROMPT, Reference(drafter)
+    named = dict(method="draft_model", model=drafter, parallel_drafting=True, num_speculative_tokens=k)
+    with engine(target, speculative_config=named, **ALONE) as llm:
+        params = SamplingParams(temperature=0, max_tokens=40, ignore_eos=True, detokenize=False)
+        (output,) = first_tokens(generate(llm, [prompt], params))
+    assert len(drafted) > 5
+    for length, logits in drafted.items():
+        context = [*prompt, *output][:length]
+        expected = reference.logits_after(context, [parallel_checkpoints.MASK] * k)
+        torch.testing.assert_close(logits, expected, atol=1e-4, rtol=0)
