@@ -7,7 +7,7 @@ from dataclasses import fields
 from typing import TYPE_CHECKING
 
 from vllm_gaudi_spec.config import MAX_DRAFTS, find_mask_token
-from vllm_gaudi_spec.methods import MEDUSA, METHODS, RULES, SYNTHETIC
+from vllm_gaudi_spec.methods import EAGLE3, MEDUSA, METHODS, RULES, SYNTHETIC
 
 if TYPE_CHECKING:
     from vllm.config import SpeculativeConfig
@@ -164,8 +164,8 @@ def _parallel_refusals(spec_config: SpeculativeConfig) -> Iterator[str]:
     model, mask_token = spec_config.draft_model_config, find_mask_token(spec_config)
     if mask_token is None:
         yield (
-            f"{spec_config.model} names no mask token, so it was not trained to draft in parallel; leave parallel_drafting "
-            "out of --speculative-config, or give another drafter."
+            f"{spec_config.model} names no mask token, so it was not trained to draft in parallel; leave "
+            "parallel_drafting out of --speculative-config, or give another drafter."
         )
     elif not 0 <= mask_token < model.get_vocab_size():
         yield (

@@ -273,7 +273,7 @@ def test_mask_token_is_read_from_checkpoint(name: str, tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("described", "options", "message"),
     [
-        ({}, {}, "names no mask token, so it was not trained for parallel drafting; leave parallel_drafting out"),
+        ({}, {}, "names no mask token, so it was not trained to draft in parallel; leave parallel_drafting out"),
         (dict(pard_token=400), {}, "has the mask token 400 and a vocabulary of 400 tokens"),
         (
             dict(architectures=["PEagleDraftModel"], pard_token=5),
