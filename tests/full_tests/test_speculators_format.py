@@ -49,8 +49,8 @@ def checkpoint(tmp_path_factory: pytest.TempPathFactory) -> str:
     return str(folder)
 
 
-def drafted(llm: LLM) -> tuple[list[list[int]], list[Account]]:
-    outputs = generate(llm, texts()[:6], greedy(24))
+def drafted(llm: LLM, num_tokens: int = 24) -> tuple[list[list[int]], list[Account]]:
+    outputs = generate(llm, texts()[:6], greedy(num_tokens))
     return first_tokens(outputs), accounts(outputs)
 
 
@@ -101,9 +101,9 @@ def test_block_drafter_of_the_library_drafts_as_its_reference(
 def test_trained_drafter_of_the_library_is_accepted() -> None:
     """The demo's DFlash drafter, whose right drafts also reach places behind the first."""
     with engine(TARGET, max_model_len=MAX_LEN) as llm:
-        expected = first_tokens(generate(llm, texts()[:6], greedy(24)))
+        expected = first_tokens(generate(llm, texts()[:6], greedy(96)))
     with speculating(TARGET, dict(model=str(TINY / "dflash")), max_model_len=MAX_LEN) as llm:
-        tokens, every = drafted(llm)
+        tokens, every = drafted(llm, 96)
     assert tokens == expected
     accepted = [number for account in every for number in account.accepted]
     assert max(account.drafted[0] for account in every) == 7
