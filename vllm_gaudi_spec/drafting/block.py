@@ -16,9 +16,8 @@ import torch
 
 from vllm_gaudi_spec import upstream
 from vllm_gaudi_spec.attention.metadata import Inputs, Packed, build_rectangle
-from vllm_gaudi_spec.drafting.base import DeviceProposer
 from vllm_gaudi_spec.drafting.draft_model import stack_drafts
-from vllm_gaudi_spec.drafting.head import HeadKVSync, make_head_translation
+from vllm_gaudi_spec.drafting.head import HeadKVSync, HeadProposer, make_head_translation
 from vllm_gaudi_spec.drafting.models import LoadedHead
 from vllm_gaudi_spec.records import Drafts
 from vllm_gaudi_spec.upstream.block_drafters import (
@@ -144,11 +143,11 @@ class CandidateScores:
         return lowest_BV.scatter(1, self._ids_BKC.select(1, step), scores_BC)
 
 
-class BlockProposer(DeviceProposer):
+class BlockProposer(HeadProposer):
     def __init__(self, model: BlockModel, translation: Translation, vocab_size: int, mask_token: int) -> None:
-        self._model = model
+        super().__init__(model, translation)
+        self._model: BlockModel = model
         self._mask_token = mask_token
-        self._translation = translation
         self._vocab_size = vocab_size
 
     @classmethod
@@ -159,19 +158,9 @@ class BlockProposer(DeviceProposer):
         return cls(model, translation, context.vocab_size, context.speculation.mask_token)
 
     def make_kv_sync(self, context: DraftingContext, split: LengthSplit) -> BlockKVSync:
-        return BlockKVSync(
-            model=self._model,
-            block_size=self._model.num_anchors + context.speculation.num_drafts,
-            head=self._model,
-            hidden_states=context.hidden_states,
-            requests=context.requests,
-            recorder=context.recorder,
-            shapes=context.shapes,
-            split=split,
-            blocks=context.make_read_blocks(keeps_up=True),
-            head_size=0,
-            max_len=context.drafter_max_len,
-        )
+        block_size = self._model.num_anchors + context.speculation.num_drafts
+        # What a head carries from its last token to a round has no counterpart here.
+        return BlockKVSync(self._model, block_size, **self.list_sync_parts(context, split) | dict(head_size=0))
 
     def propose(self, request: DraftRequest) -> Drafts:
         newest_B, hidden_BKH = self._fill_block(request)
@@ -215,8 +204,8 @@ class BlockProposer(DeviceProposer):
 class BlockKVSync(HeadKVSync):
     """Writes the drafter's KV from the target's hidden states, each at its own position."""
 
-    def __init__(self, *, model: BlockModel, block_size: int, **named: Any) -> None:
-        super().__init__(**named)
+    def __init__(self, model: BlockModel, block_size: int, **parts: Any) -> None:
+        super().__init__(**parts)
         self._model = model
         self._block_size = block_size
 

@@ -45,7 +45,7 @@ def _refuse_without_reader(config_dict: dict[str, Any]) -> None:
     method = config_dict.get("speculators_model_type")
     if method in SUPPORTED_SPECULATORS_TYPES:
         return
-    remedy = "use a drafter of method eagle3, dflash, dflash2 or dspark"
+    remedy = "use a drafter of method eagle3, peagle, dflash, dflash2 or dspark"
     if method == "mtp":
         remedy = "put its layers into the target's checkpoint with `speculators stitch-mtp`, and use method mtp"
     raise UnsupportedConfigError(

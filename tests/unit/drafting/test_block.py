@@ -37,7 +37,7 @@ class HandMade(BlockProposer):
 
     def __init__(self, kind: str) -> None:
         model: Any = SimpleNamespace(group=None, logits=lambda hidden: hidden)
-        super().__init__(model, SameVocabulary(VOCAB, VOCAB), VOCAB)
+        super().__init__(model, SameVocabulary(VOCAB, VOCAB), VOCAB, mask_token=0)
         generator = torch.Generator().manual_seed(3)
         self._kind = kind
         self._logits_CKV = 1.5 * torch.randn(VOCAB, NUM_DRAFTS, VOCAB, generator=generator)
@@ -61,10 +61,8 @@ class HandMade(BlockProposer):
     def _make_scores(self, newest_B: torch.Tensor, hidden_BKH: torch.Tensor) -> Scores:
         model: Any = self._model
         if self._kind == "candidates":
-            model.model = SimpleNamespace(
-                compute_candidates=lambda hidden: tuple(reversed(hidden.topk(CANDIDATES))),
-                model=SimpleNamespace(candidate_selector=self._select),
-            )
+            model.compute_candidates = lambda hidden: hidden.topk(CANDIDATES)
+            model.model = SimpleNamespace(model=SimpleNamespace(candidate_selector=self._select))
             return CandidateScores(model, VOCAB, hidden_BKH, newest_B)
         if self._kind == "markov":
             model.model = SimpleNamespace(

@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 import torch
-from vllm.config import VllmConfig, set_current_vllm_config
+from vllm.config import VllmConfig, get_current_vllm_config, set_current_vllm_config
 from vllm.model_executor.layers.attention import Attention
 from vllm.model_executor.layers.attention.chunked_local_attention import ChunkedLocalAttention
 
@@ -42,6 +42,7 @@ def loaded(layers: list[Any]) -> Any:
     model._layers = {one.layer_name: one for one in layers}
     model._encoding = {}
     model._backend = cpu.make_backend()
+    model.vllm_config = get_current_vllm_config()
     model._kv_owners = {one.layer_name: one.kv_sharing_target_layer_name or one.layer_name for one in layers}
     return model
 
