@@ -54,7 +54,6 @@ def attend(
     flat = call.flat
     assert flat is not None, "the call lists no blocks"
     assert call.spans is None, "of prompts, which are not listed"
-    assert spec.is_causal, "of prompts that are computed whole, which are not listed"
     plan = call.plan(("flat", spec.mask_key), lambda: _make_plan(call, spec))
     # One matmul sums the entries of all rows, so NaN in one row would spread to all.
     query = finite(group_queries(query_THD, call, spec))
@@ -219,6 +218,10 @@ def _make_plan(call: AttentionCall, spec: AttentionLayerSpec) -> _Plan:
     readers_N = flat.rows_N.clamp(max=call.num_rows - 1)
     key_pos, query_pos = _compute_positions(call, spec, readers_N)
     seen_NQS = is_in_reach(key_pos, query_pos, spec) & owned_N[:, None, None]
+    if not spec.is_causal:
+        assert call.num_real_B is not None
+        ends_B = call.starts_B + call.num_real_B
+        seen_NQS = seen_NQS & (key_pos < ends_B.index_select(0, readers_N)[:, None, None])
     return _Plan(seen_NQS[:, None, None], readers_N, owned_N[:, None])
 
 
