@@ -33,7 +33,7 @@ class Method:
     model_class: str = "models.LoadedHead"
     """Module in `drafting/` and class of a loaded model that reads the target's hidden states."""
     reads_layers: bool = False
-    """Whether the hidden states are those of several of the target's layers, if the checkpoint says no other."""
+    """Whether the hidden states are those of several of the target's layers, unless the checkpoint names others."""
     in_target: bool = False
     """Whether the target's checkpoint contains the drafter's layers, so that users need not name a model."""
     remembers_requests: bool = False

@@ -437,7 +437,7 @@ def test_drafter_model_options_are_refused_without_a_model(drafter: dict[str, An
 
 def test_lists_of_options_match_vllm() -> None:
     """Each option of upstream's is used, refused by us, or refused by upstream: a new one has to be thought about."""
-    refused_upstream = {"tensor_parallel_size", "use_heterogeneous_vocab", "index_share_for_mtp_iteration"}
+    refused_upstream = {"tensor_parallel_size", "use_heterogeneous_vocab"}
     filled_in = {"target_model_config", "target_parallel_config", "draft_model_config", "draft_parallel_config"}
     used = {"method", "model", "num_speculative_tokens", "num_speculative_tokens_per_batch_size", "max_model_len"}
     used |= {"rejection_sample_method", "draft_sample_method"}

@@ -311,7 +311,7 @@ class Inputs:
     token_types_T: torch.Tensor | None = None
     """int32: which of two texts a token belongs to, for models that compare texts."""
     head_layer: int = 0
-    """Which of a head's layers runs, for heads that run one at a time."""
+    """Index of the layer to run, for heads whose layers run one at a time."""
 
     @property
     def call(self) -> AttentionCall | StateCall:

@@ -44,7 +44,10 @@ class BlockModel(LoadedHead):
         is_markov = isinstance(self.model, Qwen3DSparkForCausalLM)
         self.num_anchors = 0 if is_markov and getattr(config, "sample_from_anchor", True) else 1
         """Leading tokens of a block that predict nothing: the newest one, unless it predicts the first draft token."""
-        for layer in self.model.model.layers:
+        # vLLM's copies of the layers' weights, for kernels that only CUDA and CPU have
+        inner = self.model.model
+        inner._fused_kv_weight = inner._fused_kv_bias = inner._k_norm_weights = None
+        for layer in inner.layers:
             layer.self_attn.attn.impl.is_causal = layer.self_attn.causal
 
     def write_context(self, inputs: Inputs, states_TH: torch.Tensor) -> None:
@@ -53,7 +56,7 @@ class BlockModel(LoadedHead):
         if packed is not None:
             inputs, states_TH = inputs.pack(packed), states_TH.index_select(0, packed.index_T)
         slots = {name: slots_T for names, slots_T in zip(self._groups, inputs.slots, strict=True) for name in names}
-        with upstream.tensor_parallel_group(self.group):
+        with upstream.tensor_parallel_group(self.group), self.counting(inputs):
             normed_TH = self.model.model.hidden_norm(states_TH)
             for layer in self.model.model.layers:
                 attention = layer.self_attn
@@ -105,7 +108,7 @@ class IndependentScores:
 
 
 class MarkovScores(IndependentScores):
-    """DSpark: the token before adds a bias of low rank."""
+    """DSpark adds a low-rank bias that depends on the previous token."""
 
     def __init__(self, model: BlockModel, translation: Translation, hidden_BKH: torch.Tensor) -> None:
         super().__init__(model, translation, hidden_BKH)
@@ -135,7 +138,7 @@ class CandidateScores:
         if step:
             is_previous_BC = self._ids_BKC.select(1, step - 1) == previous_B[:, None]
             index_B = is_previous_BC.int().argmax(1)
-        else:  # every row of the first place's scores follows the newest token
+        else:  # at the first place all rows are equal: each follows the newest token
             index_B = torch.zeros_like(previous_B, dtype=torch.int64)
         index_B1C = index_B[:, None, None].expand(-1, 1, scores_BCC.shape[2])
         scores_BC = scores_BCC.gather(1, index_B1C).squeeze(1).float()
@@ -184,7 +187,7 @@ class BlockProposer(HeadProposer):
             torch.cat((newest_B1, masks_BM), dim=1),
             starts_B,
             is_drafting_B * num_queries,
-            request.blocks._replace(flat=()),  # lists of blocks are for causal attention
+            request.blocks,
             request.row_operations,
         )
         hidden_TH = self._model.forward(inputs).last

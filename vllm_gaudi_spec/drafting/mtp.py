@@ -85,7 +85,7 @@ class _Layer:
 
 
 def _limit_layers(vllm_config: VllmConfig) -> int:
-    """Return the number of layers that draft, and let vLLM make no more of them.
+    """Return the number of layers that draft, and make vLLM build no more than these.
 
     vLLM makes one for checkpoints without a number, such as Qwen3-Next's.
     """
@@ -109,8 +109,8 @@ def _share_kv(vllm_config: VllmConfig, target_layers: list[str], assistant: nn.M
     for layer, kind in zip(assistant.model.layers, kinds, strict=True):
         if kind not in owners:
             raise UnsupportedConfigError(
-                f"The assistant has a layer of {kind}, and {vllm_config.model_config.model} none whose KV it could "
-                "read; give the assistant of this model in --speculative-config."
+                f"The assistant has a layer of {kind}, but {vllm_config.model_config.model} has none with KV of its "
+                "own; give the assistant of this model in --speculative-config."
             )
         (owner,) = (name for name in target_layers if f".layers.{owners[kind]}." in name)
         attention = layer.self_attn.attn
@@ -218,7 +218,7 @@ class ChainedKVSync(HeadKVSync):
         super().__init__(**parts)
         self._layers = layers
         self._unread_RH = [torch.zeros_like(self._carried_RH) for _ in layers[1:]]
-        """By layer but the first: the state of the first position of each row that the layer has not read."""
+        """For each layer except the first: the state of the first position of each row that the layer has not read."""
         self._starts = DeviceRows(self._requests.backend, self._requests.pad_row, np.zeros(2, dtype=np.int32))
         """By row: the position of the first token that was not computed at admission, whose states are not known
         before, and the number of tokens that were known."""

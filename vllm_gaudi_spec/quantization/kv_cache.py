@@ -48,9 +48,10 @@ def quantize_kv(vllm_config: VllmConfig, backend: DeviceBackend, model: str, oth
     assert make is not None, "refused at start-up"
     fp8_range = kv_range(choose_fp8_range(backend, Options.from_vllm(vllm_config).fp8_range))
     arithmetic = make(E4M3_MAX[fp8_range])
-    layers: dict[str, Any] = {
+    every: dict[str, Any] = get_layers_from_vllm_config(vllm_config, AttentionLayerBase)
+    layers = {
         name: layer
-        for name, layer in get_layers_from_vllm_config(vllm_config, AttentionLayerBase).items()
+        for name, layer in every.items()
         if name not in others and isinstance(getattr(layer, "impl", None), RectangleAttentionImpl)
     }
     remedy = suggest_model_dtype(vllm_config)
@@ -60,7 +61,7 @@ def quantize_kv(vllm_config: VllmConfig, backend: DeviceBackend, model: str, oth
             continue
         # A layer that reads another layer's KV uses the scales with which it was written.
         owner = getattr(layer, "kv_sharing_target_layer_name", None) or name
-        k_scale, v_scale = (_scale(layers[owner], owner, which, remedy) for which in ("k_scale", "v_scale"))
+        k_scale, v_scale = (_scale(every[owner], owner, which, remedy) for which in ("k_scale", "v_scale"))
         unscaled += bool((k_scale == 1).all() or (v_scale == 1).all())
         k_scale, v_scale = (scale if (scale == 1).all() else scale * factor for scale in (k_scale, v_scale))
         _quantize_layer(layer.impl, k_scale, v_scale, arithmetic)

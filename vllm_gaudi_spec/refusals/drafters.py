@@ -79,25 +79,40 @@ def drafter_model_refusals(spec_config: SpeculativeConfig) -> Iterator[str]:
     target_ranks = spec_config.target_parallel_config.tensor_parallel_size
     if num_ranks not in (1, target_ranks):
         yield f"draft_tensor_parallel_size {num_ranks} is neither 1 nor the target's {target_ranks}; use one of these."
+    elif num_ranks != target_ranks and spec_config.use_gemma4_mtp():
+        yield (
+            f"{spec_config.model} reads the target's KV, which {target_ranks} ranks share; leave "
+            "draft_tensor_parallel_size out of --speculative-config."
+        )
     if spec_config.rejection_sample_method == "probabilistic" and spec_config.draft_sample_method == "coupled":
         yield (
             "rejection_sample_method probabilistic keeps the drafter's probabilities, draft_sample_method coupled does "
             "not; use strict with coupled in --speculative-config."
         )
     method = METHODS[spec_config.method]
+    yield from _refuse_other_methods(spec_config)
     if method.reads_hidden_states:
         yield from _head_refusals(spec_config)
-    elif any(name.lower().startswith("peagle") for name in spec_config.draft_model_config.architectures):
-        yield (
-            f"{spec_config.model} is a P-EAGLE head; set method to {EAGLE3} and parallel_drafting to true in "
-            "--speculative-config."
-        )
     if method.parallel_proposer and spec_config.parallel_drafting:
         yield from _parallel_refusals(spec_config)
     useless = [*set_options(spec_config, _DRAFTER_LAYER_OPTIONS), *_options_of_other_methods(spec_config)]
     if method.is_head:  # the scheduler reads this option
         useless = [name for name in useless if name != "disable_eagle_block_drop"]
     yield from _refuse_useless(spec_config, useless)
+
+
+def _refuse_other_methods(spec_config: SpeculativeConfig) -> Iterator[str]:
+    """Yield a reason against a drafter whose architecture is that of another method."""
+    found = spec_config.draft_model_config.architectures
+    for method, architectures in _BLOCK_ARCHITECTURES.items():
+        if method != spec_config.method and set(found) & set(architectures):
+            yield f"{spec_config.model} is a drafter of method {method}; set method to that in --speculative-config."
+    is_parallel_head = any(name.lower().startswith("peagle") for name in found)
+    if is_parallel_head and not (spec_config.method == EAGLE3 and spec_config.parallel_drafting):
+        yield (
+            f"{spec_config.model} is a P-EAGLE head; set method to {EAGLE3} and parallel_drafting to true in "
+            "--speculative-config."
+        )
 
 
 def _head_refusals(spec_config: SpeculativeConfig) -> Iterator[str]:
@@ -127,8 +142,8 @@ def _head_refusals(spec_config: SpeculativeConfig) -> Iterator[str]:
         )
     if (getattr(config, "dflash_config", None) or {}).get("sample_from_anchor"):
         yield (
-            f"{spec_config.model} drafts in the newest token's place too (sample_from_anchor), which only drafters of "
-            "method dspark may; use another drafter in --speculative-config."
+            f"{spec_config.model} also predicts from the newest token's place (sample_from_anchor), which only "
+            "drafters of method dspark may; use another drafter in --speculative-config."
         )
     hidden_size = spec_config.draft_model_config.get_hidden_size()
     if method.reads_layers:
@@ -156,6 +171,12 @@ def _block_refusals(spec_config: SpeculativeConfig) -> Iterator[str]:
             f"{spec_config.model} has the architecture {', '.join(found)}, which is not supported with method "
             f"{spec_config.method}; give a drafter whose architecture is one of {', '.join(supported)} in "
             "--speculative-config."
+        )
+    config = spec_config.draft_model_config.hf_config
+    if "DFlash2DraftModel" in found and getattr(config, "draft_vocab_size", None) not in (None, config.vocab_size):
+        yield (
+            f"{spec_config.model} is a DFlash2 drafter of a reduced vocabulary, whose candidates vLLM does not "
+            "translate; use one with the target's vocabulary in --speculative-config."
         )
 
 

@@ -32,6 +32,7 @@ if TYPE_CHECKING:
 _NO_EFFECT = {
     "disable_padded_drafter_batch": ", since all rows of a batch draft in one shape",
     "enable_adaptive_verification": "",
+    "index_share_for_mtp_iteration": "",
     "use_local_argmax_reduction": "",
 }
 

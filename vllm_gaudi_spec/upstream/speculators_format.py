@@ -14,7 +14,7 @@ def mend_speculators_format() -> None:
 
     Reason: `sliding_window_non_causal` is about layers with a sliding window alone. Upstream takes False, which the
     library writes by default, for all layers of DFlash, and does not read it for DSpark. Drafts are worse, and nothing
-    fails. Of mtp, xpress and other methods, upstream's error lists functions.
+    fails. For methods without a reader, such as mtp and xpress, upstream's error lists Python functions.
     Remove when: vllm-project/vllm#56692 is released, DSpark reads the flag, and the error names the methods.
     """
     from vllm.transformers_utils.configs.speculators import SpeculatorsConfig

@@ -14,6 +14,7 @@ from vllm.transformers_utils.configs.speculators import SpeculatorsConfig
 from tests.full_tests.tiny_models import common
 from tests.unit.test_config import engine_config
 from vllm_gaudi_spec import upstream
+from vllm_gaudi_spec.config import UnsupportedConfigError
 
 TYPES = ["sliding_attention", "full_attention"]
 
@@ -49,22 +50,45 @@ def test_upstream_still_reads_layers_otherwise() -> None:
         original(checkpoint("xpress", None))
 
 
+def save_checkpoint(folder: Path, method: str, **options: Any) -> str:
+    upstream.apply()
+    saved = checkpoint(method, True) | dict(
+        transformer_layer_config=Qwen3Config(**common()).to_dict(),
+        speculators_config=dict(
+            proposal_methods=[dict(speculative_tokens=5)], verifier=dict(name_or_path=str(folder / "target"))
+        ),
+    )
+    (folder / "drafter").mkdir()
+    (folder / "drafter" / "config.json").write_text(json.dumps(saved | options))
+    return str(folder / "drafter")
+
+
+@pytest.mark.parametrize(
+    ("method", "message"),
+    [
+        ("dspark", "is a drafter of method dspark; set method to that in"),
+        ("peagle", "is a P-EAGLE head; set method to eagle3 and parallel_drafting to true in"),
+    ],
+)
+def test_checkpoint_of_another_method_is_refused(method: str, message: str, tmp_path: Path) -> None:
+    drafter = save_checkpoint(tmp_path, method)
+    with pytest.raises(UnsupportedConfigError, match=f"^{drafter} {message} --speculative-config.$"):
+        engine_config(tmp_path / "target", dict(method="eagle3", model=drafter, num_speculative_tokens=3))
+
+
+def test_dflash2_of_a_reduced_vocabulary_is_refused(tmp_path: Path) -> None:
+    drafter = save_checkpoint(tmp_path, "dflash2", draft_vocab_size=32)
+    with pytest.raises(UnsupportedConfigError, match=f"^{drafter} is a DFlash2 drafter of a reduced vocabulary"):
+        engine_config(tmp_path / "target", dict(method="dflash", model=drafter, num_speculative_tokens=3))
+
+
 @pytest.mark.parametrize(
     ("given", "number"), [({}, 5), (dict(num_speculative_tokens=2), 2), (dict(method="dflash"), 5)], ids=str
 )
 def test_speculative_configuration_takes_the_rest_from_the_checkpoint(
     given: dict[str, Any], number: int, tmp_path: Path
 ) -> None:
-    upstream.apply()
-    saved = checkpoint("dflash2", True) | dict(
-        transformer_layer_config=Qwen3Config(**common()).to_dict(),
-        speculators_config=dict(
-            proposal_methods=[dict(speculative_tokens=5)], verifier=dict(name_or_path=str(tmp_path / "target"))
-        ),
-    )
-    (tmp_path / "drafter").mkdir()
-    (tmp_path / "drafter" / "config.json").write_text(json.dumps(saved))
-    options = dict(model=str(tmp_path / "drafter"), num_speculative_tokens=None) | given
+    options = dict(model=save_checkpoint(tmp_path, "dflash2"), num_speculative_tokens=None) | given
     made = engine_config(tmp_path / "target", options).speculative_config
     assert (made.method, made.num_speculative_tokens) == ("dflash", number)
     assert made.draft_model_config.architectures == ["DFlash2DraftModel"]
