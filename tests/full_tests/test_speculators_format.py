@@ -131,7 +131,7 @@ def test_other_methods_of_the_library_are_refused(method: str, words: str, check
 @pytest.mark.parametrize(
     ("name", "options", "words"),
     [
-        ("dflash", dict(sample_from_anchor=True), "in the newest token's place too (sample_from_anchor)"),
+        ("dflash", dict(sample_from_anchor=True), "from the newest token's place (sample_from_anchor)"),
         ("dspark", dict(markov_head_type="gated"), "a Markov head of type gated, and only vanilla is supported"),
     ],
 )
