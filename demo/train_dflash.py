@@ -152,7 +152,7 @@ def train(options: argparse.Namespace, drafter: DFlashDraftModel, batches: Batch
 
 
 def save(folder: Path, drafter: DFlashDraftModel) -> None:
-    """As the library saves it, without its copy of the library's code."""
+    """Save the drafter in the library's format, without the copy of its code that the library adds."""
     drafter.to(torch.bfloat16).save_pretrained(folder)
     (folder / "config.py").unlink()
     config = json.loads((folder / "config.json").read_text())

@@ -551,7 +551,7 @@ def mask_embedding() -> Tensor:
 
 
 def mask_layers(first: Weights) -> list[Weights]:
-    """What follows a first layer that leaves a token's code in CUR and the code before it in HELD.
+    """Return the layers after a first one that leaves a token's code in CUR and the code before it in HELD.
 
     Each layer corrects both at mask tokens, from what stands one position back, so the n-th mask token is right after n
     layers. The last layer adds CUR and HELD; what it reads FAR back adds nought as long as the KV there is in step.

@@ -1,4 +1,4 @@
-"""What vLLM's front end makes of answers, with drafts: reasoning, traces."""
+"""vLLM's front end treats answers with drafts as it does those without: reasoning, traces."""
 
 from __future__ import annotations
 

@@ -115,7 +115,7 @@ def test_layers_that_vllm_would_not_run_are_refused(tmp_path: Path) -> None:
 @pytest.mark.parametrize("ordered", [False, True])
 @pytest.mark.parametrize("target", ["gemma4-dense", "gemma4-shared-kv"])
 def test_gemma4_assistant_is_lossless(target: str, ordered: bool, tmp_path: Path) -> None:
-    """With scores for all tokens, and for those of some clusters."""
+    """The assistant scores all tokens or, with `ordered`, those of some clusters."""
     model, assistant = mtp_checkpoints.save_gemma4(target, tmp_path, ordered=ordered)
     check_lossless(model, dict(method="mtp", model=assistant))
 

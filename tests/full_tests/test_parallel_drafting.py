@@ -16,7 +16,15 @@ from tests.full_tests import parallel_checkpoints, rule_models
 from tests.full_tests.engines import counter, engine, first_tokens, generate, preemptions
 from tests.full_tests.reference import Reference
 from tests.full_tests.speculation import accounts, speculating
-from tests.full_tests.test_heads_rule import BARE, NUM_TOKENS, SCHEDULES, check_places, prompts
+from tests.full_tests.test_heads_rule import (
+    BARE,
+    NUM_TOKENS,
+    SCHEDULES,
+    check_places,
+    check_resumed_drafting,
+    check_sampled_texts,
+    prompts,
+)
 from vllm_gaudi_spec.drafting import parallel
 
 COUPLED = dict(draft_sample_method="coupled", rejection_sample_method="strict")
@@ -82,40 +90,14 @@ def test_every_draft_is_right(
 def test_sampled_texts_are_those_of_no_speculation(
     kind: str, options: dict[str, Any], pair: Callable[[str], tuple[str, dict[str, Any]]]
 ) -> None:
-    """Every third token breaks the rule, so drafts are rejected anywhere."""
     model, config = pair(kind)
-    k, asked = 4, prompts()
-    params = [
-        SamplingParams(temperature=1.5, seed=index, max_tokens=NUM_TOKENS, ignore_eos=True, detokenize=False)
-        for index in range(len(asked))
-    ]
-    with engine(model, **BARE) as llm:
-        plain = first_tokens(generate(llm, asked, params))
-    with speculating(model, config | options | dict(num_speculative_tokens=k), **BARE) as llm:
-        outputs = generate(llm, asked, params)
-    assert first_tokens(outputs) == plain
-    if options:  # a drawn draft breaks the rule where the target does, but the ones after it do not know
-        return
-    for prompt, output, (drafted, accepted) in zip(asked, plain, accounts(outputs), strict=True):
-        full = [count for count, wanted in zip(accepted, drafted, strict=True) if wanted == k]
-        right = [sum(count > place for count in full) for place in range(k)]
-        assert right == rule_models.accepted(prompt, output, k), f"prompt of {len(prompt)}"
+    # A drawn draft breaks the rule where the target does, but the ones after it do not know.
+    check_sampled_texts(model, config | options, foresees=not options)
 
 
 @pytest.mark.parametrize("kind", METHODS)
 def test_row_drafts_again_when_the_load_falls(kind: str, pair: Callable[[str], tuple[str, dict[str, Any]]]) -> None:
-    """Up to two requests draft, four do not: the last two have missed all drafting until then."""
-    model, config = pair(kind)
-    by_load = dict(num_speculative_tokens=4, num_speculative_tokens_per_batch_size=[[1, 2, 4], [3, 64, 0]])
-    params = [
-        SamplingParams(temperature=0, max_tokens=length, ignore_eos=True, detokenize=False)
-        for length in (NUM_TOKENS // 2, NUM_TOKENS // 2, 2 * NUM_TOKENS, 2 * NUM_TOKENS)
-    ]
-    with speculating(model, config | by_load, **BARE) as llm:
-        outputs = generate(llm, prompts()[:4], params)
-    for drafted, accepted in accounts(outputs)[2:]:
-        assert accepted == drafted
-        assert sum(drafted) > NUM_TOKENS // 2
+    check_resumed_drafting(*pair(kind))
 
 
 # --- logits ---

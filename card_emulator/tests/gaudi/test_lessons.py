@@ -1,6 +1,6 @@
-"""What others learned on real Gaudis, as the emulated one shows it. docs/gaudi_lessons.md has the rows by number.
+"""The emulated Gaudi does what others saw real Gaudis do. docs/gaudi_lessons.md lists the lessons by number.
 
-Where `refused` is called, the refusal is seen to be of the hostile card alone.
+`refused` also checks that only a hostile card refuses.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ from card_emulator.testing import graph, hpu, ids
 
 
 def refused(card: Any, run: Callable[[], Any], words: str) -> None:
-    """By a hostile card, and not by a kind one."""
+    """Check that a hostile card refuses to run something, and that a kind one runs it."""
     with pytest.raises(RuntimeError, match=words):
         run()
     card.hostile = False
@@ -88,7 +88,7 @@ def test_s22_attention_computes_in_inference_mode(card: Any) -> None:
 
 
 def test_l19_copies_of_changing_lengths_are_recipes_each(card: Any) -> None:
-    """Of whole rows, one."""
+    """Copies of whole rows share one recipe."""
     source, target = torch.zeros(8, device="hpu"), torch.zeros(8, device="hpu")
     card.mark_step()
     compiled = []
@@ -363,7 +363,7 @@ def test_a05_padding_is_left_by_default(card: Any) -> None:
 def test_q02_q03_bytes_past_240_are_no_numbers(
     card: Any, generation: str, read: list[float | None], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Of a checkpoint that was made for other cards, on a Gaudi 2."""
+    """A Gaudi 2 reads numbers of a checkpoint that was made for other cards as NaN."""
     from card_emulator.gaudi.models import MODELS
 
     monkeypatch.setattr(card, "model", MODELS[generation])

@@ -343,7 +343,7 @@ def test_all_rows_are_padding(form: str) -> None:
 @pytest.mark.parametrize("window", [None, 40])
 @pytest.mark.parametrize("form", FORMS)
 def test_bidirectional_queries_see_the_keys_of_their_whole_row(form: str, window: int | None) -> None:
-    """As in a block drafter's round: up to the row's last real query, and as far ahead as behind in a window."""
+    """A block drafter's queries see keys up to the row's last real query; a window extends equally far both ways."""
     starts, real, queries = [10, 70, 100], [5, 5, 3], 5
     scene = make_scene(starts, queries, real=real, window=window)
     num_real_B = torch.tensor([*real, 0], dtype=torch.int32)

@@ -279,11 +279,8 @@ def test_long_gap_is_read_in_chunks() -> None:
     assert not rows.recorder.unexpected
 
 
-@pytest.mark.parametrize("overlapping", [False, True])
-@pytest.mark.parametrize("num_read", [0, 2, *range(10, 15)])
-def test_shared_blocks_count_as_read_only_if_drafter_read_them(num_read: int, overlapping: bool) -> None:
-    """A request finds another's answer in the prefix cache, of which the drafter read `num_read` tokens."""
-    rows = Rows(num_drafts=3)
+def check_shared_blocks(rows: Rows, num_read: int, overlapping: bool) -> None:
+    """Let a request find another's answer in the prefix cache, of which the drafter read `num_read` tokens."""
     rows.overlapping = overlapping
     rows.start({"a": [5, 6, 7]})
     for token in range(40):
@@ -292,6 +289,13 @@ def test_shared_blocks_count_as_read_only_if_drafter_read_them(num_read: int, ov
     prompt_ids = [*rows.tokens["a"][: 2 * BLOCK], *[9] * 20]
     rows.start({"b": prompt_ids}, num_computed=2 * BLOCK, blocks=[*shared, *range(100, 110)])
     assert rows.sample({"b": [8]}) == {"b": rows.expected("b")}
+
+
+@pytest.mark.parametrize("overlapping", [False, True])
+@pytest.mark.parametrize("num_read", [0, 2, *range(10, 15)])
+def test_shared_blocks_count_as_read_only_if_drafter_read_them(num_read: int, overlapping: bool) -> None:
+    rows = Rows(num_drafts=3)
+    check_shared_blocks(rows, num_read, overlapping)
     # Blocks of a request that always drafted need no reading.
     rows.start({"c": list(range(1, 40))}, blocks=list(range(120, 132)))
     rows.recorder._seen.clear()

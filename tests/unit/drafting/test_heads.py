@@ -81,7 +81,13 @@ class HeadRows(Rows):
         )
         self.fresh: set[str] = set()
         split = self.split(self.speculation("eagle", drafter_max_len))
-        kv_sync = HeadKVSync(
+        kv_sync = HeadKVSync(**self.list_sync_parts(split, drafter_max_len))
+        proposer = HeadProposer(self.head, SameVocabulary(VOCAB, VOCAB))
+        return self.drafting_of("eagle", proposer, kv_sync, drafter_max_len, split)
+
+    def list_sync_parts(self, split: Any, drafter_max_len: int) -> dict[str, Any]:
+        """Return the arguments of a `HeadKVSync`."""
+        return dict(
             head=self.head,
             hidden_states=self.hidden_states,
             requests=self.requests,
@@ -92,8 +98,6 @@ class HeadRows(Rows):
             head_size=1,
             max_len=drafter_max_len,
         )
-        proposer = HeadProposer(self.head, SameVocabulary(VOCAB, VOCAB))
-        return self.drafting_of("eagle", proposer, kv_sync, drafter_max_len, split)
 
     def forward(self, batch: Batch) -> None:
         rows = batch.inputs.split()
@@ -356,7 +360,7 @@ def test_each_mtp_layer_uses_output_matrix_of_target(container: Any) -> None:
 
 
 def test_mtp_layers_keep_output_matrices_of_their_own() -> None:
-    """As Step 3.5's do, which has none besides."""
+    """Step 3.5's layers have output matrices, and nothing else of the checkpoint does."""
     layer = nn.Module()
     layer.shared_head = model_of(head=linear())
     own, target = layer.shared_head.head, model_of(inner_embed_tokens=linear(), lm_head=linear())

@@ -9,10 +9,9 @@ import pytest
 import torch
 
 from tests.support.fakes import CapturingBackend, HostBackend, step
-from tests.unit.drafting.test_autoregressive import BLOCK, MOST_BLOCKS, PROMPTS, VOCAB
+from tests.unit.drafting.test_autoregressive import BLOCK, PROMPTS, VOCAB
 from tests.unit.drafting.test_heads import HeadRows, ReadsStates, carry, state_after
 from vllm_gaudi_spec.attention.metadata import Inputs
-from vllm_gaudi_spec.drafting.kv_sync import ReadBlocks
 from vllm_gaudi_spec.drafting.mtp import AssistantProposer, ChainedKVSync, ChainedProposer, TargetKVSync
 from vllm_gaudi_spec.drafting.on_device import DeviceDrafting
 from vllm_gaudi_spec.drafting.vocabulary import SameVocabulary
@@ -51,18 +50,7 @@ class ChainedRows(HeadRows):
         self.hidden_states = make_hidden_states(self.num_drafts)
         self.fresh: set[str] = set()
         split = self.split(self.speculation("mtp", drafter_max_len))
-        kv_sync = ChainedKVSync(
-            self.layers,
-            head=self.head,
-            hidden_states=self.hidden_states,
-            requests=self.requests,
-            recorder=self.recorder,
-            shapes=self.shapes,
-            split=split,
-            blocks=ReadBlocks(self.requests, 1 + 3 * MOST_BLOCKS, [0], keeps_up=True),
-            head_size=1,
-            max_len=drafter_max_len,
-        )
+        kv_sync = ChainedKVSync(self.layers, **self.list_sync_parts(split, drafter_max_len))
         proposer = ChainedProposer(self.layers, SameVocabulary(VOCAB, VOCAB))
         return self.drafting_of("mtp", proposer, kv_sync, drafter_max_len, split)
 

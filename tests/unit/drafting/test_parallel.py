@@ -28,7 +28,15 @@ from tests.support.small_engine import (
     _number,
     greedy_text,
 )
-from tests.unit.drafting.test_autoregressive import BLOCK, MOST_BLOCKS, PROMPTS, VOCAB, Remembers, Rows
+from tests.unit.drafting.test_autoregressive import (
+    BLOCK,
+    MOST_BLOCKS,
+    PROMPTS,
+    VOCAB,
+    Remembers,
+    Rows,
+    check_shared_blocks,
+)
 from tests.unit.drafting.test_heads import HeadRows, ReadsStates, carry
 from tests.unit.test_config import engine_config
 from vllm_gaudi_spec.attention.metadata import Inputs
@@ -145,15 +153,7 @@ def test_row_catches_up_after_steps_without_drafts(num_off: int) -> None:
 @pytest.mark.parametrize("num_read", [0, 2, *range(10, 15)])
 def test_shared_blocks_count_as_read_only_if_drafter_read_them(num_read: int, overlapping: bool) -> None:
     """Blocks that hold KV of mask tokens where the text went on without drafts have not been read."""
-    rows = ParallelRows(num_drafts=3)
-    rows.overlapping = overlapping
-    rows.start({"a": [5, 6, 7]})
-    for token in range(40):
-        rows.sample({"a": [token]}, max_drafts=3 if token < num_read else 0)
-    shared = [int(block) for block in rows.requests.tables_np[0][rows.requests.by_id["a"].row][:2]]
-    prompt_ids = [*rows.tokens["a"][: 2 * BLOCK], *[9] * 20]
-    rows.start({"b": prompt_ids}, num_computed=2 * BLOCK, blocks=[*shared, *range(100, 110)])
-    assert rows.sample({"b": [8]}) == {"b": rows.expected("b")}
+    check_shared_blocks(ParallelRows(num_drafts=3), num_read, overlapping)
 
 
 @pytest.mark.parametrize("kind", KINDS)
