@@ -197,4 +197,5 @@ def test_rows_beyond_the_drafter_decode_without_drafts(tmp_path: Path) -> None:
     # The first token comes without drafts, and a step yields one token more than it accepts.
     length = len(prompts[0]) + 1 + len(short.accepted) + sum(short.accepted)
     assert 128 - 2 * K < length <= 128
+    assert set(short.drafted) == {K}  # a block that does not fit is not drafted in part
     assert not long.drafted
