@@ -110,7 +110,7 @@ bench: $(VENV)/.stamp  ## measure costs of a step, and throughput beside vLLM's 
 	@mkdir -p .bench
 	@$(BIN)/python -m benchmarks host_overhead --json .bench/host_overhead.json
 	@$(FAIR_THREADS) $(BIN)/python -m benchmarks upstream --json .bench/upstream.json $(ARGS)
-	@$(FAIR_THREADS) $(BIN)/python -m benchmarks goodput --json .bench/goodput.json
+	@$(FAIR_THREADS) $(BIN)/python -m benchmarks adaptive --json .bench/adaptive.json
 
 # ---- check --------------------------------------------------------------------------------------
 

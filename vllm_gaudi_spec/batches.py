@@ -23,14 +23,12 @@ def pad_rows(requests: Requests, members: Sequence[Request], size: int) -> np.nd
     return rows_np
 
 
-def make_batch(
-    requests: Requests, planned: Planned, max_drafts: Sequence[int] = (), more: np.ndarray | None = None
-) -> Batch:
+def make_batch(requests: Requests, planned: Planned, max_drafts: int = 0, more: np.ndarray | None = None) -> Batch:
     """Copy the host's part of a batch to the device: rows, numbers of tokens, and KV blocks.
 
     Args:
         planned: The batch.
-        max_drafts: For drafters on the device, the most drafts of each request after this step.
+        max_drafts: For drafters on the device, the most drafts per row after this step.
         more: What a drafter on the host passes for each request.
     """
     shape, members, counts = planned.shape, planned.requests, planned.counts
@@ -38,7 +36,7 @@ def make_batch(
     header_np[0] = rows_np = pad_rows(requests, members, shape.rows)
     header_np[1, : len(members)] = [request.num_computed for request in members]
     header_np[2, : len(members)] = counts
-    header_np[3, : len(max_drafts)] = max_drafts
+    header_np[3, : len(members)] = max_drafts
     if shape.phase == DECODE:
         blocks = requests.decode_blocks(rows_np, planned.ends, shape.context)
     else:
@@ -60,7 +58,7 @@ def make_batch(
 def make_draft_batch(
     requests: Requests,
     sampled: SampledRows,
-    max_drafts: Sequence[int],
+    max_drafts: int = 0,
     *,
     num_rows: int,
     context: int,
@@ -68,12 +66,12 @@ def make_draft_batch(
 ) -> DraftBatch:
     """Copy the rows that sampled to the device for a drafter.
 
-    `max_drafts` limits each row's drafts. `context` is 0 for a drafter without KV; otherwise the blocks have room for
+    `max_drafts` is the most drafts per row. `context` is 0 for a drafter without KV; otherwise the blocks have room for
     `lookahead` more tokens.
     """
     header_np = np.zeros((4, num_rows), dtype=np.int32)
     header_np[0] = rows_np = pad_rows(requests, sampled.requests, num_rows)
-    header_np[3, : len(max_drafts)] = max_drafts
+    header_np[3, : len(sampled.requests)] = max_drafts
     blocks = HostBlocks()
     if context:
         blocks = requests.decode_blocks(rows_np, [end + lookahead for end in sampled.ends], context)

@@ -119,10 +119,6 @@ class Options:
     tokenizes the text of drafts for the target."""
     universal_kv_len: int | None = None
     """For `retokenize`: how many of its own tokens the drafter keeps per request."""
-    adaptive: bool = False
-    """Adaptive k: whether requests whose drafts are rarely accepted draft fewer tokens."""
-    goodput: bool = False
-    """Whether batches draft only while that is faster than decoding without drafts."""
     state_snapshots: int | None = None
     """For models with recurrent layers: the number of states that the prefix cache keeps."""
     audit_every: int = 0
@@ -139,11 +135,6 @@ class Options:
     """The drafter's quantization file. The target's is the environment variable QUANT_CONFIG."""
     fp8_range: str | None = None
     """The range of e4m3 if FP8 is simulated: `gaudi2` (up to 240) or `gaudi3` (up to 448)."""
-
-    @property
-    def adapts_num_drafts(self) -> bool:
-        """Whether the number of drafts depends on the results of earlier drafts."""
-        return self.adaptive or self.goodput
 
     @classmethod
     def from_vllm(cls, vllm_config: VllmConfig) -> Options:
@@ -256,8 +247,6 @@ _READ: dict[str, Callable[[str, Any], Any]] = {
     "universal_context": _one_of(MAP, RETOKENIZE),
     "universal_match": _one_of(TLI, SLEM),
     "universal_kv_len": _at_least(1, "1 or more"),
-    "adaptive": _switch,
-    "goodput": _switch,
     "audit_every": _at_least(0, "0 or more"),
     "state_snapshots": _at_least(1, "1 or more"),
     "cpu_weights": _one_of(FLOAT32, FLOAT16, INT8),
@@ -313,6 +302,10 @@ class Speculation:
     """How its drafts become target tokens: `tli` or `slem`."""
     universal_kv_len: int = 0
     """For `retokenize`: how many of its own tokens the drafter keeps per request."""
+    smaller_widths: tuple[int, ...] = ()
+    """Numbers of drafts per row below k for which there are decode shapes, in ascending order."""
+    is_adaptive: bool = False
+    """`enable_adaptive_verification`: whether the engine chooses how many drafts per row a step verifies."""
     synthetic_rates: tuple[float, ...] = ()
     """For the synthetic rule: the probability that the first i + 1 drafts are all accepted."""
     mask_token: int | None = None
@@ -325,6 +318,11 @@ class Speculation:
                 f"rejection_sample_method {self.rule} is not known here; use one of {', '.join(RULES)} in "
                 "--speculative-config."
             )
+
+    @property
+    def widths(self) -> tuple[int, ...]:
+        """Return the numbers of drafts per row for which there are decode shapes, in ascending order."""
+        return (*self.smaller_widths, self.num_drafts)
 
     @property
     def has_model(self) -> bool:
@@ -391,9 +389,20 @@ class Speculation:
             universal_context=context,
             universal_match=options.universal_match or TLI,
             universal_kv_len=_choose_drafter_kv_len(vllm_config, options) if universal and context == RETOKENIZE else 0,
+            smaller_widths=_list_smaller_widths(spec_config),
+            is_adaptive=spec_config.enable_adaptive_verification,
             synthetic_rates=tuple(spec_config.synthetic_acceptance_rates or ()),
             mask_token=find_mask_token(spec_config),
         )
+
+
+def _list_smaller_widths(spec_config: SpeculativeConfig) -> tuple[int, ...]:
+    """Return the numbers of drafts per row, from 1 to k - 1, that a step may verify."""
+    num_drafts = spec_config.num_speculative_tokens
+    widths = {scheduled for _, _, scheduled in spec_config.num_speculative_tokens_per_batch_size or ()}
+    if spec_config.enable_adaptive_verification:
+        widths |= {num_drafts >> exponent for exponent in range(1, num_drafts.bit_length())}
+    return tuple(sorted(width for width in widths if 0 < width < num_drafts))
 
 
 # The names of the mask token in checkpoints: of speculators and DFlash, PARD, P-EAGLE, DSpark.

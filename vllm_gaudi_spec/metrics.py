@@ -94,15 +94,15 @@ SERIES = {
         NUM_DRAFTS,
     ),
     ROWS_BY_CHOICE: Series(
-        "The same requests, by the most drafts that they could have: the limit of pacing (adaptive, goodput, the "
-        "schedule by batch size), and 0 once the drafter is switched off.",
+        "The same requests, by the most drafts that they could have: the limit of adaptive verification and of the "
+        "schedule by batch size, and 0 once the drafter is switched off.",
         NUM_DRAFTS,
     ),
     ROWS_WITHOUT_DRAFTS: Series(
         "The same requests, those for which no draft was verified, by reason. "
         "request: it asked for none. length: its context has reached the drafter's maximum, or the model's. "
         "ending: one more token is its last. load: the schedule by batch size drafts nothing. "
-        "goodput: drafting was slower. acceptance: too few of its drafts were accepted. "
+        "goodput: decoding without drafts was expected to be faster. "
         "nothing: the drafter had nothing to propose, or has not read the request yet. "
         "unverified: a grammar or the token budget left none to verify, or, with async scheduling, the end of "
         "max_model_len, as the scheduler has to count all drafts in flight as accepted. "
@@ -110,7 +110,7 @@ SERIES = {
         "reason",
         tuple(NoDraftReason),
     ),
-    SKIPPED_STEPS: Series("Steps that skipped drafting because it would not have paid (goodput or adaptive)."),
+    SKIPPED_STEPS: Series("Steps that skipped drafting because it would not have paid (adaptive verification)."),
     COVERAGE: Series(
         "The share of a vocabulary's tokens that have a counterpart in the other one, computed at load. Universal "
         "drafting only; shown from the first step on.",

@@ -26,13 +26,13 @@ class DrafterStatus(NamedTuple):
 
 
 class Pace(NamedTuple):
-    """What the scheduler needs to know about a step of adaptive k or goodput when it is done."""
+    """What the scheduler needs to know about a step of adaptive verification when it is done."""
 
     num_rows: int
-    drafted: bool
-    """Whether the previous step should draft, so that this step verifies drafts."""
-    drafts: bool
-    """Whether this step should draft."""
+    num_verified: int
+    """The number of drafts per row that the previous step chose, so that this step verifies them."""
+    num_drafts: int
+    """The number of drafts per row that this step chose."""
     only_decodes: bool
 
 
@@ -40,8 +40,6 @@ class Pace(NamedTuple):
 class SpecSchedulerOutput(SchedulerOutput):
     """A step, and how far to draft after it."""
 
-    max_drafts_by_id: dict[str, int] = field(default_factory=dict)
-    """The maximum number of drafts of each request after this step, where it is not `num_spec_tokens_to_schedule`."""
     drafter_status: DrafterStatus | None = None
     """None if it has not changed."""
     skip_reason: str = NoDraftReason.LOAD
@@ -56,7 +54,7 @@ class SpecSchedulerOutput(SchedulerOutput):
     is_audit: bool = False
     """Whether the step's requests are an audit's. For the scheduler, when the step is done."""
     pace: Pace | None = None
-    """None without adaptive k and goodput. For the scheduler, when the step is done."""
+    """None without adaptive verification. For the scheduler, when the step is done."""
 
 
 # --- from a worker ---

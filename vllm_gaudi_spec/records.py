@@ -321,7 +321,6 @@ class NoDraftReason(StrEnum):
     ENDING = "ending"
     LOAD = "load"
     GOODPUT = "goodput"
-    ACCEPTANCE = "acceptance"
     NOTHING = "nothing"
     UNVERIFIED = "unverified"
     FAULT = "fault"

@@ -117,11 +117,13 @@ def general_prompts(limit: int | None = None) -> list[str]:
     return [written["as_chat"](question) for question in written["OUT_OF_TEMPLATE"][:limit]]
 
 
-TEXTS = ("openings", "general")
+TEXTS = ("openings", "general", "mixed")
 
 
 def texts_named(name: str, limit: int | None = None) -> list[str]:
     """Load one of `TEXTS`."""
+    if name == "mixed":  # what the drafters were trained on, and what they were not
+        return [text for pair in zip(*map(texts_named, TEXTS[:2]), strict=False) for text in pair][:limit]
     return general_prompts(limit) if name == "general" else prompt_sets(limit)["openings"]
 
 

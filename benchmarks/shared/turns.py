@@ -69,9 +69,12 @@ class Engine:
         self.platform: str = self._answer()
         self.startup_s = time.perf_counter() - started
 
-    def turn(self, batch: int, tokens: int, temperature: float = 0.0, top_p: float = 1.0) -> float:
-        """Return the seconds that `batch` requests of `tokens` tokens take, past any end token."""
-        self._pipe.send((batch, tokens, temperature, top_p))
+    def turn(self, batch: int, tokens: int, temperature: float = 0.0, top_p: float = 1.0, first: int = 0) -> float:
+        """Return the seconds that `batch` requests of `tokens` tokens take, past any end token.
+
+        Their prompts begin with the one of index `first`.
+        """
+        self._pipe.send((batch, tokens, temperature, top_p, first))
         return float(self._answer())
 
     def counter(self, name: str) -> int:
@@ -122,12 +125,12 @@ def _serve(
                 found = [metric for metric in llm.get_metrics() if metric.name == asked]
                 pipe.send(sum(metric.count if isinstance(metric, Histogram) else int(metric.value) for metric in found))
                 continue
-            batch, tokens, temperature, top_p = asked
+            batch, tokens, temperature, top_p, first = asked
             # Seeds of their own: with one for all, what is accepted at a position is one draw.
             params = [drafting.sampling(temperature, tokens, seed) for seed in range(batch)]
             for one in params:
                 one.top_p = top_p
-            requests = [{"prompt_token_ids": prompts[i % len(prompts)]} for i in range(batch)]
+            requests = [{"prompt_token_ids": prompts[i % len(prompts)]} for i in range(first, first + batch)]
             started = time.perf_counter()
             llm.generate(requests, params, use_tqdm=False)
             pipe.send(time.perf_counter() - started)

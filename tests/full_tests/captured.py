@@ -101,6 +101,6 @@ def kind_of(signature: tuple[Any, ...]) -> str:
     if isinstance(signature[0], int):
         return "sample"
     if signature[0] == "draft":
-        # Of text drafts: rows, width, context, branch.
-        return "follow" if signature[1] == "prefill" else "draft text" if len(signature) == 5 else "draft"
+        # Of text drafts: rows, width, context, branch. Of others: rows, context, branch, number of drafts.
+        return "follow" if signature[1] == "prefill" else "draft text" if isinstance(signature[3], int) else "draft"
     return str(signature[0])

@@ -4,6 +4,7 @@ Runs with VGS_DEVICE=hpu-emulated or ascend-emulated in a process of its own: th
 """
 
 import json
+import random
 from collections import Counter
 from pathlib import Path
 from typing import Any
@@ -20,6 +21,7 @@ from tests.full_tests.speculation import accepted, ngram, speculating, suffix
 from tests.full_tests.workload import Request, mixed_requests, run_together
 from vllm_gaudi_spec.devices import describe_device, load_backend
 from vllm_gaudi_spec.environment import cache_folder, gaudi_is_lazy
+from vllm_gaudi_spec.scheduling.adaptive import StepTimes
 from vllm_gaudi_spec.self_test import run
 
 pytestmark = [pytest.mark.emulated, pytest.mark.usefixtures("own_cache")]
@@ -116,6 +118,23 @@ def test_draft_model_is_lossless(mode: str, looping_llama: str, requests: list[R
         captures_the_manifest(llm, before)
         alone.check(requests, run_together(llm, requests))
         assert accepted(llm) > 0.4 * counter(llm, "vllm:spec_decode_num_draft_tokens")
+        reads_once(llm)
+
+
+def test_every_number_of_drafts_is_lossless(
+    looping_llama: str, requests: list[Request], alone: Reference, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Adaptive verification with random choices: each number of drafts has graphs of its own, made in warm-up."""
+    rng = random.Random(0)
+    monkeypatch.setattr(StepTimes, "choose", lambda times, *args, **named: rng.choice(times._choices))
+    config = dict(method="draft_model", model=looping_llama, num_speculative_tokens=4)
+    config |= dict(draft_sample_method="probabilistic", rejection_sample_method="block")
+    before = captured()
+    with speculating(looping_llama, config | dict(enable_adaptive_verification=True), **BOTH) as llm:
+        captures_the_manifest(llm, before)
+        assert {signature[2] for signature in signatures(llm) if signature[0] == "decode"} == {1, 2, 3, 5}
+        alone.check(requests, run_together(llm, requests), only_greedy=True)
+        assert accepted(llm) > 0.4 * counter(llm, "vllm:spec_decode_num_draft_tokens") > 20
         reads_once(llm)
 
 

@@ -36,8 +36,8 @@ def drafting(looping_llama: str, stranger: str, tmp_path_factory: pytest.TempPat
     """With a drafter of another vocabulary and little success, pacing that notices, and audits, which no figure of
     clients may show."""
     log = tmp_path_factory.mktemp("metrics") / "log.txt"
-    pace = ["--additional-config", json.dumps({"gaudi_spec": {"adaptive": True, "audit_every": 1}})]
-    drafter = dict(method="universal_draft", model=stranger, max_model_len=LONGEST)
+    pace = ["--additional-config", json.dumps({"gaudi_spec": {"audit_every": 1}})]
+    drafter = dict(method="universal_draft", model=stranger, max_model_len=LONGEST, enable_adaptive_verification=True)
     with serving(looping_llama, log, *pace, **drafter) as server:
         yield server
 

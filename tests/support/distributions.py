@@ -101,10 +101,13 @@ def step(
     texts: Texts,
     keys_N2: torch.Tensor,
     num_positions: int,
-    num_drafts_N: np.ndarray,
+    num_drafts_N: np.ndarray | Callable[[np.ndarray], np.ndarray],
     draft_starts: bool = True,
 ) -> np.ndarray:
-    """Draft and verify once, as a runner would, and return the number of accepted drafts."""
+    """Draft and verify once, as a runner would, and return the number of accepted drafts.
+
+    `num_drafts_N` may be a function of the drafts, as no runner should have it.
+    """
     starts_N = first_positions(texts)
     temperature_N = torch.ones(len(starts_N))
     context, drafts, draft_probs = texts.context_N, [], []
@@ -121,7 +124,10 @@ def step(
         drafts.append(drafted.tokens_B)
         draft_probs.append(drafted.probs_BV)
         context = target.after(context, drafted.tokens_B.numpy())
-    return verify(rule, target, texts, keys_N2, torch.stack(drafts, 1), torch.stack(draft_probs, 1), num_drafts_N)
+    drafts_NK = torch.stack(drafts, 1)
+    if callable(num_drafts_N):
+        num_drafts_N = num_drafts_N(drafts_NK.numpy())
+    return verify(rule, target, texts, keys_N2, drafts_NK, torch.stack(draft_probs, 1), num_drafts_N)
 
 
 def first_positions(texts: Texts) -> torch.Tensor:

@@ -45,11 +45,15 @@ def answer(new_tokens: dict[str, list[int]], num_real: dict[str, int] | None) ->
     return SpeculativeOutput([*new_tokens], index, sampled_token_ids=tokens, num_real_drafts=num_real)
 
 
-class Never:
-    """A rule of goodput that is always against drafting."""
+class Chooses:
+    """Step times that choose a given number of drafts, and record the rows of observed steps."""
 
-    def should_draft(self, num_rows: int, *, may_try: bool) -> bool:
-        return False
+    def __init__(self, num_drafts: int) -> None:
+        self.num_drafts = num_drafts
+        self.observed: list[int] = []
 
-    def observe(self, *args: object, **kwargs: object) -> bool:
-        return False
+    def choose(self, *args: object, **kwargs: object) -> int:
+        return self.num_drafts
+
+    def observe(self, num_rows: int, *args: object, **kwargs: object) -> None:
+        self.observed.append(num_rows)

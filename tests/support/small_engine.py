@@ -8,6 +8,7 @@ row that was not cleared, or a length that is off by one changes the row's token
 
 from __future__ import annotations
 
+import random
 from collections import Counter, deque
 from collections.abc import Callable
 from dataclasses import dataclass, field, replace
@@ -284,7 +285,7 @@ class Variant:
         traits = self.backend.traits
         graphs = "compiled" if traits.compiles else "captured" if traits.captures else ""
         states = [f"{self.num_snapshots} snapshots"] if self.num_snapshots else []
-        return ", ".join([*parts, *([graphs] if graphs else []), *(["paced"] * self.adaptive), *states])
+        return ", ".join([*parts, *([graphs] if graphs else []), *(["adaptive"] * self.adaptive), *states])
 
 
 BLOCK_DRAFTER, RETOKENIZE, STANDARD, PARALLEL = "dflash", "retokenize", "standard", "parallel"
@@ -333,6 +334,10 @@ class SmallEngine:
         scheduler_class: Any = self.vllm_config.scheduler_config.get_scheduler_cls()
         self.scheduler = scheduler_class(self.vllm_config, kv_cache, structured, block_size=BLOCK, log_stats=True)
         self.scheduler.use_v2_model_runner = variant.v2
+        if (step_times := self.scheduler._step_times) is not None:
+            # Measured times would choose the same numbers of drafts for long.
+            rng = random.Random(0)
+            step_times.choose = lambda *args, **kwargs: rng.choice(step_times._choices)
         self.runner = ModelRunner(self.vllm_config, _small_backend(variant.backend), shows_progress=False)
         target = Remembers if variant.num_snapshots else Reads
         self.runner.target = target(_TARGET, self.vllm_config)  # type: ignore[assignment]
@@ -445,8 +450,8 @@ class SmallEngine:
         pool = self.scheduler.kv_cache_manager.block_pool
         assert pool.get_num_free_blocks() == self.variant.num_blocks - 1
         assert not self.scheduler.requests
-        paced = getattr(self.scheduler, "_lengths", None)
-        assert paced is None or not paced._by_id
+        acceptance = self.scheduler._acceptance
+        assert acceptance is None or not acceptance._by_id
         assert bool(self.runner.recorder.unexpected) == self.variant.short_lists
 
     def _execute(self, scheduled: SpecSchedulerOutput) -> ModelRunnerOutput | AsyncModelRunnerOutput:
@@ -534,6 +539,7 @@ def _config(variant: Variant, folder: Path) -> tuple[VllmConfig, StructuredOutpu
     speculative, options = _SPECULATIVE.get(variant.method, {}), {}
     if speculative is not None:
         speculative = dict(method=variant.method, num_speculative_tokens=variant.num_drafts) | speculative
+        speculative["enable_adaptive_verification"] = variant.adaptive
         if variant.rule:
             speculative |= dict(draft_sample_method="probabilistic", rejection_sample_method=variant.rule)
         if variant.method in ("draft_model", STANDARD):
@@ -560,7 +566,7 @@ def _config(variant: Variant, folder: Path) -> tuple[VllmConfig, StructuredOutpu
         max_num_seqs=MAX_ROWS,
         max_num_batched_tokens=BUDGET,
         async_scheduling=variant.overlap,
-        additional_config={"gaudi_spec": {"adaptive": variant.adaptive, "audit_every": variant.audit_every, **options}},
+        additional_config={"gaudi_spec": {"audit_every": variant.audit_every, **options}},
     )
     assert made.scheduler_config.async_scheduling == variant.overlap
     made.cache_config.num_gpu_blocks = variant.num_blocks

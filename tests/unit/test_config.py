@@ -60,7 +60,7 @@ def test_defaults_and_lists() -> None:
         ({"state_snapshots": 0}, "state_snapshots must be 1 or more"),
         ({"cpu_weights": "int4"}, "cpu_weights must be float32 or float16 or int8, got 'int4'"),
         ("text", "gaudi_spec must be an object with options by name, got 'text'"),
-        ({"goodput": None}, "goodput must be true or false"),
+        ({"batch_invariant": None}, "batch_invariant must be true or false"),
         ({"audit_every": -1}, "audit_every must be 0 or more, got -1"),
         ({"audit_every": True}, "audit_every must be an integer, got True"),
         ({"batch_buckets": [True]}, "batch_buckets must be a list of positive integers"),
@@ -91,12 +91,12 @@ def test_additional_config_is_an_object(given: Any) -> None:
         ("gaudi-spec", "gaudi_spec"),
         ("gaudi_specs", "gaudi_spec"),
         ("GAUDI_SPEC", "gaudi_spec"),
-        ("goodput", "additional_config.gaudi_spec.goodput"),
+        ("audit_every", "additional_config.gaudi_spec.audit_every"),
     ],
 )
 def test_misspelled_key_is_refused(key: str, meant: str) -> None:
     with pytest.raises(UnsupportedConfigError, match=rf"^additional_config has no '{key}'; did you mean {meant}\?$"):
-        Options.from_vllm(vllm_config({key: {"goodput": True}}))
+        Options.from_vllm(vllm_config({key: {"audit_every": 1}}))
 
 
 @pytest.mark.parametrize("name", ["batch_buckets", "prefill_buckets"])
@@ -422,7 +422,6 @@ MODEL_ONLY = {
     "quantization": ("fp8", "leave it out"),
     "revision": ("main", "leave it out"),
     "disable_padded_drafter_batch": (True, "leave it out"),
-    "enable_adaptive_verification": (True, "leave it out"),
     "parallel_drafting": (True, "leave it out"),
     "use_local_argmax_reduction": (True, "leave it out"),
 }
@@ -440,7 +439,7 @@ def test_lists_of_options_match_vllm() -> None:
     refused_upstream = {"tensor_parallel_size", "use_heterogeneous_vocab"}
     filled_in = {"target_model_config", "target_parallel_config", "draft_model_config", "draft_parallel_config"}
     used = {"method", "model", "num_speculative_tokens", "num_speculative_tokens_per_batch_size", "max_model_len"}
-    used |= {"rejection_sample_method", "draft_sample_method"}
+    used |= {"rejection_sample_method", "draft_sample_method", "enable_adaptive_verification"}
     used |= {"synthetic_acceptance_rates", "synthetic_acceptance_length"}
     used |= {"attention_backend"}  # a warning says that it is not
     ours = {*refusals.speculation._NO_EFFECT, *drafters._DRAFTER_MODEL_OPTIONS}
@@ -655,15 +654,30 @@ def test_unsupported_images_are_refused(changed: dict[str, Any], refused: str | 
     assert refused is None or refused in found[0]
 
 
-@pytest.mark.parametrize("option", ["adaptive", "goodput"])
-def test_pacing_without_speculation_is_refused(option: str, tmp_path: Path) -> None:
-    more = dict(additional_config={"gaudi_spec": {option: True}})
-    with pytest.raises(UnsupportedConfigError, match="have no effect without speculation; leave them out"):
-        engine_config(tmp_path, None, **more)
+def test_scheduler_without_our_base_is_refused(tmp_path: Path) -> None:
     with pytest.raises(UnsupportedConfigError, match="leave out --scheduler-cls"):
-        engine_config(tmp_path, NGRAM, scheduler_cls="somebody.Scheduler", **more)
-    with pytest.raises(UnsupportedConfigError, match=f"{option} must be true or false, got 1"):
-        engine_config(tmp_path, NGRAM, additional_config={"gaudi_spec": {option: 1}})
+        engine_config(tmp_path, NGRAM, scheduler_cls="somebody.Scheduler")
+
+
+@pytest.mark.parametrize(
+    ("options", "widths"),
+    [
+        (dict(num_speculative_tokens=7), [7]),
+        (dict(num_speculative_tokens=7, enable_adaptive_verification=True), [1, 3, 7]),
+        (dict(num_speculative_tokens=1, enable_adaptive_verification=True), [1]),
+        (
+            dict(num_speculative_tokens=5, num_speculative_tokens_per_batch_size=[[1, 2, 5], [3, 8, 4], [9, 9, 0]]),
+            [4, 5],
+        ),
+    ],
+    ids=str,
+)
+def test_steps_have_shapes_for_each_scheduled_number_of_drafts(
+    options: dict[str, Any], widths: list[int], tmp_path: Path
+) -> None:
+    speculation = Speculation.from_vllm(engine_config(tmp_path, NGRAM | options))
+    assert speculation is not None
+    assert [*speculation.widths] == widths
 
 
 def test_audits_without_speculation_are_refused(tmp_path: Path) -> None:

@@ -53,6 +53,10 @@ class HostProposer(Protocol):
 class DeviceProposer(ABC):
     """A proposer of static shapes that never waits for the device."""
 
+    drafts_one_by_one = False
+    """Whether fewer drafts take less time. If so, there is a graph for each number of drafts in `Speculation.widths`;
+    otherwise a round always drafts k tokens."""
+
     @abstractmethod
     def propose(self, request: DraftRequest) -> Drafts:
         """Draft for the rows of a request."""
@@ -187,13 +191,6 @@ class Drafting(ABC):
 
     # --- a step ---
 
-    def limit_drafts(self, requests: list[Request], max_drafts: int) -> Sequence[int]:
-        """Return how many draft tokens the scheduler wants for each request after this step.
-
-        Only drafters on the device need it.
-        """
-        return ()
-
     def host_drafts(self, requests: list[Request]) -> np.ndarray | None:
         """Return the draft tokens that were made on the host, to be copied with the step that verifies them.
 
@@ -204,8 +201,9 @@ class Drafting(ABC):
     def follow(self, batch: Batch) -> None:  # noqa: B027
         """Update the drafter's KV after the target's forward pass over a batch."""
 
-    def gather_probs(self, rows_B: torch.Tensor) -> torch.Tensor | None:
-        """Return the distributions of the rows' drafts, float32 [B, K, V]; None if no rule needs them."""
+    def gather_probs(self, rows_B: torch.Tensor, num_drafts: int) -> torch.Tensor | None:
+        """Return the distributions of the rows' first `num_drafts` drafts, float32 [B, J, V]; None if no rule needs
+        them."""
         return None
 
     def on_verified(self, rows_B: torch.Tensor, lengths_B: torch.Tensor) -> None:  # noqa: B027

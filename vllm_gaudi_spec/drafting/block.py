@@ -147,6 +147,8 @@ class CandidateScores:
 
 
 class BlockProposer(HeadProposer):
+    drafts_one_by_one = False
+
     def __init__(self, model: BlockModel, translation: Translation, vocab_size: int, mask_token: int) -> None:
         super().__init__(model, translation)
         self._model: BlockModel = model

@@ -6,6 +6,7 @@ from collections.abc import Callable
 from typing import TYPE_CHECKING, cast
 
 import torch
+import torch.nn.functional as F
 
 from vllm_gaudi_spec.drafting.memory import get_probs_shape
 from vllm_gaudi_spec.records import Drafted, DraftRequest
@@ -30,7 +31,6 @@ class DraftChoice:
         self._sampling = sampling
         self._mode = cast(Mode, speculation.drafting)
         self._keeps_probs = speculation.keeps_probs
-        self._num_drafts = speculation.num_drafts
 
     def select_branch(self, branch: Branch) -> Branch:
         """Return the part of a step's branch that applies to drafting."""
@@ -75,15 +75,16 @@ class DraftChoice:
         max_drafts_B: torch.Tensor,
         blocks: Blocks,
         branch: Branch,
+        num_drafts: int,
         hidden: Hidden | None = None,
     ) -> DraftRequest:
-        """Build the request for a proposer."""
+        """Build the request for a proposer that drafts `num_drafts` tokens."""
         return DraftRequest(
             rows_B=rows_B,
             history_RM=requests.history_RM,
             lengths_B=lengths_B,
             max_drafts_B=max_drafts_B,
-            num_drafts=self._num_drafts,
+            num_drafts=num_drafts,
             blocks=blocks,
             row_operations=requests.backend.row_operations,
             choose=self._make_chooser(rows_B, lengths_B, branch),
@@ -105,8 +106,11 @@ class DraftProbs:
             assert drafts.probs_BKV is not None
             # Faulty rows keep their previous, unused distribution, so that no rule reads a faulty one.
             written_B = torch.where(drafts.num_drafts_B < 0, self._pad_row, rows_B)
-            self._probs_RKV.index_copy_(0, written_B, drafts.probs_BKV)
+            probs_BKV = drafts.probs_BKV
+            if num_missing := self._probs_RKV.shape[1] - probs_BKV.shape[1]:
+                probs_BKV = F.pad(probs_BKV, (0, 0, 0, num_missing))
+            self._probs_RKV.index_copy_(0, written_B, probs_BKV)
 
-    def gather(self, rows_B: torch.Tensor) -> torch.Tensor | None:
-        """Return the rows' distributions, float32 [B, K, V]; None if none are kept."""
-        return None if self._probs_RKV is None else self._probs_RKV.index_select(0, rows_B)
+    def gather(self, rows_B: torch.Tensor, num_drafts: int) -> torch.Tensor | None:
+        """Return the rows' first `num_drafts` distributions, float32 [B, J, V]; None if none are kept."""
+        return None if self._probs_RKV is None else self._probs_RKV.index_select(0, rows_B)[:, :num_drafts]

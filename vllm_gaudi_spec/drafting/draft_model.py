@@ -44,6 +44,8 @@ NUM_NEWEST = 2
 
 
 class AutoregressiveProposer(DeviceProposer):
+    drafts_one_by_one = True
+
     def __init__(self, model: Model, translation: Translation) -> None:
         self._model = model
         self._translation = translation

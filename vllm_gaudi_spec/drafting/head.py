@@ -44,6 +44,8 @@ if TYPE_CHECKING:
 
 
 class HeadProposer(DeviceProposer):
+    drafts_one_by_one = True
+
     def __init__(self, model: Model, translation: Translation) -> None:
         self._model = model
         self._translation = translation
@@ -228,6 +230,4 @@ class HeadKVSync(DrafterKVSync):
 
     def _read_no_samples(self, num_rows: int, num_queries: int, context: int) -> None:
         nobody = make_no_samples(num_queries)
-        self._read_sampled(
-            make_draft_batch(self._requests, nobody, (), num_rows=num_rows, context=context, lookahead=0)
-        )
+        self._read_sampled(make_draft_batch(self._requests, nobody, num_rows=num_rows, context=context, lookahead=0))

@@ -35,9 +35,6 @@ class RequestHistory:
         self._drafts_np = np.zeros((len(self._history_np), 1 + num_drafts), dtype=np.int32)
         """Number of draft tokens of each row that wait for verification, then the tokens."""
 
-    def apply(self) -> None:
-        self._split.pace(self._requests.list_paced_rows())
-
     def exclude(self, row: int) -> None:
         self._split.exclude(row)
 
@@ -73,9 +70,7 @@ class RequestHistory:
         Rows that reached a stop token cannot: the scheduler drops later tokens and ends the request.
         """
         rows_np = _get_rows(step)
-        max_drafts_np = self._split.compute_max_drafts(
-            rows_np, self._lengths_np[rows_np], self._split.paced(rows_np, limit)
-        )
+        max_drafts_np = self._split.compute_max_drafts(rows_np, self._lengths_np[rows_np], limit)
         return [
             DraftingRow(step.requests[index], index, int(max_drafts_np[index]))
             for index in np.flatnonzero(max_drafts_np).tolist()

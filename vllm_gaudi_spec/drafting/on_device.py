@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Hashable, Iterator, Sequence
+from collections.abc import Hashable, Iterator
 from functools import partial
 from itertools import product
 from typing import TYPE_CHECKING
@@ -73,6 +73,8 @@ class DeviceDrafting(Drafting):
         self._recorder = context.recorder
         self._shapes = context.shapes
         self._num_drafts = speculation.num_drafts
+        self._widths = speculation.widths if proposer.drafts_one_by_one else (speculation.num_drafts,)
+        """Numbers of drafts for which there is a graph."""
         self._choice = DraftChoice(speculation, requests.backend.rules, context.sampling)
         self.lookahead = 1 + self._num_drafts if kv_sync.has_kv else 0
         self.needs_rows_alone = not kv_sync.has_kv
@@ -86,7 +88,6 @@ class DeviceDrafting(Drafting):
             self._split.admit(request.row, request.params, request.num_prompt)
             if self._coverage is not None:
                 self._coverage.add_prompt(request.prompt)
-        self._split.pace(requests.list_paced_rows())
         self._kv_sync.on_admitted()
 
     def update_drafter_state(self, resumed: list[Request], excluded: list[Request], *, disabled: bool) -> None:
@@ -121,26 +122,21 @@ class DeviceDrafting(Drafting):
             self._guard.handle_error(error, batch.requests)
             self._kv_sync.invalidate(batch.requests)
 
-    def gather_probs(self, rows_B: torch.Tensor) -> torch.Tensor | None:
-        return self._draft_probs.gather(rows_B)
+    def gather_probs(self, rows_B: torch.Tensor, num_drafts: int) -> torch.Tensor | None:
+        return self._draft_probs.gather(rows_B, num_drafts)
 
     def on_verified(self, rows_B: torch.Tensor, lengths_B: torch.Tensor) -> None:
         self._kv_sync.on_verified(rows_B, lengths_B)
-
-    def limit_drafts(self, requests: list[Request], max_drafts: int) -> Sequence[int]:
-        limits: list[int] = self._split.paced(_get_rows(requests), max_drafts).tolist()
-        return limits
 
     def propose(self, sampled: SampledRows, branch: Branch, max_drafts: int) -> bool:
         if self._disabled:
             return False
         requests = sampled.requests
-        limits = self.limit_drafts(requests, max_drafts)
-        max_drafts_np = self._cap_drafts(requests, np.array(limits, dtype=np.int32))
+        max_drafts_np = self._cap_drafts(requests, max_drafts)
         drafts_follow = max_drafts > 0 and max_drafts_np.any()
         batch = None
         if drafts_follow or self._kv_sync.reads_every_step:
-            batch = self._make_round_batch(sampled, limits)
+            batch = self._make_round_batch(sampled, max_drafts)
         try:
             self._kv_sync.before_round(sampled, max_drafts_np, batch)
         except Exception as error:
@@ -150,7 +146,8 @@ class DeviceDrafting(Drafting):
         if batch is None or not drafts_follow:
             return False
         try:
-            self._draft(batch, self._choice.select_branch(branch))
+            width = min(width for width in self._widths if width >= max_drafts)
+            self._draft(batch, self._choice.select_branch(branch), width)
         except Exception as error:
             self._guard.handle_error(error, requests)
             self._kv_sync.on_faulty(requests)
@@ -158,7 +155,7 @@ class DeviceDrafting(Drafting):
         self._kv_sync.on_drafted(requests, max_drafts_np)
         return True
 
-    def _make_round_batch(self, sampled: SampledRows, limits: Sequence[int]) -> DraftBatch:
+    def _make_round_batch(self, sampled: SampledRows, max_drafts: int) -> DraftBatch:
         """Return the rows of a round: those of the step's decode, which are on the device, or a copy of their own."""
         inputs, context = sampled.rows_alone, 0
         if sampled.decode is not None and self._kv_sync.has_kv:
@@ -175,20 +172,20 @@ class DeviceDrafting(Drafting):
         return make_draft_batch(
             self._requests,
             sampled,
-            limits,
+            max_drafts,
             num_rows=self._shapes.fit_rows(len(sampled.requests)),
             context=self._shapes.decode_context(ends) if self._kv_sync.has_kv else 0,
             lookahead=self.lookahead,
         )
 
-    def _draft(self, batch: DraftBatch, branch: Branch) -> None:
-        self._recorder.saw(self._signature(batch.inputs.num_rows, batch.context, branch))
+    def _draft(self, batch: DraftBatch, branch: Branch, num_drafts: int) -> None:
+        self._recorder.saw(self._signature(batch.inputs.num_rows, batch.context, branch, num_drafts))
         self._split.table.flush()
-        self._draft_rows(batch.inputs, branch)
+        self._draft_rows(batch.inputs, branch, num_drafts)
 
     # --- what runs on the device ---
 
-    def _draft_on_device(self, step: StepInputs, branch: Branch) -> None:
+    def _draft_on_device(self, step: StepInputs, branch: Branch, num_drafts: int) -> None:
         rows = step.split()
         rows_B = rows.rows_B
         lengths_B = self._requests.lengths(rows_B)
@@ -196,7 +193,7 @@ class DeviceDrafting(Drafting):
         max_drafts_B = self._kv_sync.limit_drafts(rows_B, lengths_B, limits_B)
         hidden = self._kv_sync.gather_hidden(rows_B, lengths_B)
         request = self._choice.make_request(
-            self._requests, rows_B, lengths_B, max_drafts_B, rows.blocks, branch, hidden
+            self._requests, rows_B, lengths_B, max_drafts_B, rows.blocks, branch, num_drafts, hidden
         )
         drafts = self._guard.check_drafts(self._proposer.propose(request), request, self._draft_probs.vocab_size)
         self._draft_probs.put(rows_B, drafts)
@@ -215,8 +212,8 @@ class DeviceDrafting(Drafting):
 
     # --- warm-up ---
 
-    def _signature(self, num_rows: int, context: int, branch: Branch) -> Hashable:
-        return ("draft", num_rows, context, branch)
+    def _signature(self, num_rows: int, context: int, branch: Branch, num_drafts: int) -> Hashable:
+        return ("draft", num_rows, context, branch, num_drafts)
 
     def jobs(self) -> Iterator[Job]:
         """Yield the drafter's reads, and drafting rounds by rows, context and branch."""
@@ -224,15 +221,14 @@ class DeviceDrafting(Drafting):
         yield from self._kv_sync.jobs()
         shapes, branches = self._shapes, sorted(self._choice.list_branches())
         sizes = shapes.decode_sizes() if self._kv_sync.has_kv else [(rows, 0) for rows in shapes.decode_rows]
-        for (num_rows, context), branch in product(reversed(sizes), branches):
-            run = partial(self._draft_padding, num_rows, context, branch)
-            signature = self._signature(num_rows, context, branch)
+        for (num_rows, context), branch, num_drafts in product(reversed(sizes), branches, reversed(self._widths)):
+            run = partial(self._draft_padding, num_rows, context, branch, num_drafts)
+            signature = self._signature(num_rows, context, branch, num_drafts)
             yield Job(DRAFTS, run, (signature,), num_rows, branch == Branch())
 
-    def _draft_padding(self, num_rows: int, context: int, branch: Branch) -> None:
-        nobody = make_no_samples(1)
-        batch = make_draft_batch(self._requests, nobody, (), num_rows=num_rows, context=context, lookahead=0)
-        self._draft(batch, branch)
+    def _draft_padding(self, num_rows: int, context: int, branch: Branch, num_drafts: int) -> None:
+        batch = make_draft_batch(self._requests, make_no_samples(1), num_rows=num_rows, context=context, lookahead=0)
+        self._draft(batch, branch, num_drafts)
 
 
 def _get_rows(requests: list[Request]) -> np.ndarray:

@@ -33,7 +33,6 @@ class HostDrafting(Drafting):
         self._drafts: dict[str, list[int]] = {}
 
     def apply(self, requests: Requests) -> None:
-        self._history.apply()
         for request in requests.admitted:
             self._history.admit(request)
         if requests.ended:

@@ -40,6 +40,8 @@ class ParallelModelProposer(AutoregressiveProposer):
     and a round is one forward pass of [B, 2k].
     """
 
+    drafts_one_by_one = False
+
     def __init__(self, model: Model, translation: Translation, mask_token: int) -> None:
         super().__init__(model, translation)
         self._mask_token = mask_token
@@ -106,6 +108,8 @@ class ParallelHeadProposer(HeadProposer):
 
     A mask token is paired with a learned state in place of the target's. A round is one forward pass of [B, k - 1].
     """
+
+    drafts_one_by_one = False
 
     def __init__(self, model: Model, translation: Translation, mask_token: int, mask_state_H: torch.Tensor) -> None:
         super().__init__(model, translation)

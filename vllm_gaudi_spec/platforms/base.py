@@ -118,8 +118,7 @@ class SpecPlatform(Platform):
         skip_warmup()
         if vllm_config.model_config is not None:
             speculation = Speculation.from_vllm(vllm_config)
-            num_drafts = speculation.num_drafts if speculation else 0
-            Shapes.from_config(vllm_config, options, load_backend(), num_drafts)
+            Shapes.from_config(vllm_config, options, load_backend(), speculation.widths if speculation else ())
             if vllm_config.scheduler_config.async_scheduling and (
                 reason := _explain_sync_scheduling(vllm_config, speculation)
             ):

@@ -133,7 +133,7 @@ def _kv_dtype_refusals(vllm_config: VllmConfig, backend: DeviceBackend) -> Itera
 # Options of vllm-ascend for speculation, and what to set here instead.
 _VLLM_ASCEND_OPTIONS = {
     "rejection_sampler_config": ", or set rejection_sample_method in --speculative-config to block",
-    "dynamic_spec_config": f", or set adaptive in additional_config.{ADDITIONAL_CONFIG_KEY}",
+    "dynamic_spec_config": ", or set enable_adaptive_verification in --speculative-config",
 }
 
 

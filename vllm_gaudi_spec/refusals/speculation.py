@@ -31,7 +31,6 @@ if TYPE_CHECKING:
 # Options that no method reads, and what the message adds.
 _NO_EFFECT = {
     "disable_padded_drafter_batch": ", since all rows of a batch draft in one shape",
-    "enable_adaptive_verification": "",
     "index_share_for_mtp_iteration": "",
     "use_local_argmax_reduction": "",
 }
@@ -39,9 +38,6 @@ _NO_EFFECT = {
 
 def speculation_refusals(vllm_config: VllmConfig, backend: DeviceBackend) -> Iterator[str]:
     spec_config, options = vllm_config.speculative_config, Options.from_vllm(vllm_config)
-    if options.adapts_num_drafts and spec_config is None:
-        names = f"adaptive and goodput in additional_config.{ADDITIONAL_CONFIG_KEY}"
-        yield f"{names} have no effect without speculation; leave them out, or give a --speculative-config."
     yield from _audit_refusals(vllm_config, options)
     if spec_config is None:
         yield from _useless_universal_options(options, "no speculation")

@@ -101,7 +101,7 @@ class DeviceStep:
         if position_list is None:
             adapters_N = self._target.gather_adapters(rows_B, num_queries)
             logits_NV = self._target.compute_row_logits(hidden_NH, 1 + num_drafts_B, adapters_N).float()
-            probs_BKV = self._drafting.gather_probs(rows_B) if num_queries > 1 else None
+            probs_BKV = self._drafting.gather_probs(rows_B, num_queries - 1) if num_queries > 1 else None
             logits_BQV = logits_NV.view(*positions_BQ.shape, -1)
             verification = self.verifier.verify(logits_BQV, positions_BQ, rows_B, acceptable_B, inputs, probs_BKV)
         else:

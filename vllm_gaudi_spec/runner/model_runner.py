@@ -143,8 +143,7 @@ class ModelRunner(RunnerParts):
     def make_batch(self, planned: Planned, max_drafts: int = 0) -> Batch:
         """Copy a planned batch to the device, with what the drafter and the extensions need there."""
         if planned.shape.phase == DECODE:
-            limits = self.drafting.limit_drafts(planned.requests, max_drafts)
-            batch = make_batch(self.requests, planned, limits, self.drafting.host_drafts(planned.requests))
+            batch = make_batch(self.requests, planned, max_drafts, self.drafting.host_drafts(planned.requests))
         else:
             batch = make_batch(self.requests, planned)
         for extension in self.extensions:

@@ -123,7 +123,7 @@ class RunnerParts:
     def _make_kv_cache(self, kv_cache_config: KVCacheConfig, profiled_blocks: int | None) -> None:
         """Make the KV cache, the list of shapes, and the rows of requests."""
         if encodes := self.target.encoder_kv_spec(self.backend.traits.block_size):
-            shapes = Shapes.from_config(self.vllm_config, self.options, self.backend, 0)
+            shapes = Shapes.from_config(self.vllm_config, self.options, self.backend)
             max_rows = max(shapes.most_rows, *shapes.prefill_rows)
             kv_cache_config = single_forward_config(encodes, max_tokens=shapes.largest_prefill, max_rows=max_rows)
         self.kv_cache = KVCache(kv_cache_config, self.vllm_config, self.backend)
@@ -131,7 +131,7 @@ class RunnerParts:
             self.vllm_config,
             self.options,
             self.backend,
-            self.num_drafts,
+            self.speculation.widths if self.speculation else (),
             block_size=min(self.kv_cache.block_sizes, default=None),
             num_blocks=profiled_blocks or self.kv_cache.num_blocks,
         )

@@ -12,6 +12,7 @@ from vllm_gaudi_spec.attention.metadata import Inputs, build_rectangle
 from vllm_gaudi_spec.batches import pad_rows
 from vllm_gaudi_spec.records import DECODE, Planned, SampleBatch
 from vllm_gaudi_spec.runner.hidden_states import Located
+from vllm_gaudi_spec.runner.shapes import fit
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
@@ -131,7 +132,7 @@ def _prefill_batch(group: list[tuple[Request, int]], shapes: Shapes) -> Planned:
 
 def _decode_batch(members: list[Request], shapes: Shapes, num_drafts: dict[str, int], lookahead: int) -> Planned:
     counts = [1 + num_drafts.get(request.req_id, 0) for request in members]
-    num_queries = shapes.decode_queries[0] if max(counts) == 1 else shapes.decode_queries[-1]
+    num_queries = fit(shapes.decode_queries, max(counts))
     ends = [
         request.num_computed + max(num_queries, count + lookahead)
         for request, count in zip(members, counts, strict=True)

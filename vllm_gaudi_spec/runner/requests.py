@@ -62,8 +62,6 @@ class Requests:
         """Rows that lost their request in the last `apply`."""
         self.ended: list[str] = []
         """Requests that finished with the last `apply`."""
-        self.max_drafts_by_id: dict[str, int] = {}
-        """Maps requests that may draft fewer than k tokens after the step of the last `apply` to their limits."""
         self._free_rows = list(range(max_rows - 1, -1, -1))
         self._seed = seed
         self._num_seen = 0
@@ -113,16 +111,11 @@ class Requests:
         self._apply_cached(scheduled.scheduled_cached_reqs)
         if self.admitted:
             self._write_admitted()
-        self.max_drafts_by_id = scheduled.max_drafts_by_id
 
     def find_running(self, req_ids: Iterable[str]) -> list[Request]:
         """Return those requests that have a row."""
         found = (self.by_id.get(req_id) for req_id in req_ids)
         return [request for request in found if request is not None and request.row != NO_ROW]
-
-    def list_paced_rows(self) -> list[tuple[int, int]]:
-        """Return the row and the limit of each request in `max_drafts_by_id`."""
-        return [(self.by_id[req_id].row, max_drafts) for req_id, max_drafts in self.max_drafts_by_id.items()]
 
     def _apply_new(self, new: NewRequestData) -> None:
         prompt, embeds = _read_prompt(new)

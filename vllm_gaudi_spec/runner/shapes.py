@@ -30,7 +30,7 @@ logger = init_logger(__name__)
 class Shapes:
     decode_rows: tuple[int, ...]
     decode_queries: tuple[int, ...]
-    """1 for plain decoding, and 1 + k if there are drafts to verify."""
+    """1 for plain decoding, and 1 + j for each number of drafts per row that a step may verify."""
     prefill_rows: tuple[int, ...]
     prefill_queries: tuple[int, ...]
     contexts: tuple[int, ...]
@@ -60,15 +60,19 @@ class Shapes:
         vllm_config: VllmConfig,
         options: Options,
         backend: DeviceBackend,
-        num_drafts: int,
+        widths: tuple[int, ...] = (),
         *,
         block_size: int | None = None,
         num_blocks: int | None = None,
     ) -> Shapes:
         """Derive the lists from the options.
 
-        `block_size` and `num_blocks` are those of the smallest KV blocks, once they are known.
+        Args:
+            widths: `Speculation.widths`, or empty without speculation.
+            block_size: Size of the smallest KV blocks, once it is known.
+            num_blocks: Number of the smallest KV blocks, once it is known.
         """
+        num_drafts = max(widths, default=0)
         scheduler, max_len = vllm_config.scheduler_config, vllm_config.model_config.max_model_len
         if num_drafts > backend.traits.max_drafts:
             raise UnsupportedConfigError(
@@ -91,7 +95,7 @@ class Shapes:
         size = block_size or backend.traits.block_size
         return cls(
             decode_rows=decode,
-            decode_queries=(1,) if num_drafts == 0 else (1, 1 + num_drafts),
+            decode_queries=(1, *(1 + width for width in widths)),
             prefill_rows=_choose_prefill_rows(vllm_config, options, backend),
             prefill_queries=prefill,
             contexts=_contexts(buckets, max_len, max(longest_chunk, 1 + num_drafts), backend),

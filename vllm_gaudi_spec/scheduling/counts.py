@@ -108,11 +108,9 @@ class DraftCounts:
     def remember(self, scheduled: SpecSchedulerOutput, output: SpeculativeOutput) -> None:
         """Remember this step's decision, which is about drafts that a later step verifies."""
         max_drafts = scheduled.num_spec_tokens_to_schedule
-        if self._choices or scheduled.max_drafts_by_id or max_drafts < self._num_drafts:
-            for req_id in output.num_real_drafts:
-                choice = min(max_drafts, scheduled.max_drafts_by_id.get(req_id, max_drafts))
-                reason = "" if choice else NoDraftReason.ACCEPTANCE if max_drafts else scheduled.skip_reason
-                self._choices[req_id] = choice, reason
+        if self._choices or max_drafts < self._num_drafts:
+            choice = max_drafts, "" if max_drafts else scheduled.skip_reason
+            self._choices.update(dict.fromkeys(output.num_real_drafts, choice))
         # Reported faults are about the drafts that this step should have verified.
         self._failed.difference_update(output.num_real_drafts)
         self._failed.update(

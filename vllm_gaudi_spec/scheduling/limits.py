@@ -7,7 +7,6 @@ same, and a long request does not affect others in the batch.
 
 from __future__ import annotations
 
-from collections.abc import Iterable
 from typing import TYPE_CHECKING, NamedTuple
 
 import numpy as np
@@ -35,13 +34,18 @@ class DraftLimits(NamedTuple):
     @classmethod
     def from_params(cls, params: SamplingParams, num_prompt: int, *, num_drafts: int, max_context: int) -> DraftLimits:
         end = None if params.max_tokens is None else num_prompt + params.max_tokens - 1
-        requested = (params.extra_args or {}).get(REQUEST_OPTION, num_drafts)
-        return cls(max_context, end, min(requested, num_drafts))
+        return cls(max_context, end, get_requested_drafts(params, num_drafts))
 
     @property
     def reach(self) -> int:
         """The length at which the request stops drafting."""
         return self.max_context if self.end is None else min(self.max_context, self.end)
+
+
+def get_requested_drafts(params: SamplingParams | None, num_drafts: int) -> int:
+    """Return the maximum number of drafts per step that a request asked for, at most `num_drafts`."""
+    requested: int = ((params and params.extra_args) or {}).get(REQUEST_OPTION, num_drafts)
+    return min(requested, num_drafts)
 
 
 class Reason(NamedTuple):
@@ -63,8 +67,7 @@ _REPORTED: dict[str, str] = {
 """Reasons that only a worker knows."""
 _SKIPPED: dict[str, str] = {
     NoDraftReason.LOAD: "the schedule by batch size allows no drafts",
-    NoDraftReason.GOODPUT: "decoding without drafts was faster",
-    NoDraftReason.ACCEPTANCE: "too few of its drafts were accepted",
+    NoDraftReason.GOODPUT: "decoding without drafts was expected to be faster",
     NoDraftReason.OFF: "the drafter is disabled after faults",
 }
 """Reasons for which the scheduler chooses 0 drafts."""
@@ -115,8 +118,6 @@ class LengthSplit:
         self._max_len = speculation.longest(max_model_len)
         self._limits_np = np.zeros((max_rows + 1, 2), dtype=np.int32)
         """By row: the maximum length of context and drafts together, and the maximum number of drafts."""
-        # By row: the maximum number of drafts that the scheduler allows after this step.
-        self._paced_np = np.full(max_rows + 1, self._num_drafts, dtype=np.int32)
 
     def admit(self, row: int, params: SamplingParams, num_prompt: int) -> None:
         limits = DraftLimits.from_params(params, num_prompt, num_drafts=self._num_drafts, max_context=self._max_len)
@@ -128,16 +129,6 @@ class LengthSplit:
 
     def _set(self, row: int, reach: int, max_drafts: int) -> None:
         self._limits_np[row] = reach, max_drafts
-
-    def pace(self, limits: Iterable[tuple[int, int]]) -> None:
-        """Limit rows to a number of drafts after this step; all others may have k."""
-        self._paced_np.fill(self._num_drafts)
-        for row, limit in limits:
-            self._paced_np[row] = limit
-
-    def paced(self, rows_np: np.ndarray, limit: int) -> np.ndarray:
-        """Return the scheduler's limits for these rows as int32, at most `limit`."""
-        return np.minimum(self._paced_np[rows_np], limit)
 
     def compute_max_drafts(self, rows_np: np.ndarray, lengths_np: np.ndarray, limit: int | np.ndarray) -> np.ndarray:
         """Return how many drafts rows of these lengths can use, as int32 [B], at most `limit`."""

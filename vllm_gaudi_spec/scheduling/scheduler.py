@@ -1,4 +1,4 @@
-"""vLLM's schedulers with adaptive k, goodput, drafter health, audits and our own metrics.
+"""vLLM's schedulers with adaptive verification, drafter health, audits and our own metrics.
 
 The platform always sets `scheduler_cls` to one of them. A user's scheduler must derive from one of them.
 """
@@ -21,11 +21,11 @@ from vllm_gaudi_spec.outputs import CountedOutput, Pace, SpecSchedulerOutput, Sp
 from vllm_gaudi_spec.records import NoDraftReason
 from vllm_gaudi_spec.recurrent.table import num_snapshots
 from vllm_gaudi_spec.runner.shapes import Shapes
+from vllm_gaudi_spec.scheduling.adaptive import Acceptance, StepTimes
 from vllm_gaudi_spec.scheduling.audits import AUDITOR, Audits
 from vllm_gaudi_spec.scheduling.counts import DraftCounts
-from vllm_gaudi_spec.scheduling.goodput import Goodput
 from vllm_gaudi_spec.scheduling.health import DrafterHealth
-from vllm_gaudi_spec.scheduling.lengths import Lengths
+from vllm_gaudi_spec.scheduling.limits import get_requested_drafts
 from vllm_gaudi_spec.scheduling.sessions import Sessions
 from vllm_gaudi_spec.scheduling.snapshots import Snapshots
 from vllm_gaudi_spec.upstream.kv_cache import FullAttentionSpec, UniformTypeKVCacheSpecs
@@ -84,11 +84,12 @@ class _Speculating(Sessions):
         self._draft_counts: DraftCounts | None = None
         if speculation is not None:
             self._draft_counts = DraftCounts(speculation, self.max_model_len, self.step_metrics)
-        self._goodput: Goodput | None = None
-        if options.goodput:
-            shapes = Shapes.from_config(self.vllm_config, options, load_backend(), self.num_spec_tokens)
-            self._goodput = Goodput(shapes.decode_rows)
-        self._lengths = Lengths(self.num_spec_tokens) if options.adaptive else None
+        self._acceptance: Acceptance | None = None
+        self._step_times: StepTimes | None = None
+        if speculation is not None and speculation.is_adaptive:
+            shapes = Shapes.from_config(self.vllm_config, options, load_backend(), speculation.widths)
+            self._acceptance = Acceptance(self.num_spec_tokens)
+            self._step_times = StepTimes(shapes.decode_rows, (0, *speculation.widths))
         self._audits: Audits | None = None
         if options.audit_every and speculation is not None:
             self._audits = Audits(options.audit_every, self.vllm_config, speculation, self.step_metrics)
@@ -100,8 +101,8 @@ class _Speculating(Sessions):
         self._is_warm = not warms_up_in_background()
         """Whether the worker has reported the end of its warm-up."""
         self._is_shut_down = False
-        self._drafts = False
-        """Whether the most recently paced step should draft."""
+        self._num_chosen = 0
+        """The number of drafts per row that was chosen in the most recent step."""
         self._last: tuple[float, Pace | None] = (0.0, None)
         """When the most recent step ended, and its pace."""
 
@@ -164,8 +165,9 @@ class _Speculating(Sessions):
             self.requests[req_id].client_index == AUDITOR for req_id in scheduled.num_scheduled_tokens
         )
         if scheduled.is_audit:
-            self._skip_drafts(scheduled, NoDraftReason.REQUEST)
-        self._pace(scheduled)
+            self._limit_drafts(scheduled, 0, NoDraftReason.REQUEST)
+        if self._step_times is not None and self._acceptance is not None:
+            self._choose_num_drafts(scheduled, self._step_times, self._acceptance)
         return scheduled
 
     def _try_schedule_encoder_inputs(
@@ -224,59 +226,60 @@ class _Speculating(Sessions):
 
     def _apply_health(self, scheduled: SpecSchedulerOutput) -> None:
         if self._health.is_off:
-            self._skip_drafts(scheduled, NoDraftReason.OFF)
+            self._limit_drafts(scheduled, 0, NoDraftReason.OFF)
         scheduled.drafter_status = self._health.take_status()
         if scheduled.drafter_status is not None and self._draft_counts is not None:
             self._draft_counts.exclude(scheduled.drafter_status.excluded)
 
-    def _pace(self, scheduled: SpecSchedulerOutput) -> None:
-        if self._goodput is None and self._lengths is None:
-            return
-        if self._lengths is not None:
-            self._lengths.forget(scheduled.finished_req_ids)
+    def _choose_num_drafts(self, scheduled: SpecSchedulerOutput, step_times: StepTimes, acceptance: Acceptance) -> None:
+        """Choose how many drafts per row follow the step."""
+        acceptance.forget(scheduled.finished_req_ids)
+        before, self._num_chosen = self._num_chosen, 0
         sampling = self._sampling_requests(scheduled)
         if not (sampling and scheduled.num_spec_tokens_to_schedule):
-            self._drafts = False
             return
         only_decodes = _has_only_decodes(scheduled)
-        drafts = self._goodput is None or self._goodput.should_draft(len(sampling), may_try=only_decodes)
-        skip_reason = NoDraftReason.GOODPUT
-        if drafts and self._lengths is not None:
-            scheduled.max_drafts_by_id = self._lengths.choose(sampling)
-            drafts, skip_reason = any(scheduled.max_drafts_by_id.values()), NoDraftReason.ACCEPTANCE
-            for req_id, max_drafts in scheduled.max_drafts_by_id.items():
-                self._limit_placeholders(req_id, max_drafts)
-        if not drafts:
-            self._skip_drafts(scheduled, skip_reason)
+        max_drafts = {
+            req_id: get_requested_drafts(self.requests[req_id].sampling_params, self.num_spec_tokens)
+            for req_id in sampling
+        }
+        num_tokens = acceptance.expect_tokens(max_drafts)
+        chosen = step_times.choose(len(sampling), num_tokens, may_try=only_decodes)
+        self._num_chosen = min(chosen, scheduled.num_spec_tokens_to_schedule)
+        self._limit_drafts(scheduled, self._num_chosen, NoDraftReason.GOODPUT)
+        if not self._num_chosen:
             self.step_metrics.count(metrics.SKIPPED_STEPS)
-        scheduled.pace = Pace(len(sampling), self._drafts, drafts, only_decodes)
-        self._drafts = drafts
+        scheduled.pace = Pace(len(sampling), before, self._num_chosen, only_decodes)
 
     def _sampling_requests(self, scheduled: SchedulerOutput) -> list[str]:
         """Return the requests that sample in this step. Only they can use drafts."""
         return [req_id for req_id in scheduled.num_scheduled_tokens if not self.requests[req_id].is_prefill_chunk]
 
-    def _skip_drafts(self, scheduled: SpecSchedulerOutput, reason: str) -> None:
-        scheduled.num_spec_tokens_to_schedule, scheduled.skip_reason = 0, reason
+    def _limit_drafts(self, scheduled: SpecSchedulerOutput, max_drafts: int, reason: str) -> None:
+        """Limit the drafts per row after the step. `reason` is why there are none, if `max_drafts` is 0."""
+        scheduled.num_spec_tokens_to_schedule, scheduled.skip_reason = max_drafts, reason
         for req_id in self._sampling_requests(scheduled):
-            self._limit_placeholders(req_id, 0)
-
-    def _limit_placeholders(self, req_id: str, max_drafts: int) -> None:
-        # With async scheduling a request already has placeholders for its next drafts, in a list that requests share.
-        request = self.requests[req_id]
-        request.spec_token_ids = request.spec_token_ids[:max_drafts]
+            # With async scheduling a request already has placeholders for its next drafts, in a list that requests
+            # share.
+            request = self.requests[req_id]
+            request.spec_token_ids = request.spec_token_ids[:max_drafts]
 
     # --- when a step is done ---
 
     def update_from_output(self, scheduler_output: SchedulerOutput, model_runner_output: ModelRunnerOutput) -> Any:
         assert isinstance(scheduler_output, SpecSchedulerOutput)
-        if self._goodput is not None:
-            self._measure(self._goodput, scheduler_output.pace, model_runner_output)
+        steady = self._step_times is not None and self._measure(
+            self._step_times, scheduler_output.pace, model_runner_output
+        )
         if self._draft_counts is not None:
             self._draft_counts.forget(scheduler_output.finished_req_ids)
         if isinstance(model_runner_output, CountedOutput) and model_runner_output.worked is not None:
             self._count_worker(model_runner_output.worked)
         if isinstance(model_runner_output, SpeculativeOutput):
+            if self._acceptance is not None and scheduler_output.pace is not None:
+                self._observe_acceptance(
+                    self._acceptance, scheduler_output.pace.num_verified, model_runner_output, steady=steady
+                )
             self._observe(scheduler_output, model_runner_output)
         outputs = super().update_from_output(scheduler_output, model_runner_output)
         if self._audits is not None and (ours := outputs.pop(AUDITOR, None)) is not None:
@@ -284,8 +287,6 @@ class _Speculating(Sessions):
         return outputs
 
     def _observe(self, scheduled: SpecSchedulerOutput, output: SpeculativeOutput) -> None:
-        if self._lengths is not None:
-            self._observe_lengths(self._lengths, output)
         if self._draft_counts is not None and not scheduled.is_audit:
             self._draft_counts.observe(self.requests, scheduled, output)
         self._observe_rounds(output.draft_rounds)
@@ -312,29 +313,32 @@ class _Speculating(Sessions):
         for vocabulary, share in worked.coverage.items():
             self.step_metrics.set(metrics.COVERAGE, share, vocabulary)
 
-    def _measure(self, goodput: Goodput, pace: Pace | None, output: ModelRunnerOutput) -> None:
+    def _measure(self, step_times: StepTimes, pace: Pace | None, output: ModelRunnerOutput) -> bool:
+        """Measure the time since the previous step, and return whether both steps had the same shape."""
         now = time.perf_counter()
         (before, last), self._last = self._last, (now, pace)
         if pace is None or last is None or not (pace.only_decodes and last.only_decodes):
-            return  # neither steps with prompts nor those right after them are comparable: the engine may have waited
-        steady = pace.num_rows == last.num_rows and pace.drafted == pace.drafts == last.drafted == last.drafts
+            return False  # steps with prompts are not comparable, nor is the next: the engine may have waited
+        steady = pace == last and pace.num_verified == pace.num_drafts
         num_tokens = sum(map(len, output.sampled_token_ids))
-        if goodput.observe(pace.num_rows, pace.drafted, now - before, num_tokens, steady=steady):
-            with_drafts, without = goodput.speeds(pace.num_rows)
-            logger.info(
-                "Speculation is %s for batches of about %d requests: %.1f tokens/s with drafts, %.1f tokens/s without.",
-                "on" if with_drafts > without else "off",
-                pace.num_rows,
-                with_drafts * pace.num_rows,
-                without * pace.num_rows,
-            )
+        step_times.observe(pace.num_rows, pace.num_verified, now - before, num_tokens, steady=steady)
+        return steady
 
-    def _observe_lengths(self, lengths: Lengths, output: SpeculativeOutput) -> None:
+    def _observe_acceptance(
+        self, acceptance: Acceptance, num_chosen: int, output: SpeculativeOutput, *, steady: bool
+    ) -> None:
+        """Count accepted drafts. `num_chosen` drafts per row were chosen for the step to verify."""
         for req_id, num_drafts in output.num_real_drafts.items():
+            tokens = output.sampled_token_ids[output.req_id_to_index[req_id]]
             # A request may have finished while this step was in flight.
-            if num_drafts and req_id in self.requests:
-                if tokens := output.sampled_token_ids[output.req_id_to_index[req_id]]:
-                    lengths.observe(req_id, num_drafts, len(tokens) - 1)
+            if req_id not in self.requests or req_id in output.started or not tokens:
+                continue
+            if not num_chosen:
+                acceptance.observe_idle(req_id)
+            elif num_drafts or steady:
+                # After a pause a drafter may need some steps before it drafts. Later it proposes nothing, which yields
+                # as little as a rejected draft.
+                acceptance.observe(req_id, num_drafts, len(tokens) - 1)
 
     # --- idle steps ---
 

@@ -8,7 +8,7 @@ from collections.abc import Iterable
 
 from vllm_gaudi_spec.upstream.attention import make_mla_layers, return_attention_outputs
 from vllm_gaudi_spec.upstream.configuration import (
-    admit_block_drafters,
+    admit_features_of_second_runner,
     admit_min_p_and_logit_bias,
     admit_suffix_without_arctic,
     describe_drafters,
@@ -83,7 +83,7 @@ def apply() -> None:
     raise_refusals_unchanged()  # after `widen`, which replaces the constructor
     admit_min_p_and_logit_bias()
     admit_suffix_without_arctic()
-    admit_block_drafters()
+    admit_features_of_second_runner()
     mend_speculators_format()
     leave_async_scheduling_to_the_platform()
     name_a_missing_torchvision()

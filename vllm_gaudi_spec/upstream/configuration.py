@@ -229,13 +229,15 @@ _ONLY_IN_SECOND_RUNNER = {
     "dspark speculative decoding",
     "mixed sliding/full dflash drafts",
     "DFlash candidate-head drafts",
+    "adaptive draft verification",
 }
 
 
-def admit_block_drafters() -> None:
-    """Let DSpark, DFlash2 and drafters that mix attention windows be configured.
+def admit_features_of_second_runner() -> None:
+    """Let block drafters and adaptive verification be configured.
 
-    Reason: upstream has two runners, counts a platform's own as the first, and refuses these drafters there.
+    Reason: upstream has two runners, counts a platform's own as the first, and refuses these features there. It also
+    refuses adaptive verification without its CUDA graphs and with LoRA, whose batches are cut on its GPU; ours are not.
     Remove when: upstream leaves the check to the platform.
     """
     from vllm.config import VllmConfig
@@ -245,6 +247,7 @@ def admit_block_drafters() -> None:
         "_get_v1_model_runner_unsupported_features",
         lambda original, config: [name for name in original(config) if name not in _ONLY_IN_SECOND_RUNNER],
     )
+    wrap(VllmConfig, "_validate_adaptive_verification", do_nothing)
 
 
 def admit_suffix_without_arctic() -> None:

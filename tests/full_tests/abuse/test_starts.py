@@ -21,7 +21,7 @@ ADDITIONAL: list[tuple[str, list[str]]] = [
 ]
 # The same below gaudi_spec.
 OURS: list[tuple[Any, list[str]]] = [
-    ({"adaptive": {"deep": {"deeper": []}}}, ["adaptive", "true or false"]),
+    ({"batch_invariant": {"deep": {"deeper": []}}}, ["batch_invariant", "true or false"]),
     ({"batch_buckets": list(range(-5, 100_000))}, ["batch_buckets"]),
     ({"buckets_file": "/dev/zero"}, ["buckets_file"]),
     ({"draft_quant_config": "/dev/zero"}, ["draft_quant_config"]),

@@ -83,9 +83,8 @@ def draw(method: str, seed: str) -> Configuration:
         rng.choice(["--enable-prefix-caching", "--no-enable-prefix-caching"]),
         *("--scheduling-policy", rng.choice(["fcfs", "priority"])),
     ]
-    extra: dict[str, Any] = dict(
-        adaptive=rng.random() < 0.3, goodput=rng.random() < 0.3, audit_every=rng.choice([0, 0, 1, 3])
-    )
+    speculative["enable_adaptive_verification"] = rng.random() < 0.4
+    extra: dict[str, Any] = dict(audit_every=rng.choice([0, 0, 1, 3]))
     if method in ("retokenize", "slem"):
         extra |= dict(universal_context="retokenize", universal_match="slem" if method == "slem" else "tli")
     return Configuration(method, seed, speculative, tuple(options), extra)

@@ -24,7 +24,7 @@ class Inside:
         engine = _engine()
         scheduler: Any = engine.scheduler
         pool = scheduler.kv_cache_manager.block_pool
-        lengths = getattr(scheduler, "_lengths", None)
+        acceptance = getattr(scheduler, "_acceptance", None)
         return {
             "blocks": pool.num_gpu_blocks - 1,  # block 0 is padding
             "free_blocks": pool.get_num_free_blocks(),
@@ -35,7 +35,7 @@ class Inside:
                 "deferred": len(scheduler.deferred_waiting),
                 "unreported": len(scheduler.finished_req_ids),
                 "steps_in_flight": len(engine.batch_queue or ()),
-                "paced_requests": len(lengths._by_id) if lengths is not None else 0,
+                "estimated_requests": len(acceptance._by_id) if acceptance is not None else 0,
             },
             "alive": _alive(),
         }

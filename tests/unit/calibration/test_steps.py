@@ -318,11 +318,14 @@ def test_what_was_measured_is_known_again(folder: Folder, models: dict[str, str]
 
 
 def test_engine_options_of_the_user_win_and_additional_config_is_merged() -> None:
-    defaults = {"max_num_seqs": 8, "additional_config": {"gaudi_spec": {"draft_quant_config": "a", "goodput": True}}}
-    overrides = {"max_num_seqs": 4, "additional_config": {"gaudi_spec": {"goodput": False}, "other": 1}}
+    defaults = {
+        "max_num_seqs": 8,
+        "additional_config": {"gaudi_spec": {"draft_quant_config": "a", "batch_invariant": True}},
+    }
+    overrides = {"max_num_seqs": 4, "additional_config": {"gaudi_spec": {"batch_invariant": False}, "other": 1}}
     assert measure.engine_options(defaults, overrides) == {
         "max_num_seqs": 4,
-        "additional_config": {"gaudi_spec": {"draft_quant_config": "a", "goodput": False}, "other": 1},
+        "additional_config": {"gaudi_spec": {"draft_quant_config": "a", "batch_invariant": False}, "other": 1},
     }
     assert measure.engine_options(defaults, {}) == defaults
     assert measure.engine_options({}, overrides) == overrides

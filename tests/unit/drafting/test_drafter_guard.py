@@ -88,7 +88,7 @@ def test_faulty_probs_are_not_stored() -> None:
     draft_probs.put(
         rows_B, Drafts(torch.zeros(2, 1).int(), torch.tensor([1, FAULTY]), torch.full((2, 1, 4), torch.nan))
     )
-    found = draft_probs.gather(rows_B)
+    found = draft_probs.gather(rows_B, 1)
     assert found is not None
     assert found[0].isnan().all()
     assert found[1].tolist() == [[0.25] * 4]

@@ -49,6 +49,8 @@ class Counts:
 
 
 class CountsOnDevice:
+    drafts_one_by_one = False
+
     def __init__(self) -> None:
         self.num_calls = 0
 

@@ -297,7 +297,7 @@ def test_probs_of_sampled_drafts_are_kept() -> None:
     rows.start(prompts(rows))
     drafts = rows.sample({"a": [7], "b": [8]})
     for name in "ab":
-        probs = rows.drafting.gather_probs(torch.tensor([rows.requests.by_id[name].row]))
+        probs = rows.drafting.gather_probs(torch.tensor([rows.requests.by_id[name].row]), 2)
         assert probs is not None
         read = rows.read(name)
         for probs_V, draft in zip(probs[0], drafts[name], strict=True):

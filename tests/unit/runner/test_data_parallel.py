@@ -58,7 +58,7 @@ def shapes(tmp_path: Path) -> Shapes:
     config = engine_config(tmp_path, None, max_num_seqs=4, max_model_len=MAX_LEN)
     config.parallel_config.data_parallel_size = 2
     config.model_config = SimpleNamespace(max_model_len=MAX_LEN, is_moe=True)  # type: ignore[assignment]
-    return Shapes.from_config(config, Options(), load_backend(), K)
+    return Shapes.from_config(config, Options(), load_backend(), (K,))
 
 
 def test_lockstep_shapes_are_listed(shapes: Shapes, monkeypatch: pytest.MonkeyPatch) -> None:

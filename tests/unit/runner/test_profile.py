@@ -100,7 +100,10 @@ def test_device_drafter_is_profiled(method: str, tmp_path: Path) -> None:
     with torch.inference_mode():
         runner.initialize_kv_cache(KVCacheConfig(2, [], [KVCacheGroupSpec(layers, _SPEC)]), profiled_blocks=ROOMY)
         probs = runner.drafting.gather_probs
-        runner.drafting.gather_probs = lambda rows_B: (gathered.append(len(rows_B)), probs(rows_B))[1]  # type: ignore[method-assign, func-returns-value]
+        runner.drafting.gather_probs = lambda rows_B, num_drafts: (
+            gathered.append(len(rows_B)),
+            probs(rows_B, num_drafts),
+        )[1]  # type: ignore[method-assign, func-returns-value]
         found = list(profile._largest(jobs(runner)))
         for one in found:
             one.run()

@@ -49,7 +49,8 @@ def shapes(
         block_size=16,
     )
     backend = SimpleNamespace(traits=traits)
-    return Shapes.from_config(config, Options(**options), backend, drafts, num_blocks=num_blocks)  # type: ignore[arg-type]
+    widths = (drafts,) if drafts else ()
+    return Shapes.from_config(config, Options(**options), backend, widths, num_blocks=num_blocks)  # type: ignore[arg-type]
 
 
 @pytest.mark.parametrize("exact", [True, False])

@@ -8,6 +8,8 @@ token only.
 from __future__ import annotations
 
 import math
+from collections.abc import Callable
+from functools import partial
 from types import SimpleNamespace
 
 import numpy as np
@@ -15,7 +17,7 @@ import pytest
 import torch
 
 from tests.support import distributions, exact
-from tests.support.distributions import ALPHA, Table, random_table, text_probs, write
+from tests.support.distributions import ALPHA, Table, Texts, random_table, request_keys, text_probs, write
 from tests.support.reference import rules as loops
 from tests.support.verify_cases import counted, loop_tokens, random_case
 from vllm_gaudi_spec.sampling import logits as edit
@@ -203,6 +205,35 @@ def test_two_sampled_steps_follow_target_distribution(rule: str, vocab: int, num
     )
     p_values = distributions.p_values(texts, target)
     assert min(p_values) > ALPHA, p_values
+
+
+def write_with_chosen_drafts(
+    rule: str, target: Table, choose: Callable[[np.ndarray, np.ndarray], np.ndarray]
+) -> np.ndarray:
+    """Return texts of three steps. `choose` gets the accepted drafts of the previous step, and the next drafts."""
+    drafter = random_table(target.vocab, 2, seed=2)
+    texts, keys = Texts.empty(DRAWS, 6), request_keys(0, DRAWS)
+    accepted = np.zeros(DRAWS, dtype=np.int64)
+    for _ in range(3):
+        number = partial(choose, accepted)
+        accepted = distributions.step(RULES[rule].verify, target, drafter, texts, keys, 2, number)
+    return distributions.finish(target, texts, np.random.default_rng(0))
+
+
+@every_rule
+def test_number_of_drafts_may_depend_on_earlier_acceptance(rule: str) -> None:
+    target = random_table(3, 2, seed=1)
+    texts = write_with_chosen_drafts(rule, target, lambda accepted, drafts: np.array([2, 0, 1])[accepted])
+    assert min(distributions.p_values(texts, target)) > ALPHA
+
+
+@every_rule
+@pytest.mark.parametrize("position", [0, 1])
+def test_number_of_drafts_must_not_depend_on_the_drafts_themselves(rule: str, position: int) -> None:
+    """Dropping a draft because of its own token biases the target's distribution."""
+    target = random_table(3, 2, seed=1)
+    texts = write_with_chosen_drafts(rule, target, lambda _, drafts: np.where(drafts[:, position] == 0, position, 2))
+    assert min(distributions.p_values(texts, target)) < ALPHA
 
 
 def scaled(table: Table, temperature: float) -> Table:

@@ -9,7 +9,7 @@ import pytest
 from vllm import SamplingParams
 from vllm.v1.request import Request, RequestStatus
 
-from tests.support.schedulers import NUM_DRAFTS, PROMPT, Never, answer, scheduler_of
+from tests.support.schedulers import NUM_DRAFTS, PROMPT, Chooses, answer, scheduler_of
 from tests.unit.test_config import engine_config
 from vllm_gaudi_spec import metrics, upstream
 from vllm_gaudi_spec.config import Speculation
@@ -29,6 +29,7 @@ from vllm_gaudi_spec.scheduling.scheduler import SpecAsyncScheduler, SpecSchedul
 
 Kind = type[SpecScheduler | SpecAsyncScheduler]
 KINDS = [SpecScheduler, SpecAsyncScheduler]
+ADAPTIVE = dict(enable_adaptive_verification=True)
 
 
 class Play:
@@ -134,36 +135,17 @@ def test_reason_with_schedule_by_batch_size(kind: Kind, tmp_path: Path) -> None:
     play.check()
 
 
-class Chosen:
-    """Lengths as they are set."""
-
-    def __init__(self, **lengths: int) -> None:
-        self.lengths = lengths
-
-    def choose(self, req_ids: list[str]) -> dict[str, int]:
-        return {req_id: self.lengths[req_id] for req_id in req_ids}
-
-    def observe(self, *args: object) -> None:
-        pass
-
-    def forget(self, req_ids: object) -> None:
-        pass
-
-
-@pytest.mark.parametrize("kind", [SpecScheduler, SpecAsyncScheduler])
-def test_pacing_reason_belongs_to_next_drafts(kind: Kind, tmp_path: Path) -> None:
-    play = Play(kind, tmp_path, additional_config={"gaudi_spec": dict(goodput=True, adaptive=True)})
+@pytest.mark.parametrize("kind", KINDS)
+def test_reason_of_adaptive_verification_belongs_to_next_drafts(kind: Kind, tmp_path: Path) -> None:
+    play = Play(kind, tmp_path, speculative=ADAPTIVE)
     for name in "ab":
         play.admit(name)
-    play.scheduler._lengths = Chosen(a=2, b=0)
+    play.scheduler._step_times = Chooses(1)
     play.step()
-    assert play.step({"a": 2}) == {"acceptance": 1}
-    assert play.counted[ROWS_BY_CHOICE] == {"2": 1, "0": 1}
-    play.scheduler._lengths = Chosen(a=0, b=0)
-    play.step({"a": 2})
-    assert play.step() == {"acceptance": 2}
-    play.scheduler._goodput = Never()
-    assert play.step() == {"acceptance": 2}
+    assert play.step({"a": 1}) == {"nothing": 1}
+    assert play.counted[ROWS_BY_CHOICE] == {"1": 2}
+    play.scheduler._step_times = Chooses(0)
+    assert play.step({"a": 1}) == {"nothing": 1}
     assert play.step() == {"goodput": 2}
     play.check()
 
@@ -191,17 +173,13 @@ def ahead(play: Play, script: list[Step]) -> list[dict[str, float]]:
 
 class Step(NamedTuple):
     real: dict[str, int]
-    lengths: dict[str, int] | None = None
-    """What pacing chooses from here on."""
-    is_slow: bool = False
-    """Drafting does not pay from here on."""
+    chosen: int | None = None
+    """The number of drafts that is chosen from here on."""
     admitted: str = ""
 
     def happens(self, play: Play) -> None:
-        if self.lengths is not None:
-            play.scheduler._lengths = Chosen(**self.lengths)
-        if self.is_slow:
-            play.scheduler._goodput = Never()
+        if self.chosen is not None:
+            play.scheduler._step_times = Chooses(self.chosen)
         for name in self.admitted:
             play.admit(name)
 
@@ -209,25 +187,16 @@ class Step(NamedTuple):
 @pytest.mark.parametrize("go", [in_turn, ahead])
 def test_choice_is_counted_when_its_drafts_are_verified(go: Any, tmp_path: Path) -> None:
     """That is one step later, though the next choice may already be made when the step's output arrives."""
-    play = Play(SpecAsyncScheduler, tmp_path, additional_config={"gaudi_spec": dict(goodput=True, adaptive=True)})
+    play = Play(SpecAsyncScheduler, tmp_path, speculative=ADAPTIVE)
     script = [
-        Step({}, lengths=dict(a=2, b=0, c=1), admitted="ab"),
-        Step({"a": 2}, lengths=dict(a=0, b=3, c=1)),
-        Step({"b": 3}, admitted="c", lengths=dict(a=1, b=1, c=1)),
-        Step({"b": 1, "c": 1}),
-        Step({"a": 1}, is_slow=True),
+        Step({}, chosen=3, admitted="ab"),
+        Step({"a": 3}, chosen=0),
+        Step({}, admitted="c", chosen=1),
+        Step({"b": 1, "c": 1}, chosen=0),
         Step({}),
     ]
-    assert go(play, script) == [
-        {},
-        {"acceptance": 1},
-        {"acceptance": 1},
-        {"nothing": 1},
-        {"nothing": 2},
-        {"goodput": 3},
-    ]
-    # Of the choices (a, b, c): 2 0; 0 3; 1 1 1; 1 1 1; 0 0 0.
-    assert play.counted[ROWS_BY_CHOICE] == {"0": 5, "1": 6, "2": 1, "3": 1}
+    assert go(play, script) == [{}, {"nothing": 1}, {"goodput": 2}, {"nothing": 1}, {"goodput": 3}]
+    assert play.counted[ROWS_BY_CHOICE] == {"3": 2, "0": 2 + 3, "1": 3}
     play.check()
     counts = play.scheduler._draft_counts
     assert set(counts._choices) == set("abc")
@@ -357,7 +326,7 @@ def test_worker_counts_become_metrics(tmp_path: Path) -> None:
 
 def test_nothing_is_counted_without_log_stats(tmp_path: Path) -> None:
     """--disable-log-stats."""
-    play = Play(SpecScheduler, tmp_path, additional_config={"gaudi_spec": dict(goodput=True)})
+    play = Play(SpecScheduler, tmp_path, speculative=ADAPTIVE)
     play.scheduler.log_stats = False
     play.admit("a")
     for _ in range(3):

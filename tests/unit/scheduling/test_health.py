@@ -80,12 +80,11 @@ def test_single_failing_request_does_not_disable_the_drafter() -> None:
 Kind = type[SpecScheduler | SpecAsyncScheduler]
 
 
-@pytest.mark.parametrize("goodput", [False, True])
+@pytest.mark.parametrize("is_adaptive", [False, True])
 @pytest.mark.parametrize("kind", [SpecScheduler, SpecAsyncScheduler])
-def test_schedulers_send_drafter_status_to_workers(kind: Kind, goodput: bool, tmp_path: Path) -> None:
+def test_schedulers_send_drafter_status_to_workers(kind: Kind, is_adaptive: bool, tmp_path: Path) -> None:
     upstream.apply()
-    options = {"additional_config": {"gaudi_spec": {"goodput": True}}} if goodput else {}
-    scheduler: Any = scheduler_of(kind, tmp_path, **options)
+    scheduler: Any = scheduler_of(kind, tmp_path, speculative=dict(enable_adaptive_verification=is_adaptive))
     for name in "ab":
         scheduler.add_request(Request(name, PROMPT, SamplingParams(max_tokens=200), None))
     counted = dict.fromkeys((DRAFTER_FAULTS, DRAFTER_SWITCHED_OFF), 0.0)

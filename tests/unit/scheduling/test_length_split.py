@@ -46,16 +46,6 @@ def test_drafts_end_at_drafters_maximum_length() -> None:
         assert count == max(0, min(K, 64 - length))
 
 
-def test_paced_rows_draft_less_until_next_pace() -> None:
-    rows = split()
-    indices = np.array([0, 1, 2, 3])
-    rows.pace([(1, 2), (2, 0)])
-    assert rows.paced(indices, K).tolist() == [4, 2, 0, 4]
-    assert rows.paced(indices, 1).tolist() == [1, 1, 0, 1]
-    rows.pace([])
-    assert rows.paced(indices, K).tolist() == [4, 4, 4, 4]
-
-
 def test_drafts_end_at_models_maximum_length() -> None:
     rows = split(max_model_len=100)
     rows.admit(0, SamplingParams(max_tokens=None), num_prompt=10)

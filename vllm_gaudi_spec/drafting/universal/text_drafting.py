@@ -138,7 +138,6 @@ class TextDrafting(Drafting):
     # --- the scheduler ---
 
     def apply(self, requests: Requests) -> None:
-        self._history.apply()
         for row in requests.freed_rows:
             self._timelines.pop(row, None)
             self._num_followed.pop(row, None)
@@ -168,8 +167,8 @@ class TextDrafting(Drafting):
     def find_outgrown_requests(self) -> Collection[str]:
         return tuple(self._outgrown.values())  # a copy, since `propose_on_host` changes it
 
-    def gather_probs(self, rows_B: torch.Tensor) -> torch.Tensor | None:
-        return self._draft_probs.gather(rows_B)
+    def gather_probs(self, rows_B: torch.Tensor, num_drafts: int) -> torch.Tensor | None:
+        return self._draft_probs.gather(rows_B, num_drafts)
 
     def host_drafts(self, requests: list[Request]) -> np.ndarray | None:
         return None if self._rewriter is None else self._history.get_drafts(requests)
@@ -331,7 +330,9 @@ class TextDrafting(Drafting):
         rows = step.split()
         rows_B = rows.rows_B
         lengths_B = self._requests.lengths(rows_B)
-        request = self._choice.make_request(self._requests, rows_B, lengths_B, rows.max_drafts_B, rows.blocks, branch)
+        request = self._choice.make_request(
+            self._requests, rows_B, lengths_B, rows.max_drafts_B, rows.blocks, branch, self._num_drafts
+        )
         proposed = self._proposer.propose(request, _split_unread(rows))
         if self._rewriter is None:
             drafts = self._guard.check_drafts(proposed, request, self._draft_probs.vocab_size)

@@ -1,0 +1,177 @@
+"""Adaptive verification on a simulated machine, whose costs and acceptance rates are known."""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Callable
+from dataclasses import dataclass, field
+
+import numpy as np
+import pytest
+
+from vllm_gaudi_spec.scheduling.adaptive import Acceptance, StepTimes
+
+SIZES = [1, 2, 4, 8, 16]
+# Seconds of a step by the number of drafts per row.
+LARGE_MODEL = {0: 1.0, 1: 1.25, 3: 1.45, 7: 1.9}
+ONE_ROUND = {0: 1.0, 1: 1.3, 3: 1.32, 7: 1.4}
+SMALL_MODEL = {0: 1.0, 1: 1.6, 3: 2.6, 7: 4.5}
+MACHINES = [LARGE_MODEL, ONE_ROUND, SMALL_MODEL]
+
+Rates = Callable[[int], dict[str, float]]
+"""Maps a step to the acceptance rate of each running request."""
+
+
+@dataclass
+class Machine:
+    """Runs steps. Each verifies the number of drafts that was chosen when the step before was scheduled."""
+
+    costs: dict[int, float]
+    noise: float = 0.1
+    seconds: float = 0.0
+    num_tokens: int = 0
+    choices: list[int] = field(default_factory=list)
+
+    def __post_init__(self) -> None:
+        self.acceptance, self.times = Acceptance(max(self.costs)), StepTimes(SIZES, [*self.costs])
+        self.rng = random.Random(0)
+
+    def run(self, num_steps: int, rates: Rates, fixed: int | None = None) -> float:
+        """Return the tokens per second."""
+        seconds_before, tokens_before = self.seconds, self.num_tokens
+        drafts, last = self.choices[-1] if self.choices else 0, (0, -1, -1)
+        for step in range(num_steps):
+            rows = rates(step)
+            self.acceptance.forget(self.acceptance._by_id.keys() - rows.keys())
+            expected = self.acceptance.expect_tokens(dict.fromkeys(rows, max(self.costs)))
+            chosen = self.times.choose(len(rows), expected) if fixed is None else fixed
+            seconds, num_tokens = self.costs[drafts] * (1 + self.noise * self.rng.random()), 0
+            for name, rate in rows.items():
+                accepted = 0
+                while accepted < drafts and self.rng.random() < rate:
+                    accepted += 1
+                num_tokens += 1 + accepted
+                if drafts:
+                    self.acceptance.observe(name, drafts, accepted)
+                else:
+                    self.acceptance.observe_idle(name)
+            now = len(rows), drafts, chosen
+            steady = now == last and drafts == chosen
+            self.times.observe(len(rows), drafts, seconds, num_tokens, steady=steady)
+            self.seconds += seconds
+            self.num_tokens += num_tokens
+            self.choices.append(chosen)
+            last, drafts = now, chosen
+        return (self.num_tokens - tokens_before) / (self.seconds - seconds_before)
+
+
+def constant(rate: float, num_rows: int) -> Rates:
+    return lambda step: {f"{row}": rate for row in range(num_rows)}
+
+
+def alternating(*rates: float, length: int = 200) -> Rates:
+    """Return one request after another, each with the next rate."""
+    return lambda step: {f"{step // length}": rates[step // length % len(rates)]}
+
+
+def find_best(costs: dict[int, float], rates: Rates, num_steps: int) -> float:
+    """Return the tokens per second of the best fixed number of drafts."""
+    return max(Machine(costs).run(num_steps, rates, fixed=num_drafts) for num_drafts in costs)
+
+
+@pytest.mark.parametrize("num_rows", [1, 4, 16])
+@pytest.mark.parametrize("rate", [0.1, 0.5, 0.9])
+@pytest.mark.parametrize("costs", MACHINES, ids=["large", "one-round", "small"])
+def test_adaptive_is_at_most_three_percent_slower_than_best_choice(
+    costs: dict[int, float], rate: float, num_rows: int
+) -> None:
+    machine = Machine(costs)
+    machine.run(200, constant(rate, num_rows))  # the first trials
+    assert machine.run(3000, constant(rate, num_rows)) > 0.97 * find_best(costs, constant(rate, num_rows), 3000)
+
+
+@pytest.mark.parametrize(("costs", "gain"), [(LARGE_MODEL, 1.1), (SMALL_MODEL, 1.15)], ids=["large", "small"])
+def test_adaptive_is_faster_than_best_choice_if_requests_differ(costs: dict[int, float], gain: float) -> None:
+    rates = alternating(0.1, 0.9)
+    assert Machine(costs).run(4000, rates) > gain * find_best(costs, rates, 4000)
+
+
+def test_drafting_resumes_when_drafts_are_accepted() -> None:
+    machine = Machine(LARGE_MODEL)
+    machine.run(1000, constant(0.05, 4))
+    assert machine.choices[-100:].count(0) > 90
+    machine.run(500, constant(0.9, 4))
+    assert machine.choices[-100:].count(7) > 90
+    machine.run(300, constant(0.05, 4))
+    assert machine.choices[-100:].count(0) > 90
+
+
+def test_choice_follows_times_that_change() -> None:
+    machine = Machine(dict(SMALL_MODEL))
+    machine.run(500, constant(0.5, 4))
+    assert machine.choices[-50:].count(0) > 40
+    machine.costs.update(ONE_ROUND)
+    machine.run(3000, constant(0.5, 4))
+    assert machine.choices[-100:].count(0) < 10
+
+
+def test_new_batch_size_starts_like_the_nearest_one() -> None:
+    machine = Machine(LARGE_MODEL)
+    machine.run(300, constant(0.9, 1))
+    machine.run(20, constant(0.9, 16))
+    assert set(machine.choices[-20:]) == {7}, "without trials"
+
+
+def test_choice_does_not_flap() -> None:
+    machine = Machine({0: 1.0, 1: 1.5}, noise=0.2)
+    machine.run(5000, constant(0.5, 4))  # both are equally fast
+    changes = sum(before != after for before, after in zip(machine.choices, machine.choices[1:], strict=False))
+    assert changes < 5000 / 64 * 2 + 40, "a trial has a beginning and an end"
+
+
+def test_pause_is_not_taken_for_the_time_of_a_choice() -> None:
+    times = StepTimes([4], [0, 1])
+    times._at(4).seconds.update({0: 1.0, 1: 1.5})
+    times._at(4).wait = 1000
+    times.observe(4, 0, 600.0, 4, steady=True)
+    assert times._at(4).seconds[0] < 1.2
+
+
+def test_trial_ends_if_its_choice_never_runs() -> None:
+    times = StepTimes([4], [0, 1])
+    times._at(4).seconds.update({0: 1.0, 1: 1.5})
+    tokens = np.array([4.0, 4.4])
+    chosen = []
+    for _ in range(200):
+        chosen.append(times.choose(4, tokens))
+        times.observe(4, 0, 1.0, 4, steady=True)
+    assert 0 < chosen.count(1) < 100
+
+
+def test_steps_with_prompts_are_no_trials() -> None:
+    times = StepTimes([4], [0, 3])
+    assert times.choose(4, np.array([4.0, 5, 6, 7]), may_try=False) == 3, "k, as long as nothing is known"
+    assert times._at(4).trial is None
+
+
+def test_expected_tokens_use_each_requests_own_acceptance() -> None:
+    acceptance = Acceptance(3)
+    for _ in range(300):
+        acceptance.observe("good", 3, 3)
+        acceptance.observe("bad", 3, 0)
+    good, bad = (acceptance.expect_tokens({name: 3}) for name in ("good", "bad"))
+    assert good[0] == bad[0] == 1
+    assert good[3] > 3.5
+    assert bad[3] < 1.3
+    both = acceptance.expect_tokens({"good": 3, "bad": 3})
+    assert both == pytest.approx(good + bad)
+    assert acceptance.expect_tokens({"good": 1})[3] == pytest.approx(good[1]), "it may have one draft"
+
+
+def test_expected_tokens_use_acceptance_by_position() -> None:
+    acceptance = Acceptance(4)
+    for _ in range(1000):
+        acceptance.observe("a", 4, 2)  # the third draft is always rejected
+    tokens = acceptance.expect_tokens({"a": 4})
+    assert tokens[2] > 2.5
+    assert tokens[4] < tokens[2] + 0.2
