@@ -12,7 +12,7 @@ from typing import Any
 import pytest
 import torch
 
-from tests.unit.attention.test_paged_attention import TOLERANCE, Scene, make_scene
+from tests.unit.attention.test_paged_attention import TOLERANCE, Scene, check_bidirectional, make_scene
 from vllm_gaudi_spec.attention.metadata import AttentionCall, AttentionLayerSpec
 from vllm_gaudi_spec.devices.common.kv_pair import KVPair
 
@@ -38,7 +38,11 @@ def by_kernel(
     projected[:, 1:-1] = query
     kv = KVPair(keys.flatten(0, 1).to(DEVICE), values.flatten(0, 1).to(DEVICE), spec.block_size)
     there = dataclasses.replace(
-        call, starts_B=call.starts_B.to(DEVICE), block_table_BW=call.block_table_BW.to(DEVICE), flat=None
+        call,
+        starts_B=call.starts_B.to(DEVICE),
+        block_table_BW=call.block_table_BW.to(DEVICE),
+        num_real_B=None if call.num_real_B is None else call.num_real_B.to(DEVICE),
+        flat=None,
     )
     key_and_value = tuple(tensor.to(DEVICE) for tensor in own_kv) or None
     return cuda_attention.attend(projected.to(DEVICE)[:, 1:-1], kv, there, spec, key_and_value).cpu()
@@ -88,6 +92,19 @@ def test_prompt_chunks(splits: None, window: int | None, starts: list[int]) -> N
 def test_prompt_chunks_of_long_heads(splits: None, starts: list[int], block_size: int) -> None:
     """With tiles of 64 lanes, which read the keys that all lanes see separately."""
     check(make_scene(starts, 70, real=[70, 33][: len(starts)], block_size=block_size, heads=4, head_size=128))
+
+
+@pytest.mark.parametrize("window", [None, 3, 40])
+@pytest.mark.parametrize("heads", [2, 8])
+def test_blocks_of_drafts_see_themselves(splits: None, heads: int, window: int | None) -> None:
+    check_bidirectional(by_kernel, [0, 70, 100], [5, 5, 3], 5, heads=heads, window=window)
+
+
+@pytest.mark.parametrize("window", [None, 20])
+@pytest.mark.parametrize("head_size", [32, 128])
+def test_prompts_of_encoders(splits: None, head_size: int, window: int | None) -> None:
+    """With more lanes than a tile has, keys that all lanes see, and queries of padding that see no key."""
+    check_bidirectional(by_kernel, [0, 0], [96, 33], 96, head_size=head_size, window=window)
 
 
 def take_own_kv(scene: Scene) -> tuple[Scene, tuple[torch.Tensor, ...]]:

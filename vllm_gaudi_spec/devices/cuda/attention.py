@@ -69,7 +69,7 @@ def attend(
     has_unmasked_keys = tiles > 1 and splits == 1 and spec.sliding_window is None and spec.head_size in (64, 128)
     has_unmasked_keys = has_unmasked_keys and not spec.batch_invariant
     attended = None
-    if own_kv is not None and has_unmasked_keys and _is_long(call, spec):
+    if own_kv is not None and spec.is_causal and has_unmasked_keys and _is_long(call, spec):
         attended = attend_own(query_THD, *own_kv, call, spec)
     out_THD, log_sums = (query_THD.new_empty(query_THD.shape), query_THD) if attended is None else attended
     if has_unmasked_keys:
@@ -88,6 +88,7 @@ def attend(
         values,
         call.block_table_BW,
         call.starts_B,
+        call.starts_B if spec.is_causal else call.num_real_B,
         out_THD,
         parts,
         maxima,
@@ -104,6 +105,7 @@ def attend(
         KV_HEADS=spec.num_kv_heads,
         HEAD_SIZE=spec.head_size,
         BLOCK_SIZE=spec.block_size,
+        CAUSAL=spec.is_causal,
         WINDOW=spec.sliding_window or 0,
         CAPPED=spec.logits_soft_cap > 0,
         IS_SPLIT=splits > 1,
@@ -208,6 +210,7 @@ def _attend_tile(
     values_ptr,
     table_ptr,
     starts_ptr,
+    num_real_ptr,
     out_ptr,
     parts_ptr,
     maxima_ptr,
@@ -224,6 +227,7 @@ def _attend_tile(
     KV_HEADS: tl.constexpr,
     HEAD_SIZE: tl.constexpr,
     BLOCK_SIZE: tl.constexpr,
+    CAUSAL: tl.constexpr,
     WINDOW: tl.constexpr,
     CAPPED: tl.constexpr,
     IS_SPLIT: tl.constexpr,
@@ -264,9 +268,15 @@ def _attend_tile(
     # The keys that any lane of the tile sees, then this split's share of them, in whole tiles.
     last = tl.minimum((tile * TILE_M + TILE_M - 1) // GROUP, queries - 1)
     end = start if CACHED_ONLY else start + last + 1
+    if not CAUSAL:
+        # All keys of the row, and no padding behind them. A row of padding keeps one key, so that its sum is not 0.
+        end = start + tl.maximum(tl.load(num_real_ptr + row), 1)
     begin = 0
     if WINDOW > 0:
         begin = tl.maximum(start + tile * TILE_M // GROUP - WINDOW + 1, 0) // TILE_N * TILE_N
+        if not CAUSAL:
+            begin = tl.minimum(begin, (end - 1) // TILE_N * TILE_N)
+            end = tl.minimum(end, start + last + WINDOW)
     share = tl.cdiv(tl.cdiv(end - begin, TILE_N), splits) * TILE_N
     low = begin + split * share
     high = tl.minimum(low + share, end)
@@ -288,7 +298,8 @@ def _attend_tile(
     first_masked = low
     if UNMASKED:
         # Every lane sees all keys of these tiles, so positions need no comparison.
-        first_masked = tl.maximum(low, tl.minimum(high, start + tile * TILE_M // GROUP + 1) // TILE_N * TILE_N)
+        num_visible = start + tile * TILE_M // GROUP + 1 if CAUSAL else end
+        first_masked = tl.maximum(low, tl.minimum(high, num_visible) // TILE_N * TILE_N)
         for first in range(low, first_masked, TILE_N):
             state = take_keys(
                 state,
@@ -305,6 +316,7 @@ def _attend_tile(
                 KV_HEADS,
                 HEAD_SIZE,
                 BLOCK_SIZE,
+                CAUSAL,
                 0,
                 CAPPED,
                 False,
@@ -327,6 +339,7 @@ def _attend_tile(
             KV_HEADS,
             HEAD_SIZE,
             BLOCK_SIZE,
+            CAUSAL,
             WINDOW,
             CAPPED,
             True,
@@ -363,6 +376,7 @@ def take_keys(
     KV_HEADS: tl.constexpr,
     HEAD_SIZE: tl.constexpr,
     BLOCK_SIZE: tl.constexpr,
+    CAUSAL: tl.constexpr,
     WINDOW: tl.constexpr,
     CAPPED: tl.constexpr,
     MASKED: tl.constexpr,
@@ -380,9 +394,12 @@ def take_keys(
     )
     seen_MN = exists_N[None, :]
     if MASKED:
-        seen_MN = (position_N[None, :] <= position_M[:, None]) & exists_N[None, :]
+        if CAUSAL:
+            seen_MN = seen_MN & (position_N[None, :] <= position_M[:, None])
         if WINDOW > 0:
             seen_MN = seen_MN & (position_N[None, :] > position_M[:, None] - WINDOW)
+            if not CAUSAL:
+                seen_MN = seen_MN & (position_N[None, :] < position_M[:, None] + WINDOW)
     return take(state, query_MD, keys_ND, values_ND, seen_MN, scale, soft_cap, CAPPED, MASKED)
 
 

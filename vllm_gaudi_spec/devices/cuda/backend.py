@@ -116,6 +116,5 @@ class CudaAttention(PairAttention):
 
 
 def _needs_plain_torch(spec: AttentionLayerSpec) -> bool:
-    """Whether a layer has chunks, sinks, slopes or bidirectional attention, which the kernel does not support."""
-    has_more = spec.attention_chunk is not None or spec.sinks_H is not None or spec.slopes_H is not None
-    return has_more or not spec.is_causal
+    """Whether a layer has chunks, sinks or slopes, which the kernel does not support."""
+    return spec.attention_chunk is not None or spec.sinks_H is not None or spec.slopes_H is not None

@@ -276,6 +276,7 @@ def _attend(
             KV_HEADS,
             HEAD_SIZE,
             BLOCK_SIZE,
+            True,
             WINDOW,
             CAPPED,
             True,
