@@ -119,8 +119,12 @@ def test_logits_of_every_block_equal_the_reference(
 def test_drafts_on_a_card_are_those_of_the_reference(
     name: str, drafter: Callable[[str], str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
+    check_drafts_on_card(name, drafter(name), monkeypatch)
+
+
+def check_drafts_on_card(name: str, folder: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """In graphs no test can record logits, so every greedy draft has to be the reference's best token, or a tie."""
-    reference = BlockReference(drafter(name), KINDS[name], TARGET)
+    reference = BlockReference(folder, KINDS[name], TARGET)
     drafts: list[list[int]] = []
     take = Worker.take_draft_token_ids
 
@@ -130,7 +134,7 @@ def test_drafts_on_a_card_are_those_of_the_reference(
         return taken
 
     monkeypatch.setattr(Worker, "take_draft_token_ids", record)
-    config = dict(method=KINDS[name].method, model=drafter(name), num_speculative_tokens=K)
+    config = dict(method=KINDS[name].method, model=folder, num_speculative_tokens=K)
     options = dict(max_model_len=128, max_num_batched_tokens=64, max_num_seqs=2, async_scheduling=False)
     with speculating(TARGET, config, **options) as llm:
         for prompt in (PROMPTS[1], PROMPTS[5]):

@@ -12,11 +12,16 @@ import pytest
 import torch
 from vllm import LLM, SamplingParams
 
-from tests.full_tests import heads, never_wrong, rule_models
+from tests.full_tests import heads, mtp_checkpoints, never_wrong, rule_models
+from tests.full_tests.block_drafters import KINDS, make_drafter
 from tests.full_tests.captured import Reference, captured, programs_are_the_manifest
-from tests.full_tests.engines import counter, engine, generate
+from tests.full_tests.engines import counter, engine, first_tokens, generate
 from tests.full_tests.ranks import ranks_agree
 from tests.full_tests.speculation import accepted, ngram, speculating
+from tests.full_tests.test_block_drafters import TARGET, check_drafts_on_card
+from tests.full_tests.test_mtp import check_every_draft
+from tests.full_tests.test_parallel_drafting import METHODS as PARALLEL
+from tests.full_tests.test_parallel_drafting import save_tokenizer
 from tests.full_tests.workload import Request, mixed_requests, run_together
 from vllm_gaudi_spec.devices import describe_device
 
@@ -111,23 +116,85 @@ def test_draft_model_is_lossless(
         reads_once(llm)
 
 
-@pytest.mark.parametrize("method", rule_models.HEADS)
-def test_head_of_the_rule_is_never_wrong(method: str, tmp_path: Path) -> None:
-    """Over blocks of all numbers, past its own limit, and through blocks that the prefix cache shares: were one slot
-    wrong, a draft would be."""
-    head = str(rule_models.HEADS[method](tmp_path / "head"))
-    config: dict[str, Any] = dict(method=method, num_speculative_tokens=5)
+# Prompts of all lengths, drawn so hot that every third token breaks the rule.
+DRAWN = rule_models.prompts(6, length=40, seed=3)
+DRAWN_PARAMS = [
+    SamplingParams(temperature=1.5, seed=seed, max_tokens=40, ignore_eos=True, detokenize=False)
+    for seed in range(len(DRAWN))
+]
+
+
+@pytest.fixture(scope="module")
+def rule_target(tmp_path_factory: pytest.TempPathFactory) -> str:
+    target = rule_models.make_target(tmp_path_factory.mktemp("rule") / "target")
+    save_tokenizer(target, rule_models.VOCAB)  # vocabularies are compared
+    return str(target)
+
+
+@pytest.fixture(scope="module")
+def drawn(rule_target: str) -> list[list[int]]:
+    """Seeded texts without drafts."""
+    with engine(rule_target, **never_wrong.SIZES) as llm:
+        return first_tokens(generate(llm, DRAWN, DRAWN_PARAMS))
+
+
+def configure(method: str, target: str, folder: Path) -> tuple[str, dict[str, Any]]:
+    """Return the model to serve and the configuration that names its drafter."""
+    if method in PARALLEL:
+        name, make = PARALLEL[method]
+        drafter = make(folder)
+        save_tokenizer(drafter, rule_models.VOCAB)
+        return target, dict(method=name, model=str(drafter), parallel_drafting=True)
+    head = str(rule_models.HEADS[method](folder))
     if method == "mtp":
-        model = head
-    else:
-        model, config["model"] = str(rule_models.make_target(tmp_path / "target")), head
+        return head, dict(method=method)
+    return target, dict(method="dflash" if method == "dflash2" else method, model=head)
+
+
+@pytest.mark.parametrize(
+    ("method", "k", "mode"),
+    [
+        *((method, 5, "greedy") for method in ("eagle", "eagle3", "mtp", "medusa")),
+        ("dflash", 8, "greedy"),
+        ("dflash2", 4, "coupled"),
+        ("dspark", 1, "greedy"),
+        ("dspark", 8, "block"),
+        ("peagle", 4, "coupled"),
+        ("pard", 8, "greedy"),
+    ],
+)
+def test_drafter_of_the_rule_is_never_wrong(
+    method: str, k: int, mode: str, rule_target: str, drawn: list[list[int]], tmp_path: Path
+) -> None:
+    """Over blocks of all numbers, past its own limit, and through blocks that the prefix cache shares: were one slot
+    wrong, a draft would be. Seeded texts are those without drafts."""
+    model, config = configure(method, rule_target, tmp_path / "drafter")
+    config |= dict(num_speculative_tokens=k, **never_wrong.LIMIT, **MODES[mode])
     before = captured()
-    with speculating(model, config | never_wrong.LIMIT, **never_wrong.SIZES) as llm:
+    with speculating(model, config, **never_wrong.SIZES) as llm:
         programs_are_the_manifest(llm, before)
         for _ in range(2):
             with never_waiting():
                 never_wrong.ask(llm)
+        with never_waiting():
+            texts = first_tokens(generate(llm, DRAWN, DRAWN_PARAMS))
+        # Under other rules, what is drawn follows the target's law and is not the same token by token; MTP has a
+        # target of its own.
+        if mode in ("greedy", "coupled") and method != "mtp":
+            assert texts == drawn
         reads_once(llm)
+
+
+@pytest.mark.parametrize("name", ["dflash mixed windows", "dflash2", "dspark windows"])
+def test_drafts_of_blocks_are_those_of_the_reference(
+    name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    check_drafts_on_card(name, make_drafter(tmp_path / "drafter", KINDS[name], TARGET), monkeypatch)
+
+
+def test_every_draft_of_chained_layers_is_right(tmp_path: Path) -> None:
+    model = mtp_checkpoints.save("glm4-moe", tmp_path, 3, share=0.0)
+    check_every_draft(model, dict(method="mtp", num_speculative_tokens=3), max_num_seqs=3, max_model_len=256)
 
 
 def reads_once(llm: LLM) -> None:
