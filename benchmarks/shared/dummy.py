@@ -48,6 +48,15 @@ SIZES: dict[str, dict[str, int]] = {
         intermediate_size=4864,
         vocab_size=128256,
     ),
+    "small": dict(
+        hidden_size=1024,
+        num_hidden_layers=6,
+        num_attention_heads=16,
+        num_key_value_heads=8,
+        head_dim=64,
+        intermediate_size=3072,
+        vocab_size=65536,
+    ),
     "tiny": dict(
         hidden_size=64,
         num_hidden_layers=2,
@@ -68,7 +77,7 @@ SIZES: dict[str, dict[str, int]] = {
     ),
 }
 DRAFTERS = {"8b": "0.5b", "1.5b": "0.5b", "tiny": "tiny-draft"}
-DTYPES = {"8b": torch.bfloat16, "1.5b": torch.bfloat16, "tiny": torch.float32}
+DTYPES = {"8b": torch.bfloat16, "1.5b": torch.bfloat16, "small": torch.bfloat16, "tiny": torch.float32}
 # Bytes per second by the vendors' datasheets.
 DATASHEET_BANDWIDTH = {"NVIDIA H200": 4.8e12, "NVIDIA H100 80GB HBM3": 3.35e12}
 MAX_LEN = 32768

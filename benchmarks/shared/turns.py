@@ -83,6 +83,11 @@ class Engine:
         value: int = self._answer()
         return value
 
+    def call(self, work: Callable[[Any], Any]) -> Any:
+        """Return what `work`, which has to be a function of a module or a partial of one, returns for the `LLM`."""
+        self._pipe.send(work)
+        return self._answer()
+
     def close(self) -> None:
         if self._process.is_alive():
             self._pipe.send(None)
@@ -124,6 +129,9 @@ def _serve(
             if isinstance(asked, str):
                 found = [metric for metric in llm.get_metrics() if metric.name == asked]
                 pipe.send(sum(metric.count if isinstance(metric, Histogram) else int(metric.value) for metric in found))
+                continue
+            if callable(asked):
+                pipe.send(asked(llm))
                 continue
             batch, tokens, temperature, top_p, first = asked
             # Seeds of their own: with one for all, what is accepted at a position is one draw.
