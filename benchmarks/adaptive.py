@@ -6,13 +6,23 @@ For each method, engines live side by side, each in a process of its own, and ta
 with k drafts and with fewer, and adaptive verification with k. A turn is one batch of prompts, past any end token; the
 next turn has other prompts. The first turns of a batch size, in which the engine tries each number of drafts, are
 reported apart. Ratios are of neighboring turns.
+
+With --size the target and an EAGLE head have that shape and random weights, and drafts are accepted at the given rates:
+
+VGS_DEVICE=cuda python -m benchmarks adaptive --size 8b --rates 0.3 0.8 --json .bench/adaptive.json
 """
 
 import argparse
+import os
+import tempfile
 from collections import Counter
+from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
+from functools import partial
+from pathlib import Path
 from typing import Any
 
-from benchmarks.shared import common, drafting
+from benchmarks.shared import common, drafting, dummy
 from benchmarks.shared.turns import Engine, Turn, interval, parser_of, ratio, side_by_side, take
 
 METHODS: dict[str, dict[str, Any]] = {
@@ -25,6 +35,8 @@ METHODS: dict[str, dict[str, Any]] = {
 }
 PLAIN, ADAPTIVE = "plain", "adaptive"
 PROMISED = 0.97
+PROMPT = 128
+"""Tokens of a prompt, with random weights."""
 
 
 def parse_options() -> argparse.Namespace:
@@ -41,6 +53,15 @@ def parse_options() -> argparse.Namespace:
     parser.add_argument(
         "--fixed", type=int, nargs="+", default=[1, 3], metavar="K", help="fixed numbers of drafts besides the most"
     )
+    parser.add_argument("--size", choices=dummy.SIZES, help="shape of a target with random weights")
+    parser.add_argument(
+        "--rates",
+        type=float,
+        nargs="+",
+        default=[0.3, 0.8],
+        metavar="R",
+        help="acceptance rates of drafts, with --size",
+    )
     parser.add_argument("--learn", type=int, default=3, metavar="N", help="first turns, reported apart")
     return parser.parse_args()
 
@@ -48,18 +69,55 @@ def parse_options() -> argparse.Namespace:
 # ---- measuring -----------------------------------------------------------------------------------------
 
 
-def measure(method: str, model: str, options: argparse.Namespace) -> list[dict[str, Any]]:
+def list_setups(drafter: dict[str, Any], options: argparse.Namespace) -> dict[str, dict[str, Any]]:
+    """Return the engine options of each setup."""
+
     def drafts(num_drafts: int, **more: Any) -> dict[str, Any]:
-        return {"speculative_config": {**METHODS[method], "num_speculative_tokens": num_drafts, **more}}
+        config = {**drafter, "num_speculative_tokens": num_drafts, **more}
+        if "synthetic_acceptance_rates" in config:
+            config["synthetic_acceptance_rates"] = config["synthetic_acceptance_rates"][:num_drafts]
+        return {"speculative_config": config}
 
     fixed = {f"k = {number}": drafts(number) for number in (*options.fixed, options.drafts)}
-    setups = {PLAIN: {}, **fixed, ADAPTIVE: drafts(options.drafts, enable_adaptive_verification=True)}
+    return {PLAIN: {}, **fixed, ADAPTIVE: drafts(options.drafts, enable_adaptive_verification=True)}
+
+
+def start_demo(method: str, model: str, options: argparse.Namespace, name: str, setup: dict[str, Any]) -> Engine:
+    settings = {"max_model_len": 512, "max_num_seqs": max(options.batches), **setup}
+    log = f"adaptive-{method}-{name.replace(' ', '')}"
+    return Engine(log, model, drafting.IN_PROCESS, options.texts, **settings)
+
+
+def start_dummy(folder: Path, options: argparse.Namespace, name: str, setup: dict[str, Any]) -> Engine:
+    rows, length, dtype = max(options.batches), 512, dummy.DTYPES[options.size]
+    return Engine(
+        f"adaptive-{options.size}-{name.replace(' ', '')}",
+        dummy.write_model(folder / name, options.size),
+        drafting.IN_PROCESS | {"VLLM_PLUGINS": "gaudi_spec"},
+        PROMPT,
+        load_format="dummy",
+        dtype=dtype,
+        max_model_len=length,
+        max_num_seqs=rows,
+        max_num_batched_tokens=max(2048, rows * (1 + options.drafts)),
+        kv_cache_memory_bytes=int(2 * dummy.kv_bytes(dummy.SIZES[options.size], dtype) * (rows + 1) * length),
+        gpu_memory_utilization=0.18,
+        additional_config={"gaudi_spec": {"batch_buckets": sorted(options.batches)}},
+        **setup,
+    )
+
+
+def measure(
+    what: dict[str, Any],
+    setups: dict[str, dict[str, Any]],
+    start: Callable[[str, dict[str, Any]], Engine],
+    options: argparse.Namespace,
+) -> list[dict[str, Any]]:
+    """Return a row for each batch size. `what` says what the rows are about."""
     answers = []
     with side_by_side() as engines:
-        for name, more in setups.items():
-            settings = {"max_model_len": 512, "max_num_seqs": max(options.batches), **more}
-            log = f"adaptive-{method}-{name.replace(' ', '')}"
-            engines[name] = Engine(log, model, drafting.IN_PROCESS, options.texts, **settings)
+        with ThreadPoolExecutor(max_workers=None if options.size else 1) as pool:
+            engines.update(zip(setups, pool.map(start, setups, setups.values()), strict=True))
         num_turns = Counter[Engine]()
         for batch in options.batches:
 
@@ -71,8 +129,8 @@ def measure(method: str, model: str, options: argparse.Namespace) -> list[dict[s
             turns = take(engines, options.turns, ask)
             found = compare(turns)
             learned = ratio(first, ADAPTIVE, found["best"])[0] if first else None
-            answers.append({"method": method, "batch": batch, "turns": turns, **found, "while_learning": learned})
-            common.log(f"{method}, batch {batch}: {interval(found['adaptive'])} of {found['best']}, the best choice")
+            answers.append({**what, "batch": batch, "turns": turns, **found, "while_learning": learned})
+            common.log(f"{what}, batch {batch}: {interval(found['adaptive'])} of {found['best']}, the best choice")
     return answers
 
 
@@ -86,11 +144,28 @@ def compare(turns: list[Turn]) -> dict[str, Any]:
 def measure_all(options: argparse.Namespace) -> None:
     from vllm_gaudi_spec.tools.demo_model import demo_model_path
 
+    os.environ.setdefault("VGS_DEVICE", "cpu")
     common.warn_if_busy()
-    model = options.model or demo_model_path()
-    rows = [row for method in options.methods for row in measure(method, model, options)]
+    rows: list[dict[str, Any]] = []
+    with tempfile.TemporaryDirectory() as folder:
+        if options.size:
+            head = dict(
+                method="eagle", model=dummy.write_model(Path(folder) / "head", options.size, num_hidden_layers=1)
+            )
+            for rate in options.rates:
+                accepted = [rate**position for position in range(1, options.drafts + 1)]
+                drafter = head | dict(rejection_sample_method="synthetic", synthetic_acceptance_rates=accepted)
+                start = partial(start_dummy, Path(folder), options)
+                what = {"method": f"eagle, {options.size}, acceptance {rate}"}
+                rows += measure(what, list_setups(drafter, options), start, options)
+        else:
+            model = options.model or demo_model_path()
+            for method in options.methods:
+                start = partial(start_demo, method, model, options)
+                rows += measure({"method": method}, list_setups(METHODS[method], options), start, options)
     show(rows, options)
-    common.write_rows(options, ("drafts", "fixed", "tokens", "learn", "turns", "texts"), rows)
+    settings = ("size", "drafts", "fixed", "tokens", "learn", "turns", "texts")
+    common.write_rows(options, settings, rows, machine=dummy.describe_machine())
 
 
 def show(rows: list[dict[str, Any]], options: argparse.Namespace) -> None:
@@ -108,7 +183,8 @@ def show(rows: list[dict[str, Any]], options: argparse.Namespace) -> None:
         for row in rows
     ]
     header = ["method", "batch", *names, "best choice", "adaptive / best", "first turns", "promise kept"]
-    common.log(f"\nspeedup over no speculation, {options.texts} prompts, float32\n\n{common.markdown(header, lines)}")
+    prompts = "random" if options.size else options.texts
+    common.log(f"\nspeedup over no speculation, {prompts} prompts\n\n{common.markdown(header, lines)}")
     common.log(f"\npromise kept: the interval does not lie below {PROMISED}\n\n{common.NOISE_NOTE}")
 
 

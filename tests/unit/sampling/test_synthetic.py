@@ -44,6 +44,13 @@ def test_rates_are_unconditional(rates: list[float]) -> None:
         assert abs(seen - rate) <= 4 * math.sqrt(rate * (1 - rate) / rows), place
 
 
+def test_step_with_fewer_drafts_takes_the_first_rates() -> None:
+    case = random_case(300, 2)
+    few, many = verify(case, RATES[:2]), verify(case, RATES)
+    assert torch.equal(few.tokens_BQ, many.tokens_BQ)
+    assert torch.equal(few.num_sampled_B, many.num_sampled_B)
+
+
 @pytest.mark.parametrize("rate", [0.0, 1.0])
 def test_token_of_target_follows_accepted_drafts(rate: float) -> None:
     """Rows with temperature 0 take their argmax; drafts that are not real never count."""

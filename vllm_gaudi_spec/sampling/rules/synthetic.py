@@ -33,9 +33,12 @@ def verify(
     keys_B2: torch.Tensor,
     positions_BQ: torch.Tensor,
 ) -> Verification:
-    """Accept draft i and all before it with probability `rates_K[i]`, then the target's own token."""
+    """Accept draft i and all before it with probability `rates_K[i]`, then the target's own token.
+
+    A step may have fewer drafts than there are rates.
+    """
     num_positions, vocab = drafts_BK.shape[1], logits_BQV.shape[2]
-    drawn_BK = uniform(keys_B2, positions_BQ[:, :num_positions], Stream.ACCEPT) < accept_probs(rates_K)
+    drawn_BK = uniform(keys_B2, positions_BQ[:, :num_positions], Stream.ACCEPT) < accept_probs(rates_K[:num_positions])
     accepted_BK = drawn_BK & stop.mask_real_drafts(drafts_BK, num_drafts_B, vocab)
     num_accepted_B = accepted_BK.int().cumprod(-1).sum(-1).int()
     logits_BV = stop.select_position(logits_BQV, num_accepted_B)
