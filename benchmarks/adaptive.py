@@ -93,7 +93,7 @@ def start_dummy(folder: Path, options: argparse.Namespace, name: str, setup: dic
     return Engine(
         f"adaptive-{options.size}-{name.replace(' ', '')}",
         dummy.write_model(folder / name, options.size),
-        drafting.IN_PROCESS | {"VLLM_PLUGINS": "gaudi_spec"},
+        common.QUIET | {"VLLM_PLUGINS": "gaudi_spec", "VLLM_ENABLE_V1_MULTIPROCESSING": "0"},
         PROMPT,
         load_format="dummy",
         dtype=dtype,

@@ -99,6 +99,8 @@ _TRIALS_COST = 0.01
 """The share of time that trials may cost."""
 _SHORTEST_WAIT = 64
 """The minimum number of steps between two trials."""
+_PROMISING = 0.8
+"""The expected speed, as a share of the chosen one's, from which a number of drafts is tried at once in a new size."""
 _WORTH_A_CHANGE = 1.02
 """The speedup for which the choice changes."""
 
@@ -164,19 +166,24 @@ class StepTimes:
             size.speed = speeds[size.chosen]
         if not may_try:
             return size.chosen
-        if size.trial is None and size.wait <= 0:
+        if size.trial is None and not size.is_estimate:
             size.trial = self._choose_trial(size, speeds)
         return size.chosen if size.trial is None else size.trial
 
     def _choose_trial(self, size: _Size, speeds: dict[int, float]) -> int | None:
-        if unknown := [num for num in self._choices if num not in speeds]:
+        """Return the number of drafts to try now, or None."""
+        if size.wait <= 0 and (unknown := [num for num in self._choices if num not in speeds]):
             return unknown[-1]
+        others = {num: speed / speeds[size.chosen] for num, speed in speeds.items() if num != size.chosen}
+        # What was never measured at this size, and may well be the fastest, is not put off.
+        if promising := [num for num, ratio in others.items() if ratio > _PROMISING and num not in size.tried]:
+            return max(promising, key=others.__getitem__)
 
         def urgency(num: int) -> float:
             # Slow choices are tried less often: they cost more, and are less likely to become the fastest.
-            return (size.num_steps - size.tried.get(num, 0)) * (speeds[num] / speeds[size.chosen]) ** 4
+            return (size.num_steps - size.tried.get(num, 0)) * others[num] ** 4
 
-        return max((num for num in self._choices if num != size.chosen), key=urgency, default=None)
+        return max(others, key=urgency, default=None) if size.wait <= 0 else None
 
     def observe(self, num_rows: int, num_drafts: int, seconds: float, num_tokens: int, *, steady: bool) -> None:
         """Record a finished decode step.

@@ -122,6 +122,16 @@ def test_new_batch_size_starts_like_the_nearest_one() -> None:
     assert set(machine.choices[-20:]) == {7}, "without trials"
 
 
+def test_new_batch_size_soon_has_a_choice_of_its_own() -> None:
+    """A large batch costs more per draft, so one draft is best there."""
+    machine = Machine(dict(LARGE_MODEL))
+    machine.run(500, constant(0.6, 4))
+    assert machine.choices[-50:].count(3) > 40
+    machine.costs.update({0: 1.0, 1: 1.3, 3: 2.1, 7: 3.5})
+    machine.run(100, constant(0.6, 16))
+    assert machine.choices[-50:].count(1) > 40
+
+
 def test_choice_does_not_flap() -> None:
     machine = Machine({0: 1.0, 1: 1.5}, noise=0.2)
     machine.run(5000, constant(0.5, 4))  # both are equally fast
