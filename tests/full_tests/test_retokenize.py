@@ -34,10 +34,10 @@ def test_doctor_estimates_the_memory_of_the_worker(looping_llama: str, stranger:
         taken = (
             llm.llm_engine.engine_core.engine_core.model_executor.driver_worker.worker.model_runner.bytes_beside_kv()
         )
-        del taken["sampling parameters of all sequences"]
-        assert len(taken) == 2
         drafter = config.speculative_config.draft_model_config
-        assert pair.estimate_drafting(config, Speculation.from_vllm(config), drafter) == taken
+        estimate = pair.estimate_drafting(config, Speculation.from_vllm(config), drafter)
+        assert len(estimate) == 2
+        assert estimate.items() <= taken.items()
 
 
 def acceptance(llm: LLM) -> float:

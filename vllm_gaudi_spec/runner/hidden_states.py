@@ -67,6 +67,12 @@ class HiddenStateBuffer:
         self._first_R = torch.zeros(num_rows, dtype=torch.int32, device=device)
         self._num_drafts_R = torch.zeros(num_rows, dtype=torch.int32, device=device)
 
+    @property
+    def num_bytes(self) -> int:
+        """Size of the states."""
+        tensors = {self._hidden_NH, self.chunk_TH, self._carried_NH, self._carried_chunk_TH}
+        return sum(tensor.nbytes for tensor in tensors)
+
     def put(self, phase: str, queries: int, rows_B: torch.Tensor, located: Located, hidden: Hidden) -> None:
         """Store the states of a forward's T tokens."""
         index_BQ, positions_BQ = _sampled_positions(phase, queries, located)

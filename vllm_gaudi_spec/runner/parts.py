@@ -55,6 +55,7 @@ class RunnerParts:
         self.max_rows = vllm_config.scheduler_config.max_num_seqs
         self.speculation = Speculation.from_vllm(vllm_config)
         self.num_drafts = self.speculation.num_drafts if self.speculation else 0
+        self.widths = self.speculation.widths if self.speculation else ()
         self.num_snapshots = num_snapshots(vllm_config, self.options.state_snapshots)
         self.async_scheduling = vllm_config.scheduler_config.async_scheduling
         self.extensions: list[Extension] = []
@@ -80,7 +81,14 @@ class RunnerParts:
     def bytes_beside_kv(self) -> dict[str, int]:
         """Return the device memory needed besides weights and the KV cache, by purpose."""
         speculation, vocab_size = self.speculation, self.model_config.get_vocab_size()
-        taken = {"sampling parameters of all sequences": Sampling.count_bytes(self.max_rows, vocab_size)}
+        shapes = Shapes.from_config(self.vllm_config, self.options, self.backend, self.widths)
+        taken = {
+            "token histories of all sequences": Requests.count_history_bytes(self.max_rows, self._history_len(shapes)),
+            "hidden states of all sequences and of a step's prompt chunks": (
+                self._make_hidden_states(shapes, torch.device("meta")).num_bytes
+            ),
+            "sampling parameters of all sequences": Sampling.count_bytes(self.max_rows, vocab_size),
+        }
         if num_bytes := self.target.state_bytes(self.max_rows + 1, num_pending(self.num_drafts)):
             taken[describe_states(self.max_rows)] = num_bytes
         if num_bytes := self.target.state_bytes(self.num_snapshots, num_pending(self.num_drafts)):
@@ -131,7 +139,7 @@ class RunnerParts:
             self.vllm_config,
             self.options,
             self.backend,
-            self.speculation.widths if self.speculation else (),
+            self.widths,
             block_size=min(self.kv_cache.block_sizes, default=None),
             num_blocks=profiled_blocks or self.kv_cache.num_blocks,
         )
@@ -144,7 +152,7 @@ class RunnerParts:
         self.requests = Requests(
             self.backend,
             max_rows=self.max_rows,
-            max_len=self.shapes.max_context + 1 + self.num_drafts,
+            max_len=self._history_len(self.shapes),
             block_sizes=self.kv_cache.block_sizes,
             windows=self.kv_cache.windows,
             in_flight=3 * (1 + self.num_drafts),
@@ -152,13 +160,20 @@ class RunnerParts:
             seed=self.model_config.seed,
             keeps_kv=not encodes,
         )
-        states_size, states_dtype = get_output_format(self.target.model, self.model_config)
-        self.hidden_states = HiddenStateBuffer(
+        self.hidden_states = self._make_hidden_states(self.shapes, device)
+
+    def _history_len(self, shapes: Shapes) -> int:
+        """Return the number of tokens in a row's history, drafts included."""
+        return shapes.max_context + 1 + self.num_drafts
+
+    def _make_hidden_states(self, shapes: Shapes, device: torch.device) -> HiddenStateBuffer:
+        hidden_size, dtype = get_output_format(self.target.model, self.model_config)
+        return HiddenStateBuffer(
             num_rows=self.max_rows + 1,
             num_queries=1 + self.num_drafts,
-            max_chunk_tokens=self.shapes.largest_prefill,
-            hidden_size=states_size,
-            dtype=states_dtype,
+            max_chunk_tokens=shapes.largest_prefill,
+            hidden_size=hidden_size,
+            dtype=dtype,
             device=device,
             carried_size=self.target.carried_size,
         )

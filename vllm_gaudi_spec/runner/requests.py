@@ -77,6 +77,11 @@ class Requests:
         """Number of drafts after each row's last token that wait for verification, or `FAULTY`."""
         self._write_rows = backend.graphs.graph(self._start_rows)
 
+    @staticmethod
+    def count_history_bytes(max_rows: int, max_len: int) -> int:
+        """Return the size of the token histories."""
+        return (max_rows + 1) * max_len * torch.int32.itemsize
+
     @property
     def history_RM(self) -> torch.Tensor:
         """Return int32 [R, M]: the tokens of every row, read-only."""

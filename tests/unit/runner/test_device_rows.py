@@ -11,7 +11,7 @@ import torch
 from vllm.sampling_params import SamplingParams
 
 from tests.support.fakes import CapturingBackend, CompilingBackend, HostBackend
-from tests.support.small_engine import SmallEngine, Variant
+from tests.support.small_engine import Remembers, SmallEngine, Variant
 from vllm_gaudi_spec.device_rows import DeviceRows
 
 MAX_ROWS = 20
@@ -59,15 +59,23 @@ def test_rows_that_could_not_be_written_are_written_by_the_next_flush() -> None:
     assert rows.table_RX[3].tolist() == [1, 2]
 
 
-def test_sampling_tables_are_counted_in_memory_beside_kv(tmp_path: Path) -> None:
-    engine = SmallEngine(Variant("ngram", num_snapshots=2), tmp_path)  # its target tells the size of its states
-    runner = engine.runner
+@pytest.mark.parametrize("carried_size", [None, 24])
+def test_memory_beside_kv_counts_what_steps_keep(
+    carried_size: int | None, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(Remembers, "carried_size", carried_size)
+    runner = SmallEngine(Variant("ngram", num_snapshots=2), tmp_path).runner  # its target tells the size of its states
     runner.encoders = None
+    counted = runner.bytes_beside_kv()
+    assert counted["token histories of all sequences"] == runner.requests.history_RM.nbytes
+    states = [value for value in vars(runner.hidden_states).values() if isinstance(value, torch.Tensor)]
+    sizes = {tensor.data_ptr(): tensor.nbytes for tensor in states if tensor.ndim == 2}
+    assert len(sizes) == (2 if carried_size is None else 4)
+    assert counted["hidden states of all sequences and of a step's prompt chunks"] == sum(sizes.values())
     tables = [value for value in vars(runner.sampling).values() if isinstance(value, DeviceRows)]
     tables += runner.sampling._logit_edits.tables
     assert len(tables) == len(runner.sampling._tables) == 6
-    counted = runner.bytes_beside_kv()["sampling parameters of all sequences"]
-    assert counted == sum(table.table_RX.nbytes for table in tables)
+    assert counted["sampling parameters of all sequences"] == sum(table.table_RX.nbytes for table in tables)
 
 
 def test_row_is_reset_although_its_request_never_samples(tmp_path: Path) -> None:
