@@ -32,7 +32,7 @@ if TYPE_CHECKING:
     from vllm_gaudi_spec.runner.requests import Requests
     from vllm_gaudi_spec.runner.shapes import Shapes
     from vllm_gaudi_spec.sampling.params import Branch, Sampling
-    from vllm_gaudi_spec.scheduling.limits import LengthSplit
+    from vllm_gaudi_spec.scheduling.limits import RowLimits
 
 
 class HostProposer(Protocol):
@@ -61,7 +61,7 @@ class DeviceProposer(ABC):
     def propose(self, request: DraftRequest) -> Drafts:
         """Draft for the rows of a request."""
 
-    def make_kv_sync(self, context: DraftingContext, split: LengthSplit) -> DrafterKVSync:
+    def make_kv_sync(self, context: DraftingContext, row_limits: RowLimits) -> DrafterKVSync:
         """Return what lets the drafter's KV and states follow the target. Default: the drafter has neither."""
         return DrafterKVSync()
 

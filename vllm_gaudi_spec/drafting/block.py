@@ -30,7 +30,7 @@ if TYPE_CHECKING:
     from vllm_gaudi_spec.drafting.base import DraftingContext
     from vllm_gaudi_spec.drafting.vocabulary import Translation
     from vllm_gaudi_spec.records import Drafted, DraftRequest
-    from vllm_gaudi_spec.scheduling.limits import LengthSplit
+    from vllm_gaudi_spec.scheduling.limits import RowLimits
     from vllm_gaudi_spec.step_inputs import StepInputs
 
 
@@ -162,10 +162,10 @@ class BlockProposer(HeadProposer):
         translation = make_head_translation(model, context.vocab_size)
         return cls(model, translation, context.vocab_size, context.speculation.mask_token)
 
-    def make_kv_sync(self, context: DraftingContext, split: LengthSplit) -> BlockKVSync:
+    def make_kv_sync(self, context: DraftingContext, row_limits: RowLimits) -> BlockKVSync:
         block_size = self._model.num_anchors + context.speculation.num_drafts
         # What a head carries from its last token to a round has no counterpart here.
-        return BlockKVSync(self._model, block_size, **self.list_sync_parts(context, split) | dict(head_size=0))
+        return BlockKVSync(self._model, block_size, **self.list_sync_parts(context, row_limits) | dict(head_size=0))
 
     def propose(self, request: DraftRequest) -> Drafts:
         newest_B, hidden_BKH = self._fill_block(request)

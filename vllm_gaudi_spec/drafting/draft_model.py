@@ -37,7 +37,7 @@ if TYPE_CHECKING:
     from vllm_gaudi_spec.records import Batch, DraftBatch, Drafted, Request, SampledRows, Shape
     from vllm_gaudi_spec.runner.requests import Requests
     from vllm_gaudi_spec.runner.shapes import Shapes
-    from vllm_gaudi_spec.scheduling.limits import LengthSplit
+    from vllm_gaudi_spec.scheduling.limits import RowLimits
 
 NUM_NEWEST = 2
 """Number of tokens that the first pass of a round reads."""
@@ -55,7 +55,7 @@ class AutoregressiveProposer(DeviceProposer):
         assert context.drafter is not None
         return cls(context.drafter, make_translation(context))
 
-    def make_kv_sync(self, context: DraftingContext, split: LengthSplit) -> DraftModelKVSync:
+    def make_kv_sync(self, context: DraftingContext, row_limits: RowLimits) -> DraftModelKVSync:
         return DraftModelKVSync.build(self.read, context)
 
     def read(self, chunk: Inputs) -> None:

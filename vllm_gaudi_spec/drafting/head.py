@@ -40,7 +40,7 @@ if TYPE_CHECKING:
     from vllm_gaudi_spec.runner.hidden_states import HiddenStateBuffer
     from vllm_gaudi_spec.runner.requests import Requests
     from vllm_gaudi_spec.runner.shapes import Shapes
-    from vllm_gaudi_spec.scheduling.limits import LengthSplit
+    from vllm_gaudi_spec.scheduling.limits import RowLimits
 
 
 class HeadProposer(DeviceProposer):
@@ -55,10 +55,10 @@ class HeadProposer(DeviceProposer):
         assert context.drafter is not None
         return cls(context.drafter, make_head_translation(context.drafter, context.vocab_size))
 
-    def make_kv_sync(self, context: DraftingContext, split: LengthSplit) -> DrafterKVSync:
-        return HeadKVSync(**self.list_sync_parts(context, split))
+    def make_kv_sync(self, context: DraftingContext, row_limits: RowLimits) -> DrafterKVSync:
+        return HeadKVSync(**self.list_sync_parts(context, row_limits))
 
-    def list_sync_parts(self, context: DraftingContext, split: LengthSplit) -> dict[str, Any]:
+    def list_sync_parts(self, context: DraftingContext, row_limits: RowLimits) -> dict[str, Any]:
         """Return the arguments of a `HeadKVSync`."""
         return dict(
             head=self._model,
@@ -66,7 +66,7 @@ class HeadProposer(DeviceProposer):
             requests=context.requests,
             recorder=context.recorder,
             shapes=context.shapes,
-            split=split,
+            row_limits=row_limits,
             blocks=context.make_read_blocks(keeps_up=True),
             head_size=context.spec_config.draft_model_config.get_hidden_size(),
             max_len=context.drafter_max_len,
@@ -103,7 +103,7 @@ class HeadKVSync(DrafterKVSync):
         requests: Requests,
         recorder: StepRecorder,
         shapes: Shapes,
-        split: LengthSplit,
+        row_limits: RowLimits,
         blocks: ReadBlocks,
         head_size: int,
         max_len: int,
@@ -118,7 +118,7 @@ class HeadKVSync(DrafterKVSync):
         self._requests = requests
         self._recorder = recorder
         self._shapes = shapes
-        self._split = split
+        self._row_limits = row_limits
         self._blocks = blocks
         self._max_len = max_len
         shape = (requests.pad_row + 1, head_size)
@@ -141,7 +141,7 @@ class HeadKVSync(DrafterKVSync):
     def invalidate(self, requests: list[Request]) -> None:
         for request in requests:
             self._blocks.forget(request.row)
-            self._split.exclude(request.row)
+            self._row_limits.exclude(request.row)
 
     def on_forward(self, batch: Batch) -> None:
         """Read prompt chunks."""

@@ -12,7 +12,7 @@ if TYPE_CHECKING:
 
     from vllm_gaudi_spec.records import Request, StepResult
     from vllm_gaudi_spec.runner.requests import Requests
-    from vllm_gaudi_spec.scheduling.limits import LengthSplit
+    from vllm_gaudi_spec.scheduling.limits import RowLimits
 
 
 @dataclass(frozen=True, slots=True)
@@ -27,8 +27,8 @@ class DraftingRow:
 
 
 class RequestHistory:
-    def __init__(self, split: LengthSplit, requests: Requests, num_drafts: int) -> None:
-        self._split = split
+    def __init__(self, row_limits: RowLimits, requests: Requests, num_drafts: int) -> None:
+        self._row_limits = row_limits
         self._requests = requests
         self._history_np = np.zeros(tuple(requests.history_RM.shape), dtype=np.int32)
         self._lengths_np = np.zeros(len(self._history_np), dtype=np.int32)
@@ -36,10 +36,10 @@ class RequestHistory:
         """Number of draft tokens of each row that wait for verification, then the tokens."""
 
     def exclude(self, row: int) -> None:
-        self._split.exclude(row)
+        self._row_limits.exclude(row)
 
     def admit(self, request: Request) -> None:
-        self._split.admit(request.row, request.params, request.num_prompt)
+        self._row_limits.admit(request.row, request.params, request.num_prompt)
         self._history_np[request.row, : len(request.all_token_ids)] = request.all_token_ids
         self._lengths_np[request.row] = len(request.all_token_ids)
         self._drafts_np[request.row] = 0
@@ -70,7 +70,7 @@ class RequestHistory:
         Rows that reached a stop token cannot: the scheduler drops later tokens and ends the request.
         """
         rows_np = _get_rows(step)
-        max_drafts_np = self._split.compute_max_drafts(rows_np, self._lengths_np[rows_np], limit)
+        max_drafts_np = self._row_limits.compute_max_drafts(rows_np, self._lengths_np[rows_np], limit)
         return [
             DraftingRow(step.requests[index], index, int(max_drafts_np[index]))
             for index in np.flatnonzero(max_drafts_np).tolist()

@@ -10,13 +10,13 @@ from vllm_gaudi_spec.config import SLEM, TLI
 from vllm_gaudi_spec.drafting.guard import Guard, make_agreement_check
 from vllm_gaudi_spec.drafting.history import RequestHistory
 from vllm_gaudi_spec.drafting.memory import DrafterKVRegion
-from vllm_gaudi_spec.drafting.on_device import DeviceDrafting, DeviceLengthSplit
+from vllm_gaudi_spec.drafting.on_device import DeviceDrafting, DeviceRowLimits
 from vllm_gaudi_spec.drafting.on_host import HostDrafting
 from vllm_gaudi_spec.drafting.universal.pairs import Coverage, Pair, Texts
 from vllm_gaudi_spec.drafting.universal.text_drafting import RetokenizedProposer, TextDrafting
 from vllm_gaudi_spec.environment import cache_folder
 from vllm_gaudi_spec.methods import METHODS
-from vllm_gaudi_spec.scheduling.limits import LengthSplit
+from vllm_gaudi_spec.scheduling.limits import RowLimits
 
 if TYPE_CHECKING:
     from vllm_gaudi_spec.drafting.base import DeviceProposer, Drafting, DraftingContext, HostProposer
@@ -42,13 +42,13 @@ def load_drafting(context: DraftingContext) -> Drafting:
 
 def _make_device_drafting(context: DraftingContext, proposer: DeviceProposer) -> DeviceDrafting:
     backend = context.requests.backend
-    split = DeviceLengthSplit(backend, context.max_rows, context.speculation, context.max_model_len)
+    row_limits = DeviceRowLimits(backend, context.max_rows, context.speculation, context.max_model_len)
     return DeviceDrafting(
         context,
         proposer=proposer,
-        split=split,
+        row_limits=row_limits,
         guard=make_guard(context.target, context.drafter),
-        kv_sync=proposer.make_kv_sync(context, split),
+        kv_sync=proposer.make_kv_sync(context, row_limits),
         coverage=_make_coverage(context),
     )
 
@@ -74,8 +74,8 @@ def _make_text_drafting(context: DraftingContext, pair: Pair) -> TextDrafting:
 
 
 def _make_host_drafting(context: DraftingContext, proposer: HostProposer) -> HostDrafting:
-    split = LengthSplit(context.max_rows, context.speculation, context.max_model_len)
-    history = RequestHistory(split, context.requests, context.speculation.num_drafts)
+    row_limits = RowLimits(context.max_rows, context.speculation, context.max_model_len)
+    history = RequestHistory(row_limits, context.requests, context.speculation.num_drafts)
     return HostDrafting(proposer, history, context.vocab_size, make_agreement_check(context.vllm_config))
 
 

@@ -18,7 +18,7 @@ if TYPE_CHECKING:
     from vllm_gaudi_spec.drafting.vocabulary import Translation
     from vllm_gaudi_spec.records import DraftRequest, Drafts
     from vllm_gaudi_spec.runner.hidden_states import HiddenStateBuffer
-    from vllm_gaudi_spec.scheduling.limits import LengthSplit
+    from vllm_gaudi_spec.scheduling.limits import RowLimits
 
 
 class Heads(Protocol):
@@ -47,7 +47,7 @@ class MedusaProposer(DeviceProposer):
         assert context.drafter is not None
         return cls(cast(Heads, context.drafter), make_head_translation(context.drafter, context.vocab_size))
 
-    def make_kv_sync(self, context: DraftingContext, split: LengthSplit) -> StateKVSync:
+    def make_kv_sync(self, context: DraftingContext, row_limits: RowLimits) -> StateKVSync:
         return StateKVSync(context.hidden_states)
 
     def propose(self, request: DraftRequest) -> Drafts:

@@ -43,7 +43,7 @@ if TYPE_CHECKING:
     from vllm_gaudi_spec.drafting.vocabulary import Translation
     from vllm_gaudi_spec.model import LoadedModel
     from vllm_gaudi_spec.records import Batch, DraftBatch, DraftRequest, Drafts, SampledRows
-    from vllm_gaudi_spec.scheduling.limits import LengthSplit
+    from vllm_gaudi_spec.scheduling.limits import RowLimits
     from vllm_gaudi_spec.step_inputs import StepInputs
 
 
@@ -134,8 +134,8 @@ class ChainedProposer(HeadProposer):
             return HeadProposer.build(context)
         return cls(layers, make_head_translation(head, context.vocab_size))
 
-    def make_kv_sync(self, context: DraftingContext, split: LengthSplit) -> ChainedKVSync:
-        return ChainedKVSync(self._layers, **self.list_sync_parts(context, split))
+    def make_kv_sync(self, context: DraftingContext, row_limits: RowLimits) -> ChainedKVSync:
+        return ChainedKVSync(self._layers, **self.list_sync_parts(context, row_limits))
 
     def propose(self, request: DraftRequest) -> Drafts:
         assert request.hidden is not None
@@ -177,7 +177,7 @@ class ChainedProposer(HeadProposer):
 
 
 class AssistantProposer(HeadProposer):
-    def make_kv_sync(self, context: DraftingContext, split: LengthSplit) -> DrafterKVSync:
+    def make_kv_sync(self, context: DraftingContext, row_limits: RowLimits) -> DrafterKVSync:
         return TargetKVSync(context.hidden_states)
 
     def propose(self, request: DraftRequest) -> Drafts:

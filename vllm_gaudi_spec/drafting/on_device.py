@@ -18,7 +18,7 @@ from vllm_gaudi_spec.drafting.choice import DraftChoice, DraftProbs
 from vllm_gaudi_spec.graphs import DRAFTS, Job
 from vllm_gaudi_spec.records import DraftBatch
 from vllm_gaudi_spec.sampling.params import Branch
-from vllm_gaudi_spec.scheduling.limits import LengthSplit, apply_limits
+from vllm_gaudi_spec.scheduling.limits import RowLimits, apply_limits
 
 if TYPE_CHECKING:
     from vllm_gaudi_spec.config import Speculation
@@ -33,7 +33,7 @@ if TYPE_CHECKING:
     from vllm_gaudi_spec.step_inputs import StepInputs
 
 
-class DeviceLengthSplit(LengthSplit):
+class DeviceRowLimits(RowLimits):
     """The same limits on the device too, for lengths that only the device knows."""
 
     def __init__(self, backend: DeviceBackend, max_rows: int, speculation: Speculation, max_model_len: int) -> None:
@@ -59,7 +59,7 @@ class DeviceDrafting(Drafting):
         context: DraftingContext,
         *,
         proposer: DeviceProposer,
-        split: DeviceLengthSplit,
+        row_limits: DeviceRowLimits,
         guard: Guard,
         kv_sync: DrafterKVSync,
         coverage: Coverage | None = None,
@@ -67,7 +67,7 @@ class DeviceDrafting(Drafting):
         self._guard = guard
         self._disabled = False
         self._proposer = proposer
-        self._split = split
+        self._row_limits = row_limits
         speculation, requests = context.speculation, context.requests
         self._requests = requests
         self._recorder = context.recorder
@@ -85,7 +85,7 @@ class DeviceDrafting(Drafting):
 
     def apply(self, requests: Requests) -> None:
         for request in requests.admitted:
-            self._split.admit(request.row, request.params, request.num_prompt)
+            self._row_limits.admit(request.row, request.params, request.num_prompt)
             if self._coverage is not None:
                 self._coverage.add_prompt(request.prompt)
         self._kv_sync.on_admitted()
@@ -97,7 +97,7 @@ class DeviceDrafting(Drafting):
         if excluded:
             self._kv_sync.invalidate(excluded)  # other requests would share blocks that may be the cause
         for request in excluded:
-            self._split.exclude(request.row)
+            self._row_limits.exclude(request.row)
 
     def take_rounds(self) -> list[DraftRound]:
         return self._guard.take_rounds()
@@ -111,7 +111,7 @@ class DeviceDrafting(Drafting):
         """Return the most drafts that each request may have, whatever is in flight; int32."""
         # With async scheduling `num_computed` counts the drafts of the step in flight as accepted.
         shortest_np = np.array([request.num_computed for request in requests], dtype=np.int32) + 1 - self._num_drafts
-        return self._split.compute_max_drafts(_get_rows(requests), shortest_np, limit)
+        return self._row_limits.compute_max_drafts(_get_rows(requests), shortest_np, limit)
 
     def follow(self, batch: Batch) -> None:
         if self._disabled:
@@ -180,7 +180,7 @@ class DeviceDrafting(Drafting):
 
     def _draft(self, batch: DraftBatch, branch: Branch, num_drafts: int) -> None:
         self._recorder.saw(self._signature(batch.inputs.num_rows, batch.context, branch, num_drafts))
-        self._split.table.flush()
+        self._row_limits.table.flush()
         self._draft_rows(batch.inputs, branch, num_drafts)
 
     # --- what runs on the device ---
@@ -189,7 +189,7 @@ class DeviceDrafting(Drafting):
         rows = step.split()
         rows_B = rows.rows_B
         lengths_B = self._requests.lengths(rows_B)
-        limits_B = self._split.compute_max_drafts_on_device(rows_B, lengths_B, rows.max_drafts_B)
+        limits_B = self._row_limits.compute_max_drafts_on_device(rows_B, lengths_B, rows.max_drafts_B)
         max_drafts_B = self._kv_sync.limit_drafts(rows_B, lengths_B, limits_B)
         hidden = self._kv_sync.gather_hidden(rows_B, lengths_B)
         request = self._choice.make_request(
@@ -217,7 +217,7 @@ class DeviceDrafting(Drafting):
 
     def jobs(self) -> Iterator[Job]:
         """Yield the drafter's reads, and drafting rounds by rows, context and branch."""
-        yield Job("states", self._split.table.warm_up)
+        yield Job("states", self._row_limits.table.warm_up)
         yield from self._kv_sync.jobs()
         shapes, branches = self._shapes, sorted(self._choice.list_branches())
         sizes = shapes.decode_sizes() if self._kv_sync.has_kv else [(rows, 0) for rows in shapes.decode_rows]

@@ -27,7 +27,7 @@ if TYPE_CHECKING:
     from vllm_gaudi_spec.drafting.models import LoadedHead
     from vllm_gaudi_spec.drafting.vocabulary import Translation
     from vllm_gaudi_spec.records import DraftRequest, Drafts
-    from vllm_gaudi_spec.scheduling.limits import LengthSplit
+    from vllm_gaudi_spec.scheduling.limits import RowLimits
 
 
 # --- draft models: PARD ---
@@ -52,7 +52,7 @@ class ParallelModelProposer(AutoregressiveProposer):
         assert context.speculation.mask_token is not None
         return cls(context.drafter, make_translation(context), context.speculation.mask_token)
 
-    def make_kv_sync(self, context: DraftingContext, split: LengthSplit) -> ParallelModelKVSync:
+    def make_kv_sync(self, context: DraftingContext, row_limits: RowLimits) -> ParallelModelKVSync:
         self.kv_sync = ParallelModelKVSync.build(self.read, context)
         return self.kv_sync
 

@@ -110,7 +110,7 @@ def explain_no_drafts(
 # --- rows of the runner ---
 
 
-class LengthSplit:
+class RowLimits:
     """The maximum number of drafts of each row, on the host."""
 
     def __init__(self, max_rows: int, speculation: Speculation, max_model_len: int) -> None:

@@ -23,7 +23,7 @@ from vllm_gaudi_spec.drafting.base import DeviceProposer
 from vllm_gaudi_spec.drafting.draft_model import AutoregressiveProposer, DraftModelKVSync
 from vllm_gaudi_spec.drafting.guard import Guard
 from vllm_gaudi_spec.drafting.kv_sync import DrafterKVSync, ReadBlocks
-from vllm_gaudi_spec.drafting.on_device import DeviceDrafting, DeviceLengthSplit
+from vllm_gaudi_spec.drafting.on_device import DeviceDrafting, DeviceRowLimits
 from vllm_gaudi_spec.drafting.vocabulary import SameVocabulary
 from vllm_gaudi_spec.graphs import StepRecorder
 from vllm_gaudi_spec.records import Batch, Hidden, SampledRows
@@ -114,8 +114,8 @@ class Rows:
             drafter_max_len=drafter_max_len,
         )
 
-    def split(self, speculation: Speculation) -> DeviceLengthSplit:
-        return DeviceLengthSplit(self.requests.backend, 4, speculation, self.max_len)
+    def make_limits(self, speculation: Speculation) -> DeviceRowLimits:
+        return DeviceRowLimits(self.requests.backend, 4, speculation, self.max_len)
 
     def drafting_of(
         self,
@@ -123,14 +123,14 @@ class Rows:
         proposer: DeviceProposer,
         kv_sync: DrafterKVSync,
         drafter_max_len: int,
-        split: DeviceLengthSplit | None = None,
+        row_limits: DeviceRowLimits | None = None,
     ) -> DeviceDrafting:
         speculation = self.speculation(method, drafter_max_len)
         context = make_context(speculation, self.requests, self.recorder, self.shapes, self.sampling, self.max_len)
         return DeviceDrafting(
             context,
             proposer=proposer,
-            split=split or self.split(speculation),
+            row_limits=row_limits or self.make_limits(speculation),
             guard=Guard(independent=True),
             kv_sync=kv_sync,
         )

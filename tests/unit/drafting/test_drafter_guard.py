@@ -144,8 +144,8 @@ class Odd(Counts):
 
 
 def after_step(ask: Ask) -> tuple[HostDrafting, Any, list[list[int]]]:
-    requests, split, names = started()
-    drafting = HostDrafting(Odd(ask), RequestHistory(split, requests, K), VOCAB, on_one_rank)
+    requests, row_limits, names = started()
+    drafting = HostDrafting(Odd(ask), RequestHistory(row_limits, requests, K), VOCAB, on_one_rank)
     drafting.apply(requests)
     done, _ = sampled(requests, names, [[12, 13], [26], [33]])
     drafting.propose_on_host(done, K)
@@ -189,9 +189,9 @@ def test_invalid_row_does_not_affect_others() -> None:
 
 
 def test_excluded_row_is_not_requested() -> None:
-    requests, split, names = started()
+    requests, row_limits, names = started()
     proposer = Counts()
-    drafting = HostDrafting(proposer, RequestHistory(split, requests, K), VOCAB, on_one_rank)
+    drafting = HostDrafting(proposer, RequestHistory(row_limits, requests, K), VOCAB, on_one_rank)
     drafting.apply(requests)
     drafting.update_drafter_state([], [requests.by_id["a"]], disabled=False)
     drafting.propose_on_host(sampled(requests, names, [[12, 13], [26], [33]])[0], K)
@@ -213,14 +213,14 @@ def test_extra_tokens_are_ignored() -> None:
 
 
 def test_ranks_with_different_drafts_use_none() -> None:
-    requests, split, names = started()
+    requests, row_limits, names = started()
     asked: list[Any] = []
 
     def differ(drafts: Any) -> bool:
         asked.append(drafts)
         return False
 
-    drafting = HostDrafting(Counts(), RequestHistory(split, requests, K), VOCAB, differ)
+    drafting = HostDrafting(Counts(), RequestHistory(row_limits, requests, K), VOCAB, differ)
     drafting.apply(requests)
     done, _ = sampled(requests, names, [[12, 13], [26], [33]])
     drafting.propose_on_host(done, K)
@@ -231,10 +231,10 @@ def test_ranks_with_different_drafts_use_none() -> None:
 
 
 def test_failed_rank_still_answers_others() -> None:
-    requests, split, names = started()
+    requests, row_limits, names = started()
     asked: list[Any] = []
     drafting = HostDrafting(
-        Odd(raises), RequestHistory(split, requests, K), VOCAB, lambda drafts: bool(asked.append(drafts))
+        Odd(raises), RequestHistory(row_limits, requests, K), VOCAB, lambda drafts: bool(asked.append(drafts))
     )
     drafting.apply(requests)
     drafting.propose_on_host(sampled(requests, names, [[12, 13], [26], [33]])[0], K)

@@ -17,7 +17,7 @@ from vllm_gaudi_spec.drafting.base import DraftingContext
 from vllm_gaudi_spec.drafting.guard import Guard
 from vllm_gaudi_spec.drafting.history import RequestHistory
 from vllm_gaudi_spec.drafting.kv_sync import DrafterKVSync
-from vllm_gaudi_spec.drafting.on_device import DeviceDrafting, DeviceLengthSplit
+from vllm_gaudi_spec.drafting.on_device import DeviceDrafting, DeviceRowLimits
 from vllm_gaudi_spec.drafting.on_host import HostDrafting
 from vllm_gaudi_spec.graphs import StepRecorder
 from vllm_gaudi_spec.records import Context, DraftRequest, Drafts, SampledRows, StepResult, Verification
@@ -91,13 +91,13 @@ def make_context(
 
 
 def on_device(
-    proposer: CountsOnDevice, split: DeviceLengthSplit, requests: Requests
+    proposer: CountsOnDevice, row_limits: DeviceRowLimits, requests: Requests
 ) -> tuple[DeviceDrafting, StepRecorder]:
     recorder = StepRecorder()
     step_shapes = shapes(max_num_seqs=4, max_tokens=64, max_len=64, drafts=K)
     context = make_context(speculation(), requests, recorder, step_shapes, sampling(requests), max_model_len=64)
     guard = Guard(independent=True)
-    drafting = DeviceDrafting(context, proposer=proposer, split=split, guard=guard, kv_sync=DrafterKVSync())
+    drafting = DeviceDrafting(context, proposer=proposer, row_limits=row_limits, guard=guard, kv_sync=DrafterKVSync())
     recorder.expect(listed(drafting.jobs()))
     return drafting, recorder
 
@@ -106,7 +106,7 @@ def sampling(requests: Requests) -> Sampling:
     return Sampling(requests.backend, max_rows=4, vocab_size=VOCAB, max_logprobs=5, logprobs_mode="raw_logprobs")
 
 
-def started(drafter_max_len: int | None = None) -> tuple[Requests, DeviceLengthSplit, list[str]]:
+def started(drafter_max_len: int | None = None) -> tuple[Requests, DeviceRowLimits, list[str]]:
     """Return three rows with contexts of 2, 6 and 3 tokens; speculation is off for the third."""
     requests = Requests(HostBackend(), max_rows=4, max_len=64, block_sizes=[16], max_context=64, seed=0)  # type: ignore[arg-type]
     off = SamplingParams(max_tokens=50, extra_args={"num_speculative_tokens": 0})
@@ -117,8 +117,8 @@ def started(drafter_max_len: int | None = None) -> tuple[Requests, DeviceLengthS
         new_request("c", [30, 31, 32], [3], params=off),
     ]
     requests.apply(step({"a": 2, "b": 6, "c": 3}, new=new))
-    split = DeviceLengthSplit(requests.backend, 4, speculation(drafter_max_len), 64)
-    return requests, split, ["a", "b", "c"]
+    row_limits = DeviceRowLimits(requests.backend, 4, speculation(drafter_max_len), 64)
+    return requests, row_limits, ["a", "b", "c"]
 
 
 def sampled(requests: Requests, names: list[str], tokens: list[list[int]]) -> tuple[StepResult, torch.Tensor]:
@@ -141,9 +141,9 @@ def waiting(requests: Requests, name: str, length: int) -> list[int]:
 
 def after_a_step(drafter_max_len: int) -> tuple[Requests, Counts, HostDrafting, StepResult]:
     """Return a host drafter that ran after a step of all three rows."""
-    requests, split, names = started(drafter_max_len)
+    requests, row_limits, names = started(drafter_max_len)
     proposer = Counts()
-    drafting = HostDrafting(proposer, RequestHistory(split, requests, K), VOCAB, on_one_rank)
+    drafting = HostDrafting(proposer, RequestHistory(row_limits, requests, K), VOCAB, on_one_rank)
     drafting.apply(requests)
     step_, _ = sampled(requests, names, [[12, 13], [26], [33]])
     drafting.propose_on_host(step_, K)
@@ -171,14 +171,14 @@ def test_host_drafter_is_not_called_without_rows() -> None:
 
 def test_no_drafts_after_stop_token() -> None:
     """The scheduler ends the request there, whatever was accepted after it."""
-    requests, split, names = started()
+    requests, row_limits, names = started()
     requests.by_id["a"].params = SamplingParams(max_tokens=50, stop_token_ids=[12])
     # As set by vLLM's front end: min_tokens also masks an ignored end token.
     ignores = requests.by_id["b"].params = SamplingParams(max_tokens=50, ignore_eos=True)
     ignores.update_from_generation_config({}, eos_token_id=26)
     assert 26 in ignores.all_stop_token_ids
     proposer = Counts()
-    drafting = HostDrafting(proposer, RequestHistory(split, requests, K), VOCAB, on_one_rank)
+    drafting = HostDrafting(proposer, RequestHistory(row_limits, requests, K), VOCAB, on_one_rank)
     drafting.apply(requests)
     step_, _ = sampled(requests, names, [[12, 13], [26], [33]])
     drafting.propose_on_host(step_, K)
@@ -186,18 +186,18 @@ def test_no_drafts_after_stop_token() -> None:
 
 
 def test_host_drafter_forgets_ended_requests() -> None:
-    requests, split, _ = started()
+    requests, row_limits, _ = started()
     proposer = Counts()
-    drafting = HostDrafting(proposer, RequestHistory(split, requests, K), VOCAB, on_one_rank)
+    drafting = HostDrafting(proposer, RequestHistory(row_limits, requests, K), VOCAB, on_one_rank)
     requests.apply(step({}, finished={"b"}))
     drafting.apply(requests)
     assert proposer.forgotten == ["b"]
 
 
 def test_device_drafter_proposes_after_verification() -> None:
-    requests, split, names = started(drafter_max_len=8)
+    requests, row_limits, names = started(drafter_max_len=8)
     proposer = CountsOnDevice()
-    drafting, recorder = on_device(proposer, split, requests)
+    drafting, recorder = on_device(proposer, row_limits, requests)
     drafting.apply(requests)
     step_, _ = sampled(requests, names, [[12, 13], [26], [33]])
     batch = SampledRows(requests=step_.requests, ends=[16] * 3, num_queries=2, decode=None, rows_alone=None)
@@ -214,8 +214,8 @@ def test_device_drafter_proposes_after_verification() -> None:
 
 def test_drafts_beyond_device_limit_are_not_verified() -> None:
     """With async scheduling the host schedules slots, but has no drafts beyond a row's limit."""
-    requests, split, _ = started(drafter_max_len=8)
-    drafting, _ = on_device(CountsOnDevice(), split, requests)
+    requests, row_limits, _ = started(drafter_max_len=8)
+    drafting, _ = on_device(CountsOnDevice(), row_limits, requests)
     drafting.apply(requests)
     row = requests.by_id["a"]
     max_drafts = {}
@@ -230,9 +230,9 @@ def test_drafts_beyond_device_limit_are_not_verified() -> None:
 
 def test_device_drafter_is_not_called_without_rows() -> None:
     """The host knows that from request options, the drafter's length, or both."""
-    requests, split, _ = started(drafter_max_len=3)
+    requests, row_limits, _ = started(drafter_max_len=3)
     proposer = CountsOnDevice()
-    drafting, _ = on_device(proposer, split, requests)
+    drafting, _ = on_device(proposer, row_limits, requests)
     drafting.apply(requests)
     requests.by_id["b"].num_computed = 6
     for names in (["c"], ["b"], ["b", "c"]):

@@ -80,12 +80,12 @@ class HeadRows(Rows):
             device=torch.device("cpu"),
         )
         self.fresh: set[str] = set()
-        split = self.split(self.speculation("eagle", drafter_max_len))
-        kv_sync = HeadKVSync(**self.list_sync_parts(split, drafter_max_len))
+        row_limits = self.make_limits(self.speculation("eagle", drafter_max_len))
+        kv_sync = HeadKVSync(**self.list_sync_parts(row_limits, drafter_max_len))
         proposer = HeadProposer(self.head, SameVocabulary(VOCAB, VOCAB))
-        return self.drafting_of("eagle", proposer, kv_sync, drafter_max_len, split)
+        return self.drafting_of("eagle", proposer, kv_sync, drafter_max_len, row_limits)
 
-    def list_sync_parts(self, split: Any, drafter_max_len: int) -> dict[str, Any]:
+    def list_sync_parts(self, row_limits: Any, drafter_max_len: int) -> dict[str, Any]:
         """Return the arguments of a `HeadKVSync`."""
         return dict(
             head=self.head,
@@ -93,7 +93,7 @@ class HeadRows(Rows):
             requests=self.requests,
             recorder=self.recorder,
             shapes=self.shapes,
-            split=split,
+            row_limits=row_limits,
             blocks=ReadBlocks(self.requests, 1 + 3 * MOST_BLOCKS, [0], keeps_up=True),
             head_size=1,
             max_len=drafter_max_len,

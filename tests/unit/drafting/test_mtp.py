@@ -49,10 +49,10 @@ class ChainedRows(HeadRows):
         self.head = self.layers[0]
         self.hidden_states = make_hidden_states(self.num_drafts)
         self.fresh: set[str] = set()
-        split = self.split(self.speculation("mtp", drafter_max_len))
-        kv_sync = ChainedKVSync(self.layers, **self.list_sync_parts(split, drafter_max_len))
+        row_limits = self.make_limits(self.speculation("mtp", drafter_max_len))
+        kv_sync = ChainedKVSync(self.layers, **self.list_sync_parts(row_limits, drafter_max_len))
         proposer = ChainedProposer(self.layers, SameVocabulary(VOCAB, VOCAB))
-        return self.drafting_of("mtp", proposer, kv_sync, drafter_max_len, split)
+        return self.drafting_of("mtp", proposer, kv_sync, drafter_max_len, row_limits)
 
     def expected(self, name: str) -> list[int]:
         """Return the drafts of layers that read each position once, when the token that they read there is known."""

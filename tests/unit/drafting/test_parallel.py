@@ -106,7 +106,7 @@ class ParallelHeadRows(HeadRows):
         kv_sync._head = self.head
         mask_state = torch.tensor([MASK_STATE])
         proposer = ParallelHeadProposer(self.head, SameVocabulary(VOCAB, VOCAB), MASK, mask_state)
-        return self.drafting_of("eagle3", proposer, kv_sync, drafter_max_len, autoregressive._split)
+        return self.drafting_of("eagle3", proposer, kv_sync, drafter_max_len, autoregressive._row_limits)
 
 
 KINDS = [ParallelRows, ParallelHeadRows]

@@ -10,7 +10,7 @@ from vllm import SamplingParams
 
 from vllm_gaudi_spec.config import Speculation
 from vllm_gaudi_spec.records import NoDraftReason
-from vllm_gaudi_spec.scheduling.limits import DraftLimits, LengthSplit, Reason, explain_no_drafts
+from vllm_gaudi_spec.scheduling.limits import DraftLimits, Reason, RowLimits, explain_no_drafts
 
 K, NUM_PROMPT, MAX_MODEL_LEN = 4, 10, 40
 LIMITS = DraftLimits(max_context=32, end=20, max_drafts=K)
@@ -27,12 +27,14 @@ def test_reason_exists_exactly_if_row_has_no_drafts(
     )
     extra = None if asked is None else {"num_speculative_tokens": asked}
     params = SamplingParams(max_tokens=max_tokens, extra_args=extra)
-    split = LengthSplit(1, speculation, MAX_MODEL_LEN)
-    split.admit(0, params, NUM_PROMPT)
+    row_limits = RowLimits(1, speculation, MAX_MODEL_LEN)
+    row_limits.admit(0, params, NUM_PROMPT)
     max_context = speculation.longest(MAX_MODEL_LEN)
     limits = DraftLimits.from_params(params, NUM_PROMPT, num_drafts=K, max_context=max_context)
     lengths = range(NUM_PROMPT, MAX_MODEL_LEN + 1)
-    counts = split.compute_max_drafts(np.zeros(len(lengths), np.int64), np.array(lengths, dtype=np.int32), K).tolist()
+    counts = row_limits.compute_max_drafts(
+        np.zeros(len(lengths), np.int64), np.array(lengths, dtype=np.int32), K
+    ).tolist()
     assert [explain_no_drafts(limits, length) is None for length in lengths] == [count > 0 for count in counts]
 
 

@@ -30,7 +30,7 @@ from vllm_gaudi_spec.drafting.universal.timeline import Timeline
 from vllm_gaudi_spec.graphs import DRAFTERS_READS, DRAFTS, Job
 from vllm_gaudi_spec.records import FAULTY, Drafts, Hidden
 from vllm_gaudi_spec.sampling.params import Branch
-from vllm_gaudi_spec.scheduling.limits import LengthSplit
+from vllm_gaudi_spec.scheduling.limits import RowLimits
 from vllm_gaudi_spec.step_inputs import StepInputs
 
 if TYPE_CHECKING:
@@ -104,13 +104,13 @@ class TextDrafting(Drafting):
             rewriter: Rewrites drafts, then in the drafter's own tokens, in the target's.
         """
         speculation, requests = context.speculation, context.requests
-        split = LengthSplit(context.max_rows, speculation, context.max_model_len)
+        row_limits = RowLimits(context.max_rows, speculation, context.max_model_len)
         self._guard = guard
         self._proposer = proposer
         self._reader = reader
         self._rewriter = rewriter
         self._kv_region = kv_region
-        self._history = RequestHistory(split, requests, speculation.num_drafts)
+        self._history = RequestHistory(row_limits, requests, speculation.num_drafts)
         self._requests = requests
         self._recorder = context.recorder
         self._shapes = context.shapes
