@@ -27,6 +27,7 @@ from vllm_gaudi_spec.devices.common import host_memory
 from vllm_gaudi_spec.drafting.memory import NO_ROOM_FOR_KV, KVBlock, compute_drafting_bytes
 from vllm_gaudi_spec.drafting.universal.pairs import ENOUGH, Pair, require_same_vocabulary
 from vllm_gaudi_spec.environment import cache_folder
+from vllm_gaudi_spec.methods import METHODS
 from vllm_gaudi_spec.quantization.config import get_cpu_weights
 from vllm_gaudi_spec.quantization.fingerprint import find_model_folder
 from vllm_gaudi_spec.recurrent.table import (
@@ -147,9 +148,7 @@ def _check_memory(vllm_config: VllmConfig, speculation: Speculation | None) -> F
         return note("memory", f"the weights of {' and '.join(missing)} are not here, so their size is unknown")
     weights = sum(sizes.values())
     others = estimate_drafting(vllm_config, speculation, drafter) | estimate_states(vllm_config, speculation)
-    per_token = count_kv_bytes(model, vllm_config)
-    if drafter is not None and speculation is not None and not speculation.retokenizes:
-        per_token += count_kv_bytes(drafter, vllm_config)
+    per_token = count_token_bytes(vllm_config, speculation)
     text = ", ".join(f"{size / _GIB:.2f} GiB for {name}" for name, size in ({"weights": weights} | others).items())
     tables = Sampling.count_bytes(vllm_config.scheduler_config.max_num_seqs, model.get_vocab_size())
     cache = _find_room_for_kv(vllm_config, weights, sum(others.values()) + tables)
@@ -217,6 +216,16 @@ def estimate_states(vllm_config: VllmConfig, speculation: Speculation | None) ->
     sizes = {describe_states(rows): rows + 1, describe_snapshots(slots): slots}
     found = {name: state_bytes(vllm_config, count, pending) for name, count in sizes.items()}
     return {name: num_bytes for name, num_bytes in found.items() if num_bytes}
+
+
+def count_token_bytes(vllm_config: VllmConfig, speculation: Speculation | None) -> int:
+    """Return the bytes of KV of one token of the KV cache on one rank, including the drafter's, if it has its own."""
+    num_bytes, spec_config = count_kv_bytes(vllm_config.model_config, vllm_config), vllm_config.speculative_config
+    if spec_config is None or speculation is None or speculation.retokenizes:
+        return num_bytes
+    if not METHODS[speculation.method].has_kv or spec_config.use_gemma4_mtp():  # assistants read the target's KV
+        return num_bytes
+    return num_bytes + count_kv_bytes(spec_config.draft_model_config, vllm_config)
 
 
 def count_kv_bytes(model: ModelConfig, vllm_config: VllmConfig) -> int:
