@@ -431,6 +431,10 @@ class LoadedModel:
         """Restrict measurements to the real tokens of a forward that runs in this context."""
         return nullcontext() if self.measuring is None else self.measuring.counting(inputs.mark_real())
 
+    def counting_rows(self, is_real_B: torch.Tensor) -> AbstractContextManager[None]:
+        """Restrict measurements to these rows, for layers that drafters run beside forwards."""
+        return nullcontext() if self.measuring is None else self.measuring.counting(is_real_B)
+
     def gather_adapters(self, rows_B: torch.Tensor, num_queries: int = 1) -> torch.Tensor | None:
         """Return int32: the slot of each row's LoRA adapter, repeated `num_queries` times, or None without adapters."""
         return None if self.adapters is None else self.adapters.gather_slots(rows_B, num_queries)

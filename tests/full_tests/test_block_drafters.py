@@ -10,11 +10,13 @@ import pytest
 import torch
 from vllm import SamplingParams
 
+from tests.full_tests import quantized
 from tests.full_tests.block_drafters import KINDS, BlockReference, make_drafter
 from tests.full_tests.engines import counter, engine, first_tokens, generate, preemptions
 from tests.full_tests.heads import MAX_LEN, greedy, target, texts
 from tests.full_tests.speculation import accounts, speculating
 from vllm_gaudi_spec.drafting import block
+from vllm_gaudi_spec.quantization import files
 from vllm_gaudi_spec.worker import Worker
 
 K, NUM_TOKENS = 4, 12
@@ -62,8 +64,8 @@ class Recorder:
                 self.rounds.append((int(request.lengths_B[0]), drafts.tokens_BK[0].tolist(), self._logits))
             return drafts
 
-        def record_scores(proposer: Any, newest_B: torch.Tensor, hidden_BKH: torch.Tensor) -> Any:
-            scores = make_scores(proposer, newest_B, hidden_BKH)
+        def record_scores(*args: Any) -> Any:
+            scores = make_scores(*args)
             compute = scores.compute
 
             def record(step: int, previous_B: torch.Tensor) -> torch.Tensor:
@@ -203,3 +205,18 @@ def test_rows_beyond_the_drafter_decode_without_drafts(tmp_path: Path) -> None:
     assert 128 - 2 * K < length <= 128
     assert set(short.drafted) == {K}  # a block that does not fit is not drafted in part
     assert not long.drafted
+
+
+@pytest.mark.parametrize("name", ["dflash2", "dspark"])
+def test_layers_beside_the_forward_are_calibrated(
+    name: str, drafter: Callable[[str], str], plain: list[list[int]], tmp_path: Path
+) -> None:
+    """DFlash2's selector and DSpark's bias choose draft tokens between the drafter's forward and the next."""
+    config = dict(method=KINDS[name].method, model=drafter(name), num_speculative_tokens=K)
+    found = quantized.calibrate(tmp_path, TARGET, config, max_model_len=MAX_LEN)
+    (record,) = files.read_world(found.prefix("draft"))
+    assert set(record.nodes) == set(record.looked_at)
+    in_fp8 = quantized.drafter(found.serving("draft", "maxabs_pow2"))
+    with engine(TARGET, speculative_config=config, max_model_len=MAX_LEN, **in_fp8) as llm:
+        assert first_tokens(generate(llm, PROMPTS, greedy(NUM_TOKENS))) == plain
+        assert counter(llm, "vllm:spec_decode_num_draft_tokens") > 0

@@ -110,13 +110,16 @@ class IndependentScores:
 class MarkovScores(IndependentScores):
     """DSpark adds a low-rank bias that depends on the previous token."""
 
-    def __init__(self, model: BlockModel, translation: Translation, hidden_BKH: torch.Tensor) -> None:
+    def __init__(
+        self, model: BlockModel, translation: Translation, hidden_BKH: torch.Tensor, is_drafting_B: torch.Tensor
+    ) -> None:
         super().__init__(model, translation, hidden_BKH)
         self._model = model
+        self._is_drafting_B = is_drafting_B
 
     def compute(self, step: int, previous_B: torch.Tensor) -> torch.Tensor:
         model = self._model.model
-        with upstream.tensor_parallel_group(self._model.group):
+        with upstream.tensor_parallel_group(self._model.group), self._model.counting_rows(self._is_drafting_B):
             bias_BU = model.markov_bias(model.markov_embed(previous_B))
         return self._translation.to_target(self._logits_BKU.select(1, step) + bias_BU)
 
@@ -124,14 +127,22 @@ class MarkovScores(IndependentScores):
 class CandidateScores:
     """DFlash2: a selector scores pairs of neighbors among the likeliest tokens of each place, C candidates."""
 
-    def __init__(self, model: BlockModel, vocab_size: int, hidden_BKH: torch.Tensor, newest_B: torch.Tensor) -> None:
+    def __init__(
+        self,
+        model: BlockModel,
+        vocab_size: int,
+        hidden_BKH: torch.Tensor,
+        newest_B: torch.Tensor,
+        is_drafting_B: torch.Tensor,
+    ) -> None:
         self._vocab_size = vocab_size
         logits_NC, ids_NC = model.compute_candidates(hidden_BKH.flatten(0, 1))
         places = hidden_BKH.shape[:2]
         self._ids_BKC = ids_NC.view(*places, -1).long()
-        self._scores_BKCC = model.model.model.candidate_selector(
-            self._ids_BKC, logits_NC.view(*places, -1), hidden_BKH, newest_B.long()
-        )
+        with model.counting_rows(is_drafting_B):
+            self._scores_BKCC = model.model.model.candidate_selector(
+                self._ids_BKC, logits_NC.view(*places, -1), hidden_BKH, newest_B.long()
+            )
 
     def compute(self, step: int, previous_B: torch.Tensor) -> torch.Tensor:
         scores_BCC = self._scores_BKCC.select(1, step)
@@ -169,7 +180,7 @@ class BlockProposer(HeadProposer):
 
     def propose(self, request: DraftRequest) -> Drafts:
         newest_B, hidden_BKH = self._fill_block(request)
-        scores = self._make_scores(newest_B, hidden_BKH)
+        scores = self._make_scores(newest_B, hidden_BKH, request.max_drafts_B > 0)
         drafted: list[Drafted] = []
         previous_B = newest_B
         for step in range(request.num_drafts):
@@ -196,11 +207,12 @@ class BlockProposer(HeadProposer):
         hidden_BQH = hidden_TH.view(len(starts_B), num_queries, -1)
         return newest_B1.squeeze(1), hidden_BQH.narrow(1, first, request.num_drafts)
 
-    def _make_scores(self, newest_B: torch.Tensor, hidden_BKH: torch.Tensor) -> Scores:
+    def _make_scores(self, newest_B: torch.Tensor, hidden_BKH: torch.Tensor, is_drafting_B: torch.Tensor) -> Scores:
         if isinstance(self._model.model, DFlash2Qwen3ForCausalLM):
-            return CandidateScores(self._model, self._vocab_size, hidden_BKH, newest_B)
-        kind = MarkovScores if isinstance(self._model.model, Qwen3DSparkForCausalLM) else IndependentScores
-        return kind(self._model, self._translation, hidden_BKH)
+            return CandidateScores(self._model, self._vocab_size, hidden_BKH, newest_B, is_drafting_B)
+        if isinstance(self._model.model, Qwen3DSparkForCausalLM):
+            return MarkovScores(self._model, self._translation, hidden_BKH, is_drafting_B)
+        return IndependentScores(self._model, self._translation, hidden_BKH)
 
 
 # --- drafter KV sync ---

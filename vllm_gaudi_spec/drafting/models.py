@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
-from contextlib import nullcontext
 from functools import partial
 from importlib import import_module
 from typing import TYPE_CHECKING, Any
@@ -150,8 +149,7 @@ class LoadedHead(LoadedModel):
                 f"{type(self.model).__name__} does not draft in parallel; leave parallel_drafting out of "
                 "--speculative-config."
             )
-        is_real = torch.ones(1, dtype=torch.bool, device=learned.device)
-        with nullcontext() if self.measuring is None else self.measuring.counting(is_real):
+        with self.counting_rows(torch.ones(1, dtype=torch.bool, device=learned.device)):
             state: torch.Tensor = self.model.combine_hidden_states(learned)
         return state.view(-1)
 
@@ -172,7 +170,7 @@ class LoadedMedusa(LoadedModel):
 
     def compute_head_logits(self, hidden: torch.Tensor, max_drafts_B: torch.Tensor) -> Iterator[torch.Tensor]:
         """Yield the logits of each head, [rows, U]."""
-        with nullcontext() if self.measuring is None else self.measuring.counting(max_drafts_B > 0):
+        with self.counting_rows(max_drafts_B > 0):
             for states, lm_head in zip(self.model(hidden), self.model.lm_heads, strict=True):
                 with upstream.tensor_parallel_group(self.group):
                     logits = self.model.logits_processor(lm_head, states)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from contextlib import nullcontext
 from itertools import pairwise
 from types import SimpleNamespace
 from typing import Any
@@ -36,7 +37,9 @@ class HandMade(BlockProposer):
     """A block drafter whose hidden states, given by context and place, are its logits before any pair is scored."""
 
     def __init__(self, kind: str) -> None:
-        model: Any = SimpleNamespace(group=None, logits=lambda hidden: hidden)
+        model: Any = SimpleNamespace(
+            group=None, logits=lambda hidden: hidden, counting_rows=lambda is_real_B: nullcontext()
+        )
         super().__init__(model, SameVocabulary(VOCAB, VOCAB), VOCAB, mask_token=0)
         generator = torch.Generator().manual_seed(3)
         self._kind = kind
@@ -58,17 +61,17 @@ class HandMade(BlockProposer):
     def _fill_block(self, request: Any) -> tuple[torch.Tensor, torch.Tensor]:
         return self._newest_N, self._logits_CKV[self._newest_N.long()]
 
-    def _make_scores(self, newest_B: torch.Tensor, hidden_BKH: torch.Tensor) -> Scores:
+    def _make_scores(self, newest_B: torch.Tensor, hidden_BKH: torch.Tensor, is_drafting_B: torch.Tensor) -> Scores:
         model: Any = self._model
         if self._kind == "candidates":
             model.compute_candidates = lambda hidden: hidden.topk(CANDIDATES)
             model.model = SimpleNamespace(model=SimpleNamespace(candidate_selector=self._select))
-            return CandidateScores(model, VOCAB, hidden_BKH, newest_B)
+            return CandidateScores(model, VOCAB, hidden_BKH, newest_B, is_drafting_B)
         if self._kind == "markov":
             model.model = SimpleNamespace(
                 markov_embed=lambda tokens: tokens.long(), markov_bias=lambda rows: self._pairs_VV[rows]
             )
-            return MarkovScores(model, self._translation, hidden_BKH)
+            return MarkovScores(model, self._translation, hidden_BKH, is_drafting_B)
         return IndependentScores(model, self._translation, hidden_BKH)
 
     def _select(
