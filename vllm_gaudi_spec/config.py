@@ -11,7 +11,7 @@ from difflib import get_close_matches
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from vllm_gaudi_spec.methods import METHODS, RULES, has_model
+from vllm_gaudi_spec.methods import DFLASH, DSPARK, METHODS, RULES, has_model
 
 if TYPE_CHECKING:
     from vllm.config import ModelConfig, SpeculativeConfig, VllmConfig
@@ -311,6 +311,8 @@ class Speculation:
     mask_token: int | None = None
     """For parallel drafting: the id that stands for unknown tokens in the drafter's input. None if its checkpoint names
     none."""
+    block_size: int = 0
+    """For block drafters: the number of tokens in a round; else 0."""
 
     def __post_init__(self) -> None:
         if self.rule not in RULES:  # one of vLLM's rules that we do not have
@@ -360,6 +362,14 @@ class Speculation:
             return longest
         return min(longest, self.drafter_max_len)
 
+    def get_drafting_end(self, max_model_len: int) -> int:
+        """Return the context length from which on a row has no drafts."""
+        longest = self.longest(max_model_len)
+        if not self.block_size:
+            return longest
+        # A block begins with the newest token, and the drafter needs positions for all of it.
+        return min(longest, min(self.drafter_max_len or max_model_len, max_model_len) + 2 - self.block_size)
+
     @property
     def keeps_probs(self) -> bool:
         """Whether the rule reads the distributions that drafts were sampled from."""
@@ -393,6 +403,7 @@ class Speculation:
             is_adaptive=spec_config.enable_adaptive_verification,
             synthetic_rates=tuple(spec_config.synthetic_acceptance_rates or ()),
             mask_token=find_mask_token(spec_config),
+            block_size=_count_block_tokens(spec_config),
         )
 
 
@@ -416,6 +427,19 @@ def find_mask_token(spec_config: SpeculativeConfig) -> int | None:
     config = spec_config.draft_model_config.hf_config
     found = vars(config) | (getattr(config, "dflash_config", None) or {})
     return next((int(found[name]) for name in _MASK_TOKEN_NAMES if found.get(name) is not None), None)
+
+
+def _count_block_tokens(spec_config: SpeculativeConfig) -> int:
+    """Return the number of tokens in a block, 0 for other drafters.
+
+    The newest token predicts nothing, except in DSpark, where it predicts the first draft token unless the checkpoint
+    says otherwise.
+    """
+    if spec_config.method not in (DFLASH, DSPARK):
+        return 0
+    config = spec_config.draft_model_config.hf_config
+    samples_from_newest = spec_config.method == DSPARK and getattr(config, "sample_from_anchor", True)
+    return int(spec_config.num_speculative_tokens) + (0 if samples_from_newest else 1)
 
 
 def _choose_drafter_kv_len(vllm_config: VllmConfig, options: Options) -> int:

@@ -74,7 +74,7 @@ _BLOCK = replace(
     reads_layers=True,
     about="a block of tokens is drafted in one pass",
 )
-DRAFT_MODEL, EAGLE3, MEDUSA = "draft_model", "eagle3", "medusa"
+DFLASH, DRAFT_MODEL, DSPARK, EAGLE3, MEDUSA = "dflash", "draft_model", "dspark", "eagle3", "medusa"
 METHODS = {
     "ngram": _NGRAM,
     "ngram_gpu": replace(_NGRAM, proposer="ngram.DeviceNgramProposer", on_device=True),
@@ -122,8 +122,8 @@ METHODS = {
         about="a layer of the model itself drafts",
         in_target=True,
     ),
-    "dflash": _BLOCK,
-    "dspark": replace(_BLOCK, about="a block is drafted in one pass, each token also from the one before"),
+    DFLASH: _BLOCK,
+    DSPARK: replace(_BLOCK, about="a block is drafted in one pass, each token also from the one before"),
     MEDUSA: Method(
         proposer="medusa.MedusaProposer",
         about="several heads draft at once",

@@ -61,6 +61,12 @@ def check_reports(reports: list[dict[str, Any]]) -> None:
         assert compiled == 0, f"rank {rank}: the device compiled {compiled} programs after warm-up"
 
 
+def by_label(llm: LLM, name: str, label: str) -> dict[str, int]:
+    found = {metric.labels[label]: int(metric.value) for metric in llm.get_metrics() if metric.name == name}
+    assert found, f"no metric named {name}"
+    return found
+
+
 def counter(llm: LLM, name: str) -> int:
     """A counter of vLLM's metrics, summed over its labels."""
     values = [metric.value for metric in llm.get_metrics() if metric.name == name]

@@ -12,10 +12,11 @@ from vllm import SamplingParams
 
 from tests.full_tests import quantized
 from tests.full_tests.block_drafters import KINDS, BlockReference, make_drafter
-from tests.full_tests.engines import counter, engine, first_tokens, generate, preemptions
+from tests.full_tests.engines import by_label, counter, engine, first_tokens, generate, preemptions
 from tests.full_tests.heads import MAX_LEN, greedy, target, texts
 from tests.full_tests.speculation import accounts, speculating
 from vllm_gaudi_spec.drafting import block
+from vllm_gaudi_spec.metrics import ROWS_WITHOUT_DRAFTS
 from vllm_gaudi_spec.quantization import files
 from vllm_gaudi_spec.worker import Worker
 
@@ -198,6 +199,8 @@ def test_rows_beyond_the_drafter_decode_without_drafts(tmp_path: Path) -> None:
         expected = first_tokens(generate(llm, prompts, greedy(130)))
     with speculating(TARGET, config, max_model_len=MAX_LEN) as llm:
         outputs = generate(llm, prompts, greedy(130))
+        reasons = by_label(llm, ROWS_WITHOUT_DRAFTS, "reason")
+        assert {reason for reason, count in reasons.items() if count} - {"ending"} == {"length"}
     assert first_tokens(outputs) == expected
     short, long = accounts(outputs)
     # The first token comes without drafts, and a step yields one token more than it accepts.

@@ -4,7 +4,7 @@ from the device once at most."""
 import pytest
 from vllm import LLM
 
-from tests.full_tests.engines import SMALL_KV, counter, generate, preemptions
+from tests.full_tests.engines import SMALL_KV, by_label, counter, generate, preemptions
 from tests.full_tests.speculation import METHODS, accounts, speculating
 from tests.full_tests.workload import mixed_requests
 from vllm_gaudi_spec.metrics import ROWS, ROWS_WITHOUT_DRAFTS
@@ -14,12 +14,6 @@ PREFIX = "vllm:spec_decode_"
 
 EXPECTED = ("nothing", "ending", "unverified")
 """Reasons for no drafts in such a workload."""
-
-
-def by_label(llm: LLM, name: str, label: str) -> dict[str, int]:
-    found = {metric.labels[label]: int(metric.value) for metric in llm.get_metrics() if metric.name == name}
-    assert found, f"no metric named {name}"
-    return found
 
 
 def per_position(llm: LLM) -> list[int]:

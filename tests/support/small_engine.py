@@ -115,8 +115,6 @@ class Reads:
 class FillsBlocks(Reads):
     """A block drafter that agrees with the greedy target. Its KV slots are filled from the target's hidden states."""
 
-    num_anchors = 1
-
     def write_context(self, inputs: Inputs, states_TH: torch.Tensor) -> None:
         self._kv.view(-1).index_copy_(0, inputs.slots[self._group], states_TH[:, 1].long())
 

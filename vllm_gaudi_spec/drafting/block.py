@@ -40,10 +40,6 @@ class BlockModel(LoadedHead):
     def __init__(self, *args: Any, **named: Any) -> None:
         with allow_mixed_windows():
             super().__init__(*args, **named)
-        config = self.model.config
-        is_markov = isinstance(self.model, Qwen3DSparkForCausalLM)
-        self.num_anchors = 0 if is_markov and getattr(config, "sample_from_anchor", True) else 1
-        """Leading tokens of a block that predict nothing: the newest one, unless it predicts the first draft token."""
         # vLLM's copies of the layers' weights, for kernels that only CUDA and CPU have
         inner = self.model.model
         inner._fused_kv_weight = inner._fused_kv_bias = inner._k_norm_weights = None
@@ -160,23 +156,26 @@ class CandidateScores:
 class BlockProposer(HeadProposer):
     drafts_one_by_one = False
 
-    def __init__(self, model: BlockModel, translation: Translation, vocab_size: int, mask_token: int) -> None:
+    def __init__(
+        self, model: BlockModel, translation: Translation, vocab_size: int, mask_token: int, block_size: int
+    ) -> None:
         super().__init__(model, translation)
         self._model: BlockModel = model
         self._mask_token = mask_token
+        self._block_size = block_size
         self._vocab_size = vocab_size
 
     @classmethod
     def build(cls, context: DraftingContext) -> BlockProposer:
-        model = cast(BlockModel, context.drafter)
-        assert context.speculation.mask_token is not None
+        model, speculation = cast(BlockModel, context.drafter), context.speculation
+        assert speculation.mask_token is not None
         translation = make_head_translation(model, context.vocab_size)
-        return cls(model, translation, context.vocab_size, context.speculation.mask_token)
+        return cls(model, translation, context.vocab_size, speculation.mask_token, speculation.block_size)
 
     def make_kv_sync(self, context: DraftingContext, row_limits: RowLimits) -> BlockKVSync:
-        block_size = self._model.num_anchors + context.speculation.num_drafts
+        end = context.speculation.get_drafting_end(context.max_model_len)
         # What a head carries from its last token to a round has no counterpart here.
-        return BlockKVSync(self._model, block_size, **self.list_sync_parts(context, row_limits) | dict(head_size=0))
+        return BlockKVSync(self._model, end, **self.list_sync_parts(context, row_limits) | dict(head_size=0))
 
     def propose(self, request: DraftRequest) -> Drafts:
         newest_B, hidden_BKH = self._fill_block(request)
@@ -190,8 +189,7 @@ class BlockProposer(HeadProposer):
 
     def _fill_block(self, request: DraftRequest) -> tuple[torch.Tensor, torch.Tensor]:
         """Return each row's newest token, int32 [B], and the hidden states of its draft tokens, [B, K, H]."""
-        first = self._model.num_anchors
-        num_queries = first + request.num_drafts
+        num_queries = self._block_size
         newest_B1, starts_B, is_drafting_B = request.row_operations.take_newest(
             request.history_RM, request.rows_B, request.lengths_B, request.max_drafts_B, 1
         )
@@ -205,7 +203,8 @@ class BlockProposer(HeadProposer):
         )
         hidden_TH = self._model.forward(inputs).last
         hidden_BQH = hidden_TH.view(len(starts_B), num_queries, -1)
-        return newest_B1.squeeze(1), hidden_BQH.narrow(1, first, request.num_drafts)
+        # The newest token may predict nothing.
+        return newest_B1.squeeze(1), hidden_BQH.narrow(1, num_queries - request.num_drafts, request.num_drafts)
 
     def _make_scores(self, newest_B: torch.Tensor, hidden_BKH: torch.Tensor, is_drafting_B: torch.Tensor) -> Scores:
         if isinstance(self._model.model, DFlash2Qwen3ForCausalLM):
@@ -221,17 +220,17 @@ class BlockProposer(HeadProposer):
 class BlockKVSync(HeadKVSync):
     """Writes the drafter's KV from the target's hidden states, each at its own position."""
 
-    def __init__(self, model: BlockModel, block_size: int, **parts: Any) -> None:
+    def __init__(self, model: BlockModel, end: int, **parts: Any) -> None:
+        """`end` is the length of a row from which on its block would reach beyond the drafter's last position."""
         super().__init__(**parts)
         self._model = model
-        self._block_size = block_size
+        self._end = end
 
     def gather_hidden(self, rows_B: torch.Tensor, lengths_B: torch.Tensor) -> None:
         return None
 
     def limit_drafts(self, rows_B: torch.Tensor, lengths_B: torch.Tensor, max_drafts_B: torch.Tensor) -> torch.Tensor:
-        """Return `max_drafts_B`, or 0 for rows whose block would reach beyond the drafter's last position."""
-        return torch.where(lengths_B - 1 + self._block_size <= self._max_len, max_drafts_B, 0)
+        return torch.where(lengths_B < self._end, max_drafts_B, 0)
 
     def _read_chunk(self, queries: int, step: StepInputs) -> None:
         rows = step.split()

@@ -30,7 +30,7 @@ class DraftCounts:
 
     def __init__(self, speculation: Speculation, max_model_len: int, step_metrics: StepMetrics) -> None:
         self._num_drafts = speculation.num_drafts
-        self._max_context = speculation.longest(max_model_len)
+        self._max_context = speculation.get_drafting_end(max_model_len)
         self._metrics = step_metrics
         self._choices: dict[str, tuple[int, str]] = {}
         """Maps a request to the maximum number of drafts after its most recent step, and the reason if that is 0.

@@ -40,7 +40,7 @@ class HandMade(BlockProposer):
         model: Any = SimpleNamespace(
             group=None, logits=lambda hidden: hidden, counting_rows=lambda is_real_B: nullcontext()
         )
-        super().__init__(model, SameVocabulary(VOCAB, VOCAB), VOCAB, mask_token=0)
+        super().__init__(model, SameVocabulary(VOCAB, VOCAB), VOCAB, mask_token=0, block_size=1 + NUM_DRAFTS)
         generator = torch.Generator().manual_seed(3)
         self._kind = kind
         self._logits_CKV = 1.5 * torch.randn(VOCAB, NUM_DRAFTS, VOCAB, generator=generator)

@@ -3,13 +3,17 @@
 from __future__ import annotations
 
 from itertools import product
+from types import SimpleNamespace
+from typing import Any
 
 import numpy as np
 import pytest
 from vllm import SamplingParams
 
 from vllm_gaudi_spec.config import Speculation
+from vllm_gaudi_spec.metrics import StepMetrics
 from vllm_gaudi_spec.records import NoDraftReason
+from vllm_gaudi_spec.scheduling.counts import DraftCounts
 from vllm_gaudi_spec.scheduling.limits import DraftLimits, Reason, RowLimits, explain_no_drafts
 
 K, NUM_PROMPT, MAX_MODEL_LEN = 4, 10, 40
@@ -55,3 +59,27 @@ def test_permanent_reason_precedes_temporary_one() -> None:
         assert reason.label == label
     asked_for_none = explain_no_drafts(LIMITS._replace(max_drafts=0), 40, is_excluded=True)
     assert asked_for_none == Reason(NoDraftReason.REQUEST, "it asked for no drafts")
+
+
+@pytest.mark.parametrize("drafter_max_len", [None, 24, 200])
+@pytest.mark.parametrize("block_size", [K, K + 1])
+def test_length_is_the_reason_where_a_block_does_not_fit(drafter_max_len: int | None, block_size: int) -> None:
+    speculation = Speculation(
+        method="dflash",
+        num_drafts=K,
+        rule="strict",
+        drafting="greedy",
+        drafter_max_len=drafter_max_len,
+        block_size=block_size,
+    )
+    counts = DraftCounts(speculation, MAX_MODEL_LEN, StepMetrics())
+    for length in range(NUM_PROMPT, MAX_MODEL_LEN + 1):
+        request: Any = SimpleNamespace(
+            request_id="a",
+            sampling_params=SamplingParams(max_tokens=None),
+            num_prompt_tokens=NUM_PROMPT,
+            num_tokens=length,
+        )
+        fits = length - 1 + block_size <= min(drafter_max_len or MAX_MODEL_LEN, MAX_MODEL_LEN)
+        fits &= length < speculation.longest(MAX_MODEL_LEN)
+        assert counts._reason(request, "", "").label == ("nothing" if fits else "length"), length
