@@ -16,7 +16,7 @@ if TYPE_CHECKING:
 
     from vllm_gaudi_spec.devices.base import DeviceBackend, Memory
     from vllm_gaudi_spec.records import SampleShape
-    from vllm_gaudi_spec.sampling.params import Branch
+    from vllm_gaudi_spec.sampling.branches import Branch
 
 logger = init_logger(__name__)
 

@@ -31,7 +31,8 @@ if TYPE_CHECKING:
     from vllm_gaudi_spec.runner.kv_cache import KVCache
     from vllm_gaudi_spec.runner.requests import Requests
     from vllm_gaudi_spec.runner.shapes import Shapes
-    from vllm_gaudi_spec.sampling.params import Branch, Sampling
+    from vllm_gaudi_spec.sampling.branches import Branch
+    from vllm_gaudi_spec.sampling.params import Sampling
     from vllm_gaudi_spec.scheduling.limits import RowLimits
 
 

@@ -10,8 +10,8 @@ import torch.nn.functional as F
 
 from vllm_gaudi_spec.drafting.memory import get_probs_shape
 from vllm_gaudi_spec.records import Drafted, DraftRequest
+from vllm_gaudi_spec.sampling.branches import Branch
 from vllm_gaudi_spec.sampling.drafts import Mode, draft, draft_greedy
-from vllm_gaudi_spec.sampling.params import Branch
 from vllm_gaudi_spec.sampling.verify import apply_temperature_and_filters
 
 if TYPE_CHECKING:

@@ -17,7 +17,7 @@ from vllm_gaudi_spec.drafting.base import Drafting
 from vllm_gaudi_spec.drafting.choice import DraftChoice, DraftProbs
 from vllm_gaudi_spec.graphs import DRAFTS, Job
 from vllm_gaudi_spec.records import DraftBatch
-from vllm_gaudi_spec.sampling.params import Branch
+from vllm_gaudi_spec.sampling.branches import Branch
 from vllm_gaudi_spec.scheduling.limits import RowLimits, apply_limits
 
 if TYPE_CHECKING:
@@ -29,7 +29,7 @@ if TYPE_CHECKING:
     from vllm_gaudi_spec.drafting.universal.pairs import Coverage
     from vllm_gaudi_spec.records import Batch, DraftRound, Request, SampledRows, StepResult
     from vllm_gaudi_spec.runner.requests import Requests
-    from vllm_gaudi_spec.sampling.params import Branch
+    from vllm_gaudi_spec.sampling.branches import Branch
     from vllm_gaudi_spec.step_inputs import StepInputs
 
 

@@ -15,7 +15,7 @@ from vllm_gaudi_spec.config import UnsupportedConfigError
 from vllm_gaudi_spec.devices.base import format_size
 from vllm_gaudi_spec.environment import WARMUP
 from vllm_gaudi_spec.graphs import DRAFTERS_READS, ENCODERS, PROMPT_CHUNKS, PROMPT_LOGPROBS
-from vllm_gaudi_spec.sampling.params import USUAL_LOGPROBS
+from vllm_gaudi_spec.sampling.branches import USUAL_LOGPROBS
 
 if TYPE_CHECKING:
     from vllm.config import VllmConfig

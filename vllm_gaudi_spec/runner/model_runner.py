@@ -14,7 +14,9 @@ from vllm_gaudi_spec.runner.parts import RunnerParts
 from vllm_gaudi_spec.runner.planning import make_sample_batch, plan_batches
 from vllm_gaudi_spec.runner.report import Report, drop_scores
 from vllm_gaudi_spec.runner.warmup import warm_up
-from vllm_gaudi_spec.sampling.params import Branch, Grammar, SamplePass, read_grammars
+from vllm_gaudi_spec.sampling.branches import Branch
+from vllm_gaudi_spec.sampling.grammars import Grammar, read_grammars
+from vllm_gaudi_spec.sampling.params import SamplePass
 
 if TYPE_CHECKING:
     from vllm.config import VllmConfig
@@ -194,7 +196,7 @@ class ModelRunner(RunnerParts):
         return self.send_and_propose(step, sampled, branch, max_drafts)
 
     def sample(self, batch: SampleBatch, sample_pass: SamplePass) -> StepResult:
-        self.recorder.saw(self.sampling.signature(batch.shape, sample_pass.branch))
+        self.recorder.saw((*batch.shape, sample_pass.branch))
         verification, rows_B = self.device_step.finish(sample_pass)
         signature = report_sizes(batch.shape, sample_pass.branch)
         return StepResult(batch.requests, verification, rows_B, signature=signature)

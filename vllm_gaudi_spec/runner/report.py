@@ -23,7 +23,7 @@ from vllm_gaudi_spec.records import (
     Verification,
     WorkerCounts,
 )
-from vllm_gaudi_spec.sampling.params import Branch
+from vllm_gaudi_spec.sampling.branches import Branch
 
 if TYPE_CHECKING:
     from vllm_gaudi_spec.devices.base import DeviceBackend

@@ -21,7 +21,7 @@ if TYPE_CHECKING:
     from vllm.config import VllmConfig
 
     from vllm_gaudi_spec.devices.base import DeviceBackend
-    from vllm_gaudi_spec.sampling.params import Branch
+    from vllm_gaudi_spec.sampling.branches import Branch
 
 logger = init_logger(__name__)
 

@@ -28,7 +28,7 @@ from vllm_gaudi_spec.records import DECODE, PREFILL, Shape, WarmUpWork
 from vllm_gaudi_spec.runner.memory import WarmUpMemory
 from vllm_gaudi_spec.runner.planning import make_sample_batch
 from vllm_gaudi_spec.runner.shapes import holds
-from vllm_gaudi_spec.sampling.params import Branch
+from vllm_gaudi_spec.sampling.branches import Branch
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Hashable, Iterator
@@ -286,7 +286,7 @@ def _sampling_pass(runner: Runner, shape: SampleShape, branch: Branch) -> Job:
     sizes, has_drafts = report_sizes(shape, branch), runner.drafting.reports_drafts
     reports = [report_signature(sizes, has_drafts=kind) for kind in ((False, True) if has_drafts else (False,))]
     drafts = [drafts_signature(shape.rows)] if has_drafts else []
-    signatures = (runner.sampling.signature(shape, branch), *reports, *drafts)
+    signatures = ((*shape, branch), *reports, *drafts)
     run = partial(_sample, runner, shape, branch)
     num_tokens = shape.positions or shape.rows * shape.queries
     return Job("sampling passes", run, signatures, num_tokens, branch == Branch(), (shape, branch))

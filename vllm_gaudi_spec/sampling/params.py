@@ -5,8 +5,7 @@ Parameters are written at admission. A pass only copies which rows sample, and g
 
 from __future__ import annotations
 
-from collections.abc import Collection, Hashable, Iterator
-from itertools import product
+from collections.abc import Collection, Iterator
 from typing import TYPE_CHECKING, NamedTuple
 
 import numpy as np
@@ -14,6 +13,17 @@ import torch
 
 from vllm_gaudi_spec.device_rows import DeviceRows
 from vllm_gaudi_spec.records import PositionList
+from vllm_gaudi_spec.sampling.branches import (
+    IN_LIST,
+    SCORED_COUNTS,
+    SEARCHED,
+    TOP_K_LISTS,
+    USUAL_LOGPROBS,
+    Branch,
+    fit_size,
+    select_coarse_counts,
+)
+from vllm_gaudi_spec.sampling.grammars import Grammar, GrammarInputs, pack_grammars
 from vllm_gaudi_spec.sampling.logit_edits import EditTables, LogitEdits, make_empty_rows
 from vllm_gaudi_spec.sampling.logits import Penalties
 from vllm_gaudi_spec.step_inputs import Packing
@@ -23,191 +33,11 @@ if TYPE_CHECKING:
 
     from vllm_gaudi_spec.devices.base import DeviceBackend
     from vllm_gaudi_spec.records import Request, SampleBatch, SampleShape
-    from vllm_gaudi_spec.upstream.scheduler import GrammarOutput, SchedulerOutput
 
 _FLOATS = ("temperature", "top_p", "min_p", "presence_penalty", "frequency_penalty", "repetition_penalty")
 _NEUTRAL = (0.0, np.inf, 0.0, 0.0, 0.0, 1.0)
 _NUM_INTS = 4
 """Top-k, prompt length, and two words of the seed."""
-
-
-# Sizes that depend on a request come from closed lists, so that no request creates a new shape.
-_USUAL_TOP_K = 64
-_TOP_K_LISTS = (_USUAL_TOP_K, 1024)
-_SCORED_COUNTS = (8, 32, 128)
-USUAL_LOGPROBS = 20
-IN_LIST, SEARCHED = 1, 2
-
-
-class Branch(NamedTuple):
-    """Parts of sampling that a batch needs: the largest value of each field over its requests.
-
-    Devices that capture graphs do so for few branches: see `coarsen`, and `merge` for compiled graphs.
-    """
-
-    random: bool = False
-    min_p: bool = False
-    top_k: int = 0
-    """Length of the list of largest logits that covers every request's k; the vocabulary size if no list does."""
-    top_p: int = 0
-    """`IN_LIST`: within that list; `SEARCHED`: over the whole vocabulary."""
-    edited: bool = False
-    """Whether a request has logit edits."""
-    constrained: bool = False
-    """Whether a request has a grammar."""
-    masked: bool = False
-    """Whether a request has allowed tokens."""
-    penalized: bool = False
-    scored: int = 0
-    """The most token ids that a request named for log-probabilities."""
-    reported: bool = False
-    """Whether a request asks for the log-probability of the sampled token."""
-    num_logprobs: int = 0
-    """The most likely tokens whose log-probabilities are reported with it."""
-
-    @classmethod
-    def largest(cls, branches_BF: np.ndarray) -> Branch:
-        """Return the largest of several branches, given as numbers; 0 means that a field is not set."""
-        if not branches_BF.any():
-            return cls()
-        values = branches_BF.max(axis=0).tolist()
-        return cls._make(type(none)(value) for none, value in zip(cls(), values, strict=True))
-
-    def select_drafting(self) -> Branch:
-        """Return the part that drafters apply: they sample inside a request's support."""
-        return Branch(random=self.random, min_p=self.min_p, top_k=self.top_k, top_p=self.top_p)
-
-    def select_reports(self) -> Branch:
-        """Return the part that concerns what is reported to the host besides tokens."""
-        return Branch(scored=self.scored, reported=self.reported, num_logprobs=self.num_logprobs)
-
-    def coarsen(self, vocab_size: int, logprob_counts: tuple[int, ...]) -> Branch:
-        """Return a branch that includes this one, from a set so small that each can be captured.
-
-        Unused parts get neutral values, so results are the same.
-        """
-        top_k, top_p = self.top_k, self.top_p
-        if top_k == vocab_size or (top_k and top_p == SEARCHED):
-            top_k, top_p = vocab_size, SEARCHED
-        elif top_k:
-            top_p = IN_LIST
-        return self._extend(
-            (top_k, top_p),
-            edits=self.edited or self.constrained or self.masked or self.penalized,
-            reports=self.reported or bool(self.scored),
-            logprob_counts=logprob_counts,
-        )
-
-    def _extend(
-        self, filters: tuple[int, int], *, edits: bool, reports: bool, logprob_counts: tuple[int, ...]
-    ) -> Branch:
-        """Return a branch with these filters, and with all logit edits and all reports or none."""
-        top_k, top_p = filters
-        return Branch(
-            random=self.random,
-            min_p=self.random,
-            top_k=top_k,
-            top_p=top_p,
-            edited=edits,
-            constrained=edits,
-            masked=edits,
-            penalized=edits,
-            scored=_SCORED_COUNTS[-1] if reports else 0,
-            reported=reports,
-            num_logprobs=_fit(_select_coarse_counts(logprob_counts), max(self.num_logprobs, 1)) if reports else 0,
-        )
-
-    @classmethod
-    def iter_coarse(cls, vocab_size: int, logprob_counts: tuple[int, ...]) -> Iterator[Branch]:
-        """Yield all branches that `coarsen` can return."""
-        lists = [size for size in _TOP_K_LISTS if size < vocab_size]
-        filters = [(0, 0), (0, SEARCHED), *((size, IN_LIST) for size in lists), (vocab_size, SEARCHED)]
-        choices = [Branch(), *(Branch(random=True, top_k=size, top_p=mass) for size, mass in filters)]
-        reports = [Branch(), *(Branch(reported=True, num_logprobs=n) for n in _select_coarse_counts(logprob_counts))]
-        for choice, has_edits, report in product(choices, (False, True), reports):
-            branch = choice._replace(edited=has_edits, reported=report.reported, num_logprobs=report.num_logprobs)
-            yield branch.coarsen(vocab_size, logprob_counts)
-
-    def merge(self, vocab_size: int, logprob_counts: tuple[int, ...], *, joint: bool = False) -> Branch:
-        """Return a branch that includes this one, from an even smaller set, so that each can be compiled.
-
-        What many requests use has its own branches: the argmax, noise, a short list for top-k, a search for top-p.
-        Everything else is in a `full` branch: logit edits, penalties, masks, log-probabilities, and a longer top-k.
-
-        Args:
-            joint: Use an even smaller set, for rules that read the positions of a row together: sampled verify steps
-                then have their own graphs.
-        """
-        usual_length = usual_list_length(vocab_size)
-        is_full = any(self._replace(random=False, min_p=False, top_k=0, top_p=0)) or self.top_k > usual_length
-        top_k, top_p = self.top_k, self.top_p
-        # To limit the number of full branches, those that sample have all filters.
-        has_few_full = joint or len(_select_coarse_counts(logprob_counts)) > 1
-        if is_full and (top_k or top_p or (self.random and has_few_full)):
-            top_k, top_p = vocab_size, SEARCHED
-        elif top_p == SEARCHED or (joint and top_k):
-            top_k, top_p = usual_length, SEARCHED
-        elif top_k:
-            top_p = IN_LIST
-        return self._extend((top_k, top_p), edits=is_full, reports=is_full, logprob_counts=logprob_counts)
-
-    @property
-    def is_full(self) -> bool:
-        """Whether a merged branch includes everything that few requests use."""
-        return self.edited and self.reported
-
-    @property
-    def is_rarest(self) -> bool:
-        """Whether it is full, with more log-probabilities than most servers allow."""
-        return self.is_full and self.num_logprobs > USUAL_LOGPROBS
-
-    @classmethod
-    def iter_merged(cls, vocab_size: int, logprob_counts: tuple[int, ...], *, joint: bool = False) -> Iterator[Branch]:
-        """Yield all branches that `merge` can return."""
-        usual_length = usual_list_length(vocab_size)
-        choices = [cls(), cls(random=True), cls(random=True, top_p=SEARCHED)]
-        usual = [*choices, *([cls(random=True, top_k=usual_length)] if usual_length else [])]
-        counts = _select_coarse_counts(logprob_counts)
-        full = (choice._replace(edited=True, num_logprobs=count) for count, choice in product(counts, choices))
-        merged = (branch.merge(vocab_size, logprob_counts, joint=joint) for branch in (*usual, *full))
-        yield from dict.fromkeys(merged)
-
-    @classmethod
-    def iter_all(cls, vocab_size: int, logprob_counts: tuple[int, ...]) -> Iterator[Branch]:
-        lists = [size for size in _TOP_K_LISTS if size < vocab_size]
-        filters = [(0, 0), (0, SEARCHED), (vocab_size, SEARCHED), (vocab_size, 0)]
-        filters += [(size, mass) for size in lists for mass in (0, IN_LIST, SEARCHED)]
-        choices = [(False, False, 0, 0), *((True, m, *f) for m in (False, True) for f in filters)]
-        reports = [(False, 0), *((True, count) for count in logprob_counts)]
-        for choice, edits in product(choices, product((False, True), repeat=4)):
-            for scored, report in product((0, *_SCORED_COUNTS), reports):
-                yield cls._make((*choice, *edits, scored, *report))
-
-
-class Grammar(NamedTuple):
-    """A request's grammar masks in a step."""
-
-    mask_NW: np.ndarray
-    """int32 bitmask of its first N positions; drafts after them are unconstrained and must not be accepted."""
-    num_acceptable: int
-    """Number of drafts that the grammar allows."""
-
-
-def read_grammars(output: GrammarOutput | None, scheduled: SchedulerOutput) -> dict[str, Grammar]:
-    """Return the grammars of a step by request.
-
-    vLLM concatenates their masks: one row per scheduled draft token, and one more.
-    """
-    if output is None:
-        return {}
-    grammars, begin = {}, 0
-    for index, req_id in enumerate(output.structured_output_request_ids):
-        num_drafts = len(scheduled.scheduled_spec_decode_tokens.get(req_id, ()))
-        end = begin + 1 + num_drafts
-        acceptable = num_drafts if output.num_acceptable_drafts is None else output.num_acceptable_drafts[index]
-        grammars[req_id] = Grammar(output.grammar_bitmask[begin:end], acceptable)
-        begin = end
-    return grammars
 
 
 class SamplePass(NamedTuple):
@@ -226,13 +56,6 @@ class SamplePass(NamedTuple):
         position_list = PositionList(next(parts).long(), next(parts).long()) if self.shape.positions else None
         grammars = GrammarInputs(next(parts), next(parts)) if self.branch.constrained else None
         return rows_B, position_list, grammars
-
-
-class GrammarInputs(NamedTuple):
-    masks_BQW: torch.Tensor
-    """int32; [N, 1, W] if the pass lists its positions."""
-    bounds_2B: torch.Tensor
-    """int32: number of drafts that a row's grammar allows, and 1 for rows without a grammar."""
 
 
 class SamplingInputs(NamedTuple):
@@ -337,7 +160,7 @@ class Sampling:
             floats[1] = np.inf  # no cumulative probability reaches it, so rounding cannot mask a token
         top_k = params.top_k if 0 < params.top_k < self.vocab_size else self.vocab_size
         scored = params.logprob_token_ids or []
-        ints = np.zeros(_NUM_INTS + _SCORED_COUNTS[-1], dtype=np.int32)
+        ints = np.zeros(_NUM_INTS + SCORED_COUNTS[-1], dtype=np.int32)
         ints[: _NUM_INTS + len(scored)] = (top_k, request.num_prompt, *request.seed_words, *scored)
         self._floats.set(row, floats)
         self._ints.set(row, ints)
@@ -354,7 +177,7 @@ class Sampling:
             edited=self._logit_edits.admit(request),
             masked=bool(params.allowed_token_ids),
             penalized=bool(params.presence_penalty or params.frequency_penalty or params.repetition_penalty != 1),
-            scored=_fit(_SCORED_COUNTS, len(scored)),
+            scored=fit_size(SCORED_COUNTS, len(scored)),
             reported=params.logprobs is not None and not params.logprob_token_ids,
             num_logprobs=self._fit_logprob_count(params),
         )
@@ -362,16 +185,16 @@ class Sampling:
     def _fit_top_k(self, top_k: int) -> int:
         if top_k == self.vocab_size:
             return 0
-        return next((size for size in _TOP_K_LISTS if top_k <= size < self.vocab_size), self.vocab_size)
+        return next((size for size in TOP_K_LISTS if top_k <= size < self.vocab_size), self.vocab_size)
 
     def _fit_logprob_count(self, params: SamplingParams) -> int:
         if params.logprobs is None or params.logprob_token_ids:
             return 0
-        return _fit(self.logprob_counts, self.vocab_size if params.logprobs < 0 else params.logprobs)
+        return fit_size(self.logprob_counts, self.vocab_size if params.logprobs < 0 else params.logprobs)
 
     def prompt_logprob_counts(self) -> tuple[int, ...]:
         """Return every number of top tokens that may be reported for each token of a prompt."""
-        return _select_coarse_counts(self.logprob_counts) if self.backend.traits.captures else self.logprob_counts
+        return select_coarse_counts(self.logprob_counts) if self.backend.traits.captures else self.logprob_counts
 
     def prompt_logprob_count(self, num_requested: int) -> int:
         """Return the smallest of these numbers that covers `num_requested`."""
@@ -418,7 +241,7 @@ class Sampling:
         if batch.index_np is not None and batch.slots_np is not None:
             parts += [batch.index_np, batch.slots_np]
         if branch.constrained:
-            parts += [self._grammar_masks(batch, grammars), _get_grammar_bounds(batch, grammars)]
+            parts += pack_grammars(batch, grammars, self.mask_words)
         sizes = self._logit_edits.get_sizes(batch.rows_np) if branch.edited else (0, 0)
         return SamplePass(branch, batch.shape, sizes, Packing.pack(parts, self.backend.memory.upload))
 
@@ -442,42 +265,11 @@ class Sampling:
             None if scored_RE is None else scored_RE.index_select(0, rows_B),
         )
 
-    def _grammar_masks(self, batch: SampleBatch, grammars: dict[str, Grammar]) -> np.ndarray:
-        """Return the masks, int32 [B, Q, W], or [N, 1, W] if the batch lists its positions.
-
-        A grammar has masks for the first few positions of its row; other masks allow every token.
-        """
-        if batch.index_np is None:
-            row_BQ, query_BQ = np.indices((len(batch.rows_np), batch.num_queries))
-        else:
-            row_BQ, query_BQ = batch.index_np[..., None]
-        mask = np.full((*row_BQ.shape, self.mask_words), -1, dtype=np.int32)
-        for index, request in enumerate(batch.requests):
-            if (grammar := grammars.get(request.req_id)) is not None:
-                # Padding of a new request may add more masks than this step has positions.
-                where = np.nonzero((row_BQ == index) & (query_BQ < len(grammar.mask_NW)))
-                mask[where] = grammar.mask_NW[query_BQ[where], : self.mask_words]
-        return mask
-
-    def signature(self, shape: SampleShape, branch: Branch) -> Hashable:
-        """Return what the graph of a sampling pass depends on."""
-        return (*shape, branch)
-
     def branches(self) -> Iterator[Branch]:
         if self.backend.traits.compiles:
             return Branch.iter_merged(self.vocab_size, self.logprob_counts, joint=self._joint)
         every = Branch.iter_coarse if self.backend.traits.captures else Branch.iter_all
         return every(self.vocab_size, self.logprob_counts)
-
-
-def _get_grammar_bounds(batch: SampleBatch, grammars: dict[str, Grammar]) -> np.ndarray:
-    """Return how many drafts each row's grammar allows, and which rows have no grammar; int32 [2, B]."""
-    bounds = np.full((2, len(batch.rows_np)), batch.num_queries - 1, dtype=np.int32)
-    bounds[1] = 1
-    for index, request in enumerate(batch.requests):
-        if (grammar := grammars.get(request.req_id)) is not None:
-            bounds[:, index] = grammar.num_acceptable, 0
-    return bounds
 
 
 def _count_mask_words(vocab_size: int) -> int:
@@ -486,21 +278,6 @@ def _count_mask_words(vocab_size: int) -> int:
 
 def _make_neutral_rows(vocab_size: int) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
     """Return a row of each table of parameters: floats, ints and allowed tokens."""
-    ints = np.zeros(_NUM_INTS + _SCORED_COUNTS[-1], dtype=np.int32)
+    ints = np.zeros(_NUM_INTS + SCORED_COUNTS[-1], dtype=np.int32)
     ints[0] = vocab_size
     return np.array(_NEUTRAL, dtype=np.float32), ints, np.full(_count_mask_words(vocab_size), -1, dtype=np.int32)
-
-
-def usual_list_length(vocab_size: int) -> int:
-    """Return the list length that covers most values of top-k; 0 if it would cover the whole vocabulary."""
-    return _USUAL_TOP_K if vocab_size > _USUAL_TOP_K else 0
-
-
-def _select_coarse_counts(logprob_counts: tuple[int, ...]) -> tuple[int, ...]:
-    """Return the log-probability counts from the usual maximum up to the configured one."""
-    return tuple(count for count in logprob_counts if count >= USUAL_LOGPROBS) or logprob_counts[-1:]
-
-
-def _fit(sizes: tuple[int, ...], needed: int) -> int:
-    """Return the smallest size that is at least `needed`; 0 if `needed` is 0."""
-    return next((size for size in sizes if size >= needed), needed) if needed else 0

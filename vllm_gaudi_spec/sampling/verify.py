@@ -16,8 +16,8 @@ from vllm.v1.outputs import LogprobsTensors
 from vllm_gaudi_spec.methods import RULES, STRICT, SYNTHETIC
 from vllm_gaudi_spec.records import Drafts, Verification
 from vllm_gaudi_spec.sampling import logits as edit
+from vllm_gaudi_spec.sampling.branches import SEARCHED
 from vllm_gaudi_spec.sampling.logprobs import gather_logprobs
-from vllm_gaudi_spec.sampling.params import SEARCHED
 from vllm_gaudi_spec.sampling.rules import strict
 
 if TYPE_CHECKING:
@@ -26,7 +26,8 @@ if TYPE_CHECKING:
     from vllm_gaudi_spec.records import PositionList
     from vllm_gaudi_spec.runner.extensions.custom_processors import CustomProcessors
     from vllm_gaudi_spec.runner.requests import Requests
-    from vllm_gaudi_spec.sampling.params import Branch, SamplingInputs
+    from vllm_gaudi_spec.sampling.branches import Branch
+    from vllm_gaudi_spec.sampling.params import SamplingInputs
     from vllm_gaudi_spec.sampling.rules.registry import Rules
 
 

@@ -21,7 +21,7 @@ from vllm_gaudi_spec.drafting.history import RequestHistory
 from vllm_gaudi_spec.drafting.load import make_guard
 from vllm_gaudi_spec.drafting.on_host import HostDrafting
 from vllm_gaudi_spec.records import FAULTY, DraftRound, Drafts
-from vllm_gaudi_spec.sampling.params import Branch
+from vllm_gaudi_spec.sampling.branches import Branch
 from vllm_gaudi_spec.sampling.rules.registry import TORCH
 
 

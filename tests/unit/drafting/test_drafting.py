@@ -23,7 +23,8 @@ from vllm_gaudi_spec.graphs import StepRecorder
 from vllm_gaudi_spec.records import Context, DraftRequest, Drafts, SampledRows, StepResult, Verification
 from vllm_gaudi_spec.runner.requests import Requests
 from vllm_gaudi_spec.runner.shapes import Shapes
-from vllm_gaudi_spec.sampling.params import Branch, Sampling
+from vllm_gaudi_spec.sampling.branches import Branch
+from vllm_gaudi_spec.sampling.params import Sampling
 
 K = 3
 VOCAB = 100

@@ -14,7 +14,8 @@ from vllm_gaudi_spec.config import Options
 from vllm_gaudi_spec.devices.hpu.backend import TRAITS
 from vllm_gaudi_spec.records import SampleShape
 from vllm_gaudi_spec.runner.shapes import SampleShapes, Shapes
-from vllm_gaudi_spec.sampling.params import Branch, Sampling
+from vllm_gaudi_spec.sampling.branches import Branch
+from vllm_gaudi_spec.sampling.params import Sampling
 
 VOCAB = 128256
 MAX_GRAPHS = 40
@@ -61,7 +62,7 @@ def sample_shapes(
 
 
 def signatures(found: SampleShapes, sampling: Sampling) -> list[object]:
-    return [sampling.signature(shape, branch) for shape, branch in found.every(sorted(sampling.branches()))]
+    return [(*shape, branch) for shape, branch in found.every(sorted(sampling.branches()))]
 
 
 @pytest.mark.parametrize("rectangles", [False, True])

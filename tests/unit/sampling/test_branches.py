@@ -19,7 +19,9 @@ from vllm_gaudi_spec.records import SampleShape, StepResult
 from vllm_gaudi_spec.runner.planning import make_sample_batch
 from vllm_gaudi_spec.runner.report import Downloads, Reports
 from vllm_gaudi_spec.runner.requests import Requests
-from vllm_gaudi_spec.sampling.params import IN_LIST, SEARCHED, Branch, Grammar, Sampling
+from vllm_gaudi_spec.sampling.branches import IN_LIST, SEARCHED, Branch
+from vllm_gaudi_spec.sampling.grammars import Grammar
+from vllm_gaudi_spec.sampling.params import Sampling
 from vllm_gaudi_spec.sampling.rules.registry import TORCH
 from vllm_gaudi_spec.sampling.verify import Verifier, choose_rule, needs_rectangle
 

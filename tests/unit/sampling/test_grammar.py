@@ -6,7 +6,7 @@ import numpy as np
 from vllm.v1.core.sched.output import GrammarOutput
 
 from tests.support.fakes import step
-from vllm_gaudi_spec.sampling.params import read_grammars
+from vllm_gaudi_spec.sampling.grammars import read_grammars
 
 
 def test_each_request_has_one_mask_more_than_drafts() -> None:

@@ -11,8 +11,8 @@ import torch
 from tests.support.fakes import HostBackend
 from vllm_gaudi_spec.config import Speculation, UnsupportedConfigError
 from vllm_gaudi_spec.records import Drafts, Verification
+from vllm_gaudi_spec.sampling.branches import Branch
 from vllm_gaudi_spec.sampling.noise import fold_seed
-from vllm_gaudi_spec.sampling.params import Branch
 from vllm_gaudi_spec.sampling.rules import block, standard
 from vllm_gaudi_spec.sampling.rules.strict import sample_random, verify
 from vllm_gaudi_spec.sampling.verify import Rule, choose_rule

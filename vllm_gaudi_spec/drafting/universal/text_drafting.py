@@ -29,7 +29,7 @@ from vllm_gaudi_spec.drafting.history import RequestHistory
 from vllm_gaudi_spec.drafting.universal.timeline import Timeline
 from vllm_gaudi_spec.graphs import DRAFTERS_READS, DRAFTS, Job
 from vllm_gaudi_spec.records import FAULTY, Drafts, Hidden
-from vllm_gaudi_spec.sampling.params import Branch
+from vllm_gaudi_spec.sampling.branches import Branch
 from vllm_gaudi_spec.scheduling.limits import RowLimits
 from vllm_gaudi_spec.step_inputs import StepInputs
 

@@ -1,0 +1,78 @@
+"""Grammars of a step: masks of tokens, and how many draft tokens they allow."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, NamedTuple
+
+import numpy as np
+import torch
+
+if TYPE_CHECKING:
+    from vllm_gaudi_spec.records import SampleBatch
+    from vllm_gaudi_spec.upstream.scheduler import GrammarOutput, SchedulerOutput
+
+
+class Grammar(NamedTuple):
+    """A request's grammar masks in a step."""
+
+    mask_NW: np.ndarray
+    """int32 bitmask of its first N positions; drafts after them are unconstrained and must not be accepted."""
+    num_acceptable: int
+    """Number of drafts that the grammar allows."""
+
+
+def read_grammars(output: GrammarOutput | None, scheduled: SchedulerOutput) -> dict[str, Grammar]:
+    """Return the grammars of a step by request.
+
+    vLLM concatenates their masks: one row per scheduled draft token, and one more.
+    """
+    if output is None:
+        return {}
+    grammars, begin = {}, 0
+    for index, req_id in enumerate(output.structured_output_request_ids):
+        num_drafts = len(scheduled.scheduled_spec_decode_tokens.get(req_id, ()))
+        end = begin + 1 + num_drafts
+        acceptable = num_drafts if output.num_acceptable_drafts is None else output.num_acceptable_drafts[index]
+        grammars[req_id] = Grammar(output.grammar_bitmask[begin:end], acceptable)
+        begin = end
+    return grammars
+
+
+class GrammarInputs(NamedTuple):
+    masks_BQW: torch.Tensor
+    """int32; [N, 1, W] if the pass lists its positions."""
+    bounds_2B: torch.Tensor
+    """int32: number of drafts that a row's grammar allows, and 1 for rows without a grammar."""
+
+
+def pack_grammars(batch: SampleBatch, grammars: dict[str, Grammar], mask_words: int) -> list[np.ndarray]:
+    """Return a pass's `GrammarInputs` on the host."""
+    return [_make_masks(batch, grammars, mask_words), _get_bounds(batch, grammars)]
+
+
+def _make_masks(batch: SampleBatch, grammars: dict[str, Grammar], mask_words: int) -> np.ndarray:
+    """Return the masks, int32 [B, Q, W], or [N, 1, W] if the batch lists its positions.
+
+    A grammar has masks for the first few positions of its row; other masks allow every token.
+    """
+    if batch.index_np is None:
+        row_BQ, query_BQ = np.indices((len(batch.rows_np), batch.num_queries))
+    else:
+        row_BQ, query_BQ = batch.index_np[..., None]
+    mask = np.full((*row_BQ.shape, mask_words), -1, dtype=np.int32)
+    for index, request in enumerate(batch.requests):
+        if (grammar := grammars.get(request.req_id)) is not None:
+            # Padding of a new request may add more masks than this step has positions.
+            where = np.nonzero((row_BQ == index) & (query_BQ < len(grammar.mask_NW)))
+            mask[where] = grammar.mask_NW[query_BQ[where], :mask_words]
+    return mask
+
+
+def _get_bounds(batch: SampleBatch, grammars: dict[str, Grammar]) -> np.ndarray:
+    """Return how many drafts each row's grammar allows, and which rows have no grammar; int32 [2, B]."""
+    bounds = np.full((2, len(batch.rows_np)), batch.num_queries - 1, dtype=np.int32)
+    bounds[1] = 1
+    for index, request in enumerate(batch.requests):
+        if (grammar := grammars.get(request.req_id)) is not None:
+            bounds[:, index] = grammar.num_acceptable, 0
+    return bounds
