@@ -16,7 +16,7 @@ class Method:
     proposer: str
     """Module in `drafting/` and class, with a class method `build`."""
     parallel_proposer: str = ""
-    """Likewise, for `parallel_drafting`; empty if the method does not support it."""
+    """Likewise, for `parallel_drafting`, if that is another one."""
     about: str
     """Plain description of how it drafts."""
     on_device: bool
@@ -68,7 +68,6 @@ _NGRAM = Method(
 _BLOCK = replace(
     _HEAD,
     proposer="block.BlockProposer",
-    parallel_proposer="block.BlockProposer",
     options=("parallel_drafting",),  # vLLM sets it
     model_class="block.BlockModel",
     reads_layers=True,

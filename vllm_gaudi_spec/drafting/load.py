@@ -34,8 +34,8 @@ def load_drafting(context: DraftingContext) -> Drafting:
         assert pair is not None
         return _make_text_drafting(context, pair)
     method = METHODS[speculation.method]
-    is_parallel = context.spec_config.parallel_drafting
-    module, name = (method.parallel_proposer if is_parallel else method.proposer).split(".")
+    parallel_proposer = context.spec_config.parallel_drafting and method.parallel_proposer
+    module, name = (parallel_proposer or method.proposer).split(".")
     proposer: Any = getattr(import_module(f"{__package__}.{module}"), name).build(context)
     return _make_device_drafting(context, proposer) if speculation.on_device else _make_host_drafting(context, proposer)
 

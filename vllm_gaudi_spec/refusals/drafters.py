@@ -93,7 +93,7 @@ def drafter_model_refusals(spec_config: SpeculativeConfig) -> Iterator[str]:
     yield from _refuse_other_methods(spec_config)
     if method.reads_hidden_states:
         yield from _head_refusals(spec_config)
-    if method.parallel_proposer and spec_config.parallel_drafting:
+    if "parallel_drafting" in method.options and spec_config.parallel_drafting:
         yield from _parallel_refusals(spec_config)
     useless = [*set_options(spec_config, _DRAFTER_LAYER_OPTIONS), *_options_of_other_methods(spec_config)]
     if method.is_head:  # the scheduler reads this option
