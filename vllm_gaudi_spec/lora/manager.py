@@ -148,7 +148,7 @@ class AdapterLoader(LRUCacheWorkerLoRAManager):
             expected = (lora.rank, sizes[0]), (sizes[1], lora.rank)
             if found != expected:
                 yield f"the matrices of {name} have shapes {found}, and {expected} are expected."
-            elif not all(_is_finite(part) for part in (lora.lora_a, lora.lora_b, lora.lora_b * lora.scaling)):
+            elif not all(part.isfinite().all() for part in (lora.lora_a, lora.lora_b, lora.lora_b * lora.scaling)):
                 # 0 times such a number is not 0, so it would affect requests without the adapter.
                 yield f"not all numbers in {name} are finite."
 
@@ -184,7 +184,3 @@ def _refuse_pickle(folder: Path) -> None:
     pickled = [name for name in ("adapter_model.bin", "adapter_model.pt") if (folder / name).is_file()]
     if pickled and not (folder / "adapter_model.safetensors").is_file():
         raise AdapterError(f"{pickled[0]} is a pickle, which may run code; save it as adapter_model.safetensors.")
-
-
-def _is_finite(tensor: torch.Tensor) -> bool:
-    return bool(tensor.isfinite().all())

@@ -110,7 +110,7 @@ class QuantConfig:
             dump_stats_path=fields["dump_stats_path"],
             scale_method=str(fields.get("scale_method", "maxabs_hw")),
             measures_outputs=str(fields.get("measure_exclude", "OUTPUT")).upper() not in ("OUTPUT", "ALL"),
-            skips_unknown=_is_true(fields.get("ignore_modules_wo_measures", False)),
+            skips_unknown=str(fields.get("ignore_modules_wo_measures")).lower() == "true",
             allowed_names=allowed[0],
             allowed_types=allowed[1],
             blocked_names=blocked[0],
@@ -152,10 +152,6 @@ def _names_and_types(fields: dict[str, Any], name: str, old_name: str) -> tuple[
 
 def _found(patterns: tuple[str, ...], name: str) -> bool:
     return any(re.search(pattern, name) for pattern in patterns)
-
-
-def _is_true(value: Any) -> bool:
-    return str(value).lower() == "true"
 
 
 def target_config() -> QuantConfig | None:

@@ -50,11 +50,6 @@ class MaxAbs(nn.Module):
         self.largest.copy_(torch.maximum(self.largest, x.detach().abs().amax().float()))
 
 
-def largest_by_output(weight_NK: torch.Tensor) -> torch.Tensor:
-    """Return the largest |x| of each output, [N, 1]."""
-    return weight_NK.detach().float().abs().amax(1, keepdim=True)
-
-
 class MeasuredLinear(nn.Module):
     """A `quant_method` that measures a linear layer."""
 
@@ -63,7 +58,8 @@ class MeasuredLinear(nn.Module):
         super().__init__()
         self._method = getattr(layer, "quant_method", None)
         self._tokens = tokens
-        self.weight_N1 = largest_by_output(layer.weight)
+        self.weight_N1 = layer.weight.detach().float().abs().amax(1, keepdim=True)
+        """The largest |x| of each output."""
         self.input = MaxAbs()
         self.output = MaxAbs() if measures_outputs else None
         self.sum = MaxAbs() if measures_sums else None

@@ -60,12 +60,6 @@ _ACTIVATIONS = {
 # --- forms ---
 
 
-def num_gathered(num_tokens: int, top_k: int, num_experts: int) -> int:
-    """Return how many experts' weights are copied together; 0 to compute with all of them in place."""
-    reached = num_tokens * top_k
-    return reached if reached * COST_OF_GATHERING < num_experts else 0
-
-
 class Call(NamedTuple):
     """The arguments of a layer of experts. J is 2 I. Biases are None if the model has none."""
 
@@ -196,7 +190,7 @@ def choose_form(call: Call, fused: Fused | None) -> Form:
     # If a rank has only as many experts as a token chooses, the operator computes no less.
     if fused and num_tokens >= fused.min_tokens and call.top_k < num_experts and fused.takes(call):
         return fused.run
-    return gathered if num_gathered(num_tokens, call.top_k, num_experts) else dense
+    return gathered if 0 < num_tokens * call.top_k * COST_OF_GATHERING < num_experts else dense
 
 
 # --- vLLM's layers ---

@@ -23,11 +23,10 @@ from vllm_gaudi_spec.runner.extensions.encoders import Item
 from vllm_gaudi_spec.upstream.models import EncoderCache, EncoderRunner, compute_mm_prefix_ranges, supports_mrope
 
 if TYPE_CHECKING:
-    from collections.abc import Iterator, Sequence
+    from collections.abc import Iterator
 
     from torch import nn
     from vllm.config import ModelConfig
-    from vllm.multimodal.inputs import MultiModalFeatureSpec
 
     from vllm_gaudi_spec.devices.base import DeviceBackend
     from vllm_gaudi_spec.graphs import Job
@@ -96,7 +95,8 @@ class Multimodal(Extension):
         for new in scheduled.scheduled_new_reqs:
             self._cache.add_request(new.req_id, new.mm_features)
             if self.store is not None:
-                requests.by_id[new.req_id].media_end = _find_end(new.mm_features)
+                ends = (feature.mm_position.offset + feature.mm_position.length for feature in new.mm_features)
+                requests.by_id[new.req_id].media_end = max(ends, default=0)
             if self._num_dims and new.mm_features:
                 assert supports_mrope(self._model)
                 assert new.prompt_token_ids is not None
@@ -143,7 +143,8 @@ class Multimodal(Extension):
         if is_decode and newest.num_computed >= len(newest.all_token_ids):
             return batch
         embeddings, is_media_T = self._gather_embeddings(batch)
-        rotary_DT = self._make_rotary(batch) if self._has_rotary(batch) else None
+        has_rotary = any(request.req_id in self._rotary_np for request in batch.requests)
+        rotary_DT = self._make_rotary(batch) if has_rotary else None
         found = MultimodalInputs(embeddings, is_media_T, rotary_DT=rotary_DT, spans=self._find_spans(batch))
         return replace(batch, multimodal=found)
 
@@ -211,9 +212,6 @@ class Multimodal(Extension):
         rows_S, firsts_S, lasts_S = torch.tensor(found, dtype=torch.int32).T.contiguous().unbind(0)
         return SpanRows(self._upload(rows_S.long()), self._upload(firsts_S), self._upload(lasts_S))
 
-    def _has_rotary(self, batch: Batch) -> bool:
-        return any(request.req_id in self._rotary_np for request in batch.requests)
-
     def _make_rotary(self, batch: Batch) -> torch.Tensor:
         rows, queries = batch.shape.rows, batch.shape.queries
         rotary_np = np.zeros((self._num_dims, rows, queries), dtype=np.int64)
@@ -225,7 +223,3 @@ class Multimodal(Extension):
                 part_np = prompt_np[:, request.num_computed : request.num_computed + count]
                 rotary_np[:, row, : part_np.shape[1]] = part_np
         return self._upload(torch.from_numpy(rotary_np.reshape(self._num_dims, -1)))
-
-
-def _find_end(features: Sequence[MultiModalFeatureSpec]) -> int:
-    return max((feature.mm_position.offset + feature.mm_position.length for feature in features), default=0)

@@ -113,12 +113,9 @@ def find_demo_targets(options: argparse.Namespace) -> set[str | None]:
 
 def list_tasks(options: argparse.Namespace) -> list[str]:
     """Return each task once, with the baseline first if there are several."""
-    asked = [name for task in options.task for name in (_list_compared(options) if task == COMPARE else [task])]
+    compared = [name for name in COMPARED if find_draft_model(name, options) or not TASKS[name].needs_draft_model]
+    asked = [name for task in options.task for name in (compared if task == COMPARE else [task])]
     return list(dict.fromkeys(asked if len(set(asked)) == 1 else [BASELINE, *asked]))
-
-
-def _list_compared(options: argparse.Namespace) -> list[str]:
-    return [name for name in COMPARED if find_draft_model(name, options) or not TASKS[name].needs_draft_model]
 
 
 # ---- options -----------------------------------------------------------------------------------------------
