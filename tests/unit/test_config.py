@@ -8,6 +8,7 @@ import json
 import os
 import subprocess
 import sys
+from contextlib import AbstractContextManager, nullcontext
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -247,6 +248,11 @@ def save_block_drafter(folder: Path, architecture: str) -> str:
     folder.mkdir(exist_ok=True)
     (folder / "config.json").write_text(json.dumps(LlamaConfig(**common()).to_dict() | fields))
     return str(folder)
+
+
+def refused_with(message: str | None) -> AbstractContextManager[object]:
+    """Expect a refusal, or none without a message."""
+    return nullcontext() if message is None else pytest.raises(UnsupportedConfigError, match=message)
 
 
 def backend_of(device: str, *, captures: bool = False) -> Any:
@@ -707,10 +713,7 @@ def test_unsupported_weight_formats_are_refused(
 ) -> None:
     made = engine_config(tmp_path, None, **options)
     made.additional_config = {"gaudi_spec": {"cpu_weights": "float16"}}
-    if message is None:
-        refusals.refuse_unsupported(made, backend_of(device))
-        return
-    with pytest.raises(UnsupportedConfigError, match=message):
+    with refused_with(message):
         refusals.refuse_unsupported(made, backend_of(device))
 
 
@@ -734,10 +737,7 @@ def test_unsupported_quantization_is_refused(
     made = engine_config(tmp_path, None)
     made.additional_config = {"gaudi_spec": {k: v.replace("FILE", str(path)) for k, v in options.items()}}
     monkeypatch.setenv("QUANT_CONFIG", str(path))
-    if message is None:
-        refusals.refuse_unsupported(made, backend_of(device))
-        return
-    with pytest.raises(UnsupportedConfigError, match=message):
+    with refused_with(message):
         refusals.refuse_unsupported(made, backend_of(device))
 
 
@@ -754,10 +754,7 @@ def test_v13_pooling_models_that_are_not_served_are_refused(
     captures: bool, options: dict[str, Any], message: str | None, tmp_path: Path
 ) -> None:
     backend = backend_of("hpu" if captures else "cpu", captures=captures)
-    if message is None:
-        refusals.refuse_unsupported(engine_config(tmp_path, None, runner="pooling", **options), backend)
-        return
-    with pytest.raises(UnsupportedConfigError, match=message):
+    with refused_with(message):
         refusals.refuse_unsupported(engine_config(tmp_path, None, runner="pooling", **options), backend)
 
 

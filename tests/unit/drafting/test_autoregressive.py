@@ -246,16 +246,6 @@ def test_drafts_follow_from_whole_context(num_drafts: int, seed: int, device: ty
     rows.check_steps(seed)
 
 
-def test_row_beyond_drafter_length_continues_without_drafts() -> None:
-    rows = Rows(num_drafts=4, drafter_max_len=32)
-    rows.start({"a": [5, 6, 7], "long": list(range(1, 60)), "near": list(range(2, 30))})
-    drafted = rows.sample({"a": [1], "long": [2], "near": [3]})
-    assert drafted == {"a": rows.expected("a"), "long": [], "near": rows.expected("near")}
-    assert len(drafted["near"]) == 3
-    rows.sample({"near": [4, 5, 6, 7]})
-    assert rows.sample({"near": [4, 5]})["near"] == []
-
-
 @pytest.mark.parametrize("num_off", [1, 2, 4, 40])
 def test_row_catches_up_after_steps_without_drafts(num_off: int) -> None:
     """The drafter has read nothing of the steps in which speculation was off."""
@@ -371,9 +361,3 @@ def test_rounds_use_context_bucket_that_fits() -> None:
         answers = {name: [*drafts[name], 1] for name in answers}
     assert len(rows.tokens["a"]) > 520
     assert not rows.recorder.unexpected
-
-
-@pytest.mark.parametrize("device", [HostBackend, CapturingBackend])
-def test_warm_up_covers_every_shape(device: type[HostBackend]) -> None:
-    rows = Rows(num_drafts=3, drafter_max_len=600, max_len=600, exact_context=False, backend=device())
-    rows.check_warm_up()

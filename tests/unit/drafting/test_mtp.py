@@ -10,13 +10,12 @@ import torch
 
 from tests.support.fakes import CapturingBackend, HostBackend, step
 from tests.unit.drafting.test_autoregressive import BLOCK, PROMPTS, VOCAB
-from tests.unit.drafting.test_heads import HeadRows, ReadsStates, carry, state_after
+from tests.unit.drafting.test_heads import HeadRows, ReadsStates, carry, make_hidden_states, state_after
 from vllm_gaudi_spec.attention.metadata import Inputs
 from vllm_gaudi_spec.drafting.mtp import AssistantProposer, ChainedKVSync, ChainedProposer, TargetKVSync
 from vllm_gaudi_spec.drafting.on_device import DeviceDrafting
 from vllm_gaudi_spec.drafting.vocabulary import SameVocabulary
 from vllm_gaudi_spec.records import Hidden
-from vllm_gaudi_spec.runner.hidden_states import HiddenStateBuffer
 
 
 class Layer(ReadsStates):
@@ -28,17 +27,6 @@ class Layer(ReadsStates):
 
     def logits(self, hidden: torch.Tensor) -> torch.Tensor:
         return super().logits((self.number + 2) * hidden % VOCAB)
-
-
-def make_hidden_states(num_drafts: int) -> HiddenStateBuffer:
-    return HiddenStateBuffer(
-        num_rows=5,
-        num_queries=1 + num_drafts,
-        max_chunk_tokens=256,
-        hidden_size=1,
-        dtype=torch.float32,
-        device=torch.device("cpu"),
-    )
 
 
 class ChainedRows(HeadRows):
@@ -116,22 +104,6 @@ def test_row_starts_anew_after_another_request() -> None:
     rows.requests.apply(step({}, finished={"a"}))
     rows.start({"b": [5, 6, 7]})
     assert rows.sample({"b": [8]}) == {"b": rows.expected("b")}
-
-
-def test_row_beyond_head_length_continues_without_drafts() -> None:
-    rows = ChainedRows(num_drafts=3, drafter_max_len=32)
-    rows.start({"a": [5, 6, 7], "long": list(range(1, 60)), "near": list(range(2, 29))})
-    drafted = rows.sample({"a": [1], "long": [2], "near": [3]})
-    assert drafted == {"a": rows.expected("a"), "long": [], "near": rows.expected("near")}
-    rows.sample({"a": [2], "near": [4, 5, 6]})
-    assert rows.sample({"near": [4, 5]})["near"] == []
-    assert rows.sample({"a": [9]})["a"] == rows.expected("a")
-
-
-@pytest.mark.parametrize("device", [HostBackend, CapturingBackend])
-def test_warm_up_covers_every_shape(device: type[HostBackend]) -> None:
-    rows = ChainedRows(num_drafts=3, drafter_max_len=600, max_len=600, exact_context=False, backend=device())
-    rows.check_warm_up()
 
 
 # --- Gemma 4's assistants ---

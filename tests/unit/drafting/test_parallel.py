@@ -125,17 +125,6 @@ def test_drafts_follow_from_whole_context(
     rows.check_steps(seed, share_off=0.3)
 
 
-@pytest.mark.parametrize("kind", KINDS)
-def test_row_beyond_drafter_length_continues_without_drafts(kind: type[Rows]) -> None:
-    rows = kind(num_drafts=4, drafter_max_len=32)
-    rows.start({"a": [5, 6, 7], "long": list(range(1, 60)), "near": list(range(2, 30))})
-    drafted = rows.sample({"a": [1], "long": [2], "near": [3]})
-    assert drafted == {"a": rows.expected("a"), "long": [], "near": rows.expected("near")}
-    assert len(drafted["near"]) == 3
-    rows.sample({"near": [4, 5, 6, 7]})
-    assert rows.sample({"near": [4, 5]})["near"] == []
-
-
 @pytest.mark.parametrize("num_off", [1, 2, 4, 40])
 def test_row_catches_up_after_steps_without_drafts(num_off: int) -> None:
     rows = ParallelRows(num_drafts=3)
@@ -154,12 +143,6 @@ def test_row_catches_up_after_steps_without_drafts(num_off: int) -> None:
 def test_shared_blocks_count_as_read_only_if_drafter_read_them(num_read: int, overlapping: bool) -> None:
     """Blocks that hold KV of mask tokens where the text went on without drafts have not been read."""
     check_shared_blocks(ParallelRows(num_drafts=3), num_read, overlapping)
-
-
-@pytest.mark.parametrize("kind", KINDS)
-@pytest.mark.parametrize("device", DEVICES)
-def test_warm_up_covers_every_shape(kind: type[Rows], device: type[HostBackend]) -> None:
-    kind(num_drafts=3, drafter_max_len=600, max_len=600, exact_context=False, backend=device()).check_warm_up()
 
 
 def test_round_runs_drafter_once() -> None:
