@@ -59,6 +59,7 @@ from vllm_gaudi_spec.upstream.speculators_format import mend_speculators_format
 from vllm_gaudi_spec.upstream.views import (
     add_positions_in_siglip,
     add_to_states_of_gemma3n,
+    convolve_blocks_of_dflash2,
     embed_tokens_by_layer_in_gemma3n,
     join_keys_of_minicpm3,
     scale_gates_of_falcon_h1,
@@ -95,6 +96,7 @@ def apply() -> None:
 
 _GEMMA3N = (add_to_states_of_gemma3n, embed_tokens_by_layer_in_gemma3n)
 _BY_ARCHITECTURE = {
+    "DFlash2DraftModel": (convolve_blocks_of_dflash2,),
     "FalconH1ForCausalLM": (scale_gates_of_falcon_h1,),
     "Gemma3ForConditionalGeneration": (add_positions_in_siglip,),
     "KimiLinearForCausalLM": (take_kimi_linear_of_plain_layers,),

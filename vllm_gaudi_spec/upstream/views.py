@@ -217,3 +217,39 @@ def _embed_patches(
     patches = embeddings.patch_embedding(pixel_values.to(embeddings.patch_embedding.weight.dtype))
     positions: torch.Tensor = embeddings.position_embedding(embeddings.position_ids)
     return patches.flatten(2).transpose(1, 2) + positions
+
+
+def convolve_blocks_of_dflash2() -> None:
+    """Let DFlash2 convolve over the tokens of a block by their shape.
+
+    Reason: vLLM finds a token's place in its block from int64 row numbers, by a remainder unless the block's size is a
+    power of two.
+    Remove when: `_grouped_conv` computes no remainder.
+    """
+    from vllm.model_executor.models import qwen3_dflash2
+
+    wrap(qwen3_dflash2, "_grouped_conv", _convolve)
+
+
+def _convolve(
+    original: Original,
+    hidden_states: torch.Tensor,
+    delta: torch.Tensor,
+    base: torch.Tensor,
+    block_size: int,
+    num_groups: int,
+    group_size: int,
+    taps: int,
+) -> torch.Tensor:
+    import torch
+
+    if hidden_states.is_cuda:  # vLLM has a kernel there
+        return original(hidden_states, delta, base, block_size, num_groups, group_size, taps)
+    tokens_BQGD = hidden_states.view(-1, block_size, num_groups, group_size)
+    weights_TPGD = base.view(taps, num_groups, group_size) + delta.unsqueeze(-1)
+    weights = weights_TPGD.unflatten(0, (-1, block_size)).unbind(2)
+    sums_BQGD = weights[0] * tokens_BQGD
+    for tap in range(1, min(taps, block_size)):
+        earlier_BQGD = torch.nn.functional.pad(tokens_BQGD[:, :-tap], (0, 0, 0, 0, tap, 0))
+        sums_BQGD = sums_BQGD + weights[tap] * earlier_BQGD
+    return sums_BQGD.view(hidden_states.shape)

@@ -11,7 +11,7 @@ import pytest
 import torch
 from torch.nn import functional
 from torch.utils._python_dispatch import TorchDispatchMode
-from vllm.model_executor.models import gemma3n
+from vllm.model_executor.models import gemma3n, qwen3_dflash2
 from vllm.model_executor.models.falcon_h1 import FalconH1MLP
 from vllm.model_executor.models.minicpm3 import MiniCPM3Attention
 from vllm.model_executor.models.siglip import SiglipVisionEmbeddings
@@ -271,3 +271,36 @@ def test_l06_gates_of_falcon_h1_are_scaled_as_vllm_does_but_not_in_place() -> No
     assert writes, "vLLM changes no tensor in place any more"
     assert not ours
     assert torch.equal(found, expected)
+
+
+class CallsOf(TorchDispatchMode):
+    """Counts calls of an operation."""
+
+    def __init__(self, name: str) -> None:
+        super().__init__()
+        self._name, self.count = name, 0
+
+    def __torch_dispatch__(self, operation: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        self.count += operation._schema.name == f"aten::{self._name}"
+        return operation(*args, **(kwargs or {}))
+
+
+@pytest.mark.parametrize(("block_size", "taps"), [(4, 3), (5, 3), (2, 4)])
+def test_dflash2_convolves_as_vllm_does_but_without_a_remainder(block_size: int, taps: int) -> None:
+    num_groups, group_size, rows = 2, 3, 3 * block_size
+    theirs = original(qwen3_dflash2, "_grouped_conv")
+    args = (
+        torch.randn(rows, num_groups * group_size),
+        torch.randn(rows, 2, taps, num_groups)[:, 1],
+        torch.randn(taps, num_groups * group_size),
+        block_size,
+        num_groups,
+        group_size,
+        taps,
+    )
+    with CallsOf("remainder") as in_theirs:
+        expected = theirs(*args)
+    with CallsOf("remainder") as in_ours:
+        torch.testing.assert_close(views._convolve(theirs, *args), expected)
+    assert in_theirs.count == (block_size == 5), "vLLM computes no remainder any more"
+    assert in_ours.count == 0
