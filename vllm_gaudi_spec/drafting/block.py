@@ -10,7 +10,7 @@ a drafter of this kind follows its target at every step, as a head does (`HeadKV
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Any, Protocol, cast
+from typing import TYPE_CHECKING, Any, cast
 
 import torch
 
@@ -79,18 +79,6 @@ class BlockModel(LoadedHead):
 # --- what turns a block's hidden states into draft tokens ---
 
 
-class Scores(Protocol):
-    """Logits of a block's draft tokens, one place after another."""
-
-    def compute(self, step: int, previous_B: torch.Tensor) -> torch.Tensor:
-        """Return the logits [B, V] over the target's ids of draft token `step`.
-
-        Args:
-            previous_B: int32: the token before it, which is the newest one at first.
-        """
-        ...
-
-
 class IndependentScores:
     """DFlash: no draft token depends on another."""
 
@@ -100,6 +88,11 @@ class IndependentScores:
         self._translation = translation
 
     def compute(self, step: int, previous_B: torch.Tensor) -> torch.Tensor:
+        """Return the logits [B, V] over the target's ids of draft token `step`.
+
+        Args:
+            previous_B: int32: the token before it, which is the newest one at first.
+        """
         return self._translation.to_target(self._logits_BKU.select(1, step))
 
 
@@ -173,9 +166,7 @@ class BlockProposer(HeadProposer):
         return cls(model, translation, context.vocab_size, speculation.mask_token, speculation.block_size)
 
     def make_kv_sync(self, context: DraftingContext, row_limits: RowLimits) -> BlockKVSync:
-        end = context.speculation.get_drafting_end(context.max_model_len)
-        # What a head carries from its last token to a round has no counterpart here.
-        return BlockKVSync(self._model, end, **self.list_sync_parts(context, row_limits) | dict(head_size=0))
+        return BlockKVSync(self._model, context, row_limits)
 
     def propose(self, request: DraftRequest) -> Drafts:
         newest_B, hidden_BKH = self._fill_block(request)
@@ -206,7 +197,9 @@ class BlockProposer(HeadProposer):
         # The newest token may predict nothing.
         return newest_B1.squeeze(1), hidden_BQH.narrow(1, num_queries - request.num_drafts, request.num_drafts)
 
-    def _make_scores(self, newest_B: torch.Tensor, hidden_BKH: torch.Tensor, is_drafting_B: torch.Tensor) -> Scores:
+    def _make_scores(
+        self, newest_B: torch.Tensor, hidden_BKH: torch.Tensor, is_drafting_B: torch.Tensor
+    ) -> IndependentScores | CandidateScores:
         if isinstance(self._model.model, DFlash2Qwen3ForCausalLM):
             return CandidateScores(self._model, self._vocab_size, hidden_BKH, newest_B, is_drafting_B)
         if isinstance(self._model.model, Qwen3DSparkForCausalLM):
@@ -220,11 +213,12 @@ class BlockProposer(HeadProposer):
 class BlockKVSync(HeadKVSync):
     """Writes the drafter's KV from the target's hidden states, each at its own position."""
 
-    def __init__(self, model: BlockModel, end: int, **parts: Any) -> None:
-        """`end` is the length of a row from which on its block would reach beyond the drafter's last position."""
-        super().__init__(**parts)
+    def __init__(self, model: BlockModel, context: DraftingContext, row_limits: RowLimits) -> None:
+        # What a head carries from its last token to a round has no counterpart here.
+        super().__init__(model, context, row_limits, head_size=0)
         self._model = model
-        self._end = end
+        self._end = context.speculation.get_drafting_end(context.max_model_len)
+        """The length of a row from which on its block would reach beyond the drafter's last position."""
 
     def gather_hidden(self, rows_B: torch.Tensor, lengths_B: torch.Tensor) -> None:
         return None

@@ -14,7 +14,7 @@ from collections.abc import Callable, Hashable, Iterator
 from dataclasses import dataclass, replace
 from functools import partial
 from itertools import compress
-from typing import TYPE_CHECKING, NamedTuple, Self
+from typing import TYPE_CHECKING, NamedTuple
 
 import numpy as np
 import torch
@@ -31,12 +31,8 @@ from vllm_gaudi_spec.step_inputs import Packing, StepInputs
 if TYPE_CHECKING:
     from vllm_gaudi_spec.attention.metadata import Inputs
     from vllm_gaudi_spec.drafting.base import DraftingContext, Model
-    from vllm_gaudi_spec.drafting.kv_sync import ReadBlocks
     from vllm_gaudi_spec.drafting.vocabulary import Translation
-    from vllm_gaudi_spec.graphs import StepRecorder
     from vllm_gaudi_spec.records import Batch, DraftBatch, Drafted, Request, SampledRows, Shape
-    from vllm_gaudi_spec.runner.requests import Requests
-    from vllm_gaudi_spec.runner.shapes import Shapes
     from vllm_gaudi_spec.scheduling.limits import RowLimits
 
 NUM_NEWEST = 2
@@ -56,7 +52,7 @@ class AutoregressiveProposer(DeviceProposer):
         return cls(context.drafter, make_translation(context))
 
     def make_kv_sync(self, context: DraftingContext, row_limits: RowLimits) -> DraftModelKVSync:
-        return DraftModelKVSync.build(self.read, context)
+        return DraftModelKVSync(self.read, context)
 
     def read(self, chunk: Inputs) -> None:
         """Write the drafter's KV for tokens of the target, such as a prompt chunk."""
@@ -148,27 +144,14 @@ class _Lag:
 class DraftModelKVSync(DrafterKVSync):
     has_kv = True
 
-    def __init__(
-        self,
-        read: Callable[[Inputs], None],
-        requests: Requests,
-        recorder: StepRecorder,
-        shapes: Shapes,
-        drafter_max_len: int,
-        num_drafts: int,
-        blocks: ReadBlocks,
-    ) -> None:
-        """
-        Args:
-            read: Writes the drafter's KV for tokens, on the device.
-            drafter_max_len: The drafter's longest context.
-        """
+    def __init__(self, read: Callable[[Inputs], None], context: DraftingContext) -> None:
+        """`read` writes the drafter's KV for tokens, on the device."""
         self._read = read
-        self._requests = requests
-        self._recorder = recorder
-        self._shapes = shapes
-        self._max_len = drafter_max_len
-        self._num_drafts = num_drafts
+        self._requests = requests = context.requests
+        self._recorder = context.recorder
+        self._shapes = context.shapes
+        self._max_len = context.drafter_max_len
+        self._num_drafts = context.speculation.num_drafts
         num_rows = requests.pad_row + 1
         self._reach_R = torch.zeros(num_rows, dtype=torch.int32, device=requests.backend.traits.torch_device)
         """Number of tokens of each row whose KV the drafter has, provided that their drafts were accepted."""
@@ -178,21 +161,9 @@ class DraftModelKVSync(DrafterKVSync):
         """Rows of which the drafter has read all but the newest tokens, as far as the host knows."""
         self._arrived: set[int] = set()
         """Rows that were admitted and have not run a forward pass yet."""
-        self._blocks = blocks
+        self._blocks = context.make_read_blocks(keeps_up=False)
         self._run_read = requests.backend.graphs.graph(self._read_rows)
         self._set_reach = requests.backend.graphs.graph(self._put_reach)
-
-    @classmethod
-    def build(cls, read: Callable[[Inputs], None], context: DraftingContext) -> Self:
-        return cls(
-            read,
-            context.requests,
-            context.recorder,
-            context.shapes,
-            context.drafter_max_len,
-            context.speculation.num_drafts,
-            context.make_read_blocks(keeps_up=False),
-        )
 
     # --- host ---
 

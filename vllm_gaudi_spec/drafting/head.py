@@ -15,7 +15,7 @@ from __future__ import annotations
 from collections.abc import Hashable, Iterator
 from functools import partial
 from itertools import product
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 import torch
 
@@ -33,13 +33,8 @@ if TYPE_CHECKING:
     import numpy as np
 
     from vllm_gaudi_spec.drafting.base import DraftingContext, Model
-    from vllm_gaudi_spec.drafting.kv_sync import ReadBlocks
     from vllm_gaudi_spec.drafting.vocabulary import Translation
-    from vllm_gaudi_spec.graphs import StepRecorder
     from vllm_gaudi_spec.records import Batch, DraftBatch, DraftRequest, Drafts, Request, SampledRows, Shape
-    from vllm_gaudi_spec.runner.hidden_states import HiddenStateBuffer
-    from vllm_gaudi_spec.runner.requests import Requests
-    from vllm_gaudi_spec.runner.shapes import Shapes
     from vllm_gaudi_spec.scheduling.limits import RowLimits
 
 
@@ -56,21 +51,7 @@ class HeadProposer(DeviceProposer):
         return cls(context.drafter, make_head_translation(context.drafter, context.vocab_size))
 
     def make_kv_sync(self, context: DraftingContext, row_limits: RowLimits) -> DrafterKVSync:
-        return HeadKVSync(**self.list_sync_parts(context, row_limits))
-
-    def list_sync_parts(self, context: DraftingContext, row_limits: RowLimits) -> dict[str, Any]:
-        """Return the arguments of a `HeadKVSync`."""
-        return dict(
-            head=self._model,
-            hidden_states=context.hidden_states,
-            requests=context.requests,
-            recorder=context.recorder,
-            shapes=context.shapes,
-            row_limits=row_limits,
-            blocks=context.make_read_blocks(keeps_up=True),
-            head_size=context.spec_config.draft_model_config.get_hidden_size(),
-            max_len=context.drafter_max_len,
-        )
+        return HeadKVSync(self._model, context, row_limits)
 
     def propose(self, request: DraftRequest) -> Drafts:
         assert request.hidden is not None
@@ -96,33 +77,22 @@ class HeadKVSync(DrafterKVSync):
     reads_every_step = True
 
     def __init__(
-        self,
-        *,
-        head: Model,
-        hidden_states: HiddenStateBuffer,
-        requests: Requests,
-        recorder: StepRecorder,
-        shapes: Shapes,
-        row_limits: RowLimits,
-        blocks: ReadBlocks,
-        head_size: int,
-        max_len: int,
+        self, head: Model, context: DraftingContext, row_limits: RowLimits, head_size: int | None = None
     ) -> None:
-        """
-        Args:
-            head_size: Size of the head's hidden states.
-            max_len: Number of positions that the head supports.
-        """
+        """`head_size` is the size of the head's hidden states, by default that of its configuration."""
         self._head = head
-        self._hidden_states = hidden_states
-        self._requests = requests
-        self._recorder = recorder
-        self._shapes = shapes
+        self._hidden_states = context.hidden_states
+        self._requests = requests = context.requests
+        self._recorder = context.recorder
+        self._shapes = context.shapes
         self._row_limits = row_limits
-        self._blocks = blocks
-        self._max_len = max_len
+        self._blocks = context.make_read_blocks(keeps_up=True)
+        self._max_len = context.drafter_max_len
+        """Number of positions that the head supports."""
+        if head_size is None:
+            head_size = context.spec_config.draft_model_config.get_hidden_size()
         shape = (requests.pad_row + 1, head_size)
-        device, dtype = requests.backend.traits.torch_device, hidden_states.dtype
+        device, dtype = requests.backend.traits.torch_device, context.hidden_states.dtype
         self._last_RH, self._carried_RH = (torch.zeros(shape, dtype=dtype, device=device) for _ in range(2))
         """The head's output after the last token that it read, by row."""
         self._run_chunk = requests.backend.graphs.graph(self._read_chunk)

@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-from typing import TYPE_CHECKING, Protocol, cast
+from typing import TYPE_CHECKING, cast
 
 from vllm_gaudi_spec.drafting.base import DeviceProposer
 from vllm_gaudi_spec.drafting.draft_model import stack_drafts
@@ -15,16 +14,11 @@ if TYPE_CHECKING:
     import torch
 
     from vllm_gaudi_spec.drafting.base import DraftingContext
+    from vllm_gaudi_spec.drafting.models import LoadedMedusa
     from vllm_gaudi_spec.drafting.vocabulary import Translation
     from vllm_gaudi_spec.records import DraftRequest, Drafts
     from vllm_gaudi_spec.runner.hidden_states import HiddenStateBuffer
     from vllm_gaudi_spec.scheduling.limits import RowLimits
-
-
-class Heads(Protocol):
-    def compute_head_logits(self, hidden_BH: torch.Tensor, max_drafts_B: torch.Tensor) -> Iterator[torch.Tensor]:
-        """Yield the logits of each head, [B, U]. Rows that request no drafts are padding."""
-        ...
 
 
 class StateKVSync(DrafterKVSync):
@@ -38,14 +32,14 @@ class StateKVSync(DrafterKVSync):
 
 
 class MedusaProposer(DeviceProposer):
-    def __init__(self, model: Heads, translation: Translation) -> None:
+    def __init__(self, model: LoadedMedusa, translation: Translation) -> None:
         self._heads = model
         self._translation = translation
 
     @classmethod
     def build(cls, context: DraftingContext) -> MedusaProposer:
-        assert context.drafter is not None
-        return cls(cast(Heads, context.drafter), make_head_translation(context.drafter, context.vocab_size))
+        model = cast("LoadedMedusa", context.drafter)
+        return cls(model, make_head_translation(model, context.vocab_size))
 
     def make_kv_sync(self, context: DraftingContext, row_limits: RowLimits) -> StateKVSync:
         return StateKVSync(context.hidden_states)

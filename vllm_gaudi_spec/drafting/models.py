@@ -169,7 +169,7 @@ class LoadedMedusa(LoadedModel):
         self.output_ids = self.model.token_map
 
     def compute_head_logits(self, hidden: torch.Tensor, max_drafts_B: torch.Tensor) -> Iterator[torch.Tensor]:
-        """Yield the logits of each head, [rows, U]."""
+        """Yield the logits of each head, [rows, U]. Rows that request no drafts are padding."""
         with self.counting_rows(max_drafts_B > 0):
             for states, lm_head in zip(self.model(hidden), self.model.lm_heads, strict=True):
                 with upstream.tensor_parallel_group(self.group):

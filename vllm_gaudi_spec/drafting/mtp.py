@@ -135,7 +135,7 @@ class ChainedProposer(HeadProposer):
         return cls(layers, make_head_translation(head, context.vocab_size))
 
     def make_kv_sync(self, context: DraftingContext, row_limits: RowLimits) -> ChainedKVSync:
-        return ChainedKVSync(self._layers, **self.list_sync_parts(context, row_limits))
+        return ChainedKVSync(self._layers, context, row_limits)
 
     def propose(self, request: DraftRequest) -> Drafts:
         assert request.hidden is not None
@@ -214,8 +214,8 @@ class TargetKVSync(StateKVSync):
 
 
 class ChainedKVSync(HeadKVSync):
-    def __init__(self, layers: Sequence[Model], **parts: Any) -> None:
-        super().__init__(**parts)
+    def __init__(self, layers: Sequence[Model], context: DraftingContext, row_limits: RowLimits) -> None:
+        super().__init__(layers[0], context, row_limits)
         self._layers = layers
         self._unread_RH = [torch.zeros_like(self._carried_RH) for _ in layers[1:]]
         """For each layer except the first: the state of the first position of each row that the layer has not read."""

@@ -53,7 +53,7 @@ class ParallelModelProposer(AutoregressiveProposer):
         return cls(context.drafter, make_translation(context), context.speculation.mask_token)
 
     def make_kv_sync(self, context: DraftingContext, row_limits: RowLimits) -> ParallelModelKVSync:
-        self.kv_sync = ParallelModelKVSync.build(self.read, context)
+        self.kv_sync = ParallelModelKVSync(self.read, context)
         return self.kv_sync
 
     def propose(self, request: DraftRequest) -> Drafts:

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import random
 from dataclasses import replace
+from typing import Any
 
 import pytest
 import torch
@@ -20,9 +21,8 @@ from vllm_gaudi_spec.attention.metadata import Inputs
 from vllm_gaudi_spec.batches import pad_rows
 from vllm_gaudi_spec.config import Speculation
 from vllm_gaudi_spec.drafting.base import DeviceProposer
-from vllm_gaudi_spec.drafting.draft_model import AutoregressiveProposer, DraftModelKVSync
+from vllm_gaudi_spec.drafting.draft_model import AutoregressiveProposer
 from vllm_gaudi_spec.drafting.guard import Guard
-from vllm_gaudi_spec.drafting.kv_sync import DrafterKVSync, ReadBlocks
 from vllm_gaudi_spec.drafting.on_device import DeviceDrafting, DeviceRowLimits
 from vllm_gaudi_spec.drafting.vocabulary import SameVocabulary
 from vllm_gaudi_spec.graphs import StepRecorder
@@ -71,6 +71,8 @@ class Remembers:
 class Rows:
     """Three requests with prompts of different lengths, one in two chunks, driven by a test."""
 
+    hidden_states: Any = None
+
     def __init__(
         self,
         num_drafts: int,
@@ -99,40 +101,26 @@ class Rows:
     def build(self, drafter_max_len: int) -> DeviceDrafting:
         self.model = Remembers(drafter_max_len)
         proposer = AutoregressiveProposer(self.model, SameVocabulary(VOCAB, VOCAB + 3))
-        blocks = ReadBlocks(self.requests, 1 + 3 * MOST_BLOCKS, [0])
-        kv_sync = DraftModelKVSync(
-            proposer.read, self.requests, self.recorder, self.shapes, drafter_max_len, self.num_drafts, blocks
-        )
-        return self.drafting_of("draft_model", proposer, kv_sync, drafter_max_len)
+        return self.make_drafting("draft_model", proposer, drafter_max_len)
 
-    def speculation(self, method: str, drafter_max_len: int) -> Speculation:
-        return Speculation(
+    def make_drafting(self, method: str, proposer: DeviceProposer, drafter_max_len: int) -> DeviceDrafting:
+        speculation = Speculation(
             method=method,
             num_drafts=self.num_drafts,
             rule="strict",
             drafting="greedy",
             drafter_max_len=drafter_max_len,
         )
-
-    def make_limits(self, speculation: Speculation) -> DeviceRowLimits:
-        return DeviceRowLimits(self.requests.backend, 4, speculation, self.max_len)
-
-    def drafting_of(
-        self,
-        method: str,
-        proposer: DeviceProposer,
-        kv_sync: DrafterKVSync,
-        drafter_max_len: int,
-        row_limits: DeviceRowLimits | None = None,
-    ) -> DeviceDrafting:
-        speculation = self.speculation(method, drafter_max_len)
-        context = make_context(speculation, self.requests, self.recorder, self.shapes, self.sampling, self.max_len)
+        context = make_context(
+            speculation, self.requests, self.recorder, self.shapes, self.sampling, self.max_len, self.hidden_states
+        )
+        row_limits = DeviceRowLimits(self.requests.backend, 4, speculation, self.max_len)
         return DeviceDrafting(
             context,
             proposer=proposer,
-            row_limits=row_limits or self.make_limits(speculation),
+            row_limits=row_limits,
             guard=Guard(independent=True),
-            kv_sync=kv_sync,
+            kv_sync=proposer.make_kv_sync(context, row_limits),
         )
 
     def start(

@@ -18,7 +18,6 @@ from vllm_gaudi_spec.drafting.block import (
     CandidateScores,
     IndependentScores,
     MarkovScores,
-    Scores,
 )
 from vllm_gaudi_spec.drafting.vocabulary import SameVocabulary
 from vllm_gaudi_spec.records import Drafts
@@ -61,7 +60,9 @@ class HandMade(BlockProposer):
     def _fill_block(self, request: Any) -> tuple[torch.Tensor, torch.Tensor]:
         return self._newest_N, self._logits_CKV[self._newest_N.long()]
 
-    def _make_scores(self, newest_B: torch.Tensor, hidden_BKH: torch.Tensor, is_drafting_B: torch.Tensor) -> Scores:
+    def _make_scores(
+        self, newest_B: torch.Tensor, hidden_BKH: torch.Tensor, is_drafting_B: torch.Tensor
+    ) -> IndependentScores | CandidateScores:
         model: Any = self._model
         if self._kind == "candidates":
             model.compute_candidates = lambda hidden: hidden.topk(CANDIDATES)

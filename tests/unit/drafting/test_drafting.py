@@ -73,20 +73,22 @@ def make_context(
     shapes: Shapes,
     sampling: Sampling,
     max_model_len: int,
+    hidden_states: Any = None,
 ) -> DraftingContext:
-    """Return the context of a drafter that needs neither a KV cache nor the target's model."""
+    """Return the context of a drafter of one layer, with states of size 1, that does not need the target's model."""
     nothing: Any = None
     model_config = SimpleNamespace(max_model_len=max_model_len, get_vocab_size=lambda: sampling.vocab_size)
+    spec_config = SimpleNamespace(draft_model_config=SimpleNamespace(get_hidden_size=lambda: 1))
     return DraftingContext(
         speculation=speculation,
-        vllm_config=SimpleNamespace(model_config=model_config),  # type: ignore[arg-type]
+        vllm_config=SimpleNamespace(model_config=model_config, speculative_config=spec_config),  # type: ignore[arg-type]
         requests=requests,
         recorder=recorder,
         shapes=shapes,
-        kv_cache=nothing,
-        hidden_states=nothing,
+        kv_cache=SimpleNamespace(num_blocks=200, layer_groups=[["layer"]]),  # type: ignore[arg-type]
+        hidden_states=hidden_states,
         target=nothing,
-        drafter=None,
+        drafter=SimpleNamespace(layer_names=["layer"]),  # type: ignore[arg-type]
         sampling=sampling,
     )
 

@@ -20,9 +20,9 @@ from tests.support.fakes import CapturingBackend, HostBackend, batches_of, cache
 from tests.unit.drafting.test_autoregressive import BLOCK, MOST_BLOCKS, PROMPTS, VOCAB, Rows, following
 from vllm_gaudi_spec.attention.metadata import Inputs
 from vllm_gaudi_spec.config import UnsupportedConfigError
-from vllm_gaudi_spec.drafting.head import HeadKVSync, HeadProposer
-from vllm_gaudi_spec.drafting.kv_sync import ReadBlocks
-from vllm_gaudi_spec.drafting.medusa import MedusaProposer, StateKVSync
+from vllm_gaudi_spec.drafting.base import DeviceProposer
+from vllm_gaudi_spec.drafting.head import HeadProposer
+from vllm_gaudi_spec.drafting.medusa import MedusaProposer
 from vllm_gaudi_spec.drafting.models import LoadedHead, get_aux_layers, share_modules, split_carried
 from vllm_gaudi_spec.drafting.on_device import DeviceDrafting
 from vllm_gaudi_spec.drafting.vocabulary import ReducedVocabulary, SameVocabulary
@@ -68,40 +68,22 @@ class ReadsStates:
         return torch.nn.functional.one_hot(hidden[:, 0].long(), VOCAB).float()
 
 
-def make_hidden_states(num_drafts: int) -> HiddenStateBuffer:
-    return HiddenStateBuffer(
-        num_rows=5,
-        num_queries=1 + num_drafts,
-        max_chunk_tokens=256,
-        hidden_size=1,
-        dtype=torch.float32,
-        device=torch.device("cpu"),
-    )
-
-
 class HeadRows(Rows):
     def build(self, drafter_max_len: int) -> DeviceDrafting:
         self.head = ReadsStates(drafter_max_len)
-        self.hidden_states = make_hidden_states(self.num_drafts)
-        self.fresh: set[str] = set()
-        row_limits = self.make_limits(self.speculation("eagle", drafter_max_len))
-        kv_sync = HeadKVSync(**self.list_sync_parts(row_limits, drafter_max_len))
-        proposer = HeadProposer(self.head, SameVocabulary(VOCAB, VOCAB))
-        return self.drafting_of("eagle", proposer, kv_sync, drafter_max_len, row_limits)
+        return self.make_drafting("eagle", HeadProposer(self.head, SameVocabulary(VOCAB, VOCAB)), drafter_max_len)
 
-    def list_sync_parts(self, row_limits: Any, drafter_max_len: int) -> dict[str, Any]:
-        """Return the arguments of a `HeadKVSync`."""
-        return dict(
-            head=self.head,
-            hidden_states=self.hidden_states,
-            requests=self.requests,
-            recorder=self.recorder,
-            shapes=self.shapes,
-            row_limits=row_limits,
-            blocks=ReadBlocks(self.requests, 1 + 3 * MOST_BLOCKS, [0], keeps_up=True),
-            head_size=1,
-            max_len=drafter_max_len,
+    def make_drafting(self, method: str, proposer: DeviceProposer, drafter_max_len: int) -> DeviceDrafting:
+        self.fresh: set[str] = set()
+        self.hidden_states = HiddenStateBuffer(
+            num_rows=5,
+            num_queries=1 + self.num_drafts,
+            max_chunk_tokens=256,
+            hidden_size=1,
+            dtype=torch.float32,
+            device=torch.device("cpu"),
         )
+        return super().make_drafting(method, proposer, drafter_max_len)
 
     def forward(self, batch: Batch) -> None:
         rows = batch.inputs.split()
@@ -240,10 +222,8 @@ class SaysMultiples:
 
 class MedusaRows(HeadRows):
     def build(self, drafter_max_len: int) -> DeviceDrafting:
-        self.hidden_states = make_hidden_states(self.num_drafts)
-        self.fresh: set[str] = set()
         proposer = MedusaProposer(SaysMultiples(), SameVocabulary(VOCAB, VOCAB))
-        return self.drafting_of("medusa", proposer, StateKVSync(self.hidden_states), drafter_max_len)
+        return self.make_drafting("medusa", proposer, drafter_max_len)
 
     def expected(self, name: str) -> list[int]:
         state = state_after(self.tokens[name][:-1])

@@ -10,9 +10,9 @@ import torch
 
 from tests.support.fakes import CapturingBackend, HostBackend, step
 from tests.unit.drafting.test_autoregressive import BLOCK, PROMPTS, VOCAB
-from tests.unit.drafting.test_heads import HeadRows, ReadsStates, carry, make_hidden_states, state_after
+from tests.unit.drafting.test_heads import HeadRows, ReadsStates, carry, state_after
 from vllm_gaudi_spec.attention.metadata import Inputs
-from vllm_gaudi_spec.drafting.mtp import AssistantProposer, ChainedKVSync, ChainedProposer, TargetKVSync
+from vllm_gaudi_spec.drafting.mtp import AssistantProposer, ChainedProposer
 from vllm_gaudi_spec.drafting.on_device import DeviceDrafting
 from vllm_gaudi_spec.drafting.vocabulary import SameVocabulary
 from vllm_gaudi_spec.records import Hidden
@@ -35,12 +35,7 @@ class ChainedRows(HeadRows):
     def build(self, drafter_max_len: int) -> DeviceDrafting:
         self.layers = [Layer(drafter_max_len, number) for number in range(self.num_layers)][: self.num_drafts]
         self.head = self.layers[0]
-        self.hidden_states = make_hidden_states(self.num_drafts)
-        self.fresh: set[str] = set()
-        row_limits = self.make_limits(self.speculation("mtp", drafter_max_len))
-        kv_sync = ChainedKVSync(self.layers, **self.list_sync_parts(row_limits, drafter_max_len))
-        proposer = ChainedProposer(self.layers, SameVocabulary(VOCAB, VOCAB))
-        return self.drafting_of("mtp", proposer, kv_sync, drafter_max_len, row_limits)
+        return self.make_drafting("mtp", ChainedProposer(self.layers, SameVocabulary(VOCAB, VOCAB)), drafter_max_len)
 
     def expected(self, name: str) -> list[int]:
         """Return the drafts of layers that read each position once, when the token that they read there is known."""
@@ -127,10 +122,8 @@ class Assistant:
 
 class AssistantRows(HeadRows):
     def build(self, drafter_max_len: int) -> DeviceDrafting:
-        self.hidden_states = make_hidden_states(self.num_drafts)
-        self.fresh: set[str] = set()
         proposer = AssistantProposer(Assistant(), SameVocabulary(VOCAB, VOCAB))
-        return self.drafting_of("mtp", proposer, TargetKVSync(self.hidden_states), drafter_max_len)
+        return self.make_drafting("mtp", proposer, drafter_max_len)
 
     def expected(self, name: str) -> list[int]:
         tokens = self.tokens[name]

@@ -30,7 +30,6 @@ from tests.support.small_engine import (
 )
 from tests.unit.drafting.test_autoregressive import (
     BLOCK,
-    MOST_BLOCKS,
     PROMPTS,
     VOCAB,
     Remembers,
@@ -43,10 +42,8 @@ from vllm_gaudi_spec.attention.metadata import Inputs
 from vllm_gaudi_spec.config import Speculation, UnsupportedConfigError
 from vllm_gaudi_spec.drafting import parallel
 from vllm_gaudi_spec.drafting.draft_model import stack_drafts
-from vllm_gaudi_spec.drafting.head import HeadKVSync
-from vllm_gaudi_spec.drafting.kv_sync import ReadBlocks
 from vllm_gaudi_spec.drafting.on_device import DeviceDrafting
-from vllm_gaudi_spec.drafting.parallel import ParallelHeadProposer, ParallelModelKVSync, ParallelModelProposer
+from vllm_gaudi_spec.drafting.parallel import ParallelHeadProposer, ParallelModelProposer
 from vllm_gaudi_spec.drafting.vocabulary import SameVocabulary
 from vllm_gaudi_spec.records import Drafts, Hidden
 
@@ -73,11 +70,7 @@ class ParallelRows(Rows):
     def build(self, drafter_max_len: int) -> DeviceDrafting:
         self.model = FillsMasks(drafter_max_len)
         proposer = ParallelModelProposer(self.model, SameVocabulary(VOCAB, VOCAB + 3), MASK)
-        blocks = ReadBlocks(self.requests, 1 + 3 * MOST_BLOCKS, [0])
-        proposer.kv_sync = ParallelModelKVSync(
-            proposer.read, self.requests, self.recorder, self.shapes, drafter_max_len, self.num_drafts, blocks
-        )
-        return self.drafting_of("draft_model", proposer, proposer.kv_sync, drafter_max_len)
+        return self.make_drafting("draft_model", proposer, drafter_max_len)
 
 
 class HeadFillsMasks(ReadsStates):
@@ -99,14 +92,10 @@ class HeadFillsMasks(ReadsStates):
 
 class ParallelHeadRows(HeadRows):
     def build(self, drafter_max_len: int) -> DeviceDrafting:
-        autoregressive = super().build(drafter_max_len)
         self.head = HeadFillsMasks(drafter_max_len)
-        kv_sync: Any = autoregressive._kv_sync
-        assert isinstance(kv_sync, HeadKVSync)
-        kv_sync._head = self.head
         mask_state = torch.tensor([MASK_STATE])
         proposer = ParallelHeadProposer(self.head, SameVocabulary(VOCAB, VOCAB), MASK, mask_state)
-        return self.drafting_of("eagle3", proposer, kv_sync, drafter_max_len, autoregressive._row_limits)
+        return self.make_drafting("eagle3", proposer, drafter_max_len)
 
 
 KINDS = [ParallelRows, ParallelHeadRows]
