@@ -129,6 +129,7 @@ class LoadedModel:
                 self.model = get_model(
                     vllm_config=vllm_config, model_config=model_config, prefix=prefix, load_config=load_config
                 )
+            upstream.suppress_tokens_by_bias(self.model, model_config.dtype)
             if adapt is not None:
                 adapt(self.model)
             self.measuring = quantization.apply(self.model, backend) if quantization else None

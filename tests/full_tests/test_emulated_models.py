@@ -23,7 +23,9 @@ def test_answers_equal_transformers(case: str, tmp_path_factory: pytest.TempPath
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("case", ["qwen2.5-vl@text", "qwen3-vl@text", "gemma3-mm@text", "mistral3@text"])
+@pytest.mark.parametrize(
+    "case", ["qwen2.5-vl@text", "qwen3-vl@text", "gemma3-mm@text", "gemma4-mm@suppressed", "mistral3@text"]
+)
 def test_text_of_multimodal_models_equals_transformers(case: str, tmp_path_factory: pytest.TempPathFactory) -> None:
     """With drafts of both kinds. A row's faults have what was compiled after warm-up, and a second sync of a step."""
     (row,) = Run({case: CASES[case]}, tmp_path_factory.mktemp("models")).rows(

@@ -120,6 +120,18 @@ def test_gemma4_assistant_is_lossless(target: str, ordered: bool, tmp_path: Path
     check_lossless(model, dict(method="mtp", model=assistant))
 
 
+@pytest.mark.slow
+def test_gemma4_assistant_drafts_no_suppressed_token(tmp_path: Path) -> None:
+    """All tokens but the last of the vocabulary are suppressed, of an assistant that would always be right."""
+    model, assistant = mtp_checkpoints.save_gemma4("gemma4-dense", tmp_path, share=0.0)
+    suppressed = json.dumps({"suppress_tokens": [*range(VOCAB - 1)]})
+    (Path(assistant) / "generation_config.json").write_text(suppressed)
+    with speculating(model, dict(method="mtp", model=assistant, num_speculative_tokens=2)) as llm:
+        generate(llm, random_prompts(LENGTHS[1:3], VOCAB), GREEDY)
+        assert counter(llm, "vllm:spec_decode_num_draft_tokens") > 0
+        assert counter(llm, "vllm:spec_decode_num_accepted_tokens") == 0
+
+
 # ---- drafts against transformers -------------------------------------------------------------------------
 
 

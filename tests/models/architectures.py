@@ -31,6 +31,8 @@ class Recipe:
     """Standard deviation of the embedding; it decides how much of the next token follows from the last one alone."""
     final_norm: float = 0.0
     """Added to the weight of the last norm: logits spread where a tied embedding is small."""
+    suppressed: tuple[int, ...] = ()
+    """Tokens that its generation_config.json forbids."""
     pooling: str | None = None
     """What a pooling model is asked for: `embed`, `classify`, `token_embed` or `token_classify`."""
     vision: bool = False
@@ -1100,6 +1102,14 @@ MULTIMODAL |= {
         "mistral3": dict(image=0),
     }.items()
 }
+# As published, its placeholders are suppressed. They are none of the prompts' tokens, which transformers would embed
+# otherwise.
+_PLACEHOLDERS = dict(zip(GEMMA4_IDS, range(294, 301), strict=True))
+MULTIMODAL["gemma4-mm@suppressed"] = replace(
+    MULTIMODAL["gemma4-mm@text"],
+    config=MULTIMODAL["gemma4-mm@text"].config | _PLACEHOLDERS,
+    suppressed=(*range(3, 256, 2), *_PLACEHOLDERS.values()),
+)
 
 # ---- pooling ---------------------------------------------------------------------------------------------
 

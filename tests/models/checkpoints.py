@@ -145,6 +145,7 @@ def build(recipe: Recipe) -> transformers.PreTrainedModel:
                 parameter.add_(recipe.final_norm)
     if model.can_generate():
         model.generation_config.do_sample = False
+        model.generation_config.suppress_tokens = list(recipe.suppressed) or None
     return model
 
 
@@ -274,11 +275,12 @@ NUM_NEXT = 8
 def reference(model: nn.Module, asked: Sequence[Sequence[int]] | None = None) -> dict[str, Any]:
     """Greedy tokens, each one's log-probability, how far its logit is above the next best, and which are next: their
     log-probabilities by token."""
-    found = no_answers()
+    found, suppressed = no_answers(), torch.tensor(model.generation_config.suppress_tokens or [], dtype=torch.int64)
     for prompt in asked or prompts():
         context, logits = list(prompt), []
         for _ in range(NUM_TOKENS):
-            logits.append(model(input_ids=torch.tensor([context]), use_cache=False).logits[0, -1].float())
+            logits_V = model(input_ids=torch.tensor([context]), use_cache=False).logits[0, -1].float()
+            logits.append(logits_V.index_fill(0, suppressed, -torch.inf))
             context.append(int(logits[-1].argmax()))
         add_answer(found, prompt, logits)
     return found

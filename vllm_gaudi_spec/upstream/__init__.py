@@ -63,6 +63,7 @@ from vllm_gaudi_spec.upstream.views import (
     embed_tokens_by_layer_in_gemma3n,
     join_keys_of_minicpm3,
     scale_gates_of_falcon_h1,
+    suppress_tokens_by_bias,
     take_tokens_in_gemma3n,
 )
 

@@ -1,4 +1,6 @@
-"""Layers of vLLM's models that no graph takes: they change tensors through views, or make some on the host.
+"""Layers of vLLM's models that graphs do not support, or only at a cost.
+
+They change tensors through views, make some on the host, or compute in int64.
 
 N heads, D size of a key, A inputs of AltUp; T tokens and H hidden size as everywhere.
 """
@@ -217,6 +219,31 @@ def _embed_patches(
     patches = embeddings.patch_embedding(pixel_values.to(embeddings.patch_embedding.weight.dtype))
     positions: torch.Tensor = embeddings.position_embedding(embeddings.position_ids)
     return patches.flatten(2).transpose(1, 2) + positions
+
+
+def suppress_tokens_by_bias(model: Any, dtype: torch.dtype) -> None:
+    """Let a Gemma 4, or its assistant, forbid tokens by a bias that is made before the model is served.
+
+    Reason: vLLM's classes fill logits by index. They copy the indices to the device in the first step that needs them,
+    which may be a captured one, and Ascend's CANN before about 8.3 reads each index on the host.
+    Remove when: their `compute_logits` neither copies indices nor fills by them.
+    """
+    import torch
+
+    token_ids = getattr(model, "_suppress_token_ids", None)
+    if not token_ids:
+        return
+    model._suppress_token_ids = model._suppress_idx = None
+    bias_V = torch.zeros(model.config.get_text_config().vocab_size, dtype=dtype)
+    bias_V[token_ids] = -torch.inf
+    model.register_buffer("suppression_V", bias_V, persistent=False)
+    compute_logits = model.compute_logits
+
+    def suppress(*args: Any, **named: Any) -> torch.Tensor | None:
+        logits_NV = compute_logits(*args, **named)
+        return None if logits_NV is None else logits_NV + model.suppression_V
+
+    model.compute_logits = suppress
 
 
 def convolve_blocks_of_dflash2() -> None:

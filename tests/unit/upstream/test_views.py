@@ -304,3 +304,38 @@ def test_dflash2_convolves_as_vllm_does_but_without_a_remainder(block_size: int,
         torch.testing.assert_close(views._convolve(theirs, *args), expected)
     assert in_theirs.count == (block_size == 5), "vLLM computes no remainder any more"
     assert in_ours.count == 0
+
+
+class Suppressing(torch.nn.Module):
+    """What is read of vLLM's Gemma 4."""
+
+    def __init__(self, suppressed: list[int] | None) -> None:
+        super().__init__()
+        self._suppress_token_ids = suppressed
+        self.config = SimpleNamespace(get_text_config=lambda: SimpleNamespace(vocab_size=6))
+
+    def compute_logits(self, logits_NV: torch.Tensor | None) -> torch.Tensor | None:
+        assert not self._suppress_token_ids
+        return logits_NV
+
+
+@pytest.mark.parametrize("suppressed", [None, [], [1, 4]])
+def test_gemma4_forbids_tokens_by_a_bias(suppressed: list[int] | None) -> None:
+    model, logits_NV = Suppressing(suppressed), torch.randn(3, 6, dtype=torch.bfloat16)
+    views.suppress_tokens_by_bias(model, torch.bfloat16)
+    expected = logits_NV.index_fill(1, torch.tensor(suppressed or [], dtype=torch.int64), -torch.inf)
+    found = model.compute_logits(logits_NV)
+    assert found is not None
+    assert found.dtype == torch.bfloat16
+    assert torch.equal(found, expected)
+    assert model.compute_logits(None) is None, "only some ranks have logits"
+    assert not model.state_dict(), "checkpoints have no such tensor"
+
+
+@pytest.mark.parametrize(
+    ("module", "name"), [("gemma4_mm", "Gemma4ForConditionalGeneration"), ("gemma4_mtp", "Gemma4MTP")]
+)
+def test_gemma4_still_fills_logits_by_index(module: str, name: str) -> None:
+    found = pytest.importorskip(f"vllm.model_executor.models.{module}", exc_type=ImportError)
+    assert "index_fill_" in inspect.getsource(original(getattr(found, name), "compute_logits"))
+    assert "        self._suppress_token_ids = " in inspect.getsource(found)
