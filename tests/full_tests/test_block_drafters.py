@@ -97,7 +97,7 @@ def test_logits_of_every_block_equal_the_reference(
     plain: list[list[int]],
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    reference = BlockReference(drafter(name), KINDS[name], TARGET)
+    reference = BlockReference(drafter(name), TARGET)
     recorder = Recorder(monkeypatch)
     config = dict(method=KINDS[name].method, model=drafter(name), num_speculative_tokens=K)
     num_compared = 0
@@ -127,7 +127,7 @@ def test_drafts_on_a_card_are_those_of_the_reference(
 
 def check_drafts_on_card(name: str, folder: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """In graphs no test can record logits, so every greedy draft has to be the reference's best token, or a tie."""
-    reference = BlockReference(folder, KINDS[name], TARGET)
+    reference = BlockReference(folder, TARGET)
     drafts: list[list[int]] = []
     take = Worker.take_draft_token_ids
 

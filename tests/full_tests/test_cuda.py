@@ -16,12 +16,12 @@ from tests.full_tests import heads, mtp_checkpoints, never_wrong, rule_models
 from tests.full_tests.block_drafters import KINDS, make_drafter
 from tests.full_tests.captured import Reference, captured, programs_are_the_manifest
 from tests.full_tests.engines import counter, engine, first_tokens, generate
+from tests.full_tests.parallel_checkpoints import save_tokenizer
 from tests.full_tests.ranks import ranks_agree
 from tests.full_tests.speculation import accepted, ngram, speculating
 from tests.full_tests.test_block_drafters import TARGET, check_drafts_on_card
 from tests.full_tests.test_mtp import check_every_draft
 from tests.full_tests.test_parallel_drafting import METHODS as PARALLEL
-from tests.full_tests.test_parallel_drafting import save_tokenizer
 from tests.full_tests.workload import Request, mixed_requests, run_together
 from vllm_gaudi_spec.devices import describe_device
 

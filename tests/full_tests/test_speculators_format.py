@@ -83,7 +83,7 @@ def test_block_drafter_of_the_library_drafts_as_its_reference(
 ) -> None:
     drafter = make_drafter(tmp_path / "own", KINDS[name], TARGET)
     checkpoint = rewrite_drafter(drafter, tmp_path / "library", KINDS[name], K)
-    reference, recorder = BlockReference(drafter, KINDS[name], TARGET), Recorder(monkeypatch)
+    reference, recorder = BlockReference(drafter, TARGET), Recorder(monkeypatch)
     for model, options in ((TARGET, dict(speculative_config=dict(model=checkpoint))), (checkpoint, {})):
         num_compared = 0
         with engine(model, max_model_len=MAX_LEN, **options) as llm:
@@ -149,7 +149,7 @@ def test_other_forms_of_block_drafters_are_refused(
 def test_reference_of_block_drafters_computes_the_logits_of_the_library(name: str, tmp_path: Path) -> None:
     """`BlockReference`, which the engine's blocks are compared with, against what release 0.9.0 computed."""
     drafter = make_drafter(tmp_path / "drafter", KINDS[name], target("dflash"))
-    reference = BlockReference(drafter, KINDS[name], target("dflash"))
+    reference = BlockReference(drafter, target("dflash"))
     rounds = [each for each in json.loads(speculators_library.RECORDED.read_text())["rounds"] if each["kind"] == name]
     assert [each["length"] for each in rounds] == [*speculators_library.LENGTHS[name]]
     for each in rounds:
