@@ -3,6 +3,7 @@
 Their target follows a rule, and one step off anywhere drafts noise (rule_models.py).
 """
 
+import json
 from collections.abc import Callable
 from functools import cache
 from pathlib import Path
@@ -18,6 +19,7 @@ from vllm_gaudi_spec.config import REQUEST_OPTION
 
 METHODS = tuple(rule_models.HEADS)
 BLOCKS = ("dflash", "dflash2", "dspark")
+METHOD_NAMES = {"dflash2": "dflash"}
 NUM_TOKENS = 70
 DRAFTED = "vllm:spec_decode_num_draft_tokens"
 BARE = dict(skip_tokenizer_init=True, max_model_len=256, max_num_seqs=16)
@@ -44,7 +46,7 @@ def pair(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], tuple[str,
         head = str(rule_models.HEADS[method](folder / method))
         if method == "mtp":
             return head, dict(method=method)
-        return str(target(folder)), dict(method="dflash" if method == "dflash2" else method, model=head)
+        return str(target(folder)), dict(method=METHOD_NAMES.get(method, method), model=head)
 
     @cache
     def target(folder: Path) -> Path:
@@ -99,6 +101,33 @@ def test_every_draft_is_right(
         assert (preemptions(llm) > 0) == ("preempted" in schedule)
         assert (counter(llm, "vllm:prefix_cache_hits") > 0) == ("cached" in schedule)
         assert llm.collective_rpc("step_report")[0]["host_syncs_per_step"] <= 1
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(900)
+@pytest.mark.parametrize("method", ["eagle3", "mtp", "dflash2"])
+def test_every_draft_is_right_in_long_contexts(method: str, tmp_path: Path) -> None:
+    """Elsewhere acceptance ended at 32,768 tokens (vllm#52873), and at 65,536 (vllm-ascend#10495)."""
+    longest, k = 70_000, 4
+    head = rule_models.HEADS[method](tmp_path / method)
+    model = head if method == "mtp" else rule_models.make_target(tmp_path / "target")
+    for folder in {head, model}:
+        described = json.loads((folder / "config.json").read_text())
+        (folder / "config.json").write_text(json.dumps(described | dict(max_position_embeddings=1 << 17)))
+    named = dict(method=METHOD_NAMES.get(method, method)) | ({} if method == "mtp" else dict(model=str(head)))
+    (text,) = rule_models.prompts(1, length=longest)
+    sizes = dict(max_model_len=longest + 200, max_num_batched_tokens=512, max_num_seqs=1)
+    params = SamplingParams(temperature=0, max_tokens=NUM_TOKENS, ignore_eos=True, detokenize=False)
+    with speculating(
+        str(model), named | dict(num_speculative_tokens=k), **BARE | sizes, kv_cache_memory_bytes=400 << 20
+    ) as llm:
+        for length in (32_768 - 30, 65_536 - 30, longest):
+            prompt = [*text[: length - 1], text[-1]]
+            (output,) = generate(llm, [prompt], params)
+            assert first_tokens([output]) == [rule_models.continuation(prompt, NUM_TOKENS)]
+            drafted, accepted = accounts([output])[0]
+            assert accepted == drafted, f"prompt of {length}"
+            assert len(drafted) == (NUM_TOKENS - 2 + k) // (k + 1)
 
 
 def check_places(llm: LLM, k: int) -> None:
