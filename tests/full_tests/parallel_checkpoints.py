@@ -4,7 +4,7 @@ A P-EAGLE head has the configuration and the weight names that the library specu
 `RedHatAI/Qwen3-8B-speculator.peagle` does. Run as a program where that library is installed, this file makes
 `peagle_logits.json`: the logits that the library's `PEagleDraftModel` computes from these weights.
 
-PARD is `amd/PARD-Llama-3.2-1B`: a tied Llama 3.2 whose configuration names a `pard_token`.
+PARD is `amd/PARD-Llama-3.2-1B` or `amd/PARD-Qwen3-0.6B`: a tied model whose configuration names a `pard_token`.
 """
 
 import json
@@ -15,7 +15,8 @@ from zlib import crc32
 
 import torch
 from safetensors.torch import save_file
-from transformers import AutoModelForCausalLM, LlamaConfig, LlamaForCausalLM, PreTrainedModel, Qwen3Config
+from tokenizers import Tokenizer, decoders, models, pre_tokenizers
+from transformers import AutoModelForCausalLM, LlamaConfig, PreTrainedModel, PreTrainedTokenizerFast, Qwen3Config
 
 EXPECTED = Path(__file__).with_name("peagle_logits.json")
 FAMILIES = {"llama": LlamaConfig, "qwen3": Qwen3Config}
@@ -55,6 +56,20 @@ def fill(model: PreTrainedModel) -> PreTrainedModel:
         for name, parameter in model.named_parameters():
             parameter.copy_(weight(name, *parameter.shape))
     return model.float().eval()
+
+
+def save_tokenizer(folder: Path | str, vocab_size: int = VOCAB, *, shift: int = 0) -> None:
+    """Write a tokenizer of single bytes.
+
+    Args:
+        shift: How much higher the id of each byte is; the highest ids come first.
+    """
+    bytes_by_id = sorted(pre_tokenizers.ByteLevel.alphabet())[:vocab_size]
+    ids = {byte: (number + shift) % vocab_size for number, byte in enumerate(bytes_by_id)}
+    tokenizer = Tokenizer(models.BPE(vocab=ids, merges=[]))
+    tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
+    tokenizer.decoder = decoders.ByteLevel()
+    PreTrainedTokenizerFast(tokenizer_object=tokenizer).save_pretrained(folder)
 
 
 def make_target(folder: Path, family: str) -> str:
@@ -128,19 +143,23 @@ def peagle_weights(family: str) -> dict[str, torch.Tensor]:
     return {name: weight(name, *shape) for name, shape in shapes.items()} | vocabulary
 
 
-def make_pard(folder: Path) -> str:
-    scaling = dict(
+PARD_ROPE = {
+    "llama": dict(
         rope_type="llama3",
         rope_theta=500000.0,
         factor=32.0,
         high_freq_factor=4.0,
         low_freq_factor=1.0,
         original_max_position_embeddings=64,
-    )
-    config = LlamaConfig(
-        **SHAPE | dict(tie_word_embeddings=True, num_hidden_layers=2), rope_parameters=scaling, pard_token=MASK
-    )
-    fill(LlamaForCausalLM(config)).save_pretrained(folder)
+    ),
+    "qwen3": dict(rope_type="default", rope_theta=1000000.0),
+}
+
+
+def make_pard(folder: Path, family: str = "llama") -> str:
+    shape = SHAPE | dict(tie_word_embeddings=True, num_hidden_layers=2)
+    config = FAMILIES[family](**shape, rope_parameters=PARD_ROPE[family], pard_token=MASK)
+    fill(AutoModelForCausalLM.from_config(config)).save_pretrained(folder)
     return str(folder)
 
 

@@ -62,7 +62,7 @@ def test_drafts_are_lossless_with_adapters(
             assert preemptions(llm) > 0
 
 
-HEADS = ("eagle3", *(pytest.param(method, marks=pytest.mark.slow) for method in ("eagle", "mtp", "medusa")))
+HEADS = ("eagle3", *(pytest.param(method, marks=pytest.mark.slow) for method in ("eagle", "mtp", "medusa", "dflash")))
 
 
 @pytest.mark.parametrize("method", HEADS)

@@ -8,8 +8,7 @@ from typing import Any
 
 import pytest
 import torch
-from tokenizers import Tokenizer, models
-from transformers import PreTrainedTokenizerFast
+from safetensors.torch import load_file
 from vllm import SamplingParams
 
 from tests.full_tests import parallel_checkpoints, rule_models
@@ -40,13 +39,8 @@ def pair(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], tuple[str,
     for kind, (method, make) in METHODS.items():
         made[kind] = dict(method=method, model=str(make(folder / kind)), parallel_drafting=True)
     for name in ("target", "pard"):  # vocabularies are compared
-        save_tokenizer(folder / name, rule_models.VOCAB)
+        parallel_checkpoints.save_tokenizer(folder / name, rule_models.VOCAB)
     return lambda kind: (str(folder / "target"), made[kind])
-
-
-def save_tokenizer(folder: Path | str, vocab_size: int) -> None:
-    words = Tokenizer(models.WordLevel({f"w{token}": token for token in range(vocab_size)}))
-    PreTrainedTokenizerFast(tokenizer_object=words).save_pretrained(folder)
 
 
 QUICK = [
@@ -83,6 +77,38 @@ def test_every_draft_is_right(
         assert (preemptions(llm) > 0) == ("preempted" in schedule)
         assert (counter(llm, "vllm:prefix_cache_hits") > 0) == ("cached" in schedule)
         assert llm.collective_rpc("step_report")[0]["host_syncs_per_step"] <= 1
+
+
+@pytest.mark.parametrize("options", [{}, COUPLED], ids=str)
+def test_drafts_of_another_vocabulary_are_right(
+    options: dict[str, Any], pair: Callable[[str], tuple[str, dict[str, Any]]], tmp_path: Path
+) -> None:
+    """A PARD model whose ids, that of its mask token too, are others than the target's."""
+    model, named = pair("pard")
+    config = named | options | dict(method="universal_draft", model=renumber(Path(named["model"]), tmp_path))
+    if options:
+        check_sampled_texts(model, config, foresees=False)
+    else:
+        asked = prompts()
+        params = SamplingParams(temperature=0, max_tokens=NUM_TOKENS, ignore_eos=True, detokenize=False)
+        with speculating(model, config | dict(num_speculative_tokens=4), **BARE) as llm:
+            outputs = generate(llm, asked, params)
+            for prompt, output in zip(asked, first_tokens(outputs), strict=True):
+                assert output == rule_models.continuation(prompt, NUM_TOKENS)
+            assert all(drafted == accepted for drafted, accepted in accounts(outputs))
+            check_places(llm, 4)
+
+
+def renumber(source: Path, folder: Path) -> str:
+    """Write the PARD model in `source` with other token ids."""
+    shift, vocab = 11, rule_models.VOCAB
+    weights = load_file(source / "model.safetensors")
+    for name in ("model.embed_tokens.weight", "lm_head.weight"):
+        weights[name] = weights[name].roll(shift, 0)
+    config = json.loads((source / "config.json").read_text())
+    config["pard_token"] = (config["pard_token"] + shift) % vocab
+    parallel_checkpoints.save_tokenizer(folder, vocab, shift=shift)
+    return str(rule_models.save(folder, weights, config))
 
 
 @pytest.mark.parametrize("kind", METHODS)
@@ -150,7 +176,7 @@ def test_pard_computes_the_logits_of_transformers(drafted: dict[int, torch.Tenso
     target = parallel_checkpoints.make_target(tmp_path / "target", "llama")
     drafter = parallel_checkpoints.make_pard(tmp_path / "drafter")
     for folder in (target, drafter):
-        save_tokenizer(folder, parallel_checkpoints.VOCAB)
+        parallel_checkpoints.save_tokenizer(folder)
     k, prompt, reference = 6, parallel_checkpoints.PROMPT, Reference(drafter)
     named = dict(method="draft_model", model=drafter, parallel_drafting=True, num_speculative_tokens=k)
     with engine(target, speculative_config=named, **ALONE) as llm:
