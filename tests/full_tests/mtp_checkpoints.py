@@ -43,10 +43,10 @@ class Family:
     """The kind of the MTP layers' MLP, where layers have several."""
 
 
-def make_model(name: str, layers: int, share: float) -> PreTrainedModel:
+def make_model(name: str, layers: int, share: float, recipe: Recipe | None = None) -> PreTrainedModel:
     """Make the target's model with the MTP layers as its last ones, whose layers add `share` of what they would."""
     family = FAMILIES[name]
-    model = build(extend(ARCHITECTURES[family.recipe], layers, family.mlp))
+    model = build(extend(recipe or ARCHITECTURES[family.recipe], layers, family.mlp))
     with torch.no_grad():
         for weight_name, weight in model.named_parameters():
             if re.search(r"o_proj|out_proj|down_proj|\bw2\b", weight_name):
@@ -54,23 +54,23 @@ def make_model(name: str, layers: int, share: float) -> PreTrainedModel:
     return model
 
 
-def save(name: str, folder: Path, layers: int = 1, share: float = 0.3) -> str:
+def save(name: str, folder: Path, layers: int = 1, share: float = 0.3, recipe: Recipe | None = None) -> str:
     """Write a checkpoint.
 
     Args:
         share: How much layers add to what they read, in the target and in MTP. With 0 the next token follows from the
             last one alone, and every draft is right.
+        recipe: The target; the family's, if there is none.
     """
     family = FAMILIES[name]
-    model = make_model(name, layers, share)
-    folder.mkdir(parents=True, exist_ok=True)
-    model.save_pretrained(folder)
-    tiny_models.byte_tokenizer().save_pretrained(folder)
-    described = json.loads((folder / "config.json").read_text()) | ARCHITECTURES[family.recipe].published
+    recipe = recipe or ARCHITECTURES[family.recipe]
+    model = make_model(name, layers, share, recipe)
+    save_model(model, folder)
+    described = json.loads((folder / "config.json").read_text()) | recipe.published
     text = described.get("text_config", described)
-    total = text["num_hidden_layers"]
-    text["num_hidden_layers"] -= layers
-    for field in ("layer_types", "mlp_layer_types"):
+    total = model.config.get_text_config().num_hidden_layers
+    text["num_hidden_layers"] = total - layers
+    for field in ("layer_types", "layers_block_type", "mlp_layer_types"):
         if text.get(field) is not None:
             text[field] = text[field][: text["num_hidden_layers"]]
     text |= {family.count_field: layers} | dict(family.config)
@@ -94,9 +94,18 @@ def save(name: str, folder: Path, layers: int = 1, share: float = 0.3) -> str:
     return str(folder)
 
 
+def save_model(model: PreTrainedModel, folder: Path) -> None:
+    folder.mkdir(parents=True, exist_ok=True)
+    model.save_pretrained(folder)
+    tiny_models.byte_tokenizer().save_pretrained(folder)
+
+
 def extend(recipe: Recipe, layers: int, last_mlp: str) -> Recipe:
     whole = deepcopy(recipe.config)
     config = whole.get("text_config", whole)
+    if "layers_block_type" in config:  # Nemotron-H
+        config["layers_block_type"] = [*config["layers_block_type"], *["attention"] * layers]
+        return replace(recipe, config=whole)
     config["num_hidden_layers"] = config.get("num_hidden_layers", 2) + layers
     if "layer_types" in config:
         config["layer_types"] = [*config["layer_types"], *["full_attention"] * layers]
@@ -182,6 +191,17 @@ def as_ernie(weights: Weights, total: int, layers: int) -> Weights:
     )
 
 
+def as_nemotron(weights: Weights, total: int, layers: int) -> Weights:
+    size, last = len(weights["backbone.norm_f.weight"]), f"backbone.layers.{total - 1}."
+    weights = {name.replace(last, "mtp.layers.0."): weight for name, weight in weights.items()}
+    return weights | {
+        "mtp.layers.0.enorm.weight": norm(size),
+        "mtp.layers.0.hnorm.weight": norm(size),
+        "mtp.layers.0.eh_proj.weight": project(size),
+        "mtp.layers.0.final_layernorm.weight": weights["backbone.norm_f.weight"].clone(),
+    }
+
+
 FAMILIES: dict[str, Family] = {
     "deepseek-v3": Family("deepseek-v3", in_place),
     "deepseek-v32": Family("deepseek-v32", in_place),
@@ -196,6 +216,7 @@ FAMILIES: dict[str, Family] = {
     "exaone-moe": Family("exaone-moe", partial(apart, start=1.0), mlp="dense"),
     "mimo": Family("mimo", as_mimo, (("model_type", "qwen2"),)),
     "ernie4.5-moe": Family("ernie4.5-moe", as_ernie),
+    "nemotron-h": Family("nemotron-h", as_nemotron, (("mtp_hybrid_override_pattern", "*"),)),
 }
 CHAINED = ("deepseek-v3", "glm4-moe", "glm4-moe-lite", "hy-v3", "exaone-moe")
 """Families whose class runs several layers."""
@@ -246,6 +267,5 @@ def save_gemma4(target: str, folder: Path, share: float = 0.3, *, ordered: bool 
             assistant.masked_embedding.centroids.weight.normal_()
             assistant.masked_embedding.token_ordering.copy_(torch.randperm(config.vocab_size))
     for name, made in (("target", model), ("assistant", assistant)):
-        made.save_pretrained(folder / name)
-        tiny_models.byte_tokenizer().save_pretrained(folder / name)
+        save_model(made, folder / name)
     return str(folder / "target"), str(folder / "assistant")
