@@ -1,5 +1,7 @@
 """Structured output with drafts: those that break the grammar are trimmed before they are verified."""
 
+import json
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -8,9 +10,11 @@ from vllm.sampling_params import StructuredOutputsParams
 
 from tests.full_tests import drafters
 from tests.full_tests.engines import engine, first_tokens, generate
+from tests.full_tests.heads import head, target
 from tests.full_tests.prompts import random_prompts
-from tests.full_tests.speculation import account, custom, ngram, speculating
-from tests.full_tests.structured import NUMBER, matches
+from tests.full_tests.server import Server
+from tests.full_tests.speculation import accepted, account, custom, ngram, speculating
+from tests.full_tests.structured import NUMBER, ask_mixed, check_ended, matches
 from tests.full_tests.tiny_models import VOCAB
 
 
@@ -65,3 +69,66 @@ def test_min_tokens_yield_to_a_grammar(config: dict[str, Any] | None, tiny_llama
     for output in outputs:
         assert output.outputs[0].finish_reason == "stop"
         assert tokenizer.decode(output.outputs[0].token_ids, skip_special_tokens=True) == "yes"
+
+
+@pytest.mark.parametrize("method", ["mtp", *(pytest.param(m, marks=pytest.mark.slow) for m in ("eagle3", "dflash"))])
+def test_drafts_of_heads_change_no_structured_output(method: str) -> None:
+    model = target(method)
+    with engine(model) as llm:
+        expected = ask_mixed(llm, model, 12)
+    with speculating(model, head(method, 3)) as llm:
+        outputs = ask_mixed(llm, model, 12)
+        assert first_tokens(outputs) == first_tokens(expected)
+        assert sum(check_ended(outputs).values()) > 2
+        assert accepted(llm) > 20
+
+
+# The tiny model would fill JSON with blanks.
+COMPACT = ("--structured-outputs-config", json.dumps({"backend": "xgrammar", "disable_any_whitespace": True}))
+TOOL = {
+    "type": "function",
+    "function": {
+        "name": "weather",
+        "parameters": {
+            "type": "object",
+            "properties": {
+                "city": {"enum": ["Paris", "Rome"]},
+                "days": {"type": "integer", "minimum": 1, "maximum": 9},
+            },
+            "required": ["city", "days"],
+            "additionalProperties": False,
+        },
+    },
+}
+
+
+@pytest.mark.slow
+def test_tool_calls_with_mtp_are_those_of_no_drafts(tmp_path: Path) -> None:
+    """Elsewhere MTP broke them (vllm#25993)."""
+    choices: list[Any] = [{"type": "function", "function": {"name": "weather"}}, "required", "auto"]
+    bodies: list[dict[str, Any]] = [
+        dict(
+            messages=[{"role": "user", "content": "The weather?"}],
+            tools=[TOOL],
+            tool_choice=choices[index % 3],
+            temperature=index % 2,
+            seed=index,
+            max_tokens=80,
+        )
+        for index in range(6)
+    ]
+    drafts = ("--speculative-config", json.dumps(head("mtp", 3)))
+    answers = []
+    for options in ((), drafts):
+        tools = ("--enable-auto-tool-choice", "--tool-call-parser", "hermes", "--max-model-len", "512", *COMPACT)
+        with Server(target("mtp"), tmp_path / "log.txt", *tools, *options) as server:
+            answers.append([read_answer(server.post("/v1/chat/completions", body)) for body in bodies])
+            if options:
+                assert server.metric("vllm:spec_decode_num_accepted_tokens_total") > 20
+    assert answers[0] == answers[1]
+    assert {call["name"] for _, calls in answers[0] for call in calls} == {"weather"}
+
+
+def read_answer(response: dict[str, Any]) -> tuple[str | None, list[dict[str, str]]]:
+    message = response["choices"][0]["message"]
+    return message["content"], [call["function"] for call in message.get("tool_calls") or ()]
