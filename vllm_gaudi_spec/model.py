@@ -191,8 +191,8 @@ class LoadedModel:
         Moving a model to a device replaces its parameters, but keeps their names.
         """
         names = {id(parameter): name for name, parameter in self.model.named_parameters()}
-        impls = [layer.impl for layer in self._layers.values() if getattr(layer.impl, "sinks", None) is not None]
-        return {impl: names[id(impl.sinks)] for impl in impls}
+        impls = [layer.impl for layer in self._layers.values() if isinstance(layer.impl, RectangleAttentionImpl)]
+        return {impl: names[id(impl.sinks)] for impl in impls if getattr(impl, "sinks", None) is not None}
 
     def set_outputs(self, hidden_of: Callable[[Any, Inputs], Hidden], carried_size: int | None = None) -> None:
         """Set how to extract hidden states from what the model's class returns.

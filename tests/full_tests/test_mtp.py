@@ -18,6 +18,8 @@ from tests.full_tests.speculation import accepted, accounts, speculating
 from tests.full_tests.test_refusals import refusal
 from tests.full_tests.tiny_models import VOCAB
 from tests.full_tests.workload import differences, mixed_requests, run_together
+from tests.models.architectures import ARCHITECTURES
+from tests.models.checkpoints import build
 
 DRAFTED = "vllm:spec_decode_num_draft_tokens"
 # Chunks of 64 tokens; one prompt has a single token left for its last chunk, others are shorter than a chain.
@@ -99,7 +101,8 @@ def check_lossless(model: str, config: dict[str, Any]) -> None:
     with engine(model) as llm:
         expected = run_together(llm, requests)
     config |= dict(num_speculative_tokens=3, rejection_sample_method="strict", draft_sample_method="coupled")
-    with speculating(model, config, max_num_batched_tokens=64, **SMALL_KV) as llm:
+    options = SMALL_KV | dict(kv_cache_memory_bytes=3 << 20)  # some have six layers
+    with speculating(model, config, max_num_batched_tokens=64, **options) as llm:
         different = differences(requests, run_together(llm, requests), expected)
         assert not different, f"{len(different)} of {len(requests)} differ\n" + "\n".join(different[:5])
         assert accepted(llm) > 0
@@ -109,6 +112,31 @@ def test_layers_that_vllm_would_not_run_are_refused(tmp_path: Path) -> None:
     model = mtp_checkpoints.save("qwen3-next", tmp_path, layers=2)
     message = refusal(model, speculative_config=dict(method="mtp", num_speculative_tokens=2))
     assert "has 2 MTP layers, and vLLM's Qwen3NextMTP runs only the first" in message
+
+
+def test_target_with_attention_of_its_own_is_refused(tmp_path: Path) -> None:
+    """MiMo-V2's keys and values have different sizes, for which vLLM sets a kernel; some layers have sinks."""
+    recipe = ARCHITECTURES["mimo-v2-flash"]
+    mtp_checkpoints.save_model(build(recipe), tmp_path)
+    published: dict[str, Any] = dict(
+        add_full_attention_sink_bias=False,
+        add_swa_attention_sink_bias=True,
+        attention_bias=False,
+        attention_value_scale=0.707,
+        hybrid_layer_pattern=[1, 0],
+        layernorm_epsilon=1e-5,
+        moe_layer_freq=[0, 1],
+        sliding_window_size=16,
+        swa_head_dim=32,
+        swa_num_attention_heads=4,
+        swa_num_key_value_heads=2,
+        swa_rope_theta=10000,
+        swa_v_head_dim=16,
+    )
+    path = tmp_path / "config.json"
+    path.write_text(json.dumps(json.loads(path.read_text()) | published))
+    options = dict(load_format="dummy", speculative_config=dict(method="mtp", num_speculative_tokens=1))
+    assert "has an attention kernel of its own" in refusal(str(tmp_path), **options)
 
 
 @pytest.mark.slow
