@@ -95,7 +95,8 @@ def _limit_layers(vllm_config: VllmConfig) -> int:
     num_layers = getattr(config, "n_predict", None) or 1
     if num_layers > spec_config.num_speculative_tokens:
         num_layers = spec_config.num_speculative_tokens
-        config.update({"num_nextn_predict_layers": num_layers})
+        for read in (config, vllm_config.model_config.hf_config):  # most classes read the target's
+            read.update({"num_nextn_predict_layers": num_layers})
     return num_layers
 
 

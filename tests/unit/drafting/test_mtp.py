@@ -5,14 +5,18 @@ A layer that reads a token, a state or a slot that is off by one, or a draft tha
 
 from __future__ import annotations
 
+from types import SimpleNamespace
+from typing import Any
+
 import pytest
 import torch
+from transformers import PretrainedConfig
 
 from tests.support.fakes import CapturingBackend, HostBackend, step
 from tests.unit.drafting.test_autoregressive import BLOCK, PROMPTS, VOCAB
 from tests.unit.drafting.test_heads import HeadRows, ReadsStates, carry, state_after
 from vllm_gaudi_spec.attention.metadata import Inputs
-from vllm_gaudi_spec.drafting.mtp import AssistantProposer, ChainedProposer
+from vllm_gaudi_spec.drafting.mtp import AssistantProposer, ChainedProposer, _limit_layers
 from vllm_gaudi_spec.drafting.on_device import DeviceDrafting
 from vllm_gaudi_spec.drafting.vocabulary import SameVocabulary
 from vllm_gaudi_spec.records import Hidden
@@ -145,3 +149,15 @@ def test_assistant_drafts_at_position_of_newest_state(num_drafts: int, device: t
 
 def test_warm_up_covers_every_round_of_assistant() -> None:
     AssistantRows(num_drafts=3, drafter_max_len=600, max_len=600, exact_context=False).check_warm_up()
+
+
+@pytest.mark.parametrize(("num_drafts", "num_built"), [(1, 1), (2, 2), (3, 3), (6, 3)])
+def test_no_more_layers_are_built_than_draft(num_drafts: int, num_built: int) -> None:
+    """vLLM's classes read the number in the target's configuration, some in the drafter's."""
+    drafter, target = (PretrainedConfig(num_nextn_predict_layers=3, n_predict=3) for _ in range(2))
+    speculative = SimpleNamespace(
+        draft_model_config=SimpleNamespace(hf_config=drafter), num_speculative_tokens=num_drafts
+    )
+    config: Any = SimpleNamespace(speculative_config=speculative, model_config=SimpleNamespace(hf_config=target))
+    assert _limit_layers(config) == num_built
+    assert drafter.num_nextn_predict_layers == target.num_nextn_predict_layers == num_built
