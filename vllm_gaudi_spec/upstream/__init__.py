@@ -12,6 +12,7 @@ from vllm_gaudi_spec.upstream.configuration import (
     admit_min_p_and_logit_bias,
     admit_suffix_without_arctic,
     describe_drafters,
+    keep_layer_types_of_step_mtp,
     leave_async_scheduling_to_the_platform,
     name_a_missing_torchvision,
     raise_refusals_unchanged,
@@ -91,6 +92,7 @@ def apply() -> None:
     name_a_missing_torchvision()
     read_inc_from_quant_config()
     read_positions_of_xlm_roberta()
+    keep_layer_types_of_step_mtp()
     carry_metrics()
     list_metrics_of_ours()
 

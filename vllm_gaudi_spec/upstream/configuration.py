@@ -316,6 +316,24 @@ def _with_absolute_positions(original: Callable[..., None], model_config: Any) -
     original(model_config)
 
 
+def keep_layer_types_of_step_mtp() -> None:
+    """Keep the kinds of Step 3.5's MTP layers, which follow those of the target's layers in the checkpoint's list.
+
+    Reason: upstream cuts the list to the target's layers and then looks up the MTP layers in it, which ends with an
+    IndexError (vllm-project/vllm#40000).
+    Remove when: vllm-project/vllm#49642 or another fix is released.
+    """
+    from vllm.transformers_utils.configs.step3p5 import Step3p5Config
+
+    wrap(Step3p5Config, "__init__", _keep_layer_types)
+
+
+def _keep_layer_types(original: Callable[..., None], config: Any, *args: Any, **named: Any) -> None:
+    original(config, *args, **named)
+    if named.get("layer_types"):
+        config.layer_types = named["layer_types"][: config.num_hidden_layers + config.num_nextn_predict_layers]
+
+
 def leave_async_scheduling_to_the_platform() -> None:
     """Let every method pass vLLM's check of asynchronous scheduling; `platforms/base.py` decides later.
 

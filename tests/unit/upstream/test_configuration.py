@@ -22,6 +22,7 @@ from vllm.config import vllm as upstream_vllm
 from vllm.config.utils import replace
 from vllm.exceptions import VLLMValidationError
 from vllm.model_executor.models.config import MODELS_CONFIG_MAP, JinaRobertaModelConfig
+from vllm.transformers_utils.configs.step3p5 import Step3p5Config
 
 from tests.support.schedulers import drafter
 from tests.unit.test_config import engine_config
@@ -271,3 +272,19 @@ def test_xlm_roberta_without_a_kind_of_positions() -> None:
     patched(SimpleNamespace(hf_config=read))
     assert read.position_embedding_type == "absolute"
     assert MODELS_CONFIG_MAP["XLMRobertaModel"] is JinaRobertaModelConfig
+
+
+def test_step_config_keeps_the_kinds_of_mtp_layers() -> None:
+    upstream.apply()
+    kinds = ["full_attention", *["sliding_attention"] * 5]
+    sizes = dict(num_hidden_layers=3, num_nextn_predict_layers=2, layer_types=kinds)
+    assert Step3p5Config(**sizes).layer_types == kinds[:5]
+    assert Step3p5Config(num_hidden_layers=3).layer_types is None
+
+
+def test_upstream_still_cuts_the_kinds_of_mtp_layers() -> None:
+    """When this fails, `keep_layer_types_of_step_mtp` can go."""
+    upstream.apply()
+    config = object.__new__(Step3p5Config)
+    Step3p5Config.__init__.__wrapped__(config, num_hidden_layers=1, layer_types=["full_attention"] * 2)
+    assert config.layer_types == ["full_attention"]
