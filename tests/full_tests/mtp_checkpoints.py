@@ -229,13 +229,18 @@ def needs_vision(name: str) -> bool:
 # ---- Gemma 4 ---------------------------------------------------------------------------------------------
 
 
+_GLOBAL_KV = ("attention_k_eq_v", "num_global_key_value_heads")
+"""What target and assistant have in common, of full attention."""
+
+
 def save_gemma4(target: str, folder: Path, share: float = 0.3, *, ordered: bool = False) -> tuple[str, str]:
     """Write a Gemma 4 and its assistant, whose layers read the target's KV. Return both folders.
 
     Args:
         ordered: Whether the assistant scores only the tokens of some clusters.
     """
-    model = build(ARCHITECTURES[target])
+    recipe = ARCHITECTURES[target]
+    model = build(recipe)
     config = model.config
     text = type(config)(
         **gemma4(
@@ -244,6 +249,7 @@ def save_gemma4(target: str, folder: Path, share: float = 0.3, *, ordered: bool 
             num_kv_shared_layers=2,
             vocab_size_per_layer_input=0,
             intermediate_size=64,
+            **{name: value for name, value in recipe.config.items() if name in _GLOBAL_KV},
         )
     )
     clusters: dict[str, Any] = (
@@ -255,7 +261,7 @@ def save_gemma4(target: str, folder: Path, share: float = 0.3, *, ordered: bool 
     torch.manual_seed(SEED)
     with torch.no_grad():
         for name, weight in [*model.named_parameters(), *assistant.named_parameters()]:
-            if name.endswith(("o_proj.weight", "down_proj.weight", "per_layer_projection.weight")):
+            if re.search(r"(o_proj|down_proj|per_layer_projection)(\.weight)?$", name):
                 weight.mul_(share)
         embedding = model.get_input_embeddings().weight
         assistant.get_input_embeddings().weight.copy_(embedding)

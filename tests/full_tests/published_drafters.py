@@ -290,7 +290,7 @@ PUBLISHED: dict[str, Block | Parallel | MTP | Assistant] = {
         ),
     ),
     "gpt-oss-20b-DFlash": Block(
-        "z-lab/gpt-oss-20b-DFlash, config.json; rope_scaling as quoted by vllm-neuron's tests",
+        "z-lab/gpt-oss-20b-DFlash, as public code quotes its config.json; sources disagree on model_type",
         "gpt-oss",
         dict(
             architectures=["DFlashDraftModel"],
@@ -561,7 +561,7 @@ PUBLISHED: dict[str, Block | Parallel | MTP | Assistant] = {
         num_drafts=12,
     ),
     "GLM-4.5": MTP(
-        "zai-org/GLM-4.5, config.json",
+        "zai-org/GLM-4.5, fields as transformers and vLLM read them; not compared with its config.json",
         "glm4-moe",
         dict(
             architectures=["Glm4MoeForCausalLM"],
@@ -601,7 +601,7 @@ PUBLISHED: dict[str, Block | Parallel | MTP | Assistant] = {
         num_drafts=3,
     ),
     "DeepSeek-V3": MTP(
-        "deepseek-ai/DeepSeek-V3, config.json without quantization_config",
+        "deepseek-ai/DeepSeek-V3, fields as transformers and vLLM read them; not compared with its config.json",
         "deepseek-v3",
         dict(
             architectures=["DeepseekV3ForCausalLM"],
@@ -655,7 +655,7 @@ PUBLISHED: dict[str, Block | Parallel | MTP | Assistant] = {
         num_drafts=2,
     ),
     "Qwen3-Next-80B-A3B": MTP(
-        "Qwen/Qwen3-Next-80B-A3B-Instruct, config.json; layer_types for full_attention_interval",
+        "Qwen/Qwen3-Next-80B-A3B, fields as transformers and vLLM read them; not compared with its config.json",
         "qwen3-next",
         dict(
             architectures=["Qwen3NextForCausalLM"],
