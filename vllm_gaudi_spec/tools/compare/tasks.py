@@ -49,7 +49,7 @@ _DEMOS: dict[str, dict[str, Any]] = {
     UNIVERSAL_DRAFT: {"demo_drafter": "draft-other-vocab"},
     "eagle": {"demo_drafter": "eagle-head"},
     "eagle3": {"demo_drafter": "tiny/eagle3", "demo_target": "tiny/target"},
-    "dflash": {"demo_drafter": "tiny/dflash", "demo_target": "tiny/target", "demo_drafts": 7},
+    "dflash": {"demo_drafter": "tiny/dflash", "demo_target": "tiny/target", "demo_drafts": 8},
     "medusa": {"demo_drafter": "tiny/medusa", "demo_target": "tiny/target", "demo_drafts": 4},
     "mtp": {"demo_target": "tiny/mtp"},
 }
