@@ -155,7 +155,7 @@ def table_in(said: str) -> dict[str, list[str]]:
 
 
 @pytest.mark.slow  # CI runs one of them on an emulated card
-@pytest.mark.parametrize("task", ["medusa", "eagle", "eagle3", "mtp"])
+@pytest.mark.parametrize("task", ["medusa", "eagle", "eagle3", "peagle", "dflash", "mtp"])
 def test_demo_heads(task: str, tmp_path: Path) -> None:
     """The task's name is enough to choose a head, which drafts the default number of tokens."""
     file = tmp_path / "report.json"

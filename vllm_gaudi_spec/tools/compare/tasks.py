@@ -4,12 +4,12 @@ from __future__ import annotations
 
 import argparse
 import sys
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
 from vllm_gaudi_spec.config import UNIVERSAL_DRAFT
-from vllm_gaudi_spec.methods import DRAFT_MODEL, METHODS, RULES, Method
+from vllm_gaudi_spec.methods import DRAFT_MODEL, EAGLE3, METHODS, RULES, Method
 from vllm_gaudi_spec.tools.io import output
 from vllm_gaudi_spec.tools.io.command_line import add_shared, not_negative, positive, share
 from vllm_gaudi_spec.tools.io.prompts import SOURCES
@@ -33,6 +33,8 @@ class Task:
     options: tuple[str, ...] = ()
     """Options of the command that vLLM accepts under the same name."""
     needs_draft_model: bool = False
+    parallel_drafting: bool = False
+    """Whether one forward pass of the draft model yields all drafts."""
     remembers_answers: bool = False
     """Whether it drafts from finished requests, so that a second turn would measure something else."""
     demo_drafter: str | None = None
@@ -48,7 +50,7 @@ _DEMOS: dict[str, dict[str, Any]] = {
     DRAFT_MODEL: {"demo_drafter": "draft-same-vocab"},
     UNIVERSAL_DRAFT: {"demo_drafter": "draft-other-vocab"},
     "eagle": {"demo_drafter": "eagle-head"},
-    "eagle3": {"demo_drafter": "tiny/eagle3", "demo_target": "tiny/target"},
+    EAGLE3: {"demo_drafter": "tiny/eagle3", "demo_target": "tiny/target"},
     "dflash": {"demo_drafter": "tiny/dflash", "demo_target": "tiny/target", "demo_drafts": 8},
     "medusa": {"demo_drafter": "tiny/medusa", "demo_target": "tiny/target", "demo_drafts": 4},
     "mtp": {"demo_target": "tiny/mtp"},
@@ -71,6 +73,7 @@ TASKS = {
     # custom_class is left out, since it needs a class of the user's.
     **{name: _task(name, row) for name, row in METHODS.items() if "model" not in row.options},
     UNIVERSAL_DRAFT: _task(UNIVERSAL_DRAFT, METHODS[DRAFT_MODEL]),
+    "peagle": replace(_task(EAGLE3, METHODS[EAGLE3]), parallel_drafting=True, demo_drafter="tiny/peagle"),
 }
 COMPARE = "compare"
 COMPARED = (BASELINE, "ngram", DRAFT_MODEL, UNIVERSAL_DRAFT)
@@ -88,6 +91,8 @@ def make_speculative_config(name: str, options: argparse.Namespace) -> dict[str,
     max_drafts = task.demo_drafts if uses_demo_drafter(name, options) else None
     config = {"method": task.method, "num_speculative_tokens": min(options.num_spec_tokens, max_drafts or sys.maxsize)}
     config |= {name: getattr(options, name) for name in task.options}
+    if task.parallel_drafting:
+        config["parallel_drafting"] = True
     if task.needs_draft_model:
         config["model"] = find_draft_model(name, options)
     for choice in options.acceptance or ():
@@ -128,8 +133,8 @@ On the CPU, the engines run side by side and take turns, prompt by prompt, so th
 all of them. They run one after the other on a card, when memory is too small, and with --do-profile; the table says so.
 
 Without --model, the target is the demo model, and --draft may be left out: its drafters come with this package. For
-eagle3, medusa and mtp, the demo has a tiny model with poor texts but high acceptance. With a model of your own and no
---draft, `compare` leaves out the methods that need one; mtp drafts with the model itself.
+eagle3, peagle, dflash, medusa and mtp, the demo has a tiny model with poor texts but high acceptance. With a model of
+your own and no --draft, `compare` leaves out the methods that need one; mtp drafts with the model itself.
 
 The drafters of the demo model were trained on the fixed prompts, so their acceptance rate is lower on --prompts of
 yours.

@@ -26,6 +26,7 @@ _MIN_SPEEDUP = 1.02
 _DESCRIPTIONS = {
     BASELINE: "without drafts",
     UNIVERSAL_DRAFT: "a smaller model with another vocabulary drafts",
+    "peagle": "a head drafts all tokens in one pass",
     **{name: method.about for name, method in METHODS.items()},
 }
 # As vLLM's benchmark names them.
