@@ -20,14 +20,14 @@ if TYPE_CHECKING:
     from vllm_gaudi_spec.records import Drafts, Hidden, Request
     from vllm_gaudi_spec.runner.requests import Requests
     from vllm_gaudi_spec.sampling.params import Sampling
-    from vllm_gaudi_spec.sampling.rules.registry import Rules
 
 Choose = Callable[[torch.Tensor, int], Drafted]
 
 
 class DraftChoice:
-    def __init__(self, speculation: Speculation, rules: Rules, sampling: Sampling) -> None:
-        self._rules = rules
+    def __init__(self, speculation: Speculation, requests: Requests, sampling: Sampling) -> None:
+        self._requests = requests
+        self._rules = requests.backend.rules
         self._sampling = sampling
         self._mode = cast(Mode, speculation.drafting)
         self._keeps_probs = speculation.keeps_probs
@@ -69,7 +69,6 @@ class DraftChoice:
 
     def make_request(
         self,
-        requests: Requests,
         rows_B: torch.Tensor,
         lengths_B: torch.Tensor,
         max_drafts_B: torch.Tensor,
@@ -81,12 +80,12 @@ class DraftChoice:
         """Build the request for a proposer that drafts `num_drafts` tokens."""
         return DraftRequest(
             rows_B=rows_B,
-            history_RM=requests.history_RM,
+            history_RM=self._requests.history_RM,
             lengths_B=lengths_B,
             max_drafts_B=max_drafts_B,
             num_drafts=num_drafts,
             blocks=blocks,
-            row_operations=requests.backend.row_operations,
+            row_operations=self._requests.backend.row_operations,
             choose=self._make_chooser(rows_B, lengths_B, branch),
             hidden=hidden,
         )

@@ -75,7 +75,7 @@ class DeviceDrafting(Drafting):
         self._num_drafts = speculation.num_drafts
         self._widths = speculation.widths if proposer.drafts_one_by_one else (speculation.num_drafts,)
         """Numbers of drafts for which there is a graph."""
-        self._choice = DraftChoice(speculation, requests.backend.rules, context.sampling)
+        self._choice = DraftChoice(speculation, requests, context.sampling)
         self.lookahead = 1 + self._num_drafts if kv_sync.has_kv else 0
         self.needs_rows_alone = not kv_sync.has_kv
         self._draft_probs = DraftProbs(speculation, context.max_rows, context.vocab_size, context.device)
@@ -192,9 +192,7 @@ class DeviceDrafting(Drafting):
         limits_B = self._row_limits.compute_max_drafts_on_device(rows_B, lengths_B, rows.max_drafts_B)
         max_drafts_B = self._kv_sync.limit_drafts(rows_B, lengths_B, limits_B)
         hidden = self._kv_sync.gather_hidden(rows_B, lengths_B)
-        request = self._choice.make_request(
-            self._requests, rows_B, lengths_B, max_drafts_B, rows.blocks, branch, num_drafts, hidden
-        )
+        request = self._choice.make_request(rows_B, lengths_B, max_drafts_B, rows.blocks, branch, num_drafts, hidden)
         drafts = self._guard.check_drafts(self._proposer.propose(request), request, self._draft_probs.vocab_size)
         self._draft_probs.put(rows_B, drafts)
         # After everything that may fail, so that rows have no drafts then.

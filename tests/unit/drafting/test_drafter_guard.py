@@ -72,7 +72,8 @@ def test_wrong_shapes_raise(tokens: list[list[int]], counts: Any) -> None:
 )
 def test_logits_are_checked_before_sampling(value: float, sound: bool) -> None:
     speculation = cast(Any, SimpleNamespace(drafting="greedy", keeps_probs=False, num_drafts=K))
-    choice = DraftChoice(speculation, TORCH, cast(Any, None))
+    requests = cast(Any, SimpleNamespace(backend=SimpleNamespace(rules=TORCH)))
+    choice = DraftChoice(speculation, requests, cast(Any, None))
     logits_BV = torch.zeros(2, VOCAB)
     logits_BV[1, 17] = value
     chosen = choice._make_chooser(torch.tensor([0, 1]), torch.tensor([5, 5]), Branch())(logits_BV, 0)

@@ -114,7 +114,7 @@ class TextDrafting(Drafting):
         self._requests = requests
         self._recorder = context.recorder
         self._shapes = context.shapes
-        self._choice = DraftChoice(speculation, requests.backend.rules, context.sampling)
+        self._choice = DraftChoice(speculation, requests, context.sampling)
         self._draft_probs = DraftProbs(speculation, context.max_rows, context.vocab_size, context.device)
         self._num_drafts = speculation.num_drafts
         self._coverage = coverage
@@ -330,9 +330,7 @@ class TextDrafting(Drafting):
         rows = step.split()
         rows_B = rows.rows_B
         lengths_B = self._requests.lengths(rows_B)
-        request = self._choice.make_request(
-            self._requests, rows_B, lengths_B, rows.max_drafts_B, rows.blocks, branch, self._num_drafts
-        )
+        request = self._choice.make_request(rows_B, lengths_B, rows.max_drafts_B, rows.blocks, branch, self._num_drafts)
         proposed = self._proposer.propose(request, _split_unread(rows))
         if self._rewriter is None:
             drafts = self._guard.check_drafts(proposed, request, self._draft_probs.vocab_size)
