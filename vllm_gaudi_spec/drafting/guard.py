@@ -138,11 +138,12 @@ def mark_different(drafts: Drafts, group: GroupCoordinator) -> Drafts:
     parts = [num_B[:, None], torch.where(is_draft_BK, drafts.tokens_BK, 0)]
     if drafts.probs_BKV is not None:
         prob_BK = drafts.probs_BKV.gather(2, drafts.tokens_BK[:, :, None].long()).squeeze(2).float()
-        parts.append(torch.where(is_draft_BK, prob_BK.view(torch.int32), 0))
-    local_BN = torch.cat([part.int() for part in parts], dim=1)
+        # A row with NaN is faulty on its own rank, so it differs from the others by its count.
+        parts.append(torch.where(is_draft_BK & ~prob_BK.isnan(), prob_BK, 0))
+    # Exchanged as floats, since not every device's collectives support integers. Token ids are exact below 2**24.
+    local_BN = torch.cat([part.float() for part in parts], dim=1)
     communicator = group.device_communicator
     assert communicator is not None
-    # Exchanged as floats, since not every device's collectives support integers; only the bits are moved.
-    gathered = communicator.all_gather(local_BN.view(torch.float32), 0).view(torch.int32)
+    gathered = communicator.all_gather(local_BN, 0)
     parted_B = (gathered.view(group.world_size, *local_BN.shape) != local_BN).any(2).any(0)
     return drafts._replace(num_drafts_B=torch.where(parted_B, FAULTY, num_B).int())

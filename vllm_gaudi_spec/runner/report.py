@@ -82,7 +82,7 @@ def drop_scores(step: StepResult, shape: SampleShape) -> None:
 
 
 class Reports:
-    """Sends a step's results to the host as one int32 tensor."""
+    """Sends a step's results to the host as one float32 tensor."""
 
     def __init__(self, backend: DeviceBackend, downloads: Downloads, recorder: StepRecorder) -> None:
         self._downloads = downloads
@@ -104,7 +104,11 @@ class Reports:
 
 
 def _pack(*parts: torch.Tensor) -> torch.Tensor:
-    return torch.cat([part.contiguous().view(torch.int32).flatten() for part in parts])
+    """Return all numbers as float32, which is exact for token ids, ranks and counts below 2**24.
+
+    Bits are not moved: in lazy mode a Gaudi's `view(dtype)` converts numbers.
+    """
+    return torch.cat([part.flatten().float() for part in parts])
 
 
 class Report(AsyncModelRunnerOutput):
@@ -133,7 +137,7 @@ class Report(AsyncModelRunnerOutput):
             nonlocal begin
             piece = packed[begin : begin + like.numel()]
             begin += like.numel()
-            return piece.view(like.dtype).view(like.shape)
+            return piece.to(like.dtype).view(like.shape)
 
         verified, drafts = _move_tensors(self._sent, cut)
         return replace(self._sent, verification=verified, drafts=drafts)
@@ -225,5 +229,6 @@ def _join_logprobs(step: StepResult, sampled: list[list[int]]) -> LogprobsLists 
 def _wait_for_prompt_scores(scores: PromptScores) -> LogprobsTensors:
     """Wait for the copy and return the scores that the request asked for."""
     packed, width, columns = scores.wait()[: scores.num_tokens], 1 + scores.num_computed, 1 + scores.num_requested
-    scores_NC = copy_contiguous(packed[:, width : width + columns]).view(torch.float32)
-    return LogprobsTensors(copy_contiguous(packed[:, :columns]), scores_NC, copy_contiguous(packed[:, 2 * width]))
+    scores_NC = copy_contiguous(packed[:, width : width + columns])
+    ids_NC, ranks_N = packed[:, :columns].int(), packed[:, 2 * width].int()
+    return LogprobsTensors(copy_contiguous(ids_NC), scores_NC, copy_contiguous(ranks_N))

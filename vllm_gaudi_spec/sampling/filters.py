@@ -23,8 +23,8 @@ _BLOCK, _RUN, _FAN = 512, 64, 8
 """Sizes of a sorted block, of its eight runs, and of the eight parts of a run."""
 _TRIED = 3
 """Thresholds per round, which decide two bits of the logits."""
-_LOWEST = -(1 << 31)
-_KEY_OF_NEG_INF = -0x7F800001
+_NUM_POWERS, _FRACTION_BITS = 254, 23
+"""Of normal float32: the powers of two, and the bits of a fraction between two of them."""
 _LIST_BLOCK = 128
 """Number of tokens; common vocabulary sizes are multiples of it."""
 
@@ -102,7 +102,7 @@ def search(
 
     Sorting a vocabulary is the most expensive operation of an HPU, and it has no ordered sums by index. So blocks are
     sorted, in which three small steps find how many tokens, and how much probability, lie above a threshold. The
-    largest threshold that keeps enough is then found bit by bit without reading the vocabulary again.
+    largest threshold that keeps enough is then found bit by bit, without reading the vocabulary again.
     """
     num_rows, num_queries, vocab = logits_BQV.shape
     # Tensors as large as the logits are freed as soon as possible.
@@ -169,20 +169,52 @@ class _Thresholds:
         return full
 
     def largest(self, target_N1: torch.Tensor) -> torch.Tensor:
-        """Return the largest float32 at or above which there is at least `target`; -inf if there is none."""
-        key_N1 = torch.full_like(target_N1, _LOWEST, dtype=torch.int32)
+        """Return the largest float32 at or above which there is at least `target`; -inf if there is none.
+
+        First the power of two below it is found, then its fraction, two bits at a time. All thresholds are computed
+        exactly. They are not made from bits, since in lazy mode a Gaudi's `view(dtype)` converts numbers.
+        """
+        target_N1 = target_N1.clamp(min=torch.finfo().tiny)
+        borders_L = _list_powers(target_N1.device)
+        last = borders_L.shape[0] - 1
+        index_N1 = torch.zeros_like(target_N1, dtype=torch.int32)
         steps_M = torch.arange(1, _TRIED + 1, dtype=torch.int32, device=target_N1.device)
-        for bit in range(30, -1, -2):
-            tried_NM = key_N1 + steps_M * (1 << bit)  # wraps around from the lowest key
-            reached = (self.weigh(_key_to_float(tried_NM)) >= target_N1).sum(-1, keepdim=True)
-            key_N1 = key_N1 + reached.int() * (1 << bit)
-        return _key_to_float(key_N1)
+        for step in (256, 64, 16, 4, 1):
+            tried_NM = (index_N1 + steps_M * step).clamp(max=last)
+            thresholds_NM = borders_L.index_select(0, tried_NM.flatten()).view(tried_NM.shape)
+            index_N1 = index_N1 + self._count_reached(thresholds_NM, target_N1).int() * step
+        index_N1 = index_N1.clamp(max=last)
+        floor_N1 = borders_L.index_select(0, index_N1.flatten()).view(index_N1.shape)
+        above_N1 = borders_L.index_select(0, (index_N1 + 1).clamp(max=last).flatten()).view(index_N1.shape)
+        width_N1 = above_N1 - floor_N1
+        width_N1 = torch.where(width_N1 > 2.0**126, 2.0**127, width_N1)  # at both ends of the list
+        steps_M = steps_M.float()
+        for _ in range(_FRACTION_BITS // 2):
+            width_N1 = width_N1 * 0.25
+            reached_N1 = self._count_reached(floor_N1 + steps_M * width_N1, target_N1)
+            floor_N1 = floor_N1 + reached_N1.float() * width_N1
+        width_N1 = width_N1 * 0.5
+        reached_N1 = self._count_reached(floor_N1 + width_N1, target_N1)
+        return floor_N1 + reached_N1.float() * width_N1
+
+    def _count_reached(self, thresholds_NM: torch.Tensor, target_N1: torch.Tensor) -> torch.Tensor:
+        """Return how many of the ascending thresholds have at least `target` at or above them, int64 [N, 1]."""
+        return (self.weigh(thresholds_NM) >= target_N1).sum(-1, keepdim=True)
 
 
-def _key_to_float(key: torch.Tensor) -> torch.Tensor:
-    """Return the float32 of a key: int32 in the same order.
+def _list_powers(device: torch.device) -> torch.Tensor:
+    """Return float32 in ascending order: -inf, the lowest number, negated powers of two, 0, powers of two, and inf.
 
-    Keys below that of -inf are -inf. Those above +inf are NaN, and no token is at or above NaN.
+    There are no float32 between two of them but fractions of `_FRACTION_BITS` bits.
     """
-    key = key.clamp(min=_KEY_OF_NEG_INF)
-    return (key ^ ((key >> 31) & 0x7FFFFFFF)).view(torch.float32)
+
+    def multiply(first: float, factor: float) -> torch.Tensor:
+        factors = torch.full((_NUM_POWERS,), factor, device=device)
+        is_first = torch.arange(_NUM_POWERS, dtype=torch.int32, device=device) == 0
+        return torch.where(is_first, first, factors).cumprod(0)
+
+    def one(value: float) -> torch.Tensor:
+        return torch.full((1,), value, device=device)
+
+    falling, rising = multiply(-(2.0**127), 0.5), multiply(2.0**-126, 2.0)
+    return torch.cat((one(NEG_INF), one(torch.finfo().min), falling, one(0.0), rising, one(torch.inf)))

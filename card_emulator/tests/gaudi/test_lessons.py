@@ -283,6 +283,14 @@ def test_o25_gelu_is_the_tanh_form(card: Any) -> None:
     assert torch.equal(F.gelu(x.to("hpu")).cpu(), F.gelu(x))
 
 
+def test_o39_a_view_as_another_dtype_converts_numbers(card: Any) -> None:
+    x = torch.tensor([1.0, -2.5])
+    assert x.to("hpu").view(torch.int32).cpu().tolist() == [1, -2]
+    assert graph(lambda y: y.view(torch.int32) + 1)(x.to("hpu")).cpu().tolist() == [2, -1]
+    card.hostile = False
+    assert torch.equal(x.to("hpu").view(torch.int32).cpu(), x.view(torch.int32))
+
+
 @pytest.mark.parametrize("dtype", [torch.float16, torch.int32])
 def test_o30_casts_to_and_from_fp8(card: Any, dtype: torch.dtype) -> None:
     fp8 = torch.zeros(2, dtype=torch.float8_e4m3fn, device="hpu")

@@ -92,7 +92,7 @@ class PromptLogprobs(Extension):
         return self._downloads.start(self._score(self._backend.memory.upload(torch.from_numpy(small)), count))
 
     def _score_slice(self, small_3S: torch.Tensor, count: int) -> torch.Tensor:
-        """Return int32 [S, 2 * (1 + count) + 1]: token ids, their scores, and the rank of the first."""
+        """Return float32 [S, 2 * (1 + count) + 1]: token ids, their scores, and the rank of the first."""
         index_S, tokens_S, rows_S = small_3S.unbind(0)
         scores = self._target.logits(
             self._chunk_TH.index_select(0, index_S), self._target.gather_adapters(rows_S)
@@ -101,7 +101,7 @@ class PromptLogprobs(Extension):
             scores = scores.log_softmax(-1)
         result = gather_logprobs(scores, tokens_S.int(), count)
         ids, values, ranks = result.logprob_token_ids, result.logprobs, result.selected_token_ranks
-        return torch.cat((ids.int(), values.float().view(torch.int32), ranks.int()[:, None]), dim=1)
+        return torch.cat((ids.float(), values.float(), ranks.float()[:, None]), dim=1)
 
     def jobs(self) -> Iterator[Job]:
         # A device that captures needs these graphs for prompts of any length, so `warmup_tokens` must not exclude them.

@@ -188,6 +188,17 @@ def _gelu(usual: Kernel) -> Kernel:
     return run
 
 
+def _view_dtype(usual: Kernel) -> Kernel:
+    """O39: in lazy mode a view as another dtype converts numbers, as it is lowered like any other view (bridge 1.19
+    and 1.24, lazy_kernels.cpp, view_utils.cpp). Only a direct download of such a view keeps the bits there, which is
+    not emulated."""
+
+    def run(tensor: torch.Tensor, dtype: torch.dtype) -> Any:
+        return tensor.to(dtype) if DEVICE.lazy and dtype != tensor.dtype else usual(tensor, dtype)
+
+    return run
+
+
 _OWN: dict[str, Callable[[Kernel], Kernel]] = {
     **dict.fromkeys(("index_reduce.default", "index_reduce_.default"), _index_reduce),
     "index_select.default": _index_select,
@@ -206,6 +217,7 @@ _OWN: dict[str, Callable[[Kernel], Kernel]] = {
     "argmax.default": _argmax,
     "div.Tensor": _div,
     "gelu.default": _gelu,
+    "view.dtype": _view_dtype,
 }
 
 
