@@ -399,7 +399,7 @@ class Speculation:
             universal_context=context,
             universal_match=options.universal_match or TLI,
             universal_kv_len=_choose_drafter_kv_len(vllm_config, options) if universal and context == RETOKENIZE else 0,
-            smaller_widths=_list_smaller_widths(spec_config),
+            smaller_widths=_list_smaller_widths(spec_config, vllm_config.scheduler_config.max_num_seqs),
             is_adaptive=spec_config.enable_adaptive_verification,
             synthetic_rates=tuple(spec_config.synthetic_acceptance_rates or ()),
             mask_token=find_mask_token(spec_config),
@@ -407,10 +407,11 @@ class Speculation:
         )
 
 
-def _list_smaller_widths(spec_config: SpeculativeConfig) -> tuple[int, ...]:
+def _list_smaller_widths(spec_config: SpeculativeConfig, max_rows: int) -> tuple[int, ...]:
     """Return the numbers of drafts per row, from 1 to k - 1, that a step may verify."""
     num_drafts = spec_config.num_speculative_tokens
-    widths = {scheduled for _, _, scheduled in spec_config.num_speculative_tokens_per_batch_size or ()}
+    schedule = spec_config.num_speculative_tokens_per_batch_size or ()
+    widths = {scheduled for first, _, scheduled in schedule if first <= max_rows}
     if spec_config.enable_adaptive_verification:
         widths |= {num_drafts >> exponent for exponent in range(1, num_drafts.bit_length())}
     return tuple(sorted(width for width in widths if 0 < width < num_drafts))

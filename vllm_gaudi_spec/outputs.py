@@ -28,7 +28,8 @@ class DrafterStatus(NamedTuple):
 class Pace(NamedTuple):
     """What the scheduler needs to know about a step of adaptive verification when it is done."""
 
-    num_rows: int
+    batch_size: int
+    """The number of rows, padded."""
     num_verified: int
     """The number of drafts per row that the previous step chose, so that this step verifies them."""
     num_drafts: int

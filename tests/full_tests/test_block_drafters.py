@@ -126,7 +126,10 @@ def test_drafts_on_a_card_are_those_of_the_reference(
 
 
 def check_drafts_on_card(name: str, folder: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    """In graphs no test can record logits, so every greedy draft has to be the reference's best token, or a tie."""
+    """Check that every greedy draft is the reference's best token, or tied with it.
+
+    Graphs do not let a test record logits.
+    """
     reference = BlockReference(folder, TARGET)
     drafts: list[list[int]] = []
     take = Worker.take_draft_token_ids

@@ -55,5 +55,8 @@ class Chooses:
     def choose(self, *args: object, **kwargs: object) -> int:
         return self.num_drafts
 
+    def fit(self, num_rows: int) -> int:
+        return num_rows
+
     def observe(self, num_rows: int, *args: object, **kwargs: object) -> None:
         self.observed.append(num_rows)

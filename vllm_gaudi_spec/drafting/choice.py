@@ -6,7 +6,6 @@ from collections.abc import Callable
 from typing import TYPE_CHECKING, cast
 
 import torch
-import torch.nn.functional as F
 
 from vllm_gaudi_spec.drafting.memory import get_probs_shape
 from vllm_gaudi_spec.records import Drafted, DraftRequest
@@ -97,19 +96,25 @@ class DraftProbs:
     def __init__(self, speculation: Speculation, max_rows: int, vocab_size: int, device: torch.device) -> None:
         self.vocab_size = vocab_size
         self._pad_row = max_rows
-        shape = get_probs_shape(speculation, max_rows, vocab_size)
-        self._probs_RKV = torch.zeros(shape, device=device) if shape[0] else None
+        num_rows, self._num_drafts, _ = get_probs_shape(speculation, max_rows, vocab_size)
+        # Flat, so that fewer drafts than k move as many distributions.
+        self._probs_NV = torch.zeros(num_rows * self._num_drafts, vocab_size, device=device) if num_rows else None
 
     def put(self, rows_B: torch.Tensor, drafts: Drafts) -> None:
-        if self._probs_RKV is not None:
+        if self._probs_NV is not None:
             assert drafts.probs_BKV is not None
             # Faulty rows keep their previous, unused distribution, so that no rule reads a faulty one.
             written_B = torch.where(drafts.num_drafts_B < 0, self._pad_row, rows_B)
-            probs_BKV = drafts.probs_BKV
-            if num_missing := self._probs_RKV.shape[1] - probs_BKV.shape[1]:
-                probs_BKV = F.pad(probs_BKV, (0, 0, 0, num_missing))
-            self._probs_RKV.index_copy_(0, written_B, probs_BKV)
+            probs_BJV = drafts.probs_BKV
+            self._probs_NV.index_copy_(0, self._index(written_B, probs_BJV.shape[1]), probs_BJV.flatten(0, 1))
 
     def gather(self, rows_B: torch.Tensor, num_drafts: int) -> torch.Tensor | None:
         """Return the rows' first `num_drafts` distributions, float32 [B, J, V]; None if none are kept."""
-        return None if self._probs_RKV is None else self._probs_RKV.index_select(0, rows_B)[:, :num_drafts]
+        if self._probs_NV is None:
+            return None
+        return self._probs_NV.index_select(0, self._index(rows_B, num_drafts)).unflatten(0, (-1, num_drafts))
+
+    def _index(self, rows_B: torch.Tensor, num_drafts: int) -> torch.Tensor:
+        """Return where the rows' first `num_drafts` distributions are, int64 [B * J]."""
+        offsets_J = torch.arange(num_drafts, dtype=torch.int32, device=rows_B.device)
+        return (rows_B.int()[:, None] * self._num_drafts + offsets_J).flatten().long()

@@ -53,6 +53,12 @@ def speculation_refusals(vllm_config: VllmConfig, backend: DeviceBackend) -> Ite
             f"{spec_config.num_speculative_tokens} drafts a step are too many; "
             f"set num_speculative_tokens in --speculative-config to {MAX_DRAFTS} or less."
         )
+    if spec_config.enable_adaptive_verification and ranks_in_step(vllm_config) > 1:
+        # A rank that tries fewer drafts is widened to its peers, so the times say nothing of its own choice.
+        yield (
+            "enable_adaptive_verification is not supported with data parallelism of a mixture of experts; leave it out "
+            "of --speculative-config."
+        )
     shortest = 1 + spec_config.num_speculative_tokens
     if 0 < (threshold := vllm_config.scheduler_config.long_prefill_token_threshold) < shortest:
         # vLLM schedules a whole step of drafts for a resumed request, and fails if the threshold cuts it.

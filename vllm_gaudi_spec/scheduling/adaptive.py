@@ -12,6 +12,9 @@ from collections.abc import Collection, Sequence
 from dataclasses import dataclass, field
 
 import numpy as np
+from vllm.logger import init_logger
+
+logger = init_logger(__name__)
 
 _FORGET = 0.93
 """The factor by which an observation of a request reduces the weight of those before it."""
@@ -29,7 +32,7 @@ _LOWEST_RATE = 0.05
 class _Count:
     accepted: float = 0.0
     expected: float = 0.0
-    """What `accepted` would be if every draft were accepted, or for a position of all requests, by their rates."""
+    """The number of drafts tried; for a position, the number that the requests' own rates predict."""
 
     def add(self, accepted: float, expected: float, keep: float) -> None:
         self.accepted = self.accepted * keep + accepted
@@ -54,9 +57,11 @@ class Acceptance:
         num_tried = min(num_accepted + 1, max(num_drafted, 1))
         count = self._by_id.setdefault(req_id, _Count())
         rate = count.rate(self._average())
+        count.add(num_accepted, num_tried, _FORGET)
+        if not num_drafted:  # says something of this request alone
+            return
         for position in range(num_tried):
             self._positions[position].add(position < num_accepted, rate, _FORGET_ALL)
-        count.add(num_accepted, num_tried, _FORGET)
         self._all.add(num_accepted, num_tried, _FORGET_ALL)
 
     def observe_idle(self, req_id: str) -> None:
@@ -125,8 +130,8 @@ class _Size:
     trial: int | None = None
     """The number of drafts that is on trial."""
     trial_steps: int = 0
-    trial_seconds: list[float] = field(default_factory=list)
-    """Times of the trial's measured steps."""
+    samples: dict[int, list[float]] = field(default_factory=dict)
+    """Times of measured steps of unfinished trials, by number of drafts."""
     lost: float = 0.0
     """Seconds that the current trial has cost."""
 
@@ -149,31 +154,40 @@ class StepTimes:
         self._choices = choices
         self._sizes: dict[int, _Size] = {}
 
-    def choose(self, num_rows: int, tokens_J: np.ndarray, *, may_try: bool = True) -> int:
+    def choose(self, num_rows: int, tokens_J: np.ndarray, *, limit: int | None = None, may_try: bool = True) -> int:
         """Return the number of drafts with the most expected tokens per second.
 
         Args:
             num_rows: Number of rows of the step.
             tokens_J: Expected number of tokens of the step for 0, 1, ... drafts per row.
+            limit: The largest number that may be chosen. Default: the last of the choices.
             may_try: Whether the step may be part of a trial.
         """
         size = self._at(num_rows)
-        speeds = {num: tokens_J[num] / seconds for num, seconds in size.seconds.items()}
+        choices = [num for num in self._choices if limit is None or num <= limit]
+        speeds = {num: tokens_J[num] / size.seconds[num] for num in choices if num in size.seconds}
+        size.chosen = min(size.chosen, choices[-1])
         if speeds:
             best = max(speeds, key=speeds.__getitem__)
             if size.chosen not in speeds or speeds[best] > _WORTH_A_CHANGE * speeds[size.chosen]:
+                if not size.chosen or not best:
+                    _log_change(self.fit(num_rows), best, speeds)
                 size.chosen = best
             size.speed = speeds[size.chosen]
         if not may_try:
             return size.chosen
         if size.trial is None and not size.is_estimate:
-            size.trial = self._choose_trial(size, speeds)
-        return size.chosen if size.trial is None else size.trial
+            size.trial = self._choose_trial(size, choices, speeds)
+        return size.trial if size.trial in choices else size.chosen
 
-    def _choose_trial(self, size: _Size, speeds: dict[int, float]) -> int | None:
+    def _choose_trial(self, size: _Size, choices: list[int], speeds: dict[int, float]) -> int | None:
         """Return the number of drafts to try now, or None."""
-        if size.wait <= 0 and (unknown := [num for num in self._choices if num not in speeds]):
-            return unknown[-1]
+        unknown = [num for num in choices if num not in speeds and (size.wait <= 0 or num not in size.tried)]
+        if unknown:
+            # After a trial without a result the next one is of another number.
+            return min(reversed(unknown), key=lambda num: size.tried.get(num, 0))
+        if not speeds:
+            return None
         others = {num: speed / speeds[size.chosen] for num, speed in speeds.items() if num != size.chosen}
         # What was never measured at this size, and may well be the fastest, is not put off.
         if promising := [num for num, ratio in others.items() if ratio > _PROMISING and num not in size.tried]:
@@ -193,7 +207,7 @@ class StepTimes:
             num_drafts: The number of drafts per row that were chosen for the step to verify.
             seconds: The time since the step before it ended.
             num_tokens: The number of tokens that the step returned.
-            steady: Whether the step before it had as many rows and drafts, and as many drafts follow it.
+            steady: Whether the step before it had the same size and number of drafts, and as many drafts follow it.
         """
         size = self._at(num_rows)
         size.num_steps += 1
@@ -215,32 +229,44 @@ class StepTimes:
         usual = size.seconds.get(size.chosen, seconds)
         if size.speed:
             size.lost += min(seconds, 4 * usual) - num_tokens / size.speed
+        samples = size.samples.setdefault(size.trial, [])
         if steady and num_drafts == size.trial:
-            size.trial_seconds.append(seconds)
-        if len(size.trial_seconds) >= _TRIAL:
-            fastest = sorted(size.trial_seconds)[:-1]  # something may have disturbed the slowest
+            samples.append(seconds)
+        if len(samples) >= _TRIAL:
+            fastest = sorted(samples)[:-1]  # something may have disturbed the slowest
             size.seconds[num_drafts] = sum(fastest) / len(fastest)
             size.wait = max(_SHORTEST_WAIT, size.lost / usual / _TRIALS_COST)
-            if len(size.seconds) < len(self._choices):
-                size.wait = 0
+            samples.clear()
         elif size.trial_steps >= _LONGEST_TRIAL:
             size.wait = _SHORTEST_WAIT
         else:
             return
         size.tried[size.trial] = size.num_steps
         size.trial, size.trial_steps, size.lost = None, 0, 0.0
-        size.trial_seconds.clear()
+
+    def fit(self, num_rows: int) -> int:
+        """Return the batch size that a step of `num_rows` rows is padded to."""
+        return self._buckets[min(bisect_left(self._buckets, num_rows), len(self._buckets) - 1)]
 
     def _at(self, num_rows: int) -> _Size:
-        bucket = self._buckets[min(bisect_left(self._buckets, num_rows), len(self._buckets) - 1)]
+        bucket = self.fit(num_rows)
         if bucket not in self._sizes:
             self._sizes[bucket] = self._start_like_nearest(bucket)
         return self._sizes[bucket]
 
     def _start_like_nearest(self, bucket: int) -> _Size:
         """Return the state of a new size, which starts with the times of the nearest measured one."""
-        measured = [other for other, size in self._sizes.items() if len(size.seconds) == len(self._choices)]
+        measured = [other for other, size in self._sizes.items() if len(size.seconds) > 1 and not size.is_estimate]
         if not measured:
             return _Size(self._choices[-1])  # the first size has its trials at once
         nearest = self._sizes[min(measured, key=lambda other: max(other, bucket) / min(other, bucket))]
         return _Size(nearest.chosen, dict(nearest.seconds), is_estimate=True, wait=_SHORTEST_WAIT)
+
+
+def _log_change(num_rows: int, num_drafts: int, speeds: dict[int, float]) -> None:
+    logger.info(
+        "Speculation is %s for batches of up to %d requests. Expected tokens/s by number of drafts: %s.",
+        "on" if num_drafts else "off",
+        num_rows,
+        ", ".join(f"{number}: {speed:.1f}" for number, speed in sorted(speeds.items())),
+    )

@@ -244,12 +244,13 @@ class _Speculating(Sessions):
             for req_id in sampling
         }
         num_tokens = acceptance.expect_tokens(max_drafts)
-        chosen = step_times.choose(len(sampling), num_tokens, may_try=only_decodes)
-        self._num_chosen = min(chosen, scheduled.num_spec_tokens_to_schedule)
+        self._num_chosen = step_times.choose(
+            len(sampling), num_tokens, limit=scheduled.num_spec_tokens_to_schedule, may_try=only_decodes
+        )
         self._limit_drafts(scheduled, self._num_chosen, NoDraftReason.GOODPUT)
         if not self._num_chosen:
             self.step_metrics.count(metrics.SKIPPED_STEPS)
-        scheduled.pace = Pace(len(sampling), before, self._num_chosen, only_decodes)
+        scheduled.pace = Pace(step_times.fit(len(sampling)), before, self._num_chosen, only_decodes)
 
     def _sampling_requests(self, scheduled: SchedulerOutput) -> list[str]:
         """Return the requests that sample in this step. Only they can use drafts."""
@@ -321,7 +322,7 @@ class _Speculating(Sessions):
             return False  # steps with prompts are not comparable, nor is the next: the engine may have waited
         steady = pace == last and pace.num_verified == pace.num_drafts
         num_tokens = sum(map(len, output.sampled_token_ids))
-        step_times.observe(pace.num_rows, pace.num_verified, now - before, num_tokens, steady=steady)
+        step_times.observe(pace.batch_size, pace.num_verified, now - before, num_tokens, steady=steady)
         return steady
 
     def _observe_acceptance(
@@ -333,12 +334,12 @@ class _Speculating(Sessions):
             # A request may have finished while this step was in flight.
             if req_id not in self.requests or req_id in output.started or not tokens:
                 continue
-            if not num_chosen:
-                acceptance.observe_idle(req_id)
-            elif num_drafts or steady:
+            if num_drafts or (num_chosen and steady):
                 # After a pause a drafter may need some steps before it drafts. Later it proposes nothing, which yields
                 # as little as a rejected draft.
                 acceptance.observe(req_id, num_drafts, len(tokens) - 1)
+            elif not num_chosen:
+                acceptance.observe_idle(req_id)
 
     # --- idle steps ---
 

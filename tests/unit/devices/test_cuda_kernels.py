@@ -96,13 +96,13 @@ def test_prompt_chunks_of_long_heads(splits: None, starts: list[int], block_size
 
 @pytest.mark.parametrize("window", [None, 3, 40])
 @pytest.mark.parametrize("heads", [2, 8])
-def test_blocks_of_drafts_see_themselves(splits: None, heads: int, window: int | None) -> None:
+def test_bidirectional_block_sees_keys_after_each_query(splits: None, heads: int, window: int | None) -> None:
     check_bidirectional(by_kernel, [0, 70, 100], [5, 5, 3], 5, heads=heads, window=window)
 
 
 @pytest.mark.parametrize("window", [None, 20])
 @pytest.mark.parametrize("head_size", [32, 128])
-def test_prompts_of_encoders(splits: None, head_size: int, window: int | None) -> None:
+def test_bidirectional_prompt_sees_all_real_keys(splits: None, head_size: int, window: int | None) -> None:
     """With more lanes than a tile has, keys that all lanes see, and queries of padding that see no key."""
     check_bidirectional(by_kernel, [0, 0], [96, 33], 96, head_size=head_size, window=window)
 

@@ -95,6 +95,27 @@ def test_faulty_probs_are_not_stored() -> None:
     assert found[1].tolist() == [[0.25] * 4]
 
 
+def test_probs_of_fewer_drafts_leave_those_of_other_rows() -> None:
+    speculation = cast(Any, SimpleNamespace(keeps_probs=True, num_drafts=3))
+    draft_probs = DraftProbs(speculation, 2, 4, torch.device("cpu"))
+    rows_B = torch.tensor([0, 1])
+
+    def put(rows_B: torch.Tensor, num_drafts: int, value: float) -> None:
+        shape = len(rows_B), num_drafts
+        probs_BJV = torch.full((*shape, 4), value)
+        draft_probs.put(rows_B, Drafts(torch.zeros(shape).int(), torch.full(shape[:1], num_drafts), probs_BJV))
+
+    put(rows_B, 3, 0.5)
+    put(torch.tensor([1]), 2, 0.25)
+    found = draft_probs.gather(rows_B, 2)
+    assert found is not None
+    assert found.shape == (2, 2, 4)
+    assert found[:, :, 0].tolist() == [[0.5, 0.5], [0.25, 0.25]]
+    whole = draft_probs.gather(rows_B, 3)
+    assert whole is not None
+    assert whole[:, 2, 0].tolist() == [0.5, 0.5]
+
+
 def count_drafts_on_both(own: Drafts, other: Drafts) -> list[list[int]]:
     """Return the number of drafts of each row on both of two ranks with a whole drafter each."""
     sent: list[torch.Tensor] = []

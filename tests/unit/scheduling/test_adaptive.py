@@ -158,6 +158,15 @@ def test_trial_ends_if_its_choice_never_runs() -> None:
     assert 0 < chosen.count(1) < 100
 
 
+def test_trials_of_all_numbers_begin_even_if_one_has_no_result() -> None:
+    """Only plain steps are ever measured, as if something kept drafts from being scheduled."""
+    times = StepTimes([4], [0, 1, 3])
+    for _ in range(400):
+        times.choose(4, np.array([4.0, 5, 6, 7]))
+        times.observe(4, 0, 1.0, 4, steady=True)
+    assert set(times._at(4).seconds) == {0}
+
+
 def test_steps_with_prompts_are_no_trials() -> None:
     times = StepTimes([4], [0, 3])
     assert times.choose(4, np.array([4.0, 5, 6, 7]), may_try=False) == 3, "k, as long as nothing is known"
@@ -176,6 +185,16 @@ def test_expected_tokens_use_each_requests_own_acceptance() -> None:
     both = acceptance.expect_tokens({"good": 3, "bad": 3})
     assert both == pytest.approx(good + bad)
     assert acceptance.expect_tokens({"good": 1})[3] == pytest.approx(good[1]), "it may have one draft"
+
+
+def test_request_without_drafts_says_nothing_of_others() -> None:
+    acceptance = Acceptance(3)
+    for _ in range(300):
+        acceptance.observe("drafts", 3, 3)
+        for index in range(9):
+            acceptance.observe(f"none {index}", 0, 0)
+    assert acceptance.expect_tokens({"new": 3})[3] > 3.5
+    assert acceptance.expect_tokens({"none 0": 3})[3] < 1.5
 
 
 def test_expected_tokens_use_acceptance_by_position() -> None:

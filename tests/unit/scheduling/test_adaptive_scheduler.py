@@ -101,6 +101,22 @@ def test_acceptance_changes_the_choice(kind: Kind, accepted: int, chosen: int, t
     assert scheduler.schedule().num_spec_tokens_to_schedule == chosen
 
 
+def test_schedule_by_batch_size_limits_the_choice(tmp_path: Path) -> None:
+    upstream.apply()
+    schedule = [[1, 1, NUM_DRAFTS], [2, 64, 1]]
+    options = dict(enable_adaptive_verification=True, num_speculative_tokens_per_batch_size=schedule)
+    scheduler: Any = scheduler_of(SpecScheduler, tmp_path, speculative=options, enable_prefix_caching=False)
+    for name in "ab":
+        scheduler.add_request(Request(name, PROMPT, SamplingParams(max_tokens=200), None))
+    chosen = set()
+    for _ in range(60):
+        scheduled = scheduler.schedule()
+        chosen.add(scheduled.num_spec_tokens_to_schedule)
+        scheduler.update_from_output(scheduled, answer({"a": [1], "b": [4]}, {}))
+    assert chosen == {0, 1}, "both are tried"
+    assert set(scheduler._step_times._at(2).seconds) == {0, 1}
+
+
 @pytest.mark.parametrize("kind", KINDS)
 def test_request_without_drafts_does_not_count_as_accepting(kind: Kind, tmp_path: Path) -> None:
     scheduler = adaptive(kind, tmp_path)
@@ -128,8 +144,9 @@ def test_acceptance_of_finished_requests_is_forgotten(kind: Kind, tmp_path: Path
 
 
 def sizes(scheduler: Any) -> dict[str, int]:
-    """Return the size of each collection that a scheduler keeps."""
-    return {name: len(value) for name, value in vars(scheduler).items() if isinstance(value, dict | list | set)}
+    """Return the size of each collection that a scheduler and its estimates of acceptance keep."""
+    kept = vars(scheduler) | vars(scheduler._acceptance)
+    return {name: len(value) for name, value in kept.items() if isinstance(value, dict | list | set)}
 
 
 def test_lost_output_leaves_no_state(tmp_path: Path) -> None:
