@@ -129,11 +129,12 @@ def test_every_number_of_drafts_is_lossless(
     monkeypatch.setattr(StepTimes, "choose", lambda times, *args, **named: rng.choice(times._choices))
     config = dict(method="draft_model", model=looping_llama, num_speculative_tokens=4)
     config |= dict(draft_sample_method="probabilistic", rejection_sample_method="block")
-    before = captured()
-    with speculating(looping_llama, config | dict(enable_adaptive_verification=True), **BOTH) as llm:
+    few, before = requests[:16], captured()
+    options = BOTH | dict(max_num_seqs=2)  # there are many graphs for each number of rows
+    with speculating(looping_llama, config | dict(enable_adaptive_verification=True), **options) as llm:
         captures_the_manifest(llm, before)
         assert {signature[2] for signature in signatures(llm) if signature[0] == "decode"} == {1, 2, 3, 5}
-        alone.check(requests, run_together(llm, requests), only_greedy=True)
+        Reference(alone.answers[:16], alone.scores).check(few, run_together(llm, few), only_greedy=True)
         assert accepted(llm) > 0.4 * counter(llm, "vllm:spec_decode_num_draft_tokens") > 20
         reads_once(llm)
 
