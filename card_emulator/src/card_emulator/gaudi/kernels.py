@@ -191,10 +191,11 @@ def _gelu(usual: Kernel) -> Kernel:
 def _view_dtype(usual: Kernel) -> Kernel:
     """O39: in lazy mode a view as another dtype converts numbers, as it is lowered like any other view (bridge 1.19
     and 1.24, lazy_kernels.cpp, view_utils.cpp). Only a direct download of such a view keeps the bits there, which is
-    not emulated."""
+    not emulated. What becomes of elements of another size is not known; readers of files rely on their bits."""
 
     def run(tensor: torch.Tensor, dtype: torch.dtype) -> Any:
-        return tensor.to(dtype) if DEVICE.lazy and dtype != tensor.dtype else usual(tensor, dtype)
+        converts = DEVICE.lazy and dtype != tensor.dtype and dtype.itemsize == tensor.dtype.itemsize
+        return tensor.to(dtype) if converts else usual(tensor, dtype)
 
     return run
 
