@@ -10,7 +10,7 @@ target. The defaults are the values used; both trainings can run at the same tim
 import argparse
 import json
 import random
-import time
+from abc import ABC, abstractmethod
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
@@ -29,7 +29,7 @@ from tiny_models import target_config
 from tiny_text import END, LONGEST_TINY_PROMPT, VOCAB, as_question, pack, questions_and_openings, sampled
 from tokenizers import Tokenizer
 from torch import Tensor
-from training import Batch, Plan, Samples, fit
+from training import Batch, Plan, Samples, fit, run_commands
 from training_prompts import OUT_OF_TEMPLATE
 from transformers import LlamaConfig, Qwen3Config
 
@@ -39,7 +39,7 @@ ATTENTION = "sdpa"
 
 @dataclass(frozen=True)
 class Kind:
-    """What a drafter is made of, and how the library trains it."""
+    """The model of a drafter, and the settings with which the library trains it."""
 
     model: type[SpeculatorModel]
     layers: LlamaConfig | Qwen3Config
@@ -48,7 +48,9 @@ class Kind:
     seconds: float
 
 
-def layers(config: type[LlamaConfig] | type[Qwen3Config], number: int, feed_forward: int) -> LlamaConfig | Qwen3Config:
+def make_layers(
+    config: type[LlamaConfig] | type[Qwen3Config], number: int, feed_forward: int
+) -> LlamaConfig | Qwen3Config:
     shape = Shape.of(target_config())
     return config(
         vocab_size=shape.vocab,
@@ -69,11 +71,11 @@ def layers(config: type[LlamaConfig] | type[Qwen3Config], number: int, feed_forw
 
 KINDS = {
     "peagle": Kind(
-        PEagleDraftModel, layers(LlamaConfig, 2, 256), dict(draft_vocab_size=VOCAB, num_depths=NUM_DRAFTS), 347
+        PEagleDraftModel, make_layers(LlamaConfig, 2, 256), dict(draft_vocab_size=VOCAB, num_depths=NUM_DRAFTS), 347
     ),
     "dflash": Kind(
         DFlashDraftModel,
-        layers(Qwen3Config, 3, 384),
+        make_layers(Qwen3Config, 3, 384),
         dict(draft_vocab_size=VOCAB, block_size=1 + NUM_DRAFTS, max_anchors=768),
         347,
     ),
@@ -144,7 +146,7 @@ def train_heads(options: argparse.Namespace) -> None:
         drafter = make_drafter(name, samples, options)
         seconds = options.seconds or KINDS[name].seconds
         plan = Plan(1, options.batch_tokens, options.peak_rate, seconds, options.log_every, options.device)
-        fit(name, drafter, partial(library_loss, name, drafter, target, plan), samples, plan)
+        fit(name, drafter, partial(compute_loss, name, drafter, target, plan), samples, plan)
         save(name, drafter, options)
 
 
@@ -161,22 +163,22 @@ def make_drafter(name: str, samples: Samples, options: argparse.Namespace) -> Sp
         **kind.arguments,
     )
     drafter.norm.load_state_dict(drafter.verifier_norm.state_dict())
-    # Of a DFlash drafter with all tokens no checkpoint has the output.
+    # The checkpoint of a DFlash drafter that drafts all tokens has no output matrix of its own.
     drafter.lm_head.requires_grad_(name != "dflash")
     return drafter.to(options.device)
 
 
-def library_loss(name: str, drafter: SpeculatorModel, target: Llama, plan: Plan, batch: Batch) -> Tensor:
+def compute_loss(name: str, drafter: SpeculatorModel, target: Llama, plan: Plan, batch: Batch) -> Tensor:
     arguments = dict(KINDS[name].arguments, loss_fn="kl_div", loss_implementation="eager")
     settings, _ = drafter.get_trainer_kwargs(**arguments)
-    parts = inputs(name, target, batch)
+    parts = make_inputs(name, target, batch)
     with plan.autocast():
         _, loss, _ = drafter(**parts, **settings)
     return loss
 
 
-def inputs(name: str, target: Llama, batch: Batch) -> dict[str, Tensor]:
-    """Texts one after another, as the library takes them, with what the target makes of them."""
+def make_inputs(name: str, target: Llama, batch: Batch) -> dict[str, Tensor]:
+    """Return the library's inputs: the texts as one sequence, and the target's hidden states for them."""
     samples = batch.samples
     ids = samples.tokens[batch.flat_positions()].long()
     with torch.no_grad():
@@ -199,7 +201,7 @@ def inputs(name: str, target: Llama, batch: Batch) -> dict[str, Tensor]:
 
 
 def save(name: str, drafter: SpeculatorModel, options: argparse.Namespace) -> None:
-    """Save without the copy of its code that the library adds."""
+    """Save a drafter without the copy of its code that the library adds."""
     folder = options.out / name
     drafter.to(torch.bfloat16).save_pretrained(folder)
     (folder / "config.py").unlink()
@@ -211,7 +213,7 @@ def save(name: str, drafter: SpeculatorModel, options: argparse.Namespace) -> No
 # ---- evaluation --------------------------------------------------------------------------------------------------
 
 
-class ParallelDrafter(Drafter):
+class ParallelDrafter(Drafter, ABC):
     """Drafts through the library's model, which reads the whole text again in every step."""
 
     def __init__(self, model: SpeculatorModel) -> None:
@@ -229,9 +231,9 @@ class ParallelDrafter(Drafter):
         picked = [pick(logits, temperature) for logits in self.logits(ids, lengths, k).unbind(1)]
         return torch.stack([token for token, _ in picked], 1), [probs for _, probs in picked if probs is not None]
 
+    @abstractmethod
     def logits(self, ids: Tensor, lengths: Tensor, k: int) -> Tensor:
-        """Of k drafts, [B, k, V]."""
-        raise NotImplementedError
+        """Return the logits of k drafts, [B, k, V]."""
 
 
 class PEagleDrafter(ParallelDrafter):
@@ -271,11 +273,11 @@ class DFlashDrafter(ParallelDrafter):
 
 
 def evaluate(options: argparse.Namespace) -> None:
-    """In float32, every drafter on every set of prompts; the figures also go to acceptance-KIND.json."""
+    """Measure each drafter on each set of prompts, in float32, and write the figures to acceptance-KIND.json."""
     target = load_target(options)
     for name in options.kinds:
         drafter, figures = load(name, options), {}
-        for set_name, prompts in prompt_sets(options).items():
+        for set_name, prompts in list_prompt_sets(options).items():
             for temperature in (0.0, 1.0):
                 for k in range(1, NUM_DRAFTS + 1):
                     torch.manual_seed(0)
@@ -293,7 +295,7 @@ def load(name: str, options: argparse.Namespace) -> Drafter:
     return PEagleDrafter(model) if name == "peagle" else DFlashDrafter(model)
 
 
-def prompt_sets(options: argparse.Namespace) -> dict[str, list[list[int]]]:
+def list_prompt_sets(options: argparse.Namespace) -> dict[str, list[list[int]]]:
     samples = Samples(options.work / "heads.npz", "cpu")
     held_out = np.flatnonzero(samples.held_out)[: samples.held_out.sum() // len(options.temperatures)].tolist()
     chosen = random.Random(0).sample(held_out, min(options.eval_prompts, len(held_out)))
@@ -313,10 +315,7 @@ def main() -> None:
     torch.compiler.set_stance("force_eager")
     torch.backends.cuda.enable_cudnn_sdp(False)
     torch.manual_seed(options.seed)
-    for command in options.commands:
-        started = time.time()
-        COMMANDS[command](options)
-        print(f"{command}: {time.time() - started:.0f} s", flush=True)
+    run_commands(COMMANDS, options)
 
 
 if __name__ == "__main__":

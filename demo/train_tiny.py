@@ -9,7 +9,6 @@ The defaults are the values used.
 import argparse
 import json
 import random
-import time
 from dataclasses import asdict
 from pathlib import Path
 
@@ -36,7 +35,7 @@ from tiny_text import (
 )
 from tokenizers import Tokenizer
 from torch import Tensor
-from training import Batch, Plan, Samples, fit, fresh_model, held_out_batches, next_tokens
+from training import Batch, Plan, Samples, fit, fresh_model, held_out_batches, next_tokens, run_commands
 from training_prompts import OUT_OF_TEMPLATE
 
 KINDS = ("eagle", "eagle3", "mtp", "medusa")
@@ -191,10 +190,7 @@ def main() -> None:
     # It plans anew for every length; flash attention does not.
     torch.backends.cuda.enable_cudnn_sdp(False)
     torch.manual_seed(options.seed)
-    for command in options.commands:
-        started = time.time()
-        COMMANDS[command](options)
-        print(f"{command}: {time.time() - started:.0f} s", flush=True)
+    run_commands(COMMANDS, options)
 
 
 if __name__ == "__main__":

@@ -1,5 +1,6 @@
 """Training on the sampled text: what all drafters share, and the two that are models of their own."""
 
+import argparse
 import math
 import time
 from collections.abc import Callable, Iterator
@@ -320,3 +321,11 @@ def endless(samples: Samples, plan: Plan) -> Iterator[tuple[int, Batch]]:
 
 def held_out_batches(samples: Samples, plan: Plan) -> list[Batch]:
     return samples.batches(True, plan.batch_tokens, np.random.default_rng(0))[:BATCHES_HELD_OUT]
+
+
+def run_commands(commands: dict[str, Callable[[argparse.Namespace], None]], options: argparse.Namespace) -> None:
+    """Run the program's commands that `options.commands` names, and print how long each took."""
+    for name in options.commands:
+        started = time.time()
+        commands[name](options)
+        print(f"{name}: {time.time() - started:.0f} s", flush=True)
