@@ -25,8 +25,8 @@ class DrafterStatus(NamedTuple):
     """The number of rounds with unusable drafts so far."""
 
 
-class Pace(NamedTuple):
-    """What the scheduler needs to know about a step of adaptive verification when it is done."""
+class AdaptiveStep(NamedTuple):
+    """The facts about a step that adaptive verification needs when the step is done."""
 
     batch_size: int
     """The number of rows, padded."""
@@ -54,7 +54,7 @@ class SpecSchedulerOutput(SchedulerOutput):
     nothing."""
     is_audit: bool = False
     """Whether the step's requests are an audit's. For the scheduler, when the step is done."""
-    pace: Pace | None = None
+    adaptive_step: AdaptiveStep | None = None
     """None without adaptive verification. For the scheduler, when the step is done."""
 
 

@@ -1,4 +1,4 @@
-"""Adaptive verification: chooses how many drafts per row a step verifies, by the expected number of tokens per second.
+"""Adaptive verification: choose how many drafts per row a step verifies, by the expected number of tokens per second.
 
 All rows of a step share one shape, so the number of drafts per row is the batch's token budget. The choice depends on
 measured times and on the acceptance of earlier drafts, never on drafts that are still to be verified or on the noise
@@ -43,14 +43,14 @@ class _Count:
 
 
 class Acceptance:
-    """Estimates how many drafts of each request will be accepted."""
+    """Estimator of how many drafts of each request will be accepted."""
 
     def __init__(self, num_drafts: int) -> None:
         self._num_drafts = num_drafts
         self._by_id: dict[str, _Count] = {}
         self._all = _Count()
         self._positions = [_Count() for _ in range(num_drafts)]
-        """Accepted drafts of each position, beside what the requests' own rates let expect there."""
+        """Accepted drafts by position, and the number that the requests' own rates predict there."""
 
     def observe(self, req_id: str, num_drafted: int, num_accepted: int) -> None:
         """Record how many of a request's drafts were accepted. Those after the first rejected draft tell nothing."""
@@ -137,7 +137,7 @@ class _Size:
 
 
 class StepTimes:
-    """Measures the time of steps by batch size and number of drafts, and chooses the number of drafts.
+    """Times of steps by batch size and number of drafts, and the choice of the number of drafts.
 
     Steps of the chosen number are always measured, others in short trials. A change of the chosen number's time is
     taken as a change of all, since contexts and load have changed.
@@ -189,7 +189,7 @@ class StepTimes:
         if not speeds:
             return None
         others = {num: speed / speeds[size.chosen] for num, speed in speeds.items() if num != size.chosen}
-        # What was never measured at this size, and may well be the fastest, is not put off.
+        # A number that was never measured at this size and may well be the fastest is tried without waiting.
         if promising := [num for num, ratio in others.items() if ratio > _PROMISING and num not in size.tried]:
             return max(promising, key=others.__getitem__)
 
@@ -234,7 +234,7 @@ class StepTimes:
             samples.append(seconds)
         if len(samples) >= _TRIAL:
             fastest = sorted(samples)[:-1]  # something may have disturbed the slowest
-            size.seconds[num_drafts] = sum(fastest) / len(fastest)
+            size.seconds[size.trial] = sum(fastest) / len(fastest)
             size.wait = max(_SHORTEST_WAIT, size.lost / usual / _TRIALS_COST)
             samples.clear()
         elif size.trial_steps >= _LONGEST_TRIAL:

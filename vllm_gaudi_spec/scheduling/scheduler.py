@@ -17,7 +17,7 @@ from vllm_gaudi_spec.config import Options, Speculation
 from vllm_gaudi_spec.devices import load_backend
 from vllm_gaudi_spec.environment import warms_up_in_background
 from vllm_gaudi_spec.metrics import StepMetrics
-from vllm_gaudi_spec.outputs import CountedOutput, Pace, SpecSchedulerOutput, SpeculativeOutput
+from vllm_gaudi_spec.outputs import AdaptiveStep, CountedOutput, SpecSchedulerOutput, SpeculativeOutput
 from vllm_gaudi_spec.records import NoDraftReason
 from vllm_gaudi_spec.recurrent.table import num_snapshots
 from vllm_gaudi_spec.runner.shapes import Shapes
@@ -103,8 +103,8 @@ class _Speculating(Sessions):
         self._is_shut_down = False
         self._num_chosen = 0
         """The number of drafts per row that was chosen in the most recent step."""
-        self._last: tuple[float, Pace | None] = (0.0, None)
-        """When the most recent step ended, and its pace."""
+        self._last: tuple[float, AdaptiveStep | None] = (0.0, None)
+        """When the most recent step ended, and the facts about it."""
 
     def keep_snapshots(self, num_slots: int) -> None:
         """Keep snapshots of recurrent states in `num_slots` slots, for the prefix cache."""
@@ -250,7 +250,7 @@ class _Speculating(Sessions):
         self._limit_drafts(scheduled, self._num_chosen, NoDraftReason.GOODPUT)
         if not self._num_chosen:
             self.step_metrics.count(metrics.SKIPPED_STEPS)
-        scheduled.pace = Pace(step_times.fit(len(sampling)), before, self._num_chosen, only_decodes)
+        scheduled.adaptive_step = AdaptiveStep(step_times.fit(len(sampling)), before, self._num_chosen, only_decodes)
 
     def _sampling_requests(self, scheduled: SchedulerOutput) -> list[str]:
         """Return the requests that sample in this step. Only they can use drafts."""
@@ -270,16 +270,16 @@ class _Speculating(Sessions):
     def update_from_output(self, scheduler_output: SchedulerOutput, model_runner_output: ModelRunnerOutput) -> Any:
         assert isinstance(scheduler_output, SpecSchedulerOutput)
         steady = self._step_times is not None and self._measure(
-            self._step_times, scheduler_output.pace, model_runner_output
+            self._step_times, scheduler_output.adaptive_step, model_runner_output
         )
         if self._draft_counts is not None:
             self._draft_counts.forget(scheduler_output.finished_req_ids)
         if isinstance(model_runner_output, CountedOutput) and model_runner_output.worked is not None:
             self._count_worker(model_runner_output.worked)
         if isinstance(model_runner_output, SpeculativeOutput):
-            if self._acceptance is not None and scheduler_output.pace is not None:
+            if self._acceptance is not None and scheduler_output.adaptive_step is not None:
                 self._observe_acceptance(
-                    self._acceptance, scheduler_output.pace.num_verified, model_runner_output, steady=steady
+                    self._acceptance, scheduler_output.adaptive_step.num_verified, model_runner_output, steady=steady
                 )
             self._observe(scheduler_output, model_runner_output)
         outputs = super().update_from_output(scheduler_output, model_runner_output)
@@ -314,15 +314,15 @@ class _Speculating(Sessions):
         for vocabulary, share in worked.coverage.items():
             self.step_metrics.set(metrics.COVERAGE, share, vocabulary)
 
-    def _measure(self, step_times: StepTimes, pace: Pace | None, output: ModelRunnerOutput) -> bool:
+    def _measure(self, step_times: StepTimes, done: AdaptiveStep | None, output: ModelRunnerOutput) -> bool:
         """Measure the time since the previous step, and return whether both steps had the same shape."""
         now = time.perf_counter()
-        (before, last), self._last = self._last, (now, pace)
-        if pace is None or last is None or not (pace.only_decodes and last.only_decodes):
+        (before, last), self._last = self._last, (now, done)
+        if done is None or last is None or not (done.only_decodes and last.only_decodes):
             return False  # steps with prompts are not comparable, nor is the next: the engine may have waited
-        steady = pace == last and pace.num_verified == pace.num_drafts
+        steady = done == last and done.num_verified == done.num_drafts
         num_tokens = sum(map(len, output.sampled_token_ids))
-        step_times.observe(pace.batch_size, pace.num_verified, now - before, num_tokens, steady=steady)
+        step_times.observe(done.batch_size, done.num_verified, now - before, num_tokens, steady=steady)
         return steady
 
     def _observe_acceptance(

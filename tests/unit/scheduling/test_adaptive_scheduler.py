@@ -155,11 +155,11 @@ def test_lost_output_leaves_no_state(tmp_path: Path) -> None:
     before = sizes(scheduler)
     for _ in range(5):
         lost = scheduler.schedule()
-        assert lost.pace is not None
+        assert lost.adaptive_step is not None
     assert sizes(scheduler) == before
     scheduler.num_spec_tokens = 0
     for _ in range(2):
         later = scheduler.schedule()
-        assert later.pace is None
+        assert later.adaptive_step is None
         scheduler.update_from_output(later, answer({"a": [1], "b": [4]}, {}))
     assert not scheduler._step_times.observed
