@@ -312,7 +312,7 @@ class Speculation:
     """For parallel drafting: the id that stands for unknown tokens in the drafter's input. None if its checkpoint names
     none."""
     block_size: int = 0
-    """For block drafters: the number of tokens in a round; else 0."""
+    """The number of tokens in a block drafter's round, or 0 for other drafters."""
 
     def __post_init__(self) -> None:
         if self.rule not in RULES:  # one of vLLM's rules that we do not have

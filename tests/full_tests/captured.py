@@ -103,6 +103,6 @@ def kind_of(signature: tuple[Any, ...]) -> str:
     if isinstance(signature[0], int):
         return "sample"
     if signature[0] == "draft":
-        # Of text drafts: rows, width, context, branch. Of others: rows, context, branch, number of drafts.
+        # The other elements are rows, width, context and branch for text drafts, else rows, context, branch and drafts.
         return "follow" if signature[1] == "prefill" else "draft text" if isinstance(signature[3], int) else "draft"
     return str(signature[0])

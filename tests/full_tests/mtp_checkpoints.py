@@ -230,7 +230,7 @@ def needs_vision(name: str) -> bool:
 
 
 _GLOBAL_KV = ("attention_k_eq_v", "num_global_key_value_heads")
-"""What target and assistant have in common, of full attention."""
+"""Options of full attention that a target and its assistant share."""
 
 
 def save_gemma4(target: str, folder: Path, share: float = 0.3, *, ordered: bool = False) -> tuple[str, str]:

@@ -190,7 +190,7 @@ class MTP:
         config = {name: sizes.get(name, value) for name, value in self.config.items()}
         count = config.pop(family.count_field)
         read = {name: value for name, value in config.items() if name not in ("architectures", "model_type")}
-        # Those of whole layers change with the layers that become the last ones.
+        # `save` sets the fields that describe layers, since it turns the last layers into MTP layers.
         published = {name: value for name, value in config.items() if name not in ("num_hidden_layers", "layer_types")}
         mtp_checkpoints.save(
             self.family, folder, count, recipe=replace(recipe, config=sizes | read, published=published)

@@ -1102,8 +1102,8 @@ MULTIMODAL |= {
         "mistral3": dict(image=0),
     }.items()
 }
-# As published, its placeholders are suppressed. They are none of the prompts' tokens, which transformers would embed
-# otherwise.
+# The published checkpoint suppresses its placeholders. Here they are ids that no prompt has, since transformers embeds
+# placeholders differently.
 _PLACEHOLDERS = dict(zip(GEMMA4_IDS, range(294, 301), strict=True))
 MULTIMODAL["gemma4-mm@suppressed"] = replace(
     MULTIMODAL["gemma4-mm@text"],

@@ -214,7 +214,7 @@ class BlockKVSync(HeadKVSync):
     """Writes the drafter's KV from the target's hidden states, each at its own position."""
 
     def __init__(self, model: BlockModel, context: DraftingContext, row_limits: RowLimits) -> None:
-        # What a head carries from its last token to a round has no counterpart here.
+        # Rounds start from tokens, so there are no states to carry from one round to the next.
         super().__init__(model, context, row_limits, head_size=0)
         self._model = model
         self._end = context.speculation.get_drafting_end(context.max_model_len)

@@ -24,7 +24,7 @@ _BLOCK, _RUN, _FAN = 512, 64, 8
 _TRIED = 3
 """Thresholds per round, which decide two bits of the logits."""
 _NUM_POWERS, _FRACTION_BITS = 254, 23
-"""Of normal float32: the powers of two, and the bits of a fraction between two of them."""
+"""The number of powers of two among normal float32, and the bits of a fraction between two of them."""
 _LIST_BLOCK = 128
 """Number of tokens; common vocabulary sizes are multiples of it."""
 

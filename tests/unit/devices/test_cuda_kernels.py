@@ -82,7 +82,7 @@ def test_blocks_and_windows(splits: None, block_size: int, window: int | None, q
 @pytest.mark.parametrize("window", [None, 20])
 @pytest.mark.parametrize("starts", [[0], [0, 77]])
 def test_prompt_chunks(splits: None, window: int | None, starts: list[int]) -> None:
-    """With more lanes than a tile has."""
+    """Check chunks of more lanes than a tile has."""
     real = [90, 41][: len(starts)]
     check(make_scene(starts, 96, real=real, window=window, head_size=32))
 
@@ -103,7 +103,7 @@ def test_bidirectional_block_sees_keys_after_each_query(splits: None, heads: int
 @pytest.mark.parametrize("window", [None, 20])
 @pytest.mark.parametrize("head_size", [32, 128])
 def test_bidirectional_prompt_sees_all_real_keys(splits: None, head_size: int, window: int | None) -> None:
-    """With more lanes than a tile has, keys that all lanes see, and queries of padding that see no key."""
+    """Check several tiles, tiles whose keys all lanes see, and padding queries that see no key."""
     check_bidirectional(by_kernel, [0, 0], [96, 33], 96, head_size=head_size, window=window)
 
 

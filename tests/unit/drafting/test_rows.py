@@ -1,4 +1,4 @@
-"""What holds for rows of every drafter on the device that reads KV."""
+"""Warm-up and length limits of each kind of drafter on the device that reads KV."""
 
 from __future__ import annotations
 

@@ -307,7 +307,7 @@ def test_dflash2_convolves_as_vllm_does_but_without_a_remainder(block_size: int,
 
 
 class Suppressing(torch.nn.Module):
-    """What is read of vLLM's Gemma 4."""
+    """A stand-in with the attributes of vLLM's Gemma 4 that the bias reads."""
 
     def __init__(self, suppressed: list[int] | None) -> None:
         super().__init__()

@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Any
 
 from vllm_gaudi_spec.config import UNIVERSAL_DRAFT
-from vllm_gaudi_spec.methods import DRAFT_MODEL, EAGLE3, METHODS, RULES, Method
+from vllm_gaudi_spec.methods import DFLASH, DRAFT_MODEL, EAGLE3, METHODS, RULES, Method
 from vllm_gaudi_spec.tools.io import output
 from vllm_gaudi_spec.tools.io.command_line import add_shared, not_negative, positive, share
 from vllm_gaudi_spec.tools.io.prompts import SOURCES
@@ -51,7 +51,7 @@ _DEMOS: dict[str, dict[str, Any]] = {
     UNIVERSAL_DRAFT: {"demo_drafter": "draft-other-vocab"},
     "eagle": {"demo_drafter": "eagle-head"},
     EAGLE3: {"demo_drafter": "tiny/eagle3", "demo_target": "tiny/target"},
-    "dflash": {"demo_drafter": "tiny/dflash", "demo_target": "tiny/target", "demo_drafts": 8},
+    DFLASH: {"demo_drafter": "tiny/dflash", "demo_target": "tiny/target", "demo_drafts": 8},
     "medusa": {"demo_drafter": "tiny/medusa", "demo_target": "tiny/target", "demo_drafts": 4},
     "mtp": {"demo_target": "tiny/mtp"},
 }
