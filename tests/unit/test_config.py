@@ -29,6 +29,7 @@ from vllm.v1.serial_utils import MsgpackEncoder
 from tests.full_tests.tiny_models import common
 from vllm_gaudi_spec import config, devices, environment, refusals, upstream
 from vllm_gaudi_spec.config import Options, Speculation, UnsupportedConfigError, get_target_config
+from vllm_gaudi_spec.devices import load_backend
 from vllm_gaudi_spec.devices.base import DeviceTraits
 from vllm_gaudi_spec.methods import METHODS
 from vllm_gaudi_spec.platforms import base as platform
@@ -671,6 +672,8 @@ def test_scheduler_without_our_base_is_refused(tmp_path: Path) -> None:
         (dict(num_speculative_tokens=7), [7]),
         (dict(num_speculative_tokens=7, enable_adaptive_verification=True), [1, 3, 7]),
         (dict(num_speculative_tokens=1, enable_adaptive_verification=True), [1]),
+        # No batch is that large.
+        (dict(num_speculative_tokens=3, num_speculative_tokens_per_batch_size=[[1, 9999, 3], [10000, 10000, 2]]), [3]),
         (
             dict(num_speculative_tokens=5, num_speculative_tokens_per_batch_size=[[1, 2, 5], [3, 8, 4], [9, 9, 0]]),
             [4, 5],
@@ -691,6 +694,18 @@ def test_audits_without_speculation_are_refused(tmp_path: Path) -> None:
     engine_config(tmp_path, NGRAM, **more)
     with pytest.raises(UnsupportedConfigError, match=r"audit_every in .* has no effect without speculation"):
         engine_config(tmp_path, None, **more)
+
+
+def test_adaptive_verification_of_data_parallel_experts_is_refused(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    made = engine_config(tmp_path, NGRAM | dict(enable_adaptive_verification=True))
+    assert not [*speculation.speculation_refusals(made, load_backend())]
+    monkeypatch.setattr(speculation, "ranks_in_step", lambda _: 2)
+    (reason,) = speculation.speculation_refusals(made, load_backend())
+    assert reason.startswith(
+        "enable_adaptive_verification is not supported with data parallelism of a mixture of experts"
+    )
 
 
 def test_audits_of_data_parallel_experts_are_refused(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:

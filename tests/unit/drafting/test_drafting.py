@@ -6,6 +6,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from types import SimpleNamespace
 from typing import Any
 
+import pytest
 import torch
 from vllm.sampling_params import SamplingParams
 
@@ -54,16 +55,29 @@ class CountsOnDevice:
 
     def __init__(self) -> None:
         self.num_calls = 0
+        self.num_drafts: set[int] = set()
 
     def propose(self, request: DraftRequest) -> Drafts:
         self.num_calls += 1
+        self.num_drafts.add(request.num_drafts)
         last_B = request.history_RM.view(-1)[request.rows_B * request.history_RM.shape[1] + request.lengths_B - 1]
         tokens_BK = last_B[:, None] + 1 + torch.arange(request.num_drafts)
         return Drafts(tokens_BK.int(), request.max_drafts_B)
 
 
+class CountsOneByOne(CountsOnDevice):
+    drafts_one_by_one = True
+
+
 def speculation(drafter_max_len: int | None = None) -> Speculation:
-    return Speculation(method="ngram", num_drafts=K, rule="strict", drafting="greedy", drafter_max_len=drafter_max_len)
+    return Speculation(
+        method="ngram",
+        num_drafts=K,
+        rule="strict",
+        drafting="greedy",
+        drafter_max_len=drafter_max_len,
+        smaller_widths=(1,),
+    )
 
 
 def make_context(
@@ -213,6 +227,21 @@ def test_device_drafter_proposes_after_verification() -> None:
     assert not recorder.unexpected
     assert not drafting.propose(batch, Branch(), 0)
     assert proposer.num_calls == 1, "nobody may draft: no call"
+
+
+@pytest.mark.parametrize(("proposer", "num_drafted"), [(CountsOnDevice(), K), (CountsOneByOne(), 1)])
+def test_round_is_as_long_as_fewer_drafts_need(proposer: CountsOnDevice, num_drafted: int) -> None:
+    """A drafter whose tokens come one by one stops early. For others a shorter round would be one more graph."""
+    requests, row_limits, names = started()
+    drafting, recorder = on_device(proposer, row_limits, requests)
+    drafting.apply(requests)
+    step_, _ = sampled(requests, names, [[12, 13], [26], [33]])
+    batch = SampledRows(requests=step_.requests, ends=[16] * 3, num_queries=2, decode=None, rows_alone=None)
+    proposer.num_drafts.clear()  # warm-up runs every length
+    assert drafting.propose(batch, Branch(), 1)
+    assert proposer.num_drafts == {num_drafted}
+    assert [waiting(requests, *row) for row in (("a", 4), ("b", 7), ("c", 4))] == [[14], [27], []]
+    assert not recorder.unexpected
 
 
 def test_drafts_beyond_device_limit_are_not_verified() -> None:

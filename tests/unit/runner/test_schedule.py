@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -187,6 +188,16 @@ def test_verify_step_shape_does_not_depend_on_drafts() -> None:
     # What is not verified writes to the pad block.
     blocks = (inputs.slots[0] // 16).view(3, 4).tolist()
     assert blocks == [[5, 5, 5, 0], [6, 6, 6, 0], [7, 0, 0, 0]]
+
+
+def test_step_has_the_narrowest_shape_for_its_drafts() -> None:
+    requests, wide = drafting()
+    widths = replace(wide, decode_queries=(1, 2, 4))
+    scheduled = step({"a": 4, "b": 3, "c": 4}, running=cached({"a": 4, "b": 4, "c": 4}))
+    requests.apply(scheduled)
+    for max_drafts, num_queries in ((0, 1), (1, 2), (2, 4), (3, 4)):
+        (batch,) = batches_of(scheduled, requests, widths, {"a": max_drafts, "b": 0})
+        assert batch.shape.queries == num_queries
 
 
 def test_step_without_drafts_has_one_query() -> None:
