@@ -132,6 +132,6 @@ def inside_an_hpu_graph(card: Any, world: int) -> None:
     assert card.counters.implicit_markers == before + 1
 
 
-@pytest.mark.parametrize("world", [1, 2])
+@pytest.mark.parametrize("world", [pytest.param(1, marks=pytest.mark.slow), 2])
 def test_l11_n01_n02_n03_n04_n05_n07_collectives_of_gaudis(tmp_path: Path, world: int) -> None:
     mp.spawn(work, (world, str(tmp_path / "store")), nprocs=world)

@@ -73,30 +73,29 @@ upstream.name_the_cause_of_a_failed_start()
 from vllm.v1.engine import core, utils
 from vllm_gaudi_spec.upstream import messages
 
-def engine():
-    for words in WORDS:
+def engine(words):
+    for word in words:
         try:
-            raise ValueError(words)
+            raise ValueError(word)
         except ValueError:
             core.logger.exception("EngineCore failed to start.")
-
-messages._start_with_a_failure_file(lambda manager: engine(), None)
 
 def wait():
     raise RuntimeError("See root cause above.")
 
-messages._raise_the_cause(wait)
+for words in (["the worker's\\nreason", "the engine's"], []):
+    messages._start_with_a_failure_file(lambda manager: engine(words), None)
+    try:
+        messages._raise_the_cause(wait)
+    except RuntimeError as error:
+        print(repr(str(error)))
 """
 
 
-@pytest.mark.parametrize(
-    ("words", "expected"),
-    [(["the worker's\nreason", "the engine's"], "the worker's reason"), ([], "See root cause above.")],
-)
-def test_a_failed_start_raises_the_first_error_of_its_engine(words: list[str], expected: str) -> None:
-    code = _START.replace("WORDS", repr(words))
-    result = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=False)
-    assert result.stderr.strip().splitlines()[-1] == f"RuntimeError: {expected}"
+def test_a_failed_start_raises_the_first_error_of_its_engine() -> None:
+    """An engine that logged none leaves the front end's own."""
+    result = subprocess.run([sys.executable, "-c", _START], capture_output=True, text=True, check=True)
+    assert result.stdout.splitlines()[-2:] == [repr("the worker's reason"), repr("See root cause above.")]
 
 
 def test_upstreams_front_end_still_does_not_name_the_cause() -> None:
