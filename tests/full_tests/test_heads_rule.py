@@ -137,6 +137,20 @@ def check_places(llm: LLM, k: int) -> None:
     assert sum(per_place) == counter(llm, DRAFTED) > 0
 
 
+def sampled_params() -> list[SamplingParams]:
+    return [
+        SamplingParams(temperature=1.5, seed=index, max_tokens=NUM_TOKENS, ignore_eos=True, detokenize=False)
+        for index in range(len(prompts()))
+    ]
+
+
+@cache
+def sample_plain_texts(model: str) -> list[list[int]]:
+    """Return what the target says without drafts, sampled once for all of its drafters."""
+    with engine(model, **BARE) as llm:
+        return first_tokens(generate(llm, prompts(), sampled_params()))
+
+
 def check_sampled_texts(model: str, config: dict[str, Any], *, blind: bool = False, foresees: bool = True) -> None:
     """Check that drawn texts are those without drafts, and that the drafts that the rule predicts are accepted.
 
@@ -145,15 +159,9 @@ def check_sampled_texts(model: str, config: dict[str, Any], *, blind: bool = Fal
     Args:
         foresees: Whether the drafter's drafts follow the rule, so that their acceptance is known.
     """
-    k, asked = 4, prompts()
-    params = [
-        SamplingParams(temperature=1.5, seed=index, max_tokens=NUM_TOKENS, ignore_eos=True, detokenize=False)
-        for index in range(len(asked))
-    ]
-    with engine(model, **BARE) as llm:
-        plain = first_tokens(generate(llm, asked, params))
+    k, asked, plain = 4, prompts(), sample_plain_texts(model)
     with speculating(model, config | dict(num_speculative_tokens=k), **BARE) as llm:
-        outputs = generate(llm, asked, params)
+        outputs = generate(llm, asked, sampled_params())
     assert first_tokens(outputs) == plain
     if not foresees:
         return

@@ -47,8 +47,6 @@ QUICK = [
     ("peagle", 4, "chunked, cached, preempted"),
     ("pard", 4, "chunked, cached, preempted"),
     ("peagle", 8, "plain"),
-    ("pard", 8, "plain"),
-    ("peagle", 1, "one by one"),
     ("pard", 1, "one by one"),
 ]
 ALL = [(kind, k, schedule) for kind in METHODS for k in (1, 4, 8) for schedule in SCHEDULES]
@@ -111,8 +109,16 @@ def renumber(source: Path, folder: Path) -> str:
     return str(rule_models.save(folder, weights, config))
 
 
-@pytest.mark.parametrize("kind", METHODS)
-@pytest.mark.parametrize("options", [{}, COUPLED], ids=str)
+@pytest.mark.parametrize(
+    ("kind", "options"),
+    [
+        ("peagle", COUPLED),
+        ("pard", {}),
+        pytest.param("peagle", {}, marks=pytest.mark.slow),
+        pytest.param("pard", COUPLED, marks=pytest.mark.slow),
+    ],
+    ids=str,
+)
 def test_sampled_texts_are_those_of_no_speculation(
     kind: str, options: dict[str, Any], pair: Callable[[str], tuple[str, dict[str, Any]]]
 ) -> None:
@@ -121,7 +127,7 @@ def test_sampled_texts_are_those_of_no_speculation(
     check_sampled_texts(model, config | options, foresees=not options)
 
 
-@pytest.mark.parametrize("kind", METHODS)
+@pytest.mark.parametrize("kind", ["peagle", pytest.param("pard", marks=pytest.mark.slow)])
 def test_row_drafts_again_when_the_load_falls(kind: str, pair: Callable[[str], tuple[str, dict[str, Any]]]) -> None:
     check_resumed_drafting(*pair(kind))
 
@@ -148,8 +154,15 @@ def drafted(monkeypatch: pytest.MonkeyPatch) -> dict[int, torch.Tensor]:
 ALONE = BARE | dict(max_num_seqs=1, max_model_len=64)
 
 
-@pytest.mark.parametrize("names_target", [False, True])
-@pytest.mark.parametrize("family", parallel_checkpoints.FAMILIES)
+@pytest.mark.parametrize(
+    ("family", "names_target"),
+    [
+        ("llama", False),
+        ("qwen3", True),
+        pytest.param("llama", True, marks=pytest.mark.slow),
+        pytest.param("qwen3", False, marks=pytest.mark.slow),
+    ],
+)
 def test_peagle_computes_the_logits_of_the_library_speculators(
     family: str, names_target: bool, drafted: dict[int, torch.Tensor], tmp_path: Path
 ) -> None:

@@ -98,10 +98,14 @@ def test_block_drafter_of_the_library_drafts_as_its_reference(
         assert num_compared > 8, options
 
 
-@pytest.mark.parametrize(("name", "least"), [("dflash", 1.3), ("peagle", 1.1)])
-def test_trained_drafter_of_the_library_is_accepted(name: str, least: float) -> None:
+@pytest.fixture(scope="module")
+def expected() -> list[list[int]]:
     with engine(TARGET, max_model_len=MAX_LEN) as llm:
-        expected = first_tokens(generate(llm, texts()[:6], greedy(96)))
+        return first_tokens(generate(llm, texts()[:6], greedy(96)))
+
+
+@pytest.mark.parametrize(("name", "least"), [("dflash", 1.3), ("peagle", 1.1)])
+def test_trained_drafter_of_the_library_is_accepted(name: str, least: float, expected: list[list[int]]) -> None:
     with speculating(TARGET, dict(model=str(TINY / name)), max_model_len=MAX_LEN) as llm:
         tokens, every = drafted(llm, 96)
     assert tokens == expected
