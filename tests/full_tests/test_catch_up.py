@@ -37,7 +37,7 @@ def test_drafter_reads_shared_blocks_that_only_the_target_has_written(overlappin
     assert right > 0.97 * drafted, f"{right} of {drafted}"
 
 
-@pytest.mark.parametrize("overlapping", [False, True])
+@pytest.mark.parametrize("overlapping", [pytest.param(False, marks=pytest.mark.slow), True])
 def test_drafter_catches_up_when_the_load_falls(overlapping: bool, tiny_llama: str) -> None:
     """Up to two requests at a time draft, more of them do not: the last two fall behind by some 60 tokens."""
     prompts = random_prompts([20, 45, 70, 150], VOCAB, seed=2)

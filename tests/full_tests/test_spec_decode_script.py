@@ -184,7 +184,9 @@ def test_comparison_goes_on_when_a_task_fails(tiny_llama: str, tmp_path: Path) -
     ("options", "status", "words"),
     [
         (["--task", "ngram", "--draft_model", "some/model"], 2, "needs no draft model"),
-        (["--task", "universal_draft", "--model", "some/model"], 2, "needs --draft"),
+        pytest.param(
+            ["--task", "universal_draft", "--model", "some/model"], 2, "needs --draft", marks=pytest.mark.slow
+        ),
         pytest.param(["--task", "eagle", "mtp"], 2, "no common target", marks=pytest.mark.slow),
         pytest.param(["--task", "draft_model", "--draft_model", "./no"], 1, "./no", marks=pytest.mark.slow),
         pytest.param(["--task", "ngram", "--model", "/no/such"], 1, "/no/such", marks=pytest.mark.slow),

@@ -67,6 +67,7 @@ def failed_start(model: str, *options: str, **environment: str) -> str:
     return done.stdout
 
 
+@pytest.mark.slow  # `make test` has the words of it in tests/unit/upstream/test_messages.py
 def test_wrong_model_path_is_named() -> None:
     line = failing_start("/no/such/model")
     assert "/no/such/model" in line
