@@ -11,30 +11,34 @@ import pytest
 
 from vllm_gaudi_spec import upstream
 
+FAILURES = {
+    "import pydantic; M = pydantic.create_model('M', x=(int, ...)); M(x='a')": "x: Input should be a valid integer",
+    "raise RuntimeError('two\\nlines')": "two lines",
+    "addr = ('127.0.0.1', 80); raise OSError(98, 'Address already in use')": "('127.0.0.1', 80). Choose another port",
+    "raise OSError('Repo id must be in the form x: /no/model')": "There is no such folder",
+    "raise OSError('Repo id must use alphanumeric chars: /no')": "There is no such folder",
+}
 
-@pytest.mark.parametrize(
-    ("failure", "expected"),
-    [
-        (
-            "import pydantic; M = pydantic.create_model('M', x=(int, ...)); M(x='a')",
-            "x: Input should be a valid integer",
-        ),
-        ("raise RuntimeError('two\\nlines')", "two lines"),
-        (
-            "addr = ('127.0.0.1', 80); raise OSError(98, 'Address already in use')",
-            "('127.0.0.1', 80). Choose another port",
-        ),
-        ("raise OSError('Repo id must be in the form x: /no/model')", "There is no such folder"),
-        ("raise OSError('Repo id must use alphanumeric chars: /no')", "There is no such folder"),
-    ],
-)
-def test_errors_end_with_their_message(failure: str, expected: str) -> None:
-    code = f"from vllm_gaudi_spec import upstream; upstream.end_errors_with_their_message()\n{failure}"
-    result = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=False)
-    assert result.returncode == 1
-    last = result.stderr.strip().splitlines()[-1]
-    assert last.startswith("vllm: error: ")
-    assert expected in last
+
+def test_errors_end_with_their_message() -> None:
+    """As the last line, which the process shows when an error ends it."""
+    code = f"""
+import sys
+from vllm_gaudi_spec import upstream
+upstream.end_errors_with_their_message()
+for failure in {[*FAILURES]}:
+    try:
+        exec(failure)
+    except Exception:
+        sys.excepthook(*sys.exc_info())
+    print("\\n--", file=sys.stderr)
+"""
+    result = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
+    *shown, _ = result.stderr.split("\n--\n")
+    for text, expected in zip(shown, FAILURES.values(), strict=True):
+        last = text.strip().splitlines()[-1]
+        assert last.startswith("vllm: error: ")
+        assert expected in last
 
 
 def test_an_unusable_installation_is_one_line() -> None:
