@@ -32,7 +32,6 @@ SCHEDULES: dict[str, dict[str, Any]] = {
 }
 QUICK = [
     ("dflash", "chunked"),
-    ("dflash mixed windows", "plain"),
     ("dflash2", "chunked"),
     ("dspark", "plain"),
     ("dspark reduced vocabulary", "one by one"),

@@ -36,7 +36,7 @@ from tests.support.processes import ROOT
 
 NUM_REQUESTS, QUICK_REQUESTS = 200, 80
 SEED = os.environ.get("ADVERSARY_SEED", "0")
-QUICK = [("draft_model", 3), ("eagle", 0), ("retokenize", 0), ("suffix", 0)]
+QUICK = [("draft_model", 3), ("eagle", 0), ("retokenize", 0)]
 DRAWN = 5
 """Configurations of each method."""
 MOST_ALIVE = 4
