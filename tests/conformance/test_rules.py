@@ -23,6 +23,8 @@ if TYPE_CHECKING:
 ROWS, POSITIONS = 400, 3
 # Few tokens, of which drafts are often right; many, for what is sampled of them.
 FEW_TOKENS, MANY_TOKENS = 6, 1000
+SEVERAL_BLOCKS = 3000
+"""Number of tokens, of which filters sort blocks."""
 INPUTS = {
     "strict_greedy": ("logits_BQV", "drafts_BK", "num_drafts_B"),
     "strict_random": ("logits_BQV", "drafts_BK", "num_drafts_B", "temperature_B", "keys_B2", "positions_BQ"),
@@ -124,13 +126,13 @@ def test_greedy_drafts(backend: DeviceBackend) -> None:
 def test_filters(backend: DeviceBackend, names: tuple[str, ...]) -> None:
     """In one graph, for rows of every kind: what a sort keeps."""
     random = torch.Generator().manual_seed(0)
-    logits = torch.cat([kind(4, MANY_TOKENS, random) for kind in KINDS])
+    logits = torch.cat([kind(4, SEVERAL_BLOCKS, random) for kind in KINDS])
     rows = len(logits)
     off = Filters(
-        torch.zeros(rows), torch.full((rows,), MANY_TOKENS, dtype=torch.int32), torch.full((rows,), torch.inf)
+        torch.zeros(rows), torch.full((rows,), SEVERAL_BLOCKS, dtype=torch.int32), torch.full((rows,), torch.inf)
     )
     filters = off._replace(
-        **{f"{name}_N": getattr(random_filters(rows, MANY_TOKENS, random), f"{name}_N") for name in names}
+        **{f"{name}_N": getattr(random_filters(rows, SEVERAL_BLOCKS, random), f"{name}_N") for name in names}
     )
     is_asked = [field.removesuffix("_N") in names for field in Filters._fields]
 

@@ -7,10 +7,13 @@ that the other two keep. Tokens with equal logits are kept or removed together; 
 Exactness: the kept tokens equal those of a sort in float64, except where a cumulative probability lies within
 `ROUNDING` of p. There the next token may be kept or not, independently of other rows.
 
-N positions, V vocabulary size, G blocks of S tokens, M thresholds that are tried together.
+N positions, V vocabulary size, G blocks of S segments of T tokens, E segments of all blocks, M pivots, C
+tokens between two pivots.
 """
 
 from __future__ import annotations
+
+from collections.abc import Callable
 
 import torch
 from torch.nn import functional
@@ -19,12 +22,9 @@ NEG_INF = float("-inf")
 ROUNDING = 4e-6
 """Relative error of float32 sums over a vocabulary."""
 
-_BLOCK, _RUN, _FAN = 512, 64, 8
-"""Sizes of a sorted block, of its eight runs, and of the eight parts of a run."""
-_TRIED = 3
-"""Thresholds per round, which decide two bits of the logits."""
-_NUM_POWERS, _FRACTION_BITS = 254, 23
-"""The number of powers of two among normal float32, and the bits of a fraction between two of them."""
+_SEGMENT, _BLOCK = 32, 1024
+"""Numbers of tokens."""
+_NUM_PIVOTS = 16
 _LIST_BLOCK = 128
 """Number of tokens; common vocabulary sizes are multiples of it."""
 
@@ -98,123 +98,106 @@ def search(
     top_k_B: torch.Tensor | None,
     top_p_B: torch.Tensor | None,
 ) -> torch.Tensor:
-    """Apply the filters over the whole vocabulary, for any k and p.
-
-    Sorting a vocabulary is the most expensive operation of an HPU, and it has no ordered sums by index. So blocks are
-    sorted, in which three small steps find how many tokens, and how much probability, lie above a threshold. The
-    largest threshold that keeps enough is then found bit by bit, without reading the vocabulary again.
-    """
-    num_rows, num_queries, vocab = logits_BQV.shape
-    # Tensors as large as the logits are freed as soon as possible.
-    padded_NV = functional.pad(logits_BQV.flatten(0, 1), (0, -vocab % _BLOCK), value=NEG_INF)
-    blocks_NGS = padded_NV.unflatten(-1, (-1, _BLOCK)).sort(dim=-1, descending=True).values
-    del padded_NV
-    peak_N1 = blocks_NGS[..., 0].amax(-1, keepdim=True)
-    floor_N1 = torch.full_like(peak_N1, NEG_INF)
+    """Apply the filters over the whole vocabulary, for any k and p."""
+    if min_p_B is not None:
+        logits_BQV = apply_min_p(logits_BQV, min_p_B)
+    num_rows, num_queries, _ = logits_BQV.shape
 
     def expand_rows(values_B: torch.Tensor) -> torch.Tensor:
         return values_B[:, None].expand(num_rows, num_queries).reshape(-1, 1)
 
-    if min_p_B is not None:
-        floor_N1 = peak_N1 + expand_rows(min_p_B).log()
-    if top_k_B is not None:
-        tries = _Thresholds(blocks_NGS, None)
-        floor_N1 = torch.maximum(floor_N1, tries.largest(expand_rows(top_k_B).float()))
+    blocks = _SortedBlocks(logits_BQV.flatten(0, 1))
+    floor_N1 = None if top_k_B is None else blocks.find_kth_largest(expand_rows(top_k_B).float())
     if top_p_B is not None:
-        # A row in which all tokens are masked has a peak of -inf.
-        weights_NGS = (blocks_NGS - peak_N1.clamp(min=torch.finfo().min)[..., None]).exp_()
-        tries = _Thresholds(blocks_NGS, weights_NGS)
-        del weights_NGS
-        kept_N1 = tries.weigh(floor_N1)
-        floor_N1 = torch.maximum(floor_N1, tries.largest(expand_rows(top_p_B) * kept_N1))
+        floor_N1 = blocks.find_top_p(expand_rows(top_p_B), floor_N1)
+    assert floor_N1 is not None
     return logits_BQV.masked_fill(logits_BQV < floor_N1.view(num_rows, num_queries, 1), NEG_INF)
 
 
-class _Thresholds:
-    """Number or total weight of the tokens at or above thresholds on their logits."""
+class _SortedBlocks:
+    """Finds the largest logit at or above which there are enough tokens, or enough probability.
 
-    def __init__(self, blocks_NGS: torch.Tensor, weights_NGS: torch.Tensor | None) -> None:
-        self._values_NGS = blocks_NGS
-        self._ends_of_parts = blocks_NGS[..., _FAN - 1 :: _FAN].contiguous()
-        self._ends_of_runs = blocks_NGS[..., _RUN - 1 :: _RUN].contiguous()
-        self._within: torch.Tensor | None = None
-        if weights_NGS is not None:
-            # Summed in two levels to limit rounding errors.
-            within = weights_NGS.unflatten(-1, (-1, _RUN)).cumsum(-1)
-            self._within = within.flatten(-2)
-            self._before = functional.pad(within[..., :-1, -1].cumsum(-1), (1, 0))
-        self._offsets = torch.arange(_FAN, device=blocks_NGS.device)
-
-    def weigh(self, threshold_NM: torch.Tensor) -> torch.Tensor:
-        """Return the number or weight of tokens at or above each threshold, float32 [N, M]."""
-        count_NGM = self._count(threshold_NM)
-        if self._within is None:
-            return count_NGM.sum(1).float()
-        last = (count_NGM - 1).clamp(min=0)
-        weight_NGM = self._within.gather(-1, last) + self._before.gather(-1, last // _RUN)
-        return (weight_NGM * (count_NGM > 0)).sum(1)
-
-    def _count(self, threshold_NM: torch.Tensor) -> torch.Tensor:
-        """Return the number of tokens at or above each threshold by block, int64 [N, G, M].
-
-        Of eight sorted ends those at or above the threshold are counted, then of the part after them.
-        """
-        threshold = threshold_NM[:, None, :, None]
-        full = (self._ends_of_runs[:, :, None] >= threshold).sum(-1)
-        for finer in (self._ends_of_parts, self._values_NGS):
-            start_NGM = full.clamp(max=finer.shape[-1] // _FAN - 1) * _FAN
-            index = start_NGM[..., None] + self._offsets
-            values = finer.gather(-1, index.flatten(-2)).view(index.shape)
-            full = start_NGM + (values >= threshold).sum(-1)
-        return full
-
-    def largest(self, target_N1: torch.Tensor) -> torch.Tensor:
-        """Return the largest float32 at or above which there is at least `target`; -inf if there is none.
-
-        First the power of two below it is found, then its fraction, two bits at a time. All thresholds are computed
-        exactly. They are not made from bits, since in lazy mode a Gaudi's `view(dtype)` converts numbers.
-        """
-        target_N1 = target_N1.clamp(min=torch.finfo().tiny)
-        borders_L = _list_powers(target_N1.device)
-        last = borders_L.shape[0] - 1
-        index_N1 = torch.zeros_like(target_N1, dtype=torch.int32)
-        steps_M = torch.arange(1, _TRIED + 1, dtype=torch.int32, device=target_N1.device)
-        for step in (256, 64, 16, 4, 1):
-            tried_NM = (index_N1 + steps_M * step).clamp(max=last)
-            thresholds_NM = borders_L.index_select(0, tried_NM.flatten()).view(tried_NM.shape)
-            index_N1 = index_N1 + self._count_reached(thresholds_NM, target_N1).int() * step
-        index_N1 = index_N1.clamp(max=last)
-        floor_N1 = borders_L.index_select(0, index_N1.flatten()).view(index_N1.shape)
-        above_N1 = borders_L.index_select(0, (index_N1 + 1).clamp(max=last).flatten()).view(index_N1.shape)
-        width_N1 = above_N1 - floor_N1
-        width_N1 = torch.where(width_N1 > 2.0**126, 2.0**127, width_N1)  # at both ends of the list
-        steps_M = steps_M.float()
-        for _ in range(_FRACTION_BITS // 2):
-            width_N1 = width_N1 * 0.25
-            reached_N1 = self._count_reached(floor_N1 + steps_M * width_N1, target_N1)
-            floor_N1 = floor_N1 + reached_N1.float() * width_N1
-        width_N1 = width_N1 * 0.5
-        reached_N1 = self._count_reached(floor_N1 + width_N1, target_N1)
-        return floor_N1 + reached_N1.float() * width_N1
-
-    def _count_reached(self, thresholds_NM: torch.Tensor, target_N1: torch.Tensor) -> torch.Tensor:
-        """Return how many of the ascending thresholds have at least `target` at or above them, int64 [N, 1]."""
-        return (self.weigh(thresholds_NM) >= target_N1).sum(-1, keepdim=True)
-
-
-def _list_powers(device: torch.device) -> torch.Tensor:
-    """Return float32 in ascending order: -inf, the lowest number, negated powers of two, 0, powers of two, and inf.
-
-    There are no float32 between two of them but fractions of `_FRACTION_BITS` bits.
+    Sorting a vocabulary is the most expensive operation of an HPU, and each operator of a search adds to its latency.
+    So blocks are sorted, and then the last tokens of their segments, of which some at equal distances become pivots:
+    however the logits are distributed, only a known number of segments has tokens between two neighboring pivots. How
+    many tokens, and how much probability, lie at or above each pivot tells which two enclose the threshold. The
+    threshold is found among the sorted tokens of the segments between them.
     """
 
-    def multiply(first: float, factor: float) -> torch.Tensor:
-        factors = torch.full((_NUM_POWERS,), factor, device=device)
-        is_first = torch.arange(_NUM_POWERS, dtype=torch.int32, device=device) == 0
-        return torch.where(is_first, first, factors).cumprod(0)
+    def __init__(self, logits_NV: torch.Tensor) -> None:
+        padded_NV = functional.pad(logits_NV, (0, -logits_NV.shape[-1] % _BLOCK), value=NEG_INF)
+        blocks_NGL = padded_NV.unflatten(-1, (-1, _BLOCK)).sort(dim=-1, descending=True).values
+        del padded_NV
+        self._tokens_NGST = blocks_NGL.unflatten(-1, (-1, _SEGMENT))
+        num_rows, num_blocks, segments_per_block, _ = self._tokens_NGST.shape
+        num_segments = num_blocks * segments_per_block
+        ends_NGS = self._tokens_NGST[..., -1].contiguous()
+        self._starts_NE, self._ends_NE = self._tokens_NGST[..., 0].flatten(1), ends_NGS.flatten(1)
+        distance = -(-num_segments // _NUM_PIVOTS)
+        self._pivots_NM = self._ends_NE.sort(dim=-1, descending=True).values[:, distance - 1 :: distance]
+        # Between two pivots end fewer than `distance` segments, and in each block one more segment begins.
+        self._num_between = min(distance + num_blocks, num_segments)
+        # Of each block, the segment that a pivot divides, and which of its tokens are at or above the pivot.
+        num_whole_NGM = (ends_NGS[..., None] >= self._pivots_NM[:, None, None]).sum(2, dtype=torch.int32)
+        self._segment_NGM = num_whole_NGM.clamp(max=segments_per_block - 1)
+        first = torch.arange(0, num_rows * num_segments, segments_per_block, dtype=torch.int32, device=logits_NV.device)
+        self._index = (self._segment_NGM + first.view(num_rows, num_blocks, 1)).flatten()
+        divided = self._tokens_NGST.flatten(0, 2).index_select(0, self._index)
+        self._divided_NGMT = divided.view(*self._segment_NGM.shape, _SEGMENT)
+        self._is_above_NGMT = self._divided_NGMT >= self._pivots_NM[:, None, :, None]
 
-    def one(value: float) -> torch.Tensor:
-        return torch.full((1,), value, device=device)
+    def find_kth_largest(self, top_k_N1: torch.Tensor) -> torch.Tensor:
+        counts_NGM = self._is_above_NGMT.sum(-1, dtype=torch.int32) + self._segment_NGM * _SEGMENT
+        counts_NM = counts_NGM.sum(1, dtype=torch.int32).float()
+        ranks_C = torch.arange(1, self._num_between * _SEGMENT + 1, dtype=torch.float32, device=top_k_N1.device)
+        return self._find(top_k_N1, counts_NM, lambda tokens_NC, above_N1: ranks_C + above_N1)
 
-    falling, rising = multiply(-(2.0**127), 0.5), multiply(2.0**-126, 2.0)
-    return torch.cat((one(NEG_INF), one(torch.finfo().min), falling, one(0.0), rising, one(torch.inf)))
+    def find_top_p(self, top_p_N1: torch.Tensor, floor_N1: torch.Tensor | None) -> torch.Tensor:
+        """Return the smallest logit that top-p keeps, among tokens at or above a floor."""
+        tokens_NGST = self._tokens_NGST
+        # A row in which all tokens are masked has a peak of -inf.
+        peak_N1 = self._starts_NE.amax(-1, keepdim=True).clamp(min=torch.finfo().min)
+        peak_N111 = peak_N1[..., None, None]
+        if floor_N1 is not None:
+            tokens_NGST = tokens_NGST.masked_fill(tokens_NGST < floor_N1[..., None, None], NEG_INF)
+        sums_NGS = (tokens_NGST - peak_N111).exp().sum(-1)
+        before_NGS = sums_NGS.cumsum(-1) - sums_NGS
+        # For pivots below the floor the sums may include tokens below it, which changes nothing: they reach the target.
+        partial_NGM = ((self._divided_NGMT - peak_N111).exp() * self._is_above_NGMT).sum(-1)
+        whole_NGM = before_NGS.flatten().index_select(0, self._index).view(partial_NGM.shape)
+        target_N1 = top_p_N1 * sums_NGS.sum((1, 2))[:, None]
+
+        def accumulate(tokens_NC: torch.Tensor, above_N1: torch.Tensor) -> torch.Tensor:
+            # Summed in two levels to limit rounding errors.
+            within_NET = (tokens_NC - peak_N1).exp().unflatten(-1, (-1, _SEGMENT)).cumsum(-1)
+            sums_NE = within_NET[..., -1]
+            before_NE = sums_NE.cumsum(-1) - sums_NE + above_N1
+            return (within_NET + before_NE[..., None]).flatten(1)
+
+        found_N1 = self._find(target_N1, (whole_NGM + partial_NGM).sum(1), accumulate)
+        return found_N1 if floor_N1 is None else torch.maximum(found_N1, floor_N1)
+
+    def _find(
+        self,
+        target_N1: torch.Tensor,
+        reached_NM: torch.Tensor,
+        accumulate: Callable[[torch.Tensor, torch.Tensor], torch.Tensor],
+    ) -> torch.Tensor:
+        """Return the largest logit at or above which `target` is reached; -inf if there is none.
+
+        Args:
+            reached_NM: What is reached at the pivots.
+            accumulate: Returns what is reached at each of the sorted tokens between two pivots, from what lies above.
+        """
+        is_short_NM = reached_NM < target_N1
+        lower_N1 = self._pivots_NM.masked_fill(is_short_NM, NEG_INF).amax(-1, keepdim=True)
+        upper_N1 = torch.where(is_short_NM, self._pivots_NM, torch.inf).amin(-1, keepdim=True)
+        above_N1 = (reached_NM * is_short_NM).amax(-1, keepdim=True)
+        is_between_NE = (self._starts_NE > lower_N1) & (self._ends_NE < upper_N1)
+        segments = is_between_NE.float().topk(self._num_between, dim=-1).indices
+        index = segments[..., None].expand(*segments.shape, _SEGMENT)
+        tokens_NC = self._tokens_NGST.flatten(1, 2).gather(1, index).flatten(1)
+        # Tokens at or above the upper pivot are in `above`.
+        tokens_NC = tokens_NC.masked_fill(tokens_NC >= upper_N1, NEG_INF).sort(dim=-1, descending=True).values
+        is_reached_NC = accumulate(tokens_NC, above_N1) >= target_N1
+        return torch.maximum(torch.where(is_reached_NC, tokens_NC, NEG_INF).amax(-1, keepdim=True), lower_N1)
