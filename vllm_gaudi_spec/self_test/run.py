@@ -11,7 +11,7 @@ import torch
 from vllm_gaudi_spec import environment
 from vllm_gaudi_spec.config import in_one_line
 from vllm_gaudi_spec.devices import load_backend
-from vllm_gaudi_spec.self_test import attention, copies, graphs, memory, noise, ranks
+from vllm_gaudi_spec.self_test import attention, copies, graphs, memory, noise, ranks, sampling
 from vllm_gaudi_spec.self_test.result import (
     ASYNC_SCHEDULING,
     FAILED,
@@ -53,6 +53,7 @@ _GREEDY_ONLY = "sampling would be wrong: set VGS_SELF_TEST=0 and serve requests 
 COPIES = "copies"
 HASH = "hash"
 NOISE = "noise"
+SAMPLING = "sampling"
 KV_WRITES = "KV writes"
 ATTENTION = "attention"
 PROMPT_ATTENTION = "prompt attention"
@@ -69,6 +70,7 @@ CHECKS = (
     Check(COPIES, copies.check_copies, _NO_WORKAROUND),
     Check(HASH, noise.check_hash, _GREEDY_ONLY),
     Check(NOISE, noise.check_noise, _GREEDY_ONLY),
+    Check(SAMPLING, sampling.check_sampling, _GREEDY_ONLY),
     Check(KV_WRITES, attention.check_writes, _NO_WORKAROUND),
     Check(ATTENTION, attention.check_decode, _NO_WORKAROUND),
     Check(

@@ -20,6 +20,7 @@ from vllm_gaudi_spec.devices.base import DeviceBackend
 from vllm_gaudi_spec.devices.cpu.backend import CpuWeights
 from vllm_gaudi_spec.quantization.fp8 import HostArithmetic
 from vllm_gaudi_spec.records import Verification
+from vllm_gaudi_spec.sampling.filters import ROUNDING
 from vllm_gaudi_spec.sampling.rules.registry import TORCH
 from vllm_gaudi_spec.self_test import run
 from vllm_gaudi_spec.self_test.attention import check_fp8_kv
@@ -43,7 +44,7 @@ def test_correct_device_passes(dtype: torch.dtype) -> None:
     assert not result.failed, result.failed
     assert statuses(result, NOT_CHECKED) == NEEDS_RANKS | HAS_NOT
     result.refuse(EVERY_FEATURE)
-    assert result.summarize().startswith("12 checks passed in ")
+    assert result.summarize().startswith("13 checks passed in ")
     assert result.summarize().endswith("; collectives not checked: there is one rank")
     assert all(result.passed(check.name) == (check.name not in NEEDS_RANKS | HAS_NOT) for check in CHECKS)
 
@@ -226,6 +227,22 @@ def logarithms_are_coarse() -> DeviceBackend:
     return computing(
         {function: coarse(function) for function in (tensor.log, tensor.log_, tensor.log1p, tensor.log1p_)}
     )
+
+
+def top_p_keeps_too_many_tokens() -> DeviceBackend:
+    """As where thresholds are rounded: by 2 % of the probability."""
+
+    def keep(logits: torch.Tensor, min_p: Any, top_k: torch.Tensor, top_p: torch.Tensor, *rest: Any) -> torch.Tensor:
+        return TORCH.filter_logits(logits, min_p, top_k, top_p * 1.02, *rest)
+
+    return make_card(rules=TORCH._replace(filter_logits=keep))
+
+
+def positions_share_their_noise() -> DeviceBackend:
+    def sample(logits: torch.Tensor, temperature: torch.Tensor, keys: torch.Tensor, positions: Any) -> torch.Tensor:
+        return TORCH.sample_random(logits, temperature, keys, torch.zeros_like(positions))
+
+    return make_card(rules=TORCH._replace(sample_random=sample))
 
 
 def padding_is_written_to_a_row() -> DeviceBackend:
@@ -435,6 +452,8 @@ FAULTS: dict[Callable[[], DeviceBackend], tuple[str, str, str]] = {
     bools_arrive_inverted: (run.COPIES, "5 of 5 numbers of bool changed", "VGS_DEVICE=cpu"),
     one_shift_is_off_by_a_bit: (run.HASH, "hashes (noise of tokens) differ from", "temperature 0"),
     logarithms_are_coarse: (run.NOISE, "ulp from float64's", "temperature 0"),
+    top_p_keeps_too_many_tokens: (run.SAMPLING, "top-p 0.9) kept", "temperature 0"),
+    positions_share_their_noise: (run.SAMPLING, "a token of probability", "temperature 0"),
     padding_is_written_to_a_row: (
         run.KV_WRITES,
         "positions do not read as they were written",
@@ -578,3 +597,13 @@ def test_tokens_of_captured_step_are_not_near_ties() -> None:
         assert (first - second).min() > 1e-3
         numbers |= set(TORCH.strict_random(*step).num_sampled_B.tolist())
     assert numbers == {1, 2, 3, 4}, "0 to 3 drafts are accepted"
+
+
+def test_sums_of_checked_filters_are_not_near_p() -> None:
+    """Sums that round otherwise keep the same tokens."""
+    from vllm_gaudi_spec.self_test import sampling
+
+    logits, (min_p, top_k, top_p) = sampling.make_filter_inputs()
+    kept = sampling.keep_by_sort(logits, min_p, top_k, top_p)
+    for change in (1 - 4 * ROUNDING, 1 + 4 * ROUNDING):
+        assert torch.equal(sampling.keep_by_sort(logits, min_p * change, top_k, top_p * change), kept)

@@ -74,7 +74,7 @@ def start(
 
 def test_passed_self_test_logs_one_line(monkeypatch: pytest.MonkeyPatch, lines: list[tuple[int, str]]) -> None:
     worker, given = start(monkeypatch)
-    assert lines == [(logging.INFO, "Self-test of the card: 14 checks passed in 3.5 s.")]
+    assert lines == [(logging.INFO, "Self-test of the card: 15 checks passed in 3.8 s.")]
     assert given == [torch.bfloat16, None]
     assert worker.self_test is not None
     assert worker.self_test.passed(run.DOWNLOADS)
@@ -117,7 +117,7 @@ def test_engine_starts_after_following_the_advice(
     assert not lines
     start(monkeypatch, failing, **switched_off)
     assert lines == [
-        (logging.INFO, "Self-test of the card: 13 checks passed in 3.5 s."),
+        (logging.INFO, "Self-test of the card: 14 checks passed in 3.8 s."),
         (logging.WARNING, f"Self-test of the card: {message} (not needed by this configuration)."),
     ]
 

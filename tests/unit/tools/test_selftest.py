@@ -39,7 +39,7 @@ def checked(monkeypatch: pytest.MonkeyPatch, found: Any, *arguments: str) -> int
 
 def test_passed_checks_are_status_0(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
     assert checked(monkeypatch, result(None)) == 0
-    assert "14 checks passed" in capsys.readouterr().out.splitlines()[-1]
+    assert "15 checks passed" in capsys.readouterr().out.splitlines()[-1]
 
 
 def test_a_failed_check_is_status_1_with_advice(
@@ -86,4 +86,4 @@ def test_on_the_cpu(tmp_path: Path) -> None:
     assert done.returncode == 0, done.stderr
     found = json.loads(done.stdout)
     assert (found["device"], found["passed"]) == ("cpu", True)
-    assert sum(check["status"] == "passed" for check in found["checks"]) == 11
+    assert sum(check["status"] == "passed" for check in found["checks"]) == 12
