@@ -16,6 +16,7 @@ from vllm_gaudi_spec.records import Verification
 from vllm_gaudi_spec.sampling.drafts import draft_greedy
 from vllm_gaudi_spec.sampling.noise import Stream
 from vllm_gaudi_spec.sampling.rules.registry import TORCH, Rules
+from vllm_gaudi_spec.sampling.thinking import ThinkingMarkers, force_tokens
 
 if TYPE_CHECKING:
     from vllm_gaudi_spec.devices.base import DeviceBackend
@@ -144,3 +145,23 @@ def test_filters(backend: DeviceBackend, names: tuple[str, ...]) -> None:
     uploaded = [backend.memory.upload(tensor.clone()) for tensor in (logits[:, None], *asked)]
     filtered = backend.memory.download(backend.graphs.graph(keep)(*uploaded))
     assert check_kept(logits, filters, filtered.squeeze(1)) < rows / 10
+
+
+def test_thinking_budgets(backend: DeviceBackend) -> None:
+    generator = torch.Generator().manual_seed(0)
+    markers = ThinkingMarkers(start=(1, 2), ends=((3,), (4, 0)), forced=(4, 0))
+    history_BM = torch.randint(5, (ROWS, 40), generator=generator, dtype=torch.int32)
+    positions_BQ = torch.randint(38, (ROWS, 1), generator=generator, dtype=torch.int32) + torch.arange(3).int()
+    budget_B = torch.randint(-1, 4, (ROWS,), generator=generator, dtype=torch.int32)
+    logits_BQV = torch.randn(ROWS, 3, FEW_TOKENS, generator=generator)
+
+    def force(
+        history_BM: torch.Tensor, positions_BQ: torch.Tensor, budget_B: torch.Tensor, logits_BQV: torch.Tensor
+    ) -> torch.Tensor:
+        return force_tokens(logits_BQV, markers.find_forced_tokens(history_BM, positions_BQ, budget_B))
+
+    inputs = history_BM, positions_BQ, budget_B, logits_BQV
+    expected = force(*inputs)
+    assert 0 < (expected > 1e8).sum() < expected[..., 0].numel()
+    found = backend.graphs.graph(force)(*(backend.memory.upload(tensor.clone()) for tensor in inputs))
+    assert torch.equal(backend.memory.download(found), expected)

@@ -2,6 +2,12 @@
 
 import random
 from collections.abc import Sequence
+from typing import Any
+
+from tests.full_tests.tiny_models import VOCAB, byte_tokenizer
+
+THINKING = dict(reasoning_start_str="{", reasoning_end_str="end}")
+"""A reasoning config of the tiny models."""
 
 PROMPTS = [
     "The capital of France is",
@@ -31,3 +37,17 @@ def random_prompts(lengths: Sequence[int], vocab: int, seed: int = 0) -> list[li
     """Uniform token ids without the two special ones."""
     rng = random.Random(seed)
     return [[rng.randrange(2, vocab) for _ in range(length)] for length in lengths]
+
+
+def thinking_requests(
+    params: Sequence[dict[str, Any]], lengths: Sequence[int]
+) -> list[tuple[list[int], dict[str, Any]]]:
+    """Return requests that think for 0 to 13 tokens, of `THINKING`'s markers."""
+    start = byte_tokenizer().encode(THINKING["reasoning_start_str"], add_special_tokens=False)
+    assert len(start) == 1, "after more tokens upstream's runners count differently"
+    prompts = [prompt + start for prompt in random_prompts(lengths, VOCAB, seed=99)]
+    return [
+        (prompt, given | dict(thinking_token_budget=budget, ignore_eos=True))
+        for given in params
+        for prompt, budget in zip([*prompts, *prompts[:1]], (0, 3, 8, 13)[: 1 + len(prompts)], strict=True)
+    ]

@@ -4,8 +4,8 @@ platform gives, all in one batch."""
 from pathlib import Path
 from typing import Any
 
-from tests.full_tests.prompts import random_prompts
-from tests.full_tests.tiny_models import VOCAB
+from tests.full_tests.prompts import THINKING, random_prompts, thinking_requests
+from tests.full_tests.tiny_models import VOCAB, byte_tokenizer
 from tests.full_tests.upstream_reference import collect, upstream
 
 GREEDY: dict[str, Any] = dict(temperature=0, max_tokens=40)
@@ -39,7 +39,8 @@ LENGTHS = [4, 40, 130]
 def test_sampling_parameters_equal_upstream(tiny_llama: str, tmp_path: Path) -> None:
     prompts = random_prompts(LENGTHS, VOCAB)
     requests = [(prompt, params) for params in PARAMS for prompt in prompts]
-    job = dict(model=tiny_llama, options={}, requests=requests)
+    requests += thinking_requests([GREEDY, GREEDY | dict(logit_bias={5: 3.0}), CERTAIN | dict(top_k=1)], LENGTHS)
+    job = dict(model=tiny_llama, options=dict(reasoning_config=THINKING), requests=requests)
     theirs, ours = upstream(job, tmp_path), collect(job)
     wrong = [
         f"{params}, prompt of {len(prompt)}:\n  {one}\n  {other}"
@@ -47,6 +48,10 @@ def test_sampling_parameters_equal_upstream(tiny_llama: str, tmp_path: Path) -> 
         if one != other
     ]
     assert not wrong, f"{len(wrong)} of {len(requests)} differ\n" + "\n".join(wrong)
+    end = byte_tokenizer().encode(THINKING["reasoning_end_str"], add_special_tokens=False)
+    for (_, params), answer in zip(requests, ours, strict=True):
+        if (budget := params.get("thinking_token_budget")) is not None:
+            assert answer["tokens"][budget : budget + len(end)] == end
     # A parameter that changes nothing for any prompt would not be tested.
     plain = [answer["tokens"] for answer in theirs[len(LENGTHS) : 2 * len(LENGTHS)]]
     for index, params in enumerate(PARAMS):

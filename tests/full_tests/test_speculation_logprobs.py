@@ -7,7 +7,7 @@ import pytest
 
 from tests.full_tests.drafters import Record, play
 from tests.full_tests.logprob_values import compare
-from tests.full_tests.prompts import random_prompts
+from tests.full_tests.prompts import THINKING, random_prompts, thinking_requests
 from tests.full_tests.speculation import custom
 from tests.full_tests.tiny_models import VOCAB
 from tests.full_tests.upstream_reference import collect
@@ -39,7 +39,10 @@ def test_logprobs_equal_those_without_speculation(mode: str, chunks: dict[str, i
     requests = [
         (prompt, case) for index, case in enumerate(CASES) for prompt in random_prompts(LENGTHS, VOCAB, seed=index)
     ]
-    options: dict[str, Any] = dict(max_logprobs=-1, logprobs_mode=mode, enable_prefix_caching=False, **chunks)
+    requests += thinking_requests([GREEDY | dict(logprobs=2), SEEDED], LENGTHS)
+    options: dict[str, Any] = dict(
+        max_logprobs=-1, logprobs_mode=mode, enable_prefix_caching=False, reasoning_config=THINKING, **chunks
+    )
     job: dict[str, Any] = dict(model=tiny_llama, options=options, requests=requests)
     expected = collect(job)
     # A drafter that knows what comes and leaves out a step now and then: runs of every length.

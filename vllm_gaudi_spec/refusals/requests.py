@@ -88,11 +88,6 @@ def check_request(params: SamplingParams, *, prompt: Mapping[str, Any] = _NO_PRO
         return "There are no prompt_logprobs of embeddings; leave prompt_logprobs out."
     if reason := check_logit_edits(params):
         return reason
-    if params.thinking_token_budget is not None:
-        return (
-            "thinking_token_budget is not supported by this platform; limit the whole answer by max_tokens, or turn "
-            "thinking off in chat_template_kwargs."
-        )
     if params.prompt_logprob_token_ids is not None:
         return "prompt_logprob_token_ids is not supported by this platform; use prompt_logprobs."
     num_drafts = (params.extra_args or {}).get(REQUEST_OPTION, 0)

@@ -33,6 +33,7 @@ from vllm_gaudi_spec.runner.report import Downloads, Reports
 from vllm_gaudi_spec.runner.requests import Requests
 from vllm_gaudi_spec.runner.shapes import SampleShapes, Shapes
 from vllm_gaudi_spec.sampling.params import Sampling
+from vllm_gaudi_spec.sampling.thinking import ThinkingMarkers
 from vllm_gaudi_spec.sampling.verify import Verifier, choose_rule, needs_rectangle
 
 if TYPE_CHECKING:
@@ -118,13 +119,20 @@ class RunnerParts:
         self.drafting: Drafting = NoDrafting()
         if self.speculation is not None and (profiled_blocks is None or self.speculation.needs_device):
             self.drafting = self._load_drafting(self.speculation)
-        rule = choose_rule(self.speculation, self.backend)
+        verifier = Verifier(
+            self.requests,
+            choose_rule(self.speculation, self.backend),
+            self.backend.rules,
+            self.model_config.logprobs_mode,
+            self.custom,
+            ThinkingMarkers.from_vllm(self.vllm_config),
+        )
         self.device_step = DeviceStep(
             target=self.target,
             requests=self.requests,
             hidden_states=self.hidden_states,
             sampling=self.sampling,
-            verifier=Verifier(self.requests, rule, self.backend.rules, self.model_config.logprobs_mode, self.custom),
+            verifier=verifier,
             drafting=self.drafting,
         )
 

@@ -29,7 +29,7 @@ class Branch(NamedTuple):
     top_p: int = 0
     """`IN_LIST`: within that list; `SEARCHED`: over the whole vocabulary."""
     edited: bool = False
-    """Whether a request has logit edits."""
+    """Whether a request has logit edits or a thinking budget."""
     constrained: bool = False
     """Whether a request has a grammar."""
     masked: bool = False

@@ -26,6 +26,7 @@ from vllm_gaudi_spec.sampling.branches import (
 from vllm_gaudi_spec.sampling.grammars import Grammar, GrammarInputs, pack_grammars
 from vllm_gaudi_spec.sampling.logit_edits import EditTables, LogitEdits, make_empty_rows
 from vllm_gaudi_spec.sampling.logits import Penalties
+from vllm_gaudi_spec.sampling.thinking import NO_BUDGET
 from vllm_gaudi_spec.step_inputs import Packing
 
 if TYPE_CHECKING:
@@ -36,8 +37,9 @@ if TYPE_CHECKING:
 
 _FLOATS = ("temperature", "top_p", "min_p", "presence_penalty", "frequency_penalty", "repetition_penalty")
 _NEUTRAL = (0.0, np.inf, 0.0, 0.0, 0.0, 1.0)
-_NUM_INTS = 4
-"""Top-k, prompt length, and two words of the seed."""
+_INT32_MAX = np.iinfo(np.int32).max
+_NUM_INTS = 5
+"""Top-k, prompt length, two words of the seed, and the thinking budget."""
 
 
 class SamplePass(NamedTuple):
@@ -67,8 +69,8 @@ class SamplingInputs(NamedTuple):
     branch: Branch
     floats_FB: torch.Tensor
     """float32, in the order of `_FLOATS`."""
-    ints_B4: torch.Tensor
-    """int32: top-k, prompt length, two words of the seed."""
+    ints_B5: torch.Tensor
+    """int32: top-k, prompt length, two words of the seed, thinking budget."""
     grammars: GrammarInputs | None = None
     allowed_B1W: torch.Tensor | None = None
     """int32 bitmask."""
@@ -88,15 +90,20 @@ class SamplingInputs(NamedTuple):
 
     @property
     def top_k_B(self) -> torch.Tensor:
-        return self.ints_B4[:, 0]
+        return self.ints_B5[:, 0]
 
     @property
     def prompt_len_B(self) -> torch.Tensor:
-        return self.ints_B4[:, 1]
+        return self.ints_B5[:, 1]
 
     @property
     def keys_B2(self) -> torch.Tensor:
-        return self.ints_B4[:, 2:]
+        return self.ints_B5[:, 2:4]
+
+    @property
+    def thinking_budget_B(self) -> torch.Tensor:
+        """Number of tokens that a row may think, or `NO_BUDGET`."""
+        return self.ints_B5[:, 4]
 
     @property
     def acceptable_B(self) -> torch.Tensor | None:
@@ -110,7 +117,7 @@ class SamplingInputs(NamedTuple):
         """Return the inputs of N positions, from those of their rows in the batch."""
         return self._replace(
             floats_FB=self.floats_FB.index_select(1, row_N),
-            ints_B4=self.ints_B4.index_select(0, row_N),
+            ints_B5=self.ints_B5.index_select(0, row_N),
             allowed_B1W=None if self.allowed_B1W is None else self.allowed_B1W.index_select(0, row_N),
             logit_edits=self.logit_edits and self.logit_edits.select_rows(row_N),
             scored_ids_BE=None if self.scored_ids_BE is None else self.scored_ids_BE.index_select(0, row_N),
@@ -161,7 +168,8 @@ class Sampling:
         top_k = params.top_k if 0 < params.top_k < self.vocab_size else self.vocab_size
         scored = params.logprob_token_ids or []
         ints = np.zeros(_NUM_INTS + SCORED_COUNTS[-1], dtype=np.int32)
-        ints[: _NUM_INTS + len(scored)] = (top_k, request.num_prompt, *request.seed_words, *scored)
+        budget = NO_BUDGET if params.thinking_token_budget is None else min(params.thinking_token_budget, _INT32_MAX)
+        ints[: _NUM_INTS + len(scored)] = (top_k, request.num_prompt, *request.seed_words, budget, *scored)
         self._floats.set(row, floats)
         self._ints.set(row, ints)
         self._allowed.set(row, self._pack_mask(params.allowed_token_ids) if params.allowed_token_ids else None)
@@ -174,7 +182,7 @@ class Sampling:
             min_p=random and params.min_p > 0,
             top_k=list_length,
             top_p=top_p,
-            edited=self._logit_edits.admit(request),
+            edited=self._logit_edits.admit(request) or budget != NO_BUDGET,
             masked=bool(params.allowed_token_ids),
             penalized=bool(params.presence_penalty or params.frequency_penalty or params.repetition_penalty != 1),
             scored=fit_size(SCORED_COUNTS, len(scored)),
@@ -279,5 +287,5 @@ def _count_mask_words(vocab_size: int) -> int:
 def _make_neutral_rows(vocab_size: int) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
     """Return a row of each table of parameters: floats, ints and allowed tokens."""
     ints = np.zeros(_NUM_INTS + SCORED_COUNTS[-1], dtype=np.int32)
-    ints[0] = vocab_size
+    ints[0], ints[_NUM_INTS - 1] = vocab_size, NO_BUDGET
     return np.array(_NEUTRAL, dtype=np.float32), ints, np.full(_count_mask_words(vocab_size), -1, dtype=np.int32)

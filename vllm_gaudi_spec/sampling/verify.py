@@ -19,6 +19,7 @@ from vllm_gaudi_spec.sampling import logits as edit
 from vllm_gaudi_spec.sampling.branches import SEARCHED
 from vllm_gaudi_spec.sampling.logprobs import gather_logprobs
 from vllm_gaudi_spec.sampling.rules import strict
+from vllm_gaudi_spec.sampling.thinking import force_tokens
 
 if TYPE_CHECKING:
     from vllm_gaudi_spec.config import Speculation
@@ -29,6 +30,7 @@ if TYPE_CHECKING:
     from vllm_gaudi_spec.sampling.branches import Branch
     from vllm_gaudi_spec.sampling.params import SamplingInputs
     from vllm_gaudi_spec.sampling.rules.registry import Rules
+    from vllm_gaudi_spec.sampling.thinking import ThinkingMarkers
 
 
 class Rule(Protocol):
@@ -146,12 +148,14 @@ class Verifier:
         rules: Rules,
         logprobs_mode: str,
         custom: CustomProcessors | None = None,
+        thinking: ThinkingMarkers | None = None,
     ) -> None:
         self._requests = requests
         self.rule = rule
         self._rules = rules
         self._logprobs_mode = logprobs_mode
         self.custom = custom
+        self._thinking = thinking
 
     def verify(
         self,
@@ -168,7 +172,10 @@ class Verifier:
             history_BM = self._requests.history_RM.index_select(0, rows_B)
             return edit.apply_penalties(logits_BQV, history_BM, inputs.prompt_len_B, positions_BQ, inputs.penalties)
 
-        logits_BQV, raw = self._process_logits(logits_BQV, positions_BQ, rows_B, inputs, penalize, num_drafts_B + 1)
+        forced_BQ = self._find_forced_tokens(positions_BQ, rows_B, inputs)
+        logits_BQV, raw = self._process_logits(
+            logits_BQV, positions_BQ, rows_B, inputs, penalize, forced_BQ, num_drafts_B + 1
+        )
         proposed = Drafts(self._requests.tokens_at(rows_B, positions_BQ[:, 1:]), num_drafts_B, draft_probs_BKV)
         verification = self.rule(logits_BQV, positions_BQ, proposed, inputs)
         reported, sampled_N = logits_BQV if raw is None else raw, verification.tokens_BQ.flatten()
@@ -190,7 +197,10 @@ class Verifier:
         """
         row_N, query_N = position_list.index_2N.unbind(0)
         position_inputs = inputs.select_rows(row_N)
-        positions_N1 = positions_BQ.flatten().index_select(0, row_N * positions_BQ.shape[1] + query_N)[:, None]
+        listed_N = row_N * positions_BQ.shape[1] + query_N
+        positions_N1 = positions_BQ.flatten().index_select(0, listed_N)[:, None]
+        forced_BQ = self._find_forced_tokens(positions_BQ, rows_B, inputs)
+        forced_N1 = None if forced_BQ is None else forced_BQ.flatten().index_select(0, listed_N)[:, None]
 
         def penalize(logits_N1V: torch.Tensor) -> torch.Tensor:
             history_BM = self._requests.history_RM.index_select(0, rows_B)
@@ -208,7 +218,9 @@ class Verifier:
             return values_NX.index_select(0, position_list.slots_BQ.flatten())
 
         rows_N = rows_B.index_select(0, row_N)
-        logits_N1V, raw = self._process_logits(logits_NV[:, None], positions_N1, rows_N, position_inputs, penalize)
+        logits_N1V, raw = self._process_logits(
+            logits_NV[:, None], positions_N1, rows_N, position_inputs, penalize, forced_N1
+        )
         if inputs.branch.random:
             temperature_N = position_inputs.floats["temperature"]
             sampled_N1 = self._rules.sample_random(logits_N1V, temperature_N, position_inputs.keys_B2, positions_N1)
@@ -221,6 +233,15 @@ class Verifier:
         logprobs, scores = (part and LogprobsTensors(*map(spread, part[:3])) for part in found)
         return verification._replace(logprobs=logprobs, scores=scores)
 
+    def _find_forced_tokens(
+        self, positions_BQ: torch.Tensor, rows_B: torch.Tensor, inputs: SamplingInputs
+    ) -> torch.Tensor | None:
+        """Return the tokens that thinking budgets force, [B, Q]; None if no request can have a budget."""
+        if self._thinking is None or not inputs.branch.edited:
+            return None
+        history_BM = self._requests.history_RM.index_select(0, rows_B)
+        return self._thinking.find_forced_tokens(history_BM, positions_BQ, inputs.thinking_budget_B)
+
     def _process_logits(
         self,
         logits_BQV: torch.Tensor,
@@ -228,13 +249,15 @@ class Verifier:
         rows_B: torch.Tensor,
         inputs: SamplingInputs,
         penalize: Callable[[torch.Tensor], torch.Tensor],
+        forced_BQ: torch.Tensor | None,
         num_sampling_B: torch.Tensor | None = None,
     ) -> tuple[torch.Tensor, torch.Tensor | None]:
         """Return processed logits, and the raw ones if they are reported.
 
-        Applies masks, logit edits, penalties, temperature and filters.
+        Applies masks, logit edits, penalties, thinking budgets, temperature and filters.
 
         Args:
+            forced_BQ: See `_find_forced_tokens`.
             num_sampling_B: Number of positions of each row that may be sampled; None for all.
         """
         branch = inputs.branch
@@ -256,6 +279,8 @@ class Verifier:
             self.custom.change_logits(logits_BQV, rows_B, argmax_invariant=False)
         if branch.penalized:
             logits_BQV = penalize(logits_BQV)
+        if forced_BQ is not None:
+            logits_BQV = force_tokens(logits_BQV, forced_BQ)
         if branch.random:
             logits_BQV = edit.apply_temperature(logits_BQV, inputs.floats["temperature"])
             if self.custom is not None:
