@@ -430,6 +430,16 @@ def find_mask_token(spec_config: SpeculativeConfig) -> int | None:
     return next((int(found[name]) for name in _MASK_TOKEN_NAMES if found.get(name) is not None), None)
 
 
+def count_mtp_layers(spec_config: SpeculativeConfig) -> int:
+    """Return the number of MTP layers of a checkpoint; 1 if it does not say.
+
+    vLLM's `n_predict` misses GLM-OCR's number, which is in the configuration of its text model.
+    """
+    config = spec_config.draft_model_config.hf_config
+    text_config = getattr(config, "text_config", None)
+    return getattr(config, "n_predict", None) or getattr(text_config, "num_nextn_predict_layers", None) or 1
+
+
 def _count_block_tokens(spec_config: SpeculativeConfig) -> int:
     """Return the number of tokens in a block, 0 for other drafters.
 

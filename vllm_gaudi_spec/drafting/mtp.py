@@ -24,7 +24,7 @@ import torch
 
 from vllm_gaudi_spec import upstream
 from vllm_gaudi_spec.attention.metadata import build_rectangle
-from vllm_gaudi_spec.config import UnsupportedConfigError
+from vllm_gaudi_spec.config import UnsupportedConfigError, count_mtp_layers
 from vllm_gaudi_spec.device_rows import DeviceRows
 from vllm_gaudi_spec.drafting.draft_model import stack_drafts
 from vllm_gaudi_spec.drafting.head import HeadKVSync, HeadProposer, make_head_translation
@@ -85,18 +85,16 @@ class _Layer:
 
 
 def _limit_layers(vllm_config: VllmConfig) -> int:
-    """Return the number of layers that draft, and make vLLM build no more than these.
-
-    vLLM makes one for checkpoints without a number, such as Qwen3-Next's.
-    """
+    """Return the number of layers that draft, and make vLLM build no more than these."""
     spec_config = vllm_config.speculative_config
     assert spec_config is not None
-    config = spec_config.draft_model_config.hf_config
-    num_layers = getattr(config, "n_predict", None) or 1
+    num_layers = count_mtp_layers(spec_config)
     if num_layers > spec_config.num_speculative_tokens:
         num_layers = spec_config.num_speculative_tokens
-        for read in (config, vllm_config.model_config.hf_config):  # most classes read the target's
-            read.update({"num_nextn_predict_layers": num_layers})
+        # Most classes read the target's, and GLM-OCR's reads its text model's.
+        for config in (spec_config.draft_model_config.hf_config, vllm_config.model_config.hf_config):
+            for read in (config, getattr(config, "text_config", config)):
+                read.update({"num_nextn_predict_layers": num_layers})
     return num_layers
 
 

@@ -6,7 +6,7 @@ from collections.abc import Iterable, Iterator
 from dataclasses import fields
 from typing import TYPE_CHECKING
 
-from vllm_gaudi_spec.config import MAX_DRAFTS, find_mask_token
+from vllm_gaudi_spec.config import MAX_DRAFTS, count_mtp_layers, find_mask_token
 from vllm_gaudi_spec.methods import EAGLE3, MEDUSA, METHODS, RULES, SYNTHETIC
 
 if TYPE_CHECKING:
@@ -41,6 +41,7 @@ _CHAINED = (
     "ExaoneMoeMTP",
     "Glm4MoeLiteMTPModel",
     "Glm4MoeMTPModel",
+    "GlmOcrMTPModel",
     "HYV3MTPModel",
     "Step3p5MTP",
 )
@@ -119,8 +120,8 @@ def _head_refusals(spec_config: SpeculativeConfig) -> Iterator[str]:
     """Yield reasons against drafters that read the target's hidden states: heads, MTP layers and Medusa."""
     config, target = spec_config.draft_model_config.hf_config, spec_config.target_model_config
     method = METHODS[spec_config.method]
-    num_layers = getattr(config, "n_predict", None)
-    if method.in_target and (num_layers or 1) > 1 and not any(name in _CHAINED for name in config.architectures):
+    num_layers = count_mtp_layers(spec_config)
+    if method.in_target and num_layers > 1 and not any(name in _CHAINED for name in config.architectures):
         yield (
             f"{target.model} has {num_layers} MTP layers, and vLLM's {config.architectures[0]} runs only the first; "
             "use another method in --speculative-config."

@@ -155,9 +155,23 @@ def test_warm_up_covers_every_round_of_assistant() -> None:
 def test_no_more_layers_are_built_than_draft(num_drafts: int, num_built: int) -> None:
     """vLLM's classes read the number in the target's configuration, some in the drafter's."""
     drafter, target = (PretrainedConfig(num_nextn_predict_layers=3, n_predict=3) for _ in range(2))
+    assert _limit(drafter, target, num_drafts) == num_built
+    assert drafter.num_nextn_predict_layers == target.num_nextn_predict_layers == num_built
+
+
+@pytest.mark.parametrize(("num_drafts", "num_built"), [(1, 1), (2, 2), (6, 3)])
+def test_number_of_layers_is_read_in_text_config(num_drafts: int, num_built: int) -> None:
+    """As GLM-OCR's class does, for which vLLM looks elsewhere and sets `n_predict` to None."""
+    drafter, target = (PretrainedConfig(n_predict=None) for _ in range(2))
+    for config in (drafter, target):
+        config.text_config = PretrainedConfig(num_nextn_predict_layers=3)
+    assert _limit(drafter, target, num_drafts) == num_built
+    assert drafter.text_config.num_nextn_predict_layers == target.text_config.num_nextn_predict_layers == num_built
+
+
+def _limit(drafter: PretrainedConfig, target: PretrainedConfig, num_drafts: int) -> int:
     speculative = SimpleNamespace(
         draft_model_config=SimpleNamespace(hf_config=drafter), num_speculative_tokens=num_drafts
     )
     config: Any = SimpleNamespace(speculative_config=speculative, model_config=SimpleNamespace(hf_config=target))
-    assert _limit_layers(config) == num_built
-    assert drafter.num_nextn_predict_layers == target.num_nextn_predict_layers == num_built
+    return _limit_layers(config)
