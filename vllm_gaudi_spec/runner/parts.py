@@ -27,10 +27,10 @@ from vllm_gaudi_spec.runner.extensions.pooling import Pooling, get_output_format
 from vllm_gaudi_spec.runner.extensions.prompt_embeds import PromptEmbeds
 from vllm_gaudi_spec.runner.extensions.prompt_logprobs import PromptLogprobs
 from vllm_gaudi_spec.runner.extensions.snapshots import SnapshotRows
-from vllm_gaudi_spec.runner.hidden_states import HiddenStateBuffer
 from vllm_gaudi_spec.runner.kv_cache import KVCache, single_forward_config
 from vllm_gaudi_spec.runner.report import Downloads, Reports
 from vllm_gaudi_spec.runner.requests import Requests
+from vllm_gaudi_spec.runner.row_memory import count_row_bytes, get_history_len, make_hidden_states
 from vllm_gaudi_spec.runner.shapes import SampleShapes, Shapes
 from vllm_gaudi_spec.sampling.params import Sampling
 from vllm_gaudi_spec.sampling.thinking import ThinkingMarkers
@@ -83,13 +83,8 @@ class RunnerParts:
         """Return the device memory needed besides weights and the KV cache, by purpose."""
         speculation, vocab_size = self.speculation, self.model_config.get_vocab_size()
         shapes = Shapes.from_config(self.vllm_config, self.options, self.backend, self.widths)
-        taken = {
-            "token histories of all sequences": Requests.count_history_bytes(self.max_rows, self._history_len(shapes)),
-            "hidden states of all sequences and of a step's prompt chunks": (
-                self._make_hidden_states(shapes, torch.device("meta")).num_bytes
-            ),
-            "sampling parameters of all sequences": Sampling.count_bytes(self.max_rows, vocab_size),
-        }
+        output_format = get_output_format(self.target.model, self.model_config)
+        taken = count_row_bytes(self.vllm_config, shapes, self.num_drafts, output_format, self.target.carried_size)
         if num_bytes := self.target.state_bytes(self.max_rows + 1, num_pending(self.num_drafts)):
             taken[describe_states(self.max_rows)] = num_bytes
         if num_bytes := self.target.state_bytes(self.num_snapshots, num_pending(self.num_drafts)):
@@ -160,7 +155,7 @@ class RunnerParts:
         self.requests = Requests(
             self.backend,
             max_rows=self.max_rows,
-            max_len=self._history_len(self.shapes),
+            max_len=get_history_len(self.shapes, self.num_drafts),
             block_sizes=self.kv_cache.block_sizes,
             windows=self.kv_cache.windows,
             in_flight=3 * (1 + self.num_drafts),
@@ -168,22 +163,13 @@ class RunnerParts:
             seed=self.model_config.seed,
             keeps_kv=not encodes,
         )
-        self.hidden_states = self._make_hidden_states(self.shapes, device)
-
-    def _history_len(self, shapes: Shapes) -> int:
-        """Return the number of tokens in a row's history, drafts included."""
-        return shapes.max_context + 1 + self.num_drafts
-
-    def _make_hidden_states(self, shapes: Shapes, device: torch.device) -> HiddenStateBuffer:
-        hidden_size, dtype = get_output_format(self.target.model, self.model_config)
-        return HiddenStateBuffer(
-            num_rows=self.max_rows + 1,
-            num_queries=1 + self.num_drafts,
-            max_chunk_tokens=shapes.largest_prefill,
-            hidden_size=hidden_size,
-            dtype=dtype,
-            device=device,
-            carried_size=self.target.carried_size,
+        self.hidden_states = make_hidden_states(
+            self.max_rows,
+            self.shapes,
+            self.num_drafts,
+            get_output_format(self.target.model, self.model_config),
+            self.target.carried_size,
+            device,
         )
 
     def _make_extensions(self) -> None:

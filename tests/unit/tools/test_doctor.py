@@ -272,6 +272,32 @@ def test_a_hybrid_has_kv_in_some_layers_and_states_in_the_others(tmp_path: Path)
         assert sum(estimate_states(made, Speculation.from_vllm(made)).values()) == 5 * 3 * 4 * numbers
 
 
+@pytest.mark.parametrize(("method", "num_carried"), [(None, 0), ("ngram", 0), ("eagle", 0), ("eagle3", 1)])
+def test_rows_are_counted_as_the_server_does(method: str | None, num_carried: int) -> None:
+    """Heads that read several layers keep states of their own."""
+    from vllm_gaudi_spec.config import Speculation
+    from vllm_gaudi_spec.tools.doctor.pair import configure, estimate_rows
+
+    drafts = dict(method=method, num_speculative_tokens=3) if method else None
+    if drafts and method == "ngram":
+        drafts |= dict(prompt_lookup_min=1, prompt_lookup_max=3)
+    elif drafts:
+        drafts |= dict(model=str(DEMO / "tiny" / method))
+    model = str(DEMO / "tiny" / "target")
+    made = configure({"model": model, "dtype": "float32", "max_num_seqs": 4, "speculative_config": drafts})
+    config, speculation = made.speculative_config, Speculation.from_vllm(made)
+    drafter = config.draft_model_config if method and method != "ngram" else None
+    found = estimate_rows(made, speculation, drafter)
+    rows, num_drafts = 5, 3 if method else 0
+    history_len = found["token histories of all sequences"] / (rows * 4) - 1 - num_drafts
+    assert made.model_config.max_model_len <= history_len <= 2 * made.model_config.max_model_len
+    states = found["hidden states of all sequences and of a step's prompt chunks"]
+    num_states, rest = divmod(states, made.model_config.get_hidden_size() * 4 * (1 + num_carried))
+    assert rest == 0
+    assert num_states - rows * (1 + num_drafts) == made.scheduler_config.max_num_batched_tokens
+    assert found["sampling parameters of all sequences"] > 0
+
+
 def test_kv_of_drafters_is_counted_if_they_have_any(tmp_path: Path) -> None:
     from tests.full_tests.mtp_checkpoints import save_gemma4
     from vllm_gaudi_spec.config import Speculation

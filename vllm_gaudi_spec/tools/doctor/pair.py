@@ -39,7 +39,8 @@ from vllm_gaudi_spec.recurrent.table import (
     state_bytes,
 )
 from vllm_gaudi_spec.refusals import find_weight_files
-from vllm_gaudi_spec.sampling.params import Sampling
+from vllm_gaudi_spec.runner.row_memory import count_row_bytes
+from vllm_gaudi_spec.runner.shapes import Shapes
 from vllm_gaudi_spec.tools.doctor.findings import Finding, note, ok, problem, refusal, warning
 from vllm_gaudi_spec.tools.io.prompts import load_prompts
 
@@ -150,8 +151,8 @@ def _check_memory(vllm_config: VllmConfig, speculation: Speculation | None) -> F
     others = estimate_drafting(vllm_config, speculation, drafter) | estimate_states(vllm_config, speculation)
     per_token = count_token_bytes(vllm_config, speculation)
     text = ", ".join(f"{size / _GIB:.2f} GiB for {name}" for name, size in ({"weights": weights} | others).items())
-    tables = Sampling.count_bytes(vllm_config.scheduler_config.max_num_seqs, model.get_vocab_size())
-    cache = _find_room_for_kv(vllm_config, weights, sum(others.values()) + tables)
+    rows = sum(estimate_rows(vllm_config, speculation, drafter).values())
+    cache = _find_room_for_kv(vllm_config, weights, sum(others.values()) + rows)
     if cache is None:
         return note("memory", f"{text}, and {per_token / 1024:.0f} KiB of KV per token, of the card's memory")
     if cache <= 0 < sum(others.values()):
@@ -206,6 +207,18 @@ def estimate_drafting(
     size = vllm_config.cache_config.block_size
     kv_region_block = KVBlock(size, size * count_kv_bytes(drafter, vllm_config)) if speculation.retokenizes else None
     return compute_drafting_bytes(speculation, rows, vocabulary, kv_region_block)
+
+
+def estimate_rows(
+    vllm_config: VllmConfig, speculation: Speculation | None, drafter: ModelConfig | None
+) -> dict[str, int]:
+    """Return the memory of what is kept for each request beside KV and recurrent states."""
+    options, model = Options.from_vllm(vllm_config), vllm_config.model_config
+    shapes = Shapes.from_config(vllm_config, options, load_backend(), speculation.widths if speculation else ())
+    reads_layers = speculation is not None and METHODS[speculation.method].reads_layers
+    carried_size = drafter.get_hidden_size() if drafter is not None and reads_layers else None
+    num_drafts = speculation.num_drafts if speculation else 0
+    return count_row_bytes(vllm_config, shapes, num_drafts, (model.get_hidden_size(), model.dtype), carried_size)
 
 
 def estimate_states(vllm_config: VllmConfig, speculation: Speculation | None) -> dict[str, int]:
