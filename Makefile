@@ -106,10 +106,10 @@ serve: $(VENV)/.stamp  ## start an OpenAI-compatible server (MODEL=, HOST=, PORT
 	@$(choose_model); exec $(BIN)/vllm serve "$$model" --host $(HOST) --port $(PORT) $(ARGS)
 
 .PHONY: bench
-bench: $(VENV)/.stamp  ## measure costs of a step, and throughput beside vLLM's CPU platform, into .bench/ (ARGS= for `python -m benchmarks upstream`)
+bench: $(VENV)/.stamp  ## measure costs of a step, and throughput beside vLLM's CPU platform, into .bench/ (ARGS= for `python -m benchmarks upstream`, instead of --fixed)
 	@mkdir -p .bench
 	@$(BIN)/python -m benchmarks host_overhead --json .bench/host_overhead.json
-	@$(FAIR_THREADS) $(BIN)/python -m benchmarks upstream --json .bench/upstream.json $(ARGS)
+	@$(BIN)/python -m benchmarks upstream --fresh --json .bench/upstream.json $(or $(ARGS),--fixed)
 	@$(FAIR_THREADS) $(BIN)/python -m benchmarks adaptive --json .bench/adaptive.json
 
 # ---- check --------------------------------------------------------------------------------------

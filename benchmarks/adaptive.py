@@ -40,7 +40,7 @@ PROMPT = 128
 
 
 def parse_options() -> argparse.Namespace:
-    parser = parser_of(__doc__, turns=8, drafts_help="most drafts per step")
+    parser = parser_of(__doc__, turns=9, drafts_help="most drafts per step")
     parser.set_defaults(texts="mixed", drafts=7)
     parser.add_argument(
         "--methods",

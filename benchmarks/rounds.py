@@ -48,7 +48,7 @@ def parse_options() -> argparse.Namespace:
     parser.add_argument("--prompt", type=int, default=256, metavar="N", help="tokens of prompts")
     common.add_num_drafts(parser, "drafts", 7)
     common.add_output_len(parser, 48)
-    parser.add_argument("--turns", type=int, default=5, metavar="N", help="measured turns of each cell")
+    parser.add_argument("--turns", type=int, default=9, metavar="N", help="measured turns of each cell")
     common.add_json(parser)
     return parser.parse_args()
 

@@ -249,3 +249,11 @@ def describe_machine() -> dict[str, Any]:
     if on_accelerator():
         facts |= {"accelerator": torch.cuda.get_device_name(), "cuda": torch.version.cuda}
     return facts
+
+
+def name_device() -> str:
+    """Return the name of the card or the processor that computes, with the number of its cores."""
+    if on_accelerator():
+        return f"{torch.cuda.get_device_name()}, {torch.cuda.get_device_properties().multi_processor_count} cores"
+    machine = common.describe_machine()
+    return f"{machine['cpu']}, {machine['threads']} cores"

@@ -7,17 +7,16 @@ import os
 import signal
 import time
 from collections.abc import Callable, Iterator
+from itertools import accumulate
+from math import comb
 from multiprocessing.connection import Connection
 from pathlib import Path
+from statistics import median
 from typing import Any, TypeVar
-
-import numpy as np
 
 from benchmarks.shared import common
 from vllm_gaudi_spec.tools.io.command_line import Parser, add_shared
 
-# 0.975 quantiles of Student's t by degrees of freedom; beyond, that of the normal distribution is near.
-_T = (12.71, 4.30, 3.18, 2.78, 2.57, 2.45, 2.36, 2.31, 2.26, 2.23, 2.20, 2.18, 2.16, 2.14)
 _PATIENCE_S = 900
 Asked = TypeVar("Asked")
 Answer = TypeVar("Answer")
@@ -55,8 +54,10 @@ def parser_of(doc: str | None, turns: int, drafts_help: str = "drafts per step")
 class Engine:
     """`LLM(model, **options)` in a process of its own, with `environment`; it answers batches of fixed prompts."""
 
-    def __init__(self, name: str, model: str, environment: dict[str, str], texts: str | int, **options: Any) -> None:
-        """`texts`: which prompts, by the name that `speculation_common` gives them; or the length of random ones."""
+    def __init__(
+        self, name: str, model: str, environment: dict[str, str], texts: str | int | None, **options: Any
+    ) -> None:
+        """`texts`: the prompts of turns, one of `drafting.TEXTS` or the length of random ones; None without turns."""
         common.LOGS.mkdir(exist_ok=True)
         self._log = common.LOGS / f"{name.replace('/', '-')}.log"
         self._pipe, theirs = multiprocessing.Pipe()
@@ -69,16 +70,16 @@ class Engine:
         self.platform: str = self._answer()
         self.startup_s = time.perf_counter() - started
 
-    def turn(self, batch: int, tokens: int, temperature: float = 0.0, top_p: float = 1.0, first: int = 0) -> float:
-        """Return the seconds that `batch` requests of `tokens` tokens take, past any end token.
+    def turn(self, batch: int, tokens: int, first: int) -> float:
+        """Return the seconds that `batch` greedy requests of `tokens` tokens take, past any end token.
 
         Their prompts begin with the one of index `first`.
         """
-        self._pipe.send((batch, tokens, temperature, top_p, first))
+        self._pipe.send((batch, tokens, first))
         return float(self._answer())
 
     def counter(self, name: str) -> int:
-        """One of vLLM's counters, or how often a histogram counted; 0 where there is none of that name."""
+        """Return the value of one of vLLM's counters, or 0 where there is none of that name."""
         self._pipe.send(name)
         value: int = self._answer()
         return value
@@ -106,7 +107,12 @@ class Engine:
 
 
 def _serve(
-    pipe: Connection, model: str, environment: dict[str, str], texts: str | int, options: dict[str, Any], log: Path
+    pipe: Connection,
+    model: str,
+    environment: dict[str, str],
+    texts: str | int | None,
+    options: dict[str, Any],
+    log: Path,
 ) -> None:
     os.setsid()
     with log.open("w") as file:
@@ -115,29 +121,26 @@ def _serve(
     os.environ.update(environment)
     from vllm.platforms import current_platform
     from vllm.tokenizers import get_tokenizer
-    from vllm.v1.metrics.reader import Histogram
 
     from benchmarks.shared import drafting
 
+    prompts = []
     if isinstance(texts, int):
         prompts = drafting.random_prompts(texts, options["max_num_seqs"])
-    else:
+    elif texts is not None:
         prompts = drafting.encode(get_tokenizer(model), drafting.texts_named(texts), bos=False)
     with drafting.engine(model, **options) as llm:
         pipe.send(type(current_platform).__module__)
         while (asked := pipe.recv()) is not None:
             if isinstance(asked, str):
-                found = [metric for metric in llm.get_metrics() if metric.name == asked]
-                pipe.send(sum(metric.count if isinstance(metric, Histogram) else int(metric.value) for metric in found))
+                pipe.send(sum(int(metric.value) for metric in llm.get_metrics() if metric.name == asked))
                 continue
             if callable(asked):
                 pipe.send(asked(llm))
                 continue
-            batch, tokens, temperature, top_p, first = asked
+            batch, tokens, first = asked
             # Seeds of their own: with one for all, what is accepted at a position is one draw.
-            params = [drafting.sampling(temperature, tokens, seed) for seed in range(batch)]
-            for one in params:
-                one.top_p = top_p
+            params = [drafting.sampling(0.0, tokens, seed) for seed in range(batch)]
             requests = [{"prompt_token_ids": prompts[i % len(prompts)]} for i in range(first, first + batch)]
             started = time.perf_counter()
             llm.generate(requests, params, use_tqdm=False)
@@ -163,11 +166,26 @@ def side_by_side() -> Iterator[dict[str, Engine]]:
 
 
 def ratio(turns: list[Turn], one: str, other: str) -> tuple[float, float, float]:
-    """Speed of one over that of the other, and its 95 % interval: Student's t over the logarithms of the turns."""
-    logs = np.log([turn[other] / turn[one] for turn in turns])
-    quantile = _T[min(len(logs) - 1, len(_T)) - 1] if len(logs) > 1 else float("inf")
-    reach = quantile * logs.std(ddof=1) / len(logs) ** 0.5 if len(logs) > 1 else float("inf")
-    return tuple(float(np.exp(logs.mean() + sign * reach)) for sign in (0, -1, 1))
+    """Return the speed of one over that of the other, with its 95 % confidence interval.
+
+    Both come from the order of the ratios of neighboring turns: the median, and the narrowest interval between two of
+    them that has 95 % whatever their distribution. With nine turns or more, one that stalled is outside. With fewer
+    than six there is none, and the bounds are the least and the greatest ratio.
+    """
+    ratios = sorted(turn[other] / turn[one] for turn in turns)
+    skipped = max(0, _count_outside(len(ratios)) - 1)
+    return median(ratios), ratios[skipped], ratios[-1 - skipped]
+
+
+def is_range(num_turns: int) -> bool:
+    """Whether so few turns have no 95 % interval."""
+    return not _count_outside(num_turns)
+
+
+def _count_outside(count: int) -> int:
+    """Return the most values for which at most 2.5 % of samples have fewer of their `count` values below the median."""
+    below = accumulate(comb(count, number) for number in range(count))
+    return sum(ways <= 0.025 * 2**count for ways in below)
 
 
 def interval(value: tuple[float, float, float]) -> str:

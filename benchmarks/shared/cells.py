@@ -1,0 +1,111 @@
+"""Cells of a comparison: what each asks of an engine, how they are drawn, and their prompts."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+
+import numpy as np
+
+PLAIN = "no speculation"
+GREEDY, SAMPLED = (0.0, 1.0), (0.7, 0.9)
+"""Temperature and top-p of fixed cells."""
+MOST_DRAFTS = 5
+Histogram = Sequence[tuple[float, int]]
+"""Tokens below which a share of the requests lies, in ascending order."""
+# ShareGPT, conversations with GPT-4: table 1 of "Llumnix: Dynamic Scheduling for Large Language Model Serving" (OSDI
+# 2024, arXiv 2406.03243) has the shares from 0.5 to 0.99. The ends are ours; those of outputs leave steps to be timed.
+PROMPT_TOKENS: Histogram = ((0, 4), (0.5, 74), (0.8, 348), (0.95, 1484), (0.99, 3388), (1, 4096))
+OUTPUT_TOKENS: Histogram = ((0, 16), (0.5, 487), (0.8, 781), (0.95, 988), (0.99, 1234), (1, 2048))
+
+
+@dataclass(frozen=True)
+class Cell:
+    method: str
+    num_drafts: int
+    prompts: tuple[int, ...]
+    """Tokens of each request's prompt."""
+    tokens: int
+    """Tokens to generate for each request."""
+    temperature: float
+    top_p: float
+
+    @property
+    def setup(self) -> tuple[str, int]:
+        """What an engine is started for: cells with the same setup share their engines."""
+        return self.method, self.num_drafts
+
+    @property
+    def batch(self) -> int:
+        return len(self.prompts)
+
+    @property
+    def length(self) -> int:
+        """Return the most tokens that a request has, drafts included."""
+        return max(self.prompts) + self.tokens + self.num_drafts + 1
+
+    def fits(self, limits: Limits) -> bool:
+        return (
+            self.batch <= limits.batch
+            and max(self.prompts) <= limits.prompt_tokens
+            and self.tokens <= limits.output_tokens
+        )
+
+
+@dataclass(frozen=True)
+class Limits:
+    """The largest cell to draw."""
+
+    batch: int
+    prompt_tokens: int
+    output_tokens: int
+
+
+def draw_lengths(rng: np.random.Generator, histogram: Histogram, count: int, most: int) -> list[int]:
+    """Draw lengths from a histogram, of the requests with at most `most` tokens."""
+    shares, lengths = zip(*histogram, strict=True)
+    drawn = rng.uniform(0, np.interp(most, lengths, shares), count)
+    return [int(length) for length in np.interp(drawn, shares, lengths).round()]
+
+
+def draw_cells(seed: int, count: int, methods: Sequence[str], num_setups: int, limits: Limits) -> list[Cell]:
+    """Draw cells: every other one without drafts, the rest with one of `num_setups` draws of a method and its drafts.
+
+    Batch sizes are uniform on a logarithmic scale. Half of the cells are greedy; the others have a temperature between
+    0.5 and 1 and a top-p between 0.8 and 1. A longer draw with the same seed begins with the same cells.
+    """
+    rng = np.random.default_rng(seed)
+    drafting = rng.permutation([method for method in methods if method != PLAIN])
+    setups = [
+        (str(drafting[index % len(drafting)]), int(rng.integers(1, MOST_DRAFTS + 1)))
+        for index in range(num_setups if len(drafting) else 0)
+    ]
+    if PLAIN in methods:
+        setups = [setup for drafts in setups or [(PLAIN, 0)] for setup in ((PLAIN, 0), drafts)]
+    cells = []
+    for index in range(count):
+        batch = int(np.exp(rng.uniform(0, np.log(limits.batch + 1))))
+        prompts = tuple(draw_lengths(rng, PROMPT_TOKENS, batch, limits.prompt_tokens))
+        (tokens,) = draw_lengths(rng, OUTPUT_TOKENS, 1, limits.output_tokens)
+        sampling = round(rng.uniform(0.5, 1), 2), round(rng.uniform(0.8, 1), 2)
+        if rng.integers(2):
+            sampling = GREEDY
+        cells.append(Cell(*setups[index % len(setups)], prompts, tokens, *sampling))
+    return cells
+
+
+def tail(texts: Sequence[Sequence[int]], last: int, length: int) -> list[int]:
+    """Return the last tokens of the texts up to the given one, going around from the first to the last text."""
+    prompt: list[int] = []
+    while len(prompt) < length:
+        prompt[:0] = texts[last % len(texts)]
+        last -= 1
+    return prompt[-length:]
+
+
+def write_prompts(cell: Cell, seed: Iterable[int], texts: Sequence[Sequence[int]]) -> list[list[int]]:
+    """Return the cell's prompts: ends of texts, or random ids that every vocabulary has if there are no texts."""
+    rng = np.random.default_rng(list(seed))
+    if texts:
+        return [tail(texts, int(rng.integers(len(texts))), length) for length in cell.prompts]
+    return [rng.integers(3, 512, length).tolist() for length in cell.prompts]
