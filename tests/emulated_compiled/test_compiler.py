@@ -127,8 +127,9 @@ def test_c02_symbolic_shapes_are_refused(card: Any) -> None:
         lambda x: x.view(1, 2)[(x > 9).long(), (x > 1).long()],
         lambda x: x.long().view(1, -1).permute(1, 0),
         lambda x: torch.full_like(x, float("nan")),
+        lambda x: x.view(torch.int32) + 1,
     ],
-    ids=["index of two dimensions", "permute of int64", "NaN"],
+    ids=["index of two dimensions", "permute of int64", "NaN", "view as another dtype"],
 )
 def test_c16_operations_that_leave_the_graph(function: Any, card: Any, regions: RegionCompiler) -> None:
     with pytest.raises(DeviceRefusal, match=r"leaves the compiled graph and runs eagerly, from .*test_compiler\.py"):
@@ -162,6 +163,19 @@ def test_c17_where_on_integers_is_compiled_wrongly_and_not_used(card: Any, regio
         return torch.where(y > 0, x, -x)
 
     assert regions.compiled(pick)(extremes, hpu(1, 0, 0)).tolist() == [largest, largest, -5]
+
+
+def test_o01_int64_has_64_bits_in_compiled_mode_and_arithmetic_with_it_is_counted(
+    card: Any, regions: RegionCompiler
+) -> None:
+    large = hpu(1 << 40)
+    assert regions.compiled(lambda x: x * 2)(large).tolist() == [1 << 41]
+    kind = "int64 arithmetic in a compiled graph"
+    (line,) = card.counters.lines(kind)
+    assert "test_compiler.py" in line
+    rows = hpu(1.0, 2.0)
+    regions.compiled(lambda x, at: x.index_select(0, at) + at.int())(rows, hpu(0))
+    assert card.counters.lines(kind) == [line], "an index is no arithmetic"
 
 
 def test_c17_the_dtype_of_a_choice_is_torchs(card: Any, regions: RegionCompiler) -> None:

@@ -45,6 +45,8 @@ class Model:
     lacks_dtypes: frozenset[torch.dtype]
     lacks: Callable[[str, str], bool]
     """Whether it has no kernel for an operation, by the names of its packet and of its overload."""
+    check_reach: Callable[[str, torch.Tensor], None]
+    """Refuses an operand that is too large for an operation's engine, by the name of the operation's packet."""
     negative_index: str
     """Why an index below zero is refused."""
     counts_from_the_end: bool

@@ -38,7 +38,7 @@ _RESHAPES_IN_PLACE = names("resize_ resize_as_ set_ squeeze_ unsqueeze_ t_ trans
 _RANDOM = names(
     "uniform_ normal_ random_ exponential_ bernoulli_ bernoulli geometric_ cauchy_ log_normal_ multinomial randperm"
 )
-_INT_ARITHMETIC = names(
+INT_ARITHMETIC = names(
     "add sub mul rsub pow sum cumsum prod cumprod neg __lshift__ bitwise_left_shift add_ sub_ mul_ pow_ neg_ dot "
     "__ilshift__ bitwise_left_shift_ addcmul"
 )
@@ -155,7 +155,7 @@ def classify(func: Any, lacks: Callable[[str, str], bool]) -> OpInfo:
         reshapes=among(_RESHAPES_IN_PLACE),
         random=among(_RANDOM),
         sorts=among(_SORTS),
-        int_arithmetic=among(_INT_ARITHMETIC),
+        int_arithmetic=among(INT_ARITHMETIC),
         gathers=packet in _GATHERS,
         flops=FLOPS.get(packet),
     )

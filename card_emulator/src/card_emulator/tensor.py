@@ -379,6 +379,8 @@ def refuse_values(what: str) -> None:
 
 
 def check_range(values: torch.Tensor, what: str) -> None:
+    """Refuse int64 values that 32 bits do not hold, for lazy mode. In compiled mode int64 has 64 bits (bridge 1.19 and
+    1.24, env_flags: PT_ENABLE_INT64_SUPPORT is on where PT_HPU_LAZY_MODE=0)."""
     if values.numel() == 0:
         return
     low, high = values.aminmax()
@@ -398,6 +400,10 @@ def wide(tensor: DeviceTensor, what: str) -> None:
         DEVICE.capture.record_kernel(kernels.through_float32, [tensor])
 
 
+_WITHIN_REACH = (1 << 31) - 1
+"""Bytes of memory that every engine of a card reaches, whatever the layout."""
+
+
 def _account(info: OpInfo, args: Sequence[Any], kwargs: dict[str, Any], call: Operands, results: Sequence[Any]) -> None:
     """Add the operation's work to the step."""
     step = DEVICE.counters.step
@@ -405,6 +411,8 @@ def _account(info: OpInfo, args: Sequence[Any], kwargs: dict[str, Any], call: Op
     made = 0
     for item in call.new:
         made += item.memory.nbytes
+        if item.memory.nbytes > _WITHIN_REACH:
+            DEVICE.model.check_reach(info.packet, item.inner)
     moved = made
     targets = written(info, args, kwargs) if info.writes else []
     for position, (wrapper, inner) in enumerate(zip(call.wrappers, call.inners, strict=True)):
@@ -417,6 +425,8 @@ def _account(info: OpInfo, args: Sequence[Any], kwargs: dict[str, Any], call: Op
             read = gathered_bytes(inner, made)
         else:
             read = read_bytes(info.packet, position, args, kwargs, inner)
+        if wrapper.memory.nbytes > _WITHIN_REACH:
+            DEVICE.model.check_reach(info.packet, inner)
         moved += read
         if wrapper.memory.kv:
             step.kv_bytes_read += read

@@ -316,6 +316,32 @@ def test_o38_gathers_of_int64(card: Any) -> None:
     assert hpu(1, 2, dtype=torch.int32).gather(0, ids(1)).tolist() == [2]
 
 
+@pytest.mark.parametrize(
+    ("run", "words"),
+    [
+        (lambda: torch.zeros(2, 1 << 16, 1 << 16, dtype=torch.int8, device="hpu") + 1, "TPC's registers"),
+        (lambda: torch.zeros(1, (1 << 31) + 8, dtype=torch.int8, device="hpu").mT + 1, None),
+        (lambda: torch.zeros(1 << 16, 1 << 16, dtype=torch.int8, device="hpu") + 1, None),
+        (lambda: flat(1 << 17, 1 << 15, torch.float32) @ flat(1 << 15, 1, torch.float32), "MME's registers"),
+        (lambda: flat(1 << 16, 1 << 15, torch.bfloat16) @ flat(1 << 15, 1, torch.bfloat16), None),
+        (lambda: flat(1 << 17, 1 << 15, torch.bfloat16) @ flat(1 << 15, 1, torch.bfloat16), None),
+        (lambda: flat(3 << 16, 1 << 15, torch.bfloat16) @ flat(1 << 15, 1, torch.bfloat16), "MME's registers"),
+        (lambda: flat(1 << 16, 1 << 15, torch.float32)[:, ::2].clone(), "DMA's registers"),
+        (lambda: flat(1 << 16, 1 << 15, torch.float32).clone(), None),
+    ],
+)
+def test_o40_offsets_end_at_what_registers_hold(card: Any, run: Callable[[], Any], words: str | None) -> None:
+    card.compile_only = True  # so that the host allocates nothing
+    if words is None:
+        run()
+    else:
+        refused(card, run, words)
+
+
+def flat(rows: int, columns: int, dtype: torch.dtype) -> torch.Tensor:
+    return torch.zeros(rows, columns, dtype=dtype, device="hpu")
+
+
 # --- fused kernels ---
 
 

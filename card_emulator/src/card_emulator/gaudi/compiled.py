@@ -19,7 +19,7 @@ from torch.utils._pytree import tree_leaves
 
 from card_emulator.card import DEVICE, DeviceRefusal, GraphRecord
 from card_emulator.counters import Tally
-from card_emulator.ops import names
+from card_emulator.ops import INT_ARITHMETIC, names
 from card_emulator.program import Capture, Program, count_replay
 from card_emulator.source import here
 from card_emulator.tensor import DeviceTensor, execute, info_of, real
@@ -150,6 +150,8 @@ def _check(node: fx.Node) -> None:
         raise DeviceRefusal(f"{node.target} is compiled for a symbolic shape, from {where}")
     if node.target.namespace in ("c10d", "_c10d_functional"):  # C23: optimum-habana, tensorparallel.py
         raise DeviceRefusal(f"{node.target} in a compiled graph is known to add wrongly, from {where}")
+    if _computes_in_64_bits(node, name):
+        DEVICE.counters.event("int64 arithmetic in a compiled graph", str(node.target), where)
     if _leaves(node, name):
         DEVICE.counters.event("leaves the compiled graph", str(node.target), where)
         if DEVICE.hostile:
@@ -162,8 +164,9 @@ def _check(node: fx.Node) -> None:
 
 
 def _leaves(node: fx.Node, name: str) -> bool:
-    """C16: shared_layer.py, check_for_default_fallback and index_put_support_check."""
-    if name in _LEAVE:
+    """C16: shared_layer.py, check_for_default_fallback and index_put_support_check; of views as another dtype
+    schema_matching.cpp (1.19), and the bridge's own test of them is in compile_eager_fallback_list.json."""
+    if name in _LEAVE or node.target is aten.view.dtype:
         return True
     if name == "permute" and node.meta["val"].dtype is torch.int64:
         return True
@@ -173,6 +176,16 @@ def _leaves(node: fx.Node, name: str) -> bool:
         indices: Any = node.args[1]
         return any(index is None or index.meta["val"].device.type != DEVICE.where.type for index in indices)
     return any(isinstance(item, float) and item != item for item in node.args)
+
+
+def _computes_in_64_bits(node: fx.Node, name: str) -> bool:
+    """O01: int64 has 64 bits in compiled mode. Such an operation is never fused with its neighbors, and takes twice as
+    long as on int32 (HabanaAI/Intel_Gaudi3_Software, tpc_fuser.cpp)."""
+    made = [tensor for tensor in tree_leaves(node.meta["val"]) if isinstance(tensor, torch.Tensor)]
+    operands = [item.meta.get("val") for item in node.all_input_nodes]
+    return name in INT_ARITHMETIC and any(
+        isinstance(tensor, torch.Tensor) and tensor.dtype is torch.int64 for tensor in (*made, *operands)
+    )
 
 
 def _wrong_where(condition: torch.Tensor, left: torch.Tensor, right: torch.Tensor) -> torch.Tensor:

@@ -6,6 +6,7 @@ import torch
 
 from card_emulator.card import GIB, Model
 from card_emulator.gaudi.lazy_graph import LazyGraph
+from card_emulator.gaudi.reach import check_reach
 from card_emulator.names import GAUDI2, GAUDI3
 from card_emulator.ops import names
 
@@ -43,6 +44,7 @@ def _model(name: str, memory: int, e4m3_max: float) -> Model:
         e4m3_max=e4m3_max,
         lacks_dtypes=_NO_DTYPES,
         lacks=_lacks,
+        check_reach=check_reach,
         negative_index="negative indices are disabled on this device",
         # A card takes them, and vllm-gaudi pads with -1 in every step; in most programs one is a mistake. `run` lets
         # them pass.
