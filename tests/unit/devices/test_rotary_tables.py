@@ -11,6 +11,7 @@ import torch
 from vllm.config import VllmConfig, set_current_vllm_config
 from vllm.forward_context import set_forward_context
 from vllm.model_executor.layers.rotary_embedding.base import RotaryEmbedding
+from vllm.model_executor.layers.rotary_embedding.llama3_rope import Llama3RotaryEmbedding
 from vllm.model_executor.layers.rotary_embedding.mrope import MRotaryEmbedding
 
 from vllm_gaudi_spec.attention.metadata import AttentionCall
@@ -112,3 +113,33 @@ def test_positions_of_several_dimensions(
     rotary = cls(HEAD, HEAD, LENGTH, 10000.0, halves, torch.float32, sections, interleaved)
     turned(rotary, torch.tensor([[3, 9, 0], [5, 1, 2], [7, 7, 60]]))
     turned(rotary, torch.tensor([3, 9, 0]))
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
+@pytest.mark.parametrize("scaled", [False, True], ids=["plain", "Llama 3.1"])
+def test_tables_of_long_contexts_are_computed_in_float32(
+    config: VllmConfig, turning: type, scaled: bool, dtype: torch.dtype
+) -> None:
+    """A model is built with its own dtype as torch's default; bfloat16 angles would be whole turns off at 131,071.
+
+    What is left is the rounding of float32 angles, and of bfloat16 results, as in vLLM on other devices."""
+    length, size, base = 131072, 128, 500000.0
+    cls: Any = type("Rotary", (turning, Llama3RotaryEmbedding if scaled else RotaryEmbedding), {})
+    options = (8.0, 1.0, 4.0, 8192) if scaled else ()
+    before = torch.get_default_dtype()
+    torch.set_default_dtype(dtype)
+    try:
+        rotary = cls(size, size, length, base, True, dtype, *options)
+    finally:
+        torch.set_default_dtype(before)
+    positions = torch.tensor([0, 4096, 65537, length - 1])
+    cos, sin = layers._look_up_tables(rotary, positions, torch.zeros(1, dtype=dtype))
+    inverse = base ** -(torch.arange(0, size, 2, dtype=torch.float64) / size)
+    if scaled:
+        turns = 8192 * inverse / (2 * torch.pi)
+        smooth = ((turns - 1) / 3).clamp(0, 1)
+        inverse = smooth * inverse + (1 - smooth) * inverse / 8
+    angles = positions.double()[:, None, None] * torch.cat((inverse, inverse))
+    rounding = 2**-9 if dtype is torch.bfloat16 else 0
+    torch.testing.assert_close(cos.double(), angles.cos(), rtol=0, atol=rounding + length * 2**-23)
+    torch.testing.assert_close(sin.double(), angles.sin(), rtol=0, atol=rounding + length * 2**-23)

@@ -64,6 +64,24 @@ def test_step_without_real_drafts_is_not_counted(tmp_path: Path) -> None:
     assert verified(SpecScheduler, tmp_path, {"x": 1}).stats is None
 
 
+def test_output_in_flight_is_delivered_after_preemption(tmp_path: Path) -> None:
+    """vllm-gaudi lost it, and such a request was preempted again when it resumed (its pull request 1794)."""
+    upstream.apply()
+    scheduler = scheduler_of(SpecAsyncScheduler, tmp_path)
+    request = Request("a", PROMPT, SamplingParams(max_tokens=20), None)
+    scheduler.add_request(request)
+    first, second = scheduler.schedule(), scheduler.schedule()
+    scheduler.running.remove(request)
+    scheduler._preempt_request(request, 0.0)
+    for scheduled, tokens, num_real in ((first, [9], {}), (second, [1, 4], {"a": 2})):
+        (output,) = scheduler.update_from_output(scheduled, answer({"a": tokens}, num_real))[0].outputs
+        assert output.new_token_ids == tokens
+    resumed = scheduler.schedule()
+    assert resumed.num_scheduled_tokens == {"a": len(PROMPT) + 3}
+    scheduler.update_from_output(resumed, answer({"a": [5]}, {}))
+    assert [*request.output_token_ids] == [9, 1, 4, 5]
+
+
 def test_num_real_drafts_survives_pickling() -> None:
     """From a worker of another process."""
     sent = pickle.loads(pickle.dumps(answer({"a": [1]}, {"a": 2})))
