@@ -26,6 +26,7 @@ of the vocabularies, lengths, and memory for weights, KV and the drafter's KV re
 Examples:
   gaudi-spec doctor
   gaudi-spec doctor --model TARGET --draft DRAFTER --method universal_draft --num-speculative-tokens 4
+  gaudi-spec doctor --bundle report.zip --log server.log
 
 Exit status: 0 without problems (there may be warnings), 1 with problems, 2 for wrong options.
 """
@@ -74,17 +75,31 @@ def add_to(commands: Any) -> None:
     add("--dtype", help="as for vllm serve (default: vLLM's)")
     add("--kv-cache-dtype", metavar="DTYPE", help="as for vllm serve (default: vLLM's)")
     add("--error", metavar="TEXT", help="an error message, or a log's file: explain CANN's codes in it (default: none)")
+    add(
+        "--bundle",
+        metavar="FILE",
+        help="also run the self-test, and write one zip file to send with a report: findings, versions, configuration, "
+        "variables, self-test, log; secrets are masked (default: none)",
+    )
+    add("--log", metavar="FILE", help="a server's log for --bundle (default: none)")
     output.add_json(add, "everything that was found")
 
 
 def start(options: argparse.Namespace, arguments: Sequence[str]) -> int:
     if mistake := find_contradiction(options) or output.find_mistake("--json", options.json):
         return fail("doctor", mistake)
+    if mistake := output.find_mistake("--bundle", options.bundle):
+        return fail("doctor", mistake)
     missing = find_model_mistake(options.model, options.draft, (options.speculative_config or {}).get("model"))
-    found = examine(make_engine_options(options), missing, read_error(options.error))
+    engine_options = make_engine_options(options)
+    found = examine(engine_options, missing, read_error(options.error))
     if options.json != output.STDOUT:
         show(found)
     output.write_json(found, options.json)
+    if options.bundle is not None:
+        from vllm_gaudi_spec.tools.doctor.bundle import write_bundle
+
+        output.write("--bundle", options.bundle, write_bundle(found, engine_options, options.log))
     return PROBLEMS if found["problems"] else FINE
 
 
@@ -128,6 +143,10 @@ def find_contradiction(options: argparse.Namespace) -> str | None:
     drafting = [options.draft, options.method, options.num_speculative_tokens]
     others = [options.additional_config, options.max_model_len, options.max_num_seqs, options.dtype]
     others += [options.speculative_config, options.tensor_parallel_size, options.kv_cache_dtype]
+    if options.log is not None and options.bundle is None:
+        return "--log is a part of the bundle; give --bundle FILE"
+    if options.log is not None and not Path(options.log).is_file():
+        return f"--log {options.log} is not a file"
     if options.model is None and any(option is not None for option in (*drafting, *others)):
         return "these options need a model; give --model"
     if options.speculative_config is not None and any(option is not None for option in drafting):

@@ -1,0 +1,127 @@
+"""`gaudi-spec doctor --bundle`: one file to send with a report, without secrets.
+
+Secrets are masked in everything that goes into it: values of variables whose names say so, tokens by their form,
+credentials in URLs, names of the user and of the machine, and home folders.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import getpass
+import io
+import json
+import re
+import socket
+import subprocess
+import sys
+import zipfile
+from importlib.metadata import distributions
+from pathlib import Path
+from typing import Any
+
+from vllm_gaudi_spec import environment
+
+_SECONDS = 600
+_MOST_OF_A_LOG = 8 << 20
+_MASK = "***"
+# Shorter words are parts of others.
+_SHORTEST = 4
+# Accounts of images. They say nothing about a person, and "vllm" is in every line.
+_COMMON_NAMES = frozenset(("root", "user", "ubuntu", "vllm", "habana", "localhost"))
+_WORDS = "|".join(environment.SECRET_WORDS)
+_FORMS = [
+    (re.compile(form), replacement)
+    for form, replacement in (
+        (r"\b(?:hf|sk|ghp|github_pat|glpat|xox[bp])[_-][A-Za-z0-9_-]{8,}", _MASK),
+        (r"(?i)\b(bearer|basic)(\s+)[A-Za-z0-9._~+/=-]+", rf"\1\2{_MASK}"),
+        (r"\beyJ[A-Za-z0-9_-]+\.[A-Za-z0-9_-]+\.[A-Za-z0-9_-]*", _MASK),
+        (r"(\w://)[^/\s@'\"]+@", rf"\1{_MASK}@"),
+        # --api-key VALUE VALUE, then api_key=['VALUE', 'VALUE'] and "HF_TOKEN": "VALUE"
+        (rf"(?i)(--[\w-]*(?:{_WORDS})[\w-]*)(?:\s+[^\s-]\S*)+", rf"\1 {_MASK}"),
+        (rf"(?i)((?:{_WORDS})[\w-]*['\"]?\s*[=:]\s*)(?:\[[^\]]*\]|\([^)]*\))", rf"\1{_MASK}"),
+        (rf"(?i)((?:{_WORDS})[\w-]*['\"]?\s*[=:]\s*['\"]?)(?!None\b|null\b|\*)[^\s'\",;\])}}]+", rf"\1{_MASK}"),
+        (r"/(home|Users)/[^/\s'\":,]+", rf"/\1/{_MASK}"),
+    )
+]
+
+
+def write_bundle(found: dict[str, Any], options: dict[str, Any] | None, log: str | None) -> bytes:
+    """Return a zip file of the doctor's report, all versions, the configuration, the self-test's result and a log.
+
+    Args:
+        found: What the doctor found.
+        options: The options of the engine, if a model was checked.
+        log: A server's log, of which the end is taken.
+    """
+    mask = Mask()
+    contents = {
+        "doctor.json": found,
+        "configuration.json": options,
+        "environment.json": environment.list_related_variables(),
+        "versions.json": dict(sorted((one.metadata["Name"], one.version) for one in distributions())),
+        "selftest.json": run_self_test(),
+    }
+    made = io.BytesIO()
+    with zipfile.ZipFile(made, "w", zipfile.ZIP_DEFLATED) as file:
+        for name, value in contents.items():
+            file.writestr(name, json.dumps(mask.apply(value), indent=2) + "\n")
+        if log is not None:
+            file.writestr("server.log", mask.text(_read_end(Path(log))))
+    return made.getvalue()
+
+
+def run_self_test() -> dict[str, Any]:
+    """Run `gaudi-spec selftest`, which opens the card, and return its exit status, its result and its messages."""
+    command = [sys.executable, "-P", "-m", "vllm_gaudi_spec.tools.cli", "selftest", "--json"]
+    try:
+        done = subprocess.run(command, capture_output=True, text=True, errors="replace", timeout=_SECONDS, check=False)
+    except subprocess.TimeoutExpired:
+        return {"status": None, "messages": f"no end within {_SECONDS} s"}
+    try:
+        result = json.loads(done.stdout)
+    except ValueError:
+        result = done.stdout
+    return {"status": done.returncode, "result": result, "messages": done.stderr}
+
+
+def _read_end(path: Path) -> str:
+    with path.open("rb") as file:
+        size = file.seek(0, io.SEEK_END)
+        file.seek(max(size - _MOST_OF_A_LOG, 0))
+        return file.read().decode(errors="replace")
+
+
+class Mask:
+    """Replaces secrets of this process's environment, and whatever has the form of one."""
+
+    def __init__(self) -> None:
+        home, names = str(Path.home()), {socket.gethostname()}
+        with contextlib.suppress(KeyError, OSError):  # a user id without an account
+            names.add(getpass.getuser())
+        # The longest first, because one secret may be a part of another.
+        self._secrets = sorted(
+            (one for one in environment.list_secrets() if len(one) >= _SHORTEST), key=len, reverse=True
+        )
+        words = [name for name in names - _COMMON_NAMES if len(name) >= _SHORTEST]
+        self._names = re.compile("|".join(rf"\b{re.escape(word)}\b" for word in words)) if words else None
+        self._home = home if home.count("/") > 1 else None
+
+    def text(self, text: str) -> str:
+        for secret in self._secrets:
+            text = text.replace(secret, _MASK)
+        if self._home is not None:
+            text = text.replace(self._home, "~")
+        for form, replacement in _FORMS:
+            text = form.sub(replacement, text)
+        return text if self._names is None else self._names.sub(_MASK, text)
+
+    def apply(self, value: Any) -> Any:
+        """Return a value of JSON with its texts masked."""
+        if isinstance(value, dict):
+            return {
+                self.text(str(key)): _MASK if environment.is_secret(str(key)) and item else self.apply(item)
+                for key, item in value.items()
+            }
+        if isinstance(value, (list, tuple)):
+            return [self.apply(item) for item in value]
+        return self.text(value) if isinstance(value, str) else value
