@@ -12,10 +12,12 @@
 
 ARG CPU_IMAGE=python:3.11.14-slim-bookworm@sha256:65a93d69fa75478d554f4ad27c85c1e69fa184956261b4301ebaf6dbb0a3543d
 
-ARG GAUDI_VERSION=1.24.1
-ARG GAUDI_BUILD=482
+# The older pair: GAUDI_VERSION=1.24.1, GAUDI_BUILD=482, PT_VERSION=2.11.0. The tag of 1.24.2 was not seen in the registry: its
+# build is that of habana-pyhlml 1.24.2.481, and the rest is spelled as in 1.24.1.
+ARG GAUDI_VERSION=1.24.2
+ARG GAUDI_BUILD=481
 ARG GAUDI_OS=ubuntu24.04
-ARG PT_VERSION=2.11.0
+ARG PT_VERSION=2.13.0
 # pytorch-installer has Habana's build of torch, with lazy mode; pytorch-upstream-installer has stock torch, where steps are
 # compiled: it wants GAUDI_LAZY_MODE=0.
 ARG GAUDI_INSTALLER=pytorch-installer
@@ -48,7 +50,7 @@ COPY pyproject.toml README.md LICENSE ./
 COPY vllm_gaudi_spec/__init__.py vllm_gaudi_spec/
 COPY card_emulator/pyproject.toml card_emulator/README.md card_emulator/LICENSE card_emulator/
 COPY card_emulator/src/card_emulator/__init__.py card_emulator/src/card_emulator/
-# The last line: torch must still be the image's, in the version that was asked for.
+# The last line: torch must still be the image's, in the version that was asked for. Intel's calls itself 2.13.0a0+git...
 RUN python requirements/install.py card \
     && python -c "from importlib.metadata import distribution as d; t = d('torch'); where = str(t.locate_file('')); \
 assert t.version.startswith('${PT_VERSION}') and not where.startswith('/opt/venv'), (t.version, where)"

@@ -154,7 +154,7 @@ verify_device = python=$(BIN)/python; [ -x "$$python" ] || python=python3; "$$py
 
 # No set-up: torch 2.11 with the rest is an environment of the user's.
 .PHONY: verify-torch211
-verify-torch211:  ## test the emulated Gaudi on torch 2.11, as in Gaudi's images (PYTHON=, of an environment that has it)
+verify-torch211:  ## test the emulated Gaudi on torch 2.11, as in images of Gaudi 1.24.1 (PYTHON=, of an environment that has it)
 	@'$(PYTHON)' -c 'import sys, torch; v = torch.__version__; sys.exit(v[:5] != "2.11." and f"error: torch {v}, not 2.11")'
 	@$(ON_GAUDI) '$(PYTHON)' -m pytest tests/conformance
 	@$(ON_GAUDI) '$(PYTHON)' -m pytest -n 2 --dist loadfile tests/full_tests -m emulated --durations=5 -v $(ARGS)

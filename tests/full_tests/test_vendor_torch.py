@@ -17,8 +17,8 @@ from tests.support.processes import ROOT
 
 pytestmark = pytest.mark.emulated
 
-VENDOR = "2.11.0a0+git009b5f6"
-"""Of Intel's image for 1.24.1. A pre-release: for comparisons it comes before 2.11.0."""
+VENDOR = "2.13.0a0+git009b5f6"
+"""In the form of that of Intel's image for 1.24.1. A pre-release: for comparisons it comes before 2.13.0."""
 PROMPT, NUM_TOKENS = [5, 6, 7, 5, 6], 12
 
 _ENGINE = """
@@ -40,7 +40,7 @@ params = SamplingParams(max_tokens=12, temperature=0.0, ignore_eos=True, detoken
 (answer,) = llm.generate([{"prompt_token_ids": json.loads(sys.argv[3])}], params)
 (report,) = llm.collective_rpc("step_report")
 found = {
-    "is_newer": is_torch_equal_or_newer("2.11.0"),
+    "is_newer": is_torch_equal_or_newer("2.13.0"),
     "tokens": list(answer.outputs[0].token_ids),
     "loaded_by_torch": loaded,
     "compiled": report["device"]["compiled_after_warmup"],

@@ -2,11 +2,17 @@
 
 from __future__ import annotations
 
+import re
+import sys
 from importlib.metadata import PackageNotFoundError
+from pathlib import Path
 
 import pytest
+import torch
+import vllm
+from vllm.utils import torch_utils
 
-from vllm_gaudi_spec import devices, versions
+from vllm_gaudi_spec import devices, environment, versions
 from vllm_gaudi_spec.config import UnsupportedConfigError
 
 
@@ -83,3 +89,27 @@ def test_a_vllm_in_a_folder_on_the_path(monkeypatch: pytest.MonkeyPatch) -> None
     monkeypatch.setattr(versions, "find_spec", lambda name: None)
     assert versions.installed_vllm() is None
     assert (versions.explain_unusable_vllm() or "").startswith("vLLM is not installed here; run `make setup`")
+
+
+def test_s15_version_checks_answer_for_the_vendors_torch_as_for_its_release(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Fails when vLLM asks for 2.13.0 itself: a pre-release comes before it."""
+    folder = Path(vllm.__file__).parent
+    pattern = re.compile(r"\b(is_torch_equal(?:_or_newer)?)\(\s*\"([\d.a-z]+)\"")
+    checks = {found for file in folder.rglob("*.py") for found in pattern.findall(file.read_text())}
+    assert {"2.11.0", "2.12.0.dev", "2.13.0.dev"} <= {target for _, target in checks}
+
+    def answers(version: str) -> dict[tuple[str, str], bool]:
+        monkeypatch.setattr(torch, "__version__", torch.torch_version.TorchVersion(version))
+        return {(name, target): getattr(torch_utils, name)(target) for name, target in checks}
+
+    assert answers("2.13.0a0+git009b5f6") == answers("2.13.0")
+
+
+def test_s15_vendors_torch_has_lazy_mode(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("VGS_DEVICE", "hpu")
+    monkeypatch.delitem(sys.modules, "habana_frameworks.torch.utils.internal", raising=False)
+    found = {}
+    for version in ("2.13.0a0+git009b5f6", "2.13.0", "2.13.0+cpu"):
+        monkeypatch.setattr(environment, "version", lambda name, version=version: version)
+        found[version] = environment.gaudi_has_lazy_mode()
+    assert found == {"2.13.0a0+git009b5f6": True, "2.13.0": False, "2.13.0+cpu": False}
