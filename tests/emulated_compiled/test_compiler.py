@@ -17,6 +17,7 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.fx.experimental.symbolic_shapes import ShapeEnv
 
 from card_emulator.card import DeviceRefusal
+from vllm_gaudi_spec.attention.row_operations import append, locate_rectangle, take_newest
 from vllm_gaudi_spec.devices.common.regions import RegionCompiler
 from vllm_gaudi_spec.devices.hpu.bridge import open_bridge
 from vllm_gaudi_spec.devices.hpu.compiled import make_region_compiler
@@ -176,6 +177,20 @@ def test_o01_int64_has_64_bits_in_compiled_mode_and_arithmetic_with_it_is_counte
     rows = hpu(1.0, 2.0)
     regions.compiled(lambda x, at: x.index_select(0, at) + at.int())(rows, hpu(0))
     assert card.counters.lines(kind) == [line], "an index is no arithmetic"
+
+
+def test_o01_rows_are_addressed_without_int64_arithmetic(card: Any, regions: RegionCompiler) -> None:
+    def whole(rows: torch.Tensor, history: torch.Tensor, tables: torch.Tensor) -> torch.Tensor:
+        lengths = torch.ones_like(rows, dtype=torch.int32)
+        newest = take_newest(history.view(4, 8), rows, lengths + 2, lengths, 2)
+        append(history, rows, lengths, newest.tokens_BN, lengths, width=8, pad_row=3)
+        located = locate_rectangle(newest.tokens_BN, newest.starts_B, newest.num_real_B, (tables,), (4,))
+        return located.slots[0]
+
+    given = [torch.tensor([0, 2]), torch.arange(32, dtype=torch.int32), torch.ones(2, 3, dtype=torch.int32)]
+    found = regions.compiled(whole)(*(tensor.to("hpu") for tensor in given))
+    assert card.counters.lines("int64 arithmetic in a compiled graph") == []
+    assert found.tolist() == whole(*given).tolist()
 
 
 def test_c17_the_dtype_of_a_choice_is_torchs(card: Any, regions: RegionCompiler) -> None:

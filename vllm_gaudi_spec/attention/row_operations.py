@@ -101,8 +101,8 @@ def take_newest(
     is_wanted_B = wanted_B > 0
     starts_B = torch.where(is_wanted_B, lengths_B - count, 0)
     offsets_N = torch.arange(count, dtype=torch.int32, device=rows_B.device)
-    index_BN = rows_B[:, None] * history_RM.shape[1] + starts_B[:, None] + offsets_N
-    tokens_BN = history_RM.view(-1).index_select(0, index_BN.flatten()).view(index_BN.shape)
+    index_BN = rows_B.int()[:, None] * history_RM.shape[1] + starts_B[:, None] + offsets_N
+    tokens_BN = history_RM.view(-1).index_select(0, index_BN.flatten().long()).view(index_BN.shape)
     return Newest(tokens_BN, starts_B, is_wanted_B.int() * count)
 
 
@@ -122,7 +122,7 @@ def append(
     """
     offsets_N = torch.arange(tokens_BN.shape[1], dtype=torch.int32, device=rows_B.device)
     is_real_BN = (offsets_N < num_B[:, None]) & (rows_B != pad_row)[:, None]
-    target_BN = rows_B[:, None] * width + first_B[:, None] + offsets_N
+    target_BN = rows_B.int()[:, None] * width + first_B[:, None] + offsets_N
     index = torch.where(is_real_BN, target_BN, pad_row * width + offsets_N).flatten()
     history.index_copy_(0, index.long(), tokens_BN.flatten())
 

@@ -96,7 +96,7 @@ class HiddenStateBuffer:
             index_N = self._index(rows_B, num_queries)
         else:
             row_N, query_N = index_2N.unbind(0)
-            index_N = rows_B.index_select(0, row_N) * self._num_queries + query_N
+            index_N = (rows_B.int().index_select(0, row_N) * self._num_queries + query_N.int()).long()
         return SampledStates(
             self._hidden_NH.index_select(0, index_N),
             self._first_R.index_select(0, rows_B)[:, None] + offsets_Q,
@@ -128,11 +128,11 @@ class HiddenStateBuffer:
     def last_accepted(self, rows_B: torch.Tensor, lengths_B: torch.Tensor) -> torch.Tensor:
         """Return [B, H]: the states from which the last of each row's `lengths_B` tokens were sampled."""
         offset_B = (lengths_B - 2 - self.first(rows_B)).clamp(min=0, max=self._num_queries - 1)
-        return self._hidden_NH.index_select(0, rows_B * self._num_queries + offset_B)
+        return self._hidden_NH.index_select(0, (rows_B.int() * self._num_queries + offset_B).long())
 
     def _index(self, rows_B: torch.Tensor, num_queries: int) -> torch.Tensor:
-        offsets_Q = torch.arange(num_queries, dtype=torch.int64, device=rows_B.device)
-        return (rows_B[:, None] * self._num_queries + offsets_Q).flatten()
+        offsets_Q = torch.arange(num_queries, dtype=torch.int32, device=rows_B.device)
+        return (rows_B.int()[:, None] * self._num_queries + offsets_Q).flatten().long()
 
 
 def _sampled_positions(phase: str, queries: int, located: Located) -> tuple[torch.Tensor, torch.Tensor]:
