@@ -89,6 +89,8 @@ class StepRecorder:
         self.num_left = 0
         """Number of warm-up runs that wait for idle steps."""
         self.num_steps = 0
+        self._num_prefill_tokens = 0
+        self._num_prefill_padding = 0
         self._syncs_before = 0
         self._compiled = 0
         self.coverage: Mapping[str, float] = {}
@@ -135,6 +137,11 @@ class StepRecorder:
     def step_done(self) -> None:
         self.num_steps += 1
 
+    def count_prefill(self, num_tokens: int, num_computed: int) -> None:
+        """Count the real tokens of a rectangle of prompt chunks, and all that the device computes."""
+        self._num_prefill_tokens += num_tokens
+        self._num_prefill_padding += num_computed - num_tokens
+
     def make_counts(self, backend: DeviceBackend, *, is_last: bool = False) -> WorkerCounts:
         """Return the counters that a step reports to the scheduler.
 
@@ -145,7 +152,15 @@ class StepRecorder:
             self._compiled = max(self._compiled, backend.graphs.compiled_after_warmup())
         syncs = backend.memory.num_host_syncs - self._syncs_before
         compiled = max(len(self.unexpected), self._compiled)
-        return WorkerCounts(self.num_steps, syncs, compiled, self.coverage, self.num_left)
+        return WorkerCounts(
+            self.num_steps,
+            syncs,
+            compiled,
+            self.coverage,
+            self.num_left,
+            self._num_prefill_tokens,
+            self._num_prefill_padding,
+        )
 
     def report(self, num_host_syncs: int) -> dict[str, object]:
         return {

@@ -31,6 +31,10 @@ SESSION = "session"
 INPUTS = "inputs"
 AUDIT_REASONS = (BUSY, ABORTED, RESET, LORA, GRAMMAR, PENALTIES, SEED, STOPS, SESSION, INPUTS)
 
+# Kinds of tokens in forwards over prompt chunks.
+REAL = "real"
+PADDING = "padding"
+
 NUM_DRAFTS = "num_drafts"
 """A label whose values are 0 to k."""
 
@@ -55,6 +59,7 @@ PREFIX = "gaudi_spec:"
 """vLLM's own series begin with `vllm:`."""
 STEPS = "gaudi_spec:steps"
 HOST_SYNCS = "gaudi_spec:host_syncs"
+PREFILL_TOKENS = "gaudi_spec:prefill_tokens"
 COMPILED = "gaudi_spec:compiled_after_warmup"
 WARM_UP_LEFT = "gaudi_spec:warm_up_left"
 ROWS = "gaudi_spec:rows"
@@ -74,6 +79,13 @@ SERIES = {
         "Device-to-host syncs (of rank 0). Its rate over that of gaudi_spec:steps_total is the number of "
         "syncs per step: at most 1, except universal_match slem and a grammar with universal_context retokenize, which "
         "need a second, and prompt log-probabilities, which need one for every 64 tokens.",
+        speculative=False,
+    ),
+    PREFILL_TOKENS: Series(
+        "Tokens that were computed in forwards over prompt chunks (of rank 0). real: tokens of prompts. "
+        "padding: tokens that fill a chunk up to its bucket, and empty rows; 0 on devices that leave padding out.",
+        "kind",
+        (REAL, PADDING),
         speculative=False,
     ),
     COMPILED: Series(
@@ -175,11 +187,11 @@ class StepMetrics:
         figures = self._news.setdefault(name, {})
         figures[value] = more if series.is_gauge else figures.get(value, 0) + more
 
-    def count_total(self, name: str, so_far: float) -> None:
+    def count_total(self, name: str, so_far: float, value: str = "") -> None:
         """Update a counter whose total is kept elsewhere. A smaller total adds nothing: counters never decrease."""
-        if (more := so_far - self._reported.get((name, ""), 0)) > 0:
-            self._reported[name, ""] = so_far
-            self.count(name, more)
+        if (more := so_far - self._reported.get((name, value), 0)) > 0:
+            self._reported[name, value] = so_far
+            self.count(name, more, value)
 
     def set(self, name: str, number: float, value: str) -> None:
         """Set a gauge. An unchanged value is not sent."""

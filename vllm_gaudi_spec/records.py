@@ -388,6 +388,10 @@ class WorkerCounts(NamedTuple):
     """Fraction of the output that each vocabulary covers; empty if the drafter has the target's vocabulary."""
     num_left: int = 0
     """Number of warm-up runs that wait for idle steps."""
+    num_prefill_tokens: int = 0
+    """Number of real tokens in prompt chunks."""
+    num_prefill_padding: int = 0
+    """Number of tokens of padding that were computed with them."""
 
 
 class WarmUpWork(NamedTuple):

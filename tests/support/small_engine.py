@@ -253,7 +253,7 @@ def _small_backend(kind: type[HostBackend]) -> Any:
         block_size=BLOCK,
         prefill_rows=(1, 2),
         smallest_prefill=8,
-        prefill_growth=1.25,
+        prefill_step=16,
         max_drafts=8,
     )
     return backend

@@ -69,9 +69,10 @@ class DeviceTraits:
     prefill_rows: tuple[int, ...] = (1,)
     """Default numbers of prompt chunks of one length that may share a step."""
     smallest_prefill: int = 128
-    """The smallest prefill bucket; the others are multiples of it."""
-    prefill_growth: float = 2.0
-    """Ratio of neighboring prefill buckets: small where padding costs more than another shape."""
+    """The number of tokens of which prefill buckets are multiples."""
+    prefill_step: int = 0
+    """The smallest difference of prefill buckets between powers of two, where padding costs more than another shape. 0:
+    only powers of two."""
     selects_keys: bool = False
     """Whether sparse attention, whose keys an indexer selects, was compared with another implementation."""
     max_drafts: int = MAX_DRAFTS

@@ -9,7 +9,7 @@ from vllm.v1.outputs import EMPTY_MODEL_RUNNER_OUTPUT
 from vllm_gaudi_spec.batches import make_batch
 from vllm_gaudi_spec.graphs import drafts_signature, report_sizes
 from vllm_gaudi_spec.outputs import CountedOutput, DrafterStatus, SpeculativeOutput
-from vllm_gaudi_spec.records import DECODE, Batch, NoDraftReason, Planned, Request, SampledRows, StepResult
+from vllm_gaudi_spec.records import DECODE, PREFILL, Batch, NoDraftReason, Planned, Request, SampledRows, StepResult
 from vllm_gaudi_spec.runner.parts import RunnerParts
 from vllm_gaudi_spec.runner.planning import make_sample_batch, plan_batches
 from vllm_gaudi_spec.runner.report import Report, drop_scores
@@ -61,6 +61,10 @@ class ModelRunner(RunnerParts):
         max_drafts = self.max_drafts_after(scheduled)
         self.batches = [self.make_batch(planned, max_drafts) for planned in self.fit(self.pending)]
         for batch in self.batches:
+            if batch.shape.phase == PREFILL:
+                num_tokens = sum(batch.counts)
+                num_computed = batch.shape.tokens if self.shapes.computes_padding else num_tokens
+                self.recorder.count_prefill(num_tokens, num_computed)
             self.forward(batch)
         for extension in self.extensions:
             extension.after_forwards(scheduled)

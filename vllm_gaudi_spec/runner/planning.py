@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from itertools import islice
+from itertools import groupby, islice
 from typing import TYPE_CHECKING
 
 import numpy as np
@@ -85,40 +85,29 @@ def plan_batches(
     room for `lookahead` tokens after the first, so that a drafter can use the same blocks.
     """
     running: list[Request] = []
-    groups: list[list[tuple[Request, int]]] = []
+    others: list[tuple[Request, int]] = []
     for req_id, num_tokens in scheduled.num_scheduled_tokens.items():
         request = requests.by_id[req_id]
         if request.num_computed >= len(request.all_token_ids):
             running.append(request)
-            continue
-        # A newly admitted request may have placeholders for drafts, which are padding.
-        num_tokens = min(num_tokens, len(request.all_token_ids) - request.num_computed)
-        if groups and _fits(groups[-1], request, num_tokens, shapes):
-            groups[-1].append((request, num_tokens))
         else:
-            groups.append([(request, num_tokens)])
+            # A newly admitted request may have placeholders for drafts, which are padding.
+            others.append((request, min(num_tokens, len(request.all_token_ids) - request.num_computed)))
     batches = [_decode_batch(running, shapes, num_drafts, lookahead)] if running else []
-    for group in groups:
-        if _is_last_token(group[0][0]):
-            batches.append(_decode_batch([request for request, _ in group], shapes, {}, lookahead))
+    for is_last_token, group in groupby(others, key=lambda chunk: _is_last_token(chunk[0])):
+        chunks = list(group)
+        if is_last_token:
+            batches.append(_decode_batch([request for request, _ in chunks], shapes, {}, lookahead))
         else:
-            chunks = iter(group)
-            for num_rows in shapes.split_rows(len(group), max(count for _, count in group)):
-                batches.append(_prefill_batch(list(islice(chunks, num_rows)), shapes))
+            remaining = iter(chunks)
+            for num_rows in shapes.split_chunks([count for _, count in chunks]):
+                batches.append(_prefill_batch(list(islice(remaining, num_rows)), shapes))
     return batches
 
 
 def _is_last_token(request: Request) -> bool:
     num_tokens = len(request.all_token_ids)
     return request.num_computed == num_tokens - 1 and request.media_end != num_tokens
-
-
-def _fits(group: list[tuple[Request, int]], request: Request, num_tokens: int, shapes: Shapes) -> bool:
-    """Whether a request can share a rectangle with the group: of the same kind and of similar length."""
-    if _is_last_token(group[0][0]) or _is_last_token(request):
-        return _is_last_token(group[0][0]) and _is_last_token(request)
-    counts = [num_tokens, *(count for _, count in group)]
-    return len(group) < shapes.prefill_rows_at(max(counts)) and shapes.share_chunk(max(counts), min(counts))
 
 
 def _prefill_batch(group: list[tuple[Request, int]], shapes: Shapes) -> Planned:

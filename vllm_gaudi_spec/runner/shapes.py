@@ -81,15 +81,14 @@ class Shapes:
             )
         longest_chunk = min(scheduler.max_num_batched_tokens, max_len)
         buckets = Buckets.choose(options, backend)
-        prefill = buckets.prefill or buckets.growing(
-            backend.traits.smallest_prefill, longest_chunk, backend.traits.prefill_growth
-        )
+        alignment = backend.traits.smallest_prefill
+        prefill = buckets.prefill or buckets.prefill_lengths(alignment, longest_chunk, backend.traits.prefill_step)
         decode = buckets.batch or buckets.batch_sizes(scheduler.max_num_seqs)
         _refuse_waste("batch_buckets", decode, scheduler.max_num_seqs, "--max-num-seqs")
         _refuse_waste("prefill_buckets", prefill, longest_chunk, "--max-num-batched-tokens")
         most_rows = max(decode[-1], scheduler.max_num_seqs)
         if longest_chunk > prefill[-1]:
-            longest_chunk = round_up(longest_chunk, backend.traits.smallest_prefill)
+            longest_chunk = round_up(longest_chunk, alignment)
         else:
             longest_chunk = prefill[-1]
         size = block_size or backend.traits.block_size
@@ -217,25 +216,36 @@ class Shapes:
         """Number of tokens in the largest rectangle of prompt chunks, even if it is made late."""
         return max(self.longest_chunk, *(shape.tokens for shape in self.prefills()))
 
-    def share_chunk(self, longest: int, shortest: int) -> bool:
-        """Whether chunks of these lengths may be rows of one rectangle."""
-        return not self.computes_padding or self.fit_queries(longest) == self.fit_queries(shortest)
+    def split_chunks(self, counts: Sequence[int]) -> list[int]:
+        """Return how many neighboring chunks each rectangle gets, so that forwards and padding cost the least time.
 
-    def split_rows(self, num_rows: int, longest: int) -> list[int]:
-        """Return how many chunks each rectangle gets, so that no rectangle is mostly padding."""
-        if not self.computes_padding:
-            return [num_rows]
-        parts, queries = [], self.fit_queries(longest)
-        while num_rows:
-            padded = fit(self.prefill_rows, num_rows)
-            if (padded - num_rows) * queries > _TOKENS_OF_A_FORWARD:
-                padded = max(rows for rows in self.prefill_rows if rows <= num_rows)
-            parts.append(min(padded, num_rows))
-            num_rows -= parts[-1]
+        `counts` are the chunks' numbers of tokens. A chunk may read KV of those before it, so they keep their order.
+        """
+        queries = [self.fit_queries(count) for count in counts]
+        most_rows = [self.prefill_rows_at(count) for count in counts]
+        padded_rows = [fit(self.prefill_rows, size) for size in range(self.prefill_rows[-1] + 1)]
+        # By first chunk of a remainder: what it costs, and how many chunks its first rectangle gets.
+        costs, sizes = [0] * (len(counts) + 1), [0] * len(counts)
+        for first in reversed(range(len(counts))):
+            longest, most, num_tokens = 0, len(counts), 0
+            for size in range(1, len(counts) - first + 1):
+                last = first + size - 1
+                longest, most = max(longest, queries[last]), min(most, most_rows[last])
+                if size > most:
+                    break
+                num_tokens += counts[last]
+                padding = padded_rows[size] * longest - num_tokens if self.computes_padding else 0
+                cost = _TOKENS_OF_A_FORWARD + padding + costs[first + size]
+                if size == 1 or cost <= costs[first]:
+                    costs[first], sizes[first] = cost, size
+        parts, first = [], 0
+        while first < len(counts):
+            parts.append(sizes[first])
+            first += sizes[first]
         return parts
 
     def prefills(self) -> list[Shape]:
-        """Yield every reachable shape of prompt chunks."""
+        """Return every reachable shape of prompt chunks."""
         return [
             Shape(PREFILL, rows, queries, context)
             for queries in self.prefill_queries
@@ -470,6 +480,9 @@ class Buckets:
     def growing(self, smallest: int, largest: int, growth: float) -> tuple[int, ...]:
         return _linear(smallest, largest) if self.linear else geometric(smallest, largest, growth)
 
+    def prefill_lengths(self, smallest: int, largest: int, step: int) -> tuple[int, ...]:
+        return _linear(smallest, largest) if self.linear else divided_powers(smallest, largest, step)
+
     def batch_sizes(self, largest: int) -> tuple[int, ...]:
         """Return 1, 2, 3, 4, 6, 8, 12, 16, ..., which pads a step by at most a third, or powers of two if `coarse`."""
         if self.linear:
@@ -503,6 +516,25 @@ def geometric(smallest: int, largest: int, growth: float) -> tuple[int, ...]:
         buckets.append(max(buckets[-1] + smallest, _round_down(int(buckets[-1] * growth), smallest)))
     buckets[-1] = round_up(largest, smallest)
     return tuple(buckets)
+
+
+def divided_powers(smallest: int, largest: int, step: int) -> tuple[int, ...]:
+    """Return powers of two from `smallest` on, with up to three lengths between them that are `step` or more apart.
+
+    The last one is the multiple of `smallest` that covers `largest`. A `step` of 0 leaves only powers of two.
+    """
+    lengths = [smallest]
+    while lengths[-1] < largest:
+        power = 1 << lengths[-1].bit_length() - 1
+        lengths.append(lengths[-1] + (min(power, max(step, power // 4)) if step else power))
+    lengths[-1] = round_up(largest, smallest)
+    return tuple(lengths)
+
+
+def expected_padding(lengths: Sequence[int]) -> float:
+    """Return the share of padding in prompt chunks whose lengths are evenly distributed."""
+    computed = sum(length * (length - shorter) for shorter, length in pairwise((0, *lengths)))
+    return 1 - sum(range(lengths[-1] + 1)) / computed
 
 
 def round_up(value: int, multiple: int) -> int:

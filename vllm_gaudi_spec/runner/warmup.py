@@ -27,7 +27,7 @@ from vllm_gaudi_spec.graphs import (
 from vllm_gaudi_spec.records import DECODE, PREFILL, Shape, WarmUpWork
 from vllm_gaudi_spec.runner.memory import WarmUpMemory
 from vllm_gaudi_spec.runner.planning import make_sample_batch
-from vllm_gaudi_spec.runner.shapes import holds
+from vllm_gaudi_spec.runner.shapes import expected_padding, holds
 from vllm_gaudi_spec.sampling.branches import Branch
 
 if TYPE_CHECKING:
@@ -133,6 +133,12 @@ def warm_up(runner: Runner, max_tokens: int) -> IdleWarmUp:
         _join_sizes(shapes.prefill_queries),
         _join_sizes(tuple(sorted({shape.context for shape in shapes.prefills()}))),
     )
+    if shapes.computes_padding:
+        share = expected_padding(shapes.prefill_queries)
+        logger.info(
+            "Prompt chunks of evenly distributed lengths are padded by %.0f %% of the tokens that a forward computes.",
+            100 * share,
+        )
     if estimate := backend.graphs.describe_warm_up(count_work(runner, chosen)):
         logger.info("Warm-up makes %s.", estimate)
     started = time.perf_counter()

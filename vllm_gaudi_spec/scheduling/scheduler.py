@@ -308,6 +308,8 @@ class _Speculating(Sessions):
     def _count_worker(self, worked: WorkerCounts) -> None:
         self.step_metrics.count_total(metrics.STEPS, worked.steps)
         self.step_metrics.count_total(metrics.HOST_SYNCS, worked.num_host_syncs)
+        self.step_metrics.count_total(metrics.PREFILL_TOKENS, worked.num_prefill_tokens, metrics.REAL)
+        self.step_metrics.count_total(metrics.PREFILL_TOKENS, worked.num_prefill_padding, metrics.PADDING)
         self.step_metrics.count_total(metrics.COMPILED, worked.compiled)
         self.step_metrics.set(metrics.WARM_UP_LEFT, worked.num_left, "")
         self._is_warm = not worked.num_left

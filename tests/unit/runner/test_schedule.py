@@ -100,7 +100,7 @@ def test_adjacent_chunks_share_a_rectangle_if_allowed(requests: Requests) -> Non
 
 
 def test_chunks_are_split_where_padding_is_computed(requests: Requests) -> None:
-    lists: dict[str, Any] = dict(prefill_buckets=(16, 192), prefill_rows=(1, 2, 4), max_tokens=2048, max_len=256)
+    lists: dict[str, Any] = dict(prefill_buckets=(16, 512), prefill_rows=(1, 2, 4), max_tokens=2048, max_len=256)
     counts = {"a": 9, "b": 12, "c": 180, "d": 5}
     scheduled = step(counts, new=[new_request(name, list(range(size)), [1]) for name, size in counts.items()])
     padded = shapes(max_num_seqs=4, captures=True, **lists)

@@ -15,7 +15,7 @@ from vllm_gaudi_spec.config import Options, UnsupportedConfigError
 from vllm_gaudi_spec.devices.base import DeviceTraits
 from vllm_gaudi_spec.graphs import Job
 from vllm_gaudi_spec.records import DECODE
-from vllm_gaudi_spec.runner.shapes import Shapes
+from vllm_gaudi_spec.runner.shapes import Shapes, divided_powers, expected_padding, fit
 from vllm_gaudi_spec.runner.warmup import split_jobs
 
 
@@ -43,7 +43,7 @@ def shapes(
         exact_context_width=exact,
         captures=captures,
         smallest_prefill=16,
-        prefill_growth=1.25,
+        prefill_step=16,
         max_drafts=8,
         flat_decode=flat,
         block_size=16,
@@ -74,15 +74,70 @@ def test_every_reachable_shape_is_listed(exact: bool, drafts: int, rows: tuple[i
 def test_chunks_share_a_rectangle_with_little_padding() -> None:
     lists: dict[str, Any] = dict(prefill_buckets=(64, 512, 4096), prefill_rows=(1, 2, 4, 8), max_tokens=4096)
     padded, packed = shapes(**lists, max_len=4096, captures=True), shapes(**lists, max_len=4096)
-    # Three empty rows of 64 cost less than another forward, one of 512 more.
-    assert padded.split_rows(5, 60) == [5]
-    assert padded.split_rows(7, 500) == [4, 2, 1]
-    assert padded.split_rows(8, 500) == [8]
-    assert padded.share_chunk(500, 400)
-    assert not padded.share_chunk(500, 60)
-    # Where padding is left out of models, as on a CPU, nothing is won.
-    assert packed.split_rows(7, 500) == [7]
-    assert packed.share_chunk(500, 60)
+    # Three empty rows of 64 cost less than another forward, two of 512 more.
+    assert padded.split_chunks([60] * 5) == [5]
+    assert padded.split_chunks([500] * 6) == [4, 2]
+    assert padded.split_chunks([500] * 8) == [8]
+    assert padded.split_chunks([500] * 9) == [8, 1]
+    assert padded.split_chunks([500, 60, 60, 60, 500]) == [1, 3, 1]
+    # Where padding is left out of models, as on a CPU, only the number of forwards counts.
+    assert packed.split_chunks([500] * 7) == [7]
+    assert packed.split_chunks([500, 60, 60, 60, 500, 60, 60, 60, 60]) == [8, 1]
+    assert packed.split_chunks([]) == []
+
+
+def test_chunks_of_neighboring_buckets_share_a_rectangle_if_it_is_cheaper() -> None:
+    chosen = shapes(
+        prefill_buckets=(64, 512, 640, 4096), prefill_rows=(1, 2, 4, 8), max_tokens=8192, max_len=4096, captures=True
+    )
+    assert chosen.split_chunks([640, 512]) == [2], "128 tokens of padding cost less than a forward"
+    assert chosen.split_chunks([640] + [64] * 7) == [1, 7]
+    assert chosen.split_chunks([64] * 3 + [640] + [64] * 4) == [3, 1, 4]
+
+
+@pytest.mark.parametrize("captures", [False, True])
+def test_no_other_split_of_chunks_is_cheaper(captures: bool) -> None:
+    rng = random.Random(0)
+    chosen = shapes(
+        prefill_buckets=(64, 256, 512, 640), prefill_rows=(1, 2, 4), max_tokens=2048, max_len=640, captures=captures
+    )
+
+    def cost(counts: list[int], sizes: tuple[int, ...]) -> float:
+        total, first = 0.0, 0
+        for size in sizes:
+            part, first = counts[first : first + size], first + size
+            if size > chosen.prefill_rows_at(max(part)):
+                return float("inf")
+            total += 256 + (chosen.prefill(size, max(part), max(part)).tokens if captures else sum(part))
+        return total
+
+    for _ in range(100):
+        counts = [rng.choice((1, 30, 64, 200, 256, 300, 512, 600, 640)) for _ in range(rng.randint(1, 7))]
+        splits = [
+            sizes for num in range(1, 8) for sizes in product(range(1, 5), repeat=num) if sum(sizes) == len(counts)
+        ]
+        found = chosen.split_chunks(counts)
+        assert sum(found) == len(counts)
+        assert cost(counts, tuple(found)) == min(cost(counts, sizes) for sizes in splits)
+
+
+def test_lengths_of_chunks_lie_between_powers_of_two() -> None:
+    assert divided_powers(128, 2048, 0) == (128, 256, 512, 1024, 2048)
+    assert divided_powers(32, 1500, 128) == (32, 64, 128, 256, 384, 512, 640, 768, 896, 1024, 1280, 1504)
+    assert divided_powers(16, 300, 16)[:10] == (16, 32, 48, 64, 80, 96, 112, 128, 160, 192)
+    assert divided_powers(16, 10, 16) == (16,)
+    for smallest, step in ((128, 0), (32, 128), (16, 16)):
+        lengths = divided_powers(smallest, 16384, step)
+        assert {1 << exponent for exponent in range(7, 15)} <= set(lengths), "common lengths are not padded"
+        assert all(length % smallest == 0 for length in lengths)
+        if step:
+            assert all(long - short <= max(step, short / 4) for short, long in pairwise(lengths) if short >= step)
+
+
+def test_expected_padding_is_the_mean_over_all_lengths() -> None:
+    for lengths in ((1,), (64, 100), divided_powers(32, 1500, 128)):
+        padded = [fit(lengths, length) for length in range(1, lengths[-1] + 1)]
+        assert expected_padding(lengths) == pytest.approx(1 - sum(range(1, lengths[-1] + 1)) / sum(padded))
 
 
 def test_bucket_strategy_applies_to_contexts() -> None:
@@ -108,7 +163,7 @@ def test_padding_is_bounded() -> None:
     for num in range(1, 257):
         assert chosen.decode(1, [1] * num).rows <= max(num * 1.5, num + 1)
     for length in range(64, 4097):
-        assert chosen.prefill(1, length, length).queries <= length * 1.25 + 16
+        assert chosen.prefill(1, length, length).queries <= length + max(length / 4, 128)
 
 
 @pytest.mark.parametrize("flat", [False, True])

@@ -268,8 +268,8 @@ def test_number_of_waiting_audits_is_limited(folder: Path) -> None:
 
 
 def test_audits_do_not_count_in_vllm_metrics(folder: Path) -> None:
-    """Rows, drafts and prefix-cache queries: with audits as without. Only a worker's steps and syncs are all."""
-    of_workers = (metrics.STEPS, metrics.HOST_SYNCS)
+    """Rows, drafts and prefix-cache queries: with audits as without, unlike what a worker counts."""
+    of_workers = (metrics.STEPS, metrics.HOST_SYNCS, metrics.PREFILL_TOKENS)
     figures = []
     for every in (0, 1):
         engine = engine_of(folder, "draft_model", every=every)

@@ -17,6 +17,7 @@ from vllm_gaudi_spec.metrics import (
     COMPILED,
     COVERAGE,
     HOST_SYNCS,
+    PREFILL_TOKENS,
     ROWS,
     ROWS_BY_CHOICE,
     ROWS_WITHOUT_DRAFTS,
@@ -319,7 +320,11 @@ def test_worker_counts_become_metrics(tmp_path: Path) -> None:
     coverage = {"target": 0.5, "drafter": 0.75}
     play.step(worked=WorkerCounts(4, 3, 0, coverage))
     assert play.counted == {STEPS: {"": 4}, HOST_SYNCS: {"": 3}, WARM_UP_LEFT: {"": 0}, COVERAGE: coverage}
-    play.step(worked=WorkerCounts(5, 4, 2, coverage))
+    worked = WorkerCounts(5, 4, 2, coverage, num_prefill_tokens=100, num_prefill_padding=28)
+    play.step(worked=worked)
+    assert play.counted[PREFILL_TOKENS] == {"real": 100, "padding": 28}
+    play.step(worked=worked._replace(num_prefill_padding=40))
+    assert play.counted[PREFILL_TOKENS] == {"real": 100, "padding": 40}
     assert [play.counted[name][""] for name in (STEPS, HOST_SYNCS, COMPILED)] == [5, 4, 2]
     assert play.counted[COVERAGE] == coverage
 

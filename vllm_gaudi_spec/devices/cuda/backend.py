@@ -34,6 +34,7 @@ def make_backend() -> DeviceBackend:
         block_size=64,
         exact_context_width=True,
         smallest_prefill=32,
+        prefill_step=128,
         prefill_rows=(1, 2, 4, 8, 16),
         offers_batch_invariance=True,
     )
