@@ -35,8 +35,12 @@ def serve_command(model: str, *options: str) -> list[str]:
 
 
 def serve_environment(**extra: str) -> dict[str, str]:
-    """A user's environment: the engine in its own process, vLLM's usual log."""
+    """A user's environment: the engine in its own process, vLLM's usual log, and its own choice of a start method.
+
+    An engine that a test of this process configured leaves its choice in the variables.
+    """
     ours = {"VLLM_ENABLE_V1_MULTIPROCESSING", "VLLM_LOGGING_LEVEL"}
+    ours |= {"VLLM_WORKER_MULTIPROC_METHOD", "VGS_START_METHOD_CHOSEN_BY"}
     return {name: value for name, value in os.environ.items() if name not in ours} | extra
 
 
