@@ -67,7 +67,11 @@ class Engine:
         )
         self._process.start()
         theirs.close()
-        self.platform: str = self._answer()
+        try:
+            self.platform: str = self._answer()
+        except BaseException:
+            self.close()  # it must not run beside the engines that are measured
+            raise
         self.startup_s = time.perf_counter() - started
 
     def turn(self, batch: int, tokens: int, first: int) -> float:

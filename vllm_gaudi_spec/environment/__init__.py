@@ -224,7 +224,13 @@ def list_set_variables() -> dict[Variable, str]:
 
 
 _RELATED = ("VGS_", "VLLM_", "PT_", "HABANA_", "HCCL_", "ENABLE_", "RUNTIME_", "FUSER_", "ASCEND_", "TORCH", "OMP_")
-SECRET_WORDS = ("(?:api|access|private)[_-]?key", "token(?!izer|s)", "secret", "passw(?:or)?d", "credential")
+SECRET_WORDS = (
+    "(?:api|access|private)[_-]?key",
+    "token(?!izer|s|_id|_budget)",
+    "secret",
+    "passw(?:or)?d",
+    "credential",
+)
 """Regular expressions for the names of variables and options whose values are nobody else's business."""
 
 

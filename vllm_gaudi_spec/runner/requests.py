@@ -16,6 +16,7 @@ import numpy as np
 import torch
 from vllm.sampling_params import SamplingParams
 
+from vllm_gaudi_spec.config import UnsupportedConfigError
 from vllm_gaudi_spec.device_rows import group_rows, group_sizes
 from vllm_gaudi_spec.records import FAULTY, NO_ROW, UNVERIFIED, Drafts, PromptEmbeddings, Request
 from vllm_gaudi_spec.sampling.noise import fold_seed, fresh_seed
@@ -71,6 +72,11 @@ class Requests:
         self.num_blocks = [np.zeros(max_rows + 1, dtype=np.int64) for _ in sizes]
         # Flat, since devices that capture steps can change a tensor only as a whole, not through a view.
         self.max_len = max_len
+        if (max_rows + 1) * max_len >= 2**31:  # addresses of tokens have 32 bits
+            raise UnsupportedConfigError(
+                f"Token histories of {max_rows} requests of up to {max_len} tokens need more than 2^31 entries. Lower "
+                "--max-num-seqs or --max-model-len."
+            )
         self._history = torch.zeros((max_rows + 1) * max_len, dtype=torch.int32, device=backend.traits.torch_device)
         self.computed_R = torch.zeros(max_rows + 1, dtype=torch.int32, device=backend.traits.torch_device)
         self.num_drafts_R = torch.zeros(max_rows + 1, dtype=torch.int32, device=backend.traits.torch_device)

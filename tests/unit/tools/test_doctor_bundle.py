@@ -25,6 +25,9 @@ LINES = """\
 vllm serve MODEL --api-key third-key sixth-key --max-model-len 4096 --tokenizer-mode auto
 HTTPS_PROXY=http://bob:fourth@proxy:8080 Authorization: Bearer fifth.key
 token hf_zyxwvutsrqponmlk of {home}/cache, on {host}, by {user}
++ vllm serve MODEL --served-name m --api-key seventh-key
+['vllm', 'serve', '--api-key', 'eighth-key'] {"password": "ninth horse battery"} https://blob/x?sv=1&sig=tenthsig
+INFO hf_config_path and hf_overrides are none
 INFO step 12, 64 tokens in 3 ms, the last token was 7
 """
 
@@ -48,6 +51,11 @@ def secrets(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> list[str]:
         "bob",
         "fourth",
         "fifth.key",
+        "seventh-key",
+        "eighth-key",
+        "ninth",
+        "battery",
+        "tenthsig",
         "zyxwvutsrqponmlk",
     ]
     return [*SECRETS.values(), *others, str(home), "carolsname", "machine-of-carol"]
@@ -82,7 +90,7 @@ def test_bundle_has_everything_but_secrets(
     for kept in (
         "'max_tokens': 5",
         "--max-model-len 4096 --tokenizer-mode auto",
-        "64 tokens in 3 ms, the last token was 7",
+        "hf_config_path and hf_overrides are none\nINFO step 12, 64 tokens in 3 ms, the last token was 7",
     ):
         assert kept in texts["server.log"]
 
@@ -93,6 +101,7 @@ def test_bundle_has_everything_but_secrets(
         (["--log", "server.log"], "--log is a part of the bundle; give --bundle FILE"),
         (["--bundle", "b.zip", "--log", "no-such.log"], "--log no-such.log is not a file"),
         (["--bundle", "no/such/folder/b.zip"], "there is no folder"),
+        (["--bundle", "-"], "--bundle writes a zip file; give it a name"),
     ],
 )
 def test_bundle_that_cannot_be_written_is_refused(
@@ -112,5 +121,7 @@ def test_self_test_of_a_bundle_is_the_commands(monkeypatch: pytest.MonkeyPatch) 
 def test_log_is_cut_to_its_end(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     monkeypatch.setattr(bundle, "_MOST_OF_A_LOG", 5)
     log = tmp_path / "server.log"
-    log.write_text("start and end")
-    assert bundle._read_end(log) == "d end"
+    log.write_text("--api-key secret\nend\n")
+    assert bundle._read_end(log) == "end\n"
+    log.write_text("end\n")
+    assert bundle._read_end(log) == "end\n"

@@ -6,6 +6,7 @@ Checks that may crash, such as importing torch and vLLM, run in a child process.
 from __future__ import annotations
 
 import argparse
+import os
 from collections.abc import Sequence
 from dataclasses import asdict
 from pathlib import Path
@@ -145,8 +146,10 @@ def find_contradiction(options: argparse.Namespace) -> str | None:
     others += [options.speculative_config, options.tensor_parallel_size, options.kv_cache_dtype]
     if options.log is not None and options.bundle is None:
         return "--log is a part of the bundle; give --bundle FILE"
-    if options.log is not None and not Path(options.log).is_file():
-        return f"--log {options.log} is not a file"
+    if options.log is not None and not (Path(options.log).is_file() and os.access(options.log, os.R_OK)):
+        return f"--log {options.log} is not a file that can be read"
+    if options.bundle == output.STDOUT:
+        return "--bundle writes a zip file; give it a name"
     if options.model is None and any(option is not None for option in (*drafting, *others)):
         return "these options need a model; give --model"
     if options.speculative_config is not None and any(option is not None for option in drafting):

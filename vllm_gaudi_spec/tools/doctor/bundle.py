@@ -26,20 +26,29 @@ _MOST_OF_A_LOG = 8 << 20
 _MASK = "***"
 # Shorter words are parts of others.
 _SHORTEST = 4
+_SHORTEST_NAME = 2
 # Accounts of images. They say nothing about a person, and "vllm" is in every line.
 _COMMON_NAMES = frozenset(("root", "user", "ubuntu", "vllm", "habana", "localhost"))
 _WORDS = "|".join(environment.SECRET_WORDS)
+_NAMED = rf"(?:{_WORDS})[\w-]*['\"]?\s*[=:]\s*"
 _FORMS = [
     (re.compile(form), replacement)
     for form, replacement in (
-        (r"\b(?:hf|sk|ghp|github_pat|glpat|xox[bp])[_-][A-Za-z0-9_-]{8,}", _MASK),
+        (r"\bhf_[A-Za-z0-9]{14,}", _MASK),
+        (r"\b(?:sk|ghp|github_pat|glpat|xox[bp])[_-](?=[A-Za-z0-9_-]*\d)[A-Za-z0-9_-]{16,}", _MASK),
         (r"(?i)\b(bearer|basic)(\s+)[A-Za-z0-9._~+/=-]+", rf"\1\2{_MASK}"),
         (r"\beyJ[A-Za-z0-9_-]+\.[A-Za-z0-9_-]+\.[A-Za-z0-9_-]*", _MASK),
         (r"(\w://)[^/\s@'\"]+@", rf"\1{_MASK}@"),
-        # --api-key VALUE VALUE, then api_key=['VALUE', 'VALUE'] and "HF_TOKEN": "VALUE"
-        (rf"(?i)(--[\w-]*(?:{_WORDS})[\w-]*)(?:\s+[^\s-]\S*)+", rf"\1 {_MASK}"),
-        (rf"(?i)((?:{_WORDS})[\w-]*['\"]?\s*[=:]\s*)(?:\[[^\]]*\]|\([^)]*\))", rf"\1{_MASK}"),
-        (rf"(?i)((?:{_WORDS})[\w-]*['\"]?\s*[=:]\s*['\"]?)(?!None\b|null\b|\*)[^\s'\",;\])}}]+", rf"\1{_MASK}"),
+        (r"(?i)([?&](?:sig|signature|x-amz-signature)=)[^&\s'\"]+", rf"\1{_MASK}"),
+        # '--api-key', 'VALUE' and --api-key VALUE VALUE, then "HF_TOKEN": "A VALUE", api_key=['VALUE'], HF_TOKEN=VALUE
+        (rf"(?i)(--[\w-]*(?:{_WORDS})[\w-]*['\"]\s*,\s*['\"])[^'\"]+", rf"\1{_MASK}"),
+        (rf"(?i)(--[\w-]*(?:{_WORDS})[\w-]*)(?:[^\S\n]+[^\s-]\S*)+", rf"\1 {_MASK}"),
+        (rf"(?i)({_NAMED})(['\"])(?:(?!\2)[^\n])+\2", rf"\1\2{_MASK}\2"),
+        (rf"(?i)({_NAMED})(?:\[[^\]]*\]|\([^)]*\))", rf"\1{_MASK}"),
+        (
+            rf"(?i)((?:{_WORDS})[\w-]*['\"]?\s*[=:]\s*['\"]?)(?!(?:None|null|\*\*\*)(?![\w-]))[^\s'\",;\])}}]+",
+            rf"\1{_MASK}",
+        ),
         (r"/(home|Users)/[^/\s'\":,]+", rf"/\1/{_MASK}"),
     )
 ]
@@ -58,7 +67,7 @@ def write_bundle(found: dict[str, Any], options: dict[str, Any] | None, log: str
         "doctor.json": found,
         "configuration.json": options,
         "environment.json": environment.list_related_variables(),
-        "versions.json": dict(sorted((one.metadata["Name"], one.version) for one in distributions())),
+        "versions.json": dict(sorted((str(one.metadata["Name"]), str(one.version)) for one in distributions())),
         "selftest.json": run_self_test(),
     }
     made = io.BytesIO()
@@ -75,8 +84,9 @@ def run_self_test() -> dict[str, Any]:
     command = [sys.executable, "-P", "-m", "vllm_gaudi_spec.tools.cli", "selftest", "--json"]
     try:
         done = subprocess.run(command, capture_output=True, text=True, errors="replace", timeout=_SECONDS, check=False)
-    except subprocess.TimeoutExpired:
-        return {"status": None, "messages": f"no end within {_SECONDS} s"}
+    except subprocess.TimeoutExpired as error:
+        said = error.stderr.decode(errors="replace") if isinstance(error.stderr, bytes) else error.stderr or ""
+        return {"status": None, "messages": f"{said}\nThe self-test did not end within {_SECONDS} s."}
     try:
         result = json.loads(done.stdout)
     except ValueError:
@@ -87,7 +97,10 @@ def run_self_test() -> dict[str, Any]:
 def _read_end(path: Path) -> str:
     with path.open("rb") as file:
         size = file.seek(0, io.SEEK_END)
-        file.seek(max(size - _MOST_OF_A_LOG, 0))
+        start = max(size - _MOST_OF_A_LOG, 0)
+        file.seek(start)
+        if start:
+            file.readline()  # the rest of a line may be a secret without the name before it
         return file.read().decode(errors="replace")
 
 
@@ -95,14 +108,15 @@ class Mask:
     """Replaces secrets of this process's environment, and whatever has the form of one."""
 
     def __init__(self) -> None:
-        home, names = str(Path.home()), {socket.gethostname()}
+        host = socket.gethostname()
+        home, names = str(Path.home()), {host, host.partition(".")[0]}
         with contextlib.suppress(KeyError, OSError):  # a user id without an account
             names.add(getpass.getuser())
         # The longest first, because one secret may be a part of another.
         self._secrets = sorted(
             (one for one in environment.list_secrets() if len(one) >= _SHORTEST), key=len, reverse=True
         )
-        words = [name for name in names - _COMMON_NAMES if len(name) >= _SHORTEST]
+        words = [name for name in names - _COMMON_NAMES if len(name) >= _SHORTEST_NAME]
         self._names = re.compile("|".join(rf"\b{re.escape(word)}\b" for word in words)) if words else None
         self._home = home if home.count("/") > 1 else None
 
