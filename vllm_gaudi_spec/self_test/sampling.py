@@ -29,9 +29,11 @@ def check_sampling(subject: Subject) -> str:
 
 def _check_filters(subject: Subject) -> str:
     logits_NV, filters = make_filter_inputs()
-    (filtered,) = subject.compute(
-        lambda logits, *filters: (subject.backend.rules.filter_logits(logits, *filters),), logits_NV[:, None], *filters
-    )
+
+    def self_test_filter(logits_BQV: torch.Tensor, *filters: torch.Tensor) -> tuple[torch.Tensor]:
+        return (subject.backend.rules.filter_logits(logits_BQV, *filters),)
+
+    (filtered,) = subject.compute(self_test_filter, logits_NV[:, None], *filters)
     expected_NV = keep_by_sort(logits_NV, *filters)
     for row, (kept_V, is_expected_V) in enumerate(zip(filtered.squeeze(1) > -torch.inf, expected_NV, strict=True)):
         if not torch.equal(kept_V, is_expected_V):
@@ -73,7 +75,7 @@ def _check_samples(subject: Subject) -> str:
     keys_B2 = torch.tensor([noise.fold_seed(seed) for seed in range(_ROWS)], dtype=torch.int32)
     positions_BQ = torch.arange(_POSITIONS, dtype=torch.int32).expand(_ROWS, -1).contiguous()
 
-    def sample(
+    def self_test_sample(
         logits_BQV: torch.Tensor,
         top_k_B: torch.Tensor,
         top_p_B: torch.Tensor,
@@ -85,7 +87,7 @@ def _check_samples(subject: Subject) -> str:
         return (rules.sample_random(filtered_BQV, temperature_B, keys_B2, positions_BQ),)
 
     (sampled_BQ,) = subject.compute(
-        sample,
+        self_test_sample,
         logits_V.expand(_ROWS, _POSITIONS, -1).contiguous(),
         *(values.expand(_ROWS).contiguous() for values in (*filters[1:], torch.ones(1))),
         keys_B2,
