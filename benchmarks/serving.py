@@ -38,7 +38,7 @@ FIGURES = (
     *("request_throughput", "output_throughput"),
     *("median_ttft_ms", "p99_ttft_ms", "median_tpot_ms", "p99_tpot_ms"),
 )
-"""By the names of `vllm bench serve`."""
+"""Figures that `vllm bench serve` reports, by its names."""
 LONGEST_PROMPT = 1024
 """`vllm bench serve` leaves out longer prompts of ShareGPT."""
 

@@ -234,7 +234,7 @@ def start(cells: list[Cell], options: argparse.Namespace, folder: Path) -> tuple
 
     def start_one(name: str) -> Engine | str:
         word = name.replace(" ", "-").replace(",", "")
-        # What upstream compiles is kept by engine: they start together.
+        # Engines start together, so each has a cache of its own for what upstream compiles.
         environment = common.QUIET | environments()[name] | {"VLLM_CACHE_ROOT": str(common.LOGS / f"cache-{word}")}
         try:
             log = f"upstream-{method.replace(' ', '-')}-{num_drafts}-{word}"

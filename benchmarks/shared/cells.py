@@ -32,7 +32,7 @@ class Cell:
 
     @property
     def setup(self) -> tuple[str, int]:
-        """What an engine is started for: cells with the same setup share their engines."""
+        """Return the setup of the engines. Cells with the same setup share them."""
         return self.method, self.num_drafts
 
     @property

@@ -1,6 +1,6 @@
-"""What is kept for each request beside KV and recurrent states: how long, and how many bytes.
+"""Sizes of the buffers that each request has beside its KV and recurrent states.
 
-`gaudi-spec doctor` asks too, before any model is loaded.
+The server and `gaudi-spec doctor`, which loads no model, compute them here.
 """
 
 from __future__ import annotations

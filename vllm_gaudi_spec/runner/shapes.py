@@ -224,7 +224,7 @@ class Shapes:
         queries = [self.fit_queries(count) for count in counts]
         most_rows = [self.prefill_rows_at(count) for count in counts]
         padded_rows = [fit(self.prefill_rows, size) for size in range(self.prefill_rows[-1] + 1)]
-        # By first chunk of a remainder: what it costs, and how many chunks its first rectangle gets.
+        # For the chunks from each one on: the least cost, and how many of them the first rectangle gets.
         costs, sizes = [0] * (len(counts) + 1), [0] * len(counts)
         for first in reversed(range(len(counts))):
             longest, most, num_tokens = 0, len(counts), 0

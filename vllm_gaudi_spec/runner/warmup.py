@@ -134,10 +134,9 @@ def warm_up(runner: Runner, max_tokens: int) -> IdleWarmUp:
         _join_sizes(tuple(sorted({shape.context for shape in shapes.prefills()}))),
     )
     if shapes.computes_padding:
-        share = expected_padding(shapes.prefill_queries)
         logger.info(
             "Prompt chunks of evenly distributed lengths are padded by %.0f %% of the tokens that a forward computes.",
-            100 * share,
+            100 * expected_padding(shapes.prefill_queries),
         )
     if estimate := backend.graphs.describe_warm_up(count_work(runner, chosen)):
         logger.info("Warm-up makes %s.", estimate)

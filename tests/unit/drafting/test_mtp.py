@@ -161,7 +161,7 @@ def test_no_more_layers_are_built_than_draft(num_drafts: int, num_built: int) ->
 
 @pytest.mark.parametrize(("num_drafts", "num_built"), [(1, 1), (2, 2), (6, 3)])
 def test_number_of_layers_is_read_in_text_config(num_drafts: int, num_built: int) -> None:
-    """As GLM-OCR's class does, for which vLLM looks elsewhere and sets `n_predict` to None."""
+    """Read the number of GLM-OCR's layers, for which vLLM sets `n_predict` to None, from the text configuration."""
     drafter, target = (PretrainedConfig(n_predict=None) for _ in range(2))
     for config in (drafter, target):
         config.text_config = PretrainedConfig(num_nextn_predict_layers=3)

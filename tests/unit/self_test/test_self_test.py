@@ -230,7 +230,7 @@ def logarithms_are_coarse() -> DeviceBackend:
 
 
 def top_p_keeps_too_many_tokens() -> DeviceBackend:
-    """As where thresholds are rounded: by 2 % of the probability."""
+    """Shift thresholds by 2 % of the probability, as rounding them would."""
 
     def keep(logits: torch.Tensor, min_p: Any, top_k: torch.Tensor, top_p: torch.Tensor, *rest: Any) -> torch.Tensor:
         return TORCH.filter_logits(logits, min_p, top_k, top_p * 1.02, *rest)

@@ -34,7 +34,7 @@ INFO step 12, 64 tokens in 3 ms, the last token was 7
 
 @pytest.fixture
 def secrets(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> list[str]:
-    """What must not be in a bundle."""
+    """Set secrets in the environment, and return every text that a bundle must not contain."""
     for name, value in SECRETS.items():
         monkeypatch.setenv(name, value)
     home = tmp_path / "carol"

@@ -21,7 +21,7 @@ FAILURES = {
 
 
 def test_errors_end_with_their_message() -> None:
-    """As the last line, which the process shows when an error ends it."""
+    """An error that ends the process shows its message as the last line."""
     code = f"""
 import sys
 from vllm_gaudi_spec import upstream
