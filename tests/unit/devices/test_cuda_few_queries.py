@@ -90,13 +90,17 @@ def check(scene: Scene, rotary_dim: int | None = None, times: int = 1) -> None:
         torch.testing.assert_close(out[row, : scene.real[row]].double(), expected, atol=atol, rtol=rtol)
 
 
-@pytest.fixture(params=["split", "whole"])
+@pytest.fixture(params=["split", "whole", "long rows split"])
 def splits(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> None:
-    from vllm_gaudi_spec.devices.cuda import few_queries
+    from vllm_gaudi_spec.devices.cuda import attention, few_queries
 
-    if request.param == "whole":
+    if request.param != "split":
         for name in ("SHORT_HEADS", "LONG_HEADS"):
             monkeypatch.setattr(few_queries, name, getattr(few_queries, name)._replace(instances=1))
+    if request.param == "long rows split":
+        monkeypatch.setattr(attention, "SHORT", 0)
+    else:
+        monkeypatch.setattr(few_queries, "_LAUNCHED", 0)
 
 
 @pytest.mark.parametrize("head_size", [32, 80, 128])

@@ -27,11 +27,11 @@ if TYPE_CHECKING:
 # more than they save.
 _BUSY = 528
 # With this many instances and contexts this short, splitting keys costs more than it saves.
-_FULL, _SHORT = 192, 1024
+_FULL, SHORT = 192, 1024
 # This many instances have a multiprocessor each. With many lanes per tile, combining further parts costs more than
 # they save.
 _ONE_EACH = 128
-_MOST_SPLITS = 32
+MOST_SPLITS = 32
 _INVARIANT_LANES = 64
 _KEY_TILE_BYTES = 16 << 10
 _LOG2_E = tl.constexpr(1.4426950408889634)
@@ -193,13 +193,17 @@ def choose_key_tile(block_size: int, key_bytes: int, tile_bytes: int = _KEY_TILE
     return tile
 
 
-def num_splits(busy: int, num_instances: int, width: int, spec: AttentionLayerSpec, tile_n: int) -> int:
+def measure_reach(width: int, spec: AttentionLayerSpec) -> int:
+    """Return the most keys that a query sees in block tables of this width."""
     reach = width * spec.block_size
-    if spec.sliding_window is not None:
-        reach = min(reach, spec.sliding_window)
-    if num_instances >= _FULL and reach <= _SHORT:
+    return reach if spec.sliding_window is None else min(reach, spec.sliding_window)
+
+
+def num_splits(busy: int, num_instances: int, width: int, spec: AttentionLayerSpec, tile_n: int) -> int:
+    reach = measure_reach(width, spec)
+    if num_instances >= _FULL and reach <= SHORT:
         return 1
-    return max(1, min(busy // num_instances, triton.cdiv(reach, tile_n), _MOST_SPLITS))
+    return max(1, min(busy // num_instances, triton.cdiv(reach, tile_n), MOST_SPLITS))
 
 
 # These are not constants, so that one compilation serves all batch sizes and chunk lengths.

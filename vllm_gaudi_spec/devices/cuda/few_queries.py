@@ -31,6 +31,10 @@ _MOST_ARRIVALS = 4096
 """Rows times KV heads whose keys may be split; with more there is nothing to split."""
 _COMBINED = 8192
 """How many numbers of parts are combined at once."""
+_LAUNCHED = 2048
+"""Most instances to launch where rows differ in length. Those without work take a little time each."""
+_ENOUGH_SPLITS = 4
+"""With more splits, which few rows have, one long row does not hold up the others."""
 
 
 class Form(NamedTuple):
@@ -97,7 +101,9 @@ def attend(
     lanes = call.num_queries * group
     tile_n = attention.choose_key_tile(spec.block_size, tile_d * keys.element_size(), form.key_tile_bytes)
     width = call.block_table_BW.shape[1]
-    splits = attention.num_splits(form.instances, spec.num_kv_heads * call.num_rows, width, spec, tile_n)
+    instances = spec.num_kv_heads * call.num_rows
+    even_splits = attention.num_splits(form.instances, instances, width, spec, tile_n)
+    splits = _count_launched(even_splits, instances, attention.measure_reach(width, spec), tile_n)
     parts, maxima, sums, arrivals = out_TH, out_TH, out_TH, out_TH
     if splits > 1:
         shape = (len(query_TH), spec.num_heads, splits)
@@ -128,7 +134,9 @@ def attend(
         value_TK.stride(0),
         call.block_table_BW.stride(0),
         call.num_queries,
+        call.num_rows,
         splits,
+        even_splits,
         GROUP=group,
         KV_HEADS=spec.num_kv_heads,
         HEAD_SIZE=spec.head_size,
@@ -137,6 +145,7 @@ def attend(
         WINDOW=spec.sliding_window or 0,
         CAPPED=spec.logits_soft_cap > 0,
         IS_SPLIT=splits > 1,
+        IS_BALANCED=splits > even_splits,
         TILE_M=max(tile_l, 16),
         TILE_L=tile_l,
         TILE_Q=MOST_QUERIES,
@@ -150,8 +159,19 @@ def attend(
     return out_TH
 
 
+def _count_launched(even_splits: int, instances: int, reach: int, tile_n: int) -> int:
+    """Return how many instances to launch for a row and KV head, of which only long rows use all.
+
+    `even_splits` is their number if all rows are of one length.
+    """
+    is_full = instances > _MOST_ARRIVALS or (even_splits == 1 and reach <= attention.SHORT)
+    if is_full or even_splits > _ENOUGH_SPLITS:
+        return even_splits
+    return min(max(even_splits, 2, _LAUNCHED // instances), triton.cdiv(reach, tile_n), attention.MOST_SPLITS)
+
+
 # These are not constants, so that one compilation serves all batch sizes.
-@triton.jit(do_not_specialize=["queries", "splits"])
+@triton.jit(do_not_specialize=["queries", "rows", "splits", "even_splits"])
 def _attend(
     query_ptr,
     key_ptr,
@@ -175,7 +195,9 @@ def _attend(
     value_stride,
     table_stride,
     queries,
+    rows,
     splits,
+    even_splits,
     GROUP: tl.constexpr,
     KV_HEADS: tl.constexpr,
     HEAD_SIZE: tl.constexpr,
@@ -184,6 +206,7 @@ def _attend(
     WINDOW: tl.constexpr,
     CAPPED: tl.constexpr,
     IS_SPLIT: tl.constexpr,
+    IS_BALANCED: tl.constexpr,
     TILE_M: tl.constexpr,
     TILE_L: tl.constexpr,
     TILE_Q: tl.constexpr,
@@ -215,12 +238,17 @@ def _attend(
     begin = 0
     if WINDOW > 0:
         begin = tl.maximum(start - WINDOW + 1, 0) // TILE_N * TILE_N
-    share = tl.cdiv(tl.cdiv(start - begin, TILE_N), splits) * TILE_N
+    tiles = tl.cdiv(start - begin, TILE_N)
+    used_splits = splits
+    if IS_BALANCED:
+        even_share = _average_tiles(starts_ptr, rows, even_splits, WINDOW, TILE_N)
+        used_splits = tl.minimum(tl.maximum((tiles + even_share // 2) // even_share, 1), splits)
+    share = tl.cdiv(tiles, used_splits) * TILE_N
     low = begin + split * share
     high = tl.minimum(low + share, start)
     # New keys belong to the split after the last share with earlier keys, if there is one. Later splits have nothing to
     # do: their number follows from the longest row of a bucket.
-    last = tl.minimum(tl.cdiv(start - begin, tl.maximum(share, 1)), splits - 1)
+    last = tl.minimum(tl.cdiv(start - begin, tl.maximum(share, 1)), used_splits - 1)
     used_Q = (offset_Q < queries) & (split == last)
     cos_QD, sin_QD = _load_angles(position_Q, used_Q, rotary_ptr, HALF, TILE_D)
     exists_N = low + tl.arange(0, TILE_N) < high
@@ -294,12 +322,12 @@ def _attend(
         state = attention.take(state, query_MD, key_QD, value_QD, seen_MQ, scale, soft_cap, CAPPED, True)
     max_M, sum_M, total_MD = state
 
-    if not IS_SPLIT:
+    if last == 0:
         result_MD = total_MD / sum_M[:, None]
         out_MD = out_ptr + (token_M * (KV_HEADS * GROUP) + head_M)[:, None] * HEAD_SIZE + dim_D[None, :]
         used_MD = used_M[:, None] & (dim_D < HEAD_SIZE)[None, :]
         tl.store(out_MD, result_MD.to(out_ptr.dtype.element_ty), mask=used_MD)
-    else:
+    elif IS_SPLIT:
         part_M = (token_M * (KV_HEADS * GROUP) + head_M) * splits + split
         tl.store(parts_ptr + part_M[:, None] * TILE_D + dim_D[None, :], total_MD, mask=used_M[:, None])
         tl.store(maxima_ptr + part_M, max_M, mask=used_M)
@@ -326,6 +354,20 @@ def _attend(
                 TILE_S,
                 TILE_D,
             )
+
+
+@triton.jit
+def _average_tiles(starts_ptr, rows, even_splits, WINDOW: tl.constexpr, TILE_N: tl.constexpr):
+    """Return the number of tiles of an instance if all rows had the average length, at least 1."""
+    total = 0
+    for first in range(0, rows, 128):
+        row_R = first + tl.arange(0, 128)
+        length_R = tl.load(starts_ptr + row_R, mask=row_R < rows, other=0)
+        if WINDOW > 0:
+            length_R = tl.minimum(length_R, WINDOW)
+        total += tl.sum((length_R + TILE_N - 1) // TILE_N, 0)
+    shares = rows * even_splits
+    return tl.maximum((total + shares // 2) // shares, 1)
 
 
 @triton.jit
