@@ -34,7 +34,7 @@ def make_batch(requests: Requests, planned: Planned, max_drafts: int = 0, more: 
     shape, members, counts = planned.shape, planned.requests, planned.counts
     header_np = np.zeros((4, shape.rows), dtype=np.int32)
     header_np[0] = rows_np = pad_rows(requests, members, shape.rows)
-    header_np[1, : len(members)] = [request.num_computed for request in members]
+    header_np[1, : len(members)] = planned.starts
     header_np[2, : len(members)] = counts
     header_np[3, : len(members)] = max_drafts
     if shape.phase == DECODE:
@@ -48,6 +48,7 @@ def make_batch(requests: Requests, planned: Planned, max_drafts: int = 0, more: 
     return Batch(
         shape=shape,
         requests=members,
+        starts=planned.starts,
         counts=counts,
         ends=planned.ends,
         finishes=planned.finishes,
@@ -86,7 +87,7 @@ def make_draft_batch(
 
 def make_padding(shape: Shape) -> Planned:
     """Return a batch without requests, for warm-up."""
-    return Planned(shape=shape, requests=[], counts=[], ends=[], finishes=[])
+    return Planned(shape=shape, requests=[], starts=[], counts=[], ends=[], finishes=[])
 
 
 def make_no_samples(num_queries: int) -> SampledRows:

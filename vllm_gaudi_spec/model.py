@@ -269,6 +269,11 @@ class LoadedModel:
         """Names of the attention layers, which have KV."""
         return list(self._layers)
 
+    @property
+    def reads_slices(self) -> bool:
+        """Whether prompt chunks may come in slices (`vllm_gaudi_spec.slices`), once KV caches are bound."""
+        return not self._recurrent and all(layer.impl.reads_slices for layer in self._layers.values())
+
     def bind_kv(self, caches: dict[str, Any], groups: list[list[str]]) -> None:
         """Give each layer its KV cache, or that of the layer whose KV it reads.
 

@@ -130,6 +130,9 @@ class Planned:
 
     shape: Shape
     requests: list[Request]
+    """The request of each row. Several rows may hold slices of one request's prompt chunk."""
+    starts: list[int]
+    """Position of each row's first token, as the host counts."""
     counts: list[int]
     """Number of tokens per row: exact for a prompt chunk, an upper bound for a decode, whose drafts the device
     counts."""
@@ -137,11 +140,11 @@ class Planned:
     """Most tokens of KV that each row may have when the step ends. For a decode this includes the drafts that follow
     it."""
     finishes: list[bool]
-    """Whether each request samples in this step: all do but those whose prompt continues."""
+    """Whether each row's request samples after it: all do but those whose prompt continues, in a later step or row."""
 
     def list_finishing(self) -> list[tuple[Request, int]]:
         """Return the requests that sample, and the most tokens that each has then, drafts included."""
-        ends = [request.num_computed + count for request, count in zip(self.requests, self.counts, strict=True)]
+        ends = [start + count for start, count in zip(self.starts, self.counts, strict=True)]
         return list(compress(zip(self.requests, ends, strict=True), self.finishes))
 
     def count_positions(self) -> list[int]:
@@ -150,7 +153,9 @@ class Planned:
         return list(compress(counts, self.finishes))
 
     def list_continuing(self) -> list[Request]:
-        return [request for request, finishes in zip(self.requests, self.finishes, strict=True) if not finishes]
+        """Return the requests whose prompt continues in a later step."""
+        last_rows = dict(zip(self.requests, self.finishes, strict=True))
+        return [request for request, finishes in last_rows.items() if not finishes]
 
     @property
     def num_sampled(self) -> int:

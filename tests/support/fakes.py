@@ -54,7 +54,7 @@ class CopyingMemory(Memory):
 
 
 class CapturingBackend(HostBackend):
-    traits = replace(HostBackend.traits, captures=True)
+    traits = replace(HostBackend.traits, captures=True, slice_tokens=8)
 
     def __init__(self) -> None:
         super().__init__()

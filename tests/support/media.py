@@ -41,6 +41,7 @@ def batch(
     planned = Planned(
         shape=shape,
         requests=members,
+        starts=[member.num_computed for member in members],
         counts=list(counts.values()),
         ends=[member.num_computed + count for member, count in zip(members, counts.values(), strict=True)],
         finishes=[True] * len(members),

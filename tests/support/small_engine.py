@@ -65,6 +65,7 @@ class Reads:
     output_ids = None
     rotary_offsets_R = None
     states = None
+    reads_slices = True
     model = None
     """The module that a drafter of the user's may ask for."""
 
@@ -160,6 +161,7 @@ class Remembers(Reads):
     """
 
     states: RecurrentStates | None = None
+    reads_slices = False
 
     def state_bytes(self, num_rows: int, num_pending: int) -> int:
         return num_rows

@@ -141,6 +141,7 @@ class RectangleAttentionImpl(AttentionImpl, nn.Module):
         )
         self._finite = backend.attention.finite
         self._ops: Any = backend.attention if backend.attention.supports_attention(self.spec) else torch_ops
+        self.reads_slices = self._ops is not torch_ops and backend.attention.reads_slices(self.spec)
         # The keys of a layer that reads another layer's cache are in no cache.
         is_owner = self.kv_sharing_target_layer_name is None
         self._reads_own_kv = is_owner and self._ops is not torch_ops and backend.attention.reads_own_kv

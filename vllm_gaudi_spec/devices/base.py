@@ -70,6 +70,9 @@ class DeviceTraits:
     """Default numbers of prompt chunks of one length that may share a step."""
     smallest_prefill: int = 128
     """The number of tokens of which prefill buckets are multiples."""
+    slice_tokens: int = 0
+    """The length of slices of prompt chunks that share a forward (`vllm_gaudi_spec.slices`); 0 to give each chunk a row
+    of its own."""
     prefill_step: int = 0
     """The smallest difference of prefill buckets between powers of two, where padding costs more than another shape. 0:
     only powers of two."""
@@ -209,6 +212,10 @@ class Attention:
 
     reads_own_kv = False
     """Whether `attend` gets `AttentionCall.own_kv`."""
+
+    def reads_slices(self, spec: AttentionLayerSpec) -> bool:
+        """Whether several rows of a call may belong to one request, at about the cost of one row."""
+        return True
 
     def is_batch_invariant(self, spec: AttentionLayerSpec) -> bool:
         """Whether the kernel can add up a query's keys in an order that depends on their positions alone.

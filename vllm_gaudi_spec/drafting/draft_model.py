@@ -26,6 +26,7 @@ from vllm_gaudi_spec.drafting.kv_sync import DrafterKVSync
 from vllm_gaudi_spec.drafting.universal.pairs import require_same_vocabulary
 from vllm_gaudi_spec.graphs import DRAFTERS_READS, Job
 from vllm_gaudi_spec.records import PREFILL, DraftRequest, Drafts, Hidden
+from vllm_gaudi_spec.slices import count_before_slices, keep_last_slices
 from vllm_gaudi_spec.step_inputs import Packing, StepInputs
 
 if TYPE_CHECKING:
@@ -150,6 +151,7 @@ class DraftModelKVSync(DrafterKVSync):
         self._requests = requests = context.requests
         self._recorder = context.recorder
         self._shapes = context.shapes
+        self._slices = context.shapes.slice_tokens > 0
         self._max_len = context.drafter_max_len
         self._num_drafts = context.speculation.num_drafts
         num_rows = requests.pad_row + 1
@@ -195,10 +197,9 @@ class DraftModelKVSync(DrafterKVSync):
         follows = [self._reach_np[request.row] >= request.num_computed for request in batch.requests]
         if not any(follows):
             return None
-        following = list(compress(zip(batch.requests, batch.counts, strict=True), follows))
-        self._record_read(
-            [request for request, _ in following], [request.num_computed + count for request, count in following]
-        )
+        # The last row of a request says how far it is read.
+        ends = dict(compress(zip(batch.requests, batch.ends, strict=True), follows))
+        self._record_read([*ends], [*ends.values()])
         # Without counts: a row with a gap before its chunk reads both when it catches up, as the device knows the gap.
         return Read(batch.shape, batch.inputs._replace(counts_B=None))
 
@@ -207,14 +208,14 @@ class DraftModelKVSync(DrafterKVSync):
 
         At admission it would be too early: a row may share blocks that an earlier row writes in the same step.
         """
-        rows = [request.row for request in requests if request.row in self._arrived]
-        if not rows:
+        started = dict.fromkeys(request for request in requests if request.row in self._arrived)
+        if not started:
             return
-        for request in requests:
-            if request.row in self._arrived:
-                reach = self._blocks.count_read(request.row, request.num_computed)
-                self._reach_np[request.row] = reach
-                self._keeps_up_np[request.row] = reach == request.num_computed
+        rows = [request.row for request in started]
+        for request in started:
+            reach = self._blocks.count_read(request.row, request.num_computed)
+            self._reach_np[request.row] = reach
+            self._keeps_up_np[request.row] = reach == request.num_computed
         self._arrived.difference_update(rows)
         # Padded to all rows, so that every step runs the same graph.
         rows_np = np.full(len(self._reach_np), self._requests.pad_row, dtype=np.int64)
@@ -282,11 +283,15 @@ class DraftModelKVSync(DrafterKVSync):
         """Read the next tokens, except the newest, of rows that were read at least up to their start."""
         rows = step.split()
         rows_P = rows.rows_B
-        reach_P = self._reach_R.index_select(0, rows_P)
+        reach_P, begins_P = self._reach_R.index_select(0, rows_P), rows.starts_B
+        if self._slices:
+            before_P = count_before_slices(rows_P, begins_P)
+            reach_P, begins_P = reach_P + before_P, begins_P - before_P
         ends_P = self._requests.computed_R.index_select(0, rows_P).clamp(max=self._max_len)
-        num_real_P = torch.where(reach_P >= rows.starts_B, (ends_P - reach_P).clamp(min=0, max=queries), 0).int()
+        num_real_P = torch.where(reach_P >= begins_P, (ends_P - reach_P).clamp(min=0, max=queries), 0).int()
         starts_P = torch.where(num_real_P > 0, reach_P, 0)
-        self._put(rows_P, reach_P + num_real_P)
+        read_P = keep_last_slices(rows_P, self._requests.pad_row) if self._slices else rows_P
+        self._put(read_P, reach_P + num_real_P)
         offsets_L = torch.arange(queries, dtype=torch.int32, device=rows_P.device)
         tokens_PL = self._requests.tokens_at(rows_P, starts_P[:, None] + offsets_L)
         self._read(build_rectangle(tokens_PL, starts_P, num_real_P, rows.blocks, self._requests.backend.row_operations))

@@ -54,6 +54,11 @@ class MTPModel(LoadedHead):
         self.layers = [_Layer(self, layer) for layer in range(num_layers)]
         """The layers that draft."""
 
+    @property
+    def reads_slices(self) -> bool:
+        # Of several layers, each reads what the one before it kept for a request's row.
+        return len(self.layers) == 1 and super().reads_slices
+
     def _adapt(self, target: LoadedModel, head: nn.Module) -> None:
         super()._adapt(target, head)
         assert self.vllm_config.speculative_config is not None

@@ -119,8 +119,9 @@ class DeviceDrafting(Drafting):
         try:
             self._kv_sync.on_forward(batch)
         except Exception as error:
-            self._guard.handle_error(error, batch.requests)
-            self._kv_sync.invalidate(batch.requests)
+            requests = list(dict.fromkeys(batch.requests))
+            self._guard.handle_error(error, requests)
+            self._kv_sync.invalidate(requests)
 
     def gather_probs(self, rows_B: torch.Tensor, num_drafts: int) -> torch.Tensor | None:
         return self._draft_probs.gather(rows_B, num_drafts)

@@ -7,8 +7,9 @@ from typing import TYPE_CHECKING
 
 import torch
 
-from vllm_gaudi_spec.records import DECODE
+from vllm_gaudi_spec.records import DECODE, PREFILL
 from vllm_gaudi_spec.runner.planning import build_inputs, locate
+from vllm_gaudi_spec.slices import keep_last_slices
 
 if TYPE_CHECKING:
     from vllm_gaudi_spec.attention.metadata import MultimodalInputs
@@ -38,13 +39,16 @@ class DeviceStep:
         sampling: Sampling,
         verifier: Verifier,
         drafting: Drafting,
+        slices: bool,
     ) -> None:
+        """`slices`: whether prompt chunks may take several rows."""
         self._target = target
         self._requests = requests
         self._hidden_states = hidden_states
         self._sampling = sampling
         self.verifier = verifier
         self._drafting = drafting
+        self._slices = slices
         self._hands_on_rows = drafting.needs_rows_alone
         graph = requests.backend.graphs.graph
         self.forward = graph(self._forward)
@@ -81,9 +85,12 @@ class DeviceStep:
         if target.states is not None:
             call = target.states.call(rows.rows_B, *located, queries, is_prompt=phase != DECODE)
             inputs = replace(inputs, states=call)
-        self._hidden_states.put(phase, queries, rows.rows_B, located, target.forward(inputs))
+        rows_B = rows.rows_B
+        if phase == PREFILL and self._slices:
+            rows_B = keep_last_slices(rows_B, requests.pad_row)
+        self._hidden_states.put(phase, queries, rows_B, located, target.forward(inputs))
         # `finish` advances rows that sample. This is for prompts that continue in a later step.
-        requests.set_computed(rows.rows_B, located.starts_B + located.num_real_B)
+        requests.set_computed(rows_B, located.starts_B + located.num_real_B)
         return step.copy_header() if self._hands_on_rows and phase == DECODE else None
 
     def _finish(self, sample_pass: SamplePass) -> tuple[Verification, torch.Tensor]:

@@ -129,6 +129,7 @@ class RunnerParts:
             sampling=self.sampling,
             verifier=verifier,
             drafting=self.drafting,
+            slices=self.shapes.slice_tokens > 0,
         )
 
     def _make_kv_cache(self, kv_cache_config: KVCacheConfig, profiled_blocks: int | None) -> None:
@@ -138,6 +139,13 @@ class RunnerParts:
             max_rows = max(shapes.most_rows, *shapes.prefill_rows)
             kv_cache_config = single_forward_config(encodes, max_tokens=shapes.largest_prefill, max_rows=max_rows)
         self.kv_cache = KVCache(kv_cache_config, self.vllm_config, self.backend)
+        device = self.backend.traits.torch_device
+        self.target.bind_kv(self.kv_cache.by_layer, self.kv_cache.layer_groups)
+        self.target.make_states(self.max_rows + 1, self.num_snapshots, num_pending(self.num_drafts), device)
+        # The KV of a drafter with positions of its own is bound by its `DrafterKVRegion`.
+        drafter = None if self.speculation and self.speculation.retokenizes else self.drafter
+        if drafter is not None:
+            drafter.bind_kv(self.kv_cache.by_layer, self.kv_cache.layer_groups)
         self.shapes = Shapes.from_config(
             self.vllm_config,
             self.options,
@@ -145,13 +153,8 @@ class RunnerParts:
             self.widths,
             block_size=min(self.kv_cache.block_sizes, default=None),
             num_blocks=profiled_blocks or self.kv_cache.num_blocks,
+            slices_chunks=all(model.reads_slices for model in (self.target, drafter) if model is not None),
         )
-        device = self.backend.traits.torch_device
-        self.target.bind_kv(self.kv_cache.by_layer, self.kv_cache.layer_groups)
-        self.target.make_states(self.max_rows + 1, self.num_snapshots, num_pending(self.num_drafts), device)
-        # The KV of a drafter with positions of its own is bound by its `DrafterKVRegion`.
-        if self.drafter is not None and not (self.speculation and self.speculation.retokenizes):
-            self.drafter.bind_kv(self.kv_cache.by_layer, self.kv_cache.layer_groups)
         self.requests = Requests(
             self.backend,
             max_rows=self.max_rows,

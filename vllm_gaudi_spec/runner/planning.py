@@ -13,6 +13,7 @@ from vllm_gaudi_spec.batches import pad_rows
 from vllm_gaudi_spec.records import DECODE, Planned, SampleBatch
 from vllm_gaudi_spec.runner.hidden_states import Located
 from vllm_gaudi_spec.runner.shapes import fit
+from vllm_gaudi_spec.slices import cut_chunk
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
@@ -111,12 +112,22 @@ def _is_last_token(request: Request) -> bool:
 
 
 def _prefill_batch(group: list[tuple[Request, int]], shapes: Shapes) -> Planned:
-    members = [request for request, _ in group]
-    counts = [count for _, count in group]
-    ends = [request.num_computed + count for request, count in group]
-    finishes = [end == len(request.all_token_ids) for end, request in zip(ends, members, strict=True)]
-    shape = shapes.prefill(len(members), max(counts), max(ends))
-    return Planned(shape=shape, requests=members, counts=counts, ends=ends, finishes=finishes)
+    is_sliced = len(group) > 1 and shapes.slice_tokens > 0
+    size = shapes.slice_tokens if is_sliced else shapes.longest_chunk
+    slices = [piece for request, count in group for piece in cut_chunk(request, count, size)]
+    ends = [piece.start + piece.count for piece in slices]
+    if is_sliced:
+        shape = shapes.prefill_slices(len(slices), max(ends))
+    else:
+        shape = shapes.prefill(len(slices), max(piece.count for piece in slices), max(ends))
+    return Planned(
+        shape=shape,
+        requests=[piece.request for piece in slices],
+        starts=[piece.start for piece in slices],
+        counts=[piece.count for piece in slices],
+        ends=ends,
+        finishes=[end == len(piece.request.all_token_ids) for end, piece in zip(ends, slices, strict=True)],
+    )
 
 
 def _decode_batch(members: list[Request], shapes: Shapes, num_drafts: dict[str, int], lookahead: int) -> Planned:
@@ -127,4 +138,7 @@ def _decode_batch(members: list[Request], shapes: Shapes, num_drafts: dict[str, 
         for request, count in zip(members, counts, strict=True)
     ]
     shape = shapes.decode(num_queries, ends)
-    return Planned(shape=shape, requests=members, counts=counts, ends=ends, finishes=[True] * len(members))
+    starts = [request.num_computed for request in members]
+    return Planned(
+        shape=shape, requests=members, starts=starts, counts=counts, ends=ends, finishes=[True] * len(members)
+    )

@@ -6,7 +6,7 @@ import json
 from bisect import bisect_left
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, field, replace
-from itertools import pairwise, product
+from itertools import accumulate, pairwise, product
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -32,6 +32,7 @@ class Shapes:
     decode_queries: tuple[int, ...]
     """1 for plain decoding, and 1 + j for each number of drafts per row that a step may verify."""
     prefill_rows: tuple[int, ...]
+    """Numbers of prompt chunks that share a forward, one row each."""
     prefill_queries: tuple[int, ...]
     contexts: tuple[int, ...]
     """Tokens of KV per row."""
@@ -53,6 +54,10 @@ class Shapes:
     """Sizes that background warm-up has not made yet."""
     computes_padding: bool = False
     """Whether a token of padding costs as much as any other."""
+    slice_tokens: int = 0
+    """Length of the rows into which prompt chunks that share a forward are cut (`slices`); 0 if each has one row."""
+    slice_rows: tuple[int, ...] = ()
+    """Numbers of such rows."""
 
     @classmethod
     def from_config(
@@ -64,6 +69,7 @@ class Shapes:
         *,
         block_size: int | None = None,
         num_blocks: int | None = None,
+        slices_chunks: bool = True,
     ) -> Shapes:
         """Derive the lists from the options.
 
@@ -71,6 +77,7 @@ class Shapes:
             widths: `Speculation.widths`, or empty without speculation.
             block_size: Size of the smallest KV blocks, once it is known.
             num_blocks: Number of the smallest KV blocks, once it is known.
+            slices_chunks: Whether the model and its drafter can read chunks in slices, once they are known.
         """
         num_drafts = max(widths, default=0)
         scheduler, max_len = vllm_config.scheduler_config, vllm_config.model_config.max_model_len
@@ -92,10 +99,17 @@ class Shapes:
         else:
             longest_chunk = prefill[-1]
         size = block_size or backend.traits.block_size
+        # Where nothing is captured, a longer forward is no faster than two and takes more memory.
+        most_tokens = max(prefill[-1], scheduler.max_num_batched_tokens if backend.traits.captures else 0)
+        slice_tokens = backend.traits.slice_tokens if slices_chunks and not options.prefill_rows else 0
+        slice_rows: tuple[int, ...] = ()
+        if slice_tokens and _can_slice(vllm_config):
+            lengths = buckets.prefill_lengths(slice_tokens, most_tokens, backend.traits.prefill_step)
+            slice_rows = tuple(length // slice_tokens for length in lengths[1:])
         return cls(
             decode_rows=decode,
             decode_queries=(1, *(1 + width for width in widths)),
-            prefill_rows=_choose_prefill_rows(vllm_config, options, backend),
+            prefill_rows=(1,) if slice_rows else _choose_prefill_rows(vllm_config, options, backend),
             prefill_queries=prefill,
             contexts=_contexts(buckets, max_len, max(longest_chunk, 1 + num_drafts), backend),
             entries=_entries(buckets, most_rows * -(-max_len // size), num_blocks)
@@ -105,10 +119,11 @@ class Shapes:
             block_size=size,
             most_rows=most_rows,
             longest_chunk=longest_chunk,
-            # Where nothing is captured, a longer forward is no faster than two and takes more memory.
-            max_prefill_tokens=max(prefill[-1], scheduler.max_num_batched_tokens if backend.traits.captures else 0),
+            max_prefill_tokens=most_tokens,
             buckets=buckets,
             computes_padding=backend.traits.captures,
+            slice_tokens=slice_tokens if slice_rows else 0,
+            slice_rows=slice_rows,
         )
 
     def change_length(self, max_len: int, backend: DeviceBackend) -> Shapes:
@@ -121,6 +136,9 @@ class Shapes:
             entries=(),
             max_len=max_len,
             cold=ColdSizes(),
+            prefill_rows=backend.traits.prefill_rows if self.slice_tokens else self.prefill_rows,
+            slice_tokens=0,
+            slice_rows=(),
         )
 
     @property
@@ -179,6 +197,11 @@ class Shapes:
         context = fit(self.prefill_contexts(queries), end)
         return self._find_warm(Shape(PREFILL, fit(self.prefill_rows, num_rows), queries, context))
 
+    def prefill_slices(self, num_rows: int, end: int) -> Shape:
+        """Return the shape of prompt chunks in slices, with `num_rows` rows in all."""
+        context = fit(self.prefill_contexts(self.slice_tokens), end)
+        return self._find_warm(Shape(PREFILL, fit(self.slice_rows, num_rows), self.slice_tokens, context))
+
     def prefill_contexts(self, queries: int) -> tuple[int, ...]:
         """Return the contexts of chunks in this bucket: that of a prompt's first chunk, and all those of later
         chunks."""
@@ -221,20 +244,12 @@ class Shapes:
 
         `counts` are the chunks' numbers of tokens. A chunk may read KV of those before it, so they keep their order.
         """
-        queries = [self.fit_queries(count) for count in counts]
-        most_rows = [self.prefill_rows_at(count) for count in counts]
-        padded_rows = [fit(self.prefill_rows, size) for size in range(self.prefill_rows[-1] + 1)]
         # For the chunks from each one on: the least cost, and how many of them the first rectangle gets.
         costs, sizes = [0] * (len(counts) + 1), [0] * len(counts)
         for first in reversed(range(len(counts))):
-            longest, most, num_tokens = 0, len(counts), 0
-            for size in range(1, len(counts) - first + 1):
-                last = first + size - 1
-                longest, most = max(longest, queries[last]), min(most, most_rows[last])
-                if size > most:
-                    break
-                num_tokens += counts[last]
-                padding = padded_rows[size] * longest - num_tokens if self.computes_padding else 0
+            computed = self._count_computed(counts[first:])
+            for size, (num_computed, num_real) in enumerate(zip(computed, accumulate(counts[first:]), strict=False), 1):
+                padding = num_computed - num_real if self.computes_padding else 0
                 cost = _TOKENS_OF_A_FORWARD + padding + costs[first + size]
                 if size == 1 or cost <= costs[first]:
                     costs[first], sizes[first] = cost, size
@@ -244,13 +259,33 @@ class Shapes:
             first += sizes[first]
         return parts
 
+    def _count_computed(self, counts: Sequence[int]) -> Iterator[int]:
+        """Yield how many tokens a rectangle of the first chunk computes, of the first two, and so on while they fit."""
+        longest, most, num_slices = 0, len(counts), 0
+        for size, count in enumerate(counts, 1):
+            num_slices += -(-count // (self.slice_tokens or count))
+            if self.slice_tokens and size > 1:
+                if num_slices > self.slice_rows[-1]:
+                    return
+                yield fit(self.slice_rows, num_slices) * self.slice_tokens
+                continue
+            longest, most = max(longest, self.fit_queries(count)), min(most, self.prefill_rows_at(count))
+            if size > most:
+                return
+            yield fit(self.prefill_rows, size) * longest
+
     def prefills(self) -> list[Shape]:
         """Return every reachable shape of prompt chunks."""
-        return [
-            Shape(PREFILL, rows, queries, context)
+        rectangles = [
+            (rows, queries)
             for queries in self.prefill_queries
             for rows in self.prefill_rows
             if rows <= self.prefill_rows_at(queries)
+        ]
+        rectangles += [(rows, self.slice_tokens) for rows in self.slice_rows]
+        return [
+            Shape(PREFILL, rows, queries, context)
+            for rows, queries in dict.fromkeys(rectangles)
             for context in self.prefill_contexts(queries)
         ]
 
@@ -404,6 +439,17 @@ def _choose_prefill_rows(vllm_config: VllmConfig, options: Options, backend: Dev
             "additional_config.gaudi_spec.prefill_rows."
         )
     return rows
+
+
+def _can_slice(vllm_config: VllmConfig) -> bool:
+    """Whether prompt chunks may take several rows.
+
+    Rows of a recurrent state, of images or embeddings, and of pooled texts each belong to one request, and peers of
+    data parallelism run chunks one by one.
+    """
+    model = vllm_config.model_config
+    has_parts = model.is_multimodal_model or model.enable_prompt_embeds or model.runner_type == "pooling"
+    return not (has_parts or model.has_inner_state or ranks_in_step(vllm_config) > 1)
 
 
 def fit(buckets: tuple[int, ...], size: int) -> int:

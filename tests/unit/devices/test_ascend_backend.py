@@ -804,7 +804,7 @@ def test_devices_without_host_lengths_get_none() -> None:
     requests = rows_of(HostBackend())
     members = list(requests.by_id.values())
     shape = Shape(PREFILL, 2, 48, 64)
-    planned = Planned(shape=shape, requests=members, counts=[40, 1], ends=[40, 2], finishes=[True, True])
+    planned = Planned(shape=shape, requests=members, starts=[0, 1], counts=[40, 1], ends=[40, 2], finishes=[True, True])
     rows = make_batch(requests, planned).inputs.split()
     assert rows.blocks.lengths_B is None
     given = build_rectangle(
@@ -832,7 +832,7 @@ def test_bounds_of_a_batch(shape: Shape, computed: list[int], counts: list[int],
         request.num_computed = num
     most = counts if shape.phase == PREFILL else [shape.queries] * 2
     ends = [start + count for start, count in zip(computed, most, strict=True)]
-    planned = Planned(shape=shape, requests=members, counts=counts, ends=ends, finishes=[True, True])
+    planned = Planned(shape=shape, requests=members, starts=computed, counts=counts, ends=ends, finishes=[True, True])
     blocks = make_batch(requests, planned).inputs.split().blocks
     assert blocks.lengths_B is not None
     assert (blocks.lengths_B.dtype, blocks.lengths_B.device.type) == (torch.int32, "cpu")

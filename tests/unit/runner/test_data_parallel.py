@@ -73,9 +73,15 @@ def test_lockstep_shapes_are_listed(shapes: Shapes, monkeypatch: pytest.MonkeyPa
     )  # type: ignore[arg-type]
     own: dict[str, list[Planned]] = {
         "nothing": [],
-        "a decode": [Planned(shape=shapes.decode(1, [61]), requests=[member], counts=[1], ends=[61], finishes=[True])],
+        "a decode": [
+            Planned(
+                shape=shapes.decode(1, [61]), requests=[member], starts=[60], counts=[1], ends=[61], finishes=[True]
+            )
+        ],
         "a chunk": [
-            Planned(shape=shapes.prefill(1, 5, 65), requests=[member], counts=[5], ends=[65], finishes=[False])
+            Planned(
+                shape=shapes.prefill(1, 5, 65), requests=[member], starts=[60], counts=[5], ends=[65], finishes=[False]
+            )
         ],
     }
     for mine in own.values():

@@ -29,11 +29,19 @@ def shapes(
     num_ranks: int = 1,
     num_blocks: int | None = None,
     captures: bool = False,
+    slice_tokens: int = 0,
     **options: object,
 ) -> Shapes:
     config = SimpleNamespace(
         scheduler_config=SimpleNamespace(max_num_seqs=max_num_seqs, max_num_batched_tokens=max_tokens),
-        model_config=SimpleNamespace(max_model_len=max_len, is_moe=True),
+        model_config=SimpleNamespace(
+            max_model_len=max_len,
+            is_moe=True,
+            is_multimodal_model=False,
+            enable_prompt_embeds=False,
+            runner_type="generate",
+            has_inner_state=False,
+        ),
         parallel_config=SimpleNamespace(data_parallel_size=num_ranks),
     )
     traits = DeviceTraits(
@@ -44,6 +52,7 @@ def shapes(
         captures=captures,
         smallest_prefill=16,
         prefill_step=16,
+        slice_tokens=slice_tokens,
         max_drafts=8,
         flat_decode=flat,
         block_size=16,
@@ -119,6 +128,34 @@ def test_no_other_split_of_chunks_is_cheaper(captures: bool) -> None:
         found = chosen.split_chunks(counts)
         assert sum(found) == len(counts)
         assert cost(counts, tuple(found)) == min(cost(counts, sizes) for sizes in splits)
+
+
+def test_slices_of_any_chunks_fit_a_listed_shape() -> None:
+    rng = random.Random(0)
+    chosen = shapes(max_tokens=512, max_len=256, captures=True, slice_tokens=16)
+    listed = set(chosen.prefills())
+    for _ in range(200):
+        counts = [rng.randint(1, 256) for _ in range(rng.randint(1, 12))]
+        parts = chosen.split_chunks(counts)
+        assert sum(parts) == len(counts)
+        for size in parts:
+            part, counts = counts[:size], counts[size:]
+            num_rows = sum(-(-count // 16) for count in part)
+            shape = chosen.prefill_slices(num_rows, 256) if size > 1 else chosen.prefill(1, part[0], 256)
+            assert shape in listed
+            assert shape.tokens >= sum(part)
+
+
+def test_chunks_are_cut_only_where_they_share_a_forward() -> None:
+    chosen = shapes(max_tokens=512, max_len=256, captures=True, slice_tokens=16)
+    assert chosen.split_chunks([250]) == [1]
+    assert chosen.split_chunks([5, 100, 40, 230]) == [4]
+    assert chosen.split_chunks([256, 240, 16, 16]) == [3, 1], "512 tokens fit"
+    with_rows = shapes(max_tokens=512, max_len=256, captures=True, slice_tokens=16, prefill_rows=(1, 2))
+    assert (with_rows.slice_tokens, with_rows.prefill_rows) == (0, (1, 2)), "the user's choice"
+    assert shapes(num_ranks=2, captures=True, slice_tokens=16).slice_tokens == 0
+    longer = chosen.change_length(512, HostBackend())  # type: ignore[arg-type]
+    assert longer.slice_tokens == 0, "such a drafter reads its own tokens"
 
 
 def test_lengths_of_chunks_lie_between_powers_of_two() -> None:

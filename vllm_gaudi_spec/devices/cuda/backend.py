@@ -36,6 +36,7 @@ def make_backend() -> DeviceBackend:
         smallest_prefill=32,
         prefill_step=128,
         prefill_rows=(1, 2, 4, 8, 16),
+        slice_tokens=32,
         offers_batch_invariance=True,
     )
     # Imported late, here and below: these modules need Triton.
@@ -79,6 +80,10 @@ class CudaAttention(PairAttention):
 
     def is_batch_invariant(self, spec: AttentionLayerSpec) -> bool:
         return spec.value_size is None and not _needs_plain_torch(spec)
+
+    def reads_slices(self, spec: AttentionLayerSpec) -> bool:
+        # Plain torch gathers the keys of every row.
+        return self.is_batch_invariant(spec)
 
     def finite(self, tensor: torch.Tensor) -> torch.Tensor:
         """Return the tensor itself: the kernel that writes it also makes it finite."""

@@ -92,7 +92,7 @@ class DataParallelLockstep(Extension):
         if batch is not None and (batch.shape.rows, batch.shape.queries) == rectangle[1:]:
             return batch
         if batch is None:
-            batch = Planned(shape=Shape("", 0, 0, 0), requests=[], counts=[], ends=[], finishes=[])
+            batch = Planned(shape=Shape("", 0, 0, 0), requests=[], starts=[], counts=[], ends=[], finishes=[])
         rows, queries = rectangle.rows, rectangle.queries
         if rectangle.decodes:
             # Another rank may have drafts in this step even if this one has none.

@@ -59,7 +59,7 @@ class PromptLogprobs(Extension):
             # After a preemption the outputs are prefilled too, and the user already has the prompt's scores.
             if num_requested is None or len(request.all_token_ids) > request.num_prompt:
                 continue
-            begin = request.num_computed
+            begin = batch.starts[index]
             following = request.all_token_ids[begin + 1 : min(begin + batch.counts[index], request.num_prompt - 1) + 1]
             count = self._sampling.prompt_logprob_count(num_requested)
             for first in range(0, len(following), _SLICE):
