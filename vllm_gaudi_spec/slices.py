@@ -20,7 +20,7 @@ class Slice(NamedTuple):
     request: Request
     start: int
     """Position of the first token."""
-    count: int
+    num_tokens: int
 
 
 def cut_chunk(request: Request, count: int, size: int) -> Iterator[Slice]:

@@ -20,9 +20,9 @@ def test_slices_cover_a_chunk_in_order() -> None:
     request: Any = SimpleNamespace(num_computed=7)
     for count in range(1, 40):
         slices = list(cut_chunk(request, count, 16))
-        positions = [piece.start + offset for piece in slices for offset in range(piece.count)]
+        positions = [piece.start + offset for piece in slices for offset in range(piece.num_tokens)]
         assert positions == list(range(7, 7 + count))
-        assert all(piece.count == 16 for piece in slices[:-1])
+        assert all(piece.num_tokens == 16 for piece in slices[:-1])
 
 
 def test_only_the_last_slice_of_a_row_is_kept() -> None:

@@ -115,16 +115,16 @@ def _prefill_batch(group: list[tuple[Request, int]], shapes: Shapes) -> Planned:
     is_sliced = len(group) > 1 and shapes.slice_tokens > 0
     size = shapes.slice_tokens if is_sliced else shapes.longest_chunk
     slices = [piece for request, count in group for piece in cut_chunk(request, count, size)]
-    ends = [piece.start + piece.count for piece in slices]
+    ends = [piece.start + piece.num_tokens for piece in slices]
     if is_sliced:
         shape = shapes.prefill_slices(len(slices), max(ends))
     else:
-        shape = shapes.prefill(len(slices), max(piece.count for piece in slices), max(ends))
+        shape = shapes.prefill(len(slices), max(piece.num_tokens for piece in slices), max(ends))
     return Planned(
         shape=shape,
         requests=[piece.request for piece in slices],
         starts=[piece.start for piece in slices],
-        counts=[piece.count for piece in slices],
+        counts=[piece.num_tokens for piece in slices],
         ends=ends,
         finishes=[end == len(piece.request.all_token_ids) for end, piece in zip(ends, slices, strict=True)],
     )
