@@ -149,6 +149,10 @@ verify-vllm-ascend: $(VENV)/.stamp-dev  ## test universal_draft beside vllm-asce
 verify-models: $(VENV)/.stamp-dev  ## compare tiny checkpoints of every architecture and format with transformers and vLLM's CPU platform (ARGS=NAME, --device)
 	@$(BIN)/python -m tests.models $(ARGS)
 
+.PHONY: verify-upstream
+verify-upstream: $(VENV)/.stamp-dev  ## run vLLM's own tests here and on its CPU platform, hours; continues where it was interrupted (ARGS=WORD, --keep)
+	@$(BIN)/python -m tests.upstream $(ARGS)
+
 # No set-up: on a card's machine the Python of the vendor's image is the one that has torch for it.
 verify_device = python=$(BIN)/python; [ -x "$$python" ] || python=python3; "$$python" -m tests.verify_device $(1) $(ARGS)
 
