@@ -243,6 +243,11 @@ def engine_config(folder: Path, speculative: dict[str, Any] | None, **options: A
     return EngineArgs(str(folder), speculative_config=speculative, **(defaults | options)).create_engine_config()
 
 
+def test_diffusion_language_models_are_refused(tmp_path: Path) -> None:
+    with refused_with("is a diffusion language model"):
+        engine_config(tmp_path, None, hf_overrides={"canvas_length": 8})
+
+
 def save_block_drafter(folder: Path, architecture: str) -> str:
     """Write a configuration, without weights, of a drafter for the target of `engine_config`."""
     fields = dict(architectures=[architecture], target_layer_ids=[0], mask_token_id=0, markov_rank=8, block_size=4)

@@ -70,6 +70,10 @@ def feature_refusals(vllm_config: VllmConfig, backend: DeviceBackend) -> Iterato
         yield "Encoder cache transfer is not supported; leave out --ec-transfer-config."
     if vllm_config.weight_transfer_config is not None:
         yield "Weight transfer is not supported; leave out --weight-transfer-config."
+    if vllm_config.diffusion_config is not None:
+        yield "Diffusion decoding is not supported; leave out --diffusion-config."
+    if model.is_diffusion:
+        yield f"{model.model} is a diffusion language model, which is not supported; use an autoregressive one."
     if vllm_config.profiler_config.profiler is not None:
         yield "Profiling through the server is not supported; leave out --profiler-config."
     if vllm_config.watermark_config is not None:
