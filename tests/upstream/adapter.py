@@ -6,6 +6,7 @@ It imports nothing of this project, since it also runs beside upstream's platfor
 
 import fnmatch
 import functools
+import gc
 import json
 import os
 import time
@@ -102,6 +103,11 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
     chosen = [item for item in items if _is_chosen(*_file_and_case(item.nodeid))]
     config.hook.pytest_deselected(items=[item for item in items if item not in chosen])
     items[:] = chosen
+
+
+def pytest_collection_finish() -> None:
+    """Leave what is there to no later collection: their fixtures collect garbage after each case."""
+    gc.freeze()
 
 
 def pytest_collectreport(report: pytest.CollectReport) -> None:
