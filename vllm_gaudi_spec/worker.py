@@ -43,8 +43,7 @@ from vllm_gaudi_spec.upstream.models import (
     get_model_loader,
     reload_weights,
 )
-from vllm_gaudi_spec.upstream.platforms import set_random_seed
-from vllm_gaudi_spec.upstream.worker import CompilationTimes, WorkerBase, clear_layer_kv_caches
+from vllm_gaudi_spec.upstream.worker import CompilationTimes, WorkerBase, clear_layer_kv_caches, set_random_seed
 
 if TYPE_CHECKING:
     from vllm.config import LoadConfig, VllmConfig

@@ -27,6 +27,7 @@ from vllm.v1.sample.logits_processor import LOGITSPROCS_GROUP, STR_SPEC_DEC_REJE
 from vllm.v1.serial_utils import MsgpackEncoder
 
 from tests.full_tests.tiny_models import common
+from tests.support.releases import only_0_32
 from vllm_gaudi_spec import config, devices, environment, refusals, upstream
 from vllm_gaudi_spec.config import Options, Speculation, UnsupportedConfigError, get_target_config
 from vllm_gaudi_spec.devices import load_backend
@@ -35,6 +36,7 @@ from vllm_gaudi_spec.methods import METHODS
 from vllm_gaudi_spec.platforms import base as platform
 from vllm_gaudi_spec.refusals import check_request, drafters, models, speculation
 from vllm_gaudi_spec.scheduling.scheduler import SpecScheduler
+from vllm_gaudi_spec.upstream.release import FROM_0_33
 from vllm_gaudi_spec.worker import Worker
 
 
@@ -333,7 +335,11 @@ def test_supported_speculation_is_accepted(speculative: dict[str, Any], tmp_path
             dict(method="extract_hidden_states"),
             "extract_hidden_states is not supported yet; use one of ngram, ngram_gpu",
         ),
-        (dict(method="medusa", disable_eagle_block_drop=True), "disable_eagle_block_drop has no effect with .* medusa"),
+        pytest.param(
+            dict(method="medusa", disable_eagle_block_drop=True),
+            "disable_eagle_block_drop has no effect with .* medusa",
+            marks=only_0_32,
+        ),
         (NGRAM | dict(num_speculative_tokens=17), "17 drafts .* set num_speculative_tokens .* to 16 or less"),
         # Upstream takes the tree's depth.
         (SUFFIX | dict(num_speculative_tokens=None), "24 drafts .* set num_speculative_tokens .* to 16 or less"),
@@ -436,6 +442,7 @@ MODEL_ONLY = {
     "disable_padded_drafter_batch": (True, "leave it out"),
     "parallel_drafting": (True, "leave it out"),
     "use_local_argmax_reduction": (True, "leave it out"),
+    **({"disable_lookahead_block_hashes": (True, "leave it out")} if FROM_0_33 else {}),
 }
 
 
@@ -454,9 +461,13 @@ def test_lists_of_options_match_vllm() -> None:
     used |= {"rejection_sample_method", "draft_sample_method", "enable_adaptive_verification"}
     used |= {"synthetic_acceptance_rates", "synthetic_acceptance_length"}
     used |= {"attention_backend"}  # a warning says that it is not
+    new = {"disable_lookahead_block_hashes", "draft_lm_head_quantization", "xpress_topc"}
+    if FROM_0_33:  # those of a rule that is refused
+        refused_upstream |= {"fly_window_size", "fly_entropy_threshold", "fly_entropy_top_k"}
     ours = {*refusals.speculation._NO_EFFECT, *drafters._DRAFTER_MODEL_OPTIONS}
     of_methods = {name for method in METHODS.values() for name in method.options}
-    assert {*SpeculativeConfig.__dataclass_fields__} == refused_upstream | filled_in | used | ours | of_methods
+    listed = refused_upstream | filled_in | used | ours | of_methods
+    assert {*SpeculativeConfig.__dataclass_fields__} == listed - (set() if FROM_0_33 else new)
 
 
 @pytest.mark.parametrize(

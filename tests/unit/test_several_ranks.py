@@ -13,6 +13,7 @@ from vllm.engine.arg_utils import EngineArgs
 from vllm.platforms import interface
 
 from tests.full_tests.tiny_models import common
+from tests.support.releases import only_0_32
 from tests.unit.test_config import DRAFT, NGRAM, engine_config, here, start_method_stays  # noqa: F401
 from vllm_gaudi_spec.config import UnsupportedConfigError, ranks_in_step
 from vllm_gaudi_spec.platforms.cpu import CpuSpecPlatform
@@ -82,6 +83,7 @@ def test_ray_on_cpus(tmp_path: Path) -> None:
     assert CpuSpecPlatform.ray_device_key == "CPU"
 
 
+@only_0_32
 def test_the_older_executor_is_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """It reaches through the worker for upstream's own runner."""
     monkeypatch.setenv("VLLM_USE_RAY_V2_EXECUTOR_BACKEND", "0")

@@ -17,6 +17,7 @@ if TYPE_CHECKING:
 _DRAFTER_MODEL_OPTIONS = (
     "code_revision",
     "disable_eagle_block_drop",
+    "disable_lookahead_block_hashes",
     "draft_load_config",
     "draft_tensor_parallel_size",
     "dspark_draft_topk",
@@ -26,9 +27,11 @@ _DRAFTER_MODEL_OPTIONS = (
     "quantization",
     "revision",
 )
+# Those of the above that the scheduler reads, for heads.
+_SCHEDULER_OPTIONS = ("disable_eagle_block_drop", "disable_lookahead_block_hashes")
 # Those of the above that our own layers do not read.
 _DRAFTER_LAYER_OPTIONS = (
-    "disable_eagle_block_drop",
+    *_SCHEDULER_OPTIONS,
     "dspark_draft_topk",
     "kv_cache_dtype",
     "moe_backend",
@@ -97,8 +100,8 @@ def drafter_model_refusals(spec_config: SpeculativeConfig) -> Iterator[str]:
     if "parallel_drafting" in method.options and spec_config.parallel_drafting:
         yield from _parallel_refusals(spec_config)
     useless = [*set_options(spec_config, _DRAFTER_LAYER_OPTIONS), *_options_of_other_methods(spec_config)]
-    if method.is_head:  # the scheduler reads this option
-        useless = [name for name in useless if name != "disable_eagle_block_drop"]
+    if method.is_head:
+        useless = [name for name in useless if name not in _SCHEDULER_OPTIONS]
     yield from _refuse_useless(spec_config, useless)
 
 
@@ -210,8 +213,11 @@ def _refuse_useless(spec_config: SpeculativeConfig, names: list[str]) -> Iterato
 
 
 def set_options(spec_config: SpeculativeConfig, names: Iterable[str]) -> Iterator[str]:
-    """Yield the options in `names` that the user set. The default of each is None, False or 0."""
-    return (name for name in names if getattr(spec_config, name) not in (None, False, 0))
+    """Yield the options in `names` that the user set. The default of each is None, False or 0.
+
+    An option may be new in the newest release of vLLM.
+    """
+    return (name for name in names if getattr(spec_config, name, None) not in (None, False, 0))
 
 
 def _options_of_other_methods(spec_config: SpeculativeConfig) -> Iterator[str]:

@@ -21,6 +21,7 @@ from vllm_gaudi_spec.quantization.config import target_config
 from vllm_gaudi_spec.quantization.dequantized import DEQUANTIZED, format_of, is_native
 from vllm_gaudi_spec.quantization.kv_scheme import suggest_model_dtype
 from vllm_gaudi_spec.recurrent.table import has_states
+from vllm_gaudi_spec.upstream.release import uses_older_ray_executor
 
 if TYPE_CHECKING:
     from vllm.config import ModelConfig, VllmConfig
@@ -34,7 +35,7 @@ def feature_refusals(vllm_config: VllmConfig, backend: DeviceBackend) -> Iterato
         yield "Pipeline parallelism is not supported; use --pipeline-parallel-size 1."
     if parallel.decode_context_parallel_size > 1 or parallel.prefill_context_parallel_size > 1:
         yield "Context parallelism is not supported; use 1 for the decode and prefill context parallel sizes."
-    if parallel.use_ray and not envs.VLLM_USE_RAY_V2_EXECUTOR_BACKEND:
+    if parallel.use_ray and uses_older_ray_executor():
         yield "vLLM's older executor for Ray is not supported; unset VLLM_USE_RAY_V2_EXECUTOR_BACKEND."
     if parallel.enable_dbo:
         yield "Dual-batch overlap is not supported; leave out --enable-dbo."

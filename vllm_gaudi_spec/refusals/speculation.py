@@ -31,8 +31,10 @@ if TYPE_CHECKING:
 # Options that no method reads, and what the message adds.
 _NO_EFFECT = {
     "disable_padded_drafter_batch": ", since all rows of a batch draft in one shape",
+    "draft_lm_head_quantization": "",
     "index_share_for_mtp_iteration": "",
     "use_local_argmax_reduction": "",
+    "xpress_topc": "",
 }
 
 

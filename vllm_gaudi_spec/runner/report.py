@@ -142,6 +142,9 @@ class Report(AsyncModelRunnerOutput):
         verified, drafts = _move_tensors(self._sent, cut)
         return replace(self._sent, verification=verified, drafts=drafts)
 
+    def get_kv_connector_output(self) -> None:
+        """Return nothing: no step transfers KV."""
+
     def get_output(self) -> ModelRunnerOutput:
         """Wait for the copy and return vLLM's record. This can be called only once."""
         step = self.step = self.to_host()

@@ -178,9 +178,9 @@ class _Speculating(Sessions):
             num_new_tokens = limit_to_whole_images(request.mm_features, num_computed_tokens, num_new_tokens)
         return super()._try_schedule_encoder_inputs(request, num_computed_tokens, num_new_tokens, *args, **named)
 
-    def _get_local_prefix_cache_hit(self, request: Request) -> tuple[KVCacheBlocks, int, int, bool]:
+    def _get_local_prefix_cache_hit(self, request: Request, *limit: int | None) -> tuple[KVCacheBlocks, int, int, bool]:
         """Return vLLM's prefix cache hit, cut to the longest prefix that has a snapshot of the recurrent states."""
-        blocks, num_found, boundary, diverged = super()._get_local_prefix_cache_hit(request)
+        blocks, num_found, boundary, diverged = super()._get_local_prefix_cache_hit(request, *limit)
         if self._snapshots is None or not self.kv_cache_manager.prefix_cache_lookup_enabled(request):
             return blocks, num_found, boundary, diverged
         groups = self.kv_cache_config.kv_cache_groups

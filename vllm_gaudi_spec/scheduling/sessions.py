@@ -9,7 +9,14 @@ from __future__ import annotations
 from typing import TYPE_CHECKING, Any
 
 from vllm_gaudi_spec.recurrent.table import has_states
-from vllm_gaudi_spec.upstream.scheduler import EngineCoreOutput, FinishReason, PauseState, RequestStatus, Scheduler
+from vllm_gaudi_spec.upstream.scheduler import (
+    EngineCoreOutput,
+    FinishReason,
+    PauseState,
+    RequestStatus,
+    Scheduler,
+    end_with_error,
+)
 
 if TYPE_CHECKING:
     from vllm_gaudi_spec.upstream.scheduler import Request, SchedulerOutput, StreamingUpdate
@@ -128,7 +135,7 @@ class Sessions(Scheduler):
         is_next_turn = request.resumable and request.status == RequestStatus.WAITING
         is_over = request.num_tokens >= self.max_model_len or request.request_id in self.failed
         if is_next_turn and is_over:
-            self.grammar_compile_error_reqs.add(request.request_id)
+            end_with_error(self, request, f"The session is longer than the maximum of {self.max_model_len} tokens.")
             return False
         return super()._handle_blocked_waiting_request(request)
 

@@ -65,7 +65,7 @@ class Snapshots:
         num_tokens, end = request.num_tokens, start + num_new
         if start >= num_tokens - 1:
             return num_new
-        stops = (self._last_boundary(num_tokens), self._round_down(request.shared_prefix_boundary))
+        stops = (self._last_boundary(request), self._round_down(request.shared_prefix_boundary))
         if before := [stop for stop in stops if start < stop < end]:
             return min(before) - start
         if end < num_tokens and (floor := self._round_down(end)) > start:
@@ -77,34 +77,41 @@ class Snapshots:
     def use(self, request: Request, num_tokens: int) -> int:
         """Return the slot of the request's first `num_tokens` tokens, and mark it as recently used."""
         key = self._key(request, num_tokens)
+        assert key is not None
         self._slots.move_to_end(key)
         return self._slots[key]
 
     def keep(self, request: Request, start: int, end: int) -> int | None:
         """Return the slot for the state at the end of a step's tokens, or None if no snapshot is needed.
 
-        None is needed if there is one already, if the end is not a boundary, or if the step computes only the last
-        token, which is decoded and may stay pending.
+        None is needed if there is one already, if the end is not a boundary or has no hash yet, or if the step computes
+        only the last token, which is decoded and may stay pending.
         """
         if start >= request.num_tokens - 1 or end % self._block_size:
             return None
         key = self._key(request, end)
-        if key in self._slots:
+        if key is None or key in self._slots:
             return None
         self._slots[key] = slot = self._free.pop() if self._free else self._slots.popitem(last=False)[1]
         # Few prompts will start where a chunk of a long prompt happened to end. Such a snapshot is the next to be
         # replaced, so all of them share one slot if slots are scarce.
-        if end < self._last_boundary(request.num_tokens) and end != self._round_down(request.shared_prefix_boundary):
+        if end < self._last_boundary(request) and end != self._round_down(request.shared_prefix_boundary):
             self._slots.move_to_end(key, last=False)
         return slot
 
-    def _last_boundary(self, num_tokens: int) -> int:
+    def _last_boundary(self, request: Request) -> int:
         """Return the last boundary from which a prompt can start: at least its last token is computed."""
-        return self._round_down(num_tokens - 1) - self._num_dropped
+        num_hashed = len(request.block_hashes) * self._hash_size
+        return self._round_down(min(request.num_tokens - 1, num_hashed)) - self._num_dropped
 
     def _round_down(self, num_tokens: int) -> int:
         return num_tokens // self._block_size * self._block_size
 
-    def _key(self, request: Request, num_tokens: int) -> BlockHash:
+    def _key(self, request: Request, num_tokens: int) -> BlockHash | None:
+        """Return the hash of a prefix's last block, or None if it also covers tokens that are not known yet.
+
+        From vLLM 0.33 on, hashes cover the tokens after a block that heads read.
+        """
         hashes: Sequence[BlockHash] = request.block_hashes
-        return hashes[num_tokens // self._hash_size - 1]
+        last = num_tokens // self._hash_size - 1
+        return hashes[last] if last < len(hashes) else None

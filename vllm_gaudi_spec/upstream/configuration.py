@@ -8,13 +8,14 @@ from typing import Any, Literal
 
 from vllm_gaudi_spec.config import IS_UNIVERSAL, UNIVERSAL_DRAFT, UnsupportedConfigError
 from vllm_gaudi_spec.environment import TRUST_DRAFT_CODE, quant_config_path, trusts_draft_code
-from vllm_gaudi_spec.methods import DRAFT_MODEL, METHODS, RULES, has_model
+from vllm_gaudi_spec.methods import DRAFT_MODEL, EAGLE3, MEDUSA, METHODS, RULES, has_model
 from vllm_gaudi_spec.upstream.patching import do_nothing, raise_unchanged, widen, wrap
+from vllm_gaudi_spec.upstream.release import FROM_0_33
 from vllm_gaudi_spec.versions import installed
 
 
 def describe_drafters() -> None:
-    """Changes how a speculative configuration describes its drafter. One wrapper; each of its six parts can go alone.
+    """Changes how a speculative configuration describes its drafter. One wrapper; each of its seven parts can go alone.
 
     Method `universal_draft` is an alias of a draft model with `use_heterogeneous_vocab`, for every draft sample method
     and for vocabularies of other sizes.
@@ -42,6 +43,10 @@ def describe_drafters() -> None:
     Reason: upstream reads the target's tokenizer, dtype and ranks for it, and both fields are optional. Without them
     it ends with an AttributeError of None.
     Remove when: upstream checks both fields before it reads them.
+
+    Medusa is refused in one line from vLLM 0.33 on.
+    Reason: upstream removed the model's class and its configuration, and would answer with a list of methods.
+    Remove when: vLLM 0.32 is no longer supported; `drafting/medusa.py` and the method's row go too.
 
     A model that has no layers for the method is refused with its name.
     Reason: upstream ends with "Unsupported speculative method", of methods that it has: mtp where the target has no
@@ -81,6 +86,11 @@ def _describe_with_target(original: Callable[..., Any], config: Any) -> Any:
 
 
 def _describe_drafter(original: Callable[..., Any], config: Any) -> Any:
+    if FROM_0_33 and config.method == MEDUSA:
+        raise UnsupportedConfigError(
+            f"vLLM removed Medusa in 0.33; set method to {EAGLE3} in --speculative-config and give such a head, or use "
+            "vLLM 0.32."
+        )
     is_described = config.method is not None and config.num_speculative_tokens is not None
     if config.model is not None and has_model(config.method) and not is_described:
         _read_speculators_format(config)
@@ -178,7 +188,11 @@ def _describe_untrusted(original: Callable[..., Any], config: Any) -> Any:
 _MORE_VALUES = {
     "rejection_sample_method": (*(name for name, rule in RULES.items() if not rule.in_vllm), "probabilistic"),
     "draft_sample_method": ("coupled",),
-    "method": (*(name for name, method in METHODS.items() if not method.in_vllm), UNIVERSAL_DRAFT),
+    "method": (
+        *(name for name, method in METHODS.items() if not method.in_vllm),
+        UNIVERSAL_DRAFT,
+        *([MEDUSA] if FROM_0_33 else []),  # so that it can be refused in one line
+    ),
 }
 
 
@@ -238,6 +252,8 @@ def admit_features_of_second_runner() -> None:
 
     Reason: upstream has two runners, counts a platform's own as the first, and refuses these features there. It also
     refuses adaptive verification without its CUDA graphs and with LoRA, whose batches are cut on its GPU; ours are not.
+    From 0.33 on it drops a schedule of drafts by batch size for some methods of its first runner, and lowers the
+    target's maximum length to the drafter's for its second; ours keeps both.
     Remove when: upstream leaves the check to the platform.
     """
     from vllm.config import VllmConfig
@@ -248,6 +264,9 @@ def admit_features_of_second_runner() -> None:
         lambda original, config: [name for name in original(config) if name not in _ONLY_IN_SECOND_RUNNER],
     )
     wrap(VllmConfig, "_validate_adaptive_verification", do_nothing)
+    if FROM_0_33:
+        wrap(VllmConfig, "_maybe_disable_dynamic_sd_for_v1", do_nothing)
+        wrap(VllmConfig, "_limit_max_model_len_to_draft", do_nothing)
 
 
 def admit_suffix_without_arctic() -> None:
@@ -321,8 +340,10 @@ def keep_layer_types_of_step_mtp() -> None:
 
     Reason: upstream cuts the list to the target's layers and then looks up the MTP layers in it, which ends with an
     IndexError (vllm-project/vllm#40000).
-    Remove when: vllm-project/vllm#49642 or another fix is released.
+    Remove when: vLLM 0.32 is no longer supported; 0.33 reads the list with transformers' class, which keeps them.
     """
+    if FROM_0_33:
+        return
     from vllm.transformers_utils.configs.step3p5 import Step3p5Config
 
     wrap(Step3p5Config, "__init__", _keep_layer_types)

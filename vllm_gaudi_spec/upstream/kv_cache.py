@@ -4,7 +4,6 @@ Breaks when a specification gets another field, or layers are grouped by another
 """
 
 from vllm.model_executor.layers.attention_layer_base import AttentionLayerBase
-from vllm.v1.core.kv_cache_utils import get_kv_cache_config_from_groups, get_kv_cache_groups
 from vllm.v1.kv_cache_interface import (
     AttentionSpec,
     ChunkedLocalAttentionSpec,
@@ -18,3 +17,10 @@ from vllm.v1.kv_cache_interface import (
     SlidingWindowSpec,
     UniformTypeKVCacheSpecs,
 )
+
+from vllm_gaudi_spec.upstream.release import FROM_0_33
+
+if FROM_0_33:
+    from vllm.v1.core.kv_cache_planning import get_kv_cache_config_from_groups, get_kv_cache_groups
+else:
+    from vllm.v1.core.kv_cache_utils import get_kv_cache_config_from_groups, get_kv_cache_groups

@@ -4,6 +4,8 @@ Breaks when an interface is renamed, a loader takes other arguments, an encoder 
 keeps its outputs in another form. The classes themselves are in `decoders.py` and `recurrent.py`.
 """
 
+from __future__ import annotations
+
 from typing import TYPE_CHECKING, Any
 
 from vllm.model_executor.layers.mamba.mamba_utils import is_conv_state_dim_first
@@ -18,13 +20,29 @@ from vllm.model_executor.models.utils import WeightsMapper
 from vllm.multimodal.encoder_budget import MultiModalBudget
 from vllm.multimodal.utils import get_mm_features_in_window, group_and_batch_mm_kwargs
 from vllm.sequence import IntermediateTensors
-from vllm.v1.worker.gpu.attn_utils import compute_mm_prefix_ranges
 from vllm.v1.worker.gpu.mm.encoder_cache import EncoderCache
 from vllm.v1.worker.gpu.mm.encoder_runner import EncoderRunner
 from vllm.v1.worker.gpu.spec_decode.eagle.eagle3_utils import get_eagle3_aux_layers_from_config
 
+from vllm_gaudi_spec.upstream.release import FROM_0_33
+
 if TYPE_CHECKING:
     from vllm.model_executor.models.deepseek_v2 import Indexer
+    from vllm.multimodal.inputs import MultiModalFeatureSpec
+
+
+def find_bidirectional_spans(
+    features: list[list[MultiModalFeatureSpec]], sliding_window: int | None
+) -> dict[int, list[tuple[int, int]]]:
+    """Return the first and last tokens of each request's images and videos that fit in the sliding window."""
+    if FROM_0_33:
+        from vllm.v1.attention.backends.utils import compute_mm_prefix_ranges
+
+        return compute_mm_prefix_ranges(features, sliding_window)
+    from vllm.v1.worker.gpu.attn_utils import compute_mm_prefix_ranges
+
+    names = [str(row) for row in range(len(features))]
+    return compute_mm_prefix_ranges(names, dict(zip(names, features, strict=True)), sliding_window)
 
 
 def position_ids_in_meshgrid(*args: Any, **named: Any) -> Any:

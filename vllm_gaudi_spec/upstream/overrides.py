@@ -4,6 +4,8 @@ A release of vLLM may rename them or stop calling them, and ours would then do n
 tests/unit/upstream/test_overrides.py compares this table with vLLM and with our classes.
 """
 
+from vllm_gaudi_spec.upstream.release import FROM_0_33
+
 OVERRIDDEN: dict[str, tuple[str, ...]] = {
     "LRUCacheWorkerLoRAManager._load_adapter": ("lora_request",),
     "MoERunner._maybe_apply_routed_scale_to_output": ("shared_output", "fused_output"),
@@ -12,7 +14,7 @@ OVERRIDDEN: dict[str, tuple[str, ...]] = {
     "RayExecutorV2._get_actor_resource_kwargs": (),
     "RayExecutorV2._init_executor": (),
     "Scheduler._free_request": ("request", "delay_free_blocks"),
-    "Scheduler._get_local_prefix_cache_hit": ("request",),
+    "Scheduler._get_local_prefix_cache_hit": ("request", *(["max_cache_hit_length"] if FROM_0_33 else [])),
     "Scheduler._handle_blocked_waiting_request": ("request",),
     "Scheduler._handle_stopped_request": ("request",),
     "Scheduler._mamba_block_aligned_split": (

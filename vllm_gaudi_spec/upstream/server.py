@@ -174,8 +174,8 @@ def mend_adapter_loading() -> None:
 
     Reason: upstream answers 404 where there is no adapter and 500 to every other fault of one. It gives `load_inplace`
     on to all requests that name the adapter: each would read it from its folder again.
-    Remove when: `OpenAIServingModels.load_lora_adapter` distinguishes faults of an adapter from the server's own, and
-    keeps no `load_inplace`.
+    Remove when: `OpenAIServingModels.load_lora_adapter` distinguishes faults of an adapter from the server's own. That
+    it keeps no `load_inplace` can go with vLLM 0.32.
     """
     from vllm.entrypoints.openai.models.serving import OpenAIServingModels
 

@@ -11,9 +11,9 @@ from typing import NamedTuple
 
 import pytest
 from vllm.engine.arg_utils import AsyncEngineArgs
-from vllm.entrypoints.launchers.cli_args import make_arg_parser
 from vllm.utils.argparse_utils import FlexibleArgumentParser
 
+from tests.support.releases import make_arg_parser
 from vllm_gaudi_spec import upstream
 from vllm_gaudi_spec.platforms import base, dropped_flags
 

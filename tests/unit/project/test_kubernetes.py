@@ -9,12 +9,12 @@ from typing import Any
 
 import pytest
 import yaml
-from vllm.entrypoints.launchers.cli_args import make_arg_parser
 from vllm.multimodal.media.connector import MediaConnector
 from vllm.utils.argparse_utils import FlexibleArgumentParser
 
 from tests.pages import ROOT
 from tests.support.processes import clients_python
+from tests.support.releases import make_arg_parser
 
 FOLDER = ROOT / "examples" / "kubernetes"
 CARDS = {"server": set(), "gaudi": {"habana.ai/gaudi"}, "ascend": {"huawei.com/Ascend910"}}

@@ -22,7 +22,9 @@ def paused_engine() -> Any:
     engine: Any = EngineCore.__new__(EngineCore)
     engine.model_executor, engine.batch_queue = executor, None
     engine.is_scheduler_paused = lambda: states[-1] != PauseState.UNPAUSED
-    engine.scheduler = SimpleNamespace(has_requests=lambda: False, set_pause_state=states.append)
+    engine.scheduler = SimpleNamespace(
+        has_requests=lambda: False, set_pause_state=states.append, get_kv_connector=lambda: None
+    )
     engine._reset_caches = lambda: None
     return engine
 

@@ -20,6 +20,7 @@ DATA: Any = {}
 
 
 def request(name: str) -> Request:
+    init_none_hash(sha256)
     image = MultiModalFeatureSpec(data=DATA, modality="image", identifier="i", mm_position=PlaceholderRange(2, 8))
     hasher = get_request_block_hasher(BLOCK, sha256)
     return Request(name, [*range(40)], SamplingParams(max_tokens=1), None, mm_features=[image], block_hasher=hasher)
@@ -28,7 +29,6 @@ def request(name: str) -> Request:
 def test_cached_image_is_sent_to_the_worker(tmp_path: Path) -> None:
     """With vLLM's older contract, by which a request is sent once."""
     upstream.apply()
-    init_none_hash(sha256)
     scheduler: Any = scheduler_of(SpecScheduler, tmp_path)
     scheduler.use_v2_model_runner = False
     scheduler.encoder_cache_manager, scheduler.max_num_encoder_input_tokens = EncoderCacheManager(64), 64

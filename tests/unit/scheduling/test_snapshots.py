@@ -137,14 +137,25 @@ def test_all_slots_are_free_after_a_reset() -> None:
     ],
 )
 def test_chunk_ends_at_a_boundary(start: int, num_new: int, num_tokens: int, junction: int, expected: int) -> None:
-    request: Any = SimpleNamespace(num_tokens=num_tokens, shared_prefix_boundary=junction)
+    hashes = [*range(num_tokens // BLOCK)]
+    request: Any = SimpleNamespace(num_tokens=num_tokens, block_hashes=hashes, shared_prefix_boundary=junction)
     assert table(1).cut(request, start, num_new) == expected
 
 
 def test_last_boundary_is_a_block_earlier_with_a_head() -> None:
-    request: Any = SimpleNamespace(num_tokens=40, shared_prefix_boundary=0)
+    request: Any = SimpleNamespace(num_tokens=40, block_hashes=["a", "b"], shared_prefix_boundary=0)
     assert table(1, drops_a_block=True).cut(request, 0, 40) == 16
     assert table(1, drops_a_block=True).cut(request, 16, 24) == 24
+
+
+def test_boundary_without_a_hash_gets_no_snapshot() -> None:
+    """From vLLM 0.33 on a block's hash covers the next token, which a prompt that ends at the block does not have."""
+    request: Any = SimpleNamespace(num_tokens=2 * BLOCK, block_hashes=["a"], shared_prefix_boundary=0)
+    snapshots = table(2)
+    assert snapshots.cut(request, 0, 2 * BLOCK) == BLOCK
+    assert snapshots.keep(request, 0, BLOCK) is not None
+    assert snapshots.keep(request, 0, 2 * BLOCK) is None
+    assert snapshots.longest(request, 2 * BLOCK) == BLOCK
 
 
 # --- how many ---
@@ -190,7 +201,7 @@ def test_vllm_still_asks_there() -> None:
     source = inspect.getsource(Scheduler.schedule)
     assert source.count("self._mamba_block_aligned_split(") == 2
     assert source.count("if self.need_mamba_block_aligned_split:") == 2
-    assert source.count("self._get_local_prefix_cache_hit(request)") == 1
+    assert source.count("self._get_local_prefix_cache_hit(request") == 1
     assert "request.shared_prefix_boundary,\n" in source
     assert "aligned_split" not in inspect.getsource(Scheduler._update_after_schedule)
 

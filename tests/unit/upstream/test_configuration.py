@@ -22,13 +22,14 @@ from vllm.config import vllm as upstream_vllm
 from vllm.config.utils import replace
 from vllm.exceptions import VLLMValidationError
 from vllm.model_executor.models.config import MODELS_CONFIG_MAP, JinaRobertaModelConfig
-from vllm.transformers_utils.configs.step3p5 import Step3p5Config
 
+from tests.support.releases import only_0_32
 from tests.support.schedulers import drafter
 from tests.unit.test_config import engine_config
 from vllm_gaudi_spec import config, upstream
 from vllm_gaudi_spec.methods import METHODS
 from vllm_gaudi_spec.upstream import configuration
+from vllm_gaudi_spec.upstream.release import FROM_0_33
 
 
 def values_of(kind: Any) -> tuple[str, ...]:
@@ -54,7 +55,7 @@ def test_speculation_has_our_rules_and_still_refuses_typos() -> None:
     for name, more in configuration._MORE_VALUES.items():
         for value in more if name != "method" else ():
             assert getattr(drafter(**{name: value}), name) == value
-    with pytest.raises(ValueError, match=r"'standard', 'synthetic', 'block', 'strict'.* or 'probabilistic'"):
+    with pytest.raises(ValueError, match=r"'standard', 'synthetic', 'block', .*'strict'.* or 'probabilistic'"):
         drafter(rejection_sample_method="strickt")
     with pytest.raises(ValueError, match="'greedy', 'probabilistic' or 'coupled'"):
         drafter(draft_sample_method="couple")
@@ -62,6 +63,28 @@ def test_speculation_has_our_rules_and_still_refuses_typos() -> None:
         drafter(no_such_option=1)
     with pytest.raises(ValueError, match="greater than 0"):
         replace(drafter(), num_speculative_tokens=0)
+
+
+@pytest.mark.skipif(not FROM_0_33, reason="vLLM 0.32 has Medusa")
+def test_medusa_is_refused_in_one_line(tmp_path: Path) -> None:
+    upstream.apply()
+    with pytest.raises(config.UnsupportedConfigError, match=r"^vLLM removed Medusa in 0.33; set method to eagle3 .*$"):
+        engine_config(tmp_path, here("medusa", tmp_path))
+
+
+@pytest.mark.skipif(not FROM_0_33, reason="new in vLLM 0.33")
+def test_flys_rule_is_refused(tmp_path: Path) -> None:
+    upstream.apply()
+    with pytest.raises(config.UnsupportedConfigError, match="rejection_sample_method fly is not known here"):
+        engine_config(tmp_path, dict(method="ngram", num_speculative_tokens=3, rejection_sample_method="fly"))
+
+
+@pytest.mark.parametrize("method", ["ngram_gpu", "suffix", "custom_class"])
+def test_schedule_of_drafts_by_batch_size_is_kept(method: str, tmp_path: Path) -> None:
+    schedule = [[1, 1, 2], [2, 4096, 1]]
+    asked = here(method, tmp_path) | dict(num_speculative_tokens=2, num_speculative_tokens_per_batch_size=schedule)
+    made = engine_config(tmp_path, asked).speculative_config
+    assert [*map(list, made.num_speculative_tokens_per_batch_size)] == schedule
 
 
 UNIVERSAL = [
@@ -216,7 +239,7 @@ def here(method: str, folder: Path) -> dict[str, Any]:
 
 
 # Where vLLM decides about asynchronous scheduling it knows neither of these.
-DEVICE, HOST = ("medusa",), ("ngram", "suffix", "custom_class")
+DEVICE, HOST = (pytest.param("medusa", marks=only_0_32),), ("ngram", "suffix", "custom_class")
 
 
 @pytest.mark.parametrize("method", [*DEVICE, *HOST])
@@ -224,7 +247,7 @@ def test_upstream_still_refuses_to_overlap_steps(method: str, tmp_path: Path, mo
     """Fails for a method that upstream admits. When none is left `leave_async_scheduling_to_the_platform` can go."""
     monkeypatch.setattr(upstream, "leave_async_scheduling_to_the_platform", lambda: None)
     monkeypatch.setattr(upstream_vllm, "NgramGPUTypes", upstream_speculative.NgramGPUTypes)
-    with pytest.raises(ValueError, match="async scheduling is only supported with EAGLE/MTP/Draft Model/NGram GPU"):
+    with pytest.raises(ValueError, match=r"sync scheduling is (only supported with EAGLE|not supported by the V1)"):
         engine_config(tmp_path, here(method, tmp_path), async_scheduling=True)
     assert engine_config(tmp_path, here(method, tmp_path)).scheduler_config.async_scheduling is False
 
@@ -233,7 +256,7 @@ def test_the_list_of_methods_that_overlap_is_used_for_nothing_else() -> None:
     upstream.apply()
     uses = re.findall(r"\bNgramGPUTypes\b", inspect.getsource(upstream_vllm))
     decides = re.findall(r"method not in get_args\(NgramGPUTypes\)", inspect.getsource(upstream_vllm.VllmConfig))
-    assert len(uses) == len(["import", *decides]) == 3
+    assert len(uses) == len(["import", *decides]) == (2 if FROM_0_33 else 3)
     assert set(METHODS) <= set(get_args(upstream_vllm.NgramGPUTypes))
     assert upstream_speculative.NgramGPUTypes == Literal["ngram_gpu"]
 
@@ -274,7 +297,10 @@ def test_xlm_roberta_without_a_kind_of_positions() -> None:
     assert MODELS_CONFIG_MAP["XLMRobertaModel"] is JinaRobertaModelConfig
 
 
+@only_0_32
 def test_step_config_keeps_the_kinds_of_mtp_layers() -> None:
+    from vllm.transformers_utils.configs.step3p5 import Step3p5Config
+
     upstream.apply()
     kinds = ["full_attention", *["sliding_attention"] * 5]
     sizes = dict(num_hidden_layers=3, num_nextn_predict_layers=2, layer_types=kinds)
@@ -282,8 +308,11 @@ def test_step_config_keeps_the_kinds_of_mtp_layers() -> None:
     assert Step3p5Config(num_hidden_layers=3).layer_types is None
 
 
+@only_0_32
 def test_upstream_still_cuts_the_kinds_of_mtp_layers() -> None:
     """When this fails, `keep_layer_types_of_step_mtp` can go."""
+    from vllm.transformers_utils.configs.step3p5 import Step3p5Config
+
     upstream.apply()
     config = object.__new__(Step3p5Config)
     Step3p5Config.__init__.__wrapped__(config, num_hidden_layers=1, layer_types=["full_attention"] * 2)

@@ -20,10 +20,11 @@ from vllm_gaudi_spec import upstream
 from vllm_gaudi_spec.upstream import configuration
 
 # Every module but the tools for patches and those that offer names of vLLM, which import it at their top.
+_TOOLS = ("__init__.py", "overrides.py", "patching.py", "release.py")
 FILES = sorted(
     path
     for path in Path(upstream.__file__).parent.glob("*.py")
-    if path.name not in ("__init__.py", "overrides.py", "patching.py") and "\nfrom vllm." not in path.read_text()
+    if path.name not in _TOOLS and "\nfrom vllm." not in path.read_text()
 )
 
 

@@ -24,7 +24,6 @@ from starlette.testclient import TestClient, WebSocketDenialResponse
 from vllm.entrypoints.launchers import launcher
 from vllm.entrypoints.launchers.api_server import entry
 from vllm.entrypoints.launchers.app import build_app
-from vllm.entrypoints.launchers.cli_args import make_arg_parser
 from vllm.entrypoints.openai.models.serving import OpenAIServingModels
 from vllm.entrypoints.serve.lora.protocol import LoadLoRAAdapterRequest
 from vllm.entrypoints.serve.middleware import authenticate
@@ -44,6 +43,7 @@ from vllm.v1.engine.output_processor import RequestOutputCollector
 from vllm.v1.engine.utils import CoreEngineProcManager
 
 from tests.support.processes import still_alive
+from tests.support.releases import make_arg_parser, only_0_32
 from tests.support.videos import video
 from vllm_gaudi_spec import config, upstream
 from vllm_gaudi_spec.refusals import check_constraint_size, check_logit_edits
@@ -268,6 +268,7 @@ def test_upstream_still_blames_the_server_for_a_bad_adapter() -> None:
         assert asyncio.run(_load_adapter(str(LoRAAdapterNotFoundError("name", "folder")))).error.code == 404
 
 
+@only_0_32
 def test_upstream_still_reads_an_adapter_in_place_for_each_request() -> None:
     with pytest.MonkeyPatch.context() as patch:
         load = OpenAIServingModels.load_lora_adapter
@@ -350,6 +351,7 @@ def test_upstream_still_blames_the_server(loader: Any, data: bytes, error: type[
             loader.load_bytes(data)
 
 
+@only_0_32
 def test_a_video_of_which_no_frame_decodes_is_a_bad_request() -> None:
     upstream.answer_bad_media()
     with pytest.raises(ValueError, match="no frame"):

@@ -123,7 +123,7 @@ def _compute(vllm_config: VllmConfig, model: ModelConfig, name: str) -> None:
     from vllm.config import VllmConfig, set_current_vllm_config
 
     from vllm_gaudi_spec.upstream.layers import ReplicatedLinear
-    from vllm_gaudi_spec.upstream.platforms import set_default_torch_dtype
+    from vllm_gaudi_spec.upstream.worker import set_default_torch_dtype
 
     quant_config = VllmConfig.get_quantization_config(model, vllm_config.load_config)
     with (

@@ -20,7 +20,7 @@ from vllm_gaudi_spec.device_rows import DeviceRows
 from vllm_gaudi_spec.records import DECODE
 from vllm_gaudi_spec.runner.extensions import Extension
 from vllm_gaudi_spec.runner.extensions.encoders import Item
-from vllm_gaudi_spec.upstream.models import EncoderCache, EncoderRunner, compute_mm_prefix_ranges, supports_mrope
+from vllm_gaudi_spec.upstream.models import EncoderCache, EncoderRunner, find_bidirectional_spans, supports_mrope
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
@@ -188,9 +188,8 @@ class Multimodal(Extension):
         """
         if not self._sees_both_ways or batch.shape.phase == DECODE:
             return None  # the last token of an image sees all of it anyway
-        images = compute_mm_prefix_ranges(
-            [request.req_id for request in batch.requests], self._cache.mm_features, self._sliding_window
-        )
+        features = [self._cache.mm_features.get(request.req_id, []) for request in batch.requests]
+        images = find_bidirectional_spans(features, self._sliding_window)
         found = [
             (row, first, last)
             for row, (request, count) in enumerate(zip(batch.requests, batch.counts, strict=True))
