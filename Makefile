@@ -20,6 +20,7 @@ HOST ?= 127.0.0.1
 PORT ?= 8000
 ARGS ?=
 VENDOR ?=
+VLLM ?=
 UV ?= uv
 
 # Nothing is sent anywhere without being asked for
@@ -152,6 +153,11 @@ verify-models: $(VENV)/.stamp-dev  ## compare tiny checkpoints of every architec
 .PHONY: verify-upstream
 verify-upstream: $(VENV)/.stamp-dev  ## run vLLM's own tests here and on its CPU platform, hours; continues where it was interrupted (ARGS=WORD, --keep)
 	@$(BIN)/python -m tests.upstream $(ARGS)
+
+.PHONY: verify-next
+verify-next: $(VENV)/.stamp-dev  ## test another vLLM release on the emulated Gaudi (VLLM=its source distribution)
+	@[ -e '$(VLLM)' ] || { echo "error: VLLM= names a source distribution of vLLM, or a folder with one unpacked"; exit 2; }
+	@$(BIN)/python -m tests.verify_next '$(VLLM)'
 
 # No set-up: on a card's machine the Python of the vendor's image is the one that has torch for it.
 verify_device = python=$(BIN)/python; [ -x "$$python" ] || python=python3; "$$python" -m tests.verify_device $(1) $(ARGS)

@@ -1,0 +1,120 @@
+"""Test another release of vLLM on the emulated Gaudi: `make verify-next VLLM=PATH`.
+
+PATH is vLLM's source distribution, or a folder with it unpacked. Nothing is built or installed: the sources come before
+the installed vLLM on the path, so they run without compiled parts, on the installed torch. First it lists the names of
+vLLM that our modules import and the release no longer has, then it imports all modules and runs the tests.
+"""
+
+from __future__ import annotations
+
+import ast
+import os
+import re
+import subprocess
+import sys
+import tarfile
+import xml.etree.ElementTree as ElementTree
+from collections.abc import Iterator
+from pathlib import Path
+
+from vllm_gaudi_spec import versions
+
+ROOT = Path(__file__).resolve().parents[1]
+STATE = ROOT / ".verify" / "next"
+# Not imported: what is for other devices and releases, and what importing a module imports anyway.
+LEFT_OUT = {"__init__", "__main__", "ascend", "cpu", "cuda", "integrations"}
+SUITES = {
+    "unit tests": ("tests/unit", "not slow"),
+    "conformance": ("tests/conformance", "not slow"),
+    "full tests": ("tests/full_tests", "not slow and emulated"),
+}
+
+
+def used_names(source: str) -> Iterator[tuple[str, str]]:
+    """Yield each module of vLLM and name that a source imports, except where it asks for the release (`FROM_...`)."""
+    for statement in ast.parse(source).body:
+        nodes = [*ast.walk(statement)]
+        if any(isinstance(node, ast.Name) and node.id.startswith("FROM_") for node in nodes):
+            continue
+        for node in nodes:
+            if isinstance(node, ast.ImportFrom) and (node.module or "").split(".")[0] == "vllm":
+                yield from ((str(node.module), alias.name) for alias in node.names)
+
+
+def has_name(site: Path, module: str, name: str) -> bool:
+    """Whether a module of the release mentions a name, or is a package with a module of that name."""
+    folder = site.joinpath(*module.split("."))
+    if (folder / name).is_dir() or (folder / f"{name}.py").is_file():
+        return True
+    file = folder / "__init__.py" if folder.is_dir() else folder.with_suffix(".py")
+    return file.is_file() and re.search(rf"\b{re.escape(name)}\b|import \*", file.read_text()) is not None
+
+
+def moved_names(site: Path, package: Path) -> Iterator[str]:
+    """Yield the names that the release no longer has where we import them, with the modules that now define them."""
+    for path in sorted(package.rglob("*.py")):
+        for module, name in used_names(path.read_text()) if "integrations" not in path.parts else ():
+            if not has_name(site, module, name):
+                defined = re.compile(rf"(?m)^(?:class|def) {re.escape(name)}\b|^{re.escape(name)}\b.*=")
+                files = (site / "vllm").rglob("*.py")
+                now = [str(file.relative_to(site)) for file in files if defined.search(file.read_text())]
+                yield f"{path.relative_to(package)}: {module}.{name} (now in {', '.join(now) or 'no module'})"
+
+
+def lay_out(source: Path) -> tuple[Path, str]:
+    """Return a folder with the release as if it were installed, and its version."""
+    if source.is_file():
+        with tarfile.open(source) as archive:
+            archive.extractall(STATE, filter="data")
+            source = STATE / archive.getnames()[0].split("/")[0]
+    info = source / "PKG-INFO"
+    if not (source / "vllm" / "__init__.py").is_file() or not info.is_file():
+        raise SystemExit(f"error: {source} is no source distribution of vLLM: it has no vllm/ or no PKG-INFO")
+    version = re.findall(r"(?m)^Version: (\S+)", info.read_text())[0]
+    site = STATE / f"site-{version}"
+    metadata = site / f"vllm-{version}.dist-info"
+    metadata.mkdir(parents=True, exist_ok=True)
+    (metadata / "METADATA").write_text(info.read_text())
+    (site / "vllm").unlink(missing_ok=True)
+    (site / "vllm").symlink_to((source / "vllm").resolve())
+    return site, version
+
+
+def run_suite(name: str, folder: str, marks: str, environment: dict[str, str]) -> bool:
+    """Run tests, print their counts and the failed ones, and return whether all passed."""
+    results = STATE / f"{name.replace(' ', '-')}.xml"
+    results.unlink(missing_ok=True)
+    command = ["-m", "pytest", "-q", "-n", "2", "--dist", "loadfile", "-m", marks, f"--junitxml={results}", folder]
+    with results.with_suffix(".log").open("w") as log:
+        subprocess.run([sys.executable, *command], cwd=ROOT, env=environment, stdout=log, stderr=log, check=False)
+    cases = [*ElementTree.parse(results).iter("testcase")] if results.is_file() else []
+    failed = [case for case in cases if case.find("failure") is not None or case.find("error") is not None]
+    num_skipped = sum(case.find("skipped") is not None for case in cases)
+    num_passed = len(cases) - len(failed) - num_skipped
+    print(f"{name}: {num_passed} passed, {len(failed)} failed, {num_skipped} skipped ({log.name})")
+    for case in failed:
+        print(f"  {case.get('classname')}::{case.get('name')}")
+    return bool(cases) and not failed
+
+
+def main() -> int:
+    site, version = lay_out(Path(sys.argv[1]))
+    package = ROOT / "vllm_gaudi_spec"
+    moved = [*moved_names(site, package)]
+    print(f"vLLM {version}: {len(moved)} names moved", *moved, sep="\n  ")
+    if not version.startswith(tuple(f"{release}." for release in versions.VLLM)):
+        print(f"error: add {version.rpartition('.')[0]} to VLLM in vllm_gaudi_spec/versions.py, then run the tests")
+        return 1
+    path = [str(site), str(ROOT), str(ROOT / "card_emulator" / "src"), os.environ.get("PYTHONPATH", "")]
+    environment = os.environ | {"VGS_DEVICE": "hpu-emulated", "PT_HPU_LAZY_MODE": "1"}
+    environment["PYTHONPATH"] = os.pathsep.join(path)
+    modules = [file.relative_to(ROOT).with_suffix("").parts for file in sorted(package.rglob("*.py"))]
+    imports = "; ".join(f"import {'.'.join(parts)}" for parts in modules if not {*parts} & LEFT_OUT)
+    done = subprocess.run([sys.executable, "-c", imports], cwd=ROOT, env=environment, check=False)
+    print("imports:", "failed" if done.returncode else "all modules")
+    passed = [run_suite(name, *suite, environment) for name, suite in SUITES.items()]
+    return int(done.returncode != 0 or not all(passed))
+
+
+if __name__ == "__main__":
+    raise SystemExit(main())
