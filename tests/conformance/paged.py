@@ -81,7 +81,6 @@ class Layer:
 
     def __init__(self, backend: DeviceBackend, kind: Kind, kv_cache: Any, operations: Operations | None = None) -> None:
         self.backend, self.kind, self.kv_cache = backend, kind, kv_cache
-        self.operations = operations or PLAIN
         upload = backend.memory.upload
         self.spec = AttentionLayerSpec(
             num_heads=kind.heads,
@@ -95,6 +94,7 @@ class Layer:
             value_size=kind.value_size,
             attention_chunk=kind.chunk,
             layer_operations=operations is not None,
+            operations=operations or PLAIN,
             sinks_H=None if kind.sinks_H is None else upload(kind.sinks_H),
             slopes_H=None if kind.slopes_H is None else upload(kind.slopes_H),
         )
@@ -115,8 +115,8 @@ class Layer:
         inputs = build_rectangle(tokens_BQ, starts_B, num_real_B, blocks, self.backend.row_operations)
         finite = self.backend.attention.finite
         key_TKD, value_TKD = finite(key_TKD), None if value_TKD is None else finite(value_TKD)
-        self.ops.write_kv(key_TKD, value_TKD, self.kv_cache, inputs.slots[0], self.spec, self.operations)
-        attended: torch.Tensor = self.ops.attend(query_THD, self.kv_cache, inputs.calls[0], self.spec, self.operations)
+        self.ops.write_kv(key_TKD, value_TKD, self.kv_cache, inputs.slots[0], self.spec)
+        attended: torch.Tensor = self.ops.attend(query_THD, self.kv_cache, inputs.calls[0], self.spec)
         return attended
 
 

@@ -119,7 +119,7 @@ def write_all(found: Texts, lengths: list[int]) -> None:
     def write(starts_B: torch.Tensor, num_real_B: torch.Tensor, blocks: Any, key: Any, value: Any) -> None:
         tokens = torch.zeros((len(lengths), longest), dtype=torch.int32, device=starts_B.device)
         slots = build_rectangle(tokens, starts_B, num_real_B, blocks, layer.backend.row_operations).slots[0]
-        layer.ops.write_kv(key, value, layer.kv_cache, slots, layer.spec, layer.operations)
+        layer.ops.write_kv(key, value, layer.kv_cache, slots, layer.spec)
 
     rows = list(range(len(lengths)))
     layer.backend.graphs.graph(write)(

@@ -69,7 +69,7 @@ class CardMemory(PairMemory):
 
 
 class CardAttention(PairAttention):
-    def attend(self, query_THD: Any, kv_cache: Any, call: AttentionCall, spec: Any, *rest: Any) -> torch.Tensor:
+    def attend(self, query_THD: Any, kv_cache: Any, call: AttentionCall, spec: Any) -> torch.Tensor:
         if call.flat is None:
             return super().attend(query_THD, kv_cache, call, spec)
         return flat.attend(query_THD, *kv_cache.blocks(), call, spec)

@@ -12,7 +12,7 @@ from vllm.config import get_current_vllm_config_or_none
 
 from vllm_gaudi_spec.attention import torch_ops
 from vllm_gaudi_spec.attention.metadata import AttentionCall, AttentionLayerSpec, IndexQueries
-from vllm_gaudi_spec.attention.operations import PLAIN, Matmul, Operations, Softmax, VLLMKVCache
+from vllm_gaudi_spec.attention.operations import PLAIN, Matmul, Softmax, VLLMKVCache
 from vllm_gaudi_spec.config import ADDITIONAL_CONFIG_KEY, UnsupportedConfigError
 from vllm_gaudi_spec.upstream.attention_backend import (
     AttentionImpl,
@@ -102,10 +102,6 @@ class RectangleAttentionImpl(AttentionImpl, nn.Module):
         if not self.layer_operations:
             self.matmul_qk, self.softmax, self.matmul_av = matmul, Softmax(), matmul
 
-    @property
-    def _operations(self) -> Operations:
-        return self if self.layer_operations or self.kv_dtype is not None else PLAIN
-
     def bind(self, layer: Any, kv_cache: Any, backend: DeviceBackend) -> None:
         """Choose the device's kernel for a layer and its KV cache.
 
@@ -136,6 +132,7 @@ class RectangleAttentionImpl(AttentionImpl, nn.Module):
             kv_dtype=self.kv_dtype,
             model_type=self.model_type,
             batch_invariant=self.batch_invariant,
+            operations=self if self.layer_operations or self.kv_dtype is not None else PLAIN,
             sinks_H=self.sinks,
             slopes_H=self.slopes,
         )
@@ -162,7 +159,7 @@ class RectangleAttentionImpl(AttentionImpl, nn.Module):
         assert key.dtype == self.dtype
         # Another request may be given a block with what this one leaves there.
         key, value = self._finite(key), None if value is None else self._finite(value)
-        self._ops.write_kv(key, value, kv_cache, slot_mapping, self.spec, self._operations)
+        self._ops.write_kv(key, value, kv_cache, slot_mapping, self.spec)
         self.has_written = True
 
     def forward(
@@ -186,7 +183,7 @@ class RectangleAttentionImpl(AttentionImpl, nn.Module):
             attn_metadata = replace(attn_metadata, spans=None)  # keeps the plans
         if self._reads_own_kv and key is not None and value is not None:
             attn_metadata = replace(attn_metadata, own_kv=(key, value))
-        attended: torch.Tensor = self._ops.attend(query, kv_cache, attn_metadata, self.spec, self._operations)
+        attended: torch.Tensor = self._ops.attend(query, kv_cache, attn_metadata, self.spec)
         return attended
 
 

@@ -13,7 +13,7 @@ from dataclasses import dataclass, replace
 import torch
 
 from vllm_gaudi_spec.attention.metadata import AttentionCall, AttentionLayerSpec
-from vllm_gaudi_spec.attention.operations import PLAIN, Operations, finite
+from vllm_gaudi_spec.attention.operations import finite
 from vllm_gaudi_spec.attention.padded import (
     LOWEST,
     compute_query_positions,
@@ -44,7 +44,6 @@ def attend(
     values_NSKD: torch.Tensor | None,
     call: AttentionCall,
     spec: AttentionLayerSpec,
-    operations: Operations = PLAIN,
 ) -> torch.Tensor:
     """Attend over listed blocks; returns [T, H, output size].
 
@@ -61,7 +60,7 @@ def attend(
     slices = [range(begin, min(begin + SLICE, num_entries)) for begin in range(0, num_entries, SLICE)]
 
     def fetch(entries: range) -> torch.Tensor:
-        return operations.k_cache.fetch_from_cache(keys_NSKD, _cut(flat.ids_N, entries)).transpose(1, 2)
+        return spec.operations.k_cache.fetch_from_cache(keys_NSKD, _cut(flat.ids_N, entries)).transpose(1, 2)
 
     if spec.num_selected is not None:
         if len(slices) == 1:
@@ -70,7 +69,7 @@ def attend(
         plan = _apply_selection(plan, fetch, slices, call, spec)
     sums: _Sums | None = None
     for entries in slices:
-        found = _attend_slice(query, fetch(entries), values_NSKD, entries, plan, sums, call, spec, operations)
+        found = _attend_slice(query, fetch(entries), values_NSKD, entries, plan, sums, call, spec)
         sums = found if sums is None else found.plus(sums)
     assert sums is not None
     group = spec.num_heads // spec.num_kv_heads
@@ -120,7 +119,6 @@ def _attend_slice(
     before: _Sums | None,
     call: AttentionCall,
     spec: AttentionLayerSpec,
-    operations: Operations,
 ) -> _Sums:
     flat = call.flat
     assert flat is not None
@@ -128,8 +126,8 @@ def _attend_slice(
     owned_N1 = _cut(plan.owned_N1, entries)
     values = keys
     if values_NSKD is not None:
-        values = operations.v_cache.fetch_from_cache(values_NSKD, ids_N).transpose(1, 2)
-    scores = score(query.index_select(0, _cut(plan.readers_N, entries)), keys, call, spec, operations.matmul_qk)
+        values = spec.operations.v_cache.fetch_from_cache(values_NSKD, ids_N).transpose(1, 2)
+    scores = score(query.index_select(0, _cut(plan.readers_N, entries)), keys, call, spec, spec.operations.matmul_qk)
     if spec.slopes_H is not None:
         distances = call.plan(
             ("flat distances", spec.block_size), lambda: _compute_distances(call, spec, plan.readers_N)
@@ -150,7 +148,7 @@ def _attend_slice(
         row_max = torch.maximum(row_max, before.row_max)
     rescale_NL = torch.exp(max_NL - row_max.index_select(0, rows_N))
 
-    parts = weigh(exp * rescale_NL.view(*scores.shape[:-1], 1), values, spec, operations.matmul_av).flatten(1)
+    parts = weigh(exp * rescale_NL.view(*scores.shape[:-1], 1), values, spec, spec.operations.matmul_av).flatten(1)
     total = _cut(_build_one_hot(call, parts.dtype), entries, dim=1) @ parts
     return _Sums(row_max, total, _cut(_build_one_hot(call, torch.float32), entries, dim=1) @ (sums_NL * rescale_NL))
 

@@ -11,6 +11,7 @@ from typing import Any, NamedTuple
 
 import torch
 
+from vllm_gaudi_spec.attention.operations import PLAIN, Operations
 from vllm_gaudi_spec.attention.row_operations import RowOperations
 
 
@@ -35,7 +36,7 @@ class KVShape(NamedTuple):
 class AttentionLayerSpec:
     """Constants of a layer.
 
-    Specs are hashable, since plans are cached per distinct spec. No plan depends on the tensors of a spec.
+    Specs are hashable, since plans are cached per distinct spec. No plan depends on its operations and tensors.
     """
 
     num_heads: int
@@ -61,11 +62,13 @@ class AttentionLayerSpec:
     layer_operations: bool = False
     """Whether the layer has modules for its matmuls, softmax and caches, which a fused kernel would bypass."""
     kv_dtype: torch.dtype | None = None
-    """Dtype of the KV cache if it is not `dtype`. The layer's operations then read and write keys and values."""
+    """Dtype of the KV cache if it is not `dtype`. `operations` then read and write keys and values."""
     model_type: str = ""
     """Model type in transformers, since a kernel's precision may be sufficient for some models only."""
     batch_invariant: bool = False
     """Whether the order in which a query's keys are added may depend only on their positions."""
+    operations: Operations = field(default=PLAIN, compare=False, repr=False)
+    """The layer's own modules if `layer_operations` or `kv_dtype` is set."""
     sinks_H: torch.Tensor | None = field(default=None, compare=False)
     """An additional score per head, whose value is zero: it only takes a share of the softmax."""
     slopes_H: torch.Tensor | None = field(default=None, compare=False)

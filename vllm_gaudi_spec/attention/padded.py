@@ -9,7 +9,7 @@ from __future__ import annotations
 import torch
 
 from vllm_gaudi_spec.attention.metadata import AttentionCall, AttentionLayerSpec
-from vllm_gaudi_spec.attention.operations import PLAIN, Matmul, Operations, VLLMKVCache
+from vllm_gaudi_spec.attention.operations import PLAIN, Matmul, VLLMKVCache
 from vllm_gaudi_spec.attention.selection import group_index_queries, score_keys, select
 
 # The score of a masked key. Finite, since inf - inf would be NaN for a query that sees no key.
@@ -23,7 +23,6 @@ def attend(
     values_NSKD: torch.Tensor | None,
     call: AttentionCall,
     spec: AttentionLayerSpec,
-    operations: Operations = PLAIN,
 ) -> torch.Tensor:
     """Attend over block tables; returns [T, H, output size].
 
@@ -35,6 +34,7 @@ def attend(
         seen_BQ = find_visible(call, spec)
         return seen_BQ[:, None, None], seen_BQ.any(-1)[:, None, None, :, None]
 
+    operations = spec.operations
     seen, sees_any = call.plan(("padded", spec.mask_key), build)
     keys = gather_rows(keys_NSKD, call.block_table_BW, operations.k_cache)
     values = keys if values_NSKD is None else gather_rows(values_NSKD, call.block_table_BW, operations.v_cache)

@@ -12,12 +12,10 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
-from vllm_gaudi_spec.attention.operations import PLAIN
 from vllm_gaudi_spec.attention.padded import attend as attend_padded
 
 if TYPE_CHECKING:
     from vllm_gaudi_spec.attention.metadata import AttentionCall, AttentionLayerSpec
-    from vllm_gaudi_spec.attention.operations import Operations
 
 
 def split_kv(kv_cache: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
@@ -40,24 +38,19 @@ def write_kv(
     kv_cache: torch.Tensor,
     slots_T: torch.Tensor,
     spec: AttentionLayerSpec,
-    operations: Operations = PLAIN,
 ) -> None:
     keys, values = _split_layer_kv(kv_cache, spec)
-    operations.k_cache(key_TKD, _Slots(keys), slots_T)
+    spec.operations.k_cache(key_TKD, _Slots(keys), slots_T)
     if values is not None:
         assert value_TKD is not None
-        operations.v_cache(value_TKD, _Slots(values), slots_T)
+        spec.operations.v_cache(value_TKD, _Slots(values), slots_T)
 
 
 def attend(
-    query_THD: torch.Tensor,
-    kv_cache: torch.Tensor,
-    call: AttentionCall,
-    spec: AttentionLayerSpec,
-    operations: Operations = PLAIN,
+    query_THD: torch.Tensor, kv_cache: torch.Tensor, call: AttentionCall, spec: AttentionLayerSpec
 ) -> torch.Tensor:
     if call.packed is not None:
-        return attend_packed(attend, query_THD, kv_cache, call, spec, operations)
+        return attend_packed(attend, query_THD, kv_cache, call, spec)
     keys, values = _split_layer_kv(kv_cache, spec)
     values = None if values is None else values.transpose(1, 2)
 
@@ -67,7 +60,7 @@ def attend(
 
     needed: AttentionCall = call.plan(("as wide as needed", spec.block_size), narrow_table)
     needed = needed.replace_index(call.index)
-    return attend_padded(query_THD, keys.transpose(1, 2), values, needed, spec, operations)
+    return attend_padded(query_THD, keys.transpose(1, 2), values, needed, spec)
 
 
 class _Slots:
@@ -87,7 +80,6 @@ def attend_packed(
     kv_cache: Any,
     call: AttentionCall,
     spec: AttentionLayerSpec,
-    operations: Operations,
 ) -> torch.Tensor:
     """Attend with packed tokens by an `attend` that supports rectangles only."""
     packed = call.packed
@@ -96,7 +88,7 @@ def attend_packed(
     num_positions = call.num_rows * call.num_queries
     query = packed.spread(query_THD, num_positions)
     whole = whole.replace_index(None if call.index is None else call.index.spread(packed, num_positions))
-    return attend(query, kv_cache, whole, spec, operations).index_select(0, packed.index_T)
+    return attend(query, kv_cache, whole, spec).index_select(0, packed.index_T)
 
 
 def _split_layer_kv(kv_cache: torch.Tensor, spec: AttentionLayerSpec) -> tuple[torch.Tensor, torch.Tensor | None]:

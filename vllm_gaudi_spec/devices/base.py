@@ -12,7 +12,7 @@ from functools import partial
 from typing import TYPE_CHECKING, Any, TypeVar
 
 from vllm_gaudi_spec.attention import row_operations
-from vllm_gaudi_spec.attention.operations import PLAIN, finite
+from vllm_gaudi_spec.attention.operations import finite
 from vllm_gaudi_spec.config import MAX_DRAFTS
 from vllm_gaudi_spec.sampling.rules.registry import TORCH
 
@@ -22,7 +22,6 @@ if TYPE_CHECKING:
     from vllm.config import ModelConfig, VllmConfig
 
     from vllm_gaudi_spec.attention.metadata import AttentionCall, AttentionLayerSpec, KVShape
-    from vllm_gaudi_spec.attention.operations import Operations
     from vllm_gaudi_spec.attention.row_operations import RowOperations
     from vllm_gaudi_spec.quantization.config import QuantConfig
     from vllm_gaudi_spec.quantization.encodings import Words
@@ -235,22 +234,16 @@ class Attention:
         kv_cache: Any,
         slots_T: torch.Tensor,
         spec: AttentionLayerSpec,
-        operations: Operations = PLAIN,
     ) -> None:
         """Store finite keys and values at their slots.
 
-        `value_TKD` is None if values are a part of the keys. Only pad slots may occur twice. `operations` are the
-        layer's own, to be called if `spec.layer_operations` is set.
+        `value_TKD` is None if values are a part of the keys. Only pad slots may occur twice. `spec.operations` are to
+        be called if `spec.layer_operations` is set.
         """
         raise NotImplementedError
 
     def attend(
-        self,
-        query_THD: torch.Tensor,
-        kv_cache: Any,
-        call: AttentionCall,
-        spec: AttentionLayerSpec,
-        operations: Operations = PLAIN,
+        self, query_THD: torch.Tensor, kv_cache: Any, call: AttentionCall, spec: AttentionLayerSpec
     ) -> torch.Tensor:
         """Attend causally with Q queries per row over the row's blocks, reading each block once.
 

@@ -221,12 +221,12 @@ class _Layer:
     ) -> None:
         """Allocate a KV cache. `fp8` has the arithmetic and the scale of FP8 KV."""
         backend = self.backend = subject.backend
-        self._parts: Any = PLAIN
+        operations: Any = PLAIN
         if fp8 is not None:
             (arithmetic, scale), device = fp8, backend.traits.torch_device
             k_cache, v_cache = (Fp8Cache(scale, arithmetic, subject.dtype).to(device) for _ in range(2))
             matmul = arithmetic.matmul
-            self._parts = SimpleNamespace(
+            operations = SimpleNamespace(
                 k_cache=k_cache, v_cache=v_cache, matmul_qk=matmul, softmax=PLAIN.softmax, matmul_av=matmul
             )
         kv_spec = FullAttentionSpec(
@@ -253,6 +253,7 @@ class _Layer:
             dtype=subject.dtype,
             block_size=backend.traits.block_size,
             kv_dtype=None if fp8 is None else KV_DTYPE,
+            operations=operations,
         )
         self.graphs: dict[Any, Any] = {}
         served = backend.attention.supports_attention(self.spec)
@@ -263,7 +264,7 @@ class _Layer:
         """Write KV to slots, which must all be different."""
 
         def self_test_write(key_TKD: torch.Tensor, value_TKD: torch.Tensor, slots_T: torch.Tensor) -> None:
-            self.operations.write_kv(key_TKD, value_TKD, self.kv_cache, slots_T, self.spec, self._parts)
+            self.operations.write_kv(key_TKD, value_TKD, self.kv_cache, slots_T, self.spec)
 
         inputs = key_TKD.to(self.spec.dtype), value_TKD.to(self.spec.dtype), slots_T.long()
         self.backend.graphs.graph(self_test_write)(*map(self.backend.memory.upload, inputs))
@@ -325,7 +326,7 @@ class _Layer:
                 host_counts_B=counts_B,
                 own_kv=own_kv,
             )
-            attended: torch.Tensor = self.operations.attend(query_THD, self.kv_cache, call, self.spec, self._parts)
+            attended: torch.Tensor = self.operations.attend(query_THD, self.kv_cache, call, self.spec)
             return attended
 
         return self.backend.graphs.graph(self_test_attend)

@@ -79,7 +79,7 @@ OPERATIONS: Operations = Fp8Operations()
 
 
 def attend(scene: Scene, form: Any, call: Any = None) -> torch.Tensor:
-    return scene.attend(lambda *arguments: form(*arguments, operations=OPERATIONS), call)
+    return replace(scene, spec=replace(scene.spec, operations=OPERATIONS)).attend(form, call)
 
 
 @pytest.mark.parametrize(("form", "missing"), [(padded.attend, []), (flat.attend, ["softmax"])], ids=["padded", "flat"])
@@ -96,7 +96,8 @@ def test_every_part_is_the_layers_own(form: Any, missing: list[str], monkeypatch
         monkeypatch.setattr(cache, "fetch_from_cache", noting(name, cache.fetch_from_cache))
     for name in ("matmul_qk", "softmax", "matmul_av"):
         setattr(operations, name, noting(name, getattr(OPERATIONS, name)))
-    make_scene([0, 31], 5).attend(lambda *arguments: form(*arguments, operations=operations))
+    scene = make_scene([0, 31], 5)
+    replace(scene, spec=replace(scene.spec, operations=operations)).attend(form)
     assert called == set(OWN) - set(missing)
 
 

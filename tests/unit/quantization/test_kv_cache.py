@@ -1,5 +1,6 @@
 """KV in FP8: what is written, what is read, and that a verify step and plain steps are the same bits."""
 
+from dataclasses import replace
 from types import SimpleNamespace
 from typing import Any
 
@@ -11,7 +12,6 @@ from tests.support.reference.e4m3 import nearest
 from vllm_gaudi_spec.attention import flat, padded, torch_ops
 from vllm_gaudi_spec.attention.backend import RectangleAttentionImpl
 from vllm_gaudi_spec.attention.metadata import AttentionCall, AttentionLayerSpec, FlatBlocks
-from vllm_gaudi_spec.attention.operations import PLAIN
 from vllm_gaudi_spec.config import UnsupportedConfigError
 from vllm_gaudi_spec.devices.common.kv_pair import KVPair
 from vllm_gaudi_spec.devices.hpu.fp8 import GaudiArithmetic
@@ -46,6 +46,10 @@ def impl_with(arithmetic: Arithmetic, scales: tuple[torch.Tensor, torch.Tensor] 
     return impl
 
 
+def with_operations(impl: RectangleAttentionImpl) -> AttentionLayerSpec:
+    return replace(SPEC, operations=impl)
+
+
 def numbers(count: int, heads: int, seed: int) -> torch.Tensor:
     return torch.randn(count, heads, SIZE, generator=torch.Generator().manual_seed(seed)) * 2
 
@@ -70,7 +74,7 @@ def call_of(start: int, queries: int) -> AttentionCall:
 def stored(cache: torch.Tensor, scales: tuple[torch.Tensor, torch.Tensor] = SCALES) -> None:
     """Tokens before the step."""
     keys, values = KEYS[:START], VALUES[:START]
-    torch_ops.write_kv(keys, values, cache, slots(range(START)), SPEC, impl_with(HOST, scales))
+    torch_ops.write_kv(keys, values, cache, slots(range(START)), with_operations(impl_with(HOST, scales)))
 
 
 def empty() -> torch.Tensor:
@@ -96,8 +100,8 @@ def test_read_values_are_e4m3_numbers(scales: tuple[torch.Tensor, torch.Tensor])
     cache, impl = empty(), impl_with(HOST, scales)
     stored(cache, scales)
     positions = range(START, START + QUERIES)
-    torch_ops.write_kv(KEYS[START:], VALUES[START:], cache, slots(positions), SPEC, impl)
-    found = torch_ops.attend(QUERY, cache, call_of(START, QUERIES), SPEC, impl)
+    torch_ops.write_kv(KEYS[START:], VALUES[START:], cache, slots(positions), with_operations(impl))
+    found = torch_ops.attend(QUERY, cache, call_of(START, QUERIES), with_operations(impl))
     torch.testing.assert_close(found.double(), expected(scales), rtol=0.0, atol=1e-5)
     # Three bits of 64 numbers a key: scores of size 4 move by 0.2, and values by a sixteenth at most.
     error = (found.double() - expected(rounded=False)).abs()
@@ -110,12 +114,12 @@ def test_verify_step_has_the_bits_of_decodes() -> None:
     for cache in (together, apart):
         stored(cache)
     positions = range(START, START + QUERIES)
-    torch_ops.write_kv(KEYS[START:], VALUES[START:], together, slots(positions), SPEC, impl)
-    verified = torch_ops.attend(QUERY, together, call_of(START, QUERIES), SPEC, impl)
+    torch_ops.write_kv(KEYS[START:], VALUES[START:], together, slots(positions), with_operations(impl))
+    verified = torch_ops.attend(QUERY, together, call_of(START, QUERIES), with_operations(impl))
     for index, position in enumerate(positions):
         key, value = (x[position : position + 1] for x in (KEYS, VALUES))
-        torch_ops.write_kv(key, value, apart, slots(range(position, position + 1)), SPEC, impl)
-        plain = torch_ops.attend(QUERY[index : index + 1], apart, call_of(position, 1), SPEC, impl)
+        torch_ops.write_kv(key, value, apart, slots(range(position, position + 1)), with_operations(impl))
+        plain = torch_ops.attend(QUERY[index : index + 1], apart, call_of(position, 1), with_operations(impl))
         assert torch.equal(plain[0], verified[index])
     assert torch.equal(together.view(torch.uint8), apart.view(torch.uint8))
 
@@ -124,7 +128,7 @@ def test_large_values_are_clamped_and_nan_stays_in_its_slot() -> None:
     cache, impl = empty(), impl_with(HOST)
     bad = torch.full((2, KV_HEADS, SIZE), torch.nan)
     bad[0] = torch.inf
-    torch_ops.write_kv(bad, bad, cache, torch.tensor([BLOCK, 2 * BLOCK]), SPEC, impl)
+    torch_ops.write_kv(bad, bad, cache, torch.tensor([BLOCK, 2 * BLOCK]), with_operations(impl))
     read = impl.k_cache.fetch_from_cache(torch_ops.split_kv(cache)[0], torch.arange(NUM_BLOCKS))
     assert (read[1, :, 0] == 448 * SCALES[0]).all()
     assert read[2, :, 0].isnan().all()
@@ -152,7 +156,7 @@ def test_on_the_emulated_gaudi(card: Any, form: Any, scales: tuple[torch.Tensor,
         block_table_BW=call.block_table_BW.to("hpu"),
         flat=FlatBlocks(*listed.T.contiguous().to("hpu").unbind(0)),
     )
-    found = form(QUERY.to("hpu"), *pair.blocks(), on_card, SPEC, impl).cpu()
+    found = form(QUERY.to("hpu"), *pair.blocks(), on_card, with_operations(impl)).cpu()
     torch.testing.assert_close(found.double(), expected(doubled, largest=240.0), rtol=0.0, atol=1e-4)
 
 
@@ -193,7 +197,6 @@ def test_scales_of_the_checkpoint(monkeypatch: pytest.MonkeyPatch, warned: list[
     assert one.impl.kv_dtype is KV_DTYPE
     assert (one.impl.k_cache.input.scale, one.impl.v_cache.input.scale) == (0.5, 0.25)
     assert by_head.impl.v_cache.input.scale.tolist() == [[2.0], [4.0]]
-    assert one.impl._operations is one.impl
     assert not warned
 
 
@@ -253,7 +256,6 @@ def test_unquantized_kv_and_caches_of_quant_config_are_unchanged(monkeypatch: py
     plain, quantized = layer(), layer()
     quantize(monkeypatch, plain, cache_dtype="auto")
     assert plain.impl.kv_dtype is None
-    assert plain.impl._operations is PLAIN
     quantized.impl.make_layer_operations()
     quantized.impl.kv_dtype, caches = KV_DTYPE, (quantized.impl.k_cache, quantized.impl.v_cache)
     quantize(monkeypatch, quantized)

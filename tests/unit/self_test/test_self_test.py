@@ -247,7 +247,7 @@ def positions_share_their_noise() -> DeviceBackend:
 
 def padding_is_written_to_a_row() -> DeviceBackend:
     class Attention(CardAttention):
-        def write_kv(self, key_TKD: Any, value_TKD: Any, kv_cache: Any, slots_T: Any, spec: Any, *rest: Any) -> None:
+        def write_kv(self, key_TKD: Any, value_TKD: Any, kv_cache: Any, slots_T: Any, spec: Any) -> None:
             # Padding has the slots of block 0.
             slots_T = torch.where(slots_T < spec.block_size, slots_T + spec.block_size, slots_T)
             super().write_kv(key_TKD, value_TKD, kv_cache, slots_T, spec)
@@ -259,7 +259,7 @@ def seeing_too_much(num_queries: int) -> DeviceBackend:
     """The key after a query's own: padding, at the end of a row."""
 
     class Attention(CardAttention):
-        def attend(self, query_THD: Any, kv_cache: Any, call: Any, spec: Any, *rest: Any) -> torch.Tensor:
+        def attend(self, query_THD: Any, kv_cache: Any, call: Any, spec: Any) -> torch.Tensor:
             if call.num_queries == num_queries:
                 call = replace(call, starts_B=call.starts_B + 1, _plans={})
             return super().attend(query_THD, kv_cache, call, spec)
@@ -282,7 +282,7 @@ class Sees(CardAttention):
         super().__init__()
         self._change = change
 
-    def attend(self, query_THD: Any, kv_cache: Any, call: Any, spec: Any, *rest: Any) -> torch.Tensor:
+    def attend(self, query_THD: Any, kv_cache: Any, call: Any, spec: Any) -> torch.Tensor:
         return super().attend(query_THD, kv_cache, *self._change(call, spec))
 
 
@@ -331,8 +331,8 @@ def long_chunks_lose_the_groups_after_the_first() -> DeviceBackend:
     """As a Gaudi 3 was seen to: lesson A31."""
 
     class Attention(CardAttention):
-        def attend(self, query_THD: Any, kv_cache: Any, call: Any, spec: Any, *rest: Any) -> torch.Tensor:
-            attended = super().attend(query_THD, kv_cache, call, spec, *rest)
+        def attend(self, query_THD: Any, kv_cache: Any, call: Any, spec: Any) -> torch.Tensor:
+            attended = super().attend(query_THD, kv_cache, call, spec)
             if call.num_queries >= 1024:
                 attended.view(len(query_THD), spec.num_heads, -1)[:, spec.num_heads // spec.num_kv_heads :] *= 2
             return attended
@@ -426,7 +426,7 @@ class ReadsOwnKV(CardAttention):
         super().__init__()
         self._scale = scale
 
-    def attend(self, query_THD: Any, kv_cache: Any, call: Any, spec: Any, *rest: Any) -> torch.Tensor:
+    def attend(self, query_THD: Any, kv_cache: Any, call: Any, spec: Any) -> torch.Tensor:
         if call.own_kv is not None:
             positions_BQ = call.starts_B[:, None] + torch.arange(call.num_queries)
             blocks_BQ = call.block_table_BW.gather(1, positions_BQ // spec.block_size)

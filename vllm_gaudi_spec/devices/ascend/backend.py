@@ -17,7 +17,6 @@ from vllm.logger import init_logger
 from vllm_gaudi_spec import environment
 from vllm_gaudi_spec.attention import padded
 from vllm_gaudi_spec.attention.metadata import AttentionCall, AttentionLayerSpec
-from vllm_gaudi_spec.attention.operations import PLAIN, Operations
 from vllm_gaudi_spec.config import in_one_line
 from vllm_gaudi_spec.devices.ascend import attention as ascend_attention
 from vllm_gaudi_spec.devices.ascend import downloads, errors
@@ -228,12 +227,11 @@ class AscendAttention(PairAttention):
         kv_cache: KVPair,
         slots_T: torch.Tensor,
         spec: AttentionLayerSpec,
-        operations: Operations = PLAIN,
     ) -> None:
         keys, values = kv_cache.blocks()
         fused = self._scatter_kv is not None and key_TKD.dtype in self.fused_dtypes
         if value_TKD is None or values is None or not fused:
-            kv_cache.write(key_TKD, value_TKD, slots_T, operations)
+            kv_cache.write(key_TKD, value_TKD, slots_T, spec.operations)
         else:
             # The operation refuses more tokens than the cache has slots, as steps of the profile run have.
             num_slots = keys.shape[0] * keys.shape[1]
@@ -243,12 +241,7 @@ class AscendAttention(PairAttention):
                 self._scatter_kv(key, value, keys, values, slots, cache_mode="Norm")
 
     def attend(
-        self,
-        query_THD: torch.Tensor,
-        kv_cache: KVPair,
-        call: AttentionCall,
-        spec: AttentionLayerSpec,
-        operations: Operations = PLAIN,
+        self, query_THD: torch.Tensor, kv_cache: KVPair, call: AttentionCall, spec: AttentionLayerSpec
     ) -> torch.Tensor:
         num_keys = ascend_attention.num_keys(call, spec)
         if self._fused is not None and ascend_attention.takes(spec, call.num_queries, num_keys, self.fused_dtypes):
@@ -257,4 +250,4 @@ class AscendAttention(PairAttention):
             return ascend_attention.attend(
                 self._fused, self._captures, query_THD, kv_cache, call, spec, adds_up_blocks=adds_up_blocks, mask=mask
             )
-        return padded.attend(query_THD, *kv_cache.blocks(), call, spec, operations)
+        return padded.attend(query_THD, *kv_cache.blocks(), call, spec)

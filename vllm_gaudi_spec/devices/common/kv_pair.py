@@ -98,21 +98,15 @@ class PairAttention(Attention):
         kv_cache: KVPair,
         slots_T: torch.Tensor,
         spec: AttentionLayerSpec,
-        operations: Operations = PLAIN,
     ) -> None:
-        kv_cache.write(key_TKD, value_TKD, slots_T, operations)
+        kv_cache.write(key_TKD, value_TKD, slots_T, spec.operations)
 
     def attend(
-        self,
-        query_THD: torch.Tensor,
-        kv_cache: KVPair,
-        call: AttentionCall,
-        spec: AttentionLayerSpec,
-        operations: Operations = PLAIN,
+        self, query_THD: torch.Tensor, kv_cache: KVPair, call: AttentionCall, spec: AttentionLayerSpec
     ) -> torch.Tensor:
         if call.packed is not None:  # never if the device captures
-            return torch_ops.attend_packed(self.attend, query_THD, kv_cache, call, spec, operations)
-        return padded.attend(query_THD, *kv_cache.blocks(), call, spec, operations)
+            return torch_ops.attend_packed(self.attend, query_THD, kv_cache, call, spec)
+        return padded.attend(query_THD, *kv_cache.blocks(), call, spec)
 
 
 def allocate(kv_cache_config: KVCacheConfig, device: torch.device) -> dict[str, KVPair]:

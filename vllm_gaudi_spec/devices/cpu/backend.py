@@ -14,7 +14,6 @@ from vllm.logger import init_logger
 
 from vllm_gaudi_spec.attention import torch_ops
 from vllm_gaudi_spec.attention.metadata import AttentionCall, AttentionLayerSpec, KVShape, SpanRows
-from vllm_gaudi_spec.attention.operations import PLAIN, Operations
 from vllm_gaudi_spec.devices.base import Attention, DeviceBackend, DeviceTraits, Memory, Weights
 from vllm_gaudi_spec.devices.common import host_memory
 from vllm_gaudi_spec.devices.cpu import formats as cpu_formats
@@ -114,18 +113,12 @@ class CpuAttention(Attention):
         kv_cache: torch.Tensor,
         slots_T: torch.Tensor,
         spec: AttentionLayerSpec,
-        operations: Operations = PLAIN,
     ) -> None:
         keys, values = _split_cache(kv_cache)
         vllm_ops.cpu_attn_reshape_and_cache(key_TKD, value_TKD, keys, values, slots_T, _choose_instruction_set(spec))
 
     def attend(
-        self,
-        query_THD: torch.Tensor,
-        kv_cache: torch.Tensor,
-        call: AttentionCall,
-        spec: AttentionLayerSpec,
-        operations: Operations = PLAIN,
+        self, query_THD: torch.Tensor, kv_cache: torch.Tensor, call: AttentionCall, spec: AttentionLayerSpec
     ) -> torch.Tensor:
         keys, values = _split_cache(kv_cache)
         rows = call.plan(("rows", spec.is_causal), lambda: _build_rows(call, spec))

@@ -9,7 +9,7 @@ from torch import nn
 
 from vllm_gaudi_spec.attention import padded
 from vllm_gaudi_spec.attention.metadata import AttentionCall, AttentionLayerSpec
-from vllm_gaudi_spec.attention.operations import PLAIN, Operations, finite
+from vllm_gaudi_spec.attention.operations import finite
 from vllm_gaudi_spec.config import UnsupportedConfigError
 from vllm_gaudi_spec.devices.base import DeviceBackend, DeviceTraits
 from vllm_gaudi_spec.devices.common.kv_pair import KVPair, PairAttention
@@ -96,7 +96,6 @@ class CudaAttention(PairAttention):
         kv_cache: KVPair,
         slots_T: torch.Tensor,
         spec: AttentionLayerSpec,
-        operations: Operations = PLAIN,
     ) -> None:
         from vllm_gaudi_spec.devices.cuda import attention
 
@@ -106,12 +105,7 @@ class CudaAttention(PairAttention):
             attention.write_kv(key_TKD, value_TKD, kv_cache, slots_T)
 
     def attend(
-        self,
-        query_THD: torch.Tensor,
-        kv_cache: KVPair,
-        call: AttentionCall,
-        spec: AttentionLayerSpec,
-        operations: Operations = PLAIN,
+        self, query_THD: torch.Tensor, kv_cache: KVPair, call: AttentionCall, spec: AttentionLayerSpec
     ) -> torch.Tensor:
         from vllm_gaudi_spec.devices.cuda import attention
 

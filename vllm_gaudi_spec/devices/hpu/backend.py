@@ -20,7 +20,6 @@ from vllm.logger import init_logger
 
 from vllm_gaudi_spec.attention import flat, padded
 from vllm_gaudi_spec.attention.metadata import AttentionCall, AttentionLayerSpec
-from vllm_gaudi_spec.attention.operations import PLAIN, Operations
 from vllm_gaudi_spec.config import GAUDI2, GAUDI3
 from vllm_gaudi_spec.devices.base import DeviceBackend, DeviceTraits, Graphs, Memory, Weights
 from vllm_gaudi_spec.devices.common.arguments import flatten, make_key
@@ -281,20 +280,15 @@ class HpuAttention(PairAttention):
         self._fuses_sinks = _has_argument(self._fused_sdpa, "sink") and _passes_sinks_on()
 
     def attend(
-        self,
-        query_THD: torch.Tensor,
-        kv_cache: KVPair,
-        call: AttentionCall,
-        spec: AttentionLayerSpec,
-        operations: Operations = PLAIN,
+        self, query_THD: torch.Tensor, kv_cache: KVPair, call: AttentionCall, spec: AttentionLayerSpec
     ) -> torch.Tensor:
         keys, values = kv_cache.blocks()
         if call.flat is not None:
-            return flat.attend(query_THD, keys, values, call, spec, operations)
+            return flat.attend(query_THD, keys, values, call, spec)
         if values is None or not self._can_fuse(spec):
             # The fused kernel is not documented for the sizes of latent keys.
-            return padded.attend(query_THD, keys, values, call, spec, operations)
-        return self._attend_fused(query_THD, keys, values, call, spec, operations)
+            return padded.attend(query_THD, keys, values, call, spec)
+        return self._attend_fused(query_THD, keys, values, call, spec)
 
     def _can_fuse(self, spec: AttentionLayerSpec) -> bool:
         """Whether the fused kernel supports a layer.
@@ -312,12 +306,11 @@ class HpuAttention(PairAttention):
         values_NSKD: torch.Tensor,
         call: AttentionCall,
         spec: AttentionLayerSpec,
-        operations: Operations,
     ) -> torch.Tensor:
         """Attend with prompt chunks over everything cached for their rows, themselves included."""
         query_BHQD = query_THD.unflatten(0, (call.num_rows, call.num_queries)).transpose(1, 2)
-        keys_BKSD = padded.gather_rows(keys_NSKD, call.block_table_BW, operations.k_cache)
-        values_BKSD = padded.gather_rows(values_NSKD, call.block_table_BW, operations.v_cache)
+        keys_BKSD = padded.gather_rows(keys_NSKD, call.block_table_BW, spec.operations.k_cache)
+        values_BKSD = padded.gather_rows(values_NSKD, call.block_table_BW, spec.operations.v_cache)
         mask = call.plan(("mask", spec.mask_key, spec.dtype), lambda: _build_mask(call, spec))
         softmax_mode = "None" if spec.dtype != torch.bfloat16 else _SOFTMAX_MODES.get(spec.model_type, "fast")
         # Only positional arguments are documented: no dropout mask, no probabilities, no window.
