@@ -84,6 +84,8 @@ class SpecPlatform(Platform):
     takes_device_ids = False
     """Whether each process sees all cards and uses one of those that --device-ids names. Otherwise the environment
     decides which cards it sees."""
+    layers: ClassVar[str]
+    """The module of the device's layers, whose import registers them with vLLM."""
 
     @classmethod
     def pre_register_and_update(cls, parser: FlexibleArgumentParser | None = None) -> None:
@@ -186,6 +188,25 @@ class SpecPlatform(Platform):
             raise VLLMValidationError(reason)
 
     @classmethod
+    def import_ir_kernels(cls) -> None:
+        super().import_ir_kernels()
+        cls._norms()
+
+    @classmethod
+    def get_default_ir_op_priority(cls, vllm_config: VllmConfig) -> IrOpPriorityConfig:
+        from vllm.config.kernel import IrOpPriorityConfig
+
+        norms = [cls._norms(), "native"]
+        return IrOpPriorityConfig.with_default(["native"], rms_norm=norms, fused_add_rms_norm=norms)
+
+    @classmethod
+    def _norms(cls) -> str:
+        """Return the name under which vLLM's IR knows the device's norms."""
+        load_backend()  # a data-parallel engine calls this before a worker has loaded the device's software
+        provider: str = importlib.import_module(cls.layers).PROVIDER
+        return provider
+
+    @classmethod
     def manual_seed_all(cls, seed: int) -> None:
         torch.manual_seed(seed)
 
@@ -228,8 +249,6 @@ class CapturingPlatform(SpecPlatform):
     simple_compile_backend = "eager"
     loads_on_host = False
     """Whether weights are assembled on the host and copied once, which saves thousands of small graphs."""
-    layers: ClassVar[str]
-    """The module of the device's layers, whose import registers them with vLLM."""
 
     @property
     def supported_dtypes(self) -> list[torch.dtype]:
@@ -251,25 +270,6 @@ class CapturingPlatform(SpecPlatform):
     @classmethod
     def import_kernels(cls) -> None:
         """No-op: vLLM's compiled operations are for other devices."""
-
-    @classmethod
-    def import_ir_kernels(cls) -> None:
-        super().import_ir_kernels()
-        cls._norms()
-
-    @classmethod
-    def get_default_ir_op_priority(cls, vllm_config: VllmConfig) -> IrOpPriorityConfig:
-        from vllm.config.kernel import IrOpPriorityConfig
-
-        norms = [cls._norms(), "native"]
-        return IrOpPriorityConfig.with_default(["native"], rms_norm=norms, fused_add_rms_norm=norms)
-
-    @classmethod
-    def _norms(cls) -> str:
-        """Return the name under which vLLM's IR knows the device's norms."""
-        load_backend()  # a data-parallel engine calls this before a worker has loaded the device's software
-        provider: str = importlib.import_module(cls.layers).PROVIDER
-        return provider
 
     @classmethod
     def get_device_name(cls, device_id: int = 0) -> str:

@@ -21,7 +21,6 @@ from vllm_gaudi_spec.upstream.platforms import CpuPlatform, get_visible_memory_n
 
 if TYPE_CHECKING:
     from vllm.config import VllmConfig
-    from vllm.config.kernel import IrOpPriorityConfig
 
 _CPU_RAY_EXECUTOR = "vllm_gaudi_spec.platforms.ray.CpuRayExecutor"
 
@@ -36,6 +35,7 @@ class CpuSpecPlatform(SpecPlatform, CpuPlatform):
     # The operations of a step are too small to benefit from compiled helpers, and Inductor takes seconds.
     simple_compile_backend = "eager"
     ray_device_key = "CPU"
+    layers = "vllm_gaudi_spec.devices.cpu.layers"
 
     @property
     def supported_dtypes(self) -> list[torch.dtype]:
@@ -78,23 +78,11 @@ class CpuSpecPlatform(SpecPlatform, CpuPlatform):
     def import_ir_kernels(cls) -> None:
         # Called by each worker before it loads a model.
         super().import_ir_kernels()
-        from vllm_gaudi_spec.devices.cpu import activations, norms, rotary  # noqa: F401  (registers them)
         from vllm_gaudi_spec.devices.cpu import linear as cpu_linear
 
         upstream.choose_cpu_linears(cpu_linear.pack)
         upstream.assign_cpu_experts()
         upstream.score_cpu_experts_by_sigmoid()
-
-    @classmethod
-    def get_default_ir_op_priority(cls, vllm_config: VllmConfig) -> IrOpPriorityConfig:
-        from vllm.config.kernel import IrOpPriorityConfig
-
-        from vllm_gaudi_spec.devices.cpu import norms as cpu_norms
-
-        norms = [cpu_norms.PROVIDER] if cpu_norms.available() else []
-        return IrOpPriorityConfig.with_default(
-            ["native"], rms_norm=[*norms, "native"], fused_add_rms_norm=[*norms, "native"]
-        )
 
     @classmethod
     def update_block_size_for_backend(cls, vllm_config: VllmConfig) -> None:

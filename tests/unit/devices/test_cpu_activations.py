@@ -6,7 +6,7 @@ import torch
 from vllm.config import VllmConfig, set_current_vllm_config
 from vllm.model_executor.layers.activation import SiluAndMul
 
-from vllm_gaudi_spec.devices.cpu.activations import CpuSiluAndMul
+from vllm_gaudi_spec.devices.cpu.layers import CpuSiluAndMul
 
 
 def test_gated_activation_has_the_bits_of_vllm() -> None:

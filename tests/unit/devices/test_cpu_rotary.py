@@ -7,7 +7,7 @@ import torch
 from vllm.config import VllmConfig, set_current_vllm_config
 from vllm.model_executor.layers.rotary_embedding.base import RotaryEmbedding
 
-from vllm_gaudi_spec.devices.cpu import rotary  # noqa: F401  (registers it)
+from vllm_gaudi_spec.devices.cpu import layers  # noqa: F401  (registers it)
 
 TOKENS, HEADS, KV_HEADS, SIZE = 7, 4, 2, 16
 
