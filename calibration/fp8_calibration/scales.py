@@ -18,7 +18,7 @@ import numpy as np
 import torch
 
 from vllm_gaudi_spec.config import E4M3_MAX, GAUDI2, GAUDI3
-from vllm_gaudi_spec.quantization.files import SCALED, LinearShape, Node, QuantFilesError, Record
+from vllm_gaudi_spec.quantization.files import SCALED, LinearShape, Node, Part, QuantFilesError, Record
 
 _BITS = torch.bfloat16
 
@@ -128,7 +128,7 @@ class _Maker:
         # A channel of zeros gets a scale that is not zero, since it is divided by.
         channels = torch.clamp(by_channel / (self.card.largest * _WEIGHT_SHARE), min=_TINY)
         weight = self.method.weight(channels, self.card)
-        columns = torch.ones(shape.local_columns(measured.world), dtype=_BITS)
+        columns = torch.ones(_count_columns(shape, measured.world), dtype=_BITS)
         return _stored([scale], own_output or [weight * scale], {"weight": {0: weight, 1: columns}})
 
     def _activation(self, values: np.ndarray) -> torch.Tensor:
@@ -254,7 +254,7 @@ def _check_shapes(record: Record, world: int) -> None:
                 "observer maxabs"
             )
         if name in record.linears:
-            record.linears[name].local_columns(world)
+            _count_columns(record.linears[name], world)
 
 
 def _largest(name: str, nodes: Sequence[Node]) -> Node:
@@ -284,12 +284,12 @@ def _whole_weight(name: str, shape: LinearShape | None, weights: Sequence[np.nda
     assert shape is not None
     if len(weights) < world:
         raise QuantFilesError(f"{name} is missing on {world - len(weights)} of {world} ranks")
-    parts = [_split(name, weight, shape.local_parts(world)) for weight in weights]
+    parts = [_split(name, weight, _count_rows(shape, world)) for weight in weights]
     return np.concatenate(
         [
             parts[rank][index]
             for index, part in enumerate(shape.parts)
-            for rank in range(0, world, world // part.owners(world))
+            for rank in range(0, world, world // _count_owners(part, world))
         ]
     )
 
@@ -300,11 +300,40 @@ def _local(name: str, node: Node, shape: LinearShape | None, rank: int, world: i
         return node
     assert shape is not None
     shares = []
-    sizes = zip(shape.parts, _split(name, weight, shape.local_parts(1)), shape.local_parts(world), strict=True)
+    sizes = zip(shape.parts, _split(name, weight, _count_rows(shape, 1)), _count_rows(shape, world), strict=True)
     for part, rows, size in sizes:
-        turn = rank // (world // part.owners(world))
+        turn = rank // (world // _count_owners(part, world))
         shares.append(rows[turn * size : (turn + 1) * size])
     return replace(node, params=node.params | {_WEIGHT: np.concatenate(shares)})
+
+
+def _count_owners(part: Part, world: int) -> int:
+    """Return how many ranks hold different rows."""
+    return min(world, part.heads) if part.heads else world
+
+
+def _count_rows(shape: LinearShape, world: int) -> list[int]:
+    """Return how many rows of each part a rank holds."""
+    if shape.axis != "rows":
+        return [part.rows for part in shape.parts]
+    counts = []
+    for part in shape.parts:
+        owners = _count_owners(part, world)
+        if part.rows % owners or world % owners or (part.heads and part.heads % owners):
+            raise QuantFilesError(
+                f"{part.rows} output channels in {part.heads or 1} heads do not spread over {world} ranks"
+            )
+        counts.append(part.rows // owners)
+    return counts
+
+
+def _count_columns(shape: LinearShape, world: int) -> int:
+    """Return how many columns a rank holds."""
+    if shape.axis != "columns":
+        return shape.columns
+    if shape.columns % world:
+        raise QuantFilesError(f"{shape.columns} input channels do not spread over {world} ranks")
+    return shape.columns // world
 
 
 def _is_cut(shape: LinearShape | None, weight: np.ndarray) -> bool:

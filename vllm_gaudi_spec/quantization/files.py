@@ -50,18 +50,6 @@ class Part:
     heads: int = 0
     """The number of heads, or 0 if rows may be split anywhere. With more ranks than heads, ranks hold copies."""
 
-    def owners(self, world: int) -> int:
-        """Return how many ranks hold different rows."""
-        return min(world, self.heads) if self.heads else world
-
-    def local_rows(self, world: int) -> int:
-        rows, rest = divmod(self.rows, self.owners(world))
-        if rest or world % self.owners(world) or (self.heads and self.heads % self.owners(world)):
-            raise QuantFilesError(
-                f"{self.rows} output channels in {self.heads or 1} heads do not spread over {world} ranks"
-            )
-        return rows
-
 
 @dataclass(frozen=True)
 class LinearShape:
@@ -70,17 +58,6 @@ class LinearShape:
     axis: Literal["rows", "columns", "whole"]
     parts: tuple[Part, ...]
     columns: int
-
-    def local_parts(self, world: int) -> list[int]:
-        return [part.local_rows(world) if self.axis == "rows" else part.rows for part in self.parts]
-
-    def local_columns(self, world: int) -> int:
-        if self.axis != "columns":
-            return self.columns
-        columns, rest = divmod(self.columns, world)
-        if rest:
-            raise QuantFilesError(f"{self.columns} input channels do not spread over {world} ranks")
-        return columns
 
 
 @dataclass

@@ -7,9 +7,9 @@ from dataclasses import replace
 import numpy as np
 import pytest
 
-from fp8_calibration.scales import SCALE_METHODS, expand, make_scales, merge, unify
+from fp8_calibration.scales import SCALE_METHODS, _count_rows, expand, make_scales, merge, unify
 from tests.support.measurements import HEAD, HEADS, INNER, KV_HEADS, measured, same
-from vllm_gaudi_spec.quantization.files import Node, QuantFilesError, Record
+from vllm_gaudi_spec.quantization.files import LinearShape, Node, Part, QuantFilesError, Record
 
 QKV, GATE_UP, O_PROJ = (
     f"model.layers.0.{name}" for name in ("self_attn.qkv_proj", "mlp.gate_up_proj", "self_attn.o_proj")
@@ -132,3 +132,9 @@ def test_input_channels_that_do_not_spread_are_refused() -> None:
     odd = {name: replace(shape, columns=33) if name == O_PROJ else shape for name, shape in whole.linears.items()}
     with pytest.raises(QuantFilesError, match="33 input channels do not spread over 2 ranks"):
         expand(replace(whole, linears=odd), 2)
+
+
+def test_parts_that_ranks_cannot_split_are_refused() -> None:
+    assert _count_rows(LinearShape("rows", (Part(64, 8), Part(16, 2)), 32), 4) == [16, 8]
+    with pytest.raises(QuantFilesError, match="do not spread over 3 ranks"):
+        _count_rows(LinearShape("rows", (Part(64, 8),), 32), 3)

@@ -16,7 +16,7 @@ import pytest
 from fp8_calibration.scales import expand
 from tests.support.measurements import MODEL, measured, same
 from vllm_gaudi_spec.quantization import files
-from vllm_gaudi_spec.quantization.files import LinearShape, Part, QuantFilesError
+from vllm_gaudi_spec.quantization.files import QuantFilesError
 from vllm_gaudi_spec.quantization.pickles import list_calls
 
 
@@ -158,12 +158,6 @@ def test_file_instead_of_folder_is_named(tmp_path: Path) -> None:
     (tmp_path / "stats").write_text("")
     with pytest.raises(QuantFilesError, match=r"stats/.* cannot be written: "):
         files.write(tmp_path / "stats" / "inc", measured())
-
-
-def test_parts_that_ranks_cannot_split_are_refused() -> None:
-    assert LinearShape("rows", (Part(64, 8), Part(16, 2)), 32).local_parts(4) == [16, 8]
-    with pytest.raises(QuantFilesError, match="do not spread over 3 ranks"):
-        LinearShape("rows", (Part(64, 8),), 32).local_parts(3)
 
 
 class Bomb:

@@ -11,11 +11,6 @@ def free() -> int:
     return int(psutil.virtual_memory().available)
 
 
-def measure_children() -> int:
-    """Return the memory that child processes have for themselves alone, in bytes."""
-    return sum(child.memory_full_info().uss for child in psutil.Process().children(recursive=True))
-
-
 def choose_kv_bytes(utilization: float, less: int = 0) -> int:
     """Return the size of the KV cache. `less` is memory that will be taken before the cache is allocated."""
     # Unlike a card's memory, the host's has other users, and zeroing it takes time at every start.

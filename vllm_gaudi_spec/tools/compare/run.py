@@ -11,6 +11,8 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, TextIO
 
+import psutil
+
 from vllm_gaudi_spec.config import in_one_line
 from vllm_gaudi_spec.devices import DEVICES, describe_device, refuse_unknown_device
 from vllm_gaudi_spec.devices.common import host_memory
@@ -128,7 +130,7 @@ class Comparison:
         for name in names:
             self.load(name, shared, runs)
             if list(runs) == [names[0]] == [name] and (
-                reason := explain_lack_of_memory(len(names), host_memory.measure_children(), host_memory.free())
+                reason := explain_lack_of_memory(len(names), _measure_children(), host_memory.free())
             ):
                 self.why_one_by_one = reason
                 self.log(f"the engines run one after the other: {reason}")
@@ -320,3 +322,8 @@ def main(arguments: Sequence[str], command: Sequence[str]) -> int:
 
 if __name__ == "__main__":
     sys.exit(main(sys.argv[1:], command=("gaudi-spec", "demo")))
+
+
+def _measure_children() -> int:
+    """Return the memory that child processes have for themselves alone, in bytes."""
+    return sum(child.memory_full_info().uss for child in psutil.Process().children(recursive=True))
