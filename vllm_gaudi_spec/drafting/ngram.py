@@ -25,7 +25,6 @@ if TYPE_CHECKING:
 
 class NgramProposer:
     def __init__(self, min_ngram: int, max_ngram: int) -> None:
-        _check_sizes(min_ngram, max_ngram)
         self.min_ngram, self.max_ngram = min_ngram, max_ngram
 
     @classmethod
@@ -69,7 +68,6 @@ class DeviceNgramProposer(DeviceProposer):
     """N-gram drafting for all rows at once, on the device. The work depends on the shapes alone."""
 
     def __init__(self, min_ngram: int, max_ngram: int) -> None:
-        _check_sizes(min_ngram, max_ngram)
         self.min_ngram, self.max_ngram = min_ngram, max_ngram
 
     @classmethod
@@ -105,10 +103,3 @@ class DeviceNgramProposer(DeviceProposer):
         rank_BM = torch.where(size_BM >= self.min_ngram, size_BM * width + end_M, -1)
         best_B1 = rank_BM.amax(1, keepdim=True)
         return torch.where(best_B1 >= 0, lengths_B1 - 1 - best_B1 % width, 0)
-
-
-def _check_sizes(min_ngram: int, max_ngram: int) -> None:
-    if not 1 <= min_ngram <= max_ngram:
-        raise ValueError(
-            f"Invalid n-gram sizes {min_ngram} to {max_ngram}: set 1 <= prompt_lookup_min <= prompt_lookup_max."
-        )

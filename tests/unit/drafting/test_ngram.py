@@ -136,10 +136,3 @@ def test_device_graph_depends_only_on_shapes() -> None:
     again = (rows.flip(0), history.roll(1, 0), lengths.flip(0), wanted.flip(0))
     for exported, eager in zip(graph(*again), Graph()(*again), strict=True):
         assert torch.equal(exported, eager)
-
-
-@pytest.mark.parametrize("sizes", [(0, 3), (4, 3)])
-@pytest.mark.parametrize("proposer", [NgramProposer, DeviceNgramProposer])
-def test_invalid_sizes_are_refused(proposer: type, sizes: tuple[int, int]) -> None:
-    with pytest.raises(ValueError, match="prompt_lookup_min"):
-        proposer(*sizes)
