@@ -16,16 +16,6 @@ import torch
 from vllm_gaudi_spec.devices.common.arguments import flatten, get_name, rebuild
 
 
-class Form(NamedTuple):
-    shape: torch.Size
-    dtype: torch.dtype
-    device: torch.device
-
-    @classmethod
-    def of(cls, tensor: torch.Tensor) -> Form:
-        return cls(tensor.shape, tensor.dtype, tensor.device)
-
-
 class Recorded(Protocol):
     def replay(self) -> None: ...
 
@@ -48,20 +38,21 @@ class Captures:
         self._runtime = runtime
         self._new_graph = new_graph
         self._device = device
-        self._buffers: dict[tuple[int, Form], torch.Tensor] = {}
+        self._buffers: dict[Hashable, torch.Tensor] = {}
         self._stream: Any = None
         self._pool: Any = None
         self._keeper: Any = None
         """An empty graph: a memory pool that lost its last graph, as between two engines, cannot be used again."""
 
-    def buffer(self, index: int, form: Form) -> torch.Tensor:
-        """Return the buffer for the argument at `index` of any graph.
+    def buffer(self, index: int, like: torch.Tensor) -> torch.Tensor:
+        """Return the buffer for the argument at `index` of any graph that gets a tensor like this there.
 
         It is filled right before a graph runs, in stream order, or at once if it is on the host.
         """
-        if (index, form) not in self._buffers:
-            self._buffers[index, form] = torch.empty(form.shape, dtype=form.dtype, device=form.device)
-        return self._buffers[index, form]
+        key = index, like.shape, like.dtype, like.device
+        if key not in self._buffers:
+            self._buffers[key] = torch.empty(like.shape, dtype=like.dtype, device=like.device)
+        return self._buffers[key]
 
     def record(self, run: Callable[[], None]) -> Recorded:
         """Capture `run` as a graph, without computing."""
@@ -135,7 +126,7 @@ class Graphed:
         Capturing computes nothing, so side effects happen once, even if a graph is first needed while requests are
         served.
         """
-        buffers = [self._captures.buffer(i, Form.of(tensor)) for i, tensor in enumerate(tensors)]
+        buffers = [self._captures.buffer(i, tensor) for i, tensor in enumerate(tensors)]
         for buffer, tensor in zip(buffers, tensors, strict=True):
             buffer.copy_(tensor)
         arguments = rebuild(buffers, rest)
