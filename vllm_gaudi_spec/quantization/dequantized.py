@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import copy
 from collections.abc import Callable, Iterable, Iterator
-from contextlib import contextmanager
 from contextvars import ContextVar
 from typing import TYPE_CHECKING, Any
 
@@ -148,18 +147,12 @@ def _report_dequantized(model: ModelConfig, reason: str) -> None:
 def _leave_to_vllm(vllm_config: VllmConfig, model: ModelConfig) -> None:
     from vllm.config import VllmConfig as Config
 
-    with _leaving_to_vllm():
+    token = _left_to_vllm.set(True)
+    try:
         model.quantization = None
         model._verify_quantization()
         if model is vllm_config.model_config:
             vllm_config.quant_config = Config.get_quantization_config(model, vllm_config.load_config)
-
-
-@contextmanager
-def _leaving_to_vllm() -> Iterator[None]:
-    token = _left_to_vllm.set(True)
-    try:
-        yield
     finally:
         _left_to_vllm.reset(token)
 

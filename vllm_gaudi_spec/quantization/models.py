@@ -64,8 +64,9 @@ class Quantization:
                 "%s: %s of %s stay in the model's dtype.", self.quant_config.option, " and ".join(left), self.model
             )
         for name, module in model.named_modules():
-            if isinstance(module, RectangleAttentionImpl) and module not in latent and self._takes_any(name):
-                module.make_layer_operations()
+            if isinstance(module, RectangleAttentionImpl) and module not in latent:
+                if any(self.quant_config.takes(f"{name}.{part}", kind) for part, kind in OWN.items()):
+                    module.make_layer_operations()
         load_context = LoadContext(
             model=self.model,
             rank=get_tensor_model_parallel_rank(),
@@ -74,9 +75,6 @@ class Quantization:
             apart=shared | latent,
         )
         return backend.weights.quantize(model, self.quant_config, load_context)
-
-    def _takes_any(self, name: str) -> bool:
-        return any(self.quant_config.takes(f"{name}.{part}", kind) for part, kind in OWN.items())
 
 
 def _latent(model: nn.Module) -> Iterator[nn.Module]:

@@ -8,8 +8,12 @@ from typing import TYPE_CHECKING
 from vllm_gaudi_spec.config import UnsupportedConfigError
 from vllm_gaudi_spec.refusals.features import adapter_refusals, batch_invariance_refusals, feature_refusals
 from vllm_gaudi_spec.refusals.files import damage_refusals, find_weight_files, other_file_refusals
-from vllm_gaudi_spec.refusals.formats import format_refusals, quantization_refusals, weight_refusals
-from vllm_gaudi_spec.refusals.kv_scales import kv_scale_refusals
+from vllm_gaudi_spec.refusals.formats import (
+    format_refusals,
+    kv_scale_refusals,
+    quantization_refusals,
+    weight_refusals,
+)
 from vllm_gaudi_spec.refusals.models import expert_refusals, model_refusals
 from vllm_gaudi_spec.refusals.requests import check_constraint_size, check_logit_edits, check_request
 from vllm_gaudi_spec.refusals.speculation import list_installed_logits_processors, speculation_refusals

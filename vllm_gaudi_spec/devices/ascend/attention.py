@@ -184,7 +184,7 @@ def attend(
         parts = _split_under_dense_mask(query_THD, out_THD, call, spec, keys.shape[0], adds_up_blocks)
     else:
         parts = _split_under_compressed_mask(query_THD, out_THD, call, spec, mask, keys.shape[0], adds_up_blocks)
-    sums = _make_unused_sums(out_THD)
+    sums = torch.empty(1, dtype=torch.float32, device=out_THD.device)  # the second result, which is not used
     for part in parts:
         captures.issue(fused, shared | part.arguments, part.lengths, [part.out, sums])
     return out_THD
@@ -341,13 +341,3 @@ def _build_chunk_arguments(window: int | None) -> dict[str, Any]:
     if window is None:
         return form | dict(sparse_mode=_CAUSAL, pre_tokens=_EVERYTHING, next_tokens=_EVERYTHING)
     return form | dict(sparse_mode=_WINDOW, pre_tokens=window - 1, next_tokens=0)
-
-
-def num_keys(call: AttentionCall, spec: AttentionLayerSpec) -> int:
-    """Return how many keys each row's table has room for."""
-    return call.block_table_BW.shape[1] * spec.block_size
-
-
-def _make_unused_sums(out: torch.Tensor) -> torch.Tensor:
-    """Return memory for the operation's second result, which is not used."""
-    return torch.empty(1, dtype=torch.float32, device=out.device)

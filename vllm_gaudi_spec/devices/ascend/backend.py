@@ -243,7 +243,7 @@ class AscendAttention(PairAttention):
     def attend(
         self, query_THD: torch.Tensor, kv_cache: KVPair, call: AttentionCall, spec: AttentionLayerSpec
     ) -> torch.Tensor:
-        num_keys = ascend_attention.num_keys(call, spec)
+        num_keys = call.block_table_BW.shape[1] * spec.block_size
         if self._fused is not None and ascend_attention.takes(spec, call.num_queries, num_keys, self.fused_dtypes):
             mask = self._choose_prompt_mask(spec) if ascend_attention.takes_compressed_masks(spec, call) else None
             adds_up_blocks = self._adds_up_blocks(spec, call.num_queries, mask)

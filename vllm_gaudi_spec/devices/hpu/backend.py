@@ -383,16 +383,13 @@ def mark_layers(model: nn.Module, mark_step: Callable[[], None], every: int) -> 
     inside: set[nn.Module] = set()
     for module in model.modules():
         if isinstance(module, nn.ModuleList) and module not in inside:
-            for layer in filter(_has_attention, module):
-                layers.append(layer)
-                inside.update(layer.modules())
+            for layer in module:
+                if any(isinstance(part, AttentionLayerBase) for part in layer.modules()):
+                    layers.append(layer)
+                    inside.update(layer.modules())
     for number, layer in enumerate(layers, start=1):
         if every and number % every == 0:
             layer.register_forward_hook(lambda *_: mark_step())
-
-
-def _has_attention(module: nn.Module) -> bool:
-    return any(isinstance(part, AttentionLayerBase) for part in module.modules())
 
 
 def _move_plain_tensors(model: nn.Module, device: torch.device) -> None:
