@@ -397,21 +397,3 @@ class WorkerCounts(NamedTuple):
     """Number of real tokens in prompt chunks."""
     num_prefill_padding: int = 0
     """Number of tokens of padding that were computed with them."""
-
-
-class WarmUpWork(NamedTuple):
-    """The graphs that warm-up makes, by kind, for estimates."""
-
-    forwards: tuple[Shape, ...]
-    """Forwards of the target."""
-    num_passes: int
-    """Number of sampling passes, reports and prompt scorings."""
-    num_pass_sizes: int
-    """Number of distinct sizes of sampling passes, whatever their branch."""
-    num_drafter_runs: int
-    num_ranks: int
-    """Number of ranks that the target is split over."""
-
-    @property
-    def num_graphs(self) -> int:
-        return len(self.forwards) + self.num_passes + self.num_drafter_runs

@@ -27,7 +27,6 @@ if TYPE_CHECKING:
     from vllm_gaudi_spec.quantization.encodings import Words
     from vllm_gaudi_spec.quantization.fp8 import Arithmetic
     from vllm_gaudi_spec.quantization.load_context import LoadContext, Measuring
-    from vllm_gaudi_spec.records import WarmUpWork
     from vllm_gaudi_spec.sampling.rules.registry import Rules
     from vllm_gaudi_spec.upstream.kv_cache import KVCacheConfig, KVCacheLayout
 
@@ -108,10 +107,6 @@ class Graphs:
     def compiling_only(self) -> AbstractContextManager[None]:
         """Return a context in which warm-up compiles graphs without computing, if the device has such a mode."""
         return nullcontext()
-
-    def describe_warm_up(self, work: WarmUpWork) -> str:
-        """Describe what warm-up will compile and how long it may take; empty if unknown."""
-        return ""
 
     def num_recipes(self) -> int:
         """Return the device's count of compilations so far; 0 if it does not count."""

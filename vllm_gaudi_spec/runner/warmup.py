@@ -15,16 +15,8 @@ from vllm.logger import init_logger
 from vllm_gaudi_spec import environment
 from vllm_gaudi_spec.batches import make_padding
 from vllm_gaudi_spec.environment import cached_files
-from vllm_gaudi_spec.graphs import (
-    DRAFTERS_READS,
-    DRAFTS,
-    PROMPT_CHUNKS,
-    Job,
-    drafts_signature,
-    report_signature,
-    report_sizes,
-)
-from vllm_gaudi_spec.records import DECODE, PREFILL, Shape, WarmUpWork
+from vllm_gaudi_spec.graphs import PROMPT_CHUNKS, Job, drafts_signature, report_signature, report_sizes
+from vllm_gaudi_spec.records import DECODE, PREFILL, Shape
 from vllm_gaudi_spec.runner.memory import WarmUpMemory
 from vllm_gaudi_spec.runner.planning import make_sample_batch
 from vllm_gaudi_spec.runner.shapes import expected_padding, holds
@@ -138,8 +130,6 @@ def warm_up(runner: Runner, max_tokens: int) -> IdleWarmUp:
             "Prompt chunks of evenly distributed lengths are padded by %.0f %% of the tokens that a forward computes.",
             100 * expected_padding(shapes.prefill_queries),
         )
-    if estimate := backend.graphs.describe_warm_up(count_work(runner, chosen)):
-        logger.info("Warm-up makes %s.", estimate)
     started = time.perf_counter()
     with (
         backend.graphs.compiling_only(),
@@ -168,9 +158,7 @@ def warm_up(runner: Runner, max_tokens: int) -> IdleWarmUp:
         len(recorder.manifest),
     )
     if postponed:
-        estimate = backend.graphs.describe_warm_up(count_work(runner, postponed))
-        makes = f", which make {estimate}" if estimate else ""
-        logger.info("Warm-up continues with %d runs in idle steps%s.", len(postponed), makes)
+        logger.info("Warm-up continues with %d runs in idle steps.", len(postponed))
     return IdleWarmUp(runner, postponed, memory)
 
 
@@ -229,21 +217,6 @@ class IdleWarmUp:
             logger.info("Warm-up is complete: all %d step signatures are warm.", len(recorder.warmed))
             if summary := self._memory.summary():
                 logger.info(summary)
-
-
-def count_work(runner: Runner, chosen: list[Job]) -> WarmUpWork:
-    """Return what these jobs make, for the device's estimate."""
-    made = {signature for job in chosen for signature in job.signatures}
-    passes = {job.size for job in chosen if isinstance(job.size, tuple) and not isinstance(job.size, Shape)}
-    forwards = tuple(signature for signature in made if isinstance(signature, Shape))
-    of_drafter = {signature for job in chosen if job.kind in (DRAFTS, DRAFTERS_READS) for signature in job.signatures}
-    return WarmUpWork(
-        forwards=forwards,
-        num_passes=len(made) - len(forwards) - len(of_drafter),
-        num_pass_sizes=len({size for size, _ in cast("set[tuple[SampleShape, Branch]]", passes)}),
-        num_drafter_runs=len(of_drafter),
-        num_ranks=runner.vllm_config.parallel_config.tensor_parallel_size,
-    )
 
 
 def _join_sizes(sizes: tuple[int, ...]) -> str:

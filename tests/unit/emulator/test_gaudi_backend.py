@@ -14,11 +14,8 @@ import torch
 
 from card_emulator import kernels, report
 from card_emulator.testing import graph, hpu
-from vllm_gaudi_spec.devices.hpu.compile_time import Recipes
-from vllm_gaudi_spec.devices.hpu.compiled import make_region_compiler
 from vllm_gaudi_spec.devices.hpu.fp8 import GaudiArithmetic
 from vllm_gaudi_spec.quantization.fp8 import HostArithmetic, to_e4m3
-from vllm_gaudi_spec.records import WarmUpWork
 
 THIS_FILE = os.path.basename(__file__)
 
@@ -102,29 +99,6 @@ def test_q01_the_range_is_not_left_to_the_cards_cast(
     assert torch.equal(found, HostArithmetic(240.0).cast(x, inverse))
 
 
-@pytest.mark.parametrize(
-    ("layers", "mode", "words"),
-    [
-        ("1", "1", "about 5 different recipes, which may take 0.0 min"),
-        ("0", "1", "3 graphs"),
-        ("2", "1", "3 graphs"),
-        ("1", "0", "3 graphs"),
-    ],
-)
-def test_recipes_are_estimated_where_they_were_published(
-    layers: str, mode: str, words: str, card: Any, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """Estimates exist only for lazy mode with a marker after each layer."""
-    from vllm_gaudi_spec.devices.hpu.backend import make_backend
-
-    monkeypatch.setenv("VLLM_CONFIG_HIDDEN_LAYERS", layers)
-    graphs = make_backend().graphs
-    monkeypatch.setattr(
-        graphs, "_bridge", graphs._bridge._replace(regions=None if mode == "1" else make_region_compiler())
-    )
-    assert graphs.describe_warm_up(WarmUpWork((), 2, 1, 1, 1)).startswith(words)
-
-
 def test_steps_in_flight_are_not_compiled_only(card: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     """The mode is the process's: before it begins what was issued has been computed, and in it all of warm-up's."""
     from habana_frameworks.torch.internal import bridge_config
@@ -160,9 +134,3 @@ def test_an_engine_process_may_ask_for_kernels_first() -> None:
         [sys.executable, "-c", code], env=environment, capture_output=True, text=True, check=False
     )
     assert finished.stdout.strip().endswith("'native']"), finished.stderr[-2000:]
-
-
-def test_p02_recipes_take_the_time_that_was_published() -> None:
-    assert Recipes(prompts=3 * 24, others=3 * 48).seconds() == pytest.approx(49)
-    assert Recipes(prompts=3 * 24, others=3).seconds() == pytest.approx(32)
-    assert Recipes(prompts=3 * 24, others=3 * 48).seconds(cached=True) == pytest.approx(49 * 23 / 66)

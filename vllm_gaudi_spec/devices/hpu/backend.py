@@ -27,7 +27,6 @@ from vllm_gaudi_spec.devices.common.kv_pair import KVPair, PairAttention, PairMe
 from vllm_gaudi_spec.devices.hpu import fp8 as hpu_fp8
 from vllm_gaudi_spec.devices.hpu.bridge import Bridge, open_bridge
 from vllm_gaudi_spec.devices.hpu.captured import CapturedFunction
-from vllm_gaudi_spec.devices.hpu.compile_time import estimate_recipes
 from vllm_gaudi_spec.environment import gaudi_is_lazy, gaudi_layers_of_a_recipe, gaudi_memory_reserve
 from vllm_gaudi_spec.upstream.kv_cache import AttentionLayerBase
 
@@ -36,7 +35,6 @@ if TYPE_CHECKING:
     from vllm_gaudi_spec.quantization.config import QuantConfig
     from vllm_gaudi_spec.quantization.encodings import Words
     from vllm_gaudi_spec.quantization.load_context import LoadContext, Measuring
-    from vllm_gaudi_spec.records import WarmUpWork
     from vllm_gaudi_spec.upstream.kv_cache import KVCacheConfig, KVCacheLayout
 
 logger = init_logger(__name__)
@@ -120,16 +118,6 @@ class HpuGraphs(Graphs):
             yield
             torch.hpu.synchronize()
         self._compiled_in_warmup += self._num_compiled() - before
-
-    def describe_warm_up(self, work: WarmUpWork) -> str:
-        if self._bridge.regions is not None or gaudi_layers_of_a_recipe() != 1:
-            return f"{work.num_graphs} graphs"  # the number of recipes is not published
-        recipes = estimate_recipes(work)
-        cold, cached = (recipes.seconds(cached=cache) / 60 for cache in (False, True))
-        return (
-            f"about {recipes.total} different recipes, which may take {cold:.1f} min, {cached:.1f} with a recipe cache "
-            "(estimate from figures for Gaudi 2)"
-        )
 
     def num_recipes(self) -> int:
         return self._num_compiled()
