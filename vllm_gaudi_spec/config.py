@@ -327,18 +327,6 @@ class Speculation:
         return (*self.smaller_widths, self.num_drafts)
 
     @property
-    def has_model(self) -> bool:
-        return has_model(self.method)
-
-    @property
-    def is_head(self) -> bool:
-        return METHODS[self.method].is_head
-
-    @property
-    def reads_states(self) -> bool:
-        return METHODS[self.method].reads_hidden_states
-
-    @property
     def retokenizes(self) -> bool:
         """Whether the drafter reads the text in its own tokens, which the host keeps."""
         return self.universal and self.universal_context == RETOKENIZE

@@ -12,8 +12,12 @@ from vllm_gaudi_spec.drafting.history import RequestHistory
 from vllm_gaudi_spec.drafting.memory import DrafterKVRegion
 from vllm_gaudi_spec.drafting.on_device import DeviceDrafting, DeviceRowLimits
 from vllm_gaudi_spec.drafting.on_host import HostDrafting
-from vllm_gaudi_spec.drafting.universal.pairs import Coverage, Pair, Texts
+from vllm_gaudi_spec.drafting.universal.encoder import Encoder
+from vllm_gaudi_spec.drafting.universal.pairs import Coverage, Pair
 from vllm_gaudi_spec.drafting.universal.text_drafting import RetokenizedProposer, TextDrafting
+from vllm_gaudi_spec.drafting.universal.timeline import Reader, Rewriter
+from vllm_gaudi_spec.drafting.universal.token_bytes import read_vocabulary
+from vllm_gaudi_spec.drafting.vocabulary import DrafterVocabulary
 from vllm_gaudi_spec.environment import cache_folder
 from vllm_gaudi_spec.methods import METHODS
 from vllm_gaudi_spec.scheduling.limits import RowLimits
@@ -54,19 +58,26 @@ def _make_device_drafting(context: DraftingContext, proposer: DeviceProposer) ->
 
 
 def _make_text_drafting(context: DraftingContext, pair: Pair) -> TextDrafting:
-    speculation, requests, drafter = context.speculation, context.requests, context.drafter
+    speculation, requests, drafter, vocab_map = context.speculation, context.requests, context.drafter, pair.map
     assert drafter is not None
-    texts, rewrites = Texts.load(pair), speculation.universal_match == SLEM
+    of_target, of_drafter = read_vocabulary(pair.target), read_vocabulary(pair.drafter)
+    rewriter, translation = None, None
+    if speculation.universal_match == SLEM:
+        target_encoder = Encoder(pair.target, len(vocab_map.target_to_draft))
+        rewriter = Rewriter(of_target, of_drafter, target_encoder, vocab_map.draft_to_target)
+        # All tokens that stand for text may be drafted, and those with a partner by role.
+        draftable = vocab_map.draftable.copy()
+        spelled = [token for token, piece in enumerate(of_drafter.bytes_by_id[: len(draftable)]) if piece is not None]
+        draftable[spelled] = True
+        translation = DrafterVocabulary(draftable, context.device)
+    drafter_encoder = Encoder(pair.drafter, len(vocab_map.draft_to_target))
     shapes = context.shapes.change_length(speculation.universal_kv_len, requests.backend)
-    translation = (
-        texts.make_drafter_vocabulary(context.device) if rewrites else pair.make_mapped_vocabulary(context.device)
-    )
     length, max_context = speculation.universal_kv_len, shapes.max_context
     return TextDrafting(
         replace(context, shapes=shapes),
-        proposer=RetokenizedProposer(drafter, translation),
-        reader=texts.make_reader(),
-        rewriter=texts.make_rewriter() if rewrites else None,
+        proposer=RetokenizedProposer(drafter, translation or pair.make_mapped_vocabulary(context.device)),
+        reader=Reader(of_target, of_drafter, drafter_encoder, vocab_map.target_to_draft),
+        rewriter=rewriter,
         kv_region=DrafterKVRegion(drafter, requests.backend, context.max_rows, length, max_context),
         guard=make_guard(context.target, drafter),
         coverage=_make_coverage(context),

@@ -13,7 +13,7 @@ from vllm.config import replace
 
 from vllm_gaudi_spec import upstream
 from vllm_gaudi_spec.config import UnsupportedConfigError
-from vllm_gaudi_spec.methods import MEDUSA, METHODS
+from vllm_gaudi_spec.methods import MEDUSA, METHODS, has_model
 from vllm_gaudi_spec.model import LoadedModel
 from vllm_gaudi_spec.quantization.models import Quantization
 from vllm_gaudi_spec.records import Hidden
@@ -34,11 +34,11 @@ def load_drafter(
     speculation: Speculation, vllm_config: VllmConfig, backend: DeviceBackend, target: LoadedModel
 ) -> LoadedModel | None:
     """Load the drafter's model, if the method has one, next to the target, so that its layers join the KV cache."""
-    if not speculation.has_model:
+    if not has_model(speculation.method):
         return None
     group = _get_drafter_group(vllm_config, target)
     try:
-        if speculation.reads_states:
+        if METHODS[speculation.method].reads_hidden_states:
             return load_head(speculation.method, vllm_config, backend, target, group)
         quantization = Quantization.of_drafter(vllm_config, target.model)
         return LoadedModel(
@@ -90,7 +90,7 @@ def get_kv_specs_in_target(speculation: Speculation | None, drafter: LoadedModel
     if speculation is None or drafter is None or speculation.retokenizes:
         return {}
     # A head never catches up, so it does not need blocks that vLLM freed.
-    return drafter.kv_cache_spec() if speculation.is_head else drafter.drafter_kv_cache_spec()
+    return drafter.kv_cache_spec() if METHODS[speculation.method].is_head else drafter.drafter_kv_cache_spec()
 
 
 # --- heads ---

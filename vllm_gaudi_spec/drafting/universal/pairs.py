@@ -12,11 +12,9 @@ import torch
 from vllm.logger import init_logger
 
 from vllm_gaudi_spec.config import UNIVERSAL_DRAFT, UnsupportedConfigError
-from vllm_gaudi_spec.drafting.universal.encoder import Encoder
-from vllm_gaudi_spec.drafting.universal.timeline import Reader, Rewriter
-from vllm_gaudi_spec.drafting.universal.token_bytes import ModelTokenizer, Vocabulary, load_tokenizer, read_vocabulary
+from vllm_gaudi_spec.drafting.universal.token_bytes import ModelTokenizer, load_tokenizer
 from vllm_gaudi_spec.drafting.universal.vocab_map import VocabMap, load_vocab_map
-from vllm_gaudi_spec.drafting.vocabulary import DrafterVocabulary, MappedVocabulary, SameVocabulary
+from vllm_gaudi_spec.drafting.vocabulary import MappedVocabulary, SameVocabulary
 
 if TYPE_CHECKING:
     from vllm.config import ModelConfig, VllmConfig
@@ -63,42 +61,6 @@ class Pair:
 
     def make_mapped_vocabulary(self, device: torch.device) -> MappedVocabulary:
         return MappedVocabulary(self.map.target_to_draft, self.map.draftable, _choose_stand_in(self.drafter), device)
-
-
-@dataclass(frozen=True, slots=True, eq=False)
-class Texts:
-    """Builds the parts that convert tokens of one vocabulary to the other through text."""
-
-    pair: Pair
-    target: Vocabulary
-    drafter: Vocabulary
-
-    @classmethod
-    def load(cls, pair: Pair) -> Texts:
-        return cls(pair, read_vocabulary(pair.target), read_vocabulary(pair.drafter))
-
-    def make_reader(self) -> Reader:
-        return Reader(
-            self.target,
-            self.drafter,
-            Encoder(self.pair.drafter, len(self.pair.map.draft_to_target)),
-            self.pair.map.target_to_draft,
-        )
-
-    def make_rewriter(self) -> Rewriter:
-        return Rewriter(
-            self.target,
-            self.drafter,
-            Encoder(self.pair.target, len(self.pair.map.target_to_draft)),
-            self.pair.map.draft_to_target,
-        )
-
-    def make_drafter_vocabulary(self, device: torch.device) -> DrafterVocabulary:
-        """Allow all tokens that stand for text, and those with a partner by role."""
-        draftable = self.pair.map.draftable.copy()
-        spelled = [token for token, piece in enumerate(self.drafter.bytes_by_id[: len(draftable)]) if piece is not None]
-        draftable[spelled] = True
-        return DrafterVocabulary(draftable, device)
 
 
 def _load_tokenizer(model: ModelConfig) -> ModelTokenizer:

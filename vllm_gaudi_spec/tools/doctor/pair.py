@@ -27,7 +27,7 @@ from vllm_gaudi_spec.devices.common import host_memory
 from vllm_gaudi_spec.drafting.memory import NO_ROOM_FOR_KV, KVBlock, compute_drafting_bytes
 from vllm_gaudi_spec.drafting.universal.pairs import ENOUGH, Pair, require_same_vocabulary
 from vllm_gaudi_spec.environment import cache_folder
-from vllm_gaudi_spec.methods import METHODS
+from vllm_gaudi_spec.methods import METHODS, has_model
 from vllm_gaudi_spec.quantization.config import get_cpu_weights
 from vllm_gaudi_spec.quantization.fingerprint import find_model_folder
 from vllm_gaudi_spec.recurrent.table import (
@@ -139,9 +139,9 @@ def _check_lengths(vllm_config: VllmConfig, speculation: Speculation | None) -> 
 
 def _check_memory(vllm_config: VllmConfig, speculation: Speculation | None) -> Finding:
     model, spec_config = vllm_config.model_config, vllm_config.speculative_config
-    drafter = (
-        spec_config.draft_model_config if spec_config is not None and speculation and speculation.has_model else None
-    )
+    drafter = None
+    if spec_config is not None and has_model(spec_config.method):
+        drafter = spec_config.draft_model_config
     # The drafter of mtp is part of the target's files.
     models = [model] if drafter is None or drafter.model == model.model else [model, drafter]
     sizes = {one.model: estimate_weights(vllm_config, one) for one in models}
