@@ -1,1 +1,1 @@
-"""Drafters: one a file, each with a row in `table.py`."""
+"""Drafters: one a file, each with a row in `methods.py`."""
