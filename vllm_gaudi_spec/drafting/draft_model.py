@@ -248,16 +248,31 @@ class DraftModelKVSync(DrafterKVSync):
             lag.end = min(max(request.num_computed + 1 + self._num_drafts, len(request.all_token_ids)), self._max_len)
             lag.gap = lag.end - int(self._reach_np[request.row])
         while lags := [lag for lag in lags if lag.gap > 0]:
-            count = min(max(lag.gap for lag in lags), self._shapes.prefill_queries[-1])
-            group = lags[: self._shapes.prefill_rows_at(count)]
-            yield self._pack_read(group, self._shapes.prefill(len(group), count, max(lag.end for lag in group)))
-            for lag in group:
-                lag.gap -= count
+            yield self._pack_read(*self._take_gaps(lags))
         self._keeps_up_np[rows_np] = max_drafts_np > 0
 
-    def _pack_read(self, group: list[_Lag], shape: Shape) -> Read:
+    def _take_gaps(self, lags: list[_Lag]) -> tuple[list[_Lag], list[int], Shape]:
+        """Take the next tokens off the gaps: return the lag of each row, where the row begins in it, and the shape."""
+        shapes, size = self._shapes, self._shapes.slice_tokens
+        group: list[_Lag] = []
+        offsets: list[int] = []
+        if size and len(lags) > 1:
+            for lag in lags:
+                num_rows = min(-(-lag.gap // size), shapes.slice_rows[-1] - len(group))
+                group += [lag] * num_rows
+                offsets += range(0, num_rows * size, size)
+                lag.gap -= num_rows * size
+            return group, offsets, shapes.prefill_slices(len(group), max(lag.end for lag in group))
+        count = min(max(lag.gap for lag in lags), shapes.prefill_queries[-1])
+        group = lags[: shapes.prefill_rows_at(count)]
+        for lag in group:
+            lag.gap -= count
+        return group, [0] * len(group), shapes.prefill(len(group), count, max(lag.end for lag in group))
+
+    def _pack_read(self, group: list[_Lag], offsets: list[int], shape: Shape) -> Read:
         header_np = np.zeros((4, shape.rows), dtype=np.int32)
         header_np[0] = rows_np = pad_rows(self._requests, [lag.request for lag in group], shape.rows)
+        header_np[1, : len(offsets)] = offsets
         blocks = self._requests.blocks(rows_np, [lag.end for lag in group], shape.context)
         return Read(shape, StepInputs.pack(header_np, blocks, self._requests.backend.memory.upload))
 
@@ -283,15 +298,20 @@ class DraftModelKVSync(DrafterKVSync):
         """Read the next tokens, except the newest, of rows that were read at least up to their start."""
         rows = step.split()
         rows_P = rows.rows_B
-        reach_P, begins_P = self._reach_R.index_select(0, rows_P), rows.starts_B
+        reach_P = self._reach_R.index_select(0, rows_P)
+        ends_P = self._requests.computed_R.index_select(0, rows_P).clamp(max=self._max_len)
+        starts_P, begins_P = reach_P, rows.starts_B
         if self._slices:
             before_P = count_before_slices(rows_P, begins_P)
-            reach_P, begins_P = reach_P + before_P, begins_P - before_P
-        ends_P = self._requests.computed_R.index_select(0, rows_P).clamp(max=self._max_len)
-        num_real_P = torch.where(reach_P >= begins_P, (ends_P - reach_P).clamp(min=0, max=queries), 0).int()
-        starts_P = torch.where(num_real_P > 0, reach_P, 0)
-        read_P = keep_last_slices(rows_P, self._requests.pad_row) if self._slices else rows_P
-        self._put(read_P, reach_P + num_real_P)
+            starts_P, begins_P = reach_P + before_P, begins_P - before_P
+        follows_P = reach_P >= begins_P
+        num_real_P = torch.where(follows_P, (ends_P - starts_P).clamp(min=0, max=queries), 0).int()
+        if self._slices:
+            read_P = torch.where(follows_P, torch.maximum(reach_P, torch.minimum(starts_P + queries, ends_P)), reach_P)
+            self._put(keep_last_slices(rows_P, self._requests.pad_row), read_P.int())
+        else:
+            self._put(rows_P, reach_P + num_real_P)
+        starts_P = torch.where(num_real_P > 0, starts_P, 0)
         offsets_L = torch.arange(queries, dtype=torch.int32, device=rows_P.device)
         tokens_PL = self._requests.tokens_at(rows_P, starts_P[:, None] + offsets_L)
         self._read(build_rectangle(tokens_PL, starts_P, num_real_P, rows.blocks, self._requests.backend.row_operations))
@@ -330,4 +350,4 @@ class DraftModelKVSync(DrafterKVSync):
             yield Job(DRAFTERS_READS, partial(self._read_padding, shape), (self._signature(shape),), shape.tokens)
 
     def _read_padding(self, shape: Shape) -> None:
-        self._read_chunk(self._pack_read([], shape))
+        self._read_chunk(self._pack_read([], [], shape))

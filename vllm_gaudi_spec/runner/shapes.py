@@ -6,10 +6,11 @@ import json
 from bisect import bisect_left
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, field, replace
-from itertools import accumulate, pairwise, product
+from itertools import pairwise, product
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+import numpy as np
 from vllm.logger import init_logger
 
 from vllm_gaudi_spec.config import LINEAR, Options, UnsupportedConfigError, bucket_list, ranks_in_step, read_named_file
@@ -244,35 +245,48 @@ class Shapes:
 
         `counts` are the chunks' numbers of tokens. A chunk may read KV of those before it, so they keep their order.
         """
-        # For the chunks from each one on: the least cost, and how many of them the first rectangle gets.
-        costs, sizes = [0] * (len(counts) + 1), [0] * len(counts)
-        for first in reversed(range(len(counts))):
-            computed = self._count_computed(counts[first:])
-            for size, (num_computed, num_real) in enumerate(zip(computed, accumulate(counts[first:]), strict=False), 1):
-                padding = num_computed - num_real if self.computes_padding else 0
-                cost = _TOKENS_OF_A_FORWARD + padding + costs[first + size]
-                if size == 1 or cost <= costs[first]:
-                    costs[first], sizes[first] = cost, size
+        sizes = self._split_slices(counts) if self.slice_tokens else self._split_rows(counts)
         parts, first = [], 0
         while first < len(counts):
             parts.append(sizes[first])
             first += sizes[first]
         return parts
 
-    def _count_computed(self, counts: Sequence[int]) -> Iterator[int]:
-        """Yield how many tokens a rectangle of the first chunk computes, of the first two, and so on while they fit."""
-        longest, most, num_slices = 0, len(counts), 0
-        for size, count in enumerate(counts, 1):
-            num_slices += -(-count // (self.slice_tokens or count))
-            if self.slice_tokens and size > 1:
-                if num_slices > self.slice_rows[-1]:
-                    return
-                yield fit(self.slice_rows, num_slices) * self.slice_tokens
-                continue
-            longest, most = max(longest, self.fit_queries(count)), min(most, self.prefill_rows_at(count))
-            if size > most:
-                return
-            yield fit(self.prefill_rows, size) * longest
+    def _split_rows(self, counts: Sequence[int]) -> list[int]:
+        """Return the size of the cheapest rectangle that begins with each chunk, a row for each chunk."""
+        queries = [self.fit_queries(count) for count in counts]
+        most_rows = [self.prefill_rows_at(count) for count in counts]
+        padded_rows = [fit(self.prefill_rows, size) for size in range(self.prefill_rows[-1] + 1)]
+        costs, sizes = [0] * (len(counts) + 1), [0] * len(counts)
+        for first in reversed(range(len(counts))):
+            longest, most, num_tokens = 0, len(counts), 0
+            for size in range(1, len(counts) - first + 1):
+                last = first + size - 1
+                longest, most = max(longest, queries[last]), min(most, most_rows[last])
+                if size > most:
+                    break
+                num_tokens += counts[last]
+                padding = padded_rows[size] * longest - num_tokens if self.computes_padding else 0
+                cost = _TOKENS_OF_A_FORWARD + padding + costs[first + size]
+                if size == 1 or cost <= costs[first]:
+                    costs[first], sizes[first] = cost, size
+        return sizes
+
+    def _split_slices(self, counts: Sequence[int]) -> list[int]:
+        """Return the size of the cheapest rectangle that begins with each chunk, in slices if it has several."""
+        listed_np = np.array(self.slice_rows)
+        total_np = np.cumsum([0, *(-(-count // self.slice_tokens) for count in counts)])
+        costs_np, sizes = np.zeros(len(counts) + 1), [1] * len(counts)
+        for first in reversed(range(len(counts))):
+            rows_np = total_np[first + 1 :] - total_np[first]
+            most = max(np.searchsorted(rows_np, listed_np[-1], side="right"), 1)
+            index_np = np.minimum(np.searchsorted(listed_np, rows_np[:most]), len(listed_np) - 1)
+            computed_np = listed_np[index_np] * self.slice_tokens
+            computed_np[0] = self.fit_queries(counts[first])
+            every_np = _TOKENS_OF_A_FORWARD + computed_np + costs_np[first + 1 : first + 1 + most]
+            costs_np[first] = every_np.min()
+            sizes[first] = int(np.flatnonzero(every_np == costs_np[first])[-1]) + 1
+        return sizes
 
     def prefills(self) -> list[Shape]:
         """Return every reachable shape of prompt chunks."""

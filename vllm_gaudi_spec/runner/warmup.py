@@ -127,8 +127,10 @@ def warm_up(runner: Runner, max_tokens: int) -> IdleWarmUp:
     )
     if shapes.computes_padding:
         logger.info(
-            "Prompt chunks of evenly distributed lengths are padded by %.0f %% of the tokens that a forward computes.",
+            "Single prompt chunks of evenly distributed lengths are padded by %.0f %% of the tokens that a forward "
+            "computes%s.",
             100 * expected_padding(shapes.prefill_queries),
+            f"; several share one in slices of {shapes.slice_tokens} tokens" if shapes.slice_tokens else "",
         )
     started = time.perf_counter()
     with (

@@ -1,20 +1,24 @@
 """Which of the supported releases of vLLM is installed.
 
-Only this folder may ask. Each switch ends with the support of the older release. Imports nothing of vLLM.
+The engine asks only in this folder. Each switch ends with the support of the older release. Imports nothing of vLLM.
 """
 
 import re
+from importlib.util import find_spec
+from pathlib import Path
 
 from vllm_gaudi_spec.versions import installed_vllm
 
 
-def _is_from(minor: str) -> bool:
-    """Whether vLLM is `minor` or newer. A source folder that names no release is taken for a newer one."""
-    found = re.match(r"(\d+)\.(\d+)", installed_vllm() or "")
-    return found is None or tuple(map(int, found.groups())) >= tuple(map(int, minor.split(".")))
+def _is_from(minor: str, file: str) -> bool:
+    """Whether vLLM is `minor` or newer. A source folder that names no release is newer if it has `file`."""
+    if found := re.match(r"(\d+)\.(\d+)", installed_vllm() or ""):
+        return tuple(map(int, found.groups())) >= tuple(map(int, minor.split(".")))
+    spec = find_spec("vllm")
+    return any((Path(folder) / file).exists() for folder in (spec and spec.submodule_search_locations) or ())
 
 
-FROM_0_33 = _is_from("0.33")
+FROM_0_33 = _is_from("0.33", "v1/core/kv_cache_planning.py")
 
 
 def uses_older_ray_executor() -> bool:

@@ -153,6 +153,8 @@ def test_last_prompt_token_is_a_chunk_if_it_belongs_to_an_image(requests: Reques
         prefill=lambda num_rows, longest, end: Shape(PREFILL, num_rows, longest, 16),
         decode=lambda queries, ends: Shape(DECODE, len(ends), queries, 16),
         decode_queries=(1, 3),
+        slice_tokens=0,
+        longest_chunk=64,
     )
     for images, phase in (([image("one", 3, 3)], PREFILL), ([image("one", 2, 3)], DECODE)):
         requests = Requests(HostBackend(), max_rows=3, max_len=64, block_sizes=[16], max_context=64, seed=0)  # type: ignore[arg-type]

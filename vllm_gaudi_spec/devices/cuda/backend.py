@@ -36,7 +36,7 @@ def make_backend() -> DeviceBackend:
         smallest_prefill=32,
         prefill_step=128,
         prefill_rows=(1, 2, 4, 8, 16),
-        slice_tokens=32,
+        slice_tokens=32,  # more than `few_queries` takes, which reads a row's new keys from the projection alone
         offers_batch_invariance=True,
     )
     # Imported late, here and below: these modules need Triton.

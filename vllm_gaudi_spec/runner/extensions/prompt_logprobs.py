@@ -54,13 +54,16 @@ class PromptLogprobs(Extension):
         """Score the prompt tokens that these chunks predict."""
         if batch.shape.phase != PREFILL:
             return
+        ends = dict(zip(batch.requests, batch.ends, strict=True))
         for index, request in enumerate(batch.requests):
+            if index and batch.requests[index - 1] is request:
+                continue  # a slice, whose states follow those of the one before
             num_requested = request.params.prompt_logprobs
             # After a preemption the outputs are prefilled too, and the user already has the prompt's scores.
             if num_requested is None or len(request.all_token_ids) > request.num_prompt:
                 continue
             begin = batch.starts[index]
-            following = request.all_token_ids[begin + 1 : min(begin + batch.counts[index], request.num_prompt - 1) + 1]
+            following = request.all_token_ids[begin + 1 : min(ends[request], request.num_prompt - 1) + 1]
             count = self._sampling.prompt_logprob_count(num_requested)
             for first in range(0, len(following), _SLICE):
                 tokens = following[first : first + _SLICE]

@@ -303,6 +303,11 @@ def parse_options(arguments: Sequence[str]) -> argparse.Namespace:
     return options
 
 
+def _measure_children() -> int:
+    """Return the memory that child processes have for themselves alone, in bytes."""
+    return sum(child.memory_full_info().uss for child in psutil.Process().children(recursive=True))
+
+
 def main(arguments: Sequence[str], command: Sequence[str]) -> int:
     """Run the command; `command` is what a user types before the arguments to run it again."""
     options = parse_options(arguments)
@@ -322,8 +327,3 @@ def main(arguments: Sequence[str], command: Sequence[str]) -> int:
 
 if __name__ == "__main__":
     sys.exit(main(sys.argv[1:], command=("gaudi-spec", "demo")))
-
-
-def _measure_children() -> int:
-    """Return the memory that child processes have for themselves alone, in bytes."""
-    return sum(child.memory_full_info().uss for child in psutil.Process().children(recursive=True))
