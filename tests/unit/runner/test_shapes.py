@@ -151,6 +151,8 @@ def test_chunks_are_cut_only_where_they_share_a_forward() -> None:
     assert chosen.split_chunks([250]) == [1]
     assert chosen.split_chunks([5, 100, 40, 230]) == [4]
     assert chosen.split_chunks([256, 240, 16, 16]) == [3, 1], "512 tokens fit"
+    long = shapes(max_tokens=16384, max_len=4096, captures=True, slice_tokens=16)
+    assert long.split_chunks([4096, 100, 4096, 4096, 50, 60]) == [1, 1, 1, 1, 2], "their attention is faster alone"
     with_rows = shapes(max_tokens=512, max_len=256, captures=True, slice_tokens=16, prefill_rows=(1, 2))
     assert (with_rows.slice_tokens, with_rows.prefill_rows) == (0, (1, 2)), "the user's choice"
     assert shapes(num_ranks=2, captures=True, slice_tokens=16).slice_tokens == 0
