@@ -17,6 +17,8 @@ if TYPE_CHECKING:
 
 
 class Slice(NamedTuple):
+    """A part of a prompt chunk that takes one row."""
+
     request: Request
     start: int
     """Position of the first token."""
@@ -32,7 +34,7 @@ def cut_chunk(request: Request, count: int, size: int) -> Iterator[Slice]:
 def keep_last_slices(rows_B: torch.Tensor, pad_row: int) -> torch.Tensor:
     """Return `rows_B` with the pad row in place of every row that the next one continues.
 
-    Writes to the state of requests use it, since an index may occur only once.
+    Use the result to write the state of requests, because an index may occur only once in such a write.
     """
     next_B = torch.cat([rows_B[1:], rows_B.new_full((1,), pad_row)])
     return torch.where(rows_B == next_B, pad_row, rows_B)

@@ -1,4 +1,4 @@
-"""What tests use of vLLM where its supported releases differ."""
+"""Names of vLLM that tests use and that differ between its supported releases."""
 
 import pytest
 

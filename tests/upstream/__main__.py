@@ -60,7 +60,7 @@ class File:
 
 @dataclass(frozen=True)
 class Selection:
-    """What selection.toml says: its comments have the meaning of each part."""
+    """The content of selection.toml, whose comments explain each part."""
 
     files: list[File]
     models: dict[str, list[str]]
@@ -82,7 +82,10 @@ def read_selection(path: Path) -> Selection:
 
 @dataclass(frozen=True)
 class Row:
-    """What both sides found in a file. A difference passes upstream and does not pass here, which a skip does not."""
+    """The results of both sides for a file.
+
+    A case differs if it passes upstream and fails or is skipped here.
+    """
 
     file: File
     ours: Cases
@@ -93,7 +96,7 @@ class Row:
 
     @property
     def differences(self) -> dict[str, str | None]:
-        """By case, the reason that is listed for it, or None."""
+        """Map each case that differs to its listed reason, or None."""
         candidates = self.upstream if adapter.COLLECTION in self.ours else self.ours
         found = [case for case in candidates if not passes(self.ours, case) and passes(self.upstream, case)]
         return {case: self._reason(case) for case in found}
@@ -108,7 +111,7 @@ class Row:
 
     @property
     def new(self) -> dict[str, str]:
-        """By case, how it fails here."""
+        """Map each case that differs without a listed reason to its message here."""
         new = [case for case, reason in self.differences.items() if reason is None]
         return {case: self._message(case) for case in new}
 
@@ -270,7 +273,7 @@ def run_folder(folder: Path, files: list[File], current: dict[str, str], keep: b
 
 
 def keys(models: dict[str, list[str]]) -> dict[str, str]:
-    """By side, what its results depend on."""
+    """Map each side to a key of everything that its results depend on."""
     made_of = [Path(module.__file__ or "").read_bytes() for module in (adapter, sources)]
     made_of += [json.dumps(models).encode(), *(path.read_bytes() for path in (SOURCE, PACKAGES))]
     return {OURS: tree_hash(), UPSTREAM: hashlib.sha256(b"".join(made_of)).hexdigest()}

@@ -138,6 +138,7 @@ class RectangleAttentionImpl(AttentionImpl, nn.Module):
         )
         self._finite = backend.attention.finite
         self._ops: Any = backend.attention if backend.attention.supports_attention(self.spec) else torch_ops
+        # Whether prompt chunks may come in slices (`vllm_gaudi_spec.slices`).
         self.reads_slices = self._ops is not torch_ops and backend.attention.reads_slices(self.spec)
         # The keys of a layer that reads another layer's cache are in no cache.
         is_owner = self.kv_sharing_target_layer_name is None

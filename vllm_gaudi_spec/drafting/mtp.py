@@ -56,7 +56,7 @@ class MTPModel(LoadedHead):
 
     @property
     def reads_slices(self) -> bool:
-        # Of several layers, each reads what the one before it kept for a request's row.
+        # Each further layer reads what the layer before it kept for a request's row.
         return len(self.layers) == 1 and super().reads_slices
 
     def _adapt(self, target: LoadedModel, head: nn.Module) -> None:

@@ -27,9 +27,9 @@ _DRAFTER_MODEL_OPTIONS = (
     "quantization",
     "revision",
 )
-# Those of the above that the scheduler reads, for heads.
+# The scheduler reads these for heads.
 _SCHEDULER_OPTIONS = ("disable_eagle_block_drop", "disable_lookahead_block_hashes")
-# Those of the above that our own layers do not read.
+# Our own layers do not read these.
 _DRAFTER_LAYER_OPTIONS = (
     *_SCHEDULER_OPTIONS,
     "dspark_draft_topk",

@@ -1,6 +1,7 @@
 """Which of the supported releases of vLLM is installed.
 
-The engine asks only in this folder. Each switch ends with the support of the older release. Imports nothing of vLLM.
+The engine asks only in this folder. Each switch ends with the support of the older release. Importing
+this module does not import vLLM.
 """
 
 import re

@@ -114,7 +114,7 @@ def test_ends_the_process(): os._exit(7)
 def test_comes_after(): pass
 def test_is_left_out(): pass
 """
-# What stands for vLLM: the adapter loads its plugins.
+# This module stands in for vLLM, whose plugins the adapter loads.
 PLUGINS = "def load_general_plugins(): pass\n"
 
 

@@ -34,7 +34,7 @@ _COMBINED = 8192
 _LAUNCHED = 2048
 """Most instances to launch where rows differ in length. Those without work take a little time each."""
 _ENOUGH_SPLITS = 4
-"""With more splits, which few rows have, one long row does not hold up the others."""
+"""Batches of few rows have more splits than this, so one long row does not hold up the others."""
 
 
 class Form(NamedTuple):
