@@ -2,6 +2,7 @@
 
 python -m benchmarks upstream --cells 12 --seed 7 --json .bench/upstream.json
 VGS_DEVICE=cuda python -m benchmarks upstream --cells 40 --seed 7 --json .bench/upstream.json
+VGS_DEVICE=cuda python -m benchmarks upstream --prompt-lengths 20 --max-prompt-len 8000    # first tokens
 python -m benchmarks upstream --fixed --max-batch 1    # fixed cells, for regressions
 
 A cell is a batch of requests with lengths as in ShareGPT, a method with a number of drafts, and sampling parameters.
@@ -32,7 +33,7 @@ from statistics import median
 from typing import Any
 
 from benchmarks.shared import common, drafting, dummy
-from benchmarks.shared.cells import GREEDY, PLAIN, SAMPLED, Cell, Limits, draw_cells, write_prompts
+from benchmarks.shared.cells import GREEDY, PLAIN, SAMPLED, Cell, Limits, draw_cells, draw_prompt_cells, write_prompts
 from benchmarks.shared.turns import Engine, interval, is_range, ratio, side_by_side, take
 from vllm_gaudi_spec.environment import preload_openmp
 from vllm_gaudi_spec.tools.io.command_line import Parser
@@ -92,6 +93,9 @@ def parse_options() -> argparse.Namespace:
     parser.add_argument("--seed", type=int, default=0, metavar="S", help="of the draw, of prompts and of sampling")
     parser.add_argument("--fixed", action="store_true", help="measure the fixed cells instead")
     parser.add_argument(
+        "--prompt-lengths", type=int, metavar="N", help="measure N drawn prompt lengths at 1, 8 and 32 requests instead"
+    )
+    parser.add_argument(
         "--size",
         choices=[*dummy.DRAFTERS, DEMO],
         default=DEMO if kind == "cpu" else "8b",
@@ -128,11 +132,12 @@ def parse_options() -> argparse.Namespace:
         parser.error(f"{', '.join(unknown)} cannot run with --size {options.size} on {DEVICE}: choose another --size")
     options.device = DEVICE
     options.limits = Limits(options.max_batch, options.max_prompt_len, options.max_output_len)
-    options.chosen = (
-        [cell for cell in FIXED[kind] if cell.method in options.methods and cell.fits(options.limits)]
-        if options.fixed
-        else draw_cells(options.seed, options.cells, options.methods, options.setups, options.limits)
-    )
+    if options.prompt_lengths:
+        options.chosen = draw_prompt_cells(options.seed, options.prompt_lengths, options.max_prompt_len)
+    elif options.fixed:
+        options.chosen = [cell for cell in FIXED[kind] if cell.method in options.methods and cell.fits(options.limits)]
+    else:
+        options.chosen = draw_cells(options.seed, options.cells, options.methods, options.setups, options.limits)
     return options
 
 
@@ -353,7 +358,10 @@ def measure_all(options: argparse.Namespace) -> None:
     options.device_name = dummy.name_device()
     settings = {
         name: getattr(options, name)
-        for name in ("device", "size", "fixed", "seed", "cells", "methods", "setups", "rate", "turns", "enforce_eager")
+        for name in (
+            *("device", "size", "fixed", "prompt_lengths", "seed", "cells", "methods", "setups", "rate", "turns"),
+            "enforce_eager",
+        )
     }
     machine = dummy.describe_machine() | {"name": options.device_name, "upstream": [*environments()][1:]}
     settings |= {"limits": asdict(options.limits), "machine": machine}

@@ -94,6 +94,15 @@ def draw_cells(seed: int, count: int, methods: Sequence[str], num_setups: int, l
     return cells
 
 
+def draw_prompt_cells(seed: int, count: int, longest: int) -> list[Cell]:
+    """Draw prompt lengths of at least 100 tokens, and return a cell for each at 1, 8 and 32 requests.
+
+    Lengths are uniform on a logarithmic scale.
+    """
+    lengths = np.exp(np.random.default_rng(seed).uniform(np.log(100), np.log(longest), count)).round()
+    return [Cell(PLAIN, 0, (int(length),) * batch, 4, *GREEDY) for length in sorted(lengths) for batch in (1, 8, 32)]
+
+
 def tail(texts: Sequence[Sequence[int]], last: int, length: int) -> list[int]:
     """Return the last tokens of the texts up to the given one, going around from the first to the last text."""
     prompt: list[int] = []
