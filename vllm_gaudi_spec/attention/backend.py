@@ -140,9 +140,6 @@ class RectangleAttentionImpl(AttentionImpl, nn.Module):
         self._ops: Any = backend.attention if backend.attention.supports_attention(self.spec) else torch_ops
         # Whether prompt chunks may come in slices (`vllm_gaudi_spec.slices`).
         self.reads_slices = self._ops is not torch_ops and backend.attention.reads_slices(self.spec)
-        # The keys of a layer that reads another layer's cache are in no cache.
-        is_owner = self.kv_sharing_target_layer_name is None
-        self._reads_own_kv = is_owner and self._ops is not torch_ops and backend.attention.reads_own_kv
         if self.batch_invariant and (self._ops is torch_ops or not backend.attention.is_batch_invariant(self.spec)):
             raise UnsupportedConfigError(
                 f"{layer.layer_name} has no batch-invariant attention kernel on {backend.traits.name}; leave "
@@ -182,8 +179,6 @@ class RectangleAttentionImpl(AttentionImpl, nn.Module):
         spans = attn_metadata.spans
         if spans is not None and spans.in_windows_only and self.sliding_window is None:
             attn_metadata = replace(attn_metadata, spans=None)  # keeps the plans
-        if self._reads_own_kv and key is not None and value is not None:
-            attn_metadata = replace(attn_metadata, own_kv=(key, value))
         attended: torch.Tensor = self._ops.attend(query, kv_cache, attn_metadata, self.spec)
         return attended
 

@@ -201,9 +201,6 @@ class AttentionCall:
     """Spans of prompt chunks. A decode has none, as the last token of an image sees no later token anyway."""
     index: IndexQueries | None = None
     """Set by a layer that selects keys; None in the call of a forward."""
-    own_kv: tuple[torch.Tensor, torch.Tensor] | None = None
-    """[T, K, D] each: keys and values of the call's own tokens, which the layer's cache holds as well. Set for devices
-    with `reads_own_kv`, and not for a layer that reads another layer's cache."""
     _plans: dict[Any, Any] = field(default_factory=dict)
 
     def plan(self, key: Any, build: Callable[[], Any]) -> Any:

@@ -204,9 +204,6 @@ class Attention:
         """Whether the device's kernel supports this layer. If not, `torch_ops` serves it."""
         return True
 
-    reads_own_kv = False
-    """Whether `attend` gets `AttentionCall.own_kv`."""
-
     def reads_slices(self, spec: AttentionLayerSpec) -> bool:
         """Whether several rows of a call may belong to one request, at about the cost of one row."""
         return True

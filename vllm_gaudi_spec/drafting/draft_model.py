@@ -256,7 +256,7 @@ class DraftModelKVSync(DrafterKVSync):
         shapes, size = self._shapes, self._shapes.slice_tokens
         group: list[_Lag] = []
         offsets: list[int] = []
-        if size and len(lags) > 1:
+        if size:
             for lag in lags:
                 num_rows = min(-(-lag.gap // size), shapes.slice_rows[-1] - len(group))
                 group += [lag] * num_rows

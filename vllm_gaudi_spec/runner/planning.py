@@ -112,11 +112,10 @@ def _is_last_token(request: Request) -> bool:
 
 
 def _prefill_batch(group: list[tuple[Request, int]], shapes: Shapes) -> Planned:
-    is_sliced = len(group) > 1 and shapes.slice_tokens > 0
-    size = shapes.slice_tokens if is_sliced else shapes.longest_chunk
+    size = shapes.slice_tokens or shapes.longest_chunk
     slices = [piece for request, count in group for piece in cut_chunk(request, count, size)]
     ends = [piece.start + piece.num_tokens for piece in slices]
-    if is_sliced:
+    if shapes.slice_tokens:
         shape = shapes.prefill_slices(len(slices), max(ends))
     else:
         shape = shapes.prefill(len(slices), max(piece.num_tokens for piece in slices), max(ends))

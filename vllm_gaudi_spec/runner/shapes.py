@@ -56,9 +56,9 @@ class Shapes:
     computes_padding: bool = False
     """Whether a token of padding costs as much as any other."""
     slice_tokens: int = 0
-    """Length of the rows into which prompt chunks that share a forward are cut (`slices`); 0 if each has one row."""
+    """Length of the rows into which prompt chunks are cut (`slices`); 0 if each has one row."""
     slice_rows: tuple[int, ...] = ()
-    """Numbers of such rows."""
+    """Numbers of such rows that a forward may have."""
 
     @classmethod
     def from_config(
@@ -102,17 +102,19 @@ class Shapes:
         size = block_size or backend.traits.block_size
         # Where nothing is captured, a longer forward is no faster than two and takes more memory.
         most_tokens = max(prefill[-1], scheduler.max_num_batched_tokens if backend.traits.captures else 0)
-        slice_tokens = backend.traits.slice_tokens if slices_chunks and not options.prefill_rows else 0
+        slice_tokens = backend.traits.slice_tokens if slices_chunks else 0
         slice_rows: tuple[int, ...] = ()
-        if slice_tokens and _can_slice(vllm_config):
-            lengths = buckets.prefill_lengths(slice_tokens, most_tokens, backend.traits.prefill_step)
-            slice_rows = tuple(length // slice_tokens for length in lengths[1:])
+        if slice_tokens and not options.prefill_rows and not buckets.prefill and _can_slice(vllm_config):
+            # One list for all chunks, so it may be twice as long.
+            lengths = buckets.prefill_lengths(slice_tokens, most_tokens, backend.traits.prefill_step, 8)
+            slice_rows = tuple(length // slice_tokens for length in lengths)
+        widest_chunk = slice_tokens if slice_rows else longest_chunk
         return cls(
             decode_rows=decode,
             decode_queries=(1, *(1 + width for width in widths)),
             prefill_rows=(1,) if slice_rows else _choose_prefill_rows(vllm_config, options, backend),
             prefill_queries=prefill,
-            contexts=_contexts(buckets, max_len, max(longest_chunk, 1 + num_drafts), backend),
+            contexts=_contexts(buckets, max_len, max(widest_chunk, 1 + num_drafts), backend),
             entries=_entries(buckets, most_rows * -(-max_len // size), num_blocks)
             if backend.traits.flat_decode
             else (),
@@ -141,6 +143,11 @@ class Shapes:
             slice_tokens=0,
             slice_rows=(),
         )
+
+    @property
+    def chunk_lengths(self) -> tuple[int, ...]:
+        """Return the numbers of tokens to which a lone prompt chunk is padded."""
+        return tuple(rows * self.slice_tokens for rows in self.slice_rows) or self.prefill_queries
 
     @property
     def max_context(self) -> int:
@@ -273,18 +280,15 @@ class Shapes:
         return sizes
 
     def _split_slices(self, counts: Sequence[int]) -> list[int]:
-        """Return the size of the cheapest rectangle that begins with each chunk, in slices if it has several."""
+        """Return the size of the cheapest rectangle of slices that begins with each chunk."""
         listed_np = np.array(self.slice_rows)
         total_np = np.cumsum([0, *(-(-count // self.slice_tokens) for count in counts)])
-        slower_np = np.cumsum([0, *(count * count // _SLICED_SQUARE for count in counts)])
         costs_np, sizes = np.zeros(len(counts) + 1), [1] * len(counts)
         for first in reversed(range(len(counts))):
             rows_np = total_np[first + 1 :] - total_np[first]
             most = max(np.searchsorted(rows_np, listed_np[-1], side="right"), 1)
             index_np = np.minimum(np.searchsorted(listed_np, rows_np[:most]), len(listed_np) - 1)
             computed_np = listed_np[index_np] * self.slice_tokens
-            computed_np += slower_np[first + 1 : first + 1 + most] - slower_np[first]
-            computed_np[0] = self.fit_queries(counts[first])
             every_np = _TOKENS_OF_A_FORWARD + computed_np + costs_np[first + 1 : first + 1 + most]
             costs_np[first] = every_np.min()
             sizes[first] = int(np.flatnonzero(every_np == costs_np[first])[-1]) + 1
@@ -292,13 +296,12 @@ class Shapes:
 
     def prefills(self) -> list[Shape]:
         """Return every reachable shape of prompt chunks."""
-        rectangles = [
+        rectangles = [(rows, self.slice_tokens) for rows in self.slice_rows] or [
             (rows, queries)
             for queries in self.prefill_queries
             for rows in self.prefill_rows
             if rows <= self.prefill_rows_at(queries)
         ]
-        rectangles += [(rows, self.slice_tokens) for rows in self.slice_rows]
         return [
             Shape(PREFILL, rows, queries, context)
             for rows, queries in dict.fromkeys(rectangles)
@@ -427,9 +430,6 @@ def _contexts(buckets: Buckets, max_len: int, widest: int, backend: DeviceBacken
 
 _TOKENS_OF_A_FORWARD = 256
 """This much padding costs about as much as another forward, which reads all weights again."""
-_SLICED_SQUARE = 1 << 15
-"""A chunk's length squared over this is about how many tokens its attention takes longer in slices, without the kernel
-for long chunks. An estimate for an 8B model on an H200: 512 tokens for a chunk of 4,096."""
 
 BLOCK_SHARING = 3
 """How often sequences that share a prefix may list one KV block.
@@ -545,8 +545,8 @@ class Buckets:
     def growing(self, smallest: int, largest: int, growth: float) -> tuple[int, ...]:
         return _linear(smallest, largest) if self.linear else geometric(smallest, largest, growth)
 
-    def prefill_lengths(self, smallest: int, largest: int, step: int) -> tuple[int, ...]:
-        return _linear(smallest, largest) if self.linear else divided_powers(smallest, largest, step)
+    def prefill_lengths(self, smallest: int, largest: int, step: int, parts: int = 4) -> tuple[int, ...]:
+        return _linear(smallest, largest) if self.linear else divided_powers(smallest, largest, step, parts)
 
     def batch_sizes(self, largest: int) -> tuple[int, ...]:
         """Return 1, 2, 3, 4, 6, 8, 12, 16, ..., which pads a step by at most a third, or powers of two if `coarse`."""
@@ -583,15 +583,15 @@ def geometric(smallest: int, largest: int, growth: float) -> tuple[int, ...]:
     return tuple(buckets)
 
 
-def divided_powers(smallest: int, largest: int, step: int) -> tuple[int, ...]:
-    """Return powers of two from `smallest` on, with up to three lengths between them that are `step` or more apart.
+def divided_powers(smallest: int, largest: int, step: int, parts: int = 4) -> tuple[int, ...]:
+    """Return powers of two from `smallest` on, each range between them divided into `parts` of at least `step`.
 
     The last one is the multiple of `smallest` that covers `largest`. A `step` of 0 leaves only powers of two.
     """
     lengths = [smallest]
     while lengths[-1] < largest:
         power = 1 << lengths[-1].bit_length() - 1
-        lengths.append(lengths[-1] + (min(power, max(step, power // 4)) if step else power))
+        lengths.append(lengths[-1] + (min(power, max(step, power // parts)) if step else power))
     lengths[-1] = round_up(largest, smallest)
     return tuple(lengths)
 

@@ -122,14 +122,14 @@ def warm_up(runner: Runner, max_tokens: int) -> IdleWarmUp:
         _join_sizes(shapes.decode_rows),
         _join_sizes(shapes.decode_queries),
         f"{_join_sizes(shapes.entries)} blocks" if shapes.entries else f"contexts of {_join_sizes(shapes.contexts)}",
-        _join_sizes(shapes.prefill_queries),
+        _join_sizes(shapes.chunk_lengths),
         _join_sizes(tuple(sorted({shape.context for shape in shapes.prefills()}))),
     )
     if shapes.computes_padding:
         logger.info(
             "Single prompt chunks of evenly distributed lengths are padded by %.0f %% of the tokens that a forward "
             "computes%s.",
-            100 * expected_padding(shapes.prefill_queries),
+            100 * expected_padding(shapes.chunk_lengths),
             f"; several share one in slices of {shapes.slice_tokens} tokens" if shapes.slice_tokens else "",
         )
     started = time.perf_counter()

@@ -258,7 +258,6 @@ class _Layer:
         self.graphs: dict[Any, Any] = {}
         served = backend.attention.supports_attention(self.spec)
         self.operations: Any = backend.attention if served else torch_ops
-        self.reads_own_kv = served and backend.attention.reads_own_kv
 
     def write(self, key_TKD: torch.Tensor, value_TKD: torch.Tensor, slots_T: torch.Tensor) -> None:
         """Write KV to slots, which must all be different."""
@@ -277,13 +276,11 @@ class _Layer:
         table_BW: torch.Tensor,
         flat: torch.Tensor | None = None,
         counts: list[int] | None = None,
-        own_kv: tuple[torch.Tensor, ...] | None = None,
     ) -> torch.Tensor:
         """Return the result on the host as float64. Calls of one shape use one graph.
 
         Args:
             counts: The number of real queries of each prompt chunk; those after them are padding.
-            own_kv: Keys and values of the queries' tokens, which are in the cache as well.
         """
         memory = self.backend.memory
         # For decodes the host knows only an upper bound of the lengths.
@@ -302,7 +299,6 @@ class _Layer:
             lengths_B,
             counts_B,
             memory.upload(query_THD.to(self.spec.dtype)),
-            None if own_kv is None else tuple(memory.upload(part.to(self.spec.dtype)) for part in own_kv),
         )
         return memory.download(found).double()
 
@@ -314,7 +310,6 @@ class _Layer:
             lengths_B: torch.Tensor | None,
             counts_B: torch.Tensor | None,
             query_THD: torch.Tensor,
-            own_kv: tuple[torch.Tensor, torch.Tensor] | None,
         ) -> torch.Tensor:
             call = AttentionCall(
                 num_rows=rows,
@@ -324,7 +319,6 @@ class _Layer:
                 flat=None if flat is None else FlatBlocks(*flat.unbind(0)),
                 host_lengths_B=lengths_B,
                 host_counts_B=counts_B,
-                own_kv=own_kv,
             )
             attended: torch.Tensor = self.operations.attend(query_THD, self.kv_cache, call, self.spec)
             return attended
@@ -404,7 +398,6 @@ class _Rows:
             self.keys_SKD[hidden], self.values_SKD[hidden] = self._huge_SKD[hidden], self._huge_values_SKD[hidden]
 
     def write(self, keys_SKD: torch.Tensor, values_SKD: torch.Tensor) -> None:
-        self._written = keys_SKD, values_SKD
         self._layer.write(keys_SKD, values_SKD, torch.arange(len(keys_SKD)))
 
     def attend(self, starts: list[int], real: list[int] | None = None) -> tuple[torch.Tensor, torch.Tensor]:
@@ -417,16 +410,8 @@ class _Rows:
         query_BQHD = random((rows, queries, _HEADS, _HEAD_SIZE), 30, self._subject.dtype)
         query_THD = query_BQHD.flatten(0, 1)
         counts = None if self._decode or real is None else [*real, 0]
-        own_kv = self._list_own_kv(starts, counts) if counts is not None and self._layer.reads_own_kv else None
-        found = self._layer.attend(query_THD, [*starts, 0], queries, self._table_BW, self._flat, counts, own_kv)
+        found = self._layer.attend(query_THD, [*starts, 0], queries, self._table_BW, self._flat, counts)
         return query_BQHD, found.unflatten(0, (rows, queries))
-
-    def _list_own_kv(self, starts: list[int], counts: list[int]) -> tuple[torch.Tensor, ...]:
-        """Return keys and values [T, K, D] of the queries' tokens, huge for padding."""
-        slots_BQ = torch.zeros(len(counts), self._queries, dtype=torch.int64)
-        for row, (start, slots_L) in enumerate(zip(starts, self._slots, strict=True)):
-            slots_BQ[row, : counts[row]] = slots_L[start : start + counts[row]]
-        return tuple(stored_SKD[slots_BQ.flatten()] for stored_SKD in self._written)
 
     def forget_graphs(self) -> None:
         self._layer.graphs.clear()

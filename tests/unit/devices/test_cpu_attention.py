@@ -115,24 +115,3 @@ def test_layers_without_a_window_can_stay_causal_over_images(window: int | None,
     )
     torch.testing.assert_close(found.double(), expected, atol=2e-5, rtol=0)
     assert call.spans is not None, "the next layer has a window"
-
-
-@pytest.mark.parametrize(("reads_own_kv", "shares_kv"), [(True, False), (True, True), (False, False)])
-def test_call_holds_own_kv_only_for_devices_that_read_it(
-    reads_own_kv: bool, shares_kv: bool, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """The keys of a layer that reads another layer's cache are in no cache."""
-    device = load_backend().attention
-    calls: list[AttentionCall] = []
-    monkeypatch.setattr(type(device), "reads_own_kv", reads_own_kv)
-    monkeypatch.setattr(type(device), "attend", lambda self, query, cache, call, *others: calls.append(call))
-    layer = RectangleAttentionImpl(HEADS, SIZE, SIZE**-0.5, KV_HEADS, None, None, "auto")
-    layer.kv_sharing_target_layer_name = "another layer" if shares_kv else None
-    cache = torch.zeros(2, KV_HEADS, BLOCK, 2 * SIZE)
-    layer.bind(SimpleNamespace(layer_name="a layer"), cache, load_backend())
-    zero, one = torch.zeros(1, dtype=torch.int32), torch.ones(1, 1, dtype=torch.int32)
-    call = AttentionCall(num_rows=1, num_queries=1, starts_B=zero, block_table_BW=one)
-    key, value = torch.randn(2, 1, KV_HEADS, SIZE)
-    layer.forward(None, torch.randn(1, HEADS, SIZE), key, value, cache, call)  # type: ignore[arg-type]
-    assert (calls[0].own_kv is not None) == (reads_own_kv and not shares_kv)
-    assert call.own_kv is None

@@ -6,7 +6,6 @@ Run on a GPU, or without one with TRITON_INTERPRET=1.
 from __future__ import annotations
 
 import dataclasses
-import functools
 from typing import Any
 
 import pytest
@@ -29,7 +28,6 @@ def by_kernel(
     values: torch.Tensor,
     call: AttentionCall,
     spec: AttentionLayerSpec,
-    own_kv: tuple[torch.Tensor, ...] = (),
 ) -> torch.Tensor:
     from vllm_gaudi_spec.devices.cuda import attention as cuda_attention
 
@@ -44,8 +42,7 @@ def by_kernel(
         num_real_B=None if call.num_real_B is None else call.num_real_B.to(DEVICE),
         flat=None,
     )
-    key_and_value = tuple(tensor.to(DEVICE) for tensor in own_kv) or None
-    return cuda_attention.attend(projected.to(DEVICE)[:, 1:-1], kv, there, spec, key_and_value).cpu()
+    return cuda_attention.attend(projected.to(DEVICE)[:, 1:-1], kv, there, spec).cpu()
 
 
 def check(scene: Scene) -> None:
@@ -105,77 +102,6 @@ def test_bidirectional_block_sees_keys_after_each_query(splits: None, heads: int
 def test_bidirectional_prompt_sees_all_real_keys(splits: None, head_size: int, window: int | None) -> None:
     """Check several tiles, tiles whose keys all lanes see, and padding queries that see no key."""
     check_bidirectional(by_kernel, [0, 0], [96, 33], 96, head_size=head_size, window=window)
-
-
-def take_own_kv(scene: Scene) -> tuple[Scene, tuple[torch.Tensor, ...]]:
-    """Return the scene with NaN in the cache at the call's own tokens, and the keys and values of these."""
-    call, size = scene.call, scene.spec.block_size
-    position_BQ = call.starts_B[:, None] + torch.arange(call.num_queries)
-    block_BQ = call.block_table_BW.gather(1, (position_BQ // size).clamp(max=call.block_table_BW.shape[1] - 1).long())
-    kept, own_kv = [], []
-    assert scene.values is not None
-    for stored in (scene.keys, scene.values):
-        stored = stored.clone()
-        own_kv.append(stored[block_BQ, position_BQ % size].flatten(0, 1).nan_to_num())
-        for row, (start, real) in enumerate(zip(scene.starts, scene.real, strict=True)):
-            stored[block_BQ[row, :real], torch.arange(start, start + real) % size] = torch.nan
-        kept.append(stored)
-    return dataclasses.replace(scene, keys=kept[0], values=kept[1]), tuple(own_kv)
-
-
-def by_torch(
-    query_THD: torch.Tensor,
-    key_TKD: torch.Tensor,
-    value_TKD: torch.Tensor,
-    call: AttentionCall,
-    spec: AttentionLayerSpec,
-) -> tuple[torch.Tensor, torch.Tensor]:
-    """Attend without cuDNN, which only a GPU has."""
-    query, keys, values = (
-        tensor.unflatten(0, (call.num_rows, -1)).transpose(1, 2).float() for tensor in (query_THD, key_TKD, value_TKD)
-    )
-    keys, values = (tensor.repeat_interleave(query.shape[1] // tensor.shape[1], 1) for tensor in (keys, values))
-    seen_QQ = torch.ones(2 * (call.num_queries,), dtype=torch.bool, device=query.device).tril()
-    scores = (query @ keys.mT * spec.scale).masked_fill(~seen_QQ, -torch.inf)
-    attended = (scores.softmax(-1) @ values).to(query_THD.dtype)
-    return attended.transpose(1, 2).flatten(0, 1), scores.logsumexp(-1, keepdim=True)
-
-
-@pytest.mark.parametrize("head_size", [64, 128])
-@pytest.mark.parametrize("starts", [[0], [5, 130, 0]])
-def test_own_keys_of_a_chunk_are_not_read_from_the_cache(
-    monkeypatch: pytest.MonkeyPatch, starts: list[int], head_size: int
-) -> None:
-    from vllm_gaudi_spec.devices.cuda import attention as cuda_attention
-
-    monkeypatch.setattr(cuda_attention, "_ONE_EACH", 1)
-    monkeypatch.setattr(cuda_attention, "_is_long", lambda call, spec: True)
-    monkeypatch.setattr(cuda_attention, "attend_own", by_torch)
-    real = [70, 33, 70][: len(starts)]
-    scene = make_scene(starts, 70, real=real, heads=6, head_size=head_size, block_size=16)
-    poisoned, own_kv = take_own_kv(scene)
-    found = poisoned.attend(functools.partial(by_kernel, own_kv=own_kv))
-    for row, expected in enumerate(scene.dense()):
-        torch.testing.assert_close(found[row, : real[row]].double(), expected, atol=1e-5, rtol=1e-5)
-
-
-@pytest.mark.skipif(not torch.cuda.is_available(), reason="cuDNN needs a GPU")
-@pytest.mark.parametrize("dtype", HALF)
-@pytest.mark.parametrize("head_size", [64, 128])
-def test_cudnn_attends_over_own_keys_of_a_chunk(
-    monkeypatch: pytest.MonkeyPatch, dtype: torch.dtype, head_size: int
-) -> None:
-    from vllm_gaudi_spec.devices.cuda import attention as cuda_attention
-
-    monkeypatch.setattr(cuda_attention, "_ONE_EACH", 1)
-    monkeypatch.setattr(cuda_attention, "_is_long", lambda call, spec: True)
-    real = [300, 33, 256]
-    scene = make_scene([5, 130, 0], 300, real=real, heads=8, head_size=head_size, dtype=dtype)
-    poisoned, own_kv = take_own_kv(scene)
-    found = poisoned.attend(functools.partial(by_kernel, own_kv=own_kv))
-    atol, rtol = TOLERANCE[torch.bfloat16]
-    for row, expected in enumerate(scene.dense()):
-        torch.testing.assert_close(found[row, : real[row]].double(), expected, atol=atol, rtol=rtol)
 
 
 @pytest.mark.parametrize("queries", [3, 70])

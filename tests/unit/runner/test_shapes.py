@@ -141,20 +141,22 @@ def test_slices_of_any_chunks_fit_a_listed_shape() -> None:
         for size in parts:
             part, counts = counts[:size], counts[size:]
             num_rows = sum(-(-count // 16) for count in part)
-            shape = chosen.prefill_slices(num_rows, 256) if size > 1 else chosen.prefill(1, part[0], 256)
+            shape = chosen.prefill_slices(num_rows, 256)
             assert shape in listed
             assert shape.tokens >= sum(part)
 
 
-def test_chunks_are_cut_only_where_they_share_a_forward() -> None:
+def test_slices_share_a_forward_where_that_computes_less() -> None:
     chosen = shapes(max_tokens=512, max_len=256, captures=True, slice_tokens=16)
     assert chosen.split_chunks([250]) == [1]
     assert chosen.split_chunks([5, 100, 40, 230]) == [4]
     assert chosen.split_chunks([256, 240, 16, 16]) == [3, 1], "512 tokens fit"
     long = shapes(max_tokens=16384, max_len=4096, captures=True, slice_tokens=16)
-    assert long.split_chunks([4096, 100, 4096, 4096, 50, 60]) == [1, 1, 1, 1, 2], "their attention is faster alone"
+    assert long.split_chunks([4096, 100, 4096, 4096, 50, 60]) == [1, 1, 2, 2], "8,192 tokens fit"
     with_rows = shapes(max_tokens=512, max_len=256, captures=True, slice_tokens=16, prefill_rows=(1, 2))
     assert (with_rows.slice_tokens, with_rows.prefill_rows) == (0, (1, 2)), "the user's choice"
+    with_lengths = shapes(max_tokens=512, max_len=256, captures=True, slice_tokens=16, prefill_buckets=(64, 256))
+    assert (with_lengths.slice_tokens, with_lengths.prefill_queries) == (0, (64, 256)), "the user's choice"
     assert shapes(num_ranks=2, captures=True, slice_tokens=16).slice_tokens == 0
     longer = chosen.change_length(512, HostBackend())  # type: ignore[arg-type]
     assert longer.slice_tokens == 0, "such a drafter reads its own tokens"

@@ -49,11 +49,6 @@ def test_correct_device_passes(dtype: torch.dtype) -> None:
     assert all(result.passed(check.name) == (check.name not in NEEDS_RANKS | HAS_NOT) for check in CHECKS)
 
 
-def test_device_that_reads_the_own_keys_of_prompts_passes() -> None:
-    result = self_test(make_card(attention=ReadsOwnKV()), torch.float32)
-    assert not result.failed, result.failed
-
-
 def test_cpu_passes() -> None:
     """Where it has a kernel of vLLM's, with that. It captures and counts nothing."""
     from vllm.platforms import current_platform
@@ -417,29 +412,6 @@ def downloads_leave_late() -> DeviceBackend:
     return make_card(memory=Memory(torch.device("cpu"), CardGraphs()))
 
 
-class ReadsOwnKV(CardAttention):
-    """Attention that reads the keys of a prompt chunk where the layer made them, as cuDNN's does."""
-
-    reads_own_kv = True
-
-    def __init__(self, scale: float = 1.0) -> None:
-        super().__init__()
-        self._scale = scale
-
-    def attend(self, query_THD: Any, kv_cache: Any, call: Any, spec: Any) -> torch.Tensor:
-        if call.own_kv is not None:
-            positions_BQ = call.starts_B[:, None] + torch.arange(call.num_queries)
-            blocks_BQ = call.block_table_BW.gather(1, positions_BQ // spec.block_size)
-            slots_T = (blocks_BQ * spec.block_size + positions_BQ % spec.block_size).flatten()
-            keys_TKD, values_TKD = call.own_kv
-            self.write_kv(keys_TKD, values_TKD * self._scale, kv_cache, slots_T, spec)
-        return super().attend(query_THD, kv_cache, call, spec)
-
-
-def own_values_of_prompts_are_scaled() -> DeviceBackend:
-    return make_card(attention=ReadsOwnKV(2.0))
-
-
 def free_memory_stays_the_same() -> DeviceBackend:
     class Memory(CardMemory):
         def free_bytes(self) -> int:
@@ -482,7 +454,6 @@ FAULTS: dict[Callable[[], DeviceBackend], tuple[str, str, str]] = {
         "prompt chunks of 1024 are up to",
         "VGS_NPU_PROMPT_MASKS=dense",
     ),
-    own_values_of_prompts_are_scaled: (run.PROMPT_ATTENTION, "prompt chunks are up to", "VGS_NPU_PROMPT_MASKS=dense"),
     prompts_see_padding: (run.PROMPT_ATTENTION, "prompt chunks are up to", "VGS_NPU_PROMPT_MASKS=dense"),
     verify_steps_have_no_window: (run.VERIFY_ATTENTION, "under a window of 300 are up to", "--speculative-config"),
     verify_steps_lose_a_shared_prefix: (

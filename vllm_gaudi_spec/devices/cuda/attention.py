@@ -1,6 +1,4 @@
-"""Paged attention on a GPU: one Triton kernel for decodes, verify steps and prompt chunks.
-
-Where most keys are a chunk's own, cuDNN attends over those, and the kernel continues with the cached ones.
+"""Paged attention on a GPU: one Triton kernel for decodes, verify steps and the prompt chunks that prompts.py leaves.
 
 B rows of Q queries; H query heads in K groups of G, one per KV head; D head size; T = B * Q. The Q * G queries of a row
 that meet one KV head are the lanes of a tile, so each key is read once for all of them. Keys are split over kernel
@@ -40,18 +38,7 @@ LOWEST = tl.constexpr(-1e30)
 _LARGEST = tl.constexpr(operations.LARGEST)
 
 
-def attend(
-    query_THD: torch.Tensor,
-    kv: KVPair,
-    call: AttentionCall,
-    spec: AttentionLayerSpec,
-    own_kv: tuple[torch.Tensor, torch.Tensor] | None = None,
-) -> torch.Tensor:
-    """Attend over a KV cache.
-
-    `own_kv` holds keys and values [T, K, D] of the call's own tokens, which are in the cache as well; reading them side
-    by side is faster for long prompt chunks.
-    """
+def attend(query_THD: torch.Tensor, kv: KVPair, call: AttentionCall, spec: AttentionLayerSpec) -> torch.Tensor:
     keys, values = kv.tensors()
     group, tile_d = spec.num_heads // spec.num_kv_heads, triton.next_power_of_2(spec.head_size)
     lanes = call.num_queries * group
@@ -68,10 +55,7 @@ def attend(
     # Most tiles of a prompt have many keys that all lanes see. Measured for heads of 64 and 128 only.
     has_unmasked_keys = tiles > 1 and splits == 1 and spec.sliding_window is None and spec.head_size in (64, 128)
     has_unmasked_keys = has_unmasked_keys and not spec.batch_invariant
-    attended = None
-    if own_kv is not None and spec.is_causal and has_unmasked_keys and _is_long(call, spec):
-        attended = attend_own(query_THD, *own_kv, call, spec)
-    out_THD, log_sums = (query_THD.new_empty(query_THD.shape), query_THD) if attended is None else attended
+    out_THD = query_THD.new_empty(query_THD.shape)
     if has_unmasked_keys:
         # Two instances then share a multiprocessor: one multiplies while the other computes exponentials.
         tile_m = 64
@@ -93,7 +77,6 @@ def attend(
         parts,
         maxima,
         sums,
-        log_sums,
         spec.scale,
         spec.logits_soft_cap,
         query_THD.stride(0),
@@ -110,7 +93,6 @@ def attend(
         CAPPED=spec.logits_soft_cap > 0,
         IS_SPLIT=splits > 1,
         UNMASKED=has_unmasked_keys,
-        CACHED_ONLY=attended is not None,
         TILE_M=tile_m,
         TILE_N=tile_n,
         TILE_D=tile_d,
@@ -133,39 +115,6 @@ def attend(
             **launch.options(),
         )
     return out_THD
-
-
-def _is_long(call: AttentionCall, spec: AttentionLayerSpec) -> bool:
-    """Whether cuDNN saves more than a second kernel costs, if no keys are cached.
-
-    After 2,048 cached keys, chunks of 512 took 3 % longer. With heads of 64 it saves little, and only beyond 2,048
-    queries.
-    """
-    return spec.head_size == 128 and call.num_queries >= 256 and call.num_rows * call.num_queries >= 2048
-
-
-def attend_own(
-    query_THD: torch.Tensor,
-    key_TKD: torch.Tensor,
-    value_TKD: torch.Tensor,
-    call: AttentionCall,
-    spec: AttentionLayerSpec,
-) -> tuple[torch.Tensor, torch.Tensor] | None:
-    """Attend over the call's own tokens alone, by cuDNN.
-
-    Returns the result [T, H, D] and the logarithms of the softmax sums, float32 [B, H, Q, 1]; None if cuDNN does not
-    support the call.
-    """
-    # cuDNN sets scores above the diagonal of a tile to 0 and then multiplies them by the values.
-    every = (query_THD, operations.finite(key_TKD), operations.finite(value_TKD))
-    by_row = [tensor.unflatten(0, (call.num_rows, -1)).transpose(1, 2) for tensor in every]
-    params = torch.backends.cuda.SDPAParams(*by_row, None, 0.0, True, True)
-    if spec.logits_soft_cap or not torch.backends.cuda.can_use_cudnn_attention(params):
-        return None
-    attended, log_sums, *_ = torch.ops.aten._scaled_dot_product_cudnn_attention(
-        *by_row, attn_bias=None, compute_log_sumexp=True, is_causal=True, scale=spec.scale
-    )
-    return attended.transpose(1, 2).flatten(0, 1), log_sums.contiguous()
 
 
 def write_kv(key_TKD: torch.Tensor, value_TKD: torch.Tensor, kv: KVPair, slots_T: torch.Tensor) -> None:
@@ -219,7 +168,6 @@ def _attend_tile(
     parts_ptr,
     maxima_ptr,
     sums_ptr,
-    log_sums_ptr,
     scale,
     soft_cap,
     query_stride,
@@ -236,7 +184,6 @@ def _attend_tile(
     CAPPED: tl.constexpr,
     IS_SPLIT: tl.constexpr,
     UNMASKED: tl.constexpr,
-    CACHED_ONLY: tl.constexpr,
     TILE_M: tl.constexpr,
     TILE_N: tl.constexpr,
     TILE_D: tl.constexpr,
@@ -256,9 +203,6 @@ def _attend_tile(
     offset_M = lane_M // GROUP
     head_M = head * GROUP + lane_M % GROUP
     used_M = lane_M < queries * GROUP
-    if CACHED_ONLY:
-        # A row without cached keys has nothing to do.
-        used_M = used_M & (start > 0)
     token_M = (row * queries + offset_M).to(tl.int64)
     position_M = start + offset_M
     dim_D = tl.arange(0, TILE_D)
@@ -271,7 +215,7 @@ def _attend_tile(
 
     # The keys that any lane of the tile sees, then this split's share of them, in whole tiles.
     last = tl.minimum((tile * TILE_M + TILE_M - 1) // GROUP, queries - 1)
-    end = start if CACHED_ONLY else start + last + 1
+    end = start + last + 1
     if not CAUSAL:
         # All keys of the row, and no padding behind them. A row of padding keeps one key, so that its sum is not 0.
         end = start + tl.maximum(tl.load(num_real_ptr + row), 1)
@@ -286,19 +230,11 @@ def _attend_tile(
     high = tl.minimum(low + share, end)
 
     out_MD = out_ptr + token_M[:, None] * out_stride + head_M[:, None] * HEAD_SIZE + dim_D[None, :]
-    if CACHED_ONLY:
-        log_sum_M = log_sums_ptr + (row * (KV_HEADS * GROUP) + head_M) * queries + offset_M
-        state = (
-            tl.load(log_sum_M, mask=used_M, other=0.0) * _LOG2_E,
-            tl.full((TILE_M,), 1.0, dtype=tl.float32),
-            tl.load(out_MD, mask=used_MD, other=0.0).to(tl.float32),
-        )
-    else:
-        state = (
-            tl.full((TILE_M,), LOWEST, dtype=tl.float32),
-            tl.zeros((TILE_M,), dtype=tl.float32),
-            tl.zeros((TILE_M, TILE_D), dtype=tl.float32),
-        )
+    state = (
+        tl.full((TILE_M,), LOWEST, dtype=tl.float32),
+        tl.zeros((TILE_M,), dtype=tl.float32),
+        tl.zeros((TILE_M, TILE_D), dtype=tl.float32),
+    )
     first_masked = low
     if UNMASKED:
         # Every lane sees all keys of these tiles, so positions need no comparison.

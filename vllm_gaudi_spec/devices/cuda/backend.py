@@ -76,8 +76,6 @@ class CudaWeights(StreamWeights):
 
 
 class CudaAttention(PairAttention):
-    reads_own_kv = True
-
     def is_batch_invariant(self, spec: AttentionLayerSpec) -> bool:
         return spec.value_size is None and not _needs_plain_torch(spec)
 
@@ -107,12 +105,14 @@ class CudaAttention(PairAttention):
     def attend(
         self, query_THD: torch.Tensor, kv_cache: KVPair, call: AttentionCall, spec: AttentionLayerSpec
     ) -> torch.Tensor:
-        from vllm_gaudi_spec.devices.cuda import attention
+        from vllm_gaudi_spec.devices.cuda import attention, prompts
 
         if kv_cache.values is None or _needs_plain_torch(spec) or call.spans is not None:
             # Latent keys are too long for the kernel's tiles.
             return padded.attend(query_THD, *kv_cache.blocks(), call, spec)
-        return attention.attend(query_THD, kv_cache, call, spec, call.own_kv)
+        if prompts.takes(query_THD, kv_cache, call, spec):
+            return prompts.attend(query_THD, kv_cache, call, spec)
+        return attention.attend(query_THD, kv_cache, call, spec)
 
 
 def _needs_plain_torch(spec: AttentionLayerSpec) -> bool:
