@@ -1,4 +1,4 @@
-# Three images, and the same paths, user, health check and entry point in all (docs/docker.md says how to run them):
+# Three images, and the same paths, user, health check and entry point in all (docs/how_to/containers.md says how to run them):
 #
 #   docker build --target cpu .      every machine; the default, because it needs no device and no vendor's registry
 #   docker build --target gaudi .    Intel Gaudi, lazy mode

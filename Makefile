@@ -103,7 +103,7 @@ demo: $(VENV)/.stamp  ## compare speculation methods on the demo model, with a r
 	@$(BIN)/gaudi-spec demo --task $(TASK) --output-len $(OSL) $(if $(MODEL),--model '$(MODEL)') $(ARGS)
 
 .PHONY: serve
-serve: $(VENV)/.stamp  ## start an OpenAI-compatible server (MODEL=, HOST=, PORT=, ARGS= for vllm serve; several machines: docs/scaling.md)
+serve: $(VENV)/.stamp  ## start an OpenAI-compatible server (MODEL=, HOST=, PORT=, ARGS= for vllm serve; several machines: docs/how_to/distributed.md)
 	@$(choose_model); exec $(BIN)/vllm serve "$$model" --host $(HOST) --port $(PORT) $(ARGS)
 
 .PHONY: bench
@@ -201,6 +201,10 @@ docs:  ## build the site of docs/ into build/docs; open index.html there
 	@'$(or $(PYTHON),python3)' requirements/environment.py docs $(VENV)/docs
 	@NO_MKDOCS_2_WARNING=true $(VENV)/docs/bin/mkdocs build --strict
 	@echo "$(CURDIR)/build/docs/index.html"
+
+.PHONY: docs-reference
+docs-reference: $(VENV)/.stamp  ## write the generated tables and plots in docs/, from the code and benchmarks/results/
+	@$(BIN)/python docs/generate.py
 
 .PHONY: replay
 replay:  ## build the CPU image without docker, and use it (root, buildah, debootstrap; ARGS=)

@@ -1,4 +1,4 @@
-"""Build a target of the Dockerfile without a docker daemon or a registry, and use the image (docs/docker.md).
+"""Build a target of the Dockerfile without a docker daemon or a registry, and use it (docs/how_to/containers.md).
 
 python docker/replay.py cpu      build, run the demo's script, start the server, ask /health and /v1/completions
 python docker/replay.py gaudi    build only: the same lines, on Debian with a CPU build of torch; not a Gaudi image

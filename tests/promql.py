@@ -1,4 +1,4 @@
-"""PromQL expressions of docs/grafana.json, docs/alerts.yaml and docs/metrics.md."""
+"""PromQL expressions of docs/grafana.json, docs/alerts.yaml and docs/how_to/monitor.md."""
 
 import json
 import re
@@ -27,7 +27,7 @@ def alerts() -> list[dict[str, Any]]:
 
 
 def page_expressions() -> list[str]:
-    return re.findall(r"```promql\n(.*?)```", (DOCS / "metrics.md").read_text(), re.DOTALL)
+    return re.findall(r"```promql\n(.*?)```", (DOCS / "how_to" / "monitor.md").read_text(), re.DOTALL)
 
 
 def all_expressions() -> list[str]:

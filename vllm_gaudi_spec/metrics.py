@@ -2,7 +2,7 @@
 
 The scheduler counts its own decisions and what the worker reports. vLLM's `SchedulerStats` carries the figures to the
 front end, whose Prometheus logger exports them (`upstream.carry_metrics`). A new metric needs an entry of `SERIES`, a
-call of `StepMetrics.count`, `count_total` or `set`, and a row in docs/metrics.md.
+call of `StepMetrics.count`, `count_total` or `set`. docs/reference/metrics.md is generated from it.
 """
 
 from __future__ import annotations

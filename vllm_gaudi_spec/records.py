@@ -319,7 +319,7 @@ class Drafts(NamedTuple):
 
 
 class NoDraftReason(StrEnum):
-    """Why a request decodes without drafts; the label values of a metric (docs/metrics.md)."""
+    """Why a request decodes without drafts; the label values of a metric (docs/reference/metrics.md)."""
 
     REQUEST = "request"
     LENGTH = "length"

@@ -1,6 +1,6 @@
 """The compiler of `hpu_backend`: what it takes, what it counts, and what it is known to get wrong.
 
-Letters and numbers in names are rows of docs/gaudi_lessons.md.
+Letters and numbers in names are rows of docs/contributing/quirks.md.
 """
 
 from __future__ import annotations

@@ -1,6 +1,6 @@
 """On the emulated Ascend NPU: what the vllm-ascend guide configures runs, or is refused in one line.
 
-Runs with VGS_DEVICE=ascend-emulated in a process of its own. The table in docs/ascend.md has a line for each case.
+Runs with VGS_DEVICE=ascend-emulated in a process of its own. docs/how_to/migrate.md has a row for each case.
 """
 
 from collections.abc import Callable

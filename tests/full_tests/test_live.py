@@ -21,7 +21,7 @@ from tests.support.processes import ROOT
 pytestmark = pytest.mark.slow
 
 NGRAM = {"method": "ngram", "num_speculative_tokens": 3, "prompt_lookup_min": 1, "prompt_lookup_max": 3}
-PAGE = ROOT / "docs" / "command_line.md"
+PAGE = ROOT / "docs" / "reference" / "command_line.md"
 TOKENS = 150
 
 

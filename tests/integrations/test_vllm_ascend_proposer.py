@@ -26,7 +26,7 @@ from vllm_gaudi_spec.integrations.vllm_ascend import patches
 from vllm_gaudi_spec.integrations.vllm_ascend.proposer import AscendUniversalDraftProposer
 from vllm_gaudi_spec.upstream.patching import wrap
 
-DOCS = Path(__file__).parents[2] / "docs" / "ascend_vllm_ascend.md"
+DOCS = Path(__file__).parents[2] / "docs" / "how_to" / "migrate.md"
 TEXTS = [
     "The quick brown fox costs seconds",
     "whatever the dog says; 0123",
@@ -144,7 +144,7 @@ def test_a_step_behind_rejected_drafts_reads_only_what_was_accepted(
     scene: Scene, plain: Plain, prompts: list[list[int]]
 ) -> None:
     """Its first draft. For those behind it vllm-ascend counts rejected tokens as read, with any drafter: should that
-    end, all drafts can be compared here, and docs/ascend_vllm_ascend.md is to be corrected."""
+    end, all drafts can be compared here, and docs/how_to/migrate.md is to be corrected."""
     drafts = scene.draft([prompt[:-1] for prompt in prompts], [0] * len(prompts), [prompt[-1] for prompt in prompts])
     starts, accepted, following = [len(prompt) - 1 for prompt in prompts], [0, 2, 4], [50, 51, 52]
     tokens = [[prompt[-1], *draft] for prompt, draft in zip(prompts, drafts, strict=True)]

@@ -92,7 +92,7 @@ def agreement(checkpoint: Path, run: Run) -> Agreement:
     return right, num, largest
 
 
-# Ours may have this many times the vendor's. Of bytes the target is 1; what ours has more is in docs/gaudi_emulator.md.
+# Ours may have this many times the vendor's. Of bytes the target is 1; docs/explanation/emulators.md says more.
 MOST: dict[str, tuple[float, Callable[[Run], float]]] = {
     "graphs made in warm-up": (1.5, lambda run: run["warm_up"]["graph_captures"]),
     "launches a step": (1.0, lambda run: run["run"]["launches"] / run["steps"]),

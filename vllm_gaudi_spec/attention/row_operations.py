@@ -75,7 +75,7 @@ def locate_columns(
     real_BQ = torch.arange(queries, dtype=torch.int32, device=starts_B.device) < num_real_B[:, None]
 
     def transpose(tensor: torch.Tensor) -> torch.Tensor:
-        # As int32: a Gaudi cannot compile a permutation of int64 into a graph (docs/gaudi_lessons.md, C16).
+        # As int32: a Gaudi cannot compile a permutation of int64 into a graph (docs/contributing/quirks.md, C16).
         return tensor.int().view(rows, queries).T.contiguous()
 
     starts_QB = transpose(located.positions_T)

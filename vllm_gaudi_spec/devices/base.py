@@ -50,7 +50,7 @@ class DeviceTraits:
     values, since reading one does not wait, and models compute no padding.
     """
     updates_views: bool = True
-    """Whether a graph may contain a layer that writes through a view (docs/gaudi_lessons.md, L06)."""
+    """Whether a graph may contain a layer that writes through a view (docs/contributing/quirks.md, L06)."""
     compiles: bool = False
     """Whether capturing a graph compiles it, which takes seconds to minutes: sampling passes then share few graphs."""
     block_size: int = 128

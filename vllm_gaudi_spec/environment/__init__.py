@@ -1,6 +1,6 @@
 """Environment variables. No other module of the package reads the environment.
 
-`gaudi-spec doctor` prints the table VARIABLES, and docs/command_line.md repeats it.
+`gaudi-spec doctor` prints the table VARIABLES, and docs/reference/options.md is generated from it.
 """
 
 from __future__ import annotations

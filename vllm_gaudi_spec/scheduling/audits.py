@@ -272,7 +272,7 @@ class Audits:
             logger.warning(
                 "Audit failed: output token %d of a request differs from the result without drafts, and the two "
                 "candidates are not tied. The request is in %s. Later differences are only counted, in "
-                "gaudi_spec:audits_total. See docs/audit.md for what to do.",
+                "gaudi_spec:audits_total. See docs/how_to/audit.md for what to do.",
                 outcome.difference.position,
                 path or "no file (see the warning above)",
             )
@@ -285,6 +285,6 @@ class Audits:
             self._has_alarm = True
             logger.warning(
                 "Audit failed: the distribution of outputs with drafts differs from that without (evidence 10**%.1f). "
-                "See docs/audit.md for what to do.",
+                "See docs/how_to/audit.md for what to do.",
                 log10_ratio,
             )

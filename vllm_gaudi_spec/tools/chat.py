@@ -1,7 +1,7 @@
 """`gaudi-spec chat`: a conversation with a running server, with accepted drafts in color.
 
 A server sends the tokens of a step in one event: the accepted drafts, then the token that the target added. So all but
-the last token of an event were drafts. The exceptions are listed in docs/command_line.md.
+the last token of an event were drafts. The exceptions are listed in docs/reference/command_line.md.
 """
 
 from __future__ import annotations

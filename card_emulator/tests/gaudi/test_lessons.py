@@ -1,4 +1,4 @@
-"""The emulated Gaudi does what others saw real Gaudis do. docs/gaudi_lessons.md lists the lessons by number.
+"""The emulated Gaudi does what others saw real Gaudis do. docs/contributing/quirks.md lists the lessons by number.
 
 `refused` also checks that only a hostile card refuses.
 """

@@ -22,8 +22,10 @@ def processes(server: Server, name: str) -> list[psutil.Process]:
 
 
 def check_death(server: Server, strike: Callable[[], None], reason: str, num_tokens: int = 900) -> None:
-    """With requests under way: what docs/faults.md says of a death. The log gives the `reason`. `num_tokens`: so many
-    that no answer is whole when it strikes, also where this process gets less of the machine than the server does."""
+    """With requests under way: what docs/how_to/troubleshoot.md says of a death. The log gives the `reason`.
+
+    `num_tokens` is so large that no answer is complete when it strikes, even if this process is slower than the server.
+    """
     with asking(server, bodies(8, num_tokens)) as answers:
         family = psutil.Process(server.process.pid).children(recursive=True)
         struck = time.monotonic()

@@ -1,6 +1,6 @@
 """What others learned on real Gaudis, and the answer to it here, on the emulated one.
 
-docs/gaudi_lessons.md has the rows by number; card_emulator/tests/gaudi/test_lessons.py has those of the card itself.
+docs/contributing/quirks.md has the rows by number; card_emulator/tests/gaudi/test_lessons.py tests the card itself.
 """
 
 from __future__ import annotations

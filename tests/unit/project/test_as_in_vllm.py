@@ -1,4 +1,4 @@
-"""docs/as_in_vllm.md is what vLLM's own parser and configuration do with this platform, and its tests exist."""
+"""Pages about vLLM's features and flags state what its parser and configuration do, and name tests that exist."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from vllm_gaudi_spec import upstream
 from vllm_gaudi_spec.platforms import base, dropped_flags
 
 ROOT = Path(__file__).parents[3]
-PAGE = ROOT / "docs" / "as_in_vllm.md"
+PAGES = (ROOT / "docs" / "reference" / "features.md", ROOT / "docs" / "how_to" / "migrate.md")
 MODEL = ROOT / "demo" / "tiny" / "target"
 
 
@@ -33,11 +33,14 @@ class Row(NamedTuple):
         return [word for code in re.findall(r"`(-[^`]*)`", self.what) for word in shlex.split(code)]
 
 
-ROWS = [
-    Row(*(cell.strip() for cell in line.strip().strip("|").split("|")))
-    for line in PAGE.read_text().splitlines()
-    if line.startswith("| ") and not line.startswith(("| ---", "| feature", "| flag", "| there"))
-]
+def read_rows(page: Path) -> list[Row]:
+    """Return the rows of the tables whose second column says what happens here."""
+    tables = re.findall(r"(?:^\|.*\n)+", page.read_text(), re.MULTILINE)
+    found = [[line.strip().strip("|").split("|") for line in text.splitlines()] for text in tables]
+    return [Row(*map(str.strip, row)) for head, _, *rows in found if head[1].strip() == "here" for row in rows]
+
+
+ROWS = [row for page in PAGES for row in read_rows(page)]
 # The tests that show what a row says, by its first cell
 TESTS: dict[str, list[str]] = json.loads(Path(__file__).with_name("as_in_vllm.json").read_text())
 # `inc` needs a file: tests/unit/upstream/test_configuration.py has that.

@@ -102,9 +102,15 @@ def anchors(page: Path) -> set[str]:
     return {re.sub(r"[^\w\- ]", "", head.lower()).strip().replace(" ", "-") for head in heads}
 
 
-@pytest.mark.parametrize("name", ["CONTRIBUTING.md", "docs/architecture.md"])
+@pytest.mark.parametrize("name", ["CONTRIBUTING.md", "docs/explanation/architecture.md"])
 def test_files_that_pages_about_the_code_name_exist(name: str) -> None:
     files = [path.as_posix() for folder in ("vllm_gaudi_spec", "tests") for path in (ROOT / folder).rglob("*.py")]
     named = set(re.findall(r"`([\w/]+\.py)`", (ROOT / name).read_text()))
     assert named
     assert not {one for one in named if not any(path.endswith(f"/{one}") for path in files)}
+
+
+def test_generated_parts_are_current() -> None:
+    command = [sys.executable, str(ROOT / "docs" / "generate.py"), "--check"]
+    done = subprocess.run(command, capture_output=True, text=True)
+    assert done.returncode == 0, done.stdout + done.stderr

@@ -263,7 +263,7 @@ def test_standard_rule_biased_by_10_percent_raises_alarm(monkeypatch: pytest.Mon
 
 @pytest.mark.slow
 def test_standard_rule_biased_by_1_percent_raises_alarm(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Where texts are long and the drafter knows nothing of the target; docs/audit.md has how it is elsewhere."""
+    """Where texts are long and the drafter knows nothing of the target; see docs/how_to/audit.md for others."""
     bias(monkeypatch, 0.01)
     found = alarm_after(2000, 512)
     print(f"found after {found} requests")

@@ -404,7 +404,7 @@ def test_a_conflicting_plugin_to_the_end(tmp_path: Path) -> None:
 def test_vllm_ascend_beside_its_own_vllm(
     monkeypatch: pytest.MonkeyPatch, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    """The pair that docs/ascend_vllm_ascend.md is about is fine, and is looked at to the end."""
+    """The pair that docs/how_to/migrate.md is about is fine, and is looked at to the end."""
     plugin = "[vllm.platform_plugins]\nascend = vllm_ascend:register\n"
     fake_distribution(tmp_path, "vllm-ascend", "0.23.0.post1", plugin)
     fake_distribution(tmp_path, "vllm", "0.23.0+empty")

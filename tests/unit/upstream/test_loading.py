@@ -76,7 +76,7 @@ torch.accelerator.reset_peak_memory_stats()
 
 
 def test_s01_s02_accelerator_calls_ask_the_platform_and_not_whether_torch_sees_a_card() -> None:
-    """Torch sees a Gaudi, and its memory calls raise there: docs/gaudi_emulator.md names who saw it."""
+    """Torch sees a Gaudi, and its memory calls raise there: docs/contributing/quirks.md names who saw it."""
     run_alone(_ON_A_GAUDI)
 
 

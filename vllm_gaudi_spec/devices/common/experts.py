@@ -185,7 +185,7 @@ class Fused(NamedTuple):
 
 
 def choose_form(call: Call, fused: Fused | None) -> Form:
-    """Choose the fastest form for a call; docs/performance.md has the measurements."""
+    """Choose the fastest form for a call; benchmarks/results/experts.json has the measurements."""
     num_tokens, num_experts = call.weights_TE.shape
     # If a rank has only as many experts as a token chooses, the operator computes no less.
     if fused and num_tokens >= fused.min_tokens and call.top_k < num_experts and fused.takes(call):

@@ -3,7 +3,7 @@
 A step of few tokens reads every weight once, so its cost is what it reads. Weights of bfloat16 and float16 checkpoints
 are exact in float16, up to a power of two for the whole matrix, and FBGEMM multiplies float32 activations with float16
 weights: half the bytes, and no additional rounding. Such a copy serves steps of few tokens. Steps of many tokens are
-bound by arithmetic, where oneDNN's float32 kernel is faster (docs/performance.md).
+bound by arithmetic, where oneDNN's float32 kernel is faster (benchmarks/results/small_gemm_cpu.json).
 """
 
 from __future__ import annotations

@@ -11,8 +11,8 @@ from vllm_gaudi_spec.devices.common.layers import find_kernel
 
 _WITH_KERNEL = (9, 10)
 """Major versions of the compute capability (torch 2.11 and 2.13, GroupedBlas.cpp)."""
-# Measured on an H100 (docs/performance.md, Experts). Sorting and restoring the order take as long as reading this many
-# bytes of weights. Multiplying this many tokens by every expert takes as long as reading the weights once more.
+# Measured on an H100 (benchmarks/results/experts.json). Sorting and restoring the order take as long as reading this
+# many bytes of weights. Multiplying this many tokens by every expert takes as long as reading the weights once more.
 _BYTES_OF_SORTING = 270e6
 _TOKENS_OF_READING = 400
 _FEWEST_BYTES = 400e6

@@ -47,7 +47,7 @@ def check_settings() -> Iterator[Finding]:
             yield kind("setting", f"{name}={value} is not a whole number", f"correct or unset {name}")
     if choose_device() == "hpu" and environment.gaudi_is_lazy() and not environment.gaudi_has_lazy_mode():
         lazy = environment.LAZY_MODE
-        remedy = "unset it, or use the image that has a torch with lazy mode (docs/gaudi.md)"
+        remedy = "unset it, or use the image that has a torch with lazy mode (docs/explanation/gaudi.md)"
         yield problem("setting", f"{lazy.name}={lazy.value}, but this torch has no lazy mode", remedy)
 
 

@@ -1,7 +1,7 @@
 """Operations that a Gaudi's kernels take in some forms only, or compute in another way.
 
-Read in the bridge's published source (v1.19) where no other is named; the numbers are rows of docs/gaudi_lessons.md. A
-kind card knows none of them.
+Read in the bridge's published source (v1.19) where no other is named; the numbers are rows of
+docs/contributing/quirks.md. A kind card knows none of them.
 """
 
 from __future__ import annotations

@@ -1,0 +1,460 @@
+"""Write the generated parts of the documentation: reference tables, and tables and plots of measurements.
+
+python docs/generate.py [--check]
+
+A part stands between `<!-- generated: NAME -->` and `<!-- end of generated text -->` in a page. With --check, nothing
+is written, and the exit status is 1 if a page or plot is not what this program would write.
+"""
+
+from __future__ import annotations
+
+import argparse
+import ast
+import inspect
+import json
+import re
+import sys
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import MISSING, fields
+from html import escape
+from pathlib import Path
+from statistics import median
+from typing import Any
+
+from vllm_gaudi_spec.config import Options
+from vllm_gaudi_spec.environment import VARIABLES
+from vllm_gaudi_spec.metrics import SERIES
+from vllm_gaudi_spec.recurrent.table import CAPTURED, SERVED
+from vllm_gaudi_spec.refusals.models import CAPTURED_MEDIA
+from vllm_gaudi_spec.tools.cli import COMMANDS, make_parser
+
+DOCS = Path(__file__).resolve().parent
+RESULTS = DOCS.parent / "benchmarks" / "results"
+_PART = re.compile(r"(<!-- generated: ([\w-]+) -->\n).*?(<!-- end of generated text -->)", re.S)
+
+
+def table(columns: Sequence[str], rows: Iterable[Sequence[str]]) -> str:
+    lines = [columns, ["---"] * len(columns), *rows]
+    return "".join("|" + "|".join(f" {cell} " if cell else " " for cell in line) + "|\n" for line in lines)
+
+
+# --- reference ---
+
+
+def options() -> str:
+    """Tabulate `Options` with the docstrings of its fields."""
+    (body,) = ast.parse(inspect.getsource(Options)).body
+    assert isinstance(body, ast.ClassDef)
+    meanings = {
+        field.target.id: inspect.cleandoc(text.value.value)
+        for field, text in zip(body.body, body.body[1:], strict=False)
+        if isinstance(field, ast.AnnAssign) and isinstance(field.target, ast.Name)
+        if isinstance(text, ast.Expr) and isinstance(text.value, ast.Constant) and isinstance(text.value.value, str)
+    }
+    kinds = {"tuple": "list of integers", "str": "string", "int": "integer", "bool": "true or false"}
+    rows = []
+    for field in fields(Options):
+        kind = kinds[re.split(r"\W", str(field.type))[0]]
+        default = "" if field.default in (None, MISSING) else f" Default: {json.dumps(field.default)}."
+        rows.append([f"`{field.name}`", kind, " ".join(meanings[field.name].split()) + default])
+    return table(["option", "type", "meaning"], rows)
+
+
+def environment() -> str:
+    rows = [[f"`{variable.name}`", variable.default, variable.meaning] for variable in VARIABLES]
+    return table(["variable", "default", "meaning"], rows)
+
+
+def metrics() -> str:
+    rows = []
+    for name, series in SERIES.items():
+        kind, shown = ("gauge", name) if series.is_gauge else ("counter", f"{name}_total")
+        rows.append([f"`{shown}`", f"`{series.label}`" if series.label else "", kind, series.help])
+    return table(["series", "label", "kind", "meaning"], rows)
+
+
+def command(name: str) -> str:
+    """Tabulate the options of a command of `gaudi-spec`."""
+    (commands,) = (action for action in make_parser()._actions if isinstance(action, argparse._SubParsersAction))
+    rows = []
+    for action in commands.choices[name]._actions:
+        if isinstance(action, argparse._HelpAction) or action.help == argparse.SUPPRESS:
+            continue
+        value = "" if action.nargs == 0 else f" {action.metavar or action.dest.upper()}"
+        names = ", ".join(f"`{option}{value}`" for option in action.option_strings) or f"`{value.strip()}`"
+        meaning = (action.help or "") % {**vars(action), "prog": name}
+        rows.append([names, meaning.replace("|", "\\|")])
+    return table(["option", "meaning"], rows)
+
+
+_CARDS = {
+    "emulated Gaudi, lazy": ("hpu", "lazy"),
+    "emulated Gaudi, compiled": ("hpu", "compiled"),
+    "emulated NPU": ("npu", "captured"),
+}
+
+
+def recurrent() -> str:
+    rows = [
+        [f"`{name}`", *("yes" if name in CAPTURED[card] else "no" for card in _CARDS.values())]
+        for name in sorted(SERVED, key=str.lower)
+    ]
+    return table(["class", *_CARDS], rows)
+
+
+def media() -> str:
+    cards = {title: CAPTURED_MEDIA[card] for title, card in _CARDS.items() if card in CAPTURED_MEDIA}
+    names = sorted({name for served in cards.values() for name in served}, key=str.lower)
+    rows = [[f"`{name}`", *("yes" if name in served else "no" for served in cards.values())] for name in names]
+    return table(["class", *cards], rows)
+
+
+# --- measurements ---
+
+Row = dict[str, Any]
+
+
+def rows_of(result: str, number: int = 0) -> list[Row]:
+    """Return a table of a result file as one dictionary per row."""
+    found = json.loads((RESULTS / f"{result}.json").read_text())["tables"][number]
+    # Of two columns with the same title, the first counts.
+    return [dict(zip(reversed(found["columns"]), reversed(row), strict=True)) for row in found["rows"]]
+
+
+def pick(rows: Iterable[Row], columns: dict[str, str]) -> str:
+    """Tabulate columns of a result by their titles in the page."""
+    return table(list(columns.values()), ([str(row[name]) for name in columns] for row in rows))
+
+
+def number(text: Any) -> float:
+    """Return the first number in a cell."""
+    found = re.search(r"-?\d+(\.\d+)?", str(text))
+    assert found, text
+    return float(found[0])
+
+
+def interval(text: Any) -> tuple[float, float] | None:
+    """Return the interval in a cell such as `1.05 [1.01, 1.09]`."""
+    found = re.search(r"\[([\d.]+), ([\d.]+)\]", str(text))
+    return None if found is None else (float(found[1]), float(found[2]))
+
+
+Bar = tuple[str, float, tuple[float, float] | None]
+
+
+def plot(title: str, bars: Sequence[Bar], baseline: float = 1.0) -> str:
+    """Draw bars as SVG, with intervals and a line at `baseline`."""
+    left, width, height, top = 250, 400, 22, 40
+    largest = max(max(value, *(spread or (value,))) for _, value, spread in bars)
+    scale = width / largest
+    bottom = top + height * len(bars)
+    lines = [
+        f'<svg xmlns="http://www.w3.org/2000/svg" viewBox="0 0 720 {bottom + 12}" font-family="sans-serif">',
+        "<style>text { font-size: 13px }</style>",
+        f"<title>{escape(title)}</title>",
+        f'<rect width="720" height="{bottom + 12}" fill="#fff"/>',
+        f'<text x="12" y="22" font-weight="bold">{escape(title)}</text>',
+    ]
+    for place, (label, value, spread) in enumerate(bars):
+        y = top + place * height
+        lines.append(f'<text x="{left - 8}" y="{y + 15}" text-anchor="end">{escape(label)}</text>')
+        color = "#546e7a" if value >= baseline else "#c62828"
+        lines.append(f'<rect x="{left}" y="{y + 3}" width="{value * scale:.1f}" height="16" fill="{color}"/>')
+        end = value
+        if spread is not None:
+            low, high = spread
+            end = max(value, high)
+            lines.append(f'<path d="M{left + low * scale:.1f} {y + 11}H{left + high * scale:.1f}" stroke="#000"/>')
+        lines.append(f'<text x="{left + end * scale + 6:.1f}" y="{y + 15}">{value:.2f}</text>')
+    x = left + baseline * scale
+    lines.append(f'<path d="M{x:.1f} {top - 4}V{bottom + 4}" stroke="#000" stroke-dasharray="4 3"/>')
+    return "\n".join([*lines, "</svg>"]) + "\n"
+
+
+def bars(rows: Iterable[Row], label: Callable[[Row], str], value: str) -> list[Bar]:
+    return [(label(row), number(row[value]), interval(row[value])) for row in rows]
+
+
+def method_and_batch(row: Row) -> str:
+    return f"{row['method']}, batch {row['batch']}"
+
+
+def cells_cpu() -> list[Row]:
+    """Summarize the random cells on a CPU by whether they draft."""
+    cells = rows_of("upstream_random_cpu")
+    found = []
+    for title, drafts in (("no speculation", False), ("with drafts", True)):
+        chosen = [cell for cell in cells if (cell["k"] > 0) == drafts]
+        for upstream, suffix in (("as started", ""), ("all cores", ", all cores")):
+            middle = {
+                name: f"{median(cell[f'time {what} / upstream{suffix}'][0] for cell in chosen):.2f}"
+                for name, what in (("step", "of a step"), ("batch", "of the batch"), ("first", "to first tokens"))
+            }
+            found.append({"requests": f"{len(chosen)} cells, {title}", "upstream": upstream, **middle})
+    return found
+
+
+def cells_gpu() -> list[Row]:
+    """Summarize the random cells on a GPU; the faster of upstream's runners counts in each cell."""
+    found = []
+    for title, places, drafts in (
+        ("with drafts, earlier commit", (0,), True),
+        ("no speculation, earlier commit", (0, 1), False),
+        ("no speculation, later commit", (2,), False),
+    ):
+        chosen = [
+            cell for place in places for cell in rows_of("upstream_random_h200", place) if (cell["k"] > 0) == drafts
+        ]
+        middle: Row = {}
+        for name, what in (("step", "of a step"), ("batch", "of the batch"), ("first", "to first tokens")):
+            columns = [f"time {what} / upstream", f"time {what} / upstream, older"]
+            ratios = [min(cell[column][0] for column in columns if cell[column]) for cell in chosen]
+            middle[name] = f"{median(ratios):.2f}"
+        found.append({"requests": f"{len(chosen)} cells, {title}", **middle})
+    return found
+
+
+def acceptance() -> list[Row]:
+    """Return the mean acceptance length by drafter, drafting mode and rule."""
+    rows = rows_of("speculation_acceptance_cpu")
+    greedy = {row["drafter"]: row["T = 0"] for row in rows if row["drafting"] == "greedy"}
+    for row in rows:
+        if row["T = 0"] == "as greedy":  # at temperature 0, all modes draft the same tokens
+            row["T = 0"] = greedy[row["drafter"]]
+    return rows
+
+
+def without_intervals(rows: Iterable[Row]) -> list[Row]:
+    return [{name: re.sub(r" \[.*\]", "", str(cell)) for name, cell in row.items()} for row in rows]
+
+
+def matching() -> list[Row]:
+    """Return the mean acceptance length at k = 3 and temperature 0 of each way to match vocabularies."""
+    names = {
+        "strings, as upstream": "by strings, as in vLLM",
+        "bytes": "`map`",
+        "bytes, re-tokenized": "`retokenize`",
+        "SLEM": "`slem`",
+        "transformers": "transformers' assisted generation",
+    }
+    return [
+        {
+            "pair": row["target × drafter"],
+            "matching": names[row["method"]],
+            "length": row["mean acceptance length [95 %]"],
+        }
+        for row in rows_of("speculation_acceptance_cpu", 1)
+        if row["k"] == "3" and row["T"] == "0"
+    ]
+
+
+def rounds() -> list[Row]:
+    found = json.loads((RESULTS / "rounds_h200.json").read_text())["rows"]
+    return [
+        {
+            "batch": row["batch"],
+            **{name: f"{ms:.2f}" for name, ms in row["round_ms"].items()},
+            "ratio": f"{row['round_ms']['dflash'] / row['round_ms']['eagle']:.2f}",
+        }
+        for row in found
+    ]
+
+
+def rules() -> list[Row]:
+    """Return the acceptance rules that upstream has a sampler for."""
+    return [row for row in rows_of("rejection_h200") if row["rule"] != "all" and row["geometric mean"] != "-"]
+
+
+def verify() -> list[Row]:
+    shown = {("1", "4096"), ("8", "512"), ("8", "4096"), ("8", "16384"), ("32", "512"), ("32", "4096"), ("32", "16384")}
+    return [r for r in rows_of("verify_h200") if r["k"] == "4" and (r["batch"], r["context"]) in shown]
+
+
+def drafting(row: Row) -> str:
+    model = row["drafter"].removeprefix("draft model, ")
+    return f"{model}: {row['drafting']}, {row['rule']}" if model != row["drafter"] else model
+
+
+PLOTS: dict[str, Callable[[], str]] = {
+    "cpu_upstream": lambda: plot(
+        "Throughput at k = 3; vLLM's CPU platform = 1", bars(rows_of("upstream_cpu"), method_and_batch, "ratio")
+    ),
+    "cpu_speedup": lambda: plot(
+        "Speedup at concurrency 1 on texts like the drafters' training; no speculation = 1",
+        bars(rows_of("speculation_speed_cpu"), lambda row: f"{row['method']}, k = {row['k']}", "speedup"),
+    ),
+    "cpu_acceptance": lambda: plot(
+        "Mean acceptance length at temperature 1, k = 3; no speculation = 1", bars(acceptance(), drafting, "T = 1")
+    ),
+    "cpu_matching": lambda: plot(
+        "Mean acceptance length at temperature 0, k = 3; no speculation = 1",
+        bars(matching(), lambda row: f"{row['pair']}: {row['matching'].strip('`').split(' ')[0]}", "length"),
+    ),
+    "gpu_upstream": lambda: plot(
+        "Throughput without speculation; vLLM's faster runner = 1",
+        bars(rows_of("cuda_h100", 8), lambda row: f"{row['sampling']}, batch {row['B']}", "ratio"),
+    ),
+    "gpu_speedup": lambda: plot(
+        "Speedup at k = 4; no speculation = 1", bars(rows_of("real_weights_h100"), method_and_batch, "speedup")
+    ),
+    "gpu_verify": lambda: plot(
+        "Time of a verify step, k = 4; a plain step = 1",
+        bars(verify(), lambda row: f"batch {row['batch']}, context {row['context']}", "verify / plain"),
+    ),
+    "gpu_rates": lambda: plot(
+        "Speedup at k = 4 by acceptance rate; no speculation = 1",
+        bars(rows_of("end_to_end_h100"), lambda row: f"batch {row['batch']}, rate {row['rate']}", "speedup"),
+    ),
+    "gpu_rules": lambda: plot(
+        "Speed of acceptance rules; vLLM's faster sampler = 1",
+        bars(rules(), lambda row: str(row["rule"]), "geometric mean"),
+    ),
+}
+PARTS: dict[str, Callable[[], str]] = {
+    "cpu_cells": lambda: pick(
+        cells_cpu(),
+        {
+            "requests": "cells",
+            "upstream": "vLLM's cores",
+            "step": "decode step",
+            "batch": "whole batch",
+            "first": "first tokens",
+        },
+    ),
+    "cpu_demo": lambda: pick(
+        rows_of("demo_cpu"),
+        {
+            "task": "task",
+            "speedup": "speedup",
+            "of five runs": "range of five runs",
+            "mean acceptance length, all steps": "mean acceptance length, all steps",
+        },
+    ),
+    "cpu_acceptance": lambda: pick(
+        without_intervals(acceptance()),
+        {
+            "drafter": "drafter",
+            "drafting": "drafts",
+            "rule": "rule",
+            "same text for a seed": "seeds kept",
+            "T = 0": "T = 0",
+            "T = 0.7": "T = 0.7",
+            "T = 1": "T = 1",
+        },
+    ),
+    "cpu_matching": lambda: pick(
+        matching(), {"pair": "target × drafter", "matching": "matching", "length": "mean acceptance length"}
+    ),
+    "gpu_upstream": lambda: pick(
+        rows_of("cuda_h100", 8),
+        {
+            "B": "batch",
+            "sampling": "sampling",
+            "tokens/s, ours": "tokens/s, ours",
+            "upstream, newer": "vLLM, newer runner",
+            "upstream, older": "older runner",
+            "ratio": "ratio",
+        },
+    ),
+    "gpu_cells": lambda: pick(
+        cells_gpu(), {"requests": "cells", "step": "decode step", "batch": "whole batch", "first": "first tokens"}
+    ),
+    "gpu_speedup": lambda: pick(
+        rows_of("real_weights_h100"),
+        {
+            "method": "method",
+            "batch": "batch",
+            "plain tokens/s": "tokens/s, plain",
+            "with drafts": "with drafts",
+            "speedup": "speedup",
+        },
+    ),
+    "gpu_verify": lambda: pick(
+        verify(),
+        {
+            "batch": "batch",
+            "context": "context",
+            "plain ms": "plain, ms",
+            "verify ms": "verify, ms",
+            "verify / plain": "verify / plain",
+            "flattened / plain": "flattened / plain",
+        },
+    ),
+    "gpu_rates": lambda: pick(
+        rows_of("end_to_end_h100"),
+        {
+            "batch": "batch",
+            "rate": "acceptance rate",
+            "speedup": "speedup",
+            "plain ms": "plain step, ms",
+            "verify ms": "verify step, ms",
+            "draft ms": "drafting, ms",
+        },
+    ),
+    "gpu_rounds": lambda: pick(
+        rounds(),
+        {
+            "batch": "batch",
+            "eagle": "EAGLE, ms",
+            "eagle3": "EAGLE-3, ms",
+            "dflash": "DFlash, ms",
+            "ratio": "DFlash / EAGLE",
+        },
+    ),
+    "gpu_rules": lambda: pick(
+        rules(),
+        {"rule": "rule", "cells": "cells", "geometric mean": "geometric mean", "worst": "worst cell"},
+    ),
+    "gpu_experts": lambda: pick(
+        rows_of("experts", 1),
+        {name: name for name in ("E, K, hidden, inner", "T = 1", "8", "32", "128", "512", "2,048")},
+    ),
+    "gaudi_graphs": lambda: pick(
+        rows_of("gaudi_graphs"),
+        {
+            "requests x context": "requests x context",
+            "strategy": "strategy",
+            "k": "k",
+            "decode": "decode",
+            "prompt": "prompt",
+            "finish": "sampling",
+            "report, scores": "report",
+            "all": "all",
+        },
+    ),
+}
+
+
+def write(check: bool) -> list[Path]:
+    """Write the parts and plots, and return the files that differed."""
+    parts: dict[str, Callable[[], str]] = {
+        "options": options,
+        "environment": environment,
+        "metrics": metrics,
+        "recurrent": recurrent,
+        "media": media,
+        **{f"command-{name}": lambda name=name: command(name) for name in COMMANDS},  # type: ignore[misc]
+        **PARTS,
+    }
+    made = {DOCS / "figures" / f"{name}.svg": draw() for name, draw in PLOTS.items()}
+    for page in sorted(DOCS.rglob("*.md")):
+        made[page] = _PART.sub(lambda part: f"{part[1]}\n{parts[part[2]]()}\n{part[3]}", page.read_text())
+    stale = [path for path, text in made.items() if not path.is_file() or path.read_text() != text]
+    if not check:
+        for path in stale:
+            path.write_text(made[path])
+    return stale
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
+    parser.add_argument("--check", action="store_true", help="write nothing; exit with status 1 if a file is stale")
+    check = parser.parse_args().check
+    stale = write(check)
+    for path in stale:
+        print(f"{path.relative_to(DOCS.parent)}: {'stale, run make docs-reference' if check else 'written'}")
+    return int(check and bool(stale))
+
+
+if __name__ == "__main__":
+    sys.exit(main())
