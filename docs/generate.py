@@ -158,7 +158,7 @@ def plot(title: str, bars: Sequence[Bar], baseline: float = 1.0) -> str:
     for place, (label, value, spread) in enumerate(bars):
         y = top + place * height
         lines.append(f'<text x="{left - 8}" y="{y + 15}" text-anchor="end">{escape(label)}</text>')
-        color = "#546e7a" if value >= baseline else "#c62828"
+        color = "#90a4ae" if value >= baseline else "#e57373"
         lines.append(f'<rect x="{left}" y="{y + 3}" width="{value * scale:.1f}" height="16" fill="{color}"/>')
         end = value
         if spread is not None:
@@ -176,7 +176,7 @@ def bars(rows: Iterable[Row], label: Callable[[Row], str], value: str) -> list[B
 
 
 def method_and_batch(row: Row) -> str:
-    return f"{row['method']}, batch {row['batch']}"
+    return f"{row['method'].rstrip(' †')}, batch {row['batch']}"
 
 
 def cells_cpu() -> list[Row]:

@@ -103,24 +103,27 @@ class Options:
     prefill_buckets: tuple[int, ...] | None = None
     """Prompt chunk lengths. Each chunk is padded to one of them."""
     block_buckets: tuple[int, ...] | None = None
-    """Numbers of KV blocks in all rows of a decode, on devices that list them. Each decode is padded to one of them."""
+    """Numbers of KV blocks in all rows of a decode, on a Gaudi only. Each decode is padded to one of them."""
     bucket_strategy: str | None = None
-    """How lists that are not configured grow: `exponential` or `linear`."""
+    """How lists that are not configured grow: `exponential` (default) or `linear`."""
     buckets_file: str | None = None
-    """A JSON file with lists named batch, prefill and blocks."""
+    """A JSON file with lists named `batch`, `prefill` and `blocks`."""
     prefill_rows: tuple[int, ...] | None = None
     """Numbers of prompt chunks that may share a forward."""
     warmup_tokens: int | None = None
-    """The number of tokens up to which warm-up runs a shape. Larger shapes are only listed. -1 runs all shapes."""
+    """The number of tokens up to which warm-up runs a shape. Larger shapes are only listed. -1 runs all
+    shapes. By default 16 on a CPU, and -1 elsewhere."""
     universal_context: str | None = None
-    """How a drafter with another vocabulary reads the context: `map` token ids, or `retokenize` the text."""
+    """How a drafter with another vocabulary reads the context: `map` token ids (default), or `retokenize` the text."""
     universal_match: str | None = None
-    """How its drafts become target tokens: `tli` drafts only tokens of both vocabularies; `slem` drafts any token and
-    tokenizes the text of drafts for the target."""
+    """How its drafts become target tokens: `tli` (default) drafts only tokens of both vocabularies; `slem` drafts any
+    token and tokenizes the text of drafts for the target."""
     universal_kv_len: int | None = None
-    """For `retokenize`: how many of its own tokens the drafter keeps per request."""
+    """For `retokenize`: how many of its own tokens the drafter keeps per request. By default 2048, at most
+    twice `--max-model-len`."""
     state_snapshots: int | None = None
-    """For models with recurrent layers: the number of states that the prefix cache keeps."""
+    """For models with recurrent layers: the number of states that the prefix cache keeps. By default `--max-num-seqs`,
+    at most 32."""
     audit_every: int = 0
     """Decode one in this many requests again without drafts in idle steps, and compare; 0 disables audits."""
     cpu_weights: str | None = None
@@ -134,7 +137,8 @@ class Options:
     draft_quant_config: str | None = None
     """The drafter's quantization file. The target's is the environment variable QUANT_CONFIG."""
     fp8_range: str | None = None
-    """The range of e4m3 if FP8 is simulated: `gaudi2` (up to 240) or `gaudi3` (up to 448)."""
+    """The range of e4m3 if FP8 is simulated: `gaudi2` (up to 240) or `gaudi3` (up to 448). By default that of
+    the scales."""
 
     @classmethod
     def from_vllm(cls, vllm_config: VllmConfig) -> Options:
