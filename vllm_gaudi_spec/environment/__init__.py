@@ -53,25 +53,27 @@ DEVICE = Variable(
     "the device: cpu, hpu, hpu-emulated, ascend, ascend-emulated or cuda",
 )
 SKIP_WARMUP = Variable(
-    "VGS_SKIP_WARMUP", "0", "1 compiles graphs while serving instead of before: for trying things out only"
+    "VGS_SKIP_WARMUP", "0", "1 compiles graphs while serving instead of before, for experiments only"
 )
 VENDORS_SKIP_WARMUP = Variable(
-    "VLLM_SKIP_WARMUP", "false", "vllm-gaudi's name of VGS_SKIP_WARMUP, which comes first: true or false"
+    "VLLM_SKIP_WARMUP", "false", "vllm-gaudi's name for VGS_SKIP_WARMUP, which takes precedence: true or false"
 )
 VENDORS_BUCKETING = Variable(
-    "VLLM_BUCKETING_STRATEGY", "exp", "vllm-gaudi's name of the option bucket_strategy, which comes first: exp or lin"
+    "VLLM_BUCKETING_STRATEGY",
+    "exp",
+    "vllm-gaudi's name for bucket_strategy, which takes precedence: exp or lin",
 )
 WARMUP = Variable(
     "VGS_WARMUP",
     "before",
-    "background serves as soon as the largest buckets are warm, and warms up the others while no request is there",
+    "background serves as soon as the largest buckets are warm, and warms up the others while the server is idle",
 )
-SELF_TEST = Variable("VGS_SELF_TEST", "1", "0 skips the self-test of a card before its model is loaded")
+SELF_TEST = Variable("VGS_SELF_TEST", "1", "0 skips the self-test of an accelerator before its model is loaded")
 EMULATED_GENERATION = Variable(
     "VGS_EMULATED_GENERATION", GAUDI2, "the card that hpu-emulated emulates: gaudi2 or gaudi3"
 )
 EMULATOR = Variable(
-    "VGS_EMULATOR", "hostile", "kind lets hpu-emulated take what is only known to fail on some cards or releases"
+    "VGS_EMULATOR", "hostile", "kind lets hpu-emulated accept what fails on some cards or releases only"
 )
 TORCH_NPU = Variable(
     "VGS_TORCH_NPU",
@@ -81,8 +83,8 @@ TORCH_NPU = Variable(
 TRUST_DRAFT_CODE = Variable(
     "VGS_TRUST_DRAFT_CODE", "0", "1 lets --trust-remote-code hold for the drafter's folder as well"
 )
-PLUGINS = Variable("VLLM_PLUGINS", "all", "which plugins vLLM loads; gaudi_spec has to be among them")
-TARGET_DEVICE = Variable("VLLM_TARGET_DEVICE", "not used", "cpu makes vLLM take its own CPU platform and ask no plugin")
+PLUGINS = Variable("VLLM_PLUGINS", "all", "which plugins vLLM loads; must include gaudi_spec")
+TARGET_DEVICE = Variable("VLLM_TARGET_DEVICE", "not used", "cpu selects vLLM's own CPU platform, without plugins")
 LAZY_MODE = Variable(
     "PT_HPU_LAZY_MODE",
     "1 where torch has lazy mode, else 0",
@@ -92,21 +94,21 @@ WEIGHT_SHARING = Variable(
     "PT_HPU_WEIGHT_SHARING", "0", "on a Gaudi: 1 lays weights out again for each graph that reads them"
 )
 LAZY_COLLECTIVES = Variable(
-    "PT_HPU_ENABLE_LAZY_COLLECTIVES", "true", "on a Gaudi: tensor parallel steps need it in lazy mode"
+    "PT_HPU_ENABLE_LAZY_COLLECTIVES", "true", "on a Gaudi: required for tensor parallelism in lazy mode"
 )
 PARALLEL_COMPILATION = Variable(
-    "FUSER_ENABLE_MULTI_THREADED_INVOCATIONS", "1", "on a Gaudi: 1 lets its compiler work on several graphs at once"
+    "FUSER_ENABLE_MULTI_THREADED_INVOCATIONS", "1", "on a Gaudi: 1 compiles several graphs at once"
 )
 INPUT_REUSE = Variable(
     "PT_HPU_ENABLE_SYNAPSE_INPUT_REUSE",
     "0 in compiled mode",
-    "on a Gaudi: 1 lets a recipe compute in the memory of what it reads last",
+    "on a Gaudi: 1 lets a recipe reuse the memory of the input that it reads last",
 )
 GRAPH_MEMORY = Variable(
-    "VLLM_GRAPH_RESERVED_MEM", "0.1", "on a Gaudi: the share of free memory that is kept for graphs"
+    "VLLM_GRAPH_RESERVED_MEM", "0.1", "on a Gaudi: the share of free memory that is reserved for graphs"
 )
 LAYERS_OF_A_RECIPE = Variable(
-    "VLLM_CONFIG_HIDDEN_LAYERS", "1", "on a Gaudi: how many decoder layers are compiled as one; 0: all of them"
+    "VLLM_CONFIG_HIDDEN_LAYERS", "1", "on a Gaudi: how many decoder layers are compiled together; 0 for all of them"
 )
 VISIBLE_GAUDIS = Variable("HABANA_VISIBLE_DEVICES", "all", "in a container: which Gaudis it sees")
 VISIBLE_MODULES = Variable("HABANA_VISIBLE_MODULES", "all", "which Gaudis this process may open, by module")
@@ -119,14 +121,16 @@ LAUNCH_BLOCKING = Variable("ASCEND_LAUNCH_BLOCKING", "0", "on an NPU: 1 is refus
 PROMPT_MASKS = Variable(
     "VGS_NPU_PROMPT_MASKS",
     "compressed",
-    "on an NPU: the form of attention for prompts; dense is that of decodes, with a mask of each query and key",
+    "on an NPU: the masks of attention for prompts, compressed or dense",
 )
 HCCL_EXPANSION = Variable(
-    "HCCL_OP_EXPANSION_MODE", "chosen by HCCL", "on several NPUs: AIV is refused, with which captures failed or hung"
+    "HCCL_OP_EXPANSION_MODE",
+    "chosen by HCCL",
+    "on several NPUs: AIV is refused, since captures failed or hung with it",
 )
-CANN_HOME = Variable("ASCEND_HOME_PATH", "none", "on an NPU: where CANN is, which its set_env.sh sets")
+CANN_HOME = Variable("ASCEND_HOME_PATH", "none", "on an NPU: the folder of CANN, set by its set_env.sh")
 VISIBLE_GPUS = Variable("CUDA_VISIBLE_DEVICES", "all", "which GPUs this process may open")
-QUANT_CONFIG = Variable("QUANT_CONFIG", "none", "the target's quantization file, which measures or quantizes")
+QUANT_CONFIG = Variable("QUANT_CONFIG", "none", "the target's quantization file, for measuring or quantizing")
 KV_CACHE_SPACE = Variable("VLLM_CPU_KVCACHE_SPACE", "half of what is free, 4 at most", "on a CPU: GiB for the KV cache")
 THREADS_BIND = Variable(
     "VLLM_CPU_OMP_THREADS_BIND", "auto", "on a CPU: the cores that each rank's threads are bound to"
@@ -144,7 +148,7 @@ START_METHOD = Variable(
 ENGINE_PROCESS = Variable("VLLM_ENABLE_V1_MULTIPROCESSING", "1", "0 runs the engine in the caller's process")
 LOGGING_LEVEL = Variable("VLLM_LOGGING_LEVEL", "INFO", "the log level of vLLM and of this platform")
 HUB_OFFLINE = Variable("HF_HUB_OFFLINE", "0", "1 takes models from folders and the cache only, and downloads nothing")
-HUB_HOME = Variable("HF_HOME", "~/.cache/huggingface", "where downloaded models lie")
+HUB_HOME = Variable("HF_HOME", "~/.cache/huggingface", "where downloaded models are stored")
 CACHE_HOME = Variable("XDG_CACHE_HOME", "~/.cache", "where the demo model and vocabulary maps are kept")
 VARIABLES = tuple(value for value in globals().copy().values() if isinstance(value, Variable))
 """The documented variables: all of the above, in their order."""
