@@ -64,7 +64,7 @@ def native_inputs(format: CheckpointFormat, weights: Weights) -> tuple[str, ...]
     if format.native == FP8 and weights.multiplies_fp8:
         return ("bfloat16", "float32")  # the cast to FP8 does not take float16 (lesson O30)
     if format.native == UINT4 and weights.converts_uint4:
-        return ("bfloat16",)  # the only dtype with which vllm-gaudi calls the operator (lesson Q09)
+        return ("bfloat16",)  # the only dtype with which vllm-gaudi calls the operator
     return ()
 
 

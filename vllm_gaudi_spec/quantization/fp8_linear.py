@@ -18,7 +18,7 @@ from vllm_gaudi_spec.upstream.layers import (
     replace_parameter,
 )
 
-# Added to scales, because a row of padding is all zeros: 0 / 0 would be NaN (lesson Q06).
+# Added to scales, because a row of padding is all zeros: 0 / 0 would be NaN.
 _SMALLEST = 1e-8
 _NOT_LOADED = torch.finfo(torch.float32).min  # vLLM's initial value of a scale
 

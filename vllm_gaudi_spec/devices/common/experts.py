@@ -160,7 +160,7 @@ def grouped(product: GroupedProduct, call: Call) -> torch.Tensor:
     """Compute each token with the experts that it chose, by copies of tokens sorted by expert."""
     (num_tokens, num_experts), hidden = call.weights_TE.shape, call.x_TH.shape[1]
     ids_TK, weights_TK = call.chosen()
-    # As floats, since an NPU sorts integers on its AI CPU (lesson Q07).
+    # As floats, since an NPU sorts integers on its AI CPU.
     ids_N, order_N = ids_TK.flatten().float().sort()
     counts_E = (ids_N == torch.arange(num_experts, dtype=ids_N.dtype, device=ids_N.device).unsqueeze(-1)).sum(1)
     tokens_TK = torch.arange(num_tokens, device=ids_N.device).unsqueeze(-1).expand_as(ids_TK)

@@ -3,8 +3,7 @@
 A region is the operations between two markers, as an FX graph whose inputs are all that it reads: arguments, weights,
 caches, and results of earlier regions. No Python runs in it, so there are no guards and no graph breaks, and regions
 that do the same to tensors of the same geometry, as a model's layers do, are compiled once. torch.compile on the
-function itself would guard each name of a layer and each branch of Python, and compile every layer (lessons C03, C04,
-C06-C11).
+function itself would guard each name of a layer and each branch of Python, and compile every layer.
 """
 
 from __future__ import annotations

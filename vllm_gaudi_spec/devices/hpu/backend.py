@@ -365,7 +365,7 @@ def mark_layers(model: nn.Module, mark_step: Callable[[], None], every: int) -> 
     """Break the graph after every `every`-th layer with attention.
 
     Equal layers are then one recipe, which is compiled once. A whole model as one recipe takes the compiler long and
-    may be too large to run (lessons L12, L13; optimum-habana 1722).
+    may be too large to run (optimum-habana 1722).
     """
     layers: list[nn.Module] = []
     inside: set[nn.Module] = set()
