@@ -275,7 +275,17 @@ def drafting(row: Row) -> str:
     return f"{model}: {row['drafting']}, {row['rule']}" if model != row["drafter"] else model
 
 
+def demo() -> list[Bar]:
+    """Return the demo's speedups with the range of its runs."""
+    found = []
+    for row in rows_of("demo_cpu"):
+        low, high = map(float, row["of five runs"].split(" to "))
+        found.append((row["task"], float(row["speedup"]), (low, high)))
+    return found
+
+
 PLOTS: dict[str, Callable[[], str]] = {
+    "demo": lambda: plot("Speedup of the demo on two CPU cores; no speculation = 1", demo()),
     "cpu_upstream": lambda: plot(
         "Throughput at k = 3; vLLM's CPU platform = 1", bars(rows_of("upstream_cpu"), method_and_batch, "ratio")
     ),
