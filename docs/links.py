@@ -1,7 +1,7 @@
-"""Brings what pages link to outside of docs/ into the site: Markdown as pages, other files as they are.
+"""Add files outside of docs/ that pages link to to the site: Markdown as pages, others unchanged.
 
-A hook of mkdocs.yml. So the same links work where a code host shows the files, and on the site. It also sees to it that
-no page loads anything from elsewhere.
+This hook of mkdocs.yml makes links work both on the site and where a code host shows the files. It also warns about
+pages that load anything from elsewhere.
 """
 
 from __future__ import annotations
