@@ -277,7 +277,7 @@ def drafting(row: Row) -> str:
 
 def demo() -> list[Bar]:
     """Return the demo's speedups with the range of its runs."""
-    found = []
+    found: list[Bar] = []
     for row in rows_of("demo_cpu"):
         low, high = map(float, row["of five runs"].split(" to "))
         found.append((row["task"], float(row["speedup"]), (low, high)))
