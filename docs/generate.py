@@ -214,6 +214,22 @@ def cells_gpu() -> list[Row]:
     return found
 
 
+def prompts_gpu() -> list[Row]:
+    """Summarize first tokens by number of requests and length of prompts, without drafts."""
+    found = []
+    for low, high in ((100, 500), (1000, 4000), (5000, 8000)):
+        row: Row = {"prompts": f"{low:,} to {high:,} tokens"}
+        for requests in (1, 8, 32):
+            ratios = [
+                cell["time to first tokens / upstream"][0]
+                for cell in rows_of("upstream_prompts_h200")
+                if low <= cell["prompt tokens"] < high and cell["requests"] == requests
+            ]
+            row[str(requests)] = f"{median(ratios):.2f}"
+        found.append(row)
+    return found
+
+
 def acceptance() -> list[Row]:
     """Return the mean acceptance length by drafter, drafting mode and rule."""
     rows = rows_of("speculation_acceptance_cpu")
@@ -368,6 +384,21 @@ PARTS: dict[str, Callable[[], str]] = {
     ),
     "gpu_cells": lambda: pick(
         cells_gpu(), {"requests": "cells", "step": "decode step", "batch": "whole batch", "first": "first tokens"}
+    ),
+    "gpu_prompts": lambda: pick(
+        prompts_gpu(), {"prompts": "prompts", "1": "1 request", "8": "8 requests", "32": "32 requests"}
+    ),
+    "gpu_serving": lambda: pick(
+        rows_of("serving_h200"),
+        {
+            "requests/s": "requests/s",
+            "server": "server",
+            "output_throughput": "tokens/s",
+            "median_ttft_ms": "TTFT, ms",
+            "p99_ttft_ms": "TTFT p99",
+            "median_tpot_ms": "TPOT, ms",
+            "p99_tpot_ms": "TPOT p99",
+        },
     ),
     "gpu_speedup": lambda: pick(
         rows_of("real_weights_h100"),
