@@ -69,7 +69,7 @@ class DeviceTraits:
     smallest_prefill: int = 128
     """The number of tokens of which prefill buckets are multiples."""
     slice_tokens: int = 0
-    """The length of slices of prompt chunks that share a forward (`vllm_gaudi_spec.slices`); 0 to give each chunk a row
+    """The length of the slices into which prompt chunks are cut (`vllm_gaudi_spec.slices`); 0 to give each chunk a row
     of its own."""
     prefill_step: int = 0
     """The smallest difference of prefill buckets between powers of two, where padding costs more than another shape. 0:

@@ -33,7 +33,7 @@ class Shapes:
     decode_queries: tuple[int, ...]
     """1 for plain decoding, and 1 + j for each number of drafts per row that a step may verify."""
     prefill_rows: tuple[int, ...]
-    """Numbers of prompt chunks that share a forward, one row each."""
+    """Numbers of prompt chunks that share a forward, one row each, unless they come in slices."""
     prefill_queries: tuple[int, ...]
     contexts: tuple[int, ...]
     """Tokens of KV per row."""
@@ -70,7 +70,7 @@ class Shapes:
         *,
         block_size: int | None = None,
         num_blocks: int | None = None,
-        slices_chunks: bool = True,
+        slices_chunks: bool = False,
     ) -> Shapes:
         """Derive the lists from the options.
 
@@ -78,7 +78,7 @@ class Shapes:
             widths: `Speculation.widths`, or empty without speculation.
             block_size: Size of the smallest KV blocks, once it is known.
             num_blocks: Number of the smallest KV blocks, once it is known.
-            slices_chunks: Whether the model and its drafter can read chunks in slices, once they are known.
+            slices_chunks: Whether the model and its drafter can read chunks in slices, once that is known.
         """
         num_drafts = max(widths, default=0)
         scheduler, max_len = vllm_config.scheduler_config, vllm_config.model_config.max_model_len

@@ -130,7 +130,7 @@ def warm_up(runner: Runner, max_tokens: int) -> IdleWarmUp:
             "Single prompt chunks of evenly distributed lengths are padded by %.0f %% of the tokens that a forward "
             "computes%s.",
             100 * expected_padding(shapes.chunk_lengths),
-            f"; several share one in slices of {shapes.slice_tokens} tokens" if shapes.slice_tokens else "",
+            f", in slices of {shapes.slice_tokens} tokens" if shapes.slice_tokens else "",
         )
     started = time.perf_counter()
     with (

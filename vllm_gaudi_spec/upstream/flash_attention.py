@@ -17,16 +17,18 @@ logger = init_logger(__name__)
 
 @cache
 def find_flash_attention() -> Callable[..., torch.Tensor] | None:
-    """Return vLLM's `flash_attn_varlen_func` with its version for this GPU, or None if vLLM was built without it."""
+    """Return vLLM's `flash_attn_varlen_func`, or None if vLLM has no FlashAttention 3 for this GPU.
+
+    FlashAttention 2 has a kernel instance for each sequence that may exist, and most of them would be empty.
+    """
+    if not torch.cuda.is_available() or torch.cuda.get_device_capability()[0] != 9:
+        return None
     try:
         from vllm.vllm_flash_attn import flash_attn_interface as interface
     except ImportError as error:
         logger.warning("vLLM has no FlashAttention here (%s), so long prompts take longer.", error)
         return None
-    major = torch.cuda.get_device_capability()[0]
-    if major == 9 and interface.FA3_AVAILABLE:
-        return partial(interface.flash_attn_varlen_func, fa_version=3, num_splits=1)
-    if major >= 8 and interface.FA2_AVAILABLE:
-        return partial(interface.flash_attn_varlen_func, fa_version=2)
-    logger.warning("vLLM's FlashAttention does not support this GPU, so long prompts take longer.")
-    return None
+    if not interface.FA3_AVAILABLE:
+        logger.warning("Long prompts take longer without FlashAttention 3: %s", interface.FA3_UNAVAILABLE_REASON)
+        return None
+    return partial(interface.flash_attn_varlen_func, fa_version=3, num_splits=1)

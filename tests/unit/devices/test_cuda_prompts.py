@@ -80,7 +80,7 @@ def test_chunks_in_rows_and_in_slices_equal_float64(
                 starts_B=(there.starts_B[:, None] + offsets).flatten(),
                 block_table_BW=there.block_table_BW.repeat_interleave(slices, dim=0),
             )
-        assert prompts.takes(query.cuda(), kv, there, spec)
+        assert prompts.takes(there, spec)
         return prompts.attend(query.cuda(), kv, there, spec).cpu()
 
     atol, rtol = TOLERANCE[torch.bfloat16]

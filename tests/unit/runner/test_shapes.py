@@ -59,7 +59,8 @@ def shapes(
     )
     backend = SimpleNamespace(traits=traits)
     widths = (drafts,) if drafts else ()
-    return Shapes.from_config(config, Options(**options), backend, widths, num_blocks=num_blocks)  # type: ignore[arg-type]
+    chosen = Options(**options)
+    return Shapes.from_config(config, chosen, backend, widths, num_blocks=num_blocks, slices_chunks=True)  # type: ignore[arg-type]
 
 
 @pytest.mark.parametrize("exact", [True, False])

@@ -80,8 +80,10 @@ class CudaAttention(PairAttention):
         return spec.value_size is None and not _needs_plain_torch(spec)
 
     def reads_slices(self, spec: AttentionLayerSpec) -> bool:
-        # Plain torch gathers the keys of every row.
-        return self.is_batch_invariant(spec)
+        from vllm_gaudi_spec.devices.cuda import prompts
+
+        # In other kernels a row reads all keys for itself, which matters less in float32, for exact comparisons.
+        return self.is_batch_invariant(spec) and (spec.dtype == torch.float32 or prompts.supports(spec))
 
     def finite(self, tensor: torch.Tensor) -> torch.Tensor:
         """Return the tensor itself: the kernel that writes it also makes it finite."""
@@ -110,7 +112,7 @@ class CudaAttention(PairAttention):
         if kv_cache.values is None or _needs_plain_torch(spec) or call.spans is not None:
             # Latent keys are too long for the kernel's tiles.
             return padded.attend(query_THD, *kv_cache.blocks(), call, spec)
-        if prompts.takes(query_THD, kv_cache, call, spec):
+        if prompts.takes(call, spec):
             return prompts.attend(query_THD, kv_cache, call, spec)
         return attention.attend(query_THD, kv_cache, call, spec)
 

@@ -15,10 +15,10 @@ if TYPE_CHECKING:
     from vllm_gaudi_spec.attention.metadata import AttentionCall, AttentionLayerSpec
     from vllm_gaudi_spec.devices.common.kv_pair import KVPair
 
-_MOST_DECODED = 31
-"""Queries per row of a verify step, at most."""
-_FEWEST_TOKENS = 512
-"""Fewer do not fill a GPU unless keys are split over kernel instances, which the kernel in attention.py does."""
+_FEWEST_QUERIES = 32
+"""Verify steps have fewer per row, prompt chunks and their slices at least as many."""
+_FEWEST_LANES = 512 * 32
+"""Fewer queries of all heads do not fill a GPU unless keys are split over kernel instances, as in attention.py."""
 
 
 class Sequences(NamedTuple):
@@ -31,19 +31,22 @@ class Sequences(NamedTuple):
     block_table_BW: torch.Tensor
 
 
-def takes(query_THD: torch.Tensor, kv: KVPair, call: AttentionCall, spec: AttentionLayerSpec) -> bool:
-    """Whether `attend` supports the call and is faster."""
+def supports(spec: AttentionLayerSpec) -> bool:
+    """Whether `attend` serves prompt chunks of the layer, if it is causal."""
     return (
-        call.num_queries > _MOST_DECODED
-        and query_THD.shape[0] >= _FEWEST_TOKENS
-        and spec.is_causal
-        and not spec.batch_invariant
-        and query_THD.dtype in (torch.bfloat16, torch.float16)
-        and kv.keys.dtype == query_THD.dtype
+        spec.dtype in (torch.bfloat16, torch.float16)
+        and spec.kv_dtype is None
         and spec.head_size % 8 == 0
         and spec.head_size <= 256
+        and not spec.batch_invariant
         and find_flash_attention() is not None
     )
+
+
+def takes(call: AttentionCall, spec: AttentionLayerSpec) -> bool:
+    """Whether `attend` supports the call and is faster."""
+    has_enough = call.num_rows * call.num_queries * spec.num_heads >= _FEWEST_LANES
+    return call.num_queries >= _FEWEST_QUERIES and has_enough and spec.is_causal and supports(spec)
 
 
 def attend(query_THD: torch.Tensor, kv: KVPair, call: AttentionCall, spec: AttentionLayerSpec) -> torch.Tensor:
