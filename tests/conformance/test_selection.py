@@ -37,7 +37,7 @@ def test_a24_selected_keys(backend: DeviceBackend, form: ModuleType, queries: in
         first = form.attend(query, keys, None, here, scene.spec)
         return first, form.attend(query, keys, None, here.replace_index(None), shared)
 
-    blocks = (call.flat.ids_N, call.flat.rows_N, call.flat.index_N)
+    blocks = (call.flat.ids, call.flat.rows_N, call.flat.index_N)
     arguments = (query, scene.keys, call.starts_B, call.block_table_BW, *call.index, *blocks)
     run = backend.graphs.graph(attend)
     for found in run(*(backend.memory.upload(one) for one in arguments)):

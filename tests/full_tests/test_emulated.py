@@ -53,7 +53,7 @@ CASES: dict[str, tuple[dict[str, Any], dict[str, Any]]] = {
     "ngram": (ngram(3), BOTH),
     "ngram on the device, overlapping steps": (
         dict(ngram(3), method="ngram_gpu"),
-        dict(BOTH, async_scheduling=True),
+        dict(BOTH, async_scheduling=True, block_size=16),  # so small that rows have entries of several blocks
     ),
     "suffix, preempted": (suffix(5), SIZES | SMALL_KV | dict(block_size=32)),
 }

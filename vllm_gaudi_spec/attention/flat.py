@@ -1,8 +1,12 @@
 """Paged attention over a flat list of blocks: each is read once, whatever the number of queries and the longest row.
 
-Letters as in padded.py; N also counts the list's entries. All queries of the row that owns an entry attend to it alone.
-A row's entries are then rescaled to their common maximum and added up. A long list is read in slices, between which
-each row's maximum and sums are kept, so that memory has a bound.
+Letters as in padded.py; N also counts the list's entries, and S is then the number of keys in an entry, which are those
+of one block or of several (`choose_group`). All queries of the row that owns an entry attend to it alone, with the
+row's maximum in the softmax, and a row's entries are added up. A long list is read in slices, between which each row's
+maximum and sums are kept, so that memory has a bound.
+
+The bridge has an operator `block_softmax`, but vllm-gaudi disables it on every card, and it has not been run with
+several queries per row or float32 scores.
 """
 
 from __future__ import annotations
@@ -12,14 +16,16 @@ from dataclasses import dataclass, replace
 
 import torch
 
-from vllm_gaudi_spec.attention.metadata import AttentionCall, AttentionLayerSpec
-from vllm_gaudi_spec.attention.operations import finite
+from vllm_gaudi_spec.attention.metadata import AttentionCall, AttentionLayerSpec, FlatBlocks
+from vllm_gaudi_spec.attention.operations import VLLMKVCache, finite
 from vllm_gaudi_spec.attention.padded import (
     LOWEST,
     compute_query_positions,
+    convert_for_matmul,
     expand_per_head,
     group_queries,
     is_in_reach,
+    multiply,
     reshape_by_token,
     score,
     weigh,
@@ -56,11 +62,13 @@ def attend(
     plan = call.plan(("flat", spec.mask_key), lambda: _make_plan(call, spec))
     # One matmul sums the entries of all rows, so NaN in one row would spread to all.
     query = finite(group_queries(query_THD, call, spec))
-    num_entries = len(flat.ids_N)
-    slices = [range(begin, min(begin + SLICE, num_entries)) for begin in range(0, num_entries, SLICE)]
+    num_entries, size = len(flat.rows_N), flat.group_size
+    # The padding of incomplete entries must not cost another slice.
+    length = SLICE if size == 1 else max(SLICE * 33 // (32 * size), 1)
+    slices = [range(begin, min(begin + length, num_entries)) for begin in range(0, num_entries, length)]
 
     def fetch(entries: range) -> torch.Tensor:
-        return spec.operations.k_cache.fetch_from_cache(keys_NSKD, _cut(flat.ids_N, entries)).transpose(1, 2)
+        return _fetch(keys_NSKD, spec.operations.k_cache, flat, entries)
 
     if spec.num_selected is not None:
         if len(slices) == 1:
@@ -77,18 +85,43 @@ def attend(
     weights = sums.weights_BL.view(shape)
     if spec.sinks_H is not None:
         # Sinks count once per row. Far above the row's maximum this is inf, which leaves nothing.
-        weights = weights + torch.exp(expand_per_head(spec.sinks_H, spec).squeeze(-1) - sums.row_max[:-1].view(shape))
+        row_max = sums.row_max[:-1].view(shape) * sums.scale
+        weights = weights + torch.exp(expand_per_head(spec.sinks_H, spec).squeeze(-1) - row_max)
     # The row's maximum adds 1, so a smaller sum is that of a query that sees nothing, whose total is 0.
     result = sums.total.view(*shape, spec.output_size).float() / weights.clamp(min=1.0).unsqueeze(-1)
     return reshape_by_token(result, spec)
 
 
 SLICE = 4096
-"""How many entries are read at once.
+"""How many blocks are read at once.
 
 With 32 heads, 4 queries per row and blocks of 128 tokens their float32 scores are 256 MiB, of which there are a few
 copies; the gathered keys of 8 heads of 128 numbers in bfloat16 are 1 GiB.
 """
+
+
+_MOST_BLOCKS = 8
+"""Most blocks in an entry: 1024 keys in one matrix product."""
+
+
+def choose_group(num_blocks: int, num_rows: int, most_left_over: int = 1) -> int:
+    """Return how many neighboring blocks of a row form an entry, a power of two.
+
+    A matrix engine takes about as long for a few queries and one block as for several blocks. But a row may leave an
+    entry incomplete at `most_left_over` ends, and gathering takes longer than multiplying. So this padding is at most
+    1/32 of the list.
+    """
+    size = 1
+    while size < _MOST_BLOCKS and (2 * size - 1) * most_left_over * num_rows * 32 <= num_blocks:
+        size *= 2
+    return size
+
+
+def _fetch(stored_NSKD: torch.Tensor, cache: VLLMKVCache, flat: FlatBlocks, entries: range) -> torch.Tensor:
+    """Gather entries, as a view [N, K, S, D]."""
+    size = flat.group_size
+    blocks = cache.fetch_from_cache(stored_NSKD, _cut(flat.ids, range(entries.start * size, entries.stop * size)))
+    return blocks.unflatten(0, (len(entries), size)).flatten(1, 2).transpose(1, 2)
 
 
 @dataclass(frozen=True, slots=True)
@@ -96,17 +129,21 @@ class _Sums:
     """Sums over the entries of each row so far; L = K * G * Q lanes, one per query and head."""
 
     row_max: torch.Tensor
-    """float32 [B + 1, L]; the last row is padding."""
+    """float32 [B + 1, L], before it is scaled; the last row is padding."""
+    scale: float
     total: torch.Tensor
     """[B, L * output size]: weighted values."""
     weights_BL: torch.Tensor
 
     def plus(self, before: _Sums) -> _Sums:
         """Add the sums of earlier entries, whose maximum is not above this one."""
-        rescale_BL = torch.exp(before.row_max - self.row_max)[:-1]
+        rescale_BL = torch.exp((before.row_max - self.row_max)[:-1] * self.scale)
         earlier = before.total.float().unflatten(1, (rescale_BL.shape[1], -1)) * rescale_BL[..., None]
         return _Sums(
-            self.row_max, self.total.float() + earlier.flatten(1), self.weights_BL + before.weights_BL * rescale_BL
+            self.row_max,
+            self.scale,
+            self.total.float() + earlier.flatten(1),
+            self.weights_BL + before.weights_BL * rescale_BL,
         )
 
 
@@ -122,35 +159,43 @@ def _attend_slice(
 ) -> _Sums:
     flat = call.flat
     assert flat is not None
-    ids_N, rows_N = _cut(flat.ids_N, entries), _cut(flat.rows_N, entries)
-    owned_N1 = _cut(plan.owned_N1, entries)
+    rows_N = _cut(flat.rows_N, entries)
     values = keys
     if values_NSKD is not None:
-        values = spec.operations.v_cache.fetch_from_cache(values_NSKD, ids_N).transpose(1, 2)
-    scores = score(query.index_select(0, _cut(plan.readers_N, entries)), keys, call, spec, spec.operations.matmul_qk)
+        values = _fetch(values_NSKD, spec.operations.v_cache, flat, entries)
+    query, matmul = query.index_select(0, _cut(plan.readers_N, entries)), spec.operations.matmul_qk
+    if not spec.logits_soft_cap and spec.slopes_H is None:
+        # Until they are subtracted, products keep the dtype in which the matrix engine returns them: the same numbers,
+        # with bfloat16 in half the bytes of float32. So do the weights, rounded as the next product takes them.
+        scores, scale = multiply(query, keys, call, spec, matmul), spec.scale
+    else:
+        scores, scale = score(query, keys, call, spec, matmul), 1.0
     if spec.slopes_H is not None:
         distances = call.plan(
             ("flat distances", spec.block_size), lambda: _compute_distances(call, spec, plan.readers_N)
         )
         scores = scores - _cut(distances, entries) * expand_per_head(spec.slopes_H, spec)
-    exp, max_NL, sums_NL = _block_softmax(scores, _cut(plan.seen, entries))
-
-    max_NL = torch.where(owned_N1, max_NL, LOWEST)
-    sums_NL = torch.where(owned_N1, sums_NL, 0.0)
-    # Start a row's maximum above LOWEST, so that an entry in which a query sees nothing is rescaled to 0 rather than 1,
-    # even if the query sees nothing in the row's other entries.
+    # Select instead of adding a bias: pad blocks and unused ends of blocks may hold numbers too large to add to.
+    scores = torch.where(_cut(plan.seen, entries), scores, torch.finfo(scores.dtype).min)
+    # Start a row's maximum above the score of a key that is not seen, which then always gets the weight 0.
     lanes = spec.num_heads * call.num_queries
     # A Gaudi cannot reduce along a last dimension of 1.
     by_lane = (lanes,) if lanes > 1 else ()
     row_max = torch.full((call.num_rows + 1, *by_lane), LOWEST / 2, dtype=torch.float32, device=scores.device)
-    row_max = row_max.index_reduce_(0, rows_N, max_NL.view(-1, *by_lane), "amax").view(-1, lanes)
+    max_NL = scores.amax(-1).float().view(-1, *by_lane)
+    row_max = row_max.index_reduce_(0, rows_N, max_NL, "amax").view(-1, lanes)
     if before is not None:
         row_max = torch.maximum(row_max, before.row_max)
-    rescale_NL = torch.exp(max_NL - row_max.index_select(0, rows_N))
+    highest = row_max.index_select(0, rows_N).view(*scores.shape[:-1], 1)
+    values = convert_for_matmul(values)
+    weights = torch.exp((scores.float() - highest) * scale).to(values.dtype)
 
-    parts = weigh(exp * rescale_NL.view(*scores.shape[:-1], 1), values, spec, spec.operations.matmul_av).flatten(1)
+    parts = weigh(weights, values, spec, spec.operations.matmul_av).flatten(1)
     total = _cut(_build_one_hot(call, parts.dtype), entries, dim=1) @ parts
-    return _Sums(row_max, total, _cut(_build_one_hot(call, torch.float32), entries, dim=1) @ (sums_NL * rescale_NL))
+    weights_BL = _cut(_build_one_hot(call, torch.float32), entries, dim=1) @ weights.sum(
+        -1, dtype=torch.float32
+    ).flatten(1)
+    return _Sums(row_max, scale, total, weights_BL)
 
 
 def _apply_selection(
@@ -173,8 +218,10 @@ def _apply_selection(
         return plan
     if spec.index_size:
         # Padding has its own block, after those of all rows.
-        num_blocks = call.num_rows * width
-        blocks_N = torch.where(plan.owned_N1[:, 0], plan.readers_N * width + flat.index_N, num_blocks)
+        num_blocks, size = call.num_rows * width, flat.group_size
+        index_NG = flat.index_N[:, None] + torch.arange(size, dtype=torch.int32, device=flat.index_N.device)
+        blocks_NG = plan.readers_N[:, None] * width + index_NG
+        blocks_NG = torch.where(plan.owned_N1 & (index_NG < width), blocks_NG, num_blocks)
         query, weights = group_index_queries(call)
         shape = (num_blocks + 1, call.num_queries, spec.block_size)
         scores = torch.full(shape, LOWEST, dtype=torch.float32, device=query.device)
@@ -182,11 +229,13 @@ def _apply_selection(
             readers_N = _cut(plan.readers_N, entries)
             of_entries = (query.index_select(0, readers_N), weights.index_select(0, readers_N), fetch(entries)[:, 0])
             found = torch.where(_cut(plan.seen, entries)[:, 0, 0], score_keys(*of_entries, spec), LOWEST)
-            scores = scores.index_reduce_(0, _cut(blocks_N, entries), found, "amax")
+            found = found.unflatten(-1, (size, spec.block_size)).transpose(1, 2).flatten(0, 1)
+            scores = scores.index_reduce_(0, _cut(blocks_NG, entries).flatten(), found, "amax")
         by_row = scores[:-1].unflatten(0, (call.num_rows, width)).transpose(1, 2)
         selected = select(by_row.flatten(2), spec.num_selected).unflatten(-1, (width, spec.block_size))
         selected = torch.nn.functional.pad(selected.transpose(1, 2).flatten(0, 1), (0, 0, 0, 0, 0, 1))
-        call.keep_selection(selected.index_select(0, blocks_N)[:, None, None])
+        of_entries_NGQS = selected.index_select(0, blocks_NG.flatten()).unflatten(0, blocks_NG.shape)
+        call.keep_selection(of_entries_NGQS.transpose(1, 2).flatten(2)[:, None, None])
     assert call.selection is not None, "no layer before it has an indexer"
     return replace(plan, seen=plan.seen & call.selection)
 
@@ -194,19 +243,6 @@ def _apply_selection(
 def _cut(tensor: torch.Tensor, entries: range, dim: int = 0) -> torch.Tensor:
     """Slice entries; the tensor itself if these are all, so that a short list costs no operation."""
     return tensor if len(entries) == tensor.shape[dim] else tensor.narrow(dim, entries.start, len(entries))
-
-
-def _block_softmax(scores: torch.Tensor, seen: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-    """Return exp(scores - max), and max and sums [N, L], for each entry alone.
-
-    The bridge has an operator `block_softmax`, but vllm-gaudi disables it on every card, and it has not been run with
-    several queries per row or float32 scores.
-    """
-    # Select instead of adding a bias: pad blocks and unused ends of blocks may hold numbers too large to add to.
-    scores = torch.where(seen, scores, LOWEST)
-    block_max = scores.amax(-1, keepdim=True)
-    exp = torch.exp(scores - block_max)
-    return exp, block_max.flatten(1), exp.sum(-1).flatten(1)
 
 
 def _make_plan(call: AttentionCall, spec: AttentionLayerSpec) -> _Plan:
@@ -235,7 +271,7 @@ def _compute_positions(
     """Return the positions of an entry's keys [N, 1, S], and of the queries that read it [N, Q, 1]."""
     flat = call.flat
     assert flat is not None
-    inside_S = torch.arange(spec.block_size, dtype=torch.int32, device=flat.ids_N.device)
+    inside_S = torch.arange(flat.group_size * spec.block_size, dtype=torch.int32, device=flat.rows_N.device)
     key_pos_NS = flat.index_N[:, None] * spec.block_size + inside_S
     return key_pos_NS[:, None], compute_query_positions(call.starts_B.index_select(0, readers_N), call.num_queries)
 

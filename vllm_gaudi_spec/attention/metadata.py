@@ -93,15 +93,26 @@ class AttentionLayerSpec:
 class FlatBlocks:
     """The blocks of all rows in one list, so that work grows with the total number of blocks, not with the longest row.
 
-    Entries may be in any order. Blocks that none of a row's queries can read any more may be left out.
+    Entries are groups of neighboring blocks, in any order. Blocks that none of a row's queries can read any more may be
+    left out.
     """
 
-    ids_N: torch.Tensor
-    """int32 block ids; padding is block 0."""
+    ids: torch.Tensor
+    """int32 block ids, entry after entry; padding is block 0, also where an entry has fewer blocks than others."""
     rows_N: torch.Tensor
     """int32: row of the batch that owns the entry; B, which does not exist, for padding."""
     index_N: torch.Tensor
-    """int32: index of the entry in its row's block table. Its first key is at position index * block_size."""
+    """int32: index of the entry's first block in its row's table. Its first key is at position index * block_size."""
+
+    @classmethod
+    def unpack(cls, packed: torch.Tensor) -> FlatBlocks:
+        """Unpack an element of `Blocks.flat`."""
+        return cls(packed[:-2].flatten(), packed[-2], packed[-1])
+
+    @property
+    def group_size(self) -> int:
+        """Number of blocks in an entry."""
+        return len(self.ids) // len(self.rows_N)
 
 
 class Packed(NamedTuple):
@@ -367,7 +378,7 @@ class Blocks(NamedTuple):
     sizes: tuple[int, ...]
     """Number of tokens in a block."""
     flat: tuple[torch.Tensor, ...] = ()
-    """int32 [3, N]: the same blocks as one list, see `FlatBlocks`, for devices that decode over lists."""
+    """int32 [group size + 2, N]: the fields of `FlatBlocks` one after another, for devices that decode over lists."""
     lengths_B: torch.Tensor | None = None
     """int32 in host memory, for devices that need it: an upper bound of each row's tokens of KV when the graph ends."""
     counts_B: torch.Tensor | None = None
@@ -419,7 +430,7 @@ def _calls(queries: int, starts_B: torch.Tensor, num_real_B: torch.Tensor, block
             starts_B=starts_B,
             block_table_BW=table,
             num_real_B=num_real_B,
-            flat=FlatBlocks(*blocks.flat[group].unbind(0)) if blocks.flat else None,
+            flat=FlatBlocks.unpack(blocks.flat[group]) if blocks.flat else None,
             host_lengths_B=blocks.lengths_B,
             host_counts_B=blocks.counts_B,
         )

@@ -149,12 +149,20 @@ def score(
     matmul: Matmul = PLAIN.matmul_qk,
 ) -> torch.Tensor:
     """Score queries [..., K, G * Q, D] against keys [..., K, keys, D]; returns float32 [..., K, G, Q, keys]."""
-    products = matmul(convert_for_matmul(query), convert_for_matmul(keys).transpose(-1, -2)).float()
+    products = multiply(query, keys, call, spec, matmul).float()
     # Scale after the matmul: before it, bfloat16 would round each query once more.
     if spec.logits_soft_cap:
         products = torch.tanh(products * (spec.scale / spec.logits_soft_cap)) * spec.logits_soft_cap
     else:
         products = products * spec.scale
+    return products
+
+
+def multiply(
+    query: torch.Tensor, keys: torch.Tensor, call: AttentionCall, spec: AttentionLayerSpec, matmul: Matmul
+) -> torch.Tensor:
+    """Return the products that `score` scales, in the dtype in which a matrix engine returns them."""
+    products = matmul(convert_for_matmul(query), convert_for_matmul(keys).transpose(-1, -2))
     group = spec.num_heads // spec.num_kv_heads
     return products.view(*products.shape[:-2], group, call.num_queries, keys.shape[-2])
 

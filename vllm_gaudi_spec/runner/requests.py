@@ -16,6 +16,7 @@ import numpy as np
 import torch
 from vllm.sampling_params import SamplingParams
 
+from vllm_gaudi_spec.attention.flat import choose_group
 from vllm_gaudi_spec.config import UnsupportedConfigError
 from vllm_gaudi_spec.device_rows import group_rows, group_sizes
 from vllm_gaudi_spec.records import FAULTY, NO_ROW, UNVERIFIED, Drafts, PromptEmbeddings, Request
@@ -247,12 +248,15 @@ class Requests:
             table_np = table[rows_np]
             # Padding ends at 0 and therefore has no blocks.
             end_np = np.minimum(-(-ends_np // size), counts[rows_np])
-            begin_np, length = np.zeros_like(ends_np), context
+            begin_np, length, incomplete = np.zeros_like(ends_np), context, 1
             if window is not None:
                 begin_np = np.maximum(ends_np - self._in_flight - window, 0) // size
                 length = min(context, len(rows_np) * (1 + -(-(window + self._in_flight) // size)))
+                incomplete = 2  # an entry may begin before the window
             tables.append(table_np)
-            flat.append(_list_blocks(table_np, begin_np, end_np, length))
+            group = choose_group(length, len(rows_np), incomplete)
+            num_entries = (length + len(rows_np) * incomplete * (group - 1)) // group
+            flat.append(_list_blocks(table_np, begin_np, end_np, num_entries, group))
         return HostBlocks(tuple(tables), tuple(self.block_sizes), tuple(flat))
 
     # --- state on the device ---
@@ -348,17 +352,22 @@ def _assign_in_turn(num_rows: int, ends: Sequence[int], context: int, block_size
     return np.where(offsets_np < counts_np[:, None], first_np[:, None] + offsets_np, 0)
 
 
-def _list_blocks(table_np: np.ndarray, begin_np: np.ndarray, end_np: np.ndarray, size: int) -> np.ndarray:
-    """Return int32 [3, size]: block, row and index of the rows' blocks from `begin_np` to `end_np`.
+def _list_blocks(
+    table_np: np.ndarray, begin_np: np.ndarray, end_np: np.ndarray, num_entries: int, group: int
+) -> np.ndarray:
+    """Return the rows' blocks from `begin_np` to `end_np`, as in `Blocks.flat`, in entries of `group` blocks.
 
     Padding belongs to no row. For a resumed request vLLM puts block 0 where a sliding window has passed; it is left
     out.
     """
     rows, width = table_np.shape
     index_np = np.arange(width)
-    used = (index_np >= begin_np[:, None]) & (index_np < end_np[:, None]) & (table_np != 0)
-    row, index = np.nonzero(used)
-    listed = np.zeros((3, size), dtype=np.int32)
-    listed[1] = rows
-    listed[:, : len(row)] = table_np[row, index], row, index
+    used = (index_np >= begin_np[:, None]) & (index_np < end_np[:, None])
+    blocks = np.zeros((rows, -(-width // group), group), dtype=np.int32)
+    blocks.reshape(rows, -1)[:, :width] = np.where(used, table_np, 0)
+    row, index = np.nonzero(blocks.any(-1))
+    listed = np.zeros((group + 2, num_entries), dtype=np.int32)
+    listed[-2] = rows
+    listed[:-2].reshape(num_entries, group)[: len(row)] = blocks[row, index]
+    listed[-2:, : len(row)] = row, index * group
     return listed

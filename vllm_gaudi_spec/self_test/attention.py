@@ -321,7 +321,7 @@ class _Layer:
                 num_queries=queries,
                 starts_B=starts_B,
                 block_table_BW=table_BW,
-                flat=None if flat is None else FlatBlocks(*flat.unbind(0)),
+                flat=None if flat is None else FlatBlocks.unpack(flat),
                 host_lengths_B=lengths_B,
                 host_counts_B=counts_B,
             )
@@ -371,18 +371,22 @@ class _Rows:
         rows = len(lengths) + 1
         num_shared = min(lengths) // block if shares_prefix else 0
         self._table_BW = torch.zeros(rows, -(-(max(lengths) + queries) // block), dtype=torch.int32)
-        entries, num_blocks = [], 1
+        num_blocks = 1
         for row, length in enumerate(lengths):
             for index in range(-(-length // block)):
                 is_shared = row > 0 and index < num_shared
                 self._table_BW[row, index] = self._table_BW[0, index] if is_shared else num_blocks
-                entries.append((int(self._table_BW[row, index]), row, index))
                 num_blocks += not is_shared
         self._layer = _Layer(subject, num_blocks, window=window)
         self._flat = None
         if decode and traits.flat_decode:
-            # Unordered, with padding at the end.
-            self._flat = torch.tensor(entries[::-1] + [(0, rows, 0)] * 3, dtype=torch.int32).T.contiguous()
+            # Pairs of blocks, unordered, with padding at the end.
+            pairs = []
+            for row, length in enumerate(lengths):
+                blocks = [*self._table_BW[row].tolist(), 0]
+                pairs += [(*blocks[index : index + 2], row, index) for index in range(0, -(-length // block), 2)]
+            listed = torch.tensor(pairs[::-1] + [(0, 0, rows, 0)] * 3, dtype=torch.int32)
+            self._flat = torch.cat((listed[:, :2].flatten(), *listed[:, 2:].unbind(1))).view(4, -1)
         self._huge_SKD, self._huge_values_SKD = (
             random((num_blocks * block, _KV_HEADS, _HEAD_SIZE), seed, subject.dtype).sign() * _HUGE for seed in (1, 2)
         )

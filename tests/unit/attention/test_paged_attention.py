@@ -30,7 +30,35 @@ def in_slices(*args: Any) -> torch.Tensor:
         return flat.attend(*args)
 
 
-FORMS: dict[str, Form] = {"padded": padded.attend, "flat": flat.attend, "flat, in slices": in_slices}
+def group_blocks(call: AttentionCall) -> AttentionCall:
+    """List the same blocks in entries of two, of which a row's last one, and with a window its first, are padded."""
+    listed = call.flat
+    assert listed is not None
+    entries: dict[tuple[int, int], list[int]] = {}
+    for block, row, place in zip(listed.ids.tolist(), listed.rows_N.tolist(), listed.index_N.tolist(), strict=True):
+        entries.setdefault((row, place // 2 * 2), [0, 0])[place % 2] = block
+    rows, places = torch.tensor(list(entries), dtype=torch.int32).unbind(1)
+    grouped = FlatBlocks(torch.tensor(list(entries.values()), dtype=torch.int32).flatten(), rows, places)
+    plans = call._plans.setdefault("in groups", {})  # not those of the other forms
+    return dataclasses.replace(call, flat=grouped, _plans=plans)
+
+
+def in_groups(
+    query_THD: torch.Tensor,
+    keys_NSKD: torch.Tensor,
+    values_NSKD: torch.Tensor | None,
+    call: AttentionCall,
+    spec: AttentionLayerSpec,
+) -> torch.Tensor:
+    return in_slices(query_THD, keys_NSKD, values_NSKD, group_blocks(call), spec)
+
+
+FORMS: dict[str, Form] = {
+    "padded": padded.attend,
+    "flat": flat.attend,
+    "flat, in slices": in_slices,
+    "flat, in groups": in_groups,
+}
 
 
 @dataclasses.dataclass
@@ -335,7 +363,7 @@ def test_all_rows_are_padding(form: str) -> None:
     scene = make_scene([10], 2)
     listed = scene.call.flat
     assert listed is not None
-    nobody = FlatBlocks(torch.zeros_like(listed.ids_N), torch.full_like(listed.rows_N, 2), listed.index_N)
+    nobody = FlatBlocks(torch.zeros_like(listed.ids), torch.full_like(listed.rows_N, 2), listed.index_N)
     call = dataclasses.replace(scene.call, flat=nobody, _plans={})
     assert torch.equal(scene.attend(FORMS[form], call), torch.zeros_like(scene.query_BQHD))
 
@@ -382,10 +410,14 @@ class Watch(TorchDispatchMode):
         self.names = {tensor.untyped_storage().data_ptr(): name for name, tensor in stored.items()}
         self.gathers: list[tuple[str, int]] = []
         self.calls: Counter[str] = Counter()
+        self.num_products = 0
+        """How many matrix products batched ones stand for."""
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         name = func.overloadpacket.__name__
         self.calls[name] += 1
+        if name in ("mm", "bmm"):
+            self.num_products += args[0].shape[0] if name == "bmm" else 1
         if name == "index_select":
             source = self.names.get(args[0].untyped_storage().data_ptr())
             if source is not None:
@@ -398,7 +430,7 @@ def test_every_listed_block_is_read_once(queries: int) -> None:
     scene = make_scene([0, 31, 70, 300], queries)
     listed = scene.call.flat
     assert listed is not None
-    num_listed = listed.ids_N.numel()
+    num_listed = listed.ids.numel()
     with Watch(keys=scene.keys, values=scene.values) as watch:
         rectangle = scene.attend(flat.attend)
     assert watch.gathers == [("keys", num_listed), ("values", num_listed)]
@@ -412,7 +444,7 @@ def test_every_listed_block_is_read_once(queries: int) -> None:
         starts_B=(scene.call.starts_B[:, None] + torch.arange(queries, dtype=torch.int32)).flatten(),
         block_table_BW=scene.call.block_table_BW.repeat_interleave(queries, 0),
         flat=FlatBlocks(
-            listed.ids_N.repeat_interleave(queries),
+            listed.ids.repeat_interleave(queries),
             rows_NQ.clamp(max=nobody).flatten(),
             listed.index_N.repeat_interleave(queries),
         ),
@@ -431,7 +463,7 @@ def test_latent_keys_are_read_once(form: str) -> None:
     assert listed is not None
     with Watch(keys=scene.keys) as watch:
         scene.attend(FORMS[form])
-    num_read = listed.ids_N.numel() if form == "flat" else scene.call.block_table_BW.numel()
+    num_read = listed.ids.numel() if form == "flat" else scene.call.block_table_BW.numel()
     assert watch.gathers == [("keys", num_read)]
 
 
@@ -516,5 +548,23 @@ def test_memory_does_not_grow_with_the_list(monkeypatch: pytest.MonkeyPatch) -> 
         sizes[length] = largest.size
     assert sizes[1000] > 5 * sizes[8]
     keys = scene.keys[0].numel()
-    assert len(listed.ids_N) * keys <= sizes[1000] < 1000 * keys
+    assert len(listed.ids) * keys <= sizes[1000] < 1000 * keys
     assert sizes[8] <= 8 * keys
+
+
+@pytest.mark.parametrize(
+    ("rows", "blocks", "size"), [(1, 1, 1), (32, 1023, 1), (32, 1024, 2), (32, 4096, 4), (1, 224, 8), (1, 1024, 8)]
+)
+def test_entries_of_several_blocks_add_little_padding(rows: int, blocks: int, size: int) -> None:
+    assert flat.choose_group(blocks, rows) == size
+    assert rows * (size - 1) <= blocks / 32
+
+
+def test_entries_of_several_blocks_take_fewer_products() -> None:
+    """A row of 20 blocks."""
+    scene = make_scene([630], 4, pad_entries=0)
+    with Watch() as alone:
+        scene.attend(flat.attend)
+    with Watch() as grouped:
+        scene.attend(flat.attend, group_blocks(scene.call))
+    assert (alone.num_products, grouped.num_products) == (2 * 20 * 2 + 2, 2 * 10 * 2 + 2)

@@ -17,6 +17,7 @@ import pytest
 import torch
 
 from card_emulator.testing import graph
+from vllm_gaudi_spec.attention.flat import choose_group
 from vllm_gaudi_spec.attention.metadata import AttentionCall, AttentionLayerSpec, FlatBlocks
 from vllm_gaudi_spec.devices.common.kv_pair import KVPair
 from vllm_gaudi_spec.recurrent.scans import scan
@@ -176,6 +177,35 @@ def test_o04_attention_of_one_head_and_one_query(card: Any) -> None:
     )
     out = make_backend().attention.attend(torch.ones(1, 1, 8, device="hpu"), kv, call, one_head(torch.float32, "llama"))
     assert out.flatten().tolist() == [1.0] * 8
+
+
+@torch.inference_mode()
+def test_decode_of_long_rows_runs_few_operators(card: Any) -> None:
+    """Scores in bfloat16 are rounded by the matrix products alone, and a group of blocks costs no operator."""
+    from vllm_gaudi_spec.devices.hpu.backend import make_backend
+
+    num_blocks, rows, queries = 64, 2, 4
+    kv = KVPair(*(torch.ones((num_blocks + 1) * 16, 1, 8, dtype=torch.bfloat16, device="hpu") for _ in range(2)), 16)
+    query_THD = torch.ones(rows * queries, 1, 8, dtype=torch.bfloat16, device="hpu")
+    operators = []
+    for group in (1, choose_group(num_blocks, rows)):
+        num_entries = num_blocks // group
+        rows_N = torch.arange(rows, dtype=torch.int32).repeat_interleave(num_entries // rows)
+        index_N = torch.arange(num_entries // rows, dtype=torch.int32).repeat(rows) * group
+        listed = [torch.arange(1, num_blocks + 1, dtype=torch.int32), rows_N, index_N]
+        call = AttentionCall(
+            num_rows=rows,
+            num_queries=queries,
+            starts_B=torch.tensor([508, 400], dtype=torch.int32).to("hpu"),
+            block_table_BW=torch.zeros(rows, num_blocks // rows, dtype=torch.int32, device="hpu"),
+            flat=FlatBlocks(*(one.to("hpu") for one in listed)),
+        )
+        before = card.counters.total.ops
+        out = make_backend().attention.attend(query_THD, kv, call, one_head(torch.bfloat16, "llama"))
+        operators.append(card.counters.total.ops - before)
+        torch.testing.assert_close(out.cpu(), torch.ones_like(query_THD).cpu(), atol=1e-2, rtol=0.0)
+    assert group == 2
+    assert operators == [42, 42]
 
 
 def one_head(dtype: torch.dtype, model_type: str) -> AttentionLayerSpec:

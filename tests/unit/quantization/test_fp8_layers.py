@@ -123,7 +123,7 @@ def test_a_verify_rectangle_equals_its_queries_alone_bit_for_bit(form: str) -> N
             scene.call,
             num_queries=1,
             starts_B=scene.call.starts_B + offset,
-            flat=FlatBlocks(listed.ids_N, listed.rows_N, listed.index_N),
+            flat=FlatBlocks(listed.ids, listed.rows_N, listed.index_N),
             _plans={},
         )
         one = replace(scene, query_BQHD=scene.query_BQHD[:, offset : offset + 1], call=call)

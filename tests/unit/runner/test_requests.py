@@ -12,6 +12,7 @@ import pytest
 import torch
 
 from tests.support.fakes import HostBackend, cached, new_request, step
+from vllm_gaudi_spec.attention.metadata import FlatBlocks
 from vllm_gaudi_spec.records import NO_ROW, Drafts, Verification
 from vllm_gaudi_spec.runner.requests import Requests
 from vllm_gaudi_spec.sampling.noise import fold_seed
@@ -208,10 +209,16 @@ def admitted(requests: Requests, blocks: dict[str, tuple[list[int], ...]]) -> np
     return np.array([*reversed([requests.by_id[name].row for name in blocks]), requests.pad_row])
 
 
-def entries(flat_3N: np.ndarray) -> list[tuple[int, ...]]:
-    """Return block, row and index of each entry."""
-    assert flat_3N.dtype == np.int32
-    return [tuple(entry) for entry in flat_3N.T.tolist()]
+def entries(packed_np: np.ndarray) -> list[tuple[int, ...]]:
+    """Return block, row and index of each block of the entries, without the padding of those that have one."""
+    assert packed_np.dtype == np.int32
+    listed = FlatBlocks.unpack(torch.from_numpy(packed_np))
+    group = listed.group_size
+    found = []
+    for number, (row, place) in enumerate(zip(listed.rows_N.tolist(), listed.index_N.tolist(), strict=True)):
+        blocks = listed.ids[number * group : (number + 1) * group].tolist()
+        found += [(block, row, place + i) for i, block in enumerate(blocks) if block] or [(0, row, place)]
+    return found
 
 
 def test_decode_lists_blocks_of_each_row_once_in_order() -> None:
@@ -283,21 +290,44 @@ def test_each_block_size_has_its_own_list() -> None:
 def test_block_lists_agree_with_block_tables(seed: int) -> None:
     """Both name the blocks that hold a row's tokens."""
     rng = random.Random(seed)
-    requests, free = flat_requests([16, 32]), list(range(1, 200))
+    requests, free = flat_requests([4, 32]), list(range(1, 300))
     rng.shuffle(free)
     ends = [rng.randint(1, 192) for _ in range(rng.randint(1, 4))]
     blocks = {
-        str(i): tuple([free.pop() for _ in range(-(-end // size))] for size in (16, 32)) for i, end in enumerate(ends)
+        str(i): tuple([free.pop() for _ in range(-(-end // size))] for size in (4, 32)) for i, end in enumerate(ends)
     }
     rows_np = admitted(requests, blocks)
-    found = requests.decode_blocks(rows_np, ends[::-1], 60)
+    num_blocks = sum(-(-end // 4) for end in ends)  # no more than fit
+    found = requests.decode_blocks(rows_np, ends[::-1], num_blocks)
     for flat, table, size in zip(found.flat, found.tables, found.sizes, strict=True):
         needed = [
             (int(table[row, place]), row, place)
             for row, end in enumerate(ends[::-1])
             for place in range(-(-end // size))
         ]
-        assert entries(flat) == needed + [(0, len(rows_np), 0)] * (60 - len(needed))
+        assert [entry for entry in entries(flat) if entry[0]] == needed
+        assert {entry for entry in entries(flat) if not entry[0]} <= {(0, len(rows_np), 0)}
+
+
+def test_long_rows_have_entries_of_two_blocks() -> None:
+    """Entries begin at even blocks, also the one in which a window begins at an odd block."""
+    backend: Any = FlatBackend()
+    requests = Requests(
+        backend,
+        max_rows=4,
+        max_len=256,
+        block_sizes=[2, 2],
+        max_context=192,
+        seed=0,
+        windows=[None, 140],  # type: ignore[arg-type]
+    )
+    ids = list(range(1, 89))
+    rows_np = admitted(requests, {"a": (ids, ids)})
+    every, some = requests.decode_blocks(rows_np, [175], 150).flat
+    assert (every.shape, some.shape) == ((4, (150 + 2) // 2), (4, (2 * 71 + 4) // 2))
+    assert entries(every)[:88] == [(block, 0, block - 1) for block in ids]
+    assert entries(some)[:71] == [(block, 0, block - 1) for block in ids[17:]]
+    assert FlatBlocks.unpack(torch.from_numpy(some)).index_N[:36].tolist() == list(range(16, 88, 2))
 
 
 def test_warm_up_and_steps_copy_tensors_of_the_same_shapes() -> None:

@@ -367,8 +367,9 @@ def verify_steps_lose_a_shared_prefix() -> DeviceBackend:
         for row, blocks in enumerate(table_BW):
             blocks[torch.tensor([owner[int(block)] != row for block in blocks])] = 0
         if flat is not None:
-            pairs = zip(flat.ids_N.tolist(), flat.rows_N.tolist(), strict=True)
-            lost = torch.tensor([owner[block] != row for block, row in pairs])
+            entries = flat.ids.unflatten(0, (len(flat.rows_N), -1)).tolist()
+            pairs = zip(entries, flat.rows_N.tolist(), strict=True)
+            lost = torch.tensor([any(block and owner[block] != row for block in blocks) for blocks, row in pairs])
             flat = replace(flat, rows_N=flat.rows_N.masked_fill(lost, call.num_rows))
         return replace(call, block_table_BW=table_BW, flat=flat, _plans={}), spec
 
