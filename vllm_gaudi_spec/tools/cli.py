@@ -8,7 +8,7 @@ from collections.abc import Sequence
 from typing import Any
 
 from vllm_gaudi_spec import __version__
-from vllm_gaudi_spec.tools import chat, demo, doctor, graph_check, report, selftest, top
+from vllm_gaudi_spec.tools import chat, demo, doctor, estimate, graph_check, report, selftest, top
 from vllm_gaudi_spec.tools.io import output
 from vllm_gaudi_spec.tools.io.command_line import Parser
 
@@ -50,6 +50,7 @@ COMMANDS: dict[str, Any] = {
     "demo": demo,
     "report": report,
     "graph-check": graph_check,
+    "estimate": estimate,
     "top": top,
     "chat": chat,
 }
