@@ -132,6 +132,8 @@ class Device:
         self.graphs_held = 0
         self.graph_recipes: set[int] = set()
         """Distinct recipes of captured graphs."""
+        self.operators: set[tuple[str, str]] = set()
+        """Operators of captured graphs and compiled regions, each with a dtype of its operands; views are left out."""
         # Settings. A collective inside a graph needs PT_HPU_ENABLE_LAZY_COLLECTIVES on a Gaudi.
         self.lazy_collectives = False
         # Refuses what is known to fail on some cards or releases, though perhaps not on all.

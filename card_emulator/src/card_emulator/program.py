@@ -7,6 +7,7 @@ from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
 
 import torch
+from torch.utils._pytree import tree_leaves
 
 from card_emulator.card import DEVICE, GraphRecord
 from card_emulator.counters import Tally
@@ -26,6 +27,14 @@ def count_replay(work: Tally, record: GraphRecord) -> None:
     for name in REPEATED:
         setattr(step, name, getattr(step, name) + getattr(work, name))
     record.replays += 1
+
+
+def _find_dtype(args: Sequence[Any], results: Sequence[Any]) -> str:
+    """Return the dtype of the first operand that is not a mask, or of a result where there is none."""
+    tensors = [item for item in tree_leaves((args, results)) if isinstance(item, DeviceTensor)]
+    dtypes = [tensor.dtype for tensor in tensors]
+    found = next((dtype for dtype in dtypes if dtype is not torch.bool), torch.bool)
+    return str(found).removeprefix("torch.")
 
 
 class Call(NamedTuple):
@@ -105,6 +114,10 @@ class Capture:
 
     def record(self, operation: Operation) -> None:
         info, run, args, kwargs, results, new, single = operation
+        if info.computes(new):
+            schema = info.func._schema
+            overload = f".{schema.overload_name}" if schema.overload_name else ""
+            DEVICE.operators.add((schema.name + overload, _find_dtype(args, results)))
         line = caller()
         if info.writes:
             for target in written(info, args, kwargs):

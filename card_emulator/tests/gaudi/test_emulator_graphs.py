@@ -513,3 +513,14 @@ def test_s05_graphs_exist_in_lazy_mode_only(card: Any, monkeypatch: pytest.Monke
     assert hasattr(torch.hpu, "wrap_in_hpu_graph")
     monkeypatch.setattr(card, "lazy", False)
     assert not hasattr(hpu.make_module(), "wrap_in_hpu_graph")
+
+
+def test_operators_of_graphs_are_listed_with_a_dtype(card: Any) -> None:
+    """By the first operand that is no mask; views are not listed, nor what runs outside of graphs."""
+    ones = torch.ones(4, device="hpu")
+    torch.sigmoid(ones)
+    run = graph(lambda x: torch.where(x > 0, x.int().view(2, 2) + 1, 0))
+    run(ones.view(2, 2))
+    found = {name: dtype for name, dtype in card.operators if not name.startswith("aten::where")}
+    assert found == {"aten::gt.Scalar": "float32", "aten::to.dtype": "float32", "aten::add.Tensor": "int32"}
+    assert {dtype for name, dtype in card.operators if name.startswith("aten::where")} == {"int32"}
