@@ -1,8 +1,8 @@
 """Estimate how long a card takes from what was counted, with the origin of every constant.
 
 A step is bounded by memory or by arithmetic, and near the crossing by both; a launch and a wait take a fixed time each.
-The shares of a card's peaks were fitted on cells measured on an H100. Nothing was measured on a Gaudi: its figures are
-predictions, good for comparing two programs on one card.
+The share of a card's arithmetic was fitted on cells measured on an H100. Nothing was measured on a Gaudi: its figures
+are predictions, good for comparing two programs on one card.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ from card_emulator.names import GAUDI2, GAUDI3
 @dataclass(frozen=True, kw_only=True)
 class Card:
     memory_bandwidth: float
-    """Bytes a second, as published."""
+    """Bytes a second that the graph compiler plans with: 0.85 of the peak."""
     matrix_flops: float
     """Operations a second of the matrix engines in bfloat16, dense, as published."""
     host_bandwidth: float
@@ -24,13 +24,13 @@ class Card:
 
 
 CARDS = {
-    # Intel's Gaudi 3 slides at Hot Chips 2024, for both; they give the host's bandwidth for both directions together.
-    GAUDI2: Card(memory_bandwidth=2.46e12, matrix_flops=432e12, host_bandwidth=32e9),
-    GAUDI3: Card(memory_bandwidth=3.67e12, matrix_flops=1835e12, host_bandwidth=64e9),
+    # Memory: HabanaAI/Intel_Gaudi3_Software, hal_reader/gaudi2/hal.h:82 and gaudi3/hal.h:123, in units of 2**30 bytes.
+    # Others: Intel's Gaudi 3 slides at Hot Chips 2024; they give the host's bandwidth for both directions together.
+    GAUDI2: Card(memory_bandwidth=1945 * 2**30, matrix_flops=432e12, host_bandwidth=32e9),
+    GAUDI3: Card(memory_bandwidth=2918 * 2**30, matrix_flops=1835e12, host_bandwidth=64e9),
 }
 
 # Fitted: see above.
-MEMORY_SHARE = 0.918
 MATRIX_SHARE = 0.797 * 4096 / (4096 + 1710)
 """The share for hidden states of size 4,096. It falls with the width, since narrower matrices have more edges."""
 SHARPNESS = 3
@@ -57,7 +57,7 @@ def step_seconds(counters: Tally, card_name: str) -> float:
     `counters` is one step's tally, or a mean of several.
     """
     card = card_named(card_name)
-    memory = counters.bytes_moved / (card.memory_bandwidth * MEMORY_SHARE)
+    memory = counters.bytes_moved / card.memory_bandwidth
     arithmetic = counters.flops / (card.matrix_flops * MATRIX_SHARE)
     work = (memory**SHARPNESS + arithmetic**SHARPNESS) ** (1 / SHARPNESS)
     transfers = (counters.upload_bytes + counters.download_bytes) / card.host_bandwidth
