@@ -371,6 +371,8 @@ class StepResult:
     """Result of the sampling pass; None if no request sampled."""
     rows_B: torch.Tensor | None = None
     """int64: the rows of the sampling pass, on the device."""
+    packed: torch.Tensor | None = None
+    """float32: the report of a step without drafts and log-probabilities."""
     prompt_logprobs: list[tuple[Request, list[PromptScores]]] = field(default_factory=list)
     unfinished: list[Request] = field(default_factory=list)
     started: list[Request] = field(default_factory=list)

@@ -9,6 +9,7 @@ import torch
 
 from vllm_gaudi_spec.records import DECODE, PREFILL
 from vllm_gaudi_spec.runner.planning import build_inputs, locate
+from vllm_gaudi_spec.runner.report import pack_verification
 from vllm_gaudi_spec.slices import keep_last_slices
 
 if TYPE_CHECKING:
@@ -93,10 +94,10 @@ class DeviceStep:
         requests.set_computed(rows_B, located.starts_B + located.num_real_B)
         return step.copy_header() if self._hands_on_rows and phase == DECODE else None
 
-    def _finish(self, sample_pass: SamplePass) -> tuple[Verification, torch.Tensor]:
+    def _finish(self, sample_pass: SamplePass) -> tuple[Verification, torch.Tensor, torch.Tensor]:
         """Compute the logits of the positions that sample, apply the acceptance rule, and advance the rows.
 
-        Return the rows as well, as input for `drafts`.
+        Return the rows as well, as input for `drafts`, and what most steps report, so that it needs no other graph.
         """
         rows_B, position_list, grammars = sample_pass.split()
         num_queries = sample_pass.shape.queries
@@ -124,7 +125,7 @@ class DeviceStep:
             verification = verification._replace(num_drafts_B=reported_B)
         self._requests.advance(rows_B, last_B, verification)
         self._drafting.on_verified(rows_B, lengths_B)
-        return verification, rows_B
+        return verification, rows_B, pack_verification(verification)
 
     def _drafts(self, rows_B: torch.Tensor, num_drafts: int) -> Drafts:
         """Return the drafts of the rows that sampled, for the host."""

@@ -201,9 +201,9 @@ class ModelRunner(RunnerParts):
 
     def sample(self, batch: SampleBatch, sample_pass: SamplePass) -> StepResult:
         self.recorder.saw((*batch.shape, sample_pass.branch))
-        verification, rows_B = self.device_step.finish(sample_pass)
+        verification, rows_B, packed = self.device_step.finish(sample_pass)
         signature = report_sizes(batch.shape, sample_pass.branch)
-        return StepResult(batch.requests, verification, rows_B, signature=signature)
+        return StepResult(batch.requests, verification, rows_B, packed, signature=signature)
 
     def send_and_propose(self, step: StepResult, sampled: SampledRows, branch: Branch, max_drafts: int) -> Report:
         """Send the tokens to the host before drafts are computed, so that no token waits for the drafter.

@@ -91,16 +91,28 @@ class Reports:
 
     def send(self, step: StepResult) -> Report:
         """Start the copy. The step's tensors may be overwritten once this has returned."""
+        parts = _list_tensors(step)
+        if step.packed is not None and step.packed.numel() == sum(part.numel() for part in parts):
+            return Report(step, self._downloads.start(step.packed))
         if step.verification is not None:
             self._recorder.saw(report_signature(step.signature, has_drafts=step.drafts is not None))
-        parts: list[torch.Tensor] = []
-
-        def collect(tensor: torch.Tensor) -> torch.Tensor:
-            parts.append(tensor)
-            return tensor
-
-        _move_tensors(step, collect)
         return Report(step, self._downloads.start(self._pack(*parts)) if parts else None)
+
+
+def _list_tensors(step: StepResult) -> list[torch.Tensor]:
+    parts: list[torch.Tensor] = []
+
+    def collect(tensor: torch.Tensor) -> torch.Tensor:
+        parts.append(tensor)
+        return tensor
+
+    _move_tensors(step, collect)
+    return parts
+
+
+def pack_verification(verification: Verification) -> torch.Tensor:
+    """Return what a step without drafts and log-probabilities reports."""
+    return _pack(*_list_tensors(StepResult([], verification._replace(logprobs=None, scores=None))))
 
 
 def _pack(*parts: torch.Tensor) -> torch.Tensor:

@@ -261,10 +261,12 @@ def _forward(runner: Runner, shape: Shape) -> None:
 def _sampling_pass(runner: Runner, shape: SampleShape, branch: Branch) -> Job:
     """Make the job of a sampling pass and of its step's reports.
 
-    A report may or may not contain drafts if they are made on the device.
+    The pass packs its report itself, unless that has log-probabilities, or drafts if they are made on the device.
     """
     sizes, has_drafts = report_sizes(shape, branch), runner.drafting.reports_drafts
-    reports = [report_signature(sizes, has_drafts=kind) for kind in ((False, True) if has_drafts else (False,))]
+    reports = [report_signature(sizes, has_drafts=True)] if has_drafts else []
+    if any(branch.select_reports()):
+        reports.append(report_signature(sizes, has_drafts=False))
     drafts = [drafts_signature(shape.rows)] if has_drafts else []
     signatures = ((*shape, branch), *reports, *drafts)
     run = partial(_sample, runner, shape, branch)
