@@ -104,10 +104,6 @@ class Options:
     """Prompt chunk lengths. Each chunk is padded to one of them."""
     block_buckets: tuple[int, ...] | None = None
     """Numbers of KV blocks in all rows of a decode, on a Gaudi only. Each decode is padded to one of them."""
-    bucket_strategy: str | None = None
-    """How lists that are not configured grow: `exponential` (default) or `linear`."""
-    buckets_file: str | None = None
-    """A JSON file with lists named `batch`, `prefill` and `blocks`."""
     prefill_rows: tuple[int, ...] | None = None
     """Numbers of prompt chunks that may share a forward."""
     warmup_tokens: int | None = None
@@ -127,8 +123,8 @@ class Options:
     audit_every: int = 0
     """Decode one in this many requests again without drafts in idle steps, and compare; 0 disables audits."""
     cpu_weights: str | None = None
-    """The format of linear weights on a CPU: `float32`, `float16` or `int8`. By default float32, and for small steps a
-    float16 copy of each matrix that float16 represents exactly."""
+    """The format of linear weights on a CPU: `float32` or `float16`. By default float32, and for small steps a float16
+    copy of each matrix that float16 represents exactly."""
     weight_kernels: str | None = None
     """How quantized checkpoints run: `reference` dequantizes them at load, `native` uses the device's kernels for their
     format. By default native if the device has such kernels."""
@@ -158,7 +154,7 @@ class Options:
                 f"additional_config.{ADDITIONAL_CONFIG_KEY} has unknown option(s) {shown(unknown)}; "
                 f"known are {', '.join(names)}."
             )
-        return cls(**{name: _READ.get(name, bucket_list)(name, value) for name, value in requested.items()})
+        return cls(**{name: _READ.get(name, _bucket_list)(name, value) for name, value in requested.items()})
 
 
 def _guess_meaning(key: str, options: list[str]) -> str | None:
@@ -225,17 +221,16 @@ def _text(name: str, value: Any) -> str:
     return value
 
 
-def bucket_list(name: str, value: Any) -> tuple[int, ...]:
+def _bucket_list(name: str, value: Any) -> tuple[int, ...]:
     """Return a user's list of buckets, sorted and without duplicates."""
     if not isinstance(value, list | tuple) or not value or not all(type(v) is int and v > 0 for v in value):
         raise _wrong(name, "a list of positive integers", value)
     return tuple(sorted(set(value)))
 
 
-EXPONENTIAL, LINEAR = "exponential", "linear"
 MAP, RETOKENIZE = "map", "retokenize"
 TLI, SLEM = "tli", "slem"
-FLOAT32, FLOAT16, INT8 = "float32", "float16", "int8"
+FLOAT32, FLOAT16 = "float32", "float16"
 FP8_KV = "fp8_e4m3"
 """The only --kv-cache-dtype besides the model's. vLLM's other names for e4m3 are changed to this one."""
 REFERENCE, NATIVE = "reference", "native"
@@ -246,14 +241,12 @@ GAUDIS = tuple(E4M3_MAX)
 # Parsers of options that are not lists of buckets.
 _READ: dict[str, Callable[[str, Any], Any]] = {
     "warmup_tokens": _at_least(-1, "-1, for all, or more"),
-    "bucket_strategy": _one_of(EXPONENTIAL, LINEAR),
-    "buckets_file": _text,
     "universal_context": _one_of(MAP, RETOKENIZE),
     "universal_match": _one_of(TLI, SLEM),
     "universal_kv_len": _at_least(1, "1 or more"),
     "audit_every": _at_least(0, "0 or more"),
     "state_snapshots": _at_least(1, "1 or more"),
-    "cpu_weights": _one_of(FLOAT32, FLOAT16, INT8),
+    "cpu_weights": _one_of(FLOAT32, FLOAT16),
     "weight_kernels": _one_of(REFERENCE, NATIVE),
     "batch_invariant": _switch,
     "draft_quant_config": _text,

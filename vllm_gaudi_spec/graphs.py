@@ -2,9 +2,7 @@
 
 from __future__ import annotations
 
-from collections import Counter
-from collections.abc import Callable, Hashable, Iterable, Iterator, Mapping
-from contextlib import contextmanager
+from collections.abc import Callable, Hashable, Iterable, Mapping
 from typing import TYPE_CHECKING, NamedTuple
 
 from vllm.logger import init_logger
@@ -12,9 +10,7 @@ from vllm.logger import init_logger
 from vllm_gaudi_spec.records import WorkerCounts
 
 if TYPE_CHECKING:
-    from collections.abc import Sequence
-
-    from vllm_gaudi_spec.devices.base import DeviceBackend, Memory
+    from vllm_gaudi_spec.devices.base import DeviceBackend
     from vllm_gaudi_spec.records import SampleShape
     from vllm_gaudi_spec.sampling.branches import Branch
 
@@ -43,8 +39,6 @@ class Job(NamedTuple):
     """Compared with the option `warmup_tokens`."""
     is_common: bool = True
     """False for a branch other than greedy, which runs only where warm-up has no limit."""
-    size: Hashable = None
-    """Size that a larger one can replace, see `ColdSizes`; None if every server needs the job at once."""
 
 
 def report_sizes(shape: SampleShape, branch: Branch) -> tuple[Hashable, ...]:
@@ -61,23 +55,6 @@ def drafts_signature(num_rows: int) -> Hashable:
     return ("drafts", num_rows)
 
 
-class ColdSizes:
-    """Sizes whose graphs background warm-up has not made yet. Batches are padded to larger sizes meanwhile."""
-
-    def __init__(self) -> None:
-        self._left = Counter[Hashable]()
-        """Number of runs left for each size."""
-
-    def postpone(self, jobs: Iterable[Job]) -> None:
-        self._left.update(job.size for job in jobs)
-
-    def mark_made(self, job: Job) -> None:
-        self._left[job.size] -= 1
-
-    def __contains__(self, size: Hashable) -> bool:
-        return self._left.get(size, 0) > 0
-
-
 class StepRecorder:
     def __init__(self) -> None:
         self.manifest: set[Hashable] = set()
@@ -85,9 +62,6 @@ class StepRecorder:
         self.unexpected: list[Hashable] = []
         self._num_unlisted = 0
         self._seen: set[Hashable] = set()
-        self._postponed: set[Hashable] = set()
-        self.num_left = 0
-        """Number of warm-up runs that wait for idle steps."""
         self.num_steps = 0
         self._num_prefill_tokens = 0
         self._num_prefill_padding = 0
@@ -107,27 +81,11 @@ class StepRecorder:
         # Steps of warm-up counted the graphs that were compiled for warm-up.
         self._compiled = 0
 
-    def postpone(self, jobs: Sequence[Job]) -> None:
-        """Leave these jobs to idle steps. Warm-up has run all others."""
-        self.num_left = len(jobs)
-        self._postponed = {signature for job in jobs for signature in job.signatures} - self.warmed
-
-    @contextmanager
-    def record_postponed(self, job: Job, memory: Memory) -> Iterator[None]:
-        """Run a postponed job in this context, which excludes its device-to-host syncs from those of steps."""
-        before = memory.num_host_syncs
-        self._postponed.difference_update(job.signatures)
-        yield
-        self.warmed.update(job.signatures)
-        self._syncs_before += memory.num_host_syncs - before
-        self.num_left -= 1
-
     def saw(self, signature: Hashable) -> None:
         self._seen.add(signature)
-        if signature not in self.manifest or signature in self._postponed:
-            self._num_unlisted += signature not in self.manifest
+        if signature not in self.manifest:
+            self._num_unlisted += 1
             self.manifest.add(signature)
-            self._postponed.discard(signature)
             self.unexpected.append(signature)
             logger.warning(
                 "Step signature %s was not part of the warm-up, so its graph is compiled while requests wait.",
@@ -157,7 +115,6 @@ class StepRecorder:
             syncs,
             compiled,
             self.coverage,
-            self.num_left,
             self._num_prefill_tokens,
             self._num_prefill_padding,
         )
@@ -168,7 +125,6 @@ class StepRecorder:
                 "warmup": len(self.warmed),
                 "listed": len(self.manifest) - self._num_unlisted,
                 "after_warmup": len(self.unexpected),
-                "left": self.num_left,
                 "unexpected": [str(signature) for signature in self.unexpected],
             },
             "steps": self.num_steps,

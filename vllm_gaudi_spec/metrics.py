@@ -16,8 +16,7 @@ from vllm_gaudi_spec.records import NoDraftReason
 IDENTICAL = "identical"
 TIE = "tie"
 DIFFERENT = "different"
-SAMPLED = "sampled"
-AUDIT_RESULTS = (IDENTICAL, TIE, DIFFERENT, SAMPLED)
+AUDIT_RESULTS = (IDENTICAL, TIE, DIFFERENT)
 # Why a chosen request is not audited.
 BUSY = "busy"
 ABORTED = "aborted"
@@ -25,11 +24,9 @@ RESET = "reset"
 LORA = "lora"
 GRAMMAR = "grammar"
 PENALTIES = "penalties"
-SEED = "seed"
-STOPS = "stops"
-SESSION = "session"
+PROBABILISTIC = "probabilistic"
 INPUTS = "inputs"
-AUDIT_REASONS = (BUSY, ABORTED, RESET, LORA, GRAMMAR, PENALTIES, SEED, STOPS, SESSION, INPUTS)
+AUDIT_REASONS = (BUSY, ABORTED, RESET, LORA, GRAMMAR, PENALTIES, PROBABILISTIC, INPUTS)
 
 # Kinds of tokens in forwards over prompt chunks.
 REAL = "real"
@@ -61,7 +58,6 @@ STEPS = "gaudi_spec:steps"
 HOST_SYNCS = "gaudi_spec:host_syncs"
 PREFILL_TOKENS = "gaudi_spec:prefill_tokens"
 COMPILED = "gaudi_spec:compiled_after_warmup"
-WARM_UP_LEFT = "gaudi_spec:warm_up_left"
 ROWS = "gaudi_spec:rows"
 ROWS_BY_CHOICE = "gaudi_spec:rows_by_choice"
 ROWS_WITHOUT_DRAFTS = "gaudi_spec:rows_without_drafts"
@@ -71,7 +67,6 @@ DRAFTER_FAULTS = "gaudi_spec:drafter_faults"
 DRAFTER_SWITCHED_OFF = "gaudi_spec:drafter_switched_off"
 AUDITS = "gaudi_spec:audits"
 AUDITS_SKIPPED = "gaudi_spec:audits_skipped"
-AUDIT_EVIDENCE = "gaudi_spec:audit_evidence"
 
 SERIES = {
     STEPS: Series("Steps of the worker (of rank 0) that had something to compute.", speculative=False),
@@ -92,12 +87,6 @@ SERIES = {
         "Graphs compiled after warm-up (of rank 0), while requests waited: shapes missing from the warm-up or, where "
         "larger, the device's own count. The device is queried at every 16th step and when no request is left, so it "
         "may show up to 16 steps late. Should be 0.",
-        speculative=False,
-    ),
-    WARM_UP_LEFT: Series(
-        "Runs of warm-up that wait until no request is there (VGS_WARMUP=background; of rank 0). Until it is 0, steps "
-        "are padded to larger buckets.",
-        is_gauge=True,
         speculative=False,
     ),
     ROWS: Series(
@@ -138,8 +127,7 @@ SERIES = {
     ),
     AUDITS: Series(
         "Finished requests that were decoded again without drafts (audit_every), by result. "
-        "identical: the same tokens. tie: the same up to a rounding error. different: neither; should be 0. "
-        "sampled: only the distribution can be compared; see gaudi_spec:audit_evidence.",
+        "identical: the same tokens. tie: the same up to a rounding error. different: neither; should be 0.",
         "result",
         AUDIT_RESULTS,
     ),
@@ -148,15 +136,10 @@ SERIES = {
         "busy: too few idle steps. aborted: it had no output, or its client or an error ended it. "
         "reset: the engine was paused, or its prefix cache reset. lora: it used an adapter. "
         "grammar: it had one. penalties: a repetition penalty and another one. "
-        "seed: only its distribution can be compared, and it had a seed. stops: the same, and it had stop strings. "
-        "session: it was one turn of several. inputs: not only token ids.",
+        "probabilistic: its rule preserves the distribution, not each token. "
+        "inputs: not only token ids.",
         "cause",
         AUDIT_REASONS,
-    ),
-    AUDIT_EVIDENCE: Series(
-        "Evidence that outputs with drafts have another distribution than those without, as a power of 10. From 3 on "
-        "it is an alarm, which is false in at most one of 1000 servers.",
-        is_gauge=True,
     ),
 }
 

@@ -408,8 +408,6 @@ class LoadedModel:
             embeddings_TH = self.model.embed_input_ids(tokens_T)
         if media.rows_T is not None:
             embeddings_TH, deeper = self._merge_media(embeddings_TH, media.rows_T)
-        if media.embeds_NH is not None and media.is_embeds_T is not None:
-            embeddings_TH = embeddings_TH.masked_scatter(media.is_embeds_T.unsqueeze(1), media.embeds_NH)
         return embeddings_TH, deeper
 
     def _merge_media(

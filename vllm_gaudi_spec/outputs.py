@@ -49,9 +49,6 @@ class SpecSchedulerOutput(SchedulerOutput):
     """Maps a request that starts from a snapshot of its recurrent state to the slot to read before the forwards."""
     state_saves: dict[str, int] = field(default_factory=dict)
     """Maps a request whose recurrent state is kept to the slot to write after the forwards."""
-    warms_up: bool = False
-    """Whether no request waits for this step, so that the worker can continue its warm-up. The step computes
-    nothing."""
     is_audit: bool = False
     """Whether the step's requests are an audit's. For the scheduler, when the step is done."""
     adaptive_step: AdaptiveStep | None = None

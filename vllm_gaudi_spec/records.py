@@ -36,18 +36,6 @@ if TYPE_CHECKING:
 NO_ROW = -1
 
 
-class PromptEmbeddings(NamedTuple):
-    """A prompt of embeddings in place of some or all of its tokens.
-
-    The token id of an embedding is 0, or whatever the user passes for it. Drafters and penalties see that id.
-    """
-
-    rows_LH: torch.Tensor
-    """Embeddings of all positions, including those of tokens, in host memory."""
-    is_embeds_np: np.ndarray
-    """bool [L]: positions that are embeddings."""
-
-
 @dataclass(frozen=True, slots=True, kw_only=True)
 class PromptScores:
     """Log-probabilities of consecutive prompt tokens, on their way to the host."""
@@ -81,7 +69,6 @@ class Request:
     lora: LoRARequest | None = None
     pooling: PoolingParams | None = None
     """How to pool the prompt; None if the request generates. `params` is then a placeholder."""
-    embeds: PromptEmbeddings | None = None
     media_end: int = 0
     """Position after the last image, which only prompt chunks can compute; set where steps are captured."""
 
@@ -393,8 +380,6 @@ class WorkerCounts(NamedTuple):
     compiled: int
     coverage: Mapping[str, float]
     """Fraction of the output that each vocabulary covers; empty if the drafter has the target's vocabulary."""
-    num_left: int = 0
-    """Number of warm-up runs that wait for idle steps."""
     num_prefill_tokens: int = 0
     """Number of real tokens in prompt chunks."""
     num_prefill_padding: int = 0

@@ -7,23 +7,20 @@ import gc
 import multiprocessing
 import time
 import weakref
-from collections.abc import Callable, Iterable, Iterator
-from copy import copy
-from pathlib import Path
-from typing import TYPE_CHECKING, Any, NoReturn
+from collections.abc import Callable
+from typing import TYPE_CHECKING, NoReturn
 
 import torch
 from torch import nn
-from vllm.config import set_current_vllm_config, update_config
+from vllm.config import set_current_vllm_config
 from vllm.logger import init_logger
 
-from vllm_gaudi_spec.config import FP8_KV, UnsupportedConfigError, in_one_line, needs_batch_invariance
+from vllm_gaudi_spec.config import FP8_KV, UnsupportedConfigError
 from vllm_gaudi_spec.devices import load_backend
 from vllm_gaudi_spec.devices.common.group_check import check_groups
 from vllm_gaudi_spec.drafting.memory import NO_ROOM_FOR_KV
 from vllm_gaudi_spec.environment import name_process_group, runs_self_test
 from vllm_gaudi_spec.outputs import SpecSchedulerOutput
-from vllm_gaudi_spec.quantization.config import target_config
 from vllm_gaudi_spec.runner.extensions.pooling import list_tasks
 from vllm_gaudi_spec.runner.model_runner import ModelRunner
 from vllm_gaudi_spec.runner.profile import peak_bytes
@@ -36,21 +33,12 @@ from vllm_gaudi_spec.upstream.distributed import (
     get_tp_group,
     init_distributed_environment,
 )
-from vllm_gaudi_spec.upstream.models import (
-    ShardedStateLoader,
-    compute_tensor_digests,
-    finalize_layerwise_reload,
-    get_model_loader,
-    reload_weights,
-)
 from vllm_gaudi_spec.upstream.worker import CompilationTimes, WorkerBase, clear_layer_kv_caches, set_random_seed
 
 if TYPE_CHECKING:
-    from vllm.config import LoadConfig, VllmConfig
     from vllm.lora.request import LoRARequest
     from vllm.v1.outputs import AsyncModelRunnerOutput, DraftTokenIds, ModelRunnerOutput
 
-    from vllm_gaudi_spec.devices.base import DeviceBackend
     from vllm_gaudi_spec.lora.manager import AdapterLoader
     from vllm_gaudi_spec.self_test.result import Result
     from vllm_gaudi_spec.upstream.kv_cache import KVCacheConfig, KVCacheSpec
@@ -59,7 +47,7 @@ if TYPE_CHECKING:
 logger = init_logger(__name__)
 
 
-_NO_TRANSFER = "Weight transfer is not supported; use reload_weights with weights_iterator or weights_path."
+_NO_NEW_WEIGHTS = "Weights of a running engine cannot be changed; start another engine with the new ones."
 
 
 def _refuse(reason: str) -> Callable[..., NoReturn]:
@@ -216,45 +204,19 @@ class Worker(WorkerBase):
             raise ValueError("The engine was started without LoRA adapters; use --enable-lora.")
         return self.model_runner.target.adapters.loader
 
-    # --- weights of a running engine, through `collective_rpc` ---
-
-    @property
-    def _weights(self) -> ModelWeights:
-        return ModelWeights(self.vllm_config, self.get_model(), self.backend)
-
-    @torch.inference_mode()
-    def reload_weights(self, *args: Any, **named: Any) -> None:
-        """Reload weights from `weights_iterator`, `weights_path` or the model's own files, as in vLLM's worker."""
-        with set_current_vllm_config(self.vllm_config):
-            self._weights.reload(*args, **named)
-
-    def update_config(self, overrides: dict[str, Any]) -> None:
-        """Update load_config, or the fields of model_config that name the weights, for `reload_weights`."""
-        check_overrides(overrides)
-        load_config: LoadConfig = update_config(self.vllm_config.load_config, overrides.get("load_config", {}))
-        self.load_config = self.vllm_config.load_config = load_config
-        for name, value in overrides.get("model_config", {}).items():
-            setattr(self.model_config, name, value)  # in place: the object identifies the target
-
-    @torch.inference_mode()
-    def save_sharded_state(self, path: str, pattern: str | None = None, max_size: int | None = None) -> None:
-        self._weights.save_sharded_state(path, pattern, max_size)
-
-    @torch.inference_mode()
-    def compute_weight_checksums(self) -> dict[str, str]:
-        """Return a digest of each weight, by name with the same prefix as in vLLM's worker."""
-        ranks = f"dp{self.parallel_config.data_parallel_index}:pp0:pcp0:tp{get_tp_group().rank_in_group}:"
-        return {ranks + name: digest for name, digest in self._weights.compute_checksums().items()}
+    # --- not supported ---
 
     # vLLM has already paused the engine, which stays paused until `wake_up`.
     sleep = discard = _refuse(
         "Sleep mode is not supported; end the engine to free its memory. Once paused, requests wait until wake_up."
     )
     profile = _refuse("Profiling through the engine is not supported; profile the process from outside.")
-    reset_weights = _refuse("Weights are not reset; use reload_weights.")
-    save_tensorized_model = _refuse("Tensorizer files are not written; use save_sharded_state.")
-    init_weight_transfer_engine = shutdown_weight_transfer_engine = _refuse(_NO_TRANSFER)
-    start_weight_update = start_draft_weight_update = update_weights = finish_weight_update = _refuse(_NO_TRANSFER)
+    reload_weights = reset_weights = update_config = _refuse(_NO_NEW_WEIGHTS)
+    init_weight_transfer_engine = shutdown_weight_transfer_engine = _refuse(_NO_NEW_WEIGHTS)
+    start_weight_update = start_draft_weight_update = update_weights = finish_weight_update = _refuse(_NO_NEW_WEIGHTS)
+    save_sharded_state = save_tensorized_model = compute_weight_checksums = _refuse(
+        "Weights are not read back from a running engine; read the checkpoint's files."
+    )
 
     def wake_up(self, tags: list[str] | None = None) -> None:
         """No-op: this platform does not release memory while sleeping.
@@ -313,133 +275,3 @@ def _shut_down_at_exit(reference: weakref.ref[Worker]) -> None:
             destroy_distributed_environment()
     if multiprocessing.parent_process() is not None:
         gc.freeze()
-
-
-class ModelWeights:
-    """The target's weights while the engine runs: replaced in place, saved and compared by checksum.
-
-    Captured graphs read weights at the addresses they had in warm-up, so new weights are copied into the same storage.
-    vLLM's loader does that layer by layer (`model_loader.reload`). The backend updates a device's copies of a weight.
-    """
-
-    def __init__(self, vllm_config: VllmConfig, model: nn.Module, backend: DeviceBackend) -> None:
-        self._vllm_config = vllm_config
-        self._model = model
-        self._backend = backend
-
-    # --- read by vLLM's helpers, with packed weights as they were before packing ---
-
-    def named_parameters(self) -> Iterator[tuple[str, torch.Tensor]]:
-        yield from ((name, weight) for name, weight in self._model.named_parameters() if weight.numel())
-        yield from self._backend.weights.unpacked_weights(self._model)
-
-    def state_dict(self) -> dict[str, torch.Tensor]:
-        """Return the weights on the host. Of several names of a weight the first one is used, as the loader expects."""
-        state = self._model.state_dict(keep_vars=True)
-        names = {id(tensor): name for name, tensor in sorted(state.items(), reverse=True)}
-        weights = {name: state[name].detach().cpu() for name in names.values()}
-        return weights | dict(self._backend.weights.unpacked_weights(self._model))
-
-    # --- called by users ---
-
-    def reload(
-        self,
-        weights_iterator: Iterable[tuple[str, torch.Tensor]] | None = None,
-        weights_path: str | None = None,
-        is_checkpoint_format: bool = True,
-    ) -> None:
-        """Replace the weights. Takes the arguments of vLLM's worker; without any, reads the model's own files again."""
-        for reason in self._refusals("reload_weights"):
-            raise UnsupportedConfigError(reason)
-        if not is_checkpoint_format:
-            raise ValueError("reload_weights takes weights as in a checkpoint; leave is_checkpoint_format out.")
-        if weights_iterator is not None and weights_path is not None:
-            raise ValueError("reload_weights takes weights_iterator or weights_path, not both; leave one out.")
-        source = "weights_iterator" if weights_iterator is not None else self._check_files(weights_path)
-        model_config = self._vllm_config.model_config
-        try:
-            reload_weights(self._vllm_config, self._model, weights_iterator, weights_path, is_checkpoint_format=True)
-        except Exception as error:  # each model's loader raises its own errors for wrong names and shapes
-            finalize_layerwise_reload(self._model, model_config)  # otherwise layers would be left without storage
-            if isinstance(error, torch.OutOfMemoryError):
-                raise
-            reason = in_one_line(error).rstrip(".")
-            raise ValueError(
-                f"The weights of {source} do not fit {model_config.architecture}: {reason}. Some of them are in the "
-                "model now: call reload_weights with weights that fit, or restart the engine."
-            ) from error
-        finally:
-            self._backend.weights.weights_changed(self._model)
-
-    def save_sharded_state(self, path: str, pattern: str | None = None, max_size: int | None = None) -> None:
-        """Write this rank's files for `--load-format sharded_state`."""
-        for reason in self._refusals("save_sharded_state"):
-            raise UnsupportedConfigError(reason)
-        Path(path).mkdir(parents=True, exist_ok=True)
-        stand_in: Any = self
-        ShardedStateLoader.save_model(stand_in, path, pattern=pattern, max_size=max_size)
-
-    def compute_checksums(self) -> dict[str, str]:
-        """Return the SHA-256 of each weight of this rank, by name."""
-        for reason in self._refusals("compute_weight_checksums"):
-            raise UnsupportedConfigError(reason)
-        stand_in: Any = self
-        return compute_tensor_digests(stand_in)
-
-    def _check_files(self, weights_path: str | None) -> str:
-        """Check that the weights can be read before any layer is changed, and return the name of their model."""
-        load_config, model_config = self._vllm_config.load_config, copy(self._vllm_config.model_config)
-        loader = get_model_loader(load_config)
-        if not hasattr(loader, "get_all_weights"):
-            raise ValueError(
-                f"Weights of load format {load_config.load_format} cannot be reloaded; set another one first with "
-                'update_config({"load_config": {"load_format": "auto"}}).'
-            )
-        if weights_path is not None:
-            model_config.model, model_config.model_weights, model_config.revision = weights_path, "", None
-        try:
-            loader.download_model(model_config)
-        except UnsupportedConfigError:
-            raise
-        except Exception as error:
-            raise ValueError(
-                f"The weights of {model_config.model} cannot be read: {in_one_line(error).rstrip('.')}."
-            ) from error
-        return str(model_config.model)
-
-    def _refusals(self, method: str) -> Iterator[str]:
-        """Yield reasons why this model does not support a method."""
-        model = self._vllm_config.model_config
-        if self._vllm_config.lora_config is not None:
-            yield f"{method} does not work with LoRA adapters; leave out --enable-lora."
-        if target_config() is not None:
-            yield f"{method} does not work with QUANT_CONFIG; unset it."
-        if method == "reload_weights" and needs_batch_invariance(self._vllm_config):
-            yield f"{method} does not work with batch_invariant, since vLLM packs new weights again; leave it out."
-        if model.quantization is not None:
-            yield f"{method} is for weights in the model's dtype, and those of {model.model} are {model.quantization}."
-        if method == "reload_weights" and model.supports_multimodal_inputs:
-            yield f"{method} does not work with images, whose embeddings are kept; add --language-model-only."
-        if model.is_moe:
-            yield f"{method} does not work with experts, which {model.model} has; use a model without them."
-        if model.use_mla:
-            yield f"{method} does not work with MLA attention, which {model.model} has; use a model without it."
-
-
-# Fields of model_config that reload_weights reads.
-_RELOADED_FROM = ("model", "model_weights", "revision")
-
-
-def check_overrides(overrides: dict[str, Any]) -> None:
-    """Raise ValueError for overrides of `update_config` that a running engine does not read."""
-    for name, fields in overrides.items():
-        if name not in ("load_config", "model_config"):
-            raise ValueError(
-                f"update_config takes load_config and model_config, got {name}; restart the engine with it."
-            )
-        useless = [field for field in fields if name == "model_config" and field not in _RELOADED_FROM]
-        if useless:
-            raise ValueError(
-                f"{', '.join(useless)} of model_config cannot be changed while the engine runs (only "
-                f"{', '.join(_RELOADED_FROM)} can, for reload_weights); restart the engine with it."
-            )

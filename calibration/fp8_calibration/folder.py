@@ -115,6 +115,10 @@ def hash_prompts(prompts: Sequence[str]) -> str:
 # ---- QUANT_CONFIG files, as Intel Neural Compressor reads them ----------------------------------------------
 
 
+MEASURING_EXTENSION = "fp8_calibration.observers.Extension"
+"""The `worker_extension_cls` of an engine that measures, for devices without Intel Neural Compressor."""
+
+
 def measuring_config(prefix: Path) -> dict[str, Any]:
     """Return the QUANT_CONFIG of an engine that measures into files with this prefix."""
     return _make_config(prefix, [], mode="MEASURE")

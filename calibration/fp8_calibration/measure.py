@@ -15,6 +15,7 @@ from typing import TYPE_CHECKING, Any
 
 from fp8_calibration.folder import (
     DRAFT,
+    MEASURING_EXTENSION,
     TARGET,
     Folder,
     Role,
@@ -149,6 +150,7 @@ def _open(folder: Folder, run: Run, prompts: Sequence[str]) -> LLM:
         max_num_seqs=run.batch_size,
         max_model_len=_measure_longest(run, prompts) + run.max_tokens,
         enable_prefix_caching=False,  # every token of each prompt has to be computed
+        worker_extension_cls=MEASURING_EXTENSION,
     )
     if run.method:
         config = {"method": run.method, "num_speculative_tokens": run.num_drafts}

@@ -1,10 +1,8 @@
 """Greedy texts over every KV path, with drafts and without, beside transformers."""
 
-import shutil
 from pathlib import Path
 from typing import Any
 
-from safetensors.torch import load_file, save_file
 from vllm import LLM, SamplingParams
 
 from tests.full_tests.engines import counter, engine, first_tokens, generate
@@ -61,19 +59,3 @@ def check_without_and_with_drafts(case: str, folder: str, **options: Any) -> Non
         assert llm.collective_rpc("step_report")[0]["host_syncs_per_step"] <= 1
     if "kv_cache_dtype" not in options:  # which rounds
         check(case, folder, plain)
-
-
-def check_sinks_are_reloaded(folder: str, other: Path) -> None:
-    """`other`: where a copy with other sinks may be made."""
-    shutil.copytree(folder, other)
-    weights = load_file(other / "model.safetensors")
-    assert any(name.endswith("sinks") for name in weights)
-    changed = {name: tensor + 4 * name.endswith("sinks") for name, tensor in weights.items()}
-    save_file(changed, other / "model.safetensors", metadata={"format": "pt"})
-    with engine(folder, **SIZES) as llm:
-        before = texts(llm)
-        llm.collective_rpc("reload_weights", kwargs=dict(weights_path=str(other)))
-        assert llm.reset_prefix_cache()
-        after = texts(llm)
-    assert after != before
-    check("other sinks", str(other), after)

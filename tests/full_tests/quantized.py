@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 from vllm import LLM, SamplingParams
 
-from fp8_calibration.folder import measuring_config, serving_config
+from fp8_calibration.folder import MEASURING_EXTENSION, measuring_config, serving_config
 from fp8_calibration.scales import make_scales
 from tests.full_tests.engines import engine, generate
 from tests.full_tests.prompts import random_prompts
@@ -69,7 +69,9 @@ def calibrate(folder: Path, target: str, speculative: dict[str, Any] | None, **o
     draft = drafter(found.measuring("draft"))
     with (
         quantizing(found.measuring("target")),
-        engine(target, speculative_config=speculative, **draft, **options) as llm,
+        engine(
+            target, speculative_config=speculative, worker_extension_cls=MEASURING_EXTENSION, **draft, **options
+        ) as llm,
     ):
         ask(llm, 4)
         llm.collective_rpc("save_measurements")

@@ -7,20 +7,17 @@ from vllm import SamplingParams
 
 from tests.full_tests.engines import counter, engine, first_tokens, generate
 from tests.full_tests.prompts import PROMPTS
-from vllm_gaudi_spec.devices.cpu import linear as cpu_linear
 
 GREEDY = SamplingParams(temperature=0, max_tokens=32, ignore_eos=True)
 OPTIONS: dict[str, Any] = dict(max_num_seqs=4, max_model_len=256, enable_prefix_caching=False)
-FORMATS = ["float32", "float16", "int8"]
+FORMATS = ["float32", "float16"]
 
 
 @pytest.mark.parametrize(
-    "weights", [name if name == "int8" else pytest.param(name, marks=pytest.mark.slow) for name in FORMATS]
+    "weights", [name if name == "float16" else pytest.param(name, marks=pytest.mark.slow) for name in FORMATS]
 )
 def test_speculation_changes_nothing(weights: str, looping_llama: str) -> None:
     """Rows are computed alike whatever stands beside them, so there are no ties. The target drafts for itself."""
-    if weights == "int8" and not cpu_linear.has_int8_kernel():
-        pytest.skip("a CPU without VNNI instructions")
     chosen = dict(additional_config={"gaudi_spec": {"cpu_weights": weights}}, **OPTIONS)
     prompts = [[ord(letter) % 200 + 2 for letter in text] for text in PROMPTS[:4]]
     drafts = dict(method="draft_model", model=looping_llama, num_speculative_tokens=3)

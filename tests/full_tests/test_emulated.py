@@ -4,9 +4,7 @@ Runs with VGS_DEVICE=hpu-emulated or ascend-emulated in a process of its own: th
 """
 
 import csv
-import json
 import random
-from collections import Counter
 from pathlib import Path
 from typing import Any
 
@@ -22,7 +20,7 @@ from tests.full_tests.ranks import ranks_agree
 from tests.full_tests.speculation import accepted, ngram, speculating, suffix
 from tests.full_tests.workload import Request, mixed_requests, run_together
 from vllm_gaudi_spec.devices import describe_device, load_backend
-from vllm_gaudi_spec.environment import cache_folder, gaudi_is_lazy
+from vllm_gaudi_spec.environment import gaudi_is_lazy
 from vllm_gaudi_spec.scheduling.adaptive import StepTimes
 from vllm_gaudi_spec.self_test import run
 
@@ -75,33 +73,12 @@ def test_drafters_without_a_model_are_lossless(
     config, options = CASES[case]
     before = captured()
     with speculating(looping_llama, config, **options) as llm:
-        captures_the_manifest(llm, before)
+        programs_are_the_manifest(llm, before)
         alone.check(requests, run_together(llm, requests))
         assert accepted(llm) > 50
         reads_once(llm)
         if "preempted" in case:
             assert preemptions(llm) > 0
-
-
-def test_background_warm_up_changes_no_answer(
-    looping_llama: str, requests: list[Request], alone: Reference, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """Requests before it, in the middle of it, and after it: the same texts, and nothing compiled in a step."""
-    monkeypatch.setenv("VGS_WARMUP", "background")
-    before = captured()
-    with speculating(looping_llama, ngram(3), **BOTH) as llm:
-        left = [report(llm)["graphs"]["left"]]
-        while left[-1]:
-            alone.check(requests, run_together(llm, requests))
-            assert report(llm)["graphs"]["left"] == left[-1], "requests come first"
-            for _ in range(-(-left[0] // 2)):
-                llm.llm_engine.step()  # of an idle engine
-            left.append(report(llm)["graphs"]["left"])
-        assert left == [left[0], left[0] // 2, 0]
-        captures_the_manifest(llm, before)
-        alone.check(requests, run_together(llm, requests))
-        assert counter(llm, "gaudi_spec:warm_up_left") == 0
-        reads_once(llm)
 
 
 MODES: dict[str, dict[str, Any]] = {
@@ -117,7 +94,7 @@ def test_draft_model_is_lossless(mode: str, looping_llama: str, requests: list[R
     config = dict(method="draft_model", model=looping_llama, num_speculative_tokens=3, **MODES[mode])
     before = captured()
     with speculating(looping_llama, config, **BOTH) as llm:
-        captures_the_manifest(llm, before)
+        programs_are_the_manifest(llm, before)
         alone.check(requests, run_together(llm, requests))
         assert accepted(llm) > 0.4 * counter(llm, "vllm:spec_decode_num_draft_tokens")
         reads_once(llm)
@@ -134,7 +111,7 @@ def test_every_number_of_drafts_is_lossless(
     few, before = requests[:16], captured()
     options = BOTH | dict(max_num_seqs=2)  # there are many graphs for each number of rows
     with speculating(looping_llama, config | dict(enable_adaptive_verification=True), **options) as llm:
-        captures_the_manifest(llm, before)
+        programs_are_the_manifest(llm, before)
         assert {signature[2] for signature in signatures(llm) if signature[0] == "decode"} == {1, 2, 3, 5}
         Reference(alone.answers[:16], alone.scores).check(few, run_together(llm, few), only_greedy=True)
         assert accepted(llm) > 0.4 * counter(llm, "vllm:spec_decode_num_draft_tokens") > 20
@@ -163,7 +140,7 @@ def test_head_of_the_rule_is_never_wrong(tmp_path: Path) -> None:
     few_blocks = dict(kv_cache_memory_bytes=4 << 20)
     options = never_wrong.SIZES | few_blocks | dict(additional_config=dict(gaudi_spec=buckets))
     with speculating(model, config | never_wrong.LIMIT, **options) as llm:
-        captures_the_manifest(llm, before)
+        programs_are_the_manifest(llm, before)
         passed_its_self_test(llm)
         for _ in range(2):
             never_wrong.ask(llm)
@@ -181,7 +158,7 @@ def test_head_is_lossless(method: str, requests: list[Request]) -> None:
     before = captured()
     with speculating(target(method), head(method, 3), **BOTH) as llm:
         assert llm.llm_engine.vllm_config.scheduler_config.async_scheduling
-        captures_the_manifest(llm, before)
+        programs_are_the_manifest(llm, before)
         reference.check(requests, run_together(llm, requests))
         assert accepted(llm) > 50
         reads_once(llm)
@@ -202,7 +179,7 @@ def test_universal_drafter_is_lossless(
     options = dict(additional_config=dict(gaudi_spec=UNIVERSAL[how]))
     before = captured()
     with speculating(looping_llama, config, **BOTH, **options) as llm:
-        captures_the_manifest(llm, before)
+        programs_are_the_manifest(llm, before)
         alone.check(requests, run_together(llm, requests))
         assert accepted(llm) > 50
         reads(llm, 2 if how == "slem" else 1)
@@ -268,11 +245,3 @@ def passed_its_self_test(llm: LLM) -> None:
     assert found["passed"], found
     missing = [check["name"] for check in found["checks"] if check["status"] != "passed"]
     assert missing == [*([] if load_backend().weights.fp8_arithmetic else [run.FP8_KV]), run.COLLECTIVES]
-
-
-def captures_the_manifest(llm: LLM, before: Counter[str]) -> None:
-    """`before`: what this process had captured for other engines."""
-    files = (cache_folder() / "manifests").glob("*.json")
-    newest = json.loads(max(files, key=lambda file: file.stat().st_mtime_ns).read_text())
-    assert newest["graphs"] == sorted(map(str, signatures(llm)))
-    programs_are_the_manifest(llm, before)

@@ -83,7 +83,7 @@ def test_top_shows_the_server_metrics(drafting: Server, tmp_path: Path) -> None:
     drafting.wait_idle()
     recorded = set(re.findall(r"(?m)^\w+:\w+", (ROOT / "tests" / "support" / "metrics.txt").read_text()))
     exported = set(re.findall(r"(?m)^\w+:\w+", drafting.client.get("/metrics").text))
-    assert recorded - exported == {"gaudi_spec:audit_evidence"}, "this server has no audits; else record it again"
+    assert recorded <= exported, "record it again"
     live, once, as_json = commands_for("tests/full_tests/test_live.py::test_top_shows_the_server_metrics", PAGE)
     lines = run(once, drafting, tmp_path).splitlines()
     table = {line.split("  ")[0]: line.split() for line in lines[3:]}

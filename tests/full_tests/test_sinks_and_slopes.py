@@ -1,7 +1,6 @@
 """Attention sinks (gpt-oss) and ALiBi (BLOOM, Falcon): the greedy tokens of transformers, with drafts and without."""
 
 from collections.abc import Callable
-from pathlib import Path
 
 import pytest
 
@@ -9,7 +8,6 @@ from tests.full_tests.engines import counter, engine
 from tests.full_tests.kv_paths import (
     SIZES,
     K,
-    check_sinks_are_reloaded,
     check_without_and_with_drafts,
     texts,
     without_drafts,
@@ -37,11 +35,6 @@ def test_sinks_and_alibi_on_two_ranks(case: str, made: Callable[[str], str]) -> 
 @pytest.mark.parametrize("case", [GPT_OSS, BLOOM])
 def test_sinks_and_alibi_with_kv_in_fp8(case: str, made: Callable[[str], str]) -> None:
     check_without_and_with_drafts(case, made(case), kv_cache_dtype="fp8")
-
-
-@pytest.mark.slow
-def test_sinks_are_reloaded(made: Callable[[str], str], tmp_path: Path) -> None:
-    check_sinks_are_reloaded(made("granite-swa"), tmp_path / "other")
 
 
 # ---- drafters beside gpt-oss -----------------------------------------------------------------------------

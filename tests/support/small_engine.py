@@ -24,7 +24,6 @@ from vllm import SamplingParams
 from vllm.config import VllmConfig
 from vllm.utils.hashing import sha256
 from vllm.v1.core.kv_cache_utils import get_request_block_hasher, init_none_hash
-from vllm.v1.engine import FinishReason
 from vllm.v1.kv_cache_interface import FullAttentionSpec, KVCacheConfig, KVCacheGroupSpec, KVCacheSpec
 from vllm.v1.outputs import AsyncModelRunnerOutput, ModelRunnerOutput
 from vllm.v1.request import Request, RequestStatus
@@ -343,7 +342,6 @@ class SmallEngine:
         self.runner.target = target(_TARGET, self.vllm_config)  # type: ignore[assignment]
         if variant.num_snapshots:
             self.scheduler.keep_snapshots(variant.num_snapshots)
-            self.scheduler.has_states = True
             self.runner.num_snapshots = variant.num_snapshots
         drafter = {BLOCK_DRAFTER: FillsBlocks, PARALLEL: FillsMasks}.get(variant.method or "", Reads)
         has_model = variant.method in (*_IN_TARGETS_BLOCKS, RETOKENIZE)
@@ -354,10 +352,6 @@ class SmallEngine:
         self.texts: dict[str, list[int]] = {}
         """Tokens sent to each request's client."""
         self.ended: set[str] = set()
-        self.num_turns = Counter[str]()
-        """Number of turns requested of each session."""
-        self.answers: dict[str, list[tuple[list[int], FinishReason]]] = {}
-        """Finished turns of each session. The current turn is in `texts`."""
         self.held: dict[str, Held] = {}
         self.counts = Counter[tuple[str, str]]()
         """Our metrics by name and label."""
@@ -373,19 +367,6 @@ class SmallEngine:
         hasher = get_request_block_hasher(BLOCK, sha256)
         self.scheduler.add_request(Request(name, list(prompt), params, None, block_hasher=hasher))
         self.texts[name] = []
-
-    def add_turn(self, name: str, prompt: list[int], params: SamplingParams) -> None:
-        """Add the first or next input of a session. The session ends once all its inputs are answered."""
-        hasher = get_request_block_hasher(BLOCK, sha256)
-        self.scheduler.add_request(Request(name, [*prompt], params, None, block_hasher=hasher, resumable=True))
-        self.texts.setdefault(name, [])
-        self.answers.setdefault(name, [])
-        self.num_turns[name] += 1
-        self.ended.discard(name)
-
-    def end_inputs(self, name: str) -> None:
-        """Close a session, which continues with the inputs that wait."""
-        self.scheduler.add_request(Request(name, [0], SamplingParams(), None))
 
     def abort(self, name: str) -> None:
         self.scheduler.finish_requests(name, RequestStatus.FINISHED_ABORTED)
@@ -422,21 +403,13 @@ class SmallEngine:
         for sent in (sent for part in parts for sent in part.outputs):
             self.texts[sent.request_id] += sent.new_token_ids
             if sent.finish_reason is not None:
-                self._end(sent.request_id, sent.finish_reason)
+                self.ended.add(sent.request_id)
         if not self.variant.overlap and scheduled.total_num_scheduled_tokens:
             with torch.inference_mode():
                 drafts = self.runner.take_draft_token_ids()
             if drafts is not None:
                 self.scheduler.update_draft_token_ids(drafts)
         self._check_tokens()
-
-    def _end(self, name: str, reason: FinishReason) -> None:
-        if name in self.answers:
-            self.answers[name].append((self.texts[name], reason))
-            self.texts[name] = []
-            if len(self.answers[name]) < self.num_turns[name]:
-                return
-        self.ended.add(name)
 
     def finish(self) -> None:
         """Run until nothing is left to do, and check that no state is left."""

@@ -279,10 +279,6 @@ class MultimodalInputs(NamedTuple):
     """bool: tokens that `embeddings` replace; None if there are none."""
     rows_T: torch.Tensor | None = None
     """int64: each token's row in the media store. Replaces both of the above where steps are captured."""
-    embeds_NH: torch.Tensor | None = None
-    """Rows of prompt embeddings, in the order of the tokens that they replace."""
-    is_embeds_T: torch.Tensor | None = None
-    """bool: tokens that `embeds_NH` replaces."""
     rotary_DT: torch.Tensor | None = None
     """int64: positions for rotary embeddings, where some differ from the tokens' positions."""
     spans: Spans | None = None
@@ -290,14 +286,13 @@ class MultimodalInputs(NamedTuple):
 
     @property
     def has_embeddings(self) -> bool:
-        return bool(self.embeddings) or self.rows_T is not None or self.embeds_NH is not None
+        return bool(self.embeddings) or self.rows_T is not None
 
     def pack(self, index_T: torch.Tensor) -> MultimodalInputs:
         """Keep only the real tokens, which include all tokens of media."""
-        masks = {"is_media_T": self.is_media_T, "is_embeds_T": self.is_embeds_T}
-        return self._replace(
-            **{name: mask.index_select(0, index_T) for name, mask in masks.items() if mask is not None}
-        )
+        if self.is_media_T is None:
+            return self
+        return self._replace(is_media_T=self.is_media_T.index_select(0, index_T))
 
 
 @dataclass(frozen=True, slots=True)

@@ -5,7 +5,7 @@ A device overrides the defaults where it differs from them. Nothing above `devic
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, field
 from functools import partial
@@ -111,10 +111,6 @@ class Graphs:
     def num_recipes(self) -> int:
         """Return the device's count of compilations so far; 0 if it does not count."""
         return 0
-
-    def warming_up_later(self) -> AbstractContextManager[None]:
-        """Return the context of `compiling_only` for warm-up between two steps; its compilations count as warm-up."""
-        return nullcontext()
 
     def warmed_up(self) -> None:
         """Mark the end of warm-up: nothing should be compiled from here on."""
@@ -287,13 +283,6 @@ class Weights:
     def make_batch_invariant(self, model: nn.Module) -> None:
         """Make each row of the linear layers' results independent of the other rows, after `prepare_model`."""
         raise NotImplementedError("refused at start-up")
-
-    def unpacked_weights(self, model: nn.Module) -> Iterator[tuple[str, torch.Tensor]]:
-        """Yield names and original values of the weights that were packed for a kernel and dropped."""
-        return iter(())
-
-    def weights_changed(self, model: nn.Module) -> None:
-        """Rebuild what was derived from weights, after new weights were copied into their storages."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

@@ -16,11 +16,8 @@ from pathlib import Path
 from typing import NamedTuple
 
 from vllm_gaudi_spec.config import (
-    ADDITIONAL_CONFIG_KEY,
-    EXPONENTIAL,
     GAUDI2,
     GAUDIS,
-    LINEAR,
     UnsupportedConfigError,
 )
 
@@ -57,16 +54,6 @@ SKIP_WARMUP = Variable(
 )
 VENDORS_SKIP_WARMUP = Variable(
     "VLLM_SKIP_WARMUP", "false", "vllm-gaudi's name for VGS_SKIP_WARMUP, which takes precedence: true or false"
-)
-VENDORS_BUCKETING = Variable(
-    "VLLM_BUCKETING_STRATEGY",
-    "exp",
-    "vllm-gaudi's name for bucket_strategy, which takes precedence: exp or lin",
-)
-WARMUP = Variable(
-    "VGS_WARMUP",
-    "before",
-    "background serves as soon as the largest buckets are warm, and warms up the others while the server is idle",
 )
 SELF_TEST = Variable("VGS_SELF_TEST", "1", "0 skips the self-test of an accelerator before its model is loaded")
 EMULATED_GENERATION = Variable(
@@ -176,28 +163,6 @@ def skip_warmup() -> bool:
             f"{VENDORS_SKIP_WARMUP.name}={VENDORS_SKIP_WARMUP.value} is neither true nor false; use one of them."
         )
     return value in _VENDORS_TRUE
-
-
-_VENDORS_STRATEGIES = {"exp": EXPONENTIAL, "lin": LINEAR}
-
-
-def read_vendors_bucket_strategy() -> str:
-    """Return the bucket strategy that vllm-gaudi's variable asks for."""
-    asked = VENDORS_BUCKETING.value_or_default
-    if asked not in _VENDORS_STRATEGIES:
-        raise UnsupportedConfigError(
-            f"{VENDORS_BUCKETING.name}={asked} is not supported; use {' or '.join(_VENDORS_STRATEGIES)}, or the lists "
-            f"of additional_config.{ADDITIONAL_CONFIG_KEY}."
-        )
-    return _VENDORS_STRATEGIES[asked]
-
-
-def warms_up_in_background() -> bool:
-    """Whether warm-up continues while the server serves."""
-    when = WARMUP.value_or_default
-    if when not in ("before", "background"):
-        raise UnsupportedConfigError(f"{WARMUP.name}={when} is unknown; use before or background.")
-    return when == "background"
 
 
 def compresses_prompt_masks() -> bool:

@@ -20,7 +20,6 @@ from vllm_gaudi_spec.config import (
 )
 from vllm_gaudi_spec.devices import load_backend, refuse_unknown_device
 from vllm_gaudi_spec.environment import DEVICE, choose_start_method, skip_warmup
-from vllm_gaudi_spec.platforms.dropped_flags import accept_dropped_flags
 from vllm_gaudi_spec.quantization.dequantized import choose_kernels, read_weights, use_device
 from vllm_gaudi_spec.quantization.kv_scheme import choose_kv_dtype, drop_scales_set_aside
 from vllm_gaudi_spec.recurrent.table import has_states
@@ -97,7 +96,6 @@ class SpecPlatform(Platform):
             upstream.answer_bad_media()
             upstream.answer_contradictions()
             upstream.fail_with_the_engine()
-            accept_dropped_flags(parser)
         refuse_unknown_device()
 
     @classmethod
@@ -109,8 +107,6 @@ class SpecPlatform(Platform):
                 has_fp8 = load_backend().weights.fp8_arithmetic is not None
                 choose_kv_dtype(vllm_config, model, has_fp8=has_fp8)
                 choose_kernels(vllm_config, model, load_backend())
-            if vllm_config.model_config.enable_prompt_embeds:
-                upstream.refuse_bad_embeds()  # imports vLLM's renderers, which few processes need
         refuse_unsupported(vllm_config, load_backend())
         _disable_vllm_state_caching(vllm_config)
         _require_whole_images(vllm_config)

@@ -6,6 +6,9 @@ model's dtype, and a bias is added afterwards. Caches serve QUANT_CONFIG and --k
 
 from __future__ import annotations
 
+from functools import partial
+from typing import Any
+
 import torch
 from torch import nn
 
@@ -108,3 +111,17 @@ class Fp8Cache(VLLMKVCache):
 
     def fetch_from_cache(self, cache: torch.Tensor, blocks: torch.Tensor) -> torch.Tensor:
         return self.input.back(super().fetch_from_cache(cache, blocks), self._dtype)
+
+
+def serve_linear(layer: nn.Module, linear: Any) -> None:
+    """Make `linear.apply(layer, x, bias)` compute a linear layer of vLLM or of torch."""
+    if isinstance(layer, nn.Linear):
+        layer.served_by = linear
+        layer.forward = partial(_forward, layer)
+    else:
+        layer.quant_method = linear
+
+
+def _forward(layer: nn.Module, x: torch.Tensor) -> torch.Tensor:
+    out: torch.Tensor = layer.served_by.apply(layer, x, layer.bias)
+    return out

@@ -1,12 +1,11 @@
-"""Measures and quantizes models without Intel Neural Compressor (INC), on the CPU and the emulated Gaudi.
+"""Quantizes models without Intel Neural Compressor (INC), on the CPU and the emulated Gaudi.
 
-It chooses the same modules by name and class as INC, and uses the same files.
+It chooses the same modules by name and class as INC, and uses the same files. `calibration/` measures them.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Collection, Iterator
-from contextlib import AbstractContextManager
 from typing import NamedTuple
 
 import numpy as np
@@ -17,42 +16,38 @@ from vllm.logger import init_logger
 from vllm_gaudi_spec.config import E4M3_MAX, GAUDI2, UnsupportedConfigError
 from vllm_gaudi_spec.quantization import files
 from vllm_gaudi_spec.quantization.config import QuantConfig
-from vllm_gaudi_spec.quantization.files import LinearShape, Part
 from vllm_gaudi_spec.quantization.fingerprint import fingerprint
 from vllm_gaudi_spec.quantization.fp8 import Arithmetic, to_e4m3
-from vllm_gaudi_spec.quantization.layers import KV_DTYPE, CalibratedLinear, Fp8Cache, Fp8Matmul, Fp8Softmax
-from vllm_gaudi_spec.quantization.load_context import LoadContext, Measuring
-from vllm_gaudi_spec.quantization.observers import (
-    MaxAbs,
-    MeasuredCache,
-    MeasuredLinear,
-    MeasuredMatmul,
-    MeasuredSoftmax,
-    RealTokens,
+from vllm_gaudi_spec.quantization.layers import (
+    KV_DTYPE,
+    CalibratedLinear,
+    Fp8Cache,
+    Fp8Matmul,
+    Fp8Softmax,
     serve_linear,
 )
-from vllm_gaudi_spec.upstream.layers import (
-    ColumnParallelLinear,
-    ParallelLMHead,
-    QKVParallelLinear,
-    RowParallelLinear,
-)
+from vllm_gaudi_spec.quantization.load_context import LoadContext, Measuring
 
 logger = init_logger(__name__)
 
-_SUMS, _LOGITS = "RowParallelLinear", "ParallelLMHead"
-_LINEARS = (
+SUMS, LOGITS = "RowParallelLinear", "ParallelLMHead"
+LINEARS = (
     "Linear",
     "ColumnParallelLinear",
     "MergedColumnParallelLinear",
     "QKVParallelLinear",
     "ReplicatedLinear",
-    _SUMS,
-    _LOGITS,
+    SUMS,
+    LOGITS,
 )
 MATMUL, SOFTMAX, CACHE = "Matmul", "Softmax", "VLLMKVCache"
-# The cache from which a matmul's second operand comes.
-_CACHE_OF = {"matmul_qk": "k_cache", "matmul_av": "v_cache"}
+CACHE_OF = {"matmul_qk": "k_cache", "matmul_av": "v_cache"}
+"""The cache from which a matmul's second operand comes."""
+
+
+Measure = Callable[[nn.Module, QuantConfig, LoadContext], Measuring]
+measure: Measure | None = None
+"""Measures a model; set by `calibration/` in the worker processes of its engine."""
 
 
 class Found(NamedTuple):
@@ -72,7 +67,7 @@ def find_modules(model: nn.Module, quant_config: QuantConfig, apart: Collection[
     """Yield the modules of a model that INC would take, without those in `apart`."""
     for name, module in list(model.named_modules()):
         kind = type(module).__name__
-        if kind in (*_LINEARS, MATMUL, SOFTMAX, CACHE) and quant_config.takes(name, kind) and module not in apart:
+        if kind in (*LINEARS, MATMUL, SOFTMAX, CACHE) and quant_config.takes(name, kind) and module not in apart:
             yield Found(name, kind, module, model.get_submodule(name.rpartition(".")[0]))
 
 
@@ -82,127 +77,16 @@ def apply(
     """Implement `Weights.quantize`. `arithmetic` takes the largest e4m3 number."""
     try:
         if quant_config.measures:
-            return Measured(model, quant_config, load_context)
+            if measure is None:
+                raise UnsupportedConfigError(
+                    f"{quant_config.option}: without Intel Neural Compressor on a Gaudi, mode MEASURE is for "
+                    "calibration/step_3_measure.py; run that, or use mode QUANTIZE."
+                )
+            return measure(model, quant_config, load_context)
         quantize(model, quant_config, load_context, arithmetic)
     except files.QuantFilesError as error:
         raise UnsupportedConfigError(f"{quant_config.option}: {error}.") from None
     return None
-
-
-class Measured:
-    """Measures a model's modules; see `Measuring`."""
-
-    reads_logits = False
-
-    def __init__(self, model: nn.Module, quant_config: QuantConfig, load_context: LoadContext) -> None:
-        self._tokens = RealTokens()
-        self._quant_config, self._load_context = quant_config, load_context
-        self._measured: dict[str, nn.Module] = {}
-        self._linears: dict[str, files.LinearShape] = {}
-        for found in find_modules(model, quant_config, load_context.apart):
-            if found.kind in _LINEARS:
-                self._linears[found.name] = _get_linear_shape(found.module)
-            self._measured[found.name] = self._measure(found)
-            self.reads_logits |= found.kind == _LOGITS
-        for module in model.modules():
-            if isinstance(getattr(module, "matmul_qk", None), MeasuredMatmul):
-                module.zero_padding = self._tokens.mask
-        logger.info("%s: measuring %d modules.", quant_config.option, len(self._measured))
-
-    def counting(self, real_T: torch.Tensor) -> AbstractContextManager[None]:
-        return self._tokens.counting(real_T)
-
-    def _measure(self, found: Found) -> nn.Module:
-        if found.kind in _LINEARS:
-            sums = found.kind == _SUMS
-            linear = MeasuredLinear(
-                found.module,
-                self._tokens,
-                measures_outputs=sums or self._quant_config.measures_outputs,
-                measures_sums=sums,
-            )
-            serve_linear(found.module, linear)
-            return linear
-        measured: nn.Module = {
-            MATMUL: MeasuredMatmul,
-            SOFTMAX: MeasuredSoftmax,
-            CACHE: lambda: MeasuredCache(self._tokens),
-        }[found.kind]()
-        setattr(found.parent, found.last, measured)
-        return measured
-
-    def write(self) -> None:
-        """Write all values since the model was loaded, replacing older files."""
-        seen = {name: self._node(name, measured) for name, measured in self._measured.items()}
-        if not any(map(_saw_something, seen.values())):
-            logger.warning("%s: no request was served, so no measurements are written.", self._quant_config.option)
-            return
-        record = files.Record(
-            rank=self._load_context.rank,
-            world=self._load_context.world,
-            mode=files.MEASURED,
-            nodes={name: node for name, node in seen.items() if _saw_something(node)},
-            looked_at=list(self._measured),
-            linears=self._linears,
-        )
-        try:
-            path = files.write(self._quant_config.dump_stats_path, record)
-        except files.QuantFilesError as error:
-            raise UnsupportedConfigError(f"{self._quant_config.option}: {error}.") from None
-        logger.info(
-            "%s: wrote measurements of %d of %d modules to %s.",
-            self._quant_config.option,
-            len(record.nodes),
-            len(seen),
-            path,
-        )
-
-    def _node(self, name: str, measured: nn.Module) -> files.Node:
-        if isinstance(measured, MeasuredLinear):
-            weight = {"weight": measured.weight_N1.cpu().numpy()}
-            return files.Node([_value(measured.input)], [_value(part) for part in measured.outputs()], weight)
-        if isinstance(measured, MeasuredMatmul):
-            prefix, _, last = name.rpartition(".")
-            cache = self._measured.get(f"{prefix}.{_CACHE_OF[last]}")
-            seconds = [_value(cache.input)] if isinstance(cache, MeasuredCache) else []
-            return files.Node([_value(measured.input), *seconds])
-        if isinstance(measured, MeasuredSoftmax):
-            return files.Node([], [_value(measured.output)])
-        assert isinstance(measured, MeasuredCache)
-        return files.Node([_value(measured.input)])
-
-
-def _value(part: MaxAbs) -> np.ndarray:
-    return part.largest.cpu().numpy().copy()
-
-
-def _saw_something(node: files.Node) -> bool:
-    return any((values > 0).any() for values in (*node.inputs, *node.outputs))
-
-
-def _get_linear_shape(linear: nn.Module) -> LinearShape:
-    """Return how vLLM splits a linear layer's weight among tensor-parallel ranks.
-
-    The layer must not be quantized: its weight is [rows of this rank, columns of this rank].
-    """
-    rows, columns = linear.weight.shape
-    world = getattr(linear, "tp_size", 1)
-    if getattr(linear, "disable_tp", False):
-        return LinearShape("whole", (Part(rows),), columns)
-    if isinstance(linear, QKVParallelLinear):
-        heads, kv_heads = linear.total_num_heads, linear.total_num_kv_heads
-        sizes = [(heads, linear.head_size), (kv_heads, linear.head_size), (kv_heads, linear.v_head_size)]
-        return LinearShape("rows", tuple(Part(count * size, count) for count, size in sizes), columns)
-    if isinstance(linear, ColumnParallelLinear):
-        return LinearShape("rows", tuple(Part(size * world) for size in linear.output_partition_sizes), columns)
-    if isinstance(linear, ParallelLMHead):
-        return LinearShape("rows", (Part(rows * world),), columns)
-    if isinstance(linear, RowParallelLinear):
-        return LinearShape("columns", (Part(rows),), columns * world)
-    return LinearShape("whole", (Part(rows),), columns)
-
-
-# --- FP8 ---
 
 
 def quantize(
@@ -265,7 +149,7 @@ def _check_cache_pairs(quant_config: QuantConfig, served: list[Found]) -> None:
     caches = {found.name for found in served if found.kind == CACHE}
     for name in sorted(caches):
         parent, _, last = name.rpartition(".")
-        for other in _CACHE_OF.values():
+        for other in CACHE_OF.values():
             if f"{parent}.{other}" not in caches:
                 raise files.QuantFilesError(
                     f"{quant_config.path} quantizes {last} of {parent} and not {other}, and KV has one dtype; name "
@@ -274,7 +158,7 @@ def _check_cache_pairs(quant_config: QuantConfig, served: list[Found]) -> None:
 
 
 def _replace(found: Found, node: files.Node, largest: float, arithmetic: Arithmetic) -> None:
-    if found.kind in _LINEARS:
+    if found.kind in LINEARS:
         weight_NK, scale = found.module.weight.detach(), _weight_scale(node, found.module.weight.shape[0])
         weight_KN = to_e4m3(weight_NK.float().t() * (1 / scale), largest).contiguous()
         serve_linear(

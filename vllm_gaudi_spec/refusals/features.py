@@ -14,9 +14,7 @@ from vllm_gaudi_spec.config import (
     Options,
     get_target_config,
     needs_batch_invariance,
-    ranks_in_step,
 )
-from vllm_gaudi_spec.environment import SKIP_WARMUP, WARMUP, skip_warmup, warms_up_in_background
 from vllm_gaudi_spec.quantization.config import target_config
 from vllm_gaudi_spec.quantization.dequantized import DEQUANTIZED, format_of, is_native
 from vllm_gaudi_spec.quantization.kv_scheme import suggest_model_dtype
@@ -54,16 +52,8 @@ def feature_refusals(vllm_config: VllmConfig, backend: DeviceBackend) -> Iterato
         yield "Recovery of failed engines is not supported; leave out --enable-fault-tolerance."
     if vllm_config.aux_output_config.enable_return_routed_experts:
         yield "Routed experts are not reported; leave out --enable-return-routed-experts."
-    if warms_up_in_background() and not backend.traits.captures:
-        yield f"{WARMUP.name}=background is for devices that make graphs; unset it on {backend.traits.name}."
-    if warms_up_in_background() and skip_warmup():
-        yield f"{WARMUP.name}=background warms up what {SKIP_WARMUP.name} leaves out; unset one of them."
-    if warms_up_in_background() and ranks_in_step(vllm_config) > 1:
-        yield f"Data-parallel ranks that share experts warm up before they serve; unset {WARMUP.name}."
-    if model.enable_prompt_embeds and backend.traits.captures:
-        yield f"Prompt embeddings are not served on {backend.traits.name} yet; leave out --enable-prompt-embeds."
-    if model.enable_prompt_embeds and model.runner_type == "pooling":
-        yield "Prompt embeddings are not supported for pooling models yet; leave out --enable-prompt-embeds."
+    if model.enable_prompt_embeds:
+        yield "Prompt embeddings are not supported; leave out --enable-prompt-embeds."
     yield from _kv_dtype_refusals(vllm_config, backend)
     if vllm_config.cache_config.kv_sharing_fast_prefill:
         yield "Fast prefill with shared KV is not supported; leave out --kv-sharing-fast-prefill."

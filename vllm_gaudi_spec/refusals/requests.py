@@ -82,10 +82,6 @@ def check_request(params: SamplingParams, *, prompt: Mapping[str, Any] = _NO_PRO
     fields = {name: value for name in params.__struct_fields__ if (value := getattr(params, name)) is not None}
     if reason := _check_serializable(fields | {"cache_salt": prompt.get("cache_salt")}):
         return reason
-    if "prompt_embeds" in prompt.get("mm_placeholders", ()):
-        return "prompt_embeds are not supported beside images, video and sound; leave one of them out."
-    if "prompt_embeds" in prompt and params.prompt_logprobs is not None:
-        return "There are no prompt_logprobs of embeddings; leave prompt_logprobs out."
     if reason := check_logit_edits(params):
         return reason
     if params.prompt_logprob_token_ids is not None:

@@ -13,7 +13,6 @@ from typing import TYPE_CHECKING
 
 from vllm_gaudi_spec.config import UnsupportedConfigError
 from vllm_gaudi_spec.devices.base import format_size
-from vllm_gaudi_spec.environment import WARMUP
 from vllm_gaudi_spec.graphs import DRAFTERS_READS, ENCODERS, PROMPT_CHUNKS, PROMPT_LOGPROBS
 from vllm_gaudi_spec.sampling.branches import USUAL_LOGPROBS
 
@@ -59,24 +58,6 @@ class WarmUpMemory:
         kinds = ", ".join(f"{format_size(self._kept[kind])} in {runs} {kind}" for kind, runs in self._runs.items())
         free = self._memory.free_bytes() or 0
         return f"Graphs keep {format_size(self._kept.total())} ({kinds}); {format_size(free)} are free."
-
-    def refuse_without_room(self, postponed: Sequence[Job]) -> None:
-        """Refuse to serve if what idle steps will make may not fit.
-
-        Running out of memory in an idle step would end the server.
-        """
-        expected = Counter[str]()
-        for job in postponed:
-            expected[job.kind] += self._estimate_kept(job)
-        free = self._memory.free_bytes()
-        if free is None or (missing := expected.total() - free) <= 0:
-            return
-        kind = expected.most_common(1)[0][0]
-        raise UnsupportedConfigError(
-            f"{format_size(free)} of device memory are free, but {len(postponed)} runs of background warm-up may keep "
-            f"{format_size(expected.total())}, judging by earlier runs; lower "
-            f"{suggest_option(self._vllm_config, kind, self._kv_bytes, missing)}, or leave out {WARMUP.name}."
-        )
 
     def _describe_failure(self, job: Job, rest: Sequence[Job], asked: int) -> str:
         try:

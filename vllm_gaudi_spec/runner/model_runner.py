@@ -43,7 +43,7 @@ class ModelRunner(RunnerParts):
 
     def warm_up(self) -> None:
         max_tokens = self.options.warmup_tokens
-        self.idle_warm_up = warm_up(self, self.backend.traits.warmup_tokens if max_tokens is None else max_tokens)
+        warm_up(self, self.backend.traits.warmup_tokens if max_tokens is None else max_tokens)
 
     # --- a step, in the two halves that vLLM calls ---
 
@@ -51,8 +51,6 @@ class ModelRunner(RunnerParts):
         """Prepare and run the forwards. Return None if `sample_tokens` returns the step's output."""
         self.apply(scheduled)
         if not scheduled.total_num_scheduled_tokens:
-            if scheduled.warms_up:
-                self.idle_warm_up.run_next()
             # vLLM runs this step after the last request ended. The next step may come long after it.
             return CountedOutput([], {}, worked=self.recorder.make_counts(self.backend, is_last=True))
         self.scheduled = scheduled

@@ -24,7 +24,6 @@ from vllm_gaudi_spec.runner.extensions.encoders import Encoders
 from vllm_gaudi_spec.runner.extensions.media_store import MediaStore
 from vllm_gaudi_spec.runner.extensions.multimodal import Multimodal
 from vllm_gaudi_spec.runner.extensions.pooling import Pooling, get_output_format
-from vllm_gaudi_spec.runner.extensions.prompt_embeds import PromptEmbeds
 from vllm_gaudi_spec.runner.extensions.prompt_logprobs import PromptLogprobs
 from vllm_gaudi_spec.runner.extensions.snapshots import SnapshotRows
 from vllm_gaudi_spec.runner.kv_cache import KVCache, single_forward_config
@@ -191,8 +190,6 @@ class RunnerParts:
             multimodal = Multimodal(model_config, target.model, self.backend, self.max_rows, store)
             target.rotary_offsets_R = multimodal.rotary_offsets and multimodal.rotary_offsets.table_RX
             found.append(multimodal)
-        if model_config.enable_prompt_embeds:
-            found.append(PromptEmbeds(model_config, target.model, self.backend))
         if self.num_snapshots and target.states is not None:
             found.append(SnapshotRows(target.states, self.requests, self.backend))
         if ranks_in_step(self.vllm_config) > 1:

@@ -11,8 +11,8 @@ import torch
 from vllm_gaudi_spec.attention.metadata import Inputs, build_rectangle
 from vllm_gaudi_spec.batches import pad_rows
 from vllm_gaudi_spec.records import DECODE, Planned, SampleBatch
+from vllm_gaudi_spec.runner.buckets import fit
 from vllm_gaudi_spec.runner.hidden_states import Located
-from vllm_gaudi_spec.runner.shapes import fit
 from vllm_gaudi_spec.slices import cut_chunk
 
 if TYPE_CHECKING:

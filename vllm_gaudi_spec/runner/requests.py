@@ -19,7 +19,7 @@ from vllm.sampling_params import SamplingParams
 from vllm_gaudi_spec.attention.flat import choose_group
 from vllm_gaudi_spec.config import UnsupportedConfigError
 from vllm_gaudi_spec.device_rows import group_rows, group_sizes
-from vllm_gaudi_spec.records import FAULTY, NO_ROW, UNVERIFIED, Drafts, PromptEmbeddings, Request
+from vllm_gaudi_spec.records import FAULTY, NO_ROW, UNVERIFIED, Drafts, Request
 from vllm_gaudi_spec.sampling.noise import fold_seed, fresh_seed
 from vllm_gaudi_spec.step_inputs import HostBlocks, make_host_counts, make_host_lengths
 
@@ -130,21 +130,15 @@ class Requests:
         return [request for request in found if request is not None and request.row != NO_ROW]
 
     def _apply_new(self, new: NewRequestData) -> None:
-        prompt, embeds = _read_prompt(new)
         params = new.sampling_params or SamplingParams()
-        # A known request may come as a new one: resumed under the V2 contract, or the next turn of a session with a
-        # longer prompt and other parameters. It keeps its noise unless its seed changed.
-        request = self.by_id.get(new.req_id)
-        if request is None or request.params.seed != params.seed:
-            seed_words = self._seed_words(new.req_id, params.seed)
-        else:
-            seed_words = request.seed_words
+        assert new.prompt_token_ids is not None
+        prompt = list(new.prompt_token_ids)
+        request = self.by_id.get(new.req_id)  # under the V2 contract, a resumed request comes as a new one
         if request is None:
+            seed_words = self._seed_words(new.req_id, params.seed)
             request = Request(req_id=new.req_id, params=params, seed_words=seed_words, prompt=prompt)
+            request.lora, request.pooling = new.lora_request, new.pooling_params
             self.by_id[new.req_id] = request
-        request.params, request.seed_words, request.lora = params, seed_words, new.lora_request
-        request.pooling = new.pooling_params
-        request.prompt, request.embeds = prompt, embeds
         self._give_row(request, list(new.prefill_token_ids or prompt), new.num_computed_tokens)
         self._append_blocks(request.row, new.block_ids)
 
@@ -165,7 +159,6 @@ class Requests:
 
     def _give_row(self, request: Request, token_ids: list[int], num_computed: int) -> None:
         self._free_row(request)
-        # This is its previous row, if it had one: a session's next turn continues with the recurrent state there.
         row = request.row = self._free_rows.pop()
         request.all_token_ids, request.num_computed = token_ids, num_computed
         request.outputs[:] = token_ids[request.num_prompt :]
@@ -324,22 +317,6 @@ class Requests:
 
     def _upload(self, array: np.ndarray) -> torch.Tensor:
         return self.backend.memory.upload(torch.from_numpy(array))
-
-
-def _read_prompt(new: NewRequestData) -> tuple[list[int], PromptEmbeddings | None]:
-    """Return a prompt's tokens and its embeddings.
-
-    In place of embeddings vLLM may send ids that are not in the vocabulary; they become 0.
-    """
-    if new.prompt_embeds is None:
-        assert new.prompt_token_ids is not None
-        return list(new.prompt_token_ids), None
-    length = len(new.prompt_embeds)
-    tokens = list(new.prompt_token_ids or [0] * length)
-    if new.prompt_is_token_ids is None:
-        return tokens, PromptEmbeddings(new.prompt_embeds, np.ones(length, dtype=bool))
-    is_embeds_np = ~np.array(new.prompt_is_token_ids, dtype=bool)
-    return np.where(is_embeds_np, 0, tokens).tolist(), PromptEmbeddings(new.prompt_embeds, is_embeds_np)
 
 
 def _assign_in_turn(num_rows: int, ends: Sequence[int], context: int, block_size: int) -> np.ndarray:

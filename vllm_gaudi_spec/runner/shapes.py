@@ -2,21 +2,25 @@
 
 from __future__ import annotations
 
-import json
-from bisect import bisect_left
 from collections.abc import Iterable, Iterator, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, replace
 from itertools import pairwise, product
-from pathlib import Path
 from typing import TYPE_CHECKING
 
 import numpy as np
 from vllm.logger import init_logger
 
-from vllm_gaudi_spec.config import LINEAR, Options, UnsupportedConfigError, bucket_list, ranks_in_step, read_named_file
-from vllm_gaudi_spec.environment import read_vendors_bucket_strategy
-from vllm_gaudi_spec.graphs import ColdSizes
+from vllm_gaudi_spec.config import Options, UnsupportedConfigError, ranks_in_step
 from vllm_gaudi_spec.records import DECODE, PREFILL, SampleShape, Shape
+from vllm_gaudi_spec.runner.buckets import (
+    batch_sizes,
+    divided_powers,
+    fit,
+    fit_or_largest,
+    geometric,
+    refuse_waste,
+    round_up,
+)
 
 if TYPE_CHECKING:
     from vllm.config import VllmConfig
@@ -49,10 +53,6 @@ class Shapes:
     """`--max-num-batched-tokens`, which may exceed the last of `prefill_queries` likewise."""
     max_prefill_tokens: int
     """Most tokens of prompt chunks that share a forward, padding included. A single chunk may be longer."""
-    buckets: Buckets
-    """How the lists were made."""
-    cold: ColdSizes = field(default_factory=ColdSizes, compare=False, repr=False)
-    """Sizes that background warm-up has not made yet."""
     computes_padding: bool = False
     """Whether a token of padding costs as much as any other."""
     slice_tokens: int = 0
@@ -88,12 +88,11 @@ class Shapes:
                 "set num_speculative_tokens in --speculative-config to that or less."
             )
         longest_chunk = min(scheduler.max_num_batched_tokens, max_len)
-        buckets = Buckets.choose(options, backend)
-        alignment = backend.traits.smallest_prefill
-        prefill = buckets.prefill or buckets.prefill_lengths(alignment, longest_chunk, backend.traits.prefill_step)
-        decode = buckets.batch or buckets.batch_sizes(scheduler.max_num_seqs)
-        _refuse_waste("batch_buckets", decode, scheduler.max_num_seqs, "--max-num-seqs")
-        _refuse_waste("prefill_buckets", prefill, longest_chunk, "--max-num-batched-tokens")
+        alignment, step = backend.traits.smallest_prefill, backend.traits.prefill_step
+        prefill = options.prefill_buckets or divided_powers(alignment, longest_chunk, step)
+        decode = options.batch_buckets or batch_sizes(scheduler.max_num_seqs, coarse=backend.traits.captures)
+        refuse_waste("batch_buckets", decode, scheduler.max_num_seqs, "--max-num-seqs")
+        refuse_waste("prefill_buckets", prefill, longest_chunk, "--max-num-batched-tokens")
         most_rows = max(decode[-1], scheduler.max_num_seqs)
         if longest_chunk > prefill[-1]:
             longest_chunk = round_up(longest_chunk, alignment)
@@ -104,9 +103,9 @@ class Shapes:
         most_tokens = max(prefill[-1], scheduler.max_num_batched_tokens if backend.traits.captures else 0)
         slice_tokens = backend.traits.slice_tokens if slices_chunks else 0
         slice_rows: tuple[int, ...] = ()
-        if slice_tokens and not options.prefill_rows and not buckets.prefill and _can_slice(vllm_config):
+        if slice_tokens and not (options.prefill_rows or options.prefill_buckets) and _can_slice(vllm_config):
             # One list for all chunks, so it may be twice as long.
-            lengths = buckets.prefill_lengths(slice_tokens, most_tokens, backend.traits.prefill_step, 8)
+            lengths = divided_powers(slice_tokens, most_tokens, step, 8)
             slice_rows = tuple(length // slice_tokens for length in lengths)
         widest_chunk = slice_tokens if slice_rows else longest_chunk
         return cls(
@@ -114,8 +113,8 @@ class Shapes:
             decode_queries=(1, *(1 + width for width in widths)),
             prefill_rows=(1,) if slice_rows else _choose_prefill_rows(vllm_config, options, backend),
             prefill_queries=prefill,
-            contexts=_contexts(buckets, max_len, max(widest_chunk, 1 + num_drafts), backend),
-            entries=_entries(buckets, most_rows * -(-max_len // size), num_blocks)
+            contexts=_contexts(max_len, max(widest_chunk, 1 + num_drafts), backend),
+            entries=_entries(options.block_buckets, most_rows * -(-max_len // size), num_blocks)
             if backend.traits.flat_decode
             else (),
             max_len=max_len,
@@ -123,7 +122,6 @@ class Shapes:
             most_rows=most_rows,
             longest_chunk=longest_chunk,
             max_prefill_tokens=most_tokens,
-            buckets=buckets,
             computes_padding=backend.traits.captures,
             slice_tokens=slice_tokens if slice_rows else 0,
             slice_rows=slice_rows,
@@ -135,10 +133,9 @@ class Shapes:
         widest = max(self.longest_chunk, self.decode_queries[-1] + 1)
         return replace(
             self,
-            contexts=_contexts(self.buckets, max_len, widest, backend),
+            contexts=_contexts(max_len, widest, backend),
             entries=(),
             max_len=max_len,
-            cold=ColdSizes(),
             prefill_rows=backend.traits.prefill_rows if self.slice_tokens else self.prefill_rows,
             slice_tokens=0,
             slice_rows=(),
@@ -155,11 +152,11 @@ class Shapes:
 
     def fit_rows(self, num_rows: int) -> int:
         """Return the bucket for `num_rows` rows that decode or sample in one step."""
-        return _fit_or_largest(self.decode_rows, num_rows, self.most_rows, "batch_buckets")
+        return fit_or_largest(self.decode_rows, num_rows, self.most_rows, "batch_buckets")
 
     def fit_queries(self, num_tokens: int) -> int:
         """Return the bucket for a prompt chunk."""
-        return _fit_or_largest(self.prefill_queries, num_tokens, self.longest_chunk, "prefill_buckets")
+        return fit_or_largest(self.prefill_queries, num_tokens, self.longest_chunk, "prefill_buckets")
 
     def fit_context(self, num_tokens: int) -> int:
         return fit(self.contexts, num_tokens)
@@ -194,7 +191,7 @@ class Shapes:
             # Smaller totals belong to shapes with fewer rows.
             sizes = (size for of_rows, size in self.decode_sizes() if of_rows == rows and size >= context)
             context = min(sizes, default=context)
-        return self._find_warm(Shape(DECODE, rows, num_queries, context))
+        return Shape(DECODE, rows, num_queries, context)
 
     def prefill(self, num_rows: int, longest: int, end: int) -> Shape:
         """Return the shape of prompt chunks.
@@ -203,12 +200,12 @@ class Shapes:
         """
         queries = self.fit_queries(longest)
         context = fit(self.prefill_contexts(queries), end)
-        return self._find_warm(Shape(PREFILL, fit(self.prefill_rows, num_rows), queries, context))
+        return Shape(PREFILL, fit(self.prefill_rows, num_rows), queries, context)
 
     def prefill_slices(self, num_rows: int, end: int) -> Shape:
         """Return the shape of prompt chunks in slices, with `num_rows` rows in all."""
         context = fit(self.prefill_contexts(self.slice_tokens), end)
-        return self._find_warm(Shape(PREFILL, fit(self.slice_rows, num_rows), self.slice_tokens, context))
+        return Shape(PREFILL, fit(self.slice_rows, num_rows), self.slice_tokens, context)
 
     def prefill_contexts(self, queries: int) -> tuple[int, ...]:
         """Return the contexts of chunks in this bucket: that of a prompt's first chunk, and all those of later
@@ -218,22 +215,6 @@ class Shapes:
         first = round_up(queries, self.block_size)
         longest = max(first, round_up(self.max_len, self.block_size))
         return tuple(sorted({first, *(size for size in self.contexts if first < size < longest), longest}))
-
-    def _find_warm(self, shape: Shape) -> Shape:
-        """Return the shape or, while its graphs are not made, the smallest one that holds it and has its graphs."""
-        if shape not in self.cold:
-            return shape
-        return min(
-            (other for other in self.all() if other not in self.cold and self.holds(other, shape)),
-            key=lambda other: (other.tokens, other.context),
-        )
-
-    def holds(self, large: Shape, small: Shape) -> bool:
-        """Whether a batch of one shape can be padded to another."""
-        wider = large.queries - small.queries
-        if large.phase != small.phase or large.rows < small.rows or wider < 0:
-            return False
-        return (wider == 0 or large.phase == PREFILL) and large.context >= small.context
 
     def prefill_rows_at(self, queries: int) -> int:
         """Return how many chunks of this bucket may share a forward."""
@@ -359,7 +340,6 @@ class SampleShapes:
         self._queries = shapes.decode_queries
         self._rows, self._fit_rows = shapes.decode_rows, shapes.fit_rows
         self._rectangles = _halve(max_rows, 1)[-_MOST_RECTANGLES:]
-        self._cold = shapes.cold
         self._usual = _halve(max_rows * self._max_queries, _SMALLEST_PASS)[-_MOST_LISTS:]
 
     def fit(self, num_queries: int, num_positions: Sequence[int], branch: Branch) -> SampleShape:
@@ -367,13 +347,8 @@ class SampleShapes:
         if self._is_rectangle(num_queries, branch):
             num_rows = len(num_positions)
             rows = fit(_thin_out(self._rectangles, branch), num_rows) if self._lists else self._fit_rows(num_rows)
-            shape = SampleShape(rows, num_queries)
-        else:
-            shape = self._list_positions(fit(self._sizes(branch), sum(num_positions)))
-        if (shape, branch) not in self._cold:
-            return shape
-        every = (one for one in self.every([branch]) if one not in self._cold and holds(one, (shape, branch)))
-        return min(every)[0]
+            return SampleShape(rows, num_queries)
+        return self._list_positions(fit(self._sizes(branch), sum(num_positions)))
 
     def every(self, branches: Iterable[Branch]) -> Iterator[tuple[SampleShape, Branch]]:
         """Yield every shape and branch that `fit` can return, the largest shape of each branch first."""
@@ -406,13 +381,6 @@ def _thin_out(sizes: tuple[int, ...], branch: Branch, at_least: int = 1) -> tupl
     return sizes[:: -max(step, at_least)][::-1]
 
 
-def holds(large: tuple[SampleShape, Branch], small: tuple[SampleShape, Branch]) -> bool:
-    """Whether a pass can be padded to another one: of the same branch, with more positions or rows."""
-    (of_large, branch), (of_small, same) = large, small
-    alike = branch == same and of_large.queries == of_small.queries
-    return alike and bool(of_large.positions) == bool(of_small.positions) and of_large >= of_small
-
-
 def _halve(largest: int, smallest: int) -> tuple[int, ...]:
     """Return sizes from `largest` down to at least `smallest`, so that a full bucket of rows with drafts fits
     exactly."""
@@ -422,10 +390,10 @@ def _halve(largest: int, smallest: int) -> tuple[int, ...]:
     return tuple(reversed(sizes))
 
 
-def _contexts(buckets: Buckets, max_len: int, widest: int, backend: DeviceBackend) -> tuple[int, ...]:
+def _contexts(max_len: int, widest: int, backend: DeviceBackend) -> tuple[int, ...]:
     # The last query of a padded chunk, or of a verify step, may be past the longest context.
     reach = round_up(max_len + widest, 128)
-    return (reach,) if backend.traits.exact_context_width else buckets.growing(512, reach, 2.0)
+    return (reach,) if backend.traits.exact_context_width else geometric(512, reach, 2.0)
 
 
 _TOKENS_OF_A_FORWARD = 256
@@ -439,10 +407,10 @@ out of memory in warm-up for that reason and has had this bound since vllm-gaudi
 """
 
 
-def _entries(buckets: Buckets, max_entries: int, num_blocks: int | None) -> tuple[int, ...]:
+def _entries(listed: tuple[int, ...] | None, max_entries: int, num_blocks: int | None) -> tuple[int, ...]:
     needed = max_entries if num_blocks is None else min(max_entries, BLOCK_SHARING * num_blocks)
-    entries = buckets.blocks or buckets.growing(1, needed, 2.0)
-    _refuse_waste("block_buckets", entries, max_entries, "--max-num-seqs with --max-model-len")
+    entries = listed or geometric(1, needed, 2.0)
+    refuse_waste("block_buckets", entries, max_entries, "--max-num-seqs with --max-model-len")
     return entries
 
 
@@ -463,148 +431,9 @@ def _choose_prefill_rows(vllm_config: VllmConfig, options: Options, backend: Dev
 def _can_slice(vllm_config: VllmConfig) -> bool:
     """Whether prompt chunks may take several rows.
 
-    Rows of a recurrent state, of images or embeddings, and of pooled texts each belong to one request, and peers of
+    Rows of a recurrent state, of images, and of pooled texts each belong to one request, and peers of
     data parallelism run chunks one by one.
     """
     model = vllm_config.model_config
-    has_parts = model.is_multimodal_model or model.enable_prompt_embeds or model.runner_type == "pooling"
+    has_parts = model.is_multimodal_model or model.runner_type == "pooling"
     return not (has_parts or model.has_inner_state or ranks_in_step(vllm_config) > 1)
-
-
-def fit(buckets: tuple[int, ...], size: int) -> int:
-    """Return the smallest bucket that holds `size`."""
-    index = bisect_left(buckets, size)
-    if index == len(buckets):
-        raise AssertionError(f"{size} is larger than the largest bucket {buckets[-1]}")
-    return buckets[index]
-
-
-def _fit_or_largest(buckets: tuple[int, ...], size: int, largest: int, name: str) -> int:
-    """Return the bucket or, if the user's list ends before `size`, `largest`, whose graph is made late."""
-    if size <= buckets[-1]:
-        return fit(buckets, size)
-    logger.warning_once(
-        "A step of %d is larger than the last of additional_config.gaudi_spec.%s, %d: it is padded to %d, whose graphs "
-        "are made while serving.",
-        size,
-        name,
-        buckets[-1],
-        largest,
-    )
-    return fit((largest,), size)
-
-
-# By which factor a bucket may exceed what is needed. One list may be used for several servers, but a typo exceeds this.
-_MAX_RATIO, _SMALL = 64, 256
-
-
-def _refuse_waste(name: str, buckets: tuple[int, ...], needed: int, option: str) -> None:
-    if buckets[-1] > _MAX_RATIO * max(needed, _SMALL):
-        raise UnsupportedConfigError(
-            f"additional_config.gaudi_spec.{name} goes up to {buckets[-1]}, and {option} needs {needed}; "
-            "leave the large ones out: memory is allocated for the largest."
-        )
-
-
-_LISTS = ("batch", "prefill", "blocks")
-_NUM_LINEAR = 16
-"""Number of sizes in a linear list, which determines its step."""
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Buckets:
-    """The user's lists, and how the other lists are made."""
-
-    batch: tuple[int, ...] | None = None
-    """Decode batch sizes."""
-    prefill: tuple[int, ...] | None = None
-    """Prompt chunk lengths."""
-    blocks: tuple[int, ...] | None = None
-    """Total KV blocks of a decode."""
-    coarse: bool = False
-    """Whether sizes grow by powers of two, since each costs a graph."""
-    linear: bool = False
-
-    @classmethod
-    def choose(cls, options: Options, backend: DeviceBackend) -> Buckets:
-        listed = _read(Path(options.buckets_file)) if options.buckets_file else {}
-        options_lists = {
-            "batch": options.batch_buckets,
-            "prefill": options.prefill_buckets,
-            "blocks": options.block_buckets,
-        }
-        listed |= {name: sizes for name, sizes in options_lists.items() if sizes is not None}
-        return cls(
-            batch=listed.get("batch"),
-            prefill=listed.get("prefill"),
-            blocks=listed.get("blocks"),
-            coarse=backend.traits.captures,
-            linear=(options.bucket_strategy or read_vendors_bucket_strategy()) == LINEAR,
-        )
-
-    def growing(self, smallest: int, largest: int, growth: float) -> tuple[int, ...]:
-        return _linear(smallest, largest) if self.linear else geometric(smallest, largest, growth)
-
-    def prefill_lengths(self, smallest: int, largest: int, step: int, parts: int = 4) -> tuple[int, ...]:
-        return _linear(smallest, largest) if self.linear else divided_powers(smallest, largest, step, parts)
-
-    def batch_sizes(self, largest: int) -> tuple[int, ...]:
-        """Return 1, 2, 3, 4, 6, 8, 12, 16, ..., which pads a step by at most a third, or powers of two if `coarse`."""
-        if self.linear:
-            return _linear(1, largest)
-        steps = (2,) if self.coarse else (2, 3)
-        sizes: Iterable[int] = (step << exponent for exponent in range(largest.bit_length()) for step in steps)
-        return tuple(sorted({1, largest, *(size for size in sizes if size <= largest)}))
-
-
-def _read(path: Path) -> dict[str, tuple[int, ...]]:
-    """Read lists by name from a JSON file."""
-    option = f"additional_config.gaudi_spec.buckets_file {path}"
-    try:
-        lists = json.loads(read_named_file(path))
-    except (OSError, ValueError, RecursionError) as error:
-        raise UnsupportedConfigError(f"{option} cannot be read: {error}.") from error
-    if not isinstance(lists, dict) or not set(lists) <= set(_LISTS):
-        raise UnsupportedConfigError(f"{option} must hold lists by name, out of {', '.join(_LISTS)}.")
-    return {name: bucket_list(f"buckets_file: {name}", sizes) for name, sizes in lists.items()}
-
-
-def _linear(smallest: int, largest: int) -> tuple[int, ...]:
-    step = round_up(-(-largest // _NUM_LINEAR), smallest)
-    return tuple(sorted({smallest, *range(step, largest, step), round_up(largest, smallest)}))
-
-
-def geometric(smallest: int, largest: int, growth: float) -> tuple[int, ...]:
-    """Return multiples of `smallest` that grow by at most about `growth`, up to one that covers `largest`."""
-    buckets = [smallest]
-    while buckets[-1] < largest:
-        buckets.append(max(buckets[-1] + smallest, _round_down(int(buckets[-1] * growth), smallest)))
-    buckets[-1] = round_up(largest, smallest)
-    return tuple(buckets)
-
-
-def divided_powers(smallest: int, largest: int, step: int, parts: int = 4) -> tuple[int, ...]:
-    """Return powers of two from `smallest` on, each range between them divided into `parts` of at least `step`.
-
-    The last one is the multiple of `smallest` that covers `largest`. A `step` of 0 leaves only powers of two.
-    """
-    lengths = [smallest]
-    while lengths[-1] < largest:
-        power = 1 << lengths[-1].bit_length() - 1
-        lengths.append(lengths[-1] + (min(power, max(step, power // parts)) if step else power))
-    lengths[-1] = round_up(largest, smallest)
-    return tuple(lengths)
-
-
-def expected_padding(lengths: Sequence[int]) -> float:
-    """Return the share of padding in prompt chunks whose lengths are evenly distributed."""
-    computed = sum(length * (length - shorter) for shorter, length in pairwise((0, *lengths)))
-    return 1 - sum(range(lengths[-1] + 1)) / computed
-
-
-def round_up(value: int, multiple: int) -> int:
-    return -(-value // multiple) * multiple
-
-
-def _round_down(value: int, multiple: int) -> int:
-    return value // multiple * multiple

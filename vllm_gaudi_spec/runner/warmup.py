@@ -2,28 +2,25 @@
 
 from __future__ import annotations
 
-import hashlib
-import json
 import time
-from collections import Counter, deque
+from collections import Counter
 from functools import partial
-from typing import TYPE_CHECKING, Protocol, TypeVar, cast
+from typing import TYPE_CHECKING, Protocol, TypeVar
 
 from tqdm import tqdm
 from vllm.logger import init_logger
 
 from vllm_gaudi_spec import environment
 from vllm_gaudi_spec.batches import make_padding
-from vllm_gaudi_spec.environment import cached_files
 from vllm_gaudi_spec.graphs import PROMPT_CHUNKS, Job, drafts_signature, report_signature, report_sizes
-from vllm_gaudi_spec.records import DECODE, PREFILL, Shape
+from vllm_gaudi_spec.records import DECODE, Shape
+from vllm_gaudi_spec.runner.buckets import expected_padding
 from vllm_gaudi_spec.runner.memory import WarmUpMemory
 from vllm_gaudi_spec.runner.planning import make_sample_batch
-from vllm_gaudi_spec.runner.shapes import expected_padding, holds
 from vllm_gaudi_spec.sampling.branches import Branch
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Hashable, Iterator
+    from collections.abc import Hashable, Iterator
 
     from vllm.config import VllmConfig
 
@@ -77,7 +74,7 @@ def jobs(runner: Runner) -> Iterator[Job]:
         yield from extension.jobs()
     for shape in runner.shapes.all():
         kind = "decodes" if shape.phase == DECODE else PROMPT_CHUNKS
-        yield Job(kind, partial(_forward, runner, shape), (shape,), shape.tokens, size=shape)
+        yield Job(kind, partial(_forward, runner, shape), (shape,), shape.tokens)
     if runner.pooling is not None:
         return
     for of_pass, branch in runner.sample_shapes.every(sorted(runner.sampling.branches())):
@@ -99,21 +96,16 @@ def should_run(job: Job, max_tokens: int) -> bool:
     return max_tokens < 0 or (job.is_common and job.num_tokens <= max_tokens)
 
 
-def warm_up(runner: Runner, max_tokens: int) -> IdleWarmUp:
-    """Run warm-up and return what it leaves to idle steps."""
+def warm_up(runner: Runner, max_tokens: int) -> None:
+    """Run the jobs of up to `max_tokens` tokens, or all of them if it is -1."""
     recorder, backend = runner.recorder, runner.backend
     memory = WarmUpMemory(backend.memory, runner.vllm_config, runner.kv_cache.num_bytes)
     recorder.expect(manifest(runner))
-    if backend.traits.captures and runner.shows_progress:
-        write_manifest(runner)
     if environment.skip_warmup():
         logger.warning("Warm-up skipped (VGS_SKIP_WARMUP, or VLLM_SKIP_WARMUP): first steps of each shape may be slow.")
         _finish_warm_up(runner)
-        return IdleWarmUp(runner, [], memory)
+        return
     chosen = [job for job in jobs(runner) if should_run(job, max_tokens)]
-    postponed: list[Job] = []
-    if environment.warms_up_in_background():
-        chosen, postponed = split_jobs(runner, chosen)
     kinds = Counter(job.kind for job in chosen)
     logger.info("Warm-up: %s.", ", ".join(f"{count} {kind}" for kind, count in kinds.items()))
     shapes = runner.shapes
@@ -140,12 +132,11 @@ def warm_up(runner: Runner, max_tokens: int) -> IdleWarmUp:
         for number, job in enumerate(bar, start=1):
             recipes = backend.graphs.num_recipes()
             bar.set_postfix_str(f"{job.kind}, {recipes} recipes" if recipes else job.kind, refresh=False)
-            with memory.measure(job, [*chosen[number:], *postponed]):
+            with memory.measure(job, chosen[number:]):
                 job.run()
     backend.memory.synchronize()
     if summary := memory.summary():
         logger.info(summary)
-    memory.refuse_without_room(postponed)
     if kinds["decodes"]:
         for loaded in (runner.target, runner.drafter):
             if loaded is not None:
@@ -159,85 +150,10 @@ def warm_up(runner: Runner, max_tokens: int) -> IdleWarmUp:
         len(recorder.warmed),
         len(recorder.manifest),
     )
-    if postponed:
-        logger.info("Warm-up continues with %d runs in idle steps.", len(postponed))
-    return IdleWarmUp(runner, postponed, memory)
-
-
-def split_jobs(runner: Runner, chosen: list[Job]) -> tuple[list[Job], list[Job]]:
-    """Return the jobs to run before serving, and those left to idle steps.
-
-    Serving needs the jobs without a size, and the sizes that no other size can replace. The others are sorted from the
-    smallest on, as most batches of a newly started server are small.
-    """
-    shapes: list[Shape] = []
-    passes: list[tuple[SampleShape, Branch]] = []
-    for job in chosen:
-        if isinstance(job.size, Shape):
-            shapes.append(job.size)
-        elif job.size is not None:
-            passes.append(cast("tuple[SampleShape, Branch]", job.size))
-    # A single prompt should not have to run in the rectangle of many.
-    single = [shape for shape in shapes if shape.phase == PREFILL and shape.rows == 1]
-    needed = {
-        None,
-        *_largest(shapes, runner.shapes.holds),
-        *_largest(single, runner.shapes.holds),
-        *_largest(passes, holds),
-    }
-    postponed = [job for job in chosen if job.size not in needed]
-    return [job for job in chosen if job.size in needed], sorted(postponed, key=lambda job: job.num_tokens)
-
-
-def _largest(sizes: list[Size], holds: Callable[[Size, Size], bool]) -> Iterator[Size]:
-    return (size for size in sizes if not any(other != size and holds(other, size) for other in sizes))
-
-
-class IdleWarmUp:
-    """The rest of warm-up, run one job at a time while there are no requests."""
-
-    def __init__(self, runner: Runner, postponed: list[Job], memory: WarmUpMemory) -> None:
-        self._runner = runner
-        self._jobs = deque(postponed)
-        self._memory = memory
-        runner.recorder.postpone(postponed)
-        runner.shapes.cold.postpone(postponed)
-
-    def run_next(self) -> None:
-        """Run the next job, if any is left."""
-        if not self._jobs:
-            return
-        job, backend, recorder = self._jobs.popleft(), self._runner.backend, self._runner.recorder
-        with (
-            backend.graphs.warming_up_later(),
-            recorder.record_postponed(job, backend.memory),
-            self._memory.measure(job, list(self._jobs)),
-        ):
-            job.run()
-        self._runner.shapes.cold.mark_made(job)
-        if not self._jobs:
-            logger.info("Warm-up is complete: all %d step signatures are warm.", len(recorder.warmed))
-            if summary := self._memory.summary():
-                logger.info(summary)
 
 
 def _join_sizes(sizes: tuple[int, ...]) -> str:
     return ", ".join(map(str, sizes))
-
-
-def write_manifest(runner: Runner) -> None:
-    """Write the manifest to a JSON file named by a hash of its content. The server itself does not need it."""
-    model = runner.vllm_config.model_config
-    device = {"device": runner.backend.traits.name, "mode": runner.backend.traits.mode, "dtype": str(model.dtype)}
-    text = json.dumps(device | {"graphs": sorted(map(str, runner.recorder.manifest))}, indent=1) + "\n"
-    name = hashlib.sha256(text.encode()).hexdigest()[:16]
-    try:
-        path = cached_files.make_folder(environment.cache_folder()) / "manifests" / f"{name}.json"
-        cached_files.write(path, text.encode())
-    except (OSError, RuntimeError) as error:  # no folder, no space, or no home
-        logger.warning("Could not write the list of graphs: %s. Serving does not need it.", error)
-        return
-    logger.info("The %d graphs of this configuration are listed in %s.", len(runner.recorder.manifest), path)
 
 
 def _finish_warm_up(runner: Runner) -> None:
@@ -271,7 +187,7 @@ def _sampling_pass(runner: Runner, shape: SampleShape, branch: Branch) -> Job:
     signatures = ((*shape, branch), *reports, *drafts)
     run = partial(_sample, runner, shape, branch)
     num_tokens = shape.positions or shape.rows * shape.queries
-    return Job("sampling passes", run, signatures, num_tokens, branch == Branch(), (shape, branch))
+    return Job("sampling passes", run, signatures, num_tokens, branch == Branch())
 
 
 def _sample(runner: Runner, shape: SampleShape, branch: Branch) -> None:

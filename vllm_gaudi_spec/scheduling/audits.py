@@ -9,9 +9,7 @@ from __future__ import annotations
 
 import copy
 from collections import deque
-from collections.abc import Callable
 from dataclasses import dataclass, field
-from functools import partial
 from typing import TYPE_CHECKING
 from uuid import uuid4
 
@@ -21,15 +19,12 @@ from vllm_gaudi_spec import metrics
 from vllm_gaudi_spec.config import Speculation
 from vllm_gaudi_spec.sampling.noise import fresh_seed
 from vllm_gaudi_spec.scheduling.comparison import (
-    ALARM,
     TIES,
     Comparison,
-    Evidence,
     Finished,
     Job,
     Outcome,
     Result,
-    compare_scores,
     compare_tokens,
     write_difference,
 )
@@ -50,6 +45,11 @@ MAX_WAITING = 64
 MAX_STARTS = 8
 """The number of starts after which an interrupted audit is dropped."""
 _LARGEST_SEED = (1 << 63) - 1
+_COMPARABLE = (
+    RequestStatus.FINISHED_STOPPED,
+    RequestStatus.FINISHED_LENGTH_CAPPED,
+    RequestStatus.FINISHED_ABORTED,  # up to its last token, where its client ended it
+)
 
 
 @dataclass(eq=False)
@@ -57,7 +57,6 @@ class _Audit:
     """A request that is being audited."""
 
     finished: Finished
-    begin: Callable[[], Comparison]
     num_starts: int = 0
     comparison: Comparison | None = None
     running: dict[str, Request] = field(default_factory=dict)
@@ -76,7 +75,6 @@ class Audits:
         self._speculation = speculation
         self._metrics = step_metrics
         self._tolerance = TIES[vllm_config.model_config.dtype]
-        self._max_model_len = vllm_config.model_config.max_model_len
         self._num_seen = 0
         self._chosen: set[str] = set()
         """Clients' requests that will be audited when they end."""
@@ -85,9 +83,7 @@ class Audits:
         """Maps the id of an audit's request to its audit."""
         self._next: list[Request] = []
         """Requests that are not added to the engine yet."""
-        self._evidence = Evidence()
-        step_metrics.set(metrics.AUDIT_EVIDENCE, 0.0, "")
-        self._has_file = self._has_alarm = False
+        self._has_file = False
 
     # --- requests of clients ---
 
@@ -101,7 +97,7 @@ class Audits:
         self._chosen.add(request.request_id)
         params = request.sampling_params
         assert params is not None
-        if self._has_same_tokens(request) and params.temperature > 0 and params.seed is None:
+        if params.temperature > 0 and params.seed is None:
             # The audit needs the request's seed, and a worker would draw one that only it knows.
             request.sampling_params = copy.copy(params)
             seed = fresh_seed(self._vllm_config.model_config.seed, self._num_seen, request.request_id)
@@ -115,48 +111,31 @@ class Audits:
         params, outputs = request.sampling_params, list(request.output_token_ids)
         assert params is not None
         assert request.prompt_token_ids is not None
-        whole = request.status in (RequestStatus.FINISHED_STOPPED, RequestStatus.FINISHED_LENGTH_CAPPED)
-        by_tokens = self._has_same_tokens(request)
-        # The tokens of an aborted request can be compared, but not its length, which its client chose.
-        if not outputs or not (whole or (by_tokens and request.status == RequestStatus.FINISHED_ABORTED)):
+        if not outputs or request.status not in _COMPARABLE:
             self._metrics.count(metrics.AUDITS_SKIPPED, 1, metrics.ABORTED)
         elif len(self._waiting) >= MAX_WAITING:
             self._metrics.count(metrics.AUDITS_SKIPPED, 1, metrics.BUSY)
         else:
             hasher = request._block_hasher
             finished = Finished(list(request.prompt_token_ids), outputs, params, request.cache_salt, hasher)
-            begin = partial(compare_tokens, finished, self._tolerance)
-            if not by_tokens:
-                begin = partial(compare_scores, finished, self._max_model_len)
-            self._waiting.append(_Audit(finished, begin))
-
-    def _has_same_tokens(self, request: Request) -> bool:
-        """Whether drafts preserve each token of the request, and not only its distribution."""
-        assert request.sampling_params is not None
-        return not self._speculation.keeps_probs or request.sampling_params.temperature == 0
+            self._waiting.append(_Audit(finished))
 
     def _explain_skip(self, request: Request) -> str:
         """Return why a request is not audited, or an empty string."""
         params = request.sampling_params
-        if params is None or request.prompt_token_ids is None or request.prompt_embeds is not None:
+        if params is None or request.prompt_token_ids is None:
             return metrics.INPUTS
         if request.mm_features:
             return metrics.INPUTS
-        if request.resumable:
-            return metrics.SESSION
         if request.lora_request is not None:
             return metrics.LORA
         if params.structured_outputs is not None:
             return metrics.GRAMMAR
         if params.repetition_penalty != 1 and (params.presence_penalty or params.frequency_penalty):
             return metrics.PENALTIES
-        if self._has_same_tokens(request):
-            return ""
-        if params.seed is not None:
-            # The same prompt gives the same output each time, which is no new evidence.
-            return metrics.SEED
-        # A front end aborts a request at a stop string, so only outputs without one would be complete.
-        return metrics.STOPS if params.stop else ""
+        if self._speculation.keeps_probs and params.temperature > 0:
+            return metrics.PROBABILISTIC
+        return ""
 
     # --- requests of audits ---
 
@@ -174,7 +153,7 @@ class Audits:
         while self._waiting and room > 0:
             audit = self._waiting.popleft()
             audit.num_starts += 1
-            audit.comparison = audit.begin()
+            audit.comparison = compare_tokens(audit.finished, self._tolerance)
             room -= self._run(audit, next(audit.comparison))
         added, self._next = self._next, []
         return added
@@ -192,10 +171,8 @@ class Audits:
         if output.new_logprobs is not None:
             ids, values = output.new_logprobs.logprob_token_ids[0], output.new_logprobs.logprobs[0]
             scores = dict(zip(ids.tolist(), values.tolist(), strict=True))
-        prompt = output.new_prompt_logprobs_tensors
-        prompt_scores = [] if prompt is None else prompt.logprobs[:, 0].tolist()
         tokens = list(audit.running[output.request_id].output_token_ids)
-        audit.results[output.request_id] = Result(tokens, scores, prompt_scores)
+        audit.results[output.request_id] = Result(tokens, scores)
         if len(audit.results) == len(audit.running):
             self._continue(audit)
 
@@ -217,8 +194,7 @@ class Audits:
     def drop(self) -> list[str]:
         """Drop all audits, and return the ids of their requests to abort.
 
-        For changes of the weights: outputs of the old weights cannot be decoded again, and requests that are running
-        may have tokens of both.
+        For a pause and a reset of the prefix cache, around which a worker extension may change the model.
         """
         ids = self.interrupt()
         if num_dropped := len(self._waiting) + len(self._chosen):
@@ -263,9 +239,7 @@ class Audits:
 
     def _count(self, outcome: Outcome) -> None:
         self._metrics.count(metrics.AUDITS, 1, outcome.kind)
-        if outcome.kind == metrics.SAMPLED:
-            self._weigh(outcome.score_gap)
-        elif outcome.kind == metrics.DIFFERENT and not self._has_file:
+        if outcome.kind == metrics.DIFFERENT and not self._has_file:
             assert outcome.difference is not None
             self._has_file = True
             path = write_difference(outcome.difference, self._vllm_config, self._speculation, self._tolerance)
@@ -275,16 +249,4 @@ class Audits:
                 "gaudi_spec:audits_total. See docs/how_to/audit.md for what to do.",
                 outcome.difference.position,
                 path or "no file (see the warning above)",
-            )
-
-    def _weigh(self, gap: float) -> None:
-        self._evidence.add(gap)
-        log10_ratio = self._evidence.log10_ratio
-        self._metrics.set(metrics.AUDIT_EVIDENCE, log10_ratio, "")
-        if log10_ratio >= ALARM and not self._has_alarm:
-            self._has_alarm = True
-            logger.warning(
-                "Audit failed: the distribution of outputs with drafts differs from that without (evidence 10**%.1f). "
-                "See docs/how_to/audit.md for what to do.",
-                log10_ratio,
             )

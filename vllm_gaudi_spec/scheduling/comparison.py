@@ -3,16 +3,14 @@
 A comparison is a generator: it yields requests to run without drafts, is sent their results, and returns an outcome.
 It can be closed at any time and started again.
 
-`compare_tokens` is for the strict rule, and for every rule at temperature 0: they give the tokens of decoding without
-drafts, up to ties. `compare_scores` is for the standard and block rules with probabilistic drafts, which preserve the
-distribution only.
+It is for the strict rule, and for every rule at temperature 0, which give the tokens of decoding without drafts, up to
+ties.
 """
 
 from __future__ import annotations
 
 import copy
 import json
-import math
 import os
 import time
 from collections.abc import Callable, Generator, Sequence
@@ -61,8 +59,6 @@ class Result(NamedTuple):
     tokens: list[int]
     scores: dict[int, float]
     """Scores at the first position of the tokens in `logprob_token_ids`."""
-    prompt_scores: list[float]
-    """Scores of all prompt tokens but the first, if `prompt_logprobs` asked for them."""
 
 
 @dataclass(frozen=True)
@@ -83,9 +79,6 @@ class Outcome(NamedTuple):
     kind: str
     """One of `metrics.AUDIT_RESULTS`."""
     difference: Difference | None = None
-    score_gap: float = 0.0
-    """For `compare_scores`: how much likelier the output with drafts is than the other. If both have the same
-    distribution, either sign is equally likely."""
 
 
 Comparison = Generator[list[Job], list[Result], Outcome]
@@ -113,31 +106,6 @@ def compare_tokens(finished: Finished, tolerance: float) -> Comparison:
     kind = metrics.TIE if (raised.tokens[0], lowered.tokens[0]) == pair else metrics.DIFFERENT
     scores = {token: raised.scores[token] for token in pair if token in raised.scores}  # padding has no scores
     return Outcome(kind, Difference(finished, again.tokens, position, scores))
-
-
-def compare_scores(finished: Finished, max_model_len: int) -> Comparison:
-    """Run the same prompt again with fresh noise, and compare the target's mean scores of both outputs.
-
-    If the rule is exact, both are samples of one distribution, so each is equally likely to score higher, whatever the
-    score means. Both are scored as prompts, by the same graphs.
-    """
-    params = finished.params
-    (again,) = yield [Job(finished.prompt, _audit_params(params, max_tokens=params.max_tokens, seed=None))]
-    # A prompt must leave room for one token.
-    longest = max_model_len - 1 - len(finished.prompt)
-    texts = [tokens[:longest] for tokens in (finished.outputs, again.tokens)]
-    scored = yield [
-        Job(finished.prompt + text, _audit_params(params, max_tokens=1, prompt_logprobs=0, min_tokens=0))
-        for text in texts
-    ]
-    means = [
-        sum(result.prompt_scores[-len(text) :]) / len(text) for result, text in zip(scored, texts, strict=True) if text
-    ]
-    if len(means) < 2:
-        return Outcome(metrics.SAMPLED)
-    # The mean of a longer text varies less, so it weighs more.
-    first, second = map(len, texts)
-    return Outcome(metrics.SAMPLED, score_gap=(means[0] - means[1]) * math.sqrt(first * second / (first + second)))
 
 
 def find_first_difference(one: Sequence[int], other: Sequence[int]) -> int | None:
@@ -188,34 +156,6 @@ def _params_between(finished: Finished, position: int, pair: tuple[int, int], ra
         logit_bias=bias,
         logprob_token_ids=list(pair),
     )
-
-
-class Evidence:
-    """Evidence against the hypothesis that gaps are symmetric around 0, valid at any time.
-
-    For any factor f, the product of exp(f * gap - (f * gap)**2 / 2) does not grow in expectation if gaps are symmetric,
-    because (e**x + e**-x) / 2 <= e**(x**2 / 2). Neither does `ratio`, its average over normal f with variance
-    `_SPREAD`. By Ville's inequality, `ratio` exceeds 1 / a at any time with a probability of at most a.
-    """
-
-    _SPREAD = 0.002
-
-    def __init__(self) -> None:
-        self._sum = self._squares = 0.0
-
-    def add(self, gap: float) -> None:
-        self._sum += gap
-        self._squares += gap * gap
-
-    @property
-    def log10_ratio(self) -> float:
-        spread = 1 + self._SPREAD * self._squares
-        return (self._SPREAD * self._sum**2 / (2 * spread) - math.log(spread) / 2) / math.log(10)
-
-
-ALARM = 3.0
-"""The `log10_ratio` at which a rule counts as biased: at most one false alarm in 1000 servers, however long they
-run."""
 
 
 # --- the file of a difference ---

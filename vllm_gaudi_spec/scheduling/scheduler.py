@@ -15,7 +15,6 @@ from vllm.logger import init_logger
 from vllm_gaudi_spec import metrics
 from vllm_gaudi_spec.config import Options, Speculation
 from vllm_gaudi_spec.devices import load_backend
-from vllm_gaudi_spec.environment import warms_up_in_background
 from vllm_gaudi_spec.metrics import StepMetrics
 from vllm_gaudi_spec.outputs import AdaptiveStep, CountedOutput, SpecSchedulerOutput, SpeculativeOutput
 from vllm_gaudi_spec.records import NoDraftReason
@@ -26,7 +25,6 @@ from vllm_gaudi_spec.scheduling.audits import AUDITOR, Audits
 from vllm_gaudi_spec.scheduling.counts import DraftCounts
 from vllm_gaudi_spec.scheduling.health import DrafterHealth
 from vllm_gaudi_spec.scheduling.limits import get_requested_drafts
-from vllm_gaudi_spec.scheduling.sessions import Sessions
 from vllm_gaudi_spec.scheduling.snapshots import Snapshots
 from vllm_gaudi_spec.upstream.kv_cache import FullAttentionSpec, UniformTypeKVCacheSpecs
 from vllm_gaudi_spec.upstream.scheduler import (
@@ -35,6 +33,7 @@ from vllm_gaudi_spec.upstream.scheduler import (
     PauseState,
     RequestSpecDecodeMetrics,
     RequestStatus,
+    Scheduler,
 )
 
 if TYPE_CHECKING:
@@ -66,7 +65,7 @@ class RequestDrafts(RequestSpecDecodeMetrics):
             super().observe(num_draft_tokens, num_accepted, detailed)
 
 
-class _Speculating(Sessions):
+class _Speculating(Scheduler):
     """Mixin that goes before one of vLLM's schedulers."""
 
     def __init__(self, vllm_config: VllmConfig, kv_cache_config: KVCacheConfig, *args: Any, **kwargs: Any) -> None:
@@ -98,9 +97,6 @@ class _Speculating(Sessions):
         """Maps a request being scheduled to the number of tokens covered by its snapshot."""
         if num_slots := num_snapshots(self.vllm_config, options.state_snapshots):
             self.keep_snapshots(num_slots)
-        self._is_warm = not warms_up_in_background()
-        """Whether the worker has reported the end of its warm-up."""
-        self._is_shut_down = False
         self._num_chosen = 0
         """The number of drafts per row that was chosen in the most recent step."""
         self._last: tuple[float, AdaptiveStep | None] = (0.0, None)
@@ -119,9 +115,7 @@ class _Speculating(Sessions):
     def add_request(self, request: Request) -> None:
         if self._audits is not None and request.client_index != AUDITOR:
             self._abort_audits(self._audits.interrupt())
-            # Otherwise this is a session's next input, or the end of its inputs.
-            if request.request_id not in self.requests and request.request_id not in self.failed:
-                self._audits.on_added(request)
+            self._audits.on_added(request)
         if self.vllm_config.model_config.is_mm_prefix_lm:
             self._warn_if_image_may_wait(request)
         super().add_request(request)
@@ -145,13 +139,11 @@ class _Speculating(Sessions):
     # --- while a step is scheduled ---
 
     def schedule(self, throttle_prefills: bool = False) -> SpecSchedulerOutput:
-        warms_up = self._may_warm_up()
-        if self._audits is not None and not warms_up and self._is_idle():
+        if self._audits is not None and self._is_idle():
             for request in self._audits.start(self.max_num_running_reqs):
                 self.add_request(request)
         self._starts.clear()
         scheduled = SpecSchedulerOutput(**vars(super().schedule(throttle_prefills)))
-        scheduled.warms_up = warms_up
         if not self.use_v2_model_runner:
             # vLLM leaves out images whose tokens are in the prefix cache. After a preemption those may no longer be
             # cached, and vLLM does not send the images again.
@@ -311,8 +303,6 @@ class _Speculating(Sessions):
         self.step_metrics.count_total(metrics.PREFILL_TOKENS, worked.num_prefill_tokens, metrics.REAL)
         self.step_metrics.count_total(metrics.PREFILL_TOKENS, worked.num_prefill_padding, metrics.PADDING)
         self.step_metrics.count_total(metrics.COMPILED, worked.compiled)
-        self.step_metrics.set(metrics.WARM_UP_LEFT, worked.num_left, "")
-        self._is_warm = not worked.num_left
         for vocabulary, share in worked.coverage.items():
             self.step_metrics.set(metrics.COVERAGE, share, vocabulary)
 
@@ -346,16 +336,11 @@ class _Speculating(Sessions):
     # --- idle steps ---
 
     def _is_idle(self) -> bool:
-        """Whether no client has a request, including sessions that wait for their next turn."""
+        """Whether no client has a request."""
         return self._pause_state == PauseState.UNPAUSED and self.get_request_counts() == (0, 0)
 
-    def _may_warm_up(self) -> bool:
-        """Whether the worker can continue its warm-up in this step."""
-        return not (self._is_warm or self._is_shut_down) and self._is_idle()
-
     def shut_down(self) -> None:
-        """Drop audits and warm-up: an engine that shuts down waits for clients' requests only."""
-        self._is_shut_down = True
+        """Drop audits: an engine that shuts down waits for clients' requests only."""
         self._drop_audits()
 
     def _take_audits(self, audits: Audits, ours: EngineCoreOutputs, outputs: dict[int, EngineCoreOutputs]) -> None:
@@ -392,7 +377,7 @@ class _Speculating(Sessions):
         super().set_pause_state(pause_state)
 
     def reset_prefix_cache(self, reset_running_requests: bool = False, *args: Any, **kwargs: Any) -> bool:
-        """Reset the prefix cache, as after a change of weights. Audits are dropped: their blocks would prevent it."""
+        """Reset the prefix cache. Audits are dropped: their blocks would prevent it."""
         self._drop_audits()
         stays = bool(self.running) and not reset_running_requests
         if self._snapshots is not None and not self.kv_cache_config.kv_cache_groups and stays:
@@ -409,7 +394,7 @@ class _Speculating(Sessions):
         return super().get_request_counts()
 
     def has_requests(self) -> bool:
-        if super().has_requests() or self._may_warm_up():
+        if super().has_requests():
             return True
         if self._audits is None:
             return False

@@ -232,7 +232,6 @@ class History:
 
 _NONE = "–"
 _ALARM, _WARNING = "bold red", "yellow"
-_ALARMING_EVIDENCE = 3
 
 
 class Row(NamedTuple):
@@ -298,9 +297,6 @@ def _make_rows(recent: Span, seconds: float) -> Iterator[Row]:
         new, old = (span.increase_by("result", audits).get(metrics.DIFFERENT) for span in (recent, whole))
         style = _ALARM if new else _WARNING if old else ""
         yield figure("audits", lambda span: span.increase_by("result", audits), _show_named("{:,.0f}"), style)
-    if last.has(metrics.AUDIT_EVIDENCE):
-        evidence = last.max(metrics.AUDIT_EVIDENCE)
-        yield gauge("audit evidence", evidence, "{:,.1f}", _ALARM if evidence >= _ALARMING_EVIDENCE else "")
     yield ratio("acceptance rate", ACCEPTED, _DRAFT_TOKENS, "{:.1%}")
     yield ratio("mean acceptance length", ACCEPTED, _DRAFTS, "{:.2f}", offset=1)
     yield figure(

@@ -40,7 +40,6 @@ from vllm_gaudi_spec.upstream.messages import (
     share_vllm_logging,
 )
 from vllm_gaudi_spec.upstream.metrics import carry_metrics, list_metrics_of_ours
-from vllm_gaudi_spec.upstream.prompt_embeds import refuse_bad_embeds
 from vllm_gaudi_spec.upstream.ranks import ray_workers, tensor_parallel_group
 from vllm_gaudi_spec.upstream.server import (
     answer_bad_media,
@@ -54,6 +53,7 @@ from vllm_gaudi_spec.upstream.server import (
     mend_adapter_loading,
     raise_when_the_engine_is_gone,
     refuse_params_before_verification,
+    refuse_streamed_inputs,
     refuse_tokenized_params,
 )
 from vllm_gaudi_spec.upstream.speculators_format import mend_speculators_format
@@ -80,6 +80,7 @@ def apply() -> None:
     raise_when_the_engine_is_gone()
     leave_idle_work_at_shutdown()
     guard_every_path()
+    refuse_streamed_inputs()
     describe_drafters()
     refuse_pickled_weights()
     widen_speculative_options()

@@ -15,15 +15,12 @@ OVERRIDDEN: dict[str, tuple[str, ...]] = {
     "RayExecutorV2._init_executor": (),
     "Scheduler._free_request": ("request", "delay_free_blocks"),
     "Scheduler._get_local_prefix_cache_hit": ("request", *(["max_cache_hit_length"] if FROM_0_33 else [])),
-    "Scheduler._handle_blocked_waiting_request": ("request",),
-    "Scheduler._handle_stopped_request": ("request",),
     "Scheduler._mamba_block_aligned_split": (
         "request",
         "num_new_tokens",
         "num_new_local_computed_tokens",
         "num_external_computed_tokens",
     ),
-    "Scheduler._preempt_request": ("request", "timestamp", "drop_stale_output"),
     "Scheduler._try_schedule_encoder_inputs": (
         "request",
         "num_computed_tokens",
@@ -31,6 +28,5 @@ OVERRIDDEN: dict[str, tuple[str, ...]] = {
         "encoder_compute_budget",
         "shift_computed_tokens",
     ),
-    "Scheduler._update_request_as_session": ("session", "update"),
 }
 """By the class of vLLM from which ours derives."""

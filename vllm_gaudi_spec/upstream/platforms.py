@@ -10,7 +10,6 @@ from typing import TYPE_CHECKING, Any
 
 from vllm.platforms.cpu import CpuPlatform
 from vllm.utils.cpu_resource_utils import get_visible_memory_node
-from vllm.utils.func_utils import supports_kw
 from vllm.utils.import_utils import resolve_obj_by_qualname
 
 if TYPE_CHECKING:

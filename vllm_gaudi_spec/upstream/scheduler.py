@@ -3,8 +3,6 @@
 Breaks when a method that we override changes (`overrides.py` lists the private ones), or a field that the runner reads.
 """
 
-from typing import Any
-
 from vllm.v1.core.kv_cache_manager import KVCacheBlocks
 from vllm.v1.core.kv_cache_utils import BlockHash
 from vllm.v1.core.sched.async_scheduler import AsyncScheduler
@@ -13,17 +11,5 @@ from vllm.v1.core.sched.output import CachedRequestData, GrammarOutput, NewReque
 from vllm.v1.core.sched.scheduler import Scheduler
 from vllm.v1.engine import EngineCoreOutput, EngineCoreOutputs, FinishReason
 from vllm.v1.metrics.stats import RequestSpecDecodeMetrics, SchedulerStats
-from vllm.v1.request import Request, RequestStatus, StreamingUpdate
+from vllm.v1.request import Request, RequestStatus
 from vllm.v1.spec_decode.metrics import SpecDecodingStats
-
-from vllm_gaudi_spec.upstream.release import FROM_0_33
-
-
-def end_with_error(scheduler: Any, request: Request, message: str) -> None:
-    """End a waiting request as vLLM ends one whose grammar does not compile. Only vLLM 0.33 sends the message."""
-    if FROM_0_33:
-        from vllm.outputs import RequestError
-
-        scheduler.grammar_compile_error_reqs[request.request_id] = RequestError("validation_error", message)
-    else:
-        scheduler.grammar_compile_error_reqs.add(request.request_id)

@@ -232,6 +232,26 @@ def refuse_params_before_verification(find_fault: Callable[[SamplingParams], str
     wrap(SamplingParams, "verify", verify)
 
 
+def refuse_streamed_inputs() -> None:
+    """Refuse requests whose input arrives turn by turn (`AsyncLLM.generate` with a stream of inputs).
+
+    Reason: upstream counts drafts after a stop token as computed, takes back tokens that a recurrent state has already
+    read, and lets waiting turns hold the rows and the memory that other requests lack.
+    Remove when: upstream's scheduler gives a turn the same tokens with and without drafts, also after a preemption.
+    """
+    from vllm.v1.engine.input_processor import InputProcessor
+
+    wrap(InputProcessor, "process_inputs", _refuse_streamed_input)
+
+
+def _refuse_streamed_input(original: Callable[..., Any], *args: Any, **named: Any) -> Any:
+    from vllm.exceptions import VLLMValidationError
+
+    if named.get("resumable"):
+        raise VLLMValidationError("Streamed input is not supported on this platform; send each turn as a request.")
+    return original(*args, **named)
+
+
 def answer_bad_media() -> None:
     """In a server: answer status 400 to images, video and sound that cannot be decoded.
 

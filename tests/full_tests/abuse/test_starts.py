@@ -23,7 +23,6 @@ ADDITIONAL: list[tuple[str, list[str]]] = [
 OURS: list[tuple[Any, list[str]]] = [
     ({"batch_invariant": {"deep": {"deeper": []}}}, ["batch_invariant", "true or false"]),
     ({"batch_buckets": list(range(-5, 100_000))}, ["batch_buckets"]),
-    ({"buckets_file": "/dev/zero"}, ["buckets_file"]),
     ({"draft_quant_config": "/dev/zero"}, ["draft_quant_config"]),
 ]
 SPECULATIVE: list[tuple[str, list[str]]] = [

@@ -5,8 +5,6 @@ from __future__ import annotations
 import os
 import subprocess
 import sys
-from collections.abc import Iterator
-from contextlib import contextmanager
 from typing import Any
 
 import pytest
@@ -97,33 +95,6 @@ def test_q01_the_range_is_not_left_to_the_cards_cast(
     assert torch.ops.hpu.cast_to_fp8_v2(x.to("hpu"), None)[0].cpu().float().isnan().any()
     found = GaudiArithmetic(240.0).cast(x.to("hpu"), inverse.to("hpu")).cpu().double()
     assert torch.equal(found, HostArithmetic(240.0).cast(x, inverse))
-
-
-def test_steps_in_flight_are_not_compiled_only(card: Any, monkeypatch: pytest.MonkeyPatch) -> None:
-    """The mode is the process's: before it begins what was issued has been computed, and in it all of warm-up's."""
-    from habana_frameworks.torch.internal import bridge_config
-
-    from vllm_gaudi_spec.devices.hpu.backend import make_backend
-
-    seen: list[str] = []
-    original, env_setting = torch.hpu.synchronize, bridge_config.env_setting
-
-    def synchronize() -> None:
-        seen.append("synchronize")
-        original()
-
-    @contextmanager
-    def setting(name: str, value: Any) -> Iterator[None]:
-        with env_setting(name, value):
-            seen.append("on")
-            yield
-            seen.append("off")
-
-    monkeypatch.setattr(torch.hpu, "synchronize", synchronize)
-    monkeypatch.setattr(bridge_config, "env_setting", setting)
-    with make_backend().graphs.warming_up_later():
-        seen.append("run")
-    assert seen == ["synchronize", "on", "run", "synchronize", "off"]
 
 
 def test_an_engine_process_may_ask_for_kernels_first() -> None:

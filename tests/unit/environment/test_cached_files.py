@@ -14,12 +14,10 @@ from typing import Any
 import numpy as np
 import pytest
 
-from vllm_gaudi_spec import environment
 from vllm_gaudi_spec.drafting.universal import vocab_map
 from vllm_gaudi_spec.environment import cached_files
 from vllm_gaudi_spec.environment.cached_files import UntrustedCacheError
 from vllm_gaudi_spec.quantization import files
-from vllm_gaudi_spec.runner import warmup
 from vllm_gaudi_spec.tools import demo_model
 
 PAIRS = np.array([[0, 1], [2, 0]], dtype=np.int32)
@@ -169,25 +167,6 @@ def test_forged_vocabulary_map_is_rebuilt(content: bytes, cache: Path, monkeypat
     path.write_bytes(content.replace(b'"key": "key"', f'"key": "{key}"'.encode()))
     assert vocab_map.load_vocab_map(model, model, 3, 2, cache).num_matched == 2
     assert path.read_bytes() == whole
-
-
-def test_graph_manifest_is_not_written_through_a_link(
-    tmp_path: Path, elsewhere: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
-    runner: Any = SimpleNamespace(
-        vllm_config=SimpleNamespace(model_config=SimpleNamespace(dtype="float32")),
-        backend=SimpleNamespace(traits=SimpleNamespace(name="cpu", mode="eager")),
-        recorder=SimpleNamespace(manifest={"a program"}),
-    )
-    own = cached_files.make_folder(environment.cache_folder())
-    (own / "manifests").symlink_to(elsewhere)
-    warmup.write_manifest(runner)
-    assert [path.name for path in elsewhere.iterdir()] == ["file"]
-    (own / "manifests").unlink()
-    warmup.write_manifest(runner)
-    (written,) = (own / "manifests").iterdir()
-    assert json.loads(written.read_text())["graphs"] == ["a program"]
 
 
 def prepared(folder: Path) -> Path:

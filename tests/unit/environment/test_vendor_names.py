@@ -2,20 +2,18 @@
 
 from __future__ import annotations
 
-from types import SimpleNamespace
 from typing import Any
 
 import pytest
 
 from vllm_gaudi_spec import environment
-from vllm_gaudi_spec.config import Options, UnsupportedConfigError
+from vllm_gaudi_spec.config import UnsupportedConfigError
 from vllm_gaudi_spec.platforms import hpu
-from vllm_gaudi_spec.runner.shapes import Buckets
 
 
 @pytest.fixture(autouse=True)
 def nothing_is_set(monkeypatch: pytest.MonkeyPatch) -> None:
-    for name in ("VGS_SKIP_WARMUP", "VLLM_SKIP_WARMUP", "VLLM_BUCKETING_STRATEGY"):
+    for name in ("VGS_SKIP_WARMUP", "VLLM_SKIP_WARMUP"):
         monkeypatch.delenv(name, raising=False)
 
 
@@ -48,27 +46,6 @@ def test_value_that_is_not_a_boolean_is_refused(monkeypatch: pytest.MonkeyPatch)
     monkeypatch.setenv("VLLM_SKIP_WARMUP", "maybe")
     with pytest.raises(UnsupportedConfigError, match="VLLM_SKIP_WARMUP=maybe is neither true nor false"):
         environment.skip_warmup()
-
-
-def is_linear(**options: Any) -> bool:
-    backend: Any = SimpleNamespace(traits=SimpleNamespace(captures=True))
-    return Buckets.choose(Options(**options), backend).linear
-
-
-def test_vendors_bucket_strategy_is_read(monkeypatch: pytest.MonkeyPatch) -> None:
-    """An option comes before the variable."""
-    assert not is_linear()
-    monkeypatch.setenv("VLLM_BUCKETING_STRATEGY", "")
-    assert not is_linear()
-    monkeypatch.setenv("VLLM_BUCKETING_STRATEGY", "lin")
-    assert is_linear()
-    assert not is_linear(bucket_strategy="exponential")
-    monkeypatch.setenv("VLLM_BUCKETING_STRATEGY", "exp")
-    assert not is_linear()
-    assert is_linear(bucket_strategy="linear")
-    monkeypatch.setenv("VLLM_BUCKETING_STRATEGY", "pad")
-    with pytest.raises(UnsupportedConfigError, match="VLLM_BUCKETING_STRATEGY=pad is not supported; use exp or lin"):
-        is_linear()
 
 
 def test_vendors_numbers_are_read(monkeypatch: pytest.MonkeyPatch) -> None:

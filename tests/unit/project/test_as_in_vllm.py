@@ -15,7 +15,7 @@ from vllm.utils.argparse_utils import FlexibleArgumentParser
 
 from tests.support.releases import make_arg_parser
 from vllm_gaudi_spec import upstream
-from vllm_gaudi_spec.platforms import base, dropped_flags
+from vllm_gaudi_spec.platforms import base
 
 ROOT = Path(__file__).parents[3]
 PAGES = (ROOT / "docs" / "reference" / "features.md", ROOT / "docs" / "how_to" / "migrate.md")
@@ -72,7 +72,6 @@ def warnings(monkeypatch: pytest.MonkeyPatch) -> list[str]:
     """Those of this platform."""
     found: list[str] = []
     monkeypatch.setattr(base.logger, "warning_once", lambda text, *values: found.append(text % values))
-    monkeypatch.setattr(dropped_flags.logger, "warning", lambda text, *values: found.append(text % values))
     return found
 
 
@@ -90,22 +89,6 @@ def test_flags(row: Row, parser: FlexibleArgumentParser, warnings: list[str]) ->
         assert row.here == found, warnings
     for warning in warnings:
         assert any(flag.removeprefix("--").split("-")[0] in warning.lower() for flag in row.flags), warning
-
-
-def test_dropped_flags_are_gone_from_vllm_and_on_the_page(parser: FlexibleArgumentParser) -> None:
-    """Fails when vLLM has one again: then it leaves DROPPED_FLAGS."""
-    assert dropped_flags.DROPPED_FLAGS
-    listed = {flag for row in ROWS if row.here == "ignored" for flag in row.flags}
-    for flag in dropped_flags.DROPPED_FLAGS:
-        assert isinstance(parser._option_string_actions[flag], dropped_flags._Ignored), flag
-        assert flag in listed, flag
-
-
-def test_another_device_is_refused(parser: FlexibleArgumentParser, capsys: pytest.CaptureFixture[str]) -> None:
-    with pytest.raises(SystemExit):
-        parser.parse_args(["--model", str(MODEL), "--device", "hpu"])
-    last = capsys.readouterr().err.splitlines()[-1]
-    assert "--device hpu is not the device of this platform, cpu; leave it out, and set VGS_DEVICE" in last
 
 
 @pytest.mark.parametrize("row", ROWS, ids=lambda row: row.what[:50])

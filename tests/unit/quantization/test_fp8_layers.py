@@ -14,8 +14,7 @@ from vllm_gaudi_spec.attention import flat, padded, torch_ops
 from vllm_gaudi_spec.attention.metadata import FlatBlocks
 from vllm_gaudi_spec.attention.operations import OWN, Operations, VLLMKVCache
 from vllm_gaudi_spec.quantization.fp8 import HostArithmetic, to_e4m3
-from vllm_gaudi_spec.quantization.layers import CalibratedLinear, Fp8Cache, Fp8Matmul, Fp8Softmax
-from vllm_gaudi_spec.quantization.observers import serve_linear
+from vllm_gaudi_spec.quantization.layers import CalibratedLinear, Fp8Cache, Fp8Matmul, Fp8Softmax, serve_linear
 
 LARGEST = 240.0
 HOST = HostArithmetic(LARGEST)

@@ -239,7 +239,7 @@ def test_remedy_depends_on_who_asks_for_fp8(tmp_path: Path) -> None:
     [
         ("auto", None, None, None),
         ("fp8", None, None, "float32"),
-        ("fp8", None, "int8", "int8"),
+        ("fp8", None, "float16", "float16"),
         ("auto", "QUANTIZE", None, "float32"),
         ("auto", "MEASURE", None, None),
     ],

@@ -9,6 +9,7 @@ import pytest
 import torch
 from torch import nn
 
+from fp8_calibration.observers import Measured
 from vllm_gaudi_spec.attention.operations import Matmul, Softmax, VLLMKVCache
 from vllm_gaudi_spec.config import UnsupportedConfigError
 from vllm_gaudi_spec.quantization import files, simulation
@@ -155,7 +156,17 @@ def test_range_is_that_of_the_scales(tmp_path: Path) -> None:
         assert model.impl.softmax.output(torch.tensor([1e4])).item() == largest
 
 
-def test_measurements_are_written_only_after_requests(tmp_path: Path) -> None:
+def test_measuring_needs_the_calibrations_observers(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(simulation, "measure", None)
+    path = tmp_path / "quant.json"
+    path.write_text(json.dumps({"mode": "MEASURE", "dump_stats_path": str(tmp_path / "inc")}))
+    context = LoadContext(model="", rank=0, world=1, fp8_range=None)
+    with pytest.raises(UnsupportedConfigError, match=r"run that, or use mode QUANTIZE\.$"):
+        simulation.apply(Model(), QuantConfig.read(str(path), "QUANT_CONFIG"), context, HostArithmetic)
+
+
+def test_measurements_are_written_only_after_requests(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(simulation, "measure", Measured)
     path = tmp_path / "quant.json"
     path.write_text(json.dumps({"mode": "MEASURE", "dump_stats_path": str(tmp_path / "inc")}))
     model = Model()

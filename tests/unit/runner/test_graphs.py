@@ -35,13 +35,13 @@ def test_counters_start_after_warm_up() -> None:
     recorder.saw("known")
     recorder.step_done()
     backend.memory.num_host_syncs += 2
-    assert recorder.make_counts(backend) == (1, 2, 0, {}, 0, 0, 0)
+    assert recorder.make_counts(backend) == (1, 2, 0, {}, 0, 0)
     recorder.saw("new")
     recorder.saw("new")
     recorder.coverage = {"target": 0.5}
     recorder.count_prefill(num_tokens=100, num_computed=128)
     recorder.count_prefill(num_tokens=30, num_computed=30)
-    assert recorder.make_counts(backend) == (1, 2, 1, {"target": 0.5}, 0, 130, 28)
+    assert recorder.make_counts(backend) == (1, 2, 1, {"target": 0.5}, 130, 28)
 
 
 def test_compiled_count_is_queried_every_few_steps() -> None:

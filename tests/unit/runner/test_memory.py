@@ -81,22 +81,6 @@ def test_l30_r08_out_of_memory_error_names_the_option_to_lower() -> None:
     )
 
 
-@pytest.mark.parametrize(("num_postponed", "words"), [(3, None), (4, "--gpu-memory-utilization 0.9 -> 0.88")])
-def test_refuses_if_postponed_runs_have_no_room(num_postponed: int, words: str | None) -> None:
-    """Each run may keep as much as the earlier runs of its kind did. 3 GiB are free."""
-    memory = warm_up(Card(5 * GIB), [("decodes", GIB), ("decodes", GIB)])
-    postponed = [Job("decodes", int)] * num_postponed + [Job("a kind without any", int)]
-    if words is None:
-        memory.refuse_without_room(postponed)
-        return
-    with pytest.raises(UnsupportedConfigError) as raised:
-        memory.refuse_without_room(postponed)
-    assert str(raised.value) == (
-        "3.00 GiB of device memory are free, but 5 runs of background warm-up may keep 4.00 GiB, judging by earlier "
-        f"runs; lower {words}, or leave out VGS_WARMUP."
-    )
-
-
 def test_out_of_memory_error_of_an_unresponsive_device() -> None:
     card = Card(GIB)
     memory = WarmUpMemory(card, config(), kv_bytes=60 * GIB)

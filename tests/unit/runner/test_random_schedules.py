@@ -1,16 +1,12 @@
 """Whatever comes, goes, and is interrupted: a request says what it says alone, and nothing of it stays behind.
 
 Hypothesis draws schedules: requests are admitted and aborted, memory is so scarce that the scheduler preempts, prompts
-are cut into chunks and found in the prefix cache, and now and then everything that runs is preempted at once. Sessions
-get input turn by turn, until they outgrow the model, while others wait for their rows.
+are cut into chunks and found in the prefix cache, and now and then everything that runs is preempted at once.
 """
 
 from __future__ import annotations
 
 import random
-from collections import Counter
-from collections.abc import Iterator
-from dataclasses import replace
 from functools import cache
 from pathlib import Path
 from typing import Any
@@ -20,19 +16,16 @@ from hypothesis import HealthCheck, settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, precondition, rule, run_state_machine_as_test
 from vllm import SamplingParams
-from vllm.v1.engine import FinishReason
 
 from tests.full_tests.tiny_models import VOCAB
 from tests.support.fakes import CapturingBackend, CompilingBackend
 from tests.support.small_engine import (
     BLOCK_DRAFTER,
     FAVORITES,
-    MAX_LEN,
     MAX_ROWS,
     PARALLEL,
     RETOKENIZE,
     ROOMY,
-    SCARCE,
     SmallEngine,
     Variant,
     greedy_text,
@@ -71,33 +64,6 @@ def asked(place: int) -> tuple[list[int], SamplingParams]:
 NUM_ASKED = 40
 
 
-def turn(place: int) -> tuple[list[int], SamplingParams]:
-    """Return a session input from a fixed list, whose answer `greedy_text` can compute."""
-    rng = random.Random(place)
-    prompt = rng.choices(range(2, VOCAB), k=rng.choice([1, 4, 9, 30]))
-    stop = FAVORITES[:2] if place % 2 else []
-    return prompt, SamplingParams(max_tokens=rng.randint(1, 18), temperature=0, stop_token_ids=stop)
-
-
-def answers_alone(turns: list[int]) -> Iterator[tuple[list[int], FinishReason]]:
-    """Return a session's answers, computed as requests that start after all earlier tokens but the last."""
-    text: list[int] = []
-    has_failed = False
-    for place in turns:
-        prompt, params = turn(place)
-        text += prompt
-        has_failed = has_failed or len(text) >= MAX_LEN
-        if has_failed:
-            yield [], FinishReason.ERROR
-            continue
-        assert params.max_tokens is not None
-        answer = greedy_text(text, min(params.max_tokens, MAX_LEN - len(text)))
-        stops = [index for index, token in enumerate(answer) if token in (params.stop_token_ids or ())]
-        answer = answer[: stops[0] + 1] if stops else answer
-        yield answer, FinishReason.STOP if stops else FinishReason.LENGTH
-        text += answer[:-1]
-
-
 @pytest.fixture(scope="module")
 def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return tmp_path_factory.mktemp("config")
@@ -120,15 +86,6 @@ def test_single_greedy_request_matches_its_text(folder: Path) -> None:
         assert said_alone(place, folder) == greedy_text(prompt, params.max_tokens)
 
 
-def check_sessions(engine: SmallEngine, turns: dict[str, list[int]]) -> None:
-    for name, places in turns.items():
-        alone, answers = list(answers_alone(places)), engine.answers[name]
-        assert answers == alone[: len(answers)], name
-        if len(answers) < len(alone):
-            text = engine.texts[name]
-            assert text == alone[len(answers)][0][: len(text)], name
-
-
 class Schedules(RuleBasedStateMachine):
     def __init__(self, variant: Variant, folder: Path) -> None:
         super().__init__()
@@ -136,10 +93,6 @@ class Schedules(RuleBasedStateMachine):
         self.folder = folder
         self.places: dict[str, int] = {}
         self.aborted: set[str] = set()
-        self.turns: dict[str, list[int]] = {}
-        """Number of turns of each session."""
-        self.session: str | None = None
-        """The session that still gets inputs."""
 
     @precondition(lambda self: len(self.engine.running) < MOST_REQUESTS)
     @rule(place=st.integers(0, NUM_ASKED - 1))
@@ -147,23 +100,6 @@ class Schedules(RuleBasedStateMachine):
         name = f"{len(self.places)}"
         self.places[name] = place
         self.engine.add(name, *asked(place))
-
-    @rule(places=st.lists(st.integers(0, NUM_ASKED - 1), min_size=1, max_size=3))
-    def take_turns(self, places: list[int]) -> None:
-        if self.session is None:
-            self.session = f"session {len(self.turns)}"
-            self.turns[self.session] = []
-        for place in places:
-            self.turns[self.session].append(place)
-            self.engine.add_turn(self.session, *turn(place))
-
-    @precondition(lambda self: self.session is not None)
-    @rule()
-    def end_inputs(self) -> None:
-        """Close a session. A front end also does so after an error, but not after an abort."""
-        if self.session is not None:
-            self.engine.end_inputs(self.session)
-        self.session = None
 
     @precondition(lambda self: self.engine.running)
     @rule(count=st.integers(1, 6))
@@ -178,11 +114,8 @@ class Schedules(RuleBasedStateMachine):
         name = self.engine.running[choice % len(self.engine.running)]
         self.engine.abort(name)
         self.aborted.add(name)
-        if name == self.session:
-            self.session = None
 
-    # vLLM does not preempt a session that waits, whose blocks keep it from a reset.
-    @precondition(lambda self: self.engine.running and not self.engine.scheduler.kv_holding_waiting)
+    @precondition(lambda self: self.engine.running)
     @rule()
     def interrupt(self) -> None:
         self.engine.interrupt()
@@ -190,7 +123,6 @@ class Schedules(RuleBasedStateMachine):
     @precondition(lambda self: self.engine.running)
     @rule()
     def drain(self) -> None:
-        self.end_inputs()
         self.engine.finish()
         self.check()
 
@@ -199,14 +131,10 @@ class Schedules(RuleBasedStateMachine):
             text, alone = self.engine.texts[name], said_alone(place, self.folder)
             if alone is not None:
                 assert text == alone[: len(text)], f"{name}, which asked for {KINDS[place % len(KINDS)]}"
-        check_sessions(self.engine, self.turns)
 
     def teardown(self) -> None:
-        self.end_inputs()
         self.engine.finish()
         self.check()
-        for name in self.turns.keys() - self.aborted:
-            assert len(self.engine.answers[name]) == len(self.turns[name]), name
         for name in self.places.keys() - self.aborted:
             alone = said_alone(self.places[name], self.folder)
             assert alone is None or self.engine.texts[name] == alone
@@ -267,43 +195,6 @@ def test_h10_h11_known_schedule_preempts_and_verifies(variant: Variant, folder: 
         assert engine.num_verified > 0
     if variant.num_snapshots:
         assert engine.num_loaded >= engine.num_resumed > 0
-
-
-@pytest.mark.parametrize("variant", VARIANTS, ids=str)
-def test_more_sessions_than_rows(variant: Variant, folder: Path) -> None:
-    """Other requests run between their turns. Some sessions outgrow the model while all rows are taken."""
-    take_turns(replace(variant, num_blocks=ROOMY), folder, random.Random(0), 60)
-
-
-@pytest.mark.parametrize("variant", VARIANTS, ids=str)
-def test_sessions_with_scarce_kv_make_progress(variant: Variant, folder: Path) -> None:
-    """With vLLM's own scheduler most of these engines never finish."""
-    take_turns(replace(variant, num_blocks=SCARCE), folder, random.Random(2), 60)
-
-
-def take_turns(variant: Variant, folder: Path, rng: random.Random, count: int) -> None:
-    engine, turns, is_open = SmallEngine(variant, folder), dict[str, list[int]](), list[str]()
-    for index in range(count):
-        if len(is_open) == MAX_ROWS + 2 or (is_open and rng.random() < 0.1):
-            engine.end_inputs(is_open.pop(rng.randrange(len(is_open))))
-        talking = rng.choices(is_open, k=rng.randint(0, 3)) if is_open else []
-        if rng.random() < 0.4:
-            is_open.append(f"session {index}")
-            talking.append(f"session {index}")
-        elif rng.random() < 0.3:
-            engine.add(f"{index}", *asked(rng.randrange(NUM_ASKED)))
-        for name in talking:
-            turns.setdefault(name, []).append(rng.randrange(NUM_ASKED))
-            engine.add_turn(name, *turn(turns[name][-1]))
-        for _ in range(rng.randint(0, 6)):
-            engine.step()
-    for name in is_open:
-        engine.end_inputs(name)
-    engine.finish()
-    check_sessions(engine, turns)
-    assert all(len(engine.answers[name]) == len(places) for name, places in turns.items())
-    reasons = Counter(reason for name in turns for _, reason in engine.answers[name])
-    assert min(reasons[reason] for reason in (FinishReason.STOP, FinishReason.LENGTH, FinishReason.ERROR)) > 3, reasons
 
 
 @pytest.mark.parametrize("variant", [v for v in VARIANTS if v.method in ("draft_model", BLOCK_DRAFTER)], ids=str)

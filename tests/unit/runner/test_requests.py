@@ -124,17 +124,6 @@ def test_preempted_request_may_be_aborted(requests: Requests) -> None:
         requests.apply(step({name: 1}, new=[new_request(name, [1], [1])]))
 
 
-def test_next_session_turn_replaces_prompt_and_parameters(requests: Requests) -> None:
-    from vllm.sampling_params import SamplingParams
-
-    requests.apply(step({"a": 3}, new=[new_request("a", [1, 2, 3], [1])]))
-    turn = new_request("a", [1, 2, 3, 9, 4], [1], num_computed=3, params=SamplingParams(seed=1, temperature=0.5))
-    requests.apply(step({"a": 2}, new=[turn]))
-    assert requests.by_id["a"].num_prompt == 5
-    assert requests.by_id["a"].params.temperature == 0.5
-    assert requests.by_id["a"].seed_words == fold_seed(1)
-
-
 def test_rows_run_out_only_when_all_are_in_use(requests: Requests) -> None:
     for name in "abc":
         requests.apply(step({name: 1}, new=[new_request(name, [1], [1])]))

@@ -13,10 +13,9 @@ import torch
 from tests.support.fakes import HostBackend
 from vllm_gaudi_spec.config import Options, UnsupportedConfigError
 from vllm_gaudi_spec.devices.base import DeviceTraits
-from vllm_gaudi_spec.graphs import Job
 from vllm_gaudi_spec.records import DECODE
-from vllm_gaudi_spec.runner.shapes import Shapes, divided_powers, expected_padding, fit
-from vllm_gaudi_spec.runner.warmup import split_jobs
+from vllm_gaudi_spec.runner.buckets import divided_powers, expected_padding, fit
+from vllm_gaudi_spec.runner.shapes import Shapes
 
 
 def shapes(
@@ -182,14 +181,6 @@ def test_expected_padding_is_the_mean_over_all_lengths() -> None:
         assert expected_padding(lengths) == pytest.approx(1 - sum(range(1, lengths[-1] + 1)) / sum(padded))
 
 
-def test_bucket_strategy_applies_to_contexts() -> None:
-    chosen = shapes(max_len=8192, exact=False, bucket_strategy="linear")
-    steps = {longer - shorter for shorter, longer in pairwise(chosen.contexts)}
-    assert steps == {1024, 512}
-    assert chosen.change_length(4096, HostBackend()).contexts[:4] == (512, 1024, 1536, 2048)  # type: ignore[arg-type]
-    assert shapes(max_len=8192, exact=False).contexts[:4] == (512, 1024, 2048, 4096)
-
-
 @pytest.mark.parametrize("max_len", [100, 512, 1000, 8192])
 def test_prefill_contexts_are_bounded(max_len: int) -> None:
     chosen = shapes(max_len=max_len, exact=False, flat=True, prefill_buckets=(128, 256, 512, 2048))
@@ -259,28 +250,17 @@ def test_chunks_of_many_prompts_fill_a_captured_step() -> None:
     assert small.prefill_rows_at(64) == 8, "as many as in the longest bucket"
 
 
-def test_single_prompt_shapes_are_warmed_up_first() -> None:
-    """Otherwise background warm-up would pad a single prompt to the rectangle of many."""
-    chosen = shapes(prefill_buckets=(64, 512), prefill_rows=(1, 2, 4, 8), max_tokens=4096, max_len=512, captures=True)
-    jobs = [Job("prompt chunks", list, (shape,), shape.tokens, size=shape) for shape in chosen.prefills()]
-    runner: Any = SimpleNamespace(shapes=chosen)
-    needed, postponed = split_jobs(runner, jobs)
-    assert {(job.size.rows, job.size.queries) for job in needed} == {(8, 512), (1, 512)}  # type: ignore[attr-defined]
-    assert len(needed) + len(postponed) == len(jobs)
-
-
 def test_device_limit_on_drafts_is_enforced() -> None:
     assert shapes(drafts=8).decode_queries == (1, 9)
     with pytest.raises(UnsupportedConfigError, match=r"small verifies at most 8 drafts .* set num_speculative_tokens"):
         shapes(drafts=9)
 
 
-@pytest.mark.parametrize("strategy", ["exponential", "linear"])
 @pytest.mark.parametrize("drafts", [0, 5])
 @pytest.mark.parametrize("max_len", [16, 100, 1024])
-def test_r07_every_flat_decode_is_listed(max_len: int, drafts: int, strategy: str) -> None:
+def test_r07_every_flat_decode_is_listed(max_len: int, drafts: int) -> None:
     """Rows may have any lengths: all of one block, all of the maximum length, or anything between."""
-    chosen = shapes(17, 300, max_len, exact=False, drafts=drafts, flat=True, bucket_strategy=strategy)
+    chosen = shapes(17, 300, max_len, exact=False, drafts=drafts, flat=True)
     listed, rng = set(chosen.all()), random.Random(0)
     longest = max_len + drafts  # a verify step's padding may stand behind the last position
     for num in range(1, 18):

@@ -170,19 +170,12 @@ def test_rounding_within_tolerance_is_a_tie(folder: Path, tolerance: float, kind
     assert found[kind] > 5
 
 
-def test_probabilistic_rules_are_audited_by_evidence(folder: Path) -> None:
-    """Greedy requests are compared token by token under any rule."""
+def test_requests_without_the_same_tokens_are_not_audited(folder: Path) -> None:
+    """Greedy requests are compared under any rule."""
     engine = engine_of(folder, STANDARD)
-    gaps = []
-    assert engine.scheduler._audits is not None
-    engine.scheduler._audits._evidence.add = gaps.append  # type: ignore[method-assign]
-    sampled = [dict(temperature=1.0), dict(top_p=0.9)]
-    left_out = [dict(temperature=0.8, seed=1), dict(stop=["x"], detokenize=True)]
-    ask(engine, 35, kinds=[dict(temperature=0), *sampled, *left_out])
-    assert results(engine) == {metrics.IDENTICAL: 7, metrics.SAMPLED: 14}
-    assert skipped(engine) == {metrics.SEED: 7, metrics.STOPS: 7}
-    assert len({*gaps}) == 14
-    assert {gap > 0 for gap in gaps} == {True, False}
+    ask(engine, 6, kinds=[dict(temperature=0), dict(temperature=0.8, seed=1)])
+    assert results(engine) == {metrics.IDENTICAL: 3}
+    assert skipped(engine) == {metrics.PROBABILISTIC: 3}
 
 
 # --- whom they make way for ---
@@ -329,18 +322,6 @@ def audited(tmp_path: Path, **speculative: Any) -> Any:
     return scheduler_of(SpecScheduler, tmp_path, speculative=speculative, **options)
 
 
-def test_end_of_a_session_is_not_counted_as_request(tmp_path: Path) -> None:
-    """Its text is of the session's seed, which nobody knows."""
-    scheduler = audited(tmp_path)
-    session = Request("0", [*PROMPT], SamplingParams(temperature=1.0), None, resumable=True)
-    scheduler.add_request(session)
-    session.append_output_token_ids([1, 2])
-    scheduler.add_request(Request("0", [0], SamplingParams(temperature=1.0), None))  # the end of its inputs
-    scheduler.finish_requests("0", RequestStatus.FINISHED_ABORTED)
-    assert scheduler.step_metrics.take()[metrics.AUDITS_SKIPPED] == {metrics.SESSION: 1}
-    assert not scheduler._audits.is_waiting
-
-
 def with_waiting(tmp_path: Path) -> Any:
     scheduler = audited(tmp_path)
     request = Request("0", PROMPT, SamplingParams(max_tokens=9, temperature=0), None)
@@ -367,7 +348,6 @@ def test_unseeded_request_gets_a_known_seed(tmp_path: Path) -> None:
         (metrics.LORA, {}, dict(lora_request=LoRARequest("a", 1, "/a"))),
         (metrics.GRAMMAR, dict(structured_outputs=StructuredOutputsParams(regex="a")), {}),
         (metrics.PENALTIES, dict(repetition_penalty=1.1, presence_penalty=0.5), {}),
-        (metrics.SESSION, {}, dict(resumable=True)),
         (metrics.INPUTS, {}, dict(mm_features=[object()])),
     ],
 )
@@ -400,9 +380,8 @@ def test_pause_and_reset_drop_audits(how: str, started: bool, tmp_path: Path) ->
 
 
 @pytest.mark.parametrize("how", ["pause", "reset"])
-def test_request_running_across_weight_change_is_not_audited(how: str, folder: Path) -> None:
-    """`pause_generation(mode="keep")`, `reload_weights`, `resume_generation`: the model that decodes it again wrote the
-    second half of it alone."""
+def test_request_running_across_a_pause_or_reset_is_not_audited(how: str, folder: Path) -> None:
+    """A worker extension may change the model meanwhile: it would then have written the second half alone."""
     engine = engine_of(folder)
     engine.add("0", [5, 6, 7], SamplingParams(max_tokens=20, temperature=0))
     for _ in range(3):

@@ -22,7 +22,6 @@ from vllm_gaudi_spec.metrics import (
     ROWS_BY_CHOICE,
     ROWS_WITHOUT_DRAFTS,
     STEPS,
-    WARM_UP_LEFT,
 )
 from vllm_gaudi_spec.records import DraftRound, NoDraftReason, WorkerCounts
 from vllm_gaudi_spec.scheduling.counts import DraftCounts
@@ -319,7 +318,7 @@ def test_worker_counts_become_metrics(tmp_path: Path) -> None:
     play.admit("a")
     coverage = {"target": 0.5, "drafter": 0.75}
     play.step(worked=WorkerCounts(4, 3, 0, coverage))
-    assert play.counted == {STEPS: {"": 4}, HOST_SYNCS: {"": 3}, WARM_UP_LEFT: {"": 0}, COVERAGE: coverage}
+    assert play.counted == {STEPS: {"": 4}, HOST_SYNCS: {"": 3}, COVERAGE: coverage}
     worked = WorkerCounts(5, 4, 2, coverage, num_prefill_tokens=100, num_prefill_padding=28)
     play.step(worked=worked)
     assert play.counted[PREFILL_TOKENS] == {"real": 100, "padding": 28}

@@ -119,8 +119,6 @@ def test_sums_are_over_engines() -> None:
         (dict(drafter_switched_off_total=1), "drafter", "switched off", "bold red"),
         (dict(audits_total__different=1, audits_total__tie=3), "audits", "tie: 3, different: 1", "bold red"),
         (dict(audits_total__identical=9), "audits", "identical: 9", ""),
-        (dict(audit_evidence=3.2), "audit evidence", "3.2", "bold red"),
-        (dict(audit_evidence=2.9), "audit evidence", "2.9", ""),
         (dict(num_requests_waiting=1), "requests waiting", "1", "yellow"),
         (dict(num_preemptions_total=5), "preemptions", "5", "yellow"),
     ],

@@ -36,6 +36,7 @@ from vllm.tasks import SupportedTask
 from vllm.utils.argparse_utils import FlexibleArgumentParser
 from vllm.utils.counter import AtomicCounter
 from vllm.v1.engine import core as engine_core
+from vllm.v1.engine.async_llm import AsyncLLM
 from vllm.v1.engine.core_client import SyncMPClient
 from vllm.v1.engine.exceptions import EngineDeadError
 from vllm.v1.engine.input_processor import InputProcessor
@@ -459,3 +460,11 @@ def test_upstream_still_guards_some_prefixes_only() -> None:
     """Fails when it guards every path: then `guard_every_path` can go."""
     assert "/tokenize".startswith(authenticate.GUARDED_PREFIX) is False
     assert "startswith(GUARDED_PREFIX)" in inspect.getsource(inspect.unwrap(AuthenticationMiddleware.__call__))
+
+
+def test_streamed_input_is_refused() -> None:
+    """Fails when requests are no longer marked: then `refuse_streamed_inputs` refuses nothing."""
+    assert "resumable=True" in inspect.getsource(AsyncLLM._add_streaming_input_request)
+    upstream.refuse_streamed_inputs()
+    with pytest.raises(VLLMValidationError, match="send each turn as a request"):
+        InputProcessor.process_inputs(SimpleNamespace(), "a", [1], SamplingParams(), resumable=True)  # type: ignore

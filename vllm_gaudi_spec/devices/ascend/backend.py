@@ -24,7 +24,7 @@ from vllm_gaudi_spec.devices.ascend.device import usable_torch_npu
 from vllm_gaudi_spec.devices.ascend.graphs import HostLengthsOperation, NpuCaptures
 from vllm_gaudi_spec.devices.base import DeviceBackend, DeviceTraits, Graphs, Memory, Weights
 from vllm_gaudi_spec.devices.common.kv_pair import KVPair, PairAttention
-from vllm_gaudi_spec.devices.common.stream_device import StreamGraphs, StreamMemory, StreamWeights
+from vllm_gaudi_spec.devices.common.stream_device import StreamGraphs, StreamMemory
 
 if TYPE_CHECKING:
     from vllm_gaudi_spec.upstream.kv_cache import KVCacheConfig, KVCacheLayout
@@ -148,8 +148,11 @@ class AscendMemory(StreamMemory):
         return by_layer
 
 
-class AscendWeights(StreamWeights):
+class AscendWeights(Weights):
     device_name = "ascend"
+
+    def __init__(self, memory: Memory) -> None:
+        self._memory = memory
 
     def prepare_model(self, model: nn.Module) -> None:
         with torch.inference_mode():

@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import importlib
 from collections.abc import Callable
-from contextlib import AbstractContextManager
 from typing import Any, NamedTuple, Protocol
 
 import torch
@@ -17,7 +16,6 @@ from vllm.logger import init_logger
 
 from vllm_gaudi_spec.config import UnsupportedConfigError, in_one_line
 from vllm_gaudi_spec.devices.ascend import errors
-from vllm_gaudi_spec.devices.ascend.constants import Constants
 from vllm_gaudi_spec.devices.common.stream_graphs import Captures, Recorded
 
 logger = init_logger(__name__)
@@ -54,13 +52,6 @@ class NpuCaptures(Captures):
         self._tasks: list[_Task] | None = None
         """The tasks of the graph that is being captured."""
         self._updates: Any = None
-        self._constants = Constants()
-
-    def first_run(self) -> AbstractContextManager[None]:
-        return self._constants.finding()
-
-    def second_run(self) -> AbstractContextManager[None]:
-        return self._constants.using()
 
     def record(self, run: Callable[[], None]) -> Recorded:
         tasks: list[_Task] = []

@@ -6,8 +6,7 @@ Each class is a base before the device's own class.
 from __future__ import annotations
 
 import os
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -45,15 +44,6 @@ class EmulatedGraphs(Graphs):
         super().warmed_up()
         card_emulator.counted().next_step()
         card_emulator.counted().seal()
-
-    @contextmanager
-    def warming_up_later(self) -> Iterator[None]:
-        device = card_emulator.counted()
-        device.sealed = False
-        with super().warming_up_later():
-            yield
-        device.next_step()
-        device.seal()
 
     def step_done(self) -> None:
         super().step_done()

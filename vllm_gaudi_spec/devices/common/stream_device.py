@@ -1,4 +1,4 @@
-"""Graphs, memory and weights of accelerators that capture streams as graphs.
+"""Graphs and memory of accelerators that capture streams as graphs.
 
 They have torch modules of the form of `torch.cuda`.
 """
@@ -6,16 +6,14 @@ They have torch modules of the form of `torch.cuda`.
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable
 from functools import partial
 from typing import Any, cast
 
 import torch
-from torch import nn
 from vllm.logger import init_logger
 
-from vllm_gaudi_spec.devices.base import Function, Graphs, Memory, Weights
+from vllm_gaudi_spec.devices.base import Function, Graphs
 from vllm_gaudi_spec.devices.common.kv_pair import PairMemory
 from vllm_gaudi_spec.devices.common.stream_graphs import Captures, Graphed
 
@@ -35,12 +33,6 @@ class StreamGraphs(Graphs):
 
     def graph(self, function: Function) -> Function:
         return cast("Function", Graphed(function, self._captures))
-
-    @contextmanager
-    def warming_up_later(self) -> Iterator[None]:
-        before = len(self._captures.names)
-        yield
-        self._captured_in_warmup += len(self._captures.names) - before
 
     def warmed_up(self) -> None:
         # Eager runs have left memory in torch's cache.
@@ -98,12 +90,3 @@ class StreamMemory(PairMemory):
 
     def synchronize(self) -> None:
         self._runtime.synchronize()
-
-
-class StreamWeights(Weights):
-    def __init__(self, memory: Memory) -> None:
-        self._memory = memory
-
-    def weights_changed(self, model: nn.Module) -> None:
-        """Wait for the copies. Nothing is derived from weights: graphs read them where they are."""
-        self._memory.synchronize()

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import gc
 from collections.abc import Callable, Hashable, Iterator
-from contextlib import AbstractContextManager, contextmanager, nullcontext
+from contextlib import contextmanager
 from functools import partial
 from typing import Any, NamedTuple, Protocol
 
@@ -73,14 +73,6 @@ class Captures:
         recorded: Recorded = graph
         return recorded
 
-    def first_run(self) -> AbstractContextManager[None]:
-        """Return the context of a function's eager run before its capture."""
-        return nullcontext()
-
-    def second_run(self) -> AbstractContextManager[None]:
-        """Return the context of the run that is captured."""
-        return nullcontext()
-
     def _give_back_cached(self) -> None:
         """Free memory that torch cached in eager runs, which graphs cannot use."""
         cached = self._runtime.memory_reserved() - self._runtime.memory_allocated()
@@ -130,15 +122,13 @@ class Graphed:
         for buffer, tensor in zip(buffers, tensors, strict=True):
             buffer.copy_(tensor)
         arguments = rebuild(buffers, rest)
-        with self._captures.first_run():
-            first, form = flatten(self._function(*arguments))
+        first, form = flatten(self._function(*arguments))
         # Keep results outside of the graphs' shared memory: another graph may run before they are read.
         results = [tensor.clone(memory_format=torch.contiguous_format) for tensor in first]
         del first
 
         def run() -> None:
-            with self._captures.second_run():
-                again, form_again = flatten(self._function(*arguments))
+            again, form_again = flatten(self._function(*arguments))
             assert form_again == form, "what is no tensor is the same in every run"
             for result, tensor in zip(results, again, strict=True):
                 result.copy_(tensor)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from contextlib import AbstractContextManager
 from functools import partial
 from typing import TYPE_CHECKING, Any, NamedTuple
@@ -151,12 +151,6 @@ class CpuWeights(Weights):
 
     def make_batch_invariant(self, model: nn.Module) -> None:
         cpu_linear.use_fixed_rows(model)
-
-    def unpacked_weights(self, model: nn.Module) -> Iterator[tuple[str, torch.Tensor]]:
-        return cpu_linear.unpacked_weights(model)
-
-    def weights_changed(self, model: nn.Module) -> None:
-        cpu_linear.repack_tables(model)
 
 
 def _split_cache(kv_cache: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:

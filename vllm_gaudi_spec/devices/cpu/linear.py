@@ -19,10 +19,8 @@ from torch import nn
 from vllm.config import get_current_vllm_config
 from vllm.logger import init_logger
 
-from vllm_gaudi_spec.config import FLOAT16, FLOAT32, INT8, Options, UnsupportedConfigError
+from vllm_gaudi_spec.config import FLOAT16, FLOAT32, Options, UnsupportedConfigError
 from vllm_gaudi_spec.quantization.config import get_cpu_weights
-from vllm_gaudi_spec.upstream.cpu_kernels import custom_ops as vllm_ops
-from vllm_gaudi_spec.upstream.cpu_kernels import layer_utils as utils
 from vllm_gaudi_spec.upstream.layers import ParallelLMHead, VocabParallelEmbedding
 
 logger = init_logger(__name__)
@@ -136,39 +134,6 @@ class FixedRows:
         return out_TN[:num_rows].view(*x.shape[:-1], out_TN.shape[-1])
 
 
-class Int8Linear:
-    """Multiplies in INT8, with a scale for each output and each row of activations."""
-
-    def __init__(self, weight_NK: torch.Tensor, wide: bool) -> None:
-        """Set `wide` for logits: the bfloat16 results of the faster kernel would leave few distinct values."""
-        self.num_outputs, num_inputs = weight_NK.shape
-        self.scales_N = weight_NK.abs().amax(1).clamp(min=torch.finfo(torch.float32).tiny) / 127
-        values_NK = (weight_NK / self.scales_N[:, None]).round().to(torch.int8)
-        self.packed = self.handler = None
-        if not wide and num_inputs % 32 == 0 and self.num_outputs % 16 == 0:
-            self.packed = torch.ops._C.convert_weight_packed(values_NK)
-        else:
-            # The kernel keeps pointers to both.
-            self.values_NK, self.scales_1N = values_NK, self.scales_N[None]
-            self.handler = vllm_ops.create_onednn_scaled_mm(
-                self.values_NK.t(), self.scales_1N, torch.float32, dynamic_quant=True, use_azp=False
-            )
-
-    def __call__(self, x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None) -> torch.Tensor:
-        x_TK = x.reshape(-1, x.shape[-1])
-        if self.packed is not None:
-            narrow_TK = x_TK.to(torch.bfloat16)
-            out_TN = torch.ops._C.int8_scaled_mm_with_quant(
-                narrow_TK, self.packed, self.scales_N, None, torch.bfloat16, True
-            ).to(x.dtype)
-        else:
-            values_TK, scales_T1, _ = vllm_ops.onednn_scaled_int8_quant(x_TK)
-            out_TN = x.new_empty(x_TK.shape[0], self.num_outputs)
-            vllm_ops.onednn_scaled_mm(self.handler, values_TK, out_TN, scales_T1, None, None, None)
-        out = out_TN.view(*x.shape[:-1], self.num_outputs)
-        return out if bias is None else out.add_(bias)
-
-
 def _is_float16(weight: torch.Tensor) -> bool:
     return torch.equal(weight.half().float(), weight)
 
@@ -191,28 +156,15 @@ def has_float16_kernel() -> bool:
     return torch.backends.quantized.engine in ("x86", "fbgemm")
 
 
-def has_int8_kernel() -> bool:
-    return hasattr(torch.ops._C, "int8_scaled_mm_with_quant") and torch.cpu._is_vnni_supported()
-
-
-_KERNELS = {FLOAT32: lambda: True, FLOAT16: has_float16_kernel, INT8: has_int8_kernel}
-
-
 def refuse_missing_kernel(options: Options) -> None:
-    weight_format = options.cpu_weights or FLOAT32  # by default there are copies if there is a kernel for them
-    if not _KERNELS[weight_format]():
-        found = " or ".join(name for name, is_there in _KERNELS.items() if is_there())
+    if options.cpu_weights == FLOAT16 and not has_float16_kernel():
         raise UnsupportedConfigError(
-            f"cpu_weights {weight_format} has no kernel for this CPU; use {found} in additional_config.gaudi_spec."
+            f"cpu_weights {FLOAT16} has no kernel for this CPU; use {FLOAT32} in additional_config.gaudi_spec."
         )
 
 
 _LINEAR = "gaudi_spec_linear"
 """Attribute of a weight that two layers share: its `Linear`. The weight does not change after that."""
-
-
-_SHAPE = "gaudi_spec_weight_shape"
-"""Attribute of a layer: the shape of its weight, which may have been packed and dropped."""
 
 
 class OnFirstCall:
@@ -270,7 +222,6 @@ def pack(original: Callable[..., None], layer: nn.Module, remove_weight: bool) -
     With `remove_weight` nothing else reads the weight. Embedding tables keep theirs for looking up tokens.
     """
     weight = layer.weight
-    setattr(layer, _SHAPE, weight.shape)
     if _State.keeps_weights:
         layer.cpu_linear = torch.nn.functional.linear
         return
@@ -305,7 +256,7 @@ def _choose(
     if weight_format is not None:
         if remove_weight:
             layer.weight = nn.Parameter(weight.new_empty(0), requires_grad=False)
-        return Int8Linear(weight, wide=not remove_weight) if weight_format == INT8 else Float16Linear.of(weight)
+        return Float16Linear.of(weight)
     few = Float16Linear.exact(weight) if has_float16_kernel() else None
     chosen = getattr(layer, "cpu_linear", None)
     # vLLM keeps the weight if it has no kernel that packs it.
@@ -314,58 +265,6 @@ def _choose(
     if chosen is not None:
         layer.cpu_linear = chosen
     return many if few is None else ByRows(few, many)
-
-
-def unpacked_weights(model: nn.Module) -> Iterator[tuple[str, torch.Tensor]]:
-    """Yield names and values of the weights that were packed and dropped, read back from their kernels."""
-    for name, layer in model.named_modules():
-        linear = getattr(layer, "cpu_linear", None)
-        if linear is None or layer.weight.numel():
-            continue
-        if isinstance(linear, FixedRows):
-            linear = linear.linear
-        if isinstance(linear, Float16Linear | Int8Linear):
-            raise UnsupportedConfigError(
-                "With cpu_weights the engine has rounded weights only; leave cpu_weights out of "
-                "additional_config.gaudi_spec to read them."
-            )
-        yield f"{name}.weight", _read_back(linear, layer.weight, getattr(layer, _SHAPE))
-
-
-# Rows of the unit matrix at a time; few rows might select another kernel.
-_UNIT_ROWS = 256
-
-
-def _read_back(linear: Linear, dropped: torch.Tensor, shape: torch.Size) -> torch.Tensor:
-    """Multiply a unit matrix by the weight, which is exact in any order of addition, except for the sign of a zero."""
-    num_outputs, num_inputs = shape
-    weight_NK = dropped.new_empty(num_outputs, num_inputs)
-    for begin in range(0, num_inputs, _UNIT_ROWS):
-        end = min(begin + _UNIT_ROWS, num_inputs)
-        unit = dropped.new_zeros(end - begin, num_inputs)
-        unit[:, begin:end].fill_diagonal_(1)
-        weight_NK[:, begin:end] = linear(unit, dropped, None).t()
-    if not weight_NK.isfinite().all():
-        raise UnsupportedConfigError("A packed weight with non-finite numbers cannot be read back.")
-    return weight_NK
-
-
-def repack_tables(model: nn.Module) -> None:
-    """Pack embedding tables and output matrices again after new weights were copied into them.
-
-    They keep their weight, may share one, and were packed from the old values. Layers that drop their weight were
-    packed while they were loaded.
-    """
-    tables = [
-        module
-        for module in model.modules()
-        if isinstance(module, VocabParallelEmbedding) and hasattr(module, "cpu_linear") and module.weight.numel()
-    ]
-    for table in tables:
-        if hasattr(table.weight, _LINEAR):
-            delattr(table.weight, _LINEAR)
-    for table in tables:
-        utils.dispatch_cpu_unquantized_gemm(table, remove_weight=False)
 
 
 def use_fixed_rows(model: nn.Module) -> None:

@@ -11,9 +11,9 @@ from vllm_gaudi_spec.attention import padded
 from vllm_gaudi_spec.attention.metadata import AttentionCall, AttentionLayerSpec
 from vllm_gaudi_spec.attention.operations import finite
 from vllm_gaudi_spec.config import UnsupportedConfigError
-from vllm_gaudi_spec.devices.base import DeviceBackend, DeviceTraits
+from vllm_gaudi_spec.devices.base import DeviceBackend, DeviceTraits, Weights
 from vllm_gaudi_spec.devices.common.kv_pair import KVPair, PairAttention
-from vllm_gaudi_spec.devices.common.stream_device import StreamGraphs, StreamMemory, StreamWeights
+from vllm_gaudi_spec.devices.common.stream_device import StreamGraphs, StreamMemory
 from vllm_gaudi_spec.devices.common.stream_graphs import Captures
 
 
@@ -50,13 +50,13 @@ def make_backend() -> DeviceBackend:
         graphs=graphs,
         memory=memory,
         attention=CudaAttention(),
-        weights=CudaWeights(memory),
+        weights=CudaWeights(),
         rules=RULES,
         row_operations=ROW_OPERATIONS,
     )
 
 
-class CudaWeights(StreamWeights):
+class CudaWeights(Weights):
     def prepare_model(self, model: nn.Module) -> None:
         """Replace the methods of linear layers and the forwards of decoder layers, whose weights stay where they are.
 

@@ -109,16 +109,6 @@ class HpuGraphs(Graphs):
         finally:
             self._compiling_only = False
 
-    @contextmanager
-    def warming_up_later(self) -> Iterator[None]:
-        # The mode applies to the whole process, and a step in flight, as after an abort, must compute.
-        torch.hpu.synchronize()
-        before = self._num_compiled()
-        with self.compiling_only():
-            yield
-            torch.hpu.synchronize()
-        self._compiled_in_warmup += self._num_compiled() - before
-
     def num_recipes(self) -> int:
         return self._num_compiled()
 
@@ -353,10 +343,7 @@ class HpuWeights(Weights):
             model.to(TRAITS.torch_device)
             _move_plain_tensors(model, TRAITS.torch_device)
         mark_layers(model, self._bridge.mark_step, gaudi_layers_of_a_recipe())
-        self.weights_changed(model)
-
-    def weights_changed(self, model: nn.Module) -> None:
-        """Wait for the copies. Nothing is derived from weights: graphs read them where they are."""
+        # Wait for the copies. Nothing is derived from weights: graphs read them where they are.
         self._bridge.mark_step()
         torch.hpu.synchronize()
 

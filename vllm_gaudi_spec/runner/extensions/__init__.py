@@ -45,7 +45,7 @@ class Extension:
         """Follow the tokens of a step that the host has read. Not called with async scheduling."""
 
     def reset_encoder_cache(self) -> None:
-        """Forget the outputs of encoders, because the weights change."""
+        """Forget the outputs of encoders."""
 
     # --- warm-up ---
 

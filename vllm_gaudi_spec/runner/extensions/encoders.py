@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 import torch
 from vllm.multimodal import MULTIMODAL_REGISTRY
 
-from vllm_gaudi_spec.runner.shapes import geometric
+from vllm_gaudi_spec.runner.buckets import geometric
 from vllm_gaudi_spec.upstream.models import MultiModalBudget, group_and_batch_mm_kwargs
 
 if TYPE_CHECKING:

@@ -16,7 +16,6 @@ from vllm_gaudi_spec.config import (
     FLOAT16,
     FLOAT32,
     FP8_KV,
-    INT8,
     Options,
     Speculation,
     UnsupportedConfigError,
@@ -171,7 +170,7 @@ def _check_memory(vllm_config: VllmConfig, speculation: Speculation | None) -> F
 
 # Bytes per number by `cpu_weights`, on a CPU in float32. Without a choice, matrices also have a copy in half precision,
 # if that is exact.
-_CPU_BYTES = {None: 6, FLOAT32: 4, FLOAT16: 2, INT8: 1}
+_CPU_BYTES = {None: 6, FLOAT32: 4, FLOAT16: 2}
 
 
 def estimate_weights(vllm_config: VllmConfig, model: ModelConfig) -> int:

@@ -4,14 +4,8 @@ import pytest
 import torch
 from torch import nn
 
-from vllm_gaudi_spec.quantization.observers import (
-    MeasuredCache,
-    MeasuredLinear,
-    MeasuredMatmul,
-    MeasuredSoftmax,
-    RealTokens,
-    serve_linear,
-)
+from fp8_calibration.observers import MeasuredCache, MeasuredLinear, MeasuredMatmul, MeasuredSoftmax, RealTokens
+from vllm_gaudi_spec.quantization.layers import serve_linear
 
 REAL = torch.tensor([True, True, False, True, False])
 

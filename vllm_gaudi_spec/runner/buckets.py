@@ -1,0 +1,91 @@
+"""Lists of sizes to which batches are padded, called buckets."""
+
+from __future__ import annotations
+
+from bisect import bisect_left
+from collections.abc import Iterable, Sequence
+from itertools import pairwise
+
+from vllm.logger import init_logger
+
+from vllm_gaudi_spec.config import UnsupportedConfigError
+
+logger = init_logger(__name__)
+
+
+def fit(buckets: tuple[int, ...], size: int) -> int:
+    """Return the smallest bucket that holds `size`."""
+    index = bisect_left(buckets, size)
+    if index == len(buckets):
+        raise AssertionError(f"{size} is larger than the largest bucket {buckets[-1]}")
+    return buckets[index]
+
+
+def fit_or_largest(buckets: tuple[int, ...], size: int, largest: int, name: str) -> int:
+    """Return the bucket or, if the user's list ends before `size`, `largest`, whose graph is made late."""
+    if size <= buckets[-1]:
+        return fit(buckets, size)
+    logger.warning_once(
+        "A step of %d is larger than the last of additional_config.gaudi_spec.%s, %d: it is padded to %d, whose graphs "
+        "are made while serving.",
+        size,
+        name,
+        buckets[-1],
+        largest,
+    )
+    return fit((largest,), size)
+
+
+# By which factor a bucket may exceed what is needed. One list may be used for several servers, but a typo exceeds this.
+_MAX_RATIO, _SMALL = 64, 256
+
+
+def refuse_waste(name: str, buckets: tuple[int, ...], needed: int, option: str) -> None:
+    if buckets[-1] > _MAX_RATIO * max(needed, _SMALL):
+        raise UnsupportedConfigError(
+            f"additional_config.gaudi_spec.{name} goes up to {buckets[-1]}, and {option} needs {needed}; "
+            "leave the large ones out: memory is allocated for the largest."
+        )
+
+
+def batch_sizes(largest: int, *, coarse: bool) -> tuple[int, ...]:
+    """Return 1, 2, 3, 4, 6, 8, 12, 16, ..., which pads a step by at most a third, or powers of two if `coarse`."""
+    steps = (2,) if coarse else (2, 3)
+    sizes: Iterable[int] = (step << exponent for exponent in range(largest.bit_length()) for step in steps)
+    return tuple(sorted({1, largest, *(size for size in sizes if size <= largest)}))
+
+
+def geometric(smallest: int, largest: int, growth: float) -> tuple[int, ...]:
+    """Return multiples of `smallest` that grow by at most about `growth`, up to one that covers `largest`."""
+    buckets = [smallest]
+    while buckets[-1] < largest:
+        buckets.append(max(buckets[-1] + smallest, _round_down(int(buckets[-1] * growth), smallest)))
+    buckets[-1] = round_up(largest, smallest)
+    return tuple(buckets)
+
+
+def divided_powers(smallest: int, largest: int, step: int, parts: int = 4) -> tuple[int, ...]:
+    """Return powers of two from `smallest` on, each range between them divided into `parts` of at least `step`.
+
+    The last one is the multiple of `smallest` that covers `largest`. A `step` of 0 leaves only powers of two.
+    """
+    lengths = [smallest]
+    while lengths[-1] < largest:
+        power = 1 << lengths[-1].bit_length() - 1
+        lengths.append(lengths[-1] + (min(power, max(step, power // parts)) if step else power))
+    lengths[-1] = round_up(largest, smallest)
+    return tuple(lengths)
+
+
+def expected_padding(lengths: Sequence[int]) -> float:
+    """Return the share of padding in prompt chunks whose lengths are evenly distributed."""
+    computed = sum(length * (length - shorter) for shorter, length in pairwise((0, *lengths)))
+    return 1 - sum(range(lengths[-1] + 1)) / computed
+
+
+def round_up(value: int, multiple: int) -> int:
+    return -(-value // multiple) * multiple
+
+
+def _round_down(value: int, multiple: int) -> int:
+    return value // multiple * multiple
