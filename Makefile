@@ -1,5 +1,5 @@
 # `make help` lists the targets. Everything lives in .venv. Outside the checkout only the user's cache directory is
-# written (the demo model, vocabulary maps, small files of vLLM's, what pip downloaded), and what `make browser` installs.
+# written (the demo model, vocabulary maps, small files of vLLM's, what pip downloaded).
 
 SHELL := bash
 .SHELLFLAGS := -eu -o pipefail -c
@@ -118,10 +118,6 @@ bench: $(VENV)/.stamp  ## measure costs of a step, and throughput beside vLLM's 
 # An emulated card changes torch for good, so its tests have a process of their own.
 ON_GAUDI := env VGS_DEVICE=hpu-emulated PT_HPU_LAZY_MODE=1
 ON_ASCEND := env VGS_DEVICE=ascend-emulated
-
-.PHONY: browser
-browser: $(VENV)/.stamp  ## find a Chromium, or install one through apt (root): without it a test of `make test` is skipped
-	@$(BIN)/python requirements/browser.py
 
 .PHONY: test
 test: $(VENV)/.stamp-dev  ## unit tests and one full test per promise

@@ -3,11 +3,8 @@
 from __future__ import annotations
 
 import ast
-import fcntl
 import inspect
-import os
 import re
-import shutil
 import subprocess
 import sys
 import tomllib
@@ -90,43 +87,6 @@ def test_an_environment_is_never_made_over_somebodys_folder(tmp_path: Path) -> N
     (line,) = done.stderr.splitlines()
     assert line == f"error: {tmp_path} was not made by this script, so it stays; name another folder, or remove it"
     assert (tmp_path / "work.txt").read_text() == "mine"
-
-
-def test_an_environment_is_made_in_an_empty_folder_and_over_an_older_one(tmp_path: Path) -> None:
-    folder = tmp_path / "environment"
-    folder.mkdir()
-    for _ in range(2):
-        assert make_environment(folder).returncode == 3
-        assert [path.name for path in folder.iterdir()] == ["made-of"], "known as ours when it is interrupted"
-        (folder / "old.txt").touch()
-
-
-def test_an_environment_is_made_by_one_process_at_a_time(tmp_path: Path) -> None:
-    folder = tmp_path / "environment"
-    other = os.open(tmp_path, os.O_RDONLY)
-    fcntl.flock(other, fcntl.LOCK_EX)
-    with subprocess.Popen(command_to_make(folder), stdout=subprocess.DEVNULL) as waiting:
-        with pytest.raises(subprocess.TimeoutExpired):
-            waiting.wait(timeout=1)
-        assert not folder.exists()
-        os.close(other)
-        assert waiting.wait(timeout=60) == 3
-
-
-def test_the_makefile_does_not_touch_a_cards_environment(tmp_path: Path) -> None:
-    shutil.copytree(ROOT / "requirements", tmp_path / "requirements", symlinks=True)
-    shutil.copy(ROOT / "Makefile", tmp_path)
-    shutil.copy(ROOT / "pyproject.toml", tmp_path)
-    (tmp_path / "card_emulator").mkdir()
-    shutil.copy(ROOT / "card_emulator" / "pyproject.toml", tmp_path / "card_emulator")
-    (tmp_path / ".venv").mkdir()
-    (tmp_path / ".venv" / "made-of").write_text("card")
-    # A make inside of `make test` would say first where it is.
-    command = ["make", "--no-print-directory", "setup", "PYTHON=false"]
-    done = subprocess.run(command, cwd=tmp_path, capture_output=True, text=True, check=False)
-    assert done.returncode == 2
-    assert done.stdout.startswith("error: .venv is a card's environment, made by requirements/environment.py")
-    assert [path.name for path in (tmp_path / ".venv").iterdir()] == ["made-of"]
 
 
 def pinned_versions(name: str) -> dict[str, str]:

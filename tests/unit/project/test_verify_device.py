@@ -39,16 +39,6 @@ def test_a_difference_that_matters() -> None:
     assert not verify_device.agrees(list(rows.values()))
 
 
-def test_verify_gaudi_runs_in_one_mode(monkeypatch: pytest.MonkeyPatch) -> None:
-    """The user's, else that of the card's torch."""
-    monkeypatch.setenv("PT_HPU_LAZY_MODE", "0")
-    assert verify_device.environment("hpu")["PT_HPU_LAZY_MODE"] == "0"
-    monkeypatch.delenv("PT_HPU_LAZY_MODE")
-    monkeypatch.setattr(verify_device.devices, "has_card", lambda name: True)
-    monkeypatch.setattr(verify_device, "gaudi_has_lazy_mode", lambda: False)
-    assert {verify_device.environment(device)["PT_HPU_LAZY_MODE"] for device in ("hpu", "hpu-emulated")} == {"0"}
-
-
 @pytest.mark.parametrize("device", verify_device.DEVICES.values(), ids=lambda device: device.name)
 def test_without_a_card_it_is_an_error(
     device: verify_device.Device, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]

@@ -4,9 +4,7 @@ from __future__ import annotations
 
 from pathlib import Path
 
-import pytest
-
-from tests.verify_next import lay_out, moved_names
+from tests.verify_next import moved_names
 
 SOURCE = """
 from vllm.kept import here
@@ -47,13 +45,3 @@ def test_moved_names_are_listed_with_their_new_modules(tmp_path: Path) -> None:
         "module.py: vllm.moved.Gone (now in vllm/other.py)",
         "module.py: vllm.moved.lost (now in no module)",
     ]
-
-
-def test_only_source_distributions_are_taken(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("tests.verify_next.STATE", tmp_path / "state")
-    with pytest.raises(SystemExit, match="is no source distribution of vLLM"):
-        lay_out(tmp_path)
-    site, version = lay_out(release(tmp_path, {"__init__.py": ""}))
-    assert version == "0.99.1"
-    assert (site / "vllm" / "__init__.py").is_file()
-    assert (site / "vllm-0.99.1.dist-info" / "METADATA").is_file()

@@ -37,17 +37,6 @@ def test_every_listed_file_has_cases_and_each_difference_a_reason() -> None:
     assert len(set(names)) == len(names)
 
 
-def test_a_mistyped_key_of_the_selection_is_named(tmp_path: Path) -> None:
-    path = tmp_path / "selection.toml"
-    path.write_text('[models]\n[refused]\n[files]\n"a.py" = {onyl = ["test_a"]}\n"b.py" = {}\n')
-    with pytest.raises(ValueError, match=r"a\.py has unknown keys: onyl"):
-        upstream.read_selection(path)
-    path.write_text('[models]\ntarget = ["a/b"]\n[refused]\n"x" = "y"\n[files]\n"b.py" = {only = ["test_a"]}\n')
-    assert upstream.read_selection(path) == upstream.Selection(
-        [File("b.py", only=("test_a",))], {"target": ["a/b"]}, {"x": "y"}
-    )
-
-
 @pytest.mark.parametrize(
     ("here", "there", "verdict"),
     [
@@ -72,29 +61,6 @@ def test_only_what_passes_upstream_and_not_here_is_a_difference(
     assert row.verdict == verdict
     assert set(row.new.values()) <= {"why"}
     assert row.is_over == (verdict != "not over")
-
-
-def test_a_case_that_ends_with_a_listed_refusal_is_a_known_difference() -> None:
-    write(OURS, {"test_a": "failed"})
-    write(UPSTREAM, {"test_a": "passed"}, asked=["test_a"])
-    assert compare(FILE, CURRENT, {"why": "it is refused"}).differences == {"test_a": "it is refused"}
-    assert compare(FILE, CURRENT, {"something else": "it is refused"}).new == {"test_a": "why"}
-
-
-def test_a_listed_difference_that_is_none_any_more_is_said() -> None:
-    write(OURS, {"test_kv[1]": "passed"})
-    assert compare(FILE, CURRENT, {}).verdict == "listed, but equal: test_kv*"
-
-
-def test_upstream_runs_what_does_not_pass_here_and_no_more() -> None:
-    write(OURS, {"test_a": "failed", "test_b": "passed", "test_c": "skipped"})
-    assert upstream.needed(FILE, UPSTREAM) == ["test_a", "test_c"]
-    write(UPSTREAM, {"test_a": "passed"}, asked=["test_a"])
-    assert not upstream.is_over(FILE, UPSTREAM)
-    write(UPSTREAM, {"test_a": "passed"}, asked=["test_a", "test_c"])  # it has no such case there
-    assert upstream.is_over(FILE, UPSTREAM)
-    write(OURS, {adapter.COLLECTION: "failed"})
-    assert upstream.needed(FILE, UPSTREAM) is None
 
 
 @pytest.mark.parametrize(("keep", "left"), [(False, {}), (True, {"test_a": "passed"})])

@@ -12,7 +12,7 @@ from typing import Any
 import pytest
 
 from tests.support.http_server import Answers, answering, events
-from tests.unit.tools.test_top import RECORDED, changed
+from tests.unit.tools.test_top import changed
 from vllm_gaudi_spec.tools import cli
 from vllm_gaudi_spec.tools.chat import (
     _INTERRUPTED,
@@ -24,7 +24,6 @@ from vllm_gaudi_spec.tools.chat import (
     Conversation,
     Piece,
     Screen,
-    read_counts,
 )
 from vllm_gaudi_spec.tools.server import Server, ServerError
 
@@ -53,7 +52,6 @@ ANSWER = [
     USAGE,
 ]
 TEXT = "One two three four!"
-START_AGAIN = changed(num_accepted_tokens_total=0)
 
 
 # ---- pieces ----------------------------------------------------------------------------------------------
@@ -172,34 +170,6 @@ def test_an_answer_that_is_interrupted_stays(address: str, bodies: list[dict[str
     assert bodies[1]["messages"][1]["content"] == answer.text == "One two three four"
 
 
-def test_servers_without_drafts_are_asked_for_text_only() -> None:
-    asked: list[dict[str, Any]] = []
-
-    def answer(body: dict[str, Any]) -> tuple[int, str]:
-        asked.append(body)
-        return 200, events(*ANSWER)
-
-    with answering({CHAT: answer}) as address:
-        assert read_counts(Server(address)) == (0, None)
-        assert conversation(address, k=0).ask("Count!", lambda piece: None).text == TEXT
-    assert not {"return_token_ids", "logprobs"} & set(asked[0])
-
-
-@pytest.mark.parametrize("readings", [[RECORDED, None], [None, RECORDED], [RECORDED, START_AGAIN]])
-def test_the_servers_count_is_not_known(readings: list[str | None]) -> None:
-    """It did not answer in time, or has started again: k and the colors stay."""
-    texts = iter(readings)
-
-    def metrics(body: object) -> tuple[int, str]:
-        text = next(texts)
-        return (200, text) if text else (503, "busy")
-
-    with answering({"/metrics": metrics, CHAT: lambda body: (200, events(*ANSWER))}) as address:
-        answer = conversation(address).ask("Count!", lambda piece: None)
-    assert (answer.k, answer.num_drafts, answer.num_accepted) == (3, 3, None)
-    assert answer.summarize(2) == "6 tokens, 2.0 s, 3 shown as accepted drafts; the server's count is unknown"
-
-
 @pytest.mark.parametrize(
     ("stream", "words"),
     [
@@ -217,25 +187,6 @@ def test_streams_that_break(stream: str, words: str) -> None:
 # ---- what is shown ---------------------------------------------------------------------------------------
 
 
-def show(file: io.StringIO, events: list[dict[str, Any]], k: int = 3) -> str:
-    screen = Screen(file)
-    screen.begin("tiny at http://here", k)
-    answer = Answer(k)
-    for piece in answer.read(events):
-        screen.show(piece)
-    screen.end(answer.summarize(1.25))
-    return file.getvalue()
-
-
-def test_accepted_drafts_are_styled_on_a_terminal_only(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv("TERM", "xterm-256color")
-    monkeypatch.delenv("NO_COLOR", raising=False)
-    assert re.search(r"One\x1b\[\d+m two three\x1b\[0m four", show(Terminal(), ANSWER))
-    assert "nothing is colored" in show(Terminal(), ANSWER, k=0)
-    thought = {"choices": [{"delta": {"reasoning": "Hm."}, "token_ids": [1]}]}
-    assert show(io.StringIO(), [thought, *ANSWER]) == f"{TEXT}\n"
-
-
 def test_a_server_cannot_steer_the_terminal(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("TERM", "xterm-256color")
     file = Terminal()
@@ -245,15 +196,6 @@ def test_a_server_cannot_steer_the_terminal(monkeypatch: pytest.MonkeyPatch) -> 
     screen.end("length\x1b]0;end\x07")
     assert not re.search(r"\x1b\]|\x07|\r", file.getvalue())
     assert "b [bold] \u200d" in file.getvalue(), "brackets are not markup"
-
-
-def test_the_summary_of_an_answer() -> None:
-    answer = Answer(1)
-    list(answer.read([event("abc", "a", "b", "c", finish_reason="length")]))
-    answer.num_accepted = 2
-    shown = "0 shown as accepted drafts, 3 unknown; the server counted 2"
-    assert answer.summarize(2) == f"3 tokens, 2.0 s, {shown}, ended: length"
-    assert Answer(0).summarize(2) == "2.0 s"
 
 
 # ---- the command -----------------------------------------------------------------------------------------
@@ -295,29 +237,6 @@ def test_an_error_ends_a_pipe_and_not_a_terminal(
     assert cli.main(["chat", address]) == 0
     assert capsys.readouterr().err == f"error: {address}{CHAT}: the conversation is too long\n"
     assert len(bodies[-1]["messages"]) == 1
-
-
-def test_an_interrupted_pipe_ends(address: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    def interrupted(*arguments: object) -> None:
-        raise KeyboardInterrupt
-
-    monkeypatch.setattr(Screen, "show", interrupted)
-    assert ask(monkeypatch, "Count!\nAgain!", address) == 130
-
-
-@pytest.mark.parametrize(
-    ("models", "words"),
-    [
-        ("{}", "names no model at /v1/models"),
-        ("<html>", "names no model at /v1/models"),
-    ],
-)
-def test_servers_of_another_kind(
-    models: str, words: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
-    with answering({"/v1/models": lambda body: (200, models)}) as address:
-        assert ask(monkeypatch, "Count!", address) == 1
-    assert words in capsys.readouterr().err
 
 
 def test_a_key(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:

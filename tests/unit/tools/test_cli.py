@@ -75,18 +75,6 @@ def test_commands_report_missing_packages_with_the_standard_library_alone(tmp_pa
     assert json.loads(done.stdout)["problems"] > 0
 
 
-@pytest.mark.parametrize("name", COMMANDS)
-def test_options_have_dashes_help_and_defaults(name: str) -> None:
-    parser = COMMANDS[name]
-    formatter = parser._get_formatter()
-    for action in parser._actions:
-        assert action.help, action.dest
-        assert not any("_" in option for option in action.option_strings)
-        if action.nargs != 0 and action.option_strings:
-            assert "default" in str(formatter._get_help_string(action)), action.dest
-    parser.format_help()  # percent signs
-
-
 def test_both_spellings_mean_the_same() -> None:
     parser = cli.make_parser()
     dashes = parser.parse_args(["doctor", "--model", "m", "--max-model-len", "9", "--num-speculative-tokens=2"])
@@ -174,50 +162,6 @@ def test_commands_that_run_vllm_refuse_a_missing_or_other_release(
 # ---- what commands start ---------------------------------------------------------------------------------
 
 
-def test_graph_check_starts_its_engine_in_an_environment_of_its_own() -> None:
-    arguments = ["graph-check", "some/model", "--requests", "3"]
-    with pytest.raises(Started) as found:
-        cli.main(arguments)
-    started = found.value
-    assert started.module == "vllm_gaudi_spec.tools.graph_check.engine"
-    assert started.arguments == arguments
-    assert started.variables["VGS_DEVICE"] == "hpu-emulated"
-    assert started.variables["VGS_SKIP_WARMUP"] == started.variables["VGS_SELF_TEST"] == "0"
-    assert started.variables["VLLM_ENABLE_V1_MULTIPROCESSING"] == "0"
-    assert "PT_HPU_LAZY_MODE" not in started.variables, "either mode is checked"
-
-
-def test_demo_is_the_comparison_with_its_own_defaults(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    for name in ("LD_PRELOAD", "VLLM_LOGGING_LEVEL"):
-        monkeypatch.delenv(name, raising=False)
-    monkeypatch.setattr(demo, "OPENMP", tmp_path)
-    with pytest.raises(Started) as found:
-        cli.main(["demo", "--osl", "7"])
-    started = found.value
-    assert started.module == "vllm_gaudi_spec.tools.compare.run"
-    assert started.variables["LD_PRELOAD"] == str(tmp_path)
-    assert started.variables["VLLM_LOGGING_LEVEL"] == "WARNING"
-    words = started.arguments
-    assert words[-2:] == ["--osl", "7"]
-    assert words.count("--osl") == 1
-    for option, value in (("--num-spec-tokens", "3"), ("--report", ".demo/report.html"), ("--num-prompts", "4")):
-        assert words[words.index(option) + 1] == value
-    assert Path(".demo").is_dir()
-    monkeypatch.setenv("LD_PRELOAD", "mine.so")
-    with pytest.raises(Started) as found:
-        cli.main(["demo", "--prompts", str(tmp_path)])
-    assert "LD_PRELOAD" not in found.value.variables
-    assert "--num-prompts" not in found.value.arguments
-
-
-def test_demo_without_its_folder_needs_names_of_files(capsys: pytest.CaptureFixture[str]) -> None:
-    Path(".demo").touch()
-    assert run("demo") == 2
-    assert "give --json FILE and --report FILE" in capsys.readouterr().err
-    with pytest.raises(Started):
-        cli.main(["demo", "--json", "run.json", "--report", "page.html"])
-
-
 # ---- errors of any command -------------------------------------------------------------------------------
 
 
@@ -254,10 +198,3 @@ def test_a_missing_package_is_named_with_its_remedy(
     assert remedy in error
     with pytest.raises(ModuleNotFoundError):
         output.guard("graph-check", work, verbose=True)
-
-
-def test_an_interrupted_command_is_status_130() -> None:
-    def work() -> int:
-        raise KeyboardInterrupt
-
-    assert output.guard("doctor", work) == 130

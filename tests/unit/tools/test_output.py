@@ -3,10 +3,8 @@
 from __future__ import annotations
 
 import errno
-import io
 import json
 import os
-import stat
 import subprocess
 import sys
 from pathlib import Path
@@ -14,13 +12,7 @@ from pathlib import Path
 import pytest
 
 from tests.support.processes import ROOT
-from vllm_gaudi_spec.environment import cached_files
 from vllm_gaudi_spec.tools.io import output
-
-
-class Terminal(io.StringIO):
-    def isatty(self) -> bool:
-        return True
 
 
 def test_a_failed_write_leaves_the_file_as_it_was(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -45,18 +37,6 @@ def test_links_and_modes_are_kept(tmp_path: Path) -> None:
     output.write("--json", link, b"new")
     assert link.is_symlink()
     assert (target.read_text(), target.stat().st_mode & 0o777) == ("new", 0o600)
-
-
-def test_replace_replaces_links_and_pipes(tmp_path: Path) -> None:
-    target, link, pipe = tmp_path / "kept", tmp_path / "link", tmp_path / "pipe"
-    target.write_text("old")
-    link.symlink_to(target)
-    os.mkfifo(pipe)
-    for path in (link, pipe):
-        cached_files.replace(path, b"new", 0o644)
-        assert stat.S_ISREG(path.lstat().st_mode)
-        assert (path.read_text(), path.stat().st_mode & 0o777) == ("new", 0o644)
-    assert target.read_text() == "old"
 
 
 def test_a_pipe_is_written_into(tmp_path: Path) -> None:
@@ -122,24 +102,3 @@ def test_mistakes_are_found_before_the_work(tmp_path: Path, monkeypatch: pytest.
     assert "put --json last" in str(output.find_mistake("--json", "some/model"))
     assert output.find_mistake("--report", "some/page") is not None
     assert output.find_mistake("--json", tmp_path) is not None
-
-
-def test_a_table_is_plain_in_a_pipe_and_styled_on_a_terminal(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv("TERM", "xterm-256color")
-    rows = [("problem", "12", "[bold]b[/bold]")]
-    pipe, terminal = io.StringIO(), Terminal()
-    output.show_table(("", "number", "text"), rows, pipe)
-    output.show_table(("", "number", "text"), rows, terminal, styles={"problem": "red"})
-    assert pipe.getvalue().splitlines()[1] == "problem      12  [bold]b[/bold]"
-    assert "\x1b[" in terminal.getvalue()
-    assert "[bold]b[/bold]" in terminal.getvalue(), "brackets are not markup"
-
-
-def test_progress_is_a_line_or_a_bar(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
-    assert list(output.counted("abc", "letters", 3)) == ["a", "b", "c"]
-    assert capsys.readouterr().err == "letters: 3 of 3, 0 s\n"
-    monkeypatch.setenv("TERM", "xterm-256color")
-    monkeypatch.setattr(sys, "stderr", terminal := Terminal())
-    assert list(output.counted("abc", "[letters]", 3)) == ["a", "b", "c"]
-    assert "[letters]" in terminal.getvalue()
-    assert "100%" in terminal.getvalue()

@@ -13,10 +13,9 @@ from pathlib import Path
 import pytest
 
 from tests.support.http_server import Answers, answering
-from tests.support.ports import free_port
 from vllm_gaudi_spec.tools import cli, top
 from vllm_gaudi_spec.tools.server import Server, find_base
-from vllm_gaudi_spec.tools.top import History, NotMetrics, Reading, Row
+from vllm_gaudi_spec.tools.top import History, Reading, Row
 
 RECORDED = (Path(__file__).parents[2] / "support" / "metrics.txt").read_text()
 """A server of the demo model with drafts (k = 3), after three answers; histograms without their buckets."""
@@ -53,35 +52,7 @@ def rows(*texts: str, seconds: float = 4.0) -> dict[str, Row]:
 # ---- the text --------------------------------------------------------------------------------------------
 
 
-def test_samples_are_summed_over_labels() -> None:
-    reading = Reading('a{x="1",y="b"} 2 1700000000000\na{x="2",y=""} 3.5e+1\n\nb 4\n', 0.0)
-    assert (reading.sum("a"), reading.max("a"), reading.sum("b"), reading.sum("c")) == (37, 35, 4, 0)
-    assert reading.sum_by("x", "a") == {"1": 2, "2": 35}
-    assert reading.sum_by("z", "a") == {}
-    assert reading.has("a")
-    assert not reading.has("c")
-
-
-@pytest.mark.parametrize("text", ["<html>", "a{x=1} 2", 'a{x="1} 2', "a one", '{"a": 1}'])
-def test_what_is_no_sample_is_an_error(text: str) -> None:
-    with pytest.raises(NotMetrics):
-        Reading(f"good 1\n{text}", 0.0)
-
-
 # ---- figures ---------------------------------------------------------------------------------------------
-
-
-def test_figures_since_the_start() -> None:
-    found = {title: row.since_start for title, row in rows(RECORDED, RECORDED).items()}
-    assert found["tokens/s"] == "27 in all"
-    assert found["TTFT"] == "2,756.6 ms"
-    assert found["device-to-host syncs/step"] == "0.93"
-    assert found["late compiles"] == found["drafter faults"] == "0"
-    assert found["acceptance rate"] == "4.8%"
-    assert found["mean acceptance length"] == "1.14"
-    assert found["acceptance by position"] == "14% 0% 0%"
-    assert found["k in use"] == "3: 100%"
-    assert found["without drafts"] == "–"
 
 
 def test_figures_between_two_readings() -> None:
@@ -109,43 +80,6 @@ def test_sums_are_over_engines() -> None:
     assert found["tokens/s"].since_start == "254 in all"
     assert found["k in use"].since_start == "0: 11%, 3: 89%", "10 and 61 of the one, 21 of the other"
     assert found["KV cache in use"].now == "12.5%", "the fullest engine"
-
-
-@pytest.mark.parametrize(
-    ("values", "title", "shown", "style"),
-    [
-        (dict(compiled_after_warmup_total=2), "late compiles", "2", "bold red"),
-        (dict(drafter_faults_total=1), "drafter faults", "1", "bold red"),
-        (dict(drafter_switched_off_total=1), "drafter", "switched off", "bold red"),
-        (dict(audits_total__different=1, audits_total__tie=3), "audits", "tie: 3, different: 1", "bold red"),
-        (dict(audits_total__identical=9), "audits", "identical: 9", ""),
-        (dict(num_requests_waiting=1), "requests waiting", "1", "yellow"),
-        (dict(num_preemptions_total=5), "preemptions", "5", "yellow"),
-    ],
-)
-def test_what_wants_attention(values: dict[str, float], title: str, shown: str, style: str) -> None:
-    after = changed(**values)
-    row = rows(RECORDED, after)[title]
-    assert (row.now, row.style) == (shown, style)
-    # What was counted stays yellow, what holds keeps its color.
-    counted = title in ("late compiles", "drafter faults", "audits")
-    assert rows(after, after)[title].style == ("yellow" if counted and style else style)
-    assert rows(RECORDED, RECORDED).get(title, Row("", "", "", {})).style == ""
-
-
-def test_without_speculation() -> None:
-    plain = "\n".join(line for line in RECORDED.splitlines() if not re.search("rows|spec_decode|drafter|audit", line))
-    found = rows(plain, plain)
-    assert found["speculation"].now == "off"
-    assert "acceptance rate" not in found
-
-
-def test_rates_are_of_the_last_seconds() -> None:
-    history = History(10.0)
-    for number in range(20):
-        history.add(Reading(changed(generation_tokens_total=100 * max(number - 10, 0)), 2.0 * number))
-    assert history.seconds == 10.0
-    assert {row.title: row.now for row in history.make_rows()}["tokens/s"] == "50.0"
 
 
 def test_a_server_that_starts_again_has_no_negative_rates() -> None:
@@ -228,13 +162,6 @@ def test_servers_that_are_not_ours(status: int, text: str, words: str, capsys: p
     (line,) = capsys.readouterr().err.splitlines()
     assert line.startswith(f"gaudi-spec top: error: {address}")
     assert words in line
-
-
-def test_no_server(capsys: pytest.CaptureFixture[str]) -> None:
-    address = f"http://127.0.0.1:{free_port()}"
-    assert cli.main(["top", address, "--once"]) == 1
-    (line,) = capsys.readouterr().err.splitlines()
-    assert line.startswith(f"gaudi-spec top: error: no server answers at {address} (")
 
 
 def test_live_until_it_is_interrupted(
