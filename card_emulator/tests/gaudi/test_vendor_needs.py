@@ -5,8 +5,6 @@ Unless another is named that is vllm-gaudi v0.26.0; `make verify-vendor` runs it
 
 from __future__ import annotations
 
-import dataclasses
-import importlib
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -18,7 +16,7 @@ from safetensors.torch import save_file
 
 from card_emulator.card import DeviceRefusal
 from card_emulator.kernels import to_e4m3
-from card_emulator.testing import graph, hpu, ids
+from card_emulator.testing import hpu
 
 
 class _Weight(torch.nn.Parameter):
@@ -54,16 +52,6 @@ def test_a_model_on_its_way_keeps_its_parameters(card: Any) -> None:
     assert plain.numpy().shape == (2,)
 
 
-def test_data_of_a_parameter_is_changed_in_place(card: Any) -> None:
-    """tests/unit_tests/ops/test_hpu_layernorm.py: `weight.data.normal_()`, outside of no_grad."""
-    with torch.inference_mode(False):
-        weight = torch.nn.Parameter(torch.zeros(2, device="hpu"))
-        weight.data.fill_(3)
-        assert weight.requires_grad
-        weight.data = hpu(4, 5).clone()
-    assert weight.tolist() == [4.0, 5.0]
-
-
 @pytest.mark.parametrize(
     "view",
     [
@@ -82,14 +70,6 @@ def test_views_in_inference_mode_of_tensors_from_outside(card: Any, view: Callab
     assert outside.tolist() == [[1.0, 1.0], [0.0, 0.0]]
 
 
-def test_indices_in_a_list(card: Any) -> None:
-    """hpu_input_batch.py: `self.temperature[req_indices]`."""
-    x = hpu(1, 2, 3)
-    assert x[[2, 0]].tolist() == [3.0, 1.0]
-    x[[0, 1]] = 7.0
-    assert x.tolist() == [7.0, 7.0, 3.0]
-
-
 def test_a_file_is_read_onto_the_card(card: Any, tmp_path: Path) -> None:
     """tests/unit_tests/ops/test_hpu_fp8.py: safe_open(..., device="hpu")."""
     save_file({"x": torch.arange(3.0)}, tmp_path / "x.safetensors")
@@ -97,26 +77,6 @@ def test_a_file_is_read_onto_the_card(card: Any, tmp_path: Path) -> None:
         x = file.get_tensor("x")
     assert x.device.type == "hpu"
     assert x.tolist() == [0.0, 1.0, 2.0]
-
-
-def test_asarray_keeps_its_values(card: Any) -> None:
-    assert torch.asarray([1, 2], device="hpu").tolist() == [1, 2]
-
-
-def test_a_tensor_changes_its_geometry(card: Any) -> None:
-    """vLLM's update_tensor_inplace (layers/quantization/utils), after which vllm-gaudi's 4-bit layers are loaded."""
-    x = torch.arange(6.0).to("hpu").view(2, 3)
-    x.as_strided_((3, 2), (1, 3))
-    assert x.tolist() == [[0.0, 3.0], [1.0, 4.0], [2.0, 5.0]]
-    x.t_()
-    assert (x.shape, x.tolist()) == ((2, 3), [[0.0, 1.0, 2.0], [3.0, 4.0, 5.0]])
-    before = torch.hpu.memory_allocated()
-    assert x.resize_(100).shape == (100,)
-    assert torch.hpu.memory_allocated() == before + 400 - 24
-    other = hpu(8, 9)
-    assert x.set_(other).tolist() == [8.0, 9.0]
-    other.zero_()
-    assert x.tolist() == [0.0, 0.0]
 
 
 def test_the_backend_of_compile_has_its_name(card: Any) -> None:
@@ -127,45 +87,6 @@ def test_the_backend_of_compile_has_its_name(card: Any) -> None:
             compiled(torch.ones(1))
     with torch._dynamo.config.patch(disable=True):
         assert torch.compile(lambda x: x + 1, backend="hpu_backend")(hpu(1)).tolist() == [2.0]
-
-
-def test_parts_of_torch_hpu(card: Any) -> None:
-    """platform.py, manual_seed_all; tests of graphs, input_hash; torch.load, which asks for torch.hpu.device."""
-    importlib.import_module("torch.hpu.random").manual_seed_all(5)
-    first = torch.rand(3, device="hpu").tolist()
-    torch.hpu.random.manual_seed_all(5)
-    assert torch.rand(3, device="hpu").tolist() == first
-    assert torch.hpu.graphs.input_hash((hpu(1), 2)) == torch.hpu.graphs.input_hash((hpu(3), 2))
-    assert torch.hpu.graphs.input_hash((hpu(1), 2)) != torch.hpu.graphs.input_hash((hpu(1, 1), 2))
-    with torch.hpu.device(0):
-        assert torch.accelerator.current_stream() is torch.hpu.current_stream()
-    experimental = importlib.import_module("habana_frameworks.torch.utils.experimental")
-    x = hpu(1)
-    assert experimental._data_ptr(x) == x.data_ptr()
-
-
-class _Output(dict[str, Any]):
-    """As transformers' ModelOutput: items are attributes as well."""
-
-    def __setitem__(self, name: str, value: Any) -> None:
-        super().__setitem__(name, value)
-        setattr(self, name, value)
-
-
-def test_a_graph_returns_records_of_their_class(card: Any) -> None:
-    """optimum-habana 1.21, generation/utils.py: `outputs.logits`, beside a cache that the model passes through."""
-
-    def forward(x: torch.Tensor) -> _Output:
-        out = _Output()
-        out["logits"], out["cache"] = x + 1, x
-        return out
-
-    run = graph(forward)
-    assert run(hpu(1)).logits.tolist() == [2.0]
-    again = hpu(2)
-    replayed = run(again)
-    assert replayed.logits.tolist() == [3.0]
-    assert replayed.cache is again
 
 
 # --- operations ---
@@ -231,47 +152,6 @@ def test_m01_dtypes_that_a_mixture_does_not_take(ids: torch.dtype, weights: torc
         )
 
 
-def test_a_mixture_of_fp8_experts(card: Any) -> None:
-    """extension/ops.py, VllmMixtureOfExpertsOpFP8PerChannel, with dynamic and with static scales."""
-    torch.manual_seed(0)
-    (w12, w3), x = _experts(2), torch.randn(3, 8)
-    table, router = torch.tensor([[0, 1], [1, 0], [1, 1]]), torch.rand(3, 2)
-    scales = [[torch.rand(len(w)) / 16 + 0.05 for w in weights] for weights in (w12, w3)]
-    packed = [
-        [to_e4m3(w / s[:, None], 240.0) for w, s in zip(weights, by, strict=True)]
-        for weights, by in zip((w12, w3), scales, strict=True)
-    ]
-    x8 = to_e4m3(x / 0.02, 240.0)
-
-    def run(**more: Any) -> torch.Tensor:
-        out: torch.Tensor = torch.ops.hpu.mixture_of_experts(
-            hidden_states=x8.to("hpu"),
-            expert_routing_table=table.to("hpu"),
-            router_weights=router.to("hpu"),
-            w12=[w.to("hpu") for w in packed[0]],
-            w3=[w.to("hpu") for w in packed[1]],
-            d_scale_hidden_states=hpu(0.02),
-            d_scale_w12=[s.to("hpu") for s in scales[0]],
-            d_scale_w3=[s.to("hpu") for s in scales[1]],
-            permuted_weights=True,
-            activation="silu",
-            experts_min=0,
-            experts_max=1,
-            **more,
-        )
-        return out.cpu()
-
-    wide = [
-        [w.float() * s[:, None] for w, s in zip(weights, by, strict=True)]
-        for weights, by in zip(packed, scales, strict=True)
-    ]
-    expected = _by_tokens(x8.float() * 0.02, table, router, *wide, 0)
-    torch.testing.assert_close(run(), expected)
-    static = run(d_scale_intermediate_hidden_states=[hpu(0.5), hpu(0.5)])
-    assert not torch.equal(static, expected)
-    torch.testing.assert_close(static, expected, rtol=0.1, atol=0.5)
-
-
 def test_weights_of_four_bits(card: Any) -> None:
     """ops/hpu_awq.py, hpu_gptq.py and hpu_compressed_tensors.py: the lowest bits first, zero points packed alike."""
     torch.manual_seed(0)
@@ -293,21 +173,6 @@ def test_weights_of_four_bits(card: Any) -> None:
     torch.testing.assert_close(by_order, (weight - zeros[order]) * scale[order])
 
 
-def test_scales_that_are_numbers(card: Any) -> None:
-    """The bridge's overloads, v1.19, kernels_register.cpp."""
-    x = torch.tensor([[1.5, -2.0]]).to("hpu")
-    cast, gemm, back = torch.ops.hpu.cast_to_fp8_v2, torch.ops.hpu.fp8_gemm_v2, torch.ops.hpu.cast_from_fp8
-    packed = cast.scalar(x, 2.0, False, False, torch.float8_e4m3fn)[0]
-    assert packed.float().tolist() == [[3.0, -4.0]]
-    assert back.scalar(packed, 0.5, torch.float32).tolist() == x.tolist()
-    listed = cast.scalar_list(x, [2.0, 4.0], False, False, torch.float8_e4m3fn)[0]
-    assert listed.float().tolist() == [[3.0, -8.0]]
-    assert back.scalar_list(listed, [0.5, 0.25], torch.float32).tolist() == x.tolist()
-    weight = cast(x, None, False, False, torch.float8_e4m3fn)[0]
-    assert gemm.scalar(packed, False, weight, True, None, torch.float32, 0.5, 2.0).tolist() == [[12.5]]
-    assert gemm.scalar_list(packed, False, weight, True, None, torch.float32, [0.5], [2.0]).tolist() == [[12.5]]
-
-
 def test_fp8_in_bfloat16_rounds_scale_and_sum(card: Any) -> None:
     """tests/unit_tests/ops/test_hpu_compressed_tensors.py: two layers with static scales, met bit for bit by this."""
     x = torch.tensor([[1.0625, 3.0]]).bfloat16()
@@ -321,32 +186,6 @@ def test_fp8_in_bfloat16_rounds_scale_and_sum(card: Any) -> None:
     inverse = torch.tensor(1.00390625).to("hpu")
     assert torch.ops.hpu.fp8_gemm_v2(*arguments, torch.float32, inverse).item() == 257 * 1.00390625
     assert torch.ops.hpu.fp8_gemm_v2(*arguments, torch.bfloat16, inverse).item() == 256.0
-
-
-@pytest.mark.parametrize("grouped", [False, True])
-def test_attention_in_slices(card: Any, grouped: bool) -> None:
-    """extension/utils.py, SlicedFusedSDPA: maxima and inverse sums put two slices of keys together."""
-    grouping = importlib.import_module("habana_frameworks.torch.hpex.kernels.FusedSDPA")
-    torch.manual_seed(0)
-    q, k, v = torch.randn(1, 4, 3, 8), torch.randn(1, 2, 6, 8), torch.randn(1, 2, 6, 8)
-    mask = torch.zeros(1, 1, 3, 6)
-    mask[..., 5] = -torch.inf
-    ours = [part.to("hpu") for part in (q, k, v, mask)]
-    assert grouping.is_gqa(*ours[:2])
-    if grouped:
-        ours = grouping.gqa_input_reshape_fwd(*ours)
-
-    def attend(keys: slice) -> Any:
-        k, v, mask = ours[1][..., keys, :], ours[2][..., keys, :], ours[3][..., keys]
-        out = torch.ops.hpu.sdpa_recomp_fwd(ours[0], k, v, mask, 0.0, 0.3, False, True, "fp32", None, "right")
-        return [grouping.gqa_output_reshape(part).cpu() if grouped else part.cpu() for part in out[:3]]
-
-    (one, top, inverse), (two, other_top, other_inverse) = attend(slice(0, 4)), attend(slice(4, 6))
-    highest = torch.maximum(top, other_top)
-    sums = torch.exp(top - highest) / inverse, torch.exp(other_top - highest) / other_inverse
-    merged = (one * sums[0] + two * sums[1]) / (sums[0] + sums[1])
-    expected = torch.nn.functional.scaled_dot_product_attention(q, k, v, mask, scale=0.3, enable_gqa=True)
-    torch.testing.assert_close(merged, expected)
 
 
 def test_fp8_attention(card: Any) -> None:
@@ -364,15 +203,3 @@ def test_fp8_attention(card: Any) -> None:
     fast = fp8_fused_sdpa(*ours, softmax_mode="fast", q_scale_o=hpu(1)[0], **named)
     assert fast[0].dtype is torch.float8_e4m3fn
     torch.testing.assert_close(fast[2].cpu() * 128, out[2].cpu())
-
-
-def test_minus_one_pads(card: Any, monkeypatch: pytest.MonkeyPatch) -> None:
-    """hpu_model_runner.py pads ids, slots, blocks and groups with -1; extension/ops.py, grouped_max, has a row for it;
-    extension/defragmentation.py pads with the slots of block -1."""
-    monkeypatch.setattr(card, "model", dataclasses.replace(card.model, counts_from_the_end=True))
-    groups, top = ids(0, 0, -1), torch.tensor([[1.0, 1.0], [3.0, 2.0], [9.0, 9.0]]).to("hpu")
-    best = torch.full((3, 2), -torch.inf, device="hpu").index_reduce_(0, groups, top, "amax")
-    assert best.tolist() == [[3.0, 2.0], [-torch.inf] * 2, [9.0, 9.0]]
-    assert best.index_select(0, groups).tolist() == [[3.0, 2.0], [3.0, 2.0], [9.0, 9.0]]
-    assert top.index_select(0, ids(-3, -2)).tolist() == [[1.0, 1.0], [3.0, 2.0]]
-    assert card.counters.negative_indices == 3
