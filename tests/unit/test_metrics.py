@@ -103,20 +103,3 @@ def test_take_returns_only_changes() -> None:
     assert counted.take() == {}
     counted.set(COVERAGE, 0.25, "target")
     assert counted.take() == {COVERAGE: {"target": 0.25}}
-
-
-def test_smaller_total_does_not_decrease_counter(tmp_path: Path) -> None:
-    """Whoever counts was set back, or did not know for once; a front end would fail."""
-    logger, counted = logger_of(tmp_path, dict(method="ngram"), [0]), metrics.StepMetrics()
-    seen = []
-    for so_far in (3, 0, 2, 4):
-        counted.count_total(COMPILED, so_far)
-        record(logger, 0, counted.take())
-        seen.append(shown(f"{COMPILED}_total"))
-    assert seen == [3, 3, 3, 4]
-
-
-def test_gauge_can_be_zero() -> None:
-    counted = metrics.StepMetrics()
-    counted.set(COVERAGE, 0, "drafter")
-    assert counted.take() == {COVERAGE: {"drafter": 0}}, "known to be 0 is not unknown"

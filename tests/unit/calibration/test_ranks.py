@@ -7,9 +7,9 @@ from dataclasses import replace
 import numpy as np
 import pytest
 
-from fp8_calibration.scales import SCALE_METHODS, _count_rows, expand, make_scales, merge, unify
+from fp8_calibration.scales import SCALE_METHODS, expand, make_scales, merge, unify
 from tests.support.measurements import HEAD, HEADS, INNER, KV_HEADS, measured, same
-from vllm_gaudi_spec.quantization.files import LinearShape, Node, Part, QuantFilesError, Record
+from vllm_gaudi_spec.quantization.files import Node, QuantFilesError, Record
 
 QKV, GATE_UP, O_PROJ = (
     f"model.layers.0.{name}" for name in ("self_attn.qkv_proj", "mlp.gate_up_proj", "self_attn.o_proj")
@@ -107,17 +107,6 @@ def test_what_does_not_fit_together_is_refused() -> None:
         expand(measured(), 3)
 
 
-def test_measurements_per_tensor_need_no_shapes() -> None:
-    """As Neural Compressor makes them on a Gaudi."""
-    whole = measured()
-    for node in whole.nodes.values():
-        node.params = {name: weight.max().reshape(1, 1) for name, weight in node.params.items()}
-    whole = replace(whole, linears={})
-    same(unify(expand(whole, 2)), whole)
-    with pytest.raises(QuantFilesError, match="measured per tensor"):
-        make_scales([whole], "act_maxabs_hw_weights_pcs_maxabs_pow2", "gaudi2")
-
-
 def test_channels_with_an_unknown_split_are_refused() -> None:
     ranks = [replace(record, linears={}) for record in as_ranks_measure(measured(), 2)]
     with pytest.raises(QuantFilesError, match="measured by channel, and its file does not record how ranks share it"):
@@ -125,16 +114,3 @@ def test_channels_with_an_unknown_split_are_refused() -> None:
     with pytest.raises(QuantFilesError, match="measured by channel, and its file does not record how ranks share it"):
         expand(replace(measured(), linears={}), 2)
     same(expand(replace(measured(), linears={}), 1)[0], measured())
-
-
-def test_input_channels_that_do_not_spread_are_refused() -> None:
-    whole = measured()
-    odd = {name: replace(shape, columns=33) if name == O_PROJ else shape for name, shape in whole.linears.items()}
-    with pytest.raises(QuantFilesError, match="33 input channels do not spread over 2 ranks"):
-        expand(replace(whole, linears=odd), 2)
-
-
-def test_parts_that_ranks_cannot_split_are_refused() -> None:
-    assert _count_rows(LinearShape("rows", (Part(64, 8), Part(16, 2)), 32), 4) == [16, 8]
-    with pytest.raises(QuantFilesError, match="do not spread over 3 ranks"):
-        _count_rows(LinearShape("rows", (Part(64, 8),), 32), 3)

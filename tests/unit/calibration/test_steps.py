@@ -3,9 +3,7 @@
 from __future__ import annotations
 
 import json
-import re
 import runpy
-import shutil
 from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
@@ -13,8 +11,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from fp8_calibration import measure
-from fp8_calibration.folder import DRAFT, ROLES, TARGET, Folder, run_step, write_json
+from fp8_calibration.folder import DRAFT, ROLES, TARGET, Folder
 from fp8_calibration.scales import SCALE_METHODS, expand
 from tests.support.measurements import measured, same
 from vllm_gaudi_spec.quantization import files
@@ -139,10 +136,6 @@ def test_a_module_that_saw_nothing(run: Run, folder: Folder) -> None:
 # ---- what is not right -------------------------------------------------------------------------------
 
 
-def cut(path: Path) -> None:
-    path.write_bytes(path.read_bytes()[: path.stat().st_size // 2])
-
-
 STEPS = {
     "step_4_postprocess": lambda role: role.measured,
     "step_5_unify_ranks": lambda role: role.processed,
@@ -159,29 +152,6 @@ def up_to(script: str, run: Run, folder: Folder) -> None:
 
 
 @pytest.mark.parametrize("script", STEPS)
-@pytest.mark.parametrize(
-    ("end", "damage", "message"),
-    [
-        (".json", Path.unlink, "is missing"),
-        (".json", cut, "is truncated"),
-        (".npz", Path.unlink, "is missing"),
-        (".npz", cut, "is truncated"),
-    ],
-)
-def test_a_damaged_file_stops_a_step(
-    run: Run, folder: Folder, script: str, end: str, damage: Callable[[Path], None], message: str
-) -> None:
-    up_to(script, run, folder)
-    path = Path(f"{files.stem(STEPS[script](folder.role(DRAFT)), 1, 2)}{end}")
-    damage(path)
-    before = tree(folder.root)
-    status, _, err = run(script, "--out", folder.root)
-    assert status == 1
-    assert tree(folder.root) == before
-    assert err.splitlines() == [line for line in err.splitlines() if f"{path.name} {message}" in line]
-
-
-@pytest.mark.parametrize("script", STEPS)
 def test_another_model_stops_a_step(
     run: Run, folder: Folder, models: dict[str, str], tmp_path: Path, script: str
 ) -> None:
@@ -192,62 +162,6 @@ def test_another_model_stops_a_step(
     assert err.count("\n") == 1
     assert "was measured on another model than" in err
     assert tree(folder.root) == before
-
-
-@pytest.mark.parametrize(
-    ("options", "message"),
-    [
-        (["--world-size", 3], "do not spread over 3 ranks"),
-        (["--measured-world-size", 4], "are for world size 2, not 4"),
-    ],
-)
-def test_a_wrong_world_size_stops_it(run: Run, folder: Folder, options: list[object], message: str) -> None:
-    up_to("step_5_unify_ranks", run, folder)
-    before = tree(folder.root)
-    status, _, err = run("step_5_unify_ranks", "--out", folder.root, *options)
-    assert (status, err.count("\n")) == (1, 1)
-    assert message in err
-    assert tree(folder.root) == before
-
-
-@pytest.mark.parametrize("script", ["step_1_detect_device", "step_2_prepare_prompts", "step_4_postprocess"])
-def test_a_folder_that_can_not_be_written(run: Run, folder: Folder, script: str) -> None:
-    root = folder.root
-    if script == "step_4_postprocess":
-        (root / TARGET / "processed").write_text("")
-    else:
-        shutil.rmtree(root)
-        root.write_text("")
-    before = tree(root.parent)
-    status, _, err = run(script, "--out", root)
-    assert (status, err.count("\n")) == (1, 1)
-    assert "cannot be written: " in err
-    assert tree(root.parent) == before
-
-
-def test_nothing_measured(run: Run, tmp_path: Path) -> None:
-    for script in STEPS:
-        status, _, err = run(script, "--out", tmp_path)
-        assert (status, err.count("\n")) == (1, 1)
-        assert f"{tmp_path} has no measurements" in err
-
-
-def test_a_method_that_needs_channels(run: Run, folder: Folder) -> None:
-    """Neural Compressor measures weights per tensor, and makes such scales while it loads them."""
-    for name in ROLES:
-        for record in files.read_world(folder.role(name).measured):
-            for node in record.nodes.values():
-                node.params = {key: weight.max().reshape(1, 1) for key, weight in node.params.items()}
-            files.write(folder.role(name).measured, replace(record, linears={}))
-    up_to("step_6_make_scales", run, folder)
-    method = "act_maxabs_pow2_weights_pcs_maxabs_pow2"
-    status, _, err = run("step_6_make_scales", "--out", folder.root, "--scale-method", method)
-    assert (status, err.count("\n")) == (1, 1)
-    assert "was measured per tensor" in err
-    status, out, _ = run("step_6_make_scales", "--out", folder.root)
-    assert status == 0
-    assert f"so there is no {method}" in out
-    assert not folder.role(TARGET).quant_config(method).exists()
 
 
 # ---- prompts, and the start of measuring -------------------------------------------------------------
@@ -265,77 +179,3 @@ def test_prompts(run: Run, tmp_path: Path) -> None:
     assert json.loads(folder.prompts.read_text()) == {"prompt": "two\nlines\n"}, "the editor's line break is no text"
     assert run("step_2_prepare_prompts", "--out", folder.root, "--limit", 5)[0] == 0
     assert len(folder.prompts.read_text().splitlines()) == 5
-
-
-@pytest.mark.parametrize(
-    ("content", "message"),
-    [
-        ('"one"\n{"answer": "two"}\n', "line 2 of .*: expected a string, or an object with one of prompt, text"),
-        ('"one"\n{"prompt"\n', "line 2 of .*: Expecting"),
-        ("\n", "has no prompts"),
-        (None, "cannot be read: No such file or directory"),
-    ],
-)
-def test_prompts_that_are_none(run: Run, tmp_path: Path, content: str | None, message: str) -> None:
-    source = tmp_path / "mine.jsonl"
-    if content is not None:
-        source.write_text(content)
-    status, _, err = run("step_2_prepare_prompts", "--out", tmp_path / "out", "--prompts", source)
-    assert (status, err.count("\n")) == (1, 1)
-    assert re.search(message, err)
-    assert not (tmp_path / "out").exists()
-
-
-def test_an_interrupted_first_chunk_is_done_again(folder: Folder, models: dict[str, str]) -> None:
-    """Some ranks may have written, and others not: nobody counted that."""
-    run = measure.Run(model=models[TARGET], draft=models[DRAFT], method="draft_model", world=2)
-    identity = measure._identity(run, ["a prompt"])
-    with pytest.raises(files.QuantFilesError, match=r"measured\.json is missing beside measurements"):
-        measure._claim(folder, run, identity)
-    write_json(folder.progress, identity | {"done": 0})
-    assert measure._claim(folder, run, identity) == 0
-    assert not files.find_ranks(folder.role(TARGET).measured)
-    assert not files.find_ranks(folder.role(DRAFT).measured)
-
-
-def test_what_was_measured_is_known_again(folder: Folder, models: dict[str, str], tmp_path: Path) -> None:
-    run = measure.Run(model=models[TARGET], draft=models[DRAFT], method="draft_model", world=2)
-    identity = measure._identity(run, ["a prompt"])
-    write_json(folder.progress, identity | {"done": 5, "of": 8})
-    before = tree(folder.root)
-    assert measure._claim(folder, replace(run, batch_size=1), measure._identity(run, ["a prompt"])) == 5
-    tuned = make_model(tmp_path / "tuned", b"tuned further")
-    others = {
-        "target": (replace(run, model=tuned), ["a prompt"]),
-        "draft": (replace(run, draft=tuned), ["a prompt"]),
-        "prompts": (run, ["another prompt"]),
-        "settings": (replace(run, world=1), ["a prompt"]),
-    }
-    for what, (other, prompts) in others.items():
-        with pytest.raises(files.QuantFilesError, match=f"measurements with another {what}; choose another --out"):
-            measure._claim(folder, other, measure._identity(other, prompts))
-    assert tree(folder.root) == before
-
-
-def test_engine_options_of_the_user_win_and_additional_config_is_merged() -> None:
-    defaults = {
-        "max_num_seqs": 8,
-        "additional_config": {"gaudi_spec": {"draft_quant_config": "a", "batch_invariant": True}},
-    }
-    overrides = {"max_num_seqs": 4, "additional_config": {"gaudi_spec": {"batch_invariant": False}, "other": 1}}
-    assert measure.engine_options(defaults, overrides) == {
-        "max_num_seqs": 4,
-        "additional_config": {"gaudi_spec": {"draft_quant_config": "a", "batch_invariant": False}, "other": 1},
-    }
-    assert measure.engine_options(defaults, {}) == defaults
-    assert measure.engine_options({}, overrides) == overrides
-
-
-def test_an_error_is_one_line_or_with_verbose_a_traceback(capsys: pytest.CaptureFixture[str]) -> None:
-    def fail() -> None:
-        raise ValueError("deep inside")
-
-    assert run_step("step 9", fail) == 1
-    assert capsys.readouterr().err == "step 9: error: deep inside\n"
-    with pytest.raises(ValueError, match="deep inside"):
-        run_step("step 9", fail, verbose=True)

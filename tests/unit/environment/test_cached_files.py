@@ -223,21 +223,6 @@ def test_modified_demo_model_is_rebuilt(change: Callable[[Path], None], cache: P
     assert demo_model.damaged_files(folder)
 
 
-def test_lock_of_demo_model_does_not_follow_links(cache: Path, elsewhere: Path) -> None:
-    """Opening it would empty the file behind it."""
-    (cache / f".{demo_model.NAME}.lock").symlink_to(elsewhere / "file")
-    with pytest.raises(OSError), demo_model.exclusive(cache):
-        pass
-    assert (elsewhere / "file").read_bytes() == b"theirs"
-
-
-def test_demo_model_is_not_kept_in_world_writable_folder(tmp_path: Path) -> None:
-    tmp_path.chmod(0o777)
-    with pytest.raises(UntrustedCacheError, match="chmod o-w"):
-        demo_model.demo_model_path(tmp_path)
-    assert not list(tmp_path.iterdir())
-
-
 @pytest.mark.parametrize("ending", [".json", ".npz", "_mod_list.json"])
 def test_measurements_are_not_read_through_a_link_out_of_their_folder(
     ending: str, tmp_path: Path, elsewhere: Path

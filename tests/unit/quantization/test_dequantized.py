@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import copy
-import json
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -18,9 +17,7 @@ from card_emulator.gaudi.fused import convert_from_uint4
 from tests.models.formats import CT_FP8, CT_W4, FORMATS, GROUP, compressed, fp8_channel
 from tests.unit.quantization.test_kv_scheme import checkpoint, configured
 from vllm_gaudi_spec.config import UnsupportedConfigError
-from vllm_gaudi_spec.devices.base import Weights
-from vllm_gaudi_spec.devices.cpu.backend import CpuWeights
-from vllm_gaudi_spec.quantization.checkpoint import Checkpoint, check_tensors, find_misfit
+from vllm_gaudi_spec.quantization.checkpoint import Checkpoint, check_tensors
 from vllm_gaudi_spec.quantization.dequantized import DEQUANTIZED
 from vllm_gaudi_spec.quantization.encodings import EncodingError, Words
 from vllm_gaudi_spec.quantization.formats import read_format
@@ -54,33 +51,6 @@ def test_unsupported_format_is_refused(tmp_path: Path) -> None:
     with pytest.raises(UnsupportedConfigError, match="zero points in GPTQ's first layout") as refused:
         configured(model, dtype="bfloat16")
     assert len(str(refused.value).splitlines()) == 1
-
-
-def test_a_malformed_description_is_refused_in_one_line(tmp_path: Path) -> None:
-    weights = dict(num_bits=8, type="float", strategy="block", block_structure="128")
-    model = checkpoint(tmp_path, compressed("float-quantized", weights))
-    for options in ({}, reference()):
-        with pytest.raises(UnsupportedConfigError, match=r"in a way that is not read \(ValueError: ") as refused:
-            configured(model, **options)
-        assert len(str(refused.value).splitlines()) == 1
-
-
-def test_users_quantization_method_is_respected(tmp_path: Path) -> None:
-    """What is not the checkpoint's own is vLLM's to refuse."""
-    model = checkpoint(tmp_path, dict(FORMATS["awq"].config))
-    for name in ("awq", "auto_awq", DEQUANTIZED):
-        assert configured(model, **reference(quantization=name)).model_config.quantization == DEQUANTIZED
-    for name in ("fp8", "gptq", "awq_marlin", "awq_hpu", "ascend"):
-        with pytest.raises(ValueError, match=rf"Quantization method .* does not match .* \({name}\)"):
-            configured(model, **reference(quantization=name))
-
-
-def test_missing_kernels_that_the_user_asks_for_are_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(CpuWeights, "missing_kernel", Weights.missing_kernel)
-    monkeypatch.setattr(type(current_platform), "supported_dtypes", [torch.float16])
-    model = checkpoint(tmp_path, dict(FORMATS["gptq"].config))
-    with pytest.raises(UnsupportedConfigError, match=r"weights \(auto_gptq\), .*; leave --quantization out\."):
-        configured(model, quantization="gptq_marlin", dtype="float16")
 
 
 def write(folder: Path, change: Callable[[dict[str, torch.Tensor]], None] = lambda tensors: None) -> str:
@@ -122,37 +92,6 @@ def test_damaged_checkpoint_is_refused_with_vllms_kernels(tmp_path: Path, monkey
     assert configured(model, **options).model_config.quantization == "compressed-tensors"
 
 
-def test_only_files_in_the_index_are_checked(tmp_path: Path) -> None:
-    model = write(tmp_path)
-    save_file({f"{NAME}.weight_scale": torch.ones(7, 1)}, tmp_path / "stray.safetensors")
-    with pytest.raises(UnsupportedConfigError, match="take another copy"):
-        configured(model, **reference())
-    names = {f"{NAME}.{part}": "model.safetensors" for part in ("weight", "weight_scale")}
-    (tmp_path / "model.safetensors.index.json").write_text(json.dumps(dict(weight_map=names)))
-    configured(model, **reference())
-
-
-def test_other_load_formats_are_refused(tmp_path: Path) -> None:
-    with pytest.raises(UnsupportedConfigError, match="--load-format sharded_state; leave that out"):
-        configured(write(tmp_path), **reference(load_format="sharded_state"))
-
-
-@pytest.mark.parametrize(
-    ("name", "ability", "inputs"),
-    [("ct-fp8-dynamic", "multiplies_fp8", "bfloat16 or float32"), ("awq", "converts_uint4", "bfloat16")],
-)
-def test_native_kernels_are_refused_for_the_dtype(
-    name: str, ability: str, inputs: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(CpuWeights, ability, True)
-    monkeypatch.setattr(type(current_platform), "supported_dtypes", [torch.float16])
-    with pytest.raises(
-        UnsupportedConfigError, match=f"native kernels take inputs in {inputs}; use --dtype bfloat16"
-    ) as refused:
-        configured(checkpoint(tmp_path, dict(FORMATS[name].config)), dtype="float16", **kernels("native"))
-    assert len(str(refused.value).splitlines()) == 1
-
-
 # ---- reading ---------------------------------------------------------------------------------------------
 
 
@@ -165,21 +104,6 @@ def read(
 
 def tensors_of(parts: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
     return {f"{NAME}.{part}": tensor for part, tensor in parts.items()}
-
-
-def test_unquantized_tensors_are_unchanged() -> None:
-    """Norms, biases, scales of KV, and a layer that the format leaves as it is; scales of activations are dropped."""
-    parts, meant = fp8_channel(torch.randn(GROUP, GROUP))
-    others = {
-        "lm_head.weight": torch.ones(4, 4),
-        "model.norm.weight": torch.ones(4),
-        f"{NAME}.bias": torch.ones(GROUP),
-        "model.layers.0.self_attn.k_scale": torch.ones(()),
-    }
-    found = read(others | tensors_of(parts) | {f"{NAME}.input_scale": torch.ones(1)})
-    torch.testing.assert_close(found.pop(f"{NAME}.weight"), meant)
-    assert found.keys() == others.keys()
-    assert all(found[name] is tensor for name, tensor in others.items())
 
 
 def test_tensors_may_come_in_any_order() -> None:
@@ -286,12 +210,6 @@ def test_tensors_for_vllms_kernels_are_checked(name: str) -> None:
         list(check_tensors("model", format, broken.items()))
 
 
-def test_tensors_that_only_we_cannot_read_are_left_to_vllm() -> None:
-    stacked = {"layers.0.experts.weight": torch.ones(2, 4, 4, dtype=torch.int8), "layers.0.experts.weight_scale": ONE}
-    assert dict(check_tensors("model", read_format(CT), stacked.items())) == stacked
-
-
-ONE = torch.ones(1)
 E4M3 = torch.ones(4, 4).to(torch.float8_e4m3fn)
 NAMED = compressed("float-quantized", *CT_FP8)
 NAMED["config_groups"]["group_0"]["targets"] = ["re:.*down_proj$"]
@@ -315,12 +233,6 @@ def test_undescribed_quantized_tensors_are_refused(name: str, tensor: torch.Tens
     ):
         read({name: tensor}, config)
     assert not read({name: tensor}, config, is_unused=lambda unused: unused == name)
-
-
-def test_experts_in_one_tensor_are_not_damage() -> None:
-    parts = {"weight": torch.ones(2, 4, 4).to(torch.float8_e4m3fn), "weight_scale": torch.ones(2, 4, 1)}
-    with pytest.raises(EncodingError, match="of 3 dimensions, where only matrices are read; use a model in bfloat16"):
-        read(tensors_of(parts))
 
 
 def test_stacked_experts_of_gpt_oss() -> None:
@@ -364,20 +276,3 @@ def test_values_beyond_the_models_dtype_are_refused() -> None:
     assert bool(read(tensors_of(parts), dtype=torch.bfloat16)[f"{NAME}.weight"].isfinite().all())
     with pytest.raises(EncodingError, match=f"layer {NAME} has values beyond float16; use --dtype bfloat16"):
         read(tensors_of(parts), dtype=torch.float16)
-
-
-def test_a_scale_without_its_weight_is_refused() -> None:
-    """Where FP8 is kept, too."""
-    with pytest.raises(EncodingError, match=f"layer {NAME} has no weight; take another copy"):
-        read({f"{NAME}.weight_scale": torch.ones(4, 1)}, is_native=lambda layer: True)
-
-
-def test_check_reads_only_headers(tmp_path: Path) -> None:
-    """A layer's tensors may be in several files."""
-    parts, _ = fp8_channel(torch.ones(GROUP, GROUP))
-    files = [tmp_path / "a.safetensors", tmp_path / "b.safetensors"]
-    save_file({f"{NAME}.weight": parts["weight"]}, files[0])
-    save_file({f"{NAME}.weight_scale": parts["weight_scale"]}, files[1])
-    assert find_misfit("model", read_format(CT), files) is None
-    missing = f"model: layer {NAME} has no weight_scale; take another copy of the model."
-    assert find_misfit("model", read_format(CT), files[:1]) == missing

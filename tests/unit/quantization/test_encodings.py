@@ -11,7 +11,7 @@ from compressed_tensors.quantization import QuantizationArgs, QuantizationScheme
 
 from tests.models.formats import AWQ, CT_W4, FORMATS, GROUP, compressed, numbers
 from vllm_gaudi_spec.quantization.encodings import EncodingError
-from vllm_gaudi_spec.quantization.formats import FP8, UINT4, UnknownFormatError, read_format
+from vllm_gaudi_spec.quantization.formats import UINT4, UnknownFormatError, read_format
 
 LAYER = "model.layers.0.mlp.up_proj"
 QUANTIZED = [name for name, format in FORMATS.items() if format.weights is not None]
@@ -158,12 +158,6 @@ def test_scales_below_zero(name: str) -> None:
             read(parts)
 
 
-def test_a_block_in_one_word() -> None:
-    parts, meant = FORMATS["ct-fp8-block"].weights(matrix())
-    described = compressed("float-quantized", BLOCKS | dict(block_structure=f"{GROUP}x{GROUP}"))
-    torch.testing.assert_close(read_format(described).find_encoding(LAYER).weight(parts), meant, rtol=0, atol=0)
-
-
 def rounding_of(weights: dict[str, Any], weight: torch.Tensor) -> dict[str, torch.Tensor]:
     """A weight with scales, zero points and group indices, as its state is before it is compressed."""
     rows, columns = weight.shape
@@ -211,14 +205,6 @@ def test_tensors_that_do_not_fit(name: str, part: str, change: Any, reason: str,
     assert len(str(found.value).splitlines()) == 1
 
 
-def test_group_indices_outside() -> None:
-    parts, _ = FORMATS["gptq-desc-act"].weights(matrix())
-    parts["g_idx"][5] = -1
-    encoding = read_format(FORMATS["gptq-desc-act"].config).find_encoding(LAYER)
-    with pytest.raises(EncodingError, match="outside of its 3 groups"):
-        encoding.weight(parts)
-
-
 @pytest.mark.parametrize(
     ("described", "reason"),
     [
@@ -248,27 +234,6 @@ def test_formats_that_are_not_read(described: dict[str, Any], reason: str) -> No
     assert len(str(found.value).splitlines()) == 1
 
 
-@pytest.mark.parametrize("other", [CT_W4 | dict(num_bits=8), CT_W4 | dict(group_size=64)])
-def test_classes_of_layers_are_not_distinguished(other: dict[str, Any]) -> None:
-    """Though tensors of both have the same names."""
-    described = compressed("pack-quantized", CT_W4)
-    groups = described["config_groups"]
-    groups["group_1"] = groups["group_0"] | dict(targets=["RowParallelLinear"])
-    read_format(described)
-    groups["group_1"]["weights"] = other
-    with pytest.raises(UnknownFormatError, match="several formats by classes of layers"):
-        read_format(described)
-
-
-def test_fp8_is_multiplied_where_inputs_are_fp8_too() -> None:
-    assert read_format(FORMATS["ct-fp8-dynamic"].config).native == FP8
-    assert read_format(FORMATS["fp8-block"].config).native == FP8
-    for inputs in (None, numbers(8, "int", "token", True)):
-        assert read_format(compressed("float-quantized", numbers(8, "float", "channel"), inputs)).native is None
-    assert read_format(FORMATS["ct-int8"].config).native is None
-    assert read_format(FORMATS["ct-kv-only"].config).native is None
-
-
 @pytest.mark.parametrize(
     ("described", "is_native"),
     [
@@ -289,13 +254,6 @@ def test_fp8_is_multiplied_where_inputs_are_fp8_too() -> None:
 )
 def test_four_bits_are_kept_in_groups_in_order(described: dict[str, Any], is_native: bool) -> None:
     assert (read_format(described).native == UINT4) == is_native
-
-
-def test_words_take_no_more_than_four_bits() -> None:
-    """Which a GPTQ checkpoint names, and its tensors show."""
-    parts, _ = FORMATS["gptq-int8"].weights(matrix())
-    with pytest.raises(EncodingError, match="beyond the 4 bits that config"):
-        read_format(FORMATS["gptq"].config).find_encoding(LAYER).words(parts)
 
 
 def test_layers_with_encodings_of_their_own() -> None:

@@ -66,13 +66,6 @@ def test_numbers_of_rows_are_not_rounded_again(largest: float) -> None:
     torch.testing.assert_close(out.t(), meant, rtol=1e-5, atol=1e-6 if largest > 240 else 1e-5)
 
 
-def test_a_bias_is_added() -> None:
-    parts, _ = FORMATS["ct-fp8-dynamic"].weights(matrix(GROUP))
-    without, with_one = (linear(parts, "ct-fp8-dynamic", 448.0, bias=bias) for bias in (False, True))
-    with_one.bias.data.fill_(2.0)
-    torch.testing.assert_close(with_one(matrix(3)), without(matrix(3)) + 2)
-
-
 def test_a_row_does_not_depend_on_the_others() -> None:
     """A verify step has the bits of plain steps."""
     made = linear(FORMATS["ct-fp8-dynamic"].weights(matrix(GROUP))[0], "ct-fp8-dynamic", 240.0)
@@ -93,22 +86,6 @@ def test_only_rows_beyond_the_range_are_halved() -> None:
     stored = made.weight.t().float() * made.weight_scale[:, None]
     assert torch.equal(stored[0], weight[0])
     assert float((stored[1] - weight[1]).abs().max()) == 2.0**-9
-
-
-def test_dummy_scales_are_scales() -> None:
-    """--load-format dummy makes some of them negative."""
-    method = Fp8Linear(arithmetic=HostArithmetic, largest=448.0, prefix=LAYER)
-    made = layer_with(method)
-    made.weight.data.fill_(1)
-    made.weight_scale.data.uniform_(-1e-3, 1e-3)
-    method.process_weights_after_loading(made)
-    assert bool(made(matrix(3)).isfinite().all())
-
-
-def test_a_checkpoint_without_such_weights_is_an_error() -> None:
-    method = Fp8Linear(arithmetic=HostArithmetic, largest=448.0, prefix=LAYER)
-    with pytest.raises(RuntimeError, match=f"{LAYER} is kept in FP8, but its checkpoint has no such weight"):
-        method.process_weights_after_loading(layer_with(method))
 
 
 def test_merged_projections_cut_for_ranks() -> None:

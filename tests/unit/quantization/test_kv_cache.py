@@ -229,20 +229,6 @@ def test_gaudi_2_doubles_scales(monkeypatch: pytest.MonkeyPatch, warned: list[st
     assert (on_gaudi3(small) - small).abs().max() <= 2.0**-11
 
 
-@pytest.mark.parametrize(("fp8_range", "largest"), [("gaudi2", 240), ("gaudi3", 448), (None, 448)])
-def test_scale_of_1_is_not_doubled_and_logged(
-    fp8_range: str | None, largest: int, monkeypatch: pytest.MonkeyPatch, warned: list[str]
-) -> None:
-    one = layer(0.5, 1.0)
-    quantize(monkeypatch, one, layer(0.5, 0.5), fp8_range=fp8_range)
-    assert one.impl.v_cache.input.scale == 1.0
-    (line,) = warned
-    assert line == (
-        "Keys or values of 1 of 2 layers of a model have scale 1.0, as they do without scales in the checkpoint. They "
-        f"are clamped to {largest}, and small values lose precision."
-    )
-
-
 @pytest.mark.parametrize("value", [0.0, -1.0, float("nan"), float("inf")])
 @pytest.mark.parametrize("which", ["k_scale", "v_scale"])
 def test_bad_scale_is_refused(which: str, value: float, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -250,13 +236,3 @@ def test_bad_scale_is_refused(which: str, value: float, monkeypatch: pytest.Monk
         UnsupportedConfigError, match=rf"^{which} of layers\.0 is {value:g}, but a scale must be above 0"
     ):
         quantize(monkeypatch, layer(**{which: value}))
-
-
-def test_unquantized_kv_and_caches_of_quant_config_are_unchanged(monkeypatch: pytest.MonkeyPatch) -> None:
-    plain, quantized = layer(), layer()
-    quantize(monkeypatch, plain, cache_dtype="auto")
-    assert plain.impl.kv_dtype is None
-    quantized.impl.make_layer_operations()
-    quantized.impl.kv_dtype, caches = KV_DTYPE, (quantized.impl.k_cache, quantized.impl.v_cache)
-    quantize(monkeypatch, quantized)
-    assert (quantized.impl.k_cache, quantized.impl.v_cache) == caches

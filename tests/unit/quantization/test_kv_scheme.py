@@ -22,7 +22,6 @@ from vllm_gaudi_spec.devices.base import Weights
 from vllm_gaudi_spec.devices.cpu import formats as cpu_formats
 from vllm_gaudi_spec.devices.cpu.backend import CpuWeights
 from vllm_gaudi_spec.quantization import kv_scheme
-from vllm_gaudi_spec.quantization.config import get_cpu_weights
 from vllm_gaudi_spec.quantization.kv_scheme import drop_scales_set_aside
 
 SCHEME = dict(num_bits=8, type="float", strategy="tensor", symmetric=True, dynamic=False)
@@ -68,13 +67,6 @@ def without_fp8(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(CpuWeights, "fp8_arithmetic", None)
 
 
-@pytest.mark.parametrize("name", ["fp8", "fp8_e4m3", "fp8_inc"])
-def test_aliases_of_e4m3_are_unified(name: str, tmp_path: Path, warnings: list[str]) -> None:
-    made = configured(checkpoint(tmp_path, None), kv_cache_dtype=name)
-    assert made.cache_config.cache_dtype == FP8_KV
-    assert not warnings
-
-
 def test_supported_scheme_sets_fp8_kv(tmp_path: Path, warnings: list[str]) -> None:
     for strategy in ("tensor", "attn_head"):
         made = configured(checkpoint(tmp_path, with_scheme(strategy=strategy)))
@@ -110,12 +102,6 @@ def test_scheme_is_dropped_on_device_without_fp8(tmp_path: Path, warnings: list[
     assert Weights.fp8_arithmetic is None  # of devices that say nothing else: Ascend and CUDA
 
 
-def test_checkpoint_without_scheme_is_unchanged(tmp_path: Path, warnings: list[str]) -> None:
-    made = configured(checkpoint(tmp_path, dict(COMPRESSED)))
-    assert made.cache_config.cache_dtype == "auto"
-    assert not warnings
-
-
 @pytest.mark.parametrize("has_fp8", [True, False])
 def test_modelopts_formats(has_fp8: bool, tmp_path: Path, warnings: list[str], monkeypatch: pytest.MonkeyPatch) -> None:
     """vLLM takes their dtype before the platform is asked. float32 is not for these weights, nor every CPU."""
@@ -131,15 +117,6 @@ def test_modelopts_formats(has_fp8: bool, tmp_path: Path, warnings: list[str], m
 def test_user_can_keep_kv_in_models_dtype(tmp_path: Path, warnings: list[str], monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(type(current_platform), "supported_dtypes", [torch.bfloat16])
     made = configured(checkpoint(tmp_path, with_scheme()), dtype="bfloat16", kv_cache_dtype="bfloat16")
-    assert made.cache_config.cache_dtype == "auto"
-    assert made.quant_config.kv_cache_scheme is None
-    assert not warnings
-
-
-@pytest.mark.parametrize("requested", ["bfloat16", "float16"])
-def test_user_can_keep_kv_in_float32(requested: str, tmp_path: Path, warnings: list[str]) -> None:
-    """For which vLLM has no name; without a scheme it is another dtype than the model's, and refused."""
-    made = configured(checkpoint(tmp_path, with_scheme()), kv_cache_dtype=requested)
     assert made.cache_config.cache_dtype == "auto"
     assert made.quant_config.kv_cache_scheme is None
     assert not warnings
@@ -221,54 +198,6 @@ _NAMES = [
 ]
 
 
-def test_remedy_depends_on_who_asks_for_fp8(tmp_path: Path) -> None:
-    for quantization, requested, remedy in (
-        (with_scheme(), "auto", "use --kv-cache-dtype bfloat16, which keeps the KV of"),
-        (dict(COMPRESSED), "fp8", "leave out --kv-cache-dtype"),
-    ):
-        model = checkpoint(tmp_path, quantization)
-        save_file({_NAMES[0]: torch.zeros(1)}, tmp_path / "model.safetensors")
-        with pytest.raises(UnsupportedConfigError, match=rf"above 0; correct the checkpoint, or {remedy}"):
-            configured(model, kv_cache_dtype=requested)
-        # And following it helps.
-        configured(model, kv_cache_dtype="bfloat16" if "bfloat16" in remedy else "auto")
-
-
-@pytest.mark.parametrize(
-    ("requested", "quantizes", "chosen", "expected"),
-    [
-        ("auto", None, None, None),
-        ("fp8", None, None, "float32"),
-        ("fp8", None, "float16", "float16"),
-        ("auto", "QUANTIZE", None, "float32"),
-        ("auto", "MEASURE", None, None),
-    ],
-)
-def test_cpu_weights_default_to_float32_with_fp8(
-    requested: str,
-    quantizes: str | None,
-    chosen: str | None,
-    expected: str | None,
-    tmp_path: Path,
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
-    made = configured(checkpoint(tmp_path, None), kv_cache_dtype=requested)
-    made.additional_config = {"gaudi_spec": {} if chosen is None else {"cpu_weights": chosen}}
-    if quantizes is not None:
-        (tmp_path / "file.json").write_text(json.dumps(dict(mode=quantizes, dump_stats_path=str(tmp_path / "inc"))))
-        monkeypatch.setenv("QUANT_CONFIG", str(tmp_path / "file.json"))
-    assert get_cpu_weights(made) == expected
-
-
-def test_float16_weights_with_fp8_kv_are_refused(tmp_path: Path) -> None:
-    options = dict(additional_config={"gaudi_spec": {"cpu_weights": "float16"}})
-    configured(checkpoint(tmp_path, None), **options)
-    with pytest.raises(
-        UnsupportedConfigError, match="cpu_weights float16 computes a verify step's KV in FP8 otherwise"
-    ):
-        configured(checkpoint(tmp_path, None), kv_cache_dtype="fp8", **options)
-
-
 def test_scales_by_head(tmp_path: Path) -> None:
     model, name = checkpoint(tmp_path, with_scheme(strategy="attn_head")), "model.layers.0.self_attn.k_scale"
     heads = configured(model).model_config.get_total_num_kv_heads()
@@ -277,9 +206,3 @@ def test_scales_by_head(tmp_path: Path) -> None:
     save_file({name: torch.ones(1)}, tmp_path / "model.safetensors")
     with pytest.raises(UnsupportedConfigError, match=rf"has shape \[1\], and there should be {heads} of it"):
         configured(model)
-
-
-def test_scales_of_dropped_scheme_are_not_checked(tmp_path: Path) -> None:
-    model = checkpoint(tmp_path, with_scheme(strategy="attn_head", type="int"))
-    save_file({"model.layers.0.self_attn.k_scale": torch.zeros(3)}, tmp_path / "model.safetensors")
-    configured(model, kv_cache_dtype="fp8")

@@ -121,28 +121,3 @@ def test_layers_that_a_model_renames_itself_go_by_those_of_their_end() -> None:
     keeps = native_layers(made, read_format(FP8))
     assert not keeps("model.layers.61.self_attn.o_proj")
     assert keeps("model.layers.61.mlp.o_proj")
-
-
-def test_layers_that_a_model_renames_itself_go_by_the_format() -> None:
-    keeps = native_layers(model(None, qkv_proj=Layer(True)), read_format(FP8))
-    assert keeps("language_model.model.qkv_proj")
-    assert keeps("model.layers.61.self_attn.o_proj")
-    assert not keeps("model.layers.61.self_attn.kv_b_proj")
-
-
-def test_a_mapper_may_merge() -> None:
-    stacked = WeightsMapper(orig_to_new_stacked={".wq": (".qkv_proj", "q")})
-    keeps = native_layers(model(stacked, qkv_proj=Layer(False)), read_format(FP8))
-    assert not keeps("language_model.model.wq")
-
-
-def test_float16_is_not_for_fp8() -> None:
-    assert is_in_fp8(configuration(), "model.fc")
-    with set_default_torch_dtype(torch.float16):
-        assert not is_in_fp8(configuration(), "model.fc")
-
-
-def test_older_names_of_scales_of_attention() -> None:
-    mapper = DequantizedConfig.get_cache_scale_mapper()
-    for name, found in (("k_proj.output_scale", "k_scale"), ("prob_output_scale", "prob_scale")):
-        assert mapper.map_name(f"model.layers.0.self_attn.{name}") == f"model.layers.0.self_attn.attn.{found}"

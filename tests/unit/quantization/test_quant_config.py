@@ -6,8 +6,8 @@ from typing import Any
 
 import pytest
 
-from vllm_gaudi_spec.config import Options, UnsupportedConfigError
-from vllm_gaudi_spec.quantization.config import QuantConfig, drafter_config, target_config
+from vllm_gaudi_spec.config import UnsupportedConfigError
+from vllm_gaudi_spec.quantization.config import QuantConfig
 
 
 def read(folder: Path, **fields: Any) -> QuantConfig:
@@ -94,16 +94,3 @@ def test_unusable_files(content: str | None, reason: str, tmp_path: Path) -> Non
         QuantConfig.read(str(path), "QUANT_CONFIG")
     assert str(refused.value).startswith("QUANT_CONFIG: ")
     assert len(str(refused.value).splitlines()) == 1
-
-
-def test_who_names_them(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    path = read(tmp_path).path
-    monkeypatch.delenv("QUANT_CONFIG", raising=False)
-    assert target_config() is None
-    assert drafter_config(Options()) is None
-    monkeypatch.setenv("QUANT_CONFIG", path)
-    target, draft = target_config(), drafter_config(Options(draft_quant_config=path))
-    assert target is not None
-    assert draft is not None
-    assert target.option == "QUANT_CONFIG"
-    assert draft.option == "additional_config.gaudi_spec.draft_quant_config"

@@ -44,19 +44,6 @@ def test_written_files_are_read_back(prefix: Path) -> None:
         assert (read.model, read.linears, read.looked_at) == (MODEL, written.linears, written.looked_at)
 
 
-def test_json_and_npz_hold_the_same_values(prefix: Path) -> None:
-    stored = np.load(f"{prefix}_hooks_maxabs_0_2.npz", allow_pickle=True)["arr_0"].item()
-    written = json.loads(Path(f"{prefix}_hooks_maxabs_0_2.json").read_text())
-    assert {key: stored[key] for key in ("GlobalRank", "LocalRank", "Mode")} == {
-        "GlobalRank": None,
-        "LocalRank": 0,
-        "Mode": "DynamicRange",
-    }
-    assert stored["Nodes"].keys() == written["Nodes"].keys()
-    for name, node in stored["Nodes"].items():
-        assert [values.tolist() for values in node["inputs"]] == written["Nodes"][name]["inputs"]
-
-
 def cut(path: Path) -> None:
     path.write_bytes(path.read_bytes()[: path.stat().st_size // 2])
 
@@ -119,45 +106,6 @@ def test_ranks_of_different_models_are_refused(prefix: Path) -> None:
     files.write(prefix, replace(second, looked_at=[*first.looked_at, "lm_head"]))
     with pytest.raises(QuantFilesError, match="lm_head is in only one of the two"):
         files.read_world(prefix)
-
-
-def test_failed_write_leaves_old_file(prefix: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    before = {path: path.read_bytes() for path in prefix.parent.iterdir()}
-
-    def refuse(*args: object, **options: object) -> None:
-        raise PermissionError(13, "Permission denied")
-
-    with monkeypatch.context() as patched:
-        patched.setattr(os, "open", refuse)
-        with pytest.raises(QuantFilesError, match="cannot be written: Permission denied"):
-            files.write(prefix, expand(measured(1), 2)[0])
-    with monkeypatch.context() as patched:
-        patched.setattr("vllm_gaudi_spec.tools.io.output.os.replace", refuse)
-        with pytest.raises(QuantFilesError, match="cannot be written: Permission denied"):
-            files.write(prefix, expand(measured(1), 2)[0])
-    assert {path: path.read_bytes() for path in prefix.parent.iterdir()} == before
-
-
-def test_link_is_replaced_by_a_file(tmp_path: Path) -> None:
-    """And whatever the umask is, others may read what was measured."""
-    (tmp_path / "not ours").write_text("kept")
-    written = Path(f"{files.write(tmp_path / 'inc', measured())}.json")
-    written.unlink()
-    written.symlink_to(tmp_path / "not ours")
-    before = os.umask(0o077)
-    try:
-        files.write(tmp_path / "inc", measured())
-    finally:
-        os.umask(before)
-    assert not written.is_symlink()
-    assert written.stat().st_mode & 0o777 == 0o644
-    assert (tmp_path / "not ours").read_text() == "kept"
-
-
-def test_file_instead_of_folder_is_named(tmp_path: Path) -> None:
-    (tmp_path / "stats").write_text("")
-    with pytest.raises(QuantFilesError, match=r"stats/.* cannot be written: "):
-        files.write(tmp_path / "stats" / "inc", measured())
 
 
 class Bomb:

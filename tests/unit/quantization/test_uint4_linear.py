@@ -99,9 +99,3 @@ def test_a_part_that_ends_within_a_group_or_a_word_is_decoded(num_inputs: int, n
     made = layer(RowParallelLinear, num_inputs, num_outputs, bias=False, world=2)
     assert isinstance(made.quant_method, UnquantizedLinearMethod)
     assert made.weight.shape == (num_outputs, num_inputs // 2)
-
-
-def test_a_checkpoint_without_such_weights_is_an_error() -> None:
-    made = layer(ReplicatedLinear, 2 * GROUP, GROUP, bias=False, disable_tp=True)
-    with pytest.raises(RuntimeError, match=f"{LAYER} is kept in 4 bits, but its checkpoint has no such weight"):
-        made.quant_method.process_weights_after_loading(made)

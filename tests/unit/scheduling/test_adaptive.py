@@ -6,7 +6,6 @@ import random
 from collections.abc import Callable
 from dataclasses import dataclass, field
 
-import numpy as np
 import pytest
 
 from vllm_gaudi_spec.scheduling.adaptive import Acceptance, StepTimes
@@ -122,57 +121,6 @@ def test_new_batch_size_starts_like_the_nearest_one() -> None:
     assert set(machine.choices[-20:]) == {7}, "without trials"
 
 
-def test_new_batch_size_soon_has_a_choice_of_its_own() -> None:
-    """A large batch costs more per draft, so one draft is best there."""
-    machine = Machine(dict(LARGE_MODEL))
-    machine.run(500, constant(0.6, 4))
-    assert machine.choices[-50:].count(3) > 40
-    machine.costs.update({0: 1.0, 1: 1.3, 3: 2.1, 7: 3.5})
-    machine.run(100, constant(0.6, 16))
-    assert machine.choices[-50:].count(1) > 40
-
-
-def test_choice_does_not_flap() -> None:
-    machine = Machine({0: 1.0, 1: 1.5}, noise=0.2)
-    machine.run(5000, constant(0.5, 4))  # both are equally fast
-    changes = sum(before != after for before, after in zip(machine.choices, machine.choices[1:], strict=False))
-    assert changes < 5000 / 64 * 2 + 40, "a trial has a beginning and an end"
-
-
-def test_pause_is_not_taken_for_the_time_of_a_choice() -> None:
-    times = StepTimes([4], [0, 1])
-    times._at(4).seconds.update({0: 1.0, 1: 1.5})
-    times._at(4).wait = 1000
-    times.observe(4, 0, 600.0, 4, steady=True)
-    assert times._at(4).seconds[0] < 1.2
-
-
-def test_trial_ends_if_its_choice_never_runs() -> None:
-    times = StepTimes([4], [0, 1])
-    times._at(4).seconds.update({0: 1.0, 1: 1.5})
-    tokens = np.array([4.0, 4.4])
-    chosen = []
-    for _ in range(200):
-        chosen.append(times.choose(4, tokens))
-        times.observe(4, 0, 1.0, 4, steady=True)
-    assert 0 < chosen.count(1) < 100
-
-
-def test_trials_of_all_numbers_begin_even_if_one_has_no_result() -> None:
-    """Only plain steps are ever measured, as if something kept drafts from being scheduled."""
-    times = StepTimes([4], [0, 1, 3])
-    for _ in range(400):
-        times.choose(4, np.array([4.0, 5, 6, 7]))
-        times.observe(4, 0, 1.0, 4, steady=True)
-    assert set(times._at(4).seconds) == {0}
-
-
-def test_steps_with_prompts_are_no_trials() -> None:
-    times = StepTimes([4], [0, 3])
-    assert times.choose(4, np.array([4.0, 5, 6, 7]), may_try=False) == 3, "k, as long as nothing is known"
-    assert times._at(4).trial is None
-
-
 def test_expected_tokens_use_each_requests_own_acceptance() -> None:
     acceptance = Acceptance(3)
     for _ in range(300):
@@ -185,22 +133,3 @@ def test_expected_tokens_use_each_requests_own_acceptance() -> None:
     both = acceptance.expect_tokens({"good": 3, "bad": 3})
     assert both == pytest.approx(good + bad)
     assert acceptance.expect_tokens({"good": 1})[3] == pytest.approx(good[1]), "it may have one draft"
-
-
-def test_request_without_drafts_says_nothing_of_others() -> None:
-    acceptance = Acceptance(3)
-    for _ in range(300):
-        acceptance.observe("drafts", 3, 3)
-        for index in range(9):
-            acceptance.observe(f"none {index}", 0, 0)
-    assert acceptance.expect_tokens({"new": 3})[3] > 3.5
-    assert acceptance.expect_tokens({"none 0": 3})[3] < 1.5
-
-
-def test_expected_tokens_use_acceptance_by_position() -> None:
-    acceptance = Acceptance(4)
-    for _ in range(1000):
-        acceptance.observe("a", 4, 2)  # the third draft is always rejected
-    tokens = acceptance.expect_tokens({"a": 4})
-    assert tokens[2] > 2.5
-    assert tokens[4] < tokens[2] + 0.2

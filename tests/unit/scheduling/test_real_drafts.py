@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import pickle
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -80,9 +79,3 @@ def test_output_in_flight_is_delivered_after_preemption(tmp_path: Path) -> None:
     assert resumed.num_scheduled_tokens == {"a": len(PROMPT) + 3}
     scheduler.update_from_output(resumed, answer({"a": [5]}, {}))
     assert [*request.output_token_ids] == [9, 1, 4, 5]
-
-
-def test_num_real_drafts_survives_pickling() -> None:
-    """From a worker of another process."""
-    sent = pickle.loads(pickle.dumps(answer({"a": [1]}, {"a": 2})))
-    assert sent.num_real_drafts == {"a": 2}

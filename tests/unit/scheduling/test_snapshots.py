@@ -22,7 +22,6 @@ from tests.support.schedulers import answer, scheduler_of
 from vllm_gaudi_spec import upstream
 from vllm_gaudi_spec.outputs import SpecSchedulerOutput
 from vllm_gaudi_spec.platforms.base import _disable_vllm_state_caching
-from vllm_gaudi_spec.recurrent.table import num_snapshots
 from vllm_gaudi_spec.scheduling.scheduler import SpecAsyncScheduler, SpecScheduler, _keeps_all_tokens
 from vllm_gaudi_spec.scheduling.snapshots import Snapshots
 
@@ -161,27 +160,6 @@ def test_boundary_without_a_hash_gets_no_snapshot() -> None:
 # --- how many ---
 
 
-@pytest.mark.parametrize(
-    ("has_states", "is_on", "max_seqs", "requested", "expected"),
-    [
-        (True, True, 8, None, 8),
-        (True, True, 256, None, 32),
-        (True, True, 8, 100, 100),
-        (True, False, 8, 100, 0),
-        (False, True, 8, None, 0),
-    ],
-)
-def test_number_of_slots_is_configured_or_number_of_requests(
-    has_states: bool, is_on: bool, max_seqs: int, requested: int | None, expected: int
-) -> None:
-    config: Any = SimpleNamespace(
-        model_config=SimpleNamespace(is_hybrid=has_states, is_attention_free=False),
-        cache_config=SimpleNamespace(enable_prefix_caching=is_on),
-        scheduler_config=SimpleNamespace(max_num_seqs=max_seqs),
-    )
-    assert num_snapshots(config, requested) == expected
-
-
 def test_vllm_does_not_cache_states_itself() -> None:
     """The prefix cache is as vLLM has it."""
     model = SimpleNamespace(is_hybrid=True, is_attention_free=False, max_model_len=512)
@@ -308,21 +286,6 @@ def test_reset_drops_snapshots(without_kv: bool, tmp_path: Path) -> None:
     assert list(engine.content.values()) == [tuple(SYSTEM)]
 
 
-@pytest.mark.parametrize("without_kv", [False, True])
-def test_reset_can_preempt_running_requests(without_kv: bool, tmp_path: Path) -> None:
-    engine = Engine(SpecScheduler, tmp_path, **dict(groups=[]) if without_kv else {})
-    engine.run("0", [*SYSTEM, 200])
-    hasher = get_request_block_hasher(BLOCK, sha256)
-    request = Request("1", [*SYSTEM, 200], SamplingParams(max_tokens=9), None, block_hasher=hasher)
-    engine.scheduler.add_request(request)
-    engine.scheduler.update_from_output(engine.scheduler.schedule(), answer({"1": [1]}, {}))
-    assert not engine.scheduler.reset_prefix_cache()
-    assert engine.scheduler.reset_prefix_cache(reset_running_requests=True)
-    resumed = engine.scheduler.schedule()
-    assert resumed.scheduled_cached_reqs.num_computed_tokens == [0]
-    assert not resumed.state_loads
-
-
 def test_request_that_skips_the_cache_starts_without_snapshot(tmp_path: Path) -> None:
     """As one that wants log-probabilities of its prompt."""
     engine = Engine(SpecScheduler, tmp_path)
@@ -337,11 +300,3 @@ def test_prefixes_of_models_without_kv_are_found_by_snapshots(kind: Any, tmp_pat
     assert engine.run("1", [*SYSTEM, 200])[0] == 0
     assert engine.run("1 again", [*SYSTEM, 200])[0] == 80
     assert engine.run("2", [*SYSTEM[:40], *[200] * 60])[0] == 0
-
-
-def test_models_without_states_have_no_snapshots(tmp_path: Path) -> None:
-    upstream.apply()
-    scheduler: Any = scheduler_of(SpecScheduler, tmp_path)
-    assert scheduler._snapshots is None
-    assert not scheduler.need_mamba_block_aligned_split
-    assert scheduler.kv_cache_manager.enable_caching == scheduler.cache_config.enable_prefix_caching

@@ -10,9 +10,6 @@ import pytest
 from vllm.multimodal.inputs import PlaceholderRange
 from vllm.v1.core.sched.scheduler import Scheduler
 
-from vllm_gaudi_spec.config import UnsupportedConfigError
-from vllm_gaudi_spec.platforms.base import _require_whole_images
-from vllm_gaudi_spec.scheduling import scheduler as module
 from vllm_gaudi_spec.scheduling.scheduler import SpecScheduler, limit_to_whole_images
 
 IMAGES: Any = [SimpleNamespace(mm_position=PlaceholderRange(offset=offset, length=5)) for offset in (4, 9)]
@@ -55,44 +52,3 @@ def test_only_prefix_lm_models_wait_for_images(monkeypatch: pytest.MonkeyPatch) 
     for model.is_mm_prefix_lm in (False, True):
         scheduler._try_schedule_encoder_inputs(request, 0, 6)
     assert asked == [6, 4]
-
-
-@pytest.mark.parametrize(
-    ("max_requests", "num_drafts", "expected"),
-    [(4, 1, None), (4, 2, "Set --max-num-batched-tokens to 14"), (8, 0, None), (9, 0, "decodes of 8 other requests")],
-)
-def test_warning_if_decodes_may_leave_no_room_for_image(
-    max_requests: int, num_drafts: int, expected: str | None, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    warned: list[str] = []
-    monkeypatch.setattr(module.logger, "warning_once", lambda text, *values: warned.append(text % values))
-    scheduler: Any = SimpleNamespace(
-        max_num_running_reqs=max_requests, num_spec_tokens=num_drafts, max_num_scheduled_tokens=12
-    )
-    SpecScheduler._warn_if_image_may_wait(scheduler, SimpleNamespace(mm_features=[]))
-    assert not warned, "text"
-    SpecScheduler._warn_if_image_may_wait(scheduler, SimpleNamespace(mm_features=IMAGES))
-    assert len(warned) == (expected is not None)
-    if expected is not None:
-        assert expected in warned[0]
-
-
-@pytest.mark.parametrize("both_ways", [True, False])
-def test_configuration_leaves_room_for_an_image(both_ways: bool) -> None:
-    scheduler = SimpleNamespace(
-        disable_chunked_mm_input=False,
-        long_prefill_token_threshold=64,
-        max_num_scheduled_tokens=None,
-        max_num_batched_tokens=512,
-    )
-    model = SimpleNamespace(model="tiny", is_mm_prefix_lm=both_ways)
-    config: Any = SimpleNamespace(model_config=model, scheduler_config=scheduler)
-    _require_whole_images(config)
-    assert scheduler.disable_chunked_mm_input is both_ways
-    assert scheduler.long_prefill_token_threshold == (0 if both_ways else 64)
-    scheduler.max_num_scheduled_tokens = 100
-    if both_ways:
-        with pytest.raises(UnsupportedConfigError, match="may leave no room for an image"):
-            _require_whole_images(config)
-    else:
-        _require_whole_images(config)
