@@ -23,7 +23,7 @@ from vllm.config.utils import replace
 from vllm.engine.arg_utils import EngineArgs
 from vllm.sampling_params import StructuredOutputsParams
 from vllm.v1.core.sched.async_scheduler import AsyncScheduler
-from vllm.v1.sample.logits_processor import LOGITSPROCS_GROUP, STR_SPEC_DEC_REJECTS_LOGITSPROCS
+from vllm.v1.sample.logits_processor import STR_SPEC_DEC_REJECTS_LOGITSPROCS
 from vllm.v1.serial_utils import MsgpackEncoder
 
 from tests.full_tests.tiny_models import common
@@ -81,12 +81,6 @@ def test_wrong_options_are_refused_by_name(options: Any, message: str) -> None:
         Options.from_vllm(vllm_config({"gaudi_spec": options}))
     assert len(str(refused.value)) < 1000
     assert len(str(refused.value).splitlines()) == 1
-
-
-@pytest.mark.parametrize("given", ["text", [1], 5])
-def test_additional_config_is_an_object(given: Any) -> None:
-    with pytest.raises(UnsupportedConfigError, match="additional_config must be an object"):
-        Options.from_vllm(vllm_config(given))
 
 
 @pytest.mark.parametrize(
@@ -677,11 +671,6 @@ def test_unsupported_images_are_refused(changed: dict[str, Any], refused: str | 
     assert refused is None or refused in found[0]
 
 
-def test_scheduler_without_our_base_is_refused(tmp_path: Path) -> None:
-    with pytest.raises(UnsupportedConfigError, match="leave out --scheduler-cls"):
-        engine_config(tmp_path, NGRAM, scheduler_cls="somebody.Scheduler")
-
-
 @pytest.mark.parametrize(
     ("options", "widths"),
     [
@@ -865,15 +854,6 @@ def test_l06_experts_of_the_transformers_backend_are_refused(is_moe: bool, backe
     assert not list(models._graph_refusals(model, dataclasses.replace(traits, updates_views=True)))
 
 
-def test_gemma3n_without_timm_is_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(models, "_PACKAGES", {"LlamaForCausalLM": "no_package_of_this_name"})
-    line = r"\(LlamaForCausalLM\) needs the package no_package_of_this_name, for text too; run `pip install no_pack"
-    with pytest.raises(UnsupportedConfigError, match=line):
-        refusals.refuse_unsupported(engine_config(tmp_path, None), backend_of("cpu"))
-    monkeypatch.setattr(models, "_PACKAGES", {"LlamaForCausalLM": "torch"})
-    refusals.refuse_unsupported(engine_config(tmp_path, None), backend_of("cpu"))
-
-
 @pytest.mark.parametrize(("threshold", "is_refused"), [(0, False), (1, True), (3, True), (4, False)])
 def test_prefill_threshold_below_a_verify_step_is_refused(threshold: int, is_refused: bool, tmp_path: Path) -> None:
     ngram = dict(method="ngram", num_speculative_tokens=3, prompt_lookup_max=2)
@@ -949,77 +929,11 @@ def test_recurrent_layers_never_compared_in_graphs_are_refused(
     assert all("m has recurrent layers, which were not compared on" in line for line in found)
 
 
-def test_files_of_earlier_measurement_are_ignored(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """A run that was killed leaves half a file. Who serves with it is told."""
-    made, path = engine_config(tmp_path, None), tmp_path / "quant.json"
-    (tmp_path / "inc_hooks_maxabs_0_1.npz").write_bytes(b"PK\x03\x04 and no more")
-    monkeypatch.setenv("QUANT_CONFIG", str(path))
-    given = {"mode": "MEASURE", "dump_stats_path": str(tmp_path / "inc")}
-    path.write_text(json.dumps(given))
-    refusals.refuse_unsupported(made, backend_of("hpu"))
-    path.write_text(json.dumps(given | {"mode": "QUANTIZE"}))
-    with pytest.raises(UnsupportedConfigError, match=r"inc_hooks_maxabs_0_1\.npz is truncated or damaged"):
-        refusals.refuse_unsupported(made, backend_of("hpu"))
-
-
-def test_fp8_range_without_quantization_is_refused(tmp_path: Path) -> None:
-    with pytest.raises(UnsupportedConfigError, match="fp8_range is for QUANT_CONFIG and --kv-cache-dtype fp8; leave"):
-        engine_config(tmp_path, None, additional_config={"gaudi_spec": {"fp8_range": "gaudi3"}})
-    engine_config(tmp_path, None, kv_cache_dtype="fp8", additional_config={"gaudi_spec": {"fp8_range": "gaudi3"}})
-
-
-def test_measuring_with_fp8_kv_is_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    path = tmp_path / "quant.json"
-    monkeypatch.setenv("QUANT_CONFIG", str(path))
-    path.write_text(json.dumps({"mode": "MEASURE", "dump_stats_path": str(tmp_path / "inc")}))
-    with pytest.raises(
-        UnsupportedConfigError, match="QUANT_CONFIG measures KV in the model's dtype; leave out --kv-cache-dtype"
-    ):
-        engine_config(tmp_path, None, kv_cache_dtype="fp8_inc")
-
-
-def test_adapters_with_quant_config_are_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    path = tmp_path / "quant.json"
-    monkeypatch.setenv("QUANT_CONFIG", str(path))
-    path.write_text(json.dumps({"mode": "MEASURE", "dump_stats_path": str(tmp_path / "inc")}))
-    with pytest.raises(UnsupportedConfigError, match="LoRA adapters are not supported with QUANT_CONFIG"):
-        engine_config(tmp_path, None, enable_lora=True)
-
-
 def test_custom_logits_processors_are_refused_with_speculation(tmp_path: Path) -> None:
     processor = "vllm.v1.sample.logits_processor:MinPLogitsProcessor"
     way_out = "; leave out --logits-processors, or --speculative-config"
     with pytest.raises(UnsupportedConfigError, match=f"^{STR_SPEC_DEC_REJECTS_LOGITSPROCS[:-1]}{way_out}"):
         engine_config(tmp_path, NGRAM, logits_processors=[processor])
-
-
-@pytest.fixture
-def installed_processor(tmp_path_factory: pytest.TempPathFactory, monkeypatch: pytest.MonkeyPatch) -> None:
-    """A package that brings a logits processor."""
-    folder = tmp_path_factory.mktemp("installed")
-    package = folder / "brings_one-1.0.dist-info"
-    package.mkdir()
-    (package / "METADATA").write_text("Metadata-Version: 2.1\nName: brings-one\nVersion: 1.0\n")
-    (package / "entry_points.txt").write_text(
-        f"[{LOGITSPROCS_GROUP}]\nits_processor = vllm.v1.sample.logits_processor:MinPLogitsProcessor\n"
-    )
-    monkeypatch.syspath_prepend(str(folder))
-
-
-def test_installed_logits_processors_are_logged_with_speculation(
-    installed_processor: None, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """As upstream has it. Without speculation they run, and on the host."""
-    warnings: list[str] = []
-    monkeypatch.setattr(platform.logger, "warning_once", lambda text, *values: warnings.append(text % values))
-    draft = here(DRAFT, tmp_path)
-    assert engine_config(tmp_path, draft, async_scheduling=True).scheduler_config.async_scheduling is True
-    assert set(warnings) == {
-        "Logits processors of installed packages are not used with speculative decoding: its_processor."
-    }
-    warnings.clear()
-    assert engine_config(tmp_path, None, async_scheduling=True).scheduler_config.async_scheduling is False
-    assert warnings == []
 
 
 ON_HOST = {

@@ -399,9 +399,6 @@ def test_bidirectional_queries_see_the_keys_of_their_whole_row(form: str, window
     check_bidirectional(FORMS[form], [10, 70, 100], [5, 5, 3], 5, window=window)
 
 
-# --- what it costs ---
-
-
 class Watch(TorchDispatchMode):
     """Counts operations, and the blocks gathered from each of the named tensors."""
 
@@ -425,68 +422,7 @@ class Watch(TorchDispatchMode):
         return func(*args, **(kwargs or {}))
 
 
-@pytest.mark.parametrize("queries", [1, 5])
-def test_every_listed_block_is_read_once(queries: int) -> None:
-    scene = make_scene([0, 31, 70, 300], queries)
-    listed = scene.call.flat
-    assert listed is not None
-    num_listed = listed.ids.numel()
-    with Watch(keys=scene.keys, values=scene.values) as watch:
-        rectangle = scene.attend(flat.attend)
-    assert watch.gathers == [("keys", num_listed), ("values", num_listed)]
-
-    # The same queries as rows of one query, each with its row's blocks.
-    rows_NQ = listed.rows_N[:, None] * queries + torch.arange(queries, dtype=torch.int32)
-    nobody = scene.call.num_rows * queries
-    flattened = AttentionCall(
-        num_rows=nobody,
-        num_queries=1,
-        starts_B=(scene.call.starts_B[:, None] + torch.arange(queries, dtype=torch.int32)).flatten(),
-        block_table_BW=scene.call.block_table_BW.repeat_interleave(queries, 0),
-        flat=FlatBlocks(
-            listed.ids.repeat_interleave(queries),
-            rows_NQ.clamp(max=nobody).flatten(),
-            listed.index_N.repeat_interleave(queries),
-        ),
-    )
-    with Watch(keys=scene.keys, values=scene.values) as watch:
-        rows_of_one = scene.attend(flat.attend, flattened)
-    assert watch.gathers == [("keys", num_listed * queries), ("values", num_listed * queries)]
-    atol, rtol = TOLERANCE[torch.float32]
-    torch.testing.assert_close(rectangle, rows_of_one, atol=atol, rtol=rtol)
-
-
-@pytest.mark.parametrize("form", ["padded", "flat"])
-def test_latent_keys_are_read_once(form: str) -> None:
-    scene = make_scene([0, 31, 70], 5, kv_heads=1, head_size=56, value_size=40)
-    listed = scene.call.flat
-    assert listed is not None
-    with Watch(keys=scene.keys) as watch:
-        scene.attend(FORMS[form])
-    num_read = listed.ids.numel() if form == "flat" else scene.call.block_table_BW.numel()
-    assert watch.gathers == [("keys", num_read)]
-
-
-def test_table_is_read_to_the_width_of_the_longest_row() -> None:
-    scene = make_scene([0, 31, 70, 300], 5)
-    with Watch(keys=scene.keys, values=scene.values) as watch:
-        scene.attend(padded.attend)
-    num_read = scene.call.block_table_BW.numel()
-    assert watch.gathers == [("keys", num_read), ("values", num_read)]
-
-
-@pytest.mark.parametrize("form", ["padded", "flat"])
-@pytest.mark.parametrize("window", [None, 40])
-def test_layers_share_the_mask(form: str, window: int | None) -> None:
-    scene = make_scene([0, 70], 3, window=window)
-    with Watch() as first:
-        scene.attend(FORMS[form])
-    with Watch() as second:
-        scene.attend(FORMS[form])
-    of_masks = {"eq", "arange"}
-    assert of_masks & first.calls.keys()
-    assert not of_masks & second.calls.keys()
-    assert second.calls["le"] == (form == "flat"), "of queries, which are made finite"
+# --- what it costs ---
 
 
 def test_layers_with_different_windows_have_different_masks() -> None:
@@ -515,41 +451,6 @@ def test_views_serve_as_blocks() -> None:
     size = scene.spec.head_size
     scene.keys, scene.values = cache[..., :size].transpose(1, 2), cache[..., size:].transpose(1, 2)
     check(scene)
-
-
-class Largest(TorchDispatchMode):
-    """The most numbers in a tensor that an operation made."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.size = 0
-
-    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        out = func(*args, **(kwargs or {}))
-        if isinstance(out, torch.Tensor) and all(out.data_ptr() != arg.data_ptr() for arg in args if _is_tensor(arg)):
-            self.size = max(self.size, out.numel())
-        return out
-
-
-def _is_tensor(value: Any) -> bool:
-    return isinstance(value, torch.Tensor)
-
-
-def test_memory_does_not_grow_with_the_list(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Except for the mask, which layers share."""
-    scene, sizes = make_scene([2000], 3), {}
-    listed = scene.call.flat
-    assert listed is not None
-    for length in (8, 1000):
-        monkeypatch.setattr(flat, "SLICE", length)
-        scene.attend(flat.attend)  # makes the mask
-        with Largest() as largest:
-            scene.attend(flat.attend)
-        sizes[length] = largest.size
-    assert sizes[1000] > 5 * sizes[8]
-    keys = scene.keys[0].numel()
-    assert len(listed.ids) * keys <= sizes[1000] < 1000 * keys
-    assert sizes[8] <= 8 * keys
 
 
 @pytest.mark.parametrize(

@@ -2,12 +2,8 @@
 
 from __future__ import annotations
 
-from typing import Any
-
 import pytest
 import torch
-from torch.utils import _pytree as pytree
-from torch.utils._python_dispatch import TorchDispatchMode
 
 from tests.support.filter_cases import OFF, ROWS, Filter, Filters, check_kept, check_rows
 from tests.support.reference import sampling as reference
@@ -108,54 +104,6 @@ def test_nan_rows_do_not_affect_others(keep: Filter, broken: float) -> None:
     assert filtered.shape == expected.shape
     sound = [0, 2, 3, 4, 5]
     assert torch.equal(filtered[sound], expected[sound])
-
-
-def test_cpu_skips_positions_that_are_not_sampled() -> None:
-    filters = Filters(in_every_row(0.3), in_every_row(5).int(), in_every_row(0.8))
-    filtered = filter_on_cpu(LOGITS, *filters, num_sampling_B=torch.tensor([1, 2, 1, 2, 1, 2]).int())
-    expected = filter_on_cpu(LOGITS, *filters)
-    expected[::2, 1] = LOGITS[::2, 1]
-    assert torch.equal(filtered, expected)
-
-
-class Passes(TorchDispatchMode):
-    """Counts operations that read a whole vocabulary and cannot be fused with the previous one.
-
-    A gather and a selection by index read as much as they return.
-    """
-
-    def __init__(self, size: int) -> None:
-        super().__init__()
-        self._size = size
-        self.found: list[str] = []
-
-    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        name = func.overloadpacket.__name__
-        made = func(*args, **(kwargs or {}))
-        read = pytree.tree_leaves(made if name in ("gather", "index_select") else args)
-        most = max((one.numel() for one in read if isinstance(one, torch.Tensor)), default=0)
-        if most >= self._size and torch.Tag.pointwise not in func.tags and not func.is_view:
-            self.found.append(name)
-        return made
-
-
-@pytest.mark.parametrize(("top_k", "most_operators"), [(None, 60), (50, 90)])
-def test_gaudi_top_p_reads_vocabulary_four_times_with_few_operators(
-    card: Any, top_k: int | None, most_operators: int
-) -> None:
-    rows, vocab = 4, 32_000
-    logits = torch.randn(rows, 1, vocab, generator=torch.Generator().manual_seed(0)) * 3
-    top_ks = None if top_k is None else torch.full((rows,), top_k, dtype=torch.int32)
-    asked = [None if top_ks is None else top_ks.to("hpu"), torch.full((rows,), 0.9).to("hpu")]
-    on_card = logits.to("hpu")
-    card.next_step()
-    with Passes(rows * vocab) as passes:
-        filtered = filter_logits(on_card, None, *asked)
-    counted = card.next_step()
-    assert len(passes.found) + 1 <= 4, passes.found  # and one that masks tokens
-    assert counted.ops <= most_operators
-    assert counted.bytes_moved < (25 if top_k is None else 30) * logits.nbytes  # as if nothing were fused
-    assert torch.equal(filtered.cpu(), filter_logits(logits, None, top_ks, torch.full((rows,), 0.9)))
 
 
 @pytest.mark.parametrize("spread", [0.0, 1e-3, 1.0])

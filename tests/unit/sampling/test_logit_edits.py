@@ -14,7 +14,7 @@ from vllm.v1.sample.ops.bad_words import apply_bad_words
 from tests.support.fakes import CapturingBackend, HostBackend
 from vllm_gaudi_spec.config import MAX_BAD_WORD_TOKENS, MAX_LOGIT_EDITS
 from vllm_gaudi_spec.records import Request
-from vllm_gaudi_spec.sampling.logit_edits import ANY_TOKEN, EditTables, LogitEdits
+from vllm_gaudi_spec.sampling.logit_edits import EditTables, LogitEdits
 from vllm_gaudi_spec.sampling.logits import apply_logit_edits
 from vllm_gaudi_spec.sampling.verify import gather_recent_outputs
 
@@ -33,23 +33,6 @@ def gather(edits: LogitEdits, *rows: int) -> EditTables:
 
 def logit_edits(has_fixed_shapes: bool = False) -> LogitEdits:
     return LogitEdits(CapturingBackend() if has_fixed_shapes else HostBackend(), max_rows=4)  # type: ignore[arg-type]
-
-
-def test_request_without_logit_edits() -> None:
-    assert not logit_edits().admit(request(0))
-
-
-def test_edits_of_each_kind_are_stored() -> None:
-    edits = logit_edits()
-    assert edits.admit(request(1, [[5], [6, 4, 7]], logit_bias={3: 1.5}, min_tokens=4, stop_token_ids=[9, 8]))
-    tables = gather(edits, 1)
-    (token, until), bias = tables.edits_B2N[0].tolist(), tables.bias_BN[0]
-    assert token[:5] == [3, 5, 7, 8, 9]
-    assert bias.tolist() == [1.5, -np.inf, -np.inf, -np.inf, -np.inf, 0, 0, 0]
-    assert min(until[:3]) > 10**9
-    assert until[3:5] == [4, 4]
-    assert tables.prefix_B3P[0, :, :2].tolist() == [[6, 4], [1, 0], [2, 2]]
-    assert set(tables.prefix_B3P[0, 0, 2:].tolist()) == {ANY_TOKEN}
 
 
 def test_row_forgets_previous_request() -> None:

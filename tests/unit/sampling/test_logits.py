@@ -19,14 +19,6 @@ def kept(logits: torch.Tensor) -> set[int]:
     return set(torch.isfinite(logits).nonzero().flatten().tolist())
 
 
-def test_temperature_does_not_scale_greedy_rows() -> None:
-    logits = random_logits(3, 2)
-    result = edit.apply_temperature(logits.clone(), torch.tensor([0.0, 0.5, 2.0]))
-    assert torch.equal(result[0], logits[0])
-    assert torch.allclose(result[1], logits[1] * 2)
-    assert torch.allclose(result[2], logits[2] / 2)
-
-
 def test_penalties_count_drafts_before_position() -> None:
     """Row: prompt 3 4 4, output 5 3, drafts 5 9. Query q counts everything up to its own position."""
     history = torch.zeros(2, 12, dtype=torch.int32)

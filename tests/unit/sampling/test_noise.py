@@ -57,13 +57,6 @@ def test_hash_equals_unbounded_arithmetic(seed: int, stream: Stream) -> None:
         assert (result[0, place].numpy().view(np.uint32) == np.array(expected, dtype=np.uint32)).all()
 
 
-def test_hash_does_not_depend_on_batch() -> None:
-    together = hashed([3, 9, 4], [[5, 6], [100, 101], [7, 8]])
-    alone = hashed([9], [[100, 101]])
-    assert torch.equal(together[1:2], alone)
-    assert torch.equal(hashed([9], [[101]])[:, 0], alone[:, 1])
-
-
 def test_hash_differs_by_stream_seed_and_position() -> None:
     base = hashed([1], [[10]], vocab=4096)
     others = [hashed([2], [[10]], vocab=4096), hashed([1], [[11]], vocab=4096)]

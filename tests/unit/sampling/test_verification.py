@@ -91,11 +91,3 @@ def test_rows_with_grammar_use_strict_rule(name: str, module: Any) -> None:
     assert found == [
         own if is_free else other for own, other, is_free in zip(by_probs, strict_texts, free, strict=True)
     ]
-
-
-def test_single_position_is_ordinary_sampling_under_every_rule() -> None:
-    logits, positions, drafted, inputs = case()
-    none = Drafts(drafted.tokens_BK[:, :0], torch.zeros(ROWS).int(), None)
-    expected = strictly(logits[:, :1], positions[:, :1], none, inputs)
-    for name, drafting in (("strict", "greedy"), ("block", "probabilistic"), ("synthetic", "greedy")):
-        assert texts(rule(name, drafting)(logits[:, :1], positions[:, :1], none, inputs)) == expected

@@ -7,7 +7,6 @@ import pickle
 import subprocess
 import sys
 from pathlib import Path
-from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -121,17 +120,6 @@ def test_weights_are_never_unpickled(tmp_path: Path) -> None:
     assert marker.exists(), "the pickle of this test does nothing"
 
 
-def test_weights_can_be_fetched_ahead(tmp_path: Path) -> None:
-    """What `get_model_loader(...).download_model(...)` does in programs that fetch weights before they load them."""
-    upstream.apply()
-    model: Any = SimpleNamespace(model=str(tmp_path), revision=None)
-    (tmp_path / "pytorch_model.bin").touch()
-    with pytest.raises(config.UnsupportedConfigError, match=r"are pickles \(pytorch_model\.bin\)"):
-        DefaultModelLoader(LoadConfig()).download_model(model)
-    save_file({"weight": torch.ones(2)}, tmp_path / "model.safetensors")
-    DefaultModelLoader(LoadConfig()).download_model(model)
-
-
 def test_upstream_still_falls_back_to_pickles(tmp_path: Path) -> None:
     """When it does not, `refuse_pickled_weights` goes."""
     (tmp_path / "pytorch_model.bin").touch()
@@ -146,36 +134,6 @@ def test_models_still_choose_a_device_themselves() -> None:
 
     for module in (deepseek_v2, minicpm):
         assert "current_platform.device_type" in inspect.getsource(module)
-
-
-def test_s16_the_platform_is_on_the_host_while_a_model_is_loaded_there(
-    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
-) -> None:
-    """As a model's constructor sees it. `LoadedModel` is what loads."""
-    from vllm.platforms import current_platform
-
-    from tests.support.fakes import HostBackend
-    from tests.unit.test_config import engine_config
-    from vllm_gaudi_spec import model
-
-    found: list[str] = []
-
-    def get_model(**named: Any) -> None:
-        found.append(current_platform.device_type)
-        raise ValueError("no weights")
-
-    monkeypatch.setattr(current_platform, "device_type", "hpu")
-    monkeypatch.setattr(model, "get_model", get_model)
-    for device in ("cpu", None):
-        with pytest.raises(ValueError, match="no weights"):
-            model.LoadedModel(
-                engine_config(tmp_path, None),
-                HostBackend(),  # type: ignore[arg-type]
-                load_config=LoadConfig(device=device),
-                group=SimpleNamespace(),  # type: ignore[arg-type]
-            )
-        assert current_platform.device_type == "hpu"
-    assert found == ["cpu", "hpu"]
 
 
 def test_kimi_linear_is_still_made_of_kernels() -> None:

@@ -179,51 +179,6 @@ def test_idle_work_does_not_keep_an_engine_from_ending(seconds: int) -> None:
     assert not engine._handle_shutdown()
 
 
-class Client:
-    """What of vLLM's engine client says how it ended."""
-
-    def __init__(self, *, errored: bool, asked: bool, died: str | None) -> None:
-        stopped = threading.Event()
-        if asked:
-            stopped.set()
-        self.errored = errored
-        manager = SimpleNamespace(failed_proc_name=died, manager_stopped=stopped)
-        self.engine_core = SimpleNamespace(resources=SimpleNamespace(engine_manager=manager))
-
-
-@pytest.mark.parametrize(
-    ("errored", "asked", "died", "fails"),
-    [
-        (False, False, None, False),
-        (True, True, None, False),  # asked to end: afterwards it is no longer there
-        (True, False, None, True),  # its last word was that it dies
-        (True, True, "EngineCore", True),
-    ],
-)
-def test_a_server_fails_with_its_engine(errored: bool, asked: bool, died: str | None, fails: bool) -> None:
-    served: list[str] = []
-
-    async def serve(client: Client, *more: str) -> Any:
-        async def ending() -> None:
-            served.append("ended")
-
-        assert more == ("address",)
-        return ending()
-
-    async def run() -> None:
-        ending = await server._serve_until_the_engine_dies(
-            serve, Client(errored=errored, asked=asked, died=died), "address"
-        )
-        await ending
-
-    if fails:
-        with pytest.raises(SystemExit, match="1"):
-            asyncio.run(run())
-    else:
-        asyncio.run(run())
-    assert served == ["ended"]
-
-
 def test_upstream_still_ends_as_if_nothing_had_happened() -> None:
     """When `serve_http` or `run_server_worker` knows of a dead engine, `fail_with_the_engine` can go."""
     source = inspect.getsource(launcher.serve_http)

@@ -93,12 +93,6 @@ def test_the_targets_own_name_is_read_at_the_targets_revision(
     assert draft.code_revision == (given.get("code_revision") if given else "code")
 
 
-def test_a_drafter_without_a_model_has_no_revision(tmp_path: Path) -> None:
-    upstream.apply()
-    made = engine_config(tmp_path, dict(method="ngram"), revision="looked-at")
-    assert made.speculative_config.revision is None
-
-
 def test_upstream_still_hands_the_targets_trust_on() -> None:
     source = inspect.getsource(inspect.unwrap(SpeculativeConfig.__post_init__))
     assert "trust_remote_code=self.target_model_config.trust_remote_code" in source
