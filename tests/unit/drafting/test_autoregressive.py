@@ -6,7 +6,6 @@ A slot, position or token that is off by one therefore changes the draft.
 from __future__ import annotations
 
 import random
-from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -247,16 +246,6 @@ def test_row_catches_up_after_steps_without_drafts(num_off: int) -> None:
     assert not rows.recorder.unexpected
 
 
-def test_long_gap_is_read_in_chunks() -> None:
-    rows = Rows(num_drafts=2, drafter_max_len=400, max_len=400)
-    assert rows.shapes.prefill_queries[-1] < 100
-    rows.start(PROMPTS)
-    for token in range(150):
-        rows.sample({"a": [token % VOCAB], "b": [3]}, max_drafts=0)
-    assert rows.sample({"a": [6], "b": [7]}) == {"a": rows.expected("a"), "b": rows.expected("b")}
-    assert not rows.recorder.unexpected
-
-
 def check_shared_blocks(rows: Rows, num_read: int, overlapping: bool) -> None:
     """Let a request find another's answer in the prefix cache, of which the drafter read `num_read` tokens."""
     rows.overlapping = overlapping
@@ -283,47 +272,6 @@ def test_shared_blocks_count_as_read_only_if_drafter_read_them(num_read: int, ov
     assert len([signature for signature in rows.recorder._seen if "prefill" in signature]) == chunks  # type: ignore[operator]
 
 
-def test_prompt_after_gap_shares_rectangle_with_others() -> None:
-    """The other prompt has no gap and is read at once."""
-    rows = Rows(num_drafts=3)
-    rows.start({"a": [5, 6, 7]})
-    for token in range(40):
-        rows.sample({"a": [token]}, max_drafts=0)
-    shared = rows.tokens["a"][: 2 * BLOCK]
-    rows.start({"r": list(range(1, 34))}, blocks=list(range(70, 80)))
-    prompt_ids = {"b": [*shared, 9, 9, 9], "c": [*range(1, 33), 8, 8]}
-    first = [int(block) for block in rows.requests.tables_np[0][rows.requests.by_id["a"].row][:2]]
-    new = [
-        new_request("b", prompt_ids["b"], [*first, *range(40, 48)], num_computed=2 * BLOCK),
-        new_request("c", prompt_ids["c"], [70, 71, *range(50, 58)], num_computed=2 * BLOCK),
-    ]
-    scheduled = step({"b": 3, "c": 2}, new=new)
-    rows.requests.apply(scheduled)
-    for request in rows.requests.admitted:
-        rows.sampling.admit(request)
-    rows.drafting.apply(rows.requests)
-    (batch,) = batches_of(scheduled, rows.requests, replace(rows.shapes, prefill_rows=(1, 2)), {})
-    rows.forward(batch)
-    rows.tokens |= {name: list(prompt) for name, prompt in prompt_ids.items()}
-    assert rows.sample({"b": [1], "c": [2]}) == {"b": rows.expected("b"), "c": rows.expected("c")}
-
-
-def test_requests_admitted_together_share_read_blocks() -> None:
-    rows = Rows(num_drafts=3)
-    prompt_ids = list(range(1, 40))
-    rows.start({"a": prompt_ids}, blocks=list(range(1, 10)))
-    rows.requests.apply(step({}, finished={"a"}))
-    both = {"b": [*prompt_ids[: 2 * BLOCK], 4], "c": [*prompt_ids[: 2 * BLOCK], 5, 6]}
-    new = [
-        new_request(name, prompt, [1, 2, *range(10 * i, 10 * i + 8)], num_computed=2 * BLOCK)
-        for i, (name, prompt) in enumerate(both.items(), start=2)
-    ]
-    rows.requests.apply(step({name: len(prompt) - 2 * BLOCK for name, prompt in both.items()}, new=new))
-    rows.drafting.apply(rows.requests)
-    blocks = rows.drafting._kv_sync._blocks  # type: ignore[attr-defined]
-    assert [blocks.count_read(request.row, 2 * BLOCK) for request in rows.requests.admitted] == [2 * BLOCK] * 2
-
-
 def test_reused_block_is_unread_for_its_new_owner() -> None:
     rows = Rows(num_drafts=3)
     rows.start({"a": list(range(1, 40))}, blocks=[1, 2, 3, 4, 5])
@@ -335,17 +283,3 @@ def test_reused_block_is_unread_for_its_new_owner() -> None:
     prompt_ids = [*rows.tokens["b"][: 2 * BLOCK], 9]
     rows.start({"c": prompt_ids}, num_computed=2 * BLOCK, blocks=[1, 2, 30, 31, 32])
     assert rows.sample({"c": [8]}) == {"c": rows.expected("c")}
-
-
-def test_rounds_use_context_bucket_that_fits() -> None:
-    """A prompt that ends in this step is longer than its computed length at the start of the step."""
-    rows = Rows(num_drafts=3, drafter_max_len=600, max_len=600, exact_context=False)
-    assert len(rows.shapes.contexts) > 1
-    rows.start({"a": [n % VOCAB for n in range(505)], "b": [4, 5]}, chunk=64)
-    answers = {"a": [7], "b": [8]}
-    for _ in range(6):
-        drafts = rows.sample(answers)
-        assert drafts == {name: rows.expected(name) for name in answers}
-        answers = {name: [*drafts[name], 1] for name in answers}
-    assert len(rows.tokens["a"]) > 520
-    assert not rows.recorder.unexpected

@@ -25,11 +25,6 @@ class Scripted:
         return self.answers
 
 
-class Loading(Scripted):
-    def load_model(self, target_model: Any) -> None:
-        self.target = target_model
-
-
 def build(name: str = "Scripted", width: int = 16) -> tuple[CustomProposer, Any]:
     config = SimpleNamespace(
         speculative_config=SimpleNamespace(model=f"{__name__}.{name}", num_speculative_tokens=4),
@@ -105,24 +100,3 @@ def test_failed_drafter_gets_the_same_tokens_again() -> None:
     user.answers = [[]]
     proposer.propose([context("a", [1, 2, 3, 4, 5, 6], 2)])
     assert [asked[0] for asked in user.asked] == [[[3]], [[4, 5]], [[6]]]
-
-
-def test_wrong_number_of_answers_is_reported() -> None:
-    proposer, user = build()
-    user.answers = [[1]]
-    with pytest.raises(ValueError, match="returned 1 lists for 2 requests"):
-        proposer.propose([context("a", [1, 2], 1), context("b", [1, 2], 1)])
-
-
-def test_drafter_is_not_called_without_requests() -> None:
-    proposer, user = build()
-    assert proposer.propose([]) == []
-    assert not user.asked
-
-
-def test_load_model_is_called_if_defined() -> None:
-    target = object()
-    build()[0].load_model(target)
-    proposer, user = build("Loading")
-    proposer.load_model(target)
-    assert user.target is target

@@ -178,14 +178,6 @@ def test_host_drafter_gets_only_rows_that_can_use_drafts() -> None:
     assert dict(zip(reported.req_ids, reported.draft_token_ids, strict=True)) == {"a": [14, 15, 16], "b": [27], "c": []}
 
 
-def test_host_drafter_is_not_called_without_rows() -> None:
-    requests, proposer, drafting, step_ = after_a_step(drafter_max_len=3)
-    drafting.propose_on_host(sampled(requests, ["a"], [[1]])[0], 0)
-    drafting.propose_on_host(StepResult([]), K)  # no row sampled: prompts continue
-    assert proposer.calls == []
-    assert drafting.get_draft_token_ids(step_).draft_token_ids == [[], [], []]
-
-
 def test_no_drafts_after_stop_token() -> None:
     """The scheduler ends the request there, whatever was accepted after it."""
     requests, row_limits, names = started()
@@ -209,24 +201,6 @@ def test_host_drafter_forgets_ended_requests() -> None:
     requests.apply(step({}, finished={"b"}))
     drafting.apply(requests)
     assert proposer.forgotten == ["b"]
-
-
-def test_device_drafter_proposes_after_verification() -> None:
-    requests, row_limits, names = started(drafter_max_len=8)
-    proposer = CountsOnDevice()
-    drafting, recorder = on_device(proposer, row_limits, requests)
-    drafting.apply(requests)
-    step_, _ = sampled(requests, names, [[12, 13], [26], [33]])
-    batch = SampledRows(requests=step_.requests, ends=[16] * 3, num_queries=2, decode=None, rows_alone=None)
-    assert drafting.propose(batch, Branch(), K)
-    step_.drafts = requests.drafts(torch.tensor([request.row for request in step_.requests]), K)
-    assert [waiting(requests, *row) for row in (("a", 4), ("b", 7), ("c", 4))] == [[14, 15, 16], [27], []]
-    assert requests.num_drafts_R[requests.pad_row] == 0
-    reported = drafting.get_draft_token_ids(step_)
-    assert dict(zip(reported.req_ids, reported.draft_token_ids, strict=True)) == {"a": [14, 15, 16], "b": [27], "c": []}
-    assert not recorder.unexpected
-    assert not drafting.propose(batch, Branch(), 0)
-    assert proposer.num_calls == 1, "nobody may draft: no call"
 
 
 @pytest.mark.parametrize(("proposer", "num_drafted"), [(CountsOnDevice(), K), (CountsOneByOne(), 1)])
@@ -258,17 +232,3 @@ def test_drafts_beyond_device_limit_are_not_verified() -> None:
     assert max_drafts == {6: 3, 7: 3, 8: 3, 9: 2, 10: 1, 11: 0, 12: 0, 13: 0}
     row.num_computed = 5
     assert drafting.cap_scheduled_drafts([requests.by_id["c"], row], [K, 2]).tolist() == [0, 2]
-
-
-def test_device_drafter_is_not_called_without_rows() -> None:
-    """The host knows that from request options, the drafter's length, or both."""
-    requests, row_limits, _ = started(drafter_max_len=3)
-    proposer = CountsOnDevice()
-    drafting, _ = on_device(proposer, row_limits, requests)
-    drafting.apply(requests)
-    requests.by_id["b"].num_computed = 6
-    for names in (["c"], ["b"], ["b", "c"]):
-        members = [requests.by_id[name] for name in names]
-        batch = SampledRows(requests=members, ends=[6] * len(members), num_queries=1, decode=None, rows_alone=None)
-        assert not drafting.propose(batch, Branch(), K)
-    assert proposer.num_calls == 0

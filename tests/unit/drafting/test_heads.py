@@ -23,11 +23,11 @@ from vllm_gaudi_spec.config import UnsupportedConfigError
 from vllm_gaudi_spec.drafting.base import DeviceProposer
 from vllm_gaudi_spec.drafting.head import HeadProposer
 from vllm_gaudi_spec.drafting.medusa import MedusaProposer
-from vllm_gaudi_spec.drafting.models import LoadedHead, get_aux_layers, share_modules, split_carried
+from vllm_gaudi_spec.drafting.models import get_aux_layers, share_modules
 from vllm_gaudi_spec.drafting.on_device import DeviceDrafting
 from vllm_gaudi_spec.drafting.vocabulary import ReducedVocabulary, SameVocabulary
 from vllm_gaudi_spec.model import LoadedModel
-from vllm_gaudi_spec.records import DECODE, PREFILL, Batch, Hidden
+from vllm_gaudi_spec.records import DECODE, Batch, Hidden
 from vllm_gaudi_spec.runner.hidden_states import HiddenStateBuffer, Located
 from vllm_gaudi_spec.runner.planning import locate
 
@@ -181,17 +181,6 @@ def test_only_rows_within_head_length_are_read() -> None:
     assert rows.sample({"c": [1], "d": [2]}) == {"c": rows.expected("c"), "d": []}
 
 
-def test_nothing_is_read_if_all_rows_exceed_head_length() -> None:
-    rows = HeadRows(num_drafts=2, drafter_max_len=16)
-    rows.start({"a": list(range(1, 60))}, chunk=64)
-    rows.sample({"a": [1]})
-    rows.recorder._seen.clear()
-    kv = rows.head.kv.clone()
-    rows.sample({"a": [2]})
-    assert not rows.recorder._seen
-    assert torch.equal(rows.head.kv, kv)
-
-
 def test_rejected_and_padded_positions_are_not_read() -> None:
     """After each step the slots up to the last position that was read are exact."""
     rng = random.Random(1)
@@ -249,27 +238,6 @@ def test_head_with_reduced_vocabulary_drafts_only_its_tokens() -> None:
     expected[0, output_ids] = logits[0]
     assert torch.equal(translation.to_target(logits), expected)
     assert torch.equal(translation.to_drafter(output_ids), output_ids)
-
-
-def test_target_may_carry_states_other_than_those_of_logits() -> None:
-    hidden_states = HiddenStateBuffer(
-        num_rows=3,
-        num_queries=2,
-        max_chunk_tokens=8,
-        hidden_size=1,
-        dtype=torch.float32,
-        device=torch.device("cpu"),
-        carried_size=2,
-    )
-    rows_B, located = torch.tensor([0, 1]), Located(torch.tensor([4, 7]).int(), torch.tensor([2, 1]).int())
-    last, carried = torch.arange(4.0)[:, None], torch.arange(8.0).view(4, 2)
-    hidden_states.put(DECODE, 2, rows_B, located, Hidden(last, carried))
-    assert torch.equal(hidden_states.carried(rows_B, 2), carried)
-    assert torch.equal(hidden_states.take(rows_B, 2).hidden_NH, last)
-    assert hidden_states.last_accepted(rows_B, torch.tensor([7, 9])).flatten().tolist() == [1.0, 2.0]
-    hidden_states.put(PREFILL, 2, rows_B, located, Hidden(last, carried + 20))
-    assert torch.equal(hidden_states.chunk(4), carried + 20)
-    assert torch.equal(hidden_states.chunk_TH[:4], last)
 
 
 # --- what is the target's ---
@@ -330,15 +298,6 @@ def test_mtp_layers_keep_output_matrices_of_their_own() -> None:
     assert layer.shared_head.head is own
 
 
-def test_multimodal_target_shares_modules_of_its_text() -> None:
-    text = model_of(inner_embed_tokens=linear(), lm_head=linear())
-    target, head = model_of(), model_of(inner_embed_tokens=linear())
-    target.get_language_model = lambda: text  # type: ignore[assignment]
-    share_modules(target, head)
-    assert head.model.embed_tokens is text.model.embed_tokens  # type: ignore[union-attr]
-    assert head.lm_head is text.lm_head
-
-
 def test_embeddings_of_target_may_be_its_output_matrix() -> None:
     target, head = model_of(inner_embed_tokens=linear()), model_of(inner_embed_tokens=linear())
     share_modules(target, head)
@@ -388,18 +347,6 @@ def test_whole_head_reads_states_of_one_rank(another: bool) -> None:
     assert loaded._broadcast(Hidden(last)).carried is None
 
 
-def test_head_rejects_adapters() -> None:
-    head: Any = LoadedHead.__new__(LoadedHead)
-    with pytest.raises(AssertionError, match="only the target has adapters"):
-        head.logits(torch.zeros(1, 2), torch.zeros(1, dtype=torch.int32))
-
-
-def test_head_with_two_outputs_carries_the_second() -> None:
-    first, second = torch.zeros(1), torch.ones(1)
-    assert split_carried((first, second), None) == Hidden(first, second)
-    assert split_carried(first, None) == Hidden(first, first)
-
-
 def test_aux_layers_are_read_from_config() -> None:
     nested = {"eagle_aux_hidden_state_layer_ids": [1, 5]}
 
@@ -413,12 +360,3 @@ def test_aux_layers_are_read_from_config() -> None:
     assert read(eagle_config=None) is None
     # The outputs of these layers, which the layers after them read.
     assert read(dflash_config=dict(target_layer_ids=[1, 5])) == [2, 6]
-
-
-def test_rows_of_ended_requests_are_reused() -> None:
-    rows = HeadRows(num_drafts=3)
-    rows.start({"a": list(range(1, 40))})
-    rows.sample({"a": [4]})
-    rows.requests.apply(step({}, finished={"a"}))
-    rows.start({"b": [7, 8]})
-    assert rows.sample({"b": [1]}) == {"b": rows.expected("b")}

@@ -49,28 +49,6 @@ def test_host_equals_reference_loop(sizes: tuple[int, int]) -> None:
             assert on_host(text, sizes, max_drafts) == ngram_drafts(text, *sizes, max_drafts), text
 
 
-def test_loop_is_drafted_in_full_length() -> None:
-    assert on_host([7, 1, 2, 3, 1, 2, 3], (2, 3), 8) == [1, 2, 3, 1, 2, 3, 1, 2]
-    assert on_host([5, 5, 5], (1, 4), 6) == [5] * 6
-
-
-def test_longest_match_wins() -> None:
-    assert on_host([1, 2, 3, 9, 0, 3, 8, 1, 2, 3], (1, 3), 1) == [9]
-
-
-def test_most_recent_of_equal_matches_wins() -> None:
-    assert on_host([2, 3, 8, 2, 3, 9, 0, 2, 3], (2, 2), 1) == [9]
-
-
-def test_match_below_minimum_is_ignored() -> None:
-    assert on_host([3, 9, 3], (2, 4), 4) == []
-
-
-@pytest.mark.parametrize("tokens", [[], [1]])
-def test_text_too_short_to_repeat_has_no_drafts(tokens: list[int]) -> None:
-    assert on_host(tokens, (1, 3), 4) == []
-
-
 def test_host_reads_only_inside_view() -> None:
     """The array continues after the view."""
     array = np.array([4, 1, 2, 5, 1, 2, 5, 1, 2], dtype=np.int32)
@@ -109,30 +87,3 @@ def test_device_equals_host(sizes: tuple[int, int], num_drafts: int) -> None:
         for b, row in enumerate(rows):
             expected = on_host(texts[row], sizes, wanted[b]) if wanted[b] else []
             assert drafts.tokens_BK[b, : drafts.num_drafts_B[b]].tolist() == expected
-
-
-def test_device_graph_depends_only_on_shapes() -> None:
-    """It exports as one graph without data-dependent reads or shapes."""
-
-    class Graph(torch.nn.Module):
-        def forward(self, rows_B, history_RM, lengths_B, max_drafts_B):
-            request = DraftRequest(
-                rows_B=rows_B,
-                history_RM=history_RM,
-                lengths_B=lengths_B,
-                max_drafts_B=max_drafts_B,
-                num_drafts=4,
-                blocks=Blocks((), ()),
-                row_operations=row_operations.TORCH,
-                choose=no_model,
-            )
-            return tuple(DeviceNgramProposer(1, 3).propose(request))[:2]
-
-    rows = torch.arange(3)
-    history = torch.randint(0, 3, (4, 20), dtype=torch.int32)
-    lengths = torch.tensor([20, 0, 9], dtype=torch.int32)
-    wanted = torch.tensor([4, 0, 2], dtype=torch.int32)
-    graph = torch.export.export(Graph(), (rows, history, lengths, wanted), strict=False).module()
-    again = (rows.flip(0), history.roll(1, 0), lengths.flip(0), wanted.flip(0))
-    for exported, eager in zip(graph(*again), Graph()(*again), strict=True):
-        assert torch.equal(exported, eager)

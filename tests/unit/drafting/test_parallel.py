@@ -114,42 +114,11 @@ def test_drafts_follow_from_whole_context(
     rows.check_steps(seed, share_off=0.3)
 
 
-@pytest.mark.parametrize("num_off", [1, 2, 4, 40])
-def test_row_catches_up_after_steps_without_drafts(num_off: int) -> None:
-    rows = ParallelRows(num_drafts=3)
-    rows.start(PROMPTS)
-    drafts = rows.sample({"a": [1], "b": [2]})
-    rows.sample({"a": [*drafts["a"], 5], "b": [2]})  # the last round's drafts were all accepted
-    for token in range(num_off):
-        assert rows.sample({"a": [token]}, max_drafts=0)["a"] == []
-    for _ in range(2):
-        assert rows.sample({"a": [6], "b": [7]}) == {"a": rows.expected("a"), "b": rows.expected("b")}
-    assert not rows.recorder.unexpected
-
-
 @pytest.mark.parametrize("overlapping", [False, True])
 @pytest.mark.parametrize("num_read", [0, 2, *range(10, 15)])
 def test_shared_blocks_count_as_read_only_if_drafter_read_them(num_read: int, overlapping: bool) -> None:
     """Blocks that hold KV of mask tokens where the text went on without drafts have not been read."""
     check_shared_blocks(ParallelRows(num_drafts=3), num_read, overlapping)
-
-
-def test_round_runs_drafter_once() -> None:
-    """The first round reads the prompt's end and masks; a head's read of the newest token is separate."""
-    for kind, num_forwards in ((ParallelRows, 1), (ParallelHeadRows, 2)):
-        rows: Any = kind(num_drafts=5)
-        rows.start(PROMPTS)
-        model = rows.model if kind is ParallelRows else rows.head
-        forward, shapes = model.forward, []
-
-        def record(inputs: Inputs, carried_TH: Any = None, *, run: Any = forward, shapes: Any = shapes) -> Hidden:
-            shapes.append(inputs.call.num_queries)
-            return run(inputs, carried_TH)
-
-        model.forward = record
-        assert rows.sample({"a": [1]}) == {"a": rows.expected("a")}
-        assert shapes[-1] == (10 if kind is ParallelRows else 4)
-        assert len(shapes) == num_forwards
 
 
 # --- through vLLM's scheduler ---

@@ -2,19 +2,14 @@
 
 from __future__ import annotations
 
-import logging
 import random
 from collections.abc import Iterator
 from itertools import takewhile
-from typing import Any
 
-import numpy as np
 import pytest
 
 from tests.unit.drafting.test_token_bytes import byte_level, random_texts, sentencepiece_bpe, unigram, word_piece
-from vllm_gaudi_spec.config import UnsupportedConfigError
-from vllm_gaudi_spec.drafting.universal.encoder import Encoded, Encoder
-from vllm_gaudi_spec.drafting.universal.pairs import Coverage
+from vllm_gaudi_spec.drafting.universal.encoder import Encoder
 from vllm_gaudi_spec.drafting.universal.timeline import Reader, Rewriter, Timeline
 from vllm_gaudi_spec.drafting.universal.token_bytes import ModelTokenizer, read_vocabulary
 from vllm_gaudi_spec.drafting.universal.vocab_map import match_vocabularies
@@ -92,32 +87,6 @@ def test_growing_text_is_encoded_like_whole_text(languages: Languages) -> None:
         assert compared(grown.tokens(0)) == compared(whole.tokens(0))
 
 
-def test_drafter_tokens_spell_the_text() -> None:
-    languages = Languages("sentencepiece", "byte_level")
-    for text in random_texts(7, 50):
-        timeline = Timeline(languages.reader)
-        timeline.extend(languages.target_ids(text))
-        assert languages.spelled(timeline.tokens(0)).decode() == text
-
-
-def test_only_end_of_long_text_is_encoded_again() -> None:
-    encoder = Encoder(ModelTokenizer(TOKENIZERS["byte_level"]()), 1000)
-    text, known, lengths = "", Encoded(), []
-    original = encoder.encode
-
-    def watched(piece: str) -> Encoded:
-        lengths.append(len(piece))
-        return original(piece)
-
-    encoder.encode = watched  # type: ignore[method-assign]
-    for word in " ".join(random_texts(11, 200)).split(" "):
-        text += f" {word}"
-        encoder.extend(known, text)
-    assert known == original(text)
-    assert len(text) > 5000
-    assert sum(length > 400 for length in lengths) < len(lengths) / 50
-
-
 def test_split_characters_are_reassembled() -> None:
     """The target writes characters that its vocabulary lacks byte by byte."""
     languages = Languages("byte_level", "byte_level")
@@ -176,11 +145,6 @@ def test_bos_appears_once() -> None:
         timeline = Timeline(reader)
         timeline.extend([*start, *languages.target_ids("one")])  # type: ignore[list-item]
         assert timeline.tokens(0) == [bos, *reader.encoder.encode("one").ids]
-
-
-def test_slow_tokenizer_is_refused() -> None:
-    with pytest.raises(UnsupportedConfigError, match="fast tokenizer"):
-        Encoder(ModelTokenizer(object()), 1000)
 
 
 def test_tokens_beyond_model_are_left_out() -> None:
@@ -293,36 +257,4 @@ def test_end_token_ends_rewritten_draft() -> None:
     assert found[-1] == target_end
 
 
-def test_draft_within_word_is_encoded_as_by_target() -> None:
-    """After "the": " the" and not "t", "h", "e", since the text before is encoded with it."""
-    languages = Languages("byte_level", "small byte_level")
-    text_before, rest = "the ", "the"
-    whole = languages.target_ids(text_before + rest)
-    begin = len(languages.target_ids(text_before))
-    assert languages.rewriter().rewrite(draft(languages, rest), text_before) in (
-        whole[begin:],
-        languages.target_ids(rest),
-    )
-
-
 # ---- coverage ------------------------------------------------------------------------------------------
-
-
-def test_low_coverage_is_reported_once(monkeypatch: pytest.MonkeyPatch) -> None:
-    messages: list[str] = []
-
-    def warn(message: str, *args: Any) -> None:
-        messages.append(message % args)
-
-    monkeypatch.setattr(logging.getLogger("vllm_gaudi_spec.drafting.universal.pairs"), "warning", warn)
-    half = np.where(np.arange(100) < 50, 1, -1)
-    for covered, expected in ((np.zeros(100), 0), (half, 1)):
-        messages.clear()
-        coverage = Coverage(covered)
-        coverage.add_prompt(list(range(100)))
-        assert not messages, "too early"
-        for _ in range(100):
-            coverage.add_prompt(list(range(100)))
-        assert len(messages) == expected
-    assert "50%" in messages[0]
-    assert "slem" in messages[0]

@@ -10,7 +10,7 @@ import pytest
 
 from tests.support.reference.suffix import suffix_drafts
 from vllm_gaudi_spec.drafting import suffix
-from vllm_gaudi_spec.drafting.suffix import NOTHING, Draft, SuffixCache, SuffixProposer, Text
+from vllm_gaudi_spec.drafting.suffix import Draft, SuffixCache, SuffixProposer, Text
 from vllm_gaudi_spec.records import Context
 
 OPTIONS = [(24, 8, 1.0, 0.1), (24, 3, 2.0, 0.5), (6, 8, 1.0, 0.0), (3, 8, 4.0, 0.3), (9, 5, 0.5, 1.0), (1, 4, 1.0, 0.1)]
@@ -61,13 +61,6 @@ def test_drafts_equal_the_count_over_all_substrings(
         draft = cache.speculate("a", text, max_drafts, factor, min_prob)
         ways = (suffix_drafts(texts, text, depth, max_drafts, factor, min_prob) for texts in ([text], past[2:]))
         assert_best(draft, [way for each in ways for way in each])
-
-
-def test_only_newest_occurrences_are_compared(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(suffix, "MAX_OCCURRENCES", 3)
-    text = Text(24)
-    text.append([1, 5] * 10 + [1, 6] * 3 + [1])
-    assert text.speculate([1], [0, 1], 0.0, Draft()) == Draft([6], 1.0)
 
 
 def test_long_text_is_found_after_tables_grow() -> None:
@@ -152,13 +145,6 @@ def ask(proposer: SuffixProposer, tokens: list[int], num_prompt: int, req_id: st
     return list(drafts)
 
 
-def test_new_tokens_are_fed_once(proposer: SuffixProposer) -> None:
-    ask(proposer, [1, 2, 3, 4], 3)
-    ask(proposer, [1, 2, 3, 4, 5, 6], 3)
-    ask(proposer, [1, 2, 3, 4, 5, 6], 3)  # resumed after preemption
-    assert proposer._cache.calls == [("start", "a", [1, 2, 3]), ("add", "a", [4]), ("add", "a", [5, 6])]
-
-
 @pytest.mark.parametrize(("tokens", "num_prompt"), [([1, 9, 3, 4], 3), ([1, 2, 3], 3), ([1, 2, 3, 4, 5], 4)])
 def test_diverging_text_replaces_previous_one(proposer: SuffixProposer, tokens: list[int], num_prompt: int) -> None:
     ask(proposer, [1, 2, 3, 4], 3)
@@ -174,20 +160,6 @@ def test_forgotten_request_is_kept_as_past_response(proposer: SuffixProposer) ->
     assert proposer._cache.calls[-1] == ("stop", "a")
     assert ask(proposer, [9, 9, 4, 5], 2, "b") == [6]
     assert ask(proposer, [9, 2], 1, "c") == []  # prompts are not shared between requests
-
-
-def test_request_id_can_be_reused(proposer: SuffixProposer) -> None:
-    for _ in range(2):
-        ask(proposer, [1, 2, 3, 4, 5, 6], 3)
-        proposer.forget(["a"])
-    assert list(proposer._cache.cached_requests) == ["a"]
-    tokens = proposer._cache._past._tokens
-    assert [token for token in tokens if token != NOTHING] == [4, 5, 6]
-
-
-def test_drafts_are_limited_to_max_drafts(proposer: SuffixProposer) -> None:
-    for wanted in (1, 2, 5):
-        assert ask(proposer, [1, 2, 3, 4, 5, 6, 7, 8, 1, 2, 3, 4], 12, wanted=wanted) == [5, 6, 7, 8][:wanted]
 
 
 def test_built_in_cache_is_used_without_arctic(monkeypatch: pytest.MonkeyPatch) -> None:

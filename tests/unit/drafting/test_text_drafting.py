@@ -205,15 +205,6 @@ def test_drafts_follow_from_whole_text(match: str, num_drafts: int, seed: int, d
     assert not rows.recorder.unexpected
 
 
-def test_long_prompt_is_read_in_warmed_up_chunks() -> None:
-    rows = Rows(num_drafts=3)
-    rows.start({"a": rows.languages.target_ids(" ".join(TEXTS[:6]))[:150]})
-    assert rows.sample({"a": [5]})["a"] == rows.expected("a")
-    chunks = [signature for signature in rows.recorder._seen if signature[0] == "read"]  # type: ignore[index]
-    assert chunks
-    assert not rows.recorder.unexpected
-
-
 def test_row_drafts_again_after_steps_without_drafts() -> None:
     rows = Rows(num_drafts=3)
     rows.start(prompts(rows))
@@ -257,19 +248,6 @@ def test_row_beyond_kv_region_continues_without_drafts() -> None:
     assert outgrown() == {"c"}
     rows.start({"d": rows.languages.target_ids(TEXTS[7])}, preempted={"c"})  # takes the row
     assert not outgrown()
-
-
-def test_outgrown_requests_are_those_of_current_step() -> None:
-    """The runner asks before it proposes for the next step, and reports after."""
-    rows = Rows(num_drafts=4, length=40)
-    rows.start(prompts(rows))
-    rows.sample({"c": [7]})
-    asked = rows.drafting.find_outgrown_requests()
-    assert list(asked) == ["c"]
-    rows.start({"c": [5]}, preempted={"c"})
-    rows.sample({"c": [7]})
-    assert not rows.drafting.find_outgrown_requests()
-    assert list(asked) == ["c"]
 
 
 def test_only_rewriting_syncs_with_device() -> None:

@@ -214,12 +214,6 @@ def test_byte_fallback_needs_decoder_step() -> None:
     assert read_vocabulary(ModelTokenizer(plain)).bytes_by_id == (b"<0x0A>", b"a")
 
 
-def test_space_character_is_read_from_tokenizer() -> None:
-    tokenizer = wrapped(Tokenizer(models.BPE({"_a": 0, "▁a": 1, "Ċ": 2}, [])))
-    tokenizer.backend_tokenizer.decoder = decoders.Metaspace(replacement="_")
-    assert read_vocabulary(ModelTokenizer(tokenizer)).bytes_by_id == (b" a", "▁a".encode(), "Ċ".encode())
-
-
 def test_added_tokens_stand_for_literal_text() -> None:
     """Even if each character is in the alphabet, as in the Vietnamese word."""
     tokenizer = byte_level()
@@ -229,15 +223,6 @@ def test_added_tokens_stand_for_literal_text() -> None:
         token_id = id_of(tokenizer, text)
         assert tokenizer.encode(text) == [token_id]
         assert vocabulary.bytes_by_id[token_id] == text.encode()
-
-
-def test_characters_outside_alphabet_stand_for_themselves() -> None:
-    """The decoder writes such tokens unchanged: the no-break space, and a word with one."""
-    signs = ["\xa0", "中", "é\xad", "é\x7f", "Ġ中", "\x85"]
-    tokenizer = wrapped(Tokenizer(models.BPE({sign: i for i, sign in enumerate(signs)}, [])))
-    tokenizer.backend_tokenizer.decoder = decoders.ByteLevel()
-    assert read_vocabulary(ModelTokenizer(tokenizer)).bytes_by_id == tuple(sign.encode() for sign in signs)
-    assert [tokenizer.decode([i]) for i in range(len(signs))] == signs
 
 
 @pytest.mark.parametrize("prefix", [False, True])
@@ -260,28 +245,6 @@ def test_added_token_precedes_token_with_same_bytes() -> None:
     vocabulary = read_vocabulary(ModelTokenizer(tokenizer))
     assert vocabulary.bytes_by_id[inside] == b" the"
     assert vocabulary.id_by_bytes[b" the"] == tokenizer.encode(" the")[0] == id_of(tokenizer, " the")
-
-
-def test_duplicate_emitted_within_text_is_indexed() -> None:
-    """At the start of a text this tokenizer writes "▁a", which says nothing about "a"."""
-    vocab = {"<unk>": 0, "q": 1, "a": 2, "▁": 3, "▁a": 4, "\n": 5}
-    tokenizer = wrapped(Tokenizer(models.BPE(vocab, [("▁", "a")], unk_token="<unk>")), unk_token="<unk>")
-    tokenizer.backend_tokenizer.normalizer = normalizers.Prepend("▁")
-    tokenizer.backend_tokenizer.decoder = decoders.Sequence([decoders.Replace("q", "a"), decoders.Replace("▁", " ")])
-    vocabulary = read_vocabulary(ModelTokenizer(tokenizer))
-    assert vocabulary.bytes_by_id[1:3] == (b"a", b"a")
-    assert vocabulary.id_by_bytes[b"a"] == 2
-
-
-def test_lowest_whole_token_is_indexed_if_none_is_emitted() -> None:
-    vocab = {"<unk>": 0, "<0x61>": 1, "q": 2, "x": 3, "▁": 4, "_": 5}
-    tokenizer = wrapped(Tokenizer(models.BPE(vocab, [], unk_token="<unk>")), unk_token="<unk>")
-    tokenizer.backend_tokenizer.normalizer = normalizers.Replace("q", "x")
-    steps = [decoders.Replace("x", "a"), decoders.Replace("q", "a"), decoders.ByteFallback()]
-    tokenizer.backend_tokenizer.decoder = decoders.Sequence(steps)
-    vocabulary = read_vocabulary(ModelTokenizer(tokenizer))
-    assert vocabulary.bytes_by_id[1:4] == (b"a", b"a", b"a")
-    assert vocabulary.id_by_bytes[b"a"] == 2
 
 
 # ---- special tokens --------------------------------------------------------------------------------------
@@ -325,42 +288,6 @@ def test_end_of_turn_is_first_end_token_after_message(template: Any) -> None:
     end, call = id_of(tokenizer, "<|end|>"), id_of(tokenizer, "<|call|>")
     roles = read_vocabulary(ModelTokenizer(tokenizer, (call, end))).roles
     assert (roles.end_of_turn, roles.eos) == (end, (tokenizer.eos_token_id, call))
-
-
-def test_end_token_must_be_named_by_configuration() -> None:
-    tokenizer = chat_tokenizer()
-    roles = read_vocabulary(ModelTokenizer(tokenizer)).roles
-    assert roles.ends == (tokenizer.eos_token_id,)
-    assert roles.end_of_turn is None
-
-
-@pytest.mark.parametrize(
-    ("template", "is_eos"),
-    [("{{ message.content + eos_token }}", True), ("{{ message.content }}", False), ("<|end|>", False), (None, False)],
-)
-def test_end_of_turn_may_be_eos_or_none(template: str | None, is_eos: bool) -> None:
-    tokenizer = chat_tokenizer()
-    tokenizer.chat_template = template
-    end, eos = id_of(tokenizer, "<|end|>"), tokenizer.eos_token_id
-    roles = read_vocabulary(ModelTokenizer(tokenizer, (end,))).roles
-    assert (roles.end_of_turn, roles.eos) == ((eos, (end,)) if is_eos else (None, (eos, end)))
-
-
-def test_only_added_tokens_among_ends_become_special() -> None:
-    tokenizer = byte_level(eos_token="<|eos|>")
-    tokenizer.add_tokens(["<stop>"])
-    newline, stop = id_of(tokenizer, "Ċ"), id_of(tokenizer, "<stop>")
-    vocabulary = read_vocabulary(ModelTokenizer(tokenizer, (newline, stop, 10**6)))
-    assert vocabulary.roles.eos == (tokenizer.eos_token_id, stop)
-    assert vocabulary.bytes_by_id[newline] == b"\n"
-    assert vocabulary.bytes_by_id[stop] is None
-    assert vocabulary.special_names[stop] == "<stop>"
-
-
-def test_empty_tokens_and_gaps_have_no_bytes() -> None:
-    tokenizer = wrapped(Tokenizer(models.BPE({"a": 0, "": 1, "b": 5}, [])))
-    tokenizer.backend_tokenizer.decoder = decoders.ByteLevel()
-    assert read_vocabulary(ModelTokenizer(tokenizer)).bytes_by_id == (b"a", None, None, None, None, b"b")
 
 
 # ---- tokenizers that are not fast ------------------------------------------------------------------------
@@ -461,13 +388,6 @@ def test_unreadable_tokenizer_is_refused(tokenizer: Any, reason: str) -> None:
     assert "Use a model with a fast tokenizer" in str(caught.value)
 
 
-def test_unknown_decoder_is_refused() -> None:
-    tokenizer = byte_level()
-    tokenizer.backend_tokenizer.decoder = decoders.CTC()
-    with pytest.raises(UnsupportedConfigError, match='"type": "CTC"'):
-        read_vocabulary(ModelTokenizer(tokenizer))
-
-
 # ---- loading and hashing ---------------------------------------------------------------------------------
 
 
@@ -490,37 +410,3 @@ def test_loading_reads_end_tokens_of_both_configurations(tmp_path: Path) -> None
     model = load_tokenizer(path)
     assert model.end_ids == (end, call)
     assert read_vocabulary(model).roles.end_of_turn == end
-
-
-def test_loading_works_without_generation_config(tmp_path: Path) -> None:
-    path = saved(chat_tokenizer(), tmp_path, config={"model_type": "llama", "text_config": {"eos_token_id": [3]}})
-    assert load_tokenizer(path).end_ids == (3,)
-
-
-def test_model_without_tokenizer_is_refused(tmp_path: Path) -> None:
-    (tmp_path / "config.json").write_text('{"model_type": "llama"}')
-    with pytest.raises(UnsupportedConfigError, match=r"[^.]\. Use a model whose folder contains its tokenizer files"):
-        load_tokenizer(str(tmp_path))
-
-
-def test_hash_depends_on_content() -> None:
-    def hashed(change: Callable[[PreTrainedTokenizerFast], object] = lambda _: None, *ends: int) -> str:
-        tokenizer = chat_tokenizer()
-        change(tokenizer)
-        return hash_content(ModelTokenizer(tokenizer, ends))
-
-    def other_template(tokenizer: PreTrainedTokenizerFast) -> None:
-        tokenizer.chat_template = "other"
-
-    def other_eos(tokenizer: PreTrainedTokenizerFast) -> None:
-        tokenizer.eos_token = "<|end|>"
-
-    hashes = [
-        hashed(),
-        hashed(lambda tokenizer: tokenizer.add_tokens(["more"])),
-        hashed(other_template),
-        hashed(other_eos),
-        hashed(lambda _: None, 1),
-    ]
-    assert len(set(hashes)) == len(hashes)
-    assert hashes[0] == hashed()

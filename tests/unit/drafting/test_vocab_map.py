@@ -3,20 +3,15 @@
 from __future__ import annotations
 
 import json
-import os
 import random
-import threading
-import time
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pytest
 from tokenizers import Tokenizer, models
-from transformers import PreTrainedTokenizerFast
 
 from tests.unit.drafting.test_token_bytes import (
-    BYTE_PIECES,
     byte_level,
     chat_tokenizer,
     id_of,
@@ -108,15 +103,6 @@ def test_matched_tokens_have_equal_text(pair: Pair) -> None:
     assert compared > 300
 
 
-def test_all_tokens_with_equal_bytes_match(pair: Pair) -> None:
-    target, draft = pair.vocabularies
-    common = {piece for piece in target.bytes_by_id if piece} & {piece for piece in draft.bytes_by_id if piece}
-    ordinary = [i for i in np.flatnonzero(pair.map.target_to_draft >= 0) if target.bytes_by_id[i] is not None]
-    assert {target.bytes_by_id[i] for i in ordinary} == common
-    for i in ordinary:
-        assert target.bytes_by_id[i] == draft.bytes_by_id[pair.map.target_to_draft[i]]
-
-
 def test_whitespace_bytes_and_accents_match_between_families() -> None:
     pair = Pair(sentencepiece_bpe(), byte_level(600))
     for token, partner in [("▁", "Ġ"), ("▁▁", "ĠĠ"), ("▁the", "Ġthe"), ("\n", "Ċ"), ("<0x0B>", "ċ"), ("<0xE4>", "ä")]:
@@ -126,12 +112,6 @@ def test_whitespace_bytes_and_accents_match_between_families() -> None:
     friend.backend_tokenizer.decoder = sentencepiece_bpe().backend_tokenizer.decoder
     false = Pair(friend, byte_level())
     assert false.map.target_to_draft[:3].tolist() == [-1, id_of(false.draft, "Ġ"), id_of(false.draft, "Ċ")]
-
-
-def test_duplicate_that_is_not_emitted_has_no_partner() -> None:
-    pair = Pair(sentencepiece_bpe(), byte_level())
-    assert pair.map.target_to_draft[id_of(pair.target, "a")] == id_of(pair.draft, "a")
-    assert pair.map.target_to_draft[id_of(pair.target, "<0x61>")] == -1
 
 
 def test_vocabulary_matches_itself_id_by_id() -> None:
@@ -202,38 +182,12 @@ def test_roles_match_tokens_with_different_names() -> None:
     assert np.flatnonzero(made.draftable).tolist() == [0, 1, 2, 3]
 
 
-def test_single_end_matches_any_end() -> None:
-    base, chat = special("<eos>", eos=(1,)), special("x [turn]", end_of_turn=2)
-    assert partners(base, chat) == {1: 2}
-    assert partners(chat, base) == {2: 1}
-
-
-def test_end_of_turn_matches_before_other_ends() -> None:
-    target = special("<eos> <turn>", eos=(1,), end_of_turn=2)
-    assert partners(target, special("[end]", end_of_turn=1, pad=1)) == {2: 1}
-
-
 def test_names_match_before_roles_unless_contradicting() -> None:
     chat = special("<text> <turn>", end_of_turn=2, unk=1)
     base = special("<text> <turn>", eos=(1,), unk=1, bos=1)
     assert partners(chat, base) == {1: 1, 2: 2}
     swapped = special("</s> <s>", bos=1, eos=(2,))
     assert partners(special("</s> <s>", eos=(1,), bos=2), swapped) == {1: 2, 2: 1}
-
-
-def test_ends_match_in_order_and_names_are_not_bytes() -> None:
-    target = special("<e1> <e2> <e3> <call>", eos=(3, 1, 2))
-    draft = special("[e1] [e2] <call>", eos=(1, 2))
-    assert partners(target, draft) == {3: 1, 1: 2, 4: 3}
-
-
-def test_roles_of_real_tokenizers() -> None:
-    pair = Pair(byte_level(**OTHER_NAMES), sentencepiece_bpe(**NAMES))
-    target, draft = pair.target, pair.draft
-    for role in ("bos", "eos", "pad", "unk"):
-        ours, theirs = getattr(target, f"{role}_token_id"), getattr(draft, f"{role}_token_id")
-        assert pair.map.target_to_draft[ours] == theirs
-        assert pair.map.draftable[theirs] == (role in ("bos", "eos"))
 
 
 # ---- the file --------------------------------------------------------------------------------------------
@@ -314,68 +268,3 @@ def test_damaged_file_is_rebuilt(small: Pair, tmp_path: Path, change: Any) -> No
     assert file.read_bytes() != whole
     assert equal(small.build(tmp_path), small.map)
     assert [path.read_bytes() for path in tmp_path.iterdir()] == [whole]
-
-
-def test_invalid_pairs_are_refused_despite_valid_checksum() -> None:
-    flags = np.array([True, True])
-    for pairs in ([[0, 0], [0, 1]], [[0, 1], [1, 1]], [[0, 0], [4, 1]], [[0, -1], [1, 0]]):
-        with pytest.raises(ValueError):
-            VocabMap.from_pairs(np.array(pairs, dtype=np.int32), flags, 4, 4)
-
-
-def test_read_only_folder_only_disables_cache(small: Pair, tmp_path: Path) -> None:
-    (tmp_path / "file").write_text("in the way")
-    assert equal(small.build(tmp_path / "file"), small.map)
-
-
-def test_interrupted_write_leaves_no_file(small: Pair, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    def interrupted(*_: Any) -> None:
-        raise KeyboardInterrupt
-
-    monkeypatch.setattr(os, "replace", interrupted)
-    with pytest.raises(KeyboardInterrupt):
-        small.build(tmp_path)
-    assert not list(tmp_path.iterdir())
-
-
-def test_concurrent_writers_and_readers_do_not_interfere(small: Pair, tmp_path: Path) -> None:
-    """Every reader sees no file or a complete one."""
-    small.build(tmp_path)
-    (file,) = tmp_path.iterdir()
-    whole, key = file.read_bytes(), json.loads(file.read_bytes().partition(b"\n")[0])["key"]
-    seen: list[bool] = []
-
-    def write() -> None:
-        for _ in range(20):
-            module._write(file, key, small.map)
-
-    def read() -> None:
-        for _ in range(60):
-            seen.append(equal(module._read(file, key, *small.sizes), small.map))
-
-    threads = [threading.Thread(target=act) for act in (write, write, read, read)]
-    for thread in threads:
-        thread.start()
-    for thread in threads:
-        thread.join()
-    assert len(seen) == 120
-    assert all(seen)
-    assert [path.read_bytes() for path in tmp_path.iterdir()] == [whole]
-
-
-def test_large_pair_is_matched_quickly() -> None:
-    """The time is linear in the vocabulary sizes: seconds at 262k x 152k, so well below one here."""
-
-    def large(count: int, space: str, **special: str) -> PreTrainedTokenizerFast:
-        vocab = {piece: i for i, piece in enumerate([*BYTE_PIECES, *special.values()])}
-        for i in range(count):
-            vocab.setdefault(f"{space}{i:x}", len(vocab))
-        tokenizer = wrapped(Tokenizer(models.BPE(vocab, [], unk_token="<unk>")), **special)
-        tokenizer.backend_tokenizer.decoder = sentencepiece_bpe().backend_tokenizer.decoder
-        return tokenizer
-
-    target, draft = large(30000, "▁", unk_token="<unk>"), large(20000, " ", unk_token="<unk>")
-    started = time.process_time()
-    made = load_vocab_map(ModelTokenizer(target), ModelTokenizer(draft), len(target), len(draft))
-    assert time.process_time() - started < 2
-    assert made.num_matched == 20000 + 256 + 1

@@ -14,14 +14,6 @@ from vllm_gaudi_spec.records import Shape
 from vllm_gaudi_spec.runner.buckets import batch_sizes, geometric, round_up
 
 
-def test_batch_sizes_have_two_steps_per_octave() -> None:
-    assert batch_sizes(20, coarse=False) == (1, 2, 3, 4, 6, 8, 12, 16, 20)
-
-
-def test_batch_sizes_are_powers_of_two_where_each_costs_a_graph() -> None:
-    assert batch_sizes(20, coarse=True) == (1, 2, 4, 8, 16, 20)
-
-
 @pytest.mark.parametrize("coarse", [False, True])
 def test_batch_sizes_cover_every_batch_and_end_at_the_largest(coarse: bool) -> None:
     for largest in range(1, 300):
@@ -41,12 +33,6 @@ def test_growing_lists_are_multiples_that_cover_the_largest(smallest: int, growt
         assert sizes[-1] == round_up(max(largest, 1), smallest)
         assert all(size % smallest == 0 for size in sizes)
         assert all(small < large <= max(small * growth, small + smallest) for small, large in pairwise(sizes))
-
-
-def test_geometric_lists_always_grow() -> None:
-    assert geometric(16, 96, 1.25) == (16, 32, 48, 64, 80, 96)
-    assert geometric(512, 500, 2.0) == (512,)
-    assert geometric(512, 5000, 2.0) == (512, 1024, 2048, 4096, 5120)
 
 
 @pytest.mark.parametrize("method", [None, "ngram", "ngram_gpu", "draft_model", RETOKENIZE], ids=str)

@@ -44,35 +44,6 @@ def test_counters_start_after_warm_up() -> None:
     assert recorder.make_counts(backend) == (1, 2, 1, {"target": 0.5}, 130, 28)
 
 
-def test_compiled_count_is_queried_every_few_steps() -> None:
-    """The device may compile graphs that none of our signatures shows."""
-    backend: Any = CountingBackend()
-    recorder = StepRecorder()
-    recorder.saw("new")
-    backend.graphs.num_compiled = 3
-    counts = []
-    for _ in range(64):
-        recorder.step_done()
-        counts.append(recorder.make_counts(backend).compiled)
-    assert (counts[0], counts[-1]) == (1, 3)
-    assert backend.graphs.num_asked == 4
-    recorder.step_done()
-    backend.graphs.num_compiled = 5
-    assert recorder.make_counts(backend).compiled == 3
-    assert recorder.make_counts(backend, is_last=True).compiled == 5, "nobody may ask again for long"
-
-
-def test_compiled_count_never_decreases() -> None:
-    """The device returns 0 if it does not know, and after a reset."""
-    backend: Any = CountingBackend()
-    recorder = StepRecorder()
-    counts = []
-    for backend.graphs.num_compiled in (3, 0, 5):
-        recorder.num_steps += 16
-        counts.append(recorder.make_counts(backend).compiled)
-    assert counts == [3, 3, 5]
-
-
 def test_graphs_compiled_in_warm_up_are_not_counted() -> None:
     """Steps of warm-up report too, before the device knows which graphs belong to warm-up."""
     backend: Any = CountingBackend()

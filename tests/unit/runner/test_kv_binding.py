@@ -12,7 +12,6 @@ from vllm.config import VllmConfig, get_current_vllm_config, set_current_vllm_co
 from vllm.model_executor.layers.attention import Attention
 from vllm.model_executor.layers.attention.chunked_local_attention import ChunkedLocalAttention
 
-from vllm_gaudi_spec.devices.common.kv_pair import KVPair
 from vllm_gaudi_spec.devices.cpu import backend as cpu
 from vllm_gaudi_spec.model import LoadedModel
 from vllm_gaudi_spec.platforms.attention import RectangleAttentionBackend
@@ -63,13 +62,6 @@ def test_kv_cache_of_the_wrong_shape_or_dtype_is_not_bound(wrong: torch.Tensor, 
     with pytest.raises(RuntimeError, match=f"KV cache of {OWNER} is .*{words}") as refused:
         loaded([layer()]).bind_kv({OWNER: wrong}, [[OWNER]])
     assert len(str(refused.value).splitlines()) == 1
-
-
-def test_kv_shape_of_a_pair_of_tensors() -> None:
-    """Accelerators keep keys and values in a pair of tensors."""
-    keys = torch.zeros(BLOCKS * BLOCK, HEADS, SIZE)
-    assert KVPair(keys, keys, BLOCK).shape == cpu.make_backend().attention.kv_shape(cache())
-    assert KVPair(keys.byte(), None, BLOCK).shape == (BLOCKS, BLOCK, HEADS, SIZE, torch.uint8)
 
 
 def test_layer_sharing_kv_joins_the_group_of_its_owner(config: VllmConfig) -> None:

@@ -62,13 +62,6 @@ def test_l29_memory_kept_by_graphs_is_logged_by_kind() -> None:
     )
 
 
-def test_no_summary_without_memory_reports() -> None:
-    memory = WarmUpMemory(Memory(), config(), kv_bytes=GIB)
-    with memory.measure(Job("decodes", int), []):
-        pass
-    assert memory.summary() is None
-
-
 def test_l30_r08_out_of_memory_error_names_the_option_to_lower() -> None:
     """3 GiB are requested and 1 is free. Two more runs like the first will keep a GiB each, so 4 of 60 GiB are
     missing."""
@@ -79,28 +72,6 @@ def test_l30_r08_out_of_memory_error_names_the_option_to_lower() -> None:
         "The card ran out of memory in warm-up, in run 3 of 5 (prompt chunks): 3.00 GiB requested, 1.00 GiB free; "
         "lower --gpu-memory-utilization 0.9 -> 0.84."
     )
-
-
-def test_out_of_memory_error_of_an_unresponsive_device() -> None:
-    card = Card(GIB)
-    memory = WarmUpMemory(card, config(), kv_bytes=60 * GIB)
-
-    def refuse() -> int:
-        raise RuntimeError("synStatus=26")
-
-    def run() -> None:
-        card.free_bytes = refuse  # type: ignore[method-assign]
-        card.take(6 * GIB)
-
-    words = r"6.00 GiB requested, 0.0 MiB free; lower .* 0.9 -> 0.81\."
-    with pytest.raises(UnsupportedConfigError, match=words), memory.measure(Job("decodes", run), []):
-        run()
-
-
-def test_other_errors_are_not_changed() -> None:
-    memory = WarmUpMemory(Card(GIB), config(), kv_bytes=GIB)
-    with pytest.raises(RuntimeError, match=r"^shapes$"), memory.measure(Job("decodes", int), []):
-        raise RuntimeError("shapes")
 
 
 @pytest.mark.parametrize(
@@ -137,15 +108,3 @@ def test_out_of_memory_message_of_torch() -> None:
     asked = PairMemory.bytes_asked
     assert asked(Memory(), torch.OutOfMemoryError("no memory")) == 0  # type: ignore[arg-type]
     assert asked(Memory(), RuntimeError("no memory")) is None  # type: ignore[arg-type]
-
-
-@pytest.mark.parametrize(
-    ("options", "words"),
-    [
-        (dict(max_logprobs=100), "--max-logprobs 100 -> 20"),
-        (dict(max_logprobs=-1), "--max-logprobs -1 -> 20"),
-        (dict(tensor_parallel_size=2), "the weights of a rank: --tensor-parallel-size 2 -> 4"),
-    ],
-)
-def test_suggested_option_for_prompt_logprobs(options: dict[str, Any], words: str) -> None:
-    assert suggest_option(config(**options), "prompt logprobs", kv_bytes=0, missing=0) == words

@@ -15,7 +15,6 @@ from tests.support.small_engine import _SPEC, MAX_ROWS, RETOKENIZE, ROOMY, STAND
 from tests.unit.runner.test_memory import GIB, config
 from vllm_gaudi_spec.config import UnsupportedConfigError
 from vllm_gaudi_spec.devices.base import Memory
-from vllm_gaudi_spec.drafting.base import NoDrafting
 from vllm_gaudi_spec.graphs import Job
 from vllm_gaudi_spec.runner import profile
 from vllm_gaudi_spec.runner.warmup import jobs
@@ -67,13 +66,6 @@ def test_r01_profile_returns_the_largest_peak_and_restores_the_runner(runner: An
     assert vars(runner) == before
 
 
-def test_failed_profile_run_restores_the_runner(runner: Any) -> None:
-    before = dict(vars(runner))
-    with pytest.raises(RuntimeError, match="shapes"):
-        profile.peak_bytes(runner, 4 * GIB)
-    assert vars(runner) == before
-
-
 def test_error_names_the_option_if_no_memory_is_left_for_kv(runner: Any) -> None:
     runner.peaks = {"decodes": 2 * GIB, "prompt chunks": 3 * GIB}
     words = (
@@ -82,11 +74,6 @@ def test_error_names_the_option_if_no_memory_is_left_for_kv(runner: Any) -> None
     )
     with pytest.raises(UnsupportedConfigError, match=words):
         profile.peak_bytes(runner, 3 * GIB)
-
-
-def test_no_profile_run_without_peak_measurement(runner: Any) -> None:
-    runner.backend = SimpleNamespace(memory=Memory())
-    assert profile.peak_bytes(runner, GIB) == 0
 
 
 @pytest.mark.parametrize("method", ["draft_model", STANDARD, RETOKENIZE, "ngram_gpu"])
@@ -111,14 +98,3 @@ def test_device_drafter_is_profiled(method: str, tmp_path: Path) -> None:
     assert kinds >= {"rounds of drafts", "sampling passes"}
     assert ("drafter's reads" in kinds) == (method != "ngram_gpu")
     assert (max(gathered, default=0) == MAX_ROWS) == (method == STANDARD)
-
-
-@pytest.mark.parametrize("method", ["ngram", "custom_class"])
-def test_host_drafter_is_not_profiled(method: str, tmp_path: Path) -> None:
-    """It uses no device memory, and a user's class must not be created twice."""
-    runner = SmallEngine(Variant(method, num_blocks=ROOMY, backend=CompilingBackend), tmp_path).runner
-    with torch.inference_mode():
-        runner.initialize_kv_cache(
-            KVCacheConfig(2, [], [KVCacheGroupSpec(runner.target.layer_names, _SPEC)]), profiled_blocks=9
-        )
-    assert isinstance(runner.drafting, NoDrafting)

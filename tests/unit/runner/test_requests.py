@@ -13,9 +13,8 @@ import torch
 
 from tests.support.fakes import HostBackend, cached, new_request, step
 from vllm_gaudi_spec.attention.metadata import FlatBlocks
-from vllm_gaudi_spec.records import NO_ROW, Drafts, Verification
+from vllm_gaudi_spec.records import NO_ROW
 from vllm_gaudi_spec.runner.requests import Requests
-from vllm_gaudi_spec.sampling.noise import fold_seed
 
 
 @pytest.fixture
@@ -29,22 +28,6 @@ def table(requests: Requests, req_id: str) -> list[int]:
 
 def history(requests: Requests, req_id: str, length: int) -> list[int]:
     return requests.history_RM[requests.by_id[req_id].row, :length].tolist()
-
-
-def test_admission_and_growth(requests: Requests) -> None:
-    requests.apply(step({"a": 5}, new=[new_request("a", [7, 8, 9, 7, 5], [4])]))
-    assert history(requests, "a", 6) == [7, 8, 9, 7, 5, 0]
-    assert requests.by_id["a"].seed_words == fold_seed(1)
-    requests.apply(step({"a": 1}, running=cached({"a": 16}, blocks={"a": [9]})))
-    assert table(requests, "a") == [4, 9, 0, 0]
-    assert requests.by_id["a"].num_computed == 16
-
-
-def test_id_may_finish_and_return_in_one_step(requests: Requests) -> None:
-    requests.apply(step({"a": 2}, new=[new_request("a", [1, 2, 3], [1, 2])]))
-    requests.apply(step({"a": 1}, new=[new_request("a", [4], [3])], finished={"a"}))
-    assert history(requests, "a", 4) == [4, 0, 0, 0], "nothing of the old request is left"
-    assert table(requests, "a") == [3, 0, 0, 0]
 
 
 def test_simultaneous_admissions_are_written_in_groups() -> None:
@@ -116,22 +99,6 @@ def test_preemption_replaces_blocks_and_keeps_the_seed(requests: Requests, contr
     assert requests.by_id["a"].outputs == [40, 41]
 
 
-def test_preempted_request_may_be_aborted(requests: Requests) -> None:
-    requests.apply(step({"a": 3}, new=[new_request("a", [1, 2, 3], [1])]))
-    requests.apply(step({}, preempted={"a"}, finished={"a"}))
-    assert "a" not in requests.by_id
-    for name in "bcd":
-        requests.apply(step({name: 1}, new=[new_request(name, [1], [1])]))
-
-
-def test_rows_run_out_only_when_all_are_in_use(requests: Requests) -> None:
-    for name in "abc":
-        requests.apply(step({name: 1}, new=[new_request(name, [1], [1])]))
-    assert {requests.by_id[name].row for name in "abc"} == {0, 1, 2}
-    requests.apply(step({"d": 1}, new=[new_request("d", [9], [2])], finished={"b"}))
-    assert len({requests.by_id[name].row for name in "acd"}) == 3
-
-
 def test_unseeded_requests_get_different_seeds(requests: Requests) -> None:
     from vllm.sampling_params import SamplingParams
 
@@ -142,41 +109,7 @@ def test_unseeded_requests_get_different_seeds(requests: Requests) -> None:
     assert len(words) == 20
 
 
-def test_advance_writes_only_sampled_tokens(requests: Requests) -> None:
-    requests.apply(step({"a": 3, "b": 2}, new=[new_request("a", [1, 2, 3], [1]), new_request("b", [4, 5], [2])]))
-    row_a, row_b = requests.by_id["a"].row, requests.by_id["b"].row
-    rows = torch.tensor([row_b, row_a, requests.pad_row])
-    verification = Verification(
-        tokens_BQ=torch.tensor([[50, 51, 52], [60, 61, 62], [70, 71, 72]], dtype=torch.int32),
-        num_sampled_B=torch.tensor([2, 3, 1], dtype=torch.int32),
-    )
-    requests.advance(rows, torch.tensor([1, 2, 0], dtype=torch.int32), verification)
-    assert history(requests, "b", 6) == [4, 5, 50, 51, 0, 0]
-    assert history(requests, "a", 7) == [1, 2, 3, 60, 61, 62, 0]
-    assert requests.computed_R[row_b] == 3, "all but the newest token have KV"
-    assert requests.computed_R[row_a] == 5
-    assert requests.computed_R[requests.pad_row] == 0
-
-
-def test_drafts_follow_the_last_token_until_advance(requests: Requests) -> None:
-    requests.apply(step({"a": 3, "b": 2}, new=[new_request("a", [1, 2, 3], [1]), new_request("b", [4, 5], [2])]))
-    row_a, row_b = requests.by_id["a"].row, requests.by_id["b"].row
-    rows = torch.tensor([row_a, row_b, requests.pad_row])
-    tokens = torch.tensor([[50, 51, 52], [60, 61, 62], [70, 71, 72]], dtype=torch.int32)
-    lengths = torch.tensor([3, 2, 0], dtype=torch.int32)
-    requests.put_drafts(rows, lengths, Drafts(tokens, torch.tensor([2, 0, 3], dtype=torch.int32)))
-    assert history(requests, "a", 6) == [1, 2, 3, 50, 51, 0]
-    assert history(requests, "b", 4) == [4, 5, 0, 0]
-    assert requests.num_drafts_R[rows].tolist() == [2, 0, 0], "padding never has a draft"
-    verification = Verification(torch.tensor([[80]], dtype=torch.int32), torch.tensor([1], dtype=torch.int32))
-    requests.advance(rows[:1], torch.tensor([2], dtype=torch.int32), verification)
-    assert history(requests, "a", 4) == [1, 2, 3, 80]
-    assert requests.num_drafts_R[row_a] == 0, "what stands behind the new token was drafted for another"
-
-
 # --- blocks of a decode, listed for all rows at once ---
-
-WINDOW = 0  # what a sliding window has passed
 
 
 class FlatBackend(HostBackend):
@@ -210,35 +143,6 @@ def entries(packed_np: np.ndarray) -> list[tuple[int, ...]]:
     return found
 
 
-def test_decode_lists_blocks_of_each_row_once_in_order() -> None:
-    requests = flat_requests([16])
-    rows_np = admitted(requests, {"a": ([4, 9, 5],), "b": ([7],), "c": ([3, 8],)})
-    found = requests.decode_blocks(rows_np, [17, 16, 48], 10)
-    assert found.sizes == (16,)
-    (flat,) = found.flat
-    used = [(3, 0, 0), (8, 0, 1), (7, 1, 0), (4, 2, 0), (9, 2, 1), (5, 2, 2)]
-    assert entries(flat) == used + [(0, 4, 0)] * 4
-    (table,) = found.tables
-    assert table[:, :4].tolist() == [[3, 8, 0, 0], [7, 0, 0, 0], [4, 9, 5, 0], [0, 0, 0, 0]]
-    assert table.shape[1] * 16 >= 192, "wide enough for every position, so that its shape says nothing of the rows"
-
-
-def test_blocks_after_the_end_of_a_row_are_not_listed() -> None:
-    """The scheduler may have allocated more blocks than this step reads. Blocks that are not allocated cannot be
-    listed."""
-    requests = flat_requests([16])
-    rows_np = admitted(requests, {"a": ([4, 9, 5],), "b": ([7],)})
-    (flat,) = requests.decode_blocks(rows_np, [200, 16], 4).flat
-    assert entries(flat) == [(7, 0, 0), (4, 1, 0)] + [(0, 3, 0)] * 2
-
-
-def test_null_blocks_of_a_sliding_window_are_not_listed() -> None:
-    requests = flat_requests([16])
-    rows_np = admitted(requests, {"a": ([WINDOW, WINDOW, 5, 6],), "b": ([2, 3],)})
-    (flat,) = requests.decode_blocks(rows_np, [32, 64], 6).flat
-    assert entries(flat) == [(2, 0, 0), (3, 0, 1), (5, 1, 2), (6, 1, 3), (0, 3, 0), (0, 3, 0)]
-
-
 @pytest.mark.parametrize("in_flight", [0, 6])
 def test_blocks_outside_the_window_are_not_listed(in_flight: int) -> None:
     """A running request keeps its old blocks in the table even if they were reused. The host's count of its tokens may
@@ -262,17 +166,6 @@ def test_blocks_outside_the_window_are_not_listed(in_flight: int) -> None:
         first_key = max(end - in_flight - 20, 0)
         assert [entry[2] for entry in entries(some) if entry[0]] == list(range(first_key // 16, -(-end // 16)))
         assert (every.shape, some.shape) == ((3, 16), (3, 6)), "no longer than needed, whatever the context"
-
-
-def test_each_block_size_has_its_own_list() -> None:
-    requests = flat_requests([16, 64])
-    rows_np = admitted(requests, {"a": ([4, 9, 5], [2]), "b": ([7, 8, 10, 11, 12], [3, 6])})
-    found = requests.decode_blocks(rows_np, [70, 40], 8)
-    assert found.sizes == (16, 64)
-    small, large = found.flat
-    rows_of_b = [(block, 0, place) for place, block in enumerate([7, 8, 10, 11, 12])]
-    assert entries(small) == [*rows_of_b, (4, 1, 0), (9, 1, 1), (5, 1, 2)]
-    assert entries(large) == [(3, 0, 0), (6, 0, 1), (2, 1, 0)] + [(0, 3, 0)] * 5
 
 
 @pytest.mark.parametrize("seed", range(20))
@@ -326,13 +219,6 @@ def test_warm_up_and_steps_copy_tensors_of_the_same_shapes() -> None:
     warm = requests.decode_blocks(np.full_like(rows_np, requests.pad_row), [], 8)
     used = requests.decode_blocks(rows_np, [40], 8)
     assert [part.shape for part in (*warm.tables, *warm.flat)] == [part.shape for part in (*used.tables, *used.flat)]
-
-
-def test_decode_has_only_tables_without_flat_decode(requests: Requests) -> None:
-    requests.apply(step({"a": 2}, new=[new_request("a", [1, 2], [4, 9])]))
-    found = requests.decode_blocks(np.array([requests.by_id["a"].row, requests.pad_row]), [2], 32)
-    assert found.flat == ()
-    assert found.tables[0].tolist() == [[4, 9], [0, 0]]
 
 
 def test_encoder_rows_have_consecutive_blocks() -> None:

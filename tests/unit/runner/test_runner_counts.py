@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections import Counter
 from pathlib import Path
 from typing import Any
 
@@ -35,34 +34,6 @@ def test_last_empty_step_reports_compiled_graphs(overlap: bool, tmp_path: Path) 
     engine.finish()
     assert engine.num_steps < 16, "it was not asked for another reason"
     assert engine.scheduler.step_metrics._reported[COMPILED, ""] == 3
-
-
-@BOTH
-@pytest.mark.parametrize("v2", [False, True], ids=["V1", "V2"])
-def test_first_sampled_token_is_reported_as_a_start(v2: bool, overlap: bool, tmp_path: Path) -> None:
-    """It is reported once per admission. The engine checks that it is the first token of the row."""
-    engine: Any = SmallEngine(Variant(method(overlap), overlap=overlap, v2=v2, num_blocks=ROOMY), tmp_path)
-    started: Counter[str] = Counter()
-    observe = engine._observe_tokens
-
-    def count(output: Any, members: Any) -> None:
-        started.update(getattr(output, "started", ()))
-        observe(output, members)
-
-    engine._observe_tokens = count
-    long = list(range(2, 35))  # two chunks; but for one token whole blocks of KV
-    engine.add("new", [3, 4, 5], greedy(50))
-    engine.add("chunked", long, greedy(30))
-    for _ in range(5):
-        engine.step()
-    engine.add("cached", long, greedy(30))
-    while len(engine.texts["new"]) < 25:  # when it comes back, it has more than a step's budget behind its prompt
-        engine.step()
-    assert started == {"new": 1, "chunked": 1, "cached": 1}
-    assert engine.running == ["new", "chunked", "cached"]
-    engine.interrupt()
-    engine.finish()
-    assert started == {"new": 2, "chunked": 2, "cached": 2}
 
 
 @pytest.mark.parametrize("backend", [CapturingBackend, CompilingBackend])

@@ -75,15 +75,6 @@ def test_sampling_has_few_graphs_on_a_gaudi(rectangles: bool, max_logprobs: int)
             assert len(set(listed)) == len(listed) <= MAX_GRAPHS, (max_rows, num_drafts)
 
 
-def test_every_report_without_logprobs_is_listed() -> None:
-    """A step that computed logprobs that nobody asked for leaves them out of its report."""
-    for rectangles, max_logprobs in ((False, 20), (True, 20), (False, 100), (True, 100)):
-        found, sampling = sample_shapes(256, 8192, 3, rectangles=rectangles, max_logprobs=max_logprobs)
-        every = list(found.every(sampling.branches()))
-        plain = {shape[:2] for shape, branch in every if branch.select_reports() == Branch()}
-        assert {shape[:2] for shape, _ in every} == plain
-
-
 @pytest.mark.parametrize("rectangles", [False, True])
 @pytest.mark.parametrize("lists", [False, True])
 def test_every_fitted_sample_shape_is_listed(lists: bool, rectangles: bool) -> None:
@@ -112,19 +103,3 @@ def test_rules_over_rows_list_positions_only_in_plain_steps() -> None:
     every = {shape for shape, branch in found.every([random_branch])}
     assert max(shape.positions for shape in every) == 64
     assert {shape.queries for shape in every if not shape.positions} == {4}
-
-
-def test_plain_and_verify_steps_of_equal_positions_share_a_graph() -> None:
-    found, _ = sample_shapes(256, 8192, 3)
-    assert found.fit(1, [1] * 60, Branch()) == found.fit(4, [4] * 15, Branch()) == SampleShape(64, 4, 64)
-    full = Branch(random=True, edited=True, reported=True)
-    assert found.fit(4, [4] * 15 + [1], full) == SampleShape(64, 4, 64)
-    assert found.fit(4, [4] * 17, full) == SampleShape(256, 4, 256)
-    assert found.fit(4, [4] * 256, Branch()) == SampleShape(256, 4, 1024)
-
-
-@pytest.mark.parametrize("num_drafts", [1, 3, 5])
-def test_full_buckets_with_drafts_need_no_padding(num_drafts: int) -> None:
-    found, _ = sample_shapes(256, 8192, num_drafts)
-    for rows in (256, 128, 64, 32, 16):
-        assert found.fit(1 + num_drafts, [1 + num_drafts] * rows, Branch()).positions == rows * (1 + num_drafts)

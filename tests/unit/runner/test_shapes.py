@@ -3,9 +3,8 @@
 from __future__ import annotations
 
 import random
-from itertools import pairwise, product
+from itertools import product
 from types import SimpleNamespace
-from typing import Any
 
 import pytest
 import torch
@@ -14,7 +13,6 @@ from tests.support.fakes import HostBackend
 from vllm_gaudi_spec.config import Options, UnsupportedConfigError
 from vllm_gaudi_spec.devices.base import DeviceTraits
 from vllm_gaudi_spec.records import DECODE
-from vllm_gaudi_spec.runner.buckets import divided_powers, expected_padding, fit
 from vllm_gaudi_spec.runner.shapes import Shapes
 
 
@@ -80,30 +78,6 @@ def test_every_reachable_shape_is_listed(exact: bool, drafts: int, rows: tuple[i
             assert chosen.decode(queries, [200] * num) in listed
 
 
-def test_chunks_share_a_rectangle_with_little_padding() -> None:
-    lists: dict[str, Any] = dict(prefill_buckets=(64, 512, 4096), prefill_rows=(1, 2, 4, 8), max_tokens=4096)
-    padded, packed = shapes(**lists, max_len=4096, captures=True), shapes(**lists, max_len=4096)
-    # Three empty rows of 64 cost less than another forward, two of 512 more.
-    assert padded.split_chunks([60] * 5) == [5]
-    assert padded.split_chunks([500] * 6) == [4, 2]
-    assert padded.split_chunks([500] * 8) == [8]
-    assert padded.split_chunks([500] * 9) == [8, 1]
-    assert padded.split_chunks([500, 60, 60, 60, 500]) == [1, 3, 1]
-    # Where padding is left out of models, as on a CPU, only the number of forwards counts.
-    assert packed.split_chunks([500] * 7) == [7]
-    assert packed.split_chunks([500, 60, 60, 60, 500, 60, 60, 60, 60]) == [8, 1]
-    assert packed.split_chunks([]) == []
-
-
-def test_chunks_of_neighboring_buckets_share_a_rectangle_if_it_is_cheaper() -> None:
-    chosen = shapes(
-        prefill_buckets=(64, 512, 640, 4096), prefill_rows=(1, 2, 4, 8), max_tokens=8192, max_len=4096, captures=True
-    )
-    assert chosen.split_chunks([640, 512]) == [2], "128 tokens of padding cost less than a forward"
-    assert chosen.split_chunks([640] + [64] * 7) == [1, 7]
-    assert chosen.split_chunks([64] * 3 + [640] + [64] * 4) == [3, 1, 4]
-
-
 @pytest.mark.parametrize("captures", [False, True])
 def test_no_other_split_of_chunks_is_cheaper(captures: bool) -> None:
     rng = random.Random(0)
@@ -162,51 +136,6 @@ def test_slices_share_a_forward_where_that_computes_less() -> None:
     assert longer.slice_tokens == 0, "such a drafter reads its own tokens"
 
 
-def test_lengths_of_chunks_lie_between_powers_of_two() -> None:
-    assert divided_powers(128, 2048, 0) == (128, 256, 512, 1024, 2048)
-    assert divided_powers(32, 1500, 128) == (32, 64, 128, 256, 384, 512, 640, 768, 896, 1024, 1280, 1504)
-    assert divided_powers(16, 300, 16)[:10] == (16, 32, 48, 64, 80, 96, 112, 128, 160, 192)
-    assert divided_powers(16, 10, 16) == (16,)
-    for smallest, step in ((128, 0), (32, 128), (16, 16)):
-        lengths = divided_powers(smallest, 16384, step)
-        assert {1 << exponent for exponent in range(7, 15)} <= set(lengths), "common lengths are not padded"
-        assert all(length % smallest == 0 for length in lengths)
-        if step:
-            assert all(long - short <= max(step, short / 4) for short, long in pairwise(lengths) if short >= step)
-
-
-def test_expected_padding_is_the_mean_over_all_lengths() -> None:
-    for lengths in ((1,), (64, 100), divided_powers(32, 1500, 128)):
-        padded = [fit(lengths, length) for length in range(1, lengths[-1] + 1)]
-        assert expected_padding(lengths) == pytest.approx(1 - sum(range(1, lengths[-1] + 1)) / sum(padded))
-
-
-@pytest.mark.parametrize("max_len", [100, 512, 1000, 8192])
-def test_prefill_contexts_are_bounded(max_len: int) -> None:
-    chosen = shapes(max_len=max_len, exact=False, flat=True, prefill_buckets=(128, 256, 512, 2048))
-    longest = -(-max_len // 16) * 16
-    for length in (size for size in (1, 90, 128, 129, 257, 512, 2048) if size <= max_len):
-        queries = chosen.fit_queries(length)
-        assert chosen.prefill(1, length, length).context == queries
-        assert chosen.prefill(1, length, max_len).context == max(queries, longest)
-
-
-def test_padding_is_bounded() -> None:
-    chosen = shapes(max_num_seqs=256, max_tokens=4096, max_len=4096)
-    for num in range(1, 257):
-        assert chosen.decode(1, [1] * num).rows <= max(num * 1.5, num + 1)
-    for length in range(64, 4097):
-        assert chosen.prefill(1, length, length).queries <= length + max(length / 4, 128)
-
-
-@pytest.mark.parametrize("flat", [False, True])
-def test_number_of_drafts_does_not_multiply_decode_shapes(flat: bool) -> None:
-    def count(drafts: int) -> int:
-        return sum(shape.phase == DECODE for shape in shapes(exact=not flat, drafts=drafts, flat=flat).all())
-
-    assert count(1) == count(3) == count(8) == 2 * count(0)
-
-
 def test_user_buckets() -> None:
     assert shapes(batch_buckets=(1, 64)).decode(1, [5, 5]).rows == 64
     with pytest.raises(UnsupportedConfigError, match="prefill_rows must contain 1"):
@@ -235,27 +164,6 @@ def test_sizes_beyond_a_short_list_share_a_late_size(caplog: pytest.LogCaptureFi
         chosen.fit_rows(65)  # more than --max-num-seqs
 
 
-def test_chunks_of_many_prompts_fill_a_captured_step() -> None:
-    lists: dict[str, Any] = dict(prefill_buckets=(64, 512), prefill_rows=(1, 2, 4, 8, 16), max_tokens=4096, max_len=512)
-    captured, eager = shapes(**lists, captures=True), shapes(**lists)
-    assert [captured.prefill_rows_at(length) for length in (64, 512)] == [16, 8]
-    assert [eager.prefill_rows_at(length) for length in (64, 512)] == [8, 1], "no more than in the longest chunk"
-    assert captured.largest_prefill == 8 * 512, "as many hidden states are kept"
-    assert eager.largest_prefill == 512
-    assert {shape.rows for shape in captured.prefills() if shape.queries == 512} == {1, 2, 4, 8}
-    short = shapes(**lists | dict(prefill_buckets=(64,)), captures=True)
-    assert short.prefill_rows_at(300) == 1, "beyond the list, made late"
-    assert short.largest_prefill == 1024
-    small = shapes(**lists | dict(max_tokens=300, max_len=300), captures=True)
-    assert small.prefill_rows_at(64) == 8, "as many as in the longest bucket"
-
-
-def test_device_limit_on_drafts_is_enforced() -> None:
-    assert shapes(drafts=8).decode_queries == (1, 9)
-    with pytest.raises(UnsupportedConfigError, match=r"small verifies at most 8 drafts .* set num_speculative_tokens"):
-        shapes(drafts=9)
-
-
 @pytest.mark.parametrize("drafts", [0, 5])
 @pytest.mark.parametrize("max_len", [16, 100, 1024])
 def test_r07_every_flat_decode_is_listed(max_len: int, drafts: int) -> None:
@@ -272,13 +180,6 @@ def test_r07_every_flat_decode_is_listed(max_len: int, drafts: int) -> None:
                 assert shape in listed, ends
                 assert shape.rows >= num
                 assert shape.context >= sum(-(-min(end, max_len) // 16) for end in ends), "every block has a place"
-
-
-def test_flat_decode_shape_follows_the_total_blocks() -> None:
-    chosen = shapes(max_num_seqs=64, max_len=1024, exact=False, flat=True)
-    assert chosen.decode(1, [1024] + [16] * 63).context <= 2 * (64 + 63)
-    for num_blocks in range(1, 64 * 64):
-        assert chosen.decode_context([16] * num_blocks) < max(2 * num_blocks, 2)
 
 
 def test_unreachable_flat_decodes_are_not_listed() -> None:
@@ -314,20 +215,6 @@ def test_r06_decode_beyond_the_listed_blocks_is_made_late(
     assert "more than the largest block bucket (100)" in caplog.text
     with pytest.raises(UnsupportedConfigError, match="leave the large ones out"):
         shapes(max_num_seqs=8, max_len=1024, exact=False, flat=True, block_buckets=(10, 1_000_000))
-
-
-def test_drafter_with_own_length_has_block_tables() -> None:
-    backend = HostBackend()
-    own = shapes(max_num_seqs=8, max_len=1024, exact=False, drafts=3, flat=True).change_length(2000, backend)  # type: ignore[arg-type]
-    assert own.entries == ()
-    assert own.decode_context([2000]) in own.contexts
-    assert all(shape.context in own.contexts for shape in own.all() if shape.phase == DECODE)
-
-
-def test_lockstep_ranks_run_prompt_chunks_one_by_one() -> None:
-    assert shapes(num_ranks=2).prefill_rows == (1,)
-    with pytest.raises(UnsupportedConfigError, match="leave out additional_config"):
-        shapes(num_ranks=2, prefill_rows=(1, 2))
 
 
 @pytest.mark.parametrize("flat", [False, True])

@@ -2,10 +2,8 @@
 
 from __future__ import annotations
 
-from types import SimpleNamespace
 from typing import Any
 
-import numpy as np
 import pytest
 import torch
 from vllm.sampling_params import SamplingParams
@@ -22,14 +20,12 @@ from vllm_gaudi_spec.records import (
     FAULTY,
     UNVERIFIED,
     DraftRound,
-    Drafts,
     NoDraftReason,
     PromptScores,
     Request,
     StepResult,
     Verification,
 )
-from vllm_gaudi_spec.runner.extensions.pooling import Pooling
 from vllm_gaudi_spec.runner.extensions.prompt_logprobs import PromptLogprobs
 from vllm_gaudi_spec.runner.report import Downloads, Report, Reports
 from vllm_gaudi_spec.runner.requests import Requests
@@ -47,39 +43,6 @@ def request(name: str, **params: Any) -> Request:
 def logprobs(rows: int, columns: int, start: float) -> LogprobsTensors:
     values = torch.arange(rows * columns, dtype=torch.float32).view(rows, columns) + start
     return LogprobsTensors(values.int(), values, torch.arange(rows, dtype=torch.int32))
-
-
-def test_ragged_tokens_are_read_in_one_copy() -> None:
-    backend = HostBackend()
-    a, b, c = request("a"), request("b"), request("c")
-    verification = Verification(
-        torch.tensor([[5, 6, 7], [8, 9, 10], [0, 0, 0]], dtype=torch.int32), torch.tensor([2, 3, 1]).int()
-    )
-    output = send(StepResult([a, b], verification, unfinished=[c]), backend).get_output()
-    assert backend.memory.num_host_syncs == 1
-    assert output.req_ids == ["a", "b", "c"]
-    assert output.req_id_to_index == {"a": 0, "b": 1, "c": 2}
-    assert output.sampled_token_ids == [[5, 6], [8, 9, 10], []], "an unfinished prompt answers with nothing"
-    assert output.logprobs is None
-
-
-def test_sent_step_stays_on_the_device() -> None:
-    """Warm-up sends a step twice, and graphs read the tensors on the device."""
-    verification = Verification(torch.tensor([[5]], dtype=torch.int32), torch.tensor([1]).int())
-    drafts = Drafts(torch.tensor([[6]], dtype=torch.int32), torch.tensor([1]).int())
-    sent = StepResult([request("a")], verification, drafts=drafts)
-    on_host = send(sent, HostBackend()).to_host()
-    assert sent.verification is verification
-    assert sent.drafts is drafts
-    assert on_host.verification is not verification
-    assert on_host.drafts is not drafts
-
-
-def test_step_without_samples_reads_nothing() -> None:
-    backend = HostBackend()
-    output = send(StepResult([], unfinished=[request("c")]), backend).get_output()
-    assert output.sampled_token_ids == [[]]
-    assert backend.memory.num_host_syncs == 0
 
 
 def test_each_request_gets_its_requested_logprobs() -> None:
@@ -189,20 +152,6 @@ def through_vllm(**fields: Any) -> EngineCoreOutput:
     return received
 
 
-@pytest.mark.parametrize("num_tokens", [1, 2, 3])
-@pytest.mark.parametrize("count", [0, 1, 2, 3])
-def test_vllm_serializes_sampled_logprobs(num_tokens: int, count: int) -> None:
-    scores = logprobs(num_tokens, 1 + count, 0)
-    verification = Verification(torch.ones(1, num_tokens).int(), torch.tensor([num_tokens]).int(), logprobs=scores)
-    output = send(StepResult([request("a", logprobs=count)], verification), HostBackend()).get_output()
-    assert output.logprobs is not None
-    sent = output.logprobs.slice_request(0, num_tokens)
-    received = through_vllm(new_logprobs=sent).new_logprobs
-    assert received is not None
-    for one, other in zip(received[:3], sent[:3], strict=True):
-        np.testing.assert_array_equal(one, other)
-
-
 @pytest.mark.parametrize("pieces", [(1,), (2,), (3,), (3, 1), (1, 1, 1)])
 @pytest.mark.parametrize("count", [0, 1, 2, 3])
 def test_vllm_serializes_prompt_logprobs(pieces: tuple[int, ...], count: int) -> None:
@@ -223,19 +172,6 @@ def test_vllm_serializes_prompt_logprobs(pieces: tuple[int, ...], count: int) ->
     assert received.selected_token_ranks.tolist() == cut[:, 8].tolist()
 
 
-@pytest.mark.parametrize("size", [0, 1, 2, 3])
-def test_vllm_serializes_pooled_columns(size: int) -> None:
-    """A pooler may return columns of its states."""
-    a, column = request("a"), torch.arange(12.0).view(3, 4)[:size, 1]
-    pooling = object.__new__(Pooling)
-    pooling._pooled = {"a": column}
-    output = pooling.report([SimpleNamespace(requests=[a, request("b")])], None)  # type: ignore[list-item]
-    assert output.pooler_output[1] is None
-    received = through_vllm(pooling_output=output.pooler_output[0]).pooling_output
-    assert received is not None
-    assert torch.equal(received, column)
-
-
 def test_preempted_request_does_not_score_its_prompt_again() -> None:
     """The user already has the scores, and outputs are prefilled together with the prompt."""
     backend, listed = HostBackend(), shapes(max_num_seqs=4, max_tokens=64, max_len=64)
@@ -251,25 +187,6 @@ def test_preempted_request_does_not_score_its_prompt_again() -> None:
     scoring.add_to_result(result)
     assert result.prompt_logprobs == []
     assert backend.memory.num_host_syncs == 0
-
-
-def test_drafts_and_their_number_share_the_copy() -> None:
-    backend = HostBackend()
-    a, b = request("a"), request("b")
-    verification = Verification(
-        torch.tensor([[5, 6], [8, 0], [0, 0]]).int(),
-        torch.tensor([2, 1, 1]).int(),
-        num_drafts_B=torch.tensor([1, 1, 0]).int(),
-    )
-    drafts = Drafts(torch.tensor([[7], [9], [0]]).int(), torch.tensor([1, 0, 0]).int())
-    report = send(StepResult([a, b], verification, drafts=drafts), backend)
-    output = report.get_output()
-    assert backend.memory.num_host_syncs == 1
-    assert isinstance(output, SpeculativeOutput)
-    assert output.num_real_drafts == {"a": 1, "b": 1}
-    assert report.step is not None
-    assert report.step.drafts is not None
-    assert report.step.drafts.tokens_BK.tolist() == [[7], [9], [0]]
 
 
 @pytest.mark.parametrize(
