@@ -83,6 +83,12 @@ def test_wrong_options_are_refused_by_name(options: Any, message: str) -> None:
     assert len(str(refused.value).splitlines()) == 1
 
 
+@pytest.mark.parametrize("given", ["text", [1], 5])
+def test_additional_config_is_an_object(given: Any) -> None:
+    with pytest.raises(UnsupportedConfigError, match="additional_config must be an object"):
+        Options.from_vllm(vllm_config(given))
+
+
 @pytest.mark.parametrize(
     ("key", "meant"),
     [
@@ -854,6 +860,15 @@ def test_l06_experts_of_the_transformers_backend_are_refused(is_moe: bool, backe
     assert not list(models._graph_refusals(model, dataclasses.replace(traits, updates_views=True)))
 
 
+def test_gemma3n_without_timm_is_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(models, "_PACKAGES", {"LlamaForCausalLM": "no_package_of_this_name"})
+    line = r"\(LlamaForCausalLM\) needs the package no_package_of_this_name, for text too; run `pip install no_pack"
+    with pytest.raises(UnsupportedConfigError, match=line):
+        refusals.refuse_unsupported(engine_config(tmp_path, None), backend_of("cpu"))
+    monkeypatch.setattr(models, "_PACKAGES", {"LlamaForCausalLM": "torch"})
+    refusals.refuse_unsupported(engine_config(tmp_path, None), backend_of("cpu"))
+
+
 @pytest.mark.parametrize(("threshold", "is_refused"), [(0, False), (1, True), (3, True), (4, False)])
 def test_prefill_threshold_below_a_verify_step_is_refused(threshold: int, is_refused: bool, tmp_path: Path) -> None:
     ngram = dict(method="ngram", num_speculative_tokens=3, prompt_lookup_max=2)
@@ -927,6 +942,30 @@ def test_recurrent_layers_never_compared_in_graphs_are_refused(
     found = list(models._state_refusals(made, backend))
     assert len(found) == refused
     assert all("m has recurrent layers, which were not compared on" in line for line in found)
+
+
+def test_fp8_range_without_quantization_is_refused(tmp_path: Path) -> None:
+    with pytest.raises(UnsupportedConfigError, match="fp8_range is for QUANT_CONFIG and --kv-cache-dtype fp8; leave"):
+        engine_config(tmp_path, None, additional_config={"gaudi_spec": {"fp8_range": "gaudi3"}})
+    engine_config(tmp_path, None, kv_cache_dtype="fp8", additional_config={"gaudi_spec": {"fp8_range": "gaudi3"}})
+
+
+def test_measuring_with_fp8_kv_is_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    path = tmp_path / "quant.json"
+    monkeypatch.setenv("QUANT_CONFIG", str(path))
+    path.write_text(json.dumps({"mode": "MEASURE", "dump_stats_path": str(tmp_path / "inc")}))
+    with pytest.raises(
+        UnsupportedConfigError, match="QUANT_CONFIG measures KV in the model's dtype; leave out --kv-cache-dtype"
+    ):
+        engine_config(tmp_path, None, kv_cache_dtype="fp8_inc")
+
+
+def test_adapters_with_quant_config_are_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    path = tmp_path / "quant.json"
+    monkeypatch.setenv("QUANT_CONFIG", str(path))
+    path.write_text(json.dumps({"mode": "MEASURE", "dump_stats_path": str(tmp_path / "inc")}))
+    with pytest.raises(UnsupportedConfigError, match="LoRA adapters are not supported with QUANT_CONFIG"):
+        engine_config(tmp_path, None, enable_lora=True)
 
 
 def test_custom_logits_processors_are_refused_with_speculation(tmp_path: Path) -> None:

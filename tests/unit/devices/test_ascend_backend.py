@@ -2,35 +2,29 @@
 
 from __future__ import annotations
 
-import importlib
 import re
-import shutil
 import sys
 from collections.abc import Iterator
 from contextlib import contextmanager, nullcontext
 from dataclasses import replace
 from pathlib import Path
-from types import ModuleType, SimpleNamespace
+from types import SimpleNamespace
 from typing import Any, NamedTuple, cast
 
 import numpy as np
 import pytest
 import torch
 
-from card_emulator import SetupError
-from card_emulator.ascend import cann
 from tests.support.attention_layers import layer
-from tests.support.fakes import HostBackend, cached, new_request, step
+from tests.support.fakes import HostBackend, new_request, step
 from tests.unit.test_config import backend_of, engine_config, here
-from vllm_gaudi_spec import devices, environment, refusals
-from vllm_gaudi_spec.attention import row_operations
-from vllm_gaudi_spec.attention.metadata import AttentionCall, Spans, build_rectangle
+from vllm_gaudi_spec import devices, refusals
+from vllm_gaudi_spec.attention.metadata import AttentionCall, Spans
 from vllm_gaudi_spec.batches import make_batch
 from vllm_gaudi_spec.config import UnsupportedConfigError
 from vllm_gaudi_spec.devices.ascend import attention as ascend_attention
 from vllm_gaudi_spec.devices.ascend import backend as ascend
 from vllm_gaudi_spec.devices.ascend import device as ascend_device
-from vllm_gaudi_spec.devices.ascend import errors, graphs
 from vllm_gaudi_spec.devices.ascend.attention import Bounds
 from vllm_gaudi_spec.devices.ascend.graphs import HostLengthsOperation, NpuCaptures
 from vllm_gaudi_spec.devices.base import Graphs, Memory
@@ -89,35 +83,6 @@ def test_refusal_without_torch_npu_names_the_remedy(monkeypatch: pytest.MonkeyPa
     monkeypatch.setitem(sys.modules, "torch_npu", None)
     with pytest.raises(UnsupportedConfigError, match=r"needs torch_npu and CANN.*set VGS_DEVICE to ascend-emulated"):
         ascend.make_backend()
-
-
-def test_emulated_npu_refusal_names_requirements(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """It needs torch_npu, and a C++ compiler for what is below it."""
-    with pytest.raises(SetupError, match=rf"not in {tmp_path}; .*pip install --no-deps --target "):
-        cann.install(tmp_path, tmp_path / "cache")
-    header = tmp_path / "torch_npu" / "include" / "acl" / "acl_rt.h"
-    header.parent.mkdir(parents=True)
-    header.touch()
-    monkeypatch.setattr(shutil, "which", lambda name: None)
-    with pytest.raises(SetupError, match=r"needs g\+\+: apt install g\+\+"):
-        cann.install(tmp_path, tmp_path / "cache")
-    assert "torch_npu" not in sys.modules
-    monkeypatch.setitem(sys.modules, "torch_npu", ModuleType("torch_npu"))
-    with pytest.raises(SetupError, match="set TORCH_DEVICE_BACKEND_AUTOLOAD=0"):
-        cann.install(tmp_path, tmp_path / "cache")
-
-
-def test_emulated_npu_finds_installed_torch_npu(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """On a machine with a card, torch_npu is installed."""
-    monkeypatch.delenv("VGS_TORCH_NPU", raising=False)
-    monkeypatch.setattr(sys, "path", [str(tmp_path)])
-    assert environment.torch_npu_folder() == Path(sys.prefix, "torch-npu")
-    (tmp_path / "torch_npu").mkdir()
-    (tmp_path / "torch_npu" / "__init__.py").touch()
-    importlib.invalidate_caches()
-    assert environment.torch_npu_folder() == tmp_path
-    monkeypatch.setenv("VGS_TORCH_NPU", "/elsewhere")
-    assert environment.torch_npu_folder() == Path("/elsewhere")
 
 
 # --- what it refuses ---
@@ -207,15 +172,6 @@ def test_npu_s14_cards_without_fused_attention_are_refused(
     assert len(chosen) == 1
 
 
-def test_the_refusal_comes_before_the_card_is_opened(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setitem(
-        sys.modules, "torch_npu", cast(Any, SimpleNamespace(__version__=torch.__version__.split("+")[0]))
-    )
-    monkeypatch.setenv("TASK_QUEUE_ENABLE", "2")
-    with pytest.raises(UnsupportedConfigError, match="TASK_QUEUE_ENABLE=2"):
-        ascend.make_backend()
-
-
 def unopened() -> Any:
     """A backend whose card has not been opened."""
     traits = ascend.make_traits("ascend", torch.device("cpu"))
@@ -241,14 +197,6 @@ def test_formats_without_kernels_are_refused(tmp_path: Path, monkeypatch: pytest
     monkeypatch.setenv("QUANT_CONFIG", str(path))
     with pytest.raises(UnsupportedConfigError, match=r"QUANT_CONFIG is for a Gaudi.* and this is ascend; unset it"):
         refusals.refuse_unsupported(made, unopened())
-
-
-def test_ragged_drafts_are_refused_with_the_reason(tmp_path: Path) -> None:
-    ragged = here(dict(method="draft_model", disable_padded_drafter_batch=True), tmp_path)
-    with pytest.raises(
-        UnsupportedConfigError, match=r"disable_padded_drafter_batch.*since all rows of a batch draft in"
-    ):
-        engine_config(tmp_path, ragged)
 
 
 # --- which layers the fused attention takes ---
@@ -429,22 +377,6 @@ def test_npu_a04_chunks_are_split_when_their_blocks_may_exceed_the_cache() -> No
         assert sum(part.lengths.get_longest_arguments()["actual_seq_lengths_kv"]) <= 2 * 128, "no more than there are"
 
 
-def test_prompts_can_have_dense_masks(monkeypatch: pytest.MonkeyPatch) -> None:
-    card = cast(Any, SimpleNamespace(torch_npu=None, torch_device=torch.device("cpu"), captures=None))
-
-    def mask() -> torch.Tensor | None:
-        return ascend.AscendAttention(card, ascend.FUSED_DTYPES)._compressed_mask
-
-    found = mask()
-    assert found is not None
-    assert torch.equal(found, torch.ones(2048, 2048, dtype=torch.int8).triu(1))
-    monkeypatch.setenv("VGS_NPU_PROMPT_MASKS", "dense")
-    assert mask() is None
-    monkeypatch.setenv("VGS_NPU_PROMPT_MASKS", "exact")
-    with pytest.raises(UnsupportedConfigError, match=r"VGS_NPU_PROMPT_MASKS=exact is unknown; use compressed or dense"):
-        mask()
-
-
 def fused(refusal: str | None) -> Any:
     def run(*given: Any, **named: Any) -> None:
         if refusal:
@@ -518,19 +450,6 @@ def test_npu_a32_unsupported_chunks_use_dense_masks(changes: dict[str, Any], tak
     assert [arguments["input_layout"] for arguments in issued] == [layout] * 2
     assert npu.asked == asked == 2
     assert [(form[-1], adds_up) for form, adds_up in attention._adds_up.items()] == [(layout == "TND", False)]
-
-
-@pytest.mark.parametrize(("dtype", "by_the_operation"), [(torch.bfloat16, True), (torch.float32, False)])
-def test_kv_writes_of_unsupported_dtypes(dtype: torch.dtype, by_the_operation: bool) -> None:
-    calls: list[str] = []
-    scatter = SimpleNamespace(npu_scatter_pa_kv_cache=lambda *given, **named: calls.append("operation"))
-    card = cast(Any, SimpleNamespace(torch_npu=scatter, torch_device=None, captures=None))
-    blocks = torch.zeros(2, 128, 2, 64, dtype=dtype)
-    cache = SimpleNamespace(blocks=lambda: (blocks, blocks), write=lambda *given: calls.append("torch"))
-    token = torch.zeros(1, 2, 64, dtype=dtype)
-    attention = ascend.AscendAttention(card, ascend.FUSED_DTYPES)
-    attention.write_kv(token, token, cast(Any, cache), torch.tensor([128]), layer(dtype=dtype))
-    assert calls == ["operation" if by_the_operation else "torch"]
 
 
 @pytest.mark.parametrize(("num_tokens", "written"), [(256, [256]), (300, [256, 44])])
@@ -694,34 +613,6 @@ def test_npu_g06_g07_s10_error_without_room_for_graphs_names_the_remedy(message:
         captures.record(full)
 
 
-def test_npu_s09_g23_errors_in_captures_are_explained(monkeypatch: pytest.MonkeyPatch) -> None:
-    captures = NpuCaptures(PlayedRuntime(), torch.device("cpu"))
-    logged: list[str] = []
-    monkeypatch.setattr(graphs.logger, "error", lambda text, *given: logged.append(text % given))
-
-    def old_driver() -> None:
-        raise RuntimeError("aclmdlRICaptureTaskUpdateBegin: error code is 207000, feature not support")
-
-    with pytest.raises(RuntimeError, match="207000"):
-        captures.record(old_driver)
-    assert len(logged) == 1
-    assert re.search(r"207000.*HDK 25.0.RC1; install the driver", logged[0])
-
-
-@pytest.mark.parametrize(
-    ("text", "codes"),
-    [
-        ("error code is 507011", [507011]),
-        ("NPU function error: error code is 107027\n[ERROR] 107027", [107027]),
-        ("step 1107027 of 2.107025, 561002", [561002]),
-        ("error 999999", []),
-    ],
-)
-def test_npu_g23_codes_in_messages(text: str, codes: list[int]) -> None:
-    assert errors.find_codes(text) == codes
-    assert all(errors.CODES[code].remedy for code in codes)
-
-
 class CardMemory:
     """`torch.npu` of a card with 1,000 bytes.
 
@@ -800,19 +691,6 @@ def rows_of(backend: HostBackend) -> Requests:
     return requests
 
 
-def test_devices_without_host_lengths_get_none() -> None:
-    requests = rows_of(HostBackend())
-    members = list(requests.by_id.values())
-    shape = Shape(PREFILL, 2, 48, 64)
-    planned = Planned(shape=shape, requests=members, starts=[0, 1], counts=[40, 1], ends=[40, 2], finishes=[True, True])
-    rows = make_batch(requests, planned).inputs.split()
-    assert rows.blocks.lengths_B is None
-    given = build_rectangle(
-        torch.zeros(2, 48, dtype=torch.int32), rows.starts_B, rows.counts_B, rows.blocks, row_operations.TORCH
-    )
-    assert given.calls[0].host_lengths_B is None
-
-
 @pytest.mark.parametrize(
     ("shape", "computed", "counts", "lengths"),
     [
@@ -847,13 +725,3 @@ def test_padding_reads_one_key() -> None:
     for blocks in (requests.blocks(rows_np, [], 64), requests.decode_blocks(rows_np, [], 64)):
         assert blocks.lengths_B is not None
         assert blocks.lengths_B.tolist() == [1, 1, 1]
-
-
-def test_bounds_of_a_running_row_grow_with_its_tokens() -> None:
-    requests = rows_of(AskingBackend())
-    requests.apply(step({"long": 4}, running=cached({"long": 40})))
-    request = requests.by_id["long"]
-    assert request.num_computed == 40
-    found = requests.decode_blocks(np.array([request.row]), [request.num_computed + 4], 64)
-    assert found.lengths_B is not None
-    assert found.lengths_B.tolist() == [44]

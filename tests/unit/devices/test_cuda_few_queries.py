@@ -6,7 +6,6 @@ Run on a GPU, or without one with TRITON_INTERPRET=1.
 from __future__ import annotations
 
 import dataclasses
-from typing import Any
 
 import pytest
 import torch
@@ -144,12 +143,3 @@ def test_arrival_counters_are_reset() -> None:
 
     check(make_scene([70, 300], 1), times=3)
     assert not few_queries._get_arrivals(DEVICE).any()
-
-
-def test_longer_calls_are_not_supported() -> None:
-    from vllm_gaudi_spec.devices.cuda import few_queries
-
-    spec: Any = make_scene([0], 1, heads=8, kv_heads=1).spec
-    for queries, is_taken in ((8, True), (9, False), (16, False)):
-        assert few_queries.takes(make_scene([0], queries).call, spec) == is_taken
-    assert not few_queries.takes(make_scene([0], 17).call, make_scene([0], 1, heads=2, kv_heads=2).spec)

@@ -115,38 +115,6 @@ def test_half_precision(splits: None, queries: int, dtype: torch.dtype) -> None:
     check(make_scene([0, 200], queries, dtype=dtype, heads=8, kv_heads=2, head_size=128, pad_size=1.0))
 
 
-def test_rows_of_one_query_equal_one_row_of_several() -> None:
-    scene = make_scene([0, 31, 70], 5, pad_rows=0)
-    apart = dataclasses.replace(
-        scene.call,
-        num_rows=15,
-        num_queries=1,
-        starts_B=(scene.call.starts_B[:, None] + torch.arange(5, dtype=torch.int32)).flatten(),
-        block_table_BW=scene.call.block_table_BW.repeat_interleave(5, dim=0),
-    )
-    torch.testing.assert_close(scene.attend(by_kernel, apart), scene.attend(by_kernel), atol=1e-5, rtol=1e-5)
-
-
-def test_number_of_splits_does_not_depend_on_lengths() -> None:
-    from vllm_gaudi_spec.devices.cuda import attention as cuda_attention
-
-    spec = AttentionLayerSpec(
-        num_heads=32,
-        num_kv_heads=8,
-        head_size=128,
-        scale=1.0,
-        sliding_window=None,
-        logits_soft_cap=0.0,
-        dtype=torch.bfloat16,
-        block_size=64,
-    )
-    assert [cuda_attention.num_splits(528, 8 * rows, 64, spec, 64) for rows in (1, 4, 8, 24)] == [32, 16, 8, 2]
-    assert [cuda_attention.num_splits(528, 8 * rows, 16, spec, 64) for rows in (8, 24)] == [8, 1]
-    # A short table has nothing to split, and a window no more than its reach.
-    assert cuda_attention.num_splits(528, 8, 2, spec, 64) == 2
-    assert cuda_attention.num_splits(528, 8, 64, dataclasses.replace(spec, sliding_window=256), 64) == 4
-
-
 def test_keys_and_values_are_written_to_their_slots() -> None:
     from vllm_gaudi_spec.devices.cuda import attention as cuda_attention
 
@@ -296,15 +264,3 @@ def test_linear_layers_of_some_rows(
         found = cuda_linear.linear(x, weight, bias, gated=gated)
         assert found.dtype == dtype
         torch.testing.assert_close(found.double(), wanted, atol=2e-2, rtol=1e-2)
-
-
-@pytest.mark.parametrize(
-    ("kib", "tile_m", "stages"), [(227, 16, 8), (227, 64, 7), (163, 32, 6), (99, 32, 4), (99, 64, 3)]
-)
-def test_number_of_stages_fills_shared_memory(
-    kib: int, tile_m: int, stages: int, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    from vllm_gaudi_spec.devices.cuda import linear as cuda_linear
-
-    monkeypatch.setattr(cuda_linear, "_get_shared_memory", lambda device: kib << 10)
-    assert cuda_linear._num_stages(tile_m, 2, DEVICE) == stages

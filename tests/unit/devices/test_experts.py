@@ -277,30 +277,6 @@ def call_of(tokens: int, num_experts: int, top_k: int, **options: Any) -> Call:
     return Call(**tensors | defaults | options, top_k=top_k)
 
 
-@pytest.mark.parametrize(
-    ("tokens", "num_experts", "top_k", "with_operator", "without"),
-    [
-        (1, 32, 4, "gathered", "gathered"),
-        (5, 128, 8, "gathered", "gathered"),
-        (6, 128, 8, "dense", "dense"),
-        (63, 32, 4, "dense", "dense"),
-        (64, 32, 4, "fused", "dense"),
-        (64, 1024, 4, "fused", "gathered"),
-        (2048, 128, 8, "fused", "dense"),
-        # A rank with as many experts as a token chooses.
-        (2048, 8, 8, "dense", "dense"),
-    ],
-)
-def test_m10_the_form_is_chosen_by_shape(
-    tokens: int, num_experts: int, top_k: int, with_operator: str, without: str
-) -> None:
-    forms: dict[str, Form] = {"dense": experts.dense, "gathered": experts.gathered, "fused": lambda call: call.x_TH}
-    fused, call = Fused(forms["fused"], lambda call: True, min_tokens=64), call_of(tokens, num_experts, top_k)
-    assert experts.choose_form(call, fused) is forms[with_operator]
-    assert experts.choose_form(call, fused._replace(takes=lambda call: False)) is forms[without]
-    assert experts.choose_form(call, None) is forms[without]
-
-
 def test_m03_calls_supported_by_the_gaudi_operator() -> None:
     call = call_of(2048, 8, 2)
     assert hpu_experts._takes(call)
@@ -391,12 +367,6 @@ def test_npu_e08_groups_of_one_tensor() -> None:
     assert not ascend_experts._takes(call_of(2, 1025, 2))
 
 
-@pytest.mark.parametrize("device", [ascend_experts, cuda_experts, hpu_experts])
-def test_release_without_the_operator(device: ModuleType, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(device, "find_kernel", lambda module, name: None)
-    assert device.fused() is None
-
-
 class Largest(TorchDispatchMode):
     """The most bytes of one result."""
 
@@ -423,15 +393,15 @@ def test_l14_no_tensor_of_all_experts_and_all_tokens(form: str) -> None:
     assert largest.nbytes * 4 <= 4 * tokens * num_experts * 16
 
 
-# --- vLLM's layers ---
-
-
 def test_m12_hidden_states_are_refused_as_router_logits() -> None:
     """vLLM passes hidden states if it routes in its runner."""
     here: Any = SimpleNamespace(local_experts=None, moe=SimpleNamespace(num_experts=6))
     hidden = torch.zeros(7, 8)
     with pytest.raises(ValueError, match="6 experts cannot be routed by 8 logits"):
         experts.Experts.apply_monolithic(here, SimpleNamespace(), hidden, hidden)
+
+
+# --- vLLM's layers ---
 
 
 def test_local_experts() -> None:

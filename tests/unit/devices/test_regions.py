@@ -93,30 +93,6 @@ def test_c01_c04_equal_layers_are_compiled_once(regions: RegionCompiler, compile
     assert regions.functions.total() == 3
 
 
-def test_nothing_is_computed_while_a_function_is_compiled(regions: RegionCompiler) -> None:
-    layers = Layers(regions)
-    tensors, rest = flatten((torch.randn(2, 8), torch.tensor([0, 1]), 1.0))
-    made = regions.compile(layers.forward, tensors, rest)
-    assert made.num_steps == 4
-    assert not any(cache.any() for cache in layers.caches)
-    made(tensors)
-    assert all(cache.any() for cache in layers.caches)
-
-
-def test_empty_regions_are_dropped(regions: RegionCompiler) -> None:
-    def function(x: torch.Tensor) -> torch.Tensor:
-        regions.cut()
-        y = x + 1
-        regions.cut()
-        regions.cut()
-        return y * 2
-
-    tensors, rest = flatten((torch.ones(3),))
-    made = regions.compile(function, tensors, rest)
-    assert made.num_steps == 2
-    assert made(tensors).tolist() == [4.0, 4.0, 4.0]
-
-
 @pytest.mark.parametrize("is_cut", [False, True])
 def test_views_stay_views(is_cut: bool, regions: RegionCompiler) -> None:
     """A change through one view shows in all, within a region and across regions."""
@@ -201,27 +177,6 @@ def test_tensor_kept_from_a_trace_is_refused(regions: RegionCompiler) -> None:
         regions.compiled(keeps.forward)(torch.ones(2, 3))
 
 
-def test_argument_that_a_graph_cannot_hold_is_refused(regions: RegionCompiler) -> None:
-    generator = torch.Generator()
-    with pytest.raises(NotCompilableError, match="takes a Generator"):
-        regions.compiled(lambda x: torch.empty_like(x).uniform_(generator=generator))(torch.ones(1))
-
-
-def test_functional_collective_is_refused(regions: RegionCompiler) -> None:
-    """Collectives of torch.distributed become steps of their own instead."""
-    all_reduce = torch.ops._c10d_functional.all_reduce
-    with pytest.raises(
-        NotCompilableError,
-        match=r"all_reduce.* is a functional collective, which cannot be compiled: .*test_regions\.py",
-    ):
-        regions.compiled(lambda x: all_reduce(x, "sum", "a group"))(torch.ones(1))
-
-
-def test_a_tensor_on_another_device_is_refused(regions: RegionCompiler) -> None:
-    with pytest.raises(NotCompilableError, match=r"makes a tensor on meta .*test_regions\.py"):
-        regions.compiled(lambda x: torch.empty_like(x, device="meta"))(torch.ones(1))
-
-
 def test_operations_with_several_results(regions: RegionCompiler) -> None:
     def function(x: torch.Tensor) -> tuple[Any, ...]:
         values, indices = x.topk(2)
@@ -269,17 +224,6 @@ def test_number_counted_in_python_is_refused_when_traced_twice(regions: RegionCo
         regions.compiled(function)(torch.zeros(1))
 
 
-def test_rewrites(compiler: Compiler) -> None:
-    def negated(x: torch.Tensor) -> Any:
-        return x.mul(-1) if x.dtype is torch.int64 else NotImplemented
-
-    regions = RegionCompiler(compiler, "cpu", {torch.ops.aten.neg.default: negated})
-    run = regions.compiled(lambda x: -x)
-    assert (run(torch.tensor([3])).tolist(), run(torch.tensor([3.0])).tolist()) == ([-3], [-3.0])
-    targets = [[node.target for node in graph.graph.nodes if node.op == "call_function"] for graph in compiler.graphs]
-    assert targets == [[torch.ops.aten.mul.Tensor], [torch.ops.aten.neg.default]]
-
-
 @pytest.fixture
 def group() -> Iterator[dist.ProcessGroup]:
     """A group of this process alone."""
@@ -311,9 +255,3 @@ def test_c23_collectives_run_outside_of_regions(
     assert made.num_steps == 6, "three collectives, what is before the first and the second, and the end"
     targets = [str(node.target) for graph in compiler.graphs for node in graph.graph.nodes]
     assert not any("c10d" in target for target in targets)
-
-
-def test_regions_say_where_operations_came_from(regions: RegionCompiler, compiler: Compiler) -> None:
-    regions.compiled(lambda x: x.exp())(torch.ones(1))
-    (node,) = (node for node in compiler.graphs[0].graph.nodes if node.op == "call_function")
-    assert "test_regions.py" in (node.stack_trace or "")

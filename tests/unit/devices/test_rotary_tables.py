@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
-from types import SimpleNamespace
 from typing import Any, cast
 
 import pytest
@@ -95,12 +94,6 @@ def test_next_forward_has_other_tables(rotary: Any, config: VllmConfig) -> None:
         with set_forward_context({"layer": call()}, config, 3):
             turned(rotary, positions)
         positions += 5
-
-
-def test_tables_without_attention(rotary: Any, config: VllmConfig) -> None:
-    turned(rotary, torch.tensor([3, 9, 0]))
-    with set_forward_context({"layer": cast(Any, SimpleNamespace())}, config, 3):
-        turned(rotary, torch.tensor([3, 9, 0]))
 
 
 @pytest.mark.parametrize("sections", [[1, 2, 1], [2, 1, 1]])

@@ -92,6 +92,11 @@ def test_damaged_checkpoint_is_refused_with_vllms_kernels(tmp_path: Path, monkey
     assert configured(model, **options).model_config.quantization == "compressed-tensors"
 
 
+def test_other_load_formats_are_refused(tmp_path: Path) -> None:
+    with pytest.raises(UnsupportedConfigError, match="--load-format sharded_state; leave that out"):
+        configured(write(tmp_path), **reference(load_format="sharded_state"))
+
+
 # ---- reading ---------------------------------------------------------------------------------------------
 
 

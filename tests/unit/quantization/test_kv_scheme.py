@@ -198,6 +198,15 @@ _NAMES = [
 ]
 
 
+def test_float16_weights_with_fp8_kv_are_refused(tmp_path: Path) -> None:
+    options = dict(additional_config={"gaudi_spec": {"cpu_weights": "float16"}})
+    configured(checkpoint(tmp_path, None), **options)
+    with pytest.raises(
+        UnsupportedConfigError, match="cpu_weights float16 computes a verify step's KV in FP8 otherwise"
+    ):
+        configured(checkpoint(tmp_path, None), kv_cache_dtype="fp8", **options)
+
+
 def test_scales_by_head(tmp_path: Path) -> None:
     model, name = checkpoint(tmp_path, with_scheme(strategy="attn_head")), "model.layers.0.self_attn.k_scale"
     heads = configured(model).model_config.get_total_num_kv_heads()
