@@ -7,8 +7,8 @@ from dataclasses import replace
 import pytest
 import torch
 
-from vllm_gaudi_spec.attention import row_operations, torch_ops
-from vllm_gaudi_spec.attention.metadata import AttentionCall, AttentionLayerSpec, Blocks, Packed, build_rectangle
+from vllm_gaudi_spec.attention import torch_ops
+from vllm_gaudi_spec.attention.metadata import AttentionCall, AttentionLayerSpec, Packed
 
 SPEC = AttentionLayerSpec(
     num_heads=4,
@@ -50,40 +50,3 @@ def test_packed_rectangle_equals_padded() -> None:
 @pytest.mark.parametrize("counts", [[2, 2], [0, 0]])
 def test_nothing_is_packed_where_all_or_nothing_is_real(counts: list[int]) -> None:
     assert Packed.from_counts(torch.tensor(counts, dtype=torch.int32), 2) is None
-
-
-@pytest.mark.parametrize("window", [None, 5])
-def test_bidirectional_query_sees_all_keys_of_its_row(window: int | None) -> None:
-    """In a batch of prompts of different lengths with adjacent blocks, after another batch left keys there."""
-    generator = torch.Generator().manual_seed(0)
-    spec = replace(SPEC, sliding_window=window, block_size=16, is_causal=False)
-    counts_B = torch.tensor([20, 3, 16], dtype=torch.int32)
-    tables = torch.tensor([[1, 2], [3, 0], [4, 0]], dtype=torch.int32)
-    cache = 9 * torch.randn(5, 2, 16, 64, generator=generator)
-    inputs = build_rectangle(
-        torch.ones(3, 20, dtype=torch.int32),
-        torch.zeros_like(counts_B),
-        counts_B,
-        Blocks((tables,), (16,)),
-        row_operations.TORCH,
-    )
-    packed = Packed.from_counts(counts_B, 20)
-    assert packed is not None
-    inputs = inputs.pack(packed)
-    query, keys, values = (torch.randn(39, heads, 32, generator=generator) for heads in (4, 2, 2))
-    torch_ops.write_kv(keys, values, cache, inputs.slots[0], spec)
-    found = torch_ops.attend(query, cache, inputs.calls[0], spec)
-    begin = 0
-    for count in counts_B.tolist():
-        part = slice(begin, begin + count)
-        distance = torch.arange(count)[:, None] - torch.arange(count)
-        seen = torch.ones(count, count, dtype=torch.bool) if window is None else distance.abs() < window
-        expected = torch.nn.functional.scaled_dot_product_attention(
-            query[part].transpose(0, 1),
-            keys[part].transpose(0, 1).repeat_interleave(2, 0),
-            values[part].transpose(0, 1).repeat_interleave(2, 0),
-            attn_mask=seen,
-            scale=0.2,
-        )
-        torch.testing.assert_close(found[part], expected.transpose(0, 1), atol=1e-5, rtol=0)
-        begin += count

@@ -340,14 +340,6 @@ def test_float16_overflow_affects_only_tokens_that_chose_the_expert(form: str, w
     assert not found[1].any()
 
 
-def test_more_tokens_than_are_computed_at_once(monkeypatch: pytest.MonkeyPatch) -> None:
-    model = Model(None)
-    x, logits = torch.randn(7, HIDDEN), some_logits()
-    expected = model.run("dense", x, logits)
-    monkeypatch.setattr(experts, "_ROWS_AT_ONCE", 3)
-    torch.testing.assert_close(model.run("dense", x, logits), expected, atol=1e-4, rtol=1e-4)
-
-
 def test_more_weights_than_are_gathered_at_once(monkeypatch: pytest.MonkeyPatch) -> None:
     model = Model(None)
     x, logits = torch.randn(2, HIDDEN), some_logits()[:2]

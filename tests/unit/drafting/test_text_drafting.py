@@ -205,14 +205,6 @@ def test_drafts_follow_from_whole_text(match: str, num_drafts: int, seed: int, d
     assert not rows.recorder.unexpected
 
 
-def test_row_drafts_again_after_steps_without_drafts() -> None:
-    rows = Rows(num_drafts=3)
-    rows.start(prompts(rows))
-    for token in (5, 6, 7, 8, 9, 10):
-        assert rows.sample({"b": [token]}, max_drafts=0)["b"] == []
-    assert rows.sample({"b": [11], "c": [12]}) == {"b": rows.expected("b"), "c": rows.expected("c")}
-
-
 def test_preempted_row_reads_its_text_again() -> None:
     rows = Rows(num_drafts=3)
     rows.start(prompts(rows))

@@ -56,14 +56,6 @@ def test_hit_is_cut_to_last_boundary_with_a_snapshot() -> None:
     assert snapshots.longest(prompt("xbcde"), 5 * BLOCK) == 0
 
 
-def test_each_boundary_has_one_slot() -> None:
-    snapshots = table(4)
-    slot = kept(snapshots, "ab")
-    assert kept(snapshots, "ab") is None, "the state is there"
-    assert snapshots.use(prompt("abc"), 2 * BLOCK) == slot
-    assert len(snapshots) == 1
-
-
 def test_least_recently_used_slot_is_reused() -> None:
     snapshots = table(3)
     slots = {text: kept(snapshots, text) for text in "abc"}
@@ -103,14 +95,6 @@ def test_no_snapshot_without_boundary_or_new_state() -> None:
     assert snapshots.keep(exact, 2 * BLOCK - 1, 2 * BLOCK) is None, "and so is it where it ends a block"
     assert len(snapshots) == 0
     assert snapshots.keep(exact, BLOCK, 2 * BLOCK) is not None, "the whole prompt, for the next turn of a chat"
-
-
-def test_all_slots_are_free_after_a_reset() -> None:
-    snapshots = table(2)
-    slots = {kept(snapshots, "a"), kept(snapshots, "b")}
-    snapshots.clear()
-    assert snapshots.longest(prompt("a"), BLOCK) == 0
-    assert {kept(snapshots, "c"), kept(snapshots, "d")} == slots
 
 
 # --- where a chunk ends ---

@@ -5,12 +5,10 @@ from __future__ import annotations
 import json
 import os
 import re
-import shutil
 import signal
 import subprocess
 import sys
 from pathlib import Path
-from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -194,22 +192,6 @@ def test_memory(
     ((its_severity, text),) = of(found, "memory")
     assert (status, its_severity) == (severity == "problem", severity)
     assert words in text
-
-
-def test_of_two_forms_of_the_same_weights_one_counts(tmp_path: Path) -> None:
-    """vLLM reads the consolidated file where there is one."""
-    import torch
-
-    from vllm_gaudi_spec.tools.doctor.pair import configure, estimate_weights
-
-    source = Path(TARGET) / "model.safetensors"
-    shutil.copy(Path(TARGET) / "config.json", tmp_path)
-    shutil.copy(source, tmp_path / "model-00001-of-00001.safetensors")
-    renamed = source.read_bytes().replace(b'"model.', b'"other.')
-    (tmp_path / "consolidated.safetensors").write_bytes(renamed)
-    config, form = configure({"model": TARGET, "dtype": "float32"}), torch.float32
-    alone, both = (SimpleNamespace(model=str(folder), dtype=form) for folder in (TARGET, tmp_path))
-    assert estimate_weights(config, both) == estimate_weights(config, alone) > 0  # type: ignore[arg-type]
 
 
 def test_kv_of_drafters_is_counted_if_they_have_any(tmp_path: Path) -> None:
