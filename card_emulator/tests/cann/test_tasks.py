@@ -105,20 +105,6 @@ def test_without_an_update_a_run_is_told_what_it_was_told_last(attention: Attent
         assert torch.equal(attention.result.cpu(), attention.expected([30, 40]))
 
 
-def test_an_update_computes_nothing(card: Any, attention: Attention) -> None:
-    torch.npu.synchronize()
-    before = card.counts()
-    attention.update([200, 200])
-    torch.npu.synchronize()
-    after = card.counts()
-    assert (after.launches, after.replays, after.task_updates) == (
-        before.launches,
-        before.replays,
-        before.task_updates + 1,
-    )
-    assert not attention.result.cpu().any()
-
-
 def test_what_updates_name_is_not_kept(attention: Attention) -> None:
     """It is known by its place: the graph's memory can be shared."""
     gc.collect()

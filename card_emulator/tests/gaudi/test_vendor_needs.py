@@ -6,13 +6,10 @@ Unless another is named that is vllm-gaudi v0.26.0; `make verify-vendor` runs it
 from __future__ import annotations
 
 from collections.abc import Callable
-from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
-from safetensors import safe_open
-from safetensors.torch import save_file
 
 from card_emulator.card import DeviceRefusal
 from card_emulator.kernels import to_e4m3
@@ -68,25 +65,6 @@ def test_views_in_inference_mode_of_tensors_from_outside(card: Any, view: Callab
         outside = torch.zeros(2, 2, device="hpu")
     view(outside).add_(1)
     assert outside.tolist() == [[1.0, 1.0], [0.0, 0.0]]
-
-
-def test_a_file_is_read_onto_the_card(card: Any, tmp_path: Path) -> None:
-    """tests/unit_tests/ops/test_hpu_fp8.py: safe_open(..., device="hpu")."""
-    save_file({"x": torch.arange(3.0)}, tmp_path / "x.safetensors")
-    with safe_open(tmp_path / "x.safetensors", "pt", device="hpu") as file:
-        x = file.get_tensor("x")
-    assert x.device.type == "hpu"
-    assert x.tolist() == [0.0, 1.0, 2.0]
-
-
-def test_the_backend_of_compile_has_its_name(card: Any) -> None:
-    """`@torch.compile(backend="hpu_backend")` is found when it decorates; platform.py has dynamo off in lazy mode."""
-    with torch._dynamo.config.patch(disable=False), torch.compiler.set_stance("default"):
-        compiled = torch.compile(lambda x: x + 1, backend="hpu_backend")
-        with pytest.raises(Exception, match="lazy mode"):
-            compiled(torch.ones(1))
-    with torch._dynamo.config.patch(disable=True):
-        assert torch.compile(lambda x: x + 1, backend="hpu_backend")(hpu(1)).tolist() == [2.0]
 
 
 # --- operations ---
@@ -186,20 +164,3 @@ def test_fp8_in_bfloat16_rounds_scale_and_sum(card: Any) -> None:
     inverse = torch.tensor(1.00390625).to("hpu")
     assert torch.ops.hpu.fp8_gemm_v2(*arguments, torch.float32, inverse).item() == 257 * 1.00390625
     assert torch.ops.hpu.fp8_gemm_v2(*arguments, torch.bfloat16, inverse).item() == 256.0
-
-
-def test_fp8_attention(card: Any) -> None:
-    """extension/utils.py, ModuleFP8FusedSDPA; and what it multiplies the inverse sums of "fast" with."""
-    from habana_frameworks.torch.hpex.kernels import fp8_fused_sdpa
-
-    torch.manual_seed(0)
-    parts = [to_e4m3(torch.randn(1, 2, 3, 8) * 4, 240.0) for _ in range(3)]
-    ours, half = [part.to("hpu") for part in parts], hpu(0.5)[0]
-    named = {"is_causal": True, "scale": 0.3, "d_scale_q": half, "d_scale_k": half, "d_scale_v": half}
-    out = fp8_fused_sdpa(*ours, softmax_mode="None", **named)
-    wide = [part.float() / 2 for part in parts]
-    expected = torch.nn.functional.scaled_dot_product_attention(*wide, is_causal=True, scale=0.3)
-    torch.testing.assert_close(out[0].cpu().float(), expected, rtol=0.01, atol=0.01)
-    fast = fp8_fused_sdpa(*ours, softmax_mode="fast", q_scale_o=hpu(1)[0], **named)
-    assert fast[0].dtype is torch.float8_e4m3fn
-    torch.testing.assert_close(fast[2].cpu() * 128, out[2].cpu())
