@@ -9,7 +9,8 @@ import sys
 
 import pytest
 
-from vllm_gaudi_spec import upstream
+from vllm_gaudi_spec import environment, upstream
+from vllm_gaudi_spec.upstream import messages
 
 FAILURES = {
     "import pydantic; M = pydantic.create_model('M', x=(int, ...)); M(x='a')": "x: Input should be a valid integer",
@@ -70,36 +71,32 @@ def test_vllm_warns_of_schedulers_that_are_not_ours(monkeypatch: pytest.MonkeyPa
     assert [record.args for record in noted] == [("my.Scheduler",)]
 
 
-_START = """
-import logging, sys
-from vllm_gaudi_spec import upstream
-upstream.name_the_cause_of_a_failed_start()
-from vllm.v1.engine import core, utils
-from vllm_gaudi_spec.upstream import messages
-
-def engine(words):
-    for word in words:
-        try:
-            raise ValueError(word)
-        except ValueError:
-            core.logger.exception("EngineCore failed to start.")
-
-def wait():
-    raise RuntimeError("See root cause above.")
-
-for words in (["the worker's\\nreason", "the engine's"], []):
-    messages._start_with_a_failure_file(lambda manager: engine(words), None)
-    try:
-        messages._raise_the_cause(wait)
-    except RuntimeError as error:
-        print(repr(str(error)))
-"""
-
-
-def test_a_failed_start_raises_the_first_error_of_its_engine() -> None:
+def test_a_failed_start_raises_the_first_error_of_its_engine(monkeypatch: pytest.MonkeyPatch) -> None:
     """An engine that logged none leaves the front end's own."""
-    result = subprocess.run([sys.executable, "-c", _START], capture_output=True, text=True, check=True)
-    assert result.stdout.splitlines()[-2:] == [repr("the worker's reason"), repr("See root cause above.")]
+    from vllm.v1.engine import core
+
+    upstream.name_the_cause_of_a_failed_start()
+    monkeypatch.setattr(messages, "_failure_file", None)
+    monkeypatch.setenv(environment._START_FAILURE, "")
+
+    def engine(words: list[str]) -> None:
+        for word in words:
+            try:
+                raise ValueError(word)
+            except ValueError:
+                core.logger.exception("EngineCore failed to start.")
+
+    def wait() -> None:
+        raise RuntimeError("See root cause above.")
+
+    for words, expected in (
+        (["the worker's\nreason", "the engine's"], "the worker's reason"),
+        ([], "See root cause above."),
+    ):
+        messages._start_with_a_failure_file(lambda _, words=words: engine(words), None)  # type: ignore[misc]
+        with pytest.raises(RuntimeError) as raised:
+            messages._raise_the_cause(wait)
+        assert str(raised.value) == expected
 
 
 def test_upstreams_front_end_still_does_not_name_the_cause() -> None:
