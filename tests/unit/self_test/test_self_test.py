@@ -23,7 +23,7 @@ from vllm_gaudi_spec.sampling.filters import ROUNDING
 from vllm_gaudi_spec.sampling.rules.registry import TORCH
 from vllm_gaudi_spec.self_test import run
 from vllm_gaudi_spec.self_test.attention import check_fp8_kv
-from vllm_gaudi_spec.self_test.result import FAILED, NOT_CHECKED, PASSED, Result, SelfTestError
+from vllm_gaudi_spec.self_test.result import FAILED, NOT_CHECKED, PASSED, CheckResult, Result, SelfTestError
 from vllm_gaudi_spec.self_test.run import CHECKS, self_test
 from vllm_gaudi_spec.self_test.subject import Failed, Subject
 
@@ -554,13 +554,14 @@ def test_exception_fails_one_check_and_others_still_run() -> None:
 
 
 def test_failed_check_of_unused_feature_is_not_fatal() -> None:
-    result = self_test(downloads_leave_late(), torch.float32, seconds=0.2)
-    result.refuse(EVERY_FEATURE - {"async scheduling"})
-    with pytest.raises(SelfTestError):
-        result.refuse({"async scheduling"})
-    needed_by_all = self_test(bools_arrive_inverted(), torch.float32, seconds=0.2)
-    with pytest.raises(SelfTestError):
-        needed_by_all.refuse(set())
+    def failed(needed_by: str) -> Result:
+        check = CheckResult(name="c", status=FAILED, detail="d", advice="a", needed_by=needed_by, seconds=0.0)
+        return Result(device="card", mode="eager", dtype="float32", checks=(check,))
+
+    failed("async scheduling").refuse(EVERY_FEATURE - {"async scheduling"})
+    for needed_by, features in (("async scheduling", {"async scheduling"}), ("", set[str]())):
+        with pytest.raises(SelfTestError):
+            failed(needed_by).refuse(features)
 
 
 def test_tokens_of_captured_step_are_not_near_ties() -> None:
