@@ -194,27 +194,6 @@ def test_memory(
     assert words in text
 
 
-def test_kv_of_drafters_is_counted_if_they_have_any(tmp_path: Path) -> None:
-    from tests.full_tests.mtp_checkpoints import save_gemma4
-    from vllm_gaudi_spec.config import Speculation
-    from vllm_gaudi_spec.tools.doctor.pair import configure, count_kv_bytes, count_token_bytes
-
-    gemma, assistant = save_gemma4("gemma4-dense", tmp_path)
-    config = json.loads((Path(TARGET) / "config.json").read_text())
-    sizes = {name: config[name] for name in ("hidden_size", "vocab_size")}
-    medusa = dict(architectures=["MedusaModel"], model_type="medusa", num_heads=2, **sizes)
-    (tmp_path / "config.json").write_text(json.dumps(medusa))
-    for model, method, drafter, copies in (
-        (TARGET, "draft_model", TARGET, 2),
-        (TARGET, "medusa", str(tmp_path), 1),
-        (gemma, "mtp", assistant, 1),
-    ):
-        drafts = dict(method=method, model=drafter, num_speculative_tokens=2)
-        made = configure({"model": model, "speculative_config": drafts})
-        expected = copies * count_kv_bytes(made.model_config, made)
-        assert count_token_bytes(made, Speculation.from_vllm(made)) == expected > 0, method
-
-
 # ---- machines that are not -------------------------------------------------------------------------------
 
 
