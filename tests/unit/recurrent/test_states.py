@@ -156,18 +156,6 @@ def test_next_request_of_a_row_starts_with_a_zero_state(kind: str) -> None:
         torch.testing.assert_close(out[0], expected[at : at + 1], atol=1e-5, rtol=1e-5)
 
 
-@pytest.mark.parametrize("kind", [kind for kind in KINDS if STATES[kind]])
-def test_nan_in_rejected_drafts_does_not_reach_the_state(kind: str) -> None:
-    layer = Layer(kind, 1)
-    text = layer.text(4)
-    expected, _ = sequential(kind, text)
-    layer.read([0], [0], [part(text, 0, 2)], 2, is_prompt=True)
-    wrong = torch.full((1, CHANNELS), float("nan")), torch.full((1, GATES[kind]), float("nan"))
-    layer.read([0], [2], [(torch.cat((text[0][2:3], wrong[0])), torch.cat((text[1][2:3], wrong[1])))], 2)
-    out = layer.read([0], [3], [part(text, 3, 4)], 1)
-    torch.testing.assert_close(out[0], expected[3:4], atol=1e-5, rtol=1e-5)
-
-
 @pytest.mark.parametrize("kind", KINDS)
 @pytest.mark.parametrize("num_drafts", [0, 3])
 def test_row_continues_from_a_snapshot(kind: str, num_drafts: int) -> None:
