@@ -33,7 +33,7 @@ class Family:
     """How the MTP layers of a family are stored."""
 
     recipe: str
-    """Name of the target in architectures.py."""
+    """Name of the target in architectures.yaml."""
     rename: Callable[[Weights, int, int], Weights]
     """Takes the weights of a model, the number of its layers and that of its MTP layers, the last."""
     config: tuple[tuple[str, Any], ...] = ()

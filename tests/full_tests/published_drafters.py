@@ -42,7 +42,7 @@ class Block:
     """A DFlash, DFlash2 or DSpark drafter."""
 
     target: str
-    """Name of the target in architectures.py."""
+    """Name of the target in architectures.yaml."""
     config: dict[str, Any]
     owns_output: bool = False
     """Whether the checkpoint has copies of the target's embeddings and output matrix."""
@@ -159,7 +159,7 @@ def _make_pard(folder: Path, family: str, target: str) -> str:
 
 # --- MTP layers ---
 
-# Fields of which the reduced checkpoint has what the target's recipe in architectures.py has.
+# Fields of which the reduced checkpoint has what the target's recipe in architectures.yaml has.
 _SIZES = {
     *("vocab_size", "hidden_size", "intermediate_size", "num_hidden_layers", "layer_types"),
     *("num_attention_heads", "num_key_value_heads", "head_dim"),

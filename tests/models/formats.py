@@ -17,7 +17,7 @@ from compressed_tensors.compressors.pack_quantized.helpers import pack_to_int32
 from safetensors.torch import load_file, save_file
 from torch import nn
 
-from tests.models.architectures import EXPERTS, LATENT, ROUTED, TEXT, Recipe, shape
+from tests.models.architectures import PARTS, TEXT, Recipe, shape
 from tests.models.comparison import ROUGH
 from vllm_gaudi_spec.config import ADDITIONAL_CONFIG_KEY, E4M3_MAX, GAUDI2, NATIVE, REFERENCE
 
@@ -407,6 +407,7 @@ LLAMA = Recipe(
     config=shape(hidden_size=256, intermediate_size=512, num_attention_heads=8, num_key_value_heads=4),
 )
 QWEN3 = replace(LLAMA, architecture="Qwen3ForCausalLM", config=LLAMA.config | dict(tie_word_embeddings=True))
+EXPERTS, LATENT, ROUTED = (PARTS[name] for name in ("experts", "latent", "routed"))
 WITH_EXPERTS = replace(
     LLAMA, architecture="Qwen3MoeForCausalLM", config=LLAMA.config | EXPERTS | dict(moe_intermediate_size=256)
 )

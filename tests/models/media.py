@@ -171,7 +171,7 @@ ASKED: dict[str, Question] = {
     "qwen3-vl-video": Question(_QWEN_WORDS, processors.qwen("Qwen3VL", 16), VIDEOS),
     "qwen2-audio-sound": Question({AUDIO: "<|audio_bos|><|AUDIO|><|audio_eos|>"}, processors.qwen_audio, SOUNDS),
 }
-"""By case: the name of a model of architectures.py, and what it is asked about."""
+"""By case: the name of a model of architectures.yaml, and what it is asked about."""
 _TOWER = (r"^(model\.)?vision_tower\.", "vision_tower.vision_model.")
 _TEXT = (r"^language_model\.model\.model\.", "language_model.model.")
 PUBLISHED_NAMES = {
