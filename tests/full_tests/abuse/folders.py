@@ -1,5 +1,5 @@
 """Folders that would run code of their own, were they trusted: pickled weights, Python beside the model, and a chat
-template that does not end; and a tokenizer whose list of tokens would fill the memory."""
+template that does not end."""
 
 import json
 import pickle
@@ -32,7 +32,6 @@ _CLASSES = {
 
 
 ENDLESS = "{% for i in range(99999) %}{% for j in range(99999) %}{% endfor %}{% endfor %}"
-HUGE_ID = 400_000_000
 
 
 class Bomb:
@@ -55,16 +54,6 @@ def hostile_copy(model: str, folder: Path) -> Path:
     (folder / "own_code.py").write_text(CODE.format(marker=str(folder / "ran-code")))
     for name in ("pytorch_model.bin", "model.pt", "consolidated.00.pth", "training_args.bin", "adapter_model.bin"):
         (folder / name).write_bytes(pickle.dumps(Bomb(folder / "ran-pickle")))
-    return folder
-
-
-def with_a_huge_id(model: str, folder: Path) -> Path:
-    """A model that works, but for one token's id."""
-    hostile_copy(model, folder)
-    described = json.loads((folder / "tokenizer.json").read_text())
-    vocabulary = described["model"]["vocab"]
-    vocabulary[max(vocabulary, key=vocabulary.__getitem__)] = HUGE_ID
-    (folder / "tokenizer.json").write_text(json.dumps(described))
     return folder
 
 
