@@ -6,8 +6,8 @@ One table, with 95 % intervals from a bootstrap over the prompts: 24 repetitive 
 demo drafters were trained on). Each case is an engine in a process of its own, in which requests ask for k drafts a
 step. What the report has already is not measured again, so an interrupted run goes on.
 
-"strings" is upstream's matching of vocabularies, on this engine. FOLDER is Gemma 3 270M, as tests/full_tests/gemma.py
-makes it, with the demo model as its drafter; without --gemma that part is left out.
+"strings" is upstream's matching of vocabularies, on this engine. FOLDER is Gemma 3 270M, with the demo model as its
+drafter; without --gemma that part is left out.
 """
 
 import argparse

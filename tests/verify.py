@@ -158,14 +158,7 @@ def run(job: Job, tree: str) -> Outcome:
     python = python_for(job)
     if python is None:
         return Outcome(tree=tree, status=1, passed=0, failed=0, skipped=0, seconds=0.0)
-    command = [
-        python,
-        "-m",
-        "pytest",
-        str(job.file),
-        f"--timeout={SECONDS_PER_TEST}",
-        f"--junitxml={report}",
-    ]
+    command = [python, "-m", "pytest", str(job.file), f"--timeout={SECONDS_PER_TEST}", f"--junitxml={report}"]
     started = time.monotonic()
     status = subprocess.run(command, cwd=ROOT, env=job.environment(), check=False).returncode
     outcome = Outcome(tree=tree, status=status, seconds=time.monotonic() - started, **counts(report))

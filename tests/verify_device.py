@@ -100,8 +100,6 @@ TESTS = (
     "test_contracts",
     "test_batching",
     "test_sampling_params",
-    "test_logprobs",
-    "test_structured",
     "test_draft_model",
     "test_catch_up",
     "test_speculation_oracle",
@@ -128,10 +126,7 @@ def speculative(**config: Any) -> tuple[str, str]:
 
 CHECKS = (
     Check("no speculation", ()),
-    Check(
-        "ngram",
-        speculative(method="ngram", num_speculative_tokens=3, prompt_lookup_min=1, prompt_lookup_max=4),
-    ),
+    Check("ngram", speculative(method="ngram", num_speculative_tokens=3, prompt_lookup_min=1, prompt_lookup_max=4)),
     Check("draft_model", speculative(method="draft_model", model=str(DEMO_DRAFTER), num_speculative_tokens=3)),
 )
 

@@ -35,11 +35,7 @@ class Peek:
         rows = len(query_THD)
         (table,) = blocks.tables
         call = AttentionCall(
-            num_rows=rows,
-            num_queries=1,
-            starts_B=starts_B,
-            block_table_BW=table,
-            host_lengths_B=blocks.lengths_B,
+            num_rows=rows, num_queries=1, starts_B=starts_B, block_table_BW=table, host_lengths_B=blocks.lengths_B
         )
         attended: torch.Tensor = self.layer.ops.attend(query_THD, self.layer.kv_cache, call, self.layer.spec)
         return attended

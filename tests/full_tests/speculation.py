@@ -13,11 +13,7 @@ def ngram(k: int = 3, lookup: tuple[int, int] = (1, 4), **options: Any) -> dict[
     """Eager to draft: one token seen before is enough."""
     shortest, longest = lookup
     return dict(
-        method="ngram",
-        num_speculative_tokens=k,
-        prompt_lookup_min=shortest,
-        prompt_lookup_max=longest,
-        **options,
+        method="ngram", num_speculative_tokens=k, prompt_lookup_min=shortest, prompt_lookup_max=longest, **options
     )
 
 

@@ -1,28 +1,22 @@
 """Block drafters in the format of the library speculators, and what the library itself computes with them.
 
-The library is not installed with the tests, so its logits are recorded: where it is,
-`python -m tests.full_tests.speculators_library` writes speculators_logits.json. Release 0.9.0 wrote the recorded ones.
+The library is not installed with the tests: speculators_logits.json has what its release 0.9.0 computed, recorded by
+this file at commit 6e63f5e8.
 """
 
 import json
-from importlib import import_module
-from importlib.metadata import version
 from pathlib import Path
-from tempfile import TemporaryDirectory
 from typing import Any
 
 import torch
 from safetensors.torch import load_file, save_file
-from torch import Tensor
 
-from tests.full_tests.block_drafters import CANDIDATES, KINDS, Kind, make_drafter
+from tests.full_tests.block_drafters import Kind
 from tests.full_tests.heads import target, text
 
 RECORDED = Path(__file__).with_name("speculators_logits.json")
 TARGET = target("dflash")
 K = 4
-NUM_BEST = CANDIDATES - 1
-"""Recorded logits of a place. In training, the library may replace the last candidate of DFlash2."""
 LENGTHS = {
     "dflash": (12, 65),
     "dflash windows": (12,),
@@ -93,71 +87,3 @@ def split_text(length: int) -> tuple[list[int], list[int]]:
     """Return a text of `length` tokens and K tokens to stand for its drafts."""
     tokens = text(length + K)
     return tokens[:length], tokens[length:]
-
-
-# --- recording, where the library is installed ---
-
-
-class _Library:
-    def __init__(self, folder: str, kind: Kind) -> None:
-        import speculators
-        from transformers import AutoModelForCausalLM
-
-        config = speculators.SpeculatorModelConfig.from_pretrained(folder)
-        config.transformer_layer_config._attn_implementation = "eager"
-        self._model = speculators.SpeculatorModel.from_pretrained(folder, config=config, dtype=torch.float32).eval()
-        self._core = import_module(f"speculators.models.{kind.family}.core")
-        self._target = AutoModelForCausalLM.from_pretrained(TARGET, dtype=torch.float32).eval()
-
-    @torch.no_grad()
-    def best(self, length: int) -> tuple[Tensor, Tensor]:
-        """Return the likeliest tokens of each place and their logits, [K, NUM_BEST], of the model's training pass."""
-        tokens, drafts = split_text(length)
-        block_size, first = self._model.block_size, 0 if self._model.config.sample_from_anchor else 1
-        tokens_1T = torch.tensor([tokens + drafts + [0] * block_size])
-        states = self._target(tokens_1T, output_hidden_states=True).hidden_states
-        is_anchor_1T = torch.zeros_like(tokens_1T)
-        is_anchor_1T[0, length - 1] = 1
-        metrics: dict[str, Any] = {}
-        compute = self._core.compute_metrics
-
-        def keep(*args: Any, **named: Any) -> tuple[Tensor, dict[str, Any]]:
-            metrics.update(named, **({"logits": args[0]} if args else {}))
-            return torch.zeros(()), {}
-
-        self._core.compute_metrics = keep
-        try:
-            self._model(
-                hidden_states=torch.cat([states[layer] for layer in self._model.target_layer_ids], dim=-1),
-                input_ids=tokens_1T,
-                loss_mask=is_anchor_1T,
-                verifier_last_hidden_states=states[-1],
-                document_ids=torch.zeros_like(tokens_1T),
-                max_anchors=1,
-            )
-        finally:
-            self._core.compute_metrics = compute
-        if "candidate_logits" in metrics:
-            ids_KN, logits_KN = metrics["training_candidate_ids"][0], metrics["candidate_logits"][0]
-        else:
-            logits_KN, ids_KN = metrics["logits"][0].topk(NUM_BEST)
-            if self._model.d2t is not None:
-                ids_KN = ids_KN + self._model.d2t[ids_KN]
-        return ids_KN[first : first + K, :NUM_BEST], logits_KN[first : first + K, :NUM_BEST]
-
-
-def main() -> None:
-    recorded: dict[str, Any] = {"speculators": version("speculators"), "rounds": []}
-    with TemporaryDirectory() as folder:
-        for name, lengths in LENGTHS.items():
-            source = make_drafter(Path(folder) / f"{name} source", KINDS[name], TARGET)
-            library = _Library(rewrite_drafter(source, Path(folder) / name, KINDS[name], K), KINDS[name])
-            for length in lengths:
-                ids_KN, logits_KN = library.best(length)
-                logits = [[round(value, 6) for value in logits_N] for logits_N in logits_KN.tolist()]
-                recorded["rounds"].append(dict(kind=name, length=length, ids=ids_KN.tolist(), logits=logits))
-    RECORDED.write_text(json.dumps(recorded) + "\n")
-
-
-if __name__ == "__main__":
-    main()

@@ -18,12 +18,7 @@ SCHEMA: dict[str, Any] = {
     "properties": {
         "name": {"type": "string", "maxLength": 12},
         "age": {"type": "integer", "minimum": 0, "maximum": 150},
-        "colours": {
-            "type": "array",
-            "items": {"enum": ["red", "green", "blue"]},
-            "minItems": 1,
-            "maxItems": 3,
-        },
+        "colours": {"type": "array", "items": {"enum": ["red", "green", "blue"]}, "minItems": 1, "maxItems": 3},
     },
     "required": ["name", "age", "colours"],
     "additionalProperties": False,

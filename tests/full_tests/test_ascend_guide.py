@@ -1,21 +1,27 @@
-"""On the emulated Ascend NPU: what the vllm-ascend guide configures runs, or is refused in one line.
+"""On the emulated Ascend NPU: what the vllm-ascend guide configures runs, or is refused in one line; shared KV blocks,
+dtypes, and an operator that fails.
 
 Runs with VGS_DEVICE=ascend-emulated in a process of its own. docs/how_to/migrate.md has a row for each case.
 """
 
+import os
+import subprocess
+import sys
 from collections.abc import Callable
 from functools import cache
 from typing import Any
 
 import pytest
+import torch
+from vllm import SamplingParams, TokensPrompt
 
+from tests.full_tests import mtp_checkpoints
 from tests.full_tests.engines import counter, engine
 from tests.full_tests.heads import head, target, with_four_heads
-from tests.full_tests.speculation import accepted, speculating
+from tests.full_tests.speculation import accepted, ngram, speculating
 from tests.full_tests.test_refusals import refusal
-from tests.full_tests.tiny_models import save_deepseek_with_mtp
 from tests.full_tests.workload import Answer, differences, mixed_requests, run_together
-from vllm_gaudi_spec.devices import describe_device
+from vllm_gaudi_spec.devices import describe_device, load_backend
 
 pytestmark = pytest.mark.ascend
 
@@ -37,7 +43,7 @@ def model(looping_llama: str, tmp_path_factory: pytest.TempPathFactory) -> Calla
     @cache
     def path(method: str) -> str:
         if method == "deepseek_mtp":
-            return save_deepseek_with_mtp(tmp_path_factory.mktemp("deepseek"))
+            return mtp_checkpoints.save("deepseek-v3", tmp_path_factory.mktemp("deepseek"))
         if method == "two cards":  # the tiny target has three heads
             return with_four_heads(target("eagle"), tmp_path_factory.mktemp("even") / "target")
         return target(method) if method in ("eagle", "eagle3", "medusa", "mtp") else looping_llama
@@ -87,11 +93,7 @@ RUNS: dict[str, tuple[dict[str, Any], dict[str, Any]]] = {
 @pytest.mark.slow
 @pytest.mark.parametrize("case", RUNS)
 def test_configuration_of_the_guide_runs(
-    case: str,
-    model: Callable[[str], str],
-    answers: Callable[[str], list[list[Answer]]],
-    looping_llama: str,
-    twin: str,
+    case: str, model: Callable[[str], str], answers: Callable[[str], list[list[Answer]]], looping_llama: str, twin: str
 ) -> None:
     """Answers are those without speculation, and nothing is captured behind warm-up, as `engine` sees to."""
     config, options = RUNS[case]
@@ -150,3 +152,88 @@ def test_configuration_is_refused(case: str, model: Callable[[str], str], loopin
     config, options, words = REFUSED[case]
     config = drafter(config, looping_llama, twin)
     assert words in refusal(model(config["method"]), speculative_config=config, **options)
+
+
+NUM_ROWS, NUM_BLOCKS = 6, 12
+PREFIX = [3 + 7 * index % 40 for index in range(300)]
+
+
+@pytest.mark.slow
+def test_npu_a04_rows_that_share_a_prefix(looping_llama: str) -> None:
+    """Of 3 blocks each, 2 of them shared: 18 together, with fewer in the cache."""
+    prompts = [TokensPrompt(prompt_token_ids=[*PREFIX, 50 + row]) for row in range(NUM_ROWS)]
+    sampling = SamplingParams(temperature=0, max_tokens=24, ignore_eos=True)
+    sizes = dict(max_num_seqs=NUM_ROWS, max_model_len=512, max_num_batched_tokens=512)
+    cache = dict(num_gpu_blocks_override=NUM_BLOCKS, enable_prefix_caching=True)
+    with speculating(looping_llama, ngram(3), **sizes, **cache) as llm:
+        alone = [llm.generate([prompt], sampling, use_tqdm=False)[0] for prompt in prompts]
+        together = llm.generate(prompts, sampling, use_tqdm=False)
+        assert accepted(llm) > 5
+    assert sum(answer.num_cached_tokens or 0 for answer in together) >= (NUM_ROWS - 1) * 256
+    for one, other in zip(alone, together, strict=True):
+        assert one.outputs[0].token_ids == other.outputs[0].token_ids
+
+
+def drafting(model: str) -> dict[str, Any]:
+    return dict(method="draft_model", model=model, num_speculative_tokens=3)
+
+
+@pytest.mark.slow
+def test_bfloat16_through_the_fused_attention(looping_llama: str) -> None:
+    """Nothing is captured behind warm-up, as `engine` sees to; texts may round otherwise than without drafts."""
+    with speculating(looping_llama, drafting(looping_llama), dtype="bfloat16", **SIZES) as llm:
+        run_together(llm, REQUESTS)
+        assert accepted(llm) > 20
+
+
+@pytest.mark.slow
+def test_float32_through_plain_torch(looping_llama: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    backend: Any = load_backend()
+    monkeypatch.setattr(backend.attention, "fused_dtypes", backend.attention.fused_dtypes - {torch.float32})
+    with engine(looping_llama, **SIZES) as llm:
+        expected = run_together(llm, REQUESTS)
+    with speculating(looping_llama, drafting(looping_llama), **SIZES) as llm:
+        assert not differences(REQUESTS, run_together(llm, REQUESTS), expected)
+        assert accepted(llm) > 20
+
+
+SERVED = """
+import os, sys, time, torch
+from vllm import LLM, SamplingParams, TokensPrompt
+async_scheduling = sys.argv[2] == "async"
+llm = LLM(sys.argv[1], dtype="float32", max_model_len=256, max_num_seqs=2, max_num_batched_tokens=128,
+          kv_cache_memory_bytes=16 << 20, async_scheduling=async_scheduling,
+          speculative_config={"method": "ngram_gpu", "num_speculative_tokens": 3, "prompt_lookup_max": 3})
+engine, params = llm.llm_engine, SamplingParams(temperature=0, max_tokens=60, ignore_eos=True)
+engine.add_request("one", TokensPrompt(prompt_token_ids=[3, 4, 5] * 8), params)
+for _ in range(4):
+    engine.step()
+rows = torch.zeros(4, 2, device="npu")
+rows.index_select(0, torch.tensor([9], device="npu"))
+for attempt in range(3):
+    began = time.monotonic()
+    try:
+        answers = [engine.step() for _ in range(20)]
+        print("answered" if any(answers) else "nothing")
+    except Exception as error:
+        print("raised", time.monotonic() - began < 30)
+os._exit(0)
+"""
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("scheduling", ["sync", "async"])
+def test_an_operator_that_fails_ends_the_engine(looping_llama: str, scheduling: str) -> None:
+    """In the step after it. Later steps get the error, or nothing where vLLM counts the request as under way."""
+    child = subprocess.run(
+        [sys.executable, "-u", "-c", SERVED, looping_llama, scheduling],
+        capture_output=True,
+        text=True,
+        timeout=400,
+        env={**os.environ, "VLLM_ENABLE_V1_MULTIPROCESSING": "0"},
+    )
+    said = [line for line in child.stdout.splitlines() if line.startswith(("raised", "answered", "nothing"))]
+    assert len(said) == 3, child.stdout[-2000:] + child.stderr[-2000:]
+    assert said[0] == "raised True"
+    assert set(said) <= {"raised True", "nothing"}
+    assert "aclnnIndexSelect: index out of range" in child.stderr

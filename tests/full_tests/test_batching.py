@@ -1,17 +1,13 @@
 """64 concurrent requests give the outputs that each gives alone, however the scheduler cuts and interrupts them."""
 
-from typing import Any
-
 import pytest
 from vllm import SamplingParams
 
-from tests.full_tests.engines import SMALL_KV, counter, engine, first_tokens, generate, preemptions
+from tests.full_tests.engines import counter, engine, first_tokens, generate
 from tests.full_tests.prompts import random_prompts
 from tests.full_tests.tiny_models import VOCAB
 from tests.full_tests.workload import Answer, Request, differences, mixed_requests, run_alone, run_together
 
-# A tiny Llama takes 1 KiB of KV per token: this is room for about two of the longest requests, of 64.
-CHUNKED = dict(max_num_batched_tokens=64)
 CACHED = dict(enable_prefix_caching=True)
 UNCACHED = dict(enable_prefix_caching=False)
 
@@ -52,33 +48,6 @@ def test_prefix_cache(tiny_llama: str, requests: list[Request], alone: list[list
         before = counter(llm, "vllm:prefix_cache_hits")
         check(requests, run_together(llm, requests), alone)
         assert counter(llm, "vllm:prefix_cache_hits") - before > 1000
-
-
-@pytest.mark.parametrize("caching", [UNCACHED, pytest.param(CACHED, marks=pytest.mark.slow)], ids=["plain", "cached"])
-def test_chunked_prefill(
-    caching: dict[str, Any], tiny_llama: str, requests: list[Request], alone: list[list[Answer]]
-) -> None:
-    """A budget of 64 tokens a step cuts most prompts, at boundaries that depend on the neighbors."""
-    with engine(tiny_llama, **CHUNKED, **caching) as llm:
-        check(requests, run_together(llm, requests), alone)
-
-
-@pytest.mark.parametrize(
-    "options",
-    [
-        pytest.param(UNCACHED, marks=pytest.mark.slow),
-        CACHED,
-        pytest.param(UNCACHED | CHUNKED, marks=pytest.mark.slow),
-        pytest.param(CACHED | CHUNKED, marks=pytest.mark.slow),
-    ],
-    ids=["plain", "cached", "chunked", "cached-chunked"],
-)
-def test_preemption(
-    options: dict[str, Any], tiny_llama: str, requests: list[Request], alone: list[list[Answer]]
-) -> None:
-    with engine(tiny_llama, **SMALL_KV, **options) as llm:
-        check(requests, run_together(llm, requests), alone)
-        assert preemptions(llm) > 0
 
 
 def test_same_prompt_many_times_with_few_blocks(tiny_llama: str) -> None:

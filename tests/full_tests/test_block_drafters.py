@@ -90,11 +90,7 @@ def plain() -> list[list[int]]:
     ("name", "schedule"), [*QUICK, *(pytest.param(*case, marks=pytest.mark.slow) for case in ALL if case not in QUICK)]
 )
 def test_logits_of_every_block_equal_the_reference(
-    name: str,
-    schedule: str,
-    drafter: Callable[[str], str],
-    plain: list[list[int]],
-    monkeypatch: pytest.MonkeyPatch,
+    name: str, schedule: str, drafter: Callable[[str], str], plain: list[list[int]], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     reference = BlockReference(drafter(name), TARGET)
     recorder = Recorder(monkeypatch)

@@ -1,20 +1,16 @@
-"""What vLLM may ask of a platform in ways a user hardly sees: both runner contracts, asynchronous scheduling, aborts,
-custom logits processors, sleep, engines one after the other."""
+"""What vLLM may ask of a platform in ways a user hardly sees: aborts, logits processors, sleep, engine after engine."""
 
-import itertools
 from typing import Any
 
 import pytest
 import torch
 from vllm import LLM, SamplingParams
-from vllm.config import VllmConfig
 from vllm.platforms import current_platform
 from vllm.v1.sample.logits_processor import AdapterLogitsProcessor
 
-from tests.full_tests.engines import SMALL_KV, engine, first_tokens, generate, preemptions
+from tests.full_tests.engines import engine, first_tokens, generate
 from tests.full_tests.prompts import random_prompts
 from tests.full_tests.tiny_models import VOCAB
-from tests.full_tests.workload import Answer, Request, differences, mixed_requests, run_together
 from vllm_gaudi_spec.config import UnsupportedConfigError
 
 PROMPTS = random_prompts([5, 70, 33, 150, 12, 64], VOCAB)
@@ -22,54 +18,9 @@ GREEDY = SamplingParams(temperature=0, max_tokens=24, ignore_eos=True)
 
 
 @pytest.fixture(scope="module")
-def requests() -> list[Request]:
-    return mixed_requests(32)
-
-
-@pytest.fixture(scope="module")
-def expected(tiny_llama: str, requests: list[Request]) -> list[list[Answer]]:
-    with engine(tiny_llama) as llm:
-        return run_together(llm, requests)
-
-
-@pytest.fixture(scope="module")
 def greedy(tiny_llama: str) -> list[list[int]]:
     with engine(tiny_llama) as llm:
         return first_tokens(generate(llm, PROMPTS, GREEDY))
-
-
-def check(requests: list[Request], ours: list[list[Answer]], expected: list[list[Answer]]) -> None:
-    different = differences(requests, ours, expected)
-    assert not different, f"{len(different)} of {len(requests)} requests differ\n" + "\n".join(different[:5])
-
-
-# Each contract preempted, where they differ; the whole matrix is for `make verify`.
-QUICK = (("v1", "async", "preempted"), ("v2", "async", "preempted"))
-MATRIX = [
-    pytest.param(*case, id="-".join(case), marks=() if case in QUICK else pytest.mark.slow)
-    for case in itertools.product(("v1", "v2"), ("async", "sync"), ("roomy", "preempted"))
-]
-
-
-@pytest.mark.parametrize(("contract", "scheduling", "kv"), MATRIX)
-def test_runner_contracts_give_the_same_answers(
-    contract: str,
-    scheduling: str,
-    kv: str,
-    tiny_llama: str,
-    requests: list[Request],
-    expected: list[list[Answer]],
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
-    """Where Triton works, vLLM sends resumed requests as new ones (V2). Without Triton it insists on V1, for the sake
-    of kernels that our runner has no use for; what the two contracts send can be tried all the same."""
-    asynchronous, preempted = scheduling == "async", kv == "preempted"
-    monkeypatch.setattr(VllmConfig, "use_v2_model_runner", property(lambda self: contract == "v2"))
-    monkeypatch.setattr(VllmConfig, "_validate_v2_model_runner", lambda self: None)
-    with engine(tiny_llama, async_scheduling=asynchronous, **(SMALL_KV if preempted else {})) as llm:
-        assert llm.llm_engine.vllm_config.scheduler_config.async_scheduling == asynchronous
-        check(requests, run_together(llm, requests), expected)
-        assert (preemptions(llm) > 0) == preempted
 
 
 def test_abort_leaves_no_trace(tiny_llama: str, greedy: list[list[int]]) -> None:

@@ -17,7 +17,7 @@ from ray.cluster_utils import Cluster
 from vllm import RequestOutput, SamplingParams
 from vllm.model_executor.layers.linear import LinearBase, ReplicatedLinear
 
-from tests.full_tests import heads
+from tests.full_tests import heads, mtp_checkpoints
 from tests.full_tests.engines import Job, data_parallel, engine, first_tokens, generate
 from tests.full_tests.equality import Tally
 from tests.full_tests.faults.broken import BreaksOnDevice
@@ -26,13 +26,7 @@ from tests.full_tests.ranks import ranks_agree
 from tests.full_tests.reference import Reference
 from tests.full_tests.speculation import accounts, custom, ngram, speculating, suffix
 from tests.full_tests.tiny_models import FAMILIES as MODELS
-from tests.full_tests.tiny_models import (
-    VOCAB,
-    looping_with_experts,
-    save,
-    save_deepseek_with_mtp,
-    save_untrained_head,
-)
+from tests.full_tests.tiny_models import VOCAB, looping_with_experts, save, save_untrained_head
 from vllm_gaudi_spec.drafting.ngram import DeviceNgramProposer
 
 NUM_TOKENS = 32
@@ -70,7 +64,7 @@ class Setup(NamedTuple):
 
 @pytest.fixture(scope="module")
 def deepseek(tmp_path_factory: pytest.TempPathFactory) -> str:
-    return save_deepseek_with_mtp(tmp_path_factory.mktemp("deepseek"))
+    return mtp_checkpoints.save("deepseek-v3", tmp_path_factory.mktemp("deepseek"))
 
 
 @pytest.fixture(scope="module")
@@ -140,13 +134,7 @@ def said() -> Said:
     return of
 
 
-def check(
-    setup: Setup,
-    outputs: list[RequestOutput],
-    said: Said,
-    what: str,
-    least_accepted: int = 10,
-) -> None:
+def check(setup: Setup, outputs: list[RequestOutput], said: Said, what: str, least_accepted: int = 10) -> None:
     """Every text is the one rank's; ties are counted, and shown."""
     work, tally, reference = setup.work, Tally(), cache(Reference)
     expected = said(setup.target, work)
@@ -177,10 +165,7 @@ def cuts(worker: Any) -> set[int]:
 
 
 QUICK_TP = [("draft_model", 1)]
-TP = [
-    *((method, None) for method in WITHOUT_MODEL),
-    *((method, size) for method in WITH_MODEL for size in (1, 2)),
-]
+TP = [*((method, None) for method in WITHOUT_MODEL), *((method, size) for method in WITH_MODEL for size in (1, 2))]
 
 
 @pytest.mark.parametrize(
@@ -266,13 +251,7 @@ def looping(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], str]:
     [*QUICK_MOE, *(pytest.param(*case, marks=pytest.mark.slow) for case in MOE if case not in QUICK_MOE)],
 )
 def test_experts_of_data_parallel_ranks(
-    family: str,
-    method: str,
-    how: str,
-    looping: Callable[[str], str],
-    cousin: str,
-    said: Said,
-    tmp_path: Path,
+    family: str, method: str, how: str, looping: Callable[[str], str], cousin: str, said: Said, tmp_path: Path
 ) -> None:
     """First with a rank that has nothing to do but to take part; then with work of its own on each."""
     model = save_untrained_head(tmp_path) if method == "eagle" else cousin

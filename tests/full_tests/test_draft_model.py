@@ -46,9 +46,11 @@ ALWAYS_RIGHT: list[tuple[dict[str, Any], str]] = [
     (dict(max_model_len=100), "overlapping"),  # some rows stop drafting, and some never draft
     (PROBABILISTIC, "overlapping"),
     (COUPLED, "overlapping"),
-    (PROBABILISTIC | dict(rejection_sample_method="block"), "overlapping"),
 ]
-MORE_OF_THEM = [case for case in itertools.product(({}, PROBABILISTIC), SCHEDULES) if case not in ALWAYS_RIGHT]
+MORE_OF_THEM = [
+    (PROBABILISTIC | dict(rejection_sample_method="block"), "overlapping"),
+    *(case for case in itertools.product(({}, PROBABILISTIC), SCHEDULES) if case not in ALWAYS_RIGHT),
+]
 
 
 @pytest.mark.parametrize(

@@ -118,15 +118,6 @@ def test_every_number_of_drafts_is_lossless(
         reads_once(llm)
 
 
-@pytest.mark.slow
-def test_probabilistic_drafts_compile_nothing(looping_llama: str, cousin: str, requests: list[Request]) -> None:
-    """Their tokens are others, by the same law; here it matters that nothing is compiled for them."""
-    config = dict(method="draft_model", model=cousin, num_speculative_tokens=2, rejection_sample_method="block")
-    with speculating(looping_llama, config | dict(draft_sample_method="probabilistic"), **BOTH) as llm:
-        run_together(llm, requests)
-        reads_once(llm)
-
-
 @pytest.mark.every_card
 def test_head_of_the_rule_is_never_wrong(tmp_path: Path) -> None:
     """Over blocks and contexts of all sizes, past its own limit, and through blocks that the prefix cache shares: were

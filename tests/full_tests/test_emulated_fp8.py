@@ -8,13 +8,12 @@ import pytest
 import torch
 
 import card_emulator
-from tests.full_tests import heads
+from tests.full_tests import heads, mtp_checkpoints
 from tests.full_tests.engines import engine
 from tests.full_tests.quantized import METHODS, Calibrated, ask, calibrate, drafter, quantizing
 from tests.full_tests.quantized_checkpoints import MTP, rewritten, texts_with_and_without_drafts
 from tests.full_tests.speculation import accepted
 from tests.full_tests.test_refusals import refusal
-from tests.full_tests.tiny_models import save_deepseek_with_mtp
 from vllm_gaudi_spec.config import NATIVE, REQUEST_OPTION
 from vllm_gaudi_spec.devices.hpu import backend as hpu
 from vllm_gaudi_spec.quantization import files
@@ -106,7 +105,7 @@ def test_fp8_weights_stay_fp8(num_ranks: int, looping_llama: str, tmp_path: Path
 @pytest.mark.slow
 def test_deepseek_mtp_in_fp8_blocks(tmp_path: Path) -> None:
     """DeepSeek-V3 is published in this form. The matrices that latent attention absorbs are dequantized."""
-    quantized, _ = rewritten(save_deepseek_with_mtp(tmp_path / "plain"), "fp8-block", tmp_path)
+    quantized, _ = rewritten(mtp_checkpoints.save("deepseek-v3", tmp_path / "plain"), "fp8-block", tmp_path)
     kept = {torch.float8_e4m3fn, torch.float32}
     texts_with_and_without_drafts(quantized, NATIVE, speculative=MTP, least=5, kept_as=kept)
 

@@ -1,28 +1,21 @@
-"""On the emulated Gaudi, in either mode, answers to images are those of transformers, with drafts as without.
+"""On the emulated Gaudi, in either mode, answers to images are those of transformers, with drafts as without."""
 
-A row's faults have what was compiled after warm-up, and a second sync of a step.
-"""
+from pathlib import Path
 
 import pytest
 
-from tests.full_tests.test_images import check
-from tests.models.run import CASES, Run
+from tests.models.run import check
 
 pytestmark = [pytest.mark.emulated, pytest.mark.slow]
 
 
 @pytest.mark.parametrize(
-    ("device", "case"),
+    ("device", "cases"),
     [
         # Fixed size, tiles, patches; borders of chunks within images.
-        ("hpu-emulated", "llava-images"),
-        ("hpu-emulated", "internvl-images"),
-        ("hpu-emulated", "qwen2-vl-images"),
-        ("hpu-emulated", "qwen2.5-vl-images@chunks"),
-        ("hpu-emulated-compiled", "qwen2-vl-images"),
+        ("hpu-emulated", ("llava-images", "internvl-images", "qwen2-vl-images", "qwen2.5-vl-images@chunks")),
+        ("hpu-emulated-compiled", ("qwen2-vl-images",)),
     ],
 )
-def test_image_answers_equal_transformers(device: str, case: str, tmp_path_factory: pytest.TempPathFactory) -> None:
-    run = Run({case: CASES[case]}, tmp_path_factory.mktemp("models"))
-    (row,) = run.rows(device, with_upstream=False)
-    check(row)
+def test_image_answers_equal_transformers(device: str, cases: tuple[str, ...], tmp_path: Path) -> None:
+    check(device, tmp_path, *cases)

@@ -5,6 +5,7 @@ from pathlib import Path
 import pytest
 import torch
 
+from tests.full_tests import mtp_checkpoints
 from tests.full_tests.engines import engine
 from tests.full_tests.quantized import ask
 from tests.full_tests.quantized_checkpoints import (
@@ -16,7 +17,6 @@ from tests.full_tests.quantized_checkpoints import (
     texts_with_and_without_drafts,
 )
 from tests.full_tests.test_refusals import refusal
-from tests.full_tests.tiny_models import save_deepseek_with_mtp
 from tests.models.formats import kernels
 from vllm_gaudi_spec.config import NATIVE, REFERENCE
 from vllm_gaudi_spec.environment import requested_device
@@ -54,5 +54,5 @@ def test_four_bit_weights_stay_packed(name: str, num_ranks: int, looping_llama: 
 @pytest.mark.slow
 def test_deepseek_mtp_in_fp8_blocks(tmp_path: Path) -> None:
     """As DeepSeek-V3 is published: latent attention, experts and the layer that drafts in blocks of FP8."""
-    model = save_deepseek_with_mtp(tmp_path / "plain")
+    model = mtp_checkpoints.save("deepseek-v3", tmp_path / "plain")
     check_reference(model, "fp8-block", tmp_path, speculative=MTP, least=5)

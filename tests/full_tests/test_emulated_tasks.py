@@ -18,18 +18,17 @@ QUICK = ("medusa",)  # which vLLM 0.33 no longer has
 
 
 @pytest.mark.parametrize(
-    "task",
-    [pytest.param(task, marks=only_0_32 if task in QUICK else pytest.mark.slow) for task in TASKS],
+    "task", [pytest.param(task, marks=only_0_32 if task in QUICK else pytest.mark.slow) for task in TASKS]
 )
 def test_task_equals_its_baseline(task: str, tmp_path: Path) -> None:
     check_task(task, tmp_path)
 
 
-def check_task(task: str, tmp_path: Path, **variables: str) -> None:
+def check_task(task: str, tmp_path: Path, batch: int = 2, k: int = 3, **variables: str) -> None:
     """`variables`: of the script's environment."""
     file = tmp_path / "report.json"
     status, said = script(
-        *("--task", task, "--osl", "24", "--batch_size", "2", "--num_spec_tokens", "3", "--num_warmups", "0"),
+        *("--task", task, "--osl", "24", "--batch_size", str(batch), "--num_spec_tokens", str(k), "--num_warmups", "0"),
         *(("--run_base",) if task != "baseline" else ()),
         *("--json", str(file)),
         **variables,
@@ -38,8 +37,8 @@ def check_task(task: str, tmp_path: Path, **variables: str) -> None:
     assert record.read(file)["device"]["device"] == requested_device()
     tasks = tasks_in(file)
     if task != "baseline":
-        check_report(tasks[task], 3)
-        assert tasks[task]["matches_baseline"] == {"equal": 2, "tied": 0, "different": 0}
+        check_report(tasks[task], k)
+        assert tasks[task]["matches_baseline"] == {"equal": batch, "tied": 0, "different": 0}
     assert set(tasks) == {"baseline", task}
     for report in tasks.values():
         nothing_late(report)

@@ -71,15 +71,10 @@ ALL = [(method, kind) for method in METHODS for kind in ("ngram", "model", "mode
 
 
 @pytest.mark.parametrize(
-    ("method", "kind"),
-    [*CASES, *(pytest.param(*case, marks=pytest.mark.slow) for case in ALL if case not in CASES)],
+    ("method", "kind"), [*CASES, *(pytest.param(*case, marks=pytest.mark.slow) for case in ALL if case not in CASES)]
 )
 def test_drafts_are_lossless(
-    method: str,
-    kind: str,
-    looping_llama: str,
-    calibrated: Calibrated,
-    alone: Callable[[str], list[list[int]]],
+    method: str, kind: str, looping_llama: str, calibrated: Calibrated, alone: Callable[[str], list[list[int]]]
 ) -> None:
     speculative = ngram(5, **STRICT) if kind == "ngram" else drafting(looping_llama)
     draft = drafter(calibrated.serving("draft", method) if kind == "model" else None)

@@ -45,12 +45,7 @@ def test_clean_engine_is_reported_clean(tiny_llama: str, tmp_path: Path) -> None
     assert said.strip().splitlines()[-1].startswith("clean: "), said
     result = json.loads(file.read_text())
     mixed = result["phases"]["mixed"]
-    assert (mixed["compiles"], mixed["max_syncs_in_a_step"], mixed["fallbacks"], mixed["garbage_reads"]) == (
-        0,
-        1,
-        0,
-        0,
-    )
+    assert (mixed["compiles"], mixed["max_syncs_in_a_step"], mixed["fallbacks"], mixed["garbage_reads"]) == (0, 1, 0, 0)
     assert mixed["steps"] >= mixed["host_syncs"] > 4
     assert mixed["kv_bytes_read"] > 0
     assert result["graphs"]["captured"] > result["graphs"]["never_used"]

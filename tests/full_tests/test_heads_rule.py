@@ -84,9 +84,12 @@ ALL = [
 def test_every_draft_is_right(
     method: str, k: int, schedule: str, pair: Callable[[str], tuple[str, dict[str, Any]]]
 ) -> None:
-    model, config = pair(method)
+    check_every_draft(*pair(method), k, schedule)
+
+
+def check_every_draft(model: str, config: dict[str, Any], k: int, schedule: str, **options: Any) -> None:
     asked, params = prompts(), SamplingParams(temperature=0, max_tokens=NUM_TOKENS, ignore_eos=True, detokenize=False)
-    with speculating(model, config | dict(num_speculative_tokens=k), **SCHEDULES[schedule], **BARE) as llm:
+    with speculating(model, config | dict(num_speculative_tokens=k), **SCHEDULES[schedule] | options, **BARE) as llm:
         for _ in range(2 if "cached" in schedule else 1):
             outputs = generate(llm, asked, params)
             for prompt, output in zip(asked, first_tokens(outputs), strict=True):

@@ -1,13 +1,14 @@
 """Images, video and sound in prompts: answers are those of transformers, with drafts as without, and a bad image is a
 bad request.
 
-`make verify-models` has the same cases beside upstream's platform.
+`make verify-models` has the other models and cases, beside upstream's platform.
 """
 
 import base64
 import io
 import os
 from collections.abc import Callable, Iterator
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -16,37 +17,14 @@ from PIL import Image
 from tests.full_tests.server import Server
 from tests.full_tests.test_bad_input import chat, check_alive, check_error
 from tests.models import vision
-from tests.models.comparison import Row
-from tests.models.media import SMALL, TALL, WIDE, picture
-from tests.models.probe import RUNS
-from tests.models.run import CASES, Run
+from tests.models.media import SMALL, picture
+from tests.models.run import check
 from tests.support.videos import video
 
-# Positions of Qwen's have three rows. Borders of chunks lie within its images.
-ALWAYS = "qwen2.5-vl-images@chunks"
-# vLLM computes these otherwise than transformers: Gemma 4 outputs its placeholder as a token, which transformers embeds
-# as padding, and Cohere 2's logits are not scaled. `make verify-models` compares them with upstream.
-AS_UPSTREAM = ("llama4-mm-images", "glm4v-images", "gemma4-mm-images", "gemma4-ple-images", "cohere2-vision-images")
-WITH_MEDIA = [
-    case for case, recipe in CASES.items() if recipe.media is not None and case.partition("@")[0] not in AS_UPSTREAM
-]
 
-
-@pytest.mark.parametrize(
-    "case", [case if case == ALWAYS else pytest.param(case, marks=pytest.mark.slow) for case in WITH_MEDIA]
-)
-def test_media_answers_equal_transformers(case: str, tmp_path_factory: pytest.TempPathFactory) -> None:
-    (row,) = Run({case: CASES[case]}, tmp_path_factory.mktemp("models")).rows("cpu", with_upstream=False)
-    check(row)
-
-
-def check(row: Row) -> None:
-    assert not row.faults, row
-    assert row.ours == RUNS, row
-    assert row.reference.startswith("equal"), row
-    assert row.drafts.startswith("equal"), row
-    assert row.model_drafts.startswith("equal"), row
-    assert row.doctor == "fine", row
+def test_media_answers_equal_transformers(tmp_path: Path) -> None:
+    """Positions of Qwen's have three rows. Borders of chunks lie within its images."""
+    check("cpu", tmp_path, "qwen2.5-vl-images@chunks")
 
 
 # ---- over HTTP -------------------------------------------------------------------------------------------
@@ -54,7 +32,7 @@ def check(row: Row) -> None:
 
 @pytest.fixture(scope="module")
 def asked(made: Callable[[str], str], tmp_path_factory: pytest.TempPathFactory) -> Iterator[Server]:
-    options = ["--max-model-len", "256", "--max-num-batched-tokens", "32", "--enable-prompt-tokens-details"]
+    options = ["--max-model-len", "256", "--max-num-batched-tokens", "32"]
     drafts = ["--speculative-config", '{"method": "ngram", "num_speculative_tokens": 3}']
     path = os.pathsep.join(filter(None, [os.environ.get("PYTHONPATH"), str(vision.FOLDER)]))
     log = tmp_path_factory.mktemp("images") / "log"
@@ -78,25 +56,6 @@ def question(*images: bytes, **more: Any) -> dict[str, Any]:
     return chat([*parts, text], max_tokens=12, temperature=0, ignore_eos=True, **more)
 
 
-def answer(server: Server, *images: bytes) -> tuple[str, int]:
-    """Its text, and how many tokens of the prompt were in the prefix cache."""
-    found = server.post("/v1/chat/completions", question(*images))
-    cached = (found["usage"]["prompt_tokens_details"] or {}).get("cached_tokens") or 0
-    return found["choices"][0]["message"]["content"], cached
-
-
-@pytest.mark.slow
-def test_prefix_cache_tells_images_apart(asked: Server) -> None:
-    wide, tall = png(picture(WIDE)), png(picture(TALL))
-    first, _ = answer(asked, wide, tall)
-    again, cached = answer(asked, wide, tall)
-    assert again == first
-    assert cached >= 16
-    other, num_shared = answer(asked, tall, wide)
-    assert other != first
-    assert num_shared < cached
-
-
 @pytest.mark.slow
 @pytest.mark.parametrize(
     ("image", "words"),
@@ -116,17 +75,6 @@ def test_bad_image_is_a_bad_request(image: bytes, words: list[str], asked: Serve
 def about(clip: bytes) -> dict[str, Any]:
     part = dict(type="video_url", video_url=dict(url=f"data:video/avi;base64,{base64.b64encode(clip).decode()}"))
     return chat([part, dict(type="text", text="What happens?")], max_tokens=12, temperature=0, ignore_eos=True)
-
-
-@pytest.mark.slow
-def test_prefix_cache_tells_videos_apart(asked: Server) -> None:
-    found = [asked.post("/v1/chat/completions", about(clip)) for clip in (video(), video(), video(fps=2), video(112))]
-    texts = [one["choices"][0]["message"]["content"] for one in found]
-    cached = [(one["usage"]["prompt_tokens_details"] or {}).get("cached_tokens") or 0 for one in found]
-    assert texts[0] == texts[1]
-    assert cached[1] >= 16
-    assert texts[3] != texts[0]
-    assert max(cached[2:]) < cached[1]
 
 
 @pytest.mark.slow

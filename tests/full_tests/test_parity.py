@@ -1,19 +1,17 @@
-"""Greedy tokens equal those of transformers in float32: on the demo model, and on families of models."""
+"""Greedy tokens of the demo model equal those of transformers in float32."""
 
-from collections.abc import Callable
+from time import perf_counter
+from typing import Any
 
-import pytest
 from transformers import AutoTokenizer
-from vllm import SamplingParams
+from vllm import LLM, SamplingParams
 
-from tests.full_tests.engines import engine, first_tokens, generate
+from tests.full_tests.engines import counter, engine, first_tokens, generate
 from tests.full_tests.equality import Tally
-from tests.full_tests.prompts import PROMPTS, random_prompts
+from tests.full_tests.prompts import PROMPTS
 from tests.full_tests.reference import Reference
-from tests.full_tests.tiny_models import VOCAB
-
-# Shorter than a block, around a power of two, and well past both families' sliding windows (32 and 64).
-LENGTHS = [3, 17, 32, 63, 90, 150]
+from tests.full_tests.repetitive import repetitive_prompts
+from tests.full_tests.speculation import ngram
 
 
 def greedy(num_tokens: int) -> SamplingParams:
@@ -38,19 +36,35 @@ def test_demo_model_equals_transformers(demo_model: str) -> None:
     tally.check()
 
 
-# test_models.py and `make verify-models` compare the others, with drafts and without.
-@pytest.mark.parametrize("family", ["mixtral", "deepseek_lite"])
-def test_family_equals_transformers(family: str, tiny: Callable[[str], str]) -> None:
-    prompts = random_prompts(LENGTHS, VOCAB)
-    with engine(tiny(family)) as llm:
-        together = first_tokens(generate(llm, prompts, greedy(40)))
-        alone = [first_tokens(generate(llm, [prompt], greedy(40)))[0] for prompt in prompts]
-    reference, tally = Reference(tiny(family)), Tally()
-    for prompt, *outputs in zip(prompts, together, alone, strict=False):
-        expected = reference.greedy(prompt, 40)
-        logits = reference.logits_after(prompt, expected)
-        for output in outputs:
-            tally.compare(f"{family}, prompt of {len(prompt)}", output, expected, logits.__getitem__)
-    # A model that repeats one token would agree with anything that gets the first step right.
-    assert len({token for output in together for token in output}) > 40
-    tally.check()
+OPTIONS: dict[str, Any] = dict(
+    max_model_len=1024,
+    max_num_seqs=8,
+    kv_cache_memory_bytes=256 << 20,
+    enforce_eager=False,
+    enable_prefix_caching=False,
+)
+DRAFTS = ngram(5, lookup=(2, 5))
+
+
+def run(llm: LLM, prompts: list[str], num_tokens: int, together: bool = False) -> float:
+    """Tokens per second."""
+    params = SamplingParams(temperature=0, max_tokens=num_tokens, ignore_eos=True)
+    started = perf_counter()
+    for batch in [prompts] if together else [[prompt] for prompt in prompts]:
+        llm.generate(batch, params, use_tqdm=False)
+    return len(prompts) * num_tokens / (perf_counter() - started)
+
+
+def acceptance_rate(llm: LLM) -> float:
+    accepted, drafted = (counter(llm, f"vllm:spec_decode_num_{name}_tokens") for name in ("accepted", "draft"))
+    return accepted / drafted
+
+
+def test_half_of_ngram_drafts_are_accepted_on_repetitive_prompts(demo_model: str) -> None:
+    prompts = repetitive_prompts()
+    assert len(prompts) == 24
+    with engine(demo_model, speculative_config=DRAFTS, **OPTIONS) as llm:
+        run(llm, prompts[::2], 64, together=True)
+        rate = acceptance_rate(llm)
+    print(f"acceptance rate {rate:.3f}")
+    assert rate >= 0.5

@@ -1,112 +1,104 @@
-"""Pooling models: embeddings and classes are transformers', however prompts come."""
+"""Pooling models and encoders: embeddings and classes are transformers', however prompts come."""
 
-import json
-from pathlib import Path
+from collections.abc import Callable
 from typing import Any
 
 import pytest
 import torch
-from transformers import AutoTokenizer, Qwen3ForCausalLM, Qwen3Model
+from transformers import (
+    AutoTokenizer,
+    BertForSequenceClassification,
+    BertModel,
+    ModernBertModel,
+    Qwen3ForCausalLM,
+    Qwen3Model,
+)
 from vllm import LLM, PoolingParams
 from vllm.config import PoolerConfig
+from vllm.v1.pool.late_interaction import build_late_interaction_doc_params, build_late_interaction_query_params
 
 from tests.full_tests.engines import counter, engine
 from tests.full_tests.prompts import PROMPTS, random_prompts
 from tests.full_tests.tiny_models import VOCAB
-from tests.models import checkpoints
-from tests.models.run import CASES
 
-pytestmark = pytest.mark.slow
-
-LENGTHS = (25, 73, 11, 1, 64, 65, 33, 90, 2, 47)
 TOLERANCE = 1e-4
+TEXTS = random_prompts((25, 73, 11, 1, 64, 65, 33, 90, 2, 47), VOCAB, seed=3)
+BATCHES: dict[str, Any] = dict(max_model_len=128, max_num_seqs=4, max_num_batched_tokens=200)
 # Prompts in several chunks, and too few blocks for all that may run.
-BUSY: dict[str, Any] = dict(
-    max_model_len=128, max_num_seqs=4, max_num_batched_tokens=48, block_size=32, num_gpu_blocks_override=7
-)
+BUSY: dict[str, Any] = BATCHES | dict(max_num_batched_tokens=48, block_size=32, num_gpu_blocks_override=7)
 
-
-@pytest.fixture(scope="module")
-def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return tmp_path_factory.mktemp("pooling")
-
-
-def checkpoint(case: str, folder: Path) -> str:
-    return str(checkpoints.make(case, CASES[case], folder))
-
-
-def prompts() -> list[list[int]]:
-    return random_prompts(LENGTHS, VOCAB, seed=3)
+Made = Callable[[str], str]
 
 
 @torch.no_grad()
-def states(model: str) -> list[torch.Tensor]:
-    """[T, H] of each prompt, each row of length 1."""
-    made = Qwen3Model.from_pretrained(model, dtype=torch.float32).eval()
-    found = [made(input_ids=torch.tensor([prompt])).last_hidden_state[0] for prompt in prompts()]
-    return [torch.nn.functional.normalize(states_TH, dim=-1) for states_TH in found]
+def states(kind: Any, model: str) -> list[torch.Tensor]:
+    """[T, H] of each prompt alone."""
+    made = kind.from_pretrained(model, dtype=torch.float32).eval()
+    return [made(input_ids=torch.tensor([text])).last_hidden_state[0] for text in TEXTS]
 
 
 def asked() -> list[dict[str, list[int]]]:
-    return [{"prompt_token_ids": prompt} for prompt in prompts()]
+    return [{"prompt_token_ids": text} for text in TEXTS]
 
 
-def check_embeddings(llm: LLM, expected: list[torch.Tensor]) -> None:
-    outputs = llm.embed(asked(), use_tqdm=False)
-    for output, states_TH in zip(outputs, expected, strict=True):
-        torch.testing.assert_close(torch.tensor(output.outputs.embedding), states_TH[-1], atol=TOLERANCE, rtol=0)
+def unit(vectors: torch.Tensor) -> torch.Tensor:
+    return torch.nn.functional.normalize(vectors, dim=-1)
 
 
-def test_embeddings_in_chunks_and_from_the_prefix_cache(folder: Path) -> None:
-    model = checkpoint("qwen3-embedding", folder)
-    expected = states(model)
+def data(llm: LLM, task: str, params: Any = None) -> list[torch.Tensor]:
+    outputs = llm.encode(asked(), pooling_params=params, pooling_task=task, use_tqdm=False)
+    return [output.outputs.data for output in outputs]
+
+
+def check(found: list[torch.Tensor], expected: list[torch.Tensor]) -> None:
+    for one, other in zip(found, expected, strict=True):
+        torch.testing.assert_close(one, other, atol=TOLERANCE, rtol=0)
+
+
+# --- decoders, in chunks ---
+
+
+@pytest.mark.slow
+def test_embeddings_in_chunks_and_from_the_prefix_cache(made: Made) -> None:
+    model = made("qwen3-embedding")
+    expected = [unit(states_TH[-1]) for states_TH in states(Qwen3Model, model)]
     with engine(model, **BUSY | dict(num_gpu_blocks_override=40)) as llm:
-        check_embeddings(llm, expected)
-        check_embeddings(llm, expected)
+        for _ in range(2):
+            check(data(llm, "embed"), expected)
         assert counter(llm, "vllm:prefix_cache_hits") > 0
 
 
-def test_token_embeddings_in_chunks(folder: Path) -> None:
+@pytest.mark.slow
+def test_token_embeddings_in_chunks(made: Made) -> None:
     """They are of whole prompts, so the prefix cache is not read for them."""
-    model = checkpoint("qwen3-embedding", folder)
-    expected = states(model)
+    model = made("qwen3-embedding")
+    expected = [unit(states_TH) for states_TH in states(Qwen3Model, model)]
     with engine(model, pooler_config=PoolerConfig(task="token_embed"), **BUSY) as llm:
         for _ in range(2):
-            outputs = llm.encode(asked(), pooling_task="token_embed", use_tqdm=False)
-            for output, states_TH in zip(outputs, expected, strict=True):
-                torch.testing.assert_close(output.outputs.data, states_TH, atol=TOLERANCE, rtol=0)
+            check(data(llm, "token_embed"), expected)
 
 
-def test_pooling_parameters_differ_within_a_batch(folder: Path) -> None:
-    model = checkpoint("qwen3-embedding", folder)
-    with engine(model, **BUSY) as llm:
-        both = [PoolingParams(use_activation=index % 2 == 0) for index in range(len(LENGTHS))]
-        outputs = llm.embed(asked(), pooling_params=both, use_tqdm=False)
-        lengths = [float(torch.tensor(output.outputs.embedding).norm()) for output in outputs]
+@pytest.mark.slow
+def test_pooling_parameters_differ_within_a_batch(made: Made) -> None:
+    with engine(made("qwen3-embedding"), **BUSY) as llm:
+        both = [PoolingParams(use_activation=index % 2 == 0) for index in range(len(TEXTS))]
+        lengths = [float(vector.norm()) for vector in data(llm, "embed", both)]
     assert all(abs(length - 1) < TOLERANCE for length in lengths[::2]), lengths
     assert all(abs(length - 1) > TOLERANCE for length in lengths[1::2]), lengths
 
 
-def test_classes_equal_transformers(folder: Path) -> None:
-    model = checkpoint("qwen3-classify", folder)
-    reference = json.loads((Path(model) / checkpoints.REFERENCE).read_text())["vectors"]
-    with engine(model, **BUSY) as llm:
-        outputs = llm.classify([{"prompt_token_ids": prompt} for prompt in checkpoints.prompts()], use_tqdm=False)
-    for output, probs in zip(outputs, reference, strict=True):
-        torch.testing.assert_close(torch.tensor(output.outputs.probs), torch.tensor(probs), atol=TOLERANCE, rtol=0)
-
-
+@pytest.mark.slow
 @torch.no_grad()
-def test_reranker_scores_equal_transformers(folder: Path) -> None:
+def test_reranker_scores_equal_transformers(made: Made) -> None:
     """As Qwen3-Reranker: a generating model, asked for its next token of two."""
     no, yes = "n", "y"
-    model = checkpoint("qwen3", folder)
+    model = made("qwen3")
     tokenizer = AutoTokenizer.from_pretrained(model)
     query, *texts = [text for text in PROMPTS if len(text) < 60]
-    made = Qwen3ForCausalLM.from_pretrained(model, dtype=torch.float32).eval()
+    generating = Qwen3ForCausalLM.from_pretrained(model, dtype=torch.float32).eval()
     expected = []
     for text in texts:
-        logits_V = made(**tokenizer(query + text, return_tensors="pt")).logits[0, -1]
+        logits_V = generating(**tokenizer(query + text, return_tensors="pt")).logits[0, -1]
         ids = tokenizer.convert_tokens_to_ids([no, yes])
         expected.append(logits_V[ids].softmax(-1)[1])
     published = dict(architectures=["Qwen3ForSequenceClassification"], is_original_qwen3_reranker=True)
@@ -118,3 +110,56 @@ def test_reranker_scores_equal_transformers(folder: Path) -> None:
             torch.testing.assert_close(found, torch.stack(expected), atol=TOLERANCE, rtol=0)
         assert counter(llm, "vllm:prefix_cache_hits") > 0
     assert found.std() > 100 * TOLERANCE
+
+
+# --- encoders ---
+
+
+def test_prompts_of_a_batch_see_only_themselves(made: Made) -> None:
+    model = made("bert")
+    expected = [unit(states_TH[0]) for states_TH in states(BertModel, model)]
+    with engine(model, **BATCHES) as llm:
+        check(data(llm, "embed"), expected)
+
+
+@pytest.mark.slow
+def test_mean_pooling_under_a_window(made: Made) -> None:
+    model = made("modernbert")
+    found = states(ModernBertModel, model)
+    with engine(model, pooler_config=PoolerConfig(seq_pooling_type="MEAN"), **BATCHES) as llm:
+        check(data(llm, "embed"), [unit(states_TH.mean(0)) for states_TH in found])
+
+
+@pytest.mark.slow
+@torch.no_grad()
+def test_token_types_of_text_pairs(made: Made) -> None:
+    """Some requests of a batch have them, others none; the second text begins at another token in each."""
+    model = made("bert-classify")
+    classifying = BertForSequenceClassification.from_pretrained(model, dtype=torch.float32).eval()
+    params, expected = [], []
+    for number, prompt in enumerate(TEXTS):
+        begin = len(prompt) // 2 if number % 3 else None
+        extra = None if begin is None else {"compressed_token_type_ids": begin}
+        params.append(PoolingParams(task="classify", extra_kwargs=extra))
+        types = [int(begin is not None and at >= begin) for at in range(len(prompt))]
+        logits = classifying(input_ids=torch.tensor([prompt]), token_type_ids=torch.tensor([types])).logits
+        expected.append(logits[0].softmax(-1))
+    with engine(model, **BATCHES) as llm:
+        check(data(llm, "classify", params), expected)
+
+
+@pytest.mark.slow
+def test_late_interaction_scores(made: Made) -> None:
+    """The first prompt with each of the others, as vLLM's score endpoint asks for it."""
+    model = made("bert")
+    query, *texts = map(unit, states(BertModel, model))
+    expected = [(query @ text.T).amax(-1).sum() for text in texts]
+    of_query = build_late_interaction_query_params("query", len(texts))
+    of_texts = [build_late_interaction_doc_params("query") for _ in texts]
+    options = dict(pooler_config=PoolerConfig(task="token_embed"), **BATCHES)
+    with engine(model, **options) as llm:
+        params = [PoolingParams(task="token_embed", late_interaction_params=one) for one in (of_query, *of_texts)]
+        first, *others = asked()
+        llm.encode([first], pooling_params=params[0], pooling_task="token_embed", use_tqdm=False)
+        found = llm.encode(others, pooling_params=params[1:], pooling_task="token_embed", use_tqdm=False)
+        check([one.outputs.data for one in found], expected)

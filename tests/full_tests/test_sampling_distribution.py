@@ -1,15 +1,16 @@
 """Sampling is exact: over 20k seeds the first two tokens follow the distribution of transformers' logits."""
 
+from collections.abc import Sequence
 from typing import Any
 
 import numpy as np
 import pytest
+from scipy.stats import chisquare
 from vllm import SamplingParams
 
 from tests.full_tests import tiny_models
 from tests.full_tests.engines import engine, first_tokens, generate
 from tests.full_tests.reference import Reference
-from tests.full_tests.sampling_distribution import chi_square, pair_probs, token_probs
 
 VOCAB, SEEDS = 50, 20_000
 PROMPT = [7, 3, 31, 12, 44]
@@ -50,9 +51,7 @@ def count_pairs(model: str, setting: dict[str, Any]) -> np.ndarray:
 
 
 @pytest.mark.parametrize(
-    "setting",
-    [SETTINGS[0], *(pytest.param(setting, marks=pytest.mark.slow) for setting in SETTINGS[1:])],
-    ids=str,
+    "setting", [SETTINGS[0], *(pytest.param(setting, marks=pytest.mark.slow) for setting in SETTINGS[1:])], ids=str
 )
 def test_sampled_tokens_follow_the_distribution(setting: dict[str, Any], small_vocabulary: str) -> None:
     probs = expected_probs(small_vocabulary, setting)
@@ -65,3 +64,50 @@ def test_sampled_tokens_follow_the_distribution(setting: dict[str, Any], small_v
     # Each token's own distribution as well: the pairs have many cells, which spreads thin what concerns one token.
     p_values = [chi_square(counts, probs), chi_square(counts.sum(axis=1), probs.sum(axis=1))]
     assert min(p_values) > ALPHA / len(p_values), p_values
+
+
+# Cells that expect fewer are pooled: below this the chi-square distribution is a poor approximation.
+MIN_EXPECTED = 5
+
+
+def token_probs(
+    logits: np.ndarray, temperature: float = 1.0, top_k: int = 0, top_p: float = 1.0, min_p: float = 0.0
+) -> np.ndarray:
+    """vLLM's order: temperature, min-p, top-k, top-p; each filter sees what the ones before it left."""
+    scaled = logits.astype(np.float64) / temperature
+    probs = softmax(scaled)
+    probs = np.where(probs >= min_p * probs.max(), probs, 0)
+    if top_k:
+        probs = np.where(probs >= np.sort(probs)[-top_k], probs, 0)
+    probs = probs / probs.sum()
+    # The smallest set of likeliest tokens that holds at least top_p of the mass.
+    order = np.argsort(-probs, kind="stable")
+    before = np.cumsum(probs[order]) - probs[order]
+    probs[order[before >= top_p]] = 0
+    return probs / probs.sum()
+
+
+def softmax(x: np.ndarray) -> np.ndarray:
+    weights = np.exp(x - x.max())
+    return weights / weights.sum()
+
+
+def pair_probs(first: np.ndarray, second: Sequence[np.ndarray]) -> np.ndarray:
+    """[V, V]: P(first token, second token), from P(first) and P(second | first)."""
+    return first[:, None] * np.stack(second)
+
+
+def chi_square(counts: np.ndarray, probs: np.ndarray) -> float:
+    """p-value of `counts` under `probs`, rare cells pooled; 0 if anything impossible was seen."""
+    counts, probs = counts.ravel(), probs.ravel()
+    if counts[probs == 0].any():
+        return 0.0
+    expected = probs / probs.sum() * counts.sum()
+    order = np.argsort(expected)
+    expected, counts = expected[order], counts[order]
+    pooled = int(np.searchsorted(np.cumsum(expected), MIN_EXPECTED * 2))
+    rare = max(pooled, int((expected < MIN_EXPECTED).sum()))
+    expected = np.concatenate([[expected[:rare].sum()], expected[rare:]])
+    counts = np.concatenate([[counts[:rare].sum()], counts[rare:]])
+    keep = expected > 0
+    return float(chisquare(counts[keep], expected[keep]).pvalue)

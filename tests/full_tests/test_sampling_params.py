@@ -1,12 +1,12 @@
-"""Every sampling parameter means what it means upstream: requests without chance get the tokens that upstream's CPU
-platform gives, all in one batch."""
+"""Every sampling parameter means what it means upstream: requests without chance get the tokens and log-probabilities
+that upstream's CPU platform gives, all in one batch."""
 
 from pathlib import Path
 from typing import Any
 
 from tests.full_tests.prompts import THINKING, random_prompts, thinking_requests
 from tests.full_tests.tiny_models import VOCAB, byte_tokenizer
-from tests.full_tests.upstream_reference import collect, upstream
+from tests.full_tests.upstream_reference import collect, compare, upstream
 
 GREEDY: dict[str, Any] = dict(temperature=0, max_tokens=40)
 # At a temperature, but with a filter that leaves one candidate.
@@ -33,20 +33,39 @@ PARAMS: list[dict[str, Any]] = [
     CERTAIN | dict(min_p=1.0, ignore_eos=True, presence_penalty=1.0),
     CERTAIN | dict(top_p=1e-6, ignore_eos=True, logit_bias={8: 4.0}),
 ]
+LOGPROBS: list[dict[str, Any]] = [
+    dict(logprobs=0, max_tokens=16),
+    dict(logprobs=5, max_tokens=16),
+    dict(logprobs=-1, max_tokens=1),
+    dict(prompt_logprobs=0, max_tokens=1),
+    dict(prompt_logprobs=5, logprobs=2, max_tokens=4),
+    # What is asked of the logits as they are, not of what the sampler makes of them.
+    dict(logprobs=3, max_tokens=12, logit_bias={20: 30.0}, presence_penalty=1.0),
+]
 LENGTHS = [4, 40, 130]
+CLOSE = 1e-3
 
 
 def test_sampling_parameters_equal_upstream(tiny_llama: str, tmp_path: Path) -> None:
     prompts = random_prompts(LENGTHS, VOCAB)
     requests = [(prompt, params) for params in PARAMS for prompt in prompts]
     requests += thinking_requests([GREEDY, GREEDY | dict(logit_bias={5: 3.0}), CERTAIN | dict(top_k=1)], LENGTHS)
-    job = dict(model=tiny_llama, options=dict(reasoning_config=THINKING), requests=requests)
+    requests += [(prompt, GREEDY | dict(ignore_eos=True) | case) for case in LOGPROBS for prompt in prompts]
+    requests.append(([5, 6], GREEDY | dict(max_tokens=1, prompt_logprobs=1)))  # one of two tokens is scored
+    # Chunks cut the longest prompt, whose log-probabilities then come from several steps.
+    options = dict(max_logprobs=-1, max_num_batched_tokens=64, enable_prefix_caching=False)
+    job = dict(model=tiny_llama, options=options | dict(reasoning_config=THINKING), requests=requests)
     theirs, ours = upstream(job, tmp_path), collect(job)
-    wrong = [
-        f"{params}, prompt of {len(prompt)}:\n  {one}\n  {other}"
-        for (prompt, params), one, other in zip(requests, ours, theirs, strict=True)
-        if one != other
-    ]
+    wrong: list[str] = []
+    for (prompt, params), one, other in zip(requests, ours, theirs, strict=True):
+        name = f"{params}, prompt of {len(prompt)}"
+        wrong += [
+            f"{name}:\n  {one[key]}\n  {other[key]}" for key in ("tokens", "text", "ended") if one[key] != other[key]
+        ]
+        for part in ("output", "prompt"):
+            wrong += compare(f"{name}, {part}", one[part], other[part], CLOSE)
+        if other["cumulative"] is not None and abs(one["cumulative"] - other["cumulative"]) > 16 * CLOSE:
+            wrong.append(f"{name}: cumulative {one['cumulative']} for {other['cumulative']}")
     assert not wrong, f"{len(wrong)} of {len(requests)} differ\n" + "\n".join(wrong)
     end = byte_tokenizer().encode(THINKING["reasoning_end_str"], add_special_tokens=False)
     for (_, params), answer in zip(requests, ours, strict=True):

@@ -6,11 +6,10 @@ from typing import Any
 import pytest
 
 from tests.full_tests.drafters import Record, play
-from tests.full_tests.logprob_values import compare
 from tests.full_tests.prompts import THINKING, random_prompts, thinking_requests
 from tests.full_tests.speculation import custom
 from tests.full_tests.tiny_models import VOCAB
-from tests.full_tests.upstream_reference import collect
+from tests.full_tests.upstream_reference import collect, compare
 
 CLOSE = 1e-4
 K = 4

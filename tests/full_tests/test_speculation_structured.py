@@ -132,3 +132,18 @@ def test_tool_calls_with_mtp_are_those_of_no_drafts(tmp_path: Path) -> None:
 def read_answer(response: dict[str, Any]) -> tuple[str | None, list[dict[str, str]]]:
     message = response["choices"][0]["message"]
     return message["content"], [call["function"] for call in message.get("tool_calls") or ()]
+
+
+@pytest.mark.slow
+def test_reasoning_is_separated(demo_model: str, tmp_path: Path) -> None:
+    """The grammar makes the model write what the parser splits."""
+    grammars = {"backend": "xgrammar", "enable_in_reasoning": True}
+    options = ["--reasoning-parser", "olmo3", "--structured-outputs-config", json.dumps(grammars)]
+    options += ["--max-model-len", "512", "--speculative-config", json.dumps(ngram(3))]
+    with Server(demo_model, tmp_path / "log.txt", *options) as server:
+        body = dict(messages=[{"role": "user", "content": "The quick brown fox"}], temperature=0, max_tokens=60)
+        constraint = {"regex": "<think>[a-z]{3,6}</think>[a-z]{3,6}"}
+        answer = server.post("/v1/chat/completions", body | dict(structured_outputs=constraint))
+        message = answer["choices"][0]["message"]
+    assert message["reasoning"].isalpha()
+    assert message["content"].isalpha()

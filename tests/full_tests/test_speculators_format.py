@@ -58,10 +58,7 @@ def test_speculators_checkpoint_drafts_as_in_its_own_format(checkpoint: str) -> 
     with speculating(target("eagle3"), head("eagle3", K), max_model_len=MAX_LEN) as llm:
         expected = drafted(llm)
     assert sum(sum(account.accepted) for account in expected[1]) > 20
-    for model, config in (
-        (target("eagle3"), dict(model=checkpoint)),
-        (checkpoint, None),
-    ):
+    for model, config in ((target("eagle3"), dict(model=checkpoint)), (checkpoint, None)):
         options: dict[str, Any] = {} if config is None else dict(speculative_config=config)
         with engine(model, max_model_len=MAX_LEN, per_request_spec_decode_metrics="detailed", **options) as llm:
             assert drafted(llm) == expected, config
@@ -104,7 +101,7 @@ def expected() -> list[list[int]]:
         return first_tokens(generate(llm, texts()[:6], greedy(96)))
 
 
-@pytest.mark.parametrize(("name", "least"), [("dflash", 1.3), ("peagle", 1.1)])
+@pytest.mark.parametrize(("name", "least"), [("dflash", 1.3), pytest.param("peagle", 1.1, marks=pytest.mark.slow)])
 def test_trained_drafter_of_the_library_is_accepted(name: str, least: float, expected: list[list[int]]) -> None:
     with speculating(TARGET, dict(model=str(TINY / name)), max_model_len=MAX_LEN) as llm:
         tokens, every = drafted(llm, 96)

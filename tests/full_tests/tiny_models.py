@@ -12,39 +12,14 @@ from pathlib import Path
 from typing import Any
 
 import torch
+import transformers
 from safetensors.torch import load_file, save_file
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
-from transformers import (
-    AutoModelForCausalLM,
-    AutoTokenizer,
-    DeepseekV3Config,
-    DeepseekV3ForCausalLM,
-    Gemma3ForCausalLM,
-    Gemma3TextConfig,
-    GraniteConfig,
-    GraniteForCausalLM,
-    LlamaConfig,
-    LlamaForCausalLM,
-    MistralConfig,
-    MistralForCausalLM,
-    MixtralConfig,
-    MixtralForCausalLM,
-    PreTrainedModel,
-    PreTrainedTokenizerFast,
-    Qwen2Config,
-    Qwen2ForCausalLM,
-    Qwen3Config,
-    Qwen3ForCausalLM,
-    Qwen3MoeConfig,
-    Qwen3MoeForCausalLM,
-    Qwen3NextConfig,
-    Qwen3NextForCausalLM,
-)
+from transformers import AutoModelForCausalLM, AutoTokenizer, PreTrainedModel, PreTrainedTokenizerFast
 
 BOS, EOS = "<s>", "</s>"
 MAX_LEN = 4096
 VOCAB = 400  # what the corpus below gives merges for; no multiple of 64, so a padded vocabulary would show
-MISTRAL_WINDOW, GEMMA_WINDOW = 64, 32
 
 # What the tokenizer learns its merges from; every byte is in the alphabet whatever stands here.
 CORPUS = """The quick brown fox jumps over the lazy dog. A device compiles a graph for every new shape, and a compile
@@ -90,53 +65,33 @@ def common(**overrides: Any) -> dict[str, Any]:
     return shape | overrides
 
 
-def llama(**overrides: Any) -> PreTrainedModel:
-    return LlamaForCausalLM(LlamaConfig(**common(**overrides)))
+def make(architecture: str, **overrides: Any) -> PreTrainedModel:
+    made_by = getattr(transformers, architecture)
+    return made_by(made_by.config_class(**common(**overrides)))
+
+
+llama = partial(make, "LlamaForCausalLM")
 
 
 def looping_llama() -> PreTrainedModel:
     """The next token follows mostly from the last one: greedy text soon runs in circles, which drafters foresee. What
     stands further back still has a say, but a small one. Its choices are clear, so sampled text repeats as well."""
-    model = llama()
+    return _loop(llama(), 0.2, "o_proj")
+
+
+def looping_with_experts(build: Callable[..., PreTrainedModel]) -> PreTrainedModel:
+    """As the looping Llama, for models of which the experts should not decide everything either."""
+    return _loop(build(), 0.1, "o_proj", "down_proj", ".w2.")
+
+
+def _loop(model: PreTrainedModel, share: float, *parts: str) -> PreTrainedModel:
     with torch.no_grad():
         model.model.embed_tokens.weight.mul_(30)
         model.lm_head.weight.mul_(3)
-        for layer in model.model.layers:
-            layer.self_attn.o_proj.weight.mul_(0.2)
+        for name, weight in model.named_parameters():
+            if ".layers." in name and any(part in name for part in parts):
+                weight.mul_(share)
     return model
-
-
-def mistral() -> PreTrainedModel:
-    return MistralForCausalLM(MistralConfig(**common(sliding_window=MISTRAL_WINDOW)))
-
-
-def qwen2() -> PreTrainedModel:
-    return Qwen2ForCausalLM(Qwen2Config(**common()))
-
-
-def qwen3() -> PreTrainedModel:
-    return Qwen3ForCausalLM(Qwen3Config(**common()))
-
-
-def granite() -> PreTrainedModel:
-    # Granite's own multipliers, each away from one so that leaving one out shows.
-    scales = dict(embedding_multiplier=3.0, residual_multiplier=0.5, logits_scaling=0.5, attention_multiplier=0.1)
-    return GraniteForCausalLM(GraniteConfig(**common(**scales)))
-
-
-def gemma3() -> PreTrainedModel:
-    kinds = ["sliding_attention", "sliding_attention", "full_attention"] * 2
-    config = common(num_hidden_layers=6, sliding_window=GEMMA_WINDOW, layer_types=kinds, query_pre_attn_scalar=32)
-    return Gemma3ForCausalLM(Gemma3TextConfig(**config))
-
-
-def mixtral() -> PreTrainedModel:
-    return MixtralForCausalLM(MixtralConfig(**common(num_local_experts=4, num_experts_per_tok=2)))
-
-
-def qwen3_moe() -> PreTrainedModel:
-    experts = dict(num_experts=8, num_experts_per_tok=2, moe_intermediate_size=64, norm_topk_prob=True)
-    return Qwen3MoeForCausalLM(Qwen3MoeConfig(**common(**experts)))
 
 
 def deepseek(**overrides: Any) -> PreTrainedModel:
@@ -157,45 +112,47 @@ def deepseek(**overrides: Any) -> PreTrainedModel:
         topk_group=2,
         moe_intermediate_size=32,
         routed_scaling_factor=1.5,
-        num_nextn_predict_layers=1,
         scoring_func="sigmoid",
         topk_method="noaux_tc",
-        rope_parameters=dict(
-            rope_type="yarn",
-            rope_theta=10_000.0,
-            factor=4.0,
-            original_max_position_embeddings=MAX_LEN // 4,
-            beta_fast=32,
-            beta_slow=1,
-            mscale=1.0,
-            mscale_all_dim=1.0,
-        ),
+        rope_parameters=dict(rope_type="default", rope_theta=10_000.0),
     )
     config = common(**(shape | overrides))
     del config["head_dim"]
-    model = DeepseekV3ForCausalLM(DeepseekV3Config(**config))
+    model = transformers.DeepseekV3ForCausalLM(transformers.DeepseekV3Config(**config))
     for name, buffer in model.named_buffers():
         if name.endswith("e_score_correction_bias"):
             buffer.normal_(std=0.1)
     return model
 
 
-def deepseek_lite() -> PreTrainedModel:
-    """Queries from one matrix, and plain rotary embeddings."""
-    return deepseek(q_lora_rank=None, rope_parameters=dict(rope_type="default", rope_theta=10_000.0))
-
+YARN = dict(
+    rope_type="yarn",
+    rope_theta=10_000.0,
+    factor=4.0,
+    original_max_position_embeddings=MAX_LEN // 4,
+    beta_fast=32,
+    beta_slow=1,
+    mscale=1.0,
+    mscale_all_dim=1.0,
+)
+# Granite's own multipliers, each away from one so that leaving one out shows.
+SCALES = dict(embedding_multiplier=3.0, residual_multiplier=0.5, logits_scaling=0.5, attention_multiplier=0.1)
+TWO_TO_ONE = dict(
+    num_hidden_layers=6, layer_types=["sliding_attention", "sliding_attention", "full_attention"] * 2, sliding_window=32
+)
+EXPERTS = dict(num_experts=8, num_experts_per_tok=2, moe_intermediate_size=64, norm_topk_prob=True)
 
 FAMILIES: dict[str, Callable[[], PreTrainedModel]] = {
     "llama": llama,
-    "mistral": mistral,
-    "qwen2": qwen2,
-    "qwen3": qwen3,
-    "granite": granite,
-    "gemma3": gemma3,
-    "mixtral": mixtral,
-    "qwen3_moe": qwen3_moe,
-    "deepseek": deepseek,
-    "deepseek_lite": deepseek_lite,
+    "mistral": partial(make, "MistralForCausalLM", sliding_window=64),
+    "qwen2": partial(make, "Qwen2ForCausalLM"),
+    "qwen3": partial(make, "Qwen3ForCausalLM"),
+    "granite": partial(make, "GraniteForCausalLM", **SCALES),
+    "gemma3": partial(make, "Gemma3ForCausalLM", **TWO_TO_ONE, query_pre_attn_scalar=32),
+    "mixtral": partial(make, "MixtralForCausalLM", num_local_experts=4, num_experts_per_tok=2),
+    "qwen3_moe": partial(make, "Qwen3MoeForCausalLM", **EXPERTS),
+    "deepseek": partial(deepseek, rope_parameters=YARN),
+    "deepseek_lite": partial(deepseek, q_lora_rank=None),
 }
 
 
@@ -226,77 +183,6 @@ def save_untrained_head(folder: Path) -> str:
     save_file(
         own | {"fc.weight": torch.randn(size // 2, size)}, folder / "model.safetensors", metadata={"format": "pt"}
     )
-    return str(folder)
-
-
-def looping_with_experts(build: Callable[..., PreTrainedModel], **options: Any) -> PreTrainedModel:
-    """As the looping Llama, for models of which the experts should not decide everything either."""
-    model = build(**options)
-    with torch.no_grad():
-        model.model.embed_tokens.weight.mul_(30)
-        model.lm_head.weight.mul_(3)
-        for name, weight in model.named_parameters():
-            if any(part in name for part in ("o_proj", "down_proj", ".w2.")):
-                weight.mul_(0.1)
-    return model
-
-
-def save_deepseek_with_mtp(folder: Path, seed: int = 0) -> str:
-    """A DeepSeek checkpoint with a layer that predicts one token more, under the names that DeepSeek gave it.
-
-    The next token follows mostly from the last one, so the layer, which reads that one's embedding, is often right.
-    """
-    save(partial(looping_with_experts, deepseek, num_hidden_layers=4), folder, seed=seed)
-    # What was made as the last layer is the predicting one.
-    described = json.loads((folder / "config.json").read_text())
-    described["num_hidden_layers"] -= 1
-    (folder / "config.json").write_text(json.dumps(described))
-    prefix, hidden = f"model.layers.{described['num_hidden_layers']}.", described["hidden_size"]
-    weights = load_file(folder / "model.safetensors")
-    norms = {f"{prefix}{name}.weight": 1 + 0.1 * torch.randn(hidden) for name in ("enorm", "hnorm", "shared_head.norm")}
-    weights |= norms | {
-        # The embedding first, as large as it is in the target; then the target's state, a little of everything.
-        f"{prefix}eh_proj.weight": torch.cat((6 * torch.eye(hidden), 0.1 * torch.randn(hidden, hidden)), dim=1),
-        f"{prefix}embed_tokens.weight": weights["model.embed_tokens.weight"].clone(),
-        f"{prefix}shared_head.head.weight": weights["lm_head.weight"].clone(),
-    }
-    save_file(weights, folder / "model.safetensors", metadata={"format": "pt"})
-    return str(folder)
-
-
-def qwen3_next(**overrides: Any) -> PreTrainedModel:
-    """The last layer is for `save_qwen3_next_with_mtp`."""
-    shape = dict(
-        num_hidden_layers=3,
-        layer_types=["linear_attention", "full_attention", "full_attention"],
-        linear_conv_kernel_dim=4,
-        linear_key_head_dim=16,
-        linear_value_head_dim=16,
-        linear_num_key_heads=4,
-        linear_num_value_heads=8,
-        num_experts=8,
-        num_experts_per_tok=2,
-        moe_intermediate_size=64,
-        shared_expert_intermediate_size=64,
-    )
-    return Qwen3NextForCausalLM(Qwen3NextConfig(**common(**(shape | overrides))))
-
-
-def save_qwen3_next_with_mtp(folder: Path, seed: int = 0) -> str:
-    """A Qwen3-Next checkpoint with a layer that predicts one token more, as Qwen names it. It is often right."""
-    save(partial(looping_with_experts, qwen3_next), folder, seed=seed)
-    described = json.loads((folder / "config.json").read_text())
-    described["num_hidden_layers"] -= 1
-    described["layer_types"].pop()
-    (folder / "config.json").write_text(json.dumps(described))
-    last, hidden = f"model.layers.{described['num_hidden_layers']}.", described["hidden_size"]
-    weights = load_file(folder / "model.safetensors")
-    weights = {name.replace(last, "mtp.layers.0."): weight for name, weight in weights.items()}
-    # Its norms multiply by 1 + weight.
-    names = ("norm", "pre_fc_norm_hidden", "pre_fc_norm_embedding")
-    weights |= {f"mtp.{name}.weight": 0.1 * torch.randn(hidden) for name in names}
-    weights["mtp.fc.weight"] = torch.cat((6 * torch.eye(hidden), 0.1 * torch.randn(hidden, hidden)), dim=1)
-    save_file(weights, folder / "model.safetensors", metadata={"format": "pt"})
     return str(folder)
 
 

@@ -29,9 +29,7 @@ def tokenizer(name: str) -> PreTrainedTokenizerFast:
     made.decoder = decoders.ByteLevel()
     special, end = SPECIAL[name]
     trainer = trainers.BpeTrainer(
-        vocab_size=SIZES[name],
-        special_tokens=special,
-        initial_alphabet=pre_tokenizers.ByteLevel.alphabet(),
+        vocab_size=SIZES[name], special_tokens=special, initial_alphabet=pre_tokenizers.ByteLevel.alphabet()
     )
     made.train_from_iterator([TEXTS[name] * 4], trainer)
     return PreTrainedTokenizerFast(tokenizer_object=made, bos_token="<s>", eos_token=end)

@@ -36,12 +36,7 @@ LIMITS: dict[str, Any] = {"max_model_len": BLOCK * BLOCKS_PER_ROW, "max_num_seqs
 
 def configuration(target: str, drafter: str, method: str = "universal_draft", **more: Any) -> VllmConfig:
     speculative = {"method": method, "model": drafter, "num_speculative_tokens": K, **more.pop("speculative", {})}
-    arguments = EngineArgs(
-        model=target,
-        speculative_config=speculative,
-        **{"enforce_eager": True, **more},
-        **LIMITS,
-    )
+    arguments = EngineArgs(model=target, speculative_config=speculative, **{"enforce_eager": True, **more}, **LIMITS)
     return made(arguments)
 
 

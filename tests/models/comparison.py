@@ -7,18 +7,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass, field
 from typing import Any
 
-from tests.models.probe import (
-    CRASH,
-    DOCTOR,
-    DRAFTS,
-    FAILS,
-    MODEL_DRAFTS,
-    PLAIN,
-    REFUSED,
-    RUNS,
-    TIMEOUT,
-    WITH_DRAFTS,
-)
+from tests.models.probe import CRASH, DOCTOR, DRAFTS, FAILS, MODEL_DRAFTS, PLAIN, REFUSED, RUNS, TIMEOUT, WITH_DRAFTS
 
 Result = dict[str, Any]
 

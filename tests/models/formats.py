@@ -33,7 +33,7 @@ Rounded = tuple[Tensors, torch.Tensor]
 Rounding = Callable[[torch.Tensor], torch.Tensor]
 
 
-@dataclass(frozen=True, kw_only=True)
+@dataclass(frozen=True)
 class Format:
     weights: Callable[[torch.Tensor], Rounded] | None
     """How a projection [out, in] is rounded; None leaves all as they are."""
@@ -197,10 +197,7 @@ def mxfp4_stack(weight_EKN: torch.Tensor) -> Rounded:
     rows = weight_EKN.transpose(1, 2).contiguous()
     found, meant = mxfp4(rows.flatten(0, 1))
     blocks = (*rows.shape[:2], rows.shape[2] // 32)
-    stored = {
-        "blocks": found["weight_packed"].view(*blocks, 16),
-        "scales": found["weight_scale"].view(blocks),
-    }
+    stored = {"blocks": found["weight_packed"].view(*blocks, 16), "scales": found["weight_scale"].view(blocks)}
     return stored, meant.view(rows.shape).transpose(1, 2).contiguous()
 
 
@@ -255,105 +252,81 @@ def modelopt(algorithm: str, kv: str | None = None, **more: Any) -> dict[str, An
 
 
 FORMATS: dict[str, Format] = {
-    "ct-fp8-dynamic": Format(
-        weights=fp8_channel, config=compressed("float-quantized", *CT_FP8), activations=FP8_TOKENS
-    ),
+    "ct-fp8-dynamic": Format(fp8_channel, compressed("float-quantized", *CT_FP8), activations=FP8_TOKENS),
     "ct-fp8-static": Format(
-        weights=partial(fp8_tensor, fixed_inputs=True),
-        config=compressed("float-quantized", numbers(8, "float", "tensor"), numbers(8, "float", "tensor")),
+        partial(fp8_tensor, fixed_inputs=True),
+        compressed("float-quantized", numbers(8, "float", "tensor"), numbers(8, "float", "tensor")),
         activations=FP8_FIXED,
     ),
     "ct-fp8-block": Format(
-        weights=partial(fp8_blocks, name="weight_scale"),
-        config=compressed(
+        partial(fp8_blocks, name="weight_scale"),
+        compressed(
             "float-quantized",
             numbers(8, "float", "block", block_structure=[GROUP, GROUP]),
             numbers(8, "float", "group", True, group_size=GROUP),
         ),
     ),
     "ct-fp8-kv": Format(
-        weights=fp8_channel,
-        config=compressed("float-quantized", *CT_FP8, kv=True),
-        activations=FP8_TOKENS,
-        kv=SELF_SCALES,
+        fp8_channel, compressed("float-quantized", *CT_FP8, kv=True), activations=FP8_TOKENS, kv=SELF_SCALES
     ),
-    "ct-int8": Format(weights=int8_channel, config=compressed("int-quantized", *CT_INT8), activations=INT8_TOKENS),
+    "ct-int8": Format(int8_channel, compressed("int-quantized", *CT_INT8), activations=INT8_TOKENS),
     "ct-int8-static": Format(
-        weights=partial(int8_channel, fixed_inputs=True),
-        config=compressed("int-quantized", CT_INT8[0], numbers(8, "int", "tensor")),
+        partial(int8_channel, fixed_inputs=True),
+        compressed("int-quantized", CT_INT8[0], numbers(8, "int", "tensor")),
         activations=INT8_FIXED,
     ),
     "ct-int8-kv": Format(
-        weights=int8_channel,
-        config=compressed("int-quantized", *CT_INT8, kv=True),
-        activations=INT8_TOKENS,
-        kv=SELF_SCALES,
+        int8_channel, compressed("int-quantized", *CT_INT8, kv=True), activations=INT8_TOKENS, kv=SELF_SCALES
     ),
-    "ct-w4a16": Format(weights=partial(packed, bits=4), config=compressed("pack-quantized", CT_W4)),
+    "ct-w4a16": Format(partial(packed, bits=4), compressed("pack-quantized", CT_W4)),
     "ct-w4a16-asym": Format(
-        weights=partial(packed, bits=4, zero_points=True),
-        config=compressed("pack-quantized", CT_W4 | dict(symmetric=False)),
+        partial(packed, bits=4, zero_points=True), compressed("pack-quantized", CT_W4 | dict(symmetric=False))
     ),
-    "ct-w4a16-kv": Format(
-        weights=partial(packed, bits=4), config=compressed("pack-quantized", CT_W4, kv=True), kv=SELF_SCALES
-    ),
-    "ct-w8a16": Format(weights=partial(packed, bits=8), config=compressed("pack-quantized", CT_W4 | dict(num_bits=8))),
-    "ct-kv-only": Format(
-        weights=None,
-        config=compressed("dense", CT_W4, kv=True) | dict(config_groups={}),
-        kv=SELF_SCALES,
-    ),
+    "ct-w4a16-kv": Format(partial(packed, bits=4), compressed("pack-quantized", CT_W4, kv=True), kv=SELF_SCALES),
+    "ct-w8a16": Format(partial(packed, bits=8), compressed("pack-quantized", CT_W4 | dict(num_bits=8))),
+    "ct-kv-only": Format(None, compressed("dense", CT_W4, kv=True) | dict(config_groups={}), kv=SELF_SCALES),
     "ct-nvfp4a16": Format(
-        weights=partial(nvfp4, names=("weight_packed", "weight_scale", "weight_global_scale"), inverse=True),
-        config=compressed("nvfp4-pack-quantized", numbers(4, "float", "tensor_group", group_size=16)),
+        partial(nvfp4, names=("weight_packed", "weight_scale", "weight_global_scale"), inverse=True),
+        compressed("nvfp4-pack-quantized", numbers(4, "float", "tensor_group", group_size=16)),
     ),
     "ct-mxfp4a16": Format(
-        weights=mxfp4,
-        config=compressed(
-            "mxfp4-pack-quantized", numbers(4, "float", "group", group_size=32, scale_dtype="torch.uint8")
-        ),
+        mxfp4,
+        compressed("mxfp4-pack-quantized", numbers(4, "float", "group", group_size=32, scale_dtype="torch.uint8")),
     ),
-    "awq": Format(weights=awq, config=AWQ),
-    "gptq": Format(weights=gptq, config=GPTQ),
-    "gptq-int8": Format(weights=partial(gptq, bits=8), config=GPTQ | dict(bits=8)),
-    "gptq-desc-act": Format(weights=partial(gptq, reordered=True), config=GPTQ | dict(desc_act=True)),
+    "awq": Format(awq, AWQ),
+    "gptq": Format(gptq, GPTQ),
+    "gptq-int8": Format(partial(gptq, bits=8), GPTQ | dict(bits=8)),
+    "gptq-desc-act": Format(partial(gptq, reordered=True), GPTQ | dict(desc_act=True)),
     "auto-round": Format(
-        weights=gptq,
-        config=GPTQ | dict(quant_method="auto-round", packing_format="auto_round:auto_gptq", autoround_version="0.9.0"),
+        gptq, GPTQ | dict(quant_method="auto-round", packing_format="auto_round:auto_gptq", autoround_version="0.9.0")
     ),
-    "fp8-block": Format(
-        weights=partial(fp8_blocks, name="weight_scale_inv"), config=FP8 | dict(weight_block_size=[GROUP, GROUP])
-    ),
-    "fp8-tensor-dynamic": Format(weights=partial(fp8_tensor, shape=()), config=FP8),
+    "fp8-block": Format(partial(fp8_blocks, name="weight_scale_inv"), FP8 | dict(weight_block_size=[GROUP, GROUP])),
+    "fp8-tensor-dynamic": Format(partial(fp8_tensor, shape=()), FP8),
     "fp8-tensor-static": Format(
-        weights=partial(fp8_tensor, shape=(), fixed_inputs=True), config=FP8 | dict(activation_scheme="static")
+        partial(fp8_tensor, shape=(), fixed_inputs=True), FP8 | dict(activation_scheme="static")
     ),
-    "modelopt-fp8": Format(
-        weights=partial(fp8_tensor, shape=(), fixed_inputs=True), config=modelopt("FP8"), activations=FP8_FIXED
-    ),
+    "modelopt-fp8": Format(partial(fp8_tensor, shape=(), fixed_inputs=True), modelopt("FP8"), activations=FP8_FIXED),
     "modelopt-fp8-kv": Format(
-        weights=partial(fp8_tensor, shape=(), fixed_inputs=True),
-        config=modelopt("FP8", kv="FP8"),
+        partial(fp8_tensor, shape=(), fixed_inputs=True),
+        modelopt("FP8", kv="FP8"),
         activations=FP8_FIXED,
         kv=PROJECTION_SCALES,
     ),
     "modelopt-nvfp4": Format(
-        weights=partial(nvfp4, names=("weight", "weight_scale", "weight_scale_2"), inverse=False),
-        config=modelopt("NVFP4", group_size=16),
+        partial(nvfp4, names=("weight", "weight_scale", "weight_scale_2"), inverse=False),
+        modelopt("NVFP4", group_size=16),
     ),
     "gpt-oss-mxfp4": Format(
-        weights=None,
-        stacks=mxfp4_stack,
-        config=dict(
+        None,
+        dict(
             quant_method="mxfp4",
             modules_to_not_convert=[
                 *("model.layers.*.self_attn", "model.layers.*.mlp.router", "model.embed_tokens", "lm_head")
             ],
         ),
+        stacks=mxfp4_stack,
     ),
-    "bitsandbytes": Format(
-        weights=None, config=dict(quant_method="bitsandbytes", load_in_4bit=True, bnb_4bit_quant_type="nf4")
-    ),
+    "bitsandbytes": Format(None, dict(quant_method="bitsandbytes", load_in_4bit=True, bnb_4bit_quant_type="nf4")),
 }
 
 # ---- writing ---------------------------------------------------------------------------------------------

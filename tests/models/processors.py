@@ -1,12 +1,13 @@
 """Tiny processors of transformers, as published checkpoints have them: from texts and items to what a model reads.
 
 Each takes a tokenizer of bytes and gives it the special tokens that its model's configuration names, from
-`media.FIRST_SPECIAL` on. transformers is imported in them, since it decides at its import whether there is torchvision.
+`media.FIRST_SPECIAL` on. transformers is imported when one is made, since it decides at its import whether there is
+torchvision.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
@@ -15,200 +16,136 @@ if TYPE_CHECKING:
 SAMPLING_RATE = 16_000
 
 
-def qwen(kind: str, patch_size: int) -> Callable[[PreTrainedTokenizerFast], ProcessorMixin]:
-    def make(tokenizer: PreTrainedTokenizerFast) -> ProcessorMixin:
+@dataclass(frozen=True)
+class Processor:
+    kind: str
+    """The class without its ending."""
+    words: tuple[str, ...]
+    """Special tokens."""
+    parts: dict[str, tuple[str, dict[str, Any]]]
+    """By argument, the class of a part and its options."""
+    options: dict[str, Any] = field(default_factory=dict)
+    named: tuple[str, ...] = ()
+    """Attributes of the tokenizer that name the first of the words."""
+    line_breaks: bool = False
+
+    def __call__(self, tokenizer: PreTrainedTokenizerFast) -> ProcessorMixin:
         import transformers
 
-        tokenizer.add_special_tokens(
-            {"additional_special_tokens": ["<|image_pad|>", "<|video_pad|>", "<|vision_start|>", "<|vision_end|>"]}
-        )
-        video = "Qwen3VL" if kind == "Qwen3VL" else "Qwen2VL"
-        side = 2 * patch_size
-        # vLLM brings colors into range in the model: alike for images and video, as published checkpoints have them.
-        half = dict(image_mean=[0.5] * 3, image_std=[0.5] * 3) if kind == "Qwen3VL" else {}
-        pixels = dict(shortest_edge=2 * side * side, longest_edge=16 * side * side)
-        of_both: dict[str, Any] = dict(patch_size=patch_size, size=pixels, **half)
-        return getattr(transformers, f"{kind}Processor")(
-            image_processor=transformers.Qwen2VLImageProcessor(**of_both),
-            video_processor=getattr(transformers, f"{video}VideoProcessor")(**of_both),
-            tokenizer=tokenizer,
-        )
+        tokenizer.add_special_tokens({"additional_special_tokens": list(self.words)})
+        if self.line_breaks:
+            tokenizer.add_tokens(["\n" * count for count in range(1, 5)])
+        if self.named:
+            tokenizer = transformers.PreTrainedTokenizerFast(
+                tokenizer_object=tokenizer.backend_tokenizer,
+                bos_token=tokenizer.bos_token,
+                eos_token=tokenizer.eos_token,
+                pad_token=tokenizer.eos_token,
+                chat_template=tokenizer.chat_template,
+                extra_special_tokens={
+                    f"{name}_token": word for name, word in zip(self.named, self.words, strict=False)
+                },
+            )
+        parts = {name: getattr(transformers, kind)(**options) for name, (kind, options) in self.parts.items()}
+        return getattr(transformers, f"{self.kind}Processor")(tokenizer=tokenizer, **parts, **self.options)
 
-    return make
+
+def _images(kind: str, **options: Any) -> dict[str, tuple[str, dict[str, Any]]]:
+    return dict(image_processor=(f"{kind}ImageProcessor", options))
 
 
-def llava(tokenizer: PreTrainedTokenizerFast) -> ProcessorMixin:
-    import transformers
+def _videos(kind: str, **options: Any) -> dict[str, tuple[str, dict[str, Any]]]:
+    return dict(video_processor=(f"{kind}VideoProcessor", options))
 
-    tokenizer.add_special_tokens({"additional_special_tokens": ["<image>"]})
-    return transformers.LlavaProcessor(
-        image_processor=transformers.CLIPImageProcessor(
-            size={"shortest_edge": 28}, crop_size=dict(height=28, width=28)
-        ),
-        tokenizer=tokenizer,
-        patch_size=14,
-        vision_feature_select_strategy="default",
-        num_additional_image_tokens=1,
+
+def _square(size: int) -> dict[str, int]:
+    return dict(height=size, width=size)
+
+
+def qwen(kind: str, patch_size: int) -> Processor:
+    # vLLM brings colors into range in the model: alike for images and video, as published checkpoints have them.
+    half = dict(image_mean=[0.5] * 3, image_std=[0.5] * 3) if kind == "Qwen3VL" else {}
+    area = (2 * patch_size) ** 2
+    both: dict[str, Any] = dict(
+        patch_size=patch_size, size=dict(shortest_edge=2 * area, longest_edge=16 * area), **half
     )
+    words = ("<|image_pad|>", "<|video_pad|>", "<|vision_start|>", "<|vision_end|>")
+    video = "Qwen3VL" if kind == "Qwen3VL" else "Qwen2VL"
+    return Processor(kind, words, _images("Qwen2VL", **both) | _videos(video, **both))
 
 
-def llava_next(tokenizer: PreTrainedTokenizerFast) -> ProcessorMixin:
-    import transformers
-
-    tokenizer.add_special_tokens({"additional_special_tokens": ["<image>"]})
-    return transformers.LlavaNextProcessor(
-        image_processor=transformers.LlavaNextImageProcessor(
-            size={"shortest_edge": 28},
-            crop_size=dict(height=28, width=28),
-            image_grid_pinpoints=[[28, 56], [56, 28], [56, 56]],
-        ),
-        tokenizer=tokenizer,
-        patch_size=14,
-        vision_feature_select_strategy="default",
-        num_additional_image_tokens=1,
-    )
-
-
-def pixtral(merged: int) -> Callable[[PreTrainedTokenizerFast], ProcessorMixin]:
+def pixtral(merged: int) -> Processor:
     """`merged`: the side of the squares of patches that are a token each."""
-
-    def make(tokenizer: PreTrainedTokenizerFast) -> ProcessorMixin:
-        import transformers
-
-        tokenizer.add_special_tokens({"additional_special_tokens": ["[IMG]", "[IMG_BREAK]", "[IMG_END]"]})
-        return transformers.PixtralProcessor(
-            image_processor=transformers.PixtralImageProcessor(
-                size={"longest_edge": 84}, patch_size={"height": 14, "width": 14}
-            ),
-            tokenizer=tokenizer,
-            patch_size=14,
-            spatial_merge_size=merged,
-        )
-
-    return make
-
-
-def _with_names(tokenizer: PreTrainedTokenizerFast, named: dict[str, str]) -> PreTrainedTokenizerFast:
-    """One whose attributes name special tokens, as processors ask for them."""
-    import transformers
-
-    return transformers.PreTrainedTokenizerFast(
-        tokenizer_object=tokenizer.backend_tokenizer,
-        bos_token=tokenizer.bos_token,
-        eos_token=tokenizer.eos_token,
-        pad_token=tokenizer.eos_token,
-        chat_template=tokenizer.chat_template,
-        extra_special_tokens={f"{name}_token": word for name, word in named.items()},
+    image = _images("Pixtral", size=dict(longest_edge=84), patch_size=_square(14))
+    return Processor(
+        "Pixtral", ("[IMG]", "[IMG_BREAK]", "[IMG_END]"), image, dict(patch_size=14, spatial_merge_size=merged)
     )
 
 
-def internvl(tokenizer: PreTrainedTokenizerFast) -> ProcessorMixin:
-    import transformers
-
-    tokenizer.add_special_tokens({"additional_special_tokens": ["<IMG_CONTEXT>", "<img>", "</img>", "<video>"]})
-    named = dict(start_image="<img>", end_image="</img>", context_image="<IMG_CONTEXT>", video="<video>")
-    tokenizer = _with_names(tokenizer, named)
-    return transformers.InternVLProcessor(
-        image_processor=transformers.GotOcr2ImageProcessor(size={"height": 28, "width": 28}, crop_to_patches=False),
-        video_processor=transformers.InternVLVideoProcessor(size={"height": 28, "width": 28}),
-        tokenizer=tokenizer,
-        image_seq_length=1,
-    )
-
-
-def gemma3(tokenizer: PreTrainedTokenizerFast) -> ProcessorMixin:
-    import transformers
-
-    named = dict(image="<image_soft_token>", boi="<start_of_image>", eoi="<end_of_image>")
-    tokenizer.add_special_tokens({"additional_special_tokens": list(named.values())})
-    # The words around an image end in line breaks, which vLLM joins to those of the text, by the tokens of Gemma's own.
-    tokenizer.add_tokens(["\n" * count for count in range(1, 5)])
-    tokenizer = _with_names(tokenizer, named)
-    return transformers.Gemma3Processor(
-        image_processor=transformers.Gemma3ImageProcessor(size={"height": 42, "width": 42}),
-        tokenizer=tokenizer,
-        image_seq_length=9,
-    )
-
-
-def gemma4(tokenizer: PreTrainedTokenizerFast) -> ProcessorMixin:
-    import transformers
-
-    named = dict(image="<|image|>", boi="<|image>", eoi="<image|>", audio="<|audio|>", boa="<|audio>", eoa="<audio|>")
-    tokenizer.add_special_tokens({"additional_special_tokens": [*named.values(), "<|video|>"]})
-    of_both: dict[str, Any] = dict(patch_size=4, max_soft_tokens=70)
-    return transformers.Gemma4Processor(
-        feature_extractor=transformers.Gemma4AudioFeatureExtractor(),
-        image_processor=transformers.Gemma4ImageProcessor(**of_both),
-        video_processor=transformers.Gemma4VideoProcessor(**of_both),
-        tokenizer=_with_names(tokenizer, named),
-        image_seq_length=70,
-    )
-
-
-def cohere2(tokenizer: PreTrainedTokenizerFast) -> ProcessorMixin:
-    import transformers
-
-    named = dict(
-        image="<|IMG_PATCH|>", boi="<|START_OF_IMG|>", eoi="<|END_OF_IMG|>", img_line_break="<|IMG_LINE_BREAK|>"
-    )
-    tokenizer.add_special_tokens({"additional_special_tokens": list(named.values())})
-    return transformers.Cohere2VisionProcessor(
-        image_processor=transformers.Cohere2VisionImageProcessor(
-            size={"height": 56, "width": 56},
-            max_patches=2,
-            patch_size=2,  # of a tile: its tokens in a row
-        ),
-        tokenizer=_with_names(tokenizer, named),
-    )
-
-
-def qwen_audio(tokenizer: PreTrainedTokenizerFast) -> ProcessorMixin:
-    import transformers
-
-    tokenizer.add_special_tokens({"additional_special_tokens": ["<|AUDIO|>", "<|audio_bos|>", "<|audio_eos|>"]})
-    return transformers.Qwen2AudioProcessor(
-        feature_extractor=transformers.WhisperFeatureExtractor(feature_size=16, sampling_rate=SAMPLING_RATE),
-        tokenizer=tokenizer,
-    )
-
-
-def idefics3(tokenizer: PreTrainedTokenizerFast) -> ProcessorMixin:
-    """With images in one part each: the words for the parts of a split one are long."""
-    import transformers
-
-    words = ["<image>", "<fake_token_around_image>", "<global-img>", "<end_of_utterance>"]
-    tokenizer.add_special_tokens({"additional_special_tokens": words})
-    return transformers.Idefics3Processor(
-        image_processor=transformers.Idefics3ImageProcessor(
-            size={"longest_edge": 56}, max_image_size={"longest_edge": 56}, do_image_splitting=False
-        ),
-        tokenizer=tokenizer,
-        image_seq_len=4,
-    )
-
-
-def llama4(tokenizer: PreTrainedTokenizerFast) -> ProcessorMixin:
-    import transformers
-
-    words = ["<|patch|>", "<|image_start|>", "<|image_end|>", "<|image|>", "<|tile_x_separator|>"]
-    tokenizer.add_special_tokens({"additional_special_tokens": [*words, "<|tile_y_separator|>"]})
-    return transformers.Llama4Processor(
-        image_processor=transformers.Llama4ImageProcessor(size={"height": 28, "width": 28}, max_patches=4),
-        tokenizer=tokenizer,
-        patch_size=14,
-        pixel_shuffle_ratio=0.5,
-    )
-
-
-def glm4v(tokenizer: PreTrainedTokenizerFast) -> ProcessorMixin:
-    import transformers
-
-    words = ["<|image|>", "<|video|>", "<|begin_of_image|>", "<|end_of_image|>", "<|begin_of_video|>"]
-    tokenizer.add_special_tokens({"additional_special_tokens": [*words, "<|end_of_video|>"]})
-    size = dict(shortest_edge=28 * 28, longest_edge=16 * 28 * 28)
-    return transformers.Glm4vProcessor(
-        image_processor=transformers.Glm4vImageProcessor(size=size),
-        video_processor=transformers.Glm4vVideoProcessor(size=size),
-        tokenizer=tokenizer,
-    )
+_CLIP = dict(size=dict(shortest_edge=28), crop_size=_square(28))
+_TILES = dict(image_grid_pinpoints=[[28, 56], [56, 28], [56, 56]])
+_LLAVA = dict(patch_size=14, vision_feature_select_strategy="default", num_additional_image_tokens=1)
+llava = Processor("Llava", ("<image>",), _images("CLIP", **_CLIP), _LLAVA)
+llava_next = Processor("LlavaNext", ("<image>",), _images("LlavaNext", **_CLIP, **_TILES), _LLAVA)
+internvl = Processor(
+    "InternVL",
+    ("<IMG_CONTEXT>", "<img>", "</img>", "<video>"),
+    _images("GotOcr2", size=_square(28), crop_to_patches=False) | _videos("InternVL", size=_square(28)),
+    dict(image_seq_length=1),
+    named=("context_image", "start_image", "end_image", "video"),
+)
+# The words around an image end in line breaks, which vLLM joins to those of the text, by the tokens of Gemma's own.
+gemma3 = Processor(
+    "Gemma3",
+    ("<image_soft_token>", "<start_of_image>", "<end_of_image>"),
+    _images("Gemma3", size=_square(42)),
+    dict(image_seq_length=9),
+    named=("image", "boi", "eoi"),
+    line_breaks=True,
+)
+_GEMMA4 = dict(patch_size=4, max_soft_tokens=70)
+gemma4 = Processor(
+    "Gemma4",
+    ("<|image|>", "<|image>", "<image|>", "<|audio|>", "<|audio>", "<audio|>", "<|video|>"),
+    dict(feature_extractor=("Gemma4AudioFeatureExtractor", {}))
+    | _images("Gemma4", **_GEMMA4)
+    | _videos("Gemma4", **_GEMMA4),
+    dict(image_seq_length=70),
+    named=("image", "boi", "eoi", "audio", "boa", "eoa"),
+)
+cohere2 = Processor(
+    "Cohere2Vision",
+    ("<|IMG_PATCH|>", "<|START_OF_IMG|>", "<|END_OF_IMG|>", "<|IMG_LINE_BREAK|>"),
+    # `patch_size`: of a tile, its tokens in a row.
+    _images("Cohere2Vision", size=_square(56), max_patches=2, patch_size=2),
+    named=("image", "boi", "eoi", "img_line_break"),
+)
+qwen_audio = Processor(
+    "Qwen2Audio",
+    ("<|AUDIO|>", "<|audio_bos|>", "<|audio_eos|>"),
+    dict(feature_extractor=("WhisperFeatureExtractor", dict(feature_size=16, sampling_rate=SAMPLING_RATE))),
+)
+# With images in one part each: the words for the parts of a split one are long.
+_WHOLE = dict(size=dict(longest_edge=56), max_image_size=dict(longest_edge=56), do_image_splitting=False)
+idefics3 = Processor(
+    "Idefics3",
+    ("<image>", "<fake_token_around_image>", "<global-img>", "<end_of_utterance>"),
+    _images("Idefics3", **_WHOLE),
+    dict(image_seq_len=4),
+)
+llama4 = Processor(
+    "Llama4",
+    ("<|patch|>", "<|image_start|>", "<|image_end|>", "<|image|>", "<|tile_x_separator|>", "<|tile_y_separator|>"),
+    _images("Llama4", size=_square(28), max_patches=4),
+    dict(patch_size=14, pixel_shuffle_ratio=0.5),
+)
+_GLM = dict(size=dict(shortest_edge=28 * 28, longest_edge=16 * 28 * 28))
+glm4v = Processor(
+    "Glm4v",
+    (
+        "<|image|>",
+        "<|video|>",
+        *(f"<|{where}_of_{what}|>" for what in ("image", "video") for where in ("begin", "end")),
+    ),
+    _images("Glm4v", **_GLM) | _videos("Glm4v", **_GLM),
+)

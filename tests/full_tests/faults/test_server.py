@@ -1,6 +1,5 @@
 """Clients that misbehave on a server of two ranks that drafts; at last one of its workers is killed."""
 
-import json
 import os
 import signal
 from collections.abc import Iterator
@@ -8,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.full_tests.faults.clients import Slow, bodies, check_all_came_back, check_storm, text, texts
+from tests.full_tests.faults.clients import bodies, check_storm, texts
 from tests.full_tests.faults.deaths import check_death, processes
 from tests.full_tests.faults.injected import Injected
 from tests.full_tests.server import Server
@@ -52,22 +51,6 @@ def quiet(two_ranks: Server) -> list[str]:
 @pytest.mark.parametrize("count", [200, 2000])
 def test_clients_that_leave_disturb_no_others(count: int, two_ranks: Server, quiet: list[str]) -> None:
     check_storm(two_ranks, count, quiet)
-
-
-def test_slow_clients_disturb_no_others(two_ranks: Server, quiet: list[str]) -> None:
-    long = bodies(1, num_tokens=400)[0]
-    expected = text(two_ranks, long)
-    slow, still = Slow(two_ranks, long), Slow(two_ranks, long)
-    begun = slow.read(600)
-    assert texts(two_ranks, bodies(12)) == quiet
-    said = (begun + slow.rest()).decode()
-    pieces = [json.loads(line[6:]) for line in said.splitlines() if line.startswith("data: {")]
-    assert "".join(piece["choices"][0]["text"] for piece in pieces) == expected
-    # One that reads nothing holds no row: its answer waits where only its own connection is.
-    check_all_came_back(two_ranks)
-    still.close()
-    slow.close()
-    assert texts(two_ranks, bodies(12)) == quiet
 
 
 def test_drafter_that_fails_on_one_rank_is_off_on_all(
