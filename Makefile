@@ -69,7 +69,7 @@ wheel:  ## build dist/*.whl: this project with the models of the demo inside, an
 
 .PHONY: lock
 lock:  ## make requirements/*.txt from requirements/*.in (needs uv)
-	cd requirements && for name in cpu dev clients docs vllm-ascend vllm-gaudi optimum-habana; do \
+	cd requirements && for name in cpu dev docs kubernetes vllm-ascend vllm-gaudi optimum-habana; do \
 		$(UV) pip compile $$name.in --excludes excludes.txt --universal --python-version 3.11 --generate-hashes \
 			$$([ $$name != dev ] || echo --constraint cpu.txt) \
 			--custom-compile-command 'make lock' --quiet -o $$name.txt; done

@@ -1,6 +1,6 @@
 """Make an environment of its own for what cannot stand beside the rest, with progress; nothing if it is there.
 
-python requirements/environment.py card|clients|docs|vllm-ascend|vllm-gaudi|optimum-habana FOLDER
+python requirements/environment.py card|docs|kubernetes|vllm-ascend|vllm-gaudi|optimum-habana FOLDER
 
 Made with the running Python, by requirements/install.py. It is made again when what would be installed has changed, and
 only where this script made it: a folder with anything else in it stays, and the command ends.
@@ -36,7 +36,7 @@ def is_empty_folder(path: Path) -> bool:
 
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0] if __doc__ else None)
-    parser.add_argument("what", choices=["card", "clients", "docs", "vllm-ascend", "vllm-gaudi", "optimum-habana"])
+    parser.add_argument("what", choices=["card", "docs", "kubernetes", "vllm-ascend", "vllm-gaudi", "optimum-habana"])
     parser.add_argument("folder", type=Path)
     options = parser.parse_args()
     options.folder.parent.mkdir(parents=True, exist_ok=True)

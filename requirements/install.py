@@ -4,7 +4,7 @@ python requirements/install.py cpu    torch, the CPU stack, the name vllm for it
 python requirements/install.py dev    what the tests and the linters need on top
 python requirements/install.py card   what vLLM needs beside a card's torch, vLLM without kernels, and this project
 python requirements/install.py ascend    torch and torch_npu before that, for an image with CANN alone
-python requirements/install.py clients    clients of other people's, and the schemas of Kubernetes
+python requirements/install.py kubernetes    the schemas of Kubernetes
 python requirements/install.py docs   what makes the site of docs/
 python requirements/install.py vllm-gaudi     the vLLM of the vllm-gaudi that `make verify-vendor` is given
 python requirements/install.py optimum-habana    optimum-habana with its transformers, for `make verify-optimum`
@@ -205,9 +205,8 @@ def install_dev(interrupted: bool) -> None:
         install_lock(f"{step} requirements/{name}.txt, in a folder of its own", name, "--upgrade", "--target", folder)
 
 
-def install_clients() -> None:
-    install_torch("[1/2]")  # guidellm reads its prompts with it
-    install_lock("[2/2] requirements/clients.txt: clients of a server, and the schemas of Kubernetes", "clients")
+def install_kubernetes() -> None:
+    install_lock("[1/1] requirements/kubernetes.txt: the schemas of Kubernetes", "kubernetes")
 
 
 def install_docs() -> None:
@@ -216,7 +215,7 @@ def install_docs() -> None:
 
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0] if __doc__ else None)
-    environments = ["cpu", "card", "ascend", "dev", "clients", "docs", "vllm-ascend", *BESIDE_THE_CARD]
+    environments = ["cpu", "card", "ascend", "dev", "docs", "kubernetes", "vllm-ascend", *BESIDE_THE_CARD]
     parser.add_argument("what", choices=environments)
     what = parser.parse_args().what
     if sys.prefix == sys.base_prefix:
@@ -234,8 +233,8 @@ def main() -> int:
             install_ascend()
         elif what == "dev":
             install_dev(interrupted)
-        elif what == "clients":
-            install_clients()
+        elif what == "kubernetes":
+            install_kubernetes()
         elif what == "docs":
             install_docs()
         elif what in BESIDE_THE_CARD:

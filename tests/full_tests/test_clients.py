@@ -1,11 +1,7 @@
-"""Clients of other people's against our server, which drafts: what they return is what the server answers over HTTP.
+"""OpenAI's client and `vllm bench serve` get from our server, which drafts, what it answers over HTTP."""
 
-Each runs in the environment of requirements/clients.txt; docs/how_to/clients.md has the versions."""
-
+import asyncio
 import json
-import math
-import os
-import re
 import subprocess
 import sys
 from collections.abc import Iterator
@@ -13,29 +9,39 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from openai import AsyncOpenAI, NotFoundError, OpenAI
 
 from tests.full_tests.server import Server, end_with_parent
-from tests.support.processes import ROOT, clients_python
+from tests.support.processes import ROOT
 
 pytestmark = pytest.mark.slow
 
 DRAFTS = {"method": "draft_model", "model": str(ROOT / "demo" / "draft-same-vocab"), "num_speculative_tokens": 3}
 # A small model would fill JSON with blanks.
 COMPACT = ("--structured-outputs-config", json.dumps({"backend": "xgrammar", "disable_any_whitespace": True}))
-PAGE = ROOT / "docs" / "how_to" / "clients.md"
+PARSERS = ("--enable-auto-tool-choice", "--tool-call-parser", "hermes")
 CITIES = [{"city": "Paris"}, {"city": "Rome"}]
-TOOLS = ("--enable-auto-tool-choice", "--tool-call-parser", "hermes")
-
-
-@pytest.fixture(scope="module")
-def python() -> str:
-    return clients_python()
+SCHEMA = {
+    "type": "object",
+    "properties": {"city": {"type": "string", "enum": ["Paris", "Rome"]}},
+    "required": ["city"],
+    "additionalProperties": False,
+}
+OPTIONS: dict[str, Any] = dict(
+    model="tiny", messages=[dict(role="user", content="Who are you?")], max_tokens=40, temperature=0
+)
+# Only a strict tool's schema is in vLLM's grammar.
+TOOLS: dict[str, Any] = dict(
+    tools=[{"type": "function", "function": {"name": "weather", "strict": True, "parameters": SCHEMA}}],
+    tool_choice={"type": "function", "function": {"name": "weather"}},
+    max_tokens=200,
+)
 
 
 @pytest.fixture(scope="module")
 def drafting(demo_model: str, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Server]:
     log = tmp_path_factory.mktemp("clients") / "log.txt"
-    options = ("--max-num-seqs", "4", "--max-model-len", "1024", "--enable-tokenizer-info-endpoint", *COMPACT, *TOOLS)
+    options = ("--max-num-seqs", "4", "--max-model-len", "1024", *COMPACT, *PARSERS)
     with Server(demo_model, log, *options, "--speculative-config", json.dumps(DRAFTS)) as server:
         yield server
 
@@ -49,88 +55,56 @@ def drafts_are_accepted(drafting: Server) -> Iterator[None]:
     assert drafting.metric(name) > before
 
 
-def calls(client: str, python: str, server: Server) -> dict[str, Any]:
-    """Return what the calls returned. The page has a row with the client's version."""
-    done = subprocess.run(
-        [python, str(ROOT / "tests" / "clients" / f"{client}_calls.py"), f"http://127.0.0.1:{server.port}/v1"],
-        env={name: value for name, value in os.environ.items() if name != "PYTHONPATH"},
-        capture_output=True,
-        text=True,
-        timeout=600,
-        preexec_fn=end_with_parent,
-    )
-    assert done.returncode == 0, done.stderr[-3000:]
-    found = json.loads(done.stdout.splitlines()[-1])
-    check_row(client, found["version"])
-    return found["calls"]
+@pytest.fixture
+def client(drafting: Server) -> OpenAI:
+    return OpenAI(base_url=f"http://127.0.0.1:{drafting.port}/v1", api_key="none", max_retries=0)
 
 
-def check_row(client: str, version: str) -> None:
-    rows = re.findall(r"(?m)^\| [^|]+ \| `([\w-]+)` \| ([\w.]+) \|", PAGE.read_text())
-    assert (client, version) in rows
+def test_openai(client: OpenAI, drafting: Server) -> None:
+    chat = client.chat.completions.create
+    body = {name: value for name, value in OPTIONS.items() if name != "model"}
+    expected = drafting.post("/v1/chat/completions", body)
+    text, num_tokens = expected["choices"][0]["message"]["content"], expected["usage"]["completion_tokens"]
+    assert [model.id for model in client.models.list()] == ["tiny"]
+    assert chat(**OPTIONS).choices[0].message.content == text
+    *chunks, last = chat(**OPTIONS, stream=True, stream_options={"include_usage": True})
+    assert "".join(chunk.choices[0].delta.content or "" for chunk in chunks) == text
+    assert last.usage is not None
+    assert last.usage.completion_tokens == num_tokens
+    assert asyncio.run(ask_in_parallel(str(client.base_url))) == [text, text]
+    entries = chat(**OPTIONS, logprobs=True, top_logprobs=2).choices[0].logprobs.content
+    assert len(entries) == num_tokens
+    assert all(entry.token == entry.top_logprobs[0].token for entry in entries)
+    assert chat(**OPTIONS, stop=[" "]).choices[0].message.content == text.partition(" ")[0]
+    two = chat(**OPTIONS | dict(temperature=1.0, seed=7, n=2)).choices
+    assert two[0].message.content != two[1].message.content
+    completed = client.completions.create(model="tiny", prompt="The quick", max_tokens=40, temperature=0)
+    plain = drafting.complete(prompt="The quick", max_tokens=40, temperature=0)
+    assert completed.choices[0].text == plain["choices"][0]["text"]
+    responded = client.responses.create(model="tiny", input="Who are you?", max_output_tokens=40, temperature=0)
+    assert responded.output_text == text
+    with pytest.raises(NotFoundError, match="no-such-model"):
+        chat(**OPTIONS | dict(model="no-such-model"))
 
 
-def chat(server: Server) -> tuple[str, int]:
-    """The text and the number of its tokens."""
-    body = dict(messages=[dict(role="user", content="Who are you?")], max_tokens=40, temperature=0)
-    found = server.post("/v1/chat/completions", body)
-    return found["choices"][0]["message"]["content"], found["usage"]["completion_tokens"]
+async def ask_in_parallel(address: str) -> list[str]:
+    chat = AsyncOpenAI(base_url=address, api_key="none", max_retries=0).chat.completions.create
+    answer, stream = await asyncio.gather(chat(**OPTIONS), chat(**OPTIONS, stream=True))
+    streamed = "".join([chunk.choices[0].delta.content or "" async for chunk in stream])
+    return [answer.choices[0].message.content or "", streamed]
 
 
-def completion(server: Server) -> str:
-    return server.complete(prompt="The quick", max_tokens=40, temperature=0)["choices"][0]["text"]
-
-
-def test_openai(python: str, drafting: Server) -> None:
-    found = calls("openai", python, drafting)
-    text, num_tokens = chat(drafting)
-    assert found["models"] == ["tiny"]
-    assert found["chat"] == found["chat, streamed"] == text
-    assert found["chat, async and async streamed"] == [text, text]
-    assert found["chat with logprobs"] == {"tokens": num_tokens, "the best": True}
-    assert found["usage of a stream"] == num_tokens
-    assert found["stop string"] == text.partition(" ")[0]
-    assert len(set(found["n = 2 with a seed"])) == 2
-    assert json.loads(found["JSON schema"]) in CITIES
-    for name, arguments in (found["tool call"], found["tool call, streamed"]):
+def test_openai_tools_and_schemas(client: OpenAI) -> None:
+    chat = client.chat.completions.create
+    described = dict(type="json_schema", json_schema=dict(name="answer", schema=SCHEMA))
+    assert json.loads(chat(**OPTIONS, response_format=described).choices[0].message.content) in CITIES
+    (call,) = chat(**OPTIONS | TOOLS).choices[0].message.tool_calls
+    deltas = [chunk.choices[0].delta for chunk in chat(**OPTIONS | TOOLS, stream=True)]
+    parts = [one.function for delta in deltas for one in delta.tool_calls or ()]
+    streamed = ["".join(getattr(part, field) or "" for part in parts) for field in ("name", "arguments")]
+    for name, arguments in ([call.function.name, call.function.arguments], streamed):
         assert name == "weather"
         assert json.loads(arguments) in CITIES
-    assert found["completion"] == completion(drafting)
-    assert found["responses"] == text
-    assert "no-such-model" in found["unknown model"]
-
-
-@pytest.mark.parametrize("client", ["litellm", "langchain"])
-def test_litellm_and_langchain(client: str, python: str, drafting: Server) -> None:
-    found = calls(client, python, drafting)
-    text, _ = chat(drafting)
-    name, arguments = found.pop("tool call")
-    assert name == "weather"
-    assert arguments in CITIES
-    for name, answer in found.items():
-        assert answer == ([text] * 3 if name == "batch" else text), name
-
-
-def test_lm_eval(python: str, drafting: Server) -> None:
-    found = calls("lm_eval", python, drafting)
-    assert found["generate_until"] == completion(drafting)
-    for total, text in zip(found["loglikelihood"], (" brown fox", " lazy dog"), strict=True):
-        body = dict(prompt=f"The quick{text}", max_tokens=1, temperature=0, echo=True, logprobs=1)
-        logprobs = drafting.complete(**body)["choices"][0]["logprobs"]
-        first = next(index for index, offset in enumerate(logprobs["text_offset"]) if offset >= len("The quick"))
-        assert math.isclose(total, sum(logprobs["token_logprobs"][first:-1]), rel_tol=1e-4)
-
-
-def test_guidellm(python: str, drafting: Server) -> None:
-    for name, answers in calls("guidellm", python, drafting).items():
-        assert len({json.dumps(one["body"]) for one in answers}) == 3, "as many as it was given, none failed"
-        for one in answers:
-            body = one["body"] | {"stream": False}
-            body.pop("stream_options")
-            found = drafting.post("/v1/chat/completions" if name.startswith("chat") else "/v1/completions", body)
-            (choice,) = found["choices"]
-            assert one["text"] == (choice["message"]["content"] if name.startswith("chat") else choice["text"])
-            assert one["tokens"] == found["usage"]["completion_tokens"]
 
 
 def test_vllm_bench_serve(drafting: Server, demo_model: str, tmp_path: Path) -> None:

@@ -35,10 +35,10 @@ def run_tests(*tests: str, **environment: str) -> None:
         pytest.fail(f"{' '.join(tests)} {environment or ''}:\n{done.stdout}", pytrace=False)
 
 
-def clients_python() -> str:
-    """Return the Python of the environment of requirements/clients.txt, which is created once."""
-    folder = ROOT / ".verify" / "clients"
-    make = [sys.executable, str(ROOT / "requirements" / "environment.py"), "clients", str(folder)]
+def kubernetes_python() -> str:
+    """Return the Python of the environment of requirements/kubernetes.txt, which is created once."""
+    folder = ROOT / ".verify" / "kubernetes"
+    make = [sys.executable, str(ROOT / "requirements" / "environment.py"), "kubernetes", str(folder)]
     subprocess.run(make, cwd=ROOT, check=True)
     return str(folder / "bin" / "python")
 

@@ -13,7 +13,7 @@ from vllm.multimodal.media.connector import MediaConnector
 from vllm.utils.argparse_utils import FlexibleArgumentParser
 
 from tests.pages import ROOT
-from tests.support.processes import clients_python
+from tests.support.processes import kubernetes_python
 from tests.support.releases import make_arg_parser
 
 FOLDER = ROOT / "examples" / "kubernetes"
@@ -104,7 +104,7 @@ def test_media_are_fetched_from_no_host(folder: str) -> None:
 @pytest.mark.parametrize("folder", [*CARDS, MONITORING])
 def test_schemas_of_kubernetes(folder: str, tmp_path: Path) -> None:
     """Strictly: unknown keys are errors. Of the operator's PodMonitor no schema is published with them."""
-    python = clients_python()
+    python = kubernetes_python()
     code = (
         "import json, sys, kubernetes_validate as k\n"
         "for one in json.load(sys.stdin): k.validate(one, sys.argv[1], strict=True)\n"
