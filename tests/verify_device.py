@@ -274,11 +274,11 @@ def last_line(log: Path) -> str:
     return lines[-1] if lines else ""
 
 
-def run_command(name: str, device: str, out: Path) -> dict[str, Any] | str:
-    """The JSON of one of gaudi-spec's commands, or why there is none."""
-    file, log = out / f"{name}.json", out / f"{name}.log"
+def run_command(name: str, device: str, stem: Path, *options: str) -> dict[str, Any] | str:
+    """Return the JSON of one of gaudi-spec's commands, or why there is none."""
+    file, log = stem.with_suffix(".json"), stem.with_suffix(".log")
     file.unlink(missing_ok=True)
-    command = [sys.executable, "-m", "vllm_gaudi_spec.tools.cli", name, "--json", str(file)]
+    command = [sys.executable, "-m", "vllm_gaudi_spec.tools.cli", name, *options, "--json", str(file)]
     with log.open("w") as stream:
         done = subprocess.run(
             command, cwd=ROOT, env=environment(device), stdout=stream, stderr=subprocess.STDOUT, check=False
@@ -289,35 +289,15 @@ def run_command(name: str, device: str, out: Path) -> dict[str, Any] | str:
     return result
 
 
-def run_graph_check(check: Check, device: str, options: argparse.Namespace, stem: Path) -> dict[str, Any] | str:
-    """What it counted, or why it counted nothing."""
-    file, log = stem.with_suffix(".json"), stem.with_suffix(".log")
-    file.unlink(missing_ok=True)
-    command = [
-        sys.executable,
-        "-m",
-        "vllm_gaudi_spec.tools.cli",
-        "graph-check",
-        *([options.model] if options.model else []),
-    ]
-    command += ["--device", device, "--requests", str(options.requests), "--seed", str(options.seed)]
-    command += ["--dtype", options.dtype, "--json", str(file), *check.options]
-    with log.open("w") as stream:
-        done = subprocess.run(
-            command, cwd=ROOT, env=environment(device), stdout=stream, stderr=subprocess.STDOUT, check=False
-        )
-    if not file.exists():
-        return f"graph-check on {device} ended with status {done.returncode}: {last_line(log)}"
-    result: dict[str, Any] = json.loads(file.read_text())
-    return result
-
-
 def run_check(check: Check, options: argparse.Namespace) -> dict[str, Any]:
     results = {}
     for place, device in (("card", runs_on(options)), ("emulated card", options.device.emulated)):
         print(f"graph-check, {check.title}, on {device} in place of the {place}", flush=True)
         name = f"{check.title.replace(' ', '-')}-{place.replace(' ', '-')}"
-        result = run_graph_check(check, device, options, options.device.out / name)
+        chosen = ["--requests", str(options.requests), "--seed", str(options.seed), "--dtype", options.dtype]
+        model = [options.model] if options.model else []
+        stem = options.device.out / name
+        result = run_command("graph-check", device, stem, *model, "--device", device, *chosen, *check.options)
         if isinstance(result, str):
             return {"title": check.title, "error": result, "rows": [], "findings": {}, "good": False}
         results[place] = result
@@ -409,9 +389,9 @@ def main() -> int:
         return 2
     device, out = options.device, options.device.out
     out.mkdir(parents=True, exist_ok=True)
-    doctor = run_command("doctor", runs_on(options), out)
+    doctor = run_command("doctor", runs_on(options), out / "doctor")
     print(f"self-test on {runs_on(options)}", flush=True)
-    self_test = run_command("selftest", runs_on(options), out)
+    self_test = run_command("selftest", runs_on(options), out / "selftest")
     tests = []
     for name in TESTS if options.tests is None else options.tests:
         print(f"{name} on {runs_on(options)}", flush=True)

@@ -7,15 +7,15 @@ computes from these weights, which this file recorded at commit 6e63f5e8.
 PARD is `amd/PARD-Llama-3.2-1B` or `amd/PARD-Qwen3-0.6B`: a tied model whose configuration names a `pard_token`.
 """
 
-import json
 from pathlib import Path
 from typing import Any
 from zlib import crc32
 
 import torch
-from safetensors.torch import save_file
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers
 from transformers import AutoModelForCausalLM, LlamaConfig, PreTrainedModel, PreTrainedTokenizerFast, Qwen3Config
+
+from tests.full_tests.block_drafters import write_checkpoint
 
 EXPECTED = Path(__file__).with_name("peagle_logits.json")
 FAMILIES = {"llama": LlamaConfig, "qwen3": Qwen3Config}
@@ -101,10 +101,7 @@ def make_peagle(folder: Path, family: str, target: str) -> str:
         "target_hidden_size": None,
         "transformer_layer_config": FAMILIES[family](**SHAPE | dict(num_hidden_layers=NUM_LAYERS)).to_dict(),
     }
-    folder.mkdir()
-    (folder / "config.json").write_text(json.dumps(config))
-    save_file(peagle_weights(family), folder / "model.safetensors", {"format": "pt"})
-    return str(folder)
+    return write_checkpoint(folder, config, peagle_weights(family))
 
 
 def peagle_weights(family: str) -> dict[str, torch.Tensor]:

@@ -9,9 +9,9 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from safetensors.torch import load_file, save_file
+from safetensors.torch import load_file
 
-from tests.full_tests.block_drafters import Kind
+from tests.full_tests.block_drafters import Kind, write_checkpoint
 from tests.full_tests.heads import target, text
 
 RECORDED = Path(__file__).with_name("speculators_logits.json")
@@ -77,10 +77,7 @@ def rewrite_drafter(source: str, folder: Path, kind: Kind, num_drafts: int, veri
     if kind.draft_vocab is not None:
         weights["t2d"] = torch.zeros(vocab, dtype=torch.bool)
         weights["t2d"][weights["d2t"] + torch.arange(kind.draft_vocab)] = True
-    folder.mkdir()
-    (folder / "config.json").write_text(json.dumps(written))
-    save_file(weights, folder / "model.safetensors", metadata={"format": "pt"})
-    return str(folder)
+    return write_checkpoint(folder, written, weights)
 
 
 def split_text(length: int) -> tuple[list[int], list[int]]:

@@ -7,11 +7,11 @@ from typing import Any
 
 import pytest
 import torch
-from safetensors.torch import load_file, save_file
+from safetensors.torch import load_file
 from vllm import LLM
 
 from tests.full_tests import speculators_library
-from tests.full_tests.block_drafters import KINDS, BlockReference, make_drafter
+from tests.full_tests.block_drafters import KINDS, BlockReference, make_drafter, write_checkpoint
 from tests.full_tests.engines import engine, first_tokens, generate
 from tests.full_tests.heads import MAX_LEN, TINY, greedy, head, target, texts
 from tests.full_tests.speculation import Account, accounts, speculating
@@ -41,12 +41,10 @@ def checkpoint(tmp_path_factory: pytest.TempPathFactory) -> str:
         },
         "transformer_layer_config": layer,
     }
-    (folder / "config.json").write_text(json.dumps(config))
     weights = load_file(source / "model.safetensors")
     named = {name.replace("midlayer.", "layers.0."): weight for name, weight in weights.items()}
     assert set(named) != set(weights)
-    save_file(named, folder / "model.safetensors", metadata={"format": "pt"})
-    return str(folder)
+    return write_checkpoint(folder / "checkpoint", config, named)
 
 
 def drafted(llm: LLM, num_tokens: int = 24) -> tuple[list[list[int]], list[Account]]:
