@@ -101,7 +101,6 @@ TESTS = (
     "test_batching",
     "test_sampling_params",
     "test_draft_model",
-    "test_catch_up",
     "test_speculation_oracle",
     "test_speculation_logprobs",
     "test_speculation_structured",
