@@ -760,7 +760,7 @@ def test_unsupported_quantization_is_refused(
 ) -> None:
     path = tmp_path / "quant.json"
     path.write_text('{"mode": "MEASURE", "dump_stats_path": "x"}')
-    made = engine_config(tmp_path, None)
+    made = engine_config(tmp_path, None, worker_extension_cls="the.calibration")
     made.additional_config = {"gaudi_spec": {k: v.replace("FILE", str(path)) for k, v in options.items()}}
     monkeypatch.setenv("QUANT_CONFIG", str(path))
     with refused_with(message):
@@ -960,12 +960,21 @@ def test_measuring_with_fp8_kv_is_refused(tmp_path: Path, monkeypatch: pytest.Mo
         engine_config(tmp_path, None, kv_cache_dtype="fp8_inc")
 
 
+def test_measuring_outside_of_the_calibration_is_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    path = tmp_path / "quant.json"
+    monkeypatch.setenv("QUANT_CONFIG", str(path))
+    path.write_text(json.dumps({"mode": "MEASURE", "dump_stats_path": str(tmp_path / "inc")}))
+    with pytest.raises(UnsupportedConfigError, match="mode MEASURE is for calibration/step_3"):
+        engine_config(tmp_path, None)
+    engine_config(tmp_path, None, worker_extension_cls="fp8_calibration.observers.Extension")
+
+
 def test_adapters_with_quant_config_are_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     path = tmp_path / "quant.json"
     monkeypatch.setenv("QUANT_CONFIG", str(path))
     path.write_text(json.dumps({"mode": "MEASURE", "dump_stats_path": str(tmp_path / "inc")}))
     with pytest.raises(UnsupportedConfigError, match="LoRA adapters are not supported with QUANT_CONFIG"):
-        engine_config(tmp_path, None, enable_lora=True)
+        engine_config(tmp_path, None, enable_lora=True, worker_extension_cls="the.calibration")
 
 
 def test_custom_logits_processors_are_refused_with_speculation(tmp_path: Path) -> None:

@@ -65,6 +65,12 @@ _ONLY = {
 }
 
 
+NEEDS_CALIBRATION = (
+    "without Intel Neural Compressor on a Gaudi, mode MEASURE is for calibration/step_3_measure.py; run that, or use "
+    "mode QUANTIZE."
+)
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class QuantConfig:
     """A QUANT_CONFIG file."""

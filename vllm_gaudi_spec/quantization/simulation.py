@@ -15,7 +15,7 @@ from vllm.logger import init_logger
 
 from vllm_gaudi_spec.config import E4M3_MAX, GAUDI2, UnsupportedConfigError
 from vllm_gaudi_spec.quantization import files
-from vllm_gaudi_spec.quantization.config import QuantConfig
+from vllm_gaudi_spec.quantization.config import NEEDS_CALIBRATION, QuantConfig
 from vllm_gaudi_spec.quantization.fingerprint import fingerprint
 from vllm_gaudi_spec.quantization.fp8 import Arithmetic, to_e4m3
 from vllm_gaudi_spec.quantization.layers import (
@@ -78,10 +78,7 @@ def apply(
     try:
         if quant_config.measures:
             if measure is None:
-                raise UnsupportedConfigError(
-                    f"{quant_config.option}: without Intel Neural Compressor on a Gaudi, mode MEASURE is for "
-                    "calibration/step_3_measure.py; run that, or use mode QUANTIZE."
-                )
+                raise UnsupportedConfigError(f"{quant_config.option}: {NEEDS_CALIBRATION}")
             return measure(model, quant_config, load_context)
         quantize(model, quant_config, load_context, arithmetic)
     except files.QuantFilesError as error:

@@ -20,7 +20,13 @@ from vllm_gaudi_spec.config import (
 )
 from vllm_gaudi_spec.methods import has_model
 from vllm_gaudi_spec.quantization.checkpoint import find_misfit
-from vllm_gaudi_spec.quantization.config import drafter_config, hostile_scales, missing_scales, target_config
+from vllm_gaudi_spec.quantization.config import (
+    NEEDS_CALIBRATION,
+    drafter_config,
+    hostile_scales,
+    missing_scales,
+    target_config,
+)
 from vllm_gaudi_spec.quantization.dequantized import (
     DEQUANTIZED,
     described,
@@ -138,7 +144,10 @@ def quantization_refusals(vllm_config: VllmConfig, backend: DeviceBackend) -> It
         if vllm_config.parallel_config.data_parallel_size > 1:
             yield f"{config.option} does not run data parallel; use --data-parallel-size 1, or unset it."
         if config.measures:
-            continue  # files of an earlier run are overwritten
+            # Files of an earlier run are overwritten.
+            if backend.traits.simulates_quantization and not vllm_config.parallel_config.worker_extension_cls:
+                yield f"{config.option}: {NEEDS_CALIBRATION}"
+            continue
         if backend.traits.takes_quant_config and not backend.traits.simulates_quantization:
             yield from hostile_scales(config)
         else:
