@@ -92,7 +92,7 @@ class Reports:
     def send(self, step: StepResult) -> Report:
         """Start the copy. The step's tensors may be overwritten once this has returned."""
         parts = _list_tensors(step)
-        if step.packed is not None and step.packed.numel() == sum(part.numel() for part in parts):
+        if step.packed is not None and len(parts) == len(_list_tensors(_without_scores(step.verification))):
             return Report(step, self._downloads.start(step.packed))
         if step.verification is not None:
             self._recorder.saw(report_signature(step.signature, has_drafts=step.drafts is not None))
@@ -112,7 +112,11 @@ def _list_tensors(step: StepResult) -> list[torch.Tensor]:
 
 def pack_verification(verification: Verification) -> torch.Tensor:
     """Return what a step without drafts and log-probabilities reports."""
-    return _pack(*_list_tensors(StepResult([], verification._replace(logprobs=None, scores=None))))
+    return _pack(*_list_tensors(_without_scores(verification)))
+
+
+def _without_scores(verification: Verification | None) -> StepResult:
+    return StepResult([], verification and verification._replace(logprobs=None, scores=None))
 
 
 def _pack(*parts: torch.Tensor) -> torch.Tensor:

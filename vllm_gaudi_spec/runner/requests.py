@@ -337,12 +337,14 @@ def _list_blocks(
     Padding belongs to no row. For a resumed request vLLM puts block 0 where a sliding window has passed; it is left
     out.
     """
-    rows, width = table_np.shape
+    rows = len(table_np)
+    table_np = table_np[:, : max(int(end_np.max(initial=0)), 1)]
+    width = table_np.shape[1]
     index_np = np.arange(width)
     used = (index_np >= begin_np[:, None]) & (index_np < end_np[:, None])
     blocks = np.zeros((rows, -(-width // group), group), dtype=np.int32)
     blocks.reshape(rows, -1)[:, :width] = np.where(used, table_np, 0)
-    row, index = np.nonzero(blocks.any(-1))
+    row, index = np.nonzero(np.bitwise_or.reduce(np.moveaxis(blocks, -1, 0)))
     listed = np.zeros((group + 2, num_entries), dtype=np.int32)
     listed[-2] = rows
     listed[:-2].reshape(num_entries, group)[: len(row)] = blocks[row, index]

@@ -70,7 +70,7 @@ class Shapes:
         *,
         block_size: int | None = None,
         num_blocks: int | None = None,
-        slices_chunks: bool = False,
+        slices_chunks: bool | None = None,
     ) -> Shapes:
         """Derive the lists from the options.
 
@@ -78,7 +78,7 @@ class Shapes:
             widths: `Speculation.widths`, or empty without speculation.
             block_size: Size of the smallest KV blocks, once it is known.
             num_blocks: Number of the smallest KV blocks, once it is known.
-            slices_chunks: Whether the model and its drafter can read chunks in slices, once that is known.
+            slices_chunks: Whether the model and its drafter can read chunks in slices. If None, sizes cover both forms.
         """
         num_drafts = max(widths, default=0)
         scheduler, max_len = vllm_config.scheduler_config, vllm_config.model_config.max_model_len
@@ -101,13 +101,13 @@ class Shapes:
         size = block_size or backend.traits.block_size
         # Where nothing is captured, a longer forward is no faster than two and takes more memory.
         most_tokens = max(prefill[-1], scheduler.max_num_batched_tokens if backend.traits.captures else 0)
-        slice_tokens = backend.traits.slice_tokens if slices_chunks else 0
+        slice_tokens = 0 if slices_chunks is False else backend.traits.slice_tokens
         slice_rows: tuple[int, ...] = ()
         if slice_tokens and not (options.prefill_rows or options.prefill_buckets) and _can_slice(vllm_config):
             # One list for all chunks, so it may be twice as long.
             lengths = divided_powers(slice_tokens, most_tokens, step, 8)
             slice_rows = tuple(length // slice_tokens for length in lengths)
-        widest_chunk = slice_tokens if slice_rows else longest_chunk
+        widest_chunk = slice_tokens if slice_rows and slices_chunks else longest_chunk
         return cls(
             decode_rows=decode,
             decode_queries=(1, *(1 + width for width in widths)),

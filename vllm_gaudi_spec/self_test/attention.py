@@ -74,6 +74,7 @@ def check_prompts(subject: Subject) -> str:
     rows = _Rows(subject, lengths, chunk, decode=False, window=_WINDOW)
     rows.hide([start - _WINDOW + 1 for start in starts])
     rows.check(f"prompt chunks under a window of {_WINDOW}", starts, real)
+    # With the row of padding as many queries of all heads as FlashAttention takes on CUDA.
     rows = _Rows(subject, [2 * _LONG_CHUNK], _LONG_CHUNK, decode=False)
     rows.check(f"prompt chunks of {_LONG_CHUNK}", [_LONG_CHUNK], [_LONG_CHUNK], each=_COMPARED_EACH)
     if slice_tokens := subject.backend.traits.slice_tokens:
@@ -341,9 +342,9 @@ def _attend(subject: Subject, what: str, starts: list[int], real: list[int], que
 def _attend_long(subject: Subject, what: str, queries: int) -> str:
     """Check long rows that share the blocks of a prefix, and long rows with a sliding window."""
     starts, real = [length - queries for length in _LONG], [queries] * len(_LONG)
-    rows = _Rows(subject, list(_LONG), queries, decode=True, shares_prefix=True)
+    rows = _Rows(subject, list(_LONG), queries, decode=True, shares_prefix=True, group=2)
     rows.check(f"{what} with a shared prefix", starts, real)
-    rows = _Rows(subject, list(_LONG), queries, decode=True, window=_WINDOW)
+    rows = _Rows(subject, list(_LONG), queries, decode=True, window=_WINDOW, group=8)
     rows.hide([start - _WINDOW + 1 for start in starts])
     rows.check(f"{what} under a window of {_WINDOW}", starts, real)
     return f"{what} over up to {max(_LONG)} keys, with a shared prefix and with a window"
@@ -362,8 +363,13 @@ class _Rows:
         shares_prefix: bool = False,
         window: int | None = None,
         slice_tokens: int | None = None,
+        group: int = 1,
     ) -> None:
-        """`slice_tokens`: the length of the slices into which prompt chunks are cut, if they are."""
+        """
+        Args:
+            slice_tokens: The length of the slices into which prompt chunks are cut, if they are.
+            group: How many blocks an entry of a decode's list has.
+        """
         traits = subject.backend.traits
         block = traits.block_size
         self._subject, self._queries, self._window, self._decode = subject, queries, window, decode
@@ -380,13 +386,14 @@ class _Rows:
         self._layer = _Layer(subject, num_blocks, window=window)
         self._flat = None
         if decode and traits.flat_decode:
-            # Pairs of blocks, unordered, with padding at the end.
-            pairs = []
+            # Unordered, with padding at the end.
+            entries = []
             for row, length in enumerate(lengths):
-                blocks = [*self._table_BW[row].tolist(), 0]
-                pairs += [(*blocks[index : index + 2], row, index) for index in range(0, -(-length // block), 2)]
-            listed = torch.tensor(pairs[::-1] + [(0, 0, rows, 0)] * 3, dtype=torch.int32)
-            self._flat = torch.cat((listed[:, :2].flatten(), *listed[:, 2:].unbind(1))).view(4, -1)
+                blocks = [*self._table_BW[row].tolist(), *[0] * (group - 1)]
+                firsts = range(0, -(-length // block), group)
+                entries += [(*blocks[index : index + group], row, index) for index in firsts]
+            listed = torch.tensor(entries[::-1] + [(*[0] * group, rows, 0)] * 3, dtype=torch.int32)
+            self._flat = torch.cat((listed[:, :group].flatten(), *listed[:, group:].unbind(1))).view(group + 2, -1)
         self._huge_SKD, self._huge_values_SKD = (
             random((num_blocks * block, _KV_HEADS, _HEAD_SIZE), seed, subject.dtype).sign() * _HUGE for seed in (1, 2)
         )

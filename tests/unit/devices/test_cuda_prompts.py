@@ -8,6 +8,7 @@ import torch
 from tests.unit.attention.test_paged_attention import TOLERANCE, make_scene
 from vllm_gaudi_spec.attention.metadata import AttentionCall
 from vllm_gaudi_spec.devices.common.kv_pair import KVPair
+from vllm_gaudi_spec.upstream.flash_attention import find_flash_attention
 
 QUERIES = 32
 
@@ -52,6 +53,8 @@ def test_chunks_in_rows_and_in_slices_equal_float64(
 ) -> None:
     from vllm_gaudi_spec.devices.cuda import prompts
 
+    if find_flash_attention() is None:
+        pytest.skip("vLLM has no FlashAttention 3 for this GPU")
     starts, count = [0, 5, 130], 320
     scene = make_scene(
         starts,
@@ -80,7 +83,7 @@ def test_chunks_in_rows_and_in_slices_equal_float64(
                 starts_B=(there.starts_B[:, None] + offsets).flatten(),
                 block_table_BW=there.block_table_BW.repeat_interleave(slices, dim=0),
             )
-        assert prompts.takes(there, spec)
+        assert prompts.supports(spec)
         return prompts.attend(query.cuda(), kv, there, spec).cpu()
 
     atol, rtol = TOLERANCE[torch.bfloat16]
