@@ -119,7 +119,7 @@ class ModelRunner(RunnerParts):
         if self.pooling is None and self.requests.admitted:
             for request in self.requests.admitted:
                 self.sampling.admit(request)
-            # Not in the sampling pass: a pass of background warm-up may only compile, and would lose the values.
+            # Here, so that a row's values are there even if its request never samples.
             self.sampling.flush()
         self.drafting.apply(self.requests)
         if (status := scheduled.drafter_status) is not None:

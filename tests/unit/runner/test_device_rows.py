@@ -79,10 +79,7 @@ def test_memory_beside_kv_counts_what_steps_keep(
 
 
 def test_row_is_reset_although_its_request_never_samples(tmp_path: Path) -> None:
-    """A row passes from a request with a mask to one that is aborted before it samples, then to one without a mask.
-
-    Background warm-up may run sampling passes in between that only compile.
-    """
+    """A row passes from a request with a mask to one that is aborted before it samples, then to one without a mask."""
     engine = SmallEngine(Variant(None, backend=CompilingBackend, num_blocks=200), tmp_path)
     params: dict[str, Any] = dict(temperature=0.0, max_tokens=4, ignore_eos=True)
     engine.add("masked", [1, 2, 3], SamplingParams(allowed_token_ids=[5], **params))
