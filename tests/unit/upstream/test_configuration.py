@@ -221,7 +221,8 @@ def test_inc_is_read_from_quant_config(has_file: bool, tmp_path: Path, monkeypat
         file = tmp_path / "measure.json"
         file.write_text(json.dumps({"mode": "MEASURE", "dump_stats_path": str(tmp_path / "measured")}))
         monkeypatch.setenv("QUANT_CONFIG", str(file))
-        assert engine_config(tmp_path / "model", None, quantization="inc").model_config.quantization is None
+        options = dict(quantization="inc", worker_extension_cls="the.calibration")
+        assert engine_config(tmp_path / "model", None, **options).model_config.quantization is None
     else:
         monkeypatch.delenv("QUANT_CONFIG", raising=False)
         with pytest.raises(ValueError, match="Cannot find the config file for inc"):
