@@ -117,7 +117,7 @@ Row = dict[str, Any]
 def rows_of(result: str, number: int = 0) -> list[Row]:
     """Return a table of a result file as one dictionary per row."""
     found = json.loads((RESULTS / f"{result}.json").read_text())["tables"][number]
-    # Of two columns with the same title, the first counts.
+    # If two columns have the same title, the first one counts.
     return [dict(zip(reversed(found["columns"]), reversed(row), strict=True)) for row in found["rows"]]
 
 

@@ -160,7 +160,7 @@ PREFIX = [3 + 7 * index % 40 for index in range(300)]
 
 @pytest.mark.slow
 def test_npu_a04_rows_that_share_a_prefix(looping_llama: str) -> None:
-    """Of 3 blocks each, 2 of them shared: 18 together, with fewer in the cache."""
+    """Each request lists 3 blocks and shares 2 of them, so 18 are listed, more than the cache has."""
     prompts = [TokensPrompt(prompt_token_ids=[*PREFIX, 50 + row]) for row in range(NUM_ROWS)]
     sampling = SamplingParams(temperature=0, max_tokens=24, ignore_eos=True)
     sizes = dict(max_num_seqs=NUM_ROWS, max_model_len=512, max_num_batched_tokens=512)

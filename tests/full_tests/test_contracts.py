@@ -1,4 +1,4 @@
-"""What vLLM may ask of a platform in ways a user hardly sees: aborts, logits processors, sleep, engine after engine."""
+"""Check contracts with vLLM that users hardly see: aborts, logits processors, sleep, engines one after another."""
 
 from typing import Any
 

@@ -1,4 +1,4 @@
-"""What programs that use vLLM as a library reach for in the worker."""
+"""Check the worker methods that programs call when they use vLLM as a library."""
 
 from __future__ import annotations
 

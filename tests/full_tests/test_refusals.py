@@ -115,7 +115,7 @@ def test_head_of_another_model_is_refused(tiny_llama: str) -> None:
 def test_head_for_another_size_is_refused(
     method: str, own_config: dict[str, Any], tmp_path: Path, tiny_llama: str
 ) -> None:
-    """As its configuration says: an EAGLE-3 head's own size may differ from that of what it reads."""
+    """The configuration decides, since an EAGLE-3 head's own size may differ from the size of the states it reads."""
     if own_config:
         shutil.copytree(head(method, 3)["model"], tmp_path, dirs_exist_ok=True)
         config = json.loads((tmp_path / "config.json").read_text())

@@ -39,7 +39,7 @@ LOGPROBS: list[dict[str, Any]] = [
     dict(logprobs=-1, max_tokens=1),
     dict(prompt_logprobs=0, max_tokens=1),
     dict(prompt_logprobs=5, logprobs=2, max_tokens=4),
-    # What is asked of the logits as they are, not of what the sampler makes of them.
+    # These log-probabilities are those of the raw logits, before the sampler edits them.
     dict(logprobs=3, max_tokens=12, logit_bias={20: 30.0}, presence_penalty=1.0),
 ]
 LENGTHS = [4, 40, 130]

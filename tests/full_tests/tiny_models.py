@@ -80,7 +80,7 @@ def looping_llama() -> PreTrainedModel:
 
 
 def looping_with_experts(build: Callable[..., PreTrainedModel]) -> PreTrainedModel:
-    """As the looping Llama, for models of which the experts should not decide everything either."""
+    """Make a model loop like the looping Llama, and keep its experts from deciding everything."""
     return _loop(build(), 0.1, "o_proj", "down_proj", ".w2.")
 
 

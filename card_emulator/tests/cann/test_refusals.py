@@ -257,7 +257,7 @@ REFUSED: dict[str, tuple[Callable[[Acl], Any], str]] = {
 
 @pytest.mark.parametrize("case", REFUSED)
 def test_refused_by_one_check(case: str, acl: Acl) -> None:
-    """With that check switched off, the same program passes."""
+    """A program is refused, and passes once that check is switched off."""
     run, words = REFUSED[case]
     with pytest.raises(Refused, match=words):
         run(acl)

@@ -411,7 +411,7 @@ def test_l24_random_draws_differ_between_replays(card: Any) -> None:
 
 
 def test_operators_of_graphs_are_listed_with_a_dtype(card: Any) -> None:
-    """By the first operand that is no mask; views are not listed, nor what runs outside of graphs."""
+    """The dtype is that of the first operand that is no mask. Views and work outside of graphs are not listed."""
     ones = torch.ones(4, device="hpu")
     torch.sigmoid(ones)
     run = graph(lambda x: torch.where(x > 0, x.int().view(2, 2) + 1, 0))

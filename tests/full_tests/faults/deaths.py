@@ -22,7 +22,7 @@ def processes(server: Server, name: str) -> list[psutil.Process]:
 
 
 def check_death(server: Server, strike: Callable[[], None], reason: str, num_tokens: int = 900) -> None:
-    """With requests under way: what docs/how_to/troubleshoot.md says of a death. The log gives the `reason`.
+    """Check that a death under load ends as docs/how_to/troubleshoot.md says, and that the log has `reason`.
 
     `num_tokens` is so large that no answer is complete when it strikes, even if this process is slower than the server.
     """

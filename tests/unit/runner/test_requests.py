@@ -116,8 +116,9 @@ class FlatBackend(HostBackend):
     traits = replace(HostBackend.traits, flat_decode=True)
 
 
-def flat_requests(block_sizes: list[int]) -> Requests:
-    return Requests(FlatBackend(), max_rows=4, max_len=256, block_sizes=block_sizes, max_context=192, seed=0)  # type: ignore[arg-type]
+def flat_requests(block_sizes: list[int], **options: Any) -> Requests:
+    backend: Any = FlatBackend()
+    return Requests(backend, max_rows=4, max_len=256, block_sizes=block_sizes, max_context=192, seed=0, **options)
 
 
 def admitted(requests: Requests, blocks: dict[str, tuple[list[int], ...]]) -> np.ndarray:
@@ -147,17 +148,7 @@ def entries(packed_np: np.ndarray) -> list[tuple[int, ...]]:
 def test_blocks_outside_the_window_are_not_listed(in_flight: int) -> None:
     """A running request keeps its old blocks in the table even if they were reused. The host's count of its tokens may
     be too high by `in_flight`."""
-    backend: Any = FlatBackend()
-    requests = Requests(
-        backend,
-        max_rows=4,
-        max_len=256,
-        block_sizes=[16, 16],
-        max_context=192,
-        seed=0,
-        windows=[None, 20],
-        in_flight=in_flight,  # type: ignore[arg-type]
-    )
+    requests = flat_requests([16, 16], windows=[None, 20], in_flight=in_flight)
     rows_np = admitted(requests, {"a": (list(range(1, 9)), list(range(11, 19)))})
     for end in range(1, 129):
         every, some = requests.decode_blocks(rows_np, [end], 16).flat
@@ -193,16 +184,7 @@ def test_block_lists_agree_with_block_tables(seed: int) -> None:
 
 def test_long_rows_have_entries_of_two_blocks() -> None:
     """Entries begin at even blocks, also the one in which a window begins at an odd block."""
-    backend: Any = FlatBackend()
-    requests = Requests(
-        backend,
-        max_rows=4,
-        max_len=256,
-        block_sizes=[2, 2],
-        max_context=192,
-        seed=0,
-        windows=[None, 140],  # type: ignore[arg-type]
-    )
+    requests = flat_requests([2, 2], windows=[None, 140])
     ids = list(range(1, 89))
     rows_np = admitted(requests, {"a": (ids, ids)})
     every, some = requests.decode_blocks(rows_np, [175], 150).flat
