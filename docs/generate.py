@@ -195,22 +195,15 @@ def cells_cpu() -> list[Row]:
 
 
 def cells_gpu() -> list[Row]:
-    """Summarize the random cells on a GPU; the faster of upstream's runners counts in each cell."""
+    """Summarize the random cells on a GPU by method."""
     found = []
-    for title, places, drafts in (
-        ("with drafts, earlier commit", (0,), True),
-        ("no speculation, earlier commit", (0, 1), False),
-        ("no speculation, later commit", (2,), False),
-    ):
-        chosen = [
-            cell for place in places for cell in rows_of("upstream_random_h200", place) if (cell["k"] > 0) == drafts
-        ]
-        middle: Row = {}
+    for place, title in enumerate(("no speculation", "draft model", "EAGLE", "n-grams")):
+        cells = rows_of("upstream_random_h200", place)
+        row: Row = {"method": f"{title}, {len(cells)} cells"}
         for name, what in (("step", "of a step"), ("batch", "of the batch"), ("first", "to first tokens")):
-            columns = [f"time {what} / upstream", f"time {what} / upstream, older"]
-            ratios = [min(cell[column][0] for column in columns if cell[column]) for cell in chosen]
-            middle[name] = f"{median(ratios):.2f}"
-        found.append({"requests": f"{len(chosen)} cells, {title}", **middle})
+            ratios = [cell[f"time {what} / upstream"][0] for cell in cells]
+            row[name] = f"{median(ratios):.2f} ({min(ratios):.2f})"
+        found.append(row)
     return found
 
 
@@ -383,14 +376,19 @@ PARTS: dict[str, Callable[[], str]] = {
         },
     ),
     "gpu_cells": lambda: pick(
-        cells_gpu(), {"requests": "cells", "step": "decode step", "batch": "whole batch", "first": "first tokens"}
+        cells_gpu(), {"method": "cells", "step": "decode step", "batch": "whole batch", "first": "first tokens"}
     ),
     "gpu_prompts": lambda: pick(
         prompts_gpu(), {"prompts": "prompts", "1": "1 request", "8": "8 requests", "32": "32 requests"}
     ),
     "gpu_serving": lambda: pick(
-        rows_of("serving_h200"),
+        [
+            {**row, "drafts": drafts}
+            for place, drafts in enumerate(("none", "EAGLE"))
+            for row in rows_of("serving_h200", place)
+        ],
         {
+            "drafts": "drafts",
             "requests/s": "requests/s",
             "server": "server",
             "output_throughput": "tokens/s",
