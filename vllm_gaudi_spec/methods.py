@@ -74,9 +74,10 @@ _BLOCK = replace(
     about="a block of tokens is drafted in one pass",
 )
 DFLASH, DRAFT_MODEL, DSPARK, EAGLE3, MEDUSA = "dflash", "draft_model", "dspark", "eagle3", "medusa"
+NGRAM, NGRAM_GPU = "ngram", "ngram_gpu"
 METHODS = {
-    "ngram": _NGRAM,
-    "ngram_gpu": replace(_NGRAM, proposer="ngram.DeviceNgramProposer", on_device=True),
+    NGRAM: _NGRAM,
+    NGRAM_GPU: replace(_NGRAM, proposer="ngram.DeviceNgramProposer", on_device=True),
     "suffix": Method(
         proposer="suffix.SuffixProposer",
         about="drafts the likeliest continuation of words seen before",

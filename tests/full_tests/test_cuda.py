@@ -18,7 +18,7 @@ from tests.full_tests.captured import Reference, captured, programs_are_the_mani
 from tests.full_tests.engines import counter, engine, first_tokens, generate
 from tests.full_tests.parallel_checkpoints import save_tokenizer
 from tests.full_tests.ranks import ranks_agree
-from tests.full_tests.speculation import accepted, ngram, speculating
+from tests.full_tests.speculation import METHODS, accepted, ngram, speculating
 from tests.full_tests.test_block_drafters import TARGET, check_drafts_on_card
 from tests.full_tests.test_mtp import check_every_draft
 from tests.full_tests.test_parallel_drafting import METHODS as PARALLEL
@@ -61,13 +61,13 @@ def test_device_is_cuda() -> None:
     assert describe_device() == {"device": "cuda", "mode": "captured"}
 
 
-# Those that draft on the host do not let steps overlap.
-@pytest.mark.parametrize(("method", "overlapping"), [("ngram", False), ("ngram_gpu", False), ("ngram_gpu", True)])
+# A drafter on the host does not let steps overlap.
+@pytest.mark.parametrize(("method", "overlapping"), [("suffix", False), ("ngram", False), ("ngram", True)])
 def test_drafters_without_a_model_are_lossless(
     method: str, overlapping: bool, looping_llama: str, requests: list[Request], alone: Reference
 ) -> None:
     before = captured()
-    with speculating(looping_llama, dict(ngram(3), method=method), **BOTH, async_scheduling=overlapping) as llm:
+    with speculating(looping_llama, METHODS[method](3), **BOTH, async_scheduling=overlapping) as llm:
         programs_are_the_manifest(llm, before)
         with never_waiting():
             alone.check(requests, run_together(llm, requests))

@@ -50,18 +50,13 @@ def test_device_is_emulated() -> None:
 
 
 CASES: dict[str, tuple[dict[str, Any], dict[str, Any]]] = {
-    "ngram": (ngram(3), BOTH),
-    "ngram on the device, overlapping steps": (
-        dict(ngram(3), method="ngram_gpu"),
-        dict(BOTH, async_scheduling=True, block_size=16),  # so small that rows have entries of several blocks
-    ),
+    "ngram": (ngram(3), BOTH | dict(block_size=16)),  # so small that rows have entries of several blocks
     "suffix, preempted": (suffix(5), SIZES | SMALL_KV | dict(block_size=32)),
 }
 
 
 MARKS: dict[str, list[pytest.MarkDecorator]] = {
-    "ngram": [pytest.mark.slow],
-    "ngram on the device, overlapping steps": [],
+    "ngram": [],
     "suffix, preempted": [pytest.mark.slow],
 }
 

@@ -15,7 +15,7 @@ from vllm.distributed import destroy_distributed_environment, destroy_model_para
 import card_emulator
 from tests.full_tests.captured import captured, programs_are_the_manifest
 from tests.full_tests.engines import engine
-from tests.full_tests.speculation import ngram
+from tests.full_tests.speculation import ngram, suffix
 from tests.full_tests.tiny_models import VOCAB
 from vllm_gaudi_spec import worker
 from vllm_gaudi_spec.config import UnsupportedConfigError
@@ -56,7 +56,7 @@ def shrink(card: Any, monkeypatch: pytest.MonkeyPatch, num_bytes: int) -> None:
 
 
 @pytest.mark.parametrize(
-    "method", ["ngram", *(pytest.param(one, marks=pytest.mark.slow) for one in ("ngram_gpu", "retokenize"))]
+    "method", ["ngram", *(pytest.param(one, marks=pytest.mark.slow) for one in ("suffix", "retokenize"))]
 )
 def test_r01_the_largest_steps_run_before_the_kv_cache_is_sized(
     method: str, looping_llama: str, twin: str, card: Any, monkeypatch: pytest.MonkeyPatch
@@ -73,7 +73,7 @@ def test_r01_the_largest_steps_run_before_the_kv_cache_is_sized(
         assert (card.in_use, card.graph_bytes, len(card.graphs), set(vars(runner))) == before, "nothing is left"
         return found[0][0]
 
-    drafter = ngram(2) | dict(method=method)
+    drafter = suffix(2) if method == "suffix" else ngram(2)
     if method == "retokenize":
         drafter = dict(method="universal_draft", model=twin, num_speculative_tokens=2)
     own = dict(gaudi_spec=dict(universal_context=method)) if method == "retokenize" else {}
@@ -86,7 +86,7 @@ def test_r01_the_largest_steps_run_before_the_kv_cache_is_sized(
     ((peak, budget),) = found
     assert peak > 2 * 3 * VOCAB * 4, "at least the scores of two rows of three"
     assert 0.9 * (budget - peak) < kv <= budget - peak
-    assert (DRAFTS in kinds, DRAFTERS_READS in kinds) == (method != "ngram", method == "retokenize")
+    assert (DRAFTS in kinds, DRAFTERS_READS in kinds) == (method != "suffix", method == "retokenize")
 
 
 @pytest.mark.slow

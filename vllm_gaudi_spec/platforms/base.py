@@ -396,5 +396,4 @@ def _explain_sync_scheduling(vllm_config: VllmConfig, speculation: Speculation |
     if speculation.on_device:
         return None
     name = f"universal_context {RETOKENIZE}" if speculation.retokenizes else f"method {speculation.method}"
-    instead = "; ngram_gpu drafts the same on the device" if speculation.method == "ngram" else ""
-    return f"{name} drafts on the host, from what it has read of a step{instead}"
+    return f"{name} drafts on the host, from what it has read of a step"

@@ -7,7 +7,7 @@ from dataclasses import fields
 from typing import TYPE_CHECKING
 
 from vllm_gaudi_spec.config import MAX_DRAFTS, count_mtp_layers, find_mask_token
-from vllm_gaudi_spec.methods import EAGLE3, MEDUSA, METHODS, RULES, SYNTHETIC
+from vllm_gaudi_spec.methods import EAGLE3, MEDUSA, METHODS, NGRAM, NGRAM_GPU, RULES, SYNTHETIC
 
 if TYPE_CHECKING:
     from vllm.config import SpeculativeConfig
@@ -71,7 +71,7 @@ def weightless_refusals(spec_config: SpeculativeConfig) -> Iterator[str]:
             f"use {', '.join(others)} or {last} in --speculative-config."
         )
     useless = [*set_options(spec_config, _DRAFTER_MODEL_OPTIONS), *_options_of_other_methods(spec_config)]
-    names = (method, f"[{method}]", *(("ngram", "[ngram]") if method == "ngram_gpu" else ()))
+    names = (method, f"[{method}]", *((NGRAM, f"[{NGRAM}]") if method == NGRAM_GPU else ()))
     if "model" not in METHODS[method].options and spec_config.model not in (None, *names):
         useless.append("model")
     yield from _refuse_useless(spec_config, useless)

@@ -7,15 +7,16 @@ from functools import partial
 from typing import Any, Literal
 
 from vllm_gaudi_spec.config import IS_UNIVERSAL, UNIVERSAL_DRAFT, UnsupportedConfigError
+from vllm_gaudi_spec.devices import load_backend
 from vllm_gaudi_spec.environment import TRUST_DRAFT_CODE, quant_config_path, trusts_draft_code
-from vllm_gaudi_spec.methods import DRAFT_MODEL, EAGLE3, MEDUSA, METHODS, RULES, has_model
+from vllm_gaudi_spec.methods import DRAFT_MODEL, EAGLE3, MEDUSA, METHODS, NGRAM, NGRAM_GPU, RULES, has_model
 from vllm_gaudi_spec.upstream.patching import do_nothing, raise_unchanged, widen, wrap
 from vllm_gaudi_spec.upstream.release import FROM_0_33
 from vllm_gaudi_spec.versions import installed
 
 
 def describe_drafters() -> None:
-    """Changes how a speculative configuration describes its drafter. One wrapper; each of its seven parts can go alone.
+    """Change how a speculative configuration describes its drafter. One wrapper; each of its eight parts can go alone.
 
     Method `universal_draft` is an alias of a draft model with `use_heterogeneous_vocab`, for every draft sample method
     and for vocabularies of other sizes.
@@ -43,6 +44,10 @@ def describe_drafters() -> None:
     Reason: upstream reads the target's tokenizer, dtype and ranks for it, and both fields are optional. Without them
     it ends with an AttributeError of None.
     Remove when: upstream checks both fields before it reads them.
+
+    Method `ngram` is `ngram_gpu` on a device that captures graphs.
+    Reason: its drafts are the same, and do not make the device wait for the host.
+    Remove when: upstream has one method that chooses.
 
     Medusa is refused in one line from vLLM 0.33 on.
     Reason: upstream removed the model's class and its configuration, and would answer with a list of methods.
@@ -110,6 +115,8 @@ def _describe_drafter(original: Callable[..., Any], config: Any) -> Any:
         # From here on upstream only refuses its own flag; `config.py` reads ours.
         config.use_heterogeneous_vocab = False
         setattr(config, IS_UNIVERSAL, True)
+    if config.method == NGRAM and load_backend().traits.captures:
+        config.method = NGRAM_GPU
     method = METHODS.get(config.method)
     if target is not None and method is not None and method.in_target and _is_in_targets_folder(config):
         _share_positions(config)
@@ -149,7 +156,7 @@ def _read_speculators_format(config: Any) -> None:
 def _describe_new_lookup(original: Callable[..., Any], config: Any) -> Any:
     """Lets vLLM describe a method of ours without a model as n-gram drafting."""
     method, lookup = config.method, (config.prompt_lookup_min, config.prompt_lookup_max)
-    config.method, config.model = "ngram_gpu", config.model or method
+    config.method, config.model = NGRAM_GPU, config.model or method
     result = original(config)
     config.method = method
     config.prompt_lookup_min, config.prompt_lookup_max = lookup  # vLLM filled in defaults for n-grams
