@@ -17,6 +17,7 @@ from tests.full_tests.workload import Answer, Request, check_same, mixed_request
 from tests.models import checkpoints
 from tests.models.run import CASES
 from vllm_gaudi_spec.recurrent import table
+from vllm_gaudi_spec.tools.doctor.layers import num_layers_with_kv, state_bytes
 
 CASE = "qwen3-next"
 """Its layers have a state and a convolution."""
@@ -78,8 +79,8 @@ def sizes_are_as_reckoned(runner: Any, num_drafts: int) -> None:
     taken = sum(size for name, size in runner.bytes_beside_kv().items() if "recurrent" in name)
     assert taken == sum(map(size_of, runner.target.states.by_layer.values()))
     rows = SIZES["max_num_seqs"] + 1 + table.num_snapshots(config, None)
-    assert taken == table.state_bytes(config, rows, table.num_pending(num_drafts))
-    num_layers = table.num_layers_with_kv(config.model_config, config.parallel_config)
+    assert taken == state_bytes(config, rows, table.num_pending(num_drafts))
+    num_layers = num_layers_with_kv(config.model_config, config.parallel_config)
     assert num_layers == len(runner.target.kv_cache_spec())
 
 

@@ -1,14 +1,11 @@
-"""The supported architectures with recurrent layers, and what is known of their layers before they are built."""
+"""The supported architectures with recurrent layers, and how many states are kept for them."""
 
 from __future__ import annotations
 
-from copy import copy
-from typing import TYPE_CHECKING, Any, NamedTuple
-
-from vllm_gaudi_spec.recurrent.states import LayerShape
+from typing import TYPE_CHECKING, NamedTuple
 
 if TYPE_CHECKING:
-    from vllm.config import ModelConfig, ParallelConfig, VllmConfig
+    from vllm.config import ModelConfig, VllmConfig
 
 
 class Gates(NamedTuple):
@@ -17,10 +14,6 @@ class Gates(NamedTuple):
     per_head: int = 0
     per_key: int = 0
     """In addition, for each number of a head's key."""
-
-    def count_gates(self, state: tuple[int, ...]) -> int:
-        """Count the gates for a `state` of heads, numbers of a key and of a value; empty for a convolution alone."""
-        return state[0] * (self.per_head + self.per_key * state[1]) if state else 0
 
 
 _DELTA_NET, _KIMI_DELTA, _MAMBA_2, _MAMBA_1, _SHORT_CONVOLUTION = Gates(2), Gates(1, 1), Gates(1), Gates(), Gates()
@@ -81,10 +74,6 @@ CAPTURED: dict[tuple[str, str], tuple[str, ...]] = {
 }
 """By device type and mode: architectures that were also compared with transformers in captured graphs."""
 
-# Types of layers in configurations. A hybrid layer has both.
-_WITH_STATE = ("linear_attention", "mamba", "conv", "hybrid")
-_WITH_KV = ("full_attention", "attention", "hybrid")
-
 
 def num_pending(num_drafts: int) -> int:
     """Return the most tokens of a row that a step leaves to the next one, which knows how many were accepted."""
@@ -117,64 +106,3 @@ def num_snapshots(vllm_config: VllmConfig, requested: int | None) -> int:
 
 def has_states(model: ModelConfig) -> bool:
     return bool(model.is_hybrid or model.is_attention_free)
-
-
-def num_layers_with_kv(model: ModelConfig, parallel: ParallelConfig) -> int:
-    """Return the number of layers with KV on one rank."""
-    if model.is_attention_free:
-        return 0
-    if model.is_hybrid:
-        return _count(model, parallel, _WITH_KV)
-    # vLLM counts none if a checkpoint has MTP layers without giving their number.
-    return max(int(model.get_num_layers(parallel)), 1)
-
-
-def state_bytes(vllm_config: VllmConfig, num_rows: int, num_pending: int) -> int:
-    """Return the size of the states of `num_rows` rows on one rank; 0 for targets without recurrent layers."""
-    model = vllm_config.model_config
-    if not has_states(model):
-        return 0
-    if model.is_attention_free:
-        num_layers = int(model.get_num_layers(vllm_config.parallel_config))
-    else:
-        num_layers = _count(model, vllm_config.parallel_config, _WITH_STATE)
-    return num_rows * num_layers * _layer_shape(vllm_config).num_bytes(num_pending)
-
-
-def _count(model: ModelConfig, parallel: ParallelConfig, kinds: tuple[str, ...]) -> int:
-    config = model.hf_text_config
-    types = (
-        getattr(config, "layers_block_type", None) or getattr(config, "layer_types", None) or _list_kimi_types(config)
-    )
-    start, end = model.get_layers_start_end_indices(parallel)
-    return sum(kind in kinds for kind in types[start:end])
-
-
-def _list_kimi_types(config: Any) -> list[str]:
-    """List the types of Kimi Linear's layers, which vLLM's configuration gives as numbers from 1 on."""
-    recurrent = config.linear_attn_config["kda_layers"]
-    numbers = range(1, config.num_hidden_layers + 1)
-    return ["linear_attention" if number in recurrent else "full_attention" for number in numbers]
-
-
-def _layer_shape(vllm_config: VllmConfig) -> LayerShape:
-    """Return the shape that vLLM's class would keep without drafts, with which its convolution has more inputs."""
-    from vllm_gaudi_spec.upstream.models import ModelRegistry, is_conv_state_dim_first
-
-    model = vllm_config.model_config
-    made_by: Any
-    made_by, architecture = ModelRegistry.resolve_model_cls(model.architectures, model_config=model)
-    without_drafts = copy(vllm_config)
-    without_drafts.speculative_config = None
-    inputs, *states = made_by.get_mamba_state_shape_from_config(without_drafts)
-    dtypes = made_by.get_mamba_state_dtype_from_config(vllm_config)
-    num_channels, num_before = inputs if is_conv_state_dim_first() else reversed(inputs)
-    state = tuple(states[0]) if states else ()
-    return LayerShape(
-        num_channels=num_channels,
-        num_taps=num_before + 1,
-        num_gates=SERVED[architecture].count_gates(state),
-        state=state,
-        dtype=dtypes[0],
-        state_dtype=dtypes[-1],
-    )

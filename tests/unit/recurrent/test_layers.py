@@ -40,7 +40,8 @@ from vllm_gaudi_spec.recurrent.layers import (
     ShortConvolution,
 )
 from vllm_gaudi_spec.recurrent.states import RecurrentStates
-from vllm_gaudi_spec.recurrent.table import SERVED, num_layers_with_kv
+from vllm_gaudi_spec.recurrent.table import SERVED
+from vllm_gaudi_spec.tools.doctor.layers import count_gates, num_layers_with_kv
 
 HIDDEN, NAME = 32, "model.layers.0.mixer"
 
@@ -215,7 +216,7 @@ def test_prompts_and_verify_steps_equal_transformers(
     assert type(ours) is kind, "registered out of tree"
     load(ours, theirs)
     shape = ours.layer_shape()
-    assert shape.num_gates == SERVED[ARCHITECTURES[kind]].count_gates(shape.state), (
+    assert shape.num_gates == count_gates(SERVED[ARCHITECTURES[kind]], shape.state), (
         "memory is planned before it is built"
     )
     num_pending = num_drafts + 1 if num_drafts else 0
