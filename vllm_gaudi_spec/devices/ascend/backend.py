@@ -19,7 +19,7 @@ from vllm_gaudi_spec.attention import padded
 from vllm_gaudi_spec.attention.metadata import AttentionCall, AttentionLayerSpec
 from vllm_gaudi_spec.config import in_one_line
 from vllm_gaudi_spec.devices.ascend import attention as ascend_attention
-from vllm_gaudi_spec.devices.ascend import downloads, errors
+from vllm_gaudi_spec.devices.ascend import downloads
 from vllm_gaudi_spec.devices.ascend.device import usable_torch_npu
 from vllm_gaudi_spec.devices.ascend.graphs import HostLengthsOperation, NpuCaptures
 from vllm_gaudi_spec.devices.base import DeviceBackend, DeviceTraits, Graphs, Memory, Weights
@@ -83,6 +83,8 @@ def make_traits(name: str, torch_device: torch.device) -> DeviceTraits:
 
 # Formatted as by torch_npu (NPUCachingAllocator.cpp, NPUWorkspaceAllocator.cpp).
 _OUT_OF_MEMORY = re.compile(r"NPU out of memory\.(?:.*?ried to allocate (\d+(?:\.\d+)?) (bytes|[KMG]iB))?")
+# CANN's own codes for it (`acl/error_codes`).
+_NO_MEMORY = re.compile(r"(?<![\d.])207(?:001|018)(?!\d)")
 _UNITS = {"bytes": 1, "KiB": 2**10, "MiB": 2**20, "GiB": 2**30}
 
 
@@ -133,7 +135,7 @@ class AscendMemory(StreamMemory):
         if (found := _OUT_OF_MEMORY.search(text)) is not None:
             amount, unit = found.groups()
             return 0 if amount is None else int(float(amount) * _UNITS[unit])
-        return 0 if errors.NO_MEMORY & set(errors.find_codes(text)) else None
+        return 0 if _NO_MEMORY.search(text) else None
 
     def allocate_kv(self, kv_cache_config: KVCacheConfig, layout: KVCacheLayout) -> dict[str, KVPair]:
         by_layer = super().allocate_kv(kv_cache_config, layout)

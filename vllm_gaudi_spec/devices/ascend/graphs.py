@@ -12,13 +12,10 @@ from collections.abc import Callable
 from typing import Any, NamedTuple, Protocol
 
 import torch
-from vllm.logger import init_logger
 
 from vllm_gaudi_spec.config import UnsupportedConfigError, in_one_line
-from vllm_gaudi_spec.devices.ascend import errors
+from vllm_gaudi_spec.devices.ascend.errors import has_no_room
 from vllm_gaudi_spec.devices.common.stream_graphs import Captures, Recorded
-
-logger = init_logger(__name__)
 
 
 class HostLengthsOperation(NamedTuple):
@@ -59,15 +56,12 @@ class NpuCaptures(Captures):
         try:
             graph = super().record(run)
         except RuntimeError as error:
-            if errors.has_no_room(str(error)):
+            if has_no_room(str(error)):
                 raise UnsupportedConfigError(
                     f"the card has no room for more than {len(self.names)} graphs ({in_one_line(error)}); give fewer "
                     "sizes as batch_buckets and prefill_buckets in additional_config.gaudi_spec, or lower "
                     "--max-num-seqs. Drivers before HDK 25.5.1 have room for fewer."
                 ) from error
-            for code in errors.find_codes(str(error)):
-                meaning, remedy = errors.CODES[code]
-                logger.error("CANN's error %d while a graph was captured: %s; %s.", code, meaning, remedy)
             raise
         finally:
             self._tasks = None

@@ -10,8 +10,9 @@ from pathlib import Path
 from vllm_gaudi_spec import devices, environment, versions
 from vllm_gaudi_spec.config import UnsupportedConfigError
 from vllm_gaudi_spec.devices import choose_device
-from vllm_gaudi_spec.devices.ascend import errors
+from vllm_gaudi_spec.devices.ascend.errors import has_no_room
 from vllm_gaudi_spec.integrations.vllm_ascend import versions as vllm_ascend
+from vllm_gaudi_spec.tools.doctor import cann
 from vllm_gaudi_spec.tools.doctor.findings import Finding, note, ok, problem, refusal, warning
 
 
@@ -69,12 +70,12 @@ def check_npu_settings() -> Iterator[Finding]:
 
 def explain_error(message: str) -> Iterator[Finding]:
     """Explain CANN's error codes in a message or a log."""
-    found = errors.find_codes(message)
+    found = cann.find_codes(message)
     for code in found:
-        meaning, remedy = errors.CODES[code]
+        meaning, remedy = cann.CODES[code]
         yield note("error", f"{code}: {meaning}", remedy)
-    if not found and errors.has_no_room(message):
-        yield note("error", *errors.CODES[207008])
+    if not found and has_no_room(message):
+        yield note("error", *cann.CODES[207008])
     elif not found:
         yield note("error", "it has no known error code of CANN")
 
