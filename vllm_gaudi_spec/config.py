@@ -85,15 +85,6 @@ def get_target_config(vllm_config: VllmConfig) -> ModelConfig:
     return target or vllm_config.model_config  # not set for n-gram, suffix and custom drafters
 
 
-def needs_batch_invariance(vllm_config: VllmConfig, model: ModelConfig | None = None) -> bool:
-    """Whether a model must compute every row independently of the batch. `model` is as in `ranks_in_step`.
-
-    Draft models need not: their drafts are verified, so their rounding never affects the output.
-    """
-    is_target = (model or vllm_config.model_config) is get_target_config(vllm_config)
-    return is_target and Options.from_vllm(vllm_config).batch_invariant
-
-
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Options:
     """Options in `additional_config["gaudi_spec"]`. None stands for the device's default."""
@@ -128,8 +119,6 @@ class Options:
     weight_kernels: str | None = None
     """How quantized checkpoints run: `reference` dequantizes them at load, `native` uses the device's kernels for their
     format. By default native if the device has such kernels."""
-    batch_invariant: bool = False
-    """Whether a position's result has the same bits however many rows and positions share its step."""
     draft_quant_config: str | None = None
     """The drafter's quantization file. The target's is the environment variable QUANT_CONFIG."""
     fp8_range: str | None = None
@@ -209,12 +198,6 @@ def _at_least(minimum: int, expected: str) -> Callable[[str, Any], int]:
     return read
 
 
-def _switch(name: str, value: Any) -> bool:
-    if not isinstance(value, bool):
-        raise _wrong(name, "true or false", value)
-    return value
-
-
 def _text(name: str, value: Any) -> str:
     if not isinstance(value, str) or not value:
         raise _wrong(name, "a text", value)
@@ -248,7 +231,6 @@ _READ: dict[str, Callable[[str, Any], Any]] = {
     "state_snapshots": _at_least(1, "1 or more"),
     "cpu_weights": _one_of(FLOAT32, FLOAT16),
     "weight_kernels": _one_of(REFERENCE, NATIVE),
-    "batch_invariant": _switch,
     "draft_quant_config": _text,
     "fp8_range": _one_of(*GAUDIS),
 }

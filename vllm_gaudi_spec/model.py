@@ -16,7 +16,7 @@ from vllm_gaudi_spec import upstream
 from vllm_gaudi_spec.attention import latent
 from vllm_gaudi_spec.attention.backend import RectangleAttentionImpl, attend_layer
 from vllm_gaudi_spec.attention.metadata import NO_MEDIA, Packed
-from vllm_gaudi_spec.config import UnsupportedConfigError, needs_batch_invariance, ranks_in_step
+from vllm_gaudi_spec.config import UnsupportedConfigError, ranks_in_step
 from vllm_gaudi_spec.devices.base import format_size
 from vllm_gaudi_spec.quantization.kv_cache import quantize_kv
 from vllm_gaudi_spec.records import Hidden
@@ -156,10 +156,6 @@ class LoadedModel:
         """Maps each layer to the layer whose KV it reads: usually itself, and the target's for a Gemma 4 assistant."""
         sinks = self._find_sink_names()
         backend.weights.prepare_model(self.model)
-        if needs_batch_invariance(vllm_config, model_config):
-            backend.weights.make_batch_invariant(self.model)
-            for layer in self._layers.values():
-                layer.impl.batch_invariant = True
         for impl, parameter in sinks.items():
             impl.keep_sinks(self.model.get_parameter(parameter))
         self._groups: list[list[str]] = []

@@ -64,7 +64,6 @@ def test_defaults_and_lists() -> None:
         ({"state_snapshots": 0}, "state_snapshots must be 1 or more"),
         ({"cpu_weights": "int4"}, "cpu_weights must be float32 or float16, got 'int4'"),
         ("text", "gaudi_spec must be an object with options by name, got 'text'"),
-        ({"batch_invariant": None}, "batch_invariant must be true or false"),
         ({"audit_every": -1}, "audit_every must be 0 or more, got -1"),
         ({"audit_every": True}, "audit_every must be an integer, got True"),
         ({"batch_buckets": [True]}, "batch_buckets must be a list of positive integers"),
@@ -470,33 +469,10 @@ def test_lists_of_options_match_vllm() -> None:
     assert {*SpeculativeConfig.__dataclass_fields__} == listed - (set() if FROM_0_33 else new)
 
 
-@pytest.mark.parametrize(
-    ("options", "message"),
-    [
-        (dict(tensor_parallel_size=2), "does not work with several ranks"),
-        (dict(enable_lora=True), "does not work with LoRA adapters"),
-    ],
-    ids=str,
-)
-def test_unsupported_batch_invariance_is_refused(options: dict[str, Any], message: str, tmp_path: Path) -> None:
-    asked = dict(additional_config={"gaudi_spec": {"batch_invariant": True}})
-    engine_config(tmp_path, None, **asked)
-    with pytest.raises(UnsupportedConfigError, match=message):
-        engine_config(tmp_path, None, **asked, **options)
-
-
 def test_vllms_batch_invariance_variable_is_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("VLLM_BATCH_INVARIANT", "1")
-    with pytest.raises(UnsupportedConfigError, match=r"unset it, and set batch_invariant in additional_config"):
+    with pytest.raises(UnsupportedConfigError, match="unset VLLM_BATCH_INVARIANT"):
         engine_config(tmp_path, None)
-
-
-def test_batch_invariance_does_not_apply_to_drafters(tmp_path: Path) -> None:
-    asked = dict(additional_config={"gaudi_spec": {"batch_invariant": True}})
-    made = engine_config(tmp_path, here(DRAFT, tmp_path), **asked)
-    assert config.needs_batch_invariance(made)
-    assert made.speculative_config is not None
-    assert not config.needs_batch_invariance(made, made.speculative_config.draft_model_config)
 
 
 UNIVERSAL = DRAFT | dict(method="universal_draft")

@@ -13,7 +13,7 @@ from vllm.config import get_current_vllm_config_or_none
 from vllm_gaudi_spec.attention import torch_ops
 from vllm_gaudi_spec.attention.metadata import AttentionCall, AttentionLayerSpec, IndexQueries
 from vllm_gaudi_spec.attention.operations import PLAIN, Matmul, Softmax, VLLMKVCache
-from vllm_gaudi_spec.config import ADDITIONAL_CONFIG_KEY, UnsupportedConfigError
+from vllm_gaudi_spec.config import UnsupportedConfigError
 from vllm_gaudi_spec.upstream.attention_backend import (
     AttentionImpl,
     AttentionType,
@@ -32,8 +32,6 @@ class RectangleAttentionImpl(AttentionImpl, nn.Module):
     layer_operations = False
     kv_dtype: torch.dtype | None = None
     """The dtype of the KV cache if it is not the model's."""
-    batch_invariant = False
-    """Whether the layer's results must not depend on the batch. `LoadedModel` sets it before `bind`."""
     zero_padding: Callable[[torch.Tensor], torch.Tensor] | None = None
     """Zeroes the queries of padding while the layer is calibrated."""
     slopes: torch.Tensor | None
@@ -131,7 +129,6 @@ class RectangleAttentionImpl(AttentionImpl, nn.Module):
             layer_operations=self.layer_operations,
             kv_dtype=self.kv_dtype,
             model_type=self.model_type,
-            batch_invariant=self.batch_invariant,
             operations=self if self.layer_operations or self.kv_dtype is not None else PLAIN,
             sinks_H=self.sinks,
             slopes_H=self.slopes,
@@ -140,11 +137,6 @@ class RectangleAttentionImpl(AttentionImpl, nn.Module):
         self._ops: Any = backend.attention if backend.attention.supports_attention(self.spec) else torch_ops
         # Whether prompt chunks may come in slices (`vllm_gaudi_spec.slices`).
         self.reads_slices = self._ops is not torch_ops and backend.attention.reads_slices(self.spec)
-        if self.batch_invariant and (self._ops is torch_ops or not backend.attention.is_batch_invariant(self.spec)):
-            raise UnsupportedConfigError(
-                f"{layer.layer_name} has no batch-invariant attention kernel on {backend.traits.name}; leave "
-                f"batch_invariant out of additional_config.{ADDITIONAL_CONFIG_KEY}."
-            )
 
     def do_kv_cache_update(
         self,

@@ -65,8 +65,6 @@ class AttentionLayerSpec:
     """Dtype of the KV cache if it is not `dtype`. `operations` then read and write keys and values."""
     model_type: str = ""
     """Model type in transformers, since a kernel's precision may be sufficient for some models only."""
-    batch_invariant: bool = False
-    """Whether the order in which a query's keys are added may depend only on their positions."""
     operations: Operations = field(default=PLAIN, compare=False, repr=False)
     """The layer's own modules if `layer_operations` or `kv_dtype` is set."""
     sinks_H: torch.Tensor | None = field(default=None, compare=False)

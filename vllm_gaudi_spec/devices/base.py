@@ -84,9 +84,6 @@ class DeviceTraits:
     """Whether QUANT_CONFIG is simulated instead of applied by Intel Neural Compressor."""
     takes_cpu_weights: bool = False
     """Whether the option `cpu_weights` chooses the format of weights."""
-    offers_batch_invariance: bool = False
-    """Whether a row's results can be made bit-identical in every batch, by `Weights.make_batch_invariant` and
-    `Attention.is_batch_invariant`."""
     warmup_tokens: int = -1
     """Run shapes of up to this many tokens during warm-up; -1 means all."""
 
@@ -204,13 +201,6 @@ class Attention:
         """Whether several rows of a call may belong to one request, at about the cost of one row."""
         return True
 
-    def is_batch_invariant(self, spec: AttentionLayerSpec) -> bool:
-        """Whether the kernel can add up a query's keys in an order that depends on their positions alone.
-
-        It does so where `spec.batch_invariant` is set.
-        """
-        return False
-
     def finite(self, tensor: torch.Tensor) -> torch.Tensor:
         """Replace non-finite keys or values before `write_kv`; the identity if the kernel that writes does it."""
         return finite(tensor)
@@ -279,10 +269,6 @@ class Weights:
 
     def prepare_model(self, model: nn.Module) -> None:
         """Move loaded weights to the device, in the layout that it needs. No-op: by default they are there."""
-
-    def make_batch_invariant(self, model: nn.Module) -> None:
-        """Make each row of the linear layers' results independent of the other rows, after `prepare_model`."""
-        raise NotImplementedError("refused at start-up")
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

@@ -6,7 +6,7 @@ from collections.abc import Callable, Iterator
 from typing import TYPE_CHECKING
 
 from vllm_gaudi_spec.config import UnsupportedConfigError
-from vllm_gaudi_spec.refusals.features import adapter_refusals, batch_invariance_refusals, feature_refusals
+from vllm_gaudi_spec.refusals.features import adapter_refusals, feature_refusals
 from vllm_gaudi_spec.refusals.files import damage_refusals, find_weight_files, other_file_refusals
 from vllm_gaudi_spec.refusals.formats import (
     format_refusals,
@@ -47,7 +47,6 @@ _IN_ORDER: tuple[Callable[[VllmConfig, DeviceBackend], Iterator[str]], ...] = (
     other_file_refusals,
     model_refusals,
     feature_refusals,
-    batch_invariance_refusals,
     speculation_refusals,
     expert_refusals,
     damage_refusals,

@@ -13,12 +13,10 @@ from vllm_gaudi_spec.config import (
     REFERENCE,
     Options,
     get_target_config,
-    needs_batch_invariance,
 )
 from vllm_gaudi_spec.quantization.config import target_config
 from vllm_gaudi_spec.quantization.dequantized import DEQUANTIZED, format_of, is_native
 from vllm_gaudi_spec.quantization.kv_scheme import suggest_model_dtype
-from vllm_gaudi_spec.recurrent.table import has_states
 from vllm_gaudi_spec.upstream.release import uses_older_ray_executor
 
 if TYPE_CHECKING:
@@ -71,40 +69,13 @@ def feature_refusals(vllm_config: VllmConfig, backend: DeviceBackend) -> Iterato
         yield "Watermarking is not supported; leave its configuration out."
     if model.return_sampling_mask:
         yield "Sampling masks are not reported; leave out --return-sampling-mask."
+    if envs.VLLM_BATCH_INVARIANT:
+        yield "Batch invariance is not supported; unset VLLM_BATCH_INVARIANT."
     if model.enable_trace_replay:
         yield "Trace replay is not supported; leave out --enable-trace-replay."
     for name, instead in _VLLM_ASCEND_OPTIONS.items():
         if name in (vllm_config.additional_config or {}):
             yield f"additional_config.{name} is vllm-ascend's and is not read here; leave it out{instead}."
-
-
-def batch_invariance_refusals(vllm_config: VllmConfig, backend: DeviceBackend) -> Iterator[str]:
-    option = f"batch_invariant in additional_config.{ADDITIONAL_CONFIG_KEY}"
-    if envs.VLLM_BATCH_INVARIANT:
-        yield f"VLLM_BATCH_INVARIANT selects kernels that are not used here; unset it, and set {option}."
-    if not needs_batch_invariance(vllm_config):
-        return
-    model = vllm_config.model_config
-    if not backend.traits.offers_batch_invariance:
-        name = backend.traits.name
-        yield f"{option} is not available on {name}, whose kernels have not been checked for it; leave it out."
-    if vllm_config.parallel_config.tensor_parallel_size > 1:
-        yield f"{option} does not work with several ranks, whose sums may be in any order; leave it out."
-    if vllm_config.lora_config is not None:
-        yield f"{option} does not work with LoRA adapters; leave it out, or leave out --enable-lora."
-    kinds = {
-        "experts": model.is_moe,
-        "recurrent layers": has_states(model),
-        "latent attention (MLA)": model.use_mla,
-        "an encoder of images, video or sound": model.supports_multimodal_inputs,
-        f"quantized weights ({model.quantization})": model.quantization is not None
-        and not _is_dequantized(vllm_config, model, backend),
-    }
-    for kind, is_there in kinds.items():
-        if is_there:
-            yield f"{option} is for decoder-only models with attention, and {model.model} has {kind}; leave it out."
-    if target_config() is not None:
-        yield f"{option} does not work with QUANT_CONFIG; unset one of them."
 
 
 def _kv_dtype_refusals(vllm_config: VllmConfig, backend: DeviceBackend) -> Iterator[str]:

@@ -39,16 +39,3 @@ from vllm.model_executor.layers.vocab_parallel_embedding import (
 )
 from vllm.model_executor.parameter import ChannelQuantScaleParameter, GroupQuantScaleParameter, PackedvLLMParameter
 from vllm.model_executor.utils import replace_parameter
-
-
-def batch_invariant_linear(x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None) -> torch.Tensor:
-    """Compute `torch.nn.functional.linear` so that a row's bits do not depend on the number of rows.
-
-    Reason: vLLM's Triton kernel adds up the products of a row in one order whatever the number of rows. The mode that
-    it belongs to replaces operators of torch for the whole process, drafters included.
-    Remove when: vLLM offers the kernel outside its private modules.
-    """
-    from vllm.model_executor.determinism.batch_invariant import linear_batch_invariant
-
-    out: torch.Tensor = linear_batch_invariant(x, weight, bias)
-    return out

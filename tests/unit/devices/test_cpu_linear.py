@@ -89,18 +89,6 @@ def test_logits_of_16_bit_weights_are_float32(dtype: torch.dtype) -> None:
     assert torch.backends.mkldnn.matmul.fp32_precision != "bf16"
 
 
-@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
-def test_rows_of_an_invariant_layer_are_independent(dtype: torch.dtype) -> None:
-    for shape in SHAPES:
-        layer = layer_of(weight_of(shape).to(dtype), None)
-        cpu_linear.use_fixed_rows(layer)
-        x = torch.randn(70, shape[1]).to(dtype)
-        alone = torch.cat([apply(layer, row[None]) for row in x])
-        for rows in ROWS:
-            assert torch.equal(torch.cat([apply(layer, part) for part in x.split(rows)]), alone)
-        assert torch.equal(apply(layer, x.view(2, 35, -1)).flatten(0, 1), alone)
-
-
 @pytest.mark.skipif(
     not torch.cpu._is_avx512_supported(), reason="a CPU without AVX-512, whose kernels round otherwise for other rows"
 )

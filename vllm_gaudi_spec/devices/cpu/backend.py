@@ -57,7 +57,6 @@ def make_backend() -> DeviceBackend:
         takes_quant_config=True,
         simulates_quantization=True,
         takes_cpu_weights=True,
-        offers_batch_invariance=True,
         # Shapes are not compiled here; running the small ones warms caches and finds defects early.
         warmup_tokens=16,
     )
@@ -94,9 +93,6 @@ class CpuAttention(Attention):
         if not supported:
             logger.info_once("No CPU attention kernel for head size %d; using plain torch.", spec.head_size)
         return supported
-
-    def is_batch_invariant(self, spec: AttentionLayerSpec) -> bool:
-        return True
 
     def finite(self, tensor: torch.Tensor) -> torch.Tensor:
         """Replace non-finite numbers in place by one operation; more would cost percents of a small model's step.
@@ -148,9 +144,6 @@ class CpuWeights(Weights):
     def prepare_model(self, model: nn.Module) -> None:
         """Log the copies of weights, which were packed while they were loaded (platforms/cpu.py)."""
         cpu_linear.log_copies(model)
-
-    def make_batch_invariant(self, model: nn.Module) -> None:
-        cpu_linear.use_fixed_rows(model)
 
 
 def _split_cache(kv_cache: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
@@ -234,8 +227,7 @@ def _make_schedule(rows: _Rows, spec: AttentionLayerSpec) -> torch.Tensor:
         causal=rows.is_causal,
         sliding_window_size=_get_window(spec),
         isa=_choose_instruction_set(spec),
-        # Splits of keys depend on the other rows. Without them the kernel reads a row's keys in one order.
-        enable_kv_split=envs.VLLM_CPU_ATTN_SPLIT_KV and not spec.batch_invariant,
+        enable_kv_split=envs.VLLM_CPU_ATTN_SPLIT_KV,
     )
 
 

@@ -111,29 +111,6 @@ def _fast_float32(dtype: torch.dtype) -> Iterator[None]:
         matmul.fp32_precision = before
 
 
-INVARIANT_ROWS = 16
-"""The number of rows in every product of a batch-invariant layer."""
-
-
-@dataclass(frozen=True, slots=True)
-class FixedRows:
-    """Multiplies a fixed number of rows at a time, padded with zeros.
-
-    Kernels choose blocking and even instructions by the number of rows, and so add up a row's products in different
-    orders. With a single shape there is a single order.
-    """
-
-    linear: Linear
-
-    def __call__(self, x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None) -> torch.Tensor:
-        x_TK = x.reshape(-1, x.shape[-1])
-        num_rows = x_TK.shape[0]
-        padded_TK = torch.nn.functional.pad(x_TK, (0, 0, 0, -num_rows % INVARIANT_ROWS))
-        tiles = [self.linear(tile, weight, bias) for tile in padded_TK.split(INVARIANT_ROWS)]
-        out_TN = tiles[0] if len(tiles) == 1 else torch.cat(tiles)
-        return out_TN[:num_rows].view(*x.shape[:-1], out_TN.shape[-1])
-
-
 def _is_float16(weight: torch.Tensor) -> bool:
     return torch.equal(weight.half().float(), weight)
 
@@ -265,13 +242,6 @@ def _choose(
     if chosen is not None:
         layer.cpu_linear = chosen
     return many if few is None else ByRows(few, many)
-
-
-def use_fixed_rows(model: nn.Module) -> None:
-    """Make every linear layer of a loaded model multiply a fixed number of rows at a time."""
-    for layer in model.modules():
-        if hasattr(layer, "cpu_linear"):
-            layer.cpu_linear = FixedRows(layer.cpu_linear)
 
 
 def log_copies(model: nn.Module) -> None:

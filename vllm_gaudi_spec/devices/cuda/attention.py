@@ -30,7 +30,6 @@ _FULL, SHORT = 192, 1024
 # they save.
 _ONE_EACH = 128
 MOST_SPLITS = 32
-_INVARIANT_LANES = 64
 _KEY_TILE_BYTES = 16 << 10
 _LOG2_E = tl.constexpr(1.4426950408889634)
 # The score of a masked key. Finite, since inf - inf would be NaN if a tile has no key for a query.
@@ -48,13 +47,8 @@ def attend(query_THD: torch.Tensor, kv: KVPair, call: AttentionCall, spec: Atten
     # With short heads an instance has less work.
     busy = _BUSY * max(128 // tile_d, 1) if tiles == 1 else _ONE_EACH
     splits = num_splits(busy, tiles * spec.num_kv_heads * call.num_rows, call.block_table_BW.shape[1], spec, tile_n)
-    if spec.batch_invariant:
-        # One form for decodes, verify steps and prompts: an instance reads a query's keys from first to last.
-        tile_m, splits = _INVARIANT_LANES, 1
-        tiles = triton.cdiv(lanes, tile_m)
     # Most tiles of a prompt have many keys that all lanes see. Measured for heads of 64 and 128 only.
     has_unmasked_keys = tiles > 1 and splits == 1 and spec.sliding_window is None and spec.head_size in (64, 128)
-    has_unmasked_keys = has_unmasked_keys and not spec.batch_invariant
     out_THD = query_THD.new_empty(query_THD.shape)
     if has_unmasked_keys:
         # Two instances then share a multiprocessor: one multiplies while the other computes exponentials.

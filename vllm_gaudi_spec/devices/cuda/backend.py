@@ -37,7 +37,6 @@ def make_backend() -> DeviceBackend:
         prefill_step=128,
         prefill_rows=(1, 2, 4, 8, 16),
         slice_tokens=32,  # more than `few_queries` takes, which reads a row's new keys from the projection alone
-        offers_batch_invariance=True,
     )
     # Imported late, here and below: these modules need Triton.
     from vllm_gaudi_spec.devices.cuda.row_kernels import ROW_OPERATIONS
@@ -69,21 +68,14 @@ class CudaWeights(Weights):
         linear.install(model)
         decoder.install(model)
 
-    def make_batch_invariant(self, model: nn.Module) -> None:
-        from vllm_gaudi_spec.devices.cuda import linear
-
-        linear.make_batch_invariant(model)
-
 
 class CudaAttention(PairAttention):
-    def is_batch_invariant(self, spec: AttentionLayerSpec) -> bool:
-        return spec.value_size is None and not _needs_plain_torch(spec)
-
     def reads_slices(self, spec: AttentionLayerSpec) -> bool:
         from vllm_gaudi_spec.devices.cuda import prompts
 
         # In other kernels a row reads all keys for itself, which matters less in float32, for exact comparisons.
-        return self.is_batch_invariant(spec) and (spec.dtype == torch.float32 or prompts.supports(spec))
+        has_kernel = spec.value_size is None and not _needs_plain_torch(spec)
+        return has_kernel and (spec.dtype == torch.float32 or prompts.supports(spec))
 
     def finite(self, tensor: torch.Tensor) -> torch.Tensor:
         """Return the tensor itself: the kernel that writes it also makes it finite."""

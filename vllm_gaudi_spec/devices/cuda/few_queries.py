@@ -74,8 +74,6 @@ def takes(call: AttentionCall, spec: AttentionLayerSpec) -> bool:
     lanes = call.num_queries * (spec.num_heads // spec.num_kv_heads)
     if spec.value_size is not None or spec.attention_chunk is not None or not spec.is_causal:
         return False
-    if spec.batch_invariant:
-        return False  # it splits keys by the number of rows
     if spec.sinks_H is not None or spec.slopes_H is not None or call.spans is not None:
         return False
     return call.num_queries <= MOST_QUERIES and lanes <= MOST_LANES

@@ -17,7 +17,7 @@ import triton.language as tl
 from torch import nn
 
 from vllm_gaudi_spec.devices.cuda import kernels, launch
-from vllm_gaudi_spec.upstream.layers import UnquantizedEmbeddingMethod, UnquantizedLinearMethod, batch_invariant_linear
+from vllm_gaudi_spec.upstream.layers import UnquantizedEmbeddingMethod, UnquantizedLinearMethod
 
 FEW_ROWS = 2
 """Up to this many rows, the kernel without matrix units is faster."""
@@ -426,34 +426,3 @@ def install(model: nn.Module) -> None:
         method = _METHODS.get(type(getattr(layer, "quant_method", None)))
         if method is not None:
             layer.quant_method = method()
-
-
-# --- batch invariance ---
-
-_INVARIANT_ROWS = 64
-"""The number of rows in every product with an output matrix. For one shape, a library adds up in one order."""
-
-
-class _InvariantLinear(UnquantizedLinearMethod):
-    def apply(self, layer: nn.Module, x: torch.Tensor, bias: torch.Tensor | None = None) -> torch.Tensor:
-        return batch_invariant_linear(x, layer.weight, bias)
-
-
-class _InvariantEmbedding(UnquantizedEmbeddingMethod):
-    def apply(self, layer: nn.Module, x: torch.Tensor, bias: torch.Tensor | None = None) -> torch.Tensor:
-        if layer.weight.itemsize != 2:
-            return batch_invariant_linear(x, layer.weight, bias)
-        x_MK = x.reshape(-1, x.shape[-1])
-        padded_MK = nn.functional.pad(x_MK, (0, 0, 0, -x_MK.shape[0] % _INVARIANT_ROWS))
-        tiles = [_multiply_float32(tile, layer.weight, bias) for tile in padded_MK.split(_INVARIANT_ROWS)]
-        return torch.cat(tiles)[: x_MK.shape[0]].view(*x.shape[:-1], layer.weight.shape[0])
-
-
-def make_batch_invariant(model: nn.Module) -> None:
-    """Replace the methods that `install` set. The fused forms of decoder.py then leave these layers alone."""
-    for layer in model.modules():
-        method = getattr(layer, "quant_method", None)
-        if isinstance(method, FewRowsLinear):
-            layer.quant_method = _InvariantLinear()
-        elif isinstance(method, _FewRowsEmbedding):
-            layer.quant_method = _InvariantEmbedding()

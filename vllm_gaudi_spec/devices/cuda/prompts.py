@@ -38,7 +38,6 @@ def supports(spec: AttentionLayerSpec) -> bool:
         and spec.kv_dtype is None
         and spec.head_size % 8 == 0
         and spec.head_size <= 256
-        and not spec.batch_invariant
         and find_flash_attention() is not None
     )
 
