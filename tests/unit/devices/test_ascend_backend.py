@@ -28,7 +28,7 @@ from vllm_gaudi_spec.devices.ascend import device as ascend_device
 from vllm_gaudi_spec.devices.ascend.attention import Bounds
 from vllm_gaudi_spec.devices.ascend.graphs import HostLengthsOperation, NpuCaptures
 from vllm_gaudi_spec.devices.base import Graphs, Memory
-from vllm_gaudi_spec.devices.common.stream_graphs import Graphed
+from vllm_gaudi_spec.devices.common.stream_device import Graphed
 from vllm_gaudi_spec.records import DECODE, PREFILL, Planned, Shape
 from vllm_gaudi_spec.runner.requests import Requests
 

@@ -15,7 +15,7 @@ import torch
 
 from vllm_gaudi_spec.config import UnsupportedConfigError, in_one_line
 from vllm_gaudi_spec.devices.ascend.errors import has_no_room
-from vllm_gaudi_spec.devices.common.stream_graphs import Captures, Recorded
+from vllm_gaudi_spec.devices.common.stream_device import Captures, Recorded
 
 
 class HostLengthsOperation(NamedTuple):

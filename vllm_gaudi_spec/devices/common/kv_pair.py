@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
-from dataclasses import dataclass
+from collections.abc import Callable
 from functools import partial
 from typing import TYPE_CHECKING, NamedTuple
 
@@ -110,15 +109,27 @@ class PairAttention(Attention):
 
 
 def allocate(kv_cache_config: KVCacheConfig, device: torch.device) -> dict[str, KVPair]:
-    """Allocate zeroed caches by layer name."""
-    by_offset: dict[int, KVPair] = {}
+    """Allocate zeroed caches by layer name.
+
+    Layers of different groups may have the same offset: a block belongs to one group at a time, so they share memory.
+    """
+    by_offset: dict[int, tuple[object, KVPair]] = {}
     by_layer: dict[str, KVPair] = {}
-    for layer in iterate_kv_layers(kv_cache_config):
-        if layer.offset not in by_offset:
-            shape = (layer.num_blocks * layer.block_size, layer.num_kv_heads, layer.head_size)
-            make = partial(torch.zeros, shape, dtype=layer.dtype, device=device)
-            by_offset[layer.offset] = KVPair(make(), make() if layer.has_values else None, layer.block_size)
-        by_layer[layer.name] = by_offset[layer.offset]
+    for tensor in kv_cache_config.kv_cache_tensors:
+        for index, name in enumerate(tensor.layers):
+            spec = _find_spec(kv_cache_config, name)
+            has_values = spec.head_size_v > 0
+            kind = spec.block_size, spec.num_kv_heads, spec.head_size, spec.dtype, has_values
+            offset = tensor.offset + index * tensor.layer_stride
+            if offset not in by_offset:
+                shape = (kv_cache_config.num_blocks * spec.block_size, spec.num_kv_heads, spec.head_size)
+                make = partial(torch.zeros, shape, dtype=spec.dtype, device=device)
+                by_offset[offset] = kind, KVPair(make(), make() if has_values else None, spec.block_size)
+            kind_there, by_layer[name] = by_offset[offset]
+            if kind_there != kind:
+                raise UnsupportedConfigError(
+                    f"{name} shares KV memory with a layer of another shape; set --disable-hybrid-kv-cache-manager."
+                )
     return by_layer
 
 
@@ -128,35 +139,6 @@ def _copy_blocks(kv_pairs: list[KVPair], blocks_2N: torch.Tensor) -> None:
         source, target = ((side[:, None] * pair.block_size + offset).flatten() for side in blocks_2N.unbind(0))
         for tensor in pair.tensors():
             tensor.index_copy_(0, target, tensor.index_select(0, source))
-
-
-@dataclass(frozen=True, slots=True)
-class KVLayer:
-    name: str
-    offset: int
-    """Layers of different groups may have the same offset: a block belongs to one group at a time, so they share
-    memory."""
-    num_blocks: int
-    block_size: int
-    num_kv_heads: int
-    head_size: int
-    dtype: torch.dtype
-    has_values: bool
-    """False if values are a part of the keys."""
-
-
-def iterate_kv_layers(kv_cache_config: KVCacheConfig) -> Iterator[KVLayer]:
-    by_offset: dict[int, tuple[object, ...]] = {}
-    for tensor in kv_cache_config.kv_cache_tensors:
-        for index, name in enumerate(tensor.layers):
-            spec = _find_spec(kv_cache_config, name)
-            offset = tensor.offset + index * tensor.layer_stride
-            kind = (spec.block_size, spec.num_kv_heads, spec.head_size, spec.dtype, spec.head_size_v > 0)
-            if by_offset.setdefault(offset, kind) != kind:
-                raise UnsupportedConfigError(
-                    f"{name} shares KV memory with a layer of another shape; set --disable-hybrid-kv-cache-manager."
-                )
-            yield KVLayer(name, offset, kv_cache_config.num_blocks, *kind)
 
 
 def _find_spec(kv_cache_config: KVCacheConfig, name: str) -> AttentionSpec:

@@ -1,26 +1,156 @@
-"""Graphs and memory of accelerators that capture streams as graphs.
+"""Graphs and memory of accelerators that capture streams: one graph per set of tensor shapes and non-tensor arguments.
 
-They have torch modules of the form of `torch.cuda`.
+The runtime is the device's torch module, `torch.cuda` or one of the same form.
 """
 
 from __future__ import annotations
 
+import gc
 from collections import Counter
-from collections.abc import Callable
+from collections.abc import Callable, Hashable, Iterator
+from contextlib import contextmanager
 from functools import partial
-from typing import Any, cast
+from typing import Any, NamedTuple, Protocol, cast
 
 import torch
 from vllm.logger import init_logger
 
 from vllm_gaudi_spec.devices.base import Function, Graphs
+from vllm_gaudi_spec.devices.common.arguments import flatten, get_name, rebuild
 from vllm_gaudi_spec.devices.common.kv_pair import PairMemory
-from vllm_gaudi_spec.devices.common.stream_graphs import Captures, Graphed
 
 logger = init_logger(__name__)
 
 # The share of free memory that is kept for captured graphs.
 _GRAPH_RESERVE = 0.1
+
+
+class Recorded(Protocol):
+    def replay(self) -> None: ...
+
+
+class _Captured(NamedTuple):
+    graph: Recorded
+    inputs: list[list[torch.Tensor]]
+    """What the graph reads, grouped by device and dtype, since one copy can fill a whole group."""
+    argument_indices: list[list[int]]
+    """Indices of the arguments that fill each group."""
+    result: Any
+
+
+class Captures:
+    """All graphs of a process, which share their memory and the buffers that they read."""
+
+    def __init__(self, runtime: Any, new_graph: Callable[[], Any], device: torch.device) -> None:
+        self.names: list[str] = []
+        """The name of each graph, in the order of capture."""
+        self._runtime = runtime
+        self._new_graph = new_graph
+        self._device = device
+        self._buffers: dict[Hashable, torch.Tensor] = {}
+        self._stream: Any = None
+        self._pool: Any = None
+        self._keeper: Any = None
+        """An empty graph: a memory pool that lost its last graph, as between two engines, cannot be used again."""
+
+    def buffer(self, index: int, like: torch.Tensor) -> torch.Tensor:
+        """Return the buffer for the argument at `index` of any graph that gets a tensor like this there.
+
+        It is filled right before a graph runs, in stream order, or at once if it is on the host.
+        """
+        key = index, like.shape, like.dtype, like.device
+        if key not in self._buffers:
+            self._buffers[key] = torch.empty(like.shape, dtype=like.dtype, device=like.device)
+        return self._buffers[key]
+
+    def record(self, run: Callable[[], None]) -> Recorded:
+        """Capture `run` as a graph, without computing."""
+        self._give_back_cached()
+        if self._keeper is None:
+            self._pool, self._stream = self._runtime.graph_pool_handle(), self._runtime.Stream()
+            self._keeper = self._record(partial(torch.zeros, 1, device=self._device))
+        return self._record(run)
+
+    def _record(self, run: Callable[[], Any]) -> Recorded:
+        graph = self._new_graph()
+        with _pause_collector(), self._runtime.stream(self._stream):
+            graph.capture_begin(pool=self._pool, capture_error_mode="thread_local")
+            try:
+                run()
+            finally:
+                graph.capture_end()
+        recorded: Recorded = graph
+        return recorded
+
+    def _give_back_cached(self) -> None:
+        """Free memory that torch cached in eager runs, which graphs cannot use."""
+        cached = self._runtime.memory_reserved() - self._runtime.memory_allocated()
+        if cached > self._runtime.mem_get_info()[0]:
+            self._runtime.empty_cache()
+
+
+@contextmanager
+def _pause_collector() -> Iterator[None]:
+    """Pause the garbage collector: freeing a graph of an earlier engine makes a capture fail."""
+    collects = gc.isenabled()
+    gc.disable()
+    try:
+        yield
+    finally:
+        if collects:
+            gc.enable()
+
+
+class Graphed:
+    """A function passed to `Graphs.graph`."""
+
+    def __init__(self, function: Callable[..., Any], captures: Captures) -> None:
+        self._function = function
+        self._captures = captures
+        self._graphs: dict[Hashable, _Captured] = {}
+
+    def __call__(self, *args: Any) -> Any:
+        tensors, rest = flatten(args)
+        key = rest, tuple([(tensor.shape, tensor.dtype) for tensor in tensors])
+        captured = self._graphs.get(key)
+        if captured is None:
+            captured = self._graphs[key] = self._make(tensors, rest)
+            return captured.result
+        for inputs, argument_indices in zip(captured.inputs, captured.argument_indices, strict=True):
+            torch._foreach_copy_(inputs, [tensors[index] for index in argument_indices])
+        captured.graph.replay()
+        return captured.result
+
+    def _make(self, tensors: list[torch.Tensor], rest: Any) -> _Captured:
+        """Run the function once eagerly, which compiles its kernels and returns this call's result, then capture it.
+
+        Capturing computes nothing, so side effects happen once, even if a graph is first needed while requests are
+        served.
+        """
+        buffers = [self._captures.buffer(i, tensor) for i, tensor in enumerate(tensors)]
+        for buffer, tensor in zip(buffers, tensors, strict=True):
+            buffer.copy_(tensor)
+        arguments = rebuild(buffers, rest)
+        first, form = flatten(self._function(*arguments))
+        # Keep results outside of the graphs' shared memory: another graph may run before they are read.
+        results = [tensor.clone(memory_format=torch.contiguous_format) for tensor in first]
+        del first
+
+        def run() -> None:
+            again, form_again = flatten(self._function(*arguments))
+            assert form_again == form, "what is no tensor is the same in every run"
+            for result, tensor in zip(results, again, strict=True):
+                result.copy_(tensor)
+
+        graph = self._captures.record(run)
+        self._captures.names.append(get_name(self._function))
+        by_kind: dict[Hashable, list[int]] = {}
+        for index, tensor in enumerate(tensors):
+            by_kind.setdefault((tensor.device, tensor.dtype), []).append(index)
+        argument_indices = list(by_kind.values())
+        return _Captured(
+            graph, [[buffers[i] for i in some] for some in argument_indices], argument_indices, rebuild(results, form)
+        )
 
 
 class StreamGraphs(Graphs):

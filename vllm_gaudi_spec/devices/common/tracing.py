@@ -7,11 +7,11 @@ import functools
 import itertools
 import os
 import sys
-from collections.abc import Callable, Hashable, Mapping
+from collections.abc import Callable, Hashable, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import partial
 from importlib.util import find_spec
-from typing import Any, NamedTuple, Protocol
+from typing import Any, NamedTuple
 
 import torch
 from torch._C._distributed_c10d import FakeWork
@@ -54,12 +54,6 @@ class Segment:
     operations: list[Operation] = field(default_factory=list)
     is_compiled: bool = True
     """False for a single collective, which runs eagerly: compiled ones are known to add wrongly (lesson C23)."""
-
-
-class ByNumber(Protocol):
-    """A list or a mapping."""
-
-    def __getitem__(self, number: int, /) -> Any: ...
 
 
 class Tracer(TorchDispatchMode):
@@ -231,21 +225,16 @@ def _find_source() -> str:
     return f'File "{frame.f_code.co_filename}", line {frame.f_lineno}, in {frame.f_code.co_name}'
 
 
-def replace(value: Any, change: Callable[[Any], Any]) -> Any:
-    """Apply `change` to each item of nested lists, tuples and dicts."""
+def fill_in(value: Any, by_number: Sequence[Any] | Mapping[int, Any]) -> Any:
+    """Return nested lists, tuples and dicts with each `Value` replaced by what has its number."""
     if isinstance(value, Value):
-        return change(value)
+        return by_number[value.number]
     if isinstance(value, (list, tuple)):
-        items = [replace(item, change) for item in value]
+        items = [fill_in(item, by_number) for item in value]
         return items if isinstance(value, list) else tuple(items)
     if isinstance(value, dict):
-        return {name: replace(item, change) for name, item in value.items()}
-    return change(value)
-
-
-def fill_in(value: Any, by_number: ByNumber) -> Any:
-    """Return `value` with each `Value` replaced by what has its number."""
-    return replace(value, lambda item: by_number[item.number] if isinstance(item, Value) else item)
+        return {name: fill_in(item, by_number) for name, item in value.items()}
+    return value
 
 
 def check_equal(first: Tracer, second: Tracer) -> None:

@@ -13,8 +13,7 @@ from vllm_gaudi_spec.attention.operations import finite
 from vllm_gaudi_spec.config import UnsupportedConfigError
 from vllm_gaudi_spec.devices.base import DeviceBackend, DeviceTraits, Weights
 from vllm_gaudi_spec.devices.common.kv_pair import KVPair, PairAttention
-from vllm_gaudi_spec.devices.common.stream_device import StreamGraphs, StreamMemory
-from vllm_gaudi_spec.devices.common.stream_graphs import Captures
+from vllm_gaudi_spec.devices.common.stream_device import Captures, StreamGraphs, StreamMemory
 
 
 def make_backend() -> DeviceBackend:

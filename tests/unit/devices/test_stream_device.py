@@ -11,7 +11,7 @@ import torch
 
 from vllm_gaudi_spec import devices
 from vllm_gaudi_spec.config import UnsupportedConfigError
-from vllm_gaudi_spec.devices.common.stream_graphs import Captures
+from vllm_gaudi_spec.devices.common.stream_device import Captures
 
 
 def test_garbage_collector_is_paused_during_capture() -> None:
