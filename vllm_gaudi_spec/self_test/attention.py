@@ -106,7 +106,7 @@ def check_replays(subject: Subject) -> str:
         steps = [5, block - 1], [block, 2 * block + 3], [3 * block - queries, 7], [0, 2 * block]
         replayed = [rows.attend(starts)[1] for starts in steps]
         for number, (starts, found_BQHD) in enumerate(zip(steps, replayed, strict=True)):
-            rows.forget_graphs()
+            rows.layer.forget_graphs()
             # Without the row of padding.
             off = (found_BQHD - rows.attend(starts)[1])[:-1].abs().nan_to_num(nan=torch.inf).amax().item()
             if off > _TOLERANCE[subject.dtype]:
@@ -261,9 +261,34 @@ class _Layer:
             kv_dtype=None if fp8 is None else KV_DTYPE,
             operations=operations,
         )
-        self.graphs: dict[Any, Any] = {}
         served = backend.attention.supports_attention(self.spec)
         self.operations: Any = backend.attention if served else torch_ops
+        self.forget_graphs()
+
+    def forget_graphs(self) -> None:
+        """Attend by new graphs from now on."""
+
+        def self_test_attend(
+            starts_B: torch.Tensor,
+            table_BW: torch.Tensor,
+            flat: torch.Tensor | None,
+            lengths_B: torch.Tensor | None,
+            counts_B: torch.Tensor | None,
+            query_THD: torch.Tensor,
+        ) -> torch.Tensor:
+            call = AttentionCall(
+                num_rows=len(starts_B),
+                num_queries=len(query_THD) // len(starts_B),
+                starts_B=starts_B,
+                block_table_BW=table_BW,
+                flat=None if flat is None else FlatBlocks.unpack(flat),
+                host_lengths_B=lengths_B,
+                host_counts_B=counts_B,
+            )
+            attended: torch.Tensor = self.operations.attend(query_THD, self.kv_cache, call, self.spec)
+            return attended
+
+        self._attend = self.backend.graphs.graph(self_test_attend)
 
     def write(self, key_TKD: torch.Tensor, value_TKD: torch.Tensor, slots_T: torch.Tensor) -> None:
         """Write KV to slots, which must all be different."""
@@ -283,7 +308,7 @@ class _Layer:
         flat: torch.Tensor | None = None,
         counts: list[int] | None = None,
     ) -> torch.Tensor:
-        """Return the result on the host as float64. Calls of one shape use one graph.
+        """Return the result on the host as float64.
 
         Args:
             counts: The number of real queries of each prompt chunk; those after them are padding.
@@ -295,10 +320,7 @@ class _Layer:
         if self.backend.traits.needs_host_lengths:
             lengths_B = make_host_lengths(len(starts), ends, table_BW.shape[1] * self.spec.block_size)
             counts_B = None if counts is None else make_host_counts(len(starts), counts)
-        shape = len(starts), queries, tuple(table_BW.shape), None if flat is None else tuple(flat.shape)
-        if shape not in self.graphs:
-            self.graphs[shape] = self._make_graph(len(starts), queries)
-        found = self.graphs[shape](
+        found = self._attend(
             memory.upload(torch.tensor(starts, dtype=torch.int32)),
             memory.upload(table_BW),
             None if flat is None else memory.upload(flat),
@@ -307,29 +329,6 @@ class _Layer:
             memory.upload(query_THD.to(self.spec.dtype)),
         )
         return memory.download(found).double()
-
-    def _make_graph(self, rows: int, queries: int) -> Any:
-        def self_test_attend(
-            starts_B: torch.Tensor,
-            table_BW: torch.Tensor,
-            flat: torch.Tensor | None,
-            lengths_B: torch.Tensor | None,
-            counts_B: torch.Tensor | None,
-            query_THD: torch.Tensor,
-        ) -> torch.Tensor:
-            call = AttentionCall(
-                num_rows=rows,
-                num_queries=queries,
-                starts_B=starts_B,
-                block_table_BW=table_BW,
-                flat=None if flat is None else FlatBlocks.unpack(flat),
-                host_lengths_B=lengths_B,
-                host_counts_B=counts_B,
-            )
-            attended: torch.Tensor = self.operations.attend(query_THD, self.kv_cache, call, self.spec)
-            return attended
-
-        return self.backend.graphs.graph(self_test_attend)
 
 
 def _attend(subject: Subject, what: str, starts: list[int], real: list[int], queries: int, *, decode: bool) -> str:
@@ -383,7 +382,7 @@ class _Rows:
                 is_shared = row > 0 and index < num_shared
                 self._table_BW[row, index] = self._table_BW[0, index] if is_shared else num_blocks
                 num_blocks += not is_shared
-        self._layer = _Layer(subject, num_blocks, window=window)
+        self.layer = _Layer(subject, num_blocks, window=window)
         self._flat = None
         if decode and traits.flat_decode:
             # Unordered, with padding at the end.
@@ -417,7 +416,7 @@ class _Rows:
             self.keys_SKD[hidden], self.values_SKD[hidden] = self._huge_SKD[hidden], self._huge_values_SKD[hidden]
 
     def write(self, keys_SKD: torch.Tensor, values_SKD: torch.Tensor) -> None:
-        self._layer.write(keys_SKD, values_SKD, torch.arange(len(keys_SKD)))
+        self.layer.write(keys_SKD, values_SKD, torch.arange(len(keys_SKD)))
 
     def attend(self, starts: list[int], real: list[int] | None = None) -> tuple[torch.Tensor, torch.Tensor]:
         """Return the queries and their results, including padding.
@@ -434,11 +433,8 @@ class _Rows:
             counts = [min(max(count - offset, 0), size) for count in (*real, 0) for offset in offsets]
         starts = [start + offset for start in (*starts, 0) for offset in offsets]
         table_BW = self._table_BW.repeat_interleave(len(offsets), 0)
-        found = self._layer.attend(query_THD, starts, size, table_BW, self._flat, counts)
+        found = self.layer.attend(query_THD, starts, size, table_BW, self._flat, counts)
         return query_BQHD, found.unflatten(0, (rows, queries))
-
-    def forget_graphs(self) -> None:
-        self._layer.graphs.clear()
 
     def check(self, what: str, starts: list[int], real: list[int], each: int = 1) -> None:
         """Check rows with `real` queries after `starts` tokens. Later slots of the rows are made huge.
