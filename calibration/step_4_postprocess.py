@@ -9,7 +9,7 @@ from pathlib import Path
 
 from fp8_calibration.folder import MODEL_OPTIONS, Folder, read_measurements, run_step
 from fp8_calibration.scales import postprocess
-from vllm_gaudi_spec.quantization import files
+from fp8_calibration.writing import write_files
 from vllm_gaudi_spec.tools.io.command_line import Parser, add_shared
 
 
@@ -30,7 +30,7 @@ def main() -> int:
             done[name] = [postprocess(record, allow_unseen=options.allow_unseen) for record in records]
         for name, made in done.items():
             for record, _, _ in made:
-                files.write(folder.role(name).processed, record)
+                write_files(folder.role(name).processed, record)
             record, shared, unseen = made[0]
             print(f"{name}: {len(record.nodes)} modules; {len(shared)} matmuls have the range of their cache")
             for module in unseen:

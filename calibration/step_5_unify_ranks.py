@@ -9,7 +9,7 @@ from pathlib import Path
 
 from fp8_calibration.folder import Folder, read_measurements, run_step
 from fp8_calibration.scales import expand, unify
-from vllm_gaudi_spec.quantization import files
+from fp8_calibration.writing import write_files
 from vllm_gaudi_spec.tools.io.command_line import Parser, positive
 
 
@@ -37,7 +37,7 @@ def main() -> int:
             done.append((source, destination, len(records), expand(unify(records), options.world_size or len(records))))
         for source, destination, number, made in done:
             for record in made:
-                files.write(destination, record)
+                write_files(destination, record)
             print(f"{source}: {number} ranks measured, files for {len(made)}")
 
     return run_step("step 5", step)

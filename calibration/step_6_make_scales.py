@@ -18,6 +18,7 @@ from fp8_calibration.folder import (
     write_json,
 )
 from fp8_calibration.scales import CARDS, SCALE_METHODS, make_scales, supports_method
+from fp8_calibration.writing import write_files
 from vllm_gaudi_spec.quantization import files
 from vllm_gaudi_spec.quantization.files import QuantFilesError
 from vllm_gaudi_spec.tools.io.command_line import Parser, add_shared
@@ -57,7 +58,7 @@ def main() -> int:
             role = folder.role(name)
             for method, records in scales.items():
                 for record in records:
-                    files.write(role.final, record, method)
+                    write_files(role.final, record, method)
                 path = role.quant_config(method)
                 write_json(path, serving_config(role.final, method, options.exclude, unseen))
                 print(f"{name}: {len(records[0].nodes)} modules, {card}, {method}: QUANT_CONFIG={path}")

@@ -40,7 +40,7 @@ if TYPE_CHECKING:
 
     from vllm_gaudi_spec.attention.metadata import Inputs, MultimodalInputs
     from vllm_gaudi_spec.devices.base import DeviceBackend
-    from vllm_gaudi_spec.quantization.load_context import Measuring
+    from vllm_gaudi_spec.quantization.config import Measuring
     from vllm_gaudi_spec.quantization.models import Quantization
     from vllm_gaudi_spec.runner.extensions.adapters import Adapters
     from vllm_gaudi_spec.upstream.distributed import GroupCoordinator

@@ -25,6 +25,7 @@ from fp8_calibration.folder import (
     write_json,
 )
 from fp8_calibration.scales import merge
+from fp8_calibration.writing import write_files
 from vllm_gaudi_spec.config import ADDITIONAL_CONFIG_KEY
 from vllm_gaudi_spec.quantization import files
 from vllm_gaudi_spec.quantization.files import QuantFilesError
@@ -200,4 +201,4 @@ def _merge_files(role: Role, world: int, model: str) -> None:
         if record.rank in merged:
             files.check_same_model(merged[record.rank], replace(record, model=model), str(role.raw))
             record = merge(merged[record.rank], record)
-        files.write(role.measured, replace(record, model=model))
+        write_files(role.measured, replace(record, model=model))

@@ -15,13 +15,13 @@ import torch
 from torch import nn
 from vllm.logger import init_logger
 
+from fp8_calibration.writing import write_files
 from vllm_gaudi_spec.attention.operations import Matmul, Rows, Softmax, VLLMKVCache
 from vllm_gaudi_spec.config import UnsupportedConfigError
 from vllm_gaudi_spec.quantization import files, simulation
-from vllm_gaudi_spec.quantization.config import QuantConfig
+from vllm_gaudi_spec.quantization.config import LoadContext, QuantConfig
 from vllm_gaudi_spec.quantization.files import LinearShape, Part
 from vllm_gaudi_spec.quantization.layers import serve_linear
-from vllm_gaudi_spec.quantization.load_context import LoadContext
 from vllm_gaudi_spec.quantization.simulation import (
     CACHE,
     CACHE_OF,
@@ -213,7 +213,7 @@ class Measured:
             linears=self._linears,
         )
         try:
-            path = files.write(self._quant_config.dump_stats_path, record)
+            path = write_files(self._quant_config.dump_stats_path, record)
         except files.QuantFilesError as error:
             raise UnsupportedConfigError(f"{self._quant_config.option}: {error}.") from None
         logger.info(

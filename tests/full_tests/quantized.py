@@ -11,6 +11,7 @@ from vllm import LLM, SamplingParams
 
 from fp8_calibration.folder import MEASURING_EXTENSION, measuring_config, serving_config
 from fp8_calibration.scales import make_scales
+from fp8_calibration.writing import write_files
 from tests.full_tests.engines import engine, generate
 from tests.full_tests.prompts import random_prompts
 from vllm_gaudi_spec.quantization import files
@@ -58,7 +59,7 @@ class Calibrated:
         """A QUANT_CONFIG for this way of making scales."""
         prefix = self.prefix(role)
         for record in make_scales(files.read_world(prefix), method, "gaudi2"):
-            files.write(prefix, record, method)
+            write_files(prefix, record, method)
         content = serving_config(prefix, method, [], []) | changes
         return write(self.folder / f"{role}_{method}_{len(changes)}.json", content)
 

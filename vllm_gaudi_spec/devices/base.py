@@ -23,10 +23,9 @@ if TYPE_CHECKING:
 
     from vllm_gaudi_spec.attention.metadata import AttentionCall, AttentionLayerSpec, KVShape
     from vllm_gaudi_spec.attention.row_operations import RowOperations
-    from vllm_gaudi_spec.quantization.config import QuantConfig
+    from vllm_gaudi_spec.quantization.config import LoadContext, Measuring, QuantConfig
     from vllm_gaudi_spec.quantization.encodings import Words
     from vllm_gaudi_spec.quantization.fp8 import Arithmetic
-    from vllm_gaudi_spec.quantization.load_context import LoadContext, Measuring
     from vllm_gaudi_spec.sampling.rules.registry import Rules
     from vllm_gaudi_spec.upstream.kv_cache import KVCacheConfig, KVCacheLayout
 

@@ -1,15 +1,16 @@
-"""The QUANT_CONFIG file of Intel Neural Compressor (INC).
+"""The QUANT_CONFIG file of Intel Neural Compressor (INC), and what a model is measured or quantized with.
 
-On a Gaudi INC itself reads it; elsewhere it is simulated (`simulation.py`).
+On a Gaudi INC itself reads the file; elsewhere it is simulated (`simulation.py`).
 """
 
 from __future__ import annotations
 
 import json
 import re
-from collections.abc import Iterator
+from collections.abc import Collection, Iterator
+from contextlib import AbstractContextManager
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, NamedTuple, Protocol
 
 from vllm_gaudi_spec.config import (
     ADDITIONAL_CONFIG_KEY,
@@ -23,6 +24,8 @@ from vllm_gaudi_spec.environment import quant_config_path
 from vllm_gaudi_spec.quantization import files
 
 if TYPE_CHECKING:
+    import torch
+    from torch import nn
     from vllm.config import VllmConfig
 
 MEASURE, QUANTIZE = "MEASURE", "QUANTIZE"
@@ -71,6 +74,21 @@ NEEDS_CALIBRATION = (
 )
 
 
+class Selection(NamedTuple):
+    """Modules that a list of the file selects, by patterns of names and by classes."""
+
+    names: tuple[str, ...]
+    types: tuple[str, ...]
+
+    @classmethod
+    def read(cls, fields: dict[str, Any], name: str, old_name: str) -> Selection:
+        lists = fields.get(name, fields.get(old_name)) or {}
+        return cls(tuple(lists.get("names", ())), tuple(lists.get("types", ())))
+
+    def selects(self, name: str, kind: str) -> bool:
+        return kind in self.types or any(re.search(pattern, name) for pattern in self.names)
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class QuantConfig:
     """A QUANT_CONFIG file."""
@@ -85,10 +103,9 @@ class QuantConfig:
     measures_outputs: bool
     skips_unknown: bool
     """Whether modules without scales stay unquantized instead of being refused."""
-    allowed_names: tuple[str, ...]
-    allowed_types: tuple[str, ...]
-    blocked_names: tuple[str, ...]
-    blocked_types: tuple[str, ...]
+    allowed: Selection
+    """All modules if empty."""
+    blocked: Selection
     fields: dict[str, Any]
     """All fields of the file."""
 
@@ -108,7 +125,6 @@ class QuantConfig:
             raise UnsupportedConfigError(f"{option}: mode in {path} must be MEASURE or QUANTIZE, got {mode or 'none'}.")
         if not isinstance(fields.get("dump_stats_path"), str):
             raise UnsupportedConfigError(f"{option}: {path} has no dump_stats_path, the prefix of its files' names.")
-        allowed, blocked = (_names_and_types(fields, *names) for names in (_ALLOW, _BLOCK))
         return cls(
             option=option,
             path=path,
@@ -117,10 +133,8 @@ class QuantConfig:
             scale_method=str(fields.get("scale_method", "maxabs_hw")),
             measures_outputs=str(fields.get("measure_exclude", "OUTPUT")).upper() not in ("OUTPUT", "ALL"),
             skips_unknown=str(fields.get("ignore_modules_wo_measures")).lower() == "true",
-            allowed_names=allowed[0],
-            allowed_types=allowed[1],
-            blocked_names=blocked[0],
-            blocked_types=blocked[1],
+            allowed=Selection.read(fields, "allowlist", "whitelist"),
+            blocked=Selection.read(fields, "blocklist", "blacklist"),
             fields=fields,
         )
 
@@ -130,11 +144,8 @@ class QuantConfig:
 
     def takes(self, name: str, kind: str) -> bool:
         """Whether a module with this name and class is measured or quantized."""
-        if kind in self.blocked_types or _found(self.blocked_names, name):
-            return False
-        if not self.allowed_names and not self.allowed_types:
-            return True
-        return kind in self.allowed_types or _found(self.allowed_names, name)
+        is_allowed = not any(self.allowed) or self.allowed.selects(name, kind)
+        return is_allowed and not self.blocked.selects(name, kind)
 
     def unsimulated_refusals(self) -> Iterator[str]:
         """Yield reasons against fields of the file that only INC supports."""
@@ -148,16 +159,34 @@ class QuantConfig:
             yield f"{self.option}: scale_method in {self.path} must be one name for all modules without a Gaudi."
 
 
-_ALLOW, _BLOCK = ("allowlist", "whitelist"), ("blocklist", "blacklist")
+@dataclass(frozen=True, slots=True, kw_only=True)
+class LoadContext:
+    """The model, rank and device for which weights are loaded."""
+
+    model: str
+    """The model's folder or name."""
+    rank: int
+    world: int
+    """The number of ranks, each with its own files."""
+    fp8_range: str | None
+    """The card whose e4m3 range is simulated, or None for that of the scales."""
+    apart: Collection[nn.Module] = ()
+    """Modules that are left unchanged: those shared with another model, and latent attention's."""
 
 
-def _names_and_types(fields: dict[str, Any], name: str, old_name: str) -> tuple[tuple[str, ...], tuple[str, ...]]:
-    lists = fields.get(name, fields.get(old_name)) or {}
-    return tuple(lists.get("names", ())), tuple(lists.get("types", ()))
+class Measuring(Protocol):
+    """A model that is being measured."""
 
+    reads_logits: bool
+    """Whether logits are computed for every token, so that their layer is measured too."""
 
-def _found(patterns: tuple[str, ...], name: str) -> bool:
-    return any(re.search(pattern, name) for pattern in patterns)
+    def counting(self, real_T: torch.Tensor) -> AbstractContextManager[None]:
+        """Measure the real tokens of a forward of T tokens in this context."""
+        ...
+
+    def write(self) -> None:
+        """Write all values so far, replacing older files."""
+        ...
 
 
 def target_config() -> QuantConfig | None:

@@ -1,4 +1,4 @@
-"""Reads and writes measurement and scale files in the layout of Intel Neural Compressor (INC).
+"""Reads measurement and scale files in the layout of Intel Neural Compressor (INC), which `calibration/` writes.
 
 A run with QUANT_CONFIG's `dump_stats_path` P and W ranks has, for each rank r,
 
@@ -14,7 +14,6 @@ scales the `Device`.
 
 from __future__ import annotations
 
-import io
 import json
 import re
 import zipfile
@@ -243,43 +242,9 @@ def _check_whole(path: Path) -> None:
 # ---- writing -----------------------------------------------------------------------------------------
 
 
-def write(prefix: str | Path, record: Record, method: str = "") -> Path:
-    """Write both files of one rank atomically, and return their path without a suffix."""
-    path = stem(prefix, record.rank, record.world, method)
-    common = {"GlobalRank": None, "LocalRank": record.rank, "Mode": record.mode}
-    extra = {
-        "Model": record.model,
-        "Device": record.device,
-        "Linears": {
-            name: {"axis": s.axis, "parts": [[p.rows, p.heads] for p in s.parts], "columns": s.columns}
-            for name, s in record.linears.items()
-        },
-    }
-    archive = io.BytesIO()
-    np.savez(archive, np.array({**common, "Nodes": {k: _encode(v, np.asarray) for k, v in record.nodes.items()}}))
-    nodes = {name: _encode(node, lambda values: values.tolist()) for name, node in record.nodes.items()}
-    if record.mode == MEASURED:
-        write_looked_at(path, record.looked_at)
-    replace(Path(f"{path}.npz"), archive.getvalue())
-    replace(Path(f"{path}.json"), json.dumps({**common, "Nodes": nodes, **extra}).encode())
-    return path
-
-
 def write_looked_at(path: Path, names: Sequence[str]) -> None:
     """Write the list of measured modules of a rank, whose files have the path `path` without a suffix."""
     replace(Path(f"{path}{_LOOKED_AT}"), json.dumps(list(names), indent=4).encode())
-
-
-def _encode(node: Node, encode: Any) -> dict[str, Any]:
-    stored: dict[str, Any] = {"inputs": [encode(values) for values in node.inputs]}
-    if node.outputs:
-        stored["outputs"] = [encode(values) for values in node.outputs]
-    if node.params:
-        stored["params"] = {
-            name: {axis: encode(v) for axis, v in value.items()} if isinstance(value, dict) else encode(value)
-            for name, value in node.params.items()
-        }
-    return stored
 
 
 def replace(path: Path, content: bytes) -> None:

@@ -25,7 +25,6 @@ if TYPE_CHECKING:
     from vllm.config import VllmConfig
 
     from vllm_gaudi_spec.devices.base import DeviceBackend
-    from vllm_gaudi_spec.quantization.fp8 import Arithmetic
 
 logger = init_logger(__name__)
 
@@ -64,7 +63,8 @@ def quantize_kv(vllm_config: VllmConfig, backend: DeviceBackend, model: str, oth
         k_scale, v_scale = (_scale(every[owner], owner, which, remedy) for which in ("k_scale", "v_scale"))
         unscaled += bool((k_scale == 1).all() or (v_scale == 1).all())
         k_scale, v_scale = (scale if (scale == 1).all() else scale * factor for scale in (k_scale, v_scale))
-        _quantize_layer(layer.impl, k_scale, v_scale, arithmetic)
+        k_cache, v_cache = (Fp8Cache(scale, arithmetic, layer.impl.dtype) for scale in (k_scale, v_scale))
+        layer.impl.quantize_kv(KV_DTYPE, k_cache, v_cache, arithmetic.matmul)
     if unscaled:
         logger.warning(
             "Keys or values of %d of %d layers of %s have scale 1.0, as they do without scales in the checkpoint. They "
@@ -74,13 +74,6 @@ def quantize_kv(vllm_config: VllmConfig, backend: DeviceBackend, model: str, oth
             model,
             E4M3_MAX[fp8_range],
         )
-
-
-def _quantize_layer(
-    impl: RectangleAttentionImpl, k_scale: torch.Tensor, v_scale: torch.Tensor, arithmetic: Arithmetic
-) -> None:
-    k_cache, v_cache = (Fp8Cache(scale, arithmetic, impl.dtype) for scale in (k_scale, v_scale))
-    impl.quantize_kv(KV_DTYPE, k_cache, v_cache, arithmetic.matmul)
 
 
 def _scale(layer: Any, name: str, which: str, remedy: str) -> torch.Tensor:

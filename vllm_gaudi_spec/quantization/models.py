@@ -11,8 +11,7 @@ from vllm.logger import init_logger
 from vllm_gaudi_spec.attention.backend import RectangleAttentionImpl
 from vllm_gaudi_spec.attention.operations import OWN
 from vllm_gaudi_spec.config import ADDITIONAL_CONFIG_KEY, Options, UnsupportedConfigError
-from vllm_gaudi_spec.quantization.config import drafter_config, target_config
-from vllm_gaudi_spec.quantization.load_context import LoadContext
+from vllm_gaudi_spec.quantization.config import LoadContext, drafter_config, target_config
 from vllm_gaudi_spec.upstream.distributed import get_tensor_model_parallel_rank, get_tensor_model_parallel_world_size
 from vllm_gaudi_spec.upstream.layers import MLAAttention, MoERunner
 
@@ -21,8 +20,7 @@ if TYPE_CHECKING:
     from vllm.config import VllmConfig
 
     from vllm_gaudi_spec.devices.base import DeviceBackend
-    from vllm_gaudi_spec.quantization.config import QuantConfig
-    from vllm_gaudi_spec.quantization.load_context import Measuring
+    from vllm_gaudi_spec.quantization.config import Measuring, QuantConfig
 
 logger = init_logger(__name__)
 
@@ -40,12 +38,9 @@ class Quantization:
 
     @classmethod
     def of_target(cls, vllm_config: VllmConfig) -> Quantization | None:
-        quant_config = target_config()
-        return (
-            None
-            if quant_config is None
-            else cls(quant_config, vllm_config.model_config.model, Options.from_vllm(vllm_config).fp8_range)
-        )
+        if (quant_config := target_config()) is None:
+            return None
+        return cls(quant_config, vllm_config.model_config.model, Options.from_vllm(vllm_config).fp8_range)
 
     @classmethod
     def of_drafter(cls, vllm_config: VllmConfig, target: nn.Module) -> Quantization | None:

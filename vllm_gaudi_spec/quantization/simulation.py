@@ -15,7 +15,7 @@ from vllm.logger import init_logger
 
 from vllm_gaudi_spec.config import E4M3_MAX, GAUDI2, UnsupportedConfigError
 from vllm_gaudi_spec.quantization import files
-from vllm_gaudi_spec.quantization.config import NEEDS_CALIBRATION, QuantConfig
+from vllm_gaudi_spec.quantization.config import NEEDS_CALIBRATION, LoadContext, Measuring, QuantConfig
 from vllm_gaudi_spec.quantization.fingerprint import fingerprint
 from vllm_gaudi_spec.quantization.fp8 import Arithmetic, to_e4m3
 from vllm_gaudi_spec.quantization.layers import (
@@ -26,7 +26,6 @@ from vllm_gaudi_spec.quantization.layers import (
     Fp8Softmax,
     serve_linear,
 )
-from vllm_gaudi_spec.quantization.load_context import LoadContext, Measuring
 
 logger = init_logger(__name__)
 

@@ -18,6 +18,7 @@ import torch
 
 from fp8_calibration.folder import measuring_config, serving_config
 from fp8_calibration.scales import CARDS, SCALE_METHODS, expand, make_scales
+from fp8_calibration.writing import write_files
 from tests.support.measurements import measured
 from tests.support.processes import forget_bridge
 from vllm_gaudi_spec.quantization import files
@@ -113,7 +114,7 @@ def test_scales_are_those_of_neural_compressor(inc: SimpleNamespace, method: str
 def test_its_readers_read_our_files(inc: SimpleNamespace, tmp_path: Path, method: str) -> None:
     ranks = expand(measured(), 2)
     for record, made in zip(ranks, make_scales(ranks, method, "gaudi3"), strict=True):
-        stem = files.write(tmp_path / "inc", record)
+        stem = write_files(tmp_path / "inc", record)
         loaded = inc.common.load_file(f"{stem}.npz", np.ndarray, True)
         assert loaded.keys() == record.nodes.keys()
         for name, node in record.nodes.items():
@@ -121,7 +122,7 @@ def test_its_readers_read_our_files(inc: SimpleNamespace, tmp_path: Path, method
             assert {k: v.tolist() for k, v in loaded[name].params.items()} == {
                 k: v.tolist() for k, v in node.params.items()
             }
-        stem = files.write(tmp_path / "inc", made, method)
+        stem = write_files(tmp_path / "inc", made, method)
         loaded = inc.common.load_scales(f"{stem}.npz", np.ndarray)
         tensors = inc.common.convert_scales_to_tensors_dict(loaded, np.ndarray, torch.bfloat16)
         for name, node in made.nodes.items():
@@ -179,11 +180,11 @@ def test_it_quantizes_a_model_by_our_files(
         nodes[name] = Node([np.full((1, 1), 3.0, np.float32)], [], {"weight": channels})
         shapes[name] = LinearShape("whole", (Part(linear.out_features),), linear.in_features)
     record = Record(0, 1, MEASURED, nodes, list(nodes), "", shapes)
-    files.write(tmp_path / "inc", record)
+    write_files(tmp_path / "inc", record)
     (made,) = make_scales([record], method, "gaudi3")
     for node in made.nodes.values():  # so that it shows whose scales these are
         node.inputs = [scale * 4 for scale in node.inputs]
-    files.write(tmp_path / "inc", made, method)
+    write_files(tmp_path / "inc", made, method)
     config = tmp_path / "quant.json"
     config.write_text(json.dumps(serving_config(tmp_path / "inc", method, [], []) | {"use_qdq": "True"}))
     weights = {name: linear.weight.detach().clone() for name, linear in model.named_children()}

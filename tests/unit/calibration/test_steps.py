@@ -13,6 +13,7 @@ import pytest
 
 from fp8_calibration.folder import DRAFT, ROLES, TARGET, Folder
 from fp8_calibration.scales import SCALE_METHODS, expand
+from fp8_calibration.writing import write_files
 from tests.support.measurements import measured, same
 from vllm_gaudi_spec.quantization import files
 from vllm_gaudi_spec.quantization.files import Node
@@ -52,7 +53,7 @@ def folder(tmp_path: Path, models: dict[str, str]) -> Folder:
     folder = Folder(tmp_path / "calibration")
     for seed, name in enumerate(ROLES):
         for record in expand(measured(seed, fingerprint(models[name])), 2):
-            files.write(folder.role(name).measured, record)
+            write_files(folder.role(name).measured, record)
     return folder
 
 
@@ -89,7 +90,7 @@ def test_from_two_ranks_to_the_scales_of_four(run: Run, folder: Folder, models: 
 
 def test_ranks_of_any_folder(run: Run, tmp_path: Path) -> None:
     for record in expand(measured(), 4):
-        files.write(tmp_path / "a" / "inc", record)
+        write_files(tmp_path / "a" / "inc", record)
     status, out, _ = run(
         "step_5_unify_ranks", "--from", tmp_path / "a" / "inc", "--to", tmp_path / "b", "--world-size", 1
     )
@@ -104,7 +105,7 @@ def test_matmuls_get_the_range_of_their_cache(run: Run, folder: Folder) -> None:
     for record in files.read_world(role.measured):
         for name in (keys, values):
             record.nodes[name].inputs[1] = np.full((1, 1), 1e6, np.float32)  # what stands in padding
-        files.write(role.measured, record)
+        write_files(role.measured, record)
     assert run("step_4_postprocess", "--out", folder.root)[0] == 0
     for record in files.read_world(role.processed):
         same(record, files.read(files.stem(role.processed, record.rank, 2)))
@@ -118,7 +119,7 @@ def test_a_module_that_saw_nothing(run: Run, folder: Folder) -> None:
     for record in files.read_world(role.measured):
         nothing = Node([np.zeros((1, 1), np.float32)], [], {"weight": np.ones((1, 1), np.float32)})
         changed = replace(record, nodes=record.nodes | {"model.fc": nothing})
-        files.write(role.measured, replace(changed, looked_at=[*changed.nodes, "lm_head"]))
+        write_files(role.measured, replace(changed, looked_at=[*changed.nodes, "lm_head"]))
     before = tree(folder.root)
     status, _, err = run("step_4_postprocess", "--out", folder.root)
     assert status == 1

@@ -15,8 +15,7 @@ from torch import nn
 from vllm_gaudi_spec.attention.operations import VLLMKVCache
 from vllm_gaudi_spec.config import UnsupportedConfigError
 from vllm_gaudi_spec.devices.hpu import fp8 as hpu_fp8
-from vllm_gaudi_spec.quantization.config import QuantConfig
-from vllm_gaudi_spec.quantization.load_context import LoadContext
+from vllm_gaudi_spec.quantization.config import LoadContext, QuantConfig
 
 
 class Impl(nn.Module):
@@ -83,8 +82,8 @@ def load_context(*apart: nn.Module) -> LoadContext:
 
 def test_q15_q21_q24_measuring(log: list[Any], tmp_path: Path) -> None:
     config = given(tmp_path, "MEASURE")
-    with hpu_fp8.loading():
-        model = Model(log)
+    hpu_fp8.prepare_loading()
+    model = Model(log)
     measured = hpu_fp8.apply(model, config, load_context())
     assert measured is not None
     with measured.counting(torch.ones(1, dtype=torch.bool)):

@@ -14,6 +14,7 @@ from typing import Any
 import numpy as np
 import pytest
 
+from fp8_calibration.writing import write_files
 from vllm_gaudi_spec.drafting.universal import vocab_map
 from vllm_gaudi_spec.environment import cached_files
 from vllm_gaudi_spec.environment.cached_files import UntrustedCacheError
@@ -228,7 +229,7 @@ def test_measurements_are_not_read_through_a_link_out_of_their_folder(
     ending: str, tmp_path: Path, elsewhere: Path
 ) -> None:
     record = files.Record(0, 1, files.MEASURED, {"linear": files.Node([np.ones((1, 1), np.float32)])}, ["linear"])
-    stem = files.write(tmp_path / "measured" / "inc", record)
+    stem = write_files(tmp_path / "measured" / "inc", record)
     assert files.read(stem).looked_at == ["linear"]
     place = Path(f"{stem}{ending}")
     inside = place.rename(place.parent / "other name")

@@ -11,6 +11,7 @@ from typing import Any
 import numpy as np
 import pytest
 
+from fp8_calibration.writing import write_files
 from vllm_gaudi_spec.drafting.universal import vocab_map
 from vllm_gaudi_spec.environment import cache_folder
 from vllm_gaudi_spec.quantization import files
@@ -57,11 +58,11 @@ def test_vocabulary_map_is_made_without_a_file(cache: Path, full_disk: None, mon
 def test_measurements_on_a_full_disk(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, request: Any) -> None:
     prefix = tmp_path / "measured" / "P"
     older = record(1.0)
-    path = files.write(prefix, older)
+    path = write_files(prefix, older)
     before = {file.name: file.read_bytes() for file in path.parent.iterdir()}
     request.getfixturevalue("full_disk")
     with pytest.raises(files.QuantFilesError, match=r"cannot be written: No space left on device"):
-        files.write(prefix, record(2.0))
+        write_files(prefix, record(2.0))
     assert {file.name: file.read_bytes() for file in path.parent.iterdir()} == before
 
 

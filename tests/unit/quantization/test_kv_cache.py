@@ -17,7 +17,7 @@ from vllm_gaudi_spec.devices.common.kv_pair import KVPair
 from vllm_gaudi_spec.devices.hpu.fp8 import GaudiArithmetic
 from vllm_gaudi_spec.quantization import kv_cache
 from vllm_gaudi_spec.quantization.fp8 import Arithmetic, HostArithmetic
-from vllm_gaudi_spec.quantization.layers import KV_DTYPE
+from vllm_gaudi_spec.quantization.layers import KV_DTYPE, Fp8Cache
 
 HEADS, KV_HEADS, SIZE, BLOCK, NUM_BLOCKS = 6, 2, 64, 16, 8
 QUERIES = 5
@@ -42,7 +42,8 @@ TABLE = torch.tensor([[3, 1, 6, 2, 0, 0]], dtype=torch.int32)
 
 def impl_with(arithmetic: Arithmetic, scales: tuple[torch.Tensor, torch.Tensor] = SCALES) -> RectangleAttentionImpl:
     impl = RectangleAttentionImpl(HEADS, SIZE, SIZE**-0.5, KV_HEADS, None, None, "fp8_e4m3")
-    kv_cache._quantize_layer(impl, *scales, arithmetic)
+    k_cache, v_cache = (Fp8Cache(scale, arithmetic, impl.dtype) for scale in scales)
+    impl.quantize_kv(KV_DTYPE, k_cache, v_cache, arithmetic.matmul)
     return impl
 
 

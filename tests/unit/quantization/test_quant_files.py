@@ -14,6 +14,7 @@ import numpy as np
 import pytest
 
 from fp8_calibration.scales import expand
+from fp8_calibration.writing import write_files
 from tests.support.measurements import MODEL, measured, same
 from vllm_gaudi_spec.quantization import files
 from vllm_gaudi_spec.quantization.files import QuantFilesError
@@ -25,7 +26,7 @@ def prefix(tmp_path: Path) -> Path:
     """Two ranks' measurements."""
     prefix = tmp_path / "stats" / "inc"
     for record in expand(measured(), 2):
-        files.write(prefix, record)
+        write_files(prefix, record)
     return prefix
 
 
@@ -92,7 +93,7 @@ def test_wrong_world_size_is_refused(prefix: Path) -> None:
         files.read_world(prefix, 4)
     with pytest.raises(QuantFilesError, match="no scale files"):
         files.read_world(prefix, 2, "maxabs_hw")
-    files.write(prefix, measured())
+    write_files(prefix, measured())
     with pytest.raises(QuantFilesError, match=r"several world sizes .* choose one of \[1, 2\]"):
         files.read_world(prefix)
     assert len(files.read_world(prefix, 2)) == 2
@@ -100,10 +101,10 @@ def test_wrong_world_size_is_refused(prefix: Path) -> None:
 
 def test_ranks_of_different_models_are_refused(prefix: Path) -> None:
     first, second = expand(measured(), 2)
-    files.write(prefix, replace(second, model="f" * 16))
+    write_files(prefix, replace(second, model="f" * 16))
     with pytest.raises(QuantFilesError, match=rf"rank 1 .* another model \({'f' * 16}, not {MODEL}\)"):
         files.read_world(prefix)
-    files.write(prefix, replace(second, looked_at=[*first.looked_at, "lm_head"]))
+    write_files(prefix, replace(second, looked_at=[*first.looked_at, "lm_head"]))
     with pytest.raises(QuantFilesError, match="lm_head is in only one of the two"):
         files.read_world(prefix)
 

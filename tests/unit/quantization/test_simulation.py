@@ -10,13 +10,13 @@ import torch
 from torch import nn
 
 from fp8_calibration.observers import Measured
+from fp8_calibration.writing import write_files
 from vllm_gaudi_spec.attention.operations import Matmul, Softmax, VLLMKVCache
 from vllm_gaudi_spec.config import UnsupportedConfigError
 from vllm_gaudi_spec.quantization import files, simulation
-from vllm_gaudi_spec.quantization.config import QuantConfig
+from vllm_gaudi_spec.quantization.config import LoadContext, QuantConfig
 from vllm_gaudi_spec.quantization.files import Node, Record
 from vllm_gaudi_spec.quantization.fp8 import HostArithmetic
-from vllm_gaudi_spec.quantization.load_context import LoadContext
 
 METHOD = "maxabs_pow2"
 
@@ -60,7 +60,7 @@ def scales(**changes: Any) -> Record:
 def apply(folder: Path, record: Record | None = None, apart: tuple[str, ...] = (), **fields: Any) -> Model:
     prefix = str(folder / "inc")
     if record is not None:
-        files.write(prefix, record, METHOD)
+        write_files(prefix, record, METHOD)
     path = folder / "quant.json"
     path.write_text(json.dumps({"mode": "QUANTIZE", "dump_stats_path": prefix, "scale_method": METHOD, **fields}))
     model = Model()

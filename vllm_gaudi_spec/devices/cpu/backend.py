@@ -20,9 +20,8 @@ from vllm_gaudi_spec.devices.cpu import formats as cpu_formats
 from vllm_gaudi_spec.devices.cpu import linear as cpu_linear
 from vllm_gaudi_spec.devices.cpu.rules import RULES
 from vllm_gaudi_spec.quantization import simulation
-from vllm_gaudi_spec.quantization.config import QuantConfig
+from vllm_gaudi_spec.quantization.config import LoadContext, Measuring, QuantConfig
 from vllm_gaudi_spec.quantization.fp8 import HostArithmetic
-from vllm_gaudi_spec.quantization.load_context import LoadContext, Measuring
 from vllm_gaudi_spec.upstream.cpu_kernels import choose_instruction_set
 from vllm_gaudi_spec.upstream.cpu_kernels import custom_ops as vllm_ops
 from vllm_gaudi_spec.upstream.kv_cache import KVCacheConfig, KVCacheLayout

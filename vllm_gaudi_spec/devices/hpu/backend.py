@@ -9,7 +9,7 @@ import importlib
 import inspect
 import re
 from collections.abc import Callable, Hashable, Iterator
-from contextlib import AbstractContextManager, contextmanager
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import replace
 from functools import cached_property, partial
 from typing import TYPE_CHECKING, Any, cast
@@ -32,9 +32,8 @@ from vllm_gaudi_spec.upstream.kv_cache import AttentionLayerBase
 
 if TYPE_CHECKING:
     from vllm_gaudi_spec.devices.base import Function
-    from vllm_gaudi_spec.quantization.config import QuantConfig
+    from vllm_gaudi_spec.quantization.config import LoadContext, Measuring, QuantConfig
     from vllm_gaudi_spec.quantization.encodings import Words
-    from vllm_gaudi_spec.quantization.load_context import LoadContext, Measuring
     from vllm_gaudi_spec.upstream.kv_cache import KVCacheConfig, KVCacheLayout
 
 logger = init_logger(__name__)
@@ -135,36 +134,12 @@ class HpuGraphs(Graphs):
         return int(_read_metric("graph_compilation").get("TotalNumber", 0))
 
 
-class PinnedBuffers:
-    """Pinned host memory for downloads, kept for reuse by shape because allocating it is a call of the driver."""
-
-    def __init__(self) -> None:
-        self._free: dict[tuple[torch.Size, torch.dtype], list[torch.Tensor]] = {}
-
-    def take(self, like: torch.Tensor) -> torch.Tensor | None:
-        """Return a buffer for a copy of `like`; None if torch cannot allocate pinned memory."""
-        if free := self._free.get((like.shape, like.dtype)):
-            return free.pop()
-        try:
-            buffer = torch.empty(like.shape, dtype=like.dtype, pin_memory=True)
-        except RuntimeError as error:
-            reason = str(error).partition("\n")[0]
-        else:
-            if buffer.is_pinned():
-                return buffer
-            reason = "torch's is not pinned"
-        logger.warning_once("Torch has no pinned host memory (%s), so each step waits for its results.", reason)
-        return None
-
-    def give_back(self, buffer: torch.Tensor) -> None:
-        self._free.setdefault((buffer.shape, buffer.dtype), []).append(buffer)
-
-
 class HpuMemory(PairMemory):
     def __init__(self, bridge: Bridge, graphs: Graphs) -> None:
         super().__init__(TRAITS.torch_device, graphs)
         self._bridge = bridge
-        self._pinned = PinnedBuffers()
+        self._pinned: dict[tuple[torch.Size, torch.dtype], list[torch.Tensor]] = {}
+        """Host memory for downloads, kept for reuse because allocating it is a call of the driver."""
 
     def allocate_kv(self, kv_cache_config: KVCacheConfig, layout: KVCacheLayout) -> dict[str, KVPair]:
         by_layer = super().allocate_kv(kv_cache_config, layout)
@@ -216,7 +191,7 @@ class HpuMemory(PairMemory):
 
     def start_download(self, tensor: torch.Tensor) -> Callable[[], torch.Tensor]:
         self.num_host_syncs += 1
-        host = self._pinned.take(tensor)
+        host = self._take_pinned(tensor)
         if host is None:
             # The bridge copies to other memory by a callback that no event covers, so old contents could be read.
             arrived = tensor.cpu()
@@ -236,8 +211,23 @@ class HpuMemory(PairMemory):
         """Wait for a download. The argument `source` keeps the copied tensor alive until then."""
         done.synchronize()
         arrived = host.clone()
-        self._pinned.give_back(host)
+        self._pinned.setdefault((host.shape, host.dtype), []).append(host)
         return arrived
+
+    def _take_pinned(self, like: torch.Tensor) -> torch.Tensor | None:
+        """Return pinned memory for a copy of `like`; None if torch cannot allocate any."""
+        if free := self._pinned.get((like.shape, like.dtype)):
+            return free.pop()
+        try:
+            buffer = torch.empty(like.shape, dtype=like.dtype, pin_memory=True)
+        except RuntimeError as error:
+            reason = str(error).partition("\n")[0]
+        else:
+            if buffer.is_pinned():
+                return buffer
+            reason = "torch's is not pinned"
+        logger.warning_once("Torch has no pinned host memory (%s), so each step waits for its results.", reason)
+        return None
 
     def synchronize(self) -> None:
         torch.hpu.synchronize()
@@ -327,7 +317,8 @@ class HpuWeights(Weights):
         }.get(kind, GAUDI2)  # every card has the narrower range
 
     def loading(self, quant_config: QuantConfig) -> AbstractContextManager[None]:
-        return hpu_fp8.loading()
+        hpu_fp8.prepare_loading()
+        return nullcontext()
 
     def quantize(self, model: nn.Module, quant_config: QuantConfig, load_context: LoadContext) -> Measuring | None:
         return hpu_fp8.apply(model, quant_config, load_context)

@@ -38,8 +38,7 @@ if TYPE_CHECKING:
     from torch import nn
 
     from vllm_gaudi_spec.devices.base import DeviceBackend
-    from vllm_gaudi_spec.quantization.config import QuantConfig
-    from vllm_gaudi_spec.quantization.load_context import LoadContext, Measuring
+    from vllm_gaudi_spec.quantization.config import LoadContext, Measuring, QuantConfig
 
 
 def make_backend() -> DeviceBackend:

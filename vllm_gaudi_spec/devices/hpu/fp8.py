@@ -22,9 +22,8 @@ from vllm.logger import init_logger
 from vllm_gaudi_spec.attention.operations import PLAIN, VLLMKVCache
 from vllm_gaudi_spec.config import UnsupportedConfigError
 from vllm_gaudi_spec.quantization import files
-from vllm_gaudi_spec.quantization.config import QuantConfig
+from vllm_gaudi_spec.quantization.config import LoadContext, QuantConfig
 from vllm_gaudi_spec.quantization.layers import KV_DTYPE
-from vllm_gaudi_spec.quantization.load_context import LoadContext
 
 logger = init_logger(__name__)
 
@@ -69,11 +68,9 @@ class GaudiArithmetic:
 # --- INC ---
 
 
-@contextmanager
-def loading() -> Iterator[None]:
+def prepare_loading() -> None:
     """Tell the bridge, before weights are loaded, that the model will be quantized."""
     importlib.import_module("habana_frameworks.torch.core").hpu_inference_set_env()
-    yield
 
 
 class Measured:
@@ -131,8 +128,8 @@ def _exclude_modules(model: nn.Module, quant_config: QuantConfig, load_context: 
         yield quant_config.path
         return
     blocked = {
-        "names": [*quant_config.blocked_names, *(f"^{re.escape(name)}$" for name in apart)],
-        "types": list(quant_config.blocked_types),
+        "names": [*quant_config.blocked.names, *(f"^{re.escape(name)}$" for name in apart)],
+        "types": list(quant_config.blocked.types),
     }
     rest = {name: value for name, value in quant_config.fields.items() if name != "blacklist"}
     with tempfile.NamedTemporaryFile("w", suffix=".json") as file:
