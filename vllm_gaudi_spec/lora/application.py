@@ -77,25 +77,25 @@ class TokenSlots:
         return self._slots_T.clamp(min=0) * rows_per_slot
 
 
-class Table:
-    """A tensor that the host writes and the device reads."""
+class _Adapters:
+    """Tensors of a layer that vLLM writes on the host and the device reads."""
 
-    def __init__(self, host: torch.Tensor, upload: Upload) -> None:
-        self._host = host
-        self.device = upload(host)
+    def __init__(self, slots: TokenSlots, hosts: list[torch.Tensor], upload: Upload) -> None:
+        self._slots, self._hosts = slots, hosts
+        self._first, *self._second = map(upload, hosts)
 
     def send(self) -> None:
-        """Copy the tensor to the device in place."""
-        if self.device is not self._host:
-            self.device.copy_(self._host)
+        """Copy the tensors to the device in place."""
+        for host, table in zip(self._hosts, (self._first, *self._second), strict=True):
+            if table is not host:
+                table.copy_(host)
 
 
-class LinearAdapters:
+class LinearAdapters(_Adapters):
     """Adapters of vLLM's wrapper of a linear layer or of the output matrix. A layer may be fused from N slices."""
 
     def __init__(self, module: Any, slots: TokenSlots, upload: Upload, group: GroupCoordinator | None = None) -> None:
         """Replace the wrapper's tensors. `group` has the ranks of the output matrix if there are several."""
-        self._slots = slots
         self._group = group
         one = isinstance(module.lora_a_stacked, torch.Tensor)
         first, second = module.lora_a_stacked, module.lora_b_stacked
@@ -108,12 +108,8 @@ class LinearAdapters:
         first = tuple(part.unsqueeze(1) for part in host_NSRI)
         second = tuple(part.permute(1, 0, 2).unsqueeze(1) for part in hosts_OSR)
         module.lora_a_stacked, module.lora_b_stacked = (first[0], second[0]) if one else (first, second)
-        self._first = Table(host_NSRI.view(-1, num_inputs), upload)
-        self._second = [Table(part.view(-1, num_slots * rank), upload) for part in hosts_OSR]
-
-    def send(self) -> None:
-        for table in (self._first, *self._second):
-            table.send()
+        hosts = [host_NSRI.view(-1, num_inputs), *(part.view(-1, num_slots * rank) for part in hosts_OSR)]
+        super().__init__(slots, hosts, upload)
 
     def add_lora_linear(self, y: torch.Tensor, x: torch.Tensor, *args: Any, **named: Any) -> torch.Tensor:
         return y + self._added(x) if self._slots.are_set else y
@@ -137,31 +133,25 @@ class LinearAdapters:
     def _added(
         self, x_TI: torch.Tensor, broadcast: Callable[[torch.Tensor], torch.Tensor] | None = None
     ) -> torch.Tensor:
-        columns_TC = functional.linear(x_TI, self._first.device)
+        columns_TC = functional.linear(x_TI, self._first)
         if broadcast is not None:
             columns_TC = broadcast(columns_TC)
         columns_TNC = columns_TC.unflatten(1, (len(self._second), -1))
         parts = zip(self._slots.mask_columns(columns_TNC).unbind(1), self._second, strict=True)
-        return torch.cat([functional.linear(columns_TC, table.device) for columns_TC, table in parts], dim=1)
+        return torch.cat([functional.linear(columns_TC, table) for columns_TC, table in parts], dim=1)
 
 
-class EmbeddingAdapters:
+class EmbeddingAdapters(_Adapters):
     """Adapters of vLLM's wrapper of an embedding table, which does the first product itself as a lookup."""
 
     def __init__(self, module: Any, slots: TokenSlots, upload: Upload) -> None:
-        self._slots = slots
         num_slots, num_tokens, rank = module.lora_a_stacked.shape
         self._num_slots, self._num_tokens = num_slots, num_tokens
         host_SVR = torch.zeros(num_slots, num_tokens, rank, dtype=module.lora_a_stacked.dtype)
         host_ESR = torch.zeros(module.lora_b_stacked.shape[2], num_slots, rank, dtype=host_SVR.dtype)
         module.lora_a_stacked, module.lora_b_stacked = host_SVR, host_ESR.permute(1, 0, 2).unsqueeze(1)
-        self._first = Table(host_SVR.view(-1, rank), upload)
-        self._second = Table(host_ESR.view(-1, num_slots * rank), upload)
-        module.lora_a_stacked_2d = self._first.device
-
-    def send(self) -> None:
-        self._first.send()
-        self._second.send()
+        super().__init__(slots, [host_SVR.view(-1, rank), host_ESR.view(-1, num_slots * rank)], upload)
+        module.lora_a_stacked_2d = self._first
 
     @property
     def _embeddings_indices(self) -> torch.Tensor:
@@ -171,7 +161,7 @@ class EmbeddingAdapters:
         if not self._slots.are_set:
             return y
         columns_TNC = x.repeat(1, self._num_slots)[:, None]
-        return y + functional.linear(self._slots.mask_columns(columns_TNC)[:, 0], self._second.device)
+        return y + functional.linear(self._slots.mask_columns(columns_TNC)[:, 0], self._second[0])
 
 
 def make_adapters(module: BaseLayerWithLoRA, slots: TokenSlots, upload: Upload) -> LinearAdapters | EmbeddingAdapters:
