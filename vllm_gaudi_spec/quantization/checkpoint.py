@@ -14,13 +14,10 @@ from typing import Any
 
 import torch
 from safetensors import safe_open
-from vllm.logger import init_logger
 
 from vllm_gaudi_spec.config import OTHER_MODEL
 from vllm_gaudi_spec.quantization.encodings import Encoding, EncodingError, Parts
 from vllm_gaudi_spec.quantization.formats import CheckpointFormat
-
-logger = init_logger(__name__)
 
 # Tensors for activations or for other kernels. Weights do not depend on them.
 _UNUSED = (
@@ -37,16 +34,6 @@ _ALIASES = {"weight_scale_inv": "weight_scale", "qscale_weight": "weight_scale"}
 _QUANTIZED = re.compile(
     r"(^|_)(packed|qweight|qzeros|g_idx|weight_zero_point|weight_scale(_2)?|scale_inv|weight_global_scale|qscale_weight)$"
 )
-_MIB = 2**20
-
-
-@dataclass(slots=True)
-class _Counts:
-    """Matrices of one kind, and their bytes before and after reading."""
-
-    matrices: int = 0
-    read: int = 0
-    made: int = 0
 
 
 @dataclass(slots=True, kw_only=True)
@@ -63,7 +50,6 @@ class Checkpoint:
     """Whether the model ignores a tensor of this name."""
     _waiting: dict[str, dict[str, torch.Tensor]] = field(default_factory=dict)
     """Maps a layer to the tensors of its weight that were read so far."""
-    _counts: dict[tuple[str, str], _Counts] = field(default_factory=dict)
 
     def weights(self, tensors: Iterable[tuple[str, torch.Tensor]]) -> Iterator[tuple[str, torch.Tensor]]:
         """Yield the model's weights from all tensors of its files, in any order.
@@ -101,30 +87,25 @@ class Checkpoint:
 
     def _read(self, layer: str, encoding: Encoding, parts: Parts) -> Iterator[tuple[str, torch.Tensor]]:
         try:
-            kept_as, found = self._convert(layer, encoding, parts)
+            found = self._convert(layer, encoding, parts)
         except EncodingError as error:
             reason = f"{self.model}: layer {layer} {error}; {error.remedy}."
             raise EncodingError(reason, remedy=error.remedy) from error
-        counts = self._counts.setdefault((encoding.name, kept_as), _Counts())
-        counts.read += sum(part.nbytes for part in parts.values())
-        counts.matrices += next(iter(found.values())).shape[:-2].numel()
         for part, tensor in found.items():
-            counts.made += tensor.nbytes
             yield f"{layer}{self.format.weight if part == 'weight' else f'.{part}'}", tensor.contiguous()
 
-    def _convert(self, layer: str, encoding: Encoding, parts: Parts) -> tuple[str, dict[str, torch.Tensor]]:
-        """Return how the layer is kept, and its tensors, starting with the weight."""
+    def _convert(self, layer: str, encoding: Encoding, parts: Parts) -> dict[str, torch.Tensor]:
         stored = parts.get("weight")
         is_e4m3 = stored is not None and stored.dtype == torch.float8_e4m3fn
         if not ((is_e4m3 or encoding.grouped is not None) and self.is_native(layer)):
-            return dtype_name(self.dtype), {"weight": self._cast(encoding.weight(parts))}
+            return {"weight": self._cast(encoding.weight(parts))}
         if is_e4m3:
             weight, scale = encoding.fp8_rows(parts)
             _check_finite(weight.float(), scale)
-            return "e4m3 with a scale for each row", {"weight": weight, "weight_scale": scale}
+            return {"weight": weight, "weight_scale": scale}
         words = encoding.words(parts)
         _check_finite(words.scales_GN)
-        return "words of 4-bit integers", {
+        return {
             "weight_packed": words.weight_KW,
             "weight_scale": words.scales_GN,
             "weight_zero_point": words.zeros_GW,
@@ -136,22 +117,6 @@ class Checkpoint:
             _check_finite(weight)
             raise EncodingError(f"has values beyond {dtype_name(self.dtype)}", remedy="use --dtype bfloat16")
         return made
-
-    def report(self) -> None:
-        """Log how many matrices were read, and their sizes."""
-        for (name, kept_as), counts in self._counts.items():
-            logger.info(
-                "%s: %d matrices of %s (%s) became %s while they were read: %.1f MiB, %.2f times the %.1f MiB in the "
-                "files.",
-                self.model,
-                counts.matrices,
-                name,
-                self.format.name,
-                kept_as,
-                counts.made / _MIB,
-                counts.made / counts.read,
-                counts.read / _MIB,
-            )
 
 
 def dtype_name(dtype: torch.dtype) -> str:

@@ -193,12 +193,7 @@ def read_weights(
     if (is_unused := getattr(loaded, "is_unused_checkpoint_weight", None)) is not None:
         checkpoint.is_unused = is_unused
     _forget_format(loaded)
-    return _read(checkpoint, tensors)
-
-
-def _read(checkpoint: Checkpoint, tensors: Iterable[tuple[str, torch.Tensor]]) -> Iterator[tuple[str, torch.Tensor]]:
-    yield from checkpoint.weights(tensors)
-    checkpoint.report()
+    return checkpoint.weights(tensors)
 
 
 def _forget_format(loaded: nn.Module) -> None:

@@ -69,7 +69,6 @@ class Words(NamedTuple):
 class Encoding:
     """How a weight is stored."""
 
-    name: str
     parts: tuple[str, ...]
     """The ends of the names of the tensors that make a weight. All are needed."""
     decode: Callable[[Parts], torch.Tensor]
@@ -137,8 +136,7 @@ def numbers(
             return stored, spread.expand(stored.shape[0], 1)
         return _rounded_rows(stored.float() * spread)
 
-    name = "8-bit integers" if integers else "8-bit floating point numbers"
-    return Encoding(name=name, parts=parts, decode=decode, rows=None if integers else rows)
+    return Encoding(parts=parts, decode=decode, rows=None if integers else rows)
 
 
 def packed_integers(bits: int, block: Block, *, zero_point: bool, reordered: bool) -> Encoding:
@@ -167,7 +165,7 @@ def packed_integers(bits: int, block: Block, *, zero_point: bool, reordered: boo
         return Grouped(values_NK.t(), scales_NG.t(), zeros_NG.t(), groups_K)
 
     size_if_ordered = None if reordered else block[1]
-    return _integers(f"packed {bits}-bit integers", ("weight_packed", "weight_scale", *more), read, size_if_ordered)
+    return _integers(("weight_packed", "weight_scale", *more), read, size_if_ordered)
 
 
 def gptq(*, size: int | None, reordered: bool, zero_offset: int) -> Encoding:
@@ -191,7 +189,7 @@ def gptq(*, size: int | None, reordered: bool, zero_offset: int) -> Encoding:
         return Grouped(values_KN, scales_GN, zeros_GN, groups_K)
 
     parts = ("qweight", "qzeros", "scales", *(["g_idx"] if reordered else []))
-    return _integers("GPTQ", parts, read, None if reordered else size)
+    return _integers(parts, read, None if reordered else size)
 
 
 def awq(size: int | None) -> Encoding:
@@ -202,10 +200,10 @@ def awq(size: int | None) -> Encoding:
         values_KN, zeros_GN = (_awq_columns(_matrix(tensors[part])) for part in ("qweight", "qzeros"))
         return Grouped(values_KN, scales_GN, zeros_GN, _groups_in_order(size, values_KN, scales_GN))
 
-    return _integers("AWQ", ("qweight", "qzeros", "scales"), read, size)
+    return _integers(("qweight", "qzeros", "scales"), read, size)
 
 
-def _integers(name: str, parts: tuple[str, ...], read: Callable[[Parts], Grouped], size: int | None) -> Encoding:
+def _integers(parts: tuple[str, ...], read: Callable[[Parts], Grouped], size: int | None) -> Encoding:
     """Return the encoding of grouped integers. `size` is None if unknown or if groups are not in the inputs' order."""
 
     def grouped(tensors: Parts) -> Grouped:
@@ -216,7 +214,6 @@ def _integers(name: str, parts: tuple[str, ...], read: Callable[[Parts], Grouped
         return found
 
     return Encoding(
-        name=name,
         parts=parts,
         decode=lambda tensors: grouped(tensors).weight(),
         grouped=grouped if size is not None and size > 0 else None,
@@ -239,10 +236,7 @@ def fp4(size: int, *, codes: str, whole: str | None = None, divides: bool = Fals
         return values * _spread(scale, values.shape, (1, size))
 
     parts = (codes, "weight_scale", *([whole] if whole is not None else []))
-    return Encoding(name=_FP4_NAME, parts=parts, decode=decode)
-
-
-_FP4_NAME = "4-bit floating point numbers"
+    return Encoding(parts=parts, decode=decode)
 
 
 def stacked_fp4() -> Encoding:
@@ -266,7 +260,7 @@ def stacked_fp4() -> Encoding:
             weight_EKN[expert] = (values_NK * scale_NK).t()
         return weight_EKN
 
-    return Encoding(name=_FP4_NAME, parts=("blocks", "scales"), decode=decode)
+    return Encoding(parts=("blocks", "scales"), decode=decode)
 
 
 # ---- arithmetic ------------------------------------------------------------------------------------------
