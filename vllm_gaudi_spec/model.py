@@ -63,7 +63,6 @@ def _drop_window(spec: KVCacheSpec) -> KVCacheSpec:
 
 
 def _get_window(layer: Any) -> tuple[int | None, int | None]:
-    """Return a layer's sliding window and attention chunk."""
     return layer.impl.sliding_window, getattr(layer, "attention_chunk_size", None)
 
 
@@ -154,10 +153,7 @@ class LoadedModel:
             name: getattr(layer, "kv_sharing_target_layer_name", None) or name for name, layer in self._layers.items()
         }
         """Maps each layer to the layer whose KV it reads: usually itself, and the target's for a Gemma 4 assistant."""
-        sinks = self._find_sink_names()
         backend.weights.prepare_model(self.model)
-        for impl, parameter in sinks.items():
-            impl.keep_sinks(self.model.get_parameter(parameter))
         self._groups: list[list[str]] = []
         self.adapters: Adapters | None = None
 
@@ -180,15 +176,6 @@ class LoadedModel:
             raise UnsupportedConfigError(
                 f"Only some layers of {name} have bidirectional attention, which is not supported; use another model."
             )
-
-    def _find_sink_names(self) -> dict[RectangleAttentionImpl, str]:
-        """Return the parameter name of each layer's sinks.
-
-        Moving a model to a device replaces its parameters, but keeps their names.
-        """
-        names = {id(parameter): name for name, parameter in self.model.named_parameters()}
-        impls = [layer.impl for layer in self._layers.values() if isinstance(layer.impl, RectangleAttentionImpl)]
-        return {impl: names[id(impl.sinks)] for impl in impls if getattr(impl, "sinks", None) is not None}
 
     def set_outputs(self, hidden_of: Callable[[Any, Inputs], Hidden], carried_size: int | None = None) -> None:
         """Set how to extract hidden states from what the model's class returns.
@@ -440,7 +427,6 @@ class LoadedModel:
         return None if self.adapters is None else self.adapters.gather_slots(rows_B, num_queries)
 
     def _apply_adapters(self, adapters_T: torch.Tensor | None) -> AbstractContextManager[None]:
-        """Apply adapters to the model's layers in this context."""
         return nullcontext() if self.adapters is None else self.adapters.applied(adapters_T)
 
     def _measure_logits(self, measuring: Measuring, hidden_TH: torch.Tensor, real_T: torch.Tensor) -> None:

@@ -67,22 +67,12 @@ class RectangleAttentionImpl(AttentionImpl, nn.Module):
         config = get_current_vllm_config_or_none()
         has_model = config is not None and config.model_config is not None
         self.model_type: str = config.model_config.hf_text_config.model_type if has_model else ""
-        self.keep_sinks(sinks)
+        self.sinks = sinks
+        """A parameter of the model's attention."""
         slopes = None if alibi_slopes is None else torch.tensor(alibi_slopes, dtype=torch.float32)
         self.register_buffer("slopes", slopes, persistent=False)
         self.has_written = False
         """Whether the layer's KV was ever written; checked after warm-up."""
-
-    def keep_sinks(self, sinks: torch.Tensor | None) -> None:
-        """Refer to a parameter of the model's attention.
-
-        In a tuple it is not registered as a parameter of this module.
-        """
-        self._sinks = (sinks,)
-
-    @property
-    def sinks(self) -> torch.Tensor | None:
-        return self._sinks[0]
 
     def make_layer_operations(self) -> None:
         """Make matmuls, softmax and caches submodules of this layer, so that they can be replaced."""
@@ -160,12 +150,7 @@ class RectangleAttentionImpl(AttentionImpl, nn.Module):
         value: torch.Tensor | None,
         kv_cache: Any,
         attn_metadata: AttentionCall,
-        output: torch.Tensor | None = None,
-        output_scale: torch.Tensor | None = None,
-        output_block_scale: torch.Tensor | None = None,
     ) -> torch.Tensor:
-        if output is not None:
-            raise RuntimeError("attention returns its output; see upstream.return_attention_outputs")
         if self.zero_padding is not None:
             query = self.zero_padding(query)
         spans = attn_metadata.spans

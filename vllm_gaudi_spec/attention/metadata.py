@@ -25,12 +25,6 @@ class KVShape(NamedTuple):
     """Elements per token and head: a key and, if the layer stores values, a value."""
     dtype: torch.dtype
 
-    def __str__(self) -> str:
-        return (
-            f"{self.num_blocks} blocks of {self.block_size} tokens, {self.num_kv_heads} heads of {self.row_size} "
-            f"numbers, {self.dtype}"
-        )
-
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class AttentionLayerSpec:
@@ -136,8 +130,6 @@ class Packed(NamedTuple):
 
 
 class SpanRows(NamedTuple):
-    """Spans as a list."""
-
     rows_S: torch.Tensor
     """int64: row of the batch."""
     firsts_S: torch.Tensor

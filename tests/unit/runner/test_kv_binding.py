@@ -49,10 +49,10 @@ def loaded(layers: list[Any]) -> Any:
 @pytest.mark.parametrize(
     ("wrong", "words"),
     [
-        (cache(torch.uint8), "torch.uint8, but its kernel needs .*torch.float32"),
-        (cache(torch.bfloat16), "torch.bfloat16, but its kernel needs .*torch.float32"),
-        (cache(heads=1), "1 heads of 64 numbers.* needs .*2 heads of 64"),
-        (cache(size=64), "2 heads of 128 numbers.* needs .*2 heads of 64"),
+        (cache(torch.uint8), r"torch.uint8\), but its kernel needs .*torch.float32"),
+        (cache(torch.bfloat16), r"torch.bfloat16\), but its kernel needs .*torch.float32"),
+        (cache(heads=1), "heads=1, row_size=64.* needs .*heads=2, row_size=64"),
+        (cache(size=64), "heads=2, row_size=128.* needs .*heads=2, row_size=64"),
     ],
     ids=["bytes", "half as wide", "heads", "head size"],
 )
