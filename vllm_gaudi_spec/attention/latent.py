@@ -122,9 +122,11 @@ class LatentAttentionWrapper(MultiHeadLatentAttentionWrapper):
 
     def __init__(self, *args: Any, **named: Any) -> None:
         super().__init__(*args, **named)
-        if self.indexer is not None:
-            _remove_indexer_cache(self.indexer)
-            self.topk_indices_buffer = None
+        if (indexer := self.indexer) is not None:
+            # The indexer's keys are in the rows of its layer.
+            del get_current_vllm_config().compilation_config.static_forward_context[indexer.k_cache.prefix]
+            del indexer.k_cache, indexer.indexer_op
+            self.topk_indices_buffer = indexer.topk_indices_buffer = None
 
     def forward(
         self, positions: torch.Tensor, hidden_states: torch.Tensor, llama_4_scaling: torch.Tensor | None = None
@@ -173,10 +175,3 @@ class LatentAttentionWrapper(MultiHeadLatentAttentionWrapper):
         query_TIR = torch.cat((query_rope.view(-1, num_heads, rope_size), query_rest), dim=-1)
         scale = indexer.softmax_scale * indexer.n_head_scale
         return Index(key_TR, IndexQueries(query_TIR, weights_TI.float() * scale))
-
-
-def _remove_indexer_cache(indexer: Indexer) -> None:
-    """Remove an indexer's cache, kernel and buffer: its keys are in the rows of its layer."""
-    del get_current_vllm_config().compilation_config.static_forward_context[indexer.k_cache.prefix]
-    del indexer.k_cache, indexer.indexer_op
-    indexer.topk_indices_buffer = None

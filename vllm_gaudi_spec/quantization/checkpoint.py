@@ -63,7 +63,8 @@ class Checkpoint:
             encoding = self.format.find_encoding(layer)
             if encoding is not None and part not in encoding.parts:
                 part = _ALIASES.get(part, part)
-            if encoding is None or not _belongs(part, tensor, encoding):
+            is_plain = part == "weight" and tensor.dtype.itemsize > 1  # of a layer that is not quantized
+            if encoding is None or part not in encoding.parts or is_plain:
                 # Tensors of a `fake_quantizer` are scales of KV, which are kept.
                 if part not in (*_UNUSED, *self.format.unused) or layer.endswith("_fake_quantizer"):
                     self._check_plain(name, part, tensor)
@@ -130,11 +131,6 @@ def _is_finite(tensor: torch.Tensor) -> bool:
 def _check_finite(*tensors: torch.Tensor) -> None:
     if not all(map(_is_finite, tensors)):
         raise EncodingError("has scales or values that are not finite")
-
-
-def _belongs(part: str, tensor: torch.Tensor, encoding: Encoding) -> bool:
-    """Whether a tensor is part of a quantized weight. Unquantized layers have a weight of floating-point numbers."""
-    return part in encoding.parts and not (part == "weight" and tensor.dtype.itemsize > 1)
 
 
 class _Headers(Checkpoint):

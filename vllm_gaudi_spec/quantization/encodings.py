@@ -67,8 +67,6 @@ class Words(NamedTuple):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Encoding:
-    """How a weight is stored."""
-
     parts: tuple[str, ...]
     """The ends of the names of the tensors that make a weight. All are needed."""
     decode: Callable[[Parts], torch.Tensor]
@@ -134,7 +132,9 @@ def numbers(
         spread = spread_scale(tensors)
         if spread.shape[1] == 1:
             return stored, spread.expand(stored.shape[0], 1)
-        return _rounded_rows(stored.float() * spread)
+        values = stored.float() * spread
+        row_scale = (values.abs().amax(1, keepdim=True) / E4M3).clamp_min(torch.finfo(torch.float32).tiny)
+        return (values / row_scale).to(torch.float8_e4m3fn), row_scale
 
     return Encoding(parts=parts, decode=decode, rows=None if integers else rows)
 
@@ -279,11 +279,6 @@ def _fp4_values(bytes_NH: torch.Tensor) -> torch.Tensor:
     low_high = torch.stack((bytes_NH & 15, bytes_NH >> 4), dim=-1).flatten(1).long()
     table = torch.tensor(FP4, device=bytes_NH.device)
     return torch.cat((table, -table))[low_high]
-
-
-def _rounded_rows(values: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-    scale = (values.abs().amax(1, keepdim=True) / E4M3).clamp_min(torch.finfo(torch.float32).tiny)
-    return (values / scale).to(torch.float8_e4m3fn), scale
 
 
 def _spread(scale: torch.Tensor, shape: torch.Size, block: Block | None) -> torch.Tensor:

@@ -36,7 +36,6 @@ class LayerShape(NamedTuple):
     state_dtype: torch.dtype
 
     def num_bytes(self, num_pending: int) -> int:
-        """Return the size of a row in bytes."""
         num_inputs = (self.num_taps - 1 + num_pending) * self.num_channels + num_pending * self.num_gates
         return num_inputs * self.dtype.itemsize + (prod(self.state) if self.state else 0) * self.state_dtype.itemsize
 
@@ -92,7 +91,10 @@ class LayerState:
         if self.state is not None:
             state = self._state_before(call, inputs_BWC, weight_CW, bias_C, recurrence)
             out_BQ, after = recurrence(out_BQ, gates_BQG, _mask_first(call.num_real_B, call.num_queries), state)
-            self._keep(call, gates_BQG, after if call.commits else state)
+            _write(self.state, call.rows_B, after if call.commits else state)
+        if self.gates_RPG is not None and not call.commits:
+            assert gates_BQG is not None
+            _write(self.gates_RPG, call.rows_B, _pad_to(gates_BQG, self._num_pending))
         everything_BWC = torch.cat((before_BWC, inputs_BQC), dim=1)
         if call.commits:
             everything_BWC = _slice_rows(everything_BWC, call.num_real_B, self._num_before)
@@ -116,13 +118,6 @@ class LayerState:
         convolved_BPC = convolve(before_BWC, pending_BPC, weight_CW, bias_C)
         gates_BPG = None if self.gates_RPG is None else self.gates_RPG.index_select(0, call.rows_B)
         return recurrence(convolved_BPC, gates_BPG, _mask_first(call.num_pending_B, self._num_pending), state)[1]
-
-    def _keep(self, call: StateCall, gates_BQG: torch.Tensor | None, state: torch.Tensor) -> None:
-        assert self.state is not None
-        _write(self.state, call.rows_B, state)
-        if self.gates_RPG is not None and not call.commits:
-            assert gates_BQG is not None
-            _write(self.gates_RPG, call.rows_B, _pad_to(gates_BQG, self._num_pending))
 
 
 class RecurrentStates:

@@ -6,10 +6,9 @@ AVX-512 has more than the one for AVX2, and no table lists which.
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from pathlib import Path
 from types import SimpleNamespace
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import TYPE_CHECKING, Any
 
 import torch
 from safetensors import SafetensorError, safe_open
@@ -51,9 +50,8 @@ def missing_kernel(vllm_config: VllmConfig, model: ModelConfig) -> str | None:
             logger.debug("Layer %s of %s was tried:", name, model.model, exc_info=True)
             reason = str(error).strip().splitlines()
             return f"for which vLLM has no kernel on this CPU ({reason[0] if reason else type(error).__name__})"
-        slow = next((_SLOW[name] for name in called.names if name in _SLOW and not _SLOW[name].is_fast()), None)
-        if slow is not None and not takes_slow:
-            return f"for which vLLM has only {slow.name} on this CPU, which is far slower than one in float32"
+        if not takes_slow and (slow := _find_slow_product(called.names)) is not None:
+            return f"for which vLLM has only {slow} on this CPU, which is far slower than one in float32"
     return None
 
 
@@ -69,36 +67,19 @@ class _Called(TorchDispatchMode):
         return operation(*args, **(kwargs or {}))
 
 
-def _multiplies_fp8() -> bool:
-    """Whether the CPU has instructions for FP8 products.
-
-    Torch's `_scaled_mm` (aten/src/ATen/native/Blas.cpp) leaves FP8 to oneDNN on CPUs with AMX, and oneDNN 3.12 has a
-    kernel from AMX-FP16 on (`check_isa_with_datatype` in src/cpu/x64/matmul/brgemm_matmul_utils.cpp; AVX10.2, its other
-    condition, is only reached with AMX). Elsewhere both copy the operands: on AVX2 a product took 10 to 70 times as
-    long as in float32, with AMX but not AMX-FP16 40 to 80 times.
-    """
-    return torch.cpu._is_amx_fp16_supported()
-
-
-def _multiplies_int8() -> bool:
-    """Whether the CPU has instructions for INT8 products.
-
-    The same function of oneDNN requires AVX-512, or AVX2 with VNNI, which torch cannot report. On AVX2 alone a product
-    took 7 to 17 times as long as in float32 for one row, and 2 to 5 times for 4.
-    """
-    return torch.cpu._is_avx512_supported()
-
-
-class _Product(NamedTuple):
-    name: str
-    is_fast: Callable[[], bool]
-
-
-_SLOW = {
-    "aten._scaled_mm": _Product("torch's product of FP8", _multiplies_fp8),
-    "_C.onednn_scaled_mm": _Product("oneDNN's product of int8", _multiplies_int8),
-}
-"""Operations that every CPU has, though not every CPU has instructions for them."""
+def _find_slow_product(names: set[str]) -> str | None:
+    """Return an operation among these for which the CPU has no instructions, though it can compute it."""
+    # Torch's `_scaled_mm` (aten/src/ATen/native/Blas.cpp) leaves FP8 to oneDNN on CPUs with AMX, and oneDNN 3.12 has a
+    # kernel from AMX-FP16 on (`check_isa_with_datatype` in src/cpu/x64/matmul/brgemm_matmul_utils.cpp; AVX10.2, its
+    # other condition, is only reached with AMX). Elsewhere both copy the operands: on AVX2 a product took 10 to 70
+    # times as long as in float32, with AMX but not AMX-FP16 40 to 80 times.
+    if "aten._scaled_mm" in names and not torch.cpu._is_amx_fp16_supported():
+        return "torch's product of FP8"
+    # The same function of oneDNN requires AVX-512, or AVX2 with VNNI, which torch cannot report. On AVX2 alone a
+    # product took 7 to 17 times as long as in float32 for one row, and 2 to 5 times for 4.
+    if "_C.onednn_scaled_mm" in names and not torch.cpu._is_avx512_supported():
+        return "oneDNN's product of int8"
+    return None
 
 
 def _find_quantized_layers(folder: Path) -> tuple[str, ...]:

@@ -11,7 +11,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
-from functools import partial
+from functools import cache, partial
 from typing import Any
 
 import torch
@@ -144,17 +144,10 @@ _LINEAR = "gaudi_spec_linear"
 """Attribute of a weight that two layers share: its `Linear`. The weight does not change after that."""
 
 
-class OnFirstCall:
-    """Chooses the kernel at the first call, for embedding tables, with which most models never multiply."""
-
-    def __init__(self, make: Callable[[], Linear]) -> None:
-        self._make = make
-        self._linear: Linear | None = None
-
-    def __call__(self, x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None) -> torch.Tensor:
-        if self._linear is None:
-            self._linear = self._make()
-        return self._linear(x, weight, bias)
+def _choose_on_first_call(make: Callable[[], Linear]) -> Linear:
+    """Defer the choice for embedding tables, with which most models never multiply."""
+    chosen = cache(make)
+    return lambda x, weight, bias: chosen()(x, weight, bias)
 
 
 class _State:
@@ -207,7 +200,7 @@ def pack(original: Callable[..., None], layer: nn.Module, remove_weight: bool) -
     is_16_bit = weight.dtype in (torch.bfloat16, torch.float16)
     if is_16_bit and isinstance(layer, VocabParallelEmbedding) and not weight.is_meta:
         make_logits = partial(Float32Logits, weight.detach())
-        layer.cpu_linear = make_logits() if isinstance(layer, ParallelLMHead) else OnFirstCall(make_logits)
+        layer.cpu_linear = make_logits() if isinstance(layer, ParallelLMHead) else _choose_on_first_call(make_logits)
         return
     if weight.is_meta or weight.ndim != 2 or weight.dtype != torch.float32 or weight_format == FLOAT32:
         original(layer, remove_weight)
@@ -216,7 +209,7 @@ def pack(original: Callable[..., None], layer: nn.Module, remove_weight: bool) -
     if remove_weight:
         layer.cpu_linear = choose()
     elif isinstance(layer, VocabParallelEmbedding) and not isinstance(layer, ParallelLMHead):
-        layer.cpu_linear = OnFirstCall(choose)
+        layer.cpu_linear = _choose_on_first_call(choose)
     else:
         if not hasattr(weight, _LINEAR):
             setattr(weight, _LINEAR, choose())
@@ -245,7 +238,6 @@ def _choose(
 
 
 def log_copies(model: nn.Module) -> None:
-    """Log how many float16 copies there are, and their size."""
     linears = {id(linear): linear for module in model.modules() if (linear := getattr(module, "cpu_linear", None))}
     copies = [few.nbytes for linear in linears.values() if (few := getattr(linear, "few", None)) is not None]
     if copies:
