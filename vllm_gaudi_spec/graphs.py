@@ -51,7 +51,6 @@ def report_signature(sizes: tuple[Hashable, ...], *, has_drafts: bool) -> Hashab
 
 
 def drafts_signature(num_rows: int) -> Hashable:
-    """Return the signature of the drafts in a report."""
     return ("drafts", num_rows)
 
 

@@ -17,8 +17,6 @@ if TYPE_CHECKING:
 
 
 class Slice(NamedTuple):
-    """A part of a prompt chunk that takes one row."""
-
     request: Request
     start: int
     """Position of the first token."""

@@ -58,8 +58,6 @@ class VLLMKVCache(nn.Module):
 
 
 class Operations(Protocol):
-    """The operations of one layer's attention over paged KV."""
-
     k_cache: VLLMKVCache
     v_cache: VLLMKVCache
     matmul_qk: Matmul

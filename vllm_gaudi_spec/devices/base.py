@@ -189,7 +189,6 @@ class Attention:
     """Attention over the KV caches of `Memory.allocate_kv`. T tokens, H query heads, K KV heads, D head size."""
 
     def kv_shape(self, kv_cache: Any) -> KVShape:
-        """Return the shape of one layer's KV cache."""
         raise NotImplementedError
 
     def supports_attention(self, spec: AttentionLayerSpec) -> bool:

@@ -91,8 +91,6 @@ class Selection(NamedTuple):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class QuantConfig:
-    """A QUANT_CONFIG file."""
-
     option: str
     """The option or variable that names the file, for messages."""
     path: str
@@ -175,8 +173,6 @@ class LoadContext:
 
 
 class Measuring(Protocol):
-    """A model that is being measured."""
-
     reads_logits: bool
     """Whether logits are computed for every token, so that their layer is measured too."""
 
@@ -190,7 +186,6 @@ class Measuring(Protocol):
 
 
 def target_config() -> QuantConfig | None:
-    """Return the target's QUANT_CONFIG, or None."""
     path = quant_config_path()
     return None if path is None else QuantConfig.read(path, "QUANT_CONFIG")
 

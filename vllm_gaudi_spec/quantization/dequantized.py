@@ -158,7 +158,6 @@ def _leave_to_vllm(vllm_config: VllmConfig, model: ModelConfig) -> None:
 
 
 def format_of(model: ModelConfig) -> CheckpointFormat:
-    """Return the format of a model that is dequantized at load."""
     return read_format(described(model))
 
 

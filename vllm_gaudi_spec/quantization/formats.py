@@ -34,8 +34,6 @@ class UnknownFormatError(ValueError):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class CheckpointFormat:
-    """The format of a checkpoint."""
-
     name: str
     default: Encoding | None
     """The encoding of layers, or None if only layers in `by_layer` are quantized."""
@@ -54,7 +52,6 @@ class CheckpointFormat:
     inputs that are not rounded, None otherwise or if names do not tell these layers from others."""
 
     def find_encoding(self, layer: str) -> Encoding | None:
-        """Return the encoding of a layer, by its name in the checkpoint, or None."""
         return next((encoding for pattern, encoding in self.by_layer if re.search(pattern, layer)), self.default)
 
     def may_be_native(self, layer: str) -> bool:

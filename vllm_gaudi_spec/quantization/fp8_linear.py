@@ -24,8 +24,6 @@ _NOT_LOADED = torch.finfo(torch.float32).min  # vLLM's initial value of a scale
 
 
 class Fp8Linear(LinearMethodBase):
-    """Linear method of layers that stay FP8."""
-
     def __init__(self, *, arithmetic: Callable[[float], Arithmetic], largest: float, prefix: str) -> None:
         """Use arithmetic with e4m3 numbers up to `largest`, the device's maximum."""
         self._arithmetic, self._largest, self._prefix = arithmetic(largest), largest, prefix

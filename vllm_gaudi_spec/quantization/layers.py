@@ -44,7 +44,6 @@ class Cast(nn.Module):
         return self._arithmetic.cast(x, self.inverse)
 
     def back(self, x: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
-        """Scale e4m3 numbers back."""
         return self._arithmetic.uncast(x, self.scale, dtype)
 
 
@@ -75,8 +74,6 @@ class CalibratedLinear(nn.Module):
 
 
 class Fp8Matmul(Matmul):
-    """A matmul of attention in FP8."""
-
     def __init__(self, x_scale: torch.Tensor, y_scale: torch.Tensor, arithmetic: Arithmetic) -> None:
         super().__init__()
         self._arithmetic = arithmetic
@@ -98,8 +95,6 @@ class Fp8Softmax(Softmax):
 
 
 class Fp8Cache(VLLMKVCache):
-    """A KV cache in FP8."""
-
     def __init__(self, scale: torch.Tensor, arithmetic: Arithmetic, dtype: torch.dtype) -> None:
         """Cast with `scale`, which is [] or [heads, 1], and return blocks in `dtype`, the model's."""
         super().__init__()

@@ -42,8 +42,6 @@ def _rename(name: str, renaming: WeightsMapper) -> str:
 
 @register_quantization_config(DEQUANTIZED)
 class DequantizedConfig(QuantizationConfig):
-    """Configuration of the method `dequantized`."""
-
     def __init__(self, written: dict[str, Any] | None = None) -> None:
         """Keep the checkpoint's `quantization_config`."""
         super().__init__()

@@ -50,8 +50,6 @@ measure: Measure | None = None
 
 
 class Found(NamedTuple):
-    """A module to measure or quantize."""
-
     name: str
     kind: str
     module: nn.Module

@@ -20,8 +20,6 @@ _IN_WORD = 8
 
 
 class Uint4Linear(LinearMethodBase):
-    """Linear method of layers that stay 4-bit integers."""
-
     def __init__(self, *, convert: Callable[[Words, torch.dtype], torch.Tensor], group_size: int, prefix: str) -> None:
         """Convert weights with `convert`. `group_size` is the number of inputs that share a scale."""
         self._convert, self._group_size, self._prefix = convert, group_size, prefix

@@ -93,7 +93,6 @@ them; 0 for later ones. From two tensors [B, N, H, L, K] to [B, N, H, L, L]."""
 
 
 def _decay_per_head(since_BNHL1: torch.Tensor) -> Products:
-    """Return `Products` for one decay per head."""
     length = since_BNHL1.shape[-2]
     is_before = torch.ones(length, length, dtype=torch.bool, device=since_BNHL1.device).tril()
     between_BNHLL = torch.where(is_before, since_BNHL1 - since_BNHL1.transpose(-1, -2), 0.0)
@@ -128,7 +127,6 @@ def _decay_per_number(since_BNHLK: torch.Tensor) -> Products:
 
 
 def _join_blocks(first: torch.Tensor, below: torch.Tensor, second: torch.Tensor) -> torch.Tensor:
-    """Join blocks of a lower triangular matrix."""
     top = torch.cat((first, torch.zeros_like(first)), dim=-1)
     return torch.cat((top, torch.cat((below, second), dim=-1)), dim=-2)
 

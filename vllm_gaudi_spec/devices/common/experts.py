@@ -176,8 +176,6 @@ def grouped(product: GroupedProduct, call: Call) -> torch.Tensor:
 
 
 class Fused(NamedTuple):
-    """A device's own operator."""
-
     run: Form
     takes: Callable[[Call], bool]
     min_tokens: int

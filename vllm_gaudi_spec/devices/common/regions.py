@@ -33,8 +33,6 @@ Compiler = Callable[[fx.GraphModule, list[torch.Tensor]], Callable[..., Sequence
 
 
 class _Step(NamedTuple):
-    """One compiled region, or one collective."""
-
     run: Callable[..., Any]
     inputs: tuple[int, ...]
     outputs: tuple[int, ...]

@@ -102,8 +102,6 @@ def _pause_collector() -> Iterator[None]:
 
 
 class Graphed:
-    """A function passed to `Graphs.graph`."""
-
     def __init__(self, function: Callable[..., Any], captures: Captures) -> None:
         self._function = function
         self._captures = captures
