@@ -18,7 +18,7 @@ from vllm_gaudi_spec.attention.backend import RectangleAttentionImpl, attend_lay
 from vllm_gaudi_spec.attention.metadata import NO_MEDIA, Packed
 from vllm_gaudi_spec.config import UnsupportedConfigError, ranks_in_step
 from vllm_gaudi_spec.devices.base import format_size
-from vllm_gaudi_spec.quantization.kv_cache import quantize_kv
+from vllm_gaudi_spec.quantization.models import quantize_kv
 from vllm_gaudi_spec.records import Hidden
 from vllm_gaudi_spec.recurrent.states import RecurrentStates
 from vllm_gaudi_spec.recurrent.table import has_states

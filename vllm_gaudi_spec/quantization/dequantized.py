@@ -211,8 +211,7 @@ def _forget_format(loaded: nn.Module) -> None:
 
 def native_layers(model: nn.Module, format: CheckpointFormat) -> Callable[[str], bool]:
     """Return whether a layer, by its name in the checkpoint, stays quantized in `model`."""
-    from vllm_gaudi_spec.quantization.fp8_linear import Fp8Linear
-    from vllm_gaudi_spec.quantization.uint4_linear import Uint4Linear
+    from vllm_gaudi_spec.quantization.native_linears import Fp8Linear, Uint4Linear
 
     modules, mapper = dict(model.named_modules()), getattr(model, "hf_to_vllm_mapper", None)
     merged: dict[str, set[str]] = {}

@@ -102,8 +102,7 @@ class DequantizedConfig(QuantizationConfig):
     def _native_linear(self, prefix: str) -> QuantizeMethodBase | None:
         from vllm.config import get_current_vllm_config
 
-        from vllm_gaudi_spec.quantization.fp8_linear import Fp8Linear
-        from vllm_gaudi_spec.quantization.uint4_linear import Uint4Linear
+        from vllm_gaudi_spec.quantization.native_linears import Fp8Linear, Uint4Linear
 
         weights, requested = device().weights, Options.from_vllm(get_current_vllm_config()).weight_kernels
         format = read_format(self._written)

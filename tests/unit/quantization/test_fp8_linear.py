@@ -13,7 +13,7 @@ from tests.models.formats import FORMATS, GROUP
 from vllm_gaudi_spec.config import E4M3_MAX
 from vllm_gaudi_spec.quantization.formats import read_format
 from vllm_gaudi_spec.quantization.fp8 import HostArithmetic
-from vllm_gaudi_spec.quantization.fp8_linear import Fp8Linear
+from vllm_gaudi_spec.quantization.native_linears import Fp8Linear
 from vllm_gaudi_spec.upstream import tensor_parallel_group
 
 LAYER = "model.layers.0.mlp.up_proj"

@@ -15,7 +15,7 @@ from vllm_gaudi_spec.attention.metadata import AttentionCall, AttentionLayerSpec
 from vllm_gaudi_spec.config import UnsupportedConfigError
 from vllm_gaudi_spec.devices.common.kv_pair import KVPair
 from vllm_gaudi_spec.devices.hpu.fp8 import GaudiArithmetic
-from vllm_gaudi_spec.quantization import kv_cache
+from vllm_gaudi_spec.quantization import models
 from vllm_gaudi_spec.quantization.fp8 import Arithmetic, HostArithmetic
 from vllm_gaudi_spec.quantization.layers import KV_DTYPE, Fp8Cache
 
@@ -177,7 +177,7 @@ def layer(k_scale: Any = 1.0, v_scale: Any = 1.0, owner: str | None = None) -> A
 @pytest.fixture
 def warned(monkeypatch: pytest.MonkeyPatch) -> list[str]:
     lines: list[str] = []
-    monkeypatch.setattr(kv_cache.logger, "warning", lambda text, *values: lines.append(text % values))
+    monkeypatch.setattr(models.logger, "warning", lambda text, *values: lines.append(text % values))
     return lines
 
 
@@ -185,11 +185,11 @@ def quantize(
     monkeypatch: pytest.MonkeyPatch, *layers: Any, cache_dtype: str = "fp8_e4m3", fp8_range: str | None = None
 ) -> None:
     config: Any = SimpleNamespace(cache_config=SimpleNamespace(cache_dtype=cache_dtype), additional_config={})
-    monkeypatch.setattr(kv_cache, "suggest_model_dtype", lambda _: "leave it out")
+    monkeypatch.setattr(models, "suggest_model_dtype", lambda _: "leave it out")
     backend: Any = SimpleNamespace(weights=SimpleNamespace(fp8_arithmetic=HostArithmetic, fp8_range=fp8_range))
     by_name = {f"layers.{number}": one for number, one in enumerate(layers)}
-    monkeypatch.setattr(kv_cache, "get_layers_from_vllm_config", lambda *_: by_name)
-    kv_cache.quantize_kv(config, backend, "a model", others=())
+    monkeypatch.setattr(models, "get_layers_from_vllm_config", lambda *_: by_name)
+    models.quantize_kv(config, backend, "a model", others=())
 
 
 def test_scales_of_the_checkpoint(monkeypatch: pytest.MonkeyPatch, warned: list[str]) -> None:

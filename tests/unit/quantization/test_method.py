@@ -19,9 +19,8 @@ from vllm_gaudi_spec.quantization import dequantized
 from vllm_gaudi_spec.quantization.dequantized import native_layers
 from vllm_gaudi_spec.quantization.formats import read_format
 from vllm_gaudi_spec.quantization.fp8 import HostArithmetic
-from vllm_gaudi_spec.quantization.fp8_linear import Fp8Linear
 from vllm_gaudi_spec.quantization.method import DequantizedConfig
-from vllm_gaudi_spec.quantization.uint4_linear import Uint4Linear
+from vllm_gaudi_spec.quantization.native_linears import Fp8Linear, Uint4Linear
 
 FP8 = FORMATS["fp8-block"].config
 # As Qwen3-VL-MoE has them.

@@ -20,7 +20,7 @@ from card_emulator.gaudi.fused import convert_from_uint4
 from tests.models.formats import FORMATS, GROUP
 from vllm_gaudi_spec.quantization.encodings import Words
 from vllm_gaudi_spec.quantization.formats import read_format
-from vllm_gaudi_spec.quantization.uint4_linear import Uint4Linear
+from vllm_gaudi_spec.quantization.native_linears import Uint4Linear
 from vllm_gaudi_spec.upstream import tensor_parallel_group
 
 LAYER = "model.layers.0.mlp.up_proj"

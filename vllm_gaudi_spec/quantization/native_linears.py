@@ -1,4 +1,4 @@
-"""Linear layers with e4m3 weights and a scale per row. Inputs are rounded to e4m3 token by token."""
+"""Linear methods of layers whose weights stay as they are in a quantized checkpoint."""
 
 from __future__ import annotations
 
@@ -8,11 +8,14 @@ from typing import Any
 import torch
 from torch import nn
 
-from vllm_gaudi_spec.quantization.encodings import E4M3
+from vllm_gaudi_spec.quantization.encodings import E4M3, Words
 from vllm_gaudi_spec.quantization.fp8 import Arithmetic
 from vllm_gaudi_spec.upstream.layers import (
     ChannelQuantScaleParameter,
+    GroupQuantScaleParameter,
     LinearMethodBase,
+    PackedvLLMParameter,
+    UnquantizedLinearMethod,
     create_fp8_scale_parameter,
     create_fp8_weight_parameter,
     replace_parameter,
@@ -21,9 +24,12 @@ from vllm_gaudi_spec.upstream.layers import (
 # Added to scales, because a row of padding is all zeros: 0 / 0 would be NaN.
 _SMALLEST = 1e-8
 _NOT_LOADED = torch.finfo(torch.float32).min  # vLLM's initial value of a scale
+_IN_WORD = 8
 
 
 class Fp8Linear(LinearMethodBase):
+    """E4m3 weights with a scale per row. Inputs are rounded to e4m3 token by token."""
+
     def __init__(self, *, arithmetic: Callable[[float], Arithmetic], largest: float, prefix: str) -> None:
         """Use arithmetic with e4m3 numbers up to `largest`, the device's maximum."""
         self._arithmetic, self._largest, self._prefix = arithmetic(largest), largest, prefix
@@ -67,3 +73,54 @@ class Fp8Linear(LinearMethodBase):
         if bias is not None:
             out_TN = out_TN + bias
         return out_TN.reshape(*x.shape[:-1], out_TN.shape[-1])
+
+
+class Uint4Linear(LinearMethodBase):
+    """Weights of 4-bit integers, which an operator of the device converts at each step."""
+
+    def __init__(self, *, convert: Callable[[Words, torch.dtype], torch.Tensor], group_size: int, prefix: str) -> None:
+        """Convert weights with `convert`. `group_size` is the number of inputs that share a scale."""
+        self._convert, self._group_size, self._prefix = convert, group_size, prefix
+
+    def create_weights(
+        self,
+        layer: nn.Module,
+        input_size_per_partition: int,
+        output_partition_sizes: list[int],
+        input_size: int,
+        output_size: int,
+        params_dtype: torch.dtype,
+        **extra_weight_attrs: Any,
+    ) -> None:
+        num_inputs, num_outputs = input_size_per_partition, sum(output_partition_sizes)
+        if num_inputs % self._group_size or any(size % _IN_WORD for size in output_partition_sizes):
+            # A rank's part begins or ends within a group or a word. The reader sees this method and dequantizes.
+            layer.quant_method = UnquantizedLinearMethod()
+            layer.quant_method.create_weights(
+                layer,
+                input_size_per_partition,
+                output_partition_sizes,
+                input_size,
+                output_size,
+                params_dtype,
+                **extra_weight_attrs,
+            )
+            return
+        dims = dict(input_dim=0, output_dim=1, weight_loader=extra_weight_attrs["weight_loader"])
+        num_groups, num_words = num_inputs // self._group_size, num_outputs // _IN_WORD
+        for name, height in (("weight_packed", num_inputs), ("weight_zero_point", num_groups)):
+            words = torch.zeros(height, num_words, dtype=torch.int32)
+            layer.register_parameter(
+                name, PackedvLLMParameter(data=words, packed_dim=1, packed_factor=_IN_WORD, **dims)
+            )
+        not_loaded = torch.full((num_groups, num_outputs), torch.nan, dtype=params_dtype)
+        layer.register_parameter("weight_scale", GroupQuantScaleParameter(data=not_loaded, **dims))
+
+    def process_weights_after_loading(self, layer: nn.Module) -> None:
+        if bool(layer.weight_scale.isnan().any()):
+            raise RuntimeError(f"{self._prefix} is kept in 4 bits, but its checkpoint has no such weight for it.")
+
+    def apply(self, layer: nn.Module, x: torch.Tensor, bias: torch.Tensor | None = None) -> torch.Tensor:
+        words = Words(layer.weight_packed, layer.weight_scale, layer.weight_zero_point)
+        out = torch.matmul(x, self._convert(words, x.dtype))
+        return out if bias is None else out + bias
