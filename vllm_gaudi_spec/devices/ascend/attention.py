@@ -146,8 +146,6 @@ def compressed_mask(device: torch.device) -> torch.Tensor:
 
 
 class _Part(NamedTuple):
-    """One run of the operation, for some rows."""
-
     arguments: dict[str, Any]
     lengths: HostLengths
     out: torch.Tensor

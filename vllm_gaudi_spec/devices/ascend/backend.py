@@ -22,7 +22,7 @@ from vllm_gaudi_spec.devices.ascend import attention as ascend_attention
 from vllm_gaudi_spec.devices.ascend import downloads
 from vllm_gaudi_spec.devices.ascend.device import usable_torch_npu
 from vllm_gaudi_spec.devices.ascend.graphs import HostLengthsOperation, NpuCaptures
-from vllm_gaudi_spec.devices.base import DeviceBackend, DeviceTraits, Graphs, Memory, Weights
+from vllm_gaudi_spec.devices.base import DeviceBackend, DeviceTraits, Memory, Weights
 from vllm_gaudi_spec.devices.common.kv_pair import KVPair, PairAttention
 from vllm_gaudi_spec.devices.common.stream_device import StreamGraphs, StreamMemory
 
@@ -37,35 +37,11 @@ FUSED_DTYPES = frozenset({torch.float16, torch.bfloat16})
 
 
 class Card(NamedTuple):
-    """What the parts of the backend share."""
+    """What attention needs of an NPU."""
 
     torch_npu: Any
-    runtime: Any
-    """`torch.npu`."""
     torch_device: torch.device
     captures: NpuCaptures
-
-
-def make_backend() -> DeviceBackend:
-    card = open_card()
-    graphs = StreamGraphs(card.runtime, card.captures)
-    memory = AscendMemory(card.runtime, card.torch_device, graphs)
-    return assemble("ascend", card, graphs, memory, AscendWeights(memory), FUSED_DTYPES)
-
-
-def open_card() -> Card:
-    """Import torch_npu without opening the card, since vLLM's front end makes a backend too."""
-    module = usable_torch_npu()
-    # Without a number this is the process's one card (`Platform.set_device`).
-    device = torch.device("npu")
-    return Card(module, torch.npu, device, NpuCaptures(torch.npu, device))
-
-
-def assemble(
-    name: str, card: Card, graphs: Graphs, memory: Memory, weights: Weights, fused_dtypes: frozenset[torch.dtype]
-) -> DeviceBackend:
-    traits, attention = make_traits(name, card.torch_device), AscendAttention(card, fused_dtypes)
-    return DeviceBackend(traits=traits, graphs=graphs, memory=memory, attention=attention, weights=weights)
 
 
 def make_traits(name: str, torch_device: torch.device) -> DeviceTraits:
@@ -256,3 +232,26 @@ class AscendAttention(PairAttention):
                 self._fused, self._captures, query_THD, kv_cache, call, spec, adds_up_blocks=adds_up_blocks, mask=mask
             )
         return padded.attend(query_THD, *kv_cache.blocks(), call, spec)
+
+
+def make_backend(
+    name: str = "ascend",
+    graphs_class: type[StreamGraphs] = StreamGraphs,
+    memory_class: type[AscendMemory] = AscendMemory,
+    weights_class: type[AscendWeights] = AscendWeights,
+    fused_dtypes: frozenset[torch.dtype] = FUSED_DTYPES,
+) -> DeviceBackend:
+    """Import torch_npu without opening the card, since vLLM's front end makes a backend too."""
+    torch_npu = usable_torch_npu()
+    # Without a number this is the process's one card (`Platform.set_device`).
+    device = torch.device("npu")
+    card = Card(torch_npu, device, NpuCaptures(torch.npu, device))
+    graphs = graphs_class(torch.npu, card.captures)
+    memory = memory_class(torch.npu, device, graphs)
+    return DeviceBackend(
+        traits=make_traits(name, device),
+        graphs=graphs,
+        memory=memory,
+        attention=AscendAttention(card, fused_dtypes),
+        weights=weights_class(memory),
+    )

@@ -22,10 +22,7 @@ _FUSED_DTYPES = ascend.FUSED_DTYPES | {torch.float32}
 
 
 def make_backend() -> DeviceBackend:
-    card = ascend.open_card()
-    graphs = _Graphs(card.runtime, card.captures)
-    memory = _Memory(card.runtime, card.torch_device, graphs)
-    return ascend.assemble("ascend-emulated", card, graphs, memory, _Weights(memory), _FUSED_DTYPES)
+    return ascend.make_backend("ascend-emulated", _Graphs, _Memory, _Weights, _FUSED_DTYPES)
 
 
 class _Graphs(EmulatedGraphs, StreamGraphs):

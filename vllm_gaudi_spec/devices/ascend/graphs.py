@@ -35,8 +35,6 @@ class HostLengths(Protocol):
 
 
 class _Task(NamedTuple):
-    """One operation of a captured graph."""
-
     operation: HostLengthsOperation
     arguments: dict[str, Any]
     lengths: HostLengths
