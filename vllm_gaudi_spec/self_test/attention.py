@@ -77,11 +77,6 @@ def check_prompts(subject: Subject) -> str:
     # With the row of padding as many queries of all heads as FlashAttention takes on CUDA.
     rows = _Rows(subject, [2 * _LONG_CHUNK], _LONG_CHUNK, decode=False)
     rows.check(f"prompt chunks of {_LONG_CHUNK}", [_LONG_CHUNK], [_LONG_CHUNK], each=_COMPARED_EACH)
-    if slice_tokens := subject.backend.traits.slice_tokens:
-        start, count = _LONG_CHUNK + 3, _LONG_CHUNK - 5
-        for window in (None, _WINDOW):
-            rows = _Rows(subject, [start + count], _LONG_CHUNK, decode=False, window=window, slice_tokens=slice_tokens)
-            rows.check(f"prompt chunks in slices under a window of {window}", [start], [count], each=_COMPARED_EACH)
     return f"{form}, with a window and of {_LONG_CHUNK} positions too"
 
 
@@ -215,8 +210,6 @@ def _verify_queries(backend: DeviceBackend) -> int:
 
 
 class _Layer:
-    """A layer's KV cache and the kernels that serve it."""
-
     def __init__(
         self,
         subject: Subject,
@@ -361,18 +354,15 @@ class _Rows:
         decode: bool,
         shares_prefix: bool = False,
         window: int | None = None,
-        slice_tokens: int | None = None,
         group: int = 1,
     ) -> None:
         """
         Args:
-            slice_tokens: The length of the slices into which prompt chunks are cut, if they are.
             group: How many blocks an entry of a decode's list has.
         """
         traits = subject.backend.traits
         block = traits.block_size
         self._subject, self._queries, self._window, self._decode = subject, queries, window, decode
-        self._slice_tokens = slice_tokens or queries
         rows = len(lengths) + 1
         num_shared = min(lengths) // block if shares_prefix else 0
         self._table_BW = torch.zeros(rows, -(-(max(lengths) + queries) // block), dtype=torch.int32)
@@ -426,14 +416,8 @@ class _Rows:
         """
         rows, queries = len(starts) + 1, self._queries
         query_BQHD = random((rows, queries, _HEADS, _HEAD_SIZE), 30, self._subject.dtype)
-        query_THD = query_BQHD.flatten(0, 1)
-        offsets, size = range(0, queries, self._slice_tokens), self._slice_tokens
-        counts = None
-        if not self._decode and real is not None:
-            counts = [min(max(count - offset, 0), size) for count in (*real, 0) for offset in offsets]
-        starts = [start + offset for start in (*starts, 0) for offset in offsets]
-        table_BW = self._table_BW.repeat_interleave(len(offsets), 0)
-        found = self.layer.attend(query_THD, starts, size, table_BW, self._flat, counts)
+        counts = None if self._decode or real is None else [*real, 0]
+        found = self.layer.attend(query_BQHD.flatten(0, 1), [*starts, 0], queries, self._table_BW, self._flat, counts)
         return query_BQHD, found.unflatten(0, (rows, queries))
 
     def check(self, what: str, starts: list[int], real: list[int], each: int = 1) -> None:

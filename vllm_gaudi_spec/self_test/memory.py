@@ -1,17 +1,94 @@
-"""Checks the free memory that a device reports, by which the KV cache is sized."""
+"""Checks copies between host and device, also while the device goes on, and the free memory that the device reports."""
 
 from __future__ import annotations
+
+from collections import deque
+from collections.abc import Callable
+from typing import NamedTuple
 
 import torch
 
 from vllm_gaudi_spec.devices.base import format_size
-from vllm_gaudi_spec.self_test.subject import Failed, NotChecked, Subject
+from vllm_gaudi_spec.self_test.subject import Failed, NotChecked, Subject, random
 
+_DOWNLOADS = 10_000
+_MIN_DOWNLOADS = 50
+"""The minimum number of downloads on a slow device."""
+_IN_FLIGHT = 8
+_NUMBERS = 64
 _SIZE = 128 << 20
-# Allocators round up, and other work on the device changes it slightly.
+"""Bytes of an allocation."""
+# Allocators round up, and other work on the device changes the free memory slightly.
 _LEAST, _MOST = 0.5, 2.0
 # The first allocations may reuse memory that torch holds, as after self-tests of other dtypes.
 _ATTEMPTS = 4
+
+
+class _Started(NamedTuple):
+    step: int
+    wait: Callable[[], torch.Tensor]
+
+
+def check_downloads(subject: Subject) -> str:
+    """Check downloads of a counter that a graph overwrites at each step while earlier values are being copied."""
+    memory, graphs = subject.backend.memory, subject.backend.graphs
+    count = graphs.graph(self_test_count)
+    counter = memory.upload(torch.zeros(_NUMBERS, dtype=torch.int32))
+    waiting: deque[_Started] = deque()
+    num_done = num_wrong = 0
+    first_wrong = ""
+
+    def arrive() -> None:
+        nonlocal num_done, num_wrong, first_wrong
+        step, wait = waiting.popleft()
+        found = wait().unique().tolist()
+        num_done += 1
+        if found != [step]:
+            num_wrong += 1
+            first_wrong = first_wrong or f"{', '.join(map(str, found[:3]))} at step {step}"
+
+    for step in range(1, _DOWNLOADS + 1):
+        counter = count(counter)
+        waiting.append(_Started(step, memory.start_download(counter)))
+        graphs.step_done()
+        if len(waiting) == _IN_FLIGHT:
+            arrive()
+        if subject.is_time_up and step >= _MIN_DOWNLOADS:
+            break
+    while waiting:
+        arrive()
+    if num_wrong:
+        raise Failed(f"{num_wrong:,} of {num_done:,} downloads returned another step's values, the first {first_wrong}")
+    return f"{num_done:,} downloads, {_IN_FLIGHT} at a time"
+
+
+def self_test_count(counter: torch.Tensor) -> torch.Tensor:
+    return counter + 1
+
+
+def check_copies(subject: Subject) -> str:
+    """Check that tensors of each dtype survive a copy to the device and back."""
+    int32, float32 = torch.iinfo(torch.int32), torch.finfo(torch.float32)
+    hosts = {
+        "int32": torch.tensor([int32.min, int32.min + 1, -1, 0, 1, 255, 256, int32.max - 1, int32.max]).int(),
+        "int64": torch.tensor([int32.min, -1, 0, 1, int32.max]),
+        "bool": torch.tensor([True, False, False, True, True]),
+        "float32": torch.tensor([float32.min, -1.0, 0.0, float32.tiny, 1 / 3, float32.max, torch.inf, -torch.inf]),
+        "bfloat16": torch.cat((random((1000,), 5), torch.tensor([1 / 3, 3e38]))).to(torch.bfloat16),
+        str(subject.dtype).removeprefix("torch."): random((7, 129), 6, subject.dtype),
+    }
+    for name, host in hosts.items():
+        back = subject.backend.memory.download(subject.backend.memory.upload(host.clone()))
+        if (back.dtype, back.shape) != (host.dtype, host.shape):
+            raise Failed(f"{name} came back as {back.dtype} {tuple(back.shape)}")
+        wrong = (back != host).flatten().nonzero().flatten()
+        if len(wrong):
+            first = int(wrong[0])
+            raise Failed(
+                f"{len(wrong)} of {host.numel()} numbers of {name} changed, the first to "
+                f"{back.flatten()[first].item()} instead of {host.flatten()[first].item()}"
+            )
+    return ", ".join(hosts)
 
 
 def check_memory(subject: Subject) -> str:

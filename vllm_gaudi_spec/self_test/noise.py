@@ -54,12 +54,13 @@ def check_noise(subject: Subject) -> str:
     keys_B2, positions_BQ, _, tokens_V = _hash_inputs()
     # Gumbel noise is checked for the device's own bits; `check_hash` checks those.
     found, bits, gumbel = subject.compute(self_test_noise, hashed, keys_B2, positions_BQ, tokens_V)
-    ulps = _ulps(found, _exponential(hashed))
+    expected = _exponential(hashed)
+    ulps = torch.nan_to_num((found.double() - expected).abs() / _last_bit(expected), nan=torch.inf)
     worst = int(ulps.argmax())
     if not ulps[worst] <= _ULPS:
         raise Failed(
             f"exponential noise of hash {hashed[worst].item()} is {found[worst].item():.9g}, "
-            f"{ulps[worst].item():.3g} ulp from float64's {_exponential(hashed)[worst].item():.9g} ({_ULPS:g} are "
+            f"{ulps[worst].item():.3g} ulp from float64's {expected[worst].item():.9g} ({_ULPS:g} are "
             f"allowed), as of {int((ulps > _ULPS).sum() + ulps.isnan().sum())} of {len(ulps)} hashes"
         )
     exact = -_exponential(bits).log()
@@ -95,10 +96,6 @@ def _exponential(hashed: torch.Tensor) -> torch.Tensor:
     """Return exponential variates as float64, from the same uniform float32 as `noise.exponential`."""
     unit = ((hashed >> 1) & (2**31 - 1)).float().add(0.5).mul(2.0**-31).clamp(max=1.0 - 2.0**-24)
     return -torch.log1p(-unit.double())
-
-
-def _ulps(found: torch.Tensor, exact: torch.Tensor) -> torch.Tensor:
-    return torch.nan_to_num((found.double() - exact).abs() / _last_bit(exact), nan=torch.inf)
 
 
 def _last_bit(exact: torch.Tensor) -> torch.Tensor:

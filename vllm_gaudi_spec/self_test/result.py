@@ -23,8 +23,6 @@ class SelfTestError(RuntimeError):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class CheckResult:
-    """The result of one check."""
-
     name: str
     status: str
     detail: str
@@ -41,8 +39,6 @@ class CheckResult:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Result:
-    """The results of all checks."""
-
     device: str
     mode: str
     dtype: str
@@ -57,7 +53,6 @@ class Result:
         return sum(check.seconds for check in self.checks)
 
     def passed(self, name: str) -> bool:
-        """Whether the check `name` ran and passed."""
         return next(check for check in self.checks if check.name == name).status == PASSED
 
     def list_fatal(self, features: Collection[str]) -> tuple[CheckResult, ...]:

@@ -11,7 +11,7 @@ import torch
 from vllm_gaudi_spec import environment
 from vllm_gaudi_spec.config import in_one_line
 from vllm_gaudi_spec.devices import load_backend
-from vllm_gaudi_spec.self_test import attention, copies, graphs, memory, noise, ranks, sampling
+from vllm_gaudi_spec.self_test import attention, graphs, memory, noise, ranks, sampling
 from vllm_gaudi_spec.self_test.result import (
     ASYNC_SCHEDULING,
     FAILED,
@@ -34,8 +34,6 @@ _DOWNLOAD_SECONDS = 4.0
 
 
 class Check(NamedTuple):
-    """A check of the device."""
-
     name: str
     run: Callable[[Subject], str]
     """Returns what was measured, or raises `Failed` or `NotChecked`."""
@@ -67,7 +65,7 @@ COLLECTIVES = "collectives"
 MEMORY = "memory"
 
 CHECKS = (
-    Check(COPIES, copies.check_copies, _NO_WORKAROUND),
+    Check(COPIES, memory.check_copies, _NO_WORKAROUND),
     Check(HASH, noise.check_hash, _GREEDY_ONLY),
     Check(NOISE, noise.check_noise, _GREEDY_ONLY),
     Check(SAMPLING, sampling.check_sampling, _GREEDY_ONLY),
@@ -87,7 +85,7 @@ CHECKS = (
         graphs.check_second_call,
         "requests would wait for the compiler: with VGS_SELF_TEST=0 results are correct, but slow at first",
     ),
-    Check(DOWNLOADS, copies.check_downloads, "set --no-async-scheduling", ASYNC_SCHEDULING),
+    Check(DOWNLOADS, memory.check_downloads, "set --no-async-scheduling", ASYNC_SCHEDULING),
     Check(COLLECTIVES, ranks.check_collectives, "leave out --tensor-parallel-size"),
     Check(MEMORY, memory.check_memory, "set --kv-cache-memory-bytes", KV_FROM_FREE_MEMORY),
 )

@@ -11,7 +11,7 @@ import pytest
 import torch
 from torch.overrides import TorchFunctionMode
 
-from tests.support.cards import TRAITS, CardAttention, CardGraphs, CardMemory, Ranks, ThreadGroup, make_card
+from tests.support.cards import CardAttention, CardGraphs, CardMemory, Ranks, ThreadGroup, make_card
 from vllm_gaudi_spec.attention import torch_ops
 from vllm_gaudi_spec.attention.metadata import AttentionCall
 from vllm_gaudi_spec.devices import load_backend
@@ -33,9 +33,6 @@ HAS_NOT = {run.FP8_KV}
 EVERY_FEATURE = {check.needed_by for check in CHECKS}
 
 
-SLICED = replace(TRAITS, slice_tokens=64)
-
-
 def statuses(result: Result, status: str) -> set[str]:
     return {check.name for check in result.checks if check.status == status}
 
@@ -49,11 +46,6 @@ def test_correct_device_passes(dtype: torch.dtype) -> None:
     assert result.summarize().startswith("13 checks passed in ")
     assert result.summarize().endswith("; collectives not checked: there is one rank")
     assert all(result.passed(check.name) == (check.name not in NEEDS_RANKS | HAS_NOT) for check in CHECKS)
-
-
-def test_device_that_cuts_prompts_into_slices_passes() -> None:
-    result = self_test(make_card(traits=SLICED), torch.float32)
-    assert not result.failed, result.failed
 
 
 def test_cpu_passes() -> None:
@@ -296,15 +288,6 @@ def prompts_have_no_window() -> DeviceBackend:
     return windows(32, None)
 
 
-def slices_see_only_their_own_keys() -> DeviceBackend:
-    def change(call: AttentionCall, spec: Any) -> tuple[AttentionCall, Any]:
-        if call.num_queries == SLICED.slice_tokens:
-            spec = replace(spec, sliding_window=SLICED.slice_tokens)
-        return call, spec
-
-    return make_card(traits=SLICED, attention=Sees(change))
-
-
 def prompts_see_padding() -> DeviceBackend:
     return seeing_too_much(32)
 
@@ -463,7 +446,6 @@ FAULTS: dict[Callable[[], DeviceBackend], tuple[str, str, str]] = {
         "prompt chunks of 1024 are up to",
         "VGS_NPU_PROMPT_MASKS=dense",
     ),
-    slices_see_only_their_own_keys: (run.PROMPT_ATTENTION, "prompt chunks in slices", "VGS_NPU_PROMPT_MASKS=dense"),
     prompts_see_padding: (run.PROMPT_ATTENTION, "prompt chunks are up to", "VGS_NPU_PROMPT_MASKS=dense"),
     verify_steps_have_no_window: (run.VERIFY_ATTENTION, "under a window of 300 are up to", "--speculative-config"),
     verify_steps_lose_a_shared_prefix: (
