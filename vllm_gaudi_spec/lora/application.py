@@ -118,24 +118,16 @@ class LinearAdapters(_Adapters):
         # `y` may be wider than the vocabulary, and have a different dtype.
         if not self._slots.are_set:
             return y
-        added = self._added(x, self._broadcast).to(y.dtype)
+        added = self._added(x).to(y.dtype)
         return y.narrow(1, 0, added.shape[1]) + added
 
-    def _broadcast(self, columns_TC: torch.Tensor) -> torch.Tensor:
-        # Gathered logits have the same bits on every rank, but states do not, so all ranks add one rank's columns.
-        if self._group is None:
-            return columns_TC
-        communicator = self._group.device_communicator
-        assert communicator is not None
-        columns: torch.Tensor = communicator.broadcast(columns_TC.contiguous())
-        return columns
-
-    def _added(
-        self, x_TI: torch.Tensor, broadcast: Callable[[torch.Tensor], torch.Tensor] | None = None
-    ) -> torch.Tensor:
+    def _added(self, x_TI: torch.Tensor) -> torch.Tensor:
         columns_TC = functional.linear(x_TI, self._first)
-        if broadcast is not None:
-            columns_TC = broadcast(columns_TC)
+        if self._group is not None:
+            # Gathered logits have the same bits on every rank, but states do not, so all ranks add one rank's columns.
+            communicator = self._group.device_communicator
+            assert communicator is not None
+            columns_TC = communicator.broadcast(columns_TC.contiguous())
         columns_TNC = columns_TC.unflatten(1, (len(self._second), -1))
         parts = zip(self._slots.mask_columns(columns_TNC).unbind(1), self._second, strict=True)
         return torch.cat([functional.linear(columns_TC, table) for columns_TC, table in parts], dim=1)
