@@ -40,16 +40,12 @@ if TYPE_CHECKING:
 
     from vllm_gaudi_spec.attention.metadata import Inputs, MultimodalInputs
     from vllm_gaudi_spec.devices.base import DeviceBackend
-    from vllm_gaudi_spec.quantization.config import Measuring
     from vllm_gaudi_spec.quantization.models import Quantization
     from vllm_gaudi_spec.runner.extensions.adapters import Adapters
     from vllm_gaudi_spec.upstream.distributed import GroupCoordinator
     from vllm_gaudi_spec.upstream.kv_cache import KVCacheSpec
 
 logger = init_logger(__name__)
-
-_RECURRENT_LAYERS = "vllm_gaudi_spec.recurrent.layers"
-_ENCODERS = "vllm_gaudi_spec.attention.encoders"
 
 # Rows of logits at a time when measuring the logits of all tokens.
 _MEASURED_LOGITS = 64
@@ -66,19 +62,15 @@ def _get_window(layer: Any) -> tuple[int | None, int | None]:
     return layer.impl.sliding_window, getattr(layer, "attention_chunk_size", None)
 
 
-def _logits_only(output: torch.Tensor, inputs: Inputs) -> Hidden:
-    return Hidden(output)
-
-
 def _replace_layers(model_config: ModelConfig, backend: DeviceBackend) -> None:
     """Let vLLM's model class build our layers where we have any."""
     upstream.make_mla_layers(latent.LatentAttention)
     upstream.return_attention_outputs(RectangleAttentionImpl, attend_layer)
     upstream.apply_to_models(model_config.architectures)
-    if has_states(model_config):
-        importlib.import_module(_RECURRENT_LAYERS)  # takes a second, and most models have no such layers
+    if has_states(model_config):  # takes a second, and most models have no such layers
+        importlib.import_module("vllm_gaudi_spec.recurrent.layers")
     if backend.traits.captures and model_config.supports_multimodal_inputs:
-        importlib.import_module(_ENCODERS)
+        importlib.import_module("vllm_gaudi_spec.attention.encoders")
 
 
 class LoadedModel:
@@ -116,7 +108,7 @@ class LoadedModel:
         self._returns_hidden_states = False
         self.output_ids: torch.Tensor | None = None
         """int64: ids of the target that the logits cover; None if they cover the whole vocabulary."""
-        self.set_outputs(_logits_only)
+        self.set_outputs(lambda output, inputs: Hidden(output))
         _replace_layers(model_config, backend)
         others = set(get_layers_from_vllm_config(vllm_config, AttentionLayerBase))
         loads_on = (load_config or vllm_config.load_config).device
@@ -355,7 +347,11 @@ class LoadedModel:
             if self._returns_hidden_states:
                 hidden = self._broadcast(hidden)
             if self.measuring is not None and self.measuring.reads_logits:
-                self._measure_logits(self.measuring, hidden.last, inputs.mark_real())
+                # Compute the logits of every real token, since a step samples only a few.
+                parts = hidden.last.split(_MEASURED_LOGITS), inputs.mark_real().split(_MEASURED_LOGITS)
+                for states, real in zip(*parts, strict=True):
+                    with self.measuring.counting(real):
+                        self.logits(states)
             return hidden
 
     def _call(self, inputs: Inputs, carried_TH: torch.Tensor | None) -> Any:
@@ -428,12 +424,6 @@ class LoadedModel:
 
     def _apply_adapters(self, adapters_T: torch.Tensor | None) -> AbstractContextManager[None]:
         return nullcontext() if self.adapters is None else self.adapters.applied(adapters_T)
-
-    def _measure_logits(self, measuring: Measuring, hidden_TH: torch.Tensor, real_T: torch.Tensor) -> None:
-        """Compute the logits of every real token, since a step samples only a few."""
-        for states, real in zip(hidden_TH.split(_MEASURED_LOGITS), real_T.split(_MEASURED_LOGITS), strict=True):
-            with measuring.counting(real):
-                self.logits(states)
 
     def compute_row_logits(
         self, hidden_NH: torch.Tensor, num_real_B: torch.Tensor, adapters_N: torch.Tensor | None = None

@@ -8,6 +8,7 @@ function itself would guard each name of a layer and each branch of Python, and 
 
 from __future__ import annotations
 
+import operator
 from collections import Counter
 from collections.abc import Callable, Hashable, Mapping, Sequence
 from typing import TYPE_CHECKING, Any, NamedTuple, cast
@@ -236,13 +237,9 @@ def _build_graph(segment: Segment, inputs: Sequence[int], outputs: Sequence[int]
             continue
         for position, number in zip(one.positions, one.outputs, strict=True):
             if number not in nodes:
-                nodes[number] = graph.call_function(_item, (node, position))
+                nodes[number] = graph.call_function(operator.getitem, (node, position))
     graph.output(tuple(nodes[number] for number in outputs))
     return fx.GraphModule(torch.nn.Module(), graph)
-
-
-def _item(found: Sequence[Any], index: int) -> Any:
-    return found[index]
 
 
 def _collective(operation: Operation, inputs: Sequence[int], outputs: Sequence[int]) -> Callable[..., Any]:

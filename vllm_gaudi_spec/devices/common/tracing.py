@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import functools
 import itertools
+import operator
 import os
 import sys
 from collections.abc import Callable, Hashable, Mapping, Sequence
@@ -239,16 +240,13 @@ def fill_in(value: Any, by_number: Sequence[Any] | Mapping[int, Any]) -> Any:
 
 def check_equal(first: Tracer, second: Tracer) -> None:
     """Raise NotCompilableError if two traces of one function differ."""
+    identify = operator.attrgetter("form", "inputs", "outputs")
     operations, again = (
         [one for segment in tracer.segments for one in segment.operations] for tracer in (first, second)
     )
     for one, other in itertools.zip_longest(operations, again):
-        if one is None or other is None or _identify(one) != _identify(other):
+        if one is None or other is None or identify(one) != identify(other):
             found = other or one
             raise NotCompilableError(
                 f"{found.target} differs between two traces, or has different numbers: {found.source}"
             )
-
-
-def _identify(operation: Operation) -> Hashable:
-    return operation.form, operation.inputs, operation.outputs

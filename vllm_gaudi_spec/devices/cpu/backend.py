@@ -193,6 +193,9 @@ def _attend(
     call: AttentionCall,
     spec: AttentionLayerSpec,
 ) -> torch.Tensor:
+    sinks_H = spec.sinks_H
+    if sinks_H is not None and sinks_H.dtype != torch.bfloat16:
+        sinks_H = sinks_H.float()  # the kernel supports bfloat16 and float32
     schedule = call.plan((spec, "schedule", rows.is_causal), lambda: _make_schedule(rows, spec))
     out_THD = query_THD.new_empty(query_THD.shape)
     vllm_ops.cpu_attention_with_kv_cache(
@@ -209,7 +212,7 @@ def _attend(
         block_table=rows.tables,
         softcap=spec.logits_soft_cap,
         scheduler_metadata=schedule,
-        s_aux=_convert_sinks(spec),
+        s_aux=sinks_H,
     )
     return out_THD
 
@@ -228,12 +231,6 @@ def _make_schedule(rows: _Rows, spec: AttentionLayerSpec) -> torch.Tensor:
         isa=_choose_instruction_set(spec),
         enable_kv_split=envs.VLLM_CPU_ATTN_SPLIT_KV,
     )
-
-
-def _convert_sinks(spec: AttentionLayerSpec) -> torch.Tensor | None:
-    """Convert sinks to a dtype that the kernel supports, bfloat16 or float32."""
-    sinks_H = spec.sinks_H
-    return sinks_H if sinks_H is None or sinks_H.dtype == torch.bfloat16 else sinks_H.float()
 
 
 def _get_window(spec: AttentionLayerSpec) -> int:
