@@ -10,7 +10,7 @@ from vllm_gaudi_spec.config import IS_UNIVERSAL, UNIVERSAL_DRAFT, UnsupportedCon
 from vllm_gaudi_spec.devices import load_backend
 from vllm_gaudi_spec.environment import TRUST_DRAFT_CODE, quant_config_path, trusts_draft_code
 from vllm_gaudi_spec.methods import DRAFT_MODEL, EAGLE3, MEDUSA, METHODS, NGRAM, NGRAM_GPU, RULES, has_model
-from vllm_gaudi_spec.upstream.patching import do_nothing, raise_unchanged, widen, wrap
+from vllm_gaudi_spec.upstream.patching import do_nothing, patches, raise_unchanged, widen, wrap
 from vllm_gaudi_spec.upstream.release import FROM_0_33
 from vllm_gaudi_spec.versions import installed
 
@@ -214,18 +214,13 @@ def widen_speculative_options() -> None:
     widen(SpeculativeConfig, _MORE_VALUES)
 
 
-def read_inc_from_quant_config() -> None:
+@patches("vllm.engine.arg_utils:EngineArgs.create_engine_config")
+def read_inc_from_quant_config(original: Callable[..., Any], args: Any, *more: Any, **named: Any) -> Any:
     """With QUANT_CONFIG set, take `--quantization inc` for what the file alone asks for.
 
     Reason: vllm-gaudi needs both. vLLM looks for a file of another kind in the checkpoint, and ends without one.
     Remove when: upstream's `inc` reads QUANT_CONFIG.
     """
-    from vllm.engine.arg_utils import EngineArgs
-
-    wrap(EngineArgs, "create_engine_config", _without_inc)
-
-
-def _without_inc(original: Callable[..., Any], args: Any, *more: Any, **named: Any) -> Any:
     if args.quantization == "inc" and quant_config_path() is not None:
         from vllm.logger import init_logger  # upstream is imported beside other releases of vLLM, too
 
@@ -234,16 +229,14 @@ def _without_inc(original: Callable[..., Any], args: Any, *more: Any, **named: A
     return original(args, *more, **named)
 
 
-def admit_min_p_and_logit_bias() -> None:
+@patches("vllm.sampling_params:SamplingParams._validate_spec_decode")
+def admit_min_p_and_logit_bias(original: Callable[..., None], *args: Any, **named: Any) -> None:
     """Let requests use min_p and logit_bias together with speculation.
 
     Reason: upstream's front end refuses them because one of its samplers ignores them at draft positions. Ours applies
     both at every position.
     Remove when: `SamplingParams._validate_spec_decode` lets them pass.
     """
-    from vllm.sampling_params import SamplingParams
-
-    wrap(SamplingParams, "_validate_spec_decode", do_nothing)
 
 
 _ONLY_IN_SECOND_RUNNER = {
@@ -276,30 +269,24 @@ def admit_features_of_second_runner() -> None:
         wrap(VllmConfig, "_limit_max_model_len_to_draft", do_nothing)
 
 
-def admit_suffix_without_arctic() -> None:
+@patches("vllm.config.speculative:has_arctic_inference")
+def admit_suffix_without_arctic(original: Callable[[], bool]) -> bool:
     """Let method suffix be configured where arctic-inference is not installed.
 
     Reason: upstream takes its suffix tree from that package and refuses without it. We bring our own tree.
     Remove when: upstream looks for the package where it uses it.
     """
-    from vllm.config import speculative
-
-    wrap(speculative, "has_arctic_inference", lambda original: True)
+    return True
 
 
-def name_a_missing_torchvision() -> None:
+@patches("vllm.model_executor.models.registry:_ModelRegistry._raise_for_unsupported")
+def name_a_missing_torchvision(original: Callable[..., Any], registry: Any, architectures: list[str]) -> Any:
     """Name what to install where vLLM's class of a model cannot be imported for lack of torchvision.
 
     Reason: most multimodal classes import it, also to serve text alone. vLLM ends with a reference to the log, where
     tracebacks of several processes name it.
     Remove when: upstream names the missing package in its error.
     """
-    from vllm.model_executor.models.registry import _ModelRegistry
-
-    wrap(_ModelRegistry, "_raise_for_unsupported", _raise_for_torchvision)
-
-
-def _raise_for_torchvision(original: Callable[..., Any], registry: Any, architectures: list[str]) -> Any:
     broken = [name for name in architectures if name in registry.models and _needs_torchvision(registry.models[name])]
     if not broken:
         return original(registry, architectures)
@@ -324,39 +311,27 @@ def _needs_torchvision(model: Any) -> bool:
     return False
 
 
-def read_positions_of_xlm_roberta() -> None:
+@patches("vllm.model_executor.models.config:JinaRobertaModelConfig.verify_and_update_model_config")
+def read_positions_of_xlm_roberta(original: Callable[..., None], model_config: Any) -> None:
     """Read an `XLMRobertaModel` whose configuration has no `position_embedding_type` as one of absolute positions.
 
     Reason: transformers 5 knows no other kind and writes none. Upstream asks for rotary ones (of Jina) by the name, and
     ends with an AttributeError; its class of the model reads the name as we do.
     Remove when: `JinaRobertaModelConfig` gets along without the name.
     """
-    from vllm.model_executor.models.config import JinaRobertaModelConfig
-
-    wrap(JinaRobertaModelConfig, "verify_and_update_model_config", _with_absolute_positions)
-
-
-def _with_absolute_positions(original: Callable[..., None], model_config: Any) -> None:
     config = model_config.hf_config
     config.position_embedding_type = getattr(config, "position_embedding_type", "absolute")
     original(model_config)
 
 
-def keep_layer_types_of_step_mtp() -> None:
+@patches(*([] if FROM_0_33 else ["vllm.transformers_utils.configs.step3p5:Step3p5Config.__init__"]))
+def keep_layer_types_of_step_mtp(original: Callable[..., None], config: Any, *args: Any, **named: Any) -> None:
     """Keep the kinds of Step 3.5's MTP layers, which follow those of the target's layers in the checkpoint's list.
 
     Reason: upstream cuts the list to the target's layers and then looks up the MTP layers in it, which ends with an
     IndexError (vllm-project/vllm#40000).
     Remove when: vLLM 0.32 is no longer supported; 0.33 reads the list with transformers' class, which keeps them.
     """
-    if FROM_0_33:
-        return
-    from vllm.transformers_utils.configs.step3p5 import Step3p5Config
-
-    wrap(Step3p5Config, "__init__", _keep_layer_types)
-
-
-def _keep_layer_types(original: Callable[..., None], config: Any, *args: Any, **named: Any) -> None:
     original(config, *args, **named)
     if named.get("layer_types"):
         config.layer_types = named["layer_types"][: config.num_hidden_layers + config.num_nextn_predict_layers]

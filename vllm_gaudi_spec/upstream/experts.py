@@ -5,42 +5,32 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Any
 
-from vllm_gaudi_spec.upstream.patching import wrap
+from vllm_gaudi_spec.upstream.patching import patches
 
 
-def score_cpu_experts_by_sigmoid() -> None:
+@patches("vllm.model_executor.layers.fused_moe.router.cpu_router:CPURouter.__init__")
+def score_cpu_experts_by_sigmoid(original: Callable[..., None], router: Any, *args: Any, **named: Any) -> None:
     """Let vLLM's router for the CPU score experts by sigmoid where a model has no groups of them.
 
     Reason: upstream's has this for groups alone, and ends in the first forward of MiniMax M2 with an AssertionError.
     One group is the same.
     Remove when: `CPURouter` takes sigmoid without groups.
     """
-    from vllm.model_executor.layers.fused_moe.router.cpu_router import CPURouter
-
-    wrap(CPURouter, "__init__", _in_one_group)
-
-
-def _in_one_group(original: Callable[..., None], router: Any, *args: Any, **named: Any) -> None:
     original(router, *args, **named)
     if router.scoring_func == "sigmoid" and router.custom_routing_function is None and not router.use_grouped_topk:
         router.use_grouped_topk, router.num_expert_group, router.topk_group = True, 1, 1
 
 
-def assign_cpu_experts() -> None:
+@patches("vllm.model_executor.layers.fused_moe.experts.cpu_moe:CPUUnquantizedExperts.apply")
+def assign_cpu_experts(
+    original: Callable[..., Any], experts: Any, *, topk_ids: Any, topk_weights: Any, expert_map: Any, **others: Any
+) -> Any:
     """Let vLLM's MoE kernel for the CPU skip the experts of other ranks.
 
     Reason: under `--enable-expert-parallel` a rank has the weights of some experts, and tokens routed to others too;
     upstream's kernel does not get the map of the rank's experts, and reads past the end of its weights.
     Remove when: `CPUUnquantizedExperts.apply` looks at `expert_map`.
     """
-    from vllm.model_executor.layers.fused_moe.experts.cpu_moe import CPUUnquantizedExperts
-
-    wrap(CPUUnquantizedExperts, "apply", _own_experts_only)
-
-
-def _own_experts_only(
-    original: Callable[..., Any], experts: Any, *, topk_ids: Any, topk_weights: Any, expert_map: Any, **others: Any
-) -> Any:
     if expert_map is not None:
         local_ids = expert_map[topk_ids]
         # The kernel has no index for "none": another rank's expert becomes our first one, with weight 0.

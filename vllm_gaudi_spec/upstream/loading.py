@@ -7,7 +7,7 @@ from contextlib import contextmanager
 from typing import Any
 
 from vllm_gaudi_spec.config import UnsupportedConfigError, explain_pickled_weights
-from vllm_gaudi_spec.upstream.patching import do_nothing, wrap
+from vllm_gaudi_spec.upstream.patching import do_nothing, patches, wrap
 
 # Functions of torch.accelerator that vLLM calls after loading, to measure memory and at shutdown, whatever the platform
 # -> the function of the device's own module, such as torch.hpu; None: a no-op.
@@ -78,21 +78,16 @@ def device_type_while_loading(device_type: str | None) -> Iterator[None]:
         current_platform.device_type = original
 
 
-def refuse_pickled_weights() -> None:
+@patches("vllm.model_executor.model_loader.default_loader:DefaultModelLoader._prepare_weights")
+def refuse_pickled_weights(
+    original: Callable[..., Any], loader: Any, model_name_or_path: str, *more: Any, **named: Any
+) -> Any:
     """Let vLLM's loader take safetensors only.
 
     Reason: where a folder has none, it falls back to pickles (*.bin, *.pt), and reading one runs a program from the
     file. torch limits what such a program can do; not to run it is safer.
     Remove when: upstream refuses pickles, or has an option to.
     """
-    from vllm.model_executor.model_loader.default_loader import DefaultModelLoader
-
-    wrap(DefaultModelLoader, "_prepare_weights", _take_safetensors)
-
-
-def _take_safetensors(
-    original: Callable[..., Any], loader: Any, model_name_or_path: str, *more: Any, **named: Any
-) -> Any:
     found = original(loader, model_name_or_path, *more, **named)
     _, files, are_safetensors, _ = found
     if not are_safetensors:
@@ -140,30 +135,23 @@ def take_kimi_linear_of_plain_layers() -> None:
     kimi_k3.KimiLinearForCausalLM = KimiLinearForCausalLM
 
 
-def construct_olmo_hybrid_without_triton() -> None:
+@patches("vllm.model_executor.layers.mamba.gdn.olmo_gdn_linear_attn:set_triton_allocator")
+def construct_olmo_hybrid_without_triton(original: Callable[..., None], *args: Any, **named: Any) -> None:
     """Let the recurrent layers of OLMo Hybrid be constructed where there is no Triton.
 
     Reason: their constructor sets Triton's allocator for kernels that do not run here, and ends with an AttributeError.
     Remove when: upstream sets it where it calls them.
     """
-    from vllm.model_executor.layers.mamba.gdn import olmo_gdn_linear_attn
-
-    wrap(olmo_gdn_linear_attn, "set_triton_allocator", do_nothing)
 
 
-def load_convolutions_of_olmo_hybrid() -> None:
+@patches("vllm.model_executor.layers.mamba.gdn.olmo_gdn_linear_attn:_make_fused_conv1d_weight_loader")
+def load_convolutions_of_olmo_hybrid(original: Callable[..., Any], *sizes: Any, **named: Any) -> Callable[..., None]:
     """Let OLMo Hybrid's loader know which of a layer's three convolutions a weight is.
 
     Reason: upstream notes it on the tensor, where its linear layers look. A convolution's parameter has a loader of its
     own, which takes it as an argument that it is not given, and ends with a TypeError.
     Remove when: `AutoWeightsLoader` passes it to parameters, or that loader looks at the tensor.
     """
-    from vllm.model_executor.layers.mamba.gdn import olmo_gdn_linear_attn
-
-    wrap(olmo_gdn_linear_attn, "_make_fused_conv1d_weight_loader", _looking_at_the_tensor)
-
-
-def _looking_at_the_tensor(original: Callable[..., Any], *sizes: Any, **named: Any) -> Callable[..., None]:
     load = original(*sizes, **named)
 
     def weight_loader(parameter: Any, weight: Any, shard: int | None = None) -> None:

@@ -12,7 +12,7 @@ from typing import Any
 
 from vllm_gaudi_spec.config import UnusableInstallationError, in_one_line
 from vllm_gaudi_spec.environment import set_start_failure_file, start_failure_file
-from vllm_gaudi_spec.upstream.patching import wrap
+from vllm_gaudi_spec.upstream.patching import patches, wrap
 
 
 def share_vllm_logging() -> None:
@@ -51,19 +51,16 @@ _ADVICE = {
 }
 
 
-def end_errors_with_their_message() -> None:
+@patches("sys:excepthook")
+def end_errors_with_their_message(
+    original: Callable[..., None], kind: type[BaseException], error: BaseException, trace: TracebackType | None
+) -> None:
     """Print a line after an uncaught error's traceback: what was wrong and what to do. It is the only one where
     vLLM cannot run in this installation.
 
     Reason: pydantic ends its reports with a link, and some of vLLM's messages name no way out.
     Remove when: upstream's command line reports user mistakes without a traceback.
     """
-    wrap(sys, "excepthook", _report_error)
-
-
-def _report_error(
-    original: Callable[..., None], kind: type[BaseException], error: BaseException, trace: TracebackType | None
-) -> None:
     if not issubclass(kind, UnusableInstallationError):
         original(kind, error, trace)
     if not issubclass(kind, KeyboardInterrupt):

@@ -7,7 +7,7 @@ from collections.abc import Callable
 from typing import Any
 
 from vllm_gaudi_spec import metrics
-from vllm_gaudi_spec.upstream.patching import wrap
+from vllm_gaudi_spec.upstream.patching import patches, wrap
 
 _FIELD = metrics.STATS_FIELD
 
@@ -35,18 +35,13 @@ def carry_metrics() -> None:
     wrap(PrometheusStatLogger, "record", _show_metrics)
 
 
-def list_metrics_of_ours() -> None:
+@patches("vllm.v1.engine.llm_engine:get_metrics_snapshot")
+def list_metrics_of_ours(original: Callable[[], list[Any]]) -> list[Any]:
     """Let `LLM.get_metrics()` list our series too.
 
     Reason: it takes what begins with `vllm:`, which is vLLM's own namespace.
     Remove when: upstream lists the series of platforms.
     """
-    from vllm.v1.engine import llm_engine
-
-    wrap(llm_engine, "get_metrics_snapshot", _with_ours)
-
-
-def _with_ours(original: Callable[[], list[Any]]) -> list[Any]:
     from prometheus_client import REGISTRY
     from vllm.v1.metrics.reader import Counter, Gauge
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Callable, Mapping
+from importlib import import_module
 from typing import Any, Literal, get_args
 
 _OURS = "_wrapped_by_gaudi_spec"
@@ -21,6 +22,27 @@ def wrap(owner: Any, name: str, wrapper: Callable[..., Any]) -> None:
 
     setattr(wrapped, _OURS, True)
     setattr(owner, name, wrapped)
+
+
+def patches(*targets: str) -> Callable[[Callable[..., Any]], Callable[[], None]]:
+    """Return a decorator that makes a wrapper a patch: a function that wraps each target in it.
+
+    Args:
+        targets: Functions and methods as `module:function` or `module:Class.method`. A call of the patch imports them.
+    """
+
+    def make_patch(wrapper: Callable[..., Any]) -> Callable[[], None]:
+        @functools.wraps(wrapper)
+        def patch() -> None:
+            for target in targets:
+                module, _, path = target.partition(":")
+                owner, _, name = path.rpartition(".")
+                found = import_module(module)
+                wrap(getattr(found, owner) if owner else found, name, wrapper)
+
+        return patch
+
+    return make_patch
 
 
 def do_nothing(*args: object, **kwargs: object) -> None:

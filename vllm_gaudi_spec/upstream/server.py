@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from vllm_gaudi_spec.config import REFUSED_ADAPTER
-from vllm_gaudi_spec.upstream.patching import wrap
+from vllm_gaudi_spec.upstream.patching import patches, wrap
 
 if TYPE_CHECKING:
     from vllm.sampling_params import SamplingParams
@@ -23,21 +23,16 @@ if TYPE_CHECKING:
 _ENGINE_GRACE_S = 5.0
 
 
-def let_engine_finish() -> None:
+@patches("vllm.v1.engine.utils:get_engine_process_shutdown_timeout")
+def let_engine_finish(
+    original: Callable[..., float | None], request_timeout: float | None, process_timeout: float | None
+) -> float | None:
     """Give the engine process a moment between SIGTERM and SIGKILL when the server goes down.
 
     Reason: with vLLM's default it gets none, so running requests are never reported as aborted, and the server waits
     for their streams for ever. Upstream grants the moment to ROCm only.
     Remove when: `get_engine_process_shutdown_timeout` grants it to every platform.
     """
-    from vllm.v1.engine import utils
-
-    wrap(utils, "get_engine_process_shutdown_timeout", _with_grace)
-
-
-def _with_grace(
-    original: Callable[..., float | None], request_timeout: float | None, process_timeout: float | None
-) -> float | None:
     timeout = original(request_timeout, process_timeout)
     return _ENGINE_GRACE_S if request_timeout == 0 and timeout == 0 else timeout
 
@@ -46,21 +41,15 @@ def _with_grace(
 _LOOK_EVERY_S = 1.0
 
 
-def end_engines_with_their_server() -> None:
+# Not the constructor: the engine's process loads this plugin in the middle of it.
+@patches("vllm.v1.engine.core:EngineCoreProc.run_busy_loop", "vllm.v1.engine.core:DPEngineCoreProc.run_busy_loop")
+def end_engines_with_their_server(original: Callable[..., None], engine: Any) -> None:
     """Let an engine's process end when the process that started it is gone.
 
     Reason: the engine of a killed server (SIGKILL, or out of memory) is not notified. It waits for requests for
     ever and keeps the device and its memory.
     Remove when: upstream's `EngineCoreProc` looks for its parent.
     """
-    from vllm.v1.engine.core import DPEngineCoreProc, EngineCoreProc
-
-    # Not the constructor: the engine's process loads this plugin in the middle of it.
-    for engine in (EngineCoreProc, DPEngineCoreProc):
-        wrap(engine, "run_busy_loop", _watch_the_server)
-
-
-def _watch_the_server(original: Callable[..., None], engine: Any) -> None:
     threading.Thread(target=_end_with_server, args=(os.getppid(),), name="watches the server", daemon=True).start()
     original(engine)
 
@@ -72,20 +61,17 @@ def _end_with_server(server: int) -> None:
     os.kill(os.getpid(), signal.SIGTERM)
 
 
-def end_engines_with_their_threads() -> None:
+@patches(
+    "vllm.v1.engine.core:EngineCoreProc.process_input_sockets",
+    "vllm.v1.engine.core:EngineCoreProc.process_output_sockets",
+)
+def end_engines_with_their_threads(original: Callable[..., None], engine: Any, *args: Any, **named: Any) -> None:
     """Let an engine end when a thread that exchanges messages with its server fails.
 
     Reason: such a thread ends silently. The engine goes on without it: no request is answered any more, and the server
     is healthy.
     Remove when: upstream's `EngineCoreProc` ends with its threads.
     """
-    from vllm.v1.engine.core import EngineCoreProc
-
-    for name in ("process_input_sockets", "process_output_sockets"):
-        wrap(EngineCoreProc, name, _end_the_engine_on_failure)
-
-
-def _end_the_engine_on_failure(original: Callable[..., None], engine: Any, *args: Any, **named: Any) -> None:
     from vllm.v1.engine import EngineCoreRequestType
 
     try:
@@ -98,18 +84,13 @@ def _end_the_engine_on_failure(original: Callable[..., None], engine: Any, *args
         engine.input_queue.put_nowait((EngineCoreRequestType.EXECUTOR_FAILED, b""))
 
 
-def raise_when_the_engine_is_gone() -> None:
+@patches("vllm.v1.engine.core_client:SyncMPClient.shutdown")
+def raise_when_the_engine_is_gone(original: Callable[..., None], client: Any, *args: Any, **named: Any) -> None:
     """Let `LLM.generate` raise an EngineDeadError when its engine ends without a last message.
 
     Reason: it waits for the engine's next output for ever when the process was killed, or could not send any more.
     Remove when: the monitor of upstream's `SyncMPClient` puts an error into its queue of outputs.
     """
-    from vllm.v1.engine.core_client import SyncMPClient
-
-    wrap(SyncMPClient, "shutdown", _end_with_an_error)
-
-
-def _end_with_an_error(original: Callable[..., None], client: Any, *args: Any, **named: Any) -> None:
     from vllm.v1.engine.exceptions import EngineDeadError
 
     original(client, *args, **named)
@@ -117,39 +98,27 @@ def _end_with_an_error(original: Callable[..., None], client: Any, *args: Any, *
         client.outputs_queue.put_nowait(EngineDeadError())
 
 
-def leave_idle_work_at_shutdown() -> None:
+@patches("vllm.v1.engine.core:EngineCoreProc._handle_shutdown")
+def leave_idle_work_at_shutdown(original: Callable[..., bool], engine: Any) -> bool:
     """Let an engine that is to end call `shut_down` of its scheduler, if that is one of ours.
 
     Reason: it ends when its scheduler has no requests, and with --shutdown-timeout it waits so long for that. Ours has
     work for idle steps, and nothing informs it that there is no use for it any more.
     Remove when: upstream's `EngineCoreProc` informs its scheduler that it is to end.
     """
-    from vllm.v1.engine.core import EngineCoreProc
-
-    wrap(EngineCoreProc, "_handle_shutdown", _shut_down_the_scheduler)
-
-
-def _shut_down_the_scheduler(original: Callable[..., bool], engine: Any) -> bool:
     if not engine.is_running() and (shut_down := getattr(engine.scheduler, "shut_down", None)) is not None:
         shut_down()
     return original(engine)
 
 
-def fail_with_the_engine() -> None:
+@patches("vllm.entrypoints.launchers.api_server.entry:build_and_serve")
+async def fail_with_the_engine(original: Callable[..., Any], engine_client: Any, *args: Any, **named: Any) -> Any:
     """Let the server's process end with exit code 1 when its engine has died.
 
     Reason: its HTTP server then stops as in an orderly shutdown, and the process ends with code 0: a supervisor that
     restarts failed servers does not restart it.
     Remove when: upstream's `vllm serve` ends with a code other than 0 when its engine is dead.
     """
-    from vllm.entrypoints.launchers.api_server import entry
-
-    wrap(entry, "build_and_serve", _serve_until_the_engine_dies)
-
-
-async def _serve_until_the_engine_dies(
-    original: Callable[..., Any], engine_client: Any, *args: Any, **named: Any
-) -> Any:
     ending = await original(engine_client, *args, **named)
     return _fail_after(ending) if _engine_died(engine_client) else ending
 
@@ -168,7 +137,10 @@ async def _fail_after(ending: Any) -> None:
     raise SystemExit(1)
 
 
-def mend_adapter_loading() -> None:
+@patches("vllm.entrypoints.openai.models.serving:OpenAIServingModels.load_lora_adapter")
+async def mend_adapter_loading(
+    original: Callable[..., Any], models: Any, request: Any, *args: Any, **named: Any
+) -> Any:
     """In a server: answer status 400, with the reason, to a request to load a LoRA adapter that cannot be served, and
     read one that is loaded in place once.
 
@@ -177,12 +149,6 @@ def mend_adapter_loading() -> None:
     Remove when: `OpenAIServingModels.load_lora_adapter` distinguishes faults of an adapter from the server's own. That
     it keeps no `load_inplace` can go with vLLM 0.32.
     """
-    from vllm.entrypoints.openai.models.serving import OpenAIServingModels
-
-    wrap(OpenAIServingModels, "load_lora_adapter", _load_adapter)
-
-
-async def _load_adapter(original: Callable[..., Any], models: Any, request: Any, *args: Any, **named: Any) -> Any:
     from vllm.entrypoints.serve import create_error_response
 
     answer = await original(models, request, *args, **named)
@@ -232,19 +198,14 @@ def refuse_params_before_verification(find_fault: Callable[[SamplingParams], str
     wrap(SamplingParams, "verify", verify)
 
 
-def refuse_streamed_inputs() -> None:
+@patches("vllm.v1.engine.input_processor:InputProcessor.process_inputs")
+def refuse_streamed_inputs(original: Callable[..., Any], *args: Any, **named: Any) -> Any:
     """Refuse requests whose input arrives turn by turn (`AsyncLLM.generate` with a stream of inputs).
 
     Reason: upstream counts drafts after a stop token as computed, takes back tokens that a recurrent state has already
     read, and lets waiting turns hold the rows and the memory that other requests lack.
     Remove when: upstream's scheduler gives a turn the same tokens with and without drafts, also after a preemption.
     """
-    from vllm.v1.engine.input_processor import InputProcessor
-
-    wrap(InputProcessor, "process_inputs", _refuse_streamed_input)
-
-
-def _refuse_streamed_input(original: Callable[..., Any], *args: Any, **named: Any) -> Any:
     from vllm.exceptions import VLLMValidationError
 
     if named.get("resumable"):
@@ -252,7 +213,16 @@ def _refuse_streamed_input(original: Callable[..., Any], *args: Any, **named: An
     return original(*args, **named)
 
 
-def answer_bad_media() -> None:
+# Full scale is 1. The squares of much larger samples overflow, and what is computed of them is no number.
+_LOUDEST = 1000.0
+
+
+@patches(
+    "vllm.multimodal.media:ImageMediaIO.load_bytes",
+    "vllm.multimodal.media:VideoMediaIO.load_bytes",
+    "vllm.multimodal.media:AudioMediaIO.load_bytes",
+)
+def answer_bad_media(original: Callable[..., Any], *args: Any, **named: Any) -> Any:
     """In a server: answer status 400 to images, video and sound that cannot be decoded.
 
     Reason: upstream answers 400 to a ValueError. Pillow raises another error for an image of more pixels than twice its
@@ -262,17 +232,6 @@ def answer_bad_media() -> None:
     be finite.
     Remove when: `load_bytes` of `ImageMediaIO`, `VideoMediaIO` and `AudioMediaIO` raises a ValueError for these.
     """
-    from vllm.multimodal.media import AudioMediaIO, ImageMediaIO, VideoMediaIO
-
-    for loader in (ImageMediaIO, VideoMediaIO, AudioMediaIO):
-        wrap(loader, "load_bytes", _refuse_bad_media)
-
-
-# Full scale is 1. The squares of much larger samples overflow, and what is computed of them is no number.
-_LOUDEST = 1000.0
-
-
-def _refuse_bad_media(original: Callable[..., Any], *args: Any, **named: Any) -> Any:
     from PIL import Image
 
     try:
@@ -289,7 +248,8 @@ def _refuse_bad_media(original: Callable[..., Any], *args: Any, **named: Any) ->
     return loaded
 
 
-def answer_contradictions() -> None:
+@patches("vllm.v1.engine.output_processor:RequestOutputCollector.put")
+def answer_contradictions(original: Callable[..., None], collector: Any, output: Any) -> None:
     """In a server: answer status 400, with the reason, to a request that our scheduler ended because no token satisfies
     all its constraints.
 
@@ -298,12 +258,6 @@ def answer_contradictions() -> None:
     Remove when: upstream answers 400 to a request whose structured output allows none of the tokens that its other
     constraints allow.
     """
-    from vllm.v1.engine.output_processor import RequestOutputCollector
-
-    wrap(RequestOutputCollector, "put", _refuse_contradictions)
-
-
-def _refuse_contradictions(original: Callable[..., None], collector: Any, output: Any) -> None:
     from vllm.exceptions import VLLMValidationError
 
     # The siblings of a sequence that ends with an error in a stream go on, and nobody would abort them.
@@ -319,19 +273,14 @@ def _refuse_contradictions(original: Callable[..., None], collector: Any, output
 OPEN_PATHS = frozenset({"/health", "/ping", "/metrics"})
 
 
-def guard_every_path() -> None:
+@patches("vllm.entrypoints.serve.middleware.authenticate:AuthenticationMiddleware.__call__")
+def guard_every_path(original: Callable[..., Any], guard: Any, scope: Any, receive: Any, send: Any) -> Any:
     """In a server with an API key: ask for it on every path but `OPEN_PATHS`.
 
     Reason: upstream guards the paths that begin with /v1, /v2, /inference or /cohere. Others generate too
     (/invocations, /generative_scoring), read prompts (/tokenize, /pooling) or change the server (/scale_elastic_ep).
     Remove when: `AuthenticationMiddleware` guards every path that it does not name.
     """
-    from vllm.entrypoints.serve.middleware.authenticate import AuthenticationMiddleware
-
-    wrap(AuthenticationMiddleware, "__call__", _ask_for_the_key)
-
-
-def _ask_for_the_key(original: Callable[..., Any], guard: Any, scope: Any, receive: Any, send: Any) -> Any:
     from starlette.datastructures import Headers
     from starlette.responses import JSONResponse
 

@@ -10,7 +10,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import TYPE_CHECKING, Any
 
-from vllm_gaudi_spec.upstream.patching import wrap
+from vllm_gaudi_spec.upstream.patching import patches, wrap
 
 if TYPE_CHECKING:
     import torch
@@ -18,19 +18,16 @@ if TYPE_CHECKING:
 Original = Callable[..., "torch.Tensor"]
 
 
-def join_keys_of_minicpm3() -> None:
+@patches("vllm.model_executor.models.minicpm3:MiniCPM3Attention.forward")
+def join_keys_of_minicpm3(
+    original: Original, layer: Any, positions: torch.Tensor, hidden_states: torch.Tensor
+) -> torch.Tensor:
     """Let MiniCPM3 join the parts of its queries and keys into new tensors.
 
     Reason: vLLM's layer assigns the parts to slices, and HPU graphs do not support in-place writes through views
     (lesson L06).
     Remove when: upstream's layer assigns to no slice.
     """
-    from vllm.model_executor.models.minicpm3 import MiniCPM3Attention
-
-    wrap(MiniCPM3Attention, "forward", _attend)
-
-
-def _attend(original: Original, layer: Any, positions: torch.Tensor, hidden_states: torch.Tensor) -> torch.Tensor:
     import torch
 
     num_heads, size, value_size = layer.num_local_heads, layer.qk_head_dim, layer.v_head_dim
@@ -124,30 +121,8 @@ def _magnitude(states_TH: torch.Tensor) -> torch.Tensor:
     return magnitude
 
 
-def embed_tokens_by_layer_in_gemma3n() -> None:
-    """Let Gemma 3n compute the embeddings of its layers from the tokens that it gets.
-
-    Reason: vLLM's text model leaves them out unless its caller has them, and generates other text then. The class of
-    published checkpoints takes no tokens at all: it reads what a call before has written through a view.
-    Remove when: upstream's models do so.
-    """
-    from vllm.model_executor.models import gemma3n
-
-    wrap(gemma3n.Gemma3nTextModel, "forward", _embed_by_layer)
-
-
-def take_tokens_in_gemma3n() -> None:
-    """Let the class of published checkpoints of Gemma 3n take tokens where there is text alone.
-
-    Reason: as above.
-    Remove when: it does.
-    """
-    from vllm.model_executor.models import gemma3n_mm
-
-    wrap(gemma3n_mm.Gemma3nForConditionalGeneration, "forward", _take_tokens)
-
-
-def _embed_by_layer(
+@patches("vllm.model_executor.models.gemma3n:Gemma3nTextModel.forward")
+def embed_tokens_by_layer_in_gemma3n(
     original: Original,
     model: Any,
     input_ids: torch.Tensor | None,
@@ -156,6 +131,12 @@ def _embed_by_layer(
     *more: Any,
     **named: Any,
 ) -> torch.Tensor:
+    """Let Gemma 3n compute the embeddings of its layers from the tokens that it gets.
+
+    Reason: vLLM's text model leaves them out unless its caller has them, and generates other text then. The class of
+    published checkpoints takes no tokens at all: it reads what a call before has written through a view.
+    Remove when: upstream's models do so.
+    """
     if per_layer_inputs is None and input_ids is not None:
         decoder, config = model.self_decoder, model.config
         # The last ids have no embedding. Not a `where`, which is compiled wrongly on integers (lesson C17).
@@ -165,7 +146,8 @@ def _embed_by_layer(
     return original(model, input_ids, positions, per_layer_inputs, *more, **named)
 
 
-def _take_tokens(
+@patches("vllm.model_executor.models.gemma3n_mm:Gemma3nForConditionalGeneration.forward")
+def take_tokens_in_gemma3n(
     original: Original,
     model: Any,
     input_ids: torch.Tensor | None,
@@ -174,24 +156,24 @@ def _take_tokens(
     inputs_embeds: torch.Tensor | None = None,
     **named: Any,
 ) -> torch.Tensor:
+    """Let the class of published checkpoints of Gemma 3n take tokens where there is text alone.
+
+    Reason: as above.
+    Remove when: it does.
+    """
     if inputs_embeds is None and intermediate_tensors is None:
         states: torch.Tensor = model.language_model(input_ids, positions, **named)
         return states
     return original(model, input_ids, positions, intermediate_tensors, inputs_embeds, **named)
 
 
-def scale_gates_of_falcon_h1() -> None:
+@patches("vllm.model_executor.models.falcon_h1:FalconH1MLP.forward")
+def scale_gates_of_falcon_h1(original: Original, mlp: Any, x: torch.Tensor) -> torch.Tensor:
     """Let the MLPs of Falcon-H1 multiply their gates into a new tensor.
 
     Reason: vLLM's multiplies half of a tensor in place, through a view (lesson L06).
     Remove when: `FalconH1MLP.forward` updates no view.
     """
-    from vllm.model_executor.models.falcon_h1 import FalconH1MLP
-
-    wrap(FalconH1MLP, "forward", _scale_gates)
-
-
-def _scale_gates(original: Original, mlp: Any, x: torch.Tensor) -> torch.Tensor:
     import torch
 
     gate, up = mlp.gate_up_proj(x)[0].chunk(2, dim=-1)
@@ -200,20 +182,15 @@ def _scale_gates(original: Original, mlp: Any, x: torch.Tensor) -> torch.Tensor:
     return output
 
 
-def add_positions_in_siglip() -> None:
+@patches("vllm.model_executor.models.siglip:SiglipVisionEmbeddings.forward")
+def add_positions_in_siglip(
+    original: Original, embeddings: Any, pixel_values: torch.Tensor, interpolate_pos_encoding: bool = False
+) -> torch.Tensor:
     """Let Siglip add the positions of its patches into a new tensor.
 
     Reason: vLLM's embeddings add them in place to what is a view of the convolution's output (lesson L06).
     Remove when: `SiglipVisionEmbeddings.forward` updates no view.
     """
-    from vllm.model_executor.models.siglip import SiglipVisionEmbeddings
-
-    wrap(SiglipVisionEmbeddings, "forward", _embed_patches)
-
-
-def _embed_patches(
-    original: Original, embeddings: Any, pixel_values: torch.Tensor, interpolate_pos_encoding: bool = False
-) -> torch.Tensor:
     if interpolate_pos_encoding:  # of images of other sizes, for which no graph is captured
         return original(embeddings, pixel_values, interpolate_pos_encoding)
     patches = embeddings.patch_embedding(pixel_values.to(embeddings.patch_embedding.weight.dtype))
@@ -246,19 +223,8 @@ def suppress_tokens_by_bias(model: Any, dtype: torch.dtype) -> None:
     model.compute_logits = suppress
 
 
-def convolve_blocks_of_dflash2() -> None:
-    """Let DFlash2 convolve over the tokens of a block by their shape.
-
-    Reason: vLLM finds a token's place in its block from int64 row numbers, by a remainder unless the block's size is a
-    power of two.
-    Remove when: `_grouped_conv` computes no remainder.
-    """
-    from vllm.model_executor.models import qwen3_dflash2
-
-    wrap(qwen3_dflash2, "_grouped_conv", _convolve)
-
-
-def _convolve(
+@patches("vllm.model_executor.models.qwen3_dflash2:_grouped_conv")
+def convolve_blocks_of_dflash2(
     original: Original,
     hidden_states: torch.Tensor,
     delta: torch.Tensor,
@@ -268,6 +234,12 @@ def _convolve(
     group_size: int,
     taps: int,
 ) -> torch.Tensor:
+    """Let DFlash2 convolve over the tokens of a block by their shape.
+
+    Reason: vLLM finds a token's place in its block from int64 row numbers, by a remainder unless the block's size is a
+    power of two.
+    Remove when: `_grouped_conv` computes no remainder.
+    """
     import torch
 
     if hidden_states.is_cuda:  # vLLM has a kernel there

@@ -17,7 +17,7 @@ from vllm.v1.metrics.loggers import PrometheusStatLogger
 
 from tests.unit.upstream.test_configuration import values_of
 from vllm_gaudi_spec import upstream
-from vllm_gaudi_spec.upstream import configuration
+from vllm_gaudi_spec.upstream import configuration, patching
 
 # Every module but the tools for patches and those that offer names of vLLM, which import it at their top.
 _TOOLS = ("__init__.py", "overrides.py", "patching.py", "release.py")
@@ -30,7 +30,9 @@ FILES = sorted(
 
 @pytest.mark.parametrize("path", FILES, ids=lambda path: path.stem)
 def test_every_patch_is_listed_with_its_reason_and_its_end(path: Path) -> None:
-    functions = [node for node in ast.parse(path.read_text()).body if isinstance(node, ast.FunctionDef)]
+    functions = [
+        node for node in ast.parse(path.read_text()).body if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef)
+    ]
     patches = [node for node in functions if not node.name.startswith("_")]
     assert patches
     for patch in patches:
@@ -65,18 +67,21 @@ def patches_made(monkeypatch: pytest.MonkeyPatch) -> dict[str, tuple[Callable[..
         original = inspect.unwrap(getattr(owner, name))
         made[f"{getattr(original, '__qualname__', name)}"] = (original, wrapper)
 
+    monkeypatch.setattr(patching, "wrap", note)
+    monkeypatch.setattr(configuration, "raise_unchanged", patching.do_nothing)  # constructors, which pass on all
     for path in FILES:
         module = importlib.import_module(f"{upstream.__name__}.{path.stem}")
-        if not hasattr(module, "wrap"):
+        if hasattr(module, "wrap"):
+            monkeypatch.setattr(module, "wrap", note)
+        elif not hasattr(module, "patches"):
             continue
-        monkeypatch.setattr(module, "wrap", note)
         for name in vars(module):
             patch = vars(module)[name]
             if name.startswith("_") or not inspect.isfunction(patch) or patch.__module__ != module.__name__:
                 continue
             if inspect.isgeneratorfunction(inspect.unwrap(patch)):
                 continue  # a context manager, which replaces a variable
-            patch(*(lambda *args, **named: None for _ in inspect.signature(patch).parameters))
+            patch(*(lambda *args, **named: None for _ in inspect.signature(patch, follow_wrapped=False).parameters))
     return made
 
 

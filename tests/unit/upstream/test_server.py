@@ -63,12 +63,13 @@ def test_only_rocm_lets_its_engine_finish_by_default() -> None:
 
 
 _SERVER_WITH_AN_ENGINE = """
-import multiprocessing, time
+import inspect, multiprocessing, time
 from vllm_gaudi_spec.upstream import server
 
 def engine():
     server._LOOK_EVERY_S = 0.05
-    server._watch_the_server(lambda engine: print(multiprocessing.current_process().pid, flush=True), None)
+    loop = inspect.unwrap(server.end_engines_with_their_server)
+    loop(lambda engine: print(multiprocessing.current_process().pid, flush=True), None)
     time.sleep(60)
 
 multiprocessing.get_context("fork").Process(target=engine).start()

@@ -134,7 +134,7 @@ def cases() -> dict[str, tuple[Callable[..., Any], Callable[..., Any], Any, tupl
     return {
         "keys": (
             original(MiniCPM3Attention, "forward"),
-            views._attend,
+            inspect.unwrap(views.join_keys_of_minicpm3),
             attention_of_minicpm3(),
             (positions, states_TH),
         ),
@@ -159,7 +159,7 @@ def cases() -> dict[str, tuple[Callable[..., Any], Callable[..., Any], Any, tupl
         ),
         "patches": (
             original(SiglipVisionEmbeddings, "forward"),
-            views._embed_patches,
+            inspect.unwrap(views.add_positions_in_siglip),
             embeddings_of_siglip(),
             (torch.randn(2, 3, 4, 4),),
         ),
@@ -208,14 +208,15 @@ def test_gemma3n_embeds_tokens_by_layer() -> None:
     model = SimpleNamespace(self_decoder=decoder, config=decoder.config)
     seen: list[Any] = []
     forward = lambda *args, **named: seen.append((args, named))  # noqa: E731
-    views._embed_by_layer(forward, model, ids_T, ids_T, intermediate_tensors=None)
+    embed_by_layer = inspect.unwrap(views.embed_tokens_by_layer_in_gemma3n)
+    embed_by_layer(forward, model, ids_T, ids_T, intermediate_tensors=None)
     (_, _, _, embeddings), named = seen[0]
     expected = original(gemma3n.Gemma3nSelfDecoder, "get_per_layer_input_embeddings")(decoder, ids_T)
     assert torch.equal(embeddings, expected.reshape(4, 2, 4))
     assert named == {"intermediate_tensors": None}
-    views._embed_by_layer(forward, model, ids_T, ids_T, expected)
+    embed_by_layer(forward, model, ids_T, ids_T, expected)
     assert seen[1][0][3] is expected
-    views._embed_by_layer(forward, model, None, ids_T, inputs_embeds=expected)
+    embed_by_layer(forward, model, None, ids_T, inputs_embeds=expected)
     assert seen[2][0][3] is None
 
 
@@ -235,6 +236,7 @@ def test_gemma3n_still_leaves_out_what_its_caller_does_not_have() -> None:
 def test_published_gemma3n_takes_tokens() -> None:
     mm = pytest.importorskip("vllm.model_executor.models.gemma3n_mm", exc_type=ImportError)
     theirs = original(mm.Gemma3nForConditionalGeneration, "forward")
+    take_tokens = inspect.unwrap(views.take_tokens_in_gemma3n)
     tokens, embeddings = torch.arange(3), torch.zeros(3, HIDDEN)
     with pytest.raises(ValueError, match="inputs_embeds is required"):
         theirs(SimpleNamespace(), tokens, tokens)
@@ -242,9 +244,9 @@ def test_published_gemma3n_takes_tokens() -> None:
         language_model=lambda ids, positions: ids + positions,
         per_layer_embeddings=embeddings,
     )
-    assert torch.equal(views._take_tokens(theirs, model, tokens, tokens), 2 * tokens)
+    assert torch.equal(take_tokens(theirs, model, tokens, tokens), 2 * tokens)
     model.language_model = SimpleNamespace(model=lambda ids, positions, **named: named)
-    named: Any = views._take_tokens(theirs, model, None, tokens, inputs_embeds=embeddings)
+    named: Any = take_tokens(theirs, model, None, tokens, inputs_embeds=embeddings)
     assert named["inputs_embeds"] is embeddings
     assert torch.equal(named["per_layer_inputs"], embeddings)
 
@@ -267,7 +269,7 @@ def test_l06_gates_of_falcon_h1_are_scaled_as_vllm_does_but_not_in_place() -> No
     theirs = original(FalconH1MLP, "forward")
     layer, x = mlp_of_falcon(), torch.randn(NUM_TOKENS, HIDDEN)
     expected, writes = outcome(theirs, layer, x)
-    found, ours = outcome(views._scale_gates, theirs, layer, x)
+    found, ours = outcome(inspect.unwrap(views.scale_gates_of_falcon_h1), theirs, layer, x)
     assert writes, "vLLM changes no tensor in place any more"
     assert not ours
     assert torch.equal(found, expected)
@@ -301,7 +303,7 @@ def test_dflash2_convolves_as_vllm_does_but_without_a_remainder(block_size: int,
     with CallsOf("remainder") as in_theirs:
         expected = theirs(*args)
     with CallsOf("remainder") as in_ours:
-        torch.testing.assert_close(views._convolve(theirs, *args), expected)
+        torch.testing.assert_close(inspect.unwrap(views.convolve_blocks_of_dflash2)(theirs, *args), expected)
     assert in_theirs.count == (block_size == 5), "vLLM computes no remainder any more"
     assert in_ours.count == 0
 
