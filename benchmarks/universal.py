@@ -12,7 +12,6 @@ drafter; without --gemma that part is left out.
 
 import argparse
 from dataclasses import dataclass, field
-from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -114,7 +113,7 @@ def match_strings() -> None:
 
     from vllm_gaudi_spec.drafting.universal.vocab_map import VocabMap
 
-    def string_map(target: Any, draft: Any, target_size: int, draft_size: int, cache: Path | None = None) -> VocabMap:
+    def string_map(target: Any, draft: Any, target_size: int, draft_size: int) -> VocabMap:
         found = VocabMapping(target.tokenizer, draft.tokenizer, target_size, draft_size, "cpu")
         target_ids = found.draft_to_target_ids.numpy()
         draft_ids = np.flatnonzero(target_ids >= 0)
@@ -125,7 +124,8 @@ def match_strings() -> None:
         found = VocabMapping(drafter.tokenizer, drafter.tokenizer, 1, 1, "cpu").draft_unk_token_id
         return int(found)
 
-    vocab_pairs.load_vocab_map, vocab_pairs._choose_stand_in = string_map, unknown_token
+    vocab_pairs.read_vocabulary = lambda model: model
+    vocab_pairs.match_vocabularies, vocab_pairs._choose_stand_in = string_map, unknown_token
 
 
 # ---- in the parent -------------------------------------------------------------------------------------

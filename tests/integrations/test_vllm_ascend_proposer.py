@@ -53,8 +53,8 @@ def scene(loaded: Scene) -> Scene:
 
 
 @pytest.fixture(scope="module")
-def pair(folders: dict[str, str], tmp_path_factory: pytest.TempPathFactory) -> Pair:
-    return Pair.load(configuration(folders["target"], folders["drafter"]), tmp_path_factory.mktemp("maps"))
+def pair(folders: dict[str, str]) -> Pair:
+    return Pair.load(configuration(folders["target"], folders["drafter"]))
 
 
 @pytest.fixture(scope="module")
@@ -353,16 +353,15 @@ def test_options_that_it_does_not_heed_are_refused(folders: dict[str, str], opti
 
 
 def test_no_token_in_common_is_an_error(folders: dict[str, str], monkeypatch: pytest.MonkeyPatch) -> None:
-    from vllm_gaudi_spec.drafting.universal import vocab_map
+    from vllm_gaudi_spec.drafting.universal import pairs
 
-    real = vocab_map.read_vocabulary
+    real = pairs.read_vocabulary
 
     def without_text(model: Any) -> Any:
         found = real(model)
         object.__setattr__(found, "id_by_bytes", {})
         return found
 
-    monkeypatch.setattr(vocab_map, "read_vocabulary", without_text)
-    monkeypatch.setattr("vllm_gaudi_spec.integrations.vllm_ascend.proposer.cache_folder", lambda: Path("/nonexistent"))
+    monkeypatch.setattr(pairs, "read_vocabulary", without_text)
     with pytest.raises(UnsupportedConfigError, match="No token of the drafter"):
         Scene.load(configuration(folders["target"], folders["drafter"]))

@@ -18,7 +18,6 @@ from vllm_gaudi_spec.drafting.universal.text_drafting import RetokenizedProposer
 from vllm_gaudi_spec.drafting.universal.timeline import Reader, Rewriter
 from vllm_gaudi_spec.drafting.universal.token_bytes import read_vocabulary
 from vllm_gaudi_spec.drafting.vocabulary import DrafterVocabulary
-from vllm_gaudi_spec.environment import cache_folder
 from vllm_gaudi_spec.methods import METHODS
 from vllm_gaudi_spec.scheduling.limits import RowLimits
 
@@ -30,7 +29,7 @@ if TYPE_CHECKING:
 def load_drafting(context: DraftingContext) -> Drafting:
     """Build the drafting that the configuration names."""
     speculation = context.speculation
-    pair = Pair.load(context.vllm_config, cache_folder()) if speculation.universal else None
+    pair = Pair.load(context.vllm_config) if speculation.universal else None
     if pair is not None:
         context.recorder.coverage = pair.map.compute_coverage()
         context = replace(context, pair=pair)

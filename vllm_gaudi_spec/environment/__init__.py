@@ -136,7 +136,7 @@ ENGINE_PROCESS = Variable("VLLM_ENABLE_V1_MULTIPROCESSING", "1", "0 runs the eng
 LOGGING_LEVEL = Variable("VLLM_LOGGING_LEVEL", "INFO", "the log level of vLLM and of this platform")
 HUB_OFFLINE = Variable("HF_HUB_OFFLINE", "0", "1 takes models from folders and the cache only, and downloads nothing")
 HUB_HOME = Variable("HF_HOME", "~/.cache/huggingface", "where downloaded models are stored")
-CACHE_HOME = Variable("XDG_CACHE_HOME", "~/.cache", "where the demo model and vocabulary maps are kept")
+CACHE_HOME = Variable("XDG_CACHE_HOME", "~/.cache", "where the demo model is kept")
 VARIABLES = tuple(value for value in globals().copy().values() if isinstance(value, Variable))
 """The documented variables: all of the above, in their order."""
 # Not in the table, because `doctor` prints its values.

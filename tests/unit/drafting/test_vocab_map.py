@@ -1,10 +1,8 @@
-"""Matching of two vocabularies, and the file that stores the pairs."""
+"""Matching of two vocabularies."""
 
 from __future__ import annotations
 
-import json
 import random
-from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -21,9 +19,8 @@ from tests.unit.drafting.test_token_bytes import (
     wrapped,
 )
 from vllm_gaudi_spec.config import UnsupportedConfigError
-from vllm_gaudi_spec.drafting.universal import vocab_map as module
 from vllm_gaudi_spec.drafting.universal.token_bytes import ModelTokenizer, Roles, Vocabulary, read_vocabulary
-from vllm_gaudi_spec.drafting.universal.vocab_map import VocabMap, load_vocab_map, match_vocabularies
+from vllm_gaudi_spec.drafting.universal.vocab_map import match_vocabularies
 
 PADDING = 37
 """Padding ids of the models' vocabularies beyond their tokenizers'."""
@@ -47,20 +44,10 @@ class Pair:
         self.vocabularies = read_vocabulary(self.models[0]), read_vocabulary(self.models[1])
         self.map = match_vocabularies(*self.vocabularies, *self.sizes)
 
-    def build(self, cache: Path | None) -> VocabMap:
-        return load_vocab_map(*self.models, *self.sizes, cache)
-
 
 @pytest.fixture(params=PAIRS, scope="module")
 def pair(request: pytest.FixtureRequest) -> Pair:
     return Pair(*PAIRS[request.param]())
-
-
-def equal(left: VocabMap, right: VocabMap) -> bool:
-    return left.num_matched == right.num_matched and all(
-        np.array_equal(getattr(left, name), getattr(right, name))
-        for name in ("target_to_draft", "draft_to_target", "draftable")
-    )
 
 
 # ---- the pairs -------------------------------------------------------------------------------------------
@@ -188,83 +175,3 @@ def test_names_match_before_roles_unless_contradicting() -> None:
     assert partners(chat, base) == {1: 1, 2: 2}
     swapped = special("</s> <s>", bos=1, eos=(2,))
     assert partners(special("</s> <s>", eos=(1,), bos=2), swapped) == {1: 2, 2: 1}
-
-
-# ---- the file --------------------------------------------------------------------------------------------
-
-
-@pytest.fixture
-def small() -> Pair:
-    return Pair(byte_level(**OTHER_NAMES), sentencepiece_bpe(**NAMES))
-
-
-def never(*_: Any) -> Any:
-    raise AssertionError("built anew")
-
-
-def test_second_build_reads_file(small: Pair, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    first = small.build(tmp_path / "deep" / "cache")
-    assert equal(first, small.map)
-    monkeypatch.setattr(module, "match_vocabularies", never)
-    assert equal(small.build(tmp_path / "deep" / "cache"), first)
-
-
-def test_different_inputs_use_different_files(small: Pair, tmp_path: Path) -> None:
-    def built(pair: Pair) -> VocabMap:
-        made = pair.build(tmp_path)
-        assert equal(made, match_vocabularies(*pair.vocabularies, *pair.sizes))
-        return made
-
-    built(small)
-    longer = Pair(small.target, small.draft)
-    longer.sizes = (small.sizes[0] + 1, small.sizes[1])
-    assert built(longer).target_to_draft.size == small.sizes[0] + 1
-    built(Pair(small.draft, small.target))
-    built(Pair(small.target, sentencepiece_bpe(prefix=True, **NAMES)))
-    built(Pair(small.target, small.draft, ends=(small.target.bos_token_id,)))
-    assert len(list(tmp_path.iterdir())) == 5
-
-
-def change_byte(at: float) -> Any:
-    def change(content: bytes) -> bytes:
-        place = int(at * (len(content) - 1))
-        return content[:place] + bytes([content[place] ^ 1]) + content[place + 1 :]
-
-    return change
-
-
-def rewrite(**values: Any) -> Any:
-    def change(content: bytes) -> bytes:
-        line, _, payload = content.partition(b"\n")
-        return json.dumps(json.loads(line) | values).encode() + b"\n" + payload
-
-    return change
-
-
-@pytest.mark.parametrize(
-    "change",
-    [
-        lambda content: b"",
-        lambda content: content[:-1],
-        lambda content: content[: len(content) // 2],
-        lambda content: content + b"\0",
-        lambda content: b"[1]\n" + content,
-        lambda content: b"\xff" * 40,
-        change_byte(0.3),
-        change_byte(0.6),
-        change_byte(1.0),
-        rewrite(format=0),
-        rewrite(key="another"),
-        rewrite(pairs=3),
-        rewrite(pairs="3"),
-        rewrite(pairs=10**9),
-    ],
-)
-def test_damaged_file_is_rebuilt(small: Pair, tmp_path: Path, change: Any) -> None:
-    small.build(tmp_path)
-    (file,) = tmp_path.iterdir()
-    whole = file.read_bytes()
-    file.write_bytes(change(whole))
-    assert file.read_bytes() != whole
-    assert equal(small.build(tmp_path), small.map)
-    assert [path.read_bytes() for path in tmp_path.iterdir()] == [whole]

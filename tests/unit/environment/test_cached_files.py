@@ -2,26 +2,20 @@
 
 from __future__ import annotations
 
-import hashlib
 import json
 import os
 import stat
 from collections.abc import Callable
 from pathlib import Path
-from types import SimpleNamespace
-from typing import Any
 
 import numpy as np
 import pytest
 
 from fp8_calibration.writing import write_files
-from vllm_gaudi_spec.drafting.universal import vocab_map
 from vllm_gaudi_spec.environment import cached_files
 from vllm_gaudi_spec.environment.cached_files import UntrustedCacheError
 from vllm_gaudi_spec.quantization import files
 from vllm_gaudi_spec.tools import demo_model
-
-PAIRS = np.array([[0, 1], [2, 0]], dtype=np.int32)
 
 
 @pytest.fixture
@@ -119,55 +113,6 @@ def test_special_files_are_refused(make: Callable[[Path], None], cache: Path) ->
 
 
 # ---- each of those who keep something --------------------------------------------------------------------
-
-
-def small_map() -> vocab_map.VocabMap:
-    return vocab_map.VocabMap.from_pairs(PAIRS, np.array([True, False]), 3, 2)
-
-
-def test_vocabulary_map_is_not_read_through_a_link(cache: Path, elsewhere: Path) -> None:
-    vocab_map._write(elsewhere / "map", "key", small_map())
-    assert vocab_map._read(elsewhere / "map", "key", 3, 2).num_matched == 2
-    (cache / "map").symlink_to(elsewhere / "map")
-    with pytest.raises(UntrustedCacheError):
-        vocab_map._read(cache / "map", "key", 3, 2)
-
-
-def forged(**header: Any) -> bytes:
-    """A file with a checksum that is right, whatever it says."""
-    payload = header.pop("payload", PAIRS.astype("<i4").tobytes() + b"\1\0")
-    told = {"format": vocab_map.FORMAT, "key": "key", "pairs": 2, "sha256": hashlib.sha256(payload).hexdigest()}
-    return json.dumps(told | header).encode() + b"\n" + payload
-
-
-@pytest.mark.parametrize(
-    "content",
-    [
-        forged(pairs=-1),
-        forged(pairs=1.5),
-        forged(pairs=[2]),
-        forged(pairs=2**62),
-        forged(payload=np.array([[0, 1], [3, 0]], dtype="<i4").tobytes() + b"\1\0"),
-        forged(payload=np.array([[0, 1], [-1, 0]], dtype="<i4").tobytes() + b"\1\0"),
-        forged(payload=PAIRS.astype("<i4").tobytes() + b"\1\x80"),
-        b"[" * 1000 + b"\n",
-        b'{"pairs": ' + b"9" * 900 + b"}\n",
-        b"cposix\nsystem\n(S'touch marker'\ntR.",
-        forged() + b"\0" * 2000,
-    ],
-)
-def test_forged_vocabulary_map_is_rebuilt(content: bytes, cache: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """What somebody wrote there who knows the layout; the untouched file is read."""
-    monkeypatch.setattr(vocab_map, "hash_content", lambda model: "hash")
-    monkeypatch.setattr(vocab_map, "read_vocabulary", lambda model: None)
-    monkeypatch.setattr(vocab_map, "match_vocabularies", lambda *_: small_map())
-    model: Any = SimpleNamespace()
-    vocab_map.load_vocab_map(model, model, 3, 2, cache)
-    (path,) = cache.iterdir()
-    whole, key = path.read_bytes(), json.loads(path.read_bytes().partition(b"\n")[0])["key"]
-    path.write_bytes(content.replace(b'"key": "key"', f'"key": "{key}"'.encode()))
-    assert vocab_map.load_vocab_map(model, model, 3, 2, cache).num_matched == 2
-    assert path.read_bytes() == whole
 
 
 def prepared(folder: Path) -> Path:

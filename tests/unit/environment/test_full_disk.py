@@ -5,14 +5,12 @@ import os
 import shutil
 from collections.abc import Iterator
 from pathlib import Path
-from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
 import pytest
 
 from fp8_calibration.writing import write_files
-from vllm_gaudi_spec.drafting.universal import vocab_map
 from vllm_gaudi_spec.environment import cache_folder
 from vllm_gaudi_spec.quantization import files
 from vllm_gaudi_spec.tools import demo_model
@@ -43,16 +41,6 @@ def full_disk(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
 
 def kept(cache: Path) -> list[Path]:
     return sorted(path for path in cache.rglob("*") if path.is_file())
-
-
-def test_vocabulary_map_is_made_without_a_file(cache: Path, full_disk: None, monkeypatch: pytest.MonkeyPatch) -> None:
-    made = vocab_map.VocabMap.from_pairs(np.array([[0, 1], [2, 0]], dtype=np.int32), np.array([True, False]), 3, 2)
-    monkeypatch.setattr(vocab_map, "hash_content", lambda model: "hash")
-    monkeypatch.setattr(vocab_map, "read_vocabulary", lambda model: None)
-    monkeypatch.setattr(vocab_map, "match_vocabularies", lambda *_: made)
-    model: Any = SimpleNamespace()
-    assert vocab_map.load_vocab_map(model, model, 3, 2, cache).num_matched == 2
-    assert not kept(cache)
 
 
 def test_measurements_on_a_full_disk(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, request: Any) -> None:

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from pathlib import Path
 from typing import TYPE_CHECKING
 
 import numpy as np
@@ -12,8 +11,8 @@ import torch
 from vllm.logger import init_logger
 
 from vllm_gaudi_spec.config import UNIVERSAL_DRAFT, UnsupportedConfigError
-from vllm_gaudi_spec.drafting.universal.token_bytes import ModelTokenizer, load_tokenizer
-from vllm_gaudi_spec.drafting.universal.vocab_map import VocabMap, load_vocab_map
+from vllm_gaudi_spec.drafting.universal.token_bytes import ModelTokenizer, load_tokenizer, read_vocabulary
+from vllm_gaudi_spec.drafting.universal.vocab_map import VocabMap, match_vocabularies
 from vllm_gaudi_spec.drafting.vocabulary import MappedVocabulary, SameVocabulary
 
 if TYPE_CHECKING:
@@ -46,12 +45,13 @@ class Pair:
     map: VocabMap
 
     @classmethod
-    def load(cls, vllm_config: VllmConfig, cache: Path) -> Pair:
+    def load(cls, vllm_config: VllmConfig) -> Pair:
         speculative = vllm_config.speculative_config
         assert speculative is not None
         target, draft = vllm_config.model_config, speculative.draft_model_config
         tokenizers = _load_tokenizer(target), _load_tokenizer(draft)
-        found = load_vocab_map(*tokenizers, target.get_vocab_size(), draft.get_vocab_size(), cache)
+        ours, theirs = map(read_vocabulary, tokenizers)
+        found = match_vocabularies(ours, theirs, target.get_vocab_size(), draft.get_vocab_size())
         logger.info(
             "Universal drafting: %d tokens in common, %.1f%% of the target's and %.1f%% of the drafter's.",
             found.num_matched,

@@ -19,7 +19,6 @@ Added tokens stand for their literal text. Special tokens stand for no text; the
 from __future__ import annotations
 
 import contextlib
-import hashlib
 import json
 import re
 from collections.abc import Callable, Iterable, Iterator, Sequence
@@ -117,24 +116,6 @@ def read_vocabulary(model: ModelTokenizer) -> Vocabulary:
         roles=roles,
         leading_space=_spell(by_id, pieces.encode("a")) == b" a",
     )
-
-
-def hash_content(model: ModelTokenizer) -> str:
-    """Return a hash that is equal for tokenizers that encode and decode alike, without reading the vocabulary."""
-    tokenizer = model.tokenizer
-    backend = getattr(tokenizer, "backend_tokenizer", None)
-    if backend is not None:
-        content = hashlib.sha256(backend.to_str().encode())
-    else:
-        content = hashlib.sha256()
-        for piece in _read_pieces(tokenizer).by_id:
-            content.update(b"-" if piece is None else b"%d:%b" % (len(piece), piece))
-    # Roles also depend on what is not in the tokenizer's file.
-    names = [getattr(tokenizer, f"{role}_token_id", None) for role in ("bos", "eos", "pad", "unk")]
-    special = sorted(getattr(tokenizer, "all_special_ids", ()))
-    template = getattr(tokenizer, "chat_template", None)
-    content.update(json.dumps([names, special, template, model.end_ids], default=str).encode())
-    return content.hexdigest()
 
 
 # ---- families ------------------------------------------------------------------------------------------

@@ -16,7 +16,6 @@ from vllm_ascend.spec_decode.draft_proposer import AscendDraftModelProposer
 from vllm_gaudi_spec.config import UNIVERSAL_DRAFT, UnsupportedConfigError
 from vllm_gaudi_spec.drafting.universal.pairs import Pair
 from vllm_gaudi_spec.drafting.vocabulary import DrafterVocabulary, MappedVocabulary
-from vllm_gaudi_spec.environment import cache_folder
 from vllm_gaudi_spec.integrations.vllm_ascend.versions import VLLM_ASCEND
 
 
@@ -48,7 +47,7 @@ class AscendUniversalDraftProposer(AscendDraftModelProposer):
 
     def load_model(self, model: torch.nn.Module) -> None:
         super().load_model(model)
-        pair = Pair.load(self.vllm_config, cache_folder())
+        pair = Pair.load(self.vllm_config)
         self._read: MappedVocabulary = pair.make_mapped_vocabulary(self.device)
         # Tokens without a counterpart in the target are never drafted; some id has to stand there.
         self._target_U = torch.tensor(pair.map.draft_to_target, device=self.device).clamp(min=0)

@@ -25,7 +25,6 @@ from vllm_gaudi_spec.devices import DEVICES, load_backend
 from vllm_gaudi_spec.devices.common import host_memory
 from vllm_gaudi_spec.drafting.memory import NO_ROOM_FOR_KV, KVBlock, compute_drafting_bytes
 from vllm_gaudi_spec.drafting.universal.pairs import ENOUGH, Pair, require_same_vocabulary
-from vllm_gaudi_spec.environment import cache_folder
 from vllm_gaudi_spec.methods import METHODS, has_model
 from vllm_gaudi_spec.quantization.config import get_cpu_weights
 from vllm_gaudi_spec.quantization.fingerprint import find_model_folder
@@ -87,7 +86,7 @@ def _check_vocabularies(vllm_config: VllmConfig, speculation: Speculation) -> It
             require_same_vocabulary(vllm_config)
             yield ok("vocabulary", "the drafter has the target's vocabulary")
             return
-        pair = Pair.load(vllm_config, cache_folder())
+        pair = Pair.load(vllm_config)
     except UnsupportedConfigError as error:
         yield refusal("vocabulary", in_one_line(error))
         return
