@@ -5,7 +5,7 @@ from __future__ import annotations
 import time
 from collections import Counter
 from functools import partial
-from typing import TYPE_CHECKING, Protocol, TypeVar
+from typing import TYPE_CHECKING
 
 from tqdm import tqdm
 from vllm.logger import init_logger
@@ -22,52 +22,13 @@ from vllm_gaudi_spec.sampling.branches import Branch
 if TYPE_CHECKING:
     from collections.abc import Hashable, Iterator
 
-    from vllm.config import VllmConfig
-
-    from vllm_gaudi_spec.devices.base import DeviceBackend
-    from vllm_gaudi_spec.drafting.base import Drafting
-    from vllm_gaudi_spec.graphs import StepRecorder
-    from vllm_gaudi_spec.model import LoadedModel
-    from vllm_gaudi_spec.records import Batch, Drafts, Planned, SampleBatch, SampleShape, StepResult
-    from vllm_gaudi_spec.runner.extensions import Extension
-    from vllm_gaudi_spec.runner.extensions.pooling import Pooling
-    from vllm_gaudi_spec.runner.kv_cache import KVCache
-    from vllm_gaudi_spec.runner.report import Reports
-    from vllm_gaudi_spec.runner.requests import Requests
-    from vllm_gaudi_spec.runner.shapes import SampleShapes, Shapes
-    from vllm_gaudi_spec.sampling.params import SamplePass, Sampling
+    from vllm_gaudi_spec.records import SampleShape
+    from vllm_gaudi_spec.runner.model_runner import ModelRunner
 
 logger = init_logger(__name__)
 
-Size = TypeVar("Size")
 
-
-class Runner(Protocol):
-    """The parts of the model runner that warm-up uses."""
-
-    vllm_config: VllmConfig
-    backend: DeviceBackend
-    recorder: StepRecorder
-    requests: Requests
-    kv_cache: KVCache
-    extensions: list[Extension]
-    shapes: Shapes
-    sample_shapes: SampleShapes
-    sampling: Sampling
-    reports: Reports
-    target: LoadedModel
-    drafter: LoadedModel | None
-    drafting: Drafting
-    pooling: Pooling | None
-    shows_progress: bool
-
-    def compute(self, batch: Batch) -> None: ...
-    def make_batch(self, planned: Planned) -> Batch: ...
-    def sample(self, batch: SampleBatch, sample_pass: SamplePass) -> StepResult: ...
-    def drafts_after(self, step: StepResult) -> Drafts: ...
-
-
-def jobs(runner: Runner) -> Iterator[Job]:
+def jobs(runner: ModelRunner) -> Iterator[Job]:
     """Yield jobs for every step signature that the configuration can reach, starting with the largest forwards."""
     yield Job("states", partial(_touch_states, runner))
     for extension in runner.extensions:
@@ -82,7 +43,7 @@ def jobs(runner: Runner) -> Iterator[Job]:
     yield from runner.drafting.jobs()
 
 
-def manifest(runner: Runner) -> set[Hashable]:
+def manifest(runner: ModelRunner) -> set[Hashable]:
     """Return every step signature that the configuration can reach, without running any."""
     return {signature for job in jobs(runner) for signature in job.signatures}
 
@@ -96,7 +57,7 @@ def should_run(job: Job, max_tokens: int) -> bool:
     return max_tokens < 0 or (job.is_common and job.num_tokens <= max_tokens)
 
 
-def warm_up(runner: Runner, max_tokens: int) -> None:
+def warm_up(runner: ModelRunner, max_tokens: int) -> None:
     """Run the jobs of up to `max_tokens` tokens, or all of them if it is -1."""
     recorder, backend = runner.recorder, runner.backend
     memory = WarmUpMemory(backend.memory, runner.vllm_config, runner.kv_cache.num_bytes)
@@ -156,12 +117,12 @@ def _join_sizes(sizes: tuple[int, ...]) -> str:
     return ", ".join(map(str, sizes))
 
 
-def _finish_warm_up(runner: Runner) -> None:
+def _finish_warm_up(runner: ModelRunner) -> None:
     runner.recorder.warm_up_done(runner.backend.memory.num_host_syncs)
     runner.backend.graphs.warmed_up()
 
 
-def _touch_states(runner: Runner) -> None:
+def _touch_states(runner: ModelRunner) -> None:
     runner.requests.warm_up()
     runner.kv_cache.warm_up()
     if runner.pooling is None:
@@ -170,11 +131,11 @@ def _touch_states(runner: Runner) -> None:
         extension.warm_up()
 
 
-def _forward(runner: Runner, shape: Shape) -> None:
+def _forward(runner: ModelRunner, shape: Shape) -> None:
     runner.compute(runner.make_batch(make_padding(shape)))
 
 
-def _sampling_pass(runner: Runner, shape: SampleShape, branch: Branch) -> Job:
+def _sampling_pass(runner: ModelRunner, shape: SampleShape, branch: Branch) -> Job:
     """Make the job of a sampling pass and of its step's reports.
 
     The pass packs its report itself, unless that has log-probabilities, or drafts if they are made on the device.
@@ -190,7 +151,7 @@ def _sampling_pass(runner: Runner, shape: SampleShape, branch: Branch) -> Job:
     return Job("sampling passes", run, signatures, num_tokens, branch == Branch())
 
 
-def _sample(runner: Runner, shape: SampleShape, branch: Branch) -> None:
+def _sample(runner: ModelRunner, shape: SampleShape, branch: Branch) -> None:
     batch = make_sample_batch(runner.requests, shape, [])
     step = runner.sample(batch, runner.sampling.make_pass(batch, branch, {}))
     # Wait: a device may reuse the host buffer of a download for the next one.
