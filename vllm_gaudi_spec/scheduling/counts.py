@@ -16,7 +16,7 @@ from vllm_gaudi_spec import metrics
 from vllm_gaudi_spec.config import Speculation
 from vllm_gaudi_spec.metrics import StepMetrics
 from vllm_gaudi_spec.records import NoDraftReason
-from vllm_gaudi_spec.scheduling.limits import NOTHING_PROPOSED, DraftLimits, Reason, explain_no_drafts
+from vllm_gaudi_spec.scheduling.limits import DraftLimits, explain_no_drafts
 
 if TYPE_CHECKING:
     from vllm_gaudi_spec.outputs import SpecSchedulerOutput, SpeculativeOutput
@@ -40,7 +40,7 @@ class DraftCounts:
         self._failed: set[str] = set()
         """Requests whose drafting failed after their most recent step. Their next step may be several steps later."""
         self._logged: dict[str, str] = {}
-        """Maps a request to the label of the reason that was logged last."""
+        """Maps a request to the reason that was logged last."""
 
     def exclude(self, req_ids: tuple[str, ...]) -> None:
         self._excluded.update(req_ids)
@@ -71,8 +71,10 @@ class DraftCounts:
             chosen[str(max_drafts)] += 1
             if not num_drafts:
                 reason = self._reason(request, output.why.get(req_id, ""), skip_reason)
-                reasons[reason.label] += 1
-                self._log(req_id, reason)
+                reasons[reason] += 1
+                if self._logged.get(req_id) != reason:  # a request may have the same reason at every step
+                    self._logged[req_id] = reason
+                    logger.debug("Request %s has no drafts after %d tokens: %s.", req_id, request.num_tokens, reason)
         for name, rows in (
             (metrics.ROWS, verified),
             (metrics.ROWS_BY_CHOICE, chosen),
@@ -81,7 +83,7 @@ class DraftCounts:
             for value, more in rows.items():
                 self._metrics.count(name, more, value)
 
-    def _reason(self, request: Request, reported: str, skip_reason: str) -> Reason:
+    def _reason(self, request: Request, reported: str, skip_reason: str) -> str:
         assert request.sampling_params is not None
         limits = DraftLimits.from_params(
             request.sampling_params,
@@ -89,7 +91,7 @@ class DraftCounts:
             num_drafts=self._num_drafts,
             max_context=self._max_context,
         )
-        reason = explain_no_drafts(
+        return explain_no_drafts(
             limits,
             request.num_tokens,
             reported=reported,
@@ -97,13 +99,6 @@ class DraftCounts:
             skip_reason=skip_reason,
             has_failed=request.request_id in self._failed,
         )
-        return reason or NOTHING_PROPOSED
-
-    def _log(self, req_id: str, reason: Reason) -> None:
-        """Log the reason if it differs from the last one: a request may have the same reason at every step."""
-        if self._logged.get(req_id) != reason.label:
-            self._logged[req_id] = reason.label
-            logger.debug("Request %s has no drafts: %s", req_id, reason.detail)
 
     def remember(self, scheduled: SpecSchedulerOutput, output: SpeculativeOutput) -> None:
         """Remember this step's decision, which is about drafts that a later step verifies."""

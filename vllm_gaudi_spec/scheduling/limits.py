@@ -48,31 +48,6 @@ def get_requested_drafts(params: SamplingParams | None, num_drafts: int) -> int:
     return min(requested, num_drafts)
 
 
-class Reason(NamedTuple):
-    """Why a request has no drafts."""
-
-    label: str
-    """A `NoDraftReason`."""
-    detail: str
-    """An explanation for the log."""
-
-
-NOTHING_PROPOSED = Reason(NoDraftReason.NOTHING, "the drafter proposed nothing, or has not read the request yet")
-
-_REPORTED: dict[str, str] = {
-    NoDraftReason.LENGTH: "its text is longer than what the drafter can keep of it",
-    NoDraftReason.UNVERIFIED: "a grammar, the token budget or max_model_len left no draft to verify",
-    NoDraftReason.FAULT: "its drafts could not be used",
-}
-"""Reasons that only a worker knows."""
-_SKIPPED: dict[str, str] = {
-    NoDraftReason.LOAD: "the schedule by batch size allows no drafts",
-    NoDraftReason.GOODPUT: "decoding without drafts was expected to be faster",
-    NoDraftReason.OFF: "the drafter is disabled after faults",
-}
-"""Reasons for which the scheduler chooses 0 drafts."""
-
-
 def explain_no_drafts(
     limits: DraftLimits,
     length: int,
@@ -81,30 +56,28 @@ def explain_no_drafts(
     is_excluded: bool = False,
     skip_reason: str = "",
     has_failed: bool = False,
-) -> Reason | None:
-    """Return why a request of `length` tokens has no drafts, or None if no limit forbids them.
+) -> str:
+    """Return why a request of `length` tokens has no drafts: a `NoDraftReason`, `NOTHING` if no limit forbids them.
 
     Permanent reasons take precedence over temporary ones.
 
     Args:
-        reported: The label that a worker reported.
+        reported: The reason that a worker reported.
         is_excluded: Whether the request is excluded from drafting after faults.
-        skip_reason: The label under which the scheduler chose 0 drafts.
+        skip_reason: The reason for which the scheduler chose 0 drafts.
         has_failed: Whether the request's most recent drafts could not be used.
     """
     if reported:
-        return Reason(reported, _REPORTED[reported])
+        return reported
     if not limits.max_drafts:
-        return Reason(NoDraftReason.REQUEST, "it asked for no drafts")
+        return NoDraftReason.REQUEST
     if is_excluded:
-        return Reason(NoDraftReason.FAULT, "it is excluded from drafting because its drafts could not be used")
+        return NoDraftReason.FAULT
     if limits.end is not None and length >= limits.end:
-        return Reason(NoDraftReason.ENDING, f"length {length} >= {limits.end}: the next token is its last")
+        return NoDraftReason.ENDING
     if length >= limits.max_context:
-        return Reason(NoDraftReason.LENGTH, f"context {length} >= {limits.max_context}, the maximum for drafting")
-    if skip_reason:
-        return Reason(skip_reason, _SKIPPED[skip_reason])
-    return Reason(NoDraftReason.FAULT, _REPORTED[NoDraftReason.FAULT]) if has_failed else None
+        return NoDraftReason.LENGTH
+    return skip_reason or (NoDraftReason.FAULT if has_failed else NoDraftReason.NOTHING)
 
 
 # --- rows of the runner ---

@@ -14,7 +14,7 @@ from vllm_gaudi_spec.config import Speculation
 from vllm_gaudi_spec.metrics import StepMetrics
 from vllm_gaudi_spec.records import NoDraftReason
 from vllm_gaudi_spec.scheduling.counts import DraftCounts
-from vllm_gaudi_spec.scheduling.limits import DraftLimits, Reason, RowLimits, explain_no_drafts
+from vllm_gaudi_spec.scheduling.limits import DraftLimits, RowLimits, explain_no_drafts
 
 K, NUM_PROMPT, MAX_MODEL_LEN = 4, 10, 40
 LIMITS = DraftLimits(max_context=32, end=20, max_drafts=K)
@@ -39,26 +39,22 @@ def test_reason_exists_exactly_if_row_has_no_drafts(
     counts = row_limits.compute_max_drafts(
         np.zeros(len(lengths), np.int64), np.array(lengths, dtype=np.int32), K
     ).tolist()
-    assert [explain_no_drafts(limits, length) is None for length in lengths] == [count > 0 for count in counts]
+    may_draft = [explain_no_drafts(limits, length) == NoDraftReason.NOTHING for length in lengths]
+    assert may_draft == [count > 0 for count in counts]
 
 
 def test_permanent_reason_precedes_temporary_one() -> None:
-    assert explain_no_drafts(LIMITS, 19) is None
-    assert explain_no_drafts(LIMITS, 20) == Reason(NoDraftReason.ENDING, "length 20 >= 20: the next token is its last")
-    assert explain_no_drafts(LIMITS._replace(end=None), 32, skip_reason=NoDraftReason.LOAD) == Reason(
-        "length", "context 32 >= 32, the maximum for drafting"
-    )
-    for facts, label in (
+    assert explain_no_drafts(LIMITS, 19) == NoDraftReason.NOTHING
+    assert explain_no_drafts(LIMITS, 20) == NoDraftReason.ENDING
+    assert explain_no_drafts(LIMITS._replace(end=None), 32, skip_reason=NoDraftReason.LOAD) == NoDraftReason.LENGTH
+    for facts, reason in (
         (dict(reported=NoDraftReason.UNVERIFIED, is_excluded=True), NoDraftReason.UNVERIFIED),
         (dict(is_excluded=True, skip_reason=NoDraftReason.OFF), NoDraftReason.FAULT),
         (dict(skip_reason=NoDraftReason.GOODPUT, has_failed=True), NoDraftReason.GOODPUT),
         (dict(has_failed=True), NoDraftReason.FAULT),
     ):
-        reason = explain_no_drafts(LIMITS, 12, **facts)  # type: ignore[arg-type]
-        assert reason is not None
-        assert reason.label == label
-    asked_for_none = explain_no_drafts(LIMITS._replace(max_drafts=0), 40, is_excluded=True)
-    assert asked_for_none == Reason(NoDraftReason.REQUEST, "it asked for no drafts")
+        assert explain_no_drafts(LIMITS, 12, **facts) == reason  # type: ignore[arg-type]
+    assert explain_no_drafts(LIMITS._replace(max_drafts=0), 40, is_excluded=True) == NoDraftReason.REQUEST
 
 
 @pytest.mark.parametrize("drafter_max_len", [None, 24, 200])
@@ -82,4 +78,4 @@ def test_length_is_the_reason_where_a_block_does_not_fit(drafter_max_len: int | 
         )
         fits = length - 1 + block_size <= min(drafter_max_len or MAX_MODEL_LEN, MAX_MODEL_LEN)
         fits &= length < speculation.longest(MAX_MODEL_LEN)
-        assert counts._reason(request, "", "").label == ("nothing" if fits else "length"), length
+        assert counts._reason(request, "", "") == ("nothing" if fits else "length"), length
