@@ -137,14 +137,14 @@ class DraftingContext:
         return ReadBlocks(self.requests, self.kv_cache.num_blocks, groups, keeps_up=keeps_up)
 
 
-class Drafting(ABC):
+class Drafting:
     """Runs the drafter on the device within a step, or on the host after the step's device-to-host sync.
 
-    Draft tokens are stored after each row's history, where the next step verifies them. Defaults do nothing; a subclass
-    overrides what concerns it.
+    Draft tokens are stored after each row's history, where the next step verifies them. The defaults do nothing, as in
+    an engine without speculation; a subclass overrides what concerns it.
     """
 
-    verifies_drafts = True
+    verifies_drafts = False
     """Whether a step reports how many drafts it verified."""
     reports_drafts = False
     """Whether `propose` drafts, so that a step's report may include draft tokens."""
@@ -155,11 +155,9 @@ class Drafting(ABC):
 
     # --- the scheduler ---
 
-    @abstractmethod
     def apply(self, requests: Requests) -> None:
         """Update state for the requests that were admitted and ended."""
 
-    @abstractmethod
     def update_drafter_state(self, resumed: list[Request], excluded: list[Request], *, disabled: bool) -> None:
         """Apply the scheduler's decision about drafter faults, see `DrafterStatus`.
 
@@ -178,13 +176,13 @@ class Drafting(ABC):
         """Return requests without drafts in the last step because they exceed a limit known only to the drafter."""
         return ()
 
-    @abstractmethod
     def take_rounds(self) -> list[DraftRound]:
         """Return and clear the drafting rounds that the host has observed."""
+        return []
 
-    @abstractmethod
     def get_draft_token_ids(self, step: StepResult) -> DraftTokenIds:
         """Return the draft tokens that follow a step whose result is on the host."""
+        return DraftTokenIds([], [])
 
     def in_use(self) -> dict[str, int]:
         """Return the number of requests with drafter state, by kind of state."""
@@ -199,7 +197,7 @@ class Drafting(ABC):
         """
         return None
 
-    def follow(self, batch: Batch) -> None:  # noqa: B027
+    def follow(self, batch: Batch) -> None:
         """Update the drafter's KV after the target's forward pass over a batch."""
 
     def gather_probs(self, rows_B: torch.Tensor, num_drafts: int) -> torch.Tensor | None:
@@ -207,7 +205,7 @@ class Drafting(ABC):
         them."""
         return None
 
-    def on_verified(self, rows_B: torch.Tensor, lengths_B: torch.Tensor) -> None:  # noqa: B027
+    def on_verified(self, rows_B: torch.Tensor, lengths_B: torch.Tensor) -> None:
         """Update device state in the sampling pass, which has set the rows' lengths to `lengths_B`."""
 
     def propose(self, sampled: SampledRows, branch: Branch, max_drafts: int) -> bool:
@@ -217,7 +215,7 @@ class Drafting(ABC):
         """
         return False
 
-    def propose_on_host(self, step: StepResult, max_drafts: int) -> None:  # noqa: B027
+    def propose_on_host(self, step: StepResult, max_drafts: int) -> None:
         """Draft on the host, after a step's result was read."""
 
     # --- warm-up ---
@@ -225,21 +223,3 @@ class Drafting(ABC):
     def jobs(self) -> Iterator[Job]:
         """Yield warm-up jobs for every graph that drafting may run."""
         yield from ()
-
-
-class NoDrafting(Drafting):
-    """Drafting of an engine without speculation."""
-
-    verifies_drafts = False
-
-    def apply(self, requests: Requests) -> None:
-        pass
-
-    def update_drafter_state(self, resumed: list[Request], excluded: list[Request], *, disabled: bool) -> None:
-        pass
-
-    def take_rounds(self) -> list[DraftRound]:
-        return []
-
-    def get_draft_token_ids(self, step: StepResult) -> DraftTokenIds:
-        return DraftTokenIds([], [])

@@ -52,6 +52,7 @@ class DeviceRowLimits(RowLimits):
 
 
 class DeviceDrafting(Drafting):
+    verifies_drafts = True
     reports_drafts = True
 
     def __init__(

@@ -24,6 +24,8 @@ if TYPE_CHECKING:
 
 
 class HostDrafting(Drafting):
+    verifies_drafts = True
+
     def __init__(self, proposer: HostProposer, history: RequestHistory, vocab_size: int, agree: Agree) -> None:
         self._proposer = proposer
         self._history = history

@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING
 import torch
 
 from vllm_gaudi_spec.config import Options, Speculation, ranks_in_step
-from vllm_gaudi_spec.drafting.base import Drafting, DraftingContext, NoDrafting
+from vllm_gaudi_spec.drafting.base import Drafting, DraftingContext
 from vllm_gaudi_spec.drafting.load import load_drafting
 from vllm_gaudi_spec.drafting.memory import compute_drafting_bytes, get_kv_block
 from vllm_gaudi_spec.drafting.models import get_kv_specs_in_target, load_drafter
@@ -110,7 +110,7 @@ class RunnerParts:
             self.custom = CustomProcessors.load(self.vllm_config, self.device, self.max_rows)
         self._make_sampling()
         self._make_extensions()
-        self.drafting: Drafting = NoDrafting()
+        self.drafting = Drafting()
         if self.speculation is not None and (profiled_blocks is None or self.speculation.needs_device):
             self.drafting = self._load_drafting(self.speculation)
         verifier = Verifier(

@@ -87,6 +87,8 @@ class RetokenizedProposer:
 
 
 class TextDrafting(Drafting):
+    verifies_drafts = True
+
     def __init__(
         self,
         context: DraftingContext,
