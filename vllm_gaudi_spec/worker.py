@@ -19,7 +19,7 @@ from vllm_gaudi_spec.config import FP8_KV, UnsupportedConfigError
 from vllm_gaudi_spec.devices import load_backend
 from vllm_gaudi_spec.devices.common.group_check import check_groups
 from vllm_gaudi_spec.drafting.memory import NO_ROOM_FOR_KV
-from vllm_gaudi_spec.environment import name_process_group, runs_self_test
+from vllm_gaudi_spec.environment import SELF_TEST, name_process_group
 from vllm_gaudi_spec.outputs import SpecSchedulerOutput
 from vllm_gaudi_spec.runner.extensions.pooling import list_tasks
 from vllm_gaudi_spec.runner.model_runner import ModelRunner
@@ -103,7 +103,7 @@ class Worker(WorkerBase):
 
         No-op if nothing is captured, or if the user skips it.
         """
-        if not (self.backend.traits.captures and runs_self_test()):
+        if not (self.backend.traits.captures and SELF_TEST.is_on):
             return
         group = get_tp_group()
         self.self_test = found = check_device_once(self.model_config.dtype, group if group.world_size > 1 else None)

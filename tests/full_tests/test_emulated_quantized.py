@@ -19,7 +19,7 @@ from tests.full_tests.quantized_checkpoints import (
 from tests.full_tests.test_refusals import refusal
 from tests.models.formats import kernels
 from vllm_gaudi_spec.config import NATIVE, REFERENCE
-from vllm_gaudi_spec.environment import requested_device
+from vllm_gaudi_spec.environment import DEVICE
 
 pytestmark = pytest.mark.emulated
 
@@ -41,7 +41,7 @@ def test_four_bit_weights_stay_packed(name: str, num_ranks: int, looping_llama: 
     """The operator of a Gaudi makes the weights that reference kernels' layers have. An NPU has none."""
     quantized, _ = rewritten(looping_llama, name, tmp_path)
     in_bfloat16 = dict(dtype="bfloat16", tensor_parallel_size=num_ranks)
-    if requested_device() != "hpu-emulated":
+    if DEVICE.value != "hpu-emulated":
         assert "leave weight_kernels out" in refusal(quantized, **kernels(NATIVE), **in_bfloat16)
         return
     # Half of a group is decoded.

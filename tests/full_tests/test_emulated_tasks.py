@@ -7,7 +7,7 @@ import pytest
 
 from tests.full_tests.test_spec_decode_script import check_report, script, tasks_in
 from tests.support.releases import only_0_32
-from vllm_gaudi_spec.environment import requested_device
+from vllm_gaudi_spec.environment import DEVICE
 from vllm_gaudi_spec.tools.compare.tasks import TASKS
 from vllm_gaudi_spec.tools.report import record
 
@@ -34,7 +34,7 @@ def check_task(task: str, tmp_path: Path, batch: int = 2, k: int = 3, **variable
         **variables,
     )
     assert status == 0, said
-    assert record.read(file)["device"]["device"] == requested_device()
+    assert record.read(file)["device"]["device"] == DEVICE.value
     tasks = tasks_in(file)
     if task != "baseline":
         check_report(tasks[task], k)

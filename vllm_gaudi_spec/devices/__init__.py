@@ -93,12 +93,12 @@ REFUSING_PLATFORM = "vllm_gaudi_spec.platforms.refusing.Platform"
 
 def is_requested() -> bool:
     """Whether the user named this platform rather than just installed it."""
-    return environment.requested_device() is not None or PLUGIN in (environment.list_allowed_plugins() or ())
+    return environment.DEVICE.value is not None or PLUGIN in (environment.list_allowed_plugins() or ())
 
 
 def choose_device() -> str | None:
     """Return the device of this process; None if another platform plugin should serve it."""
-    if (requested := environment.requested_device()) is not None:
+    if (requested := environment.DEVICE.value) is not None:
         return requested
     if others := other_platform_plugins():
         _log_inactive(others)
@@ -172,7 +172,7 @@ def platform_class(device: str) -> str:
 
 
 def refuse_unknown_device() -> None:
-    requested = environment.requested_device()
+    requested = environment.DEVICE.value
     if requested is not None and requested not in DEVICES:
         raise UnsupportedConfigError(f"VGS_DEVICE={requested} is not available; use one of {', '.join(DEVICES)}.")
 

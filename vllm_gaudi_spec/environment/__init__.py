@@ -15,11 +15,7 @@ from importlib.util import find_spec
 from pathlib import Path
 from typing import NamedTuple
 
-from vllm_gaudi_spec.config import (
-    GAUDI2,
-    GAUDIS,
-    UnsupportedConfigError,
-)
+from vllm_gaudi_spec.config import GAUDI2, GAUDIS, UnsupportedConfigError
 
 
 class Variable(NamedTuple):
@@ -32,16 +28,24 @@ class Variable(NamedTuple):
 
     @property
     def value(self) -> str | None:
-        return os.environ.get(self.name)
-
-    @property
-    def is_on(self) -> bool:
-        return self.value not in (None, "", "0")
+        """The value, or None if the variable is unset or empty."""
+        return os.environ.get(self.name) or None
 
     @property
     def value_or_default(self) -> str:
         """The value, or the default if the variable is unset or empty. For defaults that are values."""
         return self.value or self.default
+
+    @property
+    def is_on(self) -> bool:
+        return self.value_or_default != "0"
+
+    def choose(self, *values: str) -> str:
+        """Return the value or the default, which must be one of `values`."""
+        found = self.value_or_default
+        if found not in values:
+            raise UnsupportedConfigError(f"{self.name}={found} is unknown; use {' or '.join(values)}.")
+        return found
 
 
 DEVICE = Variable(
@@ -143,11 +147,6 @@ VARIABLES = tuple(value for value in globals().copy().values() if isinstance(val
 API_KEY = Variable("OPENAI_API_KEY", "none", "sent to servers by gaudi-spec chat")
 
 
-def requested_device() -> str | None:
-    """The value of VGS_DEVICE, or None if the platform chooses."""
-    return DEVICE.value or None
-
-
 # Values that vllm-gaudi reads as true, and their opposites.
 _VENDORS_TRUE = ("true", "t", "1", "yes", "y", "on")
 _VENDORS_FALSE = ("false", "f", "0", "no", "n", "off")
@@ -167,19 +166,7 @@ def skip_warmup() -> bool:
 
 def compresses_prompt_masks() -> bool:
     """Whether prompt attention on an NPU uses a compressed mask."""
-    form = PROMPT_MASKS.value_or_default
-    if form not in ("compressed", "dense"):
-        raise UnsupportedConfigError(f"{PROMPT_MASKS.name}={form} is unknown; use compressed or dense.")
-    return form == "compressed"
-
-
-def runs_self_test() -> bool:
-    return SELF_TEST.value_or_default != "0"
-
-
-def trusts_draft_code() -> bool:
-    """Whether `--trust-remote-code` includes the drafter's folder."""
-    return TRUST_DRAFT_CODE.is_on
+    return PROMPT_MASKS.choose("compressed", "dense") == "compressed"
 
 
 def is_set(name: str) -> bool:
@@ -220,7 +207,7 @@ def list_secrets() -> list[str]:
 
 def list_allowed_plugins() -> set[str] | None:
     """Return the plugins that VLLM_PLUGINS allows, or None for all."""
-    names = PLUGINS.value
+    names = os.environ.get(PLUGINS.name)  # empty allows none
     return None if names is None else {name.strip() for name in names.split(",")}
 
 
@@ -305,13 +292,6 @@ _GAUDI_DEFAULTS = {
     # Compiling the graphs of a large model one by one took hours instead of minutes (lesson S09).
     PARALLEL_COMPILATION.name: PARALLEL_COMPILATION.default,
 }
-# Further defaults in compiled mode.
-_COMPILED_DEFAULTS = {
-    # An operation outside a compiled region splits it into several recipes. The last recipe to read a cache or a state
-    # would treat its memory as free, although the next step reads it. vllm-gaudi sets this for models with recurrent
-    # states, whose results were wrong (pull request 1753); here caches are also changed in place.
-    INPUT_REUSE.name: "0",
-}
 
 
 def set_gaudi_defaults() -> None:
@@ -321,8 +301,10 @@ def set_gaudi_defaults() -> None:
     # Without the variable, the mode depends on the bridge's release.
     os.environ.setdefault(LAZY_MODE.name, "1" if gaudi_has_lazy_mode() else "0")
     if os.environ[LAZY_MODE.name] == "0":
-        for name, value in _COMPILED_DEFAULTS.items():
-            os.environ.setdefault(name, value)
+        # An operation outside a compiled region splits it into several recipes. The last recipe to read a cache or a
+        # state would treat its memory as free, although the next step reads it. vllm-gaudi sets this for models with
+        # recurrent states, whose results were wrong (pull request 1753); here caches are also changed in place.
+        os.environ.setdefault(INPUT_REUSE.name, "0")
 
 
 def gaudi_is_lazy() -> bool:
@@ -370,24 +352,18 @@ def gaudi_layers_of_a_recipe() -> int:
 
 def emulated_generation() -> str:
     """Return the Gaudi generation that hpu-emulated emulates."""
-    generation = EMULATED_GENERATION.value_or_default
-    if generation not in GAUDIS:
-        raise UnsupportedConfigError(f"{EMULATED_GENERATION.name}={generation} is unknown; use {' or '.join(GAUDIS)}.")
-    return generation
+    return EMULATED_GENERATION.choose(*GAUDIS)
 
 
 def emulated_modules() -> tuple[int, ...]:
     """Return the Gaudis that this process may open; empty if it may open any."""
     names = VISIBLE_MODULES.value_or_default
-    return () if names in ("", "all") else tuple(map(int, names.split(",")))
+    return () if names == "all" else tuple(map(int, names.split(",")))
 
 
 def emulator_is_hostile() -> bool:
     """Whether the emulated Gaudi refuses everything that is known to fail on some card or release."""
-    mood = EMULATOR.value_or_default
-    if mood not in ("hostile", "kind"):
-        raise UnsupportedConfigError(f"{EMULATOR.name}={mood} is unknown; use hostile or kind.")
-    return mood == "hostile"
+    return EMULATOR.choose("hostile", "kind") == "hostile"
 
 
 NPU_SETTINGS = (TASK_QUEUE, NPU_ALLOCATOR, LAUNCH_BLOCKING)
@@ -425,11 +401,6 @@ def set_torch_npu_defaults() -> None:
 def api_key() -> str | None:
     """Return the key for servers that require one. Never print it."""
     return (API_KEY.value or "").strip() or None
-
-
-def quant_config_path() -> str | None:
-    """Return the target's quantization file, from vllm-gaudi's variable."""
-    return QUANT_CONFIG.value or None
 
 
 def kv_cache_space_gib() -> int | None:

@@ -20,7 +20,7 @@ from vllm_gaudi_spec.config import (
     UnsupportedConfigError,
     read_named_file,
 )
-from vllm_gaudi_spec.environment import quant_config_path
+from vllm_gaudi_spec.environment import QUANT_CONFIG
 from vllm_gaudi_spec.quantization import files
 
 if TYPE_CHECKING:
@@ -186,7 +186,8 @@ class Measuring(Protocol):
 
 
 def target_config() -> QuantConfig | None:
-    path = quant_config_path()
+    """Return the target's QUANT_CONFIG, or None."""
+    path = QUANT_CONFIG.value
     return None if path is None else QuantConfig.read(path, "QUANT_CONFIG")
 
 

@@ -8,7 +8,7 @@ from typing import Any, Literal
 
 from vllm_gaudi_spec.config import IS_UNIVERSAL, UNIVERSAL_DRAFT, UnsupportedConfigError
 from vllm_gaudi_spec.devices import load_backend
-from vllm_gaudi_spec.environment import TRUST_DRAFT_CODE, quant_config_path, trusts_draft_code
+from vllm_gaudi_spec.environment import QUANT_CONFIG, TRUST_DRAFT_CODE
 from vllm_gaudi_spec.methods import DRAFT_MODEL, EAGLE3, MEDUSA, METHODS, NGRAM, NGRAM_GPU, RULES, has_model
 from vllm_gaudi_spec.upstream.patching import do_nothing, patches, raise_unchanged, widen, wrap
 from vllm_gaudi_spec.upstream.release import FROM_0_33
@@ -107,7 +107,7 @@ def _describe_drafter(original: Callable[..., Any], config: Any) -> Any:
     if target is not None and has_model(config.method) and _is_in_targets_folder(config):
         if config.revision is None and config.code_revision is None:
             config.revision, config.code_revision = target.revision, target.code_revision
-    if target is None or not target.trust_remote_code or trusts_draft_code() or _has_targets_code(config):
+    if target is None or not target.trust_remote_code or TRUST_DRAFT_CODE.is_on or _has_targets_code(config):
         result = _describe_with_target(original, config)
     else:
         result = _describe_untrusted(partial(_describe_with_target, original), config)
@@ -221,7 +221,7 @@ def read_inc_from_quant_config(original: Callable[..., Any], args: Any, *more: A
     Reason: vllm-gaudi needs both. vLLM looks for a file of another kind in the checkpoint, and ends without one.
     Remove when: upstream's `inc` reads QUANT_CONFIG.
     """
-    if args.quantization == "inc" and quant_config_path() is not None:
+    if args.quantization == "inc" and QUANT_CONFIG.value is not None:
         from vllm.logger import init_logger  # upstream is imported beside other releases of vLLM, too
 
         init_logger(__name__).info("--quantization inc: QUANT_CONFIG alone decides.")

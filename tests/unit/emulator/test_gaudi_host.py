@@ -51,7 +51,7 @@ def test_asking_never_raises(error: type[Exception], monkeypatch: pytest.MonkeyP
 
 
 def without_defaults(monkeypatch: pytest.MonkeyPatch) -> None:
-    for name in (*environment._GAUDI_DEFAULTS, *environment._COMPILED_DEFAULTS, "PT_HPU_LAZY_MODE"):
+    for name in (*environment._GAUDI_DEFAULTS, environment.INPUT_REUSE.name, "PT_HPU_LAZY_MODE"):
         monkeypatch.setenv(name, "")  # so that what is set afterwards is undone
         monkeypatch.delenv(name)
     monkeypatch.setenv("VGS_DEVICE", "hpu-emulated")

@@ -14,7 +14,7 @@ from collections.abc import Iterator
 from pathlib import Path
 
 from vllm_gaudi_spec import devices, versions
-from vllm_gaudi_spec.environment import requested_device
+from vllm_gaudi_spec.environment import DEVICE
 from vllm_gaudi_spec.tools.doctor.findings import Finding, note, ok, problem, warning
 
 _SECONDS = 20
@@ -30,7 +30,7 @@ _TOOLS = {
 
 
 def check_devices() -> Iterator[Finding]:
-    requested = requested_device()
+    requested = DEVICE.value
     if requested is not None:
         yield _check_requested_device(requested)
     elif others := devices.other_platform_plugins():

@@ -32,7 +32,7 @@ def check_settings() -> Iterator[Finding]:
             yield warning("setting", f"{name} is set: graphs are compiled while serving", f"unset {name}")
     except UnsupportedConfigError as error:
         yield refusal("setting", str(error))
-    path = environment.quant_config_path()
+    path = environment.QUANT_CONFIG.value
     if path is not None and not Path(path).is_file():
         name = environment.QUANT_CONFIG.name
         yield problem("setting", f"{name}={path} is not a file", f"correct its path, or unset {name}")
@@ -103,7 +103,7 @@ def serves_vllm_ascend() -> bool:
     """Whether vllm-ascend is the platform, beside the vLLM that the integration is made for."""
     found = versions.installed("vllm-ascend"), (versions.installed_vllm() or "").split("+")[0]
     return (
-        environment.requested_device() is None
+        environment.DEVICE.value is None
         and devices.other_platform_plugins() == (_ASCEND,)
         and found == (vllm_ascend.VLLM_ASCEND, vllm_ascend.VLLM)
     )
@@ -163,7 +163,7 @@ def check_plugins() -> Iterator[Finding]:
         yield problem("plugin", "vLLM does not find this package, which has no entry points here", "pip install it")
     elif allowed is not None and devices.PLUGIN not in allowed:
         remedy = f"unset {plugins.name}, or add {devices.PLUGIN} to it"
-        yield problem("plugin", f"{plugins.name}={plugins.value!r} leaves this platform out", remedy)
+        yield problem("plugin", f"{plugins.name}={plugins.value or ''!r} leaves this platform out", remedy)
     elif target.value == "cpu":
         yield problem("plugin", f"{target.name}=cpu makes vLLM use its own CPU platform", f"unset {target.name}")
     elif others:
@@ -179,7 +179,7 @@ def _explain_conflict(others: list[EntryPoint]) -> Finding:
     remedy = (
         f"set VLLM_PLUGINS={devices.PLUGIN} for this platform, VLLM_PLUGINS={names} for the other, or uninstall one"
     )
-    if environment.requested_device() is not None:
+    if environment.DEVICE.value is not None:
         return problem("plugin", f"{described} wants to be the platform too, so vLLM will not start", remedy)
     if names == _ASCEND:
         return note("plugin", f"{described} is the platform; this package adds method universal_draft to it, if it can")
