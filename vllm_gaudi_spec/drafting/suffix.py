@@ -4,28 +4,21 @@ Each suffix of the text is looked up in the request's own text and in the respon
 of m tokens the path continues with the most frequent next token while the probability of the whole path is at least
 min_token_prob, for at most max_spec_factor * m tokens, and at most max_tree_depth including the suffix. The path with
 the largest sum of probabilities wins: the expected number of accepted drafts.
-
-arctic-inference implements suffix trees in C++ and is used if installed. `SuffixCache` has the same methods and no
-dependencies.
 """
 
 from __future__ import annotations
 
-import importlib
 from array import array
-from collections.abc import Iterable, KeysView, Sequence
+from collections.abc import Iterable, Sequence
 from itertools import pairwise
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import TYPE_CHECKING, NamedTuple
 
 import numpy as np
-from vllm.logger import init_logger
 
 from vllm_gaudi_spec.records import Context
 
 if TYPE_CHECKING:
     from vllm_gaudi_spec.drafting.base import DraftingContext
-
-logger = init_logger(__name__)
 
 NOTHING = -1
 """Neither a position nor a token: separates responses and replaces erased tokens."""
@@ -43,7 +36,7 @@ class SuffixProposer:
         self.max_tree_depth = max_tree_depth
         self.max_spec_factor = max_spec_factor
         self.min_token_prob = min_token_prob
-        self._cache = _build_cache(max_tree_depth, max_cached_requests)
+        self._cache = SuffixCache(max_tree_depth, max_cached_requests)
         self._fed: dict[str, tuple[int, np.ndarray]] = {}
         """Maps active requests to the length of the prompt, and all tokens that the cache has."""
 
@@ -67,7 +60,7 @@ class SuffixProposer:
 
     @property
     def num_remembered(self) -> int:
-        return max(len(self._fed), len(self._cache.active_requests))
+        return len(self._fed)
 
     def _draft(self, context: Context) -> Sequence[int]:
         self._feed(context)
@@ -78,7 +71,7 @@ class SuffixProposer:
             max_spec_factor=self.max_spec_factor,
             min_token_prob=self.min_token_prob,
         )
-        return list(draft.token_ids)
+        return draft.token_ids
 
     def _feed(self, context: Context) -> None:
         """Give the cache the tokens that it lacks; a text that does not continue the previous one replaces it."""
@@ -99,17 +92,6 @@ def _copy_tokens(tokens_np: np.ndarray) -> np.ndarray:
     return np.array(tokens_np, dtype=np.int32)
 
 
-def _build_cache(max_tree_depth: int, max_cached_requests: int) -> Any:
-    try:
-        cache = importlib.import_module("arctic_inference.suffix_decoding").SuffixDecodingCache
-    except ImportError as error:
-        logger.info("Suffix decoding uses the built-in cache: arctic-inference cannot be imported (%s).", error)
-        cache = SuffixCache
-    else:
-        logger.info("Suffix decoding uses arctic-inference.")
-    return cache(max_tree_depth=max_tree_depth, max_cached_requests=max_cached_requests)
-
-
 class Draft(NamedTuple):
     token_ids: list[int] = []  # noqa: RUF012  (never changed)
     score: float = 0.0
@@ -127,14 +109,6 @@ class SuffixCache:
         self._past = Text(max_tree_depth)
         self._cached: dict[str, tuple[int, int]] = {}
         """Maps requests, oldest first, to the range of `_past` that is the response."""
-
-    @property
-    def active_requests(self) -> KeysView[str]:
-        return self._active.keys()
-
-    @property
-    def cached_requests(self) -> KeysView[str]:
-        return self._cached.keys()
 
     def start_request(self, req_id: str, prompt_token_ids: Sequence[int] | np.ndarray) -> None:
         """Start a request. A reused id replaces its earlier response."""

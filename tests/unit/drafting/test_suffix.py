@@ -2,9 +2,6 @@
 
 from __future__ import annotations
 
-import sys
-import types
-
 import numpy as np
 import pytest
 
@@ -53,11 +50,11 @@ def test_drafts_equal_the_count_over_all_substrings(
             for piece in pieces(rng, response):
                 cache.add_active_response(f"p{number}", piece)
             cache.stop_request(f"p{number}")
-        assert list(cache.cached_requests) == ["p2", "p3", "p4", "p5"]
+        assert list(cache._cached) == ["p2", "p3", "p4", "p5"]
         (text,) = texts_of(rng, 1, 60)
         cache.start_request("a", np.array(text[:10], dtype=np.int32))
         cache.add_active_response("a", text[10:])
-        assert list(cache.active_requests) == ["a"]
+        assert list(cache._active) == ["a"]
         draft = cache.speculate("a", text, max_drafts, factor, min_prob)
         ways = (suffix_drafts(texts, text, depth, max_drafts, factor, min_prob) for texts in ([text], past[2:]))
         assert_best(draft, [way for each in ways for way in each])
@@ -99,14 +96,14 @@ def test_no_cached_requests_keeps_no_responses() -> None:
     cache.stop_request("a")
     cache.start_request("b", [3, 4])
     assert cache.speculate("b", [3, 4], 4) == Draft()
-    assert not cache.cached_requests
+    assert not cache._cached
 
 
 # --- the proposer ---
 
 
 class FakeCache(SuffixCache):
-    """Has the methods of arctic-inference and records their arguments."""
+    """Records the arguments of its methods."""
 
     def __init__(self, max_tree_depth: int, max_cached_requests: int) -> None:
         super().__init__(max_tree_depth, max_cached_requests)
@@ -129,13 +126,8 @@ class FakeCache(SuffixCache):
 
 @pytest.fixture
 def proposer(monkeypatch: pytest.MonkeyPatch) -> SuffixProposer:
-    module = types.ModuleType("arctic_inference.suffix_decoding")
-    module.SuffixDecodingCache = FakeCache
-    monkeypatch.setitem(sys.modules, "arctic_inference", types.ModuleType("arctic_inference"))
-    monkeypatch.setitem(sys.modules, "arctic_inference.suffix_decoding", module)
-    proposer = SuffixProposer(24, 10, 1.0, 0.1)
-    assert isinstance(proposer._cache, FakeCache)
-    return proposer
+    monkeypatch.setattr(suffix, "SuffixCache", FakeCache)
+    return SuffixProposer(24, 10, 1.0, 0.1)
 
 
 def ask(proposer: SuffixProposer, tokens: list[int], num_prompt: int, req_id: str = "a", wanted: int = 4) -> list[int]:
@@ -160,24 +152,3 @@ def test_forgotten_request_is_kept_as_past_response(proposer: SuffixProposer) ->
     assert proposer._cache.calls[-1] == ("stop", "a")
     assert ask(proposer, [9, 9, 4, 5], 2, "b") == [6]
     assert ask(proposer, [9, 2], 1, "c") == []  # prompts are not shared between requests
-
-
-def test_built_in_cache_is_used_without_arctic(monkeypatch: pytest.MonkeyPatch) -> None:
-    messages: list[str] = []
-    monkeypatch.setattr(suffix.logger, "info", lambda message, *args: messages.append(message % args))
-    monkeypatch.setitem(sys.modules, "arctic_inference.suffix_decoding", None)
-    assert ask(SuffixProposer(24, 10, 1.0, 0.1), [1, 2, 3, 1, 2], 5) == [3, 1]
-    assert len(messages) == 1
-    assert "built-in" in messages[0]
-
-
-def test_real_arctic_accepts_our_calls() -> None:
-    """Only the calls are tested: its counts differ slightly (the end of a text counts as a position)."""
-    pytest.importorskip("arctic_inference.suffix_decoding")
-    proposer = SuffixProposer(24, 10, 1.0, 0.1)
-    assert not isinstance(proposer._cache, SuffixCache)
-    assert ask(proposer, [1, 2, 3, 1, 2], 4) == [3, 1]
-    assert ask(proposer, [1, 2, 3, 1, 2, 3], 4, wanted=1) == [1]
-    assert ask(proposer, [5, 6, 7, 5, 6], 4) == [7, 5]
-    proposer.forget(["a"])
-    assert ask(proposer, [5, 6, 7, 5, 6], 4) == [7, 5]
