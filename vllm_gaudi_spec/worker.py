@@ -119,8 +119,7 @@ class Worker(WorkerBase):
             logger.warning("Self-test of the card: %s (not needed by this configuration).", check)
 
     def load_model(self, *, load_dummy_weights: bool = False) -> None:
-        if load_dummy_weights:
-            raise UnsupportedConfigError("Elastic expert parallelism is not supported; leave out --enable-elastic-ep.")
+        assert not load_dummy_weights, "only elastic expert parallelism asks for it, which start-up refuses"
         with set_current_vllm_config(self.vllm_config):
             self.model_runner.load_model()
 

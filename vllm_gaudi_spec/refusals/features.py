@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
+from operator import attrgetter
 from typing import TYPE_CHECKING
 
 from vllm import envs
@@ -25,6 +26,30 @@ if TYPE_CHECKING:
     from vllm_gaudi_spec.devices.base import DeviceBackend
 
 
+# The place in vLLM's configuration of each feature that is not supported, and the option that turns it on.
+_UNSUPPORTED = {
+    "parallel_config.enable_dbo": "--enable-dbo",
+    "parallel_config.enable_elastic_ep": "--enable-elastic-ep",
+    "parallel_config.enable_eplb": "--enable-eplb",
+    # A failed engine would wait for a recovery that our workers do not implement, instead of ending.
+    "parallel_config.enable_fault_tolerance": "--enable-fault-tolerance",
+    "cache_config.kv_offloading_size": "--kv-offloading-size",
+    "cache_config.kv_sharing_fast_prefill": "--kv-sharing-fast-prefill",
+    "offload_config.prefetch.offload_group_size": "--offload-group-size",
+    "offload_config.uva.cpu_offload_gb": "--cpu-offload-gb",
+    "model_config.enable_prompt_embeds": "--enable-prompt-embeds",
+    "model_config.enable_trace_replay": "--enable-trace-replay",
+    "model_config.return_sampling_mask": "--return-sampling-mask",
+    "aux_output_config.enable_return_routed_experts": "--enable-return-routed-experts",
+    "profiler_config.profiler": "--profiler-config",
+    "diffusion_config": "--diffusion-config",
+    "ec_transfer_config": "--ec-transfer-config",
+    "kv_transfer_config": "--kv-transfer-config",
+    "watermark_config": "--watermark-config",
+    "weight_transfer_config": "--weight-transfer-config",
+}
+
+
 def feature_refusals(vllm_config: VllmConfig, backend: DeviceBackend) -> Iterator[str]:
     model, parallel = vllm_config.model_config, vllm_config.parallel_config
     if parallel.pipeline_parallel_size > 1:
@@ -33,46 +58,14 @@ def feature_refusals(vllm_config: VllmConfig, backend: DeviceBackend) -> Iterato
         yield "Context parallelism is not supported; use 1 for the decode and prefill context parallel sizes."
     if parallel.use_ray and uses_older_ray_executor():
         yield "vLLM's older executor for Ray is not supported; unset VLLM_USE_RAY_V2_EXECUTOR_BACKEND."
-    if parallel.enable_dbo:
-        yield "Dual-batch overlap is not supported; leave out --enable-dbo."
-    if vllm_config.kv_transfer_config is not None:
-        yield "KV transfer is not supported; leave out --kv-transfer-config."
-    if vllm_config.cache_config.kv_offloading_size is not None:
-        yield "KV offloading is not supported; leave out --kv-offloading-size."
-    if vllm_config.offload_config.uva.cpu_offload_gb or vllm_config.offload_config.prefetch.offload_group_size:
-        yield "Weights are not offloaded to the host; leave out --cpu-offload-gb and --offload-group-size."
-    if parallel.enable_eplb:
-        yield "Expert load balancing is not supported; leave out --enable-eplb."
-    if parallel.enable_elastic_ep:
-        yield "Elastic expert parallelism is not supported; leave out --enable-elastic-ep."
-    if parallel.enable_fault_tolerance:
-        # A failed engine would wait for a recovery that our workers do not implement, instead of ending.
-        yield "Recovery of failed engines is not supported; leave out --enable-fault-tolerance."
-    if vllm_config.aux_output_config.enable_return_routed_experts:
-        yield "Routed experts are not reported; leave out --enable-return-routed-experts."
-    if model.enable_prompt_embeds:
-        yield "Prompt embeddings are not supported; leave out --enable-prompt-embeds."
+    for path, option in _UNSUPPORTED.items():
+        if attrgetter(path)(vllm_config) not in (None, False, 0):
+            yield f"{option} is not supported; leave it out."
     yield from _kv_dtype_refusals(vllm_config, backend)
-    if vllm_config.cache_config.kv_sharing_fast_prefill:
-        yield "Fast prefill with shared KV is not supported; leave out --kv-sharing-fast-prefill."
-    if vllm_config.ec_transfer_config is not None:
-        yield "Encoder cache transfer is not supported; leave out --ec-transfer-config."
-    if vllm_config.weight_transfer_config is not None:
-        yield "Weight transfer is not supported; leave out --weight-transfer-config."
-    if vllm_config.diffusion_config is not None:
-        yield "Diffusion decoding is not supported; leave out --diffusion-config."
     if model.is_diffusion:
         yield f"{model.model} is a diffusion language model, which is not supported; use an autoregressive one."
-    if vllm_config.profiler_config.profiler is not None:
-        yield "Profiling through the server is not supported; leave out --profiler-config."
-    if vllm_config.watermark_config is not None:
-        yield "Watermarking is not supported; leave its configuration out."
-    if model.return_sampling_mask:
-        yield "Sampling masks are not reported; leave out --return-sampling-mask."
     if envs.VLLM_BATCH_INVARIANT:
         yield "Batch invariance is not supported; unset VLLM_BATCH_INVARIANT."
-    if model.enable_trace_replay:
-        yield "Trace replay is not supported; leave out --enable-trace-replay."
     for name, instead in _VLLM_ASCEND_OPTIONS.items():
         if name in (vllm_config.additional_config or {}):
             yield f"additional_config.{name} is vllm-ascend's and is not read here; leave it out{instead}."
