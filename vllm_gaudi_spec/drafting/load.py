@@ -6,14 +6,14 @@ from dataclasses import replace
 from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
-from vllm_gaudi_spec.config import SLEM, TLI
+from vllm_gaudi_spec.config import SLEM
 from vllm_gaudi_spec.drafting.guard import Guard, make_agreement_check
 from vllm_gaudi_spec.drafting.history import RequestHistory
 from vllm_gaudi_spec.drafting.memory import DrafterKVRegion
 from vllm_gaudi_spec.drafting.on_device import DeviceDrafting, DeviceRowLimits
 from vllm_gaudi_spec.drafting.on_host import HostDrafting
 from vllm_gaudi_spec.drafting.universal.encoder import Encoder
-from vllm_gaudi_spec.drafting.universal.pairs import Coverage, Pair
+from vllm_gaudi_spec.drafting.universal.pairs import Pair
 from vllm_gaudi_spec.drafting.universal.text_drafting import RetokenizedProposer, TextDrafting
 from vllm_gaudi_spec.drafting.universal.timeline import Reader, Rewriter
 from vllm_gaudi_spec.drafting.universal.token_bytes import read_vocabulary
@@ -52,7 +52,6 @@ def _make_device_drafting(context: DraftingContext, proposer: DeviceProposer) ->
         row_limits=row_limits,
         guard=make_guard(context.target, context.drafter),
         kv_sync=proposer.make_kv_sync(context, row_limits),
-        coverage=_make_coverage(context),
     )
 
 
@@ -79,7 +78,6 @@ def _make_text_drafting(context: DraftingContext, pair: Pair) -> TextDrafting:
         rewriter=rewriter,
         kv_region=DrafterKVRegion(drafter, requests.backend, context.max_rows, length, max_context),
         guard=make_guard(context.target, drafter),
-        coverage=_make_coverage(context),
     )
 
 
@@ -87,15 +85,6 @@ def _make_host_drafting(context: DraftingContext, proposer: HostProposer) -> Hos
     row_limits = RowLimits(context.max_rows, context.speculation, context.max_model_len)
     history = RequestHistory(row_limits, context.requests, context.speculation.num_drafts)
     return HostDrafting(proposer, history, context.vocab_size, make_agreement_check(context.vllm_config))
-
-
-# --- parts of several kinds ---
-
-
-def _make_coverage(context: DraftingContext) -> Coverage | None:
-    if context.pair is None or context.speculation.universal_match != TLI:
-        return None
-    return Coverage(context.pair.map.target_to_draft)
 
 
 def make_guard(target: LoadedModel, drafter: LoadedModel | None) -> Guard:

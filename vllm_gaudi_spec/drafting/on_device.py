@@ -26,7 +26,6 @@ if TYPE_CHECKING:
     from vllm_gaudi_spec.drafting.base import DeviceProposer, DraftingContext
     from vllm_gaudi_spec.drafting.guard import Guard
     from vllm_gaudi_spec.drafting.kv_sync import DrafterKVSync
-    from vllm_gaudi_spec.drafting.universal.pairs import Coverage
     from vllm_gaudi_spec.records import Batch, DraftRound, Request, SampledRows, StepResult
     from vllm_gaudi_spec.runner.requests import Requests
     from vllm_gaudi_spec.sampling.branches import Branch
@@ -63,7 +62,6 @@ class DeviceDrafting(Drafting):
         row_limits: DeviceRowLimits,
         guard: Guard,
         kv_sync: DrafterKVSync,
-        coverage: Coverage | None = None,
     ) -> None:
         self._guard = guard
         self._disabled = False
@@ -81,14 +79,11 @@ class DeviceDrafting(Drafting):
         self.needs_rows_alone = not kv_sync.has_kv
         self._draft_probs = DraftProbs(speculation, context.max_rows, context.vocab_size, context.device)
         self._kv_sync = kv_sync
-        self._coverage = coverage
         self._draft_rows = requests.backend.graphs.graph(self._draft_on_device)
 
     def apply(self, requests: Requests) -> None:
         for request in requests.admitted:
             self._row_limits.admit(request.row, request.params, request.num_prompt)
-            if self._coverage is not None:
-                self._coverage.add_prompt(request.prompt)
         self._kv_sync.on_admitted()
 
     def update_drafter_state(self, resumed: list[Request], excluded: list[Request], *, disabled: bool) -> None:

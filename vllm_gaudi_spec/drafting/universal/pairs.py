@@ -2,11 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
-import numpy as np
 import torch
 from vllm.logger import init_logger
 
@@ -82,41 +80,3 @@ def _choose_stand_in(drafter: ModelTokenizer) -> int:
     """
     ids: list[int] = drafter.tokenizer.encode(" ", add_special_tokens=False)
     return ids[0] if ids else 0
-
-
-# --- whether a pair shares enough to be worth drafting with ---
-
-ENOUGH = 0.8
-"""Share of the target's tokens that the drafter should have.
-
-A draft ends at the first token without a partner: at 0.8 that alone keeps the mean acceptance length below five.
-"""
-_NUM_SEEN = 2000
-
-
-class Coverage:
-    """Warns once, after enough prompts, that too few of their tokens have a partner."""
-
-    def __init__(self, target_to_draft: np.ndarray) -> None:
-        self._matched_V = target_to_draft >= 0
-        self._num_seen = self._num_matched = 0
-        self._is_checked = False
-
-    def add_prompt(self, prompt: Sequence[int]) -> None:
-        if self._is_checked:
-            return
-        self._num_seen += len(prompt)
-        self._num_matched += int(self._matched_V[np.asarray(prompt, dtype=np.int64)].sum())
-        if self._num_seen < _NUM_SEEN:
-            return
-        self._is_checked = True
-        share = self._num_matched / self._num_seen
-        if share < ENOUGH:
-            logger.warning(
-                "The drafter's vocabulary has only %.0f%% of the tokens in the first prompts (%d of %d), so most "
-                "drafts will be rejected. Set universal_context to retokenize and universal_match to slem in "
-                "additional_config.gaudi_spec to use its whole vocabulary, or use another drafter or method ngram.",
-                100 * share,
-                self._num_matched,
-                self._num_seen,
-            )

@@ -40,7 +40,6 @@ if TYPE_CHECKING:
     from vllm_gaudi_spec.drafting.guard import Guard
     from vllm_gaudi_spec.drafting.history import DraftingRow
     from vllm_gaudi_spec.drafting.memory import DrafterKVRegion
-    from vllm_gaudi_spec.drafting.universal.pairs import Coverage
     from vllm_gaudi_spec.drafting.universal.timeline import Reader, Rewriter
     from vllm_gaudi_spec.drafting.vocabulary import Translation
     from vllm_gaudi_spec.records import DraftRequest, DraftRound, Request, StepResult
@@ -98,7 +97,6 @@ class TextDrafting(Drafting):
         rewriter: Rewriter | None,
         kv_region: DrafterKVRegion,
         guard: Guard,
-        coverage: Coverage | None = None,
     ) -> None:
         """
         Args:
@@ -119,7 +117,6 @@ class TextDrafting(Drafting):
         self._choice = DraftChoice(speculation, requests, context.sampling)
         self._draft_probs = DraftProbs(speculation, context.max_rows, context.vocab_size, context.device)
         self._num_drafts = speculation.num_drafts
-        self._coverage = coverage
         self._widths = (NUM_NEWEST, NUM_NEWEST + speculation.num_drafts)
         self._timelines: dict[int, Timeline] = {}
         """Maps rows to timelines."""
@@ -148,8 +145,6 @@ class TextDrafting(Drafting):
             self._history.admit(request)
             self._timelines[request.row] = Timeline(self._reader)
             self._num_followed[request.row] = 0
-            if self._coverage is not None:
-                self._coverage.add_prompt(request.prompt)
 
     def update_drafter_state(self, resumed: list[Request], excluded: list[Request], *, disabled: bool) -> None:
         self._reset_rows(resumed)
