@@ -380,17 +380,6 @@ def test_weightless_method_needs_no_target(speculative: dict[str, Any], tmp_path
         replace(made, speculative_config=too_long)
 
 
-@pytest.mark.parametrize("missing", ["target_model_config", "target_parallel_config"])
-@pytest.mark.parametrize("trusted", [False, True])
-def test_draft_model_needs_its_target(missing: str, trusted: bool, tmp_path: Path) -> None:
-    upstream.apply()
-    made = engine_config(tmp_path, None, trust_remote_code=trusted)
-    given = dict(target_model_config=made.model_config, target_parallel_config=made.parallel_config)
-    del given[missing]
-    with pytest.raises(UnsupportedConfigError, match=f"set {missing} of SpeculativeConfig, or use EngineArgs"):
-        SpeculativeConfig(method="draft_model", model=str(tmp_path), num_speculative_tokens=3, **given)
-
-
 def test_model_without_layers_for_the_method_is_refused(tmp_path: Path) -> None:
     upstream.apply()
     with pytest.raises(UnsupportedConfigError, match=rf"Method mtp finds nothing that drafts in {tmp_path} \(llama\);"):

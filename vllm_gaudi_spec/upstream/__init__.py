@@ -14,7 +14,6 @@ from vllm_gaudi_spec.upstream.configuration import (
     describe_drafters,
     keep_layer_types_of_step_mtp,
     leave_async_scheduling_to_the_platform,
-    name_a_missing_torchvision,
     raise_refusals_unchanged,
     read_inc_from_quant_config,
     read_positions_of_xlm_roberta,
@@ -90,7 +89,6 @@ def apply() -> None:
     admit_features_of_second_runner()
     mend_speculators_format()
     leave_async_scheduling_to_the_platform()
-    name_a_missing_torchvision()
     read_inc_from_quant_config()
     read_positions_of_xlm_roberta()
     keep_layer_types_of_step_mtp()

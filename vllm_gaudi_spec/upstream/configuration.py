@@ -12,11 +12,10 @@ from vllm_gaudi_spec.environment import QUANT_CONFIG, TRUST_DRAFT_CODE
 from vllm_gaudi_spec.methods import DRAFT_MODEL, EAGLE3, MEDUSA, METHODS, NGRAM, NGRAM_GPU, RULES, has_model
 from vllm_gaudi_spec.upstream.patching import do_nothing, patches, raise_unchanged, widen, wrap
 from vllm_gaudi_spec.upstream.release import FROM_0_33
-from vllm_gaudi_spec.versions import installed
 
 
 def describe_drafters() -> None:
-    """Change how a speculative configuration describes its drafter. One wrapper; each of its eight parts can go alone.
+    """Change how a speculative configuration describes its drafter. One wrapper; each of its seven parts can go alone.
 
     Method `universal_draft` is an alias of a draft model with `use_heterogeneous_vocab`, for every draft sample method
     and for vocabularies of other sizes.
@@ -39,11 +38,6 @@ def describe_drafters() -> None:
     A method of ours without a model is described as n-gram drafting, which has none either.
     Reason: upstream refuses every method that it does not know.
     Remove when: upstream lets a platform add methods.
-
-    A drafter model without its target is refused in one line.
-    Reason: upstream reads the target's tokenizer, dtype and ranks for it, and both fields are optional. Without them
-    it ends with an AttributeError of None.
-    Remove when: upstream checks both fields before it reads them.
 
     Method `ngram` is `ngram_gpu` on a device that captures graphs.
     Reason: its drafts are the same, and do not make the device wait for the host.
@@ -70,16 +64,6 @@ _NO_SUCH_LAYERS = "Unsupported speculative method"
 def _describe_with_target(original: Callable[..., Any], config: Any) -> Any:
     try:
         return original(config)
-    except AttributeError as error:
-        missing = [
-            name for name in ("target_model_config", "target_parallel_config") if getattr(config, name, None) is None
-        ]
-        if not missing:
-            raise
-        raise UnsupportedConfigError(
-            f"A drafter of method {config.method} is configured for its target; set {' and '.join(missing)} of "
-            "SpeculativeConfig, or use EngineArgs(...).create_engine_config()."
-        ) from error
     except NotImplementedError as error:
         model = config.draft_model_config
         if model is None or _NO_SUCH_LAYERS not in str(error):
@@ -277,38 +261,6 @@ def admit_suffix_without_arctic(original: Callable[[], bool]) -> bool:
     Remove when: upstream looks for the package where it uses it.
     """
     return True
-
-
-@patches("vllm.model_executor.models.registry:_ModelRegistry._raise_for_unsupported")
-def name_a_missing_torchvision(original: Callable[..., Any], registry: Any, architectures: list[str]) -> Any:
-    """Name what to install where vLLM's class of a model cannot be imported for lack of torchvision.
-
-    Reason: most multimodal classes import it, also to serve text alone. vLLM ends with a reference to the log, where
-    tracebacks of several processes name it.
-    Remove when: upstream names the missing package in its error.
-    """
-    broken = [name for name in architectures if name in registry.models and _needs_torchvision(registry.models[name])]
-    if not broken:
-        return original(registry, architectures)
-    raise UnsupportedConfigError(
-        f"vLLM's {broken[0]} imports torchvision, for text alone too, and it is not installed; install the release for "
-        f"torch {installed('torch')}, of any build: pip install --no-deps torchvision."
-    )
-
-
-def _needs_torchvision(model: Any) -> bool:
-    """Asked of a class that vLLM could not import."""
-    if installed("torchvision") is not None:
-        return False
-    try:
-        model.load_model_cls()
-    except Exception as error:  # whatever its modules raise
-        chain: BaseException | None = error
-        while chain is not None:
-            if "torchvision" in str(chain):
-                return True
-            chain = chain.__cause__ or chain.__context__
-    return False
 
 
 @patches("vllm.model_executor.models.config:JinaRobertaModelConfig.verify_and_update_model_config")

@@ -6,7 +6,6 @@ import inspect
 import json
 import pickle
 import re
-import sys
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any, Literal, get_args
@@ -131,30 +130,6 @@ def test_refusals_are_value_errors_of_one_line(tmp_path: Path) -> None:
         # Whoever prints the traceback ends with that line as well: pydantic's report is not part of it.
         assert refused.value.__suppress_context__
         assert type(pickle.loads(pickle.dumps(refused.value))) is config.UnsupportedConfigError
-
-
-@pytest.mark.parametrize("cause", ["import torchvision", "raise ImportError('no such thing')", "raise KeyError('x')"])
-@pytest.mark.parametrize("has_it", [False, True])
-def test_a_missing_torchvision_is_named(
-    cause: str, has_it: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """Fails when upstream names it, or raises elsewhere: then `name_a_missing_torchvision` can go."""
-    from vllm.model_executor.models.registry import _LazyRegisteredModel, _ModelRegistry
-
-    upstream.apply()
-    (tmp_path / "a_model_of_images.py").write_text(cause)
-    monkeypatch.syspath_prepend(str(tmp_path))
-    monkeypatch.setitem(sys.modules, "torchvision", None)
-    builds = {"torch": "2.13.0+cpu", "torchvision": "0.28.0+cpu" if has_it else None}
-    monkeypatch.setattr(configuration, "installed", builds.get)
-    registry = _ModelRegistry({"Imaging": _LazyRegisteredModel("a_model_of_images", "Imaging")})
-    if cause == "import torchvision" and not has_it:
-        advice = "imports torchvision, .* for torch 2.13.0[+]cpu, of any build: pip install --no-deps torchvision.$"
-        with pytest.raises(config.UnsupportedConfigError, match=advice):
-            registry._raise_for_unsupported(["Imaging"])
-    else:
-        with pytest.raises(ValueError, match="failed to be inspected"):
-            registry._raise_for_unsupported(["Imaging"])
 
 
 def test_pydantic_still_catches_refusals(tmp_path: Path) -> None:
