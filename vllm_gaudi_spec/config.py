@@ -143,7 +143,7 @@ class Options:
                 f"additional_config.{ADDITIONAL_CONFIG_KEY} has unknown option(s) {shown(unknown)}; "
                 f"known are {', '.join(names)}."
             )
-        return cls(**{name: _READ.get(name, _bucket_list)(name, value) for name, value in requested.items()})
+        return cls(**{name: _read_option(name, value) for name, value in requested.items()})
 
 
 def _guess_meaning(key: str, options: list[str]) -> str | None:
@@ -172,45 +172,6 @@ def _object(value: Any, name: str = f"additional_config.{ADDITIONAL_CONFIG_KEY}"
     return value
 
 
-def _wrong(name: str, expected: str, value: Any) -> UnsupportedConfigError:
-    return UnsupportedConfigError(
-        f"additional_config.{ADDITIONAL_CONFIG_KEY}.{name} must be {expected}, got {shown(value)}."
-    )
-
-
-def _one_of(*values: str) -> Callable[[str, Any], str]:
-    def read(name: str, value: Any) -> str:
-        if value not in values:
-            raise _wrong(name, " or ".join(values), value)
-        return str(value)
-
-    return read
-
-
-def _at_least(minimum: int, expected: str) -> Callable[[str, Any], int]:
-    def read(name: str, value: Any) -> int:
-        if not isinstance(value, int) or isinstance(value, bool):
-            raise _wrong(name, "an integer", value)
-        if value < minimum:
-            raise _wrong(name, expected, value)
-        return value
-
-    return read
-
-
-def _text(name: str, value: Any) -> str:
-    if not isinstance(value, str) or not value:
-        raise _wrong(name, "a text", value)
-    return value
-
-
-def _bucket_list(name: str, value: Any) -> tuple[int, ...]:
-    """Return a user's list of buckets, sorted and without duplicates."""
-    if not isinstance(value, list | tuple) or not value or not all(type(v) is int and v > 0 for v in value):
-        raise _wrong(name, "a list of positive integers", value)
-    return tuple(sorted(set(value)))
-
-
 MAP, RETOKENIZE = "map", "retokenize"
 TLI, SLEM = "tli", "slem"
 FLOAT32, FLOAT16 = "float32", "float16"
@@ -221,19 +182,51 @@ GAUDI2, GAUDI3 = "gaudi2", "gaudi3"
 E4M3_MAX = {GAUDI2: 240.0, GAUDI3: 448.0}
 """The largest e4m3 number on each Gaudi. Gaudi 2 reserves the highest exponent for infinities, as IEEE 754 does."""
 GAUDIS = tuple(E4M3_MAX)
-# Parsers of options that are not lists of buckets.
-_READ: dict[str, Callable[[str, Any], Any]] = {
-    "warmup_tokens": _at_least(-1, "-1, for all, or more"),
+
+Check = tuple[str, Callable[[Any], bool]]
+"""What an option must be, in words, and whether a value is that."""
+
+
+def _one_of(*values: str) -> Check:
+    return " or ".join(values), lambda value: value in values
+
+
+def _at_least(minimum: int) -> Check:
+    return f"an integer of {minimum} or more", lambda value: type(value) is int and value >= minimum
+
+
+def _is_bucket_list(value: Any) -> bool:
+    return isinstance(value, list | tuple) and bool(value) and all(type(item) is int and item > 0 for item in value)
+
+
+_BUCKETS: Check = "a list of positive integers", _is_bucket_list
+_CHECKS: dict[str, Check] = {
+    "batch_buckets": _BUCKETS,
+    "prefill_buckets": _BUCKETS,
+    "block_buckets": _BUCKETS,
+    "prefill_rows": _BUCKETS,
+    "warmup_tokens": _at_least(-1),
     "universal_context": _one_of(MAP, RETOKENIZE),
     "universal_match": _one_of(TLI, SLEM),
-    "universal_kv_len": _at_least(1, "1 or more"),
-    "audit_every": _at_least(0, "0 or more"),
-    "state_snapshots": _at_least(1, "1 or more"),
+    "universal_kv_len": _at_least(1),
+    "audit_every": _at_least(0),
+    "state_snapshots": _at_least(1),
     "cpu_weights": _one_of(FLOAT32, FLOAT16),
     "weight_kernels": _one_of(REFERENCE, NATIVE),
-    "draft_quant_config": _text,
+    "draft_quant_config": ("a text", lambda value: isinstance(value, str) and value != ""),
     "fp8_range": _one_of(*GAUDIS),
 }
+
+
+def _read_option(name: str, value: Any) -> Any:
+    """Return an option's value, where a list of buckets is sorted and without duplicates."""
+    expected, is_valid = _CHECKS[name]
+    if not is_valid(value):
+        raise UnsupportedConfigError(
+            f"additional_config.{ADDITIONAL_CONFIG_KEY}.{name} must be {expected}, got {shown(value)}."
+        )
+    return tuple(sorted(set(value))) if _CHECKS[name] is _BUCKETS else value
+
 
 MAX_DRAFTS = 16
 """The maximum number of drafts of a request in one step."""
