@@ -41,7 +41,7 @@ class DraftChoice:
 
     def list_branches(self) -> set[Branch]:
         """Return every branch that drafting can take."""
-        return {self.select_branch(branch) for branch in self._sampling.branches()}
+        return {self.select_branch(branch) for branch in self._sampling.branches}
 
     def _make_chooser(self, rows_B: torch.Tensor, lengths_B: torch.Tensor, branch: Branch) -> Choose:
         """Return a function that chooses draft tokens from logits over the target's vocabulary.

@@ -38,7 +38,7 @@ def jobs(runner: ModelRunner) -> Iterator[Job]:
         yield Job(kind, partial(_forward, runner, shape), (shape,), shape.tokens)
     if runner.pooling is not None:
         return
-    for of_pass, branch in runner.sample_shapes.every(sorted(runner.sampling.branches())):
+    for of_pass, branch in runner.sample_shapes.every(runner.sampling.branches):
         yield _sampling_pass(runner, of_pass, branch)
     yield from runner.drafting.jobs()
 

@@ -94,17 +94,6 @@ class Branch(NamedTuple):
             num_logprobs=fit_size(select_coarse_counts(logprob_counts), max(self.num_logprobs, 1)) if reports else 0,
         )
 
-    @classmethod
-    def iter_coarse(cls, vocab_size: int, logprob_counts: tuple[int, ...]) -> Iterator[Branch]:
-        """Yield all branches that `coarsen` can return."""
-        lists = [size for size in TOP_K_LISTS if size < vocab_size]
-        filters = [(0, 0), (0, SEARCHED), *((size, IN_LIST) for size in lists), (vocab_size, SEARCHED)]
-        choices = [Branch(), *(Branch(random=True, top_k=size, top_p=mass) for size, mass in filters)]
-        reports = [Branch(), *(Branch(reported=True, num_logprobs=n) for n in select_coarse_counts(logprob_counts))]
-        for choice, has_edits, report in product(choices, (False, True), reports):
-            branch = choice._replace(edited=has_edits, reported=report.reported, num_logprobs=report.num_logprobs)
-            yield branch.coarsen(vocab_size, logprob_counts)
-
     def merge(self, vocab_size: int, logprob_counts: tuple[int, ...], *, joint: bool = False) -> Branch:
         """Return a branch that includes this one, from an even smaller set, so that each can be compiled.
 
@@ -139,18 +128,8 @@ class Branch(NamedTuple):
         return self.is_full and self.num_logprobs > USUAL_LOGPROBS
 
     @classmethod
-    def iter_merged(cls, vocab_size: int, logprob_counts: tuple[int, ...], *, joint: bool = False) -> Iterator[Branch]:
-        """Yield all branches that `merge` can return."""
-        usual_length = usual_list_length(vocab_size)
-        choices = [cls(), cls(random=True), cls(random=True, top_p=SEARCHED)]
-        usual = [*choices, *([cls(random=True, top_k=usual_length)] if usual_length else [])]
-        counts = select_coarse_counts(logprob_counts)
-        full = (choice._replace(edited=True, num_logprobs=count) for count, choice in product(counts, choices))
-        merged = (branch.merge(vocab_size, logprob_counts, joint=joint) for branch in (*usual, *full))
-        yield from dict.fromkeys(merged)
-
-    @classmethod
     def iter_all(cls, vocab_size: int, logprob_counts: tuple[int, ...]) -> Iterator[Branch]:
+        """Yield every branch of any batch."""
         lists = [size for size in TOP_K_LISTS if size < vocab_size]
         filters = [(0, 0), (0, SEARCHED), (vocab_size, SEARCHED), (vocab_size, 0)]
         filters += [(size, mass) for size in lists for mass in (0, IN_LIST, SEARCHED)]

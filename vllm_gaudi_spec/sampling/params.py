@@ -5,7 +5,8 @@ Parameters are written at admission. A pass only copies which rows sample, and g
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterator
+from collections.abc import Collection
+from functools import cached_property
 from typing import TYPE_CHECKING, NamedTuple
 
 import numpy as np
@@ -221,11 +222,20 @@ class Sampling:
             branch = branch._replace(constrained=any(request.req_id in grammars for request in requests))
         if branch.top_k == self.vocab_size and branch.top_p:
             branch = branch._replace(top_p=SEARCHED)  # there is no list
+        return self._reduce(branch)
+
+    def _reduce(self, branch: Branch) -> Branch:
+        """Return a branch that includes this one, out of as few as the device should capture or compile."""
         if self.backend.traits.compiles:
             return branch.merge(self.vocab_size, self.logprob_counts, joint=self._joint)
         if self.backend.traits.captures:
             return branch.coarsen(self.vocab_size, self.logprob_counts)
         return branch
+
+    @cached_property
+    def branches(self) -> tuple[Branch, ...]:
+        """All branches that a step may take, in order."""
+        return tuple(sorted({self._reduce(branch) for branch in Branch.iter_all(self.vocab_size, self.logprob_counts)}))
 
     def reports(self, requests: list[Request], branch: Branch) -> bool:
         """Return whether a request asks for log-probabilities, which a merged branch computes for others too."""
@@ -272,12 +282,6 @@ class Sampling:
             self._logit_edits.gather(rows_B, edit_sizes) if branch.edited else None,
             None if scored_RE is None else scored_RE.index_select(0, rows_B),
         )
-
-    def branches(self) -> Iterator[Branch]:
-        if self.backend.traits.compiles:
-            return Branch.iter_merged(self.vocab_size, self.logprob_counts, joint=self._joint)
-        every = Branch.iter_coarse if self.backend.traits.captures else Branch.iter_all
-        return every(self.vocab_size, self.logprob_counts)
 
 
 def _count_mask_words(vocab_size: int) -> int:
