@@ -6,7 +6,7 @@ from typing import TYPE_CHECKING
 
 import numpy as np
 
-from vllm_gaudi_spec.records import DECODE, Batch, DraftBatch, Planned, SampledRows
+from vllm_gaudi_spec.records import DECODE, Batch, DraftBatch, Planned
 from vllm_gaudi_spec.step_inputs import HostBlocks, StepInputs
 
 if TYPE_CHECKING:
@@ -57,39 +57,20 @@ def make_batch(requests: Requests, planned: Planned, max_drafts: int = 0, more: 
 
 
 def make_draft_batch(
-    requests: Requests,
-    sampled: SampledRows,
-    max_drafts: int = 0,
-    *,
-    num_rows: int,
-    context: int,
-    lookahead: int,
+    requests: Requests, members: list[Request], ends: list[int], max_drafts: int = 0, *, num_rows: int, context: int
 ) -> DraftBatch:
-    """Copy the rows that sampled to the device for a drafter.
+    """Copy rows to the device for a drafter.
 
     `max_drafts` is the most drafts per row. `context` is 0 for a drafter without KV; otherwise the blocks have room for
-    `lookahead` more tokens.
+    `ends` tokens.
     """
     header_np = np.zeros((4, num_rows), dtype=np.int32)
-    header_np[0] = rows_np = pad_rows(requests, sampled.requests, num_rows)
-    header_np[3, : len(sampled.requests)] = max_drafts
-    blocks = HostBlocks()
-    if context:
-        blocks = requests.decode_blocks(rows_np, [end + lookahead for end in sampled.ends], context)
-    return DraftBatch(
-        requests=sampled.requests,
-        ends=sampled.ends,
-        num_queries=sampled.num_queries,
-        inputs=StepInputs.pack(header_np, blocks, requests.backend.memory.upload),
-        context=context,
-    )
+    header_np[0] = rows_np = pad_rows(requests, members, num_rows)
+    header_np[3, : len(members)] = max_drafts
+    blocks = requests.decode_blocks(rows_np, ends, context) if context else HostBlocks()
+    return DraftBatch(StepInputs.pack(header_np, blocks, requests.backend.memory.upload), context)
 
 
 def make_padding(shape: Shape) -> Planned:
     """Return a batch without requests, for warm-up."""
     return Planned(shape=shape, requests=[], starts=[], counts=[], ends=[], finishes=[])
-
-
-def make_no_samples(num_queries: int) -> SampledRows:
-    """Return the result of a step in which no row sampled, for warm-up."""
-    return SampledRows(requests=[], ends=[], num_queries=num_queries, decode=None, rows_alone=None)

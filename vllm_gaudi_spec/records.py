@@ -206,14 +206,9 @@ class SampledRows:
     """The rows of `decode` without their blocks, for a drafter without KV."""
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class DraftBatch:
+class DraftBatch(NamedTuple):
     """The rows of a drafting round on the device, in a rectangle like that of a decode."""
 
-    requests: list[Request]
-    ends: list[int]
-    num_queries: int
-    """Number of positions of each row that the step verified."""
     inputs: StepInputs
     """The rows, and blocks with room for the drafts that follow."""
     context: int

@@ -20,7 +20,7 @@ from typing import TYPE_CHECKING
 import torch
 
 from vllm_gaudi_spec.attention.metadata import Blocks, Inputs, build_rectangle
-from vllm_gaudi_spec.batches import make_batch, make_draft_batch, make_no_samples, make_padding
+from vllm_gaudi_spec.batches import make_batch, make_draft_batch, make_padding
 from vllm_gaudi_spec.drafting.base import DeviceProposer
 from vllm_gaudi_spec.drafting.draft_model import draft_chain
 from vllm_gaudi_spec.drafting.kv_sync import DrafterKVSync
@@ -127,12 +127,12 @@ class HeadKVSync(DrafterKVSync):
         assert batch is not None
         # The host counts its drafts as accepted, and with async scheduling those of the step in flight too.
         ahead = 2 * self._shapes.decode_queries[-1]
-        if min(end - ahead for end in batch.ends) < self._max_len:
-            self._read_sampled(batch)
+        if min(end - ahead for end in sampled.ends) < self._max_len:
+            self._read_sampled(batch, sampled.num_queries)
 
-    def _read_sampled(self, batch: DraftBatch) -> None:
-        self._recorder.saw(self._signature(batch.inputs.num_rows, batch.num_queries, batch.context))
-        self._run_newest(batch.num_queries, batch.inputs)
+    def _read_sampled(self, batch: DraftBatch, num_queries: int) -> None:
+        self._recorder.saw(self._signature(batch.inputs.num_rows, num_queries, batch.context))
+        self._run_newest(num_queries, batch.inputs)
 
     # --- device ---
 
@@ -199,5 +199,4 @@ class HeadKVSync(DrafterKVSync):
         self._read(make_batch(self._requests, make_padding(shape)))
 
     def _read_no_samples(self, num_rows: int, num_queries: int, context: int) -> None:
-        nobody = make_no_samples(num_queries)
-        self._read_sampled(make_draft_batch(self._requests, nobody, num_rows=num_rows, context=context, lookahead=0))
+        self._read_sampled(make_draft_batch(self._requests, [], [], num_rows=num_rows, context=context), num_queries)

@@ -11,7 +11,7 @@ import numpy as np
 import torch
 from vllm.v1.outputs import DraftTokenIds
 
-from vllm_gaudi_spec.batches import make_draft_batch, make_no_samples
+from vllm_gaudi_spec.batches import make_draft_batch
 from vllm_gaudi_spec.device_rows import DeviceRows
 from vllm_gaudi_spec.drafting.base import Drafting
 from vllm_gaudi_spec.drafting.choice import DraftChoice, DraftProbs
@@ -154,25 +154,18 @@ class DeviceDrafting(Drafting):
 
     def _make_round_batch(self, sampled: SampledRows, max_drafts: int) -> DraftBatch:
         """Return the rows of a round: those of the step's decode, which are on the device, or a copy of their own."""
-        inputs, context = sampled.rows_alone, 0
-        if sampled.decode is not None and self._kv_sync.has_kv:
-            inputs, context = sampled.decode.inputs, sampled.decode.shape.context
-        if inputs is not None:
-            return DraftBatch(
-                requests=sampled.requests,
-                ends=sampled.ends,
-                num_queries=sampled.num_queries,
-                inputs=inputs,
-                context=context,
-            )
+        if self._kv_sync.has_kv and sampled.decode is not None:
+            return DraftBatch(sampled.decode.inputs, sampled.decode.shape.context)
+        if sampled.rows_alone is not None:
+            return DraftBatch(sampled.rows_alone, context=0)
         ends = [end + self.lookahead for end in sampled.ends]
         return make_draft_batch(
             self._requests,
-            sampled,
+            sampled.requests,
+            ends,
             max_drafts,
             num_rows=self._shapes.fit_rows(len(sampled.requests)),
             context=self._shapes.decode_context(ends) if self._kv_sync.has_kv else 0,
-            lookahead=self.lookahead,
         )
 
     def _draft(self, batch: DraftBatch, branch: Branch, num_drafts: int) -> None:
@@ -222,7 +215,7 @@ class DeviceDrafting(Drafting):
             yield Job(DRAFTS, run, (signature,), num_rows, branch == Branch())
 
     def _draft_padding(self, num_rows: int, context: int, branch: Branch, num_drafts: int) -> None:
-        batch = make_draft_batch(self._requests, make_no_samples(1), num_rows=num_rows, context=context, lookahead=0)
+        batch = make_draft_batch(self._requests, [], [], num_rows=num_rows, context=context)
         self._draft(batch, branch, num_drafts)
 
 
