@@ -65,16 +65,14 @@ class Recorder:
             return drafts
 
         def record_scores(*args: Any) -> Any:
-            scores = make_scores(*args)
-            compute = scores.compute
+            score = make_scores(*args)
 
             def record(step: int, previous_B: torch.Tensor) -> torch.Tensor:
-                logits_BV = compute(step, previous_B)
+                logits_BV = score(step, previous_B)
                 self._logits.append(logits_BV[0].clone())
                 return logits_BV
 
-            scores.compute = record
-            return scores
+            return record
 
         monkeypatch.setattr(block.BlockProposer, "propose", record_propose)
         monkeypatch.setattr(block.BlockProposer, "_make_scores", record_scores)

@@ -10,6 +10,7 @@ a drafter of this kind follows its target at every step, as a head does (`HeadKV
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import TYPE_CHECKING, Any, cast
 
 import torch
@@ -79,71 +80,56 @@ class BlockModel(LoadedHead):
 # --- what turns a block's hidden states into draft tokens ---
 
 
-class IndependentScores:
+Scores = Callable[[int, torch.Tensor], torch.Tensor]
+"""Returns the logits [B, V] over the target's ids of a draft token, from its number and the token before it, int32 [B],
+which is the newest one at first."""
+
+
+def score_independently(model: BlockModel, translation: Translation, hidden_BKH: torch.Tensor) -> Scores:
     """DFlash: no draft token depends on another."""
-
-    def __init__(self, model: BlockModel, translation: Translation, hidden_BKH: torch.Tensor) -> None:
-        logits_NU = model.logits(hidden_BKH.flatten(0, 1))
-        self._logits_BKU = logits_NU.view(*hidden_BKH.shape[:2], -1)
-        self._translation = translation
-
-    def compute(self, step: int, previous_B: torch.Tensor) -> torch.Tensor:
-        """Return the logits [B, V] over the target's ids of draft token `step`.
-
-        Args:
-            previous_B: int32: the token before it, which is the newest one at first.
-        """
-        return self._translation.to_target(self._logits_BKU.select(1, step))
+    logits_BKU = model.logits(hidden_BKH.flatten(0, 1)).view(*hidden_BKH.shape[:2], -1)
+    return lambda step, previous_B: translation.to_target(logits_BKU.select(1, step))
 
 
-class MarkovScores(IndependentScores):
+def score_by_previous(
+    model: BlockModel, translation: Translation, hidden_BKH: torch.Tensor, is_drafting_B: torch.Tensor
+) -> Scores:
     """DSpark adds a low-rank bias that depends on the previous token."""
+    logits_BKU = model.logits(hidden_BKH.flatten(0, 1)).view(*hidden_BKH.shape[:2], -1)
 
-    def __init__(
-        self, model: BlockModel, translation: Translation, hidden_BKH: torch.Tensor, is_drafting_B: torch.Tensor
-    ) -> None:
-        super().__init__(model, translation, hidden_BKH)
-        self._model = model
-        self._is_drafting_B = is_drafting_B
+    def score(step: int, previous_B: torch.Tensor) -> torch.Tensor:
+        with upstream.tensor_parallel_group(model.group), model.counting_rows(is_drafting_B):
+            bias_BU = model.model.markov_bias(model.model.markov_embed(previous_B))
+        return translation.to_target(logits_BKU.select(1, step) + bias_BU)
 
-    def compute(self, step: int, previous_B: torch.Tensor) -> torch.Tensor:
-        model = self._model.model
-        with upstream.tensor_parallel_group(self._model.group), self._model.counting_rows(self._is_drafting_B):
-            bias_BU = model.markov_bias(model.markov_embed(previous_B))
-        return self._translation.to_target(self._logits_BKU.select(1, step) + bias_BU)
+    return score
 
 
-class CandidateScores:
+def score_candidates(
+    model: BlockModel, vocab_size: int, hidden_BKH: torch.Tensor, newest_B: torch.Tensor, is_drafting_B: torch.Tensor
+) -> Scores:
     """DFlash2: a selector scores pairs of neighbors among the likeliest tokens of each place, C candidates."""
+    logits_NC, ids_NC = model.compute_candidates(hidden_BKH.flatten(0, 1))
+    places = hidden_BKH.shape[:2]
+    ids_BKC = ids_NC.view(*places, -1).long()
+    with model.counting_rows(is_drafting_B):
+        scores_BKCC = model.model.model.candidate_selector(
+            ids_BKC, logits_NC.view(*places, -1), hidden_BKH, newest_B.long()
+        )
 
-    def __init__(
-        self,
-        model: BlockModel,
-        vocab_size: int,
-        hidden_BKH: torch.Tensor,
-        newest_B: torch.Tensor,
-        is_drafting_B: torch.Tensor,
-    ) -> None:
-        self._vocab_size = vocab_size
-        logits_NC, ids_NC = model.compute_candidates(hidden_BKH.flatten(0, 1))
-        places = hidden_BKH.shape[:2]
-        self._ids_BKC = ids_NC.view(*places, -1).long()
-        with model.counting_rows(is_drafting_B):
-            self._scores_BKCC = model.model.model.candidate_selector(
-                self._ids_BKC, logits_NC.view(*places, -1), hidden_BKH, newest_B.long()
-            )
-
-    def compute(self, step: int, previous_B: torch.Tensor) -> torch.Tensor:
-        scores_BCC = self._scores_BKCC.select(1, step)
+    def score(step: int, previous_B: torch.Tensor) -> torch.Tensor:
+        scores_BCC = scores_BKCC.select(1, step)
         if step:
-            is_previous_BC = self._ids_BKC.select(1, step - 1) == previous_B[:, None]
+            is_previous_BC = ids_BKC.select(1, step - 1) == previous_B[:, None]
             index_B = is_previous_BC.int().argmax(1)
         else:  # at the first place all rows are equal: each follows the newest token
             index_B = torch.zeros_like(previous_B, dtype=torch.int64)
         index_B1C = index_B[:, None, None].expand(-1, 1, scores_BCC.shape[2])
         scores_BC = scores_BCC.gather(1, index_B1C).squeeze(1).float()
-        lowest_BV = scores_BC.new_full((len(scores_BC), self._vocab_size), -torch.inf)
-        return lowest_BV.scatter(1, self._ids_BKC.select(1, step), scores_BC)
+        lowest_BV = scores_BC.new_full((len(scores_BC), vocab_size), -torch.inf)
+        return lowest_BV.scatter(1, ids_BKC.select(1, step), scores_BC)
+
+    return score
 
 
 class BlockProposer(HeadProposer):
@@ -170,11 +156,11 @@ class BlockProposer(HeadProposer):
 
     def propose(self, request: DraftRequest) -> Drafts:
         newest_B, hidden_BKH = self._fill_block(request)
-        scores = self._make_scores(newest_B, hidden_BKH, request.max_drafts_B > 0)
+        score = self._make_scores(newest_B, hidden_BKH, request.max_drafts_B > 0)
         drafted: list[Drafted] = []
         previous_B = newest_B
         for step in range(request.num_drafts):
-            drafted.append(request.choose(scores.compute(step, previous_B), step))
+            drafted.append(request.choose(score(step, previous_B), step))
             previous_B = drafted[-1].tokens_B
         return stack_drafts(drafted, request.max_drafts_B)
 
@@ -197,14 +183,12 @@ class BlockProposer(HeadProposer):
         # The newest token may predict nothing.
         return newest_B1.squeeze(1), hidden_BQH.narrow(1, num_queries - request.num_drafts, request.num_drafts)
 
-    def _make_scores(
-        self, newest_B: torch.Tensor, hidden_BKH: torch.Tensor, is_drafting_B: torch.Tensor
-    ) -> IndependentScores | CandidateScores:
+    def _make_scores(self, newest_B: torch.Tensor, hidden_BKH: torch.Tensor, is_drafting_B: torch.Tensor) -> Scores:
         if isinstance(self._model.model, DFlash2Qwen3ForCausalLM):
-            return CandidateScores(self._model, self._vocab_size, hidden_BKH, newest_B, is_drafting_B)
+            return score_candidates(self._model, self._vocab_size, hidden_BKH, newest_B, is_drafting_B)
         if isinstance(self._model.model, Qwen3DSparkForCausalLM):
-            return MarkovScores(self._model, self._translation, hidden_BKH, is_drafting_B)
-        return IndependentScores(self._model, self._translation, hidden_BKH)
+            return score_by_previous(self._model, self._translation, hidden_BKH, is_drafting_B)
+        return score_independently(self._model, self._translation, hidden_BKH)
 
 
 # --- drafter KV sync ---

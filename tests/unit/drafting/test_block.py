@@ -15,9 +15,10 @@ from tests.support import distributions
 from tests.support.distributions import ALPHA, Texts, cells, p_value, random_table, request_keys
 from vllm_gaudi_spec.drafting.block import (
     BlockProposer,
-    CandidateScores,
-    IndependentScores,
-    MarkovScores,
+    Scores,
+    score_by_previous,
+    score_candidates,
+    score_independently,
 )
 from vllm_gaudi_spec.drafting.vocabulary import SameVocabulary
 from vllm_gaudi_spec.records import Drafts
@@ -60,20 +61,18 @@ class HandMade(BlockProposer):
     def _fill_block(self, request: Any) -> tuple[torch.Tensor, torch.Tensor]:
         return self._newest_N, self._logits_CKV[self._newest_N.long()]
 
-    def _make_scores(
-        self, newest_B: torch.Tensor, hidden_BKH: torch.Tensor, is_drafting_B: torch.Tensor
-    ) -> IndependentScores | CandidateScores:
+    def _make_scores(self, newest_B: torch.Tensor, hidden_BKH: torch.Tensor, is_drafting_B: torch.Tensor) -> Scores:
         model: Any = self._model
         if self._kind == "candidates":
             model.compute_candidates = lambda hidden: hidden.topk(CANDIDATES)
             model.model = SimpleNamespace(model=SimpleNamespace(candidate_selector=self._select))
-            return CandidateScores(model, VOCAB, hidden_BKH, newest_B, is_drafting_B)
+            return score_candidates(model, VOCAB, hidden_BKH, newest_B, is_drafting_B)
         if self._kind == "markov":
             model.model = SimpleNamespace(
                 markov_embed=lambda tokens: tokens.long(), markov_bias=lambda rows: self._pairs_VV[rows]
             )
-            return MarkovScores(model, self._translation, hidden_BKH, is_drafting_B)
-        return IndependentScores(model, self._translation, hidden_BKH)
+            return score_by_previous(model, self._translation, hidden_BKH, is_drafting_B)
+        return score_independently(model, self._translation, hidden_BKH)
 
     def _select(
         self, ids_BKC: torch.Tensor, logits_BKC: torch.Tensor, hidden_BKH: torch.Tensor, newest_B: torch.Tensor
