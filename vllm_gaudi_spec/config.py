@@ -11,7 +11,7 @@ from difflib import get_close_matches
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from vllm_gaudi_spec.methods import DFLASH, DSPARK, METHODS, RULES, has_model
+from vllm_gaudi_spec.methods import METHODS, RULES, has_model
 
 if TYPE_CHECKING:
     from vllm.config import ModelConfig, SpeculativeConfig, VllmConfig
@@ -401,16 +401,13 @@ def count_mtp_layers(spec_config: SpeculativeConfig) -> int:
 
 
 def _count_block_tokens(spec_config: SpeculativeConfig) -> int:
-    """Return the number of tokens in a block, 0 for other drafters.
-
-    The newest token predicts nothing, except in DSpark, where it predicts the first draft token unless the checkpoint
-    says otherwise.
-    """
-    if spec_config.method not in (DFLASH, DSPARK):
+    """Return the number of tokens in a block, 0 for drafters that fill none."""
+    method = METHODS.get(spec_config.method)
+    if method is None or not method.fills_block:
         return 0
     config = spec_config.draft_model_config.hf_config
-    samples_from_newest = spec_config.method == DSPARK and getattr(config, "sample_from_anchor", True)
-    return int(spec_config.num_speculative_tokens) + (0 if samples_from_newest else 1)
+    predicts_from_newest = method.predicts_from_newest and getattr(config, "sample_from_anchor", True)
+    return int(spec_config.num_speculative_tokens) + (0 if predicts_from_newest else 1)
 
 
 def _choose_drafter_kv_len(vllm_config: VllmConfig, options: Options) -> int:

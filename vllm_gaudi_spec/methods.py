@@ -32,6 +32,12 @@ class Method:
     """Whether the drafter reads the target's hidden states."""
     model_class: str = "models.LoadedHead"
     """Module in `drafting/` and class of a loaded model that reads the target's hidden states."""
+    architectures: tuple[str, ...] = ()
+    """Architectures of its checkpoints, with which no other method drafts; empty if the method takes any."""
+    fills_block: bool = False
+    """Whether one forward pass fills a block, which begins with the newest token."""
+    predicts_from_newest: bool = False
+    """Whether the newest token's place in a block predicts a draft token too, unless the checkpoint says otherwise."""
     reads_layers: bool = False
     """Whether the hidden states are those of several of the target's layers, unless the checkpoint names others."""
     in_target: bool = False
@@ -70,10 +76,12 @@ _BLOCK = replace(
     proposer="block.BlockProposer",
     options=("parallel_drafting",),  # vLLM sets it
     model_class="block.BlockModel",
+    architectures=("DFlashDraftModel", "DFlash2DraftModel", "DFlashMuseGlimmerAssistantModel"),
+    fills_block=True,
     reads_layers=True,
     about="a block of tokens is drafted in one pass",
 )
-DFLASH, DRAFT_MODEL, DSPARK, EAGLE3, MEDUSA = "dflash", "draft_model", "dspark", "eagle3", "medusa"
+DFLASH, DRAFT_MODEL, EAGLE3, MEDUSA = "dflash", "draft_model", "eagle3", "medusa"
 NGRAM, NGRAM_GPU = "ngram", "ngram_gpu"
 METHODS = {
     NGRAM: _NGRAM,
@@ -123,13 +131,19 @@ METHODS = {
         in_target=True,
     ),
     DFLASH: _BLOCK,
-    DSPARK: replace(_BLOCK, about="a block is drafted in one pass, each token also from the one before"),
+    "dspark": replace(
+        _BLOCK,
+        architectures=("Qwen3DSparkModel", "Qwen3OmniDSparkModel"),
+        predicts_from_newest=True,
+        about="a block is drafted in one pass, each token also from the one before",
+    ),
     MEDUSA: Method(
         proposer="medusa.MedusaProposer",
         about="several heads draft at once",
         on_device=True,
         has_model=True,
         reads_hidden_states=True,
+        model_class="medusa.LoadedMedusa",
         in_vllm=True,
     ),
 }

@@ -2,23 +2,41 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, cast
+from typing import TYPE_CHECKING, Any, cast
 
+import torch
+
+from vllm_gaudi_spec import upstream
 from vllm_gaudi_spec.drafting.base import DeviceProposer
 from vllm_gaudi_spec.drafting.draft_model import stack_drafts
 from vllm_gaudi_spec.drafting.head import make_head_translation
 from vllm_gaudi_spec.drafting.kv_sync import DrafterKVSync
+from vllm_gaudi_spec.model import LoadedModel
 from vllm_gaudi_spec.records import Hidden
 
 if TYPE_CHECKING:
-    import torch
+    from collections.abc import Iterator
 
     from vllm_gaudi_spec.drafting.base import DraftingContext
-    from vllm_gaudi_spec.drafting.models import LoadedMedusa
     from vllm_gaudi_spec.drafting.vocabulary import Translation
     from vllm_gaudi_spec.records import DraftRequest, Drafts
     from vllm_gaudi_spec.runner.hidden_states import HiddenStateBuffer
     from vllm_gaudi_spec.scheduling.limits import RowLimits
+
+
+class LoadedMedusa(LoadedModel):
+    def __init__(self, *args: Any, target: LoadedModel, **named: Any) -> None:
+        """Load the heads, which share nothing with the target."""
+        super().__init__(*args, **named)
+        self.output_ids = self.model.token_map
+
+    def compute_head_logits(self, hidden: torch.Tensor, max_drafts_B: torch.Tensor) -> Iterator[torch.Tensor]:
+        """Yield the logits of each head, [rows, U]. Rows that request no drafts are padding."""
+        with self.counting_rows(max_drafts_B > 0):
+            for states, lm_head in zip(self.model(hidden), self.model.lm_heads, strict=True):
+                with upstream.tensor_parallel_group(self.group):
+                    logits = self.model.logits_processor(lm_head, states)
+                yield logits
 
 
 class StateKVSync(DrafterKVSync):
@@ -38,7 +56,7 @@ class MedusaProposer(DeviceProposer):
 
     @classmethod
     def build(cls, context: DraftingContext) -> MedusaProposer:
-        model = cast("LoadedMedusa", context.drafter)
+        model = cast(LoadedMedusa, context.drafter)
         return cls(model, make_head_translation(model, context.vocab_size))
 
     def make_kv_sync(self, context: DraftingContext, row_limits: RowLimits) -> StateKVSync:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from functools import partial
 from importlib import import_module
 from typing import TYPE_CHECKING, Any
@@ -13,7 +13,7 @@ from vllm.config import replace
 
 from vllm_gaudi_spec import upstream
 from vllm_gaudi_spec.config import UnsupportedConfigError
-from vllm_gaudi_spec.methods import MEDUSA, METHODS, has_model
+from vllm_gaudi_spec.methods import METHODS, has_model
 from vllm_gaudi_spec.model import LoadedModel
 from vllm_gaudi_spec.quantization.models import Quantization
 from vllm_gaudi_spec.records import Hidden
@@ -114,13 +114,14 @@ def load_head(
     )
     if group is not target.group:
         target.return_hidden_states()
-    if method == MEDUSA:
-        return LoadedMedusa(vllm_config, backend, **configs)
-    module, name = METHODS[method].model_class.split(".")
-    head: LoadedHead = getattr(import_module(f"{__package__}.{module}"), name)(
+    row = METHODS[method]
+    module, name = row.model_class.split(".")
+    head: LoadedModel = getattr(import_module(f"{__package__}.{module}"), name)(
         vllm_config, backend, **configs, target=target
     )
-    if METHODS[method].reads_layers and getattr(head.model.model, "use_aux_hidden_state", True):
+    if not row.is_head:
+        return head
+    if row.reads_layers and getattr(head.model.model, "use_aux_hidden_state", True):
         _output_layer_states(target, head, spec_config)
     else:
         _refuse_special_states(target.model)
@@ -161,20 +162,6 @@ class LoadedHead(LoadedModel):
             else:  # `compute_logits` would scatter them over the target's vocabulary, while `ReducedVocabulary` gathers
                 logits = self.model.logits_processor(self.model.lm_head, hidden)
         return logits
-
-
-class LoadedMedusa(LoadedModel):
-    def __init__(self, *args: Any, **named: Any) -> None:
-        super().__init__(*args, **named)
-        self.output_ids = self.model.token_map
-
-    def compute_head_logits(self, hidden: torch.Tensor, max_drafts_B: torch.Tensor) -> Iterator[torch.Tensor]:
-        """Yield the logits of each head, [rows, U]. Rows that request no drafts are padding."""
-        with self.counting_rows(max_drafts_B > 0):
-            for states, lm_head in zip(self.model(hidden), self.model.lm_heads, strict=True):
-                with upstream.tensor_parallel_group(self.group):
-                    logits = self.model.logits_processor(lm_head, states)
-                yield logits
 
 
 def split_carried(output: Any, inputs: Inputs) -> Hidden:

@@ -49,11 +49,6 @@ _CHAINED = (
     "Step3p5MTP",
 )
 """vLLM's classes that run the MTP layer that they are asked for. Others have one, or always run the first."""
-# Block drafters of vLLM's classes for Qwen3; `drafting/block.py` runs their layers.
-_BLOCK_ARCHITECTURES = {
-    "dflash": ("DFlashDraftModel", "DFlash2DraftModel", "DFlashMuseGlimmerAssistantModel"),
-    "dspark": ("Qwen3DSparkModel", "Qwen3OmniDSparkModel"),
-}
 
 
 def weightless_refusals(spec_config: SpeculativeConfig) -> Iterator[str]:
@@ -108,9 +103,9 @@ def drafter_model_refusals(spec_config: SpeculativeConfig) -> Iterator[str]:
 def _refuse_other_methods(spec_config: SpeculativeConfig) -> Iterator[str]:
     """Yield a reason against a drafter whose architecture is that of another method."""
     found = spec_config.draft_model_config.architectures
-    for method, architectures in _BLOCK_ARCHITECTURES.items():
-        if method != spec_config.method and set(found) & set(architectures):
-            yield f"{spec_config.model} is a drafter of method {method}; set method to that in --speculative-config."
+    for name, method in METHODS.items():
+        if name != spec_config.method and set(found) & set(method.architectures):
+            yield f"{spec_config.model} is a drafter of method {name}; set method to that in --speculative-config."
     is_parallel_head = any(name.lower().startswith("peagle") for name in found)
     if is_parallel_head and not (spec_config.method == EAGLE3 and spec_config.parallel_drafting):
         yield (
@@ -129,8 +124,8 @@ def _head_refusals(spec_config: SpeculativeConfig) -> Iterator[str]:
             f"{target.model} has {num_layers} MTP layers, and vLLM's {config.architectures[0]} runs only the first; "
             "use another method in --speculative-config."
         )
-    if spec_config.method in _BLOCK_ARCHITECTURES:
-        yield from _block_refusals(spec_config)
+    if method.architectures:
+        yield from _architecture_refusals(spec_config)
     if spec_config.method == MEDUSA:
         num_heads = _num_medusa_heads(spec_config)
         if num_heads < spec_config.num_speculative_tokens:
@@ -167,9 +162,9 @@ def _head_refusals(spec_config: SpeculativeConfig) -> Iterator[str]:
         )
 
 
-def _block_refusals(spec_config: SpeculativeConfig) -> Iterator[str]:
-    """Yield a reason against block drafters of another class than Qwen3's."""
-    found, supported = spec_config.draft_model_config.architectures, _BLOCK_ARCHITECTURES[spec_config.method]
+def _architecture_refusals(spec_config: SpeculativeConfig) -> Iterator[str]:
+    """Yield reasons against drafters of another architecture than the method's."""
+    found, supported = spec_config.draft_model_config.architectures, METHODS[spec_config.method].architectures
     if not set(found) & set(supported):
         yield (
             f"{spec_config.model} has the architecture {', '.join(found)}, which is not supported with method "
