@@ -16,7 +16,6 @@ from __future__ import annotations
 from collections.abc import Callable, Hashable, Mapping
 from dataclasses import dataclass, field
 from enum import StrEnum
-from itertools import compress
 from typing import TYPE_CHECKING, NamedTuple
 
 if TYPE_CHECKING:
@@ -128,26 +127,6 @@ class Planned:
     it."""
     finishes: list[bool]
     """Whether each row's request samples after it: all do but those whose prompt continues, in a later step or row."""
-
-    def list_finishing(self) -> list[tuple[Request, int]]:
-        """Return the requests that sample, and the most tokens that each has then, drafts included."""
-        ends = [start + count for start, count in zip(self.starts, self.counts, strict=True)]
-        return list(compress(zip(self.requests, ends, strict=True), self.finishes))
-
-    def count_positions(self) -> list[int]:
-        """Return the most positions at which each request that samples may do so."""
-        counts = self.counts if self.shape.phase == DECODE else [1] * len(self.counts)
-        return list(compress(counts, self.finishes))
-
-    def list_continuing(self) -> list[Request]:
-        """Return the requests whose prompt continues in a later step."""
-        last_rows = dict(zip(self.requests, self.finishes, strict=True))
-        return [request for request, finishes in last_rows.items() if not finishes]
-
-    @property
-    def num_sampled(self) -> int:
-        """Number of positions at which a row of this batch may sample."""
-        return self.shape.queries if self.shape.phase == DECODE else 1
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -9,7 +9,6 @@ import torch
 
 from vllm_gaudi_spec.drafting.memory import get_probs_shape
 from vllm_gaudi_spec.records import Drafted, DraftRequest
-from vllm_gaudi_spec.sampling.branches import Branch
 from vllm_gaudi_spec.sampling.drafts import Mode, draft, draft_greedy
 from vllm_gaudi_spec.sampling.verify import apply_temperature_and_filters
 
@@ -18,6 +17,7 @@ if TYPE_CHECKING:
     from vllm_gaudi_spec.config import Speculation
     from vllm_gaudi_spec.records import Drafts, Hidden, Request
     from vllm_gaudi_spec.runner.requests import Requests
+    from vllm_gaudi_spec.sampling.branches import Branch
     from vllm_gaudi_spec.sampling.params import Sampling
 
 Choose = Callable[[torch.Tensor, int], Drafted]
@@ -31,17 +31,13 @@ class DraftChoice:
         self._mode = cast(Mode, speculation.drafting)
         self._keeps_probs = speculation.keeps_probs
 
-    def select_branch(self, branch: Branch) -> Branch:
-        """Return the part of a step's branch that applies to drafting."""
-        return Branch() if self._mode == "greedy" else branch.select_drafting()
-
     def choose_branch(self, requests: list[Request]) -> Branch:
         """Return the drafting branch for requests whose step is done."""
-        return self.select_branch(self._sampling.branch(requests, ()))
+        return self._sampling.branch(requests, ()).select_drafting(self._mode)
 
     def list_branches(self) -> set[Branch]:
         """Return every branch that drafting can take."""
-        return {self.select_branch(branch) for branch in self._sampling.branches}
+        return {branch.select_drafting(self._mode) for branch in self._sampling.branches}
 
     def _make_chooser(self, rows_B: torch.Tensor, lengths_B: torch.Tensor, branch: Branch) -> Choose:
         """Return a function that chooses draft tokens from logits over the target's vocabulary.

@@ -78,6 +78,7 @@ class DeviceDrafting(Drafting):
         self._num_drafts = speculation.num_drafts
         self._widths = speculation.widths if proposer.drafts_one_by_one else (speculation.num_drafts,)
         """Numbers of drafts for which there is a graph."""
+        self._mode = speculation.drafting
         self._choice = DraftChoice(speculation, requests, context.sampling)
         self.lookahead = 1 + self._num_drafts if kv_sync.has_kv else 0
         self.needs_rows_alone = not kv_sync.has_kv
@@ -150,7 +151,7 @@ class DeviceDrafting(Drafting):
             return False
         try:
             width = min(width for width in self._widths if width >= max_drafts)
-            self._draft(batch, self._choice.select_branch(branch), width)
+            self._draft(batch, branch.select_drafting(self._mode), width)
         except Exception as error:
             self._guard.handle_error(error, requests)
             self._kv_sync.on_faulty(requests)

@@ -1,40 +1,11 @@
-"""Lists of sizes to which batches are padded, called buckets."""
+"""Lists of sizes to which batches are padded, called buckets. `shapes.py` chooses among them."""
 
 from __future__ import annotations
 
-from bisect import bisect_left
 from collections.abc import Iterable, Sequence
 from itertools import pairwise
 
-from vllm.logger import init_logger
-
 from vllm_gaudi_spec.config import UnsupportedConfigError
-
-logger = init_logger(__name__)
-
-
-def fit(buckets: tuple[int, ...], size: int) -> int:
-    """Return the smallest bucket that holds `size`."""
-    index = bisect_left(buckets, size)
-    if index == len(buckets):
-        raise AssertionError(f"{size} is larger than the largest bucket {buckets[-1]}")
-    return buckets[index]
-
-
-def fit_or_largest(buckets: tuple[int, ...], size: int, largest: int, name: str) -> int:
-    """Return the bucket or, if the user's list ends before `size`, `largest`, whose graph is made late."""
-    if size <= buckets[-1]:
-        return fit(buckets, size)
-    logger.warning_once(
-        "A step of %d is larger than the last of additional_config.gaudi_spec.%s, %d: it is padded to %d, whose graphs "
-        "are made while serving.",
-        size,
-        name,
-        buckets[-1],
-        largest,
-    )
-    return fit((largest,), size)
-
 
 # By which factor a bucket may exceed what is needed. One list may be used for several servers, but a typo exceeds this.
 _MAX_RATIO, _SMALL = 64, 256

@@ -11,7 +11,7 @@ from vllm_gaudi_spec.graphs import drafts_signature, report_sizes
 from vllm_gaudi_spec.outputs import CountedOutput, DrafterStatus, SpeculativeOutput
 from vllm_gaudi_spec.records import DECODE, PREFILL, Batch, NoDraftReason, Planned, Request, SampledRows, StepResult
 from vllm_gaudi_spec.runner.parts import RunnerParts
-from vllm_gaudi_spec.runner.planning import make_sample_batch, plan_batches
+from vllm_gaudi_spec.runner.planning import list_continuing, list_finishing, make_sample_batch, plan_batches
 from vllm_gaudi_spec.runner.report import Report, drop_scores
 from vllm_gaudi_spec.runner.warmup import warm_up
 from vllm_gaudi_spec.sampling.branches import Branch
@@ -89,7 +89,8 @@ class ModelRunner(RunnerParts):
             return EMPTY_MODEL_RUNNER_OUTPUT
         self.recorder.step_done()
         max_drafts = self.max_drafts_after(self.scheduled)
-        self.report = self.finish(pending, read_grammars(constraints, self.scheduled), max_drafts)
+        grammars = {} if constraints is None else read_grammars(constraints, self.scheduled)
+        self.report = self.finish(pending, grammars, max_drafts)
         self.report.worker_counts = self.recorder.make_counts(self.backend)
         self.batches, self.rows_alone = [], None
         self.backend.graphs.step_done()
@@ -173,13 +174,12 @@ class ModelRunner(RunnerParts):
 
         The last position of a prompt is a verification of zero drafts.
         """
-        finishing = [member for batch in pending for member in batch.list_finishing()]
-        unfinished = [request for batch in pending for request in batch.list_continuing()]
+        finishing = [member for planned in pending for member in list_finishing(planned)]
+        unfinished = [request for planned in pending for request in list_continuing(planned)]
         if not finishing:
             return self.reports.send(StepResult([], unfinished=unfinished))
-        requests, ends = [request for request, _ in finishing], [end for _, end in finishing]
-        num_positions = [count for batch in pending for count in batch.count_positions()]
-        num_queries = max(batch.num_sampled for batch in pending)
+        requests, ends, num_positions = map(list, zip(*finishing, strict=True))
+        num_queries = max((planned.shape.queries for planned in pending if planned.shape.phase == DECODE), default=1)
         branch = self.sampling.branch(requests, grammars)
         shape = self.sample_shapes.fit(num_queries, num_positions, branch)
         batch = make_sample_batch(self.requests, shape, requests, num_positions)

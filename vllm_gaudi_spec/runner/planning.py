@@ -11,8 +11,8 @@ import torch
 from vllm_gaudi_spec.attention.metadata import Inputs, build_rectangle
 from vllm_gaudi_spec.batches import pad_rows
 from vllm_gaudi_spec.records import DECODE, Planned, SampleBatch
-from vllm_gaudi_spec.runner.buckets import fit
 from vllm_gaudi_spec.runner.hidden_states import Located
+from vllm_gaudi_spec.runner.shapes import fit
 from vllm_gaudi_spec.slices import cut_chunk
 
 if TYPE_CHECKING:
@@ -67,6 +67,22 @@ def make_sample_batch(
     return SampleBatch(
         requests=members, shape=shape, rows_np=rows_np, index_np=index_np, slots_np=slots_np.astype(np.int32)
     )
+
+
+def list_finishing(planned: Planned) -> list[tuple[Request, int, int]]:
+    """Return the requests that sample, each with the most tokens that it has then, drafts included, and the most
+    positions at which it may sample."""
+    is_decode = planned.shape.phase == DECODE
+    members = zip(planned.requests, planned.starts, planned.counts, planned.finishes, strict=True)
+    return [
+        (request, start + count, count if is_decode else 1) for request, start, count, finishes in members if finishes
+    ]
+
+
+def list_continuing(planned: Planned) -> list[Request]:
+    """Return the requests whose prompt continues in a later step."""
+    last_rows = dict(zip(planned.requests, planned.finishes, strict=True))
+    return [request for request, finishes in last_rows.items() if not finishes]
 
 
 def plan_batches(

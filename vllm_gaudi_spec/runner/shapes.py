@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from bisect import bisect_left
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from itertools import pairwise, product
@@ -15,8 +16,6 @@ from vllm_gaudi_spec.records import DECODE, PREFILL, SampleShape, Shape
 from vllm_gaudi_spec.runner.buckets import (
     batch_sizes,
     divided_powers,
-    fit,
-    fit_or_largest,
     geometric,
     refuse_waste,
     round_up,
@@ -29,6 +28,29 @@ if TYPE_CHECKING:
     from vllm_gaudi_spec.sampling.branches import Branch
 
 logger = init_logger(__name__)
+
+
+def fit(buckets: tuple[int, ...], size: int) -> int:
+    """Return the smallest bucket that holds `size`."""
+    index = bisect_left(buckets, size)
+    if index == len(buckets):
+        raise AssertionError(f"{size} is larger than the largest bucket {buckets[-1]}")
+    return buckets[index]
+
+
+def fit_or_largest(buckets: tuple[int, ...], size: int, largest: int, name: str) -> int:
+    """Return the bucket or, if the user's list ends before `size`, `largest`, whose graph is made late."""
+    if size <= buckets[-1]:
+        return fit(buckets, size)
+    logger.warning_once(
+        "A step of %d is larger than the last of additional_config.gaudi_spec.%s, %d: it is padded to %d, whose graphs "
+        "are made while serving.",
+        size,
+        name,
+        buckets[-1],
+        largest,
+    )
+    return fit((largest,), size)
 
 
 @dataclass(frozen=True, slots=True)

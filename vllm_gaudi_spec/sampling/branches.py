@@ -50,8 +50,10 @@ class Branch(NamedTuple):
         values = branches_BF.max(axis=0).tolist()
         return cls._make(type(none)(value) for none, value in zip(cls(), values, strict=True))
 
-    def select_drafting(self) -> Branch:
-        """Return the part that drafters apply: they sample inside a request's support."""
+    def select_drafting(self, mode: str) -> Branch:
+        """Return the part that drafters apply: unless they are greedy, they sample inside a request's support."""
+        if mode == "greedy":
+            return Branch()
         return Branch(random=self.random, min_p=self.min_p, top_k=self.top_k, top_p=self.top_p)
 
     def select_reports(self) -> Branch:

@@ -21,13 +21,11 @@ class Grammar(NamedTuple):
     """Number of drafts that the grammar allows."""
 
 
-def read_grammars(output: GrammarOutput | None, scheduled: SchedulerOutput) -> dict[str, Grammar]:
+def read_grammars(output: GrammarOutput, scheduled: SchedulerOutput) -> dict[str, Grammar]:
     """Return the grammars of a step by request.
 
     vLLM concatenates their masks: one row per scheduled draft token, and one more.
     """
-    if output is None:
-        return {}
     grammars, begin = {}, 0
     for index, req_id in enumerate(output.structured_output_request_ids):
         num_drafts = len(scheduled.scheduled_spec_decode_tokens.get(req_id, ()))

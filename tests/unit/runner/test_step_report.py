@@ -27,6 +27,7 @@ from vllm_gaudi_spec.records import (
     Verification,
 )
 from vllm_gaudi_spec.runner.extensions.prompt_logprobs import PromptLogprobs
+from vllm_gaudi_spec.runner.planning import list_continuing, list_finishing
 from vllm_gaudi_spec.runner.report import Downloads, Report, Reports
 from vllm_gaudi_spec.runner.requests import Requests
 from vllm_gaudi_spec.sampling.params import Sampling
@@ -125,10 +126,10 @@ def test_prompt_logprobs_are_reported_when_the_prompt_ends(
                 row[:count] = hidden[member.req_id][member.num_computed : member.num_computed + count]
             chunk_TV[: batch.shape.tokens] = hidden_TV.flatten(0, 1)
             scoring.after_forward(batch)
-        finishing = [member for batch in pending for member, _ in batch.list_finishing()]
+        finishing = [member for planned in pending for member, *_ in list_finishing(planned)]
         done = StepResult(finishing)
         scoring.add_to_result(done)
-        done.unfinished = [member for batch in pending for member in batch.list_continuing()]
+        done.unfinished = [member for planned in pending for member in list_continuing(planned)]
         done.verification = Verification(torch.ones(4, 1).int(), torch.ones(4).int())
         before = backend.memory.num_host_syncs
         output = send(done, backend).get_output()

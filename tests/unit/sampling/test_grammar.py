@@ -20,7 +20,3 @@ def test_each_request_has_one_mask_more_than_drafts() -> None:
         "c": [[8, 9]],
     }
     assert {name: grammar.num_acceptable for name, grammar in found.items()} == {"a": 0, "b": 1, "c": 0}
-
-
-def test_no_masks_without_grammar() -> None:
-    assert read_grammars(None, step({"a": 1})) == {}
