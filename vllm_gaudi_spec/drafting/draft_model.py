@@ -21,8 +21,7 @@ import torch
 
 from vllm_gaudi_spec.attention.metadata import build_columns, build_rectangle
 from vllm_gaudi_spec.batches import pad_rows
-from vllm_gaudi_spec.drafting.base import DeviceProposer
-from vllm_gaudi_spec.drafting.kv_sync import DrafterKVSync
+from vllm_gaudi_spec.drafting.base import DeviceProposer, DrafterKVSync
 from vllm_gaudi_spec.drafting.universal.pairs import require_same_vocabulary
 from vllm_gaudi_spec.graphs import DRAFTERS_READS, Job
 from vllm_gaudi_spec.records import PREFILL, DraftRequest, Drafts, Hidden

@@ -21,9 +21,8 @@ import torch
 
 from vllm_gaudi_spec.attention.metadata import Blocks, Inputs, build_rectangle
 from vllm_gaudi_spec.batches import make_batch, make_draft_batch, make_padding
-from vllm_gaudi_spec.drafting.base import DeviceProposer
+from vllm_gaudi_spec.drafting.base import DeviceProposer, DrafterKVSync
 from vllm_gaudi_spec.drafting.draft_model import draft_chain
-from vllm_gaudi_spec.drafting.kv_sync import DrafterKVSync
 from vllm_gaudi_spec.drafting.vocabulary import ReducedVocabulary, SameVocabulary
 from vllm_gaudi_spec.graphs import DRAFTERS_READS, Job
 from vllm_gaudi_spec.records import PREFILL, Hidden

@@ -7,10 +7,9 @@ from typing import TYPE_CHECKING, Any, cast
 import torch
 
 from vllm_gaudi_spec import upstream
-from vllm_gaudi_spec.drafting.base import DeviceProposer
+from vllm_gaudi_spec.drafting.base import DeviceProposer, DrafterKVSync
 from vllm_gaudi_spec.drafting.draft_model import stack_drafts
 from vllm_gaudi_spec.drafting.head import make_head_translation
-from vllm_gaudi_spec.drafting.kv_sync import DrafterKVSync
 from vllm_gaudi_spec.model import LoadedModel
 from vllm_gaudi_spec.records import Hidden
 

@@ -38,8 +38,7 @@ if TYPE_CHECKING:
     from vllm.config import VllmConfig
 
     from vllm_gaudi_spec.attention.metadata import Blocks, Inputs
-    from vllm_gaudi_spec.drafting.base import DraftingContext, Model
-    from vllm_gaudi_spec.drafting.kv_sync import DrafterKVSync
+    from vllm_gaudi_spec.drafting.base import DrafterKVSync, DraftingContext, Model
     from vllm_gaudi_spec.drafting.vocabulary import Translation
     from vllm_gaudi_spec.model import LoadedModel
     from vllm_gaudi_spec.records import Batch, DraftBatch, DraftRequest, Drafts, SampledRows

@@ -23,9 +23,8 @@ from vllm_gaudi_spec.scheduling.limits import RowLimits, apply_limits
 if TYPE_CHECKING:
     from vllm_gaudi_spec.config import Speculation
     from vllm_gaudi_spec.devices.base import DeviceBackend
-    from vllm_gaudi_spec.drafting.base import DeviceProposer, DraftingContext
+    from vllm_gaudi_spec.drafting.base import DeviceProposer, DrafterKVSync, DraftingContext
     from vllm_gaudi_spec.drafting.guard import Guard
-    from vllm_gaudi_spec.drafting.kv_sync import DrafterKVSync
     from vllm_gaudi_spec.records import Batch, DraftRound, Request, SampledRows, StepResult
     from vllm_gaudi_spec.runner.requests import Requests
     from vllm_gaudi_spec.sampling.branches import Branch

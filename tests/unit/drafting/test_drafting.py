@@ -14,10 +14,9 @@ from tests.support.fakes import HostBackend, new_request, step
 from tests.support.warm_up import listed
 from tests.unit.runner.test_shapes import shapes
 from vllm_gaudi_spec.config import Speculation
-from vllm_gaudi_spec.drafting.base import DraftingContext
+from vllm_gaudi_spec.drafting.base import DrafterKVSync, DraftingContext
 from vllm_gaudi_spec.drafting.guard import Guard
 from vllm_gaudi_spec.drafting.history import RequestHistory
-from vllm_gaudi_spec.drafting.kv_sync import DrafterKVSync
 from vllm_gaudi_spec.drafting.on_device import DeviceDrafting, DeviceRowLimits
 from vllm_gaudi_spec.drafting.on_host import HostDrafting
 from vllm_gaudi_spec.graphs import StepRecorder

@@ -8,7 +8,7 @@ from typing import Any, cast
 
 import numpy as np
 
-from vllm_gaudi_spec.drafting.kv_sync import ReadBlocks
+from vllm_gaudi_spec.drafting.base import ReadBlocks
 
 ROWS, SIZES, LONGEST = 5, (4, 8), 40
 
