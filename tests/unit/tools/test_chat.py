@@ -15,7 +15,6 @@ from tests.support.http_server import Answers, answering, events
 from tests.unit.tools.test_top import changed
 from vllm_gaudi_spec.tools import cli
 from vllm_gaudi_spec.tools.chat import (
-    _INTERRUPTED,
     DRAFT,
     REASONING,
     TARGET,
@@ -151,25 +150,6 @@ def test_a_conversation_grows(address: str, bodies: list[dict[str, Any]]) -> Non
     assert bodies[-1]["messages"] == [first]
 
 
-def test_unicode_line_separators_do_not_end_an_event() -> None:
-    stream = 'data: {"choices": [{"delta": {"content": "a\u2028b\x85c"}}]}\n\ndata: [DONE]\n\n'
-    with answering({CHAT: lambda body: (200, stream)}) as address:
-        assert conversation(address, k=0).ask("Count!", lambda piece: None).text == "a\u2028b\x85c"
-
-
-def test_an_answer_that_is_interrupted_stays(address: str, bodies: list[dict[str, Any]]) -> None:
-    talk = conversation(address)
-
-    def stop_at_a_draft(piece: Piece) -> None:
-        if piece.kind == DRAFT:
-            raise KeyboardInterrupt
-
-    answer = talk.ask("Count!", stop_at_a_draft)
-    assert answer.finish_reason == _INTERRUPTED
-    talk.ask("Go on!", lambda piece: None)
-    assert bodies[1]["messages"][1]["content"] == answer.text == "One two three four"
-
-
 @pytest.mark.parametrize(
     ("stream", "words"),
     [
@@ -216,27 +196,6 @@ def test_lines_of_a_pipe_are_messages(
     assert {(body["model"], body["max_tokens"], body["temperature"]) for body in bodies} == {("tiny", 7, 0)}
     assert ask(monkeypatch, "Count!", f"{address}/v1", "--model", "other", "--temperature", "0.7") == 0
     assert (bodies[-1]["model"], bodies[-1]["temperature"]) == ("other", 0.7)
-
-
-def test_an_error_ends_a_pipe_and_not_a_terminal(
-    address: str, bodies: list[dict[str, Any]], monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
-    messages = ["Count!", "Again!", "Too long!", "/clear", "Count!"]
-    assert ask(monkeypatch, "\n".join(messages), address) == 1
-    assert capsys.readouterr().err == f"gaudi-spec chat: error: {address}{CHAT}: the conversation is too long\n"
-    typed = iter(messages)
-
-    def read(prompt: str) -> str:
-        try:
-            return next(typed)
-        except StopIteration:
-            raise EOFError from None
-
-    monkeypatch.setattr("builtins.input", read)
-    monkeypatch.setattr(sys, "stdin", Terminal())
-    assert cli.main(["chat", address]) == 0
-    assert capsys.readouterr().err == f"error: {address}{CHAT}: the conversation is too long\n"
-    assert len(bodies[-1]["messages"]) == 1
 
 
 def test_a_key(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:

@@ -8,7 +8,6 @@ import os
 import subprocess
 import sys
 from pathlib import Path
-from typing import Any
 
 import pytest
 
@@ -16,7 +15,6 @@ from tests.support.processes import ROOT
 from vllm_gaudi_spec import devices, versions
 from vllm_gaudi_spec.tools import cli, demo
 from vllm_gaudi_spec.tools.io import output
-from vllm_gaudi_spec.tools.io.command_line import json_object, not_negative, positive, share, use_dashes
 
 HEAVY = ("vllm", "torch", "numpy", "transformers", "rich", "jinja2", "httpx")
 COMMANDS: dict[str, argparse.ArgumentParser] = next(
@@ -75,34 +73,6 @@ def test_commands_report_missing_packages_with_the_standard_library_alone(tmp_pa
     assert json.loads(done.stdout)["problems"] > 0
 
 
-def test_both_spellings_mean_the_same() -> None:
-    parser = cli.make_parser()
-    dashes = parser.parse_args(["doctor", "--model", "m", "--max-model-len", "9", "--num-speculative-tokens=2"])
-    underscores = parser.parse_args(["doctor", "--model", "m", "--max_model_len", "9", "--num_speculative_tokens=2"])
-    assert vars(dashes) | {"parser": None} == vars(underscores) | {"parser": None}
-    assert use_dashes("--additional_config={'a_b': 1}") == "--additional-config={'a_b': 1}"
-    assert use_dashes("my_model") == "my_model"
-    # The names of vllm-gaudi's script.
-    found = parser.parse_args(["demo", "--num_spec_tokens", "2", "--osl", "7", "--draft_model", "d"])
-    assert (found.num_spec_tokens, found.osl, found.draft_model) == (2, 7, "d")
-
-
-@pytest.mark.parametrize(
-    ("read", "accepted", "refused"),
-    [
-        (positive, {"12": 12}, ["0", "-1", "1.5", "many", ""]),
-        (not_negative, {"0.5": 0.5}, ["-1", "nan", "inf", "warm"]),
-        (share, {"0.5": 0.5}, ["50", "nan", "-0.1", "half"]),
-        (json_object, {'{"dtype": "float32"}': {"dtype": "float32"}}, ["[1]", "3", "{"]),
-    ],
-)
-def test_values_of_options(read: Any, accepted: dict[str, Any], refused: list[str]) -> None:
-    assert {text: read(text) for text in accepted} == accepted
-    for text in refused:
-        with pytest.raises(argparse.ArgumentTypeError):
-            read(text)
-
-
 @pytest.mark.parametrize(
     "words",
     [
@@ -159,23 +129,7 @@ def test_commands_that_run_vllm_refuse_a_missing_or_other_release(
     assert message in capsys.readouterr().err
 
 
-# ---- what commands start ---------------------------------------------------------------------------------
-
-
 # ---- errors of any command -------------------------------------------------------------------------------
-
-
-def test_a_reader_that_goes_away_is_status_1_without_a_message() -> None:
-    """As with `| head`."""
-    read_end, write_end = os.pipe()
-    os.close(read_end)
-    environment = {name: value for name, value in os.environ.items() if name != "PYTHONUNBUFFERED"}
-    code = "import sys; from vllm_gaudi_spec.tools.io.output import guard; sys.exit(guard('top', lambda: print() or 0))"
-    command = [sys.executable, "-c", code]
-    environment["PYTHONPATH"] = str(ROOT)
-    with os.fdopen(write_end) as gone:
-        done = subprocess.run(command, stdout=gone, stderr=subprocess.PIPE, text=True, env=environment, check=False)
-    assert (done.returncode, done.stderr) == (1, "")
 
 
 @pytest.mark.parametrize(

@@ -34,11 +34,6 @@ def test_latency_of_an_answer() -> None:
     assert arriving([5, 6]).latency() == {"ttft": 0.5, "tpot": None, "itl": None}
 
 
-def test_without_speculation_nothing_is_a_draft() -> None:
-    assert arriving([5], [6], [7]).steps() == [(1, 0)] * 3
-    assert Answer("p", [], params=None).steps() == []  # type: ignore[arg-type]
-
-
 def test_an_answer_that_its_end_cut_off() -> None:
     """Two drafts were accepted in the last step too, and the target's own token after them was not wanted."""
     answer = arriving([5], [6, 7, 8], [9, 10], histogram=[0, 0, 2, 0])
@@ -66,9 +61,6 @@ def test_lengths_of_all_answers() -> None:
     assert measure.count_acceptance([arriving([5], [6])], 0)["acc_rate"] is None
 
 
-# ---- what is printed -------------------------------------------------------------------------------------
-
-
 # ---- speeds ----------------------------------------------------------------------------------------------
 
 
@@ -78,52 +70,6 @@ def test_a_slow_minute_of_the_machine_does_not_move_the_ratio() -> None:
     found = measure.compute_speedup(base, [[0.5, 2.0], [0.5, 2.0], [2.0, 8.0]])
     assert found == {"ratio": 1.5, "low": 1.0, "high": 2.0}
     assert measure.sum_median_seconds(base) == 3.0
-
-
-class Engine:
-    """Takes its turns by the clock of the test, and may fail."""
-
-    def __init__(self, task: str, log: list[tuple[str, int, range]], fails_at: int | None = None) -> None:
-        self.task, self._log, self._fails_at = task, log, fails_at
-
-    def take(self, turn: int, batch: range, more: Any) -> None:
-        if turn == self._fails_at:
-            raise RuntimeError("no more")
-        self._log.append((self.task, turn, batch))
-        more(len(batch))
-
-
-def taken(monkeypatch: pytest.MonkeyPatch, *engines: Any, turns: int = 2, **options: float) -> dict[str, Exception]:
-    ticks = iter(range(1000))
-    monkeypatch.setattr(measure.time, "perf_counter", lambda: float(next(ticks)))
-    setup: Any = SimpleNamespace(turns=turns, prompts=["a", "b", "c"], batch_size=2, osl=1)
-    return measure.take_turns(engines, setup, lambda text: None, **options)
-
-
-def test_engines_answer_each_batch_next_to_each_other(monkeypatch: pytest.MonkeyPatch) -> None:
-    log: list[tuple[str, int, range]] = []
-    assert taken(monkeypatch, Engine("base", log), Engine("ngram", log)) == {}
-    first, last = range(2), range(2, 3)
-    assert log == [
-        *[("base", 0, first), ("ngram", 0, first), ("ngram", 0, last), ("base", 0, last)],
-        *[("base", 1, first), ("ngram", 1, first), ("ngram", 1, last), ("base", 1, last)],
-    ]
-
-
-def test_the_others_go_on_without_an_engine_that_failed(monkeypatch: pytest.MonkeyPatch) -> None:
-    log: list[tuple[str, int, range]] = []
-    failed = taken(monkeypatch, Engine("base", log), Engine("ngram", log, fails_at=1))
-    assert {name: str(error) for name, error in failed.items()} == {"ngram": "no more"}
-    assert [(name, turn) for name, turn, _ in log].count(("base", 1)) == 2
-
-
-def test_a_slow_machine_takes_fewer_turns(monkeypatch: pytest.MonkeyPatch) -> None:
-    log: list[tuple[str, int, range]] = []
-    taken(monkeypatch, Engine("base", log), turns=5, enough_s=1.5)
-    assert {turn for _, turn, _ in log} == {0, 1, 2}, "asked before the third and the fourth, at 1 and at 2 seconds"
-    log.clear()
-    taken(monkeypatch, Engine("base", log), turns=5, enough_s=0.0)
-    assert {turn for _, turn, _ in log} == {0, 1}
 
 
 # ---- errors ----------------------------------------------------------------------------------------------

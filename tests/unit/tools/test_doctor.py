@@ -14,7 +14,7 @@ from typing import Any
 import pytest
 
 from tests.support.processes import ROOT, forget_bridge
-from vllm_gaudi_spec import devices, versions
+from vllm_gaudi_spec import devices
 from vllm_gaudi_spec.environment import VARIABLES
 from vllm_gaudi_spec.tools import cli
 from vllm_gaudi_spec.tools.doctor import machine, pair, probe, settings
@@ -115,17 +115,6 @@ def test_this_machine_and_a_pair_of_models(capsys: pytest.CaptureFixture[str]) -
     assert "GiB for weights" in memory[1]
     assert "GiB for the drafter's KV: sequences x 256 tokens (universal_kv_len)" in memory[1]
     assert re.search(r": concurrency \d+ at 512 tokens per request, more if shorter$", memory[1])
-
-
-def test_the_emulated_gaudi() -> None:
-    """To the end, as a user runs it."""
-    status, found = doctor(*PAIR, VGS_DEVICE="hpu-emulated", PT_HPU_LAZY_MODE="1")
-    assert (status, found["problems"]) == (0, 0), found
-    assert ("ok", "hpu-emulated, set by VGS_DEVICE") in of(found, "device")
-    assert ("ok", "hpu-emulated, mode lazy") in of(found, "device")
-    assert of(found, "platform") == [("ok", "vllm_gaudi_spec.platforms.hpu.HpuSpecPlatform")]
-    assert of(found, "models") == [("ok", "LlamaForCausalLM in float32, with universal_draft, k = 4, is accepted")]
-    assert {"name": "VGS_DEVICE", "value": "hpu-emulated"}.items() <= found["environment"][0].items()
 
 
 # ---- pairs that are refused ------------------------------------------------------------------------------
@@ -257,24 +246,6 @@ def test_a_torch_that_crashes(tmp_path: Path) -> None:
     assert problem["text"].startswith("its process was ended by SIGILL while torch was loaded")
 
 
-def test_the_current_folder_is_no_place_for_modules(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """As for `vllm serve`, which is a console script."""
-    here, there = tmp_path / "here", tmp_path / "there"
-    for folder, status in ((here, 8), (there, 7)):
-        folder.mkdir()
-        (folder / "torch.py").write_text(f"import os\nos._exit({status})\n")
-    monkeypatch.chdir(here)
-    monkeypatch.setenv("PYTHONPATH", f"{there}{os.pathsep}{ROOT}")
-    (found,) = probe.probe(None)
-    assert found.text == "its process ended with status 7 while torch was loaded"
-    command = [
-        sys.executable,
-        "-c",
-        "from vllm_gaudi_spec.tools.io.output import run_module; run_module('torch', {}, [])",
-    ]
-    assert subprocess.run(command, check=False).returncode == 7
-
-
 def test_a_process_that_does_not_end(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     monkeypatch.setattr(probe, "SECONDS", 0.2)
     command = [sys.executable, "-c", "import time; time.sleep(60)"]
@@ -316,74 +287,6 @@ def test_settings(
     assert status == (severity == "problem")
     shown = {variable["name"]: variable for variable in found["environment"]}
     assert all(shown[name]["value"] == value and shown[name]["meaning"] for name, value in environment.items())
-
-
-# ---- drivers ---------------------------------------------------------------------------------------------
-
-
-def tool(folder: Path, name: str, output: str, status: int = 0) -> None:
-    script = folder / name
-    script.write_text(f"#!/bin/sh\ncat <<'END'\n{output}\nEND\nexit {status}\n")
-    script.chmod(0o755)
-
-
-def table(*lines: str) -> str:
-    """As the tools draw it."""
-    return "\n".join(["+" + "-" * 78 + "+", *(f"| {line:<76} |" for line in lines), "|" + "=" * 78 + "|"])
-
-
-@pytest.mark.parametrize(
-    ("name", "output", "version"),
-    [
-        # As in issues of optimum-habana and vllm-ascend, and in Ascend's ModelZoo.
-        (
-            "hl-smi",
-            table(
-                "HL-SMI Version:                              hl-1.20.0-fw-58.1.1.1",
-                "Driver Version:                                     1.20.0-bd87f71",
-                "Nic Driver Version:                                 1.20.0-e4fe12d",
-            ),
-            "1.20.0-bd87f71",
-        ),
-        ("npu-smi", table("npu-smi 24.1.rc3.7               Version: 24.1.rc3.7"), "24.1.rc3.7"),
-        ("npu-smi", table("npu-smi 22.0.0                       Version:22.0.2"), "22.0.2"),
-        ("npu-smi", table("no device"), None),
-    ],
-)
-def test_what_tools_print(
-    name: str, output: str, version: str | None, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    tool(tmp_path, name, output)
-    monkeypatch.setenv("PATH", f"{tmp_path}{os.pathsep}/usr/bin{os.pathsep}/bin")
-    monkeypatch.setattr(versions, "installed", lambda name: None)
-    found = next(one for one in machine.check_drivers() if one.text.startswith(name))
-    assert found.text == f"{name}: {version or 'its output does not have the version'}"
-
-
-def test_a_card_without_its_software(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    (tmp_path / "accel0").touch()
-    (tmp_path / "accel1").touch()
-    gaudi = devices.DEVICES["hpu"]._replace(nodes=((str(tmp_path), "accel[0-9]*"),))
-    monkeypatch.setitem(devices.DEVICES, "hpu", gaudi)
-    devices.has_card.cache_clear()
-    found = list(machine.check_devices())
-    devices.has_card.cache_clear()
-    assert found[0].text.startswith("cpu: ")
-    assert found[1].severity == "warning"
-    assert "there is a Gaudi (2 cards" in found[1].text
-
-
-# ---- words -----------------------------------------------------------------------------------------------
-
-
-@pytest.mark.usefixtures("unprobed")
-def test_findings_are_printed(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
-    monkeypatch.setenv("VGS_DEVICE", "tpu")
-    assert cli.main(["doctor"]) == 1
-    said = capsys.readouterr().out
-    assert "\x1b" not in said
-    assert said.count("VGS_DEVICE=tpu is not available") == 2
-    assert "  VGS_DEVICE=tpu" in said.splitlines()
 
 
 # --- an NPU ---

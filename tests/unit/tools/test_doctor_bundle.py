@@ -109,12 +109,3 @@ def test_bundle_that_cannot_be_written_is_refused(
 ) -> None:
     assert cli.main(["doctor", *options]) == 2
     assert words in capsys.readouterr().err
-
-
-def test_log_is_cut_to_its_end(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
-    monkeypatch.setattr(bundle, "_MOST_OF_A_LOG", 5)
-    log = tmp_path / "server.log"
-    log.write_text("--api-key secret\nend\n")
-    assert bundle._read_end(log) == "end\n"
-    log.write_text("end\n")
-    assert bundle._read_end(log) == "end\n"

@@ -92,16 +92,27 @@ def test_s28_a_card_that_another_process_holds(root: Path) -> None:
     assert fault.remedy.startswith("end process 41, ")
 
 
-def test_no_huge_pages(root: Path) -> None:
-    write(root / "proc/meminfo", "HugePages_Total: 0\nHugePages_Free: 0\nHugepagesize: 2048 kB\n")
-    assert "vm.nr_hugepages" in only_fault(root, "huge pages").remedy
-
-
-def test_a_pod_that_did_not_ask_for_huge_pages(root: Path) -> None:
-    write(root / "sys/fs/cgroup/hugetlb.2MB.max", "0\n")
-    fault = only_fault(root, "huge pages")
-    assert fault.text == "this container may use none"
-    assert "hugepages-2Mi" in fault.remedy
+@pytest.mark.parametrize(
+    ("file", "content", "about", "severity", "text", "remedy"),
+    [
+        (
+            "proc/meminfo",
+            "HugePages_Total: 0\nHugePages_Free: 0\nHugepagesize: 2048 kB\n",
+            *("huge pages", "warning", "", "vm.nr_hugepages"),
+        ),
+        ("sys/fs/cgroup/hugetlb.2MB.max", "0\n", "huge pages", "warning", "container may use none", "hugepages-2Mi"),
+        ("proc/self/status", "Cpus_allowed_list:\t8-11\n", "cores", "warning", "NUMA node 0,", ""),
+        ("proc/self/status", "Cpus_allowed_list:\t0-63\n", "cores", "note", "", "--cpunodebind=0,1 "),
+    ],
+)
+def test_file_of_the_host_shows_a_fault(
+    file: str, content: str, about: str, severity: str, text: str, remedy: str, root: Path
+) -> None:
+    write(root / file, content)
+    fault = only_fault(root, about)
+    assert fault.severity == severity
+    assert text in fault.text
+    assert remedy in fault.remedy
 
 
 def test_s20_a_container_with_little_shared_memory(root: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -129,20 +140,6 @@ def test_vllm_wants_as_much_for_a_queue() -> None:
 
     defaults = {name: one.default for name, one in inspect.signature(MessageQueue.__init__).parameters.items()}
     assert defaults["max_chunk_bytes"] * defaults["max_chunks"] == _QUEUE_MIB << 20
-
-
-def test_a_process_far_from_its_card(root: Path) -> None:
-    write(root / "proc/self/status", "Cpus_allowed_list:\t8-11\n")
-    fault = only_fault(root, "cores")
-    assert fault.severity == "warning"
-    assert "NUMA node 0," in fault.text
-
-
-def test_a_process_that_may_leave_its_cards_nodes(root: Path) -> None:
-    write(root / "proc/self/status", "Cpus_allowed_list:\t0-63\n")
-    fault = only_fault(root, "cores")
-    assert fault.severity == "note"
-    assert "--cpunodebind=0,1 " in fault.remedy
 
 
 def test_the_driver_of_a_container_without_hl_smi(root: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -2,12 +2,9 @@
 
 from __future__ import annotations
 
-import json
-from pathlib import Path
-
 import pytest
 
-from vllm_gaudi_spec.tools import cli, estimate
+from vllm_gaudi_spec.tools import estimate
 
 CARDS = [pytest.param(card, id=name) for name, card in estimate.CARDS.items()]
 
@@ -41,14 +38,3 @@ def test_published_figures_are_predicted() -> None:
     for one in figures:
         ratio = one["predicted"] / one["tokens_per_second"]
         assert 0.75 < ratio < (1.33 if one["card"] == "gaudi2" else 2.4), one
-
-
-def test_command_prints_and_writes_its_estimates(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    file = tmp_path / "estimate.json"
-    assert cli.main(["estimate", "--card", "gaudi3", "--json", str(file)]) == 0
-    said, written = capsys.readouterr().out, json.loads(file.read_text())
-    assert written["card"] == "gaudi3"
-    assert len(written["steps"]) == 54
-    for evidence in estimate.EVIDENCE:
-        assert evidence[-1] in said
-    assert f"{written['published'][0]['predicted']:,.0f}" in said

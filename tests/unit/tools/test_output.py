@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import errno
 import json
 import os
 import subprocess
@@ -29,28 +28,6 @@ def test_a_failed_write_leaves_the_file_as_it_was(tmp_path: Path, monkeypatch: p
     assert list(tmp_path.iterdir()) == [file]
 
 
-def test_links_and_modes_are_kept(tmp_path: Path) -> None:
-    target, link = tmp_path / "kept", tmp_path / "link"
-    target.write_text("old")
-    target.chmod(0o600)
-    link.symlink_to("kept")
-    output.write("--json", link, b"new")
-    assert link.is_symlink()
-    assert (target.read_text(), target.stat().st_mode & 0o777) == ("new", 0o600)
-
-
-def test_a_pipe_is_written_into(tmp_path: Path) -> None:
-    pipe = tmp_path / "pipe"
-    os.mkfifo(pipe)
-    reader = os.open(pipe, os.O_RDWR | os.O_NONBLOCK)
-    try:
-        output.write("--json", pipe, b"heard")
-        assert os.read(reader, 100) == b"heard"
-    finally:
-        os.close(reader)
-    assert pipe.is_fifo()
-
-
 @pytest.mark.parametrize(
     "line", ["write /dev/stdout > log", "write >(cat >> log) >> log; sleep 1", "write /dev/stdout | cat > log"]
 )
@@ -64,24 +41,6 @@ def test_streams_of_a_shell_are_written_into(line: str, tmp_path: Path) -> None:
     command = ["bash", "-c", f'write() {{ "$PYTHON" -c "$CODE" "$@"; }}\n{line}']
     subprocess.run(command, cwd=tmp_path, env=environment, timeout=60, check=True)
     assert sorted((tmp_path / "log").read_text().split()) == sorted(["before", "{", '"a":', "1", "}"])
-
-
-@pytest.mark.parametrize("code", [errno.EACCES, errno.EBUSY])
-def test_a_file_whose_folder_takes_no_other_file_is_overwritten(
-    code: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    file = tmp_path / "run.json"
-    file.write_text("an old text")
-    inode = file.stat().st_ino
-
-    def refuse(*_: object) -> None:
-        raise OSError(code, os.strerror(code))
-
-    monkeypatch.setattr(os, "replace", refuse)
-    output.write("--json", file, b"new")
-    assert (file.read_text(), file.stat().st_ino) == ("new", inode)
-    with pytest.raises(output.NotWritten):
-        output.write("--json", tmp_path / "fresh", b"")
 
 
 def test_a_protected_file_is_not_replaced(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -14,7 +14,7 @@ import pytest
 
 from tests.support.http_server import Answers, answering
 from vllm_gaudi_spec.tools import cli, top
-from vllm_gaudi_spec.tools.server import Server, find_base
+from vllm_gaudi_spec.tools.server import find_base
 from vllm_gaudi_spec.tools.top import History, Reading, Row
 
 RECORDED = (Path(__file__).parents[2] / "support" / "metrics.txt").read_text()
@@ -47,9 +47,6 @@ def rows(*texts: str, seconds: float = 4.0) -> dict[str, Row]:
     for number, text in enumerate(texts):
         history.add(Reading(text, number * seconds))
     return {row.title: row for row in history.make_rows()}
-
-
-# ---- the text --------------------------------------------------------------------------------------------
 
 
 # ---- figures ---------------------------------------------------------------------------------------------
@@ -91,20 +88,6 @@ def test_a_server_that_starts_again_has_no_negative_rates() -> None:
 # ---- addresses -------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize(
-    "url",
-    [
-        "127.0.0.1:8000",
-        "http://127.0.0.1:8000/",
-        "http://127.0.0.1:8000/v1",
-        "127.0.0.1:8000/metrics",
-        "127.0.0.1:8000/v1/",
-    ],
-)
-def test_any_address_of_the_server_leads_to_it(url: str) -> None:
-    assert find_base(url) == "http://127.0.0.1:8000"
-
-
 @pytest.mark.parametrize("url", ["ftp://a", "http://", "http://a:b", "", "http://a:0", "http://a:99999"])
 def test_what_is_no_address(url: str) -> None:
     with pytest.raises(ValueError, match="is not the address of a server"):
@@ -121,16 +104,6 @@ def answers(monkeypatch: pytest.MonkeyPatch) -> Answers:
     hostile = (text.replace('"nothing"', '"\x1b]0;nothing"') for text in (RECORDED, LATER))
     texts: Iterator[str] = iter(hostile)
     return {"/metrics": lambda body: (200, next(texts))}
-
-
-def test_once(answers: Answers, capsys: pytest.CaptureFixture[str]) -> None:
-    with answering(answers) as address:
-        assert cli.main(["top", f"{address}/v1", "--once"]) == 0
-    lines = capsys.readouterr().out.splitlines()
-    assert lines[0] == address
-    table = {line.split("  ")[0]: line for line in lines[3:]}
-    assert table["acceptance rate"].split() == ["acceptance", "rate", "50.0%", "34.4%"]
-    assert "\x1b" not in "".join(lines), "a label cannot steer the terminal"
 
 
 def test_json(answers: Answers, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
@@ -162,33 +135,3 @@ def test_servers_that_are_not_ours(status: int, text: str, words: str, capsys: p
     (line,) = capsys.readouterr().err.splitlines()
     assert line.startswith(f"gaudi-spec top: error: {address}")
     assert words in line
-
-
-def test_live_until_it_is_interrupted(
-    answers: Answers, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
-    """A server that goes away is waited for."""
-    shown: list[str] = []
-    real = top.make_screen
-
-    def screen(history: History, server: Server, trouble: str) -> object:
-        shown.append(trouble)
-        return real(history, server, trouble)
-
-    with answering(answers) as address:
-        steps = iter([lambda: None, lambda: answers.clear(), lambda: answers.update(back)])
-        back: Answers = {"/metrics": lambda body: (200, LATER)}
-
-        def sleep(seconds: float) -> None:
-            step = next(steps, None)
-            if step is None:
-                raise KeyboardInterrupt
-            step()
-
-        monkeypatch.setattr(time, "sleep", sleep)
-        monkeypatch.setattr(top, "make_screen", screen)
-        monkeypatch.setattr(sys.stdout, "isatty", lambda: True)
-        assert cli.main(["top", address]) == 0
-    assert [bool(trouble) for trouble in shown] == [False, False, True, False]
-    assert shown[2].endswith("trying again")
-    assert "acceptance by position" in capsys.readouterr().out
