@@ -8,6 +8,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 ROOT = Path(__file__).parents[1]
+README = ROOT / "README.md"
 NEEDS = {"gaudi", "ascend", "cuda", "docker", "hub", "network", "root", "half an hour", "outside"}
 """Why commands are not run: hardware, a download from the Hugging Face hub, a service, rights, time, another project's
 files."""

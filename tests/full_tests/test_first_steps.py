@@ -8,8 +8,8 @@ from pathlib import Path
 
 import pytest
 
-from tests.first_steps import commands
 from tests.full_tests.server import Running
+from tests.pages import README, commands_for
 from tests.support.ports import free_port
 from tests.support.processes import ROOT
 
@@ -26,7 +26,8 @@ def newcomer(cache: Path) -> dict[str, str]:
 @pytest.mark.slow
 @pytest.mark.timeout(3600)
 def test_first_steps_of_the_readme(tmp_path: Path) -> None:
-    demo, show, serve, ask = commands()
+    taken_by = "tests/full_tests/test_first_steps.py::test_first_steps_of_the_readme"
+    demo, show, serve, ask = commands_for(taken_by, README)
     environment = newcomer(tmp_path / "cache")
 
     def run(command: str, folder: Path) -> str:

@@ -6,9 +6,8 @@ from pathlib import Path
 
 import pytest
 
-from tests.first_steps import README
 from tests.full_tests.server import Running, serve_environment
-from tests.pages import commands_for
+from tests.pages import README, commands_for
 from tests.support.ports import free_port
 
 TAKEN_BY = "tests/full_tests/test_upstream_platform.py::test_readme_command_serves_with_upstream_platform"

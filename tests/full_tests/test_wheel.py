@@ -11,9 +11,8 @@ from pathlib import Path
 
 import pytest
 
-from tests.first_steps import README
 from tests.full_tests.server import Running, serve_environment
-from tests.pages import commands_for
+from tests.pages import README, commands_for
 from tests.support.ports import free_port
 
 # Minutes of pip, and more where the machine has other work.

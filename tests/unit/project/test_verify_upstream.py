@@ -61,12 +61,3 @@ def test_only_what_passes_upstream_and_not_here_is_a_difference(
     assert row.verdict == verdict
     assert set(row.new.values()) <= {"why"}
     assert row.is_over == (verdict != "not over")
-
-
-@pytest.mark.parametrize(("keep", "left"), [(False, {}), (True, {"test_a": "passed"})])
-def test_results_of_another_checkout_are_dropped_unless_kept(keep: bool, left: dict[str, str]) -> None:
-    write(OURS, {"test_a": "passed"}, key="earlier")
-    assert compare(FILE, CURRENT, {}).is_stale
-    upstream.start([FILE], OURS, CURRENT, keep)
-    assert {case: found["outcome"] for case, found in FILE.read(OURS)["cases"].items()} == left
-    assert compare(FILE, CURRENT, {}).is_stale == keep
