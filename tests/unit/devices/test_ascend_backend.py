@@ -6,7 +6,6 @@ import re
 import sys
 from collections.abc import Iterator
 from contextlib import contextmanager, nullcontext
-from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any, NamedTuple, cast
@@ -16,11 +15,9 @@ import pytest
 import torch
 
 from tests.support.attention_layers import layer
-from tests.support.fakes import HostBackend, new_request, step
 from tests.unit.test_config import backend_of, engine_config, here
 from vllm_gaudi_spec import devices, refusals
 from vllm_gaudi_spec.attention.metadata import AttentionCall, Spans
-from vllm_gaudi_spec.batches import make_batch
 from vllm_gaudi_spec.config import UnsupportedConfigError
 from vllm_gaudi_spec.devices.ascend import attention as ascend_attention
 from vllm_gaudi_spec.devices.ascend import backend as ascend
@@ -29,8 +26,6 @@ from vllm_gaudi_spec.devices.ascend.attention import Bounds
 from vllm_gaudi_spec.devices.ascend.graphs import HostLengthsOperation, NpuCaptures
 from vllm_gaudi_spec.devices.base import Graphs, Memory
 from vllm_gaudi_spec.devices.common.stream_device import Graphed
-from vllm_gaudi_spec.records import DECODE, PREFILL, Planned, Shape
-from vllm_gaudi_spec.runner.requests import Requests
 
 # --- when it is chosen ---
 
@@ -77,12 +72,6 @@ def test_rank_selects_its_card(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv(visible, "4,5,6,7")
     assert AscendSpecPlatform.find_card(1, None) == 1
     assert AscendSpecPlatform.find_card(1, [4, 6]) == 2
-
-
-def test_refusal_without_torch_npu_names_the_remedy(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setitem(sys.modules, "torch_npu", None)
-    with pytest.raises(UnsupportedConfigError, match=r"needs torch_npu and CANN.*set VGS_DEVICE to ascend-emulated"):
-        ascend.make_backend()
 
 
 # --- what it refuses ---
@@ -670,58 +659,3 @@ def test_size_of_a_failed_allocation(text: str, asked: int | None) -> None:
     """The messages are those of torch_npu 2.13.0's allocators. CANN has only a code."""
     memory = ascend.AscendMemory(None, torch.device("cpu"), Graphs())
     assert memory.bytes_asked(RuntimeError(text)) == asked
-
-
-# --- what the runner reports of rows ---
-
-BLOCK = 16
-
-
-class AskingBackend(HostBackend):
-    traits = replace(HostBackend.traits, needs_host_lengths=True)
-
-
-def rows_of(backend: HostBackend) -> Requests:
-    requests = Requests(backend, max_rows=4, max_len=200, block_sizes=[BLOCK], max_context=128, seed=0)  # type: ignore[arg-type]
-    prompts = [
-        new_request("long", list(range(40)), [1, 2, 3]),
-        new_request("short", [1, 2], [4], num_computed=1),
-    ]
-    requests.apply(step({"long": 40, "short": 1}, new=prompts))
-    return requests
-
-
-@pytest.mark.parametrize(
-    ("shape", "computed", "counts", "lengths"),
-    [
-        (Shape(PREFILL, 4, 48, 64), [0, 1], [40, 1], [40, 2, 1, 1]),
-        (Shape(PREFILL, 2, 16, 64), [16, 1], [16, 1], [32, 2]),
-        # A verify step may write one token per position, whatever the device knows about drafts.
-        (Shape(DECODE, 4, 4, 64), [40, 2], [4, 1], [44, 6, 1, 1]),
-        # The table limits bounds that allow for drafts in flight.
-        (Shape(DECODE, 2, 4, 64), [62, 2], [4, 1], [64, 6]),
-    ],
-    ids=str,
-)
-def test_bounds_of_a_batch(shape: Shape, computed: list[int], counts: list[int], lengths: list[int]) -> None:
-    requests = rows_of(AskingBackend())
-    members = list(requests.by_id.values())
-    for request, num in zip(members, computed, strict=True):
-        request.num_computed = num
-    most = counts if shape.phase == PREFILL else [shape.queries] * 2
-    ends = [start + count for start, count in zip(computed, most, strict=True)]
-    planned = Planned(shape=shape, requests=members, starts=computed, counts=counts, ends=ends, finishes=[True, True])
-    blocks = make_batch(requests, planned).inputs.split().blocks
-    assert blocks.lengths_B is not None
-    assert (blocks.lengths_B.dtype, blocks.lengths_B.device.type) == (torch.int32, "cpu")
-    assert blocks.lengths_B.tolist() == lengths
-    exact = None if blocks.counts_B is None else blocks.counts_B.tolist()
-    assert exact == (None if shape.phase == DECODE else counts + [0] * (shape.rows - 2))
-
-
-def test_padding_reads_one_key() -> None:
-    requests = rows_of(AskingBackend())
-    rows_np = np.full(3, requests.pad_row)
-    for blocks in (requests.blocks(rows_np, [], 64), requests.decode_blocks(rows_np, [], 64)):
-        assert blocks.lengths_B is not None
-        assert blocks.lengths_B.tolist() == [1, 1, 1]

@@ -25,15 +25,6 @@ def test_start_method(before: str, method: str, patience: int) -> None:
     assert result.stdout.split()[-1] == method
 
 
-def test_failed_fork_is_tried_only_once(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Each further engine of the process would wait for a child in vain."""
-    asked = []
-    monkeypatch.setattr(fork, "_has_threads", False)
-    monkeypatch.setattr(fork, "_forked_child_can_compute", lambda: bool(asked.append(1)))
-    assert [fork.start_method(1) for _ in range(3)] == ["spawn"] * 3
-    assert len(asked) == 1
-
-
 def test_ranks_with_intels_openmp_are_spawned(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(fork, "_has_threads", False)
     monkeypatch.setattr(fork, "_forked_child_can_compute", lambda: True)

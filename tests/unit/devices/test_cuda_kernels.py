@@ -62,33 +62,34 @@ def splits(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> N
             monkeypatch.setattr(cuda_attention, name, 1)
 
 
-@pytest.mark.parametrize("head_size", [32, 80, 256])
-@pytest.mark.parametrize(("heads", "kv_heads"), [(4, 4), (6, 2), (5, 1)])
-@pytest.mark.parametrize("queries", [1, 17])
-def test_heads(splits: None, heads: int, kv_heads: int, head_size: int, queries: int) -> None:
-    check(make_scene([0, 31, 70], queries, heads=heads, kv_heads=kv_heads, head_size=head_size))
+SCENES: list[tuple[list[int], int, dict[str, Any]]] = [
+    *(
+        ([0, 31, 70], queries, dict(heads=heads, kv_heads=kv_heads, head_size=head_size))
+        for queries in (1, 17)
+        for heads, kv_heads in ((4, 4), (6, 2), (5, 1))
+        for head_size in (32, 80, 256)
+    ),
+    *(
+        ([0, 15, 16, 130, 300], queries, dict(block_size=block_size, window=window))
+        for queries in (1, 4)
+        for block_size in (16, 48, 128)
+        for window in (None, 1, 33)
+    ),
+    # Prompt chunks of more lanes than a tile has.
+    *(([0, 77], 96, dict(real=[90, 41], window=window, head_size=32)) for window in (None, 20)),
+    # Tiles of 64 lanes, which read the keys that all lanes see separately.
+    *(
+        (starts, 70, dict(real=[70, 33][: len(starts)], block_size=block_size, heads=4, head_size=128))
+        for starts in ([0], [5, 130])
+        for block_size in (16, 64)
+    ),
+    *(([5, 90], queries, dict(soft_cap=5.0, query_size=8.0, head_size=128)) for queries in (3, 70)),
+]
 
 
-@pytest.mark.parametrize("block_size", [16, 48, 128])
-@pytest.mark.parametrize("window", [None, 1, 33])
-@pytest.mark.parametrize("queries", [1, 4])
-def test_blocks_and_windows(splits: None, block_size: int, window: int | None, queries: int) -> None:
-    check(make_scene([0, 15, 16, 130, 300], queries, block_size=block_size, window=window))
-
-
-@pytest.mark.parametrize("window", [None, 20])
-@pytest.mark.parametrize("starts", [[0], [0, 77]])
-def test_prompt_chunks(splits: None, window: int | None, starts: list[int]) -> None:
-    """Check chunks of more lanes than a tile has."""
-    real = [90, 41][: len(starts)]
-    check(make_scene(starts, 96, real=real, window=window, head_size=32))
-
-
-@pytest.mark.parametrize("block_size", [16, 64])
-@pytest.mark.parametrize("starts", [[0], [5, 130]])
-def test_prompt_chunks_of_long_heads(splits: None, starts: list[int], block_size: int) -> None:
-    """With tiles of 64 lanes, which read the keys that all lanes see separately."""
-    check(make_scene(starts, 70, real=[70, 33][: len(starts)], block_size=block_size, heads=4, head_size=128))
+@pytest.mark.parametrize(("starts", "queries", "options"), SCENES)
+def test_attention(splits: None, starts: list[int], queries: int, options: dict[str, Any]) -> None:
+    check(make_scene(starts, queries, **options))
 
 
 @pytest.mark.parametrize("window", [None, 3, 40])
@@ -104,85 +105,13 @@ def test_bidirectional_prompt_sees_all_real_keys(splits: None, head_size: int, w
     check_bidirectional(by_kernel, [0, 0], [96, 33], 96, head_size=head_size, window=window)
 
 
-@pytest.mark.parametrize("queries", [3, 70])
-def test_soft_cap(splits: None, queries: int) -> None:
-    check(make_scene([5, 90], queries, soft_cap=5.0, query_size=8.0, head_size=128))
-
-
 @pytest.mark.parametrize("dtype", HALF)
 @pytest.mark.parametrize("queries", [1, 5, 40])
 def test_half_precision(splits: None, queries: int, dtype: torch.dtype) -> None:
     check(make_scene([0, 200], queries, dtype=dtype, heads=8, kv_heads=2, head_size=128, pad_size=1.0))
 
 
-def test_keys_and_values_are_written_to_their_slots() -> None:
-    from vllm_gaudi_spec.devices.cuda import attention as cuda_attention
-
-    projected = torch.randn(5, 2, 3, 24, device=DEVICE)
-    key, value = projected.unbind(1)
-    stored = [torch.zeros(16, 3, 24, device=DEVICE) for _ in range(2)]
-    slots = torch.tensor([3, 15, 0, 7, 8], device=DEVICE)
-    cuda_attention.write_kv(key, value, KVPair(*stored, 4), slots)
-    for given, found in zip((key, value), stored, strict=True):
-        expected = torch.zeros_like(found)
-        expected[slots] = given
-        assert torch.equal(found, expected)
-
-
 # --- layers ---
-
-
-@pytest.mark.parametrize("dtype", [torch.float32, *HALF])
-@pytest.mark.parametrize("shape", [(3, 576), (2, 4, 64), (5, 4096)])
-def test_norms(shape: tuple[int, ...], dtype: torch.dtype) -> None:
-    from vllm import ir
-
-    from vllm_gaudi_spec.devices.cuda import kernels as cuda_kernels
-
-    wide = torch.randn(*shape[:-1], shape[-1] + 16, device=DEVICE).to(dtype)
-    x, residual = wide[..., : shape[-1]], torch.randn(shape, device=DEVICE).to(dtype)
-    weight = torch.randn(shape[-1], device=DEVICE).to(dtype)
-    close: dict[str, Any] = dict(atol=1e-5, rtol=1e-5) if dtype == torch.float32 else dict(atol=2e-2, rtol=2e-2)
-    native = ir.ops.rms_norm.impls["native"].impl_fn
-    native_add = ir.ops.fused_add_rms_norm.impls["native"].impl_fn
-    torch.testing.assert_close(cuda_kernels.rms_norm(x, weight, 1e-5), native(x, weight, 1e-5), **close)
-    ours, added = cuda_kernels.add_rms_norm(x, residual, weight, 1e-5)
-    expected, expected_added = native_add(x, residual, weight, 1e-5)
-    assert torch.equal(added, expected_added)
-    torch.testing.assert_close(ours, expected, **close)
-
-
-@pytest.mark.parametrize(("head_size", "rotary_dim", "apart"), [(64, 64, 0), (80, 32, 0), (64, 64, 16)])
-@pytest.mark.parametrize("with_key", [True, False])
-def test_rotary_embedding(head_size: int, rotary_dim: int, apart: int, with_key: bool) -> None:
-    """Heads may be further apart than they are long."""
-    from vllm.model_executor.layers.rotary_embedding.base import RotaryEmbedding
-
-    from vllm_gaudi_spec.devices.cuda import kernels as cuda_kernels
-
-    table = torch.randn(50, rotary_dim, device=DEVICE)
-    positions = torch.tensor([0, 7, 49], device=DEVICE)
-    projected = torch.randn(3, 9, head_size + apart, device=DEVICE)[..., :head_size]
-    query, key = projected[:, :6], projected[:, 6:8] if with_key else None
-    expected = RotaryEmbedding.forward_static(
-        positions, query.clone(), None if key is None else key.clone(), head_size, rotary_dim, table, True
-    )
-    last = projected[:, 8].clone()
-    cuda_kernels.rotate(positions, query, key, table, rotary_dim)
-    torch.testing.assert_close(query, expected[0].view_as(query), atol=1e-5, rtol=1e-5)
-    if key is not None:
-        torch.testing.assert_close(key, expected[1].view_as(key), atol=1e-5, rtol=1e-5)
-    assert torch.equal(projected[:, 8], last)
-
-
-@pytest.mark.parametrize("shape", [(3, 2 * 1536), (2, 2, 96)])
-def test_gated_activation(shape: tuple[int, ...]) -> None:
-    from vllm.model_executor.layers.activation import SiluAndMul
-
-    from vllm_gaudi_spec.devices.cuda import kernels as cuda_kernels
-
-    x = torch.randn(shape, device=DEVICE)
-    torch.testing.assert_close(cuda_kernels.silu_and_mul(x), SiluAndMul.forward_native(x), atol=1e-6, rtol=1e-5)
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, *HALF])

@@ -134,25 +134,6 @@ def test_result_that_is_a_view_of_an_operand() -> None:
     assert [found(y) for y in (x.view(3, 3), torch.randn(3, 3))] == [True, True]
 
 
-def test_results_in_part_of_their_memory_are_not_cached() -> None:
-    results = Results()
-    for _ in range(2):
-        tracer = Tracer({}, "cpu", results)
-        with tracer.fakes.mode:
-            result, _, _ = tracer.fakes.result("the end of a tensor", (), lambda: torch.empty(4)[1:])
-        assert result.untyped_storage().nbytes() == 16
-
-
-def test_tensors_from_outside_of_inference_mode() -> None:
-    """Weights are such tensors; torch counts changes of their views."""
-    with torch.inference_mode(False):
-        x = torch.nn.Parameter(torch.randn(3, 3))
-    results = Results()
-    for _ in range(2):
-        tracer, _ = trace(lambda y: (x.detach().t(), x.data[1:], y + x), [torch.randn(3, 3)], results)
-    assert not tracer.asked
-
-
 def test_cache_depends_on_the_default_dtype() -> None:
     results, x = Results(), torch.ones(2, dtype=torch.int64)
     first, (number,) = trace(lambda x: x / 2, [x], results)

@@ -92,15 +92,3 @@ def test_error_names_the_collective_group_and_ranks(collective: str, spoil: Coll
     group.spoil = {collective: spoil}
     with pytest.raises(RuntimeError, match=rf"{collective} of group tp:0 \(ranks 4, 6\) {words}; check the network"):
         check_group(group, CopyingMemory())  # type: ignore[arg-type]
-
-
-def test_wrong_sums_are_detected() -> None:
-    """No rank's numbers equal another's or their sum."""
-    sums = [
-        _make_numbers(0),
-        _make_numbers(1),
-        _make_numbers(0) + _make_numbers(1),
-        _make_numbers(0) + _make_numbers(2),
-        2 * _make_numbers(1),
-    ]
-    assert len({tuple(numbers.tolist()) for numbers in sums}) == len(sums)

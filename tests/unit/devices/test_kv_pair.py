@@ -11,7 +11,6 @@ from vllm.v1.kv_cache_interface import (
     KVCacheConfig,
     KVCacheGroupSpec,
     KVCacheTensor,
-    MLAAttentionSpec,
 )
 
 from vllm_gaudi_spec.config import UnsupportedConfigError
@@ -39,13 +38,3 @@ def test_layers_at_one_offset_share_their_kv() -> None:
     layers[2]["size"] = 32
     with pytest.raises(UnsupportedConfigError, match="c shares KV memory with a layer of another shape"):
         kv_pair.allocate(plan(layers), torch.device("cpu"))
-
-
-def test_latent_keys_have_no_separate_values() -> None:
-    spec = MLAAttentionSpec(block_size=BLOCK, num_kv_heads=1, head_size=56, dtype=torch.float32)
-    size = BLOCKS * spec.page_size_bytes
-    tensors = [KVCacheTensor(size, ["a"], size, spec.page_size_bytes, 0)]
-    found = kv_pair.allocate(KVCacheConfig(BLOCKS, tensors, [KVCacheGroupSpec(["a"], spec)]), torch.device("cpu"))
-    assert found["a"].values is None
-    assert found["a"].keys.shape == (BLOCKS * BLOCK, 1, 56)
-    assert found["a"].keys.nbytes == size

@@ -177,19 +177,6 @@ def test_tensor_kept_from_a_trace_is_refused(regions: RegionCompiler) -> None:
         regions.compiled(keeps.forward)(torch.ones(2, 3))
 
 
-def test_operations_with_several_results(regions: RegionCompiler) -> None:
-    def function(x: torch.Tensor) -> tuple[Any, ...]:
-        values, indices = x.topk(2)
-        left, right = x.split([1, 2], dim=-1)
-        regions.cut()
-        return values, indices, right - left, values
-
-    tensors, rest = flatten((torch.tensor([[1.0, 5.0, 3.0]]),))
-    values, indices, difference, again = regions.compile(function, tensors, rest)(tensors)
-    assert (values.tolist(), indices.tolist(), difference.tolist()) == ([[5.0, 3.0]], [[1, 2]], [[4.0, 2.0]])
-    assert again is values
-
-
 def _reads_a_value(x: torch.Tensor) -> torch.Tensor:
     return x * x.sum().item()  # the line
 

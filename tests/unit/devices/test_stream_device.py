@@ -33,17 +33,6 @@ def test_garbage_collector_is_paused_during_capture() -> None:
     assert gc.isenabled()
 
 
-@pytest.fixture
-def asked_for_cuda(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv("VGS_DEVICE", "cuda")
-
-
-def test_cuda_is_chosen_on_request(asked_for_cuda: None) -> None:
-    assert devices.choose_device() == "cuda"
-    assert devices.platform_class("cuda") == "vllm_gaudi_spec.platforms.cuda.CudaSpecPlatform"
-    devices.refuse_unknown_device()
-
-
 def test_cuda_is_never_chosen_by_default(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.delenv("VGS_DEVICE", raising=False)
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
