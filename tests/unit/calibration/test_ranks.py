@@ -7,7 +7,7 @@ from dataclasses import replace
 import numpy as np
 import pytest
 
-from fp8_calibration.scales import SCALE_METHODS, expand, make_scales, merge, unify
+from fp8_calibration.scales import SCALE_METHODS, expand, make_scales, unify
 from tests.support.measurements import HEAD, HEADS, INNER, KV_HEADS, measured, same
 from vllm_gaudi_spec.quantization.files import Node, QuantFilesError, Record
 
@@ -83,15 +83,6 @@ def test_two_ranks_have_the_scales_of_one(method: str) -> None:
         assert [len(record.nodes[O_PROJ].params["weight"][1]) for record in two] == [HEADS * HEAD // 2] * 2
     else:
         assert all(record.nodes[GATE_UP].params == one.nodes[GATE_UP].params for record in two)
-
-
-def test_merging_keeps_the_larger_of_two_runs() -> None:
-    one, other = measured(0), measured(1)
-    merged = merge(one, other)
-    for name, node in merged.nodes.items():
-        largest = np.maximum(one.nodes[name].inputs[0], other.nodes[name].inputs[0])
-        np.testing.assert_array_equal(node.inputs[0], largest)
-    same(merge(merged, other), merged)
 
 
 def test_what_does_not_fit_together_is_refused() -> None:

@@ -88,17 +88,6 @@ def test_from_two_ranks_to_the_scales_of_four(run: Run, folder: Folder, models: 
     assert tree(folder.root) == before
 
 
-def test_ranks_of_any_folder(run: Run, tmp_path: Path) -> None:
-    for record in expand(measured(), 4):
-        write_files(tmp_path / "a" / "inc", record)
-    status, out, _ = run(
-        "step_5_unify_ranks", "--from", tmp_path / "a" / "inc", "--to", tmp_path / "b", "--world-size", 1
-    )
-    assert status == 0
-    assert "4 ranks measured, files for 1" in out
-    same(files.read_world(tmp_path / "b")[0], measured())
-
-
 def test_matmuls_get_the_range_of_their_cache(run: Run, folder: Folder) -> None:
     keys, values = (f"model.layers.0.self_attn.attn.impl.{kind}" for kind in ("matmul_qk", "matmul_av"))
     role = folder.role(TARGET)

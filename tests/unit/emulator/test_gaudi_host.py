@@ -40,16 +40,6 @@ def test_a_card_without_its_software_is_none(monkeypatch: pytest.MonkeyPatch, tm
     assert not devices.has_card("hpu")
 
 
-@pytest.mark.parametrize("error", [ImportError, OSError, ValueError])
-def test_asking_never_raises(error: type[Exception], monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
-    def broken(name: str) -> Any:
-        raise error(name)
-
-    nodes(monkeypatch, tmp_path, "accel0")
-    monkeypatch.setattr(devices, "find_spec", broken)
-    assert devices.has_card("hpu") is False
-
-
 def without_defaults(monkeypatch: pytest.MonkeyPatch) -> None:
     for name in (*environment._GAUDI_DEFAULTS, environment.INPUT_REUSE.name, "PT_HPU_LAZY_MODE"):
         monkeypatch.setenv(name, "")  # so that what is set afterwards is undone
@@ -143,9 +133,3 @@ def test_s04_another_torch_than_the_bridges_is_refused_in_a_line(
     with pytest.raises(config.UnsupportedConfigError, match=r"this torch.*install again") as refusal:
         backend.make_backend()
     assert "LAZY_MODE" not in str(refusal.value)
-
-
-def test_an_unknown_generation_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv("VGS_EMULATED_GENERATION", "gaudi1")
-    with pytest.raises(config.UnsupportedConfigError, match="use gaudi2 or gaudi3"):
-        environment.emulated_generation()

@@ -1,7 +1,6 @@
 """Layers in FP8 against float64 arithmetic on numbers out of the table, and rectangles against rows of one query."""
 
 from dataclasses import replace
-from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -12,7 +11,7 @@ from tests.support.reference.e4m3 import nearest
 from tests.unit.attention.test_paged_attention import Scene, make_scene
 from vllm_gaudi_spec.attention import flat, padded, torch_ops
 from vllm_gaudi_spec.attention.metadata import FlatBlocks
-from vllm_gaudi_spec.attention.operations import OWN, Operations, VLLMKVCache
+from vllm_gaudi_spec.attention.operations import Operations, VLLMKVCache
 from vllm_gaudi_spec.quantization.fp8 import HostArithmetic, to_e4m3
 from vllm_gaudi_spec.quantization.layers import CalibratedLinear, Fp8Cache, Fp8Matmul, Fp8Softmax, serve_linear
 
@@ -79,25 +78,6 @@ OPERATIONS: Operations = Fp8Operations()
 
 def attend(scene: Scene, form: Any, call: Any = None) -> torch.Tensor:
     return replace(scene, spec=replace(scene.spec, operations=OPERATIONS)).attend(form, call)
-
-
-@pytest.mark.parametrize(("form", "missing"), [(padded.attend, []), (flat.attend, ["softmax"])], ids=["padded", "flat"])
-def test_every_part_is_the_layers_own(form: Any, missing: list[str], monkeypatch: pytest.MonkeyPatch) -> None:
-    """Blocks are scored apart in the flat form, so that it has no softmax of a row."""
-    called: set[str] = set()
-
-    def noting(name: str, original: Any) -> Any:
-        return lambda *arguments: called.add(name) or original(*arguments)
-
-    operations = SimpleNamespace(k_cache=VLLMKVCache(), v_cache=VLLMKVCache())
-    for name in ("k_cache", "v_cache"):
-        cache = getattr(operations, name)
-        monkeypatch.setattr(cache, "fetch_from_cache", noting(name, cache.fetch_from_cache))
-    for name in ("matmul_qk", "softmax", "matmul_av"):
-        setattr(operations, name, noting(name, getattr(OPERATIONS, name)))
-    scene = make_scene([0, 31], 5)
-    replace(scene, spec=replace(scene.spec, operations=operations)).attend(form)
-    assert called == set(OWN) - set(missing)
 
 
 @pytest.mark.parametrize("form", [padded.attend, flat.attend], ids=["padded", "flat"])

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 from pathlib import Path
-from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -130,12 +129,6 @@ def test_scales_of_dropped_scheme_are_not_loaded(tmp_path: Path) -> None:
     for requested, expected in (("auto", of_schemes | others), ("bfloat16", others)):
         read = configured(model, kv_cache_dtype=requested).model_config
         assert dict(drop_scales_set_aside((of_schemes | others).items(), read)).keys() == expected.keys()
-
-
-def test_latent_keys_have_no_heads(tmp_path: Path) -> None:
-    asked = SimpleNamespace(use_mla=True)
-    assert kv_scheme._is_served(SCHEME, asked)
-    assert not kv_scheme._is_served(SCHEME | dict(strategy="attn_head"), asked)
 
 
 @pytest.mark.parametrize(

@@ -78,13 +78,6 @@ def replaced(model: Model) -> list[str]:
     return [name for name in ALL if parts[name] != plain[name] or name in served]
 
 
-def test_all_modules_with_scales_are_quantized(tmp_path: Path) -> None:
-    model = apply(tmp_path, scales())
-    assert replaced(model) == ALL
-    assert model.impl.kv_dtype is torch.float8_e4m3fn
-    assert model.first(torch.randn(3, 8)).shape == (3, 6)
-
-
 def test_blocked_and_shared_modules_are_not_quantized(tmp_path: Path) -> None:
     blocked = {"names": ["^last$"], "types": ["Softmax"]}
     caches = "impl.k_cache", "impl.v_cache"
