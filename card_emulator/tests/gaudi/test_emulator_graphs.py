@@ -408,14 +408,3 @@ def test_l24_random_draws_differ_between_replays(card: Any) -> None:
     run = graph(lambda x: torch.rand_like(x))
     first = run(torch.zeros(8, device="hpu")).tolist()
     assert run(torch.zeros(8, device="hpu")).tolist() != first
-
-
-def test_operators_of_graphs_are_listed_with_a_dtype(card: Any) -> None:
-    """The dtype is that of the first operand that is no mask. Views and work outside of graphs are not listed."""
-    ones = torch.ones(4, device="hpu")
-    torch.sigmoid(ones)
-    run = graph(lambda x: torch.where(x > 0, x.int().view(2, 2) + 1, 0))
-    run(ones.view(2, 2))
-    found = {name: dtype for name, dtype in card.operators if not name.startswith("aten::where")}
-    assert found == {"aten::gt.Scalar": "float32", "aten::to.dtype": "float32", "aten::add.Tensor": "int32"}
-    assert {dtype for name, dtype in card.operators if name.startswith("aten::where")} == {"int32"}

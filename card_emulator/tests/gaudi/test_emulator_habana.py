@@ -2,79 +2,12 @@
 
 from __future__ import annotations
 
-import importlib.util
 import subprocess
 import sys
 from typing import Any
 
 import pytest
 import torch
-import torch.nn.functional as F
-
-
-def dense(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, scale: float, hidden: torch.Tensor) -> torch.Tensor:
-    group = q.shape[1] // k.shape[1]
-    k, v = (part.repeat_interleave(group, 1) for part in (k, v))
-    return ((q @ k.transpose(-1, -2)) * scale).masked_fill(hidden, -torch.inf).softmax(-1) @ v
-
-
-def test_the_package_is_found(card: Any) -> None:
-    """By those who look before they import, as Ray does."""
-    for name in ("habana_frameworks", "habana_frameworks.torch", "habana_frameworks.torch.hpu"):
-        assert importlib.util.find_spec(name) is not None
-    import habana_frameworks.torch.core
-
-    assert habana_frameworks.torch.core.__spec__.name == "habana_frameworks.torch.core"
-
-
-@pytest.mark.parametrize("kv_heads", [4, 2, 1])
-@pytest.mark.parametrize("form", ["causal", "boolean", "additive", "padded"])
-def test_attention(card: Any, kv_heads: int, form: str) -> None:
-    from habana_frameworks.torch.hpex.kernels import FusedSDPA
-
-    q, k, v = torch.randn(2, 4, 5, 8), torch.randn(2, kv_heads, 5, 8), torch.randn(2, kv_heads, 5, 8)
-    hidden = torch.ones(5, 5).triu(1).bool().expand(2, 1, 5, 5)
-    args: tuple[Any, ...] = (None, 0.0, True, 0.3)
-    if form == "boolean":
-        args = (~hidden.to("hpu"), 0.0, False, 0.3)
-    elif form == "additive":
-        args = (torch.zeros(2, 1, 5, 5).masked_fill(hidden, -torch.inf).to("hpu"), 0.0, False, 0.3)
-    elif form == "padded":
-        lengths = torch.tensor([5, 3], dtype=torch.int32)
-        hidden = hidden | (torch.arange(5) >= lengths.view(2, 1, 1, 1))
-        args = (*args, "fp32", True, lengths.to("hpu"), "right")
-    ours = [part.to("hpu") for part in (q, k, v)]
-    before = card.counters.ops
-    out = FusedSDPA.apply(*ours, *args)
-    assert card.counters.ops == before + 1
-    assert card.counters.flops > 0
-    torch.testing.assert_close(out.cpu(), dense(q, k, v, 0.3, hidden))
-
-
-def test_norm(card: Any) -> None:
-    from habana_frameworks.torch.hpex.normalization import FusedRMSNorm
-
-    x, gamma = torch.randn(2, 3, 8, dtype=torch.bfloat16), torch.randn(8, dtype=torch.bfloat16)
-    out = FusedRMSNorm.apply(x.to("hpu"), gamma.to("hpu"), 1e-5)
-    torch.testing.assert_close(out.cpu(), F.rms_norm(x.float(), (8,), gamma.float(), 1e-5).bfloat16())
-
-
-@pytest.mark.parametrize("mode", ["BLOCKWISE", "PAIRWISE"])
-def test_rotary(card: Any, mode: str) -> None:
-    from habana_frameworks.torch.hpex.kernels import RotaryPosEmbeddingMode, apply_rotary_pos_emb
-
-    x = torch.randn(3, 2, 8)
-    angle = torch.randn(3, 1, 4)
-    turn = torch.polar(torch.ones_like(angle), angle)
-    if mode == "BLOCKWISE":
-        expected = torch.view_as_real(torch.complex(*x.chunk(2, -1)) * turn).movedim(-1, -2).flatten(-2)
-        full = torch.cat((angle, angle), -1)
-    else:
-        expected = torch.view_as_real(torch.view_as_complex(x.unflatten(-1, (4, 2))) * turn).flatten(-2)
-        full = angle.repeat_interleave(2, -1)
-    cos, sin = full.cos().to("hpu"), full.sin().to("hpu")
-    out = apply_rotary_pos_emb(x.to("hpu"), cos, sin, None, 0, RotaryPosEmbeddingMode[mode])
-    torch.testing.assert_close(out.cpu(), expected)
 
 
 def test_block_softmax_adds_up_to_a_softmax(card: Any) -> None:
