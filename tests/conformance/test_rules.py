@@ -83,7 +83,11 @@ def test_rows_of_no_numbers(backend: DeviceBackend, rule: str) -> None:
 
 @pytest.mark.parametrize("stream", [None, Stream.TARGET, Stream.DRAFT])
 def test_samples(backend: DeviceBackend, stream: Stream | None) -> None:
+    """Greedily the first of equal logits, with masked ones beside them; a Gaudi takes any."""
     given = case(MANY_TOKENS)
+    if stream is None and not backend.traits.name.startswith("hpu"):
+        given["logits_BQV"] = given["logits_BQV"].round()
+        given["logits_BQV"][1], given["logits_BQV"][2, :, : MANY_TOKENS // 2] = -torch.inf, -torch.inf
 
     def sample(rules: Rules, logits: torch.Tensor, *noise: torch.Tensor) -> torch.Tensor:
         return rules.sample_greedy(logits) if stream is None else rules.sample_random(logits, *noise, stream)
