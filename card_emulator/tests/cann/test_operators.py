@@ -77,44 +77,6 @@ def test_beside_torch(name: str, npu: Any) -> None:
     torch.testing.assert_close(found.cpu(), expected)
 
 
-def test_of_one_shape(npu: Any) -> None:
-    """What a program reads is copied by one operator."""
-    targets, sources = [torch.zeros(4, device="npu"), torch.zeros(2, device="npu")], [A[0].npu(), B[0, :2].npu()]
-    torch._foreach_copy_(targets, sources)
-    assert torch.equal(targets[0].cpu(), A[0])
-    assert torch.equal(targets[1].cpu(), B[0, :2])
-
-
-def test_rms_norms(npu: Any) -> None:
-    import torch_npu
-
-    weight = torch.tensor([1.0, 2.0, 0.5, 1.5])
-    expected = torch.nn.functional.rms_norm(A + B, (4,), weight, 1e-6)
-    torch.testing.assert_close(torch_npu.npu_rms_norm((A + B).npu(), weight.npu(), 1e-6)[0].cpu(), expected)
-    normed, _, added = torch_npu.npu_add_rms_norm(A.npu(), B.npu(), weight.npu(), 1e-6)
-    torch.testing.assert_close(normed.cpu(), expected)
-    torch.testing.assert_close(added.cpu(), A + B)
-
-
-@pytest.mark.parametrize("mode", ["half", "interleave"])
-def test_rotary(mode: str, npu: Any) -> None:
-    import torch_npu
-
-    x, angle = torch.randn(1, 3, 2, 8), torch.randn(1, 3, 1, 8)
-    if mode == "half":
-        turned = torch.cat((-x[..., 4:], x[..., :4]), -1)
-    else:
-        turned = torch.stack((-x[..., 1::2], x[..., ::2]), -1).flatten(-2)
-    found = torch_npu.npu_rotary_mul(x.npu(), angle.cos().npu(), angle.sin().npu(), mode)
-    torch.testing.assert_close(found.cpu(), x * angle.cos() + turned * angle.sin())
-
-
-def test_swiglu(npu: Any) -> None:
-    import torch_npu
-
-    torch.testing.assert_close(torch_npu.npu_swiglu(A.npu(), -1).cpu(), torch.nn.functional.silu(A[:, :2]) * A[:, 2:])
-
-
 GROUPS = torch.randn(5, 8), torch.randn(3, 4, 8)
 
 
@@ -132,12 +94,6 @@ def in_groups(counts: torch.Tensor) -> torch.Tensor:
     )
     result: torch.Tensor = found
     return result
-
-
-def test_products_in_groups(npu: Any) -> None:
-    rows, matrices = GROUPS
-    found = in_groups(torch.tensor([2, 0, 3]))
-    torch.testing.assert_close(found.cpu(), torch.cat([rows[:2] @ matrices[0].T, rows[2:] @ matrices[2].T]))
 
 
 def attention(**changes: Any) -> Any:
@@ -263,103 +219,6 @@ def test_npu_a24_two_tokens_for_one_slot() -> None:
         "import os; os._exit(0)\n"
     )
     assert out.splitlines()[-2:] == ["padding", "raised True"], out
-
-
-@pytest.mark.parametrize("dtype", [torch.float32, torch.float16, torch.bfloat16])
-@pytest.mark.parametrize("layout", ["BSND", "BNSD"])
-@pytest.mark.parametrize("queries", [1, 4])
-def test_paged_with_a_mask_and_lengths(npu: Any, dtype: torch.dtype, layout: str, queries: int) -> None:
-    """Our own way: rows in a rectangle, keys in blocks that lie anywhere, a mask that says what each query sees, and
-    lengths. What is nobody's is NaN."""
-    heads, kv_heads, size, lengths = 4, 2, 32, [130, 5, 256]
-    keys, values = torch.full((2, 8, 128, kv_heads, size), torch.nan, dtype=dtype)
-    table = torch.tensor([[6, 2, 0], [4, 0, 0], [1, 7, 0]], dtype=torch.int32)
-    rows = [torch.randn(2, length, kv_heads, size, dtype=dtype) for length in lengths]
-    for row, new in enumerate(rows):
-        for position in range(lengths[row]):
-            block = int(table[row, position // 128])
-            keys[block, position % 128], values[block, position % 128] = new[0, position], new[1, position]
-    query = torch.randn(3, queries, heads, size, dtype=dtype)
-    hidden = torch.rand(3, 1, queries, 3 * 128) < 0.4
-    hidden[..., 0] = False
-    given = query.transpose(1, 2).contiguous() if layout == "BNSD" else query
-    out, _ = attention_of(given, keys, values, table, hidden, lengths, layout)
-    found = out.cpu().transpose(1, 2) if layout == "BNSD" else out.cpu()
-    for row, length in enumerate(lengths):
-        key, value = (each.double().repeat_interleave(heads // kv_heads, 1) for each in rows[row])
-        scores = torch.einsum("qhd,khd->hqk", query[row].double(), key) * 0.2
-        weights = scores.masked_fill(hidden[row, :, :, :length], -torch.inf).softmax(-1)
-        expected = torch.einsum("hqk,khd->qhd", weights, value)
-        tolerance = {torch.float32: 1e-5, torch.float16: 2e-3, torch.bfloat16: 2e-2}[dtype]
-        torch.testing.assert_close(found[row].double(), expected, rtol=tolerance, atol=tolerance)
-
-
-def attention_of(
-    query: torch.Tensor,
-    keys: torch.Tensor,
-    values: torch.Tensor,
-    table: torch.Tensor,
-    hidden: torch.Tensor,
-    lengths: list[int],
-    layout: str,
-) -> Any:
-    import torch_npu
-
-    return torch_npu.npu_fused_infer_attention_score(
-        query.npu(),
-        keys.flatten(2).npu(),
-        values.flatten(2).npu(),
-        atten_mask=hidden.npu(),
-        block_table=table.npu(),
-        actual_seq_lengths_kv=lengths,
-        input_layout=layout,
-        block_size=128,
-        num_heads=4,
-        num_key_value_heads=2,
-        scale=0.2,
-        sparse_mode=0,
-    )
-
-
-@pytest.mark.parametrize(("mode", "pre", "following"), [(3, 0, 0), (4, 3, 0), (4, 2, 1)])
-def test_compressed_masks(npu: Any, mode: int, pre: int, following: int) -> None:
-    """In layout TND, with rows of their own numbers of queries."""
-    import torch_npu
-
-    heads, size, queries, lengths = 2, 16, [2, 4], [9, 140]
-    pages, table = torch.randn(4, 128, heads, size), torch.tensor([[1, 0], [2, 3]], dtype=torch.int32)
-    query = torch.randn(sum(queries), heads, size)
-    out, _ = torch_npu.npu_fused_infer_attention_score(
-        query.npu(),
-        pages.flatten(2).npu(),
-        pages.flatten(2).npu(),
-        atten_mask=torch.ones(2048, 2048, dtype=torch.bool).triu(1).npu(),
-        sparse_mode=mode,
-        pre_tokens=pre,
-        next_tokens=following,
-        actual_seq_lengths=[2, 6],
-        actual_seq_lengths_kv=lengths,
-        block_table=table.npu(),
-        block_size=128,
-        input_layout="TND",
-        num_heads=heads,
-        num_key_value_heads=heads,
-        scale=0.2,
-    )
-    start = 0
-    for row, length in enumerate(lengths):
-        keys = pages[table[row].long()].flatten(0, 1)[:length]
-        part, line, column = (
-            query[start : start + queries[row]],
-            torch.arange(queries[row])[:, None],
-            torch.arange(length),
-        )
-        last = line + length - queries[row]
-        seen = column <= last if mode == 3 else (column <= last + following) & (column >= last - pre)
-        weights = (torch.einsum("qhd,khd->hqk", part, keys) * 0.2).masked_fill(~seen, -torch.inf).softmax(-1)
-        expected = torch.einsum("hqk,khd->qhd", weights, keys)
-        torch.testing.assert_close(out[start : start + queries[row]].cpu(), expected, rtol=1e-5, atol=1e-5)
-        start += queries[row]
 
 
 def test_keys_as_they_came(npu: Any) -> None:

@@ -95,16 +95,6 @@ def test_an_update_changes_what_the_next_run_is_told(card: Any, attention: Atten
         assert torch.equal(attention.result.cpu(), attention.expected(lengths))
 
 
-def test_without_an_update_a_run_is_told_what_it_was_told_last(attention: Attention) -> None:
-    attention.graph.replay()
-    assert torch.equal(attention.result.cpu(), attention.expected([5, 6]))
-    attention.update([30, 40])
-    for _ in range(2):
-        attention.query.copy_(torch.randn(attention.query.shape))
-        attention.replay()
-        assert torch.equal(attention.result.cpu(), attention.expected([30, 40]))
-
-
 def test_what_updates_name_is_not_kept(attention: Attention) -> None:
     """It is known by its place: the graph's memory can be shared."""
     gc.collect()
