@@ -103,22 +103,6 @@ def test_the_vocabularies_are_worth_a_test(pair: Pair, plain: Plain, prompts: li
     assert any(not pair.map.draftable[token] for prompt in prompts for token in plain.draft(prompt, confined=False))
 
 
-def test_it_is_upstreams_proposer_wholly_constructed(folders: dict[str, str], monkeypatch: pytest.MonkeyPatch) -> None:
-    constructed: list[Any] = []
-    real = vars(AscendDraftModelProposer)["__init__"]
-
-    def init(self: Any, *args: Any, **named: Any) -> None:
-        constructed.append(self)
-        real(self, *args, **named)
-
-    monkeypatch.setattr(AscendDraftModelProposer, "__init__", init)
-    proposer = construct(configuration(folders["target"], folders["drafter"]))
-    assert isinstance(proposer, AscendUniversalDraftProposer)
-    assert isinstance(proposer, AscendDraftModelProposer)
-    assert constructed == [proposer]
-    assert proposer._runnable == proposer._run_merged_draft
-
-
 def construct(config: VllmConfig) -> Any:
     start(config)
     return spec_decode.get_spec_decode_method("draft_model", config, CPU, runner(config))
@@ -153,39 +137,6 @@ def test_a_step_behind_rejected_drafts_reads_only_what_was_accepted(
         whole = [*prompt, *drafts[row][: accepted[row]], following[row]]
         assert found[row][0] == plain.drafts(whole)[0]
         assert (found[row] == plain.drafts(whole)) == (accepted[row] == K)
-
-
-def test_the_drafter_reads_and_writes_its_own_tokens(
-    scene: Scene, plain: Plain, prompts: list[list[int]], monkeypatch: pytest.MonkeyPatch
-) -> None:
-    read: list[list[int]] = []
-    model = scene.proposer.model
-    real = type(model).forward
-
-    def forward(self: Any, input_ids: torch.Tensor, *args: Any, **named: Any) -> Any:
-        read.append(input_ids.tolist())
-        return real(self, input_ids, *args, **named)
-
-    monkeypatch.setattr(type(model), "forward", forward)
-    prompt = prompts[0]
-    (found,) = scene.draft([prompt[:-1]], [0], [prompt[-1]])
-    first, *others = read
-    assert first == plain.read(prompt)
-    assert [ids for (ids,) in others] == plain.map.target_to_draft[found[:-1]].tolist()
-
-
-def test_logits_are_confined_to_tokens_of_both(scene: Scene, pair: Pair) -> None:
-    states = torch.randn(64, scene.proposer.model.config.hidden_size)
-    logits = scene.proposer.model.compute_logits(states)
-    assert logits.shape[1] == len(pair.map.draftable)
-    assert (logits.isfinite() == torch.tensor(pair.map.draftable)).all()
-
-
-def test_ids_that_are_no_tokens_are_read_as_some(scene: Scene, pair: Pair) -> None:
-    size = len(pair.map.target_to_draft)
-    read = scene.proposer._to_drafter(torch.tensor([-1, size, size + 9], dtype=torch.int32))
-    assert read.dtype == torch.int32
-    assert ((read >= 0) & (read < len(pair.map.draftable))).all()
 
 
 @pytest.mark.parametrize("graphs", [False, True])
@@ -269,11 +220,6 @@ def overlapping(folders: dict[str, str]) -> Scene:
     return Scene.load(configuration(folders["target"], folders["drafter"], async_scheduling=True))
 
 
-def test_steps_that_overlap_are_off_unless_asked_for(loaded: Scene, overlapping: Scene) -> None:
-    assert not loaded.proposer.use_async_scheduling
-    assert overlapping.proposer.use_async_scheduling
-
-
 def test_with_overlapping_steps_drafts_are_the_same(overlapping: Scene, plain: Plain, prompts: list[list[int]]) -> None:
     """Of a row whose last token the host does not know yet nothing is said but that its drafts are tokens; the others
     are drafted for as ever, then behind accepted and rejected drafts."""
@@ -329,13 +275,6 @@ def test_sizes_are_no_matter_and_upstream_still_makes_them_one(folders: dict[str
     start(config)
     with pytest.raises(ValueError, match="same vocabulary size"):
         AscendDraftModelProposer(config, CPU, runner(config))
-
-
-def test_the_drafter_has_to_be_as_parallel_as_the_target(folders: dict[str, str]) -> None:
-    config = configuration(folders["target"], folders["drafter"])
-    config.speculative_config.draft_parallel_config.tensor_parallel_size = 2
-    with pytest.raises(ValueError, match="'draft_tensor_parallel_size' and 'tensor_parallel_size' must be the same"):
-        construct(config)
 
 
 @pytest.mark.parametrize(
