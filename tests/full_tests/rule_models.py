@@ -231,23 +231,22 @@ def write_code(rows: slice, matrix: Tensor) -> Tensor:
 class Mlp:
     """A gated MLP, written unit by unit."""
 
-    def __init__(self, width: int = INTERMEDIATE) -> None:
-        self.gate, self.up = torch.zeros(width, HIDDEN), torch.zeros(width, HIDDEN)
-        self.down = torch.zeros(HIDDEN, width)
+    def __init__(self) -> None:
+        self.gate, self.up = torch.zeros(INTERMEDIATE, HIDDEN), torch.zeros(INTERMEDIATE, HIDDEN)
+        self.down = torch.zeros(HIDDEN, INTERMEDIATE)
         self.units = count()
 
-    def linear(self, rows: slice, matrix: Tensor, columns: slice, in_masks: bool = False) -> "Mlp":
-        """A constant gate makes a unit linear. `in_masks`: it is closed where the flag is -1."""
+    def linear(self, rows: slice, matrix: Tensor, columns: slice) -> "Mlp":
+        """A constant gate makes a unit linear."""
         wide = 4.0
         for row, weights in zip(range(rows.start, rows.stop), matrix, strict=True):
             unit = next(self.units)
-            self.gate[unit, ONE] = wide / 2 if in_masks else wide
-            self.gate[unit, FLAG] = wide / 2 if in_masks else 0.0
+            self.gate[unit, ONE] = wide
             self.up[unit, columns] = weights
             self.down[row, unit] = 1 / F.silu(torch.tensor(wide))
         return self
 
-    def sum_codes(self, rows: slice, left: slice, right: slice, sign: float = 1.0, in_masks: bool = False) -> "Mlp":
+    def sum_codes(self, rows: slice, left: slice, right: slice, sign: float = 1.0) -> "Mlp":
         """The code of a sum: cos cos - sin sin, and sin cos + cos sin. `sign` is what `right` stands under."""
         for circle in range(CIRCLES):
             cos, sin = circle, circle + CIRCLES
@@ -255,8 +254,6 @@ class Mlp:
                 for half in (1.0, -1.0):
                     unit = next(self.units)
                     self.gate[unit, left.start + a] = half
-                    if in_masks:  # -40 without the flag, where silu is 0
-                        self.gate[unit, FLAG], self.gate[unit, ONE] = 20.0, -20.0
                     self.up[unit, right.start + b] = sign
                     self.down[rows.start + out, unit] = half * factor
         return self
@@ -428,196 +425,6 @@ def medusa_head(u: int, v: int) -> tuple[Tensor, Tensor]:
     return block, readout
 
 
-# ---- block drafters ------------------------------------------------------------------------------------
-
-EXTRA = slice(HELD.stop, HELD.stop + CODE)
-BLOCK_MASK = 2
-BLOCK_LAYERS, BLOCK_HEADS = 2, 8  # as many heads for each KV head as tokens are drafted, at most
-assert BLOCK_MASK not in LIVE
-assert EXTRA.stop <= HIDDEN
-
-
-def make_dflash(folder: Path) -> Path:
-    return save(folder, block_weights(num_anchors=1), block_config("DFlashDraftModel"))
-
-
-def make_dflash2(folder: Path) -> Path:
-    """Its convolutions keep their input, and its selector adds nothing."""
-    taps, group, rank = 3, 16, 8
-    weights = block_weights(num_anchors=1)
-    for layer in range(BLOCK_LAYERS):
-        for name in ("attention_conv", "mlp_conv"):
-            kernel = torch.zeros(2, taps, HIDDEN)
-            kernel[:, 0] = 1.0
-            weights[f"layers.{layer}.{name}.base_kernel"] = kernel
-            weights[f"layers.{layer}.{name}.kernel_projection.weight"] = torch.zeros(2 * taps * HIDDEN // group, HIDDEN)
-    weights["candidate_selector.predecessor_codebook"] = torch.zeros(VOCAB, rank)
-    weights["candidate_selector.successor_codebook"] = torch.zeros(VOCAB, rank)
-    weights["candidate_selector.hidden_projection.weight"] = torch.zeros(rank, HIDDEN)
-    named = dict(conv_kernel_size=taps, conv_group_size=group, selector_rank=rank, selector_top_k=PRIME)
-    return save(folder, weights, block_config("DFlash2DraftModel", **named))
-
-
-def make_dspark(folder: Path) -> Path:
-    """Its Markov head adds nothing."""
-    weights = block_weights(num_anchors=0)
-    for name in ("markov_w1", "markov_w2"):
-        weights[f"markov_head.{name}.weight"] = torch.zeros(VOCAB, 8)
-    config = block_config("Qwen3DSparkModel")
-    return save(folder, weights, config | dict(markov_rank=8, sample_from_anchor=True))
-
-
-def block_weights(num_anchors: int) -> Weights:
-    """Layer 0 fetches the previous token for the newest one; layer 1 brings both to each place, multiplied, and adds.
-
-    As for EAGLE-3, shares of three layers make up a token's code in the context, and two reads FAR back cancel out: of
-    a token's own code, and of what the target fetched for the token after it. The newest token and the masks also need
-    to see a mask ahead, or, for masks, themselves: this fills NEXT, which is noise until then. Without anchors a block
-    may have no mask, so this check is left out.
-
-    The embeddings keep the newest token in HELD and masks in EXTRA, so that no read confuses them with the context,
-    whose codes are in CUR and EXTRA. Norms of queries and keys make these equally long in all states, so other norms
-    have to be right for values alone.
-    """
-    mark = codes(torch.tensor(0))
-    table = torch.zeros(VOCAB, HIDDEN)
-    table[:, ONE] = 1.0
-    table[LIVE, HELD] = codes(torch.arange(PRIME))
-    table[BLOCK_MASK, EXTRA] = mark
-    if num_anchors:
-        table[:, NEXT] = -mark
-
-    width = len(AUX_LAYERS) * HIDDEN
-    fc = constant(width) + place(EXTRA, torch.eye(CODE), PREV, width)
-    for part, (share, aux_layer) in enumerate(zip(shares(3, seed=5), AUX_LAYERS, strict=True)):
-        fc += place(CUR, share @ layer_turns()[aux_layer].T, shifted(HELD, part), width)
-
-    check, noise = (3 * turn for turn in random_turns(2, seed=6))
-    own: list[Read] = [(1, write_code(PREV, torch.eye(CODE))), (FAR, write_code(PREV, check))]
-    others: list[Read] = [(FAR - 1, write_code(PREV, -check))]
-    if num_anchors:
-        others.append((-1, write_code(NEXT, torch.eye(CODE))))
-    fetch = attention([read_code(CUR), read_code(EXTRA)], [own, others], heads=BLOCK_HEADS) | Mlp().weights()
-
-    previous: list[Read] = []
-    newest: list[Read] = []
-    u, v = 1, 1
-    for distance in range(num_anchors, num_anchors + BLOCK_HEADS):
-        # The newest token has the previous one's code already.
-        previous.append((distance, write_code(PREV, renaming(u % PRIME) if distance else torch.zeros(CODE, CODE))))
-        newest.append((distance, write_code(CUR, renaming(v % PRIME))))
-        u, v = v, u + v
-    sources = [read_code(PREV), read_code(HELD) + noise @ read_code(NEXT)]
-    bring = attention(sources, [previous, newest], heads=BLOCK_HEADS) | Mlp().sum_codes(NEXT, PREV, CUR).weights()
-
-    length = gaze(0).pow(2).mean().sqrt().expand(HEAD_DIM)
-    equal = {"self_attn.q_norm.weight": length, "self_attn.k_norm.weight": length}
-    weights = {"embed_tokens.weight": table, "fc.weight": fc, "hidden_norm.weight": norm(2), "norm.weight": norm(4)}
-    weights |= prefixed("layers.0.", fetch | equal | norms(2, 2))
-    return weights | prefixed("layers.1.", bring | equal | norms(2, 3))
-
-
-def block_config(architecture: str, **named: object) -> dict[str, object]:
-    return llama_config(
-        architectures=[architecture],
-        model_type="qwen3",
-        num_hidden_layers=BLOCK_LAYERS,
-        num_attention_heads=BLOCK_HEADS * KV_HEADS,
-        attention_bias=False,
-        dflash_config=dict(mask_token_id=BLOCK_MASK, target_layer_ids=[layer - 1 for layer in AUX_LAYERS]) | named,
-    )
-
-
-# ---- parallel drafters ---------------------------------------------------------------------------------
-
-FLAG = HIDDEN - 1  # 1 at a mask token and -1 elsewhere
-MASK = VOCAB - 1
-MOST_MASKS = 7  # a layer for each: it foresees 8 tokens
-MASK_INTERMEDIATE = 9 * CODE  # a sum takes 4 units for each number of a code, and a linear map 1
-
-
-def mask_norm(amount: int) -> Tensor:
-    """Weights that undo the norm of a state of the constant, the flag and so many codes."""
-    return torch.full((HIDDEN,), ((2 + amount * CIRCLES) / HIDDEN + EPS) ** 0.5)
-
-
-def mask_embedding() -> Tensor:
-    """CUR. That of a mask token stands for any number, until a layer knows better."""
-    table = torch.zeros(VOCAB, HIDDEN)
-    table[:, ONE], table[:, FLAG], table[MASK, FLAG] = 1.0, -1.0, 1.0
-    table[LIVE, CUR] = codes(torch.arange(PRIME))
-    table[MASK, CUR] = codes(torch.tensor(0))
-    return table
-
-
-def mask_layers(first: Weights) -> list[Weights]:
-    """Return the layers after a first one that leaves a token's code in CUR and the code before it in HELD.
-
-    Each layer corrects both at mask tokens, from what stands one position back, so the n-th mask token is right after n
-    layers. The last layer adds CUR and HELD; what it reads FAR back adds nought as long as the KV there is in step.
-    """
-    (check,) = random_turns(1, seed=5)
-    copy, sources = torch.eye(CODE), [read_code(CUR), read_code(HELD)]
-    mlp = Mlp(MASK_INTERMEDIATE).sum_codes(CUR, PREV, NEXT, in_masks=True).linear(CUR, -copy, CUR, in_masks=True)
-    mlp.linear(HELD, copy, PREV, in_masks=True).linear(HELD, -copy, HELD, in_masks=True)
-    for used in (PREV, NEXT):
-        mlp.linear(used, -copy, used)
-    fill = attention(sources, [[(1, write_code(PREV, copy))], [(1, write_code(NEXT, copy))]]) | mlp.weights()
-    fill |= {"input_layernorm.weight": mask_norm(2), "post_attention_layernorm.weight": mask_norm(4)}
-    far: list[Read] = [(FAR, write_code(CUR, 3 * check)), (FAR - 1, write_code(CUR, -3 * check))]
-    last = attention(sources, [[read] for read in far]) | Mlp(MASK_INTERMEDIATE).sum_codes(NEXT, HELD, CUR).weights()
-    last |= {"input_layernorm.weight": mask_norm(2), "post_attention_layernorm.weight": mask_norm(2)}
-    return [first, *[fill] * MOST_MASKS, last]
-
-
-def mask_config(**overrides: object) -> dict[str, object]:
-    sizes: dict[str, object] = dict(num_hidden_layers=MOST_MASKS + 2, intermediate_size=MASK_INTERMEDIATE)
-    return llama_config(**sizes | overrides)
-
-
-def make_pard(folder: Path) -> Path:
-    """A draft model. Its first layer fetches the previous token."""
-    reads: list[list[Read]] = [[(1, write_code(HELD, torch.eye(CODE)))], []]
-    first = attention([read_code(CUR)] * KV_HEADS, reads) | Mlp(MASK_INTERMEDIATE).weights()
-    first |= {"input_layernorm.weight": mask_norm(1), "post_attention_layernorm.weight": mask_norm(2)}
-    weights = {"model.embed_tokens.weight": mask_embedding(), "lm_head.weight": output_head()}
-    for index, layer in enumerate(mask_layers(first)):
-        weights |= prefixed(f"model.layers.{index}.", layer)
-    weights["model.norm.weight"] = mask_norm(3)
-    return save(folder, weights, mask_config(pard_token=MASK))
-
-
-def make_peagle(folder: Path) -> Path:
-    """A head with embeddings of its own. HELD comes from three layers of the target, as shares; the state of a mask
-    token is that of the target at some number, but for the flag."""
-    width = 3 * HIDDEN
-    fc, mask_hidden = constant(width), torch.zeros(3, HIDDEN)
-    fc[FLAG, ONE], fc[FLAG, FLAG] = -1.0, 2.0
-    mask_hidden[:, ONE], mask_hidden[0, FLAG] = 1.0, 1.0
-    for part, (share, aux_layer) in enumerate(zip(shares(3, seed=6), AUX_LAYERS, strict=True)):
-        turn = layer_turns()[aux_layer]
-        fc += place(HELD, share @ turn.T, shifted(HELD, part), width)
-        mask_hidden[part, HELD] = turn @ codes(torch.tensor(0))
-
-    reads: list[list[Read]] = [[(HERE, write_code(CUR, torch.eye(CODE)))], []]
-    first = attention([read_code(CUR, width=2 * HIDDEN)] * KV_HEADS, reads) | Mlp(MASK_INTERMEDIATE).weights()
-    first |= {name: mask_norm(1) for name in ("input_layernorm.weight", "hidden_norm.weight")}
-    first["post_attention_layernorm.weight"] = mask_norm(2)
-    weights = {"embed_tokens.weight": mask_embedding(), "fc.weight": fc, "mask_hidden": mask_hidden.view(1, 1, -1)}
-    for index, layer in enumerate(mask_layers(first)):
-        weights |= prefixed(f"layers.{index}.", layer)
-    weights |= {"norm.weight": mask_norm(3), "lm_head.weight": output_head()[LIVE]}
-    weights["d2t"] = torch.tensor(LIVE) - torch.arange(PRIME)
-    weights["t2d"] = torch.tensor([token in NUMBERS for token in range(VOCAB)])
-    config = dict(
-        architectures=["LlamaForCausalLMEagle3"],
-        draft_vocab_size=PRIME,
-        eagle_aux_hidden_state_layer_ids=AUX_LAYERS,
-        ptd_token_id=MASK,
-    )
-    return save(folder, weights, mask_config(**config))
-
-
 # ---- files ---------------------------------------------------------------------------------------------
 
 
@@ -663,7 +470,4 @@ HEADS = {
     "eagle3": make_eagle3,
     "mtp": make_mimo,
     "medusa": make_medusa,
-    "dflash": make_dflash,
-    "dflash2": make_dflash2,
-    "dspark": make_dspark,
 }

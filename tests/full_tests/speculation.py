@@ -4,7 +4,9 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import Any, NamedTuple
 
+import pytest
 from vllm import LLM, RequestOutput
+from vllm.v1.core.sched.scheduler import Scheduler
 
 from tests.full_tests.engines import counter, engine
 
@@ -60,3 +62,18 @@ def accounts(outputs: list[RequestOutput]) -> list[Account]:
 
 def accepted(llm: LLM) -> int:
     return counter(llm, "vllm:spec_decode_num_accepted_tokens")
+
+
+def record_drafts(monkeypatch: pytest.MonkeyPatch) -> dict[tuple[int, ...], list[int]]:
+    """Return what fills with the drafts for each text, where steps do not overlap."""
+    found: dict[tuple[int, ...], list[int]] = {}
+    update = Scheduler.update_draft_token_ids
+
+    def record(scheduler: Scheduler, taken: Any) -> None:
+        for name, tokens in zip(taken.req_ids, taken.draft_token_ids, strict=True):
+            if tokens and name in scheduler.requests:
+                found[tuple(scheduler.requests[name].all_token_ids)] = list(tokens)
+        update(scheduler, taken)
+
+    monkeypatch.setattr(Scheduler, "update_draft_token_ids", record)
+    return found

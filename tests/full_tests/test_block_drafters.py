@@ -1,7 +1,7 @@
 """DFlash, DFlash2 and DSpark through the engine: the logits of every block equal a dense reference, whatever the
 engine's schedule, and drafts change no text."""
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from functools import cache
 from pathlib import Path
 from typing import Any
@@ -14,7 +14,8 @@ from tests.full_tests import quantized
 from tests.full_tests.block_drafters import KINDS, BlockReference, make_drafter
 from tests.full_tests.engines import by_label, counter, engine, first_tokens, generate, preemptions
 from tests.full_tests.heads import MAX_LEN, greedy, target, texts
-from tests.full_tests.speculation import accounts, speculating
+from tests.full_tests.speculation import accounts, record_drafts, speculating
+from vllm_gaudi_spec.config import REQUEST_OPTION
 from vllm_gaudi_spec.drafting import block
 from vllm_gaudi_spec.metrics import ROWS_WITHOUT_DRAFTS
 from vllm_gaudi_spec.quantization import files
@@ -119,10 +120,7 @@ def test_drafts_on_a_card_are_those_of_the_reference(
 
 
 def check_drafts_on_card(name: str, folder: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Check that every greedy draft is the reference's best token, or tied with it.
-
-    Graphs do not let a test record logits.
-    """
+    """Graphs do not let a test record logits."""
     reference = BlockReference(folder, TARGET)
     drafts: list[list[int]] = []
     take = Worker.take_draft_token_ids
@@ -143,15 +141,20 @@ def check_drafts_on_card(name: str, folder: str, monkeypatch: pytest.MonkeyPatch
             assert output == reference.continue_text(prompt, NUM_TOKENS)
             length, num_compared = len(prompt) + 1, 0
             for tokens, num_accepted in zip(drafts, account.accepted, strict=False):
-                whole = [*tokens, *[0] * (K - len(tokens))]
-                logits_KV = reference.block_logits([*prompt, *output][:length], whole)[: len(tokens)]
-                best_K, chosen_K = logits_KV.max(1).values, logits_KV[range(len(tokens)), tokens]
-                torch.testing.assert_close(chosen_K, best_K, atol=1e-3, rtol=1e-3)
+                check_greedy(tokens, [*prompt, *output][:length], reference, 1e-3)
                 length += 1 + num_accepted
                 num_compared += len(tokens)
             assert num_compared > NUM_TOKENS
         report = llm.collective_rpc("step_report")[0]
         assert report["host_syncs_per_step"] <= 1
+
+
+def check_greedy(drafts: list[int], text: Sequence[int], reference: BlockReference, tolerance: float) -> None:
+    """Check that every draft is the reference's best token, or tied with it."""
+    whole = [*drafts, *[0] * (K - len(drafts))]
+    logits_KV = reference.block_logits(list(text), whole)[: len(drafts)]
+    best_K, chosen_K = logits_KV.max(1).values, logits_KV[range(len(drafts)), drafts]
+    torch.testing.assert_close(chosen_K, best_K, atol=tolerance, rtol=tolerance)
 
 
 @pytest.mark.parametrize(
@@ -166,8 +169,11 @@ def check_drafts_on_card(name: str, folder: str, monkeypatch: pytest.MonkeyPatch
         ),
     ],
 )
-def test_drafts_change_no_text(name: str, sampling: str, drafter: Callable[[str], str]) -> None:
-    """Rows share steps, prefixes and too few KV blocks, greedy and seeded."""
+def test_drafts_of_crowded_rows(
+    name: str, sampling: str, drafter: Callable[[str], str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Rows share steps, prefixes and too few KV blocks, greedy and seeded. Texts are those without drafts, and greedy
+    drafts are the reference's, also behind texts that were read without drafting."""
     params = [
         SamplingParams(temperature=index % 2, seed=index, max_tokens=40, ignore_eos=True, detokenize=False)
         for index in range(len(texts()))
@@ -177,13 +183,18 @@ def test_drafts_change_no_text(name: str, sampling: str, drafter: Callable[[str]
     options: dict[str, Any] = dict(max_model_len=MAX_LEN, max_num_batched_tokens=96) | SMALL
     with engine(TARGET, **options) as llm:
         expected = first_tokens(generate(llm, texts(), params))
-    with speculating(TARGET, config | rule, **options) as llm:
+    drafts = record_drafts(monkeypatch)
+    with speculating(TARGET, config | rule, async_scheduling=False, **options) as llm:
         assert first_tokens(generate(llm, texts(), params)) == expected
         assert preemptions(llm) > 0
-        for _ in range(2):
-            assert first_tokens(generate(llm, texts()[-2:], params[-2:])) == expected[-2:]
+        generate(llm, texts()[-2:], greedy(40, extra_args={REQUEST_OPTION: 0}))
+        assert first_tokens(generate(llm, texts()[-2:], params[-2:])) == expected[-2:]
         assert counter(llm, "vllm:prefix_cache_hits") > 0
-        assert counter(llm, "vllm:spec_decode_num_draft_tokens") > 0
+    reference, whole = BlockReference(drafter(name), TARGET), [p + e for p, e in zip(texts(), expected, strict=True)]
+    compared = [text for text in drafts if any(list(text) == row[: len(text)] for row in whole[::2])][::4]
+    assert len(compared) > 40
+    for text in compared:
+        check_greedy(drafts[text], text, reference, 1e-4)
 
 
 def test_rows_beyond_the_drafter_decode_without_drafts(tmp_path: Path) -> None:

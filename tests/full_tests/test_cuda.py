@@ -12,16 +12,16 @@ import pytest
 import torch
 from vllm import LLM, SamplingParams
 
-from tests.full_tests import heads, mtp_checkpoints, never_wrong, rule_models
+from tests.full_tests import heads, mtp_checkpoints, never_wrong, rule_models, test_parallel_drafting
+from tests.full_tests import reference as transformers_reference
 from tests.full_tests.block_drafters import KINDS, make_drafter
 from tests.full_tests.captured import Reference, captured, programs_are_the_manifest
 from tests.full_tests.engines import counter, engine, first_tokens, generate
-from tests.full_tests.parallel_checkpoints import save_tokenizer
+from tests.full_tests.parallel_checkpoints import MASK
 from tests.full_tests.ranks import ranks_agree
-from tests.full_tests.speculation import METHODS, accepted, ngram, speculating
+from tests.full_tests.speculation import METHODS, accepted, ngram, record_drafts, speculating
 from tests.full_tests.test_block_drafters import TARGET, check_drafts_on_card
 from tests.full_tests.test_mtp import check_every_draft
-from tests.full_tests.test_parallel_drafting import METHODS as PARALLEL
 from tests.full_tests.workload import Request, mixed_requests, run_together
 from vllm_gaudi_spec.devices import describe_device
 
@@ -126,9 +126,7 @@ DRAWN_PARAMS = [
 
 @pytest.fixture(scope="module")
 def rule_target(tmp_path_factory: pytest.TempPathFactory) -> str:
-    target = rule_models.make_target(tmp_path_factory.mktemp("rule") / "target")
-    save_tokenizer(target, rule_models.VOCAB)  # vocabularies are compared
-    return str(target)
+    return str(rule_models.make_target(tmp_path_factory.mktemp("rule") / "target"))
 
 
 @pytest.fixture(scope="module")
@@ -138,38 +136,15 @@ def drawn(rule_target: str) -> list[list[int]]:
         return first_tokens(generate(llm, DRAWN, DRAWN_PARAMS))
 
 
-def configure(method: str, target: str, folder: Path) -> tuple[str, dict[str, Any]]:
-    """Return the model to serve and the configuration that names its drafter."""
-    if method in PARALLEL:
-        name, make = PARALLEL[method]
-        drafter = make(folder)
-        save_tokenizer(drafter, rule_models.VOCAB)
-        return target, dict(method=name, model=str(drafter), parallel_drafting=True)
-    head = str(rule_models.HEADS[method](folder))
-    if method == "mtp":
-        return head, dict(method=method)
-    return target, dict(method="dflash" if method == "dflash2" else method, model=head)
-
-
-@pytest.mark.parametrize(
-    ("method", "k", "mode"),
-    [
-        *((method, 5, "greedy") for method in ("eagle", "eagle3", "mtp", "medusa")),
-        ("dflash", 8, "greedy"),
-        ("dflash2", 4, "coupled"),
-        ("dspark", 1, "greedy"),
-        ("dspark", 8, "block"),
-        ("peagle", 4, "coupled"),
-        ("pard", 8, "greedy"),
-    ],
-)
+@pytest.mark.parametrize("method", ["eagle", "eagle3", "mtp", "medusa"])
 def test_drafter_of_the_rule_is_never_wrong(
-    method: str, k: int, mode: str, rule_target: str, drawn: list[list[int]], tmp_path: Path
+    method: str, rule_target: str, drawn: list[list[int]], tmp_path: Path
 ) -> None:
     """Over blocks of all numbers, past its own limit, and through blocks that the prefix cache shares: were one slot
     wrong, a draft would be. Seeded texts are those without drafts."""
-    model, config = configure(method, rule_target, tmp_path / "drafter")
-    config |= dict(num_speculative_tokens=k, **never_wrong.LIMIT, **MODES[mode])
+    head = str(rule_models.HEADS[method](tmp_path / "drafter"))
+    model, config = (head, {}) if method == "mtp" else (rule_target, dict(model=head))
+    config |= dict(method=method, num_speculative_tokens=5, **never_wrong.LIMIT)
     before = captured()
     with speculating(model, config, **never_wrong.SIZES) as llm:
         programs_are_the_manifest(llm, before)
@@ -178,9 +153,7 @@ def test_drafter_of_the_rule_is_never_wrong(
                 never_wrong.ask(llm)
         with never_waiting():
             texts = first_tokens(generate(llm, DRAWN, DRAWN_PARAMS))
-        # Under other rules, what is drawn follows the target's law and is not the same token by token; MTP has a
-        # target of its own.
-        if mode in ("greedy", "coupled") and method != "mtp":
+        if method != "mtp":  # which has a target of its own
             assert texts == drawn
         reads_once(llm)
 
@@ -190,6 +163,22 @@ def test_drafts_of_blocks_are_those_of_the_reference(
     name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     check_drafts_on_card(name, make_drafter(tmp_path / "drafter", KINDS[name], TARGET), monkeypatch)
+
+
+def test_drafts_of_pard_are_those_of_transformers(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    target, config = test_parallel_drafting.make("pard", tmp_path)
+    drafts, before = record_drafts(monkeypatch), captured()
+    params = SamplingParams(temperature=0, max_tokens=40, ignore_eos=True, detokenize=False)
+    with speculating(target, config, **test_parallel_drafting.SIZES, max_num_seqs=4, async_scheduling=False) as llm:
+        programs_are_the_manifest(llm, before)
+        with never_waiting():
+            generate(llm, test_parallel_drafting.TEXTS, params)
+        reads_once(llm)
+    reference = transformers_reference.Reference(config["model"])
+    for text, tokens in list(drafts.items())[::4]:
+        logits_KV = reference.logits_after(list(text), [MASK] * test_parallel_drafting.K)[: len(tokens)]
+        best_K, chosen_K = logits_KV.max(1).values, logits_KV[range(len(tokens)), tokens]
+        torch.testing.assert_close(chosen_K, best_K, atol=1e-3, rtol=1e-3)
 
 
 def test_every_draft_of_chained_layers_is_right(tmp_path: Path) -> None:

@@ -18,8 +18,6 @@ from tests.full_tests.speculation import accounts, speculating
 from vllm_gaudi_spec.config import REQUEST_OPTION
 
 METHODS = tuple(rule_models.HEADS)
-BLOCKS = ("dflash", "dflash2", "dspark")
-METHOD_NAMES = {"dflash2": "dflash"}
 NUM_TOKENS = 70
 DRAFTED = "vllm:spec_decode_num_draft_tokens"
 BARE = dict(skip_tokenizer_init=True, max_model_len=256, max_num_seqs=16)
@@ -46,7 +44,7 @@ def pair(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], tuple[str,
         head = str(rule_models.HEADS[method](folder / method))
         if method == "mtp":
             return head, dict(method=method)
-        return str(target(folder)), dict(method=METHOD_NAMES.get(method, method), model=head)
+        return str(target(folder)), dict(method=method, model=head)
 
     @cache
     def target(folder: Path) -> Path:
@@ -68,12 +66,11 @@ QUICK = [
     ("eagle3", 2, "chunked, cached, preempted"),
     ("mtp", 4, "chunked, cached, preempted"),
     ("medusa", 4, "chunked, cached, preempted"),
-    ("dflash2", 8, "chunked, cached, preempted"),
 ]
 ALL = [
     (method, k, schedule)
     for method in METHODS
-    for k in (1, 2, 4, *([8] if method in ("eagle", *BLOCKS) else []))
+    for k in (1, 2, 4, *([8] if method == "eagle" else []))
     for schedule in SCHEDULES
 ]
 
@@ -84,12 +81,9 @@ ALL = [
 def test_every_draft_is_right(
     method: str, k: int, schedule: str, pair: Callable[[str], tuple[str, dict[str, Any]]]
 ) -> None:
-    check_every_draft(*pair(method), k, schedule)
-
-
-def check_every_draft(model: str, config: dict[str, Any], k: int, schedule: str, **options: Any) -> None:
+    model, config = pair(method)
     asked, params = prompts(), SamplingParams(temperature=0, max_tokens=NUM_TOKENS, ignore_eos=True, detokenize=False)
-    with speculating(model, config | dict(num_speculative_tokens=k), **SCHEDULES[schedule] | options, **BARE) as llm:
+    with speculating(model, config | dict(num_speculative_tokens=k), **SCHEDULES[schedule], **BARE) as llm:
         for _ in range(2 if "cached" in schedule else 1):
             outputs = generate(llm, asked, params)
             for prompt, output in zip(asked, first_tokens(outputs), strict=True):
@@ -108,7 +102,7 @@ def check_every_draft(model: str, config: dict[str, Any], k: int, schedule: str,
 
 @pytest.mark.slow
 @pytest.mark.timeout(900)
-@pytest.mark.parametrize("method", ["eagle3", "mtp", "dflash2"])
+@pytest.mark.parametrize("method", ["eagle3", "mtp"])
 def test_every_draft_is_right_in_long_contexts(method: str, tmp_path: Path) -> None:
     """Elsewhere acceptance ended at 32,768 tokens (vllm#52873), and at 65,536 (vllm-ascend#10495)."""
     longest, k = 70_000, 4
@@ -117,7 +111,7 @@ def test_every_draft_is_right_in_long_contexts(method: str, tmp_path: Path) -> N
     for folder in {head, model}:
         described = json.loads((folder / "config.json").read_text())
         (folder / "config.json").write_text(json.dumps(described | dict(max_position_embeddings=1 << 17)))
-    named = dict(method=METHOD_NAMES.get(method, method)) | ({} if method == "mtp" else dict(model=str(head)))
+    named = dict(method=method) | ({} if method == "mtp" else dict(model=str(head)))
     (text,) = rule_models.prompts(1, length=longest)
     sizes = dict(max_model_len=longest + 200, max_num_batched_tokens=512, max_num_seqs=1)
     params = SamplingParams(temperature=0, max_tokens=NUM_TOKENS, ignore_eos=True, detokenize=False)
@@ -154,37 +148,25 @@ def sample_plain_texts(model: str) -> list[list[int]]:
         return first_tokens(generate(llm, prompts(), sampled_params()))
 
 
-def check_sampled_texts(model: str, config: dict[str, Any], *, blind: bool = False, foresees: bool = True) -> None:
-    """Check that drawn texts are those without drafts, and that the drafts that the rule predicts are accepted.
-
-    Every third token breaks the rule: what is rejected has been read, and is read anew.
-
-    Args:
-        foresees: Whether the drafter's drafts follow the rule, so that their acceptance is known.
-    """
-    k, asked, plain = 4, prompts(), sample_plain_texts(model)
-    with speculating(model, config | dict(num_speculative_tokens=k), **BARE) as llm:
-        outputs = generate(llm, asked, sampled_params())
-    assert first_tokens(outputs) == plain
-    if not foresees:
-        return
-    for prompt, output, (drafted, accepted) in zip(asked, plain, accounts(outputs), strict=True):
-        full = [count for count, wanted in zip(accepted, drafted, strict=True) if wanted == k]
-        right = [sum(count > place for count in full) for place in range(k)]
-        assert right == rule_models.accepted(prompt, output, k, blind=blind), f"prompt of {len(prompt)}"
-
-
 @pytest.mark.slow
 @pytest.mark.parametrize("method", METHODS)
 def test_sampled_requests_accept_what_the_rule_predicts(
     method: str, pair: Callable[[str], tuple[str, dict[str, Any]]]
 ) -> None:
-    check_sampled_texts(*pair(method), blind=method == "medusa")
+    """Drawn texts are those without drafts. Every third token breaks the rule: what is rejected has been read, and is
+    read anew."""
+    k, asked, (model, config) = 4, prompts(), pair(method)
+    plain = sample_plain_texts(model)
+    with speculating(model, config | dict(num_speculative_tokens=k), **BARE) as llm:
+        outputs = generate(llm, asked, sampled_params())
+    assert first_tokens(outputs) == plain
+    for prompt, output, (drafted, accepted) in zip(asked, plain, accounts(outputs), strict=True):
+        full = [count for count, wanted in zip(accepted, drafted, strict=True) if wanted == k]
+        right = [sum(count > place for count in full) for place in range(k)]
+        assert right == rule_models.accepted(prompt, output, k, blind=method == "medusa"), f"prompt of {len(prompt)}"
 
 
-@pytest.mark.parametrize(
-    "method", ["eagle3", *(pytest.param(m, marks=pytest.mark.slow) for m in ("eagle", "mtp", *BLOCKS))]
-)
+@pytest.mark.parametrize("method", ["eagle3", *(pytest.param(m, marks=pytest.mark.slow) for m in ("eagle", "mtp"))])
 def test_head_reads_blocks_of_requests_that_do_not_draft(
     method: str, pair: Callable[[str], tuple[str, dict[str, Any]]]
 ) -> None:
@@ -209,24 +191,20 @@ def test_head_reads_blocks_of_requests_that_do_not_draft(
         ("eagle3", True),
         # vLLM does not overlap steps with Medusa.
         *(pytest.param(method, False, marks=pytest.mark.slow) for method in METHODS),
-        *(pytest.param(method, True, marks=pytest.mark.slow) for method in ("eagle", "mtp", *BLOCKS)),
+        *(pytest.param(method, True, marks=pytest.mark.slow) for method in ("eagle", "mtp")),
     ],
 )
 def test_head_drafts_again_when_the_load_falls(
     method: str, overlapping: bool, pair: Callable[[str], tuple[str, dict[str, Any]]]
 ) -> None:
+    """At first up to two requests draft, four do not, and the last two have missed it all."""
     model, config = pair(method)
-    check_resumed_drafting(model, config, async_scheduling=overlapping)
-
-
-def check_resumed_drafting(model: str, config: dict[str, Any], **options: Any) -> None:
-    """Check requests that had no drafts at first: up to two draft, four do not, and the last two have missed it all."""
     by_load = dict(num_speculative_tokens=4, num_speculative_tokens_per_batch_size=[[1, 2, 4], [3, 64, 0]])
     params = [
         SamplingParams(temperature=0, max_tokens=length, ignore_eos=True, detokenize=False)
         for length in (NUM_TOKENS // 2, NUM_TOKENS // 2, 2 * NUM_TOKENS, 2 * NUM_TOKENS)
     ]
-    with speculating(model, config | by_load, **BARE, **options) as llm:
+    with speculating(model, config | by_load, **BARE, async_scheduling=overlapping) as llm:
         outputs = generate(llm, prompts()[:4], params)
     for drafted, accepted in accounts(outputs)[2:]:
         assert accepted == drafted

@@ -1,106 +1,102 @@
-"""Parallel drafters: some are never wrong as long as they are fed what they should be (rule_models.py), others compute
-the logits of a reference."""
+"""P-EAGLE and PARD: the logits are those of a reference, and drafts do not depend on the engine's schedule."""
 
 import json
-from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
-from safetensors.torch import load_file
+from safetensors.torch import load_file, save_file
 from vllm import SamplingParams
 
-from tests.full_tests import parallel_checkpoints, rule_models
-from tests.full_tests.engines import engine, first_tokens, generate
+from tests.full_tests import parallel_checkpoints
+from tests.full_tests.engines import counter, engine, first_tokens, generate, preemptions
+from tests.full_tests.prompts import random_prompts
 from tests.full_tests.reference import Reference
-from tests.full_tests.test_heads_rule import (
-    BARE,
-    SCHEDULES,
-    check_every_draft,
-    check_resumed_drafting,
-    check_sampled_texts,
-)
+from tests.full_tests.speculation import record_drafts, speculating
+from vllm_gaudi_spec.config import REQUEST_OPTION
 from vllm_gaudi_spec.drafting import parallel
 
-COUPLED = dict(draft_sample_method="coupled", rejection_sample_method="strict")
-METHODS = {"peagle": ("eagle3", rule_models.make_peagle), "pard": ("draft_model", rule_models.make_pard)}
+SIZES: dict[str, Any] = dict(skip_tokenizer_init=True, max_model_len=128)
+ALONE = SIZES | dict(max_num_seqs=1)
+K = 4
+TEXTS = random_prompts((5, 17, 31, 32, 33, 47, 48, 49, 64, 70, 12, 25), parallel_checkpoints.VOCAB - 1, seed=1)
 
 
-@pytest.fixture(scope="module")
-def pair(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], tuple[str, dict[str, Any]]]:
-    """The target and the configuration that names the drafter."""
-    folder = tmp_path_factory.mktemp("rule")
-    rule_models.make_target(folder / "target")
-    made: dict[str, dict[str, Any]] = {}
-    for kind, (method, make) in METHODS.items():
-        made[kind] = dict(method=method, model=str(make(folder / kind)), parallel_drafting=True)
-    for name in ("target", "pard"):  # vocabularies are compared
-        parallel_checkpoints.save_tokenizer(folder / name, rule_models.VOCAB)
-    return lambda kind: (str(folder / "target"), made[kind])
-
-
-QUICK = [("peagle", 4, "chunked, cached, preempted"), ("pard", 4, "chunked, cached, preempted")]
-ALL = [(kind, k, schedule) for kind in METHODS for k in (1, 4, 8) for schedule in SCHEDULES]
-
-
-@pytest.mark.parametrize(
-    ("kind", "k", "schedule"), [*QUICK, *(pytest.param(*c, marks=pytest.mark.slow) for c in ALL if c not in QUICK)]
-)
-def test_every_draft_is_right(
-    kind: str, k: int, schedule: str, pair: Callable[[str], tuple[str, dict[str, Any]]]
-) -> None:
-    # These drafters have more layers than the heads that the schedules' KV was chosen for.
-    kv = dict(kv_cache_memory_bytes=9 << 18) if "preempted" in schedule else {}
-    check_every_draft(*pair(kind), k, schedule, **kv)
-
-
-@pytest.mark.parametrize("options", [{}, pytest.param(COUPLED, marks=pytest.mark.slow)], ids=str)
-def test_drafts_of_another_vocabulary_are_right(
-    options: dict[str, Any], pair: Callable[[str], tuple[str, dict[str, Any]]], tmp_path: Path
-) -> None:
-    """A PARD model whose ids, that of its mask token too, are others than the target's."""
-    model, named = pair("pard")
-    config = named | options | dict(method="universal_draft", model=renumber(Path(named["model"]), tmp_path))
-    if options:
-        check_sampled_texts(model, config, foresees=False)
+def make(kind: str, folder: Path) -> tuple[str, dict[str, Any]]:
+    """Write a target and a drafter. Return the target's folder and the speculative configuration."""
+    target = parallel_checkpoints.make_target(folder / "target", "llama")
+    if kind == "peagle":
+        method, drafter = "eagle3", parallel_checkpoints.make_peagle(folder / "drafter", "llama", target)
     else:
-        check_every_draft(model, config, 4, "plain")
+        method, drafter = "draft_model", parallel_checkpoints.make_pard(folder / "drafter")
+    for written in (target, drafter):  # vocabularies are compared
+        parallel_checkpoints.save_tokenizer(written)
+    return target, dict(method=method, model=drafter, parallel_drafting=True, num_speculative_tokens=K)
 
 
-def renumber(source: Path, folder: Path) -> str:
-    """Write the PARD model in `source` with other token ids."""
-    shift, vocab = 11, rule_models.VOCAB
-    weights = load_file(source / "model.safetensors")
-    for name in ("model.embed_tokens.weight", "lm_head.weight"):
-        weights[name] = weights[name].roll(shift, 0)
-    config = json.loads((source / "config.json").read_text())
-    config["pard_token"] = (config["pard_token"] + shift) % vocab
-    parallel_checkpoints.save_tokenizer(folder, vocab, shift=shift)
-    return str(rule_models.save(folder, weights, config))
+def renumber(folder: Path) -> dict[str, Any]:
+    """Give the PARD model in `folder` other token ids, that of its mask too. Return what configures it."""
+    shift, path = 11, folder / "config.json"
+    weights = load_file(folder / "model.safetensors")
+    weights["model.embed_tokens.weight"] = weights["model.embed_tokens.weight"].roll(shift, 0)
+    save_file(weights, folder / "model.safetensors", metadata={"format": "pt"})
+    config = json.loads(path.read_text())
+    path.write_text(json.dumps(config | dict(pard_token=(config["pard_token"] + shift) % parallel_checkpoints.VOCAB)))
+    parallel_checkpoints.save_tokenizer(folder, shift=shift)
+    return dict(method="universal_draft")
+
+
+CROWDED = dict(kv_cache_memory_bytes=320 << 10, max_num_batched_tokens=64)
+BY_LOAD = dict(num_speculative_tokens_per_batch_size=[[1, 3, K], [4, 64, 0]])
+
+
+def params(**options: Any) -> list[SamplingParams]:
+    """Every other request is greedy; each is longer than the one before."""
+    chosen = dict(ignore_eos=True, detokenize=False, **options)
+    return [
+        SamplingParams(temperature=index % 2, seed=index, max_tokens=20 + 4 * index, **chosen)
+        for index in range(len(TEXTS))
+    ]
 
 
 @pytest.mark.parametrize(
-    ("kind", "options"),
+    ("kind", "renumbered", "by_load"),
     [
-        ("peagle", COUPLED),
-        pytest.param("pard", {}, marks=pytest.mark.slow),
-        pytest.param("peagle", {}, marks=pytest.mark.slow),
-        pytest.param("pard", COUPLED, marks=pytest.mark.slow),
+        ("pard", True, False),
+        ("peagle", False, True),
+        pytest.param("pard", False, True, marks=pytest.mark.slow),
+        pytest.param("peagle", False, False, marks=pytest.mark.slow),
     ],
-    ids=str,
 )
-def test_sampled_texts_are_those_of_no_speculation(
-    kind: str, options: dict[str, Any], pair: Callable[[str], tuple[str, dict[str, Any]]]
+def test_drafts_do_not_depend_on_the_schedule(
+    kind: str, renumbered: bool, by_load: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    model, config = pair(kind)
-    # A drawn draft breaks the rule where the target does, but the ones after it do not know.
-    check_sampled_texts(model, config | options, foresees=not options)
-
-
-@pytest.mark.parametrize("kind", ["peagle", pytest.param("pard", marks=pytest.mark.slow)])
-def test_row_drafts_again_when_the_load_falls(kind: str, pair: Callable[[str], tuple[str, dict[str, Any]]]) -> None:
-    check_resumed_drafting(*pair(kind))
+    """Nor on the ids of the drafter's tokens. Rows share steps, are preempted, stop to draft under load, or begin
+    behind what was read without drafts; texts are those without drafts."""
+    target, config = make(kind, tmp_path)
+    drafts, off = record_drafts(monkeypatch), {REQUEST_OPTION: 0}
+    with speculating(target, config, **ALONE, enable_prefix_caching=False, async_scheduling=False) as llm:
+        expected = first_tokens(generate(llm, TEXTS, params(extra_args=off)))
+        assert not drafts
+        generate(llm, TEXTS[::2], params()[::2])
+    alone = dict(drafts)
+    drafts.clear()
+    if renumbered:
+        config |= renumber(Path(config["model"]))
+    config |= dict(draft_sample_method="coupled", rejection_sample_method="strict") | (BY_LOAD if by_load else {})
+    options = SIZES | dict(block_size=16, max_num_seqs=16, async_scheduling=False) | ({} if by_load else CROWDED)
+    with speculating(target, config, **options) as llm:
+        assert first_tokens(generate(llm, TEXTS, params())) == expected
+        assert (preemptions(llm) > 0) == (not by_load)
+        generate(llm, TEXTS[8:9], params(extra_args=off)[8:9])
+        assert first_tokens(generate(llm, TEXTS[8:9], params()[8:9])) == expected[8:9]
+        assert counter(llm, "vllm:prefix_cache_hits") > 0
+    shared = alone.keys() & drafts.keys()
+    assert len(shared) > 30
+    for text in shared:
+        length = min(len(alone[text]), len(drafts[text]))
+        assert drafts[text][:length] == alone[text][:length]
 
 
 # --- logits ---
@@ -120,9 +116,6 @@ def drafted(monkeypatch: pytest.MonkeyPatch) -> dict[int, torch.Tensor]:
 
     monkeypatch.setattr(parallel, "_choose_drafts", record)
     return by_length
-
-
-ALONE = BARE | dict(max_num_seqs=1, max_model_len=64)
 
 
 @pytest.mark.parametrize(
@@ -157,13 +150,9 @@ def test_peagle_computes_the_logits_of_the_library_speculators(
 
 
 def test_pard_computes_the_logits_of_transformers(drafted: dict[int, torch.Tensor], tmp_path: Path) -> None:
-    target = parallel_checkpoints.make_target(tmp_path / "target", "llama")
-    drafter = parallel_checkpoints.make_pard(tmp_path / "drafter")
-    for folder in (target, drafter):
-        parallel_checkpoints.save_tokenizer(folder)
-    k, prompt, reference = 6, parallel_checkpoints.PROMPT, Reference(drafter)
-    named = dict(method="draft_model", model=drafter, parallel_drafting=True, num_speculative_tokens=k)
-    with engine(target, speculative_config=named, **ALONE) as llm:
+    target, config = make("pard", tmp_path)
+    k, prompt, reference = 6, parallel_checkpoints.PROMPT, Reference(config["model"])
+    with engine(target, speculative_config=config | dict(num_speculative_tokens=k), **ALONE) as llm:
         params = SamplingParams(temperature=0, max_tokens=40, ignore_eos=True, detokenize=False)
         (output,) = first_tokens(generate(llm, [prompt], params))
     assert len(drafted) > 5
