@@ -12,7 +12,6 @@ from functools import cache
 from typing import Any
 
 import pytest
-import torch
 from vllm import SamplingParams, TokensPrompt
 
 from tests.full_tests import mtp_checkpoints
@@ -21,7 +20,7 @@ from tests.full_tests.heads import head, target, with_four_heads
 from tests.full_tests.speculation import accepted, ngram, speculating
 from tests.full_tests.test_refusals import refusal
 from tests.full_tests.workload import Answer, differences, mixed_requests, run_together
-from vllm_gaudi_spec.devices import describe_device, load_backend
+from vllm_gaudi_spec.devices import describe_device
 
 pytestmark = pytest.mark.ascend
 
@@ -174,25 +173,6 @@ def test_npu_a04_rows_that_share_a_prefix(looping_llama: str) -> None:
 
 def drafting(model: str) -> dict[str, Any]:
     return dict(method="draft_model", model=model, num_speculative_tokens=3)
-
-
-@pytest.mark.slow
-def test_bfloat16_through_the_fused_attention(looping_llama: str) -> None:
-    """Nothing is captured behind warm-up, as `engine` sees to; texts may round otherwise than without drafts."""
-    with speculating(looping_llama, drafting(looping_llama), dtype="bfloat16", **SIZES) as llm:
-        run_together(llm, REQUESTS)
-        assert accepted(llm) > 20
-
-
-@pytest.mark.slow
-def test_float32_through_plain_torch(looping_llama: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    backend: Any = load_backend()
-    monkeypatch.setattr(backend.attention, "fused_dtypes", backend.attention.fused_dtypes - {torch.float32})
-    with engine(looping_llama, **SIZES) as llm:
-        expected = run_together(llm, REQUESTS)
-    with speculating(looping_llama, drafting(looping_llama), **SIZES) as llm:
-        assert not differences(REQUESTS, run_together(llm, REQUESTS), expected)
-        assert accepted(llm) > 20
 
 
 SERVED = """

@@ -1,17 +1,14 @@
-"""OpenAI's client and `vllm bench serve` get from our server, which drafts, what it answers over HTTP."""
+"""OpenAI's client gets from our server, which drafts, what it answers over HTTP."""
 
 import asyncio
 import json
-import subprocess
-import sys
 from collections.abc import Iterator
-from pathlib import Path
 from typing import Any
 
 import pytest
 from openai import AsyncOpenAI, NotFoundError, OpenAI
 
-from tests.full_tests.server import Server, end_with_parent
+from tests.full_tests.server import Server
 from tests.support.processes import ROOT
 
 pytestmark = pytest.mark.slow
@@ -105,24 +102,3 @@ def test_openai_tools_and_schemas(client: OpenAI) -> None:
     for name, arguments in ([call.function.name, call.function.arguments], streamed):
         assert name == "weather"
         assert json.loads(arguments) in CITIES
-
-
-def test_vllm_bench_serve(drafting: Server, demo_model: str, tmp_path: Path) -> None:
-    """Of our environment: it comes with vLLM."""
-    command = [str(Path(sys.executable).with_name("vllm")), "bench", "serve"]
-    options = dict(base_url=f"http://127.0.0.1:{drafting.port}", model="tiny", tokenizer=demo_model, seed=0)
-    options |= dict(dataset_name="random", random_input_len=16, random_output_len=32, num_prompts=6, max_concurrency=2)
-    options |= dict(result_dir=tmp_path, result_filename="bench.json")
-    words = [word for name, value in options.items() for word in (f"--{name.replace('_', '-')}", str(value))]
-    done = subprocess.run(
-        [*command, *words, "--ignore-eos", "--save-result"],
-        capture_output=True,
-        text=True,
-        timeout=600,
-        preexec_fn=end_with_parent,
-    )
-    assert done.returncode == 0, done.stderr[-3000:]
-    found = json.loads((tmp_path / "bench.json").read_text())
-    assert (found["completed"], found["failed"]) == (6, 0)
-    assert found["total_output_tokens"] == 6 * 32
-    assert found["spec_decode_acceptance_length"] > 1

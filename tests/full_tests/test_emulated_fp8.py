@@ -3,7 +3,6 @@
 from pathlib import Path
 from typing import Any
 
-import numpy as np
 import pytest
 import torch
 
@@ -16,7 +15,6 @@ from tests.full_tests.speculation import accepted
 from tests.full_tests.test_refusals import refusal
 from vllm_gaudi_spec.config import NATIVE, REQUEST_OPTION
 from vllm_gaudi_spec.devices.hpu import backend as hpu
-from vllm_gaudi_spec.quantization import files
 
 pytestmark = pytest.mark.emulated
 
@@ -32,14 +30,6 @@ def drafting(model: str) -> dict[str, Any]:
 def calibrated(looping_llama: str, tmp_path_factory: pytest.TempPathFactory) -> Calibrated:
     """`engine` sees to it that nothing was compiled behind warm-up."""
     return calibrate(tmp_path_factory.mktemp("scales"), looping_llama, drafting(looping_llama), **SIZES)
-
-
-def test_every_layer_is_measured(calibrated: Calibrated) -> None:
-    for role in calibrated.roles:
-        (record,) = files.read_world(calibrated.prefix(role))
-        assert len(record.looked_at) == len(record.nodes) == 19
-        for node in record.nodes.values():
-            assert all((values > 0).all() and np.isfinite(values).all() for values in (*node.inputs, *node.outputs))
 
 
 @pytest.mark.parametrize(

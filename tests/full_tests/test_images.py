@@ -19,7 +19,6 @@ from tests.full_tests.test_bad_input import chat, check_alive, check_error
 from tests.models import vision
 from tests.models.media import SMALL, picture
 from tests.models.run import check
-from tests.support.videos import video
 
 
 def test_media_answers_equal_transformers(tmp_path: Path) -> None:
@@ -69,27 +68,4 @@ def question(*images: bytes, **more: Any) -> dict[str, Any]:
 )
 def test_bad_image_is_a_bad_request(image: bytes, words: list[str], asked: Server) -> None:
     check_error(asked.client.post("/v1/chat/completions", json=dict(model="tiny") | question(image)), words)
-    check_alive(asked)
-
-
-def about(clip: bytes) -> dict[str, Any]:
-    part = dict(type="video_url", video_url=dict(url=f"data:video/avi;base64,{base64.b64encode(clip).decode()}"))
-    return chat([part, dict(type="text", text="What happens?")], max_tokens=12, temperature=0, ignore_eos=True)
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize(
-    ("clip", "words"),
-    [
-        pytest.param(lambda: b"", ["video"], id="no bytes"),
-        pytest.param(lambda: b"RIFF, or so it says", ["video"], id="no video"),
-        pytest.param(lambda: video()[:200], ["video"], id="the beginning of one"),
-        pytest.param(lambda: video(frames=1), ["Failed to load"], id="no frame"),
-        pytest.param(lambda: video(20_000, 2, frames=2), ["Failed to apply"], id="20,000 x 2"),
-        pytest.param(lambda: video(14_000, 14_000, frames=1), ["14000x14000", "pixels"], id="a decompression bomb"),
-        pytest.param(lambda: video(frames=4_000, width=28, height=28, fps=1), ["maximum", "256"], id="an hour"),
-    ],
-)
-def test_bad_video_is_a_bad_request(clip: Callable[[], bytes], words: list[str], asked: Server) -> None:
-    check_error(asked.client.post("/v1/chat/completions", json=dict(model="tiny") | about(clip())), words)
     check_alive(asked)

@@ -1,7 +1,6 @@
-"""`vllm serve` answers as an OpenAI server does: completions, chat, streams, stop strings, n, seeds, many at once."""
+"""`vllm serve` answers as an OpenAI server does: completions, chat, streams, stop strings, n and seeds."""
 
 import json
-from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
@@ -97,16 +96,3 @@ def test_seeds_and_n(server: Server) -> None:
     assert other[0]["text"] != first[0]["text"]
     unseeded = [text(server.complete(**GREEDY | dict(temperature=1.0))) for _ in range(3)]
     assert len(set(unseeded)) == 3, "without a seed every request draws its own"
-
-
-def test_concurrent_requests_equal_single_ones(server: Server) -> None:
-    """32 clients at once, seeded and greedy, get what each gets alone."""
-    kinds = [dict(temperature=0), dict(temperature=1.0, top_p=0.9)]
-    bodies = [
-        GREEDY | kinds[index % 2] | dict(prompt=f"Number {index} of many: " * (1 + index % 5), seed=index)
-        for index in range(32)
-    ]
-    alone = [text(server.complete(**body)) for body in bodies]
-    with ThreadPoolExecutor(32) as pool:
-        together = list(pool.map(lambda body: text(server.complete(**body)), bodies))
-    assert together == alone
