@@ -79,7 +79,7 @@ class MaxAbs(nn.Module):
 class MeasuredLinear(nn.Module):
     """A `quant_method` that measures a linear layer."""
 
-    def __init__(self, layer: nn.Module, tokens: RealTokens, *, measures_outputs: bool, measures_sums: bool) -> None:
+    def __init__(self, layer: Any, tokens: RealTokens, *, measures_outputs: bool, measures_sums: bool) -> None:
         """Measure a layer, and with `measures_sums` also the sum of the ranks' outputs, which the layer returns."""
         super().__init__()
         self._method = getattr(layer, "quant_method", None)
@@ -92,7 +92,9 @@ class MeasuredLinear(nn.Module):
         if self.sum is not None:
             layer.register_forward_hook(self._see_sum)
 
-    def apply(self, layer: nn.Module, x: torch.Tensor, bias: torch.Tensor | None = None) -> torch.Tensor:
+    def apply(  # type: ignore[override]  # as in vLLM's linear methods
+        self, layer: Any, x: torch.Tensor, bias: torch.Tensor | None = None
+    ) -> torch.Tensor:
         self.input.see(self._tokens.mask(x))
         if self.output is None:
             return self._multiply(layer, x, bias)
@@ -100,7 +102,7 @@ class MeasuredLinear(nn.Module):
         self.output.see(self._tokens.mask(out))
         return out if bias is None else out + bias
 
-    def _multiply(self, layer: nn.Module, x: torch.Tensor, bias: torch.Tensor | None) -> torch.Tensor:
+    def _multiply(self, layer: Any, x: torch.Tensor, bias: torch.Tensor | None) -> torch.Tensor:
         if self._method is None:
             return nn.functional.linear(x, layer.weight, bias)
         out: torch.Tensor = self._method.apply(layer, x, bias)
@@ -171,6 +173,7 @@ class Measured:
                 self._linears[found.name] = _get_linear_shape(found.module)
             self._measured[found.name] = self._measure(found)
             self.reads_logits |= found.kind == LOGITS
+        module: Any
         for module in model.modules():
             if isinstance(getattr(module, "matmul_qk", None), MeasuredMatmul):
                 module.zero_padding = self._tokens.mask
@@ -247,7 +250,7 @@ def _saw_something(node: files.Node) -> bool:
     return any((values > 0).any() for values in (*node.inputs, *node.outputs))
 
 
-def _get_linear_shape(linear: nn.Module) -> LinearShape:
+def _get_linear_shape(linear: Any) -> LinearShape:
     """Return how vLLM splits a linear layer's weight among tensor-parallel ranks.
 
     The layer must not be quantized: its weight is [rows of this rank, columns of this rank].

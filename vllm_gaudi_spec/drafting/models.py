@@ -196,12 +196,12 @@ def _get_output_matrix(target: nn.Module) -> nn.Module | None:
     return getattr(_get_text_model(target), "lm_head", _get_embeddings(target))
 
 
-def _get_text_model(target: nn.Module) -> nn.Module:
+def _get_text_model(target: Any) -> Any:
     """Return the part of a multimodal model that generates."""
     return target.get_language_model() if hasattr(target, "get_language_model") else target
 
 
-def share_modules(target: nn.Module, head: nn.Module, group: GroupCoordinator | None = None) -> None:
+def share_modules(target: nn.Module, head: Any, group: GroupCoordinator | None = None) -> None:
     """Share the target's embeddings and output matrix with a head whose checkpoint has none, or an equal copy.
 
     Args:
@@ -225,7 +225,7 @@ def share_modules(target: nn.Module, head: nn.Module, group: GroupCoordinator | 
                 _replace(module.shared_head, "head", output)
 
 
-def _has_no_matrix(head: nn.Module, flag: str, head_module: nn.Module | None, target_module: nn.Module) -> bool:
+def _has_no_matrix(head: nn.Module, flag: str, head_module: nn.Module | None, target_module: nn.Module | None) -> bool:
     """Return whether a head has no matrix of its own.
 
     vLLM sets the flag, in classes that have it, if the checkpoint contains such a matrix. Step 3.5 has one in each MTP
@@ -241,7 +241,7 @@ def _has_no_matrix(head: nn.Module, flag: str, head_module: nn.Module | None, ta
     return ours.shape == others.shape and torch.equal(ours.cpu(), others.cpu())
 
 
-def _replace(owner: nn.Module, name: str, module: nn.Module) -> None:
+def _replace(owner: nn.Module, name: str, module: nn.Module | None) -> None:
     if hasattr(owner, name):
         delattr(owner, name)
     setattr(owner, name, module)

@@ -75,7 +75,7 @@ class MTPModel(LoadedHead):
 class _Layer:
     """One layer of a head, as a `Model`."""
 
-    output_ids = None
+    output_ids: torch.Tensor | None = None
 
     def __init__(self, head: MTPModel, layer: int) -> None:
         self._head = head
@@ -102,7 +102,7 @@ def _limit_layers(vllm_config: VllmConfig) -> int:
     return num_layers
 
 
-def _share_kv(vllm_config: VllmConfig, target_layers: list[str], assistant: nn.Module) -> None:
+def _share_kv(vllm_config: VllmConfig, target_layers: list[str], assistant: Any) -> None:
     """Let each layer of a Gemma 4 assistant read the KV of the target's last layer of its kind that has KV."""
     assert vllm_config.speculative_config is not None
     target_config = vllm_config.model_config.hf_text_config

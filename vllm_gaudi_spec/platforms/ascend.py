@@ -51,5 +51,5 @@ class AscendSpecPlatform(CapturingPlatform):
 
     @classmethod
     def set_device(cls, device: torch.device) -> None:
-        torch.npu.set_device(device)
+        torch.npu.set_device(device)  # type: ignore[attr-defined]
         ascend_device.refuse_other_cards()

@@ -195,7 +195,7 @@ def read_weights(
     return checkpoint.weights(tensors)
 
 
-def _forget_format(loaded: nn.Module) -> None:
+def _forget_format(loaded: Any) -> None:
     """Remove the quantization from the configuration of vLLM's gpt-oss.
 
     Its class reads files by the configuration instead of by the method of its layers.

@@ -54,7 +54,7 @@ class CalibratedLinear(nn.Module):
 
     def __init__(
         self,
-        layer: nn.Module,
+        layer: Any,
         weight_KN: torch.Tensor,
         input_scale: torch.Tensor,
         weight_scale: torch.Tensor,
@@ -68,7 +68,9 @@ class CalibratedLinear(nn.Module):
         self.register_buffer("weight_scale", weight_scale.float(), persistent=False)
         layer.weight = nn.Parameter(layer.weight.new_empty(0), requires_grad=False)
 
-    def apply(self, layer: nn.Module, x: torch.Tensor, bias: torch.Tensor | None = None) -> torch.Tensor:
+    def apply(  # type: ignore[override]  # as in vLLM's linear methods
+        self, layer: nn.Module, x: torch.Tensor, bias: torch.Tensor | None = None
+    ) -> torch.Tensor:
         out = self._arithmetic.multiply(self.input(x), self.weight_KN, self.input.scale, self.weight_scale, x.dtype)
         return out if bias is None else out + bias
 
@@ -108,15 +110,15 @@ class Fp8Cache(VLLMKVCache):
         return self.input.back(super().fetch_from_cache(cache, blocks), self._dtype)
 
 
-def serve_linear(layer: nn.Module, linear: Any) -> None:
+def serve_linear(layer: Any, linear: Any) -> None:
     """Make `linear.apply(layer, x, bias)` compute a linear layer of vLLM or of torch."""
     if isinstance(layer, nn.Linear):
         layer.served_by = linear
-        layer.forward = partial(_forward, layer)
+        layer.forward = partial(_forward, layer)  # type: ignore[method-assign]
     else:
         layer.quant_method = linear
 
 
-def _forward(layer: nn.Module, x: torch.Tensor) -> torch.Tensor:
+def _forward(layer: Any, x: torch.Tensor) -> torch.Tensor:
     out: torch.Tensor = layer.served_by.apply(layer, x, layer.bias)
     return out

@@ -6,13 +6,13 @@ from collections.abc import Callable
 from typing import Any
 
 import torch
-from torch import nn
 
 from vllm_gaudi_spec.quantization.encodings import E4M3, Words
 from vllm_gaudi_spec.quantization.fp8 import Arithmetic
 from vllm_gaudi_spec.upstream.layers import (
     ChannelQuantScaleParameter,
     GroupQuantScaleParameter,
+    LinearBase,
     LinearMethodBase,
     PackedvLLMParameter,
     UnquantizedLinearMethod,
@@ -36,7 +36,7 @@ class Fp8Linear(LinearMethodBase):
 
     def create_weights(
         self,
-        layer: nn.Module,
+        layer: LinearBase,
         input_size_per_partition: int,
         output_partition_sizes: list[int],
         input_size: int,
@@ -52,7 +52,7 @@ class Fp8Linear(LinearMethodBase):
         )
         layer.register_parameter("weight_scale", scale)
 
-    def process_weights_after_loading(self, layer: nn.Module) -> None:
+    def process_weights_after_loading(self, layer: LinearBase) -> None:
         # On the host, where e4m3 numbers beyond the card's range are still finite (lesson Q03).
         weight_NK, scale_N = layer.weight.data, layer.weight_scale.data.squeeze(1)
         if bool((scale_N == _NOT_LOADED).any()):
@@ -65,7 +65,7 @@ class Fp8Linear(LinearMethodBase):
         replace_parameter(layer, "weight", self._arithmetic.keep(weight_NK.t().contiguous()))
         replace_parameter(layer, "weight_scale", scale_N.contiguous())
 
-    def apply(self, layer: nn.Module, x: torch.Tensor, bias: torch.Tensor | None = None) -> torch.Tensor:
+    def apply(self, layer: LinearBase, x: torch.Tensor, bias: torch.Tensor | None = None) -> torch.Tensor:
         rows_TK = x.reshape(-1, x.shape[-1])
         scale_T1 = rows_TK.abs().amax(-1, keepdim=True).float() / self._largest + _SMALLEST
         rounded_TK = self._arithmetic.cast(rows_TK, 1 / scale_T1)
@@ -84,7 +84,7 @@ class Uint4Linear(LinearMethodBase):
 
     def create_weights(
         self,
-        layer: nn.Module,
+        layer: LinearBase,
         input_size_per_partition: int,
         output_partition_sizes: list[int],
         input_size: int,
@@ -116,11 +116,11 @@ class Uint4Linear(LinearMethodBase):
         not_loaded = torch.full((num_groups, num_outputs), torch.nan, dtype=params_dtype)
         layer.register_parameter("weight_scale", GroupQuantScaleParameter(data=not_loaded, **dims))
 
-    def process_weights_after_loading(self, layer: nn.Module) -> None:
+    def process_weights_after_loading(self, layer: LinearBase) -> None:
         if bool(layer.weight_scale.isnan().any()):
             raise RuntimeError(f"{self._prefix} is kept in 4 bits, but its checkpoint has no such weight for it.")
 
-    def apply(self, layer: nn.Module, x: torch.Tensor, bias: torch.Tensor | None = None) -> torch.Tensor:
+    def apply(self, layer: LinearBase, x: torch.Tensor, bias: torch.Tensor | None = None) -> torch.Tensor:
         words = Words(layer.weight_packed, layer.weight_scale, layer.weight_zero_point)
         out = torch.matmul(x, self._convert(words, x.dtype))
         return out if bias is None else out + bias

@@ -6,7 +6,7 @@ It chooses the same modules by name and class as INC, and uses the same files. `
 from __future__ import annotations
 
 from collections.abc import Callable, Collection, Iterator
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import numpy as np
 import torch
@@ -52,8 +52,9 @@ measure: Measure | None = None
 class Found(NamedTuple):
     name: str
     kind: str
-    module: nn.Module
-    parent: nn.Module
+    module: Any
+    """A layer of vLLM or of torch."""
+    parent: Any
 
     @property
     def last(self) -> str:

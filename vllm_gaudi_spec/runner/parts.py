@@ -188,7 +188,8 @@ class RunnerParts:
             store = None if self.encoders is None else MediaStore(self.encoders, self.backend, self.recorder)
             target.media_SW = None if store is None else store.rows_SW
             multimodal = Multimodal(model_config, target.model, self.backend, self.max_rows, store)
-            target.rotary_offsets_R = multimodal.rotary_offsets and multimodal.rotary_offsets.table_RX
+            if multimodal.rotary_offsets is not None:
+                target.rotary_offsets_R = multimodal.rotary_offsets.table_RX
             found.append(multimodal)
         if self.num_snapshots and target.states is not None:
             found.append(SnapshotRows(target.states, self.requests, self.backend))

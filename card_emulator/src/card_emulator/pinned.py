@@ -20,7 +20,7 @@ def _pin(fresh: torch.Tensor) -> torch.Tensor:
     if DEVICE.where.type == "hpu" and DEVICE.hostile and not DEVICE.pid:
         # Bridge 1.19, PinnedMemoryAllocator.cpp: the driver allocates it.
         raise DeviceRefusal("pinned memory is allocated before the device was opened")
-    fresh.untyped_storage()._pinned = True
+    fresh.untyped_storage()._pinned = True  # type: ignore[attr-defined]
     return fresh
 
 

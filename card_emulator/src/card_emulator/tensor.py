@@ -20,7 +20,7 @@ _INT32 = torch.iinfo(torch.int32)
 
 
 class DeviceTensor(torch.Tensor):
-    inner: torch.Tensor
+    inner: torch.Tensor  # type: ignore[assignment]  # hides torch.inner
     """The values; a meta tensor where compile-only mode made it."""
     memory: Allocation
     # Class attributes are the defaults of most tensors, so that making one sets few.
@@ -31,12 +31,12 @@ class DeviceTensor(torch.Tensor):
     twin: torch.Tensor | None = None
     """Stands in for `inner` in compile-only mode."""
     epoch = 0
-    index = 0
+    index = 0  # type: ignore[assignment]
     pending = False
     capture: Any = None
     slot = -1
 
-    __torch_function__ = torch._C._disabled_torch_function_impl
+    __torch_function__ = torch._C._disabled_torch_function_impl  # type: ignore[assignment]
 
     def __new__(cls, inner: torch.Tensor, memory: Allocation | None = None, part: bool = False) -> DeviceTensor:
         tensor: DeviceTensor = _make(
@@ -56,7 +56,7 @@ class DeviceTensor(torch.Tensor):
         pass
 
     @classmethod
-    def __torch_dispatch__(
+    def __torch_dispatch__(  # type: ignore[override]
         cls, func: Any, types: Any, args: Sequence[Any] = (), kwargs: dict[str, Any] | None = None
     ) -> Any:
         info = _infos.get(func) or info_of(func)
@@ -72,8 +72,7 @@ class DeviceTensor(torch.Tensor):
     @property
     def data(self) -> DeviceTensor:
         # A parameter's is a tensor without its class, and may be changed in place whatever autograd thinks.
-        found: DeviceTensor = self.detach() if isinstance(self, torch.nn.Parameter) else self
-        return found
+        return self.detach() if isinstance(self, torch.nn.Parameter) else self  # type: ignore[return-value]
 
     @data.setter
     def data(self, value: torch.Tensor) -> None:
@@ -84,7 +83,7 @@ class DeviceTensor(torch.Tensor):
                 raise RuntimeError(f"cannot assign a tensor on {value.device} to the data of one on {DEVICE.where}")
             self.leave(value)
             return
-        torch.Tensor.data.__set__(self, value)
+        torch.Tensor.data.__set__(self, value)  # type: ignore[attr-defined]
         self.inner, self.memory, self.part = value.inner, value.memory, value.part
         self.ghost, self.twin = value.ghost, None
 
@@ -113,7 +112,7 @@ class DeviceTensor(torch.Tensor):
     def pin_memory(self, *args: Any, **kwargs: Any) -> DeviceTensor:
         raise RuntimeError(f"cannot pin a tensor on {DEVICE.where}; only dense CPU tensors can be pinned")
 
-    def __repr__(self, **kwargs: Any) -> str:
+    def __repr__(self, **kwargs: Any) -> str:  # type: ignore[override]
         if self.ghost or DEVICE.compile_only:
             return f"tensor(..., device='{DEVICE.where}', size={tuple(self.shape)}, dtype={self.dtype})"
         text = repr(download("print", self))

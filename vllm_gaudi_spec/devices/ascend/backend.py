@@ -245,9 +245,10 @@ def make_backend(
     torch_npu = usable_torch_npu()
     # Without a number this is the process's one card (`Platform.set_device`).
     device = torch.device("npu")
-    card = Card(torch_npu, device, NpuCaptures(torch.npu, device))
-    graphs = graphs_class(torch.npu, card.captures)
-    memory = memory_class(torch.npu, device, graphs)
+    npu = torch_npu.npu
+    card = Card(torch_npu, device, NpuCaptures(npu, device))
+    graphs = graphs_class(npu, card.captures)
+    memory = memory_class(npu, device, graphs)
     return DeviceBackend(
         traits=make_traits(name, device),
         graphs=graphs,

@@ -207,7 +207,7 @@ def _get_geometry(tensor: torch.Tensor) -> Geometry | None:
         or getattr(tensor, "constant", None) is not None
     ):
         return None
-    return Geometry(tensor.dtype, tensor.shape, tensor.stride(), tensor.storage_offset(), tensor.device)
+    return Geometry(tensor.dtype, tensor.shape, tensor.stride(), int(tensor.storage_offset()), tensor.device)
 
 
 def _is_whole(fake: torch.Tensor) -> bool:

@@ -102,7 +102,7 @@ class RegionCompiler:
         assert self._tracer is None, "a function that is compiled calls no other"
         tracer = self._tracer = Tracer(self._rewrites, self._device_type, self._results)
         try:
-            arguments = [tracer.fakes.enter(tensor) for tensor in tensors]
+            arguments: list[torch.Tensor] = [tracer.fakes.enter(tensor) for tensor in tensors]
             with tracer:
                 result = function(*rebuild(arguments, rest))
         finally:

@@ -21,7 +21,7 @@ from vllm.logger import init_logger
 
 from vllm_gaudi_spec.config import FLOAT16, FLOAT32, Options, UnsupportedConfigError
 from vllm_gaudi_spec.quantization.config import get_cpu_weights
-from vllm_gaudi_spec.upstream.layers import ParallelLMHead, VocabParallelEmbedding
+from vllm_gaudi_spec.upstream.layers import LinearBase, ParallelLMHead, VocabParallelEmbedding
 
 logger = init_logger(__name__)
 
@@ -101,7 +101,7 @@ _SLICE_NUMBERS = 1 << 22
 @contextmanager
 def _fast_float32(dtype: torch.dtype) -> Iterator[None]:
     """Let oneDNN convert float32 operands that hold numbers of `dtype` to bfloat16, if that is exact."""
-    matmul = torch.backends.mkldnn.matmul
+    matmul = torch.backends.mkldnn.matmul  # type: ignore[attr-defined]
     before = matmul.fp32_precision
     if dtype == torch.bfloat16:
         matmul.fp32_precision = "bf16"
@@ -186,7 +186,7 @@ def keep_unpacked() -> Iterator[None]:
         _State.keeps_weights = False
 
 
-def pack(original: Callable[..., None], layer: nn.Module, remove_weight: bool) -> None:
+def pack(original: Callable[..., None], layer: LinearBase | VocabParallelEmbedding, remove_weight: bool) -> None:
     """Choose the kernel for a layer that was just loaded, in place of vLLM's choice `original`.
 
     With `remove_weight` nothing else reads the weight. Embedding tables keep theirs for looking up tokens.
@@ -218,7 +218,7 @@ def pack(original: Callable[..., None], layer: nn.Module, remove_weight: bool) -
 
 def _choose(
     original: Callable[..., None],
-    layer: nn.Module,
+    layer: LinearBase,
     weight: torch.Tensor,
     remove_weight: bool,
     weight_format: str | None,

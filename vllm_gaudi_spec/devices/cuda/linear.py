@@ -17,7 +17,12 @@ import triton.language as tl
 from torch import nn
 
 from vllm_gaudi_spec.devices.cuda import kernels, launch
-from vllm_gaudi_spec.upstream.layers import UnquantizedEmbeddingMethod, UnquantizedLinearMethod
+from vllm_gaudi_spec.upstream.layers import (
+    LinearBase,
+    UnquantizedEmbeddingMethod,
+    UnquantizedLinearMethod,
+    VocabParallelEmbedding,
+)
 
 FEW_ROWS = 2
 """Up to this many rows, the kernel without matrix units is faster."""
@@ -320,7 +325,7 @@ def _get_shared_memory(device: torch.device) -> int:
     """Return how many bytes of shared memory an instance may have."""
     if device.type != "cuda":
         return 96 << 10
-    return int(torch.cuda.get_device_properties(device).shared_memory_per_block_optin)
+    return int(torch.cuda.get_device_properties(device).shared_memory_per_block_optin)  # type: ignore[attr-defined]
 
 
 @triton.jit(do_not_specialize=["num_rows"])
@@ -405,14 +410,14 @@ def _some_rows(
 
 
 class FewRowsLinear(UnquantizedLinearMethod):
-    def apply(self, layer: nn.Module, x: Any, bias: torch.Tensor | None = None) -> torch.Tensor:
+    def apply(self, layer: LinearBase, x: Any, bias: torch.Tensor | None = None) -> torch.Tensor:
         return linear(x, layer.weight, bias)
 
 
 class _FewRowsEmbedding(UnquantizedEmbeddingMethod):
     """Method of embedding tables and output matrices."""
 
-    def apply(self, layer: nn.Module, x: torch.Tensor, bias: torch.Tensor | None = None) -> torch.Tensor:
+    def apply(self, layer: VocabParallelEmbedding, x: torch.Tensor, bias: torch.Tensor | None = None) -> torch.Tensor:
         # Rounded to 16 bits, the two best logits would often be equal.
         return linear(x, layer.weight, bias, dtype=torch.float32 if layer.weight.itemsize == 2 else None)
 
@@ -422,6 +427,7 @@ _METHODS = {UnquantizedLinearMethod: FewRowsLinear, UnquantizedEmbeddingMethod: 
 
 def install(model: nn.Module) -> None:
     """Replace the methods of a model's unquantized layers; other layers keep theirs."""
+    layer: Any
     for layer in model.modules():
         method = _METHODS.get(type(getattr(layer, "quant_method", None)))
         if method is not None:

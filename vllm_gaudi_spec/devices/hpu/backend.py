@@ -147,19 +147,19 @@ class HpuMemory(PairMemory):
         return by_layer
 
     def free_bytes(self) -> int:
-        return int(torch.hpu.mem_get_info()[0])
+        return int(_hpu().mem_get_info()[0])
 
     measures_peak = True
 
     def measure_peak(self, run: Callable[[], object]) -> int:
         # The memory of a running recipe may be of the bridge's pool or of the driver; the larger number is right.
-        torch.hpu.synchronize()
-        allocated, free = torch.hpu.memory_allocated(), self.free_bytes()
-        torch.hpu.reset_peak_memory_stats()
+        _hpu().synchronize()
+        allocated, free = _hpu().memory_allocated(), self.free_bytes()
+        _hpu().reset_peak_memory_stats()
         run()
         self._bridge.mark_step()
-        torch.hpu.synchronize()
-        return max(int(torch.hpu.max_memory_allocated()) - int(allocated), free - self.free_bytes(), 0)
+        _hpu().synchronize()
+        return max(int(_hpu().max_memory_allocated()) - int(allocated), free - self.free_bytes(), 0)
 
     def bytes_asked(self, error: RuntimeError) -> int | None:
         found = _ALLOCATION_FAILED.search(str(error))
@@ -167,7 +167,7 @@ class HpuMemory(PairMemory):
 
     def available_memory(self, utilization: float, num_ranks: int) -> int:
         # Each rank has its own card.
-        free, total = torch.hpu.mem_get_info()
+        free, total = _hpu().mem_get_info()
         reserve = gaudi_memory_reserve()
         logger.info(
             "%.1f of %.1f GiB are free after loading; %.0f %% of that is reserved for graphs.",
@@ -183,7 +183,7 @@ class HpuMemory(PairMemory):
     @cached_property
     def _downloads(self) -> Any:
         """The stream that copies results to the host."""
-        return torch.hpu.Stream()
+        return _hpu().Stream()
 
     def download(self, tensor: torch.Tensor) -> torch.Tensor:
         self.num_host_syncs += 1
@@ -199,11 +199,11 @@ class HpuMemory(PairMemory):
         # The next replay may overwrite the results before they are copied, so download a clone, on a stream of its own
         # as vllm-gaudi does.
         copy = tensor.clone()
-        issued = torch.hpu.current_stream()
-        with torch.hpu.stream(self._downloads):
+        issued = _hpu().current_stream()
+        with _hpu().stream(self._downloads):
             self._downloads.wait_stream(issued)
             host.copy_(copy, non_blocking=True)
-            done = torch.hpu.Event()
+            done = _hpu().Event()
             done.record()
         return partial(self._finish_download, done, host, copy)
 
@@ -230,7 +230,12 @@ class HpuMemory(PairMemory):
         return None
 
     def synchronize(self) -> None:
-        torch.hpu.synchronize()
+        _hpu().synchronize()
+
+
+def _hpu() -> Any:
+    """Return torch.hpu, which is registered when the bridge is loaded."""
+    return importlib.import_module("habana_frameworks.torch.hpu")
 
 
 # Bytes of one row's mask from which on the fused kernel fails (vllm-gaudi#1749).
@@ -336,7 +341,7 @@ class HpuWeights(Weights):
         mark_layers(model, self._bridge.mark_step, gaudi_layers_of_a_recipe())
         # Wait for the copies. Nothing is derived from weights: graphs read them where they are.
         self._bridge.mark_step()
-        torch.hpu.synchronize()
+        _hpu().synchronize()
 
 
 def mark_layers(model: nn.Module, mark_step: Callable[[], None], every: int) -> None:

@@ -102,6 +102,7 @@ def apply(model: nn.Module, quant_config: QuantConfig, load_context: LoadContext
     core.hpu_initialize(model, mark_only_scales_as_const=True)
     if quant_config.measures:
         return Measured(inc, model, files.stem(quant_config.dump_stats_path, load_context.rank, load_context.world))
+    module: Any
     for module in model.modules():
         cache = getattr(module, "k_cache", None)
         if cache is not None and type(cache) is not VLLMKVCache:

@@ -74,7 +74,7 @@ class HpuLogitsProcessor(LogitsProcessor):
     ) -> torch.Tensor | None:
         # No `super()`: with LoRA `self` is a wrapper of another class.
         if self.logits_as_input:
-            logits = hidden_states
+            logits: torch.Tensor | None = hidden_states
         else:
             logits = self._get_logits(hidden_states, lm_head, embedding_bias, skip_gather)
         if logits is None:  # this rank gathers none

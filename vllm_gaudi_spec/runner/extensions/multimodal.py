@@ -9,7 +9,7 @@ D: dimensions of a multimodal rotary position.
 from __future__ import annotations
 
 from dataclasses import replace
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import torch
@@ -25,7 +25,6 @@ from vllm_gaudi_spec.upstream.models import EncoderCache, EncoderRunner, find_bi
 if TYPE_CHECKING:
     from collections.abc import Iterator
 
-    from torch import nn
     from vllm.config import ModelConfig
 
     from vllm_gaudi_spec.devices.base import DeviceBackend
@@ -46,7 +45,7 @@ class Multimodal(Extension):
     def __init__(
         self,
         model_config: ModelConfig,
-        model: nn.Module,
+        model: Any,
         backend: DeviceBackend,
         max_rows: int,
         store: MediaStore | None = None,

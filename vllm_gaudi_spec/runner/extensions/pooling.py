@@ -6,7 +6,7 @@ vLLM's poolers take lists of requests and work on the host, so they are never ca
 from __future__ import annotations
 
 from dataclasses import replace
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import torch
@@ -18,7 +18,6 @@ from vllm_gaudi_spec.runner.report import copy_contiguous
 from vllm_gaudi_spec.upstream.sampling import LateInteractionRunner, PoolingMetadata, PoolingStates
 
 if TYPE_CHECKING:
-    from torch import nn
     from vllm.config import ModelConfig
     from vllm.pooling_params import PoolingParams
 
@@ -32,11 +31,11 @@ TASKS = ("embed", "classify", "token_embed", "token_classify")
 _SECOND_TEXT = "compressed_token_type_ids"
 
 
-def list_tasks(model: nn.Module) -> tuple[str, ...]:
+def list_tasks(model: Any) -> tuple[str, ...]:
     return tuple(sorted(model.pooler.get_supported_tasks().intersection(TASKS)))
 
 
-def get_output_format(model: nn.Module, config: ModelConfig) -> tuple[int, torch.dtype]:
+def get_output_format(model: Any, config: ModelConfig) -> tuple[int, torch.dtype]:
     """Return size and dtype of a forward's output per token.
 
     In vLLM's token classification models the forward itself returns scores of classes.
@@ -47,7 +46,7 @@ def get_output_format(model: nn.Module, config: ModelConfig) -> tuple[int, torch
 
 
 class Pooling(Extension):
-    def __init__(self, model: nn.Module, hidden_states: HiddenStateBuffer, memory: Memory) -> None:
+    def __init__(self, model: Any, hidden_states: HiddenStateBuffer, memory: Memory) -> None:
         self._pooler = model.pooler
         self._hidden_states = hidden_states
         self._memory = memory

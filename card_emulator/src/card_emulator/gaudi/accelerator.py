@@ -37,8 +37,8 @@ def _names() -> dict[str, Callable[..., Any]]:
         "_accelerator_getAccelerator": lambda: torch.device(DEVICE.where.type),
         "_accelerator_getDeviceIndex": runtime.current_device,
         "_accelerator_setDeviceIndex": runtime.set_device,
-        "_accelerator_getStream": lambda index: torch.hpu.current_stream(),
-        "_accelerator_setStream": lambda stream: torch.hpu.set_stream(stream),
+        "_accelerator_getStream": lambda index: torch.hpu.current_stream(),  # type: ignore[attr-defined]
+        "_accelerator_setStream": lambda stream: torch.hpu.set_stream(stream),  # type: ignore[attr-defined]
         "_accelerator_isAllocatorInitialized": _refuse_allocator_call,
         "_accelerator_emptyCache": _refuse_allocator_call,
         "_accelerator_getDeviceStats": _refuse_allocator_call,

@@ -138,7 +138,8 @@ def _laid_out(run: Callable[..., Any], stride: Sequence[int]) -> Callable[..., A
 
 
 def _check(node: fx.Node) -> None:
-    name = node.target._schema.name.partition("::")[2]
+    target: Any = node.target
+    name = target._schema.name.partition("::")[2]
     where = _line(node)
     found = node.meta["val"]
     if any(
@@ -148,7 +149,7 @@ def _check(node: fx.Node) -> None:
         for size in tensor.shape
     ):
         raise DeviceRefusal(f"{node.target} is compiled for a symbolic shape, from {where}")
-    if node.target.namespace in ("c10d", "_c10d_functional"):  # C23: optimum-habana, tensorparallel.py
+    if target.namespace in ("c10d", "_c10d_functional"):  # C23: optimum-habana, tensorparallel.py
         raise DeviceRefusal(f"{node.target} in a compiled graph is known to add wrongly, from {where}")
     if _computes_in_64_bits(node, name):
         DEVICE.counters.event("int64 arithmetic in a compiled graph", str(node.target), where)

@@ -224,8 +224,8 @@ def block_softmax(
     top = top.masked_fill(unused.squeeze(-1), 0.0)
     blocks = attn.shape[0]
     extra = -(top.numel() // max(blocks, 1)) % _lanes(attn.dtype)
-    padded = (F.pad(part.reshape(blocks, -1), (0, extra)).to(attn.dtype) for part in (top, sums))
-    return (weights.to(attn.dtype), *padded)
+    top, sums = (F.pad(part.reshape(blocks, -1), (0, extra)).to(attn.dtype) for part in (top, sums))
+    return weights.to(attn.dtype), top, sums
 
 
 def block_softmax_adjustment(

@@ -111,7 +111,7 @@ class Inputs:
                 self.tensors.append(value)
             inner = value.inner
             dtype = _STORED_AS.get(inner.dtype, inner.dtype) if DEVICE.hostile else inner.dtype
-            return Form(inner.shape, inner.stride(), inner.storage_offset(), dtype, twin)
+            return Form(inner.shape, inner.stride(), int(inner.storage_offset()), dtype, twin)
         kind = type(value)
         if isinstance(value, (list, tuple)):
             return (kind, *[self._walk(item) for item in value])

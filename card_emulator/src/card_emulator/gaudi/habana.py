@@ -107,7 +107,7 @@ def apply_rotary_pos_emb(
 def mark_step(device_str: str = "", sync: bool = False) -> None:
     DEVICE.mark_step()
     if sync and DEVICE.lazy:
-        torch.hpu.synchronize()
+        torch.hpu.synchronize()  # type: ignore[attr-defined]
 
 
 def is_lazy() -> bool:

@@ -36,16 +36,18 @@ class _AnyGenerator(type(torch._C.Generator)):  # type: ignore[misc]
 class Generator(torch._C.Generator, metaclass=_AnyGenerator):
     """The host's generator under the card's name: random numbers are drawn on the host in either case."""
 
+    _where: torch.device
+
     def __new__(cls, device: Any = "cpu") -> Any:
         where = torch.device(device)
         if where.type != DEVICE.where.type:
             return torch._C.Generator(where)
-        generator = super().__new__(cls, "cpu")
+        generator: Any = super().__new__(cls, "cpu")  # type: ignore[call-arg]
         generator._where = DEVICE.where
         return generator
 
     @property
-    def device(self) -> torch.device:
+    def device(self) -> torch.device:  # type: ignore[override]
         return self._where
 
 
