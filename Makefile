@@ -1,5 +1,5 @@
 # `make help` lists the targets. Everything lives in .venv. Outside the checkout only the user's cache directory is
-# written (the demo model, vocabulary maps, small files of vLLM's, what pip downloaded).
+# written (the demo model, small files of vLLM's, what pip downloaded).
 
 SHELL := bash
 .SHELLFLAGS := -eu -o pipefail -c

@@ -51,7 +51,7 @@ def options() -> str:
         if isinstance(field, ast.AnnAssign) and isinstance(field.target, ast.Name)
         if isinstance(text, ast.Expr) and isinstance(text.value, ast.Constant) and isinstance(text.value.value, str)
     }
-    kinds = {"tuple": "list of integers", "str": "string", "int": "integer", "bool": "true or false"}
+    kinds = {"tuple": "list of integers", "str": "string", "int": "integer"}
     rows = []
     for field in fields(Options):
         kind = kinds[re.split(r"\W", str(field.type))[0]]

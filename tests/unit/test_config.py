@@ -991,6 +991,20 @@ def test_custom_logits_processors_disable_async_scheduling(tmp_path: Path) -> No
     assert made.scheduler_config.async_scheduling is False
 
 
+@pytest.mark.parametrize(("captures", "method"), [(False, "ngram"), (True, "ngram_gpu")])
+def test_device_that_captures_graphs_looks_ngrams_up_itself(
+    captures: bool, method: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    cpu = load_backend()
+    traits = dataclasses.replace(cpu.traits, captures=captures)
+    monkeypatch.setattr(platform, "load_backend", lambda: dataclasses.replace(cpu, traits=traits))
+    for asked in (NGRAM, dict(model="[ngram]")):
+        made = engine_config(tmp_path, asked)
+        assert made.speculative_config is not None
+        assert made.speculative_config.method == method
+        assert bool(made.scheduler_config.async_scheduling) == captures
+
+
 @pytest.mark.parametrize(("wanted", "fine"), [(0, True), (3, True), (-1, False), (True, False), (1.0, False)])
 def test_requested_number_of_drafts_is_checked(wanted: Any, fine: bool) -> None:
     reason = check_request(SamplingParams(extra_args={"num_speculative_tokens": wanted}))

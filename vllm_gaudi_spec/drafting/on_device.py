@@ -27,7 +27,6 @@ if TYPE_CHECKING:
     from vllm_gaudi_spec.drafting.guard import Guard
     from vllm_gaudi_spec.records import Batch, DraftRound, Request, SampledRows, StepResult
     from vllm_gaudi_spec.runner.requests import Requests
-    from vllm_gaudi_spec.sampling.branches import Branch
     from vllm_gaudi_spec.step_inputs import StepInputs
 
 

@@ -20,6 +20,7 @@ from vllm_gaudi_spec.config import (
 )
 from vllm_gaudi_spec.devices import load_backend, refuse_unknown_device
 from vllm_gaudi_spec.environment import DEVICE, choose_start_method, skip_warmup
+from vllm_gaudi_spec.methods import NGRAM, NGRAM_GPU
 from vllm_gaudi_spec.quantization.dequantized import choose_kernels, read_weights, use_device
 from vllm_gaudi_spec.quantization.kv_scheme import choose_kv_dtype, drop_scales_set_aside
 from vllm_gaudi_spec.recurrent.table import has_states
@@ -108,6 +109,9 @@ class SpecPlatform(Platform):
                 choose_kv_dtype(vllm_config, model, has_fp8=has_fp8)
                 choose_kernels(vllm_config, model, load_backend())
         refuse_unsupported(vllm_config, load_backend())
+        speculative = vllm_config.speculative_config
+        if speculative is not None and speculative.method == NGRAM and load_backend().traits.captures:
+            speculative.method = NGRAM_GPU  # the same drafts, for which the device does not wait
         _disable_vllm_state_caching(vllm_config)
         _require_whole_images(vllm_config)
         _warn_about_unused_options(vllm_config)

@@ -7,15 +7,14 @@ from functools import partial
 from typing import Any, Literal
 
 from vllm_gaudi_spec.config import IS_UNIVERSAL, UNIVERSAL_DRAFT, UnsupportedConfigError
-from vllm_gaudi_spec.devices import load_backend
 from vllm_gaudi_spec.environment import QUANT_CONFIG, TRUST_DRAFT_CODE
-from vllm_gaudi_spec.methods import DRAFT_MODEL, EAGLE3, MEDUSA, METHODS, NGRAM, NGRAM_GPU, RULES, has_model
+from vllm_gaudi_spec.methods import DRAFT_MODEL, EAGLE3, MEDUSA, METHODS, NGRAM_GPU, RULES, has_model
 from vllm_gaudi_spec.upstream.patching import do_nothing, patches, raise_unchanged, widen, wrap
 from vllm_gaudi_spec.upstream.release import FROM_0_33
 
 
 def describe_drafters() -> None:
-    """Change how a speculative configuration describes its drafter. One wrapper; each of its seven parts can go alone.
+    """Change how a speculative configuration describes its drafter. One wrapper; each of its six parts can go alone.
 
     Method `universal_draft` is an alias of a draft model with `use_heterogeneous_vocab`, for every draft sample method
     and for vocabularies of other sizes.
@@ -38,10 +37,6 @@ def describe_drafters() -> None:
     A method of ours without a model is described as n-gram drafting, which has none either.
     Reason: upstream refuses every method that it does not know.
     Remove when: upstream lets a platform add methods.
-
-    Method `ngram` is `ngram_gpu` on a device that captures graphs.
-    Reason: its drafts are the same, and do not make the device wait for the host.
-    Remove when: upstream has one method that chooses.
 
     Medusa is refused in one line from vLLM 0.33 on.
     Reason: upstream removed the model's class and its configuration, and would answer with a list of methods.
@@ -99,8 +94,6 @@ def _describe_drafter(original: Callable[..., Any], config: Any) -> Any:
         # From here on upstream only refuses its own flag; `config.py` reads ours.
         config.use_heterogeneous_vocab = False
         setattr(config, IS_UNIVERSAL, True)
-    if config.method == NGRAM and load_backend().traits.captures:
-        config.method = NGRAM_GPU
     method = METHODS.get(config.method)
     if target is not None and method is not None and method.in_target and _is_in_targets_folder(config):
         _share_positions(config)

@@ -48,17 +48,6 @@ def test_upstream_still_lacks_our_rules() -> None:
         assert not set(values_of(upstreams[name])) & set(more)
 
 
-@pytest.mark.parametrize(("captures", "method"), [(False, "ngram"), (True, "ngram_gpu")])
-def test_device_that_captures_graphs_looks_ngrams_up_itself(
-    captures: bool, method: str, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    upstream.apply()
-    backend = SimpleNamespace(traits=SimpleNamespace(captures=captures))
-    monkeypatch.setattr(configuration, "load_backend", lambda: backend)
-    for asked in (dict(method="ngram"), dict(model="[ngram]")):
-        assert SpeculativeConfig(num_speculative_tokens=3, **asked).method == method
-
-
 @pytest.mark.skipif(not FROM_0_33, reason="vLLM 0.32 has Medusa")
 def test_medusa_is_refused_in_one_line(tmp_path: Path) -> None:
     upstream.apply()
