@@ -19,6 +19,7 @@ from vllm_gaudi_spec.records import Batch, Verification
 from vllm_gaudi_spec.runner.planning import plan_batches
 from vllm_gaudi_spec.runner.requests import Requests
 from vllm_gaudi_spec.runner.shapes import Shapes
+from vllm_gaudi_spec.sampling.params import Sampling
 from vllm_gaudi_spec.sampling.rules.registry import TORCH
 
 
@@ -91,6 +92,16 @@ class CapturingGraphs(Graphs):
             return trees.tree_unflatten(results[graph], form)
 
         return run
+
+
+def make_requests(backend: HostBackend | None = None, **options: Any) -> Requests:
+    sizes = dict(max_rows=3, max_len=64, block_sizes=[16], max_context=64, seed=0)
+    return Requests(backend or HostBackend(), **(sizes | options))  # type: ignore[arg-type]
+
+
+def make_sampling(backend: HostBackend | None = None, **options: Any) -> Sampling:
+    sizes = dict(max_rows=4, vocab_size=100, max_logprobs=5, logprobs_mode="raw_logprobs")
+    return Sampling(backend or HostBackend(), **(sizes | options))  # type: ignore[arg-type]
 
 
 def sampled(answers: list[list[int]], num_rows: int) -> Verification:

@@ -12,14 +12,13 @@ import torch
 from vllm.sampling_params import SamplingParams
 from vllm.v1.outputs import LogprobsLists, ModelRunnerOutput
 
-from tests.support.fakes import CapturingBackend, CompilingBackend, HostBackend, new_request, step
+from tests.support.fakes import CapturingBackend, CompilingBackend, HostBackend, make_requests, new_request, step
 from vllm_gaudi_spec.config import Speculation
 from vllm_gaudi_spec.graphs import StepRecorder
 from vllm_gaudi_spec.records import SampleShape, StepResult
 from vllm_gaudi_spec.runner.planning import make_sample_batch
 from vllm_gaudi_spec.runner.report import Downloads, Reports
-from vllm_gaudi_spec.runner.requests import Requests
-from vllm_gaudi_spec.sampling.branches import IN_LIST, SEARCHED, Branch
+from vllm_gaudi_spec.sampling.branches import Branch
 from vllm_gaudi_spec.sampling.grammars import Grammar
 from vllm_gaudi_spec.sampling.params import Sampling
 from vllm_gaudi_spec.sampling.rules.registry import TORCH
@@ -58,29 +57,6 @@ def test_coarse_branches_are_few_and_idempotent(grain: Grain, vocab: int, most: 
     counts = given.logprob_counts
     assert len(given.branches) <= grain.most
     assert all(grain.coarse(branch, vocab, counts) == branch for branch in given.branches)
-
-
-@grains
-@pytest.mark.parametrize("vocab", VOCABS)
-@pytest.mark.parametrize("most", MOST_LOGPROBS)
-def test_coarse_branch_includes_original(grain: Grain, vocab: int, most: int) -> None:
-    counts = sampling(vocab, most).logprob_counts
-    for fine in Branch.iter_all(vocab, counts):
-        coarse = grain.coarse(fine, vocab, counts)
-        assert coarse.random == fine.random, "noise is nothing that can be idle"
-        for name, own, asked in zip(Branch._fields, coarse, fine, strict=True):
-            assert own >= asked, name
-
-
-def test_merged_branch_excludes_unused_common_parts() -> None:
-    counts = (0, 5, 20)
-    assert Branch().merge(1500, counts) == Branch()
-    plain = Branch(random=True, min_p=True)
-    assert Branch(random=True).merge(1500, counts) == plain, "no filter but min-p"
-    assert Branch(random=True, top_k=64).merge(1500, counts) == plain._replace(top_k=64, top_p=IN_LIST), "no search"
-    searched = Branch(random=True, top_p=SEARCHED).merge(1500, counts)
-    assert searched == plain._replace(top_k=64, top_p=SEARCHED), "one search, not two"
-    assert Branch(reported=True).merge(1500, counts).top_p == 0, "a greedy request that asks for log-probabilities"
 
 
 # --- the same outcome ---
@@ -154,7 +130,7 @@ class Case:
     def run(self, backend: HostBackend, mode: str, speculation: Speculation) -> tuple[Branch, ModelRunnerOutput]:
         """Verify as the runner does."""
         given = sampling(self.vocab, -1, backend, mode)
-        requests = Requests(backend, max_rows=MAX_ROWS, max_len=MAX_LEN, block_sizes=[16], max_context=MAX_LEN, seed=0)
+        requests = make_requests(backend, max_rows=MAX_ROWS, max_len=MAX_LEN, max_context=MAX_LEN)
         new = [
             new_request(name, self.prompts[name], [1], params=params, prefill=self.prompts[name] + self.outputs[name])
             for name, params in self.params.items()

@@ -6,17 +6,12 @@ import pytest
 import torch
 
 from tests.support.filter_cases import OFF, ROWS, Filter, Filters, check_kept, check_rows
-from tests.support.reference import sampling as reference
 from vllm_gaudi_spec.devices.cpu.rules import filter_logits as filter_on_cpu
 from vllm_gaudi_spec.sampling.filters import filter_logits
 
 HOST = torch.device("cpu")
 EITHER = pytest.mark.parametrize("keep", [filter_logits, filter_on_cpu], ids=["torch", "cpu"])
 LOGITS = torch.randn(6, 2, 40, generator=torch.Generator().manual_seed(0)) * 3
-
-
-def kept(logits: torch.Tensor) -> set[int]:
-    return set(torch.isfinite(logits).nonzero().flatten().tolist())
 
 
 def in_every_row(number: float) -> torch.Tensor:
@@ -52,36 +47,6 @@ def test_list_equals_search_if_it_covers_every_k() -> None:
     top_p[::5] = OFF
     filters = Filters(torch.full((20,), 0.01), top_k, top_p)
     check_kept(logits[:, 0], filters, filter_logits(logits, *filters, longest=64)[:, 0])
-
-
-@EITHER
-@pytest.mark.parametrize("longest", [0, 40])
-def test_filters_equal_reference_loop(keep: Filter, longest: int) -> None:
-    for top_k in (1, 7, 39, 40):
-        filtered = keep(LOGITS, None, in_every_row(top_k).int(), None, longest)
-        for found, logits in zip(filtered.flatten(0, 1), LOGITS.flatten(0, 1), strict=True):
-            assert kept(found) == reference.keep_top_k(logits.tolist(), top_k)
-    for top_p in (1e-6, 0.1, 0.5, 0.9, 0.999):
-        filtered = keep(LOGITS, None, in_every_row(40).int(), in_every_row(top_p), longest)
-        for found, logits in zip(filtered.flatten(0, 1), LOGITS.flatten(0, 1), strict=True):
-            assert kept(found) == reference.keep_top_p(logits.tolist(), top_p)
-    for min_p in (0.0, 0.02, 0.5, 1.0):
-        filtered = keep(LOGITS, in_every_row(min_p), None, None)
-        for found, logits in zip(filtered.flatten(0, 1), LOGITS.flatten(0, 1), strict=True):
-            assert kept(found) == reference.keep_min_p(logits.tolist(), min_p)
-
-
-@EITHER
-@pytest.mark.parametrize("longest", [0, 8])
-def test_top_p_applies_to_tokens_kept_by_top_k(keep: Filter, longest: int) -> None:
-    """Rows: both filters; top-k alone; neither."""
-    logits, top_k, top_p = LOGITS[:3], torch.tensor([6, 6, 40]).int(), torch.tensor([0.7, OFF, OFF])
-    filtered = keep(logits, None, top_k, top_p, longest)
-    best = reference.keep_top_k(logits[0, 0].tolist(), 6)
-    left = [value if token in best else -1e9 for token, value in enumerate(logits[0, 0].tolist())]
-    assert kept(filtered[0, 0]) == reference.keep_top_p(left, 0.7)
-    assert kept(filtered[1, 0]) == reference.keep_top_k(logits[1, 0].tolist(), 6)
-    assert torch.equal(filtered[2], logits[2])
 
 
 @EITHER

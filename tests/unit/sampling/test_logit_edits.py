@@ -35,20 +35,6 @@ def logit_edits(has_fixed_shapes: bool = False) -> LogitEdits:
     return LogitEdits(CapturingBackend() if has_fixed_shapes else HostBackend(), max_rows=4)  # type: ignore[arg-type]
 
 
-def test_row_forgets_previous_request() -> None:
-    edits = logit_edits()
-    edits.admit(request(0, logit_bias={3: 1.5}))
-    edits.admit(request(0))
-    assert not gather(edits, 0).bias_BN.any()
-
-
-def test_min_tokens_yields_to_grammar() -> None:
-    edits = logit_edits()
-    grammar = StructuredOutputsParams(choice=["a"])
-    edits.admit(request(0, min_tokens=4, stop_token_ids=[9], structured_outputs=grammar))
-    assert gather(edits, 0).edits_B2N[0, 1, 0] == -4
-
-
 @pytest.mark.parametrize("grammar", [None, StructuredOutputsParams(choice=["a"])])
 def test_min_tokens_beyond_context_never_ends(grammar: StructuredOutputsParams | None) -> None:
     edits = logit_edits()
