@@ -103,14 +103,6 @@ def contexts_after(target: Table, contexts: np.ndarray, length: int) -> np.ndarr
     return now
 
 
-def one_step_text(
-    stops: StopProbs, target: Table, drafter: Table, contexts: np.ndarray, num_positions: int, num_drafts: np.ndarray
-) -> np.ndarray:
-    step = step_distribution(stops, target, drafter, contexts, num_positions, num_drafts)
-    parts = ((part, contexts_after(target, contexts, n + 1)) for n, part in enumerate(step.emitted))
-    return completed(parts, target, num_positions + 1)
-
-
 def two_step_text(
     stops: StopProbs, target: Table, drafter: Table, num_positions: int, num_drafts: Callable[[int], np.ndarray]
 ) -> np.ndarray:

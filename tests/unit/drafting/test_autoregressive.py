@@ -12,7 +12,17 @@ import pytest
 import torch
 from vllm.sampling_params import SamplingParams
 
-from tests.support.fakes import CapturingBackend, HostBackend, batches_of, cached, new_request, sampled, step
+from tests.support.fakes import (
+    CapturingBackend,
+    HostBackend,
+    batches_of,
+    cached,
+    make_requests,
+    make_sampling,
+    new_request,
+    sampled,
+    step,
+)
 from tests.support.warm_up import listed, run_jobs
 from tests.unit.drafting.test_drafting import make_context
 from tests.unit.runner.test_shapes import shapes
@@ -27,8 +37,6 @@ from vllm_gaudi_spec.drafting.vocabulary import SameVocabulary
 from vllm_gaudi_spec.graphs import StepRecorder
 from vllm_gaudi_spec.records import Batch, Hidden, SampledRows
 from vllm_gaudi_spec.runner.planning import locate
-from vllm_gaudi_spec.runner.requests import Requests
-from vllm_gaudi_spec.sampling.params import Sampling
 
 VOCAB, BLOCK, LONGEST = 97, 16, 96
 MOST_BLOCKS = 64  # per row
@@ -84,10 +92,9 @@ class Rows:
         self.shapes = shapes(max_num_seqs=4, max_tokens=64, max_len=max_len, exact=exact_context, drafts=num_drafts)
         backend = backend or HostBackend()
         width = self.shapes.max_context + 1 + num_drafts
-        self.requests = Requests(
-            backend, max_rows=4, max_len=width, block_sizes=[BLOCK], max_context=self.shapes.max_context, seed=0
-        )  # type: ignore[arg-type]
-        self.sampling = Sampling(backend, max_rows=4, vocab_size=VOCAB, max_logprobs=5, logprobs_mode="raw_logprobs")  # type: ignore[arg-type]
+        sizes = dict(max_len=width, block_sizes=[BLOCK], max_context=self.shapes.max_context)
+        self.requests = make_requests(backend, max_rows=4, **sizes)
+        self.sampling = make_sampling(backend, vocab_size=VOCAB)
         self.recorder = StepRecorder()
         self.num_drafts = num_drafts
         self.drafting = self.build(drafter_max_len)

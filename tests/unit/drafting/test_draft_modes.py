@@ -12,7 +12,7 @@ from tests.support import distributions
 from tests.support.distributions import ALPHA, Table, random_table, request_keys
 from tests.support.reference.rules import race
 from tests.unit.sampling.test_noise import reference_mix
-from vllm_gaudi_spec.sampling.drafts import SampledMode, draft, draft_greedy
+from vllm_gaudi_spec.sampling.drafts import SampledMode, draft
 from vllm_gaudi_spec.sampling.noise import Stream, derive_block_keys, fold_seed, gumbel, uniform
 from vllm_gaudi_spec.sampling.rules.registry import TORCH
 from vllm_gaudi_spec.sampling.rules.strict import sample_random, verify
@@ -27,15 +27,6 @@ def inputs(rows: int = ROWS) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, 
     logits[::2, ::3] = -torch.inf
     starts = torch.arange(rows, dtype=torch.int32) * 3 % 101
     return logits, torch.ones(rows), request_keys(0, rows), starts + 2, starts
-
-
-def test_greedy_accepts_any_dtype_and_detects_nan() -> None:
-    logits = inputs()[0].bfloat16()
-    logits[3, 5], logits[4] = torch.nan, -torch.inf
-    drafted = draft_greedy(TORCH, logits)
-    assert drafted.sound_B is not None
-    assert drafted.sound_B.tolist() == [row != 3 for row in range(len(logits))]
-    assert torch.equal(drafted.tokens_B[5:], logits[5:].float().argmax(-1).int())
 
 
 @pytest.mark.parametrize("mode", ["probabilistic", "coupled"])

@@ -15,14 +15,11 @@ from tests.unit.drafting.test_autoregressive import BLOCK, PROMPTS, Rows, follow
 from tests.unit.drafting.test_drafting import VOCAB, Counts, K, on_one_rank, sampled, started
 from tests.unit.drafting.test_heads import HeadRows
 from vllm_gaudi_spec.attention import row_operations
-from vllm_gaudi_spec.drafting.choice import DraftChoice, DraftProbs
+from vllm_gaudi_spec.drafting.choice import DraftProbs
 from vllm_gaudi_spec.drafting.guard import Guard, mark_different, mark_unusable
 from vllm_gaudi_spec.drafting.history import RequestHistory
-from vllm_gaudi_spec.drafting.load import make_guard
 from vllm_gaudi_spec.drafting.on_host import HostDrafting
 from vllm_gaudi_spec.records import FAULTY, DraftRound, Drafts
-from vllm_gaudi_spec.sampling.branches import Branch
-from vllm_gaudi_spec.sampling.rules.registry import TORCH
 
 
 def request(wanted: list[int]) -> Any:
@@ -40,67 +37,34 @@ def drafted(tokens: list[list[int]], counts: list[int], sound: list[list[bool]] 
 
 
 def test_faulty_rows_lose_drafts_and_others_keep_theirs() -> None:
-    tokens = [[1, 2, 3], [1, VOCAB, 3], [1, 2, -7], [4, 5, 6], [7, 8, VOCAB]]
-    checked = mark_unusable(drafted(tokens, [3, 3, 3, 4, 2]), request([3, 3, 3, 3, 3]), VOCAB)
-    assert checked.num_drafts_B.tolist() == [3, FAULTY, FAULTY, FAULTY, 2]
-    assert checked.tokens_BK.tolist() == [[1, 2, 3], [1, VOCAB - 1, 3], [1, 2, 0], [4, 5, 6], [7, 8, VOCAB - 1]]
-    assert checked.for_host.num_drafts_B.tolist() == [3, 0, 0, 0, 2]
+    """Logits that are not numbers count only for drafts made from them."""
+    tokens = [[1, 2, 3], [1, VOCAB, 3], [1, 2, -7], [4, 5, 6], [7, 8, VOCAB], [1, 2, 3], [1, 2, 3]]
+    sound = [[True] * 3] * 5 + [[True, False, True]] * 2
+    checked = mark_unusable(drafted(tokens, [3, 3, 3, 4, 2, 3, 1], sound), request([3] * 6 + [1]), VOCAB)
+    assert checked.num_drafts_B.tolist() == [3, FAULTY, FAULTY, FAULTY, 2, FAULTY, 1]
+    assert checked.tokens_BK.tolist()[:5] == [[1, 2, 3], [1, VOCAB - 1, 3], [1, 2, 0], [4, 5, 6], [7, 8, VOCAB - 1]]
+    assert checked.for_host.num_drafts_B.tolist() == [3, 0, 0, 0, 2, 0, 1]
 
 
-def test_unsound_logits_count_only_for_drafts_made_from_them() -> None:
-    sound = [[True, True, True], [True, False, True], [True, False, True]]
-    checked = mark_unusable(drafted([[1, 2, 3]] * 3, [3, 3, 1], sound), request([3, 3, 1]), VOCAB)
-    assert checked.num_drafts_B.tolist() == [3, FAULTY, 1]
-
-
-@pytest.mark.parametrize(
-    ("value", "sound"),
-    [(float("nan"), False), (float("inf"), False), (float("-inf"), True), (-1e30, True), (0.0, True)],
-)
-def test_logits_are_checked_before_sampling(value: float, sound: bool) -> None:
-    speculation = cast(Any, SimpleNamespace(drafting="greedy", keeps_probs=False, num_drafts=K))
-    requests = cast(Any, SimpleNamespace(backend=SimpleNamespace(rules=TORCH)))
-    choice = DraftChoice(speculation, requests, cast(Any, None))
-    logits_BV = torch.zeros(2, VOCAB)
-    logits_BV[1, 17] = value
-    chosen = choice._make_chooser(torch.tensor([0, 1]), torch.tensor([5, 5]), Branch())(logits_BV, 0)
-    assert chosen.sound_B is not None
-    assert chosen.sound_B.tolist() == [True, sound]
-
-
-def test_faulty_probs_are_not_stored() -> None:
-    speculation = cast(Any, SimpleNamespace(keeps_probs=True, num_drafts=1))
-    draft_probs = DraftProbs(speculation, 2, 4, torch.device("cpu"))
-    rows_B, even = torch.tensor([0, 1]), torch.full((2, 1, 4), 0.25)
-    draft_probs.put(rows_B, Drafts(torch.zeros(2, 1).int(), torch.tensor([1, 1]), even))
-    draft_probs.put(
-        rows_B, Drafts(torch.zeros(2, 1).int(), torch.tensor([1, FAULTY]), torch.full((2, 1, 4), torch.nan))
-    )
-    found = draft_probs.gather(rows_B, 1)
-    assert found is not None
-    assert found[0].isnan().all()
-    assert found[1].tolist() == [[0.25] * 4]
-
-
-def test_probs_of_fewer_drafts_leave_those_of_other_rows() -> None:
+def test_stored_probs_are_those_of_the_last_usable_drafts() -> None:
+    """A faulty row, and drafts beyond those of a shorter round, keep what was stored before."""
     speculation = cast(Any, SimpleNamespace(keeps_probs=True, num_drafts=3))
-    draft_probs = DraftProbs(speculation, 2, 4, torch.device("cpu"))
-    rows_B = torch.tensor([0, 1])
+    stored, rows_B = DraftProbs(speculation, 2, 4, torch.device("cpu")), torch.tensor([0, 1])
 
-    def put(rows_B: torch.Tensor, num_drafts: int, value: float) -> None:
-        shape = len(rows_B), num_drafts
-        probs_BJV = torch.full((*shape, 4), value)
-        draft_probs.put(rows_B, Drafts(torch.zeros(shape).int(), torch.full(shape[:1], num_drafts), probs_BJV))
+    def put(counts: list[int], value: float) -> None:
+        shape = len(counts), max(counts)
+        stored.put(rows_B, Drafts(torch.zeros(shape).int(), torch.tensor(counts), torch.full((*shape, 4), value)))
 
-    put(rows_B, 3, 0.5)
-    put(torch.tensor([1]), 2, 0.25)
-    found = draft_probs.gather(rows_B, 2)
-    assert found is not None
-    assert found.shape == (2, 2, 4)
-    assert found[:, :, 0].tolist() == [[0.5, 0.5], [0.25, 0.25]]
-    whole = draft_probs.gather(rows_B, 3)
-    assert whole is not None
-    assert whole[:, 2, 0].tolist() == [0.5, 0.5]
+    def found() -> list[list[float]]:
+        probs_BKV = stored.gather(rows_B, 3)
+        assert probs_BKV is not None
+        return probs_BKV[:, :, 0].tolist()
+
+    put([3, 3], 0.5)
+    put([2, 2], 0.25)
+    assert found() == [[0.25, 0.25, 0.5]] * 2
+    put([3, FAULTY], torch.nan)
+    assert found()[1] == [0.25, 0.25, 0.5]
 
 
 def count_drafts_on_both(own: Drafts, other: Drafts) -> list[list[int]]:
@@ -152,10 +116,13 @@ class Odd(Counts):
         return self.ask(contexts)
 
 
-def after_step(ask: Ask) -> tuple[HostDrafting, Any, list[list[int]]]:
+def after_step(
+    ask: Ask, agree: Callable[[Any], bool] = on_one_rank, excluded: str = ""
+) -> tuple[HostDrafting, Any, list[list[int]]]:
     requests, row_limits, names = started()
-    drafting = HostDrafting(Odd(ask), RequestHistory(row_limits, requests, K), VOCAB, on_one_rank)
+    drafting = HostDrafting(Odd(ask), RequestHistory(row_limits, requests, K), VOCAB, agree)
     drafting.apply(requests)
+    drafting.update_drafter_state([], [requests.by_id[name] for name in excluded], disabled=False)
     done, _ = sampled(requests, names, [[12, 13], [26], [33]])
     drafting.propose_on_host(done, K)
     return drafting, requests, drafting.get_draft_token_ids(done).draft_token_ids
@@ -198,13 +165,9 @@ def test_invalid_row_does_not_affect_others() -> None:
 
 
 def test_excluded_row_is_not_requested() -> None:
-    requests, row_limits, names = started()
-    proposer = Counts()
-    drafting = HostDrafting(proposer, RequestHistory(row_limits, requests, K), VOCAB, on_one_rank)
-    drafting.apply(requests)
-    drafting.update_drafter_state([], [requests.by_id["a"]], disabled=False)
-    drafting.propose_on_host(sampled(requests, names, [[12, 13], [26], [33]])[0], K)
-    assert [[name for name, _, _ in call] for call in proposer.calls] == [["b"]]
+    asked: list[str] = []
+    after_step(lambda contexts: asked.extend(context.req_id for context in contexts), excluded="a")
+    assert asked == ["b"]
 
 
 def test_extra_tokens_are_ignored() -> None:
@@ -216,33 +179,15 @@ def test_extra_tokens_are_ignored() -> None:
     assert drafting.take_rounds() == [DraftRound((), worked=True)]
 
 
-def test_ranks_with_different_drafts_use_none() -> None:
-    requests, row_limits, names = started()
+@pytest.mark.parametrize(("ask", "told"), [(Counts().propose, {"a": [14, 15, 16], "b": [27, 28, 29]}), (raises, None)])
+def test_ranks_with_different_drafts_use_none(ask: Ask, told: dict[str, list[int]] | None) -> None:
+    """A rank whose drafter failed still answers the others."""
     asked: list[Any] = []
-
-    def differ(drafts: Any) -> bool:
-        asked.append(drafts)
-        return False
-
-    drafting = HostDrafting(Counts(), RequestHistory(row_limits, requests, K), VOCAB, differ)
-    drafting.apply(requests)
-    done, _ = sampled(requests, names, [[12, 13], [26], [33]])
-    drafting.propose_on_host(done, K)
-    assert asked == [{"a": [14, 15, 16], "b": [27, 28, 29]}]
-    assert drafting.get_draft_token_ids(done).draft_token_ids == [[], [], []]
+    drafting, requests, reported = after_step(ask, lambda drafts: bool(asked.append(drafts)))
+    assert asked == [told]
+    assert reported == [[], [], []]
     assert requests.num_drafts_R.tolist() == [0] * 5
     assert drafting.take_rounds() == [DraftRound(("a", "b"), worked=False)]
-
-
-def test_failed_rank_still_answers_others() -> None:
-    requests, row_limits, names = started()
-    asked: list[Any] = []
-    drafting = HostDrafting(
-        Odd(raises), RequestHistory(row_limits, requests, K), VOCAB, lambda drafts: bool(asked.append(drafts))
-    )
-    drafting.apply(requests)
-    drafting.propose_on_host(sampled(requests, names, [[12, 13], [26], [33]])[0], K)
-    assert asked == [None]
 
 
 # --- drafters on the device ---
@@ -270,24 +215,6 @@ def test_errors_are_raised_with_several_ranks() -> None:
     assert guard.take_rounds() == [DraftRound(("a",), worked=False)], "one step, one round"
 
 
-def test_guard_depends_on_ranks_of_target_and_drafter() -> None:
-    """Data-parallel engines draft independently, even with shared experts."""
-
-    def model(group: Any) -> Any:
-        return SimpleNamespace(group=group)
-
-    one, two = SimpleNamespace(world_size=1), SimpleNamespace(world_size=2)
-    for target, drafter, alone, apart in (
-        (one, None, True, None),
-        (one, one, True, None),
-        (two, None, False, None),
-        (two, two, False, None),
-        (two, one, False, two),
-    ):
-        guard = make_guard(model(target), drafter and model(drafter))
-        assert (guard._independent, guard._replicas) == (alone, apart)
-
-
 def started_rows(kind: type[Rows]) -> Rows:
     rows = kind(3)
     rows.start(PROMPTS)
@@ -307,16 +234,11 @@ def while_broken(rows: Rows, owner: object, name: str) -> None:
     setattr(owner, name, working)
 
 
-@pytest.mark.parametrize("kind", [Rows, HeadRows])
-def test_failed_round_does_not_change_later_drafts(kind: type[Rows]) -> None:
+@pytest.mark.parametrize(("kind", "part"), [(Rows, "propose"), (HeadRows, "propose"), (Rows, "forward")])
+def test_failed_round_does_not_change_later_drafts(kind: type[Rows], part: str) -> None:
+    """A draft model reads again what it failed to read."""
     rows = started_rows(kind)
-    while_broken(rows, rows.drafting._proposer, "propose")
-    rows.check_steps(1)
-
-
-def test_draft_model_reads_again_after_failed_read() -> None:
-    rows = started_rows(Rows)
-    while_broken(rows, rows.model, "forward")
+    while_broken(rows, rows.drafting._proposer if part == "propose" else rows.model, part)
     rows.check_steps(1)
 
 

@@ -10,7 +10,7 @@ import pytest
 import torch
 from vllm.sampling_params import SamplingParams
 
-from tests.support.fakes import HostBackend, new_request, step
+from tests.support.fakes import make_requests, make_sampling, new_request, step
 from tests.support.warm_up import listed
 from tests.unit.runner.test_shapes import shapes
 from vllm_gaudi_spec.config import Speculation
@@ -111,20 +111,16 @@ def on_device(
 ) -> tuple[DeviceDrafting, StepRecorder]:
     recorder = StepRecorder()
     step_shapes = shapes(max_num_seqs=4, max_tokens=64, max_len=64, drafts=K)
-    context = make_context(speculation(), requests, recorder, step_shapes, sampling(requests), max_model_len=64)
+    context = make_context(speculation(), requests, recorder, step_shapes, make_sampling(), max_model_len=64)
     guard = Guard(independent=True)
     drafting = DeviceDrafting(context, proposer=proposer, row_limits=row_limits, guard=guard, kv_sync=DrafterKVSync())
     recorder.expect(listed(drafting.jobs()))
     return drafting, recorder
 
 
-def sampling(requests: Requests) -> Sampling:
-    return Sampling(requests.backend, max_rows=4, vocab_size=VOCAB, max_logprobs=5, logprobs_mode="raw_logprobs")
-
-
 def started(drafter_max_len: int | None = None) -> tuple[Requests, DeviceRowLimits, list[str]]:
     """Return three rows with contexts of 2, 6 and 3 tokens; speculation is off for the third."""
-    requests = Requests(HostBackend(), max_rows=4, max_len=64, block_sizes=[16], max_context=64, seed=0)  # type: ignore[arg-type]
+    requests = make_requests(max_rows=4)
     off = SamplingParams(max_tokens=50, extra_args={"num_speculative_tokens": 0})
     on = SamplingParams(max_tokens=50)
     new = [
@@ -191,15 +187,6 @@ def test_no_drafts_after_stop_token() -> None:
     step_, _ = sampled(requests, names, [[12, 13], [26], [33]])
     drafting.propose_on_host(step_, K)
     assert [req_id for req_id, _, _ in proposer.calls[0]] == ["b"]
-
-
-def test_host_drafter_forgets_ended_requests() -> None:
-    requests, row_limits, _ = started()
-    proposer = Counts()
-    drafting = HostDrafting(proposer, RequestHistory(row_limits, requests, K), VOCAB, on_one_rank)
-    requests.apply(step({}, finished={"b"}))
-    drafting.apply(requests)
-    assert proposer.forgotten == ["b"]
 
 
 @pytest.mark.parametrize(("proposer", "num_drafted"), [(CountsOnDevice(), K), (CountsOneByOne(), 1)])

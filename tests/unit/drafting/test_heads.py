@@ -6,7 +6,6 @@ A slot, position, token or hidden state that is off by one therefore changes the
 from __future__ import annotations
 
 import random
-from collections.abc import Iterator
 from dataclasses import replace
 from types import SimpleNamespace
 from typing import Any
@@ -22,11 +21,9 @@ from vllm_gaudi_spec.attention.metadata import Inputs
 from vllm_gaudi_spec.config import UnsupportedConfigError
 from vllm_gaudi_spec.drafting.base import DeviceProposer
 from vllm_gaudi_spec.drafting.head import HeadProposer
-from vllm_gaudi_spec.drafting.medusa import MedusaProposer
 from vllm_gaudi_spec.drafting.models import get_aux_layers, share_modules
 from vllm_gaudi_spec.drafting.on_device import DeviceDrafting
 from vllm_gaudi_spec.drafting.vocabulary import ReducedVocabulary, SameVocabulary
-from vllm_gaudi_spec.model import LoadedModel
 from vllm_gaudi_spec.records import DECODE, Batch, Hidden
 from vllm_gaudi_spec.runner.hidden_states import HiddenStateBuffer, Located
 from vllm_gaudi_spec.runner.planning import locate
@@ -198,38 +195,6 @@ def test_rejected_and_padded_positions_are_not_read() -> None:
             assert own.tolist() == kept
 
 
-# --- Medusa ---
-
-
-class SaysMultiples:
-    """Head i outputs (i + 1) times the state."""
-
-    def compute_head_logits(self, hidden_BH: torch.Tensor, max_drafts_B: torch.Tensor) -> Iterator[torch.Tensor]:
-        state_B = hidden_BH[:, 0].long()
-        return (torch.nn.functional.one_hot(state_B * (head + 1) % VOCAB, VOCAB).float() for head in range(6))
-
-
-class MedusaRows(HeadRows):
-    def build(self, drafter_max_len: int) -> DeviceDrafting:
-        proposer = MedusaProposer(SaysMultiples(), SameVocabulary(VOCAB, VOCAB))
-        return self.make_drafting("medusa", proposer, drafter_max_len)
-
-    def expected(self, name: str) -> list[int]:
-        state = state_after(self.tokens[name][:-1])
-        return [state * (index + 1) % VOCAB for index in range(self.num_drafts)]
-
-
-@pytest.mark.parametrize("num_drafts", [1, 4])
-@pytest.mark.parametrize("device", [HostBackend, CapturingBackend])
-def test_medusa_reads_state_of_last_accepted_token(num_drafts: int, device: type[HostBackend]) -> None:
-    rows = MedusaRows(num_drafts, backend=device())
-    rows.start(PROMPTS)
-    rows.check_steps(seed=0)
-
-
-# --- vocabularies ---
-
-
 def test_head_with_reduced_vocabulary_drafts_only_its_tokens() -> None:
     output_ids = torch.tensor([2, 5, 6])
     translation = ReducedVocabulary(output_ids, 8)
@@ -256,15 +221,6 @@ def model_of(**parts: nn.Module) -> nn.Module:
     return made
 
 
-def test_head_without_matrices_shares_those_of_target() -> None:
-    target = model_of(inner_embed_tokens=linear(), lm_head=linear())
-    head = model_of(inner_embed_tokens=linear())
-    head.has_own_embed_tokens = head.has_own_lm_head = False  # type: ignore[assignment]
-    share_modules(target, head)
-    assert head.model.embed_tokens is target.model.embed_tokens  # type: ignore[union-attr]
-    assert head.lm_head is target.lm_head
-
-
 @pytest.mark.parametrize("equal", [False, True])
 def test_own_matrices_are_kept_unless_equal(equal: bool) -> None:
     target = model_of(inner_embed_tokens=linear(), lm_head=linear())
@@ -277,25 +233,21 @@ def test_own_matrices_are_kept_unless_equal(equal: bool) -> None:
     assert (head.lm_head is target.lm_head) == equal
 
 
-@pytest.mark.parametrize("container", [nn.ModuleList, lambda layers: nn.ModuleDict({"9": layers[0]})])
-def test_each_mtp_layer_uses_output_matrix_of_target(container: Any) -> None:
-    """With and without a flag for the checkpoint's own matrix."""
-    layer = nn.Module()
-    layer.shared_head = model_of(head=linear())
-    target = model_of(inner_embed_tokens=linear(), lm_head=linear())
-    share_modules(target, model_of(inner_layers=container([layer]), inner_embed_tokens=linear()))
-    assert layer.shared_head.head is target.lm_head
-
-
-def test_mtp_layers_keep_output_matrices_of_their_own() -> None:
+@pytest.mark.parametrize(
+    ("container", "has_own"),
+    [(nn.ModuleList, False), (lambda layers: nn.ModuleDict({"9": layers[0]}), False), (nn.ModuleList, True)],
+    ids=["list", "by number", "own"],
+)
+def test_mtp_layers_use_output_matrix_of_target_unless_they_have_one(container: Any, has_own: bool) -> None:
     """Step 3.5's layers have output matrices, and nothing else of the checkpoint does."""
     layer = nn.Module()
     layer.shared_head = model_of(head=linear())
     own, target = layer.shared_head.head, model_of(inner_embed_tokens=linear(), lm_head=linear())
-    head = model_of(inner_layers=nn.ModuleList([layer]), inner_embed_tokens=linear())
-    head.has_own_lm_head = True  # type: ignore[assignment]
+    head = model_of(inner_layers=container([layer]), inner_embed_tokens=linear())
+    if has_own:
+        head.has_own_lm_head = True  # type: ignore[assignment]
     share_modules(target, head)
-    assert layer.shared_head.head is own
+    assert layer.shared_head.head is (own if has_own else target.lm_head)
 
 
 def test_embeddings_of_target_may_be_its_output_matrix() -> None:
@@ -324,27 +276,6 @@ def test_whole_head_shares_modules_of_split_target(monkeypatch: pytest.MonkeyPat
     assert asked == [target_group]
     assert parallel_state.get_tp_group() is alone
     assert head.lm_head is target.lm_head
-
-
-@pytest.mark.parametrize("another", [False, True])
-def test_whole_head_reads_states_of_one_rank(another: bool) -> None:
-    """`another`: a head reads states other than those of the logits."""
-    sent: list[torch.Tensor] = []
-
-    def broadcast(states: torch.Tensor) -> torch.Tensor:
-        sent.append(states)
-        return states + 100
-
-    loaded: Any = LoadedModel.__new__(LoadedModel)
-    loaded.group = SimpleNamespace(device_communicator=SimpleNamespace(broadcast=broadcast))
-    last, carried = torch.zeros(2, 3), torch.ones(2, 3)
-    told = loaded._broadcast(Hidden(last, carried if another else last))
-    assert len(sent) == 1
-    assert told.carried.tolist() == [[101.0 if another else 100.0] * 3] * 2
-    assert (told.last is last) if another else (told.last is told.carried)
-    # Medusa reads the states of the logits.
-    assert loaded._broadcast(Hidden(last)).last.tolist() == [[100.0] * 3] * 2
-    assert loaded._broadcast(Hidden(last)).carried is None
 
 
 def test_aux_layers_are_read_from_config() -> None:

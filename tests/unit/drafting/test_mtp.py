@@ -151,27 +151,21 @@ def test_warm_up_covers_every_round_of_assistant() -> None:
     AssistantRows(num_drafts=3, drafter_max_len=600, max_len=600, exact_context=False).check_warm_up()
 
 
+# --- how many layers ---
+
+
 @pytest.mark.parametrize(("num_drafts", "num_built"), [(1, 1), (2, 2), (3, 3), (6, 3)])
-def test_no_more_layers_are_built_than_draft(num_drafts: int, num_built: int) -> None:
-    """vLLM's classes read the number in the target's configuration, some in the drafter's."""
-    drafter, target = (PretrainedConfig(num_nextn_predict_layers=3, n_predict=3) for _ in range(2))
-    assert _limit(drafter, target, num_drafts) == num_built
-    assert drafter.num_nextn_predict_layers == target.num_nextn_predict_layers == num_built
-
-
-@pytest.mark.parametrize(("num_drafts", "num_built"), [(1, 1), (2, 2), (6, 3)])
-def test_number_of_layers_is_read_in_text_config(num_drafts: int, num_built: int) -> None:
-    """Read the number of GLM-OCR's layers, for which vLLM sets `n_predict` to None, from the text configuration."""
-    drafter, target = (PretrainedConfig(n_predict=None) for _ in range(2))
-    for config in (drafter, target):
-        config.text_config = PretrainedConfig(num_nextn_predict_layers=3)
-    assert _limit(drafter, target, num_drafts) == num_built
-    assert drafter.text_config.num_nextn_predict_layers == target.text_config.num_nextn_predict_layers == num_built
-
-
-def _limit(drafter: PretrainedConfig, target: PretrainedConfig, num_drafts: int) -> int:
-    speculative = SimpleNamespace(
-        draft_model_config=SimpleNamespace(hf_config=drafter), num_speculative_tokens=num_drafts
-    )
-    config: Any = SimpleNamespace(speculative_config=speculative, model_config=SimpleNamespace(hf_config=target))
-    return _limit_layers(config)
+@pytest.mark.parametrize("in_text_config", [False, True])
+def test_no_more_layers_are_built_than_draft(in_text_config: bool, num_drafts: int, num_built: int) -> None:
+    """vLLM's classes read the number in the target's configuration, some in the drafter's, and GLM-OCR's in the text
+    configuration, with an `n_predict` of None."""
+    configs: list[Any] = []
+    for _ in range(2):
+        numbers = PretrainedConfig(num_nextn_predict_layers=3, n_predict=None if in_text_config else 3)
+        configs.append(PretrainedConfig(n_predict=None, text_config=numbers) if in_text_config else numbers)
+    drafter, target = (SimpleNamespace(hf_config=config) for config in configs)
+    speculative = SimpleNamespace(draft_model_config=drafter, num_speculative_tokens=num_drafts)
+    vllm_config: Any = SimpleNamespace(speculative_config=speculative, model_config=target)
+    assert _limit_layers(vllm_config) == num_built
+    for config in configs:
+        assert (config.text_config if in_text_config else config).num_nextn_predict_layers == num_built

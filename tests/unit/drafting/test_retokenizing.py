@@ -102,16 +102,6 @@ def test_split_characters_are_reassembled() -> None:
     assert timeline.tokens(0) == languages.reader.encoder.encode(text).ids
 
 
-def test_drafter_without_byte_tokens_waits_for_whole_character() -> None:
-    languages = Languages("byte_level", "word_piece")
-    timeline = Timeline(languages.reader)
-    first, *others = [languages.target.id_by_bytes[bytes([byte])] for byte in "é".encode()]
-    timeline.extend([first])
-    assert not timeline.is_complete
-    timeline.extend(others)
-    assert timeline.is_complete
-
-
 def test_special_tokens_are_translated_by_role() -> None:
     languages = Languages("sentencepiece", "byte_level")
     target, drafter = languages.target.roles, languages.drafter.roles
@@ -255,6 +245,3 @@ def test_end_token_ends_rewritten_draft() -> None:
     found = languages.rewriter().rewrite([*draft(languages, "yes"), end, *draft(languages, "no")], "")
     assert spelled(languages, found) == b"yes"
     assert found[-1] == target_end
-
-
-# ---- coverage ------------------------------------------------------------------------------------------

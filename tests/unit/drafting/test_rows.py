@@ -8,9 +8,8 @@ from tests.support.fakes import CapturingBackend, HostBackend
 from tests.unit.drafting.test_autoregressive import Rows
 from tests.unit.drafting.test_heads import HeadRows
 from tests.unit.drafting.test_mtp import ChainedRows
-from tests.unit.drafting.test_parallel import ParallelHeadRows, ParallelRows
 
-every_kind = pytest.mark.parametrize("kind", [Rows, HeadRows, ChainedRows, ParallelRows, ParallelHeadRows])
+every_kind = pytest.mark.parametrize("kind", [Rows, HeadRows, ChainedRows])
 
 
 @every_kind

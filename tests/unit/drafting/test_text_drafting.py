@@ -10,7 +10,7 @@ import pytest
 import torch
 from vllm.sampling_params import SamplingParams
 
-from tests.support.fakes import CapturingBackend, HostBackend, new_request, sampled, step
+from tests.support.fakes import CapturingBackend, HostBackend, make_requests, make_sampling, new_request, sampled, step
 from tests.support.warm_up import listed, run_jobs
 from tests.unit.drafting.test_autoregressive import BLOCK, Remembers, following
 from tests.unit.drafting.test_drafting import make_context
@@ -25,8 +25,6 @@ from vllm_gaudi_spec.drafting.universal.timeline import Timeline
 from vllm_gaudi_spec.drafting.vocabulary import DrafterVocabulary, MappedVocabulary, Translation
 from vllm_gaudi_spec.graphs import StepRecorder
 from vllm_gaudi_spec.records import StepResult
-from vllm_gaudi_spec.runner.requests import Requests
-from vllm_gaudi_spec.sampling.params import Sampling
 from vllm_gaudi_spec.step_inputs import HostBlocks
 
 NUM_ROWS, MAX_LEN = 4, 256
@@ -82,18 +80,10 @@ class Rows:
             universal_match=match,
         )
         width = self.shapes.max_context + 1 + num_drafts
-        self.requests = Requests(
-            self.backend,
-            max_rows=NUM_ROWS,
-            max_len=width,
-            block_sizes=[BLOCK],
-            max_context=self.shapes.max_context,
-            seed=0,
-        )  # type: ignore[arg-type]
+        sizes = dict(max_len=width, block_sizes=[BLOCK], max_context=self.shapes.max_context)
+        self.requests = make_requests(self.backend, max_rows=NUM_ROWS, **sizes)
         vocab, own = (len(tokenizer) for tokenizer in self.languages.tokenizers)
-        self.sampling = Sampling(
-            self.backend, max_rows=NUM_ROWS, vocab_size=vocab, max_logprobs=5, logprobs_mode="raw_logprobs"
-        )  # type: ignore[arg-type]
+        self.sampling = make_sampling(self.backend, max_rows=NUM_ROWS, vocab_size=vocab)
         pairs, device = self.languages.map, torch.device("cpu")
         spelled = np.array([(piece or b"\xff").isascii() for piece in self.languages.drafter.bytes_by_id])
         self.mapped = MappedVocabulary(pairs.target_to_draft, pairs.draftable, 0, device)
@@ -240,15 +230,6 @@ def test_row_beyond_kv_region_continues_without_drafts() -> None:
     assert outgrown() == {"c"}
     rows.start({"d": rows.languages.target_ids(TEXTS[7])}, preempted={"c"})  # takes the row
     assert not outgrown()
-
-
-def test_only_rewriting_syncs_with_device() -> None:
-    """Drafts of common tokens stay on the device: the host needs only their number."""
-    for match, num_reads in (("tli", 0), ("slem", 1)):
-        rows = Rows(num_drafts=3, match=match)
-        rows.start(prompts(rows))
-        rows.sample({"a": [7], "b": [8]})
-        assert rows.backend.memory.num_host_syncs == num_reads
 
 
 def test_drafts_are_read_for_grammars() -> None:

@@ -13,7 +13,7 @@ from types import SimpleNamespace
 from typing import Any
 
 import pytest
-from tokenizers import AddedToken, Tokenizer, decoders, models, normalizers, pre_tokenizers, trainers
+from tokenizers import Tokenizer, decoders, models, normalizers, pre_tokenizers, trainers
 from transformers import PreTrainedTokenizerFast
 
 from vllm_gaudi_spec.config import UnsupportedConfigError
@@ -31,29 +31,7 @@ CORPUS = [
     "the then there these other another brother mother   spaces     here",
 ] * 4
 BYTE_PIECES = [f"<0x{byte:02X}>" for byte in range(256)]
-SIGNS = [
-    "a",
-    "b",
-    "the",
-    " ",
-    "  ",
-    "     ",
-    "\n",
-    "\n\n",
-    "\t",
-    "é",
-    "ß",
-    "—",
-    "中",
-    "文",
-    "한",
-    "😀",
-    "🦊",
-    "x1",
-    ".",
-    "'s",
-    "\x07",
-]
+SIGNS = [*"ab", "the", " ", "  ", "     ", "\n", "\n\n", *"\téß—中文한😀🦊", "x1", ".", "'s", "\x07"]
 
 
 def random_texts(seed: int, count: int) -> list[str]:
@@ -204,15 +182,6 @@ def test_word_piece_bytes_equal_decoder_output_within_text() -> None:
         assert spelled(vocabulary, ids) == b" " + tokenizer.decode(ids).encode() or tokenizer.unk_token_id in ids
 
 
-def test_byte_fallback_needs_decoder_step() -> None:
-    tokenizer, vocabulary = family("sentencepiece_bpe")
-    assert vocabulary.bytes_by_id[id_of(tokenizer, "<0x0A>")] == b"\n"
-    assert vocabulary.bytes_by_id[id_of(tokenizer, "<0xE4>")] == b"\xe4"
-    plain = wrapped(Tokenizer(models.BPE({"<0x0A>": 0, "a": 1}, [])))
-    plain.backend_tokenizer.decoder = decoders.Metaspace()
-    assert read_vocabulary(ModelTokenizer(plain)).bytes_by_id == (b"<0x0A>", b"a")
-
-
 def test_added_tokens_stand_for_literal_text() -> None:
     """Even if each character is in the alphabet, as in the Vietnamese word."""
     tokenizer = byte_level()
@@ -235,15 +204,6 @@ def test_emitted_duplicate_is_indexed(prefix: bool) -> None:
         assert vocabulary.bytes_by_id[byte_piece] == vocabulary.bytes_by_id[piece] == token.encode()
         assert byte_piece < piece
         assert vocabulary.id_by_bytes[token.encode()] == piece
-
-
-def test_added_token_precedes_token_with_same_bytes() -> None:
-    tokenizer = byte_level()
-    inside = id_of(tokenizer, "Ġthe")
-    tokenizer.add_tokens([AddedToken(" the", normalized=False)])
-    vocabulary = read_vocabulary(ModelTokenizer(tokenizer))
-    assert vocabulary.bytes_by_id[inside] == b" the"
-    assert vocabulary.id_by_bytes[b" the"] == tokenizer.encode(" the")[0] == id_of(tokenizer, " the")
 
 
 # ---- special tokens --------------------------------------------------------------------------------------
@@ -275,10 +235,7 @@ def test_special_tokens_have_roles_and_names() -> None:
     "template",
     [
         "{% for m in messages %}{{ m.role }}\n{{ m.content }}<|end|>\n<|eos|>{% endfor %}",
-        "{% for m in messages %}{{ m.content + '<|end|>' }}{% endfor %}{{ eos_token }}",
-        {"default": TEMPLATE, "tool_use": "{{ message.content }}<|call|>"},
         "{% for i in range(99999) %}{% for j in range(99999) %}{% endfor %}{% endfor %}{{ m.content }}<|end|>",
-        "<|call|>{% for m in messages %}{{ m.content }}<|end|>{% endfor %}",
     ],
 )
 def test_end_of_turn_is_first_end_token_after_message(template: Any) -> None:

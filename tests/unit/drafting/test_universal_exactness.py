@@ -89,21 +89,6 @@ def test_draft_distribution_is_restricted_to_common_tokens(share: float) -> None
 # ---- standard and block --------------------------------------------------------------------------------
 
 
-@every_rule
-@every_share
-@pytest.mark.parametrize("num_positions", [1, 2])
-def test_one_step_follows_target_distribution(rule: str, share: float, num_positions: int) -> None:
-    for seed in range(2):
-        made = pair(VOCAB, share, seed=seed)
-        # Contexts that the drafter reads as they are, and one that it reads as the stand-in where there is any.
-        contexts = np.array([0, int(made.matched_V.argmax()), int(made.matched_V.argmin())])
-        for num in range(1, num_positions + 1):
-            numbers = np.full(len(contexts), num)
-            probs = exact.one_step_text(STOPS[rule], made.target, made.seen, contexts, num_positions, numbers)
-            wrong = np.abs(probs - text_probs(made.target, num_positions + 1, contexts)).sum(1).max() / 2
-            assert wrong < ROUNDING, (seed, num)
-
-
 def numbers_of_drafts(rng: np.random.Generator, least: int, most: int) -> Callable[[int], np.ndarray]:
     return lambda num_rows: rng.integers(least, most + 1, num_rows)
 

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import random
-from typing import Any
+from types import SimpleNamespace
+from typing import Any, cast
 
 import numpy as np
 import pytest
@@ -11,7 +12,6 @@ from tokenizers import Tokenizer, models
 
 from tests.unit.drafting.test_token_bytes import (
     byte_level,
-    chat_tokenizer,
     id_of,
     sentencepiece_bpe,
     unigram,
@@ -19,6 +19,7 @@ from tests.unit.drafting.test_token_bytes import (
     wrapped,
 )
 from vllm_gaudi_spec.config import UnsupportedConfigError
+from vllm_gaudi_spec.drafting.universal import pairs
 from vllm_gaudi_spec.drafting.universal.token_bytes import ModelTokenizer, Roles, Vocabulary, read_vocabulary
 from vllm_gaudi_spec.drafting.universal.vocab_map import match_vocabularies
 
@@ -101,14 +102,6 @@ def test_whitespace_bytes_and_accents_match_between_families() -> None:
     assert false.map.target_to_draft[:3].tolist() == [-1, id_of(false.draft, "Ġ"), id_of(false.draft, "Ċ")]
 
 
-def test_vocabulary_matches_itself_id_by_id() -> None:
-    tokenizer = chat_tokenizer()
-    end, eos = id_of(tokenizer, "<|end|>"), tokenizer.eos_token_id
-    pair = Pair(tokenizer, tokenizer, ends=(end,), draft_ends=())
-    assert pair.map.target_to_draft[: len(tokenizer)].tolist() == list(range(len(tokenizer)))
-    assert pair.map.draftable[[end, eos]].all()
-
-
 def test_ids_beyond_model_have_no_partner() -> None:
     """A tokenizer can have more ids than its model."""
     vocabulary = read_vocabulary(ModelTokenizer(byte_level(eos_token="<eos>")))
@@ -139,6 +132,20 @@ def test_empty_intersection_is_refused() -> None:
     with pytest.raises(UnsupportedConfigError):  # only in the padding of the drafter
         match_vocabularies(vocabulary(b"a"), vocabulary(b"a"), 2, 0)
     assert match_vocabularies(vocabulary(b"a"), vocabulary(b"a"), 2, 2).num_matched == 2
+
+
+@pytest.mark.parametrize(("largest", "is_refused"), [(9, False), (400_000_000, True)])
+def test_tokenizer_with_a_huge_id_is_refused(largest: int, is_refused: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The list of tokens by id would fill the memory. Ids up to the model's last one are padding."""
+    loaded = SimpleNamespace(tokenizer=SimpleNamespace(get_vocab=lambda: {"a": 0, "b": largest}))
+    monkeypatch.setattr(pairs, "load_tokenizer", lambda *args: loaded)
+    options: dict[str, Any] = dict(tokenizer="x", tokenizer_revision=None, trust_remote_code=False)
+    model = cast("Any", SimpleNamespace(model="x", get_vocab_size=lambda: 10, **options))
+    if is_refused:
+        with pytest.raises(UnsupportedConfigError, match=r"largest id is 400000000, .*tokenizer\.json"):
+            pairs._load_tokenizer(model)
+    else:
+        assert pairs._load_tokenizer(model) is loaded
 
 
 # ---- special tokens --------------------------------------------------------------------------------------

