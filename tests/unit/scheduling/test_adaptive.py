@@ -95,16 +95,6 @@ def test_adaptive_is_faster_than_best_choice_if_requests_differ(costs: dict[int,
     assert Machine(costs).run(4000, rates) > gain * find_best(costs, rates, 4000)
 
 
-def test_drafting_resumes_when_drafts_are_accepted() -> None:
-    machine = Machine(LARGE_MODEL)
-    machine.run(1000, constant(0.05, 4))
-    assert machine.choices[-100:].count(0) > 90
-    machine.run(500, constant(0.9, 4))
-    assert machine.choices[-100:].count(7) > 90
-    machine.run(300, constant(0.05, 4))
-    assert machine.choices[-100:].count(0) > 90
-
-
 def test_choice_follows_times_that_change() -> None:
     machine = Machine(dict(SMALL_MODEL))
     machine.run(500, constant(0.5, 4))

@@ -21,7 +21,7 @@ from tests.support.schedulers import PROMPT, scheduler_of
 from tests.support.small_engine import FAVORITES, ROOMY, STANDARD, SmallEngine, Variant
 from vllm_gaudi_spec import metrics
 from vllm_gaudi_spec.records import Verification
-from vllm_gaudi_spec.scheduling import audits, comparison
+from vllm_gaudi_spec.scheduling import audits
 from vllm_gaudi_spec.scheduling.scheduler import SpecScheduler
 
 pytestmark = pytest.mark.usefixtures("one_thread")
@@ -104,15 +104,6 @@ def test_audit_of_exact_rule_finds_no_difference(folder: Path, overlap: bool, ba
     assert not skipped(engine)
 
 
-@pytest.mark.slow
-@pytest.mark.timeout(5000)
-def test_audit_of_exact_rule_finds_no_difference_in_20000_requests(folder: Path, cache: Path) -> None:
-    engine = engine_of(folder)
-    ask(engine, 20_000, max_tokens=8)
-    assert results(engine) == {metrics.IDENTICAL: 20_000}
-    assert not cache.exists()
-
-
 @pytest.mark.parametrize("every", [1, 16])
 def test_audit_finds_rule_that_errs_at_1_percent_of_positions(folder: Path, cache: Path, every: int) -> None:
     engine = engine_of(folder, every=every)
@@ -131,22 +122,6 @@ def test_audit_finds_rule_that_errs_at_1_percent_of_positions(folder: Path, cach
     pair = found["with_drafts"][position], found["without_drafts"][position]
     assert pair[0] != pair[1]
     assert found["scores"].keys() == {str(token) for token in pair}
-
-
-def test_only_the_first_difference_is_written(folder: Path, cache: Path) -> None:
-    engine = engine_of(folder)
-    Errs(engine, 1.0)
-    ask(engine, 12)
-    assert results(engine)[metrics.DIFFERENT] > 5
-    assert len([*cache.iterdir()]) == 1
-
-
-def test_differences_are_counted_if_no_file_can_be_written(folder: Path, cache: Path) -> None:
-    cache.parent.write_text("a file where the folder should be")
-    engine = engine_of(folder)
-    Errs(engine, 1.0)
-    ask(engine, 4)
-    assert results(engine)[metrics.DIFFERENT]
 
 
 @pytest.mark.parametrize(("tolerance", "kind"), [(0.5, metrics.TIE), (1e-4, metrics.DIFFERENT)])
@@ -213,28 +188,6 @@ def test_client_request_interrupts_audit(folder: Path, overlap: bool) -> None:
     assert results(engine) == {metrics.IDENTICAL: 2}
 
 
-def choose_no_more(engine: SmallEngine) -> audits.Audits:
-    found: audits.Audits = engine.scheduler._audits
-    found._every = 10**9
-    return found
-
-
-def test_audit_is_dropped_after_too_many_interruptions(folder: Path) -> None:
-    engine = engine_of(folder)
-    engine.add("0", [5, 6, 7], SamplingParams(max_tokens=20, temperature=0))
-    choose_no_more(engine)
-    for number in range(1, 1 + audits.MAX_STARTS):
-        while engine.running:
-            engine.step()
-        for _ in range(3):
-            engine.step()
-        assert engine.scheduler._audits.is_running
-        engine.add(str(number), [9], SamplingParams(max_tokens=1))
-    engine.finish()
-    assert skipped(engine) == {metrics.BUSY: 1}
-    assert not results(engine)
-
-
 def test_aborted_request_is_compared_up_to_its_last_token(folder: Path) -> None:
     engine = engine_of(folder)
     engine.add("0", [5, 6, 7], SamplingParams(max_tokens=30, temperature=1.0))
@@ -248,51 +201,7 @@ def test_aborted_request_is_compared_up_to_its_last_token(folder: Path) -> None:
     assert skipped(engine) == {metrics.ABORTED: 1}
 
 
-def test_number_of_waiting_audits_is_limited(folder: Path) -> None:
-    engine = engine_of(folder)
-    for number in range(audits.MAX_WAITING + 3):
-        engine.add(str(number), [5], SamplingParams(max_tokens=1))
-    engine.finish()
-    assert results(engine) == {metrics.IDENTICAL: audits.MAX_WAITING}
-    assert skipped(engine) == {metrics.BUSY: 3}
-
-
 # --- what they leave alone ---
-
-
-def test_audits_do_not_count_in_vllm_metrics(folder: Path) -> None:
-    """Rows, drafts and prefix-cache queries: with audits as without, unlike what a worker counts."""
-    of_workers = (metrics.STEPS, metrics.HOST_SYNCS, metrics.PREFILL_TOKENS)
-    figures = []
-    for every in (0, 1):
-        engine = engine_of(folder, "draft_model", every=every)
-        stats: list[Any] = []
-        original = engine.scheduler.make_stats
-
-        def make_stats(*args: Any, original: Any = original, stats: list[Any] = stats, **kwargs: Any) -> Any:
-            stats.append(original(*args, **kwargs))
-            return stats[-1]
-
-        engine.scheduler.make_stats = make_stats
-        # No second batch: audits use blocks of the prefix cache.
-        ask(engine, 3, kinds=[dict(temperature=0)])
-        drafts = [one.spec_decoding_stats for one in stats if one.spec_decoding_stats is not None]
-        figures.append(
-            (
-                {
-                    key: count
-                    for key, count in engine.counts.items()
-                    if "audit" not in key[0] and key[0] not in of_workers
-                },
-                sum(one.prefix_cache_stats.queries for one in stats),
-                sum(one.num_draft_tokens for one in drafts),
-                max(one.num_running_reqs + one.num_waiting_reqs for one in stats),
-                engine.texts,
-            )
-        )
-        if every:
-            assert results(engine) == {metrics.IDENTICAL: 3}
-    assert figures[0] == figures[1]
 
 
 def test_audit_ids_cannot_be_guessed(folder: Path) -> None:
@@ -305,16 +214,6 @@ def test_audit_ids_cannot_be_guessed(folder: Path) -> None:
             engine.step()
         ids += [name for name in engine.scheduler.requests if name != "0"]
     assert len({*ids}) == 2
-
-
-def test_client_request_with_an_audits_id_still_drafts(folder: Path) -> None:
-    counts = []
-    for name in ("0", "gaudi-spec-audit-1"):
-        engine = engine_of(folder)
-        engine.add(name, [5, 6, 7], SamplingParams(max_tokens=20, temperature=0))
-        engine.finish()
-        counts.append(engine.counts)
-    assert counts[0] == counts[1]
 
 
 def audited(tmp_path: Path, **speculative: Any) -> Any:
@@ -398,22 +297,3 @@ def test_request_running_across_a_pause_or_reset_is_not_audited(how: str, folder
     assert len(engine.texts["0"]) == 20
     assert not results(engine)
     assert skipped(engine) == {metrics.RESET: 1}
-
-
-def test_no_audit_starts_while_paused(tmp_path: Path) -> None:
-    scheduler = with_waiting(tmp_path)
-    scheduler._pause_state = PauseState.PAUSED_NEW
-    assert not scheduler.schedule().num_scheduled_tokens
-    assert not scheduler.has_requests()
-
-
-def test_difference_is_not_written_without_a_home_directory(monkeypatch: pytest.MonkeyPatch) -> None:
-    from types import SimpleNamespace
-
-    def no_home() -> Path:
-        raise RuntimeError("Could not determine home directory.")
-
-    monkeypatch.setattr(comparison, "_content", lambda *given: {})
-    monkeypatch.setattr(comparison, "cache_folder", no_home)
-    given: Any = SimpleNamespace()
-    assert comparison.write_difference(given, given, given, 0.0) is None

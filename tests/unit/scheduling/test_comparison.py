@@ -13,7 +13,6 @@ from vllm_gaudi_spec.scheduling.comparison import (
     Outcome,
     Result,
     compare_tokens,
-    find_first_difference,
 )
 
 pytestmark = pytest.mark.usefixtures("one_thread")
@@ -41,12 +40,6 @@ PARAMS = SamplingParams(temperature=0.7, seed=4, max_tokens=50, logprobs=2, top_
 FINISHED = Finished([1, 2], [5, 6, 7, 5], PARAMS)
 
 
-def test_first_difference() -> None:
-    assert find_first_difference([1, 2], [1, 2]) is None
-    assert find_first_difference([1, 2], [1, 3]) == 1
-    assert find_first_difference([1, 2], [1]) == find_first_difference([1], [1, 2]) == 1
-
-
 def test_audit_job_disables_drafts_and_reports() -> None:
     (job,) = next(compare_tokens(Finished([1], [5, 6], PARAMS), 0.5))
     params = job.params
@@ -54,10 +47,6 @@ def test_audit_job_disables_drafts_and_reports() -> None:
     assert (params.max_tokens, params.logprobs, params.extra_args) == (2, None, {REQUEST_OPTION: 0})
     assert params.skip_reading_prefix_cache
     assert (PARAMS.max_tokens, PARAMS.logprobs, PARAMS.extra_args) == (50, 2, None)
-
-
-def test_same_tokens_are_identical() -> None:
-    assert compare(FINISHED, [5, 6, 7, 5]) == (Outcome(metrics.IDENTICAL), [])
 
 
 @pytest.mark.parametrize(

@@ -56,25 +56,22 @@ def test_drafter_is_disabled_after_three_faulty_rounds(
     logging.getLogger("vllm_gaudi_spec").removeHandler(caplog.handler)
 
 
-def test_request_that_fails_beside_others_is_excluded() -> None:
+@pytest.mark.parametrize(
+    ("observed", "expected"),
+    [
+        ([[], [GOOD, BAD], [], [ONE_ROW]], [None, (("a", "b"), (), 1), None, ((), ("b",), 2)]),
+        # Once it may be the drafter's fault; then it is the request that drafts no more, and the next one does.
+        ([[ALONE], [ALONE] * 9, [GOOD, NEXT, GOOD, NEXT]], [(("a",), (), 1), ((), ("a",), 10), (("b",), (), 12)]),
+    ],
+)
+def test_failing_request_is_excluded_and_the_drafter_stays(
+    observed: list[list[DraftRound]], expected: list[tuple[tuple[str, ...], tuple[str, ...], int] | None]
+) -> None:
     health = DrafterHealth()
-    assert health.take_status() is None
-    health.observe([GOOD, BAD])
-    assert health.take_status() == DrafterStatus(("a", "b"), (), is_off=False, num_faults=1)
-    assert health.take_status() is None
-    health.observe([ONE_ROW])
-    assert health.take_status() == DrafterStatus((), ("b",), is_off=False, num_faults=2)
-
-
-def test_single_failing_request_does_not_disable_the_drafter() -> None:
-    """Once it may be the drafter's fault; then it is the request that drafts no more, and the next one does."""
-    health = DrafterHealth()
-    health.observe([ALONE])
-    assert health.take_status() == DrafterStatus(("a",), (), is_off=False, num_faults=1)
-    health.observe([ALONE] * 9)
-    assert health.take_status() == DrafterStatus((), ("a",), is_off=False, num_faults=10)
-    health.observe([GOOD, NEXT, GOOD, NEXT])
-    assert health.take_status() == DrafterStatus(("b",), (), is_off=False, num_faults=12)
+    for rounds, status in zip(observed, expected, strict=True):
+        health.observe(rounds)
+        wanted = status and DrafterStatus(status[0], status[1], is_off=False, num_faults=status[2])
+        assert health.take_status() == wanted
 
 
 Kind = type[SpecScheduler | SpecAsyncScheduler]

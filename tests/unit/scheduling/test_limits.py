@@ -17,7 +17,6 @@ from vllm_gaudi_spec.scheduling.counts import DraftCounts
 from vllm_gaudi_spec.scheduling.limits import DraftLimits, RowLimits, explain_no_drafts
 
 K, NUM_PROMPT, MAX_MODEL_LEN = 4, 10, 40
-LIMITS = DraftLimits(max_context=32, end=20, max_drafts=K)
 
 
 @pytest.mark.parametrize(
@@ -41,20 +40,6 @@ def test_reason_exists_exactly_if_row_has_no_drafts(
     ).tolist()
     may_draft = [explain_no_drafts(limits, length) == NoDraftReason.NOTHING for length in lengths]
     assert may_draft == [count > 0 for count in counts]
-
-
-def test_permanent_reason_precedes_temporary_one() -> None:
-    assert explain_no_drafts(LIMITS, 19) == NoDraftReason.NOTHING
-    assert explain_no_drafts(LIMITS, 20) == NoDraftReason.ENDING
-    assert explain_no_drafts(LIMITS._replace(end=None), 32, skip_reason=NoDraftReason.LOAD) == NoDraftReason.LENGTH
-    for facts, reason in (
-        (dict(reported=NoDraftReason.UNVERIFIED, is_excluded=True), NoDraftReason.UNVERIFIED),
-        (dict(is_excluded=True, skip_reason=NoDraftReason.OFF), NoDraftReason.FAULT),
-        (dict(skip_reason=NoDraftReason.GOODPUT, has_failed=True), NoDraftReason.GOODPUT),
-        (dict(has_failed=True), NoDraftReason.FAULT),
-    ):
-        assert explain_no_drafts(LIMITS, 12, **facts) == reason  # type: ignore[arg-type]
-    assert explain_no_drafts(LIMITS._replace(max_drafts=0), 40, is_excluded=True) == NoDraftReason.REQUEST
 
 
 @pytest.mark.parametrize("drafter_max_len", [None, 24, 200])

@@ -2,7 +2,11 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+from typing import Any
+
 import numpy as np
+import pytest
 import torch
 from vllm.sampling_params import SamplingParams
 
@@ -30,44 +34,33 @@ def max_drafts(row_limits: DeviceRowLimits, lengths: dict[int, int], limit: int 
     return on_host.tolist()
 
 
+@pytest.mark.parametrize(
+    ("limits", "params", "lengths", "expected"),
+    [
+        # The drafter's maximum length
+        (dict(drafter_max_len=64), dict(max_tokens=None), range(59, 66), [4, 4, 3, 2, 1, 0, 0]),
+        # The model's: the drafts and one more token fit exactly.
+        (dict(max_model_len=100), dict(max_tokens=None), range(94, 100), [4, 4, 3, 2, 1, 0]),
+        ({}, dict(max_tokens=6), range(11, 17), [4, 3, 2, 1, 0, 0]),
+        ({}, dict(max_tokens=500, extra_args={"num_speculative_tokens": 0}), [20], [0]),
+        ({}, dict(max_tokens=500, extra_args={"num_speculative_tokens": 2}), [20], [2]),
+        ({}, dict(max_tokens=500, extra_args={"num_speculative_tokens": 99}), [20], [4]),
+    ],
+)
+def test_drafts_end_at_each_limit(
+    limits: dict[str, int], params: dict[str, Any], lengths: Sequence[int], expected: list[int]
+) -> None:
+    rows = make_limits(**limits)
+    rows.admit(0, SamplingParams(**params), num_prompt=10)
+    for length, count in zip(lengths, expected, strict=True):
+        assert max_drafts(rows, {0: length}) == [count]
+        assert max_drafts(rows, {0: length}, limit=1) == [min(count, 1)]
+        assert max_drafts(rows, {0: length}, limit=0) == [0]
+
+
 def test_long_row_does_not_limit_others() -> None:
     rows = make_limits(drafter_max_len=64)
     for row in range(3):
         rows.admit(row, SamplingParams(max_tokens=500), num_prompt=10)
-    assert max_drafts(rows, {0: 20, 1: 200, 2: 62}) == [4, 0, 2]
+    assert max_drafts(rows, {0: 20, 1: 200, 2: 62, 3: 0}) == [4, 0, 2, 0], "the last row is padding"
     assert max_drafts(rows, {0: 20}) == [4], "whoever is in the batch"
-
-
-def test_drafts_end_at_drafters_maximum_length() -> None:
-    rows = make_limits(drafter_max_len=64)
-    rows.admit(0, SamplingParams(max_tokens=None), num_prompt=10)
-    for length in range(64 - K - 1, 64 + 2):
-        (count,) = max_drafts(rows, {0: length})
-        assert count == max(0, min(K, 64 - length))
-
-
-def test_drafts_end_at_models_maximum_length() -> None:
-    rows = make_limits(max_model_len=100)
-    rows.admit(0, SamplingParams(max_tokens=None), num_prompt=10)
-    for length in range(90, 100):
-        (count,) = max_drafts(rows, {0: length})
-        assert count == min(K, 100 - length - 1), "the drafts and one more token fit exactly"
-
-
-def test_drafts_end_at_max_tokens() -> None:
-    rows = make_limits()
-    rows.admit(0, SamplingParams(max_tokens=6), num_prompt=10)
-    assert [max_drafts(rows, {0: length})[0] for length in range(11, 17)] == [4, 3, 2, 1, 0, 0]
-
-
-def test_request_and_scheduler_can_lower_number_of_drafts() -> None:
-    rows = make_limits()
-    for row, option in enumerate((0, 2, 99)):
-        rows.admit(row, SamplingParams(max_tokens=500, extra_args={"num_speculative_tokens": option}), num_prompt=10)
-    assert max_drafts(rows, {0: 20, 1: 20, 2: 20}) == [0, 2, 4]
-    assert max_drafts(rows, {0: 20, 1: 20, 2: 20}, limit=1) == [0, 1, 1]
-    assert max_drafts(rows, {0: 20, 1: 20, 2: 20}, limit=0) == [0, 0, 0]
-
-
-def test_pad_row_has_no_drafts() -> None:
-    assert max_drafts(make_limits(), {3: 0}) == [0]

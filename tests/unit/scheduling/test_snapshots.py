@@ -4,25 +4,22 @@ makes of both."""
 from __future__ import annotations
 
 import inspect
-from itertools import chain, product
+from itertools import chain
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
 import pytest
-import torch
 from vllm import SamplingParams
 from vllm.utils.hashing import sha256
 from vllm.v1.core.kv_cache_utils import get_request_block_hasher, init_none_hash
 from vllm.v1.core.sched.scheduler import Scheduler
-from vllm.v1.kv_cache_interface import FullAttentionSpec, SlidingWindowSpec
 from vllm.v1.request import Request
 
 from tests.support.schedulers import answer, scheduler_of
 from vllm_gaudi_spec import upstream
 from vllm_gaudi_spec.outputs import SpecSchedulerOutput
-from vllm_gaudi_spec.platforms.base import _disable_vllm_state_caching
-from vllm_gaudi_spec.scheduling.scheduler import SpecAsyncScheduler, SpecScheduler, _keeps_all_tokens
+from vllm_gaudi_spec.scheduling.scheduler import SpecAsyncScheduler, SpecScheduler
 from vllm_gaudi_spec.scheduling.snapshots import Snapshots
 
 BLOCK = 16
@@ -36,65 +33,6 @@ def prompt(text: str, junction: int = 0) -> Any:
 
 def table(num_slots: int, **options: Any) -> Snapshots:
     return Snapshots(num_slots, block_size=BLOCK, hash_size=BLOCK, **options)
-
-
-def kept(snapshots: Snapshots, text: str) -> int | None:
-    """The slot of a prompt's state before its last token."""
-    return snapshots.keep(prompt(text), 0, BLOCK * len(text))
-
-
-# --- the table ---
-
-
-def test_hit_is_cut_to_last_boundary_with_a_snapshot() -> None:
-    snapshots = table(4)
-    kept(snapshots, "ab")
-    kept(snapshots, "abcd")
-    for num_found, expected in ((5 * BLOCK, 4), (4 * BLOCK, 4), (4 * BLOCK - 1, 2), (2 * BLOCK, 2), (BLOCK, 0), (0, 0)):
-        assert snapshots.longest(prompt("abcde"), num_found) == expected * BLOCK
-    assert snapshots.longest(prompt("abxde"), 5 * BLOCK) == 2 * BLOCK, "another prompt from the third block on"
-    assert snapshots.longest(prompt("xbcde"), 5 * BLOCK) == 0
-
-
-def test_least_recently_used_slot_is_reused() -> None:
-    snapshots = table(3)
-    slots = {text: kept(snapshots, text) for text in "abc"}
-    assert len(set(slots.values())) == 3
-    snapshots.use(prompt("a"), BLOCK)
-    assert kept(snapshots, "d") == slots["b"]
-    assert kept(snapshots, "e") == slots["c"]
-    found = {text: snapshots.longest(prompt(text), BLOCK) for text in "abcde"}
-    assert found == {"a": BLOCK, "b": 0, "c": 0, "d": BLOCK, "e": BLOCK}
-
-
-def test_step_does_not_write_a_slot_that_it_reads() -> None:
-    """It would be right all the same, since reads come first; but a request of the next step may want it."""
-    snapshots = table(2)
-    first, second = kept(snapshots, "a"), kept(snapshots, "b")
-    assert snapshots.use(prompt("a"), BLOCK) == first
-    assert kept(snapshots, "c") == second
-
-
-def test_intermediate_chunks_of_a_long_prompt_share_one_slot() -> None:
-    snapshots, long = table(3), prompt("abcdefgh")
-    kept(snapshots, "x")
-    slots = [snapshots.keep(long, BLOCK * at, BLOCK * (at + 1)) for at in range(7)]
-    assert snapshots.longest(prompt("x"), BLOCK) == BLOCK
-    assert len(set(slots)) == 2
-    assert snapshots.longest(long, 7 * BLOCK) == 7 * BLOCK, "the newest of them"
-    snapshots.use(long, 7 * BLOCK)
-    kept(snapshots, "y")
-    assert snapshots.longest(long, 7 * BLOCK) == 7 * BLOCK, "once used it is as good as others"
-
-
-def test_no_snapshot_without_boundary_or_new_state() -> None:
-    snapshots, one = table(4), prompt("ab")
-    assert snapshots.keep(one, 0, BLOCK + 3) is None, "no border"
-    assert snapshots.keep(one, 2 * BLOCK, 2 * BLOCK + 1) is None, "the last token is decoded"
-    exact = SimpleNamespace(num_tokens=2 * BLOCK, block_hashes=one.block_hashes, shared_prefix_boundary=0)
-    assert snapshots.keep(exact, 2 * BLOCK - 1, 2 * BLOCK) is None, "and so is it where it ends a block"
-    assert len(snapshots) == 0
-    assert snapshots.keep(exact, BLOCK, 2 * BLOCK) is not None, "the whole prompt, for the next turn of a chat"
 
 
 # --- where a chunk ends ---
@@ -125,12 +63,6 @@ def test_chunk_ends_at_a_boundary(start: int, num_new: int, num_tokens: int, jun
     assert table(1).cut(request, start, num_new) == expected
 
 
-def test_last_boundary_is_a_block_earlier_with_a_head() -> None:
-    request: Any = SimpleNamespace(num_tokens=40, block_hashes=["a", "b"], shared_prefix_boundary=0)
-    assert table(1, drops_a_block=True).cut(request, 0, 40) == 16
-    assert table(1, drops_a_block=True).cut(request, 16, 24) == 24
-
-
 def test_boundary_without_a_hash_gets_no_snapshot() -> None:
     """From vLLM 0.33 on a block's hash covers the next token, which a prompt that ends at the block does not have."""
     request: Any = SimpleNamespace(num_tokens=2 * BLOCK, block_hashes=["a"], shared_prefix_boundary=0)
@@ -139,19 +71,6 @@ def test_boundary_without_a_hash_gets_no_snapshot() -> None:
     assert snapshots.keep(request, 0, BLOCK) is not None
     assert snapshots.keep(request, 0, 2 * BLOCK) is None
     assert snapshots.longest(request, 2 * BLOCK) == BLOCK
-
-
-# --- how many ---
-
-
-def test_vllm_does_not_cache_states_itself() -> None:
-    """The prefix cache is as vLLM has it."""
-    model = SimpleNamespace(is_hybrid=True, is_attention_free=False, max_model_len=512)
-    for is_on, mode in product((True, False), ("align", "all", "none")):
-        cache = SimpleNamespace(enable_prefix_caching=is_on, mamba_cache_mode=mode, mamba_block_size=16)
-        config: Any = SimpleNamespace(model_config=model, cache_config=cache)
-        _disable_vllm_state_caching(config)
-        assert (cache.enable_prefix_caching, cache.mamba_cache_mode, cache.mamba_block_size) == (is_on, "none", 512)
 
 
 # --- in vLLM's scheduler ---
@@ -166,13 +85,6 @@ def test_vllm_still_asks_there() -> None:
     assert source.count("self._get_local_prefix_cache_hit(request") == 1
     assert "request.shared_prefix_boundary,\n" in source
     assert "aligned_split" not in inspect.getsource(Scheduler._update_after_schedule)
-
-
-def test_hit_is_cut_only_with_full_attention() -> None:
-    """`truncate_computed_blocks` slices."""
-    common: Any = dict(block_size=BLOCK, num_kv_heads=1, head_size=8, dtype=torch.float32)
-    assert _keeps_all_tokens(FullAttentionSpec(**common))
-    assert not _keeps_all_tokens(SlidingWindowSpec(**common, sliding_window=32))
 
 
 SYSTEM = list(range(2, 2 + 5 * BLOCK))
@@ -268,14 +180,6 @@ def test_reset_drops_snapshots(without_kv: bool, tmp_path: Path) -> None:
     engine.content.clear()
     assert engine.run("1 again", [*SYSTEM, 200])[0] == 0
     assert list(engine.content.values()) == [tuple(SYSTEM)]
-
-
-def test_request_that_skips_the_cache_starts_without_snapshot(tmp_path: Path) -> None:
-    """As one that wants log-probabilities of its prompt."""
-    engine = Engine(SpecScheduler, tmp_path)
-    engine.run("1", [*SYSTEM, 200])
-    request = Request("2", [*SYSTEM, 200], SamplingParams(max_tokens=1, prompt_logprobs=1), None)
-    assert engine.scheduler._get_local_prefix_cache_hit(request)[1] == 0
 
 
 @pytest.mark.parametrize("kind", [SpecScheduler, SpecAsyncScheduler])
