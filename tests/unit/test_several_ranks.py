@@ -18,7 +18,6 @@ from tests.unit.test_config import DRAFT, NGRAM, engine_config, here, start_meth
 from vllm_gaudi_spec.config import UnsupportedConfigError, ranks_in_step
 from vllm_gaudi_spec.platforms.cpu import CpuSpecPlatform
 from vllm_gaudi_spec.platforms.cuda import CudaSpecPlatform
-from vllm_gaudi_spec.refusals.drafters import drafter_model_refusals
 
 
 def with_experts(folder: Path, **options: Any) -> VllmConfig:
@@ -61,15 +60,6 @@ def test_what_is_let_in(tmp_path: Path) -> None:
     assert ranks_in_step(with_experts(tmp_path, tensor_parallel_size=2, enable_expert_parallel=True)) == 1
     # Engines of a model without experts have nothing to do with each other.
     assert ranks_in_step(engine_config(tmp_path, None, **TWO)) == 1
-
-
-def test_other_sizes_are_refused() -> None:
-    """By upstream too, before us."""
-    sizes = dict(draft_parallel_config=SimpleNamespace(tensor_parallel_size=2))
-    spec_config: Any = SimpleNamespace(**sizes, target_parallel_config=SimpleNamespace(tensor_parallel_size=4))
-    assert next(drafter_model_refusals(spec_config)) == (
-        "draft_tensor_parallel_size 2 is neither 1 nor the target's 4; use one of these."
-    )
 
 
 def test_ray_on_cpus(tmp_path: Path) -> None:

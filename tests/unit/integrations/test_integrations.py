@@ -5,7 +5,6 @@ from __future__ import annotations
 import logging
 import subprocess
 import sys
-from importlib.metadata import EntryPoint, entry_points
 
 import pytest
 import vllm
@@ -51,15 +50,6 @@ def test_unsupported_releases_refuse_only_universal_draft(installed: pytest.Monk
     assert SpeculativeConfig(method="ngram", num_speculative_tokens=2).method == "ngram"
 
 
-def test_integration_is_inactive_on_our_platforms(monkeypatch: pytest.MonkeyPatch) -> None:
-    def never() -> None:
-        raise AssertionError("registered")
-
-    assert not vllm_ascend.is_active()
-    monkeypatch.setattr(vllm_ascend, "register", never)
-    vllm_gaudi_spec.general_plugin()
-
-
 def test_our_platform_is_not_imported_with_vllm_ascend(monkeypatch: pytest.MonkeyPatch) -> None:
     """Its vLLM is another, which neither upstream/ nor the platform's modules are made for."""
     registered: list[bool] = []
@@ -71,43 +61,6 @@ def test_our_platform_is_not_imported_with_vllm_ascend(monkeypatch: pytest.Monke
     assert vllm_ascend.is_active()
     vllm_gaudi_spec.general_plugin()
     assert registered == [True]
-
-
-@pytest.mark.parametrize(
-    ("plugin", "level", "text"),
-    [
-        ("ascend", logging.INFO, "The platforms of vllm_gaudi_spec are inactive because vllm-ascend is installed."),
-        (
-            "hpu",
-            logging.WARNING,
-            "vllm_gaudi_spec is inactive because of the platform plugin hpu; set VLLM_PLUGINS=gaudi_spec to use it.",
-        ),
-    ],
-)
-def test_our_platform_is_inactive_beside_vllm_ascend(
-    monkeypatch: pytest.MonkeyPatch, plugin: str, level: int, text: str
-) -> None:
-    """Beside vllm-ascend the other half of the package may well serve."""
-    from vllm_gaudi_spec import devices
-
-    theirs = EntryPoint(plugin, "somebodys:register", "vllm.platform_plugins")
-    said: list[tuple[int, str]] = []
-    logger = logging.getLogger("vllm")
-    for name, found in (("info", logging.INFO), ("warning", logging.WARNING)):
-        monkeypatch.setattr(
-            logger, name, lambda text, *values, found=found: said.append((found, text % values if values else text))
-        )
-    monkeypatch.delenv("VGS_DEVICE", raising=False)
-    monkeypatch.setattr(devices, "entry_points", lambda group: [*entry_points(group=group), theirs])
-    patched = (devices.other_platform_plugins, devices._log_inactive)
-    for cached in patched:
-        cached.cache_clear()
-    try:
-        assert vllm_gaudi_spec.platform_plugin() is None
-    finally:
-        for cached in patched:
-            cached.cache_clear()
-    assert said == [(level, text)]
 
 
 def test_integration_imports_nothing_specific_to_our_vllm() -> None:

@@ -13,7 +13,7 @@ from vllm.lora.model_manager import AdapterLRUCache
 from vllm.lora.request import LoRARequest
 
 from tests.support.fakes import CapturingBackend, HostBackend, step
-from vllm_gaudi_spec.lora.application import NO_SLOT, EmbeddingAdapters, LinearAdapters, TokenSlots
+from vllm_gaudi_spec.lora.application import NO_SLOT, LinearAdapters, TokenSlots
 from vllm_gaudi_spec.lora.manager import AdapterLoader, SlottedAdapters
 from vllm_gaudi_spec.runner.extensions.adapters import Adapters
 
@@ -53,21 +53,6 @@ def expected(module: Any, x_TI: torch.Tensor, y_TO: torch.Tensor) -> torch.Tenso
     return torch.stack(rows)
 
 
-def test_token_gets_the_sum_of_its_slot() -> None:
-    module, token_slots = linear(), slots()
-    layer = LinearAdapters(module, token_slots, HostBackend().memory.upload)
-    x_TI, y_TO = torch.randn(len(TOKENS), INPUTS), torch.randn(len(TOKENS), sum(OUTPUTS))
-    fill(module)
-    with token_slots.applied(TOKENS):
-        assert torch.equal(layer.add_lora_linear(y_TO, x_TI), y_TO), "the device has not got it yet"
-        layer.send()
-        ours = layer.add_lora_linear(y_TO, x_TI)
-    torch.testing.assert_close(ours, expected(module, x_TI, y_TO))
-    assert torch.equal(ours[1], y_TO[1])
-    assert not torch.allclose(ours[0], y_TO[0])
-    assert layer.add_lora_linear(y_TO, x_TI) is y_TO, "who knows no slots gets the layer as it is"
-
-
 def test_non_finite_slot_does_not_affect_other_tokens() -> None:
     """Of the first matrices: what is wrong with second ones is found while they are loaded."""
     module, token_slots = linear(), slots()
@@ -82,21 +67,6 @@ def test_non_finite_slot_does_not_affect_other_tokens() -> None:
     others = TOKENS != 1
     torch.testing.assert_close(ours[others], wanted[others])
     assert ours[~others].isnan().any()
-
-
-@pytest.mark.parametrize("padding", [0, 5])
-def test_adapters_of_logits(padding: int) -> None:
-    """Of an output matrix that was padded, the vocabulary is left."""
-    module, token_slots = linear((12,), one=True), slots()
-    layer = LinearAdapters(module, token_slots, HostBackend().memory.upload)
-    assert isinstance(module.lora_a_stacked, torch.Tensor)
-    both = SimpleNamespace(lora_a_stacked=(module.lora_a_stacked,), lora_b_stacked=(module.lora_b_stacked,))
-    fill(both)
-    layer.send()
-    x_TI, y_TV = torch.randn(len(TOKENS), INPUTS), torch.randn(len(TOKENS), 12 + padding)
-    with token_slots.applied(TOKENS):
-        ours = layer.add_lora_logits(y_TV, x_TI)
-    torch.testing.assert_close(ours, expected(both, x_TI, y_TV[:, :12]))
 
 
 def test_ranks_add_the_same_bits_to_logits() -> None:
@@ -118,52 +88,6 @@ def test_ranks_add_the_same_bits_to_logits() -> None:
     assert torch.equal(first, second)
     assert not torch.equal(sent[0], sent[1])
     assert sent[0].shape == (len(TOKENS), SLOTS * RANK)
-
-
-def test_adapters_of_embeddings() -> None:
-    vocab, size, token_slots = 7, 5, slots()
-    module: Any = SimpleNamespace(
-        lora_a_stacked=torch.zeros(SLOTS, vocab, RANK), lora_b_stacked=torch.zeros(SLOTS, 1, size, RANK)
-    )
-    layer = EmbeddingAdapters(module, token_slots, HostBackend().memory.upload)
-    module.lora_a_stacked.normal_()
-    module.lora_b_stacked.normal_()
-    layer.send()
-    tokens, y_TE = torch.tensor([3, 0, 6, 6, 1, 2]), torch.randn(6, size)
-    with token_slots.applied(TOKENS):
-        looked_up = torch.nn.functional.embedding(tokens + layer._embeddings_indices[:6], module.lora_a_stacked_2d)
-        ours = layer.add_lora_embedding(y_TE, looked_up)
-    for index, slot in enumerate(TOKENS.tolist()):
-        added = module.lora_b_stacked[slot, 0] @ module.lora_a_stacked[slot, tokens[index]]
-        torch.testing.assert_close(ours[index], y_TE[index] + (0 if slot == NO_SLOT else added))
-    assert (tokens + layer._embeddings_indices[:6]).shape == tokens.shape, "a borrower may look up as well"
-
-
-def test_vllm_writes_to_the_tensors_that_layers_read() -> None:
-    """No copy where the device is the host."""
-    module, token_slots = linear(), slots()
-    layer = LinearAdapters(module, token_slots, lambda host: host)
-    fill(module)
-    x_TI, y_TO = torch.randn(len(TOKENS), INPUTS), torch.randn(len(TOKENS), sum(OUTPUTS))
-    with token_slots.applied(TOKENS):
-        torch.testing.assert_close(layer.add_lora_linear(y_TO, x_TI), expected(module, x_TI, y_TO))
-
-
-def test_one_graph_serves_all_slot_contents() -> None:
-    module, token_slots = linear(), slots()
-    backend = CapturingBackend()
-    layer = LinearAdapters(module, token_slots, backend.memory.upload)
-    x_TI, y_TO = torch.randn(len(TOKENS), INPUTS), torch.randn(len(TOKENS), sum(OUTPUTS))
-
-    def forward(x_TI: torch.Tensor, slots_T: torch.Tensor) -> torch.Tensor:
-        with token_slots.applied(slots_T):
-            return layer.add_lora_linear(y_TO, x_TI)
-
-    program = backend.graphs.graph(forward)
-    assert torch.equal(program(x_TI, TOKENS), y_TO)
-    fill(module)
-    layer.send()
-    torch.testing.assert_close(program(x_TI, TOKENS), expected(module, x_TI, y_TO))
 
 
 # --- rows ---

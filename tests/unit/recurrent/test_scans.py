@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 
-from vllm_gaudi_spec.recurrent.scans import convolve, scan, scan_each
+from vllm_gaudi_spec.recurrent.scans import scan, scan_each
 
 ROWS, HEADS, KEY, VALUE = 2, 3, 8, 5
 
@@ -77,12 +77,3 @@ def test_strong_decay_does_not_overflow(num_decays: int) -> None:
     arguments = key, key, value, torch.full((1, 64, 1, num_decays), -50.0), torch.ones(1, 1, KEY, VALUE)
     for found, expected in zip(scan(*arguments), token_by_token(*arguments, None), strict=True):
         torch.testing.assert_close(found, expected)
-
-
-def test_convolution_continues_from_history() -> None:
-    inputs_BQC, weight_CW, bias_C = torch.randn(ROWS, 9, 6), torch.randn(6, 4), torch.randn(6)
-    padded = torch.nn.functional.pad(inputs_BQC, (0, 0, 3, 0)).transpose(1, 2)
-    expected = torch.nn.functional.conv1d(padded, weight_CW[:, None], bias_C, groups=6).transpose(1, 2)
-    first = convolve(torch.zeros(ROWS, 3, 6), inputs_BQC[:, :5], weight_CW, bias_C)
-    second = convolve(inputs_BQC[:, 2:5], inputs_BQC[:, 5:], weight_CW, bias_C)
-    torch.testing.assert_close(torch.cat((first, second), 1), expected)

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from itertools import product
 from random import Random
 
 import pytest
@@ -26,30 +25,6 @@ from vllm_gaudi_spec.recurrent.states import LayerShape, RecurrentStates
 
 
 @pytest.mark.parametrize("kind", KINDS)
-@pytest.mark.parametrize("num_drafts", [1, 3, 5])
-def test_every_number_of_accepted_drafts(kind: str, num_drafts: int) -> None:
-    """Each number is followed by every number, so that pending tokens begin at different positions."""
-    width = num_drafts + 1
-    for first, second in product(range(1, width + 1), repeat=2):
-        layer = Layer(kind, num_drafts)
-        text = layer.text(5 + first + second)
-        expected, kept = sequential(kind, text)
-        layer.read([1], [0], [part(text, 0, 5)], 8, is_prompt=True)
-        at = 5
-        for accepted in (first, second):
-            wrong = layer.text(width - accepted)
-            right = part(text, at, at + accepted)
-            guess = torch.cat((right[0], wrong[0])), torch.cat((right[1], wrong[1]))
-            out = layer.read([1], [at], [guess], width)
-            torch.testing.assert_close(out[0, :accepted], expected[at : at + accepted], atol=1e-5, rtol=1e-5)
-            at += accepted
-        # The next chunk begins after the accepted tokens, whose inputs are read into the state.
-        layer.read([1], [at], [layer.text(0)], 8, is_prompt=True)
-        for some, others in zip(layer.kept(1), kept, strict=True):
-            torch.testing.assert_close(some, others, atol=1e-5, rtol=1e-5)
-
-
-@pytest.mark.parametrize("kind", KINDS)
 def test_step_without_drafts_between_others(kind: str) -> None:
     layer = Layer(kind, 3)
     text = layer.text(16)
@@ -62,23 +37,6 @@ def test_step_without_drafts_between_others(kind: str) -> None:
         out = layer.read([0], [at], [(torch.cat((right[0], wrong[0])), torch.cat((right[1], wrong[1])))], width)
         torch.testing.assert_close(out[0, :accepted], expected[at : at + accepted], atol=1e-5, rtol=1e-5)
         at += accepted
-
-
-@pytest.mark.parametrize("kind", KINDS)
-@pytest.mark.parametrize("num_drafts", [0, 3])
-def test_v06_chunked_prompts_beside_other_rows(kind: str, num_drafts: int) -> None:
-    """Rows of different lengths, in a different order each time, with padding."""
-    layer = Layer(kind, num_drafts)
-    texts = [layer.text(length) for length in (90, 7, 40)]
-    expected = [sequential(kind, text)[0] for text in texts]
-    for begin, width in ((0, 5), (5, 2), (7, 80)):
-        rows = [row for row in (2, 0, 1) if len(texts[row][0]) > begin]
-        chunks = [part(texts[row], begin, begin + width) for row in rows]
-        starts = [begin] * len(rows)
-        out = layer.read([*rows, PAD_ROW], [*starts, 0], [*chunks, layer.text(0)], width + 3, is_prompt=True)
-        for row, found, (some, _) in zip(rows, out, chunks, strict=False):
-            wanted = expected[row][begin : begin + len(some)]
-            torch.testing.assert_close(found[: len(some)], wanted, atol=1e-5, rtol=1e-5)
 
 
 @pytest.mark.parametrize("kind", KINDS)

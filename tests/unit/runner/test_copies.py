@@ -9,7 +9,7 @@ import pytest
 import torch
 from vllm.sampling_params import SamplingParams
 
-from tests.support.fakes import CapturingGraphs, CompilingBackend, CopyingMemory, HostBackend
+from tests.support.fakes import CompilingBackend, CopyingMemory, HostBackend
 from tests.support.media import CONFIG
 from tests.support.small_engine import BLOCK_DRAFTER, PARALLEL, RETOKENIZE, STANDARD, SmallEngine, Variant
 from tests.unit.runner.test_media_store import Model, Padding
@@ -103,43 +103,3 @@ def test_decode_step_with_mrope_copies_at_most_twice(tmp_path: Path, copies: lis
     runner.extensions.append(multimodal)
     runner.target.rotary_offsets_R = multimodal.rotary_offsets.table_RX
     check_decode_steps(engine, copies, {"temperature": 0.0}, max_copies=2)
-
-
-DRAFTING = ("_draft_on_device",)
-REPLAYS: dict[str | None, tuple[str, ...]] = {
-    None: (),
-    "ngram": (),
-    "ngram_gpu": DRAFTING,
-    "draft_model": DRAFTING,
-    PARALLEL: DRAFTING,
-    BLOCK_DRAFTER: ("_read_newest", *DRAFTING),
-}
-
-
-@pytest.mark.parametrize("method", REPLAYS)
-def test_decode_step_starts_few_graphs(method: str | None, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """The forward, the sampling pass, and what the drafter needs. Reports with drafts are graphs of their own."""
-    started: list[str] = []
-    graph = CapturingGraphs.graph
-
-    def count(graphs: CapturingGraphs, function: Any) -> Any:
-        run = graph(graphs, function)
-
-        def start(*args: Any, **named: Any) -> Any:
-            started.append(function.__name__)
-            return run(*args, **named)
-
-        return start
-
-    monkeypatch.setattr(CapturingGraphs, "graph", count)
-    overlap = method != "ngram"
-    engine = SmallEngine(Variant(method, overlap=overlap, backend=CompilingBackend, num_blocks=200), tmp_path)
-    for name, prompt in {"a": [1, 2, 3], "b": [4, 5, 4, 5, 4]}.items():
-        engine.add(name, prompt, SamplingParams(max_tokens=50, ignore_eos=True, temperature=0.0))
-    for _ in range(5):  # prompts, and what drafters catch up with
-        engine.step()
-    for _ in range(4):
-        started.clear()
-        engine.step()
-        assert sorted(started) == sorted(("_forward", "_finish", *REPLAYS[method]))
-    engine.finish()

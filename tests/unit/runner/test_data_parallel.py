@@ -15,7 +15,7 @@ from vllm_gaudi_spec.config import Options
 from vllm_gaudi_spec.devices import load_backend
 from vllm_gaudi_spec.records import DECODE, Planned, Request
 from vllm_gaudi_spec.runner.extensions import data_parallel
-from vllm_gaudi_spec.runner.extensions.data_parallel import DataParallelLockstep, Rectangle, SharedForward, merge_plans
+from vllm_gaudi_spec.runner.extensions.data_parallel import DataParallelLockstep, Rectangle, merge_plans
 from vllm_gaudi_spec.runner.shapes import Shapes
 
 DECODES = st.builds(Rectangle, st.just(1), st.sampled_from((1, 2, 4, 8)), st.sampled_from((1, 4)))
@@ -37,17 +37,6 @@ def test_merged_plans_keep_the_order_of_every_rank(plans: list[list[Rectangle]])
             assert one.queries >= wanted.queries
     assert all(step.ranks for step in steps), "a forward that nobody needs"
     assert len(steps) <= sum(map(len, plans))
-
-
-def test_merged_plans_run_decodes_first() -> None:
-    decode, wide, chunk = Rectangle(1, 2, 1), Rectangle(1, 1, 4), Rectangle(0, 1, 16)
-    assert merge_plans([[decode, chunk], [wide], []]) == [
-        SharedForward(Rectangle(1, 2, 4), (0, 1)),
-        SharedForward(chunk, (0,)),
-    ]
-    # A chunk that could go at once waits for another rank's decode, and for the chunk behind it.
-    assert merge_plans([[chunk], [decode, chunk]]) == [SharedForward(decode, (1,)), SharedForward(chunk, (0, 1))]
-    assert merge_plans([[], []]) == []
 
 
 MAX_LEN, K = 64, 3

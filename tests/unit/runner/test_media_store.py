@@ -2,11 +2,10 @@
 
 from __future__ import annotations
 
-import sys
 from dataclasses import replace
 from functools import partial
 from itertools import pairwise
-from types import ModuleType, SimpleNamespace
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -14,22 +13,18 @@ import torch
 from vllm.multimodal.inputs import MultiModalFeatureSpec, PlaceholderRange
 
 from tests.support import media
-from tests.support.fakes import HostBackend, new_request, step
+from tests.support.fakes import HostBackend, make_requests, new_request, step
 from tests.support.media import CONFIG
-from vllm_gaudi_spec.attention.encoders import MaskedEncoderAttention, number_sequences
+from vllm_gaudi_spec.attention.encoders import MaskedEncoderAttention
 from vllm_gaudi_spec.attention.metadata import NO_MEDIA, MultimodalInputs
 from vllm_gaudi_spec.graphs import StepRecorder
 from vllm_gaudi_spec.model import LoadedModel
 from vllm_gaudi_spec.records import DECODE, PREFILL, Batch, Shape
-from vllm_gaudi_spec.refusals.models import CAPTURED_MEDIA
 from vllm_gaudi_spec.runner.extensions import encoders
 from vllm_gaudi_spec.runner.extensions.encoders import (
-    FORMS,
-    Crops,
     Encoding,
     Item,
     Patches,
-    SquaresOfPatches,
     Tiles,
     WholeItems,
     compute_corners,
@@ -72,7 +67,7 @@ class Model:
 
 @pytest.fixture
 def requests() -> Requests:
-    return Requests(HostBackend(), max_rows=3, max_len=64, block_sizes=[16], max_context=64, seed=0)  # type: ignore[arg-type]
+    return make_requests()
 
 
 @pytest.fixture
@@ -157,7 +152,7 @@ def test_last_prompt_token_is_a_chunk_if_it_belongs_to_an_image(requests: Reques
         longest_chunk=64,
     )
     for images, phase in (([image("one", 3, 3)], PREFILL), ([image("one", 2, 3)], DECODE)):
-        requests = Requests(HostBackend(), max_rows=3, max_len=64, block_sizes=[16], max_context=64, seed=0)  # type: ignore[arg-type]
+        requests = make_requests()
         admit(requests, store, images)
         requests.by_id["image"].num_computed = len(PROMPT) - 1
         (planned,) = plan_batches(step({"image": 3}), requests, shapes, {})
@@ -225,10 +220,6 @@ def test_first_layers_add_to_image_tokens_only() -> None:
 
 
 # ---- forms -----------------------------------------------------------------------------------------------
-
-
-def test_every_supported_architecture_has_an_encoder_form() -> None:
-    assert {name for names in CAPTURED_MEDIA.values() for name in names} <= set(FORMS)
 
 
 def test_items_are_padded_to_listed_sizes() -> None:
@@ -304,87 +295,7 @@ def test_position_embeddings_are_interpolated(height: int, width: int) -> None:
     torch.testing.assert_close(found, scaled[:, places_P2[:, 0], places_P2[:, 1]].T)
 
 
-def test_crops_are_padded_as_tiles(monkeypatch: pytest.MonkeyPatch) -> None:
-    class Tower:
-        def embed_multimodal(self, pixel_values: torch.Tensor, num_patches: torch.Tensor) -> tuple[torch.Tensor, ...]:
-            assert num_patches.tolist() == [2]
-            return (pixel_values,)
-
-    monkeypatch.setattr(
-        "vllm_gaudi_spec.runner.extensions.encoders._take_inputs", lambda asked: {"pixel_values": asked.data}
-    )
-    form = Crops(Tower(), WIDTH)
-    assert [one.num_rows for one in form.list_encodings(Item("image", torch.ones(2, 4, WIDTH), 8))] == [4, 8]
-    found = form.encoding(Item("image", torch.ones(2, 4, WIDTH), 8))
-    assert form.run("image", found.inputs).shape == (8, WIDTH)
-
-
-def test_patches_of_a_square_are_adjacent(monkeypatch: pytest.MonkeyPatch) -> None:
-    """They come in the order in which vLLM's projector of Mistral 3 unfolds an image. Padding follows as a sequence of
-    its own."""
-    size, side = 3, 2
-
-    def grid(patches: list[torch.Tensor], max_width: int) -> torch.Tensor:
-        assert max_width == 8
-        return torch.cartesian_prod(*map(torch.arange, patches[0].shape))
-
-    class Vision(torch.nn.Module):
-        """Encodes pixels as they are."""
-
-        config = SimpleNamespace(patch_size=size, image_size=8 * size)
-        dtype = torch.float32
-        patch_positional_embedding = torch.nn.Identity()
-        patch_conv = SimpleNamespace(weight=torch.eye(3 * size * size).view(-1, 3, size, size))
-
-        def input_norm(self, pixels: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
-            return pixels.to(dtype)
-
-        def ln_pre(self, states: torch.Tensor) -> torch.Tensor:
-            return states
-
-        def transformer(self, states: torch.Tensor, turns: Any, ends: torch.Tensor, *rest: None, **named: bool) -> Any:
-            assert ends.tolist() == [0, 8]
-            assert turns[0][:4].tolist() == [[0, 0], [0, 1], [1, 0], [1, 1]]
-            assert turns[1].shape == (12, 2)
-            return states
-
-    def identity(states: torch.Tensor) -> torch.Tensor:
-        return states
-
-    def linear(states: torch.Tensor) -> tuple[torch.Tensor, None]:
-        return states, None
-
-    projector = SimpleNamespace(
-        norm=identity, act=identity, linear_1=linear, linear_2=linear, patch_merger=SimpleNamespace()
-    )
-    projector.patch_merger.merging_layer = identity
-    image = torch.randn(1, 3, 2 * size, 4 * size)
-    monkeypatch.setattr(encoders, "_take_inputs", lambda asked: {"pixel_values": image})
-    monkeypatch.setitem(sys.modules, "vllm.model_executor.models.pixtral", _module(position_ids_in_meshgrid=grid))
-    model = SimpleNamespace(
-        vision_tower=Vision(), multi_modal_projector=projector, config=SimpleNamespace(spatial_merge_size=side)
-    )
-    form = SquaresOfPatches(model, WIDTH)
-    monkeypatch.setattr(form, "_turns_at", lambda like, places: (places, places))
-    assert [one.num_rows for one in form.list_encodings(Item("image", None, 2))] == [2]
-    form._sizes["image"] = (3,)
-    found = form.run("image", form.encoding(Item("image", None, 2)).inputs)
-    patches = torch.nn.functional.conv2d(image, Vision.patch_conv.weight, stride=size)
-    assert torch.equal(found[:2], torch.nn.functional.unfold(patches, side, stride=side)[0].T)
-    assert not found[2:].any()
-
-
-def _module(**parts: Any) -> ModuleType:
-    made = ModuleType("made")
-    vars(made).update(parts)
-    return made
-
-
 # ---- attention -------------------------------------------------------------------------------------------
-
-
-def test_padding_follows_the_last_sequence() -> None:
-    assert number_sequences(torch.tensor([0, 2, 5, 5, 5]), 7).tolist() == [0, 0, 1, 1, 1, 4, 4]
 
 
 @pytest.mark.parametrize("ends", [None, [0, 3, 7], [0, 3, 6, 6]])

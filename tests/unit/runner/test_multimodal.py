@@ -9,7 +9,7 @@ import pytest
 import torch
 from vllm.multimodal.inputs import MultiModalFeatureSpec, PlaceholderRange
 
-from tests.support.fakes import CapturingBackend, HostBackend, cached, new_request, step
+from tests.support.fakes import CapturingBackend, HostBackend, cached, make_requests, new_request, step
 from tests.support.media import CONFIG, batch
 from vllm_gaudi_spec.attention.metadata import Inputs, MultimodalInputs
 from vllm_gaudi_spec.config import UnsupportedConfigError
@@ -35,7 +35,7 @@ class Model:
 
 @pytest.fixture
 def requests() -> Requests:
-    return Requests(HostBackend(), max_rows=3, max_len=64, block_sizes=[16], max_context=64, seed=0)  # type: ignore[arg-type]
+    return make_requests()
 
 
 @pytest.fixture
@@ -70,6 +70,9 @@ def test_chunk_takes_its_part_of_an_image(requests: Requests, multimodal: Multim
     assert inputs.rotary_DT is not None
     assert inputs.rotary_DT.view(3, 2, 4)[:, 0, :3].tolist() == [[0, 1, 2]] * 3, "text counts its tokens"
     assert inputs.rotary_DT.view(3, 2, 4)[:, 1, :3].tolist() == [[1, 2, 2], [1, 2, 2], [1, 2, 3]]
+    resumed = found(multimodal, batch(requests, PREFILL, 4, {"image": 3}, computed=5)).rotary_DT
+    assert resumed is not None
+    assert resumed.view(3, 4)[:, :3].tolist() == [[2, 4, 5], [3, 4, 5], [3, 4, 5]], "outputs follow the image"
 
 
 def test_last_prompt_token_may_belong_to_an_image(requests: Requests, multimodal: Multimodal) -> None:

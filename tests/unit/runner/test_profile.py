@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 from pathlib import Path
-from types import SimpleNamespace
-from typing import Any
 
 import pytest
 import torch
@@ -12,9 +10,6 @@ from vllm.v1.kv_cache_interface import KVCacheConfig, KVCacheGroupSpec
 
 from tests.support.fakes import CompilingBackend
 from tests.support.small_engine import _SPEC, MAX_ROWS, RETOKENIZE, ROOMY, STANDARD, SmallEngine, Variant
-from tests.unit.runner.test_memory import GIB, config
-from vllm_gaudi_spec.config import UnsupportedConfigError
-from vllm_gaudi_spec.devices.base import Memory
 from vllm_gaudi_spec.graphs import Job
 from vllm_gaudi_spec.runner import profile
 from vllm_gaudi_spec.runner.warmup import jobs
@@ -34,46 +29,6 @@ def test_profile_runs_longest_context_and_most_branches_of_each_kind() -> None:
         job("decodes", "2 rows", 2),
     ]
     assert [one.run() for one in profile._largest(iter(found))] == ["4 rows, long", "4 rows, shortest", "only", "only"]
-
-
-class Measuring(Memory):
-    measures_peak = True
-
-
-@pytest.fixture
-def runner(monkeypatch: pytest.MonkeyPatch) -> Any:
-    """Return a runner that steps change, and whose jobs need the memory in `peaks`."""
-
-    def peaks(runner: Any, *configs: object) -> dict[str, int]:
-        runner.kv_cache = configs
-        runner.backend = None
-        if not runner.peaks:
-            raise RuntimeError("shapes")
-        found: dict[str, int] = runner.peaks
-        return found
-
-    monkeypatch.setattr(profile, "_peaks", peaks)
-    monkeypatch.setattr(profile, "_kv_cache_configs", lambda runner, budget: ("few", budget))
-    vllm_config = config(max_num_batched_tokens=8192)
-    vllm_config.compilation_config = SimpleNamespace(static_forward_context={})
-    return SimpleNamespace(backend=SimpleNamespace(memory=Measuring()), vllm_config=vllm_config, peaks={})
-
-
-def test_r01_profile_returns_the_largest_peak_and_restores_the_runner(runner: Any) -> None:
-    runner.peaks = {"decodes": 2 * GIB, "prompt chunks": 3 * GIB}
-    before = dict(vars(runner))
-    assert profile.peak_bytes(runner, 4 * GIB) == 3 * GIB
-    assert vars(runner) == before
-
-
-def test_error_names_the_option_if_no_memory_is_left_for_kv(runner: Any) -> None:
-    runner.peaks = {"decodes": 2 * GIB, "prompt chunks": 3 * GIB}
-    words = (
-        r"The largest steps need 3.00 GiB \(prompt chunks\), but only 3.00 GiB are available for them and the KV "
-        r"cache; lower --max-num-batched-tokens 8192 -> 4096\."
-    )
-    with pytest.raises(UnsupportedConfigError, match=words):
-        profile.peak_bytes(runner, 3 * GIB)
 
 
 @pytest.mark.parametrize("method", ["draft_model", STANDARD, RETOKENIZE, "ngram_gpu"])

@@ -72,17 +72,6 @@ def test_async_scheduling_sends_tokens_before_drafting(backend: type[HostBackend
 
 
 @EVERY_KIND
-def test_sync_scheduling_sends_drafts_with_tokens(backend: type[HostBackend], tmp_path: Path) -> None:
-    engine = engine_of(backend, tmp_path, overlap=False)
-    engine.finish()
-    events = engine.runner.backend.memory.events
-    assert engine.texts["a"] == greedy_text(PROMPT, NUM_TOKENS)
-    assert events[0] == DRAFT
-    assert drafted_in(events).count((DRAFT, COPY)) >= events.count(DRAFT) - 1 > 2
-    assert events.count(COPY) == engine.runner.recorder.num_steps, "one device-to-host sync a step"
-
-
-@EVERY_KIND
 def test_grammar_requests_get_drafts_with_tokens(backend: type[HostBackend], tmp_path: Path) -> None:
     """Only steps with such a request send both: here one of two requests has a grammar."""
     engine = engine_of(backend, tmp_path, overlap=True)

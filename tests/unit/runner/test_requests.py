@@ -11,7 +11,7 @@ import numpy as np
 import pytest
 import torch
 
-from tests.support.fakes import HostBackend, cached, new_request, step
+from tests.support.fakes import HostBackend, cached, make_requests, new_request, step
 from vllm_gaudi_spec.attention.metadata import FlatBlocks
 from vllm_gaudi_spec.records import NO_ROW
 from vllm_gaudi_spec.runner.requests import Requests
@@ -19,7 +19,7 @@ from vllm_gaudi_spec.runner.requests import Requests
 
 @pytest.fixture
 def requests() -> Requests:
-    return Requests(HostBackend(), max_rows=3, max_len=64, block_sizes=[16], max_context=64, seed=0)  # type: ignore[arg-type]
+    return make_requests()
 
 
 def table(requests: Requests, req_id: str) -> list[int]:
@@ -42,7 +42,7 @@ def test_simultaneous_admissions_are_written_in_groups() -> None:
         return run
 
     backend.graphs.graph = graph
-    requests = Requests(backend, max_rows=20, max_len=64, block_sizes=[16], max_context=64, seed=0)  # type: ignore[arg-type]
+    requests = make_requests(backend, max_rows=20)
     requests.warm_up()
     assert shapes == [1, 8]
     requests.num_drafts_R[:] = 3
@@ -71,7 +71,7 @@ class Backwards(Forwards):
 def test_every_rank_assigns_the_same_rows(kind: str) -> None:
     given = []
     for order in (Forwards, Backwards):
-        ranks = Requests(HostBackend(), max_rows=3, max_len=64, block_sizes=[16], max_context=64, seed=0)  # type: ignore[arg-type]
+        ranks = make_requests()
         ranks.apply(step({}, new=[new_request(name, [1, 2], [block]) for block, name in enumerate("abc", 1)]))
         ranks.apply(step({}, **{kind: order({"a", "b", "c"})}))
         ended = list(ranks.ended)
@@ -117,8 +117,7 @@ class FlatBackend(HostBackend):
 
 
 def flat_requests(block_sizes: list[int], **options: Any) -> Requests:
-    backend: Any = FlatBackend()
-    return Requests(backend, max_rows=4, max_len=256, block_sizes=block_sizes, max_context=192, seed=0, **options)
+    return make_requests(FlatBackend(), max_rows=4, max_len=256, block_sizes=block_sizes, max_context=192, **options)
 
 
 def admitted(requests: Requests, blocks: dict[str, tuple[list[int], ...]]) -> np.ndarray:
@@ -194,25 +193,8 @@ def test_long_rows_have_entries_of_two_blocks() -> None:
     assert FlatBlocks.unpack(torch.from_numpy(some)).index_N[:36].tolist() == list(range(16, 88, 2))
 
 
-def test_warm_up_and_steps_copy_tensors_of_the_same_shapes() -> None:
-    """Otherwise steps would need graphs that warm-up has not made."""
-    requests = flat_requests([16])
-    rows_np = admitted(requests, {"a": ([1, 2, 3],)})
-    warm = requests.decode_blocks(np.full_like(rows_np, requests.pad_row), [], 8)
-    used = requests.decode_blocks(rows_np, [40], 8)
-    assert [part.shape for part in (*warm.tables, *warm.flat)] == [part.shape for part in (*used.tables, *used.flat)]
-
-
 def test_encoder_rows_have_consecutive_blocks() -> None:
     """Encoders keep no KV, so the scheduler gives their requests no blocks."""
-    requests = Requests(
-        HostBackend(),  # type: ignore[arg-type]
-        max_rows=3,
-        max_len=64,
-        block_sizes=[16],
-        max_context=64,
-        seed=0,
-        keeps_kv=False,
-    )
+    requests = make_requests(keeps_kv=False)
     (table_BW,) = requests.blocks(np.array([0, 1, 2, 3]), [33, 1, 16], 64).tables
     assert table_BW.tolist() == [[1, 2, 3, 0], [4, 0, 0, 0], [5, 0, 0, 0], [0, 0, 0, 0]]

@@ -12,9 +12,7 @@ import torch
 from tests.support.fakes import HostBackend
 from vllm_gaudi_spec.config import Options
 from vllm_gaudi_spec.devices.hpu.backend import TRAITS
-from vllm_gaudi_spec.records import SampleShape
 from vllm_gaudi_spec.runner.shapes import SampleShapes, Shapes
-from vllm_gaudi_spec.sampling.branches import Branch
 from vllm_gaudi_spec.sampling.params import Sampling
 
 VOCAB = 128256
@@ -92,14 +90,3 @@ def test_every_fitted_sample_shape_is_listed(lists: bool, rectangles: bool) -> N
             assert shape.rows >= len(positions)
             assert (shape.positions or shape.rows * shape.queries) >= sum(positions)
             assert shape.queries >= num_queries
-
-
-def test_rules_over_rows_list_positions_only_in_plain_steps() -> None:
-    found, _ = sample_shapes(64, 1024, 3, rectangles=True)
-    random_branch = Branch(random=True)
-    assert found.fit(4, [4] * 9, random_branch) == SampleShape(16, 4)
-    assert found.fit(1, [1] * 64, random_branch) == SampleShape(64, 4, 64)
-    assert found.fit(4, [4] * 64, Branch()) == SampleShape(64, 4, 256), "a greedy batch is strict"
-    every = {shape for shape, branch in found.every([random_branch])}
-    assert max(shape.positions for shape in every) == 64
-    assert {shape.queries for shape in every if not shape.positions} == {4}

@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 
-from tests.support.fakes import HostBackend, batches_of, cached, new_request, step
+from tests.support.fakes import batches_of, cached, make_requests, new_request, step
 from tests.unit.runner.test_shapes import shapes
 from vllm_gaudi_spec.attention.metadata import Inputs
 from vllm_gaudi_spec.records import FAULTY, UNVERIFIED, Batch, Drafts
@@ -22,10 +22,7 @@ def small() -> Shapes:
 
 @pytest.fixture
 def requests(small: Shapes) -> Requests:
-    backend = HostBackend()
-    return Requests(
-        backend, max_rows=4, max_len=small.max_context + 1, block_sizes=[16], max_context=small.max_context, seed=0
-    )  # type: ignore[arg-type]
+    return make_requests(max_rows=4, max_len=small.max_context + 1, max_context=small.max_context)
 
 
 def located(batch: Batch, requests: Requests) -> Located:
@@ -86,10 +83,7 @@ def test_a25_pad_rows_touch_only_the_pad_block(requests: Requests, small: Shapes
 def drafting() -> tuple[Requests, Shapes]:
     """Return three requests that decode from position 3 on: "a" has two drafts, "b" three, and "c" none."""
     wide = shapes(max_num_seqs=4, max_tokens=64, max_len=96, drafts=3)
-    backend = HostBackend()
-    requests = Requests(
-        backend, max_rows=4, max_len=wide.max_context + 4, block_sizes=[16], max_context=wide.max_context, seed=0
-    )  # type: ignore[arg-type]
+    requests = make_requests(max_rows=4, max_len=wide.max_context + 4, max_context=wide.max_context)
     names = {"a": [5], "b": [6], "c": [7]}
     requests.apply(step(dict.fromkeys(names, 4), new=[new_request(n, [1, 2, 3, 4], ids) for n, ids in names.items()]))
     rows = torch.tensor([requests.by_id[name].row for name in names])

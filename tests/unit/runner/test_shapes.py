@@ -12,7 +12,6 @@ import torch
 from tests.support.fakes import HostBackend
 from vllm_gaudi_spec.config import Options, UnsupportedConfigError
 from vllm_gaudi_spec.devices.base import DeviceTraits
-from vllm_gaudi_spec.records import DECODE
 from vllm_gaudi_spec.runner.shapes import Shapes
 
 
@@ -180,19 +179,6 @@ def test_r07_every_flat_decode_is_listed(max_len: int, drafts: int) -> None:
                 assert shape in listed, ends
                 assert shape.rows >= num
                 assert shape.context >= sum(-(-min(end, max_len) // 16) for end in ends), "every block has a place"
-
-
-def test_unreachable_flat_decodes_are_not_listed() -> None:
-    """Eight rows have at least eight blocks, and one row has at most those of the longest context."""
-    chosen = shapes(max_num_seqs=16, max_len=128, exact=False, flat=True)
-    found = {(shape.rows, shape.context) for shape in chosen.all() if shape.phase == DECODE}
-    reachable = {
-        (shape.rows, shape.context)
-        for num in range(1, 17)
-        for more in range(num * 7 + 1)
-        for shape in [chosen.decode(1, [16 * (1 + min(max(more - 7 * row, 0), 7)) for row in range(num)])]
-    }
-    assert found == reachable
 
 
 def test_r05_block_buckets_are_bounded_by_memory() -> None:

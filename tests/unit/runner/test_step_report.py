@@ -11,7 +11,15 @@ from vllm.v1.engine import EngineCoreOutput
 from vllm.v1.outputs import LogprobsTensors
 from vllm.v1.serial_utils import MsgpackDecoder, MsgpackEncoder
 
-from tests.support.fakes import CapturingBackend, HostBackend, batches_of, new_request, step
+from tests.support.fakes import (
+    CapturingBackend,
+    HostBackend,
+    batches_of,
+    make_requests,
+    make_sampling,
+    new_request,
+    step,
+)
 from tests.support.warm_up import listed as signatures_of
 from tests.unit.runner.test_shapes import shapes
 from vllm_gaudi_spec.graphs import StepRecorder
@@ -29,8 +37,6 @@ from vllm_gaudi_spec.records import (
 from vllm_gaudi_spec.runner.extensions.prompt_logprobs import PromptLogprobs
 from vllm_gaudi_spec.runner.planning import list_continuing, list_finishing
 from vllm_gaudi_spec.runner.report import Downloads, Report, Reports
-from vllm_gaudi_spec.runner.requests import Requests
-from vllm_gaudi_spec.sampling.params import Sampling
 
 
 def send(step: StepResult, backend: HostBackend) -> Report:
@@ -44,27 +50,6 @@ def request(name: str, **params: Any) -> Request:
 def logprobs(rows: int, columns: int, start: float) -> LogprobsTensors:
     values = torch.arange(rows * columns, dtype=torch.float32).view(rows, columns) + start
     return LogprobsTensors(values.int(), values, torch.arange(rows, dtype=torch.int32))
-
-
-def test_each_request_gets_its_requested_logprobs() -> None:
-    """In one batch with Q = 2, one request wants the three likeliest tokens, one named two tokens, and one wants
-    nothing."""
-    backend = HostBackend()
-    top, named, none = request("t", logprobs=3), request("n", logprob_token_ids=[1, 2]), request("x")
-    tokens = torch.tensor([[5, 6], [7, 8], [9, 0]], dtype=torch.int32)
-    step = StepResult(
-        [top, named, none],
-        Verification(tokens, torch.tensor([2, 2, 1]).int(), logprobs=logprobs(6, 4, 0), scores=logprobs(6, 3, 100)),
-    )
-    output = send(step, backend).get_output()
-    assert backend.memory.num_host_syncs == 1
-    assert output.logprobs is not None
-    first = output.logprobs.slice_request(0, 2)
-    assert first.logprobs.tolist() == [[0, 1, 2, 3], [4, 5, 6, 7]]
-    assert first.sampled_token_ranks.tolist() == [0, 1]
-    second = output.logprobs.slice_request(1, 2)
-    assert second.logprobs[:, :3].tolist() == [[106, 107, 108], [109, 110, 111]]
-    assert (second.logprobs[:, 3] == -torch.inf).all()
 
 
 class HiddenLogits:
@@ -102,8 +87,8 @@ def test_prompt_logprobs_are_reported_when_the_prompt_ends(
     """Two requests want different numbers and one wants none. Chunks are cut into slices."""
     backend = device()
     listed = shapes(max_num_seqs=4, max_tokens=512, max_len=512, prefill_rows=(1, 2, 4))
-    requests = Requests(backend, max_rows=4, max_len=600, block_sizes=[16], max_context=listed.max_context, seed=0)  # type: ignore[arg-type]
-    sampling = Sampling(backend, max_rows=4, vocab_size=VOCAB, max_logprobs=-1, logprobs_mode="raw_logprobs")  # type: ignore[arg-type]
+    requests = make_requests(backend, max_rows=4, max_len=600, max_context=listed.max_context)
+    sampling = make_sampling(backend, vocab_size=VOCAB, max_logprobs=-1)
     chunk_TV, recorder, downloads = torch.zeros(512, VOCAB), StepRecorder(), Downloads(backend, overlap=overlap)  # type: ignore[arg-type]
     scoring = PromptLogprobs(HiddenLogits(), chunk_TV, sampling, backend, downloads, recorder)  # type: ignore[arg-type]
     recorder.expect(signatures_of(scoring.jobs()))
@@ -176,8 +161,8 @@ def test_vllm_serializes_prompt_logprobs(pieces: tuple[int, ...], count: int) ->
 def test_preempted_request_does_not_score_its_prompt_again() -> None:
     """The user already has the scores, and outputs are prefilled together with the prompt."""
     backend, listed = HostBackend(), shapes(max_num_seqs=4, max_tokens=64, max_len=64)
-    requests = Requests(backend, max_rows=4, max_len=100, block_sizes=[16], max_context=listed.max_context, seed=0)  # type: ignore[arg-type]
-    sampling = Sampling(backend, max_rows=4, vocab_size=VOCAB, max_logprobs=5, logprobs_mode="raw_logprobs")  # type: ignore[arg-type]
+    requests = make_requests(backend, max_rows=4, max_len=100, max_context=listed.max_context)
+    sampling = make_sampling(backend, vocab_size=VOCAB)
     downloads = Downloads(backend, overlap=True)  # type: ignore[arg-type]
     scoring = PromptLogprobs(HiddenLogits(), torch.randn(64, VOCAB), sampling, backend, downloads, StepRecorder())  # type: ignore[arg-type]
     again = new_request("a", [1, 2, 3], [1], prefill=[1, 2, 3, 4, 5], params=SamplingParams(prompt_logprobs=1))

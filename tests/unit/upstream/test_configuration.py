@@ -62,14 +62,6 @@ def test_flys_rule_is_refused(tmp_path: Path) -> None:
         engine_config(tmp_path, dict(method="ngram", num_speculative_tokens=3, rejection_sample_method="fly"))
 
 
-@pytest.mark.parametrize("method", ["ngram_gpu", "suffix", "custom_class"])
-def test_schedule_of_drafts_by_batch_size_is_kept(method: str, tmp_path: Path) -> None:
-    schedule = [[1, 1, 2], [2, 4096, 1]]
-    asked = here(method, tmp_path) | dict(num_speculative_tokens=2, num_speculative_tokens_per_batch_size=schedule)
-    made = engine_config(tmp_path, asked).speculative_config
-    assert [*map(list, made.num_speculative_tokens_per_batch_size)] == schedule
-
-
 UNIVERSAL = [
     dict(method="universal_draft"),
     dict(method="universal_draft", draft_sample_method="probabilistic"),

@@ -14,7 +14,6 @@ from vllm.transformers_utils.configs.speculators import SpeculatorsConfig
 from tests.full_tests.tiny_models import common
 from tests.unit.test_config import engine_config
 from vllm_gaudi_spec import upstream
-from vllm_gaudi_spec.config import UnsupportedConfigError
 
 TYPES = ["sliding_attention", "full_attention"]
 
@@ -61,25 +60,6 @@ def save_checkpoint(folder: Path, method: str, **options: Any) -> str:
     (folder / "drafter").mkdir()
     (folder / "drafter" / "config.json").write_text(json.dumps(saved | options))
     return str(folder / "drafter")
-
-
-@pytest.mark.parametrize(
-    ("method", "message"),
-    [
-        ("dspark", "is a drafter of method dspark; set method to that in"),
-        ("peagle", "is a P-EAGLE head; set method to eagle3 and parallel_drafting to true in"),
-    ],
-)
-def test_checkpoint_of_another_method_is_refused(method: str, message: str, tmp_path: Path) -> None:
-    drafter = save_checkpoint(tmp_path, method)
-    with pytest.raises(UnsupportedConfigError, match=f"^{drafter} {message} --speculative-config.$"):
-        engine_config(tmp_path / "target", dict(method="eagle3", model=drafter, num_speculative_tokens=3))
-
-
-def test_dflash2_of_a_reduced_vocabulary_is_refused(tmp_path: Path) -> None:
-    drafter = save_checkpoint(tmp_path, "dflash2", draft_vocab_size=32)
-    with pytest.raises(UnsupportedConfigError, match=f"^{drafter} is a DFlash2 drafter of a reduced vocabulary"):
-        engine_config(tmp_path / "target", dict(method="dflash", model=drafter, num_speculative_tokens=3))
 
 
 @pytest.mark.parametrize(
