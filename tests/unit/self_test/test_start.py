@@ -72,57 +72,38 @@ def start(
     return worker, given
 
 
-def test_passed_self_test_logs_one_line(monkeypatch: pytest.MonkeyPatch, lines: list[tuple[int, str]]) -> None:
+def test_self_test_runs_where_steps_are_captured(monkeypatch: pytest.MonkeyPatch, lines: list[tuple[int, str]]) -> None:
+    """Unless the user skips it."""
     worker, given = start(monkeypatch)
     assert lines == [(logging.INFO, "Self-test of the card: 15 checks passed in 3.8 s.")]
     assert given == [torch.bfloat16, None]
     assert worker.self_test is not None
-    assert worker.self_test.passed(run.DOWNLOADS)
     assert start(monkeypatch, ranks=2)[1][1].world_size == 2
-
-
-def test_self_test_is_skipped_without_captures_or_by_the_user(
-    monkeypatch: pytest.MonkeyPatch, lines: list[tuple[int, str]]
-) -> None:
-    """On the CPU, and where the user skips it."""
-    worker, given = start(monkeypatch, run.HASH, captures=False)
-    assert worker.self_test is None
+    assert start(monkeypatch, run.HASH, captures=False)[0].self_test is None
     monkeypatch.setenv("VGS_SELF_TEST", "0")
-    worker, given = start(monkeypatch, run.HASH)
-    assert worker.self_test is None
-    assert not given
-    assert not lines
+    assert start(monkeypatch, run.HASH)[0].self_test is None
 
 
-@pytest.mark.parametrize(
-    ("failing", "switched_off", "advice"),
-    [
-        (run.DOWNLOADS, {"async_scheduling": False}, "set --no-async-scheduling"),
-        (run.VERIFY_ATTENTION, {"speculation": None}, "leave out --speculative-config"),
-        (run.FP8_KV, {"kv_dtype": "auto"}, "leave out --kv-cache-dtype"),
-        (run.MEMORY, {"kv_bytes": 1 << 30}, "set --kv-cache-memory-bytes"),
-    ],
-)
+SWITCHED_OFF: dict[str, dict[str, Any]] = {
+    run.DOWNLOADS: {"async_scheduling": False},
+    run.VERIFY_ATTENTION: {"speculation": None},
+    run.FP8_KV: {"kv_dtype": "auto"},
+    run.MEMORY: {"kv_bytes": 1 << 30},
+}
+
+
+@pytest.mark.parametrize("failing", [check.name for check in run.CHECKS if check.name != run.COLLECTIVES])
 def test_engine_starts_after_following_the_advice(
-    failing: str,
-    switched_off: dict[str, Any],
-    advice: str,
-    monkeypatch: pytest.MonkeyPatch,
-    lines: list[tuple[int, str]],
+    failing: str, monkeypatch: pytest.MonkeyPatch, lines: list[tuple[int, str]]
 ) -> None:
-    with pytest.raises(SelfTestError) as error:
+    """A check that everything needs ends the start with any options."""
+    with pytest.raises(SelfTestError, match=f"The self-test of hpu failed. {failing}: as measured; "):
         start(monkeypatch, failing)
-    message = f"{failing}: as measured; {advice}"
-    assert str(error.value) == f"The self-test of hpu failed. {message}. Set VGS_SELF_TEST=0 to skip the self-test."
     assert not lines
-    start(monkeypatch, failing, **switched_off)
-    assert lines == [
-        (logging.INFO, "Self-test of the card: 14 checks passed in 3.8 s."),
-        (logging.WARNING, f"Self-test of the card: {message} (not needed by this configuration)."),
-    ]
-
-
-@pytest.mark.parametrize("failing", [check.name for check in run.CHECKS if not check.needed_by])
-def test_failed_check_that_everything_needs_ends_start(failing: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    with pytest.raises(SelfTestError, match=f"{failing}: as measured; "):
-        start(monkeypatch, failing, async_scheduling=False, speculation=None, kv_bytes=1)
+    if failing not in SWITCHED_OFF:
+        with pytest.raises(SelfTestError, match=f"{failing}: as measured; "):
+            start(monkeypatch, failing, **{name: value for off in SWITCHED_OFF.values() for name, value in off.items()})
+        return
+    start(monkeypatch, failing, **SWITCHED_OFF[failing])
+    assert [level for level, _ in lines] == [logging.INFO, logging.WARNING]
+    assert f"{failing}: as measured; " in lines[1][1]
