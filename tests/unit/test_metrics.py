@@ -90,16 +90,3 @@ def test_device_metrics_exist_without_speculation(tmp_path: Path) -> None:
     ours = {f.name for f in REGISTRY.collect() if f.name.startswith(metrics.PREFIX)}
     assert ours == {STEPS, HOST_SYNCS, metrics.PREFILL_TOKENS, COMPILED}
     assert (shown(f"{STEPS}_total"), shown(f"{HOST_SYNCS}_total"), shown(f"{COMPILED}_total")) == (2, 1, 0)
-
-
-def test_take_returns_only_changes() -> None:
-    counted = metrics.StepMetrics()
-    for so_far in (3, 3, 5):
-        counted.count_total(STEPS, so_far)
-        counted.set(COVERAGE, 0.5, "target")
-    assert counted.take() == {STEPS: {"": 5}, COVERAGE: {"target": 0.5}}
-    counted.count_total(STEPS, 5)
-    counted.set(COVERAGE, 0.5, "target")
-    assert counted.take() == {}
-    counted.set(COVERAGE, 0.25, "target")
-    assert counted.take() == {COVERAGE: {"target": 0.25}}

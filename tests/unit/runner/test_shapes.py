@@ -77,32 +77,6 @@ def test_every_reachable_shape_is_listed(exact: bool, drafts: int, rows: tuple[i
             assert chosen.decode(queries, [200] * num) in listed
 
 
-@pytest.mark.parametrize("captures", [False, True])
-def test_no_other_split_of_chunks_is_cheaper(captures: bool) -> None:
-    rng = random.Random(0)
-    chosen = shapes(
-        prefill_buckets=(64, 256, 512, 640), prefill_rows=(1, 2, 4), max_tokens=2048, max_len=640, captures=captures
-    )
-
-    def cost(counts: list[int], sizes: tuple[int, ...]) -> float:
-        total, first = 0.0, 0
-        for size in sizes:
-            part, first = counts[first : first + size], first + size
-            if size > chosen.prefill_rows_at(max(part)):
-                return float("inf")
-            total += 256 + (chosen.prefill(size, max(part), max(part)).tokens if captures else sum(part))
-        return total
-
-    for _ in range(100):
-        counts = [rng.choice((1, 30, 64, 200, 256, 300, 512, 600, 640)) for _ in range(rng.randint(1, 7))]
-        splits = [
-            sizes for num in range(1, 8) for sizes in product(range(1, 5), repeat=num) if sum(sizes) == len(counts)
-        ]
-        found = chosen.split_chunks(counts)
-        assert sum(found) == len(counts)
-        assert cost(counts, tuple(found)) == min(cost(counts, sizes) for sizes in splits)
-
-
 def test_slices_of_any_chunks_fit_a_listed_shape() -> None:
     rng = random.Random(0)
     chosen = shapes(max_tokens=512, max_len=256, captures=True, slice_tokens=16)
