@@ -11,6 +11,7 @@ import subprocess
 import sys
 import threading
 from collections import defaultdict
+from collections.abc import Callable
 from types import SimpleNamespace
 from typing import Any, get_args
 
@@ -49,6 +50,12 @@ from tests.support.videos import video
 from vllm_gaudi_spec import config, upstream
 from vllm_gaudi_spec.refusals import check_constraint_size, check_logit_edits
 from vllm_gaudi_spec.upstream import server
+
+
+@pytest.fixture
+def unpatch(monkeypatch: pytest.MonkeyPatch) -> Callable[[Any, str], None]:
+    """Restore a function of vLLM for this test, whatever was patched before it."""
+    return lambda owner, name: monkeypatch.setattr(owner, name, inspect.unwrap(getattr(owner, name)))
 
 
 def test_only_rocm_lets_its_engine_finish_by_default() -> None:
@@ -191,12 +198,9 @@ def test_upstream_still_ends_as_if_nothing_had_happened() -> None:
     assert "self.manager_stopped.set()" in inspect.getsource(CoreEngineProcManager.shutdown)
 
 
-async def _load_adapter(failure: str) -> Any:
-    """What a server answers to a request to load one, where the engine fails like that."""
-    return (await _answer_and_adapters(failure))[0]
+def load_adapter(failure: str | None, **asked: Any) -> tuple[Any, dict[str, Any]]:
+    """Return a server's answer to a request to load an adapter, where the engine may fail, and its adapters."""
 
-
-async def _answer_and_adapters(failure: str | None, **asked: Any) -> tuple[Any, dict[str, Any]]:
     class Engine:
         async def add_lora(self, request: Any) -> bool:
             if failure is not None:
@@ -208,36 +212,30 @@ async def _answer_and_adapters(failure: str | None, **asked: Any) -> tuple[Any, 
     models.engine_client, models.lora_requests, models.lora_id_counter = Engine(), {}, AtomicCounter(0)
     models.lora_resolver_lock = defaultdict(asyncio.Lock)
     request = LoadLoRAAdapterRequest(lora_name="name", lora_path="folder", **asked)
-    return await models.load_lora_adapter(request), models.lora_requests
+    return asyncio.run(models.load_lora_adapter(request)), models.lora_requests
 
 
-def test_upstream_still_blames_the_server_for_a_bad_adapter() -> None:
+def test_upstream_still_blames_the_server_for_a_bad_adapter(unpatch: Callable[[Any, str], None]) -> None:
     refused = f"LoRA adapter name {config.REFUSED_ADAPTER}: because"
-    with pytest.MonkeyPatch.context() as patch:
-        load = OpenAIServingModels.load_lora_adapter
-        patch.setattr(OpenAIServingModels, "load_lora_adapter", getattr(load, "__wrapped__", load))
-        assert asyncio.run(_load_adapter(refused)).error.code == 500
-        upstream.mend_adapter_loading()
-        answer = asyncio.run(_load_adapter(refused)).error
-        assert answer.code == 400
-        assert "because" in answer.message
-        assert asyncio.run(_load_adapter("no memory")).error.code == 500
-        assert asyncio.run(_load_adapter(str(LoRAAdapterNotFoundError("name", "folder")))).error.code == 404
+    unpatch(OpenAIServingModels, "load_lora_adapter")
+    assert load_adapter(refused)[0].error.code == 500
+    upstream.mend_adapter_loading()
+    answer = load_adapter(refused)[0].error
+    assert answer.code == 400
+    assert "because" in answer.message
+    assert load_adapter("no memory")[0].error.code == 500
+    assert load_adapter(str(LoRAAdapterNotFoundError("name", "folder")))[0].error.code == 404
 
 
 @only_0_32
-def test_upstream_still_reads_an_adapter_in_place_for_each_request() -> None:
-    with pytest.MonkeyPatch.context() as patch:
-        load = OpenAIServingModels.load_lora_adapter
-        patch.setattr(OpenAIServingModels, "load_lora_adapter", getattr(load, "__wrapped__", load))
-        _, adapters = asyncio.run(_answer_and_adapters(None, load_inplace=True))
-        assert adapters["name"].load_inplace
-        upstream.mend_adapter_loading()
-        _, adapters = asyncio.run(_answer_and_adapters(None, load_inplace=True))
-        assert not adapters["name"].load_inplace
+def test_upstream_still_reads_an_adapter_in_place_for_each_request(unpatch: Callable[[Any, str], None]) -> None:
+    unpatch(OpenAIServingModels, "load_lora_adapter")
+    assert load_adapter(None, load_inplace=True)[1]["name"].load_inplace
+    upstream.mend_adapter_loading()
+    assert not load_adapter(None, load_inplace=True)[1]["name"].load_inplace
 
 
-def test_upstream_still_takes_bad_words_of_any_number_of_tokens() -> None:
+def test_upstream_still_takes_bad_words_of_any_number_of_tokens(unpatch: Callable[[Any, str], None]) -> None:
     """Fails when `update_from_tokenizer` has a limit: then `refuse_tokenized_params` can go."""
 
     class Tokenizer:
@@ -246,16 +244,15 @@ def test_upstream_still_takes_bad_words_of_any_number_of_tokens() -> None:
         def encode(self, text: str, *, add_special_tokens: bool) -> list[int]:
             return [1] * len(text.strip())
 
+    tokenizer: Any = Tokenizer()
     params = SamplingParams(bad_words=["x" * (config.MAX_BAD_WORD_TOKENS + 1)])
-    with pytest.MonkeyPatch.context() as patch:
-        tokenize = SamplingParams.update_from_tokenizer
-        patch.setattr(SamplingParams, "update_from_tokenizer", inspect.unwrap(tokenize))
-        params.update_from_tokenizer(Tokenizer())  # type: ignore[arg-type]
-        assert params.bad_words_token_ids
-        upstream.refuse_tokenized_params(check_logit_edits)
-        with pytest.raises(VLLMValidationError, match="have 1025 tokens"):
-            params.update_from_tokenizer(Tokenizer())  # type: ignore[arg-type]
-        SamplingParams(bad_words=["x"]).update_from_tokenizer(Tokenizer())  # type: ignore[arg-type]
+    unpatch(SamplingParams, "update_from_tokenizer")
+    params.update_from_tokenizer(tokenizer)
+    assert params.bad_words_token_ids
+    upstream.refuse_tokenized_params(check_logit_edits)
+    with pytest.raises(VLLMValidationError, match="have 1025 tokens"):
+        params.update_from_tokenizer(tokenizer)
+    SamplingParams(bad_words=["x"]).update_from_tokenizer(tokenizer)
     process = inspect.getsource(InputProcessor.process_inputs)
     steps = ["current_platform.validate_request(", ".update_from_generation_config(", ".update_from_tokenizer("]
     assert sorted(steps, key=process.index) == steps
@@ -266,17 +263,18 @@ def test_upstream_still_takes_bad_words_of_any_number_of_tokens() -> None:
     [dict(regex="(a|b)" * 60_000), dict(choice=["word"] * 40_000), dict(json=dict(enum=["word"] * 40_000))],
     ids=["regex", "choice", "json"],
 )
-def test_large_constraint_is_refused_before_it_is_compiled(constraint: dict[str, Any]) -> None:
-    params = SamplingParams(structured_outputs=StructuredOutputsParams(**constraint))
+def test_large_constraint_is_refused_before_it_is_compiled(
+    constraint: dict[str, Any], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    params: Any = SamplingParams(structured_outputs=StructuredOutputsParams(**constraint))
+    small: Any = SamplingParams(structured_outputs=StructuredOutputsParams(regex="a"))
     compiled: list[SamplingParams] = []
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(SamplingParams, "verify", lambda params: compiled.append(params))
-        params.verify()  # type: ignore[call-arg]
-        upstream.refuse_params_before_verification(check_constraint_size)
-        with pytest.raises(VLLMValidationError, match="use at most 262144"):
-            params.verify()  # type: ignore[call-arg]
-        SamplingParams(structured_outputs=StructuredOutputsParams(regex="a")).verify()  # type: ignore[call-arg]
-    assert len(compiled) == 2
+    monkeypatch.setattr(SamplingParams, "verify", compiled.append)
+    upstream.refuse_params_before_verification(check_constraint_size)
+    with pytest.raises(VLLMValidationError, match="use at most 262144"):
+        params.verify()
+    small.verify()
+    assert compiled == [small]
     process = inspect.getsource(InputProcessor.process_inputs)
     assert process.index("._validate_params(") < process.index("current_platform.validate_request(")
 
@@ -295,17 +293,16 @@ def huge_image() -> bytes:
     ],
     ids=["a huge image", "a video of one frame"],
 )
-def test_upstream_still_blames_the_server(loader: Any, data: bytes, error: type[Exception], words: str) -> None:
-    with pytest.MonkeyPatch.context() as patch:
-        load = type(loader).load_bytes
-        patch.setattr(type(loader), "load_bytes", getattr(load, "__wrapped__", load))
-        with pytest.raises(error):
-            loader.load_bytes(data)
-        for other in (ImageMediaIO, VideoMediaIO, AudioMediaIO):
-            patch.setattr(other, "load_bytes", getattr(other.load_bytes, "__wrapped__", other.load_bytes))
-        upstream.answer_bad_media()
-        with pytest.raises(ValueError, match=words):
-            loader.load_bytes(data)
+def test_upstream_still_blames_the_server(
+    loader: Any, data: bytes, error: type[Exception], words: str, unpatch: Callable[[Any, str], None]
+) -> None:
+    for media in (ImageMediaIO, VideoMediaIO, AudioMediaIO):
+        unpatch(media, "load_bytes")
+    with pytest.raises(error):
+        loader.load_bytes(data)
+    upstream.answer_bad_media()
+    with pytest.raises(ValueError, match=words):
+        loader.load_bytes(data)
 
 
 @only_0_32
@@ -337,7 +334,7 @@ def test_bad_sounds_are_bad_requests(monkeypatch: pytest.MonkeyPatch) -> None:
     assert sound.tolist() == [1.0, 2.0]
 
 
-def test_a_contradiction_is_a_bad_request() -> None:
+def test_a_contradiction_is_a_bad_request(unpatch: Callable[[Any, str], None]) -> None:
     """Fails when upstream's collector turns an error of the engine into an exception by itself; then
     `answer_contradictions` may be able to go."""
 
@@ -351,13 +348,12 @@ def test_a_contradiction_is_a_bad_request() -> None:
         return collector.output
 
     refused = ended("error", "No token satisfies both.")
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(RequestOutputCollector, "put", inspect.unwrap(RequestOutputCollector.put))
-        assert put(refused) is refused
-        upstream.answer_contradictions()
-        assert isinstance(put(refused), VLLMValidationError)
-        for other in (ended("error", None), ended("stop", "a stop string")):
-            assert put(other) is other
+    unpatch(RequestOutputCollector, "put")
+    assert put(refused) is refused
+    upstream.answer_contradictions()
+    assert isinstance(put(refused), VLLMValidationError)
+    for other in (ended("error", None), ended("stop", "a stop string")):
+        assert put(other) is other
 
 
 KEY = {"Authorization": "Bearer secret"}
