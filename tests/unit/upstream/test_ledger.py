@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ast
+import dataclasses
 import importlib
 import inspect
 from collections.abc import Callable, Iterator
@@ -14,6 +15,7 @@ from vllm import SamplingParams
 from vllm.config import SpeculativeConfig
 from vllm.config import speculative as upstream_speculative
 from vllm.v1.metrics.loggers import PrometheusStatLogger
+from vllm.v1.metrics.stats import SchedulerStats
 
 from tests.unit.upstream.test_configuration import values_of
 from vllm_gaudi_spec import upstream
@@ -116,3 +118,28 @@ def differences(name: str, original: Callable[..., Any], wrapper: Callable[..., 
             yield f"{name}: {theirs.name} by name"
         if mine is not None and theirs.default is not theirs.empty and mine.default != theirs.default:
             yield f"{name}: without {theirs.name}"
+
+
+def test_upstream_still_has_no_place_for_our_series() -> None:
+    """Fails when upstream's record has other fields: then `carry_metrics` may go, or has to know of them."""
+    names = [field.name for field in dataclasses.fields(SchedulerStats) if field.name != "gaudi_spec"]
+    assert names == [
+        "num_running_reqs",
+        "num_waiting_reqs",
+        "num_skipped_waiting_reqs",
+        "num_kv_fetch_reqs_by_stage",
+        "step_counter",
+        "current_wave",
+        "kv_cache_usage",
+        "iteration_details",
+        "prefix_cache_stats",
+        "connector_prefix_cache_stats",
+        "kv_cache_eviction_events",
+        "spec_decoding_stats",
+        "kv_connector_stats",
+        "ec_connector_stats",
+        "waiting_lora_adapters",
+        "running_lora_adapters",
+        "cudagraph_stats",
+        "perf_stats",
+    ]
