@@ -40,21 +40,17 @@ class Float16Linear:
     nbytes: int
 
     @classmethod
-    def of(cls, weight_NK: torch.Tensor) -> Float16Linear:
-        """Convert a weight, rounding what float16 cannot represent."""
-        return cls._scaled(weight_NK, _find_exact_scale(weight_NK) or _choose_power_of_two(weight_NK))
-
-    @classmethod
-    def exact(cls, weight_NK: torch.Tensor) -> Float16Linear | None:
-        """Convert a weight without rounding; None if float16 cannot represent it."""
-        scale = _find_exact_scale(weight_NK)
-        return None if scale is None else cls._scaled(weight_NK, scale)
-
-    @classmethod
-    def _scaled(cls, weight_NK: torch.Tensor, scale: float) -> Float16Linear:
+    def of(cls, weight_NK: torch.Tensor, scale: float) -> Float16Linear:
+        """Convert a weight divided by `scale`, rounding what float16 cannot represent."""
         scaled_NK = weight_NK if scale == 1 else weight_NK / scale
         packed = torch.ops.quantized.linear_prepack_fp16(scaled_NK, None)
         return cls(packed, None if scale == 1 else scale, weight_NK.numel() * 2)
+
+    @classmethod
+    def exact(cls, weight_NK: torch.Tensor) -> Float16Linear | None:
+        """Convert a weight without rounding; None if float16 cannot represent it, or has no kernel."""
+        scale = _find_exact_scale(weight_NK) if has_float16_kernel() else None
+        return None if scale is None else cls.of(weight_NK, scale)
 
     def __call__(self, x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None) -> torch.Tensor:
         scaled = x if self.scale is None else x * self.scale
@@ -82,7 +78,7 @@ class Float32Logits:
 
     def __init__(self, weight_NK: torch.Tensor) -> None:
         self._weight_NK = weight_NK
-        self.few = Float16Linear.exact(weight_NK.float()) if has_float16_kernel() else None
+        self.few = Float16Linear.exact(weight_NK.float())
 
     def __call__(self, x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None) -> torch.Tensor:
         wide, bias = x.float(), None if bias is None else bias.float()
@@ -226,8 +222,8 @@ def _choose(
     if weight_format is not None:
         if remove_weight:
             layer.weight = nn.Parameter(weight.new_empty(0), requires_grad=False)
-        return Float16Linear.of(weight)
-    few = Float16Linear.exact(weight) if has_float16_kernel() else None
+        return Float16Linear.of(weight, _find_exact_scale(weight) or _choose_power_of_two(weight))
+    few = Float16Linear.exact(weight)
     chosen = getattr(layer, "cpu_linear", None)
     # vLLM keeps the weight if it has no kernel that packs it.
     original(layer, remove_weight)
