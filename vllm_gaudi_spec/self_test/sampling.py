@@ -76,15 +76,10 @@ def _check_samples(subject: Subject) -> str:
     positions_BQ = torch.arange(_POSITIONS, dtype=torch.int32).expand(_ROWS, -1).contiguous()
 
     def self_test_sample(
-        logits_BQV: torch.Tensor,
-        top_k_B: torch.Tensor,
-        top_p_B: torch.Tensor,
-        temperature_B: torch.Tensor,
-        keys_B2: torch.Tensor,
-        positions_BQ: torch.Tensor,
+        logits_BQV: torch.Tensor, top_k_B: torch.Tensor, top_p_B: torch.Tensor, *sampling: torch.Tensor
     ) -> tuple[torch.Tensor]:
         filtered_BQV = rules.filter_logits(logits_BQV, None, top_k_B, top_p_B)
-        return (rules.sample_random(filtered_BQV, temperature_B, keys_B2, positions_BQ),)
+        return (rules.sample_random(filtered_BQV, *sampling),)
 
     (sampled_BQ,) = subject.compute(
         self_test_sample,
