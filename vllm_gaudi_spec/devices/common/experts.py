@@ -238,20 +238,18 @@ class Experts(UnquantizedFusedMoEMethod):
     fused: Fused | None = None
 
     def create_weights(self, layer: Any, *args: Any, **kwargs: Any) -> None:
-        for is_unsupported, what in (
+        activation = layer.activation.value
+        unsupported = {
             # With a bias, an expert that was not chosen would not give zero.
-            (self.moe.has_bias and layer.apply_router_weight_on_input, "biases and weighted inputs"),
-            (layer.activation not in _ACTIVATIONS, f"activation {layer.activation.value}"),
-            (
-                self.moe.swiglu_limit is not None and layer.activation != MoEActivation.SWIGLUOAI,
-                f"activation {layer.activation.value} and a limit",
-            ),
-            (
-                layer.custom_routing_function is None and layer.scoring_func not in _SCORINGS,
-                f"scores by {layer.scoring_func}",
-            ),
-        ):
-            if is_unsupported:
+            "biases and weighted inputs": self.moe.has_bias and layer.apply_router_weight_on_input,
+            f"activation {activation}": layer.activation not in _ACTIVATIONS,
+            f"activation {activation} and a limit": self.moe.swiglu_limit is not None
+            and layer.activation != MoEActivation.SWIGLUOAI,
+            f"scores by {layer.scoring_func}": layer.custom_routing_function is None
+            and layer.scoring_func not in _SCORINGS,
+        }
+        for what, is_there in unsupported.items():
+            if is_there:
                 raise UnsupportedConfigError(f"{layer.layer_name}: experts with {what} are not supported.")
         self.local_experts = _find_local_experts(layer.expert_map)
         super().create_weights(layer, *args, **kwargs)
@@ -260,9 +258,8 @@ class Experts(UnquantizedFusedMoEMethod):
         self, layer: Any, x: torch.Tensor, router_logits: torch.Tensor, input_ids: torch.Tensor | None = None
     ) -> torch.Tensor:
         num_experts = self.moe.num_experts
-        if (
-            router_logits.shape[-1] != num_experts
-        ):  # if vLLM routes elsewhere, it passes hidden states, which would not fail
+        # If vLLM routed elsewhere, it would pass hidden states, which would not fail.
+        if router_logits.shape[-1] != num_experts:
             raise ValueError(f"{num_experts} experts cannot be routed by {router_logits.shape[-1]} logits")
         weights_TE = _compute_weights(layer, x, router_logits)
         if self.local_experts is not None:

@@ -61,17 +61,11 @@ def _rows(tensor: torch.Tensor, indices: list[torch.Tensor | None]) -> Any:
     return tensor.index_select(dim, from_start.flatten()).unflatten(dim, index.shape)
 
 
-_FILLING = (
-    aten.full.default,
-    aten.full_like.default,
-    aten.new_full.default,
-    aten.zeros.default,
-    aten.zeros_like.default,
-    aten.new_zeros.default,
-    aten.ones.default,
-    aten.ones_like.default,
-    aten.new_ones.default,
-)
+_FILLING = [
+    getattr(aten, name).default
+    for value in ("full", "zeros", "ones")
+    for name in (value, f"{value}_like", f"new_{value}")
+]
 _REWRITES: dict[Any, Callable[..., Any]] = {
     aten.where.self: _integer_where,
     aten.mul.Tensor: _product,
