@@ -27,7 +27,7 @@ from vllm_gaudi_spec.self_test.subject import Failed, NotChecked, Subject
 
 if TYPE_CHECKING:
     from vllm_gaudi_spec.devices.base import DeviceBackend
-    from vllm_gaudi_spec.devices.common.group_check import Group
+    from vllm_gaudi_spec.upstream.distributed import GroupCoordinator
 
 _DOWNLOAD_SECONDS = 4.0
 """Time for the check of downloads, out of ten seconds that the self-test may take."""
@@ -92,7 +92,10 @@ CHECKS = (
 
 
 def self_test(
-    backend: DeviceBackend, dtype: torch.dtype, group: Group | None = None, seconds: float = _DOWNLOAD_SECONDS
+    backend: DeviceBackend,
+    dtype: torch.dtype,
+    group: GroupCoordinator | None = None,
+    seconds: float = _DOWNLOAD_SECONDS,
 ) -> Result:
     """Run all checks.
 
@@ -108,7 +111,9 @@ def self_test(
     return Result(device=traits.name, mode=traits.mode, dtype=str(dtype).removeprefix("torch."), checks=found)
 
 
-def _run(check: Check, backend: DeviceBackend, dtype: torch.dtype, group: Group | None, seconds: float) -> CheckResult:
+def _run(
+    check: Check, backend: DeviceBackend, dtype: torch.dtype, group: GroupCoordinator | None, seconds: float
+) -> CheckResult:
     started = time.perf_counter()
     try:
         subject = Subject(backend=backend, dtype=dtype, group=group, seconds=seconds)
@@ -132,7 +137,7 @@ def _run(check: Check, backend: DeviceBackend, dtype: torch.dtype, group: Group 
 _results: dict[tuple[torch.dtype, int], Result] = {}
 
 
-def check_device_once(dtype: torch.dtype, group: Group | None) -> Result:
+def check_device_once(dtype: torch.dtype, group: GroupCoordinator | None) -> Result:
     """Run the self-test once per process, dtype and number of ranks, as a process has only one device."""
     key = dtype, 1 if group is None else group.world_size
     if key not in _results:

@@ -11,7 +11,7 @@ import torch
 
 if TYPE_CHECKING:
     from vllm_gaudi_spec.devices.base import DeviceBackend
-    from vllm_gaudi_spec.devices.common.group_check import Group
+    from vllm_gaudi_spec.upstream.distributed import GroupCoordinator
 
 
 class Failed(Exception):
@@ -29,7 +29,7 @@ class Subject:
     backend: DeviceBackend
     dtype: torch.dtype
     """The model's dtype."""
-    group: Group | None
+    group: GroupCoordinator | None
     """The ranks of the model, or None for one rank."""
     seconds: float
     """The time limit of the check of downloads."""

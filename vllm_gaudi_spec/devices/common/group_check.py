@@ -7,7 +7,7 @@ a wrong network or module map shows in it, often as a hang. vllm-gaudi does one 
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import TYPE_CHECKING, Protocol
+from typing import TYPE_CHECKING
 
 import torch
 from vllm.logger import init_logger
@@ -16,6 +16,7 @@ from vllm_gaudi_spec.upstream.distributed import groups
 
 if TYPE_CHECKING:
     from vllm_gaudi_spec.devices.base import Memory
+    from vllm_gaudi_spec.upstream.distributed import GroupCoordinator
 
 logger = init_logger(__name__)
 
@@ -43,20 +44,7 @@ def check_groups(memory: Memory) -> None:
         check_group(group, memory)
 
 
-class Group(Protocol):
-    """Ranks that exchange tensors; vLLM's `GroupCoordinator`."""
-
-    unique_name: str
-    ranks: list[int]
-    world_size: int
-    rank_in_group: int
-
-    def all_reduce(self, input_: torch.Tensor) -> torch.Tensor: ...
-
-    def all_gather(self, input_: torch.Tensor, dim: int = -1) -> torch.Tensor: ...
-
-
-def check_group(group: Group, memory: Memory) -> None:
+def check_group(group: GroupCoordinator, memory: Memory) -> None:
     """Run the collectives of a group. Raises RuntimeError if a rank receives anything but what was sent."""
     name = _name(group)
     sent = [_make_numbers(rank) for rank in range(group.world_size)]
@@ -66,7 +54,7 @@ def check_group(group: Group, memory: Memory) -> None:
         _check(name, "all_reduce", torch.stack(sent).sum(0), lambda: group.all_reduce(sent_here.clone()), memory)
 
 
-def _name(group: Group) -> str:
+def _name(group: GroupCoordinator) -> str:
     return f"group {group.unique_name} (ranks {', '.join(map(str, group.ranks))})"
 
 
