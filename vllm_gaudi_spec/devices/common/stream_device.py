@@ -21,9 +21,6 @@ from vllm_gaudi_spec.devices.common.kv_pair import PairMemory
 
 logger = init_logger(__name__)
 
-# The share of free memory that is kept for captured graphs.
-_GRAPH_RESERVE = 0.1
-
 
 class Recorded(Protocol):
     def replay(self) -> None: ...
@@ -179,6 +176,8 @@ class StreamGraphs(Graphs):
 
 
 class StreamMemory(PairMemory):
+    """Memory of an accelerator whose torch module has the form of `torch.cuda`."""
+
     def __init__(self, runtime: Any, torch_device: torch.device, graphs: Graphs) -> None:
         super().__init__(torch_device, graphs)
         self._runtime = runtime
@@ -188,9 +187,18 @@ class StreamMemory(PairMemory):
 
     def available_memory(self, utilization: float, num_ranks: int) -> int:
         # Each rank has its own card.
-        free, total = self._runtime.mem_get_info()
-        logger.info("%.1f of %.1f GiB are free after loading.", free / 2**30, total / 2**30)
-        return int(free * utilization * (1 - _GRAPH_RESERVE))
+        (free, total), reserve = self._runtime.mem_get_info(), self.get_graph_reserve()
+        logger.info(
+            "%.1f of %.1f GiB are free after loading; %.0f %% of that is reserved for graphs.",
+            free / 2**30,
+            total / 2**30,
+            100 * reserve,
+        )
+        return int(free * utilization * (1 - reserve))
+
+    def get_graph_reserve(self) -> float:
+        """Return the share of free memory that is kept for graphs."""
+        return 0.1
 
     def upload(self, host: torch.Tensor) -> torch.Tensor:
         # Torch does not reuse pinned memory before its copy is done.

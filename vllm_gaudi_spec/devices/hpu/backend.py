@@ -23,7 +23,8 @@ from vllm_gaudi_spec.attention.metadata import AttentionCall, AttentionLayerSpec
 from vllm_gaudi_spec.config import GAUDI2, GAUDI3
 from vllm_gaudi_spec.devices.base import DeviceBackend, DeviceTraits, Graphs, Memory, Weights
 from vllm_gaudi_spec.devices.common.arguments import flatten, make_key
-from vllm_gaudi_spec.devices.common.kv_pair import KVPair, PairAttention, PairMemory
+from vllm_gaudi_spec.devices.common.kv_pair import KVPair, PairAttention
+from vllm_gaudi_spec.devices.common.stream_device import StreamMemory
 from vllm_gaudi_spec.devices.hpu import fp8 as hpu_fp8
 from vllm_gaudi_spec.devices.hpu.bridge import Bridge, open_bridge
 from vllm_gaudi_spec.devices.hpu.captured import CapturedFunction
@@ -134,9 +135,9 @@ class HpuGraphs(Graphs):
         return int(_read_metric("graph_compilation").get("TotalNumber", 0))
 
 
-class HpuMemory(PairMemory):
+class HpuMemory(StreamMemory):
     def __init__(self, bridge: Bridge, graphs: Graphs) -> None:
-        super().__init__(TRAITS.torch_device, graphs)
+        super().__init__(_hpu(), TRAITS.torch_device, graphs)
         self._bridge = bridge
         self._pinned: dict[tuple[torch.Size, torch.dtype], list[torch.Tensor]] = {}
         """Host memory for downloads, kept for reuse because allocating it is a call of the driver."""
@@ -145,9 +146,6 @@ class HpuMemory(PairMemory):
         by_layer = super().allocate_kv(kv_cache_config, layout)
         self._bridge.mark_step()
         return by_layer
-
-    def free_bytes(self) -> int:
-        return int(_hpu().mem_get_info()[0])
 
     measures_peak = True
 
@@ -165,17 +163,8 @@ class HpuMemory(PairMemory):
         found = _ALLOCATION_FAILED.search(str(error))
         return int(found[1]) if found else None
 
-    def available_memory(self, utilization: float, num_ranks: int) -> int:
-        # Each rank has its own card.
-        free, total = _hpu().mem_get_info()
-        reserve = gaudi_memory_reserve()
-        logger.info(
-            "%.1f of %.1f GiB are free after loading; %.0f %% of that is reserved for graphs.",
-            free / 2**30,
-            total / 2**30,
-            100 * reserve,
-        )
-        return int(free * utilization * (1 - reserve))
+    def get_graph_reserve(self) -> float:
+        return gaudi_memory_reserve()
 
     def upload(self, host: torch.Tensor) -> torch.Tensor:
         return host.to(self.torch_device, non_blocking=True)
@@ -228,9 +217,6 @@ class HpuMemory(PairMemory):
             reason = "torch's is not pinned"
         logger.warning_once("Torch has no pinned host memory (%s), so each step waits for its results.", reason)
         return None
-
-    def synchronize(self) -> None:
-        _hpu().synchronize()
 
 
 def _hpu() -> Any:
