@@ -24,6 +24,7 @@ from vllm_gaudi_spec.outputs import SpecSchedulerOutput
 from vllm_gaudi_spec.runner.extensions.pooling import list_tasks
 from vllm_gaudi_spec.runner.model_runner import ModelRunner
 from vllm_gaudi_spec.runner.profile import peak_bytes
+from vllm_gaudi_spec.runner.warmup import warm_up
 from vllm_gaudi_spec.self_test.result import ASYNC_SCHEDULING, KV_FROM_FREE_MEMORY, KV_IN_FP8, SPECULATION
 from vllm_gaudi_spec.self_test.run import check_device_once
 from vllm_gaudi_spec.upstream.distributed import (
@@ -153,7 +154,7 @@ class Worker(WorkerBase):
     def compile_or_warm_up_model(self) -> CompilationTimes:
         started = time.perf_counter()
         with torch.inference_mode():
-            self.model_runner.warm_up()
+            warm_up(self.model_runner)
         set_random_seed(self.model_config.seed)
         return CompilationTimes(language_model=time.perf_counter() - started, encoder=0.0)
 

@@ -13,7 +13,6 @@ from vllm_gaudi_spec.records import DECODE, PREFILL, Batch, NoDraftReason, Plann
 from vllm_gaudi_spec.runner.parts import RunnerParts
 from vllm_gaudi_spec.runner.planning import list_continuing, list_finishing, make_sample_batch, plan_batches
 from vllm_gaudi_spec.runner.report import Report, drop_scores
-from vllm_gaudi_spec.runner.warmup import warm_up
 from vllm_gaudi_spec.sampling.branches import Branch
 from vllm_gaudi_spec.sampling.grammars import Grammar, read_grammars
 from vllm_gaudi_spec.sampling.params import SamplePass
@@ -40,10 +39,6 @@ class ModelRunner(RunnerParts):
         self.rows_alone: StepInputs | None = None
         self.report: Report | None = None
         self.drafter_status = DrafterStatus((), (), is_off=False, num_faults=0)
-
-    def warm_up(self) -> None:
-        max_tokens = self.options.warmup_tokens
-        warm_up(self, self.backend.traits.warmup_tokens if max_tokens is None else max_tokens)
 
     # --- a step, in the two halves that vLLM calls ---
 

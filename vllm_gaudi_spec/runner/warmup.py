@@ -57,9 +57,11 @@ def should_run(job: Job, max_tokens: int) -> bool:
     return max_tokens < 0 or (job.is_common and job.num_tokens <= max_tokens)
 
 
-def warm_up(runner: ModelRunner, max_tokens: int) -> None:
-    """Run the jobs of up to `max_tokens` tokens, or all of them if it is -1."""
+def warm_up(runner: ModelRunner) -> None:
+    """Run the jobs of up to `warmup_tokens` tokens, or all of them if it is -1."""
     recorder, backend = runner.recorder, runner.backend
+    asked = runner.options.warmup_tokens
+    max_tokens = backend.traits.warmup_tokens if asked is None else asked
     memory = WarmUpMemory(backend.memory, runner.vllm_config, runner.kv_cache.num_bytes)
     recorder.expect(manifest(runner))
     if environment.skip_warmup():
