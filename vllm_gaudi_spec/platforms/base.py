@@ -19,7 +19,7 @@ from vllm_gaudi_spec.config import (
     get_target_config,
 )
 from vllm_gaudi_spec.devices import load_backend, refuse_unknown_device
-from vllm_gaudi_spec.environment import DEVICE, choose_start_method, skip_warmup
+from vllm_gaudi_spec.environment import DEVICE, choose_start_method
 from vllm_gaudi_spec.methods import NGRAM, NGRAM_GPU
 from vllm_gaudi_spec.quantization.dequantized import choose_kernels, read_weights, use_device
 from vllm_gaudi_spec.quantization.kv_scheme import choose_kv_dtype, drop_scales_set_aside
@@ -115,9 +115,8 @@ class SpecPlatform(Platform):
         _disable_vllm_state_caching(vllm_config)
         _require_whole_images(vllm_config)
         _warn_about_unused_options(vllm_config)
-        # Parse options and variables here, so that mistakes stop the front end and not the engine.
+        # Parse options here, so that mistakes stop the front end and not the engine.
         options = Options.from_vllm(vllm_config)
-        skip_warmup()
         if vllm_config.model_config is not None:
             speculation = Speculation.from_vllm(vllm_config)
             Shapes.from_config(vllm_config, options, load_backend(), speculation.widths if speculation else ())

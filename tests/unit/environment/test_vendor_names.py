@@ -42,12 +42,6 @@ def test_skip_warmup_reads_both_variables(
     assert environment.skip_warmup() is skipped
 
 
-def test_value_that_is_not_a_boolean_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv("VLLM_SKIP_WARMUP", "maybe")
-    with pytest.raises(UnsupportedConfigError, match="VLLM_SKIP_WARMUP=maybe is neither true nor false"):
-        environment.skip_warmup()
-
-
 def test_vendors_numbers_are_read(monkeypatch: pytest.MonkeyPatch) -> None:
     """The share of memory that graphs may take, and the layers of a recipe."""
     for name in ("VLLM_GRAPH_RESERVED_MEM", "VLLM_CONFIG_HIDDEN_LAYERS"):

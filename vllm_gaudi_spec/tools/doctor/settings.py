@@ -8,7 +8,6 @@ from importlib.metadata import EntryPoint, entry_points
 from pathlib import Path
 
 from vllm_gaudi_spec import devices, environment, versions
-from vllm_gaudi_spec.config import UnsupportedConfigError
 from vllm_gaudi_spec.devices import choose_device
 from vllm_gaudi_spec.devices.ascend.errors import has_no_room
 from vllm_gaudi_spec.integrations.vllm_ascend import versions as vllm_ascend
@@ -25,13 +24,10 @@ def list_variables() -> list[dict[str, str]]:
 
 
 def check_settings() -> Iterator[Finding]:
-    try:
-        if environment.skip_warmup():
-            skip, vendors = environment.SKIP_WARMUP, environment.VENDORS_SKIP_WARMUP
-            name = (skip if skip.value else vendors).name
-            yield warning("setting", f"{name} is set: graphs are compiled while serving", f"unset {name}")
-    except UnsupportedConfigError as error:
-        yield refusal("setting", str(error))
+    if environment.skip_warmup():
+        skip, vendors = environment.SKIP_WARMUP, environment.VENDORS_SKIP_WARMUP
+        name = (skip if skip.value else vendors).name
+        yield warning("setting", f"{name} is set: graphs are compiled while serving", f"unset {name}")
     path = environment.QUANT_CONFIG.value
     if path is not None and not Path(path).is_file():
         name = environment.QUANT_CONFIG.name
