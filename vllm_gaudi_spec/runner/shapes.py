@@ -188,23 +188,10 @@ class Shapes:
         if not self.entries:
             return fit(self.contexts, min(max(ends, default=0), self.max_context))
         num_entries = sum(-(-min(end, self.max_len) // self.block_size) for end in ends)
-        return fit(self.entries, num_entries) if num_entries <= self.entries[-1] else self._fit_unlisted(num_entries)
-
-    def _fit_unlisted(self, num_entries: int) -> int:
-        """Return a size beyond the list, whose graph is made late.
-
-        A step needs it if sequences share more KV blocks than the list allows for.
-        """
-        logger.warning_once(
-            "A decode lists %d KV blocks, more than the largest block bucket (%d), so its graph is made while serving. "
-            "Raise additional_config.gaudi_spec.block_buckets, or lower --max-num-seqs.",
-            num_entries,
-            self.entries[-1],
-        )
-        size = self.entries[-1]
-        while size < num_entries:
-            size *= 2
-        return size
+        largest = self.entries[-1]
+        while largest < num_entries:  # sequences share more KV blocks than the list allows for
+            largest *= 2
+        return fit_or_largest(self.entries, num_entries, largest, "block_buckets")
 
     def decode(self, num_queries: int, ends: Sequence[int], num_rows: int = 0) -> Shape:
         """Return the shape of a decode. `num_rows` may exceed the number of `ends`."""
