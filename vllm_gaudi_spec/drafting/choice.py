@@ -7,7 +7,6 @@ from typing import TYPE_CHECKING, cast
 
 import torch
 
-from vllm_gaudi_spec.drafting.memory import get_probs_shape
 from vllm_gaudi_spec.records import Drafted, DraftRequest
 from vllm_gaudi_spec.sampling.drafts import Mode, draft, draft_greedy
 from vllm_gaudi_spec.sampling.verify import apply_temperature_and_filters
@@ -92,9 +91,10 @@ class DraftProbs:
     def __init__(self, speculation: Speculation, max_rows: int, vocab_size: int, device: torch.device) -> None:
         self.vocab_size = vocab_size
         self._pad_row = max_rows
-        num_rows, self._num_drafts, _ = get_probs_shape(speculation, max_rows, vocab_size)
-        # Flat, so that fewer drafts than k move as many distributions.
-        self._probs_NV = torch.zeros(num_rows * self._num_drafts, vocab_size, device=device) if num_rows else None
+        self._num_drafts = speculation.num_drafts
+        self._probs_NV: torch.Tensor | None = None
+        if speculation.keeps_probs:  # flat, so that fewer drafts than k move as many distributions
+            self._probs_NV = torch.zeros((max_rows + 1) * self._num_drafts, vocab_size, device=device)
 
     def put(self, rows_B: torch.Tensor, drafts: Drafts) -> None:
         if self._probs_NV is not None:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 from collections.abc import Sequence
 from typing import TYPE_CHECKING, NamedTuple
 
@@ -24,11 +23,6 @@ NO_ROOM_FOR_KV = (
 _FLOAT32_BYTES = 4
 
 
-def get_probs_shape(speculation: Speculation, max_rows: int, vocab_size: int) -> tuple[int, int, int]:
-    """Return the shape of the buffer of draft distributions; it has 0 rows if none are kept."""
-    return (max_rows + 1 if speculation.keeps_probs else 0), speculation.num_drafts, vocab_size
-
-
 def count_region_blocks(max_rows: int, length: int, block_size: int) -> int:
     """Return the number of blocks of a drafter KV region: those of each row, and the pad block."""
     return 1 + max_rows * -(-length // block_size)
@@ -45,18 +39,16 @@ def compute_drafting_bytes(
     speculation: Speculation, max_rows: int, vocab_size: int, region_block: KVBlock | None
 ) -> dict[str, int]:
     """Return bytes by purpose. `region_block` is None for a drafter without a KV region."""
-    length = speculation.universal_kv_len
-    parts = {
-        "the float32 distributions of drafts: sequences x drafts x vocabulary": (
-            _FLOAT32_BYTES * math.prod(get_probs_shape(speculation, max_rows, vocab_size))
-        ),
-        f"the drafter's KV: sequences x {length} tokens (universal_kv_len)": (
-            0
-            if region_block is None
-            else count_region_blocks(max_rows, length, region_block.num_tokens) * region_block.num_bytes
-        ),
-    }
-    return {name: size for name, size in parts.items() if size}
+    found = {}
+    if speculation.keeps_probs:
+        num_probs = (max_rows + 1) * speculation.num_drafts * vocab_size
+        found["the float32 distributions of drafts: sequences x drafts x vocabulary"] = _FLOAT32_BYTES * num_probs
+    if region_block is not None:
+        length = speculation.universal_kv_len
+        num_blocks = count_region_blocks(max_rows, length, region_block.num_tokens)
+        name = f"the drafter's KV: sequences x {length} tokens (universal_kv_len)"
+        found[name] = num_blocks * region_block.num_bytes
+    return found
 
 
 class DrafterKVRegion:

@@ -123,8 +123,12 @@ def load_head(
         return head
     if row.reads_layers and getattr(head.model.model, "use_aux_hidden_state", True):
         _output_layer_states(target, head, spec_config)
+    elif hasattr(target.model, "get_mtp_target_hidden_states"):
+        raise UnsupportedConfigError(
+            f"{type(target.model).__name__} does not return the hidden states of its MTP layer from its forward, which "
+            "is not supported; use another method in --speculative-config."
+        )
     else:
-        _refuse_special_states(target.model)
         target.set_outputs(split_carried)
     return head
 
@@ -245,14 +249,6 @@ def _replace(owner: nn.Module, name: str, module: nn.Module | None) -> None:
     if hasattr(owner, name):
         delattr(owner, name)
     setattr(owner, name, module)
-
-
-def _refuse_special_states(target: nn.Module) -> None:
-    if hasattr(target, "get_mtp_target_hidden_states"):
-        raise UnsupportedConfigError(
-            f"{type(target).__name__} does not return the hidden states of its MTP layer from its forward, which is "
-            "not supported; use another method in --speculative-config."
-        )
 
 
 # --- EAGLE-3 ---
