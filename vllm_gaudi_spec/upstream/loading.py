@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable
+from contextlib import AbstractContextManager
 from typing import Any
 
 from vllm_gaudi_spec.config import UnsupportedConfigError, explain_pickled_weights
-from vllm_gaudi_spec.upstream.patching import do_nothing, patches, wrap
+from vllm_gaudi_spec.upstream.patching import do_nothing, patches, replaced, wrap
 
 # Functions of torch.accelerator that vLLM calls after loading, to measure memory and at shutdown, whatever the platform
 # -> the function of the device's own module, such as torch.hpu; None: a no-op.
@@ -59,8 +59,7 @@ def _asking(device_type: str, own_name: str) -> Callable[..., Any]:
     return ask_the_device
 
 
-@contextmanager
-def device_type_while_loading(device_type: str | None) -> Iterator[None]:
+def device_type_while_loading(device_type: str | None) -> AbstractContextManager[None]:
     """Within the context, models find `device_type` as the platform's; None: the platform's own.
 
     Reason: constructors of some models (DeepSeek, MiniCPM) create tensors on `current_platform.device_type`, whatever
@@ -70,12 +69,7 @@ def device_type_while_loading(device_type: str | None) -> Iterator[None]:
     """
     from vllm.platforms import current_platform
 
-    original = current_platform.device_type
-    current_platform.device_type = device_type or original
-    try:
-        yield
-    finally:
-        current_platform.device_type = original
+    return replaced(current_platform, "device_type", device_type or current_platform.device_type)
 
 
 @patches("vllm.model_executor.model_loader.default_loader:DefaultModelLoader._prepare_weights")

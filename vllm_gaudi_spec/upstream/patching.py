@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
 from importlib import import_module
 from typing import Any, Literal, get_args
 
@@ -43,6 +44,17 @@ def patches(*targets: str) -> Callable[[Callable[..., Any]], Callable[[], None]]
         return patch
 
     return make_patch
+
+
+@contextmanager
+def replaced(owner: Any, name: str, value: Any) -> Iterator[None]:
+    """Within the context, `owner.name` is `value`."""
+    original = getattr(owner, name)
+    setattr(owner, name, value)
+    try:
+        yield
+    finally:
+        setattr(owner, name, original)
 
 
 def do_nothing(*args: object, **kwargs: object) -> None:

@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import AbstractContextManager
 from typing import Any
 
+from vllm_gaudi_spec.upstream.patching import replaced
 
-@contextmanager
-def tensor_parallel_group(group: Any) -> Iterator[None]:
+
+def tensor_parallel_group(group: Any) -> AbstractContextManager[None]:
     """Within the context, `group` is the tensor-parallel group of layers.
 
     Reason: with `draft_tensor_parallel_size` 1 each rank of the target runs the whole drafter, and vLLM's layers
@@ -17,16 +17,10 @@ def tensor_parallel_group(group: Any) -> Iterator[None]:
     """
     from vllm.distributed import parallel_state
 
-    target_group = parallel_state._TP
-    parallel_state._TP = group
-    try:
-        yield
-    finally:
-        parallel_state._TP = target_group
+    return replaced(parallel_state, "_TP", group)
 
 
-@contextmanager
-def ray_workers(worker_class: type) -> Iterator[None]:
+def ray_workers(worker_class: type) -> AbstractContextManager[None]:
     """Within the context, vLLM's Ray executor starts `worker_class`.
 
     Reason: its own asks Ray for the cards of a rank, by Ray's name of the kind of card. There is none for a CPU.
@@ -34,9 +28,4 @@ def ray_workers(worker_class: type) -> Iterator[None]:
     """
     from vllm.v1.executor import ray_executor_v2
 
-    original = ray_executor_v2.RayWorkerProc
-    ray_executor_v2.RayWorkerProc = worker_class
-    try:
-        yield
-    finally:
-        ray_executor_v2.RayWorkerProc = original
+    return replaced(ray_executor_v2, "RayWorkerProc", worker_class)

@@ -81,8 +81,6 @@ def patches_made(monkeypatch: pytest.MonkeyPatch) -> dict[str, tuple[Callable[..
             patch = vars(module)[name]
             if name.startswith("_") or not inspect.isfunction(patch) or patch.__module__ != module.__name__:
                 continue
-            if inspect.isgeneratorfunction(inspect.unwrap(patch)):
-                continue  # a context manager, which replaces a variable
             patch(*(lambda *args, **named: None for _ in inspect.signature(patch, follow_wrapped=False).parameters))
     return made
 
