@@ -165,10 +165,6 @@ class SampleBatch:
     slots_np: np.ndarray | None = None
     """int32 [B, Q]: index in the list of each position; None for a rectangle."""
 
-    @property
-    def num_queries(self) -> int:
-        return self.shape.queries
-
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class SampledRows:

@@ -43,17 +43,11 @@ if TYPE_CHECKING:
 
 logger = init_logger(__name__)
 
-_WORKER = "vllm_gaudi_spec.worker.Worker"
 _SCHEDULERS = {
     False: "vllm_gaudi_spec.scheduling.scheduler.SpecScheduler",
     True: "vllm_gaudi_spec.scheduling.scheduler.SpecAsyncScheduler",
 }
 """Schedulers without and with async scheduling."""
-_ATTENTION = "vllm_gaudi_spec.platforms.attention.RectangleAttentionBackend"
-_LATENT_ATTENTION = "vllm_gaudi_spec.platforms.attention.LatentAttentionBackend"
-_LATENT_PREFILL = "vllm_gaudi_spec.platforms.attention.NoPrefill"
-_QUANTIZATION_METHOD = "vllm_gaudi_spec.quantization.method"
-_LORA = "vllm_gaudi_spec.lora.application.TokenSlots"
 
 
 def is_active() -> bool:
@@ -69,7 +63,7 @@ def apply_patches() -> None:
 
     upstream.apply()
     upstream.answer_accelerator_calls(current_platform.device_type)
-    importlib.import_module(_QUANTIZATION_METHOD)  # imports vLLM modules that need the platform
+    importlib.import_module("vllm_gaudi_spec.quantization.method")  # imports vLLM modules that need the platform
     use_device(load_backend)
     upstream.refuse_tokenized_params(check_logit_edits)
     upstream.refuse_params_before_verification(check_constraint_size)
@@ -131,7 +125,7 @@ class SpecPlatform(Platform):
             # vLLM has assigned the cards there.
             if parallel.assigned_physical_gpu_ids and not parallel.data_parallel_external_lb:
                 cls._check_device_ids(parallel.assigned_physical_gpu_ids, parallel.local_world_size)
-            parallel.worker_cls = _WORKER
+            parallel.worker_cls = "vllm_gaudi_spec.worker.Worker"
         if parallel.use_ray:
             parallel.ray_runtime_env = _add_device_to_environment(parallel.ray_runtime_env)
         _choose_scheduler(vllm_config.scheduler_config)
@@ -145,15 +139,16 @@ class SpecPlatform(Platform):
     def get_attn_backend_cls(
         cls, selected_backend: Any, attn_selector_config: Any, num_heads: int | None = None
     ) -> str:
-        return _LATENT_ATTENTION if attn_selector_config.use_mla else _ATTENTION
+        module = "vllm_gaudi_spec.platforms.attention"
+        return f"{module}.{'LatentAttentionBackend' if attn_selector_config.use_mla else 'RectangleAttentionBackend'}"
 
     @classmethod
     def get_mla_prefill_backend_cls(cls, mla_selector_config: Any) -> Any:
-        return resolve_obj_by_qualname(_LATENT_PREFILL)
+        return resolve_obj_by_qualname("vllm_gaudi_spec.platforms.attention.NoPrefill")
 
     @classmethod
     def get_punica_wrapper(cls) -> str:
-        return _LORA
+        return "vllm_gaudi_spec.lora.application.TokenSlots"
 
     @classmethod
     def can_update_inplace(cls) -> bool:

@@ -54,7 +54,7 @@ def _make_masks(batch: SampleBatch, grammars: dict[str, Grammar], mask_words: in
     A grammar has masks for the first few positions of its row; other masks allow every token.
     """
     if batch.index_np is None:
-        row_BQ, query_BQ = np.indices((len(batch.rows_np), batch.num_queries))
+        row_BQ, query_BQ = np.indices((len(batch.rows_np), batch.shape.queries))
     else:
         row_BQ, query_BQ = batch.index_np[..., None]
     mask = np.full((*row_BQ.shape, mask_words), -1, dtype=np.int32)
@@ -68,7 +68,7 @@ def _make_masks(batch: SampleBatch, grammars: dict[str, Grammar], mask_words: in
 
 def _get_bounds(batch: SampleBatch, grammars: dict[str, Grammar]) -> np.ndarray:
     """Return how many drafts each row's grammar allows, and which rows have no grammar; int32 [2, B]."""
-    bounds = np.full((2, len(batch.rows_np)), batch.num_queries - 1, dtype=np.int32)
+    bounds = np.full((2, len(batch.rows_np)), batch.shape.queries - 1, dtype=np.int32)
     bounds[1] = 1
     for index, request in enumerate(batch.requests):
         if (grammar := grammars.get(request.req_id)) is not None:
