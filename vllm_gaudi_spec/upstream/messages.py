@@ -40,15 +40,7 @@ def _is_not_of_our_scheduler(record: logging.LogRecord) -> bool:
     return not record.getMessage().startswith("Using custom scheduler class vllm_gaudi_spec.")
 
 
-# Part of an error's text -> what the user can do about it, where upstream's text has no advice.
-_ADVICE = {
-    "Address already in use": "Choose another port with --port, or stop the program that listens there.",
-    "object has no attribute 'items'": "--speculative-config takes an object with options by name, as JSON.",
-    "Repo id must": "There is no such folder: give a folder with a model in it, or a Hugging Face id.",
-    "Only one platform plugin can be activated": (
-        "Set VLLM_PLUGINS=gaudi_spec to use this platform alone, or unset VGS_DEVICE to use the other."
-    ),
-}
+_TWO_PLATFORMS = "Only one platform plugin can be activated"
 
 
 @patches("sys:excepthook")
@@ -64,21 +56,10 @@ def end_errors_with_their_message(
     if not issubclass(kind, UnusableInstallationError):
         original(kind, error, trace)
     if not issubclass(kind, KeyboardInterrupt):
-        print(f"vllm: error: {_message(error, trace)}", file=sys.stderr)
-
-
-def _message(error: BaseException, trace: TracebackType | None) -> str:
-    message = in_one_line(error)
-    if isinstance(error, OSError) and (address := _bound_address(trace)):
-        message += f": {address}."
-    return " ".join([message, *(advice for part, advice in _ADVICE.items() if part in message)])
-
-
-def _bound_address(trace: TracebackType | None) -> object:
-    """The address of a failed `bind`, which the operating system's message does not name."""
-    while trace is not None and trace.tb_next is not None:
-        trace = trace.tb_next
-    return None if trace is None else trace.tb_frame.f_locals.get("addr")
+        message = in_one_line(error)
+        if _TWO_PLATFORMS in message:
+            message += " Set VLLM_PLUGINS=gaudi_spec to use this platform alone, or unset VGS_DEVICE to use the other."
+        print(f"vllm: error: {message}", file=sys.stderr)
 
 
 _FAILED = "failed to start."
