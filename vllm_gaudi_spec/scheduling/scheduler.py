@@ -10,8 +10,6 @@ from collections.abc import Iterable
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any
 
-from vllm.logger import init_logger
-
 from vllm_gaudi_spec import metrics
 from vllm_gaudi_spec.config import Options, Speculation
 from vllm_gaudi_spec.devices import load_backend
@@ -51,8 +49,6 @@ if TYPE_CHECKING:
         SchedulerStats,
         SpecDecodingStats,
     )
-
-logger = init_logger(__name__)
 
 
 @dataclass
@@ -116,25 +112,9 @@ class _Speculating(Scheduler):
         if self._audits is not None and request.client_index != AUDITOR:
             self._abort_audits(self._audits.interrupt())
             self._audits.on_added(request)
-        if self.vllm_config.model_config.is_mm_prefix_lm:
-            self._warn_if_image_may_wait(request)
         super().add_request(request)
         if request.spec_decode_metrics is not None:  # --per-request-spec-decode-metrics
             request.spec_decode_metrics = RequestDrafts.new(self.num_spec_tokens)
-
-    def _warn_if_image_may_wait(self, request: Request) -> None:
-        """Warn if running decodes, which go first, may leave no room in a step for one of the request's images."""
-        longest = max((feature.mm_position.length for feature in request.mm_features), default=0)
-        decodes = (self.max_num_running_reqs - 1) * (1 + self.num_spec_tokens)
-        if longest and decodes + longest > self.max_num_scheduled_tokens:
-            logger.warning_once(
-                "A request has an image of %d tokens, which must be computed in one step. The decodes of %d other "
-                "requests may leave no room for it until some of them finish. Set --max-num-batched-tokens to %d, or "
-                "lower --max-num-seqs.",
-                longest,
-                self.max_num_running_reqs - 1,
-                decodes + longest,
-            )
 
     # --- while a step is scheduled ---
 
