@@ -34,7 +34,8 @@ from vllm_gaudi_spec.devices import load_backend
 from vllm_gaudi_spec.devices.base import DeviceTraits
 from vllm_gaudi_spec.methods import METHODS
 from vllm_gaudi_spec.platforms import base as platform
-from vllm_gaudi_spec.refusals import check_request, drafters, models, speculation
+from vllm_gaudi_spec.refusals import drafters, models, speculation
+from vllm_gaudi_spec.refusals.requests import check_request
 from vllm_gaudi_spec.scheduling.scheduler import SpecScheduler
 from vllm_gaudi_spec.upstream.release import FROM_0_33
 

@@ -24,14 +24,10 @@ from vllm_gaudi_spec.methods import NGRAM, NGRAM_GPU
 from vllm_gaudi_spec.quantization.dequantized import choose_kernels, read_weights, use_device
 from vllm_gaudi_spec.quantization.kv_scheme import choose_kv_dtype, drop_scales_set_aside
 from vllm_gaudi_spec.recurrent.table import has_states
-from vllm_gaudi_spec.refusals import (
-    check_constraint_size,
-    check_logit_edits,
-    check_request,
-    list_installed_logits_processors,
-    refuse_unsupported,
-)
+from vllm_gaudi_spec.refusals import refuse_unsupported
 from vllm_gaudi_spec.refusals.models import list_models
+from vllm_gaudi_spec.refusals.requests import check_constraint_size, check_logit_edits, check_request
+from vllm_gaudi_spec.refusals.speculation import list_installed_logits_processors
 from vllm_gaudi_spec.runner.shapes import Shapes
 from vllm_gaudi_spec.upstream.platforms import resolve_obj_by_qualname
 

@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING
 
 from vllm_gaudi_spec.config import UnsupportedConfigError
 from vllm_gaudi_spec.refusals.features import adapter_refusals, feature_refusals
-from vllm_gaudi_spec.refusals.files import damage_refusals, find_weight_files, other_file_refusals
+from vllm_gaudi_spec.refusals.files import damage_refusals, other_file_refusals
 from vllm_gaudi_spec.refusals.formats import (
     format_refusals,
     kv_scale_refusals,
@@ -15,22 +15,12 @@ from vllm_gaudi_spec.refusals.formats import (
     weight_refusals,
 )
 from vllm_gaudi_spec.refusals.models import expert_refusals, model_refusals
-from vllm_gaudi_spec.refusals.requests import check_constraint_size, check_logit_edits, check_request
-from vllm_gaudi_spec.refusals.speculation import list_installed_logits_processors, speculation_refusals
+from vllm_gaudi_spec.refusals.speculation import speculation_refusals
 
 if TYPE_CHECKING:
     from vllm.config import VllmConfig
 
     from vllm_gaudi_spec.devices.base import DeviceBackend
-
-__all__ = [
-    "check_constraint_size",
-    "check_logit_edits",
-    "check_request",
-    "find_weight_files",
-    "list_installed_logits_processors",
-    "refuse_unsupported",
-]
 
 
 def refuse_unsupported(vllm_config: VllmConfig, backend: DeviceBackend) -> None:

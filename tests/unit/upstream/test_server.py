@@ -48,7 +48,7 @@ from tests.support.processes import still_alive
 from tests.support.releases import make_arg_parser, only_0_32
 from tests.support.videos import video
 from vllm_gaudi_spec import config, upstream
-from vllm_gaudi_spec.refusals import check_constraint_size, check_logit_edits
+from vllm_gaudi_spec.refusals.requests import check_constraint_size, check_logit_edits
 from vllm_gaudi_spec.upstream import server
 
 

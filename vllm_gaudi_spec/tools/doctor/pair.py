@@ -29,7 +29,7 @@ from vllm_gaudi_spec.methods import METHODS, has_model
 from vllm_gaudi_spec.quantization.config import get_cpu_weights
 from vllm_gaudi_spec.quantization.fingerprint import find_model_folder
 from vllm_gaudi_spec.recurrent.table import describe_snapshots, describe_states, num_pending, num_snapshots
-from vllm_gaudi_spec.refusals import find_weight_files
+from vllm_gaudi_spec.refusals.files import find_weight_files
 from vllm_gaudi_spec.runner.row_memory import count_row_bytes
 from vllm_gaudi_spec.runner.shapes import Shapes
 from vllm_gaudi_spec.tools.doctor.findings import Finding, note, ok, problem, refusal, warning
