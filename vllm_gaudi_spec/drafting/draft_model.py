@@ -89,7 +89,9 @@ def draft_chain(
         starts_B: Position of the first draft token, in the drafter's own count.
     """
     drafted: list[Drafted] = []
-    steps = _make_step_inputs(request, starts_B)
+    steps: list[Inputs] = []
+    if num_steps := request.num_drafts - 1:
+        steps = build_columns(starts_B, request.max_drafts_B - 1, num_steps, request.blocks, request.row_operations)
     for step in range(request.num_drafts):
         if step:
             inputs = steps[step - 1]
@@ -98,14 +100,6 @@ def draft_chain(
         logits_BV = translation.to_target(model.logits(hidden.last))
         drafted.append(request.choose(logits_BV, step))
     return stack_drafts(drafted, request.max_drafts_B)
-
-
-def _make_step_inputs(request: DraftRequest, starts_B: torch.Tensor) -> list[Inputs]:
-    """Return the drafter's inputs after each draft token but the last, without token ids."""
-    num_steps = request.num_drafts - 1
-    if not num_steps:
-        return []
-    return build_columns(starts_B, request.max_drafts_B - 1, num_steps, request.blocks, request.row_operations)
 
 
 def stack_drafts(drafted: list[Drafted], num_drafts_B: torch.Tensor) -> Drafts:

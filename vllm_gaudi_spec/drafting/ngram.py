@@ -11,7 +11,7 @@ B rows, K drafts, M tokens of history.
 from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Self
 
 import numpy as np
 import torch
@@ -23,14 +23,18 @@ if TYPE_CHECKING:
     from vllm_gaudi_spec.drafting.base import DraftingContext
 
 
-class NgramProposer:
+class _Sized:
+    """The range of sizes of an n-gram."""
+
     def __init__(self, min_ngram: int, max_ngram: int) -> None:
         self.min_ngram, self.max_ngram = min_ngram, max_ngram
 
     @classmethod
-    def build(cls, context: DraftingContext) -> NgramProposer:
+    def build(cls, context: DraftingContext) -> Self:
         return cls(context.spec_config.prompt_lookup_min, context.spec_config.prompt_lookup_max)
 
+
+class NgramProposer(_Sized):
     def propose(self, contexts: list[Context]) -> list[Sequence[int]]:
         return [self._draft(context.tokens_np, context.max_drafts) for context in contexts]
 
@@ -64,15 +68,8 @@ class NgramProposer:
         return found
 
 
-class DeviceNgramProposer(DeviceProposer):
+class DeviceNgramProposer(_Sized, DeviceProposer):
     """N-gram drafting for all rows at once, on the device. The work depends on the shapes alone."""
-
-    def __init__(self, min_ngram: int, max_ngram: int) -> None:
-        self.min_ngram, self.max_ngram = min_ngram, max_ngram
-
-    @classmethod
-    def build(cls, context: DraftingContext) -> DeviceNgramProposer:
-        return cls(context.spec_config.prompt_lookup_min, context.spec_config.prompt_lookup_max)
 
     def propose(self, request: DraftRequest) -> Drafts:
         tokens_BM = request.history_RM.index_select(0, request.rows_B)
