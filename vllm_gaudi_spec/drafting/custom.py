@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
 from itertools import takewhile
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 import numpy as np
 
@@ -30,12 +30,9 @@ class CustomProposer:
     @classmethod
     def build(cls, context: DraftingContext) -> CustomProposer:
         proposer = cls(context.vllm_config)
-        proposer.load_model(context.target.model)
+        if hasattr(proposer._proposer, "load_model"):
+            proposer._proposer.load_model(context.target.model)
         return proposer
-
-    def load_model(self, target_model: Any) -> None:
-        if hasattr(self._proposer, "load_model"):
-            self._proposer.load_model(target_model)
 
     def propose(self, contexts: list[Context]) -> list[Sequence[int]]:
         if not contexts:

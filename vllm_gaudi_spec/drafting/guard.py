@@ -52,9 +52,8 @@ class Guard:
     def record_failure(self, error: Exception, requests: Sequence[Request]) -> None:
         """Record a round without drafts for these requests, because the drafter failed."""
         self._num_caught += 1
-        if (
-            self._num_caught & (self._num_caught - 1) == 0
-        ):  # log at powers of two: an unstable drafter would fill the log
+        # Log at powers of two: an unstable drafter would fill the log.
+        if self._num_caught & (self._num_caught - 1) == 0:
             logger.warning(
                 "The drafter failed (%d failures so far); this step has no drafts.", self._num_caught, exc_info=error
             )
@@ -93,11 +92,9 @@ def make_agreement_check(vllm_config: VllmConfig) -> Agree:
     group = get_tp_group().cpu_group
 
     def agree(drafts: Mapping[str, Sequence[int]] | None) -> bool:
-        mark = (
-            -1
-            if drafts is None
-            else zlib.crc32(repr(sorted((name, list(row)) for name, row in drafts.items())).encode())
-        )
+        mark = -1
+        if drafts is not None:
+            mark = zlib.crc32(repr(sorted((name, list(row)) for name, row in drafts.items())).encode())
         both = torch.tensor([mark, -mark], dtype=torch.int64)
         torch.distributed.all_reduce(both, op=torch.distributed.ReduceOp.MAX, group=group)
         largest, smallest = int(both[0]), -int(both[1])

@@ -54,8 +54,6 @@ class HostDrafting(Drafting):
         if not members:
             return
         requests = [member.request for member in members]
-        drafts: dict[str, list[int]] | None = None
-        faulty: list[str] = []
         try:
             drafts, faulty = self._collect_drafts(members)
         except Exception as error:

@@ -35,7 +35,6 @@ from vllm_gaudi_spec.step_inputs import StepInputs
 
 if TYPE_CHECKING:
     from vllm_gaudi_spec.attention.metadata import Inputs
-    from vllm_gaudi_spec.devices.base import DeviceBackend
     from vllm_gaudi_spec.drafting.base import DraftingContext, Model
     from vllm_gaudi_spec.drafting.guard import Guard
     from vllm_gaudi_spec.drafting.history import DraftingRow
@@ -130,10 +129,6 @@ class TextDrafting(Drafting):
         self._read_rows = requests.backend.graphs.graph(self._read_on_device)
         self._draft_rows = requests.backend.graphs.graph(self._draft_on_device)
 
-    @property
-    def _backend(self) -> DeviceBackend:
-        return self._requests.backend
-
     # --- the scheduler ---
 
     def apply(self, requests: Requests) -> None:
@@ -174,7 +169,7 @@ class TextDrafting(Drafting):
         names = [request.req_id for request in step.requests]
         if self._unread_drafts is not None and any(request.params.structured_outputs for request in step.requests):
             # The scheduler checks drafts against the grammar before they are verified.
-            tokens = self._backend.memory.download(self._unread_drafts.tokens_BK).tolist()
+            tokens = self._requests.backend.memory.download(self._unread_drafts.tokens_BK).tolist()
             for name, row in zip(names, tokens, strict=False):
                 self._drafts[name] = row[: len(self._drafts.get(name, ()))]
         return DraftTokenIds(names, [self._drafts.get(name, []) for name in names])
@@ -297,7 +292,7 @@ class TextDrafting(Drafting):
 
     def _pack(self, header_np: np.ndarray, ends: list[int], context: int, unread_np: np.ndarray) -> StepInputs:
         blocks = self._kv_region.blocks(header_np[0], ends, context)
-        return StepInputs.pack(header_np, blocks, self._backend.memory.upload, unread_np)
+        return StepInputs.pack(header_np, blocks, self._requests.backend.memory.upload, unread_np)
 
     def _pack_unread(self, members: list[tuple[int, int, int]], num_rows: int, width: int) -> np.ndarray:
         """Pack unread tokens, int32 [B, N + 2], as `_split_unread` splits them.
@@ -318,7 +313,7 @@ class TextDrafting(Drafting):
     def _read_on_device(self, step: StepInputs) -> None:
         rows = step.split()
         chunk = _split_unread(rows)
-        row_operations = self._backend.row_operations
+        row_operations = self._requests.backend.row_operations
         self._proposer.read(
             build_rectangle(chunk.tokens_BN, chunk.starts_B, chunk.num_real_B, rows.blocks, row_operations)
         )
@@ -349,7 +344,7 @@ class TextDrafting(Drafting):
 
     def _store_rewritten_drafts(self, step: StepResult, members: list[DraftingRow], drafts: Drafts) -> None:
         assert self._rewriter is not None
-        tokens = self._backend.memory.download(drafts.tokens_BK).tolist()
+        tokens = self._requests.backend.memory.download(drafts.tokens_BK).tolist()
         faulty = [member.request.req_id for member in members if FAULTY in tokens[member.index]]
         self._guard.record_round(faulty, len(members))
         for member in members:
