@@ -128,6 +128,11 @@ class Planned:
     finishes: list[bool]
     """Whether each row's request samples after it: all do but those whose prompt continues, in a later step or row."""
 
+    @classmethod
+    def make_padding(cls, shape: Shape) -> Planned:
+        """Return a batch without requests, for warm-up."""
+        return cls(shape=shape, requests=[], starts=[], counts=[], ends=[], finishes=[])
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Batch(Planned):

@@ -89,7 +89,7 @@ def _functions(runner: Any) -> Iterator[tuple[Any, str, str]]:
     yield runner, "sample_tokens", "rest"
     yield runner, "apply", "apply"
     yield model_runner, "plan_batches", "plan"
-    yield model_runner, "make_batch", "build and upload"
+    yield runner.requests, "make_batch", "build and upload"
     yield runner, "forward", "forward call"
     yield model_runner, "make_sample_batch", "prepare sampling"
     yield runner.sampling, "branch", "prepare sampling"

@@ -12,7 +12,6 @@ from vllm.sampling_params import SamplingParams
 from vllm.v1.core.sched.output import CachedRequestData, NewRequestData
 
 from vllm_gaudi_spec.attention import row_operations
-from vllm_gaudi_spec.batches import make_batch
 from vllm_gaudi_spec.devices.base import DeviceTraits, Graphs, Memory
 from vllm_gaudi_spec.outputs import SpecSchedulerOutput
 from vllm_gaudi_spec.records import Batch, Verification
@@ -26,7 +25,7 @@ from vllm_gaudi_spec.sampling.rules.registry import TORCH
 def batches_of(
     scheduled: SpecSchedulerOutput, requests: Requests, shapes: Shapes, num_drafts: dict[str, int] | None = None
 ) -> list[Batch]:
-    return [make_batch(requests, one) for one in plan_batches(scheduled, requests, shapes, num_drafts or {})]
+    return [requests.make_batch(one) for one in plan_batches(scheduled, requests, shapes, num_drafts or {})]
 
 
 class HostBackend:

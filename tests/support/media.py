@@ -7,7 +7,6 @@ from typing import Any
 
 import torch
 
-from vllm_gaudi_spec.batches import make_batch
 from vllm_gaudi_spec.records import Batch, Planned, Shape
 from vllm_gaudi_spec.runner.requests import Requests
 
@@ -46,4 +45,4 @@ def batch(
         ends=[member.num_computed + count for member, count in zip(members, counts.values(), strict=True)],
         finishes=[True] * len(members),
     )
-    return make_batch(requests, planned)
+    return requests.make_batch(planned)

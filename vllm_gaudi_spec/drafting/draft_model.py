@@ -20,7 +20,6 @@ import numpy as np
 import torch
 
 from vllm_gaudi_spec.attention.metadata import build_columns, build_rectangle
-from vllm_gaudi_spec.batches import pad_rows
 from vllm_gaudi_spec.drafting.base import DeviceProposer, DrafterKVSync
 from vllm_gaudi_spec.drafting.universal.pairs import require_same_vocabulary
 from vllm_gaudi_spec.graphs import DRAFTERS_READS, Job
@@ -264,7 +263,7 @@ class DraftModelKVSync(DrafterKVSync):
 
     def _pack_read(self, group: list[_Lag], offsets: list[int], shape: Shape) -> Read:
         header_np = np.zeros((4, shape.rows), dtype=np.int32)
-        header_np[0] = rows_np = pad_rows(self._requests, [lag.request for lag in group], shape.rows)
+        header_np[0] = rows_np = self._requests.pad_rows([lag.request for lag in group], shape.rows)
         header_np[1, : len(offsets)] = offsets
         blocks = self._requests.blocks(rows_np, [lag.end for lag in group], shape.context)
         return Read(shape, StepInputs.pack(header_np, blocks, self._requests.backend.memory.upload))

@@ -20,12 +20,11 @@ from typing import TYPE_CHECKING
 import torch
 
 from vllm_gaudi_spec.attention.metadata import Blocks, Inputs, build_rectangle
-from vllm_gaudi_spec.batches import make_batch, make_draft_batch, make_padding
 from vllm_gaudi_spec.drafting.base import DeviceProposer, DrafterKVSync
 from vllm_gaudi_spec.drafting.draft_model import draft_chain
 from vllm_gaudi_spec.drafting.vocabulary import ReducedVocabulary, SameVocabulary
 from vllm_gaudi_spec.graphs import DRAFTERS_READS, Job
-from vllm_gaudi_spec.records import PREFILL, Hidden
+from vllm_gaudi_spec.records import PREFILL, Hidden, Planned
 from vllm_gaudi_spec.step_inputs import StepInputs
 
 if TYPE_CHECKING:
@@ -195,7 +194,7 @@ class HeadKVSync(DrafterKVSync):
             yield Job(DRAFTERS_READS, partial(self._read_no_samples, *sizes), (self._signature(*sizes),), num_rows)
 
     def _read_padding(self, shape: Shape) -> None:
-        self._read(make_batch(self._requests, make_padding(shape)))
+        self._read(self._requests.make_batch(Planned.make_padding(shape)))
 
     def _read_no_samples(self, num_rows: int, num_queries: int, context: int) -> None:
-        self._read_sampled(make_draft_batch(self._requests, [], [], num_rows=num_rows, context=context), num_queries)
+        self._read_sampled(self._requests.make_draft_batch([], [], num_rows=num_rows, context=context), num_queries)

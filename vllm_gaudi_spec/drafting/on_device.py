@@ -11,7 +11,6 @@ import numpy as np
 import torch
 from vllm.v1.outputs import DraftTokenIds
 
-from vllm_gaudi_spec.batches import make_draft_batch
 from vllm_gaudi_spec.device_rows import DeviceRows
 from vllm_gaudi_spec.drafting.base import Drafting
 from vllm_gaudi_spec.drafting.choice import DraftChoice, DraftProbs
@@ -164,8 +163,7 @@ class DeviceDrafting(Drafting):
         if sampled.rows_alone is not None:
             return DraftBatch(sampled.rows_alone, context=0)
         ends = [end + self.lookahead for end in sampled.ends]
-        return make_draft_batch(
-            self._requests,
+        return self._requests.make_draft_batch(
             sampled.requests,
             ends,
             max_drafts,
@@ -219,7 +217,7 @@ class DeviceDrafting(Drafting):
             yield Job(DRAFTS, run, (signature,), num_rows, branch == Branch())
 
     def _draft_padding(self, num_rows: int, context: int, branch: Branch, num_drafts: int) -> None:
-        batch = make_draft_batch(self._requests, [], [], num_rows=num_rows, context=context)
+        batch = self._requests.make_draft_batch([], [], num_rows=num_rows, context=context)
         self._draft(batch, branch, num_drafts)
 
 

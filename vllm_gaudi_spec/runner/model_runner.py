@@ -6,7 +6,6 @@ from typing import TYPE_CHECKING
 
 from vllm.v1.outputs import EMPTY_MODEL_RUNNER_OUTPUT
 
-from vllm_gaudi_spec.batches import make_batch
 from vllm_gaudi_spec.graphs import drafts_signature, report_sizes
 from vllm_gaudi_spec.outputs import CountedOutput, DrafterStatus, SpeculativeOutput
 from vllm_gaudi_spec.records import DECODE, PREFILL, Batch, NoDraftReason, Planned, Request, SampledRows, StepResult
@@ -143,9 +142,9 @@ class ModelRunner(RunnerParts):
     def make_batch(self, planned: Planned, max_drafts: int = 0) -> Batch:
         """Copy a planned batch to the device, with what the drafter and the extensions need there."""
         if planned.shape.phase == DECODE:
-            batch = make_batch(self.requests, planned, max_drafts, self.drafting.host_drafts(planned.requests))
+            batch = self.requests.make_batch(planned, max_drafts, self.drafting.host_drafts(planned.requests))
         else:
-            batch = make_batch(self.requests, planned)
+            batch = self.requests.make_batch(planned)
         for extension in self.extensions:
             batch = extension.add_to(batch)
         return batch

@@ -9,7 +9,6 @@ import numpy as np
 import torch
 
 from vllm_gaudi_spec.attention.metadata import Inputs, build_rectangle
-from vllm_gaudi_spec.batches import pad_rows
 from vllm_gaudi_spec.records import DECODE, Planned, SampleBatch
 from vllm_gaudi_spec.runner.hidden_states import Located
 from vllm_gaudi_spec.runner.shapes import fit
@@ -54,7 +53,7 @@ def make_sample_batch(
 
     If the shape lists positions, `num_positions` gives the number of positions of each member.
     """
-    rows_np = pad_rows(requests, members, shape.rows)
+    rows_np = requests.pad_rows(members, shape.rows)
     if not shape.positions:
         return SampleBatch(requests=members, shape=shape, rows_np=rows_np)
     counts_np = np.zeros(shape.rows, dtype=np.int32)

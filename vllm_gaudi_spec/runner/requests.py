@@ -19,14 +19,14 @@ from vllm.sampling_params import SamplingParams
 from vllm_gaudi_spec.attention.flat import choose_group
 from vllm_gaudi_spec.config import UnsupportedConfigError
 from vllm_gaudi_spec.device_rows import group_rows, group_sizes
-from vllm_gaudi_spec.records import FAULTY, NO_ROW, UNVERIFIED, Drafts, Request
+from vllm_gaudi_spec.records import DECODE, FAULTY, NO_ROW, UNVERIFIED, Batch, DraftBatch, Drafts, Request
 from vllm_gaudi_spec.sampling.noise import fold_seed, fresh_seed
-from vllm_gaudi_spec.step_inputs import HostBlocks, make_host_counts, make_host_lengths
+from vllm_gaudi_spec.step_inputs import HostBlocks, StepInputs, make_host_counts, make_host_lengths
 
 if TYPE_CHECKING:
     from vllm_gaudi_spec.devices.base import DeviceBackend
     from vllm_gaudi_spec.outputs import SpecSchedulerOutput
-    from vllm_gaudi_spec.records import Verification
+    from vllm_gaudi_spec.records import Planned, Verification
     from vllm_gaudi_spec.upstream.scheduler import CachedRequestData, NewRequestData
 
 
@@ -251,6 +251,60 @@ class Requests:
             num_entries = (length + len(rows_np) * incomplete * (group - 1)) // group
             flat.append(_list_blocks(table_np, begin_np, end_np, num_entries, group))
         return HostBlocks(tuple(tables), tuple(self.block_sizes), tuple(flat))
+
+    # --- batches, padded to a shape and copied to the device ---
+
+    def pad_rows(self, members: Sequence[Request], size: int) -> np.ndarray:
+        """Return int32 [size]: the rows of `members`, padded with the pad row."""
+        rows_np = np.full(size, self.pad_row, dtype=np.int32)
+        rows_np[: len(members)] = [request.row for request in members]
+        return rows_np
+
+    def make_batch(self, planned: Planned, max_drafts: int = 0, more: np.ndarray | None = None) -> Batch:
+        """Copy the host's part of a batch to the device: rows, numbers of tokens, and KV blocks.
+
+        Args:
+            planned: The batch.
+            max_drafts: For drafters on the device, the most drafts per row after this step.
+            more: What a drafter on the host passes for each request.
+        """
+        shape, members, counts = planned.shape, planned.requests, planned.counts
+        header_np = np.zeros((4, shape.rows), dtype=np.int32)
+        header_np[0] = rows_np = self.pad_rows(members, shape.rows)
+        header_np[1, : len(members)] = planned.starts
+        header_np[2, : len(members)] = counts
+        header_np[3, : len(members)] = max_drafts
+        if shape.phase == DECODE:
+            blocks = self.decode_blocks(rows_np, planned.ends, shape.context)
+        else:
+            blocks = self.blocks(rows_np, planned.ends, shape.context, counts)
+        more_np = None
+        if more is not None:
+            more_np = np.zeros((shape.rows, more.shape[1]), dtype=np.int32)
+            more_np[: len(members)] = more
+        return Batch(
+            shape=shape,
+            requests=members,
+            starts=planned.starts,
+            counts=counts,
+            ends=planned.ends,
+            finishes=planned.finishes,
+            inputs=StepInputs.pack(header_np, blocks, self.backend.memory.upload, more_np),
+        )
+
+    def make_draft_batch(
+        self, members: list[Request], ends: list[int], max_drafts: int = 0, *, num_rows: int, context: int
+    ) -> DraftBatch:
+        """Copy rows to the device for a drafter.
+
+        `max_drafts` is the most drafts per row. `context` is 0 for a drafter without KV; otherwise the blocks have room
+        for `ends` tokens.
+        """
+        header_np = np.zeros((4, num_rows), dtype=np.int32)
+        header_np[0] = rows_np = self.pad_rows(members, num_rows)
+        header_np[3, : len(members)] = max_drafts
+        blocks = self.decode_blocks(rows_np, ends, context) if context else HostBlocks()
+        return DraftBatch(StepInputs.pack(header_np, blocks, self.backend.memory.upload), context)
 
     # --- state on the device ---
 

@@ -11,9 +11,8 @@ from tqdm import tqdm
 from vllm.logger import init_logger
 
 from vllm_gaudi_spec import environment
-from vllm_gaudi_spec.batches import make_padding
 from vllm_gaudi_spec.graphs import PROMPT_CHUNKS, Job, drafts_signature, report_signature, report_sizes
-from vllm_gaudi_spec.records import DECODE, Shape
+from vllm_gaudi_spec.records import DECODE, Planned, Shape
 from vllm_gaudi_spec.runner.buckets import expected_padding
 from vllm_gaudi_spec.runner.memory import WarmUpMemory
 from vllm_gaudi_spec.runner.planning import make_sample_batch
@@ -134,7 +133,7 @@ def _touch_states(runner: ModelRunner) -> None:
 
 
 def _forward(runner: ModelRunner, shape: Shape) -> None:
-    runner.compute(runner.make_batch(make_padding(shape)))
+    runner.compute(runner.make_batch(Planned.make_padding(shape)))
 
 
 def _sampling_pass(runner: ModelRunner, shape: SampleShape, branch: Branch) -> Job:

@@ -27,7 +27,6 @@ from tests.support.warm_up import listed, run_jobs
 from tests.unit.drafting.test_drafting import make_context
 from tests.unit.runner.test_shapes import shapes
 from vllm_gaudi_spec.attention.metadata import Inputs
-from vllm_gaudi_spec.batches import pad_rows
 from vllm_gaudi_spec.config import Speculation
 from vllm_gaudi_spec.drafting.base import DeviceProposer
 from vllm_gaudi_spec.drafting.draft_model import AutoregressiveProposer
@@ -172,7 +171,7 @@ class Rows:
         ends = [len(self.tokens[name]) + self.num_drafts for name in answers]  # as the scheduler counts
         queries = self.computed(list(answers))
         num_rows = self.shapes.fit_rows(len(members))
-        rows_B = torch.from_numpy(pad_rows(self.requests, members, num_rows)).long()
+        rows_B = torch.from_numpy(self.requests.pad_rows(members, num_rows)).long()
         verification, last = sampled(list(answers.values()), num_rows), torch.zeros(num_rows).int()
         for index, (name, answer) in enumerate(answers.items()):
             last[index] = len(self.tokens[name]) - 1

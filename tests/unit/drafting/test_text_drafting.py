@@ -17,7 +17,6 @@ from tests.unit.drafting.test_drafting import make_context
 from tests.unit.drafting.test_retokenizing import Languages
 from tests.unit.drafting.test_token_bytes import random_texts
 from tests.unit.runner.test_shapes import shapes
-from vllm_gaudi_spec.batches import pad_rows
 from vllm_gaudi_spec.config import Speculation
 from vllm_gaudi_spec.drafting.guard import Guard
 from vllm_gaudi_spec.drafting.universal.text_drafting import RetokenizedProposer, TextDrafting
@@ -115,7 +114,7 @@ class Rows:
         """Give each named row these tokens from the target, and return the drafts that wait after them."""
         members = [self.requests.by_id[name] for name in answers]
         num_rows = self.shapes.fit_rows(len(members))
-        rows_B = torch.from_numpy(pad_rows(self.requests, members, num_rows)).long()
+        rows_B = torch.from_numpy(self.requests.pad_rows(members, num_rows)).long()
         verification, last = sampled(list(answers.values()), num_rows), torch.zeros(num_rows).int()
         for index, (name, answer) in enumerate(answers.items()):
             last[index] = len(self.tokens[name]) - 1

@@ -21,7 +21,6 @@ import torch
 from vllm.v1.outputs import DraftTokenIds
 
 from vllm_gaudi_spec.attention.metadata import build_rectangle
-from vllm_gaudi_spec.batches import pad_rows
 from vllm_gaudi_spec.drafting.base import Drafting
 from vllm_gaudi_spec.drafting.choice import DraftChoice, DraftProbs
 from vllm_gaudi_spec.drafting.draft_model import NUM_NEWEST, draft_chain
@@ -277,7 +276,7 @@ class TextDrafting(Drafting):
         """Run a round. `members` are the requests that may draft."""
         self._recorder.saw(self._signature(num_rows, width, context, branch))
         header_np, ends, unread = np.zeros((4, num_rows), dtype=np.int32), [0] * num_rows, []
-        header_np[0] = pad_rows(self._requests, requests, num_rows)
+        header_np[0] = self._requests.pad_rows(requests, num_rows)
         for member in members:
             row = member.request.row
             header_np[3, member.index] = member.max_drafts
