@@ -22,10 +22,11 @@ from statistics import median
 from typing import Any
 
 from vllm_gaudi_spec.config import Options
+from vllm_gaudi_spec.devices.ascend import compared as ascend
+from vllm_gaudi_spec.devices.hpu import compared as hpu
 from vllm_gaudi_spec.environment import VARIABLES
 from vllm_gaudi_spec.metrics import SERIES
-from vllm_gaudi_spec.recurrent.table import CAPTURED, SERVED
-from vllm_gaudi_spec.refusals.models import CAPTURED_MEDIA
+from vllm_gaudi_spec.recurrent.table import SERVED
 from vllm_gaudi_spec.tools.cli import COMMANDS, make_parser
 
 DOCS = Path(__file__).resolve().parent
@@ -87,23 +88,20 @@ def command(name: str) -> str:
     return table(["option", "meaning"], rows)
 
 
-_CARDS = {
-    "emulated Gaudi, lazy": ("hpu", "lazy"),
-    "emulated Gaudi, compiled": ("hpu", "compiled"),
-    "emulated NPU": ("npu", "captured"),
-}
+_GAUDI, _NPU = {"emulated Gaudi, lazy": "lazy", "emulated Gaudi, compiled": "compiled"}, "emulated NPU"
 
 
 def recurrent() -> str:
+    cards = {title: hpu.RECURRENT[mode] for title, mode in _GAUDI.items()} | {_NPU: ascend.RECURRENT}
     rows = [
-        [f"`{name}`", *("yes" if name in CAPTURED[card] else "no" for card in _CARDS.values())]
+        [f"`{name}`", *("yes" if name in served else "no" for served in cards.values())]
         for name in sorted(SERVED, key=str.lower)
     ]
-    return table(["class", *_CARDS], rows)
+    return table(["class", *cards], rows)
 
 
 def media() -> str:
-    cards = {title: CAPTURED_MEDIA[card] for title, card in _CARDS.items() if card in CAPTURED_MEDIA}
+    cards = {title: hpu.MEDIA[mode] for title, mode in _GAUDI.items()}
     names = sorted({name for served in cards.values() for name in served}, key=str.lower)
     rows = [[f"`{name}`", *("yes" if name in served else "no" for served in cards.values())] for name in names]
     return table(["class", *cards], rows)

@@ -31,7 +31,9 @@ from tests.support.releases import only_0_32
 from vllm_gaudi_spec import config, devices, environment, refusals, upstream
 from vllm_gaudi_spec.config import Options, Speculation, UnsupportedConfigError, get_target_config
 from vllm_gaudi_spec.devices import load_backend
+from vllm_gaudi_spec.devices.ascend import compared as ascend
 from vllm_gaudi_spec.devices.base import DeviceTraits
+from vllm_gaudi_spec.devices.hpu import compared as hpu
 from vllm_gaudi_spec.methods import METHODS
 from vllm_gaudi_spec.platforms import base as platform
 from vllm_gaudi_spec.refusals import drafters, models, speculation
@@ -523,7 +525,7 @@ def test_users_scheduler_must_derive_from_ours(name: Any, tmp_path: Path) -> Non
 
 BOTH_WAYS = dict(use_bidirectional_attention="vision", sliding_window=512)
 GEMMA4 = {"model.hf_config": dict(model_type="gemma4"), "model.hf_text_config": BOTH_WAYS}
-COMPILED = {"traits.captures": True, "traits.torch_device": dict(type="hpu"), "traits.mode": "compiled"}
+COMPILED = {"traits.captures": True, "traits.mode": "compiled", "traits.media_models": hpu.MEDIA["compiled"]}
 QWEN2_VL = {**COMPILED, "model.architectures": ["Qwen2VLForConditionalGeneration"]}
 PIXTRAL = {
     **COMPILED,
@@ -541,7 +543,7 @@ LARGE_IMAGES = {"media.mm_processor_kwargs": {"images_kwargs": {"max_soft_tokens
         ("are served on a device in mode compiled for Qwen2VLForConditionalGeneration", COMPILED),
         (None, QWEN2_VL),
         ("not supported on a device with --tensor-parallel-size", QWEN2_VL | {"parallel.tensor_parallel_size": 2}),
-        ("keep their sizes", PIXTRAL | {"traits.mode": "lazy"}),
+        ("keep their sizes", PIXTRAL | {"traits.media_models": hpu.MEDIA["lazy"]}),
         ("in both directions are supported for gemma3", {"model.is_mm_prefix_lm": True}),
         (None, {"model.is_mm_prefix_lm": True, "model.hf_config": dict(model_type="gemma3")}),
         ("in both directions are supported for gemma3", {"model.hf_text_config": BOTH_WAYS}),
@@ -577,7 +579,7 @@ def test_unsupported_images_are_refused(refused: str | None, changed: dict[str, 
         **dict.fromkeys(flags, False),
     )
     parallel = SimpleNamespace(data_parallel_size=1, tensor_parallel_size=1)
-    traits = SimpleNamespace(captures=False, name="a device", mode="captured", torch_device=torch.device("cuda"))
+    traits = SimpleNamespace(captures=False, name="a device", mode="captured", media_models=())
     asked: Any = SimpleNamespace(model_config=model, lora_config=None, parallel_config=parallel)
     parts = {"traits": traits, "model": model, "media": media, "asked": asked, "parallel": parallel}
     for path, value in changed.items():
@@ -718,26 +720,25 @@ def test_kimi_k3_is_refused(named: str | None, parts: dict[str, Any], attn_res_b
 
 
 @pytest.mark.parametrize(
-    ("device", "mode", "architecture", "refused"),
+    ("captures", "compared", "architecture", "refused"),
     [
-        ("cpu", "eager", "Zamba2ForCausalLM", False),
-        ("hpu", "lazy", "Zamba2ForCausalLM", False),
-        ("hpu", "lazy", "KimiLinearForCausalLM", False),
-        ("hpu", "lazy", "NemotronHPuzzleForCausalLM", True),
-        ("hpu", "compiled", "NemotronHForCausalLM", False),
-        ("hpu", "compiled", "Mamba2ForCausalLM", True),
-        ("npu", "captured", "Qwen3NextForCausalLM", False),
-        ("npu", "captured", "NemotronHForCausalLM", False),
-        ("npu", "captured", "Zamba2ForCausalLM", True),
-        ("cuda", "captured", "Qwen3NextForCausalLM", True),
+        (False, (), "Zamba2ForCausalLM", False),
+        (True, hpu.RECURRENT["lazy"], "Zamba2ForCausalLM", False),
+        (True, hpu.RECURRENT["lazy"], "KimiLinearForCausalLM", False),
+        (True, hpu.RECURRENT["lazy"], "NemotronHPuzzleForCausalLM", True),
+        (True, hpu.RECURRENT["compiled"], "NemotronHForCausalLM", False),
+        (True, hpu.RECURRENT["compiled"], "Mamba2ForCausalLM", True),
+        (True, ascend.RECURRENT, "Qwen3NextForCausalLM", False),
+        (True, ascend.RECURRENT, "NemotronHForCausalLM", False),
+        (True, ascend.RECURRENT, "Zamba2ForCausalLM", True),
+        (True, (), "Qwen3NextForCausalLM", True),
     ],
 )
 def test_recurrent_layers_never_compared_in_graphs_are_refused(
-    device: str, mode: str, architecture: str, refused: bool
+    captures: bool, compared: tuple[str, ...], architecture: str, refused: bool
 ) -> None:
-    backend = backend_of(device, captures=mode != "eager")
-    at = SimpleNamespace(type=device)  # torch knows no NPU here
-    backend.traits = dataclasses.replace(backend.traits, mode=mode, torch_device=at)
+    backend = backend_of("cpu", captures=captures)
+    backend.traits = dataclasses.replace(backend.traits, recurrent_models=compared)
     made: Any = SimpleNamespace(
         model_config=SimpleNamespace(model="m", architectures=[architecture], is_attention_free=False),
         cache_config=SimpleNamespace(use_replayssm=False),

@@ -75,6 +75,10 @@ class DeviceTraits:
     only powers of two."""
     selects_keys: bool = False
     """Whether sparse attention, whose keys an indexer selects, was compared with another implementation."""
+    media_models: tuple[str, ...] = ()
+    """If the device captures: classes of models whose images were compared with transformers in captured graphs."""
+    recurrent_models: tuple[str, ...] = ()
+    """Likewise, architectures with recurrent layers."""
     max_drafts: int = MAX_DRAFTS
     """The largest number of drafts per row that the device's kernels verify in one step."""
     takes_quant_config: bool = False

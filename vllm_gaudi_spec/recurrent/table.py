@@ -39,40 +39,10 @@ SERVED = {
     "OlmoHybridForCausalLM": _DELTA_NET,
     "Zamba2ForCausalLM": _MAMBA_2,
 }
-"""Architectures that were compared with transformers as a whole, on the CPU."""
-_ON_THE_CPU_ALONE = (
-    "ColBERTLfm2Model",
-    "JambaForSequenceClassification",
-    "NemotronHPuzzleForCausalLM",
-    "Qwen3_5MoeForConditionalGeneration",
-)
-CAPTURED: dict[tuple[str, str], tuple[str, ...]] = {
-    ("hpu", "lazy"): tuple(name for name in SERVED if name not in _ON_THE_CPU_ALONE),
-    ("hpu", "compiled"): (
-        "FalconH1ForCausalLM",
-        "GraniteMoeHybridForCausalLM",
-        "JambaForCausalLM",
-        "Lfm2ForCausalLM",
-        "Lfm2MoeForCausalLM",
-        "MambaForCausalLM",
-        "NemotronHForCausalLM",
-        "Qwen3NextForCausalLM",
-        "Qwen3_5ForCausalLM",
-        "Qwen3_5MoeForCausalLM",
-        "Zamba2ForCausalLM",
-    ),
-    ("npu", "captured"): (
-        "FalconH1ForCausalLM",
-        "FalconMambaForCausalLM",
-        "GraniteMoeHybridForCausalLM",
-        "JambaForCausalLM",
-        "Lfm2ForCausalLM",
-        "MambaForCausalLM",
-        "NemotronHForCausalLM",
-        "Qwen3NextForCausalLM",
-    ),
-}
-"""By device type and mode: architectures that were also compared with transformers in captured graphs."""
+"""Architectures that were compared with transformers as a whole, on the CPU.
+
+`DeviceTraits.recurrent_models` has those that were compared in captured graphs.
+"""
 
 
 def num_pending(num_drafts: int) -> int:

@@ -9,8 +9,8 @@ from typing import TYPE_CHECKING, Any
 from vllm_gaudi_spec.config import FP8_KV, ranks_in_step
 from vllm_gaudi_spec.methods import has_model
 from vllm_gaudi_spec.quantization.config import target_config
-from vllm_gaudi_spec.recurrent.table import CAPTURED, has_states
 from vllm_gaudi_spec.recurrent.table import SERVED as RECURRENT
+from vllm_gaudi_spec.recurrent.table import has_states
 
 if TYPE_CHECKING:
     from vllm.config import ModelConfig, VllmConfig
@@ -21,20 +21,6 @@ if TYPE_CHECKING:
 _SEEN_BOTH_WAYS = ("gemma3", "gemma4")
 """`model_type` of models with bidirectional attention within images that were compared with transformers."""
 
-
-CAPTURED_MEDIA: dict[tuple[str, str], tuple[str, ...]] = {
-    ("hpu", "lazy"): (
-        "Gemma3ForConditionalGeneration",
-        "InternVLForConditionalGeneration",
-        "LlavaForConditionalGeneration",
-        "Mistral3ForConditionalGeneration",
-        "Qwen2VLForConditionalGeneration",
-        "Qwen2_5_VLForConditionalGeneration",
-        "Qwen3VLForConditionalGeneration",
-    ),
-    ("hpu", "compiled"): ("Qwen2VLForConditionalGeneration", "Qwen2_5_VLForConditionalGeneration"),
-}
-"""Maps a device that captures graphs, and its mode, to the classes whose images were compared with transformers."""
 
 _POOLING_WITH_STATES = ("ColBERTLfm2Model", "JambaForSequenceClassification")
 """Pooling models with recurrent layers that were compared with transformers."""
@@ -139,7 +125,7 @@ def _multimodal_refusals(vllm_config: VllmConfig, backend: DeviceBackend) -> Ite
     model = vllm_config.model_config
     media = model.get_multimodal_config()
     traits = backend.traits
-    compared = CAPTURED_MEDIA.get((traits.torch_device.type, traits.mode), ())
+    compared = traits.media_models
     if traits.captures and not compared:
         yield f"Images, audio and video are not served on {traits.name} in mode {traits.mode} yet"
     elif traits.captures and not any(name in compared for name in model.architectures):
@@ -238,7 +224,7 @@ def _state_refusals(vllm_config: VllmConfig, backend: DeviceBackend) -> Iterator
     """Yield reasons against options with targets that have recurrent layers."""
     name, cache = vllm_config.model_config.model, vllm_config.cache_config
     traits, model = backend.traits, vllm_config.model_config
-    compared = CAPTURED.get((traits.torch_device.type, traits.mode), ())
+    compared = traits.recurrent_models
     if traits.captures and not any(one in compared for one in model.architectures):
         only = f" (only those of {', '.join(compared)})" if compared else ""
         yield (

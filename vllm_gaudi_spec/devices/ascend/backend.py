@@ -20,6 +20,7 @@ from vllm_gaudi_spec.attention.metadata import AttentionCall, AttentionLayerSpec
 from vllm_gaudi_spec.config import in_one_line
 from vllm_gaudi_spec.devices.ascend import attention as ascend_attention
 from vllm_gaudi_spec.devices.ascend import downloads
+from vllm_gaudi_spec.devices.ascend.compared import RECURRENT
 from vllm_gaudi_spec.devices.ascend.device import usable_torch_npu
 from vllm_gaudi_spec.devices.ascend.graphs import HostLengthsOperation, NpuCaptures
 from vllm_gaudi_spec.devices.base import DeviceBackend, DeviceTraits, Memory, Weights
@@ -52,6 +53,7 @@ def make_traits(name: str, torch_device: torch.device) -> DeviceTraits:
         captures=True,
         block_size=_BLOCK_SIZE,
         needs_host_lengths=True,
+        recurrent_models=RECURRENT,
         # vllm-ascend verifies at most 16 tokens per row in a step.
         max_drafts=15,
     )

@@ -25,6 +25,7 @@ from vllm_gaudi_spec.devices.base import DeviceBackend, DeviceTraits, Graphs, Me
 from vllm_gaudi_spec.devices.common.arguments import flatten, make_key
 from vllm_gaudi_spec.devices.common.kv_pair import KVPair, PairAttention
 from vllm_gaudi_spec.devices.common.stream_device import StreamMemory
+from vllm_gaudi_spec.devices.hpu import compared
 from vllm_gaudi_spec.devices.hpu import fp8 as hpu_fp8
 from vllm_gaudi_spec.devices.hpu.bridge import Bridge, open_bridge
 from vllm_gaudi_spec.devices.hpu.captured import CapturedFunction
@@ -50,6 +51,8 @@ TRAITS = DeviceTraits(
     compiles=True,
     flat_decode=True,
     selects_keys=True,
+    media_models=compared.MEDIA["lazy"],
+    recurrent_models=compared.RECURRENT["lazy"],
     takes_quant_config=True,
 )
 
@@ -67,7 +70,13 @@ def make_backend() -> DeviceBackend:
 
 def assemble(bridge: Bridge, traits: DeviceTraits, graphs: Graphs, memory: Memory, weights: Weights) -> DeviceBackend:
     if not gaudi_is_lazy():
-        traits = replace(traits, mode="compiled", updates_views=True)
+        traits = replace(
+            traits,
+            mode="compiled",
+            updates_views=True,
+            media_models=compared.MEDIA["compiled"],
+            recurrent_models=compared.RECURRENT["compiled"],
+        )
     return DeviceBackend(traits=traits, graphs=graphs, memory=memory, attention=HpuAttention(bridge), weights=weights)
 
 

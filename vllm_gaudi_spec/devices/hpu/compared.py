@@ -1,0 +1,55 @@
+"""Models that were compared with transformers in captured graphs of a Gaudi, real or emulated, by mode."""
+
+from __future__ import annotations
+
+MEDIA = {
+    "lazy": (
+        "Gemma3ForConditionalGeneration",
+        "InternVLForConditionalGeneration",
+        "LlavaForConditionalGeneration",
+        "Mistral3ForConditionalGeneration",
+        "Qwen2VLForConditionalGeneration",
+        "Qwen2_5_VLForConditionalGeneration",
+        "Qwen3VLForConditionalGeneration",
+    ),
+    "compiled": (
+        "Qwen2VLForConditionalGeneration",
+        "Qwen2_5_VLForConditionalGeneration",
+    ),
+}
+"""Classes whose images were compared."""
+
+RECURRENT = {
+    "lazy": (
+        "FalconH1ForCausalLM",
+        "FalconMambaForCausalLM",
+        "GraniteMoeHybridForCausalLM",
+        "JambaForCausalLM",
+        "KimiLinearForCausalLM",
+        "Lfm2ForCausalLM",
+        "Lfm2MoeForCausalLM",
+        "Mamba2ForCausalLM",
+        "MambaForCausalLM",
+        "NemotronHForCausalLM",
+        "OlmoHybridForCausalLM",
+        "Qwen3_5ForCausalLM",
+        "Qwen3_5ForConditionalGeneration",
+        "Qwen3_5MoeForCausalLM",
+        "Qwen3NextForCausalLM",
+        "Zamba2ForCausalLM",
+    ),
+    "compiled": (
+        "FalconH1ForCausalLM",
+        "GraniteMoeHybridForCausalLM",
+        "JambaForCausalLM",
+        "Lfm2ForCausalLM",
+        "Lfm2MoeForCausalLM",
+        "MambaForCausalLM",
+        "NemotronHForCausalLM",
+        "Qwen3_5ForCausalLM",
+        "Qwen3_5MoeForCausalLM",
+        "Qwen3NextForCausalLM",
+        "Zamba2ForCausalLM",
+    ),
+}
+"""Architectures with recurrent layers."""
