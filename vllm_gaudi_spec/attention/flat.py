@@ -13,6 +13,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
+from functools import cache
 
 import torch
 
@@ -104,6 +105,7 @@ _MOST_BLOCKS = 8
 """Most blocks in an entry: 1024 keys in one matrix product."""
 
 
+@cache
 def choose_group(num_blocks: int, num_rows: int, most_left_over: int = 1) -> int:
     """Return how many neighboring blocks of a row form an entry, a power of two.
 

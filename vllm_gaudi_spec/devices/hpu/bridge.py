@@ -13,6 +13,8 @@ from vllm_gaudi_spec.devices.hpu.compiled import make_region_compiler
 from vllm_gaudi_spec.environment import INPUT_REUSE, gaudi_is_lazy
 
 if TYPE_CHECKING:
+    from collections.abc import Callable
+
     from vllm_gaudi_spec.devices.common.regions import RegionCompiler
 
 
@@ -22,13 +24,8 @@ class Bridge(NamedTuple):
     habana: Any
     regions: RegionCompiler | None
     """The compiler of compiled mode; None in lazy mode."""
-
-    def mark_step(self) -> None:
-        """End and launch the pending graph; in compiled mode, end the region being traced."""
-        if self.regions is None:
-            self.habana.core.mark_step()
-        else:
-            self.regions.cut()
+    mark_step: Callable[[], None]
+    """Ends and launches the pending graph; in compiled mode, ends the region being traced."""
 
 
 def open_bridge() -> Bridge:
@@ -47,7 +44,10 @@ def open_bridge() -> Bridge:
         _keep_states_apart()
     # Functions of vLLM that are decorated with torch.compile are a part of the step.
     torch.compiler.set_stance("force_eager")
-    return Bridge(habana, None if is_lazy else make_region_compiler())
+    if is_lazy:
+        return Bridge(habana, None, habana.core.mark_step)
+    regions = make_region_compiler()
+    return Bridge(habana, regions, regions.cut)
 
 
 def _import_bridge() -> Any:
