@@ -40,10 +40,6 @@ class DeviceRowLimits(RowLimits):
         super()._set(row, reach, max_drafts)
         self.table.set(row, self._limits_np[row].copy())
 
-    def exclude(self, row: int) -> None:
-        super().exclude(row)
-        self.table.flush()
-
     def compute_max_drafts_on_device(
         self, rows_B: torch.Tensor, lengths_B: torch.Tensor, limits_B: torch.Tensor
     ) -> torch.Tensor:
@@ -86,8 +82,6 @@ class DeviceDrafting(Drafting):
     def apply(self, requests: Requests) -> None:
         for request in requests.admitted:
             self._row_limits.admit(request.row, request.params, request.num_prompt)
-        if requests.admitted:
-            self._row_limits.table.flush()
         self._kv_sync.on_admitted()
 
     def update_drafter_state(self, resumed: list[Request], excluded: list[Request], *, disabled: bool) -> None:
@@ -172,6 +166,7 @@ class DeviceDrafting(Drafting):
         )
 
     def _draft(self, batch: DraftBatch, branch: Branch, num_drafts: int) -> None:
+        self._row_limits.table.flush()
         self._recorder.saw(self._signature(batch.inputs.num_rows, batch.context, branch, num_drafts))
         self._draft_rows(batch.inputs, branch, num_drafts)
 
