@@ -78,7 +78,7 @@ def _special_pairs(target: Vocabulary, draft: Vocabulary) -> Iterator[tuple[int,
     draft_ids = {name: token_id for token_id, name in draft.special_names.items()}
     for target_id, name in target.special_names.items():
         draft_id = draft_ids.get(name)
-        if draft_id is None:
+        if draft_id is None or draft_id in taken_draft:  # two ids of the target may share a name
             continue
         roles, draft_roles = target.roles.get_roles(target_id), draft.roles.get_roles(draft_id)
         if roles and draft_roles and not roles & draft_roles:
