@@ -221,6 +221,15 @@ def model_of(**parts: nn.Module) -> nn.Module:
     return made
 
 
+def test_head_without_matrices_shares_those_of_target() -> None:
+    target = model_of(inner_embed_tokens=linear(), lm_head=linear())
+    head = model_of(inner_embed_tokens=linear())
+    head.has_own_embed_tokens = head.has_own_lm_head = False  # type: ignore[assignment]
+    share_modules(target, head)
+    assert head.model.embed_tokens is target.model.embed_tokens  # type: ignore[union-attr]
+    assert head.lm_head is target.lm_head
+
+
 @pytest.mark.parametrize("equal", [False, True])
 def test_own_matrices_are_kept_unless_equal(equal: bool) -> None:
     target = model_of(inner_embed_tokens=linear(), lm_head=linear())
