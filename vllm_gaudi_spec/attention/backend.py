@@ -150,7 +150,9 @@ class RectangleAttentionImpl(AttentionImpl, nn.Module):
         value: torch.Tensor | None,
         kv_cache: Any,
         attn_metadata: AttentionCall,
+        **unused: torch.Tensor | None,
     ) -> torch.Tensor:
+        """Attend. `unused` is the output of vLLM's own layer, whose forward `return_attention_outputs` replaces."""
         if self.zero_padding is not None:
             query = self.zero_padding(query)
         spans = attn_metadata.spans
