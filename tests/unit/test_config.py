@@ -590,6 +590,9 @@ def test_unsupported_images_are_refused(refused: str | None, changed: dict[str, 
     check_reasons(models._multimodal_refusals(asked, device), refused)
 
 
+BY_BATCH_SIZE = dict(num_speculative_tokens=5, num_speculative_tokens_per_batch_size=[[1, 2, 5], [3, 8, 4], [9, 9, 0]])
+
+
 @pytest.mark.parametrize(
     ("options", "widths"),
     [
@@ -598,10 +601,7 @@ def test_unsupported_images_are_refused(refused: str | None, changed: dict[str, 
         (dict(num_speculative_tokens=1, enable_adaptive_verification=True), [1]),
         # No batch is that large.
         (dict(num_speculative_tokens=3, num_speculative_tokens_per_batch_size=[[1, 9999, 3], [10000, 10000, 2]]), [3]),
-        (
-            dict(num_speculative_tokens=5, num_speculative_tokens_per_batch_size=[[1, 2, 5], [3, 8, 4], [9, 9, 0]]),
-            [4, 5],
-        ),
+        *((method | BY_BATCH_SIZE, [4, 5]) for method in (NGRAM, dict(method="ngram_gpu"), SUFFIX, CUSTOM)),
     ],
     ids=str,
 )

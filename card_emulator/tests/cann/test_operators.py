@@ -96,6 +96,12 @@ def in_groups(counts: torch.Tensor) -> torch.Tensor:
     return result
 
 
+def test_products_in_groups(npu: Any) -> None:
+    rows, matrices = GROUPS
+    found = in_groups(torch.tensor([2, 0, 3]))
+    torch.testing.assert_close(found.cpu(), torch.cat([rows[:2] @ matrices[0].T, rows[2:] @ matrices[2].T]))
+
+
 def attention(**changes: Any) -> Any:
     """Two rows of two queries over up to 256 keys, as the backend asks for it."""
     import torch_npu

@@ -60,6 +60,14 @@ def test_host_reads_are_counted_with_their_line(card: Any, read: Callable[[torch
     assert THIS_FILE in card.counters.lines("device-to-host sync")[0]
 
 
+def test_a_read_cuts_the_pending_graph(card: Any) -> None:
+    x = hpu(1, 2)
+    (x + 1).tolist()
+    assert card.counters.implicit_markers == 1
+    x.tolist()  # nothing pending
+    assert card.counters.implicit_markers == 1
+
+
 def test_l20_upload_onto_a_pending_tensor_is_a_marker(card: Any) -> None:
     x = hpu(1, 2)
     y = x + 1
@@ -273,6 +281,16 @@ def test_memory_falls_and_returns(card: Any) -> None:
     assert torch.hpu.mem_get_info()[0] == free - (2 << 20)
     del view
     assert torch.hpu.mem_get_info()[0] == free
+
+
+def test_second_device_is_refused(card: Any) -> None:
+    for use in (
+        lambda: torch.hpu.set_device(1),
+        lambda: torch.ones(1).to("hpu:1"),
+        lambda: torch.zeros(1, device="hpu:1"),
+    ):
+        with pytest.raises(RuntimeError, match="one device"):
+            use()
 
 
 def test_s10_a_forked_process_may_not_use_it(card: Any) -> None:

@@ -91,6 +91,15 @@ def test_verifications(cuda: Rules, rule: str, rows: int, positions: int, vocab:
     assert counted(verify(cuda, rule, given)) == found
 
 
+@pytest.mark.parametrize("rule", ["strict_random", "standard", "block"])
+def test_rows_with_views_for_inputs(cuda: Rules, rule: str) -> None:
+    """Keys are columns of a wider tensor, and all rows' positions may be the same memory, as in the runner."""
+    given = case_on_gpu(8, 3, 2000)
+    given["keys_B2"] = torch.cat((given["keys_B2"], given["keys_B2"]), 1)[:, 2:]
+    given["positions_BQ"] = torch.arange(5, 9, dtype=torch.int32, device=DEVICE).expand(8, -1)
+    assert counted(verify(cuda, rule, given)) == counted(verify(TORCH, rule, given))
+
+
 @pytest.fixture(params=[None, (512, 8, 48, True), (1024, 8, 64, True)], ids=["one wave", "waves", "many waves"])
 def work(cuda: Rules, request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> None:
     """Settings for kernel instances that run one after the other, and check whether they are needed."""

@@ -47,22 +47,22 @@ def test_faulty_rows_lose_drafts_and_others_keep_theirs() -> None:
 
 
 def test_stored_probs_are_those_of_the_last_usable_drafts() -> None:
-    """A faulty row, and drafts beyond those of a shorter round, keep what was stored before."""
+    """Another row, a faulty row, and drafts beyond those of a shorter round keep what was stored before."""
     speculation = cast(Any, SimpleNamespace(keeps_probs=True, num_drafts=3))
-    stored, rows_B = DraftProbs(speculation, 2, 4, torch.device("cpu")), torch.tensor([0, 1])
+    stored = DraftProbs(speculation, 2, 4, torch.device("cpu"))
 
-    def put(counts: list[int], value: float) -> None:
-        shape = len(counts), max(counts)
+    def put(counts: list[int], value: float, first_row: int = 0) -> None:
+        shape, rows_B = (len(counts), max(counts)), torch.arange(first_row, first_row + len(counts))
         stored.put(rows_B, Drafts(torch.zeros(shape).int(), torch.tensor(counts), torch.full((*shape, 4), value)))
 
     def found() -> list[list[float]]:
-        probs_BKV = stored.gather(rows_B, 3)
+        probs_BKV = stored.gather(torch.tensor([0, 1]), 3)
         assert probs_BKV is not None
         return probs_BKV[:, :, 0].tolist()
 
     put([3, 3], 0.5)
-    put([2, 2], 0.25)
-    assert found() == [[0.25, 0.25, 0.5]] * 2
+    put([2], 0.25, first_row=1)
+    assert found() == [[0.5] * 3, [0.25, 0.25, 0.5]]
     put([3, FAULTY], torch.nan)
     assert found()[1] == [0.25, 0.25, 0.5]
 

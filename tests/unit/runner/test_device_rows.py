@@ -35,6 +35,17 @@ def test_flush_writes_changed_rows_only(backend: type[HostBackend], num_rows: in
     assert torch.equal(rows.table_RX, expected)
 
 
+def test_rows_that_could_not_be_written_are_written_by_the_next_flush() -> None:
+    rows = make_rows(HostBackend())
+    write, rows._run_put = rows._run_put, lambda *given: 1 / 0
+    rows.set(3, np.array([1, 2], dtype=np.int32))
+    with pytest.raises(ZeroDivisionError):
+        rows.flush()
+    rows._run_put = write
+    rows.flush()
+    assert rows.table_RX[3].tolist() == [1, 2]
+
+
 @pytest.mark.parametrize("carried_size", [None, 24])
 def test_memory_beside_kv_counts_what_steps_keep(
     carried_size: int | None, tmp_path: Path, monkeypatch: pytest.MonkeyPatch

@@ -17,11 +17,13 @@ from tests.support.fakes import HostBackend, make_requests, new_request, step
 from tests.support.media import CONFIG
 from vllm_gaudi_spec.attention.encoders import MaskedEncoderAttention
 from vllm_gaudi_spec.attention.metadata import NO_MEDIA, MultimodalInputs
+from vllm_gaudi_spec.devices.hpu import compared
 from vllm_gaudi_spec.graphs import StepRecorder
 from vllm_gaudi_spec.model import LoadedModel
 from vllm_gaudi_spec.records import DECODE, PREFILL, Batch, Shape
 from vllm_gaudi_spec.runner.extensions import encoders
 from vllm_gaudi_spec.runner.extensions.encoders import (
+    FORMS,
     Encoding,
     Item,
     Patches,
@@ -220,6 +222,10 @@ def test_first_layers_add_to_image_tokens_only() -> None:
 
 
 # ---- forms -----------------------------------------------------------------------------------------------
+
+
+def test_every_supported_architecture_has_an_encoder_form() -> None:
+    assert {name for names in compared.MEDIA.values() for name in names} <= set(FORMS)
 
 
 def test_items_are_padded_to_listed_sizes() -> None:

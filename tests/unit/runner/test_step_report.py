@@ -52,6 +52,27 @@ def logprobs(rows: int, columns: int, start: float) -> LogprobsTensors:
     return LogprobsTensors(values.int(), values, torch.arange(rows, dtype=torch.int32))
 
 
+def test_each_request_gets_its_requested_logprobs() -> None:
+    """In one batch with Q = 2, one request wants the three likeliest tokens, one named two tokens, and one wants
+    nothing."""
+    backend = HostBackend()
+    top, named, none = request("t", logprobs=3), request("n", logprob_token_ids=[1, 2]), request("x")
+    tokens = torch.tensor([[5, 6], [7, 8], [9, 0]], dtype=torch.int32)
+    step = StepResult(
+        [top, named, none],
+        Verification(tokens, torch.tensor([2, 2, 1]).int(), logprobs=logprobs(6, 4, 0), scores=logprobs(6, 3, 100)),
+    )
+    output = send(step, backend).get_output()
+    assert backend.memory.num_host_syncs == 1
+    assert output.logprobs is not None
+    first = output.logprobs.slice_request(0, 2)
+    assert first.logprobs.tolist() == [[0, 1, 2, 3], [4, 5, 6, 7]]
+    assert first.sampled_token_ranks.tolist() == [0, 1]
+    second = output.logprobs.slice_request(1, 2)
+    assert second.logprobs[:, :3].tolist() == [[106, 107, 108], [109, 110, 111]]
+    assert (second.logprobs[:, 3] == -torch.inf).all()
+
+
 class HiddenLogits:
     """A model whose hidden states are its logits."""
 

@@ -124,6 +124,14 @@ def test_audit_finds_rule_that_errs_at_1_percent_of_positions(folder: Path, cach
     assert found["scores"].keys() == {str(token) for token in pair}
 
 
+def test_differences_are_counted_if_no_file_can_be_written(folder: Path, cache: Path) -> None:
+    cache.parent.write_text("a file where the folder should be")
+    engine = engine_of(folder)
+    Errs(engine, 1.0)
+    ask(engine, 4)
+    assert results(engine)[metrics.DIFFERENT]
+
+
 @pytest.mark.parametrize(("tolerance", "kind"), [(0.5, metrics.TIE), (1e-4, metrics.DIFFERENT)])
 def test_rounding_within_tolerance_is_a_tie(folder: Path, tolerance: float, kind: str) -> None:
     """Steps with drafts compute other logits here, by up to 0.2."""
@@ -199,6 +207,15 @@ def test_aborted_request_is_compared_up_to_its_last_token(folder: Path) -> None:
     engine.finish()
     assert results(engine) == {metrics.IDENTICAL: 1}
     assert skipped(engine) == {metrics.ABORTED: 1}
+
+
+def test_number_of_waiting_audits_is_limited(folder: Path) -> None:
+    engine = engine_of(folder)
+    for number in range(audits.MAX_WAITING + 3):
+        engine.add(str(number), [5], SamplingParams(max_tokens=1))
+    engine.finish()
+    assert results(engine) == {metrics.IDENTICAL: audits.MAX_WAITING}
+    assert skipped(engine) == {metrics.BUSY: 3}
 
 
 # --- what they leave alone ---

@@ -10,16 +10,18 @@ from types import SimpleNamespace
 from typing import Any
 
 import pytest
+import torch
 from vllm import SamplingParams
 from vllm.utils.hashing import sha256
 from vllm.v1.core.kv_cache_utils import get_request_block_hasher, init_none_hash
 from vllm.v1.core.sched.scheduler import Scheduler
+from vllm.v1.kv_cache_interface import FullAttentionSpec, SlidingWindowSpec
 from vllm.v1.request import Request
 
 from tests.support.schedulers import answer, scheduler_of
 from vllm_gaudi_spec import upstream
 from vllm_gaudi_spec.outputs import SpecSchedulerOutput
-from vllm_gaudi_spec.scheduling.scheduler import SpecAsyncScheduler, SpecScheduler
+from vllm_gaudi_spec.scheduling.scheduler import SpecAsyncScheduler, SpecScheduler, _keeps_all_tokens
 from vllm_gaudi_spec.scheduling.snapshots import Snapshots
 
 BLOCK = 16
@@ -85,6 +87,13 @@ def test_vllm_still_asks_there() -> None:
     assert source.count("self._get_local_prefix_cache_hit(request") == 1
     assert "request.shared_prefix_boundary,\n" in source
     assert "aligned_split" not in inspect.getsource(Scheduler._update_after_schedule)
+
+
+def test_hit_is_cut_only_with_full_attention() -> None:
+    """`truncate_computed_blocks` slices."""
+    common: Any = dict(block_size=BLOCK, num_kv_heads=1, head_size=8, dtype=torch.float32)
+    assert _keeps_all_tokens(FullAttentionSpec(**common))
+    assert not _keeps_all_tokens(SlidingWindowSpec(**common, sliding_window=32))
 
 
 SYSTEM = list(range(2, 2 + 5 * BLOCK))

@@ -14,6 +14,7 @@ from vllm.transformers_utils.configs.speculators import SpeculatorsConfig
 from tests.full_tests.tiny_models import common
 from tests.unit.test_config import engine_config
 from vllm_gaudi_spec import upstream
+from vllm_gaudi_spec.config import UnsupportedConfigError
 
 TYPES = ["sliding_attention", "full_attention"]
 
@@ -72,3 +73,22 @@ def test_speculative_configuration_takes_the_rest_from_the_checkpoint(
     made = engine_config(tmp_path / "target", options).speculative_config
     assert (made.method, made.num_speculative_tokens) == ("dflash", number)
     assert made.draft_model_config.architectures == ["DFlash2DraftModel"]
+
+
+@pytest.mark.parametrize(
+    ("method", "changed", "message"),
+    [
+        ("dspark", {}, "is a drafter of method dspark; set method to that in --speculative-config."),
+        (
+            "peagle",
+            {},
+            "is a P-EAGLE head; set method to eagle3 and parallel_drafting to true in --speculative-config.",
+        ),
+        ("dflash2", dict(draft_vocab_size=32), "is a DFlash2 drafter of a reduced vocabulary"),
+    ],
+)
+def test_wrong_checkpoint_is_refused(method: str, changed: dict[str, Any], message: str, tmp_path: Path) -> None:
+    drafter = save_checkpoint(tmp_path, method, **changed)
+    given = "dflash" if changed else "eagle3"
+    with pytest.raises(UnsupportedConfigError, match=f"^{drafter} {message}"):
+        engine_config(tmp_path / "target", dict(method=given, model=drafter, num_speculative_tokens=3))
