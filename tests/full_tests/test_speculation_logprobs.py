@@ -19,6 +19,7 @@ CASES: list[dict[str, Any]] = [
     GREEDY | dict(logprobs=0),
     GREEDY | dict(logprobs=5),
     GREEDY | dict(logprobs=-1, max_tokens=12),
+    GREEDY | dict(logprobs=2, logprob_token_ids=[5, 77]),
     GREEDY | dict(prompt_logprobs=3, logprobs=1),
     GREEDY | dict(logprobs=3, presence_penalty=1.0, frequency_penalty=0.5),
     GREEDY | dict(logprobs=3, repetition_penalty=1.3, logit_bias={5: 3.0, 77: 2.5}),
