@@ -195,7 +195,7 @@ def cells_cpu() -> list[Row]:
 def cells_gpu() -> list[Row]:
     """Summarize the random cells on a GPU by method."""
     found = []
-    for place, title in enumerate(("no speculation", "draft model", "EAGLE", "n-grams")):
+    for place, title in enumerate(("no speculation", "draft model", "EAGLE", "n-grams on the host")):
         cells = rows_of("upstream_random_h200", place)
         row: Row = {"method": f"{title}, {len(cells)} cells"}
         for name, what in (("step", "of a step"), ("batch", "of the batch"), ("first", "to first tokens")):
