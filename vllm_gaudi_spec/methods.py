@@ -27,7 +27,7 @@ class Method:
     has_model: bool = False
     """Whether the drafter is a model, loaded next to the target. Others look up tokens or are a user's class."""
     has_kv: bool = False
-    """Whether the drafter has its own KV."""
+    """Whether the drafter has KV of its own, in the target's blocks or beside them."""
     reads_hidden_states: bool = False
     """Whether the drafter reads the target's hidden states."""
     model_class: str = "models.LoadedHead"

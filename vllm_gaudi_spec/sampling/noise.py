@@ -2,7 +2,7 @@
 
 The hash uses wrapping 32-bit arithmetic with logical shifts, so that every device computes the same bits for every
 batch composition and number of drafts. Each use of noise has its own stream: noise shared between two uses would make
-an acceptance rule lossy.
+an acceptance rule lossy. Only coupled drafts share the target's stream, on purpose.
 """
 
 from __future__ import annotations

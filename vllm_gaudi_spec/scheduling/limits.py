@@ -97,7 +97,7 @@ class RowLimits:
         self._set(row, limits.reach, limits.max_drafts)
 
     def exclude(self, row: int) -> None:
-        """Stop drafting for the row until another request gets it."""
+        """Stop drafting for the row until a request is admitted to it."""
         self._set(row, int(self._limits_np[row, 0]), 0)
 
     def _set(self, row: int, reach: int, max_drafts: int) -> None:
