@@ -137,7 +137,7 @@ METHODS = {
         predicts_from_newest=True,
         about="a block is drafted in one pass, each token also from the one before",
     ),
-    MEDUSA: Method(
+    MEDUSA: Method(  # vLLM 0.32 only
         proposer="medusa.MedusaProposer",
         about="several heads draft at once",
         on_device=True,

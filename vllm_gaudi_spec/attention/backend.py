@@ -150,9 +150,12 @@ class RectangleAttentionImpl(AttentionImpl, nn.Module):
         value: torch.Tensor | None,
         kv_cache: Any,
         attn_metadata: AttentionCall,
-        **unused: torch.Tensor | None,
+        output: torch.Tensor | None = None,
+        output_scale: torch.Tensor | None = None,
+        output_block_scale: torch.Tensor | None = None,
     ) -> torch.Tensor:
-        """Attend. `unused` is the output of vLLM's own layer, whose forward `return_attention_outputs` replaces."""
+        if output is not None:
+            raise RuntimeError("attention returns its output; see upstream.return_attention_outputs")
         if self.zero_padding is not None:
             query = self.zero_padding(query)
         spans = attn_metadata.spans

@@ -83,6 +83,8 @@ class DeviceDrafting(Drafting):
         for request in requests.admitted:
             self._row_limits.admit(request.row, request.params, request.num_prompt)
         self._kv_sync.on_admitted()
+        if requests.admitted:
+            self._row_limits.table.flush()
 
     def update_drafter_state(self, resumed: list[Request], excluded: list[Request], *, disabled: bool) -> None:
         self._disabled = disabled
@@ -166,7 +168,7 @@ class DeviceDrafting(Drafting):
         )
 
     def _draft(self, batch: DraftBatch, branch: Branch, num_drafts: int) -> None:
-        self._row_limits.table.flush()
+        self._row_limits.table.flush()  # rows that were excluded since
         self._recorder.saw(self._signature(batch.inputs.num_rows, batch.context, branch, num_drafts))
         self._draft_rows(batch.inputs, branch, num_drafts)
 

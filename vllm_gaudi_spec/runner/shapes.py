@@ -43,12 +43,13 @@ def fit_or_largest(buckets: tuple[int, ...], size: int, largest: int, name: str)
     if size <= buckets[-1]:
         return fit(buckets, size)
     logger.warning_once(
-        "A step of %d is larger than the last of additional_config.gaudi_spec.%s, %d: it is padded to %d, whose graphs "
-        "are made while serving.",
+        "A step of %d is larger than the last of its %s, %d: it is padded to %d, whose graphs are made while serving. "
+        "List it in additional_config.gaudi_spec.%s.",
         size,
         name,
         buckets[-1],
         largest,
+        name,
     )
     return fit((largest,), size)
 

@@ -47,10 +47,10 @@ _TWO_PLATFORMS = "Only one platform plugin can be activated"
 def end_errors_with_their_message(
     original: Callable[..., None], kind: type[BaseException], error: BaseException, trace: TracebackType | None
 ) -> None:
-    """Print a line after an uncaught error's traceback: what was wrong and what to do. It is the only one where
-    vLLM cannot run in this installation.
+    """Print a line after an uncaught error's traceback: what was wrong, and what to do about two platform plugins. It
+    is the only one where vLLM cannot run in this installation.
 
-    Reason: pydantic ends its reports with a link, and some of vLLM's messages name no way out.
+    Reason: pydantic ends its reports with a link, and vLLM's message about two plugins names no way out.
     Remove when: upstream's command line reports user mistakes without a traceback.
     """
     if not issubclass(kind, UnusableInstallationError):

@@ -75,10 +75,13 @@ def _special_pairs(target: Vocabulary, draft: Vocabulary) -> Iterator[tuple[int,
     """Yield the target's id, the drafter's id, and whether the pair may be drafted."""
     taken: set[int] = set()
     taken_draft: set[int] = set()
-    draft_ids = {name: token_id for token_id, name in draft.special_names.items()}
-    for target_id, name in target.special_names.items():
+    # Of several ids with one name, the last.
+    target_ids, draft_ids = (
+        {name: token_id for token_id, name in side.special_names.items()} for side in (target, draft)
+    )
+    for name, target_id in target_ids.items():
         draft_id = draft_ids.get(name)
-        if draft_id is None or draft_id in taken_draft:  # two ids of the target may share a name
+        if draft_id is None:
             continue
         roles, draft_roles = target.roles.get_roles(target_id), draft.roles.get_roles(draft_id)
         if roles and draft_roles and not roles & draft_roles:
