@@ -74,16 +74,6 @@ def test_wrong_model_path_is_named() -> None:
     assert re.search(r"not exist|not found|no such|not a", line, re.IGNORECASE), line
 
 
-def test_port_in_use_is_named(tiny_llama: str) -> None:
-    with socket.socket() as taken:
-        taken.bind(("127.0.0.1", 0))
-        taken.listen()
-        port = str(taken.getsockname()[1])
-        line = failing_start(tiny_llama, "--host", "127.0.0.1", "--port", port)
-    assert port in line, line
-    assert "in use" in line, line
-
-
 def test_second_platform_plugin_is_named(tiny_llama: str, tmp_path: Path) -> None:
     """A second plugin that wants to be the platform. With VGS_DEVICE set ours wants to be it too."""
     package = tmp_path / "other_platform-1.0.dist-info"
