@@ -184,7 +184,7 @@ E4M3_MAX = {GAUDI2: 240.0, GAUDI3: 448.0}
 GAUDIS = tuple(E4M3_MAX)
 
 Check = tuple[str, Callable[[Any], bool]]
-"""What an option must be, in words, and whether a value is that."""
+"""The description of an option's valid values, and a function that tells whether a value is one."""
 
 
 def _one_of(*values: str) -> Check:

@@ -16,7 +16,8 @@ from tests.full_tests.server import Server
 
 MAX_LEN, ROWS = 512, 8
 ANSWER_SECONDS = 60
-"""Of one answer. A step takes milliseconds and a request has 512 tokens at most: longer is a hang."""
+"""The time limit of an answer. A step takes milliseconds and a request has at most 512 tokens, so a longer answer
+hangs."""
 _LONG: dict[str, Any] = dict(max_tokens=60, ignore_eos=True)
 _SEEDED = dict(temperature=1.0, seed=11)
 NORMAL: list[dict[str, Any]] = [
@@ -175,7 +176,7 @@ def test_hostile_requests_change_no_other_answer(num_requests: int, server: Serv
             assert list(others.map(lambda body: said(server.complete(**body)), NORMAL)) == expected
         for each in hostile:
             each.result()
-    # As many as there are rows: one that was lost would be missed.
+    # Use every row, so that a row that was lost is missed.
     with ThreadPoolExecutor(ROWS) as pool:
         assert list(pool.map(lambda body: said(server.complete(**body)), [NORMAL[0]] * ROWS)) == [expected[0]] * ROWS
     server.wait_idle()

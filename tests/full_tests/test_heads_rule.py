@@ -197,7 +197,7 @@ def test_head_reads_blocks_of_requests_that_do_not_draft(
 def test_head_drafts_again_when_the_load_falls(
     method: str, overlapping: bool, pair: Callable[[str], tuple[str, dict[str, Any]]]
 ) -> None:
-    """At first up to two requests draft, four do not, and the last two have missed it all."""
+    """Up to two requests draft at first, four do not, and the last two have missed it all."""
     model, config = pair(method)
     by_load = dict(num_speculative_tokens=4, num_speculative_tokens_per_batch_size=[[1, 2, 4], [3, 64, 0]])
     params = [

@@ -87,7 +87,7 @@ class CapturingGraphs(Graphs):
                 if isinstance(value, torch.Tensor):
                     static.copy_(value)
                 else:
-                    assert static == value, "a graph returns one value for what is no tensor"
+                    assert static == value, "a graph returns the same non-tensor values in every run"
             return trees.tree_unflatten(results[graph], form)
 
         return run

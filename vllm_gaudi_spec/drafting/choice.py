@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING, cast
 
 import torch
 
+from vllm_gaudi_spec.drafting.memory import count_distributions
 from vllm_gaudi_spec.records import Drafted, DraftRequest
 from vllm_gaudi_spec.sampling.drafts import Mode, draft, draft_greedy
 from vllm_gaudi_spec.sampling.verify import apply_temperature_and_filters
@@ -94,7 +95,7 @@ class DraftProbs:
         self._num_drafts = speculation.num_drafts
         self._probs_NV: torch.Tensor | None = None
         if speculation.keeps_probs:  # flat, so that fewer drafts than k move as many distributions
-            self._probs_NV = torch.zeros((max_rows + 1) * self._num_drafts, vocab_size, device=device)
+            self._probs_NV = torch.zeros(count_distributions(speculation, max_rows), vocab_size, device=device)
 
     def put(self, rows_B: torch.Tensor, drafts: Drafts) -> None:
         if self._probs_NV is not None:

@@ -23,6 +23,11 @@ NO_ROOM_FOR_KV = (
 _FLOAT32_BYTES = 4
 
 
+def count_distributions(speculation: Speculation, max_rows: int) -> int:
+    """Return the number of distributions of drafts that are kept: those of each row, and of the pad row."""
+    return (max_rows + 1) * speculation.num_drafts
+
+
 def count_region_blocks(max_rows: int, length: int, block_size: int) -> int:
     """Return the number of blocks of a drafter KV region: those of each row, and the pad block."""
     return 1 + max_rows * -(-length // block_size)
@@ -41,8 +46,8 @@ def compute_drafting_bytes(
     """Return bytes by purpose. `region_block` is None for a drafter without a KV region."""
     found = {}
     if speculation.keeps_probs:
-        num_probs = (max_rows + 1) * speculation.num_drafts * vocab_size
-        found["the float32 distributions of drafts: sequences x drafts x vocabulary"] = _FLOAT32_BYTES * num_probs
+        num_bytes = _FLOAT32_BYTES * count_distributions(speculation, max_rows) * vocab_size
+        found["the float32 distributions of drafts: sequences x drafts x vocabulary"] = num_bytes
     if region_block is not None:
         length = speculation.universal_kv_len
         num_blocks = count_region_blocks(max_rows, length, region_block.num_tokens)

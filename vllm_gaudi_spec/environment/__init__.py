@@ -57,7 +57,7 @@ SKIP_WARMUP = Variable(
     "VGS_SKIP_WARMUP", "0", "1 compiles graphs while serving instead of before, for experiments only"
 )
 VENDORS_SKIP_WARMUP = Variable(
-    "VLLM_SKIP_WARMUP", "false", "vllm-gaudi's name for VGS_SKIP_WARMUP, which takes precedence: true, or anything else"
+    "VLLM_SKIP_WARMUP", "false", "vllm-gaudi's name for VGS_SKIP_WARMUP, which takes precedence; true skips warm-up"
 )
 SELF_TEST = Variable("VGS_SELF_TEST", "1", "0 skips the self-test of an accelerator before its model is loaded")
 EMULATED_GENERATION = Variable(

@@ -53,7 +53,7 @@ class Fp8Linear(LinearMethodBase):
         layer.register_parameter("weight_scale", scale)
 
     def process_weights_after_loading(self, layer: LinearBase) -> None:
-        # On the host, where e4m3 numbers beyond the card's range are still finite (lesson Q03).
+        # This runs on the host, where e4m3 numbers beyond the card's range are still finite (lesson Q03).
         weight_NK, scale_N = layer.weight.data, layer.weight_scale.data.squeeze(1)
         if bool((scale_N == _NOT_LOADED).any()):
             raise RuntimeError(f"{self._prefix} is kept in FP8, but its checkpoint has no such weight for it.")

@@ -17,7 +17,7 @@ from vllm_gaudi_spec.records import Hidden
 
 MASK, MASK_STATE = VOCAB + 1, 53.0
 GARBAGE = 1000
-"""What parallel drafters write for a mask token, which they read as the token that they predict there."""
+"""The KV that parallel drafters write for a mask token, which they read as the token that they predict there."""
 
 
 class FillsMasks(Remembers):

@@ -81,7 +81,7 @@ def casting(cast: Callable[..., torch.Tensor]) -> Callable[[float], HostArithmet
 @pytest.mark.parametrize(
     ("arithmetic", "found"),
     [
-        # By the scale itself (lesson Q05)
+        # This cast multiplies by the scale itself (lesson Q05).
         (casting(lambda own, x, inverse: plain_cast(own, x, 1 / inverse)), r"and not as .* in a chunk, by scale 0\.25"),
         (lambda largest: HostArithmetic(240.0), r"reads as -?60 and not as -?64 in a chunk, by scale 0\.25"),
         (casting(overflow), r"reads as nan and not as .* in a chunk, by scale 0\.25"),
@@ -257,7 +257,7 @@ def sees_padding(num_queries: int) -> DeviceBackend:
 
 
 def ends_after_512_keys(num_queries: int) -> DeviceBackend:
-    """As on an NPU (lesson A01)."""
+    """Ignore keys after the first 512, as an NPU does (lesson A01)."""
 
     def change(call: AttentionCall, spec: Any) -> tuple[AttentionCall, Any]:
         return replace(call, starts_B=call.starts_B.clamp(max=512 - num_queries), _plans={}), spec

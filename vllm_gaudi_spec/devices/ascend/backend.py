@@ -38,7 +38,7 @@ FUSED_DTYPES = frozenset({torch.float16, torch.bfloat16})
 
 
 class Card(NamedTuple):
-    """What attention needs of an NPU."""
+    """The parts of an NPU that attention uses."""
 
     torch_npu: Any
     torch_device: torch.device
@@ -245,7 +245,7 @@ def make_backend(
 ) -> DeviceBackend:
     """Import torch_npu without opening the card, since vLLM's front end makes a backend too."""
     torch_npu = usable_torch_npu()
-    # Without a number this is the process's one card (`Platform.set_device`).
+    # A device without a number is the process's one card (`Platform.set_device`).
     device = torch.device("npu")
     npu = torch_npu.npu
     card = Card(torch_npu, device, NpuCaptures(npu, device))

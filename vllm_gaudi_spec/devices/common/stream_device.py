@@ -29,7 +29,7 @@ class Recorded(Protocol):
 class _Captured(NamedTuple):
     graph: Recorded
     inputs: list[list[torch.Tensor]]
-    """What the graph reads, grouped by device and dtype, since one copy can fill a whole group."""
+    """Buffers that the graph reads, grouped by device and dtype, since one copy can fill a whole group."""
     argument_indices: list[list[int]]
     """Indices of the arguments that fill each group."""
     result: Any
@@ -133,7 +133,7 @@ class Graphed:
 
         def run() -> None:
             again, form_again = flatten(self._function(*arguments))
-            assert form_again == form, "what is no tensor is the same in every run"
+            assert form_again == form, "every run returns the same non-tensor values"
             for result, tensor in zip(results, again, strict=True):
                 result.copy_(tensor)
 

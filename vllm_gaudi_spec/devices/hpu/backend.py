@@ -160,13 +160,13 @@ class HpuMemory(StreamMemory):
 
     def measure_peak(self, run: Callable[[], object]) -> int:
         # The memory of a running recipe may be of the bridge's pool or of the driver; the larger number is right.
-        _hpu().synchronize()
-        allocated, free = _hpu().memory_allocated(), self.free_bytes()
-        _hpu().reset_peak_memory_stats()
+        self._runtime.synchronize()
+        allocated, free = self._runtime.memory_allocated(), self.free_bytes()
+        self._runtime.reset_peak_memory_stats()
         run()
         self._bridge.mark_step()
-        _hpu().synchronize()
-        return max(int(_hpu().max_memory_allocated()) - int(allocated), free - self.free_bytes(), 0)
+        self._runtime.synchronize()
+        return max(int(self._runtime.max_memory_allocated()) - int(allocated), free - self.free_bytes(), 0)
 
     def bytes_asked(self, error: RuntimeError) -> int | None:
         found = _ALLOCATION_FAILED.search(str(error))
@@ -181,7 +181,7 @@ class HpuMemory(StreamMemory):
     @cached_property
     def _downloads(self) -> Any:
         """The stream that copies results to the host."""
-        return _hpu().Stream()
+        return self._runtime.Stream()
 
     def download(self, tensor: torch.Tensor) -> torch.Tensor:
         self.num_host_syncs += 1
@@ -197,11 +197,11 @@ class HpuMemory(StreamMemory):
         # The next replay may overwrite the results before they are copied, so download a clone, on a stream of its own
         # as vllm-gaudi does.
         copy = tensor.clone()
-        issued = _hpu().current_stream()
-        with _hpu().stream(self._downloads):
+        issued = self._runtime.current_stream()
+        with self._runtime.stream(self._downloads):
             self._downloads.wait_stream(issued)
             host.copy_(copy, non_blocking=True)
-            done = _hpu().Event()
+            done = self._runtime.Event()
             done.record()
         return partial(self._finish_download, done, host, copy)
 

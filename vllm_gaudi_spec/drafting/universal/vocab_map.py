@@ -75,7 +75,7 @@ def _special_pairs(target: Vocabulary, draft: Vocabulary) -> Iterator[tuple[int,
     """Yield the target's id, the drafter's id, and whether the pair may be drafted."""
     taken: set[int] = set()
     taken_draft: set[int] = set()
-    # Of several ids with one name, the last.
+    # If several ids have one name, the last one counts.
     target_ids, draft_ids = (
         {name: token_id for token_id, name in side.special_names.items()} for side in (target, draft)
     )

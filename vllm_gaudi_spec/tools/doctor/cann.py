@@ -1,4 +1,4 @@
-"""What CANN's error codes mean for a user. Names and numbers are those of `acl/error_codes`."""
+"""Explanations of CANN's error codes for users. Names and numbers are those of `acl/error_codes`."""
 
 from __future__ import annotations
 
