@@ -74,19 +74,23 @@ class HiddenStateBuffer:
         return sum(tensor.nbytes for tensor in tensors)
 
     def put(self, phase: str, queries: int, rows_B: torch.Tensor, located: Located, hidden: Hidden) -> None:
-        """Store the states of a forward's T tokens."""
-        index_BQ, positions_BQ = _sampled_positions(phase, queries, located)
-        chosen_N, index_N = index_BQ.flatten(), self._index(rows_B, index_BQ.shape[1])
+        """Store the states of a forward's T tokens.
+
+        All tokens of a decode sample, but only the last one of a prompt chunk.
+        """
+        last_B = (located.num_real_B - 1).clamp(min=0)
+        if phase == DECODE:
+            chosen_N, first_B, num_drafts_B = None, located.starts_B, last_B
+        else:
+            chunks_B = torch.arange(len(rows_B), dtype=torch.int32, device=rows_B.device)
+            chosen_N, first_B, num_drafts_B = chunks_B * queries + last_B, located.starts_B + last_B, torch.zeros_like(last_B)
+        index_N = self._index(rows_B, queries if phase == DECODE else 1)
         for states_TH, rows_NH, chunk_TH in self._destinations(hidden):
-            rows_NH.index_copy_(0, index_N, states_TH.index_select(0, chosen_N))
+            rows_NH.index_copy_(0, index_N, states_TH if chosen_N is None else states_TH.index_select(0, chosen_N))
             if phase == PREFILL:
                 offsets_T = torch.arange(states_TH.shape[0], dtype=torch.int64, device=rows_B.device)
                 chunk_TH.index_copy_(0, offsets_T, states_TH)
-        self._first_R.index_copy_(0, rows_B, positions_BQ.select(1, 0))
-        if phase == DECODE:
-            num_drafts_B = (located.num_real_B - 1).clamp(min=0)
-        else:
-            num_drafts_B = torch.zeros_like(located.num_real_B)
+        self._first_R.index_copy_(0, rows_B, first_B)
         self._num_drafts_R.index_copy_(0, rows_B, num_drafts_B)
 
     def take(self, rows_B: torch.Tensor, num_queries: int, index_2N: torch.Tensor | None = None) -> SampledStates:
@@ -133,17 +137,3 @@ class HiddenStateBuffer:
     def _index(self, rows_B: torch.Tensor, num_queries: int) -> torch.Tensor:
         offsets_Q = torch.arange(num_queries, dtype=torch.int32, device=rows_B.device)
         return (rows_B.int()[:, None] * self._num_queries + offsets_Q).flatten().long()
-
-
-def _sampled_positions(phase: str, queries: int, located: Located) -> tuple[torch.Tensor, torch.Tensor]:
-    """Return int32 [B, Q]: indices in the flat rectangle of the tokens that sample, and their positions.
-
-    All tokens of a decode sample, but only the last one of a prompt chunk.
-    """
-    rows, device = located.starts_B.shape[0], located.starts_B.device
-    row_B = torch.arange(rows, dtype=torch.int32, device=device)
-    if phase == DECODE:
-        offsets_BQ = torch.arange(queries, dtype=torch.int32, device=device).expand(rows, -1)
-    else:
-        offsets_BQ = (located.num_real_B - 1).clamp(min=0)[:, None]
-    return row_B[:, None] * queries + offsets_BQ, located.starts_B[:, None] + offsets_BQ

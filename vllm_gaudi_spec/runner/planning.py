@@ -80,6 +80,8 @@ def list_finishing(planned: Planned) -> list[tuple[Request, int, int]]:
 
 def list_continuing(planned: Planned) -> list[Request]:
     """Return the requests whose prompt continues in a later step."""
+    if planned.shape.phase == DECODE:
+        return []
     last_rows = dict(zip(planned.requests, planned.finishes, strict=True))
     return [request for request, finishes in last_rows.items() if not finishes]
 
@@ -147,12 +149,10 @@ def _prefill_batch(group: list[tuple[Request, int]], shapes: Shapes) -> Planned:
 def _decode_batch(members: list[Request], shapes: Shapes, num_drafts: dict[str, int], lookahead: int) -> Planned:
     counts = [1 + num_drafts.get(request.req_id, 0) for request in members]
     num_queries = fit(shapes.decode_queries, max(counts))
-    ends = [
-        request.num_computed + max(num_queries, count + lookahead)
-        for request, count in zip(members, counts, strict=True)
-    ]
-    shape = shapes.decode(num_queries, ends)
+    lengths = {count: max(num_queries, count + lookahead) for count in set(counts)}
     starts = [request.num_computed for request in members]
+    ends = [start + lengths[count] for start, count in zip(starts, counts, strict=True)]
+    shape = shapes.decode(num_queries, ends)
     return Planned(
         shape=shape, requests=members, starts=starts, counts=counts, ends=ends, finishes=[True] * len(members)
     )
