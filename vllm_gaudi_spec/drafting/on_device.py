@@ -94,6 +94,7 @@ class DeviceDrafting(Drafting):
             self._kv_sync.invalidate(excluded)  # other requests would share blocks that may be the cause
         for request in excluded:
             self._row_limits.exclude(request.row)
+        self._row_limits.table.flush()
 
     def take_rounds(self) -> list[DraftRound]:
         return self._guard.take_rounds()
@@ -168,7 +169,6 @@ class DeviceDrafting(Drafting):
         )
 
     def _draft(self, batch: DraftBatch, branch: Branch, num_drafts: int) -> None:
-        self._row_limits.table.flush()  # rows that were excluded since
         self._recorder.saw(self._signature(batch.inputs.num_rows, batch.context, branch, num_drafts))
         self._draft_rows(batch.inputs, branch, num_drafts)
 

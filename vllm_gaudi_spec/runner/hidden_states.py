@@ -83,7 +83,8 @@ class HiddenStateBuffer:
             chosen_N, first_B, num_drafts_B = None, located.starts_B, last_B
         else:
             chunks_B = torch.arange(len(rows_B), dtype=torch.int32, device=rows_B.device)
-            chosen_N, first_B, num_drafts_B = chunks_B * queries + last_B, located.starts_B + last_B, torch.zeros_like(last_B)
+            chosen_N, first_B = chunks_B * queries + last_B, located.starts_B + last_B
+            num_drafts_B = torch.zeros_like(last_B)
         index_N = self._index(rows_B, queries if phase == DECODE else 1)
         for states_TH, rows_NH, chunk_TH in self._destinations(hidden):
             rows_NH.index_copy_(0, index_N, states_TH if chosen_N is None else states_TH.index_select(0, chosen_N))

@@ -17,7 +17,6 @@ if TYPE_CHECKING:
 
     from vllm_gaudi_spec.devices.base import DeviceBackend
     from vllm_gaudi_spec.upstream.kv_cache import FullAttentionSpec, KVCacheSpec
-    from vllm_gaudi_spec.upstream.scheduler import SchedulerOutput
 
 
 class KVCache:
@@ -25,7 +24,8 @@ class KVCache:
         layout = vllm_config.cache_config.get_resolved_kv_cache_layout()
         self.by_layer = backend.memory.allocate_kv(kv_cache_config, layout)
         """Each layer's KV cache."""
-        self._copy_blocks = backend.memory.make_block_copier(self.by_layer)
+        self.copy_blocks = backend.memory.make_block_copier(self.by_layer)
+        """Copies blocks, given as pairs of source and destination."""
         self.num_blocks = kv_cache_config.num_blocks
         # All layers share one allocation, and each reports its whole size.
         self.num_bytes = max((tensor.size for tensor in kv_cache_config.kv_cache_tensors), default=0)
@@ -35,16 +35,9 @@ class KVCache:
         self.windows = [spec.sliding_window if isinstance(spec, SlidingWindowSpec) else None for spec in specs]
         """Sliding window of each group's layers, or None."""
 
-    def apply(self, scheduled: SchedulerOutput) -> None:
-        """Copy blocks before the step reads or writes any."""
-        # vLLM asks to zero blocks only for layers that keep a state in them, and such layers are refused.
-        assert not scheduled.new_block_ids_to_zero
-        if copies := scheduled.kv_cache_block_copies:
-            self._copy_blocks([(copy.src_block_id, copy.dst_block_id) for copy in copies])
-
     def warm_up(self) -> None:
         """Run a block copy on the pad block."""
-        self._copy_blocks([(0, 0)])
+        self.copy_blocks([(0, 0)])
 
 
 def single_forward_config(specs: dict[str, FullAttentionSpec], *, max_tokens: int, max_rows: int) -> KVCacheConfig:

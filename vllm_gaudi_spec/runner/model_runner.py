@@ -108,7 +108,10 @@ class ModelRunner(RunnerParts):
     def apply(self, scheduled: SpecSchedulerOutput) -> None:
         """Follow the scheduler: requests were admitted, ended or grew."""
         self.requests.apply(scheduled)
-        self.kv_cache.apply(scheduled)
+        # vLLM asks to zero blocks only for layers that keep a state in them, and such layers are refused.
+        assert not scheduled.new_block_ids_to_zero
+        if copies := scheduled.kv_cache_block_copies:
+            self.kv_cache.copy_blocks([(copy.src_block_id, copy.dst_block_id) for copy in copies])
         for extension in self.extensions:
             extension.apply(scheduled, self.requests)
         if self.pooling is None and self.requests.admitted:
