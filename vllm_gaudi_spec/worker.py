@@ -34,7 +34,15 @@ from vllm_gaudi_spec.upstream.distributed import (
     get_tp_group,
     init_distributed_environment,
 )
-from vllm_gaudi_spec.upstream.worker import CompilationTimes, WorkerBase, clear_layer_kv_caches, set_random_seed
+from vllm_gaudi_spec.upstream.worker import (
+    CompilationTimes,
+    WorkerBase,
+    WorkerProfiler,
+    clear_layer_kv_caches,
+    create_worker_profiler,
+    get_worker_rank_suffix,
+    set_random_seed,
+)
 
 if TYPE_CHECKING:
     from vllm.lora.request import LoRARequest
@@ -66,6 +74,8 @@ class Worker(WorkerBase):
     model_runner: ModelRunner
     self_test: Result | None = None
     """None if nothing is captured, as on the CPU, or if the user skips the self-test."""
+    profiler: WorkerProfiler | None = None
+    """vLLM's profiler, from its first start on."""
 
     # --- start-up, in the order of the calls ---
 
@@ -168,6 +178,8 @@ class Worker(WorkerBase):
     @torch.inference_mode()
     def execute_model(self, scheduler_output: SchedulerOutput) -> ModelRunnerOutput | AsyncModelRunnerOutput | None:
         assert isinstance(scheduler_output, SpecSchedulerOutput)  # the platform sets the scheduler
+        if self.profiler is not None:
+            self.profiler.step()
         return self.model_runner.execute_model(scheduler_output)
 
     @torch.inference_mode()
@@ -210,7 +222,6 @@ class Worker(WorkerBase):
     sleep = discard = _refuse(
         "Sleep mode is not supported; end the engine to free its memory. Once paused, requests wait until wake_up."
     )
-    profile = _refuse("Profiling through the engine is not supported; profile the process from outside.")
     reload_weights = reset_weights = update_config = _refuse(_NO_NEW_WEIGHTS)
     init_weight_transfer_engine = shutdown_weight_transfer_engine = _refuse(_NO_NEW_WEIGHTS)
     start_weight_update = start_draft_weight_update = update_weights = finish_weight_update = _refuse(_NO_NEW_WEIGHTS)
@@ -225,6 +236,20 @@ class Worker(WorkerBase):
         """
 
     # --- questions and life cycle ---
+
+    def profile(self, is_start: bool = True, profile_prefix: str | None = None, **iterations: int | None) -> None:
+        """Start or stop vLLM's profiler, which writes a trace of this worker. `iterations` limit the traced steps."""
+        config = self.vllm_config.profiler_config
+        if config.profiler is None:
+            raise UnsupportedConfigError("Profiling is not enabled; start the engine with --profiler-config.")
+        if is_start:
+            name = "_".join(filter(None, (profile_prefix, get_worker_rank_suffix(global_rank=self.rank))))
+            if self.profiler is None:
+                self.profiler = create_worker_profiler(config, worker_name=name, local_rank=self.local_rank)
+            self.profiler.set_output_name(name)
+            self.profiler.start(**iterations)
+        elif self.profiler is not None:
+            self.profiler.stop()
 
     def step_report(self) -> dict[str, object]:
         """Return step signatures, device-to-host syncs and what requests hold. Called through `collective_rpc`."""
@@ -257,6 +282,8 @@ class Worker(WorkerBase):
             clear_layer_kv_caches(self.compilation_config.static_forward_context.values())
             del self.model_runner
             gc.collect()
+        if self.profiler is not None:
+            self.profiler.shutdown()
 
 
 def _shut_down_at_exit(reference: weakref.ref[Worker]) -> None:

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import json
 from collections.abc import Iterator
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -30,9 +32,18 @@ class Extension:
 
 
 @pytest.fixture(scope="module")
-def speculating(looping_llama: str, cousin: str) -> Iterator[LLM]:
-    extension = f"{__name__}.Extension"
-    with engine(looping_llama, speculative_config=DRAFT | dict(model=cousin), worker_extension_cls=extension) as llm:
+def traces(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return tmp_path_factory.mktemp("traces")
+
+
+@pytest.fixture(scope="module")
+def speculating(looping_llama: str, cousin: str, traces: Path) -> Iterator[LLM]:
+    with engine(
+        looping_llama,
+        speculative_config=DRAFT | dict(model=cousin),
+        worker_extension_cls=f"{__name__}.Extension",
+        profiler_config=dict(profiler="torch", torch_profiler_dir=str(traces), torch_profiler_use_gzip=False),
+    ) as llm:
         yield llm
 
 
@@ -48,7 +59,6 @@ def test_worker_extension_finds_the_runner(speculating: LLM) -> None:
     [
         ("sleep", "Sleep mode is not supported"),
         ("discard", "Sleep mode is not supported"),
-        ("profile", "profile the process from outside"),
         ("reload_weights", "start another engine with the new ones"),
         ("update_weights", "start another engine with the new ones"),
         ("save_sharded_state", "read the checkpoint's files"),
@@ -59,11 +69,21 @@ def test_unsupported_worker_calls_are_refused(name: str, words: str, speculating
         speculating.collective_rpc(name)
 
 
+def test_profiler_traces_the_requested_steps(speculating: LLM, traces: Path) -> None:
+    speculating.start_profile("drafts")
+    speculating.generate({"prompt_token_ids": PROMPTS[0]}, GREEDY, use_tqdm=False)
+    speculating.stop_profile()
+    speculating.generate({"prompt_token_ids": PROMPTS[1]}, GREEDY, use_tqdm=False)
+    (trace,) = traces.glob("drafts_*rank0*.json")
+    events = json.loads(trace.read_text())["traceEvents"]
+    assert "aten::index_select" in {event["name"] for event in events}
+
+
 def test_worker_methods_have_upstream_names() -> None:
     """Fails when upstream's worker loses or renames one: then the name goes here as well."""
     from vllm.v1.worker.gpu_worker import Worker as Upstream
 
     from vllm_gaudi_spec.worker import Worker
 
-    names = set(vars(Worker)) - set(vars(WorkerBase)) - {"step_report", "save_measurements", "self_test"}
+    names = set(vars(Worker)) - set(vars(WorkerBase)) - {"step_report", "save_measurements", "self_test", "profiler"}
     assert {name for name in names if not name.startswith("_")} - set(dir(Upstream)) == {"backend"} & names

@@ -41,7 +41,6 @@ _UNSUPPORTED = {
     "model_config.enable_trace_replay": "--enable-trace-replay",
     "model_config.return_sampling_mask": "--return-sampling-mask",
     "aux_output_config.enable_return_routed_experts": "--enable-return-routed-experts",
-    "profiler_config.profiler": "--profiler-config",
     "diffusion_config": "--diffusion-config",
     "ec_transfer_config": "--ec-transfer-config",
     "kv_transfer_config": "--kv-transfer-config",
@@ -61,6 +60,7 @@ def feature_refusals(vllm_config: VllmConfig, backend: DeviceBackend) -> Iterato
     for path, option in _UNSUPPORTED.items():
         if attrgetter(path)(vllm_config) not in (None, False, 0):
             yield f"{option} is not supported; leave it out."
+    yield from _profiler_refusals(vllm_config)
     yield from _kv_dtype_refusals(vllm_config, backend)
     if model.is_diffusion:
         yield f"{model.model} is a diffusion language model, which is not supported; use an autoregressive one."
@@ -69,6 +69,16 @@ def feature_refusals(vllm_config: VllmConfig, backend: DeviceBackend) -> Iterato
     for name, instead in _VLLM_ASCEND_OPTIONS.items():
         if name in (vllm_config.additional_config or {}):
             yield f"additional_config.{name} is vllm-ascend's and is not read here; leave it out{instead}."
+
+
+def _profiler_refusals(vllm_config: VllmConfig) -> Iterator[str]:
+    # This imports the platform, which imports this module.
+    from vllm_gaudi_spec.upstream.worker import validate_worker_profiler_config
+
+    try:
+        validate_worker_profiler_config(vllm_config.profiler_config)
+    except ValueError as error:
+        yield f"{str(error).rstrip('.')}; leave out --profiler-config."
 
 
 def _kv_dtype_refusals(vllm_config: VllmConfig, backend: DeviceBackend) -> Iterator[str]:
