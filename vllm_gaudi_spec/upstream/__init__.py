@@ -1,7 +1,8 @@
-"""The list of all in-memory patches of vLLM and its surroundings. Each one's docstring has its reason and its end.
+"""All in-memory patches of vLLM and of the libraries around it.
 
-tests/unit/upstream/ fails when upstream changes what one of these patches. The modules that are not imported here offer
-names of vLLM that are not public, by topic.
+Each patch's docstring gives its reason and the condition under which it can be removed. The tests in
+tests/unit/upstream/ fail when upstream changes what a patch depends on. The modules that are not imported here
+re-export private names of vLLM, by topic.
 """
 
 from collections.abc import Iterable
@@ -69,7 +70,7 @@ from vllm_gaudi_spec.upstream.views import (
 
 
 def apply() -> None:
-    """Applies all patches that every vLLM process needs. Idempotent."""
+    """Apply the patches that every vLLM process needs. Idempotent."""
     share_vllm_logging()
     quiet_our_scheduler()
     name_the_cause_of_a_failed_start()
@@ -111,7 +112,7 @@ _BY_ARCHITECTURE = {
 
 
 def apply_to_models(architectures: Iterable[str]) -> None:
-    """Applies the patches of these models' classes, which are imported for it. Idempotent."""
+    """Import the classes of these models and apply the patches for them. Idempotent."""
     for name in architectures:
         for patch in _BY_ARCHITECTURE.get(name, ()):
             patch()

@@ -14,9 +14,9 @@ if TYPE_CHECKING:
 def return_attention_outputs(impl_class: type, attend_layer: Callable[..., torch.Tensor]) -> None:
     """Let attention layers with an implementation of `impl_class` return the tensor that `attend_layer` makes.
 
-    Reason: vLLM's layer allocates the output and has it written through a view. HPU graphs do not support in-place
-    writes through views (Intel's documentation of HPU Graphs, limitations), so vllm-gaudi replaces this forward too. A
-    buffer that nobody has written would also be an input that each captured graph keeps.
+    Reason: vLLM's layer allocates the output and lets the implementation write it through a view. HPU graphs do not
+    support in-place writes through views (Intel's documentation of HPU Graphs, limitations), so vllm-gaudi replaces
+    this forward too. An output buffer would also be one more input that each captured graph keeps.
     Remove when: upstream's layer takes the output from its implementation.
     """
     from vllm.model_executor.layers.attention.attention import Attention
@@ -45,11 +45,11 @@ def return_attention_outputs(impl_class: type, attend_layer: Callable[..., torch
 
 
 def make_mla_layers(layer_class: type) -> None:
-    """Let all MLA layers be of `layer_class`, a class derived from vLLM's.
+    """Make all MLA layers instances of `layer_class`, which derives from vLLM's class.
 
-    Reason: vLLM's models and its transformers backend each name the class of the layer, whose forward wants the
-    metadata of upstream's own backends. It cannot be registered out of tree, as the wrapper around it can.
-    Remove when: `MLAAttention` is a layer for which a platform may register its own.
+    Reason: vLLM's models and its transformers backend name the class of the layer, whose forward expects the metadata
+    of upstream's own backends. Unlike the wrapper around it, the class cannot be registered out of tree.
+    Remove when: a platform can register its own `MLAAttention`.
     """
     from vllm.model_executor.layers.attention.mla_attention import MLAAttention
 

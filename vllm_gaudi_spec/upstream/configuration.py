@@ -1,4 +1,4 @@
-"""What vLLM's configuration accepts: methods, rules, options, and whose code is trusted."""
+"""What vLLM's configuration accepts: methods, acceptance rules, options, and trust in code from checkpoints."""
 
 from __future__ import annotations
 
@@ -14,37 +14,36 @@ from vllm_gaudi_spec.upstream.release import FROM_0_33
 
 
 def describe_drafters() -> None:
-    """Change how a speculative configuration describes its drafter. One wrapper; each of its six parts can go alone.
+    """Change how a speculative configuration describes its drafter. Each of the six parts can be removed separately.
 
-    Method `universal_draft` is an alias of a draft model with `use_heterogeneous_vocab`, for every draft sample method
-    and for vocabularies of other sizes.
-    Reason: upstream has no such method, allows greedy drafts only where vocabularies differ, and refuses models whose
-    output matrices are padded to other sizes. At start-up we compare the tokens themselves.
-    Remove when: upstream admits probabilistic drafts there and compares vocabularies, not sizes.
+    Treat method `universal_draft` as a draft model with `use_heterogeneous_vocab`, for every draft sample method and
+    for vocabularies of any size.
+    Reason: upstream has no such method, allows only greedy drafts if the vocabularies differ, and refuses models whose
+    output matrices are padded to different sizes. We compare the tokens themselves at startup.
+    Remove when: upstream supports probabilistic drafts with different vocabularies and compares vocabularies instead of
+    sizes.
 
-    `--trust-remote-code` runs code of the target's folder, not of a drafter's; a drafter of the same name is read at
-    the target's revision.
-    Reason: upstream passes the target's flag on, so that a user who trusts one folder runs the code of two. It does not
-    pass on the revision that the user trusts.
-    Remove when: a speculative configuration has an option of its own for trust in the drafter's code.
+    Apply `--trust-remote-code` only to the target's folder, and read a drafter of the same name at the target's
+    revision.
+    Reason: upstream passes the flag on to the drafter, so trusting one folder runs the code of two. It does not pass on
+    the trusted revision.
+    Remove when: a speculative configuration has its own option for trusting the drafter's code.
 
-    A checkpoint in the format of the library speculators says its method and its number of drafts, where the user does
-    not.
-    Reason: upstream reads them where such a checkpoint is served by itself. In a speculative configuration it takes the
-    method from the folder's name, and no number of drafts.
-    Remove when: upstream reads them in both places.
+    Read the method and the number of drafts from a checkpoint in the speculators format unless the user sets them.
+    Reason: upstream reads them only if the checkpoint is served by itself. In a speculative configuration it guesses
+    the method from the folder's name and reads no number of drafts.
+    Remove when: upstream reads them in both cases.
 
-    A method of ours without a model is described as n-gram drafting, which has none either.
+    Describe our methods without a model as n-gram drafting, which has no model either.
     Reason: upstream refuses every method that it does not know.
     Remove when: upstream lets a platform add methods.
 
-    Medusa is refused in one line from vLLM 0.33 on.
+    Refuse Medusa in one line on vLLM 0.33 and later.
     Reason: upstream removed the model's class and its configuration, and would answer with a list of methods.
-    Remove when: vLLM 0.32 is no longer supported; `drafting/medusa.py` and the method's row go too.
+    Remove when: vLLM 0.32 is no longer supported. Remove `drafting/medusa.py` and the method's row as well.
 
-    A model that has no layers for the method is refused with its name.
-    Reason: upstream ends with "Unsupported speculative method", of methods that it has: mtp where the target has no
-    such layers.
+    Name the model in the error for a model that has no layers for the method.
+    Reason: upstream reports "Unsupported speculative method" for a method that it supports, such as mtp.
     Remove when: upstream's error names the model.
     """
     from vllm.config import SpeculativeConfig
@@ -101,10 +100,10 @@ def _describe_drafter(original: Callable[..., Any], config: Any) -> Any:
 
 
 def _share_positions(config: Any) -> None:
-    """Give layers of the target's checkpoint the target's positions.
+    """Give layers of the target's checkpoint the target's number of positions.
 
-    vLLM reads their configuration anew, without --hf-overrides, so that drafts would end where the checkpoint's own
-    positions do (vllm#52873).
+    vLLM reads their configuration again without --hf-overrides, so that drafting would end at the checkpoint's original
+    maximum length (vllm#52873).
     """
     target, drafter = config.target_model_config, config.draft_model_config
     for name in ("max_position_embeddings", "rope_parameters"):
@@ -115,7 +114,7 @@ def _share_positions(config: Any) -> None:
 
 
 def _read_speculators_format(config: Any) -> None:
-    """Fill in what the checkpoint says, and the user does not."""
+    """Fill in the settings that the checkpoint has and the user did not give."""
     from transformers import PretrainedConfig
     from vllm.transformers_utils.configs.speculators import SpeculatorsConfig
 
@@ -131,7 +130,7 @@ def _read_speculators_format(config: Any) -> None:
 
 
 def _describe_new_lookup(original: Callable[..., Any], config: Any) -> Any:
-    """Lets vLLM describe a method of ours without a model as n-gram drafting."""
+    """Let vLLM describe one of our methods without a model as n-gram drafting."""
     method, lookup = config.method, (config.prompt_lookup_min, config.prompt_lookup_max)
     config.method, config.model = NGRAM_GPU, config.model or method
     result = original(config)
@@ -181,9 +180,11 @@ _MORE_VALUES = {
 
 
 def widen_speculative_options() -> None:
-    """Let a speculative configuration name our acceptance rules, draft sample methods and methods.
+    """Add our acceptance rules, draft sample methods and methods to the values that a speculative configuration
+    accepts.
 
-    Reason: upstream's fields are closed lists. They stay closed: a typo is still refused, with the list.
+    Reason: upstream's fields are closed lists. They stay closed, so that a typo is still refused with the list of valid
+    values.
     Remove when: upstream has these values, or lets a platform add some.
     """
     from vllm.config import SpeculativeConfig
@@ -193,9 +194,9 @@ def widen_speculative_options() -> None:
 
 @patches("vllm.engine.arg_utils:EngineArgs.create_engine_config")
 def read_inc_from_quant_config(original: Callable[..., Any], args: Any, *more: Any, **named: Any) -> Any:
-    """With QUANT_CONFIG set, take `--quantization inc` for what the file alone asks for.
+    """Let `--quantization inc` work with QUANT_CONFIG alone.
 
-    Reason: vllm-gaudi needs both. vLLM looks for a file of another kind in the checkpoint, and ends without one.
+    Reason: vllm-gaudi needs both. vLLM looks for another kind of file in the checkpoint and fails if there is none.
     Remove when: upstream's `inc` reads QUANT_CONFIG.
     """
     if args.quantization == "inc" and QUANT_CONFIG.value is not None:
@@ -208,11 +209,11 @@ def read_inc_from_quant_config(original: Callable[..., Any], args: Any, *more: A
 
 @patches("vllm.sampling_params:SamplingParams._validate_spec_decode")
 def admit_min_p_and_logit_bias(original: Callable[..., None], *args: Any, **named: Any) -> None:
-    """Let requests use min_p and logit_bias together with speculation.
+    """Accept min_p and logit_bias in requests when speculation is on.
 
     Reason: upstream's front end refuses them because one of its samplers ignores them at draft positions. Ours applies
     both at every position.
-    Remove when: `SamplingParams._validate_spec_decode` lets them pass.
+    Remove when: `SamplingParams._validate_spec_decode` accepts them.
     """
 
 
@@ -225,13 +226,13 @@ _ONLY_IN_SECOND_RUNNER = {
 
 
 def admit_features_of_second_runner() -> None:
-    """Let block drafters and adaptive verification be configured.
+    """Accept block drafters and adaptive verification in the configuration.
 
-    Reason: upstream has two runners, counts a platform's own as the first, and refuses these features there. It also
-    refuses adaptive verification without its CUDA graphs and with LoRA, whose batches are cut on its GPU; ours are not.
-    From 0.33 on it drops a schedule of drafts by batch size for some methods of its first runner, and lowers the
-    target's maximum length to the drafter's for its second; ours keeps both.
-    Remove when: upstream leaves the check to the platform.
+    Reason: upstream has two runners, treats a platform's own runner as the first, and refuses these features there. It
+    also refuses adaptive verification without its CUDA graphs and with LoRA, because its GPU kernels cut the batches;
+    ours are not cut. Since 0.33 it drops a schedule of drafts by batch size for some methods of its first runner, and
+    lowers the target's maximum length to the drafter's for its second; ours keeps both.
+    Remove when: upstream leaves these checks to the platform.
     """
     from vllm.config import VllmConfig
 
@@ -248,21 +249,22 @@ def admit_features_of_second_runner() -> None:
 
 @patches("vllm.config.speculative:has_arctic_inference")
 def admit_suffix_without_arctic(original: Callable[[], bool]) -> bool:
-    """Let method suffix be configured where arctic-inference is not installed.
+    """Accept method `suffix` if arctic-inference is not installed.
 
-    Reason: upstream takes its suffix tree from that package and refuses without it. We bring our own tree.
-    Remove when: upstream looks for the package where it uses it.
+    Reason: upstream takes its suffix tree from that package and refuses the method without it. We have our own suffix
+    tree.
+    Remove when: upstream imports the package only where it uses it.
     """
     return True
 
 
 @patches("vllm.model_executor.models.config:JinaRobertaModelConfig.verify_and_update_model_config")
 def read_positions_of_xlm_roberta(original: Callable[..., None], model_config: Any) -> None:
-    """Read an `XLMRobertaModel` whose configuration has no `position_embedding_type` as one of absolute positions.
+    """Treat an `XLMRobertaModel` whose configuration has no `position_embedding_type` as having absolute positions.
 
-    Reason: transformers 5 knows no other kind and writes none. Upstream asks for rotary ones (of Jina) by the name, and
-    ends with an AttributeError; its class of the model reads the name as we do.
-    Remove when: `JinaRobertaModelConfig` gets along without the name.
+    Reason: transformers 5 supports no other kind and does not write the field. Upstream reads the field to recognize
+    Jina's rotary variant, and raises AttributeError without it.
+    Remove when: `JinaRobertaModelConfig` accepts a configuration without the field.
     """
     config = model_config.hf_config
     config.position_embedding_type = getattr(config, "position_embedding_type", "absolute")
@@ -271,11 +273,12 @@ def read_positions_of_xlm_roberta(original: Callable[..., None], model_config: A
 
 @patches(*([] if FROM_0_33 else ["vllm.transformers_utils.configs.step3p5:Step3p5Config.__init__"]))
 def keep_layer_types_of_step_mtp(original: Callable[..., None], config: Any, *args: Any, **named: Any) -> None:
-    """Keep the kinds of Step 3.5's MTP layers, which follow those of the target's layers in the checkpoint's list.
+    """Keep the attention types of Step 3.5's MTP layers, which follow those of the target's layers in the checkpoint's
+    list.
 
-    Reason: upstream cuts the list to the target's layers and then looks up the MTP layers in it, which ends with an
-    IndexError (vllm-project/vllm#40000).
-    Remove when: vLLM 0.32 is no longer supported; 0.33 reads the list with transformers' class, which keeps them.
+    Reason: upstream truncates the list to the target's layers, and then raises IndexError when it looks up the MTP
+    layers (vllm-project/vllm#40000).
+    Remove when: vLLM 0.32 is no longer supported. 0.33 reads the list with transformers' class, which keeps them.
     """
     original(config, *args, **named)
     if named.get("layer_types"):
@@ -283,11 +286,12 @@ def keep_layer_types_of_step_mtp(original: Callable[..., None], config: Any, *ar
 
 
 def leave_async_scheduling_to_the_platform() -> None:
-    """Let every method pass vLLM's check of asynchronous scheduling; `platforms/base.py` decides later.
+    """Skip vLLM's check of async scheduling for every method. `platforms/base.py` decides later.
 
-    Reason: vLLM refuses `--async-scheduling` with methods for which its own runner lacks it, and leaves it off for
-    them. Ours has it with Medusa. With drafters on the host it runs one step after the other and logs that.
-    Remove when: upstream asks the platform which methods can schedule asynchronously, and falls back for the others.
+    Reason: vLLM refuses `--async-scheduling`, or leaves it off, for methods that its own runner cannot schedule
+    asynchronously. Our runner supports it with Medusa. With drafters on the host it runs one step after the other and
+    logs that.
+    Remove when: upstream asks the platform which methods support async scheduling, and falls back for the others.
     """
     from vllm.config import vllm as upstream
 
@@ -296,11 +300,11 @@ def leave_async_scheduling_to_the_platform() -> None:
 
 
 def raise_refusals_unchanged() -> None:
-    """Let refusals leave vLLM's configurations unchanged: ValueErrors of one line.
+    """Let refusals, which are ValueErrors of one line, pass through vLLM's configuration classes unchanged.
 
-    Reason: pydantic catches every ValueError of a `__post_init__`. Its report has several lines, the last one a link,
-    and is a ValidationError, so that callers cannot catch the refusal.
-    Remove when: vLLM's configurations are no pydantic dataclasses, or pydantic lets an error pass that asks for it.
+    Reason: pydantic catches every ValueError of a `__post_init__` and raises a ValidationError whose text has several
+    lines and ends with a link, so callers cannot catch the refusal.
+    Remove when: vLLM's configurations are no longer pydantic dataclasses, or pydantic can pass on an error unchanged.
     """
     from pydantic.dataclasses import is_pydantic_dataclass
     from vllm import config

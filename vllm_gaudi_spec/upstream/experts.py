@@ -1,4 +1,4 @@
-"""The choice of experts in vLLM's kernels for the CPU."""
+"""How vLLM's CPU kernels choose experts."""
 
 from __future__ import annotations
 
@@ -10,11 +10,11 @@ from vllm_gaudi_spec.upstream.patching import patches
 
 @patches("vllm.model_executor.layers.fused_moe.router.cpu_router:CPURouter.__init__")
 def score_cpu_experts_by_sigmoid(original: Callable[..., None], router: Any, *args: Any, **named: Any) -> None:
-    """Let vLLM's router for the CPU score experts by sigmoid where a model has no groups of them.
+    """Let vLLM's CPU router score experts by sigmoid for models without expert groups.
 
-    Reason: upstream's has this for groups alone, and ends in the first forward of MiniMax M2 with an AssertionError.
-    One group is the same.
-    Remove when: `CPURouter` takes sigmoid without groups.
+    Reason: upstream supports this only with groups, and raises AssertionError in the first forward of MiniMax M2. A
+    single group is equivalent.
+    Remove when: `CPURouter` supports sigmoid without groups.
     """
     original(router, *args, **named)
     if router.scoring_func == "sigmoid" and router.custom_routing_function is None and not router.use_grouped_topk:
@@ -25,11 +25,11 @@ def score_cpu_experts_by_sigmoid(original: Callable[..., None], router: Any, *ar
 def assign_cpu_experts(
     original: Callable[..., Any], experts: Any, *, topk_ids: Any, topk_weights: Any, expert_map: Any, **others: Any
 ) -> Any:
-    """Let vLLM's MoE kernel for the CPU skip the experts of other ranks.
+    """Let vLLM's CPU kernel for mixtures of experts skip the experts of other ranks.
 
-    Reason: under `--enable-expert-parallel` a rank has the weights of some experts, and tokens routed to others too;
-    upstream's kernel does not get the map of the rank's experts, and reads past the end of its weights.
-    Remove when: `CPUUnquantizedExperts.apply` looks at `expert_map`.
+    Reason: with `--enable-expert-parallel` a rank has the weights of some experts, but tokens are also routed to
+    others. Upstream's kernel does not get the map of the rank's experts, and reads past the end of its weights.
+    Remove when: `CPUUnquantizedExperts.apply` uses `expert_map`.
     """
     if expert_map is not None:
         local_ids = expert_map[topk_ids]

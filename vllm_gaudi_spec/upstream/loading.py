@@ -21,12 +21,13 @@ _ACCELERATOR_CALLS = {
 
 
 def answer_accelerator_calls(device_type: str) -> None:
-    """Let vLLM's calls of `torch.accelerator` use the device's own module, or do nothing on a CPU, whose memory is the
-    host's.
+    """Forward vLLM's calls of `torch.accelerator` to the device's own module, or ignore them on a CPU, which uses host
+    memory.
 
     Reason: torch's functions need an allocator that Gaudi's bridge and older releases of torch_npu do not have
-    ("Allocator for hpu is not a DeviceAllocator"), although torch sees the card as its accelerator. On a CPU they raise
-    too, and vLLM guards only some of them. So the platform decides, and not `torch.accelerator.is_available()`.
+    ("Allocator for hpu is not a DeviceAllocator"), although torch sees the card as its accelerator. They also raise on
+    a CPU, and vLLM guards only some of the calls. So the platform decides, instead of
+    `torch.accelerator.is_available()`.
     Remove when: upstream calls the platform instead, and never torch.accelerator.
     """
     import torch
@@ -42,7 +43,7 @@ def answer_accelerator_calls(device_type: str) -> None:
 
 
 def _memory_of_host(*args: Any, **named: Any) -> tuple[int, int]:
-    """Bytes that are free and all there are, by which Gemma 4 chooses how many images it encodes at once."""
+    """Return the free and total bytes, from which Gemma 4 derives how many images it encodes at once."""
     from vllm.utils.cpu_resource_utils import get_memory_node_info
 
     found = get_memory_node_info()
@@ -60,12 +61,12 @@ def _asking(device_type: str, own_name: str) -> Callable[..., Any]:
 
 
 def device_type_while_loading(device_type: str | None) -> AbstractContextManager[None]:
-    """Within the context, models find `device_type` as the platform's; None: the platform's own.
+    """Within the context, models see `device_type` as the platform's device type; None keeps the platform's own.
 
-    Reason: constructors of some models (DeepSeek, MiniCPM) create tensors on `current_platform.device_type`, whatever
-    device they are loaded on. On a Gaudi that is the host: a part of the model on the card would be filled by one
-    small program for each copy, and an operator on both parts fails (lesson S16).
-    Remove when: no model of upstream's does that any more.
+    Reason: the constructors of some models (DeepSeek, MiniCPM) create tensors on `current_platform.device_type`,
+    whatever device they are loaded on. A Gaudi loads weights on the host: a part of the model on the card would be
+    filled by one small program per copy, and an operator on both parts fails (lesson S16).
+    Remove when: no model of upstream's does that.
     """
     from vllm.platforms import current_platform
 
@@ -76,11 +77,11 @@ def device_type_while_loading(device_type: str | None) -> AbstractContextManager
 def refuse_pickled_weights(
     original: Callable[..., Any], loader: Any, model_name_or_path: str, *more: Any, **named: Any
 ) -> Any:
-    """Let vLLM's loader take safetensors only.
+    """Let vLLM's loader read safetensors only.
 
-    Reason: where a folder has none, it falls back to pickles (*.bin, *.pt), and reading one runs a program from the
-    file. torch limits what such a program can do; not to run it is safer.
-    Remove when: upstream refuses pickles, or has an option to.
+    Reason: if a folder has none, it falls back to pickles (*.bin, *.pt), and reading a pickle runs a program from the
+    file. torch restricts what such a program can do, but not running it is safer.
+    Remove when: upstream refuses pickles, or has an option to refuse them.
     """
     found = original(loader, model_name_or_path, *more, **named)
     _, files, are_safetensors, _ = found
@@ -90,11 +91,11 @@ def refuse_pickled_weights(
 
 
 def read_weights(read: Callable[..., Any]) -> None:
-    """Let vLLM's loader hand a model `read(tensors, model_config, model)` for the tensors of its files.
+    """Let vLLM's loader give a model `read(tensors, model_config, model)` in place of the tensors of its files.
 
-    Reason: a quantized checkpoint is dequantized while it is read, and a loader of our own would have to be named by
-    --load-format, which is the user's.
-    Remove when: a quantization method of vLLM's may change the tensors of a checkpoint.
+    Reason: a quantized checkpoint is dequantized while it is read, and a loader of our own would need --load-format,
+    which belongs to the user.
+    Remove when: a quantization method of vLLM's can change the tensors of a checkpoint.
     """
     from vllm.model_executor.model_loader.default_loader import DefaultModelLoader
 
@@ -105,10 +106,10 @@ def read_weights(read: Callable[..., Any]) -> None:
 
 
 def choose_cpu_linears(choose: Callable[..., None]) -> None:
-    """Let `choose(original, layer, remove_weight)` find the kernel of each linear layer on a CPU.
+    """Let `choose(original, layer, remove_weight)` choose the kernel of each linear layer on a CPU.
 
-    Reason: vLLM packs each weight for oneDNN at load and drops the original, so that no other format can be made later,
-    and it has no option for another kernel.
+    Reason: vLLM packs each weight for oneDNN at load and drops the original, so that it cannot be converted later, and
+    it has no option for another kernel.
     Remove when: `dispatch_cpu_unquantized_gemm` takes the kernel as an option.
     """
     from vllm.model_executor.layers import utils
@@ -117,11 +118,11 @@ def choose_cpu_linears(choose: Callable[..., None]) -> None:
 
 
 def take_kimi_linear_of_plain_layers() -> None:
-    """Let vLLM load the class of Kimi Linear that it has for ROCm.
+    """Let vLLM load the class of Kimi Linear that it uses on ROCm.
 
-    Reason: vLLM has two. The other one, for every platform but ROCm and TPU, is made of CUDA streams and of an
-    attention layer around CUDA kernels. This one has layers that a platform can replace.
-    Remove when: the class that upstream takes for an out-of-tree platform uses `MLAAttention`.
+    Reason: vLLM has two classes. The one for every platform but ROCm and TPU uses CUDA streams and an attention layer
+    around CUDA kernels. The one for ROCm consists of layers that a platform can replace.
+    Remove when: the class that upstream uses for out-of-tree platforms has `MLAAttention`.
     """
     from vllm.models import kimi_k3
     from vllm.models.kimi_k3.amd.linear import KimiLinearForCausalLM
@@ -131,20 +132,20 @@ def take_kimi_linear_of_plain_layers() -> None:
 
 @patches("vllm.model_executor.layers.mamba.gdn.olmo_gdn_linear_attn:set_triton_allocator")
 def construct_olmo_hybrid_without_triton(original: Callable[..., None], *args: Any, **named: Any) -> None:
-    """Let the recurrent layers of OLMo Hybrid be constructed where there is no Triton.
+    """Let the recurrent layers of OLMo Hybrid be constructed without Triton.
 
-    Reason: their constructor sets Triton's allocator for kernels that do not run here, and ends with an AttributeError.
-    Remove when: upstream sets it where it calls them.
+    Reason: their constructor sets Triton's allocator for kernels that do not run here, and raises AttributeError.
+    Remove when: upstream sets the allocator where it calls the kernels.
     """
 
 
 @patches("vllm.model_executor.layers.mamba.gdn.olmo_gdn_linear_attn:_make_fused_conv1d_weight_loader")
 def load_convolutions_of_olmo_hybrid(original: Callable[..., Any], *sizes: Any, **named: Any) -> Callable[..., None]:
-    """Let OLMo Hybrid's loader know which of a layer's three convolutions a weight is.
+    """Tell OLMo Hybrid's loader which of a layer's three convolutions a weight belongs to.
 
-    Reason: upstream notes it on the tensor, where its linear layers look. A convolution's parameter has a loader of its
-    own, which takes it as an argument that it is not given, and ends with a TypeError.
-    Remove when: `AutoWeightsLoader` passes it to parameters, or that loader looks at the tensor.
+    Reason: upstream stores this on the tensor, where its linear layers look for it. The loader of a convolution's
+    parameter expects an argument instead, which it is not given, and raises TypeError.
+    Remove when: `AutoWeightsLoader` passes the argument, or that loader looks at the tensor.
     """
     load = original(*sizes, **named)
 

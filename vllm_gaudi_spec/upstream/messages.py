@@ -1,4 +1,4 @@
-"""What the user reads: log lines, and the last line of an error."""
+"""Messages for users: log lines, and the last line of an error."""
 
 from __future__ import annotations
 
@@ -16,10 +16,10 @@ from vllm_gaudi_spec.upstream.patching import patches, wrap
 
 
 def share_vllm_logging() -> None:
-    """Log as vLLM does.
+    """Log through vLLM's handlers, at its level.
 
     Reason: its handlers serve only loggers below `vllm`.
-    Remove when: upstream sets up the loggers of its plugins as well.
+    Remove when: upstream configures the loggers of its plugins as well.
     """
     ours, theirs = logging.getLogger("vllm_gaudi_spec"), logging.getLogger("vllm")
     ours.handlers, ours.propagate = theirs.handlers, False
@@ -27,11 +27,11 @@ def share_vllm_logging() -> None:
 
 
 def quiet_our_scheduler() -> None:
-    """Leave out vLLM's warning about a custom scheduler class where the class is this platform's.
+    """Suppress vLLM's warning about a custom scheduler class if the class is this platform's.
 
-    Reason: it is logged for every class outside vLLM, with the advice that async scheduling may be off, which ours
-    keeps. A class that the user names is still warned about.
-    Remove when: upstream takes a platform's scheduler class without a warning.
+    Reason: vLLM logs it for every class outside vLLM, with the warning that async scheduling may be off, which ours
+    supports. It is still logged for a class that the user names.
+    Remove when: upstream accepts a platform's scheduler class without a warning.
     """
     logging.getLogger("vllm.config.scheduler").addFilter(_is_not_of_our_scheduler)
 
@@ -47,10 +47,11 @@ _TWO_PLATFORMS = "Only one platform plugin can be activated"
 def end_errors_with_their_message(
     original: Callable[..., None], kind: type[BaseException], error: BaseException, trace: TracebackType | None
 ) -> None:
-    """Print a line after an uncaught error's traceback: what was wrong, and what to do about two platform plugins. It
-    is the only one where vLLM cannot run in this installation.
+    """Print the message of an uncaught error in one line after its traceback, with a remedy if there are two platform
+    plugins.
 
-    Reason: pydantic ends its reports with a link, and vLLM's message about two plugins names no way out.
+    Print no traceback if vLLM cannot run in this installation.
+    Reason: pydantic ends its reports with a link, and vLLM's message about two plugins suggests no remedy.
     Remove when: upstream's command line reports user mistakes without a traceback.
     """
     if not issubclass(kind, UnusableInstallationError):
@@ -70,8 +71,8 @@ _failure_file: Any = None
 def name_the_cause_of_a_failed_start() -> None:
     """Let a front end whose engine could not start raise the error of the engine or of its worker.
 
-    Reason: that error is in the log of another process, and the front end's own is "See root cause above".
-    Remove when: the error of `wait_for_engine_startup` has the engine's.
+    Reason: that error is in the log of another process, and the front end's own error is "See root cause above".
+    Remove when: the error of `wait_for_engine_startup` contains the engine's.
     """
     from vllm.v1.engine import utils
 

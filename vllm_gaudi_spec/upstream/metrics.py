@@ -1,4 +1,4 @@
-"""Metrics of our own beside vLLM's."""
+"""Our metrics beside vLLM's."""
 
 from __future__ import annotations
 
@@ -13,11 +13,11 @@ _FIELD = metrics.STATS_FIELD
 
 
 def carry_metrics() -> None:
-    """Add the metrics of `metrics.py`, with speculation and without.
+    """Add the metrics of `metrics.py` to vLLM's, with and without speculation.
 
-    Reason: vLLM's scheduler sends its front end a closed record, and its loggers show only that. Ours are one more
-    field of it, which our schedulers fill; vLLM's own figures are unchanged.
-    Remove when: upstream lets a platform send figures of its own.
+    Reason: vLLM's scheduler sends a fixed record to the front end, whose loggers show only that record. We add one
+    field to it, which our schedulers fill; vLLM's own figures are unchanged.
+    Remove when: upstream lets a platform send its own figures.
     """
     from vllm.v1.metrics.loggers import PrometheusStatLogger
     from vllm.v1.metrics.stats import SchedulerStats
@@ -39,7 +39,7 @@ def carry_metrics() -> None:
 def list_metrics_of_ours(original: Callable[[], list[Any]]) -> list[Any]:
     """Let `LLM.get_metrics()` list our series too.
 
-    Reason: it takes what begins with `vllm:`, which is vLLM's own namespace.
+    Reason: it selects names that begin with `vllm:`, which is vLLM's own namespace.
     Remove when: upstream lists the series of platforms.
     """
     from prometheus_client import REGISTRY

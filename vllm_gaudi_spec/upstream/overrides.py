@@ -1,6 +1,6 @@
 """Private methods of vLLM that our classes override, with their parameters.
 
-A release of vLLM may rename them or stop calling them, and ours would then do nothing, without an error.
+A release of vLLM may rename them or stop calling them, and ours would then be ignored without an error.
 tests/unit/upstream/test_overrides.py compares this table with vLLM and with our classes.
 """
 

@@ -1,4 +1,4 @@
-"""Tools for patches of others' code, for upstream/ and integrations/."""
+"""Tools for patching other people's code, used by upstream/ and integrations/."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ _OURS = "_wrapped_by_gaudi_spec"
 
 
 def wrap(owner: Any, name: str, wrapper: Callable[..., Any]) -> None:
-    """Makes each call of `owner.name` a call of `wrapper(original, ...)`. Idempotent."""
+    """Replace `owner.name` by a function that calls `wrapper(original, ...)`. Idempotent."""
     original = getattr(owner, name)
     if hasattr(original, _OURS):
         return
@@ -48,7 +48,7 @@ def patches(*targets: str) -> Callable[[Callable[..., Any]], Callable[[], None]]
 
 @contextmanager
 def replaced(owner: Any, name: str, value: Any) -> Iterator[None]:
-    """Within the context, `owner.name` is `value`."""
+    """Within the context, replace `owner.name` by `value`."""
     original = getattr(owner, name)
     setattr(owner, name, value)
     try:
@@ -58,13 +58,15 @@ def replaced(owner: Any, name: str, value: Any) -> Iterator[None]:
 
 
 def do_nothing(*args: object, **kwargs: object) -> None:
-    """A no-op in place of a call."""
+    """Do nothing, in place of a call."""
 
 
 def raise_unchanged(kind: type[ValueError], config_class: Any) -> None:
-    """Lets the constructor of a pydantic dataclass raise errors of `kind` unchanged: pydantic catches every ValueError
-    of a `__post_init__` and raises a report of several lines that holds it. To be called after `widen`, which
-    replaces the constructor."""
+    """Let the constructor of a pydantic dataclass raise errors of `kind` unchanged.
+
+    pydantic catches every ValueError of a `__post_init__` and raises a report of several lines instead. Call this after
+    `widen`, which replaces the constructor.
+    """
     from pydantic import ValidationError
 
     def construct(original: Callable[..., None], config: Any, *args: Any, **named: Any) -> None:
@@ -81,7 +83,7 @@ def raise_unchanged(kind: type[ValueError], config_class: Any) -> None:
 
 
 def widen(config_class: Any, more_values: Mapping[str, tuple[str, ...]]) -> None:
-    """Adds values to fields of a pydantic dataclass that are closed lists."""
+    """Add values to fields of a pydantic dataclass that are closed lists."""
     from pydantic.dataclasses import rebuild_dataclass
 
     fields, changed = config_class.__dataclass_fields__, False

@@ -1,4 +1,4 @@
-"""What the ranks of one model share, and what each has for itself."""
+"""Context managers that change which ranks a model's layers and executors use."""
 
 from __future__ import annotations
 
@@ -9,10 +9,10 @@ from vllm_gaudi_spec.upstream.patching import replaced
 
 
 def tensor_parallel_group(group: Any) -> AbstractContextManager[None]:
-    """Within the context, `group` is the tensor-parallel group of layers.
+    """Within the context, make `group` the tensor-parallel group of layers.
 
-    Reason: with `draft_tensor_parallel_size` 1 each rank of the target runs the whole drafter, and vLLM's layers
-    read one group per process from a variable of the module.
+    Reason: with `draft_tensor_parallel_size` 1 each rank of the target runs the whole drafter, but vLLM's layers read
+    one group per process from a module variable.
     Remove when: layers take their group as an argument.
     """
     from vllm.distributed import parallel_state
@@ -21,9 +21,9 @@ def tensor_parallel_group(group: Any) -> AbstractContextManager[None]:
 
 
 def ray_workers(worker_class: type) -> AbstractContextManager[None]:
-    """Within the context, vLLM's Ray executor starts `worker_class`.
+    """Within the context, let vLLM's Ray executor start workers of `worker_class`.
 
-    Reason: its own asks Ray for the cards of a rank, by Ray's name of the kind of card. There is none for a CPU.
+    Reason: vLLM's own worker asks Ray for the cards of a rank by Ray's name for that kind of card. A CPU has none.
     Remove when: upstream's executor serves CPU ranks, or takes the class of its workers as an option.
     """
     from vllm.v1.executor import ray_executor_v2

@@ -1,7 +1,7 @@
-"""Which of the supported releases of vLLM is installed.
+"""Which of the supported vLLM releases is installed.
 
-The engine asks only in this folder. Each switch ends with the support of the older release. Importing
-this module does not import vLLM.
+Only this folder asks. Each switch can be removed when support for the older release ends. Importing this module does
+not import vLLM.
 """
 
 import re

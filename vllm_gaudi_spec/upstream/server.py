@@ -1,4 +1,4 @@
-"""How a server and its engine end, and its answers to bad adapters, images, video and sound."""
+"""How a server and its engine end, and how a server answers requests that are refused or cannot be loaded."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ from vllm_gaudi_spec.upstream.patching import patches, wrap
 if TYPE_CHECKING:
     from vllm.sampling_params import SamplingParams
 
-# Seconds that an engine process gets to answer its last requests and to end by itself.
+# Seconds in which an engine process may answer its last requests and end by itself.
 _ENGINE_GRACE_S = 5.0
 
 
@@ -27,10 +27,10 @@ _ENGINE_GRACE_S = 5.0
 def let_engine_finish(
     original: Callable[..., float | None], request_timeout: float | None, process_timeout: float | None
 ) -> float | None:
-    """Give the engine process a moment between SIGTERM and SIGKILL when the server goes down.
+    """Give the engine process a moment between SIGTERM and SIGKILL when the server shuts down.
 
-    Reason: with vLLM's default it gets none, so running requests are never reported as aborted, and the server waits
-    for their streams for ever. Upstream grants the moment to ROCm only.
+    Reason: by default vLLM gives it none, so running requests are never reported as aborted, and the server waits for
+    their streams forever. Upstream grants the moment to ROCm only.
     Remove when: `get_engine_process_shutdown_timeout` grants it to every platform.
     """
     timeout = original(request_timeout, process_timeout)
@@ -44,11 +44,11 @@ _LOOK_EVERY_S = 1.0
 # Not the constructor: the engine's process loads this plugin in the middle of it.
 @patches("vllm.v1.engine.core:EngineCoreProc.run_busy_loop", "vllm.v1.engine.core:DPEngineCoreProc.run_busy_loop")
 def end_engines_with_their_server(original: Callable[..., None], engine: Any) -> None:
-    """Let an engine's process end when the process that started it is gone.
+    """End an engine process when the process that started it is gone.
 
-    Reason: the engine of a killed server (SIGKILL, or out of memory) is not notified. It waits for requests for
-    ever and keeps the device and its memory.
-    Remove when: upstream's `EngineCoreProc` looks for its parent.
+    Reason: the engine of a killed server (SIGKILL, or out of memory) is not notified. It waits for requests forever and
+    keeps the device and its memory.
+    Remove when: upstream's `EngineCoreProc` watches its parent.
     """
     threading.Thread(target=_end_with_server, args=(os.getppid(),), name="watches the server", daemon=True).start()
     original(engine)
@@ -66,10 +66,10 @@ def _end_with_server(server: int) -> None:
     "vllm.v1.engine.core:EngineCoreProc.process_output_sockets",
 )
 def end_engines_with_their_threads(original: Callable[..., None], engine: Any, *args: Any, **named: Any) -> None:
-    """Let an engine end when a thread that exchanges messages with its server fails.
+    """End an engine when a thread that exchanges messages with its server fails.
 
-    Reason: such a thread ends silently. The engine goes on without it: no request is answered any more, and the server
-    is healthy.
+    Reason: such a thread ends silently. The engine continues without it: requests are no longer answered, but the
+    server reports that it is healthy.
     Remove when: upstream's `EngineCoreProc` ends with its threads.
     """
     from vllm.v1.engine import EngineCoreRequestType
@@ -86,9 +86,9 @@ def end_engines_with_their_threads(original: Callable[..., None], engine: Any, *
 
 @patches("vllm.v1.engine.core_client:SyncMPClient.shutdown")
 def raise_when_the_engine_is_gone(original: Callable[..., None], client: Any, *args: Any, **named: Any) -> None:
-    """Let `LLM.generate` raise an EngineDeadError when its engine ends without a last message.
+    """Let `LLM.generate` raise EngineDeadError when its engine ends without a last message.
 
-    Reason: it waits for the engine's next output for ever when the process was killed, or could not send any more.
+    Reason: it waits forever for the engine's next output if the process was killed or could not send any more.
     Remove when: the monitor of upstream's `SyncMPClient` puts an error into its queue of outputs.
     """
     from vllm.v1.engine.exceptions import EngineDeadError
@@ -100,11 +100,11 @@ def raise_when_the_engine_is_gone(original: Callable[..., None], client: Any, *a
 
 @patches("vllm.v1.engine.core:EngineCoreProc._handle_shutdown")
 def leave_idle_work_at_shutdown(original: Callable[..., bool], engine: Any) -> bool:
-    """Let an engine that is to end call `shut_down` of its scheduler, if that is one of ours.
+    """Call `shut_down` of our scheduler when its engine is about to end.
 
-    Reason: it ends when its scheduler has no requests, and with --shutdown-timeout it waits so long for that. Ours has
-    work for idle steps, and nothing informs it that there is no use for it any more.
-    Remove when: upstream's `EngineCoreProc` informs its scheduler that it is to end.
+    Reason: an engine ends when its scheduler has no requests, and with --shutdown-timeout it waits that long. Our
+    scheduler has work for idle steps, and nothing tells it that the work is no longer useful.
+    Remove when: upstream's `EngineCoreProc` notifies its scheduler.
     """
     if not engine.is_running() and (shut_down := getattr(engine.scheduler, "shut_down", None)) is not None:
         shut_down()
@@ -113,18 +113,18 @@ def leave_idle_work_at_shutdown(original: Callable[..., bool], engine: Any) -> b
 
 @patches("vllm.entrypoints.launchers.api_server.entry:build_and_serve")
 async def fail_with_the_engine(original: Callable[..., Any], engine_client: Any, *args: Any, **named: Any) -> Any:
-    """Let the server's process end with exit code 1 when its engine has died.
+    """End the server's process with exit code 1 when its engine has died.
 
-    Reason: its HTTP server then stops as in an orderly shutdown, and the process ends with code 0: a supervisor that
+    Reason: the HTTP server stops as in an orderly shutdown, and the process ends with code 0, so a supervisor that
     restarts failed servers does not restart it.
-    Remove when: upstream's `vllm serve` ends with a code other than 0 when its engine is dead.
+    Remove when: upstream's `vllm serve` exits with another code than 0 when its engine is dead.
     """
     ending = await original(engine_client, *args, **named)
     return _fail_after(ending) if _engine_died(engine_client) else ending
 
 
 def _engine_died(client: Any) -> bool:
-    """Whether it ended without a shutdown, which stops the manager of its processes first."""
+    """Return whether the engine ended without a shutdown, which first stops the manager of its processes."""
     manager = getattr(client.engine_core.resources, "engine_manager", None)
     if manager is None:
         return bool(client.errored)
@@ -141,13 +141,12 @@ async def _fail_after(ending: Any) -> None:
 async def mend_adapter_loading(
     original: Callable[..., Any], models: Any, request: Any, *args: Any, **named: Any
 ) -> Any:
-    """In a server: answer status 400, with the reason, to a request to load a LoRA adapter that cannot be served, and
-    read one that is loaded in place once.
+    """Answer status 400 with the reason if a LoRA adapter cannot be served, and reload an adapter in place only once.
 
-    Reason: upstream answers 404 where there is no adapter and 500 to every other fault of one. It gives `load_inplace`
-    on to all requests that name the adapter: each would read it from its folder again.
-    Remove when: `OpenAIServingModels.load_lora_adapter` distinguishes faults of an adapter from the server's own. That
-    it keeps no `load_inplace` can go with vLLM 0.32.
+    Reason: upstream answers 404 if there is no adapter and 500 to every other fault. It passes `load_inplace` on to all
+    requests that name the adapter, each of which would read it from its folder again.
+    Remove when: `OpenAIServingModels.load_lora_adapter` distinguishes faults of an adapter from the server's own. The
+    part about `load_inplace` can be removed with vLLM 0.32.
     """
     from vllm.entrypoints.serve import create_error_response
 
@@ -161,12 +160,12 @@ async def mend_adapter_loading(
 
 
 def refuse_tokenized_params(find_fault: Callable[[SamplingParams], str | None]) -> None:
-    """Refuse sampling parameters in which `find_fault` finds one after vLLM has added the model's end tokens and
-    tokenized the bad words.
+    """Refuse sampling parameters in which `find_fault` finds a fault after tokenization.
 
-    Reason: a platform validates a request before that, and knows only how long the words are as text. Upstream's limit
-    of their tokens, VLLM_MAX_BAD_WORDS_TOTAL_TOKENS, is one of its own model runner's.
-    Remove when: upstream validates requests on the platform after `update_from_tokenizer`, or applies that limit in it.
+    At that point vLLM has added the model's end tokens and tokenized the bad words.
+    Reason: a platform validates a request before that, and knows only the length of the words as text. Upstream's limit
+    on their tokens, VLLM_MAX_BAD_WORDS_TOTAL_TOKENS, applies only to its own model runner.
+    Remove when: upstream validates requests on the platform after `update_from_tokenizer`, or applies that limit there.
     """
     from vllm.exceptions import VLLMValidationError
     from vllm.sampling_params import SamplingParams
@@ -183,9 +182,9 @@ def refuse_tokenized_params(find_fault: Callable[[SamplingParams], str | None]) 
 def refuse_params_before_verification(find_fault: Callable[[SamplingParams], str | None]) -> None:
     """Refuse sampling parameters in which `find_fault` finds a fault before vLLM verifies them.
 
-    Reason: upstream's `SamplingParams.verify` compiles a request's regex or grammar, whatever its size, before it asks
-    the platform whether the request is valid. A regex of 75,000 words is answered with a server error.
-    Remove when: upstream asks the platform first, or bounds the size of a constraint.
+    Reason: upstream's `SamplingParams.verify` compiles a request's regex or grammar of any size before it asks the
+    platform whether the request is valid. A regex of 75,000 words causes a server error.
+    Remove when: upstream asks the platform first, or limits the size of a constraint.
     """
     from vllm.exceptions import VLLMValidationError
     from vllm.sampling_params import SamplingParams
@@ -203,7 +202,7 @@ def refuse_streamed_inputs(original: Callable[..., Any], *args: Any, **named: An
     """Refuse requests whose input arrives turn by turn (`AsyncLLM.generate` with a stream of inputs).
 
     Reason: upstream counts drafts after a stop token as computed, takes back tokens that a recurrent state has already
-    read, and lets waiting turns hold the rows and the memory that other requests lack.
+    read, and lets waiting turns hold rows and memory that other requests need.
     Remove when: upstream's scheduler gives a turn the same tokens with and without drafts, also after a preemption.
     """
     from vllm.exceptions import VLLMValidationError
@@ -213,7 +212,7 @@ def refuse_streamed_inputs(original: Callable[..., Any], *args: Any, **named: An
     return original(*args, **named)
 
 
-# Full scale is 1. The squares of much larger samples overflow, and what is computed of them is no number.
+# Full scale is 1. The squares of much larger samples overflow, so their states would not be finite.
 _LOUDEST = 1000.0
 
 
@@ -223,13 +222,13 @@ _LOUDEST = 1000.0
     "vllm.multimodal.media:AudioMediaIO.load_bytes",
 )
 def answer_bad_media(original: Callable[..., Any], *args: Any, **named: Any) -> Any:
-    """In a server: answer status 400 to images, video and sound that cannot be decoded.
+    """Answer status 400 to images, video and sound that cannot be decoded.
 
-    Reason: upstream answers 400 to a ValueError. Pillow raises another error for an image of more pixels than twice its
-    MAX_IMAGE_PIXELS, before upstream looks at its own limit (VLLM_MAX_IMAGE_PIXELS); libsndfile raises its own for a
-    damaged header; and of a video of one frame Qwen's loader takes every 0th: the answer is 500. Refused besides are
-    videos and sounds with nothing in them, and sounds of samples so large, or not finite, that their states would not
-    be finite.
+    Also refuse empty videos and sounds, and sounds with samples that are not finite or so large that their states would
+    not be finite.
+    Reason: upstream answers 400 only to a ValueError, and 500 otherwise. Pillow raises another error for an image with
+    more than twice its MAX_IMAGE_PIXELS, before upstream checks its own limit (VLLM_MAX_IMAGE_PIXELS). libsndfile
+    raises its own error for a damaged header. Qwen's loader divides by zero for a video with one frame.
     Remove when: `load_bytes` of `ImageMediaIO`, `VideoMediaIO` and `AudioMediaIO` raises a ValueError for these.
     """
     from PIL import Image
@@ -240,9 +239,9 @@ def answer_bad_media(original: Callable[..., Any], *args: Any, **named: Any) -> 
     except (Image.DecompressionBombError, ArithmeticError, RuntimeError) as error:
         raise ValueError(f"Failed to load media: {error}") from error
     media = getattr(loaded, "media", loaded)
-    if isinstance(media, tuple):  # frames and what is known of them, or samples and their rate
+    if isinstance(media, tuple):  # frames and their metadata, or samples and their rate
         if not len(media[0]):
-            raise ValueError("Failed to load media: there is no frame, and no sample, in it.")
+            raise ValueError("Failed to load media: it has no frames and no samples.")
         if isinstance(media[0], np.ndarray) and media[0].dtype.kind == "f" and not (abs(media[0]) <= _LOUDEST).all():
             raise ValueError(f"Failed to load media: a sound has samples beyond {_LOUDEST:.0f}, or not finite.")
     return loaded
@@ -250,17 +249,16 @@ def answer_bad_media(original: Callable[..., Any], *args: Any, **named: Any) -> 
 
 @patches("vllm.v1.engine.output_processor:RequestOutputCollector.put")
 def answer_contradictions(original: Callable[..., None], collector: Any, output: Any) -> None:
-    """In a server: answer status 400, with the reason, to a request that our scheduler ended because no token satisfies
-    all its constraints.
+    """Answer status 400, with the reason, if no token satisfies all constraints of a request.
 
-    Reason: upstream knows only after sampling that a grammar and, for example, allowed_token_ids exclude each other. It
-    ends the request with an error that has no reason, and answers 500.
-    Remove when: upstream answers 400 to a request whose structured output allows none of the tokens that its other
+    Reason: upstream finds out only after sampling that a grammar and, for example, allowed_token_ids exclude each
+    other. It ends the request with an error that has no reason, and answers 500.
+    Remove when: upstream answers 400 if a request's structured output allows none of the tokens that its other
     constraints allow.
     """
     from vllm.exceptions import VLLMValidationError
 
-    # The siblings of a sequence that ends with an error in a stream go on, and nobody would abort them.
+    # In a stream, the siblings of a sequence that ends with an error go on, and nothing would abort them.
     for one in getattr(output, "outputs", ()) if getattr(output, "finished", False) else ():
         # Otherwise a stop reason is a token or string that ended the request without an error.
         if getattr(one, "finish_reason", None) == "error" and isinstance(one.stop_reason, str):
@@ -269,17 +267,17 @@ def answer_contradictions(original: Callable[..., None], collector: Any, output:
     original(collector, output)
 
 
-# What probes and scrapers ask for. Neither a longer path, nor one with another slash, is the same.
+# Paths of probes and scrapers. A longer path, or one with another slash, is guarded.
 OPEN_PATHS = frozenset({"/health", "/ping", "/metrics"})
 
 
 @patches("vllm.entrypoints.serve.middleware.authenticate:AuthenticationMiddleware.__call__")
 def guard_every_path(original: Callable[..., Any], guard: Any, scope: Any, receive: Any, send: Any) -> Any:
-    """In a server with an API key: ask for it on every path but `OPEN_PATHS`.
+    """Require the API key, if the server has one, on every path except `OPEN_PATHS`.
 
-    Reason: upstream guards the paths that begin with /v1, /v2, /inference or /cohere. Others generate too
+    Reason: upstream guards only the paths that begin with /v1, /v2, /inference or /cohere. Others also generate
     (/invocations, /generative_scoring), read prompts (/tokenize, /pooling) or change the server (/scale_elastic_ep).
-    Remove when: `AuthenticationMiddleware` guards every path that it does not name.
+    Remove when: `AuthenticationMiddleware` guards every path that it does not list.
     """
     from starlette.datastructures import Headers
     from starlette.responses import JSONResponse
@@ -297,5 +295,7 @@ def _is_open(scope: Any) -> bool:
 
 
 def _is_preflight(scope: Any, headers: Any) -> bool:
-    """Whether the CORS middleware answers by itself: a browser sends no key with that question."""
+    """Return whether the CORS middleware answers the request by itself: a browser sends no key with a preflight
+    request.
+    """
     return scope.get("method") == "OPTIONS" and "origin" in headers and "access-control-request-method" in headers

@@ -1,4 +1,4 @@
-"""How vLLM reads checkpoints in the format of the library speculators."""
+"""How vLLM reads checkpoints in the speculators format."""
 
 from __future__ import annotations
 

@@ -1,8 +1,7 @@
-"""Layers of vLLM's models that graphs do not support, or only at a cost.
+"""Layers of vLLM's models that graphs do not support or support only at a cost.
 
-They change tensors through views, make some on the host, or compute in int64.
-
-N heads, D size of a key, A inputs of AltUp; T tokens and H hidden size as everywhere.
+They change tensors through views, create some on the host, or compute in int64. N heads, D size of a key, A inputs of
+AltUp, T tokens, H hidden size.
 """
 
 from __future__ import annotations
@@ -48,10 +47,10 @@ def join_keys_of_minicpm3(
 
 
 def add_to_states_of_gemma3n() -> None:
-    """Let Gemma 3n make new tensors of its states, and divide by numbers.
+    """Let Gemma 3n create new tensors for its states, and divide by numbers.
 
-    Reason: vLLM's layers add to the states of AltUp through views (lesson L06), and divide by tensors that they make on
-    the host, which no compiled graph may.
+    Reason: vLLM's layers add to the states of AltUp through views (lesson L06), and divide by tensors that they create
+    on the host, which a compiled graph must not do.
     Remove when: upstream's layers do neither.
     """
     from vllm.model_executor.models import gemma3n
@@ -131,11 +130,11 @@ def embed_tokens_by_layer_in_gemma3n(
     *more: Any,
     **named: Any,
 ) -> torch.Tensor:
-    """Let Gemma 3n compute the embeddings of its layers from the tokens that it gets.
+    """Let Gemma 3n compute the embeddings of its layers from its input tokens.
 
-    Reason: vLLM's text model leaves them out unless its caller has them, and generates other text then. The class of
-    published checkpoints takes no tokens at all: it reads what a call before has written through a view.
-    Remove when: upstream's models do so.
+    Reason: vLLM's text model omits them unless its caller provides them, and then generates different text. The class
+    of published checkpoints takes no tokens at all: it reads what an earlier call has written through a view.
+    Remove when: upstream's models compute them.
     """
     if per_layer_inputs is None and input_ids is not None:
         decoder, config = model.self_decoder, model.config
@@ -156,10 +155,10 @@ def take_tokens_in_gemma3n(
     inputs_embeds: torch.Tensor | None = None,
     **named: Any,
 ) -> torch.Tensor:
-    """Let the class of published checkpoints of Gemma 3n take tokens where there is text alone.
+    """Let the class of published checkpoints of Gemma 3n take tokens if the input is text alone.
 
-    Reason: as above.
-    Remove when: it does.
+    Reason: see `embed_tokens_by_layer_in_gemma3n`.
+    Remove when: that class takes tokens.
     """
     if inputs_embeds is None and intermediate_tensors is None:
         states: torch.Tensor = model.language_model(input_ids, positions, **named)
@@ -171,7 +170,7 @@ def take_tokens_in_gemma3n(
 def scale_gates_of_falcon_h1(original: Original, mlp: Any, x: torch.Tensor) -> torch.Tensor:
     """Let the MLPs of Falcon-H1 multiply their gates into a new tensor.
 
-    Reason: vLLM's multiplies half of a tensor in place, through a view (lesson L06).
+    Reason: vLLM's MLP multiplies half of a tensor in place, through a view (lesson L06).
     Remove when: `FalconH1MLP.forward` updates no view.
     """
     import torch
@@ -188,7 +187,7 @@ def add_positions_in_siglip(
 ) -> torch.Tensor:
     """Let Siglip add the positions of its patches into a new tensor.
 
-    Reason: vLLM's embeddings add them in place to what is a view of the convolution's output (lesson L06).
+    Reason: vLLM's embeddings add them in place to a view of the convolution's output (lesson L06).
     Remove when: `SiglipVisionEmbeddings.forward` updates no view.
     """
     if interpolate_pos_encoding:  # of images of other sizes, for which no graph is captured
@@ -199,11 +198,11 @@ def add_positions_in_siglip(
 
 
 def suppress_tokens_by_bias(model: Any, dtype: torch.dtype) -> None:
-    """Let a Gemma 4, or its assistant, forbid tokens by a bias that is made before the model is served.
+    """Let Gemma 4 and its assistant forbid tokens by a bias that is created before the model is served.
 
     Reason: vLLM's classes fill logits by index. They copy the indices to the device in the first step that needs them,
     which may be a captured one, and Ascend's CANN before about 8.3 reads each index on the host.
-    Remove when: their `compute_logits` neither copies indices nor fills by them.
+    Remove when: their `compute_logits` neither copies indices nor fills by index.
     """
     import torch
 
@@ -234,10 +233,9 @@ def convolve_blocks_of_dflash2(
     group_size: int,
     taps: int,
 ) -> torch.Tensor:
-    """Let DFlash2 convolve over the tokens of a block by their shape.
+    """Let DFlash2 derive a token's place in its block from the shape of the tensor.
 
-    Reason: vLLM finds a token's place in its block from int64 row numbers, by a remainder unless the block's size is a
-    power of two.
+    Reason: vLLM derives it from int64 row numbers, by a remainder unless the block size is a power of two.
     Remove when: `_grouped_conv` computes no remainder.
     """
     import torch
