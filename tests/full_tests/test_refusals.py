@@ -129,8 +129,8 @@ def test_head_for_another_size_is_refused(
 
 def test_target_without_auxiliary_states_is_refused() -> None:
     message = refusal(target("mtp"), speculative_config=head("eagle3", 3))
-    assert "MiMoForCausalLM does not return the hidden states of its layers" in message
-    assert "use another method" in message
+    assert "MiMoForCausalLM does not return the hidden states of" in message
+    assert "another method" in message
 
 
 def test_more_drafts_than_medusa_heads_are_refused() -> None:

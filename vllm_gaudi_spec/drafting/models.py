@@ -12,7 +12,7 @@ from torch import nn
 from vllm.config import replace
 
 from vllm_gaudi_spec import upstream
-from vllm_gaudi_spec.config import UnsupportedConfigError
+from vllm_gaudi_spec.config import UnsupportedConfigError, shown
 from vllm_gaudi_spec.methods import METHODS, has_model
 from vllm_gaudi_spec.model import LoadedModel
 from vllm_gaudi_spec.quantization.models import Quantization
@@ -39,7 +39,12 @@ def load_drafter(
     group = _get_drafter_group(vllm_config, target)
     try:
         if METHODS[speculation.method].reads_hidden_states:
-            return load_head(speculation.method, vllm_config, backend, target, group)
+            with upstream.list_unloaded_matrices() as unloaded:
+                head = load_head(speculation.method, vllm_config, backend, target, group)
+            own = set(head.model.modules())  # without those that the target has replaced
+            if missing := [name for name, module in unloaded if module in own]:
+                raise ValueError(f"it has no weights for {shown(missing)}, or they are not numbers")
+            return head
         quantization = Quantization.of_drafter(vllm_config, target.model)
         return LoadedModel(
             make_draft_config(vllm_config), backend, prefix="draft_model", quantization=quantization, group=group
@@ -256,17 +261,20 @@ def _replace(owner: nn.Module, name: str, module: nn.Module | None) -> None:
 
 def _output_layer_states(target: LoadedModel, head: LoadedModel, spec_config: SpeculativeConfig) -> None:
     """Make the target return the combined states of the layers that the head reads."""
+    layers = get_aux_layers(spec_config)
+    read = f"layers {shown(list(layers))}" if layers else "its layers"
     unsupported = UnsupportedConfigError(
-        f"{type(target.model).__name__} does not return the hidden states of its layers, which method "
-        f"{spec_config.method} reads; use another method in --speculative-config."
+        f"{type(target.model).__name__} does not return the hidden states of {read}, which the drafter reads; set a "
+        "drafter made for this target, or another method, in --speculative-config."
     )
     if not supports_eagle3(target.model):
         raise unsupported
-    layers = get_aux_layers(spec_config) or target.model.get_eagle3_default_aux_hidden_state_layers()
+    layers = layers or target.model.get_eagle3_default_aux_hidden_state_layers()
     target.model.set_aux_hidden_state_layers(tuple(layers))
 
     def combined(output: Any, inputs: Inputs) -> Hidden:
-        if not isinstance(output, tuple):  # a class may inherit the interface without supporting it
+        # A class may inherit the interface without supporting it, and a checkpoint may name layers that do not exist.
+        if not isinstance(output, tuple) or len(output[1]) != len(layers):
             raise unsupported
         last, layer_states = output
         with head.counting(inputs):

@@ -6,6 +6,8 @@ from typing import TYPE_CHECKING, Protocol
 
 import torch
 
+from vllm_gaudi_spec.config import UnsupportedConfigError
+
 if TYPE_CHECKING:
     import numpy as np
 
@@ -60,8 +62,14 @@ class ReducedVocabulary:
 
     def __init__(self, output_ids: torch.Tensor, vocab_size: int) -> None:
         """Index the head's logits. `output_ids` are the target's ids that they cover."""
+        ids_U = output_ids.cpu().long()
+        if not ((ids_U >= 0) & (ids_U < vocab_size)).all():
+            raise UnsupportedConfigError(
+                f"The drafter predicts token ids outside of the target's vocabulary of {vocab_size} tokens; set a "
+                "drafter made for this target in --speculative-config."
+            )
         index_V = torch.full((vocab_size,), -1, dtype=torch.int64)
-        index_V[output_ids.cpu().long()] = torch.arange(len(output_ids))
+        index_V[ids_U] = torch.arange(len(ids_U))
         self._draftable_V = (index_V >= 0).to(output_ids.device)
         self._index_V = index_V.clamp(min=0).to(output_ids.device)
 

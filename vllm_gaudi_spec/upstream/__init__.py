@@ -28,6 +28,7 @@ from vllm_gaudi_spec.upstream.loading import (
     choose_cpu_linears,
     construct_olmo_hybrid_without_triton,
     device_type_while_loading,
+    list_unloaded_matrices,
     load_convolutions_of_olmo_hybrid,
     read_weights,
     refuse_pickled_weights,

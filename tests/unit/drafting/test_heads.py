@@ -205,6 +205,12 @@ def test_head_with_reduced_vocabulary_drafts_only_its_tokens() -> None:
     assert torch.equal(translation.to_drafter(output_ids), output_ids)
 
 
+@pytest.mark.parametrize("wrong", [-1, 8])
+def test_reduced_vocabulary_outside_of_the_target_is_refused(wrong: int) -> None:
+    with pytest.raises(UnsupportedConfigError, match="outside of the target's vocabulary"):
+        ReducedVocabulary(torch.tensor([2, wrong, 6]), 8)
+
+
 # --- what is the target's ---
 
 

@@ -12,6 +12,7 @@ from typing import Any
 import pytest
 import torch
 from safetensors.torch import save_file
+from torch import nn
 from vllm.config import LoadConfig
 from vllm.model_executor.model_loader.default_loader import DefaultModelLoader
 
@@ -126,6 +127,31 @@ def test_upstream_still_falls_back_to_pickles(tmp_path: Path) -> None:
     upstreams = inspect.unwrap(DefaultModelLoader._prepare_weights)
     found = upstreams(DefaultModelLoader(LoadConfig()), str(tmp_path), None, None, True, None)
     assert found[1:3] == ([str(tmp_path / "pytorch_model.bin")], False)
+
+
+class Head(nn.Module):
+    """A head whose class, like those of most heads, does not say which weights it loaded."""
+
+    def __init__(self, unloaded: tuple[str, ...]) -> None:
+        super().__init__()
+        self.first, self.second, self.norm = nn.Linear(8, 8), nn.Linear(8, 64), nn.LayerNorm(8)
+        self._unloaded = unloaded
+
+    def load_weights(self, weights: Any) -> None:
+        for name, parameter in self.named_parameters():
+            if name not in self._unloaded:
+                parameter.data.copy_(torch.ones_like(parameter))
+
+
+@pytest.mark.parametrize("unloaded", [(), ("second.weight",), ("first.weight", "norm.weight")])
+def test_matrices_without_weights_are_listed(unloaded: tuple[str, ...], monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(DefaultModelLoader, "load_weights", lambda loader, model, model_config: model.load_weights(()))
+    head = Head(unloaded)
+    with upstream.list_unloaded_matrices() as found:
+        DefaultModelLoader(LoadConfig()).load_weights(head, None)  # type: ignore[arg-type]
+    matrices = [name for name in unloaded if name != "norm.weight"]
+    assert found == [(name, head.get_submodule(name.removesuffix(".weight"))) for name in matrices]
+    assert all(parameter.isfinite().all() for name, parameter in head.named_parameters() if name not in matrices)
 
 
 def test_models_still_choose_a_device_themselves() -> None:
