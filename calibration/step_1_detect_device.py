@@ -10,7 +10,7 @@ from pathlib import Path
 from fp8_calibration.folder import Folder, run_step, write_json
 from fp8_calibration.scales import CARDS
 from vllm_gaudi_spec.config import GAUDI2
-from vllm_gaudi_spec.devices import describe_device, load_backend
+from vllm_gaudi_spec.device_table import describe_device, load_backend
 from vllm_gaudi_spec.tools.io.command_line import Parser, add_shared
 
 

@@ -32,7 +32,7 @@ from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
-from vllm_gaudi_spec import devices
+from vllm_gaudi_spec import device_table
 from vllm_gaudi_spec.environment import gaudi_has_lazy_mode
 
 ROOT = Path(__file__).resolve().parents[1]
@@ -76,7 +76,7 @@ DEVICES = {
             emulated="hpu-emulated",
             packages=("habana-torch-plugin",),
             tool=("hl-smi", "-Q", "name,driver_version", "-f", "csv,noheader"),
-            is_available=lambda: devices.has_card("hpu"),
+            is_available=lambda: device_table.has_card("hpu"),
         ),
         Device(
             name="ascend",
@@ -86,7 +86,7 @@ DEVICES = {
             emulated="ascend-emulated",
             packages=("torch-npu",),
             tool=("npu-smi", "-v"),
-            is_available=lambda: devices.has_card("ascend"),
+            is_available=lambda: device_table.has_card("ascend"),
         ),
     )
 }
@@ -247,7 +247,7 @@ def number(value: float | None) -> str:
 
 def environment(device: str) -> dict[str, str]:
     """In one mode on the card and on the emulated one: the user's, else that of the card's torch."""
-    lazy = not devices.has_card("hpu") or gaudi_has_lazy_mode()
+    lazy = not device_table.has_card("hpu") or gaudi_has_lazy_mode()
     found = {"PT_HPU_LAZY_MODE": str(int(lazy)), **os.environ, "VGS_DEVICE": device}
     if device.endswith("-emulated"):  # on a card's machine torch would open the card
         found["TORCH_DEVICE_BACKEND_AUTOLOAD"] = "0"

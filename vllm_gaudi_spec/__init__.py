@@ -10,7 +10,7 @@ __version__ = "0.1.0"
 def platform_plugin() -> str | None:
     """Return the platform class, or None to leave the choice to vLLM. Entry point `vllm.platform_plugins`."""
     from vllm_gaudi_spec import upstream, versions
-    from vllm_gaudi_spec.devices import (
+    from vllm_gaudi_spec.device_table import (
         REFUSING_PLATFORM,
         choose_device,
         is_requested,

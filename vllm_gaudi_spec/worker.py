@@ -16,7 +16,7 @@ from vllm.config import set_current_vllm_config
 from vllm.logger import init_logger
 
 from vllm_gaudi_spec.config import FP8_KV, UnsupportedConfigError
-from vllm_gaudi_spec.devices import load_backend
+from vllm_gaudi_spec.device_table import load_backend
 from vllm_gaudi_spec.devices.common.group_check import check_groups
 from vllm_gaudi_spec.drafting.memory import NO_ROOM_FOR_KV
 from vllm_gaudi_spec.environment import SELF_TEST, name_process_group

@@ -31,10 +31,11 @@ OPENING = ("Stream", "Event", "mem_get_info", "synchronize", "current_stream", "
 def front_end() -> FrontEnd:
     from vllm.platforms import current_platform
 
-    from vllm_gaudi_spec import devices
+    from vllm_gaudi_spec import device_table
 
     # The device's software, or what stands in for it, comes with the module.
-    importlib.import_module(devices.DEVICES[devices.choose_device() or "cpu"].backend)
+    chosen = device_table.DEVICES[device_table.choose_device() or "cpu"]
+    importlib.import_module(f"vllm_gaudi_spec.devices.{chosen.backend}")
     device, called = getattr(torch, current_platform.device_type), []
     opened = hasattr(device, "is_initialized") and device.is_initialized()
     assert current_platform.device_type == "cpu" or not opened, "tests before these opened the card: run these alone"
@@ -42,7 +43,7 @@ def front_end() -> FrontEnd:
         for name in OPENING:
             if hasattr(device, name):
                 patch.setattr(device, name, _noted(name, getattr(device, name), called))
-        backend = devices.load_backend()
+        backend = device_table.load_backend()
         current_platform.import_ir_kernels()
         name, total_memory = current_platform.get_device_name(), current_platform.get_device_total_memory()
     return FrontEnd(backend, name, total_memory, called, backend.traits.captures and device.is_initialized())

@@ -106,7 +106,7 @@ engine = Engine()  # vLLM's, in the caller's process: Python ends it after what 
 weakref.finalize(engine, lambda: (parallel_state.destroy_model_parallel(), print("vLLM")))
 
 from vllm_gaudi_spec import worker
-from vllm_gaudi_spec.devices import load_backend
+from vllm_gaudi_spec.device_table import load_backend
 
 load_backend()
 torch.npu.set_device(0)
@@ -147,7 +147,7 @@ def groups_of_a_worker(rank: int, size: int) -> list[str]:
     from vllm.config import VllmConfig, set_current_vllm_config
     from vllm.distributed import parallel_state
 
-    from vllm_gaudi_spec.devices import load_backend
+    from vllm_gaudi_spec.device_table import load_backend
     from vllm_gaudi_spec.devices.common.group_check import check_groups
     from vllm_gaudi_spec.self_test.ranks import check_collectives
     from vllm_gaudi_spec.self_test.subject import Subject

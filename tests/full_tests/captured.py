@@ -8,7 +8,7 @@ from vllm import LLM, SamplingParams
 from tests.full_tests.engines import generate
 from tests.full_tests.equality import Tally
 from tests.full_tests.workload import Answer, Request, run_together
-from vllm_gaudi_spec.devices import load_backend
+from vllm_gaudi_spec.device_table import load_backend
 
 
 class Reference:

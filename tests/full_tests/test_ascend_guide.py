@@ -20,7 +20,7 @@ from tests.full_tests.heads import head, target, with_four_heads
 from tests.full_tests.speculation import accepted, ngram, speculating
 from tests.full_tests.test_refusals import refusal
 from tests.full_tests.workload import Answer, differences, mixed_requests, run_together
-from vllm_gaudi_spec.devices import describe_device
+from vllm_gaudi_spec.device_table import describe_device
 
 pytestmark = pytest.mark.ascend
 

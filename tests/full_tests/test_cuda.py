@@ -23,7 +23,7 @@ from tests.full_tests.speculation import METHODS, accepted, ngram, record_drafts
 from tests.full_tests.test_block_drafters import TARGET, check_drafts_on_card
 from tests.full_tests.test_mtp import check_every_draft
 from tests.full_tests.workload import Request, mixed_requests, run_together
-from vllm_gaudi_spec.devices import describe_device
+from vllm_gaudi_spec.device_table import describe_device
 
 pytestmark = pytest.mark.cuda
 

@@ -19,7 +19,7 @@ from tests.full_tests.heads import METHODS, head, target
 from tests.full_tests.ranks import ranks_agree
 from tests.full_tests.speculation import accepted, ngram, speculating, suffix
 from tests.full_tests.workload import Request, mixed_requests, run_together
-from vllm_gaudi_spec.devices import describe_device, load_backend
+from vllm_gaudi_spec.device_table import describe_device, load_backend
 from vllm_gaudi_spec.environment import gaudi_is_lazy
 from vllm_gaudi_spec.scheduling.adaptive import StepTimes
 from vllm_gaudi_spec.self_test import run

@@ -19,7 +19,7 @@ from tests.full_tests.speculation import ngram, suffix
 from tests.full_tests.tiny_models import VOCAB
 from vllm_gaudi_spec import worker
 from vllm_gaudi_spec.config import UnsupportedConfigError
-from vllm_gaudi_spec.devices import choose_device, load_backend
+from vllm_gaudi_spec.device_table import choose_device, load_backend
 from vllm_gaudi_spec.graphs import DRAFTERS_READS, DRAFTS
 from vllm_gaudi_spec.runner import profile
 from vllm_gaudi_spec.runner.model_runner import ModelRunner

@@ -61,7 +61,7 @@ def generate(job: dict[str, Any], ours: bool, result: dict[str, Any]) -> None:
 
     canaries = Canaries()
     if ours:
-        from vllm_gaudi_spec.devices import load_backend
+        from vllm_gaudi_spec.device_table import load_backend
 
         backend = load_backend()
         backend.memory.allocate_kv = canaries.watching(backend.memory.allocate_kv)

@@ -28,9 +28,9 @@ from vllm.v1.serial_utils import MsgpackEncoder
 
 from tests.full_tests.tiny_models import common
 from tests.support.releases import only_0_32
-from vllm_gaudi_spec import config, devices, environment, refusals, upstream
+from vllm_gaudi_spec import config, device_table, environment, refusals, upstream
 from vllm_gaudi_spec.config import Options, Speculation, UnsupportedConfigError, get_target_config
-from vllm_gaudi_spec.devices import load_backend
+from vllm_gaudi_spec.device_table import load_backend
 from vllm_gaudi_spec.devices.ascend import compared as ascend
 from vllm_gaudi_spec.devices.base import DeviceTraits
 from vllm_gaudi_spec.devices.hpu import compared as hpu
@@ -185,18 +185,18 @@ def test_stays_inactive_beside_another_platform_plugin(monkeypatch: pytest.Monke
 
     monkeypatch.delenv("VGS_DEVICE", raising=False)
     monkeypatch.delenv("VLLM_PLUGINS", raising=False)
-    monkeypatch.setattr(devices, "entry_points", lambda group: [Plugin])
-    devices.other_platform_plugins.cache_clear()
+    monkeypatch.setattr(device_table, "entry_points", lambda group: [Plugin])
+    device_table.other_platform_plugins.cache_clear()
     try:
-        assert devices.choose_device() is None
+        assert device_table.choose_device() is None
         monkeypatch.setenv("VGS_DEVICE", "cpu")
-        assert devices.choose_device() == "cpu"
+        assert device_table.choose_device() == "cpu"
         monkeypatch.delenv("VGS_DEVICE")
         monkeypatch.setenv("VLLM_PLUGINS", "gaudi_spec")
-        devices.other_platform_plugins.cache_clear()
-        assert devices.choose_device() == "cpu"
+        device_table.other_platform_plugins.cache_clear()
+        assert device_table.choose_device() == "cpu"
     finally:
-        devices.other_platform_plugins.cache_clear()
+        device_table.other_platform_plugins.cache_clear()
 
 
 TARGET_MAX_LEN = 512

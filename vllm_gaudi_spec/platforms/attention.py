@@ -8,7 +8,7 @@ import torch
 
 from vllm_gaudi_spec.attention.backend import RectangleAttentionImpl
 from vllm_gaudi_spec.config import FP8_KV
-from vllm_gaudi_spec.devices import load_backend
+from vllm_gaudi_spec.device_table import load_backend
 from vllm_gaudi_spec.upstream.attention_backend import AttentionBackend, AttentionMetadataBuilder, MultipleOf
 from vllm_gaudi_spec.upstream.kv_cache import KVCacheLayout
 

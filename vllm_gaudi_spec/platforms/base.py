@@ -18,7 +18,7 @@ from vllm_gaudi_spec.config import (
     UnsupportedConfigError,
     get_target_config,
 )
-from vllm_gaudi_spec.devices import load_backend, refuse_unknown_device
+from vllm_gaudi_spec.device_table import load_backend, refuse_unknown_device
 from vllm_gaudi_spec.environment import DEVICE, choose_start_method
 from vllm_gaudi_spec.methods import NGRAM, NGRAM_GPU
 from vllm_gaudi_spec.quantization.dequantized import choose_kernels, read_weights, use_device

@@ -23,7 +23,7 @@ from vllm.logger import init_logger
 
 from vllm_gaudi_spec import metrics
 from vllm_gaudi_spec.config import ADDITIONAL_CONFIG_KEY, REQUEST_OPTION, Speculation
-from vllm_gaudi_spec.devices import describe_device
+from vllm_gaudi_spec.device_table import describe_device
 from vllm_gaudi_spec.environment import cache_folder, cached_files
 from vllm_gaudi_spec.versions import installed, installed_vllm
 

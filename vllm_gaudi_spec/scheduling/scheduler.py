@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any
 
 from vllm_gaudi_spec import metrics
 from vllm_gaudi_spec.config import Options, Speculation
-from vllm_gaudi_spec.devices import load_backend
+from vllm_gaudi_spec.device_table import load_backend
 from vllm_gaudi_spec.metrics import StepMetrics
 from vllm_gaudi_spec.outputs import AdaptiveStep, CountedOutput, SpecSchedulerOutput, SpeculativeOutput
 from vllm_gaudi_spec.records import NoDraftReason

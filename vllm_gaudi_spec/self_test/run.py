@@ -10,7 +10,7 @@ import torch
 
 from vllm_gaudi_spec import environment
 from vllm_gaudi_spec.config import in_one_line
-from vllm_gaudi_spec.devices import load_backend
+from vllm_gaudi_spec.device_table import load_backend
 from vllm_gaudi_spec.self_test import attention, graphs, memory, noise, ranks, sampling
 from vllm_gaudi_spec.self_test.result import (
     ASYNC_SCHEDULING,

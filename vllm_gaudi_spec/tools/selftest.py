@@ -78,7 +78,7 @@ def check_device(dtype: str) -> Result:
     import torch
     from vllm.platforms import current_platform
 
-    from vllm_gaudi_spec.devices import load_backend, refuse_unknown_device
+    from vllm_gaudi_spec.device_table import load_backend, refuse_unknown_device
     from vllm_gaudi_spec.platforms.base import is_active
     from vllm_gaudi_spec.self_test.run import self_test
 

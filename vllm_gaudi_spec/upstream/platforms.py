@@ -1,7 +1,7 @@
 """vLLM's CPU platform, from which ours derives, and the helper functions that platforms use.
 
 Imported while vLLM itself is half imported, so it takes from modules that import no platform. Breaks when upstream
-changes the hooks that `platforms/cpu.py` overrides, or moves a helper: it reorganizes `vllm.utils` often.
+changes the hooks that `devices/cpu/platform.py` overrides, or moves a helper: it reorganizes `vllm.utils` often.
 """
 
 from __future__ import annotations

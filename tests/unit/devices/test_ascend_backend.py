@@ -16,7 +16,7 @@ import torch
 
 from tests.support.attention_layers import layer
 from tests.unit.test_config import backend_of, engine_config, here
-from vllm_gaudi_spec import devices, refusals
+from vllm_gaudi_spec import device_table, refusals
 from vllm_gaudi_spec.attention.metadata import AttentionCall, Spans
 from vllm_gaudi_spec.config import UnsupportedConfigError
 from vllm_gaudi_spec.devices.ascend import attention as ascend_attention
@@ -34,14 +34,14 @@ from vllm_gaudi_spec.devices.common.stream_device import Graphed
 def host(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Iterator[Path]:
     """A folder in place of /dev, on a host that has all software and no other plugin."""
     monkeypatch.delenv("VGS_DEVICE", raising=False)
-    monkeypatch.setattr(devices, "other_platform_plugins", tuple)
-    monkeypatch.setattr(devices, "find_spec", lambda name: object())
+    monkeypatch.setattr(device_table, "other_platform_plugins", tuple)
+    monkeypatch.setattr(device_table, "find_spec", lambda name: object())
     for name, pattern in (("hpu", "accel[0-9]*"), ("ascend", "davinci[0-9]*")):
-        device = devices.DEVICES[name]._replace(nodes=((str(tmp_path), pattern),))
-        monkeypatch.setitem(devices.DEVICES, name, device)
-    devices.has_card.cache_clear()
+        device = device_table.DEVICES[name]._replace(nodes=((str(tmp_path), pattern),))
+        monkeypatch.setitem(device_table.DEVICES, name, device)
+    device_table.has_card.cache_clear()
     yield tmp_path
-    devices.has_card.cache_clear()
+    device_table.has_card.cache_clear()
 
 
 @pytest.mark.parametrize(
@@ -56,14 +56,14 @@ def host(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Iterator[Path]:
 def test_npu_is_chosen_when_a_card_is_present(nodes: tuple[str, ...], chosen: str, host: Path) -> None:
     for name in nodes:
         (host / name).touch()
-    assert devices.choose_device() == chosen
+    assert device_table.choose_device() == chosen
 
 
 def test_rank_selects_its_card(monkeypatch: pytest.MonkeyPatch) -> None:
     """A rank takes one of the cards that vLLM assigned to the engine on this machine, as numbered in this process."""
     from vllm.platforms import interface
 
-    from vllm_gaudi_spec.platforms.ascend import AscendSpecPlatform
+    from vllm_gaudi_spec.devices.ascend.platform import AscendSpecPlatform
 
     visible = AscendSpecPlatform.device_control_env_var
     monkeypatch.setattr(interface, "_assigned_physical_gpu_ids", None)
@@ -124,7 +124,7 @@ def test_npu_v01_torch_npu_for_another_torch_is_refused(version: str, torch_vers
 def test_npu_g13_collectives_on_vector_cores_are_refused(
     ranks: int, mode: str, refused: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    from vllm_gaudi_spec.platforms import ascend as platform
+    from vllm_gaudi_spec.devices.ascend import platform
 
     monkeypatch.setenv("HCCL_OP_EXPANSION_MODE", mode)
     monkeypatch.setattr(platform.CapturingPlatform, "check_and_update_config", lambda config: None)
@@ -150,7 +150,7 @@ def test_npu_g13_collectives_on_vector_cores_are_refused(
 def test_npu_s14_cards_without_fused_attention_are_refused(
     name: str, number: int, served: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    from vllm_gaudi_spec.platforms.ascend import AscendSpecPlatform
+    from vllm_gaudi_spec.devices.ascend.platform import AscendSpecPlatform
 
     chosen: list[torch.device] = []
     npu = SimpleNamespace(get_soc_version=lambda: number, get_device_name=lambda: name, set_device=chosen.append)

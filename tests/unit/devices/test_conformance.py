@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 from tests.support.processes import run_tests
-from vllm_gaudi_spec.devices import DEVICES
+from vllm_gaudi_spec.device_table import DEVICES
 
 ON_HOST = [name for name, device in DEVICES.items() if device.computes_on_host]
 

@@ -12,7 +12,7 @@ from tests.support.reference.attention import attend_row
 from vllm_gaudi_spec.attention import torch_ops
 from vllm_gaudi_spec.attention.backend import RectangleAttentionImpl
 from vllm_gaudi_spec.attention.metadata import AttentionCall, AttentionLayerSpec, Packed, SpanRows, Spans
-from vllm_gaudi_spec.devices import load_backend
+from vllm_gaudi_spec.device_table import load_backend
 from vllm_gaudi_spec.devices.cpu.backend import make_backend
 
 HEADS, KV_HEADS, SIZE, BLOCK = 4, 2, 64, 32

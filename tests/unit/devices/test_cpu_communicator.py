@@ -12,7 +12,7 @@ import torch
 import torch.distributed as dist
 
 from vllm_gaudi_spec import environment
-from vllm_gaudi_spec.devices import load_backend
+from vllm_gaudi_spec.device_table import load_backend
 from vllm_gaudi_spec.devices.cpu.communicator import CpuSpecCommunicator
 
 SIZE = 1000

@@ -9,7 +9,7 @@ import pytest
 import torch
 
 from vllm_gaudi_spec.config import UnsupportedConfigError
-from vllm_gaudi_spec.platforms import hpu
+from vllm_gaudi_spec.devices.hpu import platform as hpu
 
 
 @pytest.fixture

@@ -9,7 +9,7 @@ from types import SimpleNamespace
 import pytest
 import torch
 
-from vllm_gaudi_spec import devices
+from vllm_gaudi_spec import device_table
 from vllm_gaudi_spec.config import UnsupportedConfigError
 from vllm_gaudi_spec.devices.common.stream_device import Captures
 
@@ -36,7 +36,7 @@ def test_garbage_collector_is_paused_during_capture() -> None:
 def test_cuda_is_never_chosen_by_default(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.delenv("VGS_DEVICE", raising=False)
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
-    assert devices.choose_device() != "cuda"
+    assert device_table.choose_device() != "cuda"
 
 
 def test_refusal_without_a_gpu_names_the_remedy(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -48,7 +48,7 @@ def test_refusal_without_a_gpu_names_the_remedy(monkeypatch: pytest.MonkeyPatch)
 
 
 def test_more_gpus_than_present_are_refused(monkeypatch: pytest.MonkeyPatch) -> None:
-    from vllm_gaudi_spec.platforms.cuda import CudaSpecPlatform
+    from vllm_gaudi_spec.devices.cuda.platform import CudaSpecPlatform
 
     monkeypatch.setattr(torch.cuda, "device_count", lambda: 1)
     two = SimpleNamespace(parallel_config=SimpleNamespace(local_world_size=2, data_parallel_size=1))

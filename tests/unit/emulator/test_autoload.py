@@ -21,7 +21,7 @@ try:
     torch.accelerator.empty_cache()
 except RuntimeError as error:
     print(error)
-from vllm_gaudi_spec.devices import load_backend
+from vllm_gaudi_spec.device_table import load_backend
 
 print(load_backend().traits.mode, os.environ["PT_HPU_LAZY_MODE"])
 from vllm_gaudi_spec.devices.hpu.emulated import make_backend

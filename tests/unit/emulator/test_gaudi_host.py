@@ -11,33 +11,33 @@ from typing import Any
 
 import pytest
 
-from vllm_gaudi_spec import config, devices, environment
+from vllm_gaudi_spec import config, device_table, environment
 from vllm_gaudi_spec.devices.hpu import backend
 
 
 @pytest.fixture(autouse=True)
 def asked_anew() -> Iterator[None]:
-    devices.has_card.cache_clear()
+    device_table.has_card.cache_clear()
     yield
-    devices.has_card.cache_clear()
+    device_table.has_card.cache_clear()
 
 
 @pytest.fixture
 def software(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(devices, "find_spec", lambda name: object())
+    monkeypatch.setattr(device_table, "find_spec", lambda name: object())
 
 
 def nodes(monkeypatch: pytest.MonkeyPatch, folder: Path, *names: str) -> None:
     for name in names:
         (folder / name).touch()
     nodes = (str(folder), "accel[0-9]*"), (str(folder), "hl[0-9]*")
-    monkeypatch.setitem(devices.DEVICES, "hpu", devices.DEVICES["hpu"]._replace(nodes=nodes))
+    monkeypatch.setitem(device_table.DEVICES, "hpu", device_table.DEVICES["hpu"]._replace(nodes=nodes))
 
 
 def test_a_card_without_its_software_is_none(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     nodes(monkeypatch, tmp_path, "accel0")
-    monkeypatch.setattr(devices, "find_spec", lambda name: None)  # this process may have the emulated one
-    assert not devices.has_card("hpu")
+    monkeypatch.setattr(device_table, "find_spec", lambda name: None)  # this process may have the emulated one
+    assert not device_table.has_card("hpu")
 
 
 def without_defaults(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -8,7 +8,7 @@ import pytest
 
 from vllm_gaudi_spec import environment
 from vllm_gaudi_spec.config import UnsupportedConfigError
-from vllm_gaudi_spec.platforms import hpu
+from vllm_gaudi_spec.devices.hpu import platform as hpu
 
 
 @pytest.fixture(autouse=True)

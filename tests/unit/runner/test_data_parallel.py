@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 
 from tests.unit.test_config import engine_config
 from vllm_gaudi_spec.config import Options
-from vllm_gaudi_spec.devices import load_backend
+from vllm_gaudi_spec.device_table import load_backend
 from vllm_gaudi_spec.records import DECODE, Planned, Request
 from vllm_gaudi_spec.runner.extensions import data_parallel
 from vllm_gaudi_spec.runner.extensions.data_parallel import DataParallelLockstep, Rectangle, merge_plans

@@ -14,7 +14,7 @@ from torch.overrides import TorchFunctionMode
 from tests.support.cards import CardAttention, CardGraphs, CardMemory, Ranks, ThreadGroup, make_card
 from vllm_gaudi_spec.attention import torch_ops
 from vllm_gaudi_spec.attention.metadata import AttentionCall
-from vllm_gaudi_spec.devices import load_backend
+from vllm_gaudi_spec.device_table import load_backend
 from vllm_gaudi_spec.devices.base import DeviceBackend
 from vllm_gaudi_spec.devices.cpu.backend import CpuWeights
 from vllm_gaudi_spec.quantization.fp8 import HostArithmetic

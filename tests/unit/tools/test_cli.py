@@ -12,7 +12,7 @@ from pathlib import Path
 import pytest
 
 from tests.support.processes import ROOT
-from vllm_gaudi_spec import devices, versions
+from vllm_gaudi_spec import device_table, versions
 from vllm_gaudi_spec.tools import cli, demo
 from vllm_gaudi_spec.tools.io import output
 
@@ -106,7 +106,7 @@ def test_commands_report_missing_packages_with_the_standard_library_alone(tmp_pa
 def test_wrong_options_end_with_status_2(
     words: list[str], monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    monkeypatch.setattr(devices, "find_spec", lambda name: None if name == "habana_frameworks" else object())
+    monkeypatch.setattr(device_table, "find_spec", lambda name: None if name == "habana_frameworks" else object())
     assert run(*words) == 2
     error = capsys.readouterr().err
     assert not words or error.startswith("gaudi-spec")

@@ -14,7 +14,7 @@ from typing import Any
 import pytest
 
 from tests.support.processes import ROOT, forget_bridge
-from vllm_gaudi_spec import devices
+from vllm_gaudi_spec import device_table
 from vllm_gaudi_spec.environment import VARIABLES
 from vllm_gaudi_spec.tools import cli
 from vllm_gaudi_spec.tools.doctor import machine, pair, probe, settings
@@ -28,7 +28,7 @@ def _plain_environment(monkeypatch: pytest.MonkeyPatch) -> None:
         if not variable.name.startswith(("OMP_", "LD_", "KMP_", "HF_", "XDG_")):
             monkeypatch.delenv(variable.name, raising=False)
     forget_bridge(monkeypatch)
-    devices.other_platform_plugins.cache_clear()
+    device_table.other_platform_plugins.cache_clear()
 
 
 @pytest.fixture
@@ -108,7 +108,7 @@ def test_this_machine_and_a_pair_of_models(capsys: pytest.CaptureFixture[str]) -
     assert found["conclusion"].startswith("fine")
     assert any(severity == "ok" and text.startswith("cpu: no Gaudi and no ") for severity, text in of(found, "device"))
     assert ("ok", "cpu, mode eager") in of(found, "device")
-    assert of(found, "platform") == [("ok", "vllm_gaudi_spec.platforms.cpu.CpuSpecPlatform")]
+    assert of(found, "platform") == [("ok", "vllm_gaudi_spec.devices.cpu.platform.CpuSpecPlatform")]
     assert of(found, "models") == [("ok", "LlamaForCausalLM in float32, with universal_draft, k = 4, is accepted")]
     assert "tokens in common" in of(found, "vocabulary")[0][1]
     (memory,) = of(found, "memory")
@@ -215,7 +215,7 @@ def test_a_conflicting_plugin(
     for name, value in environment.items():
         monkeypatch.setenv(name, value)
     status, found = here(capsys)
-    devices.other_platform_plugins.cache_clear()
+    device_table.other_platform_plugins.cache_clear()
     if words is None:
         assert status == 0, found
         return

@@ -194,7 +194,7 @@ _BESIDE_LLVMLITE = """
 import llvmlite.binding
 import vllm.platforms
 from vllm.platforms.cpu import CpuPlatform
-from vllm_gaudi_spec.platforms.cpu import CpuSpecPlatform
+from vllm_gaudi_spec.devices.cpu.platform import CpuSpecPlatform
 
 CpuSpecPlatform.register_triton_kernel_overrides()
 try:

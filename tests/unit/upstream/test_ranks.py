@@ -64,7 +64,7 @@ def test_upstreams_ray_executor_still_counts_cards() -> None:
     """Fails when it can be told the class of its workers, or asks nothing of Ray about a CPU: then these can go."""
     from vllm.v1.executor import ray_executor_v2
 
-    from vllm_gaudi_spec.platforms.ray import CpuRayExecutor, CpuRayWorker
+    from vllm_gaudi_spec.devices.cpu.ray import CpuRayExecutor, CpuRayWorker
 
     assert "ray.remote(RayWorkerProc)" in inspect.getsource(ray_executor_v2.RayExecutorV2._init_executor)
     assert "get_accelerator_ids()[device_key]" in inspect.getsource(

@@ -16,7 +16,7 @@ from packaging.version import Version
 
 from vllm_gaudi_spec import environment
 from vllm_gaudi_spec.config import UnsupportedConfigError
-from vllm_gaudi_spec.devices import choose_device
+from vllm_gaudi_spec.device_table import choose_device
 
 _OLDEST = (2, 13)
 """In earlier releases, torch.accelerator fails an assertion after the weights are loaded."""

@@ -141,7 +141,7 @@ class CpuWeights(Weights):
         return cpu_formats.missing_kernel(vllm_config, model)
 
     def prepare_model(self, model: nn.Module) -> None:
-        """Log the copies of weights, which were packed while they were loaded (platforms/cpu.py)."""
+        """Log the copies of weights, which were packed while they were loaded (devices/cpu/platform.py)."""
         cpu_linear.log_copies(model)
 
 

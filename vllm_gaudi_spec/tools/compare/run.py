@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Any, TextIO
 import psutil
 
 from vllm_gaudi_spec.config import in_one_line
-from vllm_gaudi_spec.devices import DEVICES, describe_device, refuse_unknown_device
+from vllm_gaudi_spec.device_table import DEVICES, describe_device, refuse_unknown_device
 from vllm_gaudi_spec.devices.common import host_memory
 from vllm_gaudi_spec.environment import keep_engine_in_process, keeps_engine_in_process
 from vllm_gaudi_spec.tools.compare import tasks as command_line

@@ -13,13 +13,13 @@ import subprocess
 from collections.abc import Iterator
 from pathlib import Path
 
-from vllm_gaudi_spec import devices, versions
+from vllm_gaudi_spec import device_table, versions
 from vllm_gaudi_spec.environment import DEVICE
 from vllm_gaudi_spec.tools.doctor.findings import Finding, note, ok, problem, warning
 
 _SECONDS = 20
 # The devices whose drivers show cards.
-_CARDS = {name: device.title for name, device in devices.DEVICES.items() if device.nodes}
+_CARDS = {name: device.title for name, device in device_table.DEVICES.items() if device.nodes}
 # Each tool's arguments, and the driver's version in its output. hl-smi also prints the version of the network's driver,
 # and npu-smi its own version.
 _TOOLS = {
@@ -33,29 +33,29 @@ def check_devices() -> Iterator[Finding]:
     requested = DEVICE.value
     if requested is not None:
         yield _check_requested_device(requested)
-    elif others := devices.other_platform_plugins():
+    elif others := device_table.other_platform_plugins():
         yield note("device", f"left to the platform plugin {', '.join(others)}, since VGS_DEVICE is not set")
-    elif (device := devices.choose_device()) in _CARDS:
-        software = devices.DEVICES[device].software
-        yield ok("device", f"{device}: {_count(devices.cards(device))}, and {software} is installed")
+    elif (device := device_table.choose_device()) in _CARDS:
+        software = device_table.DEVICES[device].software
+        yield ok("device", f"{device}: {_count(device_table.cards(device))}, and {software} is installed")
     else:
         no_cards = " and ".join(f"no {title}" for title in _CARDS.values())
         yield ok("device", f"cpu: {no_cards} can be used here, and VGS_DEVICE is not set")
     for device, name in _CARDS.items():
-        if (found := devices.cards(device)) and (missing := devices.missing_software(device)):
+        if (found := device_table.cards(device)) and (missing := device_table.missing_software(device)):
             text = f"there is a {name} ({_count(found)}), which is not used because {missing} is not installed"
             yield warning("device", text, f"use the vendor's image, which has {missing}")
 
 
 def _check_requested_device(device: str) -> Finding:
     emulated = f"VGS_DEVICE={device}-emulated"
-    if device not in devices.DEVICES:
-        names = ", ".join(devices.DEVICES)
+    if device not in device_table.DEVICES:
+        names = ", ".join(device_table.DEVICES)
         return problem("device", f"VGS_DEVICE={device} is not available", f"use one of {names}")
-    if (software := devices.missing_software(device)) is not None:
+    if (software := device_table.missing_software(device)) is not None:
         text = f"VGS_DEVICE={device} needs {software}, which is not installed"
         return problem("device", text, f"use the vendor's image, which has it, or {emulated} without a card")
-    if device in _CARDS and not devices.cards(device):
+    if device in _CARDS and not device_table.cards(device):
         text = f"VGS_DEVICE={device}, but no driver shows a {_CARDS[device]} here"
         return problem("device", text, f"give the container its devices, load the driver, or use {emulated}")
     return ok("device", f"{device}, set by VGS_DEVICE")
@@ -127,7 +127,7 @@ _QUEUE_MIB = 240
 
 def check_host(root: Path = Path("/")) -> Iterator[Finding]:
     """Check the host, if a driver shows a Gaudi."""
-    if cards := [Path(card) for card in devices.cards("hpu", root)]:
+    if cards := [Path(card) for card in device_table.cards("hpu", root)]:
         yield _check_rights(cards)
         yield from _find_holders(cards, root)
         yield _check_huge_pages(root)

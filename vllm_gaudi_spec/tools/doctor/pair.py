@@ -21,7 +21,7 @@ from vllm_gaudi_spec.config import (
     UnsupportedConfigError,
     in_one_line,
 )
-from vllm_gaudi_spec.devices import DEVICES, load_backend
+from vllm_gaudi_spec.device_table import DEVICES, load_backend
 from vllm_gaudi_spec.devices.common import host_memory
 from vllm_gaudi_spec.drafting.memory import NO_ROOM_FOR_KV, KVBlock, compute_drafting_bytes
 from vllm_gaudi_spec.drafting.universal.pairs import Pair, require_same_vocabulary

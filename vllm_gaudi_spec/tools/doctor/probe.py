@@ -99,7 +99,7 @@ def _check_pair(options: dict[str, Any] | None) -> Iterator[Finding]:
 
 def _check_device(options: dict[str, Any] | None) -> Iterator[Finding]:
     if _is_served():
-        from vllm_gaudi_spec.devices import describe_device
+        from vllm_gaudi_spec.device_table import describe_device
 
         found = describe_device()
         yield ok("device", f"{found['device']}, mode {found['mode']}")

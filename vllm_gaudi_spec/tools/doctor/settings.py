@@ -7,8 +7,8 @@ from collections.abc import Iterator
 from importlib.metadata import EntryPoint, entry_points
 from pathlib import Path
 
-from vllm_gaudi_spec import devices, environment, versions
-from vllm_gaudi_spec.devices import choose_device
+from vllm_gaudi_spec import environment, versions
+from vllm_gaudi_spec.device_table import PLUGIN, choose_device, other_platform_plugins
 from vllm_gaudi_spec.devices.ascend.errors import has_no_room
 from vllm_gaudi_spec.integrations.vllm_ascend import versions as vllm_ascend
 from vllm_gaudi_spec.tools.doctor import cann
@@ -100,7 +100,7 @@ def serves_vllm_ascend() -> bool:
     found = versions.installed("vllm-ascend"), (versions.installed_vllm() or "").split("+")[0]
     return (
         environment.DEVICE.value is None
-        and devices.other_platform_plugins() == (_ASCEND,)
+        and other_platform_plugins() == (_ASCEND,)
         and found == (vllm_ascend.VLLM_ASCEND, vllm_ascend.VLLM)
     )
 
@@ -154,27 +154,25 @@ def _check_vllm() -> Finding:
 def check_plugins() -> Iterator[Finding]:
     allowed, plugins, target = environment.list_allowed_plugins(), environment.PLUGINS, environment.TARGET_DEVICE
     found = entry_points(group="vllm.platform_plugins")
-    others = [one for one in found if one.name != devices.PLUGIN and (allowed is None or one.name in allowed)]
-    if devices.PLUGIN not in found.names:
+    others = [one for one in found if one.name != PLUGIN and (allowed is None or one.name in allowed)]
+    if PLUGIN not in found.names:
         yield problem("plugin", "vLLM does not find this package, which has no entry points here", "pip install it")
-    elif allowed is not None and devices.PLUGIN not in allowed:
-        remedy = f"unset {plugins.name}, or add {devices.PLUGIN} to it"
+    elif allowed is not None and PLUGIN not in allowed:
+        remedy = f"unset {plugins.name}, or add {PLUGIN} to it"
         yield problem("plugin", f"{plugins.name}={plugins.value or ''!r} leaves this platform out", remedy)
     elif target.value == "cpu":
         yield problem("plugin", f"{target.name}=cpu makes vLLM use its own CPU platform", f"unset {target.name}")
     elif others:
         yield _explain_conflict(others)
     else:
-        yield ok("plugin", f"{devices.PLUGIN} is the only platform plugin that vLLM may load")
+        yield ok("plugin", f"{PLUGIN} is the only platform plugin that vLLM may load")
     for processor in entry_points(group="vllm.logits_processors"):
         yield note("plugin", f"{_name(processor)} brings a logits processor, which is not used with speculation")
 
 
 def _explain_conflict(others: list[EntryPoint]) -> Finding:
     names, described = ",".join(plugin.name for plugin in others), " and ".join(map(_name, others))
-    remedy = (
-        f"set VLLM_PLUGINS={devices.PLUGIN} for this platform, VLLM_PLUGINS={names} for the other, or uninstall one"
-    )
+    remedy = f"set VLLM_PLUGINS={PLUGIN} for this platform, VLLM_PLUGINS={names} for the other, or uninstall one"
     if environment.DEVICE.value is not None:
         return problem("plugin", f"{described} wants to be the platform too, so vLLM will not start", remedy)
     if names == _ASCEND:

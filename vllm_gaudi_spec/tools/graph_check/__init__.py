@@ -7,7 +7,7 @@ from collections.abc import Sequence
 from typing import Any
 
 from vllm_gaudi_spec import versions
-from vllm_gaudi_spec.devices import DEVICES, missing_software
+from vllm_gaudi_spec.device_table import DEVICES, missing_software
 from vllm_gaudi_spec.environment import DEVICE, ENGINE_PROCESS, SELF_TEST, SKIP_WARMUP
 from vllm_gaudi_spec.tools.io import output
 from vllm_gaudi_spec.tools.io.command_line import add_shared, at_least, json_object, positive

@@ -86,7 +86,7 @@ def open_engine(options: argparse.Namespace) -> LLM:
     try:
         from vllm import LLM
 
-        from vllm_gaudi_spec.devices import load_backend
+        from vllm_gaudi_spec.device_table import load_backend
         from vllm_gaudi_spec.platforms.base import is_active
         from vllm_gaudi_spec.tools.demo_model import DemoModelError, demo_model_path
     except ImportError as error:
@@ -163,7 +163,7 @@ def make_sampling_params(params: dict[str, Any]) -> SamplingParams:
 
 
 def describe(llm: LLM, options: argparse.Namespace) -> dict[str, Any]:
-    from vllm_gaudi_spec.devices import describe_device
+    from vllm_gaudi_spec.device_table import describe_device
 
     config = options.speculative_config
     settings = {

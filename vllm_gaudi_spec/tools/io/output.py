@@ -218,7 +218,7 @@ def guard(command: str, work: Callable[[], int], *, verbose: bool = False) -> in
 
 
 def _explain_how_to_get(package: str) -> str:
-    from vllm_gaudi_spec.devices import EMULATOR, GET_EMULATOR, is_vendor_package
+    from vllm_gaudi_spec.device_table import EMULATOR, GET_EMULATOR, is_vendor_package
 
     if is_vendor_package(package):
         return "use the image of the card's vendor, which has it"

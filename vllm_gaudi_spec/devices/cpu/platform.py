@@ -22,7 +22,7 @@ from vllm_gaudi_spec.upstream.platforms import CpuPlatform, get_visible_memory_n
 if TYPE_CHECKING:
     from vllm.config import VllmConfig
 
-_CPU_RAY_EXECUTOR = "vllm_gaudi_spec.platforms.ray.CpuRayExecutor"
+_CPU_RAY_EXECUTOR = "vllm_gaudi_spec.devices.cpu.ray.CpuRayExecutor"
 
 
 class CpuSpecPlatform(SpecPlatform, CpuPlatform):

@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, ClassVar
 import torch
 
 from vllm_gaudi_spec.config import UnsupportedConfigError
-from vllm_gaudi_spec.devices import load_backend
+from vllm_gaudi_spec.device_table import load_backend
 from vllm_gaudi_spec.devices.ascend import device as ascend_device  # registers the device with torch
 from vllm_gaudi_spec.environment import HCCL_EXPANSION, compresses_prompt_masks, hccl_expands_on_vector_cores
 from vllm_gaudi_spec.platforms.base import CapturingPlatform

@@ -1,0 +1,187 @@
+"""Table of devices. Modules of a device, each in a folder of `devices/`, are imported only when it is chosen."""
+
+from __future__ import annotations
+
+import importlib
+import logging
+from functools import cache
+from importlib.metadata import entry_points
+from importlib.util import find_spec
+from pathlib import Path
+from typing import TYPE_CHECKING, NamedTuple
+
+from vllm_gaudi_spec import environment
+from vllm_gaudi_spec.config import UnsupportedConfigError
+
+if TYPE_CHECKING:
+    from vllm_gaudi_spec.devices.base import DeviceBackend
+
+
+PLUGIN = "gaudi_spec"
+"""The name under which vLLM knows this package."""
+_FOLDER = "vllm_gaudi_spec.devices"
+
+EMULATOR = "card_emulator"
+"""The package that emulates cards."""
+GET_EMULATOR = "install it from the folder card_emulator/ of a checkout, or from its wheel beside this project's"
+
+
+class Device(NamedTuple):
+    backend: str
+    """Module in `devices/` whose `make_backend` returns the device's backend."""
+    platform: str
+    """Module in `devices/` and platform class, through which vLLM sees the device."""
+    title: str
+    """What users call the card."""
+    software: str | None = None
+    """The package from the vendor's image without which the card cannot be used."""
+    nodes: tuple[tuple[str, str], ...] = ()
+    """Where the driver shows cards: folders and patterns of file names."""
+    computes_on_host: bool = False
+    """Whether the host's memory and cores are the device's, as for the CPU and emulated cards."""
+    has_graph_check: bool = False
+    """Whether `graph-check` can count graphs that are made late."""
+
+
+# By the value of VGS_DEVICE. This row is all that a device needs outside of its folder. If there are several kinds of
+# cards, the first one here is used.
+DEVICES = {
+    "cpu": Device("cpu.backend", "cpu.platform.CpuSpecPlatform", "CPU", computes_on_host=True),
+    "hpu": Device(
+        "hpu.backend",
+        "hpu.platform.HpuSpecPlatform",
+        "Gaudi",
+        "habana_frameworks",
+        # Current drivers, and those before Linux had a class for accelerators.
+        (("/dev/accel", "accel[0-9]*"), ("/dev", "hl[0-9]*")),
+        has_graph_check=True,
+    ),
+    "hpu-emulated": Device(
+        "hpu.emulated", "hpu.platform.HpuSpecPlatform", "emulated Gaudi", computes_on_host=True, has_graph_check=True
+    ),
+    "ascend": Device(
+        "ascend.backend",
+        "ascend.platform.AscendSpecPlatform",
+        "Ascend NPU",
+        "torch_npu",
+        (("/dev", "davinci[0-9]*"),),
+        has_graph_check=True,
+    ),
+    "ascend-emulated": Device(
+        "ascend.emulated",
+        "ascend.platform.AscendSpecPlatform",
+        "emulated Ascend NPU",
+        computes_on_host=True,
+        has_graph_check=True,
+    ),
+    "cuda": Device("cuda.backend", "cuda.platform.CudaSpecPlatform", "NVIDIA GPU"),
+}
+
+
+# For other releases of vLLM: importing the module raises the refusal.
+REFUSING_PLATFORM = "vllm_gaudi_spec.platforms.refusing.Platform"
+
+
+def is_requested() -> bool:
+    """Whether the user named this platform rather than just installed it."""
+    return environment.DEVICE.value is not None or PLUGIN in (environment.list_allowed_plugins() or ())
+
+
+def choose_device() -> str | None:
+    """Return the device of this process; None if another platform plugin should serve it."""
+    if (requested := environment.DEVICE.value) is not None:
+        return requested
+    if others := other_platform_plugins():
+        _log_inactive(others)
+        return None
+    return next((name for name in DEVICES if has_card(name)), "cpu")
+
+
+@cache
+def has_card(device: str) -> bool:
+    """Whether there is a card and its software.
+
+    Opens nothing and raises nothing, since vLLM asks while it is imported.
+    """
+    try:
+        return missing_software(device) is None and bool(cards(device))
+    except (ImportError, OSError, ValueError):
+        return False
+
+
+def missing_software(device: str) -> str | None:
+    """Return the package that a card needs, if it is not installed."""
+    software = DEVICES[device].software
+    return software if software is not None and find_spec(software) is None else None
+
+
+def is_vendor_package(package: str) -> bool:
+    return any(package == entry.software for entry in DEVICES.values())
+
+
+def cards(device: str, root: Path = Path("/")) -> list[str]:
+    """List the device files of the cards of a kind."""
+    folders = ((root / folder.removeprefix("/"), pattern) for folder, pattern in DEVICES[device].nodes)
+    return sorted(str(found) for folder, pattern in folders for found in folder.glob(pattern))
+
+
+@cache
+def other_platform_plugins() -> tuple[str, ...]:
+    """Return the names of other platform plugins that vLLM would load."""
+    allowed = environment.list_allowed_plugins()
+    return tuple(
+        plugin.name
+        for plugin in entry_points(group="vllm.platform_plugins")
+        if not plugin.value.startswith("vllm_gaudi_spec:") and (allowed is None or plugin.name in allowed)
+    )
+
+
+@cache
+def _log_inactive(others: tuple[str, ...]) -> None:
+    logger = logging.getLogger("vllm")
+    if others == ("ascend",):  # integrations/ logs later whether it is used there
+        logger.info("The platforms of vllm_gaudi_spec are inactive because vllm-ascend is installed.")
+    else:
+        logger.warning(
+            "vllm_gaudi_spec is inactive because of the platform plugin %s; set VLLM_PLUGINS=%s to use it.",
+            ", ".join(others),
+            PLUGIN,
+        )
+
+
+@cache
+def log_wrong_vllm(reason: str) -> None:
+    logging.getLogger("vllm").warning("vllm_gaudi_spec stays inactive: %s.", reason)
+
+
+def platform_class(device: str) -> str:
+    """Return the platform class of a device.
+
+    An unknown device gets the CPU's, which refuses it: vLLM swallows exceptions of plugins.
+    """
+    return f"{_FOLDER}.{DEVICES.get(device, DEVICES['cpu']).platform}"
+
+
+def refuse_unknown_device() -> None:
+    requested = environment.DEVICE.value
+    if requested is not None and requested not in DEVICES:
+        raise UnsupportedConfigError(f"VGS_DEVICE={requested} is not available; use one of {', '.join(DEVICES)}.")
+
+
+@cache
+def load_backend(device: str | None = None) -> DeviceBackend:
+    """Return the backend of a device, by default this process's. It is made once."""
+    name = device or choose_device() or "cpu"
+    try:
+        backend: DeviceBackend = importlib.import_module(f"{_FOLDER}.{DEVICES[name].backend}").make_backend()
+    except ImportError as error:
+        if (error.name or "").partition(".")[0] != EMULATOR:
+            raise
+        raise UnsupportedConfigError(f"Device {name} needs the package {EMULATOR}; {GET_EMULATOR}.") from error
+    return backend
+
+
+def describe_device() -> dict[str, str]:
+    """Return device and mode as reports print them."""
+    backend = load_backend()
+    return {"device": backend.traits.name, "mode": backend.traits.mode}
