@@ -41,6 +41,12 @@ def in_one_line(error: BaseException) -> str:
     return " ".join(message.split()) or type(error).__name__
 
 
+def format_size(num_bytes: int) -> str:
+    """Format a size in GiB or MiB."""
+    gib, mib = num_bytes / 2**30, num_bytes / 2**20
+    return f"{gib:.2f} GiB" if abs(gib) >= 1 else f"{mib:.1f} MiB"
+
+
 OTHER_MODEL = "use a model in bfloat16 or float16"
 """The remedy if a quantized checkpoint cannot be read."""
 

@@ -16,8 +16,7 @@ from vllm_gaudi_spec import upstream
 from vllm_gaudi_spec.attention import latent
 from vllm_gaudi_spec.attention.backend import RectangleAttentionImpl, attend_layer
 from vllm_gaudi_spec.attention.metadata import NO_MEDIA, Packed
-from vllm_gaudi_spec.config import UnsupportedConfigError, ranks_in_step
-from vllm_gaudi_spec.devices.base import format_size
+from vllm_gaudi_spec.config import UnsupportedConfigError, format_size, ranks_in_step
 from vllm_gaudi_spec.quantization.models import quantize_kv
 from vllm_gaudi_spec.records import Hidden
 from vllm_gaudi_spec.recurrent.states import RecurrentStates

@@ -104,6 +104,12 @@ class Graphs:
         """
         return function
 
+    def uncaptured(self) -> Graphs:
+        """Return graphs that run functions directly, since nothing that runs once is worth a capture."""
+        graphs = Graphs()
+        graphs.step_done = self.step_done  # type: ignore[method-assign]
+        return graphs
+
     def compiling_only(self) -> AbstractContextManager[None]:
         """Return a context in which warm-up compiles graphs without computing, if the device has such a mode."""
         return nullcontext()
@@ -125,12 +131,6 @@ class Graphs:
     def counts(self) -> dict[str, Any]:
         """Return everything that the device counts, `compiled_after_warmup` above all."""
         return {}
-
-
-def format_size(num_bytes: int) -> str:
-    """Format a size in GiB or MiB."""
-    gib, mib = num_bytes / 2**30, num_bytes / 2**20
-    return f"{gib:.2f} GiB" if abs(gib) >= 1 else f"{mib:.1f} MiB"
 
 
 class Memory:

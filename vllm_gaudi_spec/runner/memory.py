@@ -11,8 +11,7 @@ from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from typing import TYPE_CHECKING
 
-from vllm_gaudi_spec.config import UnsupportedConfigError
-from vllm_gaudi_spec.devices.base import format_size
+from vllm_gaudi_spec.config import UnsupportedConfigError, format_size
 from vllm_gaudi_spec.graphs import DRAFTERS_READS, ENCODERS, PROMPT_CHUNKS, PROMPT_LOGPROBS
 from vllm_gaudi_spec.sampling.branches import USUAL_LOGPROBS
 

@@ -13,8 +13,7 @@ from typing import TYPE_CHECKING
 
 from vllm.logger import init_logger
 
-from vllm_gaudi_spec.config import UnsupportedConfigError
-from vllm_gaudi_spec.devices.base import Graphs, format_size
+from vllm_gaudi_spec.config import UnsupportedConfigError, format_size
 from vllm_gaudi_spec.graphs import StepRecorder
 from vllm_gaudi_spec.runner.memory import WarmUpMemory, suggest_option
 from vllm_gaudi_spec.runner.warmup import jobs, manifest
@@ -61,7 +60,7 @@ def peak_bytes(runner: ModelRunner, budget: int) -> int:
 def _peaks(runner: ModelRunner, few: KVCacheConfig, num_blocks: int) -> dict[str, int]:
     """Return the peak of each kind of job. This changes the runner."""
     memory = runner.backend.memory
-    runner.backend = replace(runner.backend, graphs=_Uncaptured(runner.backend.graphs))
+    runner.backend = replace(runner.backend, graphs=runner.backend.graphs.uncaptured())
     runner.recorder = StepRecorder()
     runner.initialize_kv_cache(few, profiled_blocks=num_blocks)
     runner.recorder.expect(manifest(runner))
@@ -72,16 +71,6 @@ def _peaks(runner: ModelRunner, few: KVCacheConfig, num_blocks: int) -> dict[str
         with measured.measure(job, chosen[number:]):
             peaks[job.kind] = max(peaks.get(job.kind, 0), memory.measure_peak(job.run))
     return peaks
-
-
-class _Uncaptured(Graphs):
-    """Graphs that run functions directly, since nothing that runs once is worth a capture."""
-
-    def __init__(self, graphs: Graphs) -> None:
-        self._graphs = graphs
-
-    def step_done(self) -> None:
-        self._graphs.step_done()
 
 
 def _largest(jobs: Iterator[Job]) -> Iterator[Job]:

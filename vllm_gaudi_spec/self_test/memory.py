@@ -8,7 +8,7 @@ from typing import NamedTuple
 
 import torch
 
-from vllm_gaudi_spec.devices.base import format_size
+from vllm_gaudi_spec.config import format_size
 from vllm_gaudi_spec.self_test.subject import Failed, NotChecked, Subject, random
 
 _DOWNLOADS = 10_000
