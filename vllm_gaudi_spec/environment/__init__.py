@@ -48,11 +48,7 @@ class Variable(NamedTuple):
         return found
 
 
-DEVICE = Variable(
-    "VGS_DEVICE",
-    "a Gaudi, else an NPU, else the CPU",
-    "the device: cpu, hpu, hpu-emulated, ascend, ascend-emulated or cuda",
-)
+DEVICE = Variable("VGS_DEVICE", "the first card found, else cpu", "the device, such as hpu; errors list all names")
 SKIP_WARMUP = Variable(
     "VGS_SKIP_WARMUP", "0", "1 compiles graphs while serving instead of before, for experiments only"
 )
