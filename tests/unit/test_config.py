@@ -335,7 +335,7 @@ REFUSED: list[tuple[str | None, dict[str, Any]]] = [
     ("fp8_range is for QUANT_CONFIG and", dict(ours=dict(fp8_range="gaudi3"))),
     # Quantization
     *((None, dict(quant="MEASURE", options=EXTENSION, device=device)) for device in ("cpu", "hpu")),
-    ("QUANT_CONFIG is for a Gaudi", dict(quant="MEASURE", options=EXTENSION, device="cuda")),
+    ("QUANT_CONFIG is not supported on device cuda; unset it", dict(quant="MEASURE", options=EXTENSION, device="cuda")),
     ("leave .*cpu_weights out", dict(quant="MEASURE", options=EXTENSION, ours=dict(cpu_weights="float16"))),
     ("draft_quant_config is for", dict(quant="MEASURE", options=EXTENSION, ours=dict(draft_quant_config="FILE"))),
     ("fp8_range must be", dict(quant="MEASURE", options=EXTENSION, ours=dict(fp8_range="gaudi1"))),

@@ -159,8 +159,7 @@ def quantization_refusals(vllm_config: VllmConfig, backend: DeviceBackend) -> It
 
 def _quantized_model_refusals(config: QuantConfig, model: ModelConfig, backend: DeviceBackend) -> Iterator[str]:
     if not backend.traits.takes_quant_config:
-        name = backend.traits.name
-        yield f"{config.option} is for a Gaudi, the emulated one, and the CPU, and this is {name}; unset it."
+        yield f"{config.option} is not supported on device {backend.traits.name}; unset it."
     elif backend.traits.simulates_quantization:
         yield from config.unsimulated_refusals()
     if getattr(model.hf_text_config, "num_kv_shared_layers", 0):
