@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import importlib
-from typing import TYPE_CHECKING, Any, ClassVar
+from typing import TYPE_CHECKING, Any
 
 import torch
 from vllm.logger import init_logger
@@ -74,8 +74,6 @@ class SpecPlatform(Platform):
     takes_device_ids = False
     """Whether each process sees all cards and uses one of those that --device-ids names. Otherwise the environment
     decides which cards it sees."""
-    layers: ClassVar[str]
-    """The module of the device's layers, whose import registers them with vLLM."""
 
     @classmethod
     def pre_register_and_update(cls, parser: FlexibleArgumentParser | None = None) -> None:
@@ -191,9 +189,9 @@ class SpecPlatform(Platform):
 
     @classmethod
     def _norms(cls) -> str:
-        """Return the name under which vLLM's IR knows the device's norms."""
+        """Return the name under which vLLM's IR knows the device's norms, which `layers.py` beside `cls` registers."""
         load_backend()  # a data-parallel engine calls this before a worker has loaded the device's software
-        provider: str = importlib.import_module(cls.layers).PROVIDER
+        provider: str = importlib.import_module(f"{cls.__module__.rpartition('.')[0]}.layers").PROVIDER
         return provider
 
     @classmethod

@@ -23,7 +23,6 @@ class AscendSpecPlatform(CapturingPlatform):
     device_type = "npu"
     dispatch_key = "PrivateUse1"
     ray_device_key = "NPU"
-    layers = "vllm_gaudi_spec.devices.ascend.layers"
     dist_backend = "hccl"
     device_control_env_var = "ASCEND_RT_VISIBLE_DEVICES"
     takes_device_ids = True

@@ -35,7 +35,6 @@ class CpuSpecPlatform(SpecPlatform, CpuPlatform):
     # The operations of a step are too small to benefit from compiled helpers, and Inductor takes seconds.
     simple_compile_backend = "eager"
     ray_device_key = "CPU"
-    layers = "vllm_gaudi_spec.devices.cpu.layers"
 
     @property
     def supported_dtypes(self) -> list[torch.dtype]:

@@ -21,7 +21,6 @@ class CudaSpecPlatform(CapturingPlatform):
     device_type = "cuda"
     dispatch_key = "CUDA"
     ray_device_key = "GPU"
-    layers = "vllm_gaudi_spec.devices.cuda.layers"
     dist_backend = "nccl"
     device_control_env_var = "CUDA_VISIBLE_DEVICES"
     takes_device_ids = True

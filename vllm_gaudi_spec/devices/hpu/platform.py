@@ -19,7 +19,6 @@ class HpuSpecPlatform(CapturingPlatform):
     device_type = "hpu"
     dispatch_key = "HPU"
     ray_device_key = "HPU"
-    layers = "vllm_gaudi_spec.devices.hpu.layers"
     dist_backend = "hccl"
     device_control_env_var = "HABANA_VISIBLE_MODULES"
     loads_on_host = True
