@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
@@ -25,10 +26,13 @@ from tests.support.small_engine import (
     greedy_text,
 )
 from tests.unit.test_config import engine_config
+from vllm_gaudi_spec.attention import row_operations
+from vllm_gaudi_spec.attention.metadata import Blocks, Inputs
 from vllm_gaudi_spec.config import Speculation, UnsupportedConfigError
 from vllm_gaudi_spec.drafting import parallel
 from vllm_gaudi_spec.drafting.draft_model import stack_drafts
-from vllm_gaudi_spec.records import Drafts
+from vllm_gaudi_spec.drafting.vocabulary import SameVocabulary
+from vllm_gaudi_spec.records import Drafted, DraftRequest, Drafts, Hidden
 
 
 @pytest.mark.parametrize("num_drafts", [1, 4, 8])
@@ -46,6 +50,46 @@ def test_drafter_that_is_right_is_always_accepted(
     for name, prompt in prompts.items():
         assert engine.texts[name] == greedy_text(prompt, 24)
     assert engine.num_accepted == engine.num_verified > 24 * num_drafts / (num_drafts + 1)
+
+
+@pytest.mark.parametrize("is_head", [False, True])
+def test_rows_read_a_mask_token_for_each_usable_draft_but_the_last(is_head: bool) -> None:
+    """A row's KV blocks may end behind them."""
+    vocab, mask, num_drafts, num_unread = 60, 55, 3, [2, 1, 1, 4]
+    lengths, limits = torch.tensor([9, 5, 7, 8]).int(), torch.tensor([3, 0, 1, 2]).int()
+    history = torch.arange(1, 49).int().view(4, 12)
+    read: list[Inputs] = []
+
+    def forward(inputs: Inputs, states_TH: torch.Tensor | None = None) -> Hidden:
+        read.append(inputs)
+        return Hidden(torch.zeros(len(inputs.token_ids_T), 1))
+
+    model: Any = SimpleNamespace(forward=forward, logits=lambda hidden_NH: torch.zeros(len(hidden_NH), vocab))
+    proposer: Any
+    if is_head:
+        proposer = parallel.ParallelHeadProposer(model, SameVocabulary(vocab, vocab), mask, torch.zeros(1))
+        kept = [[] for _ in num_unread]
+    else:
+        proposer = parallel.ParallelModelProposer(model, SameVocabulary(vocab, vocab), mask)
+        proposer.kv_sync = SimpleNamespace(count_read=lambda rows_B: lengths - torch.tensor(num_unread).int())
+        kept = [history[row, n - num_unread[row] : n].tolist() for row, n in enumerate(lengths.tolist())]
+    proposer.propose(
+        DraftRequest(
+            rows_B=torch.arange(4),
+            history_RM=history,
+            lengths_B=lengths,
+            max_drafts_B=limits,
+            num_drafts=num_drafts,
+            blocks=Blocks((torch.arange(1, 13).int().view(4, 3),), (4,)),
+            row_operations=row_operations.TORCH,
+            choose=lambda logits_BV, position: Drafted(logits_BV.argmax(1).int(), None),
+            hidden=Hidden(torch.zeros(4, 1)),
+        )
+    )
+    width = num_drafts - 1 if is_head else 2 * num_drafts
+    rows = [(tokens + [mask] * (limit - 1)) * (limit > 0) for tokens, limit in zip(kept, limits.tolist(), strict=True)]
+    assert [inputs.token_ids_T.view(4, -1).tolist() for inputs in read] == [[t + [0] * (width - len(t)) for t in rows]]
+    assert read[0].num_real_B.tolist() == [len(tokens) for tokens in rows]
 
 
 def expected_texts(prompt: list[int], length: int, top_k: int) -> dict[tuple[int, ...], float]:
