@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from functools import partial
+from pathlib import Path
 from typing import Any, Literal
 
 from vllm_gaudi_spec.config import IS_UNIVERSAL, UNIVERSAL_DRAFT, UnsupportedConfigError
@@ -14,7 +15,8 @@ from vllm_gaudi_spec.upstream.release import FROM_0_33
 
 
 def describe_drafters() -> None:
-    """Change how a speculative configuration describes its drafter. Each of the six parts can be removed separately.
+    """Change how a speculative configuration describes its drafter. Each of the seven parts can be removed on its
+    own.
 
     Treat method `universal_draft` as a draft model with `use_heterogeneous_vocab`, for every draft sample method and
     for vocabularies of any size.
@@ -45,6 +47,10 @@ def describe_drafters() -> None:
     Name the model in the error for a model that has no layers for the method.
     Reason: upstream reports "Unsupported speculative method" for a method that it supports, such as mtp.
     Remove when: upstream's error names the model.
+
+    Refuse a LoRA adapter in place of a drafter by the name of its method, UNO.
+    Reason: upstream says that the folder has no configuration.
+    Remove when: upstream has the method (vllm#55947).
     """
     from vllm.config import SpeculativeConfig
 
@@ -65,6 +71,13 @@ def _describe_with_target(original: Callable[..., Any], config: Any) -> Any:
         raise UnsupportedConfigError(
             f"Method {config.method} finds nothing that drafts in {model.model} ({model.hf_config.model_type}); give a "
             "model that has such layers, or another method in --speculative-config."
+        ) from error
+    except ValueError as error:
+        if config.model is None or not Path(config.model, "adapter_config.json").is_file():
+            raise
+        raise UnsupportedConfigError(
+            f"{config.model} is a LoRA adapter, with which a target drafts by itself (method UNO), and that is not "
+            "supported; give a model that drafts in --speculative-config."
         ) from error
 
 

@@ -75,6 +75,14 @@ def test_speculative_configuration_takes_the_rest_from_the_checkpoint(
     assert made.draft_model_config.architectures == ["DFlash2DraftModel"]
 
 
+@pytest.mark.parametrize("method", [None, "eagle3"])
+def test_adapter_in_place_of_a_drafter_is_refused(method: str | None, tmp_path: Path) -> None:
+    upstream.apply()
+    (tmp_path / "adapter_config.json").write_text(json.dumps(dict(peft_type="LORA")))
+    with pytest.raises(UnsupportedConfigError, match=r"^.* is a LoRA adapter, .* \(method UNO\), and that is"):
+        engine_config(tmp_path / "target", dict(method=method, model=str(tmp_path), num_speculative_tokens=3))
+
+
 @pytest.mark.parametrize(
     ("method", "changed", "message"),
     [
