@@ -30,11 +30,13 @@ class Called(TorchDispatchMode):
     def __init__(self) -> None:
         super().__init__()
         self.names: set[str] = set()
+        self.calls: list[tuple[str, Any]] = []
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         name = func.overloadpacket.__name__
         if func.namespace in _NAMESPACES and not name.startswith("_"):
             self.names.add(name)
+            self.calls.append((name, args))
         return func(*args, **(kwargs or {}))
 
 

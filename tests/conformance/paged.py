@@ -5,7 +5,7 @@ B rows of Q queries; H query heads, K key/value heads, D head size; S tokens in 
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -109,6 +109,7 @@ class Layer:
         query_THD: torch.Tensor,
         key_TKD: torch.Tensor,
         value_TKD: torch.Tensor | None,
+        from_start: bool,
     ) -> torch.Tensor:
         rows = starts_B.shape[0]
         tokens_BQ = torch.zeros((rows, len(query_THD) // rows), dtype=torch.int32, device=starts_B.device)
@@ -116,7 +117,10 @@ class Layer:
         finite = self.backend.attention.finite
         key_TKD, value_TKD = finite(key_TKD), None if value_TKD is None else finite(value_TKD)
         self.ops.write_kv(key_TKD, value_TKD, self.kv_cache, inputs.slots[0], self.spec)
-        attended: torch.Tensor = self.ops.attend(query_THD, self.kv_cache, inputs.calls[0], self.spec)
+        call = inputs.calls[0]
+        if from_start and value_TKD is not None:
+            call = replace(call, from_start=True, fresh_kv=(key_TKD, value_TKD))
+        attended: torch.Tensor = self.ops.attend(query_THD, self.kv_cache, call, self.spec)
         return attended
 
 
@@ -181,6 +185,7 @@ class Texts:
             upload(query.flatten(0, 1)),
             upload(key.flatten(0, 1)),
             upload(value.flatten(0, 1)) if kind.value_size is None else None,
+            not decode and not any(starts),
         )
         out_BQHD = self.layer.backend.memory.download(out).clone().unflatten(0, (rows, queries))
         assert torch.isfinite(out_BQHD).all() or self.was_poisoned

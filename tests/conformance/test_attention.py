@@ -82,6 +82,24 @@ def test_prompts_in_chunks_then_verify_steps_then_plain_ones(backend: DeviceBack
         done = [start + 1 for start in done]
 
 
+@pytest.mark.parametrize(
+    ("kind", "is_fused"),
+    [(Kind(heads=6), True), (Kind(window=200), True), (Kind(window=7), False), (Kind(sinks=True), False)],
+    ids=["heads in groups", "a window that is longer", "a window", "sinks"],
+)
+def test_first_chunk_reads_no_cache_and_no_mask(backend: DeviceBackend, kind: Kind, is_fused: bool) -> None:
+    """One of the rows is padding from its middle on."""
+    if not backend.traits.causal_first_chunks:
+        pytest.skip("this device masks first chunks like any other")
+    chunk = backend.traits.smallest_prefill
+    found = texts(backend, kind, rows=2, length=chunk)
+    with Called() as called:
+        found.step([0, 0], [chunk, chunk // 2], chunk, decode=False, pad_rows=1)
+    (arguments,) = (given for name, given in called.calls if name == "sdpa_fwd")
+    assert ((arguments[3] is None), arguments[6]) == (is_fused, is_fused), "the mask, and whether it is causal"
+    assert (arguments[1].shape[-2] == chunk) or not is_fused
+
+
 def test_float32_where_a_card_does_not_fuse_it(backend: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     """The emulated NPU's fused attention takes more than a card's, for the sake of comparisons."""
     if backend.traits.name != "ascend-emulated":

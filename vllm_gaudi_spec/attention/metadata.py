@@ -200,6 +200,11 @@ class AttentionCall:
     """
     spans: Spans | None = None
     """Spans of prompt chunks. A decode has none, as the last token of an image sees no later token anyway."""
+    from_start: bool = False
+    """Whether every row's first query is at position 0."""
+    fresh_kv: tuple[torch.Tensor, ...] = ()
+    """Keys and values of the queries, [T, K, D] each, if `from_start` and the KV cache stores them as they are; else
+    empty."""
     index: IndexQueries | None = None
     """Set by a layer that selects keys; None in the call of a forward."""
     _plans: dict[Any, Any] = field(default_factory=dict)

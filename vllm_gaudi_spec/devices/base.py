@@ -65,6 +65,8 @@ class DeviceTraits:
     """Whether attention reads only the blocks that a row has, so that one table width serves every context."""
     prefill_rows: tuple[int, ...] = (1,)
     """Default numbers of prompt chunks of one length that may share a step."""
+    causal_first_chunks: bool = False
+    """Whether attention needs no mask over a prompt's first chunk, which then has shapes of its own."""
     smallest_prefill: int = 128
     """The number of tokens of which prefill buckets are multiples."""
     slice_tokens: int = 0

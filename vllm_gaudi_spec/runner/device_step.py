@@ -61,11 +61,12 @@ class DeviceStep:
         self,
         phase: str,
         queries: int,
+        from_start: bool,
         step: StepInputs,
         multimodal: MultimodalInputs | None = None,
         token_types_T: torch.Tensor | None = None,
     ) -> StepInputs | None:
-        """Run the target over a batch and store its hidden states.
+        """Run the target over a batch, whose rows may all begin `from_start`, and store its hidden states.
 
         Return the rows for a drafter that needs nothing else, otherwise None.
         """
@@ -75,6 +76,8 @@ class DeviceStep:
             requests.put_host_drafts(rows.rows_B, rows.more_BX)
         located = locate(phase, rows, requests)
         inputs = build_inputs(queries, rows, located, requests)
+        if from_start:
+            inputs = replace(inputs, calls=tuple(replace(call, from_start=True) for call in inputs.calls))
         if token_types_T is not None:
             inputs = replace(inputs, token_types_T=token_types_T)
         if (adapters_T := target.gather_adapters(rows.rows_B, queries)) is not None:

@@ -154,8 +154,9 @@ class ModelRunner(RunnerParts):
 
     def compute(self, batch: Batch) -> None:
         self.recorder.saw(batch.shape)
-        phase, queries = batch.shape.phase, batch.shape.queries
-        self.rows_alone = self.device_step.forward(phase, queries, batch.inputs, batch.multimodal, batch.token_types_T)
+        shape, inputs = batch.shape, (batch.inputs, batch.multimodal, batch.token_types_T)
+        from_start = self.shapes.begins_at_start(shape)
+        self.rows_alone = self.device_step.forward(shape.phase, shape.queries, from_start, *inputs)
 
     def forward(self, batch: Batch) -> None:
         """Run the target over a batch, and whatever reads its hidden states before the next forward overwrites them."""

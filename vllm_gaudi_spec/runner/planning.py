@@ -135,7 +135,8 @@ def _prefill_batch(group: list[tuple[Request, int]], shapes: Shapes) -> Planned:
     if shapes.slice_tokens:
         shape = shapes.prefill_slices(len(slices), max(ends))
     else:
-        shape = shapes.prefill(len(slices), max(piece.num_tokens for piece in slices), max(ends))
+        longest, start = (max(getattr(piece, name) for piece in slices) for name in ("num_tokens", "start"))
+        shape = shapes.prefill(len(slices), longest, max(ends), start=start)
     return Planned(
         shape=shape,
         requests=[piece.request for piece in slices],

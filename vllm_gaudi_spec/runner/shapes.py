@@ -76,6 +76,8 @@ class Shapes:
     """`--max-num-batched-tokens`, which may exceed the last of `prefill_queries` likewise."""
     max_prefill_tokens: int
     """Most tokens of prompt chunks that share a forward, padding included. A single chunk may be longer."""
+    causal_first_chunks: bool = False
+    """Whether a chunk's smallest context is only for chunks from position 0 on."""
     computes_padding: bool = False
     """Whether a token of padding costs as much as any other."""
     slice_tokens: int = 0
@@ -145,6 +147,7 @@ class Shapes:
             most_rows=most_rows,
             longest_chunk=longest_chunk,
             max_prefill_tokens=most_tokens,
+            causal_first_chunks=backend.traits.causal_first_chunks,
             computes_padding=backend.traits.captures,
             slice_tokens=slice_tokens if slice_rows else 0,
             slice_rows=slice_rows,
@@ -203,14 +206,21 @@ class Shapes:
             context = min(sizes, default=context)
         return Shape(DECODE, rows, num_queries, context)
 
-    def prefill(self, num_rows: int, longest: int, end: int) -> Shape:
+    def prefill(self, num_rows: int, longest: int, end: int, *, start: int = 0) -> Shape:
         """Return the shape of prompt chunks.
 
-        `end` is the largest number of tokens of a row. Padding may extend past the context.
+        `end` is the largest number of tokens of a row, and `start` the largest position of a first token. Padding may
+        extend past the context.
         """
         queries = self.fit_queries(longest)
-        context = fit(self.prefill_contexts(queries), end)
+        contexts = self.prefill_contexts(queries)
+        context = fit(contexts[1:] if start and self.causal_first_chunks else contexts, end)
         return Shape(PREFILL, fit(self.prefill_rows, num_rows), queries, context)
+
+    def begins_at_start(self, shape: Shape) -> bool:
+        """Whether all chunks of this shape begin at position 0, if `prefill` was given their `start`."""
+        first = self.prefill_contexts(shape.queries)[0]
+        return self.causal_first_chunks and (shape.phase, shape.context) == (PREFILL, first)
 
     def prefill_slices(self, num_rows: int, end: int) -> Shape:
         """Return the shape of prompt chunks in slices, with `num_rows` rows in all."""
@@ -220,10 +230,11 @@ class Shapes:
     def prefill_contexts(self, queries: int) -> tuple[int, ...]:
         """Return the contexts of chunks in this bucket: that of a prompt's first chunk, and all those of later
         chunks."""
-        if len(self.contexts) == 1:  # the device reads only a row's own blocks, whatever the width
-            return self.contexts
+        if len(self.contexts) == 1 and not self.causal_first_chunks:
+            return self.contexts  # the device reads only a row's own blocks, whatever the width
         first = round_up(queries, self.block_size)
-        longest = max(first, round_up(self.max_len, self.block_size))
+        shortest = first + self.block_size * self.causal_first_chunks
+        longest = max(shortest, round_up(self.max_len, self.block_size))
         return tuple(sorted({first, *(size for size in self.contexts if first < size < longest), longest}))
 
     def prefill_rows_at(self, queries: int) -> int:

@@ -11,6 +11,7 @@ from types import SimpleNamespace
 from typing import TYPE_CHECKING, Any
 
 import torch
+from torch.nn.utils.rnn import pad_sequence
 
 from vllm_gaudi_spec.attention import torch_ops
 from vllm_gaudi_spec.attention.metadata import AttentionCall, AttentionLayerSpec, Blocks, FlatBlocks, build_rectangle
@@ -65,7 +66,7 @@ def check_prompts(subject: Subject) -> str:
     """Check prompt chunks that begin and end within blocks, with and without padding, and with a sliding window."""
     block, chunk = subject.backend.traits.block_size, subject.backend.traits.smallest_prefill
     num_rows = min(2, max(subject.backend.traits.prefill_rows))
-    for starts, real in (([block + 3, 5], [chunk - 5, chunk // 2]), ([0, 4 * block], [chunk, 1])):
+    for starts, real in (([block + 3, 5], [chunk - 5, 9]), ([0, 4 * block], [chunk, 1]), ([0, 0], [9, chunk])):
         _attend(subject, "prompt chunks", starts[:num_rows], real[:num_rows], chunk, decode=False)
     # An NPU's compressed mask has 2,048 queries and keys for all lengths.
     starts, real = [2048 + block - 1, _WINDOW][:num_rows], [chunk - 1, chunk][:num_rows]
@@ -268,6 +269,7 @@ class _Layer:
             lengths_B: torch.Tensor | None,
             counts_B: torch.Tensor | None,
             query_THD: torch.Tensor,
+            *fresh_kv: torch.Tensor,
         ) -> torch.Tensor:
             call = AttentionCall(
                 num_rows=len(starts_B),
@@ -277,6 +279,8 @@ class _Layer:
                 flat=None if flat is None else FlatBlocks.unpack(flat),
                 host_lengths_B=lengths_B,
                 host_counts_B=counts_B,
+                from_start=bool(fresh_kv),
+                fresh_kv=fresh_kv,
             )
             attended: torch.Tensor = self.operations.attend(query_THD, self.kv_cache, call, self.spec)
             return attended
@@ -300,11 +304,13 @@ class _Layer:
         table_BW: torch.Tensor,
         flat: torch.Tensor | None = None,
         counts: list[int] | None = None,
+        fresh_kv: tuple[torch.Tensor, ...] = (),
     ) -> torch.Tensor:
         """Return the result on the host as float64.
 
         Args:
             counts: The number of real queries of each prompt chunk; those after them are padding.
+            fresh_kv: Keys and values of the queries, if all are a prompt's first.
         """
         memory = self.backend.memory
         # For decodes the host knows only an upper bound of the lengths.
@@ -319,7 +325,7 @@ class _Layer:
             None if flat is None else memory.upload(flat),
             lengths_B,
             counts_B,
-            memory.upload(query_THD.to(self.spec.dtype)),
+            *(memory.upload(tensor.to(self.spec.dtype)) for tensor in (query_THD, *fresh_kv)),
         )
         return memory.download(found).double()
 
@@ -417,7 +423,12 @@ class _Rows:
         rows, queries = len(starts) + 1, self._queries
         query_BQHD = random((rows, queries, _HEADS, _HEAD_SIZE), 30, self._subject.dtype)
         counts = None if self._decode or real is None else [*real, 0]
-        found = self.layer.attend(query_BQHD.flatten(0, 1), [*starts, 0], queries, self._table_BW, self._flat, counts)
+        fresh_kv: tuple[torch.Tensor, ...] = ()
+        if counts and not any(starts):
+            slots_BQ = pad_sequence([*self._slots, torch.zeros(queries, dtype=torch.int64)], batch_first=True)
+            fresh_kv = tuple(stored_SKD[slots_BQ.flatten()] for stored_SKD in (self.keys_SKD, self.values_SKD))
+        inputs = [*starts, 0], queries, self._table_BW, self._flat, counts, fresh_kv
+        found = self.layer.attend(query_BQHD.flatten(0, 1), *inputs)
         return query_BQHD, found.unflatten(0, (rows, queries))
 
     def check(self, what: str, starts: list[int], real: list[int], each: int = 1) -> None:

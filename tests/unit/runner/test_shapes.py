@@ -25,6 +25,7 @@ def shapes(
     num_ranks: int = 1,
     num_blocks: int | None = None,
     captures: bool = False,
+    causal_first_chunks: bool = False,
     slice_tokens: int = 0,
     **options: object,
 ) -> Shapes:
@@ -46,6 +47,7 @@ def shapes(
         torch_device=torch.device("cpu"),
         exact_context_width=exact,
         captures=captures,
+        causal_first_chunks=causal_first_chunks,
         smallest_prefill=16,
         prefill_step=16,
         slice_tokens=slice_tokens,
@@ -75,6 +77,25 @@ def test_every_reachable_shape_is_listed(exact: bool, drafts: int, rows: tuple[i
     for num in range(1, 18):
         for queries in chosen.decode_queries:
             assert chosen.decode(queries, [200] * num) in listed
+
+
+@pytest.mark.parametrize("max_len", [16, 100, 1024])
+def test_only_chunks_from_the_start_get_their_shapes(max_len: int) -> None:
+    chosen = shapes(max_len=max_len, exact=False, captures=True, causal_first_chunks=True)
+    masked = shapes(max_len=max_len, exact=False, captures=True)
+    listed = set(chosen.prefills())
+    if max_len == 1024:
+        assert len(listed) == len(masked.prefills()) + 1, "only the longest chunks had one shape for both"
+    for length in range(1, max_len + 1):
+        for start in {0, 1, 5, 16, max_len - length}:
+            if start + length > max_len:
+                continue
+            shape = chosen.prefill(1, length, start + length, start=start)
+            assert shape in listed
+            assert shape.context >= start + length
+            assert chosen.begins_at_start(shape) == (start == 0)
+            assert not masked.begins_at_start(masked.prefill(1, length, start + length, start=start))
+    assert not any(map(chosen.begins_at_start, set(chosen.all()) - listed))
 
 
 def test_slices_of_any_chunks_fit_a_listed_shape() -> None:

@@ -50,6 +50,7 @@ TRAITS = DeviceTraits(
     updates_views=False,
     compiles=True,
     flat_decode=True,
+    causal_first_chunks=True,
     selects_keys=True,
     media_models=compared.MEDIA["lazy"],
     recurrent_models=compared.RECURRENT["lazy"],
@@ -276,16 +277,20 @@ class HpuAttention(PairAttention):
         spec: AttentionLayerSpec,
     ) -> torch.Tensor:
         """Attend with prompt chunks over everything cached for their rows, themselves included."""
-        query_BHQD = query_THD.unflatten(0, (call.num_rows, call.num_queries)).transpose(1, 2)
-        keys_BKSD = padded.gather_rows(keys_NSKD, call.block_table_BW, spec.operations.k_cache)
-        values_BKSD = padded.gather_rows(values_NSKD, call.block_table_BW, spec.operations.v_cache)
-        mask = call.plan(("mask", spec.mask_key, spec.dtype), lambda: _build_mask(call, spec))
+        query_BHQD = _split_rows(query_THD, call)
+        if call.fresh_kv and _sees_all_before(call, spec):
+            keys_BKSD, values_BKSD = (_split_rows(part_TKD, call) for part_TKD in call.fresh_kv)
+            mask, size = None, call.num_queries
+        else:
+            keys_BKSD = padded.gather_rows(keys_NSKD, call.block_table_BW, spec.operations.k_cache)
+            values_BKSD = padded.gather_rows(values_NSKD, call.block_table_BW, spec.operations.v_cache)
+            mask = call.plan(("mask", spec.mask_key, spec.dtype), lambda: _build_mask(call, spec))
+            size = _choose_split(mask)
         softmax_mode = "None" if spec.dtype != torch.bfloat16 else _SOFTMAX_MODES.get(spec.model_type, "fast")
         # Only positional arguments are documented: no dropout mask, no probabilities, no window.
         sinks = () if spec.sinks_H is None else (False, False, (-1, -1), spec.sinks_H)
-        rest = (0.0, False, spec.scale, softmax_mode, True, None, "right", *sinks)
-        size = _choose_split(mask)
-        if size == call.num_queries:
+        rest = (0.0, mask is None, spec.scale, softmax_mode, True, None, "right", *sinks)
+        if mask is None or size == call.num_queries:
             attended_BHQD = self._fused_sdpa.apply(query_BHQD, keys_BKSD, values_BKSD, mask, *rest)
         else:
             parts = zip(query_BHQD.split(size, dim=2), mask.split(size, dim=2), strict=True)
@@ -387,6 +392,20 @@ def _passes_sinks_on() -> bool:
     bridge = importlib.import_module("habana_frameworks.torch.internal.bridge_config")
     flag = getattr(bridge, "get_pt_hpu_enable_fused_sdpa_sink", None)
     return flag is not None and bool(flag())
+
+
+def _split_rows(tensor_THD: torch.Tensor, call: AttentionCall) -> torch.Tensor:
+    """Return a view [B, H, Q, D]."""
+    return tensor_THD.unflatten(0, (call.num_rows, call.num_queries)).transpose(1, 2)
+
+
+def _sees_all_before(call: AttentionCall, spec: AttentionLayerSpec) -> bool:
+    """Whether each query sees exactly the chunk's keys up to its own, so that the kernel's causal mode is enough.
+
+    No source shows that mode with sinks.
+    """
+    reach = min(spec.sliding_window or call.num_queries, spec.attention_chunk or call.num_queries)
+    return spec.is_causal and reach >= call.num_queries and call.spans is None and spec.sinks_H is None
 
 
 def _build_mask(call: AttentionCall, spec: AttentionLayerSpec) -> torch.Tensor:

@@ -103,6 +103,7 @@ class DataParallelLockstep(Extension):
             batch = replace(batch, ends=longest)
             shape = self._shapes.decode(queries, longest, rows)
         else:
-            shape = self._shapes.prefill(rows, queries, max(batch.ends, default=0))
+            start, end = (max(positions, default=0) for positions in (batch.starts, batch.ends))
+            shape = self._shapes.prefill(rows, queries, end, start=start)
         assert (shape.phase, shape.rows, shape.queries) == (DECODE if rectangle.decodes else PREFILL, rows, queries)
         return replace(batch, shape=shape)
