@@ -38,53 +38,67 @@ def group_sizes(max_rows: int) -> tuple[int, ...]:
 
 
 class DeviceRows:
-    def __init__(self, backend: DeviceBackend, max_rows: int, default_X: np.ndarray) -> None:
-        """Make a table of default values.
+    def __init__(self, backend: DeviceBackend, max_rows: int, *defaults: np.ndarray) -> None:
+        """Make tables of default values, whose rows are written together.
 
-        `default_X` holds the values of a row without a request, which the pad row, `max_rows`, keeps.
+        `defaults` holds the values of a row without a request, which the pad row, `max_rows`, keeps.
         """
         self._upload = backend.memory.upload
         self._max_rows = max_rows
-        self._default_X = default_X
-        host_RX = torch.from_numpy(default_X).expand(max_rows + 1, *default_X.shape).contiguous()
-        self.table_RX = host_RX.to(backend.traits.torch_device)
-        """The table, from which graphs gather rows. It is always the same tensor."""
-        self._changed: dict[int, np.ndarray] = {}
+        self._defaults = defaults
+
+        def repeat(num_rows: int) -> list[torch.Tensor]:
+            rows = [torch.from_numpy(default_X).expand(num_rows, *default_X.shape) for default_X in defaults]
+            return [rows_NX.contiguous().to(backend.traits.torch_device) for rows_NX in rows]
+
+        self.tables = repeat(max_rows + 1)
+        """The tables, from which graphs gather rows. They are always the same tensors."""
+        self.table_RX = self.tables[0]
+        self._default_NX = {size: repeat(size) for size in group_sizes(max_rows)}
+        self._changed: dict[int, tuple[np.ndarray | None, ...]] = {}
         self._differs: set[int] = set()
-        """Rows whose values are not the default."""
+        """Rows whose values are not the defaults."""
         self._run_put = backend.graphs.graph(self._put_rows)
 
     @staticmethod
-    def count_bytes(max_rows: int, default_X: np.ndarray) -> int:
-        """Return the size of a table."""
-        return (max_rows + 1) * default_X.nbytes
+    def count_bytes(max_rows: int, *defaults: np.ndarray) -> int:
+        """Return the size of the tables."""
+        return (max_rows + 1) * sum(default_X.nbytes for default_X in defaults)
 
-    def set(self, row: int, values_X: np.ndarray | None) -> None:
-        """Set a row, where None stands for the default.
+    def set(self, row: int, *values: np.ndarray | None) -> None:
+        """Set a row of each table, where None stands for the default.
 
         A row that already has the default values is not copied again.
         """
-        if values_X is not None:
-            self._changed[row] = values_X
-            self._differs.add(row)
-        elif row in self._differs:
-            self._changed[row] = self._default_X
-            self._differs.discard(row)
+        differs = any(values_X is not None for values_X in values)
+        if differs or row in self._differs:
+            self._changed[row] = values
+            (self._differs.add if differs else self._differs.discard)(row)
 
     def flush(self) -> None:
         """Copy the changed rows to the device. This is a no-op in steps without admissions."""
         for group in group_rows(list(self._changed.items())):
-            self._write([row for row, _ in group], [values_X for _, values_X in group])
+            self._write([row for row, _ in group], [values for _, values in group])
             for row, _ in group:  # only now: an error leaves the rest for the next call
                 del self._changed[row]
 
     def warm_up(self) -> None:
         """Run the writes of an admission on the pad row."""
         for size in group_sizes(self._max_rows):
-            self._write([self._max_rows] * size, [self._default_X] * size)
+            # Copies of the defaults, since a replay may overwrite the inputs that a graph was captured with.
+            self._write([self._max_rows] * size, [self._defaults] * size)
 
-    def _write(self, rows: list[int], values: list[np.ndarray]) -> None:
-        self._run_put(self._upload(torch.tensor(rows)), self._upload(torch.from_numpy(np.stack(values))))
+    def _write(self, rows: list[int], values: Sequence[tuple[np.ndarray | None, ...]]) -> None:
+        """Copy rows, but no table of which all of them have the default."""
+        inputs = [self._upload(torch.tensor(rows))]
+        tables = zip(self._defaults, self._default_NX[len(rows)], zip(*values, strict=True), strict=True)
+        for default_X, default_NX, each in tables:
+            if any(values_X is not None for values_X in each):
+                stacked_NX = np.stack([default_X if values_X is None else values_X for values_X in each])
+                default_NX = self._upload(torch.from_numpy(stacked_NX))
+            inputs.append(default_NX)
+        self._run_put(*inputs)
 
-    def _put_rows(self, rows_N: torch.Tensor, values_NX: torch.Tensor) -> None:
-        self.table_RX.index_copy_(0, rows_N, values_NX)
+    def _put_rows(self, rows_N: torch.Tensor, *values: torch.Tensor) -> None:
+        for table_RX, values_NX in zip(self.tables, values, strict=True):
+            table_RX.index_copy_(0, rows_N, values_NX)

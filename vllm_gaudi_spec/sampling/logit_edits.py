@@ -12,7 +12,6 @@ import numpy as np
 import torch
 
 from vllm_gaudi_spec.config import MAX_BAD_WORD_TOKENS, MAX_LOGIT_EDITS
-from vllm_gaudi_spec.device_rows import DeviceRows
 
 if TYPE_CHECKING:
     from vllm.sampling_params import SamplingParams
@@ -46,27 +45,23 @@ class EditTables(NamedTuple):
 class LogitEdits:
     """Logit edits of all requests with a row, in tables on the device."""
 
-    def __init__(self, backend: DeviceBackend, max_rows: int) -> None:
+    def __init__(self, backend: DeviceBackend, max_rows: int, tables: EditTables) -> None:
         self._has_fixed_shapes = backend.traits.captures
         """Whether tables are read as a whole, whatever a batch needs."""
-        self.tables = [DeviceRows(backend, max_rows, row) for row in make_empty_rows()]
-        self._edits, self._bias, self._prefix = self.tables
+        self._tables = tables
         self._sizes_np = np.zeros((max_rows + 1, 2), dtype=np.int32)
         """Number of edits and prefix tokens of each row."""
 
-    def admit(self, request: Request) -> bool:
-        """Write a request's edits into its row. Return whether it has any."""
+    def admit(self, request: Request) -> tuple[np.ndarray | None, np.ndarray | None, np.ndarray | None]:
+        """Return a request's row of each table, or None for each if it has no edits."""
         num_edits, num_tokens = count_edits(request.params)
         if num_edits > MAX_LOGIT_EDITS or num_tokens > MAX_BAD_WORD_TOKENS:
             raise ValueError(
                 f"Request {request.req_id} has {num_edits} logit edits and {num_tokens} tokens in bad words; vLLM's "
                 f"front end should have refused more than {MAX_LOGIT_EDITS} and {MAX_BAD_WORD_TOKENS}."
             )
-        rows = _build_rows(request.params) if num_edits else (None, None, None)
-        for table, values in zip(self.tables, rows, strict=True):
-            table.set(request.row, values)
         self._sizes_np[request.row] = num_edits, num_tokens
-        return bool(num_edits)
+        return _build_rows(request.params) if num_edits else (None, None, None)
 
     def get_sizes(self, rows_np: np.ndarray) -> tuple[int, int]:
         """Return how many columns of the tables a batch of these rows reads."""
@@ -79,9 +74,9 @@ class LogitEdits:
         """Gather the tables of a batch's rows; runs inside a graph."""
         num_edits, num_prefix = sizes
         return EditTables(
-            self._edits.table_RX.narrow(2, 0, num_edits).index_select(0, rows_B),
-            self._bias.table_RX.narrow(1, 0, num_edits).index_select(0, rows_B),
-            self._prefix.table_RX.narrow(2, 0, num_prefix).index_select(0, rows_B),
+            self._tables.edits_B2N.narrow(2, 0, num_edits).index_select(0, rows_B),
+            self._tables.bias_BN.narrow(1, 0, num_edits).index_select(0, rows_B),
+            self._tables.prefix_B3P.narrow(2, 0, num_prefix).index_select(0, rows_B),
         )
 
 

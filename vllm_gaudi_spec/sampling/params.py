@@ -148,17 +148,14 @@ class Sampling:
         self.logprobs_mode = logprobs_mode
         self._branches_np = np.zeros((max_rows + 1, len(Branch._fields)), dtype=np.int32)
         self.mask_words = _count_mask_words(vocab_size)
-        self._floats, self._ints, self._allowed = (
-            DeviceRows(backend, max_rows, row) for row in _make_neutral_rows(vocab_size)
-        )
-        self._logit_edits = LogitEdits(backend, max_rows)
-        self._tables = (self._floats, self._ints, self._allowed, *self._logit_edits.tables)
+        self._rows = DeviceRows(backend, max_rows, *_make_neutral_rows(vocab_size), *make_empty_rows())
+        self._floats_RF, self._ints_RX, self._allowed_RW, *edits = self._rows.tables
+        self._logit_edits = LogitEdits(backend, max_rows, EditTables(*edits))
 
     @staticmethod
     def count_bytes(max_rows: int, vocab_size: int) -> int:
         """Return the size of the tables."""
-        rows = (*_make_neutral_rows(vocab_size), *make_empty_rows())
-        return sum(DeviceRows.count_bytes(max_rows, row) for row in rows)
+        return DeviceRows.count_bytes(max_rows, *_make_neutral_rows(vocab_size), *make_empty_rows())
 
     def admit(self, request: Request) -> None:
         """Note a request's parameters for its row, which `flush` copies to the device."""
@@ -171,9 +168,9 @@ class Sampling:
         ints = np.zeros(_NUM_INTS + SCORED_COUNTS[-1], dtype=np.int32)
         budget = NO_BUDGET if params.thinking_token_budget is None else min(params.thinking_token_budget, _INT32_MAX)
         ints[: _NUM_INTS + len(scored)] = (top_k, request.num_prompt, *request.seed_words, budget, *scored)
-        self._floats.set(row, floats)
-        self._ints.set(row, ints)
-        self._allowed.set(row, self._pack_mask(params.allowed_token_ids) if params.allowed_token_ids else None)
+        allowed = self._pack_mask(params.allowed_token_ids) if params.allowed_token_ids else None
+        edits = self._logit_edits.admit(request)
+        self._rows.set(row, floats, ints, allowed, *edits)
         random = params.temperature > 0
         list_length, top_p = self._fit_top_k(top_k) if random else 0, 0
         if random and params.top_p < 1:
@@ -183,7 +180,7 @@ class Sampling:
             min_p=random and params.min_p > 0,
             top_k=list_length,
             top_p=top_p,
-            edited=self._logit_edits.admit(request) or budget != NO_BUDGET,
+            edited=edits[0] is not None or budget != NO_BUDGET,
             masked=bool(params.allowed_token_ids),
             penalized=bool(params.presence_penalty or params.frequency_penalty or params.repetition_penalty != 1),
             scored=fit_size(SCORED_COUNTS, len(scored)),
@@ -245,13 +242,11 @@ class Sampling:
 
     def flush(self) -> None:
         """Copy the parameters of newly admitted requests to the device."""
-        for table in self._tables:
-            table.flush()
+        self._rows.flush()
 
     def warm_up(self) -> None:
         """Run the graphs that admissions run."""
-        for table in self._tables:
-            table.warm_up()
+        self._rows.warm_up()
 
     def make_pass(self, batch: SampleBatch, branch: Branch, grammars: dict[str, Grammar]) -> SamplePass:
         """Copy the inputs of a pass over a batch to the device. `branch` covers its requests."""
@@ -271,14 +266,13 @@ class Sampling:
         grammars: GrammarInputs | None = None,
     ) -> SamplingInputs:
         """Gather the parameters of rows that a branch reads; runs inside a graph."""
-        ints_RX = self._ints.table_RX
-        scored_RE = ints_RX.narrow(1, _NUM_INTS, branch.scored) if branch.scored else None
+        scored_RE = self._ints_RX.narrow(1, _NUM_INTS, branch.scored) if branch.scored else None
         return SamplingInputs(
             branch,
-            self._floats.table_RX.index_select(0, rows_B).T.contiguous(),
-            ints_RX.narrow(1, 0, _NUM_INTS).index_select(0, rows_B),
+            self._floats_RF.index_select(0, rows_B).T.contiguous(),
+            self._ints_RX.narrow(1, 0, _NUM_INTS).index_select(0, rows_B),
             grammars,
-            self._allowed.table_RX.index_select(0, rows_B)[:, None] if branch.masked else None,
+            self._allowed_RW.index_select(0, rows_B)[:, None] if branch.masked else None,
             self._logit_edits.gather(rows_B, edit_sizes) if branch.edited else None,
             None if scored_RE is None else scored_RE.index_select(0, rows_B),
         )

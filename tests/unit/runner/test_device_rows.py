@@ -35,6 +35,31 @@ def test_flush_writes_changed_rows_only(backend: type[HostBackend], num_rows: in
     assert torch.equal(rows.table_RX, expected)
 
 
+@pytest.mark.parametrize("backend", [HostBackend, CapturingBackend])
+def test_tables_are_written_together_and_defaults_are_not_copied(backend: type[HostBackend]) -> None:
+    defaults = np.array([7, 8], dtype=np.int32), np.array(0.5, dtype=np.float32)
+    rows = DeviceRows(backend(), MAX_ROWS, *defaults)  # type: ignore[arg-type]
+    rows.warm_up()
+    copied: list[torch.Tensor] = []
+    upload = rows._upload
+    rows._upload = lambda tensor: copied.append(tensor) or upload(tensor)  # type: ignore[func-returns-value]
+    for values in ((np.array([1, 2], dtype=np.int32), np.array(3, dtype=np.float32)), (None, defaults[1]), (None,) * 2):
+        copied.clear()
+        rows.set(5, *values)
+        rows.set(6, *values)
+        rows.flush()
+        for row in (5, 6):
+            for table_RX, value, default in zip(rows.tables, values, defaults, strict=True):
+                assert np.array_equal(table_RX[row].numpy(), default if value is None else value)
+        assert len(copied) == 2 * (1 + sum(value is not None for value in values))
+    for table_RX, default in zip(rows.tables, defaults, strict=True):
+        assert np.array_equal(table_RX.numpy(), np.broadcast_to(default, table_RX.shape)), "defaults were overwritten"
+    copied.clear()
+    rows.set(5, None, None)
+    rows.flush()
+    assert not copied
+
+
 def test_rows_that_could_not_be_written_are_written_by_the_next_flush() -> None:
     rows = make_rows(HostBackend())
     write, rows._run_put = rows._run_put, lambda *given: 1 / 0
@@ -59,10 +84,9 @@ def test_memory_beside_kv_counts_what_steps_keep(
     sizes = {tensor.data_ptr(): tensor.nbytes for tensor in states if tensor.ndim == 2}
     assert len(sizes) == (2 if carried_size is None else 4)
     assert counted["hidden states of all sequences and of a step's prompt chunks"] == sum(sizes.values())
-    tables = [value for value in vars(runner.sampling).values() if isinstance(value, DeviceRows)]
-    tables += runner.sampling._logit_edits.tables
-    assert len(tables) == len(runner.sampling._tables) == 6
-    assert counted["sampling parameters of all sequences"] == sum(table.table_RX.nbytes for table in tables)
+    tables = runner.sampling._rows.tables
+    assert len(tables) == 6
+    assert counted["sampling parameters of all sequences"] == sum(table_RX.nbytes for table_RX in tables)
 
 
 def test_row_is_reset_although_its_request_never_samples(tmp_path: Path) -> None:
@@ -76,7 +100,7 @@ def test_row_is_reset_although_its_request_never_samples(tmp_path: Path) -> None
     engine.add("aborted", [1] * 50, SamplingParams(**params))  # longer than the token budget
     engine.step()
     engine.abort("aborted")
-    allowed = engine.runner.sampling._allowed
-    assert not allowed._changed
-    assert (allowed.table_RX == -1).all()
+    sampling = engine.runner.sampling
+    assert not sampling._rows._changed
+    assert (sampling._allowed_RW == -1).all()
     engine.finish()

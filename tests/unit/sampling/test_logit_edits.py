@@ -13,8 +13,9 @@ from vllm.v1.sample.ops.bad_words import apply_bad_words
 
 from tests.support.fakes import CapturingBackend, HostBackend
 from vllm_gaudi_spec.config import MAX_BAD_WORD_TOKENS, MAX_LOGIT_EDITS
+from vllm_gaudi_spec.device_rows import DeviceRows
 from vllm_gaudi_spec.records import Request
-from vllm_gaudi_spec.sampling.logit_edits import EditTables, LogitEdits
+from vllm_gaudi_spec.sampling.logit_edits import EditTables, LogitEdits, make_empty_rows
 from vllm_gaudi_spec.sampling.logits import apply_logit_edits
 from vllm_gaudi_spec.sampling.verify import gather_recent_outputs
 
@@ -25,14 +26,24 @@ def request(row: int, bad_words: list[list[int]] | None = None, **params: Any) -
     return Request(req_id="a", params=sampling, seed_words=(0, 0), prompt=[1], row=row)
 
 
-def gather(edits: LogitEdits, *rows: int) -> EditTables:
-    for table in edits.tables:
-        table.flush()
+class WrittenEdits(LogitEdits):
+    """Writes what it returns into the tables, as `Sampling` does."""
+
+    def __init__(self, backend: Any) -> None:
+        self.rows = DeviceRows(backend, 4, *make_empty_rows())
+        super().__init__(backend, 4, EditTables(*self.rows.tables))
+
+    def admit(self, request: Request) -> Any:
+        self.rows.set(request.row, *super().admit(request))
+
+
+def gather(edits: WrittenEdits, *rows: int) -> EditTables:
+    edits.rows.flush()
     return edits.gather(torch.tensor(rows), edits.get_sizes(np.array(rows)))
 
 
-def logit_edits(has_fixed_shapes: bool = False) -> LogitEdits:
-    return LogitEdits(CapturingBackend() if has_fixed_shapes else HostBackend(), max_rows=4)  # type: ignore[arg-type]
+def logit_edits(has_fixed_shapes: bool = False) -> WrittenEdits:
+    return WrittenEdits(CapturingBackend() if has_fixed_shapes else HostBackend())
 
 
 @pytest.mark.parametrize("grammar", [None, StructuredOutputsParams(choice=["a"])])
