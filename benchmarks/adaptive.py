@@ -89,19 +89,20 @@ def start_demo(method: str, model: str, options: argparse.Namespace, name: str, 
 
 
 def start_dummy(folder: Path, options: argparse.Namespace, name: str, setup: dict[str, Any]) -> Engine:
-    rows, length, dtype = max(options.batches), 512, dummy.DTYPES[options.size]
+    rows, dtype = max(options.batches), dummy.DTYPES[options.size]
+    length = PROMPT + options.tokens + options.drafts + 1
+    kv_bytes = 1.1 * dummy.kv_bytes(dummy.SIZES[options.size], dtype) * (rows + 1) * (length + 128)
     return Engine(
         f"adaptive-{options.size}-{name.replace(' ', '')}",
         dummy.write_model(folder / name, options.size),
-        common.QUIET | {"VLLM_PLUGINS": "gaudi_spec", "VLLM_ENABLE_V1_MULTIPROCESSING": "0"},
+        drafting.IN_PROCESS,
         PROMPT,
         load_format="dummy",
         dtype=dtype,
         max_model_len=length,
         max_num_seqs=rows,
         max_num_batched_tokens=max(2048, rows * (1 + options.drafts)),
-        kv_cache_memory_bytes=int(2 * dummy.kv_bytes(dummy.SIZES[options.size], dtype) * (rows + 1) * length),
-        gpu_memory_utilization=0.18,
+        kv_cache_memory_bytes=int(kv_bytes),
         additional_config={"gaudi_spec": {"batch_buckets": sorted(options.batches)}},
         **setup,
     )
@@ -116,7 +117,7 @@ def measure(
     """Return a row for each batch size. `what` says what the rows are about."""
     answers = []
     with side_by_side() as engines:
-        with ThreadPoolExecutor(max_workers=None if options.size else 1) as pool:
+        with ThreadPoolExecutor(max_workers=None if dummy.on_accelerator() else 1) as pool:
             engines.update(zip(setups, pool.map(start, setups, setups.values()), strict=True))
         num_turns = Counter[Engine]()
         for batch in options.batches:

@@ -27,7 +27,7 @@ import numpy as np
 from benchmarks.shared import common, drafting, dummy
 from benchmarks.shared.cells import OUTPUT_TOKENS, PROMPT_TOKENS, draw_lengths, tail
 from benchmarks.shared.turns import take
-from benchmarks.upstream import DEVICE, OURS, environments
+from benchmarks.upstream import DEVICE, OURS, add_against, environments, keep_only
 from tests.full_tests.server import Running, serve_command, serve_environment
 from tests.support.ports import free_port
 from vllm_gaudi_spec.environment import preload_openmp
@@ -65,8 +65,10 @@ def parse_options() -> argparse.Namespace:
     )
     parser.add_argument("--size", choices=dummy.SIZES, help="shape of a model with random weights")
     parser.add_argument("--model", help="Hugging Face id or folder (default: the demo model)")
+    add_against(parser)
     common.add_json(parser)
     options, options.server = parser.parse_known_args()
+    keep_only(options.against)
     options.rates = [f"{rate:g}" for rate in options.rates]
     return options
 

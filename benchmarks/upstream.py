@@ -118,10 +118,12 @@ def parse_options() -> argparse.Namespace:
         action="store_true",
         help="do not let upstream compile, for a try: it takes minutes per setup, and is kept for the next run",
     )
+    add_against(parser)
     parser.add_argument("--turns", type=int, default=9, metavar="N", help="measured turns of each engine and cell")
     parser.add_argument("--fresh", action="store_true", help="measure again what FILE has already")
     parser.add_argument("--json", type=Path, metavar="FILE", default=common.LOGS / "upstream.json", help="the results")
     options = parser.parse_args()
+    keep_only(options.against)
     if options.size == DEMO:
         possible = tuple(DEMO_METHODS)
     else:
@@ -139,6 +141,19 @@ def parse_options() -> argparse.Namespace:
     else:
         options.chosen = draw_cells(options.seed, options.cells, options.methods, options.setups, options.limits)
     return options
+
+
+def add_against(parser: argparse.ArgumentParser) -> None:
+    names = [*UPSTREAM.get(DEVICE, ())]
+    parser.add_argument(
+        "--against", nargs="+", choices=names, default=names, metavar="ENGINE", help=f"of {'; '.join(names)}"
+    )
+
+
+def keep_only(names: list[str]) -> None:
+    """Compare with these of upstream's engines."""
+    if DEVICE in UPSTREAM:
+        UPSTREAM[DEVICE] = {name: UPSTREAM[DEVICE][name] for name in names}
 
 
 # ---- in an engine's process ----------------------------------------------------------------------------

@@ -19,11 +19,6 @@ ROOT = Path(__file__).resolve().parents[2]
 LOGS = ROOT / ".bench"
 NOISE_NOTE = "This machine may be shared and noisy: read the ratios, not the absolute figures."
 
-# What decides the platform; everything else is the same for both.
-PLATFORMS = {
-    "ours": {"VLLM_PLUGINS": "gaudi_spec", "VGS_DEVICE": "cpu"},
-    "upstream": {"VLLM_PLUGINS": ""},
-}
 QUIET = {"VLLM_NO_USAGE_STATS": "1", "DO_NOT_TRACK": "1"}
 
 

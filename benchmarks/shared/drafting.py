@@ -16,7 +16,7 @@ from typing import Any
 import numpy as np
 
 from benchmarks.shared import common
-from benchmarks.shared.common import PLATFORMS, QUIET
+from benchmarks.shared.common import QUIET
 from vllm_gaudi_spec.tools.io.command_line import Parser
 
 TESTS = common.ROOT / "tests" / "full_tests"
@@ -28,7 +28,12 @@ NGRAM = {"method": "ngram", "prompt_lookup_min": 2, "prompt_lookup_max": 5}
 SUFFIX = {"method": "suffix"}
 
 # The engine in the child's own process, where a benchmark can reach it.
-IN_PROCESS = {**QUIET, **PLATFORMS["ours"], "VLLM_ENABLE_V1_MULTIPROCESSING": "0"}
+IN_PROCESS = {
+    **QUIET,
+    "VLLM_PLUGINS": "gaudi_spec",
+    "VGS_DEVICE": os.environ.get("VGS_DEVICE") or "cpu",
+    "VLLM_ENABLE_V1_MULTIPROCESSING": "0",
+}
 # Default options of an engine.
 ENGINE: dict[str, Any] = dict(
     dtype="float32",
