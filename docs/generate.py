@@ -195,7 +195,8 @@ def cells_cpu() -> list[Row]:
 def cells_gpu() -> list[Row]:
     """Summarize the random cells on a GPU by method."""
     found = []
-    for place, title in enumerate(("no speculation", "draft model", "EAGLE", "n-grams on the host")):
+    titles = ("no speculation", "draft model", "draft model, older runner", "EAGLE", "n-grams")
+    for place, title in enumerate(titles):
         cells = rows_of("upstream_random_h200", place)
         row: Row = {"method": f"{title}, {len(cells)} cells"}
         for name, what in (("step", "of a step"), ("batch", "of the batch"), ("first", "to first tokens")):
@@ -404,6 +405,20 @@ PARTS: dict[str, Callable[[], str]] = {
             "plain tokens/s": "tokens/s, plain",
             "with drafts": "with drafts",
             "speedup": "speedup",
+        },
+    ),
+    "gpu_adaptive": lambda: pick(
+        [
+            {**row, "ratio": "{:.2f} [{:.2f}, {:.2f}]".format(*row["adaptive / best"])}
+            for place in (0, 1)
+            for row in rows_of("adaptive_h200", place)
+        ],
+        {
+            "drafter": "drafter",
+            "concurrency": "concurrency",
+            **{f"k = {k}": f"k = {k}" for k in (1, 2, 4, 7)},
+            "adaptive": "adaptive",
+            "ratio": "adaptive / best",
         },
     ),
     "gpu_verify": lambda: pick(
