@@ -100,6 +100,7 @@ class Layer:
         )
         self.ops: Any = backend.attention if backend.attention.supports_attention(self.spec) else torch_ops
         self.step = backend.graphs.graph(self._step)
+        self.first_step = backend.graphs.graph(self._first_step)
 
     def _step(
         self,
@@ -109,7 +110,8 @@ class Layer:
         query_THD: torch.Tensor,
         key_TKD: torch.Tensor,
         value_TKD: torch.Tensor | None,
-        from_start: bool,
+        *,
+        from_start: bool = False,
     ) -> torch.Tensor:
         rows = starts_B.shape[0]
         tokens_BQ = torch.zeros((rows, len(query_THD) // rows), dtype=torch.int32, device=starts_B.device)
@@ -122,6 +124,10 @@ class Layer:
             call = replace(call, from_start=True, fresh_kv=(key_TKD, value_TKD))
         attended: torch.Tensor = self.ops.attend(query_THD, self.kv_cache, call, self.spec)
         return attended
+
+    def _first_step(self, *inputs: Any) -> torch.Tensor:
+        """A step over prompts' first chunks."""
+        return self._step(*inputs, from_start=True)
 
 
 class Texts:
@@ -178,14 +184,14 @@ class Texts:
                 given[[row == 0 for row in members] + [True] * pad_rows] = self.poison
         upload = self.layer.backend.memory.upload
         padding = [0] * pad_rows
-        out = self.layer.step(
+        step = self.layer.step if decode or any(starts) else self.layer.first_step
+        out = step(
             upload(torch.tensor(starts + padding, dtype=torch.int32)),
             upload(torch.tensor(real + padding, dtype=torch.int32)),
             self._blocks(starts, real, queries, members, pad_rows, decode),
             upload(query.flatten(0, 1)),
             upload(key.flatten(0, 1)),
             upload(value.flatten(0, 1)) if kind.value_size is None else None,
-            not decode and not any(starts),
         )
         out_BQHD = self.layer.backend.memory.download(out).clone().unflatten(0, (rows, queries))
         assert torch.isfinite(out_BQHD).all() or self.was_poisoned
