@@ -1,7 +1,5 @@
 """The pages that users read: their blocks of commands, and the word above each that says what becomes of it."""
 
-from __future__ import annotations
-
 import ast
 import re
 from dataclasses import dataclass

@@ -15,8 +15,6 @@ with doctor's findings and the logs into one archive beside it, gaudi.tar.gz or 
 Exit status: 0 when tests passed and counts agree, 1 when not, 2 when there is no card or options make no sense.
 """
 
-from __future__ import annotations
-
 import argparse
 import json
 import os

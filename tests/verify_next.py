@@ -5,8 +5,6 @@ the installed vLLM on the path, so they run without compiled parts, on the insta
 vLLM that our modules import and the release no longer has, then it imports all modules and runs the tests.
 """
 
-from __future__ import annotations
-
 import ast
 import os
 import re

@@ -1,7 +1,5 @@
 """Set up what all tests need: threads that sleep while they wait, and fixed seeds."""
 
-from __future__ import annotations
-
 import os
 
 import pytest

@@ -1,7 +1,5 @@
 """The emulator knows nothing of the engines that run on it."""
 
-from __future__ import annotations
-
 from pathlib import Path
 
 import pytest

@@ -1,7 +1,5 @@
 """`card-emulator run` gives a program, and what it starts, an emulated card."""
 
-from __future__ import annotations
-
 import os
 import subprocess
 import sys

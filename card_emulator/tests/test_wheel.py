@@ -1,7 +1,5 @@
 """A wheel has every module, and the sources that the emulated CANN is compiled from."""
 
-from __future__ import annotations
-
 import subprocess
 import sys
 from pathlib import Path

@@ -1,7 +1,5 @@
 """Huawei's own torch_npu over the emulated CANN, in a process of its own (VGS_DEVICE=ascend-emulated)."""
 
-from __future__ import annotations
-
 from typing import Any
 
 import pytest

@@ -1,7 +1,5 @@
 """The Ascend backend over the emulated CANN."""
 
-from __future__ import annotations
-
 import json
 import os
 import subprocess

@@ -1,7 +1,5 @@
 """An emulated Gaudi in eager mode, in a process of its own: tests/unit/emulator/test_gaudi_compiled.py starts one."""
 
-from __future__ import annotations
-
 from collections.abc import Iterator
 from typing import Any
 

@@ -3,8 +3,6 @@
 Letters and numbers in names are rows of docs/contributing/quirks.md.
 """
 
-from __future__ import annotations
-
 import sys
 from types import SimpleNamespace
 from typing import Any, cast

@@ -1,7 +1,5 @@
 """Calibration with real engines: what an interrupted one measures, what two ranks measure, and all of it in one go."""
 
-from __future__ import annotations
-
 import json
 import os
 import signal

@@ -4,8 +4,6 @@ Each runs in a folder that looks like the checkout after `make setup`. Where a p
 ones stand, and a server has a port of its own; all options are those of the page.
 """
 
-from __future__ import annotations
-
 import os
 import re
 import signal

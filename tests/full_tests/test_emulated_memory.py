@@ -1,7 +1,5 @@
 """On an emulated card with little memory: warm-up says what graphs keep, and which option to lower where it ends."""
 
-from __future__ import annotations
-
 import gc
 import re
 from collections.abc import Iterator

@@ -1,7 +1,5 @@
 """KV in FP8 by --kv-cache-dtype on the CPU: drafts change nothing, whatever drafts and whatever keeps the KV."""
 
-from __future__ import annotations
-
 import json
 import shutil
 from collections.abc import Callable

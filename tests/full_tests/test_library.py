@@ -1,7 +1,5 @@
 """Check the worker methods that programs call when they use vLLM as a library."""
 
-from __future__ import annotations
-
 import json
 from collections.abc import Iterator
 from pathlib import Path

@@ -1,8 +1,6 @@
 """An engine on a torch that has Intel's version string, and loads the card by itself, as in Intel's image. torch's code
 is this environment's: only comparisons change."""
 
-from __future__ import annotations
-
 import json
 import os
 import subprocess

@@ -1,7 +1,5 @@
 """A wheel in an environment that has nothing else, as a user installs it: the demo, and a server."""
 
-from __future__ import annotations
-
 import json
 import shlex
 import subprocess

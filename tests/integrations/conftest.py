@@ -4,8 +4,6 @@ Real are vLLM, vllm-ascend's platform, configuration, proposers and attention, a
 compiled parts of vllm-ascend are those of doubles/. Tensors are the CPU's.
 """
 
-from __future__ import annotations
-
 import importlib.util
 import os
 import sys

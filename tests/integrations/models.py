@@ -1,7 +1,5 @@
 """A target and a drafter whose tokens have other ids, other texts and another number, and share some."""
 
-from __future__ import annotations
-
 import json
 from pathlib import Path
 

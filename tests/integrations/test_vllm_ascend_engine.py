@@ -1,8 +1,6 @@
 """vllm-ascend's own engine: its platform, worker, runner, scheduler and rejection sampler, with real torch_npu over the
 emulated CANN, each in a process of its own."""
 
-from __future__ import annotations
-
 import functools
 import json
 import os

@@ -1,7 +1,5 @@
 """What is changed in vllm-ascend 0.23 and its vLLM: these fail when upstream moves; then review the patch."""
 
-from __future__ import annotations
-
 import inspect
 import pickle
 from types import SimpleNamespace

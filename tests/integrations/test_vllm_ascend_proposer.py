@@ -1,7 +1,5 @@
 """Drafts of the universal proposer, a subclass of vllm-ascend's real one, with a drafter of another vocabulary."""
 
-from __future__ import annotations
-
 import json
 import shlex
 from pathlib import Path

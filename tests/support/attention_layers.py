@@ -1,7 +1,5 @@
 """An attention layer as the backends see it."""
 
-from __future__ import annotations
-
 from typing import Any
 
 import torch

@@ -1,7 +1,5 @@
 """A backend that torch loads on import through an entry point of `torch.backends`, as it loads Habana's bridge."""
 
-from __future__ import annotations
-
 from pathlib import Path
 
 _MODULE = """

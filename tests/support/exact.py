@@ -4,8 +4,6 @@ The functions that the rule itself calls define what it does with its noise: the
 accepts, and the residual it samples from.
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 

@@ -1,7 +1,5 @@
 """Scripted schedulers instead of mocks: vLLM's records, made by hand."""
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from dataclasses import replace
 from typing import Any

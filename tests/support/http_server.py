@@ -1,7 +1,5 @@
 """An HTTP server with a few fixed answers, for testing clients."""
 
-from __future__ import annotations
-
 import json
 import threading
 from collections.abc import Callable, Iterator

@@ -1,7 +1,5 @@
 """Quantization measurements of a fictitious model: two Llama layers with four heads and two KV heads."""
 
-from __future__ import annotations
-
 import numpy as np
 
 from vllm_gaudi_spec.quantization.files import MEASURED, LinearShape, Node, Part, Record

@@ -1,7 +1,5 @@
 """Configuration of a multimodal model and batches with images, to test the runner's bookkeeping."""
 
-from __future__ import annotations
-
 from types import SimpleNamespace
 from typing import Any
 

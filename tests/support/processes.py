@@ -1,7 +1,5 @@
 """Tests that need a process of their own, because an emulated card changes torch for good."""
 
-from __future__ import annotations
-
 import os
 import subprocess
 import sys

@@ -1,7 +1,5 @@
 """Records of runs, as written by `gaudi-spec demo --json`, with figures that are easy to check."""
 
-from __future__ import annotations
-
 from typing import Any
 
 from vllm_gaudi_spec.tools.report import record

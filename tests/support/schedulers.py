@@ -1,7 +1,5 @@
 """Small schedulers and drafter configurations, and the output of a scripted worker."""
 
-from __future__ import annotations
-
 from pathlib import Path
 from typing import Any
 

@@ -6,8 +6,6 @@ the row's context, read through the block table. So a token that stands at a wro
 row that was not cleared, or a length that is off by one changes the row's tokens.
 """
 
-from __future__ import annotations
-
 import random
 from collections import Counter, deque
 from collections.abc import Callable

@@ -1,7 +1,5 @@
 """Random inputs of the acceptance rules that cover what a rule must handle, and loops that verify them."""
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from dataclasses import dataclass, fields
 

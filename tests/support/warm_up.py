@@ -1,7 +1,5 @@
 """Warm-up jobs: the signatures that they list, and whether running them makes these."""
 
-from __future__ import annotations
-
 from collections.abc import Hashable, Iterable
 
 from vllm_gaudi_spec.graphs import Job, StepRecorder

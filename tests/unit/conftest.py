@@ -1,7 +1,5 @@
 """Fixtures of several unit tests."""
 
-from __future__ import annotations
-
 from collections.abc import Iterator
 from typing import Any
 

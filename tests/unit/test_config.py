@@ -1,7 +1,5 @@
 """Mistakes in our own options stop the start-up with the option's name."""
 
-from __future__ import annotations
-
 import dataclasses
 import json
 import os

@@ -1,7 +1,5 @@
 """Our series on their way: from a scheduler, through vLLM's record, to what its Prometheus logger shows."""
 
-from __future__ import annotations
-
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any

@@ -1,7 +1,5 @@
 """How ranks may be combined: what is let in, and what is refused in one line."""
 
-from __future__ import annotations
-
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any

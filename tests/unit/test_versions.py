@@ -1,7 +1,5 @@
 """What is installed, and what of it cannot work together."""
 
-from __future__ import annotations
-
 import re
 from importlib.metadata import PackageNotFoundError
 from pathlib import Path

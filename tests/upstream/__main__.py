@@ -6,8 +6,6 @@ models. Each file has a result in .verify/upstream/results/, written after each 
 where it stopped. Exit status 1: a case that passes there does not pass here and is not listed, or the run is not over.
 """
 
-from __future__ import annotations
-
 import argparse
 import hashlib
 import json

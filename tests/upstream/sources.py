@@ -1,7 +1,5 @@
 """Fetches vLLM's tests, and writes a model hub's cache in which names that they use stand for tiny models."""
 
-from __future__ import annotations
-
 import hashlib
 import json
 import os

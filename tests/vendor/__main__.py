@@ -12,8 +12,6 @@ when our worker has more than 1.5 times the graphs of vllm-gaudi's, more launche
 the bytes.
 """
 
-from __future__ import annotations
-
 import argparse
 import os
 import shutil

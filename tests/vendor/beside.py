@@ -1,7 +1,5 @@
 """One workload through the vendor's worker and through ours on one emulated card: counts and tokens side by side."""
 
-from __future__ import annotations
-
 import json
 import subprocess
 from collections.abc import Callable, Mapping, Sequence

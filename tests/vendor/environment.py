@@ -4,8 +4,6 @@ The card comes as on a machine with one: torch finds Habana's package by its ent
 process. Nothing of this project is installed there, so that vLLM finds no plugin of ours.
 """
 
-from __future__ import annotations
-
 import os
 import shutil
 import subprocess

@@ -1,7 +1,5 @@
 """Loaded by torch at the end of its import (entry point `torch.backends`): environment.py."""
 
-from __future__ import annotations
-
 from pathlib import Path
 
 

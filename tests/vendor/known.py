@@ -3,8 +3,6 @@
 A failure that is not listed is red, and so is a listed test that passes.
 """
 
-from __future__ import annotations
-
 VLLM_GAUDI = "0.26.0"
 
 FILES = (

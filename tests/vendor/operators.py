@@ -1,7 +1,5 @@
 """vllm-gaudi's own tests on the emulated card, as they are, beside what is known of them."""
 
-from __future__ import annotations
-
 import subprocess
 import xml.etree.ElementTree as ElementTree
 from collections.abc import Iterable, Mapping

@@ -5,8 +5,6 @@ python -P text_generation.py CHECKPOINT OUT
 In optimum-habana's environment. Texts are greedy and in float32, so that they can be equal token by token.
 """
 
-from __future__ import annotations
-
 import json
 import sys
 from pathlib import Path

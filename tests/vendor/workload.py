@@ -9,8 +9,6 @@ is not pinned do not arrive late there: the worker waits for an event alone (hpu
 AsyncHPUModelRunnerOutput), and with a hostile card's downloads every token of it is what lay in that memory.
 """
 
-from __future__ import annotations
-
 import argparse
 import dataclasses
 import importlib.util

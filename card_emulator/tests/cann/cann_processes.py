@@ -1,7 +1,5 @@
 """Processes with an emulated NPU: this one, and others behind a door."""
 
-from __future__ import annotations
-
 import os
 import subprocess
 import sys

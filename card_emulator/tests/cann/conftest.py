@@ -1,7 +1,5 @@
 """Huawei's own torch_npu over the emulated CANN."""
 
-from __future__ import annotations
-
 import os
 from typing import Any
 

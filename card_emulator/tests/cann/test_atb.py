@@ -1,7 +1,5 @@
 """Operators of the Ascend Transformer Boost library, which torch_npu has under names of its own."""
 
-from __future__ import annotations
-
 from typing import Any
 
 import pytest

@@ -1,7 +1,5 @@
 """HCCL of the emulated CANN, through torch_npu's own process group: ranks as processes."""
 
-from __future__ import annotations
-
 import json
 import os
 from collections.abc import Callable

@@ -1,7 +1,5 @@
 """Operators of the emulated CANN, called by torch_npu, beside torch on the host."""
 
-from __future__ import annotations
-
 import ctypes
 from collections.abc import Callable
 from typing import Any

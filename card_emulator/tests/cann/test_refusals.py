@@ -3,8 +3,6 @@
 Each program passes once what refuses it is switched off: nothing else stops it, so it is this refusal that is tested.
 """
 
-from __future__ import annotations
-
 import ctypes
 import time
 from collections.abc import Callable, Iterator

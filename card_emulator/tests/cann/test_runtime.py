@@ -1,7 +1,5 @@
 """Streams, events, memory and graphs of the emulated CANN, through torch_npu."""
 
-from __future__ import annotations
-
 from typing import Any
 
 import pytest

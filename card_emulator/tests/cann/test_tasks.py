@@ -1,7 +1,5 @@
 """Task groups through torch_npu, as the backend uses them: fused attention that gets new lengths between runs."""
 
-from __future__ import annotations
-
 import gc
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor

@@ -1,7 +1,5 @@
 """An emulated Gaudi 2 in lazy mode, which a process has for the rest of its life."""
 
-from __future__ import annotations
-
 from collections.abc import Iterator
 from typing import Any
 

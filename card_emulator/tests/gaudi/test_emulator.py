@@ -1,7 +1,5 @@
 """The emulated card refuses what a Gaudi cannot do and counts what it does slowly, with the line to blame."""
 
-from __future__ import annotations
-
 import dataclasses
 import os
 from collections.abc import Callable

@@ -1,7 +1,5 @@
 """Emulated HPU graphs: what is baked in at capture, what is replayed, and what a capture refuses."""
 
-from __future__ import annotations
-
 import dataclasses
 import os
 from collections.abc import Callable

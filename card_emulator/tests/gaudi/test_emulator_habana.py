@@ -1,7 +1,5 @@
 """The stand-in for habana_frameworks: fused operations against dense ones, and the small functions around them."""
 
-from __future__ import annotations
-
 import subprocess
 import sys
 from typing import Any

@@ -3,8 +3,6 @@
 `refused` also checks that only a hostile card refuses.
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from typing import Any
 

@@ -1,7 +1,5 @@
 """In the place of what vllm-ascend has compiled, and of a Triton kernel of vLLM's that it calls even without Triton."""
 
-from __future__ import annotations
-
 from typing import Any
 
 import torch

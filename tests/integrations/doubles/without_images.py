@@ -1,8 +1,6 @@
 """In the place of torchvision, which image processors take for granted: its builds do not go with torch's for a CPU.
 No image comes here."""
 
-from __future__ import annotations
-
 import sys
 import types
 

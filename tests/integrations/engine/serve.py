@@ -1,8 +1,6 @@
 """Texts of vllm-ascend's own engine, in this process: python serve.py '{"model": ..., "speculation": {...}, "prompts":
 [...], "length": 24}'. The last line is JSON."""
 
-from __future__ import annotations
-
 import json
 import sys
 from typing import Any

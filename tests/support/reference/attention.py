@@ -1,7 +1,5 @@
 """Dense attention of one query over the keys that it sees: the reference for paged attention."""
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 
 import torch

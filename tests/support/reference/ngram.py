@@ -1,7 +1,5 @@
 """N-gram drafting, one position and one length at a time."""
 
-from __future__ import annotations
-
 
 def ngram_drafts(tokens: list[int], min_ngram: int, max_ngram: int, max_drafts: int) -> list[int]:
     for size in range(max_ngram, min_ngram - 1, -1):

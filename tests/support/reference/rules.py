@@ -4,8 +4,6 @@
 standard Gumbel noise for each position and token, one set for residuals and one for the target's own tokens.
 """
 
-from __future__ import annotations
-
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass

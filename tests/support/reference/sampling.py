@@ -1,7 +1,5 @@
 """Slow, obvious versions of what sampling/ does with whole tensors: one row and one position in plain Python."""
 
-from __future__ import annotations
-
 
 def penalize(
     logits: list[float], prompt: list[int], output: list[int], presence: float, frequency: float, repetition: float

@@ -1,7 +1,5 @@
 """Suffix decoding by counting every pattern in every text from its first token to its last."""
 
-from __future__ import annotations
-
 
 def next_token(texts: list[list[int]], pattern: list[int]) -> tuple[int, float] | None:
     """Return the most frequent token after the pattern, the most recent one of a tie, and its share."""

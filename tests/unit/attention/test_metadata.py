@@ -1,7 +1,5 @@
 """The inputs of a rectangle, in which padding looks nothing up."""
 
-from __future__ import annotations
-
 from typing import Any
 
 import torch

@@ -1,7 +1,5 @@
 """Both forms of paged attention against dense attention in float64, row by row."""
 
-from __future__ import annotations
-
 import dataclasses
 from collections.abc import Callable
 from typing import Any

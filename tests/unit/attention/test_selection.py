@@ -1,7 +1,5 @@
 """Layers that select keys, in both forms of paged attention, against dense attention over a sorted selection."""
 
-from __future__ import annotations
-
 from dataclasses import replace
 
 import pytest

@@ -1,7 +1,5 @@
 """Measurements of ranks: put together they are those of one rank, channel by channel."""
 
-from __future__ import annotations
-
 from dataclasses import replace
 
 import numpy as np

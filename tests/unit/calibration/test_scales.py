@@ -3,8 +3,6 @@
 It runs on a CPU, but for two functions of torchao that cast to FP8: only those have a stand-in.
 """
 
-from __future__ import annotations
-
 import json
 import sys
 from collections.abc import Iterator

@@ -1,7 +1,5 @@
 """The scripts of calibration/ on files: what they make, and their messages about files that are not right."""
 
-from __future__ import annotations
-
 import json
 import runpy
 from collections.abc import Callable

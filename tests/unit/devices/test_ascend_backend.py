@@ -1,7 +1,5 @@
 """The Ascend backend without a device: when it is chosen, what it refuses, and what it passes to graphs."""
 
-from __future__ import annotations
-
 import re
 import sys
 from collections.abc import Iterator

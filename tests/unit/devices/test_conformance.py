@@ -1,7 +1,5 @@
 """Runs tests/conformance for every backend, each device in its own process."""
 
-from __future__ import annotations
-
 import pytest
 
 from tests.support.processes import run_tests

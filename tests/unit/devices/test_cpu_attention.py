@@ -1,7 +1,5 @@
 """Bidirectional attention within images: the CPU kernel and plain torch against dense attention."""
 
-from __future__ import annotations
-
 from dataclasses import replace
 from types import SimpleNamespace
 

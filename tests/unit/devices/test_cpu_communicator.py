@@ -1,7 +1,5 @@
 """Collectives between CPU ranks return the same bits on each rank, on which ranks rely to decide alike."""
 
-from __future__ import annotations
-
 import multiprocessing
 import os
 from pathlib import Path

@@ -1,7 +1,5 @@
 """The engine process is forked only if a forked child can compute."""
 
-from __future__ import annotations
-
 import os
 import subprocess
 import sys

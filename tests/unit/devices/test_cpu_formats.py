@@ -1,7 +1,5 @@
 """Formats with kernels for this CPU stay quantized, and others are dequantized."""
 
-from __future__ import annotations
-
 from pathlib import Path
 from typing import Any
 

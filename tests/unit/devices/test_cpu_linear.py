@@ -1,7 +1,5 @@
 """Linear layers on the CPU: what each format keeps of a weight, and its results."""
 
-from __future__ import annotations
-
 import pytest
 import torch
 from torch import nn

@@ -1,7 +1,5 @@
 """Rotary embeddings on the CPU, for queries in every shape that vLLM's models pass."""
 
-from __future__ import annotations
-
 import pytest
 import torch
 from vllm.config import VllmConfig, set_current_vllm_config

@@ -1,7 +1,5 @@
 """The GPU backend beyond tests/conformance: uploads and downloads do not wait."""
 
-from __future__ import annotations
-
 from collections.abc import Iterator
 from typing import Any
 

@@ -3,8 +3,6 @@
 Run on a GPU, or without one with TRITON_INTERPRET=1.
 """
 
-from __future__ import annotations
-
 from collections.abc import Iterator
 from types import SimpleNamespace
 from typing import Any

@@ -3,8 +3,6 @@
 Run on a GPU, or without one with TRITON_INTERPRET=1.
 """
 
-from __future__ import annotations
-
 from typing import Any
 
 import pytest

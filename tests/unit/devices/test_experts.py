@@ -1,7 +1,5 @@
 """Mixtures of experts: routing, and each form of the computation against plain loops over tokens."""
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from functools import partial
 from types import ModuleType, SimpleNamespace

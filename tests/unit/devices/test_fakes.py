@@ -1,7 +1,5 @@
 """Cached results of operations without values equal those that PyTorch derives."""
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from typing import Any
 

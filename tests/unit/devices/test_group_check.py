@@ -1,7 +1,5 @@
 """The first collectives of groups of ranks: what is compared, and the errors."""
 
-from __future__ import annotations
-
 import weakref
 from collections.abc import Callable
 from types import SimpleNamespace

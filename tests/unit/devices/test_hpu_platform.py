@@ -1,7 +1,5 @@
 """What the platform of a Gaudi refuses before a card is opened."""
 
-from __future__ import annotations
-
 from types import SimpleNamespace
 from typing import Any
 

@@ -1,7 +1,5 @@
 """Moving weights to a Gaudi. The meta device stands for the card, since only devices are compared."""
 
-from __future__ import annotations
-
 import torch
 from torch import nn
 

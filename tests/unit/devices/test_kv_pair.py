@@ -1,7 +1,5 @@
 """KV as two tensors per layer, and which layers share memory."""
 
-from __future__ import annotations
-
 from typing import Any
 
 import pytest

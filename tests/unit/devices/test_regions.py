@@ -1,7 +1,5 @@
 """Functions as compiled regions, on the CPU with torch's own backends."""
 
-from __future__ import annotations
-
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 

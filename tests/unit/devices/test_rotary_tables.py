@@ -1,7 +1,5 @@
 """Tables of rotary embeddings are looked up once per forward, for all layers that share them."""
 
-from __future__ import annotations
-
 from collections.abc import Iterator
 from typing import Any, cast
 

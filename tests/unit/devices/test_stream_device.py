@@ -1,7 +1,5 @@
 """What a capture of a stream does besides, and how the GPU is chosen."""
 
-from __future__ import annotations
-
 import gc
 from contextlib import nullcontext
 from types import SimpleNamespace

@@ -3,8 +3,6 @@
 A slot, position or token that is off by one therefore changes the draft.
 """
 
-from __future__ import annotations
-
 import random
 from typing import Any
 

@@ -1,7 +1,5 @@
 """Distributions that block drafters draw from: those that a dense computation gives, and those that are kept."""
 
-from __future__ import annotations
-
 from contextlib import nullcontext
 from types import SimpleNamespace
 from typing import Any

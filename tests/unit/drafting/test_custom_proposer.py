@@ -1,7 +1,5 @@
 """The arguments and results of a user's drafter."""
 
-from __future__ import annotations
-
 from types import SimpleNamespace
 from typing import Any
 

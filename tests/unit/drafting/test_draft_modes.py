@@ -1,7 +1,5 @@
 """How a drafter samples, and the noise that drafting and acceptance rules use."""
 
-from __future__ import annotations
-
 import math
 
 import numpy as np

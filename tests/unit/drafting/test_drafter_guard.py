@@ -1,7 +1,5 @@
 """Faults of a drafter do not affect its requests, and are reported."""
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from types import SimpleNamespace
 from typing import Any, cast

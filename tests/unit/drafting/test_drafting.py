@@ -1,7 +1,5 @@
 """When the drafter runs, for which rows, and where its drafts are stored."""
 
-from __future__ import annotations
-
 from collections.abc import Iterable, Mapping, Sequence
 from types import SimpleNamespace
 from typing import Any

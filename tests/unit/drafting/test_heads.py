@@ -3,8 +3,6 @@
 A slot, position, token or hidden state that is off by one therefore changes the draft.
 """
 
-from __future__ import annotations
-
 import random
 from dataclasses import replace
 from types import SimpleNamespace

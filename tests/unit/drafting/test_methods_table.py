@@ -1,7 +1,5 @@
 """The table of drafting methods."""
 
-from __future__ import annotations
-
 from importlib import import_module
 
 import pytest

@@ -3,8 +3,6 @@
 A layer that reads a token, a state or a slot that is off by one, or a draft that was rejected, drafts something else.
 """
 
-from __future__ import annotations
-
 from types import SimpleNamespace
 from typing import Any
 

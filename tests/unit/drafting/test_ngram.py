@@ -1,7 +1,5 @@
 """N-gram drafts on the host and on the device, compared with a reference loop."""
 
-from __future__ import annotations
-
 import numpy as np
 import pytest
 import torch

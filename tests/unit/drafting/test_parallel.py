@@ -1,7 +1,5 @@
 """Parallel drafters through vLLM's scheduler: what is accepted, and the distribution of sampled texts."""
 
-from __future__ import annotations
-
 import json
 from pathlib import Path
 from types import SimpleNamespace

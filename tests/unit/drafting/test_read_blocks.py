@@ -1,7 +1,5 @@
 """Tracking of the blocks that a drafter has read, compared with a reference that counts token by token."""
 
-from __future__ import annotations
-
 import random
 from types import SimpleNamespace
 from typing import Any, cast

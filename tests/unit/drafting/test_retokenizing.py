@@ -1,7 +1,5 @@
 """Text between two vocabularies: the drafter's tokens of a growing text, and rewritten drafts."""
 
-from __future__ import annotations
-
 import random
 from collections.abc import Iterator
 from itertools import takewhile

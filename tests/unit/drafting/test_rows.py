@@ -1,7 +1,5 @@
 """Warm-up and length limits of each kind of drafter on the device that reads KV."""
 
-from __future__ import annotations
-
 import pytest
 import torch
 

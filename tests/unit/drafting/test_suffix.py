@@ -1,7 +1,5 @@
 """Suffix decoding compared with a count over all substrings, and what the proposer feeds into a cache."""
 
-from __future__ import annotations
-
 import numpy as np
 import pytest
 

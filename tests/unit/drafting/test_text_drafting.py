@@ -1,7 +1,5 @@
 """Drafting in the drafter's own tokens, with a model whose next token depends on everything that it has read."""
 
-from __future__ import annotations
-
 import random
 from dataclasses import replace
 

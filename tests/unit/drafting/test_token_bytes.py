@@ -1,7 +1,5 @@
 """The bytes of tokens, compared with what tiny tokenizers of each family decode."""
 
-from __future__ import annotations
-
 import base64
 import io
 import json

@@ -4,8 +4,6 @@ The drafter reads and drafts through MappedVocabulary, has only some of the targ
 Checked by enumeration if drafts can be enumerated, and by sampling with the real noise.
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from dataclasses import dataclass, replace
 

@@ -1,7 +1,5 @@
 """Matching of two vocabularies."""
 
-from __future__ import annotations
-
 import random
 from types import SimpleNamespace
 from typing import Any, cast

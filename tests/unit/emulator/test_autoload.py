@@ -1,7 +1,5 @@
 """On a machine with a Gaudi torch loads the bridge by itself, before any of our code runs: what follows from that."""
 
-from __future__ import annotations
-
 import os
 import subprocess
 import sys

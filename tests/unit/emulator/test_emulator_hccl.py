@@ -1,7 +1,5 @@
 """Collectives of the emulated Gaudi, over gloo."""
 
-from __future__ import annotations
-
 from pathlib import Path
 from typing import Any
 

@@ -1,7 +1,5 @@
 """The Gaudi backend on the emulated card."""
 
-from __future__ import annotations
-
 import os
 from typing import Any
 

@@ -1,7 +1,5 @@
 """The emulated Gaudi in eager and compiled mode: tests/emulated_compiled, in a process of its own."""
 
-from __future__ import annotations
-
 from tests.support.processes import run_tests
 
 

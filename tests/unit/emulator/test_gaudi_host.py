@@ -1,7 +1,5 @@
 """What a host reports of its Gaudis, and what a Gaudi process finds in its environment."""
 
-from __future__ import annotations
-
 import os
 import sys
 from collections.abc import Iterator

@@ -3,8 +3,6 @@
 docs/contributing/quirks.md has the rows by number; card_emulator/tests/gaudi/test_lessons.py tests the card itself.
 """
 
-from __future__ import annotations
-
 import importlib
 import os
 from dataclasses import replace

@@ -1,7 +1,5 @@
 """Nobody else says where our files lie or what is read: links, pipes and folders that everybody may write to."""
 
-from __future__ import annotations
-
 import json
 import os
 import stat

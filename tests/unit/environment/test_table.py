@@ -1,7 +1,5 @@
 """The table of environment variables is complete."""
 
-from __future__ import annotations
-
 import re
 
 from tests.support.processes import ROOT

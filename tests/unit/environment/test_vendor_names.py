@@ -1,7 +1,5 @@
 """vllm-gaudi's variables that have an equivalent here."""
 
-from __future__ import annotations
-
 from typing import Any
 
 import pytest

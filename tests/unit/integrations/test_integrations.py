@@ -1,7 +1,5 @@
 """What stands in for us beside other platforms: it stays out of ours, and knows which releases it is made for."""
 
-from __future__ import annotations
-
 import logging
 import subprocess
 import sys

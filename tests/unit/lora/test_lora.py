@@ -1,7 +1,5 @@
 """What adapters add to a layer's output, against one loop over tokens; which slot a row has when."""
 
-from __future__ import annotations
-
 from collections.abc import Iterable
 from types import SimpleNamespace
 from typing import Any

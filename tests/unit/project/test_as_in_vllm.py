@@ -1,7 +1,5 @@
 """Pages about vLLM's features and flags state what its parser and configuration do, and name tests that exist."""
 
-from __future__ import annotations
-
 import ast
 import json
 import re

@@ -1,7 +1,5 @@
 """The runner of the benchmarks finds every program, and each parses its options."""
 
-from __future__ import annotations
-
 import sys
 
 import pytest

@@ -1,7 +1,5 @@
 """What pages say is looked at: commands are run or say why not, configurations are ours, links lead somewhere."""
 
-from __future__ import annotations
-
 import json
 import re
 import subprocess

@@ -1,7 +1,5 @@
 """The examples as text; tests/full_tests/test_examples.py runs them."""
 
-from __future__ import annotations
-
 import re
 import subprocess
 from typing import Any

@@ -1,7 +1,5 @@
 """docker/healthcheck.py, which the images and the manifests run."""
 
-from __future__ import annotations
-
 import os
 import subprocess
 import sys

@@ -1,7 +1,5 @@
 """The manifests of examples/kubernetes: what they refer to is there, and they follow Kubernetes' published schemas."""
 
-from __future__ import annotations
-
 import json
 import subprocess
 from pathlib import Path

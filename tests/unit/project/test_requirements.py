@@ -1,7 +1,5 @@
 """What is installed is what was locked: every file has a hash, and no installer goes without."""
 
-from __future__ import annotations
-
 import ast
 import inspect
 import re

@@ -1,7 +1,5 @@
 """The ratios of `python -m benchmarks upstream` and their intervals."""
 
-from __future__ import annotations
-
 import pytest
 
 from benchmarks.shared.turns import is_range, ratio

@@ -1,7 +1,5 @@
 """`make verify` runs each file of tests on the devices that it needs."""
 
-from __future__ import annotations
-
 import re
 from pathlib import Path
 

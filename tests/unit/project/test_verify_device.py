@@ -1,7 +1,5 @@
 """`make verify-gaudi` and `make verify-ascend`: the comparison of a card with the emulated one, and its table."""
 
-from __future__ import annotations
-
 import dataclasses
 import sys
 from typing import Any

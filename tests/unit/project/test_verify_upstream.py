@@ -1,7 +1,5 @@
 """`make verify-upstream` runs vLLM's tests on two platforms and compares them."""
 
-from __future__ import annotations
-
 from pathlib import Path
 from typing import Any
 

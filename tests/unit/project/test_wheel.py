@@ -1,7 +1,5 @@
 """What a wheel of this project has in it: the steps of its build, without packing."""
 
-from __future__ import annotations
-
 import re
 import subprocess
 import sys

@@ -1,7 +1,5 @@
 """Quantized checkpoints as vLLM's configuration sees them, and how their files are read."""
 
-from __future__ import annotations
-
 import copy
 from collections.abc import Callable
 from pathlib import Path

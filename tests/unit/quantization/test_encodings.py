@@ -1,7 +1,5 @@
 """What quantized tensors stand for: beside what the tests' packers rounded, and compressed-tensors' dequantization."""
 
-from __future__ import annotations
-
 from typing import Any
 
 import pytest

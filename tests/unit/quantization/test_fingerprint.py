@@ -1,7 +1,5 @@
 """The name of a model's weights: the same for a copy, another for other weights."""
 
-from __future__ import annotations
-
 import json
 from pathlib import Path
 

@@ -1,7 +1,5 @@
 """Linear layers of FP8 checkpoints where a device multiplies FP8: beside the product of what was rounded."""
 
-from __future__ import annotations
-
 from types import SimpleNamespace
 
 import pytest

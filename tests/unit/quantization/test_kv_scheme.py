@@ -1,7 +1,5 @@
 """In which dtype KV is kept: by the user, by checkpoints, by the device; and scales that are none."""
 
-from __future__ import annotations
-
 import json
 from pathlib import Path
 from typing import Any

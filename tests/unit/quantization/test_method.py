@@ -1,7 +1,5 @@
 """Which layers keep FP8: those that vLLM makes by the method, and those that the reader leaves as they are."""
 
-from __future__ import annotations
-
 from types import SimpleNamespace
 from typing import Any
 

@@ -1,7 +1,5 @@
 """Files in the layout of Intel Neural Compressor: written whole, and refused in one line when they are not right."""
 
-from __future__ import annotations
-
 import io
 import json
 import os

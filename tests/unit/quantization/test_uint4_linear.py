@@ -1,7 +1,5 @@
 """Linear layers that keep 4-bit integers: beside the product of what the checkpoint stands for."""
 
-from __future__ import annotations
-
 from types import SimpleNamespace
 from typing import Any
 

@@ -1,7 +1,5 @@
 """vLLM's layers with our recurrences against transformers, which has its own."""
 
-from __future__ import annotations
-
 from collections.abc import Callable, Iterator
 from types import SimpleNamespace
 from typing import Any

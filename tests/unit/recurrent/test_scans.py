@@ -1,7 +1,5 @@
 """Recurrences in chunks against the same token by token."""
 
-from __future__ import annotations
-
 import pytest
 import torch
 

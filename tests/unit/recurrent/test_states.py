@@ -1,7 +1,5 @@
 """The state of a row with accepted and rejected drafts equals that of its text decoded token by token."""
 
-from __future__ import annotations
-
 from random import Random
 
 import pytest

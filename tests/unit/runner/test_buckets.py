@@ -1,7 +1,5 @@
 """Lists of sizes, and batches that exceed lists of users."""
 
-from __future__ import annotations
-
 from itertools import pairwise
 from pathlib import Path
 

@@ -1,7 +1,5 @@
 """How often a decode step copies to the device and waits for it."""
 
-from __future__ import annotations
-
 from pathlib import Path
 from typing import Any
 

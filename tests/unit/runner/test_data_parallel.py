@@ -1,7 +1,5 @@
 """Data-parallel ranks that share experts run the same rectangles, whatever work each of them has."""
 
-from __future__ import annotations
-
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any

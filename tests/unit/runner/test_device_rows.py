@@ -1,7 +1,5 @@
 """Tables on the device that are written at admission."""
 
-from __future__ import annotations
-
 from pathlib import Path
 from typing import Any
 

@@ -1,7 +1,5 @@
 """Binding of KV caches: layers, caches and kernels must agree, and layers that share KV read their owner's."""
 
-from __future__ import annotations
-
 from collections.abc import Iterator
 from types import SimpleNamespace
 from typing import Any

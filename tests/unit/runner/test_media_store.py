@@ -1,7 +1,5 @@
 """Images where steps are captured: each token of a prompt chunk gets the number of a row in the media store."""
 
-from __future__ import annotations
-
 from dataclasses import replace
 from functools import partial
 from itertools import pairwise

@@ -1,7 +1,5 @@
 """How much memory graphs keep, and the option that an out-of-memory error names."""
 
-from __future__ import annotations
-
 from types import SimpleNamespace
 from typing import Any
 

@@ -1,7 +1,5 @@
 """Inputs of prompts with images beyond token ids: embeddings and rotary positions."""
 
-from __future__ import annotations
-
 from dataclasses import replace
 from typing import Any
 

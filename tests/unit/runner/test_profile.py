@@ -1,7 +1,5 @@
 """Which warm-up jobs the profile run measures, and how it uses their peaks. The emulated Gaudi measures real ones."""
 
-from __future__ import annotations
-
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any

@@ -4,8 +4,6 @@ Hypothesis draws schedules: requests are admitted and aborted, memory is so scar
 are cut into chunks and found in the prefix cache, and now and then everything that runs is preempted at once.
 """
 
-from __future__ import annotations
-
 import random
 from functools import cache
 from pathlib import Path

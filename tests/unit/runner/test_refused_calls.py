@@ -1,7 +1,5 @@
 """A call by vLLM that workers refuse leaves the engine unchanged."""
 
-from __future__ import annotations
-
 from types import SimpleNamespace
 from typing import Any
 

@@ -1,7 +1,5 @@
 """When a step sends tokens and drafts to the host, as recorded by a device."""
 
-from __future__ import annotations
-
 from pathlib import Path
 from typing import Any
 

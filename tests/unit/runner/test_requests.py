@@ -1,7 +1,5 @@
 """The rows of running requests: which request has which row, and that nothing of an ended request is left in it."""
 
-from __future__ import annotations
-
 import random
 from collections.abc import Iterator
 from dataclasses import replace

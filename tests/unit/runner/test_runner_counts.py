@@ -1,7 +1,5 @@
 """What a runner counts and reports about its rows, driven by vLLM's scheduler."""
 
-from __future__ import annotations
-
 from pathlib import Path
 from typing import Any
 

@@ -1,7 +1,5 @@
 """Shapes of sampling passes: there are few where each costs a graph, and every step needs a listed one."""
 
-from __future__ import annotations
-
 import random
 from dataclasses import replace
 from types import SimpleNamespace

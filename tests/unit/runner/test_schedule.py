@@ -1,7 +1,5 @@
 """Planning of batches from the scheduler's output."""
 
-from __future__ import annotations
-
 import pytest
 import torch
 

@@ -1,7 +1,5 @@
 """The list of shapes is closed and small: it holds every shape that a scheduler may request."""
 
-from __future__ import annotations
-
 import random
 from itertools import product
 from types import SimpleNamespace

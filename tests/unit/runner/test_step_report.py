@@ -1,7 +1,5 @@
 """A step's results reach the host in one copy, as vLLM's own records."""
 
-from __future__ import annotations
-
 from typing import Any
 
 import pytest

@@ -1,7 +1,5 @@
 """Warm-up jobs make the signatures that they list, and `warmup_tokens` leaves out some of them."""
 
-from __future__ import annotations
-
 from pathlib import Path
 
 import pytest

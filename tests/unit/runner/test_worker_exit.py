@@ -1,7 +1,5 @@
 """How a worker process exits."""
 
-from __future__ import annotations
-
 import gc
 from typing import Any
 

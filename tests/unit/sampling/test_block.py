@@ -1,7 +1,5 @@
 """The block rule compared with manual computation, and its noise. See test_exact_rules.py for exactness."""
 
-from __future__ import annotations
-
 import pytest
 import torch
 

@@ -1,7 +1,5 @@
 """Sampling branches: devices that capture graphs have few, and unused parts do not change results."""
 
-from __future__ import annotations
-
 import random
 from collections.abc import Callable
 from typing import Any, NamedTuple

@@ -5,8 +5,6 @@ sampling with the rules and their real noise. Always for more than one step, sin
 token only.
 """
 
-from __future__ import annotations
-
 import math
 from collections.abc import Callable
 from functools import partial

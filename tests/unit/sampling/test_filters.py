@@ -1,7 +1,5 @@
 """Filters keep the tokens that a sort keeps, on the devices that run here."""
 
-from __future__ import annotations
-
 import pytest
 import torch
 

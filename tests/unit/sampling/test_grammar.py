@@ -1,7 +1,5 @@
 """vLLM concatenates the masks of a step; each request takes its own."""
 
-from __future__ import annotations
-
 import numpy as np
 from vllm.v1.core.sched.output import GrammarOutput
 

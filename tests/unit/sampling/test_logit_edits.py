@@ -1,7 +1,5 @@
 """Logit bias, bad words and min-tokens as logit edits."""
 
-from __future__ import annotations
-
 from types import SimpleNamespace
 from typing import Any
 

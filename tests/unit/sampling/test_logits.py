@@ -1,7 +1,5 @@
 """Processing of logits, compared with reference loops."""
 
-from __future__ import annotations
-
 import torch
 
 from tests.support.reference import sampling as reference

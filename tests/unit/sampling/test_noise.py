@@ -1,7 +1,5 @@
 """Noise follows its distribution, is equal on every device, and does not depend on the batch."""
 
-from __future__ import annotations
-
 import math
 
 import numpy as np

@@ -1,7 +1,5 @@
 """Each acceptance rule has a row in the table and a module of the same name."""
 
-from __future__ import annotations
-
 from pathlib import Path
 
 from vllm.config import speculative as upstream

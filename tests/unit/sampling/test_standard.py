@@ -1,7 +1,5 @@
 """The standard rule compared with manual computation. See test_exact_rules.py for exactness."""
 
-from __future__ import annotations
-
 from tests.support import distributions
 from tests.support.distributions import ALPHA, random_table, write
 from vllm_gaudi_spec.sampling.rules import standard

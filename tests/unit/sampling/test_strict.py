@@ -1,7 +1,5 @@
 """The strict rule compared with a reference loop, for different numbers of drafts."""
 
-from __future__ import annotations
-
 import torch
 
 from tests.support.reference.sampling import accept

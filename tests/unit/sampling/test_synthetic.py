@@ -1,7 +1,5 @@
 """The synthetic rule: given acceptance rates, then the target's own token."""
 
-from __future__ import annotations
-
 import math
 
 import pytest

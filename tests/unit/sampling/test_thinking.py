@@ -1,7 +1,5 @@
 """Thinking budgets: the same tokens with drafts as without, and as upstream's sampler gives without drafts."""
 
-from __future__ import annotations
-
 import random
 from dataclasses import dataclass, field
 from types import SimpleNamespace

@@ -1,7 +1,5 @@
 """Which acceptance rule applies to which row."""
 
-from __future__ import annotations
-
 from types import SimpleNamespace
 from typing import Any
 

@@ -1,7 +1,5 @@
 """Adaptive verification on a simulated machine, whose costs and acceptance rates are known."""
 
-from __future__ import annotations
-
 import random
 from collections.abc import Callable
 from dataclasses import dataclass, field

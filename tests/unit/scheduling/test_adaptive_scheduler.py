@@ -1,7 +1,5 @@
 """Adaptive verification in vLLM's schedulers, with a scripted worker."""
 
-from __future__ import annotations
-
 from pathlib import Path
 from typing import Any
 

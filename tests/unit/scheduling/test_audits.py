@@ -1,7 +1,5 @@
 """Audits in the engine: what they find, what they leave alone, and whom they make way for."""
 
-from __future__ import annotations
-
 import json
 import random
 import stat

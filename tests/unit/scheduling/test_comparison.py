@@ -1,7 +1,5 @@
 """What an audit runs, and what it makes of the results."""
 
-from __future__ import annotations
-
 import pytest
 from vllm import SamplingParams
 

@@ -1,7 +1,5 @@
 """Which constraint a contradiction with a grammar is blamed on."""
 
-from __future__ import annotations
-
 import pytest
 from vllm import SamplingParams
 

@@ -1,7 +1,5 @@
 """When a drafter is switched off, when a row is, and how the workers and Prometheus learn of it."""
 
-from __future__ import annotations
-
 import logging
 import pickle
 from pathlib import Path

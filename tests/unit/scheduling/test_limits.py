@@ -1,7 +1,5 @@
 """Why a request has no drafts: the scheduler's answer and the runner's arithmetic agree."""
 
-from __future__ import annotations
-
 from itertools import product
 from types import SimpleNamespace
 from typing import Any

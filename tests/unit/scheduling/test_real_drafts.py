@@ -1,7 +1,5 @@
 """Drafts that were verified are what is counted: these fail when upstream counts them itself."""
 
-from __future__ import annotations
-
 from pathlib import Path
 from types import SimpleNamespace
 

@@ -1,7 +1,5 @@
 """Each row by itself: how far it may be speculated on."""
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 from typing import Any
 

@@ -1,8 +1,6 @@
 """Which prefix has a snapshot of its recurrent state, where prompts' chunks end for that, and what vLLM's scheduler
 makes of both."""
 
-from __future__ import annotations
-
 import inspect
 from itertools import chain
 from pathlib import Path

@@ -1,7 +1,5 @@
 """Where tokens of an image see each other in both directions, no chunk of a prompt ends within one."""
 
-from __future__ import annotations
-
 import inspect
 from types import SimpleNamespace
 from typing import Any

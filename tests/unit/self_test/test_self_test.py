@@ -1,7 +1,5 @@
 """A card that is right passes every check; one that is wrong in one thing fails the check of that thing alone."""
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace

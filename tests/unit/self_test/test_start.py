@@ -1,7 +1,5 @@
 """What a worker makes of its self-test."""
 
-from __future__ import annotations
-
 import logging
 from types import SimpleNamespace
 from typing import Any

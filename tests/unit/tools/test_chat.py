@@ -1,8 +1,6 @@
 """`gaudi-spec chat`: which text is a draft's, the conversation, and what is shown. tests/full_tests/test_live.py asks a
 server."""
 
-from __future__ import annotations
-
 import io
 import re
 import sys

@@ -1,7 +1,5 @@
 """The command line without an engine: options, exit statuses, errors, and what each command starts."""
 
-from __future__ import annotations
-
 import argparse
 import json
 import os

@@ -1,7 +1,5 @@
 """A comparison without an engine: how answers are counted, turns are taken, and figures are printed."""
 
-from __future__ import annotations
-
 from types import SimpleNamespace
 from typing import Any
 

@@ -1,7 +1,5 @@
 """doctor on good and on bad machines: the conclusion, the remedy, the exit status."""
 
-from __future__ import annotations
-
 import json
 import os
 import re

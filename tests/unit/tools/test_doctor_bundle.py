@@ -1,7 +1,5 @@
 """The file that `gaudi-spec doctor --bundle` writes has what a report needs, and no secret."""
 
-from __future__ import annotations
-
 import getpass
 import json
 import socket

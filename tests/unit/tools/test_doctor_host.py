@@ -1,7 +1,5 @@
 """doctor's look at the host of a Gaudi, over a root folder made for the test: no machine is looked at."""
 
-from __future__ import annotations
-
 import os
 import shutil
 from pathlib import Path

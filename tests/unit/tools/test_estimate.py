@@ -1,7 +1,5 @@
 """`gaudi-spec estimate`: what the constants predict, and what is printed."""
 
-from __future__ import annotations
-
 import pytest
 
 from vllm_gaudi_spec.tools import estimate

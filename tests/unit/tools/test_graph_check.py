@@ -1,7 +1,5 @@
 """graph-check without an engine: its workload, its counts and its conclusion."""
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 from typing import Any
 

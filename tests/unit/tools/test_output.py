@@ -1,7 +1,5 @@
 """Files that users name appear whole or not at all; tables and progress depend on whether there is a terminal."""
 
-from __future__ import annotations
-
 import json
 import os
 import subprocess

@@ -1,7 +1,5 @@
 """The record of a run, and the page made of it."""
 
-from __future__ import annotations
-
 import json
 from html.parser import HTMLParser
 from pathlib import Path

@@ -1,7 +1,5 @@
 """`gaudi-spec selftest`: its process, its table, its JSON and its exit status."""
 
-from __future__ import annotations
-
 import json
 from typing import Any
 

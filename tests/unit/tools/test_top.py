@@ -1,8 +1,6 @@
 """`gaudi-spec top`: figures of recorded metrics, and what is shown of them.
 tests/full_tests/test_live.py asks a server."""
 
-from __future__ import annotations
-
 import json
 import re
 import sys

@@ -1,7 +1,5 @@
 """The name under which vLLM is installed: these fail when upstream moves; then review the patch."""
 
-from __future__ import annotations
-
 import importlib.metadata
 import inspect
 

@@ -1,8 +1,6 @@
 """torchvision, torchaudio and torchcodec of other builds than torch: the first can be imported once two schemas are
 defined, and the others count as missing."""
 
-from __future__ import annotations
-
 import subprocess
 import sys
 from pathlib import Path

@@ -1,7 +1,5 @@
 """What holds for every patch."""
 
-from __future__ import annotations
-
 import ast
 import dataclasses
 import importlib

@@ -1,7 +1,5 @@
 """Patches of loading still have their reasons: these fail when upstream moves; then review the patch."""
 
-from __future__ import annotations
-
 import inspect
 import pickle
 import subprocess

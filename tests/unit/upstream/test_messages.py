@@ -1,7 +1,5 @@
 """What the user reads of an error, and our log lines among vLLM's."""
 
-from __future__ import annotations
-
 import inspect
 import logging
 import subprocess

@@ -1,7 +1,5 @@
 """Check the methods of vLLM that our classes override: vLLM calls them, and no error says when it stops."""
 
-from __future__ import annotations
-
 import ast
 import importlib
 import inspect

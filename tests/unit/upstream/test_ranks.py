@@ -1,7 +1,5 @@
 """Patches for ranks and experts still have their reasons: these fail when upstream moves; then review the patch."""
 
-from __future__ import annotations
-
 import inspect
 from types import SimpleNamespace
 from typing import Any

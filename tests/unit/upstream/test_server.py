@@ -1,7 +1,5 @@
 """Patches of the server still have their reasons: these fail when upstream moves; then review the patch."""
 
-from __future__ import annotations
-
 import asyncio
 import inspect
 import io

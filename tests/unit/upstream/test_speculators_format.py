@@ -1,7 +1,5 @@
 """The patch of how vLLM reads the format of the library speculators still has its reasons."""
 
-from __future__ import annotations
-
 import json
 from pathlib import Path
 from typing import Any

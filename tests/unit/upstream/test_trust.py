@@ -1,7 +1,5 @@
 """Whose code a configuration trusts: these fail when upstream asks for itself; then review the patch."""
 
-from __future__ import annotations
-
 import inspect
 import json
 from pathlib import Path

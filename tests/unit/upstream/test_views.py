@@ -1,7 +1,5 @@
 """Layers that no graph takes: ours compute what vLLM's do; and vLLM's still do what no graph takes."""
 
-from __future__ import annotations
-
 import inspect
 from collections.abc import Callable
 from types import SimpleNamespace
