@@ -1,16 +1,13 @@
 """One backend a process: an emulated device changes torch for good. VGS_DEVICE names it."""
 
-from __future__ import annotations
-
 import importlib
 from collections.abc import Iterator
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import Any, NamedTuple
 
 import pytest
 import torch
 
-if TYPE_CHECKING:
-    from vllm_gaudi_spec.devices.base import DeviceBackend
+from vllm_gaudi_spec.devices.base import DeviceBackend
 
 
 class FrontEnd(NamedTuple):

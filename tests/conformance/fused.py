@@ -1,14 +1,11 @@
 """The vendor's fused operations that a device is expected to call, and those that it called."""
 
-from __future__ import annotations
-
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from torch.utils._python_dispatch import TorchDispatchMode
 
-if TYPE_CHECKING:
-    from tests.conformance.paged import Kind
-    from vllm_gaudi_spec.devices.base import DeviceBackend
+from tests.conformance.paged import Kind
+from vllm_gaudi_spec.devices.base import DeviceBackend
 
 # Where the vendors' software and its doubles keep such operations.
 _NAMESPACES = ("hpu", "npu")

@@ -1,11 +1,6 @@
 """What tests of graphs ask a backend."""
 
-from __future__ import annotations
-
-from typing import TYPE_CHECKING
-
-if TYPE_CHECKING:
-    from vllm_gaudi_spec.devices.base import DeviceBackend
+from vllm_gaudi_spec.devices.base import DeviceBackend
 
 
 def compiled(backend: DeviceBackend) -> int:

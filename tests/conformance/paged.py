@@ -3,10 +3,8 @@
 B rows of Q queries; H query heads, K key/value heads, D head size; S tokens in a block.
 """
 
-from __future__ import annotations
-
 from dataclasses import dataclass, replace
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 
@@ -14,10 +12,8 @@ from tests.support.reference.attention import attend_one
 from vllm_gaudi_spec.attention import torch_ops
 from vllm_gaudi_spec.attention.metadata import AttentionLayerSpec, Blocks, build_rectangle
 from vllm_gaudi_spec.attention.operations import PLAIN, Operations
+from vllm_gaudi_spec.devices.base import DeviceBackend
 from vllm_gaudi_spec.step_inputs import make_host_counts, make_host_lengths
-
-if TYPE_CHECKING:
-    from vllm_gaudi_spec.devices.base import DeviceBackend
 
 # Absolute and relative. The reference gets the same inputs, rounded as they are; float32 sums in another order, the
 # others round scores, weights and results.

@@ -1,9 +1,7 @@
 """KV that is written and attended to, against dense attention in float64."""
 
-from __future__ import annotations
-
 from dataclasses import replace
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import pytest
 import torch
@@ -13,9 +11,7 @@ from tests.conformance.graphs import compiled
 from tests.conformance.paged import Kind, Layer, Texts, allocate
 from vllm_gaudi_spec.attention.metadata import Packed, build_rectangle
 from vllm_gaudi_spec.attention.operations import OWN, PLAIN
-
-if TYPE_CHECKING:
-    from vllm_gaudi_spec.devices.base import DeviceBackend
+from vllm_gaudi_spec.devices.base import DeviceBackend
 
 LATENT = Kind(heads=5, kv_heads=1, head_size=56, value_size=40)
 KINDS = {

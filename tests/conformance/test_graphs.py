@@ -1,20 +1,15 @@
 """`graph`: one graph for each set of shapes and static values, whose results the next run overwrites."""
 
-from __future__ import annotations
-
 import gc
 from collections.abc import Callable
 from functools import partial
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import Any, NamedTuple
 
 import pytest
 import torch
 
 from tests.conformance.graphs import compiled
-
-if TYPE_CHECKING:
-    from vllm_gaudi_spec.devices.base import DeviceBackend
-
+from vllm_gaudi_spec.devices.base import DeviceBackend
 
 # Devices that have a mode in which graphs are made and nothing is computed.
 KNOW_COMPILING_ONLY = ("hpu", "hpu-emulated")

@@ -1,15 +1,10 @@
 """Copies between host and device, memory, and a model's way to the device."""
 
-from __future__ import annotations
-
-from typing import TYPE_CHECKING
-
 import torch
 from torch import nn
 
-if TYPE_CHECKING:
-    from tests.conformance.conftest import FrontEnd
-    from vllm_gaudi_spec.devices.base import DeviceBackend
+from tests.conformance.conftest import FrontEnd
+from vllm_gaudi_spec.devices.base import DeviceBackend
 
 
 def test_there_and_back(backend: DeviceBackend) -> None:

@@ -1,8 +1,6 @@
 """KV memory: what is allocated, and copies of blocks."""
 
-from __future__ import annotations
-
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import pytest
 import torch
@@ -10,10 +8,8 @@ import torch
 from tests.conformance.graphs import compiled
 from tests.conformance.paged import Kind, Layer, allocate
 from vllm_gaudi_spec.attention.metadata import AttentionCall, Blocks
+from vllm_gaudi_spec.devices.base import DeviceBackend
 from vllm_gaudi_spec.step_inputs import make_host_lengths
-
-if TYPE_CHECKING:
-    from vllm_gaudi_spec.devices.base import DeviceBackend
 
 # With a window of one token, attention gives back the values that it stored.
 PLAIN_KIND = Kind(heads=1, kv_heads=1, window=1)

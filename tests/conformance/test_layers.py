@@ -1,18 +1,13 @@
 """Norms, rotary embedding, activation and logits as a model on this platform has them, against vLLM's plain ones."""
 
-from __future__ import annotations
-
 from collections.abc import Iterator
 from types import SimpleNamespace
-from typing import TYPE_CHECKING
 
 import pytest
 import torch
 
 from tests.conformance.fused import Called, of_layer
-
-if TYPE_CHECKING:
-    from vllm_gaudi_spec.devices.base import DeviceBackend
+from vllm_gaudi_spec.devices.base import DeviceBackend
 
 CLOSE = dict(atol=1e-5, rtol=1e-5)
 

@@ -1,9 +1,6 @@
 """Sampling and acceptance as the device runs them, beside the reference on the host."""
 
-from __future__ import annotations
-
 from collections.abc import Callable
-from typing import TYPE_CHECKING
 
 import pytest
 import torch
@@ -11,15 +8,13 @@ import torch
 from tests.support.filter_cases import ROWS as KINDS
 from tests.support.filter_cases import Filters, check_kept, random_filters
 from tests.support.verify_cases import counted, random_case
+from vllm_gaudi_spec.devices.base import DeviceBackend
 from vllm_gaudi_spec.methods import RULES
 from vllm_gaudi_spec.records import Verification
 from vllm_gaudi_spec.sampling.drafts import draft_greedy
 from vllm_gaudi_spec.sampling.noise import Stream
 from vllm_gaudi_spec.sampling.rules.registry import TORCH, Rules
 from vllm_gaudi_spec.sampling.thinking import ThinkingMarkers, force_tokens
-
-if TYPE_CHECKING:
-    from vllm_gaudi_spec.devices.base import DeviceBackend
 
 ROWS, POSITIONS = 400, 3
 # Few tokens, of which drafts are often right; many, for what is sampled of them.

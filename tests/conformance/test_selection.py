@@ -1,10 +1,7 @@
 """Keys that a layer selects by an indexer, in a graph of the device, as the host selects them."""
 
-from __future__ import annotations
-
 from dataclasses import replace
 from types import ModuleType
-from typing import TYPE_CHECKING
 
 import pytest
 import torch
@@ -12,9 +9,7 @@ import torch
 from tests.unit.attention.test_selection import make
 from vllm_gaudi_spec.attention import flat, padded
 from vllm_gaudi_spec.attention.metadata import FlatBlocks, IndexQueries
-
-if TYPE_CHECKING:
-    from vllm_gaudi_spec.devices.base import DeviceBackend
+from vllm_gaudi_spec.devices.base import DeviceBackend
 
 
 @pytest.mark.parametrize("form", [padded, flat], ids=["padded", "flat"])

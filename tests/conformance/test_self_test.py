@@ -1,14 +1,8 @@
 """The self-test of a card, on every backend."""
 
-from __future__ import annotations
-
-from typing import TYPE_CHECKING
-
+from vllm_gaudi_spec.devices.base import DeviceBackend
 from vllm_gaudi_spec.self_test import run
 from vllm_gaudi_spec.self_test.result import PASSED
-
-if TYPE_CHECKING:
-    from vllm_gaudi_spec.devices.base import DeviceBackend
 
 
 def test_the_self_test_passes(backend: DeviceBackend) -> None:

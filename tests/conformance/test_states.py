@@ -1,18 +1,12 @@
 """Recurrent states in graphs: what was accepted in one step is known to the next on the device alone."""
 
-from __future__ import annotations
-
-from typing import TYPE_CHECKING
-
 import pytest
 import torch
 
 from tests.conformance.graphs import compiled
 from tests.support.recurrence import KINDS, PAD_ROW, SLOT, Layer, part, sequential
+from vllm_gaudi_spec.devices.base import DeviceBackend
 from vllm_gaudi_spec.recurrent.layers import _normalize
-
-if TYPE_CHECKING:
-    from vllm_gaudi_spec.devices.base import DeviceBackend
 
 
 @pytest.mark.parametrize("rejected", [1.0, torch.nan])

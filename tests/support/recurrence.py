@@ -1,18 +1,13 @@
 """A small recurrent layer of each kind with random weights, and its text decoded token by token."""
 
-from __future__ import annotations
-
 from functools import partial
-from typing import TYPE_CHECKING
 
 import torch
 from torch.nn import functional as F
 
+from vllm_gaudi_spec.devices.base import DeviceBackend
 from vllm_gaudi_spec.recurrent.scans import scan, scan_each
 from vllm_gaudi_spec.recurrent.states import LayerShape, RecurrentStates
-
-if TYPE_CHECKING:
-    from vllm_gaudi_spec.devices.base import DeviceBackend
 
 TAPS, HEADS, KEY, VALUE, ROWS = 4, 2, 4, 3, 3
 PAD_ROW = ROWS
