@@ -264,10 +264,7 @@ class Mlp:
 
 def norms(before_attention: int, before_mlp: int) -> Weights:
     """The two norms of a layer, by the number of codes that each sees."""
-    return {
-        "input_layernorm.weight": norm(before_attention),
-        "post_attention_layernorm.weight": norm(before_mlp),
-    }
+    return {"input_layernorm.weight": norm(before_attention), "post_attention_layernorm.weight": norm(before_mlp)}
 
 
 # ---- the target ----------------------------------------------------------------------------------------
@@ -465,9 +462,4 @@ def save(folder: Path, weights: Weights, config: dict[str, object]) -> Path:
     return folder
 
 
-HEADS = {
-    "eagle": make_eagle,
-    "eagle3": make_eagle3,
-    "mtp": make_mimo,
-    "medusa": make_medusa,
-}
+HEADS = {"eagle": make_eagle, "eagle3": make_eagle3, "mtp": make_mimo, "medusa": make_medusa}

@@ -55,10 +55,7 @@ CASES: dict[str, tuple[dict[str, Any], dict[str, Any]]] = {
 }
 
 
-MARKS: dict[str, list[pytest.MarkDecorator]] = {
-    "ngram": [],
-    "suffix, preempted": [pytest.mark.slow],
-}
+MARKS: dict[str, list[pytest.MarkDecorator]] = {"ngram": [], "suffix, preempted": [pytest.mark.slow]}
 
 
 @pytest.mark.parametrize("case", [pytest.param(case, marks=MARKS[case]) for case in CASES])

@@ -293,10 +293,7 @@ _SPECULATIVE: dict[str | None, dict[str, Any] | None] = {
     "custom_class": dict(model=f"{__name__}.Guesses"),
     "draft_model": dict(draft_sample_method="coupled", rejection_sample_method="strict"),
     PARALLEL: dict(
-        method="draft_model",
-        parallel_drafting=True,
-        draft_sample_method="coupled",
-        rejection_sample_method="strict",
+        method="draft_model", parallel_drafting=True, draft_sample_method="coupled", rejection_sample_method="strict"
     ),
     STANDARD: dict(method="draft_model", draft_sample_method="probabilistic", rejection_sample_method="standard"),
     "ngram": dict(prompt_lookup_min=1, prompt_lookup_max=3),

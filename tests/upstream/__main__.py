@@ -218,12 +218,7 @@ def run(files: list[File], side: str, job: Path, deadline: float) -> bool:
     command += [f"tests/{file.name}" for file in files]
     with (STATE / f"{side}.log").open("a") as log:
         process = subprocess.Popen(
-            command,
-            cwd=STATE / "source",
-            env=environment(side, job),
-            stdout=log,
-            stderr=log,
-            start_new_session=True,
+            command, cwd=STATE / "source", env=environment(side, job), stdout=log, stderr=log, start_new_session=True
         )
         try:
             status = process.wait(max(deadline - time.monotonic(), 1))

@@ -209,11 +209,7 @@ def test_o13_of_several_writers_any_may_come_last(card: Any, write: Callable[...
 
 
 @pytest.mark.parametrize(
-    "write",
-    [
-        lambda x: x.index_copy_(0, ids(1, 2), x[:2]),
-        lambda x: x.scatter_(0, ids(1, 2), x[:2]),
-    ],
+    "write", [lambda x: x.index_copy_(0, ids(1, 2), x[:2]), lambda x: x.scatter_(0, ids(1, 2), x[:2])]
 )
 def test_o14_o38_a_source_in_the_memory_that_is_written(card: Any, write: Callable[..., Any]) -> None:
     x = hpu(1, 2, 3)

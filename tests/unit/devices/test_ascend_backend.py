@@ -511,15 +511,11 @@ class PlayedRuntime:
 
     def NPUGraph(self) -> Any:
         return SimpleNamespace(
-            capture_begin=lambda **given: None,
-            capture_end=lambda: None,
-            replay=lambda: self.asked.append("replay"),
+            capture_begin=lambda **given: None, capture_end=lambda: None, replay=lambda: self.asked.append("replay")
         )
 
 
-def test_npu_g08_h02_bounds_are_updated_when_a_row_needs_another_block(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
+def test_npu_g08_h02_bounds_are_updated_when_a_row_needs_another_block(monkeypatch: pytest.MonkeyPatch) -> None:
     """They are updated on a stream of their own, after the graph's last run and before its next."""
     kept: list[int] = []
 

@@ -21,11 +21,7 @@ HALF = [torch.float16, torch.bfloat16] if torch.cuda.is_available() else [torch.
 
 
 def by_kernel(
-    query: torch.Tensor,
-    keys: torch.Tensor,
-    values: torch.Tensor,
-    call: AttentionCall,
-    spec: AttentionLayerSpec,
+    query: torch.Tensor, keys: torch.Tensor, values: torch.Tensor, call: AttentionCall, spec: AttentionLayerSpec
 ) -> torch.Tensor:
     from vllm_gaudi_spec.devices.cuda import attention as cuda_attention
 

@@ -108,11 +108,7 @@ class Rows:
 
     def make_drafting(self, method: str, proposer: DeviceProposer, drafter_max_len: int) -> DeviceDrafting:
         speculation = Speculation(
-            method=method,
-            num_drafts=self.num_drafts,
-            rule="strict",
-            drafting="greedy",
-            drafter_max_len=drafter_max_len,
+            method=method, num_drafts=self.num_drafts, rule="strict", drafting="greedy", drafter_max_len=drafter_max_len
         )
         context = make_context(
             speculation, self.requests, self.recorder, self.shapes, self.sampling, self.max_len, self.hidden_states

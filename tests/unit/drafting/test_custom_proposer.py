@@ -64,13 +64,7 @@ def test_sampled_tokens_are_those_of_current_step() -> None:
 
 @pytest.mark.parametrize(
     ("answer", "expected"),
-    [
-        ([1, -1, 3], [1]),
-        ([1, -2, 3], [1, -2, 3]),
-        ([-1], []),
-        (np.array([1, 2]), [1, 2]),
-        (None, None),
-    ],
+    [([1, -1, 3], [1]), ([1, -2, 3], [1, -2, 3]), ([-1], []), (np.array([1, 2]), [1, 2]), (None, None)],
 )
 def test_padding_is_stripped_from_answers(answer: Any, expected: Any) -> None:
     proposer, user = build()

@@ -13,16 +13,7 @@ from vllm.sampling_params import SamplingParams
 from tests.full_tests.tiny_models import byte_tokenizer
 from tests.support.distributions import ALPHA, p_value
 from tests.support.fakes import CompilingBackend, HostBackend
-from tests.support.small_engine import (
-    _HASHED,
-    PARALLEL,
-    ROOMY,
-    SmallEngine,
-    Variant,
-    _logits,
-    _number,
-    greedy_text,
-)
+from tests.support.small_engine import _HASHED, PARALLEL, ROOMY, SmallEngine, Variant, _logits, _number, greedy_text
 from tests.unit.test_config import engine_config
 from vllm_gaudi_spec.attention import row_operations
 from vllm_gaudi_spec.attention.metadata import Blocks, Inputs

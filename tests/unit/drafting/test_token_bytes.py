@@ -15,12 +15,7 @@ from tokenizers import Tokenizer, decoders, models, normalizers, pre_tokenizers,
 from transformers import PreTrainedTokenizerFast
 
 from vllm_gaudi_spec.config import UnsupportedConfigError
-from vllm_gaudi_spec.drafting.universal.token_bytes import (
-    ModelTokenizer,
-    Vocabulary,
-    load_tokenizer,
-    read_vocabulary,
-)
+from vllm_gaudi_spec.drafting.universal.token_bytes import ModelTokenizer, Vocabulary, load_tokenizer, read_vocabulary
 
 CORPUS = [
     "The quick brown fox jumps over the lazy dog.\nThe dog sleeps, the fox does not.\n\n",

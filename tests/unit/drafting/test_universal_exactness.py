@@ -133,12 +133,7 @@ def forbid(made: Pair, contexts: slice) -> Pair:
 
 @pytest.mark.parametrize(
     ("rule", "contexts"),
-    [
-        ("standard", slice(None)),
-        ("block", slice(None)),
-        ("standard", slice(0, None, 2)),
-        ("block", slice(0, None, 2)),
-    ],
+    [("standard", slice(None)), ("block", slice(None)), ("standard", slice(0, None, 2)), ("block", slice(0, None, 2))],
     ids=["standard-all", "block-all", "standard-half", "block-half"],
 )
 def test_output_is_exact_if_all_draft_tokens_are_masked(rule: str, contexts: slice) -> None:

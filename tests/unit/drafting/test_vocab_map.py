@@ -8,14 +8,7 @@ import numpy as np
 import pytest
 from tokenizers import Tokenizer, models
 
-from tests.unit.drafting.test_token_bytes import (
-    byte_level,
-    id_of,
-    sentencepiece_bpe,
-    unigram,
-    word_piece,
-    wrapped,
-)
+from tests.unit.drafting.test_token_bytes import byte_level, id_of, sentencepiece_bpe, unigram, word_piece, wrapped
 from vllm_gaudi_spec.config import UnsupportedConfigError
 from vllm_gaudi_spec.drafting.universal import pairs
 from vllm_gaudi_spec.drafting.universal.token_bytes import ModelTokenizer, Roles, Vocabulary, read_vocabulary

@@ -167,11 +167,7 @@ def test_o04_attention_of_one_head_and_one_query(card: Any) -> None:
     kv = KVPair(*(torch.ones(32, 1, 8, device="hpu") for _ in range(2)), 16)
     zero = torch.zeros(1, dtype=torch.int32, device="hpu")
     call = AttentionCall(
-        num_rows=1,
-        num_queries=1,
-        starts_B=zero,
-        block_table_BW=zero.view(1, 1),
-        flat=FlatBlocks(zero + 1, zero, zero),
+        num_rows=1, num_queries=1, starts_B=zero, block_table_BW=zero.view(1, 1), flat=FlatBlocks(zero + 1, zero, zero)
     )
     out = make_backend().attention.attend(torch.ones(1, 1, 8, device="hpu"), kv, call, one_head(torch.float32, "llama"))
     assert out.flatten().tolist() == [1.0] * 8

@@ -24,8 +24,7 @@ def test_service_builds_a_stage_and_listens_locally(name: str) -> None:
 
 
 @pytest.mark.parametrize(
-    ("model", "words"),
-    [("", ["demo", "--max-model-len", "2048"]), ("m/x", ["m/x", "--max-model-len", "2048"])],
+    ("model", "words"), [("", ["demo", "--max-model-len", "2048"]), ("m/x", ["m/x", "--max-model-len", "2048"])]
 )
 def test_container_runs_the_servers_command(model: str, words: list[str]) -> None:
     """As Compose hands it to bash: two dollars are one."""

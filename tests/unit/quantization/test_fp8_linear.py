@@ -34,10 +34,7 @@ def linear(parts: dict[str, torch.Tensor], name: str, largest: float, bias: bool
 
 def layer_with(method: Fp8Linear, bias: bool = False, rows: int = GROUP) -> ReplicatedLinear:
     config = SimpleNamespace(get_quant_method=lambda *_: method, online_quantization_config=None)
-    with (
-        set_current_vllm_config(VllmConfig()),
-        tensor_parallel_group(SimpleNamespace(rank_in_group=0, world_size=1)),
-    ):
+    with set_current_vllm_config(VllmConfig()), tensor_parallel_group(SimpleNamespace(rank_in_group=0, world_size=1)):
         return ReplicatedLinear(
             2 * GROUP, rows, bias=bias, quant_config=config, prefix=LAYER, return_bias=False, disable_tp=True
         )

@@ -65,10 +65,7 @@ def slots(positions: range) -> torch.Tensor:
 
 def call_of(start: int, queries: int) -> AttentionCall:
     return AttentionCall(
-        num_rows=1,
-        num_queries=queries,
-        starts_B=torch.tensor([start], dtype=torch.int32),
-        block_table_BW=TABLE,
+        num_rows=1, num_queries=queries, starts_B=torch.tensor([start], dtype=torch.int32), block_table_BW=TABLE
     )
 
 
@@ -167,10 +164,7 @@ def test_on_the_emulated_gaudi(card: Any, form: Any, scales: tuple[torch.Tensor,
 def layer(k_scale: Any = 1.0, v_scale: Any = 1.0, owner: str | None = None) -> Any:
     impl = RectangleAttentionImpl(HEADS, SIZE, SIZE**-0.5, KV_HEADS, None, None, "fp8_e4m3")
     return SimpleNamespace(
-        impl=impl,
-        _k_scale=torch.tensor(k_scale),
-        _v_scale=torch.tensor(v_scale),
-        kv_sharing_target_layer_name=owner,
+        impl=impl, _k_scale=torch.tensor(k_scale), _v_scale=torch.tensor(v_scale), kv_sharing_target_layer_name=owner
     )
 
 

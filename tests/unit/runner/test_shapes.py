@@ -182,9 +182,7 @@ def test_r05_block_buckets_are_bounded_by_memory() -> None:
     assert everything.entries[-1] == 4 * 10, "and at what the configuration can reach"
 
 
-def test_r06_decode_beyond_the_listed_blocks_is_made_late(
-    caplog: pytest.LogCaptureFixture,
-) -> None:
+def test_r06_decode_beyond_the_listed_blocks_is_made_late(caplog: pytest.LogCaptureFixture) -> None:
     chosen = shapes(max_num_seqs=8, max_len=1024, exact=False, flat=True, block_buckets=(10, 100))
     assert chosen.entries == (10, 100), "a list may be shorter than what the configuration can reach"
     assert chosen.decode(1, [16] * 8).context == 10

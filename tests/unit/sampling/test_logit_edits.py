@@ -74,10 +74,7 @@ def test_largest_request_changes_no_other_row_and_no_graph_shape(has_fixed_shape
 
 @pytest.mark.parametrize(
     "params",
-    [
-        dict(logit_bias=dict.fromkeys(range(MAX_LOGIT_EDITS + 1), 1)),
-        dict(bad_words=[[1] * (MAX_BAD_WORD_TOKENS + 1)]),
-    ],
+    [dict(logit_bias=dict.fromkeys(range(MAX_LOGIT_EDITS + 1), 1)), dict(bad_words=[[1] * (MAX_BAD_WORD_TOKENS + 1)])],
 )
 def test_oversized_request_is_refused_without_trace(params: dict[str, Any]) -> None:
     edits = logit_edits()

@@ -7,15 +7,7 @@ import pytest
 import torch
 from scipy import stats
 
-from vllm_gaudi_spec.sampling.noise import (
-    Stream,
-    bits,
-    exponential,
-    fold_seed,
-    fresh_seed,
-    gumbel,
-    neg_log1p_neg,
-)
+from vllm_gaudi_spec.sampling.noise import Stream, bits, exponential, fold_seed, fresh_seed, gumbel, neg_log1p_neg
 
 
 def keys(*seeds: int) -> torch.Tensor:

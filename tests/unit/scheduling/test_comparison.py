@@ -5,13 +5,7 @@ from vllm import SamplingParams
 
 from vllm_gaudi_spec import metrics
 from vllm_gaudi_spec.config import REQUEST_OPTION
-from vllm_gaudi_spec.scheduling.comparison import (
-    Finished,
-    Job,
-    Outcome,
-    Result,
-    compare_tokens,
-)
+from vllm_gaudi_spec.scheduling.comparison import Finished, Job, Outcome, Result, compare_tokens
 
 pytestmark = pytest.mark.usefixtures("one_thread")
 
@@ -49,12 +43,7 @@ def test_audit_job_disables_drafts_and_reports() -> None:
 
 @pytest.mark.parametrize(
     ("raised", "lowered", "kind"),
-    [
-        (7, 9, metrics.TIE),
-        (9, 9, metrics.DIFFERENT),
-        (7, 7, metrics.DIFFERENT),
-        (9, 7, metrics.DIFFERENT),
-    ],
+    [(7, 9, metrics.TIE), (9, 9, metrics.DIFFERENT), (7, 7, metrics.DIFFERENT), (9, 7, metrics.DIFFERENT)],
 )
 def test_tie_needs_both_candidates_within_tolerance(raised: int, lowered: int, kind: str) -> None:
     outcome, (up, down) = compare(FINISHED, [5, 6, 9, 9], raised, lowered)

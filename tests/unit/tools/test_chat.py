@@ -12,16 +12,7 @@ import pytest
 from tests.support.http_server import Answers, answering, events
 from tests.unit.tools.test_top import changed
 from vllm_gaudi_spec.tools import cli
-from vllm_gaudi_spec.tools.chat import (
-    DRAFT,
-    REASONING,
-    TARGET,
-    UNKNOWN,
-    Answer,
-    Conversation,
-    Piece,
-    Screen,
-)
+from vllm_gaudi_spec.tools.chat import DRAFT, REASONING, TARGET, UNKNOWN, Answer, Conversation, Piece, Screen
 from vllm_gaudi_spec.tools.server import Server, ServerError
 
 CHAT = "/v1/chat/completions"

@@ -116,11 +116,7 @@ def test_wrong_options_end_with_status_2(
     ("release", "message"), [(None, "vLLM is not installed here"), ("0.31.2", "0.31.2 is installed")]
 )
 def test_commands_that_run_vllm_refuse_a_missing_or_other_release(
-    command: str,
-    release: str | None,
-    message: str,
-    monkeypatch: pytest.MonkeyPatch,
-    capsys: pytest.CaptureFixture[str],
+    command: str, release: str | None, message: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     monkeypatch.setattr(versions, "installed_vllm", lambda: release)
     assert run(command) == 2

@@ -291,13 +291,7 @@ def test_settings(
 
 
 @pytest.mark.parametrize(
-    ("driver", "text"),
-    [
-        ("24.1.rc3", "25.0.RC1"),
-        ("25.2.0", "fewer graphs"),
-        ("25.5.1", None),
-        ("26.0.rc2", None),
-    ],
+    ("driver", "text"), [("24.1.rc3", "25.0.RC1"), ("25.2.0", "fewer graphs"), ("25.5.1", None), ("26.0.rc2", None)]
 )
 def test_npu_s09_s10_drivers_of_npus(driver: str, text: str | None) -> None:
     found = list(machine.check_npu_driver(driver))

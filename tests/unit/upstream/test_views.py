@@ -238,10 +238,7 @@ def test_published_gemma3n_takes_tokens() -> None:
     tokens, embeddings = torch.arange(3), torch.zeros(3, HIDDEN)
     with pytest.raises(ValueError, match="inputs_embeds is required"):
         theirs(SimpleNamespace(), tokens, tokens)
-    model = SimpleNamespace(
-        language_model=lambda ids, positions: ids + positions,
-        per_layer_embeddings=embeddings,
-    )
+    model = SimpleNamespace(language_model=lambda ids, positions: ids + positions, per_layer_embeddings=embeddings)
     assert torch.equal(take_tokens(theirs, model, tokens, tokens), 2 * tokens)
     model.language_model = SimpleNamespace(model=lambda ids, positions, **named: named)
     named: Any = take_tokens(theirs, model, None, tokens, inputs_embeds=embeddings)
