@@ -26,14 +26,6 @@ def alerts() -> list[dict[str, Any]]:
     return [rule for group in groups for rule in group["rules"]]
 
 
-def page_expressions() -> list[str]:
-    return re.findall(r"```promql\n(.*?)```", (DOCS / "how_to" / "monitor.md").read_text(), re.DOTALL)
-
-
-def all_expressions() -> list[str]:
-    return [*dashboard_expressions(), *page_expressions(), *(rule["expr"] for rule in alerts())]
-
-
 def series_in(expression: str) -> set[str]:
     """Return the names of an expression's series. Raises ValueError if it is not PromQL."""
     promql_parser.parse(expression.replace("$__rate_interval", "5m"))
@@ -45,7 +37,8 @@ def check_all(families: Iterable[Metric]) -> set[str]:
     labels: dict[str, set[str]] = {}
     for sample in (sample for family in families for sample in family.samples):
         labels.setdefault(sample.name, set()).update(sample.labels)
-    for expression in all_expressions():
+    page = re.findall(r"```promql\n(.*?)```", (DOCS / "how_to" / "monitor.md").read_text(), re.DOTALL)
+    for expression in (*dashboard_expressions(), *page, *(rule["expr"] for rule in alerts())):
         names = series_in(expression)
         assert names, expression
         assert names <= set(labels), f"{names - set(labels)} in {expression}"

@@ -5,8 +5,7 @@ from collections.abc import Callable
 import pytest
 import torch
 
-from tests.support.filter_cases import ROWS as KINDS
-from tests.support.filter_cases import Filters, check_kept, random_filters
+from tests.support.filter_cases import Filters, check_kept, make_rows, random_filters
 from tests.support.verify_cases import counted, random_case
 from vllm_gaudi_spec.devices.base import DeviceBackend
 from vllm_gaudi_spec.methods import RULES
@@ -126,7 +125,7 @@ def test_greedy_drafts(backend: DeviceBackend) -> None:
 def test_filters(backend: DeviceBackend, names: tuple[str, ...]) -> None:
     """In one graph, for rows of every kind: what a sort keeps."""
     random = torch.Generator().manual_seed(0)
-    logits = torch.cat([kind(4, SEVERAL_BLOCKS, random) for kind in KINDS])
+    logits = torch.cat([*make_rows(4, SEVERAL_BLOCKS, random)])
     rows = len(logits)
     off = Filters(
         torch.zeros(rows), torch.full((rows,), SEVERAL_BLOCKS, dtype=torch.int32), torch.full((rows,), torch.inf)

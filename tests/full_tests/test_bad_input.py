@@ -22,10 +22,6 @@ def chat(content: Any, **more: Any) -> dict[str, Any]:
     return dict(messages=[dict(role="user", content=content)], **more)
 
 
-def schema_format(schema: dict[str, Any]) -> dict[str, Any]:
-    return dict(type="json_schema", json_schema=dict(name="x", schema=schema))
-
-
 # What is wrong, the body, and words that the message must contain.
 COMPLETIONS: list[Case] = [
     ("over-long text", dict(prompt="word " * 10_000), ["maximum context length", str(MAX_LEN)]),
@@ -50,8 +46,9 @@ COMPLETIONS: list[Case] = [
     ("choice of bad words", structured(choice=["a"]) | dict(bad_words=["a"]), ["structured_outputs", "bad_words"]),
     ("10 MB of text", dict(prompt="a " * 5_000_000), ["maximum context length"]),
 ]
+NONSENSE = dict(type="json_schema", json_schema=dict(name="x", schema=dict(type="nonsense")))
 CHATS: list[Case] = [
-    ("impossible schema", chat("hi", response_format=schema_format(dict(type="nonsense"))), ["nonsense"]),
+    ("impossible schema", chat("hi", response_format=NONSENSE), ["nonsense"]),
     ("10 MB of chat", chat("x" * 10_000_000), ["maximum context length"]),
 ]
 CASES = [("/v1/completions", *case) for case in COMPLETIONS] + [("/v1/chat/completions", *case) for case in CHATS]

@@ -38,10 +38,6 @@ MEASURED = SIZES | dict(kv_cache_memory_bytes=None, num_gpu_blocks_override=40)
 FEW = Work.of(random_prompts([3, 33, 90], VOCAB))
 
 
-def self_test_of_collectives(worker: Any) -> bool:
-    return bool(worker.self_test.passed(COLLECTIVES))
-
-
 @pytest.mark.parametrize("method", ["draft_model", "universal_draft, slem", "eagle", "medusa"])
 def test_whole_drafter_on_each_card(method: str, setup_of: Callable[[str], Setup], said: Said) -> None:
     """Memory is measured too: the largest steps, with their collectives, run on both before there is a KV cache."""
@@ -50,7 +46,7 @@ def test_whole_drafter_on_each_card(method: str, setup_of: Callable[[str], Setup
     with speculating(given.target, drafter, tensor_parallel_size=2, **MEASURED, **given.options) as llm:
         outputs = generate(llm, *FEW)
         ranks_agree(llm, 2)
-        assert llm.collective_rpc(self_test_of_collectives) == [True] * 2
+        assert llm.collective_rpc(lambda worker: worker.self_test.passed(COLLECTIVES)) == [True] * 2
         for rank in llm.collective_rpc("step_report"):
             assert rank["device"]["emulator"]["total"]["collectives"] > 0
     check(given, outputs, said, f"2 cards, {method}, drafter on each", least_accepted=1)

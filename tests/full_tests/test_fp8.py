@@ -124,7 +124,8 @@ def test_experts_and_latent_attention_stay_unquantized(family: str, tiny: Callab
     assert layer == AROUND[family]
     config, drafts = found.serving("target", "maxabs_pow2"), ngram(3, **STRICT)
     with quantizing(config), engine(model, speculative_config=drafts, **SIZES) as llm:
-        (changed,) = llm.collective_rpc(_layers_in_fp8)
+        modules = llm.collective_rpc(lambda worker: [*worker.model_runner.target.model.named_modules()])[0]
+        changed = [name for name, part in modules if isinstance(getattr(part, "quant_method", None), CalibratedLinear)]
         assert {name.rpartition("layers.1.")[2] for name in changed if ".layers.1." in name} == {
             name for name in layer if name.endswith("proj")
         }
@@ -145,8 +146,3 @@ AROUND = {
         *(f"self_attn.attn.impl.{part}" for part in ("k_cache", "v_cache", "matmul_qk", "matmul_av", "softmax")),
     },
 }
-
-
-def _layers_in_fp8(worker: Any) -> list[str]:
-    modules = worker.model_runner.target.model.named_modules()
-    return [name for name, module in modules if isinstance(getattr(module, "quant_method", None), CalibratedLinear)]

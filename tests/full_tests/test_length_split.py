@@ -23,11 +23,7 @@ def greedy(num_tokens: int, **options: Any) -> SamplingParams:
     return SamplingParams(temperature=0, max_tokens=num_tokens, ignore_eos=True, **options)
 
 
-def repeating(length: int, seed: int) -> list[int]:
-    return (random_prompts([5], VOCAB, seed)[0] * length)[:length]
-
-
-CONTEXTS = [repeating(length, seed=length) for length in (20, 60, 100, 200)]
+CONTEXTS = [(random_prompts([5], VOCAB, seed=length)[0] * length)[:length] for length in (20, 60, 100, 200)]
 AROUND = random_prompts([*range(LIMIT - MOST_DRAFTS - 3, LIMIT + 3)] * 3, VOCAB)
 SIX = random_prompts([20, 21, 22, 23, 24, 25], VOCAB, seed=1)
 random.Random(0).shuffle(AROUND)

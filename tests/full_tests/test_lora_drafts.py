@@ -78,13 +78,9 @@ def test_head_does_not_apply_adapters(method: str, lora_folder: Path) -> None:
         assert llm.llm_engine.vllm_config.scheduler_config.async_scheduling
         Merged(model, lora_folder).check(jobs, run(llm, jobs))
         assert accepted(llm) > 50
-        drafter = llm.collective_rpc(_layers_of_drafter)[0]
-        assert drafter
-        assert not [name for name in drafter if "LoRA" in name]
-
-
-def _layers_of_drafter(worker: Any) -> list[str]:
-    return [type(module).__name__ for module in worker.model_runner.drafter.model.modules()]
+        (modules,) = llm.collective_rpc(lambda worker: [*worker.model_runner.drafter.model.modules()])
+        assert modules
+        assert not [module for module in modules if "LoRA" in type(module).__name__]
 
 
 # --- other ways to run the target ---

@@ -1,6 +1,5 @@
 """Sampling is exact: over 20k seeds the first two tokens follow the distribution of transformers' logits."""
 
-from collections.abc import Sequence
 from typing import Any
 
 import numpy as np
@@ -34,10 +33,11 @@ def small_vocabulary(tmp_path_factory: pytest.TempPathFactory) -> str:
 
 
 def expected_probs(model: str, setting: dict[str, Any]) -> np.ndarray:
+    """Return P(first token, second token), [V, V]."""
     reference = Reference(model)
     first = token_probs(reference.next_logits(PROMPT).numpy(), **setting)
     second = [token_probs(reference.next_logits([*PROMPT, token]).numpy(), **setting) for token in range(VOCAB)]
-    return pair_probs(first, second)
+    return first[:, None] * np.stack(second)
 
 
 def count_pairs(model: str, setting: dict[str, Any]) -> np.ndarray:
@@ -90,11 +90,6 @@ def token_probs(
 def softmax(x: np.ndarray) -> np.ndarray:
     weights = np.exp(x - x.max())
     return weights / weights.sum()
-
-
-def pair_probs(first: np.ndarray, second: Sequence[np.ndarray]) -> np.ndarray:
-    """[V, V]: P(first token, second token), from P(first) and P(second | first)."""
-    return first[:, None] * np.stack(second)
 
 
 def chi_square(counts: np.ndarray, probs: np.ndarray) -> float:

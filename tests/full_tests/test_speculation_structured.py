@@ -122,16 +122,13 @@ def test_tool_calls_with_mtp_are_those_of_no_drafts(tmp_path: Path) -> None:
     for options in ((), drafts):
         tools = ("--enable-auto-tool-choice", "--tool-call-parser", "hermes", "--max-model-len", "512", *COMPACT)
         with Server(target("mtp"), tmp_path / "log.txt", *tools, *options) as server:
-            answers.append([read_answer(server.post("/v1/chat/completions", body)) for body in bodies])
+            said = [server.post("/v1/chat/completions", body)["choices"][0]["message"] for body in bodies]
+            calls = [[call["function"] for call in message.get("tool_calls") or ()] for message in said]
+            answers.append([(message["content"], called) for message, called in zip(said, calls, strict=True)])
             if options:
                 assert server.metric("vllm:spec_decode_num_accepted_tokens_total") > 20
     assert answers[0] == answers[1]
     assert {call["name"] for _, calls in answers[0] for call in calls} == {"weather"}
-
-
-def read_answer(response: dict[str, Any]) -> tuple[str | None, list[dict[str, str]]]:
-    message = response["choices"][0]["message"]
-    return message["content"], [call["function"] for call in message.get("tool_calls") or ()]
 
 
 @pytest.mark.slow

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from typing import NamedTuple
 
 import torch
@@ -24,84 +24,38 @@ class Filters(NamedTuple):
         return Filters(*(values.to(device) for values in self))
 
 
-def _flat(rows: int, vocab: int, random: torch.Generator) -> torch.Tensor:
-    return torch.randn(rows, vocab, generator=random) * 0.01
+def make_rows(rows: int, vocab: int, random: torch.Generator) -> Iterator[torch.Tensor]:
+    """Yield logits [rows, vocab] of every kind."""
 
+    def normal() -> torch.Tensor:
+        return torch.randn(rows, vocab, generator=random)
 
-def _steep(rows: int, vocab: int, random: torch.Generator) -> torch.Tensor:
-    return torch.randn(rows, vocab, generator=random) * 30
-
-
-def _peaked(rows: int, vocab: int, random: torch.Generator) -> torch.Tensor:
-    """Return logits like a language model's: a few likely tokens above a long tail."""
-    logits = torch.randn(rows, vocab, generator=random) * 2.5
+    yield normal() * 0.01
+    yield normal() * 30
+    # Like a language model's: a few likely tokens above a long tail.
     best = torch.randint(vocab, (rows, 20), generator=random)
-    return logits.scatter_add_(1, best, torch.rand(rows, 20, generator=random) * 15)
-
-
-def _half_precision(rows: int, vocab: int, random: torch.Generator) -> torch.Tensor:
-    """Return logits of which many are equal, also at thresholds."""
-    return (torch.randn(rows, vocab, generator=random) * 4).bfloat16().float() / 0.7
-
-
-def _few_values(rows: int, vocab: int, random: torch.Generator) -> torch.Tensor:
-    return torch.randint(-3, 4, (rows, vocab), generator=random).float()
-
-
-def _equal(rows: int, vocab: int, random: torch.Generator) -> torch.Tensor:
-    return torch.randn(rows, 1, generator=random).expand(rows, vocab).clone()
-
-
-def _one_hot(rows: int, vocab: int, random: torch.Generator) -> torch.Tensor:
-    logits = torch.full((rows, vocab), -1e4)
-    return logits.scatter_(1, torch.randint(vocab, (rows, 1), generator=random), 1e4)
-
-
-def _masked(rows: int, vocab: int, random: torch.Generator) -> torch.Tensor:
-    """Mask all but about 5 % of the tokens, and in every fourth row all but one."""
-    logits = torch.randn(rows, vocab, generator=random) * 3
+    yield (normal() * 2.5).scatter_add_(1, best, torch.rand(rows, 20, generator=random) * 15)
+    # Many are equal, also at thresholds.
+    yield (normal() * 4).bfloat16().float() / 0.7
+    yield torch.randint(-3, 4, (rows, vocab), generator=random).float()
+    yield torch.randn(rows, 1, generator=random).expand(rows, vocab).clone()
+    one_hot = torch.full((rows, vocab), -1e4)
+    yield one_hot.scatter_(1, torch.randint(vocab, (rows, 1), generator=random), 1e4)
+    # All but about 5 % of the tokens are masked, and in every fourth row all but one.
     forbidden = torch.rand(rows, vocab, generator=random) < 0.95
     forbidden[::4] = True
     forbidden[:, 0] = False
-    return logits.masked_fill(forbidden, -torch.inf)
-
-
-def _neighbors(rows: int, vocab: int, random: torch.Generator) -> torch.Tensor:
-    """Return logits around zero that differ only in their last bits, and zeros of both signs."""
+    yield (normal() * 3).masked_fill(forbidden, -torch.inf)
+    # Around zero they differ only in their last bits, and zeros have both signs.
     bits = torch.randint(-40, 40, (rows, vocab), generator=random, dtype=torch.int32)
-    return torch.where(bits < 0, bits.neg() | torch.tensor(-(1 << 31), dtype=torch.int32), bits).view(torch.float32)
-
-
-def _close(rows: int, vocab: int, random: torch.Generator) -> torch.Tensor:
-    """Return logits that differ only in their last bits, far from zero."""
+    yield torch.where(bits < 0, bits.neg() | torch.tensor(-(1 << 31), dtype=torch.int32), bits).view(torch.float32)
+    # Far from zero they differ only in their last bits.
     bits = torch.randint(-4000, 4000, (rows, vocab), generator=random, dtype=torch.int32)
-    return (torch.full((rows, vocab), 11.5).view(torch.int32) + bits).view(torch.float32)
-
-
-def _geometric(rows: int, vocab: int, random: torch.Generator) -> torch.Tensor:
-    """Return logits with partial sums of probabilities close to many values of p, sorted and unsorted."""
-    logits = -torch.arange(vocab, dtype=torch.float32).expand(rows, vocab) * 2.0**0.5 / 2
-    return logits.clone() if vocab % 2 else logits[:, torch.randperm(vocab, generator=random)]
-
-
-def _largest(rows: int, vocab: int, random: torch.Generator) -> torch.Tensor:
-    return (torch.rand(rows, vocab, generator=random) * 2 - 1) * 3e38
-
-
-ROWS = (
-    _flat,
-    _steep,
-    _peaked,
-    _half_precision,
-    _few_values,
-    _equal,
-    _one_hot,
-    _masked,
-    _neighbors,
-    _close,
-    _geometric,
-    _largest,
-)
+    yield (torch.full((rows, vocab), 11.5).view(torch.int32) + bits).view(torch.float32)
+    # Partial sums of probabilities are close to many values of p, sorted and unsorted.
+    geometric = -torch.arange(vocab, dtype=torch.float32).expand(rows, vocab) * 2.0**0.5 / 2
+    yield geometric.clone() if vocab % 2 else geometric[:, torch.randperm(vocab, generator=random)]
+    yield (torch.rand(rows, vocab, generator=random) * 2 - 1) * 3e38
 
 
 def random_filters(rows: int, vocab: int, random: torch.Generator) -> Filters:
@@ -159,10 +113,10 @@ def check_kept(logits_NV: torch.Tensor, filters: Filters, filtered_NV: torch.Ten
 def check_rows(keep: Filter, rows_each: int, vocab: int, seed: int, device: torch.device) -> tuple[int, int]:
     """Check rows of every kind with random filters. Return the numbers of rows in total and of rows left open."""
     random = torch.Generator().manual_seed(seed)
-    num_open = 0
-    for kind in ROWS:
-        logits_NV = kind(rows_each, vocab, random)
+    num_rows = num_open = 0
+    for logits_NV in make_rows(rows_each, vocab, random):
         filters = random_filters(rows_each, vocab, random)
+        num_rows += rows_each
         filtered = keep(logits_NV[:, None].to(device), *filters.to(device))
         num_open += check_kept(logits_NV, filters, filtered.squeeze(1).cpu())
-    return rows_each * len(ROWS), num_open
+    return num_rows, num_open

@@ -90,14 +90,12 @@ def draw(method: str, seed: str) -> Configuration:
     return Configuration(method, seed, speculative, tuple(options), extra)
 
 
-def _universal(method: str, k: int) -> dict[str, Any]:
-    return dict(method="universal_draft", num_speculative_tokens=k)
-
-
 _SPECULATIVE: dict[str, Callable[[str, int], dict[str, Any]]] = {
     "ngram": lambda method, k: ngram(k),
     "ngram_gpu": lambda method, k: ngram(k) | dict(method=method),
     "suffix": lambda method, k: suffix(k),
     "draft_model": lambda method, k: dict(method=method, num_speculative_tokens=k),
-    **dict.fromkeys(("map", "retokenize", "slem"), _universal),
+    **dict.fromkeys(
+        ("map", "retokenize", "slem"), lambda method, k: dict(method="universal_draft", num_speculative_tokens=k)
+    ),
 }

@@ -45,16 +45,11 @@ def check_storm(server: Server, count: int, quiet: list[str]) -> None:
         while not gone.done():
             assert texts(server, bodies(12)) == quiet
     assert gone.result() > count // 2
-    check_all_came_back(server)
+    server.wait_idle()
+    assert server.metric("vllm:num_requests_running") == server.metric("vllm:kv_cache_usage_perc") == 0
     assert texts(server, bodies(12)) == quiet
     # As many as may run at once: were a row lost, one of them would wait for ever.
     assert all(texts(server, bodies(32, num_tokens=8)))
-
-
-def check_all_came_back(server: Server) -> None:
-    server.wait_idle()
-    assert server.metric("vllm:num_requests_running") == 0
-    assert server.metric("vllm:kv_cache_usage_perc") == 0
 
 
 def storm(server: Server, count: int, at_a_time: int = 40, seed: int = 0) -> int:

@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 import torch
 
-from tests.support.verify_cases import Case, random_case
+from tests.support.verify_cases import random_case
 from vllm_gaudi_spec.records import Verification
 from vllm_gaudi_spec.sampling.rules.registry import TORCH, Rules
 
@@ -24,14 +24,10 @@ def cuda() -> Rules:
     return rules
 
 
-def on_gpu(case: Case) -> dict[str, torch.Tensor]:
-    return {name: value.to(DEVICE) for name, value in case.tensors().items()}
-
-
 def case_on_gpu(rows: int, positions: int, vocab: int, seed: int = 0, masked: float = 0.2) -> dict[str, torch.Tensor]:
     case = random_case(rows, positions, vocab, seed, masked)
     case.temperature_B[::4] = 0
-    return on_gpu(case)
+    return {name: value.to(DEVICE) for name, value in case.tensors().items()}
 
 
 def verify(rules: Rules, rule: str, given: dict[str, torch.Tensor]) -> Verification:

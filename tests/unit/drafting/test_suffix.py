@@ -26,13 +26,6 @@ def pieces(rng: np.random.Generator, text: list[int]) -> list[list[int]]:
     return [text[a:b] for a, b in zip([0, *cuts], [*cuts, len(text)], strict=True)]
 
 
-def assert_best(draft: Draft, expected: list[tuple[list[int], float]]) -> None:
-    best = max((score for _, score in expected), default=0.0)
-    assert draft.score == pytest.approx(best)
-    # Suffixes of different lengths may have equal scores: then either draft is correct.
-    assert not draft.token_ids or draft.token_ids in [ids for ids, score in expected if score == pytest.approx(best)]
-
-
 @pytest.mark.parametrize("options", OPTIONS)
 def test_drafts_equal_the_count_over_all_substrings(
     options: tuple[int, int, float, float], monkeypatch: pytest.MonkeyPatch
@@ -55,7 +48,11 @@ def test_drafts_equal_the_count_over_all_substrings(
         assert list(cache._active) == ["a"]
         draft = cache.speculate("a", text, max_drafts, factor, min_prob)
         ways = (suffix_drafts(texts, text, depth, max_drafts, factor, min_prob) for texts in ([text], past[2:]))
-        assert_best(draft, [way for each in ways for way in each])
+        expected = [way for each in ways for way in each]
+        assert draft.score == pytest.approx(max((score for _, score in expected), default=0.0))
+        # Suffixes of different lengths may have equal scores: then either draft is correct.
+        best = [ids for ids, score in expected if score == pytest.approx(draft.score)]
+        assert not draft.token_ids or draft.token_ids in best
 
 
 def test_long_text_is_found_after_tables_grow() -> None:

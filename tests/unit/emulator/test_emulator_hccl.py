@@ -28,12 +28,8 @@ def work(rank: int, world: int, path: str) -> None:
             inside_an_hpu_graph(card, world)
     finally:
         dist.destroy_process_group()
-    assert not gloo_threads(), "the process would end beside threads of a group"
-
-
-def gloo_threads() -> list[str]:
-    names = [path.read_text().strip() for path in Path("/proc/self/task").glob("*/comm")]
-    return [name for name in names if "gloo" in name]
+    threads = [path.read_text().strip() for path in Path("/proc/self/task").glob("*/comm")]
+    assert not [name for name in threads if "gloo" in name], "the process would end beside threads of a group"
 
 
 def collectives(rank: int, world: int) -> None:

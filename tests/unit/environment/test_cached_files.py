@@ -84,17 +84,13 @@ def test_folder_is_not_world_writable_with_any_umask(tmp_path: Path) -> None:
     assert not made.stat().st_mode & stat.S_IWOTH
 
 
-def make_pipe(path: Path) -> None:
-    os.mkfifo(path)
-
-
 def make_open_file(path: Path) -> None:
     path.write_bytes(b"theirs")
     path.chmod(0o666)
 
 
 @pytest.mark.timeout(20)
-@pytest.mark.parametrize("make", [make_pipe, Path.mkdir, make_open_file])
+@pytest.mark.parametrize("make", [os.mkfifo, Path.mkdir, make_open_file])
 def test_special_files_are_refused(make: Callable[[Path], None], cache: Path) -> None:
     """A pipe would be waited for."""
     make(cache / "file")
@@ -103,10 +99,6 @@ def test_special_files_are_refused(make: Callable[[Path], None], cache: Path) ->
 
 
 # ---- each of those who keep something --------------------------------------------------------------------
-
-
-def plant_weights(folder: Path) -> None:
-    (folder / "pytorch_model.bin").write_text("a pickle")
 
 
 def plant_link(folder: Path) -> None:
@@ -129,7 +121,7 @@ SOUND = {"format": demo_model.FORMAT, "gguf_sha256": demo_model.GGUF_SHA256}
 @pytest.mark.parametrize(
     "change",
     [
-        plant_weights,
+        lambda folder: (folder / "pytorch_model.bin").write_text("a pickle"),
         plant_link,
         move_away,
         plant_manifest("[" * 10_000),

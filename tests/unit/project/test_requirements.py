@@ -74,13 +74,9 @@ def command_to_make(folder: Path) -> list[str]:
     return [sys.executable, "-c", code, "-", "card", str(folder)]
 
 
-def make_environment(folder: Path) -> subprocess.CompletedProcess[str]:
-    return subprocess.run(command_to_make(folder), capture_output=True, text=True, check=False)
-
-
 def test_an_environment_is_never_made_over_somebodys_folder(tmp_path: Path) -> None:
     (tmp_path / "work.txt").write_text("mine")
-    done = make_environment(tmp_path)
+    done = subprocess.run(command_to_make(tmp_path), capture_output=True, text=True, check=False)
     assert done.returncode == 2
     (line,) = done.stderr.splitlines()
     assert line == f"error: {tmp_path} was not made by this script, so it stays; name another folder, or remove it"

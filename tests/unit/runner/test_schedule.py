@@ -5,7 +5,6 @@ import torch
 
 from tests.support.fakes import batches_of, cached, make_requests, new_request, step
 from tests.unit.runner.test_shapes import shapes
-from vllm_gaudi_spec.attention.metadata import Inputs
 from vllm_gaudi_spec.records import FAULTY, UNVERIFIED, Batch, Drafts
 from vllm_gaudi_spec.runner.hidden_states import Located
 from vllm_gaudi_spec.runner.planning import build_inputs, locate
@@ -25,11 +24,6 @@ def requests(small: Shapes) -> Requests:
 
 def located(batch: Batch, requests: Requests) -> Located:
     return locate(batch.shape.phase, batch.inputs.split(), requests)
-
-
-def inputs_of(batch: Batch, requests: Requests) -> Inputs:
-    place = located(batch, requests)
-    return build_inputs(batch.shape.queries, batch.inputs.split(), place, requests)
 
 
 def plan(
@@ -73,7 +67,7 @@ def test_a25_pad_rows_touch_only_the_pad_block(requests: Requests, small: Shapes
     scheduled = step({"a": 1}, new=[new_request("a", [1], [5])])
     requests.apply(scheduled)
     (batch,) = batches_of(scheduled, requests, wide, {})
-    inputs = inputs_of(batch, requests)
+    inputs = build_inputs(batch.shape.queries, batch.inputs.split(), located(batch, requests), requests)
     assert inputs.slots[0].tolist() == [80, 1, 2, 3], "each to a slot of its own"
     assert torch.equal(inputs.calls[0].block_table_BW[1:], torch.zeros(3, wide.max_context // 16, dtype=torch.int32))
 

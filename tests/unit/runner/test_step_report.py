@@ -150,13 +150,6 @@ def test_prompt_logprobs_are_reported_when_the_prompt_ends(
     assert not recorder.unexpected
 
 
-def through_vllm(**fields: Any) -> EngineCoreOutput:
-    """Return what the front end receives for one request's output."""
-    sent = MsgpackEncoder().encode(EngineCoreOutput("a", [1], **fields))
-    received: EngineCoreOutput = MsgpackDecoder(EngineCoreOutput).decode(sent)
-    return received
-
-
 @pytest.mark.parametrize("pieces", [(1,), (2,), (3,), (3, 1), (1, 1, 1)])
 @pytest.mark.parametrize("count", [0, 1, 2, 3])
 def test_vllm_serializes_prompt_logprobs(pieces: tuple[int, ...], count: int) -> None:
@@ -169,7 +162,8 @@ def test_vllm_serializes_prompt_logprobs(pieces: tuple[int, ...], count: int) ->
     a = request("a", prompt_logprobs=count)
     sent = send(StepResult([a], prompt_logprobs=[(a, scores)]), HostBackend()).get_output().prompt_logprobs_dict["a"]
     assert sent is not None
-    received = through_vllm(new_prompt_logprobs_tensors=sent).new_prompt_logprobs_tensors
+    serialized = MsgpackEncoder().encode(EngineCoreOutput("a", [1], new_prompt_logprobs_tensors=sent))
+    received = MsgpackDecoder(EngineCoreOutput).decode(serialized).new_prompt_logprobs_tensors
     cut = torch.cat([table[:num_tokens] for table, num_tokens in zip(tables, pieces, strict=True)])
     assert received is not None
     assert received.logprob_token_ids.tolist() == cut[:, : count + 1].tolist()

@@ -277,16 +277,14 @@ def test_large_constraint_is_refused_before_it_is_compiled(
     assert process.index("._validate_params(") < process.index("current_platform.validate_request(")
 
 
-def huge_image() -> bytes:
-    written = io.BytesIO()
-    Image.new("1", (20_000, 20_000)).save(written, "png")
-    return written.getvalue()
+HUGE_IMAGE = io.BytesIO()
+Image.new("1", (20_000, 20_000)).save(HUGE_IMAGE, "png")
 
 
 @pytest.mark.parametrize(
     ("loader", "data", "error", "words"),
     [
-        (ImageMediaIO(), huge_image(), Image.DecompressionBombError, "400000000 pixels"),
+        (ImageMediaIO(), HUGE_IMAGE.getvalue(), Image.DecompressionBombError, "400000000 pixels"),
         (VideoMediaIO(ImageMediaIO(), video_backend="qwen2_vl"), video(frames=1), ZeroDivisionError, "by zero"),
     ],
     ids=["a huge image", "a video of one frame"],
