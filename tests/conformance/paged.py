@@ -42,14 +42,6 @@ class Kind:
     def output_size(self) -> int:
         return self.head_size if self.value_size is None else self.value_size
 
-    @property
-    def sinks_H(self) -> torch.Tensor | None:
-        return torch.linspace(4.0, -4.0, self.heads).to(self.dtype) if self.sinks else None
-
-    @property
-    def slopes_H(self) -> torch.Tensor | None:
-        return 2.0 ** -torch.arange(1, self.heads + 1) if self.slopes else None
-
     def kv_spec(self, block_size: int) -> Any:
         """vLLM's account of the KV that such a layer keeps."""
         from vllm.v1.kv_cache_interface import FullAttentionSpec, MLAAttentionSpec
@@ -77,8 +69,7 @@ class Layer:
 
     def __init__(self, backend: DeviceBackend, kind: Kind, kv_cache: Any, operations: Operations | None = None) -> None:
         self.backend, self.kind, self.kv_cache = backend, kind, kv_cache
-        upload = backend.memory.upload
-        self.spec = AttentionLayerSpec(
+        self.on_host = AttentionLayerSpec(
             num_heads=kind.heads,
             num_kv_heads=kind.kv_heads,
             head_size=kind.head_size,
@@ -91,9 +82,12 @@ class Layer:
             attention_chunk=kind.chunk,
             layer_operations=operations is not None,
             operations=operations or PLAIN,
-            sinks_H=None if kind.sinks_H is None else upload(kind.sinks_H),
-            slopes_H=None if kind.slopes_H is None else upload(kind.slopes_H),
+            sinks_H=torch.linspace(4.0, -4.0, kind.heads).to(kind.dtype) if kind.sinks else None,
+            slopes_H=2.0 ** -torch.arange(1, kind.heads + 1) if kind.slopes else None,
         )
+        by_head = {name: getattr(self.on_host, name) for name in ("sinks_H", "slopes_H")}
+        upload = backend.memory.upload
+        self.spec = replace(self.on_host, **{name: upload(each) for name, each in by_head.items() if each is not None})
         self.ops: Any = backend.attention if backend.attention.supports_attention(self.spec) else torch_ops
         self.step = backend.graphs.graph(self._step)
         self.first_step = backend.graphs.graph(self._first_step)
@@ -230,18 +224,7 @@ class Texts:
             keys = self.keys[row]
             values = self.values[row] if kind.value_size is None else keys[..., : kind.value_size]
             for q in range(0, count, self.compared_each):
-                expected = attend_one(
-                    query[index, q],
-                    keys,
-                    values,
-                    start + q,
-                    scale=self.layer.spec.scale,
-                    window=kind.window,
-                    chunk=kind.chunk,
-                    soft_cap=kind.soft_cap,
-                    sinks_H=kind.sinks_H,
-                    slopes_H=kind.slopes_H,
-                )
+                expected = attend_one(query[index, q], keys, values, start + q, self.layer.on_host)
                 torch.testing.assert_close(
                     out_BQHD[index, q].double(),
                     expected,

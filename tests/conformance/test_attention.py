@@ -271,7 +271,6 @@ def test_without_its_padding_a_rectangle_gives_the_same(backend: DeviceBackend, 
         tokens = torch.zeros((len(starts_B), queries), dtype=torch.int32)
         inputs = build_rectangle(tokens, starts_B, num_real_B, blocks, layer.backend.row_operations)
         kept = Packed.from_counts(num_real_B, queries)
-        assert kept is not None
         places, call = kept.index_T, replace(inputs.calls[0], packed=kept, _plans={})
         own_value = None if value is None else value[places]
         layer.ops.write_kv(key[places], own_value, layer.kv_cache, inputs.slots[0][places], layer.spec)

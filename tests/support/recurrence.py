@@ -30,7 +30,6 @@ def recur(
 ) -> tuple[torch.Tensor, torch.Tensor]:
     if kind == MAMBA_1:
         return _recur_each(convolved, is_real, state)
-    assert gates is not None
     convolved = torch.where(is_real[..., None], F.silu(convolved), 0.0)
     query, key, value = (
         part.unflatten(-1, (HEADS, -1)) for part in convolved.split([HEADS * KEY, HEADS * KEY, HEADS * VALUE], -1)

@@ -495,7 +495,6 @@ def test_universal_kv_len_default_and_limit(
 ) -> None:
     made = engine_config(tmp_path, here(UNIVERSAL | more, tmp_path), additional_config=dict(gaudi_spec=options))
     speculation = Speculation.from_vllm(made)
-    assert speculation is not None
     assert speculation.universal_kv_len == kv_len
 
 
@@ -607,7 +606,6 @@ def test_steps_have_shapes_for_each_scheduled_number_of_drafts(
     options: dict[str, Any], widths: list[int], tmp_path: Path
 ) -> None:
     speculation = Speculation.from_vllm(engine_config(tmp_path, NGRAM | options))
-    assert speculation is not None
     assert [*speculation.widths] == widths
 
 
@@ -790,7 +788,6 @@ def test_device_that_captures_graphs_looks_ngrams_up_itself(
     monkeypatch.setattr(platform, "load_backend", lambda: dataclasses.replace(cpu, traits=traits))
     for asked in (NGRAM, dict(model="[ngram]")):
         made = engine_config(tmp_path, asked)
-        assert made.speculative_config is not None
         assert made.speculative_config.method == method
         assert bool(made.scheduler_config.async_scheduling) == captures
 
@@ -835,7 +832,6 @@ HALF = "\ud800"
 )
 def test_lone_surrogates_are_refused(given: dict[str, Any], name: str) -> None:
     reason = check_request(SamplingParams(**given))
-    assert reason is not None
     assert reason.startswith(f"{name} has a lone surrogate")
     assert reason.isascii()
     with pytest.raises(UnicodeEncodeError):  # when this passes, vLLM's own way to the engine has become another

@@ -4,25 +4,21 @@ from collections.abc import Sequence
 
 import torch
 
+from vllm_gaudi_spec.attention.metadata import AttentionLayerSpec
+
 
 def attend_one(
     query_HD: torch.Tensor,
     keys_SKD: torch.Tensor,
     values_SKD: torch.Tensor,
     position: int,
-    *,
-    scale: float,
-    window: int | None,
-    soft_cap: float,
-    chunk: int | None = None,
-    sinks_H: torch.Tensor | None = None,
-    slopes_H: torch.Tensor | None = None,
+    layer: AttentionLayerSpec,
     span: tuple[int, int] | None = None,
 ) -> torch.Tensor:
     """Return float64 [H, D]. The query also sees the positions from the first to the last of `span`."""
-    first = 0 if window is None else max(0, position - window + 1)
-    if chunk is not None:
-        first = max(first, position // chunk * chunk)
+    first = 0 if layer.sliding_window is None else max(0, position - layer.sliding_window + 1)
+    if layer.attention_chunk is not None:
+        first = max(first, position // layer.attention_chunk * layer.attention_chunk)
     seen = range(first, position + 1)
     if span is not None and span[0] <= position <= span[1]:
         seen = range(min(first, span[0]), span[1] + 1)
@@ -30,14 +26,14 @@ def attend_one(
     group = query_HD.shape[0] // keys.shape[1]
     out = []
     for head, query in enumerate(query_HD.double()):
-        scores = keys[:, head // group] @ query * scale
-        if soft_cap:
-            scores = soft_cap * torch.tanh(scores / soft_cap)
-        if slopes_H is not None:
-            scores = scores + slopes_H[head].double() * (torch.arange(seen.start, seen.stop) - position)
+        scores = keys[:, head // group] @ query * layer.scale
+        if layer.logits_soft_cap:
+            scores = layer.logits_soft_cap * torch.tanh(scores / layer.logits_soft_cap)
+        if layer.slopes_H is not None:
+            scores = scores + layer.slopes_H[head].double() * (torch.arange(seen.start, seen.stop) - position)
         total = scores.logsumexp(0)
-        if sinks_H is not None:
-            total = torch.logaddexp(total, sinks_H[head].double())
+        if layer.sinks_H is not None:
+            total = torch.logaddexp(total, layer.sinks_H[head].double())
         out.append((scores - total).exp() @ values[:, head // group])
     return torch.stack(out)
 
@@ -48,13 +44,7 @@ def attend_row(
     values_NSKD: torch.Tensor,
     blocks: dict[int, int],
     start: int,
-    *,
-    scale: float,
-    window: int | None,
-    soft_cap: float,
-    chunk: int | None = None,
-    sinks_H: torch.Tensor | None = None,
-    slopes_H: torch.Tensor | None = None,
+    layer: AttentionLayerSpec,
     spans: Sequence[tuple[int, int]] = (),
 ) -> torch.Tensor:
     """Return float64 [Q, H, D] of queries from `start` on.
@@ -69,18 +59,6 @@ def attend_row(
     out = []
     for q, query_HD in enumerate(query_QHD):
         position = start + q
-        found = attend_one(
-            query_HD,
-            keys,
-            values,
-            position,
-            scale=scale,
-            window=window,
-            soft_cap=soft_cap,
-            chunk=chunk,
-            sinks_H=sinks_H,
-            slopes_H=slopes_H,
-            span=next((span for span in spans if span[0] <= position <= span[1]), None),
-        )
-        out.append(found)
+        span = next((span for span in spans if span[0] <= position <= span[1]), None)
+        out.append(attend_one(query_HD, keys, values, position, layer, span))
     return torch.stack(out)

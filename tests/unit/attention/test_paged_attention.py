@@ -30,7 +30,6 @@ def in_slices(*args: Any) -> torch.Tensor:
 def group_blocks(call: AttentionCall) -> AttentionCall:
     """List the same blocks in entries of two, of which a row's last one, and with a window its first, are padded."""
     listed = call.flat
-    assert listed is not None
     entries: dict[tuple[int, int], list[int]] = {}
     for block, row, place in zip(listed.ids.tolist(), listed.rows_N.tolist(), listed.index_N.tolist(), strict=True):
         entries.setdefault((row, place // 2 * 2), [0, 0])[place % 2] = block
@@ -85,19 +84,7 @@ class Scene:
     def dense(self) -> list[torch.Tensor]:
         values = self.keys[..., : self.spec.output_size] if self.values is None else self.values
         return [
-            attend_row(
-                self.query_BQHD[row, :real],
-                self.keys,
-                values,
-                blocks,
-                start,
-                scale=self.spec.scale,
-                window=self.spec.sliding_window,
-                soft_cap=self.spec.logits_soft_cap,
-                chunk=self.spec.attention_chunk,
-                sinks_H=self.spec.sinks_H,
-                slopes_H=self.spec.slopes_H,
-            )
+            attend_row(self.query_BQHD[row, :real], self.keys, values, blocks, start, self.spec)
             for row, (start, real, blocks) in enumerate(zip(self.starts, self.real, self.blocks, strict=True))
         ]
 
@@ -303,7 +290,6 @@ def test_all_rows_are_padding() -> None:
     """A warm-up step has only padding."""
     scene = make_scene([10], 2)
     listed = scene.call.flat
-    assert listed is not None
     nobody = FlatBlocks(torch.zeros_like(listed.ids), torch.full_like(listed.rows_N, 2), listed.index_N)
     call = dataclasses.replace(scene.call, flat=nobody, _plans={})
     assert torch.equal(scene.attend(flat.attend, call), torch.zeros_like(scene.query_BQHD))
@@ -316,22 +302,11 @@ def check_bidirectional(form: Form, starts: list[int], real: list[int], queries:
     scene = dataclasses.replace(scene, spec=dataclasses.replace(scene.spec, is_causal=False))
     attended_BQHD = scene.attend(form, call)
     assert torch.isfinite(attended_BQHD).all()
-    assert scene.values is not None
     window = scene.spec.sliding_window
     for row, (start, count, blocks) in enumerate(zip(starts, real, scene.blocks, strict=True)):
         end = start + count
         spans = [(place, min(place + (window or end), end) - 1) for place in reversed(range(start, end))]
-        expected = attend_row(
-            scene.query_BQHD[row, :count],
-            scene.keys,
-            scene.values,
-            blocks,
-            start,
-            scale=scene.spec.scale,
-            window=window,
-            soft_cap=0.0,
-            spans=spans,
-        )
+        expected = attend_row(scene.query_BQHD[row, :count], scene.keys, scene.values, blocks, start, scene.spec, spans)
         torch.testing.assert_close(attended_BQHD[row, :count].double(), expected, atol=2e-5, rtol=1e-5)
 
 

@@ -29,11 +29,9 @@ def expected(scene: Scene, call: AttentionCall, row: int, query: int) -> torch.T
     """Return [H, output size] in float64, from the keys with the highest scores."""
     blocks, position = scene.blocks[row], scene.starts[row] + query
     keys = torch.cat([scene.keys[blocks[place]] for place in range(max(blocks) + 1)])[: position + 1, 0].double()
-    assert call.index is not None
     token = row * call.num_queries + query
     products = (call.index.query_TIR[token].double() @ keys[:, LATENT:].T).relu()
     scores = (products * call.index.weights_TI[token].double()[:, None]).sum(0)
-    assert scene.spec.num_selected is not None
     keys = keys[scores.sort(descending=True, stable=True).indices[: scene.spec.num_selected]]
     weights = (scene.query_BQHD[row, query].double() @ keys.T * scene.spec.scale).softmax(-1)
     return weights @ keys[:, : scene.spec.output_size]

@@ -6,10 +6,11 @@ from types import SimpleNamespace
 import pytest
 import torch
 
+from tests.support.attention_layers import layer as attention_layer
 from tests.support.reference.attention import attend_row
 from vllm_gaudi_spec.attention import torch_ops
 from vllm_gaudi_spec.attention.backend import RectangleAttentionImpl
-from vllm_gaudi_spec.attention.metadata import AttentionCall, AttentionLayerSpec, Packed, SpanRows, Spans
+from vllm_gaudi_spec.attention.metadata import AttentionCall, Packed, SpanRows, Spans
 from vllm_gaudi_spec.device_table import load_backend
 from vllm_gaudi_spec.devices.cpu.backend import make_backend
 
@@ -22,25 +23,12 @@ ATTENTION = make_backend().attention
 FORMS = [torch_ops] + [ATTENTION] * hasattr(torch.ops._C, "cpu_attention_with_kv_cache")
 
 
-def spec(window: int | None) -> AttentionLayerSpec:
-    return AttentionLayerSpec(
-        num_heads=HEADS,
-        num_kv_heads=KV_HEADS,
-        head_size=SIZE,
-        scale=SIZE**-0.5,
-        sliding_window=window,
-        logits_soft_cap=0.0,
-        dtype=torch.float32,
-        block_size=BLOCK,
-    )
-
-
 @pytest.mark.parametrize("is_packed", [False, True])
 @pytest.mark.parametrize("window", [None, 12])
 @pytest.mark.parametrize("form", FORMS, ids=lambda form: "torch" if form is torch_ops else "kernel")
 def test_image_tokens_attend_in_both_directions(form: object, window: int | None, is_packed: bool) -> None:
     torch.manual_seed(0)
-    layer = spec(window)
+    layer = attention_layer(num_heads=HEADS, dtype=torch.float32, block_size=BLOCK, sliding_window=window)
     keys, values = torch.randn(2, 5 * BLOCK, KV_HEADS, SIZE)
     cache = torch.zeros(5, KV_HEADS, BLOCK, 2 * SIZE)
     form.write_kv(keys, values, cache, torch.arange(5 * BLOCK), layer)  # type: ignore[attr-defined]
@@ -60,22 +48,12 @@ def test_image_tokens_attend_in_both_directions(form: object, window: int | None
     given = query.flatten(0, 1)
     if is_packed:
         packed = Packed.from_counts(torch.tensor(REAL, dtype=torch.int32), QUERIES)
-        assert packed is not None
         call, given = replace(call, packed=packed), given.index_select(0, packed.index_T)
     found = form.attend(given, cache, call, layer)  # type: ignore[attr-defined]
     found_by_row = found.split(REAL) if is_packed else found.unflatten(0, (2, QUERIES))
     for row, blocks in enumerate([{0: 2}, {0: 4, 1: 3}]):
-        expected = attend_row(
-            query[row, : REAL[row]],
-            keys.view(5, BLOCK, KV_HEADS, SIZE),
-            values.view(5, BLOCK, KV_HEADS, SIZE),
-            blocks,
-            STARTS[row],
-            scale=layer.scale,
-            window=window,
-            soft_cap=0.0,
-            spans=SPANS[row],
-        )
+        blocks_NSKD = (stored.view(5, BLOCK, KV_HEADS, SIZE) for stored in (keys, values))
+        expected = attend_row(query[row, : REAL[row]], *blocks_NSKD, blocks, STARTS[row], layer, SPANS[row])
         torch.testing.assert_close(found_by_row[row][: REAL[row]].double(), expected, atol=2e-5, rtol=0)
 
 
@@ -100,16 +78,8 @@ def test_layers_without_a_window_can_stay_causal_over_images(window: int | None,
     )
     query = torch.randn(8, HEADS, SIZE)
     found = layer.forward(None, query, None, None, cache, call)  # type: ignore[arg-type]
-    expected = attend_row(
-        query,
-        keys.view(2, BLOCK, KV_HEADS, SIZE),
-        values.view(2, BLOCK, KV_HEADS, SIZE),
-        {0: 1},
-        0,
-        scale=SIZE**-0.5,
-        window=window,
-        soft_cap=0.0,
-        spans=[] if in_windows_only and window is None else [(2, 6)],
-    )
+    blocks_NSKD = (stored.view(2, BLOCK, KV_HEADS, SIZE) for stored in (keys, values))
+    spans = [] if in_windows_only and window is None else [(2, 6)]
+    expected = attend_row(query, *blocks_NSKD, {0: 1}, 0, layer.spec, spans)
     torch.testing.assert_close(found.double(), expected, atol=2e-5, rtol=0)
     assert call.spans is not None, "the next layer has a window"

@@ -22,7 +22,8 @@ from vllm.model_executor.models.llama import LlamaAttention, LlamaDecoderLayer, 
 from vllm.model_executor.models.qwen2 import Qwen2Attention, Qwen2DecoderLayer, Qwen2MLP
 from vllm.model_executor.models.qwen3 import Qwen3Attention
 
-from vllm_gaudi_spec.attention.metadata import AttentionCall, AttentionLayerSpec
+from tests.support.attention_layers import layer as attention_layer
+from vllm_gaudi_spec.attention.metadata import AttentionCall
 from vllm_gaudi_spec.devices.common.kv_pair import KVPair
 
 pytestmark = pytest.mark.cuda
@@ -102,16 +103,7 @@ class AttentionLayer(nn.Module):
 
     def __init__(self, call: AttentionCall, slots_T: torch.Tensor, owner: str | None) -> None:
         super().__init__()
-        spec = AttentionLayerSpec(
-            num_heads=HEADS,
-            num_kv_heads=2,
-            head_size=SIZE,
-            scale=0.25,
-            sliding_window=None,
-            logits_soft_cap=0.0,
-            dtype=torch.float32,
-            block_size=16,
-        )
+        spec = attention_layer(num_heads=HEADS, head_size=SIZE, scale=0.25, dtype=torch.float32, block_size=16)
         self.impl = SimpleNamespace(kv_sharing_target_layer_name=owner, spec=spec, has_written=False)
         self.kv_cache = KVPair(*torch.randn(2, 112, 2, SIZE, device=DEVICE).unbind(0), 16)
         self.call, self.slots_T = call, slots_T

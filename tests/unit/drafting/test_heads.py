@@ -46,7 +46,6 @@ class ReadsStates:
         self.longest = longest
 
     def forward(self, inputs: Inputs, carried_TH: torch.Tensor | None = None) -> Hidden:
-        assert carried_TH is not None
         assert int(inputs.positions_T.max()) < self.longest, "a position that the head does not have"
         kept = (inputs.positions_T + 1) * inputs.token_ids_T + 5 * carried_TH[:, 0].long()
         self.kv[inputs.slots[0]] = kept

@@ -110,7 +110,6 @@ class Assistant:
     """Predicts a sum of its token, state and position. It has no KV to write."""
 
     def forward(self, inputs: Inputs, carried_TH: torch.Tensor | None = None) -> Hidden:
-        assert carried_TH is not None
         call = inputs.calls[0]
         assert torch.equal(call.starts_B, inputs.positions_T)
         assert (call.block_table_BW[inputs.num_real_B > 0, 0] > 0).all()

@@ -121,7 +121,6 @@ def test_sampled_drafts_do_not_change_distribution(rule: str, tmp_path: Path) ->
 def test_distributions_of_other_positions_would_show(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     def exchange(*arguments: Any) -> Drafts:
         drafts = stack_drafts(*arguments)
-        assert drafts.probs_BKV is not None
         return drafts._replace(probs_BKV=drafts.probs_BKV.flip(1))
 
     monkeypatch.setattr(parallel, "stack_drafts", exchange)
@@ -144,7 +143,6 @@ def test_mask_token_is_read_from_checkpoint(name: str, tmp_path: Path) -> None:
     drafter = dict(method="draft_model", model=draft_folder(tmp_path / "drafter", **{name: 7}))
     for is_parallel, expected in ((True, 7), (False, None)):
         speculation = Speculation.from_vllm(engine_config(tmp_path, drafter | dict(parallel_drafting=is_parallel)))
-        assert speculation is not None
         assert speculation.mask_token == expected
 
 

@@ -34,7 +34,6 @@ class HeadFillsMasks(ReadsStates):
     def forward(self, inputs: Inputs, carried_TH: torch.Tensor | None = None) -> Hidden:
         hidden, call = super().forward(inputs, carried_TH), inputs.call
         is_mask_T = inputs.token_ids_T == MASK
-        assert carried_TH is not None
         assert (carried_TH[is_mask_T] == MASK_STATE).all()
         self.kv[inputs.slots[0][is_mask_T]] = GARBAGE
         for row in range(call.num_rows):

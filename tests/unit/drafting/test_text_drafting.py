@@ -246,7 +246,6 @@ def test_probs_of_sampled_drafts_are_kept() -> None:
     drafts = rows.sample({"a": [7], "b": [8]})
     for name in "ab":
         probs = rows.drafting.gather_probs(torch.tensor([rows.requests.by_id[name].row]), 2)
-        assert probs is not None
         read = rows.read(name)
         for probs_V, draft in zip(probs[0], drafts[name], strict=True):
             hidden = torch.tensor([[following(read, rows.model.vocab)]])

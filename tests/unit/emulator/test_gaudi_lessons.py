@@ -15,6 +15,7 @@ import pytest
 import torch
 
 from card_emulator.testing import graph
+from tests.support.attention_layers import layer as attention_layer
 from vllm_gaudi_spec.attention.flat import choose_group
 from vllm_gaudi_spec.attention.metadata import AttentionCall, AttentionLayerSpec, FlatBlocks
 from vllm_gaudi_spec.devices.common.kv_pair import KVPair
@@ -203,17 +204,8 @@ def test_decode_of_long_rows_runs_few_operators(card: Any) -> None:
 
 
 def one_head(dtype: torch.dtype, model_type: str) -> AttentionLayerSpec:
-    return AttentionLayerSpec(
-        num_heads=1,
-        num_kv_heads=1,
-        head_size=8,
-        scale=1.0,
-        sliding_window=None,
-        logits_soft_cap=0.0,
-        dtype=dtype,
-        block_size=16,
-        model_type=model_type,
-    )
+    sizes = dict(num_heads=1, num_kv_heads=1, head_size=8, scale=1.0, block_size=16)
+    return attention_layer(**sizes, dtype=dtype, model_type=model_type)
 
 
 # --- fused kernels ---

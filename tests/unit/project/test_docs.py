@@ -39,7 +39,6 @@ def test_every_block_of_commands_says_what_becomes_of_it(block: Block) -> None:
 
 @pytest.mark.parametrize("block", [block for block in BLOCKS if block.test], ids=lambda block: block.name)
 def test_a_named_test_takes_its_commands_from_the_page(block: Block) -> None:
-    assert block.test is not None
     file, _, name = block.test.partition("::")
     assert name in names_of_tests(ROOT / file)
     assert re.search(r"\b(commands|commands_for|text_for)\(", source_of_test(ROOT / file, name)), (

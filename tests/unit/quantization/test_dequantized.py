@@ -241,7 +241,6 @@ def test_undescribed_quantized_tensors_are_refused(name: str, tensor: torch.Tens
 def test_stacked_experts_of_gpt_oss() -> None:
     """Under the names that they have in a model in bfloat16; biases, sinks and the rest as they are."""
     format = FORMATS["gpt-oss-mxfp4"]
-    assert format.stacks is not None
     experts = "model.layers.0.mlp.experts"
     parts, meant = format.stacks(torch.randn(2, 64, 8))
     others = {

@@ -33,7 +33,6 @@ EXPERTS = "model.layers.0.mlp.experts"
 def test_stacked_experts_are_what_transformers_makes_of_them() -> None:
     from transformers.integrations.mxfp4 import convert_moe_packed_tensors
 
-    assert MXFP4.stacks is not None
     parts, meant = MXFP4.stacks(torch.randn(3, 96, 40, generator=torch.Generator().manual_seed(0)))
     found = read_format(MXFP4.config).find_encoding(f"{EXPERTS}.gate_up_proj").weight(parts)
     assert torch.equal(found.float(), meant)
@@ -50,7 +49,6 @@ def test_stacked_experts_are_what_transformers_makes_of_them() -> None:
     ],
 )
 def test_stacks_that_do_not_fit(part: str, change: Any, reason: str, device: str) -> None:
-    assert MXFP4.stacks is not None
     parts, _ = MXFP4.stacks(torch.randn(2, 64, 8))
     if change is None:
         del parts[part]

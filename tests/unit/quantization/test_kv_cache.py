@@ -7,6 +7,7 @@ from typing import Any
 import pytest
 import torch
 
+from tests.support.attention_layers import layer as attention_layer
 from tests.support.reference.attention import attend_row
 from tests.support.reference.e4m3 import nearest
 from vllm_gaudi_spec.attention import flat, padded, torch_ops
@@ -24,17 +25,7 @@ QUERIES = 5
 SCALES = torch.tensor(0.025), torch.tensor(0.017)
 BY_HEAD = torch.tensor([[0.025], [0.05]]), torch.tensor([[0.017], [0.03]])
 HOST = HostArithmetic(448.0)
-SPEC = AttentionLayerSpec(
-    num_heads=HEADS,
-    num_kv_heads=KV_HEADS,
-    head_size=SIZE,
-    scale=SIZE**-0.5,
-    sliding_window=None,
-    logits_soft_cap=0.0,
-    dtype=torch.float32,
-    block_size=BLOCK,
-    kv_dtype=KV_DTYPE,
-)
+SPEC = attention_layer(num_heads=HEADS, dtype=torch.float32, block_size=BLOCK, kv_dtype=KV_DTYPE)
 START = 2 * BLOCK + BLOCK - 2
 """Tokens before the step, whose last queries are in another block than its first ones."""
 TABLE = torch.tensor([[3, 1, 6, 2, 0, 0]], dtype=torch.int32)
@@ -90,7 +81,7 @@ def expected(
     padding = torch.zeros(4 * BLOCK - len(keys), KV_HEADS, SIZE, dtype=torch.float64)
     blocks = (torch.cat((part, padding)).unflatten(0, (4, BLOCK)) for part in (keys, values))
     places = {place: place for place in range(4)}
-    return attend_row(QUERY.double(), *blocks, places, START, scale=SPEC.scale, window=None, soft_cap=0.0)
+    return attend_row(QUERY.double(), *blocks, places, START, SPEC)
 
 
 @pytest.mark.parametrize("scales", [SCALES, BY_HEAD], ids=["per tensor", "per head"])

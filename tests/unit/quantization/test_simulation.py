@@ -167,7 +167,6 @@ def test_measurements_are_written_only_after_requests(tmp_path: Path, monkeypatc
     measured = simulation.apply(
         model, quant_config, LoadContext(model="", rank=0, world=1, fp8_range=None), HostArithmetic
     )
-    assert measured is not None
     measured.write()
     assert not list(tmp_path.glob("inc*"))  # what an earlier run wrote stays
     x = torch.randn(3, 8)

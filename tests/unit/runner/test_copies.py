@@ -97,7 +97,6 @@ def test_decode_step_with_mrope_copies_at_most_twice(tmp_path: Path, copies: lis
     runner = engine.runner
     store = MediaStore(Padding(), runner.backend, runner.recorder)  # type: ignore[arg-type]
     multimodal = Multimodal(CONFIG, Model(), runner.backend, runner.max_rows, store)  # type: ignore[arg-type]
-    assert multimodal.rotary_offsets is not None
     runner.extensions.append(multimodal)
     runner.target.rotary_offsets_R = multimodal.rotary_offsets.table_RX
     check_decode_steps(engine, copies, {"temperature": 0.0}, max_copies=2)

@@ -96,8 +96,6 @@ def admit(
 def merged(store: MediaStore, multimodal: Multimodal, asked: Batch) -> list[int]:
     """Return the number of the image token at each token of a rectangle, starting at 1, and 0 for text."""
     inputs = multimodal.add_to(asked).multimodal
-    assert inputs is not None
-    assert inputs.rows_T is not None
     found = store.rows_SW.index_select(0, inputs.rows_T)[:, 0]
     return [int(value) for value in torch.where(inputs.rows_T == NO_MEDIA, 0, found)]
 
@@ -120,7 +118,6 @@ def test_captured_inputs_have_one_form_per_phase(requests: Requests, store: Medi
     forms = set()
     for counts in ({}, {"text": 1}, {"text": 1, "image": 1}):
         inputs = multimodal.add_to(batch(requests, PREFILL, 4, counts, 0)).multimodal
-        assert inputs is not None
         forms.add(tuple(part.shape if isinstance(part, torch.Tensor) else part for part in inputs))
         assert multimodal.add_to(batch(requests, DECODE, 2, counts, 0)).multimodal is None
     assert len(forms) == 1
@@ -180,8 +177,6 @@ def test_captured_spans_have_the_shape_of_the_rectangle(requests: Requests, stor
     for (text, with_image), lasts in expected.items():
         counts = {"text": text} | ({"image": with_image} if with_image else {})
         inputs = multimodal.add_to(batch(requests, PREFILL, 6, counts, 0)).multimodal
-        assert inputs is not None
-        assert inputs.spans is not None
         assert inputs.spans.rows is None
         assert inputs.spans.lasts_BQ.tolist() == lasts
 

@@ -50,26 +50,20 @@ def multimodal(requests: Requests) -> Multimodal:
 
 
 def found(multimodal: Multimodal, asked: Batch) -> MultimodalInputs:
-    inputs = multimodal.add_to(asked).multimodal
-    assert inputs is not None
-    return inputs
+    return multimodal.add_to(asked).multimodal
 
 
 def find_offsets(multimodal: Multimodal, requests: Requests, *names: str) -> torch.Tensor:
-    assert multimodal.rotary_offsets is not None
     return multimodal.rotary_offsets.table_RX[[requests.by_id[name].row for name in names]]
 
 
 def test_chunk_takes_its_part_of_an_image(requests: Requests, multimodal: Multimodal) -> None:
     inputs = found(multimodal, batch(requests, PREFILL, 4, {"text": 3, "image": 3}, computed=1))
     assert torch.cat(inputs.embeddings)[:, 0].tolist() == [10, 11]
-    assert inputs.is_media_T is not None
     assert inputs.is_media_T.nonzero().flatten().tolist() == [5, 6], "of the second row"
-    assert inputs.rotary_DT is not None
     assert inputs.rotary_DT.view(3, 2, 4)[:, 0, :3].tolist() == [[0, 1, 2]] * 3, "text counts its tokens"
     assert inputs.rotary_DT.view(3, 2, 4)[:, 1, :3].tolist() == [[1, 2, 2], [1, 2, 2], [1, 2, 3]]
     resumed = found(multimodal, batch(requests, PREFILL, 4, {"image": 3}, computed=5)).rotary_DT
-    assert resumed is not None
     assert resumed.view(3, 4)[:, :3].tolist() == [[2, 4, 5], [3, 4, 5], [3, 4, 5]], "outputs follow the image"
 
 
@@ -77,9 +71,7 @@ def test_last_prompt_token_may_belong_to_an_image(requests: Requests, multimodal
     """It comes as a decode if a chunk or the prefix cache leaves a single token."""
     inputs = found(multimodal, batch(requests, DECODE, 1, {"image": 1}, computed=5))
     assert torch.cat(inputs.embeddings)[:, 0].tolist() == [13]
-    assert inputs.is_media_T is not None
     assert inputs.is_media_T.tolist() == [True]
-    assert inputs.rotary_DT is not None
     assert inputs.rotary_DT.flatten().tolist() == [2, 3, 3]
 
 
@@ -89,7 +81,6 @@ def test_decodes_add_one_rotary_offset(requests: Requests, multimodal: Multimoda
     assert multimodal.add_to(asked) is asked
     inputs = Inputs(torch.zeros(4), torch.tensor([3, 4, 6, 0]), (), (), torch.tensor([2, 1]))
     rotary = inputs.shift_rotary(find_offsets(multimodal, requests, "text", "image")).rotary
-    assert rotary is not None
     assert rotary.tolist() == [3, 4, 4, 0], "padding stays at 0"
 
 
@@ -111,7 +102,6 @@ def test_rotary_offset_follows_its_request_to_another_row(requests: Requests, mu
 
 def test_warm_up_covers_rotary_offsets() -> None:
     multimodal = Multimodal(CONFIG, Model(), CapturingBackend(), max_rows=20)  # type: ignore[arg-type]
-    assert multimodal.rotary_offsets is not None
     written: list[int] = []
     multimodal.rotary_offsets._run_put = lambda rows_N, offsets_N: written.append(len(rows_N))
     multimodal.warm_up()
@@ -133,14 +123,10 @@ def test_spans_of_bidirectional_images(requests: Requests, multimodal: Multimoda
     assert found(multimodal, batch(requests, PREFILL, 4, {"text": 3, "image": 3}, computed=1)).spans is None
     multimodal._sees_both_ways = True
     spans = found(multimodal, batch(requests, PREFILL, 8, {"text": 3, "image": 6}, computed=0)).spans
-    assert spans is not None
-    assert spans.rows is not None
     assert [part.tolist() for part in spans.rows] == [[1], [2], [5]]
     assert spans.lasts_BQ.tolist() == [[0] * 8, [0, 0, 5, 5, 5, 5, 0, 0]]
     assert not spans.in_windows_only
     spans = found(multimodal, batch(requests, PREFILL, 4, {"image": 3}, computed=3)).spans
-    assert spans is not None
-    assert spans.rows is not None
     assert [part.tolist() for part in spans.rows] == [[0], [2], [5]], "its beginning was in the prefix cache"
     assert spans.lasts_BQ.tolist() == [[5, 5, 5, 0]]
     assert found(multimodal, batch(requests, DECODE, 1, {"image": 1}, computed=5)).spans is None

@@ -62,7 +62,6 @@ def test_each_request_gets_its_requested_logprobs() -> None:
     )
     output = send(step, backend).get_output()
     assert backend.memory.num_host_syncs == 1
-    assert output.logprobs is not None
     first = output.logprobs.slice_request(0, 2)
     assert first.logprobs.tolist() == [[0, 1, 2, 3], [4, 5, 6, 7]]
     assert first.sampled_token_ranks.tolist() == [0, 1]
@@ -161,11 +160,9 @@ def test_vllm_serializes_prompt_logprobs(pieces: tuple[int, ...], count: int) ->
     ]
     a = request("a", prompt_logprobs=count)
     sent = send(StepResult([a], prompt_logprobs=[(a, scores)]), HostBackend()).get_output().prompt_logprobs_dict["a"]
-    assert sent is not None
     serialized = MsgpackEncoder().encode(EngineCoreOutput("a", [1], new_prompt_logprobs_tensors=sent))
     received = MsgpackDecoder(EngineCoreOutput).decode(serialized).new_prompt_logprobs_tensors
     cut = torch.cat([table[:num_tokens] for table, num_tokens in zip(tables, pieces, strict=True)])
-    assert received is not None
     assert received.logprob_token_ids.tolist() == cut[:, : count + 1].tolist()
     assert received.logprobs.view(torch.int32).tolist() == cut[:, 4 : 5 + count].tolist()
     assert received.selected_token_ranks.tolist() == cut[:, 8].tolist()

@@ -48,7 +48,6 @@ def test_audit_job_disables_drafts_and_reports() -> None:
 def test_tie_needs_both_candidates_within_tolerance(raised: int, lowered: int, kind: str) -> None:
     outcome, (up, down) = compare(FINISHED, [5, 6, 9, 9], raised, lowered)
     assert outcome.kind == kind
-    assert outcome.difference is not None
     assert outcome.difference.position == 2
     assert outcome.difference.without_drafts == [5, 6, 9, 9]
     assert up.prompt == down.prompt == [1, 2, 5, 6]

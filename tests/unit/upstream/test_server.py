@@ -84,7 +84,6 @@ time.sleep(60)
 
 def test_an_engine_ends_when_its_server_is_killed() -> None:
     server = subprocess.Popen([sys.executable, "-c", _SERVER_WITH_AN_ENGINE], stdout=subprocess.PIPE, text=True)
-    assert server.stdout is not None
     engine = psutil.Process(int(server.stdout.readline()))
     assert engine.is_running()
     server.kill()

@@ -322,7 +322,6 @@ def test_gemma4_forbids_tokens_by_a_bias(suppressed: list[int] | None) -> None:
     views.suppress_tokens_by_bias(model, torch.bfloat16)
     expected = logits_NV.index_fill(1, torch.tensor(suppressed or [], dtype=torch.int64), -torch.inf)
     found = model.compute_logits(logits_NV)
-    assert found is not None
     assert found.dtype == torch.bfloat16
     assert torch.equal(found, expected)
     assert model.compute_logits(None) is None, "only some ranks have logits"
