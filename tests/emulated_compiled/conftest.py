@@ -1,4 +1,4 @@
-"""An emulated Gaudi in eager mode, in a process of its own: tests/unit/emulator/test_gaudi_compiled.py starts one."""
+"""An emulated Gaudi in eager mode, in a process of its own: tests/unit/emulator/test_gaudi_backend.py starts one."""
 
 from collections.abc import Iterator
 from typing import Any

@@ -1,4 +1,4 @@
-"""The Gaudi backend on the emulated card."""
+"""The Gaudi backend on the emulated card, and tests/emulated_compiled in a process of its own."""
 
 import os
 from typing import Any
@@ -8,6 +8,7 @@ import torch
 
 from card_emulator import kernels, report
 from card_emulator.testing import graph, hpu
+from tests.support.processes import run_tests
 from vllm_gaudi_spec.devices.hpu.fp8 import GaudiArithmetic
 from vllm_gaudi_spec.quantization.fp8 import HostArithmetic, to_e4m3
 
@@ -91,3 +92,7 @@ def test_q01_the_range_is_not_left_to_the_cards_cast(
     assert torch.ops.hpu.cast_to_fp8_v2(x.to("hpu"), None)[0].cpu().float().isnan().any()
     found = GaudiArithmetic(240.0).cast(x.to("hpu"), inverse.to("hpu")).cpu().double()
     assert torch.equal(found, HostArithmetic(240.0).cast(x, inverse))
+
+
+def test_the_compiler() -> None:
+    run_tests("tests/emulated_compiled")

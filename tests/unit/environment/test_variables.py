@@ -1,12 +1,22 @@
-"""vllm-gaudi's variables that have an equivalent here."""
+"""The table of environment variables, and vllm-gaudi's variables that have an equivalent here."""
 
+import re
 from typing import Any
 
 import pytest
 
+from tests.support.processes import ROOT
 from vllm_gaudi_spec import environment
 from vllm_gaudi_spec.config import UnsupportedConfigError
 from vllm_gaudi_spec.devices.hpu import platform as hpu
+from vllm_gaudi_spec.environment import VARIABLES
+
+
+def test_the_table_has_every_variable_that_is_read() -> None:
+    """Ours and those of the Gaudi bridge, by name; two of ours are notes to child processes."""
+    source = (ROOT / "vllm_gaudi_spec" / "environment" / "__init__.py").read_text()
+    read = set(re.findall(r'"((?:VGS|PT_HPU|VLLM_CPU)_[A-Z_]+|QUANT_CONFIG|VLLM_GRAPH_RESERVED_MEM)"', source))
+    assert read - {variable.name for variable in VARIABLES} == {"VGS_START_METHOD_CHOSEN_BY", "VGS_START_FAILURE"}
 
 
 @pytest.fixture(autouse=True)

@@ -1,0 +1,108 @@
+"""Each acceptance rule by itself, compared with loops. See test_exact_rules.py for exactness."""
+
+import math
+from pathlib import Path
+
+import pytest
+import torch
+from vllm.config import speculative as upstream
+
+from tests.support import distributions
+from tests.support.distributions import ALPHA, random_table, write
+from tests.support.reference import rules as loops
+from tests.support.reference.sampling import accept
+from tests.support.verify_cases import Case, counted, loop_noise, random_case
+from tests.unit.upstream.test_configuration import values_of
+from vllm_gaudi_spec.methods import RULES, STRICT
+from vllm_gaudi_spec.records import Verification
+from vllm_gaudi_spec.sampling import drafts as drafting
+from vllm_gaudi_spec.sampling import rules
+from vllm_gaudi_spec.sampling.rules import block, standard, strict, synthetic
+from vllm_gaudi_spec.sampling.rules.registry import TORCH
+
+NO_RULES = {"__init__", "registry"}
+
+
+def test_rules_and_modules_correspond() -> None:
+    modules = {path.stem for path in Path(rules.__path__[0]).glob("*.py")} - NO_RULES
+    assert modules == set(RULES)
+    assert set(TORCH.verify) == set(RULES) - {STRICT}
+
+
+def test_in_vllm_matches_vllm_rules() -> None:
+    assert {name for name, rule in RULES.items() if rule.in_vllm} == set(values_of(upstream.RejectionSampleMethod))
+
+
+def test_verify_equals_reference_loop() -> None:
+    generator = torch.Generator().manual_seed(1)
+    for drafts in range(6):
+        sampled = torch.randint(0, 2, (200, drafts + 1), generator=generator, dtype=torch.int32)
+        proposed = torch.randint(-1, 2, (200, drafts), generator=generator, dtype=torch.int32)
+        num = torch.randint(0, drafts + 1, (200,), generator=generator, dtype=torch.int32)
+        verification = strict.verify(sampled, proposed, num)
+        for row in range(200):
+            expected = accept(proposed[row, : num[row]].tolist(), sampled[row].tolist())
+            assert verification.tokens_BQ[row, : verification.num_sampled_B[row]].tolist() == expected
+
+
+def test_position_keyed_noise_is_exact() -> None:
+    """The next step may reuse the noise of rejected drafts, which nothing emitted depends on."""
+    target, drafter = random_table(3, 2, seed=1), random_table(3, 2, seed=2)
+    texts, _ = write(
+        standard.verify, target, drafter, num_positions=2, steps=2, length=6, rows=200_000, draft_starts=False
+    )
+    p_values = distributions.p_values(texts, target)
+    assert min(p_values) > ALPHA, p_values
+
+
+def test_smallest_draft_probabilities_stay_finite() -> None:
+    """p / q may overflow, and may be multiplied by a weight of 0."""
+    probs = torch.tensor([[[0.0, 1.0], [1.0, 0.0]]])
+    draft_probs = torch.tensor([[[1.0, 0.0], [1e-45, 1.0]]])
+    num = torch.tensor([2], dtype=torch.int32)
+    accept, weights = block.accept_probs(probs, draft_probs, torch.zeros(1, 2, dtype=torch.int32), num)
+    assert weights.tolist() == [[1.0, 0.0, 0.0]]
+    assert accept.tolist() == [[0.0, 0.0]]
+
+
+@pytest.mark.parametrize("forgotten", ["drafting", "acceptance"])
+def test_position_keyed_noise_is_not_exact(forgotten: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The bias is in the second step; the first token alone does not show it."""
+    module = drafting if forgotten == "drafting" else block
+    monkeypatch.setattr(module, "derive_block_keys", lambda keys_B2, starts_B: keys_B2)
+    target, drafter = random_table(3, 2, seed=1), random_table(3, 2, seed=2)
+    texts, _ = write(block.verify, target, drafter, num_positions=2, steps=2, length=6, rows=200_000)
+    first, *joint = distributions.p_values(texts, target)
+    assert first > ALPHA
+    assert min(joint) < ALPHA, joint
+
+
+RATES = [0.9, 0.6, 0.6, 0.1]
+
+
+def verify(case: Case, rates: list[float]) -> Verification:
+    inputs = case.tensors()
+    del inputs["draft_probs_BKV"]
+    return synthetic.verify(TORCH, **inputs, rates_K=torch.tensor(rates))
+
+
+def test_rule_equals_reference_loop() -> None:
+    case = random_case(300, 4)
+    verification = verify(case, RATES)
+    for row in range(300):
+        target = case.logits_BQV[row].double().softmax(-1).tolist()
+        drafts = case.drafts_BK[row, : case.num_drafts_B[row]].tolist()
+        expected = loops.synthetic(target, torch.tensor(RATES).tolist(), drafts, loop_noise(case, row, False))
+        assert counted(verification, row) == expected, row
+
+
+@pytest.mark.parametrize("rates", [RATES, [0.5, 0.0, 0.0, 0.0], [1.0, 1.0, 0.3, 0.3]])
+def test_rates_are_unconditional(rates: list[float]) -> None:
+    rows = 20_000
+    case = random_case(rows, 4, vocab=3)
+    case.drafts_BK.clamp_(0, 2)
+    case.num_drafts_B.fill_(4)
+    num_accepted = verify(case, rates).num_sampled_B - 1
+    for place, rate in enumerate(rates):
+        seen = (num_accepted > place).float().mean().item()
+        assert abs(seen - rate) <= 4 * math.sqrt(rate * (1 - rate) / rows), place
