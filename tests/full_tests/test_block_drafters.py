@@ -1,6 +1,7 @@
 """DFlash, DFlash2 and DSpark through the engine: the logits of every block equal a dense reference, whatever the
 engine's schedule, and drafts change no text."""
 
+import itertools
 from collections.abc import Callable, Sequence
 from functools import cache
 from pathlib import Path
@@ -15,6 +16,7 @@ from tests.full_tests.block_drafters import KINDS, BlockReference, make_drafter
 from tests.full_tests.engines import by_label, counter, engine, first_tokens, generate, preemptions
 from tests.full_tests.heads import MAX_LEN, greedy, target, texts
 from tests.full_tests.speculation import accounts, record_drafts, speculating
+from tests.support.marks import quick_and_slow
 from vllm_gaudi_spec.config import REQUEST_OPTION
 from vllm_gaudi_spec.drafting import block
 from vllm_gaudi_spec.metrics import ROWS_WITHOUT_DRAFTS
@@ -85,9 +87,7 @@ def plain() -> list[list[int]]:
         return first_tokens(generate(llm, PROMPTS, greedy(NUM_TOKENS)))
 
 
-@pytest.mark.parametrize(
-    ("name", "schedule"), [*QUICK, *(pytest.param(*case, marks=pytest.mark.slow) for case in ALL if case not in QUICK)]
-)
+@pytest.mark.parametrize(("name", "schedule"), quick_and_slow(QUICK, ALL))
 def test_logits_of_every_block_equal_the_reference(
     name: str, schedule: str, drafter: Callable[[str], str], plain: list[list[int]], monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -110,9 +110,7 @@ def test_logits_of_every_block_equal_the_reference(
 
 @pytest.mark.emulated
 @pytest.mark.every_card
-@pytest.mark.parametrize(
-    "name", ["dflash2", *(pytest.param(n, marks=pytest.mark.slow) for n in KINDS if n != "dflash2")]
-)
+@pytest.mark.parametrize("name", quick_and_slow(["dflash2"], KINDS))
 def test_drafts_on_a_card_are_those_of_the_reference(
     name: str, drafter: Callable[[str], str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -157,18 +155,10 @@ def check_greedy(drafts: list[int], text: Sequence[int], reference: BlockReferen
     torch.testing.assert_close(chosen_K, best_K, atol=tolerance, rtol=tolerance)
 
 
-@pytest.mark.parametrize(
-    ("name", "sampling"),
-    [
-        ("dflash2", "coupled"),
-        *(
-            pytest.param(name, sampling, marks=pytest.mark.slow)
-            for name in ("dflash", "dflash2", "dspark")
-            for sampling in ("greedy", "coupled", "probabilistic")
-            if (name, sampling) != ("dflash2", "coupled")
-        ),
-    ],
-)
+DRAFTED = itertools.product(("dflash", "dflash2", "dspark"), ("greedy", "coupled", "probabilistic"))
+
+
+@pytest.mark.parametrize(("name", "sampling"), quick_and_slow([("dflash2", "coupled")], DRAFTED))
 def test_drafts_of_crowded_rows(
     name: str, sampling: str, drafter: Callable[[str], str], monkeypatch: pytest.MonkeyPatch
 ) -> None:

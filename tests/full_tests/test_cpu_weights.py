@@ -7,15 +7,13 @@ from vllm import SamplingParams
 
 from tests.full_tests.engines import counter, engine, first_tokens, generate
 from tests.full_tests.prompts import PROMPTS
+from tests.support.marks import quick_and_slow
 
 GREEDY = SamplingParams(temperature=0, max_tokens=32, ignore_eos=True)
 OPTIONS: dict[str, Any] = dict(max_num_seqs=4, max_model_len=256, enable_prefix_caching=False)
-FORMATS = ["float32", "float16"]
 
 
-@pytest.mark.parametrize(
-    "weights", [name if name == "float16" else pytest.param(name, marks=pytest.mark.slow) for name in FORMATS]
-)
+@pytest.mark.parametrize("weights", quick_and_slow(["float16"], ["float32"]))
 def test_speculation_changes_nothing(weights: str, looping_llama: str) -> None:
     """Rows are computed alike whatever stands beside them, so there are no ties. The target drafts for itself."""
     chosen = dict(additional_config={"gaudi_spec": {"cpu_weights": weights}}, **OPTIONS)

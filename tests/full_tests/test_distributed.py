@@ -27,6 +27,7 @@ from tests.full_tests.reference import Reference
 from tests.full_tests.speculation import accounts, custom, ngram, speculating, suffix
 from tests.full_tests.tiny_models import FAMILIES as MODELS
 from tests.full_tests.tiny_models import VOCAB, looping_with_experts, save, save_untrained_head
+from tests.support.marks import quick_and_slow
 from vllm_gaudi_spec.drafting.ngram import DeviceNgramProposer
 
 NUM_TOKENS = 32
@@ -170,7 +171,7 @@ TP = [*((method, None) for method in WITHOUT_MODEL), *((method, size) for method
 
 @pytest.mark.parametrize(
     ("method", "size"),
-    [*QUICK_TP, *(pytest.param(*case, marks=pytest.mark.slow) for case in TP if case not in QUICK_TP)],
+    quick_and_slow(QUICK_TP, TP),
 )
 def test_tensor_parallel(method: str, size: int | None, setup_of: Callable[[str], Setup], said: Said) -> None:
     """`size`: over how many ranks the drafter is cut."""
@@ -248,7 +249,7 @@ def looping(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], str]:
 
 @pytest.mark.parametrize(
     ("family", "method", "how"),
-    [*QUICK_MOE, *(pytest.param(*case, marks=pytest.mark.slow) for case in MOE if case not in QUICK_MOE)],
+    quick_and_slow(QUICK_MOE, MOE),
 )
 def test_experts_of_data_parallel_ranks(
     family: str, method: str, how: str, looping: Callable[[str], str], cousin: str, said: Said, tmp_path: Path

@@ -15,6 +15,7 @@ from tests.full_tests.prompts import random_prompts
 from tests.full_tests.speculation import accepted, speculating
 from tests.full_tests.test_refusals import refusal
 from tests.full_tests.tiny_models import VOCAB
+from tests.support.marks import quick_and_slow
 
 STRICT = dict(rejection_sample_method="strict")
 COUPLED = STRICT | dict(draft_sample_method="coupled")
@@ -49,15 +50,11 @@ ALWAYS_RIGHT: list[tuple[dict[str, Any], str]] = [
 ]
 MORE_OF_THEM = [
     (PROBABILISTIC | dict(rejection_sample_method="block"), "overlapping"),
-    *(case for case in itertools.product(({}, PROBABILISTIC), SCHEDULES) if case not in ALWAYS_RIGHT),
+    *itertools.product(({}, PROBABILISTIC), SCHEDULES),
 ]
 
 
-@pytest.mark.parametrize(
-    ("options", "schedule"),
-    [*ALWAYS_RIGHT, *(pytest.param(*case, marks=pytest.mark.slow) for case in MORE_OF_THEM)],
-    ids=name,
-)
+@pytest.mark.parametrize(("options", "schedule"), quick_and_slow(ALWAYS_RIGHT, MORE_OF_THEM), ids=name)
 def test_drafter_that_is_the_target_is_always_right(options: dict[str, Any], schedule: str, tiny_llama: str) -> None:
     """A position, a slot or a filter that is off by one and it is not: prompts of all lengths, chunked and cached."""
     temperature = 0.9 if "draft_sample_method" in options else 0.0

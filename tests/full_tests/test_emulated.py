@@ -19,6 +19,7 @@ from tests.full_tests.heads import METHODS, head, target
 from tests.full_tests.ranks import ranks_agree
 from tests.full_tests.speculation import accepted, ngram, speculating, suffix
 from tests.full_tests.workload import Request, mixed_requests, run_together
+from tests.support.marks import quick_and_slow
 from vllm_gaudi_spec.device_table import describe_device, load_backend
 from vllm_gaudi_spec.environment import gaudi_is_lazy
 from vllm_gaudi_spec.scheduling.adaptive import StepTimes
@@ -154,7 +155,7 @@ UNIVERSAL: dict[str, dict[str, Any]] = {
 }
 
 
-@pytest.mark.parametrize("how", ["slem", *(pytest.param(how, marks=pytest.mark.slow) for how in ("map", "retokenize"))])
+@pytest.mark.parametrize("how", quick_and_slow(["slem"], ("map", "retokenize")))
 def test_universal_drafter_is_lossless(
     how: str, looping_llama: str, twin: str, requests: list[Request], alone: Reference
 ) -> None:

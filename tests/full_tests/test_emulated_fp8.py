@@ -13,6 +13,7 @@ from tests.full_tests.quantized import METHODS, Calibrated, ask, calibrate, draf
 from tests.full_tests.quantized_checkpoints import MTP, rewritten, texts_with_and_without_drafts
 from tests.full_tests.speculation import accepted
 from tests.full_tests.test_refusals import refusal
+from tests.support.marks import quick_and_slow
 from vllm_gaudi_spec.config import NATIVE, REQUEST_OPTION
 from vllm_gaudi_spec.devices.hpu import backend as hpu
 
@@ -32,9 +33,7 @@ def calibrated(looping_llama: str, tmp_path_factory: pytest.TempPathFactory) -> 
     return calibrate(tmp_path_factory.mktemp("scales"), looping_llama, drafting(looping_llama), **SIZES)
 
 
-@pytest.mark.parametrize(
-    "method", [METHODS[1], *(pytest.param(m, marks=pytest.mark.slow) for m in METHODS if m != METHODS[1])]
-)
+@pytest.mark.parametrize("method", quick_and_slow(METHODS[1:2], METHODS))
 def test_drafts_are_lossless_in_fp8(method: str, looping_llama: str, calibrated: Calibrated) -> None:
     """Decodes over lists of blocks, prompt chunks over tables, a verify rectangle of four queries."""
     draft = drafter(calibrated.serving("draft", method))

@@ -15,6 +15,7 @@ from tests.full_tests.captured import captured, programs_are_the_manifest
 from tests.full_tests.engines import engine
 from tests.full_tests.speculation import ngram, suffix
 from tests.full_tests.tiny_models import VOCAB
+from tests.support.marks import quick_and_slow
 from vllm_gaudi_spec import worker
 from vllm_gaudi_spec.config import UnsupportedConfigError
 from vllm_gaudi_spec.device_table import choose_device, load_backend
@@ -53,9 +54,7 @@ def shrink(card: Any, monkeypatch: pytest.MonkeyPatch, num_bytes: int) -> None:
     monkeypatch.setattr(card, "memory_limit", card.in_use + card.graph_bytes + num_bytes)
 
 
-@pytest.mark.parametrize(
-    "method", ["ngram", *(pytest.param(one, marks=pytest.mark.slow) for one in ("suffix", "retokenize"))]
-)
+@pytest.mark.parametrize("method", quick_and_slow(["ngram"], ("suffix", "retokenize")))
 def test_r01_the_largest_steps_run_before_the_kv_cache_is_sized(
     method: str, looping_llama: str, twin: str, card: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:

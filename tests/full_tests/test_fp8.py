@@ -11,6 +11,7 @@ from tests.full_tests import heads
 from tests.full_tests.engines import counter, engine
 from tests.full_tests.quantized import METHODS, Calibrated, ask, calibrate, drafter, quantizing
 from tests.full_tests.speculation import accepted, ngram
+from tests.support.marks import quick_and_slow
 from vllm_gaudi_spec.config import REQUEST_OPTION
 from vllm_gaudi_spec.quantization import files
 from vllm_gaudi_spec.quantization.layers import CalibratedLinear
@@ -70,9 +71,7 @@ CASES = [("maxabs_pow2", "model")]
 ALL = [(method, kind) for method in METHODS for kind in ("ngram", "model", "model of float32")]
 
 
-@pytest.mark.parametrize(
-    ("method", "kind"), [*CASES, *(pytest.param(*case, marks=pytest.mark.slow) for case in ALL if case not in CASES)]
-)
+@pytest.mark.parametrize(("method", "kind"), quick_and_slow(CASES, ALL))
 def test_drafts_are_lossless(
     method: str, kind: str, looping_llama: str, calibrated: Calibrated, alone: Callable[[str], list[list[int]]]
 ) -> None:

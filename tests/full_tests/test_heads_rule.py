@@ -15,6 +15,7 @@ from vllm import LLM, SamplingParams
 from tests.full_tests import rule_models
 from tests.full_tests.engines import counter, engine, first_tokens, generate, preemptions
 from tests.full_tests.speculation import accounts, speculating
+from tests.support.marks import quick_and_slow, slow
 from vllm_gaudi_spec.config import REQUEST_OPTION
 
 METHODS = tuple(rule_models.HEADS)
@@ -34,8 +35,11 @@ SCHEDULES: dict[str, dict[str, Any]] = {
 }
 
 
+Pair = Callable[[str], tuple[str, dict[str, Any]]]
+
+
 @pytest.fixture(scope="module")
-def pair(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], tuple[str, dict[str, Any]]]:
+def pair(tmp_path_factory: pytest.TempPathFactory) -> Pair:
     """The target for a method, and the configuration that names the head."""
     folder = tmp_path_factory.mktemp("rule")
 
@@ -75,12 +79,8 @@ ALL = [
 ]
 
 
-@pytest.mark.parametrize(
-    ("method", "k", "schedule"), [*QUICK, *(pytest.param(*c, marks=pytest.mark.slow) for c in ALL if c not in QUICK)]
-)
-def test_every_draft_is_right(
-    method: str, k: int, schedule: str, pair: Callable[[str], tuple[str, dict[str, Any]]]
-) -> None:
+@pytest.mark.parametrize(("method", "k", "schedule"), quick_and_slow(QUICK, ALL))
+def test_every_draft_is_right(method: str, k: int, schedule: str, pair: Pair) -> None:
     model, config = pair(method)
     asked, params = prompts(), SamplingParams(temperature=0, max_tokens=NUM_TOKENS, ignore_eos=True, detokenize=False)
     with speculating(model, config | dict(num_speculative_tokens=k), **SCHEDULES[schedule], **BARE) as llm:
@@ -150,9 +150,7 @@ def sample_plain_texts(model: str) -> list[list[int]]:
 
 @pytest.mark.slow
 @pytest.mark.parametrize("method", METHODS)
-def test_sampled_requests_accept_what_the_rule_predicts(
-    method: str, pair: Callable[[str], tuple[str, dict[str, Any]]]
-) -> None:
+def test_sampled_requests_accept_what_the_rule_predicts(method: str, pair: Pair) -> None:
     """Drawn texts are those without drafts. Every third token breaks the rule: what is rejected has been read, and is
     read anew."""
     k, asked, (model, config) = 4, prompts(), pair(method)
@@ -166,10 +164,8 @@ def test_sampled_requests_accept_what_the_rule_predicts(
         assert right == rule_models.accepted(prompt, output, k, blind=method == "medusa"), f"prompt of {len(prompt)}"
 
 
-@pytest.mark.parametrize("method", ["eagle3", *(pytest.param(m, marks=pytest.mark.slow) for m in ("eagle", "mtp"))])
-def test_head_reads_blocks_of_requests_that_do_not_draft(
-    method: str, pair: Callable[[str], tuple[str, dict[str, Any]]]
-) -> None:
+@pytest.mark.parametrize("method", quick_and_slow(["eagle3"], ("eagle", "mtp")))
+def test_head_reads_blocks_of_requests_that_do_not_draft(method: str, pair: Pair) -> None:
     """A second turn shares KV blocks with a first one that was answered without drafts."""
     model, config = pair(method)
     greedy: dict[str, Any] = dict(temperature=0, ignore_eos=True, detokenize=False)
@@ -190,13 +186,10 @@ def test_head_reads_blocks_of_requests_that_do_not_draft(
     [
         ("eagle3", True),
         # vLLM does not overlap steps with Medusa.
-        *(pytest.param(method, False, marks=pytest.mark.slow) for method in METHODS),
-        *(pytest.param(method, True, marks=pytest.mark.slow) for method in ("eagle", "mtp")),
+        *slow(*((method, False) for method in METHODS), ("eagle", True), ("mtp", True)),
     ],
 )
-def test_head_drafts_again_when_the_load_falls(
-    method: str, overlapping: bool, pair: Callable[[str], tuple[str, dict[str, Any]]]
-) -> None:
+def test_head_drafts_again_when_the_load_falls(method: str, overlapping: bool, pair: Pair) -> None:
     """Up to two requests draft at first, four do not, and the last two have missed it all."""
     model, config = pair(method)
     by_load = dict(num_speculative_tokens=4, num_speculative_tokens_per_batch_size=[[1, 2, 4], [3, 64, 0]])

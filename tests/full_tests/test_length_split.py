@@ -13,6 +13,7 @@ from tests.full_tests.engines import counter, engine, first_tokens, generate
 from tests.full_tests.prompts import random_prompts
 from tests.full_tests.speculation import Account, account, custom, ngram, speculating, suffix
 from tests.full_tests.tiny_models import VOCAB
+from tests.support.marks import quick_and_slow
 
 LIMIT = 64
 MOST_DRAFTS = 8
@@ -66,9 +67,7 @@ QUICK = [(False, 3)]
 ALL = [(right, k) for right in (False, True) for k in (1, 3, MOST_DRAFTS)]
 
 
-@pytest.mark.parametrize(
-    ("right", "k"), [*QUICK, *(pytest.param(*c, marks=pytest.mark.slow) for c in ALL if c not in QUICK)]
-)
+@pytest.mark.parametrize(("right", "k"), quick_and_slow(QUICK, ALL))
 def test_no_draft_reaches_the_drafter_limit(right: bool, k: int, tiny_llama: str, said: Record) -> None:
     """No drafter sees a context that leaves no room, and no draft lies at or past the limit."""
 

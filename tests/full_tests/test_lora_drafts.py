@@ -13,6 +13,7 @@ from tests.full_tests.engines import SMALL_KV, engine, preemptions
 from tests.full_tests.heads import head, target, texts
 from tests.full_tests.server import Server
 from tests.full_tests.speculation import accepted, ngram, speculating, suffix
+from tests.support.marks import quick_and_slow
 
 
 @pytest.fixture(scope="module")
@@ -62,7 +63,7 @@ def test_drafts_are_lossless_with_adapters(
             assert preemptions(llm) > 0
 
 
-HEADS = ("eagle3", *(pytest.param(method, marks=pytest.mark.slow) for method in ("eagle", "mtp", "medusa", "dflash")))
+HEADS = quick_and_slow(["eagle3"], ("eagle", "mtp", "medusa", "dflash"))
 
 
 @pytest.mark.parametrize("method", HEADS)

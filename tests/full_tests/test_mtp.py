@@ -20,6 +20,7 @@ from tests.full_tests.tiny_models import VOCAB
 from tests.full_tests.workload import differences, mixed_requests, run_together
 from tests.models.architectures import ARCHITECTURES
 from tests.models.checkpoints import build
+from tests.support.marks import slow
 
 DRAFTED = "vllm:spec_decode_num_draft_tokens"
 # Chunks of 64 tokens; one prompt has a single token left for its last chunk, others are shorter than a chain.
@@ -27,10 +28,6 @@ LENGTHS = [1, 2, 3, 25, 65, 73, 130, 200]
 CHUNKED = dict(max_num_batched_tokens=64, block_size=16)
 NUM_TOKENS = 40
 GREEDY = SamplingParams(temperature=0, max_tokens=NUM_TOKENS, ignore_eos=True, detokenize=False)
-
-
-def slow(*cases: Any) -> list[Any]:
-    return [pytest.param(*(case if isinstance(case, tuple) else (case,)), marks=pytest.mark.slow) for case in cases]
 
 
 @pytest.mark.parametrize(

@@ -14,6 +14,7 @@ from tests.full_tests.engines import counter, engine, first_tokens, generate, pr
 from tests.full_tests.prompts import random_prompts
 from tests.full_tests.reference import Reference
 from tests.full_tests.speculation import record_drafts, speculating
+from tests.support.marks import slow
 from vllm_gaudi_spec.config import REQUEST_OPTION
 from vllm_gaudi_spec.drafting import parallel
 
@@ -62,12 +63,7 @@ def params(**options: Any) -> list[SamplingParams]:
 
 @pytest.mark.parametrize(
     ("kind", "renumbered", "by_load"),
-    [
-        ("pard", True, False),
-        ("peagle", False, True),
-        pytest.param("pard", False, True, marks=pytest.mark.slow),
-        pytest.param("peagle", False, False, marks=pytest.mark.slow),
-    ],
+    [("pard", True, False), ("peagle", False, True), *slow(("pard", False, True), ("peagle", False, False))],
 )
 def test_drafts_do_not_depend_on_the_schedule(
     kind: str, renumbered: bool, by_load: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
@@ -119,13 +115,7 @@ def drafted(monkeypatch: pytest.MonkeyPatch) -> dict[int, torch.Tensor]:
 
 
 @pytest.mark.parametrize(
-    ("family", "names_target"),
-    [
-        ("llama", False),
-        ("qwen3", True),
-        pytest.param("llama", True, marks=pytest.mark.slow),
-        pytest.param("qwen3", False, marks=pytest.mark.slow),
-    ],
+    ("family", "names_target"), [("llama", False), ("qwen3", True), *slow(("llama", True), ("qwen3", False))]
 )
 def test_peagle_computes_the_logits_of_the_library_speculators(
     family: str, names_target: bool, drafted: dict[int, torch.Tensor], tmp_path: Path

@@ -16,6 +16,7 @@ from tests.full_tests.prompts import random_prompts
 from tests.full_tests.published_drafters import MTP, PUBLISHED, Assistant, Block
 from tests.full_tests.speculation import accepted, accounts, speculating
 from tests.full_tests.test_block_drafters import Recorder
+from tests.support.marks import quick_and_slow
 
 NUM_TOKENS = 30
 LENGTHS = [25, 73, 11, 60, 40, 7]
@@ -24,9 +25,7 @@ OPTIONS = dict(max_model_len=128, max_num_batched_tokens=64)
 QUICK = ("gpt-oss-20b-DFlash", "dspark_qwen3_8b_block7")
 
 
-@pytest.mark.parametrize(
-    "name", [name if name in QUICK else pytest.param(name, marks=pytest.mark.slow) for name in PUBLISHED]
-)
+@pytest.mark.parametrize("name", quick_and_slow(QUICK, PUBLISHED))
 def test_published_drafter_changes_no_text(name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     drafter = PUBLISHED[name]
     if drafter.is_apart and find_spec("torchvision") is None:

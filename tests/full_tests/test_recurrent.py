@@ -16,6 +16,7 @@ from tests.full_tests.speculation import accepted, custom, ngram, speculating
 from tests.full_tests.workload import Answer, Request, check_same, mixed_requests, run_together
 from tests.models import checkpoints
 from tests.models.run import CASES
+from tests.support.marks import slow
 from vllm_gaudi_spec.recurrent import table
 from vllm_gaudi_spec.tools.doctor.layers import num_layers_with_kv, state_bytes
 
@@ -88,8 +89,7 @@ def sizes_are_as_reckoned(runner: Any, num_drafts: int) -> None:
     ("case", "num_drafts"),
     [
         (CASE, 3),
-        *(pytest.param(CASE, count, marks=pytest.mark.slow) for count in (1, 5)),
-        *(pytest.param(case, 3, marks=pytest.mark.slow) for case in OTHERS),
+        *slow((CASE, 1), (CASE, 5), *((case, 3) for case in OTHERS)),
     ],
 )
 def test_drafts_are_lossless(case: str, num_drafts: int, models: Models, requests: list[Request]) -> None:
@@ -118,8 +118,8 @@ BEGIN = random_prompts([70], tiny_models.VOCAB, seed=1)[0]
     ("case", "slots", "options"),
     [
         (CASE, None, dict(block_size=32)),
-        pytest.param(CASE, 2, BUSY | dict(num_gpu_blocks_override=14), marks=pytest.mark.slow),
-        *(pytest.param(case, None, dict(block_size=32), marks=pytest.mark.slow) for case in OTHERS),
+        *slow((CASE, 2, BUSY | dict(num_gpu_blocks_override=14))),
+        *slow(*((case, None, dict(block_size=32)) for case in OTHERS)),
     ],
 )
 def test_prefix_cache_restores_recurrent_states(

@@ -10,6 +10,7 @@ from vllm import SamplingParams
 from tests.full_tests import tiny_models
 from tests.full_tests.engines import engine, first_tokens, generate
 from tests.full_tests.reference import Reference
+from tests.support.marks import quick_and_slow
 
 VOCAB, SEEDS = 50, 20_000
 PROMPT = [7, 3, 31, 12, 44]
@@ -50,9 +51,7 @@ def count_pairs(model: str, setting: dict[str, Any]) -> np.ndarray:
     return counts
 
 
-@pytest.mark.parametrize(
-    "setting", [SETTINGS[0], *(pytest.param(setting, marks=pytest.mark.slow) for setting in SETTINGS[1:])], ids=str
-)
+@pytest.mark.parametrize("setting", quick_and_slow(SETTINGS[:1], SETTINGS), ids=str)
 def test_sampled_tokens_follow_the_distribution(setting: dict[str, Any], small_vocabulary: str) -> None:
     probs = expected_probs(small_vocabulary, setting)
     assert (probs * SEEDS >= 5).sum() > 30, "too few cells for a test"

@@ -13,6 +13,7 @@ from tests.full_tests.prompts import random_prompts
 from tests.full_tests.reference import Reference
 from tests.full_tests.speculation import accepted, ngram
 from tests.full_tests.tiny_models import VOCAB
+from tests.support.marks import quick_and_slow
 from vllm_gaudi_spec.config import REQUEST_OPTION
 
 GPT_OSS, MXFP4, BLOOM = "gpt-oss", "gpt-oss-mxfp4", "bloom"
@@ -66,9 +67,7 @@ def check_without_and_with_drafts(case: str, folder: str, **options: Any) -> Non
         check(case, folder, plain)
 
 
-@pytest.mark.parametrize(
-    "case", [GPT_OSS, *(pytest.param(case, marks=pytest.mark.slow) for case in (BLOOM, "falcon-alibi", MXFP4))]
-)
+@pytest.mark.parametrize("case", quick_and_slow([GPT_OSS], (BLOOM, "falcon-alibi", MXFP4)))
 def test_sinks_and_alibi_equal_transformers(case: str, made: Callable[[str], str]) -> None:
     check_without_and_with_drafts(case, made(case))
 

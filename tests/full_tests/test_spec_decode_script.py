@@ -9,6 +9,7 @@ from typing import Any
 
 import pytest
 
+from tests.support.marks import slow
 from vllm_gaudi_spec.tools.compare.measure import compute_speedup
 from vllm_gaudi_spec.tools.report import record
 
@@ -184,16 +185,16 @@ def test_comparison_goes_on_when_a_task_fails(tiny_llama: str, tmp_path: Path) -
     ("options", "status", "words"),
     [
         (["--task", "ngram", "--draft_model", "some/model"], 2, "needs no draft model"),
-        pytest.param(
-            ["--task", "universal_draft", "--model", "some/model"], 2, "needs --draft", marks=pytest.mark.slow
+        *slow(
+            (["--task", "universal_draft", "--model", "some/model"], 2, "needs --draft"),
+            (["--task", "eagle", "mtp"], 2, "no common target"),
+            (["--task", "draft_model", "--draft_model", "./no"], 1, "./no"),
+            (["--task", "ngram", "--model", "/no/such"], 1, "/no/such"),
+            (["--task", "baseline", "--assert_accept_rate", "0.5"], 2, "drafts"),
+            (["--task", "ngram", "--acceptance", "strict", "block"], 2, "one rule"),
+            (["--task", "ngram", "--prompts", "/no/such"], 1, "/no/such"),
+            (["--task", "ngram", "--acceptance", "coupled"], 1, "use greedy"),
         ),
-        pytest.param(["--task", "eagle", "mtp"], 2, "no common target", marks=pytest.mark.slow),
-        pytest.param(["--task", "draft_model", "--draft_model", "./no"], 1, "./no", marks=pytest.mark.slow),
-        pytest.param(["--task", "ngram", "--model", "/no/such"], 1, "/no/such", marks=pytest.mark.slow),
-        pytest.param(["--task", "baseline", "--assert_accept_rate", "0.5"], 2, "drafts", marks=pytest.mark.slow),
-        pytest.param(["--task", "ngram", "--acceptance", "strict", "block"], 2, "one rule", marks=pytest.mark.slow),
-        pytest.param(["--task", "ngram", "--prompts", "/no/such"], 1, "/no/such", marks=pytest.mark.slow),
-        pytest.param(["--task", "ngram", "--acceptance", "coupled"], 1, "use greedy", marks=pytest.mark.slow),
     ],
 )
 def test_wrong_options_are_refused(options: list[str], status: int, words: str) -> None:

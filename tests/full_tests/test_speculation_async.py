@@ -12,6 +12,7 @@ from tests.full_tests.engines import SMALL_KV, counter, preemptions
 from tests.full_tests.speculation import accepted, ngram, speculating
 from tests.full_tests.test_draft_model import COUPLED, name
 from tests.full_tests.workload import Plain, Request, check_same, mixed_requests, run_together
+from tests.support.marks import quick_and_slow
 
 
 class Drafter(NamedTuple):
@@ -75,18 +76,13 @@ def requests() -> list[Request]:
     return mixed_requests(48)
 
 
-def quick_and_slow(cases: list[Any], quick: list[Any]) -> list[Any]:
-    assert all(case in cases for case in quick)
-    return [case if case in quick else pytest.param(*case, marks=pytest.mark.slow) for case in cases]
-
-
 # The contracts differ in how a request comes back after preemption.
 SETTINGS = [(True, False, "roomy"), *((overlap, v2, "preempted") for overlap in (True, False) for v2 in (False, True))]
 EQUAL = [(*way, *setting) for way in WAYS for setting in SETTINGS]
 QUICK = [(MEDUSA, COUPLED, True, True, "preempted")]
 
 
-@pytest.mark.parametrize(("drafter", "options", "overlap", "v2", "schedule"), quick_and_slow(EQUAL, QUICK), ids=name)
+@pytest.mark.parametrize(("drafter", "options", "overlap", "v2", "schedule"), quick_and_slow(QUICK, EQUAL), ids=name)
 def test_async_scheduling_is_lossless(
     drafter: Drafter,
     options: dict[str, Any],

@@ -7,6 +7,7 @@ from vllm import LLM
 from tests.full_tests.engines import SMALL_KV, by_label, counter, generate, preemptions
 from tests.full_tests.speculation import METHODS, accounts, speculating
 from tests.full_tests.workload import mixed_requests
+from tests.support.marks import quick_and_slow
 from vllm_gaudi_spec.metrics import ROWS, ROWS_WITHOUT_DRAFTS
 
 PREFIX = "vllm:spec_decode_"
@@ -25,9 +26,7 @@ QUICK = [("ngram", {}), ("suffix", SMALL_KV)]
 ALL = [(method, small) for method in METHODS for small in ({}, SMALL_KV)]
 
 
-@pytest.mark.parametrize(
-    ("method", "small"), [*QUICK, *(pytest.param(*c, marks=pytest.mark.slow) for c in ALL if c not in QUICK)]
-)
+@pytest.mark.parametrize(("method", "small"), quick_and_slow(QUICK, ALL))
 def test_counters_are_the_sum_of_the_requests(method: str, small: dict[str, int], looping_llama: str) -> None:
     # vLLM reports nothing for a request that ends by a stop string: those end behind the engine's back.
     k, requests = 4, [request for request in mixed_requests() if not request.params.stop]

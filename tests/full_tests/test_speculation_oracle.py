@@ -13,6 +13,7 @@ from tests.full_tests.engines import engine, first_tokens, generate
 from tests.full_tests.prompts import random_prompts
 from tests.full_tests.speculation import account, custom, speculating
 from tests.full_tests.tiny_models import VOCAB
+from tests.support.marks import quick_and_slow
 
 NUM_TOKENS = 60
 # The record goes on, so that there are right drafts for the last steps as well.
@@ -63,9 +64,7 @@ ALL = [(k, rule, chance) for k in (1, 3, 5, 8, 16) for rule in RULES for chance 
 QUICK = [(5, "standard", "greedy"), (5, "strict", "seeded")]
 
 
-@pytest.mark.parametrize(
-    ("k", "rule", "chance"), [*QUICK, *(pytest.param(*c, marks=pytest.mark.slow) for c in ALL if c not in QUICK)]
-)
+@pytest.mark.parametrize(("k", "rule", "chance"), quick_and_slow(QUICK, ALL))
 def test_right_drafts_are_all_accepted(
     k: int, rule: str, chance: str, tiny_llama: str, records: dict[str, Record]
 ) -> None:

@@ -16,6 +16,7 @@ from tests.full_tests.server import Server
 from tests.full_tests.speculation import accepted, account, custom, ngram, speculating
 from tests.full_tests.structured import NUMBER, ask_mixed, check_ended, matches
 from tests.full_tests.tiny_models import VOCAB
+from tests.support.marks import quick_and_slow
 
 
 def test_drafts_that_break_the_grammar_are_trimmed(tiny_llama: str) -> None:
@@ -71,7 +72,7 @@ def test_min_tokens_yield_to_a_grammar(config: dict[str, Any] | None, tiny_llama
         assert tokenizer.decode(output.outputs[0].token_ids, skip_special_tokens=True) == "yes"
 
 
-@pytest.mark.parametrize("method", ["mtp", *(pytest.param(m, marks=pytest.mark.slow) for m in ("eagle3", "dflash"))])
+@pytest.mark.parametrize("method", quick_and_slow(["mtp"], ("eagle3", "dflash")))
 def test_drafts_of_heads_change_no_structured_output(method: str) -> None:
     model = target(method)
     with engine(model) as llm:

@@ -18,6 +18,7 @@ from tests.full_tests.speculation import Account, accounts, speculating
 from tests.full_tests.speculators_library import TARGET, rewrite_drafter
 from tests.full_tests.test_block_drafters import Recorder
 from tests.full_tests.test_refusals import refusal
+from tests.support.marks import quick_and_slow, slow
 
 K = 3
 
@@ -62,17 +63,7 @@ def test_speculators_checkpoint_drafts_as_in_its_own_format(checkpoint: str) -> 
             assert drafted(llm) == expected, config
 
 
-@pytest.mark.parametrize(
-    "name",
-    [
-        "dflash mixed windows",
-        *(
-            pytest.param(name, marks=pytest.mark.slow)
-            for name in speculators_library.LENGTHS
-            if name != "dflash mixed windows"
-        ),
-    ],
-)
+@pytest.mark.parametrize("name", quick_and_slow(["dflash mixed windows"], speculators_library.LENGTHS))
 def test_block_drafter_of_the_library_drafts_as_its_reference(
     name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -114,7 +105,7 @@ def test_trained_drafter_of_the_library_is_accepted(name: str, least: float, exp
     ("method", "words"),
     [
         ("mtp", "and use method mtp"),
-        pytest.param("xpress", "use a drafter of method eagle3, peagle, dflash", marks=pytest.mark.slow),
+        *slow(("xpress", "use a drafter of method eagle3, peagle, dflash")),
     ],
 )
 def test_other_methods_of_the_library_are_refused(method: str, words: str, checkpoint: str, tmp_path: Path) -> None:

@@ -16,6 +16,7 @@ from tests.full_tests.faults import broken
 from tests.full_tests.ranks import ranks_agree
 from tests.full_tests.speculation import accepted, custom, speculating
 from tests.full_tests.workload import Plain, Request, check_same, mixed_requests, run_together
+from tests.support.marks import quick_and_slow
 from vllm_gaudi_spec.drafting.draft_model import AutoregressiveProposer
 from vllm_gaudi_spec.drafting.head import HeadProposer
 from vllm_gaudi_spec.drafting.ngram import DeviceNgramProposer
@@ -71,10 +72,6 @@ NONSENSE: dict[str, broken.Answer] = {
     "one row short": lambda drafts: drafts[:-1],
     "ids past the vocabulary": lambda drafts: [[10**6] * len(row) for row in drafts],
 }
-
-
-def slow_but(quick: tuple[str, ...], names: Any) -> list[Any]:
-    return [name if name in quick else pytest.param(name, marks=pytest.mark.slow) for name in names]
 
 
 def custom_breaks(k: int = 3) -> dict[str, Any]:
@@ -166,7 +163,7 @@ MODES: dict[str, dict[str, Any]] = {
 
 
 @pytest.mark.parametrize("overlapping", [True, pytest.param(False, marks=pytest.mark.slow)])
-@pytest.mark.parametrize("mode", slow_but(("probabilistic",), MODES))
+@pytest.mark.parametrize("mode", quick_and_slow(["probabilistic"], MODES))
 @pytest.mark.parametrize("spoil", [all_nan, pytest.param(one_nan, marks=pytest.mark.slow)])
 def test_draft_model_with_nan_is_switched_off(
     spoil: Callable[[dict[str, torch.Tensor]], None],
@@ -229,13 +226,9 @@ CASES = [
     for how in HOWS
     for overlapping in ((False,) if method in ("retokenize", "slem") else (True, False))
 ]
-QUICK_CASES = [("draft_model", "raises", True)]
 
 
-@pytest.mark.parametrize(
-    ("method", "how", "overlapping"),
-    [*QUICK_CASES, *(pytest.param(*case, marks=pytest.mark.slow) for case in CASES if case not in QUICK_CASES)],
-)
+@pytest.mark.parametrize(("method", "how", "overlapping"), quick_and_slow([("draft_model", "raises", True)], CASES))
 def test_faults_on_the_device_are_counted(
     method: str,
     how: str,

@@ -8,6 +8,7 @@ from pathlib import Path
 import pytest
 
 from tests.support.autoload import write_bridge
+from tests.support.marks import slow
 from tests.support.processes import ROOT
 
 _SCRIPT = """
@@ -35,12 +36,7 @@ for mode in "01":
 
 @pytest.mark.parametrize(
     ("default", "exported", "mode"),
-    [
-        (0, None, "compiled"),
-        pytest.param(1, None, "lazy", marks=pytest.mark.slow),
-        pytest.param(1, "0", "compiled", marks=pytest.mark.slow),
-        pytest.param(0, "1", "lazy", marks=pytest.mark.slow),
-    ],
+    [(0, None, "compiled"), *slow((1, None, "lazy"), (1, "0", "compiled"), (0, "1", "lazy"))],
 )
 def test_s03_h15_the_mode_is_that_of_the_import_of_torch(
     default: int, exported: str | None, mode: str, tmp_path: Path

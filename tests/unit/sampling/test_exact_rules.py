@@ -15,6 +15,7 @@ import torch
 
 from tests.support import distributions, exact
 from tests.support.distributions import ALPHA, Table, Texts, random_table, request_keys, text_probs, write
+from tests.support.marks import slow
 from tests.support.reference import rules as loops
 from tests.support.verify_cases import counted, loop_tokens, random_case
 from vllm_gaudi_spec.sampling import logits as edit
@@ -161,10 +162,7 @@ def test_two_steps_follow_joint_target_distribution(rule: str, vocab: int, num_p
 
 
 @every_rule
-@pytest.mark.parametrize(
-    ("vocab", "num_positions"),
-    [(3, 2), *(pytest.param(v, k, marks=pytest.mark.slow) for v, k in ((2, 1), (2, 3), (3, 3), (5, 2), (6, 3)))],
-)
+@pytest.mark.parametrize(("vocab", "num_positions"), [(3, 2), *slow((2, 1), (2, 3), (3, 3), (5, 2), (6, 3))])
 @pytest.mark.parametrize("ragged", [False, True], ids=["full", "ragged"])
 def test_two_sampled_steps_follow_target_distribution(rule: str, vocab: int, num_positions: int, ragged: bool) -> None:
     target, drafter = random_table(vocab, 2, seed=1), random_table(vocab, 2, seed=2)
