@@ -282,8 +282,7 @@ def run_command(name: str, device: str, stem: Path, *options: str) -> dict[str, 
         )
     if not file.exists():
         return f"{name} on {device} ended with status {done.returncode}: {last_line(log)}"
-    result: dict[str, Any] = json.loads(file.read_text())
-    return result
+    return json.loads(file.read_text())
 
 
 def run_check(check: Check, options: argparse.Namespace) -> dict[str, Any]:

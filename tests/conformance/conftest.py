@@ -55,7 +55,7 @@ def _noted(name: str, original: Any, called: list[str]) -> Any:
         return call
 
     # A class stays one: annotations name it.
-    class Noted(type(original)):  # type: ignore[misc]
+    class Noted(type(original)):
         __call__ = staticmethod(call)
 
     return Noted(name, (original,), {})

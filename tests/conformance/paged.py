@@ -112,8 +112,7 @@ class Layer:
         call = inputs.calls[0]
         if from_start and value_TKD is not None:
             call = replace(call, from_start=True, fresh_kv=(key_TKD, value_TKD))
-        attended: torch.Tensor = self.ops.attend(query_THD, self.kv_cache, call, self.spec)
-        return attended
+        return self.ops.attend(query_THD, self.kv_cache, call, self.spec)
 
     def _first_step(self, *inputs: Any) -> torch.Tensor:
         """A step over prompts' first chunks."""

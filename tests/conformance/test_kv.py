@@ -33,8 +33,7 @@ class Peek:
         call = AttentionCall(
             num_rows=rows, num_queries=1, starts_B=starts_B, block_table_BW=table, host_lengths_B=blocks.lengths_B
         )
-        attended: torch.Tensor = self.layer.ops.attend(query_THD, self.layer.kv_cache, call, self.layer.spec)
-        return attended
+        return self.layer.ops.attend(query_THD, self.layer.kv_cache, call, self.layer.spec)
 
     def write(self, numbers: torch.Tensor, blocks: list[int], offset: int) -> None:
         """A number a block, at each slot of its tokens at `offset`."""

@@ -9,8 +9,7 @@ from tests.full_tests.equality import first_difference
 
 def histories(worker: Any) -> list[list[int]]:
     """Tokens of every row on a rank: prompts, what was sampled, and the newest drafts behind it."""
-    rows: list[list[int]] = worker.model_runner.requests.history_RM[:-1].tolist()
-    return rows
+    return worker.model_runner.requests.history_RM[:-1].tolist()
 
 
 def ranks_agree(llm: LLM, num_ranks: int) -> None:

@@ -169,10 +169,7 @@ QUICK_TP = [("draft_model", 1)]
 TP = [*((method, None) for method in WITHOUT_MODEL), *((method, size) for method in WITH_MODEL for size in (1, 2))]
 
 
-@pytest.mark.parametrize(
-    ("method", "size"),
-    quick_and_slow(QUICK_TP, TP),
-)
+@pytest.mark.parametrize(("method", "size"), quick_and_slow(QUICK_TP, TP))
 def test_tensor_parallel(method: str, size: int | None, setup_of: Callable[[str], Setup], said: Said) -> None:
     """`size`: over how many ranks the drafter is cut."""
     given = setup_of(method)
@@ -247,10 +244,7 @@ def looping(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], str]:
     return path
 
 
-@pytest.mark.parametrize(
-    ("family", "method", "how"),
-    quick_and_slow(QUICK_MOE, MOE),
-)
+@pytest.mark.parametrize(("family", "method", "how"), quick_and_slow(QUICK_MOE, MOE))
 def test_experts_of_data_parallel_ranks(
     family: str, method: str, how: str, looping: Callable[[str], str], cousin: str, said: Said, tmp_path: Path
 ) -> None:
@@ -318,8 +312,7 @@ def two_nodes(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
 
 
 def node(worker: Any) -> str:
-    found: str = ray.get_runtime_context().get_node_id()
-    return found
+    return ray.get_runtime_context().get_node_id()
 
 
 @pytest.mark.slow

@@ -86,11 +86,7 @@ def sizes_are_as_reckoned(runner: Any, num_drafts: int) -> None:
 
 
 @pytest.mark.parametrize(
-    ("case", "num_drafts"),
-    [
-        (CASE, 3),
-        *slow((CASE, 1), (CASE, 5), *((case, 3) for case in OTHERS)),
-    ],
+    ("case", "num_drafts"), [(CASE, 3), *slow((CASE, 1), (CASE, 5), *((case, 3) for case in OTHERS))]
 )
 def test_drafts_are_lossless(case: str, num_drafts: int, models: Models, requests: list[Request]) -> None:
     """In chunks, preempted, and with every number of drafts accepted; and greedy texts are those of transformers."""

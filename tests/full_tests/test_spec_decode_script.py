@@ -58,8 +58,7 @@ def tasks_in(file: Path) -> dict[str, Any]:
     written = record.read(file)
     assert written["command"][0] == "python"
     assert set(written["device"]) == {"device", "mode"}
-    tasks: dict[str, Any] = written["tasks"]
-    return tasks
+    return written["tasks"]
 
 
 def check_report(report: dict[str, Any], k: int) -> None:

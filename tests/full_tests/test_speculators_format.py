@@ -103,10 +103,7 @@ def test_trained_drafter_of_the_library_is_accepted(name: str, least: float, exp
 
 @pytest.mark.parametrize(
     ("method", "words"),
-    [
-        ("mtp", "and use method mtp"),
-        *slow(("xpress", "use a drafter of method eagle3, peagle, dflash")),
-    ],
+    [("mtp", "and use method mtp"), *slow(("xpress", "use a drafter of method eagle3, peagle, dflash"))],
 )
 def test_other_methods_of_the_library_are_refused(method: str, words: str, checkpoint: str, tmp_path: Path) -> None:
     config = json.loads((Path(checkpoint) / "config.json").read_text())

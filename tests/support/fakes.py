@@ -93,12 +93,12 @@ class CapturingGraphs(Graphs):
 
 def make_requests(backend: HostBackend | None = None, **options: Any) -> Requests:
     sizes = dict(max_rows=3, max_len=64, block_sizes=[16], max_context=64, seed=0)
-    return Requests(backend or HostBackend(), **(sizes | options))  # type: ignore[arg-type]
+    return Requests(backend or HostBackend(), **(sizes | options))
 
 
 def make_sampling(backend: HostBackend | None = None, **options: Any) -> Sampling:
     sizes = dict(max_rows=4, vocab_size=100, max_logprobs=5, logprobs_mode="raw_logprobs")
-    return Sampling(backend or HostBackend(), **(sizes | options))  # type: ignore[arg-type]
+    return Sampling(backend or HostBackend(), **(sizes | options))
 
 
 def sampled(answers: list[list[int]], num_rows: int) -> Verification:

@@ -334,13 +334,13 @@ class SmallEngine:
             step_times.choose = lambda *args, **kwargs: rng.choice(step_times._choices)
         self.runner = ModelRunner(self.vllm_config, _small_backend(variant.backend), shows_progress=False)
         target = Remembers if variant.num_snapshots else Reads
-        self.runner.target = target(_TARGET, self.vllm_config)  # type: ignore[assignment]
+        self.runner.target = target(_TARGET, self.vllm_config)
         if variant.num_snapshots:
             self.scheduler.keep_snapshots(variant.num_snapshots)
             self.runner.num_snapshots = variant.num_snapshots
         drafter = {BLOCK_DRAFTER: FillsBlocks, PARALLEL: FillsMasks}.get(variant.method or "", Reads)
         has_model = variant.method in (*_IN_TARGETS_BLOCKS, RETOKENIZE)
-        self.runner.drafter = drafter(_DRAFTER, self.vllm_config) if has_model else None  # type: ignore[assignment]
+        self.runner.drafter = drafter(_DRAFTER, self.vllm_config) if has_model else None
         with torch.inference_mode():
             self.runner.initialize_kv_cache(kv_cache)
         self.runner.recorder.expect(_manifest(variant, self.runner))
@@ -414,7 +414,7 @@ class SmallEngine:
             self.step()
         assert not self.running, f"{self.running} never end"
         in_use = self.runner.step_report()["in_use"]
-        assert not any(in_use.values()), in_use  # type: ignore[attr-defined]
+        assert not any(in_use.values()), in_use
         pool = self.scheduler.kv_cache_manager.block_pool
         assert pool.get_num_free_blocks() == self.variant.num_blocks - 1
         assert not self.scheduler.requests

@@ -32,7 +32,7 @@ def logger_of(folder: Path, speculative: dict[str, Any] | None, engines: list[in
 
 def record(logger: PrometheusStatLogger, engine: int, news: metrics.Figures) -> None:
     """As it comes from an engine's process."""
-    made = EngineCoreOutputs(scheduler_stats=SchedulerStats(gaudi_spec=news))  # type: ignore[call-arg]
+    made = EngineCoreOutputs(scheduler_stats=SchedulerStats(gaudi_spec=news))
     came = MsgpackDecoder(EngineCoreOutputs).decode(MsgpackEncoder().encode(made))
     logger.record(came.scheduler_stats, None, engine_idx=engine)
 

@@ -62,8 +62,7 @@ def run_script(command: Sequence[str], out: Path, variables: Mapping[str, str]) 
             raise Failed(f"{' '.join(command)} was not done after {_SECONDS} s, see {log.name}") from None
     if done.returncode or not out.is_file():
         raise Failed(f"{' '.join(command)} ended with {done.returncode}, see {log.name}")
-    found: Run = json.loads(out.read_text())
-    return found
+    return json.loads(out.read_text())
 
 
 def serve(python: str, checkpoint: Path, out: Path, variables: Mapping[str, str], ngram: bool) -> Run:

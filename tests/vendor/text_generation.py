@@ -39,8 +39,7 @@ def load(checkpoint: str) -> Any:
 
 def generate_on_host(checkpoint: str) -> list[list[int]]:
     """Before transformers is adapted to the card."""
-    tokens: list[list[int]] = load(checkpoint).generate(**batch())[:, batch()["input_ids"].shape[1] :].tolist()
-    return tokens
+    return load(checkpoint).generate(**batch())[:, batch()["input_ids"].shape[1] :].tolist()
 
 
 def generate_on_card(checkpoint: str) -> tuple[list[list[int]], Any]:

@@ -90,8 +90,7 @@ def in_groups(counts: torch.Tensor) -> torch.Tensor:
         group_type=0,
         group_list_type=1,
     )
-    result: torch.Tensor = found
-    return result
+    return found
 
 
 def test_products_in_groups(npu: Any) -> None:

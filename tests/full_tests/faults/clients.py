@@ -28,8 +28,7 @@ def text(server: Server, wanted: dict[str, Any]) -> str:
     """Over a connection of its own: one that is kept may be closed at the very moment at which it is used again."""
     response = httpx.post(f"{server.client.base_url}/v1/completions", json=wanted | dict(model="tiny"), timeout=120)
     assert response.status_code == 200, response.text
-    answer: str = response.json()["choices"][0]["text"]
-    return answer
+    return response.json()["choices"][0]["text"]
 
 
 def texts(server: Server, wanted: list[dict[str, Any]]) -> list[str]:

@@ -6,7 +6,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager, nullcontext
 from pathlib import Path
 from types import SimpleNamespace
-from typing import Any, NamedTuple, cast
+from typing import Any, NamedTuple
 
 import numpy as np
 import pytest
@@ -126,7 +126,7 @@ def test_npu_g13_collectives_on_vector_cores_are_refused(
 
     monkeypatch.setenv("HCCL_OP_EXPANSION_MODE", mode)
     monkeypatch.setattr(platform.CapturingPlatform, "check_and_update_config", lambda config: None)
-    config = cast(Any, SimpleNamespace(parallel_config=SimpleNamespace(world_size_across_dp=ranks)))
+    config = SimpleNamespace(parallel_config=SimpleNamespace(world_size_across_dp=ranks))
     if not refused:
         platform.AscendSpecPlatform.check_and_update_config(config)
         return
@@ -153,7 +153,7 @@ def test_npu_s14_cards_without_fused_attention_are_refused(
     chosen: list[torch.device] = []
     npu = SimpleNamespace(get_soc_version=lambda: number, get_device_name=lambda: name, set_device=chosen.append)
     monkeypatch.setattr(torch, "npu", npu, raising=False)
-    monkeypatch.setitem(sys.modules, "torch_npu", cast(Any, SimpleNamespace(npu=npu)))
+    monkeypatch.setitem(sys.modules, "torch_npu", SimpleNamespace(npu=npu))
     with nullcontext() if served else pytest.raises(UnsupportedConfigError, match=f"{name} has no.*use vllm-ascend"):
         AscendSpecPlatform.set_device(torch.device("cpu"))
     assert len(chosen) == 1
@@ -226,7 +226,7 @@ class Issued(NamedTuple):
 def issued(num_blocks: int, *, rows: int = 1, width: int = 1, adds_up_blocks: bool = False) -> list[Issued]:
     """Return what attention with one query per row issues for tables of `width` blocks."""
     found: list[Issued] = []
-    captures = cast(Any, SimpleNamespace(issue=lambda fused, *given: found.append(Issued(*given))))
+    captures = SimpleNamespace(issue=lambda fused, *given: found.append(Issued(*given)))
     call = AttentionCall(
         num_rows=rows,
         num_queries=1,
@@ -235,10 +235,10 @@ def issued(num_blocks: int, *, rows: int = 1, width: int = 1, adds_up_blocks: bo
         host_lengths_B=torch.arange(1, rows + 1),
     )
     blocks = torch.zeros(num_blocks, 128, 2, 64)
-    cache = cast(Any, SimpleNamespace(blocks=lambda: (blocks, blocks)))
+    cache = SimpleNamespace(blocks=lambda: (blocks, blocks))
     for _ in range(2):
         ascend_attention.attend(
-            cast(Any, None), captures, torch.zeros(rows, 8, 64), cache, call, layer(), adds_up_blocks=adds_up_blocks
+            None, captures, torch.zeros(rows, 8, 64), cache, call, layer(), adds_up_blocks=adds_up_blocks
         )
     first, second = found[: len(found) // 2], found[len(found) // 2 :]
     assert all(one.lengths is other.lengths for one, other in zip(first, second, strict=True)), "layers share them"
@@ -305,11 +305,11 @@ def issued_chunks(
     num_blocks: int = 8, *, adds_up_blocks: bool = False, compressed: bool = True, **changes: Any
 ) -> list[Issued]:
     found: list[Issued] = []
-    captures = cast(Any, SimpleNamespace(issue=lambda fused, *given: found.append(Issued(*given))))
+    captures = SimpleNamespace(issue=lambda fused, *given: found.append(Issued(*given)))
     blocks = torch.zeros(num_blocks, 128, 2, 64)
-    cache = cast(Any, SimpleNamespace(blocks=lambda: (blocks, blocks)))
+    cache = SimpleNamespace(blocks=lambda: (blocks, blocks))
     ascend_attention.attend(
-        cast(Any, None),
+        None,
         captures,
         torch.zeros(24, 8, 64),
         cache,
@@ -424,12 +424,12 @@ def test_npu_a32_unsupported_chunks_use_dense_masks(changes: dict[str, Any], tak
     issued: list[dict[str, Any]] = []
     captures = SimpleNamespace(issue=lambda fused, arguments, lengths, out: issued.append(arguments))
     npu = Card(takes_padding=takes_padding)
-    card = cast(Any, SimpleNamespace(torch_npu=npu, torch_device=torch.device("cpu"), captures=captures))
+    card = SimpleNamespace(torch_npu=npu, torch_device=torch.device("cpu"), captures=captures)
     attention = ascend.AscendAttention(card, ascend.FUSED_DTYPES)
     attention.__dict__["_fused"] = HostLengthsOperation(print, torch.empty)
     spec = layer(**changes)
     blocks = torch.zeros(8, 128, 2, spec.head_size, dtype=spec.dtype)
-    cache = cast(Any, SimpleNamespace(blocks=lambda: (blocks, blocks)))
+    cache = SimpleNamespace(blocks=lambda: (blocks, blocks))
     query = torch.zeros(24, 8, spec.head_size, dtype=spec.dtype)
     attention.attend(query, cache, chunks(), spec)
     asked = npu.asked
@@ -450,9 +450,9 @@ def test_npu_a34_more_tokens_than_the_cache_has_slots(num_tokens: int, written: 
         sizes.append(len(slots))
 
     npu = SimpleNamespace(npu_scatter_pa_kv_cache=scatter)
-    card = cast(Any, SimpleNamespace(torch_npu=npu, torch_device=None, captures=None))
+    card = SimpleNamespace(torch_npu=npu, torch_device=None, captures=None)
     keys, values = torch.zeros(2, 2, 128, 2, 64, dtype=torch.bfloat16)
-    cache = cast(Any, SimpleNamespace(blocks=lambda: (keys, values)))
+    cache = SimpleNamespace(blocks=lambda: (keys, values))
     tokens = torch.arange(num_tokens, dtype=torch.bfloat16)[:, None, None].expand(-1, 2, 64)
     slots = (torch.arange(num_tokens) + 128) % 256
     ascend.AscendAttention(card, ascend.FUSED_DTYPES).write_kv(tokens, -tokens, cache, slots, layer())
@@ -524,7 +524,7 @@ def test_npu_g08_h02_bounds_are_updated_when_a_row_needs_another_block(monkeypat
         return found
 
     torch_npu = SimpleNamespace(_C=SimpleNamespace(_weak_ref_tensor=place_of))
-    monkeypatch.setitem(sys.modules, "torch_npu", cast(Any, torch_npu))
+    monkeypatch.setitem(sys.modules, "torch_npu", torch_npu)
     runtime = PlayedRuntime()
     captures = NpuCaptures(runtime, torch.device("cpu"))
 

@@ -31,7 +31,7 @@ def test_image_tokens_attend_in_both_directions(form: object, window: int | None
     layer = attention_layer(num_heads=HEADS, dtype=torch.float32, block_size=BLOCK, sliding_window=window)
     keys, values = torch.randn(2, 5 * BLOCK, KV_HEADS, SIZE)
     cache = torch.zeros(5, KV_HEADS, BLOCK, 2 * SIZE)
-    form.write_kv(keys, values, cache, torch.arange(5 * BLOCK), layer)  # type: ignore[attr-defined]
+    form.write_kv(keys, values, cache, torch.arange(5 * BLOCK), layer)
     spans = [(row, *span) for row, spans in enumerate(SPANS) for span in spans]
     rows, firsts, ends = torch.tensor(spans).T
     lasts = torch.zeros(2, QUERIES, dtype=torch.int32)
@@ -49,7 +49,7 @@ def test_image_tokens_attend_in_both_directions(form: object, window: int | None
     if is_packed:
         packed = Packed.from_counts(torch.tensor(REAL, dtype=torch.int32), QUERIES)
         call, given = replace(call, packed=packed), given.index_select(0, packed.index_T)
-    found = form.attend(given, cache, call, layer)  # type: ignore[attr-defined]
+    found = form.attend(given, cache, call, layer)
     found_by_row = found.split(REAL) if is_packed else found.unflatten(0, (2, QUERIES))
     for row, blocks in enumerate([{0: 2}, {0: 4, 1: 3}]):
         blocks_NSKD = (stored.view(5, BLOCK, KV_HEADS, SIZE) for stored in (keys, values))
@@ -77,7 +77,7 @@ def test_layers_without_a_window_can_stay_causal_over_images(window: int | None,
         spans=Spans(lasts, rows, in_windows_only),
     )
     query = torch.randn(8, HEADS, SIZE)
-    found = layer.forward(None, query, None, None, cache, call)  # type: ignore[arg-type]
+    found = layer.forward(None, query, None, None, cache, call)
     blocks_NSKD = (stored.view(2, BLOCK, KV_HEADS, SIZE) for stored in (keys, values))
     spans = [] if in_windows_only and window is None else [(2, 6)]
     expected = attend_row(query, *blocks_NSKD, {0: 1}, 0, layer.spec, spans)

@@ -42,8 +42,7 @@ def pack(layer: nn.Module, choice: str | None, keep: bool) -> None:
 
 
 def apply(layer: nn.Module, x: torch.Tensor, bias: torch.Tensor | None = None) -> torch.Tensor:
-    result: torch.Tensor = layer.cpu_linear(x, layer.weight, bias)
-    return result
+    return layer.cpu_linear(x, layer.weight, bias)
 
 
 @pytest.mark.parametrize("shape", SHAPES)

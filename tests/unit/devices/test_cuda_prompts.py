@@ -69,7 +69,7 @@ def test_chunks_in_rows_and_in_slices_equal_float64(
     )
     slices = count // QUERIES
 
-    def attend(query, keys, values, call, spec, sliced):  # type: ignore[no-untyped-def]
+    def attend(query, keys, values, call, spec, sliced):
         kv = KVPair(keys.flatten(0, 1).cuda(), values.flatten(0, 1).cuda(), spec.block_size)
         there = dataclasses.replace(
             call, starts_B=call.starts_B.cuda(), block_table_BW=call.block_table_BW.cuda(), flat=None, _plans={}

@@ -20,8 +20,7 @@ DEVICE = torch.device("cuda" if torch.cuda.is_available() else "cpu")
 
 @pytest.fixture(scope="module")
 def cuda() -> Rules:
-    rules: Rules = importlib.import_module("vllm_gaudi_spec.devices.cuda.rules").RULES
-    return rules
+    return importlib.import_module("vllm_gaudi_spec.devices.cuda.rules").RULES
 
 
 def case_on_gpu(rows: int, positions: int, vocab: int, seed: int = 0, masked: float = 0.2) -> dict[str, torch.Tensor]:

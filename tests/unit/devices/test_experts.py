@@ -3,7 +3,7 @@
 from collections.abc import Callable
 from functools import partial
 from types import ModuleType, SimpleNamespace
-from typing import Any, cast
+from typing import Any
 
 import pytest
 import torch
@@ -299,7 +299,7 @@ def test_calls_supported_by_the_cuda_grouped_product(
 ) -> None:
     """Other calls are computed after a read on the host, which a captured graph cannot have."""
     monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: capability)
-    x = cast(Any, SimpleNamespace(dtype=dtype, device="cuda", is_cuda=True))
+    x = SimpleNamespace(dtype=dtype, device="cuda", is_cuda=True)
     call = call_of(8, 4, 2)._replace(x_TH=x, w13_EJH=torch.zeros(4, 16, width), w2_EHI=torch.zeros(4, width, 8))
     assert cuda_experts._takes(call) is taken
 

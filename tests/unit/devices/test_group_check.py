@@ -42,7 +42,7 @@ class Group:
 
 def test_n01_both_collectives_run_in_every_group(monkeypatch: pytest.MonkeyPatch) -> None:
     groups = [Group("tp:0"), Group("ep:0"), Group("world:0", communicator=None), Group("pp:0"), Group("tp:1")]
-    groups[3].world_size = 1  # type: ignore[misc]
+    groups[3].world_size = 1
     del groups[4].device_group  # destroyed, but still referred to
     registered = {group.unique_name: weakref.ref(group) for group in groups}
     registered["old:0"] = weakref.ref(Group())  # no longer alive
@@ -63,7 +63,7 @@ def test_upstream_still_takes_its_group_from_a_coordinator_that_is_destroyed() -
 
 def test_upstream_still_registers_its_groups_there() -> None:
     group = Group("ours:0")
-    parallel_state._register_group(group)  # type: ignore[arg-type]
+    parallel_state._register_group(group)
     assert parallel_state._groups.pop("ours:0")() is group
 
 
@@ -89,4 +89,4 @@ def test_error_names_the_collective_group_and_ranks(collective: str, spoil: Coll
     group = Group()
     group.spoil = {collective: spoil}
     with pytest.raises(RuntimeError, match=rf"{collective} of group tp:0 \(ranks 4, 6\) {words}; check the network"):
-        check_group(group, CopyingMemory())  # type: ignore[arg-type]
+        check_group(group, CopyingMemory())

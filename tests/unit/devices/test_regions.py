@@ -23,8 +23,7 @@ class Compiler:
 
     def __call__(self, module: fx.GraphModule, examples: list[torch.Tensor]) -> Callable[..., Sequence[Any]]:
         self.graphs.append(module)
-        compiled: Callable[..., Sequence[Any]] = self._backend(module, examples)
-        return compiled
+        return self._backend(module, examples)
 
 
 @pytest.fixture

@@ -53,4 +53,4 @@ def test_more_gpus_than_present_are_refused(monkeypatch: pytest.MonkeyPatch) -> 
     with pytest.raises(
         UnsupportedConfigError, match="2 GPUs are requested and 1 found; set --tensor-parallel-size to 1"
     ):
-        CudaSpecPlatform.check_and_update_config(two)  # type: ignore[arg-type]
+        CudaSpecPlatform.check_and_update_config(two)

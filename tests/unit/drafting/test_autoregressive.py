@@ -267,9 +267,9 @@ def test_shared_blocks_count_as_read_only_if_drafter_read_them(num_read: int, ov
     rows.start({"c": list(range(1, 40))}, blocks=list(range(120, 132)))
     rows.recorder._seen.clear()
     rows.start({"d": [*range(1, 33), 4]}, num_computed=2 * BLOCK, blocks=[120, 121, *range(140, 150)])
-    chunks = len([signature for signature in rows.recorder._seen if "prefill" in signature])  # type: ignore[operator]
+    chunks = len([signature for signature in rows.recorder._seen if "prefill" in signature])
     assert rows.sample({"d": [8]}) == {"d": rows.expected("d")}
-    assert len([signature for signature in rows.recorder._seen if "prefill" in signature]) == chunks  # type: ignore[operator]
+    assert len([signature for signature in rows.recorder._seen if "prefill" in signature]) == chunks
 
 
 def test_reused_block_is_unread_for_its_new_owner() -> None:

@@ -2,7 +2,7 @@
 
 from collections.abc import Callable
 from types import SimpleNamespace
-from typing import Any, cast
+from typing import Any
 
 import pytest
 import torch
@@ -46,7 +46,7 @@ def test_faulty_rows_lose_drafts_and_others_keep_theirs() -> None:
 
 def test_stored_probs_are_those_of_the_last_usable_drafts() -> None:
     """Another row, a faulty row, and drafts beyond those of a shorter round keep what was stored before."""
-    speculation = cast(Any, SimpleNamespace(keeps_probs=True, num_drafts=3))
+    speculation = SimpleNamespace(keeps_probs=True, num_drafts=3)
     stored = DraftProbs(speculation, 2, 4, torch.device("cpu"))
 
     def put(counts: list[int], value: float, first_row: int = 0) -> None:
@@ -203,7 +203,7 @@ def test_warm_up_errors_are_raised(kind: type[Rows], broken: str) -> None:
 
 
 def test_errors_are_raised_with_several_ranks() -> None:
-    somebody = cast(Any, [SimpleNamespace(req_id="a")])
+    somebody = [SimpleNamespace(req_id="a")]
     with pytest.raises(ZeroDivisionError):
         Guard(independent=False).handle_error(ZeroDivisionError(), somebody)
     guard = Guard(independent=True)
@@ -285,7 +285,7 @@ def test_nan_in_row_removes_its_drafts_and_is_reported(device: type[HostBackend]
     rows = Rows(3, backend=device())
     rows.start(PROMPTS)
     working, faulty_token = rows.model.logits, following([*PROMPTS["b"], 4])
-    rows.model.logits = lambda hidden: torch.where(hidden == faulty_token, torch.nan, working(hidden))  # type: ignore[method-assign]
+    rows.model.logits = lambda hidden: torch.where(hidden == faulty_token, torch.nan, working(hidden))
     drafts = rows.sample({"a": [4], "b": [4], "c": [4]})
     assert drafts["b"] == []
     assert drafts["a"] == rows.expected("a")

@@ -92,14 +92,14 @@ def make_context(
     spec_config = SimpleNamespace(draft_model_config=SimpleNamespace(get_hidden_size=lambda: 1))
     return DraftingContext(
         speculation=speculation,
-        vllm_config=SimpleNamespace(model_config=model_config, speculative_config=spec_config),  # type: ignore[arg-type]
+        vllm_config=SimpleNamespace(model_config=model_config, speculative_config=spec_config),
         requests=requests,
         recorder=recorder,
         shapes=shapes,
-        kv_cache=SimpleNamespace(num_blocks=200, layer_groups=[["layer"]]),  # type: ignore[arg-type]
+        kv_cache=SimpleNamespace(num_blocks=200, layer_groups=[["layer"]]),
         hidden_states=hidden_states,
         target=nothing,
-        drafter=SimpleNamespace(layer_names=["layer"]),  # type: ignore[arg-type]
+        drafter=SimpleNamespace(layer_names=["layer"]),
         sampling=sampling,
     )
 

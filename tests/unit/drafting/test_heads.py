@@ -227,9 +227,9 @@ def model_of(**parts: nn.Module) -> nn.Module:
 def test_head_without_matrices_shares_those_of_target() -> None:
     target = model_of(inner_embed_tokens=linear(), lm_head=linear())
     head = model_of(inner_embed_tokens=linear())
-    head.has_own_embed_tokens = head.has_own_lm_head = False  # type: ignore[assignment]
+    head.has_own_embed_tokens = head.has_own_lm_head = False
     share_modules(target, head)
-    assert head.model.embed_tokens is target.model.embed_tokens  # type: ignore[union-attr]
+    assert head.model.embed_tokens is target.model.embed_tokens
     assert head.lm_head is target.lm_head
 
 
@@ -237,11 +237,11 @@ def test_head_without_matrices_shares_those_of_target() -> None:
 def test_own_matrices_are_kept_unless_equal(equal: bool) -> None:
     target = model_of(inner_embed_tokens=linear(), lm_head=linear())
     head = model_of(inner_embed_tokens=linear(), lm_head=linear())
-    head.has_own_embed_tokens = head.has_own_lm_head = True  # type: ignore[assignment]
+    head.has_own_embed_tokens = head.has_own_lm_head = True
     if equal:
-        head.lm_head.weight = nn.Parameter(target.lm_head.weight.clone())  # type: ignore[union-attr]
+        head.lm_head.weight = nn.Parameter(target.lm_head.weight.clone())
     share_modules(target, head)
-    assert head.model.embed_tokens is not target.model.embed_tokens  # type: ignore[union-attr]
+    assert head.model.embed_tokens is not target.model.embed_tokens
     assert (head.lm_head is target.lm_head) == equal
 
 
@@ -257,7 +257,7 @@ def test_mtp_layers_use_output_matrix_of_target_unless_they_have_one(container: 
     own, target = layer.shared_head.head, model_of(inner_embed_tokens=linear(), lm_head=linear())
     head = model_of(inner_layers=container([layer]), inner_embed_tokens=linear())
     if has_own:
-        head.has_own_lm_head = True  # type: ignore[assignment]
+        head.has_own_lm_head = True
     share_modules(target, head)
     assert layer.shared_head.head is (own if has_own else target.lm_head)
 
@@ -265,7 +265,7 @@ def test_mtp_layers_use_output_matrix_of_target_unless_they_have_one(container: 
 def test_embeddings_of_target_may_be_its_output_matrix() -> None:
     target, head = model_of(inner_embed_tokens=linear()), model_of(inner_embed_tokens=linear())
     share_modules(target, head)
-    assert head.lm_head is target.model.embed_tokens  # type: ignore[union-attr]
+    assert head.lm_head is target.model.embed_tokens
     with pytest.raises(UnsupportedConfigError, match="has no embeddings under a name that heads know"):
         share_modules(model_of(lm_head=linear()), head)
 
@@ -283,8 +283,8 @@ def test_whole_head_shares_modules_of_split_target(monkeypatch: pytest.MonkeyPat
     target = model_of(inner_embed_tokens=Embeddings(), lm_head=linear())
     head = model_of(inner_embed_tokens=linear())
     monkeypatch.setattr(parallel_state, "_TP", alone)
-    share_modules(target, head, target_group)  # type: ignore[arg-type]
-    assert head.model.embed_tokens(torch.tensor(3)) == 4  # type: ignore[union-attr, operator]
+    share_modules(target, head, target_group)
+    assert head.model.embed_tokens(torch.tensor(3)) == 4
     assert asked == [target_group]
     assert parallel_state.get_tp_group() is alone
     assert head.lm_head is target.lm_head

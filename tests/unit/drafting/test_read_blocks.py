@@ -2,7 +2,6 @@
 
 import random
 from types import SimpleNamespace
-from typing import Any, cast
 
 import numpy as np
 
@@ -19,7 +18,7 @@ def test_recording_many_rows_equals_recording_each() -> None:
     tables = [part.reshape(ROWS, -1) for part in np.split(ids, [ROWS * widths[0]])]
     counts = [np.full(ROWS, width, dtype=np.int64) for width in widths]
     requests = SimpleNamespace(tables_np=tables, block_sizes=SIZES, num_blocks=counts)
-    blocks = ReadBlocks(cast(Any, requests), 1 + ROWS * sum(widths), [0, 1])
+    blocks = ReadBlocks(requests, 1 + ROWS * sum(widths), [0, 1])
     known = [0] * ROWS
     while min(known) < LONGEST:
         rows = [row for row in rng.sample(range(ROWS), rng.randint(0, ROWS)) if known[row] < LONGEST]

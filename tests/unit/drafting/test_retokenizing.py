@@ -39,8 +39,7 @@ class Languages:
 
     def target_ids(self, text: str) -> list[int]:
         """Return the target's tokens of a text."""
-        ids: list[int] = self.tokenizers[0].encode(text, add_special_tokens=False)
-        return ids
+        return self.tokenizers[0].encode(text, add_special_tokens=False)
 
     def spelled(self, ids: list[int]) -> bytes:
         """Return the text of the drafter's tokens."""
@@ -104,7 +103,7 @@ def test_special_tokens_are_translated_by_role() -> None:
     languages = Languages("sentencepiece", "byte_level")
     target, drafter = languages.target.roles, languages.drafter.roles
     timeline = Timeline(languages.reader)
-    timeline.extend([target.bos, *languages.target_ids("one"), target.eos[0], *languages.target_ids("two")])  # type: ignore[list-item]
+    timeline.extend([target.bos, *languages.target_ids("one"), target.eos[0], *languages.target_ids("two")])
     encode = languages.reader.encoder.encode
     assert timeline.tokens(0) == [drafter.bos, *encode("one").ids, drafter.eos[0], *encode("two").ids]
     assert timeline.open_text == "two"
@@ -131,7 +130,7 @@ def test_bos_appears_once() -> None:
     )
     for start in ([], [languages.target.roles.bos]):
         timeline = Timeline(reader)
-        timeline.extend([*start, *languages.target_ids("one")])  # type: ignore[list-item]
+        timeline.extend([*start, *languages.target_ids("one")])
         assert timeline.tokens(0) == [bos, *reader.encoder.encode("one").ids]
 
 

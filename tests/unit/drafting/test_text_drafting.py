@@ -92,7 +92,7 @@ class Rows:
             proposer=RetokenizedProposer(self.model, self.translation),
             reader=self.languages.reader,
             rewriter=self.languages.rewriter() if match == "slem" else None,
-            kv_region=FixedRegion(length),  # type: ignore[arg-type]
+            kv_region=FixedRegion(length),
             guard=Guard(independent=True),
         )
         self.recorder.expect(listed(self.drafting.jobs()))

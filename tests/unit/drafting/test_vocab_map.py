@@ -2,7 +2,7 @@
 
 import random
 from types import SimpleNamespace
-from typing import Any, cast
+from typing import Any
 
 import numpy as np
 import pytest
@@ -131,7 +131,7 @@ def test_tokenizer_with_a_huge_id_is_refused(largest: int, is_refused: bool, mon
     loaded = SimpleNamespace(tokenizer=SimpleNamespace(get_vocab=lambda: {"a": 0, "b": largest}))
     monkeypatch.setattr(pairs, "load_tokenizer", lambda *args: loaded)
     options: dict[str, Any] = dict(tokenizer="x", tokenizer_revision=None, trust_remote_code=False)
-    model = cast("Any", SimpleNamespace(model="x", get_vocab_size=lambda: 10, **options))
+    model = SimpleNamespace(model="x", get_vocab_size=lambda: 10, **options)
     if is_refused:
         with pytest.raises(UnsupportedConfigError, match=r"largest id is 400000000, .*tokenizer\.json"):
             pairs._load_tokenizer(model)

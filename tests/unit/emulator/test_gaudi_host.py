@@ -93,7 +93,7 @@ def test_s04_stock_torch_has_no_lazy_mode(torch_version: str, has_it: bool, monk
     monkeypatch.setattr(environment, "version", lambda name: torch_version)
     assert environment.gaudi_is_lazy() is environment.gaudi_has_lazy_mode() is has_it
     loaded = ModuleType(internal)
-    loaded.is_lazy = lambda: not has_it  # type: ignore[attr-defined]
+    loaded.is_lazy = lambda: not has_it
     monkeypatch.setitem(sys.modules, internal, loaded)
     assert environment.gaudi_has_lazy_mode() is not has_it
 

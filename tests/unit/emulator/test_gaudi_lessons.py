@@ -217,8 +217,7 @@ def two_rows(attention: Any, spec: AttentionLayerSpec) -> torch.Tensor:
     query, *kv = (torch.randn(count, 1, 8, generator=some).to("hpu", torch.bfloat16) for count in (8, 48, 48))
     starts, table = (torch.tensor(values, dtype=torch.int32).to("hpu") for values in ([0, 3], [[1], [2]]))
     call = AttentionCall(num_rows=2, num_queries=4, starts_B=starts, block_table_BW=table)
-    found: torch.Tensor = attention.attend(query, KVPair(*kv, 16), call, spec)
-    return found
+    return attention.attend(query, KVPair(*kv, 16), call, spec)
 
 
 def test_a30_a_mask_of_2_gib_is_passed_in_parts(card: Any, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -239,8 +238,7 @@ def test_a30_a_mask_of_2_gib_is_passed_in_parts(card: Any, monkeypatch: pytest.M
 
         def attend(query: torch.Tensor, *args: Any, kernel: Any = kernel, called: list[int] = called) -> torch.Tensor:
             called.append(query.shape[2])
-            found: torch.Tensor = kernel.apply(query, *args)
-            return found
+            return kernel.apply(query, *args)
 
         attention._fused_sdpa = SimpleNamespace(apply=attend)
         assert torch.equal(two_rows(attention, spec).cpu(), expected.cpu())
@@ -262,8 +260,7 @@ def test_a11_the_fast_softmax_is_too_coarse_for_some_models(card: Any, model_typ
         @staticmethod
         def apply(*args: Any) -> torch.Tensor:
             modes.append(args[7])
-            found: torch.Tensor = kernel.apply(*args)
-            return found
+            return kernel.apply(*args)
 
     attention._fused_sdpa = Seen
     one_step(attention, one_head(torch.bfloat16, model_type))
@@ -283,8 +280,7 @@ def test_a13_a_marker_follows_attention_with_sinks(card: Any, sinks: bool) -> No
 
     def attend(*args: Any) -> torch.Tensor:
         issued.append(f"attention of {len(args)} arguments")
-        found: torch.Tensor = kernel.apply(*args)
-        return found
+        return kernel.apply(*args)
 
     attention._fused_sdpa = SimpleNamespace(apply=attend)
     attention._bridge = SimpleNamespace(regions=bridge.regions, mark_step=lambda: issued.append("marker"))
@@ -324,15 +320,14 @@ def test_a32_sinks_that_the_bridge_drops(card: Any, release: str, monkeypatch: p
     called: list[int] = []
     kernel = kernels.FusedSDPA
 
-    class Seen(kernel):  # type: ignore[misc]
+    class Seen(kernel):
         @staticmethod
         def forward(ctx: Any, q: Any, k: Any, v: Any, *, sink: Any) -> None: ...
 
         @staticmethod
         def apply(*args: Any) -> torch.Tensor:
             called.append(len(args))
-            found: torch.Tensor = kernel.apply(*args)
-            return found
+            return kernel.apply(*args)
 
     monkeypatch.setattr(kernels, "FusedSDPA", Seen)
     if release != "passes them on":
@@ -351,5 +346,4 @@ def one_step(attention: Any, spec: AttentionLayerSpec) -> torch.Tensor:
     starts, table = torch.zeros(1, dtype=torch.int32, device="hpu"), torch.ones(1, 1, dtype=torch.int32, device="hpu")
     call = AttentionCall(num_rows=1, num_queries=4, starts_B=starts, block_table_BW=table)
     query = torch.zeros(4, 1, 8, dtype=torch.bfloat16, device="hpu")
-    found: torch.Tensor = attention.attend(query, kv, call, spec)
-    return found
+    return attention.attend(query, kv, call, spec)

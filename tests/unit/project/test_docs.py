@@ -79,7 +79,7 @@ def test_speculative_configurations(text: str) -> None:
 
 @pytest.mark.parametrize("text", written(ADDITIONAL))
 def test_options_of_ours(text: str) -> None:
-    Options.from_vllm(SimpleNamespace(additional_config=json.loads(text)))  # type: ignore[arg-type]
+    Options.from_vllm(SimpleNamespace(additional_config=json.loads(text)))
 
 
 @pytest.mark.parametrize("page", PAGES, ids=lambda page: str(page.relative_to(ROOT)))

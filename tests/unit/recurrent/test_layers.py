@@ -47,7 +47,7 @@ HIDDEN, NAME = 32, "model.layers.0.mixer"
 @pytest.fixture(scope="module")
 def config(tmp_path_factory: pytest.TempPathFactory) -> Iterator[VllmConfig]:
     made = VllmConfig(device_config=DeviceConfig("cpu"), cache_config=CacheConfig(mamba_cache_dtype="float32"))
-    made.model_config = SimpleNamespace(dtype=torch.float32, is_moe=False, hf_text_config=None)  # type: ignore[assignment]
+    made.model_config = SimpleNamespace(dtype=torch.float32, is_moe=False, hf_text_config=None)
     with set_current_vllm_config(made):
         store = tmp_path_factory.mktemp("group") / "store"
         init_distributed_environment(1, 0, f"file://{store}", local_rank=0, backend="gloo")
@@ -265,4 +265,4 @@ def test_layers_of_kimi_linear_are_counted_from_one() -> None:
             hf_text_config=text,
             get_layers_start_end_indices=lambda parallel, of=(start, end): of,
         )
-        assert num_layers_with_kv(model, None) == with_kv  # type: ignore[arg-type]
+        assert num_layers_with_kv(model, None) == with_kv

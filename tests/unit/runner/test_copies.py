@@ -95,8 +95,8 @@ def test_decode_step_with_mrope_copies_at_most_twice(tmp_path: Path, copies: lis
     """Where steps are captured, each decode adds rotary offsets, whether or not its prompts have images."""
     engine = SmallEngine(Variant(None, backend=CompilingBackend, num_blocks=200), tmp_path)
     runner = engine.runner
-    store = MediaStore(Padding(), runner.backend, runner.recorder)  # type: ignore[arg-type]
-    multimodal = Multimodal(CONFIG, Model(), runner.backend, runner.max_rows, store)  # type: ignore[arg-type]
+    store = MediaStore(Padding(), runner.backend, runner.recorder)
+    multimodal = Multimodal(CONFIG, Model(), runner.backend, runner.max_rows, store)
     runner.extensions.append(multimodal)
     runner.target.rotary_offsets_R = multimodal.rotary_offsets.table_RX
     check_decode_steps(engine, copies, {"temperature": 0.0}, max_copies=2)

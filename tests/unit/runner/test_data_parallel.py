@@ -44,7 +44,7 @@ MAX_LEN, K = 64, 3
 def shapes(tmp_path: Path) -> Shapes:
     config = engine_config(tmp_path, None, max_num_seqs=4, max_model_len=MAX_LEN)
     config.parallel_config.data_parallel_size = 2
-    config.model_config = SimpleNamespace(max_model_len=MAX_LEN, is_moe=True)  # type: ignore[assignment]
+    config.model_config = SimpleNamespace(max_model_len=MAX_LEN, is_moe=True)
     return Shapes.from_config(config, Options(), load_backend(), (K,))
 
 
@@ -57,7 +57,7 @@ def test_lockstep_shapes_are_listed(shapes: Shapes, monkeypatch: pytest.MonkeyPa
     listed = set(shapes.all())
     member: Any = Request(
         req_id="a", params=None, seed_words=(0, 0), prompt=[1] * 60, row=0, all_token_ids=[1] * 60, num_computed=60
-    )  # type: ignore[arg-type]
+    )
     own: dict[str, list[Planned]] = {
         "nothing": [],
         "a decode": [

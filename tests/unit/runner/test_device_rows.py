@@ -16,7 +16,7 @@ MAX_ROWS = 20
 
 
 def make_rows(backend: HostBackend) -> DeviceRows:
-    return DeviceRows(backend, MAX_ROWS, np.array([7, 8], dtype=np.int32))  # type: ignore[arg-type]
+    return DeviceRows(backend, MAX_ROWS, np.array([7, 8], dtype=np.int32))
 
 
 @pytest.mark.parametrize("backend", [HostBackend, CapturingBackend])

@@ -72,7 +72,7 @@ def requests() -> Requests:
 
 @pytest.fixture
 def store() -> MediaStore:
-    return MediaStore(Padding(), HostBackend(), StepRecorder())  # type: ignore[arg-type]
+    return MediaStore(Padding(), HostBackend(), StepRecorder())
 
 
 def image(name: str, offset: int, length: int, is_embed: list[bool] | None = None) -> MultiModalFeatureSpec:
@@ -84,7 +84,7 @@ def image(name: str, offset: int, length: int, is_embed: list[bool] | None = Non
 def admit(
     requests: Requests, store: MediaStore, images: list[MultiModalFeatureSpec], prompt: list[int] = PROMPT
 ) -> Multimodal:
-    multimodal = Multimodal(CONFIG, Model(), HostBackend(), 3, store)  # type: ignore[arg-type]
+    multimodal = Multimodal(CONFIG, Model(), HostBackend(), 3, store)
     asked = replace(new_request("image", prompt, [4]), mm_features=images)
     scheduled = step({"text": 3, "image": len(prompt)}, new=[new_request("text", [5, 6, 7], [3]), asked])
     scheduled.scheduled_encoder_inputs["image"] = list(range(len(images)))
@@ -126,7 +126,7 @@ def test_captured_inputs_have_one_form_per_phase(requests: Requests, store: Medi
 def test_rows_belong_to_one_image_until_it_is_freed(requests: Requests, store: MediaStore) -> None:
     multimodal = admit(requests, store, [image("one", 0, 3), image("two", 3, 3), image("one", 6, 3)], [0] * 9)
     assert merged(store, multimodal, batch(requests, PREFILL, 9, {"image": 9}, 0))[:9] == [1, 2, 3] * 3
-    rows = multimodal.add_to(batch(requests, PREFILL, 9, {"image": 9}, 0)).multimodal.rows_T[:9].tolist()  # type: ignore[union-attr,index]
+    rows = multimodal.add_to(batch(requests, PREFILL, 9, {"image": 9}, 0)).multimodal.rows_T[:9].tolist()
     assert rows[:3] == rows[6:], "the same image once"
     assert len(set(rows)) == 6
     assert min(rows) >= NUM_PADS, "what padding writes is not read"
@@ -159,7 +159,7 @@ def test_last_prompt_token_is_a_chunk_if_it_belongs_to_an_image(requests: Reques
 
 def test_warm_up_runs_listed_sizes_and_late_sizes_are_counted() -> None:
     recorder = StepRecorder()
-    store = MediaStore(Padding(), HostBackend(), recorder)  # type: ignore[arg-type]
+    store = MediaStore(Padding(), HostBackend(), recorder)
     (job,) = store.jobs()
     recorder.expect(job.signatures)
     job.run()

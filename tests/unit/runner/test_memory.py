@@ -25,7 +25,7 @@ class Card(Memory):
         return self.free
 
     def bytes_asked(self, error: RuntimeError) -> int | None:
-        return HpuMemory.bytes_asked(self, error)  # type: ignore[arg-type]
+        return HpuMemory.bytes_asked(self, error)
 
     def take(self, num_bytes: int) -> None:
         if num_bytes > self.free:
@@ -104,5 +104,5 @@ def test_out_of_memory_message_of_torch() -> None:
     from vllm_gaudi_spec.devices.common.kv_pair import PairMemory
 
     asked = PairMemory.bytes_asked
-    assert asked(Memory(), torch.OutOfMemoryError("no memory")) == 0  # type: ignore[arg-type]
-    assert asked(Memory(), RuntimeError("no memory")) is None  # type: ignore[arg-type]
+    assert asked(Memory(), torch.OutOfMemoryError("no memory")) == 0
+    assert asked(Memory(), RuntimeError("no memory")) is None

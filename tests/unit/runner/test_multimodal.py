@@ -38,7 +38,7 @@ def requests() -> Requests:
 
 @pytest.fixture
 def multimodal(requests: Requests) -> Multimodal:
-    made = Multimodal(CONFIG, Model(), HostBackend(), max_rows=3)  # type: ignore[arg-type]
+    made = Multimodal(CONFIG, Model(), HostBackend(), max_rows=3)
     made._cache.encoder_outputs["an image"] = torch.arange(LENGTH)[:, None] + torch.full((1, 2), 10.0)
     place = PlaceholderRange(offset=BEGIN, length=LENGTH)
     image = MultiModalFeatureSpec(data=None, modality="image", identifier="an image", mm_position=place)
@@ -101,7 +101,7 @@ def test_rotary_offset_follows_its_request_to_another_row(requests: Requests, mu
 
 
 def test_warm_up_covers_rotary_offsets() -> None:
-    multimodal = Multimodal(CONFIG, Model(), CapturingBackend(), max_rows=20)  # type: ignore[arg-type]
+    multimodal = Multimodal(CONFIG, Model(), CapturingBackend(), max_rows=20)
     written: list[int] = []
     multimodal.rotary_offsets._run_put = lambda rows_N, offsets_N: written.append(len(rows_N))
     multimodal.warm_up()
@@ -141,4 +141,4 @@ def test_placeholders_outside_the_vocabulary_are_refused() -> None:
     model = Model()
     model._has_oov_mm_tokens = True
     with pytest.raises(UnsupportedConfigError, match="add --language-model-only"):
-        Multimodal(CONFIG, model, HostBackend(), max_rows=3)  # type: ignore[arg-type]
+        Multimodal(CONFIG, model, HostBackend(), max_rows=3)

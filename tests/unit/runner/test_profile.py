@@ -61,14 +61,14 @@ def test_device_drafter_is_profiled(method: str, tmp_path: Path) -> None:
     runner, gathered = engine.runner, list[int]()
     layers = runner.target.layer_names
     if method in ("draft_model", STANDARD):
-        layers = layers + runner.drafter.layer_names  # type: ignore[union-attr]
+        layers = layers + runner.drafter.layer_names
     with torch.inference_mode():
         runner.initialize_kv_cache(KVCacheConfig(2, [], [KVCacheGroupSpec(layers, _SPEC)]), profiled_blocks=ROOMY)
         probs = runner.drafting.gather_probs
         runner.drafting.gather_probs = lambda rows_B, num_drafts: (
             gathered.append(len(rows_B)),
             probs(rows_B, num_drafts),
-        )[1]  # type: ignore[method-assign, func-returns-value]
+        )[1]
         found = list(profile._largest(jobs(runner)))
         for one in found:
             one.run()

@@ -22,8 +22,7 @@ def record_copies(memory: Any) -> list[str]:
 
     def recorded(tensor: torch.Tensor) -> torch.Tensor:
         events.append(COPY)
-        copy: torch.Tensor = download(tensor)
-        return copy
+        return download(tensor)
 
     memory.download, memory.events = recorded, events
     return events

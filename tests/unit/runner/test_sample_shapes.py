@@ -27,7 +27,7 @@ def shapes_of(max_rows: int, max_len: int, num_drafts: int, backend: HostBackend
         model_config=SimpleNamespace(max_model_len=max_len, is_moe=False),
         parallel_config=SimpleNamespace(data_parallel_size=1),
     )
-    return Shapes.from_config(config, Options(), backend, (num_drafts,) if num_drafts else ())  # type: ignore[arg-type]
+    return Shapes.from_config(config, Options(), backend, (num_drafts,) if num_drafts else ())
 
 
 def sample_shapes(
@@ -47,7 +47,7 @@ def sample_shapes(
         needs_rectangle={False: False, True: rectangles},
     )
     sampling = Sampling(
-        backend,  # type: ignore[arg-type]
+        backend,
         max_rows=max_rows,
         vocab_size=VOCAB,
         max_logprobs=max_logprobs,

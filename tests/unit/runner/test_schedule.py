@@ -29,10 +29,10 @@ def located(batch: Batch, requests: Requests) -> Located:
 def plan(
     requests: Requests, small: Shapes, scheduled: object, num_drafts: dict[str, int] | None = None
 ) -> list[tuple[str, list[str], list[int], list[bool]]]:
-    requests.apply(scheduled)  # type: ignore[arg-type]
+    requests.apply(scheduled)
     return [
         (batch.shape.phase, [request.req_id for request in batch.requests], batch.counts, batch.finishes)
-        for batch in batches_of(scheduled, requests, small, num_drafts or {})  # type: ignore[arg-type]
+        for batch in batches_of(scheduled, requests, small, num_drafts or {})
     ]
 
 

@@ -56,7 +56,7 @@ def shapes(
     backend = SimpleNamespace(traits=traits)
     widths = (drafts,) if drafts else ()
     chosen = Options(**options)
-    return Shapes.from_config(config, chosen, backend, widths, num_blocks=num_blocks, slices_chunks=True)  # type: ignore[arg-type]
+    return Shapes.from_config(config, chosen, backend, widths, num_blocks=num_blocks, slices_chunks=True)
 
 
 @pytest.mark.parametrize("exact", [True, False])
@@ -124,7 +124,7 @@ def test_slices_share_a_forward_where_that_computes_less() -> None:
     with_lengths = shapes(max_tokens=512, max_len=256, captures=True, slice_tokens=16, prefill_buckets=(64, 256))
     assert (with_lengths.slice_tokens, with_lengths.prefill_queries) == (0, (64, 256)), "the user's choice"
     assert shapes(num_ranks=2, captures=True, slice_tokens=16).slice_tokens == 0
-    longer = chosen.change_length(512, HostBackend())  # type: ignore[arg-type]
+    longer = chosen.change_length(512, HostBackend())
     assert longer.slice_tokens == 0, "such a drafter reads its own tokens"
 
 

@@ -38,7 +38,7 @@ from vllm_gaudi_spec.runner.report import Downloads, Report, Reports
 
 
 def send(step: StepResult, backend: HostBackend) -> Report:
-    return Reports(backend, Downloads(backend, overlap=True), StepRecorder()).send(step)  # type: ignore[arg-type]
+    return Reports(backend, Downloads(backend, overlap=True), StepRecorder()).send(step)
 
 
 def request(name: str, **params: Any) -> Request:
@@ -107,8 +107,8 @@ def test_prompt_logprobs_are_reported_when_the_prompt_ends(
     listed = shapes(max_num_seqs=4, max_tokens=512, max_len=512, prefill_rows=(1, 2, 4))
     requests = make_requests(backend, max_rows=4, max_len=600, max_context=listed.max_context)
     sampling = make_sampling(backend, vocab_size=VOCAB, max_logprobs=-1)
-    chunk_TV, recorder, downloads = torch.zeros(512, VOCAB), StepRecorder(), Downloads(backend, overlap=overlap)  # type: ignore[arg-type]
-    scoring = PromptLogprobs(HiddenLogits(), chunk_TV, sampling, backend, downloads, recorder)  # type: ignore[arg-type]
+    chunk_TV, recorder, downloads = torch.zeros(512, VOCAB), StepRecorder(), Downloads(backend, overlap=overlap)
+    scoring = PromptLogprobs(HiddenLogits(), chunk_TV, sampling, backend, downloads, recorder)
     recorder.expect(signatures_of(scoring.jobs()))
     wanted = {"a": 3, "b": -1, "c": None}
     length = {"a": 131, "b": 64, "c": 20}
@@ -155,7 +155,7 @@ def test_vllm_serializes_prompt_logprobs(pieces: tuple[int, ...], count: int) ->
     """The rank of a single scored token has the stride of the table it was cut from."""
     tables = [torch.arange(4 * 9, dtype=torch.int32).view(4, 9) + 100 * index for index in range(len(pieces))]
     scores = [
-        PromptScores(wait=lambda table=table: table, num_tokens=num_tokens, num_computed=3, num_requested=count)  # type: ignore[misc]
+        PromptScores(wait=lambda table=table: table, num_tokens=num_tokens, num_computed=3, num_requested=count)
         for table, num_tokens in zip(tables, pieces, strict=True)
     ]
     a = request("a", prompt_logprobs=count)
@@ -173,8 +173,8 @@ def test_preempted_request_does_not_score_its_prompt_again() -> None:
     backend, listed = HostBackend(), shapes(max_num_seqs=4, max_tokens=64, max_len=64)
     requests = make_requests(backend, max_rows=4, max_len=100, max_context=listed.max_context)
     sampling = make_sampling(backend, vocab_size=VOCAB)
-    downloads = Downloads(backend, overlap=True)  # type: ignore[arg-type]
-    scoring = PromptLogprobs(HiddenLogits(), torch.randn(64, VOCAB), sampling, backend, downloads, StepRecorder())  # type: ignore[arg-type]
+    downloads = Downloads(backend, overlap=True)
+    scoring = PromptLogprobs(HiddenLogits(), torch.randn(64, VOCAB), sampling, backend, downloads, StepRecorder())
     again = new_request("a", [1, 2, 3], [1], prefill=[1, 2, 3, 4, 5], params=SamplingParams(prompt_logprobs=1))
     requests.apply(step({"a": 5}, new=[again]))
     (batch,) = batches_of(step({"a": 5}), requests, listed, {})

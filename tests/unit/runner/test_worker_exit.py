@@ -43,7 +43,7 @@ def test_worker_shuts_down_before_the_device_software(
     freeze = ["freeze"] if is_child else []
     assert called == freeze, "vLLM has ended it, or it never began"
     called.clear()
-    worker.model_runner = object()  # type: ignore[assignment]
+    worker.model_runner = object()
     at_exit(*arguments)
     assert called == [*ends, *freeze]
     called.clear()

@@ -29,7 +29,7 @@ K, MAX_ROWS, ROWS, MAX_LEN = 3, 5, 6, 24
 
 def sampling(vocab: int, most: int, backend: HostBackend | None = None, mode: str = "raw_logprobs") -> Sampling:
     backend = backend or CapturingBackend()
-    return Sampling(backend, max_rows=MAX_ROWS, vocab_size=vocab, max_logprobs=most, logprobs_mode=mode)  # type: ignore[arg-type]
+    return Sampling(backend, max_rows=MAX_ROWS, vocab_size=vocab, max_logprobs=most, logprobs_mode=mode)
 
 
 class Grain(NamedTuple):
@@ -156,7 +156,7 @@ class Case:
         inputs = given.gather(rows_B, branch, sample_pass.edit_sizes, grammars)
         if inputs.acceptable_B is not None:
             num_drafts_B = torch.minimum(num_drafts_B, inputs.acceptable_B)
-        verifier = Verifier(requests, choose_rule(speculation, HostBackend()), TORCH, mode)  # type: ignore[arg-type]
+        verifier = Verifier(requests, choose_rule(speculation, HostBackend()), TORCH, mode)
         positions_BQ = first_B[:, None] + torch.arange(K + 1, dtype=torch.int32)
         sampled = (positions_BQ, rows_B, num_drafts_B, inputs)
         logits = self.logits.clone()

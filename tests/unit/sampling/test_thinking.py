@@ -37,9 +37,9 @@ def reasoning_config(markers: ThinkingMarkers) -> Any:
 
 @markers_each
 def test_markers_are_those_of_the_reasoning_config(markers: ThinkingMarkers) -> None:
-    assert ThinkingMarkers.from_vllm(SimpleNamespace(reasoning_config=reasoning_config(markers))) == markers  # type: ignore[arg-type]
+    assert ThinkingMarkers.from_vllm(SimpleNamespace(reasoning_config=reasoning_config(markers))) == markers
     for config in (None, SimpleNamespace(enabled=False)):
-        assert ThinkingMarkers.from_vllm(SimpleNamespace(reasoning_config=config)) is None  # type: ignore[arg-type]
+        assert ThinkingMarkers.from_vllm(SimpleNamespace(reasoning_config=config)) is None
 
 
 def last_begin(text: list[int], marker: tuple[int, ...]) -> int:
@@ -137,7 +137,7 @@ def decode(
         given.admit(request)
     given.flush()
     members = [requests.by_id[str(row)] for row in range(len(texts))]
-    verifier = Verifier(requests, choose_rule(speculation, backend), TORCH, "raw_logprobs", None, markers)  # type: ignore[arg-type]
+    verifier = Verifier(requests, choose_rule(speculation, backend), TORCH, "raw_logprobs", None, markers)
     queries = 1 + num_drafts
     lists = backend.traits.compiles and rule == "strict"
     while min(len(text.outputs) for text in texts) < NUM_OUTPUTS:

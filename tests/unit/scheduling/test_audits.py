@@ -77,7 +77,7 @@ class Errs:
         verifier = engine.runner.device_step.verifier
         self.rule, self.share, self.random = verifier.rule, share, torch.Generator().manual_seed(0)
         self.num_errors = 0
-        verifier.rule = self  # type: ignore[assignment]
+        verifier.rule = self
 
     def __call__(self, logits_BQV: Any, positions_BQ: Any, proposed: Any, inputs: Any) -> Verification:
         verification: Verification = self.rule(logits_BQV, positions_BQ, proposed, inputs)
@@ -142,7 +142,7 @@ def test_rounding_within_tolerance_is_a_tie(folder: Path, tolerance: float, kind
             logits_BQV += 0.2 * (2 * torch.rand(logits_BQV.shape, generator=noise) - 1)
         return exact(logits_BQV, *rest)
 
-    engine.runner.device_step.verifier.rule = rounds  # type: ignore[assignment]
+    engine.runner.device_step.verifier.rule = rounds
     kinds = [one for one in KINDS if one["temperature"] in (0, 1.0)]
     ask(engine, 40, kinds=kinds)
     found = results(engine)

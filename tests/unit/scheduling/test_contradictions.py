@@ -19,5 +19,5 @@ END = frozenset({7, 8})
     ids=str,
 )
 def test_contradiction_names_only_the_clients_constraints(params: dict[str, list[int]], names: str | None) -> None:
-    found = _explain_contradiction(SamplingParams(**params), END)  # type: ignore[arg-type]
+    found = _explain_contradiction(SamplingParams(**params), END)
     assert found == (names and f"No token satisfies structured_outputs together with {names}; leave one of them out.")

@@ -25,7 +25,7 @@ def make_limits(drafter_max_len: int | None = None, max_model_len: int = 1000) -
     speculation = Speculation(
         method="ngram", num_drafts=K, rule="strict", drafting="greedy", drafter_max_len=drafter_max_len
     )
-    return DeviceRowLimits(HostBackend(), 3, speculation, max_model_len)  # type: ignore[arg-type]
+    return DeviceRowLimits(HostBackend(), 3, speculation, max_model_len)
 
 
 def max_drafts(row_limits: DeviceRowLimits, lengths: dict[int, int], limit: int = K) -> list[int]:

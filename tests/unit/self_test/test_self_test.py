@@ -90,7 +90,7 @@ def casting(cast: Callable[..., torch.Tensor]) -> Callable[[float], HostArithmet
 )
 def test_wrong_fp8_kv_fails(arithmetic: Callable[[float], HostArithmetic], found: str) -> None:
     class Wrong(CpuWeights):
-        fp8_arithmetic = staticmethod(arithmetic)  # type: ignore[assignment]
+        fp8_arithmetic = staticmethod(arithmetic)
 
     wrong = replace(load_backend("cpu"), weights=Wrong())
     with pytest.raises(Failed, match=found):

@@ -11,7 +11,7 @@ from vllm_gaudi_spec.tools.compare.run import main
 
 
 def arriving(*steps: list[int], histogram: list[int] | None = None) -> Answer:
-    answer = Answer("prompt", [1], params=None)  # type: ignore[arg-type]
+    answer = Answer("prompt", [1], params=None)
     for header, tokens in enumerate(steps):
         last = header == len(steps) - 1 and histogram is not None
         metrics = SimpleNamespace(histogram=histogram, num_draft_tokens=2 * sum(histogram)) if last else None

@@ -65,8 +65,7 @@ def only_problem(found: dict[str, Any]) -> dict[str, str]:
     assert problem["remedy"]
     assert found["problems"] == 1
     assert found["conclusion"].endswith(problem["remedy"])
-    finding: dict[str, str] = problem
-    return finding
+    return problem
 
 
 def fake_distribution(folder: Path, name: str, version: str, entry_points: str = "") -> None:

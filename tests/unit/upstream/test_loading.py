@@ -219,10 +219,10 @@ def test_olmo_hybrid_is_still_not_told_its_convolutions() -> None:
     layer.weight = torch.nn.Parameter(torch.zeros(6, 1, 4))
     parts = [torch.full((2, 4), float(part)) for part in (1, 2, 3)]
     for number, part in enumerate(parts):
-        part.shard_id = number  # type: ignore[attr-defined]
-    layer.weight.weight_loader = inspect.unwrap(patched)([2, 2, 2], 1, 0)  # type: ignore[attr-defined]
+        part.shard_id = number
+    layer.weight.weight_loader = inspect.unwrap(patched)([2, 2, 2], 1, 0)
     with pytest.raises(TypeError):
         AutoWeightsLoader(layer).load_weights([("weight", parts[0])])
-    layer.weight.weight_loader = patched([2, 2, 2], 1, 0)  # type: ignore[attr-defined]
+    layer.weight.weight_loader = patched([2, 2, 2], 1, 0)
     AutoWeightsLoader(layer).load_weights([("weight", part) for part in parts])
     assert layer.weight[:, 0, 0].tolist() == [1, 1, 2, 2, 3, 3]

@@ -89,7 +89,7 @@ def test_a_failed_start_raises_the_first_error_of_its_engine(monkeypatch: pytest
         (["the worker's\nreason", "the engine's"], "the worker's reason"),
         ([], "See root cause above."),
     ):
-        messages._start_with_a_failure_file(lambda _, words=words: engine(words), None)  # type: ignore[misc]
+        messages._start_with_a_failure_file(lambda _, words=words: engine(words), None)
         with pytest.raises(RuntimeError) as raised:
             messages._raise_the_cause(wait)
         assert str(raised.value) == expected

@@ -107,14 +107,14 @@ def test_an_engine_ends_with_its_threads(name: str, caplog: pytest.LogCaptureFix
     upstream.end_engines_with_their_threads()
     engine = object.__new__(engine_core.EngineCoreProc)
     engine.input_queue, engine.output_queue = queue.Queue(), queue.Queue()
-    engine.output_queue.put((0, object()))  # type: ignore[arg-type]
+    engine.output_queue.put((0, object()))
     engine.tensor_ipc_receiver = None
     address = "tcp://127.0.0.1:0"
     arguments = ([], None, b"", None) if name == "process_input_sockets" else ([address], None, 0)
     with pytest.raises(AttributeError):
         inspect.unwrap(getattr(engine_core.EngineCoreProc, name))(engine, *arguments)
     assert engine.input_queue.empty()
-    engine.output_queue.put((0, object()))  # type: ignore[arg-type]
+    engine.output_queue.put((0, object()))
     with caplog.at_level("ERROR"):
         getattr(engine, name)(*arguments)
     assert "AttributeError" in caplog.text
@@ -127,11 +127,11 @@ def test_who_waits_for_a_dead_engine_gets_an_error(monkeypatch: pytest.MonkeyPat
     """Fails when upstream's client raises one by itself: then `raise_when_the_engine_is_gone` can go."""
     client = object.__new__(SyncMPClient)
     client.outputs_queue = queue.Queue()
-    client._finalizer = SimpleNamespace(alive=True, detach=lambda: None)  # type: ignore[assignment]
+    client._finalizer = SimpleNamespace(alive=True, detach=lambda: None)
     manager = SimpleNamespace(monitor_engine_liveness=lambda: None)
 
     def let_engine_die() -> None:
-        client.resources = SimpleNamespace(engine_dead=False, engine_manager=manager)  # type: ignore[assignment]
+        client.resources = SimpleNamespace(engine_dead=False, engine_manager=manager)
         client.start_engine_core_monitor()
         for thread in threading.enumerate():
             if thread.name == "MPClientEngineMonitor":
@@ -171,8 +171,8 @@ def test_idle_work_does_not_keep_an_engine_from_ending(seconds: int) -> None:
 
     upstream.leave_idle_work_at_shutdown()
     engine = object.__new__(engine_core.EngineCoreProc)
-    engine.scheduler = Scheduler()  # type: ignore[assignment]
-    engine.vllm_config = SimpleNamespace(shutdown_timeout=seconds)  # type: ignore[assignment]
+    engine.scheduler = Scheduler()
+    engine.vllm_config = SimpleNamespace(shutdown_timeout=seconds)
     engine.engines_running, engine.batch_queue = False, None
     engine.shutdown_state = engine_core.EngineShutdownState.RUNNING
     assert engine._handle_shutdown()
@@ -370,7 +370,7 @@ def test_every_route_asks_for_the_key(keyed_app: FastAPI) -> None:
     client, root = TestClient(keyed_app, raise_server_exceptions=False), keyed_app.root_path or ""
     unguarded, asked = set(), set()
     for route in keyed_app.routes:
-        path = re.sub(r"\{[^}]*\}", "x", route.path)  # type: ignore[attr-defined]
+        path = re.sub(r"\{[^}]*\}", "x", route.path)
         if isinstance(route, WebSocketRoute):
             with pytest.raises(WebSocketDenialResponse) as denied, client.websocket_connect(root + path):
                 pass
@@ -414,4 +414,4 @@ def test_streamed_input_is_refused() -> None:
     assert "resumable=True" in inspect.getsource(AsyncLLM._add_streaming_input_request)
     upstream.refuse_streamed_inputs()
     with pytest.raises(VLLMValidationError, match="send each turn as a request"):
-        InputProcessor.process_inputs(SimpleNamespace(), "a", [1], SamplingParams(), resumable=True)  # type: ignore
+        InputProcessor.process_inputs(SimpleNamespace(), "a", [1], SamplingParams(), resumable=True)
