@@ -40,8 +40,6 @@ SECONDS_PER_FILE = 3600
 
 @dataclass(frozen=True, kw_only=True)
 class Device:
-    """What the command has to know of a kind of card."""
-
     name: str
     kind: str
     article: str
@@ -111,8 +109,6 @@ NOT_COUNTED = "not counted on the device"
 
 @dataclass(frozen=True)
 class Check:
-    """One run of graph-check on each device."""
-
     title: str
     options: tuple[str, ...]
 

@@ -63,7 +63,6 @@ def _noted(name: str, original: Any, called: list[str]) -> Any:
 
 @pytest.fixture(scope="session")
 def backend(front_end: FrontEnd) -> DeviceBackend:
-    """As a worker finds it when it loads its model."""
     from vllm.platforms import current_platform
 
     backend = front_end.backend

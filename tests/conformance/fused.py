@@ -38,7 +38,6 @@ class Called(TorchDispatchMode):
 
 
 def _card(backend: DeviceBackend) -> str:
-    """Real or emulated."""
     return backend.traits.name.removesuffix("-emulated")
 
 

@@ -22,8 +22,6 @@ TOLERANCE = {torch.float32: (2e-5, 0.0), torch.float16: (4e-3, 4e-3), torch.bflo
 
 @dataclass(frozen=True, kw_only=True)
 class Kind:
-    """What a layer looks like."""
-
     heads: int = 4
     kv_heads: int = 2
     head_size: int = 64

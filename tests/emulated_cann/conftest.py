@@ -7,7 +7,6 @@ import pytest
 
 @pytest.fixture(scope="session")
 def npu() -> Any:
-    """`torch.npu`."""
     import torch
 
     from vllm_gaudi_spec.devices.ascend import device  # noqa: F401  (which brings torch.npu)

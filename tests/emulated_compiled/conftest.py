@@ -9,7 +9,6 @@ import torch
 
 @pytest.fixture
 def card() -> Iterator[Any]:
-    """As after installation."""
     import card_emulator
 
     card_emulator.install("gaudi2", lazy=False)

@@ -80,7 +80,6 @@ def write(folder: Path, number: int, tensors: Mapping[str, torch.Tensor], **conf
 
 
 def read(adapter: Adapter) -> tuple[dict[str, torch.Tensor], dict[str, Any]]:
-    """Its tensors and its configuration."""
     config = json.loads((adapter.folder / "adapter_config.json").read_text())
     return load_file(adapter.folder / "adapter_model.safetensors"), config
 
@@ -130,7 +129,6 @@ class Merged:
         return self._references[adapter]
 
     def check(self, jobs: list[Job], outputs: list[Tokens]) -> None:
-        """Greedy ones."""
         tally = Tally()
         for job, output in zip(jobs, outputs, strict=True):
             logits_TV = self.of(job.adapter).logits_after(job.request.prompt, output)
@@ -147,14 +145,11 @@ Tokens = list[int]
 
 @dataclass(frozen=True)
 class Job:
-    """A request and the adapter that it names."""
-
     request: Request
     adapter: Adapter | None
 
 
 def run(llm: LLM, jobs: list[Job]) -> list[Tokens]:
-    """All together."""
     outputs = llm.generate(
         [{"prompt_token_ids": job.request.prompt} for job in jobs],
         [job.request.params for job in jobs],

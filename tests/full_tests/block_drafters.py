@@ -30,8 +30,6 @@ _READ_FOR_ROPE = ("head_dim", "hidden_size", "num_attention_heads", "max_positio
 
 @dataclass(frozen=True)
 class Kind:
-    """A drafter to build."""
-
     family: str
     options: dict[str, Any] = field(default_factory=dict)
     """Fields of its config.json."""
@@ -186,7 +184,6 @@ class BlockReference:
 
     @torch.no_grad()
     def continue_text(self, prompt: list[int], num_tokens: int) -> list[int]:
-        """Return the target's greedy continuation."""
         text = list(prompt)
         for _ in range(num_tokens):
             text.append(int(self.target(torch.tensor([text])).logits[0, -1].argmax()))

@@ -57,8 +57,6 @@ class Drafter:
 
 
 class Scripted(Drafter):
-    """Plays what a test has written."""
-
     def draft(self, texts: list[list[int]], new: list[list[int]]) -> list[list[int]]:
         drafts, call = [], []
         for context, sampled in zip(texts, new, strict=True):
@@ -93,7 +91,6 @@ class Record:
         return cls([prompt + output for prompt, output in zip(prompts, outputs, strict=True)])
 
     def row(self, context: list[int]) -> int:
-        """Which text goes on from this context."""
         rows = [row for row, text in enumerate(self.texts) if context == text[: len(context)]]
         assert len(rows) == 1, f"{len(rows)} records begin with this context of {len(context)}: not what was recorded"
         return rows[0]

@@ -87,8 +87,6 @@ def first_tokens(outputs: list[RequestOutput]) -> list[list[int]]:
 
 
 class Job(NamedTuple):
-    """Requests that run together, each on a rank."""
-
     prompts: list[list[int]]
     params: list[SamplingParams]
     ranks: list[int]

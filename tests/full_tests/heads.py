@@ -24,7 +24,6 @@ def target(method: str) -> str:
 
 
 def head(method: str, k: int, **options: Any) -> dict[str, Any]:
-    """The speculative configuration."""
     model = {} if method == "mtp" else {"model": str(TINY / method)}
     return dict(method=method, num_speculative_tokens=k, **model, **options)
 

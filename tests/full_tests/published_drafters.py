@@ -173,8 +173,6 @@ _SIZES = {
 
 @dataclass(frozen=True)
 class MTP:
-    """MTP layers in the target's checkpoint."""
-
     family: str
     """Name in mtp_checkpoints.FAMILIES."""
     config: dict[str, Any]

@@ -80,7 +80,6 @@ def calibrate(folder: Path, target: str, speculative: dict[str, Any] | None, **o
 
 
 def ask(llm: LLM, count: int, num_tokens: int = 24, **options: Any) -> list[list[int]]:
-    """Some greedy, some not."""
     prompts = random_prompts([3, 17, 32, 33, 90, 150, 31, 64][:count], VOCAB)
     params = [
         SamplingParams(temperature=0.8 * (i % 2), seed=i, max_tokens=num_tokens, ignore_eos=True, **options)

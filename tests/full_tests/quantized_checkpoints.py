@@ -32,7 +32,6 @@ def dtypes_of_linears(model: nn.Module) -> set[torch.dtype]:
 
 
 def drafting(model: str) -> dict[str, Any]:
-    """A model that drafts for itself."""
     return dict(method="draft_model", model=model, num_speculative_tokens=3, rejection_sample_method="strict")
 
 
@@ -59,7 +58,6 @@ def texts_with_and_without_drafts(
 
 
 def check_reference(model: str, name: str, folder: Path, **options: Any) -> None:
-    """With reference kernels."""
     quantized, meant = rewritten(model, name, folder)
     found = texts_with_and_without_drafts(quantized, REFERENCE, **options)
     with engine(meant, **SIZES) as llm:

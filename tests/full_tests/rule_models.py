@@ -138,7 +138,6 @@ def place(rows: slice, matrix: Tensor, columns: slice, width: int = HIDDEN) -> T
 
 
 def constant(width: int) -> Tensor:
-    """The map that keeps the constant."""
     whole = torch.zeros(HIDDEN, width)
     whole[ONE, ONE] = 1.0
     return whole

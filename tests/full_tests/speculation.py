@@ -27,7 +27,6 @@ METHODS = {"ngram": ngram, "suffix": suffix}
 
 
 def custom(name: str, k: int = 3, **options: Any) -> dict[str, Any]:
-    """A drafter out of drafters.py."""
     model = f"tests.full_tests.drafters.{name}"
     return dict(method="custom_class", model=model, num_speculative_tokens=k, **options)
 

@@ -52,8 +52,6 @@ def model(looping_llama: str, tmp_path_factory: pytest.TempPathFactory) -> Calla
 
 @pytest.fixture(scope="module")
 def answers() -> Callable[[str], list[list[Answer]]]:
-    """Of each model, without speculation."""
-
     @cache
     def of(path: str) -> list[list[Answer]]:
         with engine(path, **SIZES) as llm:

@@ -77,7 +77,6 @@ def check_error(response: httpx.Response, words: list[str]) -> None:
 
 @pytest.mark.parametrize("stream", [True, False], ids=["mid-stream", "waiting"])
 def test_request_of_a_client_that_disconnects_is_dropped(stream: bool, server: Server) -> None:
-    """The request is dropped, not run to its end for nobody."""
     length = MAX_LEN - 100
     body = dict(model="tiny", prompt="hi", max_tokens=length, temperature=0, ignore_eos=True, stream=stream)
     before = server.metric("vllm:generation_tokens_total")

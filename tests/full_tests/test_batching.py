@@ -42,7 +42,6 @@ def test_together(tiny_llama: str, requests: list[Request], alone: list[list[Ans
 
 
 def test_prefix_cache(tiny_llama: str, requests: list[Request], alone: list[list[Answer]]) -> None:
-    """The second round finds its prompts in the cache."""
     with engine(tiny_llama, **CACHED) as llm:
         check(requests, run_together(llm, requests), alone)
         before = counter(llm, "vllm:prefix_cache_hits")

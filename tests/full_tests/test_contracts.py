@@ -90,7 +90,6 @@ def test_custom_logits_processor(tiny_llama: str, greedy: list[list[int]]) -> No
 
 
 def test_engine_starts_after_another_ended_or_failed(tiny_llama: str, greedy: list[list[int]]) -> None:
-    """Also after one that could not start."""
     with pytest.raises(Exception, match=r"(?i)kv cache"), engine(tiny_llama, kv_cache_memory_bytes=100_000):
         pass
     for _ in range(2):

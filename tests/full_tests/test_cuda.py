@@ -131,7 +131,6 @@ def rule_target(tmp_path_factory: pytest.TempPathFactory) -> str:
 
 @pytest.fixture(scope="module")
 def drawn(rule_target: str) -> list[list[int]]:
-    """Seeded texts without drafts."""
     with engine(rule_target, **never_wrong.SIZES) as llm:
         return first_tokens(generate(llm, DRAWN, DRAWN_PARAMS))
 

@@ -103,7 +103,6 @@ def test_commands_of_the_pages_run(scene: list[Block], names: dict[str, str], ch
 
 @contextmanager
 def serving(*how: Any) -> Iterator[Running]:
-    """Until Ctrl-C."""
     server = Running(*how)
     try:
         yield server
@@ -113,7 +112,6 @@ def serving(*how: Any) -> Iterator[Running]:
 
 
 def check(server: Running, speculates: bool) -> None:
-    """It answers, and drafts if it shall."""
     model = server.client.get("/v1/models").json()["data"][0]["id"]
     prompt = "one two three one two three one two"
     answer = server.complete(model=model, prompt=prompt, max_tokens=24, temperature=0, ignore_eos=True)

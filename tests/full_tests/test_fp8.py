@@ -31,7 +31,6 @@ def calibrated(looping_llama: str, tmp_path_factory: pytest.TempPathFactory) -> 
 
 @pytest.fixture(scope="module")
 def alone(looping_llama: str, calibrated: Calibrated) -> Callable[[str], list[list[int]]]:
-    """What the target says in FP8 without drafts."""
     known: dict[str, list[list[int]]] = {}
 
     def answers(method: str) -> list[list[int]]:

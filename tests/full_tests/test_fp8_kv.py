@@ -67,7 +67,6 @@ def test_heads_are_lossless(method: str) -> None:
 @pytest.mark.slow
 @pytest.mark.parametrize("family", ["deepseek", "gemma3", "qwen3_moe"])
 def test_latent_windowed_and_moe_layers_are_lossless(family: str, tiny: Callable[[str], str]) -> None:
-    """Latent keys, windows, experts."""
     with engine(tiny(family), speculative_config=ngram(3, **STRICT), kv_cache_dtype="fp8_e4m3", **SIZES) as llm:
         check(llm, least=-1)
 

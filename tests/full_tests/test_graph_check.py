@@ -91,6 +91,5 @@ def line_of(code: str) -> int:
 
 
 def places(lines: Sequence[dict[str, Any]]) -> set[int]:
-    """Line numbers in this file."""
     found = (re.search(rf"{THIS_FILE}:(\d+)", line["where"]) for line in lines)
     return {int(match[1]) for match in found if match}

@@ -38,7 +38,6 @@ def here(command: str, server: Server) -> str:
 
 
 def run(command: str, server: Server, folder: Path, message: str | None = None) -> str:
-    """A command of the page, at this server."""
     done = subprocess.run(
         shlex.split(here(command, server)),
         cwd=folder,

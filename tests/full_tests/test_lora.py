@@ -18,7 +18,6 @@ from tests.full_tests.workload import Request
 
 @pytest.fixture(scope="module")
 def adapted(looping_llama: str) -> Iterator[LLM]:
-    """One engine for what needs no other."""
     with engine(looping_llama, **LORA, max_cpu_loras=3) as llm:
         yield llm
 

@@ -18,7 +18,6 @@ from tests.support.marks import quick_and_slow
 
 @pytest.fixture(scope="module")
 def expected(looping_llama: str, loras: list[Adapter]) -> list[Tokens]:
-    """What is said without drafts."""
     with engine(looping_llama, **LORA) as llm:
         return run(llm, mixed(24, loras[0], None, loras[1]))
 

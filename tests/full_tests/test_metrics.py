@@ -50,7 +50,6 @@ def families(server: Server) -> list[Metric]:
 
 
 def by_label(server: Server, series: str, label: str) -> dict[str, float]:
-    """Over all engines."""
     found: dict[str, float] = {}
     for sample in (sample for family in families(server) for sample in family.samples):
         if sample.name == series:

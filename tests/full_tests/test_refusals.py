@@ -86,7 +86,6 @@ def test_prompts_of_models_without_kv_must_fit_into_a_step(tmp_path: Path) -> No
 
 
 def test_bad_request_does_not_stop_the_engine(tiny_llama: str) -> None:
-    """The engine goes on."""
     good = SamplingParams(max_tokens=2, ignore_eos=True)
     with engine(tiny_llama) as llm:
         for bad in (

@@ -36,7 +36,6 @@ def params(chance: str, num_tokens: int) -> list[SamplingParams]:
 
 @pytest.fixture(scope="module")
 def records(tiny_llama: str) -> dict[str, Record]:
-    """Greedy and seeded runs without speculation."""
     with engine(tiny_llama) as llm:
         said = {c: first_tokens(generate(llm, PROMPTS, params(c, NUM_RECORDED))) for c in ("greedy", "seeded")}
     assert said["greedy"] != said["seeded"]

@@ -53,7 +53,6 @@ def failing_start(model: str, *options: str, **environment: str) -> str:
 
 
 def failed_start(model: str, *options: str, **environment: str) -> str:
-    """All that it says."""
     done = subprocess.run(
         serve_command(model, *options),
         env=serve_environment(**environment),

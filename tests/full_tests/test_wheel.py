@@ -41,7 +41,6 @@ def index_answers() -> bool:
 
 @pytest.fixture(scope="module")
 def binaries(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """The environment's folder of commands."""
     folder = tmp_path_factory.mktemp("wheel")
     pack = ["wheel", "--quiet", "--no-deps", "--no-build-isolation", "--wheel-dir", str(folder / "dist"), str(ROOT)]
     subprocess.run([sys.executable, "-m", "pip", *pack], check=True)

@@ -79,7 +79,6 @@ def rank_slack(rank: int) -> int:
 
 
 def compare(name: str, ours: list[Position], theirs: list[Position], close: float) -> list[str]:
-    """One line per difference."""
     if len(ours) != len(theirs):
         return [f"{name}: {len(ours)} positions for {len(theirs)}"]
     wrong = []

@@ -77,7 +77,6 @@ class Plain:
         return int((logits.where(torch.tensor(self.map.draftable), -torch.inf) if confined else logits).argmax())
 
     def draft(self, tokens: list[int], confined: bool = True) -> list[int]:
-        """Ids of its own."""
         ids, made = self.read(tokens), []
         for _ in range(K):
             made.append(self.best(ids + made, confined))

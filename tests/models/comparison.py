@@ -79,7 +79,6 @@ def equality(found: Result, reference: Result, tolerance: float) -> Equality:
 
 
 def same_vectors(found: Result, reference: Result) -> Equality:
-    """Of pooling models."""
     pairs = zip(found["vectors"], reference["vectors"], strict=True)
     off = [abs(one - other) for some, others in pairs for one, other in zip(some, others, strict=True)]
     worst = max(math.inf if math.isnan(value) else value for value in off)

@@ -93,8 +93,6 @@ SOUNDS = _prompts(Sound(5_000), Sound(8_000), Sound(3_000))
 
 
 class Question(NamedTuple):
-    """A model and what it is asked."""
-
     words: dict[str, str]
     """By modality: what stands for an item in a prompt."""
     processor: Callable[[PreTrainedTokenizerFast], ProcessorMixin]
@@ -119,7 +117,6 @@ OTHER = 1_000_000
 
 
 def requests(asked: Question, seed: int = 0) -> list[dict[str, Any]]:
-    """As vLLM takes them."""
     return [
         {"prompt": asked.text(prompt)} | ({"multi_modal_data": _by_modality(prompt[1], seed)} if prompt[1] else {})
         for prompt in asked.prompts
@@ -127,7 +124,6 @@ def requests(asked: Question, seed: int = 0) -> list[dict[str, Any]]:
 
 
 def for_processor(items: Sequence[Item]) -> dict[str, Any]:
-    """As processors of transformers take them."""
     found = _by_modality(items)
     named: dict[str, Any] = {}
     if IMAGE in found:

@@ -123,7 +123,6 @@ def ask_again(
 
 
 def doctor(job: dict[str, Any]) -> dict[str, Any]:
-    """What `gaudi-spec doctor --model` answers."""
     from vllm_gaudi_spec.tools.doctor.findings import PROBLEM, conclude
     from vllm_gaudi_spec.tools.doctor.pair import check_pair
 

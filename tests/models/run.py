@@ -59,8 +59,6 @@ def check_row(row: comparison.Row, variants: tuple[str, ...] = OURS) -> None:
 
 @dataclass
 class Run:
-    """Some cases, and the folder for what is made of them."""
-
     cases: dict[str, Recipe]
     state: Path
     variants: tuple[str, ...] = OURS

@@ -76,8 +76,6 @@ def cells(tokens_NL: np.ndarray, vocab: int) -> np.ndarray:
 
 @dataclass
 class Texts:
-    """The texts of N requests."""
-
     tokens_NL: np.ndarray
     length_N: np.ndarray
     context_N: np.ndarray

@@ -46,5 +46,4 @@ def answering(answers: Answers, by_headers: Answers | None = None) -> Iterator[s
 
 
 def events(*found: dict[str, Any]) -> str:
-    """Return a streamed answer."""
     return "".join(f"data: {json.dumps(one)}\n\n" for one in found) + "data: [DONE]\n\n"

@@ -17,7 +17,6 @@ MODEL = "0123456789abcdef"
 
 
 def measured(seed: int = 0, model: str = MODEL) -> Record:
-    """Return the measurements of one rank."""
     rng = np.random.default_rng(seed)
 
     def largest(rows: int = 1) -> np.ndarray:

@@ -115,7 +115,6 @@ def test_unsupported_weight_files_are_refused(file: str, message: str, of_drafte
 
 
 def index(folder: Path, kind: str) -> None:
-    """Of weights that stand in one file."""
     weight_map = {"weight_map": {"weight": f"{kind}-00001-of-00001.safetensors"}}
     (folder / f"{kind}.safetensors.index.json").write_text(json.dumps(weight_map))
 
@@ -226,7 +225,6 @@ def refused_with(message: str | None) -> AbstractContextManager[Any]:
 
 
 def backend_of(device: str, *, captures: bool = False) -> Any:
-    """What refusals ask of it."""
     traits = DeviceTraits(
         name=device,
         mode="",

@@ -14,8 +14,6 @@ _ENDED = (0, 1)
 
 @dataclass(kw_only=True)
 class Outcome:
-    """Of one file."""
-
     file: str
     passed: int = 0
     skipped: int = 0

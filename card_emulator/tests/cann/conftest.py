@@ -20,7 +20,6 @@ def card() -> Any:
 
 @pytest.fixture(scope="session")
 def npu(card: Any) -> Any:
-    """`torch.npu`."""
     import torch
 
     torch.npu.set_device(0)

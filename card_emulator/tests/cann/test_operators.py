@@ -200,7 +200,6 @@ def test_npu_v04_a17_calls_that_the_pages_refuse(case: str, npu: Any) -> None:
 
 
 def slots(*numbers: int) -> None:
-    """As many tokens, in a cache of four blocks of 128."""
     import torch_npu
 
     tokens, cache = torch.ones(len(numbers), 2, 16, device="npu"), torch.zeros(4, 128, 2, 16, device="npu")

@@ -60,7 +60,6 @@ class Acl:
         return self.made("aclrtCreateEventWithFlag", 0)
 
     def fill(self, stream: ctypes.c_void_p, value: int = 0) -> None:
-        """One operation."""
         size = ctypes.c_size_t(64)
         self("aclrtMemsetAsync", self.room, size, value, size, stream)
 
@@ -71,7 +70,6 @@ class Acl:
             time.sleep(0.001)
 
     def begin(self, mode: int = RELAXED) -> ctypes.c_void_p:
-        """A stream that is captured."""
         stream = self.stream()
         self("aclmdlRICaptureBegin", stream, mode)
         return stream
@@ -96,7 +94,6 @@ class Acl:
                 self("aclmdlRICaptureEnd", stream, ctypes.byref(ctypes.c_void_p()))
 
     def ranks(self) -> ctypes.c_void_p:
-        """A communicator of one rank."""
         root, found = ctypes.create_string_buffer(4108), ctypes.c_void_p()
         self("HcclGetRootInfo", root)
         self("HcclCommInitRootInfo", 1, root, 0, ctypes.byref(found))

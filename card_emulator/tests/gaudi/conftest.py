@@ -11,7 +11,6 @@ import card_emulator
 
 @pytest.fixture
 def card() -> Iterator[Any]:
-    """The card as it is after installation."""
     card_emulator.install(generation="gaudi2", lazy=True)
     card = card_emulator.device()
     card.reset()

@@ -20,8 +20,6 @@ _LEAST_TEMPERATURE = 0.01
 
 @dataclass
 class Judge:
-    """Judges answers of one target."""
-
     target: str
     eos: int
     max_len: int

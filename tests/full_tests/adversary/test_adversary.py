@@ -61,7 +61,6 @@ def close_relative(tmp_path_factory: pytest.TempPathFactory) -> str:
 
 @contextmanager
 def serving(configuration: Configuration, request: pytest.FixtureRequest, log: Path) -> Iterator[tuple[Server, str]]:
-    """Yield the server and the target's folder."""
     target = configuration.target or request.getfixturevalue("looping_llama")
     speculative = dict(configuration.speculative)
     if configuration.drafter:
@@ -103,7 +102,6 @@ def is_promised(configuration: Configuration, body: dict[str, Any]) -> bool:
 
 
 def find_faults(judge: Judge, body: dict[str, Any], response: httpx.Response) -> list[str]:
-    """Return what is wrong with an answer by itself."""
     if response.status_code == 200:
         return judge.find_faults(body, response.json())
     return [] if response.status_code == 400 else [f"answered {response.status_code}: {response.text[:300]}"]

@@ -26,7 +26,6 @@ current = Plan()
 
 
 def plan(break_at: Callable[[int], bool], answer: Answer) -> Plan:
-    """From now on."""
     global current
     current = Plan(break_at, answer)
     return current

@@ -32,7 +32,6 @@ def text(server: Server, wanted: dict[str, Any]) -> str:
 
 
 def texts(server: Server, wanted: list[dict[str, Any]]) -> list[str]:
-    """All at once."""
     with ThreadPoolExecutor(len(wanted)) as pool:
         return list(pool.map(lambda each: text(server, each), wanted))
 
@@ -77,8 +76,6 @@ def _goes_away(server: Server, index: int, seconds: float) -> bool:
 
 @dataclass
 class Answer:
-    """How a request ended."""
-
     status: int | None
     """None where the connection broke before there was one."""
     text: str

@@ -131,7 +131,6 @@ def test_three_faults_in_a_row_switch_the_drafter_off(
 
 
 def spoilt(folder: Path, source: str, spoil: Callable[[dict[str, torch.Tensor]], None]) -> str:
-    """A copy of a checkpoint with other weights."""
     folder.mkdir()
     for file in Path(source).iterdir():
         if file.suffix in (".json", ".jinja"):

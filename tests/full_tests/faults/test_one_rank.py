@@ -27,7 +27,6 @@ def one_rank(looping_llama: str, tmp_path_factory: pytest.TempPathFactory) -> It
 
 @pytest.fixture(scope="module")
 def quiet(one_rank: Server) -> list[str]:
-    """What a quiet server says."""
     return texts(one_rank, bodies(12))
 
 

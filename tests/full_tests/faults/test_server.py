@@ -44,7 +44,6 @@ def two_ranks(
 
 @pytest.fixture(scope="module")
 def quiet(two_ranks: Server) -> list[str]:
-    """What a quiet server says."""
     return texts(two_ranks, bodies(12))
 
 

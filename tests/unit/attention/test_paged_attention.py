@@ -317,8 +317,6 @@ def test_bidirectional_queries_see_the_keys_of_their_whole_row(form: str, window
 
 
 class Watch(TorchDispatchMode):
-    """Records the names of operations."""
-
     def __init__(self) -> None:
         super().__init__()
         self.names: set[str] = set()

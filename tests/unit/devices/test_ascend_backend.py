@@ -160,7 +160,6 @@ def test_npu_s14_cards_without_fused_attention_are_refused(
 
 
 def unopened() -> Any:
-    """A backend whose card has not been opened."""
     traits = ascend.make_traits("ascend", torch.device("cpu"))
     return SimpleNamespace(traits=traits, weights=ascend.AscendWeights(Memory()))
 

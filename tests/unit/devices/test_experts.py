@@ -358,8 +358,6 @@ def test_npu_e08_groups_of_one_tensor() -> None:
 
 
 class Largest(TorchDispatchMode):
-    """The most bytes of one result."""
-
     def __init__(self) -> None:
         super().__init__()
         self.nbytes = 0
@@ -373,7 +371,6 @@ class Largest(TorchDispatchMode):
 
 @pytest.mark.parametrize("form", ["dense", "grouped"])
 def test_l14_no_tensor_of_all_experts_and_all_tokens(form: str) -> None:
-    """The largest tensor has a bound."""
     tokens, num_experts, top_k = 2048, 64, 2
     call = call_of(tokens, num_experts, top_k)
     with Largest() as largest:

@@ -18,8 +18,6 @@ def without_gradients(request: pytest.FixtureRequest) -> Any:
 
 
 class Asked(Tracer):
-    """Counts what PyTorch derived."""
-
     def __init__(self, results: Results) -> None:
         super().__init__({}, "cpu", results)
         self.asked: list[str] = []

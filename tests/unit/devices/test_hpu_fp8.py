@@ -43,7 +43,6 @@ class Model(nn.Module):
 
 @pytest.fixture
 def log(monkeypatch: pytest.MonkeyPatch) -> list[Any]:
-    """The calls, in order."""
     calls: list[Any] = []
 
     def patch(mode: str, model: Model, path: str) -> None:

@@ -15,8 +15,6 @@ from vllm_gaudi_spec.devices.common.tracing import NotCompilableError
 
 
 class Compiler:
-    """Counts what it compiles, and keeps the graphs."""
-
     def __init__(self, backend: str = "aot_eager") -> None:
         self.graphs: list[fx.GraphModule] = []
         self._backend = lookup_backend(backend)
@@ -210,7 +208,6 @@ def test_number_counted_in_python_is_refused_when_traced_twice(regions: RegionCo
 
 @pytest.fixture
 def group() -> Iterator[dist.ProcessGroup]:
-    """A group of this process alone."""
     if dist.is_initialized():
         yield dist.new_group([dist.get_rank()], backend="gloo")
         return

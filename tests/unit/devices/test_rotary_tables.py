@@ -31,7 +31,6 @@ def halves(request: Any) -> bool:
 
 @pytest.fixture
 def given() -> list[tuple[torch.Tensor, torch.Tensor]]:
-    """The tables that each call of the kernel got."""
     return []
 
 

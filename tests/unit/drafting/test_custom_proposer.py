@@ -11,8 +11,6 @@ from vllm_gaudi_spec.records import Context
 
 
 class Scripted:
-    """Returns scripted answers and records its arguments."""
-
     def __init__(self, vllm_config: Any) -> None:
         self.config = vllm_config
         self.answers: list[list[int]] = []

@@ -103,8 +103,6 @@ Ask = Callable[[list[Any]], Any]
 
 
 class Odd(Counts):
-    """Returns what a test sets."""
-
     def __init__(self, ask: Ask) -> None:
         super().__init__()
         self.ask = ask

@@ -30,7 +30,6 @@ NOBODYS = 89.0  # the state of padding and rejected tokens
 
 
 def state_after(tokens: list[int]) -> int:
-    """Return the target's state after the last token."""
     return (11 * following(tokens) + 2) % VOCAB
 
 

@@ -25,8 +25,6 @@ TOKENIZERS = {
 
 
 class Languages:
-    """A target and a drafter."""
-
     def __init__(self, target: str, drafter: str) -> None:
         self.name = drafter
         self.tokenizers = TOKENIZERS[target](), TOKENIZERS[drafter]()
@@ -38,11 +36,9 @@ class Languages:
         )
 
     def target_ids(self, text: str) -> list[int]:
-        """Return the target's tokens of a text."""
         return self.tokenizers[0].encode(text, add_special_tokens=False)
 
     def spelled(self, ids: list[int]) -> bytes:
-        """Return the text of the drafter's tokens."""
         return b"".join(self.drafter.bytes_by_id[token] or b"" for token in ids)
 
     def rewriter(self) -> Rewriter:

@@ -92,8 +92,6 @@ def test_ranks_add_the_same_bits_to_logits() -> None:
 
 
 class Loader:
-    """Gives slots as it is told to."""
-
     def __init__(self) -> None:
         self.slots: dict[int, int] = {}
         self.wanted: list[list[int]] = []

@@ -66,7 +66,6 @@ def outcome(flags: list[str], parser: FlexibleArgumentParser, warnings: list[str
 
 @pytest.fixture
 def warnings(monkeypatch: pytest.MonkeyPatch) -> list[str]:
-    """Those of this platform."""
     found: list[str] = []
     monkeypatch.setattr(base.logger, "warning_once", lambda text, *values: found.append(text % values))
     return found

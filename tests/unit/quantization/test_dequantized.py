@@ -134,8 +134,6 @@ def changed(name: str, part: str, change: Callable[[torch.Tensor], Any]) -> tupl
 
 
 def first(value: float) -> Callable[[torch.Tensor], torch.Tensor]:
-    """Puts a number into the first scale."""
-
     def put(scale: torch.Tensor) -> torch.Tensor:
         stored = value
         if scale.dtype == torch.uint8:  # an exponent of two: 0 is the smallest number, and 255 is none

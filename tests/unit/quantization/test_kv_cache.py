@@ -61,7 +61,6 @@ def call_of(start: int, queries: int) -> AttentionCall:
 
 
 def stored(cache: torch.Tensor, scales: tuple[torch.Tensor, torch.Tensor] = SCALES) -> None:
-    """Tokens before the step."""
     keys, values = KEYS[:START], VALUES[:START]
     torch_ops.write_kv(keys, values, cache, slots(range(START)), with_operations(impl_with(HOST, scales)))
 

@@ -84,7 +84,6 @@ def test_merged_projections_cut_for_ranks(rank: int) -> None:
 
 
 def test_inputs_cut_for_ranks() -> None:
-    """By groups."""
     found, meant = words_of("awq", matrix(64))
     made = layer(RowParallelLinear, 2 * GROUP, 64, bias=False, reduce_results=False, rank=1, world=2)
     load(made, found)

@@ -36,7 +36,6 @@ class Card(Memory):
 
 
 def config(**options: Any) -> Any:
-    """Return vLLM's defaults, changed by `options`."""
     values = dict(kv_cache_memory_bytes=None, num_gpu_blocks_override=None, gpu_memory_utilization=0.9)
     values |= dict(max_num_seqs=256, max_num_batched_tokens=8192) | options
     values = dict(max_logprobs=20, tensor_parallel_size=1) | values

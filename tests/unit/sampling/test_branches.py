@@ -126,7 +126,6 @@ class Case:
         return [self.rng.randrange(vocab) for _ in range(count)]
 
     def run(self, backend: HostBackend, mode: str, speculation: Speculation) -> tuple[Branch, ModelRunnerOutput]:
-        """Verify as the runner does."""
         given = sampling(self.vocab, -1, backend, mode)
         requests = make_requests(backend, max_rows=MAX_ROWS, max_len=MAX_LEN, max_context=MAX_LEN)
         new = [

@@ -93,7 +93,6 @@ def test_all_but_the_last_token_of_a_step_are_drafts(
 
 @pytest.fixture
 def bodies() -> list[dict[str, Any]]:
-    """What the server was asked."""
     return []
 
 

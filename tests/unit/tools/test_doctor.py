@@ -31,7 +31,6 @@ def _plain_environment(monkeypatch: pytest.MonkeyPatch) -> None:
 
 @pytest.fixture
 def unprobed(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Without loading torch and vLLM."""
     monkeypatch.setattr("vllm_gaudi_spec.tools.doctor.probe.probe", lambda pair: [])
 
 
@@ -50,7 +49,6 @@ def doctor(*words: str, **environment: str) -> tuple[int, dict[str, Any]]:
 
 
 def here(capsys: pytest.CaptureFixture[str], *words: str) -> tuple[int, dict[str, Any]]:
-    """The same in this process."""
     status = cli.main(["doctor", "--json", *words])
     said = capsys.readouterr().out
     return status, json.loads(said[said.index("{\n") :])  # after vLLM's log
@@ -234,7 +232,6 @@ def test_another_vllm(tmp_path: Path) -> None:
 
 
 def test_a_torch_that_crashes(tmp_path: Path) -> None:
-    """The child's end is a finding."""
     (tmp_path / "torch.py").write_text(f"import os\nprint('loading')\nos.kill(os.getpid(), {int(signal.SIGILL)})\n")
     status, found = doctor(PYTHONPATH=str(tmp_path))
     assert status == 1

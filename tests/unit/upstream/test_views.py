@@ -271,8 +271,6 @@ def test_l06_gates_of_falcon_h1_are_scaled_as_vllm_does_but_not_in_place() -> No
 
 
 class CallsOf(TorchDispatchMode):
-    """Counts calls of an operation."""
-
     def __init__(self, name: str) -> None:
         super().__init__()
         self._name, self.count = name, 0
