@@ -136,9 +136,6 @@ class Merged:
         tally.check()
 
 
-# --- requests ---
-
-
 LORA: dict[str, Any] = dict(enable_lora=True, max_loras=2, max_lora_rank=8)
 Tokens = list[int]
 

@@ -83,9 +83,6 @@ def first_tokens(outputs: list[RequestOutput]) -> list[list[int]]:
     return [completions[0] for completions in tokens(outputs)]
 
 
-# --- several engines ---
-
-
 class Job(NamedTuple):
     prompts: list[list[int]]
     params: list[SamplingParams]

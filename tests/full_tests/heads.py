@@ -45,9 +45,6 @@ def with_four_heads(folder: str, copy: Path) -> str:
     return str(copy)
 
 
-# --- text ---
-
-
 @cache
 def _tokens() -> list[list[int]]:
     tokenizer = AutoTokenizer.from_pretrained(target("eagle"))

@@ -28,8 +28,6 @@ NORMAL: list[dict[str, Any]] = [
     dict(prompt="The quick brown fox", vllm_xargs=dict(num_speculative_tokens=0), temperature=0, **_LONG),
 ]
 
-# ---- requests ----------------------------------------------------------------------------------------------
-
 integers = st.sampled_from(
     [-(2**63) - 1, -(2**63), -(2**31), -2, -1, 0, 1, 2, 7, 399, 400, 511, 512, 513, 2**31, 2**32, 2**63 - 1, 2**63]
 )
@@ -112,9 +110,6 @@ def draw_requests(count: int) -> list[dict[str, Any]]:
 
     keep()
     return made
-
-
-# ---- the server --------------------------------------------------------------------------------------------
 
 
 @pytest.fixture(scope="module")

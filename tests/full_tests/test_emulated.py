@@ -180,9 +180,6 @@ def test_two_cards_decide_alike(looping_llama: str, requests: list[Request], alo
             assert rank["graphs"]["after_warmup"] == rank["device"]["compiled_after_warmup"] == 0
 
 
-# --- what the card counted ---------------------------------------------------------------------------------------
-
-
 def report(llm: LLM) -> dict[str, Any]:
     return llm.collective_rpc("step_report")[0]
 

@@ -26,9 +26,6 @@ def test_media_answers_equal_transformers(tmp_path: Path) -> None:
     check("cpu", tmp_path, "qwen2.5-vl-images@chunks")
 
 
-# ---- over HTTP -------------------------------------------------------------------------------------------
-
-
 @pytest.fixture(scope="module")
 def asked(made: Callable[[str], str], tmp_path_factory: pytest.TempPathFactory) -> Iterator[Server]:
     options = ["--max-model-len", "256", "--max-num-batched-tokens", "32"]

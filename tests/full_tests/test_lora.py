@@ -109,9 +109,6 @@ def test_adapter_is_reloaded_in_place(adapted: LLM, loras: list[Adapter], lora_f
     assert after != before
 
 
-# --- bad adapters ---
-
-
 def spoiled(
     adapter: Adapter, folder: Path, change: Callable[[dict[str, torch.Tensor], dict[str, Any]], None]
 ) -> Adapter:

@@ -83,9 +83,6 @@ def test_head_does_not_apply_adapters(method: str, lora_folder: Path) -> None:
         assert not [module for module in modules if "LoRA" in type(module).__name__]
 
 
-# --- other ways to run the target ---
-
-
 OPTIONS: dict[str, dict[str, Any]] = {
     "tensor parallel": dict(tensor_parallel_size=2),
     "one slot": dict(max_loras=1),
@@ -130,9 +127,6 @@ def test_lora_target_modules_limit_adapters(looping_llama: str, lora_folder: Pat
     jobs, left = greedy(PROMPTS, loras[0]), greedy(PROMPTS, part)
     with engine(looping_llama, **LORA, lora_target_modules=["o_proj"]) as llm:
         assert run(llm, jobs) == run(llm, left) != run(llm, greedy(PROMPTS, None))
-
-
-# --- served ---
 
 
 @pytest.mark.slow

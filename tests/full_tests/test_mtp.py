@@ -155,9 +155,6 @@ def test_gemma4_assistant_drafts_no_suppressed_token(tmp_path: Path) -> None:
         assert counter(llm, "vllm:spec_decode_num_accepted_tokens") == 0
 
 
-# ---- drafts against transformers -------------------------------------------------------------------------
-
-
 class Chain:
     """GLM-4.5's MTP layers with the layers of transformers, which compute every position anew."""
 

@@ -95,9 +95,6 @@ def test_drafts_do_not_depend_on_the_schedule(
         assert drafts[text][:length] == alone[text][:length]
 
 
-# --- logits ---
-
-
 @pytest.fixture
 def drafted(monkeypatch: pytest.MonkeyPatch) -> dict[int, torch.Tensor]:
     """The drafter's logits, [drafts, its vocabulary], by length of a text that is served alone."""

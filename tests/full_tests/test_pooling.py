@@ -55,9 +55,6 @@ def check(found: list[torch.Tensor], expected: list[torch.Tensor]) -> None:
         torch.testing.assert_close(one, other, atol=TOLERANCE, rtol=0)
 
 
-# --- decoders, in chunks ---
-
-
 @pytest.mark.slow
 def test_embeddings_in_chunks_and_from_the_prefix_cache(made: Made) -> None:
     model = made("qwen3-embedding")
@@ -110,9 +107,6 @@ def test_reranker_scores_equal_transformers(made: Made) -> None:
             torch.testing.assert_close(found, torch.stack(expected), atol=TOLERANCE, rtol=0)
         assert counter(llm, "vllm:prefix_cache_hits") > 0
     assert found.std() > 100 * TOLERANCE
-
-
-# --- encoders ---
 
 
 def test_prompts_of_a_batch_see_only_themselves(made: Made) -> None:

@@ -85,9 +85,6 @@ def test_sinks_and_alibi_with_kv_in_fp8(case: str, made: Callable[[str], str]) -
     check_without_and_with_drafts(case, made(case), kv_cache_dtype="fp8")
 
 
-# ---- drafters beside gpt-oss -----------------------------------------------------------------------------
-
-
 @pytest.mark.slow
 @pytest.mark.parametrize("drafter", [GPT_OSS, BLOOM])
 def test_drafter_with_sinks_or_alibi(drafter: str, made: Callable[[str], str]) -> None:

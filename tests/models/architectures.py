@@ -90,8 +90,6 @@ def _recipes(section: str) -> dict[str, Recipe]:
 
 TEXT = _recipes("text")
 
-# ---- with layers that keep a state -----------------------------------------------------------------------
-
 STATEFUL = _recipes("stateful")
 
 # Chunked prompts, and fewer KV blocks than three requests take: one is preempted, and its states are computed again.
@@ -104,8 +102,6 @@ STATEFUL |= {
     for name, recipe in (TEXT | STATEFUL).items()
     if recipe.architecture in SERVED and "@" not in name
 }
-
-# ---- with images or sound --------------------------------------------------------------------------------
 
 TEXT_ONLY = dict(language_model_only=True)
 MULTIMODAL = _recipes("multimodal")

@@ -22,9 +22,6 @@ _job: dict[str, Any] = {}
 _results: dict[str, dict[str, Any]] = {}
 
 
-# ---- in every process of vLLM -----------------------------------------------------------------------------
-
-
 def register() -> None:
     """Drop what names a GPU's kernels, and give engines little memory and no compiled model, on both sides alike."""
     import torch
@@ -46,9 +43,6 @@ def register() -> None:
         return original(self, *args, **named)
 
     EngineArgs.create_engine_config = create_engine_config
-
-
-# ---- in pytest's process ----------------------------------------------------------------------------------
 
 
 def pytest_configure(config: pytest.Config) -> None:

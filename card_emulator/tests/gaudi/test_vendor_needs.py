@@ -67,9 +67,6 @@ def test_views_in_inference_mode_of_tensors_from_outside(card: Any, view: Callab
     assert outside.tolist() == [[1.0, 1.0], [0.0, 0.0]]
 
 
-# --- operations ---
-
-
 def _experts(num: int) -> tuple[list[torch.Tensor], list[torch.Tensor]]:
     return [torch.randn(12, 8) for _ in range(num)], [torch.randn(8, 6) for _ in range(num)]
 

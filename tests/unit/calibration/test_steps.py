@@ -121,9 +121,6 @@ def test_a_module_that_saw_nothing(run: Run, folder: Folder) -> None:
     assert config["blocklist"]["names"] == [r"^model\.fc$", "^lm_head$"]
 
 
-# ---- what is not right -------------------------------------------------------------------------------
-
-
 STEPS = {
     "step_4_postprocess": lambda role: role.measured,
     "step_5_unify_ranks": lambda role: role.processed,
@@ -150,9 +147,6 @@ def test_another_model_stops_a_step(
     assert err.count("\n") == 1
     assert "was measured on another model than" in err
     assert tree(folder.root) == before
-
-
-# ---- prompts, and the start of measuring -------------------------------------------------------------
 
 
 def test_prompts(run: Run, tmp_path: Path) -> None:

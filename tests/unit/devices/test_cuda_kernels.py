@@ -105,9 +105,6 @@ def test_half_precision(splits: None, queries: int, dtype: torch.dtype) -> None:
     check(make_scene([0, 200], queries, dtype=dtype, heads=8, kv_heads=2, head_size=128, pad_size=1.0))
 
 
-# --- layers ---
-
-
 @pytest.mark.parametrize("dtype", [torch.float32, *HALF])
 @pytest.mark.parametrize(
     ("rows", "outputs", "inputs"), [(1, 7, 96), (2, 130, 1100), (1, 16, 2048), (2, 6, 5000), (2, 1, 96)]

@@ -103,9 +103,6 @@ def test_drafts_do_not_depend_on_batch(mode: SampledMode) -> None:
             assert torch.equal(alone.probs_BV[0], together.probs_BV[row])
 
 
-# ---- noise --------------------------------------------------------------------------------------
-
-
 def reference_block_key(seed: int, start: int) -> list[int]:
     low, high = (word & MASK for word in fold_seed(seed))
     low = reference_mix(low ^ reference_mix((start * 0xC2B2AE3D) & MASK))

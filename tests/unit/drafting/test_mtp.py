@@ -103,9 +103,6 @@ def test_row_starts_anew_after_another_request() -> None:
     assert rows.sample({"b": [8]}) == {"b": rows.expected("b")}
 
 
-# --- Gemma 4's assistants ---
-
-
 class Assistant:
     """Predicts a sum of its token, state and position. It has no KV to write."""
 
@@ -146,9 +143,6 @@ def test_assistant_drafts_at_position_of_newest_state(num_drafts: int, device: t
 
 def test_warm_up_covers_every_round_of_assistant() -> None:
     AssistantRows(num_drafts=3, drafter_max_len=600, max_len=600, exact_context=False).check_warm_up()
-
-
-# --- how many layers ---
 
 
 @pytest.mark.parametrize(("num_drafts", "num_built"), [(1, 1), (2, 2), (3, 3), (6, 3)])

@@ -127,9 +127,6 @@ def test_distributions_of_other_positions_would_show(tmp_path: Path, monkeypatch
     assert sampled_p_value("standard", tmp_path)[0] < ALPHA
 
 
-# --- configuration ---
-
-
 def draft_folder(folder: Path, **described: Any) -> str:
     engine_config(folder, None)
     byte_tokenizer().save_pretrained(folder)

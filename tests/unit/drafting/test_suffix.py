@@ -94,9 +94,6 @@ def test_no_cached_requests_keeps_no_responses() -> None:
     assert not cache._cached
 
 
-# --- the proposer ---
-
-
 @pytest.fixture
 def proposer() -> SuffixProposer:
     return SuffixProposer(24, 10, 1.0, 0.1)

@@ -84,9 +84,6 @@ def test_draft_distribution_is_restricted_to_common_tokens(share: float) -> None
     np.testing.assert_allclose(made.seen.probs_CV, expected / expected.sum(1, keepdims=True), atol=1e-6)
 
 
-# ---- standard and block --------------------------------------------------------------------------------
-
-
 def numbers_of_drafts(rng: np.random.Generator, least: int, most: int) -> Callable[[int], np.ndarray]:
     return lambda num_rows: rng.integers(least, most + 1, num_rows)
 
@@ -143,9 +140,6 @@ def test_output_is_exact_if_all_draft_tokens_are_masked(rule: str, contexts: sli
     texts, _ = write(RULES[rule].verify, made.target, made.seen, num_positions=2, steps=2, length=2, rows=DRAWS, seed=5)
     p_values = distributions.p_values(texts, made.target, BINS)
     assert min(p_values) > ALPHA, p_values
-
-
-# ---- strict --------------------------------------------------------------------------------------------
 
 
 def write_coupled(made: Pair, num_positions: int, length: int, rows: int) -> tuple[Texts, list[np.ndarray]]:

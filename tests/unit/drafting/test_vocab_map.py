@@ -42,9 +42,6 @@ def pair(request: pytest.FixtureRequest) -> Pair:
     return Pair(*PAIRS[request.param]())
 
 
-# ---- the pairs -------------------------------------------------------------------------------------------
-
-
 def test_pairs_are_mutual_and_never_padding(pair: Pair) -> None:
     made = pair.map
     assert made.target_to_draft.dtype == made.draft_to_target.dtype == np.int32
@@ -137,9 +134,6 @@ def test_tokenizer_with_a_huge_id_is_refused(largest: int, is_refused: bool, mon
             pairs._load_tokenizer(model)
     else:
         assert pairs._load_tokenizer(model) is loaded
-
-
-# ---- special tokens --------------------------------------------------------------------------------------
 
 
 def special(names: str, **roles: Any) -> Vocabulary:

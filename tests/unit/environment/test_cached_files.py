@@ -98,9 +98,6 @@ def test_special_files_are_refused(make: Callable[[Path], None], cache: Path) ->
         cached_files.read(cache / "file", 100)
 
 
-# ---- each of those who keep something --------------------------------------------------------------------
-
-
 def plant_link(folder: Path) -> None:
     (folder / "config.json").rename(folder.parent / "config.json")
     (folder / "config.json").symlink_to(folder.parent / "config.json")

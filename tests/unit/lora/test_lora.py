@@ -88,9 +88,6 @@ def test_ranks_add_the_same_bits_to_logits() -> None:
     assert sent[0].shape == (len(TOKENS), SLOTS * RANK)
 
 
-# --- rows ---
-
-
 class Loader:
     def __init__(self) -> None:
         self.slots: dict[int, int] = {}

@@ -148,9 +148,6 @@ def test_on_the_emulated_gaudi(card: Any, form: Any, scales: tuple[torch.Tensor,
     torch.testing.assert_close(found.double(), expected(doubled, largest=240.0), rtol=0.0, atol=1e-4)
 
 
-# --- scales of a loaded model ---
-
-
 def layer(k_scale: Any = 1.0, v_scale: Any = 1.0, owner: str | None = None) -> Any:
     impl = RectangleAttentionImpl(HEADS, SIZE, SIZE**-0.5, KV_HEADS, None, None, "fp8_e4m3")
     return SimpleNamespace(

@@ -160,9 +160,6 @@ def test_a_drafter_keeps_kv_as_its_target_does(tmp_path: Path, warnings: list[st
     assert not warnings
 
 
-# --- scales that are none ---
-
-
 @pytest.mark.parametrize(
     ("scale", "fault"),
     [

@@ -86,9 +86,6 @@ def test_four_bits_stay_where_that_is_asked_for() -> None:
     assert not stays("model.layers.0.mlp.down_proj", load_config=LoadConfig())
 
 
-# ---- the reader ------------------------------------------------------------------------------------------
-
-
 class Layer(nn.Module):
     def __init__(self, in_fp8: bool) -> None:
         super().__init__()

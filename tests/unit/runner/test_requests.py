@@ -107,9 +107,6 @@ def test_unseeded_requests_get_different_seeds(requests: Requests) -> None:
     assert len(words) == 20
 
 
-# --- blocks of a decode, listed for all rows at once ---
-
-
 class FlatBackend(HostBackend):
     traits = replace(HostBackend.traits, flat_decode=True)
 

@@ -57,9 +57,6 @@ def test_coarse_branches_are_few_and_idempotent(grain: Grain, vocab: int, most: 
     assert all(grain.coarse(branch, vocab, counts) == branch for branch in given.branches)
 
 
-# --- the same outcome ---
-
-
 def random_params(rng: random.Random, vocab: int) -> SamplingParams:
     asked: dict[str, Any] = dict(temperature=rng.choice([0.0, 0.5, 1.0, 1.7]), seed=rng.randrange(1000))
     tokens = list(range(vocab))

@@ -77,9 +77,6 @@ def test_forced_tokens_follow_from_the_text_before_each_position(markers: Thinki
     assert len({token for row in expected for token in row}) > 1
 
 
-# --- whole texts ---
-
-
 @dataclass
 class Text:
     prompt: list[int]

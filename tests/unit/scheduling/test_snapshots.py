@@ -35,9 +35,6 @@ def table(num_slots: int, **options: Any) -> Snapshots:
     return Snapshots(num_slots, block_size=BLOCK, hash_size=BLOCK, **options)
 
 
-# --- where a chunk ends ---
-
-
 @pytest.mark.parametrize(
     ("start", "num_new", "num_tokens", "junction", "expected"),
     [
@@ -71,9 +68,6 @@ def test_boundary_without_a_hash_gets_no_snapshot() -> None:
     assert snapshots.keep(request, 0, BLOCK) is not None
     assert snapshots.keep(request, 0, 2 * BLOCK) is None
     assert snapshots.longest(request, 2 * BLOCK) == BLOCK
-
-
-# --- in vLLM's scheduler ---
 
 
 def test_vllm_still_asks_there() -> None:

@@ -45,9 +45,6 @@ def run(*words: str) -> int:
         return int(str(error.code))
 
 
-# ---- options ---------------------------------------------------------------------------------------------
-
-
 @pytest.mark.parametrize("command", ["", *COMMANDS])
 def test_help_loads_nothing_heavy(command: str) -> None:
     code = (
@@ -121,9 +118,6 @@ def test_commands_that_run_vllm_refuse_a_missing_or_other_release(
     monkeypatch.setattr(versions, "installed_vllm", lambda: release)
     assert run(command) == 2
     assert message in capsys.readouterr().err
-
-
-# ---- errors of any command -------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize(

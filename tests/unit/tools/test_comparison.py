@@ -59,18 +59,12 @@ def test_lengths_of_all_answers() -> None:
     assert measure.count_acceptance([arriving([5], [6])], 0)["acc_rate"] is None
 
 
-# ---- speeds ----------------------------------------------------------------------------------------------
-
-
 def test_a_slow_minute_of_the_machine_does_not_move_the_ratio() -> None:
     """Two prompts and three turns, the last of which found the machine four times as slow."""
     base = [[1.0, 2.0], [1.0, 2.0], [4.0, 8.0]]
     found = measure.compute_speedup(base, [[0.5, 2.0], [0.5, 2.0], [2.0, 8.0]])
     assert found == {"ratio": 1.5, "low": 1.0, "high": 2.0}
     assert measure.sum_median_seconds(base) == 3.0
-
-
-# ---- errors ----------------------------------------------------------------------------------------------
 
 
 def test_an_unknown_device_is_one_line_on_stderr(

@@ -5,8 +5,6 @@ from typing import Any
 
 from vllm_gaudi_spec.tools.graph_check import counting
 
-# ---- counting ------------------------------------------------------------------------------------------------
-
 AMOUNTS = ("host_reads", "dynamic_ops", "fallbacks", "garbage_reads", "upload_bytes", "download_bytes", "kv_bytes_read")
 
 

@@ -18,9 +18,6 @@ def save(folder: Path, made: dict[str, Any], name: str = "run.json") -> Path:
     return path
 
 
-# ---- the record ------------------------------------------------------------------------------------------
-
-
 def test_a_record_is_read_as_it_was_made(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("VGS_DEVICE", "hpu-emulated")
     monkeypatch.setenv("HF_TOKEN", "secret")
@@ -68,9 +65,6 @@ def test_a_record_is_not_overwritten(tmp_path: Path, capsys: pytest.CaptureFixtu
     assert before.read_text() == written
     assert cli.main(["report", str(before), "-o", str(tmp_path / "page.html")]) == 0
     assert capsys.readouterr().out == f"report: {tmp_path / 'page.html'}\n"
-
-
-# ---- the page --------------------------------------------------------------------------------------------
 
 
 class Page(HTMLParser):

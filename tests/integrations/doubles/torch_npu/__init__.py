@@ -68,9 +68,6 @@ for _name in ("torch_npu.op_plugin", "torch_npu.op_plugin.atb"):
 _module("torch_npu.op_plugin.atb._atb_ops", _register_atb_extensions=lambda: None)
 
 
-# ---- ops ----------------------------------------------------------------------------------------------------
-
-
 def _npu_reshape_and_cache(
     *,
     key: torch.Tensor,
