@@ -59,7 +59,6 @@ for attempt in range(3):
 os._exit(0)
 """
 
-
 FAILURES = {
     "seen first by the download": "",
     # The card has failed, and torch_npu's queue learns of it by a launch before the copy, after the copy was queued.
@@ -81,7 +80,6 @@ try:
 except RuntimeError: pass
 """,
 }
-
 
 SLOW = pytest.param("seen first by a launch", marks=pytest.mark.slow)
 

@@ -14,7 +14,6 @@ KV_CACHE_BYTES = 64 << 20
 # So little that a busy engine has to preempt
 SMALL_KV = dict(kv_cache_memory_bytes=1 << 20, block_size=32)
 
-
 DEFAULTS: dict[str, Any] = dict(
     dtype="float32",
     kv_cache_memory_bytes=KV_CACHE_BYTES,

@@ -117,7 +117,6 @@ def setup_of(looping_llama: str, twin: str, even: Callable[[str], str], deepseek
 # The tiny DeepSeek knows fewer tokens than the trained family.
 PROSE_OF = {True: NOISE, False: PROSE}
 
-
 Said = Callable[[str, Work], list[list[int]]]
 
 

@@ -55,7 +55,6 @@ CASES: dict[str, tuple[dict[str, Any], dict[str, Any]]] = {
     "suffix, preempted": (suffix(5), SIZES | SMALL_KV | dict(block_size=32)),
 }
 
-
 MARKS: dict[str, list[pytest.MarkDecorator]] = {"ngram": [], "suffix, preempted": [pytest.mark.slow]}
 
 

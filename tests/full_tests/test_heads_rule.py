@@ -34,7 +34,6 @@ SCHEDULES: dict[str, dict[str, Any]] = {
     "chunked, cached, preempted": SMALL | dict(max_num_batched_tokens=64),
 }
 
-
 Pair = Callable[[str], tuple[str, dict[str, Any]]]
 
 

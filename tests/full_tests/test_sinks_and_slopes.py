@@ -18,7 +18,6 @@ from vllm_gaudi_spec.config import REQUEST_OPTION
 
 GPT_OSS, MXFP4, BLOOM = "gpt-oss", "gpt-oss-mxfp4", "bloom"
 
-
 K = 3
 NUM_TOKENS = 24
 # Few shapes: on an emulated card each is a program.

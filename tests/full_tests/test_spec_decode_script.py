@@ -34,7 +34,6 @@ REPORTED = {
     "host_syncs_per_step",
 }
 
-
 # The comparison is four engines of the demo model, one after the other: a minute on two cores that have nothing else to
 # do.
 _SECONDS = 1500

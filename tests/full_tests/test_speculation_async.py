@@ -47,7 +47,6 @@ DRAFTERS = [
     *map(Drafter, heads.METHODS),
 ]
 
-
 # n-grams are drafted in one way only.
 WAYS = [(drafter, options) for drafter in DRAFTERS for options in ([{}] if drafter == NGRAM else [{}, COUPLED])]
 

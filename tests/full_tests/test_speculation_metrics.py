@@ -12,7 +12,6 @@ from vllm_gaudi_spec.metrics import ROWS, ROWS_WITHOUT_DRAFTS
 
 PREFIX = "vllm:spec_decode_"
 
-
 EXPECTED = ("nothing", "ending", "unverified")
 """Reasons for no drafts in such a workload."""
 

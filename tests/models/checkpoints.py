@@ -43,7 +43,6 @@ UNTIED, TIED = 0.7, 0.08
 _NORM_OR_SCALE = re.compile(r"norm|ln_|layernorm|\bln\b")
 _STATE = ("A_log", "dt_bias", ".D")
 
-
 # What decides how it is made, as it was when this process began.
 _MADE_BY = b"".join(
     Path(name).read_bytes() for name in (__file__, formats.__file__, media.__file__, processors.__file__)

@@ -16,7 +16,6 @@ from vllm_gaudi_spec.attention.metadata import AttentionCall, AttentionLayerSpec
 # scores, weights, each block's part, their sum and the result are rounded to 8 bits. The reference has the same inputs.
 TOLERANCE = {torch.float32: (2e-5, 0.0), torch.bfloat16: (1.5e-2, 1.5e-2)}
 
-
 Form = Callable[..., torch.Tensor]
 
 

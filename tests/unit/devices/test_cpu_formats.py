@@ -29,7 +29,6 @@ def bfloat16_too(monkeypatch: pytest.MonkeyPatch) -> None:
 HAS_4_BITS = hasattr(torch.ops._C, "cpu_gemm_wna16")
 HAS_STATIC_FP8 = bool(torch.ops._C.static_scaled_fp8_quant.default._schema.arguments)
 
-
 FORMATS = pytest.mark.parametrize(
     ("quantization", "has_kernel"),
     [
